@@ -1,0 +1,33 @@
+#include "isa.h"
+
+#include <cstdlib>
+#include <cstring>
+
+namespace torchkiln::cpu {
+namespace {
+
+Isa detect() {
+#ifdef TORCHKILN_HAS_X86_ISAS
+  const char* limit = std::getenv("TORCHKILN_CPU_ISA");
+  const bool at_most_baseline = limit != nullptr && std::strcmp(limit, "baseline") == 0;
+  const bool at_most_avx2 = limit != nullptr && std::strcmp(limit, "avx2") == 0;
+  if (at_most_baseline) return Isa::baseline;
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                    __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi2");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
+                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+                      __builtin_cpu_supports("avx512dq");
+  if (avx512 && !at_most_avx2) return Isa::avx512;
+  if (avx2) return Isa::avx2;
+#endif
+  return Isa::baseline;
+}
+
+}  // namespace
+
+Isa isa() {
+  static const Isa found = detect();
+  return found;
+}
+
+}  // namespace torchkiln::cpu

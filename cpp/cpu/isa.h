@@ -1,0 +1,39 @@
+#pragma once
+
+// Every file of this folder but isa.cpp is compiled once per instruction set, as TORCHKILN_ISA =
+// baseline, avx2 or avx512, into a namespace of that name. The baseline instance also defines the
+// public function, which picks the widest variant that this machine runs. All functions used by
+// them are templates or inline *within that namespace*: an inline function outside of it would be
+// merged by the linker across instruction sets.
+
+namespace torchkiln::cpu {
+
+enum class Isa { baseline, avx2, avx512 };
+
+/// The widest instruction set of this machine; TORCHKILN_CPU_ISA=baseline|avx2 in the environment
+/// narrows it.
+Isa isa();
+
+#ifdef TORCHKILN_HAS_X86_ISAS
+
+#define TORCHKILN_DECLARE_VARIANTS(function) \
+  namespace avx2 {                           \
+  decltype(baseline::function) function;     \
+  }                                          \
+  namespace avx512 {                         \
+  decltype(baseline::function) function;     \
+  }
+
+#define TORCHKILN_BEST_VARIANT(function)    \
+  (isa() == Isa::avx512 ? &avx512::function \
+   : isa() == Isa::avx2 ? &avx2::function   \
+                        : &baseline::function)
+
+#else
+
+#define TORCHKILN_DECLARE_VARIANTS(function)
+#define TORCHKILN_BEST_VARIANT(function) (&baseline::function)
+
+#endif
+
+}  // namespace torchkiln::cpu
