@@ -1,0 +1,63 @@
+# Everything lies in one folder, which is the Python package in a wheel: lib/, include/, share/cmake/torchkiln/.
+include(CMakePackageConfigHelpers)
+
+# _build_info.json: what the loader compares with the environment before it loads anything.
+set(json_torch_cuda null)
+if(TORCHKILN_TORCH_CUDA)
+  set(json_torch_cuda "\"${TORCHKILN_TORCH_CUDA}\"")
+endif()
+set(json_cuda null)
+set(json_architectures "")
+if(TORCHKILN_WITH_CUDA)
+  set(json_cuda "\"${CUDAToolkit_VERSION_MAJOR}.${CUDAToolkit_VERSION_MINOR}\"")
+  list(
+    TRANSFORM built_architectures
+    REPLACE "-(real|virtual)$" ""
+    OUTPUT_VARIABLE json_architectures
+  )
+  list(REMOVE_DUPLICATES json_architectures)
+  list(TRANSFORM json_architectures REPLACE "(.+)" "\"\\1\"")
+  list(JOIN json_architectures ", " json_architectures)
+endif()
+execute_process(
+  COMMAND "${Python_EXECUTABLE}" -c "import sysconfig; print(sysconfig.get_platform())"
+  OUTPUT_VARIABLE json_platform
+  OUTPUT_STRIP_TRAILING_WHITESPACE
+  COMMAND_ERROR_IS_FATAL ANY
+)
+configure_file(cpp/cmake/build_info.json.in _build_info.json @ONLY)
+install(FILES "${PROJECT_BINARY_DIR}/_build_info.json" DESTINATION .)
+
+# The kernels are exported on their own, so that nobody needs torch to link them.
+set(config_folder share/cmake/torchkiln)
+install(TARGETS _C LIBRARY DESTINATION .)
+install(
+  TARGETS torchkiln_kernels
+  EXPORT kernels
+  LIBRARY DESTINATION lib
+  INCLUDES DESTINATION include
+)
+install(TARGETS torchkiln EXPORT torchkiln LIBRARY DESTINATION lib INCLUDES DESTINATION include)
+foreach(export IN ITEMS kernels torchkiln)
+  install(
+    EXPORT ${export}
+    FILE torchkiln-${export}.cmake
+    NAMESPACE torchkiln::
+    DESTINATION ${config_folder}
+  )
+endforeach()
+install(DIRECTORY cuda/include/ cpp/include/ "${PROJECT_BINARY_DIR}/include/" DESTINATION include)
+
+configure_package_config_file(
+  cpp/cmake/torchkilnConfig.cmake.in
+  torchkilnConfig.cmake
+  INSTALL_DESTINATION ${config_folder}
+)
+write_basic_package_version_file(torchkilnConfigVersion.cmake COMPATIBILITY SameMinorVersion)
+install(
+  FILES
+    "${PROJECT_BINARY_DIR}/torchkilnConfig.cmake"
+    "${PROJECT_BINARY_DIR}/torchkilnConfigVersion.cmake"
+    cpp/cmake/torchkiln_torch.cmake
+  DESTINATION ${config_folder}
+)

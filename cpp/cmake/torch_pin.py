@@ -1,0 +1,58 @@
+"""What the build asks Python about torch.
+
+As a scikit-build-core provider it writes the dependency on torch; run as a script it answers CMake.
+Torch is never imported: that takes seconds, and fails without torch's libraries.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+LOADER = Path(__file__).parents[2] / "src" / "torchkiln" / "_loader.py"
+find_torch = runpy.run_path(str(LOADER))["find_torch"]
+
+
+class TorchPin:
+    """Requires-Dist: torch of the minor version that is compiled against."""
+
+    def __init__(self) -> None:
+        self.state = "sdist"
+
+    def build_state(self, state: str) -> None:
+        self.state = state
+
+    def dynamic_wheel(self, _settings: dict[str, Any]) -> dict[str, bool]:
+        """Only the wheel knows its torch, so the sdist leaves the field open."""
+        return {"dependencies": True}
+
+    def dynamic_metadata(self, _settings: dict[str, Any], _project: dict[str, Any]) -> Any:
+        if self.state == "sdist":
+            return {"dependencies": []}
+        torch = find_torch()
+        if torch is None:
+            raise SystemExit(missing_torch())
+        return {"dependencies": [f"torch=={torch.minor}.*"]}
+
+
+def missing_torch() -> str:
+    return (
+        f"torchkiln: found no torch in {sys.executable}, needed the torch to build against. Type:\n"
+        f"  {sys.executable} -m pip install 'torch>=2.11'"
+    )
+
+
+def nvidia_folders() -> list[str]:
+    """Where the registry's CUDA wheels are unpacked: all of them share one namespace package."""
+    spec = importlib.util.find_spec("nvidia")
+    return list(spec.submodule_search_locations or []) if spec else []
+
+
+if __name__ == "__main__":
+    found = find_torch()
+    if found is None:
+        raise SystemExit(missing_torch())
+    print(found.version, found.cuda or "", found.folder, ";".join(nvidia_folders()), sep="\n")

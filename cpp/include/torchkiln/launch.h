@@ -1,0 +1,41 @@
+#pragma once
+
+// From a tensor to a launch: one function that runs a kernel where the tensor lives.
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
+
+#include "torchkiln/status.h"
+
+#ifdef TORCHKILN_WITH_CUDA
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#endif
+
+namespace torchkiln {
+
+inline void check_status(const char* op, Status status) {
+  TORCH_CHECK(status.ok(), "torchkiln.", op, ": ", status.error);
+}
+
+/// Calls on_cuda(stream), on the tensor's device and its current stream, or on_cpu(begin, end) over
+/// [0, count) in pieces of at least `grain` on torch's threads. Both return a Status. on_cuda must
+/// be a generic lambda: in a build without CUDA it is never instantiated.
+template <class OnCuda, class OnCpu>
+void launch(const char* op, const at::Tensor& where, int64_t count, int64_t grain,
+            const OnCuda& on_cuda, const OnCpu& on_cpu) {
+#ifdef TORCHKILN_WITH_CUDA
+  if (where.is_cuda()) {
+    const c10::cuda::CUDAGuard guard(where.device());
+    check_status(op, on_cuda(c10::cuda::getCurrentCUDAStream(where.get_device()).stream()));
+    return;
+  }
+#else
+  (void)where, (void)on_cuda;
+#endif
+  at::parallel_for(0, count, grain,
+                   [&](int64_t begin, int64_t end) { check_status(op, on_cpu(begin, end)); });
+}
+
+}  // namespace torchkiln

@@ -1,0 +1,58 @@
+#pragma once
+
+// From tensors to the argument struct of the elementwise kernels.
+
+#include <ATen/ATen.h>
+
+#include <array>
+
+#include "torchkiln/layout.h"
+
+namespace torchkiln {
+
+/// Elements that outweigh the hand-over to another thread.
+inline constexpr int64_t kElementwiseGrain = 1 << 15;
+
+inline Dtype dtype_of(const at::Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kDouble:
+      return Dtype::float64;
+    case at::kHalf:
+      return Dtype::float16;
+    case at::kBFloat16:
+      return Dtype::bfloat16;
+    default:
+      return Dtype::float32;
+  }
+}
+
+/// Describes out = f(inputs): `out` dense, each input broadcastable to it. An input that does not
+/// fit the description is replaced by a copy, which the caller thereby keeps alive.
+template <int Arity>
+Elementwise<Arity> describe(const at::Tensor& out, std::array<at::Tensor, Arity>& inputs) {
+  Elementwise<Arity> arguments{};
+  const int rank = static_cast<int>(out.dim());
+  c10::SmallVector<Dimension<Arity>, 8> dims(rank);
+  for (int d = 0; d < rank; ++d) {
+    const int from = rank - 1 - d;  // innermost first
+    dims[d].size = out.size(from);
+    dims[d].out_stride = out.stride(from);
+    for (int k = 0; k < Arity; ++k) {
+      const int at = from - (rank - static_cast<int>(inputs[k].dim()));
+      dims[d].stride[k] = at < 0 || inputs[k].size(at) == 1 ? 0 : inputs[k].stride(at);
+    }
+  }
+  if (!make_layout(dims.data(), rank, arguments.layout)) {
+    for (at::Tensor& input : inputs) input = at::empty_like(out, input.options()).copy_(input);
+    return describe<Arity>(out, inputs);
+  }
+  arguments.out = out.data_ptr();
+  arguments.dtype = dtype_of(out);
+  for (int k = 0; k < Arity; ++k) {
+    arguments.in[k] = inputs[k].const_data_ptr();
+    arguments.in_dtype[k] = dtype_of(inputs[k]);
+  }
+  return arguments;
+}
+
+}  // namespace torchkiln

@@ -1,0 +1,25 @@
+"""Bias and activation, fused into one pass over memory."""
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+from torch.overrides import has_torch_function_variadic
+
+from torchkiln import _C
+
+
+def scale_bias_relu(x: Tensor, bias: Tensor, scale: float = 1.0) -> Tensor:
+    """Returns ``relu(x * scale + bias)``, contiguous and of the dtype of ``x``.
+
+    It is computed in float32 (float64 for float64) and rounded once. Gradients of ``x`` and
+    ``bias`` come from one pass; that of ``bias`` is bitwise the same from run to run.
+
+    Args:
+        x: ``[..., columns]``; float32, float64, float16 or bfloat16.
+        bias: ``[columns]``; of the dtype of ``x``, or float32 beside a half precision.
+        scale: a number.
+    """
+    if is_compiling() or has_torch_function_variadic(x, bias):
+        traced: Tensor = torch.ops.torchkiln.scale_bias_relu.default(x, bias, scale)
+        return traced
+    return _C.scale_bias_relu(x, bias, scale)
