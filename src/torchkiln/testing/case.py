@@ -1,0 +1,54 @@
+"""The cases that specs make of checks."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from torchkiln.testing import contract
+from torchkiln.testing.check import Check, UnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from torchkiln.testing.spec import OpSpec
+
+
+@dataclass(frozen=True)
+class Case:
+    """A check of one op on one device in one dtype."""
+
+    spec: OpSpec
+    check: Check
+    device: torch.device
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        name = f"{self.spec.name}-{self.check.name}-{self.device.type}"
+        if len(self.check.dtypes) == 1:
+            return name
+        return f"{name}-{str(self.dtype).removeprefix('torch.')}"
+
+    def run(self) -> None:
+        """Raise AssertionError if the op breaks it, UnavailableError if it cannot be tried."""
+        if self.device.type == "cuda" and not torch.cuda.is_available():
+            raise UnavailableError("no CUDA device")
+        with warnings.catch_warnings():
+            # What torch deprecates in its own formulas and compiler is not the op's doing.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            warnings.simplefilter("ignore", FutureWarning)
+            self.check.run(self.spec, self.device, self.dtype)
+
+
+def cases(specs: Iterable[OpSpec], device: torch.device) -> Iterator[Case]:
+    """Every check that applies to ``specs`` on ``device``, whether or not it is there."""
+    for spec in specs:
+        for entry in contract.CHECKS.values():
+            if entry.device not in (None, device.type):
+                continue
+            for dtype in entry.dtypes:
+                if dtype in spec.dtypes:
+                    yield Case(spec, entry, device, dtype)

@@ -1,0 +1,50 @@
+"""What a check is, and the table of them that the modules of the contract fill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from torchkiln.testing.spec import OpSpec
+
+CheckFunction = Callable[[OpSpec, torch.device, torch.dtype], None]
+
+
+class UnavailableError(Exception):
+    """A check cannot run on this machine; the message says what is missing."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One clause of the contract. It raises AssertionError where the op breaks it."""
+
+    name: str
+    run: CheckFunction
+    dtypes: tuple[torch.dtype, ...]
+    device: str | None
+    slow: bool
+    large: bool
+
+
+CHECKS: dict[str, Check] = {}
+
+
+def check(
+    *,
+    dtypes: tuple[torch.dtype, ...] = (torch.float32,),
+    device: str | None = None,
+    slow: bool = False,
+    large: bool = False,
+) -> Callable[[CheckFunction], CheckFunction]:
+    """Register a check under the name of its function."""
+
+    def register(function: CheckFunction) -> CheckFunction:
+        name = function.__name__
+        if name in CHECKS:
+            raise ValueError(f"torchkiln.testing: check {name} exists already")
+        CHECKS[name] = Check(name, function, dtypes, device, slow, large)
+        return function
+
+    return register

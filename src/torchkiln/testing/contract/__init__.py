@@ -1,0 +1,27 @@
+"""The checks. Importing this package fills CHECKS."""
+
+from torchkiln.testing.check import CHECKS
+from torchkiln.testing.contract import (
+    autograd,
+    bad_input,
+    compiler,
+    cuda,
+    dispatch,
+    gradients,
+    modules,
+    repeat,
+    values,
+)
+
+__all__ = [
+    "CHECKS",
+    "autograd",
+    "bad_input",
+    "compiler",
+    "cuda",
+    "dispatch",
+    "gradients",
+    "modules",
+    "repeat",
+    "values",
+]

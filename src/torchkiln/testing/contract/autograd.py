@@ -1,0 +1,137 @@
+"""torch.func and forward-mode differentiation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from torchkiln.testing.check import check
+from torchkiln.testing.compare import (
+    Where,
+    require_close,
+    require_gradients,
+    require_values,
+)
+from torchkiln.testing.contract.gradients import incoming
+from torchkiln.testing.data import normal
+from torchkiln.testing.spec import FLOATING, OpSpec, Sample
+
+
+@check(dtypes=FLOATING)
+def vmap(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
+    """Mapping over each argument, and over all, gives what a loop gives."""
+    sample = spec.typical(device, dtype)
+    positions = sample.positions
+    for mapped in (*((i,) for i in positions), positions):
+        batch = sample
+        for i in mapped:
+            factors = torch.tensor([1.0, -2.0, 0.5], device=device)
+            stack = torch.stack([sample.args[i] * f.item() for f in factors], dim=-1)
+            batch = batch.substitute(i, stack)
+        in_dims = tuple(-1 if i in mapped else None for i in range(len(sample.args)))
+        found = torch.func.vmap(lambda *args: spec.op(*args, **sample.kwargs), in_dims=in_dims)(
+            *batch.args
+        )
+        for k in range(3):
+            one = batch
+            for i in mapped:
+                one = one.substitute(i, batch.args[i].select(-1, k))
+            where = Where(spec, "vmap", one, f"arguments {mapped}, element {k}")
+            require_values(found[k], one, where)
+
+
+@check(dtypes=FLOATING)
+def func_grad(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
+    """torch.func.grad, alone and under vmap, gives the gradients of backward."""
+    sample = spec.typical(device, dtype)
+    wanted = spec.wanted(sample)
+    grad = incoming(sample.call(spec.op))
+
+    def loss(*args: Tensor) -> Tensor:
+        output: Tensor = spec.op(*args, **sample.kwargs)
+        return (output * grad).sum()
+
+    where = Where(spec, "func_grad", sample)
+    found = torch.func.grad(loss, argnums=wanted)(*sample.args)
+    require_gradients(found, sample, wanted, grad, where)
+    batch = [torch.stack([a, a]) if isinstance(a, Tensor) else a for a in sample.args]
+    mapped = torch.func.vmap(torch.func.grad(loss, argnums=wanted))(*batch)
+    for k in range(2):
+        require_gradients([m[k] for m in mapped], sample, wanted, grad, where.at("under vmap"))
+
+
+def tangents(spec: OpSpec, sample: Sample) -> tuple[Tensor, ...]:
+    """A direction for each differentiable argument."""
+    return tuple(
+        normal(f"tangent{i}", sample.args[i].shape, sample.args[i].device, sample.args[i].dtype)
+        for i in spec.wanted(sample)
+    )
+
+
+def require_tangent(found: Tensor, sample: Sample, where: Where) -> None:
+    """Judge a Jacobian-vector product by the double backward of the float64 reference."""
+    spec = where.spec
+    directions = tangents(spec, sample)
+
+    def product(function: object, call: Sample, along: tuple[Tensor, ...]) -> Tensor:
+        # J v is the derivative by u of (J^T u) v, so only backward is needed for the truth.
+        call = spec.leaves(call)
+        output = call.map(lambda t: t).call(function)  # type: ignore[arg-type]
+        u = torch.zeros_like(output, requires_grad=True)
+        inputs = [call.args[i] for i in spec.wanted(call)]
+        back = torch.autograd.grad(output, inputs, u, create_graph=True)
+        total = sum((b * v).sum() for b, v in zip(back, along, strict=True))
+        return torch.autograd.grad(total, u)[0]  # type: ignore[arg-type]
+
+    truth = sample.map(lambda t: t.detach().double())
+    wide = tuple(v.double() for v in directions)
+    expected = product(spec.reference, truth, wide)
+    magnitude = product(spec.reference, truth, tuple(v.abs() for v in wide)).abs()
+    other = product(spec.composite, sample, directions)
+    require_close(found, expected, other, magnitude + expected.abs(), where)
+
+
+@check(dtypes=FLOATING)
+def func_jvp(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
+    """torch.func.jvp."""
+    sample = spec.typical(device, dtype)
+    pair: Any = torch.func.jvp(
+        lambda *args: spec.op(*args, **sample.kwargs), sample.args, tangents(spec, sample)
+    )
+    output, tangent = pair
+    where = Where(spec, "func_jvp", sample)
+    require_values(output, sample, where)
+    require_tangent(tangent, sample, where)
+
+
+@check(dtypes=FLOATING)
+def forward_mode(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
+    """Dual tensors."""
+    sample = spec.typical(device, dtype)
+    with forward_ad.dual_level():
+        duals = sample
+        for i, direction in zip(spec.wanted(sample), tangents(spec, sample), strict=True):
+            duals = duals.substitute(i, forward_ad.make_dual(sample.args[i], direction))
+        output, tangent = forward_ad.unpack_dual(duals.call(spec.op))
+        where = Where(spec, "forward_mode", sample)
+        require_values(output, sample, where)
+        if tangent is None:
+            raise AssertionError(f"{where}: the output has no tangent")
+        require_tangent(tangent, sample, where)
+
+
+@check(dtypes=FLOATING)
+def retained_graph(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
+    """A second backward through a retained graph gives the first one's gradients again."""
+    sample = spec.typical(device, dtype, requires_grad=True)
+    wanted = spec.wanted(sample)
+    output = sample.call(spec.op)
+    inputs = [sample.args[i] for i in wanted]
+    grad = incoming(output)
+    where = Where(spec, "retained_graph", sample)
+    for _ in range(2):
+        found = torch.autograd.grad(output, inputs, grad, retain_graph=True)
+        require_gradients(found, sample, wanted, grad, where)

@@ -1,0 +1,149 @@
+"""torch.compile, torch.export and AOTInductor."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from torchkiln.testing.check import UnavailableError, check
+from torchkiln.testing.compare import Where, require_gradients, require_values
+from torchkiln.testing.contract.gradients import incoming
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torchkiln.testing.spec import OpSpec, Sample
+
+
+class Call(nn.Module):
+    """The op as a module, which is what export takes."""
+
+    def __init__(self, spec: OpSpec, kwargs: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.op = spec.op
+        self.kwargs = dict(kwargs)
+
+    def forward(self, *args: Tensor) -> Tensor:
+        """Call the op."""
+        return self.op(*args, **self.kwargs)
+
+
+def grown(sample: Sample) -> Sample:
+    """The call with every size other than 1 doubled, so that equal sizes stay equal."""
+    return sample.map(lambda t: t.repeat([1 if n == 1 else 2 for n in t.shape]))
+
+
+def require_compiled(spec: OpSpec, function: Any, sample: Sample, where: Where) -> None:
+    """Values and gradients of a compiled function at one sample."""
+    leaves = spec.leaves(sample)
+    output = function(*leaves.args, **leaves.kwargs)
+    require_values(output, sample, where)
+    wanted = spec.wanted(sample)
+    grad = incoming(output.detach())
+    found = torch.autograd.grad(output, [leaves.args[i] for i in wanted], grad)
+    require_gradients(found, sample, wanted, grad, where)
+
+
+def require_dynamic(
+    spec: OpSpec, device: torch.device, dtype: torch.dtype, backend: str, check_name: str
+) -> None:
+    """One compilation serves other sizes, without a graph break."""
+    torch.compiler.reset()
+    function = torch.compile(spec.op, fullgraph=True, dynamic=True, backend=backend)
+    sample = spec.typical(device, dtype)
+    where = Where(spec, check_name, sample)
+    require_compiled(spec, function, sample, where)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        larger = grown(sample)
+        require_compiled(spec, function, larger, where.at("sizes doubled"))
+        require_compiled(spec, function, grown(larger), where.at("sizes times four"))
+
+
+@check(dtypes=(torch.float32, torch.bfloat16))
+def compile_aot_eager(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
+    """torch.compile(fullgraph=True, dynamic=True), forward and backward."""
+    require_dynamic(spec, device, dtype, "aot_eager", "compile_aot_eager")
+    for sample in spec.samples(device, dtype):
+        if sample.numel <= 128:
+            torch.compiler.reset()
+            function = torch.compile(spec.op, fullgraph=True, dynamic=True, backend="aot_eager")
+            require_compiled(spec, function, sample, Where(spec, "compile_aot_eager", sample))
+
+
+def require_compiler(device: torch.device) -> None:
+    """Inductor writes C++ for the CPU."""
+    if device.type == "cpu" and shutil.which("g++") is None:
+        raise UnavailableError("inductor needs g++")
+
+
+@check(slow=True)
+def compile_inductor(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
+    """The same with the default backend."""
+    require_compiler(device)
+    require_dynamic(spec, device, dtype, "inductor", "compile_inductor")
+
+
+def exported(spec: OpSpec, sample: Sample) -> torch.export.ExportedProgram:
+    """The op with every size dynamic."""
+    auto = tuple(
+        dict.fromkeys(range(a.dim()), torch.export.Dim.AUTO) if isinstance(a, Tensor) else None
+        for a in sample.args
+    )
+    return torch.export.export(Call(spec, sample.kwargs), sample.args, dynamic_shapes=(auto,))
+
+
+@check()
+def export(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
+    """torch.export with dynamic sizes, through a file."""
+    sample = spec.typical(device, dtype)
+    where = Where(spec, "export", sample)
+    program = exported(spec, sample)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "op.pt2"
+        torch.export.save(program, path)
+        module = torch.export.load(path).module()
+    for call in (sample, grown(sample)):
+        require_values(module(*call.args), call, where)
+
+
+CONTROL = """
+import sys, tempfile, torch
+class Control(torch.nn.Module):
+    def forward(self, x):
+        return torch.relu(x)
+with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+    program = torch.export.export(Control(), (torch.ones(2, device=sys.argv[1]),))
+    path = torch._inductor.aoti_compile_and_package(program, package_path=folder + "/control.pt2")
+    torch._inductor.aoti_load_package(path)(torch.ones(2, device=sys.argv[1]))
+"""
+
+
+@functools.cache
+def aot_inductor_works(device: str) -> bool:
+    """Whether torch's own op survives it: some installations crash when they load a package."""
+    command = [sys.executable, "-W", "ignore", "-c", CONTROL, device]
+    return subprocess.run(command, capture_output=True, timeout=300, check=False).returncode == 0
+
+
+@check(slow=True)
+def aot_inductor(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
+    """An AOTInductor package, built, loaded and called at two sizes."""
+    require_compiler(device)
+    if device.type == "cuda" and not aot_inductor_works(device.type):
+        raise UnavailableError("AOTInductor fails with torch.relu alone on this machine's CUDA")
+    sample = spec.typical(device, dtype)
+    where = Where(spec, "aot_inductor", sample)
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        path = str(Path(folder) / "op.pt2")
+        torch._inductor.aoti_compile_and_package(exported(spec, sample), package_path=path)
+        package = torch._inductor.aoti_load_package(path)
+        for call in (sample, grown(sample)):
+            require_values(package(*call.args), call, where)

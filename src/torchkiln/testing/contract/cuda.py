@@ -1,0 +1,233 @@
+"""What an op owes to CUDA's streams, devices, graphs and memory."""
+
+from __future__ import annotations
+
+import base64
+import pickle
+import subprocess
+import sys
+import time
+import warnings
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from torchkiln.testing.check import UnavailableError, check
+from torchkiln.testing.compare import (
+    Where,
+    require,
+    require_gradients,
+    require_values,
+    vector_jacobian,
+)
+from torchkiln.testing.contract.gradients import incoming
+from torchkiln.testing.contract.values import available_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torchkiln.testing.spec import OpSpec, Sample
+
+DELAY = 100_000_000
+"""Clock cycles that a stream sleeps: tens of milliseconds, far more than a launch."""
+
+
+def forward_and_backward(
+    spec: OpSpec, sample: Sample, grad: Tensor
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Output and gradients of leaves."""
+    output = sample.call(spec.op)
+    wanted = spec.wanted(sample)
+    grads = torch.autograd.grad(output, [sample.args[i] for i in wanted], grad)
+    return output, grads
+
+
+@check(device="cuda", dtypes=(torch.float32, torch.bfloat16))
+def side_stream(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
+    """Work goes to the current stream: it waits for data that the stream delivers late."""
+    sample = spec.typical(device, dtype)
+    grad = incoming(sample.call(spec.op))
+    late = spec.leaves(sample.map(torch.zeros_like))
+    late_grad = torch.zeros_like(grad)
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        forward_and_backward(
+            spec, late, late_grad
+        )  # the allocator gets its memory before the delay
+        torch.cuda._sleep(DELAY)
+        with torch.no_grad():
+            for i in sample.positions:
+                late.args[i].copy_(sample.args[i])
+            late_grad.copy_(grad)
+        output, grads = forward_and_backward(spec, late, late_grad)
+        done = torch.cuda.Event()
+        done.record(stream)
+    where = Where(spec, "side_stream", sample)
+    require(not done.query(), where, "the call waited for the stream")
+    torch.cuda.current_stream(device).wait_event(done)
+    require_values(output, sample, where)
+    require_gradients(grads, sample, spec.wanted(sample), grad, where)
+
+
+@check(device="cuda")
+def other_current_device(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
+    """Tensors of one device while another is current; the current device stays."""
+    if torch.cuda.device_count() < 2:
+        raise UnavailableError("needs two CUDA devices")
+    here, other = torch.device("cuda", 0), torch.device("cuda", 1)
+    for current, where_data_is in ((here, other), (other, here)):
+        sample = spec.typical(where_data_is, dtype)
+        where = Where(spec, "other_current_device", sample, f"on {where_data_is}")
+        with torch.cuda.device(current):
+            grad = incoming(sample.call(spec.op))
+            output, grads = forward_and_backward(spec, spec.leaves(sample), grad)
+            require(torch.cuda.current_device() == current.index, where, "the device changed")
+        require(output.device == where_data_is, where, f"the output is on {output.device}")
+        require_values(output, sample, where)
+        require_gradients(grads, sample, spec.wanted(sample), grad, where)
+
+
+@check(device="cuda", dtypes=(torch.float32, torch.bfloat16))
+def graph_capture(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
+    """Forward and backward in a CUDA graph, replayed with new data."""
+    sample = spec.typical(device, dtype)
+    grad = incoming(sample.call(spec.op))
+    static = spec.leaves(sample.map(torch.clone))
+    static_grad = grad.clone()
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        forward_and_backward(spec, static, static_grad)
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output, grads = forward_and_backward(spec, static, static_grad)
+    for factor in (1.0, -3.0, 0.5):
+        fresh = sample.map(lambda t, f=factor: t * f)  # type: ignore[misc]
+        with torch.no_grad():
+            for i in fresh.positions:
+                static.args[i].copy_(fresh.args[i])
+            static_grad.copy_(grad * factor)
+        graph.replay()
+        where = Where(spec, "graph_capture", fresh, f"data times {factor}")
+        require_values(output, fresh, where)
+        require_gradients(grads, fresh, spec.wanted(fresh), grad * factor, where)
+
+
+@contextmanager
+def synchronisation_forbidden() -> Iterator[None]:
+    """Raise where the host waits for the device."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@check(device="cuda")
+def no_synchronisation(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
+    """Neither forward nor backward makes the host wait."""
+    for sample in spec.samples(device, dtype, requires_grad=True):
+        if any(sample.args[i].device != device for i in sample.positions):
+            continue
+        grad = incoming(sample.call(spec.op).detach())
+        forward_and_backward(spec, sample, grad)
+        torch.cuda.synchronize(device)
+        done = torch.cuda.Event()
+        with synchronisation_forbidden():
+            torch.cuda._sleep(DELAY)
+            forward_and_backward(spec, sample, grad)
+            done.record()
+        # The debug mode sees torch's own waits only; an event behind a delay sees every kind.
+        where = Where(spec, "no_synchronisation", sample)
+        require(not done.query(), where, "the call waited for the device")
+
+
+@check(device="cuda")
+def only_the_caching_allocator(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
+    """After a warm-up no call takes memory from the device."""
+
+    def all_samples() -> None:
+        for sample in spec.samples(device, dtype, requires_grad=True):
+            output = sample.call(spec.op)
+            output.backward(torch.ones_like(output))
+
+    def outside_torch() -> int:
+        torch.cuda.synchronize(device)
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free - torch.cuda.memory_reserved(device)
+
+    for _ in range(2):
+        all_samples()
+    before = outside_torch()
+    allocated = torch.cuda.memory_allocated(device)
+    for _ in range(5):
+        all_samples()
+    where = Where(spec, "only_the_caching_allocator", spec.typical(device, dtype))
+    grown = outside_torch() - before
+    require(grown <= 0, where, f"{grown} bytes were taken from the device outside the allocator")
+    # The threads of autograd drop their last references a moment after backward() has returned.
+    deadline = time.monotonic() + 2
+    while torch.cuda.memory_allocated(device) > allocated and time.monotonic() < deadline:
+        time.sleep(0.01)
+    kept = torch.cuda.memory_allocated(device) - allocated
+    require(kept == 0, where, f"{kept} bytes stay allocated after the calls")
+
+
+@check(device="cuda", dtypes=(torch.bfloat16,), large=True)
+def gradients_of_more_than_2_to_the_31_elements(
+    spec: OpSpec, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Rows of the gradient on both sides of element 2**31."""
+    if available_memory(device) < 40 * 2**30:
+        raise UnavailableError(f"needs 40 GiB of free memory on {device}")
+    sample = spec.large(device)
+    shape = sample.call(spec.op).shape
+    grad = torch.tensor(0.5, device=device, dtype=dtype).expand(shape)
+    where = Where(spec, "gradients_of_more_than_2_to_the_31_elements", sample)
+    whole = [i for i in spec.wanted(sample) if sample.args[i].shape == shape]
+    found = vector_jacobian(spec.op, spec.leaves(sample), spec.wanted(sample), grad)
+    middle = 2**31 // (shape.numel() // shape[0])
+    for start in (0, middle - 2, shape[0] - 3):
+
+        def rows(tensor: Tensor, start: int = start) -> Tensor:
+            return tensor[start : start + 3] if tensor.shape[0] == shape[0] else tensor
+
+        part = sample.map(rows)
+        few = [rows(found[spec.wanted(sample).index(i)]) for i in whole]
+        require_gradients(few, part, whole, rows(grad), where.at(f"rows from {start}"))
+
+
+CHILD = """
+import base64, os, pickle, sys, torch
+op, composite, inputs = pickle.loads(base64.b64decode(sys.argv[1]))
+def result(device):
+    sample = next(iter(inputs(torch.device(device), torch.float32)))
+    return torch.allclose(sample.call(op), sample.call(composite))
+if not result("cpu"):
+    sys.exit(3)
+child = os.fork()
+if child == 0:
+    os._exit(0 if result("cuda") else 4)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@check(device="cuda")
+def fork_of_a_cpu_only_parent(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
+    """A child can use CUDA when its parent only used the CPU: importing touches no device."""
+    message = base64.b64encode(pickle.dumps((spec.op, spec.composite, spec.inputs))).decode()
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", CHILD, message],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    where = Where(spec, "fork_of_a_cpu_only_parent", spec.typical(device, dtype))
+    require(done.returncode == 0, where, f"exit {done.returncode}: {done.stderr[-2000:]}")

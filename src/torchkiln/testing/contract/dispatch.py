@@ -1,0 +1,158 @@
+"""The op's registration: schema, Meta, autocast, and the same for its helper ops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchkiln.testing.check import check
+from torchkiln.testing.compare import Where, require, require_identical
+from torchkiln.testing.contract.gradients import incoming
+from torchkiln.testing.contract.values import SMALL, relaid
+from torchkiln.testing.spec import FLOATING, OpSpec, Sample
+
+
+class Recorder(TorchDispatchMode):
+    """Keeps the calls of the ops with the given names."""
+
+    def __init__(self, names: set[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names = names
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        given = kwargs or {}
+        if func._schema.name in self.names:
+            self.calls.append((func, args, given))
+        return func(*args, **given)
+
+
+@check(dtypes=(torch.float32, torch.bfloat16))
+def opcheck(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
+    """torch.library.opcheck of the op at the small samples."""
+    for sample in spec.samples(device, dtype, requires_grad=True):
+        if sample.numel <= 128:
+            torch.library.opcheck(spec.overload, sample.args, dict(sample.kwargs))
+
+
+@check(dtypes=(torch.float32, torch.bfloat16))
+def opcheck_helpers(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
+    """torch.library.opcheck of the helper ops, at the arguments that a backward gives them."""
+    namespace = spec.overload.namespace
+    names = {f"{namespace}::{helper}" for helper in spec.helpers}
+    sample = spec.typical(device, dtype, requires_grad=True)
+    recorder = Recorder(names)
+    with recorder:
+        output = sample.call(spec.op)
+        output.backward(incoming(output))
+    where = Where(spec, "opcheck_helpers", sample)
+    seen = {func._schema.name for func, _, _ in recorder.calls}
+    require(seen == names, where, f"the backward called {sorted(seen)}, expected {sorted(names)}")
+    for func, args, kwargs in recorder.calls:
+        plain = tuple(a.detach() if isinstance(a, Tensor) else a for a in args)
+        torch.library.opcheck(func, plain, kwargs)
+
+
+def require_same_layout(found: Tensor, real: Tensor, where: Where) -> None:
+    """Shape, dtype and strides, but for those that no address depends on."""
+
+    def described(tensor: Tensor) -> tuple[object, ...]:
+        strides = [s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1]
+        return tuple(tensor.shape), tensor.dtype, strides if tensor.numel() else None
+
+    left, right = described(found), described(real)
+    require(left == right, where, f"{left}, but the real result has {right}")
+
+
+@check(dtypes=FLOATING)
+def meta_and_fake(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
+    """Meta and fake tensors give the shape, dtype and strides of the real result and gradients."""
+
+    def on_meta(tensor: Tensor) -> Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+    for sample in spec.samples(device, dtype):
+        if sample.numel > SMALL:
+            continue
+        for moved in (sample, *(moved for moved, _ in relaid(sample))):
+            real = moved.call(spec.op)
+            where = Where(spec, "meta_and_fake", moved)
+            require_same_layout(moved.map(on_meta).call(spec.op), real, where.at("meta"))
+            with FakeTensorMode() as mode:
+                fake = moved.map(lambda t, m=mode: m.from_tensor(t)).call(spec.op)  # type: ignore[misc]
+            require_same_layout(fake, real, where.at("fake"))
+            require(fake.device == real.device, where.at("fake"), f"on {fake.device}")
+        require_same_gradient_layout(spec, sample, on_meta)
+
+
+def require_same_gradient_layout(spec: OpSpec, sample: Sample, on_meta: Any) -> None:
+    """Gradients of the call on meta tensors against those of the real one."""
+    results = []
+    for call in (sample, sample.map(on_meta)):
+        leaves = spec.leaves(call)
+        output = leaves.call(spec.op)
+        inputs = [leaves.args[i] for i in spec.wanted(leaves)]
+        results.append(torch.autograd.grad(output, inputs, torch.ones_like(output)))
+    for real, meta in zip(*results, strict=True):
+        require_same_layout(meta, real, Where(spec, "meta_and_fake", sample, "gradient"))
+
+
+@check()
+def autocast(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
+    """Autocast converts the arguments the spec names, and gradients come back in their dtypes."""
+    for low in (torch.bfloat16, torch.float16):
+        for sample in spec.samples(device, dtype):
+            if sample.numel > SMALL:
+                continue
+            where = Where(spec, "autocast", sample, f"to {low}")
+            cast = sample
+            for i in spec.autocast:
+                if cast.args[i].dtype in (torch.float32, torch.float16, torch.bfloat16):
+                    cast = cast.substitute(i, cast.args[i].to(low))
+            leaves = spec.leaves(sample)
+            with torch.autocast(device.type, low):
+                found = leaves.call(spec.op)
+            require_identical(found, cast.call(spec.op), where)
+            found.backward(torch.ones_like(found))
+            for i in spec.wanted(sample):
+                got = leaves.args[i].grad.dtype
+                require(got == leaves.args[i].dtype, where, f"argument {i}: gradient {got}")
+
+
+class Tagged(Tensor):
+    """A subclass that does nothing of its own."""
+
+
+@check()
+def subclasses(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
+    """A result has the subclass of its inputs, and __torch_function__ sees the call."""
+    seen: list[object] = []
+
+    class Watching(Tensor):
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(func)
+            return super().__torch_function__(  # type: ignore[no-untyped-call]
+                func, types, args, kwargs or {}
+            )
+
+    sample = spec.typical(device, dtype)
+    where = Where(spec, "subclasses", sample)
+    expected = sample.call(spec.op)
+    for subclass in (Tagged, Watching):
+        found = sample.map(lambda t, s=subclass: t.as_subclass(s)).call(spec.op)  # type: ignore[misc]
+        require(type(found) is subclass, where, f"{type(found)}, expected {subclass}")
+        require_identical(found.as_subclass(Tensor), expected, where)
+    require(spec.overload in seen, where, f"__torch_function__ saw {seen}")

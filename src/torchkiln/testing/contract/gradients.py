@@ -1,0 +1,128 @@
+"""Gradients: of both orders, at any strides, and only those that were asked for."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from torchkiln.testing.check import check
+from torchkiln.testing.compare import (
+    Where,
+    require,
+    require_gradients,
+    require_identical,
+    vector_jacobian,
+)
+from torchkiln.testing.contract.values import SMALL, relaid
+from torchkiln.testing.data import layouts, normal
+from torchkiln.testing.spec import FLOATING, OpSpec, Sample
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+FEW = 64
+"""Elements up to which a numerical Jacobian is taken element by element."""
+
+
+def subsets(positions: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Every choice of at least one."""
+    for count in range(1, len(positions) + 1):
+        yield from combinations(positions, count)
+
+
+def incoming(output: Tensor) -> Tensor:
+    """A gradient for ``output``."""
+    return normal("grad", output.shape, output.device, output.dtype)
+
+
+@check(dtypes=FLOATING)
+def gradient_values(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
+    """Every gradient is as close to float64 as torch's own, for each choice of arguments."""
+    for sample in spec.samples(device, dtype):
+        wanted = spec.wanted(sample)
+        grad = incoming(sample.call(spec.op))
+        full: dict[int, Tensor] = {}
+        for positions in reversed(list(subsets(wanted))):
+            where = Where(spec, "gradient_values", sample, f"gradients of {positions}")
+            leaves = spec.leaves(sample, positions)
+            found = vector_jacobian(spec.op, leaves, positions, grad)
+            if positions == wanted:
+                require_gradients(found, sample, positions, grad, where)
+                full = dict(zip(positions, found, strict=True))
+            for position, one in zip(positions, found, strict=True):
+                require_identical(one, full[position], where.at(f"argument {position}"))
+
+
+@check(dtypes=FLOATING)
+def gradient_strides(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
+    """Inputs and incoming gradients of any strides; nothing is written to them."""
+    for sample in spec.samples(device, dtype):
+        if not 0 < sample.numel <= SMALL:
+            continue
+        wanted = spec.wanted(sample)
+        grad = incoming(sample.call(spec.op))
+        for placed in layouts(grad):
+            where = Where(spec, "gradient_strides", sample, f"incoming gradient {placed.name}")
+            before = placed.bits()
+            found = vector_jacobian(spec.op, spec.leaves(sample), wanted, placed.tensor)
+            require(torch.equal(placed.bits(), before), where, "the backward wrote to its input")
+            require_gradients(found, sample, wanted, placed.tensor, where)
+        for moved, _ in relaid(sample):
+            found = vector_jacobian(spec.op, spec.leaves(moved), wanted, grad)
+            require_gradients(found, moved, wanted, grad, Where(spec, "gradient_strides", moved))
+
+
+@check()
+def only_the_gradients_asked_for(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
+    """No graph without a leaf, none under no_grad, and no gradient for other arguments."""
+    sample = spec.typical(device, dtype)
+    where = Where(spec, "only_the_gradients_asked_for", sample)
+    require(not sample.call(spec.op).requires_grad, where, "a graph without a leaf")
+    with torch.no_grad():
+        output = spec.leaves(sample).call(spec.op)
+    require(not output.requires_grad, where, "a graph under no_grad")
+    for positions in subsets(spec.wanted(sample)):
+        leaves = spec.leaves(sample, positions)
+        output = leaves.call(spec.op)
+        require(output.requires_grad, where, f"no graph for arguments {positions}")
+        output.sum().backward()
+        got = tuple(i for i in sample.positions if leaves.args[i].grad is not None)
+        require(got == positions, where, f"gradients of {got}, expected those of {positions}")
+
+
+def small(spec: OpSpec, device: torch.device) -> Iterator[Sample]:
+    """Float64 samples that a numerical Jacobian can afford."""
+    for sample in spec.samples(device, torch.float64, requires_grad=True):
+        if 0 < sample.numel <= FEW and all(
+            sample.args[i].dtype == torch.float64 for i in spec.wanted(sample)
+        ):
+            yield sample
+
+
+@check(dtypes=(torch.float64,))
+def gradcheck(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
+    """Backward against numerical differences; forward mode and batched gradients too."""
+    for sample in small(spec, device):
+        torch.autograd.gradcheck(
+            lambda *args, s=sample: spec.op(*args, **s.kwargs),
+            sample.args,
+            fast_mode=False,
+            check_undefined_grad=True,
+            check_batched_grad=True,
+            check_forward_ad=True,
+        )
+
+
+@check(dtypes=(torch.float64,))
+def gradgradcheck(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
+    """The backward of the backward against numerical differences."""
+    for sample in small(spec, device):
+        torch.autograd.gradgradcheck(
+            lambda *args, s=sample: spec.op(*args, **s.kwargs),
+            sample.args,
+            fast_mode=False,
+            gen_non_contig_grad_outputs=True,
+        )

@@ -1,0 +1,51 @@
+"""Determinism."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from torchkiln.testing.check import check
+from torchkiln.testing.compare import Where, require_identical, vector_jacobian
+from torchkiln.testing.contract.gradients import incoming
+from torchkiln.testing.spec import FLOATING, OpSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+RUNS = 4
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Run with ``count`` threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@check(dtypes=FLOATING)
+def determinism(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
+    """Output and gradients are bitwise equal run to run; the output for any number of threads."""
+    for sample in spec.samples(device, dtype, requires_grad=True):
+        where = Where(spec, "determinism", sample)
+        wanted = spec.wanted(sample)
+        expected: Tensor | None = None
+        for count in (1, 2, 3) if device.type == "cpu" else (1,):
+            with threads(count):
+                first: tuple[Tensor, ...] | None = None
+                for _ in range(RUNS):
+                    output = sample.call(spec.op)
+                    grads = vector_jacobian(spec.op, sample, wanted, incoming(output.detach()))
+                    expected = output if expected is None else expected
+                    first = grads if first is None else first
+                    place = where.at(f"{count} threads")
+                    require_identical(output, expected, place)
+                    for i, (one, other) in enumerate(zip(grads, first, strict=True)):
+                        require_identical(one, other, place.at(f"gradient of argument {wanted[i]}"))

@@ -1,0 +1,90 @@
+"""Values: against float64, at every shape and at any strides."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from torchkiln.testing.check import UnavailableError, check
+from torchkiln.testing.compare import Where, require, require_identical, require_values
+from torchkiln.testing.data import Placed, layouts
+from torchkiln.testing.spec import FLOATING, OpSpec, Sample
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SMALL = 4096
+"""Elements up to which every combination of layouts is tried."""
+
+
+@check(dtypes=FLOATING)
+def values(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
+    """Every sample is as close to float64 as torch's own composite, through both entries."""
+    for sample in spec.samples(device, dtype):
+        where = Where(spec, "values", sample)
+        found = sample.call(spec.op)
+        require_values(found, sample, where)
+        require_identical(sample.call(spec.overload), found, where.at("through torch.ops"))
+
+
+def relaid(sample: Sample) -> Iterator[tuple[Sample, list[Placed]]]:
+    """The sample with one tensor at a time, then all of them, at each kind of strides."""
+    choices = {i: list(layouts(sample.args[i])) for i in sample.positions}
+    for i, placed in choices.items():
+        for one in placed:
+            yield sample.substitute(i, one.tensor, f", argument {i} {one.name}"), [one]
+    for row in range(max(map(len, choices.values()))):
+        moved, used = sample, []
+        for i, placed in choices.items():
+            one = placed[row % len(placed)]
+            moved = moved.substitute(i, one.tensor, f", argument {i} {one.name}")
+            used.append(one)
+        yield moved, used
+
+
+@check(dtypes=FLOATING)
+def strides(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
+    """Any strides and storage offset give the values; inputs and what lies around them stay."""
+    for sample in spec.samples(device, dtype):
+        if sample.numel > SMALL:
+            continue
+        for moved, buffers in relaid(sample):
+            before = [placed.bits() for placed in buffers]
+            where = Where(spec, "strides", moved)
+            found = moved.call(spec.op)
+            for placed, old in zip(buffers, before, strict=True):
+                require(torch.equal(placed.bits(), old), where, "the op wrote to its input")
+            require_values(found, moved, where)
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes that can be allocated now."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    table = dict(line.split(":") for line in lines)
+    return int(table["MemAvailable"].split()[0]) * 1024
+
+
+@check(dtypes=(torch.bfloat16,), large=True)
+def more_than_2_to_the_31_elements(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
+    """Rows on both sides of element 2**31 are what the same rows give in a call of their own."""
+    needed = 10 * 2**30
+    if available_memory(device) < needed:
+        raise UnavailableError(f"needs {needed >> 30} GiB of free memory on {device}")
+    sample = spec.large(device)
+    found = sample.call(spec.op)
+    count = found.shape[0]
+    middle = 2**31 // (found.numel() // count)
+    where = Where(spec, "more_than_2_to_the_31_elements", sample)
+    require(found.numel() > 2**31, where, f"the output has only {found.numel()} elements")
+    for start in (0, middle - 2, count - 3):
+
+        def rows(tensor: Tensor, start: int = start) -> Tensor:
+            return tensor[start : start + 3] if tensor.shape[0] == count else tensor
+
+        part = sample.map(rows)
+        require_values(rows(found), part, where.at(f"rows from {start}"))

@@ -1,0 +1,137 @@
+"""What one op promises, in a form that checks, benchmarks and documents are generated from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One named call. Tensors are positional arguments; everything else may be a keyword."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """Where the tensors stand among the positional arguments."""
+        return tuple(i for i, value in enumerate(self.args) if isinstance(value, Tensor))
+
+    @property
+    def numel(self) -> int:
+        """Elements of the largest tensor."""
+        return max(int(self.args[i].numel()) for i in self.positions)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Sample:
+        """The same call with ``function`` applied to every tensor."""
+        args = tuple(function(a) if isinstance(a, Tensor) else a for a in self.args)
+        return replace(self, args=args)
+
+    def substitute(self, position: int, value: Any, suffix: str = "") -> Sample:
+        """The same call with the argument at ``position`` exchanged."""
+        args = (*self.args[:position], value, *self.args[position + 1 :])
+        return replace(self, name=self.name + suffix, args=args)
+
+    def call(self, function: Callable[..., Any]) -> Any:
+        """Make the call."""
+        return function(*self.args, **self.kwargs)
+
+
+@dataclass(frozen=True)
+class Invalid:
+    """One call that must be refused, with the kind of error and a pattern of its message."""
+
+    name: str
+    args: tuple[Any, ...]
+    error: type[Exception]
+    message: str
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The least an op has to move and compute; the denominator of every roofline figure."""
+
+    bytes: int
+    operations: int
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """The contract of one op.
+
+    The first sample that ``inputs`` yields is the typical case: checks that need only one
+    (export, vmap, CUDA graphs) take it, so it has at least two rows and fits in a few kilobytes.
+    """
+
+    name: str
+    """The name in the op namespace and in messages."""
+    op: Callable[..., Tensor]
+    """The public Python function."""
+    overload: torch._ops.OpOverload[..., Any]
+    """The same op as torch.ops reaches it."""
+    reference: Callable[..., Tensor]
+    """Plain torch; it is the truth when it is given float64 tensors."""
+    composite: Callable[..., Tensor]
+    """What a user would write in eager torch, in the dtype at hand."""
+    magnitude: Callable[..., Tensor]
+    """The sum of the absolute values of the terms of each output element: rounding inside the op
+    is proportional to it even where the terms cancel."""
+    inputs: Callable[[torch.device, torch.dtype], Iterable[Sample]]
+    """Valid calls of every shape that takes a path of its own."""
+    invalid: Callable[[torch.device], Iterable[Invalid]]
+    """Calls that must be refused."""
+    bench: Callable[[torch.device, torch.dtype, tuple[int, int]], Sample]
+    """A call of the given rows and columns, for timing."""
+    large: Callable[[torch.device], Sample]
+    """A call whose output has more than 2**31 elements and as many rows as its arguments."""
+    traffic: Callable[[Sample], Traffic]
+    """Bytes and operations of the forward of a call."""
+    backward_traffic: Callable[[Sample], Traffic]
+    """Bytes and operations of the backward of a call."""
+    differentiable: tuple[int, ...]
+    """Positions of the arguments that have gradients."""
+    dtypes: tuple[torch.dtype, ...] = FLOATING
+    autocast: tuple[int, ...] = ()
+    """Positions that autocast converts; none means that the op follows its inputs."""
+    helpers: tuple[str, ...] = ()
+    """Ops in the same namespace that exist for this one (its backward) and have no spec."""
+    module: Callable[[torch.device, torch.dtype], nn.Module] | None = None
+    """A module around the op, with parameters that are not all zero."""
+    module_input: Callable[[torch.device, torch.dtype], Tensor] | None = None
+
+    def samples(
+        self, device: torch.device, dtype: torch.dtype, requires_grad: bool = False
+    ) -> Iterator[Sample]:
+        """Valid calls; with ``requires_grad`` their differentiable arguments are leaves."""
+        for sample in self.inputs(device, dtype):
+            yield self.leaves(sample) if requires_grad else sample
+
+    def typical(
+        self, device: torch.device, dtype: torch.dtype, requires_grad: bool = False
+    ) -> Sample:
+        """The first sample."""
+        return next(self.samples(device, dtype, requires_grad))
+
+    def leaves(self, sample: Sample, only: tuple[int, ...] | None = None) -> Sample:
+        """The call on detached tensors of the same strides, where ``only`` require gradients."""
+        wanted = self.wanted(sample) if only is None else only
+        args = tuple(
+            a.detach().requires_grad_(i in wanted) if isinstance(a, Tensor) else a
+            for i, a in enumerate(sample.args)
+        )
+        return replace(sample, args=args)
+
+    def wanted(self, sample: Sample) -> tuple[int, ...]:
+        """Positions of the arguments of this call that can require a gradient."""
+        return tuple(i for i in self.differentiable if sample.args[i].is_floating_point())

@@ -1,0 +1,6 @@
+"""One spec for each op, by family."""
+
+from torchkiln.testing.specs.bias_act import SCALE_BIAS_RELU
+from torchkiln.testing.specs.pointwise import ADD
+
+SPECS = (ADD, SCALE_BIAS_RELU)

@@ -1,0 +1,215 @@
+"""The contracts of the bias and activation family."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+import torchkiln
+from torchkiln.testing.data import normal
+from torchkiln.testing.spec import Invalid, OpSpec, Sample, Traffic
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# Each shape of x, whose last dimension is the length of bias: one row and one column, no row and no
+# column, every vector tail, narrow and wide rows, many rows (the bias gradient is a sum over them).
+SHAPES: dict[str, tuple[int, ...]] = {
+    "typical": (6, 10),
+    "one": (1,),
+    "one row": (1, 37),
+    "one column": (41, 1),
+    "no rows": (0, 5),
+    "no columns": (5, 0),
+    "empty in the middle": (3, 0, 4),
+    "prime": (7, 13),
+    "vector less one": (3, 127),
+    "vector": (3, 128),
+    "vector and one": (3, 129),
+    "power of two less one": (5, 1023),
+    "power of two and one": (5, 1025),
+    "rank 3": (2, 3, 17),
+    "images": (2, 3, 5, 7),
+    "rank 9": (2, 1, 2, 3, 1, 2, 1, 2, 3),
+    "many narrow rows": (4099, 3),
+    "one wide row": (40961,),
+    "threads": (513, 260),
+}
+
+
+def away_from_zero(x: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """``x`` with signs such that x * scale has the sign of bias.
+
+    relu has no derivative at 0, and where the sum nearly cancels two correct implementations may
+    stand on different sides of it.
+    """
+    direction = torch.where(bias.double() < 0, -1.0, 1.0) * (1 if scale >= 0 else -1)
+    # Every third element of x has the other sign and enough weight to outdo the bias.
+    third = torch.arange(x.numel(), device=x.device).reshape(x.shape) % 3 == 0
+    outdone = -(2 * bias.double().abs() / abs(scale) + x.double().abs() + 0.25)
+    return (direction * torch.where(third, outdone, x.double().abs() + 0.25)).to(x.dtype)
+
+
+def sample(name: str, x: Tensor, bias: Tensor, scale: float | None = None) -> Sample:
+    """A call at values where relu is smooth."""
+    x = away_from_zero(x, bias, 1.0 if scale is None else scale)
+    return Sample(name, (x, bias), {} if scale is None else {"scale": scale})
+
+
+def scale_bias_relu_inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    """Shapes, then scales, then the mixed dtypes."""
+    for name, shape in SHAPES.items():
+        x, bias = normal("x", shape, device, dtype), normal("bias", shape[-1:], device, dtype)
+        yield sample(name, x, bias, 1.7)
+    x, bias = normal("x", (9, 21), device, dtype), normal("bias", (21,), device, dtype)
+    yield sample("no scale", x, bias)
+    yield sample("negative scale", x, bias, -0.3)
+    if dtype in (torch.float16, torch.bfloat16):
+        wide = normal("bias", (21,), device, torch.float32)
+        yield sample("float32 bias", x, wide, 0.7)
+        many = normal("x", (1031, 67), device, dtype)
+        yield sample("float32 bias, many rows", many, normal("bias", (67,), device), 0.7)
+
+
+def scale_bias_relu_invalid(device: torch.device) -> Iterator[Invalid]:
+    """Every refusal of scale_bias_relu."""
+    prefix = r"torchkiln\.scale_bias_relu: "
+    x = torch.ones(2, 4, device=device, requires_grad=True)
+    bias = torch.ones(4, device=device, requires_grad=True)
+
+    def case(name: str, x: object, bias: object, message: str) -> Invalid:
+        return Invalid(name, (x, bias), RuntimeError, prefix + message)
+
+    nothing = "got NoneType, expected a torch\\.Tensor"
+    yield Invalid("x None", (None, bias), TypeError, prefix + "x: " + nothing)
+    yield Invalid("bias None", (x, None), TypeError, prefix + "bias: " + nothing)
+    yield case(
+        "bias too short",
+        x,
+        bias[:3],
+        r"bias: got shape \[3\], expected \[4\], the last dimension of x",
+    )
+    yield case(
+        "bias of length 1",
+        x,
+        bias[:1],
+        r"bias: got shape \[1\], expected \[4\], the last dimension of x",
+    )
+    yield case("2-D bias", x, x, r"bias: got 2 dimensions \(shape \[2, 4\]\), expected 1")
+    yield case("0-dim bias", x, bias[0], r"bias: got 0 dimensions \(shape \[\]\), expected 1")
+    yield case(
+        "0-dim x", bias[0], bias, "x: got a 0-dimensional tensor, expected at least 1 dimension"
+    )
+    floating = "expected one of float32, float64, float16, bfloat16"
+    for dtype in (torch.int64, torch.bool, torch.complex64):
+        name = str(dtype).removeprefix("torch.")
+        yield case(f"{name} x", x.detach().to(dtype), bias, f"x: got dtype {name}, {floating}")
+    yield case(
+        "float64 bias",
+        x,
+        bias.double(),
+        "bias: got dtype float64, expected float32, the dtype of x",
+    )
+    yield case(
+        "float32 bias beside float64",
+        x.double(),
+        bias,
+        "bias: got dtype float32, expected float64, the dtype of x",
+    )
+    yield case(
+        "bfloat16 bias beside float16",
+        x.half(),
+        bias.bfloat16(),
+        "bias: got dtype bfloat16, expected float16, the dtype of x, or float32",
+    )
+    layout = r"got layout Sparse, expected Strided; call \.to_dense\(\) first"
+    yield case("sparse x", x.detach().to_sparse(), bias, "x: " + layout)
+    yield case("sparse bias", x, bias.detach().to_sparse(), "bias: " + layout)
+    yield case(
+        "meta bias",
+        x,
+        bias.detach().to("meta"),
+        f"bias: got device meta, expected {x.device}, the device of x",
+    )
+    if device.type != "cpu":
+        yield case(
+            "bias on the CPU",
+            x,
+            bias.detach().cpu(),
+            f"bias: got device cpu, expected {x.device}, the device of x",
+        )
+
+
+def scale_bias_relu_composite(x: Tensor, bias: Tensor, scale: float = 1.0) -> Tensor:
+    """The three ops that a user would write."""
+    return torch.relu(x * scale + bias).to(x.dtype)
+
+
+def scale_bias_relu_magnitude(x: Tensor, bias: Tensor, scale: float = 1.0) -> Tensor:
+    """|x * scale| + |bias|."""
+    return (x * scale).abs() + bias.abs()
+
+
+def scale_bias_relu_bench(
+    device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
+) -> Sample:
+    """A matrix of activations."""
+    x = torch.randn(shape, device=device, dtype=dtype)
+    bias = torch.randn(shape[1:], device=device, dtype=dtype)
+    return Sample("bench", (x, bias), {"scale": 1.7})
+
+
+def scale_bias_relu_large(device: torch.device) -> Sample:
+    """A matrix of more than 2**31 elements."""
+    rows, columns = 2**16 + 1, 2**15 + 1
+    x = torch.arange(rows, device=device).remainder(251).sub(99).to(torch.bfloat16).unsqueeze(1)
+    bias = torch.arange(columns, device=device).remainder(241).to(torch.bfloat16)
+    return Sample("large", (x.expand(rows, columns).contiguous(), bias), {"scale": 0.5})
+
+
+def scale_bias_relu_traffic(sample: Sample) -> Traffic:
+    """Reads x and bias, writes the output."""
+    x, bias = sample.args
+    return Traffic(2 * x.numel() * x.itemsize + bias.numel() * bias.itemsize, 3 * x.numel())
+
+
+def scale_bias_relu_backward_traffic(sample: Sample) -> Traffic:
+    """Reads the incoming gradient and the output, writes the gradients of x and bias."""
+    x, bias = sample.args
+    return Traffic(3 * x.numel() * x.itemsize + bias.numel() * bias.itemsize, 3 * x.numel())
+
+
+def module(device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """A module with a bias that is not zero."""
+    layer = torchkiln.nn.ScaleBiasReLU(21, scale=0.7, device=device, dtype=dtype)
+    with torch.no_grad():
+        layer.bias.copy_(normal("bias", (21,), device, dtype))
+    return layer
+
+
+def module_input(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Rows for :func:`module`."""
+    return normal("x", (9, 21), device, dtype)
+
+
+SCALE_BIAS_RELU = OpSpec(
+    name="scale_bias_relu",
+    op=torchkiln.scale_bias_relu,
+    overload=torch.ops.torchkiln.scale_bias_relu.default,
+    reference=scale_bias_relu_composite,
+    composite=scale_bias_relu_composite,
+    magnitude=scale_bias_relu_magnitude,
+    inputs=scale_bias_relu_inputs,
+    invalid=scale_bias_relu_invalid,
+    bench=scale_bias_relu_bench,
+    large=scale_bias_relu_large,
+    traffic=scale_bias_relu_traffic,
+    backward_traffic=scale_bias_relu_backward_traffic,
+    differentiable=(0, 1),
+    autocast=(0,),
+    helpers=("scale_bias_relu_backward",),
+    module=module,
+    module_input=module_input,
+)

@@ -1,0 +1,44 @@
+"""Fixtures and markers shared by all tests."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import torchkiln
+
+MARKERS = {
+    "cuda": "needs a GPU and a build with CUDA kernels",
+    "slow": "takes more than ten seconds",
+    "large": "needs tens of gigabytes",
+}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for name, meaning in MARKERS.items():
+        config.addinivalue_line("markers", f"{name}: {meaning}")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Report what needs a GPU as skipped, with the reason, where there is none."""
+    if not torch.cuda.is_available():
+        reason = "no CUDA device"
+    elif torchkiln.build_info()["cuda"] is None:
+        reason = "this build has no CUDA kernels"
+    else:
+        return
+    for item in items:
+        if item.get_closest_marker("cuda"):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Each kind of device."""
+    return torch.device("cuda:0" if request.param == "cuda" else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """The same random numbers for every test, whatever ran before."""
+    torch.manual_seed(2026)

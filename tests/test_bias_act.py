@@ -1,0 +1,259 @@
+"""What is special to scale_bias_relu: special values, mixed dtypes, and the sum over rows."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchkiln
+from torchkiln.testing.compare import bits
+from torchkiln.testing.contract.dispatch import Recorder
+from torchkiln.testing.contract.repeat import threads
+from torchkiln.testing.specs.bias_act import SCALE_BIAS_RELU
+
+FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+HALF = (torch.float16, torch.bfloat16)
+
+
+def name(value: object) -> str:
+    return str(value).removeprefix("torch.")
+
+
+def gradient(leaf: Tensor) -> Tensor:
+    """The gradient that a backward has left."""
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+every_dtype = pytest.mark.parametrize("dtype", FLOATING, ids=name)
+
+
+@every_dtype
+def test_special_values(device: torch.device, dtype: torch.dtype) -> None:
+    """NaN goes through, infinities follow arithmetic, and no result is -0."""
+    numbers = [math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0, -1.0]
+    column = torch.tensor(numbers, dtype=dtype, device=device)
+    x = column.repeat(6)[:, None].expand(-1, len(numbers) * 6).contiguous()
+    bias = column.repeat_interleave(6)
+    for scale in (1.0, -1.0, 0.0, math.inf, math.nan):
+        found = torchkiln.scale_bias_relu(x, bias, scale)
+        expected = torch.relu(x * scale + bias)
+        assert torch.equal(found.isnan(), expected.isnan())
+        there = ~expected.isnan()
+        assert torch.equal(bits(found[there]), bits(expected[there].abs()))
+
+
+@every_dtype
+def test_gradient_at_special_values(device: torch.device, dtype: torch.dtype) -> None:
+    """As torch.relu: nothing where the output is 0, everything where it is NaN or infinite."""
+    x = torch.tensor([[0.0, -0.0, -1.0, 1.0, math.inf, -math.inf, math.nan]], dtype=dtype)
+    x = x.repeat(3, 5).to(device)
+    bias = torch.zeros(35, dtype=dtype, device=device)
+    grads = []
+    for function in (torchkiln.scale_bias_relu, lambda x, b: torch.relu(x + b)):
+        leaves = x.clone().requires_grad_(), bias.clone().requires_grad_()
+        function(*leaves).backward(torch.full_like(x, 2.0))
+        grads.append([gradient(leaf) for leaf in leaves])
+    for found, expected in zip(*grads, strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_overflow_of_half_precision(device: torch.device) -> None:
+    """The product may leave float16's range as long as the result does not."""
+    x = torch.full((4, 40), 60000.0, dtype=torch.float16, device=device)
+    bias = torch.full((40,), -60000.0, dtype=torch.float16, device=device)
+    assert (torchkiln.scale_bias_relu(x, bias, 2.0) == 60000.0).all()
+    assert torchkiln.scale_bias_relu(x, -bias, 2.0).isinf().all()
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=name)
+@pytest.mark.parametrize("bias_dtype", ["same", "float32"])
+def test_half_precision_is_rounded_once(
+    device: torch.device, dtype: torch.dtype, bias_dtype: str
+) -> None:
+    """The result is the float32 result, rounded."""
+    x = torch.randn(67, 129, device=device).to(dtype)
+    bias = torch.randn(129, device=device).to(dtype if bias_dtype == "same" else torch.float32)
+    found = torchkiln.scale_bias_relu(x, bias, 0.37)
+    wide = torch.relu(x.double() * 0.37 + bias.double())
+    exact = wide.to(dtype)
+    step = torch.finfo(dtype).eps * wide
+    # Double rounding through float32 moves a result that lies on a tie, and then by one step.
+    different = found != exact
+    assert (found.double() - wide).abs().le(0.501 * step + 1e-7).all()
+    assert different.sum() <= found.numel() // 1000
+
+
+@every_dtype
+def test_bias_gradient_of_integers_is_exact(device: torch.device, dtype: torch.dtype) -> None:
+    """Sums that float32 holds exactly come out exactly, whatever the order of the terms."""
+    rows, columns = 2053, 71
+    grad = torch.randint(-3, 4, (rows, columns), device=device).to(dtype)
+    x = torch.randint(0, 2, (rows, columns), device=device).to(dtype)
+    bias = torch.zeros(columns, device=device, dtype=dtype, requires_grad=True)
+    torchkiln.scale_bias_relu(x, bias).backward(grad)
+    exact = (grad.double() * (x > 0)).sum(0)
+    assert torch.equal(gradient(bias), exact.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=name)
+def test_float32_bias_gets_a_float32_gradient(device: torch.device, dtype: torch.dtype) -> None:
+    """Not one that went through half precision: 2053 is no bfloat16 and no float16."""
+    rows = 2053
+    x = torch.ones(rows, 5, device=device, dtype=dtype, requires_grad=True)
+    bias = torch.ones(5, device=device, requires_grad=True)
+    torchkiln.scale_bias_relu(x, bias).sum().backward()
+    assert gradient(x).dtype == dtype
+    assert gradient(bias).dtype == torch.float32
+    assert gradient(bias).tolist() == [float(rows)] * 5
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(1_000_003, 1), (500_009, 3), (65_537, 16), (3, 100_003), (1, 1_000_003)],
+    ids=lambda s: "x".join(map(str, s)),
+)
+def test_long_sums(device: torch.device, shape: tuple[int, int]) -> None:
+    """Extreme numbers of rows and of columns, with sums that float32 holds exactly."""
+    grad = torch.randint(-2, 3, shape, device=device).float()
+    x = torch.randint(-1, 2, shape, device=device).float()
+    bias = torch.zeros(shape[1:], device=device, requires_grad=True)
+    leaf = x.requires_grad_()
+    output = torchkiln.scale_bias_relu(leaf, bias, 0.5)
+    output.backward(grad)
+    mask = leaf.detach() > 0
+    assert torch.equal(output.detach(), leaf.detach().clamp(min=0) * 0.5)
+    assert torch.equal(gradient(leaf), grad * mask * 0.5)
+    assert torch.equal(gradient(bias), (grad.double() * mask).sum(0).float())
+
+
+def test_accuracy_of_a_long_sum(device: torch.device) -> None:
+    """A million positive terms: as good as torch's own sum, which adds in pairs."""
+    rows = 1_000_003
+    grad = torch.rand(rows, 2, device=device)
+    x = torch.ones(rows, 2, device=device)
+    bias = torch.zeros(2, device=device, requires_grad=True)
+    torchkiln.scale_bias_relu(x, bias).backward(grad)
+    truth = grad.double().sum(0)
+    error = (gradient(bias) - truth).abs().max()
+    torch_error = (grad.sum(0) - truth).abs().max()
+    assert error <= 2 * torch_error + 4 * torch.finfo(torch.float32).eps * truth.max()
+
+
+@pytest.mark.large
+@pytest.mark.cuda
+def test_bias_gradient_of_more_than_2_to_the_31_elements() -> None:
+    """Every row counts, on both sides of element 2**31; float32 holds the sums exactly."""
+    device = torch.device("cuda", 0)
+    x, _ = SCALE_BIAS_RELU.large(device).args
+    bias = torch.arange(x.shape[1], device=device).remainder(241).float().requires_grad_()
+    output = torchkiln.scale_bias_relu(x, bias, 0.5)
+    output.backward(torch.tensor(0.5, device=device, dtype=x.dtype).expand(x.shape))
+    # All columns of x are the same, so the sum depends on the bias alone.
+    passed = [(x[:, 0].float() * 0.5 + b > 0).sum() for b in range(241)]
+    expected = torch.stack(passed)[bias.detach().long()] * 0.5
+    assert torch.equal(gradient(bias), expected)
+
+
+@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)])
+def test_backward_computes_what_is_wanted(device: torch.device, wanted: tuple[bool, bool]) -> None:
+    """The kernel is told which gradients to leave out."""
+    x = torch.randn(4, 6, device=device, requires_grad=wanted[0])
+    bias = torch.randn(6, device=device, requires_grad=wanted[1])
+    recorder = Recorder({"torchkiln::scale_bias_relu_backward"})
+    with recorder:
+        torchkiln.scale_bias_relu(x, bias).sum().backward()
+    [(_, args, _)] = recorder.calls
+    assert tuple(args[-1]) == wanted
+
+
+def test_frozen_output_is_not_kept(device: torch.device) -> None:
+    """Without a gradient to compute nothing is saved: the output's memory is all that is taken."""
+    x = torch.randn(8, 6, device=device)
+    bias = torch.randn(6, device=device)
+    assert torchkiln.scale_bias_relu(x, bias).grad_fn is None
+    kept: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        output = torchkiln.scale_bias_relu(x.requires_grad_(), bias.requires_grad_())
+    assert len(kept) == 1
+    assert kept[0].data_ptr() == output.data_ptr()
+
+
+def test_output_changed_in_place_is_noticed(device: torch.device) -> None:
+    """Backward reads the output, so writing to it must be an error and not a wrong gradient."""
+    x = torch.randn(8, 6, device=device, requires_grad=True)
+    output = torchkiln.scale_bias_relu(x, torch.zeros(6, device=device))
+    output.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+def test_output_is_contiguous(device: torch.device) -> None:
+    x = torch.randn(2, 3, 5, 7, device=device).to(memory_format=torch.channels_last)
+    bias = torch.randn(7, device=device)
+    found = torchkiln.scale_bias_relu(x, bias)
+    assert found.is_contiguous()
+    torch.testing.assert_close(found, torch.relu(x + bias))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_threads(count: int) -> None:
+    """No number of threads leaves rows out or adds them twice."""
+    rows, columns = 1031, 257
+    x = torch.randint(-2, 3, (rows, columns)).float().requires_grad_()
+    bias = torch.randint(-2, 3, (columns,)).float().requires_grad_()
+    grad = torch.randint(-3, 4, (rows, columns)).float()
+    with threads(count):
+        output = torchkiln.scale_bias_relu(x, bias, 2.0)
+        output.backward(grad)
+    mask = (x * 2 + bias) > 0
+    assert torch.equal(output, torch.relu(x * 2 + bias))
+    assert torch.equal(gradient(x), grad * mask * 2)
+    assert torch.equal(gradient(bias), (grad * mask).sum(0))
+
+
+@every_dtype
+def test_gradients_do_not_depend_on_threads(dtype: torch.dtype) -> None:
+    """The rows are divided by their number alone."""
+    x = torch.randn(4099, 37).to(dtype).requires_grad_()
+    bias = torch.randn(37).to(dtype).requires_grad_()
+    grad = torch.randn(4099, 37).to(dtype)
+    found = []
+    for count in (1, 2, 3, 7):
+        with threads(count):
+            output = torchkiln.scale_bias_relu(x, bias, 0.9)
+            found.append(torch.autograd.grad(output, (x, bias), grad))
+    for other in found[1:]:
+        assert torch.equal(bits(other[0]), bits(found[0][0]))
+        assert torch.equal(bits(other[1]), bits(found[0][1]))
+
+
+def test_autocast_under_compile(device: torch.device) -> None:
+    """The policy holds where a graph is traced under autocast."""
+    x = torch.randn(6, 10, device=device)
+    bias = torch.randn(10, device=device)
+
+    def function(x: Tensor, bias: Tensor) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16):
+            return torchkiln.scale_bias_relu(x, bias)
+
+    torch.compiler.reset()
+    found: Any = torch.compile(function, fullgraph=True, backend="aot_eager")(x, bias)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, function(x, bias))
+
+
+def test_autocast_leaves_float64(device: torch.device) -> None:
+    x = torch.randn(6, 10, device=device, dtype=torch.float64)
+    bias = torch.randn(10, device=device, dtype=torch.float64)
+    with torch.autocast(device.type, torch.bfloat16):
+        assert torchkiln.scale_bias_relu(x, bias).dtype == torch.float64

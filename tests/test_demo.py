@@ -1,0 +1,90 @@
+"""The demo agrees with itself, and says so when it does not."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from torchkiln.demo import accuracy
+from torchkiln.demo.speed import calls, compare
+from torchkiln.demo.train import Outcome, train_both
+from torchkiln.testing import SPECS
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def trained() -> Outcome:
+    """How a short training ends."""
+    *_, outcome = train_both(CPU, quick=True)
+    return outcome
+
+
+@pytest.fixture
+def outcome(trained: Outcome) -> Outcome:
+    """A copy that a test may spoil."""
+    return copy.deepcopy(trained)
+
+
+def test_both_trainings_are_one(outcome: Outcome) -> None:
+    assert outcome.agree
+    assert len(outcome.runs[0].losses) == len(outcome.runs[1].losses) == outcome.total
+    assert outcome.accuracy(outcome.runs[0]) > 0.8
+
+
+def test_a_disagreement_is_seen(outcome: Outcome) -> None:
+    outcome.runs[1].losses[7] += 0.1
+    assert not outcome.agree
+
+
+def test_a_training_that_does_not_learn_is_seen(outcome: Outcome) -> None:
+    for run in outcome.runs:
+        run.losses[:] = [1.0] * outcome.total
+    assert not outcome.agree
+
+
+def test_errors_of_every_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(a: Tensor, b: Tensor) -> Tensor:
+        return torch.add(a, b) * 1.01
+
+    broken = dataclasses.replace(SPECS[0], op=wrong)
+    monkeypatch.setattr(accuracy, "SPECS", (SPECS[1], broken))
+    rows = accuracy.all_errors(CPU)
+    assert len(rows) == 2 * 4 * 2
+    for row in rows:
+        assert (row.complaint is None) == (row.op != broken.name), row
+        assert row.ours >= 0
+
+
+@pytest.mark.parametrize("what", ["forward", "backward"])
+def test_what_is_timed_is_the_op(what: str) -> None:
+    """Both calls give the same numbers."""
+    spec = SPECS[1]
+    ours, eager = calls(spec, spec.bench(CPU, torch.float32, (8, 16)), what)
+    assert str(ours()).count("tensor") == str(eager()).count("tensor") > 0
+    clock = iter([3.0, 30.0] * 5)
+    assert compare(lambda _: next(clock), ours, eager, 0.0) == (3.0, 30.0)
+
+
+def test_the_whole(tmp_path: Path) -> None:
+    for package in ("rich", "matplotlib"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    done = subprocess.run(
+        [sys.executable, "-m", "torchkiln.demo", "--quick", "--out", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "every result agrees" in done.stdout
+    assert (tmp_path / "torchkiln-demo.png").read_bytes()[1:4] == b"PNG"

@@ -1,0 +1,56 @@
+"""The CPU kernels are there several times; each set of instructions keeps the contract."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHECKS = """
+import torch
+from torchkiln import testing
+names = {"values", "strides", "gradient_values", "gradient_strides", "determinism"}
+cases = [c for c in testing.cases(testing.SPECS, torch.device("cpu")) if c.check.name in names]
+for case in cases:
+    case.run()
+print(len(cases))
+"""
+
+# With and without fused multiply-add the last bit of some of these differs.
+BITS = """
+import torch, torchkiln
+torch.manual_seed(0)
+x, bias = torch.randn(64, 64, dtype=torch.float64), torch.randn(64, dtype=torch.float64)
+print(torchkiln.scale_bias_relu(x, bias, 0.1).sum(0).tolist())
+"""
+
+
+def run(code: str, instructions: str) -> str:
+    """What a new interpreter prints that may use these instructions at most."""
+    environment = {**os.environ, "TORCHKILN_CPU_ISA": instructions}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("instructions", ["baseline", "avx2"])
+def test_contract(instructions: str) -> None:
+    assert int(run(CHECKS, instructions)) == 2 * 5 * 4
+
+
+def test_the_choice_is_made() -> None:
+    cpuinfo = Path("/proc/cpuinfo").read_text()
+    if platform.machine() != "x86_64" or " fma" not in cpuinfo or " avx2" not in cpuinfo:
+        pytest.skip("this processor has the baseline instructions only")
+    assert run(BITS, "baseline") != run(BITS, "avx2")

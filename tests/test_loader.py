@@ -1,0 +1,121 @@
+"""What the loader says where the package cannot be loaded: falsified records, in a fresh Python."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torchkiln
+
+# Found like torch, but ends the process when it is imported.
+BROKEN_TORCH = "raise SystemExit('torch was imported')"
+
+
+def run_python(code: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs code where the packages in the folder come first."""
+    return subprocess.run(
+        [sys.executable, *arguments, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(folder)},
+    )
+
+
+def import_with(
+    folder: Path, record: dict[str, Any], torch_version: str | None, torch_cuda: str | None = None
+) -> str:
+    """The error when a copy of the package with this record is imported beside such a torch."""
+    package = folder / "torchkiln"
+    built = shutil.ignore_patterns("*.so", "*.json", "__pycache__")
+    shutil.copytree(Path(torchkiln.__file__).parent, package, ignore=built)
+    record = torchkiln.build_info() | record
+    (package / "_build_info.json").write_text(json.dumps(record))
+    if torch_version:
+        (folder / "torch").mkdir()
+        (folder / "torch" / "__init__.py").write_text(BROKEN_TORCH)
+        facts = f"__version__ = {torch_version!r}\ncuda = {torch_cuda!r}\n"
+        (folder / "torch" / "version.py").write_text(facts)
+    # -S: without site-packages, where the real torch is.
+    done = run_python("import torchkiln", folder, "-S")
+    assert done.returncode == 1, done
+    return done.stderr
+
+
+def test_other_torch(tmp_path: Path) -> None:
+    message = import_with(tmp_path, {"torch": "2.99.0"}, "2.98.1+cu130")
+    assert f"ImportError: torchkiln {torchkiln.__version__} ({tmp_path}" in message
+    assert "was built for torch 2.99.0, but found torch 2.98.1 (" in message
+    assert f"{sys.executable} -m pip install 'torch==2.99.*'" in message
+    assert "--no-build-isolation" in message
+
+
+def test_no_torch(tmp_path: Path) -> None:
+    message = import_with(tmp_path, {"torch": "2.99.0"}, None)
+    assert f"was built for torch 2.99.0, but found no torch in {sys.executable}" in message
+    assert "pip install 'torch==2.99.*'" in message
+
+
+@pytest.mark.parametrize(("cuda", "words"), [(None, "no CUDA"), ("12.6", "CUDA 12.6")])
+def test_other_cuda(tmp_path: Path, cuda: str | None, words: str) -> None:
+    record = {"torch": "2.99.0", "torch_cuda": "13.0", "cuda": "13.0"}
+    message = import_with(tmp_path, record, "2.99.0", cuda)
+    assert f"torch 2.99.0 with CUDA 13.0, but found torch 2.99.0 with {words} (" in message
+
+
+def test_other_python(tmp_path: Path) -> None:
+    message = import_with(tmp_path, {"python": "3.9"}, "2.99.0")
+    assert "was built for Python 3.9, but found Python 3." in message
+    assert sys.executable in message
+
+
+def test_other_platform(tmp_path: Path) -> None:
+    message = import_with(tmp_path, {"platform": "linux-riscv64"}, "2.99.0")
+    assert "was built for linux-riscv64, but found linux-" in message
+
+
+@pytest.mark.parametrize(
+    ("version", "cuda", "record"),
+    [
+        ("2.99.0", "13.0", {"torch_cuda": "13.0", "cuda": "13.0"}),
+        ("2.99.1+cpu", None, {"torch_cuda": None, "cuda": None}),
+        ("2.99.0+cu130", "13.0", {"torch_cuda": None, "cuda": None}),
+    ],
+    ids=["same", "patch", "cpu-build"],
+)
+def test_goes_on(tmp_path: Path, version: str, cuda: str, record: dict[str, Any]) -> None:
+    assert "torch was imported" in import_with(
+        tmp_path, {"torch": "2.99.0"} | record, version, cuda
+    )
+
+
+def test_not_built(tmp_path: Path) -> None:
+    built = shutil.ignore_patterns("*.so", "*.json", "__pycache__")
+    shutil.copytree(Path(torchkiln.__file__).parent, tmp_path / "torchkiln", ignore=built)
+    message = run_python("import torchkiln", tmp_path, "-S").stderr
+    assert "ImportError: torchkiln has not been built: found no _build_info.json in" in message
+    assert f"{sys.executable} -m pip install ." in message
+
+
+def test_record_of_this_build() -> None:
+    record = torchkiln.build_info()
+    assert record["version"] == torchkiln.__version__
+    assert torch.__version__.startswith(".".join(record["torch"].split(".")[:2]) + ".")
+    assert record["python"] == f"{sys.version_info.major}.{sys.version_info.minor}"
+    assert (record["cuda"] is None) == (record["cuda_architectures"] == [])
+    record["torch"] = "changed"
+    assert torchkiln.build_info()["torch"] != "changed"
+
+
+def test_package_for_cmake_is_there() -> None:
+    config = Path(torchkiln.cmake_prefix_path) / "torchkiln" / "torchkilnConfig.cmake"
+    assert config.is_file()

@@ -1,0 +1,77 @@
+"""Modules in the manner of torch.nn."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import torchkiln
+
+
+def test_scale_bias_relu_is_the_function(device: torch.device) -> None:
+    layer = torchkiln.nn.ScaleBiasReLU(5, scale=0.3, device=device)
+    x = torch.randn(2, 7, 5, device=device)
+    with torch.no_grad():
+        layer.bias.normal_()
+    assert torch.equal(layer(x), torchkiln.scale_bias_relu(x, layer.bias, 0.3))
+
+
+def test_parameters(device: torch.device) -> None:
+    layer = torchkiln.nn.ScaleBiasReLU(5, device=device, dtype=torch.bfloat16)
+    assert list(layer.state_dict()) == ["bias"]
+    assert layer.bias.requires_grad
+    assert layer.bias.dtype == torch.bfloat16
+    assert layer.bias.device == device
+    assert layer.bias.tolist() == [0.0] * 5
+    assert list(layer.buffers()) == []
+
+
+def test_default_scale_is_one() -> None:
+    x = torch.randn(3, 4)
+    assert torch.equal(torchkiln.nn.ScaleBiasReLU(4)(x), torch.relu(x))
+
+
+def test_repr_tells_the_arguments() -> None:
+    assert repr(torchkiln.nn.ScaleBiasReLU(4, 0.5)) == "ScaleBiasReLU(4, scale=0.5)"
+
+
+def test_meta_then_materialised() -> None:
+    """The way large models are made: on meta, then empty memory, then loaded."""
+    layer = torchkiln.nn.ScaleBiasReLU(4, device="meta")
+    assert layer(torch.empty(3, 4, device="meta")).shape == (3, 4)
+    layer = layer.to_empty(device="cpu")
+    layer.load_state_dict({"bias": torch.arange(4.0)})
+    assert layer(torch.zeros(1, 4)).tolist() == [[0.0, 1.0, 2.0, 3.0]]
+
+
+def test_training_is_that_of_plain_torch(device: torch.device) -> None:
+    """Linear, module, linear: the same steps as with the bias added by torch."""
+    torch.manual_seed(0)
+    fused = nn.Sequential(
+        nn.Linear(8, 16, bias=False), torchkiln.nn.ScaleBiasReLU(16), nn.Linear(16, 3)
+    ).to(device)
+    plain = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)).to(device)
+    first, layer, last = (fused[i].state_dict() for i in range(3))
+    plain[0].load_state_dict({**first, **layer})
+    plain[2].load_state_dict(last)
+    x = torch.randn(64, 8, device=device)
+    y = x[:, :3].argmax(1)
+    losses = []
+    for model in (fused, plain):
+        optimiser = torch.optim.SGD(model.parameters(), lr=0.5)
+        steps = []
+        for _ in range(30):
+            optimiser.zero_grad()
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            optimiser.step()
+            steps.append(loss.item())
+        losses.append(steps)
+    assert losses[0][-1] < 0.5 * losses[0][0]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_wrong_width_names_the_argument() -> None:
+    with pytest.raises(RuntimeError, match=r"bias: got shape \[4\], expected \[5\]"):
+        torchkiln.nn.ScaleBiasReLU(4)(torch.ones(2, 5))

@@ -1,0 +1,158 @@
+"""What is special to add: torch.add's rules of promotion, layout and special values."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import pytest
+import torch
+
+import torchkiln
+from torchkiln.testing.compare import bits
+
+FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+OTHER = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+PAIRS = [
+    (left, right)
+    for left, right in product(FLOATING + OTHER, repeat=2)
+    if left in FLOATING or right in FLOATING
+]
+
+
+def name(value: object) -> str:
+    return str(value).removeprefix("torch.")
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda p: f"{name(p[0])}-{name(p[1])}")
+def test_promotion(device: torch.device, pair: tuple[torch.dtype, torch.dtype]) -> None:
+    """Every pair of dtypes, each side 0-dim or not."""
+    for left, right in product([(), (3,)], repeat=2):
+        # Small integers, so that every dtype holds the values and the sum exactly.
+        a = (
+            torch.tensor([1, 0, 1], device=device)
+            .to(pair[0])[: 3 if left else 1]
+            .reshape(left or ())
+        )
+        b = (
+            torch.tensor([1, 1, 0], device=device)
+            .to(pair[1])[: 3 if right else 1]
+            .reshape(right or ())
+        )
+        if not torch.result_type(a, b).is_floating_point:
+            # A 0-dim float beside integers promotes to the default dtype; nothing else is left out.
+            raise AssertionError(f"{pair} does not promote to a float")
+        expected = torch.add(a, b)
+        found = torchkiln.add(a, b)
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+
+
+def test_default_dtype_decides_for_integers_beside_a_float_scalar(device: torch.device) -> None:
+    a = torch.arange(3, device=device)
+    b = torch.tensor(0.5, device=device)
+    assert torchkiln.add(a, b).dtype == torch.float32
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert torchkiln.add(a, b).dtype == torch.add(a, b).dtype
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("dtype", FLOATING, ids=name)
+def test_special_values(device: torch.device, dtype: torch.dtype) -> None:
+    """All pairs of NaN, infinities, zeros of both signs, the largest and the smallest number."""
+    info = torch.finfo(dtype)
+    numbers = [math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0, -1.0]
+    numbers += [info.max, info.min, info.tiny, -info.tiny, info.smallest_normal / 2]
+    column = torch.tensor(numbers, dtype=dtype, device=device)
+    # Enough repetitions for the vector loop, contiguous and broadcast.
+    a = column.repeat_interleave(len(numbers)).repeat(5)
+    b = column.repeat(5 * len(numbers))
+    for found, expected in (
+        (torchkiln.add(a, b), torch.add(a, b)),
+        (torchkiln.add(column[:, None], column), torch.add(column[:, None], column)),
+    ):
+        assert torch.equal(found.isnan(), expected.isnan())
+        there = ~expected.isnan()
+        assert torch.equal(bits(found[there]), bits(expected[there]))
+
+
+@pytest.mark.parametrize("dtype", FLOATING, ids=name)
+def test_bitwise_as_torch(device: torch.device, dtype: torch.dtype) -> None:
+    """One correctly rounded sum has one result."""
+    a = torch.randn(1031, device=device).to(dtype)
+    b = torch.randn(1031, device=device).to(dtype) * 8
+    assert torch.equal(torchkiln.add(a, b), torch.add(a, b))
+
+
+def test_layout_of_the_result(device: torch.device) -> None:
+    """The first input that has the output's shape and is dense decides, else row-major."""
+    plain = torch.randn(2, 3, 5, 7, device=device)
+    last = plain.to(memory_format=torch.channels_last)
+    gap = torch.randn(2, 3, 5, 14, device=device)[..., ::2]
+    column = torch.randn(3, 1, 1, device=device)
+    row_major, channels_last = plain.stride(), last.stride()
+    for a, b, strides in (
+        (plain, last, row_major),
+        (last, plain, channels_last),
+        (last, column, channels_last),
+        (column, last, channels_last),
+        (gap, last, channels_last),
+        (gap, gap, row_major),
+        (plain[:, :1], plain[:1], row_major),
+        (plain.expand(2, 3, 5, 7), column, row_major),
+    ):
+        found = torchkiln.add(a, b)
+        assert found.stride() == strides
+        torch.testing.assert_close(found, a + b)
+    transposed = torch.randn(17, 13, device=device).t()
+    assert torchkiln.add(transposed, transposed[:1]).stride() == (1, 13)
+
+
+def test_zero_dim_on_the_cpu_takes_the_other_device(device: torch.device) -> None:
+    a = torch.arange(5.0, device=device, requires_grad=True)
+    b = torch.tensor(2.0, requires_grad=True)
+    for found in (torchkiln.add(a, b), torchkiln.add(b, a)):
+        assert found.device == a.device
+        assert found.tolist() == [2.0, 3.0, 4.0, 5.0, 6.0]
+        grad_a, grad_b = torch.autograd.grad(found.sum(), (a, b))
+        assert grad_a.device == a.device
+        assert grad_b.device == b.device
+        assert grad_b.item() == 5.0
+
+
+def test_gradients_keep_dtype_and_shape(device: torch.device) -> None:
+    a = torch.ones(4, 3, device=device, dtype=torch.bfloat16, requires_grad=True)
+    b = torch.ones(3, device=device, dtype=torch.float64, requires_grad=True)
+    torchkiln.add(a, b).sum().backward()
+    assert a.grad is not None
+    assert b.grad is not None
+    assert a.grad.dtype == torch.bfloat16
+    assert b.grad.dtype == torch.float64
+    assert b.grad.tolist() == [4.0, 4.0, 4.0]
+
+
+def test_the_same_tensor_twice(device: torch.device) -> None:
+    a = torch.randn(7, 11, device=device, requires_grad=True)
+    found = torchkiln.add(a, a)
+    assert torch.equal(found, 2 * a)
+    found.sum().backward()
+    assert a.grad is not None
+    assert (a.grad == 2).all()
+
+
+def test_inputs_may_overlap(device: torch.device) -> None:
+    """Views of one storage are inputs like others; the result is memory of its own."""
+    base = torch.arange(12.0, device=device)
+    found = torchkiln.add(base[:-1], base[1:])
+    assert found.tolist() == [2.0 * i + 1 for i in range(11)]
+    assert base.tolist() == list(range(12))
+
+
+@pytest.mark.parametrize(
+    "call", [torchkiln.add, torch.ops.torchkiln.add.default], ids=["python", "ops"]
+)
+def test_keywords(call: object) -> None:
+    assert callable(call)
+    assert call(b=torch.ones(2), a=torch.zeros(2)).tolist() == [1.0, 1.0]

@@ -1,0 +1,305 @@
+"""The contract suite finds faults: each check is shown an op that breaks its clause."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from torchkiln import testing
+from torchkiln.testing.contract import CHECKS
+from torchkiln.testing.specs.bias_act import SCALE_BIAS_RELU
+from torchkiln.testing.specs.pointwise import ADD
+
+Op = Callable[..., Tensor]
+add: Op = torch.add
+
+
+def off_by_a_thousandth(a: Tensor, b: Tensor) -> Tensor:
+    return add(a, b) * 1.001
+
+
+def wrong_in_the_tail(a: Tensor, b: Tensor) -> Tensor:
+    """The last element of an odd number is left out."""
+    out = add(a, b)
+    if out.numel() % 2 and out.dim() == 1:
+        return out * (torch.arange(out.numel(), device=out.device) < out.numel() - 1)
+    return out
+
+
+def ignores_strides(a: Tensor, b: Tensor) -> Tensor:
+    if a.dim() == 2 and a.numel() > 1 and a.untyped_storage().nbytes() >= a.nbytes:
+        a = a.as_strided(a.shape, (a.shape[1], 1), a.storage_offset())
+    return add(a, b)
+
+
+def writes_to_its_input(a: Tensor, b: Tensor) -> Tensor:
+    out = add(a, b)
+    a.detach().mul_(1 if a.is_contiguous() else 2)
+    return out
+
+
+class WrongGradient(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(a: Tensor, b: Tensor) -> Tensor:
+        return add(a, b)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
+        ctx.shapes = tuple(i.shape for i in inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return grad.sum_to_size(ctx.shapes[0]) * 1.01, grad.sum_to_size(ctx.shapes[1])
+
+
+class NoSecondGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor, scale: float) -> Tensor:
+        out = torch.relu(x * scale + bias)
+        ctx.save_for_backward(out)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (out,) = ctx.saved_tensors
+        passed = grad * (out > 0)
+        return passed * ctx.scale, passed.reshape(-1, out.shape[-1]).sum(0), None
+
+
+class AssumesContiguousGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.shapes = a.shape, b.shape
+        return add(a, b)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        if grad.dim() == 2 and grad.stride(1) != 1:
+            grad = grad.t().contiguous().reshape(grad.shape)
+        return grad.sum_to_size(ctx.shapes[0]), grad.sum_to_size(ctx.shapes[1])
+
+
+class WrongTangent(torch.autograd.Function):
+    @staticmethod
+    def forward(a: Tensor, b: Tensor) -> Tensor:
+        return add(a, b)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG004
+        return grad, grad
+
+    @staticmethod
+    def jvp(ctx: Any, a: Tensor, b: Tensor) -> Tensor:  # noqa: ARG004
+        return a - b
+
+
+def graph_without_need(a: Tensor, b: Tensor) -> Tensor:
+    with torch.enable_grad():
+        return add(a, b)
+
+
+def other_strides_on_meta(a: Tensor, b: Tensor) -> Tensor:
+    out = add(a, b)
+    return out if a.is_meta else out.mT.contiguous().mT if out.dim() > 1 else out
+
+
+def always_casts(a: Tensor, b: Tensor) -> Tensor:
+    out = add(a, b)
+    return out.bfloat16() if torch.is_autocast_enabled(out.device.type) else out
+
+
+def reads_a_value(a: Tensor, b: Tensor) -> Tensor:
+    return add(a, b) if a.sum().item() < 1e9 else a
+
+
+def changes_from_run_to_run(a: Tensor, b: Tensor) -> Tensor:
+    out = add(a, b)
+    return out * (1 + 1e-7 * torch.rand(out.shape, device=out.device))
+
+
+def vague(a: Tensor, b: Tensor) -> Tensor:
+    try:
+        return testing.SPECS[0].op(a, b)
+    except RuntimeError as error:
+        raise RuntimeError("torchkiln.add: wrong input") from error
+
+
+def drops_the_subclass(a: Tensor, b: Tensor) -> Tensor:
+    return add(a.as_subclass(Tensor), b.as_subclass(Tensor))
+
+
+KEPT: dict[object, Tensor] = {}
+
+
+def leaks(a: Tensor, b: Tensor) -> Tensor:
+    KEPT[len(KEPT)] = add(a, b).detach()
+    return add(a, b)
+
+
+def remembers(a: Tensor, b: Tensor) -> Tensor:
+    """The values of the first call with the same memory."""
+    out = add(a, b)
+    first = KEPT.setdefault((a.data_ptr(), b.data_ptr()), out.detach().clone())
+    return first + (out - out.detach())
+
+
+def on_the_default_stream(a: Tensor, b: Tensor) -> Tensor:
+    with torch.cuda.stream(torch.cuda.default_stream(a.device)):
+        return add(a, b)
+
+
+# Check, broken op, dtype, and what is said.
+Row = tuple[str, Op, torch.dtype, str]
+BROKEN: list[Row] = [
+    ("values", off_by_a_thousandth, torch.float32, "elements are wrong"),
+    ("values", wrong_in_the_tail, torch.bfloat16, "elements are wrong"),
+    ("strides", ignores_strides, torch.float32, "elements are wrong"),
+    ("strides", writes_to_its_input, torch.float32, "wrote to its input"),
+    ("gradient_values", WrongGradient.apply, torch.float32, "gradient of argument 0"),
+    (
+        "gradient_strides",
+        AssumesContiguousGradient.apply,
+        torch.float32,
+        "incoming gradient every second column",
+    ),
+    ("gradcheck", WrongGradient.apply, torch.float64, "Jacobian mismatch"),
+    ("only_the_gradients_asked_for", graph_without_need, torch.float32, "a graph under no_grad"),
+    ("meta_and_fake", other_strides_on_meta, torch.float32, "but the real result has"),
+    ("autocast", always_casts, torch.float32, "found torch.bfloat16"),
+    ("vmap", reads_a_value, torch.float32, "item"),
+    ("func_grad", WrongGradient.apply, torch.float32, "func_grad.*gradient of argument 0"),
+    ("func_jvp", WrongTangent.apply, torch.float32, "func_jvp.*elements are wrong"),
+    ("forward_mode", WrongTangent.apply, torch.float32, "forward_mode.*elements are wrong"),
+    ("retained_graph", WrongGradient.apply, torch.float32, "gradient of argument 0"),
+    ("compile_aot_eager", reads_a_value, torch.float32, "data-dependent"),
+    ("export", reads_a_value, torch.float32, "data-dependent"),
+    ("determinism", changes_from_run_to_run, torch.float32, "not bitwise equal"),
+    ("subclasses", drops_the_subclass, torch.float32, "expected <class"),
+    ("bad_input", vague, torch.float32, "expected RuntimeError matching"),
+]
+BROKEN_ON_CUDA: list[Row] = [
+    ("side_stream", on_the_default_stream, torch.float32, "elements are wrong"),
+    ("graph_capture", remembers, torch.float32, "data times -3.0.*elements are wrong"),
+    ("no_synchronisation", reads_a_value, torch.float32, "synchroniz"),
+    ("only_the_caching_allocator", leaks, torch.float32, "stay allocated"),
+]
+
+
+def title(row: Row) -> str:
+    return f"{row[0]}-{row[3]}"
+
+
+def show(row: Row, device: torch.device) -> None:
+    """Run the check on the broken op and look at what it says."""
+    name, op, dtype, words = row
+    case = testing.Case(dataclasses.replace(ADD, op=op), CHECKS[name], device, dtype)
+    with pytest.raises(Exception, match=re.compile(words, re.DOTALL)) as caught:
+        case.run()
+    assert not isinstance(caught.value, testing.UnavailableError)
+
+
+@pytest.mark.parametrize("row", BROKEN, ids=title)
+def test_a_broken_op_is_found(row: Row) -> None:
+    show(row, torch.device("cpu"))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("row", BROKEN_ON_CUDA, ids=title)
+def test_a_broken_op_is_found_on_cuda(row: Row) -> None:
+    show(row, torch.device("cuda", 0))
+    KEPT.clear()
+
+
+def test_a_missing_second_gradient_is_found() -> None:
+    spec = dataclasses.replace(
+        SCALE_BIAS_RELU,
+        op=lambda x, bias, scale=1.0: NoSecondGradient.apply(x, bias, scale),  # type: ignore[no-untyped-call]
+    )
+    with pytest.raises(RuntimeError, match="Jacobian mismatch"):
+        testing.Case(spec, CHECKS["gradgradcheck"], torch.device("cpu"), torch.float64).run()
+
+
+def test_a_missing_meta_kernel_is_found() -> None:
+    library = torch.library.Library("torchkiln_broken", "DEF")
+    library.define("add(Tensor a, Tensor b) -> Tensor")
+    library.impl("add", lambda a, b: torch.add(a.detach(), b.detach()), "CPU")
+    spec = dataclasses.replace(ADD, overload=torch.ops.torchkiln_broken.add.default)
+    with pytest.raises(Exception, match="opcheck"):
+        testing.Case(spec, CHECKS["opcheck"], torch.device("cpu"), torch.float32).run()
+
+
+class Forgetful(nn.Module):
+    """Its copies start anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.ones(21))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x + self.bias)
+
+    def __deepcopy__(self, memo: object) -> Forgetful:
+        other = Forgetful()
+        with torch.no_grad():
+            other.bias.copy_(copy.copy(self.bias) + 1)
+        return other
+
+
+def test_a_forgetful_module_is_found() -> None:
+    spec = dataclasses.replace(SCALE_BIAS_RELU, module=lambda *_: Forgetful())
+    with pytest.raises(AssertionError, match=r"deepcopy|state_dict"):
+        testing.Case(spec, CHECKS["modules"], torch.device("cpu"), torch.float32).run()
+
+
+def test_every_check_that_runs_here_is_shown_a_fault() -> None:
+    """The list above grows with the checks."""
+    shown = {row[0] for row in BROKEN + BROKEN_ON_CUDA}
+    shown |= {"gradgradcheck", "opcheck", "modules"}
+    # These differ from one of the above only in the tool, the device or the size that they take.
+    same = {
+        "opcheck_helpers",
+        "compile_inductor",
+        "aot_inductor",
+        "other_current_device",
+        "more_than_2_to_the_31_elements",
+        "gradients_of_more_than_2_to_the_31_elements",
+        "fork_of_a_cpu_only_parent",
+    }
+    assert shown | same == set(CHECKS)
+
+
+def test_the_message_tells_where() -> None:
+    def op(a: Tensor, b: Tensor) -> Tensor:
+        out = torch.add(a, b).clone()
+        if out.shape == (6, 10):
+            out[4, 7] += 1
+        return out
+
+    spec = dataclasses.replace(ADD, op=op)
+    with pytest.raises(AssertionError) as caught:
+        testing.Case(spec, CHECKS["values"], torch.device("cpu"), torch.float32).run()
+    message = str(caught.value)
+    for word in ("add: values", "'typical'", "torch.float32", "1 of 60", "[4, 7]", "allowed"):
+        assert word in message
+
+
+def test_names_are_unique() -> None:
+    for device in ("cpu", "cuda"):
+        found = [str(case) for case in testing.cases(testing.SPECS, torch.device(device))]
+        assert len(found) == len(set(found))
