@@ -1,0 +1,120 @@
+"""A small classifier, trained with the fused module and with plain torch side by side."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from torchkiln.nn import ScaleBiasReLU
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+CLASSES = 3
+WIDTH = 128
+SCALE = 1.4
+BATCH = 512
+
+TOLERANCE = 0.02
+"""How far apart the losses of one step may be. Both models do the same arithmetic in another order
+of rounding; the steps of training make the difference grow, and this is far below what separates
+a right gradient from a wrong one."""
+
+
+class PlainScaleBiasReLU(nn.Module):
+    """The same layer in three ops of torch."""
+
+    def __init__(self, features: int, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+        self.bias = nn.Parameter(torch.zeros(features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """relu(x * scale + bias)."""
+        return torch.relu(x * self.scale + self.bias)
+
+
+def network(activation: type[nn.Module]) -> nn.Sequential:
+    """Three hidden layers; equal seeds give equal weights."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    width = 2
+    for _ in range(3):
+        layers += [nn.Linear(width, WIDTH, bias=False), activation(WIDTH, scale=SCALE)]
+        width = WIDTH
+    return nn.Sequential(*layers, nn.Linear(width, CLASSES))
+
+
+def spirals(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Points on interleaved spiral arms, and the arm of each."""
+    arm = torch.arange(count) % CLASSES
+    radius = torch.rand(count).sqrt()
+    angle = 7.0 * radius + arm * (2 * math.pi / CLASSES) + 0.2 * torch.randn(count)
+    points = torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1)
+    return points.to(device), arm.to(device)
+
+
+@dataclass
+class Run:
+    """One of the two models and what became of it."""
+
+    name: str
+    model: nn.Module
+    losses: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+@dataclass
+class Outcome:
+    """Both runs on one set of points."""
+
+    runs: tuple[Run, Run]
+    points: Tensor
+    labels: Tensor
+    total: int
+
+    @property
+    def difference(self) -> float:
+        """The largest distance of the two loss curves."""
+        pairs = zip(self.runs[0].losses, self.runs[1].losses, strict=True)
+        return max(abs(a - b) for a, b in pairs)
+
+    @property
+    def agree(self) -> bool:
+        """Whether the curves are one within the tolerance, and the model has learned."""
+        first, *_, last = self.runs[0].losses
+        return self.difference <= TOLERANCE and last < first / 2
+
+    @torch.no_grad()
+    def accuracy(self, run: Run) -> float:
+        """The share of points on the right arm."""
+        return float((run.model(self.points).argmax(1) == self.labels).float().mean())
+
+
+def train_both(device: torch.device, *, quick: bool) -> Iterator[Outcome]:
+    """Yield the growing outcome after each step of both models."""
+    torch.manual_seed(1)
+    points, labels = spirals(8 * BATCH, device)
+    runs = (
+        Run("torchkiln", network(ScaleBiasReLU).to(device)),
+        Run("plain torch", network(PlainScaleBiasReLU).to(device)),
+    )
+    outcome = Outcome(runs, points, labels, total=120 if quick else 500)
+    optimisers = [torch.optim.SGD(r.model.parameters(), lr=0.1, momentum=0.9) for r in runs]
+    for _ in range(outcome.total):
+        chosen = torch.randint(len(points), (BATCH,), device=device)
+        x, y = points[chosen], labels[chosen]
+        for run, optimiser in zip(runs, optimisers, strict=True):
+            start = time.perf_counter()
+            optimiser.zero_grad()
+            loss = nn.functional.cross_entropy(run.model(x), y)
+            loss.backward()
+            optimiser.step()
+            run.losses.append(loss.item())  # waits for the device
+            run.seconds += time.perf_counter() - start
+        yield outcome
