@@ -109,7 +109,6 @@ def demo(session: nox.Session) -> None:
     install_torch(session)
     session.install(*PYPROJECT["project"]["optional-dependencies"]["cli"])
     install_package(session)
-    Path("build/demo").mkdir(parents=True, exist_ok=True)
     session.run("python", "-m", "torchkiln.demo", "--out=build/demo", *session.posargs)
 
 
@@ -156,8 +155,9 @@ def consumer(session: nox.Session) -> None:
             f"-DCMAKE_PREFIX_PATH={prefix}",
         )
         session.run("cmake", "--build", str(folder))
-        for program in ("with_kernels", "with_torch"):
-            session.run(str(folder / program), external=True)
+        for program in ("with_kernels", "with_torch", "with_torch_package"):
+            if program != "with_torch_package" or (folder / program).exists():
+                session.run(str(folder / program), external=True)
         session.install("--no-build-isolation", "--no-deps", str(project))
         session.run("python", "-m", "torchkiln_consumer")
 
