@@ -80,6 +80,7 @@ __device__ __forceinline__ void store_as(void* to, int64_t at, Dtype dtype, C va
 template <class Body>
 __global__ void __launch_bounds__(kThreads)
     walk(Body body, Plan plan, typename Body::C* partial, void* out, Dtype dtype) {
+  wait_for_previous_kernel();
   using C = typename Body::C;
   constexpr int kLanes = Body::kLanes;
   constexpr int kRows = Body::kRowsInFlight;
@@ -129,15 +130,14 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-inline constexpr int kFinishThreads = 1024;
 inline constexpr int kFinishColumns = 32;
 
 /// out[column] = sum of the chunks: a warp reads 32 neighbouring columns, the warps of the block
 /// share the chunks.
 template <class C>
-__global__ void __launch_bounds__(kFinishThreads)
+__global__ void __launch_bounds__(kThreads)
     finish(const C* partial, Plan plan, void* out, Dtype dtype) {
-  constexpr int kWarps = kFinishThreads / kFinishColumns;
+  constexpr int kWarps = kThreads / kFinishColumns;
   const int lane = threadIdx.x % kFinishColumns;
   const int warp = threadIdx.x / kFinishColumns;
   const int64_t column = int64_t{blockIdx.x} * kFinishColumns + lane;
@@ -165,11 +165,11 @@ Status launch(const Body& body, const Plan& plan, void* workspace, void* out, Dt
   if (plan.tiles > kMaxGridX) return {"too many columns for one launch"};
   C* partial = static_cast<C*>(workspace);
   const dim3 grid(static_cast<unsigned>(plan.tiles), static_cast<unsigned>(plan.chunks));
-  walk<<<grid, kThreads, 0, stream>>>(body, plan, partial, out, dtype);
-  const Status status = launched();
+  const Status status =
+      launch_overlapped(walk<Body>, grid, kThreads, stream, body, plan, partial, out, dtype);
   if (!status.ok() || plan.chunks == 1) return status;
-  const unsigned blocks = static_cast<unsigned>(ceil_div(plan.columns, kFinishColumns));
-  return launch_overlapped(finish<C>, blocks, kFinishThreads, stream, partial, plan, out, dtype);
+  const dim3 blocks(static_cast<unsigned>(ceil_div(plan.columns, kFinishColumns)));
+  return launch_overlapped(finish<C>, blocks, kThreads, stream, partial, plan, out, dtype);
 }
 
 }  // namespace columns

@@ -7,6 +7,7 @@
 // used. More of them measured slower: their registers cost threads, and threads are what keeps
 // bytes on the way.
 
+#include <type_traits>
 #include <utility>
 
 #include "torchkiln/elementwise_access.cuh"
@@ -65,6 +66,7 @@ __device__ __forceinline__ void run(const Functor& functor, Out* out, const Acce
 template <class Functor, class Out, class Access>
 __global__ void __launch_bounds__(kThreads<Out>)
     kernel(Functor functor, Out* out, const __grid_constant__ Access access, int64_t numel) {
+  wait_for_previous_kernel();
   if ((int64_t{blockIdx.x} + 1) * kBlockElements<Out> <= numel) {
     run<true>(functor, out, access, numel);
   } else {
@@ -83,12 +85,16 @@ Status launch(const Functor& functor, const Elementwise<sizeof...(In)>& argument
   const auto start = [&](const auto& access) -> Status {
     const int64_t blocks = ceil_div(numel, kBlockElements<Out>);
     if (blocks > kMaxGridX) return {"too many elements for one launch"};
-    kernel<<<static_cast<unsigned>(blocks), kThreads<Out>, 0, stream>>>(
-        functor, static_cast<Out*>(arguments.out), access, numel);
-    return launched();
+    using Access = std::decay_t<decltype(access)>;
+    return launch_overlapped(kernel<Functor, Out, Access>, dim3(static_cast<unsigned>(blocks)),
+                             kThreads<Out>, stream, functor, static_cast<Out*>(arguments.out),
+                             access, numel);
   };
   if (all_linear<In...>(arguments, kEach)) return start(linear_access<In...>(arguments));
-  if (all_rows<In...>(arguments, kLanes, kEach)) return start(row_access<In...>(arguments, kLanes));
+  if (all_rows<In...>(arguments, kLanes, kEach)) {
+    return arguments.layout.linear(0) ? start(row_access<true, In...>(arguments, kLanes))
+                                      : start(row_access<false, In...>(arguments, kLanes));
+  }
   return start(any_access(arguments));
 }
 

@@ -67,9 +67,10 @@ struct LinearAccess {
 };
 
 /// Up to three dimensions, counted in whole output vectors: the innermost size and all strides are
-/// multiples of one, so that 32 bits reach far and no vector is cut. Straight-line code: small
-/// tensors wait for every instruction.
-template <class... In>
+/// multiples of one, so that 32 bits reach far and no vector is cut. A first input that lies as the
+/// output does (an activation beside its bias) is loaded before any index is computed. The code is
+/// straight, since small tensors wait for every instruction.
+template <bool FirstIsLinear, class... In>
 struct RowAccess {
   static constexpr int kArity = sizeof...(In);
   static constexpr int kRank = 3;
@@ -83,27 +84,29 @@ struct RowAccess {
   template <bool Full, class C, int N>
   __device__ __forceinline__ void load(elementwise::Packet<C, N, In...>& packet, int64_t at,
                                        int64_t) const {
-    const uint32_t vector = static_cast<uint32_t>(at / N);
+    load_each(packet, at, std::make_index_sequence<kArity>{});
+  }
+
+  template <class C, int N, size_t... K>
+  __device__ __forceinline__ void load_each(elementwise::Packet<C, N, In...>& packet, int64_t at,
+                                            std::index_sequence<K...>) const {
+    ((::cuda::std::get<K>(packet.vectors) =
+          load_vector<N>(static_cast<const In*>(inputs[K]) + offset<K>(at, N))),
+     ...);
+  }
+
+  template <size_t K>
+  __device__ __forceinline__ int64_t offset(int64_t at, int lanes) const {
+    if constexpr (FirstIsLinear && K == 0) return at;
+    const uint32_t vector = static_cast<uint32_t>(at / lanes);
     const uint32_t row = size[0].quotient(vector);
     const uint32_t slab = size[1].quotient(row);
     const uint32_t place[kRank] = {vector - row * size[0].divisor(), row - slab * size[1].divisor(),
                                    slab};
-    uint32_t offset[kArity] = {};
+    uint32_t offset = 0;
 #pragma unroll
-    for (int k = 0; k < kArity; ++k) {
-#pragma unroll
-      for (int d = 0; d < kRank; ++d) offset[k] += place[d] * stride[k][d];
-    }
-    load_each<N>(packet, offset, std::make_index_sequence<kArity>{});
-  }
-
-  template <int N, class C, size_t... K>
-  __device__ __forceinline__ void load_each(elementwise::Packet<C, N, In...>& packet,
-                                            const uint32_t (&offset)[kArity],
-                                            std::index_sequence<K...>) const {
-    ((::cuda::std::get<K>(packet.vectors) =
-          load_vector<N>(static_cast<const In*>(inputs[K]) + static_cast<uint64_t>(offset[K]) * N)),
-     ...);
+    for (int d = 0; d < kRank; ++d) offset += place[d] * stride[K][d];
+    return static_cast<int64_t>(offset) * lanes;
   }
 };
 
@@ -139,10 +142,9 @@ struct AnyAccess {
   using Packet = WidePacket<C, N, Arity>;
 
   Elementwise<Arity> arguments;
-  Divisor size[kMaxRank];  // for fewer than 2^31 elements; a 64-bit division costs a hundred
-                           // instructions
-  bool narrow;
-  bool linear[Arity];  // lies as the output does, and is aligned
+  bool narrow;             // fewer than 2^31 elements: indices are divided by
+  Divisor size[kMaxRank];  // these, since a 64-bit division costs a hundred instructions
+  bool linear[Arity];      // lies as the output does, and is aligned
 
   template <bool Full, class C, int N>
   __device__ __forceinline__ void load(WidePacket<C, N, Arity>& packet, int64_t at,
@@ -231,7 +233,7 @@ bool reads_rows(const Elementwise<Arity>& arguments, int k, int lanes) {
   if (layout.rank == 0 || layout.size[0] % lanes != 0 || layout.stride[k][0] != 1) return false;
   int64_t reach = layout.size[0] / lanes;
   for (int d = 1; d < layout.rank; ++d) {
-    if (d >= RowAccess<In>::kRank || layout.stride[k][d] % lanes != 0) return false;
+    if (d >= RowAccess<false, In>::kRank || layout.stride[k][d] % lanes != 0) return false;
     reach += (layout.size[d] - 1) * (layout.stride[k][d] / lanes);
   }
   return reach < int64_t{1} << 32 && layout.numel / lanes < int64_t{1} << 31;
@@ -254,10 +256,10 @@ LinearAccess<In...> linear_access(const Elementwise<sizeof...(In)>& arguments) {
   return access;
 }
 
-template <class... In>
-RowAccess<In...> row_access(const Elementwise<sizeof...(In)>& arguments, int lanes) {
+template <bool FirstIsLinear, class... In>
+RowAccess<FirstIsLinear, In...> row_access(const Elementwise<sizeof...(In)>& arguments, int lanes) {
   const auto& layout = arguments.layout;
-  RowAccess<In...> access{};
+  RowAccess<FirstIsLinear, In...> access{};
   access.size[0] = Divisor(static_cast<uint32_t>(layout.size[0] / lanes));
   if (layout.rank > 1) access.size[1] = Divisor(static_cast<uint32_t>(layout.size[1]));
   for (size_t k = 0; k < sizeof...(In); ++k) {
@@ -272,7 +274,7 @@ RowAccess<In...> row_access(const Elementwise<sizeof...(In)>& arguments, int lan
 template <int Arity>
 AnyAccess<Arity> any_access(const Elementwise<Arity>& arguments) {
   const Layout<Arity>& layout = arguments.layout;
-  AnyAccess<Arity> access{arguments, {}, layout.numel < int64_t{1} << 31, {}};
+  AnyAccess<Arity> access{arguments, layout.numel < int64_t{1} << 31, {}, {}};
   for (int d = 0; access.narrow && d < layout.rank; ++d)
     access.size[d] = Divisor(static_cast<uint32_t>(layout.size[d]));
   for (int k = 0; k < Arity; ++k) {

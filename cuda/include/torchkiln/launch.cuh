@@ -8,13 +8,6 @@
 
 namespace torchkiln {
 
-/// The state of the launch just made. Clears the error, so that a bad configuration is reported
-/// once, here.
-inline Status launched() {
-  const cudaError_t error = cudaGetLastError();
-  return error == cudaSuccess ? Status{} : Status{cudaGetErrorString(error)};
-}
-
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 /// The largest grid along x; more blocks than that do not come up below 2^31 * 4096 elements, but
@@ -29,8 +22,8 @@ struct Device {
 
 inline Device current_device() {
   constexpr int kDevices = 64;
-  static int known[kDevices] =
-      {};  // major << 16 | multiprocessors; two threads that both ask write the same
+  // major << 16 | multiprocessors. Two threads that both ask write the same.
+  static int known[kDevices] = {};
   int device = 0;
   if (cudaGetDevice(&device) != cudaSuccess || device >= kDevices) return {};
   int packed = __atomic_load_n(&known[device], __ATOMIC_RELAXED);
@@ -48,31 +41,35 @@ inline Device current_device() {
   return {packed & 0xffff, packed >> 16};
 }
 
-/// Queues a kernel that may be started while the one before it is still running, so that its launch
-/// costs no time of its own (from compute capability 9.0 on). It must call
-/// wait_for_previous_kernel() before it reads that one's results.
+/// Queues a kernel whose blocks may be started while the kernel before it is still running, so that
+/// its launch costs no time of its own (from compute capability 9.0 on). The kernel must begin with
+/// wait_for_previous_kernel().
 template <class... Parameters, class... Arguments>
-Status launch_overlapped(void (*kernel)(Parameters...), unsigned blocks, unsigned threads,
+Status launch_overlapped(void (*kernel)(Parameters...), dim3 blocks, int threads,
                          cudaStream_t stream, const Arguments&... arguments) {
   cudaLaunchAttribute overlap{};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(blocks);
-  config.blockDim = dim3(threads);
+  config.gridDim = blocks;
+  config.blockDim = dim3(static_cast<unsigned>(threads));
   config.stream = stream;
   config.attrs = &overlap;
   config.numAttrs = current_device().major >= 9 ? 1 : 0;
   const cudaError_t error = cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
   if (error == cudaSuccess) return {};
-  (void)cudaGetLastError();
+  (void)cudaGetLastError();  // reported once, here
   return {cudaGetErrorString(error)};
 }
 
 #ifdef __CUDACC__
+/// Waits until the kernel before this one has finished and its results are visible, then lets the
+/// next one be started. In this order: a kernel that has begun thereby knows that all before its
+/// predecessor are done, too, and memory that they used may be written.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   cudaGridDependencySynchronize();
+  cudaTriggerProgrammaticLaunchCompletion();
 #endif
 }
 #endif
