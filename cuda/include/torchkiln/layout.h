@@ -21,11 +21,11 @@ struct Layout {
   int64_t stride[Arity][kMaxRank] = {};
 
   /// Whether operand k is read in the very order of the output.
-  bool linear(int k) const { return numel <= 1 || (rank == 1 && stride[k][0] == 1); }
-
-  bool all_linear() const {
-    for (int k = 0; k < Arity; ++k) {
-      if (!linear(k)) return false;
+  bool linear(int k) const {
+    int64_t run = 1;
+    for (int d = 0; d < rank; ++d) {
+      if (size[d] != 1 && stride[k][d] != run) return false;
+      run *= size[d];
     }
     return true;
   }

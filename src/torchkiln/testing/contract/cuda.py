@@ -163,11 +163,16 @@ def only_the_caching_allocator(spec: OpSpec, device: torch.device, dtype: torch.
 
     for _ in range(2):
         all_samples()
-    before = outside_torch()
     allocated = torch.cuda.memory_allocated(device)
-    for _ in range(5):
-        all_samples()
-    grown = outside_torch() - before
+    grown = 0
+    # Other processes take memory of the same device now and then; an op does so in every try.
+    for _ in range(3):
+        before = outside_torch()
+        for _ in range(5):
+            all_samples()
+        grown = outside_torch() - before
+        if grown <= 0:
+            break
     kept = torch.cuda.memory_allocated(device) - allocated
     where = Where(spec, "only_the_caching_allocator", spec.typical(device, dtype))
     require(kept == 0, where, f"{kept} bytes stay allocated after the calls")
