@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -257,3 +258,20 @@ def test_autocast_leaves_float64(device: torch.device) -> None:
     bias = torch.randn(10, device=device, dtype=torch.float64)
     with torch.autocast(device.type, torch.bfloat16):
         assert torchkiln.scale_bias_relu(x, bias).dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("scale", "kind"), [(torch.ones(()), "Tensor"), ("2", "str"), (None, "NoneType")]
+)
+def test_scale_is_a_number(scale: object, kind: str) -> None:
+    """A tensor would lose its gradient, and cost a wait on a GPU."""
+    message = rf"torchkiln\.scale_bias_relu: scale: got {kind}, expected a number"
+    with pytest.raises(TypeError, match=message):
+        torchkiln.scale_bias_relu(torch.ones(2, 4), torch.ones(4), scale)  # type: ignore[arg-type]
+
+
+def test_other_numbers_are_scales() -> None:
+    x, bias = torch.ones(2, 4), torch.zeros(4)
+    for scale in (3, True, np.float32(0.5), -1.0):
+        expected = torch.relu(x * float(scale))
+        assert torch.equal(torchkiln.scale_bias_relu(x, bias, scale), expected)

@@ -61,10 +61,12 @@ inline float widen(Half value) {
 #ifdef __F16C__
   return _cvtsh_ss(value.bits);
 #else
-  // Exponent and mantissa are moved into place and the bias is corrected by a multiplication, which
-  // also makes subnormal numbers normal; infinity and NaN then need the largest exponent.
+  // Exponent and mantissa are moved into place and the bias is corrected by a multiplication.
+  // Subnormal halves are converted as integers, since the processor may be set to flush subnormal
+  // floats to zero. Infinity and NaN need the largest exponent.
   const uint32_t magnitude = (value.bits & 0x7fffu) << 13;
-  float result = float_of(magnitude) * 0x1p112f;
+  const float subnormal = static_cast<float>(static_cast<int32_t>(value.bits & 0x3ffu)) * 0x1p-24f;
+  const float result = magnitude < 0x00800000u ? subnormal : float_of(magnitude) * 0x1p112f;
   const uint32_t special = (value.bits & 0x7c00u) == 0x7c00u ? 0x7f800000u : 0u;
   return float_of(bits_of(result) | special | (value.bits & 0x8000u) << 16);
 #endif

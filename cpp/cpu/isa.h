@@ -2,9 +2,9 @@
 
 // Every file of this folder but isa.cpp is compiled once per instruction set, as TORCHKILN_ISA =
 // baseline, avx2 or avx512, into a namespace of that name. The baseline instance also defines the
-// public function, which picks the widest variant that this machine runs. All functions used by
-// them are templates or inline *within that namespace*: an inline function outside of it would be
-// merged by the linker across instruction sets.
+// public function, which picks the widest variant that this machine runs. What they call lies in
+// that namespace, too, or is inlined by the optimiser (std::min, std::fill_n): an out-of-line copy
+// of a function outside of it would be merged by the linker across instruction sets.
 
 namespace torchkiln::cpu {
 

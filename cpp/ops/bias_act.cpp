@@ -155,13 +155,18 @@ std::tuple<Tensor, Tensor> backward_real(const Tensor& grad, const Tensor& outpu
 
 /// The gradients in torch's own ops, which can be differentiated again.
 torch::autograd::variable_list differentiable_gradients(const Tensor& grad, const Tensor& output,
-                                                        double scale, at::ScalarType bias_dtype) {
+                                                        double scale, at::ScalarType bias_dtype,
+                                                        std::array<bool, 2> wanted) {
   const Tensor passed = at::threshold_backward(grad, output, 0);
-  std::vector<int64_t> leading(grad.dim() - 1);
-  std::iota(leading.begin(), leading.end(), 0);
-  const Tensor grad_bias =
-      leading.empty() ? passed.to(bias_dtype) : at::sum(passed, leading, false, bias_dtype);
-  return {passed * scale, grad_bias, Tensor()};
+  Tensor grad_x, grad_bias;
+  if (wanted[0]) grad_x = passed * scale;
+  if (wanted[1]) {
+    std::vector<int64_t> leading(grad.dim() - 1);
+    std::iota(leading.begin(), leading.end(), 0);
+    grad_bias = leading.empty() ? passed.to(bias_dtype)
+                                : at::sum(passed, leading, /*keepdim=*/false, bias_dtype);
+  }
+  return {grad_x, grad_bias, Tensor()};
 }
 
 struct ScaleBiasReluFunction : torch::autograd::Function<ScaleBiasReluFunction> {
@@ -180,9 +185,10 @@ struct ScaleBiasReluFunction : torch::autograd::Function<ScaleBiasReluFunction> 
     const Tensor output = context->get_saved_variables()[0];
     const double scale = context->saved_data["scale"].toDouble();
     const auto bias_dtype = static_cast<at::ScalarType>(context->saved_data["bias_dtype"].toInt());
-    if (at::GradMode::is_enabled())
-      return differentiable_gradients(grads[0], output, scale, bias_dtype);
     const std::array<bool, 2> wanted{context->needs_input_grad(0), context->needs_input_grad(1)};
+    if (at::GradMode::is_enabled()) {
+      return differentiable_gradients(grads[0], output, scale, bias_dtype, wanted);
+    }
     auto [grad_x, grad_bias] =
         scale_bias_relu_backward(grads[0], output, scale, bias_dtype, wanted);
     return {wanted[0] ? grad_x : Tensor(), wanted[1] ? grad_bias : Tensor(), Tensor()};
@@ -207,9 +213,12 @@ Tensor forward_autograd(c10::DispatchKeySet keys, const Tensor& x, const Tensor&
 /// x goes to the autocast dtype, as for a linear layer, whose tail this op is; the bias is read as
 /// it is.
 Tensor forward_autocast(const Tensor& x, const Tensor& bias, double scale) {
+  check_tensor(kOp, "x", x);
+  check_tensor(kOp, "bias", bias);
+  check_same_device(kOp, "bias", bias, "x", x);
+  // Of every device: the call must not come back here.
+  const c10::impl::ExcludeDispatchKeyGuard outside(c10::autocast_dispatch_keyset);
   const at::DeviceType device = x.device().type();
-  const c10::impl::ExcludeDispatchKeyGuard outside(
-      at::autocast::get_autocast_dispatch_key_from_device_type(device));
   const at::ScalarType dtype = at::autocast::get_autocast_dtype(device);
   const Tensor cast_x = at::autocast::cached_cast(dtype, x, device);
   return scale_bias_relu(

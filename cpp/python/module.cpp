@@ -21,9 +21,10 @@ const at::Tensor& tensor(py::handle argument, const char* op, const char* name) 
   return THPVariable_Unpack(argument.ptr());
 }
 
+/// A tensor is no number here: its gradient would be lost without a word.
 double number(py::handle argument, const char* op, const char* name) {
-  const double value = PyFloat_AsDouble(argument.ptr());
-  if (value == -1.0 && PyErr_Occurred()) {
+  const double value = THPVariable_Check(argument.ptr()) ? -1.0 : PyFloat_AsDouble(argument.ptr());
+  if (value == -1.0 && (PyErr_Occurred() || THPVariable_Check(argument.ptr()))) {
     PyErr_Clear();
     throw py::type_error(std::string("torchkiln.") + op + ": " + name + ": got " +
                          Py_TYPE(argument.ptr())->tp_name + ", expected a number");

@@ -10,35 +10,40 @@ namespace torchkiln {
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-/// The largest grid along x; more blocks than that do not come up below 2^31 * 4096 elements, but
-/// are refused.
+/// The largest grid along x: 2^31 blocks of at least 512 elements. More are refused.
 inline constexpr int64_t kMaxGridX = (int64_t{1} << 31) - 1;
 
 /// What launches need to know of the current device, asked of the driver once a device.
 struct Device {
   int multiprocessors = 1;
-  int major = 0;  // of the compute capability
+  bool overlaps_kernels = false;
 };
+
+/// Stands for all kernels of the library, which are compiled for the same architectures.
+template <int = 0>
+__global__ void probe() {}
 
 inline Device current_device() {
   constexpr int kDevices = 64;
-  // major << 16 | multiprocessors. Two threads that both ask write the same.
+  // multiprocessors << 1 | overlaps_kernels. Two threads that both ask write the same.
   static int known[kDevices] = {};
   int device = 0;
   if (cudaGetDevice(&device) != cudaSuccess || device >= kDevices) return {};
   int packed = __atomic_load_n(&known[device], __ATOMIC_RELAXED);
   if (packed == 0) {
-    Device asked;
-    if (cudaDeviceGetAttribute(&asked.multiprocessors, cudaDevAttrMultiProcessorCount, device) !=
+    int multiprocessors = 1;
+    cudaFuncAttributes code;
+    if (cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device) !=
             cudaSuccess ||
-        cudaDeviceGetAttribute(&asked.major, cudaDevAttrComputeCapabilityMajor, device) !=
-            cudaSuccess) {
+        cudaFuncGetAttributes(&code, probe<>) != cudaSuccess) {
       return {};
     }
-    packed = asked.major << 16 | asked.multiprocessors;
+    // What was compiled counts, not the GPU: code for an older architecture, which the driver
+    // translates, does not wait in wait_for_previous_kernel().
+    packed = multiprocessors << 1 | (code.ptxVersion >= 90 ? 1 : 0);
     __atomic_store_n(&known[device], packed, __ATOMIC_RELAXED);
   }
-  return {packed & 0xffff, packed >> 16};
+  return {packed >> 1, (packed & 1) != 0};
 }
 
 /// Queues a kernel whose blocks may be started while the kernel before it is still running, so that
@@ -55,7 +60,7 @@ Status launch_overlapped(void (*kernel)(Parameters...), dim3 blocks, int threads
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.stream = stream;
   config.attrs = &overlap;
-  config.numAttrs = current_device().major >= 9 ? 1 : 0;
+  config.numAttrs = current_device().overlaps_kernels ? 1 : 0;
   const cudaError_t error = cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
   if (error == cudaSuccess) return {};
   (void)cudaGetLastError();  // reported once, here

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
 
@@ -42,7 +43,20 @@ def entries(spec: OpSpec, case: Invalid) -> dict[str, Callable[..., object]]:
             found["the function under vjp"] = lambda *args, **kwargs: torch.func.vjp(
                 lambda *leaves: spec.op(*leaves, **kwargs), *args
             )
+    if "device" in case.message or any(a is None for a in case.args):  # what no cast mends
+        found["the function under autocast"] = lambda *args, **kwargs: under_autocast(
+            spec.op, *args, **kwargs
+        )
     return found
+
+
+def under_autocast(op: Callable[..., object], *args: object, **kwargs: object) -> object:
+    """The call while autocast is on for every kind of device there is."""
+    kinds = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    with contextlib.ExitStack() as stack:
+        for kind in kinds:
+            stack.enter_context(torch.autocast(kind, torch.bfloat16))
+        return op(*args, **kwargs)
 
 
 @check()
