@@ -272,6 +272,7 @@ def test_scale_is_a_number(scale: object, kind: str) -> None:
 
 def test_other_numbers_are_scales() -> None:
     x, bias = torch.ones(2, 4), torch.zeros(4)
-    for scale in (3, True, np.float32(0.5), -1.0):
+    scales: tuple[Any, ...] = (3, True, np.float32(0.5), -1.0)
+    for scale in scales:
         expected = torch.relu(x * float(scale))
         assert torch.equal(torchkiln.scale_bias_relu(x, bias, scale), expected)
