@@ -23,8 +23,9 @@ const at::Tensor& tensor(py::handle argument, const char* op, const char* name) 
 
 /// A tensor is no number here: its gradient would be lost without a word.
 double number(py::handle argument, const char* op, const char* name) {
-  const double value = THPVariable_Check(argument.ptr()) ? -1.0 : PyFloat_AsDouble(argument.ptr());
-  if (value == -1.0 && (PyErr_Occurred() || THPVariable_Check(argument.ptr()))) {
+  const bool is_tensor = THPVariable_Check(argument.ptr());
+  const double value = is_tensor ? 0.0 : PyFloat_AsDouble(argument.ptr());
+  if (is_tensor || PyErr_Occurred()) {
     PyErr_Clear();
     throw py::type_error(std::string("torchkiln.") + op + ": " + name + ": got " +
                          Py_TYPE(argument.ptr())->tp_name + ", expected a number");
