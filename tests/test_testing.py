@@ -184,6 +184,7 @@ BROKEN: list[Row] = [
     ("autocast", always_casts, torch.float32, "found torch.bfloat16"),
     ("vmap", reads_a_value, torch.float32, "item"),
     ("func_grad", WrongGradient.apply, torch.float32, "func_grad.*gradient of argument 0"),
+    ("vmap_of_grad", WrongGradient.apply, torch.float32, "vmap_of_grad.*gradient of argument 0"),
     ("func_jvp", WrongTangent.apply, torch.float32, "func_jvp.*elements are wrong"),
     ("forward_mode", WrongTangent.apply, torch.float32, "forward_mode.*elements are wrong"),
     ("retained_graph", WrongGradient.apply, torch.float32, "gradient of argument 0"),
@@ -270,7 +271,7 @@ def test_a_forgetful_module_is_found() -> None:
 def test_every_check_that_runs_here_is_shown_a_fault() -> None:
     """The list above grows with the checks."""
     shown = {row[0] for row in BROKEN + BROKEN_ON_CUDA}
-    shown |= {"gradgradcheck", "opcheck", "modules"}
+    shown |= {"gradgradcheck", "opcheck", "modules", "in_place"}
     # These differ from one of the above only in the tool, the device or the size that they take.
     same = {
         "opcheck_helpers",

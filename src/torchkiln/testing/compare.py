@@ -107,7 +107,8 @@ def require_identical(found: Tensor, expected: Tensor, where: Where) -> None:
 
 def bits(tensor: Tensor) -> Tensor:
     """The bytes of the elements in row-major order."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    dense = tensor.detach().contiguous()  # a single element keeps its stride
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
 def exact(sample: Sample) -> Sample:

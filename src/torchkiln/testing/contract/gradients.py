@@ -106,9 +106,10 @@ def small(spec: OpSpec, device: torch.device) -> Iterator[Sample]:
 def gradcheck(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     """Backward against numerical differences; forward mode and batched gradients too."""
     for sample in small(spec, device):
+        wanted = spec.wanted(sample)
         torch.autograd.gradcheck(
-            lambda *args, s=sample: spec.op(*args, **s.kwargs),
-            sample.args,
+            sample.bind(spec.op, wanted),
+            sample.take(wanted),
             fast_mode=False,
             check_undefined_grad=True,
             check_batched_grad=True,
@@ -120,9 +121,10 @@ def gradcheck(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
 def gradgradcheck(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     """The backward of the backward against numerical differences."""
     for sample in small(spec, device):
+        wanted = spec.wanted(sample)
         torch.autograd.gradgradcheck(
-            lambda *args, s=sample: spec.op(*args, **s.kwargs),
-            sample.args,
+            sample.bind(spec.op, wanted),
+            sample.take(wanted),
             fast_mode=False,
             gen_non_contig_grad_outputs=True,
         )

@@ -16,6 +16,8 @@ from torchkiln.testing.spec import FLOATING, OpSpec, Sample
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+TINY = 128
+"""Elements up to which every sample is traced or checked by torch's own tools."""
 SMALL = 4096
 """Elements up to which every combination of layouts is tried."""
 

@@ -189,9 +189,9 @@ def module(device: torch.device, dtype: torch.dtype) -> nn.Module:
     return layer
 
 
-def module_input(device: torch.device, dtype: torch.dtype) -> Tensor:
+def module_inputs(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Rows for :func:`module`."""
-    return normal("x", (9, 21), device, dtype)
+    return (normal("x", (9, 21), device, dtype),)
 
 
 SCALE_BIAS_RELU = OpSpec(
@@ -211,5 +211,5 @@ SCALE_BIAS_RELU = OpSpec(
     autocast=(0,),
     helpers=("scale_bias_relu_backward",),
     module=module,
-    module_input=module_input,
+    module_inputs=module_inputs,
 )
