@@ -150,7 +150,8 @@ def require_gradients(
     truth = spec.leaves(exact(sample), tuple(positions))
     wide = grad.double()
     expected = vector_jacobian(spec.reference, truth, positions, wide)
-    magnitude = vector_jacobian(spec.reference, truth, positions, wide.abs())
+    terms = spec.gradient_magnitude or spec.reference
+    magnitude = vector_jacobian(terms, truth, positions, wide.abs())
     other = vector_jacobian(spec.composite, plain, positions, grad)
     for i, position in enumerate(positions):
         place = where.at(f"gradient of argument {position}")

@@ -127,6 +127,9 @@ class OpSpec:
     """Bytes and operations of the backward of a call."""
     differentiable: tuple[int, ...]
     """Positions of the arguments that have gradients."""
+    gradient_magnitude: Callable[..., Tensor] | None = None
+    """A function whose gradients are the sums of the absolute values of the terms of each gradient;
+    none where the terms of one have one sign, and the gradients of the reference do."""
     dtypes: tuple[torch.dtype, ...] = FLOATING
     autocast: tuple[int, ...] = ()
     """Positions that autocast converts; none means that the op follows its inputs."""

@@ -103,7 +103,8 @@ def require_tangent(found: Tensor, sample: Sample, where: Where) -> None:
     truth = sample.map(lambda t: t.detach().double())
     wide = tuple(v.double() for v in directions)
     expected = product(spec.reference, truth, wide)
-    magnitude = product(spec.reference, truth, tuple(v.abs() for v in wide)).abs()
+    terms = spec.gradient_magnitude or spec.reference
+    magnitude = product(terms, truth, tuple(v.abs() for v in wide)).abs()
     other = product(spec.composite, sample, directions)
     require_close(found, expected, other, magnitude + expected.abs(), where)
 
