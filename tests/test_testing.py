@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from torchkiln import testing
 from torchkiln.testing.contract import CHECKS
-from torchkiln.testing.specs.bias_act import SCALE_BIAS_RELU
+from torchkiln.testing.specs.bias_act import BIAS_ACT
 from torchkiln.testing.specs.pointwise import ADD
 
 Op = Callable[..., Tensor]
@@ -229,8 +229,8 @@ def test_a_broken_op_is_found_on_cuda(row: Row) -> None:
 
 def test_a_missing_second_gradient_is_found() -> None:
     spec = dataclasses.replace(
-        SCALE_BIAS_RELU,
-        op=lambda x, bias, scale=1.0: NoSecondGradient.apply(x, bias, scale),  # type: ignore[no-untyped-call]
+        BIAS_ACT,
+        op=lambda x, bias, scale=1.0, act="relu": NoSecondGradient.apply(x, bias, scale),  # type: ignore[no-untyped-call]  # noqa: ARG005
     )
     with pytest.raises(RuntimeError, match="Jacobian mismatch"):
         testing.Case(spec, CHECKS["gradgradcheck"], torch.device("cpu"), torch.float64).run()
@@ -263,7 +263,7 @@ class Forgetful(nn.Module):
 
 
 def test_a_forgetful_module_is_found() -> None:
-    spec = dataclasses.replace(SCALE_BIAS_RELU, module=lambda *_: Forgetful())
+    spec = dataclasses.replace(BIAS_ACT, module=lambda *_: Forgetful())
     with pytest.raises(AssertionError, match=r"deepcopy|state_dict"):
         testing.Case(spec, CHECKS["modules"], torch.device("cpu"), torch.float32).run()
 

@@ -69,7 +69,11 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """Returns ``x * (1 + tanh(u)) / 2``, ``u = sqrt(2 / pi) * (x + 0.044715 * x**3)``; any shape."""
+    """Returns ``x * (1 + tanh(u)) / 2`` with ``u = sqrt(2 / pi) * (x + 0.044715 * x**3)``.
+
+    Args:
+        x: any shape.
+    """
     if is_compiling() or has_torch_function_unary(x):
         return _detour(x, _gelu_tanh, "gelu_tanh")
     return _C.gelu_tanh(x)

@@ -1,11 +1,25 @@
 """One spec for each op, by family."""
 
-from torchkiln.testing.specs.bias_act import SCALE_BIAS_RELU
+from torchkiln.testing.spec import OpSpec
+from torchkiln.testing.specs import activation, gated
+from torchkiln.testing.specs.bias_act import BIAS_ACT
+from torchkiln.testing.specs.muladd import MULADD
 from torchkiln.testing.specs.pointwise import ADD
 
-FAMILIES = {
+FAMILIES: dict[str, tuple[OpSpec, ...]] = {
     "pointwise": (ADD,),
-    "bias_act": (SCALE_BIAS_RELU,),
+    "muladd": (MULADD,),
+    "activation": (
+        activation.SQUARE,
+        activation.RELU,
+        activation.GELU,
+        activation.GELU_TANH,
+        activation.SILU,
+        activation.SIGMOID,
+        activation.TANH,
+    ),
+    "bias_act": (BIAS_ACT,),
+    "gated": (gated.SWIGLU, gated.GEGLU, gated.GEGLU_TANH),
 }
 
 SPECS = tuple(spec for family in FAMILIES.values() for spec in family)

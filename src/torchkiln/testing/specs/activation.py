@@ -24,6 +24,9 @@ class Formula:
     """An activation in plain torch, and what rounding inside it is proportional to."""
 
     value: Callable[[Tensor], Tensor]
+    """Torch's."""
+    exact: Callable[[Tensor], Tensor]
+    """The same with all digits in float64, in its tails, too."""
     terms: Callable[[Tensor], Tensor]
     """The sum of the absolute values of the terms of the result."""
     slope_terms: Callable[[Tensor], Tensor]
@@ -33,8 +36,13 @@ class Formula:
 
 
 def exact_gelu(z: Tensor) -> Tensor:
-    """By the complement of the error function, which keeps its digits where gelu is nearly 0."""
+    """By the complement of the error function: 1 + erf has no digits left where erf is near -1."""
     return z * torch.special.erfc(z * -math.sqrt(0.5)) / 2
+
+
+def exact_gelu_tanh(z: Tensor) -> Tensor:
+    """By the sigmoid, for the same reason."""
+    return z * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))
 
 
 def density(z: Tensor) -> Tensor:
@@ -42,35 +50,40 @@ def density(z: Tensor) -> Tensor:
     return torch.exp(z * z / -2) / math.sqrt(2 * math.pi)
 
 
-def sigmoid_slope(z: Tensor) -> Tensor:
-    """The derivative of the sigmoid, without cancellation on either side."""
-    return torch.sigmoid(z) * torch.sigmoid(-z)
-
-
 def gelu_tanh_slope_terms(z: Tensor) -> Tensor:
-    """As z * sigmoid(2 * u) it has two terms."""
-    doubled = 2 * math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)
+    """Torch adds tanh to 1; the other term is the argument's slope times z s (1 - s)."""
     slope = 2 * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * z * z)
-    return 1 + (z * slope).abs() * sigmoid_slope(doubled)
+    return 1 + slope * exact_gelu_tanh(z).abs()
+
+
+def silu_slope_terms(z: Tensor) -> Tensor:
+    """The derivative is s + z s (1 - s)."""
+    return torch.sigmoid(z) * (1 + z.abs())
 
 
 FORMULAS: dict[str, Formula] = {
-    "none": Formula(torch.clone, torch.abs, torch.ones_like, 0),
-    "square": Formula(torch.square, torch.square, lambda z: 2 * z.abs(), 2),
-    "relu": Formula(torch.relu, torch.relu, lambda z: (z > 0).to(z.dtype), 0),
-    # Torch adds erf to 1, whatever the sign.
-    "gelu": Formula(F.gelu, torch.abs, lambda z: 1 + z.abs() * density(z), 0.8),
+    "none": Formula(torch.clone, torch.clone, torch.abs, torch.ones_like, 0),
+    "square": Formula(torch.square, torch.square, torch.square, lambda z: 2 * z.abs(), 2),
+    "relu": Formula(torch.relu, torch.relu, torch.relu, lambda z: (z > 0).to(z.dtype), 0),
+    "gelu": Formula(F.gelu, exact_gelu, torch.abs, lambda z: 1 + z.abs() * density(z), 0.8),
     "gelu_tanh": Formula(
-        partial(F.gelu, approximate="tanh"), torch.abs, gelu_tanh_slope_terms, 0.8
+        partial(F.gelu, approximate="tanh"),
+        exact_gelu_tanh,
+        torch.abs,
+        gelu_tanh_slope_terms,
+        0.8,
     ),
-    "silu": Formula(
-        F.silu,
-        lambda z: F.silu(z).abs(),
-        lambda z: torch.sigmoid(z) + z.abs() * sigmoid_slope(z),
-        0.5,
+    "silu": Formula(F.silu, F.silu, lambda z: F.silu(z).abs(), silu_slope_terms, 0.5),
+    "sigmoid": Formula(
+        torch.sigmoid, torch.sigmoid, torch.sigmoid, lambda z: 2 * torch.sigmoid(z), 0.1
     ),
-    "sigmoid": Formula(torch.sigmoid, torch.sigmoid, lambda z: 2 * torch.sigmoid(z), 0.1),
-    "tanh": Formula(torch.tanh, lambda z: torch.tanh(z).abs(), lambda z: 1 + torch.tanh(z) ** 2, 0.8),
+    "tanh": Formula(
+        torch.tanh,
+        torch.tanh,
+        lambda z: torch.tanh(z).abs(),
+        lambda z: 1 + torch.tanh(z) ** 2,
+        0.8,
+    ),
 }
 
 # The scalar loop, the vector loop with every tail, more dimensions than collapse, and enough
@@ -115,9 +128,7 @@ def invalid(name: str, device: torch.device) -> Iterator[Invalid]:
     yield Invalid("None", (None,), TypeError, prefix + r"got NoneType, expected a torch\.Tensor")
     for dtype in (torch.int64, torch.bool, torch.complex64):
         kind = str(dtype).removeprefix("torch.")
-        yield Invalid(
-            kind, (x.to(dtype),), RuntimeError, f"{prefix}got dtype {kind}, {FLOATING}"
-        )
+        yield Invalid(kind, (x.to(dtype),), RuntimeError, f"{prefix}got dtype {kind}, {FLOATING}")
     sparse = torch.eye(4, device=device).to_sparse()
     yield Invalid("sparse", (sparse,), RuntimeError, prefix + SPARSE)
 
@@ -155,7 +166,6 @@ def activation(
     name: str,
     *,
     in_place: bool = False,
-    reference: Callable[[Tensor], Tensor] | None = None,
     module: Callable[[], nn.Module] | None = None,
 ) -> OpSpec:
     """The contract of one activation."""
@@ -165,7 +175,7 @@ def activation(
         name=name,
         op=getattr(torchkiln, name),
         overload=getattr(ops, name).default,
-        reference=reference or formula.value,
+        reference=formula.exact,
         composite=formula.value,
         magnitude=formula.terms,
         gradient_magnitude=with_slope(formula.slope_terms),
@@ -186,7 +196,7 @@ def activation(
 
 SQUARE = activation("square", in_place=True)
 RELU = activation("relu", in_place=True, module=torchkiln.nn.ReLU)
-GELU = activation("gelu", reference=exact_gelu, module=torchkiln.nn.GELU)
+GELU = activation("gelu", module=torchkiln.nn.GELU)
 GELU_TANH = activation("gelu_tanh", module=partial(torchkiln.nn.GELU, "tanh"))
 SILU = activation("silu", in_place=True, module=torchkiln.nn.SiLU)
 SIGMOID = activation("sigmoid", in_place=True, module=torchkiln.nn.Sigmoid)
