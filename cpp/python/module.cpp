@@ -55,6 +55,11 @@ at::Tensor tensor_or_number(py::handle argument, const char* op, const char* nam
   return at::native::wrapped_scalar_tensor(PyFloat_AsDouble(argument.ptr()));
 }
 
+bool flag(py::handle argument, const char* op, const char* name) {
+  if (!PyBool_Check(argument.ptr())) refuse(argument, op, name, "a bool");
+  return argument.ptr() == Py_True;
+}
+
 std::string_view word(py::handle argument, const char* op, const char* name) {
   Py_ssize_t size = 0;
   const char* text =
@@ -95,6 +100,25 @@ py::object bias_act(py::handle x, py::handle bias, py::handle scale, py::handle 
   const double factor = number(scale, "bias_act", "scale");
   const std::string_view name = word(act, "bias_act", "act");
   return call([&] { return torchkiln::bias_act(input, shift, factor, name); });
+}
+
+py::object dropout_add(py::handle x, py::handle residual, py::handle p, py::handle training) {
+  const at::Tensor& input = tensor(x, "dropout_add", "x");
+  const at::Tensor& other = tensor(residual, "dropout_add", "residual");
+  const double probability = number(p, "dropout_add", "p");
+  const bool random = flag(training, "dropout_add", "training");
+  return call([&] { return torchkiln::dropout_add(input, other, probability, random); });
+}
+
+py::object bias_dropout_add(py::handle x, py::handle bias, py::handle residual, py::handle p,
+                            py::handle training) {
+  const at::Tensor& input = tensor(x, "bias_dropout_add", "x");
+  const at::Tensor& shift = tensor(bias, "bias_dropout_add", "bias");
+  const at::Tensor& other = tensor(residual, "bias_dropout_add", "residual");
+  const double probability = number(p, "bias_dropout_add", "p");
+  const bool random = flag(training, "bias_dropout_add", "training");
+  return call(
+      [&] { return torchkiln::bias_dropout_add(input, shift, other, probability, random); });
 }
 
 using GatedOp = at::Tensor (*)(const at::Tensor&, const std::optional<at::Tensor>&);
@@ -145,6 +169,10 @@ PYBIND11_MODULE(_C, module) {
   module.def("muladd", &muladd, py::arg("a"), py::arg("b"), py::arg("c"));
   module.def("bias_act", &bias_act, py::arg("x"), py::arg("bias"), py::arg("scale"),
              py::arg("act"));
+  module.def("dropout_add", &dropout_add, py::arg("x"), py::arg("residual"), py::arg("p"),
+             py::arg("training"));
+  module.def("bias_dropout_add", &bias_dropout_add, py::arg("x"), py::arg("bias"),
+             py::arg("residual"), py::arg("p"), py::arg("training"));
   define_activations(module);
   define_gated(module, "swiglu", &torchkiln::swiglu);
   define_gated(module, "geglu", &torchkiln::geglu);

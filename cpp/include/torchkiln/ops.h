@@ -51,4 +51,15 @@ TORCHKILN_EXPORT at::Tensor geglu(const at::Tensor& gate,
 TORCHKILN_EXPORT at::Tensor geglu_tanh(const at::Tensor& gate,
                                        const std::optional<at::Tensor>& up = std::nullopt);
 
+/// dropout(x, p) + residual, of one shape and dtype: with probability p an element of x counts as
+/// 0, else it is multiplied by 1 / (1 - p). The mask comes from torch's generator and is drawn
+/// again for backward. Returns a contiguous tensor. Differentiable, to any order.
+TORCHKILN_EXPORT at::Tensor dropout_add(const at::Tensor& x, const at::Tensor& residual,
+                                        double p = 0.5, bool training = true);
+
+/// dropout(x + bias, p) + residual, the bias along the last dimension
+TORCHKILN_EXPORT at::Tensor bias_dropout_add(const at::Tensor& x, const at::Tensor& bias,
+                                             const at::Tensor& residual, double p = 0.5,
+                                             bool training = true);
+
 }  // namespace torchkiln
