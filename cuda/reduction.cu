@@ -118,9 +118,9 @@ Status sum_columns_by(const Reduction& p, const ColumnAccess& access, cudaStream
 bool is_rows(const Reduction& p) { return p.inner == 1 || p.reduced_stride <= p.inner_stride; }
 
 rows::Shape row_shape(const Reduction& p) {
-  return {p.in,      static_cast<int64_t>(size_of(p.dtype)),
-          p.outer,   p.inner,
-          p.reduced, p.outer_stride,
+  return {p.in,           static_cast<int64_t>(size_of(p.dtype)),
+          p.outer,        p.inner,
+          p.reduced,      p.outer_stride,
           p.inner_stride, p.reduced_stride};
 }
 
@@ -147,8 +147,8 @@ Status for_each_part(const Reduction& p, const Body& body) {
     part.outer = std::min(step, p.outer - done);
     part.in = static_cast<const char*>(p.in) +
               done * p.outer_stride * static_cast<int64_t>(size_of(p.dtype));
-    part.out = static_cast<char*>(p.out) +
-               done * p.inner * static_cast<int64_t>(size_of(p.out_dtype));
+    part.out =
+        static_cast<char*>(p.out) + done * p.inner * static_cast<int64_t>(size_of(p.out_dtype));
     const Status status = body(part);
     if (!status.ok()) return status;
   }

@@ -4,8 +4,10 @@
 // see the call.
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/OptionalArrayRef.h>
 
 #include <array>
+#include <optional>
 #include <tuple>
 
 #include "torchkiln/status.h"
@@ -27,5 +29,18 @@ TORCHKILN_EXPORT at::Tensor scale_bias_relu(const at::Tensor& x, const at::Tenso
 TORCHKILN_EXPORT std::tuple<at::Tensor, at::Tensor> scale_bias_relu_backward(
     const at::Tensor& grad, const at::Tensor& output, double scale, at::ScalarType bias_dtype,
     std::array<bool, 2> wanted);
+
+/// The sum over the given dimensions of x, or over all; `keepdim` keeps them with size 1.
+/// Accumulated in float32 (float64 for x or `dtype` float64), rounded once to `dtype`, which is
+/// that of x if not given. Contiguous; no bit depends on the run or on the number of threads.
+/// Differentiable, to any order.
+TORCHKILN_EXPORT at::Tensor sum(const at::Tensor& x, at::OptionalIntArrayRef dim = std::nullopt,
+                                bool keepdim = false,
+                                std::optional<at::ScalarType> dtype = std::nullopt);
+
+/// sum() divided by the number of its terms; that of none is NaN.
+TORCHKILN_EXPORT at::Tensor mean(const at::Tensor& x, at::OptionalIntArrayRef dim = std::nullopt,
+                                 bool keepdim = false,
+                                 std::optional<at::ScalarType> dtype = std::nullopt);
 
 }  // namespace torchkiln

@@ -87,9 +87,9 @@ __device__ __forceinline__ void begin(Body&, int64_t, bool, Sums&, long) {}
 ///   Item load(row, column)                             reads kLanes elements
 ///   void consume(item, row, column, C (&sum)[kLanes])  writes what is elementwise, adds to the
 ///                                                      sums
-/// and, if it likes, begin(column, is_first, C (&sum)[kLanes]), which each thread calls once: to find
-/// what depends on the column alone and, in one thread of each column, to add what lies outside of
-/// the rows.
+/// and, if it likes, begin(column, is_first, C (&sum)[kLanes]), which each thread calls once: to
+/// find what depends on the column alone and, in one thread of each column, to add what lies
+/// outside of the rows.
 template <class Body, int kBlocks>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     walk(Body body, Plan plan, typename Body::C* partial, Result result) {

@@ -9,8 +9,8 @@
 //           sums for a second, short kernel
 //
 // A thread's sums are of type C; what blocks sum is double. A thread of H200's size of grid adds
-// fewer than 2^24 elements, so that float counts exactly. No atomics: the order of every addition is
-// fixed by the shape, the alignment and the device.
+// fewer than 2^24 elements, so that float counts exactly. No atomics: the order of every addition
+// is fixed by the shape, the alignment and the device.
 
 #include <cub/block/block_reduce.cuh>
 
@@ -34,7 +34,8 @@ inline constexpr int kStagedRowBytes = kTileBytes / 16;
 inline constexpr int kWarpRowBytes = 16 * 1024;
 // A row of less is one vector of each second thread of a block.
 inline constexpr int kBlockRowBytes = 2 * 1024;
-// Up to here one block is faster than several and a second kernel; beyond, a part has so many bytes.
+// Up to here one block is faster than several and a second kernel; beyond, a part has so many
+// bytes.
 inline constexpr int64_t kSinglePassBytes = 64 * 1024;
 inline constexpr int64_t kFewestPartBytes = 16 * 1024;
 
@@ -79,8 +80,8 @@ struct Shape {
 
   /// Whether each row begins where the one before it ends.
   bool is_dense() const {
-    return stride == 1 && ((inner == 1 && outer_stride == length) ||
-                           (outer == 1 && inner_stride == length));
+    return stride == 1 &&
+           ((inner == 1 && outer_stride == length) || (outer == 1 && inner_stride == length));
   }
 };
 
@@ -151,8 +152,8 @@ __device__ __forceinline__ C share_of_elements(const T* row, int64_t stride, int
   return sum;
 }
 
-/// The same of adjacent elements, by vectors. The one place that knows of alignment: up to the first
-/// 16-byte boundary and after the last one, threads take an element each.
+/// The same of adjacent elements, by vectors. The one place that knows of alignment: up to the
+/// first 16-byte boundary and after the last one, threads take an element each.
 template <class C, class T>
 __device__ __forceinline__ C share_of_vectors(const T* row, int64_t length, int rank, int team) {
   constexpr int kLanes = kVectorLanes<T>;
@@ -239,7 +240,8 @@ __global__ void __launch_bounds__(kThreads) packed(Rows<T> rows, int team, Resul
 
 /// A block copies `tile` rows, which follow one another, and lets `team` lanes sum each.
 template <class T, class C>
-__global__ void __launch_bounds__(kThreads) staged(Rows<T> rows, int tile, int team, Result result) {
+__global__ void __launch_bounds__(kThreads)
+    staged(Rows<T> rows, int tile, int team, Result result) {
   constexpr int kLanes = kVectorLanes<T>;
   __shared__ alignas(kVectorBytes) unsigned char memory[kTileBytes + kVectorBytes];
   wait_for_previous_kernel();
@@ -287,12 +289,13 @@ __global__ void __launch_bounds__(kThreads) staged(Rows<T> rows, int tile, int t
 
 /// Half precision summed in double is the one case that takes more registers.
 template <class T, class C>
-inline constexpr int kBlocksThatFit =
-    sizeof(C) > sizeof(Compute<T>) ? kBlocksPerMultiprocessor / 2 : kBlocksPerMultiprocessor;
+inline constexpr int kBlocksThatFit = sizeof(C) > sizeof(Compute<T>) ? kBlocksPerMultiprocessor / 2
+                                                                     : kBlocksPerMultiprocessor;
 
 /// A warp sums each row.
 template <class T, class C, bool kAdjacent>
-__global__ void __launch_bounds__(kThreads, kBlocksThatFit<T, C>) warps(Rows<T> rows, Result result) {
+__global__ void __launch_bounds__(kThreads, kBlocksThatFit<T, C>)
+    warps(Rows<T> rows, Result result) {
   wait_for_previous_kernel();
   const int rank = threadIdx.x % kWarp;
   const int64_t row = int64_t{blockIdx.x} * (kThreads / kWarp) + threadIdx.x / kWarp;
@@ -390,9 +393,9 @@ Status launch(const Shape& shape, const Plan& plan, void* workspace, const Resul
   }
   double* partial = static_cast<double*>(workspace);
   const int64_t grid = count * plan.parts;
-  const Status status =
-      adjacent ? queue(blocks<T, C, true>, grid, stream, rows, plan, partial, result)
-               : queue(blocks<T, C, false>, grid, stream, rows, plan, partial, result);
+  const Status status = adjacent
+                            ? queue(blocks<T, C, true>, grid, stream, rows, plan, partial, result)
+                            : queue(blocks<T, C, false>, grid, stream, rows, plan, partial, result);
   if (!status.ok() || plan.parts == 1) return status;
   return queue(finish<>, count, stream, partial, plan.parts, result);
 }
