@@ -4,6 +4,7 @@
 // see the call.
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/OptionalArrayRef.h>
 
 #include <optional>
 #include <string_view>
@@ -61,5 +62,18 @@ TORCHKILN_EXPORT at::Tensor dropout_add(const at::Tensor& x, const at::Tensor& r
 TORCHKILN_EXPORT at::Tensor bias_dropout_add(const at::Tensor& x, const at::Tensor& bias,
                                              const at::Tensor& residual, double p = 0.5,
                                              bool training = true);
+
+/// The sum over the given dimensions of x, or over all; `keepdim` keeps them with size 1.
+/// Accumulated in float32 (float64 for x or `dtype` float64), rounded once to `dtype`, which is
+/// that of x if not given. Contiguous; no bit depends on the run or on the number of threads.
+/// Differentiable, to any order.
+TORCHKILN_EXPORT at::Tensor sum(const at::Tensor& x, at::OptionalIntArrayRef dim = std::nullopt,
+                                bool keepdim = false,
+                                std::optional<at::ScalarType> dtype = std::nullopt);
+
+/// sum() divided by the number of its terms; that of none is NaN.
+TORCHKILN_EXPORT at::Tensor mean(const at::Tensor& x, at::OptionalIntArrayRef dim = std::nullopt,
+                                 bool keepdim = false,
+                                 std::optional<at::ScalarType> dtype = std::nullopt);
 
 }  // namespace torchkiln
