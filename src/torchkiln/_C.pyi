@@ -1,3 +1,4 @@
+import torch
 from torch import Tensor
 
 def add(a: Tensor, b: Tensor) -> Tensor: ...
@@ -21,4 +22,16 @@ def geglu_tanh(gate: Tensor, up: Tensor | None) -> Tensor: ...
 def dropout_add(x: Tensor, residual: Tensor, p: float, training: bool) -> Tensor: ...
 def bias_dropout_add(
     x: Tensor, bias: Tensor, residual: Tensor, p: float, training: bool
+) -> Tensor: ...
+def sum(
+    x: Tensor,
+    dim: int | tuple[int, ...] | list[int] | None,
+    keepdim: bool,
+    dtype: torch.dtype | None,
+) -> Tensor: ...
+def mean(
+    x: Tensor,
+    dim: int | tuple[int, ...] | list[int] | None,
+    keepdim: bool,
+    dtype: torch.dtype | None,
 ) -> Tensor: ...

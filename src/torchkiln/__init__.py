@@ -31,6 +31,7 @@ from torchkiln.dropout import bias_dropout_add, dropout_add  # noqa: E402
 from torchkiln.gated import geglu, geglu_tanh, swiglu  # noqa: E402
 from torchkiln.muladd import muladd  # noqa: E402
 from torchkiln.pointwise import add  # noqa: E402
+from torchkiln.reduction import mean, sum  # noqa: E402
 
 __version__: str = _record["version"]
 
@@ -55,6 +56,7 @@ __all__ = [
     "geglu_tanh",
     "gelu",
     "gelu_tanh",
+    "mean",
     "muladd",
     "nn",
     "relu",
@@ -66,6 +68,7 @@ __all__ = [
     "silu_",
     "square",
     "square_",
+    "sum",
     "swiglu",
     "tanh",
     "tanh_",
