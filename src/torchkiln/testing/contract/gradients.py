@@ -40,10 +40,16 @@ def incoming(output: Tensor) -> Tensor:
 
 @check(dtypes=FLOATING)
 def gradient_values(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """Every gradient is as close to float64 as torch's own, for each choice of arguments."""
+    """Every gradient is as close to float64 as torch's own, for each choice of arguments.
+
+    That it is wanted changes no bit of the output.
+    """
     for sample in spec.samples(device, dtype):
         wanted = spec.wanted(sample)
-        grad = incoming(sample.call(spec.op))
+        unrecorded = sample.call(spec.op)
+        grad = incoming(unrecorded)
+        recorded = spec.leaves(sample).call(spec.op).detach()
+        require_identical(recorded, unrecorded, Where(spec, "gradient_values", sample, "recorded"))
         full: dict[int, Tensor] = {}
         for positions in reversed(list(subsets(wanted))):
             where = Where(spec, "gradient_values", sample, f"gradients of {positions}")

@@ -1,7 +1,7 @@
 """One spec for each op, by family."""
 
 from torchkiln.testing.spec import OpSpec
-from torchkiln.testing.specs import activation, gated
+from torchkiln.testing.specs import activation, dropout, gated
 from torchkiln.testing.specs.bias_act import BIAS_ACT
 from torchkiln.testing.specs.muladd import MULADD
 from torchkiln.testing.specs.pointwise import ADD
@@ -20,6 +20,7 @@ FAMILIES: dict[str, tuple[OpSpec, ...]] = {
     ),
     "bias_act": (BIAS_ACT,),
     "gated": (gated.SWIGLU, gated.GEGLU, gated.GEGLU_TANH),
+    "dropout": (dropout.DROPOUT_ADD, dropout.BIAS_DROPOUT_ADD),
 }
 
 SPECS = tuple(spec for family in FAMILIES.values() for spec in family)
