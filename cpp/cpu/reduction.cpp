@@ -12,7 +12,7 @@ namespace TORCHKILN_ISA {
 namespace {
 
 // Elements whose sum is formed in the compute type; the sums of blocks are added in double.
-constexpr int64_t kBlock = 1024;
+constexpr int64_t kBlock = 512;
 // The same for rows of columns, in multiples of the four that are added at a time.
 constexpr int64_t kBlockRows = 64;
 // Rows of up to so many elements are converted together when they are dense.
