@@ -37,6 +37,8 @@ ACCEPTED: dict[str, tuple[type, ...]] = {
     "float": (float, int),
     "bool": (bool,),
     "str": (str,),
+    "Optional[List[int]]": (int, tuple, list, type(None)),
+    "Optional[int]": (int, torch.dtype, type(None)),
 }
 
 

@@ -86,6 +86,7 @@ def meta_and_fake(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> Non
     def on_meta(tensor: Tensor) -> Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
+    mode = FakeTensorMode()
     for sample in spec.samples(device, dtype):
         if sample.numel > SMALL:
             continue
@@ -93,8 +94,8 @@ def meta_and_fake(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> Non
             real = moved.call(spec.op)
             where = Where(spec, "meta_and_fake", moved)
             require_same_layout(moved.map(on_meta).call(spec.op), real, where.at("meta"))
-            with FakeTensorMode() as mode:
-                fake = moved.map(lambda t, m=mode: m.from_tensor(t)).call(spec.op)  # type: ignore[misc]
+            with mode:
+                fake = moved.map(mode.from_tensor).call(spec.op)
             require_same_layout(fake, real, where.at("fake"))
             require(fake.device == real.device, where.at("fake"), f"on {fake.device}")
         require_same_gradient_layout(spec, sample, on_meta)

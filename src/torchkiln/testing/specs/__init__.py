@@ -5,6 +5,7 @@ from torchkiln.testing.specs import activation, dropout, gated
 from torchkiln.testing.specs.bias_act import BIAS_ACT
 from torchkiln.testing.specs.muladd import MULADD
 from torchkiln.testing.specs.pointwise import ADD
+from torchkiln.testing.specs.reduction import MEAN, SUM
 
 FAMILIES: dict[str, tuple[OpSpec, ...]] = {
     "pointwise": (ADD,),
@@ -21,6 +22,7 @@ FAMILIES: dict[str, tuple[OpSpec, ...]] = {
     "bias_act": (BIAS_ACT,),
     "gated": (gated.SWIGLU, gated.GEGLU, gated.GEGLU_TANH),
     "dropout": (dropout.DROPOUT_ADD, dropout.BIAS_DROPOUT_ADD),
+    "reduction": (SUM, MEAN),
 }
 
 SPECS = tuple(spec for family in FAMILIES.values() for spec in family)
