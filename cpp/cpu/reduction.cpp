@@ -11,8 +11,6 @@ namespace torchkiln::cpu {
 namespace TORCHKILN_ISA {
 namespace {
 
-// Elements whose sum is formed in the compute type; the sums of blocks are added in double.
-constexpr int64_t kBlock = 512;
 // The same for rows of columns, in multiples of the four that are added at a time.
 constexpr int64_t kBlockRows = 64;
 // Rows of up to so many elements are converted together when they are dense.
@@ -35,6 +33,11 @@ using Wide = typename WideOf<C, bytes>::type;
 template <class C>
 constexpr int64_t kWide = kRegister / sizeof(C);
 
+// Elements whose sum is formed in the compute type, of which each running sum gets 16; the sums of
+// blocks are added in double.
+template <class C>
+constexpr int64_t kBlock = 16 * 4 * kWide<C>;
+
 template <class W>
 W load_wide(const void* from) {
   W wide;
@@ -54,7 +57,7 @@ C lane_sum(const Wide<C, bytes>& lanes) {
   }
 }
 
-/// The sum of at most kBlock values, in four times as many running sums as a register holds.
+/// The sum of at most kBlock<C> values, in four times as many running sums as a register holds.
 template <class C>
 C sum_of(const C* values, int64_t count) {
   constexpr int64_t kStep = kWide<C>;
@@ -98,6 +101,33 @@ float sum_of(const BFloat16* values, int64_t count) {
   return lane_sum<float>((a + b) + (c + d)) + rest;
 }
 
+/// Adds in groups of 16, and these in groups of 16 ...: the error grows with the logarithm of how
+/// many numbers there are.
+class Cascade {
+ public:
+  void add(double number) {
+    sums_[0] += number;
+    ++count_;
+    int64_t left = count_;
+    for (int level = 0; level + 1 < kLevels && left % kGroup == 0; ++level, left /= kGroup) {
+      sums_[level + 1] += sums_[level];
+      sums_[level] = 0;
+    }
+  }
+
+  double total() const {
+    double total = 0;
+    for (const double sum : sums_) total += sum;
+    return total;
+  }
+
+ private:
+  static constexpr int kLevels = 8;
+  static constexpr int64_t kGroup = 16;
+  double sums_[kLevels] = {};
+  int64_t count_ = 0;
+};
+
 /// A double as a float whose last bit says whether anything was cut off (rounding to odd): it can
 /// be rounded once more without rounding twice.
 inline float sticky_float(double value) {
@@ -117,27 +147,26 @@ inline void narrow(BFloat16* to, double value) { *to = narrow_bfloat16(sticky_fl
 /// The sum of the elements begin <= r < end of the row at `offset`.
 template <class C>
 double sum_of_row(const Reduction& p, int64_t offset, int64_t begin, int64_t end) {
-  C buffer[kBlock];
-  double sum = 0;
-  for (int64_t r = begin; r < end; r += kBlock) {
-    const int64_t count = std::min(kBlock, end - r);
+  C buffer[kBlock<C>];
+  const auto block = [&](int64_t r, int64_t count) -> double {
     if constexpr (std::is_same_v<C, float>) {
-      if (p.dtype == Dtype::bfloat16 && p.reduced_stride == 1) {
-        sum += static_cast<double>(sum_of(static_cast<const BFloat16*>(p.in) + offset + r, count));
-        continue;
-      }
+      if (p.dtype == Dtype::bfloat16 && p.reduced_stride == 1)
+        return sum_of(static_cast<const BFloat16*>(p.in) + offset + r, count);
     }
-    sum += static_cast<double>(sum_of(
+    return sum_of(
         read_run(buffer, p.in, offset + r * p.reduced_stride, p.reduced_stride, count, p.dtype),
-        count));
-  }
-  return sum;
+        count);
+  };
+  if (end - begin <= kBlock<C>) return block(begin, end - begin);
+  Cascade sum;
+  for (int64_t r = begin; r < end; r += kBlock<C>) sum.add(block(r, std::min(kBlock<C>, end - r)));
+  return sum.total();
 }
 
 template <class C, class Out>
 void short_rows(const Reduction& p, int64_t begin, int64_t end) {
-  C buffer[kBlock];
-  const int64_t step = kBlock / p.reduced;
+  C buffer[kBlock<C>];
+  const int64_t step = kBlock<C> / p.reduced;
   for (int64_t row = begin; row < end; row += step) {
     const int64_t count = std::min(step, end - row);
     const C* values =
@@ -313,10 +342,10 @@ Status reduce_finish(const Reduction& p, int64_t begin, int64_t end) {
   return dispatch<float, double, Half, BFloat16>(p.out_dtype, [&](auto tag) {
     using Out = typename decltype(tag)::type;
     for (int64_t i = begin; i < end; ++i) {
-      double sum = 0;
+      Cascade sum;
       for (int64_t chunk = 0; chunk < cut.chunks; ++chunk)
-        sum += partial[i * output_stride + chunk * chunk_stride];
-      narrow(static_cast<Out*>(p.out) + i, sum / p.divisor);
+        sum.add(partial[i * output_stride + chunk * chunk_stride]);
+      narrow(static_cast<Out*>(p.out) + i, sum.total() / p.divisor);
     }
     return Status{};
   });
