@@ -10,7 +10,8 @@ namespace torchkiln::cpu {
 namespace TORCHKILN_ISA {
 namespace {
 
-// The same for rows of columns, in multiples of the four that are added at a time.
+// Rows of columns whose sums are formed in the compute type, a multiple of the four that are added
+// at a time; the sums of blocks are added in double.
 constexpr int64_t kBlockRows = 64;
 // Rows of up to so many elements are converted together when they are dense.
 constexpr int64_t kShort = 31;
