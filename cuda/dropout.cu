@@ -6,14 +6,34 @@
 namespace torchkiln::cuda {
 namespace {
 
-/// Which of N adjacent elements are kept, as bits; the first lies `at` a multiple of N.
+/// Whether each of N adjacent elements is kept; the first lies `at` a multiple of N.
 template <int N>
-__device__ __forceinline__ uint32_t kept(const Dropout& dropout, const RandomState& random,
-                                         int64_t at) {
-  const uint32_t mask =
-      below(dropout.threshold, random.seed, random.offset, static_cast<uint64_t>(at) / 8);
-  return N == 8 ? mask : mask >> (at % 8);
-}
+struct Mask {
+  Draw drawn;
+  int first;
+  uint32_t last;
+
+  __device__ __forceinline__ Mask(const Dropout& dropout, const RandomState& random, int64_t at)
+      : drawn(draw(random.seed, random.offset, static_cast<uint64_t>(at) / 8)),
+        first(static_cast<int>(at % 8)),
+        last(dropout.last) {
+    if (N == 8) return;
+    // The words in question come to the front: an array indexed by a variable is no registers.
+#pragma unroll
+    for (int w = 0; w < (N + 1) / 2; ++w) {
+#pragma unroll
+      for (int from = 1; from < 4; ++from)
+        if (from == first / 2 + w && from > w) drawn.word[w] = drawn.word[from];
+    }
+    first %= 2;
+  }
+
+  __device__ __forceinline__ bool kept(int i) const {
+    return N > 1        ? says_yes(drawn, i, last)
+           : first == 0 ? says_yes(drawn, 0, last)
+                        : says_yes(drawn, 1, last);
+  }
+};
 
 /// (kept ? x * scale : 0) + residual, with x + bias for x where there is a bias.
 template <class C>
@@ -30,12 +50,12 @@ struct DropoutAdd {
       random.record[0] = static_cast<int64_t>(random.seed);
       random.record[1] = static_cast<int64_t>(random.offset);
     }
-    const uint32_t bits = kept<N>(dropout, random, at);
+    const Mask<N> mask(dropout, random, at);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       C x = packet.template get<0>(i);
       if constexpr (kInputs == 3) x += packet.template get<1>(i);
-      x = (bits >> i) & 1u ? x * scale : C(0);
+      x = mask.kept(i) ? x * scale : C(0);
       if constexpr (kInputs > 1) x += packet.template get<kInputs - 1>(i);
       results[0][i] = x;
     }
@@ -52,6 +72,11 @@ struct GradientBody {
 
   DropoutBackward problem;
   C scale;
+  RandomState random;
+
+  __device__ __forceinline__ void begin(int64_t, bool, C (&)[Lanes]) {
+    random = problem.dropout.random.resolved();
+  }
 
   __device__ __forceinline__ Item load(int64_t row, int64_t column) const {
     return load_vector<Lanes>(static_cast<const T*>(problem.grad) + row * problem.grad_row_stride +
@@ -61,11 +86,11 @@ struct GradientBody {
   __device__ __forceinline__ void consume(const Item& item, int64_t row, int64_t column,
                                           C (&sum)[Lanes]) const {
     const int64_t at = row * problem.columns + column;
-    const uint32_t bits = kept<Lanes>(problem.dropout, problem.dropout.random.resolved(), at);
+    const Mask<Lanes> mask(problem.dropout, random, at);
     C passed[Lanes];
 #pragma unroll
     for (int i = 0; i < Lanes; ++i) {
-      passed[i] = (bits >> i) & 1u ? convert<C>(item.lane[i]) * scale : C(0);
+      passed[i] = mask.kept(i) ? convert<C>(item.lane[i]) * scale : C(0);
       sum[i] += passed[i];
     }
     if (problem.grad_x != nullptr) store(static_cast<T*>(problem.grad_x) + at, passed);
@@ -86,7 +111,7 @@ columns::Plan plan_of(const DropoutBackward& p) {
 
 template <class T, int Lanes>
 Status both_gradients(const DropoutBackward& p, CUstream_st* stream) {
-  const GradientBody<T, Lanes> body{p, static_cast<Compute<T>>(p.dropout.scale)};
+  const GradientBody<T, Lanes> body{p, static_cast<Compute<T>>(p.dropout.scale), {}};
   return columns::launch(body, plan_of(p), p.workspace, p.grad_bias, p.bias_dtype, stream);
 }
 

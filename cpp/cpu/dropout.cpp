@@ -2,7 +2,6 @@
 
 #include "elementwise.h"
 #include "isa.h"
-#include "signs.h"
 
 namespace torchkiln::cpu {
 namespace TORCHKILN_ISA {
@@ -15,13 +14,12 @@ void draw_run(C* factor, const Dropout& dropout, int64_t at, int64_t count) {
   const C scale = static_cast<C>(dropout.scale);
   const int64_t first = at / 8;
   const int64_t groups = (at + count - 1) / 8 - first + 1;
-  uint8_t masks[kRun / 8 + 1];
+  C all[kRun + 16];
   for (int64_t g = 0; g < groups; ++g) {
-    masks[g] = static_cast<uint8_t>(
-        below(dropout.threshold, random.seed, random.offset, static_cast<uint64_t>(first + g)));
+    const Draw drawn = draw(random.seed, random.offset, static_cast<uint64_t>(first + g));
+    for (int i = 0; i < 8; ++i) all[g * 8 + i] = says_yes(drawn, i, dropout.last) ? scale : C(0);
   }
-  unpack_signs(factor, masks, at % 8, count);
-  for (int64_t i = 0; i < count; ++i) factor[i] *= scale;
+  std::copy_n(all + at % 8, count, factor);
 }
 
 /// What is dropped is 0 even where x is not finite.

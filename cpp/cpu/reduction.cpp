@@ -1,143 +1,44 @@
 #include "torchkiln/kernels/reduction.h"
 
 #include <algorithm>
-#include <cstring>
 
-#include "float16.h"
 #include "isa.h"
 #include "reduction_cut.h"
+#include "sums.h"
 
 namespace torchkiln::cpu {
 namespace TORCHKILN_ISA {
 namespace {
 
-// Elements whose sum is formed in the compute type; the sums of blocks are added in double.
-constexpr int64_t kBlock = 512;
-// The same for rows of columns, in multiples of the four that are added at a time.
+// Rows of columns whose sums are formed in the compute type, a multiple of the four that are added
+// at a time; the sums of blocks are added in double.
 constexpr int64_t kBlockRows = 64;
 // Rows of up to so many elements are converted together when they are dense.
 constexpr int64_t kShort = 31;
 
-// 64-byte registers read memory no faster than 32-byte ones, and take longer to sum at the end.
-#ifdef __AVX2__
-constexpr int64_t kRegister = 32;
-#else
-constexpr int64_t kRegister = 16;
-#endif
-
-/// Lanes of C in so many bytes.
-template <class C, int64_t bytes>
-struct WideOf {
-  typedef C type __attribute__((vector_size(bytes)));
-};
-template <class C, int64_t bytes = kRegister>
-using Wide = typename WideOf<C, bytes>::type;
-template <class C>
-constexpr int64_t kWide = kRegister / sizeof(C);
-
-template <class W>
-W load_wide(const void* from) {
-  W wide;
-  std::memcpy(&wide, from, sizeof(wide));
-  return wide;
-}
-
-/// The sum of the lanes, by halves.
-template <class C, int64_t bytes = kRegister>
-C lane_sum(const Wide<C, bytes>& lanes) {
-  if constexpr (bytes == sizeof(C)) {
-    return lanes[0];
-  } else {
-    using Half = Wide<C, bytes / 2>;
-    const char* from = reinterpret_cast<const char*>(&lanes);
-    return lane_sum<C, bytes / 2>(load_wide<Half>(from) + load_wide<Half>(from + bytes / 2));
-  }
-}
-
-/// The sum of at most kBlock values, in four times as many running sums as a register holds.
-template <class C>
-C sum_of(const C* values, int64_t count) {
-  constexpr int64_t kStep = kWide<C>;
-  Wide<C> a{}, b{}, c{}, d{};
-  int64_t i = 0;
-  for (; i + 4 * kStep <= count; i += 4 * kStep) {
-    a += load_wide<Wide<C>>(values + i);
-    b += load_wide<Wide<C>>(values + i + kStep);
-    c += load_wide<Wide<C>>(values + i + 2 * kStep);
-    d += load_wide<Wide<C>>(values + i + 3 * kStep);
-  }
-  for (; i + kStep <= count; i += kStep) a += load_wide<Wide<C>>(values + i);
-  C rest = 0;
-  for (; i < count; ++i) rest += values[i];
-  return lane_sum<C>((a + b) + (c + d)) + rest;
-}
-
-/// The same of bfloat16, without a copy: the two halves of a word are a shift and a mask away from
-/// being floats.
-float sum_of(const BFloat16* values, int64_t count) {
-  constexpr int64_t kStep = 2 * kWide<uint32_t>;
-  Wide<float> a{}, b{}, c{}, d{};
-  const auto low = [](Wide<uint32_t> words) { return (Wide<float>)(words << 16); };
-  const auto high = [](Wide<uint32_t> words) { return (Wide<float>)(words & 0xffff0000u); };
-  int64_t i = 0;
-  for (; i + 2 * kStep <= count; i += 2 * kStep) {
-    const auto words = load_wide<Wide<uint32_t>>(values + i);
-    const auto more = load_wide<Wide<uint32_t>>(values + i + kStep);
-    a += low(words);
-    b += high(words);
-    c += low(more);
-    d += high(more);
-  }
-  for (; i + kStep <= count; i += kStep) {
-    const auto words = load_wide<Wide<uint32_t>>(values + i);
-    a += low(words);
-    b += high(words);
-  }
-  float rest = 0;
-  for (; i < count; ++i) rest += widen(values[i]);
-  return lane_sum<float>((a + b) + (c + d)) + rest;
-}
-
-/// A double as a float whose last bit says whether anything was cut off (rounding to odd): it can
-/// be rounded once more without rounding twice.
-inline float sticky_float(double value) {
-  const float nearest = static_cast<float>(value);
-  const double back = static_cast<double>(nearest);
-  const uint32_t bits = bits_of(nearest);
-  if (!(back != value) || value != value || (bits & 1u) != 0) return nearest;
-  const bool toward_zero = (back < value) == (value > 0);
-  return float_of(toward_zero ? bits + 1 : bits - 1);
-}
-
-inline void narrow(float* to, double value) { *to = static_cast<float>(value); }
-inline void narrow(double* to, double value) { *to = value; }
-inline void narrow(Half* to, double value) { *to = narrow_half(sticky_float(value)); }
-inline void narrow(BFloat16* to, double value) { *to = narrow_bfloat16(sticky_float(value)); }
-
 /// The sum of the elements begin <= r < end of the row at `offset`.
 template <class C>
 double sum_of_row(const Reduction& p, int64_t offset, int64_t begin, int64_t end) {
-  C buffer[kBlock];
-  double sum = 0;
-  for (int64_t r = begin; r < end; r += kBlock) {
-    const int64_t count = std::min(kBlock, end - r);
+  C buffer[kBlock<C>];
+  const auto block = [&](int64_t r, int64_t count) -> double {
     if constexpr (std::is_same_v<C, float>) {
-      if (p.dtype == Dtype::bfloat16 && p.reduced_stride == 1) {
-        sum += static_cast<double>(sum_of(static_cast<const BFloat16*>(p.in) + offset + r, count));
-        continue;
-      }
+      if (p.dtype == Dtype::bfloat16 && p.reduced_stride == 1)
+        return sum_of(static_cast<const BFloat16*>(p.in) + offset + r, count);
     }
-    sum += static_cast<double>(sum_of(
+    return sum_of(
         read_run(buffer, p.in, offset + r * p.reduced_stride, p.reduced_stride, count, p.dtype),
-        count));
-  }
-  return sum;
+        count);
+  };
+  if (end - begin <= kBlock<C>) return block(begin, end - begin);
+  Cascade sum;
+  for (int64_t r = begin; r < end; r += kBlock<C>) sum.add(block(r, std::min(kBlock<C>, end - r)));
+  return sum.total();
 }
 
 template <class C, class Out>
 void short_rows(const Reduction& p, int64_t begin, int64_t end) {
-  C buffer[kBlock];
-  const int64_t step = kBlock / p.reduced;
+  C buffer[kBlock<C>];
+  const int64_t step = kBlock<C> / p.reduced;
   for (int64_t row = begin; row < end; row += step) {
     const int64_t count = std::min(step, end - row);
     const C* values =
@@ -313,10 +214,10 @@ Status reduce_finish(const Reduction& p, int64_t begin, int64_t end) {
   return dispatch<float, double, Half, BFloat16>(p.out_dtype, [&](auto tag) {
     using Out = typename decltype(tag)::type;
     for (int64_t i = begin; i < end; ++i) {
-      double sum = 0;
+      Cascade sum;
       for (int64_t chunk = 0; chunk < cut.chunks; ++chunk)
-        sum += partial[i * output_stride + chunk * chunk_stride];
-      narrow(static_cast<Out*>(p.out) + i, sum / p.divisor);
+        sum.add(partial[i * output_stride + chunk * chunk_stride]);
+      narrow(static_cast<Out*>(p.out) + i, sum.total() / p.divisor);
     }
     return Status{};
   });

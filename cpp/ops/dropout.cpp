@@ -100,9 +100,8 @@ Tensor output(const Tensor& x, const MaybeTensor& bias, const Tensor& residual, 
   return at::empty_symint(x.sym_sizes(), x.options().memory_format(at::MemoryFormat::Contiguous));
 }
 
-Dropout keep_all() { return {RandomState{}, threshold_of(1.0), 1.0}; }
-
-Dropout keep(double p) { return {RandomState{}, threshold_of(1 - p), p < 1 ? 1 / (1 - p) : 0.0}; }
+/// Of elements that are dropped with probability p < 1.
+Dropout keep(double p) { return {RandomState{}, last_word(1 - p), 1 / (1 - p)}; }
 
 /// Takes the next random numbers from torch's generator of the device. Each position of the output
 /// has a stream of its own, so that a call moves the generator on by one draw of four words.
@@ -160,11 +159,9 @@ void run(const Tensor& x, const MaybeTensor& bias, const Tensor& residual, const
 Tensor real(const Tensor& x, const MaybeTensor& bias, const Tensor& residual, double p,
             bool training) {
   Tensor out = output(x, bias, residual, p);
-  Dropout dropout = keep_all();
-  if (training && p > 0) {
-    dropout = keep(p);
-    if (p < 1) dropout.random = next_state(x);
-  }
+  if (training && p == 1) return out.copy_(residual);
+  Dropout dropout = keep(training ? p : 0);
+  if (training && p > 0) dropout.random = next_state(x);
   run(x, bias, residual, dropout, out);
   return out;
 }
@@ -178,6 +175,7 @@ Two forward_outputs(const Tensor& x, const MaybeTensor& bias, const Tensor& resi
 /// each replay of a CUDA graph leaves its own.
 Two forward_real(const Tensor& x, const MaybeTensor& bias, const Tensor& residual, double p) {
   auto [out, state] = forward_outputs(x, bias, residual, p);
+  if (p == 1) return {out.copy_(residual), state.zero_()};
   Dropout dropout = keep(p);
   dropout.random = next_state(x);
   dropout.random.record = state.data_ptr<int64_t>();
@@ -215,7 +213,8 @@ Tensor column_sum(const Tensor& tensor, at::ScalarType dtype) {
 Two backward_real(const Tensor& grad, const Tensor& state, double p, at::ScalarType bias_dtype,
                   Wanted wanted) {
   auto [grad_x, grad_bias] = backward_outputs(grad, state, p, bias_dtype, wanted);
-  if (grad.numel() == 0) {
+  if (grad.numel() == 0 || p == 1) {
+    grad_x.zero_();
     grad_bias.zero_();
     return {grad_x, grad_bias};
   }

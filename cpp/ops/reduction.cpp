@@ -207,12 +207,10 @@ Tensor mean(const Tensor& x, OptionalIntArrayRef dim, bool keepdim, OptionalDtyp
 }
 
 TORCH_LIBRARY_FRAGMENT(torchkiln, m) {
-  m.def(
-      "sum(Tensor x, int[1]? dim=None, bool keepdim=False, *, ScalarType? dtype=None) -> Tensor",
-      {at::Tag::pt2_compliant_tag});
-  m.def(
-      "mean(Tensor x, int[1]? dim=None, bool keepdim=False, *, ScalarType? dtype=None) -> Tensor",
-      {at::Tag::pt2_compliant_tag});
+  m.def("sum(Tensor x, int[1]? dim=None, bool keepdim=False, *, ScalarType? dtype=None) -> Tensor",
+        {at::Tag::pt2_compliant_tag});
+  m.def("mean(Tensor x, int[1]? dim=None, bool keepdim=False, *, ScalarType? dtype=None) -> Tensor",
+        {at::Tag::pt2_compliant_tag});
 }
 
 // All backends, so that what has no kernel (sparse, other devices) meets our checks and not a

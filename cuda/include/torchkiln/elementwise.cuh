@@ -97,11 +97,13 @@ template <bool Full, class Body, class Access>
 __device__ __forceinline__ void run(const Body& body, const Access& access, int64_t numel) {
   using C = Compute<typename Access::Out>;
   constexpr int kUnroll = Access::kUnroll;
+  __shared__ typename Access::Stage staged;
+  access.stage(staged, numel);
   typename Access::template Packet<C> packets[kUnroll];
 #pragma unroll
   for (int u = 0; u < kUnroll; ++u) {
     const int64_t at = access.place(u, numel);
-    if (Full || at < numel) access.template load<Full>(packets[u], at, numel);
+    if (Full || at < numel) access.template load<Full>(packets[u], at, numel, u, staged);
   }
 #pragma unroll
   for (int u = 0; u < kUnroll; ++u) {

@@ -35,6 +35,8 @@ struct Packet {
   }
 };
 
+struct Nothing {};
+
 /// Vectors of a thread. With a block of 256 of them, a tensor of some megabytes is one wave of
 /// blocks. With two-byte elements, whose eight lanes take more arithmetic, a thread has enough to
 /// do with one.
@@ -71,6 +73,9 @@ struct LinearAccess {
   Out* outputs[Outputs];
   const void* inputs[kArity];
 
+  using Stage = Nothing;
+  __device__ __forceinline__ static void stage(Stage&, int64_t) {}
+
   static int64_t blocks(int64_t numel) { return ceil_div(numel, kBlockElements); }
 
   /// Where the thread's vector u begins.
@@ -80,7 +85,7 @@ struct LinearAccess {
 
   template <bool Full, class C, int N>
   __device__ __forceinline__ void load(elementwise::Packet<C, N, In...>& packet, int64_t at,
-                                       int64_t numel) const {
+                                       int64_t numel, int, const Stage&) const {
     load_each<Full>(packet, at, numel, std::make_index_sequence<kArity>{});
   }
 
@@ -134,6 +139,9 @@ struct RowAccess {
   uint32_t stride[kArity][kRank];
   uint32_t out_stride[Outputs][kRank];
 
+  using Stage = Nothing;
+  __device__ __forceinline__ static void stage(Stage&, int64_t) {}
+
   static int64_t blocks(int64_t numel) { return ceil_div(numel, kBlockElements); }
 
   /// Where the thread's vector u begins.
@@ -143,7 +151,7 @@ struct RowAccess {
 
   template <bool Full, class C, int N>
   __device__ __forceinline__ void load(elementwise::Packet<C, N, In...>& packet, int64_t at,
-                                       int64_t) const {
+                                       int64_t, int, const Stage&) const {
     load_each(packet, at, std::make_index_sequence<kArity>{});
   }
 
@@ -206,29 +214,31 @@ struct AnyPacket {
 inline __device__ __noinline__ int64_t divide(uint64_t a, uint64_t b) { return a / b; }
 
 /// Squares of 32 x 32 elements along dimension 0 and another one, for inputs that are contiguous
-/// along the other: a block reads whole lines of both kinds, and its first-level cache turns them.
+/// along the other: a warp reads them along that one, and shared memory turns them.
+template <int Arity>
 struct Squares {
   static constexpr int kSide = 32;
+  using Stage = uint64_t[Arity][kSide][kSide + 1];
 
   bool used;
+  bool turned[Arity];          // whether an input is read along the other dimension
   uint32_t size0, size1;       // of the two dimensions
   Divisor across, down;        // squares along them
   Divisor between;             // elements of the dimensions between the two
   uint32_t step1, step_above;  // places from one to the next along the other, and above it
   int64_t count;
 
-  /// The place of an element in the space, or numel where the square reaches beyond it.
-  __device__ __forceinline__ int64_t place(int u, int64_t numel) const {
+  /// The place of element (i0, i1) of the block's square in the space, or numel where the square
+  /// reaches beyond it.
+  __device__ __forceinline__ int64_t place(int i0, int i1, int64_t numel) const {
     const uint32_t row_of_squares = across.quotient(blockIdx.x);
     const uint32_t outer = down.quotient(row_of_squares);
     const uint32_t above = between.quotient(outer);
-    const uint32_t i0 =
-        (blockIdx.x - row_of_squares * across.divisor()) * kSide + threadIdx.x % kSide;
-    const uint32_t i1 =
-        (row_of_squares - outer * down.divisor()) * kSide + threadIdx.x / kSide + u * (256 / kSide);
-    if (i0 >= size0 || i1 >= size1) return numel;
+    const uint32_t at0 = (blockIdx.x - row_of_squares * across.divisor()) * kSide + i0;
+    const uint32_t at1 = (row_of_squares - outer * down.divisor()) * kSide + i1;
+    if (at0 >= size0 || at1 >= size1) return numel;
     return int64_t{above} * step_above + (outer - above * between.divisor()) * int64_t{size0} +
-           int64_t{i1} * step1 + i0;
+           int64_t{at1} * step1 + at0;
   }
 };
 
@@ -245,31 +255,60 @@ struct AnyAccess {
   static constexpr int kThreads = 256;
   static constexpr int64_t kBlockElements = int64_t{kThreads} * kUnroll;
   static constexpr bool kHasFullBlocks = false;
-  static_assert(kBlockElements == Squares::kSide * Squares::kSide);
+  static constexpr int kSide = Squares<Arity>::kSide;
+  static_assert(kBlockElements == kSide * kSide);
   template <class C>
   using Packet = AnyPacket<C, Outputs, Arity>;
+  using Stage = typename Squares<Arity>::Stage;
 
   Elementwise<Arity, Outputs> arguments;
   bool narrow;             // fewer than 2^31 elements: indices are divided by
   Divisor size[kMaxRank];  // these, since a 64-bit division costs a hundred instructions
-  Squares squares;
+  Squares<Arity> squares;
 
   int64_t blocks(int64_t numel) const {
     return squares.used ? squares.count : ceil_div(numel, kBlockElements);
   }
 
   __device__ __forceinline__ int64_t place(int u, int64_t numel) const {
-    return squares.used ? squares.place(u, numel)
+    return squares.used ? squares.place(threadIdx.x % kSide, row(u), numel)
                         : blockIdx.x * kBlockElements + threadIdx.x + u * kThreads;
   }
 
-  template <bool Full, class C>
-  __device__ __forceinline__ void load(AnyPacket<C, Outputs, Arity>& packet, int64_t at,
-                                       int64_t) const {
-    const auto& layout = arguments.layout;
-    int64_t offset[Arity] = {};
+  __device__ __forceinline__ static int row(int u) {
+    return threadIdx.x / kSide + u * (kThreads / kSide);
+  }
+
+  /// The block's squares of those inputs that are turned.
+  __device__ __forceinline__ void stage(Stage& staged, int64_t numel) const {
+    if (!squares.used) return;
+    uint64_t raw[Arity][kUnroll];
 #pragma unroll
-    for (int o = 0; o < Outputs; ++o) packet.out_offset[o] = 0;
+    for (int u = 0; u < kUnroll; ++u) {
+      const int64_t at = squares.place(row(u), threadIdx.x % kSide, numel);
+      if (at >= numel) continue;
+      int64_t offset[Arity] = {};
+      locate(at, [&](int d, int64_t place) {
+#pragma unroll
+        for (int k = 0; k < Arity; ++k) offset[k] += place * arguments.layout.stride[k][d];
+      });
+#pragma unroll
+      for (int k = 0; k < Arity; ++k)
+        if (squares.turned[k]) raw[k][u] = load_raw(k, offset[k]);
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+#pragma unroll
+      for (int k = 0; k < Arity; ++k)
+        if (squares.turned[k]) staged[k][threadIdx.x % kSide][row(u)] = raw[k][u];
+    }
+    __syncthreads();
+  }
+
+  /// Calls body(d, place along dimension d) for element `at`.
+  template <class Body>
+  __device__ __forceinline__ void locate(int64_t at, const Body& body) const {
+    const auto& layout = arguments.layout;
 #pragma unroll 1
     for (int d = 0; d < layout.rank; ++d) {
       int64_t place = at;
@@ -279,24 +318,39 @@ struct AnyAccess {
         place = at - rest * layout.size[d];
         at = rest;
       }
+      body(d, place);
+    }
+  }
+
+  __device__ __forceinline__ uint64_t load_raw(int k, int64_t offset) const {
+    switch (arguments.in_dtype[k]) {
+      case Dtype::float32:
+        return static_cast<const uint32_t*>(arguments.in[k])[offset];
+      case Dtype::float64:
+        return static_cast<const uint64_t*>(arguments.in[k])[offset];
+      default:
+        return static_cast<const uint16_t*>(arguments.in[k])[offset];
+    }
+  }
+
+  template <bool Full, class C>
+  __device__ __forceinline__ void load(AnyPacket<C, Outputs, Arity>& packet, int64_t at, int64_t,
+                                       int u, const Stage& staged) const {
+    const auto& layout = arguments.layout;
+    int64_t offset[Arity] = {};
+#pragma unroll
+    for (int o = 0; o < Outputs; ++o) packet.out_offset[o] = 0;
+    locate(at, [&](int d, int64_t place) {
 #pragma unroll
       for (int k = 0; k < Arity; ++k) offset[k] += place * layout.stride[k][d];
 #pragma unroll
       for (int o = 0; o < Outputs; ++o) packet.out_offset[o] += place * layout.out_stride[o][d];
-    }
+    });
 #pragma unroll
     for (int k = 0; k < Arity; ++k) {
       packet.dtype[k] = arguments.in_dtype[k];
-      switch (arguments.in_dtype[k]) {
-        case Dtype::float32:
-          packet.raw[k] = static_cast<const uint32_t*>(arguments.in[k])[offset[k]];
-          break;
-        case Dtype::float64:
-          packet.raw[k] = static_cast<const uint64_t*>(arguments.in[k])[offset[k]];
-          break;
-        default:
-          packet.raw[k] = static_cast<const uint16_t*>(arguments.in[k])[offset[k]];
-      }
+      packet.raw[k] =
+          squares.turned[k] ? staged[k][row(u)][threadIdx.x % kSide] : load_raw(k, offset[k]);
     }
   }
 
@@ -342,8 +396,8 @@ bool lies_in_rows(const Layout<Inputs, Outputs>& layout, const int64_t (&strides
 /// and the space is counted in 31 bits. Where threads share bytes of a mask, eight neighbours along
 /// dimension 0 have to be one byte.
 template <int Inputs, int Outputs>
-Squares choose_squares(const Layout<Inputs, Outputs>& layout, bool whole_bytes) {
-  Squares squares{};
+Squares<Inputs> choose_squares(const Layout<Inputs, Outputs>& layout, bool whole_bytes) {
+  Squares<Inputs> squares{};
   if (layout.numel >= int64_t{1} << 31 || layout.rank < 2 || layout.size[0] < 8) return squares;
   if (whole_bytes && layout.size[0] % 8 != 0) return squares;
   int other = 0;
@@ -356,9 +410,11 @@ Squares choose_squares(const Layout<Inputs, Outputs>& layout, bool whole_bytes) 
   int64_t step1 = 1;
   for (int d = 0; d < other; ++d) step1 *= layout.size[d];
   const auto u32 = [](int64_t value) { return static_cast<uint32_t>(value); };
-  const int64_t across = ceil_div(layout.size[0], Squares::kSide);
-  const int64_t down = ceil_div(layout.size[other], Squares::kSide);
+  const int64_t across = ceil_div(layout.size[0], squares.kSide);
+  const int64_t down = ceil_div(layout.size[other], squares.kSide);
   squares.used = true;
+  for (int k = 0; k < Inputs; ++k)
+    squares.turned[k] = layout.stride[k][other] == 1 && layout.stride[k][0] > 1;
   squares.size0 = u32(layout.size[0]);
   squares.size1 = u32(layout.size[other]);
   squares.across = Divisor(u32(across));

@@ -58,42 +58,18 @@ TORCHKILN_FUNCTION Draw draw(uint64_t seed, uint64_t offset, uint64_t position) 
   return {{c0, c1, c2, c3}};
 }
 
-/// What 32 random bits are compared with, to be below with the given probability.
-inline uint64_t threshold_of(double probability) {
-  return static_cast<uint64_t>(probability * 4294967296.0 + 0.5);
+/// The largest of the 32-bit words that stand for "yes" with the given probability, which is not 0.
+inline uint32_t last_word(double probability) {
+  const double words = probability * 4294967296.0;
+  return words >= 4294967295.5 ? 0xffffffffu : words < 1.5 ? 0 : static_cast<uint32_t>(words - 0.5);
 }
 
-/// Which of the elements 8 * position ... 8 * position + 7 have random bits below the threshold, as
-/// a mask. Sixteen bits decide, eight elements from one draw; where they equal those of the
-/// threshold, a second draw gives the lower sixteen.
-TORCHKILN_FUNCTION uint32_t below(uint64_t threshold, uint64_t seed, uint64_t offset,
-                                  uint64_t position) {
-  const Draw upper = draw(seed, offset, position);
-  const uint32_t high = static_cast<uint32_t>(threshold >> 16);
-  uint32_t mask = 0, ties = 0;
-#ifdef __CUDA_ARCH__
-#pragma unroll
-#elif !defined(__CUDACC__)
-#pragma GCC unroll 8
-#endif
-  for (int i = 0; i < 8; ++i) {
-    const uint32_t bits = upper.word[i / 2] >> (i % 2 * 16) & 0xffffu;
-    mask |= static_cast<uint32_t>(bits < high) << i;
-    ties |= static_cast<uint32_t>(bits == high) << i;
-  }
-  if (ties != 0) {
-    const uint32_t low = static_cast<uint32_t>(threshold) & 0xffffu;
-    // Another sequence: offsets of a generator stay far below 2^63.
-    const Draw lower = draw(seed, offset | uint64_t{1} << 63, position);
-#ifdef __CUDA_ARCH__
-#pragma unroll
-#endif
-    for (int i = 0; i < 8; ++i) {
-      const uint32_t bits = lower.word[i / 2] >> (i % 2 * 16) & 0xffffu;
-      mask |= (ties >> i & 1u) & static_cast<uint32_t>(bits < low) ? 1u << i : 0u;
-    }
-  }
-  return mask;
+/// Whether element i of the eight at a position is a "yes". Eight from four words: one takes a word
+/// as it is, its neighbour the word with its halves exchanged. Each has its probability to 32 bits;
+/// that one of the two is decided by bits of the other happens once in 2^16.
+TORCHKILN_FUNCTION bool says_yes(const Draw& drawn, int i, uint32_t last) {
+  const uint32_t word = drawn.word[i / 2];
+  return (i % 2 == 0 ? word : word << 16 | word >> 16) <= last;
 }
 
 }  // namespace torchkiln

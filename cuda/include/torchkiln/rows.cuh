@@ -139,7 +139,7 @@ template <class T, class C>
 __global__ void __launch_bounds__(kThreads)
     staged(Rows<T> rows, int tile, int team, Result result) {
   constexpr int kLanes = kVectorLanes<T>;
-  __shared__ alignas(kVectorBytes) unsigned char memory[kTileBytes + kVectorBytes];
+  alignas(kVectorBytes) __shared__ unsigned char memory[kTileBytes + kVectorBytes];
   wait_for_previous_kernel();
   const int length = static_cast<int>(rows.length);
   const int64_t first = int64_t{blockIdx.x} * tile;

@@ -9,12 +9,12 @@ struct CUstream_st;
 
 namespace torchkiln {
 
-/// Which elements are kept: those whose random word is below the threshold. The word belongs to the
-/// place of the element in the contiguous output, whatever the strides, the dtype and the device.
+/// Which elements are kept, by random words. They belong to the place of the element in the
+/// contiguous output, whatever the strides, the dtype and the device.
 struct Dropout {
   RandomState random;
-  uint64_t threshold;  // threshold_of(1 - p); 2^32 keeps all
-  double scale;        // of what is kept: 1 / (1 - p)
+  uint32_t last;  // last_word(1 - p)
+  double scale;   // of what is kept: 1 / (1 - p)
 };
 
 /// grad_x = kept ? grad * scale : 0, and grad_bias = sum of grad_x over the rows; grad seen as
