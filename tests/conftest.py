@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
@@ -42,3 +45,22 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 def seed() -> None:
     """The same random numbers for every test, whatever ran before."""
     torch.manual_seed(2026)
+
+
+@pytest.fixture
+def traced() -> Callable[..., set[str]]:
+    """Compiles a function at some arguments; returns the names of the functions in its graph."""
+
+    def trace(function: Callable[..., Any], *args: Any) -> set[str]:
+        found: set[str] = set()
+
+        def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+            calls = [n for n in graph.graph.nodes if n.op.startswith("call_")]
+            found.update(str(n.target) for n in calls)
+            return graph.forward
+
+        torch.compiler.reset()
+        torch.compile(function, fullgraph=True, backend=backend)(*args)
+        return found
+
+    return trace

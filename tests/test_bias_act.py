@@ -1,8 +1,9 @@
-"""What is special to scale_bias_relu: special values, mixed dtypes, and the sum over rows."""
+"""What is special to bias_act: special values, mixed dtypes, and the sum over rows."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import torchkiln
 from torchkiln.testing.compare import bits
 from torchkiln.testing.contract.dispatch import Recorder
 from torchkiln.testing.contract.repeat import threads
+from torchkiln.testing.specs.activation import FORMULAS
 from torchkiln.testing.specs.bias_act import BIAS_ACT
 
 FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -166,37 +168,67 @@ def test_backward_computes_what_is_wanted(device: torch.device, wanted: tuple[bo
     """The kernel is told which gradients to leave out."""
     x = torch.randn(4, 6, device=device, requires_grad=wanted[0])
     bias = torch.randn(6, device=device, requires_grad=wanted[1])
-    recorder = Recorder({"torchkiln::scale_bias_relu_backward"})
+    recorder = Recorder({"torchkiln::bias_act_backward"})
     with recorder:
-        torchkiln.scale_bias_relu(x, bias).sum().backward()
+        torchkiln.bias_act(x, bias).sum().backward()
     [(_, args, _)] = recorder.calls
     assert tuple(args[-1]) == wanted
 
 
-def test_frozen_output_is_not_kept(device: torch.device) -> None:
-    """Without a gradient to compute nothing is saved: the output's memory is all that is taken."""
+def test_what_is_kept_for_backward(device: torch.device) -> None:
+    """Nothing without a gradient to compute; a bit for each element for relu; else the inputs."""
     x = torch.randn(8, 6, device=device)
     bias = torch.randn(6, device=device)
-    assert torchkiln.scale_bias_relu(x, bias).grad_fn is None
-    kept: list[Tensor] = []
+    assert torchkiln.bias_act(x, bias).grad_fn is None
+    leaves = x.clone().requires_grad_(), bias.clone().requires_grad_()
+    inputs = {leaf.data_ptr() for leaf in leaves}
+    for act in FORMULAS:
+        kept: list[Tensor] = []
 
-    def pack(tensor: Tensor) -> Tensor:
-        kept.append(tensor)
-        return tensor
+        def pack(tensor: Tensor, kept: list[Tensor] = kept) -> Tensor:
+            kept.append(tensor)
+            return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        output = torchkiln.scale_bias_relu(x.requires_grad_(), bias.requires_grad_())
-    assert len(kept) == 1
-    assert kept[0].data_ptr() == output.data_ptr()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            torchkiln.bias_act(*leaves, act=act)
+        if act in ("none", "relu"):
+            size = 0 if act == "none" else 6
+            assert [(t.dtype, t.numel()) for t in kept] == [(torch.uint8, size)]
+        else:
+            assert {t.data_ptr() for t in kept} == inputs
 
 
-def test_output_changed_in_place_is_noticed(device: torch.device) -> None:
-    """Backward reads the output, so writing to it must be an error and not a wrong gradient."""
-    x = torch.randn(8, 6, device=device, requires_grad=True)
-    output = torchkiln.scale_bias_relu(x, torch.zeros(6, device=device))
-    output.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        output.sum().backward()
+@pytest.mark.parametrize("act", FORMULAS)
+def test_inputs_changed_in_place_are_noticed(device: torch.device, act: str) -> None:
+    """Where backward reads them, writing to them must be an error and not a wrong gradient."""
+    x, bias = torch.randn(8, 6, device=device), torch.zeros(6, device=device)
+    leaf = x.clone().requires_grad_()
+    output = torchkiln.bias_act(leaf, bias, act=act)
+    (expected,) = torch.autograd.grad(output.sum(), leaf)
+    output = torchkiln.bias_act(leaf, bias, act=act)
+    output.add_(1)  # which backward never reads
+    with torch.no_grad():
+        leaf.mul_(-1)
+    if act in ("none", "relu"):
+        assert torch.equal(torch.autograd.grad(output.sum(), leaf)[0], expected)
+    else:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output.sum().backward()
+
+
+@pytest.mark.parametrize("act", FORMULAS)
+def test_every_activation_is_the_op_of_its_name(device: torch.device, act: str) -> None:
+    x = torch.randn(67, 129, device=device)
+    bias = torch.randn(129, device=device)
+    expected = x + bias if act == "none" else getattr(torchkiln, act)(x + bias)
+    torch.testing.assert_close(torchkiln.bias_act(x, bias, act=act), expected)
+
+
+def test_a_graph_keeps_the_op(traced: Callable[..., set[str]]) -> None:
+    """Its kernels are faster than what Inductor makes of the composite."""
+    for function in (torchkiln.bias_act, torchkiln.scale_bias_relu):
+        found = traced(function, torch.ones(2, 3), torch.ones(3))
+        assert found == {"torchkiln.bias_act.default"}
 
 
 def test_output_is_contiguous(device: torch.device) -> None:
@@ -266,7 +298,7 @@ def test_autocast_leaves_float64(device: torch.device) -> None:
 )
 def test_scale_is_a_number(scale: object, kind: str) -> None:
     """A tensor would lose its gradient, and cost a wait on a GPU."""
-    message = rf"torchkiln\.scale_bias_relu: scale: got {kind}, expected a number"
+    message = rf"torchkiln\.bias_act: scale: got {kind}, expected a number"
     with pytest.raises(TypeError, match=message):
         torchkiln.scale_bias_relu(torch.ones(2, 4), torch.ones(4), scale)  # type: ignore[arg-type]
 

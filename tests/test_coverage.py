@@ -18,6 +18,9 @@ ROOT = Path(__file__).resolve().parents[1]
 # What the package offers beside ops.
 OTHER_FUNCTIONS = {"build_info"}
 
+# Other names of an op with some of its arguments given, and their modules.
+ALIASES = {"scale_bias_relu": "ScaleBiasReLU"}
+
 IN_PLACE = [(spec.inplace, spec.inplace_overload) for spec in SPECS if spec.inplace is not None]
 
 
@@ -39,7 +42,7 @@ def test_every_public_function_has_a_spec() -> None:
     functions = {name for name in torchkiln.__all__ if inspect.isroutine(getattr(torchkiln, name))}
     ops = [(spec.op, spec.overload) for spec in SPECS] + IN_PLACE
     names = {function.__name__ for function, _ in ops}
-    assert functions - OTHER_FUNCTIONS == names
+    assert functions - OTHER_FUNCTIONS - ALIASES.keys() == names
     for function, overload in ops:
         name = function.__name__
         assert function is getattr(torchkiln, name)
@@ -65,7 +68,21 @@ def test_functions_are_reachable_where_they_are_written() -> None:
 def test_every_module_has_a_spec() -> None:
     cpu = torch.device("cpu")
     made = {type(spec.module(cpu, torch.float32)) for spec in SPECS if spec.module is not None}
-    assert {getattr(torchkiln.nn, name) for name in torchkiln.nn.__all__} == made
+    offered = set(torchkiln.nn.__all__) - set(ALIASES.values())
+    assert {getattr(torchkiln.nn, name) for name in offered} == made
+
+
+def test_aliases_are_what_they_stand_for() -> None:
+    """scale_bias_relu is bias_act with relu, and its module the function."""
+    x, bias = torch.randn(5, 7), torch.randn(7)
+    assert set(ALIASES) == {"scale_bias_relu"}
+    expected = torchkiln.bias_act(x, bias, 0.7, "relu")
+    assert torch.equal(torchkiln.scale_bias_relu(x, bias, 0.7), expected)
+    layer = torchkiln.nn.ScaleBiasReLU(7, 0.7)
+    assert isinstance(layer, torchkiln.nn.BiasAct)
+    assert layer.act == "relu"
+    layer.load_state_dict({"bias": bias})
+    assert torch.equal(layer(x), expected)
 
 
 def test_public_functions_are_documented() -> None:

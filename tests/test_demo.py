@@ -16,7 +16,8 @@ from torch import Tensor
 from torchkiln.demo import accuracy
 from torchkiln.demo.speed import calls, compare
 from torchkiln.demo.train import Outcome, train_both
-from torchkiln.testing import SPECS
+from torchkiln.testing.specs.bias_act import BIAS_ACT
+from torchkiln.testing.specs.pointwise import ADD
 
 CPU = torch.device("cpu")
 
@@ -55,8 +56,8 @@ def test_errors_of_every_op(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(a: Tensor, b: Tensor) -> Tensor:
         return torch.add(a, b) * 1.01
 
-    broken = dataclasses.replace(SPECS[0], op=wrong)
-    monkeypatch.setattr(accuracy, "SPECS", (SPECS[1], broken))
+    broken = dataclasses.replace(ADD, op=wrong)
+    monkeypatch.setattr(accuracy, "SPECS", (BIAS_ACT, broken))
     rows = accuracy.all_errors(CPU)
     assert len(rows) == 2 * 4 * 2
     for row in rows:
@@ -67,7 +68,7 @@ def test_errors_of_every_op(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("what", ["forward", "backward"])
 def test_what_is_timed_is_the_op(what: str) -> None:
     """Both calls give the same numbers."""
-    spec = SPECS[1]
+    spec = BIAS_ACT
     ours, eager = calls(spec, spec.bench(CPU, torch.float32, (8, 16)), what)
     assert str(ours()).count("tensor") == str(eager()).count("tensor") > 0
     clock = iter([3.0, 30.0] * 5)

@@ -50,9 +50,11 @@ at::Tensor tensor_or_number(py::handle argument, const char* op, const char* nam
   if (THPVariable_Check(argument.ptr())) return THPVariable_Unpack(argument.ptr());
   if (PyBool_Check(argument.ptr()))
     return at::native::wrapped_scalar_tensor(argument.ptr() == Py_True);
-  if (PyLong_Check(argument.ptr()))
-    return at::native::wrapped_scalar_tensor(
-        static_cast<int64_t>(PyLong_AsLongLong(argument.ptr())));
+  if (PyLong_Check(argument.ptr())) {
+    const int64_t value = PyLong_AsLongLong(argument.ptr());
+    if (value == -1 && PyErr_Occurred()) throw py::error_already_set();
+    return at::native::wrapped_scalar_tensor(value);
+  }
   if (!PyFloat_Check(argument.ptr())) refuse(argument, op, name, "a torch.Tensor or a number");
   return at::native::wrapped_scalar_tensor(PyFloat_AsDouble(argument.ptr()));
 }

@@ -85,7 +85,7 @@ struct FastMath {
   /// 2 / (1 + e^-2x) - 1, and three terms of the series where that would cancel.
   __device__ __forceinline__ static float tanh(float x) {
     const float square = x * x;
-    const float series = x + x * square * (square * 0.13333333f - 0.33333333f);
+    const float series = x * (square * (square * 0.13333333f - 0.33333333f) + 1.0f);  // -0: -0
     return square < 0.0625f ? series : 2.0f * reciprocal(1.0f + exp(-2.0f * x)) - 1.0f;
   }
 };
@@ -149,7 +149,7 @@ struct ExactMath {
     return {C(0.5) + C(0.5) * erf(x * C(kRootOfHalf)), C(kDensityAtZero) * exp(C(-0.5) * x * x)};
   }
 
-  /// x + x^3 P(x^2) below 0.6; above, 1 - 2 / (e^2x + 1).
+  /// x (1 + x^2 P(x^2)) below 0.6; above, 1 - 2 / (e^2x + 1).
   TORCHKILN_FUNCTION static float tanh(float x) {
     const float size = x < 0.0f ? -x : x;
     const float s = x * x;
@@ -159,7 +159,7 @@ struct ExactMath {
     p = p * s + 1.3331958e-1f;
     p = p * s - 3.3333299e-1f;
     const float large = 1.0f - 2.0f / (exp(size + size) + 1.0f);
-    return size < 0.6f ? x + x * s * p : x < 0.0f ? -large : large;
+    return size < 0.6f ? x * (s * p + 1.0f) : x < 0.0f ? -large : large;  // -0 stays -0
   }
 
  private:

@@ -1,0 +1,186 @@
+"""What is special to the activations: special values, tails, layouts, modules, graphs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import torchkiln
+from torchkiln.testing import OpSpec, Sample
+from torchkiln.testing.compare import Where, bits, require_values
+from torchkiln.testing.specs import FAMILIES
+from torchkiln.testing.specs.activation import FORMULAS
+
+FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+SPECS = FAMILIES["activation"]
+
+
+def name(value: object) -> str:
+    return value.name if isinstance(value, OpSpec) else str(value).removeprefix("torch.")
+
+
+every_dtype = pytest.mark.parametrize("dtype", FLOATING, ids=name)
+every_op = pytest.mark.parametrize("spec", SPECS, ids=name)
+
+
+@every_dtype
+@every_op
+def test_special_values(device: torch.device, dtype: torch.dtype, spec: OpSpec) -> None:
+    """NaN, infinities and zeros are torch's, in the vector loop and in its tail."""
+    numbers = [math.nan, math.inf, -math.inf, 0.0, -0.0]
+    # Torch's float64 loop; the one for float32 has no limit of gelu at infinity.
+    expected = spec.composite(torch.tensor(numbers, dtype=torch.float64)).to(dtype)
+    x = torch.tensor(numbers, dtype=dtype, device=device).repeat(7)
+    found = spec.op(x).cpu().reshape(7, 5)
+    for row in found:
+        assert torch.equal(row.isnan(), expected.isnan())
+        there = ~expected.isnan()
+        assert torch.equal(row[there], expected[there])
+        if spec.name != "relu":  # whose -0 depends on torch's device and loop; here it is +0
+            assert torch.equal(row[there].signbit(), expected[there].signbit())
+
+
+@every_dtype
+@every_op
+def test_large_and_small_arguments(device: torch.device, dtype: torch.dtype, spec: OpSpec) -> None:
+    """Tails on both sides, and arguments whose square is lost."""
+    large = torch.linspace(3, 110, 1031, dtype=torch.float64)
+    small = torch.logspace(-30, -1, 1031, dtype=torch.float64)
+    for values in (large, -large, small, -small):
+        x = values.to(dtype).to(device)
+        sample = Sample("tail", (x,))
+        require_values(spec.op(x), sample, Where(spec, "tail", sample))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=name)
+@pytest.mark.parametrize("op", ["silu", "sigmoid", "tanh"])
+@pytest.mark.parametrize("low", [-80.0, -13.0, -1e-3])
+def test_digits_are_kept_where_the_result_is_small(
+    device: torch.device, dtype: torch.dtype, op: str, low: float
+) -> None:
+    """The error is relative to the result, which a difference of nearly equal terms is not."""
+    x = torch.linspace(low, low / 2, 257, dtype=torch.float64).to(dtype).to(device)
+    exact = FORMULAS[op].exact(x.double())
+    error = (getattr(torchkiln, op)(x).double() - exact).abs()
+    assert (error <= 6 * torch.finfo(dtype).eps * exact.abs()).all()
+
+
+@every_dtype
+def test_gelu_from_5_to_13(device: torch.device, dtype: torch.dtype) -> None:
+    """Where the exact result leaves the range of digits of 1 + erf: never worse than torch."""
+    x = torch.linspace(-13, -5, 513, dtype=torch.float64).to(dtype).to(device)
+    exact = FORMULAS["gelu"].exact(x.double())
+    ours = (torchkiln.gelu(x).double() - exact).abs()
+    theirs = (F.gelu(x.cpu()).double() - exact.cpu()).abs().to(device)
+    assert (ours <= theirs + torch.finfo(torch.float32).eps * x.double().abs()).all()
+
+
+@every_op
+def test_layout(device: torch.device, spec: OpSpec) -> None:
+    """A dense tensor's is kept, others give a contiguous result; as torch."""
+    plain = torch.randn(2, 3, 5, 7, device=device)
+    for x, kept in (
+        (plain, True),
+        (plain.to(memory_format=torch.channels_last), True),
+        (plain.permute(3, 0, 2, 1), True),
+        (plain[..., ::2], False),
+        (plain[:, :1].expand(2, 3, 5, 7), False),
+    ):
+        found = spec.op(x)
+        assert found.stride() == (x.stride() if kept else x.contiguous().stride())
+        torch.testing.assert_close(found, spec.composite(x))
+
+
+def test_gelu_chooses(device: torch.device) -> None:
+    x = torch.randn(5, 7, device=device)
+    assert torch.equal(torchkiln.gelu(x, "tanh"), torchkiln.gelu_tanh(x))
+    assert torch.equal(torchkiln.gelu(x, approximate="none"), torchkiln.gelu(x))
+    words = r"torchkiln\.gelu: approximate: got 'erf', expected 'none' or 'tanh'"
+    with pytest.raises(RuntimeError, match=words):
+        torchkiln.gelu(x, "erf")
+    with pytest.raises(RuntimeError, match=r"torchkiln\.nn\.GELU: approximate: got 'erf'"):
+        torchkiln.nn.GELU("erf")
+
+
+TWINS: list[tuple[nn.Module, nn.Module]] = [
+    (torchkiln.nn.ReLU(), nn.ReLU()),
+    (torchkiln.nn.ReLU(inplace=True), nn.ReLU(inplace=True)),
+    (torchkiln.nn.SiLU(), nn.SiLU()),
+    (torchkiln.nn.SiLU(inplace=True), nn.SiLU(inplace=True)),
+    (torchkiln.nn.GELU(), nn.GELU()),
+    (torchkiln.nn.GELU("tanh"), nn.GELU("tanh")),
+    (torchkiln.nn.GELU(approximate="none"), nn.GELU(approximate="none")),
+    (torchkiln.nn.Sigmoid(), nn.Sigmoid()),
+    (torchkiln.nn.Tanh(), nn.Tanh()),
+]
+
+
+@pytest.mark.parametrize("pair", TWINS, ids=lambda pair: repr(pair[0]))
+def test_modules_are_torchs(device: torch.device, pair: tuple[nn.Module, nn.Module]) -> None:
+    ours, theirs = pair
+    assert repr(ours) == repr(theirs)
+    assert ours.state_dict() == theirs.state_dict() == {}
+    for training in (True, False):
+        x = torch.randn(3, 5, 7, device=device)
+        inputs = [x.clone().requires_grad_() for _ in pair]
+        before = [leaf * 1 for leaf in inputs]
+        results = [m.train(training)(t) for m, t in zip(pair, before, strict=True)]
+        torch.testing.assert_close(*results)
+        written = [t is result for t, result in zip(before, results, strict=True)]
+        assert written[0] == written[1] == getattr(theirs, "inplace", False)
+        for result in results:
+            result.square().sum().backward()
+        torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
+
+
+@every_op
+def test_a_graph_has_torchs_op(spec: OpSpec, traced: Callable[..., set[str]]) -> None:
+    """So that Inductor fuses it with what is around it."""
+    x = torch.randn(4, 6)
+    functions = [spec.op] if spec.inplace is None else [spec.op, spec.inplace]
+    for function in functions:
+        found = traced(lambda t, f=function: f(t * 2), x)
+        assert len(found) == 2
+        assert not any("torchkiln" in target for target in found), found
+
+
+@pytest.mark.parametrize("spec", [s for s in SPECS if s.inplace is not None], ids=name)
+def test_in_place_under_compile(spec: OpSpec) -> None:
+    """The graph writes to its input, too."""
+    x = torch.randn(4, 6)
+    expected = spec.op(x)
+    torch.compiler.reset()
+    assert spec.inplace is not None
+    compiled: Any = torch.compile(spec.inplace, fullgraph=True, backend="aot_eager")
+    found = compiled(x)
+    torch.testing.assert_close(x, expected)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("spec", [s for s in SPECS if s.inplace is not None], ids=name)
+def test_what_backward_needs_is_guarded(device: torch.device, spec: OpSpec) -> None:
+    """Written over before backward it is an error, and not a wrong gradient."""
+    x = torch.randn(4, 6, device=device, requires_grad=True)
+    y = x * 1
+    out = spec.op(y)
+    y.add_(1)
+    out.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_half_precision_is_rounded_once(device: torch.device) -> None:
+    """The result in half precision is the result in float32, rounded."""
+    for spec in SPECS:
+        for dtype in (torch.float16, torch.bfloat16):
+            x = (4 * torch.randn(4099, device=device)).to(dtype)
+            found, wide = spec.op(x), spec.op(x.float()).to(dtype)
+            # On a GPU half precision has cheaper formulas, which may differ at a tie.
+            apart = (bits(found).view(torch.int16) != bits(wide).view(torch.int16)).sum()
+            assert apart <= (0 if device.type == "cpu" else x.numel() // 100), (spec.name, apart)

@@ -1,0 +1,282 @@
+"""What is special to dropout: masks, generators, and what the mask depends on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchkiln
+from torchkiln.testing.specs import FAMILIES
+
+FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+def draw(
+    shape: tuple[int, ...],
+    p: float,
+    device: torch.device,
+    seed: int | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Which elements a call keeps."""
+    ones = torch.ones(shape, device=device, dtype=dtype)
+    if seed is not None:
+        torch.manual_seed(seed)
+    return torchkiln.dropout_add(ones, torch.zeros_like(ones), p) != 0
+
+
+def state(device: torch.device) -> Tensor:
+    """Where the device's generator stands."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+@pytest.mark.parametrize("p", [0.001, 0.1, 0.25, 0.5, 0.9, 0.999])
+def test_share_of_kept_elements(device: torch.device, p: float) -> None:
+    """Within five standard deviations, in all, in each column and in each row."""
+    rows, columns = 1000, 500
+    kept = draw((rows, columns), p, device, seed=1).double()
+    for found, count in (
+        (kept.mean(), rows * columns),
+        (kept.mean(0), rows),
+        (kept.mean(1), columns),
+    ):
+        deviation = math.sqrt(p * (1 - p) / count)
+        # The binomial's tail is longer than the normal one where few are dropped or kept.
+        assert (found - (1 - p)).abs().max() <= 5 * deviation + 3 / count
+
+
+def test_neighbours_are_independent(device: torch.device) -> None:
+    """No correlation between an element and those at the distances that kernels work in."""
+    kept = draw((1 << 20,), 0.5, device, seed=2).double() - 0.5
+    for distance in (1, 2, 3, 4, 7, 8, 16, 32, 64, 128, 256, 1024, 4096, 1 << 15, 1 << 18):
+        product = (kept[distance:] * kept[:-distance]).mean() * 4
+        assert abs(product) <= 5 / math.sqrt(kept.numel() - distance), distance
+
+
+def test_calls_draw_anew(device: torch.device) -> None:
+    """Each call moves the generator on, and two masks agree by chance alone."""
+    torch.manual_seed(3)
+    before = state(device)
+    first, second = draw((64, 1000), 0.5, device), draw((64, 1000), 0.5, device)
+    assert not torch.equal(state(device), before)
+    agree = (first == second).double().mean()
+    assert abs(agree - 0.5) <= 5 * 0.5 / math.sqrt(first.numel())
+
+
+def test_a_seed_brings_the_mask_back(device: torch.device) -> None:
+    first = [draw((31, 33), 0.5, device, seed=s) for s in (4, 5)]
+    assert not torch.equal(*first)
+    for seed, mask in zip((4, 5), first, strict=True):
+        assert torch.equal(draw((31, 33), 0.5, device, seed=seed), mask)
+    torch.manual_seed(6)
+    if device.type == "cuda":
+        kept = torch.cuda.get_rng_state(device)
+        mask = draw((31, 33), 0.5, device)
+        torch.cuda.set_rng_state(kept, device)
+    else:
+        kept = torch.get_rng_state()
+        mask = draw((31, 33), 0.5, device)
+        torch.set_rng_state(kept)
+    assert torch.equal(draw((31, 33), 0.5, device), mask)
+
+
+@pytest.mark.parametrize("dtype", FLOATING, ids=str)
+def test_the_mask_depends_on_the_place_alone(device: torch.device, dtype: torch.dtype) -> None:
+    """Not on dtype, strides, alignment, shape, bias or whether a gradient is wanted."""
+    expected = draw((37, 41), 0.3, device, seed=7)
+    assert torch.equal(draw((37, 41), 0.3, device, seed=7, dtype=dtype), expected)
+    assert torch.equal(draw((37 * 41,), 0.3, device, seed=7, dtype=dtype), expected.flatten())
+    ones = torch.ones(41, 37, device=device, dtype=dtype).t()
+    wide = torch.ones(37, 90, device=device, dtype=dtype)[:, 1:83:2]
+    zeros = torch.zeros(37, 41, device=device, dtype=dtype)
+    bias = torch.zeros(41, device=device, dtype=dtype)
+    calls: list[Callable[[], Tensor]] = [
+        lambda: torchkiln.dropout_add(ones, zeros, 0.3),
+        lambda: torchkiln.dropout_add(wide, zeros, 0.3),
+        lambda: torchkiln.dropout_add(ones.expand_as(zeros), zeros[:1].expand_as(zeros), 0.3),
+        lambda: torchkiln.dropout_add(ones.clone().requires_grad_(), zeros, 0.3),
+        lambda: torchkiln.bias_dropout_add(ones, bias, zeros, 0.3),
+        lambda: torchkiln.bias_dropout_add(wide, bias.requires_grad_(), zeros, 0.3),
+    ]
+    for call in calls:
+        torch.manual_seed(7)
+        assert torch.equal(call() != 0, expected)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_threads_draw_the_same(count: int) -> None:
+    """A call that several threads share has the mask of one thread."""
+    cpu = torch.device("cpu")
+    expected = draw((513, 517), 0.4, cpu, seed=8)
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        assert torch.equal(draw((513, 517), 0.4, cpu, seed=8), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_longer_tensor_has_the_mask_of_a_shorter_one(device: torch.device) -> None:
+    """An element's random number is a matter of its index, not of how the work is divided."""
+    short, long = draw((1000,), 0.5, device, seed=9), draw((1_000_003,), 0.5, device, seed=9)
+    assert torch.equal(long[:1000], short)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3, 0.5, 1.0])
+def test_gradient_has_the_mask_of_the_forward(device: torch.device, p: float) -> None:
+    """Also when other random numbers were drawn in between, and twice through a retained graph."""
+    x = torch.randn(33, 65, device=device, requires_grad=True)
+    bias = torch.randn(65, device=device, requires_grad=True)
+    residual = torch.randn(33, 65, device=device, requires_grad=True)
+    out = torchkiln.bias_dropout_add(x, bias, residual, p)
+    kept = (out - residual).detach() != 0
+    torch.rand(1000, device=device)
+    scale = 1 / (1 - p) if p < 1 else 0.0
+    for _ in range(2):
+        grads = torch.autograd.grad(out.sum(), (x, bias, residual), retain_graph=True)
+        torch.testing.assert_close(grads[0], kept * scale)
+        torch.testing.assert_close(grads[1], kept.sum(0) * scale)
+        assert (grads[2] == 1).all()
+
+
+def test_nothing_is_drawn_without_need(device: torch.device) -> None:
+    """Out of training, and where all or none are dropped, the generator stands still."""
+    x, residual = (torch.randn(5, 7, device=device, requires_grad=True) for _ in range(2))
+    before = state(device)
+    for p, training, expected in (
+        (0.4, False, x + residual),
+        (0.0, True, x + residual),
+        (1.0, False, x + residual),
+    ):
+        torch.testing.assert_close(torchkiln.dropout_add(x, residual, p, training), expected)
+    assert torch.equal(state(device), before)
+    assert torch.equal(torchkiln.dropout_add(x, residual, 1.0), residual)
+
+
+def test_dropped_infinities_leave_no_nan(device: torch.device) -> None:
+    """What is dropped is dropped, whatever it was."""
+    x = torch.full((1000,), math.inf, device=device)
+    found = torchkiln.dropout_add(x, torch.zeros_like(x), 0.5)
+    assert not found.isnan().any()
+    assert 300 < int((found == 0).sum()) < 700
+    assert (torchkiln.dropout_add(x, torch.zeros_like(x), 1.0) == 0).all()
+
+
+def test_modules(device: torch.device) -> None:
+    """In training as torch's dropout and sum on average; after eval() the sum."""
+    x, residual = (torch.randn(64, 10, device=device) for _ in range(2))
+    layer: nn.Module
+    for layer in (
+        torchkiln.nn.DropoutAdd(0.3),
+        torchkiln.nn.BiasDropoutAdd(10, 0.3, device=device),
+    ):
+        torch.manual_seed(1)
+        first = layer.train()(x, residual)
+        assert not torch.equal(layer(x, residual), first)
+        torch.manual_seed(1)
+        assert torch.equal(layer(x, residual), first)
+        assert torch.equal(layer.eval()(x, residual), x + residual)
+    assert repr(torchkiln.nn.DropoutAdd(0.3)) == "DropoutAdd(p=0.3)"
+    assert repr(torchkiln.nn.BiasDropoutAdd(10, 0.3)) == "BiasDropoutAdd(10, p=0.3)"
+    assert torchkiln.nn.DropoutAdd().p == nn.Dropout().p
+    assert list(layer.state_dict()) == ["bias"]
+    assert list(torchkiln.nn.DropoutAdd().state_dict()) == []
+
+
+@pytest.mark.parametrize("spec", FAMILIES["dropout"], ids=lambda spec: spec.name)
+def test_a_graph_keeps_the_op(spec: Any, traced: Callable[..., set[str]]) -> None:
+    """Its random numbers are its own, so a graph must not take it apart."""
+    sample = spec.typical(torch.device("cpu"), torch.float32)
+    assert traced(spec.op, *sample.args) == {f"torchkiln.{spec.name}.default"}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_calls_draw_anew(device: torch.device, backend: str) -> None:
+    """Two calls in one graph, and two calls of one graph, are four masks."""
+    x = torch.ones(4096, device=device)
+
+    def twice(x: Tensor) -> tuple[Tensor, Tensor]:
+        zeros = torch.zeros_like(x)
+        return torchkiln.dropout_add(x, zeros), torchkiln.dropout_add(x, zeros)
+
+    torch.compiler.reset()
+    compiled: Any = torch.compile(twice, fullgraph=True, backend=backend)
+    masks = [*compiled(x), *compiled(x)]
+    for i, mask in enumerate(masks):
+        for other in masks[:i]:
+            agree = (mask == other).double().mean()
+            assert abs(agree - 0.5) < 5 * 0.5 / math.sqrt(4096)
+
+
+def test_vmap_asks_how_to_draw(device: torch.device) -> None:
+    """As torch's dropout: an error unless told, one mask for all, or one for each."""
+    x = torch.ones(3, 4000, device=device)
+    call = torchkiln.dropout_add
+    zeros = torch.zeros_like(x)
+    with pytest.raises(RuntimeError, match="randomness"):
+        torch.func.vmap(call)(x, zeros)
+    same = torch.func.vmap(call, randomness="same")(x, zeros)
+    assert torch.equal(same[0], same[1])
+    assert torch.equal(same[0], same[2])
+    each = torch.func.vmap(call, randomness="different")(x, zeros)
+    assert not torch.equal(each[0], each[1])
+    for found in (same, each):
+        assert set(found.unique().tolist()) == {0.0, 2.0}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("spec", FAMILIES["dropout"], ids=lambda spec: spec.name)
+def test_replays_of_a_graph_draw_anew(spec: Any) -> None:
+    """Forward and backward of one replay share a mask; another replay has another."""
+    device = torch.device("cuda", 0)
+    x = torch.ones(64, 128, device=device, requires_grad=True)
+    zeros = torch.zeros(64, 128, device=device)
+    bias = [torch.zeros(128, device=device)] if spec.name.startswith("bias") else []
+
+    def step() -> tuple[Tensor, Tensor]:
+        out = spec.op(x, *bias, zeros, 0.5)
+        return out, torch.autograd.grad(out.sum(), x)[0]
+
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, grad = step()
+    seen = []
+    for seed in (1, None, 1):
+        if seed is not None:
+            torch.manual_seed(seed)
+        graph.replay()
+        assert torch.equal(out, grad)
+        seen.append(out.clone())
+    assert not torch.equal(seen[0], seen[1])
+    assert torch.equal(seen[0], seen[2])
+
+
+@pytest.mark.large
+@pytest.mark.cuda
+def test_mask_of_more_than_2_to_the_31_elements() -> None:
+    """Fair on both sides of element 2**31, and no repetition of the beginning."""
+    spec = FAMILIES["dropout"][0]
+    assert spec.large is not None
+    sample = spec.large(torch.device("cuda", 0))
+    p = sample.args[2]
+    flat = sample.call(spec.op).flatten()
+    window = 1 << 22
+    parts = [flat[start : start + window] != 0 for start in (0, 2**31 - window // 2, -window)]
+    assert flat.numel() > 2**31
+    for i, part in enumerate(parts):
+        kept = part.double().mean().item()
+        assert abs(kept - (1 - p)) <= 5 * math.sqrt(p * (1 - p) / window)
+        for other in parts[:i]:
+            agree = (part == other).double().mean().item()
+            expected = p * p + (1 - p) ** 2
+            assert abs(agree - expected) <= 5 * math.sqrt(expected * (1 - expected) / window)

@@ -1,0 +1,133 @@
+"""What is special to the gated linear units: one tensor or two, layouts, modules, graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import torchkiln
+from torchkiln.testing import OpSpec
+from torchkiln.testing.specs import FAMILIES
+
+SPECS = FAMILIES["gated"]
+every_op = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+
+
+@every_op
+@pytest.mark.parametrize("shape", [(6,), (5, 8), (3, 4, 130), (2, 0), (0, 4)])
+def test_packed_is_two(device: torch.device, spec: OpSpec, shape: tuple[int, ...]) -> None:
+    """The halves of one tensor give what they give as two, gradients included."""
+    packed = torch.randn(shape, device=device, requires_grad=True)
+    gate, up = (t.detach().requires_grad_() for t in packed.chunk(2, -1))
+    one, two = spec.op(packed), spec.op(gate, up)
+    assert torch.equal(one, two)
+    grad = torch.randn_like(one)
+    (whole,) = torch.autograd.grad(one, packed, grad)
+    halves = torch.autograd.grad(two, (gate, up), grad)
+    assert torch.equal(whole, torch.cat(halves, dim=-1))
+
+
+@every_op
+def test_packed_may_have_any_strides(device: torch.device, spec: OpSpec) -> None:
+    wide = torch.randn(7, 23, device=device)
+    for packed in (wide[:, 3:17], wide.t()[:22].t(), wide[:, :1].expand(7, 10), wide[::2, :8]):
+        expected = spec.op(packed.contiguous())
+        assert torch.equal(spec.op(packed), expected)
+        assert spec.op(packed).is_contiguous()
+
+
+@every_op
+def test_gate_and_up_may_be_one_tensor(device: torch.device, spec: OpSpec) -> None:
+    x = torch.randn(5, 6, device=device, dtype=torch.float64, requires_grad=True)
+    expected = spec.composite(x, x)
+    torch.testing.assert_close(spec.op(x, x), expected)
+    grads = [torch.autograd.grad(f(x, x).sum(), x)[0] for f in (spec.op, spec.composite)]
+    torch.testing.assert_close(*grads)
+
+
+@every_op
+def test_layouts_differ(device: torch.device, spec: OpSpec) -> None:
+    """Each operand has strides of its own, and the result is contiguous."""
+    gate = torch.randn(2, 3, 5, 7, device=device).to(memory_format=torch.channels_last)
+    up = torch.randn(7, 5, 3, 2, device=device).permute(3, 2, 1, 0)
+    found = spec.op(gate, up)
+    assert found.is_contiguous()
+    torch.testing.assert_close(found, spec.composite(gate, up).contiguous())
+
+
+@every_op
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision_is_rounded_once(
+    device: torch.device, spec: OpSpec, dtype: torch.dtype
+) -> None:
+    """The activation is not rounded before it is multiplied."""
+    gate, up = (torch.randn(67, 129, device=device).to(dtype) for _ in range(2))
+    exact = spec.reference(gate.double(), up.double())
+    info = torch.finfo(dtype)
+    allowed = (
+        (0.5 + 2**-4) * info.eps * exact.abs() + 1e-6 * up.double().abs() + info.smallest_normal
+    )
+    assert (spec.op(gate, up).double() - exact).abs().le(allowed).all()
+
+
+def test_geglu_chooses(device: torch.device) -> None:
+    x = torch.randn(5, 8, device=device)
+    assert torch.equal(torchkiln.geglu(x, approximate="tanh"), torchkiln.geglu_tanh(x))
+    assert torch.equal(torchkiln.geglu(x, x, "tanh"), torchkiln.geglu_tanh(x, x))
+    words = r"torchkiln\.geglu: approximate: got 'erf', expected 'none' or 'tanh'"
+    with pytest.raises(RuntimeError, match=words):
+        torchkiln.geglu(x, None, "erf")
+
+
+def plain_swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    first, second = gate.chunk(2, -1) if up is None else (gate, up)
+    return F.silu(first) * second
+
+
+def plain_geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "none") -> Tensor:
+    first, second = gate.chunk(2, -1) if up is None else (gate, up)
+    return F.gelu(first, approximate=approximate) * second
+
+
+@pytest.mark.parametrize(
+    ("module", "plain", "shown"),
+    [
+        (torchkiln.nn.SwiGLU(), plain_swiglu, "SwiGLU()"),
+        (torchkiln.nn.GEGLU(), plain_geglu, "GEGLU(approximate='none')"),
+        (
+            torchkiln.nn.GEGLU("tanh"),
+            lambda gate, up=None: plain_geglu(gate, up, "tanh"),
+            "GEGLU(approximate='tanh')",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_modules(
+    device: torch.device, module: nn.Module, plain: Callable[..., Tensor], shown: str
+) -> None:
+    x = torch.randn(3, 4, 10, device=device)
+    torch.testing.assert_close(module(x), plain(x))
+    torch.testing.assert_close(module(x, x + 1), plain(x, x + 1))
+    assert repr(module) == shown
+    assert module.state_dict() == {}
+
+
+@every_op
+def test_a_graph_has_torchs_ops(spec: OpSpec, traced: Callable[..., set[str]]) -> None:
+    x = torch.randn(4, 6)
+    for args in ((x, x + 1), (x,), (x, None)):
+        found = traced(spec.op, *args)
+        assert len(found) >= 2
+        assert not any("torchkiln" in target for target in found), found
+
+
+@every_op
+def test_what_does_not_divide_is_refused_in_a_graph(spec: OpSpec) -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(spec.op, backend="eager")
+    with pytest.raises(RuntimeError, match=f"{spec.name}: gate: got a last dimension of size 3"):
+        compiled(torch.randn(2, 3))

@@ -1,0 +1,163 @@
+"""What is special to muladd: numbers, promotion, layout, one rounding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchkiln
+
+FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+OTHER = (torch.bool, torch.uint8, torch.int32, torch.int64)
+NUMBERS = (2, -0.5, True, 0, math.pi)
+
+
+def composed(a: Any, b: Any, c: Any) -> Tensor:
+    result: Tensor = torch.as_tensor(a * b + c)
+    return result
+
+
+@pytest.mark.parametrize("dtype", FLOATING, ids=str)
+@pytest.mark.parametrize(
+    "tensors",
+    [which for which in product((False, True), repeat=3) if any(which)],
+    ids=lambda which: "".join("t" if t else "n" for t in which),
+)
+def test_numbers_in_every_position(
+    device: torch.device, dtype: torch.dtype, tensors: tuple[bool, ...]
+) -> None:
+    """A number keeps its digits, and takes no part in the dtype beside a floating tensor."""
+    for shape in ((5, 7), (1031,), ()):
+        for numbers in product(NUMBERS, repeat=3):
+            args: list[Any] = [
+                torch.randn(shape, device=device).to(dtype) if is_tensor else number
+                for is_tensor, number in zip(tensors, numbers, strict=True)
+            ]
+            found = torchkiln.muladd(*args)
+            wide = [a.double() if isinstance(a, Tensor) else a for a in args]
+            truth = composed(*wide).double().expand(shape)
+            assert found.dtype == dtype
+            assert found.shape == shape
+            terms = composed(*(a.abs() if isinstance(a, Tensor) else abs(a) for a in wide)).double()
+            inner = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+            allowed = torch.finfo(dtype).eps * truth.abs() + 2 * inner * terms + 1e-7
+            assert ((found.double() - truth).abs() <= allowed).all(), numbers
+
+
+def test_gradients_beside_numbers(device: torch.device) -> None:
+    x = torch.randn(4, 5, device=device, requires_grad=True)
+    calls: list[tuple[tuple[Any, ...], float]] = [
+        ((x, 3, 1), 3.0),
+        ((-2.0, x, 1), -2.0),
+        ((2, 3, x), 1.0),
+        ((x, 2, x), 3.0),
+    ]
+    for args, slope in calls:
+        (grad,) = torch.autograd.grad(torchkiln.muladd(*args).sum(), x)
+        assert (grad == slope).all()
+
+
+@pytest.mark.parametrize("dtypes", list(product(FLOATING + OTHER, repeat=2)), ids=str)
+def test_promotion(device: torch.device, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    """All three at once, as in torch's addcmul, each operand 0-dimensional or not."""
+    for third in (torch.float16, torch.float32):
+        for shapes in product([(), (3,)], repeat=3):
+            # Small integers, so that every dtype holds the values and the result exactly.
+            args = [
+                torch.ones(shape, device=device).to(dtype)
+                for shape, dtype in zip(shapes, (*dtypes, third), strict=True)
+            ]
+            if not any(t.is_floating_point() for t in args):
+                continue
+            expected = torch.addcmul(args[2], args[0], args[1])
+            found = torchkiln.muladd(*args)
+            assert found.dtype == expected.dtype, (dtypes, third, shapes)
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision_is_rounded_once(device: torch.device, dtype: torch.dtype) -> None:
+    """The product may leave the range, and is not rounded before the sum."""
+    a, b = (torch.randn(2053, device=device).to(dtype) for _ in range(2))
+    found = torchkiln.muladd(a, b, -a * b)
+    exact = a.double() * b.double() + (-a * b).double()
+    assert torch.equal(found, exact.to(dtype))
+    assert exact.abs().max() > 0  # which a rounded product would not leave
+    large = torch.full((40,), 300.0, device=device, dtype=torch.float16)
+    assert (torchkiln.muladd(large, large, -60000.0) == 30000.0).all()
+
+
+def test_layout_of_the_result(device: torch.device) -> None:
+    """The first operand that has the output's shape and is dense decides, else row-major."""
+    plain = torch.randn(2, 3, 5, 7, device=device)
+    last = plain.to(memory_format=torch.channels_last)
+    gap = torch.randn(2, 3, 5, 14, device=device)[..., ::2]
+    column = torch.randn(3, 1, 1, device=device)
+    for args, strides in (
+        ((plain, last, last), plain.stride()),
+        ((last, plain, plain), last.stride()),
+        ((last, column, column), last.stride()),
+        ((column, 2.0, last), last.stride()),
+        ((gap, column, last), last.stride()),
+        ((gap, gap, gap), plain.stride()),
+    ):
+        found = torchkiln.muladd(*args)
+        assert found.stride() == strides
+        torch.testing.assert_close(found, composed(*args))
+
+
+def test_one_tensor_three_times(device: torch.device) -> None:
+    x = torch.randn(7, 11, device=device, dtype=torch.float64, requires_grad=True)
+    found = torchkiln.muladd(x, x, x)
+    torch.testing.assert_close(found, x * x + x)
+    (grad,) = torch.autograd.grad(found.sum(), x)
+    torch.testing.assert_close(grad, 2 * x + 1)
+
+
+def test_zero_dim_on_the_cpu_takes_the_other_device(device: torch.device) -> None:
+    x = torch.arange(5.0, device=device, requires_grad=True)
+    factor = torch.tensor(2.0, requires_grad=True)
+    shift = torch.tensor(-1.0, requires_grad=True)
+    for found in (torchkiln.muladd(x, factor, shift), torchkiln.muladd(factor, x, shift)):
+        assert found.device == x.device
+        assert found.tolist() == [-1.0, 1.0, 3.0, 5.0, 7.0]
+        grads = torch.autograd.grad(found.sum(), (x, factor, shift))
+        assert [g.device for g in grads] == [x.device, factor.device, shift.device]
+        assert [g.sum().item() for g in grads] == [10.0, 10.0, 5.0]
+
+
+def test_only_numbers() -> None:
+    """Integers have no kernel; a float among them gives the default dtype, as torch.add does."""
+    assert torchkiln.muladd(2.0, 3, 1).item() == 7.0
+    assert torchkiln.muladd(2.0, 3, 1).dtype == torch.float32
+    with pytest.raises(RuntimeError, match="which promote to int64"):
+        torchkiln.muladd(2, 3, 1)
+
+
+@pytest.mark.parametrize("value", [2**70, -(2**70)])
+def test_a_number_that_int64_does_not_hold(value: int) -> None:
+    with pytest.raises(OverflowError):
+        torchkiln.muladd(torch.ones(2), value, 1)
+
+
+def test_subclasses_beside_numbers() -> None:
+    class Tagged(Tensor):
+        pass
+
+    x = torch.ones(2).as_subclass(Tagged)
+    found = torchkiln.muladd(x, 2, 1)
+    assert type(found) is Tagged
+    assert found.tolist() == [3.0, 3.0]
+
+
+def test_a_graph_has_torchs_ops(traced: Callable[..., set[str]]) -> None:
+    x = torch.randn(4, 6)
+    for args in ((x, x, x), (x, 2.0, x), (2, x, 0.5)):
+        found = traced(torchkiln.muladd, *args)
+        assert not any("torchkiln" in target for target in found), found
