@@ -17,15 +17,16 @@ struct Mask {
       : drawn(draw(random.seed, random.offset, static_cast<uint64_t>(at) / 8)),
         first(static_cast<int>(at % 8)),
         last(dropout.last) {
-    if (N == 8) return;
-    // The words in question come to the front: an array indexed by a variable is no registers.
+    if constexpr (N < 8) {
+      // The words in question come to the front: an array indexed by a variable is no registers.
 #pragma unroll
-    for (int w = 0; w < (N + 1) / 2; ++w) {
+      for (int w = 0; w < (N + 1) / 2; ++w) {
 #pragma unroll
-      for (int from = 1; from < 4; ++from)
-        if (from == first / 2 + w && from > w) drawn.word[w] = drawn.word[from];
+        for (int from = w + 1; from < 4; ++from)
+          if (from == first / 2 + w) drawn.word[w] = drawn.word[from];
+      }
+      first %= 2;
     }
-    first %= 2;
   }
 
   __device__ __forceinline__ bool kept(int i) const {
