@@ -14,7 +14,7 @@ import torchkiln
 from torchkiln.testing.compare import bits
 from torchkiln.testing.contract.dispatch import Recorder
 from torchkiln.testing.contract.repeat import threads
-from torchkiln.testing.specs.bias_act import SCALE_BIAS_RELU
+from torchkiln.testing.specs.bias_act import BIAS_ACT
 
 FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 HALF = (torch.float16, torch.bfloat16)
@@ -150,8 +150,8 @@ def test_accuracy_of_a_long_sum(device: torch.device) -> None:
 def test_bias_gradient_of_more_than_2_to_the_31_elements() -> None:
     """Every row counts, on both sides of element 2**31; float32 holds the sums exactly."""
     device = torch.device("cuda", 0)
-    assert SCALE_BIAS_RELU.large is not None
-    x, _ = SCALE_BIAS_RELU.large(device).args
+    assert BIAS_ACT.large is not None
+    x, _ = BIAS_ACT.large(device).args
     bias = torch.arange(x.shape[1], device=device).remainder(241).float().requires_grad_()
     output = torchkiln.scale_bias_relu(x, bias, 0.5)
     output.backward(torch.tensor(0.5, device=device, dtype=x.dtype).expand(x.shape))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 from pathlib import Path
 
@@ -17,6 +18,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # What the package offers beside ops.
 OTHER_FUNCTIONS = {"build_info"}
 
+IN_PLACE = [(spec.inplace, spec.inplace_overload) for spec in SPECS if spec.inplace is not None]
+
 
 def registered() -> set[str]:
     """The names of all ops in the namespace."""
@@ -28,15 +31,35 @@ def registered() -> set[str]:
 
 def test_every_op_has_a_spec() -> None:
     covered = {spec.name for spec in SPECS} | {h for spec in SPECS for h in spec.helpers}
+    covered |= {function.__name__ for function, _ in IN_PLACE}
     assert registered() == covered
 
 
 def test_every_public_function_has_a_spec() -> None:
     functions = {name for name in torchkiln.__all__ if inspect.isroutine(getattr(torchkiln, name))}
-    assert functions - OTHER_FUNCTIONS == {spec.name for spec in SPECS}
+    ops = [(spec.op, spec.overload) for spec in SPECS] + IN_PLACE
+    names = {function.__name__ for function, _ in ops}
+    assert functions - OTHER_FUNCTIONS == names
+    for function, overload in ops:
+        name = function.__name__
+        assert function is getattr(torchkiln, name)
+        assert overload is not None
+        assert overload.name() == f"torchkiln::{name}"
+    assert {spec.name for spec in SPECS} <= names
+
+
+def test_an_op_in_place_has_the_name_of_its_op() -> None:
     for spec in SPECS:
-        assert spec.op is getattr(torchkiln, spec.name)
-        assert spec.overload.name() == f"torchkiln::{spec.name}"
+        if spec.inplace is not None:
+            assert spec.inplace.__name__ == f"{spec.name}_"
+
+
+def test_functions_are_reachable_where_they_are_written() -> None:
+    """As torchkiln.<name> and as torchkiln.<family>.<name>."""
+    for spec in SPECS:
+        module = importlib.import_module(spec.op.__module__)
+        assert getattr(module, spec.name) is spec.op
+        assert module.__name__.split(".")[0] == "torchkiln"
 
 
 def test_every_module_has_a_spec() -> None:
@@ -60,4 +83,5 @@ def test_stub_and_extension_agree() -> None:
     told = {node.name for node in stub.body if isinstance(node, ast.FunctionDef)}
     exported = {name for name in dir(_C) if not name.startswith("_")}
     assert told == exported
-    assert {spec.name for spec in SPECS} <= exported
+    ops = {spec.op.__name__ for spec in SPECS} | {function.__name__ for function, _ in IN_PLACE}
+    assert ops <= exported

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from torchkiln import testing
 from torchkiln.testing.contract import CHECKS
-from torchkiln.testing.specs.bias_act import SCALE_BIAS_RELU
+from torchkiln.testing.specs.bias_act import BIAS_ACT
 from torchkiln.testing.specs.pointwise import ADD
 
 Op = Callable[..., Tensor]
@@ -76,6 +76,11 @@ class NoSecondGradient(torch.autograd.Function):
         (out,) = ctx.saved_tensors
         passed = grad * (out > 0)
         return passed * ctx.scale, passed.reshape(-1, out.shape[-1]).sum(0), None
+
+
+def differs_when_recorded(a: Tensor, b: Tensor) -> Tensor:
+    out = add(a, b)
+    return out * 1.0000002 if a.requires_grad else out
 
 
 class AssumesContiguousGradient(torch.autograd.Function):
@@ -172,6 +177,7 @@ BROKEN: list[Row] = [
     ("strides", ignores_strides, torch.float32, "elements are wrong"),
     ("strides", writes_to_its_input, torch.float32, "wrote to its input"),
     ("gradient_values", WrongGradient.apply, torch.float32, "gradient of argument 0"),
+    ("gradient_values", differs_when_recorded, torch.float32, "recorded: not bitwise equal"),
     (
         "gradient_strides",
         AssumesContiguousGradient.apply,
@@ -184,6 +190,7 @@ BROKEN: list[Row] = [
     ("autocast", always_casts, torch.float32, "found torch.bfloat16"),
     ("vmap", reads_a_value, torch.float32, "item"),
     ("func_grad", WrongGradient.apply, torch.float32, "func_grad.*gradient of argument 0"),
+    ("vmap_of_grad", WrongGradient.apply, torch.float32, "vmap_of_grad.*gradient of argument 0"),
     ("func_jvp", WrongTangent.apply, torch.float32, "func_jvp.*elements are wrong"),
     ("forward_mode", WrongTangent.apply, torch.float32, "forward_mode.*elements are wrong"),
     ("retained_graph", WrongGradient.apply, torch.float32, "gradient of argument 0"),
@@ -228,8 +235,8 @@ def test_a_broken_op_is_found_on_cuda(row: Row) -> None:
 
 def test_a_missing_second_gradient_is_found() -> None:
     spec = dataclasses.replace(
-        SCALE_BIAS_RELU,
-        op=lambda x, bias, scale=1.0: NoSecondGradient.apply(x, bias, scale),  # type: ignore[no-untyped-call]
+        BIAS_ACT,
+        op=lambda x, bias, scale=1.0, act="relu": NoSecondGradient.apply(x, bias, scale),  # type: ignore[no-untyped-call]  # noqa: ARG005
     )
     with pytest.raises(RuntimeError, match="Jacobian mismatch"):
         testing.Case(spec, CHECKS["gradgradcheck"], torch.device("cpu"), torch.float64).run()
@@ -262,7 +269,7 @@ class Forgetful(nn.Module):
 
 
 def test_a_forgetful_module_is_found() -> None:
-    spec = dataclasses.replace(SCALE_BIAS_RELU, module=lambda *_: Forgetful())
+    spec = dataclasses.replace(BIAS_ACT, module=lambda *_: Forgetful())
     with pytest.raises(AssertionError, match=r"deepcopy|state_dict"):
         testing.Case(spec, CHECKS["modules"], torch.device("cpu"), torch.float32).run()
 
@@ -270,7 +277,7 @@ def test_a_forgetful_module_is_found() -> None:
 def test_every_check_that_runs_here_is_shown_a_fault() -> None:
     """The list above grows with the checks."""
     shown = {row[0] for row in BROKEN + BROKEN_ON_CUDA}
-    shown |= {"gradgradcheck", "opcheck", "modules"}
+    shown |= {"gradgradcheck", "opcheck", "modules", "in_place"}
     # These differ from one of the above only in the tool, the device or the size that they take.
     same = {
         "opcheck_helpers",

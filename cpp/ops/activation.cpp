@@ -91,10 +91,16 @@ Tensor backward_real(const Tensor& grad, const Tensor& saved, c10::string_view a
 variable_list gradients(AutogradContext* context, const Tensor& grad) {
   const Tensor saved = context->get_saved_variables()[0];
   const auto activation = static_cast<Activation>(context->saved_data["activation"].toInt());
-  const Tensor result = at::GradMode::is_enabled()
-                            ? composite_of(activation).gradient(grad, saved)
-                            : backward_op().call(grad, saved, name_of(activation));
-  return {result, Tensor()};
+  if (!at::GradMode::is_enabled())
+    return {backward_op().call(grad, saved, name_of(activation)), Tensor(), Tensor()};
+  const at::ScalarType compute = compute_dtype(grad.scalar_type());
+  const Tensor wide = composite_of(activation).gradient(grad.to(compute), saved.to(compute));
+  return {wide.to(grad.scalar_type()), Tensor(), Tensor()};
+}
+
+/// In torch's own ops and the op's own precision: for transforms that have no kernel here.
+Tensor composite_value(Activation activation, const Tensor& x) {
+  return composite_of(activation).value(x.to(compute_dtype(x.scalar_type()))).to(x.scalar_type());
 }
 
 Tensor call_below_autograd(Activation activation, const Tensor& x);
@@ -111,19 +117,22 @@ struct ActivationFunction : torch::autograd::Function<ActivationFunction> {
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
-    return gradients(context, grads[0]);
+    variable_list found = gradients(context, grads[0]);
+    found.pop_back();
+    return found;
   }
 };
 
+/// `input` is a copy of x from before, where the derivative needs it: an argument of its own, so
+/// that a second derivative finds the way on from it.
 struct InPlaceFunction : torch::autograd::Function<InPlaceFunction> {
-  static Tensor forward(AutogradContext* context, Tensor x, int64_t activation) {
+  static Tensor forward(AutogradContext* context, Tensor x, const std::optional<Tensor>& input,
+                        int64_t activation) {
     const at::AutoDispatchBelowADInplaceOrView below;
-    const auto which = static_cast<Activation>(activation);
-    const Tensor input = saved_by(which) == Saved::input ? x.clone() : Tensor();
-    call_in_place_below_autograd(which, x);
+    call_in_place_below_autograd(static_cast<Activation>(activation), x);
     context->mark_dirty({x});  // counts the version up, too
     context->saved_data["activation"] = activation;
-    context->save_for_backward({input.defined() ? input : x});
+    context->save_for_backward({input.value_or(x)});
     return x;
   }
 
@@ -154,10 +163,9 @@ struct Op {
     return out;
   }
 
-  /// For transforms that have no kernel here.
   static Tensor decomposed(const Tensor& x) {
     check_input(Act::kName, x);
-    return composite_of(TypeTag<Act>{}).value(x);
+    return composite_value(kActivation<Act>, x);
   }
 
   static Tensor autograd(c10::DispatchKeySet keys, const Tensor& x) {
@@ -206,7 +214,7 @@ struct InPlaceOp {
 
   static Tensor& decomposed(Tensor& x) {
     check_input(name().c_str(), x);
-    return x.copy_(composite_of(TypeTag<Act>{}).value(x));
+    return x.copy_(composite_value(kActivation<Act>, x));
   }
 
   static Tensor& autograd(c10::DispatchKeySet keys, Tensor& x) {
@@ -214,7 +222,9 @@ struct InPlaceOp {
     if (needs_gradient(x)) {
       check(x);
       torch::autograd::check_inplace(x, /*requires_grad=*/true);
-      InPlaceFunction::apply(x, static_cast<int64_t>(kActivation<Act>));
+      std::optional<Tensor> input;
+      if (Act::kSaved == Saved::input) input = x.clone();
+      InPlaceFunction::apply(x, input, static_cast<int64_t>(kActivation<Act>));
       return x;
     }
     const at::AutoDispatchBelowAutograd below;

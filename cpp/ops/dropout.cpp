@@ -65,8 +65,7 @@ void check_p(const char* op, double p) {
                     ", expected a probability between 0 and 1");
 }
 
-/// The checked, empty output; on Meta and symbolic tensors, too.
-Tensor output(const Tensor& x, const MaybeTensor& bias, const Tensor& residual, double p) {
+void check_inputs(const Tensor& x, const MaybeTensor& bias, const Tensor& residual, double p) {
   const char* op = bias.has_value() ? kBiasOp : kOp;
   check_tensor(op, "x", x);
   check_tensor(op, "residual", residual);
@@ -93,6 +92,11 @@ Tensor output(const Tensor& x, const MaybeTensor& bias, const Tensor& residual, 
                 "], the last dimension of x");
   }
   check_p(op, p);
+}
+
+/// The checked, empty output; on Meta and symbolic tensors, too.
+Tensor output(const Tensor& x, const MaybeTensor& bias, const Tensor& residual, double p) {
+  check_inputs(x, bias, residual, p);
   return at::empty_symint(x.sym_sizes(), x.options().memory_format(at::MemoryFormat::Contiguous));
 }
 
@@ -244,7 +248,10 @@ Two backward_real(const Tensor& grad, const Tensor& state, double p, at::ScalarT
         [](int64_t, int64_t) { return Status{}; });
     return {grad_x, grad_bias};
   }
-  const Tensor passed = wanted[0] ? grad_x : at::empty(grad.sizes(), grad.options());
+  // What is summed is not rounded before.
+  const Tensor passed =
+      wanted[1] ? at::empty(grad.sizes(), grad.options().dtype(compute_dtype(grad.scalar_type())))
+                : grad_x;
   std::array<Tensor, 1> inputs{grad};
   const Elementwise<1> arguments = describe(std::array<Tensor, 1>{passed}, inputs);
   launch(
@@ -253,8 +260,21 @@ Two backward_real(const Tensor& grad, const Tensor& state, double p, at::ScalarT
       [&](int64_t begin, int64_t end) {
         return cpu::dropout_backward(arguments, dropout, begin, end);
       });
-  if (wanted[1]) grad_bias = column_sum(passed, bias_dtype);
+  if (wanted[1]) {
+    grad_bias = column_sum(passed, bias_dtype);
+    if (wanted[0]) grad_x.copy_(passed);
+  }
   return {grad_x, grad_bias};
+}
+
+/// In torch's own ops and the op's own precision; `scaled` drops and scales.
+template <class Scaled>
+Tensor composite(const Tensor& x, const MaybeTensor& bias, const Tensor& residual,
+                 const Scaled& scaled) {
+  const at::ScalarType compute = compute_dtype(x.scalar_type());
+  const Tensor wide = x.to(compute);
+  const Tensor sum = bias.has_value() ? wide + bias->to(compute) : wide;
+  return (scaled(sum) + residual.to(compute)).to(x.scalar_type());
 }
 
 struct DropoutFunction : torch::autograd::Function<DropoutFunction> {
@@ -281,11 +301,12 @@ struct DropoutFunction : torch::autograd::Function<DropoutFunction> {
     Tensor grad_x, grad_bias;
     if (at::GradMode::is_enabled()) {
       // Linear in grad: a factor for every element, which can be multiplied by again.
-      const Tensor ones = at::ones_like(grad, at::MemoryFormat::Contiguous);
+      const Tensor wide = grad.to(compute_dtype(grad.scalar_type()));
+      const Tensor ones = at::ones_like(wide, at::MemoryFormat::Contiguous);
       const Tensor factor =
           std::get<0>(backward_op().call(ones, state, p, bias_dtype, {true, false}));
-      const Tensor passed = grad * factor;
-      if (wanted[0]) grad_x = passed;
+      const Tensor passed = wide * factor;
+      if (wanted[0]) grad_x = passed.to(grad.scalar_type());
       if (wanted[1]) grad_bias = column_sum(passed, bias_dtype);
     } else if (wanted[0] || wanted[1]) {
       std::tie(grad_x, grad_bias) = backward_op().call(grad, state, p, bias_dtype, wanted);
@@ -295,30 +316,29 @@ struct DropoutFunction : torch::autograd::Function<DropoutFunction> {
   }
 };
 
-Tensor shifted(const Tensor& x, const MaybeTensor& bias) {
-  return bias.has_value() ? (x + *bias).to(x.scalar_type()) : x;
-}
-
 /// For differentiation in forward mode and for torch.func: torch's own ops, with the factors of the
 /// op's own mask.
 Tensor decomposed(const Tensor& x, const MaybeTensor& bias, const Tensor& residual, double p,
                   bool training) {
-  output(x, bias, residual, p);
-  if (!training || p == 0) return shifted(x, bias) + residual;
-  Tensor factor;
-  {
-    const at::AutoDispatchBelowADInplaceOrView below;
-    const Tensor like = x.detach();
-    factor = op().call(at::ones_like(like), at::zeros_like(like), p, true);
-  }
-  return shifted(x, bias) * factor + residual;
+  check_inputs(x, bias, residual, p);
+  return composite(x, bias, residual, [&](const Tensor& sum) {
+    if (!training || p == 0) return sum;
+    Tensor factor;
+    {
+      const at::AutoDispatchBelowADInplaceOrView below;
+      const Tensor like = sum.detach();
+      factor = op().call(at::ones_like(like), at::zeros_like(like), p, true);
+    }
+    return sum * factor;
+  });
 }
 
 /// Under vmap: torch's own random numbers, and its rules for them.
 Tensor batched(const Tensor& x, const MaybeTensor& bias, const Tensor& residual, double p,
                bool training) {
-  check_p(bias.has_value() ? kBiasOp : kOp, p);
-  return at::dropout(shifted(x, bias), p, training) + residual;
+  check_inputs(x, bias, residual, p);
+  return composite(x, bias, residual,
+                   [&](const Tensor& sum) { return at::dropout(sum, p, training); });
 }
 
 Tensor autograd(const Tensor& x, const MaybeTensor& bias, const Tensor& residual, double p,
@@ -327,12 +347,12 @@ Tensor autograd(const Tensor& x, const MaybeTensor& bias, const Tensor& residual
     return decomposed(x, bias, residual, p, training);
   const bool random = training && p > 0;
   if (random && needs_gradient(x, residual, bias.value_or(x))) {
-    output(x, bias, residual, p);
+    check_inputs(x, bias, residual, p);
     return DropoutFunction::apply(x, bias, residual, p);
   }
   if (!random && needs_gradient(x, residual, bias.value_or(x))) {
-    output(x, bias, residual, p);
-    return shifted(x, bias) + residual;
+    check_inputs(x, bias, residual, p);
+    return composite(x, bias, residual, [](const Tensor& sum) { return sum; });
   }
   const at::AutoDispatchBelowADInplaceOrView below;
   return bias.has_value() ? bias_op().call(x, *bias, residual, p, training)

@@ -142,8 +142,9 @@ struct MuladdFunction : torch::autograd::Function<MuladdFunction> {
     const at::AutoDispatchBelowADInplaceOrView below;
     context->save_for_backward(
         {b.requires_grad() || a.requires_grad() ? a : Tensor(), a.requires_grad() ? b : Tensor()});
-    Tensor out = op().call(a, b, c);
-    return out;
+    context->saved_data["product_shape"] =
+        c10::IValue(c10::SymIntArrayRef(at::infer_size_symdimvector(a.sym_sizes(), b.sym_sizes())));
+    return op().call(a, b, c);
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
@@ -160,8 +161,11 @@ struct MuladdFunction : torch::autograd::Function<MuladdFunction> {
         as_grad(saved[1])) {
       std::tie(grad_a, grad_b) = backward_op().call(grad, saved[0], saved[1]);
     } else {
-      if (wants_a) grad_a = grad * saved[1];
-      if (wants_b) grad_b = grad * saved[0];
+      // Where c alone is wider the sum comes before the products: fewer of them, none rounded.
+      const std::vector<c10::SymInt> shape = context->saved_data["product_shape"].toSymIntVector();
+      const Tensor narrow = at::sum_to(grad, c10::SymIntArrayRef(shape));
+      if (wants_a) grad_a = narrow * saved[1];
+      if (wants_b) grad_b = narrow * saved[0];
     }
     return {grad_a, grad_b, context->needs_input_grad(2) ? grad : Tensor()};
   }

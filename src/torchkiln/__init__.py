@@ -12,7 +12,24 @@ _record = _loader.check(_package)
 import torch as _torch  # noqa: E402, F401  brings the libraries that _C is linked to
 
 from torchkiln import nn  # noqa: E402
-from torchkiln.bias_act import scale_bias_relu  # noqa: E402
+from torchkiln.activation import (  # noqa: E402
+    gelu,
+    gelu_tanh,
+    relu,
+    relu_,
+    sigmoid,
+    sigmoid_,
+    silu,
+    silu_,
+    square,
+    square_,
+    tanh,
+    tanh_,
+)
+from torchkiln.bias_act import bias_act, scale_bias_relu  # noqa: E402
+from torchkiln.dropout import bias_dropout_add, dropout_add  # noqa: E402
+from torchkiln.gated import geglu, geglu_tanh, swiglu  # noqa: E402
+from torchkiln.muladd import muladd  # noqa: E402
 from torchkiln.pointwise import add  # noqa: E402
 from torchkiln.reduction import mean, sum  # noqa: E402
 
@@ -30,10 +47,29 @@ def build_info() -> dict[str, Any]:
 __all__ = [
     "__version__",
     "add",
+    "bias_act",
+    "bias_dropout_add",
     "build_info",
     "cmake_prefix_path",
+    "dropout_add",
+    "geglu",
+    "geglu_tanh",
+    "gelu",
+    "gelu_tanh",
     "mean",
+    "muladd",
     "nn",
+    "relu",
+    "relu_",
     "scale_bias_relu",
+    "sigmoid",
+    "sigmoid_",
+    "silu",
+    "silu_",
+    "square",
+    "square_",
     "sum",
+    "swiglu",
+    "tanh",
+    "tanh_",
 ]

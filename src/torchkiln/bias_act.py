@@ -8,8 +8,8 @@ from torch.overrides import has_torch_function_variadic
 from torchkiln import _C
 
 
-def scale_bias_relu(x: Tensor, bias: Tensor, scale: float = 1.0) -> Tensor:
-    """Returns ``relu(x * scale + bias)``, contiguous and of the dtype of ``x``.
+def bias_act(x: Tensor, bias: Tensor, scale: float = 1.0, act: str = "relu") -> Tensor:
+    """Returns ``act(x * scale + bias)``, contiguous and of the dtype of ``x``.
 
     It is computed in float32 (float64 for float64) and rounded once. Gradients of ``x`` and
     ``bias`` come from one pass; that of ``bias`` is bitwise the same from run to run.
@@ -18,8 +18,14 @@ def scale_bias_relu(x: Tensor, bias: Tensor, scale: float = 1.0) -> Tensor:
         x: ``[..., columns]``; float32, float64, float16 or bfloat16.
         bias: ``[columns]``; of the dtype of ``x``, or float32 beside a half precision.
         scale: a number.
+        act: one of none, square, relu, gelu, gelu_tanh, silu, sigmoid, tanh.
     """
     if is_compiling() or has_torch_function_variadic(x, bias):
-        traced: Tensor = torch.ops.torchkiln.bias_act.default(x, bias, scale, "relu")
+        traced: Tensor = torch.ops.torchkiln.bias_act.default(x, bias, scale, act)
         return traced
-    return _C.bias_act(x, bias, scale, "relu")
+    return _C.bias_act(x, bias, scale, act)
+
+
+def scale_bias_relu(x: Tensor, bias: Tensor, scale: float = 1.0) -> Tensor:
+    """Returns ``relu(x * scale + bias)``: :func:`bias_act` under another name, for ``[..., n]``."""
+    return bias_act(x, bias, scale, "relu")

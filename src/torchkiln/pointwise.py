@@ -18,7 +18,9 @@ def add(a: Tensor, b: Tensor) -> Tensor:
         a: any shape.
         b: any shape that broadcasts with that of ``a``.
     """
-    if is_compiling() or has_torch_function_variadic(a, b):
-        traced: Tensor = torch.ops.torchkiln.add.default(a, b)
-        return traced
+    if is_compiling():
+        return torch.add(a, b)
+    if has_torch_function_variadic(a, b):
+        seen: Tensor = torch.ops.torchkiln.add.default(a, b)
+        return seen
     return _C.add(a, b)

@@ -1,5 +1,20 @@
 """Modules, in the manner of :mod:`torch.nn`."""
 
-from torchkiln.nn.bias_act import ScaleBiasReLU
+from torchkiln.nn.activation import GELU, ReLU, Sigmoid, SiLU, Tanh
+from torchkiln.nn.bias_act import BiasAct, ScaleBiasReLU
+from torchkiln.nn.dropout import BiasDropoutAdd, DropoutAdd
+from torchkiln.nn.gated import GEGLU, SwiGLU
 
-__all__ = ["ScaleBiasReLU"]
+__all__ = [
+    "GEGLU",
+    "GELU",
+    "BiasAct",
+    "BiasDropoutAdd",
+    "DropoutAdd",
+    "ReLU",
+    "ScaleBiasReLU",
+    "SiLU",
+    "Sigmoid",
+    "SwiGLU",
+    "Tanh",
+]

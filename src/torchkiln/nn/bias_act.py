@@ -1,12 +1,47 @@
 """Modules of the bias and activation family."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from torchkiln.bias_act import scale_bias_relu
+from torchkiln.bias_act import bias_act
+from torchkiln.nn.bias import WithBias
 
 
-class ScaleBiasReLU(nn.Module):
+class BiasAct(WithBias):
+    """``act(x * scale + bias)`` with a trainable bias along the last dimension.
+
+    Args:
+        features: size of the last dimension of the input.
+        act: one of none, square, relu, gelu, gelu_tanh, silu, sigmoid, tanh.
+        scale: a fixed factor.
+
+    Shape:
+        input and output ``[..., features]``.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        act: str = "relu",
+        scale: float = 1.0,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(features, device, dtype)
+        self.act = act
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Applies the op to ``x``."""
+        return bias_act(x, self.bias, self.scale, self.act)
+
+    def extra_repr(self) -> str:
+        """The settings, for ``repr``."""
+        return f"{self.features}, act={self.act!r}, scale={self.scale}"
+
+
+class ScaleBiasReLU(BiasAct):
     """``relu(x * scale + bias)`` with a trainable bias along the last dimension.
 
     Args:
@@ -25,19 +60,7 @@ class ScaleBiasReLU(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        self.features = features
-        self.scale = scale
-        self.bias = nn.Parameter(torch.empty(features, device=device, dtype=dtype))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Sets the bias to zero."""
-        nn.init.zeros_(self.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Applies the op to ``x``."""
-        return scale_bias_relu(x, self.bias, self.scale)
+        super().__init__(features, "relu", scale, device=device, dtype=dtype)
 
     def extra_repr(self) -> str:
         """The settings, for ``repr``."""

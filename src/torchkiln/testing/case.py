@@ -34,6 +34,8 @@ class Case:
 
     def run(self) -> None:
         """Raise AssertionError if the op breaks it, UnavailableError if it cannot be tried."""
+        if reason := self.spec.excluded.get(self.check.name):
+            raise UnavailableError(f"not for {self.spec.name}: {reason}")
         if self.device.type == "cuda" and not torch.cuda.is_available():
             raise UnavailableError("no CUDA device")
         with warnings.catch_warnings():
@@ -46,8 +48,15 @@ class Case:
 def cases(specs: Iterable[OpSpec], device: torch.device) -> Iterator[Case]:
     """Every check that applies to ``specs`` on ``device``, whether or not it is there."""
     for spec in specs:
+        if unknown := spec.excluded.keys() - contract.CHECKS.keys():
+            raise ValueError(
+                f"torchkiln.testing: {spec.name}: excluded: got {sorted(unknown)}, expected names "
+                f"of checks: {', '.join(contract.CHECKS)}"
+            )
         for entry in contract.CHECKS.values():
-            if entry.device not in (None, device.type) or (entry.large and spec.large is None):
+            if entry.device not in (None, device.type):
+                continue
+            if entry.needs is not None and getattr(spec, entry.needs) is None:
                 continue
             for dtype in entry.dtypes:
                 if dtype in spec.dtypes:

@@ -26,6 +26,8 @@ class Check:
     device: str | None
     slow: bool
     large: bool
+    needs: str | None
+    """A field of the spec; where that is None there is nothing to check."""
 
 
 CHECKS: dict[str, Check] = {}
@@ -37,6 +39,7 @@ def check(
     device: str | None = None,
     slow: bool = False,
     large: bool = False,
+    needs: str | None = None,
 ) -> Callable[[CheckFunction], CheckFunction]:
     """Register a check under the name of its function."""
 
@@ -44,7 +47,7 @@ def check(
         name = function.__name__
         if name in CHECKS:
             raise ValueError(f"torchkiln.testing: check {name} exists already")
-        CHECKS[name] = Check(name, function, dtypes, device, slow, large)
+        CHECKS[name] = Check(name, function, dtypes, device, slow, large, needs)
         return function
 
     return register

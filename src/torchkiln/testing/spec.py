@@ -16,11 +16,16 @@ FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Sample:
-    """One named call. Tensors are positional arguments; everything else may be a keyword."""
+    """One named call. Tensors are positional arguments; everything else may be a keyword.
+
+    An op that draws random numbers has a ``seed`` in its samples: every call of such a sample
+    starts torch's generators from it, so that the op and its reference draw the same numbers.
+    """
 
     name: str
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    seed: int | None = None
 
     @property
     def positions(self) -> tuple[int, ...]:
@@ -42,9 +47,30 @@ class Sample:
         args = (*self.args[:position], value, *self.args[position + 1 :])
         return replace(self, name=self.name + suffix, args=args)
 
+    def start_generators(self) -> None:
+        """Put torch's generators where the call expects them."""
+        if self.seed is not None:
+            torch.manual_seed(self.seed)
+
     def call(self, function: Callable[..., Any]) -> Any:
         """Make the call."""
+        self.start_generators()
         return function(*self.args, **self.kwargs)
+
+    def bind(self, function: Callable[..., Any], positions: tuple[int, ...]) -> Callable[..., Any]:
+        """``function`` of the arguments at ``positions`` alone; all else is the sample's."""
+
+        def bound(*values: Any) -> Any:
+            call = self
+            for position, value in zip(positions, values, strict=True):
+                call = call.substitute(position, value)
+            return call.call(function)
+
+        return bound
+
+    def take(self, positions: tuple[int, ...]) -> tuple[Any, ...]:
+        """The arguments at ``positions``."""
+        return tuple(self.args[i] for i in positions)
 
 
 @dataclass(frozen=True)
@@ -102,14 +128,24 @@ class OpSpec:
     """Bytes and operations of the backward of a call."""
     differentiable: tuple[int, ...]
     """Positions of the arguments that have gradients."""
+    gradient_magnitude: Callable[..., Tensor] | None = None
+    """A function whose gradients are the sums of the absolute values of the terms of each gradient;
+    none where the terms of one have one sign, and the gradients of the reference do."""
     dtypes: tuple[torch.dtype, ...] = FLOATING
     autocast: tuple[int, ...] = ()
     """Positions that autocast converts; none means that the op follows its inputs."""
     helpers: tuple[str, ...] = ()
     """Ops in the same namespace that exist for this one (its backward) and have no spec."""
+    inplace: Callable[..., Tensor] | None = None
+    """The public Python function that writes its result into the first argument."""
+    inplace_overload: torch._ops.OpOverload[..., Any] | None = None
+    """The same op as torch.ops reaches it."""
     module: Callable[[torch.device, torch.dtype], nn.Module] | None = None
     """A module around the op, with parameters that are not all zero."""
-    module_input: Callable[[torch.device, torch.dtype], Tensor] | None = None
+    module_inputs: Callable[[torch.device, torch.dtype], tuple[Tensor, ...]] | None = None
+    """What the module is called with."""
+    excluded: Mapping[str, str] = field(default_factory=dict)
+    """Checks that cannot hold for this op, and why. A case of one is made, and says it when run."""
 
     def samples(
         self, device: torch.device, dtype: torch.dtype, requires_grad: bool = False
@@ -135,4 +171,8 @@ class OpSpec:
 
     def wanted(self, sample: Sample) -> tuple[int, ...]:
         """Positions of the arguments of this call that can require a gradient."""
-        return tuple(i for i in self.differentiable if sample.args[i].is_floating_point())
+        return tuple(
+            i
+            for i in self.differentiable
+            if i in sample.positions and sample.args[i].is_floating_point()
+        )

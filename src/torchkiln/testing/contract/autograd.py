@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from torchkiln.testing.contract.gradients import incoming
 from torchkiln.testing.data import normal
 from torchkiln.testing.spec import FLOATING, OpSpec, Sample
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 
 @check(dtypes=FLOATING)
 def vmap(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
@@ -26,41 +29,52 @@ def vmap(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     sample = spec.typical(device, dtype)
     positions = sample.positions
     for mapped in (*((i,) for i in positions), positions):
-        batch = sample
-        for i in mapped:
-            factors = torch.tensor([1.0, -2.0, 0.5], device=device)
-            stack = torch.stack([sample.args[i] * f.item() for f in factors], dim=-1)
-            batch = batch.substitute(i, stack)
-        in_dims = tuple(-1 if i in mapped else None for i in range(len(sample.args)))
-        found = torch.func.vmap(lambda *args: spec.op(*args, **sample.kwargs), in_dims=in_dims)(
-            *batch.args
-        )
+        stacks = [
+            torch.stack([a * factor for factor in (1.0, -2.0, 0.5)], dim=-1)
+            for a in sample.take(mapped)
+        ]
+        found = torch.func.vmap(sample.bind(spec.op, mapped), in_dims=-1)(*stacks)
         for k in range(3):
-            one = batch
-            for i in mapped:
-                one = one.substitute(i, batch.args[i].select(-1, k))
+            one = sample
+            for i, stack in zip(mapped, stacks, strict=True):
+                one = one.substitute(i, stack.select(-1, k))
             where = Where(spec, "vmap", one, f"arguments {mapped}, element {k}")
             require_values(found[k], one, where)
 
 
+def gradients_of_loss(
+    spec: OpSpec, sample: Sample, grad: Tensor
+) -> Callable[..., tuple[Tensor, ...]]:
+    """A function of the differentiable arguments that torch.func differentiates."""
+    wanted = spec.wanted(sample)
+    op = sample.bind(spec.op, wanted)
+    return torch.func.grad(lambda *args: (op(*args) * grad).sum(), tuple(range(len(wanted))))
+
+
 @check(dtypes=FLOATING)
 def func_grad(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """torch.func.grad, alone and under vmap, gives the gradients of backward."""
+    """torch.func.grad gives the gradients of backward."""
     sample = spec.typical(device, dtype)
     wanted = spec.wanted(sample)
     grad = incoming(sample.call(spec.op))
+    found = gradients_of_loss(spec, sample, grad)(*sample.take(wanted))
+    require_gradients(found, sample, wanted, grad, Where(spec, "func_grad", sample))
 
-    def loss(*args: Tensor) -> Tensor:
-        output: Tensor = spec.op(*args, **sample.kwargs)
-        return (output * grad).sum()
 
-    where = Where(spec, "func_grad", sample)
-    found = torch.func.grad(loss, argnums=wanted)(*sample.args)
-    require_gradients(found, sample, wanted, grad, where)
-    batch = [torch.stack([a, a]) if isinstance(a, Tensor) else a for a in sample.args]
-    mapped = torch.func.vmap(torch.func.grad(loss, argnums=wanted))(*batch)
-    for k in range(2):
-        require_gradients([m[k] for m in mapped], sample, wanted, grad, where.at("under vmap"))
+@check(dtypes=FLOATING)
+def vmap_of_grad(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
+    """torch.func.grad under vmap gives the gradients of each call."""
+    sample = spec.typical(device, dtype)
+    wanted = spec.wanted(sample)
+    grad = incoming(sample.call(spec.op))
+    stacks = [torch.stack([a, -a]) for a in sample.take(wanted)]
+    found = torch.func.vmap(gradients_of_loss(spec, sample, grad))(*stacks)
+    for k, sign in enumerate((1, -1)):
+        one = sample
+        for i, stack in zip(wanted, stacks, strict=True):
+            one = one.substitute(i, stack[k])
+        where = Where(spec, "vmap_of_grad", one, f"arguments times {sign}")
+        require_gradients([f[k] for f in found], one, wanted, grad, where)
 
 
 def tangents(spec: OpSpec, sample: Sample) -> tuple[Tensor, ...]:
@@ -89,7 +103,8 @@ def require_tangent(found: Tensor, sample: Sample, where: Where) -> None:
     truth = sample.map(lambda t: t.detach().double())
     wide = tuple(v.double() for v in directions)
     expected = product(spec.reference, truth, wide)
-    magnitude = product(spec.reference, truth, tuple(v.abs() for v in wide)).abs()
+    terms = spec.gradient_magnitude or spec.reference
+    magnitude = product(terms, truth, tuple(v.abs() for v in wide)).abs()
     other = product(spec.composite, sample, directions)
     require_close(found, expected, other, magnitude + expected.abs(), where)
 
@@ -98,8 +113,9 @@ def require_tangent(found: Tensor, sample: Sample, where: Where) -> None:
 def func_jvp(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     """torch.func.jvp."""
     sample = spec.typical(device, dtype)
+    wanted = spec.wanted(sample)
     pair: Any = torch.func.jvp(
-        lambda *args: spec.op(*args, **sample.kwargs), sample.args, tangents(spec, sample)
+        sample.bind(spec.op, wanted), sample.take(wanted), tangents(spec, sample)
     )
     output, tangent = pair
     where = Where(spec, "func_jvp", sample)

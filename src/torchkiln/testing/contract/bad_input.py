@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from torchkiln.testing.check import check
 from torchkiln.testing.compare import Where, bits, require
-from torchkiln.testing.spec import Invalid, OpSpec, Sample
+from torchkiln.testing.spec import OpSpec, Sample
 
 
 def state(args: tuple[object, ...], device: torch.device) -> list[object]:
@@ -28,25 +29,39 @@ def state(args: tuple[object, ...], device: torch.device) -> list[object]:
     return found
 
 
-def entries(spec: OpSpec, case: Invalid) -> dict[str, Callable[..., object]]:
+# What torch.ops takes for an argument of a schema; it refuses all else in words of its own. None
+# reaches an op as a tensor that is not defined.
+ACCEPTED: dict[str, tuple[type, ...]] = {
+    "Tensor": (Tensor, type(None)),
+    "Optional[Tensor]": (Tensor, type(None)),
+    "float": (float, int),
+    "bool": (bool,),
+    "str": (str,),
+    "Optional[List[int]]": (int, tuple, list, type(None)),
+    "Optional[int]": (int, torch.dtype, type(None)),
+}
+
+
+def reaches_the_op(spec: OpSpec, sample: Sample) -> bool:
+    """Whether torch.ops hands these arguments on."""
+    kinds = {a.name: str(a.type) for a in spec.overload._schema.arguments}
+    given = dict(zip(kinds, sample.args, strict=False)) | dict(sample.kwargs)
+    return all(isinstance(value, ACCEPTED.get(kinds[name], ())) for name, value in given.items())
+
+
+def entries(spec: OpSpec, sample: Sample) -> dict[str, Callable[..., object]]:
     """The ways to the op that have to refuse the call in the same words."""
     found: dict[str, Callable[..., object]] = {"the function": spec.op}
-    # torch.ops refuses what is neither a tensor nor None by itself, in words of its own.
-    if all(a is None or isinstance(a, Tensor) for a in case.args):
+    if reaches_the_op(spec, sample):
         found["torch.ops"] = spec.overload
-    tensors = [a for a in case.args if isinstance(a, Tensor) and a.layout == torch.strided]
-    if len(tensors) == len(case.args):
-        found["the function under vmap"] = lambda *args, **kwargs: torch.func.vmap(
-            lambda *rows: spec.op(*rows, **kwargs)
-        )(*(torch.stack([a, a]) for a in args))
-        if all(a.is_floating_point() for a in tensors):
-            found["the function under vjp"] = lambda *args, **kwargs: torch.func.vjp(
-                lambda *leaves: spec.op(*leaves, **kwargs), *args
-            )
-    if "device" in case.message or any(a is None for a in case.args):  # what no cast mends
-        found["the function under autocast"] = lambda *args, **kwargs: under_autocast(
-            spec.op, *args, **kwargs
-        )
+    tensors = sample.take(sample.positions)
+    if tensors and all(t.layout == torch.strided for t in tensors):
+        op = sample.bind(spec.op, sample.positions)
+        found["the function under vmap"] = lambda *_, **__: torch.func.vmap(
+            op, randomness="different"
+        )(*(torch.stack([t, t]) for t in tensors))
+        if all(t.is_floating_point() for t in tensors):
+            found["the function under vjp"] = lambda *_, **__: torch.func.vjp(op, *tensors)
     return found
 
 
@@ -65,7 +80,11 @@ def bad_input(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     for case in spec.invalid(device):
         sample = Sample(case.name, case.args, case.kwargs)
         where = Where(spec, "bad_input", sample)
-        for name, entry in entries(spec, case).items():
+        ways = entries(spec, sample)
+        # What no cast mends.
+        if "device" in case.message or any(a is None for a in case.args):
+            ways["the function under autocast"] = partial(under_autocast, spec.op)
+        for name, entry in ways.items():
             before = state(case.args, device)
             try:
                 result = sample.call(entry)

@@ -179,7 +179,7 @@ def only_the_caching_allocator(spec: OpSpec, device: torch.device, dtype: torch.
     require(grown <= 0, where, f"{grown} bytes were taken from the device outside the allocator")
 
 
-@check(device="cuda", dtypes=(torch.bfloat16,), large=True)
+@check(device="cuda", dtypes=(torch.bfloat16,), large=True, needs="large")
 def gradients_of_more_than_2_to_the_31_elements(
     spec: OpSpec, device: torch.device, dtype: torch.dtype
 ) -> None:
@@ -187,7 +187,7 @@ def gradients_of_more_than_2_to_the_31_elements(
     if available_memory(device) < 40 * 2**30:
         raise UnavailableError(f"needs 40 GiB of free memory on {device}")
     if spec.large is None:
-        raise UnavailableError("the op has no output of so many elements")
+        raise TypeError(f"{spec.name}: got a spec without a large sample")
     sample = spec.large(device)
     shape = sample.call(spec.op).shape
     grad = torch.tensor(0.5, device=device, dtype=dtype).expand(shape)

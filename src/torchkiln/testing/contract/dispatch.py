@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchkiln.testing.check import check
 from torchkiln.testing.compare import Where, require, require_identical
 from torchkiln.testing.contract.gradients import incoming
-from torchkiln.testing.contract.values import SMALL, relaid
+from torchkiln.testing.contract.values import SMALL, TINY, relaid
 from torchkiln.testing.spec import FLOATING, OpSpec, Sample
 
 
@@ -41,13 +41,14 @@ class Recorder(TorchDispatchMode):
 def opcheck(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     """torch.library.opcheck of the op at the small samples."""
     for sample in spec.samples(device, dtype, requires_grad=True):
-        if sample.numel <= 128:
+        if sample.numel <= TINY:
+            sample.start_generators()
             torch.library.opcheck(spec.overload, sample.args, dict(sample.kwargs))
 
 
 @check(dtypes=(torch.float32, torch.bfloat16))
 def opcheck_helpers(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """torch.library.opcheck of the helper ops, at the arguments that a backward gives them."""
+    """torch.library.opcheck of the helper ops, at the arguments that the op gives them."""
     namespace = spec.overload.namespace
     names = {f"{namespace}::{helper}" for helper in spec.helpers}
     sample = spec.typical(device, dtype, requires_grad=True)
@@ -57,7 +58,11 @@ def opcheck_helpers(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> N
         output.backward(incoming(output))
     where = Where(spec, "opcheck_helpers", sample)
     seen = {func._schema.name for func, _, _ in recorder.calls}
-    require(seen == names, where, f"the backward called {sorted(seen)}, expected {sorted(names)}")
+    require(
+        seen == names,
+        where,
+        f"called {sorted(seen)}, expected {sorted(names)}",
+    )
     for func, args, kwargs in recorder.calls:
         plain = tuple(a.detach() if isinstance(a, Tensor) else a for a in args)
         torch.library.opcheck(func, plain, kwargs)
@@ -81,6 +86,7 @@ def meta_and_fake(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> Non
     def on_meta(tensor: Tensor) -> Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
+    mode = FakeTensorMode()
     for sample in spec.samples(device, dtype):
         if sample.numel > SMALL:
             continue
@@ -88,8 +94,8 @@ def meta_and_fake(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> Non
             real = moved.call(spec.op)
             where = Where(spec, "meta_and_fake", moved)
             require_same_layout(moved.map(on_meta).call(spec.op), real, where.at("meta"))
-            with FakeTensorMode() as mode:
-                fake = moved.map(lambda t, m=mode: m.from_tensor(t)).call(spec.op)  # type: ignore[misc]
+            with mode:
+                fake = moved.map(mode.from_tensor).call(spec.op)
             require_same_layout(fake, real, where.at("fake"))
             require(fake.device == real.device, where.at("fake"), f"on {fake.device}")
         require_same_gradient_layout(spec, sample, on_meta)
@@ -117,7 +123,8 @@ def autocast(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
             where = Where(spec, "autocast", sample, f"to {low}")
             cast = sample
             for i in spec.autocast:
-                if cast.args[i].dtype in (torch.float32, torch.float16, torch.bfloat16):
+                tensor = i in cast.positions
+                if tensor and cast.args[i].dtype in (torch.float32, torch.float16, torch.bfloat16):
                     cast = cast.substitute(i, cast.args[i].to(low))
             leaves = spec.leaves(sample)
             with torch.autocast(device.type, low):

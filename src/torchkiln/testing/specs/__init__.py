@@ -1,7 +1,28 @@
 """One spec for each op, by family."""
 
-from torchkiln.testing.specs.bias_act import SCALE_BIAS_RELU
+from torchkiln.testing.spec import OpSpec
+from torchkiln.testing.specs import activation, dropout, gated
+from torchkiln.testing.specs.bias_act import BIAS_ACT
+from torchkiln.testing.specs.muladd import MULADD
 from torchkiln.testing.specs.pointwise import ADD
 from torchkiln.testing.specs.reduction import MEAN, SUM
 
-SPECS = (ADD, SCALE_BIAS_RELU, SUM, MEAN)
+FAMILIES: dict[str, tuple[OpSpec, ...]] = {
+    "pointwise": (ADD,),
+    "muladd": (MULADD,),
+    "activation": (
+        activation.SQUARE,
+        activation.RELU,
+        activation.GELU,
+        activation.GELU_TANH,
+        activation.SILU,
+        activation.SIGMOID,
+        activation.TANH,
+    ),
+    "bias_act": (BIAS_ACT,),
+    "gated": (gated.SWIGLU, gated.GEGLU, gated.GEGLU_TANH),
+    "dropout": (dropout.DROPOUT_ADD, dropout.BIAS_DROPOUT_ADD),
+    "reduction": (SUM, MEAN),
+}
+
+SPECS = tuple(spec for family in FAMILIES.values() for spec in family)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import torchkiln
 from torchkiln.testing.data import normal
 from torchkiln.testing.spec import Invalid, OpSpec, Sample, Traffic
+from torchkiln.testing.specs.activation import FLOATING, FORMULAS, SPARSE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 # Each shape of x, whose last dimension is the length of bias: one row and one column, no row and no
 # column, every vector tail, narrow and wide rows, many rows (the bias gradient is a sum over them).
 SHAPES: dict[str, tuple[int, ...]] = {
-    "typical": (6, 10),
     "one": (1,),
     "one row": (1, 37),
     "one column": (41, 1),
@@ -52,30 +52,38 @@ def away_from_zero(x: Tensor, bias: Tensor, scale: float) -> Tensor:
     return (direction * torch.where(third, outdone, x.double().abs() + 0.25)).to(x.dtype)
 
 
-def sample(name: str, x: Tensor, bias: Tensor, scale: float | None = None) -> Sample:
-    """A call at values where relu is smooth."""
-    x = away_from_zero(x, bias, 1.0 if scale is None else scale)
-    return Sample(name, (x, bias), {} if scale is None else {"scale": scale})
+def sample(name: str, x: Tensor, bias: Tensor, scale: float, act: str) -> Sample:
+    """A call at values where every activation is smooth."""
+    x = away_from_zero(x, bias, scale)
+    return Sample(f"{name}, {act}", (x, bias), {"scale": scale, "act": act})
 
 
-def scale_bias_relu_inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Shapes, then scales, then the mixed dtypes."""
-    for name, shape in SHAPES.items():
-        x, bias = normal("x", shape, device, dtype), normal("bias", shape[-1:], device, dtype)
-        yield sample(name, x, bias, 1.7)
-    x, bias = normal("x", (9, 21), device, dtype), normal("bias", (21,), device, dtype)
-    yield sample("no scale", x, bias)
-    yield sample("negative scale", x, bias, -0.3)
+def bias_act_inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    """Every activation at one shape, every shape at relu and one more, scales, mixed dtypes."""
+
+    def rows(*shape: int) -> tuple[Tensor, Tensor]:
+        return normal("x", shape, device, dtype), normal("bias", shape[-1:], device, dtype)
+
+    acts = ["relu", *(act for act in FORMULAS if act != "relu")]
+    for act in acts:
+        yield sample("typical", *rows(6, 10), 1.7, act)
+    for i, (name, shape) in enumerate(SHAPES.items()):
+        yield sample(name, *rows(*shape), 1.7, "relu")
+        yield sample(name, *rows(*shape), -0.6, acts[1 + i % (len(acts) - 1)])
+    x, bias = rows(9, 21)
+    yield Sample("no scale", (away_from_zero(x, bias, 1.0), bias))
+    yield Sample("by position", (away_from_zero(x, bias, 0.5), bias, 0.5, "silu"))
     if dtype in (torch.float16, torch.bfloat16):
         wide = normal("bias", (21,), device, torch.float32)
-        yield sample("float32 bias", x, wide, 0.7)
+        for act in ("relu", "gelu"):
+            yield sample("float32 bias", x, wide, 0.7, act)
         many = normal("x", (1031, 67), device, dtype)
-        yield sample("float32 bias, many rows", many, normal("bias", (67,), device), 0.7)
+        yield sample("float32 bias, many rows", many, normal("bias", (67,), device), 0.7, "tanh")
 
 
-def scale_bias_relu_invalid(device: torch.device) -> Iterator[Invalid]:
-    """Every refusal of scale_bias_relu."""
-    prefix = r"torchkiln\.scale_bias_relu: "
+def bias_act_invalid(device: torch.device) -> Iterator[Invalid]:
+    """Every refusal of bias_act."""
+    prefix = r"torchkiln\.bias_act: "
     x = torch.ones(2, 4, device=device, requires_grad=True)
     bias = torch.ones(4, device=device, requires_grad=True)
 
@@ -85,6 +93,18 @@ def scale_bias_relu_invalid(device: torch.device) -> Iterator[Invalid]:
     nothing = "got NoneType, expected a torch\\.Tensor"
     yield Invalid("x None", (None, bias), TypeError, prefix + "x: " + nothing)
     yield Invalid("bias None", (x, None), TypeError, prefix + "bias: " + nothing)
+    yield Invalid(
+        "unknown activation",
+        (x, bias, 1.0, "swish"),
+        ValueError,
+        prefix + f"act: got 'swish', expected one of {', '.join(FORMULAS)}",
+    )
+    yield Invalid(
+        "activation None",
+        (x, bias, 1.0, None),
+        TypeError,
+        prefix + "act: got NoneType, expected a str",
+    )
     yield case(
         "bias too short",
         x,
@@ -102,10 +122,9 @@ def scale_bias_relu_invalid(device: torch.device) -> Iterator[Invalid]:
     yield case(
         "0-dim x", bias[0], bias, "x: got a 0-dimensional tensor, expected at least 1 dimension"
     )
-    floating = "expected one of float32, float64, float16, bfloat16"
     for dtype in (torch.int64, torch.bool, torch.complex64):
         name = str(dtype).removeprefix("torch.")
-        yield case(f"{name} x", x.detach().to(dtype), bias, f"x: got dtype {name}, {floating}")
+        yield case(f"{name} x", x.detach().to(dtype), bias, f"x: got dtype {name}, {FLOATING}")
     yield case(
         "float64 bias",
         x,
@@ -124,9 +143,8 @@ def scale_bias_relu_invalid(device: torch.device) -> Iterator[Invalid]:
         bias.bfloat16(),
         "bias: got dtype bfloat16, expected float16, the dtype of x, or float32",
     )
-    layout = r"got layout Sparse, expected Strided; call \.to_dense\(\) first"
-    yield case("sparse x", x.detach().to_sparse(), bias, "x: " + layout)
-    yield case("sparse bias", x, bias.detach().to_sparse(), "bias: " + layout)
+    yield case("sparse x", x.detach().to_sparse(), bias, "x: " + SPARSE)
+    yield case("sparse bias", x, bias.detach().to_sparse(), "bias: " + SPARSE)
     yield case(
         "meta bias",
         x,
@@ -142,26 +160,42 @@ def scale_bias_relu_invalid(device: torch.device) -> Iterator[Invalid]:
         )
 
 
-def scale_bias_relu_composite(x: Tensor, bias: Tensor, scale: float = 1.0) -> Tensor:
+def bias_act_reference(x: Tensor, bias: Tensor, scale: float = 1.0, act: str = "relu") -> Tensor:
+    """The formula."""
+    return FORMULAS[act].exact(x * scale + bias)
+
+
+def bias_act_composite(x: Tensor, bias: Tensor, scale: float = 1.0, act: str = "relu") -> Tensor:
     """The three ops that a user would write."""
-    return torch.relu(x * scale + bias).to(x.dtype)
+    return FORMULAS[act].value(x * scale + bias).to(x.dtype)
 
 
-def scale_bias_relu_magnitude(x: Tensor, bias: Tensor, scale: float = 1.0) -> Tensor:
-    """|x * scale| + |bias|."""
-    return (x * scale).abs() + bias.abs()
+def bias_act_magnitude(x: Tensor, bias: Tensor, scale: float = 1.0, act: str = "relu") -> Tensor:
+    """|x * scale| + |bias|, which no activation but the square amplifies."""
+    terms = (x * scale).abs() + bias.abs()
+    return terms * terms if act == "square" else terms
 
 
-def scale_bias_relu_bench(
-    device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
-) -> Sample:
+def bias_act_gradient_magnitude(
+    x: Tensor, bias: Tensor, scale: float = 1.0, act: str = "relu"
+) -> Tensor:
+    """The activation's own terms, and what the rounding of its argument does to its derivative."""
+    formula = FORMULAS[act]
+    z = x * abs(scale) + bias
+    with torch.no_grad():
+        terms = (x * scale).abs() + bias.abs()
+        slope = formula.slope_terms(x * scale + bias) + formula.curvature * terms
+    return z * slope
+
+
+def bias_act_bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Sample:
     """A matrix of activations."""
     x = torch.randn(shape, device=device, dtype=dtype)
     bias = torch.randn(shape[1:], device=device, dtype=dtype)
     return Sample("bench", (x, bias), {"scale": 1.7})
 
 
-def scale_bias_relu_large(device: torch.device) -> Sample:
+def bias_act_large(device: torch.device) -> Sample:
     """A matrix of more than 2**31 elements."""
     rows, columns = 2**16 + 1, 2**15 + 1
     x = torch.arange(rows, device=device).remainder(251).sub(99).to(torch.bfloat16).unsqueeze(1)
@@ -169,47 +203,60 @@ def scale_bias_relu_large(device: torch.device) -> Sample:
     return Sample("large", (x.expand(rows, columns).contiguous(), bias), {"scale": 0.5})
 
 
-def scale_bias_relu_traffic(sample: Sample) -> Traffic:
+def act_of(sample: Sample) -> str:
+    """The activation of a call."""
+    act: str = sample.args[3] if len(sample.args) > 3 else sample.kwargs.get("act", "relu")
+    return act
+
+
+def bias_act_traffic(sample: Sample) -> Traffic:
     """Reads x and bias, writes the output."""
-    x, bias = sample.args
+    x, bias = sample.args[:2]
     return Traffic(2 * x.numel() * x.itemsize + bias.numel() * bias.itemsize, 3 * x.numel())
 
 
-def scale_bias_relu_backward_traffic(sample: Sample) -> Traffic:
-    """Reads the incoming gradient and the output, writes the gradients of x and bias."""
-    x, bias = sample.args
-    return Traffic(3 * x.numel() * x.itemsize + bias.numel() * bias.itemsize, 3 * x.numel())
+def bias_act_backward_traffic(sample: Sample) -> Traffic:
+    """Reads the incoming gradient, writes those of x and bias; reads what the derivative needs.
+
+    That is a bit per element for relu, x and bias for the others, and nothing without activation.
+    """
+    x, bias = sample.args[:2]
+    whole, row = x.numel() * x.itemsize, bias.numel() * bias.itemsize
+    act = act_of(sample)
+    saved = 0 if act == "none" else x.numel() // 8 if act == "relu" else whole + row
+    return Traffic(2 * whole + row + saved, 3 * x.numel())
 
 
 def module(device: torch.device, dtype: torch.dtype) -> nn.Module:
     """A module with a bias that is not zero."""
-    layer = torchkiln.nn.ScaleBiasReLU(21, scale=0.7, device=device, dtype=dtype)
+    layer = torchkiln.nn.BiasAct(21, "gelu", scale=0.7, device=device, dtype=dtype)
     with torch.no_grad():
         layer.bias.copy_(normal("bias", (21,), device, dtype))
     return layer
 
 
-def module_input(device: torch.device, dtype: torch.dtype) -> Tensor:
+def module_inputs(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Rows for :func:`module`."""
-    return normal("x", (9, 21), device, dtype)
+    return (normal("x", (9, 21), device, dtype),)
 
 
-SCALE_BIAS_RELU = OpSpec(
-    name="scale_bias_relu",
-    op=torchkiln.scale_bias_relu,
-    overload=torch.ops.torchkiln.scale_bias_relu.default,
-    reference=scale_bias_relu_composite,
-    composite=scale_bias_relu_composite,
-    magnitude=scale_bias_relu_magnitude,
-    inputs=scale_bias_relu_inputs,
-    invalid=scale_bias_relu_invalid,
-    bench=scale_bias_relu_bench,
-    large=scale_bias_relu_large,
-    traffic=scale_bias_relu_traffic,
-    backward_traffic=scale_bias_relu_backward_traffic,
+BIAS_ACT = OpSpec(
+    name="bias_act",
+    op=torchkiln.bias_act,
+    overload=torch.ops.torchkiln.bias_act.default,
+    reference=bias_act_reference,
+    composite=bias_act_composite,
+    magnitude=bias_act_magnitude,
+    gradient_magnitude=bias_act_gradient_magnitude,
+    inputs=bias_act_inputs,
+    invalid=bias_act_invalid,
+    bench=bias_act_bench,
+    large=bias_act_large,
+    traffic=bias_act_traffic,
+    backward_traffic=bias_act_backward_traffic,
     differentiable=(0, 1),
     autocast=(0,),
-    helpers=("scale_bias_relu_backward",),
+    helpers=("bias_act_forward", "bias_act_backward"),
     module=module,
-    module_input=module_input,
+    module_inputs=module_inputs,
 )

@@ -1,0 +1,91 @@
+"""Modules of the activations, with the arguments of their namesakes in :mod:`torch.nn`."""
+
+from torch import Tensor, nn
+
+from torchkiln.activation import gelu, is_tanh, relu, relu_, sigmoid, silu, silu_, tanh
+
+
+class ReLU(nn.Module):
+    """``max(x, 0)``.
+
+    Args:
+        inplace: whether the input is overwritten.
+
+    Shape:
+        any.
+    """
+
+    def __init__(self, inplace: bool = False) -> None:
+        super().__init__()
+        self.inplace = inplace
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Applies the op to ``x``."""
+        return relu_(x) if self.inplace else relu(x)
+
+    def extra_repr(self) -> str:
+        """The settings, for ``repr``."""
+        return "inplace=True" if self.inplace else ""
+
+
+class SiLU(nn.Module):
+    """``x / (1 + exp(-x))``.
+
+    Args:
+        inplace: whether the input is overwritten.
+
+    Shape:
+        any.
+    """
+
+    def __init__(self, inplace: bool = False) -> None:
+        super().__init__()
+        self.inplace = inplace
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Applies the op to ``x``."""
+        return silu_(x) if self.inplace else silu(x)
+
+    def extra_repr(self) -> str:
+        """The settings, for ``repr``."""
+        return "inplace=True" if self.inplace else ""
+
+
+class GELU(nn.Module):
+    """``x * F(x)``, where ``F`` is the cumulative normal distribution.
+
+    Args:
+        approximate: ``"none"``, or ``"tanh"`` for the approximation by a hyperbolic tangent.
+
+    Shape:
+        any.
+    """
+
+    def __init__(self, approximate: str = "none") -> None:
+        super().__init__()
+        is_tanh(approximate, "nn.GELU")
+        self.approximate = approximate
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Applies the op to ``x``."""
+        return gelu(x, self.approximate)
+
+    def extra_repr(self) -> str:
+        """The settings, for ``repr``."""
+        return f"approximate={self.approximate!r}"
+
+
+class Sigmoid(nn.Module):
+    """``1 / (1 + exp(-x))``, of any shape."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Applies the op to ``x``."""
+        return sigmoid(x)
+
+
+class Tanh(nn.Module):
+    """The hyperbolic tangent, of any shape."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Applies the op to ``x``."""
+        return tanh(x)

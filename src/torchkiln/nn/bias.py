@@ -1,0 +1,20 @@
+"""What modules with a bias along the last dimension have in common."""
+
+import torch
+from torch import nn
+
+
+class WithBias(nn.Module):
+    """A trainable bias of ``features`` elements, zero at first."""
+
+    def __init__(
+        self, features: int, device: torch.device | str | None, dtype: torch.dtype | None
+    ) -> None:
+        super().__init__()
+        self.features = features
+        self.bias = nn.Parameter(torch.empty(features, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets the bias to zero."""
+        nn.init.zeros_(self.bias)
