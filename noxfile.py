@@ -113,6 +113,16 @@ def demo(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def bench(session: nox.Session) -> None:
+    """Times of every op beside its peers and beside what this machine can do at most."""
+    install_torch(session)
+    session.install(*PYPROJECT["project"]["optional-dependencies"]["cli"])
+    install_package(session)
+    outputs = ("--json=build/bench/bench.json", "--markdown=build/bench/bench.md")
+    session.run("python", "-m", "torchkiln.bench", *outputs, *session.posargs)
+
+
+@nox.session(default=False)
 def build(session: nox.Session) -> None:
     """Wheel and sdist into dist/."""
     install_torch(session)
