@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from torchkiln.bench import peers
-from torchkiln.bench.cases import BACKWARD, BenchCase, call_of
+from torchkiln.bench.cases import BACKWARD, BenchCase, Function, call_of
 from torchkiln.bench.ceiling import ceilings, written
 from torchkiln.bench.clock import Call, Clock, Times, in_turns
 from torchkiln.bench.row import OURS, Row
@@ -42,23 +42,27 @@ def prepare(batch: list[BenchCase], direction: str, names: tuple[str, ...]) -> P
     """
     case = batch[0]
     output = case.sample.call(case.spec.op)
-    grad = torch.randn_like(output) if direction == BACKWARD else None
-    ours = [call_of(each, case.spec.op, direction, grad) for each in batch]
+    grads = [torch.randn_like(output) if direction == BACKWARD else None for _ in batch]
     known = [case.sample.args[i] for i in case.sample.positions]
-    known += [] if grad is None else [grad]
-    size = written(ours[0](), known)
-    calls: dict[str, list[Call]] = {OURS: ours}
+    known += [grad for grad in grads[:1] if grad is not None]
+
+    def calls_of(function: Function, name: str = OURS) -> list[Call]:
+        return [
+            call_of(peers.own_tensors(name, each), function, direction, grad)
+            for each, grad in zip(batch, grads, strict=True)
+        ]
+
+    calls = {OURS: calls_of(case.spec.op)}
+    size = written(calls[OURS][0](), known)
     missing: dict[str, str] = {}
     for name, make in peers.makers(case, names):
         try:
-            function = make(case)
-            theirs = [
-                call_of(peers.own_tensors(name, each), function, direction, grad) for each in batch
-            ]
+            theirs = calls_of(make(case), name)
             for call in theirs:
                 call()
         except Exception as error:  # whatever a peer or a compiler raises
-            missing[name] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            first = next(iter(str(error).strip().splitlines()), "")
+            missing[name] = f"{type(error).__name__}: {first}"
         else:
             calls[name] = theirs
     return Prepared(calls, size, missing)
