@@ -2,12 +2,97 @@
 
 #include "torchkiln/columns.cuh"
 #include "torchkiln/elementwise.cuh"
-#include "torchkiln/functors.h"
 
 namespace torchkiln::cuda {
 namespace {
 
-template <class T, int Lanes>
+/// Each<Functor>, and a bit for every result that is not <= 0 as it will be stored.
+template <class Functor, class Out>
+struct WithSigns {
+  Functor functor;
+  uint8_t* signs;
+
+  template <bool Full, class Packet, class C, int N, size_t... K>
+  __device__ __forceinline__ void run(const Packet& packet, int64_t at, int64_t numel,
+                                      C (&results)[1][N], std::index_sequence<K...> each) const {
+    elementwise::Each<Functor>{functor}.template run<Full>(packet, at, numel, results, each);
+    uint32_t bits = 0;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const bool positive = !(convert<C>(convert<Out>(results[0][i])) <= C(0));
+      if (positive && (Full || at + i < numel)) bits |= 1u << i;
+    }
+    // A byte belongs to as many neighbouring threads; a block begins with a whole one.
+    constexpr int kGroup = 8 / N;
+    const int place = threadIdx.x % kGroup;
+    bits <<= place * N;
+#pragma unroll
+    for (int step = 1; step < kGroup; step *= 2) bits |= __shfl_xor_sync(~0u, bits, step);
+    if (place == 0 && (Full || at < numel)) signs[at / 8] = static_cast<uint8_t>(bits);
+  }
+};
+
+/// The signs of `lanes` adjacent outputs, the first of which lies `at` a multiple of lanes.
+__device__ __forceinline__ uint32_t load_signs(const uint8_t* signs, int64_t at) {
+  return signs[at / 8] >> (at % 8);
+}
+
+/// grad_x from signs, where no bias gradient is wanted.
+template <class Act, class Math, class C>
+struct FromSigns {
+  C scale;
+  const uint8_t* signs;
+
+  template <bool Full, class Packet, int N, size_t... K>
+  __device__ __forceinline__ void run(const Packet& packet, int64_t at, int64_t numel,
+                                      C (&results)[1][N], std::index_sequence<K...>) const {
+    const uint32_t bits = Full || at < numel ? load_signs(signs, at) : 0;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const C output = (bits >> i) & 1u ? C(1) : C(0);
+      results[0][i] = Act::template gradient<Math>(packet.template get<0>(i), output) * scale;
+    }
+  }
+};
+
+/// The derivative of one activation, from what is kept.
+template <class Act, class Math>
+struct Fixed {
+  __device__ __forceinline__ static constexpr Saved kept() {
+    return Act::kSaved == Saved::output ? Saved::input : Act::kSaved;
+  }
+
+  template <class C>
+  __device__ __forceinline__ C operator()(C grad, C from) const {
+    if constexpr (kept() == Saved::input) {
+      return gradient_from_input<Act, Math>(grad, from);
+    } else {
+      return Act::template gradient<Math>(grad, from);
+    }
+  }
+};
+
+/// The derivative of any activation.
+template <class Math>
+struct Chosen {
+  Activation activation;
+  Saved keeps;
+
+  __device__ __forceinline__ Saved kept() const { return keeps; }
+
+  template <class C>
+  __device__ __forceinline__ C operator()(C grad, C from) const {
+    C result{};
+    with_activation(
+        activation,
+        [&](auto tag) { result = Fixed<typename decltype(tag)::type, Math>{}(grad, from); },
+        Activations{});
+    return result;
+  }
+};
+
+/// One pass over grad and what was saved: writes grad_x, sums the bias gradient.
+template <class Gradient, class T, int Lanes>
 struct GradientBody {
   using C = Compute<T>;
   static constexpr int kLanes = Lanes;
@@ -15,20 +100,26 @@ struct GradientBody {
 
   struct Item {
     Vec<T, Lanes> grad;
-    Vec<T, Lanes> output;
+    Vec<T, Lanes> saved;
+    uint32_t signs;
   };
 
-  const T* grad;
-  const T* output;
-  T* grad_x;
-  int64_t columns;
-  int64_t grad_row_stride;
-  int64_t grad_column_stride;
+  BiasActBackward problem;
+  Gradient gradient;
   C scale;
 
   __device__ __forceinline__ Item load(int64_t row, int64_t column) const {
-    return {load_vector<Lanes>(grad + row * grad_row_stride + column * grad_column_stride),
-            load_vector<Lanes>(output + row * columns + column)};
+    const BiasActBackward& p = problem;
+    Item item;
+    item.grad = load_vector<Lanes>(static_cast<const T*>(p.grad) + row * p.grad_row_stride +
+                                   column * p.grad_column_stride);
+    if (gradient.kept() == Saved::sign) {
+      item.signs = load_signs(static_cast<const uint8_t*>(p.saved), row * p.columns + column);
+    } else if (gradient.kept() == Saved::input) {
+      item.saved = load_vector<Lanes>(static_cast<const T*>(p.saved) + row * p.saved_row_stride +
+                                      column * p.saved_column_stride);
+    }
+    return item;
   }
 
   __device__ __forceinline__ void consume(const Item& item, int64_t row, int64_t column,
@@ -36,77 +127,152 @@ struct GradientBody {
     C scaled[Lanes];
 #pragma unroll
     for (int i = 0; i < Lanes; ++i) {
-      const C passed =
-          Relu::gradient(convert<C>(item.grad.lane[i]), convert<C>(item.output.lane[i]));
+      C from{};
+      if (gradient.kept() == Saved::sign) {
+        from = (item.signs >> i) & 1u ? C(1) : C(0);
+      } else if (gradient.kept() == Saved::input) {
+        from = convert<C>(item.saved.lane[i]) * scale + bias(column + i);
+      }
+      const C passed = gradient(convert<C>(item.grad.lane[i]), from);
       sum[i] += passed;
       scaled[i] = passed * scale;
     }
-    if (grad_x != nullptr) store(grad_x + row * columns + column, scaled);
+    if (problem.grad_x != nullptr)
+      store(static_cast<T*>(problem.grad_x) + row * problem.columns + column, scaled);
+  }
+
+  // Read-only loads, so that the compiler may keep a thread's columns in registers.
+  __device__ __forceinline__ C bias(int64_t column) const {
+    const int64_t at = column * problem.bias_stride;
+    if (problem.bias_dtype == Dtype::float32)
+      return static_cast<C>(__ldg(static_cast<const float*>(problem.bias) + at));
+    return convert<C>(__ldg(static_cast<const T*>(problem.bias) + at));
   }
 };
 
-/// Whether rows of grad, output and grad_x can be read and written by whole vectors.
-bool by_vectors(const ScaleBiasReluBackward& p) {
+/// Whether rows of grad, of what was saved and of grad_x move by whole vectors.
+bool by_vectors(const BiasActBackward& p) {
   const int64_t size = static_cast<int64_t>(size_of(p.dtype));
-  return p.columns * size % kVectorBytes == 0 && p.grad_column_stride == 1 &&
-         p.grad_row_stride * size % kVectorBytes == 0 && aligned(p.grad, kVectorBytes) &&
-         aligned(p.output, kVectorBytes) && aligned(p.grad_x, kVectorBytes);
+  const auto in_rows = [&](const void* data, int64_t row_stride, int64_t column_stride) {
+    return column_stride == 1 && row_stride * size % kVectorBytes == 0 &&
+           aligned(data, kVectorBytes);
+  };
+  return p.columns * size % kVectorBytes == 0 && aligned(p.grad_x, kVectorBytes) &&
+         in_rows(p.grad, p.grad_row_stride, p.grad_column_stride) &&
+         (kept_by_bias_act(p.activation) != Saved::input ||
+          in_rows(p.saved, p.saved_row_stride, p.saved_column_stride));
 }
 
-columns::Plan plan_of(const ScaleBiasReluBackward& p) {
+columns::Plan plan_of(const BiasActBackward& p) {
   const int lanes = by_vectors(p) ? kVectorBytes / static_cast<int>(size_of(p.dtype)) : 1;
   return columns::make_plan(p.rows, p.columns, lanes);
 }
 
-template <class T, int Lanes>
-Status both_gradients(const ScaleBiasReluBackward& p, CUstream_st* stream) {
-  GradientBody<T, Lanes> body;
-  body.grad = static_cast<const T*>(p.grad);
-  body.output = static_cast<const T*>(p.output);
-  body.grad_x = static_cast<T*>(p.grad_x);
-  body.columns = p.columns;
-  body.grad_row_stride = p.grad_row_stride;
-  body.grad_column_stride = p.grad_column_stride;
-  body.scale = static_cast<Compute<T>>(p.scale);
+template <class T, int Lanes, class Gradient>
+Status both_gradients(const BiasActBackward& p, const Gradient& gradient, CUstream_st* stream) {
+  const GradientBody<Gradient, T, Lanes> body{p, gradient, static_cast<Compute<T>>(p.scale)};
   return columns::launch(body, plan_of(p), p.workspace, p.grad_bias, p.bias_dtype, stream);
 }
 
 /// Without a bias gradient there is nothing to sum: the elementwise skeleton does it.
 template <class T>
-Status grad_x_alone(const ScaleBiasReluBackward& p, CUstream_st* stream) {
-  Elementwise<2> arguments{p.grad_x, p.dtype, {p.grad, p.output}, {p.dtype, p.dtype}, {}};
-  Dimension<2> dims[] = {{p.columns, 1, {p.grad_column_stride, 1}},
-                         {p.rows, p.columns, {p.grad_row_stride, p.columns}}};
-  if (!make_layout(dims, 2, arguments.layout)) return {"unreachable: two dimensions always fit"};
-  return elementwise::launch<T, T, T>(
-      ScaledGradient<Relu, Compute<T>>{static_cast<Compute<T>>(p.scale)}, arguments, stream);
+Status grad_x_alone(const BiasActBackward& p, CUstream_st* stream) {
+  using C = Compute<T>;
+  using Math = elementwise::MathFor<T>;
+  const C scale = static_cast<C>(p.scale);
+  const Saved kept = kept_by_bias_act(p.activation);
+  const int64_t row_strides[] = {p.grad_row_stride, p.saved_row_stride, 0};
+  const int64_t column_strides[] = {p.grad_column_stride, p.saved_column_stride, p.bias_stride};
+  const auto describe = [&](auto& arguments) {
+    constexpr int kInputs = std::extent_v<decltype(arguments.in)>;
+    const void* inputs[] = {p.grad, p.saved, p.bias};
+    const Dtype dtypes[] = {p.dtype, p.dtype, p.bias_dtype};
+    Dimension<kInputs> dims[2] = {{p.columns, {1}, {}}, {p.rows, {p.columns}, {}}};
+    arguments.out[0] = p.grad_x;
+    arguments.dtype = p.dtype;
+    for (int k = 0; k < kInputs; ++k) {
+      arguments.in[k] = inputs[k];
+      arguments.in_dtype[k] = dtypes[k];
+      dims[0].stride[k] = column_strides[k];
+      dims[1].stride[k] = row_strides[k];
+    }
+    (void)make_layout(dims, 2, arguments.layout);  // two dimensions always fit
+  };
+
+  if (kept == Saved::nothing) {
+    Elementwise<1> arguments{};
+    describe(arguments);
+    return elementwise::launch<T, T>(ScaleShift<C>{scale, C(0)}, arguments, stream);
+  }
+  if (kept == Saved::sign) {
+    Elementwise<1> arguments{};
+    describe(arguments);
+    const FromSigns<Relu, Math, C> body{scale, static_cast<const uint8_t*>(p.saved)};
+    return elementwise::launch_bodies<T, T>(body, body, arguments, stream);
+  }
+  using Make = elementwise::MakeScaled<BiasActivatedGradient, Math, C>;
+  const elementwise::Switched<Make, Activations> body{p.activation, Make{scale}};
+  Elementwise<3> arguments{};
+  describe(arguments);
+  if (p.bias_dtype == p.dtype)
+    return elementwise::launch_bodies<T, T, T, T>(body, body, arguments, stream);
+  return elementwise::launch_bodies<T, T, T, float>(body, body, arguments, stream);
+}
+
+template <class T, class Bias>
+Status forward(const BiasAct& p, CUstream_st* stream) {
+  using C = Compute<T>;
+  using Math = elementwise::MathFor<T>;
+  const C scale = static_cast<C>(p.scale);
+  if (p.signs != nullptr) {
+    // Relu alone saves signs.
+    const BiasActivated<Relu, Math, C> functor{scale};
+    const WithSigns<BiasActivated<Relu, Math, C>, T> body{functor, p.signs};
+    return elementwise::launch_bodies<T, T, Bias>(body, body, p.elements, stream);
+  }
+  return elementwise::launch_activated<T, T, Bias>(
+      p.activation, elementwise::MakeScaled<BiasActivated, Math, C>{scale}, p.elements, stream);
 }
 
 }  // namespace
 
-Status scale_bias_relu(const Elementwise<2>& arguments, double scale, CUstream_st* stream) {
-  return dispatch<float, double, __half, __nv_bfloat16>(arguments.dtype, [&](auto tag) {
+Status bias_act(const BiasAct& p, CUstream_st* stream) {
+  return dispatch_floating(p.elements.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const ScaleBias<Relu, Compute<T>> functor{static_cast<Compute<T>>(scale)};
-    if (arguments.in_dtype[1] == DtypeOf<T>::value)
-      return elementwise::launch<T, T, T>(functor, arguments, stream);
-    return elementwise::launch<T, T, float>(functor, arguments, stream);
+    if (p.elements.in_dtype[1] == DtypeOf<T>::value) return forward<T, T>(p, stream);
+    return forward<T, float>(p, stream);
   });
 }
 
-size_t workspace_bytes(const ScaleBiasReluBackward& p) {
+size_t workspace_bytes(const BiasActBackward& p) {
   if (p.grad_bias == nullptr || p.rows * p.columns == 0) return 0;
   return columns::partial_bytes(plan_of(p),
                                 p.dtype == Dtype::float64 ? sizeof(double) : sizeof(float));
 }
 
-Status scale_bias_relu_backward(const ScaleBiasReluBackward& p, CUstream_st* stream) {
+Status bias_act_backward(const BiasActBackward& p, CUstream_st* stream) {
   if (p.columns == 0) return {};
-  return dispatch<float, double, __half, __nv_bfloat16>(p.dtype, [&](auto tag) {
+  return dispatch_floating(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
+    using Math = elementwise::MathFor<T>;
     if (p.grad_bias == nullptr) return grad_x_alone<T>(p, stream);
-    return by_vectors(p) ? both_gradients<T, kVectorLanes<T>>(p, stream)
-                         : both_gradients<T, 1>(p, stream);
+    const Chosen<Math> chosen{p.activation, kept_by_bias_act(p.activation)};
+    if (!by_vectors(p)) return both_gradients<T, 1>(p, chosen, stream);
+    constexpr int kLanes = kVectorLanes<T>;
+    // The long code of double precision is not repeated for every activation.
+    if constexpr (sizeof(T) == 8) {
+      return both_gradients<T, kLanes>(p, chosen, stream);
+    } else {
+      Status status{"unknown activation"};
+      with_activation(
+          p.activation,
+          [&](auto act) {
+            const Fixed<typename decltype(act)::type, Math> gradient;
+            status = both_gradients<T, kLanes>(p, gradient, stream);
+          },
+          Activations{});
+      return status;
+    }
   });
 }
 

@@ -6,7 +6,7 @@
 namespace torchkiln::cuda {
 
 Status add(const Elementwise<2>& arguments, CUstream_st* stream) {
-  return dispatch<float, double, __half, __nv_bfloat16>(arguments.dtype, [&](auto tag) {
+  return dispatch_floating(arguments.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     return elementwise::launch<T, T, T>(Add{}, arguments, stream);
   });

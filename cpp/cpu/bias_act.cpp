@@ -4,7 +4,7 @@
 
 #include "elementwise.h"
 #include "isa.h"
-#include "torchkiln/functors.h"
+#include "signs.h"
 
 namespace torchkiln::cpu {
 namespace TORCHKILN_ISA {
@@ -16,47 +16,78 @@ namespace {
 constexpr int64_t kStripColumns = 1024;
 constexpr int64_t kStripRows = 64;
 
-/// One run of one row: grad_x, and the column sums when they are wanted.
-template <class C>
-void run_backward(C* grad_x, C* sum, const C* grad, const C* output, C scale, int64_t count) {
+/// The gradient of the activation, from what is kept.
+template <class Act, class C>
+struct Gradient {
+  C scale;
+
+  static constexpr bool kFromInput = Act::kSaved == Saved::input || Act::kSaved == Saved::output;
+
+  TORCHKILN_FUNCTION C operator()(C grad, C saved, C bias) const {
+    if constexpr (kFromInput) {
+      return gradient_from_input<Act, ExactMath>(grad, saved * scale + bias);
+    } else {
+      return Act::template gradient<ExactMath>(grad, saved);
+    }
+  }
+};
+
+/// One run of one row: grad_x, and the column sums.
+template <class Act, class C>
+void run_backward(C* grad_x, C* sum, const C* grad, const C* saved, const C* bias,
+                  const Gradient<Act, C>& gradient, int64_t count) {
 #pragma GCC ivdep
   for (int64_t i = 0; i < count; ++i) {
-    const C passed = Relu::gradient(grad[i], output[i]);
-    grad_x[i] = passed * scale;
+    const C passed = gradient(grad[i], saved[i], bias[i]);
+    grad_x[i] = passed * gradient.scale;
     sum[i] += passed;
   }
 }
 
 /// Rows first_row <= row < last_row of the strip that begins at `column`.
-template <class T>
-void strip_backward(const ScaleBiasReluBackward& p, int64_t first_row, int64_t last_row,
-                    int64_t column, int64_t width, Compute<T>* sum) {
+template <class T, class Act>
+void strip_backward(const BiasActBackward& p, int64_t first_row, int64_t last_row, int64_t column,
+                    int64_t width, Compute<T>* sum) {
   using C = Compute<T>;
   C grad_buffer[kRun];
-  C output_buffer[kRun];
+  C saved_buffer[kRun] = {};
+  C bias_buffer[kRun] = {};
   C result_buffer[kRun];
-  const C scale = static_cast<C>(p.scale);
-  for (int64_t row = first_row; row < last_row; ++row) {
-    for (int64_t done = 0; done < width; done += kRun) {
-      const int64_t count = std::min(kRun, width - done);
-      const int64_t at = row * p.columns + column + done;
-      const int64_t grad_at = row * p.grad_row_stride + (column + done) * p.grad_column_stride;
-      const C* grad = read_run(grad_buffer, p.grad, grad_at, p.grad_column_stride, count, p.dtype);
-      const C* output = read_run(output_buffer, p.output, at, 1, count, p.dtype);
+  const Gradient<Act, C> gradient{static_cast<C>(p.scale)};
+  for (int64_t done = 0; done < width; done += kRun) {
+    const int64_t count = std::min(kRun, width - done);
+    const int64_t first = column + done;
+    const C* bias = bias_buffer;
+    if constexpr (gradient.kFromInput)
+      bias =
+          read_run(bias_buffer, p.bias, first * p.bias_stride, p.bias_stride, count, p.bias_dtype);
+    for (int64_t row = first_row; row < last_row; ++row) {
+      const int64_t at = row * p.columns + first;
+      const C* grad =
+          read_run(grad_buffer, p.grad, row * p.grad_row_stride + first * p.grad_column_stride,
+                   p.grad_column_stride, count, p.dtype);
+      const C* saved = saved_buffer;
+      if constexpr (Act::kSaved == Saved::sign) {
+        unpack_signs(saved_buffer, static_cast<const uint8_t*>(p.saved), at, count);
+      } else if constexpr (gradient.kFromInput) {
+        saved = read_run(saved_buffer, p.saved,
+                         row * p.saved_row_stride + first * p.saved_column_stride,
+                         p.saved_column_stride, count, p.dtype);
+      }
       T* grad_x = p.grad_x == nullptr ? nullptr : static_cast<T*>(p.grad_x) + at;
       if constexpr (std::is_same_v<T, C>) {
-        run_backward(grad_x == nullptr ? result_buffer : grad_x, sum + done, grad, output, scale,
-                     count);
+        run_backward(grad_x == nullptr ? result_buffer : grad_x, sum + done, grad, saved, bias,
+                     gradient, count);
       } else {
-        run_backward(result_buffer, sum + done, grad, output, scale, count);
+        run_backward(result_buffer, sum + done, grad, saved, bias, gradient, count);
         if (grad_x != nullptr) narrow_run(grad_x, result_buffer, count);
       }
     }
   }
 }
 
-template <class T>
-void chunk_backward(const ScaleBiasReluBackward& p, int64_t chunk, int64_t rows_per_chunk) {
+template <class T, class Act>
+void chunk_backward(const BiasActBackward& p, int64_t chunk, int64_t rows_per_chunk) {
   using C = Compute<T>;
   const int64_t first = chunk * rows_per_chunk;
   const int64_t last = std::min(first + rows_per_chunk, p.rows);
@@ -68,40 +99,57 @@ void chunk_backward(const ScaleBiasReluBackward& p, int64_t chunk, int64_t rows_
     for (int64_t column = 0; column < p.columns; column += kStripColumns) {
       const int64_t width = std::min(kStripColumns, p.columns - column);
       std::fill_n(sum, width, C(0));
-      strip_backward<T>(p, row, std::min(row + kStripRows, last), column, width, sum);
+      strip_backward<T, Act>(p, row, std::min(row + kStripRows, last), column, width, sum);
       for (int64_t i = 0; chunk_sum != nullptr && i < width; ++i) chunk_sum[column + i] += sum[i];
     }
   }
 }
 
-template <class T>
-void store_sums(const Compute<T>* sums, void* grad_bias, int64_t column, int64_t count) {
-  narrow_run(static_cast<T*>(grad_bias) + column, sums, count);
-}
-
 }  // namespace
 
-Status scale_bias_relu(const Elementwise<2>& arguments, double scale, int64_t begin, int64_t end) {
-  return dispatch<float, double, Half, BFloat16>(arguments.dtype, [&](auto tag) {
+Status bias_act(const BiasAct& p, int64_t begin, int64_t end) {
+  return dispatch_floating(p.elements.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    return elementwise<T>(ScaleBias<Relu, Compute<T>>{static_cast<Compute<T>>(scale)}, arguments,
-                          begin, end);
+    using C = Compute<T>;
+    Status status{"unknown activation"};
+    with_activation(
+        p.activation,
+        [&](auto act) {
+          const BiasActivated<typename decltype(act)::type, ExactMath, C> functor{
+              static_cast<C>(p.scale)};
+          // Signs are taken while the outputs are in the first-level cache.
+          const int64_t step = p.signs == nullptr ? end - begin : kRun * 8;
+          for (int64_t at = begin; at < end; at += step) {
+            const int64_t stop = std::min(at + step, end);
+            status = elementwise<T>(functor, p.elements, at, stop);
+            if (p.signs != nullptr)
+              pack_signs(p.signs, static_cast<const T*>(p.elements.out[0]), at, stop);
+          }
+        },
+        Activations{});
+    return status;
   });
 }
 
-Status scale_bias_relu_backward(const ScaleBiasReluBackward& p, int64_t begin, int64_t end) {
+Status bias_act_backward(const BiasActBackward& p, int64_t begin, int64_t end) {
   const int64_t chunks = cpu::chunk_count(p);
   const int64_t rows_per_chunk = (p.rows + chunks - 1) / chunks;
-  return dispatch<float, double, Half, BFloat16>(p.dtype, [&](auto tag) {
+  return dispatch_floating(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    for (int64_t chunk = begin; chunk < end; ++chunk) chunk_backward<T>(p, chunk, rows_per_chunk);
+    with_activation(
+        p.activation,
+        [&](auto act) {
+          for (int64_t chunk = begin; chunk < end; ++chunk)
+            chunk_backward<T, typename decltype(act)::type>(p, chunk, rows_per_chunk);
+        },
+        Activations{});
     return Status{};
   });
 }
 
-Status scale_bias_relu_backward_finish(const ScaleBiasReluBackward& p, int64_t begin, int64_t end) {
+Status bias_act_backward_finish(const BiasActBackward& p, int64_t begin, int64_t end) {
   const int64_t chunks = cpu::chunk_count(p);
-  return dispatch<float, double, Half, BFloat16>(p.bias_dtype, [&](auto tag) {
+  return dispatch_floating(p.bias_dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     using C = Compute<T>;
     C sum[kRun];
@@ -112,7 +160,7 @@ Status scale_bias_relu_backward_finish(const ScaleBiasReluBackward& p, int64_t b
         const C* partial = static_cast<const C*>(p.workspace) + chunk * p.columns + column;
         for (int64_t i = 0; i < count; ++i) sum[i] += partial[i];
       }
-      store_sums<T>(sum, p.grad_bias, column, count);
+      narrow_run(static_cast<T*>(p.grad_bias) + column, sum, count);
     }
     return Status{};
   });
@@ -122,33 +170,33 @@ Status scale_bias_relu_backward_finish(const ScaleBiasReluBackward& p, int64_t b
 
 #ifdef TORCHKILN_BASELINE
 
-TORCHKILN_DECLARE_VARIANTS(scale_bias_relu)
-TORCHKILN_DECLARE_VARIANTS(scale_bias_relu_backward)
-TORCHKILN_DECLARE_VARIANTS(scale_bias_relu_backward_finish)
+TORCHKILN_DECLARE_VARIANTS(bias_act)
+TORCHKILN_DECLARE_VARIANTS(bias_act_backward)
+TORCHKILN_DECLARE_VARIANTS(bias_act_backward_finish)
 
-Status scale_bias_relu(const Elementwise<2>& arguments, double scale, int64_t begin, int64_t end) {
-  return TORCHKILN_BEST_VARIANT(scale_bias_relu)(arguments, scale, begin, end);
+Status bias_act(const BiasAct& p, int64_t begin, int64_t end) {
+  return TORCHKILN_BEST_VARIANT(bias_act)(p, begin, end);
 }
 
-int64_t chunk_count(const ScaleBiasReluBackward& p) {
+int64_t chunk_count(const BiasActBackward& p) {
   constexpr int64_t kChunkElements = 1 << 15;  // enough to outweigh the hand-over to a thread
   constexpr int64_t kMostChunks = 64;
   return std::clamp<int64_t>(p.rows * p.columns / kChunkElements, 1,
                              std::clamp<int64_t>(p.rows, 1, kMostChunks));
 }
 
-size_t workspace_bytes(const ScaleBiasReluBackward& p) {
+size_t workspace_bytes(const BiasActBackward& p) {
   if (p.grad_bias == nullptr) return 0;
   const size_t size_of_sum = p.dtype == Dtype::float64 ? sizeof(double) : sizeof(float);
   return static_cast<size_t>(chunk_count(p) * p.columns) * size_of_sum;
 }
 
-Status scale_bias_relu_backward(const ScaleBiasReluBackward& p, int64_t begin, int64_t end) {
-  return TORCHKILN_BEST_VARIANT(scale_bias_relu_backward)(p, begin, end);
+Status bias_act_backward(const BiasActBackward& p, int64_t begin, int64_t end) {
+  return TORCHKILN_BEST_VARIANT(bias_act_backward)(p, begin, end);
 }
 
-Status scale_bias_relu_backward_finish(const ScaleBiasReluBackward& p, int64_t begin, int64_t end) {
-  return TORCHKILN_BEST_VARIANT(scale_bias_relu_backward_finish)(p, begin, end);
+Status bias_act_backward_finish(const BiasActBackward& p, int64_t begin, int64_t end) {
+  return TORCHKILN_BEST_VARIANT(bias_act_backward_finish)(p, begin, end);
 }
 
 #endif

@@ -135,6 +135,24 @@ void narrow_run(C* to, const C* from, int64_t count) {
   std::memcpy(to, from, static_cast<size_t>(count) * sizeof(C));
 }
 
+/// to[i * stride] = from[i], rounded.
+template <class T, class C>
+void scatter_run(T* to, int64_t stride, const C* from, int64_t count) {
+  constexpr int64_t kPiece = 64;
+  T rounded[kPiece];
+  for (int64_t done = 0; done < count; done += kPiece) {
+    const int64_t piece = count - done < kPiece ? count - done : kPiece;
+    narrow_run(rounded, from + done, piece);
+    for (int64_t i = 0; i < piece; ++i) to[(done + i) * stride] = rounded[i];
+  }
+}
+
+/// dispatch for the types that the elementwise kernels are made for.
+template <class Body>
+Status dispatch_floating(Dtype dtype, const Body& body) {
+  return dispatch<float, double, Half, BFloat16>(dtype, body);
+}
+
 /// A run of an input as the type it is computed in: the input itself where it is that already, else
 /// a copy in `buffer`.
 template <class C>

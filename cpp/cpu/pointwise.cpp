@@ -8,7 +8,7 @@ namespace torchkiln::cpu {
 namespace TORCHKILN_ISA {
 
 Status add(const Elementwise<2>& arguments, int64_t begin, int64_t end) {
-  return dispatch<float, double, Half, BFloat16>(arguments.dtype, [&](auto tag) {
+  return dispatch_floating(arguments.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     return elementwise<T>(Add{}, arguments, begin, end);
   });

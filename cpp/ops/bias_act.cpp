@@ -6,6 +6,7 @@
 
 #include <numeric>
 
+#include "activations.h"
 #include "autograd.h"
 #include "elementwise.h"
 #include "torchkiln/checks.h"
@@ -17,27 +18,38 @@ namespace torchkiln {
 namespace {
 
 using at::Tensor;
+using c10::string_view;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
 
-constexpr const char* kOp = "scale_bias_relu";
-constexpr const char* kBackwardOp = "scale_bias_relu_backward";
+constexpr const char* kOp = "bias_act";
+constexpr const char* kForwardOp = "bias_act_forward";
+constexpr const char* kBackwardOp = "bias_act_backward";
 
+using Two = std::tuple<Tensor, Tensor>;
+using Wanted = std::array<bool, 2>;
+using Schema = Tensor(const Tensor&, const Tensor&, double, string_view);
+using ForwardSchema = Two(const Tensor&, const Tensor&, double, string_view);
+using BackwardSchema = Two(const Tensor&, const Tensor&, const std::optional<Tensor>&, double,
+                           string_view, at::ScalarType, Wanted);
+
+template <class Signature>
+auto find_op(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+const auto& op() {
+  static const auto found = find_op<Schema>("torchkiln::bias_act");
+  return found;
+}
 const auto& forward_op() {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("torchkiln::scale_bias_relu", "")
-                             .typed<Tensor(const Tensor&, const Tensor&, double)>();
-  return op;
+  static const auto found = find_op<ForwardSchema>("torchkiln::bias_act_forward");
+  return found;
 }
-
 const auto& backward_op() {
-  static const auto op =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("torchkiln::scale_bias_relu_backward", "")
-          .typed<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, double, at::ScalarType,
-                                            std::array<bool, 2>)>();
-  return op;
+  static const auto found = find_op<BackwardSchema>("torchkiln::bias_act_backward");
+  return found;
 }
-
-bool is_half(at::ScalarType dtype) { return dtype == at::kHalf || dtype == at::kBFloat16; }
 
 void check_forward(const Tensor& x, const Tensor& bias) {
   check_tensor(kOp, "x", x);
@@ -58,42 +70,87 @@ void check_forward(const Tensor& x, const Tensor& bias) {
 }
 
 /// The checked, empty output; on Meta and symbolic tensors, too.
-Tensor forward_output(const Tensor& x, const Tensor& bias, double) {
+Tensor output(const Tensor& x, const Tensor& bias, double, string_view act) {
   check_forward(x, bias);
+  find_activation(kOp, act);
   return at::empty_symint(x.sym_sizes(), x.options().memory_format(at::MemoryFormat::Contiguous));
 }
 
-Tensor forward_real(const Tensor& x, const Tensor& bias, double scale) {
-  Tensor out = forward_output(x, bias, scale);
-  if (out.numel() == 0) return out;
+/// The output, and a bit per element of it where the activation's derivative needs no more.
+Two outputs(const Tensor& x, const Tensor& bias, double scale, string_view act) {
+  Tensor out = output(x, bias, scale, act);
+  const bool signs = kept_by_bias_act(find_activation(kOp, act)) == Saved::sign;
+  const c10::SymInt bytes = signs ? (x.sym_numel() + 7) / 8 : c10::SymInt(0);
+  return {std::move(out), at::empty_symint({bytes}, x.options().dtype(at::kByte))};
+}
+
+void run(const Tensor& x, const Tensor& bias, double scale, string_view act, const Tensor& out,
+         const Tensor& signs) {
+  if (out.numel() == 0) return;
   std::array<Tensor, 2> inputs{x, bias};
-  const Elementwise<2> arguments = describe<2>(out, inputs);
+  BiasAct arguments{};
+  arguments.elements = describe(std::array<Tensor, 1>{out}, inputs);
+  arguments.activation = find_activation(kOp, act);
+  arguments.scale = scale;
+  if (signs.defined() && signs.numel() > 0) arguments.signs = signs.data_ptr<uint8_t>();
+  const int64_t numel = out.numel();
+  // In units of 64 elements, so that no two threads write to one byte of the signs.
+  constexpr int64_t kUnit = 64;
   launch(
-      kOp, out, out.numel(), kElementwiseGrain,
-      [&](auto stream) { return cuda::scale_bias_relu(arguments, scale, stream); },
+      kOp, out, (numel + kUnit - 1) / kUnit, kElementwiseGrain / kUnit,
+      [&](auto stream) { return cuda::bias_act(arguments, stream); },
       [&](int64_t begin, int64_t end) {
-        return cpu::scale_bias_relu(arguments, scale, begin, end);
+        return cpu::bias_act(arguments, begin * kUnit, std::min(end * kUnit, numel));
       });
+}
+
+Tensor real(const Tensor& x, const Tensor& bias, double scale, string_view act) {
+  Tensor out = output(x, bias, scale, act);
+  run(x, bias, scale, act, out, Tensor());
   return out;
 }
 
-/// The checked, empty gradients; on Meta and symbolic tensors, too.
-std::tuple<Tensor, Tensor> backward_outputs(const Tensor& grad, const Tensor& output, double,
-                                            at::ScalarType bias_dtype, std::array<bool, 2> wanted) {
+Two forward_real(const Tensor& x, const Tensor& bias, double scale, string_view act) {
+  auto [out, signs] = outputs(x, bias, scale, act);
+  run(x, bias, scale, act, out, signs);
+  return {out, signs};
+}
+
+/// The checked, empty gradients; on Meta and symbolic tensors, too. `saved` is x or the signs of
+/// the output.
+Two backward_outputs(const Tensor& grad, const Tensor& saved, const std::optional<Tensor>& bias,
+                     double, string_view act, at::ScalarType bias_dtype, Wanted wanted) {
   check_tensor(kBackwardOp, "grad", grad);
-  check_tensor(kBackwardOp, "output", output);
-  check_same_device(kBackwardOp, "output", output, "grad", grad);
+  check_tensor(kBackwardOp, "saved", saved);
+  check_same_device(kBackwardOp, "saved", saved, "grad", grad);
   check_dtype(kBackwardOp, "grad", grad);
-  TORCH_CHECK(output.scalar_type() == grad.scalar_type(), "torchkiln.", kBackwardOp,
-              ": output: got dtype ", dtype_name(output.scalar_type()), ", expected ",
-              dtype_name(grad.scalar_type()), ", the dtype of grad");
   TORCH_CHECK(
       bias_dtype == grad.scalar_type() || (is_half(grad.scalar_type()) && bias_dtype == at::kFloat),
       "torchkiln.", kBackwardOp, ": bias_dtype: got ", dtype_name(bias_dtype), ", expected ",
       dtype_name(grad.scalar_type()), is_half(grad.scalar_type()) ? " or float32" : "");
-  TORCH_CHECK(grad.dim() >= 1 && grad.sym_sizes().equals(output.sym_sizes()), "torchkiln.",
-              kBackwardOp, ": output: got shape ", output.sym_sizes(), ", expected ",
-              grad.sym_sizes(), ", the shape of grad");
+  TORCH_CHECK(grad.dim() >= 1, "torchkiln.", kBackwardOp,
+              ": grad: got a 0-dimensional tensor, expected at least 1 dimension");
+  const Saved kind = kept_by_bias_act(find_activation(kBackwardOp, act));
+  if (kind == Saved::sign) {
+    TORCH_CHECK(saved.scalar_type() == at::kByte && saved.is_contiguous() &&
+                    saved.sym_numel() == (grad.sym_numel() + 7) / 8,
+                "torchkiln.", kBackwardOp, ": saved: got ", dtype_name(saved.scalar_type()), " ",
+                saved.sym_sizes(), ", expected a bit for each element of grad, uint8 [",
+                (grad.sym_numel() + 7) / 8, "]");
+  } else if (kind == Saved::input) {
+    TORCH_CHECK(
+        saved.scalar_type() == grad.scalar_type() && saved.sym_sizes().equals(grad.sym_sizes()),
+        "torchkiln.", kBackwardOp, ": saved: got ", dtype_name(saved.scalar_type()), " ",
+        saved.sym_sizes(), ", expected ", dtype_name(grad.scalar_type()), " ", grad.sym_sizes(),
+        ", as grad");
+  }
+  if (kind == Saved::input) {
+    TORCH_CHECK(bias.has_value() && bias->dim() == 1 && bias->scalar_type() == bias_dtype &&
+                    bias->sym_size(0) == grad.sym_size(-1),
+                "torchkiln.", kBackwardOp, ": bias: expected the ", dtype_name(bias_dtype), " [",
+                grad.sym_size(-1), "] of the forward");
+    check_same_device(kBackwardOp, "bias", *bias, "grad", grad);
+  }
   const at::TensorOptions options = grad.options().memory_format(at::MemoryFormat::Contiguous);
   // An output of a schema must be a tensor: an unwanted gradient is an empty one.
   Tensor grad_x = wanted[0] ? at::empty_symint(grad.sym_sizes(), options) : at::empty({0}, options);
@@ -102,9 +159,9 @@ std::tuple<Tensor, Tensor> backward_outputs(const Tensor& grad, const Tensor& ou
   return {std::move(grad_x), std::move(grad_bias)};
 }
 
-std::tuple<Tensor, Tensor> backward_real(const Tensor& grad, const Tensor& output, double scale,
-                                         at::ScalarType bias_dtype, std::array<bool, 2> wanted) {
-  auto [grad_x, grad_bias] = backward_outputs(grad, output, scale, bias_dtype, wanted);
+Two backward_real(const Tensor& grad, const Tensor& saved, const std::optional<Tensor>& bias,
+                  double scale, string_view act, at::ScalarType bias_dtype, Wanted wanted) {
+  auto [grad_x, grad_bias] = backward_outputs(grad, saved, bias, scale, act, bias_dtype, wanted);
   if (grad.numel() == 0) {
     grad_bias.zero_();
     return {grad_x, grad_bias};
@@ -113,16 +170,27 @@ std::tuple<Tensor, Tensor> backward_real(const Tensor& grad, const Tensor& outpu
 
   const int64_t columns = grad.size(-1);
   const int64_t rows = grad.numel() / columns;
-  const Tensor grad_rows =
-      grad.reshape({rows, columns});  // a view wherever the rows are evenly spaced
-  const Tensor dense_output = output.contiguous();
-  ScaleBiasReluBackward arguments{};
+  // Views wherever the rows are evenly spaced.
+  const Tensor grad_rows = grad.reshape({rows, columns});
+  BiasActBackward arguments{};
+  arguments.activation = find_activation(kBackwardOp, act);
+  const Saved kind = kept_by_bias_act(arguments.activation);
+  Tensor saved_rows = saved;
+  if (kind == Saved::input) {
+    saved_rows = saved.reshape({rows, columns});
+    arguments.saved_row_stride = saved_rows.stride(0);
+    arguments.saved_column_stride = saved_rows.stride(1);
+  }
   arguments.grad = grad_rows.const_data_ptr();
-  arguments.output = dense_output.const_data_ptr();
+  arguments.saved = saved_rows.const_data_ptr();
+  if (kind == Saved::input) {
+    arguments.bias = bias->const_data_ptr();
+    arguments.bias_stride = bias->stride(0);
+  }
   arguments.grad_x = wanted[0] ? grad_x.data_ptr() : nullptr;
   arguments.grad_bias = wanted[1] ? grad_bias.data_ptr() : nullptr;
   arguments.dtype = dtype_of(grad);
-  arguments.bias_dtype = dtype_of(grad_bias);
+  arguments.bias_dtype = bias_dtype == at::kFloat ? Dtype::float32 : arguments.dtype;
   arguments.rows = rows;
   arguments.columns = columns;
   arguments.grad_row_stride = grad_rows.stride(0);
@@ -140,79 +208,110 @@ std::tuple<Tensor, Tensor> backward_real(const Tensor& grad, const Tensor& outpu
       kBackwardOp, grad, cpu::chunk_count(arguments), 1,
       [&](auto stream) {
         allocate(cuda::workspace_bytes(arguments));
-        return cuda::scale_bias_relu_backward(arguments, stream);
+        return cuda::bias_act_backward(arguments, stream);
       },
-      [&](int64_t begin, int64_t end) {
-        return cpu::scale_bias_relu_backward(arguments, begin, end);
-      });
+      [&](int64_t begin, int64_t end) { return cpu::bias_act_backward(arguments, begin, end); });
   if (grad.is_cpu() && wanted[1]) {
     at::parallel_for(0, columns, kElementwiseGrain / 64, [&](int64_t begin, int64_t end) {
-      check_status(kBackwardOp, cpu::scale_bias_relu_backward_finish(arguments, begin, end));
+      check_status(kBackwardOp, cpu::bias_act_backward_finish(arguments, begin, end));
     });
   }
   return {grad_x, grad_bias};
 }
 
+/// Bits as numbers, in the shape of `like`: 1 where the output was positive.
+Tensor unpacked(const Tensor& signs, const Tensor& like) {
+  const Tensor place = at::arange(8, signs.options());
+  const Tensor bits = signs.unsqueeze(-1).bitwise_right_shift(place).bitwise_and(1);
+  return bits.flatten().slice_symint(0, 0, like.sym_numel()).reshape_symint(like.sym_sizes());
+}
+
 /// The gradients in torch's own ops, which can be differentiated again.
-torch::autograd::variable_list differentiable_gradients(const Tensor& grad, const Tensor& output,
-                                                        double scale, at::ScalarType bias_dtype,
-                                                        std::array<bool, 2> wanted) {
-  const Tensor passed = at::threshold_backward(grad, output, 0);
+Two differentiable_gradients(const Tensor& grad, const Tensor& saved, const Tensor& bias,
+                             double scale, Activation activation, at::ScalarType bias_dtype,
+                             Wanted wanted) {
+  const at::ScalarType dtype = grad.scalar_type();
+  const at::ScalarType compute = compute_dtype(dtype);
+  const Saved kind = kept_by_bias_act(activation);
+  const Composite composite = composite_of(activation);
+  Tensor from;
+  if (kind == Saved::sign) from = unpacked(saved, grad).to(compute);
+  if (kind == Saved::input) {
+    from = saved.to(compute) * scale + bias.to(compute);
+    if (saved_by(activation) == Saved::output) from = composite.value(from);
+  }
+  const Tensor passed = composite.gradient(grad.to(compute), from);
   Tensor grad_x, grad_bias;
-  if (wanted[0]) grad_x = passed * scale;
+  if (wanted[0]) grad_x = (passed * scale).to(dtype);
   if (wanted[1]) {
     std::vector<int64_t> leading(grad.dim() - 1);
     std::iota(leading.begin(), leading.end(), 0);
-    grad_bias = leading.empty() ? passed.to(bias_dtype)
-                                : at::sum(passed, leading, /*keepdim=*/false, bias_dtype);
+    grad_bias = (leading.empty() ? passed : at::sum(passed, leading)).to(bias_dtype);
   }
-  return {grad_x, grad_bias, Tensor()};
+  return {grad_x, grad_bias};
 }
 
-struct ScaleBiasReluFunction : torch::autograd::Function<ScaleBiasReluFunction> {
-  static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& x,
-                        const Tensor& bias, double scale) {
+struct BiasActFunction : torch::autograd::Function<BiasActFunction> {
+  static Tensor forward(AutogradContext* context, const Tensor& x, const Tensor& bias, double scale,
+                        string_view act) {
     const at::AutoDispatchBelowADInplaceOrView below;
-    Tensor output = scale_bias_relu(x, bias, scale);
+    const Activation activation = find_activation(kOp, act);
+    const Saved kind = kept_by_bias_act(activation);
+    Tensor out, signs;
+    if (kind != Saved::input) {
+      std::tie(out, signs) = forward_op().call(x, bias, scale, act);
+    } else {
+      out = op().call(x, bias, scale, act);
+    }
     context->saved_data["scale"] = scale;
+    context->saved_data["activation"] = static_cast<int64_t>(activation);
     context->saved_data["bias_dtype"] = static_cast<int64_t>(bias.scalar_type());
-    context->save_for_backward({output});
-    return output;
+    if (kind == Saved::input) {
+      context->save_for_backward({x, bias});
+    } else {
+      context->save_for_backward({signs});
+    }
+    return out;
   }
 
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
-                                                 const torch::autograd::variable_list& grads) {
-    const Tensor output = context->get_saved_variables()[0];
+  static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    const variable_list saved = context->get_saved_variables();
     const double scale = context->saved_data["scale"].toDouble();
+    const auto activation = static_cast<Activation>(context->saved_data["activation"].toInt());
     const auto bias_dtype = static_cast<at::ScalarType>(context->saved_data["bias_dtype"].toInt());
-    const std::array<bool, 2> wanted{context->needs_input_grad(0), context->needs_input_grad(1)};
-    if (at::GradMode::is_enabled()) {
-      return differentiable_gradients(grads[0], output, scale, bias_dtype, wanted);
-    }
+    const Wanted wanted{context->needs_input_grad(0), context->needs_input_grad(1)};
+    const Tensor bias = saved.size() > 1 ? saved[1] : Tensor();
     auto [grad_x, grad_bias] =
-        scale_bias_relu_backward(grads[0], output, scale, bias_dtype, wanted);
-    return {wanted[0] ? grad_x : Tensor(), wanted[1] ? grad_bias : Tensor(), Tensor()};
+        at::GradMode::is_enabled()
+            ? differentiable_gradients(grads[0], saved[0], bias, scale, activation, bias_dtype,
+                                       wanted)
+            : backward_op().call(
+                  grads[0], saved[0],
+                  bias.defined() ? std::optional<Tensor>(bias) : std::optional<Tensor>(), scale,
+                  name_of(activation), bias_dtype, wanted);
+    return {wanted[0] ? grad_x : Tensor(), wanted[1] ? grad_bias : Tensor(), Tensor(), Tensor()};
   }
 };
 
 /// The op in torch's own ops, in its own precision: for transforms that have no kernel here.
-Tensor forward_decomposed(const Tensor& x, const Tensor& bias, double scale) {
+Tensor decomposed(const Tensor& x, const Tensor& bias, double scale, string_view act) {
   check_forward(x, bias);
-  const at::ScalarType compute = is_half(x.scalar_type()) ? at::kFloat : x.scalar_type();
-  return at::relu(x.to(compute) * scale + bias.to(compute)).to(x.scalar_type());
+  const at::ScalarType compute = compute_dtype(x.scalar_type());
+  const Composite composite = composite_of(find_activation(kOp, act));
+  return composite.value(x.to(compute) * scale + bias.to(compute)).to(x.scalar_type());
 }
 
-Tensor forward_autograd(c10::DispatchKeySet keys, const Tensor& x, const Tensor& bias,
-                        double scale) {
-  if (is_transformed(x, bias)) return forward_decomposed(x, bias, scale);
-  if (needs_gradient(x, bias)) return ScaleBiasReluFunction::apply(x, bias, scale);
+Tensor autograd(c10::DispatchKeySet keys, const Tensor& x, const Tensor& bias, double scale,
+                string_view act) {
+  if (is_transformed(x, bias)) return decomposed(x, bias, scale, act);
+  if (needs_gradient(x, bias)) return BiasActFunction::apply(x, bias, scale, act);
   const at::AutoDispatchBelowADInplaceOrView below;
-  return forward_op().redispatch(keys & c10::after_autograd_keyset, x, bias, scale);
+  return op().redispatch(keys & c10::after_autograd_keyset, x, bias, scale, act);
 }
 
 /// x goes to the autocast dtype, as for a linear layer, whose tail this op is; the bias is read as
 /// it is.
-Tensor forward_autocast(const Tensor& x, const Tensor& bias, double scale) {
+Tensor autocast(const Tensor& x, const Tensor& bias, double scale, string_view act) {
   check_tensor(kOp, "x", x);
   check_tensor(kOp, "bias", bias);
   check_same_device(kOp, "bias", bias, "x", x);
@@ -221,55 +320,44 @@ Tensor forward_autocast(const Tensor& x, const Tensor& bias, double scale) {
   const at::DeviceType device = x.device().type();
   const at::ScalarType dtype = at::autocast::get_autocast_dtype(device);
   const Tensor cast_x = at::autocast::cached_cast(dtype, x, device);
-  return scale_bias_relu(
+  return bias_act(
       cast_x,
       bias.scalar_type() == at::kFloat ? bias : at::autocast::cached_cast(dtype, bias, device),
-      scale);
+      scale, act);
 }
 
 }  // namespace
 
-Tensor scale_bias_relu(const Tensor& x, const Tensor& bias, double scale) {
-  return forward_op().call(x, bias, scale);
-}
-
-std::tuple<Tensor, Tensor> scale_bias_relu_backward(const Tensor& grad, const Tensor& output,
-                                                    double scale, at::ScalarType bias_dtype,
-                                                    std::array<bool, 2> wanted) {
-  return backward_op().call(grad, output, scale, bias_dtype, wanted);
+Tensor bias_act(const Tensor& x, const Tensor& bias, double scale, string_view act) {
+  return op().call(x, bias, scale, act);
 }
 
 TORCH_LIBRARY_FRAGMENT(torchkiln, m) {
-  m.def("scale_bias_relu(Tensor x, Tensor bias, float scale=1.0) -> Tensor",
+  m.def("bias_act(Tensor x, Tensor bias, float scale=1.0, str act='relu') -> Tensor",
+        {at::Tag::pt2_compliant_tag});
+  m.def("bias_act_forward(Tensor x, Tensor bias, float scale, str act) -> (Tensor, Tensor)",
         {at::Tag::pt2_compliant_tag});
   m.def(
-      "scale_bias_relu_backward(Tensor grad, Tensor output, float scale, ScalarType bias_dtype, "
-      "bool[2] wanted) -> "
-      "(Tensor, Tensor)",
+      "bias_act_backward(Tensor grad, Tensor saved, Tensor? bias, float scale, str act, "
+      "ScalarType bias_dtype, bool[2] wanted) -> (Tensor, Tensor)",
       {at::Tag::pt2_compliant_tag});
 }
 
 // All backends, so that what has no kernel (sparse, other devices) meets our checks and not a
 // missing entry.
 TORCH_LIBRARY_IMPL(torchkiln, CompositeExplicitAutograd, m) {
-  m.impl("scale_bias_relu", TORCH_FN(forward_real));
-  m.impl("scale_bias_relu_backward", TORCH_FN(backward_real));
+  m.impl("bias_act", TORCH_FN(real));
+  m.impl(kForwardOp, TORCH_FN(forward_real));
+  m.impl(kBackwardOp, TORCH_FN(backward_real));
 }
 TORCH_LIBRARY_IMPL(torchkiln, Meta, m) {
-  m.impl("scale_bias_relu", TORCH_FN(forward_output));
-  m.impl("scale_bias_relu_backward", TORCH_FN(backward_outputs));
+  m.impl("bias_act", TORCH_FN(output));
+  m.impl(kForwardOp, TORCH_FN(outputs));
+  m.impl(kBackwardOp, TORCH_FN(backward_outputs));
 }
-TORCH_LIBRARY_IMPL(torchkiln, Autograd, m) {
-  m.impl("scale_bias_relu", TORCH_FN(forward_autograd));
-}
-TORCH_LIBRARY_IMPL(torchkiln, FuncTorchBatched, m) {
-  m.impl("scale_bias_relu", TORCH_FN(forward_decomposed));
-}
-TORCH_LIBRARY_IMPL(torchkiln, AutocastCPU, m) {
-  m.impl("scale_bias_relu", TORCH_FN(forward_autocast));
-}
-TORCH_LIBRARY_IMPL(torchkiln, AutocastCUDA, m) {
-  m.impl("scale_bias_relu", TORCH_FN(forward_autocast));
-}
+TORCH_LIBRARY_IMPL(torchkiln, Autograd, m) { m.impl("bias_act", TORCH_FN(autograd)); }
+TORCH_LIBRARY_IMPL(torchkiln, FuncTorchBatched, m) { m.impl("bias_act", TORCH_FN(decomposed)); }
+TORCH_LIBRARY_IMPL(torchkiln, AutocastCPU, m) { m.impl("bias_act", TORCH_FN(autocast)); }
+TORCH_LIBRARY_IMPL(torchkiln, AutocastCUDA, m) { m.impl("bias_act", TORCH_FN(autocast)); }
 
 }  // namespace torchkiln

@@ -26,29 +26,33 @@ inline Dtype dtype_of(const at::Tensor& tensor) {
   }
 }
 
-/// Describes out = f(inputs): `out` dense, each input broadcastable to it. An input that does not
-/// fit the description is replaced by a copy, which the caller thereby keeps alive.
-template <int Arity>
-Elementwise<Arity> describe(const at::Tensor& out, std::array<at::Tensor, Arity>& inputs) {
-  Elementwise<Arity> arguments{};
+/// Describes outputs = f(inputs): outputs of one shape, each input broadcastable to it. An input
+/// that does not fit the description is replaced by a copy, which the caller thereby keeps alive.
+template <size_t Inputs, size_t Outputs>
+Elementwise<Inputs, Outputs> describe(const std::array<at::Tensor, Outputs>& outputs,
+                                      std::array<at::Tensor, Inputs>& inputs) {
+  constexpr int kInputs = static_cast<int>(Inputs);
+  constexpr int kOutputs = static_cast<int>(Outputs);
+  Elementwise<kInputs, kOutputs> arguments{};
+  const at::Tensor& out = outputs[0];
   const int rank = static_cast<int>(out.dim());
-  c10::SmallVector<Dimension<Arity>, 8> dims(rank);
+  c10::SmallVector<Dimension<kInputs, kOutputs>, 8> dims(rank);
   for (int d = 0; d < rank; ++d) {
     const int from = rank - 1 - d;  // innermost first
     dims[d].size = out.size(from);
-    dims[d].out_stride = out.stride(from);
-    for (int k = 0; k < Arity; ++k) {
+    for (int o = 0; o < kOutputs; ++o) dims[d].out_stride[o] = outputs[o].stride(from);
+    for (int k = 0; k < kInputs; ++k) {
       const int at = from - (rank - static_cast<int>(inputs[k].dim()));
       dims[d].stride[k] = at < 0 || inputs[k].size(at) == 1 ? 0 : inputs[k].stride(at);
     }
   }
   if (!make_layout(dims.data(), rank, arguments.layout)) {
     for (at::Tensor& input : inputs) input = at::empty_like(out, input.options()).copy_(input);
-    return describe<Arity>(out, inputs);
+    return describe(outputs, inputs);
   }
-  arguments.out = out.data_ptr();
   arguments.dtype = dtype_of(out);
-  for (int k = 0; k < Arity; ++k) {
+  for (int o = 0; o < kOutputs; ++o) arguments.out[o] = outputs[o].data_ptr();
+  for (int k = 0; k < kInputs; ++k) {
     arguments.in[k] = inputs[k].const_data_ptr();
     arguments.in_dtype[k] = dtype_of(inputs[k]);
   }

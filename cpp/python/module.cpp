@@ -1,24 +1,35 @@
 // The eager fast path: a Python call straight into the C++ dispatcher, half the host time of
 // torch.ops.
 
+#include <ATen/ScalarOps.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <optional>
 #include <string>
 
+#include "torchkiln/activations.h"
 #include "torchkiln/ops.h"
 
 namespace py = pybind11;
 
 namespace {
 
+[[noreturn]] void refuse(py::handle argument, const char* op, const char* name,
+                         const char* expected) {
+  throw py::type_error(std::string("torchkiln.") + op + ": " + name + ": got " +
+                       Py_TYPE(argument.ptr())->tp_name + ", expected " + expected);
+}
+
 const at::Tensor& tensor(py::handle argument, const char* op, const char* name) {
-  if (!THPVariable_Check(argument.ptr())) {
-    throw py::type_error(std::string("torchkiln.") + op + ": " + name + ": got " +
-                         Py_TYPE(argument.ptr())->tp_name + ", expected a torch.Tensor");
-  }
+  if (!THPVariable_Check(argument.ptr())) refuse(argument, op, name, "a torch.Tensor");
   return THPVariable_Unpack(argument.ptr());
+}
+
+std::optional<at::Tensor> maybe_tensor(py::handle argument, const char* op, const char* name) {
+  if (argument.is_none()) return std::nullopt;
+  return tensor(argument, op, name);
 }
 
 /// A tensor is no number here: its gradient would be lost without a word.
@@ -27,10 +38,29 @@ double number(py::handle argument, const char* op, const char* name) {
   const double value = is_tensor ? 0.0 : PyFloat_AsDouble(argument.ptr());
   if (is_tensor || PyErr_Occurred()) {
     PyErr_Clear();
-    throw py::type_error(std::string("torchkiln.") + op + ": " + name + ": got " +
-                         Py_TYPE(argument.ptr())->tp_name + ", expected a number");
+    refuse(argument, op, name, "a number");
   }
   return value;
+}
+
+/// A tensor, or a number as torch wraps it: it takes no part in the promotion of dtypes.
+at::Tensor tensor_or_number(py::handle argument, const char* op, const char* name) {
+  if (THPVariable_Check(argument.ptr())) return THPVariable_Unpack(argument.ptr());
+  if (PyBool_Check(argument.ptr()))
+    return at::native::wrapped_scalar_tensor(argument.ptr() == Py_True);
+  if (PyLong_Check(argument.ptr()))
+    return at::native::wrapped_scalar_tensor(
+        static_cast<int64_t>(PyLong_AsLongLong(argument.ptr())));
+  if (!PyFloat_Check(argument.ptr())) refuse(argument, op, name, "a torch.Tensor or a number");
+  return at::native::wrapped_scalar_tensor(PyFloat_AsDouble(argument.ptr()));
+}
+
+std::string_view word(py::handle argument, const char* op, const char* name) {
+  Py_ssize_t size = 0;
+  const char* text =
+      PyUnicode_Check(argument.ptr()) ? PyUnicode_AsUTF8AndSize(argument.ptr(), &size) : nullptr;
+  if (text == nullptr) refuse(argument, op, name, "a str");
+  return {text, static_cast<size_t>(size)};
 }
 
 /// Runs an op without the interpreter's lock, and turns torch's errors into Python's.
@@ -52,16 +82,71 @@ py::object add(py::handle a, py::handle b) {
   return call([&] { return torchkiln::add(left, right); });
 }
 
-py::object scale_bias_relu(py::handle x, py::handle bias, py::handle scale) {
-  const at::Tensor& input = tensor(x, "scale_bias_relu", "x");
-  const at::Tensor& shift = tensor(bias, "scale_bias_relu", "bias");
-  const double factor = number(scale, "scale_bias_relu", "scale");
-  return call([&] { return torchkiln::scale_bias_relu(input, shift, factor); });
+py::object muladd(py::handle a, py::handle b, py::handle c) {
+  const at::Tensor left = tensor_or_number(a, "muladd", "a");
+  const at::Tensor right = tensor_or_number(b, "muladd", "b");
+  const at::Tensor shift = tensor_or_number(c, "muladd", "c");
+  return call([&] { return torchkiln::muladd(left, right, shift); });
+}
+
+py::object bias_act(py::handle x, py::handle bias, py::handle scale, py::handle act) {
+  const at::Tensor& input = tensor(x, "bias_act", "x");
+  const at::Tensor& shift = tensor(bias, "bias_act", "bias");
+  const double factor = number(scale, "bias_act", "scale");
+  const std::string_view name = word(act, "bias_act", "act");
+  return call([&] { return torchkiln::bias_act(input, shift, factor, name); });
+}
+
+using GatedOp = at::Tensor (*)(const at::Tensor&, const std::optional<at::Tensor>&);
+
+void define_gated(py::module_& module, const char* name, GatedOp op) {
+  module.def(
+      name,
+      [name, op](py::handle gate, py::handle up) {
+        const at::Tensor& first = tensor(gate, name, "gate");
+        const std::optional<at::Tensor> second = maybe_tensor(up, name, "up");
+        return call([&] { return op(first, second); });
+      },
+      py::arg("gate"), py::arg("up"));
+}
+
+/// Activations that are functions of their own: all but none.
+void define_activations(py::module_& module) {
+  torchkiln::for_each_activation(
+      [&](auto tag) {
+        using Act = typename decltype(tag)::type;
+        if constexpr (!std::is_same_v<Act, torchkiln::None>) {
+          module.def(
+              Act::kName,
+              [](py::handle x) {
+                const at::Tensor& input = tensor(x, Act::kName, "x");
+                return call([&] { return torchkiln::activation(input, Act::kName); });
+              },
+              py::arg("x"));
+        }
+      },
+      torchkiln::Activations{});
+  for (const char* name : {"square", "relu", "silu", "sigmoid", "tanh"}) {
+    const std::string op = std::string(name) + "_";
+    module.def(
+        op.c_str(),
+        [name, op](py::handle x) {
+          at::Tensor input = tensor(x, op.c_str(), "x");
+          return call([&] { return torchkiln::activation_(input, name); });
+        },
+        py::arg("x"));
+  }
 }
 
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
   module.def("add", &add, py::arg("a"), py::arg("b"));
-  module.def("scale_bias_relu", &scale_bias_relu, py::arg("x"), py::arg("bias"), py::arg("scale"));
+  module.def("muladd", &muladd, py::arg("a"), py::arg("b"), py::arg("c"));
+  module.def("bias_act", &bias_act, py::arg("x"), py::arg("bias"), py::arg("scale"),
+             py::arg("act"));
+  define_activations(module);
+  define_gated(module, "swiglu", &torchkiln::swiglu);
+  define_gated(module, "geglu", &torchkiln::geglu);
+  define_gated(module, "geglu_tanh", &torchkiln::geglu_tanh);
 }

@@ -20,6 +20,6 @@ def scale_bias_relu(x: Tensor, bias: Tensor, scale: float = 1.0) -> Tensor:
         scale: a number.
     """
     if is_compiling() or has_torch_function_variadic(x, bias):
-        traced: Tensor = torch.ops.torchkiln.scale_bias_relu.default(x, bias, scale)
+        traced: Tensor = torch.ops.torchkiln.bias_act.default(x, bias, scale, "relu")
         return traced
-    return _C.scale_bias_relu(x, bias, scale)
+    return _C.bias_act(x, bias, scale, "relu")

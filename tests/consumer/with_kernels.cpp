@@ -12,15 +12,19 @@ int main() {
   for (size_t i = 0; i < x.size(); ++i) x[i] = 0.5f * static_cast<float>(i) - 3.0f;
 
   using torchkiln::Dtype;
-  torchkiln::Dimension<2> dimensions[] = {{kColumns, 1, {1, 1}}, {kRows, kColumns, {kColumns, 0}}};
-  torchkiln::Elementwise<2> arguments{
-      out.data(), Dtype::float32, {x.data(), bias.data()}, {Dtype::float32, Dtype::float32}, {}};
-  if (!torchkiln::make_layout(dimensions, 2, arguments.layout)) return 1;
+  torchkiln::Dimension<2> dimensions[] = {{kColumns, {1}, {1, 1}},
+                                          {kRows, {kColumns}, {kColumns, 0}}};
+  torchkiln::BiasAct arguments{};
+  arguments.elements = {
+      {out.data()}, Dtype::float32, {x.data(), bias.data()}, {Dtype::float32, Dtype::float32}, {}};
+  arguments.activation = torchkiln::kActivation<torchkiln::Relu>;
+  arguments.scale = 2.0;
+  if (!torchkiln::make_layout(dimensions, 2, arguments.elements.layout)) return 1;
 
   // Two ranges, as two threads would take them.
   for (const int64_t begin : {int64_t{0}, int64_t{7}}) {
     const int64_t end = begin == 0 ? 7 : kRows * kColumns;
-    const torchkiln::Status status = torchkiln::cpu::scale_bias_relu(arguments, 2.0, begin, end);
+    const torchkiln::Status status = torchkiln::cpu::bias_act(arguments, begin, end);
     if (!status.ok()) {
       std::fprintf(stderr, "with_kernels: %s\n", status.error);
       return 1;

@@ -5,8 +5,8 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <array>
-#include <tuple>
+#include <optional>
+#include <string_view>
 
 #include "torchkiln/status.h"
 
@@ -16,16 +16,39 @@ namespace torchkiln {
 /// float64, float16 or bfloat16. Differentiable, to any order.
 TORCHKILN_EXPORT at::Tensor add(const at::Tensor& a, const at::Tensor& b);
 
-/// relu(x * scale + bias): x [..., columns], bias [columns] of x's dtype, or float32 beside a half
-/// precision. Returns a contiguous tensor of x's shape and dtype, computed in float32 (float64 for
-/// float64). Differentiable, to any order.
-TORCHKILN_EXPORT at::Tensor scale_bias_relu(const at::Tensor& x, const at::Tensor& bias,
-                                            double scale = 1.0);
+/// a * b + c under the same rules, in one pass; a number is a 0-dimensional tensor on the CPU.
+/// Differentiable, to any order.
+TORCHKILN_EXPORT at::Tensor muladd(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c);
 
-/// The gradients of scale_bias_relu for x and bias, from its output; `wanted` says which. An
-/// unwanted one is empty.
-TORCHKILN_EXPORT std::tuple<at::Tensor, at::Tensor> scale_bias_relu_backward(
-    const at::Tensor& grad, const at::Tensor& output, double scale, at::ScalarType bias_dtype,
-    std::array<bool, 2> wanted);
+/// An activation by its name, as activations.h lists them: "relu", "gelu", ... Returns a tensor of
+/// x's shape, dtype and dense layout. Differentiable, to any order.
+TORCHKILN_EXPORT at::Tensor activation(const at::Tensor& x, std::string_view act);
+
+/// The same in place, for the activations that torch has in place: returns x.
+TORCHKILN_EXPORT at::Tensor& activation_(at::Tensor& x, std::string_view act);
+
+/// activation(x * scale + bias): x [..., columns], bias [columns] of x's dtype, or float32 beside a
+/// half precision. Returns a contiguous tensor of x's shape and dtype, computed in float32 (float64
+/// for float64). Differentiable, to any order.
+TORCHKILN_EXPORT at::Tensor bias_act(const at::Tensor& x, const at::Tensor& bias,
+                                     double scale = 1.0, std::string_view act = "relu");
+
+/// relu(x * scale + bias)
+inline at::Tensor scale_bias_relu(const at::Tensor& x, const at::Tensor& bias, double scale = 1.0) {
+  return bias_act(x, bias, scale, "relu");
+}
+
+/// silu(gate) * up, of one shape and dtype; without `up`, the last dimension of `gate` is split in
+/// two. Returns a contiguous tensor. Differentiable, to any order.
+TORCHKILN_EXPORT at::Tensor swiglu(const at::Tensor& gate,
+                                   const std::optional<at::Tensor>& up = std::nullopt);
+
+/// gelu(gate) * up, likewise
+TORCHKILN_EXPORT at::Tensor geglu(const at::Tensor& gate,
+                                  const std::optional<at::Tensor>& up = std::nullopt);
+
+/// The same with the tanh approximation of gelu.
+TORCHKILN_EXPORT at::Tensor geglu_tanh(const at::Tensor& gate,
+                                       const std::optional<at::Tensor>& up = std::nullopt);
 
 }  // namespace torchkiln

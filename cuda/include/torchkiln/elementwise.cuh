@@ -1,101 +1,186 @@
 #pragma once
 
-// The one skeleton of all elementwise kernels: out[i] = functor(in_0[...], in_1[...], ...), with a
-// dense output and inputs anywhere; elementwise_access.cuh says how they are reached.
+// The one skeleton of all elementwise kernels: out_0[...], out_1[...] = body(in_0[...], in_1[...],
+// ...), operands anywhere; elementwise_access.cuh says how they are reached.
 //
-// A thread owns one or two output vectors of 16 bytes, all of which are loaded before the first is
-// used. More of them measured slower: their registers cost threads, and threads are what keeps
-// bytes on the way.
+// A thread owns one or two vectors of 16 bytes (or single elements, where they lie anyhow), all of
+// which are loaded before the first is used. More of them measured slower: their registers cost
+// threads, and threads are what keeps bytes on the way.
+//
+// A body computes a vector: body.run<Full>(packet, at, numel, results), for the elements from `at`
+// on; all threads of a warp call it together. Each<Functor> makes one of a scalar functor.
 
 #include <type_traits>
 #include <utility>
 
 #include "torchkiln/elementwise_access.cuh"
+#include "torchkiln/functors.h"
 
 namespace torchkiln {
 namespace elementwise {
 
-/// Both settings give a block 256 vectors, so that a tensor of some megabytes is one wave of
-/// blocks. With two-byte elements, whose eight lanes take more arithmetic, a thread has enough to
-/// do with one.
-template <class Out>
-inline constexpr int kUnroll = kVectorLanes<Out> > 4 ? 1 : 2;
-template <class Out>
-inline constexpr int kThreads = 256 / kUnroll<Out>;
-template <class Out>
-inline constexpr int64_t kBlockElements = int64_t{256} * kVectorLanes<Out>;
+/// Elements of a block.
+template <class Access>
+inline constexpr int64_t kBlockElements =
+    int64_t{Access::kThreads} * Access::kUnroll * Access::kLanes;
 
-template <class Functor, class Packet, size_t... K>
-__device__ __forceinline__ auto apply(const Functor& functor, const Packet& packet, int lane,
-                                      std::index_sequence<K...>) {
-  return functor(packet.template get<K>(lane)...);
+/// The arithmetic for results that are stored as Out.
+template <class Out>
+using MathFor = std::conditional_t<sizeof(Out) == 2, FastMath, ExactMath>;
+
+template <class C, int N>
+__device__ __forceinline__ void put(C (&results)[1][N], int lane, C value) {
+  results[0][lane] = value;
+}
+template <class C, int N>
+__device__ __forceinline__ void put(C (&results)[2][N], int lane, Pair<C> value) {
+  results[0][lane] = value.first;
+  results[1][lane] = value.second;
 }
 
-template <bool Full, class Functor, class Out, class Access>
-__device__ __forceinline__ void run(const Functor& functor, Out* out, const Access& access,
-                                    int64_t numel) {
-  using C = Compute<Out>;
-  constexpr int kLanes = kVectorLanes<Out>;
-  constexpr int kStep = kThreads<Out> * kLanes;
-  const int64_t first = blockIdx.x * kBlockElements<Out> + threadIdx.x * kLanes;
-  typename Access::template Packet<C, kLanes> packets[kUnroll<Out>];
+/// One element at a time: results = functor(inputs...).
+template <class Functor>
+struct Each {
+  Functor functor;
+
+  template <bool Full, class Packet, class C, int Outputs, int N, size_t... K>
+  __device__ __forceinline__ void run(const Packet& packet, int64_t, int64_t,
+                                      C (&results)[Outputs][N], std::index_sequence<K...>) const {
 #pragma unroll
-  for (int u = 0; u < kUnroll<Out>; ++u) {
+    for (int i = 0; i < N; ++i) put(results, i, functor(packet.template get<K>(i)...));
+  }
+};
+
+/// Gives Functor<Activation, Math> for an activation.
+template <template <class, class> class Functor, class Math>
+struct Make {
+  template <class Activation>
+  TORCHKILN_FUNCTION auto operator()(TypeTag<Activation>) const {
+    return Functor<Activation, Math>{};
+  }
+};
+
+/// The same for functors that hold a scale.
+template <template <class, class, class> class Functor, class Math, class C>
+struct MakeScaled {
+  C scale;
+
+  template <class Activation>
+  TORCHKILN_FUNCTION auto operator()(TypeTag<Activation>) const {
+    return Functor<Activation, Math, C>{scale};
+  }
+};
+
+/// The functor of an activation, chosen once a vector: for the accesses that are rare or slow
+/// anyway, one kernel serves all activations. make(TypeTag<Activation>{}) gives the functor.
+template <class Make, class List>
+struct Switched {
+  Activation activation;
+  Make make;
+
+  template <bool Full, class Packet, class C, int Outputs, int N, size_t... K>
+  __device__ __forceinline__ void run(const Packet& packet, int64_t at, int64_t numel,
+                                      C (&results)[Outputs][N],
+                                      std::index_sequence<K...> each) const {
+    with_activation(
+        activation,
+        [&](auto tag) {
+          Each<decltype(make(tag))>{make(tag)}.template run<Full>(packet, at, numel, results, each);
+        },
+        List{});
+  }
+};
+
+template <bool Full, class Body, class Access>
+__device__ __forceinline__ void run(const Body& body, const Access& access, int64_t numel) {
+  using C = Compute<typename Access::Out>;
+  constexpr int kUnroll = Access::kUnroll;
+  constexpr int kStep = Access::kThreads * Access::kLanes;
+  const int64_t first = blockIdx.x * kBlockElements<Access> + threadIdx.x * Access::kLanes;
+  typename Access::template Packet<C> packets[kUnroll];
+#pragma unroll
+  for (int u = 0; u < kUnroll; ++u) {
     const int64_t at = first + u * kStep;
     if (Full || at < numel) access.template load<Full>(packets[u], at, numel);
   }
 #pragma unroll
-  for (int u = 0; u < kUnroll<Out>; ++u) {
+  for (int u = 0; u < kUnroll; ++u) {
     const int64_t at = first + u * kStep;
-    C result[kLanes];
-#pragma unroll
-    for (int i = 0; i < kLanes; ++i) {
-      result[i] = apply(functor, packets[u], i, std::make_index_sequence<Access::kArity>{});
-    }
-    if (Full || at + kLanes <= numel) {
-      store(out + at, result);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kLanes; ++i) {
-        if (at + i < numel) out[at + i] = convert<Out>(result[i]);
-      }
-    }
+    C results[Access::kOutputs][Access::kLanes];
+    body.template run<Full>(packets[u], at, numel, results,
+                            std::make_index_sequence<Access::kArity>{});
+    access.template store<Full>(packets[u], results, at, numel);
   }
 }
 
-template <class Functor, class Out, class Access>
-__global__ void __launch_bounds__(kThreads<Out>)
-    kernel(Functor functor, Out* out, const __grid_constant__ Access access, int64_t numel) {
+template <class Body, class Access>
+__global__ void __launch_bounds__(Access::kThreads)
+    kernel(Body body, const __grid_constant__ Access access, int64_t numel) {
   wait_for_previous_kernel();
-  if ((int64_t{blockIdx.x} + 1) * kBlockElements<Out> <= numel) {
-    run<true>(functor, out, access, numel);
-  } else {
-    run<false>(functor, out, access, numel);
+  if constexpr (Access::kHasFullBlocks) {
+    if ((int64_t{blockIdx.x} + 1) * kBlockElements<Access> <= numel)
+      return run<true>(body, access, numel);
   }
+  run<false>(body, access, numel);
 }
 
-/// out = functor(inputs...), with the fast kernels for inputs of exactly the types In.
-template <class Out, class... In, class Functor>
-Status launch(const Functor& functor, const Elementwise<sizeof...(In)>& arguments,
-              cudaStream_t stream) {
+/// Runs `body` where the operands are linear or lie in rows beside a linear first input, and
+/// `general`, which computes the same, for all other accesses. Inputs of exactly the types In are
+/// reached by whole vectors.
+template <class Out, class... In, class Body, class General, int Outputs>
+Status launch_bodies(const Body& body, const General& general,
+                     const Elementwise<sizeof...(In), Outputs>& arguments, cudaStream_t stream) {
+  using Accessors = elementwise::Accessors<Out, In...>;
   constexpr int kLanes = kVectorLanes<Out>;
-  constexpr auto kEach = std::make_index_sequence<sizeof...(In)>{};
   const int64_t numel = arguments.layout.numel;
   if (numel == 0) return {};
-  const auto start = [&](const auto& access) -> Status {
-    const int64_t blocks = ceil_div(numel, kBlockElements<Out>);
-    if (blocks > kMaxGridX) return {"too many elements for one launch"};
+  const auto start = [&](const auto& chosen, const auto& access) -> Status {
+    using Chosen = std::decay_t<decltype(chosen)>;
     using Access = std::decay_t<decltype(access)>;
-    return launch_overlapped(kernel<Functor, Out, Access>, dim3(static_cast<unsigned>(blocks)),
-                             kThreads<Out>, stream, functor, static_cast<Out*>(arguments.out),
-                             access, numel);
+    const int64_t blocks = ceil_div(numel, kBlockElements<Access>);
+    if (blocks > kMaxGridX) return {"too many elements for one launch"};
+    return launch_overlapped(kernel<Chosen, Access>, dim3(static_cast<unsigned>(blocks)),
+                             Access::kThreads, stream, chosen, access, numel);
   };
-  if (all_linear<In...>(arguments, kEach)) return start(linear_access<In...>(arguments));
-  if (all_rows<In...>(arguments, kLanes, kEach)) {
-    return arguments.layout.linear(0) ? start(row_access<true, In...>(arguments, kLanes))
-                                      : start(row_access<false, In...>(arguments, kLanes));
+  if (Accessors::all_linear(arguments)) return start(body, Accessors::linear(arguments));
+  if (!Accessors::all_rows(arguments, kLanes)) return start(general, Accessors::any(arguments));
+  bool first_is_linear = sizeof...(In) > 1 && arguments.layout.linear(0);
+  for (int o = 0; o < Outputs; ++o)
+    first_is_linear = first_is_linear && arguments.layout.out_linear(o);
+  if constexpr (sizeof...(In) > 1) {
+    if (first_is_linear) return start(body, Accessors::template rows<true>(arguments, kLanes));
   }
-  return start(any_access(arguments));
+  return start(general, Accessors::template rows<false>(arguments, kLanes));
+}
+
+/// outputs = functor(inputs...)
+template <class Out, class... In, class Functor, int Outputs>
+Status launch(const Functor& functor, const Elementwise<sizeof...(In), Outputs>& arguments,
+              cudaStream_t stream) {
+  const Each<Functor> body{functor};
+  return launch_bodies<Out, In...>(body, body, arguments, stream);
+}
+
+/// outputs = make(activation)(inputs...), for the activations of a list.
+template <class Out, class... In, class Make, int Outputs, class List = Activations>
+Status launch_activated(Activation activation, const Make& make,
+                        const Elementwise<sizeof...(In), Outputs>& arguments, cudaStream_t stream,
+                        List list = {}) {
+  const Switched<Make, List> general{activation, make};
+  // The long code of double precision is not repeated for every activation.
+  if constexpr (sizeof(Out) == 8) {
+    return launch_bodies<Out, In...>(general, general, arguments, stream);
+  } else {
+    Status status{"this activation has no kernel"};
+    with_activation(
+        activation,
+        [&](auto tag) {
+          const Each<decltype(make(tag))> body{make(tag)};
+          status = launch_bodies<Out, In...>(body, general, arguments, stream);
+        },
+        list);
+    return status;
+  }
 }
 
 }  // namespace elementwise

@@ -1,15 +1,16 @@
 #pragma once
 
-// How the elementwise kernels reach their inputs, from the narrowest case to the widest:
+// How the elementwise kernels reach their operands, from the narrowest case to the widest:
 //
-//   LinearAccess  every input lies as the output does: pure streaming, no index arithmetic
-//   RowAccess     every input is contiguous along the innermost dimension: one offset a vector
-//                 (row-strided tensors, a bias along the last dimension)
-//   AnyAccess     every other stride, alignment and mix of dtypes
+//   LinearAccess  every operand lies in the order of the iteration space: pure streaming, no index
+//                 arithmetic
+//   RowAccess     every operand is contiguous along the innermost dimension: one offset a vector
+//                 (row-strided tensors, a bias along the last dimension, halves of a packed tensor)
+//   AnyAccess     every other stride, alignment and mix of dtypes: an element at a time
 //
-// An accessor is a kernel parameter. load<Full>(packet, at, numel) reads what belongs to the output
-// elements from `at` on, a whole vector of them when Full; packet.get<K>(lane) is the value of
-// input K.
+// An accessor is a kernel parameter. load<Full>(packet, at, numel) reads what belongs to the kLanes
+// elements from `at` on, all of which exist when Full; packet.get<K>(lane) is the value of input K;
+// store<Full>(packet, results, at, numel) rounds and writes.
 
 #include <cuda/std/tuple>
 #include <utility>
@@ -34,12 +35,39 @@ struct Packet {
   }
 };
 
-template <class... In>
-struct LinearAccess {
-  static constexpr int kArity = sizeof...(In);
-  template <class C, int N>
-  using Packet = elementwise::Packet<C, N, In...>;
+/// Vectors of a thread. With a block of 256 of them, a tensor of some megabytes is one wave of
+/// blocks. With two-byte elements, whose eight lanes take more arithmetic, a thread has enough to
+/// do with one.
+template <class Out>
+inline constexpr int kUnroll = kVectorLanes<Out> > 4 ? 1 : 2;
 
+/// Stores N adjacent elements, or those of them that lie below numel.
+template <bool Full, class Out, class C, int N>
+__device__ __forceinline__ void store_vector(Out* out, const C (&result)[N], int64_t at,
+                                             int64_t numel) {
+  if (Full || at + N <= numel) {
+    store(out, result);
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if (at + i < numel) out[i] = convert<Out>(result[i]);
+    }
+  }
+}
+
+template <class OutType, int Outputs, class... In>
+struct LinearAccess {
+  using Out = OutType;
+  static constexpr int kArity = sizeof...(In);
+  static constexpr int kOutputs = Outputs;
+  static constexpr int kLanes = kVectorLanes<Out>;
+  static constexpr int kUnroll = elementwise::kUnroll<Out>;
+  static constexpr int kThreads = 256 / kUnroll;
+  static constexpr bool kHasFullBlocks = true;  // worth code of their own
+  template <class C>
+  using Packet = elementwise::Packet<C, kLanes, In...>;
+
+  Out* outputs[Outputs];
   const void* inputs[kArity];
 
   template <bool Full, class C, int N>
@@ -64,22 +92,38 @@ struct LinearAccess {
       }
     }
   }
+
+  template <bool Full, class C, int N>
+  __device__ __forceinline__ void store(const Packet<C>&, const C (&results)[Outputs][N],
+                                        int64_t at, int64_t numel) const {
+#pragma unroll
+    for (int o = 0; o < Outputs; ++o) store_vector<Full>(outputs[o] + at, results[o], at, numel);
+  }
 };
 
-/// Up to three dimensions, counted in whole output vectors: the innermost size and all strides are
-/// multiples of one, so that 32 bits reach far and no vector is cut. A first input that lies as the
-/// output does (an activation beside its bias) is loaded before any index is computed. The code is
-/// straight, since small tensors wait for every instruction.
-template <bool FirstIsLinear, class... In>
+/// Up to three dimensions, counted in whole vectors: the innermost size and all strides are
+/// multiples of one, so that 32 bits reach far and no vector is cut. Where the first input and the
+/// outputs lie in the order of the space (an activation beside its bias), that input is loaded
+/// before any index is computed. The code is straight, since small tensors wait for every
+/// instruction.
+template <bool FirstIsLinear, class OutType, int Outputs, class... In>
 struct RowAccess {
+  using Out = OutType;
   static constexpr int kArity = sizeof...(In);
+  static constexpr int kOutputs = Outputs;
   static constexpr int kRank = 3;
-  template <class C, int N>
-  using Packet = elementwise::Packet<C, N, In...>;
+  static constexpr int kLanes = kVectorLanes<Out>;
+  static constexpr int kUnroll = elementwise::kUnroll<Out>;
+  static constexpr int kThreads = 256 / kUnroll;
+  static constexpr bool kHasFullBlocks = true;  // worth code of their own
+  template <class C>
+  using Packet = elementwise::Packet<C, kLanes, In...>;
 
+  Out* outputs[Outputs];
   const void* inputs[kArity];
   Divisor size[kRank - 1];
   uint32_t stride[kArity][kRank];
+  uint32_t out_stride[Outputs][kRank];
 
   template <bool Full, class C, int N>
   __device__ __forceinline__ void load(elementwise::Packet<C, N, In...>& packet, int64_t at,
@@ -91,13 +135,23 @@ struct RowAccess {
   __device__ __forceinline__ void load_each(elementwise::Packet<C, N, In...>& packet, int64_t at,
                                             std::index_sequence<K...>) const {
     ((::cuda::std::get<K>(packet.vectors) =
-          load_vector<N>(static_cast<const In*>(inputs[K]) + offset<K>(at, N))),
+          load_vector<N>(static_cast<const In*>(inputs[K]) +
+                         (FirstIsLinear && K == 0 ? at : offset(stride[K], at, N)))),
      ...);
   }
 
-  template <size_t K>
-  __device__ __forceinline__ int64_t offset(int64_t at, int lanes) const {
-    if constexpr (FirstIsLinear && K == 0) return at;
+  template <bool Full, class C, int N>
+  __device__ __forceinline__ void store(const Packet<C>&, const C (&results)[Outputs][N],
+                                        int64_t at, int64_t numel) const {
+    if (!Full && at >= numel) return;
+#pragma unroll
+    for (int o = 0; o < Outputs; ++o)
+      torchkiln::store(outputs[o] + (FirstIsLinear ? at : offset(out_stride[o], at, N)),
+                       results[o]);
+  }
+
+  __device__ __forceinline__ int64_t offset(const uint32_t (&strides)[kRank], int64_t at,
+                                            int lanes) const {
     const uint32_t vector = static_cast<uint32_t>(at / lanes);
     const uint32_t row = size[0].quotient(vector);
     const uint32_t slab = size[1].quotient(row);
@@ -105,183 +159,206 @@ struct RowAccess {
                                    slab};
     uint32_t offset = 0;
 #pragma unroll
-    for (int d = 0; d < kRank; ++d) offset += place[d] * stride[K][d];
+    for (int d = 0; d < kRank; ++d) offset += place[d] * strides[d];
     return static_cast<int64_t>(offset) * lanes;
   }
 };
 
-template <class C, int N, int Arity>
-struct WidePacket {
-  C value[Arity][N];
+/// One element of each input, as it lies in memory, and where the results go.
+template <class C, int Outputs, int Arity>
+struct AnyPacket {
+  uint64_t raw[Arity];
+  Dtype dtype[Arity];
+  int64_t out_offset[Outputs];
 
   template <size_t K>
-  __device__ __forceinline__ C get(int lane) const {
-    return value[K][lane];
+  __device__ __forceinline__ C get(int) const {
+    switch (dtype[K]) {
+      case Dtype::float32:
+        return static_cast<C>(__uint_as_float(static_cast<uint32_t>(raw[K])));
+      case Dtype::float64:
+        return static_cast<C>(__longlong_as_double(static_cast<long long>(raw[K])));
+      case Dtype::float16:
+        return convert<C>(__ushort_as_half(static_cast<uint16_t>(raw[K])));
+      default:
+        return convert<C>(__ushort_as_bfloat16(static_cast<uint16_t>(raw[K])));
+    }
   }
 };
 
-/// Calls body(const T*) with the type that `dtype` names.
-template <class Body>
-__device__ __forceinline__ void with_type(const void* data, Dtype dtype, const Body& body) {
-  switch (dtype) {
-    case Dtype::float32:
-      return body(static_cast<const float*>(data));
-    case Dtype::float64:
-      return body(static_cast<const double*>(data));
-    case Dtype::float16:
-      return body(static_cast<const __half*>(data));
-    default:
-      return body(static_cast<const __nv_bfloat16*>(data));
-  }
-}
+// Not inlined: a hundred instructions, for tensors of more than 2^31 elements.
+__device__ __noinline__ int64_t divide(uint64_t a, uint64_t b) { return a / b; }
 
-template <int Arity>
+/// A thread owns single elements, and a warp adjacent ones: whatever lies evenly is still read
+/// together. Indices are divided once for all operands; what is loaded keeps its bits until all
+/// loads are on the way.
+template <class OutType, int Outputs, int Arity>
 struct AnyAccess {
+  using Out = OutType;
   static constexpr int kArity = Arity;
-  template <class C, int N>
-  using Packet = WidePacket<C, N, Arity>;
+  static constexpr int kOutputs = Outputs;
+  static constexpr int kLanes = 1;
+  static constexpr int kUnroll = 4;
+  static constexpr int kThreads = 256;
+  static constexpr bool kHasFullBlocks = false;
+  template <class C>
+  using Packet = AnyPacket<C, Outputs, Arity>;
 
-  Elementwise<Arity> arguments;
+  Elementwise<Arity, Outputs> arguments;
   bool narrow;             // fewer than 2^31 elements: indices are divided by
   Divisor size[kMaxRank];  // these, since a 64-bit division costs a hundred instructions
-  bool linear[Arity];      // lies as the output does, and is aligned
 
-  template <bool Full, class C, int N>
-  __device__ __forceinline__ void load(WidePacket<C, N, Arity>& packet, int64_t at,
-                                       int64_t numel) const {
+  template <bool Full, class C>
+  __device__ __forceinline__ void load(AnyPacket<C, Outputs, Arity>& packet, int64_t at,
+                                       int64_t) const {
+    const auto& layout = arguments.layout;
+    int64_t offset[Arity] = {};
+#pragma unroll
+    for (int o = 0; o < Outputs; ++o) packet.out_offset[o] = 0;
+#pragma unroll 1
+    for (int d = 0; d < layout.rank; ++d) {
+      int64_t place = at;
+      if (d + 1 < layout.rank) {
+        const int64_t rest =
+            narrow ? size[d].quotient(static_cast<uint32_t>(at)) : divide(at, layout.size[d]);
+        place = at - rest * layout.size[d];
+        at = rest;
+      }
+#pragma unroll
+      for (int k = 0; k < Arity; ++k) offset[k] += place * layout.stride[k][d];
+#pragma unroll
+      for (int o = 0; o < Outputs; ++o) packet.out_offset[o] += place * layout.out_stride[o][d];
+    }
 #pragma unroll
     for (int k = 0; k < Arity; ++k) {
-      with_type(arguments.in[k], arguments.in_dtype[k], [&](auto* data) {
-        if (linear[k] && (Full || at + N <= numel)) {
-          const auto vector = load_vector<N>(data + at);
-#pragma unroll
-          for (int i = 0; i < N; ++i) packet.value[k][i] = convert<C>(vector.lane[i]);
-        } else {
-          walk<Full>(packet.value[k], data, k, at, numel);
-        }
-      });
-    }
-  }
-
-  template <bool Full, class C, int N, class T>
-  __device__ __forceinline__ void walk(C (&values)[N], const T* data, int k, int64_t at,
-                                       int64_t numel) const {
-    const Layout<Arity>& layout = arguments.layout;
-    const int64_t step = layout.stride[k][0];
-    Position position = locate(k, at);
-    if (position.place0 + N <= layout.size[0]) {
-#pragma unroll
-      for (int i = 0; i < N; ++i) values[i] = convert<C>(data[position.offset + i * step]);
-      return;
-    }
-    // A row ends within the vector. An index is divided anew only where a second dimension ends
-    // with it.
-    const int64_t row_step = layout.stride[k][1] - layout.size[0] * step;
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      if (!Full && at + i >= numel) break;
-      values[i] = convert<C>(data[position.offset]);
-      position.offset += step;
-      if (++position.place0 == layout.size[0]) {
-        position.place0 = 0;
-        position.offset += row_step;
-        if (++position.place1 == layout.size[1]) position = locate_again(k, at + i + 1);
+      packet.dtype[k] = arguments.in_dtype[k];
+      switch (arguments.in_dtype[k]) {
+        case Dtype::float32:
+          packet.raw[k] = static_cast<const uint32_t*>(arguments.in[k])[offset[k]];
+          break;
+        case Dtype::float64:
+          packet.raw[k] = static_cast<const uint64_t*>(arguments.in[k])[offset[k]];
+          break;
+        default:
+          packet.raw[k] = static_cast<const uint16_t*>(arguments.in[k])[offset[k]];
       }
     }
   }
 
-  struct Position {
-    int64_t offset;
-    int64_t place0;  // along dimension 0
-    int64_t place1;  // along dimension 1
-  };
-
-  // Not inlined: it would be repeated for every lane.
-  __device__ __noinline__ Position locate_again(int k, uint64_t at) const { return locate(k, at); }
-
-  __device__ __forceinline__ Position locate(int k, uint64_t at) const {
-    const Layout<Arity>& layout = arguments.layout;
-    Position position{};
-#pragma unroll 1
-    for (int d = 0; d < layout.rank; ++d) {
-      uint64_t rest = 0;
-      if (d + 1 < layout.rank)
-        rest = narrow ? size[d].quotient(static_cast<uint32_t>(at)) : at / layout.size[d];
-      const int64_t place = static_cast<int64_t>(at - rest * layout.size[d]);
-      if (d == 0) position.place0 = place;
-      if (d == 1) position.place1 = place;
-      position.offset += place * layout.stride[k][d];
-      at = rest;
-    }
-    return position;
+  template <bool Full, class C>
+  __device__ __forceinline__ void store(const AnyPacket<C, Outputs, Arity>& packet,
+                                        const C (&results)[Outputs][1], int64_t at,
+                                        int64_t numel) const {
+    if (!Full && at >= numel) return;
+#pragma unroll
+    for (int o = 0; o < Outputs; ++o)
+      static_cast<Out*>(arguments.out[o])[packet.out_offset[o]] = convert<Out>(results[o][0]);
   }
 };
 
-template <class In, int Arity>
-bool reads_linearly(const Elementwise<Arity>& arguments, int k) {
+template <class In, int Inputs, int Outputs>
+bool reads_linearly(const Elementwise<Inputs, Outputs>& arguments, int k) {
   return arguments.in_dtype[k] == DtypeOf<In>::value && arguments.layout.linear(k) &&
          aligned(arguments.in[k], kVectorBytes);
 }
 
-/// Whether input k can be read by whole vectors of so many elements along dimension 0, counted in
-/// 32 bits.
-template <class In, int Arity>
-bool reads_rows(const Elementwise<Arity>& arguments, int k, int lanes) {
-  const Layout<Arity>& layout = arguments.layout;
-  if (arguments.in_dtype[k] != DtypeOf<In>::value || !aligned(arguments.in[k], kVectorBytes))
-    return false;
-  if (layout.rank == 0 || layout.size[0] % lanes != 0 || layout.stride[k][0] != 1) return false;
+template <int Inputs, int Outputs>
+bool writes_linearly(const Elementwise<Inputs, Outputs>& arguments, int o) {
+  return arguments.layout.out_linear(o) && aligned(arguments.out[o], kVectorBytes);
+}
+
+/// Whether these strides lead to whole vectors of so many elements along dimension 0, counted in 32
+/// bits.
+template <int Inputs, int Outputs>
+bool lies_in_rows(const Layout<Inputs, Outputs>& layout, const int64_t (&strides)[kMaxRank],
+                  const void* data, int lanes) {
+  constexpr int kRank = 3;  // of RowAccess
+  if (!aligned(data, kVectorBytes) || layout.rank == 0 || layout.rank > kRank) return false;
+  if (layout.size[0] % lanes != 0 || strides[0] != 1) return false;
   int64_t reach = layout.size[0] / lanes;
   for (int d = 1; d < layout.rank; ++d) {
-    if (d >= RowAccess<false, In>::kRank || layout.stride[k][d] % lanes != 0) return false;
-    reach += (layout.size[d] - 1) * (layout.stride[k][d] / lanes);
+    if (strides[d] % lanes != 0) return false;
+    reach += (layout.size[d] - 1) * (strides[d] / lanes);
   }
   return reach < int64_t{1} << 32 && layout.numel / lanes < int64_t{1} << 31;
 }
 
-template <class... In, size_t... K>
-bool all_linear(const Elementwise<sizeof...(In)>& arguments, std::index_sequence<K...>) {
-  return (reads_linearly<In>(arguments, K) && ...);
-}
+/// The accessors of one problem: inputs of exactly the types In are reached fast.
+template <class Out, class... In>
+struct Accessors {
+  static constexpr int kInputs = sizeof...(In);
+  static constexpr auto kEach = std::make_index_sequence<sizeof...(In)>{};
 
-template <class... In, size_t... K>
-bool all_rows(const Elementwise<sizeof...(In)>& arguments, int lanes, std::index_sequence<K...>) {
-  return (reads_rows<In>(arguments, K, lanes) && ...);
-}
-
-template <class... In>
-LinearAccess<In...> linear_access(const Elementwise<sizeof...(In)>& arguments) {
-  LinearAccess<In...> access;
-  for (size_t k = 0; k < sizeof...(In); ++k) access.inputs[k] = arguments.in[k];
-  return access;
-}
-
-template <bool FirstIsLinear, class... In>
-RowAccess<FirstIsLinear, In...> row_access(const Elementwise<sizeof...(In)>& arguments, int lanes) {
-  const auto& layout = arguments.layout;
-  RowAccess<FirstIsLinear, In...> access{};
-  access.size[0] = Divisor(static_cast<uint32_t>(layout.size[0] / lanes));
-  if (layout.rank > 1) access.size[1] = Divisor(static_cast<uint32_t>(layout.size[1]));
-  for (size_t k = 0; k < sizeof...(In); ++k) {
-    access.inputs[k] = arguments.in[k];
-    access.stride[k][0] = 1;
-    for (int d = 1; d < layout.rank; ++d)
-      access.stride[k][d] = static_cast<uint32_t>(layout.stride[k][d] / lanes);
+  template <int Outputs>
+  static bool all_linear(const Elementwise<kInputs, Outputs>& arguments) {
+    for (int o = 0; o < Outputs; ++o)
+      if (!writes_linearly(arguments, o)) return false;
+    return all_inputs_linear(arguments, kEach);
   }
-  return access;
-}
 
-template <int Arity>
-AnyAccess<Arity> any_access(const Elementwise<Arity>& arguments) {
-  const Layout<Arity>& layout = arguments.layout;
-  AnyAccess<Arity> access{arguments, layout.numel < int64_t{1} << 31, {}, {}};
-  for (int d = 0; access.narrow && d < layout.rank; ++d)
-    access.size[d] = Divisor(static_cast<uint32_t>(layout.size[d]));
-  for (int k = 0; k < Arity; ++k) {
-    access.linear[k] = layout.linear(k) && aligned(arguments.in[k], kVectorBytes);
+  template <int Outputs>
+  static bool all_rows(const Elementwise<kInputs, Outputs>& arguments, int lanes) {
+    for (int o = 0; o < Outputs; ++o) {
+      if (!lies_in_rows(arguments.layout, arguments.layout.out_stride[o], arguments.out[o], lanes))
+        return false;
+    }
+    return all_inputs_rows(arguments, lanes, kEach);
   }
-  return access;
-}
+
+  template <int Outputs>
+  static LinearAccess<Out, Outputs, In...> linear(const Elementwise<kInputs, Outputs>& arguments) {
+    LinearAccess<Out, Outputs, In...> access;
+    for (int o = 0; o < Outputs; ++o) access.outputs[o] = static_cast<Out*>(arguments.out[o]);
+    for (int k = 0; k < kInputs; ++k) access.inputs[k] = arguments.in[k];
+    return access;
+  }
+
+  template <bool FirstIsLinear, int Outputs>
+  static RowAccess<FirstIsLinear, Out, Outputs, In...> rows(
+      const Elementwise<kInputs, Outputs>& arguments, int lanes) {
+    const auto& layout = arguments.layout;
+    RowAccess<FirstIsLinear, Out, Outputs, In...> access{};
+    access.size[0] = Divisor(static_cast<uint32_t>(layout.size[0] / lanes));
+    if (layout.rank > 1) access.size[1] = Divisor(static_cast<uint32_t>(layout.size[1]));
+    const auto in_vectors = [&](uint32_t (&to)[3], const int64_t (&strides)[kMaxRank]) {
+      to[0] = 1;
+      for (int d = 1; d < layout.rank; ++d) to[d] = static_cast<uint32_t>(strides[d] / lanes);
+    };
+    for (int o = 0; o < Outputs; ++o) {
+      access.outputs[o] = static_cast<Out*>(arguments.out[o]);
+      in_vectors(access.out_stride[o], layout.out_stride[o]);
+    }
+    for (int k = 0; k < kInputs; ++k) {
+      access.inputs[k] = arguments.in[k];
+      in_vectors(access.stride[k], layout.stride[k]);
+    }
+    return access;
+  }
+
+  template <int Outputs>
+  static AnyAccess<Out, Outputs, kInputs> any(const Elementwise<kInputs, Outputs>& arguments) {
+    const auto& layout = arguments.layout;
+    AnyAccess<Out, Outputs, kInputs> access{arguments, layout.numel < int64_t{1} << 31, {}};
+    for (int d = 0; access.narrow && d < layout.rank; ++d)
+      access.size[d] = Divisor(static_cast<uint32_t>(layout.size[d]));
+    return access;
+  }
+
+ private:
+  template <int Outputs, size_t... K>
+  static bool all_inputs_linear(const Elementwise<kInputs, Outputs>& arguments,
+                                std::index_sequence<K...>) {
+    return (reads_linearly<In>(arguments, K) && ...);
+  }
+
+  template <int Outputs, size_t... K>
+  static bool all_inputs_rows(const Elementwise<kInputs, Outputs>& arguments, int lanes,
+                              std::index_sequence<K...>) {
+    return ((arguments.in_dtype[K] == DtypeOf<In>::value &&
+             lies_in_rows(arguments.layout, arguments.layout.stride[K], arguments.in[K], lanes)) &&
+            ...);
+  }
+};
 
 }  // namespace elementwise
 }  // namespace torchkiln

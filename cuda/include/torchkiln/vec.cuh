@@ -18,6 +18,12 @@ struct DtypeOf<__nv_bfloat16> {
   static constexpr Dtype value = Dtype::bfloat16;
 };
 
+/// dispatch for the types that the elementwise kernels are made for.
+template <class Body>
+Status dispatch_floating(Dtype dtype, const Body& body) {
+  return dispatch<float, double, __half, __nv_bfloat16>(dtype, body);
+}
+
 /// The widest access of one thread.
 inline constexpr int kVectorBytes = 16;
 

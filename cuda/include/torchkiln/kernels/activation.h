@@ -1,0 +1,31 @@
+#pragma once
+
+#include "torchkiln/activations.h"
+#include "torchkiln/layout.h"
+
+struct CUstream_st;
+
+namespace torchkiln {
+namespace cpu {
+
+/// out[i] = activation(x[i]) for the elements begin <= i < end; `out` may be x itself.
+TORCHKILN_EXPORT Status activation(const Elementwise<1>& arguments, Activation activation,
+                                   int64_t begin, int64_t end);
+
+/// The gradient for x; the inputs are {grad, saved}, where saved is x or the output, as
+/// saved_by(activation) says.
+TORCHKILN_EXPORT Status activation_backward(const Elementwise<2>& arguments, Activation activation,
+                                            int64_t begin, int64_t end);
+
+}  // namespace cpu
+
+namespace cuda {
+
+/// As their namesakes above, on the current device, queued on `stream`.
+TORCHKILN_EXPORT Status activation(const Elementwise<1>& arguments, Activation activation,
+                                   CUstream_st* stream);
+TORCHKILN_EXPORT Status activation_backward(const Elementwise<2>& arguments, Activation activation,
+                                            CUstream_st* stream);
+
+}  // namespace cuda
+}  // namespace torchkiln
