@@ -3,11 +3,13 @@
 
 #include <ATen/ScalarOps.h>
 #include <pybind11/pybind11.h>
+#include <torch/csrc/Dtype.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "torchkiln/activations.h"
 #include "torchkiln/ops.h"
@@ -55,12 +57,44 @@ at::Tensor tensor_or_number(py::handle argument, const char* op, const char* nam
   return at::native::wrapped_scalar_tensor(PyFloat_AsDouble(argument.ptr()));
 }
 
+bool flag(py::handle argument, const char* op, const char* name) {
+  if (!PyBool_Check(argument.ptr())) refuse(argument, op, name, "a bool");
+  return argument.ptr() == Py_True;
+}
+
 std::string_view word(py::handle argument, const char* op, const char* name) {
   Py_ssize_t size = 0;
   const char* text =
       PyUnicode_Check(argument.ptr()) ? PyUnicode_AsUTF8AndSize(argument.ptr(), &size) : nullptr;
   if (text == nullptr) refuse(argument, op, name, "a str");
   return {text, static_cast<size_t>(size)};
+}
+
+std::optional<at::ScalarType> dtype_or_none(py::handle argument, const char* op, const char* name) {
+  if (argument.is_none()) return std::nullopt;
+  if (!THPDtype_Check(argument.ptr())) refuse(argument, op, name, "a torch.dtype or None");
+  return reinterpret_cast<THPDtype*>(argument.ptr())->scalar_type;
+}
+
+/// An int, several, or none at all.
+std::optional<std::vector<int64_t>> dims_or_none(py::handle argument, const char* op,
+                                                 const char* name) {
+  constexpr const char* kExpected = "an int, a tuple of ints or None";
+  if (argument.is_none()) return std::nullopt;
+  std::vector<int64_t> dims;
+  const auto append = [&](py::handle item) {
+    const bool is_number =
+        PyIndex_Check(item.ptr()) && !PyBool_Check(item.ptr()) && !THPVariable_Check(item.ptr());
+    if (!is_number) refuse(item, op, name, kExpected);
+    // What is beyond 64 bits is out of every range, too.
+    dims.push_back(PyNumber_AsSsize_t(item.ptr(), nullptr));
+  };
+  if (PyTuple_Check(argument.ptr()) || PyList_Check(argument.ptr())) {
+    for (const py::handle item : argument) append(item);
+  } else {
+    append(argument);
+  }
+  return dims;
 }
 
 /// Runs an op without the interpreter's lock, and turns torch's errors into Python's.
@@ -95,6 +129,25 @@ py::object bias_act(py::handle x, py::handle bias, py::handle scale, py::handle 
   const double factor = number(scale, "bias_act", "scale");
   const std::string_view name = word(act, "bias_act", "act");
   return call([&] { return torchkiln::bias_act(input, shift, factor, name); });
+}
+
+py::object dropout_add(py::handle x, py::handle residual, py::handle p, py::handle training) {
+  const at::Tensor& input = tensor(x, "dropout_add", "x");
+  const at::Tensor& other = tensor(residual, "dropout_add", "residual");
+  const double probability = number(p, "dropout_add", "p");
+  const bool random = flag(training, "dropout_add", "training");
+  return call([&] { return torchkiln::dropout_add(input, other, probability, random); });
+}
+
+py::object bias_dropout_add(py::handle x, py::handle bias, py::handle residual, py::handle p,
+                            py::handle training) {
+  const at::Tensor& input = tensor(x, "bias_dropout_add", "x");
+  const at::Tensor& shift = tensor(bias, "bias_dropout_add", "bias");
+  const at::Tensor& other = tensor(residual, "bias_dropout_add", "residual");
+  const double probability = number(p, "bias_dropout_add", "p");
+  const bool random = flag(training, "bias_dropout_add", "training");
+  return call(
+      [&] { return torchkiln::bias_dropout_add(input, shift, other, probability, random); });
 }
 
 using GatedOp = at::Tensor (*)(const at::Tensor&, const std::optional<at::Tensor>&);
@@ -138,6 +191,23 @@ void define_activations(py::module_& module) {
   }
 }
 
+using Reduce = at::Tensor (*)(const at::Tensor&, at::OptionalIntArrayRef, bool,
+                              std::optional<at::ScalarType>);
+
+template <Reduce reduce>
+void define_reduction(py::module_& module, const char* op) {
+  const auto entry = [op](py::handle x, py::handle dim, py::handle keepdim, py::handle dtype) {
+    const at::Tensor& input = tensor(x, op, "x");
+    const std::optional<std::vector<int64_t>> dims = dims_or_none(dim, op, "dim");
+    const bool keeps = flag(keepdim, op, "keepdim");
+    const std::optional<at::ScalarType> out_dtype = dtype_or_none(dtype, op, "dtype");
+    at::OptionalIntArrayRef over;
+    if (dims) over = at::IntArrayRef(*dims);
+    return call([&] { return reduce(input, over, keeps, out_dtype); });
+  };
+  module.def(op, entry, py::arg("x"), py::arg("dim"), py::arg("keepdim"), py::arg("dtype"));
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
@@ -145,8 +215,14 @@ PYBIND11_MODULE(_C, module) {
   module.def("muladd", &muladd, py::arg("a"), py::arg("b"), py::arg("c"));
   module.def("bias_act", &bias_act, py::arg("x"), py::arg("bias"), py::arg("scale"),
              py::arg("act"));
+  module.def("dropout_add", &dropout_add, py::arg("x"), py::arg("residual"), py::arg("p"),
+             py::arg("training"));
+  module.def("bias_dropout_add", &bias_dropout_add, py::arg("x"), py::arg("bias"),
+             py::arg("residual"), py::arg("p"), py::arg("training"));
   define_activations(module);
   define_gated(module, "swiglu", &torchkiln::swiglu);
   define_gated(module, "geglu", &torchkiln::geglu);
   define_gated(module, "geglu_tanh", &torchkiln::geglu_tanh);
+  define_reduction<torchkiln::sum>(module, "sum");
+  define_reduction<torchkiln::mean>(module, "mean");
 }

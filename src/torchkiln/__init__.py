@@ -14,6 +14,7 @@ import torch as _torch  # noqa: E402, F401  brings the libraries that _C is link
 from torchkiln import nn  # noqa: E402
 from torchkiln.bias_act import scale_bias_relu  # noqa: E402
 from torchkiln.pointwise import add  # noqa: E402
+from torchkiln.reduction import mean, sum  # noqa: E402
 
 __version__: str = _record["version"]
 
@@ -26,4 +27,13 @@ def build_info() -> dict[str, Any]:
     return dict(_record)
 
 
-__all__ = ["__version__", "add", "build_info", "cmake_prefix_path", "nn", "scale_bias_relu"]
+__all__ = [
+    "__version__",
+    "add",
+    "build_info",
+    "cmake_prefix_path",
+    "mean",
+    "nn",
+    "scale_bias_relu",
+    "sum",
+]

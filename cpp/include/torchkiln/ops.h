@@ -4,6 +4,7 @@
 // see the call.
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/OptionalArrayRef.h>
 
 #include <optional>
 #include <string_view>
@@ -50,5 +51,29 @@ TORCHKILN_EXPORT at::Tensor geglu(const at::Tensor& gate,
 /// The same with the tanh approximation of gelu.
 TORCHKILN_EXPORT at::Tensor geglu_tanh(const at::Tensor& gate,
                                        const std::optional<at::Tensor>& up = std::nullopt);
+
+/// dropout(x, p) + residual, of one shape and dtype: with probability p an element of x counts as
+/// 0, else it is multiplied by 1 / (1 - p). The mask comes from torch's generator and is drawn
+/// again for backward. Returns a contiguous tensor. Differentiable, to any order.
+TORCHKILN_EXPORT at::Tensor dropout_add(const at::Tensor& x, const at::Tensor& residual,
+                                        double p = 0.5, bool training = true);
+
+/// dropout(x + bias, p) + residual, the bias along the last dimension
+TORCHKILN_EXPORT at::Tensor bias_dropout_add(const at::Tensor& x, const at::Tensor& bias,
+                                             const at::Tensor& residual, double p = 0.5,
+                                             bool training = true);
+
+/// The sum over the given dimensions of x, or over all; `keepdim` keeps them with size 1.
+/// Accumulated in float32 (float64 for x or `dtype` float64), rounded once to `dtype`, which is
+/// that of x if not given. Contiguous; no bit depends on the run or on the number of threads.
+/// Differentiable, to any order.
+TORCHKILN_EXPORT at::Tensor sum(const at::Tensor& x, at::OptionalIntArrayRef dim = std::nullopt,
+                                bool keepdim = false,
+                                std::optional<at::ScalarType> dtype = std::nullopt);
+
+/// sum() divided by the number of its terms; that of none is NaN.
+TORCHKILN_EXPORT at::Tensor mean(const at::Tensor& x, at::OptionalIntArrayRef dim = std::nullopt,
+                                 bool keepdim = false,
+                                 std::optional<at::ScalarType> dtype = std::nullopt);
 
 }  // namespace torchkiln

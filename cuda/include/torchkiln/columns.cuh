@@ -5,14 +5,13 @@
 // sums what the body returns down each column.
 //
 //   thread (tx, ty) of block (x, y) owns kLanes adjacent columns of tile x
-//   and the rows  y * rows_per_pass + ty,  + gridDim.y * rows_per_pass, ...
+//   and the rows  y * threads_y + ty,  + gridDim.y * threads_y, ...
 //
 // The sums stay in registers, are added over ty in shared memory, and leave as one partial row per
-// block row ("chunk"). A second, short kernel adds the chunks. No atomics: the order of every
-// addition is fixed by the shape and the device.
+// block row ("chunk"). A second, short kernel adds the chunks, in double. No atomics: the order of
+// every addition is fixed by the shape and the device.
 
-#include "torchkiln/launch.cuh"
-#include "torchkiln/vec.cuh"
+#include "torchkiln/sums.cuh"
 
 namespace torchkiln {
 namespace columns {
@@ -20,66 +19,80 @@ namespace columns {
 inline constexpr int kThreads = 256;
 // One warp along a row reads 512 bytes of it at a time; the block's other warps take other rows,
 // whose sums meet in shared memory instead of in the partial sums.
-inline constexpr int kMostThreadsX = 32;
+inline constexpr int kThreadsX = 32;
 // Fewer rows a thread, and the partial sums cost more than the parallelism gains.
 inline constexpr int kFewestRows = 4;
+// Up to so many rows a thread, one block does them all: two or three rounds of loads take less time
+// than a second kernel.
+inline constexpr int kSinglePassRows = 16;
 // Two blocks of 256 threads with eight 16-byte loads in flight each keep 64 KiB on the way per
 // multiprocessor; a third no longer fits into the registers and would run as a second wave.
 inline constexpr int kBlocksPerMultiprocessor = 2;
 
 /// How a [rows, columns] problem is cut. Depends on shape, vector width and device only.
 struct Plan {
-  int threads_x;   // threads along a row, a power of two
+  int threads_x;   // threads along a row
+  int threads_y;   // rows that a block reads at a time; threads_x * threads_y <= kThreads
   int64_t tiles;   // blocks along a row
   int64_t chunks;  // blocks down the rows; each leaves one row of partial sums
   int64_t rows;
   int64_t columns;
+  // Of a problem whose rows are `fold` shorter ones, one after the other: the sums of the columns
+  // are folded, too. The `period` columns that are folded may repeat.
+  int fold = 1;
+  int64_t period = 0;
 
-  __host__ __device__ int threads_y() const { return kThreads / threads_x; }
+  __host__ __device__ bool is_single_pass() const { return chunks == 1 && fold == 1; }
 };
 
-inline Plan make_plan(int64_t rows, int64_t columns, int lanes) {
-  Plan plan{1, 1, 1, rows, columns};
+inline Plan make_plan(int64_t rows, int64_t columns, int lanes,
+                      int blocks_per_multiprocessor = kBlocksPerMultiprocessor) {
+  Plan plan{1, 1, 1, 1, rows, columns};
+  const int64_t wave = int64_t{current_device().multiprocessors} * blocks_per_multiprocessor;
   const int64_t vectors = ceil_div(columns, lanes);
-  while (plan.threads_x < kMostThreadsX && plan.threads_x < vectors) plan.threads_x *= 2;
-  plan.tiles = ceil_div(vectors, plan.threads_x);
-  const int64_t wanted = ceil_div(rows, int64_t{plan.threads_y()} * kFewestRows);
-  const int64_t one_wave =
-      int64_t{current_device().multiprocessors} * kBlocksPerMultiprocessor / plan.tiles;
-  plan.chunks = wanted < one_wave ? wanted : one_wave;
-  if (plan.chunks < 1) plan.chunks = 1;
+  int64_t across = kThreadsX;
+  // Few rows, and columns enough for every multiprocessor: all threads along the row, each with its
+  // rows' loads in flight, and nothing meets in shared memory.
+  while (across < kThreads && rows < kSinglePassRows * (kThreads / across) &&
+         vectors >= 2 * across * wave) {
+    across *= 2;
+  }
+  plan.tiles = across == kThreads ? ceil_div(vectors, across) : vectors / across;
+  if (plan.tiles < 1) plan.tiles = 1;
+  // Evenly: 33 vectors are one tile of 33 and not one of 32 beside an idle one.
+  plan.threads_x = static_cast<int>(ceil_div(vectors, plan.tiles));
+  plan.threads_y = kThreads / plan.threads_x;
+  if (rows > int64_t{plan.threads_y} * kSinglePassRows) {
+    const int64_t most = ceil_div(rows, int64_t{plan.threads_y} * kFewestRows);
+    plan.chunks = parts_that_fill(plan.tiles, most, wave);
+  }
   return plan;
 }
 
 /// Bytes of partial sums: none when a single chunk writes the result itself.
 inline size_t partial_bytes(const Plan& plan, size_t size_of_sum) {
-  return plan.chunks == 1 ? 0 : static_cast<size_t>(plan.chunks * plan.columns) * size_of_sum;
+  return plan.is_single_pass() ? 0 : static_cast<size_t>(plan.chunks * plan.columns) * size_of_sum;
 }
 
-template <class C>
-__device__ __forceinline__ void store_as(void* to, int64_t at, Dtype dtype, C value) {
-  switch (dtype) {
-    case Dtype::float32:
-      static_cast<float*>(to)[at] = static_cast<float>(value);
-      break;
-    case Dtype::float64:
-      static_cast<double*>(to)[at] = static_cast<double>(value);
-      break;
-    case Dtype::float16:
-      static_cast<__half*>(to)[at] = __float2half_rn(static_cast<float>(value));
-      break;
-    default:
-      static_cast<__nv_bfloat16*>(to)[at] = __float2bfloat16_rn(static_cast<float>(value));
-  }
+/// Calls body.begin(column, is_first, sum) where the body has it.
+template <class Body, class Sums>
+__device__ __forceinline__ auto begin(Body& body, int64_t column, bool is_first, Sums& sum, int)
+    -> decltype(body.begin(column, is_first, sum)) {
+  body.begin(column, is_first, sum);
 }
+template <class Body, class Sums>
+__device__ __forceinline__ void begin(Body&, int64_t, bool, Sums&, long) {}
 
 /// Body: `C` (type of the sums), `kLanes`, `kRowsInFlight`, `Item`;
-///   Item load(row, column)                           reads kLanes elements
+///   Item load(row, column)                             reads kLanes elements
 ///   void consume(item, row, column, C (&sum)[kLanes])  writes what is elementwise, adds to the
-///   sums
-template <class Body>
-__global__ void __launch_bounds__(kThreads)
-    walk(Body body, Plan plan, typename Body::C* partial, void* out, Dtype dtype) {
+///                                                      sums
+/// and, if it likes, begin(column, is_first, C (&sum)[kLanes]), which each thread calls once: to
+/// find what depends on the column alone and, in one thread of each column, to add what lies
+/// outside of the rows.
+template <class Body, int kBlocks>
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    walk(Body body, Plan plan, typename Body::C* partial, Result result) {
   wait_for_previous_kernel();
   using C = typename Body::C;
   constexpr int kLanes = Body::kLanes;
@@ -87,43 +100,55 @@ __global__ void __launch_bounds__(kThreads)
   const int tx = threadIdx.x % plan.threads_x;
   const int ty = threadIdx.x / plan.threads_x;
   const int64_t column = (int64_t{blockIdx.x} * plan.threads_x + tx) * kLanes;
-  const int64_t step = int64_t{gridDim.y} * plan.threads_y();
+  const int64_t step = int64_t{gridDim.y} * plan.threads_y;
 
   C sum[kLanes] = {};
-  if (column < plan.columns) {
-    int64_t row = int64_t{blockIdx.y} * plan.threads_y() + ty;
+  if (column < plan.columns && ty < plan.threads_y) {
+    int64_t row = int64_t{blockIdx.y} * plan.threads_y + ty;
+    begin(body, column, row == 0, sum, 0);
+    typename Body::Item items[kRows];
     for (; row + (kRows - 1) * step < plan.rows; row += kRows * step) {
-      typename Body::Item items[kRows];
 #pragma unroll
       for (int r = 0; r < kRows; ++r) items[r] = body.load(row + r * step, column);
+      // A group's sums first: the rounding error grows with rows / kRows + kRows.
+      C group[kLanes] = {};
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) body.consume(items[r], row + r * step, column, sum);
+      for (int r = 0; r < kRows; ++r) body.consume(items[r], row + r * step, column, group);
+#pragma unroll
+      for (int i = 0; i < kLanes; ++i) sum[i] += group[i];
     }
-    for (; row < plan.rows; row += step) body.consume(body.load(row, column), row, column, sum);
+    // The rest is fewer than kRows rows, whose loads are in flight together, too.
+#pragma unroll
+    for (int r = 0; r < kRows - 1; ++r) {
+      if (row + r * step < plan.rows) items[r] = body.load(row + r * step, column);
+    }
+#pragma unroll
+    for (int r = 0; r < kRows - 1; ++r) {
+      if (row + r * step < plan.rows) body.consume(items[r], row + r * step, column, sum);
+    }
   }
 
   __shared__ C shared[kThreads * kLanes];
-  if (plan.threads_y() > 1) {
-    // Halving over ty; neighbours in tx keep neighbouring words, so no two threads of a warp meet
-    // in a bank.
-    for (int half = plan.threads_y() / 2; half > 0; half /= 2) {
+  // Halving over ty, the middle one of an odd number waits; neighbours in tx keep neighbouring
+  // words, so no two threads of a warp meet in a bank.
+  for (int count = plan.threads_y; count > 1; count = (count + 1) / 2) {
+    const int half = (count + 1) / 2;
 #pragma unroll
-      for (int i = 0; i < kLanes; ++i) shared[i * kThreads + threadIdx.x] = sum[i];
-      __syncthreads();
-      if (ty < half) {
+    for (int i = 0; i < kLanes; ++i) shared[i * kThreads + threadIdx.x] = sum[i];
+    __syncthreads();
+    if (ty + half < count) {
 #pragma unroll
-        for (int i = 0; i < kLanes; ++i)
-          sum[i] += shared[i * kThreads + threadIdx.x + half * plan.threads_x];
-      }
-      __syncthreads();
+      for (int i = 0; i < kLanes; ++i)
+        sum[i] += shared[i * kThreads + threadIdx.x + half * plan.threads_x];
     }
-    if (ty > 0) return;
+    __syncthreads();
   }
+  if (ty > 0) return;
 #pragma unroll
   for (int i = 0; i < kLanes; ++i) {
     if (column + i >= plan.columns) break;
-    if (plan.chunks == 1) {
-      store_as(out, column + i, dtype, sum[i]);
+    if (plan.is_single_pass()) {
+      result.store(column + i, sum[i]);
     } else {
       partial[blockIdx.y * plan.columns + column + i] = sum[i];
     }
@@ -132,44 +157,55 @@ __global__ void __launch_bounds__(kThreads)
 
 inline constexpr int kFinishColumns = 32;
 
-/// out[column] = sum of the chunks: a warp reads 32 neighbouring columns, the warps of the block
-/// share the chunks.
+/// The sums of the chunks, and of the folded columns: a warp reads 32 neighbouring columns, the
+/// warps of the block share what is added.
 template <class C>
-__global__ void __launch_bounds__(kThreads)
-    finish(const C* partial, Plan plan, void* out, Dtype dtype) {
+__global__ void __launch_bounds__(kThreads) finish(const C* partial, Plan plan, Result result) {
   constexpr int kWarps = kThreads / kFinishColumns;
   const int lane = threadIdx.x % kFinishColumns;
   const int warp = threadIdx.x / kFinishColumns;
-  const int64_t column = int64_t{blockIdx.x} * kFinishColumns + lane;
-  C sum = 0;
+  const int64_t outputs = plan.columns / plan.fold;
+  const int64_t output = int64_t{blockIdx.x} * kFinishColumns + lane;
+  int64_t column = output;
+  if (plan.fold > 1) column += output / plan.period * plan.period * (plan.fold - 1);
+  const int terms = static_cast<int>(plan.chunks) * plan.fold;
+  double sum = 0;
   wait_for_previous_kernel();
-  if (column < plan.columns) {
+  if (output < outputs) {
 #pragma unroll 4
-    for (int64_t chunk = warp; chunk < plan.chunks; chunk += kWarps)
-      sum += partial[chunk * plan.columns + column];
+    for (int term = warp; term < terms; term += kWarps) {
+      const int chunk = term / plan.fold;
+      const int folded = term - chunk * plan.fold;
+      sum += static_cast<double>(partial[chunk * plan.columns + column + folded * plan.period]);
+    }
   }
-  __shared__ C shared[kWarps][kFinishColumns];
+  __shared__ double shared[kWarps][kFinishColumns];
   shared[warp][lane] = sum;
   __syncthreads();
-  if (warp > 0 || column >= plan.columns) return;
+  if (warp > 0 || output >= outputs) return;
 #pragma unroll
   for (int w = 1; w < kWarps; ++w) sum += shared[w][lane];
-  store_as(out, column, dtype, sum);
+  result.store(output, sum);
 }
 
-/// Runs the body over the whole problem; the column sums arrive in `out`, as `dtype`.
-template <class Body>
+/// Runs the body over the whole problem; the column sums, divided, arrive in `out`, as `dtype`. The
+/// plan was made for kBlocks blocks a multiprocessor.
+template <int kBlocks = kBlocksPerMultiprocessor, class Body>
 Status launch(const Body& body, const Plan& plan, void* workspace, void* out, Dtype dtype,
-              cudaStream_t stream) {
+              cudaStream_t stream, double divisor = 1) {
   using C = typename Body::C;
-  if (plan.tiles > kMaxGridX) return {"too many columns for one launch"};
+  const int64_t finish_blocks = ceil_div(plan.columns / plan.fold, kFinishColumns);
+  if (plan.tiles > kMaxGridX || (!plan.is_single_pass() && finish_blocks > kMaxGridX)) {
+    return {"too many columns for one launch"};
+  }
   C* partial = static_cast<C*>(workspace);
+  const Result result{out, dtype, divisor};
   const dim3 grid(static_cast<unsigned>(plan.tiles), static_cast<unsigned>(plan.chunks));
   const Status status =
-      launch_overlapped(walk<Body>, grid, kThreads, stream, body, plan, partial, out, dtype);
-  if (!status.ok() || plan.chunks == 1) return status;
-  const dim3 blocks(static_cast<unsigned>(ceil_div(plan.columns, kFinishColumns)));
-  return launch_overlapped(finish<C>, blocks, kThreads, stream, partial, plan, out, dtype);
+      launch_overlapped(walk<Body, kBlocks>, grid, kThreads, stream, body, plan, partial, result);
+  if (!status.ok() || plan.is_single_pass()) return status;
+  const dim3 blocks(static_cast<unsigned>(finish_blocks));
+  return launch_overlapped(finish<C>, blocks, kThreads, stream, partial, plan, result);
 }
 
 }  // namespace columns

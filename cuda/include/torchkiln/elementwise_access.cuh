@@ -187,7 +187,7 @@ struct AnyPacket {
 };
 
 // Not inlined: a hundred instructions, for tensors of more than 2^31 elements.
-__device__ __noinline__ int64_t divide(uint64_t a, uint64_t b) { return a / b; }
+inline __device__ __noinline__ int64_t divide(uint64_t a, uint64_t b) { return a / b; }
 
 /// A thread owns single elements, and a warp adjacent ones: whatever lies evenly is still read
 /// together. Indices are divided once for all operands; what is loaded keeps its bits until all

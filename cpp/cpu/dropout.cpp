@@ -1,0 +1,132 @@
+#include "torchkiln/kernels/dropout.h"
+
+#include "elementwise.h"
+#include "isa.h"
+
+namespace torchkiln::cpu {
+namespace TORCHKILN_ISA {
+namespace {
+
+/// factor[i] = kept ? scale : 0 for the elements from `at` on, at most kRun of them.
+template <class C>
+void draw_run(C* factor, const Dropout& dropout, int64_t at, int64_t count) {
+  constexpr int64_t kQuads = kRun / 4 + 1;
+  uint32_t words[4][kQuads];
+  const RandomState random = dropout.random.resolved();
+  const int64_t first = at / 4;
+  const int64_t quads = (at + count - 1) / 4 - first + 1;
+  for (int64_t q = 0; q < quads; ++q) {
+    const Draw drawn = draw(random.seed, random.offset, static_cast<uint64_t>(first + q));
+    for (int w = 0; w < 4; ++w) words[w][q] = drawn.word[w];
+  }
+  const C scale = static_cast<C>(dropout.scale);
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t from = at - first * 4 + i;
+    factor[i] = words[from % 4][from / 4] < dropout.threshold ? scale : C(0);
+  }
+}
+
+/// What is dropped is 0 even where x is not finite.
+template <class C>
+TORCHKILN_FUNCTION C dropped(C x, C factor) {
+  return factor == C(0) ? C(0) : x * factor;
+}
+
+struct Scale {
+  template <class C>
+  TORCHKILN_FUNCTION C operator()(C factor, C grad) const {
+    return dropped(grad, factor);
+  }
+};
+struct ScaleAndAdd {
+  template <class C>
+  TORCHKILN_FUNCTION C operator()(C factor, C x, C residual) const {
+    return dropped(x, factor) + residual;
+  }
+};
+struct ShiftScaleAndAdd {
+  template <class C>
+  TORCHKILN_FUNCTION C operator()(C factor, C x, C bias, C residual) const {
+    return dropped(x + bias, factor) + residual;
+  }
+};
+
+/// elementwise() in pieces, each with its random factors as the first input.
+template <class Functor, int Inputs>
+Status run(const Functor& functor, const Elementwise<Inputs>& arguments, const Dropout& dropout,
+           int64_t begin, int64_t end) {
+  return dispatch_floating(arguments.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    using C = Compute<T>;
+    if (begin == 0 && dropout.random.record != nullptr) {
+      dropout.random.record[0] = static_cast<int64_t>(dropout.random.seed);
+      dropout.random.record[1] = static_cast<int64_t>(dropout.random.offset);
+    }
+    Cursor<Inputs, 1> cursor(arguments.layout, begin);
+    C buffers[Inputs][kRun];
+    C factors[kRun];
+    C results[kRun];
+    for (int64_t at = begin; at < end;) {
+      const Layout<Inputs>& layout = arguments.layout;
+      const int64_t row_rest = layout.rank == 0 ? 1 : layout.size[0] - cursor.place[0];
+      const int64_t count = std::min({end - at, row_rest, kRun});
+      const C* in[Inputs + 1];
+      draw_run(factors, dropout, at, count);
+      in[0] = factors;
+      for (int k = 0; k < Inputs; ++k) {
+        in[k + 1] = read_run(buffers[k], arguments.in[k], cursor.offset[k], layout.stride[k][0],
+                             count, arguments.in_dtype[k]);
+      }
+      C* const to[1] = {results};
+      apply(functor, to, in, count, std::make_index_sequence<Inputs + 1>{});
+      narrow_run(static_cast<T*>(arguments.out[0]) + at, results, count);
+      cursor.advance(layout, count);
+      at += count;
+    }
+    return Status{};
+  });
+}
+
+}  // namespace
+
+Status dropout_add(const Elementwise<2>& arguments, const Dropout& dropout, int64_t begin,
+                   int64_t end) {
+  return run(ScaleAndAdd{}, arguments, dropout, begin, end);
+}
+
+Status bias_dropout_add(const Elementwise<3>& arguments, const Dropout& dropout, int64_t begin,
+                        int64_t end) {
+  return run(ShiftScaleAndAdd{}, arguments, dropout, begin, end);
+}
+
+Status dropout_backward(const Elementwise<1>& arguments, const Dropout& dropout, int64_t begin,
+                        int64_t end) {
+  return run(Scale{}, arguments, dropout, begin, end);
+}
+
+}  // namespace TORCHKILN_ISA
+
+#ifdef TORCHKILN_BASELINE
+
+TORCHKILN_DECLARE_VARIANTS(dropout_add)
+TORCHKILN_DECLARE_VARIANTS(bias_dropout_add)
+TORCHKILN_DECLARE_VARIANTS(dropout_backward)
+
+Status dropout_add(const Elementwise<2>& arguments, const Dropout& dropout, int64_t begin,
+                   int64_t end) {
+  return TORCHKILN_BEST_VARIANT(dropout_add)(arguments, dropout, begin, end);
+}
+
+Status bias_dropout_add(const Elementwise<3>& arguments, const Dropout& dropout, int64_t begin,
+                        int64_t end) {
+  return TORCHKILN_BEST_VARIANT(bias_dropout_add)(arguments, dropout, begin, end);
+}
+
+Status dropout_backward(const Elementwise<1>& arguments, const Dropout& dropout, int64_t begin,
+                        int64_t end) {
+  return TORCHKILN_BEST_VARIANT(dropout_backward)(arguments, dropout, begin, end);
+}
+
+#endif
+
+}  // namespace torchkiln::cpu

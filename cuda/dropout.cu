@@ -1,0 +1,156 @@
+#include "torchkiln/kernels/dropout.h"
+
+#include "torchkiln/columns.cuh"
+#include "torchkiln/elementwise.cuh"
+
+namespace torchkiln::cuda {
+namespace {
+
+/// Which of N adjacent elements are kept, as bits; the first lies `at` a multiple of N.
+template <int N>
+__device__ __forceinline__ uint32_t kept(const Dropout& dropout, const RandomState& random,
+                                         int64_t at) {
+  uint32_t bits = 0;
+#pragma unroll
+  for (int first = 0; first < N; first += 4) {
+    const Draw words = draw(random.seed, random.offset, static_cast<uint64_t>(at + first) / 4);
+    const int skipped = N < 4 ? static_cast<int>(at % 4) : 0;
+#pragma unroll
+    for (int i = 0; i < (N < 4 ? N : 4); ++i) {
+      // A word is picked by comparison: an array that is indexed would leave the registers.
+      uint32_t word = words.word[i];
+      if (N < 4) {
+#pragma unroll
+        for (int w = 0; w < 4; ++w)
+          if (w == skipped + i) word = words.word[w];
+      }
+      if (word < dropout.threshold) bits |= 1u << (first + i);
+    }
+  }
+  return bits;
+}
+
+/// (kept ? x * scale : 0) + residual, with x + bias for x where there is a bias.
+template <class C>
+struct DropoutAdd {
+  Dropout dropout;
+  C scale;
+
+  template <bool Full, class Packet, int N, size_t... K>
+  __device__ __forceinline__ void run(const Packet& packet, int64_t at, int64_t, C (&results)[1][N],
+                                      std::index_sequence<K...>) const {
+    constexpr int kInputs = sizeof...(K);
+    const RandomState random = dropout.random.resolved();
+    if (at == 0 && random.record != nullptr) {
+      random.record[0] = static_cast<int64_t>(random.seed);
+      random.record[1] = static_cast<int64_t>(random.offset);
+    }
+    const uint32_t bits = kept<N>(dropout, random, at);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      C x = packet.template get<0>(i);
+      if constexpr (kInputs == 3) x += packet.template get<1>(i);
+      x = (bits >> i) & 1u ? x * scale : C(0);
+      if constexpr (kInputs > 1) x += packet.template get<kInputs - 1>(i);
+      results[0][i] = x;
+    }
+  }
+};
+
+/// One pass over grad: writes grad_x, sums the bias gradient.
+template <class T, int Lanes>
+struct GradientBody {
+  using C = Compute<T>;
+  static constexpr int kLanes = Lanes;
+  static constexpr int kRowsInFlight = Lanes > 1 ? 4 : 8;
+  using Item = Vec<T, Lanes>;
+
+  DropoutBackward problem;
+  C scale;
+
+  __device__ __forceinline__ Item load(int64_t row, int64_t column) const {
+    return load_vector<Lanes>(static_cast<const T*>(problem.grad) + row * problem.grad_row_stride +
+                              column * problem.grad_column_stride);
+  }
+
+  __device__ __forceinline__ void consume(const Item& item, int64_t row, int64_t column,
+                                          C (&sum)[Lanes]) const {
+    const int64_t at = row * problem.columns + column;
+    const uint32_t bits = kept<Lanes>(problem.dropout, problem.dropout.random.resolved(), at);
+    C passed[Lanes];
+#pragma unroll
+    for (int i = 0; i < Lanes; ++i) {
+      passed[i] = (bits >> i) & 1u ? convert<C>(item.lane[i]) * scale : C(0);
+      sum[i] += passed[i];
+    }
+    if (problem.grad_x != nullptr) store(static_cast<T*>(problem.grad_x) + at, passed);
+  }
+};
+
+bool by_vectors(const DropoutBackward& p) {
+  const int64_t size = static_cast<int64_t>(size_of(p.dtype));
+  return p.columns * size % kVectorBytes == 0 && p.grad_column_stride == 1 &&
+         p.grad_row_stride * size % kVectorBytes == 0 && aligned(p.grad, kVectorBytes) &&
+         aligned(p.grad_x, kVectorBytes);
+}
+
+columns::Plan plan_of(const DropoutBackward& p) {
+  const int lanes = by_vectors(p) ? kVectorBytes / static_cast<int>(size_of(p.dtype)) : 1;
+  return columns::make_plan(p.rows, p.columns, lanes);
+}
+
+template <class T, int Lanes>
+Status both_gradients(const DropoutBackward& p, CUstream_st* stream) {
+  const GradientBody<T, Lanes> body{p, static_cast<Compute<T>>(p.dropout.scale)};
+  return columns::launch(body, plan_of(p), p.workspace, p.grad_bias, p.bias_dtype, stream);
+}
+
+template <class T, class... In, class Arguments>
+Status run(const Arguments& arguments, const Dropout& dropout, CUstream_st* stream) {
+  const DropoutAdd<Compute<T>> body{dropout, static_cast<Compute<T>>(dropout.scale)};
+  return elementwise::launch_bodies<T, In...>(body, body, arguments, stream);
+}
+
+}  // namespace
+
+Status dropout_add(const Elementwise<2>& arguments, const Dropout& dropout, CUstream_st* stream) {
+  return dispatch_floating(arguments.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    return run<T, T, T>(arguments, dropout, stream);
+  });
+}
+
+Status bias_dropout_add(const Elementwise<3>& arguments, const Dropout& dropout,
+                        CUstream_st* stream) {
+  return dispatch_floating(arguments.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    if (arguments.in_dtype[1] == DtypeOf<T>::value)
+      return run<T, T, T, T>(arguments, dropout, stream);
+    return run<T, T, float, T>(arguments, dropout, stream);
+  });
+}
+
+Status dropout_backward(const Elementwise<1>& arguments, const Dropout& dropout,
+                        CUstream_st* stream) {
+  return dispatch_floating(arguments.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    return run<T, T>(arguments, dropout, stream);
+  });
+}
+
+size_t workspace_bytes(const DropoutBackward& p) {
+  if (p.rows * p.columns == 0) return 0;
+  return columns::partial_bytes(plan_of(p),
+                                p.dtype == Dtype::float64 ? sizeof(double) : sizeof(float));
+}
+
+Status bias_dropout_backward(const DropoutBackward& p, CUstream_st* stream) {
+  if (p.columns == 0) return {};
+  return dispatch_floating(p.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    return by_vectors(p) ? both_gradients<T, kVectorLanes<T>>(p, stream)
+                         : both_gradients<T, 1>(p, stream);
+  });
+}
+
+}  // namespace torchkiln::cuda

@@ -1,0 +1,68 @@
+#pragma once
+
+#include <cstddef>
+
+#include "torchkiln/layout.h"
+#include "torchkiln/random.h"
+
+struct CUstream_st;
+
+namespace torchkiln {
+
+/// Which elements are kept: those whose random word is below the threshold. The word belongs to the
+/// place of the element in the contiguous output, whatever the strides, the dtype and the device.
+struct Dropout {
+  RandomState random;
+  uint64_t threshold;  // threshold_of(1 - p); 2^32 keeps all
+  double scale;        // of what is kept: 1 / (1 - p)
+};
+
+/// grad_x = kept ? grad * scale : 0, and grad_bias = sum of grad_x over the rows; grad seen as
+/// [rows, columns].
+struct DropoutBackward {
+  const void* grad;  // [rows, columns], any strides
+  void* grad_x;      // [rows, columns], contiguous; null when not wanted
+  void* grad_bias;   // [columns]
+  Dtype dtype;       // of all but grad_bias
+  Dtype bias_dtype;  // dtype, or float32 beside a half precision
+  int64_t rows;
+  int64_t columns;
+  int64_t grad_row_stride;
+  int64_t grad_column_stride;
+  Dropout dropout;
+  void* workspace;  // workspace_bytes() of them, 16-byte aligned; null when that is 0
+};
+
+namespace cpu {
+
+/// out = (kept ? x * scale : 0) + residual for the elements begin <= i < end of the contiguous
+/// output; the inputs are {x, residual}, or {x, bias, residual} for (x + bias) in the place of x.
+TORCHKILN_EXPORT Status dropout_add(const Elementwise<2>& arguments, const Dropout& dropout,
+                                    int64_t begin, int64_t end);
+TORCHKILN_EXPORT Status bias_dropout_add(const Elementwise<3>& arguments, const Dropout& dropout,
+                                         int64_t begin, int64_t end);
+
+/// out = kept ? grad * scale : 0; the input is {grad}.
+TORCHKILN_EXPORT Status dropout_backward(const Elementwise<1>& arguments, const Dropout& dropout,
+                                         int64_t begin, int64_t end);
+
+}  // namespace cpu
+
+namespace cuda {
+
+/// As their namesakes above, on the current device, queued on `stream`.
+TORCHKILN_EXPORT Status dropout_add(const Elementwise<2>& arguments, const Dropout& dropout,
+                                    CUstream_st* stream);
+TORCHKILN_EXPORT Status bias_dropout_add(const Elementwise<3>& arguments, const Dropout& dropout,
+                                         CUstream_st* stream);
+TORCHKILN_EXPORT Status dropout_backward(const Elementwise<1>& arguments, const Dropout& dropout,
+                                         CUstream_st* stream);
+
+TORCHKILN_EXPORT size_t workspace_bytes(const DropoutBackward& arguments);
+
+/// Both gradients in one pass over grad, and a short second one over partial sums.
+TORCHKILN_EXPORT Status bias_dropout_backward(const DropoutBackward& arguments,
+                                              CUstream_st* stream);
+
+}  // namespace cuda
+}  // namespace torchkiln

@@ -1,0 +1,52 @@
+#pragma once
+
+#include <cstddef>
+
+#include "torchkiln/dtype.h"
+
+struct CUstream_st;
+
+namespace torchkiln {
+
+/// out[o, i] = (sum over r of in[o * outer_stride + r * reduced_stride + i * inner_stride]) /
+/// divisor, accumulated in float32, or in float64 where in or out is, and rounded once. Strides
+/// count elements and may be anything; fast are reduced_stride = 1 and inner_stride = 1.
+struct Reduction {
+  const void* in;
+  void* out;  // [outer, inner], contiguous
+  Dtype dtype;
+  Dtype out_dtype;
+  int64_t outer;  // none of the three is 0
+  int64_t reduced;
+  int64_t inner;
+  int64_t outer_stride;
+  int64_t reduced_stride;
+  int64_t inner_stride;
+  double divisor;   // 1 for a sum, the number of terms for a mean
+  void* workspace;  // workspace_bytes() of them, 16-byte aligned; null when that is 0
+};
+
+namespace cpu {
+
+/// The work is cut by its size alone: no bit of the result depends on how many threads there are.
+TORCHKILN_EXPORT int64_t task_count(const Reduction& arguments);
+TORCHKILN_EXPORT size_t workspace_bytes(const Reduction& arguments);
+
+/// The tasks begin <= task < end; each stores its results, or partial sums into the workspace.
+TORCHKILN_EXPORT Status reduce(const Reduction& arguments, int64_t begin, int64_t end);
+
+/// When there is a workspace: the outputs begin <= i < end, from the partial sums of all tasks.
+TORCHKILN_EXPORT Status reduce_finish(const Reduction& arguments, int64_t begin, int64_t end);
+
+}  // namespace cpu
+
+namespace cuda {
+
+TORCHKILN_EXPORT size_t workspace_bytes(const Reduction& arguments);
+
+/// On the current device, queued on `stream`: one pass over the input, and a short one over partial
+/// sums where the work of an output is spread over several blocks. No atomics.
+TORCHKILN_EXPORT Status reduce(const Reduction& arguments, CUstream_st* stream);
+
+}  // namespace cuda
+}  // namespace torchkiln
