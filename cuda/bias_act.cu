@@ -9,6 +9,8 @@ namespace {
 /// Each<Functor>, and a bit for every result that is not <= 0 as it will be stored.
 template <class Functor, class Out>
 struct WithSigns {
+  static constexpr bool kSharesBytes = true;
+
   Functor functor;
   uint8_t* signs;
 
@@ -107,6 +109,19 @@ struct GradientBody {
   BiasActBackward problem;
   Gradient gradient;
   C scale;
+  C bias[Lanes];  // of the thread's columns
+
+  __device__ __forceinline__ void begin(int64_t column, bool, C (&)[Lanes]) {
+    if (gradient.kept() == Saved::input) {
+#pragma unroll
+      for (int i = 0; i < Lanes; ++i) {
+        const int64_t at = (column + i) * problem.bias_stride;
+        bias[i] = problem.bias_dtype == Dtype::float32
+                      ? static_cast<C>(static_cast<const float*>(problem.bias)[at])
+                      : convert<C>(static_cast<const T*>(problem.bias)[at]);
+      }
+    }
+  }
 
   __device__ __forceinline__ Item load(int64_t row, int64_t column) const {
     const BiasActBackward& p = problem;
@@ -131,7 +146,7 @@ struct GradientBody {
       if (gradient.kept() == Saved::sign) {
         from = (item.signs >> i) & 1u ? C(1) : C(0);
       } else if (gradient.kept() == Saved::input) {
-        from = convert<C>(item.saved.lane[i]) * scale + bias(column + i);
+        from = convert<C>(item.saved.lane[i]) * scale + bias[i];
       }
       const C passed = gradient(convert<C>(item.grad.lane[i]), from);
       sum[i] += passed;
@@ -139,14 +154,6 @@ struct GradientBody {
     }
     if (problem.grad_x != nullptr)
       store(static_cast<T*>(problem.grad_x) + row * problem.columns + column, scaled);
-  }
-
-  // Read-only loads, so that the compiler may keep a thread's columns in registers.
-  __device__ __forceinline__ C bias(int64_t column) const {
-    const int64_t at = column * problem.bias_stride;
-    if (problem.bias_dtype == Dtype::float32)
-      return static_cast<C>(__ldg(static_cast<const float*>(problem.bias) + at));
-    return convert<C>(__ldg(static_cast<const T*>(problem.bias) + at));
   }
 };
 
@@ -170,7 +177,7 @@ columns::Plan plan_of(const BiasActBackward& p) {
 
 template <class T, int Lanes, class Gradient>
 Status both_gradients(const BiasActBackward& p, const Gradient& gradient, CUstream_st* stream) {
-  const GradientBody<Gradient, T, Lanes> body{p, gradient, static_cast<Compute<T>>(p.scale)};
+  const GradientBody<Gradient, T, Lanes> body{p, gradient, static_cast<Compute<T>>(p.scale), {}};
   return columns::launch(body, plan_of(p), p.workspace, p.grad_bias, p.bias_dtype, stream);
 }
 

@@ -10,24 +10,9 @@ namespace {
 template <int N>
 __device__ __forceinline__ uint32_t kept(const Dropout& dropout, const RandomState& random,
                                          int64_t at) {
-  uint32_t bits = 0;
-#pragma unroll
-  for (int first = 0; first < N; first += 4) {
-    const Draw words = draw(random.seed, random.offset, static_cast<uint64_t>(at + first) / 4);
-    const int skipped = N < 4 ? static_cast<int>(at % 4) : 0;
-#pragma unroll
-    for (int i = 0; i < (N < 4 ? N : 4); ++i) {
-      // A word is picked by comparison: an array that is indexed would leave the registers.
-      uint32_t word = words.word[i];
-      if (N < 4) {
-#pragma unroll
-        for (int w = 0; w < 4; ++w)
-          if (w == skipped + i) word = words.word[w];
-      }
-      if (word < dropout.threshold) bits |= 1u << (first + i);
-    }
-  }
-  return bits;
+  const uint32_t mask =
+      below(dropout.threshold, random.seed, random.offset, static_cast<uint64_t>(at) / 8);
+  return N == 8 ? mask : mask >> (at % 8);
 }
 
 /// (kept ? x * scale : 0) + residual, with x + bias for x where there is a bias.

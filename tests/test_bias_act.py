@@ -150,6 +150,7 @@ def test_accuracy_of_a_long_sum(device: torch.device) -> None:
 def test_bias_gradient_of_more_than_2_to_the_31_elements() -> None:
     """Every row counts, on both sides of element 2**31; float32 holds the sums exactly."""
     device = torch.device("cuda", 0)
+    assert SCALE_BIAS_RELU.large is not None
     x, _ = SCALE_BIAS_RELU.large(device).args
     bias = torch.arange(x.shape[1], device=device).remainder(241).float().requires_grad_()
     output = torchkiln.scale_bias_relu(x, bias, 0.5)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from torchkiln.testing import SPECS
+
 CHECKS = """
 import torch
 from torchkiln import testing
@@ -46,7 +48,7 @@ def run(code: str, instructions: str) -> str:
 
 @pytest.mark.parametrize("instructions", ["baseline", "avx2"])
 def test_contract(instructions: str) -> None:
-    assert int(run(CHECKS, instructions)) == 2 * 5 * 4
+    assert int(run(CHECKS, instructions)) == len(SPECS) * 5 * 4
 
 
 def test_the_choice_is_made() -> None:

@@ -2,6 +2,7 @@
 
 #include "elementwise.h"
 #include "isa.h"
+#include "signs.h"
 
 namespace torchkiln::cpu {
 namespace TORCHKILN_ISA {
@@ -10,20 +11,17 @@ namespace {
 /// factor[i] = kept ? scale : 0 for the elements from `at` on, at most kRun of them.
 template <class C>
 void draw_run(C* factor, const Dropout& dropout, int64_t at, int64_t count) {
-  constexpr int64_t kQuads = kRun / 4 + 1;
-  uint32_t words[4][kQuads];
   const RandomState random = dropout.random.resolved();
-  const int64_t first = at / 4;
-  const int64_t quads = (at + count - 1) / 4 - first + 1;
-  for (int64_t q = 0; q < quads; ++q) {
-    const Draw drawn = draw(random.seed, random.offset, static_cast<uint64_t>(first + q));
-    for (int w = 0; w < 4; ++w) words[w][q] = drawn.word[w];
-  }
   const C scale = static_cast<C>(dropout.scale);
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t from = at - first * 4 + i;
-    factor[i] = words[from % 4][from / 4] < dropout.threshold ? scale : C(0);
+  const int64_t first = at / 8;
+  const int64_t groups = (at + count - 1) / 8 - first + 1;
+  uint8_t masks[kRun / 8 + 1];
+  for (int64_t g = 0; g < groups; ++g) {
+    masks[g] = static_cast<uint8_t>(
+        below(dropout.threshold, random.seed, random.offset, static_cast<uint64_t>(first + g)));
   }
+  unpack_signs(factor, masks, at % 8, count);
+  for (int64_t i = 0; i < count; ++i) factor[i] *= scale;
 }
 
 /// What is dropped is 0 even where x is not finite.

@@ -1,6 +1,7 @@
 #include "torchkiln/kernels/reduction.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "float16.h"
 #include "isa.h"
@@ -11,28 +12,90 @@ namespace TORCHKILN_ISA {
 namespace {
 
 // Elements whose sum is formed in the compute type; the sums of blocks are added in double.
-constexpr int64_t kBlock = 1024;
+constexpr int64_t kBlock = 512;
 // The same for rows of columns, in multiples of the four that are added at a time.
 constexpr int64_t kBlockRows = 64;
 // Rows of up to so many elements are converted together when they are dense.
-constexpr int64_t kShort = 64;
+constexpr int64_t kShort = 31;
 
-/// The sum of at most kBlock values. Many running sums become wide instructions without leave to
-/// reorder additions.
+// 64-byte registers read memory no faster than 32-byte ones, and take longer to sum at the end.
+#ifdef __AVX2__
+constexpr int64_t kRegister = 32;
+#else
+constexpr int64_t kRegister = 16;
+#endif
+
+/// Lanes of C in so many bytes.
+template <class C, int64_t bytes>
+struct WideOf {
+  typedef C type __attribute__((vector_size(bytes)));
+};
+template <class C, int64_t bytes = kRegister>
+using Wide = typename WideOf<C, bytes>::type;
+template <class C>
+constexpr int64_t kWide = kRegister / sizeof(C);
+
+template <class W>
+W load_wide(const void* from) {
+  W wide;
+  std::memcpy(&wide, from, sizeof(wide));
+  return wide;
+}
+
+/// The sum of the lanes, by halves.
+template <class C, int64_t bytes = kRegister>
+C lane_sum(const Wide<C, bytes>& lanes) {
+  if constexpr (bytes == sizeof(C)) {
+    return lanes[0];
+  } else {
+    using Half = Wide<C, bytes / 2>;
+    const char* from = reinterpret_cast<const char*>(&lanes);
+    return lane_sum<C, bytes / 2>(load_wide<Half>(from) + load_wide<Half>(from + bytes / 2));
+  }
+}
+
+/// The sum of at most kBlock values, in four times as many running sums as a register holds.
 template <class C>
 C sum_of(const C* values, int64_t count) {
-  constexpr int kSums = 64;
-  C sums[kSums] = {};
+  constexpr int64_t kStep = kWide<C>;
+  Wide<C> a{}, b{}, c{}, d{};
   int64_t i = 0;
-  for (; i + kSums <= count; i += kSums) {
-    for (int k = 0; k < kSums; ++k) sums[k] += values[i + k];
+  for (; i + 4 * kStep <= count; i += 4 * kStep) {
+    a += load_wide<Wide<C>>(values + i);
+    b += load_wide<Wide<C>>(values + i + kStep);
+    c += load_wide<Wide<C>>(values + i + 2 * kStep);
+    d += load_wide<Wide<C>>(values + i + 3 * kStep);
   }
+  for (; i + kStep <= count; i += kStep) a += load_wide<Wide<C>>(values + i);
   C rest = 0;
   for (; i < count; ++i) rest += values[i];
-  for (int half = kSums / 2; half > 0; half /= 2) {
-    for (int k = 0; k < half; ++k) sums[k] += sums[k + half];
+  return lane_sum<C>((a + b) + (c + d)) + rest;
+}
+
+/// The same of bfloat16, without a copy: the two halves of a word are a shift and a mask away from
+/// being floats.
+float sum_of(const BFloat16* values, int64_t count) {
+  constexpr int64_t kStep = 2 * kWide<uint32_t>;
+  Wide<float> a{}, b{}, c{}, d{};
+  const auto low = [](Wide<uint32_t> words) { return (Wide<float>)(words << 16); };
+  const auto high = [](Wide<uint32_t> words) { return (Wide<float>)(words & 0xffff0000u); };
+  int64_t i = 0;
+  for (; i + 2 * kStep <= count; i += 2 * kStep) {
+    const auto words = load_wide<Wide<uint32_t>>(values + i);
+    const auto more = load_wide<Wide<uint32_t>>(values + i + kStep);
+    a += low(words);
+    b += high(words);
+    c += low(more);
+    d += high(more);
   }
-  return sums[0] + rest;
+  for (; i + kStep <= count; i += kStep) {
+    const auto words = load_wide<Wide<uint32_t>>(values + i);
+    a += low(words);
+    b += high(words);
+  }
+  float rest = 0;
+  for (; i < count; ++i) rest += widen(values[i]);
+  return lane_sum<float>((a + b) + (c + d)) + rest;
 }
 
 /// A double as a float whose last bit says whether anything was cut off (rounding to odd): it can
@@ -58,6 +121,12 @@ double sum_of_row(const Reduction& p, int64_t offset, int64_t begin, int64_t end
   double sum = 0;
   for (int64_t r = begin; r < end; r += kBlock) {
     const int64_t count = std::min(kBlock, end - r);
+    if constexpr (std::is_same_v<C, float>) {
+      if (p.dtype == Dtype::bfloat16 && p.reduced_stride == 1) {
+        sum += static_cast<double>(sum_of(static_cast<const BFloat16*>(p.in) + offset + r, count));
+        continue;
+      }
+    }
     sum += static_cast<double>(sum_of(
         read_run(buffer, p.in, offset + r * p.reduced_stride, p.reduced_stride, count, p.dtype),
         count));
@@ -87,48 +156,83 @@ void row_units(const Reduction& p, const Cut& cut, int64_t begin, int64_t end) {
                         (p.inner == 1 || p.inner_stride == p.reduced) &&
                         (p.outer == 1 || p.inner == 1);
   if (is_dense && p.reduced <= kShort) return short_rows<C, Out>(p, begin, end);
+  // Counted on: divisions would take as long as a short row.
+  int64_t row = begin / cut.chunks;
+  int64_t chunk = begin % cut.chunks;
+  int64_t inner = row % p.inner;
+  int64_t offset = row / p.inner * p.outer_stride + inner * p.inner_stride;
   for (int64_t unit = begin; unit < end; ++unit) {
-    const int64_t row = unit / cut.chunks;
-    const int64_t first = unit % cut.chunks * cut.chunk;
-    const int64_t offset = row / p.inner * p.outer_stride + row % p.inner * p.inner_stride;
+    const int64_t first = chunk * cut.chunk;
     const double sum = sum_of_row<C>(p, offset, first, std::min(first + cut.chunk, p.reduced));
     if (cut.has_partials()) {
       static_cast<double*>(p.workspace)[unit] = sum;
     } else {
       narrow(static_cast<Out*>(p.out) + row, sum / p.divisor);
     }
+    if (++chunk < cut.chunks) continue;
+    chunk = 0;
+    ++row;
+    offset += p.inner_stride;
+    if (++inner < p.inner) continue;
+    inner = 0;
+    offset += p.outer_stride - p.inner * p.inner_stride;
   }
 }
 
-template <class C>
-void add_rows(C* sum, const C* a, const C* b, const C* c, const C* d, int64_t count) {
-#pragma GCC ivdep
-  for (int64_t i = 0; i < count; ++i) sum[i] += (a[i] + b[i]) + (c[i] + d[i]);
+template <class T>
+auto wide(T value) {
+  if constexpr (std::is_floating_point_v<T>) {
+    return value;
+  } else {
+    return widen(value);
+  }
 }
 
-template <class C>
-void add_row(C* sum, const C* a, int64_t count) {
+/// sum[i] += the elements (r, i) of the rows begin <= r < end, four of which are added at a time.
+/// row(r, k) reads a row; only its results for different k are there at the same time.
+template <class C, class Row>
+void add_rows(C* sum, int64_t begin, int64_t end, int64_t count, const Row& row) {
+  int64_t r = begin;
+  for (; r + 4 <= end; r += 4) {
+    const auto *a = row(r, 0), *b = row(r + 1, 1), *c = row(r + 2, 2), *d = row(r + 3, 3);
 #pragma GCC ivdep
-  for (int64_t i = 0; i < count; ++i) sum[i] += a[i];
+    for (int64_t i = 0; i < count; ++i)
+      sum[i] += (wide(a[i]) + wide(b[i])) + (wide(c[i]) + wide(d[i]));
+  }
+  for (; r < end; ++r) {
+    const auto* a = row(r, 0);
+#pragma GCC ivdep
+    for (int64_t i = 0; i < count; ++i) sum[i] += wide(a[i]);
+  }
 }
 
-/// sum[i] += the elements (r, i) of rows begin <= r < end of the strip at `offset`.
+/// The same of the strip at `offset`.
 template <class C>
 void add_block(const Reduction& p, int64_t offset, int64_t row_stride, int64_t begin, int64_t end,
                int64_t count, C* sum) {
-  C buffers[4][kStrip];
-  const auto row_at = [&](int64_t r, C* buffer) {
-    return read_run(buffer, p.in, offset + r * row_stride, p.inner_stride, count, p.dtype);
-  };
-  int64_t r = begin;
-  for (; r + 4 <= end; r += 4) {
-    const C* a = row_at(r, buffers[0]);
-    const C* b = row_at(r + 1, buffers[1]);
-    const C* c = row_at(r + 2, buffers[2]);
-    const C* d = row_at(r + 3, buffers[3]);
-    add_rows(sum, a, b, c, d, count);
+  if constexpr (std::is_same_v<C, float>) {
+    if (p.dtype == Dtype::bfloat16 && p.inner_stride == 1) {
+      const BFloat16* in = static_cast<const BFloat16*>(p.in) + offset;
+      add_rows(sum, begin, end, count, [&](int64_t r, int) { return in + r * row_stride; });
+      return;
+    }
   }
-  for (; r < end; ++r) add_row(sum, row_at(r, buffers[0]), count);
+  C buffers[4][kStrip];
+  add_rows(sum, begin, end, count, [&](int64_t r, int k) {
+    return read_run(buffers[k], p.in, offset + r * row_stride, p.inner_stride, count, p.dtype);
+  });
+}
+
+/// The sums of few rows are results.
+template <class C, class Out>
+void store_columns(Out* out, C* sum, double divisor, int64_t count) {
+  if constexpr (std::is_same_v<C, Compute<Out>>) {
+    const C by = static_cast<C>(divisor);
+    for (int64_t i = 0; i < count && by != 1; ++i) sum[i] /= by;
+    narrow_run(out, sum, count);
+  } else {
+    for (int64_t i = 0; i < count; ++i) narrow(out + i, static_cast<double>(sum[i]) / divisor);
+  }
 }
 
 template <class C, class Out>
@@ -145,6 +249,12 @@ void column_units(const Reduction& p, const Cut& cut, int64_t begin, int64_t end
     const int64_t count = std::min(kStrip, width - column);
     const int64_t offset = outer * p.outer_stride + column * p.inner_stride;
     const int64_t last = std::min((chunk + 1) * cut.chunk, rows);
+    if (rows <= kBlockRows && cut.fold == 1) {
+      std::fill_n(block, count, C(0));
+      add_block(p, offset, row_stride, 0, rows, count, block);
+      store_columns(static_cast<Out*>(p.out) + outer * p.inner + column, block, p.divisor, count);
+      continue;
+    }
     std::fill_n(sum, count, 0.0);
     for (int64_t row = chunk * cut.chunk; row < last; row += kBlockRows) {
       std::fill_n(block, count, C(0));

@@ -13,7 +13,7 @@ namespace torchkiln::cpu::TORCHKILN_ISA {
 // Elements that outweigh the hand-over to another thread.
 inline constexpr int64_t kUnit = 1 << 16;
 // Columns whose running sums, and four rows of them, stay in the first-level cache.
-inline constexpr int64_t kStrip = 1024;
+inline constexpr int64_t kStrip = 4096;
 // Enough pieces for the threads of any machine.
 inline constexpr int64_t kMostChunks = 256;
 
@@ -53,7 +53,8 @@ inline Cut cut_of(const Reduction& p) {
     cut.strips = ceil_div(p.inner * cut.fold, kStrip);
     const int64_t others = p.outer * cut.strips;
     const int64_t most = std::max<int64_t>(kMostChunks / others, 1);
-    cut.chunks = std::clamp<int64_t>(rows * width / kUnit, 1, most);
+    // A chunk of few rows would cost as much in partial sums as in elements.
+    cut.chunks = std::clamp<int64_t>(std::min(rows * width / kUnit, rows / 64), 1, most);
     cut.chunk = ceil_div(rows, cut.chunks);
     cut.chunks = ceil_div(rows, cut.chunk);
     cut.units = others * cut.chunks;

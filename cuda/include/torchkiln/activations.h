@@ -71,18 +71,12 @@ struct Gelu {
 
   template <class Math, class C>
   TORCHKILN_FUNCTION static C value(C z) {
-    return z * cumulative<Math>(z);
+    return z * Math::normal(z).value;
   }
   template <class Math, class C>
   TORCHKILN_FUNCTION static C gradient(C grad, C z) {
-    constexpr C kInverseRootOfTwoPi = C(0.398942280401432677939946059934);
-    const C density = kInverseRootOfTwoPi * Math::exp(C(-0.5) * z * z);
-    return grad * (cumulative<Math>(z) + z * density);
-  }
-  template <class Math, class C>
-  TORCHKILN_FUNCTION static C cumulative(C z) {
-    constexpr C kRootOfHalf = C(0.707106781186547524400844362105);
-    return C(0.5) + C(0.5) * Math::erf(z * kRootOfHalf);
+    const Slope<C> normal = Math::normal(z);
+    return grad * (normal.value + z * normal.slope);
   }
 };
 

@@ -19,10 +19,12 @@
 namespace torchkiln {
 namespace elementwise {
 
-/// Elements of a block.
-template <class Access>
-inline constexpr int64_t kBlockElements =
-    int64_t{Access::kThreads} * Access::kUnroll * Access::kLanes;
+/// Whether eight threads write to one byte together; the body says so by a kSharesBytes of its own.
+template <class Body, class = void>
+inline constexpr bool kSharesBytes = false;
+template <class Body>
+inline constexpr bool kSharesBytes<Body, std::void_t<decltype(Body::kSharesBytes)>> =
+    Body::kSharesBytes;
 
 /// The arithmetic for results that are stored as Out.
 template <class Out>
@@ -95,17 +97,15 @@ template <bool Full, class Body, class Access>
 __device__ __forceinline__ void run(const Body& body, const Access& access, int64_t numel) {
   using C = Compute<typename Access::Out>;
   constexpr int kUnroll = Access::kUnroll;
-  constexpr int kStep = Access::kThreads * Access::kLanes;
-  const int64_t first = blockIdx.x * kBlockElements<Access> + threadIdx.x * Access::kLanes;
   typename Access::template Packet<C> packets[kUnroll];
 #pragma unroll
   for (int u = 0; u < kUnroll; ++u) {
-    const int64_t at = first + u * kStep;
+    const int64_t at = access.place(u, numel);
     if (Full || at < numel) access.template load<Full>(packets[u], at, numel);
   }
 #pragma unroll
   for (int u = 0; u < kUnroll; ++u) {
-    const int64_t at = first + u * kStep;
+    const int64_t at = access.place(u, numel);
     C results[Access::kOutputs][Access::kLanes];
     body.template run<Full>(packets[u], at, numel, results,
                             std::make_index_sequence<Access::kArity>{});
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(Access::kThreads)
     kernel(Body body, const __grid_constant__ Access access, int64_t numel) {
   wait_for_previous_kernel();
   if constexpr (Access::kHasFullBlocks) {
-    if ((int64_t{blockIdx.x} + 1) * kBlockElements<Access> <= numel)
+    if ((int64_t{blockIdx.x} + 1) * Access::kBlockElements <= numel)
       return run<true>(body, access, numel);
   }
   run<false>(body, access, numel);
@@ -137,13 +137,15 @@ Status launch_bodies(const Body& body, const General& general,
   const auto start = [&](const auto& chosen, const auto& access) -> Status {
     using Chosen = std::decay_t<decltype(chosen)>;
     using Access = std::decay_t<decltype(access)>;
-    const int64_t blocks = ceil_div(numel, kBlockElements<Access>);
+    const int64_t blocks = access.blocks(numel);
     if (blocks > kMaxGridX) return {"too many elements for one launch"};
     return launch_overlapped(kernel<Chosen, Access>, dim3(static_cast<unsigned>(blocks)),
                              Access::kThreads, stream, chosen, access, numel);
   };
   if (Accessors::all_linear(arguments)) return start(body, Accessors::linear(arguments));
-  if (!Accessors::all_rows(arguments, kLanes)) return start(general, Accessors::any(arguments));
+  if (!Accessors::all_rows(arguments, kLanes)) {
+    return start(general, Accessors::any(arguments, kSharesBytes<General>));
+  }
   bool first_is_linear = sizeof...(In) > 1 && arguments.layout.linear(0);
   for (int o = 0; o < Outputs; ++o)
     first_is_linear = first_is_linear && arguments.layout.out_linear(o);

@@ -63,12 +63,20 @@ struct LinearAccess {
   static constexpr int kLanes = kVectorLanes<Out>;
   static constexpr int kUnroll = elementwise::kUnroll<Out>;
   static constexpr int kThreads = 256 / kUnroll;
+  static constexpr int64_t kBlockElements = int64_t{256} * kLanes;
   static constexpr bool kHasFullBlocks = true;  // worth code of their own
   template <class C>
   using Packet = elementwise::Packet<C, kLanes, In...>;
 
   Out* outputs[Outputs];
   const void* inputs[kArity];
+
+  static int64_t blocks(int64_t numel) { return ceil_div(numel, kBlockElements); }
+
+  /// Where the thread's vector u begins.
+  __device__ __forceinline__ static int64_t place(int u, int64_t) {
+    return blockIdx.x * kBlockElements + (threadIdx.x + u * kThreads) * kLanes;
+  }
 
   template <bool Full, class C, int N>
   __device__ __forceinline__ void load(elementwise::Packet<C, N, In...>& packet, int64_t at,
@@ -115,6 +123,7 @@ struct RowAccess {
   static constexpr int kLanes = kVectorLanes<Out>;
   static constexpr int kUnroll = elementwise::kUnroll<Out>;
   static constexpr int kThreads = 256 / kUnroll;
+  static constexpr int64_t kBlockElements = int64_t{256} * kLanes;
   static constexpr bool kHasFullBlocks = true;  // worth code of their own
   template <class C>
   using Packet = elementwise::Packet<C, kLanes, In...>;
@@ -124,6 +133,13 @@ struct RowAccess {
   Divisor size[kRank - 1];
   uint32_t stride[kArity][kRank];
   uint32_t out_stride[Outputs][kRank];
+
+  static int64_t blocks(int64_t numel) { return ceil_div(numel, kBlockElements); }
+
+  /// Where the thread's vector u begins.
+  __device__ __forceinline__ static int64_t place(int u, int64_t) {
+    return blockIdx.x * kBlockElements + (threadIdx.x + u * kThreads) * kLanes;
+  }
 
   template <bool Full, class C, int N>
   __device__ __forceinline__ void load(elementwise::Packet<C, N, In...>& packet, int64_t at,
@@ -189,6 +205,33 @@ struct AnyPacket {
 // Not inlined: a hundred instructions, for tensors of more than 2^31 elements.
 inline __device__ __noinline__ int64_t divide(uint64_t a, uint64_t b) { return a / b; }
 
+/// Squares of 32 x 32 elements along dimension 0 and another one, for inputs that are contiguous
+/// along the other: a block reads whole lines of both kinds, and its first-level cache turns them.
+struct Squares {
+  static constexpr int kSide = 32;
+
+  bool used;
+  uint32_t size0, size1;       // of the two dimensions
+  Divisor across, down;        // squares along them
+  Divisor between;             // elements of the dimensions between the two
+  uint32_t step1, step_above;  // places from one to the next along the other, and above it
+  int64_t count;
+
+  /// The place of an element in the space, or numel where the square reaches beyond it.
+  __device__ __forceinline__ int64_t place(int u, int64_t numel) const {
+    const uint32_t row_of_squares = across.quotient(blockIdx.x);
+    const uint32_t outer = down.quotient(row_of_squares);
+    const uint32_t above = between.quotient(outer);
+    const uint32_t i0 =
+        (blockIdx.x - row_of_squares * across.divisor()) * kSide + threadIdx.x % kSide;
+    const uint32_t i1 =
+        (row_of_squares - outer * down.divisor()) * kSide + threadIdx.x / kSide + u * (256 / kSide);
+    if (i0 >= size0 || i1 >= size1) return numel;
+    return int64_t{above} * step_above + (outer - above * between.divisor()) * int64_t{size0} +
+           int64_t{i1} * step1 + i0;
+  }
+};
+
 /// A thread owns single elements, and a warp adjacent ones: whatever lies evenly is still read
 /// together. Indices are divided once for all operands; what is loaded keeps its bits until all
 /// loads are on the way.
@@ -200,13 +243,25 @@ struct AnyAccess {
   static constexpr int kLanes = 1;
   static constexpr int kUnroll = 4;
   static constexpr int kThreads = 256;
+  static constexpr int64_t kBlockElements = int64_t{kThreads} * kUnroll;
   static constexpr bool kHasFullBlocks = false;
+  static_assert(kBlockElements == Squares::kSide * Squares::kSide);
   template <class C>
   using Packet = AnyPacket<C, Outputs, Arity>;
 
   Elementwise<Arity, Outputs> arguments;
   bool narrow;             // fewer than 2^31 elements: indices are divided by
   Divisor size[kMaxRank];  // these, since a 64-bit division costs a hundred instructions
+  Squares squares;
+
+  int64_t blocks(int64_t numel) const {
+    return squares.used ? squares.count : ceil_div(numel, kBlockElements);
+  }
+
+  __device__ __forceinline__ int64_t place(int u, int64_t numel) const {
+    return squares.used ? squares.place(u, numel)
+                        : blockIdx.x * kBlockElements + threadIdx.x + u * kThreads;
+  }
 
   template <bool Full, class C>
   __device__ __forceinline__ void load(AnyPacket<C, Outputs, Arity>& packet, int64_t at,
@@ -283,6 +338,38 @@ bool lies_in_rows(const Layout<Inputs, Outputs>& layout, const int64_t (&strides
   return reach < int64_t{1} << 32 && layout.numel / lanes < int64_t{1} << 31;
 }
 
+/// Squares for the first input that is contiguous along another dimension than 0, if there is one
+/// and the space is counted in 31 bits. Where threads share bytes of a mask, eight neighbours along
+/// dimension 0 have to be one byte.
+template <int Inputs, int Outputs>
+Squares choose_squares(const Layout<Inputs, Outputs>& layout, bool whole_bytes) {
+  Squares squares{};
+  if (layout.numel >= int64_t{1} << 31 || layout.rank < 2 || layout.size[0] < 8) return squares;
+  if (whole_bytes && layout.size[0] % 8 != 0) return squares;
+  int other = 0;
+  for (int k = 0; k < Inputs && other == 0; ++k) {
+    if (layout.stride[k][0] == 0 || layout.stride[k][0] == 1) continue;
+    for (int d = 1; d < layout.rank; ++d)
+      if (layout.stride[k][d] == 1 && layout.size[d] >= 8) other = d;
+  }
+  if (other == 0) return squares;
+  int64_t step1 = 1;
+  for (int d = 0; d < other; ++d) step1 *= layout.size[d];
+  const auto u32 = [](int64_t value) { return static_cast<uint32_t>(value); };
+  const int64_t across = ceil_div(layout.size[0], Squares::kSide);
+  const int64_t down = ceil_div(layout.size[other], Squares::kSide);
+  squares.used = true;
+  squares.size0 = u32(layout.size[0]);
+  squares.size1 = u32(layout.size[other]);
+  squares.across = Divisor(u32(across));
+  squares.down = Divisor(u32(down));
+  squares.between = Divisor(u32(step1 / layout.size[0]));
+  squares.step1 = u32(step1);
+  squares.step_above = u32(step1 * layout.size[other]);
+  squares.count = across * down * (layout.numel / layout.size[0] / layout.size[other]);
+  return squares;
+}
+
 /// The accessors of one problem: inputs of exactly the types In are reached fast.
 template <class Out, class... In>
 struct Accessors {
@@ -336,9 +423,11 @@ struct Accessors {
   }
 
   template <int Outputs>
-  static AnyAccess<Out, Outputs, kInputs> any(const Elementwise<kInputs, Outputs>& arguments) {
+  static AnyAccess<Out, Outputs, kInputs> any(const Elementwise<kInputs, Outputs>& arguments,
+                                              bool whole_bytes) {
     const auto& layout = arguments.layout;
-    AnyAccess<Out, Outputs, kInputs> access{arguments, layout.numel < int64_t{1} << 31, {}};
+    AnyAccess<Out, Outputs, kInputs> access{
+        arguments, layout.numel < int64_t{1} << 31, {}, choose_squares(layout, whole_bytes)};
     for (int d = 0; access.narrow && d < layout.rank; ++d)
       access.size[d] = Divisor(static_cast<uint32_t>(layout.size[d]));
     return access;

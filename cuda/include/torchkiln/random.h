@@ -34,14 +34,16 @@ struct Draw {
   uint32_t word[4];
 };
 
-/// The words of the elements 4 * position ... 4 * position + 3.
+/// The words at a position of the sequence that seed and offset stand for.
 TORCHKILN_FUNCTION Draw draw(uint64_t seed, uint64_t offset, uint64_t position) {
   uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
   // A generator's offset counts words; four of them come from one counter.
   uint32_t c0 = static_cast<uint32_t>(offset >> 2), c1 = static_cast<uint32_t>(offset >> 34);
   uint32_t c2 = static_cast<uint32_t>(position), c3 = static_cast<uint32_t>(position >> 32);
-#ifdef __CUDACC__
+#ifdef __CUDA_ARCH__
 #pragma unroll
+#elif !defined(__CUDACC__)
+#pragma GCC unroll 10
 #endif
   for (int round = 0; round < 10; ++round) {
     const uint64_t product0 = uint64_t{0xD2511F53u} * c0;
@@ -56,9 +58,42 @@ TORCHKILN_FUNCTION Draw draw(uint64_t seed, uint64_t offset, uint64_t position) 
   return {{c0, c1, c2, c3}};
 }
 
-/// What a random word is compared with, to be below with the given probability.
+/// What 32 random bits are compared with, to be below with the given probability.
 inline uint64_t threshold_of(double probability) {
   return static_cast<uint64_t>(probability * 4294967296.0 + 0.5);
+}
+
+/// Which of the elements 8 * position ... 8 * position + 7 have random bits below the threshold, as
+/// a mask. Sixteen bits decide, eight elements from one draw; where they equal those of the
+/// threshold, a second draw gives the lower sixteen.
+TORCHKILN_FUNCTION uint32_t below(uint64_t threshold, uint64_t seed, uint64_t offset,
+                                  uint64_t position) {
+  const Draw upper = draw(seed, offset, position);
+  const uint32_t high = static_cast<uint32_t>(threshold >> 16);
+  uint32_t mask = 0, ties = 0;
+#ifdef __CUDA_ARCH__
+#pragma unroll
+#elif !defined(__CUDACC__)
+#pragma GCC unroll 8
+#endif
+  for (int i = 0; i < 8; ++i) {
+    const uint32_t bits = upper.word[i / 2] >> (i % 2 * 16) & 0xffffu;
+    mask |= static_cast<uint32_t>(bits < high) << i;
+    ties |= static_cast<uint32_t>(bits == high) << i;
+  }
+  if (ties != 0) {
+    const uint32_t low = static_cast<uint32_t>(threshold) & 0xffffu;
+    // Another sequence: offsets of a generator stay far below 2^63.
+    const Draw lower = draw(seed, offset | uint64_t{1} << 63, position);
+#ifdef __CUDA_ARCH__
+#pragma unroll
+#endif
+    for (int i = 0; i < 8; ++i) {
+      const uint32_t bits = lower.word[i / 2] >> (i % 2 * 16) & 0xffffu;
+      mask |= (ties >> i & 1u) & static_cast<uint32_t>(bits < low) ? 1u << i : 0u;
+    }
+  }
+  return mask;
 }
 
 }  // namespace torchkiln

@@ -47,7 +47,7 @@ def cases(specs: Iterable[OpSpec], device: torch.device) -> Iterator[Case]:
     """Every check that applies to ``specs`` on ``device``, whether or not it is there."""
     for spec in specs:
         for entry in contract.CHECKS.values():
-            if entry.device not in (None, device.type):
+            if entry.device not in (None, device.type) or (entry.large and spec.large is None):
                 continue
             for dtype in entry.dtypes:
                 if dtype in spec.dtypes:

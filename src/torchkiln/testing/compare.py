@@ -107,7 +107,9 @@ def require_identical(found: Tensor, expected: Tensor, where: Where) -> None:
 
 def bits(tensor: Tensor) -> Tensor:
     """The bytes of the elements in row-major order."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    # A copy: an expanded tensor of one element or none passes for contiguous with strides of 0.
+    plain = tensor.detach().clone(memory_format=torch.contiguous_format)
+    return plain.reshape(-1).view(torch.uint8)
 
 
 def exact(sample: Sample) -> Sample:

@@ -93,8 +93,9 @@ class OpSpec:
     """Calls that must be refused."""
     bench: Callable[[torch.device, torch.dtype, tuple[int, int]], Sample]
     """A call of the given rows and columns, for timing."""
-    large: Callable[[torch.device], Sample]
-    """A call whose output has more than 2**31 elements and as many rows as its arguments."""
+    large: Callable[[torch.device], Sample] | None
+    """A call whose output has more than 2**31 elements and as many rows as its arguments; None
+    where an op has no such output, and a test of its own for many elements."""
     traffic: Callable[[Sample], Traffic]
     """Bytes and operations of the forward of a call."""
     backward_traffic: Callable[[Sample], Traffic]

@@ -75,6 +75,8 @@ def more_than_2_to_the_31_elements(spec: OpSpec, device: torch.device, dtype: to
     needed = 10 * 2**30
     if available_memory(device) < needed:
         raise UnavailableError(f"needs {needed >> 30} GiB of free memory on {device}")
+    if spec.large is None:
+        raise UnavailableError("the op has no output of so many elements")
     sample = spec.large(device)
     found = sample.call(spec.op)
     count = found.shape[0]

@@ -2,5 +2,6 @@
 
 from torchkiln.testing.specs.bias_act import SCALE_BIAS_RELU
 from torchkiln.testing.specs.pointwise import ADD
+from torchkiln.testing.specs.reduction import MEAN, SUM
 
-SPECS = (ADD, SCALE_BIAS_RELU)
+SPECS = (ADD, SCALE_BIAS_RELU, SUM, MEAN)

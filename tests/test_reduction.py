@@ -1,0 +1,258 @@
+"""What is special to sum and mean: exact counts, accuracy, dimensions, layouts, torch's rules."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import torchkiln
+from torchkiln.testing.compare import bits
+from torchkiln.testing.contract.repeat import threads
+from torchkiln.testing.contract.values import available_memory
+
+FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+OPS = ((torchkiln.sum, torch.sum), (torchkiln.mean, torch.mean))
+
+
+def name(value: object) -> str:
+    return str(value).removeprefix("torch.")
+
+
+every_dtype = pytest.mark.parametrize("dtype", FLOATING, ids=name)
+every_op = pytest.mark.parametrize(("op", "torchs"), OPS, ids=["sum", "mean"])
+
+
+def need(bytes_needed: int, device: torch.device) -> None:
+    if available_memory(device) < bytes_needed:
+        pytest.skip(f"needs {bytes_needed >> 30} GiB of free memory on {device}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name)
+@pytest.mark.parametrize("shape", [(2**26 + 5,), (2**13, 2**13 + 1), (2**25 + 1, 2)], ids=str)
+def test_ones_are_counted(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Far beyond 2**24, where a float32 that ones are added to stands still."""
+    x = torch.ones(shape, dtype=dtype, device=device)
+    assert torchkiln.sum(x, dtype=torch.float64).item() == x.numel()
+    assert torchkiln.sum(x).double().item() == torch.tensor(float(x.numel())).to(dtype).item()
+    for d, size in enumerate(shape):
+        expected = torch.tensor(float(size)).to(dtype).item()
+        assert (torchkiln.sum(x, d) == expected).all()
+    assert torchkiln.mean(x).item() == 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(2**31,), (2**16, 2**15)], ids=str)
+def test_expanded_ones_are_counted(device: torch.device, shape: tuple[int, ...]) -> None:
+    """2**31 of them, which take no memory."""
+    x = torch.ones((), device=device).expand(shape)
+    assert torchkiln.sum(x).item() == 2.0**31
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name)
+def test_more_than_2_to_the_31_elements(device: torch.device, dtype: torch.dtype) -> None:
+    """Over all, along rows and along columns: what lies beyond element 2**31 is read, and once."""
+    rows, columns = 2**16 + 1, 2**15 + 1
+    need(rows * columns * dtype.itemsize + 2**30, device)
+    x = torch.ones((rows, columns), dtype=dtype, device=device)
+    total = rows * columns
+    assert torchkiln.sum(x, dtype=torch.float64).item() == total
+    assert torchkiln.sum(x).item() == torch.tensor(total, dtype=torch.float64).to(dtype).item()
+    for place in (2**31 - 1, 2**31, 2**31 + 5, total - 1):
+        i, j = divmod(place, columns)
+        x[i, j] = 5.0
+    for dim, size in ((1, rows), (0, columns)):
+        expected = torch.full((size,), float(x.shape[dim]), dtype=torch.float64, device=device)
+        for place in (2**31 - 1, 2**31, 2**31 + 5, total - 1):
+            expected[divmod(place, columns)[dim == 0]] += 4.0
+        assert torch.equal(torchkiln.sum(x, dim, dtype=torch.float64), expected)
+        assert torch.equal(torchkiln.sum(x, dim), expected.to(dtype))
+    many = torch.ones((3, 1), dtype=dtype, device=device).expand(3, 2**31 + 2)
+    assert (torchkiln.sum(many, 1, dtype=torch.float64) == 2.0**31 + 2).all()
+
+
+@every_dtype
+@pytest.mark.parametrize("dim", [None, 0, 1], ids=str)
+def test_accuracy_where_terms_cancel(
+    device: torch.device, dtype: torch.dtype, dim: int | None
+) -> None:
+    """The error stays below that of pairwise summation: eps/2 * log2(n) of the terms' sizes."""
+    x = torch.randn(3000, 1100, device=device, dtype=torch.float64)
+    x[1500:] = -x[:1500]
+    x += 1e-3 * torch.randn(3000, 1100, device=device, dtype=torch.float64)
+    x = x.to(dtype)
+    exact = x.cpu().double().numpy().astype(np.longdouble).sum(axis=dim)
+    found = torchkiln.sum(x, dim, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    sizes = x.cpu().double().abs().sum(dim).numpy()
+    eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+    count = x.numel() if dim is None else x.shape[dim]
+    error = np.abs(found.cpu().double().numpy() - exact)
+    assert (error <= eps / 2 * math.log2(count) * sizes).all()
+
+
+@every_dtype
+def test_rounded_once(device: torch.device, dtype: torch.dtype) -> None:
+    """Small integers and halves add up exactly, so one rounding of the exact result is due."""
+    x = torch.randint(-64, 65, (70, 1030), device=device).double() / 2
+    for dim in (None, 0, 1):
+        for op, torchs in OPS:
+            exact = torchs(x, dim)
+            found = op(x.to(dtype), dim)
+            due = exact.float().to(dtype) if dtype != torch.float64 else exact
+            # The quotient of a mean is rounded to float32 first, an ulp of which can tip a half.
+            eps = 0 if op is torchkiln.sum else torch.finfo(dtype).eps
+            assert ((found.double() - due.double()).abs() <= eps * due.double().abs()).all()
+
+
+def layouts(x: Tensor) -> Iterator[Tensor]:
+    """The values of a 4-D tensor in other places of memory."""
+    yield x
+    for order in itertools.permutations(range(4)):
+        back = [order.index(d) for d in range(4)]
+        yield x.permute(order).contiguous().permute(back)
+    wide = x.new_full([n + 3 for n in x.shape], math.nan)
+    inside = wide[tuple(slice(1, n + 1) for n in x.shape)]
+    yield inside.copy_(x)
+    sparse = x.new_full([2 * n for n in x.shape], math.nan)[..., ::2, ::2, ::2, ::2]
+    yield sparse.copy_(x)
+    yield x[:1].expand(x.shape)
+    yield x[:, :, :, :1].expand(x.shape)
+
+
+@every_op
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name)
+def test_every_choice_of_dimensions_in_every_layout(
+    device: torch.device, dtype: torch.dtype, op: Any, torchs: Any
+) -> None:
+    for shape in ((3, 4, 5, 6), (2, 1, 33, 8), (17, 3, 2, 65)):
+        for x in layouts(torch.randn(shape, device=device).to(dtype)):
+            for count in range(5):
+                for dim in itertools.combinations(range(4), count):
+                    keepdim = count % 2 == 1
+                    found = op(x, dim, keepdim)
+                    expected = torchs(x.double(), dim, keepdim)
+                    assert found.shape == expected.shape
+                    assert found.is_contiguous()
+                    torch.testing.assert_close(
+                        found.double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-4
+                    )
+
+
+@every_op
+def test_shapes_and_dtypes_are_torchs(device: torch.device, op: Any, torchs: Any) -> None:
+    for shape in ((), (1,), (4,), (2, 3), (1, 3, 1), (0,), (0, 3), (3, 0, 2)):
+        x = torch.randn(shape, device=device)
+        rank = len(shape)
+        dims: list[Any] = [None, (), [], *range(-max(rank, 1), max(rank, 1))]
+        dims += itertools.combinations(range(rank), 2)
+        for dim, keepdim, dtype in itertools.product(dims, (False, True), (None, *FLOATING)):
+            found = op(x, dim, keepdim, dtype=dtype)
+            expected = torchs(x, dim, keepdim, dtype=dtype)
+            torch.testing.assert_close(found, expected, equal_nan=True, rtol=1e-2, atol=1e-2)
+            assert found.data_ptr() != x.data_ptr() or x.numel() == 0
+
+
+@every_op
+def test_wrong_types(op: Any, torchs: Any) -> None:
+    prefix = rf"^torchkiln\.{torchs.__name__}: "
+    x = torch.ones(2, 3)
+    ints = r"expected an int, a tuple of ints or None$"
+    for dim, kind in ((1.0, "float"), ("0", "str"), (True, "bool"), ((0, 1.0), "float")):
+        with pytest.raises(TypeError, match=prefix + f"dim: got {kind}, {ints}"):
+            op(x, dim)
+    with pytest.raises(TypeError, match=prefix + f"dim: got Tensor, {ints}"):
+        op(x, torch.tensor(0))
+    with pytest.raises(TypeError, match=prefix + "keepdim: got int, expected a bool$"):
+        op(x, 0, 1)
+    with pytest.raises(TypeError, match=prefix + r"dtype: got type, expected a torch\.dtype or"):
+        op(x, dtype=float)
+    with pytest.raises(TypeError, match=prefix + r"x: got list, expected a torch\.Tensor$"):
+        op([1.0, 2.0])
+    with pytest.raises(IndexError, match=prefix + "dim: got 9223372036854775807, expected"):
+        op(x, 2**70)
+    assert torch.equal(op(x, np.int64(1)), op(x, 1))
+    assert torch.equal(op(x, torch.Size([0, 1])), op(x))
+
+
+@every_op
+def test_autocast_does_what_torch_does(device: torch.device, op: Any, torchs: Any) -> None:
+    """On CUDA a sum of half precision becomes float32, unless a dtype is asked for."""
+    for low, dtype, out in itertools.product(FLOATING[2:], FLOATING, (None, torch.float16)):
+        x = torch.full((4, 3), 0.5, device=device, dtype=dtype, requires_grad=True)
+        with torch.autocast(device.type, low):
+            found, expected = op(x, 0, dtype=out), torchs(x, 0, dtype=out)
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+        found.sum().backward()
+        assert x.grad is not None
+        assert x.grad.dtype == dtype
+
+
+@every_dtype
+def test_special_values(device: torch.device, dtype: torch.dtype) -> None:
+    """NaN and infinities go through, wherever in a row they stand."""
+    for shape, dim in (((5, 300), 1), ((300, 5), 0), ((3, 70000), 1), ((9, 3), 1)):
+        x = torch.ones(shape, device=device, dtype=dtype)
+        rows = x if dim == 1 else x.t()
+        for at in (0, 1, rows.shape[1] // 2, rows.shape[1] - 1):
+            for values, expected in (
+                ((math.nan, 1.0), math.nan),
+                ((math.inf, 1.0), math.inf),
+                ((-math.inf, 1.0), -math.inf),
+                ((math.inf, -math.inf), math.nan),
+            ):
+                rows[1, at], rows[1, at - 1] = values
+                for op, _ in OPS:
+                    found = op(x, dim, dtype=torch.float64)
+                    torch.testing.assert_close(
+                        found[1].item(), expected, equal_nan=True, rtol=0, atol=0
+                    )
+                    assert found[0].isfinite()
+                    assert found[2].isfinite()
+                rows[1, at], rows[1, at - 1] = 1.0, 1.0
+
+
+@every_dtype
+def test_the_number_of_threads_does_not_matter(dtype: torch.dtype) -> None:
+    for shape in ((300001,), (40000, 11), (11, 40000), (500, 700)):
+        x = torch.randn(shape).to(dtype)
+        for dim in (None, 0, len(shape) - 1):
+            results = []
+            for count in (1, 2, 3):
+                with threads(count):
+                    results.append(bits(torchkiln.sum(x, dim)))
+            assert torch.equal(results[0], results[1])
+            assert torch.equal(results[0], results[2])
+
+
+@every_op
+def test_gradient_is_a_view_of_the_incoming_one(device: torch.device, op: Any, torchs: Any) -> None:
+    """Nothing of x's size is written, and the divided gradient is what torch gives."""
+    x = torch.randn(7, 5, 3, device=device, requires_grad=True)
+    grad = torch.randn(5, device=device)
+    (found,) = torch.autograd.grad(op(x, (0, -1)), x, grad)
+    (expected,) = torch.autograd.grad(torchs(x, (0, -1)), x, grad)
+    torch.testing.assert_close(found, expected)
+    assert found.untyped_storage().nbytes() == grad.untyped_storage().nbytes()
+    assert found.stride()[0] == found.stride()[2] == 0
+
+
+def test_gradient_of_another_dtype(device: torch.device) -> None:
+    x = torch.randn(3, 4, device=device, dtype=torch.bfloat16, requires_grad=True)
+    torchkiln.mean(x, 1, dtype=torch.float64).sum().backward()
+    assert x.grad is not None
+    assert x.grad.dtype == torch.bfloat16
+    assert (x.grad == 0.25).all()
+
+
+@pytest.mark.parametrize("call", [torchkiln.sum, torch.ops.torchkiln.sum.default])
+def test_keywords(call: Callable[..., Tensor]) -> None:
+    x = torch.arange(6.0).reshape(2, 3)
+    assert call(x=x, dim=1, keepdim=True, dtype=torch.float64).tolist() == [[3.0], [12.0]]
