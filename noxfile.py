@@ -172,6 +172,14 @@ def consumer(session: nox.Session) -> None:
         session.run("python", "-m", "torchkiln_consumer")
 
 
+@nox.session(default=False)
+def addition(session: nox.Session) -> None:
+    """The page about adding an activation, followed to the letter: the new op has to work."""
+    install_torch(session)
+    session.install(*group("test"))
+    session.run("python", "tests/packaging/check_addition.py")
+
+
 @nox.session(default=False, python="3.12")
 def cuda_build(session: nox.Session) -> None:
     """All CUDA code, compiled by the registry's compiler for two architectures."""
