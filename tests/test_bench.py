@@ -20,15 +20,16 @@ from torchkiln.bench.clock import FEWEST
 from torchkiln.bench.row import OURS
 from torchkiln.bench.table import duration, plain, size
 from torchkiln.testing import SPECS, OpSpec, Sample, Traffic
-from torchkiln.testing.specs.bias_act import SCALE_BIAS_RELU
 from torchkiln.testing.specs.pointwise import ADD
 
 CPU = torch.device("cpu")
+FUSED = next(spec for spec in SPECS if spec.helpers)
+"""An op with a backward of its own."""
 SHAPE = (8, 16)
 DIRECTIONS = (FORWARD, BACKWARD)
 
 
-def a_case(spec: OpSpec = SCALE_BIAS_RELU) -> bench.BenchCase:
+def a_case(spec: OpSpec = FUSED) -> bench.BenchCase:
     return next(bench.cases(spec, CPU, torch.float32, SHAPE))
 
 
@@ -196,10 +197,10 @@ def test_a_peer_that_fails_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(peers.MAKERS, "compile", broken)
     row = a_row(FORWARD, "compile", "eager")
     assert set(row.times) == {OURS, "eager"}
-    assert row.missing == {"compile": "RuntimeError: no compiler for scale_bias_relu"}
+    assert row.missing == {"compile": f"RuntimeError: no compiler for {FUSED.name}"}
     (table,) = bench.tables([row])
     assert table.notes == (
-        "scale_bias_relu forward: no compile: RuntimeError: no compiler for scale_bias_relu",
+        f"{FUSED.name} forward: no compile: RuntimeError: no compiler for {FUSED.name}",
     )
 
 
@@ -207,7 +208,7 @@ def test_an_op_that_fails_is_an_error() -> None:
     def broken(*_: object, **__: object) -> Tensor:
         raise RuntimeError("wrong")
 
-    case = a_case(dataclasses.replace(SCALE_BIAS_RELU, op=broken))
+    case = a_case(dataclasses.replace(FUSED, op=broken))
     with pytest.raises(RuntimeError, match="wrong"):
         bench.time_case(case, FORWARD, settings("eager"))
 
@@ -219,9 +220,7 @@ def test_nothing_moved_is_no_row() -> None:
 
 def test_host_rows() -> None:
     rows = list(
-        bench.time_host(
-            SCALE_BIAS_RELU, CPU, torch.float32, ("eager",), bench.HostClock(CPU, calls=3)
-        )
+        bench.time_host(FUSED, CPU, torch.float32, ("eager",), bench.HostClock(CPU, calls=3))
     )
     assert [row.direction for row in rows] == [FORWARD, RECORDED]
     for row in rows:
@@ -242,7 +241,7 @@ def test_small_rows(direction: str) -> None:
     device = torch.device("cuda:0")
     chosen = bench.Settings(bench.device_clock(device), budget=0.5)
     row = bench.time_small(
-        SCALE_BIAS_RELU, device, torch.float32, chosen, shape=(4, 256), direction=direction
+        FUSED, device, torch.float32, chosen, shape=(4, 256), direction=direction
     )
     assert row is not None
     assert set(row.times) == {OURS, "eager", "compile"}, row.missing
@@ -313,7 +312,7 @@ def test_without_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     terminal.show(bench.tables([row]))
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith("op ")
-    assert lines[2].startswith("scale_bias_relu")
+    assert lines[2].startswith(FUSED.name)
     assert plain(bench.tables([row])[0]).splitlines() == [line for line in lines if line]
 
 
@@ -324,7 +323,7 @@ def test_liger_is_asked_only_where_it_is(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not peers.liger_knows(a_case(ADD))
     on_gpu = dataclasses.replace(a_case(ADD), sample=FakeGpuSample("two", (FakeGpuTensor(),) * 2))
     assert peers.liger_knows(on_gpu)
-    assert not peers.liger_knows(dataclasses.replace(on_gpu, spec=SCALE_BIAS_RELU))
+    assert not peers.liger_knows(dataclasses.replace(on_gpu, spec=FUSED))
     monkeypatch.setattr(peers, "find_spec", lambda _: None)
     assert not peers.liger_knows(on_gpu)
 

@@ -17,13 +17,13 @@ CPU = torch.device("cpu")
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     outputs = ["--json", str(tmp_path / "b.json"), "--markdown", str(tmp_path / "b.md")]
     choices = ["--device=cpu", "--shape=8x16", "--peers=eager", "--threads=1,2", "--dtype=float32"]
-    assert command.main(["scale_bias_relu", "--forward", *choices, *outputs]) == 0
+    assert command.main(["add", "--forward", *choices, *outputs]) == 0
     out, err = capsys.readouterr()
-    assert "scale_bias_relu" in out
-    assert "[1/1] scale_bias_relu float32 forward: " in err
+    assert "add" in out
+    assert "[1/1] add float32 forward: " in err
     record = bench.Record.read(tmp_path / "b.json")
     assert [(r.op, r.direction, r.threads) for r in record.rows] == [
-        *(("scale_bias_relu", "forward", 1), ("scale_bias_relu", "forward", 2))
+        *(("add", "forward", 1), ("add", "forward", 2))
     ]
     assert (tmp_path / "b.md").read_text() == bench.markdown(record)
 
@@ -41,7 +41,7 @@ def test_what_the_command_takes_when_nothing_is_said() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["scale_bias_relux"], "torchkiln.bench: OP: got 'scale_bias_relux', expected one of "),
+        (["added"], "torchkiln.bench: OP: got 'added', expected one of "),
         (["--device=cpu", "--small"], "torchkiln.bench: --small: got device cpu, expected a GPU"),
     ],
 )
