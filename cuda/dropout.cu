@@ -68,7 +68,9 @@ template <class T, int Lanes>
 struct GradientBody {
   using C = Compute<T>;
   static constexpr int kLanes = Lanes;
-  static constexpr int kRowsInFlight = Lanes > 1 ? 4 : 8;
+  // The random numbers take much arithmetic: more threads with fewer rows each in flight.
+  static constexpr int kRowsInFlight = Lanes > 1 ? 2 : 4;
+  static constexpr int kBlocks = 3;
   using Item = Vec<T, Lanes>;
 
   DropoutBackward problem;
@@ -107,13 +109,14 @@ bool by_vectors(const DropoutBackward& p) {
 
 columns::Plan plan_of(const DropoutBackward& p) {
   const int lanes = by_vectors(p) ? kVectorBytes / static_cast<int>(size_of(p.dtype)) : 1;
-  return columns::make_plan(p.rows, p.columns, lanes);
+  return columns::make_plan(p.rows, p.columns, lanes, GradientBody<float, 1>::kBlocks);
 }
 
 template <class T, int Lanes>
 Status both_gradients(const DropoutBackward& p, CUstream_st* stream) {
   const GradientBody<T, Lanes> body{p, static_cast<Compute<T>>(p.dropout.scale), {}};
-  return columns::launch(body, plan_of(p), p.workspace, p.grad_bias, p.bias_dtype, stream);
+  return columns::launch<GradientBody<T, Lanes>::kBlocks>(body, plan_of(p), p.workspace,
+                                                          p.grad_bias, p.bias_dtype, stream);
 }
 
 template <class T, class... In, class Arguments>
