@@ -113,6 +113,16 @@ def demo(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def bench(session: nox.Session) -> None:
+    """Times of every op beside its peers and beside what this machine can do at most."""
+    install_torch(session)
+    session.install(*PYPROJECT["project"]["optional-dependencies"]["cli"])
+    install_package(session)
+    outputs = ("--json=build/bench/bench.json", "--markdown=build/bench/bench.md")
+    session.run("python", "-m", "torchkiln.bench", *outputs, *session.posargs)
+
+
+@nox.session(default=False)
 def build(session: nox.Session) -> None:
     """Wheel and sdist into dist/."""
     install_torch(session)
@@ -160,6 +170,14 @@ def consumer(session: nox.Session) -> None:
                 session.run(str(folder / program), external=True)
         session.install("--no-build-isolation", "--no-deps", str(project))
         session.run("python", "-m", "torchkiln_consumer")
+
+
+@nox.session(default=False)
+def addition(session: nox.Session) -> None:
+    """The page about adding an activation, followed to the letter: the new op has to work."""
+    install_torch(session)
+    session.install(*group("test"))
+    session.run("python", "tests/packaging/check_addition.py")
 
 
 @nox.session(default=False, python="3.12")

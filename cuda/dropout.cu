@@ -17,15 +17,16 @@ struct Mask {
       : drawn(draw(random.seed, random.offset, static_cast<uint64_t>(at) / 8)),
         first(static_cast<int>(at % 8)),
         last(dropout.last) {
-    if (N == 8) return;
-    // The words in question come to the front: an array indexed by a variable is no registers.
+    if constexpr (N < 8) {
+      // The words in question come to the front: an array indexed by a variable is no registers.
 #pragma unroll
-    for (int w = 0; w < (N + 1) / 2; ++w) {
+      for (int w = 0; w < (N + 1) / 2; ++w) {
 #pragma unroll
-      for (int from = 1; from < 4; ++from)
-        if (from == first / 2 + w && from > w) drawn.word[w] = drawn.word[from];
+        for (int from = w + 1; from < 4; ++from)
+          if (from == first / 2 + w) drawn.word[w] = drawn.word[from];
+      }
+      first %= 2;
     }
-    first %= 2;
   }
 
   __device__ __forceinline__ bool kept(int i) const {
@@ -67,7 +68,9 @@ template <class T, int Lanes>
 struct GradientBody {
   using C = Compute<T>;
   static constexpr int kLanes = Lanes;
-  static constexpr int kRowsInFlight = Lanes > 1 ? 4 : 8;
+  // The random numbers take much arithmetic: more threads with fewer rows each in flight.
+  static constexpr int kRowsInFlight = Lanes > 1 ? 2 : 4;
+  static constexpr int kBlocks = 3;
   using Item = Vec<T, Lanes>;
 
   DropoutBackward problem;
@@ -106,13 +109,14 @@ bool by_vectors(const DropoutBackward& p) {
 
 columns::Plan plan_of(const DropoutBackward& p) {
   const int lanes = by_vectors(p) ? kVectorBytes / static_cast<int>(size_of(p.dtype)) : 1;
-  return columns::make_plan(p.rows, p.columns, lanes);
+  return columns::make_plan(p.rows, p.columns, lanes, GradientBody<float, 1>::kBlocks);
 }
 
 template <class T, int Lanes>
 Status both_gradients(const DropoutBackward& p, CUstream_st* stream) {
   const GradientBody<T, Lanes> body{p, static_cast<Compute<T>>(p.dropout.scale), {}};
-  return columns::launch(body, plan_of(p), p.workspace, p.grad_bias, p.bias_dtype, stream);
+  return columns::launch<GradientBody<T, Lanes>::kBlocks>(body, plan_of(p), p.workspace,
+                                                          p.grad_bias, p.bias_dtype, stream);
 }
 
 template <class T, class... In, class Arguments>

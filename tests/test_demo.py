@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchkiln.demo import accuracy
-from torchkiln.demo.speed import calls, compare
+from torchkiln.demo import accuracy, speed
 from torchkiln.demo.train import Outcome, train_both
 from torchkiln.testing.specs.bias_act import BIAS_ACT
 from torchkiln.testing.specs.pointwise import ADD
@@ -65,14 +64,14 @@ def test_errors_of_every_op(monkeypatch: pytest.MonkeyPatch) -> None:
         assert row.ours >= 0
 
 
-@pytest.mark.parametrize("what", ["forward", "backward"])
-def test_what_is_timed_is_the_op(what: str) -> None:
-    """Both calls give the same numbers."""
-    spec = BIAS_ACT
-    ours, eager = calls(spec, spec.bench(CPU, torch.float32, (8, 16)), what)
-    assert str(ours()).count("tensor") == str(eager()).count("tensor") > 0
-    clock = iter([3.0, 30.0] * 5)
-    assert compare(lambda _: next(clock), ours, eager, 0.0) == (3.0, 30.0)
+def test_speeds_are_rows_of_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "default_shape", lambda _: (8, 16))
+    monkeypatch.setattr(speed, "SPECS", (BIAS_ACT,))
+    rows = [row for quick in (True, False) for row in speed.all_timings(CPU, quick=quick)]
+    assert {row.op for row in rows} == {BIAS_ACT.name}
+    assert {row.dtype for row in rows} == {"float32", "bfloat16"}
+    assert {row.shape for row in rows} == {(1024, 1024), (8, 16)}
+    assert all(set(row.times) == {"torchkiln", "eager"} for row in rows)
 
 
 def test_the_whole(tmp_path: Path) -> None:

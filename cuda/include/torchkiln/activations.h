@@ -71,7 +71,7 @@ struct Gelu {
 
   template <class Math, class C>
   TORCHKILN_FUNCTION static C value(C z) {
-    return z * Math::normal(z).value;
+    return Math::gelu(z);
   }
   template <class Math, class C>
   TORCHKILN_FUNCTION static C gradient(C grad, C z) {

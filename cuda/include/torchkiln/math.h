@@ -53,40 +53,58 @@ struct ExactMath {
             C(kDensityAtZero) * ::exp(C(-0.5) * x * x)};
   }
   template <class C>
+  TORCHKILN_FUNCTION static C gelu(C x) {
+    return x * normal(x).value;
+  }
+  template <class C>
   TORCHKILN_FUNCTION static C tanh(C x) {
     return ::tanh(x);
   }
 };
 
 struct FastMath {
-  __device__ __forceinline__ static float exp(float x) {
-    float result;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x * 1.44269504f));
-    return result;
-  }
+  __device__ __forceinline__ static float exp(float x) { return exp2(x * kLog2OfE); }
   __device__ __forceinline__ static float reciprocal(float x) {
     float result;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
     return result;
   }
-  /// The upper tail is the density times a polynomial in 1 / (1 + 0.2316419 |x|), within 8e-8
-  /// (Abramowitz and Stegun, 26.2.17).
   __device__ __forceinline__ static Slope<float> normal(float x) {
-    const float density = 0.39894228f * exp(-0.5f * x * x);
-    const float t = reciprocal(1.0f + 0.2316419f * fabsf(x));
-    float p = 1.330274429f;
-    p = p * t - 1.821255978f;
-    p = p * t + 1.781477937f;
-    p = p * t - 0.356563782f;
-    p = p * t + 0.319381530f;
-    const float tail = density * (p * t);
-    return {x < 0.0f ? tail : 1.0f - tail, density};
+    const float power = exp2(x * x * (-0.5f * kLog2OfE));
+    const float tail = power * tail_over_power(x);
+    return {x < 0.0f ? tail : 1.0f - tail, static_cast<float>(kDensityAtZero) * power};
+  }
+  /// max(x, 0) - |x| times the upper tail at |x|; infinity stays what it is.
+  __device__ __forceinline__ static float gelu(float x) {
+    const float tail = exp2(x * x * (-0.5f * kLog2OfE)) * tail_over_power(x);
+    return fmaxf(x, 0.0f) - fabsf(fminf(x, 64.0f)) * tail;
   }
   /// 2 / (1 + e^-2x) - 1, and three terms of the series where that would cancel.
   __device__ __forceinline__ static float tanh(float x) {
     const float square = x * x;
     const float series = x * (square * (square * 0.13333333f - 0.33333333f) + 1.0f);  // -0: -0
-    return square < 0.0625f ? series : 2.0f * reciprocal(1.0f + exp(-2.0f * x)) - 1.0f;
+    const float large = 2.0f * reciprocal(1.0f + exp2(x * (-2.0f * kLog2OfE))) - 1.0f;
+    return square < 0.0625f ? series : large;
+  }
+
+ private:
+  static constexpr float kLog2OfE = 1.44269504f;
+
+  __device__ __forceinline__ static float exp2(float x) {
+    float result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+  }
+  /// The upper tail of the normal distribution at |x| over e^(-x^2 / 2): a polynomial in
+  /// 1 / (1 + 0.2316419 |x|), within 2e-7 (Abramowitz and Stegun, 26.2.17).
+  __device__ __forceinline__ static float tail_over_power(float x) {
+    const float t = reciprocal(1.0f + 0.2316419f * fabsf(x));
+    float p = 0.530702715f;
+    p = p * t - 0.726576014f;
+    p = p * t + 0.710706871f;
+    p = p * t - 0.142248368f;
+    p = p * t + 0.127414796f;
+    return p * t;
   }
 };
 
@@ -147,6 +165,11 @@ struct ExactMath {
   template <class C>
   TORCHKILN_FUNCTION static Slope<C> normal(C x) {
     return {C(0.5) + C(0.5) * erf(x * C(kRootOfHalf)), C(kDensityAtZero) * exp(C(-0.5) * x * x)};
+  }
+
+  template <class C>
+  TORCHKILN_FUNCTION static C gelu(C x) {
+    return x * normal(x).value;
   }
 
   /// x (1 + x^2 P(x^2)) below 0.6; above, 1 - 2 / (e^2x + 1).

@@ -10,6 +10,8 @@ import torch
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
+from torchkiln.bench.peers import EAGER
+from torchkiln.bench.table import duration
 from torchkiln.demo.train import CLASSES, Outcome
 
 if TYPE_CHECKING:
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-    from torchkiln.demo.speed import Timing
+    from torchkiln.bench import Row
 
 OURS, PLAIN = "#d1495b", "#30638e"
 ARMS = ListedColormap(["#d1495b", "#30638e", "#edae49"])
@@ -55,33 +57,32 @@ def curves(axes: Axes, outcome: Outcome) -> None:
     axes.legend()
 
 
-def speeds(axes: Axes, timings: list[Timing]) -> None:
-    """One bar for each timing: how many times as fast as eager torch."""
-    labels = [
-        f"{t.op} {str(t.dtype).removeprefix('torch.')}\n{t.what}, {t.setting}" for t in timings
-    ]
-    ratios = [t.ratio for t in timings]
-    places = np.arange(len(timings))[::-1]
+def speeds(axes: Axes, rows: list[Row]) -> None:
+    """One bar for each row: how many times as fast as eager torch."""
+    ratios = [row.speedup or 0.0 for row in rows]
+    places = np.arange(len(rows))[::-1]
     axes.barh(places, ratios, color=[OURS if r >= 1 else "#888888" for r in ratios], height=0.7)
     axes.axvline(1.0, color=PLAIN, linewidth=1.5)
-    for place, t in zip(places, timings, strict=True):
-        words = f"{t.ratio:.2f} x   {t.ours * 1e3:.3g} ms, eager {t.eager * 1e3:.3g} ms"
-        axes.text(max(t.ratio, 1.0) + 0.04, place, words, va="center", fontsize=8)
-    axes.set_yticks(places, labels, fontsize=8)
+    for place, row, ratio in zip(places, rows, ratios, strict=True):
+        ours, eager = duration(row.ours.seconds), duration(row.times[EAGER].seconds)
+        words = f"{ratio:.2f} x   {ours}, eager {eager}"
+        axes.text(max(ratio, 1.0) + 0.04, place, words, va="center", fontsize=8)
+    axes.set_yticks(places, [f"{row.op} {row.direction}" for row in rows], fontsize=8)
+    axes.set_ylim(-0.7, len(rows) - 0.3)
     axes.set_xlim(0, max(1.0, *ratios) * 1.75)
     axes.set_xlabel("times as fast as eager torch (line: equal)")
-    shape = timings[0].shape
-    axes.set_title(f"speed at {shape[0]} x {shape[1]}")
+    axes.set_title(f"speed at {rows[0].shape[0]} x {rows[0].shape[1]} in {rows[0].dtype}")
 
 
-def draw(path: Path, device: torch.device, timings: list[Timing], outcome: Outcome) -> None:
-    """Write the picture."""
+def draw(path: Path, device: torch.device, timings: list[Row], outcome: Outcome) -> None:
+    """Write the picture, with the speeds of one dtype."""
+    rows = [row for row in timings if row.dtype == timings[0].dtype]
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     with mpl.rc_context({"font.size": 10, "axes.titlesize": 11}):
-        figure = Figure(figsize=(17, max(5.5, 0.42 * len(timings) + 1.5)), layout="constrained")
+        figure = Figure(figsize=(17, max(5.5, 0.3 * len(rows) + 1.5)), layout="constrained")
         panels = figure.subplots(1, 3, width_ratios=[1, 1.1, 1.5])
         regions(panels[0], outcome)
         curves(panels[1], outcome)
-        speeds(panels[2], timings)
+        speeds(panels[2], rows)
         figure.suptitle(f"torchkiln on {where}, torch {torch.__version__}")
         figure.savefig(path, dpi=110)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,13 +11,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import torchkiln
+from torchkiln.bench import Row, default_device, processor, tables
+from torchkiln.bench.terminal import show
 from torchkiln.demo.train import TOLERANCE, Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+    from pathlib import Path
 
     from torchkiln.demo.accuracy import Errors
-    from torchkiln.demo.speed import Timing
 
 console = Console(width=None if Console().is_terminal else 110)
 
@@ -28,23 +29,11 @@ def name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def processor() -> str:
-    """The model of the CPU."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [
-        line.split(":")[1].strip() for line in text.splitlines() if line.startswith("model name")
-    ]
-    return names[0] if names else platform.machine()
-
-
 def environment() -> torch.device:
     """Print where this runs; return the device that is used."""
     info = torchkiln.build_info()
     kernels = info["cuda"]
-    device = torch.device("cuda:0" if kernels and torch.cuda.is_available() else "cpu")
+    device = default_device()
     table = Table(title="Environment", show_header=False, title_justify="left")
     table.add_row("torchkiln", torchkiln.__version__)
     table.add_row("built with", f"torch {info['torch']}, {info['compiler']}")
@@ -74,26 +63,9 @@ def errors(rows: list[Errors]) -> None:
     console.print(table)
 
 
-def timings(rows: list[Timing]) -> None:
+def timings(rows: list[Row]) -> None:
     """Times, ours and torch's."""
-    shapes = sorted({f"{r.shape[0]} x {r.shape[1]}" for r in rows})
-    table = Table(title=f"Median time of one call at {', '.join(shapes)}", title_justify="left")
-    for heading in (
-        "op",
-        "dtype",
-        "direction",
-        "on",
-        "torchkiln",
-        "eager torch",
-        "faster",
-        "moved",
-    ):
-        number = heading in {"torchkiln", "eager torch", "faster", "moved"}
-        table.add_column(heading, justify="right" if number else "left")
-    for r in rows:
-        figures = (f"{r.ours * 1e3:.3f} ms", f"{r.eager * 1e3:.3f} ms", f"{r.ratio:.2f} x")
-        table.add_row(r.op, name(r.dtype), r.what, r.setting, *figures, f"{r.rate:.1f} GB/s")
-    console.print(table)
+    show(tables(rows))
 
 
 def bar(*columns: TextColumn) -> Progress:
@@ -109,14 +81,14 @@ def bar(*columns: TextColumn) -> Progress:
     )
 
 
-def with_progress(title: str, rows: Iterable[Timing]) -> list[Timing]:
+def with_progress(title: str, rows: Iterable[Row]) -> list[Row]:
     """Gather ``rows`` and name the one at hand."""
     found = []
     with bar() as progress:
         task = progress.add_task(title, total=None)
         for row in rows:
             found.append(row)
-            words = f"{title} {row.op} {name(row.dtype)} {row.what}"
+            words = f"{title} {row.op} {row.dtype} {row.direction}"
             progress.update(task, advance=1, description=words)
     return found
 

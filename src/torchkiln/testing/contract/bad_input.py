@@ -84,17 +84,22 @@ def bad_input(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
         # What no cast mends.
         if "device" in case.message or any(a is None for a in case.args):
             ways["the function under autocast"] = partial(under_autocast, spec.op)
+        if spec.inplace is not None:
+            ways["the function in place"] = spec.inplace
         for name, entry in ways.items():
+            words = case.message
+            if entry is spec.inplace:  # which has a name of its own
+                words = words.replace(f"{spec.name}: ", f"{spec.name}_: ")
             before = state(case.args, device)
             try:
                 result = sample.call(entry)
             except Exception as error:
                 message = str(error).split("\n")[0]
                 require(
-                    type(error) is case.error and re.fullmatch(case.message, message) is not None,
+                    type(error) is case.error and re.fullmatch(words, message) is not None,
                     where,
                     f"{name} raised {type(error).__name__}({message!r}), expected "
-                    f"{case.error.__name__} matching {case.message!r}",
+                    f"{case.error.__name__} matching {words!r}",
                 )
             else:
                 raise AssertionError(f"{where}: {name} returned {result!r}, expected an error")

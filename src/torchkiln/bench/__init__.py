@@ -1,0 +1,48 @@
+"""Times of every op, beside its peers and beside what the device can do at most.
+
+``python -m torchkiln.bench [OP ...]`` measures and prints; ``--help`` lists the choices. What is
+timed comes from the specs of :mod:`torchkiln.testing`. In Python::
+
+    from torchkiln import bench
+
+    device = bench.default_device()
+    settings = bench.Settings(bench.device_clock(device), peers=("eager",))
+    for case in bench.cases(spec, device, torch.float32, (4096, 4096)):
+        row = bench.time_case(case, "forward", settings)
+"""
+
+from torchkiln.bench.cases import BenchCase, cases, named
+from torchkiln.bench.clock import CudaClock, HostClock, Times, cpu_clock, device_clock, in_turns
+from torchkiln.bench.environment import Environment, default_device, environment, processor
+from torchkiln.bench.host import time_host
+from torchkiln.bench.measure import Settings, time_case
+from torchkiln.bench.plan import Plan
+from torchkiln.bench.record import Record
+from torchkiln.bench.row import Row
+from torchkiln.bench.small import time_small
+from torchkiln.bench.table import markdown, tables
+
+__all__ = [
+    "BenchCase",
+    "CudaClock",
+    "Environment",
+    "HostClock",
+    "Plan",
+    "Record",
+    "Row",
+    "Settings",
+    "Times",
+    "cases",
+    "cpu_clock",
+    "default_device",
+    "device_clock",
+    "environment",
+    "in_turns",
+    "markdown",
+    "named",
+    "processor",
+    "tables",
+    "time_case",
+    "time_host",
+    "time_small",
+]

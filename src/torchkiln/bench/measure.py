@@ -1,0 +1,93 @@
+"""Rows of single large calls: the device's time, beside peers and ceilings in the same run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from torchkiln.bench import peers
+from torchkiln.bench.cases import BACKWARD, BenchCase, Function, call_of
+from torchkiln.bench.ceiling import ceilings, written
+from torchkiln.bench.clock import Call, Clock, Times, in_turns
+from torchkiln.bench.row import OURS, Row
+from torchkiln.testing.contract.repeat import threads
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What holds for every row of a run."""
+
+    clock: Clock
+    peers: tuple[str, ...] = peers.PEERS
+    budget: float = 3.0
+    """Seconds for one row, its preparation not counted."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Warm calls of everyone who takes part in a row."""
+
+    calls: Mapping[str, list[Call]]
+    result_bytes: int
+    missing: Mapping[str, str]
+
+
+def prepare(batch: list[BenchCase], direction: str, names: tuple[str, ...]) -> Prepared:
+    """Calls of the op and of its peers on each case, which differ in their tensors alone.
+
+    A peer that cannot do the call, or cannot be built here, is missing from the row; an op that
+    cannot is an error.
+    """
+    case = batch[0]
+    output = case.sample.call(case.spec.op)
+    grads = [torch.randn_like(output) if direction == BACKWARD else None for _ in batch]
+    known = [case.sample.args[i] for i in case.sample.positions]
+    known += [grad for grad in grads[:1] if grad is not None]
+
+    def calls_of(function: Function, name: str = OURS) -> list[Call]:
+        return [
+            call_of(peers.own_tensors(name, each), function, direction, grad)
+            for each, grad in zip(batch, grads, strict=True)
+        ]
+
+    calls = {OURS: calls_of(case.spec.op)}
+    size = written(calls[OURS][0](), known)
+    missing: dict[str, str] = {}
+    for name, make in peers.makers(case, names):
+        try:
+            theirs = calls_of(make(case), name)
+            for call in theirs:
+                call()
+        except Exception as error:  # whatever a peer or a compiler raises
+            first = next(iter(str(error).strip().splitlines()), "")
+            missing[name] = f"{type(error).__name__}: {first}"
+        else:
+            calls[name] = theirs
+    return Prepared(calls, size, missing)
+
+
+def time_case(
+    case: BenchCase, direction: str, settings: Settings, count: int | None = None
+) -> Row | None:
+    """The row of one call with ``count`` CPU threads; none where nothing is moved."""
+    size = case.moved(direction)
+    # A gradient that is handed through takes no time that could be compared.
+    if size == 0:
+        return None
+    device = case.sample.args[case.sample.positions[0]].device
+    with threads(count or torch.get_num_threads()), peers.backward_may_repeat():
+        prepared = prepare([case], direction, settings.peers)
+        references = ceilings(size, prepared.result_bytes, device)
+        calls = {name: batch[0] for name, batch in prepared.calls.items()}
+        measured = in_turns(settings.clock, calls | references, settings.budget)
+    return Row.of(
+        "calls",
+        case,
+        direction,
+        {name: Times.of(values) for name, values in measured.items()},
+        references=references,
+        missing=prepared.missing,
+        threads=count,
+    )

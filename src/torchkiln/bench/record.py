@@ -1,0 +1,37 @@
+"""The file that a benchmark leaves."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from torchkiln.bench.environment import Environment
+from torchkiln.bench.row import Row
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Record:
+    """A run: where, and all rows. Times are seconds."""
+
+    environment: Environment
+    rows: tuple[Row, ...]
+
+    def write(self, path: Path) -> None:
+        """As JSON."""
+        content = {
+            "environment": asdict(self.environment),
+            "rows": [row.to_json() for row in self.rows],
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> Record:
+        """What :meth:`write` wrote."""
+        content = json.loads(path.read_text(encoding="utf-8"))
+        rows = tuple(Row.from_json(row) for row in content["rows"])
+        return cls(Environment(**content["environment"]), rows)

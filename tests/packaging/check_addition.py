@@ -1,0 +1,196 @@
+"""Usage: check_addition.py
+
+Does what docs/adding-an-activation.md says to a copy of the sources, builds it without CUDA, and
+holds the new op, and bias_act with the new activation, to their contracts on the CPU. Where a CUDA
+compiler that fits torch is at hand, it compiles the kernels, too.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from torchkiln.testing import OpSpec, Sample
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "adding-an-activation.md"
+
+OP = "mish"
+CHECKS = {
+    *("values", "strides", "gradient_values", "gradcheck", "gradgradcheck"),
+    *("in_place", "vmap", "meta_and_fake", "opcheck"),
+}
+
+# The head of a change: the file, and the line that the block goes to.
+CHANGE = re.compile(
+    r"^`(?P<path>[^`\n]+)`, "
+    r"(?:(?P<where>after|before|instead of) `(?P<line>[^`\n]+)`|at the end):\n\n"
+    r"```\w+\n(?P<text>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A block of the page."""
+
+    path: str
+    where: str | None
+    line: str | None
+    text: str
+
+    def apply(self, content: str) -> str:
+        """The file with the block in its place; the line has to be there once."""
+        if self.line is None:
+            return content + self.text
+        lines = content.splitlines(keepends=True)
+        places = [i for i, line in enumerate(lines) if line.strip() == self.line.strip()]
+        if len(places) != 1:
+            raise SystemExit(
+                f"{PAGE.name}: {self.path}: got {len(places)} lines {self.line!r}, expected 1; "
+                "change the page to fit the file"
+            )
+        at = places[0]
+        kept = lines[at : at + 1] if self.where != "instead of" else []
+        block = [self.text, *kept] if self.where == "before" else [*kept, self.text]
+        return "".join([*lines[:at], *block, *lines[at + 1 :]])
+
+
+def changes(page: str) -> list[Change]:
+    """The blocks of the page, in order; every block has to have a head."""
+    found = [Change(m["path"], m["where"], m["line"], m["text"]) for m in CHANGE.finditer(page)]
+    fences = len(re.findall(r"^```\w+$", page, re.MULTILINE))
+    if fences != len(found) or not found:
+        raise SystemExit(f"{PAGE.name}: got {len(found)} heads of changes, expected {fences}")
+    return found
+
+
+def changed(page: str, root: Path) -> dict[str, str]:
+    """The files that the page changes, as they are afterwards."""
+    files: dict[str, str] = {}
+    for change in changes(page):
+        content = files.get(change.path) or (root / change.path).read_text(encoding="utf-8")
+        files[change.path] = change.apply(content)
+    return files
+
+
+def copy_sources(target: Path) -> None:
+    """What git tracks, as it is in the working tree, with the changes of the page."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    for name in filter(None, listed.stdout.split("\0")):
+        if (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, target / name)
+    for name, content in changed(PAGE.read_text(encoding="utf-8"), ROOT).items():
+        (target / name).write_text(content, encoding="utf-8")
+
+
+def run(folder: Path, *command: str | Path, **environment: str) -> None:
+    """Run a command; the compiler's cache knows files by their place below ``folder``."""
+    cache = {"CCACHE_BASEDIR": str(folder), "CCACHE_NOHASHDIR": "1"}
+    start = time.perf_counter()
+    done = subprocess.run(command, env=os.environ | cache | environment, check=False)
+    words = " ".join(map(str, command[:3]))
+    print(f"=== {words} ...: {time.perf_counter() - start:.0f} s", flush=True)
+    if done.returncode != 0:
+        raise SystemExit(f"check_addition: exit {done.returncode} of: {words} ...")
+
+
+def configure(sources: Path, build: Path, *options: str) -> tuple[str, ...]:
+    """The command for CMake. Nobody times this build, and most of it is torch's headers."""
+    return (
+        *("cmake", "-G", "Ninja", "-S", str(sources), "-B", str(build)),
+        *(f"-DPython_EXECUTABLE={sys.executable}", "-DCMAKE_CXX_FLAGS_RELEASE=-O1"),
+        *options,
+    )
+
+
+def has_cuda_compiler() -> bool:
+    """Whether there is an nvcc of the version of torch's CUDA."""
+    import torch  # noqa: PLC0415
+
+    if torch.version.cuda is None:
+        return False
+    spec = find_spec("nvidia")
+    folders = (spec.submodule_search_locations or []) if spec else []
+    nvccs = [str(path) for folder in folders for path in Path(folder).glob("cu*/bin/nvcc")]
+    for nvcc in [*nvccs, *filter(None, [shutil.which("nvcc")])]:
+        said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False)
+        if f"release {torch.version.cuda}" in said.stdout:
+            return True
+    return False
+
+
+def build(folder: Path) -> None:
+    sources, site = folder / "sources", folder / "site"
+    copy_sources(sources)
+    cpu = folder / "cpu"
+    run(folder, *configure(sources, cpu, "-DTORCHKILN_CUDA=OFF"))
+    run(folder, "cmake", "--build", cpu)
+    run(folder, "cmake", "--install", cpu, "--prefix", site / "torchkiln")
+    shutil.copytree(sources / "src" / "torchkiln", site / "torchkiln", dirs_exist_ok=True)
+    run(folder, sys.executable, __file__, str(site), PYTHONPATH=str(site))
+    if has_cuda_compiler():
+        cuda = folder / "cuda"
+        options = ("-DTORCHKILN_CUDA=ON", "-DTORCHKILN_CUDA_ARCHITECTURES=90-real")
+        run(folder, *configure(sources, cuda, *options))
+        run(folder, "cmake", "--build", cuda, "--target", "torchkiln_kernels")
+    else:
+        print("no CUDA compiler for this torch: the kernels for the GPU were not compiled")
+
+
+def check_contracts(site: Path) -> None:
+    """Run the generated checks of the new op, and of bias_act where it is called with it."""
+    import torch  # noqa: PLC0415
+
+    import torchkiln  # noqa: PLC0415
+    from torchkiln import testing  # noqa: PLC0415
+
+    if not Path(torchkiln.__file__).is_relative_to(site):
+        raise SystemExit(f"check_addition: imported {torchkiln.__file__}, expected it in {site}")
+    specs = {spec.name: spec for spec in testing.SPECS}
+    if OP not in specs:
+        raise SystemExit(f"{PAGE.name}: got no spec of {OP}, expected the page to lead to one")
+    for case in testing.cases([specs[OP], with_activation(specs["bias_act"])], torch.device("cpu")):
+        if case.check.name in CHECKS:
+            case.run()
+            print(f"ok     {case}", flush=True)
+
+
+def with_activation(spec: OpSpec) -> OpSpec:
+    """The contract of bias_act, at the calls with the new activation alone."""
+
+    def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+        found = [s for s in spec.inputs(device, dtype) if s.kwargs.get("act") == OP]
+        if not found:
+            raise SystemExit(f"{PAGE.name}: got no sample of {spec.name} with act={OP!r}")
+        yield from found
+
+    return replace(spec, name=f"{spec.name} with {OP}", inputs=inputs)
+
+
+def main(arguments: Sequence[str]) -> None:
+    if arguments:
+        check_contracts(Path(arguments[0]))
+        return
+    with tempfile.TemporaryDirectory(prefix="torchkiln-addition-") as folder:
+        build(Path(folder).resolve())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

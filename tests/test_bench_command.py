@@ -1,0 +1,76 @@
+"""The benchmark's command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchkiln import bench
+from torchkiln.bench import __main__ as command
+from torchkiln.testing import SPECS
+
+CPU = torch.device("cpu")
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    outputs = ["--json", str(tmp_path / "b.json"), "--markdown", str(tmp_path / "b.md")]
+    choices = ["--device=cpu", "--shape=8x16", "--peers=eager", "--threads=1,2", "--dtype=float32"]
+    assert command.main(["add", "--forward", *choices, *outputs]) == 0
+    out, err = capsys.readouterr()
+    assert "add" in out
+    assert "[1/1] add float32 forward: " in err
+    record = bench.Record.read(tmp_path / "b.json")
+    assert [(r.op, r.direction, r.threads) for r in record.rows] == [
+        *(("add", "forward", 1), ("add", "forward", 2))
+    ]
+    assert (tmp_path / "b.md").read_text() == bench.markdown(record)
+
+
+def test_what_the_command_takes_when_nothing_is_said() -> None:
+    chosen = command.plan(command.arguments(["--device=cpu"]))
+    assert chosen.specs == tuple(SPECS)
+    assert chosen.shapes == ((4096, 4096),)
+    assert chosen.directions == ("forward", "backward")
+    assert chosen.kinds == ("calls",)
+    assert chosen.threads == (torch.get_num_threads(),)
+    assert len(chosen.pieces()) == 2 * len(SPECS)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["added"], "torchkiln.bench: OP: got 'added', expected one of "),
+        (["--device=cpu", "--small"], "torchkiln.bench: --small: got device cpu, expected a GPU"),
+    ],
+)
+def test_a_refused_command(
+    given: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(given) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--shape=4096", "--shape: got '4096', expected rows and columns, such as 4096x4096"),
+        ("--dtype=half", "--dtype: got 'half', expected one of float32, float64, float16, bfloat"),
+        ("--threads=0", "--threads: got '0', expected numbers, such as 1,2"),
+        ("--peers=best", "--peers: got 'best', expected one of eager, compile, liger"),
+    ],
+)
+def test_a_malformed_command(given: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        command.main([given])
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_gpu_that_is_not_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "default_device", lambda: CPU)
+    assert command.main(["--device=cuda"]) == 2
+    assert "torchkiln.bench: --device: got cuda, expected a GPU" in capsys.readouterr().err
