@@ -111,7 +111,7 @@ __device__ __forceinline__ void run(const Body& body, const Access& access, int6
     C results[Access::kOutputs][Access::kLanes];
     body.template run<Full>(packets[u], at, numel, results,
                             std::make_index_sequence<Access::kArity>{});
-    access.template store<Full>(packets[u], results, at, numel);
+    access.template store<Full>(packets[u], results, at, numel, u);
   }
 }
 
@@ -146,7 +146,9 @@ Status launch_bodies(const Body& body, const General& general,
   };
   if (Accessors::all_linear(arguments)) return start(body, Accessors::linear(arguments));
   if (!Accessors::all_rows(arguments, kLanes)) {
-    return start(general, Accessors::any(arguments, kSharesBytes<General>));
+    if (Accessors::is_turned(arguments, kSharesBytes<General>))
+      return start(general, Accessors::turned(arguments));
+    return start(general, Accessors::any(arguments));
   }
   bool first_is_linear = sizeof...(In) > 1 && arguments.layout.linear(0);
   for (int o = 0; o < Outputs; ++o)

@@ -6,11 +6,13 @@
 //                 arithmetic
 //   RowAccess     every operand is contiguous along the innermost dimension: one offset a vector
 //                 (row-strided tensors, a bias along the last dimension, halves of a packed tensor)
+//   TurnedAccess  an input is transposed beside the output: squares through shared memory
 //   AnyAccess     every other stride, alignment and mix of dtypes: an element at a time
 //
 // An accessor is a kernel parameter. load<Full>(packet, at, numel) reads what belongs to the kLanes
 // elements from `at` on, all of which exist when Full; packet.get<K>(lane) is the value of input K;
-// store<Full>(packet, results, at, numel) rounds and writes.
+// store<Full>(packet, results, at, numel, u) rounds and writes. place(u, numel) is where the
+// thread's u-th run of them begins; stage() runs before all that, in all threads of a block.
 
 #include <cuda/std/tuple>
 #include <utility>
@@ -108,7 +110,7 @@ struct LinearAccess {
 
   template <bool Full, class C, int N>
   __device__ __forceinline__ void store(const Packet<C>&, const C (&results)[Outputs][N],
-                                        int64_t at, int64_t numel) const {
+                                        int64_t at, int64_t numel, int) const {
 #pragma unroll
     for (int o = 0; o < Outputs; ++o) store_vector<Full>(outputs[o] + at, results[o], at, numel);
   }
@@ -166,7 +168,7 @@ struct RowAccess {
 
   template <bool Full, class C, int N>
   __device__ __forceinline__ void store(const Packet<C>&, const C (&results)[Outputs][N],
-                                        int64_t at, int64_t numel) const {
+                                        int64_t at, int64_t numel, int) const {
     if (!Full && at >= numel) return;
 #pragma unroll
     for (int o = 0; o < Outputs; ++o)
@@ -185,6 +187,115 @@ struct RowAccess {
 #pragma unroll
     for (int d = 0; d < kRank; ++d) offset += place[d] * strides[d];
     return static_cast<int64_t>(offset) * lanes;
+  }
+};
+
+/// Squares of 32 x 32 elements along dimensions 0 and 1, for inputs that are contiguous along
+/// dimension 1 (transposed beside the output): a warp reads them along that one, and shared memory
+/// turns them. A third dimension may count such planes.
+template <class OutType, int Outputs, class... In>
+struct TurnedAccess {
+  using Out = OutType;
+  static constexpr int kArity = sizeof...(In);
+  static constexpr int kOutputs = Outputs;
+  static constexpr int kRank = 3;
+  static constexpr int kLanes = 1;
+  static constexpr int kUnroll = 4;
+  static constexpr int kThreads = 256;
+  static constexpr int kSide = 32;
+  static constexpr int64_t kBlockElements = int64_t{kThreads} * kUnroll;
+  static constexpr bool kHasFullBlocks = false;
+  static_assert(kBlockElements == kSide * kSide);
+  template <class C>
+  using Packet = elementwise::Packet<C, 1, In...>;
+  /// A square of each input; the odd length of its rows keeps columns out of one bank.
+  struct Stage {
+    alignas(8) unsigned char bytes[kArity][kSide * (kSide + 1) * 8];
+  };
+
+  Out* outputs[Outputs];
+  const void* inputs[kArity];
+  bool turned[kArity];
+  int64_t stride[kArity][kRank];
+  int64_t out_stride[Outputs][kRank];
+  uint32_t size[2];
+  Divisor across, down;  // squares along dimensions 0 and 1
+  int64_t count;         // of squares
+
+  int64_t blocks(int64_t) const { return count; }
+
+  /// Element (i0, i1) of the block's square.
+  struct Place {
+    int64_t at[kRank];
+    bool exists;
+  };
+  __device__ __forceinline__ Place locate(int i0, int i1) const {
+    const uint32_t row_of_squares = across.quotient(blockIdx.x);
+    const uint32_t plane = down.quotient(row_of_squares);
+    const uint32_t at0 = (blockIdx.x - row_of_squares * across.divisor()) * kSide + i0;
+    const uint32_t at1 = (row_of_squares - plane * down.divisor()) * kSide + i1;
+    return {{at0, at1, plane}, at0 < size[0] && at1 < size[1]};
+  }
+  __device__ __forceinline__ static int64_t offset(const int64_t (&strides)[kRank],
+                                                   const Place& place) {
+    return place.at[0] * strides[0] + place.at[1] * strides[1] + place.at[2] * strides[2];
+  }
+  __device__ __forceinline__ static int row(int u) {
+    return threadIdx.x / kSide + u * (kThreads / kSide);
+  }
+  __device__ __forceinline__ static int lane() { return threadIdx.x % kSide; }
+
+  /// The place in the iteration space, or numel where the square reaches beyond it.
+  __device__ __forceinline__ int64_t place(int u, int64_t numel) const {
+    const Place here = locate(lane(), row(u));
+    return here.exists ? (here.at[2] * size[1] + here.at[1]) * size[0] + here.at[0] : numel;
+  }
+
+  __device__ __forceinline__ void stage(Stage& staged, int64_t) const {
+    stage_each(staged, std::make_index_sequence<kArity>{});
+    __syncthreads();
+  }
+  template <size_t... K>
+  __device__ __forceinline__ void stage_each(Stage& staged, std::index_sequence<K...>) const {
+    (stage_one<K, In>(staged), ...);
+  }
+  template <size_t K, class T>
+  __device__ __forceinline__ void stage_one(Stage& staged) const {
+    if (!turned[K]) return;
+    T* square = reinterpret_cast<T*>(staged.bytes[K]);
+    T loaded[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const Place here = locate(row(u), lane());
+      if (here.exists) loaded[u] = static_cast<const T*>(inputs[K])[offset(stride[K], here)];
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) square[lane() * (kSide + 1) + row(u)] = loaded[u];
+  }
+
+  template <bool Full, class C>
+  __device__ __forceinline__ void load(Packet<C>& packet, int64_t, int64_t, int u,
+                                       const Stage& staged) const {
+    load_each(packet, u, staged, std::make_index_sequence<kArity>{});
+  }
+  template <class C, size_t... K>
+  __device__ __forceinline__ void load_each(elementwise::Packet<C, 1, In...>& packet, int u,
+                                            const Stage& staged, std::index_sequence<K...>) const {
+    const Place here = locate(lane(), row(u));
+    ((::cuda::std::get<K>(packet.vectors).lane[0] =
+          turned[K] ? reinterpret_cast<const In*>(staged.bytes[K])[row(u) * (kSide + 1) + lane()]
+                    : static_cast<const In*>(inputs[K])[offset(stride[K], here)]),
+     ...);
+  }
+
+  template <bool Full, class C>
+  __device__ __forceinline__ void store(const Packet<C>&, const C (&results)[Outputs][1],
+                                        int64_t at, int64_t numel, int u) const {
+    if (at >= numel) return;
+    const Place here = locate(lane(), row(u));
+#pragma unroll
+    for (int o = 0; o < Outputs; ++o)
+      outputs[o][offset(out_stride[o], here)] = convert<Out>(results[o][0]);
   }
 };
 
@@ -213,35 +324,6 @@ struct AnyPacket {
 // Not inlined: a hundred instructions, for tensors of more than 2^31 elements.
 inline __device__ __noinline__ int64_t divide(uint64_t a, uint64_t b) { return a / b; }
 
-/// Squares of 32 x 32 elements along dimension 0 and another one, for inputs that are contiguous
-/// along the other: a warp reads them along that one, and shared memory turns them.
-template <int Arity>
-struct Squares {
-  static constexpr int kSide = 32;
-  using Stage = uint64_t[Arity][kSide][kSide + 1];
-
-  bool used;
-  bool turned[Arity];          // whether an input is read along the other dimension
-  uint32_t size0, size1;       // of the two dimensions
-  Divisor across, down;        // squares along them
-  Divisor between;             // elements of the dimensions between the two
-  uint32_t step1, step_above;  // places from one to the next along the other, and above it
-  int64_t count;
-
-  /// The place of element (i0, i1) of the block's square in the space, or numel where the square
-  /// reaches beyond it.
-  __device__ __forceinline__ int64_t place(int i0, int i1, int64_t numel) const {
-    const uint32_t row_of_squares = across.quotient(blockIdx.x);
-    const uint32_t outer = down.quotient(row_of_squares);
-    const uint32_t above = between.quotient(outer);
-    const uint32_t at0 = (blockIdx.x - row_of_squares * across.divisor()) * kSide + i0;
-    const uint32_t at1 = (row_of_squares - outer * down.divisor()) * kSide + i1;
-    if (at0 >= size0 || at1 >= size1) return numel;
-    return int64_t{above} * step_above + (outer - above * between.divisor()) * int64_t{size0} +
-           int64_t{at1} * step1 + at0;
-  }
-};
-
 /// A thread owns single elements, and a warp adjacent ones: whatever lies evenly is still read
 /// together. Indices are divided once for all operands; what is loaded keeps its bits until all
 /// loads are on the way.
@@ -255,54 +337,19 @@ struct AnyAccess {
   static constexpr int kThreads = 256;
   static constexpr int64_t kBlockElements = int64_t{kThreads} * kUnroll;
   static constexpr bool kHasFullBlocks = false;
-  static constexpr int kSide = Squares<Arity>::kSide;
-  static_assert(kBlockElements == kSide * kSide);
   template <class C>
   using Packet = AnyPacket<C, Outputs, Arity>;
-  using Stage = typename Squares<Arity>::Stage;
+  using Stage = Nothing;
 
   Elementwise<Arity, Outputs> arguments;
   bool narrow;             // fewer than 2^31 elements: indices are divided by
   Divisor size[kMaxRank];  // these, since a 64-bit division costs a hundred instructions
-  Squares<Arity> squares;
 
-  int64_t blocks(int64_t numel) const {
-    return squares.used ? squares.count : ceil_div(numel, kBlockElements);
-  }
+  static int64_t blocks(int64_t numel) { return ceil_div(numel, kBlockElements); }
+  __device__ __forceinline__ static void stage(Stage&, int64_t) {}
 
-  __device__ __forceinline__ int64_t place(int u, int64_t numel) const {
-    return squares.used ? squares.place(threadIdx.x % kSide, row(u), numel)
-                        : blockIdx.x * kBlockElements + threadIdx.x + u * kThreads;
-  }
-
-  __device__ __forceinline__ static int row(int u) {
-    return threadIdx.x / kSide + u * (kThreads / kSide);
-  }
-
-  /// The block's squares of those inputs that are turned.
-  __device__ __forceinline__ void stage(Stage& staged, int64_t numel) const {
-    if (!squares.used) return;
-    uint64_t raw[Arity][kUnroll];
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const int64_t at = squares.place(row(u), threadIdx.x % kSide, numel);
-      if (at >= numel) continue;
-      int64_t offset[Arity] = {};
-      locate(at, [&](int d, int64_t place) {
-#pragma unroll
-        for (int k = 0; k < Arity; ++k) offset[k] += place * arguments.layout.stride[k][d];
-      });
-#pragma unroll
-      for (int k = 0; k < Arity; ++k)
-        if (squares.turned[k]) raw[k][u] = load_raw(k, offset[k]);
-    }
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-#pragma unroll
-      for (int k = 0; k < Arity; ++k)
-        if (squares.turned[k]) staged[k][threadIdx.x % kSide][row(u)] = raw[k][u];
-    }
-    __syncthreads();
+  __device__ __forceinline__ static int64_t place(int u, int64_t) {
+    return blockIdx.x * kBlockElements + threadIdx.x + u * kThreads;
   }
 
   /// Calls body(d, place along dimension d) for element `at`.
@@ -335,7 +382,7 @@ struct AnyAccess {
 
   template <bool Full, class C>
   __device__ __forceinline__ void load(AnyPacket<C, Outputs, Arity>& packet, int64_t at, int64_t,
-                                       int u, const Stage& staged) const {
+                                       int, const Stage&) const {
     const auto& layout = arguments.layout;
     int64_t offset[Arity] = {};
 #pragma unroll
@@ -349,15 +396,14 @@ struct AnyAccess {
 #pragma unroll
     for (int k = 0; k < Arity; ++k) {
       packet.dtype[k] = arguments.in_dtype[k];
-      packet.raw[k] =
-          squares.turned[k] ? staged[k][row(u)][threadIdx.x % kSide] : load_raw(k, offset[k]);
+      packet.raw[k] = load_raw(k, offset[k]);
     }
   }
 
   template <bool Full, class C>
   __device__ __forceinline__ void store(const AnyPacket<C, Outputs, Arity>& packet,
-                                        const C (&results)[Outputs][1], int64_t at,
-                                        int64_t numel) const {
+                                        const C (&results)[Outputs][1], int64_t at, int64_t numel,
+                                        int) const {
     if (!Full && at >= numel) return;
 #pragma unroll
     for (int o = 0; o < Outputs; ++o)
@@ -390,40 +436,6 @@ bool lies_in_rows(const Layout<Inputs, Outputs>& layout, const int64_t (&strides
     reach += (layout.size[d] - 1) * (strides[d] / lanes);
   }
   return reach < int64_t{1} << 32 && layout.numel / lanes < int64_t{1} << 31;
-}
-
-/// Squares for the first input that is contiguous along another dimension than 0, if there is one
-/// and the space is counted in 31 bits. Where threads share bytes of a mask, eight neighbours along
-/// dimension 0 have to be one byte.
-template <int Inputs, int Outputs>
-Squares<Inputs> choose_squares(const Layout<Inputs, Outputs>& layout, bool whole_bytes) {
-  Squares<Inputs> squares{};
-  if (layout.numel >= int64_t{1} << 31 || layout.rank < 2 || layout.size[0] < 8) return squares;
-  if (whole_bytes && layout.size[0] % 8 != 0) return squares;
-  int other = 0;
-  for (int k = 0; k < Inputs && other == 0; ++k) {
-    if (layout.stride[k][0] == 0 || layout.stride[k][0] == 1) continue;
-    for (int d = 1; d < layout.rank; ++d)
-      if (layout.stride[k][d] == 1 && layout.size[d] >= 8) other = d;
-  }
-  if (other == 0) return squares;
-  int64_t step1 = 1;
-  for (int d = 0; d < other; ++d) step1 *= layout.size[d];
-  const auto u32 = [](int64_t value) { return static_cast<uint32_t>(value); };
-  const int64_t across = ceil_div(layout.size[0], squares.kSide);
-  const int64_t down = ceil_div(layout.size[other], squares.kSide);
-  squares.used = true;
-  for (int k = 0; k < Inputs; ++k)
-    squares.turned[k] = layout.stride[k][other] == 1 && layout.stride[k][0] > 1;
-  squares.size0 = u32(layout.size[0]);
-  squares.size1 = u32(layout.size[other]);
-  squares.across = Divisor(u32(across));
-  squares.down = Divisor(u32(down));
-  squares.between = Divisor(u32(step1 / layout.size[0]));
-  squares.step1 = u32(step1);
-  squares.step_above = u32(step1 * layout.size[other]);
-  squares.count = across * down * (layout.numel / layout.size[0] / layout.size[other]);
-  return squares;
 }
 
 /// The accessors of one problem: inputs of exactly the types In are reached fast.
@@ -478,18 +490,70 @@ struct Accessors {
     return access;
   }
 
+  /// Whether some input runs along dimension 1 while the output runs along dimension 0, in planes
+  /// that are worth squares. Where threads share bytes of a mask, eight neighbours along dimension
+  /// 0 have to be one byte.
   template <int Outputs>
-  static AnyAccess<Out, Outputs, kInputs> any(const Elementwise<kInputs, Outputs>& arguments,
-                                              bool whole_bytes) {
+  static bool is_turned(const Elementwise<kInputs, Outputs>& arguments, bool whole_bytes) {
     const auto& layout = arguments.layout;
-    AnyAccess<Out, Outputs, kInputs> access{
-        arguments, layout.numel < int64_t{1} << 31, {}, choose_squares(layout, whole_bytes)};
+    if (layout.rank < 2 || layout.rank > 3 || layout.numel >= int64_t{1} << 40) return false;
+    if (layout.size[0] < 16 || layout.size[1] < 16) return false;
+    if (layout.size[0] >= int64_t{1} << 31 || layout.size[1] >= int64_t{1} << 31) return false;
+    if (squares(layout) >= int64_t{1} << 31) return false;
+    if (whole_bytes && layout.size[0] % 8 != 0) return false;
+    bool any = false;
+    for (int k = 0; k < kInputs; ++k) any = any || runs_along_1(layout, k);
+    return any && all_types_match(arguments, kEach);
+  }
+
+  template <int Outputs>
+  static TurnedAccess<Out, Outputs, In...> turned(const Elementwise<kInputs, Outputs>& arguments) {
+    const auto& layout = arguments.layout;
+    TurnedAccess<Out, Outputs, In...> access{};
+    for (int o = 0; o < Outputs; ++o) {
+      access.outputs[o] = static_cast<Out*>(arguments.out[o]);
+      for (int d = 0; d < layout.rank; ++d) access.out_stride[o][d] = layout.out_stride[o][d];
+    }
+    for (int k = 0; k < kInputs; ++k) {
+      access.inputs[k] = arguments.in[k];
+      access.turned[k] = runs_along_1(layout, k);
+      for (int d = 0; d < layout.rank; ++d) access.stride[k][d] = layout.stride[k][d];
+    }
+    for (int d = 0; d < 2; ++d) access.size[d] = static_cast<uint32_t>(layout.size[d]);
+    access.across = Divisor(static_cast<uint32_t>(ceil_div(layout.size[0], access.kSide)));
+    access.down = Divisor(static_cast<uint32_t>(ceil_div(layout.size[1], access.kSide)));
+    access.count = squares(layout);
+    return access;
+  }
+
+  template <int Outputs>
+  static AnyAccess<Out, Outputs, kInputs> any(const Elementwise<kInputs, Outputs>& arguments) {
+    const auto& layout = arguments.layout;
+    AnyAccess<Out, Outputs, kInputs> access{arguments, layout.numel < int64_t{1} << 31, {}};
     for (int d = 0; access.narrow && d < layout.rank; ++d)
       access.size[d] = Divisor(static_cast<uint32_t>(layout.size[d]));
     return access;
   }
 
  private:
+  template <class Layout>
+  static int64_t squares(const Layout& layout) {
+    constexpr int kSide = TurnedAccess<Out, 1, In...>::kSide;
+    return ceil_div(layout.size[0], kSide) * ceil_div(layout.size[1], kSide) *
+           (layout.rank == 3 ? layout.size[2] : 1);
+  }
+
+  template <class Layout>
+  static bool runs_along_1(const Layout& layout, int k) {
+    return layout.stride[k][1] == 1 && layout.stride[k][0] != 0 && layout.stride[k][0] != 1;
+  }
+
+  template <int Outputs, size_t... K>
+  static bool all_types_match(const Elementwise<kInputs, Outputs>& arguments,
+                              std::index_sequence<K...>) {
+    return ((arguments.in_dtype[K] == DtypeOf<In>::value) && ...);
+  }
+
   template <int Outputs, size_t... K>
   static bool all_inputs_linear(const Elementwise<kInputs, Outputs>& arguments,
                                 std::index_sequence<K...>) {

@@ -86,7 +86,10 @@ struct Shape {
 
 inline Plan make_plan(const Shape& shape) {
   const int64_t bytes = shape.length * shape.size_of_element;
-  if (shape.by_vectors() && bytes <= kWarp * kVectorBytes) return {Kind::packed_vectors};
+  // Eight rows a lane leave multiprocessors idle where rows are few.
+  const bool packs = shape.by_vectors() && bytes <= kWarp * kVectorBytes;
+  const bool many = shape.count() >= int64_t{current_device().multiprocessors} * kPackedRows * 8;
+  if (packs && (many || !shape.is_dense())) return {Kind::packed_vectors};
   if (shape.is_dense() && bytes <= kStagedRowBytes) return {Kind::staged};
   if (shape.length <= kWarp) return {Kind::packed};
   const int64_t multiprocessors = current_device().multiprocessors;

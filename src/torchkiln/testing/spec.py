@@ -131,6 +131,9 @@ class OpSpec:
     gradient_magnitude: Callable[..., Tensor] | None = None
     """A function whose gradients are the sums of the absolute values of the terms of each gradient;
     none where the terms of one have one sign, and the gradients of the reference do."""
+    output_sensitivity: Callable[..., Tensor] | None = None
+    """For an op whose backward starts from its rounded output, as torch's does: a function whose
+    gradients say how far each gradient moves with the relative error of that output."""
     dtypes: tuple[torch.dtype, ...] = FLOATING
     autocast: tuple[int, ...] = ()
     """Positions that autocast converts; none means that the op follows its inputs."""

@@ -198,7 +198,8 @@ def gradients_of_more_than_2_to_the_31_elements(
     for start in (0, middle - 2, shape[0] - 3):
 
         def rows(tensor: Tensor, start: int = start) -> Tensor:
-            return tensor[start : start + 3] if tensor.shape[0] == shape[0] else tensor
+            whole = tensor.dim() > 0 and tensor.shape[0] == shape[0]
+            return tensor[start : start + 3] if whole else tensor
 
         part = sample.map(rows)
         few = [rows(found[spec.wanted(sample).index(i)]) for i in whole]
@@ -210,7 +211,7 @@ import base64, os, pickle, sys, torch
 op, composite, inputs = pickle.loads(base64.b64decode(sys.argv[1]))
 def result(device):
     sample = next(iter(inputs(torch.device(device), torch.float32)))
-    return torch.allclose(sample.call(op), sample.call(composite))
+    return torch.allclose(sample.call(op), sample.call(composite), rtol=1e-4, atol=1e-5)
 if not result("cpu"):
     sys.exit(3)
 child = os.fork()

@@ -33,6 +33,8 @@ class Formula:
     """The same of the derivative."""
     curvature: float
     """A bound of the second derivative: how an error of the argument shows in the first."""
+    output_slope: Callable[[Tensor], Tensor] | None = None
+    """Where the derivative is taken from the output y: |y| times the derivative's change with y."""
 
 
 def exact_gelu(z: Tensor) -> Tensor:
@@ -75,7 +77,12 @@ FORMULAS: dict[str, Formula] = {
     ),
     "silu": Formula(F.silu, F.silu, lambda z: F.silu(z).abs(), silu_slope_terms, 0.5),
     "sigmoid": Formula(
-        torch.sigmoid, torch.sigmoid, torch.sigmoid, lambda z: 2 * torch.sigmoid(z), 0.1
+        torch.sigmoid,
+        torch.sigmoid,
+        torch.sigmoid,
+        lambda z: 2 * torch.sigmoid(z),
+        0.1,
+        lambda z: torch.sigmoid(z) * (1 - 2 * torch.sigmoid(z)).abs(),
     ),
     "tanh": Formula(
         torch.tanh,
@@ -83,6 +90,7 @@ FORMULAS: dict[str, Formula] = {
         lambda z: torch.tanh(z).abs(),
         lambda z: 1 + torch.tanh(z) ** 2,
         0.8,
+        lambda z: 2 * torch.tanh(z) ** 2,
     ),
 }
 
@@ -179,6 +187,7 @@ def activation(
         composite=formula.value,
         magnitude=formula.terms,
         gradient_magnitude=with_slope(formula.slope_terms),
+        output_sensitivity=with_slope(formula.output_slope) if formula.output_slope else None,
         inputs=inputs,
         invalid=partial(invalid, name),
         bench=bench,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -132,8 +133,10 @@ def exact(function: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any)
 
 
 def magnitude(function: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """The sum, or mean, of the absolute values."""
-    return exact(function, x.abs(), *args, **kwargs)
+    """The sum, or mean, of the absolute values, at the depth of a pairwise sum of as many."""
+    result = exact(function, x.abs(), *args, **kwargs)
+    terms = x.numel() // max(result.numel(), 1)
+    return result * max(1.0, math.log2(max(terms, 1)) / 2)
 
 
 def bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Sample:
