@@ -97,8 +97,8 @@ def compile_aot_eager(spec: OpSpec, device: torch.device, dtype: torch.dtype) ->
     """torch.compile(fullgraph=True, dynamic=True), forward and backward."""
     require_dynamic(spec, device, dtype, "aot_eager", "compile_aot_eager")
     small = [sample for sample in spec.samples(device, dtype) if sample.numel <= TINY]
-    # The second call of a graph draws other random numbers than a call of its own.
-    groups = [small] if all(s.seed is None for s in small) else [[s] for s in small]
+    # The second call of a graph draws other random numbers than a call of its own; a few will do.
+    groups = [small] if all(s.seed is None for s in small) else [[s] for s in small[:3]]
     for group in groups:
         require_compiled_together(spec, "aot_eager", group, "compile_aot_eager")
 
