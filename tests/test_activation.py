@@ -176,11 +176,17 @@ def test_what_backward_needs_is_guarded(device: torch.device, spec: OpSpec) -> N
 
 
 def test_half_precision_is_rounded_once(device: torch.device) -> None:
-    """The result in half precision is the result in float32, rounded."""
+    """On the CPU, the result in float32, rounded. On a GPU, where half precision has cheaper
+    formulas, at most 0.54 units in the last place from the truth, and what float32 loses."""
     for spec in SPECS:
         for dtype in (torch.float16, torch.bfloat16):
             x = (4 * torch.randn(4099, device=device)).to(dtype)
-            found, wide = spec.op(x), spec.op(x.float()).to(dtype)
-            # On a GPU half precision has cheaper formulas, which may differ at a tie.
-            apart = (bits(found).view(torch.int16) != bits(wide).view(torch.int16)).sum()
-            assert apart <= (0 if device.type == "cpu" else x.numel() // 100), (spec.name, apart)
+            found = spec.op(x)
+            if device.type == "cpu":
+                assert torch.equal(bits(found), bits(spec.op(x.float()).to(dtype))), spec.name
+                continue
+            truth = spec.reference(x.double())
+            size = truth.abs().to(dtype)
+            unit = torch.nextafter(size, torch.full_like(size, math.inf)).double() - size.double()
+            error = (found.double() - truth).abs()
+            assert (error <= 0.54 * unit + 2**-22 * x.double().abs()).all(), spec.name

@@ -226,29 +226,31 @@ struct TurnedAccess {
 
   /// Element (i0, i1) of the block's square.
   struct Place {
-    int64_t at[kRank];
-    bool exists;
+    uint32_t at[kRank];
+
+    __device__ __forceinline__ int64_t offset(const int64_t (&strides)[kRank]) const {
+      return at[0] * strides[0] + at[1] * strides[1] + at[2] * strides[2];
+    }
   };
   __device__ __forceinline__ Place locate(int i0, int i1) const {
     const uint32_t row_of_squares = across.quotient(blockIdx.x);
     const uint32_t plane = down.quotient(row_of_squares);
-    const uint32_t at0 = (blockIdx.x - row_of_squares * across.divisor()) * kSide + i0;
-    const uint32_t at1 = (row_of_squares - plane * down.divisor()) * kSide + i1;
-    return {{at0, at1, plane}, at0 < size[0] && at1 < size[1]};
+    return {{(blockIdx.x - row_of_squares * across.divisor()) * kSide + i0,
+             (row_of_squares - plane * down.divisor()) * kSide + i1, plane}};
   }
-  __device__ __forceinline__ static int64_t offset(const int64_t (&strides)[kRank],
-                                                   const Place& place) {
-    return place.at[0] * strides[0] + place.at[1] * strides[1] + place.at[2] * strides[2];
-  }
-  __device__ __forceinline__ static int row(int u) {
-    return threadIdx.x / kSide + u * (kThreads / kSide);
-  }
+
+  // A thread is in column lane() of the square and in rows row() + u * kRowStep: read along the
+  // other dimension, what is a row becomes a column.
+  static constexpr int kRowStep = kThreads / kSide;
+  __device__ __forceinline__ static int row() { return threadIdx.x / kSide; }
   __device__ __forceinline__ static int lane() { return threadIdx.x % kSide; }
 
   /// The place in the iteration space, or numel where the square reaches beyond it.
   __device__ __forceinline__ int64_t place(int u, int64_t numel) const {
-    const Place here = locate(lane(), row(u));
-    return here.exists ? (here.at[2] * size[1] + here.at[1]) * size[0] + here.at[0] : numel;
+    const Place here = locate(lane(), row());
+    const uint32_t at1 = here.at[1] + u * kRowStep;
+    if (here.at[0] >= size[0] || at1 >= size[1]) return numel;
+    return (int64_t{here.at[2]} * size[1] + at1) * size[0] + here.at[0];
   }
 
   __device__ __forceinline__ void stage(Stage& staged, int64_t) const {
@@ -263,14 +265,17 @@ struct TurnedAccess {
   __device__ __forceinline__ void stage_one(Stage& staged) const {
     if (!turned[K]) return;
     T* square = reinterpret_cast<T*>(staged.bytes[K]);
+    const Place here = locate(row(), lane());
+    const T* from = static_cast<const T*>(inputs[K]) + here.offset(stride[K]);
     T loaded[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      const Place here = locate(row(u), lane());
-      if (here.exists) loaded[u] = static_cast<const T*>(inputs[K])[offset(stride[K], here)];
+      if (here.at[0] + u * kRowStep < size[0] && here.at[1] < size[1])
+        loaded[u] = from[u * kRowStep * stride[K][0]];
     }
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) square[lane() * (kSide + 1) + row(u)] = loaded[u];
+    for (int u = 0; u < kUnroll; ++u)
+      square[lane() * (kSide + 1) + row() + u * kRowStep] = loaded[u];
   }
 
   template <bool Full, class C>
@@ -281,10 +286,12 @@ struct TurnedAccess {
   template <class C, size_t... K>
   __device__ __forceinline__ void load_each(elementwise::Packet<C, 1, In...>& packet, int u,
                                             const Stage& staged, std::index_sequence<K...>) const {
-    const Place here = locate(lane(), row(u));
+    const Place here = locate(lane(), row());
+    const int at = (row() + u * kRowStep) * (kSide + 1) + lane();
     ((::cuda::std::get<K>(packet.vectors).lane[0] =
-          turned[K] ? reinterpret_cast<const In*>(staged.bytes[K])[row(u) * (kSide + 1) + lane()]
-                    : static_cast<const In*>(inputs[K])[offset(stride[K], here)]),
+          turned[K] ? reinterpret_cast<const In*>(staged.bytes[K])[at]
+                    : static_cast<const In*>(
+                          inputs[K])[here.offset(stride[K]) + u * kRowStep * stride[K][1]]),
      ...);
   }
 
@@ -292,10 +299,11 @@ struct TurnedAccess {
   __device__ __forceinline__ void store(const Packet<C>&, const C (&results)[Outputs][1],
                                         int64_t at, int64_t numel, int u) const {
     if (at >= numel) return;
-    const Place here = locate(lane(), row(u));
+    const Place here = locate(lane(), row());
 #pragma unroll
     for (int o = 0; o < Outputs; ++o)
-      outputs[o][offset(out_stride[o], here)] = convert<Out>(results[o][0]);
+      outputs[o][here.offset(out_stride[o]) + u * kRowStep * out_stride[o][1]] =
+          convert<Out>(results[o][0]);
   }
 };
 
