@@ -29,8 +29,8 @@ inline constexpr int kPackedRows = 8;
 inline constexpr int kTileBytes = 16 * 1024;
 // A row that at least 16 of 256 threads sum.
 inline constexpr int kStagedRowBytes = kTileBytes / 16;
-// A warp's row is at most 16 vectors of each lane.
-inline constexpr int kWarpRowBytes = 8 * 1024;
+// A warp's row is at most 32 vectors of each lane.
+inline constexpr int kWarpRowBytes = 16 * 1024;
 // A row of less is one vector of each second thread of a block.
 inline constexpr int kBlockRowBytes = 2 * 1024;
 // Up to here one block is faster than several and a second kernel; beyond, a part has so many
