@@ -144,6 +144,8 @@ struct InPlaceFunction : torch::autograd::Function<InPlaceFunction> {
 /// The op of one activation.
 template <class Act>
 struct Op {
+  static std::string name() { return Act::kName; }
+
   static const auto& handle() {
     static const auto op =
         c10::Dispatcher::singleton()
@@ -279,19 +281,26 @@ Tensor& activation_(Tensor& x, c10::string_view act) {
   return call_in_place_below_autograd(found, x);
 }
 
+namespace {
+
+/// Calls body(Op<Functor>{}) for each op, and in_place(InPlaceOp<Functor>{}) for each in place.
+template <class Body, class InPlaceBody>
+void for_each_op(const Body& body, const InPlaceBody& in_place) {
+  for_each_activation([&](auto tag) { body(Op<typename decltype(tag)::type>{}); }, Ops{});
+  for_each_activation([&](auto tag) { in_place(InPlaceOp<typename decltype(tag)::type>{}); },
+                      InPlaceOps{});
+}
+
+}  // namespace
+
 TORCH_LIBRARY_FRAGMENT(torchkiln, m) {
-  for_each_activation(
-      [&](auto tag) {
-        const std::string name = decltype(tag)::type::kName;
-        m.def((name + "(Tensor x) -> Tensor").c_str(), {at::Tag::pt2_compliant_tag});
+  for_each_op(
+      [&](auto op) {
+        m.def((op.name() + "(Tensor x) -> Tensor").c_str(), {at::Tag::pt2_compliant_tag});
       },
-      Ops{});
-  for_each_activation(
-      [&](auto tag) {
-        const std::string& name = InPlaceOp<typename decltype(tag)::type>::name();
-        m.def((name + "(Tensor(a!) x) -> Tensor(a!)").c_str(), {at::Tag::pt2_compliant_tag});
-      },
-      InPlaceOps{});
+      [&](auto op) {
+        m.def((op.name() + "(Tensor(a!) x) -> Tensor(a!)").c_str(), {at::Tag::pt2_compliant_tag});
+      });
   m.def("activation_backward(Tensor grad, Tensor saved, str act) -> Tensor",
         {at::Tag::pt2_compliant_tag});
 }
@@ -299,70 +308,26 @@ TORCH_LIBRARY_FRAGMENT(torchkiln, m) {
 // All backends, so that what has no kernel (sparse, other devices) meets our checks and not a
 // missing entry.
 TORCH_LIBRARY_IMPL(torchkiln, CompositeExplicitAutograd, m) {
-  for_each_activation(
-      [&](auto tag) {
-        using Act = typename decltype(tag)::type;
-        m.impl(Act::kName, TORCH_FN(Op<Act>::real));
-      },
-      Ops{});
-  for_each_activation(
-      [&](auto tag) {
-        using InPlace = InPlaceOp<typename decltype(tag)::type>;
-        m.impl(InPlace::name().c_str(), TORCH_FN(InPlace::real));
-      },
-      InPlaceOps{});
+  const auto impl = [&](auto op) { m.impl(op.name().c_str(), TORCH_FN(decltype(op)::real)); };
+  for_each_op(impl, impl);
   m.impl(kBackwardOp, TORCH_FN(backward_real));
 }
 TORCH_LIBRARY_IMPL(torchkiln, Meta, m) {
-  for_each_activation(
-      [&](auto tag) {
-        using Act = typename decltype(tag)::type;
-        m.impl(Act::kName, TORCH_FN(Op<Act>::meta));
-      },
-      Ops{});
-  for_each_activation(
-      [&](auto tag) {
-        using InPlace = InPlaceOp<typename decltype(tag)::type>;
-        m.impl(InPlace::name().c_str(), TORCH_FN(InPlace::meta));
-      },
-      InPlaceOps{});
+  const auto impl = [&](auto op) { m.impl(op.name().c_str(), TORCH_FN(decltype(op)::meta)); };
+  for_each_op(impl, impl);
   m.impl(kBackwardOp, TORCH_FN(backward_output));
 }
 TORCH_LIBRARY_IMPL(torchkiln, Autograd, m) {
-  for_each_activation(
-      [&](auto tag) {
-        using Act = typename decltype(tag)::type;
-        m.impl(Act::kName, TORCH_FN(Op<Act>::autograd));
-      },
-      Ops{});
-  for_each_activation(
-      [&](auto tag) {
-        using InPlace = InPlaceOp<typename decltype(tag)::type>;
-        m.impl(InPlace::name().c_str(), TORCH_FN(InPlace::autograd));
-      },
-      InPlaceOps{});
+  const auto impl = [&](auto op) { m.impl(op.name().c_str(), TORCH_FN(decltype(op)::autograd)); };
+  for_each_op(impl, impl);
 }
 TORCH_LIBRARY_IMPL(torchkiln, ADInplaceOrView, m) {
-  for_each_activation(
-      [&](auto tag) {
-        using InPlace = InPlaceOp<typename decltype(tag)::type>;
-        m.impl(InPlace::name().c_str(), TORCH_FN(InPlace::count_version));
-      },
-      InPlaceOps{});
+  for_each_op([](auto) {},
+              [&](auto op) { m.impl(op.name().c_str(), TORCH_FN(decltype(op)::count_version)); });
 }
 TORCH_LIBRARY_IMPL(torchkiln, FuncTorchBatched, m) {
-  for_each_activation(
-      [&](auto tag) {
-        using Act = typename decltype(tag)::type;
-        m.impl(Act::kName, TORCH_FN(Op<Act>::decomposed));
-      },
-      Ops{});
-  for_each_activation(
-      [&](auto tag) {
-        using InPlace = InPlaceOp<typename decltype(tag)::type>;
-        m.impl(InPlace::name().c_str(), TORCH_FN(InPlace::decomposed));
-      },
-      InPlaceOps{});
+  const auto impl = [&](auto op) { m.impl(op.name().c_str(), TORCH_FN(decltype(op)::decomposed)); };
+  for_each_op(impl, impl);
 }
 
 }  // namespace torchkiln

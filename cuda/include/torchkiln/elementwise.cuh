@@ -13,7 +13,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "torchkiln/elementwise_access.cuh"
+#include "torchkiln/elementwise_choose.cuh"
 #include "torchkiln/functors.h"
 
 namespace torchkiln {

@@ -1,0 +1,170 @@
+#pragma once
+
+// Which access a problem allows, and how it is made.
+
+#include "torchkiln/elementwise_any.cuh"
+#include "torchkiln/elementwise_turned.cuh"
+
+namespace torchkiln {
+namespace elementwise {
+
+template <class In, int Inputs, int Outputs>
+bool reads_linearly(const Elementwise<Inputs, Outputs>& arguments, int k) {
+  return arguments.in_dtype[k] == DtypeOf<In>::value && arguments.layout.linear(k) &&
+         aligned(arguments.in[k], kVectorBytes);
+}
+
+template <int Inputs, int Outputs>
+bool writes_linearly(const Elementwise<Inputs, Outputs>& arguments, int o) {
+  return arguments.layout.out_linear(o) && aligned(arguments.out[o], kVectorBytes);
+}
+
+/// Whether these strides lead to whole vectors of so many elements along dimension 0, counted in 32
+/// bits.
+template <int Inputs, int Outputs>
+bool lies_in_rows(const Layout<Inputs, Outputs>& layout, const int64_t (&strides)[kMaxRank],
+                  const void* data, int lanes) {
+  constexpr int kRank = 3;  // of RowAccess
+  if (!aligned(data, kVectorBytes) || layout.rank == 0 || layout.rank > kRank) return false;
+  if (layout.size[0] % lanes != 0 || strides[0] != 1) return false;
+  int64_t reach = layout.size[0] / lanes;
+  for (int d = 1; d < layout.rank; ++d) {
+    if (strides[d] % lanes != 0) return false;
+    reach += (layout.size[d] - 1) * (strides[d] / lanes);
+  }
+  return reach < int64_t{1} << 32 && layout.numel / lanes < int64_t{1} << 31;
+}
+
+/// The accessors of one problem: inputs of exactly the types In are reached fast.
+template <class Out, class... In>
+struct Accessors {
+  static constexpr int kInputs = sizeof...(In);
+  static constexpr auto kEach = std::make_index_sequence<sizeof...(In)>{};
+
+  template <int Outputs>
+  static bool all_linear(const Elementwise<kInputs, Outputs>& arguments) {
+    for (int o = 0; o < Outputs; ++o)
+      if (!writes_linearly(arguments, o)) return false;
+    return all_inputs_linear(arguments, kEach);
+  }
+
+  template <int Outputs>
+  static bool all_rows(const Elementwise<kInputs, Outputs>& arguments, int lanes) {
+    for (int o = 0; o < Outputs; ++o) {
+      if (!lies_in_rows(arguments.layout, arguments.layout.out_stride[o], arguments.out[o], lanes))
+        return false;
+    }
+    return all_inputs_rows(arguments, lanes, kEach);
+  }
+
+  template <int Outputs>
+  static LinearAccess<Out, Outputs, In...> linear(const Elementwise<kInputs, Outputs>& arguments) {
+    LinearAccess<Out, Outputs, In...> access;
+    for (int o = 0; o < Outputs; ++o) access.outputs[o] = static_cast<Out*>(arguments.out[o]);
+    for (int k = 0; k < kInputs; ++k) access.inputs[k] = arguments.in[k];
+    return access;
+  }
+
+  template <bool FirstIsLinear, int Outputs>
+  static RowAccess<FirstIsLinear, Out, Outputs, In...> rows(
+      const Elementwise<kInputs, Outputs>& arguments, int lanes) {
+    const auto& layout = arguments.layout;
+    RowAccess<FirstIsLinear, Out, Outputs, In...> access{};
+    access.size[0] = Divisor(static_cast<uint32_t>(layout.size[0] / lanes));
+    if (layout.rank > 1) access.size[1] = Divisor(static_cast<uint32_t>(layout.size[1]));
+    const auto in_vectors = [&](uint32_t (&to)[3], const int64_t (&strides)[kMaxRank]) {
+      to[0] = 1;
+      for (int d = 1; d < layout.rank; ++d) to[d] = static_cast<uint32_t>(strides[d] / lanes);
+    };
+    for (int o = 0; o < Outputs; ++o) {
+      access.outputs[o] = static_cast<Out*>(arguments.out[o]);
+      in_vectors(access.out_stride[o], layout.out_stride[o]);
+    }
+    for (int k = 0; k < kInputs; ++k) {
+      access.inputs[k] = arguments.in[k];
+      in_vectors(access.stride[k], layout.stride[k]);
+    }
+    return access;
+  }
+
+  /// Whether some input runs along dimension 1 while the output runs along dimension 0, in planes
+  /// that are worth squares. Where threads share bytes of a mask, eight neighbours along dimension
+  /// 0 have to be one byte.
+  template <int Outputs>
+  static bool is_turned(const Elementwise<kInputs, Outputs>& arguments, bool whole_bytes) {
+    const auto& layout = arguments.layout;
+    if (layout.rank < 2 || layout.rank > 3 || layout.numel >= int64_t{1} << 40) return false;
+    if (layout.size[0] < 16 || layout.size[1] < 16) return false;
+    if (layout.size[0] >= int64_t{1} << 31 || layout.size[1] >= int64_t{1} << 31) return false;
+    if (squares(layout) >= int64_t{1} << 31) return false;
+    if (whole_bytes && layout.size[0] % 8 != 0) return false;
+    bool any = false;
+    for (int k = 0; k < kInputs; ++k) any = any || runs_along_1(layout, k);
+    return any && all_types_match(arguments, kEach);
+  }
+
+  template <int Outputs>
+  static TurnedAccess<Out, Outputs, In...> turned(const Elementwise<kInputs, Outputs>& arguments) {
+    const auto& layout = arguments.layout;
+    TurnedAccess<Out, Outputs, In...> access{};
+    for (int o = 0; o < Outputs; ++o) {
+      access.outputs[o] = static_cast<Out*>(arguments.out[o]);
+      for (int d = 0; d < layout.rank; ++d) access.out_stride[o][d] = layout.out_stride[o][d];
+    }
+    for (int k = 0; k < kInputs; ++k) {
+      access.inputs[k] = arguments.in[k];
+      access.turned[k] = runs_along_1(layout, k);
+      for (int d = 0; d < layout.rank; ++d) access.stride[k][d] = layout.stride[k][d];
+    }
+    for (int d = 0; d < 2; ++d) access.size[d] = static_cast<uint32_t>(layout.size[d]);
+    access.across = Divisor(static_cast<uint32_t>(ceil_div(layout.size[0], access.kSide)));
+    access.down = Divisor(static_cast<uint32_t>(ceil_div(layout.size[1], access.kSide)));
+    access.count = squares(layout);
+    return access;
+  }
+
+  template <int Outputs>
+  static AnyAccess<Out, Outputs, kInputs> any(const Elementwise<kInputs, Outputs>& arguments) {
+    const auto& layout = arguments.layout;
+    AnyAccess<Out, Outputs, kInputs> access{arguments, layout.numel < int64_t{1} << 31, {}};
+    for (int d = 0; access.narrow && d < layout.rank; ++d)
+      access.size[d] = Divisor(static_cast<uint32_t>(layout.size[d]));
+    return access;
+  }
+
+ private:
+  template <class Layout>
+  static int64_t squares(const Layout& layout) {
+    constexpr int kSide = TurnedAccess<Out, 1, In...>::kSide;
+    return ceil_div(layout.size[0], kSide) * ceil_div(layout.size[1], kSide) *
+           (layout.rank == 3 ? layout.size[2] : 1);
+  }
+
+  template <class Layout>
+  static bool runs_along_1(const Layout& layout, int k) {
+    return layout.stride[k][1] == 1 && layout.stride[k][0] != 0 && layout.stride[k][0] != 1;
+  }
+
+  template <int Outputs, size_t... K>
+  static bool all_types_match(const Elementwise<kInputs, Outputs>& arguments,
+                              std::index_sequence<K...>) {
+    return ((arguments.in_dtype[K] == DtypeOf<In>::value) && ...);
+  }
+
+  template <int Outputs, size_t... K>
+  static bool all_inputs_linear(const Elementwise<kInputs, Outputs>& arguments,
+                                std::index_sequence<K...>) {
+    return (reads_linearly<In>(arguments, K) && ...);
+  }
+
+  template <int Outputs, size_t... K>
+  static bool all_inputs_rows(const Elementwise<kInputs, Outputs>& arguments, int lanes,
+                              std::index_sequence<K...>) {
+    return ((arguments.in_dtype[K] == DtypeOf<In>::value &&
+             lies_in_rows(arguments.layout, arguments.layout.stride[K], arguments.in[K], lanes)) &&
+            ...);
+  }
+};
+
+}  // namespace elementwise
+}  // namespace torchkiln
