@@ -1,0 +1,92 @@
+#pragma once
+
+#include "torchkiln/dtype.h"
+
+struct CUstream_st;
+
+namespace torchkiln {
+
+/// What a row of logits is compared with: the distribution q over the classes
+///   q[c] = weight[c] * ((1 - label_smoothing) * p[c] + label_smoothing / classes)
+/// where p is given, or is 1 at the target class and 0 elsewhere.
+struct ClassTarget {
+  const int64_t* index;       // [rows]; null where probabilities are given
+  const void* probabilities;  // [rows, classes] of the logits' dtype; null where classes are
+  int64_t probabilities_row_stride;
+  const void* weight;    // [classes] of the compute type; null for ones
+  int64_t ignore_index;  // rows of this class count for nothing
+  double label_smoothing;
+};
+
+/// For each row, with lse = log(sum of exp(logits)) and w the weight of its target class, 0 where
+/// the row is ignored and 1 beside probabilities:
+///   loss = sum over the classes of q * (lse - logits) + z_loss * w * lse^2
+struct CrossEntropy {
+  const void* logits;  // [rows, classes], classes adjacent
+  Dtype dtype;
+  ClassTarget target;
+  double z_loss;
+  int64_t rows;
+  int64_t classes;
+  int64_t row_stride;
+  // All of the compute type:
+  void* loss;           // [rows]
+  void* log_sum_exp;    // [rows]
+  void* mass;           // [rows]: the sum of q; 0 where the row is ignored
+  void* target_weight;  // [rows]: w
+};
+
+/// grad_logits = scale * (mass * softmax(logits) - q + 2 * z_loss * w * lse * softmax(logits)),
+/// 0 where the row is ignored; scale is the row's grad, divided by `divisor` where there is one.
+struct CrossEntropyBackward {
+  const void* grad;  // [rows] of grad_dtype
+  Dtype grad_dtype;
+  int64_t grad_stride;  // 0: one for all rows
+  const void* divisor;  // one number of the compute type; null for 1
+  const void* logits;   // [rows, classes], classes adjacent
+  Dtype dtype;
+  ClassTarget target;
+  double z_loss;
+  int64_t rows;
+  int64_t classes;
+  int64_t row_stride;
+  const void* log_sum_exp;  // as forward stored them
+  const void* mass;
+  const void* target_weight;
+  void* grad_logits;  // [rows, classes], classes adjacent; may be the logits
+  int64_t grad_logits_row_stride;
+};
+
+/// out = sum of the losses, divided by that of the target weights where the mean is wanted.
+struct LossSum {
+  const void* loss;           // [rows] of the compute type
+  const void* target_weight;  // likewise
+  Dtype dtype;                // that of the logits, from which the compute type follows
+  int64_t rows;
+  bool mean;
+  void* out;  // one number
+  Dtype out_dtype;
+  void* divisor;  // one number of the compute type: the sum of the weights; null unless mean
+};
+
+namespace cpu {
+
+/// The rows begin <= row < end. A target that is no class stops with an error.
+TORCHKILN_EXPORT Status cross_entropy(const CrossEntropy& arguments, int64_t begin, int64_t end);
+TORCHKILN_EXPORT Status cross_entropy_backward(const CrossEntropyBackward& arguments, int64_t begin,
+                                               int64_t end);
+TORCHKILN_EXPORT Status loss_sum(const LossSum& arguments);
+
+}  // namespace cpu
+
+namespace cuda {
+
+/// On the current device, queued on `stream`. A target that is no class stops the kernel and with
+/// it the process's use of the GPU, as in torch.
+TORCHKILN_EXPORT Status cross_entropy(const CrossEntropy& arguments, CUstream_st* stream);
+TORCHKILN_EXPORT Status cross_entropy_backward(const CrossEntropyBackward& arguments,
+                                               CUstream_st* stream);
+TORCHKILN_EXPORT Status loss_sum(const LossSum& arguments, CUstream_st* stream);
+
+}  // namespace cuda
+}  // namespace torchkiln

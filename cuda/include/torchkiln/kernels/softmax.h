@@ -1,0 +1,71 @@
+#pragma once
+
+#include "torchkiln/layout.h"
+
+struct CUstream_st;
+
+namespace torchkiln {
+
+/// Which elements of a row take part: those where the mask is true and, if it is causal, whose
+/// place is not beyond the row's own. What takes no part counts as -infinity.
+struct RowMask {
+  const bool* data;  // null: every element takes part
+  Layout<1> rows;    // of the rows in order, with the strides of the mask
+  int64_t stride;    // of the mask along a row: 0 or 1
+  bool causal;       // element i of row r takes part when i <= r % queries
+  int64_t queries;
+
+  bool any() const { return data != nullptr || causal; }
+};
+
+/// y = softmax(x * scale), or its logarithm, over the middle dimension of [outer, length, inner].
+struct Softmax {
+  const void* x;
+  void* y;  // contiguous
+  Dtype dtype;
+  bool log;
+  double scale;
+  int64_t outer;
+  int64_t length;
+  int64_t inner;
+  int64_t outer_stride;  // of x, in elements; fast are stride = 1 and inner_stride = 1
+  int64_t stride;
+  int64_t inner_stride;  // any where inner is 1
+  RowMask mask;          // of the `outer` rows; only where inner is 1
+};
+
+/// grad_x = (grad - sum of (grad * y)) * y * scale or, of the logarithm,
+/// (grad - exp(y) * sum of grad) * scale; 0 where an element took no part.
+struct SoftmaxBackward {
+  const void* grad;
+  const void* y;  // contiguous
+  void* grad_x;   // contiguous
+  Dtype dtype;
+  bool log;
+  double scale;
+  int64_t outer;
+  int64_t length;
+  int64_t inner;
+  int64_t outer_stride;  // of grad
+  int64_t stride;
+  int64_t inner_stride;
+  RowMask mask;
+};
+
+namespace cpu {
+
+/// The rows begin <= row < end of outer * inner.
+TORCHKILN_EXPORT Status softmax(const Softmax& arguments, int64_t begin, int64_t end);
+TORCHKILN_EXPORT Status softmax_backward(const SoftmaxBackward& arguments, int64_t begin,
+                                         int64_t end);
+
+}  // namespace cpu
+
+namespace cuda {
+
+/// On the current device, queued on `stream`.
+TORCHKILN_EXPORT Status softmax(const Softmax& arguments, CUstream_st* stream);
+TORCHKILN_EXPORT Status softmax_backward(const SoftmaxBackward& arguments, CUstream_st* stream);
+
+}  // namespace cuda
+}  // namespace torchkiln
