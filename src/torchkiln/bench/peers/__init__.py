@@ -5,16 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib import import_module
-from importlib.util import find_spec
+from functools import partial
+from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
 
-from torchkiln.bench.cases import BenchCase, Function
+from torchkiln.bench.cases import BACKWARD, BenchCase, Function
+from torchkiln.bench.peers import liger, quack
+from torchkiln.bench.peers.package import Refused, Table, function_of
 
-EAGER, COMPILE, LIGER = "eager", "compile", "liger"
-PEERS = (EAGER, COMPILE, LIGER)
+__all__ = [
+    "COMPILE",
+    "EAGER",
+    "LIGER",
+    "MAKERS",
+    "PEERS",
+    "QUACK",
+    "Refused",
+    "backward_may_repeat",
+    "makers",
+    "own_tensors",
+    "remark",
+]
+
+EAGER, COMPILE, LIGER, QUACK = "eager", "compile", "liger", "quack"
+PEERS = (EAGER, COMPILE, LIGER, QUACK)
 
 
 def eager(case: BenchCase) -> Function:
@@ -31,42 +47,22 @@ def compiled(case: BenchCase) -> Function:
     torch.compiler.reset()
     composite = case.spec.composite
 
-    def function(*args: object, **kwargs: object) -> torch.Tensor:
+    def function(*args: object, **kwargs: object) -> Any:
         return composite(*args, **kwargs)
 
     found: Function = torch.compile(function, dynamic=False)
     return found
 
 
-LIGER_FUNCTIONS = {
-    "swiglu": ("liger_kernel.ops.swiglu", "LigerSiLUMulFunction"),
-    "geglu_tanh": ("liger_kernel.ops.geglu", "LigerGELUMulFunction"),
-}
-
-
-def liger(case: BenchCase) -> Function:
-    """Liger-Kernel's Triton kernel."""
-    module, name = LIGER_FUNCTIONS[case.spec.name]
-    function: Function = getattr(import_module(module), name).apply
-    return function
-
-
-def liger_knows(case: BenchCase) -> bool:
-    """It takes two whole tensors on a GPU."""
-    tensors = [case.sample.args[i] for i in case.sample.positions]
-    return (
-        case.spec.name in LIGER_FUNCTIONS
-        and len(tensors) == 2
-        and all(tensor.is_cuda for tensor in tensors)
-        and find_spec("liger_kernel") is not None
-    )
-
-
 MAKERS: dict[str, Callable[[BenchCase], Function]] = {
     EAGER: eager,
     COMPILE: compiled,
-    LIGER: liger,
+    LIGER: partial(function_of, package=liger.PACKAGE, table=liger.FUNCTIONS),
+    QUACK: partial(function_of, package=quack.PACKAGE, table=quack.FUNCTIONS),
 }
+
+TABLES: dict[str, Table] = {LIGER: liger.FUNCTIONS, QUACK: quack.FUNCTIONS}
+"""Of those who do not know every op."""
 
 
 def makers(
@@ -74,13 +70,23 @@ def makers(
 ) -> Iterator[tuple[str, Callable[[BenchCase], Function]]]:
     """What makes the function of each peer among ``names`` that knows the op."""
     for name in names:
-        if name != LIGER or liger_knows(case):
+        if name not in TABLES or case.spec.name in TABLES[name]:
             yield name, MAKERS[name]
 
 
 def own_tensors(name: str, case: BenchCase) -> BenchCase:
-    """A copy for a peer whose backward overwrites the inputs that everyone shares."""
+    """A copy for a peer that overwrites the inputs, which everyone shares."""
     return replace(case, sample=case.sample.map(torch.clone)) if name == LIGER else case
+
+
+def remark(name: str, case: BenchCase, direction: str) -> str | None:
+    """Why a peer is timed over forward and backward in one call, if it is.
+
+    That cannot be compared with the others, but leaving it out would hide it.
+    """
+    if name == LIGER and direction == BACKWARD and case.spec.name in liger.GRADIENT_IN_FORWARD:
+        return "forward and backward in one call, because its forward makes the gradient"
+    return None
 
 
 @contextmanager
