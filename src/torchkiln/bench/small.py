@@ -82,4 +82,5 @@ def time_small(
         {name: Times.of([v / CALLS for v in values]) for name, values in measured.items()},
         references=references,
         missing=missing,
+        remarks=prepared.remarks,
     )
