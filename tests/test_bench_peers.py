@@ -207,3 +207,22 @@ def test_a_gradient_made_in_forward_is_said(monkeypatch: pytest.MonkeyPatch) -> 
     (table,) = bench.tables([forward, backward])
     what = "forward and backward in one call, because its forward makes the gradient"
     assert table.notes == (f"cross_entropy backward: liger: {what}",)
+
+
+def test_who_waits_for_the_gpu() -> None:
+    loss = a_case(dataclasses.replace(ADD, name="cross_entropy"))
+    assert peers.waits("liger", loss)
+    assert not peers.waits("quack", loss)
+    assert not peers.waits("liger", a_case())
+
+
+@pytest.mark.cuda
+def test_a_peer_that_waits_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda:0")
+    chosen = bench.Settings(bench.device_clock(gpu), ("eager", "liger"), budget=0.1)
+    spec = dataclasses.replace(ADD, name="cross_entropy")
+    monkeypatch.setitem(peers.MAKERS, "liger", lambda case: case.spec.composite)
+    row = bench.time_small(spec, gpu, torch.float32, chosen, shape=(4, 64), direction=FORWARD)
+    assert row is not None
+    assert set(row.times) == {OURS, "eager"}
+    assert row.missing == {"liger": "waits for the GPU, which a CUDA graph cannot"}

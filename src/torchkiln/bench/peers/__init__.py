@@ -27,6 +27,7 @@ __all__ = [
     "makers",
     "own_tensors",
     "remark",
+    "waits",
 ]
 
 EAGER, COMPILE, LIGER, QUACK = "eager", "compile", "liger", "quack"
@@ -87,6 +88,11 @@ def remark(name: str, case: BenchCase, direction: str) -> str | None:
     if name == LIGER and direction == BACKWARD and case.spec.name in liger.GRADIENT_IN_FORWARD:
         return "forward and backward in one call, because its forward makes the gradient"
     return None
+
+
+def waits(name: str, case: BenchCase) -> bool:
+    """Whether the call of a peer waits for the GPU, so that no graph can be made of it."""
+    return name == LIGER and case.spec.name in liger.WAITING
 
 
 @contextmanager

@@ -14,6 +14,9 @@ PACKAGE = "liger_kernel"
 GRADIENT_IN_FORWARD = frozenset({"cross_entropy"})
 """Ops whose forward makes the gradient, and writes it over the input, where one is recorded."""
 
+WAITING = frozenset({"cross_entropy"})
+"""Ops that read numbers back from the GPU, which no CUDA graph can hold."""
+
 # Whether backward may overwrite the incoming gradient, which everyone shares here.
 CASTING, IN_PLACE = "llama", False
 
