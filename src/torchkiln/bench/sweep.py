@@ -51,7 +51,6 @@ def panel(axes: Axes, rows: list[Row]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(LENGTHS, [str(n) for n in LENGTHS], rotation=60, fontsize=7)
     axes.set_xticks([], minor=True)
-    axes.set_ylim(bottom=0)
     axes.set_xlabel("row length")
     axes.set_title(rows[0].dtype)
     axes.grid(alpha=0.3)
@@ -71,6 +70,7 @@ def draw(path: Path, where: str, rows: Iterable[Row]) -> None:
         panels = figure.subplots(1, len(by_dtype), sharey=True, squeeze=False)[0]
         for axes, group in zip(panels, by_dtype.values(), strict=True):
             panel(axes, group)
+        panels[0].set_ylim(bottom=0)  # of all, now that their lines are there
         panels[0].set_ylabel("% of the speed at which a copy moves as many bytes")
         figure.suptitle(where)
         path.parent.mkdir(parents=True, exist_ok=True)
