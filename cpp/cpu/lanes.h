@@ -1,0 +1,139 @@
+#pragma once
+
+// Rows in steps of one register: read as the type they are stored in, computed as another. For
+// kernels that go over a row several times, where a buffer of the converted row would not pay.
+
+#include <algorithm>
+
+#include "sums.h"
+
+namespace torchkiln::cpu::TORCHKILN_ISA {
+
+// Unlike plain sums, conversions and arithmetic on cached rows gain from the widest registers.
+#ifdef __AVX512F__
+inline constexpr int64_t kLaneBytes = 64;
+#else
+inline constexpr int64_t kLaneBytes = kRegister;
+#endif
+
+template <class C>
+using Lanes = Wide<C, kLaneBytes>;
+template <class C>
+inline constexpr int64_t kLanes = kLaneBytes / sizeof(C);
+
+/// How many lanes a step has: all of them, or the first few at the end of a row.
+struct Whole {};
+struct Part {
+  int64_t count;
+};
+
+inline Lanes<float> load_lanes(const float* from, Whole) { return load_wide<Lanes<float>>(from); }
+inline Lanes<double> load_lanes(const double* from, Whole) {
+  return load_wide<Lanes<double>>(from);
+}
+
+inline Lanes<float> load_lanes(const BFloat16* from, Whole) {
+  const auto halves = load_wide<Wide<uint16_t, kLaneBytes / 2>>(from);
+  return (Lanes<float>)(__builtin_convertvector(halves, Lanes<uint32_t>) << 16);
+}
+
+inline Lanes<float> load_lanes(const Half* from, Whole) {
+#if defined(__AVX512F__)
+  return (Lanes<float>)_mm512_maskz_cvtph_ps(0xffff, load_wide<__m256i>(from));
+#elif defined(__F16C__)
+  return (Lanes<float>)_mm256_cvtph_ps(load_wide<__m128i>(from));
+#else
+  float buffer[kLanes<float>];
+  widen_run(buffer, from, /*stride=*/1, kLanes<float>);
+  return load_wide<Lanes<float>>(buffer);
+#endif
+}
+
+/// The lanes past the end are zeros.
+template <class T>
+Lanes<Compute<T>> load_lanes(const T* from, Part part) {
+  T buffer[kLanes<Compute<T>>] = {};
+  for (int64_t k = 0; k < part.count; ++k) buffer[k] = from[k];
+  return load_lanes(buffer, Whole{});
+}
+
+inline void store_lanes(float* to, const Lanes<float>& lanes, Whole) {
+  std::memcpy(to, &lanes, sizeof(lanes));
+}
+inline void store_lanes(double* to, const Lanes<double>& lanes, Whole) {
+  std::memcpy(to, &lanes, sizeof(lanes));
+}
+
+inline void store_lanes(BFloat16* to, const Lanes<float>& lanes, Whole) {
+  // As narrow_bfloat16().
+  const auto bits = (Lanes<uint32_t>)lanes;
+  const Lanes<uint32_t> rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const Lanes<uint32_t> quiet_nan = (bits >> 16) | 0x40u;
+  const Lanes<uint32_t> result = (bits & 0x7fffffffu) > 0x7f800000u ? quiet_nan : rounded;
+  const auto halves = __builtin_convertvector(result, Wide<uint16_t, kLaneBytes / 2>);
+  std::memcpy(to, &halves, sizeof(halves));
+}
+
+inline void store_lanes(Half* to, const Lanes<float>& lanes, Whole) {
+#if defined(__AVX512F__)
+  const __m256i halves =
+      _mm512_maskz_cvtps_ph(0xffff, (__m512)lanes, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  std::memcpy(to, &halves, sizeof(halves));
+#else
+  float buffer[kLanes<float>];
+  std::memcpy(buffer, &lanes, sizeof(lanes));
+  narrow_run(to, buffer, kLanes<float>);
+#endif
+}
+
+template <class T>
+void store_lanes(T* to, const Lanes<Compute<T>>& lanes, Part part) {
+  T buffer[kLanes<Compute<T>>];
+  store_lanes(buffer, lanes, Whole{});
+  for (int64_t k = 0; k < part.count; ++k) to[k] = buffer[k];
+}
+
+/// The lanes with zeros past the end.
+template <class L>
+L within(const L& lanes, Whole) {
+  return lanes;
+}
+template <class L>
+L within(const L& lanes, Part part) {
+  L cut{};
+  for (int64_t k = 0; k < part.count; ++k) cut[k] = lanes[k];
+  return cut;
+}
+
+/// step(i, Whole or Part) for the steps begin, begin + kLanes<C>, ... of the columns before end.
+template <class C, class Step>
+void for_lanes(int64_t begin, int64_t end, const Step& step) {
+  int64_t i = begin;
+  for (; i + kLanes<C> <= end; i += kLanes<C>) step(i, Whole{});
+  if (i < end) step(i, Part{end - i});
+}
+
+/// totals[n] = the sum of what term(i, Whole or Part, sums) adds to sums[n] over all columns: of
+/// blocks in four running sums a lane, of which each gets 16 terms, then in double.
+template <class C, int count, class Term>
+void sum_lanes(double (&totals)[count], int64_t columns, const Term& term) {
+  constexpr int64_t kAhead = 4;
+  constexpr int64_t kStep = kAhead * kLanes<C>;
+  for (double& total : totals) total = 0;
+  for (int64_t begin = 0; begin < columns; begin += 16 * kStep) {
+    const int64_t end = std::min(begin + 16 * kStep, columns);
+    Lanes<C> sums[kAhead][count] = {};
+    int64_t i = begin;
+    for (; i + kStep <= end; i += kStep) {
+#pragma GCC unroll 4
+      for (int64_t k = 0; k < kAhead; ++k) term(i + k * kLanes<C>, Whole{}, sums[k]);
+    }
+    for_lanes<C>(i, end, [&](int64_t rest, auto part) { term(rest, part, sums[0]); });
+    for (int n = 0; n < count; ++n) {
+      const Lanes<C> sum = (sums[0][n] + sums[1][n]) + (sums[2][n] + sums[3][n]);
+      totals[n] += static_cast<double>(lane_sum<C, kLaneBytes>(sum));
+    }
+  }
+}
+
+}  // namespace torchkiln::cpu::TORCHKILN_ISA
