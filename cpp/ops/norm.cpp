@@ -13,11 +13,10 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* kForwardOp = "norm_forward";
 constexpr const char* kBackwardOp = "norm_backward";
 
+using Two = std::tuple<Tensor, Tensor>;
 using Three = std::tuple<Tensor, Tensor, Tensor>;
-using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 void check_shape(const NormCall& call) {
   const auto dims = static_cast<int64_t>(call.shape.size());
@@ -89,9 +88,14 @@ const void* data(const Tensor& tensor) {
 
 int64_t row_grain(int64_t columns) { return std::max<int64_t>(1, kElementwiseGrain / columns); }
 
-/// `mean` and `rstd` are not defined when they are not wanted.
-void run(const NormCall& call, const Tensor& y, const Tensor& sum, const Tensor& mean,
-         const Tensor& rstd) {
+/// rstd, which comes last in the statistics.
+void* last_of(const Tensor& stats, int64_t rows) {
+  const auto bytes = (stats.size(0) - 1) * rows * static_cast<int64_t>(stats.itemsize());
+  return static_cast<char*>(stats.data_ptr()) + bytes;
+}
+
+/// `stats` is not defined when it is not wanted.
+void run(const NormCall& call, const Tensor& y, const Tensor& sum, const Tensor& stats) {
   if (y.numel() == 0) return;
   const int64_t columns =
       c10::multiply_integers(y.sizes().slice(y.dim() - static_cast<int64_t>(call.shape.size())));
@@ -107,8 +111,10 @@ void run(const NormCall& call, const Tensor& y, const Tensor& sum, const Tensor&
   arguments.bias = data(bias);
   arguments.y = y.data_ptr();
   arguments.sum = call.residual ? sum.data_ptr() : nullptr;
-  arguments.mean = mean.defined() ? mean.data_ptr() : nullptr;
-  arguments.rstd = rstd.defined() ? rstd.data_ptr() : nullptr;
+  if (stats.defined()) {
+    arguments.rstd = last_of(stats, rows);
+    if (call.centered) arguments.mean = stats.data_ptr();
+  }
   arguments.dtype = dtype_of(y);
   arguments.weight_dtype = dtype_of(parameter_dtype(call));
   arguments.centered = call.centered;
@@ -124,29 +130,36 @@ void run(const NormCall& call, const Tensor& y, const Tensor& sum, const Tensor&
       [&](int64_t begin, int64_t end) { return cpu::norm(arguments, begin, end); });
 }
 
-/// The results, and of each row the mean and the reciprocal of the spread, which backward needs.
-Four forward_outputs(const NormCall& call) {
+/// The results, and what backward needs of each row.
+Three forward_outputs(const NormCall& call) {
   auto [y, sum] = norm_outputs(call);
-  const at::TensorOptions stats = call.x.options().dtype(compute_dtype(call.x.scalar_type()));
-  const auto dims = static_cast<int64_t>(call.shape.size());
-  const c10::SymIntArrayRef leading = call.x.sym_sizes().slice(0, call.x.dim() - dims);
-  return {std::move(y), sum.defined() ? std::move(sum) : nothing(call.x),
-          call.centered ? at::empty_symint(leading, stats) : at::empty({0}, stats),
-          at::empty_symint(leading, stats)};
+  const auto leading = call.x.dim() - static_cast<int64_t>(call.shape.size());
+  c10::SymDimVector sizes{call.centered ? 2 : 1};
+  for (int64_t d = 0; d < leading; ++d) sizes.push_back(call.x.sym_size(d));
+  const at::ScalarType dtype = compute_dtype(call.x.scalar_type());
+  return {std::move(y), std::move(sum), at::empty_symint(sizes, call.x.options().dtype(dtype))};
 }
 
-Four forward_real(const NormCall& call) {
-  auto [y, sum, mean, rstd] = forward_outputs(call);
-  run(call, y, sum, call.centered ? mean : Tensor(), rstd);
-  return {y, sum, mean, rstd};
+Three forward_real(const NormCall& call) {
+  auto [y, sum, stats] = forward_outputs(call);
+  run(call, y, sum, stats);
+  return {std::move(y), std::move(sum), std::move(stats)};
 }
 
-template <Four (*function)(const NormCall&)>
-Four forward(const Tensor& x, const MaybeTensor& residual, c10::SymIntArrayRef shape,
-             const MaybeTensor& weight, const MaybeTensor& bias, double eps, double offset,
-             bool centered) {
-  return function({x, pointer_to(residual), shape, pointer_to(weight), pointer_to(bias), eps,
-                   offset, centered});
+template <Three (*function)(const NormCall&)>
+Two norm_forward(const Tensor& x, c10::SymIntArrayRef shape, const MaybeTensor& weight,
+                 const MaybeTensor& bias, double eps, double offset, bool centered) {
+  auto [y, sum, stats] =
+      function({x, nullptr, shape, pointer_to(weight), pointer_to(bias), eps, offset, centered});
+  return {std::move(y), std::move(stats)};
+}
+
+template <Three (*function)(const NormCall&)>
+Three add_norm_forward(const Tensor& x, const Tensor& residual, c10::SymIntArrayRef shape,
+                       const MaybeTensor& weight, const MaybeTensor& bias, double eps,
+                       double offset, bool centered) {
+  return function(
+      {x, &residual, shape, pointer_to(weight), pointer_to(bias), eps, offset, centered});
 }
 
 void check_as(const char* name, const Tensor& tensor, const Tensor& grad) {
@@ -159,31 +172,25 @@ void check_as(const char* name, const Tensor& tensor, const Tensor& grad) {
       ", as grad");
 }
 
-void check_statistic(const char* name, const Tensor& tensor, const Tensor& grad,
-                     c10::SymIntArrayRef leading) {
-  const at::ScalarType dtype = compute_dtype(grad.scalar_type());
-  check_same_device(kBackwardOp, name, tensor, "grad", grad);
-  TORCH_CHECK(
-      tensor.scalar_type() == dtype && tensor.is_contiguous() && tensor.sym_sizes().equals(leading),
-      "torchkiln.", kBackwardOp, ": ", name, ": got ", dtype_name(tensor.scalar_type()), " ",
-      tensor.sym_sizes(), ", expected ", dtype_name(dtype), " ", leading, ", that of the forward");
-}
-
 /// The checked, empty gradients; on Meta and symbolic tensors, too. `z` is what was normalized:
-/// x or x + residual. The shape of `rstd` tells which sizes of it were normalized.
+/// x or x + residual. The shape of `stats` tells which sizes of it were normalized together.
 Three backward_outputs(const Tensor& grad, const MaybeTensor& grad_sum, const Tensor& z,
-                       const MaybeTensor& mean, const Tensor& rstd, const MaybeTensor& weight,
-                       double, at::ScalarType weight_dtype, NormWanted wanted) {
+                       const Tensor& stats, const MaybeTensor& weight, double,
+                       at::ScalarType weight_dtype, NormWanted wanted) {
   check_tensor(kBackwardOp, "grad", grad);
   check_dtype(kBackwardOp, "grad", grad);
   check_as("z", z, grad);
   if (grad_sum.has_value()) check_as("grad_sum", *grad_sum, grad);
-  TORCH_CHECK(rstd.dim() < grad.dim(), "torchkiln.", kBackwardOp, ": rstd: got ", rstd.dim(),
-              " dimensions, expected fewer than the ", grad.dim(), " of grad");
-  const c10::SymIntArrayRef leading = grad.sym_sizes().slice(0, rstd.dim());
-  const c10::SymIntArrayRef shape = grad.sym_sizes().slice(rstd.dim());
-  check_statistic("rstd", rstd, grad, leading);
-  if (mean.has_value()) check_statistic("mean", *mean, grad, leading);
+  check_same_device(kBackwardOp, "stats", stats, "grad", grad);
+  const int64_t leading = stats.dim() - 1;
+  const at::ScalarType compute = compute_dtype(grad.scalar_type());
+  TORCH_CHECK(leading >= 0 && leading < grad.dim() && stats.scalar_type() == compute &&
+                  stats.is_contiguous() && (stats.sym_size(0) == 1 || stats.sym_size(0) == 2) &&
+                  stats.sym_sizes().slice(1).equals(grad.sym_sizes().slice(0, leading)),
+              "torchkiln.", kBackwardOp, ": stats: got ", dtype_name(stats.scalar_type()), " ",
+              stats.sym_sizes(), ", expected those of the forward, ", dtype_name(compute),
+              " [1 or 2, leading sizes of grad]");
+  const c10::SymIntArrayRef shape = grad.sym_sizes().slice(leading);
   const bool is_known = weight_dtype == grad.scalar_type() ||
                         (is_half(grad.scalar_type()) && weight_dtype == at::kFloat);
   TORCH_CHECK(is_known, "torchkiln.", kBackwardOp, ": weight_dtype: got ", dtype_name(weight_dtype),
@@ -203,14 +210,15 @@ Three backward_outputs(const Tensor& grad, const MaybeTensor& grad_sum, const Te
 }
 
 Three backward_real(const Tensor& grad, const MaybeTensor& grad_sum, const Tensor& z,
-                    const MaybeTensor& mean, const Tensor& rstd, const MaybeTensor& weight,
-                    double offset, at::ScalarType weight_dtype, NormWanted wanted) {
+                    const Tensor& stats, const MaybeTensor& weight, double offset,
+                    at::ScalarType weight_dtype, NormWanted wanted) {
   auto [grad_x, grad_weight, grad_bias] =
-      backward_outputs(grad, grad_sum, z, mean, rstd, weight, offset, weight_dtype, wanted);
+      backward_outputs(grad, grad_sum, z, stats, weight, offset, weight_dtype, wanted);
   if (grad.numel() == 0) return {grad_x, grad_weight.zero_(), grad_bias.zero_()};
   if (!wanted[0] && !wanted[1] && !wanted[2]) return {grad_x, grad_weight, grad_bias};
 
-  const int64_t rows = rstd.numel();
+  const bool centered = stats.size(0) == 2;
+  const int64_t rows = stats.numel() / stats.size(0);
   const int64_t columns = grad.numel() / rows;
   const Rows grad_rows(grad, rows, columns);
   const Rows z_rows(z, rows, columns);
@@ -221,14 +229,14 @@ Three backward_real(const Tensor& grad, const MaybeTensor& grad_sum, const Tenso
   arguments.grad_sum = grad_sum.has_value() ? grad_sum_rows.tensor.const_data_ptr() : nullptr;
   arguments.z = z_rows.tensor.const_data_ptr();
   arguments.weight = data(weights);
-  arguments.mean = mean.has_value() ? mean->const_data_ptr() : nullptr;
-  arguments.rstd = rstd.const_data_ptr();
+  arguments.mean = centered ? stats.const_data_ptr() : nullptr;
+  arguments.rstd = last_of(stats, rows);
   arguments.grad_x = wanted[0] ? grad_x.data_ptr() : nullptr;
   arguments.grad_weight = wanted[1] ? grad_weight.data_ptr() : nullptr;
   arguments.grad_bias = wanted[2] ? grad_bias.data_ptr() : nullptr;
   arguments.dtype = dtype_of(grad);
   arguments.weight_dtype = dtype_of(weight_dtype);
-  arguments.centered = mean.has_value();
+  arguments.centered = centered;
   arguments.weight_offset = offset;
   arguments.rows = rows;
   arguments.columns = columns;
@@ -281,28 +289,33 @@ NormResult norm_outputs(const NormCall& call) {
 
 NormResult norm_real(const NormCall& call) {
   auto [y, sum] = norm_outputs(call);
-  run(call, y, sum, Tensor(), Tensor());
-  return {y, sum};
+  run(call, y, sum, Tensor());
+  return {std::move(y), std::move(sum)};
 }
 
 TORCH_LIBRARY_FRAGMENT(torchkiln, m) {
   m.def(
-      "norm_forward(Tensor x, Tensor? residual, SymInt[] normalized_shape, Tensor? weight, "
-      "Tensor? bias, float eps, float offset, bool centered) -> (Tensor, Tensor, Tensor, Tensor)",
+      "norm_forward(Tensor x, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps, "
+      "float offset, bool centered) -> (Tensor, Tensor)",
       {at::Tag::pt2_compliant_tag});
   m.def(
-      "norm_backward(Tensor grad, Tensor? grad_sum, Tensor z, Tensor? mean, Tensor rstd, "
-      "Tensor? weight, float offset, ScalarType weight_dtype, bool[3] wanted) "
-      "-> (Tensor, Tensor, Tensor)",
+      "add_norm_forward(Tensor x, Tensor residual, SymInt[] normalized_shape, Tensor? weight, "
+      "Tensor? bias, float eps, float offset, bool centered) -> (Tensor, Tensor, Tensor)",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "norm_backward(Tensor grad, Tensor? grad_sum, Tensor z, Tensor stats, Tensor? weight, "
+      "float offset, ScalarType weight_dtype, bool[3] wanted) -> (Tensor, Tensor, Tensor)",
       {at::Tag::pt2_compliant_tag});
 }
 
 TORCH_LIBRARY_IMPL(torchkiln, CompositeExplicitAutograd, m) {
-  m.impl(kForwardOp, TORCH_FN(forward<forward_real>));
+  m.impl("norm_forward", TORCH_FN(norm_forward<forward_real>));
+  m.impl("add_norm_forward", TORCH_FN(add_norm_forward<forward_real>));
   m.impl(kBackwardOp, TORCH_FN(backward_real));
 }
 TORCH_LIBRARY_IMPL(torchkiln, Meta, m) {
-  m.impl(kForwardOp, TORCH_FN(forward<forward_outputs>));
+  m.impl("norm_forward", TORCH_FN(norm_forward<forward_outputs>));
+  m.impl("add_norm_forward", TORCH_FN(add_norm_forward<forward_outputs>));
   m.impl(kBackwardOp, TORCH_FN(backward_outputs));
 }
 

@@ -54,13 +54,22 @@ NormResult norm_real(const NormCall& call);
 /// Of x or residual, weight and bias.
 using NormWanted = std::array<bool, 3>;
 
-using NormForwardSchema = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>(
-    const at::Tensor& x, const MaybeTensor& residual, c10::SymIntArrayRef normalized_shape,
+// What backward needs of each row beside its elements: {mean, rstd} for layer norm, {rstd} for RMS
+// norm, as one tensor [2 or 1, leading sizes of x].
+
+using NormForwardSchema = std::tuple<at::Tensor, at::Tensor>(const at::Tensor& x,
+                                                             c10::SymIntArrayRef normalized_shape,
+                                                             const MaybeTensor& weight,
+                                                             const MaybeTensor& bias, double eps,
+                                                             double offset, bool centered);
+
+using AddNormForwardSchema = std::tuple<at::Tensor, at::Tensor, at::Tensor>(
+    const at::Tensor& x, const at::Tensor& residual, c10::SymIntArrayRef normalized_shape,
     const MaybeTensor& weight, const MaybeTensor& bias, double eps, double offset, bool centered);
 
 using NormBackwardSchema = std::tuple<at::Tensor, at::Tensor, at::Tensor>(
     const at::Tensor& grad, const MaybeTensor& grad_sum, const at::Tensor& z,
-    const MaybeTensor& mean, const at::Tensor& rstd, const MaybeTensor& weight, double offset,
-    at::ScalarType weight_dtype, NormWanted wanted);
+    const at::Tensor& stats, const MaybeTensor& weight, double offset, at::ScalarType weight_dtype,
+    NormWanted wanted);
 
 }  // namespace torchkiln

@@ -52,6 +52,10 @@ const auto& forward_op() {
   static const auto found = find_op<NormForwardSchema>("torchkiln::norm_forward");
   return found;
 }
+const auto& add_forward_op() {
+  static const auto found = find_op<AddNormForwardSchema>("torchkiln::add_norm_forward");
+  return found;
+}
 const auto& backward_op() {
   static const auto found = find_op<NormBackwardSchema>("torchkiln::norm_backward");
   return found;
@@ -95,8 +99,7 @@ struct Incoming {
   Tensor grad;
   Tensor grad_sum;
   Tensor z;
-  Tensor mean;
-  Tensor rstd;
+  Tensor stats;
   Tensor weight;
   double eps;
   double offset;
@@ -108,9 +111,10 @@ struct Incoming {
 Gradients differentiable_gradients(const Incoming& in) {
   const at::ScalarType dtype = in.z.scalar_type();
   const at::ScalarType compute = compute_dtype(dtype);
-  const auto leading = dims_between(0, in.rstd.dim());
-  const auto dims = dims_between(in.rstd.dim(), in.z.dim());
-  const bool centered = in.mean.defined();
+  const int64_t first = in.stats.dim() - 1;
+  const auto leading = dims_between(0, first);
+  const auto dims = dims_between(first, in.z.dim());
+  const bool centered = in.stats.sym_size(0) == 2;
   const auto [n, rstd] = normalized(in.z.to(compute), dims, in.eps, centered);
   const Tensor grad = in.grad.to(compute);
   const auto sum_of_rows = [&](const Tensor& terms) {
@@ -134,8 +138,8 @@ Gradients gradients(const Incoming& in) {
   // Where the normed rows are not used, what is left is the sum.
   if (!in.grad.defined()) return {in.grad_sum, Tensor(), Tensor()};
   if (at::GradMode::is_enabled()) return differentiable_gradients(in);
-  return backward_op().call(in.grad, maybe(in.grad_sum), in.z, maybe(in.mean), in.rstd,
-                            maybe(in.weight), in.offset, in.weight_dtype, in.wanted);
+  return backward_op().call(in.grad, maybe(in.grad_sum), in.z, in.stats, maybe(in.weight),
+                            in.offset, in.weight_dtype, in.wanted);
 }
 
 /// Keeps x or the sum, the weight, and one or two numbers of each row.
@@ -144,16 +148,21 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
                                const MaybeTensor& residual, const MaybeTensor& weight,
                                const MaybeTensor& bias, const NormCall& call) {
     const at::AutoDispatchBelowADInplaceOrView below;
-    auto [y, sum, mean, rstd] = forward_op().call(x, residual, call.shape, weight, bias, call.eps,
-                                                  call.offset, call.centered);
+    Tensor y, sum, stats;
+    if (residual) {
+      std::tie(y, sum, stats) = add_forward_op().call(x, *residual, call.shape, weight, bias,
+                                                      call.eps, call.offset, call.centered);
+    } else {
+      std::tie(y, stats) =
+          forward_op().call(x, call.shape, weight, bias, call.eps, call.offset, call.centered);
+    }
     const Tensor& parameter = weight ? *weight : bias ? *bias : x;
     context->set_materialize_grads(false);
     context->saved_data["eps"] = call.eps;
     context->saved_data["offset"] = call.offset;
     context->saved_data["weight_dtype"] = static_cast<int64_t>(parameter.scalar_type());
     context->saved_data["has_bias"] = bias.has_value();
-    context->save_for_backward(
-        {residual ? sum : x, call.centered ? mean : Tensor(), rstd, weight ? *weight : Tensor()});
+    context->save_for_backward({residual ? sum : x, stats, weight ? *weight : Tensor()});
     if (residual) return {y, sum};
     return {y};
   }
@@ -166,9 +175,8 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
     in.grad = grads[0];
     if (has_residual) in.grad_sum = grads[1];
     in.z = saved[0];
-    in.mean = saved[1];
-    in.rstd = saved[2];
-    in.weight = saved[3];
+    in.stats = saved[1];
+    in.weight = saved[2];
     in.eps = data["eps"].toDouble();
     in.offset = data["offset"].toDouble();
     in.weight_dtype = static_cast<at::ScalarType>(data["weight_dtype"].toInt());
