@@ -289,19 +289,19 @@ NormResult add_rms_norm(const Tensor& x, const Tensor& residual, SymIntArrayRef 
 TORCH_LIBRARY_FRAGMENT(torchkiln, m) {
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
   m.def(
-      "layer_norm(Tensor x, SymInt[1] normalized_shape, Tensor? weight=None, Tensor? bias=None, "
+      "layer_norm(Tensor x, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, "
       "float eps=1e-05) -> Tensor",
       tags);
   m.def(
-      "rms_norm(Tensor x, SymInt[1] normalized_shape, Tensor? weight=None, float? eps=None, *, "
+      "rms_norm(Tensor x, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, *, "
       "float offset=0.0) -> Tensor",
       tags);
   m.def(
-      "add_layer_norm(Tensor x, Tensor residual, SymInt[1] normalized_shape, "
+      "add_layer_norm(Tensor x, Tensor residual, SymInt[] normalized_shape, "
       "Tensor? weight=None, Tensor? bias=None, float eps=1e-05) -> (Tensor, Tensor)",
       tags);
   m.def(
-      "add_rms_norm(Tensor x, Tensor residual, SymInt[1] normalized_shape, Tensor? weight=None, "
+      "add_rms_norm(Tensor x, Tensor residual, SymInt[] normalized_shape, Tensor? weight=None, "
       "float? eps=None, *, float offset=0.0) -> (Tensor, Tensor)",
       tags);
 }

@@ -10,6 +10,11 @@ from torch.overrides import has_torch_function_variadic
 from torchkiln import _C
 
 
+def as_sizes(normalized_shape: int | Sequence[int]) -> Sequence[int]:
+    """Several sizes, for torch.ops, which takes no number for them."""
+    return (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
+
+
 def layer_norm(
     x: Tensor,
     normalized_shape: int | Sequence[int],
@@ -32,7 +37,7 @@ def layer_norm(
     """
     if is_compiling() or has_torch_function_variadic(x, weight, bias):
         traced: Tensor = torch.ops.torchkiln.layer_norm.default(
-            x, normalized_shape, weight, bias, eps
+            x, as_sizes(normalized_shape), weight, bias, eps
         )
         return traced
     return _C.layer_norm(x, normalized_shape, weight, bias, eps)
@@ -59,13 +64,13 @@ def rms_norm(
     """
     if is_compiling() or has_torch_function_variadic(x, weight):
         traced: Tensor = torch.ops.torchkiln.rms_norm.default(
-            x, normalized_shape, weight, eps, offset=offset
+            x, as_sizes(normalized_shape), weight, eps, offset=offset
         )
         return traced
     return _C.rms_norm(x, normalized_shape, weight, eps, offset)
 
 
-def add_layer_norm(
+def add_layer_norm(  # noqa: PLR0917
     x: Tensor,
     residual: Tensor,
     normalized_shape: int | Sequence[int],
@@ -88,7 +93,7 @@ def add_layer_norm(
     """
     if is_compiling() or has_torch_function_variadic(x, residual, weight, bias):
         traced: tuple[Tensor, Tensor] = torch.ops.torchkiln.add_layer_norm.default(
-            x, residual, normalized_shape, weight, bias, eps
+            x, residual, as_sizes(normalized_shape), weight, bias, eps
         )
         return traced
     return _C.add_layer_norm(x, residual, normalized_shape, weight, bias, eps)
@@ -115,7 +120,7 @@ def add_rms_norm(
     """
     if is_compiling() or has_torch_function_variadic(x, residual, weight):
         traced: tuple[Tensor, Tensor] = torch.ops.torchkiln.add_rms_norm.default(
-            x, residual, normalized_shape, weight, eps, offset=offset
+            x, residual, as_sizes(normalized_shape), weight, eps, offset=offset
         )
         return traced
     return _C.add_rms_norm(x, residual, normalized_shape, weight, eps, offset)

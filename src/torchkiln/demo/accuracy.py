@@ -12,9 +12,11 @@ from torchkiln.testing import SPECS, OpSpec, Sample
 from torchkiln.testing.compare import (
     Where,
     exact,
+    outputs,
     require_gradients,
     require_values,
     vector_jacobian,
+    widened,
 )
 
 if TYPE_CHECKING:
@@ -64,21 +66,26 @@ def forward(spec: OpSpec, sample: Sample) -> tuple[float, float, str | None]:
     truth = exact(sample).call(spec.reference)
     words = complaint(require_values, found, sample, Where(spec, "values", sample))
     other = sample.call(spec.composite)
-    return steps(found, truth, found.dtype), steps(other, truth, found.dtype), words
+    ours, theirs = (
+        max(steps(f, t, f.dtype) for f, t in zip(outputs(result), outputs(truth), strict=True))
+        for result in (found, other)
+    )
+    return ours, theirs, words
 
 
 def backward(spec: OpSpec, sample: Sample) -> tuple[float, float, str | None]:
     """The same for its gradients."""
     wanted = spec.wanted(sample)
-    grad = torch.randn_like(sample.call(spec.op))
+    grads = list(map(torch.randn_like, outputs(sample.call(spec.op))))
+    dtype = grads[0].dtype
     leaves = spec.leaves(sample)
-    found = vector_jacobian(spec.op, leaves, wanted, grad)
-    other = vector_jacobian(spec.composite, leaves, wanted, grad)
-    truth = vector_jacobian(spec.reference, spec.leaves(exact(sample)), wanted, grad.double())
+    found = vector_jacobian(spec.op, leaves, wanted, grads)
+    other = vector_jacobian(spec.composite, leaves, wanted, grads)
+    truth = vector_jacobian(spec.reference, spec.leaves(exact(sample)), wanted, widened(grads))
     where = Where(spec, "gradients", sample)
-    words = complaint(require_gradients, found, sample, wanted, grad, where)
-    ours = max(steps(f, t, grad.dtype) for f, t in zip(found, truth, strict=True))
-    theirs = max(steps(o, t, grad.dtype) for o, t in zip(other, truth, strict=True))
+    words = complaint(require_gradients, found, sample, wanted, grads, where)
+    ours = max(steps(f, t, dtype) for f, t in zip(found, truth, strict=True))
+    theirs = max(steps(o, t, dtype) for o, t in zip(other, truth, strict=True))
     return ours, theirs, words
 
 
