@@ -32,9 +32,19 @@ inline Lanes<double> load_lanes(const double* from, Whole) {
   return load_wide<Lanes<double>>(from);
 }
 
+// The conversions to and from 16 bits are written out where g++ would split registers in halves,
+// those of 64 bytes with a mask of all lanes, since without one they warn.
+
 inline Lanes<float> load_lanes(const BFloat16* from, Whole) {
+#if defined(__AVX512F__)
+  const auto words = (Lanes<uint32_t>)_mm512_maskz_cvtepu16_epi32(0xffff, load_wide<__m256i>(from));
+#elif defined(__AVX2__)
+  const auto words = (Lanes<uint32_t>)_mm256_cvtepu16_epi32(load_wide<__m128i>(from));
+#else
   const auto halves = load_wide<Wide<uint16_t, kLaneBytes / 2>>(from);
-  return (Lanes<float>)(__builtin_convertvector(halves, Lanes<uint32_t>) << 16);
+  const auto words = __builtin_convertvector(halves, Lanes<uint32_t>);
+#endif
+  return (Lanes<float>)(words << 16);
 }
 
 inline Lanes<float> load_lanes(const Half* from, Whole) {
@@ -69,8 +79,15 @@ inline void store_lanes(BFloat16* to, const Lanes<float>& lanes, Whole) {
   const auto bits = (Lanes<uint32_t>)lanes;
   const Lanes<uint32_t> rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   const Lanes<uint32_t> quiet_nan = (bits >> 16) | 0x40u;
-  const Lanes<uint32_t> result = (bits & 0x7fffffffu) > 0x7f800000u ? quiet_nan : rounded;
+  const Lanes<uint32_t> result = lanes != lanes ? quiet_nan : rounded;
+#if defined(__AVX512F__)
+  const __m256i halves = _mm512_maskz_cvtepi32_epi16(0xffff, (__m512i)result);
+#elif defined(__AVX2__)
+  const __m256i packed = _mm256_packus_epi32((__m256i)result, (__m256i)result);
+  const __m128i halves = _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
+#else
   const auto halves = __builtin_convertvector(result, Wide<uint16_t, kLaneBytes / 2>);
+#endif
   std::memcpy(to, &halves, sizeof(halves));
 }
 

@@ -100,9 +100,10 @@ void norm_row(const Norm& p, int64_t row) {
   const RowOr<W> weight(p.weight, 0, 1);
   const RowOr<W> bias(p.bias, 0, 0);
   const C offset = p.weight == nullptr ? C(0) : static_cast<C>(p.weight_offset);
+  const C shift = -m.rest * m.rstd;
   T* y = static_cast<T*>(p.y) + row * p.columns;
   for_lanes<C>(0, p.columns, [&](int64_t i, auto span) {
-    const Lanes<C> n = (load_lanes(z + i, span) - m.mean - m.rest) * m.rstd;
+    const Lanes<C> n = (load_lanes(z + i, span) - m.mean) * m.rstd + shift;
     store_lanes(y + i, n * (weight.load(i, span) + offset) + bias.load(i, span), span);
   });
 }
