@@ -9,17 +9,11 @@
 
 namespace torchkiln::cpu::TORCHKILN_ISA {
 
-// Unlike plain sums, conversions and arithmetic on cached rows gain from the widest registers.
-#ifdef __AVX512F__
-inline constexpr int64_t kLaneBytes = 64;
-#else
-inline constexpr int64_t kLaneBytes = kRegister;
-#endif
-
+/// A register of C.
 template <class C>
-using Lanes = Wide<C, kLaneBytes>;
+using Lanes = Wide<C>;
 template <class C>
-inline constexpr int64_t kLanes = kLaneBytes / sizeof(C);
+inline constexpr int64_t kLanes = kWide<C>;
 
 /// How many lanes a step has: all of them, or the first few at the end of a row.
 struct Whole {};
@@ -32,25 +26,20 @@ inline Lanes<double> load_lanes(const double* from, Whole) {
   return load_wide<Lanes<double>>(from);
 }
 
-// The conversions to and from 16 bits are written out where g++ would split registers in halves,
-// those of 64 bytes with a mask of all lanes, since without one they warn.
+// The conversions of 16 bits are written out where g++ would take registers apart.
 
 inline Lanes<float> load_lanes(const BFloat16* from, Whole) {
-#if defined(__AVX512F__)
-  const auto words = (Lanes<uint32_t>)_mm512_maskz_cvtepu16_epi32(0xffff, load_wide<__m256i>(from));
-#elif defined(__AVX2__)
+#ifdef __AVX2__
   const auto words = (Lanes<uint32_t>)_mm256_cvtepu16_epi32(load_wide<__m128i>(from));
 #else
-  const auto halves = load_wide<Wide<uint16_t, kLaneBytes / 2>>(from);
+  const auto halves = load_wide<Wide<uint16_t, kRegister / 2>>(from);
   const auto words = __builtin_convertvector(halves, Lanes<uint32_t>);
 #endif
   return (Lanes<float>)(words << 16);
 }
 
 inline Lanes<float> load_lanes(const Half* from, Whole) {
-#if defined(__AVX512F__)
-  return (Lanes<float>)_mm512_maskz_cvtph_ps(0xffff, load_wide<__m256i>(from));
-#elif defined(__F16C__)
+#ifdef __F16C__
   return (Lanes<float>)_mm256_cvtph_ps(load_wide<__m128i>(from));
 #else
   float buffer[kLanes<float>];
@@ -80,27 +69,19 @@ inline void store_lanes(BFloat16* to, const Lanes<float>& lanes, Whole) {
   const Lanes<uint32_t> rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   const Lanes<uint32_t> quiet_nan = (bits >> 16) | 0x40u;
   const Lanes<uint32_t> result = lanes != lanes ? quiet_nan : rounded;
-#if defined(__AVX512F__)
-  const __m256i halves = _mm512_maskz_cvtepi32_epi16(0xffff, (__m512i)result);
-#elif defined(__AVX2__)
+#ifdef __AVX2__
   const __m256i packed = _mm256_packus_epi32((__m256i)result, (__m256i)result);
   const __m128i halves = _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
 #else
-  const auto halves = __builtin_convertvector(result, Wide<uint16_t, kLaneBytes / 2>);
+  const auto halves = __builtin_convertvector(result, Wide<uint16_t, kRegister / 2>);
 #endif
   std::memcpy(to, &halves, sizeof(halves));
 }
 
 inline void store_lanes(Half* to, const Lanes<float>& lanes, Whole) {
-#if defined(__AVX512F__)
-  const __m256i halves =
-      _mm512_maskz_cvtps_ph(0xffff, (__m512)lanes, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  std::memcpy(to, &halves, sizeof(halves));
-#else
   float buffer[kLanes<float>];
   std::memcpy(buffer, &lanes, sizeof(lanes));
   narrow_run(to, buffer, kLanes<float>);
-#endif
 }
 
 template <class T>
@@ -148,7 +129,7 @@ void sum_lanes(double (&totals)[count], int64_t columns, const Term& term) {
     for_lanes<C>(i, end, [&](int64_t rest, auto part) { term(rest, part, sums[0]); });
     for (int n = 0; n < count; ++n) {
       const Lanes<C> sum = (sums[0][n] + sums[1][n]) + (sums[2][n] + sums[3][n]);
-      totals[n] += static_cast<double>(lane_sum<C, kLaneBytes>(sum));
+      totals[n] += static_cast<double>(lane_sum<C>(sum));
     }
   }
 }
