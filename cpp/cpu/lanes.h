@@ -21,6 +21,14 @@ struct Part {
   int64_t count;
 };
 
+/// All bits of those lanes, as integers of C's size.
+template <class C>
+auto mask(Part part) {
+  decltype(Lanes<C>{} < Lanes<C>{}) lane{};
+  for (int k = 0; k < kLanes<C>; ++k) lane[k] = k;
+  return lane < static_cast<std::decay_t<decltype(lane[0])>>(part.count);
+}
+
 inline Lanes<float> load_lanes(const float* from, Whole) { return load_wide<Lanes<float>>(from); }
 inline Lanes<double> load_lanes(const double* from, Whole) {
   return load_wide<Lanes<double>>(from);
@@ -48,13 +56,39 @@ inline Lanes<float> load_lanes(const Half* from, Whole) {
 #endif
 }
 
+/// Copies of 4, 2 and 1, each where the count has that bit: a loop would become a call of memcpy,
+/// which takes as long as a short row.
+template <int64_t lanes, class T>
+void copy_part(T* to, const T* from, Part part) {
+  if constexpr (lanes > 1) {
+    constexpr int64_t kHalf = lanes / 2;
+    const bool has_half = (part.count & kHalf) != 0;
+    if (has_half) std::memcpy(to, from, kHalf * sizeof(T));
+    copy_part<kHalf>(has_half ? to + kHalf : to, has_half ? from + kHalf : from, part);
+  }
+}
+
 /// The lanes past the end are zeros.
 template <class T>
 Lanes<Compute<T>> load_lanes(const T* from, Part part) {
   T buffer[kLanes<Compute<T>>] = {};
-  for (int64_t k = 0; k < part.count; ++k) buffer[k] = from[k];
+#ifdef __AVX512BW__
+  const __m128i all = _mm_maskz_loadu_epi16(static_cast<__mmask8>((1 << part.count) - 1), from);
+  std::memcpy(buffer, &all, sizeof(buffer));
+#else
+  copy_part<kLanes<Compute<T>>>(buffer, from, part);
+#endif
   return load_lanes(buffer, Whole{});
 }
+
+#ifdef __AVX2__
+inline Lanes<float> load_lanes(const float* from, Part part) {
+  return (Lanes<float>)_mm256_maskload_ps(from, (__m256i)mask<float>(part));
+}
+inline Lanes<double> load_lanes(const double* from, Part part) {
+  return (Lanes<double>)_mm256_maskload_pd(from, (__m256i)mask<double>(part));
+}
+#endif
 
 inline void store_lanes(float* to, const Lanes<float>& lanes, Whole) {
   std::memcpy(to, &lanes, sizeof(lanes));
@@ -88,19 +122,31 @@ template <class T>
 void store_lanes(T* to, const Lanes<Compute<T>>& lanes, Part part) {
   T buffer[kLanes<Compute<T>>];
   store_lanes(buffer, lanes, Whole{});
-  for (int64_t k = 0; k < part.count; ++k) to[k] = buffer[k];
+#ifdef __AVX512BW__
+  const auto all = load_wide<__m128i>(buffer);
+  _mm_mask_storeu_epi16(to, static_cast<__mmask8>((1 << part.count) - 1), all);
+#else
+  copy_part<kLanes<Compute<T>>>(to, buffer, part);
+#endif
 }
 
+#ifdef __AVX2__
+inline void store_lanes(float* to, const Lanes<float>& lanes, Part part) {
+  _mm256_maskstore_ps(to, (__m256i)mask<float>(part), (__m256)lanes);
+}
+inline void store_lanes(double* to, const Lanes<double>& lanes, Part part) {
+  _mm256_maskstore_pd(to, (__m256i)mask<double>(part), (__m256d)lanes);
+}
+#endif
+
 /// The lanes with zeros past the end.
-template <class L>
-L within(const L& lanes, Whole) {
+template <class C>
+Lanes<C> within(const Lanes<C>& lanes, Whole) {
   return lanes;
 }
-template <class L>
-L within(const L& lanes, Part part) {
-  L cut{};
-  for (int64_t k = 0; k < part.count; ++k) cut[k] = lanes[k];
-  return cut;
+template <class C>
+Lanes<C> within(const Lanes<C>& lanes, Part part) {
+  return mask<C>(part) ? lanes : Lanes<C>{};
 }
 
 /// step(i, Whole or Part) for the steps begin, begin + kLanes<C>, ... of the columns before end.

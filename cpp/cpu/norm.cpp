@@ -68,6 +68,7 @@ Moments<Compute<T>> moments(const T* z, const Norm& p) {
   double squares = 0;
   for (int64_t begin = 0; begin < p.columns; begin += kBlockColumns) {
     const int64_t count = std::min(kBlockColumns, p.columns - begin);
+    const double share = 1 / static_cast<double>(count);
     const T* const block = z + begin;
     double total[1];
     double totals[2];
@@ -76,21 +77,26 @@ Moments<Compute<T>> moments(const T* z, const Norm& p) {
       sum_lanes<C>(total, count, [&](int64_t i, auto span, auto& sums) {
         sums[0] += load_lanes(block + i, span);
       });
-      near = static_cast<C>(total[0] / static_cast<double>(count));
+      near = static_cast<C>(total[0] * share);
     }
     sum_lanes<C>(totals, count, [&](int64_t i, auto span, auto& sums) {
-      const Lanes<C> centered = within(load_lanes(block + i, span) - near, span);
+      const Lanes<C> centered = within<C>(load_lanes(block + i, span) - near, span);
       sums[0] += centered;
       sums[1] += centered * centered;
     });
     squares += totals[1];
     if (!p.centered) continue;
-    const double share = static_cast<double>(count) / static_cast<double>(begin + count);
-    const double rest = totals[0] / static_cast<double>(count);
-    if (begin == 0) origin = static_cast<double>(near);
+    const double rest = totals[0] * share;
+    squares -= rest * totals[0];
+    if (begin == 0) {
+      origin = static_cast<double>(near);
+      mean = rest;
+      continue;
+    }
     const double distance = static_cast<double>(near) - origin + rest - mean;
-    mean += distance * share;
-    squares += distance * distance * share * static_cast<double>(begin) - rest * totals[0];
+    const double weight = static_cast<double>(count) / static_cast<double>(begin + count);
+    mean += distance * weight;
+    squares += distance * distance * weight * static_cast<double>(begin);
   }
   Moments<C> m{};
   m.mean = static_cast<C>(origin + mean);
