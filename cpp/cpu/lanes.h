@@ -9,17 +9,11 @@
 
 namespace torchkiln::cpu::TORCHKILN_ISA {
 
-// Unlike plain sums, conversions and arithmetic on cached rows gain from the widest registers.
-#ifdef __AVX512F__
-inline constexpr int64_t kLaneBytes = 64;
-#else
-inline constexpr int64_t kLaneBytes = kRegister;
-#endif
-
+/// A register of C.
 template <class C>
-using Lanes = Wide<C, kLaneBytes>;
+using Lanes = Wide<C>;
 template <class C>
-inline constexpr int64_t kLanes = kLaneBytes / sizeof(C);
+inline constexpr int64_t kLanes = kWide<C>;
 
 /// How many lanes a step has: all of them, or the first few at the end of a row.
 struct Whole {};
@@ -27,20 +21,33 @@ struct Part {
   int64_t count;
 };
 
+/// All bits of those lanes, as integers of C's size.
+template <class C>
+auto mask(Part part) {
+  decltype(Lanes<C>{} < Lanes<C>{}) lane{};
+  for (int k = 0; k < kLanes<C>; ++k) lane[k] = k;
+  return lane < static_cast<std::decay_t<decltype(lane[0])>>(part.count);
+}
+
 inline Lanes<float> load_lanes(const float* from, Whole) { return load_wide<Lanes<float>>(from); }
 inline Lanes<double> load_lanes(const double* from, Whole) {
   return load_wide<Lanes<double>>(from);
 }
 
+// The conversions of 16 bits are written out where g++ would take registers apart.
+
 inline Lanes<float> load_lanes(const BFloat16* from, Whole) {
-  const auto halves = load_wide<Wide<uint16_t, kLaneBytes / 2>>(from);
-  return (Lanes<float>)(__builtin_convertvector(halves, Lanes<uint32_t>) << 16);
+#ifdef __AVX2__
+  const auto words = (Lanes<uint32_t>)_mm256_cvtepu16_epi32(load_wide<__m128i>(from));
+#else
+  const auto halves = load_wide<Wide<uint16_t, kRegister / 2>>(from);
+  const auto words = __builtin_convertvector(halves, Lanes<uint32_t>);
+#endif
+  return (Lanes<float>)(words << 16);
 }
 
 inline Lanes<float> load_lanes(const Half* from, Whole) {
-#if defined(__AVX512F__)
-  return (Lanes<float>)_mm512_maskz_cvtph_ps(0xffff, load_wide<__m256i>(from));
-#elif defined(__F16C__)
+#ifdef __F16C__
   return (Lanes<float>)_mm256_cvtph_ps(load_wide<__m128i>(from));
 #else
   float buffer[kLanes<float>];
@@ -49,13 +56,39 @@ inline Lanes<float> load_lanes(const Half* from, Whole) {
 #endif
 }
 
+/// Copies of 4, 2 and 1, each where the count has that bit: a loop would become a call of memcpy,
+/// which takes as long as a short row.
+template <int64_t lanes, class T>
+void copy_part(T* to, const T* from, Part part) {
+  if constexpr (lanes > 1) {
+    constexpr int64_t kHalf = lanes / 2;
+    const bool has_half = (part.count & kHalf) != 0;
+    if (has_half) std::memcpy(to, from, kHalf * sizeof(T));
+    copy_part<kHalf>(has_half ? to + kHalf : to, has_half ? from + kHalf : from, part);
+  }
+}
+
 /// The lanes past the end are zeros.
 template <class T>
 Lanes<Compute<T>> load_lanes(const T* from, Part part) {
   T buffer[kLanes<Compute<T>>] = {};
-  for (int64_t k = 0; k < part.count; ++k) buffer[k] = from[k];
+#ifdef __AVX512BW__
+  const __m128i all = _mm_maskz_loadu_epi16(static_cast<__mmask8>((1 << part.count) - 1), from);
+  std::memcpy(buffer, &all, sizeof(buffer));
+#else
+  copy_part<kLanes<Compute<T>>>(buffer, from, part);
+#endif
   return load_lanes(buffer, Whole{});
 }
+
+#ifdef __AVX2__
+inline Lanes<float> load_lanes(const float* from, Part part) {
+  return (Lanes<float>)_mm256_maskload_ps(from, (__m256i)mask<float>(part));
+}
+inline Lanes<double> load_lanes(const double* from, Part part) {
+  return (Lanes<double>)_mm256_maskload_pd(from, (__m256i)mask<double>(part));
+}
+#endif
 
 inline void store_lanes(float* to, const Lanes<float>& lanes, Whole) {
   std::memcpy(to, &lanes, sizeof(lanes));
@@ -69,40 +102,51 @@ inline void store_lanes(BFloat16* to, const Lanes<float>& lanes, Whole) {
   const auto bits = (Lanes<uint32_t>)lanes;
   const Lanes<uint32_t> rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   const Lanes<uint32_t> quiet_nan = (bits >> 16) | 0x40u;
-  const Lanes<uint32_t> result = (bits & 0x7fffffffu) > 0x7f800000u ? quiet_nan : rounded;
-  const auto halves = __builtin_convertvector(result, Wide<uint16_t, kLaneBytes / 2>);
+  const Lanes<uint32_t> result = lanes != lanes ? quiet_nan : rounded;
+#ifdef __AVX2__
+  const __m256i packed = _mm256_packus_epi32((__m256i)result, (__m256i)result);
+  const __m128i halves = _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
+#else
+  const auto halves = __builtin_convertvector(result, Wide<uint16_t, kRegister / 2>);
+#endif
   std::memcpy(to, &halves, sizeof(halves));
 }
 
 inline void store_lanes(Half* to, const Lanes<float>& lanes, Whole) {
-#if defined(__AVX512F__)
-  const __m256i halves =
-      _mm512_maskz_cvtps_ph(0xffff, (__m512)lanes, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  std::memcpy(to, &halves, sizeof(halves));
-#else
   float buffer[kLanes<float>];
   std::memcpy(buffer, &lanes, sizeof(lanes));
   narrow_run(to, buffer, kLanes<float>);
-#endif
 }
 
 template <class T>
 void store_lanes(T* to, const Lanes<Compute<T>>& lanes, Part part) {
   T buffer[kLanes<Compute<T>>];
   store_lanes(buffer, lanes, Whole{});
-  for (int64_t k = 0; k < part.count; ++k) to[k] = buffer[k];
+#ifdef __AVX512BW__
+  const auto all = load_wide<__m128i>(buffer);
+  _mm_mask_storeu_epi16(to, static_cast<__mmask8>((1 << part.count) - 1), all);
+#else
+  copy_part<kLanes<Compute<T>>>(to, buffer, part);
+#endif
 }
 
+#ifdef __AVX2__
+inline void store_lanes(float* to, const Lanes<float>& lanes, Part part) {
+  _mm256_maskstore_ps(to, (__m256i)mask<float>(part), (__m256)lanes);
+}
+inline void store_lanes(double* to, const Lanes<double>& lanes, Part part) {
+  _mm256_maskstore_pd(to, (__m256i)mask<double>(part), (__m256d)lanes);
+}
+#endif
+
 /// The lanes with zeros past the end.
-template <class L>
-L within(const L& lanes, Whole) {
+template <class C>
+Lanes<C> within(const Lanes<C>& lanes, Whole) {
   return lanes;
 }
-template <class L>
-L within(const L& lanes, Part part) {
-  L cut{};
-  for (int64_t k = 0; k < part.count; ++k) cut[k] = lanes[k];
-  return cut;
+template <class C>
+Lanes<C> within(const Lanes<C>& lanes, Part part) {
+  return mask<C>(part) ? lanes : Lanes<C>{};
 }
 
 /// step(i, Whole or Part) for the steps begin, begin + kLanes<C>, ... of the columns before end.
@@ -131,7 +175,7 @@ void sum_lanes(double (&totals)[count], int64_t columns, const Term& term) {
     for_lanes<C>(i, end, [&](int64_t rest, auto part) { term(rest, part, sums[0]); });
     for (int n = 0; n < count; ++n) {
       const Lanes<C> sum = (sums[0][n] + sums[1][n]) + (sums[2][n] + sums[3][n]);
-      totals[n] += static_cast<double>(lane_sum<C, kLaneBytes>(sum));
+      totals[n] += static_cast<double>(lane_sum<C>(sum));
     }
   }
 }

@@ -10,12 +10,12 @@ namespace TORCHKILN_ISA {
 namespace {
 
 // Rows whose gradients of weight and bias are formed together, in registers, before they are added
-// to the running sums; as many as stay in the second-level cache between the two passes.
+// to the running sums: these are as long as a row, and would else be read and written once a row.
 constexpr int64_t kGroup = 4;
-constexpr int64_t kGroupBytes = 1 << 18;
 // Rows whose sums are formed apart from those of the other rows of a chunk: the rounding error
 // grows with rows / 64 + 16 instead of with the rows.
 constexpr int64_t kBlockRows = 64;
+constexpr int64_t kBlockColumns = 2048;
 
 /// A row that is read beside another one, or where there is none, the same number everywhere.
 template <class T>
@@ -57,26 +57,51 @@ struct Moments {
   C rstd;
 };
 
+/// Mean and variance are those of blocks that stay in the first-level cache, where the differences
+/// to the mean are a second pass, and are put together in double: (n - 1) * variance of two blocks
+/// grows by the squared distance of their means.
 template <class T>
 Moments<Compute<T>> moments(const T* z, const Norm& p) {
   using C = Compute<T>;
-  const double columns = static_cast<double>(p.columns);
-  Moments<C> m{};
-  if (p.centered) {
+  double origin = 0;
+  double mean = 0;  // less the origin
+  double squares = 0;
+  for (int64_t begin = 0; begin < p.columns; begin += kBlockColumns) {
+    const int64_t count = std::min(kBlockColumns, p.columns - begin);
+    const double share = 1 / static_cast<double>(count);
+    const T* const block = z + begin;
     double total[1];
-    sum_lanes<C>(total, p.columns,
-                 [&](int64_t i, auto span, auto& sums) { sums[0] += load_lanes(z + i, span); });
-    m.mean = static_cast<C>(total[0] / columns);
+    double totals[2];
+    C near = 0;
+    if (p.centered) {
+      sum_lanes<C>(total, count, [&](int64_t i, auto span, auto& sums) {
+        sums[0] += load_lanes(block + i, span);
+      });
+      near = static_cast<C>(total[0] * share);
+    }
+    sum_lanes<C>(totals, count, [&](int64_t i, auto span, auto& sums) {
+      const Lanes<C> centered = within<C>(load_lanes(block + i, span) - near, span);
+      sums[0] += centered;
+      sums[1] += centered * centered;
+    });
+    squares += totals[1];
+    if (!p.centered) continue;
+    const double rest = totals[0] * share;
+    squares -= rest * totals[0];
+    if (begin == 0) {
+      origin = static_cast<double>(near);
+      mean = rest;
+      continue;
+    }
+    const double distance = static_cast<double>(near) - origin + rest - mean;
+    const double weight = static_cast<double>(count) / static_cast<double>(begin + count);
+    mean += distance * weight;
+    squares += distance * distance * weight * static_cast<double>(begin);
   }
-  double totals[2];
-  sum_lanes<C>(totals, p.columns, [&](int64_t i, auto span, auto& sums) {
-    const Lanes<C> centered = within(load_lanes(z + i, span) - m.mean, span);
-    sums[0] += centered;
-    sums[1] += centered * centered;
-  });
-  const double rest = p.centered ? totals[0] / columns : 0;
-  m.rest = static_cast<C>(rest);
-  m.rstd = static_cast<C>(1 / std::sqrt(totals[1] / columns - rest * rest + p.eps));
+  Moments<C> m{};
+  m.mean = static_cast<C>(origin + mean);
+  m.rest = static_cast<C>(origin - static_cast<double>(m.mean) + mean);
+  m.rstd = static_cast<C>(1 / std::sqrt(squares / static_cast<double>(p.columns) + p.eps));
   return m;
 }
 
@@ -100,9 +125,10 @@ void norm_row(const Norm& p, int64_t row) {
   const RowOr<W> weight(p.weight, 0, 1);
   const RowOr<W> bias(p.bias, 0, 0);
   const C offset = p.weight == nullptr ? C(0) : static_cast<C>(p.weight_offset);
+  const C shift = -m.rest * m.rstd;
   T* y = static_cast<T*>(p.y) + row * p.columns;
   for_lanes<C>(0, p.columns, [&](int64_t i, auto span) {
-    const Lanes<C> n = (load_lanes(z + i, span) - m.mean - m.rest) * m.rstd;
+    const Lanes<C> n = (load_lanes(z + i, span) - m.mean) * m.rstd + shift;
     store_lanes(y + i, n * (weight.load(i, span) + offset) + bias.load(i, span), span);
   });
 }
@@ -192,14 +218,12 @@ void chunk_backward(const NormBackward& p, const Partials& cut, int64_t chunk) {
   C* const grad_weight = p.grad_weight == nullptr ? nullptr : sums;
   C* const grad_bias =
       p.grad_bias == nullptr ? nullptr : sums + (p.grad_weight == nullptr ? 0 : p.columns);
-  const bool in_groups =
-      p.columns * kGroup * 2 * static_cast<int64_t>(size_of(p.dtype)) <= kGroupBytes;
   std::fill_n(chunk_sums, all, C(0));
   for (int64_t block = first; block < last; block += kBlockRows) {
     const int64_t end = std::min(block + kBlockRows, last);
     if (cut.has_blocks) std::fill_n(sums, all, C(0));
     int64_t row = block;
-    for (; in_groups && row + kGroup <= end; row += kGroup)
+    for (; row + kGroup <= end; row += kGroup)
       rows_backward<T, W, kGroup>(p, row, grad_weight, grad_bias);
     for (; row < end; ++row) rows_backward<T, W, 1>(p, row, grad_weight, grad_bias);
     for (int64_t i = 0; cut.has_blocks && i < all; ++i) chunk_sums[i] += sums[i];
@@ -272,7 +296,7 @@ int64_t chunk_count(const NormBackward& p) {
   constexpr int64_t kChunkElements = 1 << 15;  // enough to outweigh the hand-over to a thread
   constexpr int64_t kMostChunks = 64;
   // Partial sums of few rows would cost as much as the rows; of few long rows, threads count more.
-  const int64_t most = std::max(p.rows / 16, std::min<int64_t>(p.rows, 8));
+  const int64_t most = std::max(p.rows / 32, std::min<int64_t>(p.rows, 8));
   return std::clamp<int64_t>(p.rows * p.columns / kChunkElements, 1,
                              std::clamp<int64_t>(most, 1, kMostChunks));
 }
