@@ -102,7 +102,7 @@ struct Incoming {
   Tensor stats;
   Tensor weight;
   double eps;
-  double offset;
+  double offset = 0;
   at::ScalarType weight_dtype;
   NormWanted wanted;
 };
@@ -156,12 +156,13 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
       std::tie(y, stats) =
           forward_op().call(x, call.shape, weight, bias, call.eps, call.offset, call.centered);
     }
-    const Tensor& parameter = weight ? *weight : bias ? *bias : x;
     context->set_materialize_grads(false);
-    context->saved_data["eps"] = call.eps;
-    context->saved_data["offset"] = call.offset;
-    context->saved_data["weight_dtype"] = static_cast<int64_t>(parameter.scalar_type());
-    context->saved_data["has_bias"] = bias.has_value();
+    // No more than two for layer norm: at the third entry the table would have to grow, which takes
+    // longer than they do.
+    auto& data = context->saved_data;
+    data["eps"] = call.eps;
+    if (call.offset != 0) data["offset"] = call.offset;
+    if (bias) data["bias_dtype"] = static_cast<int64_t>(bias->scalar_type());
     context->save_for_backward({residual ? sum : x, stats, weight ? *weight : Tensor()});
     if (residual) return {y, sum};
     return {y};
@@ -178,8 +179,11 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
     in.stats = saved[1];
     in.weight = saved[2];
     in.eps = data["eps"].toDouble();
-    in.offset = data["offset"].toDouble();
-    in.weight_dtype = static_cast<at::ScalarType>(data["weight_dtype"].toInt());
+    if (data.count("offset") > 0) in.offset = data["offset"].toDouble();
+    const bool has_bias = data.count("bias_dtype") > 0;
+    in.weight_dtype = in.weight.defined() ? in.weight.scalar_type()
+                      : has_bias          ? static_cast<at::ScalarType>(data["bias_dtype"].toInt())
+                                          : in.z.scalar_type();
     // Autograd numbers the tensors that there are.
     size_t input = 0;
     const auto next_is_wanted = [&](bool is_there) {
@@ -188,7 +192,7 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
     const bool wants_x = next_is_wanted(true);
     const bool wants_residual = next_is_wanted(has_residual);
     const bool wants_weight = next_is_wanted(in.weight.defined());
-    const bool wants_bias = next_is_wanted(data["has_bias"].toBool());
+    const bool wants_bias = next_is_wanted(has_bias);
     in.wanted = {wants_x || wants_residual, wants_weight, wants_bias};
     const auto [grad_z, grad_weight, grad_bias] = gradients(in);
     return {wants_x ? grad_z : Tensor(), wants_residual ? grad_z : Tensor(),
