@@ -152,6 +152,10 @@ class OpSpec:
     dtypes: tuple[torch.dtype, ...] = FLOATING
     autocast: tuple[int, ...] = ()
     """Positions that autocast converts; none means that the op follows its inputs."""
+    bench_shapes: tuple[tuple[int, int], ...] = ()
+    """Rows and columns that a GPU is timed with; none where the benchmark's own will do."""
+    small_shapes: tuple[tuple[int, int], ...] = ()
+    """The same for calls that do not fill a GPU."""
     helpers: tuple[str, ...] = ()
     """Ops in the same namespace that exist for this one (its backward) and have no spec."""
     inplace: Callable[..., Tensor] | None = None
