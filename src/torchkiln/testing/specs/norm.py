@@ -45,6 +45,11 @@ SHAPES: dict[str, tuple[tuple[int, ...], int]] = {
 }
 
 
+# Rows of 2 to 64 KiB in half precision, and from one row to as many as still leave a GPU unfilled.
+BENCH_SHAPES = ((32768, 1024), (32768, 4096), (16384, 8192), (8192, 32768))
+SMALL_SHAPES = tuple((rows, 4096) for rows in (1, 8, 64, 512))
+
+
 class Kind(NamedTuple):
     """Which of the four."""
 
@@ -356,6 +361,8 @@ def norm(name: str, *, centered: bool, residual: bool) -> OpSpec:
         invalid=partial(invalid, name, centered=centered, residual=residual),
         bench=partial(bench, kind),
         bench_variants=partial(bench_variants, kind),
+        bench_shapes=BENCH_SHAPES,
+        small_shapes=SMALL_SHAPES,
         large=partial(large, kind),
         traffic=partial(traffic, kind),
         backward_traffic=partial(backward_traffic, kind),
