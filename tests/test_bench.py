@@ -315,12 +315,7 @@ def variants(
 
 
 def test_variants_have_rows_of_their_own() -> None:
-    @dataclasses.dataclass(frozen=True)
-    class WithVariants(OpSpec):
-        bench_variants: object = None
-
-    values = {f.name: getattr(ADD, f.name) for f in dataclasses.fields(OpSpec)}
-    spec = WithVariants(**values | {"bench_variants": variants})
+    spec = dataclasses.replace(ADD, bench_variants=variants)
     found = list(bench.cases(spec, CPU, torch.float32, SHAPE))
     assert [case.variant for case in found] == ["", "transposed"]
     assert [case.sample.args[0].stride() for case in found] == [(16, 1), (1, 8)]

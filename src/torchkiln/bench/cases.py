@@ -41,9 +41,8 @@ def cases(
 ) -> Iterator[BenchCase]:
     """The call of ``spec.bench`` and those of ``spec.bench_variants``, one at a time in memory."""
     yield BenchCase(spec, "", spec.bench(device, dtype, shape), dtype, shape)
-    variants = getattr(spec, "bench_variants", None)
-    if variants is not None:
-        for label, sample in variants(device, dtype, shape):
+    if spec.bench_variants is not None:
+        for label, sample in spec.bench_variants(device, dtype, shape):
             yield BenchCase(spec, label, sample, dtype, shape)
 
 
