@@ -4,17 +4,22 @@ from torchkiln.nn.activation import GELU, ReLU, Sigmoid, SiLU, Tanh
 from torchkiln.nn.bias_act import BiasAct, ScaleBiasReLU
 from torchkiln.nn.dropout import BiasDropoutAdd, DropoutAdd
 from torchkiln.nn.gated import GEGLU, SwiGLU
+from torchkiln.nn.loss import CrossEntropyLoss
+from torchkiln.nn.softmax import LogSoftmax, Softmax
 
 __all__ = [
     "GEGLU",
     "GELU",
     "BiasAct",
     "BiasDropoutAdd",
+    "CrossEntropyLoss",
     "DropoutAdd",
+    "LogSoftmax",
     "ReLU",
     "ScaleBiasReLU",
     "SiLU",
     "Sigmoid",
+    "Softmax",
     "SwiGLU",
     "Tanh",
 ]
