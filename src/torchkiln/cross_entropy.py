@@ -37,9 +37,9 @@ def cross_entropy(
             float16 or bfloat16. Where classes are not adjacent in memory, they are copied for the
             time of the call; in backward the gradient takes the place of the copy.
         target: int64 classes, one for each row: the shape of ``logits`` without its classes. Or
-            probabilities, of the shape and dtype of ``logits``; they get a gradient if they need one.
-            A class that does not exist is an IndexError on the CPU; on CUDA it stops the kernel, and
-            with it the process's use of the GPU, as torch's own assertion does: see
+            probabilities, of the shape and dtype of ``logits``; they get a gradient if they need
+            one. A class that does not exist is an IndexError on the CPU; on CUDA it stops the
+            kernel, and with it the process's use of the GPU, as torch's own assertion does: see
             ``check_target``.
         weight: ``[classes]``, of the dtype of ``logits`` or float32 beside a half precision; ones
             when it is None. It gets no gradient.

@@ -18,8 +18,8 @@ def softmax(
 ) -> Tensor:
     """Returns ``exp(x * scale) / sum(exp(x * scale))``, the sum over ``dim``; contiguous.
 
-    What takes no part counts as -infinity: its result and its gradient are 0. A row in which nothing
-    takes part is NaN, as in torch, and its gradient is 0. The masked ``x`` is never stored.
+    What takes no part counts as -infinity: its result and its gradient are 0. A row in which
+    nothing takes part is NaN, as in torch, and its gradient is 0. The masked ``x`` is never stored.
 
     Args:
         x: any shape; float32, float64, float16 or bfloat16. A half precision is computed in float32
@@ -28,8 +28,8 @@ def softmax(
         scale: a number that ``x`` is multiplied by.
         mask: bool, of a shape that broadcasts to that of ``x``; True where an element takes part.
             On the device of ``x``.
-        causal: whether element ``[..., q, k]`` takes part only where ``k <= q``; ``dim`` must be the
-            last of at least two dimensions. A mask can be given, too.
+        causal: whether element ``[..., q, k]`` takes part only where ``k <= q``; ``dim`` must be
+            the last of at least two dimensions. A mask can be given, too.
     """
     if is_compiling() or has_torch_function_variadic(x, mask):
         traced: Tensor = torch.ops.torchkiln.softmax.default(

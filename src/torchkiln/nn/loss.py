@@ -9,8 +9,8 @@ from torchkiln.cross_entropy import cross_entropy
 class CrossEntropyLoss(nn.Module):
     """The cross-entropy of logits and classes or probabilities.
 
-    As :class:`torch.nn.CrossEntropyLoss`, and with the same ``state_dict``; the arguments beyond are
-    those of :func:`torchkiln.cross_entropy`.
+    As :class:`torch.nn.CrossEntropyLoss`, and with the same ``state_dict``; the arguments beyond
+    are those of :func:`torchkiln.cross_entropy`.
 
     Args:
         weight: ``[classes]``, or None for ones; a buffer.

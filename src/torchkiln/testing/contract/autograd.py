@@ -11,12 +11,13 @@ from torch.autograd import forward_ad
 from torchkiln.testing.check import check
 from torchkiln.testing.compare import (
     Where,
+    exact,
     require_close,
     require_gradients,
     require_values,
 )
 from torchkiln.testing.contract.gradients import incoming
-from torchkiln.testing.data import normal
+from torchkiln.testing.data import normal, scaled
 from torchkiln.testing.spec import FLOATING, OpSpec, Sample
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def vmap(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     positions = sample.positions
     for mapped in (*((i,) for i in positions), positions):
         stacks = [
-            torch.stack([a * factor for factor in (1.0, -2.0, 0.5)], dim=-1)
+            torch.stack([scaled(a, factor) for factor in (1.0, -2.0, 0.5)], dim=-1)
             for a in sample.take(mapped)
         ]
         found = torch.func.vmap(sample.bind(spec.op, mapped), in_dims=-1)(*stacks)
@@ -100,7 +101,7 @@ def require_tangent(found: Tensor, sample: Sample, where: Where) -> None:
         total = sum((b * v).sum() for b, v in zip(back, along, strict=True))
         return torch.autograd.grad(total, u)[0]  # type: ignore[arg-type]
 
-    truth = sample.map(lambda t: t.detach().double())
+    truth = exact(sample)
     wide = tuple(v.double() for v in directions)
     expected = product(spec.reference, truth, wide)
     terms = spec.gradient_magnitude or spec.reference

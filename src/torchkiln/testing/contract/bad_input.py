@@ -36,6 +36,7 @@ ACCEPTED: dict[str, tuple[type, ...]] = {
     "Tensor": (Tensor, type(None)),
     "Optional[Tensor]": (Tensor, type(None)),
     "float": (float, int),
+    "int": (int,),
     "bool": (bool,),
     "str": (str,),
     "Optional[List[int]]": (int, tuple, list, type(None)),

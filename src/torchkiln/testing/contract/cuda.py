@@ -24,6 +24,7 @@ from torchkiln.testing.compare import (
 )
 from torchkiln.testing.contract.gradients import incoming
 from torchkiln.testing.contract.values import available_memory
+from torchkiln.testing.data import scaled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -106,7 +107,7 @@ def graph_capture(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> Non
     with torch.cuda.graph(graph):
         output, grads = forward_and_backward(spec, static, static_grad)
     for factor in (1.0, -3.0, 0.5):
-        fresh = sample.map(lambda t, f=factor: t * f)  # type: ignore[misc]
+        fresh = sample.map(lambda t, f=factor: scaled(t, f))  # type: ignore[misc]
         with torch.no_grad():
             for i in fresh.positions:
                 static.args[i].copy_(fresh.args[i])

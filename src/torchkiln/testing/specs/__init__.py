@@ -3,9 +3,11 @@
 from torchkiln.testing.spec import OpSpec
 from torchkiln.testing.specs import activation, dropout, gated
 from torchkiln.testing.specs.bias_act import BIAS_ACT
+from torchkiln.testing.specs.cross_entropy import CROSS_ENTROPY
 from torchkiln.testing.specs.muladd import MULADD
 from torchkiln.testing.specs.pointwise import ADD
 from torchkiln.testing.specs.reduction import MEAN, SUM
+from torchkiln.testing.specs.softmax import LOG_SOFTMAX, SOFTMAX
 
 FAMILIES: dict[str, tuple[OpSpec, ...]] = {
     "pointwise": (ADD,),
@@ -23,6 +25,8 @@ FAMILIES: dict[str, tuple[OpSpec, ...]] = {
     "gated": (gated.SWIGLU, gated.GEGLU, gated.GEGLU_TANH),
     "dropout": (dropout.DROPOUT_ADD, dropout.BIAS_DROPOUT_ADD),
     "reduction": (SUM, MEAN),
+    "softmax": (SOFTMAX, LOG_SOFTMAX),
+    "cross_entropy": (CROSS_ENTROPY,),
 }
 
 SPECS = tuple(spec for family in FAMILIES.values() for spec in family)
