@@ -150,8 +150,8 @@ Tensor backward_real(const Tensor& grad, const Tensor& logits, const Tensor& tar
 /// would not see it.
 bool is_plain(const Tensor& tensor) {
   using Key = c10::DispatchKey;
-  constexpr c10::DispatchKeySet kWrapped{Key::Python, Key::Functionalize, Key::FuncTorchBatched,
-                                         Key::FuncTorchGradWrapper};
+  constexpr c10::DispatchKeySet kWrapped{Key::Python, Key::Functionalize, Key::Batched,
+                                         Key::FuncTorchBatched, Key::FuncTorchGradWrapper};
   return (tensor.is_cpu() || tensor.is_cuda()) && !tensor.key_set().has_any(kWrapped) &&
          !c10::impl::TorchDispatchModeTLS::any_modes_set();
 }
@@ -171,8 +171,7 @@ void check_overwritable(const Tensor& logits) {
 Tensor overwrite(const Tensor& grad, const Tensor& logits, const Tensor& target,
                  const Tensor& state, const LossCall& call) {
   check_backward(grad, logits, target, state, call);
-  const at::AutoDispatchBelowADInplaceOrView below;
-  const Tensor found = logits.detach();
+  const Tensor found = logits.detach();  // which shares the version
   if (found.numel() > 0) {
     const Tensor rows = class_rows(found);
     run_backward(kBackwardOp, grad, rows, target, call, state, rows);
