@@ -29,8 +29,9 @@ class Distribution {
 
   /// Whether there is more than the target class.
   bool is_wide() const { return target_.index == nullptr || target_.label_smoothing != 0; }
-  /// The share that the target class of weight w gets alone.
+  /// The share that the target class of weight w gets alone, and its q.
   double own(double w) const { return own_ * w; }
+  double whole(double w) const { return own_ * w + spread_ * w; }
   double weight(int64_t index) const {
     return weight_ == nullptr ? 1.0 : static_cast<double>(weight_[index]);
   }
@@ -51,6 +52,12 @@ class Distribution {
       for (int64_t i = 0; i < count; ++i) buffer[i] = spread * weight_[at + i];
     }
     return buffer;
+  }
+
+  /// The sum of q of the classes before at + count, from that before `at` and the piece between.
+  double mass(double before, const C* q, int64_t at, int64_t count) const {
+    if (is_even()) return spread_ * static_cast<double>(at + count);
+    return before + piece_sum(q, count);
   }
 
  private:
@@ -103,7 +110,7 @@ void row_loss(const CrossEntropy& p, const Distribution<T>& distribution, int64_
     const C* q = distribution.read(q_buffer, row, at, count);
     for (int64_t i = 0; i < count; ++i) products[i] = q[i] * (values[i] - shift);
     below += piece_sum(products, count);
-    mass += piece_sum(q, count);
+    mass = distribution.mass(mass, q, at, count);
   }
   const double shift = static_cast<double>(sum.shift());
   const double logarithm = log_of(sum.sum());
@@ -152,9 +159,14 @@ void row_gradient(const CrossEntropyBackward& p, const Distribution<T>& distribu
   T* grad_logits = static_cast<T*>(p.grad_logits) + row * p.grad_logits_row_stride;
   const C log_sum_exp = static_cast<const C*>(p.log_sum_exp)[row];
   const C factor = static_cast<const C*>(p.mass)[row] * scale;
-  const C own = index == kNoClass
-                    ? C(0)
-                    : scale * static_cast<C>(distribution.own(distribution.weight(index)));
+  // The gradient may overwrite the logit.
+  C at_target = 0;
+  if (index != kNoClass) {
+    C logit = 0;
+    const C q = static_cast<C>(distribution.whole(distribution.weight(index)));
+    at_target =
+        factor * ExactMath::exp(*read_logits(&logit, logits, index, 1) - log_sum_exp) - scale * q;
+  }
   C buffer[kPiece], q_buffer[kPiece], results[kPiece];
   for (int64_t at = 0; at < p.classes; at += kPiece) {
     const int64_t count = std::min(kPiece, p.classes - at);
@@ -171,9 +183,9 @@ void row_gradient(const CrossEntropyBackward& p, const Distribution<T>& distribu
       for (int64_t i = 0; i < count; ++i)
         gradient[i] = factor * ExactMath::exp(values[i] - log_sum_exp);
     }
-    if (index >= at && index < at + count) gradient[index - at] -= own;
     if constexpr (!std::is_same_v<T, C>) narrow_run(grad_logits + at, results, count);
   }
+  if (index != kNoClass) narrow_run(grad_logits + index, &at_target, 1);
 }
 
 template <class T>

@@ -179,6 +179,12 @@ template <class T>
 void softmax_lanes(const Softmax& p, const Lanes<const T>& x, const Lanes<T>& y, int64_t count) {
   using C = Compute<T>;
   const C scale = static_cast<C>(p.scale);
+  const auto read = [&](C* buffer, int64_t r) {
+    const C* values = x.read(buffer, r, count);
+    if (scale == C(1)) return values;
+    for (int64_t i = 0; i < count; ++i) buffer[i] = values[i] * scale;
+    return static_cast<const C*>(buffer);
+  };
   C buffer[kLanes], top[kLanes], shift[kLanes], block[kLanes];
   double sum[kLanes];
   std::fill_n(top, count, -kInfinity<C>);
@@ -187,12 +193,9 @@ void softmax_lanes(const Softmax& p, const Lanes<const T>& x, const Lanes<T>& y,
   for (int64_t first = 0; first < p.length; first += kBlockRows) {
     const int64_t last = std::min(first + kBlockRows, p.length);
     for (int64_t r = first; r < last; ++r) {
-      const C* values = x.read(buffer, r, count);
+      const C* values = read(buffer, r);
 #pragma GCC ivdep
-      for (int64_t i = 0; i < count; ++i) {
-        const C value = values[i] * scale;
-        top[i] = value > top[i] ? value : top[i];
-      }
+      for (int64_t i = 0; i < count; ++i) top[i] = values[i] > top[i] ? values[i] : top[i];
     }
 #pragma GCC ivdep
     for (int64_t i = 0; i < count; ++i) {
@@ -204,9 +207,9 @@ void softmax_lanes(const Softmax& p, const Lanes<const T>& x, const Lanes<T>& y,
     }
     std::fill_n(block, count, C(0));
     for (int64_t r = first; r < last; ++r) {
-      const C* values = x.read(buffer, r, count);
+      const C* values = read(buffer, r);
 #pragma GCC ivdep
-      for (int64_t i = 0; i < count; ++i) block[i] += ExactMath::exp(values[i] * scale - shift[i]);
+      for (int64_t i = 0; i < count; ++i) block[i] += ExactMath::exp(values[i] - shift[i]);
     }
     for (int64_t i = 0; i < count; ++i) sum[i] += static_cast<double>(block[i]);
   }
@@ -220,14 +223,12 @@ void softmax_lanes(const Softmax& p, const Lanes<const T>& x, const Lanes<T>& y,
   }
   C* const results = block;
   for (int64_t r = 0; r < p.length; ++r) {
-    const C* values = x.read(buffer, r, count);
+    const C* values = read(buffer, r);
     if (p.log) {
-      y.store(r, count, results,
-              [&](int64_t i) { return (values[i] * scale - shift[i]) - last_step[i]; });
+      y.store(r, count, results, [&](int64_t i) { return (values[i] - shift[i]) - last_step[i]; });
     } else {
-      y.store(r, count, results, [&](int64_t i) {
-        return ExactMath::exp(values[i] * scale - shift[i]) * last_step[i];
-      });
+      y.store(r, count, results,
+              [&](int64_t i) { return ExactMath::exp(values[i] - shift[i]) * last_step[i]; });
     }
   }
 }
