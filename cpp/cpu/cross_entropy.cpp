@@ -70,11 +70,6 @@ class Distribution {
   C even_[kPiece];
 };
 
-template <class T>
-const Compute<T>* read_logits(Compute<T>* buffer, const T* logits, int64_t at, int64_t count) {
-  return read_run(buffer, logits, at, /*stride=*/1, count, DtypeOf<T>::value);
-}
-
 /// The target class, -1 beside probabilities, -2 when the row is ignored. False when it is none.
 constexpr int64_t kNoClass = -1;
 constexpr int64_t kIgnored = -2;
@@ -101,16 +96,19 @@ void row_loss(const CrossEntropy& p, const Distribution<T>& distribution, int64_
   double below = 0;
   for (int64_t at = 0; at < p.classes; at += kPiece) {
     const int64_t count = std::min(kPiece, p.classes - at);
-    const C* values = read_logits(buffer, logits, at, count);
-    const C before = sum.shift();
-    sum.add(values, count);
-    if (!distribution.is_wide()) continue;
-    const C shift = sum.shift();
-    if (shift != before) below -= mass * (static_cast<double>(shift) - static_cast<double>(before));
-    const C* q = distribution.read(q_buffer, row, at, count);
-    for (int64_t i = 0; i < count; ++i) products[i] = q[i] * (values[i] - shift);
-    below += piece_sum(products, count);
-    mass = distribution.mass(mass, q, at, count);
+    with_run(buffer, logits + at, /*stride=*/1, count, [&](const auto* values) {
+      const C before = sum.shift();
+      sum.add(values, count, products);
+      if (!distribution.is_wide()) return;
+      const C shift = sum.shift();
+      if (shift != before)
+        below -= mass * (static_cast<double>(shift) - static_cast<double>(before));
+      const C* q = distribution.read(q_buffer, row, at, count);
+#pragma GCC ivdep
+      for (int64_t i = 0; i < count; ++i) products[i] = q[i] * (widen(values[i]) - shift);
+      below += piece_sum(products, count);
+      mass = distribution.mass(mass, q, at, count);
+    });
   }
   const double shift = static_cast<double>(sum.shift());
   const double logarithm = log_of(sum.sum());
@@ -119,7 +117,8 @@ void row_loss(const CrossEntropy& p, const Distribution<T>& distribution, int64_
   double loss = distribution.is_wide() ? mass * logarithm - below : 0.0;
   if (index != kNoClass) {
     const double own = distribution.own(w);
-    const C logit = *read_logits(buffer, logits, index, 1);
+    C logit;
+    widen_run(&logit, logits + index, /*stride=*/1, 1);
     mass += own;
     loss += own * (logarithm - (static_cast<double>(logit) - shift));
   }
@@ -162,28 +161,26 @@ void row_gradient(const CrossEntropyBackward& p, const Distribution<T>& distribu
   // The gradient may overwrite the logit.
   C at_target = 0;
   if (index != kNoClass) {
-    C logit = 0;
+    C logit;
+    widen_run(&logit, logits + index, /*stride=*/1, 1);
     const C q = static_cast<C>(distribution.whole(distribution.weight(index)));
-    at_target =
-        factor * ExactMath::exp(*read_logits(&logit, logits, index, 1) - log_sum_exp) - scale * q;
+    at_target = factor * ExactMath::exp_or_zero(logit - log_sum_exp) - scale * q;
   }
   C buffer[kPiece], q_buffer[kPiece], results[kPiece];
   for (int64_t at = 0; at < p.classes; at += kPiece) {
     const int64_t count = std::min(kPiece, p.classes - at);
-    const C* values = read_logits(buffer, logits, at, count);
-    C* gradient = results;
-    if constexpr (std::is_same_v<T, C>) gradient = grad_logits + at;
-    if (distribution.is_wide()) {
-      const C* q = distribution.read(q_buffer, row, at, count);
-#pragma GCC ivdep
-      for (int64_t i = 0; i < count; ++i)
-        gradient[i] = factor * ExactMath::exp(values[i] - log_sum_exp) - scale * q[i];
-    } else {
-#pragma GCC ivdep
-      for (int64_t i = 0; i < count; ++i)
-        gradient[i] = factor * ExactMath::exp(values[i] - log_sum_exp);
-    }
-    if constexpr (!std::is_same_v<T, C>) narrow_run(grad_logits + at, results, count);
+    with_run(buffer, logits + at, /*stride=*/1, count, [&](const auto* values) {
+      const auto softmax = [=](int64_t i) {
+        return factor * ExactMath::exp_or_zero(widen(values[i]) - log_sum_exp);
+      };
+      if (distribution.is_wide()) {
+        const C* q = distribution.read(q_buffer, row, at, count);
+        store_run(grad_logits + at, /*stride=*/1, count, results,
+                  [=](int64_t i) { return softmax(i) - scale * q[i]; });
+      } else {
+        store_run(grad_logits + at, /*stride=*/1, count, results, softmax);
+      }
+    });
   }
   if (index != kNoClass) narrow_run(grad_logits + index, &at_target, 1);
 }

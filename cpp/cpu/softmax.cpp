@@ -15,6 +15,10 @@ namespace {
 constexpr int64_t kFewestLanes = 16;
 constexpr int64_t kShort = 31;
 constexpr int64_t kLanes = 256;
+// Exponentials of a row that are kept in the first-level cache, and pieces of one where they are
+// kept in the results.
+constexpr int64_t kKept = 4 * kPiece;
+constexpr int64_t kMostPieces = 1024;
 // Elements of each lane that are summed in the compute type.
 constexpr int64_t kBlockRows = 32;
 
@@ -54,21 +58,22 @@ class Parts {
   int64_t row_;
 };
 
-/// A piece of a row of x as it counts: scaled, and -infinity where an element takes no part.
-template <class T>
-const Compute<T>* read_piece(Compute<T>* buffer, const T* x, int64_t stride, Compute<T> scale,
-                             const Part& part, int64_t at, int64_t count) {
+/// Calls body(values) with a piece of a row of x as it counts: scaled, and -infinity where an
+/// element takes no part.
+template <class T, class Body>
+void with_piece(Compute<T>* buffer, const T* x, int64_t stride, Compute<T> scale, const Part& part,
+                int64_t at, int64_t count, const Body& body) {
   using C = Compute<T>;
-  const C* values = read_run(buffer, x, at * stride, stride, count, DtypeOf<T>::value);
-  if (part.mask != nullptr) {
-    const bool* mask = part.mask + at;
-    for (int64_t i = 0; i < count; ++i) buffer[i] = mask[i] ? values[i] * scale : -kInfinity<C>;
-  } else if (scale != C(1)) {
-    for (int64_t i = 0; i < count; ++i) buffer[i] = values[i] * scale;
+  if (part.mask == nullptr && scale == C(1))
+    return with_run(buffer, x + at * stride, stride, count, body);
+  widen_run(buffer, x + at * stride, stride, count);
+  const bool* mask = part.mask + at;
+  if (part.mask == nullptr) {
+    for (int64_t i = 0; i < count; ++i) buffer[i] *= scale;
   } else {
-    return values;
+    for (int64_t i = 0; i < count; ++i) buffer[i] = mask[i] ? buffer[i] * scale : -kInfinity<C>;
   }
-  return buffer;
+  body(static_cast<const C*>(buffer));
 }
 
 /// to[i * stride] = value for begin <= i < end
@@ -83,29 +88,49 @@ template <class T>
 void softmax_row(const Softmax& p, const Part& part, const T* x, T* y) {
   using C = Compute<T>;
   const C scale = static_cast<C>(p.scale);
-  C buffer[kPiece];
-  const auto piece = [&](int64_t at, int64_t count) {
-    return read_piece(buffer, x, p.stride, scale, part, at, count);
+  C buffer[kPiece], scratch[kKept];
+  // The exponentials relative to the shift of their piece, where they can be kept.
+  C shifts[kMostPieces];
+  C* kept = nullptr;
+  if constexpr (std::is_same_v<T, C>) {
+    if (p.inner == 1 && part.visible <= kMostPieces * kPiece) kept = y;
+  }
+  if (kept == nullptr && part.visible <= kKept) kept = scratch;
+  if (p.log) kept = nullptr;
+  const auto for_pieces = [&](const auto& body) {
+    for (int64_t at = 0; at < part.visible; at += kPiece) {
+      const int64_t count = std::min(kPiece, part.visible - at);
+      with_piece(buffer, x, p.stride, scale, part, at, count,
+                 [&](const auto* values) { body(values, at, count); });
+    }
   };
   ExponentialSum<C> sum;
-  for (int64_t at = 0; at < part.visible; at += kPiece) {
-    const int64_t count = std::min(kPiece, part.visible - at);
-    sum.add(piece(at, count), count);
-  }
+  for_pieces([&](const auto* values, int64_t at, int64_t count) {
+    sum.add(values, count, kept == nullptr ? scratch : kept + at);
+    if (kept != nullptr) shifts[at / kPiece] = sum.shift();
+  });
   const C shift = sum.shift();
   const C factor = static_cast<C>(1.0 / sum.sum());
   const C logarithm = static_cast<C>(log_of(sum.sum()));
-  C results[kPiece];
-  for (int64_t at = 0; at < part.visible; at += kPiece) {
-    const int64_t count = std::min(kPiece, part.visible - at);
-    const C* values = piece(at, count);
-    T* to = y + at * p.inner;
-    if (p.log) {
-      store_results(to, p.inner, count, results,
-                    [=](int64_t i) { return (values[i] - shift) - logarithm; });
-    } else {
-      store_results(to, p.inner, count, results,
-                    [=](int64_t i) { return ExactMath::exp(values[i] - shift) * factor; });
+  if (p.log) {
+    for_pieces([&](const auto* values, int64_t at, int64_t count) {
+      store_run(y + at * p.inner, p.inner, count, scratch,
+                [=](int64_t i) { return (widen(values[i]) - shift) - logarithm; });
+    });
+  } else if (kept == nullptr) {
+    for_pieces([&](const auto* values, int64_t at, int64_t count) {
+      store_run(y + at * p.inner, p.inner, count, scratch, [=](int64_t i) {
+        return ExactMath::exp_or_zero(widen(values[i]) - shift) * factor;
+      });
+    });
+  } else {
+    for (int64_t at = 0; at < part.visible; at += kPiece) {
+      // Only of a piece without any value above -infinity is the shift not the smaller one.
+      const double step = static_cast<double>(shifts[at / kPiece]) - static_cast<double>(shift);
+      const C by = static_cast<C>(ExactMath::exp(step < 0 ? step : 0.0) / sum.sum());
+      const C* powers = kept + at;
+      store_run(y + at * p.inner, p.inner, std::min(kPiece, part.visible - at), buffer,
+                [=](int64_t i) { return powers[i] * by; });
     }
   }
   // NaN where the sum is.
@@ -118,41 +143,43 @@ void softmax_backward_row(const SoftmaxBackward& p, const Part& part, const T* g
   using C = Compute<T>;
   const C scale = static_cast<C>(p.scale);
   C grad_buffer[kPiece], y_buffer[kPiece], results[kPiece];
-  const auto grads = [&](int64_t at, int64_t count) {
-    return read_run(grad_buffer, grad, at * p.stride, p.stride, count, DtypeOf<T>::value);
-  };
-  const auto outputs = [&](int64_t at, int64_t count) {
-    return read_run(y_buffer, y, at * p.inner, p.inner, count, DtypeOf<T>::value);
+  const auto for_pieces = [&](int64_t end, const auto& body) {
+    for (int64_t at = 0; at < end; at += kPiece) {
+      const int64_t count = std::min(kPiece, end - at);
+      with_run(grad_buffer, grad + at * p.stride, p.stride, count, [&](const auto* g) {
+        with_run(y_buffer, y + at * p.inner, p.inner, count,
+                 [&](const auto* out) { body(g, out, at, count); });
+      });
+    }
   };
   double total = 0;
-  const int64_t summed = p.log ? p.length : part.visible;
-  for (int64_t at = 0; at < summed; at += kPiece) {
-    const int64_t count = std::min(kPiece, summed - at);
-    const C* g = grads(at, count);
-    if (!p.log) {
-      const C* out = outputs(at, count);
-      for (int64_t i = 0; i < count; ++i) results[i] = g[i] * out[i];
-    }
-    total += piece_sum(p.log ? g : results, count);
-  }
+  for_pieces(p.log ? p.length : part.visible,
+             [&](const auto* g, const auto* out, int64_t, int64_t count) {
+               if (p.log) {
+                 total += piece_sum(g, count);
+                 return;
+               }
+#pragma GCC ivdep
+               for (int64_t i = 0; i < count; ++i) results[i] = widen(g[i]) * widen(out[i]);
+               total += piece_sum(results, count);
+             });
   const C sum = static_cast<C>(total);
-  for (int64_t at = 0; at < part.visible; at += kPiece) {
-    const int64_t count = std::min(kPiece, part.visible - at);
-    const C* g = grads(at, count);
-    const C* out = outputs(at, count);
+  for_pieces(part.visible, [&](const auto* g, const auto* out, int64_t at, int64_t count) {
     T* to = grad_x + at * p.inner;
     const auto store = [&](const auto& gradient) {
-      if (part.mask == nullptr) return store_results(to, p.inner, count, results, gradient);
+      if (part.mask == nullptr) return store_run(to, p.inner, count, results, gradient);
       const bool* mask = part.mask + at;
-      store_results(to, p.inner, count, results,
-                    [=](int64_t i) { return mask[i] ? gradient(i) : C(0); });
+      store_run(to, p.inner, count, results,
+                [=](int64_t i) { return mask[i] ? gradient(i) : C(0); });
     };
     if (p.log) {
-      store([=](int64_t i) { return (g[i] - ExactMath::exp(out[i]) * sum) * scale; });
+      store([=](int64_t i) {
+        return (widen(g[i]) - ExactMath::exp_or_zero(widen(out[i])) * sum) * scale;
+      });
     } else {
-      store([=](int64_t i) { return (g[i] - sum) * out[i] * scale; });
+      store([=](int64_t i) { return (widen(g[i]) - sum) * widen(out[i]) * scale; });
     }
-  }
+  });
   fill(grad_x, p.inner, part.visible, p.length, C(0));
 }
 
@@ -163,14 +190,15 @@ struct Lanes {
   int64_t stride;
   int64_t lane_stride;
 
-  template <class C>
-  const C* read(C* buffer, int64_t r, int64_t count) const {
-    return read_run(buffer, data, r * stride, lane_stride, count,
-                    DtypeOf<std::remove_const_t<T>>::value);
+  /// with_run, or store_run, of the elements r.
+  template <class C, class Body>
+  void with(int64_t r, int64_t count, C* buffer, const Body& body) const {
+    with_run(buffer, static_cast<const std::remove_const_t<T>*>(data + r * stride), lane_stride,
+             count, body);
   }
   template <class C, class Result>
   void store(int64_t r, int64_t count, C* buffer, const Result& result) const {
-    store_results(data + r * stride, lane_stride, count, buffer, result);
+    store_run(data + r * stride, lane_stride, count, buffer, result);
   }
 };
 
@@ -179,23 +207,26 @@ template <class T>
 void softmax_lanes(const Softmax& p, const Lanes<const T>& x, const Lanes<T>& y, int64_t count) {
   using C = Compute<T>;
   const C scale = static_cast<C>(p.scale);
-  const auto read = [&](C* buffer, int64_t r) {
-    const C* values = x.read(buffer, r, count);
-    if (scale == C(1)) return values;
-    for (int64_t i = 0; i < count; ++i) buffer[i] = values[i] * scale;
-    return static_cast<const C*>(buffer);
-  };
   C buffer[kLanes], top[kLanes], shift[kLanes], block[kLanes];
   double sum[kLanes];
+  const auto with_scaled = [&](int64_t r, const auto& body) {
+    x.with(r, count, buffer, [&](const auto* values) {
+      if (scale == C(1)) return body(values);
+      for (int64_t i = 0; i < count; ++i) buffer[i] = widen(values[i]) * scale;
+      body(static_cast<const C*>(buffer));
+    });
+  };
   std::fill_n(top, count, -kInfinity<C>);
   std::fill_n(shift, count, C(0));
   std::fill_n(sum, count, 0.0);
   for (int64_t first = 0; first < p.length; first += kBlockRows) {
     const int64_t last = std::min(first + kBlockRows, p.length);
     for (int64_t r = first; r < last; ++r) {
-      const C* values = read(buffer, r);
+      with_scaled(r, [&](const auto* values) {
 #pragma GCC ivdep
-      for (int64_t i = 0; i < count; ++i) top[i] = values[i] > top[i] ? values[i] : top[i];
+        for (int64_t i = 0; i < count; ++i)
+          top[i] = widen(values[i]) > top[i] ? widen(values[i]) : top[i];
+      });
     }
 #pragma GCC ivdep
     for (int64_t i = 0; i < count; ++i) {
@@ -207,9 +238,11 @@ void softmax_lanes(const Softmax& p, const Lanes<const T>& x, const Lanes<T>& y,
     }
     std::fill_n(block, count, C(0));
     for (int64_t r = first; r < last; ++r) {
-      const C* values = read(buffer, r);
+      with_scaled(r, [&](const auto* values) {
 #pragma GCC ivdep
-      for (int64_t i = 0; i < count; ++i) block[i] += ExactMath::exp(values[i] - shift[i]);
+        for (int64_t i = 0; i < count; ++i)
+          block[i] += ExactMath::exp_or_zero(widen(values[i]) - shift[i]);
+      });
     }
     for (int64_t i = 0; i < count; ++i) sum[i] += static_cast<double>(block[i]);
   }
@@ -223,13 +256,16 @@ void softmax_lanes(const Softmax& p, const Lanes<const T>& x, const Lanes<T>& y,
   }
   C* const results = block;
   for (int64_t r = 0; r < p.length; ++r) {
-    const C* values = read(buffer, r);
-    if (p.log) {
-      y.store(r, count, results, [&](int64_t i) { return (values[i] - shift[i]) - last_step[i]; });
-    } else {
-      y.store(r, count, results,
-              [&](int64_t i) { return ExactMath::exp(values[i] - shift[i]) * last_step[i]; });
-    }
+    with_scaled(r, [&](const auto* values) {
+      if (p.log) {
+        y.store(r, count, results,
+                [&](int64_t i) { return (widen(values[i]) - shift[i]) - last_step[i]; });
+      } else {
+        y.store(r, count, results, [&](int64_t i) {
+          return ExactMath::exp_or_zero(widen(values[i]) - shift[i]) * last_step[i];
+        });
+      }
+    });
   }
 }
 
@@ -240,35 +276,41 @@ void softmax_backward_lanes(const SoftmaxBackward& p, const Lanes<const T>& grad
   const C scale = static_cast<C>(p.scale);
   C grad_buffer[kLanes], y_buffer[kLanes], block[kLanes], total[kLanes];
   double sum[kLanes];
+  const auto with_both = [&](int64_t r, const auto& body) {
+    grad.with(r, count, grad_buffer, [&](const auto* g) {
+      y.with(r, count, y_buffer, [&](const auto* out) { body(g, out); });
+    });
+  };
   std::fill_n(sum, count, 0.0);
   for (int64_t first = 0; first < p.length; first += kBlockRows) {
     const int64_t last = std::min(first + kBlockRows, p.length);
     std::fill_n(block, count, C(0));
     for (int64_t r = first; r < last; ++r) {
-      const C* g = grad.read(grad_buffer, r, count);
-      const C* out = p.log ? g : y.read(y_buffer, r, count);
-      if (p.log) {
+      with_both(r, [&](const auto* g, const auto* out) {
+        if (p.log) {
 #pragma GCC ivdep
-        for (int64_t i = 0; i < count; ++i) block[i] += g[i];
-      } else {
+          for (int64_t i = 0; i < count; ++i) block[i] += widen(g[i]);
+        } else {
 #pragma GCC ivdep
-        for (int64_t i = 0; i < count; ++i) block[i] += g[i] * out[i];
-      }
+          for (int64_t i = 0; i < count; ++i) block[i] += widen(g[i]) * widen(out[i]);
+        }
+      });
     }
     for (int64_t i = 0; i < count; ++i) sum[i] += static_cast<double>(block[i]);
   }
   for (int64_t i = 0; i < count; ++i) total[i] = static_cast<C>(sum[i]);
   C* const results = block;
   for (int64_t r = 0; r < p.length; ++r) {
-    const C* g = grad.read(grad_buffer, r, count);
-    const C* out = y.read(y_buffer, r, count);
-    if (p.log) {
-      grad_x.store(r, count, results,
-                   [&](int64_t i) { return (g[i] - ExactMath::exp(out[i]) * total[i]) * scale; });
-    } else {
-      grad_x.store(r, count, results,
-                   [&](int64_t i) { return (g[i] - total[i]) * out[i] * scale; });
-    }
+    with_both(r, [&](const auto* g, const auto* out) {
+      if (p.log) {
+        grad_x.store(r, count, results, [&](int64_t i) {
+          return (widen(g[i]) - ExactMath::exp_or_zero(widen(out[i])) * total[i]) * scale;
+        });
+      } else {
+        grad_x.store(r, count, results,
+                     [&](int64_t i) { return (widen(g[i]) - total[i]) * widen(out[i]) * scale; });
+      }
+    });
   }
 }
 
