@@ -4,6 +4,7 @@
 
 #include "exponentials.h"
 #include "isa.h"
+#include "lanes.h"
 
 namespace torchkiln::cpu {
 namespace TORCHKILN_ISA {
@@ -54,10 +55,9 @@ class Distribution {
     return buffer;
   }
 
-  /// The sum of q of the classes before at + count, from that before `at` and the piece between.
-  double mass(double before, const C* q, int64_t at, int64_t count) const {
-    if (is_even()) return spread_ * static_cast<double>(at + count);
-    return before + piece_sum(q, count);
+  /// The sum of q of the first classes, given as it was added up: that of equal numbers is known.
+  double mass(double added, int64_t classes) const {
+    return is_even() ? spread_ * static_cast<double>(classes) : added;
   }
 
  private:
@@ -89,7 +89,7 @@ void row_loss(const CrossEntropy& p, const Distribution<T>& distribution, int64_
               int64_t index) {
   using C = Compute<T>;
   const T* logits = static_cast<const T*>(p.logits) + row * p.row_stride;
-  C buffer[kPiece], q_buffer[kPiece], products[kPiece];
+  C buffer[kPiece], q_buffer[kPiece], powers[kPiece];
   ExponentialSum<C> sum;
   // The sums of q and of q * (logit - shift), which moves along when the shift does.
   double mass = 0;
@@ -98,16 +98,20 @@ void row_loss(const CrossEntropy& p, const Distribution<T>& distribution, int64_
     const int64_t count = std::min(kPiece, p.classes - at);
     with_run(buffer, logits + at, /*stride=*/1, count, [&](const auto* values) {
       const C before = sum.shift();
-      sum.add(values, count, products);
+      sum.add(values, count, powers);
       if (!distribution.is_wide()) return;
       const C shift = sum.shift();
       if (shift != before)
         below -= mass * (static_cast<double>(shift) - static_cast<double>(before));
       const C* q = distribution.read(q_buffer, row, at, count);
-#pragma GCC ivdep
-      for (int64_t i = 0; i < count; ++i) products[i] = q[i] * (widen(values[i]) - shift);
-      below += piece_sum(products, count);
-      mass = distribution.mass(mass, q, at, count);
+      double sums[2];
+      sum_lanes<C>(sums, count, [&](int64_t i, auto lanes, Lanes<C>* terms) {
+        const Lanes<C> shares = load_lanes(q + i, lanes);
+        terms[0] += shares * (load_lanes(values + i, lanes) - shift);
+        terms[1] += shares;
+      });
+      below += sums[0];
+      mass = distribution.mass(mass + sums[1], at + count);
     });
   }
   const double shift = static_cast<double>(sum.shift());

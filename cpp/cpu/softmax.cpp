@@ -5,38 +5,37 @@
 #include "elementwise.h"
 #include "exponentials.h"
 #include "isa.h"
+#include "lanes.h"
+#include "softmax_columns.h"
 
 namespace torchkiln::cpu {
 namespace TORCHKILN_ISA {
 namespace {
 
-// Neighbouring rows are computed side by side, one a lane, where so many lie along the innermost
+// Neighbouring rows are computed side by side, as columns, where so many lie along the innermost
 // dimension, or where rows are so short that one alone would not fill the wide instructions.
-constexpr int64_t kFewestLanes = 16;
+constexpr int64_t kFewestColumns = 16;
 constexpr int64_t kShort = 31;
-constexpr int64_t kLanes = 256;
 // Exponentials of a row that are kept in the first-level cache, and pieces of one where they are
 // kept in the results.
 constexpr int64_t kKept = 4 * kPiece;
 constexpr int64_t kMostPieces = 1024;
-// Elements of each lane that are summed in the compute type.
-constexpr int64_t kBlockRows = 32;
 
 /// The elements of a row that take part: those of the first `visible` where `mask`, if there is
 /// one, is true.
-struct Part {
+struct RowPart {
   int64_t visible;
   const bool* mask;
 };
 
 /// Walks over the rows and tells the part of each.
-class Parts {
+class RowParts {
  public:
-  Parts(const RowMask& mask, int64_t length, int64_t row)
+  RowParts(const RowMask& mask, int64_t length, int64_t row)
       : mask_(mask), length_(length), cursor_(mask.rows, row), row_(row) {}
 
-  Part next() {
-    Part part{length_, nullptr};
+  RowPart next() {
+    RowPart part{length_, nullptr};
     if (mask_.causal) part.visible = std::min(length_, row_ % mask_.queries + 1);
     if (mask_.data != nullptr) {
       const bool* data = mask_.data + cursor_.offset[0];
@@ -61,8 +60,8 @@ class Parts {
 /// Calls body(values) with a piece of a row of x as it counts: scaled, and -infinity where an
 /// element takes no part.
 template <class T, class Body>
-void with_piece(Compute<T>* buffer, const T* x, int64_t stride, Compute<T> scale, const Part& part,
-                int64_t at, int64_t count, const Body& body) {
+void with_piece(Compute<T>* buffer, const T* x, int64_t stride, Compute<T> scale,
+                const RowPart& part, int64_t at, int64_t count, const Body& body) {
   using C = Compute<T>;
   if (part.mask == nullptr && scale == C(1))
     return with_run(buffer, x + at * stride, stride, count, body);
@@ -85,7 +84,7 @@ void fill(T* to, int64_t stride, int64_t begin, int64_t end, Compute<T> value) {
 }
 
 template <class T>
-void softmax_row(const Softmax& p, const Part& part, const T* x, T* y) {
+void softmax_row(const Softmax& p, const RowPart& part, const T* x, T* y) {
   using C = Compute<T>;
   const C scale = static_cast<C>(p.scale);
   C buffer[kPiece], scratch[kKept];
@@ -138,7 +137,7 @@ void softmax_row(const Softmax& p, const Part& part, const T* x, T* y) {
 }
 
 template <class T>
-void softmax_backward_row(const SoftmaxBackward& p, const Part& part, const T* grad, const T* y,
+void softmax_backward_row(const SoftmaxBackward& p, const RowPart& part, const T* grad, const T* y,
                           T* grad_x) {
   using C = Compute<T>;
   const C scale = static_cast<C>(p.scale);
@@ -155,13 +154,12 @@ void softmax_backward_row(const SoftmaxBackward& p, const Part& part, const T* g
   double total = 0;
   for_pieces(p.log ? p.length : part.visible,
              [&](const auto* g, const auto* out, int64_t, int64_t count) {
-               if (p.log) {
-                 total += piece_sum(g, count);
-                 return;
-               }
-#pragma GCC ivdep
-               for (int64_t i = 0; i < count; ++i) results[i] = widen(g[i]) * widen(out[i]);
-               total += piece_sum(results, count);
+               double sum[1];
+               sum_lanes<C>(sum, count, [&](int64_t i, auto lanes, Lanes<C>* terms) {
+                 const Lanes<C> term = load_lanes(g + i, lanes);
+                 terms[0] += p.log ? term : term * load_lanes(out + i, lanes);
+               });
+               total += sum[0];
              });
   const C sum = static_cast<C>(total);
   for_pieces(part.visible, [&](const auto* g, const auto* out, int64_t at, int64_t count) {
@@ -183,158 +181,28 @@ void softmax_backward_row(const SoftmaxBackward& p, const Part& part, const T* g
   fill(grad_x, p.inner, part.visible, p.length, C(0));
 }
 
-/// Rows side by side: element r of lane i lies at r * stride + i * lane_stride.
-template <class T>
-struct Lanes {
-  T* data;
-  int64_t stride;
-  int64_t lane_stride;
-
-  /// with_run, or store_run, of the elements r.
-  template <class C, class Body>
-  void with(int64_t r, int64_t count, C* buffer, const Body& body) const {
-    with_run(buffer, static_cast<const std::remove_const_t<T>*>(data + r * stride), lane_stride,
-             count, body);
-  }
-  template <class C, class Result>
-  void store(int64_t r, int64_t count, C* buffer, const Result& result) const {
-    store_run(data + r * stride, lane_stride, count, buffer, result);
-  }
-};
-
-/// The same as a row, for each lane.
-template <class T>
-void softmax_lanes(const Softmax& p, const Lanes<const T>& x, const Lanes<T>& y, int64_t count) {
-  using C = Compute<T>;
-  const C scale = static_cast<C>(p.scale);
-  C buffer[kLanes], top[kLanes], shift[kLanes], block[kLanes];
-  double sum[kLanes];
-  const auto with_scaled = [&](int64_t r, const auto& body) {
-    x.with(r, count, buffer, [&](const auto* values) {
-      if (scale == C(1)) return body(values);
-      for (int64_t i = 0; i < count; ++i) buffer[i] = widen(values[i]) * scale;
-      body(static_cast<const C*>(buffer));
-    });
-  };
-  std::fill_n(top, count, -kInfinity<C>);
-  std::fill_n(shift, count, C(0));
-  std::fill_n(sum, count, 0.0);
-  for (int64_t first = 0; first < p.length; first += kBlockRows) {
-    const int64_t last = std::min(first + kBlockRows, p.length);
-    for (int64_t r = first; r < last; ++r) {
-      with_scaled(r, [&](const auto* values) {
-#pragma GCC ivdep
-        for (int64_t i = 0; i < count; ++i)
-          top[i] = widen(values[i]) > top[i] ? widen(values[i]) : top[i];
-      });
-    }
-#pragma GCC ivdep
-    for (int64_t i = 0; i < count; ++i) {
-      const C next = top[i] > -kInfinity<C> ? top[i] : C(0);
-      // Where all was -infinity, the sum is 0 and the shift may grow by anything.
-      const double step = static_cast<double>(shift[i]) - static_cast<double>(next);
-      sum[i] *= ExactMath::exp(step < 0 ? step : 0.0);
-      shift[i] = next;
-    }
-    std::fill_n(block, count, C(0));
-    for (int64_t r = first; r < last; ++r) {
-      with_scaled(r, [&](const auto* values) {
-#pragma GCC ivdep
-        for (int64_t i = 0; i < count; ++i)
-          block[i] += ExactMath::exp_or_zero(widen(values[i]) - shift[i]);
-      });
-    }
-    for (int64_t i = 0; i < count; ++i) sum[i] += static_cast<double>(block[i]);
-  }
-  C last_step[kLanes];
-  constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
-  for (int64_t i = 0; i < count; ++i) sum[i] = top[i] > -kInfinity<C> ? sum[i] : kNan;
-  if (p.log) {
-    for (int64_t i = 0; i < count; ++i) last_step[i] = static_cast<C>(log_of(sum[i]));
-  } else {
-    for (int64_t i = 0; i < count; ++i) last_step[i] = static_cast<C>(1.0 / sum[i]);
-  }
-  C* const results = block;
-  for (int64_t r = 0; r < p.length; ++r) {
-    with_scaled(r, [&](const auto* values) {
-      if (p.log) {
-        y.store(r, count, results,
-                [&](int64_t i) { return (widen(values[i]) - shift[i]) - last_step[i]; });
-      } else {
-        y.store(r, count, results, [&](int64_t i) {
-          return ExactMath::exp_or_zero(widen(values[i]) - shift[i]) * last_step[i];
-        });
-      }
-    });
-  }
-}
-
-template <class T>
-void softmax_backward_lanes(const SoftmaxBackward& p, const Lanes<const T>& grad,
-                            const Lanes<const T>& y, const Lanes<T>& grad_x, int64_t count) {
-  using C = Compute<T>;
-  const C scale = static_cast<C>(p.scale);
-  C grad_buffer[kLanes], y_buffer[kLanes], block[kLanes], total[kLanes];
-  double sum[kLanes];
-  const auto with_both = [&](int64_t r, const auto& body) {
-    grad.with(r, count, grad_buffer, [&](const auto* g) {
-      y.with(r, count, y_buffer, [&](const auto* out) { body(g, out); });
-    });
-  };
-  std::fill_n(sum, count, 0.0);
-  for (int64_t first = 0; first < p.length; first += kBlockRows) {
-    const int64_t last = std::min(first + kBlockRows, p.length);
-    std::fill_n(block, count, C(0));
-    for (int64_t r = first; r < last; ++r) {
-      with_both(r, [&](const auto* g, const auto* out) {
-        if (p.log) {
-#pragma GCC ivdep
-          for (int64_t i = 0; i < count; ++i) block[i] += widen(g[i]);
-        } else {
-#pragma GCC ivdep
-          for (int64_t i = 0; i < count; ++i) block[i] += widen(g[i]) * widen(out[i]);
-        }
-      });
-    }
-    for (int64_t i = 0; i < count; ++i) sum[i] += static_cast<double>(block[i]);
-  }
-  for (int64_t i = 0; i < count; ++i) total[i] = static_cast<C>(sum[i]);
-  C* const results = block;
-  for (int64_t r = 0; r < p.length; ++r) {
-    with_both(r, [&](const auto* g, const auto* out) {
-      if (p.log) {
-        grad_x.store(r, count, results, [&](int64_t i) {
-          return (widen(g[i]) - ExactMath::exp_or_zero(widen(out[i])) * total[i]) * scale;
-        });
-      } else {
-        grad_x.store(r, count, results,
-                     [&](int64_t i) { return (widen(g[i]) - total[i]) * widen(out[i]) * scale; });
-      }
-    });
-  }
-}
-
 /// Calls row(x_offset, y_offset, part) for each of the rows begin <= row < end or, for as many as
-/// lie side by side, lanes(x_offset, x_lane_stride, y_offset, y_lane_stride, count). What is called
-/// x here is the operand with strides, y those that are contiguous.
-template <class Arguments, class Row, class Side>
-void for_rows(const Arguments& p, int64_t begin, int64_t end, const Row& row, const Side& lanes) {
-  const bool is_short = p.inner == 1 && p.length <= kShort && p.outer >= kFewestLanes;
-  const bool has_lanes = (is_short || p.inner >= kFewestLanes) && !p.mask.any();
-  Parts parts(p.mask, p.length, begin);
+/// lie side by side, columns(x_offset, x_column_stride, y_offset, y_column_stride, count). What is
+/// called x here is the operand with strides, y those that are contiguous.
+template <class Arguments, class Row, class Beside>
+void for_rows(const Arguments& p, int64_t begin, int64_t end, const Row& row,
+              const Beside& columns) {
+  const bool is_short = p.inner == 1 && p.length <= kShort && p.outer >= kFewestColumns;
+  const bool has_columns = (is_short || p.inner >= kFewestColumns) && !p.mask.any();
+  RowParts parts(p.mask, p.length, begin);
   for (int64_t at = begin; at < end;) {
     const int64_t inner = at % p.inner;
     const int64_t outer = at / p.inner;
     const int64_t x_offset = outer * p.outer_stride + inner * p.inner_stride;
     const int64_t y_offset = outer * p.length * p.inner + inner;
-    if (!has_lanes) {
+    if (!has_columns) {
       row(x_offset, y_offset, parts.next());
       ++at;
       continue;
     }
-    const int64_t count = std::min({kLanes, end - at, is_short ? end - at : p.inner - inner});
-    lanes(x_offset, is_short ? p.outer_stride : p.inner_stride, y_offset, is_short ? p.length : 1,
-          count);
+    const int64_t count = std::min({kColumns, end - at, is_short ? end - at : p.inner - inner});
+    columns(x_offset, is_short ? p.outer_stride : p.inner_stride, y_offset, is_short ? p.length : 1,
+            count);
     at += count;
   }
 }
@@ -348,13 +216,13 @@ Status softmax(const Softmax& p, int64_t begin, int64_t end) {
     T* y = static_cast<T*>(p.y);
     for_rows(
         p, begin, end,
-        [&](int64_t x_offset, int64_t y_offset, const Part& part) {
+        [&](int64_t x_offset, int64_t y_offset, const RowPart& part) {
           softmax_row(p, part, x + x_offset, y + y_offset);
         },
-        [&](int64_t x_offset, int64_t x_lane, int64_t y_offset, int64_t y_lane, int64_t count) {
-          const Lanes<const T> from{x + x_offset, p.stride, x_lane};
-          const Lanes<T> to{y + y_offset, p.inner, y_lane};
-          softmax_lanes(p, from, to, count);
+        [&](int64_t x_offset, int64_t x_column, int64_t y_offset, int64_t y_column, int64_t count) {
+          const Columns<const T> from{x + x_offset, p.stride, x_column};
+          const Columns<T> to{y + y_offset, p.inner, y_column};
+          softmax_columns(p, from, to, count);
         });
     return Status{};
   });
@@ -368,15 +236,15 @@ Status softmax_backward(const SoftmaxBackward& p, int64_t begin, int64_t end) {
     T* grad_x = static_cast<T*>(p.grad_x);
     for_rows(
         p, begin, end,
-        [&](int64_t grad_offset, int64_t y_offset, const Part& part) {
+        [&](int64_t grad_offset, int64_t y_offset, const RowPart& part) {
           softmax_backward_row(p, part, grad + grad_offset, y + y_offset, grad_x + y_offset);
         },
-        [&](int64_t grad_offset, int64_t grad_lane, int64_t y_offset, int64_t y_lane,
+        [&](int64_t grad_offset, int64_t grad_column, int64_t y_offset, int64_t y_column,
             int64_t count) {
-          const Lanes<const T> grads{grad + grad_offset, p.stride, grad_lane};
-          const Lanes<const T> outputs{y + y_offset, p.inner, y_lane};
-          const Lanes<T> to{grad_x + y_offset, p.inner, y_lane};
-          softmax_backward_lanes(p, grads, outputs, to, count);
+          const Columns<const T> grads{grad + grad_offset, p.stride, grad_column};
+          const Columns<const T> outputs{y + y_offset, p.inner, y_column};
+          const Columns<T> to{grad_x + y_offset, p.inner, y_column};
+          softmax_backward_columns(p, grads, outputs, to, count);
         });
     return Status{};
   });
