@@ -4,6 +4,7 @@
 
 #include "exponentials.h"
 #include "isa.h"
+#include "lanes.h"
 
 namespace torchkiln::cpu {
 namespace TORCHKILN_ISA {
@@ -29,8 +30,9 @@ class Distribution {
 
   /// Whether there is more than the target class.
   bool is_wide() const { return target_.index == nullptr || target_.label_smoothing != 0; }
-  /// The share that the target class of weight w gets alone.
+  /// The share that the target class of weight w gets alone, and its q.
   double own(double w) const { return own_ * w; }
+  double whole(double w) const { return own_ * w + spread_ * w; }
   double weight(int64_t index) const {
     return weight_ == nullptr ? 1.0 : static_cast<double>(weight_[index]);
   }
@@ -53,6 +55,11 @@ class Distribution {
     return buffer;
   }
 
+  /// The sum of q of the first classes, given as it was added up: that of equal numbers is known.
+  double mass(double added, int64_t classes) const {
+    return is_even() ? spread_ * static_cast<double>(classes) : added;
+  }
+
  private:
   bool is_even() const { return target_.index != nullptr && weight_ == nullptr; }
 
@@ -62,11 +69,6 @@ class Distribution {
   double spread_;
   C even_[kPiece];
 };
-
-template <class T>
-const Compute<T>* read_logits(Compute<T>* buffer, const T* logits, int64_t at, int64_t count) {
-  return read_run(buffer, logits, at, /*stride=*/1, count, DtypeOf<T>::value);
-}
 
 /// The target class, -1 beside probabilities, -2 when the row is ignored. False when it is none.
 constexpr int64_t kNoClass = -1;
@@ -87,23 +89,30 @@ void row_loss(const CrossEntropy& p, const Distribution<T>& distribution, int64_
               int64_t index) {
   using C = Compute<T>;
   const T* logits = static_cast<const T*>(p.logits) + row * p.row_stride;
-  C buffer[kPiece], q_buffer[kPiece], products[kPiece];
+  C buffer[kPiece], q_buffer[kPiece], powers[kPiece];
   ExponentialSum<C> sum;
   // The sums of q and of q * (logit - shift), which moves along when the shift does.
   double mass = 0;
   double below = 0;
   for (int64_t at = 0; at < p.classes; at += kPiece) {
     const int64_t count = std::min(kPiece, p.classes - at);
-    const C* values = read_logits(buffer, logits, at, count);
-    const C before = sum.shift();
-    sum.add(values, count);
-    if (!distribution.is_wide()) continue;
-    const C shift = sum.shift();
-    if (shift != before) below -= mass * (static_cast<double>(shift) - static_cast<double>(before));
-    const C* q = distribution.read(q_buffer, row, at, count);
-    for (int64_t i = 0; i < count; ++i) products[i] = q[i] * (values[i] - shift);
-    below += piece_sum(products, count);
-    mass += piece_sum(q, count);
+    with_run(buffer, logits + at, /*stride=*/1, count, [&](const auto* values) {
+      const C before = sum.shift();
+      sum.add(values, count, powers);
+      if (!distribution.is_wide()) return;
+      const C shift = sum.shift();
+      if (shift != before)
+        below -= mass * (static_cast<double>(shift) - static_cast<double>(before));
+      const C* q = distribution.read(q_buffer, row, at, count);
+      double sums[2];
+      sum_lanes<C>(sums, count, [&](int64_t i, auto lanes, Lanes<C>* terms) {
+        const Lanes<C> shares = load_lanes(q + i, lanes);
+        terms[0] += shares * (load_lanes(values + i, lanes) - shift);
+        terms[1] += shares;
+      });
+      below += sums[0];
+      mass = distribution.mass(mass + sums[1], at + count);
+    });
   }
   const double shift = static_cast<double>(sum.shift());
   const double logarithm = log_of(sum.sum());
@@ -112,7 +121,8 @@ void row_loss(const CrossEntropy& p, const Distribution<T>& distribution, int64_
   double loss = distribution.is_wide() ? mass * logarithm - below : 0.0;
   if (index != kNoClass) {
     const double own = distribution.own(w);
-    const C logit = *read_logits(buffer, logits, index, 1);
+    C logit;
+    widen_run(&logit, logits + index, /*stride=*/1, 1);
     mass += own;
     loss += own * (logarithm - (static_cast<double>(logit) - shift));
   }
@@ -152,28 +162,31 @@ void row_gradient(const CrossEntropyBackward& p, const Distribution<T>& distribu
   T* grad_logits = static_cast<T*>(p.grad_logits) + row * p.grad_logits_row_stride;
   const C log_sum_exp = static_cast<const C*>(p.log_sum_exp)[row];
   const C factor = static_cast<const C*>(p.mass)[row] * scale;
-  const C own = index == kNoClass
-                    ? C(0)
-                    : scale * static_cast<C>(distribution.own(distribution.weight(index)));
+  // The gradient may overwrite the logit.
+  C at_target = 0;
+  if (index != kNoClass) {
+    C logit;
+    widen_run(&logit, logits + index, /*stride=*/1, 1);
+    const C q = static_cast<C>(distribution.whole(distribution.weight(index)));
+    at_target = factor * ExactMath::exp_or_zero(logit - log_sum_exp) - scale * q;
+  }
   C buffer[kPiece], q_buffer[kPiece], results[kPiece];
   for (int64_t at = 0; at < p.classes; at += kPiece) {
     const int64_t count = std::min(kPiece, p.classes - at);
-    const C* values = read_logits(buffer, logits, at, count);
-    C* gradient = results;
-    if constexpr (std::is_same_v<T, C>) gradient = grad_logits + at;
-    if (distribution.is_wide()) {
-      const C* q = distribution.read(q_buffer, row, at, count);
-#pragma GCC ivdep
-      for (int64_t i = 0; i < count; ++i)
-        gradient[i] = factor * ExactMath::exp(values[i] - log_sum_exp) - scale * q[i];
-    } else {
-#pragma GCC ivdep
-      for (int64_t i = 0; i < count; ++i)
-        gradient[i] = factor * ExactMath::exp(values[i] - log_sum_exp);
-    }
-    if (index >= at && index < at + count) gradient[index - at] -= own;
-    if constexpr (!std::is_same_v<T, C>) narrow_run(grad_logits + at, results, count);
+    with_run(buffer, logits + at, /*stride=*/1, count, [&](const auto* values) {
+      const auto softmax = [=](int64_t i) {
+        return factor * ExactMath::exp_or_zero(widen(values[i]) - log_sum_exp);
+      };
+      if (distribution.is_wide()) {
+        const C* q = distribution.read(q_buffer, row, at, count);
+        store_run(grad_logits + at, /*stride=*/1, count, results,
+                  [=](int64_t i) { return softmax(i) - scale * q[i]; });
+      } else {
+        store_run(grad_logits + at, /*stride=*/1, count, results, softmax);
+      }
+    });
   }
+  if (index != kNoClass) narrow_run(grad_logits + index, &at_target, 1);
 }
 
 template <class T>

@@ -41,6 +41,26 @@ C largest(const C* values, int64_t count) {
   return result;
 }
 
+/// The same of bfloat16, by the halves of words as in sum_of.
+inline float largest(const BFloat16* values, int64_t count) {
+  constexpr int64_t kStep = 2 * kWide<uint32_t>;
+  const auto larger = [](Wide<float> a, Wide<float> b) { return a > b ? a : b; };
+  Wide<float> lowest;
+  for (int64_t i = 0; i < kWide<float>; ++i) lowest[i] = -kInfinity<float>;
+  Wide<float> a = lowest, b = lowest;
+  int64_t i = 0;
+  for (; i + kStep <= count; i += kStep) {
+    const auto words = load_wide<Wide<uint32_t>>(values + i);
+    a = larger((Wide<float>)(words << 16), a);
+    b = larger((Wide<float>)(words & 0xffff0000u), b);
+  }
+  a = larger(a, b);
+  float result = -kInfinity<float>;
+  for (int64_t k = 0; k < kWide<float>; ++k) result = a[k] > result ? a[k] : result;
+  for (; i < count; ++i) result = widen(values[i]) > result ? widen(values[i]) : result;
+  return result;
+}
+
 /// The sum of a piece, blocked as reductions are.
 template <class C>
 double piece_sum(const C* values, int64_t count) {
@@ -90,8 +110,9 @@ TORCHKILN_FUNCTION double log_of(double number) {
 template <class C>
 class ExponentialSum {
  public:
-  /// At most kPiece values.
-  void add(const C* values, int64_t count) {
+  /// powers[i] = exp(values[i] - shift()), where the shift is that after the call.
+  template <class T>
+  void add(const T* values, int64_t count, C* powers) {
     const C top = largest(values, count);
     if (top > max_) {
       if (max_ > -kInfinity<C>)
@@ -99,9 +120,8 @@ class ExponentialSum {
       max_ = top;
     }
     const C by = shift();
-    C powers[kPiece];
 #pragma GCC ivdep
-    for (int64_t i = 0; i < count; ++i) powers[i] = ExactMath::exp(values[i] - by);
+    for (int64_t i = 0; i < count; ++i) powers[i] = ExactMath::exp_or_zero(widen(values[i]) - by);
     sum_ += piece_sum(powers, count);
   }
 
@@ -115,22 +135,5 @@ class ExponentialSum {
   C max_ = -kInfinity<C>;
   double sum_ = 0;
 };
-
-/// to[i * stride] = result(i), rounded; `buffer` holds the results on their way.
-template <class T, class Result>
-void store_results(T* to, int64_t stride, int64_t count, Compute<T>* buffer, const Result& result) {
-  using C = Compute<T>;
-  C* direct = buffer;
-  if constexpr (std::is_same_v<T, C>) {
-    if (stride == 1) direct = to;
-  }
-#pragma GCC ivdep
-  for (int64_t i = 0; i < count; ++i) direct[i] = result(i);
-  if (stride != 1) {
-    scatter_run(to, stride, buffer, count);
-  } else if constexpr (!std::is_same_v<T, C>) {
-    narrow_run(to, buffer, count);
-  }
-}
 
 }  // namespace torchkiln::cpu::TORCHKILN_ISA

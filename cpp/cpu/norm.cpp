@@ -1,0 +1,320 @@
+#include "torchkiln/kernels/norm.h"
+
+#include <cmath>
+
+#include "isa.h"
+#include "lanes.h"
+
+namespace torchkiln::cpu {
+namespace TORCHKILN_ISA {
+namespace {
+
+// Rows whose gradients of weight and bias are formed together, in registers, before they are added
+// to the running sums: these are as long as a row, and would else be read and written once a row.
+constexpr int64_t kGroup = 4;
+// Rows whose sums are formed apart from those of the other rows of a chunk: the rounding error
+// grows with rows / 64 + 16 instead of with the rows.
+constexpr int64_t kBlockRows = 64;
+constexpr int64_t kBlockColumns = 2048;
+
+/// A row that is read beside another one, or where there is none, the same number everywhere.
+template <class T>
+class RowOr {
+ public:
+  using C = Compute<T>;
+
+  RowOr(const void* row, int64_t offset, C otherwise)
+      : row_(static_cast<const T*>(row) + (row == nullptr ? 0 : offset)),
+        otherwise_(Lanes<C>{} + otherwise) {}
+
+  template <class Span>
+  Lanes<C> load(int64_t i, Span span) const {
+    return row_ == nullptr ? otherwise_ : load_lanes(row_ + i, span);
+  }
+
+ private:
+  const T* row_;
+  Lanes<C> otherwise_;
+};
+
+/// Calls body(TypeTag<T>{}, TypeTag<W>{}) for the types of the rows and of weight and bias.
+template <class Body>
+Status dispatch_weighted(Dtype dtype, Dtype weight_dtype, const Body& body) {
+  return dispatch_floating(dtype, [&](auto tag) {
+    if constexpr (sizeof(typename decltype(tag)::type) == 2) {
+      if (weight_dtype == Dtype::float32) return body(tag, TypeTag<float>{});
+    }
+    return body(tag, tag);
+  });
+}
+
+/// The mean of a row in two parts, since far from zero its rounding error is seen in the
+/// differences to it, and the reciprocal standard deviation.
+template <class C>
+struct Moments {
+  C mean;
+  C rest;
+  C rstd;
+};
+
+/// Mean and variance are those of blocks that stay in the first-level cache, where the differences
+/// to the mean are a second pass, and are put together in double: (n - 1) * variance of two blocks
+/// grows by the squared distance of their means.
+template <class T>
+Moments<Compute<T>> moments(const T* z, const Norm& p) {
+  using C = Compute<T>;
+  double origin = 0;
+  double mean = 0;  // less the origin
+  double squares = 0;
+  for (int64_t begin = 0; begin < p.columns; begin += kBlockColumns) {
+    const int64_t count = std::min(kBlockColumns, p.columns - begin);
+    const double share = 1 / static_cast<double>(count);
+    const T* const block = z + begin;
+    double total[1];
+    double totals[2];
+    C near = 0;
+    if (p.centered) {
+      sum_lanes<C>(total, count, [&](int64_t i, auto span, auto& sums) {
+        sums[0] += load_lanes(block + i, span);
+      });
+      near = static_cast<C>(total[0] * share);
+    }
+    sum_lanes<C>(totals, count, [&](int64_t i, auto span, auto& sums) {
+      const Lanes<C> centered = within<C>(load_lanes(block + i, span) - near, span);
+      sums[0] += centered;
+      sums[1] += centered * centered;
+    });
+    squares += totals[1];
+    if (!p.centered) continue;
+    const double rest = totals[0] * share;
+    squares -= rest * totals[0];
+    if (begin == 0) {
+      origin = static_cast<double>(near);
+      mean = rest;
+      continue;
+    }
+    const double distance = static_cast<double>(near) - origin + rest - mean;
+    const double weight = static_cast<double>(count) / static_cast<double>(begin + count);
+    mean += distance * weight;
+    squares += distance * distance * weight * static_cast<double>(begin);
+  }
+  Moments<C> m{};
+  m.mean = static_cast<C>(origin + mean);
+  m.rest = static_cast<C>(origin - static_cast<double>(m.mean) + mean);
+  m.rstd = static_cast<C>(1 / std::sqrt(squares / static_cast<double>(p.columns) + p.eps));
+  return m;
+}
+
+template <class T, class W>
+void norm_row(const Norm& p, int64_t row) {
+  using C = Compute<T>;
+  const T* z = static_cast<const T*>(p.x) + row * p.x_row_stride;
+  if (p.residual != nullptr) {
+    const T* x = z;
+    const T* residual = static_cast<const T*>(p.residual) + row * p.residual_row_stride;
+    T* sum = static_cast<T*>(p.sum) + row * p.columns;
+    for_lanes<C>(0, p.columns, [&](int64_t i, auto span) {
+      store_lanes(sum + i, load_lanes(x + i, span) + load_lanes(residual + i, span), span);
+    });
+    z = sum;
+  }
+  const Moments<C> m = moments(z, p);
+  if (p.mean != nullptr) static_cast<C*>(p.mean)[row] = m.mean + m.rest;
+  if (p.rstd != nullptr) static_cast<C*>(p.rstd)[row] = m.rstd;
+
+  const RowOr<W> weight(p.weight, 0, 1);
+  const RowOr<W> bias(p.bias, 0, 0);
+  const C offset = p.weight == nullptr ? C(0) : static_cast<C>(p.weight_offset);
+  const C shift = -m.rest * m.rstd;
+  T* y = static_cast<T*>(p.y) + row * p.columns;
+  for_lanes<C>(0, p.columns, [&](int64_t i, auto span) {
+    const Lanes<C> n = (load_lanes(z + i, span) - m.mean) * m.rstd + shift;
+    store_lanes(y + i, n * (weight.load(i, span) + offset) + bias.load(i, span), span);
+  });
+}
+
+/// grad_x of the rows row, row + 1 ..., and their part of the gradients of weight and bias.
+template <class T, class W, int rows>
+void rows_backward(const NormBackward& p, int64_t row, Compute<T>* grad_weight,
+                   Compute<T>* grad_bias) {
+  using C = Compute<T>;
+  const RowOr<W> weight(p.weight, 0, 1);
+  const C offset = p.weight == nullptr ? C(0) : static_cast<C>(p.weight_offset);
+  const T* grad = static_cast<const T*>(p.grad) + row * p.grad_row_stride;
+  const T* z = static_cast<const T*>(p.z) + row * p.z_row_stride;
+  T* grad_x = p.grad_x == nullptr ? nullptr : static_cast<T*>(p.grad_x) + row * p.columns;
+  const T* grad_sum = p.grad_sum == nullptr
+                          ? nullptr
+                          : static_cast<const T*>(p.grad_sum) + row * p.grad_sum_row_stride;
+  C mean[rows];
+  C rstd[rows];
+  C mean_d[rows] = {};
+  C mean_dn[rows] = {};
+  for (int r = 0; r < rows; ++r) {
+    mean[r] = p.centered ? static_cast<const C*>(p.mean)[row + r] : C(0);
+    rstd[r] = static_cast<const C*>(p.rstd)[row + r];
+    if (grad_x == nullptr) continue;
+    double totals[2];
+    sum_lanes<C>(totals, p.columns, [&](int64_t i, auto span, auto& sums) {
+      const Lanes<C> d =
+          load_lanes(grad + r * p.grad_row_stride + i, span) * (weight.load(i, span) + offset);
+      const Lanes<C> n = (load_lanes(z + r * p.z_row_stride + i, span) - mean[r]) * rstd[r];
+      sums[0] += d;
+      sums[1] += d * n;
+    });
+    const double columns = static_cast<double>(p.columns);
+    mean_d[r] = p.centered ? static_cast<C>(totals[0] / columns) : C(0);
+    mean_dn[r] = static_cast<C>(totals[1] / columns);
+  }
+  for_lanes<C>(0, p.columns, [&](int64_t i, auto span) {
+    const Lanes<C> w = weight.load(i, span) + offset;
+    Lanes<C> weight_sum{};
+    Lanes<C> bias_sum{};
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; ++r) {
+      const Lanes<C> g = load_lanes(grad + r * p.grad_row_stride + i, span);
+      const Lanes<C> n = (load_lanes(z + r * p.z_row_stride + i, span) - mean[r]) * rstd[r];
+      weight_sum += g * n;
+      bias_sum += g;
+      if (grad_x == nullptr) continue;
+      Lanes<C> gx = (g * w - mean_d[r] - n * mean_dn[r]) * rstd[r];
+      if (grad_sum != nullptr) gx += load_lanes(grad_sum + r * p.grad_sum_row_stride + i, span);
+      store_lanes(grad_x + r * p.columns + i, gx, span);
+    }
+    const auto add = [&](C* to, const Lanes<C>& sum) {
+      if (to != nullptr) store_lanes(to + i, load_lanes(to + i, span) + sum, span);
+    };
+    add(grad_weight, weight_sum);
+    add(grad_bias, bias_sum);
+  });
+}
+
+/// How the workspace is cut up: for each chunk, the sums of weight's gradient and those of bias's,
+/// of which there are twice as many where the rows of a chunk are summed in blocks.
+struct Partials {
+  int64_t chunks;
+  int64_t rows_per_chunk;
+  bool has_blocks;
+  int64_t sums;  // gradients wanted
+
+  explicit Partials(const NormBackward& p)
+      : chunks(cpu::chunk_count(p)),
+        rows_per_chunk((p.rows + chunks - 1) / chunks),
+        has_blocks(rows_per_chunk > kBlockRows),
+        sums((p.grad_weight != nullptr) + (p.grad_bias != nullptr)) {}
+
+  int64_t per_chunk() const { return has_blocks ? 2 * sums : sums; }
+};
+
+template <class T, class W>
+void chunk_backward(const NormBackward& p, const Partials& cut, int64_t chunk) {
+  using C = Compute<T>;
+  const int64_t first = std::min(chunk * cut.rows_per_chunk, p.rows);
+  const int64_t last = std::min(first + cut.rows_per_chunk, p.rows);
+  const int64_t all = cut.sums * p.columns;
+  C* const chunk_sums =
+      all == 0 ? nullptr : static_cast<C*>(p.workspace) + chunk * cut.per_chunk() * p.columns;
+  C* const sums = cut.has_blocks ? chunk_sums + all : chunk_sums;
+  C* const grad_weight = p.grad_weight == nullptr ? nullptr : sums;
+  C* const grad_bias =
+      p.grad_bias == nullptr ? nullptr : sums + (p.grad_weight == nullptr ? 0 : p.columns);
+  std::fill_n(chunk_sums, all, C(0));
+  for (int64_t block = first; block < last; block += kBlockRows) {
+    const int64_t end = std::min(block + kBlockRows, last);
+    if (cut.has_blocks) std::fill_n(sums, all, C(0));
+    int64_t row = block;
+    for (; row + kGroup <= end; row += kGroup)
+      rows_backward<T, W, kGroup>(p, row, grad_weight, grad_bias);
+    for (; row < end; ++row) rows_backward<T, W, 1>(p, row, grad_weight, grad_bias);
+    for (int64_t i = 0; cut.has_blocks && i < all; ++i) chunk_sums[i] += sums[i];
+  }
+}
+
+/// The sums of one gradient over all chunks; `which` counts the gradients that are wanted.
+template <class W>
+void finish(const NormBackward& p, const Partials& cut, int64_t which, void* out, int64_t begin,
+            int64_t end) {
+  using C = Compute<W>;
+  constexpr int64_t kRun = 512;
+  C sum[kRun];
+  for (int64_t column = begin; column < end; column += kRun) {
+    const int64_t count = std::min(kRun, end - column);
+    std::fill_n(sum, count, C(0));
+    for (int64_t chunk = 0; chunk < cut.chunks; ++chunk) {
+      const C* partial = static_cast<const C*>(p.workspace) +
+                         (chunk * cut.per_chunk() + which) * p.columns + column;
+      for (int64_t i = 0; i < count; ++i) sum[i] += partial[i];
+    }
+    narrow_run(static_cast<W*>(out) + column, sum, count);
+  }
+}
+
+}  // namespace
+
+Status norm(const Norm& p, int64_t begin, int64_t end) {
+  return dispatch_weighted(p.dtype, p.weight_dtype, [&](auto tag, auto weight_tag) {
+    for (int64_t row = begin; row < end; ++row)
+      norm_row<typename decltype(tag)::type, typename decltype(weight_tag)::type>(p, row);
+    return Status{};
+  });
+}
+
+Status norm_backward(const NormBackward& p, int64_t begin, int64_t end) {
+  const Partials cut(p);
+  return dispatch_weighted(p.dtype, p.weight_dtype, [&](auto tag, auto weight_tag) {
+    for (int64_t chunk = begin; chunk < end; ++chunk)
+      chunk_backward<typename decltype(tag)::type, typename decltype(weight_tag)::type>(p, cut,
+                                                                                        chunk);
+    return Status{};
+  });
+}
+
+Status norm_backward_finish(const NormBackward& p, int64_t begin, int64_t end) {
+  const Partials cut(p);
+  return dispatch_floating(p.weight_dtype, [&](auto tag) {
+    using W = typename decltype(tag)::type;
+    int64_t which = 0;
+    if (p.grad_weight != nullptr) finish<W>(p, cut, which++, p.grad_weight, begin, end);
+    if (p.grad_bias != nullptr) finish<W>(p, cut, which, p.grad_bias, begin, end);
+    return Status{};
+  });
+}
+
+}  // namespace TORCHKILN_ISA
+
+#ifdef TORCHKILN_BASELINE
+
+TORCHKILN_DECLARE_VARIANTS(norm)
+TORCHKILN_DECLARE_VARIANTS(norm_backward)
+TORCHKILN_DECLARE_VARIANTS(norm_backward_finish)
+
+Status norm(const Norm& p, int64_t begin, int64_t end) {
+  return TORCHKILN_BEST_VARIANT(norm)(p, begin, end);
+}
+
+int64_t chunk_count(const NormBackward& p) {
+  constexpr int64_t kChunkElements = 1 << 15;  // enough to outweigh the hand-over to a thread
+  constexpr int64_t kMostChunks = 64;
+  // Partial sums of few rows would cost as much as the rows; of few long rows, threads count more.
+  const int64_t most = std::max(p.rows / 32, std::min<int64_t>(p.rows, 8));
+  return std::clamp<int64_t>(p.rows * p.columns / kChunkElements, 1,
+                             std::clamp<int64_t>(most, 1, kMostChunks));
+}
+
+size_t workspace_bytes(const NormBackward& p) {
+  const size_t size_of_sum = p.dtype == Dtype::float64 ? sizeof(double) : sizeof(float);
+  const TORCHKILN_ISA::Partials cut(p);
+  return static_cast<size_t>(cut.chunks * cut.per_chunk() * p.columns) * size_of_sum;
+}
+
+Status norm_backward(const NormBackward& p, int64_t begin, int64_t end) {
+  return TORCHKILN_BEST_VARIANT(norm_backward)(p, begin, end);
+}
+
+Status norm_backward_finish(const NormBackward& p, int64_t begin, int64_t end) {
+  return TORCHKILN_BEST_VARIANT(norm_backward_finish)(p, begin, end);
+}
+
+#endif
+
+}  // namespace torchkiln::cpu
