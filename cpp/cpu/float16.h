@@ -48,6 +48,8 @@ inline float float_of(uint32_t bits) {
   return value;
 }
 
+inline float widen(float value) { return value; }
+inline double widen(double value) { return value; }
 inline float widen(BFloat16 value) { return float_of(uint32_t{value.bits} << 16); }
 
 inline BFloat16 narrow_bfloat16(float value) {
@@ -174,6 +176,45 @@ const C* read_run(C* buffer, const void* from, int64_t offset, int64_t stride, i
       break;
   }
   return buffer;
+}
+
+/// Calls body(run) with a run of elements of which widen() makes the numbers to compute with: the
+/// elements themselves where a loop over them becomes wide instructions, else a copy in `buffer`.
+template <class T, class Body>
+auto with_run(Compute<T>* buffer, const T* from, int64_t stride, int64_t count, const Body& body) {
+  if constexpr (!std::is_same_v<T, Half>) {
+    if (stride == 1) return body(from);
+  }
+  widen_run(buffer, from, stride, count);
+  return body(static_cast<const Compute<T>*>(buffer));
+}
+
+template <class T>
+T narrowed(Compute<T> value) {
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    return narrow_bfloat16(value);
+  } else {
+    return value;
+  }
+}
+
+/// to[i * stride] = result(i), rounded; `buffer` is for results that are rounded together.
+template <class T, class Result>
+void store_run(T* to, int64_t stride, int64_t count, Compute<T>* buffer, const Result& result) {
+  if constexpr (!std::is_same_v<T, Half>) {
+    if (stride == 1) {
+#pragma GCC ivdep
+      for (int64_t i = 0; i < count; ++i) to[i] = narrowed<T>(result(i));
+      return;
+    }
+  }
+#pragma GCC ivdep
+  for (int64_t i = 0; i < count; ++i) buffer[i] = result(i);
+  if (stride == 1) {
+    narrow_run(to, buffer, count);
+  } else {
+    scatter_run(to, stride, buffer, count);
+  }
 }
 
 }  // namespace cpu::TORCHKILN_ISA

@@ -80,15 +80,6 @@ void row_units(const Reduction& p, const Cut& cut, int64_t begin, int64_t end) {
   }
 }
 
-template <class T>
-auto wide(T value) {
-  if constexpr (std::is_floating_point_v<T>) {
-    return value;
-  } else {
-    return widen(value);
-  }
-}
-
 /// sum[i] += the elements (r, i) of the rows begin <= r < end, four of which are added at a time.
 /// row(r, k) reads a row; only its results for different k are there at the same time.
 template <class C, class Row>
@@ -98,12 +89,12 @@ void add_rows(C* sum, int64_t begin, int64_t end, int64_t count, const Row& row)
     const auto *a = row(r, 0), *b = row(r + 1, 1), *c = row(r + 2, 2), *d = row(r + 3, 3);
 #pragma GCC ivdep
     for (int64_t i = 0; i < count; ++i)
-      sum[i] += (wide(a[i]) + wide(b[i])) + (wide(c[i]) + wide(d[i]));
+      sum[i] += (widen(a[i]) + widen(b[i])) + (widen(c[i]) + widen(d[i]));
   }
   for (; r < end; ++r) {
     const auto* a = row(r, 0);
 #pragma GCC ivdep
-    for (int64_t i = 0; i < count; ++i) sum[i] += wide(a[i]);
+    for (int64_t i = 0; i < count; ++i) sum[i] += widen(a[i]);
   }
 }
 

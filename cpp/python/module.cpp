@@ -48,6 +48,14 @@ double number(py::handle argument, const char* op, const char* name) {
   return value;
 }
 
+/// What is beyond 64 bits is out of every range, too: the nearest end of it.
+int64_t integer(py::handle argument, const char* op, const char* name) {
+  const bool is_number = PyIndex_Check(argument.ptr()) && !PyBool_Check(argument.ptr()) &&
+                         !THPVariable_Check(argument.ptr());
+  if (!is_number) refuse(argument, op, name, "an int");
+  return PyNumber_AsSsize_t(argument.ptr(), nullptr);
+}
+
 /// A tensor, or a number as torch wraps it: it takes no part in the promotion of dtypes.
 at::Tensor tensor_or_number(py::handle argument, const char* op, const char* name) {
   if (THPVariable_Check(argument.ptr())) return THPVariable_Unpack(argument.ptr());
@@ -297,6 +305,43 @@ void define_reduction(py::module_& module, const char* op) {
   module.def(op, entry, py::arg("x"), py::arg("dim"), py::arg("keepdim"), py::arg("dtype"));
 }
 
+using SoftmaxOp = at::Tensor (*)(const at::Tensor&, int64_t, double,
+                                 const std::optional<at::Tensor>&, bool);
+
+void define_softmax(py::module_& module, const char* op, SoftmaxOp softmax) {
+  module.def(
+      op,
+      [op, softmax](py::handle x, py::handle dim, py::handle scale, py::handle mask,
+                    py::handle causal) {
+        const at::Tensor& input = tensor(x, op, "x");
+        const int64_t over = integer(dim, op, "dim");
+        const double factor = number(scale, op, "scale");
+        const std::optional<at::Tensor> kept = maybe_tensor(mask, op, "mask");
+        const bool is_causal = flag(causal, op, "causal");
+        return call([&] { return softmax(input, over, factor, kept, is_causal); });
+      },
+      py::arg("x"), py::arg("dim"), py::arg("scale"), py::arg("mask"), py::arg("causal"));
+}
+
+py::object cross_entropy(py::handle logits, py::handle target, py::handle weight,
+                         py::handle ignore_index, py::handle reduction, py::handle label_smoothing,
+                         py::handle z_loss, py::handle dtype, py::handle check_target,
+                         py::handle inplace_backward) {
+  constexpr const char* kOp = "cross_entropy";
+  const at::Tensor& input = tensor(logits, kOp, "logits");
+  const at::Tensor& other = tensor(target, kOp, "target");
+  torchkiln::CrossEntropyOptions options;
+  options.weight = maybe_tensor(weight, kOp, "weight");
+  options.ignore_index = integer(ignore_index, kOp, "ignore_index");
+  options.reduction = word(reduction, kOp, "reduction");
+  options.label_smoothing = number(label_smoothing, kOp, "label_smoothing");
+  options.z_loss = number(z_loss, kOp, "z_loss");
+  options.dtype = dtype_or_none(dtype, kOp, "dtype");
+  options.check_target = flag(check_target, kOp, "check_target");
+  options.inplace_backward = flag(inplace_backward, kOp, "inplace_backward");
+  return call([&] { return torchkiln::cross_entropy(input, other, options); });
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
@@ -322,4 +367,10 @@ PYBIND11_MODULE(_C, module) {
   define_gated(module, "geglu_tanh", &torchkiln::geglu_tanh);
   define_reduction<torchkiln::sum>(module, "sum");
   define_reduction<torchkiln::mean>(module, "mean");
+  define_softmax(module, "softmax", &torchkiln::softmax);
+  define_softmax(module, "log_softmax", &torchkiln::log_softmax);
+  module.def("cross_entropy", &cross_entropy, py::arg("logits"), py::arg("target"),
+             py::arg("weight"), py::arg("ignore_index"), py::arg("reduction"),
+             py::arg("label_smoothing"), py::arg("z_loss"), py::arg("dtype"),
+             py::arg("check_target"), py::arg("inplace_backward"));
 }

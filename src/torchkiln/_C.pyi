@@ -67,3 +67,17 @@ def mean(
     keepdim: bool,
     dtype: torch.dtype | None,
 ) -> Tensor: ...
+def softmax(x: Tensor, dim: int, scale: float, mask: Tensor | None, causal: bool) -> Tensor: ...
+def log_softmax(x: Tensor, dim: int, scale: float, mask: Tensor | None, causal: bool) -> Tensor: ...
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    z_loss: float,
+    dtype: torch.dtype | None,
+    check_target: bool,
+    inplace_backward: bool,
+) -> Tensor: ...

@@ -27,6 +27,7 @@ from torchkiln.activation import (  # noqa: E402
     tanh_,
 )
 from torchkiln.bias_act import bias_act, scale_bias_relu  # noqa: E402
+from torchkiln.cross_entropy import cross_entropy  # noqa: E402
 from torchkiln.dropout import bias_dropout_add, dropout_add  # noqa: E402
 from torchkiln.gated import geglu, geglu_tanh, swiglu  # noqa: E402
 from torchkiln.muladd import muladd  # noqa: E402
@@ -38,6 +39,7 @@ from torchkiln.norm import (  # noqa: E402
 )
 from torchkiln.pointwise import add  # noqa: E402
 from torchkiln.reduction import mean, sum  # noqa: E402
+from torchkiln.softmax import log_softmax, softmax  # noqa: E402
 
 __version__: str = _record["version"]
 
@@ -59,12 +61,14 @@ __all__ = [
     "bias_dropout_add",
     "build_info",
     "cmake_prefix_path",
+    "cross_entropy",
     "dropout_add",
     "geglu",
     "geglu_tanh",
     "gelu",
     "gelu_tanh",
     "layer_norm",
+    "log_softmax",
     "mean",
     "muladd",
     "nn",
@@ -76,6 +80,7 @@ __all__ = [
     "sigmoid_",
     "silu",
     "silu_",
+    "softmax",
     "square",
     "square_",
     "sum",

@@ -106,4 +106,36 @@ TORCHKILN_EXPORT std::tuple<at::Tensor, at::Tensor> add_rms_norm(
     const std::optional<at::Tensor>& weight = std::nullopt,
     std::optional<double> eps = std::nullopt, double offset = 0.0);
 
+/// softmax(x * scale) over dimension `dim`. Where `mask`, which broadcasts to x, is false, an
+/// element takes no part; nor does one whose place in the last dimension is beyond that in the one
+/// before where `causal`. What takes no part counts as -infinity, so that a row of nothing else is
+/// NaN; its gradient is 0. Returns a contiguous tensor of x's shape and dtype. Differentiable, to
+/// any order.
+TORCHKILN_EXPORT at::Tensor softmax(const at::Tensor& x, int64_t dim, double scale = 1.0,
+                                    const std::optional<at::Tensor>& mask = std::nullopt,
+                                    bool causal = false);
+
+/// The logarithm of softmax(), likewise.
+TORCHKILN_EXPORT at::Tensor log_softmax(const at::Tensor& x, int64_t dim, double scale = 1.0,
+                                        const std::optional<at::Tensor>& mask = std::nullopt,
+                                        bool causal = false);
+
+struct CrossEntropyOptions {
+  std::optional<at::Tensor> weight;  // [classes]: of the logits' dtype, or float32 beside a half
+  int64_t ignore_index = -100;
+  std::string_view reduction = "mean";  // none, mean, sum
+  double label_smoothing = 0.0;
+  double z_loss = 0.0;                  // adds z_loss * log(sum of exp(logits))^2, weighted alike
+  std::optional<at::ScalarType> dtype;  // of the loss: that of the logits if not given
+  bool check_target = false;            // waits for the GPU to name a target that is no class
+  bool inplace_backward = false;        // the gradient takes the place of the logits
+};
+
+/// Cross-entropy of logits [classes], [rows, classes] or [rows, classes, ...] and a target: int64
+/// classes, one for each row, or probabilities of the logits' shape and dtype. Nothing of the
+/// logits' size is stored beside their gradient. Differentiable, to any order, by logits and
+/// probabilities.
+TORCHKILN_EXPORT at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& target,
+                                          const CrossEntropyOptions& options = {});
+
 }  // namespace torchkiln

@@ -140,20 +140,29 @@ struct ExactMath {
     const float bounded = x < -104.0f ? -104.0f : x > 89.0f ? 89.0f : x;
     constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
     const float n = (bounded * 1.44269504f + kRound) - kRound;
-    const float r = (bounded - n * 0.693359375f) + n * 2.12194440e-4f;
-    float p = 1.3950486e-3f;
-    p = p * r + 8.3688879e-3f;
-    p = p * r + 4.1666206e-2f;
-    p = p * r + 1.6666519e-1f;
-    p = p * r + 5.0000001e-1f;
-    p = p * (r * r) + r + 1.0f;
+    const float p = exp_of_rest(bounded, n);
     const int32_t whole = static_cast<int32_t>(n);
     const int32_t half = whole >> 1;
     return p * power_of_two(half) * power_of_two(whole - half);
   }
 
-  /// The same with the series to the thirteenth power. Not the C library's, whose exp is bound to a
-  /// newer glibc than wheels may ask for.
+  /// The same for what is at most 88, in two thirds of the time: 0 where the result is below the
+  /// smallest normal number. Then n + 127 is 0, and it is an exponent as it stands.
+  TORCHKILN_FUNCTION static float exp_or_zero(float x) {
+    const float bounded = x < -88.0f ? -88.0f : x;
+    constexpr float kRound = 12582912.0f + 127.0f;
+    const float shifted = bounded * 1.44269504f + kRound;
+    int32_t bits;
+    std::memcpy(&bits, &shifted, sizeof(bits));
+    bits = static_cast<int32_t>(static_cast<uint32_t>(bits) << 23);
+    float power;
+    std::memcpy(&power, &bits, sizeof(power));
+    return exp_of_rest(bounded, shifted - kRound) * power;
+  }
+  TORCHKILN_FUNCTION static double exp_or_zero(double x) { return exp(x); }
+
+  /// exp of double, the same with the series to the thirteenth power. Not the C library's, whose
+  /// exp is bound to a newer glibc than wheels may ask for.
   TORCHKILN_FUNCTION static double exp(double x) {
     const double bounded = x < -746.0 ? -746.0 : x > 710.0 ? 710.0 : x;
     constexpr double kRound = 6755399441055744.0;  // 1.5 * 2^52
@@ -214,6 +223,16 @@ struct ExactMath {
   }
 
  private:
+  /// e^(x - n ln(2)), where that is at most the root of 2 and at least that of 1/2.
+  TORCHKILN_FUNCTION static float exp_of_rest(float x, float n) {
+    const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    float p = 1.3950486e-3f;
+    p = p * r + 8.3688879e-3f;
+    p = p * r + 4.1666206e-2f;
+    p = p * r + 1.6666519e-1f;
+    p = p * r + 5.0000001e-1f;
+    return p * (r * r) + r + 1.0f;
+  }
   TORCHKILN_FUNCTION static float power_of_two(int32_t n) {
     const int32_t bits = (n + 127) << 23;
     float value;

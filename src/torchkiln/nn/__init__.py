@@ -4,7 +4,9 @@ from torchkiln.nn.activation import GELU, ReLU, Sigmoid, SiLU, Tanh
 from torchkiln.nn.bias_act import BiasAct, ScaleBiasReLU
 from torchkiln.nn.dropout import BiasDropoutAdd, DropoutAdd
 from torchkiln.nn.gated import GEGLU, SwiGLU
+from torchkiln.nn.loss import CrossEntropyLoss
 from torchkiln.nn.norm import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
+from torchkiln.nn.softmax import LogSoftmax, Softmax
 
 __all__ = [
     "GEGLU",
@@ -13,13 +15,16 @@ __all__ = [
     "AddRMSNorm",
     "BiasAct",
     "BiasDropoutAdd",
+    "CrossEntropyLoss",
     "DropoutAdd",
     "LayerNorm",
+    "LogSoftmax",
     "RMSNorm",
     "ReLU",
     "ScaleBiasReLU",
     "SiLU",
     "Sigmoid",
+    "Softmax",
     "SwiGLU",
     "Tanh",
 ]

@@ -26,6 +26,11 @@ def normal(
     return values.to(dtype).to(device)
 
 
+def scaled(tensor: Tensor, factor: float) -> Tensor:
+    """Other values of the kind; classes and masks have no scale and stay."""
+    return tensor * factor if tensor.is_floating_point() else tensor
+
+
 @dataclass(frozen=True)
 class Placed:
     """A tensor inside a larger buffer whose other elements are sentinels."""

@@ -19,7 +19,10 @@ FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Sample:
-    """One named call. Tensors are positional arguments; everything else may be a keyword.
+    """One named call. What is a tensor in every call is a positional argument.
+
+    Tensors among the keywords (masks, weights) go where the others go, but only the positional ones
+    are laid out anew, differentiated and traced as inputs.
 
     An op that draws random numbers has a ``seed`` in its samples: every call of such a sample
     starts torch's generators from it, so that the op and its reference draw the same numbers.
@@ -43,7 +46,8 @@ class Sample:
     def map(self, function: Callable[[Tensor], Tensor]) -> Sample:
         """The same call with ``function`` applied to every tensor."""
         args = tuple(function(a) if isinstance(a, Tensor) else a for a in self.args)
-        return replace(self, args=args)
+        kwargs = {k: function(a) if isinstance(a, Tensor) else a for k, a in self.kwargs.items()}
+        return replace(self, args=args, kwargs=kwargs)
 
     def substitute(self, position: int, value: Any, suffix: str = "") -> Sample:
         """The same call with the argument at ``position`` exchanged."""

@@ -21,6 +21,8 @@ struct ClassTarget {
 /// For each row, with lse = log(sum of exp(logits)) and w the weight of its target class, 0 where
 /// the row is ignored and 1 beside probabilities:
 ///   loss = sum over the classes of q * (lse - logits) + z_loss * w * lse^2
+///   mass = (sum of q + 2 * z_loss * w * lse) * exp(log_sum_exp - lse), 0 where the row is ignored
+/// mass makes up for log_sum_exp, which is lse rounded: of large logits the rounding would show.
 struct CrossEntropy {
   const void* logits;  // [rows, classes], classes adjacent
   Dtype dtype;
@@ -32,12 +34,12 @@ struct CrossEntropy {
   // All of the compute type:
   void* loss;           // [rows]
   void* log_sum_exp;    // [rows]
-  void* mass;           // [rows]: the sum of q; 0 where the row is ignored
+  void* mass;           // [rows]: what exp(logits - log_sum_exp) counts for in the gradient
   void* target_weight;  // [rows]: w
 };
 
-/// grad_logits = scale * (mass * softmax(logits) - q + 2 * z_loss * w * lse * softmax(logits)),
-/// 0 where the row is ignored; scale is the row's grad, divided by `divisor` where there is one.
+/// grad_logits = scale * (mass * exp(logits - log_sum_exp) - q), 0 where the row is ignored; scale
+/// is the row's grad, divided by `divisor` where there is one.
 struct CrossEntropyBackward {
   const void* grad;  // [rows] of grad_dtype
   Dtype grad_dtype;

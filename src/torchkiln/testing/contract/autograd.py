@@ -12,6 +12,7 @@ from torchkiln.testing.check import check
 from torchkiln.testing.compare import (
     Where,
     each,
+    exact,
     half_step,
     outputs,
     require,
@@ -20,7 +21,7 @@ from torchkiln.testing.compare import (
     require_values,
 )
 from torchkiln.testing.contract.gradients import incoming
-from torchkiln.testing.data import normal
+from torchkiln.testing.data import normal, scaled
 from torchkiln.testing.spec import FLOATING, OpSpec, Result, Sample
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def vmap(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     positions = sample.positions
     for mapped in (*((i,) for i in positions), positions):
         stacks = [
-            torch.stack([a * factor for factor in (1.0, -2.0, 0.5)], dim=-1)
+            torch.stack([scaled(a, factor) for factor in (1.0, -2.0, 0.5)], dim=-1)
             for a in sample.take(mapped)
         ]
         found = torch.func.vmap(sample.bind(spec.op, mapped), in_dims=-1)(*stacks)
@@ -109,7 +110,7 @@ def require_tangents(found: Result, sample: Sample, where: Where) -> None:
         total = sum((b * v).sum() for b, v in zip(back, along, strict=True))
         return torch.autograd.grad(total, u)  # type: ignore[arg-type]
 
-    truth = sample.map(lambda t: t.detach().double())
+    truth = exact(sample)
     wide = tuple(v.double() for v in directions)
     expected = product(spec.reference, truth, wide)
     terms = spec.gradient_magnitude or spec.reference

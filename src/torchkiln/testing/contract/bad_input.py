@@ -37,6 +37,7 @@ ACCEPTED: dict[str, tuple[type, ...]] = {
     "Optional[Tensor]": (Tensor, type(None)),
     "float": (float, int),
     "Optional[float]": (float, int, type(None)),
+    "int": (int,),
     "bool": (bool,),
     "str": (str,),
     "Optional[List[int]]": (int, tuple, list, type(None)),

@@ -25,6 +25,7 @@ from torchkiln.testing.compare import (
 )
 from torchkiln.testing.contract.gradients import incoming
 from torchkiln.testing.contract.values import available_memory
+from torchkiln.testing.data import scaled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -107,7 +108,7 @@ def graph_capture(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> Non
     with torch.cuda.graph(graph):
         results, found = forward_and_backward(spec, static, static_grads)
     for factor in (1.0, -3.0, 0.5):
-        fresh = sample.map(lambda t, f=factor: t * f)  # type: ignore[misc]
+        fresh = sample.map(lambda t, f=factor: scaled(t, f))  # type: ignore[misc]
         with torch.no_grad():
             for i in fresh.positions:
                 static.args[i].copy_(fresh.args[i])

@@ -3,9 +3,11 @@
 from torchkiln.testing.spec import OpSpec
 from torchkiln.testing.specs import activation, dropout, gated, norm
 from torchkiln.testing.specs.bias_act import BIAS_ACT
+from torchkiln.testing.specs.cross_entropy import CROSS_ENTROPY
 from torchkiln.testing.specs.muladd import MULADD
 from torchkiln.testing.specs.pointwise import ADD
 from torchkiln.testing.specs.reduction import MEAN, SUM
+from torchkiln.testing.specs.softmax import LOG_SOFTMAX, SOFTMAX
 
 FAMILIES: dict[str, tuple[OpSpec, ...]] = {
     "pointwise": (ADD,),
@@ -24,6 +26,8 @@ FAMILIES: dict[str, tuple[OpSpec, ...]] = {
     "dropout": (dropout.DROPOUT_ADD, dropout.BIAS_DROPOUT_ADD),
     "reduction": (SUM, MEAN),
     "norm": (norm.LAYER_NORM, norm.RMS_NORM, norm.ADD_LAYER_NORM, norm.ADD_RMS_NORM),
+    "softmax": (SOFTMAX, LOG_SOFTMAX),
+    "cross_entropy": (CROSS_ENTROPY,),
 }
 
 SPECS = tuple(spec for family in FAMILIES.values() for spec in family)

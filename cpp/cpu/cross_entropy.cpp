@@ -1,0 +1,271 @@
+#include "torchkiln/kernels/cross_entropy.h"
+
+#include <algorithm>
+
+#include "exponentials.h"
+#include "isa.h"
+#include "lanes.h"
+
+namespace torchkiln::cpu {
+namespace TORCHKILN_ISA {
+namespace {
+
+constexpr Status kOutOfRange{
+    "target: a class is out of range; each has to be at least 0 and less than the number of "
+    "classes, or ignore_index"};
+
+/// What a row is compared with: q without the share that the target class gets alone.
+template <class T>
+class Distribution {
+ public:
+  using C = Compute<T>;
+
+  Distribution(const ClassTarget& target, int64_t classes)
+      : target_(target),
+        weight_(static_cast<const C*>(target.weight)),
+        own_(1.0 - target.label_smoothing),
+        spread_(target.label_smoothing / static_cast<double>(classes)) {
+    if (is_even()) std::fill_n(even_, std::min(kPiece, classes), static_cast<C>(spread_));
+  }
+
+  /// Whether there is more than the target class.
+  bool is_wide() const { return target_.index == nullptr || target_.label_smoothing != 0; }
+  /// The share that the target class of weight w gets alone, and its q.
+  double own(double w) const { return own_ * w; }
+  double whole(double w) const { return own_ * w + spread_ * w; }
+  double weight(int64_t index) const {
+    return weight_ == nullptr ? 1.0 : static_cast<double>(weight_[index]);
+  }
+
+  /// q of the classes from `at` on, at most kPiece of them.
+  const C* read(C* buffer, int64_t row, int64_t at, int64_t count) const {
+    if (is_even()) return even_;
+    const C own = static_cast<C>(own_);
+    const C spread = static_cast<C>(spread_);
+    if (target_.index == nullptr) {
+      const int64_t offset = row * target_.probabilities_row_stride + at;
+      const C* given =
+          read_run(buffer, target_.probabilities, offset, /*stride=*/1, count, DtypeOf<T>::value);
+      if (weight_ == nullptr && target_.label_smoothing == 0) return given;
+      for (int64_t i = 0; i < count; ++i) buffer[i] = own * given[i] + spread;
+      for (int64_t i = 0; weight_ != nullptr && i < count; ++i) buffer[i] *= weight_[at + i];
+    } else {
+      for (int64_t i = 0; i < count; ++i) buffer[i] = spread * weight_[at + i];
+    }
+    return buffer;
+  }
+
+  /// The sum of q of the first classes, given as it was added up: that of equal numbers is known.
+  double mass(double added, int64_t classes) const {
+    return is_even() ? spread_ * static_cast<double>(classes) : added;
+  }
+
+ private:
+  bool is_even() const { return target_.index != nullptr && weight_ == nullptr; }
+
+  const ClassTarget& target_;
+  const C* weight_;
+  double own_;
+  double spread_;
+  C even_[kPiece];
+};
+
+/// The target class, -1 beside probabilities, -2 when the row is ignored. False when it is none.
+constexpr int64_t kNoClass = -1;
+constexpr int64_t kIgnored = -2;
+
+bool read_target(const ClassTarget& target, int64_t row, int64_t classes, int64_t& index) {
+  index = target.index == nullptr ? kNoClass : target.index[row];
+  if (target.index == nullptr) return true;
+  if (index == target.ignore_index) {
+    index = kIgnored;
+    return true;
+  }
+  return index >= 0 && index < classes;
+}
+
+template <class T>
+void row_loss(const CrossEntropy& p, const Distribution<T>& distribution, int64_t row,
+              int64_t index) {
+  using C = Compute<T>;
+  const T* logits = static_cast<const T*>(p.logits) + row * p.row_stride;
+  C buffer[kPiece], q_buffer[kPiece], powers[kPiece];
+  ExponentialSum<C> sum;
+  // The sums of q and of q * (logit - shift), which moves along when the shift does.
+  double mass = 0;
+  double below = 0;
+  for (int64_t at = 0; at < p.classes; at += kPiece) {
+    const int64_t count = std::min(kPiece, p.classes - at);
+    with_run(buffer, logits + at, /*stride=*/1, count, [&](const auto* values) {
+      const C before = sum.shift();
+      sum.add(values, count, powers);
+      if (!distribution.is_wide()) return;
+      const C shift = sum.shift();
+      if (shift != before)
+        below -= mass * (static_cast<double>(shift) - static_cast<double>(before));
+      const C* q = distribution.read(q_buffer, row, at, count);
+      double sums[2];
+      sum_lanes<C>(sums, count, [&](int64_t i, auto lanes, Lanes<C>* terms) {
+        const Lanes<C> shares = load_lanes(q + i, lanes);
+        terms[0] += shares * (load_lanes(values + i, lanes) - shift);
+        terms[1] += shares;
+      });
+      below += sums[0];
+      mass = distribution.mass(mass + sums[1], at + count);
+    });
+  }
+  const double shift = static_cast<double>(sum.shift());
+  const double logarithm = log_of(sum.sum());
+  const double log_sum_exp = shift + logarithm;
+  const double w = index == kNoClass ? 1.0 : distribution.weight(index);
+  double loss = distribution.is_wide() ? mass * logarithm - below : 0.0;
+  if (index != kNoClass) {
+    const double own = distribution.own(w);
+    C logit;
+    widen_run(&logit, logits + index, /*stride=*/1, 1);
+    mass += own;
+    loss += own * (logarithm - (static_cast<double>(logit) - shift));
+  }
+  if (p.z_loss != 0) loss += p.z_loss * w * log_sum_exp * log_sum_exp;
+  const C stored = static_cast<C>(log_sum_exp);
+  // exp(logit - stored) misses the softmax by this factor.
+  const double correction = ExactMath::exp((static_cast<double>(stored) - shift) - logarithm);
+  static_cast<C*>(p.loss)[row] = static_cast<C>(loss);
+  static_cast<C*>(p.log_sum_exp)[row] = stored;
+  static_cast<C*>(p.mass)[row] =
+      static_cast<C>((mass + 2 * p.z_loss * w * log_sum_exp) * correction);
+  static_cast<C*>(p.target_weight)[row] = static_cast<C>(w);
+}
+
+template <class T>
+Status losses(const CrossEntropy& p, int64_t begin, int64_t end) {
+  using C = Compute<T>;
+  const Distribution<T> distribution(p.target, p.classes);
+  for (int64_t row = begin; row < end; ++row) {
+    int64_t index;
+    if (!read_target(p.target, row, p.classes, index)) return kOutOfRange;
+    if (index == kIgnored) {
+      for (void* out : {p.loss, p.log_sum_exp, p.mass, p.target_weight})
+        static_cast<C*>(out)[row] = C(0);
+    } else {
+      row_loss(p, distribution, row, index);
+    }
+  }
+  return {};
+}
+
+template <class T>
+void row_gradient(const CrossEntropyBackward& p, const Distribution<T>& distribution, int64_t row,
+                  int64_t index, Compute<T> scale) {
+  using C = Compute<T>;
+  const T* logits = static_cast<const T*>(p.logits) + row * p.row_stride;
+  T* grad_logits = static_cast<T*>(p.grad_logits) + row * p.grad_logits_row_stride;
+  const C log_sum_exp = static_cast<const C*>(p.log_sum_exp)[row];
+  const C factor = static_cast<const C*>(p.mass)[row] * scale;
+  // The gradient may overwrite the logit.
+  C at_target = 0;
+  if (index != kNoClass) {
+    C logit;
+    widen_run(&logit, logits + index, /*stride=*/1, 1);
+    const C q = static_cast<C>(distribution.whole(distribution.weight(index)));
+    at_target = factor * ExactMath::exp_or_zero(logit - log_sum_exp) - scale * q;
+  }
+  C buffer[kPiece], q_buffer[kPiece], results[kPiece];
+  for (int64_t at = 0; at < p.classes; at += kPiece) {
+    const int64_t count = std::min(kPiece, p.classes - at);
+    with_run(buffer, logits + at, /*stride=*/1, count, [&](const auto* values) {
+      const auto softmax = [=](int64_t i) {
+        return factor * ExactMath::exp_or_zero(widen(values[i]) - log_sum_exp);
+      };
+      if (distribution.is_wide()) {
+        const C* q = distribution.read(q_buffer, row, at, count);
+        store_run(grad_logits + at, /*stride=*/1, count, results,
+                  [=](int64_t i) { return softmax(i) - scale * q[i]; });
+      } else {
+        store_run(grad_logits + at, /*stride=*/1, count, results, softmax);
+      }
+    });
+  }
+  if (index != kNoClass) narrow_run(grad_logits + index, &at_target, 1);
+}
+
+template <class T>
+Status gradients(const CrossEntropyBackward& p, int64_t begin, int64_t end) {
+  using C = Compute<T>;
+  const Distribution<T> distribution(p.target, p.classes);
+  const C divisor = p.divisor == nullptr ? C(1) : *static_cast<const C*>(p.divisor);
+  for (int64_t row = begin; row < end; ++row) {
+    int64_t index;
+    if (!read_target(p.target, row, p.classes, index)) return kOutOfRange;
+    if (index == kIgnored) {
+      T* grad_logits = static_cast<T*>(p.grad_logits) + row * p.grad_logits_row_stride;
+      std::fill_n(grad_logits, p.classes, T{});
+      continue;
+    }
+    C grad = 0;
+    const C scale =
+        *read_run(&grad, p.grad, row * p.grad_stride, /*stride=*/1, 1, p.grad_dtype) / divisor;
+    row_gradient(p, distribution, row, index, scale);
+  }
+  return {};
+}
+
+template <class C>
+double sum_of_rows(const void* values, int64_t rows) {
+  Cascade sum;
+  for (int64_t row = 0; row < rows; row += kBlock<C>)
+    sum.add(static_cast<double>(
+        sum_of(static_cast<const C*>(values) + row, std::min(kBlock<C>, rows - row))));
+  return sum.total();
+}
+
+}  // namespace
+
+Status cross_entropy(const CrossEntropy& p, int64_t begin, int64_t end) {
+  return dispatch_floating(
+      p.dtype, [&](auto tag) { return losses<typename decltype(tag)::type>(p, begin, end); });
+}
+
+Status cross_entropy_backward(const CrossEntropyBackward& p, int64_t begin, int64_t end) {
+  return dispatch_floating(
+      p.dtype, [&](auto tag) { return gradients<typename decltype(tag)::type>(p, begin, end); });
+}
+
+Status loss_sum(const LossSum& p) {
+  return dispatch_floating(p.dtype, [&](auto tag) {
+    using C = Compute<typename decltype(tag)::type>;
+    return dispatch_floating(p.out_dtype, [&](auto out_tag) {
+      using Out = typename decltype(out_tag)::type;
+      double total = sum_of_rows<C>(p.loss, p.rows);
+      if (p.mean) {
+        const double divisor = sum_of_rows<C>(p.target_weight, p.rows);
+        total /= divisor;
+        *static_cast<C*>(p.divisor) = static_cast<C>(divisor);
+      }
+      narrow(static_cast<Out*>(p.out), total);
+      return Status{};
+    });
+  });
+}
+
+}  // namespace TORCHKILN_ISA
+
+#ifdef TORCHKILN_BASELINE
+
+TORCHKILN_DECLARE_VARIANTS(cross_entropy)
+TORCHKILN_DECLARE_VARIANTS(cross_entropy_backward)
+TORCHKILN_DECLARE_VARIANTS(loss_sum)
+
+Status cross_entropy(const CrossEntropy& p, int64_t begin, int64_t end) {
+  return TORCHKILN_BEST_VARIANT(cross_entropy)(p, begin, end);
+}
+
+Status cross_entropy_backward(const CrossEntropyBackward& p, int64_t begin, int64_t end) {
+  return TORCHKILN_BEST_VARIANT(cross_entropy_backward)(p, begin, end);
+}
+
+Status loss_sum(const LossSum& p) { return TORCHKILN_BEST_VARIANT(loss_sum)(p); }
+
+#endif
+
+}  // namespace torchkiln::cpu

@@ -1,0 +1,270 @@
+#include "torchkiln/kernels/softmax.h"
+
+#include <algorithm>
+
+#include "elementwise.h"
+#include "exponentials.h"
+#include "isa.h"
+#include "lanes.h"
+#include "softmax_columns.h"
+
+namespace torchkiln::cpu {
+namespace TORCHKILN_ISA {
+namespace {
+
+// Neighbouring rows are computed side by side, as columns, where so many lie along the innermost
+// dimension, or where rows are so short that one alone would not fill the wide instructions.
+constexpr int64_t kFewestColumns = 16;
+constexpr int64_t kShort = 31;
+// Exponentials of a row that are kept in the first-level cache, and pieces of one where they are
+// kept in the results.
+constexpr int64_t kKept = 4 * kPiece;
+constexpr int64_t kMostPieces = 1024;
+
+/// The elements of a row that take part: those of the first `visible` where `mask`, if there is
+/// one, is true.
+struct RowPart {
+  int64_t visible;
+  const bool* mask;
+};
+
+/// Walks over the rows and tells the part of each.
+class RowParts {
+ public:
+  RowParts(const RowMask& mask, int64_t length, int64_t row)
+      : mask_(mask), length_(length), cursor_(mask.rows, row), row_(row) {}
+
+  RowPart next() {
+    RowPart part{length_, nullptr};
+    if (mask_.causal) part.visible = std::min(length_, row_ % mask_.queries + 1);
+    if (mask_.data != nullptr) {
+      const bool* data = mask_.data + cursor_.offset[0];
+      if (mask_.stride == 1) {
+        part.mask = data;
+      } else if (!*data) {
+        part.visible = 0;
+      }
+      cursor_.advance(mask_.rows, 1);
+    }
+    ++row_;
+    return part;
+  }
+
+ private:
+  const RowMask& mask_;
+  int64_t length_;
+  Cursor<1, 1> cursor_;
+  int64_t row_;
+};
+
+/// Calls body(values) with a piece of a row of x as it counts: scaled, and -infinity where an
+/// element takes no part.
+template <class T, class Body>
+void with_piece(Compute<T>* buffer, const T* x, int64_t stride, Compute<T> scale,
+                const RowPart& part, int64_t at, int64_t count, const Body& body) {
+  using C = Compute<T>;
+  if (part.mask == nullptr && scale == C(1))
+    return with_run(buffer, x + at * stride, stride, count, body);
+  widen_run(buffer, x + at * stride, stride, count);
+  const bool* mask = part.mask + at;
+  if (part.mask == nullptr) {
+    for (int64_t i = 0; i < count; ++i) buffer[i] *= scale;
+  } else {
+    for (int64_t i = 0; i < count; ++i) buffer[i] = mask[i] ? buffer[i] * scale : -kInfinity<C>;
+  }
+  body(static_cast<const C*>(buffer));
+}
+
+/// to[i * stride] = value for begin <= i < end
+template <class T>
+void fill(T* to, int64_t stride, int64_t begin, int64_t end, Compute<T> value) {
+  T rounded;
+  narrow_run(&rounded, &value, 1);
+  for (int64_t i = begin; i < end; ++i) to[i * stride] = rounded;
+}
+
+template <class T>
+void softmax_row(const Softmax& p, const RowPart& part, const T* x, T* y) {
+  using C = Compute<T>;
+  const C scale = static_cast<C>(p.scale);
+  C buffer[kPiece], scratch[kKept];
+  // The exponentials relative to the shift of their piece, where they can be kept.
+  C shifts[kMostPieces];
+  C* kept = nullptr;
+  if constexpr (std::is_same_v<T, C>) {
+    if (p.inner == 1 && part.visible <= kMostPieces * kPiece) kept = y;
+  }
+  if (kept == nullptr && part.visible <= kKept) kept = scratch;
+  if (p.log) kept = nullptr;
+  const auto for_pieces = [&](const auto& body) {
+    for (int64_t at = 0; at < part.visible; at += kPiece) {
+      const int64_t count = std::min(kPiece, part.visible - at);
+      with_piece(buffer, x, p.stride, scale, part, at, count,
+                 [&](const auto* values) { body(values, at, count); });
+    }
+  };
+  ExponentialSum<C> sum;
+  for_pieces([&](const auto* values, int64_t at, int64_t count) {
+    sum.add(values, count, kept == nullptr ? scratch : kept + at);
+    if (kept != nullptr) shifts[at / kPiece] = sum.shift();
+  });
+  const C shift = sum.shift();
+  const C factor = static_cast<C>(1.0 / sum.sum());
+  const C logarithm = static_cast<C>(log_of(sum.sum()));
+  if (p.log) {
+    for_pieces([&](const auto* values, int64_t at, int64_t count) {
+      store_run(y + at * p.inner, p.inner, count, scratch,
+                [=](int64_t i) { return (widen(values[i]) - shift) - logarithm; });
+    });
+  } else if (kept == nullptr) {
+    for_pieces([&](const auto* values, int64_t at, int64_t count) {
+      store_run(y + at * p.inner, p.inner, count, scratch, [=](int64_t i) {
+        return ExactMath::exp_or_zero(widen(values[i]) - shift) * factor;
+      });
+    });
+  } else {
+    for (int64_t at = 0; at < part.visible; at += kPiece) {
+      // Only of a piece without any value above -infinity is the shift not the smaller one.
+      const double step = static_cast<double>(shifts[at / kPiece]) - static_cast<double>(shift);
+      const C by = static_cast<C>(ExactMath::exp(step < 0 ? step : 0.0) / sum.sum());
+      const C* powers = kept + at;
+      store_run(y + at * p.inner, p.inner, std::min(kPiece, part.visible - at), buffer,
+                [=](int64_t i) { return powers[i] * by; });
+    }
+  }
+  // NaN where the sum is.
+  fill(y, p.inner, part.visible, p.length, p.log ? -kInfinity<C> - logarithm : factor * C(0));
+}
+
+template <class T>
+void softmax_backward_row(const SoftmaxBackward& p, const RowPart& part, const T* grad, const T* y,
+                          T* grad_x) {
+  using C = Compute<T>;
+  const C scale = static_cast<C>(p.scale);
+  C grad_buffer[kPiece], y_buffer[kPiece], results[kPiece];
+  const auto for_pieces = [&](int64_t end, const auto& body) {
+    for (int64_t at = 0; at < end; at += kPiece) {
+      const int64_t count = std::min(kPiece, end - at);
+      with_run(grad_buffer, grad + at * p.stride, p.stride, count, [&](const auto* g) {
+        with_run(y_buffer, y + at * p.inner, p.inner, count,
+                 [&](const auto* out) { body(g, out, at, count); });
+      });
+    }
+  };
+  double total = 0;
+  for_pieces(p.log ? p.length : part.visible,
+             [&](const auto* g, const auto* out, int64_t, int64_t count) {
+               double sum[1];
+               sum_lanes<C>(sum, count, [&](int64_t i, auto lanes, Lanes<C>* terms) {
+                 const Lanes<C> term = load_lanes(g + i, lanes);
+                 terms[0] += p.log ? term : term * load_lanes(out + i, lanes);
+               });
+               total += sum[0];
+             });
+  const C sum = static_cast<C>(total);
+  for_pieces(part.visible, [&](const auto* g, const auto* out, int64_t at, int64_t count) {
+    T* to = grad_x + at * p.inner;
+    const auto store = [&](const auto& gradient) {
+      if (part.mask == nullptr) return store_run(to, p.inner, count, results, gradient);
+      const bool* mask = part.mask + at;
+      store_run(to, p.inner, count, results,
+                [=](int64_t i) { return mask[i] ? gradient(i) : C(0); });
+    };
+    if (p.log) {
+      store([=](int64_t i) {
+        return (widen(g[i]) - ExactMath::exp_or_zero(widen(out[i])) * sum) * scale;
+      });
+    } else {
+      store([=](int64_t i) { return (widen(g[i]) - sum) * widen(out[i]) * scale; });
+    }
+  });
+  fill(grad_x, p.inner, part.visible, p.length, C(0));
+}
+
+/// Calls row(x_offset, y_offset, part) for each of the rows begin <= row < end or, for as many as
+/// lie side by side, columns(x_offset, x_column_stride, y_offset, y_column_stride, count). What is
+/// called x here is the operand with strides, y those that are contiguous.
+template <class Arguments, class Row, class Beside>
+void for_rows(const Arguments& p, int64_t begin, int64_t end, const Row& row,
+              const Beside& columns) {
+  const bool is_short = p.inner == 1 && p.length <= kShort && p.outer >= kFewestColumns;
+  const bool has_columns = (is_short || p.inner >= kFewestColumns) && !p.mask.any();
+  RowParts parts(p.mask, p.length, begin);
+  for (int64_t at = begin; at < end;) {
+    const int64_t inner = at % p.inner;
+    const int64_t outer = at / p.inner;
+    const int64_t x_offset = outer * p.outer_stride + inner * p.inner_stride;
+    const int64_t y_offset = outer * p.length * p.inner + inner;
+    if (!has_columns) {
+      row(x_offset, y_offset, parts.next());
+      ++at;
+      continue;
+    }
+    const int64_t count = std::min({kColumns, end - at, is_short ? end - at : p.inner - inner});
+    columns(x_offset, is_short ? p.outer_stride : p.inner_stride, y_offset, is_short ? p.length : 1,
+            count);
+    at += count;
+  }
+}
+
+}  // namespace
+
+Status softmax(const Softmax& p, int64_t begin, int64_t end) {
+  return dispatch_floating(p.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const T* x = static_cast<const T*>(p.x);
+    T* y = static_cast<T*>(p.y);
+    for_rows(
+        p, begin, end,
+        [&](int64_t x_offset, int64_t y_offset, const RowPart& part) {
+          softmax_row(p, part, x + x_offset, y + y_offset);
+        },
+        [&](int64_t x_offset, int64_t x_column, int64_t y_offset, int64_t y_column, int64_t count) {
+          const Columns<const T> from{x + x_offset, p.stride, x_column};
+          const Columns<T> to{y + y_offset, p.inner, y_column};
+          softmax_columns(p, from, to, count);
+        });
+    return Status{};
+  });
+}
+
+Status softmax_backward(const SoftmaxBackward& p, int64_t begin, int64_t end) {
+  return dispatch_floating(p.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const T* grad = static_cast<const T*>(p.grad);
+    const T* y = static_cast<const T*>(p.y);
+    T* grad_x = static_cast<T*>(p.grad_x);
+    for_rows(
+        p, begin, end,
+        [&](int64_t grad_offset, int64_t y_offset, const RowPart& part) {
+          softmax_backward_row(p, part, grad + grad_offset, y + y_offset, grad_x + y_offset);
+        },
+        [&](int64_t grad_offset, int64_t grad_column, int64_t y_offset, int64_t y_column,
+            int64_t count) {
+          const Columns<const T> grads{grad + grad_offset, p.stride, grad_column};
+          const Columns<const T> outputs{y + y_offset, p.inner, y_column};
+          const Columns<T> to{grad_x + y_offset, p.inner, y_column};
+          softmax_backward_columns(p, grads, outputs, to, count);
+        });
+    return Status{};
+  });
+}
+
+}  // namespace TORCHKILN_ISA
+
+#ifdef TORCHKILN_BASELINE
+
+TORCHKILN_DECLARE_VARIANTS(softmax)
+TORCHKILN_DECLARE_VARIANTS(softmax_backward)
+
+Status softmax(const Softmax& p, int64_t begin, int64_t end) {
+  return TORCHKILN_BEST_VARIANT(softmax)(p, begin, end);
+}
+
+Status softmax_backward(const SoftmaxBackward& p, int64_t begin, int64_t end) {
+  return TORCHKILN_BEST_VARIANT(softmax_backward)(p, begin, end);
+}
+
+#endif
+
+}  // namespace torchkiln::cpu

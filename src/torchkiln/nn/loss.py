@@ -1,0 +1,75 @@
+"""Modules of losses."""
+
+import torch
+from torch import Tensor, nn
+
+from torchkiln.cross_entropy import cross_entropy
+
+
+class CrossEntropyLoss(nn.Module):
+    """The cross-entropy of logits and classes or probabilities.
+
+    As :class:`torch.nn.CrossEntropyLoss`, and with the same ``state_dict``; the arguments beyond
+    are those of :func:`torchkiln.cross_entropy`.
+
+    Args:
+        weight: ``[classes]``, or None for ones; a buffer.
+        ignore_index: the target class of rows that count for nothing.
+        reduction: none, mean or sum.
+        label_smoothing: the share that is spread evenly over the classes.
+        z_loss: the factor of ``log(sum(exp(logits)))**2``.
+        dtype: of the loss.
+        check_target: whether to name a target that is no class; it waits for the GPU.
+        inplace_backward: whether the gradient takes the place of the logits.
+
+    Shape:
+        logits ``[classes]``, ``[rows, classes]`` or ``[rows, classes, ...]``; target the same
+        without the classes, or the same for probabilities.
+    """
+
+    weight: Tensor | None
+
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        *,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        dtype: torch.dtype | None = None,
+        check_target: bool = False,
+        inplace_backward: bool = False,
+    ) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self.ignore_index = ignore_index
+        self.reduction = reduction
+        self.label_smoothing = label_smoothing
+        self.z_loss = z_loss
+        self.dtype = dtype
+        self.check_target = check_target
+        self.inplace_backward = inplace_backward
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        """Returns the loss."""
+        return cross_entropy(
+            logits,
+            target,
+            weight=self.weight,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+            z_loss=self.z_loss,
+            dtype=self.dtype,
+            check_target=self.check_target,
+            inplace_backward=self.inplace_backward,
+        )
+
+    def extra_repr(self) -> str:
+        """The settings, for ``repr``."""
+        return (
+            f"ignore_index={self.ignore_index}, reduction={self.reduction!r}, "
+            f"label_smoothing={self.label_smoothing}, z_loss={self.z_loss}, dtype={self.dtype}, "
+            f"check_target={self.check_target}, inplace_backward={self.inplace_backward}"
+        )

@@ -1,0 +1,40 @@
+"""Modules of softmax and its logarithm."""
+
+from torch import Tensor, nn
+
+from torchkiln.softmax import log_softmax, softmax
+
+
+class Softmax(nn.Module):
+    """``exp(x * scale) / sum(exp(x * scale))`` over ``dim``, of what takes part.
+
+    Args:
+        dim: the dimension that is summed over.
+        scale: a fixed factor.
+        causal: whether element ``[..., q, k]`` takes part only where ``k <= q``.
+
+    Shape:
+        input and output of any one shape; ``mask`` broadcasts to it.
+    """
+
+    def __init__(self, dim: int, *, scale: float = 1.0, causal: bool = False) -> None:
+        super().__init__()
+        self.dim = dim
+        self.scale = scale
+        self.causal = causal
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Applies the op to ``x``, of which only what is True in ``mask`` takes part."""
+        return softmax(x, self.dim, scale=self.scale, mask=mask, causal=self.causal)
+
+    def extra_repr(self) -> str:
+        """The settings, for ``repr``."""
+        return f"dim={self.dim}, scale={self.scale}, causal={self.causal}"
+
+
+class LogSoftmax(Softmax):
+    """The logarithm of :class:`Softmax`, with the same arguments and shapes."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Applies the op to ``x``, of which only what is True in ``mask`` takes part."""
+        return log_softmax(x, self.dim, scale=self.scale, mask=mask, causal=self.causal)

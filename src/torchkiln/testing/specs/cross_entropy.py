@@ -1,0 +1,381 @@
+"""The contract of cross-entropy."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torchkiln
+from torchkiln.testing.data import normal
+from torchkiln.testing.spec import Invalid, OpSpec, Sample, Traffic
+from torchkiln.testing.specs.activation import FLOATING, SPARSE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# Shapes of the logits, their classes in dimension 1 (in 0 of one dimension).
+SHAPES: dict[str, tuple[int, ...]] = {
+    "one row": (7,),
+    "one class": (5, 1),
+    "prime": (7, 13),
+    "vector less one": (9, 127),
+    "vector": (9, 128),
+    "vector and one": (9, 129),
+    "power of two and one": (5, 1025),
+    "many rows": (4099, 3),
+    "images": (2, 5, 3, 7),
+    "long rows": (3, 17001),
+    "very long row": (1, 140001),
+}
+
+# Each after the other of them at a few shapes; all together is in the op's own tests.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "sum": {"reduction": "sum"},
+    "none": {"reduction": "none"},
+    "smoothed": {"label_smoothing": 0.1},
+    "ignored": {"ignore_index": 2},
+    "z-loss": {"z_loss": 0.01, "reduction": "none"},
+    "weighted": {"weight": True},
+    "all": {"weight": True, "ignore_index": 2, "label_smoothing": 0.3, "z_loss": 0.02},
+    "checked": {"check_target": True, "reduction": "sum"},
+}
+
+
+def classes(logits: Tensor, ignored: int | None = None) -> Tensor:
+    """A class for each row, which may be ignored but for the first."""
+    dim = 0 if logits.dim() == 1 else 1
+    shape = (*logits.shape[:dim], *logits.shape[dim + 1 :])
+    rows = torch.arange(math.prod(shape), device=logits.device)
+    target = (rows * 7919 + 1) % logits.shape[dim]
+    if ignored is not None:
+        target[1::3] = ignored
+    return target.reshape(shape)
+
+
+def probabilities(logits: Tensor) -> Tensor:
+    """A distribution for each row."""
+    dim = 0 if logits.dim() == 1 else 1
+    other = normal("target", logits.shape, logits.device, torch.float64)
+    return torch.softmax(other, dim).to(logits.dtype)
+
+
+def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    """Shapes, then what can be asked for, of classes and of probabilities."""
+
+    def logits(*shape: int) -> Tensor:
+        return 2 * normal("logits", shape, device, dtype)
+
+    x = logits(6, 10)
+    yield Sample("typical", (x, classes(x, -100)))
+    for name, shape in SHAPES.items():
+        x = logits(*shape)
+        yield Sample(name, (x, classes(x)), {"reduction": "sum" if x.numel() > 4096 else "mean"})
+    for reduction in ("sum", "none"):
+        x = logits(0, 5)
+        yield Sample(f"no rows, {reduction}", (x, classes(x)), {"reduction": reduction})
+    for shape in ((4, 5), (2, 6, 3, 5)):
+        x = logits(*shape)
+        for name, options in OPTIONS.items():
+            given = dict(options)
+            if "weight" in given:
+                given["weight"] = normal("weight", shape[1:2], device, dtype).abs() + 0.1
+            target = classes(x, given.get("ignore_index"))
+            yield Sample(f"{name}, {len(shape)} dimensions", (x, target), given)
+            if "ignore_index" not in given and "check_target" not in given:
+                yield Sample(
+                    f"probabilities, {name}, {len(shape)} dimensions", (x, probabilities(x)), given
+                )
+    for shape in ((7,), (9, 129), (2, 5, 3, 7)):
+        x = logits(*shape)
+        yield Sample(f"probabilities of {shape}", (x, probabilities(x)))
+    if dtype in (torch.float16, torch.bfloat16):
+        x = logits(7, 33)
+        weight = normal("weight", (33,), device).abs() + 0.1
+        yield Sample("float32 weight", (x, classes(x, -100)), {"weight": weight})
+    x = logits(9, 21)
+    for out in (dtype, torch.float32, torch.float16, torch.bfloat16):
+        yield Sample(f"to {out}", (x, classes(x)), {"dtype": out})
+        yield Sample(f"to {out}, none", (x, probabilities(x)), {"dtype": out, "reduction": "none"})
+    # Of more elements than opcheck looks at, which takes NaN for a difference.
+    yield Sample("all ignored", (x, torch.full_like(classes(x), -100)), {"label_smoothing": 0.1})
+
+
+def invalid(device: torch.device) -> Iterator[Invalid]:
+    """Every refusal."""
+    prefix = r"torchkiln\.cross_entropy: "
+    x = torch.ones(2, 4, device=device)
+    target = torch.tensor([1, 3], device=device)
+
+    def case(
+        title: str,
+        message: str,
+        logits: object,
+        target: object = target,
+        error: type[Exception] = RuntimeError,
+        **kwargs: Any,
+    ) -> Invalid:
+        return Invalid(title, (logits, target), error, prefix + message, kwargs)
+
+    nothing = r"got NoneType, expected a torch\.Tensor"
+    yield case("logits None", "logits: " + nothing, None, error=TypeError)
+    yield case("target None", "target: " + nothing, x, None, error=TypeError)
+    for dtype in (torch.int64, torch.bool, torch.complex64):
+        said = str(dtype).removeprefix("torch.")
+        yield case(f"{said} logits", f"logits: got dtype {said}, {FLOATING}", x.to(dtype))
+    yield case(
+        "0-dim logits",
+        r"logits: got a 0-dimensional tensor, expected \[classes\], \[rows, classes\] or "
+        r"\[rows, classes, \.\.\.\]",
+        x[0, 0],
+    )
+    yield case("no classes", r"logits: got shape \[2, 0\], expected at least 1 class", x[:, :0])
+    for dtype in (torch.int32, torch.uint8, torch.float64, torch.bfloat16):
+        said = str(dtype).removeprefix("torch.")
+        yield case(
+            f"{said} target",
+            f"target: got dtype {said}, expected int64, of classes, or float32, of probabilities, "
+            "the dtype of logits",
+            x,
+            target.to(dtype),
+        )
+    for shape in ((3,), (2, 1), (), (2, 4)):
+        said = ", ".join(map(str, shape))
+        yield case(
+            f"target of shape {said}",
+            rf"target: got shape \[{said}\], expected \[2\] for logits of shape \[2, 4\]: a class "
+            "for each row",
+            x,
+            torch.zeros(shape, dtype=torch.int64, device=device),
+        )
+    yield case(
+        "target of images",
+        r"target: got shape \[2, 4\], expected \[2, 3\] for logits of shape \[2, 4, 3\]: a class "
+        "for each row",
+        torch.ones(2, 4, 3, device=device),
+        torch.zeros(2, 4, dtype=torch.int64, device=device),
+    )
+    yield case(
+        "probabilities of another shape",
+        r"target: got shape \[2, 3\], expected \[2, 4\], the shape of logits, for probabilities",
+        x,
+        x[:, :3],
+    )
+    yield case(
+        "ignored among probabilities",
+        "ignore_index: got 1 beside probabilities, expected a negative number: no row has a class "
+        "that could be ignored; leave it out",
+        x,
+        x,
+        error=ValueError,
+        ignore_index=1,
+    )
+    for value in (4, -1, -100, 2**40):
+        yield case(
+            f"class {value}",
+            f"target: got {value}, expected one of 4 classes, 0 to 3, or ignore_index, -7",
+            x,
+            torch.tensor([-7, value], device=device),
+            error=IndexError,
+            ignore_index=-7,
+            check_target=True,
+        )
+    yield case(
+        "unknown reduction",
+        "reduction: got 'max', expected one of none, mean, sum",
+        x,
+        error=ValueError,
+        reduction="max",
+    )
+    for smoothing in (-0.1, 1.5, math.nan):
+        yield case(
+            f"label smoothing {smoothing}",
+            f"label_smoothing: got {smoothing}, expected a number between 0 and 1",
+            x,
+            error=ValueError,
+            label_smoothing=smoothing,
+        )
+    yield case("loss of int64", f"dtype: got int64, {FLOATING}", x, dtype=torch.int64)
+    for weight in (x, x[0, :3], x[0, 0]):
+        said = ", ".join(map(str, weight.shape))
+        yield case(
+            f"weight of shape {said}",
+            rf"weight: got shape \[{said}\], expected \[4\], the classes of logits",
+            x,
+            weight=weight,
+        )
+    yield case(
+        "float64 weight",
+        "weight: got dtype float64, expected float32, the dtype of logits",
+        x,
+        weight=x[0].double(),
+    )
+    yield case(
+        "float16 weight beside bfloat16",
+        "weight: got dtype float16, expected bfloat16, the dtype of logits, or float32",
+        x.bfloat16(),
+        weight=x[0].half(),
+    )
+    yield case("sparse logits", "logits: " + SPARSE, x.to_sparse())
+    yield case("sparse target", "target: " + SPARSE, x, target.to_sparse())
+    for kind in ("meta", *(["cpu"] if device.type != "cpu" else [])):
+        wrong = f"got device {kind}, expected {x.device}, the device of logits"
+        yield case(f"target on {kind}", "target: " + wrong, x, target.to(kind))
+        yield case(f"weight on {kind}", "weight: " + wrong, x, weight=x[0].to(kind))
+
+
+def reference(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    z_loss: float = 0.0,
+    **kwargs: Any,
+) -> Tensor:
+    """What torch has, and the z-loss; of the dtype of the logits."""
+    kwargs = {k: v for k, v in kwargs.items() if k not in ("dtype", "check_target")}
+    if "weight" in kwargs:
+        kwargs["weight"] = kwargs["weight"].to(logits.dtype)
+    loss = F.cross_entropy(logits, target, **kwargs)
+    if z_loss == 0:
+        return loss
+    squares = row_weights(logits, target, **kwargs) * log_sum_exp(logits).square()
+    return loss + z_loss * reduced(squares, logits, target, **kwargs)
+
+
+def composite(logits: Tensor, target: Tensor, **kwargs: Any) -> Tensor:
+    """The same in the dtype that is asked for."""
+    return reference(logits, target, **kwargs).to(kwargs.get("dtype") or logits.dtype)
+
+
+def log_sum_exp(logits: Tensor) -> Tensor:
+    """Of each row."""
+    return torch.logsumexp(logits, 0 if logits.dim() == 1 else 1)
+
+
+def row_weights(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    **_: Any,
+) -> Tensor:
+    """The weight of each row's target; 0 where it is ignored."""
+    if target.is_floating_point():
+        return torch.ones_like(log_sum_exp(logits))
+    counts = target != ignore_index
+    if weight is None:
+        return counts.to(logits.dtype)
+    return weight.to(logits.dtype)[target.where(counts, 0)] * counts
+
+
+def reduced(
+    rows: Tensor, logits: Tensor, target: Tensor, *, reduction: str = "mean", **kwargs: Any
+) -> Tensor:
+    """A number for each row, summed or averaged as the losses are."""
+    if reduction == "none":
+        return rows
+    if reduction == "sum":
+        return rows.sum()
+    total = row_weights(logits, target, **kwargs).sum()
+    return rows.sum() / total.clamp(min=torch.finfo(total.dtype).tiny)  # 0 terms have no size
+
+
+def terms(logits: Tensor, target: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """What each class and each row are compared by, both without signs; classes last."""
+    dim = 0 if logits.dim() == 1 else 1
+    count = logits.shape[dim]
+    smoothing = kwargs.get("label_smoothing", 0.0)
+    row = row_weights(logits, target, **kwargs)
+    if target.is_floating_point():
+        share = target.movedim(dim, -1)
+    else:
+        share = F.one_hot(target.where(row != 0, 0), count).to(logits.dtype)
+    share = share * (1 - smoothing) + smoothing / count
+    if "weight" in kwargs:
+        share = share * kwargs["weight"]
+    return share * (row != 0).unsqueeze(-1), row
+
+
+def magnitude(logits: Tensor, target: Tensor, *, z_loss: float = 0.0, **kwargs: Any) -> Tensor:
+    """The terms of the differences of logarithms, and of the sum over the rows."""
+    share, row = terms(logits, target, **kwargs)
+    classes = logits.movedim(0 if logits.dim() == 1 else 1, -1).abs()
+    sizes = log_sum_exp(logits).abs() + classes.amax(-1) if classes.numel() else row
+    rows = (share * (classes + 2 * sizes.unsqueeze(-1))).sum(-1) + 4 * z_loss * row * sizes**2
+    return reduced(rows, logits, target, **kwargs)
+
+
+def gradient_magnitude(
+    logits: Tensor, target: Tensor, *, z_loss: float = 0.0, **kwargs: Any
+) -> Tensor:
+    """A function whose gradients are the sums of the absolute values of the terms."""
+    dim = 0 if logits.dim() == 1 else 1
+    with torch.no_grad():
+        share, row = terms(logits, target, **kwargs)
+        sizes = log_sum_exp(logits).abs().unsqueeze(-1) + logits.movedim(dim, -1).abs()
+        pull = share.sum(-1) + 4 * z_loss * row * log_sum_exp(logits).abs()
+        own = torch.softmax(logits, dim).movedim(dim, -1) * (1 + sizes) * pull.unsqueeze(-1) + share
+        other = sizes * kwargs["weight"] if "weight" in kwargs else sizes
+    rows = (logits.movedim(dim, -1) * own).sum(-1)
+    if target.is_floating_point():
+        rows = rows + (target.movedim(dim, -1) * other).sum(-1)
+    return reduced(rows, logits.detach(), target.detach(), **kwargs)
+
+
+def bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Sample:
+    """A class for each row of a matrix."""
+    logits = torch.randn(shape, device=device, dtype=dtype)
+    return Sample("bench", (logits, torch.randint(shape[1], shape[:1], device=device)))
+
+
+def traffic(sample: Sample) -> Traffic:
+    """Reads the logits."""
+    logits, target = sample.args[:2]
+    read = logits.numel() * logits.itemsize
+    if target.is_floating_point():
+        read *= 2
+    return Traffic(read, 3 * logits.numel())
+
+
+def backward_traffic(sample: Sample) -> Traffic:
+    """Reads the logits, writes their gradient."""
+    logits, target = sample.args[:2]
+    whole = logits.numel() * logits.itemsize
+    return Traffic((3 if target.is_floating_point() else 2) * whole, 4 * logits.numel())
+
+
+def module(device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """A module with weights."""
+    weight = normal("weight", (21,), device, dtype).abs() + 0.1
+    return torchkiln.nn.CrossEntropyLoss(weight, label_smoothing=0.1, z_loss=0.01)
+
+
+def module_inputs(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Logits and classes for :func:`module`."""
+    logits = normal("logits", (9, 21), device, dtype)
+    return logits, classes(logits, -100)
+
+
+CROSS_ENTROPY = OpSpec(
+    name="cross_entropy",
+    op=torchkiln.cross_entropy,
+    overload=torch.ops.torchkiln.cross_entropy.default,
+    reference=reference,
+    composite=composite,
+    magnitude=magnitude,
+    gradient_magnitude=gradient_magnitude,
+    inputs=inputs,
+    invalid=invalid,
+    bench=bench,
+    large=None,
+    traffic=traffic,
+    backward_traffic=backward_traffic,
+    differentiable=(0, 1),
+    helpers=("cross_entropy_forward", "cross_entropy_backward"),
+    module=module,
+    module_inputs=module_inputs,
+)

@@ -1,0 +1,574 @@
+"""What is special to cross_entropy: its options together, special values, memory, the gradient in
+place, and targets that are no class."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torchkiln
+from torchkiln.testing.compare import bits
+from torchkiln.testing.contract.repeat import threads
+from torchkiln.testing.specs import cross_entropy as contract
+from torchkiln.testing.specs.cross_entropy import probabilities
+
+FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+INF = math.inf
+
+
+def name(value: object) -> str:
+    return str(value).removeprefix("torch.")
+
+
+every_dtype = pytest.mark.parametrize("dtype", FLOATING, ids=name)
+
+
+def some(device: torch.device, rows: int = 9, count: int = 21) -> tuple[Tensor, Tensor]:
+    """Logits that need a gradient, and classes."""
+    logits = torch.randn(rows, count, device=device, requires_grad=True)
+    return logits, torch.randint(count, (rows,), device=device)
+
+
+def gradient(loss: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(loss, inputs, torch.ones_like(loss))
+
+
+@every_dtype
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("kind", ["classes", "probabilities"])
+def test_every_combination(
+    device: torch.device, dtype: torch.dtype, reduction: str, kind: str
+) -> None:
+    """Values and gradients against float64."""
+    choices = list(itertools.product((0.0, 0.1, 1.0), (False, True), (-100, 3), (0.0, 0.02)))
+    for shape in ((5, 7), (3, 129), (2, 7, 3)):
+        for smoothing, weighted, ignored, z_loss in choices:
+            logits = (2 * torch.randn(shape, device=device)).to(dtype).requires_grad_()
+            options: dict[str, Any] = {"label_smoothing": smoothing, "z_loss": z_loss}
+            options["reduction"] = reduction
+            if weighted:
+                options["weight"] = torch.rand(shape[1], device=device).to(dtype)
+            if kind == "classes":
+                target = torch.randint(shape[1], (shape[0], *shape[2:]), device=device)
+                target[0], target[1] = ignored, 1
+                options["ignore_index"] = ignored
+            else:
+                target = probabilities(logits.detach())
+            found = torchkiln.cross_entropy(logits, target, **options)
+            wide = logits.detach().double().requires_grad_()
+            if kind == "probabilities":
+                target = target.double()
+            if weighted:
+                options["weight"] = options["weight"].double()
+            expected = contract.reference(wide, target, **options)
+            assert found.dtype == dtype
+            eps = max(torch.finfo(dtype).eps, 1e-7)
+            torch.testing.assert_close(found.double(), expected, rtol=4 * eps, atol=4 * eps)
+            grad = torch.randn_like(found)
+            (found_gradient,) = torch.autograd.grad(found, logits, grad)
+            (expected_gradient,) = torch.autograd.grad(expected, wide, grad.double())
+            torch.testing.assert_close(
+                found_gradient.double(), expected_gradient, rtol=4 * eps, atol=4 * eps
+            )
+
+
+@every_dtype
+@pytest.mark.parametrize("count", [7, 1025])
+def test_all_rows_ignored(device: torch.device, dtype: torch.dtype, count: int) -> None:
+    """A mean of nothing is NaN, a sum is 0, and the gradient is 0."""
+    logits = torch.randn(5, count, device=device).to(dtype).requires_grad_()
+    target = torch.full((5,), 2, device=device)
+    for reduction, expected in (("none", [0.0] * 5), ("sum", 0.0), ("mean", math.nan)):
+        for more in (0.0, 0.1):
+            loss = torchkiln.cross_entropy(
+                logits,
+                target,
+                ignore_index=2,
+                reduction=reduction,
+                label_smoothing=more,
+                z_loss=more,
+            )
+            np.testing.assert_equal(loss.tolist(), expected)
+            assert (gradient(loss, logits)[0] == 0).all()
+
+
+def test_no_rows(device: torch.device) -> None:
+    for shape in ((0, 5), (0, 5, 3), (2, 5, 0)):
+        logits = torch.randn(shape, device=device, requires_grad=True)
+        for target in (torch.zeros(shape[:1] + shape[2:], device=device).long(), logits.detach()):
+            for reduction in ("none", "sum", "mean"):
+                found = torchkiln.cross_entropy(logits, target, reduction=reduction)
+                expected = F.cross_entropy(logits, target, reduction=reduction)
+                torch.testing.assert_close(found, expected, equal_nan=True)
+                assert gradient(found, logits)[0].shape == shape
+
+
+def test_weights_of_zero(device: torch.device) -> None:
+    """A mean over classes without weight is NaN, as in torch."""
+    logits, target = some(device)
+    weight = torch.zeros(21, device=device)
+    assert torchkiln.cross_entropy(logits, target, weight=weight).isnan()
+    assert torchkiln.cross_entropy(logits, target, weight=weight, reduction="sum") == 0
+
+
+@every_dtype
+def test_large_offsets(device: torch.device, dtype: torch.dtype) -> None:
+    """What counts are the differences of the logits, which are exact in the dtype."""
+    for offset in (1e4, -1e4, 5e4):
+        logits = (offset + torch.randn(33, 300, device=device)).to(dtype).requires_grad_()
+        wide = logits.detach().double().requires_grad_()
+        target = torch.randint(300, (33,), device=device)
+        found = torchkiln.cross_entropy(logits, target, reduction="none")
+        expected = F.cross_entropy(wide, target, reduction="none")
+        eps = max(torch.finfo(dtype).eps, 1e-6)
+        torch.testing.assert_close(found.double(), expected, rtol=eps, atol=eps)
+        # The logarithm of the sum, which backward has, is rounded in steps of up to 0.004.
+        torch.testing.assert_close(
+            gradient(found, logits)[0].double(), gradient(expected, wide)[0], rtol=eps, atol=1e-8
+        )
+
+
+@pytest.mark.parametrize("count", [6, 300, 5000])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_special_values(device: torch.device, count: int, smoothing: float) -> None:
+    """What torch gives, but that an ignored row is 0 whatever it holds."""
+    logits = torch.randn(8, count, device=device)
+    logits[0, 2] = -INF  # of another class
+    logits[1, 1] = -INF  # of the target
+    logits[2, 2] = INF
+    logits[3, 1] = INF
+    logits[4, 3] = math.nan
+    logits[5] = -INF
+    logits[6] = math.nan  # ignored
+    target = torch.ones(8, dtype=torch.int64, device=device)
+    target[6] = -100
+    leaves = [logits.clone().requires_grad_() for _ in range(2)]
+    functions: list[Callable[..., Tensor]] = [torchkiln.cross_entropy, F.cross_entropy]
+    losses = [
+        f(leaf, target, reduction="none", label_smoothing=smoothing)
+        for f, leaf in zip(functions, leaves, strict=True)
+    ]
+    torch.testing.assert_close(losses[0][:6], losses[1][:6], equal_nan=True)
+    assert losses[0][6] == 0
+    found, expected = (gradient(y, x)[0] for y, x in zip(losses, leaves, strict=True))
+    assert (found[6] == 0).all()
+    finite = losses[0].isfinite() & (target != -100)
+    torch.testing.assert_close(found[finite], expected[finite])
+    assert torch.equal(found[2:6].isnan().any(1), expected[2:6].isnan().any(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name)
+@pytest.mark.parametrize("count", [32767, 50257, 151936, 1 << 20, (1 << 20) - 3])
+def test_long_rows(device: torch.device, dtype: torch.dtype, count: int) -> None:
+    logits = (3 * torch.randn(2, count, device=device)).to(dtype).requires_grad_()
+    target = torch.tensor([count - 1, count // 2], device=device)
+    wide = logits.detach().double().requires_grad_()
+    found = torchkiln.cross_entropy(logits, target, label_smoothing=0.1)
+    expected = F.cross_entropy(wide, target, label_smoothing=0.1)
+    eps = max(torch.finfo(dtype).eps, 1e-6)
+    torch.testing.assert_close(found.double(), expected, rtol=eps, atol=0)
+    torch.testing.assert_close(
+        gradient(found, logits)[0].double(), gradient(expected, wide)[0], rtol=2 * eps, atol=1e-8
+    )
+
+
+@pytest.mark.large
+@pytest.mark.cuda
+def test_more_than_2_to_the_31_elements() -> None:
+    """Rows on both sides of element 2**31 are what they are in a call of their own."""
+    device = torch.device("cuda", 0)
+    rows, count = 2**16 + 1, 2**15 + 1
+    row = torch.arange(count, device=device).remainder(241).div(60).bfloat16()
+    factor = torch.arange(rows, device=device).remainder(7).sub(3).bfloat16()
+    logits = (factor.unsqueeze(1) * row).requires_grad_()
+    target = torch.arange(rows, device=device).remainder(count)
+    loss = torchkiln.cross_entropy(logits, target, reduction="none", dtype=torch.float32)
+    (grad,) = gradient(loss, logits)
+    middle = 2**31 // count
+    for start in (0, middle - 2, rows - 3):
+        part = logits.detach()[start : start + 3].double().requires_grad_()
+        expected = F.cross_entropy(part, target[start : start + 3], reduction="none")
+        torch.testing.assert_close(loss[start : start + 3].double(), expected, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            grad[start : start + 3].double(), gradient(expected, part)[0], rtol=0.01, atol=1e-6
+        )
+
+
+def test_a_target_that_is_no_class_on_the_cpu() -> None:
+    """An error with and without the check, from any thread; names the first of several."""
+    logits = torch.randn(500, 7)
+    for place, value in ((0, 7), (250, -1), (499, 2**40)):
+        target = torch.randint(7, (500,))
+        target[place] = value
+        target[499] = min(target[499].item(), value) if place < 499 else value
+        words = (
+            rf"^torchkiln\.cross_entropy: target: got {value}, expected one of 7 classes, 0 to 6"
+        )
+        for check in (False, True):
+            for count in (1, 3):
+                with threads(count), pytest.raises(IndexError, match=words):
+                    torchkiln.cross_entropy(logits, target, check_target=check)
+
+
+def test_the_check_spares_what_is_ignored(device: torch.device) -> None:
+    logits, target = some(device)
+    target[3] = 255
+    loss = torchkiln.cross_entropy(logits, target, ignore_index=255, check_target=True)
+    torch.testing.assert_close(loss, F.cross_entropy(logits, target, ignore_index=255))
+    with pytest.raises(IndexError, match="got 255, expected one of 21 classes, 0 to 20, or ignore"):
+        torchkiln.cross_entropy(logits, target, check_target=True)
+
+
+def peak_bytes(device: torch.device, function: Callable[[], object]) -> int:
+    """The most memory that the call has at a time, beyond what was there before."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        function()
+        return torch.cuda.max_memory_allocated(device) - before
+    kind = torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[kind], profile_memory=True) as profile:
+        function()
+    assert profile.profiler is not None
+    assert profile.profiler.kineto_results is not None
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name)
+@pytest.mark.parametrize("kind", ["rows", "images", "probabilities", "weighted", "autocast"])
+def test_peak_memory(device: torch.device, dtype: torch.dtype, kind: str) -> None:
+    """Forward and backward need the gradient and a few numbers for each row; in place those."""
+    rows, count = 64, 8192
+    shape = (4, count, 16) if kind == "images" else (rows, count)
+    x = torch.randn(shape, device=device).to(dtype)
+    target = torch.randint(count, shape[:1] + shape[2:], device=device)
+    if kind == "probabilities":
+        target = probabilities(x)
+    options: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 0.01}
+    if kind == "weighted":
+        options["weight"] = torch.rand(count, device=device)
+    whole = x.numel() * x.itemsize
+    little = 64 * rows + (8 * count if kind == "weighted" else 0) + 16 * 512
+
+    def step(inplace: bool) -> None:
+        logits = x.detach().requires_grad_()
+        with torch.autocast(device.type, torch.bfloat16, enabled=kind == "autocast"):
+            loss = torchkiln.cross_entropy(logits, target, inplace_backward=inplace, **options)
+        gradient(loss, logits)
+
+    step(False)
+    found = peak_bytes(device, lambda: step(False))
+    assert whole <= found <= whole + little
+    if kind != "images":
+        assert peak_bytes(device, lambda: step(True)) <= little
+
+
+def layouts(device: torch.device, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
+    """Logits whose gradient can take their place, and the whole of their memory."""
+    rows = torch.randn(9, 21, device=device).to(dtype)
+    wide = torch.full((9, 32), 77.0, device=device).to(dtype)
+    wide[:, 3:24] = rows
+    images = torch.randn(2, 3, 5, 7, device=device).to(dtype)
+    last = images.contiguous(memory_format=torch.channels_last)
+    return {
+        "rows": (rows, rows),
+        "rows of a wider matrix": (wide[:, 3:24], wide),
+        "one row": (rows[1], rows),
+        "channels last": (last, last),
+        "one class": (rows[:, 2:3], rows),
+        "no rows": (rows[:0], rows),
+    }
+
+
+@every_dtype
+@pytest.mark.parametrize("kind", list(layouts(torch.device("cpu"), torch.float32)))
+def test_in_place(device: torch.device, dtype: torch.dtype, kind: str) -> None:
+    """The gradient is that of its own memory, and nothing around the logits is written."""
+    logits, whole = layouts(device, dtype)[kind]
+    target = contract.classes(logits, -100)
+    before = whole.clone()
+    leaf = logits.clone().requires_grad_()
+    (expected,) = gradient(torchkiln.cross_entropy(leaf, target, reduction="sum", z_loss=0.1), leaf)
+    x = logits.requires_grad_()
+    version = x._version
+    loss = torchkiln.cross_entropy(x, target, reduction="sum", z_loss=0.1, inplace_backward=True)
+    assert torch.equal(x.detach(), leaf.detach())
+    (found,) = gradient(loss, x)
+    assert torch.equal(bits(found), bits(expected))
+    assert torch.equal(x.detach(), expected)
+    if found.numel() > 0:
+        assert found.data_ptr() == x.data_ptr()
+    assert x._version > version
+    with torch.no_grad():
+        logits.detach().copy_(leaf.detach())
+    assert torch.equal(bits(whole), bits(before))
+
+
+def test_in_place_needs_rows(device: torch.device) -> None:
+    prefix = r"^torchkiln\.cross_entropy: inplace_backward: got logits of shape \[{}\] and strides "
+    rows = torch.randn(4, 6, device=device)
+    for logits in (
+        rows.t(),
+        rows[:1].expand(4, 6),
+        rows[:, ::2],
+        rows.as_strided((3, 6), (4, 1)),
+        torch.randn(2, 5, 3, device=device),
+    ):
+        leaf = logits.detach().requires_grad_()
+        target = torch.zeros(leaf.shape[:1] + leaf.shape[2:], dtype=torch.int64, device=device)
+        words = prefix.format(", ".join(map(str, leaf.shape)))
+        with pytest.raises(RuntimeError, match=words):
+            torchkiln.cross_entropy(leaf, target, inplace_backward=True)
+        # Without a backward there is nothing to write.
+        torchkiln.cross_entropy(logits, target, inplace_backward=True)
+
+
+def test_in_place_is_noticed_by_autograd(device: torch.device) -> None:
+    """What needs the logits afterwards is an error and not a wrong number."""
+    used = "modified by an inplace operation"
+    logits, target = some(device)
+    loss = torchkiln.cross_entropy(logits, target, inplace_backward=True)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=used):
+        loss.backward()
+
+    leaf, target = some(device)
+    logits = leaf * 2
+    square = logits.square().sum()
+    torchkiln.cross_entropy(logits, target, inplace_backward=True).backward()
+    with pytest.raises(RuntimeError, match=used):
+        square.backward()
+
+    logits = some(device)[0].tanh()
+    with pytest.raises(RuntimeError, match=used):
+        torchkiln.cross_entropy(logits, target, inplace_backward=True).backward()
+
+
+def test_in_place_is_not_differentiated_twice(device: torch.device) -> None:
+    logits, target = some(device)
+    before = logits.detach().clone()
+    loss = torchkiln.cross_entropy(logits, target, inplace_backward=True)
+    with pytest.raises(
+        RuntimeError,
+        match=r"^torchkiln\.cross_entropy: inplace_backward: got a backward with create_graph=True",
+    ):
+        torch.autograd.grad(loss, logits, create_graph=True)
+    assert torch.equal(logits.detach(), before)
+
+
+def test_in_place_with_a_gradient_of_probabilities(device: torch.device) -> None:
+    """The target's gradient is taken from the logits before they are overwritten."""
+    found: list[Tensor] = []
+    expected: list[Tensor] = []
+    logits, _ = some(device)
+    target = probabilities(logits.detach())
+    for inplace, grads in ((False, expected), (True, found)):
+        inputs = logits.detach().clone().requires_grad_(), target.clone().requires_grad_()
+        loss = torchkiln.cross_entropy(*inputs, inplace_backward=inplace)
+        grads.extend(gradient(loss, *inputs))
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_in_place_has_memory_of_its_own_where_it_is_traced(device: torch.device) -> None:
+    logits, target = some(device)
+    before = logits.detach().clone()
+    plain = logits.detach().clone().requires_grad_()
+    expected = gradient(torchkiln.cross_entropy(plain, target), plain)[0]
+
+    def loss(x: Tensor) -> Tensor:
+        return torchkiln.cross_entropy(x, target, inplace_backward=True)
+
+    torch.compiler.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(gradient(compiled(logits), logits)[0], expected)
+    torch.testing.assert_close(torch.func.grad(loss)(logits.detach()), expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(
+            loss(logits), logits, torch.ones(2, device=device), is_grads_batched=True
+        )[0][1],
+        expected,
+    )
+    assert torch.equal(logits.detach(), before)
+
+
+def test_training_in_place(device: torch.device) -> None:
+    """A linear layer does not need its output: the steps are those of torch's loss."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 8, device=device)
+    y = x[:, :3].argmax(1)
+    losses: list[list[float]] = []
+    for function in (
+        F.cross_entropy,
+        torchkiln.nn.CrossEntropyLoss(inplace_backward=True),
+    ):
+        torch.manual_seed(1)
+        layer = nn.Linear(8, 3).to(device)
+        optimiser = torch.optim.SGD(layer.parameters(), lr=0.5)
+        losses.append([])
+        for _ in range(20):
+            optimiser.zero_grad()
+            loss = function(layer(x), y)
+            loss.backward()
+            optimiser.step()
+            losses[-1].append(loss.item())
+    assert losses[0][-1] < 0.5 * losses[0][0]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_only_the_gradients_that_are_wanted(device: torch.device) -> None:
+    logits, _ = some(device)
+    target = probabilities(logits.detach()).requires_grad_()
+    weight = torch.rand(21, device=device, requires_grad=True)
+    loss = torchkiln.cross_entropy(logits.detach(), target, weight=weight, label_smoothing=0.1)
+    loss.backward()
+    assert logits.grad is None
+    assert weight.grad is None
+    plain = target.detach().requires_grad_()
+    expected = F.cross_entropy(logits.detach(), plain, weight=weight.detach(), label_smoothing=0.1)
+    assert target.grad is not None
+    torch.testing.assert_close(target.grad, gradient(expected, plain)[0])
+    alone = torchkiln.cross_entropy(logits.detach(), target.detach(), weight=weight)
+    assert not alone.requires_grad
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("kind", ["classes", "probabilities"])
+def test_second_gradients(device: torch.device, reduction: str, kind: str) -> None:
+    """Those of torch's composite in float64."""
+    logits = torch.randn(6, 5, device=device, dtype=torch.float64, requires_grad=True)
+    inputs = [logits]
+    target = torch.tensor([0, 4, -100, 2, 2, 1], device=device)
+    if kind == "probabilities":
+        target = probabilities(logits.detach()).requires_grad_()
+        inputs.append(target)
+    options: dict[str, Any] = {
+        "weight": torch.rand(5, device=device, dtype=torch.float64),
+        "label_smoothing": 0.2,
+        "z_loss": 0.1,
+        "reduction": reduction,
+    }
+    seconds = []
+    for function in (torchkiln.cross_entropy, contract.reference):
+        loss = function(logits, target, **options)
+        grad = loss.detach().cos().requires_grad_()
+        firsts = torch.autograd.grad(loss, inputs, grad, create_graph=True)
+        total = sum(
+            (first * x.detach().sin()).sum() for first, x in zip(firsts, inputs, strict=True)
+        )
+        assert isinstance(total, Tensor)
+        seconds.append(torch.autograd.grad(total, (*inputs, grad)))
+    for found, expected in zip(*seconds, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_targets_of_any_strides(device: torch.device) -> None:
+    logits = torch.randn(4, 6, 5, device=device)
+    wide = torch.randint(6, (5, 4, 2), device=device)
+    target = wide[:, :, 1].t()
+    torch.testing.assert_close(
+        torchkiln.cross_entropy(logits, target), F.cross_entropy(logits, target)
+    )
+    spread = target[:1].expand(4, 5)
+    torch.testing.assert_close(
+        torchkiln.cross_entropy(logits, spread), F.cross_entropy(logits, spread)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name)
+def test_autocast(device: torch.device, dtype: torch.dtype) -> None:
+    """The loss of half precision is float32, its gradient is not; a dtype can be asked for."""
+    logits, target = some(device)
+    half = logits.detach().to(dtype).requires_grad_()
+    with torch.autocast(device.type, dtype):
+        loss = torchkiln.cross_entropy(half, target)
+        assert torchkiln.cross_entropy(half, target, dtype=dtype).dtype == dtype
+        assert torchkiln.cross_entropy(logits, target).dtype == torch.float32
+        assert torchkiln.cross_entropy(logits.double(), target).dtype == torch.float64
+        mixed = torchkiln.cross_entropy(half, probabilities(logits.detach()))
+    assert loss.dtype == mixed.dtype == torch.float32
+    assert torch.equal(loss, torchkiln.cross_entropy(half, target, dtype=torch.float32))
+    assert gradient(loss, half)[0].dtype == dtype
+    assert gradient(mixed, half)[0].dtype == dtype
+    torch.testing.assert_close(
+        mixed, F.cross_entropy(half.detach().float(), probabilities(logits.detach()))
+    )
+
+
+@every_dtype
+def test_the_number_of_threads_does_not_matter(dtype: torch.dtype) -> None:
+    logits = torch.randn(4000, 33).to(dtype)
+    target = torch.randint(33, (4000,))
+    for reduction in ("none", "mean", "sum"):
+        results = []
+        for count in (1, 2, 3):
+            with threads(count):
+                results.append(bits(torchkiln.cross_entropy(logits, target, reduction=reduction)))
+        assert torch.equal(results[0], results[1])
+        assert torch.equal(results[0], results[2])
+
+
+def test_a_sum_of_many_rows(device: torch.device) -> None:
+    """A million equal losses: as good as float64."""
+    rows = 1_000_003
+    logits = torch.tensor([[0.0, 1.0, 2.0]], device=device).expand(rows, 3)
+    target = torch.zeros(rows, dtype=torch.int64, device=device)
+    one = F.cross_entropy(logits[:1].double(), target[:1]).item()
+    assert torchkiln.cross_entropy(logits, target).item() == pytest.approx(one, rel=5e-7)
+    total = torchkiln.cross_entropy(logits, target, reduction="sum").item()
+    assert total == pytest.approx(rows * one, rel=5e-7)
+
+
+def test_it_stays_an_op_when_compiled(traced: Callable[..., set[str]]) -> None:
+    found = traced(torchkiln.cross_entropy, torch.randn(3, 4), torch.tensor([0, 3, 1]))
+    assert found == {"torchkiln.cross_entropy.default"}
+
+
+def test_wrong_types() -> None:
+    prefix = r"^torchkiln\.cross_entropy: "
+    logits, target = torch.randn(2, 3), torch.tensor([0, 1])
+    wrong: dict[str, tuple[object, str]] = {
+        "weight": ([1.0], r"got list, expected a torch\.Tensor"),
+        "ignore_index": (1.0, "got float, expected an int"),
+        "reduction": (None, "got NoneType, expected a str"),
+        "label_smoothing": ("0", "got str, expected a number"),
+        "z_loss": (torch.tensor(0.1), "got Tensor, expected a number"),
+        "dtype": (float, r"got type, expected a torch\.dtype or None"),
+        "check_target": (1, "got int, expected a bool"),
+        "inplace_backward": (None, "got NoneType, expected a bool"),
+    }
+    for argument, (value, words) in wrong.items():
+        given: dict[str, Any] = {argument: value}
+        with pytest.raises(TypeError, match=prefix + f"{argument}: {words}$"):
+            torchkiln.cross_entropy(logits, target, **given)
+    calls: Any = torchkiln.cross_entropy
+    with pytest.raises(TypeError, match=prefix + r"target: got list, expected a torch\.Tensor$"):
+        calls(logits, [0, 1])
+    with pytest.raises(TypeError, match="takes 2 positional arguments"):
+        calls(logits, target, None)
+
+
+def test_the_module_has_the_state_of_torchs(device: torch.device) -> None:
+    weight = torch.rand(21, device=device)
+    logits, target = some(device)
+    for given in (None, weight):
+        plain = nn.CrossEntropyLoss(given, label_smoothing=0.1)
+        layer = torchkiln.nn.CrossEntropyLoss(given, label_smoothing=0.1)
+        assert plain.state_dict().keys() == layer.state_dict().keys()
+        layer.load_state_dict(plain.state_dict())
+        torch.testing.assert_close(layer(logits, target), plain(logits, target))
+    assert "label_smoothing=0.1" in repr(layer)

@@ -1,0 +1,310 @@
+"""What is special to softmax and its logarithm: masks, special values, long rows and layouts."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchkiln
+from torchkiln.testing.compare import bits
+
+FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+OPS = ((torchkiln.softmax, torch.softmax), (torchkiln.log_softmax, torch.log_softmax))
+INF = math.inf
+
+
+def name(value: object) -> str:
+    return str(value).removeprefix("torch.")
+
+
+every_dtype = pytest.mark.parametrize("dtype", FLOATING, ids=name)
+every_op = pytest.mark.parametrize(("op", "torchs"), OPS, ids=["softmax", "log_softmax"])
+
+
+def gradient(function: Callable[..., Tensor], x: Tensor, grad: Tensor) -> Tensor:
+    leaf = x.detach().requires_grad_()
+    (found,) = torch.autograd.grad(function(leaf), leaf, grad)
+    return found
+
+
+def tolerances(dtype: torch.dtype) -> dict[str, Any]:
+    eps = max(torch.finfo(dtype).eps, 1e-7)
+    return {"rtol": 4 * eps, "atol": 4 * eps, "equal_nan": True}
+
+
+def require_same(
+    op: Any, torchs: Any, x: Tensor, dim: int, kept: Tensor | None = None, **kwargs: Any
+) -> None:
+    """Values and gradients are those of torch on the masked tensor in float64; masked are 0."""
+
+    def by_torch(wide: Tensor) -> Tensor:
+        z = wide * kwargs.get("scale", 1.0)
+        return torchs(z if kept is None else z.masked_fill(~kept, -INF), dim)
+
+    found = op(x, dim, **kwargs)
+    assert found.is_contiguous()
+    torch.testing.assert_close(found.double(), by_torch(x.double()), **tolerances(x.dtype))
+    grad = torch.randn(x.shape, device=x.device).to(x.dtype)
+    grad_x = gradient(lambda t: op(t, dim, **kwargs), x, grad)
+    # Backward starts from the rounded output, which in its logarithm is as large as x.
+    size = 8 * max(1.0, x.double().abs().nan_to_num(0, 0, 0).amax().item() if x.numel() else 1.0)
+    limits = tolerances(x.dtype)
+    limits["atol"] *= size * max(1.0, grad.double().abs().sum(dim).amax().item())
+    torch.testing.assert_close(
+        grad_x.double(), gradient(by_torch, x.double(), grad.double()), **limits
+    )
+    if kept is not None:
+        assert (grad_x[~kept.expand(x.shape)] == 0).all()
+
+
+@every_op
+@every_dtype
+@pytest.mark.parametrize("length", [1, 7, 64, 1025, 40001])
+def test_special_values(
+    device: torch.device, dtype: torch.dtype, length: int, op: Any, torchs: Any
+) -> None:
+    """NaN where torch has NaN and 0 where it has 0, in the gradients, too."""
+    rows = torch.randn(8, length, device=device).to(dtype)
+    rows[0, length // 2] = INF
+    rows[1, length // 2] = -INF
+    rows[2, length // 2] = math.nan
+    rows[3] = -INF
+    rows[4, : (length + 1) // 2] = -INF
+    rows[5] = INF
+    rows[6, 0], rows[6, -1] = INF, -INF
+    for x, dim in ((rows, 1), (rows.t().contiguous(), 0), (rows.t(), 0)):
+        found, expected = op(x, dim), torchs(x.double(), dim)
+        assert torch.equal(found.isnan(), expected.isnan())
+        torch.testing.assert_close(found.double(), expected, **tolerances(dtype))
+        grads = [
+            gradient(lambda t, f=f, dim=dim: f(t, dim), x, torch.ones_like(x)) for f in (op, torchs)
+        ]
+        assert torch.equal(grads[0].isnan(), grads[1].isnan())
+
+
+@every_op
+@every_dtype
+def test_large_offsets(device: torch.device, dtype: torch.dtype, op: Any, torchs: Any) -> None:
+    """What counts are the differences, which are exact in the dtype."""
+    for offset in (1e4, -1e4, 6e4, -6e4):
+        x = (offset + 64 * torch.randn(33, 300, device=device).clamp(-4, 4)).to(dtype)
+        for dim in (0, 1):
+            # Up to the rounding of the maximum times the scale, which is a power of two.
+            expected = torchs(x.double() / 64, dim)
+            found = op(x, dim, scale=1 / 64)
+            torch.testing.assert_close(found.double(), expected, **tolerances(dtype))
+
+
+def test_half_precision_beyond_its_range(device: torch.device) -> None:
+    """The product with the scale may leave float16's range."""
+    x = torch.tensor([[60000.0, 58976.0, -60000.0]], device=device, dtype=torch.float16)
+    assert torchkiln.softmax(x, 1, scale=1000.0).tolist() == [[1.0, 0.0, 0.0]]
+    found = torchkiln.log_softmax(x, 1, scale=0.5)
+    assert found.tolist() == [[0.0, -512.0, -60000.0]]
+
+
+@every_op
+@pytest.mark.parametrize("length", [3, 31, 1024, 5001])
+def test_fully_masked_rows(device: torch.device, length: int, op: Any, torchs: Any) -> None:
+    """NaN as in torch, and a gradient of 0."""
+    x = torch.randn(6, length, device=device)
+    kept = torch.rand(6, length, device=device) > 0.3
+    kept[2], kept[4] = False, False
+    kept[:, 0] &= kept.any(1)
+    require_same(op, torchs, x, 1, kept, mask=kept)
+    assert op(x, 1, mask=kept)[2].isnan().all()
+    nothing = torch.zeros((), dtype=torch.bool, device=device)
+    assert op(x, 1, mask=nothing).isnan().all()
+    assert (gradient(lambda t: op(t, 1, mask=nothing), x, torch.ones_like(x)) == 0).all()
+
+
+@every_op
+@every_dtype
+@pytest.mark.parametrize("sizes", [(1, 1), (5, 5), (7, 3), (3, 7), (70, 300), (300, 70)], ids=str)
+def test_causal(
+    device: torch.device, dtype: torch.dtype, sizes: tuple[int, int], op: Any, torchs: Any
+) -> None:
+    """From the top left corner, whatever the sizes; with a mask both count."""
+    queries, keys = sizes
+    x = torch.randn(2, 3, queries, keys, device=device).to(dtype)
+    kept = torch.ones(queries, keys, dtype=torch.bool, device=device).tril()
+    require_same(op, torchs, x, -1, kept, causal=True)
+    require_same(op, torchs, x.transpose(0, 1), 3, kept, causal=True, scale=0.3)
+    require_same(op, torchs, x, -1, kept, mask=kept)
+    padding = torch.ones(2, 1, 1, keys, dtype=torch.bool, device=device)
+    padding[1, ..., keys // 2 :] = keys == 1
+    require_same(op, torchs, x, -1, kept & padding, causal=True, mask=padding)
+
+
+def masks(shape: tuple[int, ...], device: torch.device) -> Iterator[Tensor]:
+    """Masks of every shape that broadcasts to ``shape``, at several strides."""
+
+    def kept(*sizes: int) -> Tensor:
+        return torch.rand(sizes, device=device) > 0.3
+
+    for ones in itertools.product((False, True), repeat=len(shape)):
+        sizes = tuple(1 if one else n for one, n in zip(ones, shape, strict=True))
+        yield kept(*sizes)
+        yield kept(*sizes).expand(shape)
+    yield kept(*shape[1:])
+    yield kept(*shape[::-1]).permute(*range(len(shape) - 1, -1, -1))
+    yield kept(*(2 * n for n in shape))[tuple(slice(1, None, 2) for _ in shape)]
+    yield kept(shape[-1] + 5)[5:]
+
+
+@every_op
+def test_masks_of_every_kind(device: torch.device, op: Any, torchs: Any) -> None:
+    """Broadcast with stride 0, transposed, sliced; along every dimension of x."""
+    for shape in ((3, 4, 5), (2, 3, 2, 70)):
+        x = torch.randn(shape, device=device)
+        for kept in masks(shape, device):
+            before = bits(kept)
+            for dim in range(len(shape)):
+                require_same(op, torchs, x, dim, kept, mask=kept)
+            assert torch.equal(bits(kept), before)
+
+
+def test_mask_of_more_dimensions_than_kernels_know(device: torch.device) -> None:
+    shape = (2,) * 11
+    x = torch.randn(shape, device=device)
+    kept = (torch.rand(shape, device=device) > 0.3).permute(0, *range(9, 0, -1), 10)
+    require_same(torchkiln.softmax, torch.softmax, x, -1, kept, mask=kept)
+
+
+@every_op
+def test_every_dimension_of_every_layout(device: torch.device, op: Any, torchs: Any) -> None:
+    for shape in ((3, 4, 5, 6), (2, 1, 33, 8)):
+        x = torch.randn(shape, device=device)
+        for order in itertools.permutations(range(4)):
+            back = [order.index(d) for d in range(4)]
+            moved = x.permute(order).contiguous().permute(back)
+            wide = moved[..., :1].expand(shape)
+            for dim in range(4):
+                require_same(op, torchs, moved, dim)
+                require_same(op, torchs, wide, dim)
+
+
+@every_op
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name)
+@pytest.mark.parametrize("length", [32767, 50257, 151936, 1 << 20, (1 << 20) - 3])
+def test_long_rows(
+    device: torch.device, dtype: torch.dtype, length: int, op: Any, torchs: Any
+) -> None:
+    x = (3 * torch.randn(2, length, device=device)).to(dtype)
+    require_same(op, torchs, x, 1)
+    require_same(op, torchs, x.t().contiguous(), 0)
+    kept = torch.rand(length, device=device) > 0.5
+    require_same(op, torchs, x, 1, kept, mask=kept)
+
+
+def test_mask_is_an_input_of_transforms(device: torch.device) -> None:
+    """vmap over the mask, and torch.func.grad of a masked call."""
+    x = torch.randn(5, 7, device=device)
+    kept = torch.rand(3, 5, 7, device=device) > 0.3
+    kept[..., 0] = True
+    found = torch.func.vmap(lambda m: torchkiln.softmax(x, -1, mask=m, causal=True))(kept)
+    for k in range(3):
+        torch.testing.assert_close(found[k], torchkiln.softmax(x, -1, mask=kept[k], causal=True))
+    along = torch.func.grad(lambda t: torchkiln.softmax(t, 1, mask=kept[0])[:, 0].sum())(x)
+    expected = gradient(
+        lambda t: torchkiln.softmax(t, 1, mask=kept[0])[:, 0], x, torch.ones(5, device=device)
+    )
+    torch.testing.assert_close(along, expected)
+
+
+@pytest.mark.parametrize("op", [torchkiln.softmax, torchkiln.log_softmax])
+def test_mask_is_an_input_of_a_compiled_function(device: torch.device, op: Any) -> None:
+    torch.compiler.reset()
+    function = torch.compile(
+        lambda x, m: op(x, -1, scale=0.5, mask=m), fullgraph=True, dynamic=True, backend="aot_eager"
+    )
+    for rows in (4, 9):
+        x = torch.randn(rows, 33, device=device)
+        kept = torch.rand(rows, 33, device=device) > 0.4
+        kept[:, 0] = True
+        torch.testing.assert_close(function(x, kept), op(x, -1, scale=0.5, mask=kept))
+        grad = torch.randn_like(x)
+        torch.testing.assert_close(
+            gradient(lambda t, m=kept: function(t, m), x, grad),
+            gradient(lambda t, m=kept: op(t, -1, scale=0.5, mask=m), x, grad),
+        )
+
+
+def test_it_stays_an_op_when_compiled(traced: Callable[..., set[str]]) -> None:
+    found = traced(lambda x: torchkiln.softmax(x, -1), torch.randn(3, 4))
+    assert found == {"torchkiln.softmax.default"}
+
+
+@every_op
+def test_second_gradients_of_masked_rows(device: torch.device, op: Any, torchs: Any) -> None:
+    """Those of torch's composite in float64."""
+    x = torch.randn(4, 9, device=device, dtype=torch.float64, requires_grad=True)
+    kept = torch.rand(4, 9, device=device) > 0.4
+    kept[:, 2] = True
+    grad = torch.randn_like(x).requires_grad_()
+    seconds = []
+    for y in (op(x, 1, scale=0.7, mask=kept), torchs((x * 0.7).masked_fill(~kept, -INF), 1)):
+        (first,) = torch.autograd.grad(y, x, grad, create_graph=True)
+        seconds.append(torch.autograd.grad((first * x.detach().cos()).sum(), (x, grad)))
+    for found, expected in zip(*seconds, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_changed_output_is_noticed(device: torch.device) -> None:
+    """Backward needs the output as it was."""
+    x = torch.randn(3, 4, device=device, requires_grad=True)
+    y = torchkiln.softmax(x, 1)
+    y.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_autocast_follows_the_input(device: torch.device) -> None:
+    x = torch.randn(3, 4, device=device)
+    with torch.autocast(device.type, torch.bfloat16):
+        assert torchkiln.softmax(x, 1).dtype == torch.float32
+        assert torchkiln.log_softmax(x.bfloat16(), 1).dtype == torch.bfloat16
+
+
+@every_op
+def test_wrong_types(op: Any, torchs: Any) -> None:
+    prefix = rf"^torchkiln\.{torchs.__name__}: "
+    x = torch.ones(2, 3)
+    for dim, kind in (
+        (None, "NoneType"),
+        (1.0, "float"),
+        (True, "bool"),
+        (torch.tensor(0), "Tensor"),
+    ):
+        with pytest.raises(TypeError, match=prefix + f"dim: got {kind}, expected an int$"):
+            op(x, dim)
+    with pytest.raises(IndexError, match=prefix + "dim: got 9223372036854775807, expected"):
+        op(x, 2**70)
+    with pytest.raises(TypeError, match=prefix + "scale: got Tensor, expected a number$"):
+        op(x, 0, scale=torch.tensor(1.0))
+    with pytest.raises(TypeError, match=prefix + r"mask: got list, expected a torch\.Tensor$"):
+        op(x, 0, mask=[True])
+    with pytest.raises(TypeError, match=prefix + "causal: got int, expected a bool$"):
+        op(x, 1, causal=1)
+    with pytest.raises(TypeError, match=prefix + r"x: got list, expected a torch\.Tensor$"):
+        op([1.0, 2.0], 0)
+
+
+def test_modules_take_a_mask(device: torch.device) -> None:
+    x = torch.randn(2, 5, 7, device=device)
+    kept = torch.rand(5, 7, device=device) > 0.3
+    kept[:, 0] = True
+    for layer, op in ((torchkiln.nn.Softmax, OPS[0][0]), (torchkiln.nn.LogSoftmax, OPS[1][0])):
+        assert torch.equal(layer(1)(x), op(x, 1))
+        assert torch.equal(
+            layer(-1, scale=0.5, causal=True)(x, kept),
+            op(x, -1, scale=0.5, mask=kept, causal=True),
+        )
+        expected = f"{layer.__name__}(dim=-1, scale=0.5, causal=True)"
+        assert repr(layer(-1, scale=0.5, causal=True)) == expected
