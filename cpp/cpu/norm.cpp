@@ -18,25 +18,25 @@ constexpr int64_t kShort = 1024;
 // Rows whose sums are formed apart from those of the other rows of a chunk: the rounding error
 // grows with rows / 64 + 16 instead of with the rows.
 constexpr int64_t kBlockRows = 64;
+// Columns that stay in the first-level cache from one use to the next.
 constexpr int64_t kBlockColumns = 2048;
 
-/// A row that is read beside another one, or where there is none, the same number everywhere.
-template <class T>
-class RowOr {
+/// Weight or bias, or where there is none, the same number for all columns.
+template <class W>
+class PerColumn {
  public:
-  using C = Compute<T>;
+  using C = Compute<W>;
 
-  RowOr(const void* row, int64_t offset, C otherwise)
-      : row_(static_cast<const T*>(row) + (row == nullptr ? 0 : offset)),
-        otherwise_(Lanes<C>{} + otherwise) {}
+  PerColumn(const void* values, C otherwise)
+      : values_(static_cast<const W*>(values)), otherwise_(Lanes<C>{} + otherwise) {}
 
   template <class Span>
   Lanes<C> load(int64_t i, Span span) const {
-    return row_ == nullptr ? otherwise_ : load_lanes(row_ + i, span);
+    return values_ == nullptr ? otherwise_ : load_lanes(values_ + i, span);
   }
 
  private:
-  const T* row_;
+  const W* values_;
   Lanes<C> otherwise_;
 };
 
@@ -125,8 +125,8 @@ void norm_row(const Norm& p, int64_t row) {
   if (p.mean != nullptr) static_cast<C*>(p.mean)[row] = m.mean + m.rest;
   if (p.rstd != nullptr) static_cast<C*>(p.rstd)[row] = m.rstd;
 
-  const RowOr<W> weight(p.weight, 0, 1);
-  const RowOr<W> bias(p.bias, 0, 0);
+  const PerColumn<W> weight(p.weight, 1);
+  const PerColumn<W> bias(p.bias, 0);
   const C offset = p.weight == nullptr ? C(0) : static_cast<C>(p.weight_offset);
   const C shift = -m.rest * m.rstd;
   T* y = static_cast<T*>(p.y) + row * p.columns;
@@ -141,7 +141,7 @@ template <class T, class W, int rows>
 void rows_backward(const NormBackward& p, int64_t row, Compute<T>* grad_weight,
                    Compute<T>* grad_bias) {
   using C = Compute<T>;
-  const RowOr<W> weight(p.weight, 0, 1);
+  const PerColumn<W> weight(p.weight, 1);
   const C offset = p.weight == nullptr ? C(0) : static_cast<C>(p.weight_offset);
   // The pointers and strides lie here since a store might, for all g++ knows, change those in p.
   const int64_t columns = p.columns;
