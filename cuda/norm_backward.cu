@@ -18,6 +18,9 @@ namespace {
 
 // A thread's vectors of a row. Its sums of their columns stay in registers: twice 32 of them in
 // half precision.
+#ifndef TK_W
+#define TK_W 0
+#endif
 #ifndef TK_ITEMS
 #define TK_ITEMS 4
 #endif
@@ -71,8 +74,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   const T* z = static_cast<const T*>(p.z);
   const Access access(grad + row * p.grad_row_stride, static_cast<int>(p.columns));
   Pipeline<Access, kStreams> rows(memory, access, team.rank(), team.size());
+#if TK_W == 0
   Parameters<Access> weights(reinterpret_cast<unsigned char*>(memory) +
                              Pipeline<Access, kStreams>::kBytes);
+#endif
   wait_for_previous_kernel();
 
   rows.start(0, grad + row * p.grad_row_stride, step * p.grad_row_stride);
@@ -81,12 +86,28 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     rows.start(2, grad_sum + row * p.grad_sum_row_stride, step * p.grad_sum_row_stride);
 #pragma unroll
   for (int ahead = 0; ahead + 1 < kStages; ++ahead) rows.fetch(row + ahead * step < p.rows);
+#if TK_W == 0
 #pragma unroll
   for (int k = 0; k < kItems; ++k) {
     C values[kLanes] = {};
     if (rows.has_any(k)) load_weight<W>(p, access, rows.column(k), values);
     weights.set(k, values);
   }
+
+  const auto read_weight = [&](int k, C(&values)[kLanes]) { weights.read(k, values); };
+#else
+  const auto read_weight = [&](int k, C(&values)[kLanes]) {
+#pragma unroll
+    for (int i = 0; i < kLanes; ++i) values[i] = C(1);
+    if (p.weight == nullptr) return;
+    if (rows.has_any(k))
+      access.load_parameters(static_cast<const W*>(p.weight), rows.column(k), values);
+    if constexpr (!kCentered) {
+#pragma unroll
+      for (int i = 0; i < kLanes; ++i) values[i] += static_cast<C>(p.weight_offset);
+    }
+  };
+#endif
 
   C weight_sum[kItems][kLanes] = {};
   C bias_sum[kCentered ? kItems : 1][kLanes] = {};
@@ -114,7 +135,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
         C g[kLanes], n[kLanes], weight[kLanes];
         rows.read(0, k, g);
         rows.read(1, k, n);
-        weights.read(k, weight);
+        read_weight(k, weight);
 #pragma unroll
         for (int i = 0; i < kLanes; ++i) {
           n[i] = normalized<T>(n[i], mean, rstd);
@@ -132,18 +153,21 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
       team.combine(sums, Add{});
       const C slope = -rstd * share * sums[0];
       const C level = kCentered ? -rstd * share * sums[kCentered ? 1 : 0] : C(0);
+      // Of half precision, normalized(x) * slope + level in one step.
+      const C x_slope = rstd * slope;
+      const C x_level = level - mean * x_slope;
       T* grad_x = static_cast<T*>(p.grad_x) + row * p.columns;
 #pragma unroll
       for (int k = 0; k < kItems; ++k) {
         C g[kLanes], n[kLanes], weight[kLanes];
         rows.read(0, k, g);
         rows.read(1, k, n);
-        weights.read(k, weight);
+        read_weight(k, weight);
 #pragma unroll
         for (int i = 0; i < kLanes; ++i) {
-          n[i] = normalized<T>(n[i], mean, rstd) * slope;
-          if constexpr (kCentered) n[i] += level;
-          g[i] = g[i] * weight[i] * rstd + n[i];
+          const C through = sizeof(T) == 2 ? n[i] * x_slope + x_level
+                                           : normalized<T>(n[i], mean, rstd) * slope + level;
+          g[i] = g[i] * weight[i] * rstd + through;
         }
         if constexpr (kStreams == 3) {
           C other[kLanes];
@@ -316,7 +340,7 @@ Walk walk_of(const NormBackward& p) {
   if (walk.team.size() < threads) return walk;
   const int streams = p.grad_sum == nullptr ? 2 : 3;
   const int parameter_bytes = lanes * static_cast<int>(sum_bytes(p));
-  walk.shared_bytes = kItems * kThreads * (kStages * streams * kVectorBytes + parameter_bytes);
+  walk.shared_bytes = kItems * kThreads * (kStages * streams * kVectorBytes + (TK_W == 0 ? parameter_bytes : 0));
   const int64_t resident = std::min(kBlocks * kThreads / walk.team.block_threads(),
                                     kSharedBytes / (walk.shared_bytes + 6 * 1024));
   const int64_t teams = std::max<int64_t>(resident * device.multiprocessors / walk.team.blocks, 1);

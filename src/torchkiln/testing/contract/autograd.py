@@ -119,11 +119,11 @@ def require_tangents(found: Result, sample: Sample, where: Where) -> None:
     moved = product(spec.output_sensitivity or terms, truth, sizes)
     other = product(spec.composite, sample, directions)
     for group, place in each((found, expected, other, magnitude, moved), where):
-        one, exact, plain, size, change = group
-        allowed = size.abs() + exact.abs()
+        one, wanted, plain, size, change = group
+        allowed = size.abs() + wanted.abs()
         if spec.output_sensitivity is not None:
             allowed = allowed + half_step(one.dtype) * change.abs()
-        require_close(one, exact, plain, allowed, place)
+        require_close(one, wanted, plain, allowed, place)
 
 
 @check(dtypes=FLOATING)
