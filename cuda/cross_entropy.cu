@@ -269,7 +269,7 @@ template <class C>
 __global__ void __launch_bounds__(kSumThreads) sum_losses(LossSum p) {
   __shared__ Meeting<double, 2> meeting;
   wait_for_previous_kernel();
-  Team<double, 2> team({kSumThreads, 1, 1}, meeting);
+  Team<double, 2> team({kSumThreads, 31, 0, 1}, meeting);
   const C* losses = static_cast<const C*>(p.loss);
   const C* weights = static_cast<const C*>(p.target_weight);
   double sums[2] = {};
@@ -302,13 +302,12 @@ Status cross_entropy(const CrossEntropy& p, CUstream_st* stream) {
       constexpr int kBlock = 256;
       const int64_t vectors = ceil_div(p.classes, Access::kLanes) + (Access::kWhole ? 0 : 1);
       const Device device = current_device();
-      TeamShape team = team_of(ceil_div(vectors, 4), kBlock, 1);
-      if (!team.in_warp()) team.per_block = 1;
+      TeamShape team = team_of(ceil_div(vectors, 4), kBlock, vectors <= 4 * kWarpLanes ? 128 : 0, 1);
       // Long rows that are too few for all multiprocessors are shared by the blocks of a cluster.
-      while (device.runs_90_code && team.threads == kBlock && team.blocks < kMostClusterBlocks &&
-             p.rows * team.blocks < 2 * device.multiprocessors &&
+      while (device.runs_90_code && team.threads == kBlock && team.blocks() < kMostClusterBlocks &&
+             p.rows * team.blocks() < 2 * device.multiprocessors &&
              vectors > int64_t{team.size()} * 8) {
-        team.blocks *= 2;
+        ++team.log_blocks;
       }
       Grid grid;
       const Status status = make_grid(team, p.rows, grid);

@@ -3,32 +3,15 @@
 #include "torchkiln/kernels/reduction.h"
 #include "torchkiln/row_pipeline.cuh"
 
-#ifndef TK_THREADS
-#define TK_THREADS 256
-#endif
-#ifndef TK_BLOCKS
-#define TK_BLOCKS 2
-#endif
-#ifndef TK_STAGES
-#define TK_STAGES 2
-#endif
-
 namespace torchkiln::cuda {
 namespace {
 
-// A thread's vectors of a row. Its sums of their columns stay in registers: twice 32 of them in
-// half precision.
-#ifndef TK_W
-#define TK_W 0
-#endif
-#ifndef TK_ITEMS
-#define TK_ITEMS 4
-#endif
-constexpr int kItems = TK_ITEMS;
-// With so many registers a thread, two such blocks share a multiprocessor.
-constexpr int kThreads = TK_THREADS;
-constexpr int kBlocks = TK_BLOCKS;
-constexpr int kStages = TK_STAGES;
+// A thread's vectors of a row. The sums of their columns stay in registers: twice 32 of them in half
+// precision.
+constexpr int kItems = 4;
+// With so many registers a thread, one block fills a multiprocessor. Teams of fewer threads share it
+// and the parameters of the columns, which leaves room for one more row of each on the way.
+constexpr int kThreads = 512;
 
 /// What grad is multiplied by before it reaches a normalized element.
 template <class W, class Access, class C, int kLanes>
@@ -42,10 +25,8 @@ __device__ __forceinline__ void load_weight(const NormBackward& p, const Access&
   for (int i = 0; i < kLanes; ++i) values[i] += static_cast<C>(p.weight_offset);
 }
 
-template <class Access, int kStreams>
-using Pipeline = RowPipeline<Access, kItems, kStreams, kStages, kThreads>;
 template <class Access>
-using Parameters = ColumnParameters<Compute<typename Access::T>, Access::kLanes, kItems, kThreads>;
+using Parameters = ColumnParameters<Compute<typename Access::T>, Access::kLanes, kItems>;
 
 /// (x - mean) * rstd, of half precision in one step: what that loses is far below the rounding of
 /// x.
@@ -57,8 +38,8 @@ __device__ __forceinline__ C normalized(C x, C mean, C rstd) {
 /// Teams that take one row after another: rows arrive in shared memory ahead of their use. The sums
 /// over the columns stay in the registers of the thread that has these columns of every row, so a
 /// team's rows must lie alike: they are a multiple of the lanes apart.
-template <class Access, class W, bool kCentered, int kStreams>
-__global__ void __launch_bounds__(kThreads, kBlocks)
+template <class Access, class W, bool kCentered, int kStreams, int kStages>
+__global__ void __launch_bounds__(kThreads)
     walk_rows(NormBackward p, TeamShape shape, Compute<typename Access::T>* partial) {
   using T = typename Access::T;
   using C = Compute<T>;
@@ -73,11 +54,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   const T* grad_sum = static_cast<const T*>(p.grad_sum);
   const T* z = static_cast<const T*>(p.z);
   const Access access(grad + row * p.grad_row_stride, static_cast<int>(p.columns));
-  Pipeline<Access, kStreams> rows(memory, access, team.rank(), team.size());
-#if TK_W == 0
-  Parameters<Access> weights(reinterpret_cast<unsigned char*>(memory) +
-                             Pipeline<Access, kStreams>::kBytes);
-#endif
+  using Pipeline = RowPipeline<Access, kItems, kStreams, kStages, kThreads>;
+  Pipeline rows(memory, access, team.rank(), team.size());
+  Parameters<Access> weights(reinterpret_cast<unsigned char*>(memory) + Pipeline::kBytes,
+                             team.rank_in_block(), shape.threads);
   wait_for_previous_kernel();
 
   rows.start(0, grad + row * p.grad_row_stride, step * p.grad_row_stride);
@@ -86,28 +66,15 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     rows.start(2, grad_sum + row * p.grad_sum_row_stride, step * p.grad_sum_row_stride);
 #pragma unroll
   for (int ahead = 0; ahead + 1 < kStages; ++ahead) rows.fetch(row + ahead * step < p.rows);
-#if TK_W == 0
+  if (team.index() == 0) {
 #pragma unroll
-  for (int k = 0; k < kItems; ++k) {
-    C values[kLanes] = {};
-    if (rows.has_any(k)) load_weight<W>(p, access, rows.column(k), values);
-    weights.set(k, values);
-  }
-
-  const auto read_weight = [&](int k, C(&values)[kLanes]) { weights.read(k, values); };
-#else
-  const auto read_weight = [&](int k, C(&values)[kLanes]) {
-#pragma unroll
-    for (int i = 0; i < kLanes; ++i) values[i] = C(1);
-    if (p.weight == nullptr) return;
-    if (rows.has_any(k))
-      access.load_parameters(static_cast<const W*>(p.weight), rows.column(k), values);
-    if constexpr (!kCentered) {
-#pragma unroll
-      for (int i = 0; i < kLanes; ++i) values[i] += static_cast<C>(p.weight_offset);
+    for (int k = 0; k < kItems; ++k) {
+      C values[kLanes] = {};
+      if (rows.has_any(k)) load_weight<W>(p, access, rows.column(k), values);
+      weights.set(k, values);
     }
-  };
-#endif
+  }
+  if (shape.per_block > 1) __syncthreads();
 
   C weight_sum[kItems][kLanes] = {};
   C bias_sum[kCentered ? kItems : 1][kLanes] = {};
@@ -135,7 +102,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
         C g[kLanes], n[kLanes], weight[kLanes];
         rows.read(0, k, g);
         rows.read(1, k, n);
-        read_weight(k, weight);
+        weights.read(k, weight);
 #pragma unroll
         for (int i = 0; i < kLanes; ++i) {
           n[i] = normalized<T>(n[i], mean, rstd);
@@ -162,7 +129,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
         C g[kLanes], n[kLanes], weight[kLanes];
         rows.read(0, k, g);
         rows.read(1, k, n);
-        read_weight(k, weight);
+        weights.read(k, weight);
 #pragma unroll
         for (int i = 0; i < kLanes; ++i) {
           const C through = sizeof(T) == 2 ? n[i] * x_slope + x_level
@@ -182,7 +149,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   }
 
   // One row of partial sums for each block, or cluster.
-  const int64_t teams_of_block = shape.per_block;
+  const int teams_of_block = shape.per_block;
   const int64_t chunk = team.group();
   const int64_t chunks = team.groups();
   const auto leave = [&](const auto& own_sums, C* to) {
@@ -324,26 +291,32 @@ size_t sum_bytes(const NormBackward& p) { return p.dtype == Dtype::float64 ? 8 :
 /// How rows are walked, by no team where they do not fit or lie apart.
 struct Walk {
   TeamShape team;
+  int stages;  // rows that are in shared memory or on the way to it
   int shared_bytes;
   int64_t teams;  // blocks, or clusters of them
 };
 
 Walk walk_of(const NormBackward& p) {
-  Walk walk{{1}, 0, 0};
+  Walk walk{};
   const RowKind kind = kind_of(p);
   if (kind == RowKind::apart) return walk;
   const int lanes = kVectorBytes / static_cast<int>(size_of(p.dtype));
   const int64_t vectors = ceil_div(p.columns, lanes) + (kind == RowKind::whole ? 0 : 1);
   const int64_t threads = ceil_div(vectors, kItems);
   const Device device = current_device();
-  walk.team = team_of(threads, kThreads, device.runs_90_code ? kMostClusterBlocks : 1);
+  const int most_blocks = device.runs_90_code ? kMostClusterBlocks : 1;
+  walk.team = team_of(threads, kThreads, kThreads, most_blocks);
   if (walk.team.size() < threads) return walk;
   const int streams = p.grad_sum == nullptr ? 2 : 3;
-  const int parameter_bytes = lanes * static_cast<int>(sum_bytes(p));
-  walk.shared_bytes = kItems * kThreads * (kStages * streams * kVectorBytes + (TK_W == 0 ? parameter_bytes : 0));
-  const int64_t resident = std::min(kBlocks * kThreads / walk.team.block_threads(),
-                                    kSharedBytes / (walk.shared_bytes + 6 * 1024));
-  const int64_t teams = std::max<int64_t>(resident * device.multiprocessors / walk.team.blocks, 1);
+  const auto shared_bytes = [&](int stages) {
+    const int parameters = lanes * static_cast<int>(sum_bytes(p)) * walk.team.threads;
+    return kItems * (stages * streams * kVectorBytes * kThreads + parameters);
+  };
+  const int meeting = p.dtype == Dtype::float64 ? static_cast<int>(sizeof(Meeting<double, 2>))
+                                                : static_cast<int>(sizeof(Meeting<float, 2>));
+  walk.stages = streams == 2 && shared_bytes(3) + meeting <= kSharedBytes ? 3 : 2;
+  walk.shared_bytes = shared_bytes(walk.stages);
+  const int64_t teams = std::max<int64_t>(device.multiprocessors >> walk.team.log_blocks, 1);
   // A block of fewer rows would leave as much in partial sums as it reads.
   constexpr int64_t kFewestRows = 4;
   const int64_t most = ceil_div(p.rows, int64_t{walk.team.per_block} * kFewestRows);
@@ -357,15 +330,15 @@ int outputs(const NormBackward& p) {
   return (p.grad_weight != nullptr ? 1 : 0) + (p.grad_bias != nullptr ? 1 : 0);
 }
 
-template <class Access, class W, bool kCentered, int kStreams>
+template <class Access, class W, bool kCentered, int kStreams, int kStages>
 Status walked(const NormBackward& p, const Walk& walk, CUstream_st* stream) {
   using C = Compute<typename Access::T>;
-  const Grid grid{dim3(static_cast<unsigned>(walk.teams * walk.team.blocks)),
-                  dim3(static_cast<unsigned>(walk.team.block_threads())), walk.team.blocks,
+  const Grid grid{dim3(static_cast<unsigned>(walk.teams << walk.team.log_blocks)),
+                  dim3(static_cast<unsigned>(walk.team.block_threads())), walk.team.blocks(),
                   walk.shared_bytes};
   C* partial = static_cast<C*>(p.workspace);
-  const Status status = launch_overlapped(walk_rows<Access, W, kCentered, kStreams>, grid, stream,
-                                          p, walk.team, partial);
+  const Status status = launch_overlapped(walk_rows<Access, W, kCentered, kStreams, kStages>, grid,
+                                          stream, p, walk.team, partial);
   const columns::Plan plan{1, 1, 1, walk.teams, p.rows, p.columns};
   if (!status.ok() || outputs(p) == 0) return status;
   const Result weight{p.grad_weight, p.weight_dtype, 1};
@@ -378,12 +351,12 @@ Status walked(const NormBackward& p, const Walk& walk, CUstream_st* stream) {
 
 template <class Access, class W>
 Status walked(const NormBackward& p, const Walk& walk, CUstream_st* stream) {
-  if (p.grad_sum == nullptr) {
-    return p.centered ? walked<Access, W, true, 2>(p, walk, stream)
-                      : walked<Access, W, false, 2>(p, walk, stream);
-  }
-  return p.centered ? walked<Access, W, true, 3>(p, walk, stream)
-                    : walked<Access, W, false, 3>(p, walk, stream);
+  const auto start = [&](auto centered) {
+    if (p.grad_sum != nullptr) return walked<Access, W, centered, 3, 2>(p, walk, stream);
+    return walk.stages == 3 ? walked<Access, W, centered, 2, 3>(p, walk, stream)
+                            : walked<Access, W, centered, 2, 2>(p, walk, stream);
+  };
+  return p.centered ? start(std::true_type{}) : start(std::false_type{});
 }
 
 /// The parts of the workspace for rows that are not walked.
@@ -436,7 +409,7 @@ Status unwalked(const NormBackward& p, CUstream_st* stream) {
   const Parts parts = parts_of(p);
   const int64_t vectors = ceil_div(p.columns, Access::kLanes) + 1;
   const int most_blocks = current_device().runs_90_code ? kMostClusterBlocks : 1;
-  const TeamShape team = team_of(ceil_div(vectors, kItems), kRowThreads, most_blocks);
+  const TeamShape team = team_of(ceil_div(vectors, kItems), kRowThreads, 0, most_blocks);
   Grid grid;
   Status status = make_grid(team, p.rows, grid);
   if (!status.ok()) return status;

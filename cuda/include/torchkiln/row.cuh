@@ -112,10 +112,16 @@ class RowPlace {
 
   /// The items of a row, zero where they do not belong to it.
   __device__ __forceinline__ void load(const T* row, Item (&items)[kItems]) const {
+    const T* own = row + column_;
 #pragma unroll
     for (int k = 0; k < kItems; ++k) {
       items[k] = Item{};
-      if (has_any(k)) items[k] = access_.load(row, column(k));
+      if constexpr (Access::kWhole) {
+        const T* from = own + k * step_;
+        if (has_any(k)) items[k] = load_vector<kLanes>(from);
+      } else if (has_any(k)) {
+        items[k] = access_.load(row, column(k));
+      }
     }
   }
 
@@ -124,7 +130,8 @@ class RowPlace {
   __device__ __forceinline__ void save(bool wanted, T* row, int k,
                                        const C (&values)[kLanes]) const {
     if constexpr (Access::kWhole && kLanes > 1) {
-      store_if(wanted && has_any(k), row + column(k), values);
+      T* own = row + column_;
+      store_if(wanted && has_any(k), own + k * step_, values);
     } else if (wanted && has_any(k)) {
       access_.save(row, column(k), values);
     }
@@ -223,9 +230,8 @@ inline RowPlan make_row_plan(int64_t vectors) {
   const int most_blocks = current_device().runs_90_code ? kMostClusterBlocks : 1;
   const auto plan = [&](int items, int block) {
     const int64_t threads = ceil_div(vectors, items);
-    RowPlan found{team_of(threads, threads <= kWarpLanes ? kSmallBlock : block, most_blocks),
+    RowPlan found{team_of(threads, block, threads <= kWarpLanes ? kSmallBlock : 0, most_blocks),
                   items};
-    if (!found.team.in_warp()) found.team.per_block = 1;
     if (found.team.size() < threads) found.items = 0;
     return found;
   };
@@ -260,10 +266,10 @@ inline constexpr int64_t kMostColumns = (int64_t{1} << 31) - 64;
 
 /// The blocks for so many rows.
 inline Status make_grid(const TeamShape& team, int64_t rows, Grid& grid) {
-  const int64_t blocks = ceil_div(rows, team.per_block) * team.blocks;
+  const int64_t blocks = ceil_div(rows, team.per_block) << team.log_blocks;
   if (blocks > kMaxGridX) return {"too many rows for one launch"};
   grid = {dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(team.block_threads())),
-          team.blocks};
+          team.blocks()};
   return {};
 }
 

@@ -80,15 +80,15 @@ class RowPipeline : public RowPlace<Access, kItems> {
   int64_t row_step_[kStreams];
 };
 
-/// Parameters of a thread's columns, in shared memory as they are computed with: ones or zeros
-/// where there are none.
-template <class C, int kLanes, int kItems, int kThreads>
+/// Parameters of the columns of a row's part in a block, in shared memory as they are computed with.
+/// Teams that share a block share them.
+template <class C, int kLanes, int kItems>
 class ColumnParameters {
  public:
-  static constexpr int kBytes = kLanes * kItems * kThreads * static_cast<int>(sizeof(C));
+  static constexpr int kBytes = kLanes * kItems * static_cast<int>(sizeof(C));  // a thread of a team
 
-  __device__ __forceinline__ explicit ColumnParameters(void* memory)
-      : own_(static_cast<Part*>(memory) + threadIdx.x) {}
+  __device__ __forceinline__ ColumnParameters(void* memory, int rank_in_block, int threads)
+      : own_(static_cast<Part*>(memory) + rank_in_block), threads_(threads) {}
 
   __device__ __forceinline__ void set(int k, const C (&values)[kLanes]) {
 #pragma unroll
@@ -96,13 +96,13 @@ class ColumnParameters {
       Part to;
 #pragma unroll
       for (int i = 0; i < kEach; ++i) to.lane[i] = values[part * kEach + i];
-      own_[(k * kParts + part) * kThreads] = to;
+      own_[(k * kParts + part) * threads_] = to;
     }
   }
   __device__ __forceinline__ void read(int k, C (&values)[kLanes]) const {
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      const Part from = own_[(k * kParts + part) * kThreads];
+      const Part from = own_[(k * kParts + part) * threads_];
 #pragma unroll
       for (int i = 0; i < kEach; ++i) values[part * kEach + i] = from.lane[i];
     }
@@ -113,7 +113,8 @@ class ColumnParameters {
   static constexpr int kParts = kLanes / kEach;
   using Part = Vec<C, kEach>;
 
-  Part* own_;
+  Part* own_;  // [item][part][thread]
+  int threads_;
 };
 
 }  // namespace torchkiln

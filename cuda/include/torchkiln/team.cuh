@@ -40,42 +40,47 @@ struct Largest {
   }
 };
 
-/// A team is a power of two of threads where that is no more than a warp, else a multiple of a
-/// warp; it may share its block with other teams, or be a cluster of whole blocks, a power of two.
+/// A team is a power of two of threads where that is no more than a warp, else a multiple of a warp;
+/// it may share its block with other teams of a power of two, or be a cluster of whole blocks.
 struct TeamShape {
-  int threads;    // of the team, in one block
-  int blocks;     // in a cluster
-  int per_block;  // teams that share a block
+  int threads;      // of the team, in one block
+  int log_threads;  // of a team that shares its block, else 31: every thread is in the first
+  int log_blocks;   // in a cluster
+  int per_block;    // teams that share a block
 
-  __host__ __device__ int size() const { return threads * blocks; }
+  __host__ __device__ int blocks() const { return 1 << log_blocks; }
+  __host__ __device__ int size() const { return threads << log_blocks; }
   __host__ __device__ int block_threads() const { return threads * per_block; }
   /// Whether a team has no need of barriers.
   __host__ __device__ bool in_warp() const { return threads <= kWarpLanes; }
 };
 
+inline int log2_from(int64_t least) {
+  int log = 0;
+  while (int64_t{1} << log < least) ++log;
+  return log;
+}
+
 /// A team of at least so many threads, in blocks of up to `block_threads`, as far as clusters of
-/// `most_blocks` reach.
-inline TeamShape team_of(int64_t threads, int block_threads, int most_blocks) {
-  const auto power_of_two = [](int64_t least) {
-    int power = 1;
-    while (power < least) power *= 2;
-    return power;
-  };
-  if (threads <= kWarpLanes) {
-    const int lanes = power_of_two(threads);
-    return {lanes, 1, block_threads / lanes};
-  }
-  const int blocks = std::min(power_of_two(ceil_div(threads, block_threads)), most_blocks);
-  const int64_t warps = ceil_div(ceil_div(threads, blocks), kWarpLanes);
-  const int in_block = static_cast<int>(std::min<int64_t>(warps * kWarpLanes, block_threads));
-  return {in_block, blocks, blocks > 1 ? 1 : std::min(block_threads / in_block, kMostTeams)};
+/// `most_blocks` reach; `shared_threads`: up to so many threads of several teams make up a block.
+inline TeamShape team_of(int64_t threads, int block_threads, int shared_threads, int most_blocks) {
+  int log_blocks = log2_from(ceil_div(threads, block_threads));
+  if (1 << log_blocks > most_blocks) log_blocks = log2_from(most_blocks);
+  const int64_t warps = ceil_div(ceil_div(threads, 1 << log_blocks), kWarpLanes);
+  int in_block = static_cast<int>(std::min<int64_t>(warps * kWarpLanes, block_threads));
+  if (threads <= kWarpLanes) in_block = 1 << log2_from(threads);
+  const int log_threads = log2_from(in_block);
+  const bool shares = 1 << log_threads == in_block && 2 * in_block <= shared_threads;
+  if (!shares) return {in_block, 31, log_blocks, 1};
+  return {in_block, log_threads, log_blocks, shared_threads >> log_threads};
 }
 
 /// Shared memory through which a team's warps meet. Two halves take turns, so that one barrier
 /// serves: who writes the next value cannot overtake who still reads the last but one.
 template <class C, int kValues>
 struct Meeting {
-  C slots[2][kValues][kMostClusterBlocks * kMostBlockThreads / kWarpLanes];
+  // Of the warps of a cluster's blocks, of 512 threads each.
+  C slots[2][kValues][kMostClusterBlocks * 512 / kWarpLanes];
   uint64_t arrived[2];
 };
 
@@ -86,11 +91,11 @@ class Team {
   __device__ __forceinline__ Team(const TeamShape& shape, Meeting<C, kValues>& meeting)
       : shape_(shape), meeting_(meeting) {
     const int thread = static_cast<int>(threadIdx.x);
-    index_ = shape.per_block == 1 ? 0 : thread / shape.threads;
-    block_ = static_cast<int>(blockIdx.x) & (shape.blocks - 1);
-    rank_in_block_ = thread - index_ * shape.threads;
+    index_ = thread >> shape.log_threads;
+    rank_in_block_ = thread - (index_ << shape.log_threads);
+    block_ = static_cast<int>(blockIdx.x) & (shape.blocks() - 1);
 #if __CUDA_ARCH__ >= 900
-    if (shape.blocks == 1) return;
+    if (shape.log_blocks == 0) return;
     if (threadIdx.x == 0) {
       ::cuda::ptx::mbarrier_init(&meeting.arrived[0], 1);
       ::cuda::ptx::mbarrier_init(&meeting.arrived[1], 1);
@@ -104,12 +109,13 @@ class Team {
   /// Which of the block's teams.
   __device__ __forceinline__ int index() const { return index_; }
   /// Which thread of the team.
+  __device__ __forceinline__ int rank_in_block() const { return rank_in_block_; }
   __device__ __forceinline__ int rank() const { return block_ * shape_.threads + rank_in_block_; }
   __device__ __forceinline__ int size() const { return shape_.size(); }
 
   /// Which block, or cluster, of how many.
-  __device__ __forceinline__ int64_t group() const { return blockIdx.x >> log_blocks(); }
-  __device__ __forceinline__ int64_t groups() const { return gridDim.x >> log_blocks(); }
+  __device__ __forceinline__ int64_t group() const { return blockIdx.x >> shape_.log_blocks; }
+  __device__ __forceinline__ int64_t groups() const { return gridDim.x >> shape_.log_blocks; }
   /// The first of the group's teams, and how many teams the grid has.
   __device__ __forceinline__ int64_t first() const { return group() * shape_.per_block; }
   __device__ __forceinline__ int64_t teams() const { return groups() * shape_.per_block; }
@@ -128,12 +134,12 @@ class Team {
     const int lane = rank_in_block_ % kWarpLanes;
     const int warp = rank_in_block_ / kWarpLanes;
     const int warps = shape_.threads / kWarpLanes;
-    const int count = warps * shape_.blocks;
+    const int count = warps << shape_.log_blocks;
     const int turn = meetings_ & 1;
     // Several teams of a block have the slots one after the other.
     const int begin = index_ * warps;
     auto& slots = meeting_.slots[turn];
-    if (shape_.blocks == 1) {
+    if (shape_.log_blocks == 0) {
       if (lane == 0) {
 #pragma unroll
         for (int i = 0; i < N; ++i) slots[i][begin + warp] = values[i];
@@ -157,7 +163,6 @@ class Team {
   }
 
  private:
-  __device__ __forceinline__ int log_blocks() const { return __ffs(shape_.blocks) - 1; }
   template <class Op, int N>
   static __device__ __forceinline__ void exchange(C (&values)[N], int offset, Op op) {
 #pragma unroll
@@ -177,7 +182,7 @@ class Team {
       ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, arrived,
                                      bytes);
     }
-    if (lane < shape_.blocks) {
+    if (lane < shape_.blocks()) {
       const auto cluster = cooperative_groups::this_cluster();
       uint64_t* theirs = cluster.map_shared_rank(arrived, lane);
 #pragma unroll
