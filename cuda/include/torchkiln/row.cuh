@@ -125,6 +125,15 @@ class RowPlace {
     }
   }
 
+  /// Has what load() will read brought to the L2 cache.
+  __device__ __forceinline__ void prefetch(const T* row) const {
+#pragma unroll
+    for (int k = 0; k < kItems; ++k) {
+      if (has_any(k) && column(k) >= 0)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(row + column(k)));
+    }
+  }
+
   /// Stores item k of a row of results where it is `wanted`.
   template <class C>
   __device__ __forceinline__ void save(bool wanted, T* row, int k,

@@ -84,8 +84,9 @@ struct Meeting {
   uint64_t arrived[2];
 };
 
-/// A thread's place in its team.
-template <class C, int kValues>
+/// A thread's place in its team. kShared: teams of several warps may share a block. A kernel that
+/// allows it takes all of the block's barriers, of which a multiprocessor has 64.
+template <class C, int kValues, bool kShared = false>
 class Team {
  public:
   __device__ __forceinline__ Team(const TeamShape& shape, Meeting<C, kValues>& meeting)
@@ -144,7 +145,11 @@ class Team {
 #pragma unroll
         for (int i = 0; i < N; ++i) slots[i][begin + warp] = values[i];
       }
-      asm volatile("bar.sync %0, %1;" ::"r"(index_ + 1), "r"(shape_.threads) : "memory");
+      if constexpr (kShared) {
+        asm volatile("bar.sync %0, %1;" ::"r"(index_ + 1), "r"(shape_.threads) : "memory");
+      } else {
+        __syncthreads();
+      }
     } else {
       tell_cluster(values, slots, turn, block_ * warps + warp, count, lane);
     }
