@@ -6,11 +6,11 @@
 namespace torchkiln::cuda {
 namespace {
 
-// A thread's vectors of a row. The sums of their columns stay in registers: twice 32 of them in half
-// precision.
+// A thread's vectors of a row. The sums of their columns stay in registers: twice 32 of them in
+// half precision.
 constexpr int kItems = 4;
-// With so many registers a thread, one block fills a multiprocessor. Teams of fewer threads share it
-// and the parameters of the columns, which leaves room for one more row of each on the way.
+// With so many registers a thread, one block fills a multiprocessor. Teams of fewer threads share
+// it and the parameters of the columns, which leaves room for one more row of each on the way.
 constexpr int kThreads = 512;
 
 /// What grad is multiplied by before it reaches a normalized element.
