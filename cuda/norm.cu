@@ -92,22 +92,29 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place, kCentered ? 2 :
     if (kCentered && p.mean != nullptr) static_cast<C*>(p.mean)[row] = mean + rest;
     if (p.rstd != nullptr) static_cast<C*>(p.rstd)[row] = rstd;
   }
-  // All parameters are asked for before the first is used.
-  Vec<W, kLanes> weights[kItems], biases[kCentered ? kItems : 1];
-  place.load_parameters(static_cast<const W*>(p.weight), 1.0f, weights);
+  // All parameters are asked for before the first is used, where they fit into the registers.
+  constexpr bool kTogether = kLanes * sizeof(W) <= kVectorBytes;
+  Vec<W, kLanes> weights[kTogether ? kItems : 1], biases[kTogether && kCentered ? kItems : 1];
+  if constexpr (kTogether) {
+    place.load_parameters(static_cast<const W*>(p.weight), 1.0f, weights);
+    if constexpr (kCentered) place.load_parameters(static_cast<const W*>(p.bias), 0.0f, biases);
+  }
   const C offset = p.weight == nullptr ? C(0) : static_cast<C>(p.weight_offset);
-  if constexpr (kCentered) place.load_parameters(static_cast<const W*>(p.bias), 0.0f, biases);
 #pragma unroll
   for (int k = 0; k < kItems; ++k) {
     C z[kLanes], weight[kLanes], bias[kLanes];
     widen(items[k], z);
-    widen(weights[k], weight);
-    if constexpr (kCentered) widen(biases[k], bias);
+    if constexpr (kTogether) {
+      widen(weights[k], weight);
+      if constexpr (kCentered) widen(biases[k], bias);
+    } else if (place.has_any(k)) {
+      load_affine<W>(p, access, place.column(k), weight, bias);
+    }
 #pragma unroll
     for (int i = 0; i < kLanes; ++i) {
       if constexpr (kCentered) {
         z[i] -= mean;
-      } else {
+      } else if constexpr (kTogether) {
         weight[i] += offset;
       }
       if constexpr (kCorrects) z[i] -= rest;
