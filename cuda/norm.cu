@@ -57,6 +57,8 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place, kCentered ? 2 :
     }
   }
 
+  team.open();
+
   const C share = C(1) / static_cast<C>(p.columns);
   C mean = 0;
   if constexpr (kCentered) {
@@ -92,31 +94,16 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place, kCentered ? 2 :
     if (kCentered && p.mean != nullptr) static_cast<C*>(p.mean)[row] = mean + rest;
     if (p.rstd != nullptr) static_cast<C*>(p.rstd)[row] = rstd;
   }
-  // All parameters are asked for before the first is used, where they fit into the registers.
-  constexpr bool kTogether = kLanes * sizeof(W) <= kVectorBytes;
-  Vec<W, kLanes> weights[kTogether ? kItems : 1], biases[kTogether && kCentered ? kItems : 1];
-  if constexpr (kTogether) {
-    place.load_parameters(static_cast<const W*>(p.weight), 1.0f, weights);
-    if constexpr (kCentered) place.load_parameters(static_cast<const W*>(p.bias), 0.0f, biases);
-  }
-  const C offset = p.weight == nullptr ? C(0) : static_cast<C>(p.weight_offset);
 #pragma unroll
   for (int k = 0; k < kItems; ++k) {
     C z[kLanes], weight[kLanes], bias[kLanes];
     widen(items[k], z);
-    if constexpr (kTogether) {
-      widen(weights[k], weight);
-      if constexpr (kCentered) widen(biases[k], bias);
-    } else if (place.has_any(k)) {
-      load_affine<W>(p, access, place.column(k), weight, bias);
-    }
+    // Without a branch, behind which everything would wait: of no item, those of the first column.
+    const int column = place.has_any(k) || !Place::Access::kWhole ? place.column(k) : 0;
+    load_affine<W>(p, access, column, weight, bias);
 #pragma unroll
     for (int i = 0; i < kLanes; ++i) {
-      if constexpr (kCentered) {
-        z[i] -= mean;
-      } else if constexpr (kTogether) {
-        weight[i] += offset;
-      }
+      if constexpr (kCentered) z[i] -= mean;
       if constexpr (kCorrects) z[i] -= rest;
       z[i] *= rstd * weight[i];
       if constexpr (kCentered) z[i] += bias[i];
@@ -155,6 +142,7 @@ __global__ void __launch_bounds__(kRowThreads) norm_long_rows(Norm p, TeamShape 
   };
   const RowPasses<kFewItems, decltype(load)> passes(load, team.rank(), team.size(),
                                                     inside ? access.vectors() : 0);
+  team.open();
   const C count = static_cast<C>(p.columns);
   C mean = 0;
   if (p.centered) {

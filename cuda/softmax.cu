@@ -68,7 +68,7 @@ class Parts {
 /// A team reads a row, and with all of it in registers finds its maximum and the sum of its
 /// exponentials, and writes it.
 template <class Place, bool kLog, bool kMasked>
-__global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place, 1>)
+__global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place, kLog ? 1 : 2>)
     softmax_rows(Softmax p, TeamShape shape) {
   using T = typename Place::T;
   using C = Compute<T>;
@@ -85,6 +85,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place, 1>)
   const Place place(access, team.rank(), team.size());
   typename Place::Item items[kItems];
   place.load(x, items);
+  team.open();
   const Parts<kMasked, Place> parts(place, p.mask, row);
   const C scale = static_cast<C>(p.scale);
 
@@ -103,7 +104,8 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place, 1>)
   const auto below = [&](int k, int i, C z, C from) {
     return (parts.has(k, i) ? z * scale : C(kNothing)) - from;
   };
-  C sums[2] = {largest[0], C(0)};
+  // Exponentials are kept for the results.
+  C terms[kLog ? 1 : kItems][kLanes];
   const C from = AddExponentials::reference(largest[0]);
   C part[1] = {};
 #pragma unroll
@@ -111,14 +113,18 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place, 1>)
     C z[kLanes];
     widen(items[k], z);
 #pragma unroll
-    for (int i = 0; i < kLanes; ++i) part[0] += Math::exp(below(k, i, z[i], from));
+    for (int i = 0; i < kLanes; ++i) {
+      const C term = Math::exp(below(k, i, z[i], from));
+      part[0] += term;
+      if constexpr (!kLog) terms[k][i] = term;
+    }
   }
   team.combine_in_warp(part, Add{});
-  sums[1] = part[0];
+  C sums[2] = {largest[0], part[0]};
   team.combine_warps(sums, AddExponentials{});
   // A row in which nothing takes part is NaN, as in torch: 0 / 0, or -infinity + infinity.
   const C reference = AddExponentials::reference(sums[0]);
-  const C factor = C(1) / sums[1];
+  const C factor = AddExponentials::rescaled(C(1), largest[0], sums[0]) / sums[1];
   const C log_sum = kLog ? log(sums[1]) : C(0);
   T* y = static_cast<T*>(p.y) + row * p.length;
 #pragma unroll
@@ -127,8 +133,11 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place, 1>)
     widen(items[k], z);
 #pragma unroll
     for (int i = 0; i < kLanes; ++i) {
-      const C distance = below(k, i, z[i], reference);
-      z[i] = kLog ? distance - log_sum : Math::exp(distance) * factor;
+      if constexpr (kLog) {
+        z[i] = below(k, i, z[i], reference) - log_sum;
+      } else {
+        z[i] = terms[k][i] * factor;
+      }
     }
     place.save(inside, y, k, z);
   }
@@ -159,6 +168,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place, 2>)
   typename Place::Item grads[kItems], ys[kItems];
   place.load(grad, grads);
   place.load(static_cast<const T*>(p.y) + row * p.length, ys);
+  team.open();
   const C scale = static_cast<C>(p.scale);
 
   C total[1] = {};
@@ -318,7 +328,7 @@ Status queue(const Problem& p, const RowsOf (&tensors)[N], const RowKernel& rows
     return with_access<T>(kind_of(tensors, p.dtype, p.outer, p.length), [&](auto access) {
       using Access = typename std::decay_t<decltype(access)>::type;
       const int64_t vectors = ceil_div(p.length, Access::kLanes) + (Access::kWhole ? 0 : 1);
-      const RowPlan plan = make_row_plan(vectors, N - 1);
+      const RowPlan plan = make_row_plan(vectors, 2);
       Grid grid;
       const Status status = make_grid(plan.team, p.outer, grid);
       if (!status.ok()) return status;

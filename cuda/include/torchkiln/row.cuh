@@ -5,6 +5,7 @@
 // threads of the team take vectors in turns.
 
 #include <algorithm>
+#include <cstdlib>
 #include <type_traits>
 #include <utility>
 
@@ -125,37 +126,6 @@ class RowPlace {
     }
   }
 
-  /// Parameters of the thread's columns, or `nothing` where there are none.
-  template <class W>
-  __device__ __forceinline__ void load_parameters(const W* parameters, float nothing,
-                                                  Vec<W, kLanes> (&items)[kItems]) const {
-#pragma unroll
-    for (int k = 0; k < kItems; ++k) {
-#pragma unroll
-      for (int i = 0; i < kLanes; ++i) items[k].lane[i] = convert<W>(nothing);
-    }
-    if (parameters == nullptr) return;
-#pragma unroll
-    for (int k = 0; k < kItems; ++k) {
-      if constexpr (Access::kWhole && kLanes > 1) {
-        constexpr int kEach = kLanes < kVectorLanes<W> ? kLanes : kVectorLanes<W>;
-        const W* from = parameters + column(k);
-#pragma unroll
-        for (int part = 0; part < kLanes; part += kEach) {
-          if (has_any(k)) {
-            const auto some = load_constant<kEach>(from + part);
-#pragma unroll
-            for (int i = 0; i < kEach; ++i) items[k].lane[part + i] = some.lane[i];
-          }
-        }
-      } else {
-#pragma unroll
-        for (int i = 0; i < kLanes; ++i)
-          if (has(k, i)) items[k].lane[i] = __ldg(parameters + column(k) + i);
-      }
-    }
-  }
-
   /// Has what load() will read brought to the L2 cache.
   __device__ __forceinline__ void prefetch(const T* row) const {
 #pragma unroll
@@ -261,6 +231,7 @@ struct RowPlan {
 
 /// `streams`: how many rows a thread holds at a time.
 inline RowPlan make_row_plan(int64_t vectors, int streams) {
+  if (const char* forced = getenv("TK_STREAMS")) streams = atoi(forced);
   // Of a block of several rows.
   constexpr int kSmallBlock = 128;
   const int most_blocks = current_device().runs_90_code ? kMostClusterBlocks : 1;
