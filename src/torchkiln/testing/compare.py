@@ -111,16 +111,20 @@ def bits(tensor: Tensor) -> Tensor:
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
-def exact(sample: Sample) -> Sample:
-    """The call in float64 on the device of its result; classes and masks stay what they are."""
-    return sample.map(lambda t: t.detach().double() if t.is_floating_point() else t.detach())
+def exact(spec: OpSpec, sample: Sample) -> Sample:
+    """The call in float64 on the device of its result; indices and masks stay what they are."""
+    call = sample.map(lambda t: t.detach().double() if t.is_floating_point() else t.detach())
+    for i in call.positions:
+        if i not in spec.indices:
+            call = call.substitute(i, call.args[i].double())
+    return call
 
 
 def require_values(found: Tensor, sample: Sample, where: Where) -> None:
     """Judge the output of one call."""
     with torch.no_grad():
         plain = sample.map(Tensor.detach)
-        truth = exact(sample)
+        truth = exact(where.spec, sample)
         require_close(
             found.detach(),
             truth.call(where.spec.reference),
@@ -147,7 +151,7 @@ def require_gradients(
     """Judge the gradients of one call for the incoming gradient ``grad``."""
     spec = where.spec
     plain = spec.leaves(sample, tuple(positions))
-    truth = spec.leaves(exact(sample), tuple(positions))
+    truth = spec.leaves(exact(spec, sample), tuple(positions))
     wide = grad.double()
     expected = vector_jacobian(spec.reference, truth, positions, wide)
     terms = spec.gradient_magnitude or spec.reference

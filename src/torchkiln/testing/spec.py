@@ -138,6 +138,8 @@ class OpSpec:
     output_sensitivity: Callable[..., Tensor] | None = None
     """For an op whose backward starts from its rounded output, as torch's does: a function whose
     gradients say how far each gradient moves with the relative error of that output."""
+    indices: tuple[int, ...] = ()
+    """Positions of arguments whose integers are no numbers: no check converts them."""
     dtypes: tuple[torch.dtype, ...] = FLOATING
     autocast: tuple[int, ...] = ()
     """Positions that autocast converts; none means that the op follows its inputs."""

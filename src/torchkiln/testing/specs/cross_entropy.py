@@ -97,7 +97,7 @@ def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         weight = normal("weight", (33,), device).abs() + 0.1
         yield Sample("float32 weight", (x, classes(x, -100)), {"weight": weight})
     x = logits(9, 21)
-    for out in (dtype, torch.float32, torch.float16, torch.bfloat16):
+    for out in dict.fromkeys((dtype, torch.float32, torch.float16, torch.bfloat16)):
         yield Sample(f"to {out}", (x, classes(x)), {"dtype": out})
         yield Sample(f"to {out}, none", (x, probabilities(x)), {"dtype": out, "reduction": "none"})
     # Of more elements than opcheck looks at, which takes NaN for a difference.
@@ -375,6 +375,7 @@ CROSS_ENTROPY = OpSpec(
     traffic=traffic,
     backward_traffic=backward_traffic,
     differentiable=(0, 1),
+    indices=(1,),
     helpers=("cross_entropy_forward", "cross_entropy_backward"),
     module=module,
     module_inputs=module_inputs,
