@@ -7,7 +7,7 @@ Status activation(const Elementwise<1>& arguments, Activation activation, CUstre
   return dispatch_floating(arguments.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     return elementwise::launch_activated<T, T>(
-        activation, elementwise::Make<Activated, elementwise::MathFor<T>>{}, arguments, stream);
+        activation, elementwise::Make<Activated, MathFor<T>>{}, arguments, stream);
   });
 }
 
@@ -16,8 +16,7 @@ Status activation_backward(const Elementwise<2>& arguments, Activation activatio
   return dispatch_floating(arguments.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     return elementwise::launch_activated<T, T, T>(
-        activation, elementwise::Make<ActivatedGradient, elementwise::MathFor<T>>{}, arguments,
-        stream);
+        activation, elementwise::Make<ActivatedGradient, MathFor<T>>{}, arguments, stream);
   });
 }
 

@@ -207,7 +207,7 @@ Status both_gradients(const BiasActBackward& p, const Gradient& gradient, CUstre
 template <class T>
 Status grad_x_alone(const BiasActBackward& p, CUstream_st* stream) {
   using C = Compute<T>;
-  using Math = elementwise::MathFor<T>;
+  using Math = MathFor<T>;
   const C scale = static_cast<C>(p.scale);
   const Saved kept = kept_by_bias_act(p.activation);
   const int64_t row_strides[] = {p.grad_row_stride, p.saved_row_stride, 0};
@@ -251,7 +251,7 @@ Status grad_x_alone(const BiasActBackward& p, CUstream_st* stream) {
 template <class T, class Bias>
 Status forward(const BiasAct& p, CUstream_st* stream) {
   using C = Compute<T>;
-  using Math = elementwise::MathFor<T>;
+  using Math = MathFor<T>;
   const C scale = static_cast<C>(p.scale);
   if (p.signs != nullptr) {
     // Relu alone saves signs.
@@ -283,7 +283,7 @@ Status bias_act_backward(const BiasActBackward& p, CUstream_st* stream) {
   if (p.columns == 0) return {};
   return dispatch_floating(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    using Math = elementwise::MathFor<T>;
+    using Math = MathFor<T>;
     if (p.grad_bias == nullptr) return grad_x_alone<T>(p, stream);
     const Chosen<Math> chosen{p.activation, kept_by_bias_act(p.activation)};
     if (!by_vectors(p)) return both_gradients<T, 1>(p, chosen, stream);

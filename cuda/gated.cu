@@ -7,8 +7,7 @@ Status gated(const Elementwise<2>& arguments, Activation activation, CUstream_st
   return dispatch_floating(arguments.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     return elementwise::launch_activated<T, T, T>(
-        activation, elementwise::Make<Gated, elementwise::MathFor<T>>{}, arguments, stream,
-        Gates{});
+        activation, elementwise::Make<Gated, MathFor<T>>{}, arguments, stream, Gates{});
   });
 }
 
@@ -17,8 +16,7 @@ Status gated_backward(const Elementwise<3, 2>& arguments, Activation activation,
   return dispatch_floating(arguments.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     return elementwise::launch_activated<T, T, T, T>(
-        activation, elementwise::Make<GatedGradient, elementwise::MathFor<T>>{}, arguments, stream,
-        Gates{});
+        activation, elementwise::Make<GatedGradient, MathFor<T>>{}, arguments, stream, Gates{});
   });
 }
 

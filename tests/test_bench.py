@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from torchkiln import bench
-from torchkiln.bench import peers, terminal
-from torchkiln.bench.cases import BACKWARD, FORWARD, RECORDED, Function, call_of
+from torchkiln.bench import terminal
+from torchkiln.bench.cases import BACKWARD, FORWARD, RECORDED, STEP, call_of, outputs
 from torchkiln.bench.ceiling import ceilings, written
 from torchkiln.bench.clock import FEWEST
 from torchkiln.bench.row import OURS
@@ -27,6 +30,10 @@ FUSED = next(spec for spec in SPECS if spec.helpers)
 """An op with a backward of its own."""
 SHAPE = (8, 16)
 DIRECTIONS = (FORWARD, BACKWARD)
+
+
+def some_traffic(_: Sample) -> Traffic:
+    return Traffic(1024, 1024)
 
 
 def a_case(spec: OpSpec = FUSED) -> bench.BenchCase:
@@ -106,15 +113,14 @@ def test_what_is_timed_is_the_op(spec: OpSpec, direction: str) -> None:
         sample = case.sample if direction == FORWARD else spec.leaves(case.sample)
         seed = getattr(sample, "seed", None) or 0
         torch.manual_seed(seed)
-        expected: object = sample.call(spec.op)
-        grad = None
+        expected = outputs(sample.call(spec.op))
+        grads = None
         if direction == BACKWARD:
-            assert isinstance(expected, Tensor)
-            grad = torch.randn_like(expected)
+            grads = [torch.randn_like(output) for output in expected]
             inputs = [sample.args[i] for i in spec.wanted(sample)]
-            expected = torch.autograd.grad(expected, inputs, grad)
+            expected = torch.autograd.grad(expected, inputs, grads)
         torch.manual_seed(seed)
-        found = call_of(case, spec.op, direction, grad)()
+        found = outputs(call_of(case, spec.op, direction, grads)())
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
@@ -138,6 +144,74 @@ def test_rows_are_complete(spec: OpSpec) -> None:
             assert row.rate == row.bytes / row.ours.seconds / 1e9
             assert row.best_peer == "eager"
             assert row.speedup == row.times["eager"].seconds / row.ours.seconds
+
+
+def sum_and_product(a: Tensor, b: Tensor) -> Any:
+    return a + b, a * b
+
+
+SEVERAL = dataclasses.replace(
+    ADD, op=sum_and_product, composite=sum_and_product, backward_traffic=some_traffic
+)
+"""An op with two results."""
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_several_results(direction: str) -> None:
+    """All are read in forward, and all have a gradient that comes in."""
+    case = a_case(SEVERAL)
+    grads = [torch.randn(SHAPE), torch.randn(SHAPE)]
+    found = call_of(case, SEVERAL.op, direction, grads)()
+    a, b = case.sample.args
+    expected = (
+        (a + b, a * b)
+        if direction == FORWARD
+        else (grads[0] + b * grads[1], grads[0] + a * grads[1])
+    )
+    torch.testing.assert_close(found, expected)
+    row = bench.time_case(case, direction, settings("eager", "compile"), 1)
+    assert row is not None
+    assert set(row.times) == {OURS, "eager", "compile"}, row.missing
+
+
+def test_a_step_is_forward_and_backward() -> None:
+    """Again and again, from the same inputs."""
+    case = a_case(SEVERAL)
+    grads = [torch.randn(SHAPE), torch.randn(SHAPE)]
+    expected = call_of(case, SEVERAL.op, BACKWARD, grads)()
+    call = call_of(case, SEVERAL.op, STEP, grads)
+    for _ in range(2):
+        torch.testing.assert_close(call(), expected, rtol=0, atol=0)
+
+
+def test_gradients_come_in_the_dtype_of_the_result() -> None:
+    """A peer's result may have another than ours."""
+
+    def wide(a: Tensor, b: Tensor) -> Tensor:
+        return (a + b).double()
+
+    call = call_of(a_case(ADD), wide, BACKWARD, [torch.ones(SHAPE)])
+    assert isinstance(call, functools.partial)
+    assert [grad.dtype for grad in call.args[2]] == [torch.float64]
+
+
+def test_class_indices_have_no_gradient() -> None:
+    def bench_of_losses(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Sample:
+        target = torch.randint(shape[1], shape[:1], device=device)
+        return Sample("bench", (torch.randn(shape, device=device, dtype=dtype), target))
+
+    loss = F.cross_entropy
+    spec = dataclasses.replace(
+        ADD,
+        op=loss,
+        composite=loss,
+        bench=bench_of_losses,
+        traffic=some_traffic,
+        backward_traffic=some_traffic,
+    )
+    row = bench.time_case(a_case(spec), BACKWARD, settings("eager", "compile"), 1)
+    assert row is not None
+    assert set(row.times) == {OURS, "eager", "compile"}, row.missing
 
 
 def test_the_floor_is_what_the_bytes_take() -> None:
@@ -168,6 +242,11 @@ def test_views_are_not_written() -> None:
     assert written(x.new_zeros(3), [x]) == 12
 
 
+def test_one_gradient_of_two_inputs_is_written_once() -> None:
+    grad = torch.ones(4, 4)
+    assert written((grad, grad, grad[0].clone()), []) == 64 + 16
+
+
 def test_peers_take_part_in_turns() -> None:
     """One clock sees everyone, ours first, then peers, then ceilings."""
     seen: list[object] = []
@@ -182,26 +261,6 @@ def test_peers_take_part_in_turns() -> None:
     assert len(seen) == 3 * (1 + FEWEST)
     assert seen[:3] == seen[3:6]
     assert len({id(call) for call in seen}) == 3
-
-
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_the_compiled_peer(direction: str) -> None:
-    row = a_row(direction, "compile")
-    assert set(row.times) == {OURS, "compile"}, row.missing
-
-
-def test_a_peer_that_fails_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(case: bench.BenchCase) -> Function:
-        raise RuntimeError(f"no compiler for {case.spec.name}\nand much more")
-
-    monkeypatch.setitem(peers.MAKERS, "compile", broken)
-    row = a_row(FORWARD, "compile", "eager")
-    assert set(row.times) == {OURS, "eager"}
-    assert row.missing == {"compile": f"RuntimeError: no compiler for {FUSED.name}"}
-    (table,) = bench.tables([row])
-    assert table.notes == (
-        f"{FUSED.name} forward: no compile: RuntimeError: no compiler for {FUSED.name}",
-    )
 
 
 def test_an_op_that_fails_is_an_error() -> None:
@@ -256,12 +315,7 @@ def variants(
 
 
 def test_variants_have_rows_of_their_own() -> None:
-    @dataclasses.dataclass(frozen=True)
-    class WithVariants(OpSpec):
-        bench_variants: object = None
-
-    values = {f.name: getattr(ADD, f.name) for f in dataclasses.fields(OpSpec)}
-    spec = WithVariants(**values | {"bench_variants": variants})
+    spec = dataclasses.replace(ADD, bench_variants=variants)
     found = list(bench.cases(spec, CPU, torch.float32, SHAPE))
     assert [case.variant for case in found] == ["", "transposed"]
     assert [case.sample.args[0].stride() for case in found] == [(16, 1), (1, 8)]
@@ -314,23 +368,3 @@ def test_without_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     assert lines[1].startswith("op ")
     assert lines[2].startswith(FUSED.name)
     assert plain(bench.tables([row])[0]).splitlines() == [line for line in lines if line]
-
-
-def test_liger_is_asked_only_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its functions are found by name, and only for two tensors on a GPU."""
-    monkeypatch.setitem(peers.LIGER_FUNCTIONS, ADD.name, ("builtins", "slice"))
-    monkeypatch.setattr(peers, "find_spec", lambda _: object())
-    assert not peers.liger_knows(a_case(ADD))
-    on_gpu = dataclasses.replace(a_case(ADD), sample=FakeGpuSample("two", (FakeGpuTensor(),) * 2))
-    assert peers.liger_knows(on_gpu)
-    assert not peers.liger_knows(dataclasses.replace(on_gpu, spec=FUSED))
-    monkeypatch.setattr(peers, "find_spec", lambda _: None)
-    assert not peers.liger_knows(on_gpu)
-
-
-class FakeGpuTensor:
-    is_cuda = True
-
-
-class FakeGpuSample(Sample):
-    positions = (0, 1)

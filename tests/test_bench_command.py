@@ -31,7 +31,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_what_the_command_takes_when_nothing_is_said() -> None:
     chosen = command.plan(command.arguments(["--device=cpu"]))
     assert chosen.specs == tuple(SPECS)
-    assert chosen.shapes == ((4096, 4096),)
+    assert chosen.shapes == ()
+    assert chosen.settings.gauge is None
     assert chosen.directions == ("forward", "backward")
     assert chosen.kinds == ("calls",)
     assert chosen.threads == (torch.get_num_threads(),)
@@ -43,6 +44,8 @@ def test_what_the_command_takes_when_nothing_is_said() -> None:
     [
         (["added"], "torchkiln.bench: OP: got 'added', expected one of "),
         (["--device=cpu", "--small"], "torchkiln.bench: --small: got device cpu, expected a GPU"),
+        (["--device=cpu", "--memory"], "torchkiln.bench: --memory: got device cpu, expected a GPU"),
+        (["--device=cpu", "--plot=a.png"], "torchkiln.bench: --plot: got no sweep, expected row"),
     ],
 )
 def test_a_refused_command(
@@ -58,7 +61,7 @@ def test_a_refused_command(
         ("--shape=4096", "--shape: got '4096', expected rows and columns, such as 4096x4096"),
         ("--dtype=half", "--dtype: got 'half', expected one of float32, float64, float16, bfloat"),
         ("--threads=0", "--threads: got '0', expected numbers, such as 1,2"),
-        ("--peers=best", "--peers: got 'best', expected one of eager, compile, liger"),
+        ("--peers=best", "--peers: got 'best', expected one of eager, compile, liger, quack"),
     ],
 )
 def test_a_malformed_command(given: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,6 +69,16 @@ def test_a_malformed_command(given: str, message: str, capsys: pytest.CaptureFix
         command.main([given])
     assert exit_.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_picture_without_matplotlib(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "find_spec", lambda _: None)
+    assert command.main(["--device=cpu", "--sweep", "--plot=a.png"]) == 2
+    said = capsys.readouterr().err
+    assert "--plot: got no module matplotlib" in said
+    assert "pip install 'torchkiln[cli]'" in said
 
 
 def test_a_gpu_that_is_not_there(

@@ -11,29 +11,32 @@ namespace {
 
 // Rows whose gradients of weight and bias are formed together, in registers, before they are added
 // to the running sums: these are as long as a row, and would else be read and written once a row.
+// Short rows go one by one: their sums stay in the first-level cache, and memory is written
+// faster in one stream than in several. Not so those of 16 bits, where conversions take longer.
 constexpr int64_t kGroup = 4;
+constexpr int64_t kShort = 1024;
 // Rows whose sums are formed apart from those of the other rows of a chunk: the rounding error
 // grows with rows / 64 + 16 instead of with the rows.
 constexpr int64_t kBlockRows = 64;
+// Columns that stay in the first-level cache from one use to the next.
 constexpr int64_t kBlockColumns = 2048;
 
-/// A row that is read beside another one, or where there is none, the same number everywhere.
-template <class T>
-class RowOr {
+/// Weight or bias, or where there is none, the same number for all columns.
+template <class W>
+class PerColumn {
  public:
-  using C = Compute<T>;
+  using C = Compute<W>;
 
-  RowOr(const void* row, int64_t offset, C otherwise)
-      : row_(static_cast<const T*>(row) + (row == nullptr ? 0 : offset)),
-        otherwise_(Lanes<C>{} + otherwise) {}
+  PerColumn(const void* values, C otherwise)
+      : values_(static_cast<const W*>(values)), otherwise_(Lanes<C>{} + otherwise) {}
 
   template <class Span>
   Lanes<C> load(int64_t i, Span span) const {
-    return row_ == nullptr ? otherwise_ : load_lanes(row_ + i, span);
+    return values_ == nullptr ? otherwise_ : load_lanes(values_ + i, span);
   }
 
  private:
-  const T* row_;
+  const W* values_;
   Lanes<C> otherwise_;
 };
 
@@ -122,8 +125,8 @@ void norm_row(const Norm& p, int64_t row) {
   if (p.mean != nullptr) static_cast<C*>(p.mean)[row] = m.mean + m.rest;
   if (p.rstd != nullptr) static_cast<C*>(p.rstd)[row] = m.rstd;
 
-  const RowOr<W> weight(p.weight, 0, 1);
-  const RowOr<W> bias(p.bias, 0, 0);
+  const PerColumn<W> weight(p.weight, 1);
+  const PerColumn<W> bias(p.bias, 0);
   const C offset = p.weight == nullptr ? C(0) : static_cast<C>(p.weight_offset);
   const C shift = -m.rest * m.rstd;
   T* y = static_cast<T*>(p.y) + row * p.columns;
@@ -138,48 +141,53 @@ template <class T, class W, int rows>
 void rows_backward(const NormBackward& p, int64_t row, Compute<T>* grad_weight,
                    Compute<T>* grad_bias) {
   using C = Compute<T>;
-  const RowOr<W> weight(p.weight, 0, 1);
+  const PerColumn<W> weight(p.weight, 1);
   const C offset = p.weight == nullptr ? C(0) : static_cast<C>(p.weight_offset);
-  const T* grad = static_cast<const T*>(p.grad) + row * p.grad_row_stride;
-  const T* z = static_cast<const T*>(p.z) + row * p.z_row_stride;
-  T* grad_x = p.grad_x == nullptr ? nullptr : static_cast<T*>(p.grad_x) + row * p.columns;
-  const T* grad_sum = p.grad_sum == nullptr
-                          ? nullptr
-                          : static_cast<const T*>(p.grad_sum) + row * p.grad_sum_row_stride;
+  // The pointers and strides lie here since a store might, for all g++ knows, change those in p.
+  const int64_t columns = p.columns;
+  const T* grad[rows];
+  const T* z[rows];
+  const T* grad_sum[rows] = {};
+  T* grad_x[rows] = {};
   C mean[rows];
   C rstd[rows];
   C mean_d[rows] = {};
   C mean_dn[rows] = {};
+  const bool has_grad_x = p.grad_x != nullptr;
+  const bool has_grad_sum = p.grad_sum != nullptr;
   for (int r = 0; r < rows; ++r) {
+    grad[r] = static_cast<const T*>(p.grad) + (row + r) * p.grad_row_stride;
+    z[r] = static_cast<const T*>(p.z) + (row + r) * p.z_row_stride;
     mean[r] = p.centered ? static_cast<const C*>(p.mean)[row + r] : C(0);
     rstd[r] = static_cast<const C*>(p.rstd)[row + r];
-    if (grad_x == nullptr) continue;
+    if (has_grad_sum)
+      grad_sum[r] = static_cast<const T*>(p.grad_sum) + (row + r) * p.grad_sum_row_stride;
+    if (!has_grad_x) continue;
+    grad_x[r] = static_cast<T*>(p.grad_x) + (row + r) * columns;
     double totals[2];
-    sum_lanes<C>(totals, p.columns, [&](int64_t i, auto span, auto& sums) {
-      const Lanes<C> d =
-          load_lanes(grad + r * p.grad_row_stride + i, span) * (weight.load(i, span) + offset);
-      const Lanes<C> n = (load_lanes(z + r * p.z_row_stride + i, span) - mean[r]) * rstd[r];
+    sum_lanes<C>(totals, columns, [&](int64_t i, auto span, auto& sums) {
+      const Lanes<C> d = load_lanes(grad[r] + i, span) * (weight.load(i, span) + offset);
+      const Lanes<C> n = (load_lanes(z[r] + i, span) - mean[r]) * rstd[r];
       sums[0] += d;
       sums[1] += d * n;
     });
-    const double columns = static_cast<double>(p.columns);
-    mean_d[r] = p.centered ? static_cast<C>(totals[0] / columns) : C(0);
-    mean_dn[r] = static_cast<C>(totals[1] / columns);
+    mean_d[r] = p.centered ? static_cast<C>(totals[0] / static_cast<double>(columns)) : C(0);
+    mean_dn[r] = static_cast<C>(totals[1] / static_cast<double>(columns));
   }
-  for_lanes<C>(0, p.columns, [&](int64_t i, auto span) {
+  for_lanes<C>(0, columns, [&](int64_t i, auto span) {
     const Lanes<C> w = weight.load(i, span) + offset;
     Lanes<C> weight_sum{};
     Lanes<C> bias_sum{};
 #pragma GCC unroll 4
     for (int r = 0; r < rows; ++r) {
-      const Lanes<C> g = load_lanes(grad + r * p.grad_row_stride + i, span);
-      const Lanes<C> n = (load_lanes(z + r * p.z_row_stride + i, span) - mean[r]) * rstd[r];
+      const Lanes<C> g = load_lanes(grad[r] + i, span);
+      const Lanes<C> n = (load_lanes(z[r] + i, span) - mean[r]) * rstd[r];
       weight_sum += g * n;
       bias_sum += g;
-      if (grad_x == nullptr) continue;
+      if (!has_grad_x) continue;
       Lanes<C> gx = (g * w - mean_d[r] - n * mean_dn[r]) * rstd[r];
-      if (grad_sum != nullptr) gx += load_lanes(grad_sum + r * p.grad_sum_row_stride + i, span);
-      store_lanes(grad_x + r * p.columns + i, gx, span);
+      if (has_grad_sum) gx += load_lanes(grad_sum[r] + i, span);
+      store_lanes(grad_x[r] + i, gx, span);
     }
     const auto add = [&](C* to, const Lanes<C>& sum) {
       if (to != nullptr) store_lanes(to + i, load_lanes(to + i, span) + sum, span);
@@ -218,12 +226,13 @@ void chunk_backward(const NormBackward& p, const Partials& cut, int64_t chunk) {
   C* const grad_weight = p.grad_weight == nullptr ? nullptr : sums;
   C* const grad_bias =
       p.grad_bias == nullptr ? nullptr : sums + (p.grad_weight == nullptr ? 0 : p.columns);
+  const bool in_groups = sizeof(T) == 2 || p.columns > kShort;
   std::fill_n(chunk_sums, all, C(0));
   for (int64_t block = first; block < last; block += kBlockRows) {
     const int64_t end = std::min(block + kBlockRows, last);
     if (cut.has_blocks) std::fill_n(sums, all, C(0));
     int64_t row = block;
-    for (; row + kGroup <= end; row += kGroup)
+    for (; in_groups && row + kGroup <= end; row += kGroup)
       rows_backward<T, W, kGroup>(p, row, grad_weight, grad_bias);
     for (; row < end; ++row) rows_backward<T, W, 1>(p, row, grad_weight, grad_bias);
     for (int64_t i = 0; cut.has_blocks && i < all; ++i) chunk_sums[i] += sums[i];

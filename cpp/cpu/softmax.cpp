@@ -1,6 +1,8 @@
 #include "torchkiln/kernels/softmax.h"
 
 #include <algorithm>
+#include <memory>
+#include <new>
 
 #include "elementwise.h"
 #include "exponentials.h"
@@ -16,9 +18,9 @@ namespace {
 // dimension, or where rows are so short that one alone would not fill the wide instructions.
 constexpr int64_t kFewestColumns = 16;
 constexpr int64_t kShort = 31;
-// Exponentials of a row that are kept in the first-level cache, and pieces of one where they are
-// kept in the results.
-constexpr int64_t kKept = 4 * kPiece;
+// Pieces of a row whose exponentials are kept: beside the results, which stay in the second-level
+// cache with them, or in their place.
+constexpr int64_t kMostPiecesBeside = 128;
 constexpr int64_t kMostPieces = 1024;
 
 /// The elements of a row that take part: those of the first `visible` where `mask`, if there is
@@ -83,18 +85,19 @@ void fill(T* to, int64_t stride, int64_t begin, int64_t end, Compute<T> value) {
   for (int64_t i = begin; i < end; ++i) to[i * stride] = rounded;
 }
 
+/// `beside` has room for the exponentials of kMostPiecesBeside pieces or of a shorter row; null
+/// where none are kept there.
 template <class T>
-void softmax_row(const Softmax& p, const RowPart& part, const T* x, T* y) {
+void softmax_row(const Softmax& p, const RowPart& part, const T* x, T* y, Compute<T>* beside) {
   using C = Compute<T>;
   const C scale = static_cast<C>(p.scale);
-  C buffer[kPiece], scratch[kKept];
+  C buffer[kPiece], scratch[kPiece];
   // The exponentials relative to the shift of their piece, where they can be kept.
   C shifts[kMostPieces];
-  C* kept = nullptr;
+  C* kept = part.visible <= kMostPiecesBeside * kPiece ? beside : nullptr;
   if constexpr (std::is_same_v<T, C>) {
     if (p.inner == 1 && part.visible <= kMostPieces * kPiece) kept = y;
   }
-  if (kept == nullptr && part.visible <= kKept) kept = scratch;
   if (p.log) kept = nullptr;
   const auto for_pieces = [&](const auto& body) {
     for (int64_t at = 0; at < part.visible; at += kPiece) {
@@ -214,10 +217,14 @@ Status softmax(const Softmax& p, int64_t begin, int64_t end) {
     using T = typename decltype(tag)::type;
     const T* x = static_cast<const T*>(p.x);
     T* y = static_cast<T*>(p.y);
+    // Without memory for them, exponentials are computed twice.
+    std::unique_ptr<Compute<T>[]> beside;
+    if (!p.log)
+      beside.reset(new (std::nothrow) Compute<T>[std::min(kMostPiecesBeside * kPiece, p.length)]);
     for_rows(
         p, begin, end,
         [&](int64_t x_offset, int64_t y_offset, const RowPart& part) {
-          softmax_row(p, part, x + x_offset, y + y_offset);
+          softmax_row(p, part, x + x_offset, y + y_offset, beside.get());
         },
         [&](int64_t x_offset, int64_t x_column, int64_t y_offset, int64_t y_column, int64_t count) {
           const Columns<const T> from{x + x_offset, p.stride, x_column};

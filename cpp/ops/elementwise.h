@@ -13,8 +13,8 @@ namespace torchkiln {
 /// Elements that outweigh the hand-over to another thread.
 inline constexpr int64_t kElementwiseGrain = 1 << 15;
 
-inline Dtype dtype_of(const at::Tensor& tensor) {
-  switch (tensor.scalar_type()) {
+inline Dtype dtype_of(at::ScalarType dtype) {
+  switch (dtype) {
     case at::kDouble:
       return Dtype::float64;
     case at::kHalf:
@@ -25,6 +25,7 @@ inline Dtype dtype_of(const at::Tensor& tensor) {
       return Dtype::float32;
   }
 }
+inline Dtype dtype_of(const at::Tensor& tensor) { return dtype_of(tensor.scalar_type()); }
 
 /// Describes outputs = f(inputs): outputs of one shape, each input broadcastable to it. An input
 /// that does not fit the description is replaced by a copy, which the caller thereby keeps alive.

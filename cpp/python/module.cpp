@@ -6,9 +6,12 @@
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/csrc/utils/python_symnode.h>
 
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "torchkiln/activations.h"
@@ -107,16 +110,54 @@ std::optional<std::vector<int64_t>> dims_or_none(py::handle argument, const char
   return dims;
 }
 
+std::optional<double> number_or_none(py::handle argument, const char* op, const char* name) {
+  if (argument.is_none()) return std::nullopt;
+  return number(argument, op, name);
+}
+
+/// An int or several.
+c10::SmallVector<c10::SymInt, 4> sizes(py::handle argument, const char* op, const char* name) {
+  c10::SmallVector<c10::SymInt, 4> found;
+  const auto append = [&](py::handle item) {
+    if (PyLong_CheckExact(item.ptr())) {
+      found.emplace_back(PyLong_AsLongLong(item.ptr()));
+    } else if (torch::is_symint(item)) {
+      found.push_back(py::cast<c10::SymInt>(item));
+    } else if (PyIndex_Check(item.ptr()) && !PyBool_Check(item.ptr()) &&
+               !THPVariable_Check(item.ptr())) {
+      found.emplace_back(PyNumber_AsSsize_t(item.ptr(), nullptr));
+    } else {
+      refuse(item, op, name, "an int or a sequence of ints");
+    }
+    if (PyErr_Occurred()) throw py::error_already_set();
+  };
+  if (PyTuple_Check(argument.ptr()) || PyList_Check(argument.ptr())) {
+    for (const py::handle item : argument) append(item);
+  } else {
+    append(argument);
+  }
+  return found;
+}
+
+py::object wrap(at::Tensor&& result) {
+  return py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(result)));
+}
+
+py::object wrap(std::tuple<at::Tensor, at::Tensor>&& results) {
+  return py::make_tuple(wrap(std::move(std::get<0>(results))),
+                        wrap(std::move(std::get<1>(results))));
+}
+
 /// Runs an op without the interpreter's lock, and turns torch's errors into Python's.
 template <class Op>
 py::object call(const Op& op) {
   HANDLE_TH_ERRORS
-  at::Tensor result;
+  decltype(op()) result;
   {
     const py::gil_scoped_release unlocked;
     result = op();
   }
-  return py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(result)));
+  return wrap(std::move(result));
   END_HANDLE_TH_ERRORS_PYBIND
 }
 
@@ -158,6 +199,52 @@ py::object bias_dropout_add(py::handle x, py::handle bias, py::handle residual, 
   const bool random = flag(training, "bias_dropout_add", "training");
   return call(
       [&] { return torchkiln::bias_dropout_add(input, shift, other, probability, random); });
+}
+
+py::object layer_norm(py::handle x, py::handle normalized_shape, py::handle weight, py::handle bias,
+                      py::handle eps) {
+  constexpr const char* kOp = "layer_norm";
+  const at::Tensor& input = tensor(x, kOp, "x");
+  const auto shape = sizes(normalized_shape, kOp, "normalized_shape");
+  const std::optional<at::Tensor> factor = maybe_tensor(weight, kOp, "weight");
+  const std::optional<at::Tensor> shift = maybe_tensor(bias, kOp, "bias");
+  const double least = number(eps, kOp, "eps");
+  return call([&] { return torchkiln::layer_norm(input, shape, factor, shift, least); });
+}
+
+py::object rms_norm(py::handle x, py::handle normalized_shape, py::handle weight, py::handle eps,
+                    py::handle offset) {
+  constexpr const char* kOp = "rms_norm";
+  const at::Tensor& input = tensor(x, kOp, "x");
+  const auto shape = sizes(normalized_shape, kOp, "normalized_shape");
+  const std::optional<at::Tensor> factor = maybe_tensor(weight, kOp, "weight");
+  const std::optional<double> least = number_or_none(eps, kOp, "eps");
+  const double added = number(offset, kOp, "offset");
+  return call([&] { return torchkiln::rms_norm(input, shape, factor, least, added); });
+}
+
+py::object add_layer_norm(py::handle x, py::handle residual, py::handle normalized_shape,
+                          py::handle weight, py::handle bias, py::handle eps) {
+  constexpr const char* kOp = "add_layer_norm";
+  const at::Tensor& input = tensor(x, kOp, "x");
+  const at::Tensor& other = tensor(residual, kOp, "residual");
+  const auto shape = sizes(normalized_shape, kOp, "normalized_shape");
+  const std::optional<at::Tensor> factor = maybe_tensor(weight, kOp, "weight");
+  const std::optional<at::Tensor> shift = maybe_tensor(bias, kOp, "bias");
+  const double least = number(eps, kOp, "eps");
+  return call([&] { return torchkiln::add_layer_norm(input, other, shape, factor, shift, least); });
+}
+
+py::object add_rms_norm(py::handle x, py::handle residual, py::handle normalized_shape,
+                        py::handle weight, py::handle eps, py::handle offset) {
+  constexpr const char* kOp = "add_rms_norm";
+  const at::Tensor& input = tensor(x, kOp, "x");
+  const at::Tensor& other = tensor(residual, kOp, "residual");
+  const auto shape = sizes(normalized_shape, kOp, "normalized_shape");
+  const std::optional<at::Tensor> factor = maybe_tensor(weight, kOp, "weight");
+  const std::optional<double> least = number_or_none(eps, kOp, "eps");
+  const double added = number(offset, kOp, "offset");
+  return call([&] { return torchkiln::add_rms_norm(input, other, shape, factor, least, added); });
 }
 
 using GatedOp = at::Tensor (*)(const at::Tensor&, const std::optional<at::Tensor>&);
@@ -266,6 +353,14 @@ PYBIND11_MODULE(_C, module) {
              py::arg("training"));
   module.def("bias_dropout_add", &bias_dropout_add, py::arg("x"), py::arg("bias"),
              py::arg("residual"), py::arg("p"), py::arg("training"));
+  module.def("layer_norm", &layer_norm, py::arg("x"), py::arg("normalized_shape"),
+             py::arg("weight"), py::arg("bias"), py::arg("eps"));
+  module.def("rms_norm", &rms_norm, py::arg("x"), py::arg("normalized_shape"), py::arg("weight"),
+             py::arg("eps"), py::arg("offset"));
+  module.def("add_layer_norm", &add_layer_norm, py::arg("x"), py::arg("residual"),
+             py::arg("normalized_shape"), py::arg("weight"), py::arg("bias"), py::arg("eps"));
+  module.def("add_rms_norm", &add_rms_norm, py::arg("x"), py::arg("residual"),
+             py::arg("normalized_shape"), py::arg("weight"), py::arg("eps"), py::arg("offset"));
   define_activations(module);
   define_gated(module, "swiglu", &torchkiln::swiglu);
   define_gated(module, "geglu", &torchkiln::geglu);

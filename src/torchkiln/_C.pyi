@@ -1,3 +1,5 @@
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,36 @@ def dropout_add(x: Tensor, residual: Tensor, p: float, training: bool) -> Tensor
 def bias_dropout_add(
     x: Tensor, bias: Tensor, residual: Tensor, p: float, training: bool
 ) -> Tensor: ...
+def layer_norm(
+    x: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> Tensor: ...
+def rms_norm(
+    x: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None,
+    eps: float | None,
+    offset: float,
+) -> Tensor: ...
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]: ...
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None,
+    eps: float | None,
+    offset: float,
+) -> tuple[Tensor, Tensor]: ...
 def sum(
     x: Tensor,
     dim: int | tuple[int, ...] | list[int] | None,

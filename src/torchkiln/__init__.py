@@ -31,6 +31,12 @@ from torchkiln.cross_entropy import cross_entropy  # noqa: E402
 from torchkiln.dropout import bias_dropout_add, dropout_add  # noqa: E402
 from torchkiln.gated import geglu, geglu_tanh, swiglu  # noqa: E402
 from torchkiln.muladd import muladd  # noqa: E402
+from torchkiln.norm import (  # noqa: E402
+    add_layer_norm,
+    add_rms_norm,
+    layer_norm,
+    rms_norm,
+)
 from torchkiln.pointwise import add  # noqa: E402
 from torchkiln.reduction import mean, sum  # noqa: E402
 from torchkiln.softmax import log_softmax, softmax  # noqa: E402
@@ -49,6 +55,8 @@ def build_info() -> dict[str, Any]:
 __all__ = [
     "__version__",
     "add",
+    "add_layer_norm",
+    "add_rms_norm",
     "bias_act",
     "bias_dropout_add",
     "build_info",
@@ -59,12 +67,14 @@ __all__ = [
     "geglu_tanh",
     "gelu",
     "gelu_tanh",
+    "layer_norm",
     "log_softmax",
     "mean",
     "muladd",
     "nn",
     "relu",
     "relu_",
+    "rms_norm",
     "scale_bias_relu",
     "sigmoid",
     "sigmoid_",

@@ -8,6 +8,7 @@
 
 #include <optional>
 #include <string_view>
+#include <tuple>
 
 #include "torchkiln/status.h"
 
@@ -75,6 +76,35 @@ TORCHKILN_EXPORT at::Tensor sum(const at::Tensor& x, at::OptionalIntArrayRef dim
 TORCHKILN_EXPORT at::Tensor mean(const at::Tensor& x, at::OptionalIntArrayRef dim = std::nullopt,
                                  bool keepdim = false,
                                  std::optional<at::ScalarType> dtype = std::nullopt);
+
+/// (x - mean) / sqrt(variance + eps) * weight + bias, the mean and the variance those of the last
+/// dimensions of x, whose sizes are `normalized_shape`. Weight and bias, each of which may be left
+/// out, have that shape and x's dtype, or float32 beside a half precision. Returns a contiguous
+/// tensor of x's shape and dtype, computed in float32 (float64 for float64). Differentiable, to any
+/// order; the gradients of weight and bias do not depend on the run.
+TORCHKILN_EXPORT at::Tensor layer_norm(const at::Tensor& x, c10::SymIntArrayRef normalized_shape,
+                                       const std::optional<at::Tensor>& weight = std::nullopt,
+                                       const std::optional<at::Tensor>& bias = std::nullopt,
+                                       double eps = 1e-5);
+
+/// x / sqrt(mean of x^2 + eps) * (offset + weight), likewise. Without an eps it is the rounding
+/// step of float32 (of float64 for float64).
+TORCHKILN_EXPORT at::Tensor rms_norm(const at::Tensor& x, c10::SymIntArrayRef normalized_shape,
+                                     const std::optional<at::Tensor>& weight = std::nullopt,
+                                     std::optional<double> eps = std::nullopt, double offset = 0.0);
+
+/// {layer_norm(sum), sum} with sum = x + residual, of one shape and dtype: the sum is rounded to
+/// that dtype, and what is normalized is the rounded one.
+TORCHKILN_EXPORT std::tuple<at::Tensor, at::Tensor> add_layer_norm(
+    const at::Tensor& x, const at::Tensor& residual, c10::SymIntArrayRef normalized_shape,
+    const std::optional<at::Tensor>& weight = std::nullopt,
+    const std::optional<at::Tensor>& bias = std::nullopt, double eps = 1e-5);
+
+/// {rms_norm(sum), sum}, likewise.
+TORCHKILN_EXPORT std::tuple<at::Tensor, at::Tensor> add_rms_norm(
+    const at::Tensor& x, const at::Tensor& residual, c10::SymIntArrayRef normalized_shape,
+    const std::optional<at::Tensor>& weight = std::nullopt,
+    std::optional<double> eps = std::nullopt, double offset = 0.0);
 
 /// softmax(x * scale) over dimension `dim`. Where `mask`, which broadcasts to x, is false, an
 /// element takes no part; nor does one whose place in the last dimension is beyond that in the one

@@ -156,12 +156,16 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 }
 
 inline constexpr int kFinishColumns = 32;
+// Of a block that adds chunks: so many that each thread's few loads are on the way together.
+inline constexpr int kFinishThreads = 1024;
 
 /// The sums of the chunks, and of the folded columns: a warp reads 32 neighbouring columns, the
-/// warps of the block share what is added.
+/// warps of the block share what is added. A grid of two rows finishes two results, the partial
+/// sums of the second after those of the first.
 template <class C>
-__global__ void __launch_bounds__(kThreads) finish(const C* partial, Plan plan, Result result) {
-  constexpr int kWarps = kThreads / kFinishColumns;
+__global__ void __launch_bounds__(kFinishThreads)
+    finish(const C* partial, Plan plan, Result result, Result second) {
+  constexpr int kWarps = kFinishThreads / kFinishColumns;
   const int lane = threadIdx.x % kFinishColumns;
   const int warp = threadIdx.x / kFinishColumns;
   const int64_t outputs = plan.columns / plan.fold;
@@ -169,10 +173,14 @@ __global__ void __launch_bounds__(kThreads) finish(const C* partial, Plan plan, 
   int64_t column = output;
   if (plan.fold > 1) column += output / plan.period * plan.period * (plan.fold - 1);
   const int terms = static_cast<int>(plan.chunks) * plan.fold;
+  if (blockIdx.y == 1) {
+    partial += plan.chunks * plan.columns;
+    result = second;
+  }
   double sum = 0;
   wait_for_previous_kernel();
   if (output < outputs) {
-#pragma unroll 4
+#pragma unroll 8
     for (int term = warp; term < terms; term += kWarps) {
       const int chunk = term / plan.fold;
       const int folded = term - chunk * plan.fold;
@@ -188,24 +196,32 @@ __global__ void __launch_bounds__(kThreads) finish(const C* partial, Plan plan, 
   result.store(output, sum);
 }
 
+/// Queues finish() for one result or two.
+template <class C>
+Status finish(const C* partial, const Plan& plan, const Result& result, const Result* second,
+              cudaStream_t stream) {
+  const int64_t blocks = ceil_div(plan.columns / plan.fold, kFinishColumns);
+  if (blocks > kMaxGridX) return {"too many columns for one launch"};
+  const Grid grid{dim3(static_cast<unsigned>(blocks), second == nullptr ? 1 : 2), kFinishThreads};
+  void (*kernel)(const C*, Plan, Result, Result) = finish<C>;
+  return launch_overlapped(kernel, grid, stream, partial, plan, result,
+                           second == nullptr ? result : *second);
+}
+
 /// Runs the body over the whole problem; the column sums, divided, arrive in `out`, as `dtype`. The
 /// plan was made for kBlocks blocks a multiprocessor.
 template <int kBlocks = kBlocksPerMultiprocessor, class Body>
 Status launch(const Body& body, const Plan& plan, void* workspace, void* out, Dtype dtype,
               cudaStream_t stream, double divisor = 1) {
   using C = typename Body::C;
-  const int64_t finish_blocks = ceil_div(plan.columns / plan.fold, kFinishColumns);
-  if (plan.tiles > kMaxGridX || (!plan.is_single_pass() && finish_blocks > kMaxGridX)) {
-    return {"too many columns for one launch"};
-  }
+  if (plan.tiles > kMaxGridX) return {"too many columns for one launch"};
   C* partial = static_cast<C*>(workspace);
   const Result result{out, dtype, divisor};
-  const dim3 grid(static_cast<unsigned>(plan.tiles), static_cast<unsigned>(plan.chunks));
-  const Status status =
-      launch_overlapped(walk<Body, kBlocks>, grid, kThreads, stream, body, plan, partial, result);
+  const dim3 blocks(static_cast<unsigned>(plan.tiles), static_cast<unsigned>(plan.chunks));
+  const Status status = launch_overlapped(walk<Body, kBlocks>, Grid{blocks, kThreads}, stream, body,
+                                          plan, partial, result);
   if (!status.ok() || plan.is_single_pass()) return status;
-  const dim3 blocks(static_cast<unsigned>(finish_blocks));
-  return launch_overlapped(finish<C>, blocks, kThreads, stream, partial, plan, result);
+  return finish(static_cast<const C*>(partial), plan, result, nullptr, stream);
 }
 
 }  // namespace columns

@@ -26,10 +26,6 @@ template <class Body>
 inline constexpr bool kSharesBytes<Body, std::void_t<decltype(Body::kSharesBytes)>> =
     Body::kSharesBytes;
 
-/// The arithmetic for results that are stored as Out.
-template <class Out>
-using MathFor = std::conditional_t<sizeof(Out) == 2, FastMath, ExactMath>;
-
 template <class C, int N>
 __device__ __forceinline__ void put(C (&results)[1][N], int lane, C value) {
   results[0][lane] = value;
@@ -141,8 +137,8 @@ Status launch_bodies(const Body& body, const General& general,
     using Access = std::decay_t<decltype(access)>;
     const int64_t blocks = access.blocks(numel);
     if (blocks > kMaxGridX) return {"too many elements for one launch"};
-    return launch_overlapped(kernel<Chosen, Access>, dim3(static_cast<unsigned>(blocks)),
-                             Access::kThreads, stream, chosen, access, numel);
+    const Grid grid{dim3(static_cast<unsigned>(blocks)), Access::kThreads};
+    return launch_overlapped(kernel<Chosen, Access>, grid, stream, chosen, access, numel);
   };
   if (Accessors::all_linear(arguments)) return start(body, Accessors::linear(arguments));
   if (!Accessors::all_rows(arguments, kLanes)) {

@@ -16,7 +16,8 @@ inline constexpr int64_t kMaxGridX = (int64_t{1} << 31) - 1;
 /// What launches need to know of the current device, asked of the driver once a device.
 struct Device {
   int multiprocessors = 1;
-  bool overlaps_kernels = false;
+  // Whether kernels may overlap, and blocks form clusters.
+  bool runs_90_code = false;
 };
 
 /// Stands for all kernels of the library, which are compiled for the same architectures.
@@ -25,7 +26,7 @@ __global__ void probe() {}
 
 inline Device current_device() {
   constexpr int kDevices = 64;
-  // multiprocessors << 1 | overlaps_kernels. Two threads that both ask write the same.
+  // multiprocessors << 1 | runs_90_code. Two threads that both ask write the same.
   static int known[kDevices] = {};
   int device = 0;
   if (cudaGetDevice(&device) != cudaSuccess || device >= kDevices) return {};
@@ -39,29 +40,49 @@ inline Device current_device() {
       return {};
     }
     // What was compiled counts, not the GPU: code for an older architecture, which the driver
-    // translates, does not wait in wait_for_previous_kernel().
+    // translates, does not wait in wait_for_previous_kernel() and knows no clusters.
     packed = multiprocessors << 1 | (code.ptxVersion >= 90 ? 1 : 0);
     __atomic_store_n(&known[device], packed, __ATOMIC_RELAXED);
   }
   return {packed >> 1, (packed & 1) != 0};
 }
 
+/// What a kernel is launched with.
+struct Grid {
+  dim3 blocks;
+  dim3 threads;
+  int cluster = 1;       // blocks of a cluster, along x
+  int shared_bytes = 0;  // of dynamic shared memory
+};
+
 /// Queues a kernel whose blocks may be started while the kernel before it is still running, so that
 /// its launch costs no time of its own (from compute capability 9.0 on). The kernel must begin with
 /// wait_for_previous_kernel().
 template <class... Parameters, class... Arguments>
-Status launch_overlapped(void (*kernel)(Parameters...), dim3 blocks, int threads,
-                         cudaStream_t stream, const Arguments&... arguments) {
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
+Status launch_overlapped(void (*kernel)(Parameters...), const Grid& grid, cudaStream_t stream,
+                         const Arguments&... arguments) {
+  constexpr int kAlwaysAllowed = 32 * 1024;  // beside what is static
+  cudaError_t error = cudaSuccess;
+  if (grid.shared_bytes > kAlwaysAllowed) {
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 grid.shared_bytes);
+  }
+  cudaLaunchAttribute attributes[2] = {};
   cudaLaunchConfig_t config{};
-  config.gridDim = blocks;
-  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.gridDim = grid.blocks;
+  config.blockDim = grid.threads;
+  config.dynamicSmemBytes = static_cast<size_t>(grid.shared_bytes);
   config.stream = stream;
-  config.attrs = &overlap;
-  config.numAttrs = current_device().overlaps_kernels ? 1 : 0;
-  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
+  config.attrs = attributes;
+  if (current_device().runs_90_code) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (grid.cluster > 1) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+    attributes[config.numAttrs++].val.clusterDim = {static_cast<unsigned>(grid.cluster), 1, 1};
+  }
+  if (error == cudaSuccess) error = cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
   if (error == cudaSuccess) return {};
   (void)cudaGetLastError();  // reported once, here
   return {cudaGetErrorString(error)};

@@ -17,7 +17,9 @@
 #define TORCHKILN_FUNCTION inline __attribute__((always_inline))
 #endif
 
-#ifndef __CUDACC__
+#ifdef __CUDACC__
+#include <type_traits>
+#else
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -118,6 +120,10 @@ struct FastMath {
     return result;
   }
 };
+
+/// The arithmetic for results that are stored as Out.
+template <class Out>
+using MathFor = std::conditional_t<sizeof(Out) == 2, FastMath, ExactMath>;
 
 #else
 

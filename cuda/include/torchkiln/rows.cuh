@@ -251,8 +251,8 @@ template <class... Parameters, class... Arguments>
 Status queue(void (*kernel)(Parameters...), int64_t blocks, cudaStream_t stream,
              const Arguments&... arguments) {
   if (blocks > kMaxGridX) return {"too many rows for one launch"};
-  const dim3 grid(static_cast<unsigned>(blocks));
-  return launch_overlapped(kernel, grid, kThreads, stream, arguments...);
+  const Grid grid{dim3(static_cast<unsigned>(blocks)), kThreads};
+  return launch_overlapped(kernel, grid, stream, arguments...);
 }
 
 /// The sum of each row, divided, in the order of the grid [outer, inner].

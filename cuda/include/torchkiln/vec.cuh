@@ -4,6 +4,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "torchkiln/dtype.h"
 
@@ -56,6 +57,37 @@ __device__ __forceinline__ Vec<T, N> load_vector(const T* from) {
   return *reinterpret_cast<const Vec<T, N>*>(from);
 }
 
+/// The same of what no kernel writes while this one runs: such loads may be moved before stores.
+template <int N, class T>
+__device__ __forceinline__ Vec<T, N> load_constant(const T* from) {
+  if constexpr (N * sizeof(T) == kVectorBytes) {
+    const uint4 words = __ldg(reinterpret_cast<const uint4*>(from));
+    return *reinterpret_cast<const Vec<T, N>*>(&words);
+  } else {
+    Vec<T, N> vector;
+#pragma unroll
+    for (int i = 0; i < N; ++i) vector.lane[i] = __ldg(from + i);
+    return vector;
+  }
+}
+
+/// The elements of a vector as they are computed with. A bfloat16 is the upper half of a float: one
+/// shift or one mask for each.
+template <class C, class T, int N>
+__device__ __forceinline__ void widen(const Vec<T, N>& from, C (&to)[N]) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16> && std::is_same_v<C, float> && N % 2 == 0) {
+#pragma unroll
+    for (int i = 0; i < N; i += 2) {
+      const uint32_t both = reinterpret_cast<const uint32_t*>(&from)[i / 2];
+      to[i] = __uint_as_float(both << 16);
+      to[i + 1] = __uint_as_float(both & 0xffff0000u);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) to[i] = convert<C>(from.lane[i]);
+  }
+}
+
 /// Rounds N adjacent elements to T and stores them.
 template <int N, class C, class T>
 __device__ __forceinline__ void store(T* to, const C (&from)[N]) {
@@ -63,6 +95,25 @@ __device__ __forceinline__ void store(T* to, const C (&from)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) vector.lane[i] = convert<T>(from[i]);
   *reinterpret_cast<Vec<T, N>*>(to) = vector;
+}
+
+/// store() of one 16-byte vector where `wanted`, without a branch: what follows need not wait for
+/// it.
+template <int N, class C, class T>
+__device__ __forceinline__ void store_if(bool wanted, T* to, const C (&from)[N]) {
+  static_assert(N * sizeof(T) == kVectorBytes, "one whole vector");
+  Vec<T, N> vector;
+#pragma unroll
+  for (int i = 0; i < N; ++i) vector.lane[i] = convert<T>(from[i]);
+  const uint4 words = *reinterpret_cast<const uint4*>(&vector);
+  asm volatile(
+      "{.reg .pred wanted;\n"
+      "setp.ne.s32 wanted, %5, 0;\n"
+      "@wanted st.global.v4.b32 [%0], {%1, %2, %3, %4};}"
+      :
+      : "l"(to), "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w),
+        "r"(static_cast<int>(wanted))
+      : "memory");
 }
 
 inline bool aligned(const void* pointer, size_t bytes) {

@@ -16,6 +16,7 @@ from torchkiln.bench.clock import CudaClock, HostClock, Times, cpu_clock, device
 from torchkiln.bench.environment import Environment, default_device, environment, processor
 from torchkiln.bench.host import time_host
 from torchkiln.bench.measure import Settings, time_case
+from torchkiln.bench.memory import CudaGauge
 from torchkiln.bench.plan import Plan
 from torchkiln.bench.record import Record
 from torchkiln.bench.row import Row
@@ -25,6 +26,7 @@ from torchkiln.bench.table import markdown, tables
 __all__ = [
     "BenchCase",
     "CudaClock",
+    "CudaGauge",
     "Environment",
     "HostClock",
     "Plan",

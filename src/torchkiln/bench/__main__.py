@@ -6,6 +6,7 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -15,10 +16,12 @@ from torchkiln.bench.cases import BACKWARD, FORWARD, named
 from torchkiln.bench.clock import device_clock
 from torchkiln.bench.environment import default_device, environment
 from torchkiln.bench.measure import Settings
+from torchkiln.bench.memory import CudaGauge
 from torchkiln.bench.peers import PEERS
-from torchkiln.bench.plan import CALLS, DTYPES, HOST, SMALL, Plan, Shape, default_shape
+from torchkiln.bench.plan import CALLS, DTYPES, HOST, SMALL, SWEEP, Plan, Shape
 from torchkiln.bench.record import Record
 from torchkiln.bench.row import Row
+from torchkiln.bench.sweep import draw
 from torchkiln.bench.table import markdown, tables
 from torchkiln.testing.spec import FLOATING
 
@@ -65,7 +68,13 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     add("ops", nargs="*", metavar="OP", help="names of ops (default: all)")
     add("--device", choices=("cpu", "cuda"), help="default: a GPU where there is one")
     add("--dtype", type=dtypes, default=DTYPES, help="default: float32,bfloat16")
-    add("--shape", type=shape, action="append", metavar="RxC", help="rows and columns; repeatable")
+    add(
+        "--shape",
+        type=shape,
+        action="append",
+        metavar="RxC",
+        help="rows and columns; repeatable (default: chosen for each op)",
+    )
     add("--peers", type=peers, default=PEERS, help=f"default: {','.join(PEERS)}, where installed")
     add("--threads", type=counts, help="of the CPU, such as 1,2 (default: torch's number)")
     direction = parser.add_argument_group("direction (default: both)")
@@ -74,10 +83,13 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     kinds = parser.add_argument_group("what is timed (default: --calls)")
     for name, words in (
         (CALLS, "single calls on large tensors"),
-        (SMALL, "calls on 1 K ... 1 M elements in CUDA graphs"),
+        (SWEEP, "single calls on as many elements in rows of 256 ... 151936"),
+        (SMALL, "calls on 1 K ... 1 M elements, or on few rows, in CUDA graphs"),
         (HOST, "how long calls on 4 x 64 elements keep the host, with and without gradients"),
     ):
         kinds.add_argument(f"--{name}", dest="kinds", action="append_const", const=name, help=words)
+    add("--memory", action="store_true", help="peaks of large calls, too (GPU)")
+    add("--plot", type=Path, metavar="FILE.png", help="draw the sweep")
     add("--json", type=Path, metavar="FILE", help="write all rows")
     add("--markdown", type=Path, metavar="FILE", help="write the tables")
     return parser.parse_args(given)
@@ -98,12 +110,27 @@ def plan(options: argparse.Namespace) -> Plan:
             "torchkiln.bench: --small: got device cpu, expected a GPU, whose graphs it needs; "
             "type --shape 4x256 for small calls on a CPU"
         )
+    if options.memory and device.type == "cpu":
+        raise ValueError(
+            "torchkiln.bench: --memory: got device cpu, expected a GPU, whose allocator knows its "
+            "peak; leave it out, or time on a GPU"
+        )
+    if options.plot and SWEEP not in kinds:
+        raise ValueError(
+            "torchkiln.bench: --plot: got no sweep, expected row lengths to draw; type --sweep, too"
+        )
+    if options.plot and find_spec("matplotlib") is None:
+        raise ValueError(
+            "torchkiln.bench: --plot: got no module matplotlib, expected the packages that draw; "
+            "type: python -m pip install 'torchkiln[cli]'"
+        )
+    gauge = CudaGauge(device) if options.memory else None
     on_cpu = options.threads or (torch.get_num_threads(),)
     return Plan(
         specs=tuple(named(options.ops)),
         device=device,
-        settings=Settings(device_clock(device), options.peers),
-        shapes=tuple(options.shape or [default_shape(device)]),
+        settings=Settings(device_clock(device), options.peers, gauge=gauge),
+        shapes=tuple(options.shape or ()),
         dtypes=options.dtype,
         kinds=kinds,
         directions=tuple(options.directions or [FORWARD, BACKWARD]),
@@ -136,6 +163,8 @@ def main(given: Sequence[str] | None = None) -> int:
     print(here)
     record = Record(here, tuple(measure(chosen)))
     terminal.show(tables(record.rows))
+    if options.plot:
+        draw(options.plot, str(here), (row for row in record.rows if row.kind == SWEEP))
     if options.json:
         record.write(options.json)
     if options.markdown:

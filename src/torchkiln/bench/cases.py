@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +13,10 @@ from torch import Tensor
 from torchkiln.bench.clock import Call
 from torchkiln.testing import SPECS, OpSpec, Sample
 
-FORWARD, BACKWARD, RECORDED = "forward", "backward", "recorded"
+FORWARD, BACKWARD, RECORDED, STEP = "forward", "backward", "recorded", "step"
 
-Function = Callable[..., Tensor]
+Function = Callable[..., Any]
+"""Returns a tensor or a tuple of tensors."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +41,8 @@ def cases(
 ) -> Iterator[BenchCase]:
     """The call of ``spec.bench`` and those of ``spec.bench_variants``, one at a time in memory."""
     yield BenchCase(spec, "", spec.bench(device, dtype, shape), dtype, shape)
-    variants = getattr(spec, "bench_variants", None)
-    if variants is not None:
-        for label, sample in variants(device, dtype, shape):
+    if spec.bench_variants is not None:
+        for label, sample in spec.bench_variants(device, dtype, shape):
             yield BenchCase(spec, label, sample, dtype, shape)
 
 
@@ -57,10 +58,25 @@ def named(ops: list[str]) -> list[OpSpec]:
     return [known[op] for op in ops] or list(SPECS)
 
 
+def outputs(result: Any) -> tuple[Tensor, ...]:
+    """All tensors that a call returned."""
+    return (result,) if isinstance(result, Tensor) else tuple(result)
+
+
+def step(
+    function: Function, leaves: Sample, inputs: Sequence[Tensor], grads: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Forward and backward, as in training: nothing is kept for a second backward."""
+    return torch.autograd.grad(outputs(leaves.call(function)), inputs, grads)
+
+
 def call_of(
-    case: BenchCase, function: Function, direction: str, grad: Tensor | None = None
+    case: BenchCase, function: Function, direction: str, grads: Sequence[Tensor] | None = None
 ) -> Call:
-    """The call to be timed. A partial: a lambda around it would show in host times."""
+    """The call to be timed, with ``grads`` coming in. A lambda around it would show in host times.
+
+    ``direction`` may be :data:`STEP`, too: forward and backward in one call.
+    """
     sample = case.sample
     if direction == FORWARD:
         return partial(function, *sample.args, **sample.kwargs)
@@ -68,6 +84,10 @@ def call_of(
     if direction == RECORDED:
         return partial(function, *leaves.args, **leaves.kwargs)
     inputs = [leaves.args[i] for i in case.spec.wanted(leaves)]
-    output = leaves.call(function)
-    incoming = torch.randn_like(output) if grad is None else grad
-    return partial(torch.autograd.grad, output, inputs, incoming, retain_graph=True)
+    results = outputs(leaves.call(function))
+    incoming = list(map(torch.randn_like, results)) if grads is None else grads
+    # A peer's loss may have another dtype; a conversion must not become a part of the call.
+    incoming = [g.to(r.dtype) for g, r in zip(incoming, results, strict=True)]
+    if direction == STEP:
+        return partial(step, function, leaves, inputs, incoming)
+    return partial(torch.autograd.grad, results, inputs, incoming, retain_graph=True)

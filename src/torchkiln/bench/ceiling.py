@@ -14,14 +14,18 @@ MOSTLY_READ = 0.05
 
 
 def written(result: object, known: list[Tensor]) -> int:
-    """Bytes of the tensors in ``result`` that are not views of ``known`` ones."""
+    """Bytes of the tensors in ``result``, each memory once, that are not views of ``known`` ones.
+
+    One tensor may be the gradient of several inputs.
+    """
     tensors = result if isinstance(result, tuple | list) else (result,)
-    seen = {tensor.untyped_storage().data_ptr() for tensor in known}
-    return sum(
-        tensor.untyped_storage().nbytes()
+    memories = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for tensor in tensors
-        if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in seen
-    )
+        if isinstance(tensor, Tensor)
+    }
+    before = {tensor.untyped_storage().data_ptr() for tensor in known}
+    return sum(size for address, size in memories.items() if address not in before)
 
 
 def ceilings(moved: int, result_bytes: int, device: torch.device) -> dict[str, Call]:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from torchkiln.bench import peers
-from torchkiln.bench.cases import BACKWARD, BenchCase, Function, call_of
+from torchkiln.bench.cases import BACKWARD, STEP, BenchCase, Function, call_of, outputs
 from torchkiln.bench.ceiling import ceilings, written
 from torchkiln.bench.clock import Call, Clock, Times, in_turns
+from torchkiln.bench.memory import Gauge, peaks
 from torchkiln.bench.row import OURS, Row
 from torchkiln.testing.contract.repeat import threads
 
@@ -23,6 +24,8 @@ class Settings:
     peers: tuple[str, ...] = peers.PEERS
     budget: float = 3.0
     """Seconds for one row, its preparation not counted."""
+    gauge: Gauge | None = None
+    """What measures the memory of large calls, where that is wanted."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class Prepared:
     calls: Mapping[str, list[Call]]
     result_bytes: int
     missing: Mapping[str, str]
+    remarks: Mapping[str, str]
 
 
 def prepare(batch: list[BenchCase], direction: str, names: tuple[str, ...]) -> Prepared:
@@ -41,35 +45,48 @@ def prepare(batch: list[BenchCase], direction: str, names: tuple[str, ...]) -> P
     cannot is an error.
     """
     case = batch[0]
-    output = case.sample.call(case.spec.op)
-    grads = [torch.randn_like(output) if direction == BACKWARD else None for _ in batch]
-    known = [case.sample.args[i] for i in case.sample.positions]
-    known += [grad for grad in grads[:1] if grad is not None]
+    results = outputs(case.sample.call(case.spec.op))
+    grads = [
+        [torch.randn_like(result) for result in results] if direction == BACKWARD else None
+        for _ in batch
+    ]
+    known = [case.sample.args[i] for i in case.sample.positions] + (grads[0] or [])
 
-    def calls_of(function: Function, name: str = OURS) -> list[Call]:
+    def calls_of(function: Function, name: str = OURS, moment: str = direction) -> list[Call]:
         return [
-            call_of(peers.own_tensors(name, each), function, direction, grad)
-            for each, grad in zip(batch, grads, strict=True)
+            call_of(peers.own_tensors(name, each), function, moment, incoming)
+            for each, incoming in zip(batch, grads, strict=True)
         ]
 
     calls = {OURS: calls_of(case.spec.op)}
     size = written(calls[OURS][0](), known)
     missing: dict[str, str] = {}
+    remarks: dict[str, str] = {}
     for name, make in peers.makers(case, names):
+        remark = peers.remark(name, case, direction)
         try:
-            theirs = calls_of(make(case), name)
+            theirs = calls_of(make(case), name, STEP if remark else direction)
             for call in theirs:
                 call()
+        except peers.Refused as refusal:
+            missing[name] = str(refusal)
         except Exception as error:  # whatever a peer or a compiler raises
             first = next(iter(str(error).strip().splitlines()), "")
             missing[name] = f"{type(error).__name__}: {first}"
         else:
             calls[name] = theirs
-    return Prepared(calls, size, missing)
+            if remark:
+                remarks[name] = remark
+    return Prepared(calls, size, missing, remarks)
 
 
 def time_case(
-    case: BenchCase, direction: str, settings: Settings, count: int | None = None
+    case: BenchCase,
+    direction: str,
+    settings: Settings,
+    count: int | None = None,
+    *,
+    kind: str = "calls",
 ) -> Row | None:
     """The row of one call with ``count`` CPU threads; none where nothing is moved."""
     size = case.moved(direction)
@@ -77,17 +94,20 @@ def time_case(
     if size == 0:
         return None
     device = case.sample.args[case.sample.positions[0]].device
+    memory = peaks(case, direction, settings.peers, settings.gauge) if settings.gauge else {}
     with threads(count or torch.get_num_threads()), peers.backward_may_repeat():
         prepared = prepare([case], direction, settings.peers)
         references = ceilings(size, prepared.result_bytes, device)
         calls = {name: batch[0] for name, batch in prepared.calls.items()}
         measured = in_turns(settings.clock, calls | references, settings.budget)
     return Row.of(
-        "calls",
+        kind,
         case,
         direction,
         {name: Times.of(values) for name, values in measured.items()},
         references=references,
         missing=prepared.missing,
+        remarks=prepared.remarks,
         threads=count,
+        peaks=memory,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -12,17 +13,24 @@ from torchkiln.bench.host import time_host
 from torchkiln.bench.measure import Settings, time_case
 from torchkiln.bench.row import Row
 from torchkiln.bench.small import SHAPES, time_small
+from torchkiln.bench.sweep import sweep_shapes
 from torchkiln.testing import OpSpec
 
 Shape = tuple[int, int]
 
-CALLS, SMALL, HOST = "calls", "small", "host"
+CALLS, SWEEP, SMALL, HOST = "calls", "sweep", "small", "host"
 DTYPES = (torch.float32, torch.bfloat16)
 
 
 def default_shape(device: torch.device) -> Shape:
     """Enough elements that no cache holds them."""
     return (16384, 8192) if device.type == "cuda" else (4096, 4096)
+
+
+def shapes_of(spec: OpSpec, device: torch.device) -> tuple[Shape, ...]:
+    """Those that the op names, which are chosen for GPUs, or else the default."""
+    named = spec.bench_shapes if device.type == "cuda" else ()
+    return named or (default_shape(device),)
 
 
 @dataclass(frozen=True)
@@ -32,7 +40,8 @@ class Plan:
     specs: tuple[OpSpec, ...]
     device: torch.device
     settings: Settings
-    shapes: tuple[Shape, ...]
+    shapes: tuple[Shape, ...] = ()
+    """Of single large calls; none where each op is to choose."""
     dtypes: tuple[torch.dtype, ...] = DTYPES
     kinds: tuple[str, ...] = (CALLS,)
     directions: tuple[str, ...] = (FORWARD, BACKWARD)
@@ -54,24 +63,31 @@ class Plan:
         if kind == HOST:
             yield from time_host(spec, self.device, dtype, self.settings.peers)
             return
-        rows = (
-            self._calls(spec, dtype, directions)
-            if kind == CALLS
-            else (
-                time_small(
-                    spec, self.device, dtype, self.settings, shape=shape, direction=direction
-                )
-                for shape in SHAPES
-                for direction in directions
-            )
-        )
-        yield from (row for row in rows if row is not None)
+        timed = {CALLS: self._calls, SWEEP: self._sweep, SMALL: self._small}[kind]
+        yield from (row for row in timed(spec, dtype, directions) if row is not None)
 
     def _calls(
         self, spec: OpSpec, dtype: torch.dtype, directions: list[str]
     ) -> Iterator[Row | None]:
-        for shape in self.shapes:
+        for shape in self.shapes or shapes_of(spec, self.device):
             for case in cases(spec, self.device, dtype, shape):
                 for direction in directions:
                     for count in self.threads:
                         yield time_case(case, direction, self.settings, count)
+
+    def _sweep(
+        self, spec: OpSpec, dtype: torch.dtype, directions: list[str]
+    ) -> Iterator[Row | None]:
+        for shape in sweep_shapes(math.prod(default_shape(self.device))):
+            case = next(cases(spec, self.device, dtype, shape))
+            for direction in directions:
+                yield time_case(case, direction, self.settings, self.threads[0], kind=SWEEP)
+
+    def _small(
+        self, spec: OpSpec, dtype: torch.dtype, directions: list[str]
+    ) -> Iterator[Row | None]:
+        for shape in spec.small_shapes or SHAPES:
+            for direction in directions:
+                yield time_small(
+                    spec, self.device, dtype, self.settings, shape=shape, direction=direction
+                )

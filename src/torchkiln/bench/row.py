@@ -17,7 +17,8 @@ class Row:
     """The times of one call of one op, ours and others', from one run."""
 
     kind: str
-    """``calls`` (single, large), ``small`` (in a CUDA graph) or ``host``."""
+    """``calls`` (single, large), ``sweep`` (of row lengths), ``small`` (in a CUDA graph) or
+    ``host``."""
     op: str
     variant: str
     """What sets the call apart from the usual one of its shape; mostly empty."""
@@ -35,6 +36,10 @@ class Row:
     """Ceilings that no op can beat, or well-known ops of torch beside host times."""
     missing: Mapping[str, str] = field(default_factory=dict)
     """Peers that could not be timed, and why."""
+    remarks: Mapping[str, str] = field(default_factory=dict)
+    """Peers whose call does something else, and what: they are shown, but not compared with."""
+    peaks: Mapping[str, int] = field(default_factory=dict)
+    """Bytes allocated at the same time, ours and the peers'; backward counts its forward, too."""
 
     @classmethod
     def of(
@@ -46,7 +51,9 @@ class Row:
         *,
         references: Iterable[str],
         missing: Mapping[str, str],
+        remarks: Mapping[str, str] | None = None,
         threads: int | None = None,
+        peaks: Mapping[str, int] | None = None,
     ) -> Row:
         """The row of a case, from the times of everyone; ``references`` names those of no peer."""
         beside = tuple(references)
@@ -62,6 +69,8 @@ class Row:
             times={name: found for name, found in times.items() if name not in beside},
             references={name: times[name] for name in beside},
             missing=missing,
+            remarks={name: words for name, words in (remarks or {}).items() if name in times},
+            peaks=peaks or {},
         )
 
     @property
@@ -88,8 +97,9 @@ class Row:
 
     @property
     def best_peer(self) -> str | None:
-        """The fastest of the others."""
-        peers = {name: t.seconds for name, t in self.times.items() if name != OURS}
+        """The fastest of the others that do the same."""
+        beside = {OURS, *self.remarks}
+        peers = {name: t.seconds for name, t in self.times.items() if name not in beside}
         return min(peers, key=peers.__getitem__) if peers else None
 
     @property
@@ -112,7 +122,7 @@ class Row:
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Row:
         """The row that :meth:`to_json` wrote."""
-        values = {name: entry[name] for name in cls.__dataclass_fields__}
+        values = {name: entry[name] for name in cls.__dataclass_fields__ if name in entry}
         values["shape"] = tuple(values["shape"])
         for name in ("times", "references"):
             values[name] = {key: Times(**value) for key, value in values[name].items()}

@@ -63,11 +63,18 @@ def time_small(
     size = batch[0].moved(direction)
     if size == 0:
         return None
+    # A failed capture leaves torch's allocator in the middle of it, so these are not tried.
+    waiting = {
+        name: "waits for the GPU, which a CUDA graph cannot"
+        for name in settings.peers
+        if peers.waits(name, batch[0])
+    }
+    names = tuple(name for name in settings.peers if name not in waiting)
     # A backward runs on the stream of its forward, which has to be the one that is captured.
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with peers.backward_may_repeat(), torch.cuda.stream(stream):
-        prepared = prepare(batch, direction, settings.peers)
+        prepared = prepare(batch, direction, names)
         beside = [ceilings(size, prepared.result_bytes, device) for _ in batch]
         references = {name: [calls[name] for calls in beside] for name in beside[0]}
         for calls in references.values():
@@ -81,5 +88,6 @@ def time_small(
         direction,
         {name: Times.of([v / CALLS for v in values]) for name, values in measured.items()},
         references=references,
-        missing=missing,
+        missing=missing | waiting,
+        remarks=prepared.remarks,
     )

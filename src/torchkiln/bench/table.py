@@ -11,6 +11,7 @@ from torchkiln.bench.row import OURS, Row
 
 TITLES = {
     "calls": "Median time of one call (floor: what moves as many bytes, in the same turns)",
+    "sweep": "Median time of one call, as many elements in rows of every length",
     "small": "Median time of one call in a CUDA graph of 128 on different tensors",
     "host": "Host time of one call, the best of 7",
 }
@@ -72,10 +73,23 @@ def columns(rows: Sequence[Row]) -> dict[str, list[str]]:
     for name in in_order(r.times for r in rows):
         figures[name] = [cell(r.times.get(name)) for r in rows]
     figures["faster"] = ["" if r.speedup is None else f"{r.speedup:.2f} x" for r in rows]
+    for name in (OURS, *in_order(r.peaks for r in rows)):
+        figures[f"{name} peak"] = [size(r.peaks[name]) if name in r.peaks else "" for r in rows]
     if rows[0].kind == "host":
         for name in in_order(r.references for r in rows):
             figures[name] = [cell(r.references.get(name)) for r in rows]
     return found | {heading: words for heading, words in figures.items() if any(words)}
+
+
+def notes(rows: Iterable[Row]) -> tuple[str, ...]:
+    """Which peers are missing or do something else, and why; each reason once with all its rows."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        words = [f"no {name}: {why}" for name, why in row.missing.items()]
+        words += [f"{name}: {what}" for name, what in row.remarks.items()]
+        for word in words:
+            found.setdefault(word, []).append(f"{row.op} {row.direction}")
+    return tuple(f"{', '.join(dict.fromkeys(who))}: {word}" for word, who in found.items())
 
 
 def tables(rows: Iterable[Row]) -> list[Table]:
@@ -95,14 +109,9 @@ def tables(rows: Iterable[Row]) -> list[Table]:
         if "threads" in constant:
             common.append(f"CPU threads: {words.pop('threads')[0]}")
         title = ", ".join([TITLES[kind], *common])
-        notes = dict.fromkeys(
-            f"{r.op} {r.direction}: no {name}: {why}"
-            for r in group
-            for name, why in r.missing.items()
-        )
         figures = tuple(heading not in ("op", "dtype", "shape", "direction") for heading in words)
         lines = tuple(zip(*words.values(), strict=True))
-        found.append(Table(title, tuple(words), figures, lines, tuple(notes)))
+        found.append(Table(title, tuple(words), figures, lines, notes(group)))
     return found
 
 

@@ -12,9 +12,11 @@ from torchkiln.testing import SPECS, OpSpec, Sample
 from torchkiln.testing.compare import (
     Where,
     exact,
+    outputs,
     require_gradients,
     require_values,
     vector_jacobian,
+    widened,
 )
 
 if TYPE_CHECKING:
@@ -34,11 +36,15 @@ class Errors:
     complaint: str | None
 
 
-def steps(found: Tensor, truth: Tensor, dtype: torch.dtype) -> float:
-    """The largest error beside the largest value, in rounding steps of the coarser dtype."""
+def steps(found: Tensor, truth: Tensor, terms: Tensor, dtype: torch.dtype) -> float:
+    """The largest error beside the largest value, in rounding steps of the coarser dtype.
+
+    Where the values are nothing but what cancellation has left of their ``terms``, beside those.
+    """
     if found.numel() == 0:
         return 0.0
-    largest = truth.abs().max().clamp(min=torch.finfo(found.dtype).tiny)
+    largest = torch.maximum(truth.abs().max(), terms.abs().max())
+    largest = largest.clamp(min=torch.finfo(found.dtype).tiny)
     step = max(torch.finfo(found.dtype).eps, torch.finfo(dtype).eps) * largest
     return float((found.double() - truth).abs().max() / step)
 
@@ -52,6 +58,17 @@ def complaint(judge: Callable[..., None], *args: object) -> str | None:
     return None
 
 
+def largest_steps(
+    found: Iterable[Tensor],
+    truth: Iterable[Tensor],
+    terms: Iterable[Tensor],
+    dtype: torch.dtype | None = None,
+) -> float:
+    """The largest of several tensors."""
+    groups = zip(found, truth, terms, strict=True)
+    return max(steps(f, exact, size, dtype or f.dtype) for f, exact, size in groups)
+
+
 def worst(rows: Iterable[tuple[float, float, str | None]]) -> tuple[float, float, str | None, int]:
     """Largest errors, the first complaint, and how many rows there were."""
     ours, theirs, words = zip(*rows, strict=True)
@@ -61,24 +78,30 @@ def worst(rows: Iterable[tuple[float, float, str | None]]) -> tuple[float, float
 def forward(spec: OpSpec, sample: Sample) -> tuple[float, float, str | None]:
     """Our error, torch's, and the complaint about the output of one call."""
     found = sample.call(spec.op)
-    truth = exact(sample).call(spec.reference)
+    truth = outputs(exact(spec, sample).call(spec.reference))
+    terms = outputs(exact(spec, sample).call(spec.magnitude))
     words = complaint(require_values, found, sample, Where(spec, "values", sample))
     other = sample.call(spec.composite)
-    return steps(found, truth, found.dtype), steps(other, truth, found.dtype), words
+    ours, theirs = (largest_steps(outputs(result), truth, terms) for result in (found, other))
+    return ours, theirs, words
 
 
 def backward(spec: OpSpec, sample: Sample) -> tuple[float, float, str | None]:
     """The same for its gradients."""
     wanted = spec.wanted(sample)
-    grad = torch.randn_like(sample.call(spec.op))
+    grads = list(map(torch.randn_like, outputs(sample.call(spec.op))))
+    dtype = grads[0].dtype
     leaves = spec.leaves(sample)
-    found = vector_jacobian(spec.op, leaves, wanted, grad)
-    other = vector_jacobian(spec.composite, leaves, wanted, grad)
-    truth = vector_jacobian(spec.reference, spec.leaves(exact(sample)), wanted, grad.double())
+    found = vector_jacobian(spec.op, leaves, wanted, grads)
+    other = vector_jacobian(spec.composite, leaves, wanted, grads)
+    wide = widened(grads)
+    leaves = spec.leaves(exact(spec, sample))
+    truth = vector_jacobian(spec.reference, leaves, wanted, wide)
+    sizes = [None if grad is None else grad.abs() for grad in wide]
+    terms = vector_jacobian(spec.gradient_magnitude or spec.reference, leaves, wanted, sizes)
     where = Where(spec, "gradients", sample)
-    words = complaint(require_gradients, found, sample, wanted, grad, where)
-    ours = max(steps(f, t, grad.dtype) for f, t in zip(found, truth, strict=True))
-    theirs = max(steps(o, t, grad.dtype) for o, t in zip(other, truth, strict=True))
+    words = complaint(require_gradients, found, sample, wanted, grads, where)
+    ours, theirs = (largest_steps(result, truth, terms, dtype) for result in (found, other))
     return ours, theirs, words
 
 

@@ -5,16 +5,21 @@ from torchkiln.nn.bias_act import BiasAct, ScaleBiasReLU
 from torchkiln.nn.dropout import BiasDropoutAdd, DropoutAdd
 from torchkiln.nn.gated import GEGLU, SwiGLU
 from torchkiln.nn.loss import CrossEntropyLoss
+from torchkiln.nn.norm import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
 from torchkiln.nn.softmax import LogSoftmax, Softmax
 
 __all__ = [
     "GEGLU",
     "GELU",
+    "AddLayerNorm",
+    "AddRMSNorm",
     "BiasAct",
     "BiasDropoutAdd",
     "CrossEntropyLoss",
     "DropoutAdd",
+    "LayerNorm",
     "LogSoftmax",
+    "RMSNorm",
     "ReLU",
     "ScaleBiasReLU",
     "SiLU",

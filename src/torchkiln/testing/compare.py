@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -9,9 +10,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torchkiln.testing.spec import OpSpec, Sample
+    from torchkiln.testing.spec import OpSpec, Result, Sample
 
 
 @dataclass(frozen=True)
@@ -32,6 +31,23 @@ class Where:
         """The same place, one step further in."""
         joined = f"{self.detail}, {detail}" if self.detail else detail
         return Where(self.spec, self.check, self.sample, joined)
+
+
+def outputs(result: Result) -> tuple[Tensor, ...]:
+    """All tensors that a call returned."""
+    return (result,) if isinstance(result, Tensor) else tuple(result)
+
+
+def each(results: Sequence[Result], where: Where) -> list[tuple[tuple[Tensor, ...], Where]]:
+    """The outputs of several calls of one op, output by output, and where each stands."""
+    tensors = [outputs(result) for result in results]
+    counts = [len(one) for one in tensors]
+    require(len(set(counts)) == 1, where, f"got {counts[0]} outputs, expected {counts[-1]}")
+    several = counts[0] > 1
+    return [
+        (group, where.at(f"output {i}") if several else where)
+        for i, group in enumerate(zip(*tensors, strict=True))
+    ]
 
 
 def require(condition: bool, where: Where, message: str) -> None:
@@ -91,6 +107,12 @@ def require_same_meta(found: Tensor, expected: Tensor, where: Where) -> None:
         require(left == right, where, f"{name}: found {left}, expected {right}")
 
 
+def require_same(found: Result, expected: Result, where: Where) -> None:
+    """Bitwise equality of all outputs of two calls."""
+    for (one, other), place in each((found, expected), where):
+        require_identical(one, other, place)
+
+
 def require_identical(found: Tensor, expected: Tensor, where: Where) -> None:
     """Bitwise equality, NaN payloads and signs of zero included."""
     require_same_meta(found, expected, where)
@@ -120,50 +142,66 @@ def exact(spec: OpSpec, sample: Sample) -> Sample:
     return call
 
 
-def require_values(found: Tensor, sample: Sample, where: Where) -> None:
-    """Judge the output of one call."""
+def require_values(found: Result, sample: Sample, where: Where) -> None:
+    """Judge the outputs of one call."""
+    spec = where.spec
     with torch.no_grad():
         plain = sample.map(Tensor.detach)
-        truth = exact(where.spec, sample)
-        require_close(
-            found.detach(),
-            truth.call(where.spec.reference),
-            plain.call(where.spec.composite),
-            truth.call(where.spec.magnitude),
-            where,
-        )
+        truth = exact(spec, sample)
+        beside = truth.call(spec.reference), plain.call(spec.composite), truth.call(spec.magnitude)
+        for (one, expected, other, terms), place in each((found, *beside), where):
+            require_close(one.detach(), expected, other, terms, place)
+
+
+Grads = Sequence[Tensor | None]
+"""A gradient for each output of a call; None for an output that is not used."""
 
 
 def vector_jacobian(
-    function: object, sample: Sample, positions: Sequence[int], grad: Tensor
+    function: object, sample: Sample, positions: Sequence[int], grads: Grads
 ) -> tuple[Tensor, ...]:
     """Gradients of one call for the arguments at ``positions``."""
     if not callable(function):
         raise TypeError(f"vector_jacobian: function: got {function!r}, expected a callable")
-    output = sample.call(function)
     inputs = [sample.args[i] for i in positions]
-    return torch.autograd.grad(output, inputs, grad)
+    pairs = zip(outputs(sample.call(function)), grads, strict=True)
+    used = [(output, grad) for output, grad in pairs if grad is not None]
+    # What depends on the unused outputs alone has a gradient of zero.
+    return torch.autograd.grad(
+        [output for output, _ in used],
+        inputs,
+        [grad for _, grad in used],
+        materialize_grads=len(used) < len(grads),
+    )
+
+
+def widened(grads: Grads) -> list[Tensor | None]:
+    """The same in float64."""
+    return [None if grad is None else grad.double() for grad in grads]
+
+
+def half_step(dtype: torch.dtype) -> float:
+    """Half a rounding step of a saved output, in the units of the terms."""
+    return torch.finfo(dtype).eps / 2 / (2 * compute_eps(dtype))
 
 
 def require_gradients(
-    found: Sequence[Tensor], sample: Sample, positions: Sequence[int], grad: Tensor, where: Where
+    found: Sequence[Tensor], sample: Sample, positions: Sequence[int], grads: Grads, where: Where
 ) -> None:
-    """Judge the gradients of one call for the incoming gradient ``grad``."""
+    """Judge the gradients of one call for the incoming gradients ``grads``."""
     spec = where.spec
     plain = spec.leaves(sample, tuple(positions))
     truth = spec.leaves(exact(spec, sample), tuple(positions))
-    wide = grad.double()
+    wide = widened(grads)
+    size = [None if grad is None else grad.abs() for grad in wide]
     expected = vector_jacobian(spec.reference, truth, positions, wide)
     terms = spec.gradient_magnitude or spec.reference
-    magnitude = vector_jacobian(terms, truth, positions, wide.abs())
-    other = vector_jacobian(spec.composite, plain, positions, grad)
+    magnitude = vector_jacobian(terms, truth, positions, size)
+    other = vector_jacobian(spec.composite, plain, positions, grads)
     for i, position in enumerate(positions):
         place = where.at(f"gradient of argument {position}")
         terms_here = magnitude[i].abs()
         if spec.output_sensitivity is not None:
-            # Half a rounding step of the saved output, in the units of the terms.
-            dtype = found[i].dtype
-            step = torch.finfo(dtype).eps / 2 / (2 * compute_eps(dtype))
-            moved = vector_jacobian(spec.output_sensitivity, truth, positions, wide.abs())
-            terms_here = terms_here + step * moved[i].abs()
+            moved = vector_jacobian(spec.output_sensitivity, truth, positions, size)
+            terms_here = terms_here + half_step(found[i].dtype) * moved[i].abs()
         require_close(found[i], expected[i], other[i], terms_here, place)

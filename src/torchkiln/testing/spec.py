@@ -11,6 +11,9 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
+Result = Tensor | tuple[Tensor, ...]
+"""What an op returns."""
+
 FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
@@ -96,6 +99,11 @@ class Traffic:
     operations: int
 
 
+def doubled(sample: Sample) -> Sample:
+    """The call with every size other than 1 doubled, so that equal sizes stay equal."""
+    return sample.map(lambda t: t.repeat([1 if n == 1 else 2 for n in t.shape]))
+
+
 @dataclass(frozen=True)
 class OpSpec:
     """The contract of one op.
@@ -106,15 +114,16 @@ class OpSpec:
 
     name: str
     """The name in the op namespace and in messages."""
-    op: Callable[..., Tensor]
-    """The public Python function."""
+    op: Callable[..., Any]
+    """The public Python function. It returns a tensor or a tuple of tensors; so do the functions
+    below, which stand for it."""
     overload: torch._ops.OpOverload[..., Any]
     """The same op as torch.ops reaches it."""
-    reference: Callable[..., Tensor]
+    reference: Callable[..., Any]
     """Plain torch; it is the truth when it is given float64 tensors."""
-    composite: Callable[..., Tensor]
+    composite: Callable[..., Any]
     """What a user would write in eager torch, in the dtype at hand."""
-    magnitude: Callable[..., Tensor]
+    magnitude: Callable[..., Any]
     """The sum of the absolute values of the terms of each output element: rounding inside the op
     is proportional to it even where the terms cancel."""
     inputs: Callable[[torch.device, torch.dtype], Iterable[Sample]]
@@ -132,17 +141,27 @@ class OpSpec:
     """Bytes and operations of the backward of a call."""
     differentiable: tuple[int, ...]
     """Positions of the arguments that have gradients."""
-    gradient_magnitude: Callable[..., Tensor] | None = None
+    gradient_magnitude: Callable[..., Any] | None = None
     """A function whose gradients are the sums of the absolute values of the terms of each gradient;
     none where the terms of one have one sign, and the gradients of the reference do."""
-    output_sensitivity: Callable[..., Tensor] | None = None
+    output_sensitivity: Callable[..., Any] | None = None
     """For an op whose backward starts from its rounded output, as torch's does: a function whose
     gradients say how far each gradient moves with the relative error of that output."""
     indices: tuple[int, ...] = ()
     """Positions of arguments whose integers are no numbers: no check converts them."""
+    grown: Callable[[Sample], Sample] = doubled
+    """A call of larger sizes, all of which a graph with dynamic sizes has to serve."""
+    bench_variants: (
+        Callable[[torch.device, torch.dtype, tuple[int, int]], Iterable[tuple[str, Sample]]] | None
+    ) = None
+    """Labels and calls that are timed beside that of ``bench``."""
     dtypes: tuple[torch.dtype, ...] = FLOATING
     autocast: tuple[int, ...] = ()
     """Positions that autocast converts; none means that the op follows its inputs."""
+    bench_shapes: tuple[tuple[int, int], ...] = ()
+    """Rows and columns that a GPU is timed with; none where the benchmark's own will do."""
+    small_shapes: tuple[tuple[int, int], ...] = ()
+    """The same for calls that do not fill a GPU."""
     helpers: tuple[str, ...] = ()
     """Ops in the same namespace that exist for this one (its backward) and have no spec."""
     inplace: Callable[..., Tensor] | None = None

@@ -11,17 +11,21 @@ from torch.autograd import forward_ad
 from torchkiln.testing.check import check
 from torchkiln.testing.compare import (
     Where,
+    each,
     exact,
+    half_step,
+    outputs,
+    require,
     require_close,
     require_gradients,
     require_values,
 )
 from torchkiln.testing.contract.gradients import incoming
 from torchkiln.testing.data import normal, scaled
-from torchkiln.testing.spec import FLOATING, OpSpec, Sample
+from torchkiln.testing.spec import FLOATING, OpSpec, Result, Sample
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 
 @check(dtypes=FLOATING)
@@ -40,16 +44,21 @@ def vmap(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
             for i, stack in zip(mapped, stacks, strict=True):
                 one = one.substitute(i, stack.select(-1, k))
             where = Where(spec, "vmap", one, f"arguments {mapped}, element {k}")
-            require_values(found[k], one, where)
+            require_values(tuple(output[k] for output in outputs(found)), one, where)
 
 
 def gradients_of_loss(
-    spec: OpSpec, sample: Sample, grad: Tensor
+    spec: OpSpec, sample: Sample, grads: Sequence[Tensor]
 ) -> Callable[..., tuple[Tensor, ...]]:
     """A function of the differentiable arguments that torch.func differentiates."""
     wanted = spec.wanted(sample)
     op = sample.bind(spec.op, wanted)
-    return torch.func.grad(lambda *args: (op(*args) * grad).sum(), tuple(range(len(wanted))))
+
+    def loss(*args: Tensor) -> Tensor:
+        pairs = zip(outputs(op(*args)), grads, strict=True)
+        return torch.stack([(output * grad).sum().double() for output, grad in pairs]).sum()
+
+    return torch.func.grad(loss, tuple(range(len(wanted))))
 
 
 @check(dtypes=FLOATING)
@@ -57,9 +66,9 @@ def func_grad(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     """torch.func.grad gives the gradients of backward."""
     sample = spec.typical(device, dtype)
     wanted = spec.wanted(sample)
-    grad = incoming(sample.call(spec.op))
-    found = gradients_of_loss(spec, sample, grad)(*sample.take(wanted))
-    require_gradients(found, sample, wanted, grad, Where(spec, "func_grad", sample))
+    grads = incoming(sample.call(spec.op))
+    found = gradients_of_loss(spec, sample, grads)(*sample.take(wanted))
+    require_gradients(found, sample, wanted, grads, Where(spec, "func_grad", sample))
 
 
 @check(dtypes=FLOATING)
@@ -67,15 +76,15 @@ def vmap_of_grad(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None
     """torch.func.grad under vmap gives the gradients of each call."""
     sample = spec.typical(device, dtype)
     wanted = spec.wanted(sample)
-    grad = incoming(sample.call(spec.op))
+    grads = incoming(sample.call(spec.op))
     stacks = [torch.stack([a, -a]) for a in sample.take(wanted)]
-    found = torch.func.vmap(gradients_of_loss(spec, sample, grad))(*stacks)
+    found = torch.func.vmap(gradients_of_loss(spec, sample, grads))(*stacks)
     for k, sign in enumerate((1, -1)):
         one = sample
         for i, stack in zip(wanted, stacks, strict=True):
             one = one.substitute(i, stack[k])
         where = Where(spec, "vmap_of_grad", one, f"arguments times {sign}")
-        require_gradients([f[k] for f in found], one, wanted, grad, where)
+        require_gradients([f[k] for f in found], one, wanted, grads, where)
 
 
 def tangents(spec: OpSpec, sample: Sample) -> tuple[Tensor, ...]:
@@ -86,28 +95,35 @@ def tangents(spec: OpSpec, sample: Sample) -> tuple[Tensor, ...]:
     )
 
 
-def require_tangent(found: Tensor, sample: Sample, where: Where) -> None:
-    """Judge a Jacobian-vector product by the double backward of the float64 reference."""
+def require_tangents(found: Result, sample: Sample, where: Where) -> None:
+    """Judge Jacobian-vector products by the double backward of the float64 reference."""
     spec = where.spec
     directions = tangents(spec, sample)
 
-    def product(function: object, call: Sample, along: tuple[Tensor, ...]) -> Tensor:
+    def product(function: object, call: Sample, along: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         # J v is the derivative by u of (J^T u) v, so only backward is needed for the truth.
         call = spec.leaves(call)
-        output = call.map(lambda t: t).call(function)  # type: ignore[arg-type]
-        u = torch.zeros_like(output, requires_grad=True)
+        results = outputs(call.map(lambda t: t).call(function))  # type: ignore[arg-type]
+        u = [torch.zeros_like(result, requires_grad=True) for result in results]
         inputs = [call.args[i] for i in spec.wanted(call)]
-        back = torch.autograd.grad(output, inputs, u, create_graph=True)
+        back = torch.autograd.grad(results, inputs, u, create_graph=True)
         total = sum((b * v).sum() for b, v in zip(back, along, strict=True))
-        return torch.autograd.grad(total, u)[0]  # type: ignore[arg-type]
+        return torch.autograd.grad(total, u)  # type: ignore[arg-type]
 
     truth = exact(spec, sample)
     wide = tuple(v.double() for v in directions)
     expected = product(spec.reference, truth, wide)
     terms = spec.gradient_magnitude or spec.reference
-    magnitude = product(terms, truth, tuple(v.abs() for v in wide)).abs()
+    sizes = tuple(v.abs() for v in wide)
+    magnitude = product(terms, truth, sizes)
+    moved = product(spec.output_sensitivity or terms, truth, sizes)
     other = product(spec.composite, sample, directions)
-    require_close(found, expected, other, magnitude + expected.abs(), where)
+    for group, place in each((found, expected, other, magnitude, moved), where):
+        one, wanted, plain, size, change = group
+        allowed = size.abs() + wanted.abs()
+        if spec.output_sensitivity is not None:
+            allowed = allowed + half_step(one.dtype) * change.abs()
+        require_close(one, wanted, plain, allowed, place)
 
 
 @check(dtypes=FLOATING)
@@ -121,7 +137,7 @@ def func_jvp(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     output, tangent = pair
     where = Where(spec, "func_jvp", sample)
     require_values(output, sample, where)
-    require_tangent(tangent, sample, where)
+    require_tangents(tangent, sample, where)
 
 
 @check(dtypes=FLOATING)
@@ -132,12 +148,12 @@ def forward_mode(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None
         duals = sample
         for i, direction in zip(spec.wanted(sample), tangents(spec, sample), strict=True):
             duals = duals.substitute(i, forward_ad.make_dual(sample.args[i], direction))
-        output, tangent = forward_ad.unpack_dual(duals.call(spec.op))
+        unpacked = [forward_ad.unpack_dual(output) for output in outputs(duals.call(spec.op))]
         where = Where(spec, "forward_mode", sample)
-        require_values(output, sample, where)
-        if tangent is None:
-            raise AssertionError(f"{where}: the output has no tangent")
-        require_tangent(tangent, sample, where)
+        require_values(tuple(primal for primal, _ in unpacked), sample, where)
+        found = tuple(tangent for _, tangent in unpacked if tangent is not None)
+        require(len(found) == len(unpacked), where, "an output has no tangent")
+        require_tangents(found, sample, where)
 
 
 @check(dtypes=FLOATING)
@@ -145,10 +161,10 @@ def retained_graph(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> No
     """A second backward through a retained graph gives the first one's gradients again."""
     sample = spec.typical(device, dtype, requires_grad=True)
     wanted = spec.wanted(sample)
-    output = sample.call(spec.op)
+    results = outputs(sample.call(spec.op))
     inputs = [sample.args[i] for i in wanted]
-    grad = incoming(output)
+    grads = incoming(results)
     where = Where(spec, "retained_graph", sample)
     for _ in range(2):
-        found = torch.autograd.grad(output, inputs, grad, retain_graph=True)
-        require_gradients(found, sample, wanted, grad, where)
+        found = torch.autograd.grad(results, inputs, grads, retain_graph=True)
+        require_gradients(found, sample, wanted, grads, where)

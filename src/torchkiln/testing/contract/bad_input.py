@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchkiln.testing.check import check
-from torchkiln.testing.compare import Where, bits, require
+from torchkiln.testing.compare import Where, bits, outputs, require
 from torchkiln.testing.spec import OpSpec, Sample
 
 
@@ -36,6 +36,7 @@ ACCEPTED: dict[str, tuple[type, ...]] = {
     "Tensor": (Tensor, type(None)),
     "Optional[Tensor]": (Tensor, type(None)),
     "float": (float, int),
+    "Optional[float]": (float, int, type(None)),
     "int": (int,),
     "bool": (bool,),
     "str": (str,),
@@ -48,7 +49,14 @@ def reaches_the_op(spec: OpSpec, sample: Sample) -> bool:
     """Whether torch.ops hands these arguments on."""
     kinds = {a.name: str(a.type) for a in spec.overload._schema.arguments}
     given = dict(zip(kinds, sample.args, strict=False)) | dict(sample.kwargs)
-    return all(isinstance(value, ACCEPTED.get(kinds[name], ())) for name, value in given.items())
+    return all(accepts(kinds[name], value) for name, value in given.items())
+
+
+def accepts(kind: str, value: object) -> bool:
+    """Whether torch.ops takes a value for an argument of this type."""
+    if kind == "List[int]":
+        return isinstance(value, (tuple, list)) and all(isinstance(item, int) for item in value)
+    return isinstance(value, ACCEPTED.get(kind, ()))
 
 
 def entries(spec: OpSpec, sample: Sample) -> dict[str, Callable[..., object]]:
@@ -109,7 +117,7 @@ def bad_input(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
             require(state(case.args, device) == before, where, "the refused call changed something")
     typical = spec.typical(device, dtype)
     require(
-        bool(typical.call(spec.op).isfinite().all()),
+        all(bool(output.isfinite().all()) for output in outputs(typical.call(spec.op))),
         Where(spec, "bad_input", typical),
         "the op does not work after a refusal",
     )

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from torchkiln.testing.check import UnavailableError, check
-from torchkiln.testing.compare import Where, require_gradients, require_values
+from torchkiln.testing.compare import Where, outputs, require_gradients, require_values
 from torchkiln.testing.contract.gradients import incoming
 from torchkiln.testing.contract.values import TINY
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torchkiln.testing.spec import OpSpec, Sample
+    from torchkiln.testing.spec import OpSpec, Result, Sample
 
 
 class Call(nn.Module):
@@ -33,25 +33,25 @@ class Call(nn.Module):
         # A traced function leaves the generators alone.
         self.op = replace(sample, seed=None).bind(spec.op, sample.positions)
 
-    def forward(self, *tensors: Tensor) -> Tensor:
+    def forward(self, *tensors: Tensor) -> Any:
         """Call the op."""
         return self.op(*tensors)
-
-
-def grown(sample: Sample) -> Sample:
-    """The call with every size other than 1 doubled, so that equal sizes stay equal."""
-    return sample.map(lambda t: t.repeat([1 if n == 1 else 2 for n in t.shape]))
 
 
 def require_compiled(spec: OpSpec, function: Any, sample: Sample, where: Where) -> None:
     """Values and gradients of a compiled function at one sample."""
     leaves = spec.leaves(sample)
-    output = leaves.call(function)
+    results = outputs(leaves.call(function))
     wanted = spec.wanted(sample)
-    grad = incoming(output.detach())
-    found = torch.autograd.grad(output, leaves.take(wanted), grad)
-    require_values(output, sample, where)
-    require_gradients(found, sample, wanted, grad, where)
+    grads = incoming(results)
+    found = torch.autograd.grad(results, leaves.take(wanted), grads)
+    require_values(results, sample, where)
+    require_gradients(found, sample, wanted, grads, where)
+
+
+def flattened(groups: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """All tensors in a row."""
+    return [tensor for group in groups for tensor in group]
 
 
 def require_compiled_together(
@@ -59,20 +59,21 @@ def require_compiled_together(
 ) -> None:
     """The same of many samples in one graph: compiling takes longer than all else."""
 
-    def every(calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Tensor]:
+    def every(calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Result]:
         return [spec.op(*args, **kwargs) for args, kwargs in calls]
 
     torch.compiler.reset()
     function = torch.compile(every, fullgraph=True, dynamic=True, backend=backend)
     leaves = [spec.leaves(sample) for sample in samples]
     samples[0].start_generators()
-    outputs = function([(call.args, dict(call.kwargs)) for call in leaves])
+    called = function([(call.args, dict(call.kwargs)) for call in leaves])
+    results = [outputs(result) for result in called]
     inputs = [list(call.take(spec.wanted(call))) for call in leaves]
-    grads = [incoming(output.detach()) for output in outputs]
-    flat = iter(torch.autograd.grad(outputs, [leaf for some in inputs for leaf in some], grads))
-    for sample, output, grad, some in zip(samples, outputs, grads, inputs, strict=True):
+    grads = [incoming(result) for result in results]
+    flat = iter(torch.autograd.grad(flattened(results), flattened(inputs), flattened(grads)))
+    for sample, result, grad, some in zip(samples, results, grads, inputs, strict=True):
         where = Where(spec, check_name, sample)
-        require_values(output, sample, where)
+        require_values(result, sample, where)
         found = [next(flat) for _ in some]
         require_gradients(found, sample, spec.wanted(sample), grad, where)
 
@@ -87,9 +88,9 @@ def require_dynamic(
     where = Where(spec, check_name, sample)
     require_compiled(spec, function, sample, where)
     with torch.compiler.set_stance("fail_on_recompile"):
-        larger = grown(sample)
+        larger = spec.grown(sample)
         require_compiled(spec, function, larger, where.at("sizes doubled"))
-        require_compiled(spec, function, grown(larger), where.at("sizes times four"))
+        require_compiled(spec, function, spec.grown(larger), where.at("sizes times four"))
 
 
 @check(dtypes=(torch.float32, torch.bfloat16))
@@ -123,11 +124,11 @@ def exported(spec: OpSpec, sample: Sample) -> torch.export.ExportedProgram:
     return torch.export.export(Call(spec, sample), tensors, dynamic_shapes=(auto,))
 
 
-def call_exported(module: Any, sample: Sample) -> Tensor:
+def call_exported(module: Any, sample: Sample) -> Result:
     """The call, through what came of :func:`exported`."""
     sample.start_generators()
-    output: Tensor = module(*sample.take(sample.positions))
-    return output
+    result: Result = module(*sample.take(sample.positions))
+    return result
 
 
 @check()
@@ -140,7 +141,7 @@ def export(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
         path = Path(folder) / "op.pt2"
         torch.export.save(program, path)
         module = torch.export.load(path).module()
-    for call in (sample, grown(sample)):
+    for call in (sample, spec.grown(sample)):
         require_values(call_exported(module, call), call, where)
 
 
@@ -175,5 +176,5 @@ def aot_inductor(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None
         path = str(Path(folder) / "op.pt2")
         torch._inductor.aoti_compile_and_package(exported(spec, sample), package_path=path)
         package = torch._inductor.aoti_load_package(path)
-        for call in (sample, grown(sample)):
+        for call in (sample, spec.grown(sample)):
             require_values(call_exported(package, call), call, where)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torchkiln.testing.check import UnavailableError, check
 from torchkiln.testing.compare import (
     Where,
+    outputs,
     require,
     require_gradients,
     require_values,
@@ -27,7 +28,7 @@ from torchkiln.testing.contract.values import available_memory
 from torchkiln.testing.data import scaled
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from torchkiln.testing.spec import OpSpec, Sample
 
@@ -36,41 +37,40 @@ DELAY = 100_000_000
 
 
 def forward_and_backward(
-    spec: OpSpec, sample: Sample, grad: Tensor
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Output and gradients of leaves."""
-    output = sample.call(spec.op)
-    wanted = spec.wanted(sample)
-    grads = torch.autograd.grad(output, [sample.args[i] for i in wanted], grad)
-    return output, grads
+    spec: OpSpec, sample: Sample, grads: Sequence[Tensor]
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Outputs and gradients of leaves."""
+    results = outputs(sample.call(spec.op))
+    inputs = [sample.args[i] for i in spec.wanted(sample)]
+    return results, torch.autograd.grad(results, inputs, grads)
 
 
 @check(device="cuda", dtypes=(torch.float32, torch.bfloat16))
 def side_stream(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     """Work goes to the current stream: it waits for data that the stream delivers late."""
     sample = spec.typical(device, dtype)
-    grad = incoming(sample.call(spec.op))
+    grads = incoming(sample.call(spec.op))
     late = spec.leaves(sample.map(torch.zeros_like))
-    late_grad = torch.zeros_like(grad)
+    late_grads = list(map(torch.zeros_like, grads))
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         forward_and_backward(
-            spec, late, late_grad
+            spec, late, late_grads
         )  # the allocator gets its memory before the delay
         torch.cuda._sleep(DELAY)
         with torch.no_grad():
             for i in sample.positions:
                 late.args[i].copy_(sample.args[i])
-            late_grad.copy_(grad)
-        output, grads = forward_and_backward(spec, late, late_grad)
+            torch._foreach_copy_(late_grads, grads)
+        results, found = forward_and_backward(spec, late, late_grads)
         done = torch.cuda.Event()
         done.record(stream)
     where = Where(spec, "side_stream", sample)
     require(not done.query(), where, "the call waited for the stream")
     torch.cuda.current_stream(device).wait_event(done)
-    require_values(output, sample, where)
-    require_gradients(grads, sample, spec.wanted(sample), grad, where)
+    require_values(results, sample, where)
+    require_gradients(found, sample, spec.wanted(sample), grads, where)
 
 
 @check(device="cuda")
@@ -83,39 +83,41 @@ def other_current_device(spec: OpSpec, device: torch.device, dtype: torch.dtype)
         sample = spec.typical(where_data_is, dtype)
         where = Where(spec, "other_current_device", sample, f"on {where_data_is}")
         with torch.cuda.device(current):
-            grad = incoming(sample.call(spec.op))
-            output, grads = forward_and_backward(spec, spec.leaves(sample), grad)
+            grads = incoming(sample.call(spec.op))
+            results, found = forward_and_backward(spec, spec.leaves(sample), grads)
             require(torch.cuda.current_device() == current.index, where, "the device changed")
-        require(output.device == where_data_is, where, f"the output is on {output.device}")
-        require_values(output, sample, where)
-        require_gradients(grads, sample, spec.wanted(sample), grad, where)
+        for output in results:
+            require(output.device == where_data_is, where, f"the output is on {output.device}")
+        require_values(results, sample, where)
+        require_gradients(found, sample, spec.wanted(sample), grads, where)
 
 
 @check(device="cuda", dtypes=(torch.float32, torch.bfloat16))
 def graph_capture(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     """Forward and backward in a CUDA graph, replayed with new data."""
     sample = spec.typical(device, dtype)
-    grad = incoming(sample.call(spec.op))
+    grads = incoming(sample.call(spec.op))
     static = spec.leaves(sample.map(torch.clone))
-    static_grad = grad.clone()
+    static_grads = [grad.clone() for grad in grads]
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        forward_and_backward(spec, static, static_grad)
+        forward_and_backward(spec, static, static_grads)
     torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        output, grads = forward_and_backward(spec, static, static_grad)
+        results, found = forward_and_backward(spec, static, static_grads)
     for factor in (1.0, -3.0, 0.5):
         fresh = sample.map(lambda t, f=factor: scaled(t, f))  # type: ignore[misc]
         with torch.no_grad():
             for i in fresh.positions:
                 static.args[i].copy_(fresh.args[i])
-            static_grad.copy_(grad * factor)
+            fresh_grads = [grad * factor for grad in grads]
+            torch._foreach_copy_(static_grads, fresh_grads)
         graph.replay()
         where = Where(spec, "graph_capture", fresh, f"data times {factor}")
-        require_values(output, fresh, where)
-        require_gradients(grads, fresh, spec.wanted(fresh), grad * factor, where)
+        require_values(results, fresh, where)
+        require_gradients(found, fresh, spec.wanted(fresh), fresh_grads, where)
 
 
 @contextmanager
@@ -136,13 +138,13 @@ def no_synchronisation(spec: OpSpec, device: torch.device, dtype: torch.dtype) -
     for sample in spec.samples(device, dtype, requires_grad=True):
         if any(sample.args[i].device != device for i in sample.positions):
             continue
-        grad = incoming(sample.call(spec.op).detach())
-        forward_and_backward(spec, sample, grad)
+        grads = incoming(sample.call(spec.op))
+        forward_and_backward(spec, sample, grads)
         torch.cuda.synchronize(device)
         done = torch.cuda.Event()
         with synchronisation_forbidden():
             torch.cuda._sleep(DELAY)
-            forward_and_backward(spec, sample, grad)
+            forward_and_backward(spec, sample, grads)
             done.record()
         # The debug mode sees torch's own waits only; an event behind a delay sees every kind.
         where = Where(spec, "no_synchronisation", sample)
@@ -155,8 +157,8 @@ def only_the_caching_allocator(spec: OpSpec, device: torch.device, dtype: torch.
 
     def all_samples() -> None:
         for sample in spec.samples(device, dtype, requires_grad=True):
-            output = sample.call(spec.op)
-            output.backward(torch.ones_like(output))
+            results = outputs(sample.call(spec.op))
+            torch.autograd.backward(results, list(map(torch.ones_like, results)))
 
     def outside_torch() -> int:
         torch.cuda.synchronize(device)
@@ -192,11 +194,13 @@ def gradients_of_more_than_2_to_the_31_elements(
     if spec.large is None:
         raise TypeError(f"{spec.name}: got a spec without a large sample")
     sample = spec.large(device)
-    shape = sample.call(spec.op).shape
-    grad = torch.tensor(0.5, device=device, dtype=dtype).expand(shape)
+    results = outputs(sample.call(spec.op))
+    shape = results[0].shape
+    grads = [torch.tensor(0.5, device=device, dtype=dtype).expand(shape) for _ in results]
+    del results
     where = Where(spec, "gradients_of_more_than_2_to_the_31_elements", sample)
     whole = [i for i in spec.wanted(sample) if sample.args[i].shape == shape]
-    found = vector_jacobian(spec.op, spec.leaves(sample), spec.wanted(sample), grad)
+    found = vector_jacobian(spec.op, spec.leaves(sample), spec.wanted(sample), grads)
     middle = 2**31 // (shape.numel() // shape[0])
     for start in (0, middle - 2, shape[0] - 3):
 
@@ -206,7 +210,8 @@ def gradients_of_more_than_2_to_the_31_elements(
 
         part = sample.map(rows)
         few = [rows(found[spec.wanted(sample).index(i)]) for i in whole]
-        require_gradients(few, part, whole, rows(grad), where.at(f"rows from {start}"))
+        few_grads = list(map(rows, grads))
+        require_gradients(few, part, whole, few_grads, where.at(f"rows from {start}"))
 
 
 CHILD = """
@@ -214,7 +219,8 @@ import base64, os, pickle, sys, torch
 op, composite, inputs = pickle.loads(base64.b64decode(sys.argv[1]))
 def result(device):
     sample = next(iter(inputs(torch.device(device), torch.float32)))
-    return torch.allclose(sample.call(op), sample.call(composite), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(sample.call(op), sample.call(composite), rtol=1e-4, atol=1e-5)
+    return True
 if not result("cpu"):
     sys.exit(3)
 child = os.fork()

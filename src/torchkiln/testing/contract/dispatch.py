@@ -10,10 +10,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchkiln.testing.check import check
-from torchkiln.testing.compare import Where, require, require_identical
+from torchkiln.testing.compare import Where, each, outputs, require, require_same
 from torchkiln.testing.contract.gradients import incoming
 from torchkiln.testing.contract.values import SMALL, TINY, relaid
-from torchkiln.testing.spec import FLOATING, OpSpec, Sample
+from torchkiln.testing.spec import FLOATING, OpSpec, Result, Sample
 
 
 class Recorder(TorchDispatchMode):
@@ -54,8 +54,8 @@ def opcheck_helpers(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> N
     sample = spec.typical(device, dtype, requires_grad=True)
     recorder = Recorder(names)
     with recorder:
-        output = sample.call(spec.op)
-        output.backward(incoming(output))
+        results = outputs(sample.call(spec.op))
+        torch.autograd.backward(results, incoming(results))
     where = Where(spec, "opcheck_helpers", sample)
     seen = {func._schema.name for func, _, _ in recorder.calls}
     require(
@@ -68,15 +68,16 @@ def opcheck_helpers(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> N
         torch.library.opcheck(func, plain, kwargs)
 
 
-def require_same_layout(found: Tensor, real: Tensor, where: Where) -> None:
-    """Shape, dtype and strides, but for those that no address depends on."""
+def require_same_layout(found: Result, real: Result, where: Where) -> None:
+    """Shapes, dtypes and strides, but for those that no address depends on."""
 
     def described(tensor: Tensor) -> tuple[object, ...]:
         strides = [s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1]
         return tuple(tensor.shape), tensor.dtype, strides if tensor.numel() else None
 
-    left, right = described(found), described(real)
-    require(left == right, where, f"{left}, but the real result has {right}")
+    for pair, place in each((found, real), where):
+        left, right = map(described, pair)
+        require(left == right, place, f"{left}, but the real result has {right}")
 
 
 @check(dtypes=FLOATING)
@@ -98,7 +99,8 @@ def meta_and_fake(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> Non
             with mode:
                 fake = moved.map(mode.from_tensor).call(spec.op)
             require_same_layout(fake, real, where.at("fake"))
-            require(fake.device == real.device, where.at("fake"), f"on {fake.device}")
+            for (one, other), place in each((fake, real), where.at("fake")):
+                require(one.device == other.device, place, f"on {one.device}")
         require_same_gradient_layout(spec, sample, on_meta)
 
 
@@ -107,11 +109,11 @@ def require_same_gradient_layout(spec: OpSpec, sample: Sample, on_meta: Any) -> 
     results = []
     for call in (sample, sample.map(on_meta)):
         leaves = spec.leaves(call)
-        output = leaves.call(spec.op)
+        called = outputs(leaves.call(spec.op))
         inputs = [leaves.args[i] for i in spec.wanted(leaves)]
-        results.append(torch.autograd.grad(output, inputs, torch.ones_like(output)))
-    for real, meta in zip(*results, strict=True):
-        require_same_layout(meta, real, Where(spec, "meta_and_fake", sample, "gradient"))
+        results.append(torch.autograd.grad(called, inputs, list(map(torch.ones_like, called))))
+    real, meta = results
+    require_same_layout(meta, real, Where(spec, "meta_and_fake", sample, "gradient"))
 
 
 @check()
@@ -130,8 +132,8 @@ def autocast(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
             leaves = spec.leaves(sample)
             with torch.autocast(device.type, low):
                 found = leaves.call(spec.op)
-            require_identical(found, cast.call(spec.op), where)
-            found.backward(torch.ones_like(found))
+            require_same(found, cast.call(spec.op), where)
+            torch.autograd.backward([output.sum() for output in outputs(found)])
             for i in spec.wanted(sample):
                 got = leaves.args[i].grad.dtype
                 require(got == leaves.args[i].dtype, where, f"argument {i}: gradient {got}")
@@ -161,6 +163,8 @@ def subclasses(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     expected = sample.call(spec.op)
     for subclass in (Tagged, Watching):
         found = sample.map(lambda t, s=subclass: t.as_subclass(s)).call(spec.op)  # type: ignore[misc]
-        require(type(found) is subclass, where, f"{type(found)}, expected {subclass}")
-        require_identical(found.as_subclass(Tensor), expected, where)
+        for output in outputs(found):
+            require(type(output) is subclass, where, f"{type(output)}, expected {subclass}")
+        plain = tuple(output.as_subclass(Tensor) for output in outputs(found))
+        require_same(plain, expected, where)
     require(spec.overload in seen, where, f"__torch_function__ saw {seen}")

@@ -11,14 +11,16 @@ from torch import Tensor
 from torchkiln.testing.check import check
 from torchkiln.testing.compare import (
     Where,
+    outputs,
     require,
     require_gradients,
     require_identical,
+    require_same,
     vector_jacobian,
 )
 from torchkiln.testing.contract.values import SMALL, relaid
 from torchkiln.testing.data import layouts, normal
-from torchkiln.testing.spec import FLOATING, OpSpec, Sample
+from torchkiln.testing.spec import FLOATING, OpSpec, Result, Sample
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,33 +35,41 @@ def subsets(positions: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         yield from combinations(positions, count)
 
 
-def incoming(output: Tensor) -> Tensor:
-    """A gradient for ``output``."""
-    return normal("grad", output.shape, output.device, output.dtype)
+def incoming(result: Result) -> list[Tensor]:
+    """A gradient for each output."""
+    return [
+        normal(f"grad{i or ''}", output.shape, output.device, output.dtype)
+        for i, output in enumerate(outputs(result))
+    ]
 
 
 @check(dtypes=FLOATING)
 def gradient_values(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     """Every gradient is as close to float64 as torch's own, for each choice of arguments.
 
-    That it is wanted changes no bit of the output.
+    That it is wanted changes no bit of the output. Of several outputs each may be used alone.
     """
     for sample in spec.samples(device, dtype):
         wanted = spec.wanted(sample)
         unrecorded = sample.call(spec.op)
-        grad = incoming(unrecorded)
-        recorded = spec.leaves(sample).call(spec.op).detach()
-        require_identical(recorded, unrecorded, Where(spec, "gradient_values", sample, "recorded"))
+        grads = incoming(unrecorded)
+        recorded = spec.leaves(sample).call(spec.op)
+        require_same(recorded, unrecorded, Where(spec, "gradient_values", sample, "recorded"))
         full: dict[int, Tensor] = {}
         for positions in reversed(list(subsets(wanted))):
             where = Where(spec, "gradient_values", sample, f"gradients of {positions}")
             leaves = spec.leaves(sample, positions)
-            found = vector_jacobian(spec.op, leaves, positions, grad)
+            found = vector_jacobian(spec.op, leaves, positions, grads)
             if positions == wanted:
-                require_gradients(found, sample, positions, grad, where)
+                require_gradients(found, sample, positions, grads, where)
                 full = dict(zip(positions, found, strict=True))
             for position, one in zip(positions, found, strict=True):
                 require_identical(one, full[position], where.at(f"argument {position}"))
+        for i in range(len(grads) if len(grads) > 1 else 0):
+            where = Where(spec, "gradient_values", sample, f"output {i} alone")
+            alone = [grad if i == k else None for k, grad in enumerate(grads)]
+            found = vector_jacobian(spec.op, spec.leaves(sample), wanted, alone)
+            require_gradients(found, sample, wanted, alone, where)
 
 
 @check(dtypes=FLOATING)
@@ -69,16 +79,20 @@ def gradient_strides(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> 
         if not 0 < sample.numel <= SMALL:
             continue
         wanted = spec.wanted(sample)
-        grad = incoming(sample.call(spec.op))
-        for placed in layouts(grad):
-            where = Where(spec, "gradient_strides", sample, f"incoming gradient {placed.name}")
-            before = placed.bits()
-            found = vector_jacobian(spec.op, spec.leaves(sample), wanted, placed.tensor)
-            require(torch.equal(placed.bits(), before), where, "the backward wrote to its input")
-            require_gradients(found, sample, wanted, placed.tensor, where)
+        grads = incoming(sample.call(spec.op))
+        for i, grad in enumerate(grads):
+            for placed in layouts(grad):
+                name = f"incoming gradient {f'{i} ' if i else ''}{placed.name}"
+                where = Where(spec, "gradient_strides", sample, name)
+                before = placed.bits()
+                laid = [*grads[:i], placed.tensor, *grads[i + 1 :]]
+                found = vector_jacobian(spec.op, spec.leaves(sample), wanted, laid)
+                unchanged = torch.equal(placed.bits(), before)
+                require(unchanged, where, "the backward wrote to its input")
+                require_gradients(found, sample, wanted, laid, where)
         for moved, _ in relaid(sample):
-            found = vector_jacobian(spec.op, spec.leaves(moved), wanted, grad)
-            require_gradients(found, moved, wanted, grad, Where(spec, "gradient_strides", moved))
+            found = vector_jacobian(spec.op, spec.leaves(moved), wanted, grads)
+            require_gradients(found, moved, wanted, grads, Where(spec, "gradient_strides", moved))
 
 
 @check()
@@ -86,15 +100,18 @@ def only_the_gradients_asked_for(spec: OpSpec, device: torch.device, dtype: torc
     """No graph without a leaf, none under no_grad, and no gradient for other arguments."""
     sample = spec.typical(device, dtype)
     where = Where(spec, "only_the_gradients_asked_for", sample)
-    require(not sample.call(spec.op).requires_grad, where, "a graph without a leaf")
+    for output in outputs(sample.call(spec.op)):
+        require(not output.requires_grad, where, "a graph without a leaf")
     with torch.no_grad():
-        output = spec.leaves(sample).call(spec.op)
-    require(not output.requires_grad, where, "a graph under no_grad")
+        results = outputs(spec.leaves(sample).call(spec.op))
+    for output in results:
+        require(not output.requires_grad, where, "a graph under no_grad")
     for positions in subsets(spec.wanted(sample)):
         leaves = spec.leaves(sample, positions)
-        output = leaves.call(spec.op)
-        require(output.requires_grad, where, f"no graph for arguments {positions}")
-        output.sum().backward()
+        results = outputs(leaves.call(spec.op))
+        for output in results:
+            require(output.requires_grad, where, f"no graph for arguments {positions}")
+        torch.autograd.backward([output.sum() for output in results])
         got = tuple(i for i in sample.positions if leaves.args[i].grad is not None)
         require(got == positions, where, f"gradients of {got}, expected those of {positions}")
 

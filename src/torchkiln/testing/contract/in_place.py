@@ -136,11 +136,11 @@ def in_place(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
             if sample.numel > TINY:
                 continue
             wanted = spec.wanted(sample)
-            grad = incoming(sample.call(spec.op))
+            grads = incoming(sample.call(spec.op))
             where = Where(spec, "in_place", sample, name)
             leaves = spec.leaves(sample)
-            found = vector_jacobian(on_clone(function), leaves, wanted, grad)
-            require_gradients(found, sample, wanted, grad, where)
+            found = vector_jacobian(on_clone(function), leaves, wanted, grads)
+            require_gradients(found, sample, wanted, grads, where)
         typical = spec.typical(device, dtype)
         where = Where(spec, "in_place", typical, name)
         require_first_row(spec, function, typical, where.at("a view"))
@@ -154,11 +154,11 @@ def require_first_row(
 ) -> None:
     """Values and gradients where a part of a tensor is written to."""
     wanted = spec.wanted(sample)
-    grad = incoming(sample.args[0])
+    grads = incoming(sample.args[0])
     calls = [spec.leaves(sample) for _ in range(2)]
     functions = (on_first_row(function), with_first_row(spec.op))
     found, expected = (
-        (call.call(f), *vector_jacobian(f, call, wanted, grad))
+        (call.call(f), *vector_jacobian(f, call, wanted, grads))
         for f, call in zip(functions, calls, strict=True)
     )
     for i, (one, other) in enumerate(zip(found, expected, strict=True)):

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from torchkiln.testing.check import check
-from torchkiln.testing.compare import Where, require_identical, vector_jacobian
+from torchkiln.testing.compare import Where, require_identical, require_same, vector_jacobian
 from torchkiln.testing.contract.gradients import incoming
 from torchkiln.testing.contract.values import SMALL
-from torchkiln.testing.spec import FLOATING, OpSpec
+from torchkiln.testing.spec import FLOATING, OpSpec, Result
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,16 +37,16 @@ def determinism(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     for sample in spec.samples(device, dtype, requires_grad=True):
         where = Where(spec, "determinism", sample)
         wanted = spec.wanted(sample)
-        expected: Tensor | None = None
+        expected: Result | None = None
         for count in (1, 2, 3) if device.type == "cpu" else (1,):
             with threads(count):
                 first: tuple[Tensor, ...] | None = None
                 for _ in range(RUNS if sample.numel > SMALL else 2):
-                    output = sample.call(spec.op)
-                    grads = vector_jacobian(spec.op, sample, wanted, incoming(output.detach()))
-                    expected = output if expected is None else expected
+                    result = sample.call(spec.op)
+                    grads = vector_jacobian(spec.op, sample, wanted, incoming(result))
+                    expected = result if expected is None else expected
                     first = grads if first is None else first
                     place = where.at(f"{count} threads")
-                    require_identical(output, expected, place)
+                    require_same(result, expected, place)
                     for i, (one, other) in enumerate(zip(grads, first, strict=True)):
                         require_identical(one, other, place.at(f"gradient of argument {wanted[i]}"))

@@ -1,7 +1,7 @@
 """One spec for each op, by family."""
 
 from torchkiln.testing.spec import OpSpec
-from torchkiln.testing.specs import activation, dropout, gated
+from torchkiln.testing.specs import activation, dropout, gated, norm
 from torchkiln.testing.specs.bias_act import BIAS_ACT
 from torchkiln.testing.specs.cross_entropy import CROSS_ENTROPY
 from torchkiln.testing.specs.muladd import MULADD
@@ -25,6 +25,7 @@ FAMILIES: dict[str, tuple[OpSpec, ...]] = {
     "gated": (gated.SWIGLU, gated.GEGLU, gated.GEGLU_TANH),
     "dropout": (dropout.DROPOUT_ADD, dropout.BIAS_DROPOUT_ADD),
     "reduction": (SUM, MEAN),
+    "norm": (norm.LAYER_NORM, norm.RMS_NORM, norm.ADD_LAYER_NORM, norm.ADD_RMS_NORM),
     "softmax": (SOFTMAX, LOG_SOFTMAX),
     "cross_entropy": (CROSS_ENTROPY,),
 }

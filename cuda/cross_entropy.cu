@@ -1,0 +1,350 @@
+#include "torchkiln/kernels/cross_entropy.h"
+
+#include <cstdio>
+
+#include "torchkiln/math.h"
+#include "torchkiln/row.cuh"
+#include "torchkiln/sums.cuh"
+
+namespace torchkiln::cuda {
+namespace {
+
+/// What the loss needs of the row's target.
+template <class C>
+struct RowTarget {
+  int64_t index = -1;  // of the class; -1 beside probabilities
+  C weight = 1;        // of the row; 0 where it is ignored
+};
+
+__device__ __noinline__ void stop_at(long long target, long long classes, long long row) {
+  printf(
+      "torchkiln.cross_entropy: target: got %lld in row %lld, expected 0 to %lld or ignore_index\n",
+      target, row, classes - 1);
+  __trap();
+}
+
+template <class C>
+__device__ __forceinline__ RowTarget<C> target_of(const ClassTarget& target, int64_t row,
+                                                  int64_t classes) {
+  RowTarget<C> found;
+  if (target.index == nullptr) return found;
+  found.index = target.index[row];
+  if (found.index == target.ignore_index) {
+    found.weight = 0;
+    return found;
+  }
+  if (static_cast<uint64_t>(found.index) >= static_cast<uint64_t>(classes))
+    stop_at(found.index, classes, row);
+  if (target.weight != nullptr) found.weight = static_cast<const C*>(target.weight)[found.index];
+  return found;
+}
+
+/// q of the lanes of a vector of classes, where it does not vanish outside of one class.
+template <class Access, class C>
+struct Distribution {
+  using T = typename Access::T;
+  static constexpr int kLanes = Access::kLanes;
+
+  const T* probabilities;  // of the row; null beside a class
+  const C* weight;
+  int index;
+  C rest;   // 1 - label_smoothing
+  C share;  // label_smoothing / classes
+
+  __device__ __forceinline__ Distribution(const ClassTarget& target, int64_t row, int64_t classes,
+                                          int64_t index_)
+      : probabilities(static_cast<const T*>(target.probabilities)),
+        weight(static_cast<const C*>(target.weight)),
+        index(static_cast<int>(index_)),
+        rest(static_cast<C>(1 - target.label_smoothing)),
+        share(static_cast<C>(target.label_smoothing / static_cast<double>(classes))) {
+    if (probabilities != nullptr) probabilities += row * target.probabilities_row_stride;
+  }
+
+  __device__ __forceinline__ void load(const Access& access, int column, C (&q)[kLanes]) const {
+    if (probabilities != nullptr) {
+      widen(access.load(probabilities, column), q);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kLanes; ++i) q[i] = column + i == index ? C(1) : C(0);
+    }
+#pragma unroll
+    for (int i = 0; i < kLanes; ++i) {
+      if (!access.has(column, i)) continue;
+      q[i] = rest * q[i] + share;
+      if (weight != nullptr) q[i] *= weight[column + i];
+    }
+  }
+};
+
+/// A team goes through a row once: each thread keeps the largest logit that it has seen and the sum
+/// of exponentials relative to that. kSpread: q does not vanish outside of the target class.
+template <class Access, bool kSpread>
+__global__ void __launch_bounds__(kRowThreads, 2)
+    cross_entropy_rows(CrossEntropy p, TeamShape shape) {
+  using T = typename Access::T;
+  using C = Compute<T>;
+  using Math = MathFor<T>;
+  using Item = typename Access::Item;
+  constexpr int kLanes = Access::kLanes;
+  __shared__ Meeting<C, 3> meeting;
+  wait_for_previous_kernel();
+  Team<C, 3> team(shape, meeting);
+  const int64_t row = team.first() + team.index();
+  const bool inside = row < p.rows;
+  const T* logits = static_cast<const T*>(p.logits) + row * p.row_stride;
+  const Access access(logits, inside ? static_cast<int>(p.classes) : 0);
+  const RowTarget<C> target = inside ? target_of<C>(p.target, row, p.classes) : RowTarget<C>{};
+  const Distribution<Access, C> distribution(p.target, row, p.classes, target.index);
+  // Sums of q * logits are taken relative to one of them, so that a large offset costs no digits.
+  const C origin = kSpread && inside ? convert<C>(logits[0]) : C(0);
+  const C base = isfinite(origin) ? origin : C(0);
+
+  constexpr int kItems = kSpread ? 2 : 4;
+  C largest = -C(INFINITY);
+  C sum[3] = {};  // of exponentials, of q * (logits - base), of q
+  const int vectors = access.vectors();
+  for (int first = team.rank(); first < vectors; first += kItems * team.size()) {
+    Item items[kItems];
+#pragma unroll
+    for (int k = 0; k < kItems; ++k) {
+      const int vector = first + k * team.size();
+      items[k] = Item{};
+      if (vector < vectors) items[k] = access.load(logits, access.column(vector));
+    }
+    C group = largest;
+#pragma unroll
+    for (int k = 0; k < kItems; ++k) {
+      C z[kLanes];
+      widen(items[k], z);
+      const int column = access.column(first + k * team.size());
+#pragma unroll
+      for (int i = 0; i < kLanes; ++i) {
+        const bool has = Access::kWhole ? column < access.columns : access.has(column, i);
+        group = has ? fmax(group, z[i]) : group;
+      }
+    }
+    // Nothing but -infinity so far: any reference will do.
+    const C reference = group == -C(INFINITY) ? C(0) : group;
+    C part = 0;
+#pragma unroll
+    for (int k = 0; k < kItems; ++k) {
+      C z[kLanes];
+      widen(items[k], z);
+      const int column = access.column(first + k * team.size());
+#pragma unroll
+      for (int i = 0; i < kLanes; ++i) {
+        const bool has = Access::kWhole ? column < access.columns : access.has(column, i);
+        const C term = Math::exp(z[i] - reference);
+        part += has ? term : C(0);
+      }
+      if constexpr (kSpread) {
+        if (column >= access.columns) continue;
+        C q[kLanes];
+        distribution.load(access, column, q);
+#pragma unroll
+        for (int i = 0; i < kLanes; ++i) {
+          if (!access.has(column, i)) continue;
+          sum[1] += q[i] * (z[i] - base);
+          sum[2] += q[i];
+        }
+      }
+    }
+    if (largest != -C(INFINITY)) part += sum[0] * Math::exp(largest - reference);
+    sum[0] = part;
+    largest = group;
+  }
+
+  C whole[1] = {largest};
+  team.combine(whole, Largest{});
+  const C reference = whole[0] == -C(INFINITY) ? C(0) : whole[0];
+  sum[0] = largest == -C(INFINITY) ? sum[0] : sum[0] * ExactMath::exp(largest - reference);
+  team.combine(sum, Add{});
+  if (!inside || team.rank() > 0) return;
+  const C log_sum = log(sum[0]);
+  const C log_sum_exp = whole[0] + log_sum;
+  C loss, mass;
+  if constexpr (kSpread) {
+    mass = sum[2];
+    loss = mass * ((reference - base) + log_sum) - sum[1];
+  } else {
+    mass = target.weight;
+    const C logit = target.weight == C(0) && target.index == p.target.ignore_index
+                        ? C(0)
+                        : convert<C>(logits[target.index]);
+    loss = mass * ((reference - logit) + log_sum);
+  }
+  const C z_loss = static_cast<C>(p.z_loss);
+  if (z_loss != C(0)) loss += z_loss * target.weight * log_sum_exp * log_sum_exp;
+  const bool ignored = p.target.index != nullptr && target.index == p.target.ignore_index;
+  static_cast<C*>(p.loss)[row] = ignored ? C(0) : loss;
+  static_cast<C*>(p.log_sum_exp)[row] = log_sum_exp;
+  static_cast<C*>(p.mass)[row] = ignored ? C(0) : mass;
+  static_cast<C*>(p.target_weight)[row] = target.weight;
+}
+
+__device__ __forceinline__ double number(const void* from, Dtype dtype, int64_t at) {
+  switch (dtype) {
+    case Dtype::float32:
+      return static_cast<const float*>(from)[at];
+    case Dtype::float64:
+      return static_cast<const double*>(from)[at];
+    case Dtype::float16:
+      return __half2float(static_cast<const __half*>(from)[at]);
+    default:
+      return __bfloat162float(static_cast<const __nv_bfloat16*>(from)[at]);
+  }
+}
+
+constexpr int kGradientThreads = 256;
+constexpr int kGradientItems = 4;
+// Vectors of a block: enough to outweigh what each thread finds out about the row.
+constexpr int kGradientVectors = kGradientThreads * kGradientItems * 2;
+
+/// A block writes a part of a row of gradients; what it needs of the whole row, forward has kept.
+template <class Access, bool kSpread>
+__global__ void __launch_bounds__(kGradientThreads, 4)
+    cross_entropy_gradient(CrossEntropyBackward p, int parts) {
+  using T = typename Access::T;
+  using C = Compute<T>;
+  using Math = MathFor<T>;
+  using Item = typename Access::Item;
+  constexpr int kLanes = Access::kLanes;
+  wait_for_previous_kernel();
+  const int64_t row = parts == 1 ? blockIdx.x : blockIdx.x / static_cast<unsigned>(parts);
+  const int part = static_cast<int>(blockIdx.x - row * parts);
+  const T* logits = static_cast<const T*>(p.logits) + row * p.row_stride;
+  T* grad_logits = static_cast<T*>(p.grad_logits) + row * p.grad_logits_row_stride;
+  const Access access(logits, static_cast<int>(p.classes));
+  const int end = min(access.vectors(), (part + 1) * kGradientVectors);
+  const int begin = part * kGradientVectors + static_cast<int>(threadIdx.x);
+
+  const RowTarget<C> target = target_of<C>(p.target, row, p.classes);
+  const bool ignored = p.target.index != nullptr && target.index == p.target.ignore_index;
+  C scale = static_cast<C>(number(p.grad, p.grad_dtype, row * p.grad_stride));
+  if (p.divisor != nullptr) scale /= *static_cast<const C*>(p.divisor);
+  const C log_sum_exp = static_cast<const C*>(p.log_sum_exp)[row];
+  const C z_slope = static_cast<C>(2 * p.z_loss) * target.weight * log_sum_exp;
+  const C slope = scale * (static_cast<const C*>(p.mass)[row] + z_slope);
+  const Distribution<Access, C> distribution(p.target, row, p.classes, target.index);
+  for (int first = begin; first < end; first += kGradientItems * kGradientThreads) {
+    Item items[kGradientItems];
+#pragma unroll
+    for (int k = 0; k < kGradientItems; ++k) {
+      const int vector = first + k * kGradientThreads;
+      if (vector < end) items[k] = access.load(logits, access.column(vector));
+    }
+#pragma unroll
+    for (int k = 0; k < kGradientItems; ++k) {
+      const int vector = first + k * kGradientThreads;
+      if (vector >= end) break;
+      const int column = access.column(vector);
+      C z[kLanes];
+      widen(items[k], z);
+#pragma unroll
+      for (int i = 0; i < kLanes; ++i) z[i] = slope * Math::exp(z[i] - log_sum_exp);
+      if constexpr (kSpread) {
+        C q[kLanes];
+        distribution.load(access, column, q);
+#pragma unroll
+        for (int i = 0; i < kLanes; ++i) z[i] -= scale * q[i];
+      } else if (static_cast<unsigned>(distribution.index - column) < kLanes) {
+#pragma unroll
+        for (int i = 0; i < kLanes; ++i)
+          if (column + i == distribution.index) z[i] -= scale * target.weight;
+      }
+      if (ignored) {
+#pragma unroll
+        for (int i = 0; i < kLanes; ++i) z[i] = 0;
+      }
+      access.save(grad_logits, column, z);
+    }
+  }
+}
+
+constexpr int kSumThreads = 1024;
+
+/// One block adds the losses of all rows, and their weights.
+template <class C>
+__global__ void __launch_bounds__(kSumThreads) sum_losses(LossSum p) {
+  __shared__ Meeting<double, 2> meeting;
+  wait_for_previous_kernel();
+  Team<double, 2> team({kSumThreads, 31, 0, 1}, meeting);
+  const C* losses = static_cast<const C*>(p.loss);
+  const C* weights = static_cast<const C*>(p.target_weight);
+  double sums[2] = {};
+#pragma unroll 8
+  for (int64_t row = threadIdx.x; row < p.rows; row += kSumThreads) {
+    sums[0] += static_cast<double>(losses[row]);
+    if (p.mean) sums[1] += static_cast<double>(weights[row]);
+  }
+  team.combine(sums, Add{});
+  if (threadIdx.x > 0) return;
+  Result{p.out, p.out_dtype, 1}.store(0, p.mean ? sums[0] / sums[1] : sums[0]);
+  if (p.mean) *static_cast<C*>(p.divisor) = static_cast<C>(sums[1]);
+}
+
+bool is_spread(const ClassTarget& target) {
+  return target.index == nullptr || target.label_smoothing != 0;
+}
+
+}  // namespace
+
+Status cross_entropy(const CrossEntropy& p, CUstream_st* stream) {
+  if (p.rows == 0 || p.classes == 0) return {};
+  if (p.classes > kMostColumns) return {"a row has more than 2^31 elements"};
+  const RowsOf tensors[] = {{p.logits, p.row_stride},
+                            {p.target.probabilities, p.target.probabilities_row_stride}};
+  return dispatch_floating(p.dtype, [&](auto tag) {
+    using T = typename std::decay_t<decltype(tag)>::type;
+    return with_access<T>(kind_of(tensors, p.dtype, p.rows, p.classes), [&](auto access) {
+      using Access = typename std::decay_t<decltype(access)>::type;
+      constexpr int kBlock = 256;
+      const int64_t vectors = ceil_div(p.classes, Access::kLanes) + (Access::kWhole ? 0 : 1);
+      const Device device = current_device();
+      TeamShape team = team_of(ceil_div(vectors, 4), kBlock, vectors <= 4 * kWarpLanes ? 128 : 0, 1);
+      // Long rows that are too few for all multiprocessors are shared by the blocks of a cluster.
+      while (device.runs_90_code && team.threads == kBlock && team.blocks() < kMostClusterBlocks &&
+             p.rows * team.blocks() < 2 * device.multiprocessors &&
+             vectors > int64_t{team.size()} * 8) {
+        ++team.log_blocks;
+      }
+      Grid grid;
+      const Status status = make_grid(team, p.rows, grid);
+      if (!status.ok()) return status;
+      return is_spread(p.target)
+                 ? launch_overlapped(cross_entropy_rows<Access, true>, grid, stream, p, team)
+                 : launch_overlapped(cross_entropy_rows<Access, false>, grid, stream, p, team);
+    });
+  });
+}
+
+Status cross_entropy_backward(const CrossEntropyBackward& p, CUstream_st* stream) {
+  if (p.rows == 0 || p.classes == 0) return {};
+  if (p.classes > kMostColumns) return {"a row has more than 2^31 elements"};
+  const RowsOf tensors[] = {{p.logits, p.row_stride},
+                            {p.grad_logits, p.grad_logits_row_stride},
+                            {p.target.probabilities, p.target.probabilities_row_stride}};
+  return dispatch_floating(p.dtype, [&](auto tag) {
+    using T = typename std::decay_t<decltype(tag)>::type;
+    return with_access<T>(kind_of(tensors, p.dtype, p.rows, p.classes), [&](auto access) {
+      using Access = typename std::decay_t<decltype(access)>::type;
+      const int64_t vectors = ceil_div(p.classes, Access::kLanes) + (Access::kWhole ? 0 : 1);
+      const int64_t parts = ceil_div(vectors, kGradientVectors);
+      if (p.rows * parts > kMaxGridX) return Status{"too many rows for one launch"};
+      const Grid grid{dim3(static_cast<unsigned>(p.rows * parts)), dim3(kGradientThreads)};
+      const int count = static_cast<int>(parts);
+      return is_spread(p.target)
+                 ? launch_overlapped(cross_entropy_gradient<Access, true>, grid, stream, p, count)
+                 : launch_overlapped(cross_entropy_gradient<Access, false>, grid, stream, p, count);
+    });
+  });
+}
+
+Status loss_sum(const LossSum& p, CUstream_st* stream) {
+  const Grid grid{dim3(1), dim3(kSumThreads)};
+  if (p.dtype == Dtype::float64) return launch_overlapped(sum_losses<double>, grid, stream, p);
+  return launch_overlapped(sum_losses<float>, grid, stream, p);
+}
+
+}  // namespace torchkiln::cuda

@@ -1,0 +1,208 @@
+#pragma once
+
+// Who shares a row: some lanes of a warp, a block, or a cluster of blocks. And how what each of
+// them knows of the row becomes known to all.
+
+#include <cooperative_groups.h>
+
+#include <algorithm>
+#include <cuda/ptx>
+
+#include "torchkiln/launch.cuh"
+
+namespace torchkiln {
+
+inline constexpr int kWarpLanes = 32;
+inline constexpr int kMostBlockThreads = 1024;
+inline constexpr int kMostClusterBlocks = 8;  // what every GPU with clusters has room for
+inline constexpr int kMostTeams = 15;         // of several warps in a block: a named barrier each
+
+struct Add {
+  template <class C>
+  static __device__ __forceinline__ C neutral() {
+    return C(0);
+  }
+  template <class C>
+  __device__ __forceinline__ C operator()(C a, C b) const {
+    return a + b;
+  }
+};
+
+/// The larger number; NaN only where both are.
+struct Largest {
+  template <class C>
+  static __device__ __forceinline__ C neutral() {
+    return -C(INFINITY);
+  }
+  template <class C>
+  __device__ __forceinline__ C operator()(C a, C b) const {
+    return fmax(a, b);
+  }
+};
+
+/// A team is a power of two of threads where that is no more than a warp, else a multiple of a warp;
+/// it may share its block with other teams of a power of two, or be a cluster of whole blocks.
+struct TeamShape {
+  int threads;      // of the team, in one block
+  int log_threads;  // of a team that shares its block, else 31: every thread is in the first
+  int log_blocks;   // in a cluster
+  int per_block;    // teams that share a block
+
+  __host__ __device__ int blocks() const { return 1 << log_blocks; }
+  __host__ __device__ int size() const { return threads << log_blocks; }
+  __host__ __device__ int block_threads() const { return threads * per_block; }
+  /// Whether a team has no need of barriers.
+  __host__ __device__ bool in_warp() const { return threads <= kWarpLanes; }
+};
+
+inline int log2_from(int64_t least) {
+  int log = 0;
+  while (int64_t{1} << log < least) ++log;
+  return log;
+}
+
+/// A team of at least so many threads, in blocks of up to `block_threads`, as far as clusters of
+/// `most_blocks` reach; `shared_threads`: up to so many threads of several teams make up a block.
+inline TeamShape team_of(int64_t threads, int block_threads, int shared_threads, int most_blocks) {
+  int log_blocks = log2_from(ceil_div(threads, block_threads));
+  if (1 << log_blocks > most_blocks) log_blocks = log2_from(most_blocks);
+  const int64_t warps = ceil_div(ceil_div(threads, 1 << log_blocks), kWarpLanes);
+  int in_block = static_cast<int>(std::min<int64_t>(warps * kWarpLanes, block_threads));
+  if (threads <= kWarpLanes) in_block = 1 << log2_from(threads);
+  const int log_threads = log2_from(in_block);
+  const bool shares = 1 << log_threads == in_block && 2 * in_block <= shared_threads;
+  if (!shares) return {in_block, 31, log_blocks, 1};
+  return {in_block, log_threads, log_blocks, shared_threads >> log_threads};
+}
+
+/// Shared memory through which a team's warps meet. Two halves take turns, so that one barrier
+/// serves: who writes the next value cannot overtake who still reads the last but one.
+template <class C, int kValues>
+struct Meeting {
+  // Of the warps of a cluster's blocks, of 512 threads each.
+  C slots[2][kValues][kMostClusterBlocks * 512 / kWarpLanes];
+  uint64_t arrived[2];
+};
+
+/// A thread's place in its team.
+template <class C, int kValues>
+class Team {
+ public:
+  __device__ __forceinline__ Team(const TeamShape& shape, Meeting<C, kValues>& meeting)
+      : shape_(shape), meeting_(meeting) {
+    const int thread = static_cast<int>(threadIdx.x);
+    index_ = thread >> shape.log_threads;
+    rank_in_block_ = thread - (index_ << shape.log_threads);
+    block_ = static_cast<int>(blockIdx.x) & (shape.blocks() - 1);
+#if __CUDA_ARCH__ >= 900
+    if (shape.log_blocks == 0) return;
+    if (threadIdx.x == 0) {
+      ::cuda::ptx::mbarrier_init(&meeting.arrived[0], 1);
+      ::cuda::ptx::mbarrier_init(&meeting.arrived[1], 1);
+      ::cuda::ptx::fence_mbarrier_init(::cuda::ptx::sem_release, ::cuda::ptx::scope_cluster);
+    }
+    // A block's shared memory may be written to once the block has begun.
+    cooperative_groups::this_cluster().sync();
+#endif
+  }
+
+  /// Which of the block's teams.
+  __device__ __forceinline__ int index() const { return index_; }
+  /// Which thread of the team.
+  __device__ __forceinline__ int rank_in_block() const { return rank_in_block_; }
+  __device__ __forceinline__ int rank() const { return block_ * shape_.threads + rank_in_block_; }
+  __device__ __forceinline__ int size() const { return shape_.size(); }
+
+  /// Which block, or cluster, of how many.
+  __device__ __forceinline__ int64_t group() const { return blockIdx.x >> shape_.log_blocks; }
+  __device__ __forceinline__ int64_t groups() const { return gridDim.x >> shape_.log_blocks; }
+  /// The first of the group's teams, and how many teams the grid has.
+  __device__ __forceinline__ int64_t first() const { return group() * shape_.per_block; }
+  __device__ __forceinline__ int64_t teams() const { return groups() * shape_.per_block; }
+
+  /// Combines each of the values over the team; every thread gets the results. All threads of the
+  /// block call it.
+  template <class Op, int N>
+  __device__ __forceinline__ void combine(C (&values)[N], Op op) {
+    static_assert(N <= kValues, "the meeting has no room for so many values");
+    if (shape_.in_warp()) {
+      for (int offset = shape_.threads / 2; offset > 0; offset /= 2) exchange(values, offset, op);
+      return;
+    }
+#pragma unroll
+    for (int offset = kWarpLanes / 2; offset > 0; offset /= 2) exchange(values, offset, op);
+    const int lane = rank_in_block_ % kWarpLanes;
+    const int warp = rank_in_block_ / kWarpLanes;
+    const int warps = shape_.threads / kWarpLanes;
+    const int count = warps << shape_.log_blocks;
+    const int turn = meetings_ & 1;
+    // Several teams of a block have the slots one after the other.
+    const int begin = index_ * warps;
+    auto& slots = meeting_.slots[turn];
+    if (shape_.log_blocks == 0) {
+      if (lane == 0) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) slots[i][begin + warp] = values[i];
+      }
+      asm volatile("bar.sync %0, %1;" ::"r"(index_ + 1), "r"(shape_.threads) : "memory");
+    } else {
+      tell_cluster(values, slots, turn, block_ * warps + warp, count, lane);
+    }
+    ++meetings_;
+    // As many exchanges as the next power of two of slots takes.
+    int width = kWarpLanes;
+    while (width / 2 >= count) width /= 2;
+    const int own = lane & (width - 1);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      values[i] = own < count ? slots[i][begin + own] : Op::template neutral<C>();
+      for (int at = own + kWarpLanes; at < count; at += kWarpLanes)
+        values[i] = op(values[i], slots[i][at]);
+    }
+    for (int offset = width / 2; offset > 0; offset /= 2) exchange(values, offset, op);
+  }
+
+ private:
+  template <class Op, int N>
+  static __device__ __forceinline__ void exchange(C (&values)[N], int offset, Op op) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) values[i] = op(values[i], __shfl_xor_sync(~0u, values[i], offset));
+  }
+
+  /// Each warp stores its values in every block of the cluster, whose barrier counts the bytes: a
+  /// barrier of the whole cluster would also wait for all that was stored to global memory.
+  template <class Slots, int N>
+  __device__ __forceinline__ void tell_cluster(const C (&values)[N], Slots& slots, int turn, int at,
+                                               int count, int lane) {
+#if __CUDA_ARCH__ >= 900
+    namespace ptx = ::cuda::ptx;
+    uint64_t* arrived = &meeting_.arrived[turn];
+    if (threadIdx.x == 0) {
+      const uint32_t bytes = static_cast<uint32_t>(count * N) * static_cast<uint32_t>(sizeof(C));
+      ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, arrived,
+                                     bytes);
+    }
+    if (lane < shape_.blocks()) {
+      const auto cluster = cooperative_groups::this_cluster();
+      uint64_t* theirs = cluster.map_shared_rank(arrived, lane);
+#pragma unroll
+      for (int i = 0; i < N; ++i)
+        ptx::st_async(cluster.map_shared_rank(&slots[i][at], lane), values[i], theirs);
+    }
+    const uint32_t parity = static_cast<uint32_t>(meetings_ >> 1) & 1u;
+    while (!ptx::mbarrier_try_wait_parity(ptx::sem_acquire, ptx::scope_cluster, arrived, parity)) {
+    }
+#else
+    (void)values, (void)slots, (void)turn, (void)at, (void)count, (void)lane;
+#endif
+  }
+
+  TeamShape shape_;
+  Meeting<C, kValues>& meeting_;
+  int index_;
+  int block_;
+  int rank_in_block_;
+  unsigned meetings_ = 0;
+};
+
+}  // namespace torchkiln

@@ -1,0 +1,461 @@
+#include "torchkiln/columns.cuh"
+#include "torchkiln/kernels/norm.h"
+#include "torchkiln/kernels/reduction.h"
+#include "torchkiln/row_pipeline.cuh"
+
+namespace torchkiln::cuda {
+namespace {
+
+// A thread's vectors of a row. The sums of their columns stay in registers: twice 32 of them in half
+// precision.
+constexpr int kItems = 4;
+// With so many registers a thread, one block fills a multiprocessor. Teams of fewer threads share it
+// and the parameters of the columns, which leaves room for one more row of each on the way.
+constexpr int kThreads = 512;
+
+/// What grad is multiplied by before it reaches a normalized element.
+template <class W, class Access, class C, int kLanes>
+__device__ __forceinline__ void load_weight(const NormBackward& p, const Access& access, int column,
+                                            C (&values)[kLanes]) {
+#pragma unroll
+  for (int i = 0; i < kLanes; ++i) values[i] = access.has(column, i) ? C(1) : C(0);
+  if (p.weight == nullptr) return;
+  access.load_parameters(static_cast<const W*>(p.weight), column, values);
+#pragma unroll
+  for (int i = 0; i < kLanes; ++i) values[i] += static_cast<C>(p.weight_offset);
+}
+
+template <class Access>
+using Parameters = ColumnParameters<Compute<typename Access::T>, Access::kLanes, kItems>;
+
+/// (x - mean) * rstd, of half precision in one step: what that loses is far below the rounding of
+/// x.
+template <class T, class C>
+__device__ __forceinline__ C normalized(C x, C mean, C rstd) {
+  return sizeof(T) == 2 ? x * rstd - mean * rstd : (x - mean) * rstd;
+}
+
+/// Teams that take one row after another: rows arrive in shared memory ahead of their use. The sums
+/// over the columns stay in the registers of the thread that has these columns of every row, so a
+/// team's rows must lie alike: they are a multiple of the lanes apart.
+template <class Access, class W, bool kCentered, int kStreams, int kStages>
+__global__ void __launch_bounds__(kThreads)
+    walk_rows(NormBackward p, TeamShape shape, Compute<typename Access::T>* partial) {
+  using T = typename Access::T;
+  using C = Compute<T>;
+  constexpr int kLanes = Access::kLanes;
+  __shared__ Meeting<C, 2> meeting;
+  extern __shared__ uint4 memory[];
+  Team<C, 2> team(shape, meeting);
+  const int64_t base = team.first();
+  const int64_t step = team.teams();
+  int64_t row = base + team.index();
+  const T* grad = static_cast<const T*>(p.grad);
+  const T* grad_sum = static_cast<const T*>(p.grad_sum);
+  const T* z = static_cast<const T*>(p.z);
+  const Access access(grad + row * p.grad_row_stride, static_cast<int>(p.columns));
+  using Pipeline = RowPipeline<Access, kItems, kStreams, kStages, kThreads>;
+  Pipeline rows(memory, access, team.rank(), team.size());
+  Parameters<Access> weights(reinterpret_cast<unsigned char*>(memory) + Pipeline::kBytes,
+                             team.rank_in_block(), shape.threads);
+  wait_for_previous_kernel();
+
+  rows.start(0, grad + row * p.grad_row_stride, step * p.grad_row_stride);
+  rows.start(1, z + row * p.z_row_stride, step * p.z_row_stride);
+  if constexpr (kStreams == 3)
+    rows.start(2, grad_sum + row * p.grad_sum_row_stride, step * p.grad_sum_row_stride);
+#pragma unroll
+  for (int ahead = 0; ahead + 1 < kStages; ++ahead) rows.fetch(row + ahead * step < p.rows);
+  if (team.index() == 0) {
+#pragma unroll
+    for (int k = 0; k < kItems; ++k) {
+      C values[kLanes] = {};
+      if (rows.has_any(k)) load_weight<W>(p, access, rows.column(k), values);
+      weights.set(k, values);
+    }
+  }
+  if (shape.per_block > 1) __syncthreads();
+
+  C weight_sum[kItems][kLanes] = {};
+  C bias_sum[kCentered ? kItems : 1][kLanes] = {};
+  const C* means = static_cast<const C*>(p.mean);
+  const C* rstds = static_cast<const C*>(p.rstd);
+  C next_mean = kCentered && row < p.rows ? means[row] : C(0);
+  C next_rstd = row < p.rows ? rstds[row] : C(0);
+  const C share = C(1) / static_cast<C>(p.columns);
+
+  for (int64_t first = base; first < p.rows; first += step, row += step) {
+    const bool inside = row < p.rows;
+    rows.fetch(row + (kStages - 1) * step < p.rows);
+    const C mean = next_mean;
+    const C rstd = next_rstd;
+    if (row + step < p.rows) {
+      if constexpr (kCentered) next_mean = means[row + step];
+      next_rstd = rstds[row + step];
+    }
+    rows.wait();
+
+    C sums[kCentered ? 2 : 1] = {};
+    if (inside) {
+#pragma unroll
+      for (int k = 0; k < kItems; ++k) {
+        C g[kLanes], n[kLanes], weight[kLanes];
+        rows.read(0, k, g);
+        rows.read(1, k, n);
+        weights.read(k, weight);
+#pragma unroll
+        for (int i = 0; i < kLanes; ++i) {
+          n[i] = normalized<T>(n[i], mean, rstd);
+          weight_sum[k][i] += g[i] * n[i];
+          const C passed = g[i] * weight[i];
+          sums[0] += passed * n[i];
+          if constexpr (kCentered) {
+            bias_sum[k][i] += g[i];
+            sums[1] += passed;
+          }
+        }
+      }
+    }
+    if (p.grad_x != nullptr) {
+      team.combine(sums, Add{});
+      const C slope = -rstd * share * sums[0];
+      const C level = kCentered ? -rstd * share * sums[kCentered ? 1 : 0] : C(0);
+      // Of half precision, normalized(x) * slope + level in one step.
+      const C x_slope = rstd * slope;
+      const C x_level = level - mean * x_slope;
+      T* grad_x = static_cast<T*>(p.grad_x) + row * p.columns;
+#pragma unroll
+      for (int k = 0; k < kItems; ++k) {
+        C g[kLanes], n[kLanes], weight[kLanes];
+        rows.read(0, k, g);
+        rows.read(1, k, n);
+        weights.read(k, weight);
+#pragma unroll
+        for (int i = 0; i < kLanes; ++i) {
+          const C through = sizeof(T) == 2 ? n[i] * x_slope + x_level
+                                           : normalized<T>(n[i], mean, rstd) * slope + level;
+          g[i] = g[i] * weight[i] * rstd + through;
+        }
+        if constexpr (kStreams == 3) {
+          C other[kLanes];
+          rows.read(2, k, other);
+#pragma unroll
+          for (int i = 0; i < kLanes; ++i) g[i] += other[i];
+        }
+        rows.save(inside, grad_x, k, g);
+      }
+    }
+    rows.pass();
+  }
+
+  // One row of partial sums for each block, or cluster.
+  const int teams_of_block = shape.per_block;
+  const int64_t chunk = team.group();
+  const int64_t chunks = team.groups();
+  const auto leave = [&](const auto& own_sums, C* to) {
+    C* shared = reinterpret_cast<C*>(memory);
+    if (teams_of_block > 1) __syncthreads();
+#pragma unroll
+    for (int k = 0; k < kItems; ++k) {
+      if (!rows.has_any(k)) continue;
+      const int column = rows.column(k);
+#pragma unroll
+      for (int i = 0; i < kLanes; ++i) {
+        if (!access.has(column, i)) continue;
+        if (teams_of_block > 1) {
+          shared[team.index() * access.columns + column + i] = own_sums[k][i];
+        } else {
+          to[chunk * p.columns + column + i] = own_sums[k][i];
+        }
+      }
+    }
+    if (teams_of_block == 1) return;
+    __syncthreads();
+    for (int column = static_cast<int>(threadIdx.x); column < access.columns;
+         column += blockDim.x) {
+      C sum = 0;
+      for (int t = 0; t < teams_of_block; ++t) sum += shared[t * access.columns + column];
+      to[chunk * p.columns + column] = sum;
+    }
+  };
+  if (p.grad_weight != nullptr) leave(weight_sum, partial);
+  if constexpr (kCentered) {
+    if (p.grad_bias != nullptr)
+      leave(bias_sum, p.grad_weight == nullptr ? partial : partial + chunks * p.columns);
+  }
+}
+
+/// The sums over each row that its gradient needs, for rows that walk_rows() does not take:
+/// of d * n and of d.
+template <class Access, class W>
+__global__ void __launch_bounds__(kRowThreads)
+    row_sums(NormBackward p, TeamShape shape, Compute<typename Access::T>* out) {
+  using T = typename Access::T;
+  using C = Compute<T>;
+  constexpr int kLanes = Access::kLanes;
+  __shared__ Meeting<C, 2> meeting;
+  wait_for_previous_kernel();
+  Team<C, 2> team(shape, meeting);
+  const int64_t row = team.first() + team.index();
+  const bool inside = row < p.rows;
+  const T* grad = static_cast<const T*>(p.grad) + row * p.grad_row_stride;
+  const T* z = static_cast<const T*>(p.z) + row * p.z_row_stride;
+  const Access access(grad, inside ? static_cast<int>(p.columns) : 0);
+  const C mean = inside && p.centered ? static_cast<const C*>(p.mean)[row] : C(0);
+  const C rstd = inside ? static_cast<const C*>(p.rstd)[row] : C(0);
+
+  struct Pair {
+    typename Access::Item grad, z;
+  };
+  const auto load = [&](int vector) {
+    const int column = access.column(vector);
+    return Pair{access.load(grad, column), access.load(z, column)};
+  };
+  const RowPasses<kFewItems, decltype(load)> pass(load, team.rank(), team.size(),
+                                                  inside ? access.vectors() : 0);
+  C sums[2] = {};
+  pass.each([&](const Pair& item, int vector) {
+    C weight[kLanes];
+    load_weight<W>(p, access, access.column(vector), weight);
+#pragma unroll
+    for (int i = 0; i < kLanes; ++i) {
+      if (!access.has(access.column(vector), i)) continue;
+      const C passed = convert<C>(item.grad.lane[i]) * weight[i];
+      sums[0] += passed * (convert<C>(item.z.lane[i]) - mean) * rstd;
+      sums[1] += passed;
+    }
+  });
+  team.combine(sums, Add{});
+  if (!inside || team.rank() > 0) return;
+  out[2 * row] = sums[0];
+  out[2 * row + 1] = sums[1];
+}
+
+/// grad_x and the sum of grad * n over the columns, once the sums over the rows are known.
+template <class T, class W>
+struct KnownRows {
+  using C = Compute<T>;
+  static constexpr int kLanes = 1;
+  static constexpr int kRowsInFlight = 8;
+
+  struct Item {
+    T grad, grad_sum, z;
+  };
+
+  NormBackward p;
+  const C* sums;
+  C weight;
+
+  __device__ __forceinline__ void begin(int64_t column, bool, C (&)[1]) {
+    weight = p.weight == nullptr ? C(1)
+                                 : convert<C>(static_cast<const W*>(p.weight)[column]) +
+                                       static_cast<C>(p.weight_offset);
+  }
+
+  __device__ __forceinline__ Item load(int64_t row, int64_t column) const {
+    Item item{};
+    item.grad = static_cast<const T*>(p.grad)[row * p.grad_row_stride + column];
+    item.z = static_cast<const T*>(p.z)[row * p.z_row_stride + column];
+    if (p.grad_sum != nullptr)
+      item.grad_sum = static_cast<const T*>(p.grad_sum)[row * p.grad_sum_row_stride + column];
+    return item;
+  }
+
+  __device__ __forceinline__ void consume(const Item& item, int64_t row, int64_t column,
+                                          C (&sum)[1]) const {
+    const C mean = p.centered ? static_cast<const C*>(p.mean)[row] : C(0);
+    const C rstd = static_cast<const C*>(p.rstd)[row];
+    const C passed = convert<C>(item.grad);
+    const C normal = (convert<C>(item.z) - mean) * rstd;
+    sum[0] += passed * normal;
+    if (p.grad_x == nullptr) return;
+    const C share = C(1) / static_cast<C>(p.columns);
+    const C level = p.centered ? sums[2 * row + 1] * share : C(0);
+    C result = (passed * weight - level - normal * (sums[2 * row] * share)) * rstd;
+    if (p.grad_sum != nullptr) result += convert<C>(item.grad_sum);
+    static_cast<T*>(p.grad_x)[row * p.columns + column] = convert<T>(result);
+  }
+};
+
+RowKind kind_of(const NormBackward& p) {
+  const RowsOf tensors[] = {{p.grad, p.grad_row_stride},
+                            {p.z, p.z_row_stride},
+                            {p.grad_sum, p.grad_sum_row_stride},
+                            {p.grad_x, p.columns}};
+  const RowKind kind = kind_of(tensors, p.dtype, p.rows, p.columns);
+  return kind == RowKind::whole && !aligned(p.weight, kVectorBytes) ? RowKind::alike : kind;
+}
+
+size_t sum_bytes(const NormBackward& p) { return p.dtype == Dtype::float64 ? 8 : 4; }
+
+/// How rows are walked, by no team where they do not fit or lie apart.
+struct Walk {
+  TeamShape team;
+  int stages;  // rows that are in shared memory or on the way to it
+  int shared_bytes;
+  int64_t teams;  // blocks, or clusters of them
+};
+
+Walk walk_of(const NormBackward& p) {
+  Walk walk{};
+  const RowKind kind = kind_of(p);
+  if (kind == RowKind::apart) return walk;
+  const int lanes = kVectorBytes / static_cast<int>(size_of(p.dtype));
+  const int64_t vectors = ceil_div(p.columns, lanes) + (kind == RowKind::whole ? 0 : 1);
+  const int64_t threads = ceil_div(vectors, kItems);
+  const Device device = current_device();
+  const int most_blocks = device.runs_90_code ? kMostClusterBlocks : 1;
+  walk.team = team_of(threads, kThreads, kThreads, most_blocks);
+  if (walk.team.size() < threads) return walk;
+  const int streams = p.grad_sum == nullptr ? 2 : 3;
+  const auto shared_bytes = [&](int stages) {
+    const int parameters = lanes * static_cast<int>(sum_bytes(p)) * walk.team.threads;
+    return kItems * (stages * streams * kVectorBytes * kThreads + parameters);
+  };
+  const int meeting = p.dtype == Dtype::float64 ? static_cast<int>(sizeof(Meeting<double, 2>))
+                                                : static_cast<int>(sizeof(Meeting<float, 2>));
+  walk.stages = streams == 2 && shared_bytes(3) + meeting <= kSharedBytes ? 3 : 2;
+  walk.shared_bytes = shared_bytes(walk.stages);
+  const int64_t teams = std::max<int64_t>(device.multiprocessors >> walk.team.log_blocks, 1);
+  // A block of fewer rows would leave as much in partial sums as it reads.
+  constexpr int64_t kFewestRows = 4;
+  const int64_t most = ceil_div(p.rows, int64_t{walk.team.per_block} * kFewestRows);
+  walk.teams = std::min(teams, most);
+  // A multiple of the lanes, so that the rows of a block lie alike.
+  if (kind == RowKind::alike) walk.teams = std::max<int64_t>(walk.teams / lanes, 1) * lanes;
+  return walk;
+}
+
+int outputs(const NormBackward& p) {
+  return (p.grad_weight != nullptr ? 1 : 0) + (p.grad_bias != nullptr ? 1 : 0);
+}
+
+template <class Access, class W, bool kCentered, int kStreams, int kStages>
+Status walked(const NormBackward& p, const Walk& walk, CUstream_st* stream) {
+  using C = Compute<typename Access::T>;
+  const Grid grid{dim3(static_cast<unsigned>(walk.teams << walk.team.log_blocks)),
+                  dim3(static_cast<unsigned>(walk.team.block_threads())), walk.team.blocks(),
+                  walk.shared_bytes};
+  C* partial = static_cast<C*>(p.workspace);
+  const Status status = launch_overlapped(walk_rows<Access, W, kCentered, kStreams, kStages>, grid,
+                                          stream, p, walk.team, partial);
+  const columns::Plan plan{1, 1, 1, walk.teams, p.rows, p.columns};
+  if (!status.ok() || outputs(p) == 0) return status;
+  const Result weight{p.grad_weight, p.weight_dtype, 1};
+  const Result bias{p.grad_bias, p.weight_dtype, 1};
+  if (outputs(p) == 2)
+    return columns::finish(static_cast<const C*>(partial), plan, weight, &bias, stream);
+  return columns::finish(static_cast<const C*>(partial), plan,
+                         p.grad_weight == nullptr ? bias : weight, nullptr, stream);
+}
+
+template <class Access, class W>
+Status walked(const NormBackward& p, const Walk& walk, CUstream_st* stream) {
+  const auto start = [&](auto centered) {
+    if (p.grad_sum != nullptr) return walked<Access, W, centered, 3, 2>(p, walk, stream);
+    return walk.stages == 3 ? walked<Access, W, centered, 2, 3>(p, walk, stream)
+                            : walked<Access, W, centered, 2, 2>(p, walk, stream);
+  };
+  return p.centered ? start(std::true_type{}) : start(std::false_type{});
+}
+
+/// The parts of the workspace for rows that are not walked.
+struct Parts {
+  size_t columns;  // where each begins
+  size_t discarded;
+  size_t bias;
+  size_t end;
+};
+
+Reduction bias_of(const NormBackward& p) {
+  Reduction bias{};
+  bias.in = p.grad;
+  bias.out = p.grad_bias;
+  bias.dtype = p.dtype;
+  bias.out_dtype = p.weight_dtype;
+  bias.outer = 1;
+  bias.reduced = p.rows;
+  bias.inner = p.columns;
+  bias.reduced_stride = p.grad_row_stride;
+  bias.inner_stride = 1;
+  bias.divisor = 1;
+  return bias;
+}
+
+Parts parts_of(const NormBackward& p) {
+  const auto whole = [](size_t bytes) {
+    return (bytes + kVectorBytes - 1) / kVectorBytes * kVectorBytes;
+  };
+  const size_t size = sum_bytes(p);
+  Parts parts{};
+  parts.columns = whole(static_cast<size_t>(2 * p.rows) * size);
+  const columns::Plan plan = columns::make_plan(p.rows, p.columns, 1);
+  parts.discarded = parts.columns + whole(columns::partial_bytes(plan, size));
+  parts.bias = parts.discarded;
+  if (p.grad_weight == nullptr)
+    parts.bias += whole(static_cast<size_t>(p.columns) * size_of(p.weight_dtype));
+  parts.end = parts.bias + (p.grad_bias == nullptr ? 0 : cuda::workspace_bytes(bias_of(p)));
+  return parts;
+}
+
+/// Rows that lie apart or are longer than a cluster holds: what a row's gradient needs of the whole
+/// row first, then gradients and the sums of the columns, then those of the bias.
+template <class Access, class W>
+Status unwalked(const NormBackward& p, CUstream_st* stream) {
+  using T = typename Access::T;
+  using C = Compute<T>;
+  auto* memory = static_cast<unsigned char*>(p.workspace);
+  C* sums = reinterpret_cast<C*>(memory);
+  const Parts parts = parts_of(p);
+  const int64_t vectors = ceil_div(p.columns, Access::kLanes) + 1;
+  const int most_blocks = current_device().runs_90_code ? kMostClusterBlocks : 1;
+  const TeamShape team = team_of(ceil_div(vectors, kItems), kRowThreads, 0, most_blocks);
+  Grid grid;
+  Status status = make_grid(team, p.rows, grid);
+  if (!status.ok()) return status;
+  status = launch_overlapped(row_sums<Access, W>, grid, stream, p, team, sums);
+  if (!status.ok()) return status;
+  void* grad_weight = p.grad_weight == nullptr ? memory + parts.discarded : p.grad_weight;
+  const KnownRows<T, W> body{p, sums, C(1)};
+  status = columns::launch(body, columns::make_plan(p.rows, p.columns, 1), memory + parts.columns,
+                           grad_weight, p.weight_dtype, stream);
+  if (!status.ok() || p.grad_bias == nullptr) return status;
+  Reduction bias = bias_of(p);
+  bias.workspace = memory + parts.bias;
+  return reduce(bias, stream);
+}
+
+}  // namespace
+
+size_t workspace_bytes(const NormBackward& p) {
+  if (p.rows == 0 || p.columns == 0) return 0;
+  const Walk walk = walk_of(p);
+  if (walk.teams == 0) return parts_of(p).end;
+  return static_cast<size_t>(walk.teams * p.columns * outputs(p)) * sum_bytes(p);
+}
+
+Status norm_backward(const NormBackward& p, CUstream_st* stream) {
+  if (p.rows == 0 || p.columns == 0) return {};
+  if (p.columns > kMostColumns) return {"a row has more than 2^31 elements"};
+  const Walk walk = walk_of(p);
+  return dispatch_floating(p.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    return with_access<T>(kind_of(p), [&](auto access) {
+      using Access = typename decltype(access)::type;
+      const auto start = [&](auto weight) {
+        using W = typename decltype(weight)::type;
+        if constexpr (Access::kLanes > 1) {
+          if (walk.teams > 0) return walked<Access, W>(p, walk, stream);
+        }
+        return unwalked<Access, W>(p, stream);
+      };
+      // float32 parameters stand beside half precision alone.
+      if constexpr (sizeof(T) == 2) {
+        if (p.weight_dtype != p.dtype) return start(TypeTag<float>{});
+      }
+      return start(TypeTag<T>{});
+    });
+  });
+}
+
+}  // namespace torchkiln::cuda

@@ -1,0 +1,360 @@
+#include "torchkiln/kernels/softmax.h"
+
+#include "torchkiln/math.h"
+#include "torchkiln/row.cuh"
+
+namespace torchkiln::cuda {
+namespace {
+
+constexpr float kNothing = -INFINITY;  // what takes no part
+
+/// A row's part of a mask.
+class MaskRow {
+ public:
+  __device__ __forceinline__ MaskRow(const RowMask& mask, int64_t row) : data_(mask.data) {
+    last_ = mask.causal ? static_cast<int>(row % mask.queries) : INT_MAX;
+    if (data_ == nullptr) return;
+    stride_ = static_cast<int>(mask.stride);
+    int64_t left = row;
+    for (int d = 0; d < mask.rows.rank; ++d) {
+      const int64_t outer = left / mask.rows.size[d];
+      data_ += (left - outer * mask.rows.size[d]) * mask.rows.stride[0][d];
+      left = outer;
+    }
+  }
+
+  __device__ __forceinline__ bool takes(int column) const {
+    return column <= last_ && (data_ == nullptr || data_[int64_t{column} * stride_]);
+  }
+
+ private:
+  const bool* data_;
+  int stride_ = 0;
+  int last_;
+};
+
+/// A bit for each lane of each of a thread's items that belongs to the row and takes part.
+template <bool kMasked, class Place>
+class Parts {
+ public:
+  __device__ __forceinline__ Parts(const Place& place, const RowMask& mask, int64_t row)
+      : place_(place) {
+    if constexpr (kMasked) {
+      const MaskRow mask_row(mask, row);
+#pragma unroll
+      for (int k = 0; k < Place::kItems; ++k) {
+        bits_[k] = 0;
+#pragma unroll
+        for (int i = 0; i < Place::kLanes; ++i) {
+          if (place.has(k, i) && mask_row.takes(place.column(k) + i)) bits_[k] |= 1u << i;
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ bool has(int k, int lane) const {
+    if constexpr (kMasked) {
+      return (bits_[k] >> lane & 1u) != 0;
+    } else {
+      return place_.has(k, lane);
+    }
+  }
+
+ private:
+  const Place& place_;
+  uint32_t bits_[kMasked ? Place::kItems : 1];
+};
+
+/// A team reads a row, and with all of it in registers finds its maximum and the sum of its
+/// exponentials, and writes it.
+template <class Place, bool kLog, bool kMasked>
+__global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place>)
+    softmax_rows(Softmax p, TeamShape shape) {
+  using T = typename Place::T;
+  using C = Compute<T>;
+  using Math = MathFor<T>;
+  constexpr int kLanes = Place::kLanes;
+  constexpr int kItems = Place::kItems;
+  __shared__ Meeting<C, 1> meeting;
+  wait_for_previous_kernel();
+  Team<C, 1> team(shape, meeting);
+  const int64_t row = team.first() + team.index();
+  const bool inside = row < p.outer;
+  const T* x = static_cast<const T*>(p.x) + row * p.outer_stride;
+  const typename Place::Access access(x, inside ? static_cast<int>(p.length) : 0);
+  const Place place(access, team.rank(), team.size());
+  typename Place::Item items[kItems];
+  place.load(x, items);
+  const Parts<kMasked, Place> parts(place, p.mask, row);
+  const C scale = static_cast<C>(p.scale);
+
+  C largest[1] = {C(kNothing)};
+#pragma unroll
+  for (int k = 0; k < kItems; ++k) {
+    C z[kLanes];
+    widen(items[k], z);
+#pragma unroll
+    for (int i = 0; i < kLanes; ++i)
+      if (parts.has(k, i)) largest[0] = fmax(largest[0], z[i] * scale);
+  }
+  team.combine(largest, Largest{});
+  // From the largest: numbers far from zero lose no digits. What takes no part is -infinity, or NaN
+  // where nothing does, as in torch.
+  const auto below_largest = [&](int k, int i, C z) {
+    return parts.has(k, i) ? z * scale - largest[0] : C(kNothing) - largest[0];
+  };
+  C sum[1] = {};
+#pragma unroll
+  for (int k = 0; k < kItems; ++k) {
+    C z[kLanes];
+    widen(items[k], z);
+#pragma unroll
+    for (int i = 0; i < kLanes; ++i) {
+      const C term = Math::exp(below_largest(k, i, z[i]));
+      if (kMasked || place.has(k, i)) sum[0] += place.has(k, i) ? term : C(0);
+    }
+  }
+  team.combine(sum, Add{});
+  const C factor = C(1) / sum[0];
+  const C log_sum = kLog ? log(sum[0]) : C(0);
+  T* y = static_cast<T*>(p.y) + row * p.length;
+#pragma unroll
+  for (int k = 0; k < kItems; ++k) {
+    C z[kLanes];
+    widen(items[k], z);
+#pragma unroll
+    for (int i = 0; i < kLanes; ++i) {
+      const C below = below_largest(k, i, z[i]);
+      z[i] = kLog ? below - log_sum : Math::exp(below) * factor;
+    }
+    place.save(inside, y, k, z);
+  }
+}
+
+/// The gradient of one element.
+template <bool kLog, class C>
+__device__ __forceinline__ C gradient(C grad, C y, C total, C scale, C exp_of_y) {
+  return kLog ? (grad - exp_of_y * total) * scale : (grad - total) * y * scale;
+}
+
+template <class Place, bool kLog, bool kMasked>
+__global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place>)
+    softmax_backward_rows(SoftmaxBackward p, TeamShape shape) {
+  using T = typename Place::T;
+  using C = Compute<T>;
+  using Math = MathFor<T>;
+  constexpr int kLanes = Place::kLanes;
+  constexpr int kItems = Place::kItems;
+  __shared__ Meeting<C, 1> meeting;
+  wait_for_previous_kernel();
+  Team<C, 1> team(shape, meeting);
+  const int64_t row = team.first() + team.index();
+  const bool inside = row < p.outer;
+  const T* grad = static_cast<const T*>(p.grad) + row * p.outer_stride;
+  const typename Place::Access access(grad, inside ? static_cast<int>(p.length) : 0);
+  const Place place(access, team.rank(), team.size());
+  typename Place::Item grads[kItems], ys[kItems];
+  place.load(grad, grads);
+  place.load(static_cast<const T*>(p.y) + row * p.length, ys);
+  const C scale = static_cast<C>(p.scale);
+
+  C total[1] = {};
+#pragma unroll
+  for (int k = 0; k < kItems; ++k) {
+    C g[kLanes], y[kLanes];
+    widen(grads[k], g);
+    widen(ys[k], y);
+#pragma unroll
+    for (int i = 0; i < kLanes; ++i) total[0] += kLog ? g[i] : g[i] * y[i];
+  }
+  team.combine(total, Add{});
+  const Parts<kMasked, Place> parts(place, p.mask, row);
+  T* grad_x = static_cast<T*>(p.grad_x) + row * p.length;
+#pragma unroll
+  for (int k = 0; k < kItems; ++k) {
+    C g[kLanes], y[kLanes];
+    widen(grads[k], g);
+    widen(ys[k], y);
+#pragma unroll
+    for (int i = 0; i < kLanes; ++i) {
+      g[i] = gradient<kLog>(g[i], y[i], total[0], scale, kLog ? Math::exp(y[i]) : C(0));
+      if (kMasked && !parts.has(k, i)) g[i] = 0;
+    }
+    place.save(inside, grad_x, k, g);
+  }
+}
+
+/// Rows that no team holds, or whose elements are not adjacent: a block of kColumns x blockDim.y
+/// threads takes kColumns neighbouring rows, and each step reads them again.
+constexpr int kColumns = 32;
+constexpr int kMostRows = 32;
+
+template <class C>
+class Columns {
+ public:
+  __device__ __forceinline__ Columns(C (&shared)[kMostRows][kColumns]) : shared_(shared) {}
+
+  /// Combines over threadIdx.y.
+  template <class Op>
+  __device__ __forceinline__ C combine(C value, Op op) {
+    __syncthreads();
+    shared_[threadIdx.y][threadIdx.x] = value;
+    __syncthreads();
+    C result = shared_[0][threadIdx.x];
+    for (unsigned y = 1; y < blockDim.y; ++y) result = op(result, shared_[y][threadIdx.x]);
+    return result;
+  }
+
+ private:
+  C (&shared_)[kMostRows][kColumns];
+};
+
+template <class T, bool kLog>
+__global__ void __launch_bounds__(kColumns* kMostRows) softmax_columns(Softmax p) {
+  using C = Compute<T>;
+  using Math = MathFor<T>;
+  __shared__ C shared[kMostRows][kColumns];
+  Columns<C> columns(shared);
+  wait_for_previous_kernel();
+  const int64_t row = int64_t{blockIdx.x} * kColumns + threadIdx.x;
+  const bool inside = row < p.outer * p.inner;
+  const int64_t outer = inside ? row / p.inner : 0;
+  const int64_t inner = inside ? row - outer * p.inner : 0;
+  const int64_t length = inside ? p.length : 0;
+  const T* x = static_cast<const T*>(p.x) + outer * p.outer_stride + inner * p.inner_stride;
+  T* y = static_cast<T*>(p.y) + outer * p.length * p.inner + inner;
+  const MaskRow mask(p.mask, p.inner == 1 ? outer : 0);
+  const C scale = static_cast<C>(p.scale);
+  const auto value = [&](int64_t i) {
+    return mask.takes(static_cast<int>(i)) ? convert<C>(x[i * p.stride]) * scale : C(kNothing);
+  };
+  C largest = C(kNothing);
+#pragma unroll 4
+  for (int64_t i = threadIdx.y; i < length; i += blockDim.y) largest = fmax(largest, value(i));
+  largest = columns.combine(largest, Largest{});
+  C sum = 0;
+#pragma unroll 4
+  for (int64_t i = threadIdx.y; i < length; i += blockDim.y) sum += Math::exp(value(i) - largest);
+  sum = columns.combine(sum, Add{});
+  const C factor = C(1) / sum;
+  const C log_sum = kLog ? log(sum) : C(0);
+#pragma unroll 4
+  for (int64_t i = threadIdx.y; i < length; i += blockDim.y) {
+    const C below = value(i) - largest;
+    y[i * p.inner] = convert<T>(kLog ? below - log_sum : Math::exp(below) * factor);
+  }
+}
+
+template <class T, bool kLog>
+__global__ void __launch_bounds__(kColumns* kMostRows) softmax_backward_columns(SoftmaxBackward p) {
+  using C = Compute<T>;
+  using Math = MathFor<T>;
+  __shared__ C shared[kMostRows][kColumns];
+  Columns<C> columns(shared);
+  wait_for_previous_kernel();
+  const int64_t row = int64_t{blockIdx.x} * kColumns + threadIdx.x;
+  const bool inside = row < p.outer * p.inner;
+  const int64_t outer = inside ? row / p.inner : 0;
+  const int64_t inner = inside ? row - outer * p.inner : 0;
+  const int64_t length = inside ? p.length : 0;
+  const T* grad = static_cast<const T*>(p.grad) + outer * p.outer_stride + inner * p.inner_stride;
+  const int64_t begin = outer * p.length * p.inner + inner;
+  const T* y = static_cast<const T*>(p.y) + begin;
+  T* grad_x = static_cast<T*>(p.grad_x) + begin;
+  const MaskRow mask(p.mask, p.inner == 1 ? outer : 0);
+  const C scale = static_cast<C>(p.scale);
+  C total = 0;
+#pragma unroll 4
+  for (int64_t i = threadIdx.y; i < length; i += blockDim.y) {
+    const C g = convert<C>(grad[i * p.stride]);
+    total += kLog ? g : g * convert<C>(y[i * p.inner]);
+  }
+  total = columns.combine(total, Add{});
+#pragma unroll 4
+  for (int64_t i = threadIdx.y; i < length; i += blockDim.y) {
+    const C from = convert<C>(y[i * p.inner]);
+    const C result = gradient<kLog>(convert<C>(grad[i * p.stride]), from, total, scale,
+                                    kLog ? Math::exp(from) : C(0));
+    grad_x[i * p.inner] = convert<T>(mask.takes(static_cast<int>(i)) ? result : C(0));
+  }
+}
+
+/// Calls body(log, masked) with the two as types.
+template <class Body>
+Status with_kind(bool is_log, bool is_masked, const Body& body) {
+  const auto with_log = [&](auto log) {
+    return is_masked ? body(log, std::true_type{}) : body(log, std::false_type{});
+  };
+  return is_log ? with_log(std::true_type{}) : with_log(std::false_type{});
+}
+
+/// Queues rows(place, log, masked) where a team holds a row whose elements are adjacent, else
+/// columns(type, log).
+template <class Problem, int N, class RowKernel, class ColumnKernel>
+Status queue(const Problem& p, const RowsOf (&tensors)[N], const RowKernel& rows,
+             const ColumnKernel& columns, CUstream_st* stream) {
+  if (p.outer * p.length * p.inner == 0) return {};
+  if (p.length > kMostColumns) return {"a row has more than 2^31 elements"};
+  const bool adjacent = p.inner == 1 && (p.stride == 1 || p.length == 1);
+  return dispatch_floating(p.dtype, [&](auto tag) {
+    using T = typename std::decay_t<decltype(tag)>::type;
+    const auto by_columns = [&] {
+      const int64_t blocks = ceil_div(p.outer * p.inner, kColumns);
+      if (blocks > kMaxGridX) return Status{"too many rows for one launch"};
+      const unsigned depth = p.length >= 1024 ? kMostRows : p.length >= 64 ? 8 : 2;
+      const Grid grid{dim3(static_cast<unsigned>(blocks)), dim3(kColumns, depth)};
+      return with_kind(p.log, false, [&](auto log, auto) {
+        return launch_overlapped(columns(tag, log), grid, stream, p);
+      });
+    };
+    if (!adjacent) return by_columns();
+    return with_access<T>(kind_of(tensors, p.dtype, p.outer, p.length), [&](auto access) {
+      using Access = typename std::decay_t<decltype(access)>::type;
+      const RowPlan plan =
+          make_row_plan(ceil_div(p.length, Access::kLanes) + (Access::kWhole ? 0 : 1));
+      Grid grid;
+      const Status status = make_grid(plan.team, p.outer, grid);
+      if (!status.ok()) return status;
+      return with_items(plan, [&](auto items) {
+        if constexpr (items == 0) {
+          return by_columns();
+        } else {
+          return with_kind(p.log, p.mask.any(), [&](auto log, auto masked) {
+            return launch_overlapped(rows(TypeTag<RowPlace<Access, items>>{}, log, masked), grid,
+                                     stream, p, plan.team);
+          });
+        }
+      });
+    });
+  });
+}
+
+}  // namespace
+
+Status softmax(const Softmax& p, CUstream_st* stream) {
+  const RowsOf tensors[] = {{p.x, p.outer_stride}, {p.y, p.length}};
+  return queue(
+      p, tensors,
+      [](auto place, auto log, auto masked) {
+        return softmax_rows<typename std::decay_t<decltype(place)>::type, log, masked>;
+      },
+      [](auto type, auto log) {
+        return softmax_columns<typename std::decay_t<decltype(type)>::type, log>;
+      },
+      stream);
+}
+
+Status softmax_backward(const SoftmaxBackward& p, CUstream_st* stream) {
+  const RowsOf tensors[] = {{p.grad, p.outer_stride}, {p.y, p.length}, {p.grad_x, p.length}};
+  return queue(
+      p, tensors,
+      [](auto place, auto log, auto masked) {
+        return softmax_backward_rows<typename std::decay_t<decltype(place)>::type, log, masked>;
+      },
+      [](auto type, auto log) {
+        return softmax_backward_columns<typename std::decay_t<decltype(type)>::type, log>;
+      },
+      stream);
+}
+
+}  // namespace torchkiln::cuda

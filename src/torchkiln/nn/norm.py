@@ -1,0 +1,112 @@
+"""Modules of the norms. They are torch's own, state and settings included, with another forward."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from torchkiln.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+
+
+class LayerNorm(nn.LayerNorm):
+    """``(x - mean) / sqrt(variance + eps) * weight + bias``; a :class:`torch.nn.LayerNorm`.
+
+    Args:
+        normalized_shape: the last sizes of the input, or the last one.
+        eps: a number greater than 0.
+        elementwise_affine: whether there are a weight, 1 at first, and a bias, 0 at first.
+        bias: whether there is a bias.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Shape:
+        input and output ``[..., *normalized_shape]``.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Applies the op to ``x``."""
+        return layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+class AddLayerNorm(nn.LayerNorm):
+    """:class:`LayerNorm` of ``x + residual``, and that sum.
+
+    Args:
+        normalized_shape: as for :class:`LayerNorm`.
+        eps: as for :class:`LayerNorm`.
+        elementwise_affine: as for :class:`LayerNorm`.
+        bias: as for :class:`LayerNorm`.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Shape:
+        x, residual and both outputs ``[..., *normalized_shape]``.
+    """
+
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Applies the op."""
+        return add_layer_norm(x, residual, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+class RMSNorm(nn.RMSNorm):
+    """``x / sqrt(mean(x**2) + eps) * (offset + weight)``; a :class:`torch.nn.RMSNorm`.
+
+    Args:
+        normalized_shape: the last sizes of the input, or the last one.
+        eps: a number greater than 0; if None, that of the precision of computation.
+        elementwise_affine: whether there is a weight, ``1 - offset`` at first.
+        device: of the parameters.
+        dtype: of the parameters.
+        offset: what is added to the weight.
+
+    Shape:
+        input and output ``[..., *normalized_shape]``.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        offset: float = 0.0,
+    ) -> None:
+        self.offset = offset
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
+
+    def reset_parameters(self) -> None:
+        """Sets the weight so that it counts as 1."""
+        if self.elementwise_affine:
+            nn.init.constant_(self.weight, 1 - self.offset)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Applies the op to ``x``."""
+        return rms_norm(x, self.normalized_shape, self.weight, self.eps, offset=self.offset)
+
+    def extra_repr(self) -> str:
+        """The settings, for ``repr``."""
+        return super().extra_repr() + (f", offset={self.offset}" if self.offset else "")
+
+
+class AddRMSNorm(RMSNorm):
+    """:class:`RMSNorm` of ``x + residual``, and that sum.
+
+    Args:
+        normalized_shape: as for :class:`RMSNorm`.
+        eps: as for :class:`RMSNorm`.
+        elementwise_affine: as for :class:`RMSNorm`.
+        device: of the parameters.
+        dtype: of the parameters.
+        offset: as for :class:`RMSNorm`.
+
+    Shape:
+        x, residual and both outputs ``[..., *normalized_shape]``.
+    """
+
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Applies the op."""
+        return add_rms_norm(
+            x, residual, self.normalized_shape, self.weight, self.eps, offset=self.offset
+        )

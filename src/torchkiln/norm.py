@@ -1,0 +1,126 @@
+"""Norms of rows: layer norm and RMS norm, alone or behind a residual sum."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+from torch.overrides import has_torch_function_variadic
+
+from torchkiln import _C
+
+
+def as_sizes(normalized_shape: int | Sequence[int]) -> Sequence[int]:
+    """Several sizes, for torch.ops, which takes no number for them."""
+    return (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
+
+
+def layer_norm(
+    x: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Returns ``(x - mean) / sqrt(variance + eps) * weight + bias``, contiguous.
+
+    Mean and variance are those of the last dimensions of ``x``. They and the result are computed in
+    float32 (float64 for float64), and the result is rounded once. All gradients come from one pass;
+    those of ``weight`` and ``bias`` are bitwise the same from run to run.
+
+    Args:
+        x: ``[..., *normalized_shape]``; float32, float64, float16 or bfloat16.
+        normalized_shape: the last sizes of ``x``, or the last one.
+        weight: of that shape; of the dtype of ``x``, or float32 beside a half precision.
+        bias: likewise, and of the dtype of ``weight``.
+        eps: a number greater than 0.
+    """
+    if is_compiling() or has_torch_function_variadic(x, weight, bias):
+        traced: Tensor = torch.ops.torchkiln.layer_norm.default(
+            x, as_sizes(normalized_shape), weight, bias, eps
+        )
+        return traced
+    return _C.layer_norm(x, normalized_shape, weight, bias, eps)
+
+
+def rms_norm(
+    x: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    offset: float = 0.0,
+) -> Tensor:
+    """Returns ``x / sqrt(mean(x**2) + eps) * (offset + weight)``, else as :func:`layer_norm`.
+
+    Args:
+        x: as for :func:`layer_norm`.
+        normalized_shape: as for :func:`layer_norm`.
+        weight: as for :func:`layer_norm`.
+        eps: a number greater than 0; if None, ``torch.finfo(torch.float32).eps``, or that of
+            float64 for a float64 ``x``.
+        offset: what is added to ``weight``: 1.0 for models whose weights are kept around 0. It
+            counts for nothing without a weight.
+    """
+    if is_compiling() or has_torch_function_variadic(x, weight):
+        traced: Tensor = torch.ops.torchkiln.rms_norm.default(
+            x, as_sizes(normalized_shape), weight, eps, offset=offset
+        )
+        return traced
+    return _C.rms_norm(x, normalized_shape, weight, eps, offset)
+
+
+def add_layer_norm(  # noqa: PLR0917
+    x: Tensor,
+    residual: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> tuple[Tensor, Tensor]:
+    """Returns ``(layer_norm(total), total)`` with ``total = x + residual``, in one pass.
+
+    The sum is rounded to the dtype of ``x``, and the rounded one is normalized. Gradients flow
+    through both results.
+
+    Args:
+        x: as for :func:`layer_norm`.
+        residual: of the shape and dtype of ``x``.
+        normalized_shape: as for :func:`layer_norm`.
+        weight: as for :func:`layer_norm`.
+        bias: as for :func:`layer_norm`.
+        eps: as for :func:`layer_norm`.
+    """
+    if is_compiling() or has_torch_function_variadic(x, residual, weight, bias):
+        traced: tuple[Tensor, Tensor] = torch.ops.torchkiln.add_layer_norm.default(
+            x, residual, as_sizes(normalized_shape), weight, bias, eps
+        )
+        return traced
+    return _C.add_layer_norm(x, residual, normalized_shape, weight, bias, eps)
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    offset: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Returns ``(rms_norm(total), total)`` with ``total = x + residual``, in one pass.
+
+    Args:
+        x: as for :func:`layer_norm`.
+        residual: as for :func:`add_layer_norm`.
+        normalized_shape: as for :func:`layer_norm`.
+        weight: as for :func:`layer_norm`.
+        eps: as for :func:`rms_norm`.
+        offset: as for :func:`rms_norm`.
+    """
+    if is_compiling() or has_torch_function_variadic(x, residual, weight):
+        traced: tuple[Tensor, Tensor] = torch.ops.torchkiln.add_rms_norm.default(
+            x, residual, as_sizes(normalized_shape), weight, eps, offset=offset
+        )
+        return traced
+    return _C.add_rms_norm(x, residual, normalized_shape, weight, eps, offset)
