@@ -87,32 +87,46 @@ __global__ void __launch_bounds__(kRowThreads, 2)
   using Math = MathFor<T>;
   using Item = typename Access::Item;
   constexpr int kLanes = Access::kLanes;
-  __shared__ Meeting<C, 3> meeting;
+  constexpr int kValues = kSpread ? 4 : 2;
+  __shared__ Meeting<C, kValues> meeting;
   wait_for_previous_kernel();
-  Team<C, 3> team(shape, meeting);
+  Team<C, kValues> team(shape, meeting);
   const int64_t row = team.first() + team.index();
   const bool inside = row < p.rows;
   const T* logits = static_cast<const T*>(p.logits) + row * p.row_stride;
   const Access access(logits, inside ? static_cast<int>(p.classes) : 0);
-  const RowTarget<C> target = inside ? target_of<C>(p.target, row, p.classes) : RowTarget<C>{};
-  const Distribution<Access, C> distribution(p.target, row, p.classes, target.index);
-  // Sums of q * logits are taken relative to one of them, so that a large offset costs no digits.
-  const C origin = kSpread && inside ? convert<C>(logits[0]) : C(0);
-  const C base = isfinite(origin) ? origin : C(0);
-
-  constexpr int kItems = kSpread ? 2 : 4;
-  C largest = -C(INFINITY);
-  C sum[3] = {};  // of exponentials, of q * (logits - base), of q
   const int vectors = access.vectors();
-  for (int first = team.rank(); first < vectors; first += kItems * team.size()) {
-    Item items[kItems];
+  constexpr int kItems = kSpread ? 2 : 4;
+  Item items[kItems];
+  const auto load = [&](int first) {
 #pragma unroll
     for (int k = 0; k < kItems; ++k) {
       const int vector = first + k * team.size();
       items[k] = Item{};
       if (vector < vectors) items[k] = access.load(logits, access.column(vector));
     }
-    C group = largest;
+  };
+  // Ahead of what has to wait for the target.
+  load(team.rank());
+  RowTarget<C> target{};
+  if (inside && (kSpread || team.rank() == 0)) target = target_of<C>(p.target, row, p.classes);
+  const bool ignored = p.target.index != nullptr && target.index == p.target.ignore_index;
+  const Distribution<Access, C> distribution(p.target, row, p.classes, target.index);
+  // Sums of q * logits are taken relative to one of them, so that a large offset costs no digits.
+  C base = 0, logit = 0;
+  if (kSpread) {
+    base = inside ? convert<C>(logits[0]) : C(0);
+    if (!isfinite(base)) base = 0;
+  } else if (inside && team.rank() == 0 && !ignored) {
+    logit = convert<C>(logits[target.index]);
+  }
+
+  // The largest logit, the sum of exponentials relative to that, of q * (logits - base), of q.
+  C values[kValues] = {};
+  values[0] = -C(INFINITY);
+  for (int first = team.rank(); first < vectors; first += kItems * team.size()) {
+    if (first >= kItems * team.size()) load(first);
+    C group = values[0];
 #pragma unroll
     for (int k = 0; k < kItems; ++k) {
       C z[kLanes];
@@ -124,9 +138,9 @@ __global__ void __launch_bounds__(kRowThreads, 2)
         group = has ? fmax(group, z[i]) : group;
       }
     }
-    // Nothing but -infinity so far: any reference will do.
-    const C reference = group == -C(INFINITY) ? C(0) : group;
-    C part = 0;
+    const C reference = AddExponentials::reference(group);
+    // A group's sums first: the rounding error grows with the number of groups.
+    C part = 0, part_of_logits = 0, part_of_q = 0;
 #pragma unroll
     for (int k = 0; k < kItems; ++k) {
       C z[kLanes];
@@ -145,38 +159,48 @@ __global__ void __launch_bounds__(kRowThreads, 2)
 #pragma unroll
         for (int i = 0; i < kLanes; ++i) {
           if (!access.has(column, i)) continue;
-          sum[1] += q[i] * (z[i] - base);
-          sum[2] += q[i];
+          part_of_logits += q[i] * (z[i] - base);
+          part_of_q += q[i];
         }
       }
     }
-    if (largest != -C(INFINITY)) part += sum[0] * Math::exp(largest - reference);
-    sum[0] = part;
-    largest = group;
+    if constexpr (kSpread) {
+      values[2] += part_of_logits;
+      values[3] += part_of_q;
+    }
+    if (values[0] != -C(INFINITY)) part += values[1] * Math::exp(values[0] - reference);
+    values[1] = part;
+    values[0] = group;
   }
-
-  C whole[1] = {largest};
-  team.combine(whole, Largest{});
-  const C reference = whole[0] == -C(INFINITY) ? C(0) : whole[0];
-  sum[0] = largest == -C(INFINITY) ? sum[0] : sum[0] * ExactMath::exp(largest - reference);
-  team.combine(sum, Add{});
+  // A warp's threads agree upon the largest first, which leaves one exponential for each of them.
+  C largest[1] = {values[0]};
+  team.combine_in_warp(largest, Largest{});
+  values[1] = AddExponentials::rescaled(values[1], values[0], largest[0]);
+  values[0] = 0;
+  team.combine_in_warp(values, Add{});
+  values[0] = largest[0];
+  team.combine_warps(values, AddExponentials{});
   if (!inside || team.rank() > 0) return;
-  const C log_sum = log(sum[0]);
-  const C log_sum_exp = whole[0] + log_sum;
-  C loss, mass;
+
+  const C reference = AddExponentials::reference(values[0]);
+  const C log_sum = log(values[1]);
+  const C log_sum_exp = reference + log_sum;
+  // What was lost when that was rounded.
+  const C rest = (reference - log_sum_exp) + log_sum;
+  C mass, loss;
   if constexpr (kSpread) {
-    mass = sum[2];
-    loss = mass * ((reference - base) + log_sum) - sum[1];
+    mass = values[3];
+    loss = mass * ((reference - base) + log_sum) - values[2];
   } else {
     mass = target.weight;
-    const C logit = target.weight == C(0) && target.index == p.target.ignore_index
-                        ? C(0)
-                        : convert<C>(logits[target.index]);
     loss = mass * ((reference - logit) + log_sum);
   }
-  const C z_loss = static_cast<C>(p.z_loss);
-  if (z_loss != C(0)) loss += z_loss * target.weight * log_sum_exp * log_sum_exp;
-  const bool ignored = p.target.index != nullptr && target.index == p.target.ignore_index;
+  const C z_loss = static_cast<C>(p.z_loss) * target.weight;
+  if (z_loss != C(0)) {
+    loss += z_loss * log_sum_exp * log_sum_exp;
+    mass += C(2) * z_loss * log_sum_exp;
+  }
+  mass *= rest == rest ? exp(-rest) : C(1);
   static_cast<C*>(p.loss)[row] = ignored ? C(0) : loss;
   static_cast<C*>(p.log_sum_exp)[row] = log_sum_exp;
   static_cast<C*>(p.mass)[row] = ignored ? C(0) : mass;
@@ -198,13 +222,11 @@ __device__ __forceinline__ double number(const void* from, Dtype dtype, int64_t 
 
 constexpr int kGradientThreads = 256;
 constexpr int kGradientItems = 4;
-// Vectors of a block: enough to outweigh what each thread finds out about the row.
-constexpr int kGradientVectors = kGradientThreads * kGradientItems * 2;
 
 /// A block writes a part of a row of gradients; what it needs of the whole row, forward has kept.
 template <class Access, bool kSpread>
 __global__ void __launch_bounds__(kGradientThreads, 4)
-    cross_entropy_gradient(CrossEntropyBackward p, int parts) {
+    cross_entropy_gradient(CrossEntropyBackward p, int parts, int vectors_of_part) {
   using T = typename Access::T;
   using C = Compute<T>;
   using Math = MathFor<T>;
@@ -216,27 +238,31 @@ __global__ void __launch_bounds__(kGradientThreads, 4)
   const T* logits = static_cast<const T*>(p.logits) + row * p.row_stride;
   T* grad_logits = static_cast<T*>(p.grad_logits) + row * p.grad_logits_row_stride;
   const Access access(logits, static_cast<int>(p.classes));
-  const int end = min(access.vectors(), (part + 1) * kGradientVectors);
-  const int begin = part * kGradientVectors + static_cast<int>(threadIdx.x);
+  const int begin = part * vectors_of_part + static_cast<int>(threadIdx.x);
+  const int end = min(access.vectors(), (part + 1) * vectors_of_part);
+  const int step = static_cast<int>(blockDim.x);
+  Item items[kGradientItems];
+  const auto load = [&](int first) {
+#pragma unroll
+    for (int k = 0; k < kGradientItems; ++k) {
+      const int vector = first + k * step;
+      if (vector < end) items[k] = access.load(logits, access.column(vector));
+    }
+  };
+  load(begin);
 
   const RowTarget<C> target = target_of<C>(p.target, row, p.classes);
   const bool ignored = p.target.index != nullptr && target.index == p.target.ignore_index;
   C scale = static_cast<C>(number(p.grad, p.grad_dtype, row * p.grad_stride));
   if (p.divisor != nullptr) scale /= *static_cast<const C*>(p.divisor);
   const C log_sum_exp = static_cast<const C*>(p.log_sum_exp)[row];
-  const C z_slope = static_cast<C>(2 * p.z_loss) * target.weight * log_sum_exp;
-  const C slope = scale * (static_cast<const C*>(p.mass)[row] + z_slope);
+  const C slope = scale * static_cast<const C*>(p.mass)[row];
   const Distribution<Access, C> distribution(p.target, row, p.classes, target.index);
-  for (int first = begin; first < end; first += kGradientItems * kGradientThreads) {
-    Item items[kGradientItems];
+  for (int first = begin; first < end; first += kGradientItems * step) {
+    if (first != begin) load(first);
 #pragma unroll
     for (int k = 0; k < kGradientItems; ++k) {
-      const int vector = first + k * kGradientThreads;
-      if (vector < end) items[k] = access.load(logits, access.column(vector));
-    }
-#pragma unroll
-    for (int k = 0; k < kGradientItems; ++k) {
-      const int vector = first + k * kGradientThreads;
+      const int vector = first + k * step;
       if (vector >= end) break;
       const int column = access.column(vector);
       C z[kLanes];
@@ -248,7 +274,7 @@ __global__ void __launch_bounds__(kGradientThreads, 4)
         distribution.load(access, column, q);
 #pragma unroll
         for (int i = 0; i < kLanes; ++i) z[i] -= scale * q[i];
-      } else if (static_cast<unsigned>(distribution.index - column) < kLanes) {
+      } else if (static_cast<unsigned>(distribution.index - access.column(vector)) < kLanes) {
 #pragma unroll
         for (int i = 0; i < kLanes; ++i)
           if (column + i == distribution.index) z[i] -= scale * target.weight;
@@ -302,7 +328,8 @@ Status cross_entropy(const CrossEntropy& p, CUstream_st* stream) {
       constexpr int kBlock = 256;
       const int64_t vectors = ceil_div(p.classes, Access::kLanes) + (Access::kWhole ? 0 : 1);
       const Device device = current_device();
-      TeamShape team = team_of(ceil_div(vectors, 4), kBlock, vectors <= 4 * kWarpLanes ? 128 : 0, 1);
+      TeamShape team =
+          team_of(ceil_div(vectors, 4), kBlock, vectors <= 4 * kWarpLanes ? 128 : 0, 1);
       // Long rows that are too few for all multiprocessors are shared by the blocks of a cluster.
       while (device.runs_90_code && team.threads == kBlock && team.blocks() < kMostClusterBlocks &&
              p.rows * team.blocks() < 2 * device.multiprocessors &&
@@ -330,13 +357,21 @@ Status cross_entropy_backward(const CrossEntropyBackward& p, CUstream_st* stream
     return with_access<T>(kind_of(tensors, p.dtype, p.rows, p.classes), [&](auto access) {
       using Access = typename std::decay_t<decltype(access)>::type;
       const int64_t vectors = ceil_div(p.classes, Access::kLanes) + (Access::kWhole ? 0 : 1);
-      const int64_t parts = ceil_div(vectors, kGradientVectors);
+      // Twice what a block has on the way, or all of a shorter row.
+      const int64_t longest = int64_t{kGradientThreads} * kGradientItems * 2;
+      const int64_t parts = ceil_div(vectors, longest);
       if (p.rows * parts > kMaxGridX) return Status{"too many rows for one launch"};
-      const Grid grid{dim3(static_cast<unsigned>(p.rows * parts)), dim3(kGradientThreads)};
+      const int64_t warps = std::min<int64_t>(ceil_div(vectors, kGradientItems * kWarpLanes),
+                                              kGradientThreads / kWarpLanes);
+      const Grid grid{dim3(static_cast<unsigned>(p.rows * parts)),
+                      dim3(static_cast<unsigned>(warps * kWarpLanes))};
       const int count = static_cast<int>(parts);
-      return is_spread(p.target)
-                 ? launch_overlapped(cross_entropy_gradient<Access, true>, grid, stream, p, count)
-                 : launch_overlapped(cross_entropy_gradient<Access, false>, grid, stream, p, count);
+      const int length =
+          static_cast<int>(ceil_div(ceil_div(vectors, parts), kWarpLanes)) * kWarpLanes;
+      return is_spread(p.target) ? launch_overlapped(cross_entropy_gradient<Access, true>, grid,
+                                                     stream, p, count, length)
+                                 : launch_overlapped(cross_entropy_gradient<Access, false>, grid,
+                                                     stream, p, count, length);
     });
   });
 }

@@ -24,7 +24,7 @@ __device__ __forceinline__ void load_affine(const Norm& p, const Access& access,
 
 /// A team reads a row and, with all of it in registers, finds its mean and spread and writes it.
 template <class Place, class W, bool kCentered>
-__global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place>)
+__global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place, kCentered ? 2 : 1>)
     norm_rows(Norm p, TeamShape shape) {
   using T = typename Place::T;
   using C = Compute<T>;
@@ -92,14 +92,31 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place>)
     if (kCentered && p.mean != nullptr) static_cast<C*>(p.mean)[row] = mean + rest;
     if (p.rstd != nullptr) static_cast<C*>(p.rstd)[row] = rstd;
   }
+  // All parameters are asked for before the first is used, where they fit into the registers.
+  constexpr bool kTogether = kLanes * sizeof(W) <= kVectorBytes;
+  Vec<W, kLanes> weights[kTogether ? kItems : 1], biases[kTogether && kCentered ? kItems : 1];
+  if constexpr (kTogether) {
+    place.load_parameters(static_cast<const W*>(p.weight), 1.0f, weights);
+    if constexpr (kCentered) place.load_parameters(static_cast<const W*>(p.bias), 0.0f, biases);
+  }
+  const C offset = p.weight == nullptr ? C(0) : static_cast<C>(p.weight_offset);
 #pragma unroll
   for (int k = 0; k < kItems; ++k) {
     C z[kLanes], weight[kLanes], bias[kLanes];
     widen(items[k], z);
-    if (place.has_any(k)) load_affine<W>(p, access, place.column(k), weight, bias);
+    if constexpr (kTogether) {
+      widen(weights[k], weight);
+      if constexpr (kCentered) widen(biases[k], bias);
+    } else if (place.has_any(k)) {
+      load_affine<W>(p, access, place.column(k), weight, bias);
+    }
 #pragma unroll
     for (int i = 0; i < kLanes; ++i) {
-      if constexpr (kCentered) z[i] -= mean;
+      if constexpr (kCentered) {
+        z[i] -= mean;
+      } else if constexpr (kTogether) {
+        weight[i] += offset;
+      }
       if constexpr (kCorrects) z[i] -= rest;
       z[i] *= rstd * weight[i];
       if constexpr (kCentered) z[i] += bias[i];
@@ -185,7 +202,7 @@ __global__ void __launch_bounds__(kRowThreads) norm_long_rows(Norm p, TeamShape 
 template <class Access, class W>
 Status run(const Norm& p, CUstream_st* stream) {
   const int64_t vectors = ceil_div(p.columns, Access::kLanes) + (Access::kWhole ? 0 : 1);
-  const RowPlan plan = make_row_plan(vectors);
+  const RowPlan plan = make_row_plan(vectors, 1);
   Grid grid;
   const Status status = make_grid(plan.team, p.rows, grid);
   if (!status.ok()) return status;

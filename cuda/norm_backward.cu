@@ -6,11 +6,11 @@
 namespace torchkiln::cuda {
 namespace {
 
-// A thread's vectors of a row. The sums of their columns stay in registers: twice 32 of them in half
-// precision.
+// A thread's vectors of a row. The sums of their columns stay in registers: twice 32 of them in
+// half precision.
 constexpr int kItems = 4;
-// With so many registers a thread, one block fills a multiprocessor. Teams of fewer threads share it
-// and the parameters of the columns, which leaves room for one more row of each on the way.
+// With so many registers a thread, one block fills a multiprocessor. Teams of fewer threads share
+// it and the parameters of the columns, which leaves room for one more row of each on the way.
 constexpr int kThreads = 512;
 
 /// What grad is multiplied by before it reaches a normalized element.
@@ -38,7 +38,7 @@ __device__ __forceinline__ C normalized(C x, C mean, C rstd) {
 /// Teams that take one row after another: rows arrive in shared memory ahead of their use. The sums
 /// over the columns stay in the registers of the thread that has these columns of every row, so a
 /// team's rows must lie alike: they are a multiple of the lanes apart.
-template <class Access, class W, bool kCentered, int kStreams, int kStages>
+template <class Access, class W, bool kCentered, bool kAdds, int kStages>
 __global__ void __launch_bounds__(kThreads)
     walk_rows(NormBackward p, TeamShape shape, Compute<typename Access::T>* partial) {
   using T = typename Access::T;
@@ -46,15 +46,16 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int kLanes = Access::kLanes;
   __shared__ Meeting<C, 2> meeting;
   extern __shared__ uint4 memory[];
-  Team<C, 2> team(shape, meeting);
-  const int64_t base = team.first();
+  Team<C, 2, true> team(shape, meeting);
+  // A block's teams take rows that lie alike, too, because they share the parameters.
+  const int64_t base = team.group();
   const int64_t step = team.teams();
-  int64_t row = base + team.index();
+  int64_t row = base + team.index() * team.groups();
   const T* grad = static_cast<const T*>(p.grad);
   const T* grad_sum = static_cast<const T*>(p.grad_sum);
   const T* z = static_cast<const T*>(p.z);
   const Access access(grad + row * p.grad_row_stride, static_cast<int>(p.columns));
-  using Pipeline = RowPipeline<Access, kItems, kStreams, kStages, kThreads>;
+  using Pipeline = RowPipeline<Access, kItems, 2, kStages, kThreads>;
   Pipeline rows(memory, access, team.rank(), team.size());
   Parameters<Access> weights(reinterpret_cast<unsigned char*>(memory) + Pipeline::kBytes,
                              team.rank_in_block(), shape.threads);
@@ -62,8 +63,6 @@ __global__ void __launch_bounds__(kThreads)
 
   rows.start(0, grad + row * p.grad_row_stride, step * p.grad_row_stride);
   rows.start(1, z + row * p.z_row_stride, step * p.z_row_stride);
-  if constexpr (kStreams == 3)
-    rows.start(2, grad_sum + row * p.grad_sum_row_stride, step * p.grad_sum_row_stride);
 #pragma unroll
   for (int ahead = 0; ahead + 1 < kStages; ++ahead) rows.fetch(row + ahead * step < p.rows);
   if (team.index() == 0) {
@@ -92,6 +91,9 @@ __global__ void __launch_bounds__(kThreads)
     if (row + step < p.rows) {
       if constexpr (kCentered) next_mean = means[row + step];
       next_rstd = rstds[row + step];
+    }
+    if constexpr (kAdds) {
+      if (inside) rows.prefetch(grad_sum + row * p.grad_sum_row_stride);
     }
     rows.wait();
 
@@ -124,6 +126,10 @@ __global__ void __launch_bounds__(kThreads)
       const C x_slope = rstd * slope;
       const C x_level = level - mean * x_slope;
       T* grad_x = static_cast<T*>(p.grad_x) + row * p.columns;
+      typename Access::Item others[kItems];
+      if constexpr (kAdds) {
+        if (inside) rows.load(grad_sum + row * p.grad_sum_row_stride, others);
+      }
 #pragma unroll
       for (int k = 0; k < kItems; ++k) {
         C g[kLanes], n[kLanes], weight[kLanes];
@@ -136,9 +142,9 @@ __global__ void __launch_bounds__(kThreads)
                                            : normalized<T>(n[i], mean, rstd) * slope + level;
           g[i] = g[i] * weight[i] * rstd + through;
         }
-        if constexpr (kStreams == 3) {
+        if constexpr (kAdds) {
           C other[kLanes];
-          rows.read(2, k, other);
+          widen(others[k], other);
 #pragma unroll
           for (int i = 0; i < kLanes; ++i) g[i] += other[i];
         }
@@ -307,14 +313,13 @@ Walk walk_of(const NormBackward& p) {
   const int most_blocks = device.runs_90_code ? kMostClusterBlocks : 1;
   walk.team = team_of(threads, kThreads, kThreads, most_blocks);
   if (walk.team.size() < threads) return walk;
-  const int streams = p.grad_sum == nullptr ? 2 : 3;
   const auto shared_bytes = [&](int stages) {
     const int parameters = lanes * static_cast<int>(sum_bytes(p)) * walk.team.threads;
-    return kItems * (stages * streams * kVectorBytes * kThreads + parameters);
+    return kItems * (stages * 2 * kVectorBytes * kThreads + parameters);
   };
   const int meeting = p.dtype == Dtype::float64 ? static_cast<int>(sizeof(Meeting<double, 2>))
                                                 : static_cast<int>(sizeof(Meeting<float, 2>));
-  walk.stages = streams == 2 && shared_bytes(3) + meeting <= kSharedBytes ? 3 : 2;
+  walk.stages = shared_bytes(3) + meeting <= kSharedBytes ? 3 : 2;
   walk.shared_bytes = shared_bytes(walk.stages);
   const int64_t teams = std::max<int64_t>(device.multiprocessors >> walk.team.log_blocks, 1);
   // A block of fewer rows would leave as much in partial sums as it reads.
@@ -330,14 +335,14 @@ int outputs(const NormBackward& p) {
   return (p.grad_weight != nullptr ? 1 : 0) + (p.grad_bias != nullptr ? 1 : 0);
 }
 
-template <class Access, class W, bool kCentered, int kStreams, int kStages>
+template <class Access, class W, bool kCentered, bool kAdds, int kStages>
 Status walked(const NormBackward& p, const Walk& walk, CUstream_st* stream) {
   using C = Compute<typename Access::T>;
   const Grid grid{dim3(static_cast<unsigned>(walk.teams << walk.team.log_blocks)),
                   dim3(static_cast<unsigned>(walk.team.block_threads())), walk.team.blocks(),
                   walk.shared_bytes};
   C* partial = static_cast<C*>(p.workspace);
-  const Status status = launch_overlapped(walk_rows<Access, W, kCentered, kStreams, kStages>, grid,
+  const Status status = launch_overlapped(walk_rows<Access, W, kCentered, kAdds, kStages>, grid,
                                           stream, p, walk.team, partial);
   const columns::Plan plan{1, 1, 1, walk.teams, p.rows, p.columns};
   if (!status.ok() || outputs(p) == 0) return status;
@@ -352,9 +357,11 @@ Status walked(const NormBackward& p, const Walk& walk, CUstream_st* stream) {
 template <class Access, class W>
 Status walked(const NormBackward& p, const Walk& walk, CUstream_st* stream) {
   const auto start = [&](auto centered) {
-    if (p.grad_sum != nullptr) return walked<Access, W, centered, 3, 2>(p, walk, stream);
-    return walk.stages == 3 ? walked<Access, W, centered, 2, 3>(p, walk, stream)
-                            : walked<Access, W, centered, 2, 2>(p, walk, stream);
+    const auto with_sum = [&](auto adds) {
+      return walk.stages == 3 ? walked<Access, W, centered, adds, 3>(p, walk, stream)
+                              : walked<Access, W, centered, adds, 2>(p, walk, stream);
+    };
+    return p.grad_sum == nullptr ? with_sum(std::false_type{}) : with_sum(std::true_type{});
   };
   return p.centered ? start(std::true_type{}) : start(std::false_type{});
 }

@@ -68,16 +68,16 @@ class Parts {
 /// A team reads a row, and with all of it in registers finds its maximum and the sum of its
 /// exponentials, and writes it.
 template <class Place, bool kLog, bool kMasked>
-__global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place>)
+__global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place, 1>)
     softmax_rows(Softmax p, TeamShape shape) {
   using T = typename Place::T;
   using C = Compute<T>;
   using Math = MathFor<T>;
   constexpr int kLanes = Place::kLanes;
   constexpr int kItems = Place::kItems;
-  __shared__ Meeting<C, 1> meeting;
+  __shared__ Meeting<C, 2> meeting;
   wait_for_previous_kernel();
-  Team<C, 1> team(shape, meeting);
+  Team<C, 2> team(shape, meeting);
   const int64_t row = team.first() + team.index();
   const bool inside = row < p.outer;
   const T* x = static_cast<const T*>(p.x) + row * p.outer_stride;
@@ -97,26 +97,29 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place>)
     for (int i = 0; i < kLanes; ++i)
       if (parts.has(k, i)) largest[0] = fmax(largest[0], z[i] * scale);
   }
-  team.combine(largest, Largest{});
-  // From the largest: numbers far from zero lose no digits. What takes no part is -infinity, or NaN
-  // where nothing does, as in torch.
-  const auto below_largest = [&](int k, int i, C z) {
-    return parts.has(k, i) ? z * scale - largest[0] : C(kNothing) - largest[0];
+  team.combine_in_warp(largest, Largest{});
+  // From the largest: numbers far from zero lose no digits. A warp takes its own, so that warps
+  // meet once. What takes no part is -infinity.
+  const auto below = [&](int k, int i, C z, C from) {
+    return (parts.has(k, i) ? z * scale : C(kNothing)) - from;
   };
-  C sum[1] = {};
+  C sums[2] = {largest[0], C(0)};
+  const C from = AddExponentials::reference(largest[0]);
+  C part[1] = {};
 #pragma unroll
   for (int k = 0; k < kItems; ++k) {
     C z[kLanes];
     widen(items[k], z);
 #pragma unroll
-    for (int i = 0; i < kLanes; ++i) {
-      const C term = Math::exp(below_largest(k, i, z[i]));
-      if (kMasked || place.has(k, i)) sum[0] += place.has(k, i) ? term : C(0);
-    }
+    for (int i = 0; i < kLanes; ++i) part[0] += Math::exp(below(k, i, z[i], from));
   }
-  team.combine(sum, Add{});
-  const C factor = C(1) / sum[0];
-  const C log_sum = kLog ? log(sum[0]) : C(0);
+  team.combine_in_warp(part, Add{});
+  sums[1] = part[0];
+  team.combine_warps(sums, AddExponentials{});
+  // A row in which nothing takes part is NaN, as in torch: 0 / 0, or -infinity + infinity.
+  const C reference = AddExponentials::reference(sums[0]);
+  const C factor = C(1) / sums[1];
+  const C log_sum = kLog ? log(sums[1]) : C(0);
   T* y = static_cast<T*>(p.y) + row * p.length;
 #pragma unroll
   for (int k = 0; k < kItems; ++k) {
@@ -124,8 +127,8 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place>)
     widen(items[k], z);
 #pragma unroll
     for (int i = 0; i < kLanes; ++i) {
-      const C below = below_largest(k, i, z[i]);
-      z[i] = kLog ? below - log_sum : Math::exp(below) * factor;
+      const C distance = below(k, i, z[i], reference);
+      z[i] = kLog ? distance - log_sum : Math::exp(distance) * factor;
     }
     place.save(inside, y, k, z);
   }
@@ -138,7 +141,7 @@ __device__ __forceinline__ C gradient(C grad, C y, C total, C scale, C exp_of_y)
 }
 
 template <class Place, bool kLog, bool kMasked>
-__global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place>)
+__global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place, 2>)
     softmax_backward_rows(SoftmaxBackward p, TeamShape shape) {
   using T = typename Place::T;
   using C = Compute<T>;
@@ -189,32 +192,36 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place>)
 constexpr int kColumns = 32;
 constexpr int kMostRows = 32;
 
-template <class C>
+/// Sums in double: a thread may add a million numbers.
 class Columns {
  public:
-  __device__ __forceinline__ Columns(C (&shared)[kMostRows][kColumns]) : shared_(shared) {}
+  __device__ __forceinline__ explicit Columns(double (&shared)[kMostRows][kColumns])
+      : shared_(shared) {}
 
   /// Combines over threadIdx.y.
   template <class Op>
-  __device__ __forceinline__ C combine(C value, Op op) {
+  __device__ __forceinline__ double combine(double value, Op op) {
     __syncthreads();
     shared_[threadIdx.y][threadIdx.x] = value;
     __syncthreads();
-    C result = shared_[0][threadIdx.x];
-    for (unsigned y = 1; y < blockDim.y; ++y) result = op(result, shared_[y][threadIdx.x]);
-    return result;
+    double result[1] = {shared_[0][threadIdx.x]};
+    for (unsigned y = 1; y < blockDim.y; ++y) {
+      const double other[1] = {shared_[y][threadIdx.x]};
+      op(result, other);
+    }
+    return result[0];
   }
 
  private:
-  C (&shared_)[kMostRows][kColumns];
+  double (&shared_)[kMostRows][kColumns];
 };
 
 template <class T, bool kLog>
 __global__ void __launch_bounds__(kColumns* kMostRows) softmax_columns(Softmax p) {
   using C = Compute<T>;
   using Math = MathFor<T>;
-  __shared__ C shared[kMostRows][kColumns];
-  Columns<C> columns(shared);
+  __shared__ double shared[kMostRows][kColumns];
+  Columns columns(shared);
   wait_for_previous_kernel();
   const int64_t row = int64_t{blockIdx.x} * kColumns + threadIdx.x;
   const bool inside = row < p.outer * p.inner;
@@ -231,13 +238,13 @@ __global__ void __launch_bounds__(kColumns* kMostRows) softmax_columns(Softmax p
   C largest = C(kNothing);
 #pragma unroll 4
   for (int64_t i = threadIdx.y; i < length; i += blockDim.y) largest = fmax(largest, value(i));
-  largest = columns.combine(largest, Largest{});
-  C sum = 0;
+  largest = static_cast<C>(columns.combine(largest, Largest{}));
+  double sum = 0;
 #pragma unroll 4
   for (int64_t i = threadIdx.y; i < length; i += blockDim.y) sum += Math::exp(value(i) - largest);
   sum = columns.combine(sum, Add{});
-  const C factor = C(1) / sum;
-  const C log_sum = kLog ? log(sum) : C(0);
+  const C factor = static_cast<C>(1 / sum);
+  const C log_sum = static_cast<C>(kLog ? log(sum) : 0);
 #pragma unroll 4
   for (int64_t i = threadIdx.y; i < length; i += blockDim.y) {
     const C below = value(i) - largest;
@@ -249,8 +256,8 @@ template <class T, bool kLog>
 __global__ void __launch_bounds__(kColumns* kMostRows) softmax_backward_columns(SoftmaxBackward p) {
   using C = Compute<T>;
   using Math = MathFor<T>;
-  __shared__ C shared[kMostRows][kColumns];
-  Columns<C> columns(shared);
+  __shared__ double shared[kMostRows][kColumns];
+  Columns columns(shared);
   wait_for_previous_kernel();
   const int64_t row = int64_t{blockIdx.x} * kColumns + threadIdx.x;
   const bool inside = row < p.outer * p.inner;
@@ -263,13 +270,13 @@ __global__ void __launch_bounds__(kColumns* kMostRows) softmax_backward_columns(
   T* grad_x = static_cast<T*>(p.grad_x) + begin;
   const MaskRow mask(p.mask, p.inner == 1 ? outer : 0);
   const C scale = static_cast<C>(p.scale);
-  C total = 0;
+  double sum = 0;
 #pragma unroll 4
   for (int64_t i = threadIdx.y; i < length; i += blockDim.y) {
     const C g = convert<C>(grad[i * p.stride]);
-    total += kLog ? g : g * convert<C>(y[i * p.inner]);
+    sum += kLog ? g : g * convert<C>(y[i * p.inner]);
   }
-  total = columns.combine(total, Add{});
+  const C total = static_cast<C>(columns.combine(sum, Add{}));
 #pragma unroll 4
   for (int64_t i = threadIdx.y; i < length; i += blockDim.y) {
     const C from = convert<C>(y[i * p.inner]);
@@ -310,8 +317,8 @@ Status queue(const Problem& p, const RowsOf (&tensors)[N], const RowKernel& rows
     if (!adjacent) return by_columns();
     return with_access<T>(kind_of(tensors, p.dtype, p.outer, p.length), [&](auto access) {
       using Access = typename std::decay_t<decltype(access)>::type;
-      const RowPlan plan =
-          make_row_plan(ceil_div(p.length, Access::kLanes) + (Access::kWhole ? 0 : 1));
+      const int64_t vectors = ceil_div(p.length, Access::kLanes) + (Access::kWhole ? 0 : 1);
+      const RowPlan plan = make_row_plan(vectors, N - 1);
       Grid grid;
       const Status status = make_grid(plan.team, p.outer, grid);
       if (!status.ok()) return status;

@@ -125,6 +125,46 @@ class RowPlace {
     }
   }
 
+  /// Parameters of the thread's columns, or `nothing` where there are none.
+  template <class W>
+  __device__ __forceinline__ void load_parameters(const W* parameters, float nothing,
+                                                  Vec<W, kLanes> (&items)[kItems]) const {
+#pragma unroll
+    for (int k = 0; k < kItems; ++k) {
+#pragma unroll
+      for (int i = 0; i < kLanes; ++i) items[k].lane[i] = convert<W>(nothing);
+    }
+    if (parameters == nullptr) return;
+#pragma unroll
+    for (int k = 0; k < kItems; ++k) {
+      if constexpr (Access::kWhole && kLanes > 1) {
+        constexpr int kEach = kLanes < kVectorLanes<W> ? kLanes : kVectorLanes<W>;
+        const W* from = parameters + column(k);
+#pragma unroll
+        for (int part = 0; part < kLanes; part += kEach) {
+          if (has_any(k)) {
+            const auto some = load_constant<kEach>(from + part);
+#pragma unroll
+            for (int i = 0; i < kEach; ++i) items[k].lane[part + i] = some.lane[i];
+          }
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < kLanes; ++i)
+          if (has(k, i)) items[k].lane[i] = __ldg(parameters + column(k) + i);
+      }
+    }
+  }
+
+  /// Has what load() will read brought to the L2 cache.
+  __device__ __forceinline__ void prefetch(const T* row) const {
+#pragma unroll
+    for (int k = 0; k < kItems; ++k) {
+      if (has_any(k) && column(k) >= 0)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(row + column(k)));
+    }
+  }
+
   /// Stores item k of a row of results where it is `wanted`.
   template <class C>
   __device__ __forceinline__ void save(bool wanted, T* row, int k,
@@ -219,25 +259,23 @@ struct RowPlan {
   int items;  // 0: the row is too long
 };
 
-#ifndef TK_ROW_BLOCK
-#define TK_ROW_BLOCK 256
-#endif
-inline RowPlan make_row_plan(int64_t vectors) {
+/// `streams`: how many rows a thread holds at a time.
+inline RowPlan make_row_plan(int64_t vectors, int streams) {
   // Of a block of several rows.
   constexpr int kSmallBlock = 128;
-  // While small blocks wait for the sums of their rows, others have loads on the way.
-  constexpr int kBlock = TK_ROW_BLOCK;
   const int most_blocks = current_device().runs_90_code ? kMostClusterBlocks : 1;
-  const auto plan = [&](int items, int block) {
+  const auto plan = [&](int items, int block, int blocks) {
     const int64_t threads = ceil_div(vectors, items);
-    RowPlan found{team_of(threads, block, threads <= kWarpLanes ? kSmallBlock : 0, most_blocks),
-                  items};
+    RowPlan found{team_of(threads, block, threads <= kWarpLanes ? kSmallBlock : 0, blocks), items};
     if (found.team.size() < threads) found.items = 0;
     return found;
   };
-  RowPlan found = plan(kFewItems, kBlock);
-  if (found.items == 0) found = plan(kFewItems, kRowThreads);
-  return found.items == 0 ? plan(kManyItems, kRowThreads) : found;
+  // One row fits into a block's registers twice as long as two do, and a block that waits for
+  // nobody is faster than a cluster. Of two rows, small blocks of a cluster.
+  RowPlan found = streams == 1 ? plan(kFewItems, kRowThreads, 1)
+                               : plan(kFewItems, kRowThreads / 2, most_blocks);
+  if (found.items == 0 && streams > 1) found = plan(kFewItems, kRowThreads, most_blocks);
+  return found.items == 0 ? plan(kManyItems, kRowThreads, most_blocks) : found;
 }
 
 /// Calls body(std::integral_constant<int, items>) of the plan.
@@ -248,10 +286,11 @@ Status with_items(const RowPlan& plan, const Body& body) {
   return body(std::integral_constant<int, 0>{});
 }
 
-/// Blocks of a multiprocessor: with 64 registers a thread, or with 128 where each holds twice as
-/// much or must tell for every lane whether it counts.
-template <class Place>
-inline constexpr int kRowBlocks = Place::kItems == kFewItems && Place::Access::kWhole ? 2 : 1;
+/// Blocks of a multiprocessor: with 64 registers a thread, or with 128 where it must tell for every
+/// lane whether it counts, or holds more than fits.
+template <class Place, int kStreams>
+inline constexpr int kRowBlocks =
+    Place::Access::kWhole && Place::kItems * kStreams <= kManyItems ? 2 : 1;
 
 /// Calls body(TypeTag<RowAccess<T, ...>>) of the access that fits.
 template <class T, class Body>

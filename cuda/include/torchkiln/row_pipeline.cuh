@@ -80,12 +80,13 @@ class RowPipeline : public RowPlace<Access, kItems> {
   int64_t row_step_[kStreams];
 };
 
-/// Parameters of the columns of a row's part in a block, in shared memory as they are computed with.
-/// Teams that share a block share them.
+/// Parameters of the columns of a row's part in a block, in shared memory as they are computed
+/// with. Teams that share a block share them.
 template <class C, int kLanes, int kItems>
 class ColumnParameters {
  public:
-  static constexpr int kBytes = kLanes * kItems * static_cast<int>(sizeof(C));  // a thread of a team
+  static constexpr int kBytes =
+      kLanes * kItems * static_cast<int>(sizeof(C));  // a thread of a team
 
   __device__ __forceinline__ ColumnParameters(void* memory, int rank_in_block, int threads)
       : own_(static_cast<Part*>(memory) + rank_in_block), threads_(threads) {}

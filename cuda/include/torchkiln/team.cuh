@@ -17,31 +17,66 @@ inline constexpr int kMostBlockThreads = 1024;
 inline constexpr int kMostClusterBlocks = 8;  // what every GPU with clusters has room for
 inline constexpr int kMostTeams = 15;         // of several warps in a block: a named barrier each
 
+/// How teams combine values: what counts for nothing, and a += b for all of them.
 struct Add {
-  template <class C>
-  static __device__ __forceinline__ C neutral() {
-    return C(0);
+  template <class C, int N>
+  static __device__ __forceinline__ void clear(C (&a)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) a[i] = C(0);
   }
-  template <class C>
-  __device__ __forceinline__ C operator()(C a, C b) const {
-    return a + b;
+  template <class C, int N>
+  __device__ __forceinline__ void operator()(C (&a)[N], const C (&b)[N]) const {
+#pragma unroll
+    for (int i = 0; i < N; ++i) a[i] += b[i];
   }
 };
 
-/// The larger number; NaN only where both are.
+/// The larger numbers; NaN only where both are.
 struct Largest {
-  template <class C>
-  static __device__ __forceinline__ C neutral() {
-    return -C(INFINITY);
+  template <class C, int N>
+  static __device__ __forceinline__ void clear(C (&a)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) a[i] = -C(INFINITY);
   }
-  template <class C>
-  __device__ __forceinline__ C operator()(C a, C b) const {
-    return fmax(a, b);
+  template <class C, int N>
+  __device__ __forceinline__ void operator()(C (&a)[N], const C (&b)[N]) const {
+#pragma unroll
+    for (int i = 0; i < N; ++i) a[i] = fmax(a[i], b[i]);
   }
 };
 
-/// A team is a power of two of threads where that is no more than a warp, else a multiple of a warp;
-/// it may share its block with other teams of a power of two, or be a cluster of whole blocks.
+/// The largest of some numbers, and the sum of the exponentials of how far each is below it; what
+/// follows is added.
+struct AddExponentials {
+  template <class C, int N>
+  static __device__ __forceinline__ void clear(C (&a)[N]) {
+    Add::clear(a);
+    a[0] = -C(INFINITY);
+  }
+  template <class C, int N>
+  __device__ __forceinline__ void operator()(C (&a)[N], const C (&b)[N]) const {
+    const C largest = fmax(a[0], b[0]);
+    a[1] = rescaled(a[1], a[0], largest) + rescaled(b[1], b[0], largest);
+    a[0] = largest;
+#pragma unroll
+    for (int i = 2; i < N; ++i) a[i] += b[i];
+  }
+
+  /// What numbers are measured from: 0 where there was none but -infinity.
+  template <class C>
+  static __device__ __forceinline__ C reference(C largest) {
+    return largest == -C(INFINITY) ? C(0) : largest;
+  }
+  /// A sum of exponentials relative to `from`, relative to `to`.
+  template <class C>
+  static __device__ __forceinline__ C rescaled(C sum, C from, C to) {
+    return from == to ? sum : sum * exp(reference(from) - reference(to));
+  }
+};
+
+/// A team is a power of two of threads where that is no more than a warp, else a multiple of a
+/// warp; it may share its block with other teams of a power of two, or be a cluster of whole
+/// blocks.
 struct TeamShape {
   int threads;      // of the team, in one block
   int log_threads;  // of a team that shares its block, else 31: every thread is in the first
@@ -84,8 +119,9 @@ struct Meeting {
   uint64_t arrived[2];
 };
 
-/// A thread's place in its team.
-template <class C, int kValues>
+/// A thread's place in its team. kShared: teams of several warps may share a block. A kernel that
+/// allows it takes all of the block's barriers, of which a multiprocessor has 64.
+template <class C, int kValues, bool kShared = false>
 class Team {
  public:
   __device__ __forceinline__ Team(const TeamShape& shape, Meeting<C, kValues>& meeting)
@@ -125,12 +161,14 @@ class Team {
   template <class Op, int N>
   __device__ __forceinline__ void combine(C (&values)[N], Op op) {
     static_assert(N <= kValues, "the meeting has no room for so many values");
-    if (shape_.in_warp()) {
-      for (int offset = shape_.threads / 2; offset > 0; offset /= 2) exchange(values, offset, op);
-      return;
-    }
-#pragma unroll
-    for (int offset = kWarpLanes / 2; offset > 0; offset /= 2) exchange(values, offset, op);
+    combine_in_warp(values, op);
+    combine_warps(values, op);
+  }
+
+  /// The same of values that all lanes of a warp agree upon.
+  template <class Op, int N>
+  __device__ __forceinline__ void combine_warps(C (&values)[N], Op op) {
+    if (shape_.in_warp()) return;
     const int lane = rank_in_block_ % kWarpLanes;
     const int warp = rank_in_block_ / kWarpLanes;
     const int warps = shape_.threads / kWarpLanes;
@@ -144,7 +182,11 @@ class Team {
 #pragma unroll
         for (int i = 0; i < N; ++i) slots[i][begin + warp] = values[i];
       }
-      asm volatile("bar.sync %0, %1;" ::"r"(index_ + 1), "r"(shape_.threads) : "memory");
+      if constexpr (kShared) {
+        asm volatile("bar.sync %0, %1;" ::"r"(index_ + 1), "r"(shape_.threads) : "memory");
+      } else {
+        __syncthreads();
+      }
     } else {
       tell_cluster(values, slots, turn, block_ * warps + warp, count, lane);
     }
@@ -152,21 +194,39 @@ class Team {
     // As many exchanges as the next power of two of slots takes.
     int width = kWarpLanes;
     while (width / 2 >= count) width /= 2;
-    const int own = lane & (width - 1);
+    const auto read = [&](int at, C(&to)[N]) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-      values[i] = own < count ? slots[i][begin + own] : Op::template neutral<C>();
-      for (int at = own + kWarpLanes; at < count; at += kWarpLanes)
-        values[i] = op(values[i], slots[i][at]);
+      for (int i = 0; i < N; ++i) to[i] = slots[i][begin + at];
+    };
+    const int own = lane & (width - 1);
+    Op::clear(values);
+    if (own < count) read(own, values);
+    for (int at = own + kWarpLanes; at < count; at += kWarpLanes) {
+      C others[N];
+      read(at, others);
+      op(values, others);
     }
     for (int offset = width / 2; offset > 0; offset /= 2) exchange(values, offset, op);
+  }
+
+  /// The same over the team's lanes of a warp alone.
+  template <class Op, int N>
+  __device__ __forceinline__ void combine_in_warp(C (&values)[N], Op op) {
+    if (shape_.in_warp()) {
+      for (int offset = shape_.threads / 2; offset > 0; offset /= 2) exchange(values, offset, op);
+    } else {
+#pragma unroll
+      for (int offset = kWarpLanes / 2; offset > 0; offset /= 2) exchange(values, offset, op);
+    }
   }
 
  private:
   template <class Op, int N>
   static __device__ __forceinline__ void exchange(C (&values)[N], int offset, Op op) {
+    C others[N];
 #pragma unroll
-    for (int i = 0; i < N; ++i) values[i] = op(values[i], __shfl_xor_sync(~0u, values[i], offset));
+    for (int i = 0; i < N; ++i) others[i] = __shfl_xor_sync(~0u, values[i], offset);
+    op(values, others);
   }
 
   /// Each warp stores its values in every block of the cluster, whose barrier counts the bytes: a

@@ -164,6 +164,8 @@ class OpSpec:
     """The same for calls that do not fill a GPU."""
     helpers: tuple[str, ...] = ()
     """Ops in the same namespace that exist for this one (its backward) and have no spec."""
+    waits_for: tuple[str, ...] = ()
+    """Arguments by which a caller asks for something that makes the host wait for the device."""
     inplace: Callable[..., Tensor] | None = None
     """The public Python function that writes its result into the first argument."""
     inplace_overload: torch._ops.OpOverload[..., Any] | None = None

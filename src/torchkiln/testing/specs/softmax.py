@@ -290,6 +290,8 @@ def spec(
         traffic=traffic,
         backward_traffic=backward_traffic,
         differentiable=(0,),
+        bench_shapes=((32768, 4096), (8192, 32768), (8192, 131072)),
+        small_shapes=((1, 4096), (8, 4096), (64, 4096), (512, 4096)),
         helpers=("softmax_backward",),
         module=lambda *_: module(-1, scale=0.5, causal=True),
         module_inputs=module_inputs,
