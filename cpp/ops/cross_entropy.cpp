@@ -55,6 +55,7 @@ Two call_forward(const Tensor& logits, const Tensor& target, const LossCall& cal
 
 Tensor call_backward(const Tensor& grad, const Tensor& logits, const Tensor& target,
                      const Tensor& state, const LossCall& call) {
+  const at::AutoDispatchBelowADInplaceOrView below;
   static const auto op = find_op<BackwardSchema>("torchkiln::cross_entropy_backward");
   return op.call(grad, logits, target, call.weight, state, call.ignore_index,
                  name_of(call.reduction), call.label_smoothing, call.z_loss);
@@ -184,14 +185,11 @@ struct LossFunction : torch::autograd::Function<LossFunction> {
   static Tensor forward(AutogradContext* context, const Tensor& logits, const Tensor& target,
                         const LossCall& call) {
     const at::AutoDispatchBelowADInplaceOrView below;
-    if (call.inplace_backward) check_overwritable(logits);
     auto [loss, state] = call_forward(logits, target, call);
-    auto& data = context->saved_data;
-    data["ignore_index"] = call.ignore_index;
-    data["reduction"] = static_cast<int64_t>(call.reduction);
-    data["label_smoothing"] = call.label_smoothing;
-    data["z_loss"] = call.z_loss;
-    data["inplace"] = call.inplace_backward;
+    if (call.inplace_backward) check_overwritable(logits);
+    context->saved_data["call"] =
+        c10::ivalue::Tuple::create(call.ignore_index, static_cast<int64_t>(call.reduction),
+                                   call.label_smoothing, call.z_loss, call.inplace_backward);
     context->save_for_backward({logits, target, state, call.weight.value_or(Tensor())});
     return loss;
   }
@@ -199,14 +197,14 @@ struct LossFunction : torch::autograd::Function<LossFunction> {
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
     const variable_list saved = context->get_saved_variables();
     const auto& [logits, target, state, weight] = std::tie(saved[0], saved[1], saved[2], saved[3]);
-    const auto& data = context->saved_data;
+    const auto& numbers = context->saved_data["call"].toTupleRef().elements();
     LossCall call{};
     if (weight.defined()) call.weight = weight;
-    call.ignore_index = data.at("ignore_index").toInt();
-    call.reduction = static_cast<LossReduction>(data.at("reduction").toInt());
-    call.label_smoothing = data.at("label_smoothing").toDouble();
-    call.z_loss = data.at("z_loss").toDouble();
-    call.inplace_backward = data.at("inplace").toBool();
+    call.ignore_index = numbers[0].toInt();
+    call.reduction = static_cast<LossReduction>(numbers[1].toInt());
+    call.label_smoothing = numbers[2].toDouble();
+    call.z_loss = numbers[3].toDouble();
+    call.inplace_backward = numbers[4].toBool();
     const Tensor& grad = grads[0];
     const bool of_logits = context->needs_input_grad(0);
     const bool of_target = context->needs_input_grad(1) && target.is_floating_point();
@@ -239,10 +237,7 @@ Tensor decomposed(const Tensor& logits, const Tensor& target, const LossCall& ca
 
 Tensor autograd(const Tensor& logits, const Tensor& target, const LossCall& call) {
   if (is_transformed(logits, target)) return decomposed(logits, target, call);
-  if (needs_gradient(logits, target)) {
-    check_loss(kOp, logits, target, call);
-    return LossFunction::apply(logits, target, call);
-  }
+  if (needs_gradient(logits, target)) return LossFunction::apply(logits, target, call);
   const at::AutoDispatchBelowADInplaceOrView below;
   return call_op(logits, target, call);
 }

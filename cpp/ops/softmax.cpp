@@ -246,9 +246,8 @@ struct Function : torch::autograd::Function<Function<Op>> {
                         const MaybeTensor& mask, bool causal) {
     const at::AutoDispatchBelowADInplaceOrView below;
     Tensor y = op_of<Op>().call(x, dim, scale, mask, causal);
-    context->saved_data["dim"] = check_dim(Op::kName, "x", x, dim);
-    context->saved_data["scale"] = scale;
-    context->saved_data["causal"] = causal;
+    context->saved_data["call"] =
+        c10::ivalue::Tuple::create(check_dim(Op::kName, "x", x, dim), scale, causal);
     context->save_for_backward({y, mask.value_or(Tensor())});
     return y;
   }
@@ -256,14 +255,17 @@ struct Function : torch::autograd::Function<Function<Op>> {
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
     const variable_list saved = context->get_saved_variables();
     const MaybeTensor mask = saved[1].defined() ? MaybeTensor(saved[1]) : std::nullopt;
-    const int64_t dim = context->saved_data["dim"].toInt();
-    const double scale = context->saved_data["scale"].toDouble();
-    const bool causal = context->saved_data["causal"].toBool();
-    Tensor grad_x =
-        at::GradMode::is_enabled()
-            ? differentiable_gradient(grads[0], saved[0], dim, Op::kLog, scale, mask, causal)
-            : backward_op().call(grads[0], saved[0], dim, Op::kLog, scale, mask, causal);
-    return {std::move(grad_x), Tensor(), Tensor(), Tensor(), Tensor()};
+    const auto& call = context->saved_data["call"].toTupleRef().elements();
+    const int64_t dim = call[0].toInt();
+    const double scale = call[1].toDouble();
+    const bool causal = call[2].toBool();
+    if (at::GradMode::is_enabled()) {
+      return {differentiable_gradient(grads[0], saved[0], dim, Op::kLog, scale, mask, causal),
+              Tensor(), Tensor(), Tensor(), Tensor()};
+    }
+    const at::AutoDispatchBelowADInplaceOrView below;
+    return {backward_op().call(grads[0], saved[0], dim, Op::kLog, scale, mask, causal), Tensor(),
+            Tensor(), Tensor(), Tensor()};
   }
 };
 

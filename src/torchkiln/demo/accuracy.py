@@ -78,8 +78,8 @@ def worst(rows: Iterable[tuple[float, float, str | None]]) -> tuple[float, float
 def forward(spec: OpSpec, sample: Sample) -> tuple[float, float, str | None]:
     """Our error, torch's, and the complaint about the output of one call."""
     found = sample.call(spec.op)
-    truth = outputs(exact(sample).call(spec.reference))
-    terms = outputs(exact(sample).call(spec.magnitude))
+    truth = outputs(exact(spec, sample).call(spec.reference))
+    terms = outputs(exact(spec, sample).call(spec.magnitude))
     words = complaint(require_values, found, sample, Where(spec, "values", sample))
     other = sample.call(spec.composite)
     ours, theirs = (largest_steps(outputs(result), truth, terms) for result in (found, other))
@@ -95,7 +95,7 @@ def backward(spec: OpSpec, sample: Sample) -> tuple[float, float, str | None]:
     found = vector_jacobian(spec.op, leaves, wanted, grads)
     other = vector_jacobian(spec.composite, leaves, wanted, grads)
     wide = widened(grads)
-    leaves = spec.leaves(exact(sample))
+    leaves = spec.leaves(exact(spec, sample))
     truth = vector_jacobian(spec.reference, leaves, wanted, wide)
     sizes = [None if grad is None else grad.abs() for grad in wide]
     terms = vector_jacobian(spec.gradient_magnitude or spec.reference, leaves, wanted, sizes)

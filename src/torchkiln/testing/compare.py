@@ -133,9 +133,13 @@ def bits(tensor: Tensor) -> Tensor:
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
-def exact(sample: Sample) -> Sample:
-    """The call in float64 on the device of its result; classes and masks stay what they are."""
-    return sample.map(lambda t: t.detach().double() if t.is_floating_point() else t.detach())
+def exact(spec: OpSpec, sample: Sample) -> Sample:
+    """The call in float64 on the device of its result; indices and masks stay what they are."""
+    call = sample.map(lambda t: t.detach().double() if t.is_floating_point() else t.detach())
+    for i in call.positions:
+        if i not in spec.indices:
+            call = call.substitute(i, call.args[i].double())
+    return call
 
 
 def require_values(found: Result, sample: Sample, where: Where) -> None:
@@ -143,7 +147,7 @@ def require_values(found: Result, sample: Sample, where: Where) -> None:
     spec = where.spec
     with torch.no_grad():
         plain = sample.map(Tensor.detach)
-        truth = exact(sample)
+        truth = exact(spec, sample)
         beside = truth.call(spec.reference), plain.call(spec.composite), truth.call(spec.magnitude)
         for (one, expected, other, terms), place in each((found, *beside), where):
             require_close(one.detach(), expected, other, terms, place)
@@ -187,7 +191,7 @@ def require_gradients(
     """Judge the gradients of one call for the incoming gradients ``grads``."""
     spec = where.spec
     plain = spec.leaves(sample, tuple(positions))
-    truth = spec.leaves(exact(sample), tuple(positions))
+    truth = spec.leaves(exact(spec, sample), tuple(positions))
     wide = widened(grads)
     size = [None if grad is None else grad.abs() for grad in wide]
     expected = vector_jacobian(spec.reference, truth, positions, wide)

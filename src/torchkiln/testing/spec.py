@@ -147,6 +147,8 @@ class OpSpec:
     output_sensitivity: Callable[..., Any] | None = None
     """For an op whose backward starts from its rounded output, as torch's does: a function whose
     gradients say how far each gradient moves with the relative error of that output."""
+    indices: tuple[int, ...] = ()
+    """Positions of arguments whose integers are no numbers: no check converts them."""
     grown: Callable[[Sample], Sample] = doubled
     """A call of larger sizes, all of which a graph with dynamic sizes has to serve."""
     bench_variants: (

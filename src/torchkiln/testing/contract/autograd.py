@@ -110,7 +110,7 @@ def require_tangents(found: Result, sample: Sample, where: Where) -> None:
         total = sum((b * v).sum() for b, v in zip(back, along, strict=True))
         return torch.autograd.grad(total, u)  # type: ignore[arg-type]
 
-    truth = exact(sample)
+    truth = exact(spec, sample)
     wide = tuple(v.double() for v in directions)
     expected = product(spec.reference, truth, wide)
     terms = spec.gradient_magnitude or spec.reference

@@ -1,0 +1,240 @@
+"""What memory cross_entropy needs, and the gradient in place of the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torchkiln
+from torchkiln.testing.compare import bits
+from torchkiln.testing.specs import cross_entropy as contract
+from torchkiln.testing.specs.cross_entropy import probabilities
+
+FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+def name(value: object) -> str:
+    return str(value).removeprefix("torch.")
+
+
+every_dtype = pytest.mark.parametrize("dtype", FLOATING, ids=name)
+
+
+def some(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Logits that need a gradient, and classes."""
+    logits = torch.randn(9, 21, device=device, requires_grad=True)
+    return logits, torch.randint(21, (9,), device=device)
+
+
+def gradient(loss: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(loss, inputs, torch.ones_like(loss))
+
+
+def peak_bytes(device: torch.device, function: Callable[[], object]) -> int:
+    """The most memory that the call has at a time, beyond what was there before."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        function()
+        return torch.cuda.max_memory_allocated(device) - before
+    kind = torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[kind], profile_memory=True) as profile:
+        function()
+    assert profile.profiler is not None
+    assert profile.profiler.kineto_results is not None
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name)
+@pytest.mark.parametrize("kind", ["rows", "images", "probabilities", "weighted", "autocast"])
+def test_peak_memory(device: torch.device, dtype: torch.dtype, kind: str) -> None:
+    """Forward and backward need the gradient and a few numbers for each row; in place those."""
+    rows, count = 64, 8192
+    shape = (4, count, 16) if kind == "images" else (rows, count)
+    x = torch.randn(shape, device=device).to(dtype)
+    target = torch.randint(count, shape[:1] + shape[2:], device=device)
+    if kind == "probabilities":
+        target = probabilities(x)
+    options: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 0.01}
+    if kind == "weighted":
+        options["weight"] = torch.rand(count, device=device)
+    whole = x.numel() * x.itemsize
+    little = 64 * rows + (8 * count if kind == "weighted" else 0) + 16 * 512
+
+    def step(inplace: bool) -> None:
+        logits = x.detach().requires_grad_()
+        with torch.autocast(device.type, torch.bfloat16, enabled=kind == "autocast"):
+            loss = torchkiln.cross_entropy(logits, target, inplace_backward=inplace, **options)
+        gradient(loss, logits)
+
+    step(False)
+    found = peak_bytes(device, lambda: step(False))
+    assert whole <= found <= whole + little
+    if kind != "images":
+        assert peak_bytes(device, lambda: step(True)) <= little
+
+
+def layouts(device: torch.device, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
+    """Logits whose gradient can take their place, and the whole of their memory."""
+    rows = torch.randn(9, 21, device=device).to(dtype)
+    wide = torch.full((9, 32), 77.0, device=device).to(dtype)
+    wide[:, 3:24] = rows
+    images = torch.randn(2, 3, 5, 7, device=device).to(dtype)
+    last = images.contiguous(memory_format=torch.channels_last)
+    return {
+        "rows": (rows, rows),
+        "rows of a wider matrix": (wide[:, 3:24], wide),
+        "one row": (rows[1], rows),
+        "channels last": (last, last),
+        "one class": (rows[:, 2:3], rows),
+        "no rows": (rows[:0], rows),
+    }
+
+
+@every_dtype
+@pytest.mark.parametrize("kind", list(layouts(torch.device("cpu"), torch.float32)))
+def test_in_place(device: torch.device, dtype: torch.dtype, kind: str) -> None:
+    """The gradient is that of its own memory, and nothing around the logits is written."""
+    logits, whole = layouts(device, dtype)[kind]
+    target = contract.classes(logits, -100)
+    before = whole.clone()
+    leaf = logits.clone().requires_grad_()
+    (expected,) = gradient(torchkiln.cross_entropy(leaf, target, reduction="sum", z_loss=0.1), leaf)
+    x = logits.requires_grad_()
+    version = x._version
+    loss = torchkiln.cross_entropy(x, target, reduction="sum", z_loss=0.1, inplace_backward=True)
+    assert torch.equal(x.detach(), leaf.detach())
+    (found,) = gradient(loss, x)
+    # On a GPU the order of additions follows where in memory a row begins.
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(found, expected, rtol=8 * eps, atol=eps)
+    assert torch.equal(bits(x.detach()), bits(found))
+    if found.numel() > 0:
+        assert found.data_ptr() == x.data_ptr()
+    assert x._version > version
+    with torch.no_grad():
+        logits.detach().copy_(leaf.detach())
+    assert torch.equal(bits(whole), bits(before))
+
+
+def test_in_place_needs_rows(device: torch.device) -> None:
+    prefix = r"^torchkiln\.cross_entropy: inplace_backward: got logits of shape \[{}\] and strides "
+    rows = torch.randn(4, 6, device=device)
+    for logits in (
+        rows.t(),
+        rows[:1].expand(4, 6),
+        rows[:, ::2],
+        rows.as_strided((3, 6), (4, 1)),
+        torch.randn(2, 5, 3, device=device),
+    ):
+        leaf = logits.detach().requires_grad_()
+        target = torch.zeros(leaf.shape[:1] + leaf.shape[2:], dtype=torch.int64, device=device)
+        words = prefix.format(", ".join(map(str, leaf.shape)))
+        with pytest.raises(RuntimeError, match=words):
+            torchkiln.cross_entropy(leaf, target, inplace_backward=True)
+        # Without a backward there is nothing to write.
+        torchkiln.cross_entropy(logits, target, inplace_backward=True)
+
+
+def test_in_place_is_noticed_by_autograd(device: torch.device) -> None:
+    """What needs the logits afterwards is an error and not a wrong number."""
+    used = "modified by an inplace operation"
+    logits, target = some(device)
+    loss = torchkiln.cross_entropy(logits, target, inplace_backward=True)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=used):
+        loss.backward()
+
+    leaf, target = some(device)
+    logits = leaf * 2
+    square = logits.square().sum()
+    torchkiln.cross_entropy(logits, target, inplace_backward=True).backward()
+    with pytest.raises(RuntimeError, match=used):
+        square.backward()
+
+    logits = some(device)[0].tanh()
+    with pytest.raises(RuntimeError, match=used):
+        torchkiln.cross_entropy(logits, target, inplace_backward=True).backward()
+
+
+def test_in_place_is_not_differentiated_twice(device: torch.device) -> None:
+    logits, target = some(device)
+    before = logits.detach().clone()
+    loss = torchkiln.cross_entropy(logits, target, inplace_backward=True)
+    with pytest.raises(
+        RuntimeError,
+        match=r"^torchkiln\.cross_entropy: inplace_backward: got a backward with create_graph=True",
+    ):
+        torch.autograd.grad(loss, logits, create_graph=True)
+    assert torch.equal(logits.detach(), before)
+
+
+def test_in_place_with_a_gradient_of_probabilities(device: torch.device) -> None:
+    """The target's gradient is taken from the logits before they are overwritten."""
+    found: list[Tensor] = []
+    expected: list[Tensor] = []
+    logits, _ = some(device)
+    target = probabilities(logits.detach())
+    for inplace, grads in ((False, expected), (True, found)):
+        inputs = logits.detach().clone().requires_grad_(), target.clone().requires_grad_()
+        loss = torchkiln.cross_entropy(*inputs, inplace_backward=inplace)
+        grads.extend(gradient(loss, *inputs))
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_in_place_has_memory_of_its_own_where_it_is_traced(device: torch.device) -> None:
+    logits, target = some(device)
+    before = logits.detach().clone()
+    plain = logits.detach().clone().requires_grad_()
+    expected = gradient(torchkiln.cross_entropy(plain, target), plain)[0]
+
+    def loss(x: Tensor) -> Tensor:
+        return torchkiln.cross_entropy(x, target, inplace_backward=True)
+
+    torch.compiler.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(gradient(compiled(logits), logits)[0], expected)
+    torch.testing.assert_close(torch.func.grad(loss)(logits.detach()), expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(
+            loss(logits), logits, torch.ones(2, device=device), is_grads_batched=True
+        )[0][1],
+        expected,
+    )
+    assert torch.equal(logits.detach(), before)
+
+
+def test_training_in_place(device: torch.device) -> None:
+    """A linear layer does not need its output: the steps are those of torch's loss."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 8, device=device)
+    y = x[:, :3].argmax(1)
+    losses: list[list[float]] = []
+    for function in (
+        F.cross_entropy,
+        torchkiln.nn.CrossEntropyLoss(inplace_backward=True),
+    ):
+        torch.manual_seed(1)
+        layer = nn.Linear(8, 3).to(device)
+        optimiser = torch.optim.SGD(layer.parameters(), lr=0.5)
+        losses.append([])
+        for _ in range(20):
+            optimiser.zero_grad()
+            loss = function(layer(x), y)
+            loss.backward()
+            optimiser.step()
+            losses[-1].append(loss.item())
+    assert losses[0][-1] < 0.5 * losses[0][0]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
