@@ -17,6 +17,7 @@ namespace {
 // Neighbouring rows are computed side by side, as columns, where so many lie along the innermost
 // dimension, or where rows are so short that one alone would not fill the wide instructions.
 constexpr int64_t kFewestColumns = 16;
+constexpr int64_t kFewestNeighbours = 8;
 constexpr int64_t kShort = 31;
 // Pieces of a row whose exponentials are kept: beside the results, which stay in the second-level
 // cache with them, or in their place.
@@ -113,7 +114,7 @@ void softmax_row(const Softmax& p, const RowPart& part, const T* x, T* y, Comput
   });
   const C shift = sum.shift();
   const C factor = static_cast<C>(1.0 / sum.sum());
-  const C logarithm = static_cast<C>(log_of(sum.sum()));
+  const C logarithm = p.log ? static_cast<C>(log_of(sum.sum())) : C(0);
   if (p.log) {
     for_pieces([&](const auto* values, int64_t at, int64_t count) {
       store_run(y + at * p.inner, p.inner, count, scratch,
@@ -127,9 +128,12 @@ void softmax_row(const Softmax& p, const RowPart& part, const T* x, T* y, Comput
     });
   } else {
     for (int64_t at = 0; at < part.visible; at += kPiece) {
-      // Only of a piece without any value above -infinity is the shift not the smaller one.
-      const double step = static_cast<double>(shifts[at / kPiece]) - static_cast<double>(shift);
-      const C by = static_cast<C>(ExactMath::exp(step < 0 ? step : 0.0) / sum.sum());
+      C by = factor;
+      if (shifts[at / kPiece] != shift) {
+        // Only of a piece without any value above -infinity is the shift not the smaller one.
+        const double step = static_cast<double>(shifts[at / kPiece]) - static_cast<double>(shift);
+        by = static_cast<C>(ExactMath::exp(step < 0 ? step : 0.0) / sum.sum());
+      }
       const C* powers = kept + at;
       store_run(y + at * p.inner, p.inner, std::min(kPiece, part.visible - at), buffer,
                 [=](int64_t i) { return powers[i] * by; });
@@ -185,29 +189,36 @@ void softmax_backward_row(const SoftmaxBackward& p, const RowPart& part, const T
 }
 
 /// Calls row(x_offset, y_offset, part) for each of the rows begin <= row < end or, for as many as
-/// lie side by side, columns(x_offset, x_column_stride, y_offset, y_column_stride, count). What is
-/// called x here is the operand with strides, y those that are contiguous.
+/// are computed as columns, columns(row, count).
 template <class Arguments, class Row, class Beside>
 void for_rows(const Arguments& p, int64_t begin, int64_t end, const Row& row,
               const Beside& columns) {
-  const bool is_short = p.inner == 1 && p.length <= kShort && p.outer >= kFewestColumns;
-  const bool has_columns = (is_short || p.inner >= kFewestColumns) && !p.mask.any();
+  const bool has_columns = !p.mask.any() && p.outer * p.inner >= kFewestColumns &&
+                           (p.inner >= kFewestNeighbours || p.length <= kShort);
+  if (has_columns) {
+    for (int64_t at = begin; at < end; at += kColumns) columns(at, std::min(kColumns, end - at));
+    return;
+  }
   RowParts parts(p.mask, p.length, begin);
-  for (int64_t at = begin; at < end;) {
+  for (int64_t at = begin; at < end; ++at) {
     const int64_t inner = at % p.inner;
     const int64_t outer = at / p.inner;
-    const int64_t x_offset = outer * p.outer_stride + inner * p.inner_stride;
-    const int64_t y_offset = outer * p.length * p.inner + inner;
-    if (!has_columns) {
-      row(x_offset, y_offset, parts.next());
-      ++at;
-      continue;
-    }
-    const int64_t count = std::min({kColumns, end - at, is_short ? end - at : p.inner - inner});
-    columns(x_offset, is_short ? p.outer_stride : p.inner_stride, y_offset, is_short ? p.length : 1,
-            count);
-    at += count;
+    row(outer * p.outer_stride + inner * p.inner_stride, outer * p.length * p.inner + inner,
+        parts.next());
   }
+}
+
+/// The rows as columns: of the operand that has strides, and of those that are contiguous.
+template <class T, class Arguments>
+Columns<T> columns_of(const Arguments& p, T* data) {
+  // One group of all rows where each has one element in each row of the innermost dimension.
+  if (p.inner == 1) return {data, p.stride, p.outer_stride, 0, p.outer};
+  return {data, p.stride, p.inner_stride, p.outer_stride, p.inner};
+}
+template <class T, class Arguments>
+Columns<T> contiguous_columns_of(const Arguments& p, T* data) {
+  if (p.inner == 1) return {data, 1, p.length, 0, p.outer};
+  return {data, p.inner, 1, p.length * p.inner, p.inner};
 }
 
 }  // namespace
@@ -217,6 +228,8 @@ Status softmax(const Softmax& p, int64_t begin, int64_t end) {
     using T = typename decltype(tag)::type;
     const T* x = static_cast<const T*>(p.x);
     T* y = static_cast<T*>(p.y);
+    const Columns<const T> x_columns = columns_of(p, x);
+    const Columns<T> y_columns = contiguous_columns_of(p, y);
     // Without memory for them, exponentials are computed twice.
     std::unique_ptr<Compute<T>[]> beside;
     if (!p.log)
@@ -226,10 +239,8 @@ Status softmax(const Softmax& p, int64_t begin, int64_t end) {
         [&](int64_t x_offset, int64_t y_offset, const RowPart& part) {
           softmax_row(p, part, x + x_offset, y + y_offset, beside.get());
         },
-        [&](int64_t x_offset, int64_t x_column, int64_t y_offset, int64_t y_column, int64_t count) {
-          const Columns<const T> from{x + x_offset, p.stride, x_column};
-          const Columns<T> to{y + y_offset, p.inner, y_column};
-          softmax_columns(p, from, to, count);
+        [&](int64_t row, int64_t count) {
+          softmax_columns<T>(p, {x_columns, row, count}, {y_columns, row, count}, count);
         });
     return Status{};
   });
@@ -241,17 +252,17 @@ Status softmax_backward(const SoftmaxBackward& p, int64_t begin, int64_t end) {
     const T* grad = static_cast<const T*>(p.grad);
     const T* y = static_cast<const T*>(p.y);
     T* grad_x = static_cast<T*>(p.grad_x);
+    const Columns<const T> grad_columns = columns_of(p, grad);
+    const Columns<const T> y_columns = contiguous_columns_of(p, y);
+    const Columns<T> grad_x_columns = contiguous_columns_of(p, grad_x);
     for_rows(
         p, begin, end,
         [&](int64_t grad_offset, int64_t y_offset, const RowPart& part) {
           softmax_backward_row(p, part, grad + grad_offset, y + y_offset, grad_x + y_offset);
         },
-        [&](int64_t grad_offset, int64_t grad_column, int64_t y_offset, int64_t y_column,
-            int64_t count) {
-          const Columns<const T> grads{grad + grad_offset, p.stride, grad_column};
-          const Columns<const T> outputs{y + y_offset, p.inner, y_column};
-          const Columns<T> to{grad_x + y_offset, p.inner, y_column};
-          softmax_backward_columns(p, grads, outputs, to, count);
+        [&](int64_t row, int64_t count) {
+          softmax_backward_columns<T>(p, {grad_columns, row, count}, {y_columns, row, count},
+                                      {grad_x_columns, row, count}, count);
         });
     return Status{};
   });
