@@ -18,7 +18,9 @@ namespace {
 // dimension, or where rows are so short that one alone would not fill the wide instructions.
 constexpr int64_t kFewestColumns = 16;
 constexpr int64_t kFewestNeighbours = 8;
-constexpr int64_t kShort = 31;
+constexpr int64_t kShort = 16;
+// So many neighbours along the innermost dimension are enough alone.
+constexpr int64_t kManyNeighbours = 64;
 // Pieces of a row whose exponentials are kept: beside the results, which stay in the second-level
 // cache with them, or in their place.
 constexpr int64_t kMostPiecesBeside = 128;
@@ -114,7 +116,7 @@ void softmax_row(const Softmax& p, const RowPart& part, const T* x, T* y, Comput
   });
   const C shift = sum.shift();
   const C factor = static_cast<C>(1.0 / sum.sum());
-  const C logarithm = p.log ? static_cast<C>(log_of(sum.sum())) : C(0);
+  const C logarithm = p.log ? static_cast<C>(log_of<C>(sum.sum())) : C(0);
   if (p.log) {
     for_pieces([&](const auto* values, int64_t at, int64_t count) {
       store_run(y + at * p.inner, p.inner, count, scratch,
@@ -196,15 +198,24 @@ void for_rows(const Arguments& p, int64_t begin, int64_t end, const Row& row,
   const bool has_columns = !p.mask.any() && p.outer * p.inner >= kFewestColumns &&
                            (p.inner >= kFewestNeighbours || p.length <= kShort);
   if (has_columns) {
-    for (int64_t at = begin; at < end; at += kColumns) columns(at, std::min(kColumns, end - at));
+    for (int64_t at = begin; at < end;) {
+      const int64_t most = p.inner < kManyNeighbours ? kColumns : p.inner - at % p.inner;
+      const int64_t count = std::min({kColumns, end - at, most});
+      columns(at, count);
+      at += count;
+    }
     return;
   }
   RowParts parts(p.mask, p.length, begin);
+  // Counted on: divisions would take as long as a short row.
+  int64_t inner = begin % p.inner;
+  int64_t outer = begin / p.inner;
   for (int64_t at = begin; at < end; ++at) {
-    const int64_t inner = at % p.inner;
-    const int64_t outer = at / p.inner;
     row(outer * p.outer_stride + inner * p.inner_stride, outer * p.length * p.inner + inner,
         parts.next());
+    if (++inner < p.inner) continue;
+    inner = 0;
+    ++outer;
   }
 }
 

@@ -171,7 +171,7 @@ void softmax_columns(const Softmax& p, const Strip<const T>& x, const Strip<T>& 
   constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
   for (int64_t i = 0; i < count; ++i) sum[i] = top[i] > -kInfinity<C> ? sum[i] : kNan;
   if (p.log) {
-    for (int64_t i = 0; i < count; ++i) last_step[i] = static_cast<C>(log_of(sum[i]));
+    for (int64_t i = 0; i < count; ++i) last_step[i] = static_cast<C>(log_of<C>(sum[i]));
   } else {
     for (int64_t i = 0; i < count; ++i) last_step[i] = C(1) / static_cast<C>(sum[i]);
   }
