@@ -21,16 +21,14 @@ constexpr int64_t kFewestNeighbours = 8;
 constexpr int64_t kShort = 16;
 // So many neighbours along the innermost dimension are enough alone.
 constexpr int64_t kManyNeighbours = 64;
-// Pieces of a row whose exponentials are kept: beside the results, which stay in the second-level
-// cache with them, or in their place.
-constexpr int64_t kMostPiecesBeside = 128;
+// Pieces of a row whose exponentials are kept; of more they are computed twice.
 constexpr int64_t kMostPieces = 1024;
 
 /// The elements of a row that take part: those of the first `visible` where `mask`, if there is
-/// one, is true.
+/// one, is not 0. It is read as bytes: no wide instructions come out of loops over bool.
 struct RowPart {
   int64_t visible;
-  const bool* mask;
+  const uint8_t* mask;
 };
 
 /// Walks over the rows and tells the part of each.
@@ -45,7 +43,7 @@ class RowParts {
     if (mask_.data != nullptr) {
       const bool* data = mask_.data + cursor_.offset[0];
       if (mask_.stride == 1) {
-        part.mask = data;
+        part.mask = reinterpret_cast<const uint8_t*>(data);
       } else if (!*data) {
         part.visible = 0;
       }
@@ -62,6 +60,12 @@ class RowParts {
   int64_t row_;
 };
 
+/// Both values are computed: a loop with a condition around one would not become wide instructions.
+template <class C>
+TORCHKILN_FUNCTION C where(bool condition, C yes, C no) {
+  return condition ? yes : no;
+}
+
 /// Calls body(values) with a piece of a row of x as it counts: scaled, and -infinity where an
 /// element takes no part.
 template <class T, class Body>
@@ -71,11 +75,12 @@ void with_piece(Compute<T>* buffer, const T* x, int64_t stride, Compute<T> scale
   if (part.mask == nullptr && scale == C(1))
     return with_run(buffer, x + at * stride, stride, count, body);
   widen_run(buffer, x + at * stride, stride, count);
-  const bool* mask = part.mask + at;
+  const uint8_t* mask = part.mask + at;
   if (part.mask == nullptr) {
     for (int64_t i = 0; i < count; ++i) buffer[i] *= scale;
   } else {
-    for (int64_t i = 0; i < count; ++i) buffer[i] = mask[i] ? buffer[i] * scale : -kInfinity<C>;
+    for (int64_t i = 0; i < count; ++i)
+      buffer[i] = where<C>(mask[i] != 0, buffer[i] * scale, -kInfinity<C>);
   }
   body(static_cast<const C*>(buffer));
 }
@@ -88,8 +93,13 @@ void fill(T* to, int64_t stride, int64_t begin, int64_t end, Compute<T> value) {
   for (int64_t i = begin; i < end; ++i) to[i * stride] = rounded;
 }
 
-/// `beside` has room for the exponentials of kMostPiecesBeside pieces or of a shorter row; null
-/// where none are kept there.
+/// Whether the results of a row can hold its exponentials.
+template <class T, class Arguments>
+bool keeps_in_place(const Arguments& p) {
+  return std::is_same_v<T, Compute<T>> && p.inner == 1;
+}
+
+/// `beside` is where exponentials are kept that the results cannot hold; null if nowhere.
 template <class T>
 void softmax_row(const Softmax& p, const RowPart& part, const T* x, T* y, Compute<T>* beside) {
   using C = Compute<T>;
@@ -97,11 +107,11 @@ void softmax_row(const Softmax& p, const RowPart& part, const T* x, T* y, Comput
   C buffer[kPiece], scratch[kPiece];
   // The exponentials relative to the shift of their piece, where they can be kept.
   C shifts[kMostPieces];
-  C* kept = part.visible <= kMostPiecesBeside * kPiece ? beside : nullptr;
+  C* kept = beside;
   if constexpr (std::is_same_v<T, C>) {
-    if (p.inner == 1 && part.visible <= kMostPieces * kPiece) kept = y;
+    if (keeps_in_place<T>(p)) kept = y;
   }
-  if (p.log) kept = nullptr;
+  if (p.log || part.visible > kMostPieces * kPiece) kept = nullptr;
   const auto for_pieces = [&](const auto& body) {
     for (int64_t at = 0; at < part.visible; at += kPiece) {
       const int64_t count = std::min(kPiece, part.visible - at);
@@ -175,9 +185,9 @@ void softmax_backward_row(const SoftmaxBackward& p, const RowPart& part, const T
     T* to = grad_x + at * p.inner;
     const auto store = [&](const auto& gradient) {
       if (part.mask == nullptr) return store_run(to, p.inner, count, results, gradient);
-      const bool* mask = part.mask + at;
+      const uint8_t* mask = part.mask + at;
       store_run(to, p.inner, count, results,
-                [=](int64_t i) { return mask[i] ? gradient(i) : C(0); });
+                [=](int64_t i) { return where<C>(mask[i] != 0, gradient(i), C(0)); });
     };
     if (p.log) {
       store([=](int64_t i) {
@@ -241,10 +251,9 @@ Status softmax(const Softmax& p, int64_t begin, int64_t end) {
     T* y = static_cast<T*>(p.y);
     const Columns<const T> x_columns = columns_of(p, x);
     const Columns<T> y_columns = contiguous_columns_of(p, y);
-    // Without memory for them, exponentials are computed twice.
     std::unique_ptr<Compute<T>[]> beside;
-    if (!p.log)
-      beside.reset(new (std::nothrow) Compute<T>[std::min(kMostPiecesBeside * kPiece, p.length)]);
+    if (!p.log && !keeps_in_place<T>(p))
+      beside.reset(new (std::nothrow) Compute<T>[std::min(kMostPieces * kPiece, p.length)]);
     for_rows(
         p, begin, end,
         [&](int64_t x_offset, int64_t y_offset, const RowPart& part) {
