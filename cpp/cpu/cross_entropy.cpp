@@ -115,7 +115,7 @@ void row_loss(const CrossEntropy& p, const Distribution<T>& distribution, int64_
     });
   }
   const double shift = static_cast<double>(sum.shift());
-  const double logarithm = log_of(sum.sum());
+  const double logarithm = log_of<C>(sum.sum());
   const double log_sum_exp = shift + logarithm;
   const double w = index == kNoClass ? 1.0 : distribution.weight(index);
   double loss = distribution.is_wide() ? mass * logarithm - below : 0.0;

@@ -17,17 +17,18 @@ namespace {
 // Neighbouring rows are computed side by side, as columns, where so many lie along the innermost
 // dimension, or where rows are so short that one alone would not fill the wide instructions.
 constexpr int64_t kFewestColumns = 16;
-constexpr int64_t kShort = 31;
-// Pieces of a row whose exponentials are kept: beside the results, which stay in the second-level
-// cache with them, or in their place.
-constexpr int64_t kMostPiecesBeside = 128;
+constexpr int64_t kFewestNeighbours = 8;
+constexpr int64_t kShort = 16;
+// So many neighbours along the innermost dimension are enough alone.
+constexpr int64_t kManyNeighbours = 64;
+// Pieces of a row whose exponentials are kept; of more they are computed twice.
 constexpr int64_t kMostPieces = 1024;
 
 /// The elements of a row that take part: those of the first `visible` where `mask`, if there is
-/// one, is true.
+/// one, is not 0. It is read as bytes: no wide instructions come out of loops over bool.
 struct RowPart {
   int64_t visible;
-  const bool* mask;
+  const uint8_t* mask;
 };
 
 /// Walks over the rows and tells the part of each.
@@ -42,7 +43,7 @@ class RowParts {
     if (mask_.data != nullptr) {
       const bool* data = mask_.data + cursor_.offset[0];
       if (mask_.stride == 1) {
-        part.mask = data;
+        part.mask = reinterpret_cast<const uint8_t*>(data);
       } else if (!*data) {
         part.visible = 0;
       }
@@ -59,6 +60,12 @@ class RowParts {
   int64_t row_;
 };
 
+/// Both values are computed: a loop with a condition around one would not become wide instructions.
+template <class C>
+TORCHKILN_FUNCTION C where(bool condition, C yes, C no) {
+  return condition ? yes : no;
+}
+
 /// Calls body(values) with a piece of a row of x as it counts: scaled, and -infinity where an
 /// element takes no part.
 template <class T, class Body>
@@ -68,11 +75,12 @@ void with_piece(Compute<T>* buffer, const T* x, int64_t stride, Compute<T> scale
   if (part.mask == nullptr && scale == C(1))
     return with_run(buffer, x + at * stride, stride, count, body);
   widen_run(buffer, x + at * stride, stride, count);
-  const bool* mask = part.mask + at;
+  const uint8_t* mask = part.mask + at;
   if (part.mask == nullptr) {
     for (int64_t i = 0; i < count; ++i) buffer[i] *= scale;
   } else {
-    for (int64_t i = 0; i < count; ++i) buffer[i] = mask[i] ? buffer[i] * scale : -kInfinity<C>;
+    for (int64_t i = 0; i < count; ++i)
+      buffer[i] = where<C>(mask[i] != 0, buffer[i] * scale, -kInfinity<C>);
   }
   body(static_cast<const C*>(buffer));
 }
@@ -85,8 +93,13 @@ void fill(T* to, int64_t stride, int64_t begin, int64_t end, Compute<T> value) {
   for (int64_t i = begin; i < end; ++i) to[i * stride] = rounded;
 }
 
-/// `beside` has room for the exponentials of kMostPiecesBeside pieces or of a shorter row; null
-/// where none are kept there.
+/// Whether the results of a row can hold its exponentials.
+template <class T, class Arguments>
+bool keeps_in_place(const Arguments& p) {
+  return std::is_same_v<T, Compute<T>> && p.inner == 1;
+}
+
+/// `beside` is where exponentials are kept that the results cannot hold; null if nowhere.
 template <class T>
 void softmax_row(const Softmax& p, const RowPart& part, const T* x, T* y, Compute<T>* beside) {
   using C = Compute<T>;
@@ -94,11 +107,11 @@ void softmax_row(const Softmax& p, const RowPart& part, const T* x, T* y, Comput
   C buffer[kPiece], scratch[kPiece];
   // The exponentials relative to the shift of their piece, where they can be kept.
   C shifts[kMostPieces];
-  C* kept = part.visible <= kMostPiecesBeside * kPiece ? beside : nullptr;
+  C* kept = beside;
   if constexpr (std::is_same_v<T, C>) {
-    if (p.inner == 1 && part.visible <= kMostPieces * kPiece) kept = y;
+    if (keeps_in_place<T>(p)) kept = y;
   }
-  if (p.log) kept = nullptr;
+  if (p.log || part.visible > kMostPieces * kPiece) kept = nullptr;
   const auto for_pieces = [&](const auto& body) {
     for (int64_t at = 0; at < part.visible; at += kPiece) {
       const int64_t count = std::min(kPiece, part.visible - at);
@@ -113,7 +126,7 @@ void softmax_row(const Softmax& p, const RowPart& part, const T* x, T* y, Comput
   });
   const C shift = sum.shift();
   const C factor = static_cast<C>(1.0 / sum.sum());
-  const C logarithm = static_cast<C>(log_of(sum.sum()));
+  const C logarithm = p.log ? static_cast<C>(log_of<C>(sum.sum())) : C(0);
   if (p.log) {
     for_pieces([&](const auto* values, int64_t at, int64_t count) {
       store_run(y + at * p.inner, p.inner, count, scratch,
@@ -127,9 +140,12 @@ void softmax_row(const Softmax& p, const RowPart& part, const T* x, T* y, Comput
     });
   } else {
     for (int64_t at = 0; at < part.visible; at += kPiece) {
-      // Only of a piece without any value above -infinity is the shift not the smaller one.
-      const double step = static_cast<double>(shifts[at / kPiece]) - static_cast<double>(shift);
-      const C by = static_cast<C>(ExactMath::exp(step < 0 ? step : 0.0) / sum.sum());
+      C by = factor;
+      if (shifts[at / kPiece] != shift) {
+        // Only of a piece without any value above -infinity is the shift not the smaller one.
+        const double step = static_cast<double>(shifts[at / kPiece]) - static_cast<double>(shift);
+        by = static_cast<C>(ExactMath::exp(step < 0 ? step : 0.0) / sum.sum());
+      }
       const C* powers = kept + at;
       store_run(y + at * p.inner, p.inner, std::min(kPiece, part.visible - at), buffer,
                 [=](int64_t i) { return powers[i] * by; });
@@ -169,9 +185,9 @@ void softmax_backward_row(const SoftmaxBackward& p, const RowPart& part, const T
     T* to = grad_x + at * p.inner;
     const auto store = [&](const auto& gradient) {
       if (part.mask == nullptr) return store_run(to, p.inner, count, results, gradient);
-      const bool* mask = part.mask + at;
+      const uint8_t* mask = part.mask + at;
       store_run(to, p.inner, count, results,
-                [=](int64_t i) { return mask[i] ? gradient(i) : C(0); });
+                [=](int64_t i) { return where<C>(mask[i] != 0, gradient(i), C(0)); });
     };
     if (p.log) {
       store([=](int64_t i) {
@@ -185,29 +201,45 @@ void softmax_backward_row(const SoftmaxBackward& p, const RowPart& part, const T
 }
 
 /// Calls row(x_offset, y_offset, part) for each of the rows begin <= row < end or, for as many as
-/// lie side by side, columns(x_offset, x_column_stride, y_offset, y_column_stride, count). What is
-/// called x here is the operand with strides, y those that are contiguous.
+/// are computed as columns, columns(row, count).
 template <class Arguments, class Row, class Beside>
 void for_rows(const Arguments& p, int64_t begin, int64_t end, const Row& row,
               const Beside& columns) {
-  const bool is_short = p.inner == 1 && p.length <= kShort && p.outer >= kFewestColumns;
-  const bool has_columns = (is_short || p.inner >= kFewestColumns) && !p.mask.any();
-  RowParts parts(p.mask, p.length, begin);
-  for (int64_t at = begin; at < end;) {
-    const int64_t inner = at % p.inner;
-    const int64_t outer = at / p.inner;
-    const int64_t x_offset = outer * p.outer_stride + inner * p.inner_stride;
-    const int64_t y_offset = outer * p.length * p.inner + inner;
-    if (!has_columns) {
-      row(x_offset, y_offset, parts.next());
-      ++at;
-      continue;
+  const bool has_columns = !p.mask.any() && p.outer * p.inner >= kFewestColumns &&
+                           (p.inner >= kFewestNeighbours || p.length <= kShort);
+  if (has_columns) {
+    for (int64_t at = begin; at < end;) {
+      const int64_t most = p.inner < kManyNeighbours ? kColumns : p.inner - at % p.inner;
+      const int64_t count = std::min({kColumns, end - at, most});
+      columns(at, count);
+      at += count;
     }
-    const int64_t count = std::min({kColumns, end - at, is_short ? end - at : p.inner - inner});
-    columns(x_offset, is_short ? p.outer_stride : p.inner_stride, y_offset, is_short ? p.length : 1,
-            count);
-    at += count;
+    return;
   }
+  RowParts parts(p.mask, p.length, begin);
+  // Counted on: divisions would take as long as a short row.
+  int64_t inner = begin % p.inner;
+  int64_t outer = begin / p.inner;
+  for (int64_t at = begin; at < end; ++at) {
+    row(outer * p.outer_stride + inner * p.inner_stride, outer * p.length * p.inner + inner,
+        parts.next());
+    if (++inner < p.inner) continue;
+    inner = 0;
+    ++outer;
+  }
+}
+
+/// The rows as columns: of the operand that has strides, and of those that are contiguous.
+template <class T, class Arguments>
+Columns<T> columns_of(const Arguments& p, T* data) {
+  // One group of all rows where each has one element in each row of the innermost dimension.
+  if (p.inner == 1) return {data, p.stride, p.outer_stride, 0, p.outer};
+  return {data, p.stride, p.inner_stride, p.outer_stride, p.inner};
+}
+template <class T, class Arguments>
+Columns<T> contiguous_columns_of(const Arguments& p, T* data) {
+  if (p.inner == 1) return {data, 1, p.length, 0, p.outer};
+  return {data, p.inner, 1, p.length * p.inner, p.inner};
 }
 
 }  // namespace
@@ -217,19 +249,18 @@ Status softmax(const Softmax& p, int64_t begin, int64_t end) {
     using T = typename decltype(tag)::type;
     const T* x = static_cast<const T*>(p.x);
     T* y = static_cast<T*>(p.y);
-    // Without memory for them, exponentials are computed twice.
+    const Columns<const T> x_columns = columns_of(p, x);
+    const Columns<T> y_columns = contiguous_columns_of(p, y);
     std::unique_ptr<Compute<T>[]> beside;
-    if (!p.log)
-      beside.reset(new (std::nothrow) Compute<T>[std::min(kMostPiecesBeside * kPiece, p.length)]);
+    if (!p.log && !keeps_in_place<T>(p))
+      beside.reset(new (std::nothrow) Compute<T>[std::min(kMostPieces * kPiece, p.length)]);
     for_rows(
         p, begin, end,
         [&](int64_t x_offset, int64_t y_offset, const RowPart& part) {
           softmax_row(p, part, x + x_offset, y + y_offset, beside.get());
         },
-        [&](int64_t x_offset, int64_t x_column, int64_t y_offset, int64_t y_column, int64_t count) {
-          const Columns<const T> from{x + x_offset, p.stride, x_column};
-          const Columns<T> to{y + y_offset, p.inner, y_column};
-          softmax_columns(p, from, to, count);
+        [&](int64_t row, int64_t count) {
+          softmax_columns<T>(p, {x_columns, row, count}, {y_columns, row, count}, count);
         });
     return Status{};
   });
@@ -241,17 +272,17 @@ Status softmax_backward(const SoftmaxBackward& p, int64_t begin, int64_t end) {
     const T* grad = static_cast<const T*>(p.grad);
     const T* y = static_cast<const T*>(p.y);
     T* grad_x = static_cast<T*>(p.grad_x);
+    const Columns<const T> grad_columns = columns_of(p, grad);
+    const Columns<const T> y_columns = contiguous_columns_of(p, y);
+    const Columns<T> grad_x_columns = contiguous_columns_of(p, grad_x);
     for_rows(
         p, begin, end,
         [&](int64_t grad_offset, int64_t y_offset, const RowPart& part) {
           softmax_backward_row(p, part, grad + grad_offset, y + y_offset, grad_x + y_offset);
         },
-        [&](int64_t grad_offset, int64_t grad_column, int64_t y_offset, int64_t y_column,
-            int64_t count) {
-          const Columns<const T> grads{grad + grad_offset, p.stride, grad_column};
-          const Columns<const T> outputs{y + y_offset, p.inner, y_column};
-          const Columns<T> to{grad_x + y_offset, p.inner, y_column};
-          softmax_backward_columns(p, grads, outputs, to, count);
+        [&](int64_t row, int64_t count) {
+          softmax_backward_columns<T>(p, {grad_columns, row, count}, {y_columns, row, count},
+                                      {grad_x_columns, row, count}, count);
         });
     return Status{};
   });
