@@ -79,7 +79,9 @@ struct Distribution {
 
 // Of a block that reads one row: what it has on the way is all that there is to hide the latency.
 constexpr int kLossThreads = 256;
-constexpr int kLossItems = 8;
+constexpr int kSpreadItems = 2;
+constexpr int kLongItems = 4;
+constexpr int kShortItems = 8;
 
 /// A team goes through a row once: each thread keeps the largest logit that it has seen and the sum
 /// of exponentials relative to that. kSpread: q does not vanish outside of the target class.
@@ -100,7 +102,6 @@ __global__ void __launch_bounds__(kRowThreads, 2)
   const T* logits = static_cast<const T*>(p.logits) + row * p.row_stride;
   const Access access(logits, inside ? static_cast<int>(p.classes) : 0);
   const int vectors = access.vectors();
-  constexpr int kItems = kSpread ? 2 : kLossItems;
   Item items[kItems];
   const auto load = [&](int first) {
 #pragma unroll
@@ -331,7 +332,7 @@ Status cross_entropy(const CrossEntropy& p, CUstream_st* stream) {
     return with_access<T>(kind_of(tensors, p.dtype, p.rows, p.classes), [&](auto access) {
       using Access = typename std::decay_t<decltype(access)>::type;
       const int64_t vectors = ceil_div(p.classes, Access::kLanes) + (Access::kWhole ? 0 : 1);
-      const int64_t threads = ceil_div(vectors, kLossItems);
+      const int64_t threads = ceil_div(vectors, kShortItems);
       const Device device = current_device();
       TeamShape team = team_of(threads, kLossThreads, threads <= kWarpLanes ? 128 : 0, 1);
       // Long rows that are too few for all multiprocessors are shared by the blocks of a cluster.
@@ -343,9 +344,15 @@ Status cross_entropy(const CrossEntropy& p, CUstream_st* stream) {
       Grid grid;
       const Status status = make_grid(team, p.rows, grid);
       if (!status.ok()) return status;
-      return is_spread(p.target)
-                 ? launch_overlapped(cross_entropy_rows<Access, true>, grid, stream, p, team)
-                 : launch_overlapped(cross_entropy_rows<Access, false>, grid, stream, p, team);
+      const auto start = [&](auto spread, auto items) {
+        return launch_overlapped(cross_entropy_rows<Access, spread, items>, grid, stream, p, team);
+      };
+      if (is_spread(p.target))
+        return start(std::true_type{}, std::integral_constant<int, kSpreadItems>{});
+      // A row that a team reads at once, or step by step.
+      if (vectors <= int64_t{kShortItems} * team.size())
+        return start(std::false_type{}, std::integral_constant<int, kShortItems>{});
+      return start(std::false_type{}, std::integral_constant<int, kLongItems>{});
     });
   });
 }

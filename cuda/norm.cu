@@ -23,8 +23,9 @@ __device__ __forceinline__ void load_affine(const Norm& p, const Access& access,
 }
 
 /// A team reads a row and, with all of it in registers, finds its mean and spread and writes it.
-template <class Place, class W, bool kCentered>
-__global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place, kCentered ? 2 : 1>)
+/// kAffine: there is a weight and, for layer norm, a bias.
+template <class Place, class W, bool kCentered, bool kAffine>
+__global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place>)
     norm_rows(Norm p, TeamShape shape) {
   using T = typename Place::T;
   using C = Compute<T>;
@@ -100,9 +101,15 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place, kCentered ? 2 :
     widen(items[k], z);
     // Without a branch, behind which everything would wait: of no item, those of the first column.
     const int column = place.has_any(k) || !Place::Access::kWhole ? place.column(k) : 0;
-    load_affine<W>(p, access, column, weight, bias);
+    if constexpr (kAffine) {
+      access.load_parameters(static_cast<const W*>(p.weight), column, weight);
+      if constexpr (kCentered) access.load_parameters(static_cast<const W*>(p.bias), column, bias);
+    } else {
+      load_affine<W>(p, access, column, weight, bias);
+    }
 #pragma unroll
     for (int i = 0; i < kLanes; ++i) {
+      if constexpr (kAffine && !kCentered) weight[i] += static_cast<C>(p.weight_offset);
       if constexpr (kCentered) z[i] -= mean;
       if constexpr (kCorrects) z[i] -= rest;
       z[i] *= rstd * weight[i];
@@ -199,9 +206,16 @@ Status run(const Norm& p, CUstream_st* stream) {
       return launch_overlapped(norm_long_rows<Access, W>, grid, stream, p, plan.team);
     } else {
       using Place = RowPlace<Access, items>;
-      if (p.centered)
-        return launch_overlapped(norm_rows<Place, W, true>, grid, stream, p, plan.team);
-      return launch_overlapped(norm_rows<Place, W, false>, grid, stream, p, plan.team);
+      const auto start = [&](auto centered, auto affine) {
+        return launch_overlapped(norm_rows<Place, W, centered, affine>, grid, stream, p, plan.team);
+      };
+      const bool affine = p.weight != nullptr && (p.bias != nullptr || !p.centered);
+      if (p.centered) {
+        return affine ? start(std::true_type{}, std::true_type{})
+                      : start(std::true_type{}, std::false_type{});
+      }
+      return affine ? start(std::false_type{}, std::true_type{})
+                    : start(std::false_type{}, std::false_type{});
     }
   });
 }

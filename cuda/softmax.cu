@@ -68,7 +68,7 @@ class Parts {
 /// A team reads a row, and with all of it in registers finds its maximum and the sum of its
 /// exponentials, and writes it.
 template <class Place, bool kLog, bool kMasked>
-__global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place, kLog ? 1 : 2>)
+__global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place>)
     softmax_rows(Softmax p, TeamShape shape) {
   using T = typename Place::T;
   using C = Compute<T>;
@@ -104,8 +104,9 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place, kLog ? 1 : 2>)
   const auto below = [&](int k, int i, C z, C from) {
     return (parts.has(k, i) ? z * scale : C(kNothing)) - from;
   };
-  // Exponentials are kept for the results.
-  C terms[kLog ? 1 : kItems][kLanes];
+  // Exponentials are kept for the results where the registers have room for them.
+  constexpr bool kKeeps = !kLog && kItems == kFewItems;
+  C terms[kKeeps ? kItems : 1][kLanes];
   const C from = AddExponentials::reference(largest[0]);
   C part[1] = {};
 #pragma unroll
@@ -116,7 +117,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place, kLog ? 1 : 2>)
     for (int i = 0; i < kLanes; ++i) {
       const C term = Math::exp(below(k, i, z[i], from));
       part[0] += term;
-      if constexpr (!kLog) terms[k][i] = term;
+      if constexpr (kKeeps) terms[k][i] = term;
     }
   }
   team.combine_in_warp(part, Add{});
@@ -124,7 +125,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place, kLog ? 1 : 2>)
   team.combine_warps(sums, AddExponentials{});
   // A row in which nothing takes part is NaN, as in torch: 0 / 0, or -infinity + infinity.
   const C reference = AddExponentials::reference(sums[0]);
-  const C factor = AddExponentials::rescaled(C(1), largest[0], sums[0]) / sums[1];
+  const C factor = (kKeeps ? AddExponentials::rescaled(C(1), largest[0], sums[0]) : C(1)) / sums[1];
   const C log_sum = kLog ? log(sums[1]) : C(0);
   T* y = static_cast<T*>(p.y) + row * p.length;
 #pragma unroll
@@ -135,8 +136,10 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place, kLog ? 1 : 2>)
     for (int i = 0; i < kLanes; ++i) {
       if constexpr (kLog) {
         z[i] = below(k, i, z[i], reference) - log_sum;
-      } else {
+      } else if constexpr (kKeeps) {
         z[i] = terms[k][i] * factor;
+      } else {
+        z[i] = Math::exp(below(k, i, z[i], reference)) * factor;
       }
     }
     place.save(inside, y, k, z);
@@ -328,7 +331,7 @@ Status queue(const Problem& p, const RowsOf (&tensors)[N], const RowKernel& rows
     return with_access<T>(kind_of(tensors, p.dtype, p.outer, p.length), [&](auto access) {
       using Access = typename std::decay_t<decltype(access)>::type;
       const int64_t vectors = ceil_div(p.length, Access::kLanes) + (Access::kWhole ? 0 : 1);
-      const RowPlan plan = make_row_plan(vectors, 2);
+      const RowPlan plan = make_row_plan(vectors, N - 1);
       Grid grid;
       const Status status = make_grid(plan.team, p.outer, grid);
       if (!status.ok()) return status;

@@ -55,9 +55,9 @@ def side_stream(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        forward_and_backward(
-            spec, late, late_grads
-        )  # the allocator gets its memory before the delay
+        # The allocator gets its memory before the delay, and the driver loads what it has not yet.
+        forward_and_backward(spec, late, late_grads)
+        torch._foreach_copy_(late_grads, list(map(torch.zeros_like, grads)))
         torch.cuda._sleep(DELAY)
         with torch.no_grad():
             for i in sample.positions:
