@@ -85,8 +85,8 @@ constexpr int kShortItems = 8;
 
 /// A team goes through a row once: each thread keeps the largest logit that it has seen and the sum
 /// of exponentials relative to that. kSpread: q does not vanish outside of the target class.
-template <class Access, bool kSpread>
-__global__ void __launch_bounds__(kRowThreads, 2)
+template <class Access, bool kSpread, int kItems>
+__global__ void __launch_bounds__(kLossThreads, 4)
     cross_entropy_rows(CrossEntropy p, TeamShape shape) {
   using T = typename Access::T;
   using C = Compute<T>;
