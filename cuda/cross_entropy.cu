@@ -77,16 +77,10 @@ struct Distribution {
   }
 };
 
-// Of a block that reads one row: what it has on the way is all that there is to hide the latency.
-constexpr int kLossThreads = 256;
-constexpr int kSpreadItems = 2;
-constexpr int kLongItems = 4;
-constexpr int kShortItems = 8;
-
 /// A team goes through a row once: each thread keeps the largest logit that it has seen and the sum
 /// of exponentials relative to that. kSpread: q does not vanish outside of the target class.
-template <class Access, bool kSpread, int kItems>
-__global__ void __launch_bounds__(kLossThreads, 4)
+template <class Access, bool kSpread>
+__global__ void __launch_bounds__(kRowThreads, 2)
     cross_entropy_rows(CrossEntropy p, TeamShape shape) {
   using T = typename Access::T;
   using C = Compute<T>;
@@ -102,6 +96,7 @@ __global__ void __launch_bounds__(kLossThreads, 4)
   const T* logits = static_cast<const T*>(p.logits) + row * p.row_stride;
   const Access access(logits, inside ? static_cast<int>(p.classes) : 0);
   const int vectors = access.vectors();
+  constexpr int kItems = kSpread ? 2 : 4;
   Item items[kItems];
   const auto load = [&](int first) {
 #pragma unroll
@@ -113,7 +108,6 @@ __global__ void __launch_bounds__(kLossThreads, 4)
   };
   // Ahead of what has to wait for the target.
   load(team.rank());
-  team.open();
   RowTarget<C> target{};
   if (inside && (kSpread || team.rank() == 0)) target = target_of<C>(p.target, row, p.classes);
   const bool ignored = p.target.index != nullptr && target.index == p.target.ignore_index;
@@ -331,28 +325,23 @@ Status cross_entropy(const CrossEntropy& p, CUstream_st* stream) {
     using T = typename std::decay_t<decltype(tag)>::type;
     return with_access<T>(kind_of(tensors, p.dtype, p.rows, p.classes), [&](auto access) {
       using Access = typename std::decay_t<decltype(access)>::type;
+      constexpr int kBlock = 256;
       const int64_t vectors = ceil_div(p.classes, Access::kLanes) + (Access::kWhole ? 0 : 1);
-      const int64_t threads = ceil_div(vectors, kShortItems);
       const Device device = current_device();
-      TeamShape team = team_of(threads, kLossThreads, threads <= kWarpLanes ? 128 : 0, 1);
+      TeamShape team =
+          team_of(ceil_div(vectors, 4), kBlock, vectors <= 4 * kWarpLanes ? 128 : 0, 1);
       // Long rows that are too few for all multiprocessors are shared by the blocks of a cluster.
-      while (device.runs_90_code && team.threads == kLossThreads &&
-             team.blocks() < kMostClusterBlocks &&
-             p.rows * team.blocks() < 2 * device.multiprocessors && threads > 2 * team.size()) {
+      while (device.runs_90_code && team.threads == kBlock && team.blocks() < kMostClusterBlocks &&
+             p.rows * team.blocks() < 2 * device.multiprocessors &&
+             vectors > int64_t{team.size()} * 8) {
         ++team.log_blocks;
       }
       Grid grid;
       const Status status = make_grid(team, p.rows, grid);
       if (!status.ok()) return status;
-      const auto start = [&](auto spread, auto items) {
-        return launch_overlapped(cross_entropy_rows<Access, spread, items>, grid, stream, p, team);
-      };
-      if (is_spread(p.target))
-        return start(std::true_type{}, std::integral_constant<int, kSpreadItems>{});
-      // A row that a team reads at once, or step by step.
-      if (vectors <= int64_t{kShortItems} * team.size())
-        return start(std::false_type{}, std::integral_constant<int, kShortItems>{});
-      return start(std::false_type{}, std::integral_constant<int, kLongItems>{});
+      return is_spread(p.target)
+                 ? launch_overlapped(cross_entropy_rows<Access, true>, grid, stream, p, team)
+                 : launch_overlapped(cross_entropy_rows<Access, false>, grid, stream, p, team);
     });
   });
 }

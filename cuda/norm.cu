@@ -23,9 +23,8 @@ __device__ __forceinline__ void load_affine(const Norm& p, const Access& access,
 }
 
 /// A team reads a row and, with all of it in registers, finds its mean and spread and writes it.
-/// kAffine: there is a weight and, for layer norm, a bias.
-template <class Place, class W, bool kCentered, bool kAffine>
-__global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place>)
+template <class Place, class W, bool kCentered>
+__global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place, kCentered ? 2 : 1>)
     norm_rows(Norm p, TeamShape shape) {
   using T = typename Place::T;
   using C = Compute<T>;
@@ -57,8 +56,6 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place>)
       place.save(inside, static_cast<T*>(p.sum) + row * p.columns, k, both);
     }
   }
-
-  team.open();
 
   const C share = C(1) / static_cast<C>(p.columns);
   C mean = 0;
@@ -99,17 +96,9 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place>)
   for (int k = 0; k < kItems; ++k) {
     C z[kLanes], weight[kLanes], bias[kLanes];
     widen(items[k], z);
-    // Without a branch, behind which everything would wait: of no item, those of the first column.
-    const int column = place.has_any(k) || !Place::Access::kWhole ? place.column(k) : 0;
-    if constexpr (kAffine) {
-      access.load_parameters(static_cast<const W*>(p.weight), column, weight);
-      if constexpr (kCentered) access.load_parameters(static_cast<const W*>(p.bias), column, bias);
-    } else {
-      load_affine<W>(p, access, column, weight, bias);
-    }
+    if (place.has_any(k)) load_affine<W>(p, access, place.column(k), weight, bias);
 #pragma unroll
     for (int i = 0; i < kLanes; ++i) {
-      if constexpr (kAffine && !kCentered) weight[i] += static_cast<C>(p.weight_offset);
       if constexpr (kCentered) z[i] -= mean;
       if constexpr (kCorrects) z[i] -= rest;
       z[i] *= rstd * weight[i];
@@ -149,7 +138,6 @@ __global__ void __launch_bounds__(kRowThreads) norm_long_rows(Norm p, TeamShape 
   };
   const RowPasses<kFewItems, decltype(load)> passes(load, team.rank(), team.size(),
                                                     inside ? access.vectors() : 0);
-  team.open();
   const C count = static_cast<C>(p.columns);
   C mean = 0;
   if (p.centered) {
@@ -206,16 +194,9 @@ Status run(const Norm& p, CUstream_st* stream) {
       return launch_overlapped(norm_long_rows<Access, W>, grid, stream, p, plan.team);
     } else {
       using Place = RowPlace<Access, items>;
-      const auto start = [&](auto centered, auto affine) {
-        return launch_overlapped(norm_rows<Place, W, centered, affine>, grid, stream, p, plan.team);
-      };
-      const bool affine = p.weight != nullptr && (p.bias != nullptr || !p.centered);
-      if (p.centered) {
-        return affine ? start(std::true_type{}, std::true_type{})
-                      : start(std::true_type{}, std::false_type{});
-      }
-      return affine ? start(std::false_type{}, std::true_type{})
-                    : start(std::false_type{}, std::false_type{});
+      if (p.centered)
+        return launch_overlapped(norm_rows<Place, W, true>, grid, stream, p, plan.team);
+      return launch_overlapped(norm_rows<Place, W, false>, grid, stream, p, plan.team);
     }
   });
 }

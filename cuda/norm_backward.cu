@@ -65,7 +65,6 @@ __global__ void __launch_bounds__(kThreads)
   rows.start(1, z + row * p.z_row_stride, step * p.z_row_stride);
 #pragma unroll
   for (int ahead = 0; ahead + 1 < kStages; ++ahead) rows.fetch(row + ahead * step < p.rows);
-  team.open();
   if (team.index() == 0) {
 #pragma unroll
     for (int k = 0; k < kItems; ++k) {
@@ -220,7 +219,6 @@ __global__ void __launch_bounds__(kRowThreads)
   };
   const RowPasses<kFewItems, decltype(load)> pass(load, team.rank(), team.size(),
                                                   inside ? access.vectors() : 0);
-  team.open();
   C sums[2] = {};
   pass.each([&](const Pair& item, int vector) {
     C weight[kLanes];

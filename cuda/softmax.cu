@@ -68,7 +68,7 @@ class Parts {
 /// A team reads a row, and with all of it in registers finds its maximum and the sum of its
 /// exponentials, and writes it.
 template <class Place, bool kLog, bool kMasked>
-__global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place>)
+__global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place, 1>)
     softmax_rows(Softmax p, TeamShape shape) {
   using T = typename Place::T;
   using C = Compute<T>;
@@ -85,7 +85,6 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place>)
   const Place place(access, team.rank(), team.size());
   typename Place::Item items[kItems];
   place.load(x, items);
-  team.open();
   const Parts<kMasked, Place> parts(place, p.mask, row);
   const C scale = static_cast<C>(p.scale);
 
@@ -104,9 +103,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place>)
   const auto below = [&](int k, int i, C z, C from) {
     return (parts.has(k, i) ? z * scale : C(kNothing)) - from;
   };
-  // Exponentials are kept for the results where the registers have room for them.
-  constexpr bool kKeeps = !kLog && kItems == kFewItems;
-  C terms[kKeeps ? kItems : 1][kLanes];
+  C sums[2] = {largest[0], C(0)};
   const C from = AddExponentials::reference(largest[0]);
   C part[1] = {};
 #pragma unroll
@@ -114,18 +111,14 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place>)
     C z[kLanes];
     widen(items[k], z);
 #pragma unroll
-    for (int i = 0; i < kLanes; ++i) {
-      const C term = Math::exp(below(k, i, z[i], from));
-      part[0] += term;
-      if constexpr (kKeeps) terms[k][i] = term;
-    }
+    for (int i = 0; i < kLanes; ++i) part[0] += Math::exp(below(k, i, z[i], from));
   }
   team.combine_in_warp(part, Add{});
-  C sums[2] = {largest[0], part[0]};
+  sums[1] = part[0];
   team.combine_warps(sums, AddExponentials{});
   // A row in which nothing takes part is NaN, as in torch: 0 / 0, or -infinity + infinity.
   const C reference = AddExponentials::reference(sums[0]);
-  const C factor = (kKeeps ? AddExponentials::rescaled(C(1), largest[0], sums[0]) : C(1)) / sums[1];
+  const C factor = C(1) / sums[1];
   const C log_sum = kLog ? log(sums[1]) : C(0);
   T* y = static_cast<T*>(p.y) + row * p.length;
 #pragma unroll
@@ -134,13 +127,8 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place>)
     widen(items[k], z);
 #pragma unroll
     for (int i = 0; i < kLanes; ++i) {
-      if constexpr (kLog) {
-        z[i] = below(k, i, z[i], reference) - log_sum;
-      } else if constexpr (kKeeps) {
-        z[i] = terms[k][i] * factor;
-      } else {
-        z[i] = Math::exp(below(k, i, z[i], reference)) * factor;
-      }
+      const C distance = below(k, i, z[i], reference);
+      z[i] = kLog ? distance - log_sum : Math::exp(distance) * factor;
     }
     place.save(inside, y, k, z);
   }
@@ -171,7 +159,6 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place, 2>)
   typename Place::Item grads[kItems], ys[kItems];
   place.load(grad, grads);
   place.load(static_cast<const T*>(p.y) + row * p.length, ys);
-  team.open();
   const C scale = static_cast<C>(p.scale);
 
   C total[1] = {};

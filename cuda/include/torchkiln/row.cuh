@@ -239,8 +239,8 @@ inline RowPlan make_row_plan(int64_t vectors, int streams) {
     if (found.team.size() < threads) found.items = 0;
     return found;
   };
-  // What is on the way hides the time that it takes to meet: of one row, as much as the registers
-  // hold. Two rows are as much already, and small blocks of a cluster wait less for each other.
+  // One row fits into a block's registers twice as long as two do, and a block that waits for
+  // nobody is faster than a cluster. Of two rows, small blocks of a cluster.
   RowPlan found = streams == 1 ? plan(kFewItems, kRowThreads, 1)
                                : plan(kFewItems, kRowThreads / 2, most_blocks);
   if (found.items == 0 && streams > 1) found = plan(kFewItems, kRowThreads, most_blocks);
@@ -257,7 +257,7 @@ Status with_items(const RowPlan& plan, const Body& body) {
 
 /// Blocks of a multiprocessor: with 64 registers a thread, or with 128 where it must tell for every
 /// lane whether it counts, or holds more than fits.
-template <class Place, int kStreams = 1>
+template <class Place, int kStreams>
 inline constexpr int kRowBlocks =
     Place::Access::kWhole && Place::kItems * kStreams <= kManyItems ? 2 : 1;
 

@@ -130,22 +130,15 @@ class Team {
     index_ = thread >> shape.log_threads;
     rank_in_block_ = thread - (index_ << shape.log_threads);
     block_ = static_cast<int>(blockIdx.x) & (shape.blocks() - 1);
-  }
-
-  /// Makes ready to meet. All threads call it, once what they ask of memory is on the way: a
-  /// cluster's blocks wait for each other here.
-  __device__ __forceinline__ void open() {
 #if __CUDA_ARCH__ >= 900
-    namespace ptx = ::cuda::ptx;
-    if (shape_.log_blocks == 0) return;
+    if (shape.log_blocks == 0) return;
     if (threadIdx.x == 0) {
-      ptx::mbarrier_init(&meeting_.arrived[0], 1);
-      ptx::mbarrier_init(&meeting_.arrived[1], 1);
-      ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
+      ::cuda::ptx::mbarrier_init(&meeting.arrived[0], 1);
+      ::cuda::ptx::mbarrier_init(&meeting.arrived[1], 1);
+      ::cuda::ptx::fence_mbarrier_init(::cuda::ptx::sem_release, ::cuda::ptx::scope_cluster);
     }
     // A block's shared memory may be written to once the block has begun.
-    ptx::barrier_cluster_arrive(ptx::sem_relaxed);
-    ptx::barrier_cluster_wait();
+    cooperative_groups::this_cluster().sync();
 #endif
   }
 
