@@ -318,7 +318,7 @@ bool is_spread(const ClassTarget& target) {
 
 Status cross_entropy(const CrossEntropy& p, CUstream_st* stream) {
   if (p.rows == 0 || p.classes == 0) return {};
-  if (p.classes > kMostColumns) return {"a row has more than 2^31 elements"};
+  if (p.classes > kMostColumns) return {kTooLong};
   const RowsOf tensors[] = {{p.logits, p.row_stride},
                             {p.target.probabilities, p.target.probabilities_row_stride}};
   return dispatch_floating(p.dtype, [&](auto tag) {
@@ -348,7 +348,7 @@ Status cross_entropy(const CrossEntropy& p, CUstream_st* stream) {
 
 Status cross_entropy_backward(const CrossEntropyBackward& p, CUstream_st* stream) {
   if (p.rows == 0 || p.classes == 0) return {};
-  if (p.classes > kMostColumns) return {"a row has more than 2^31 elements"};
+  if (p.classes > kMostColumns) return {kTooLong};
   const RowsOf tensors[] = {{p.logits, p.row_stride},
                             {p.grad_logits, p.grad_logits_row_stride},
                             {p.target.probabilities, p.target.probabilities_row_stride}};

@@ -205,7 +205,7 @@ Status run(const Norm& p, CUstream_st* stream) {
 
 Status norm(const Norm& p, CUstream_st* stream) {
   if (p.rows == 0 || p.columns == 0) return {};
-  if (p.columns > kMostColumns) return {"a row has more than 2^31 elements"};
+  if (p.columns > kMostColumns) return {kTooLong};
   const RowsOf tensors[] = {{p.x, p.x_row_stride},
                             {p.residual, p.residual_row_stride},
                             {p.sum, p.columns},

@@ -319,7 +319,8 @@ Walk walk_of(const NormBackward& p) {
   };
   const int meeting = p.dtype == Dtype::float64 ? static_cast<int>(sizeof(Meeting<double, 2>))
                                                 : static_cast<int>(sizeof(Meeting<float, 2>));
-  walk.stages = shared_bytes(3) + meeting <= kSharedBytes ? 3 : 2;
+  if (shared_bytes(2) + meeting > device.shared_bytes) return walk;
+  walk.stages = shared_bytes(3) + meeting <= device.shared_bytes ? 3 : 2;
   walk.shared_bytes = shared_bytes(walk.stages);
   const int64_t teams = std::max<int64_t>(device.multiprocessors >> walk.team.log_blocks, 1);
   // A block of fewer rows would leave as much in partial sums as it reads.
@@ -443,7 +444,7 @@ size_t workspace_bytes(const NormBackward& p) {
 
 Status norm_backward(const NormBackward& p, CUstream_st* stream) {
   if (p.rows == 0 || p.columns == 0) return {};
-  if (p.columns > kMostColumns) return {"a row has more than 2^31 elements"};
+  if (p.columns > kMostColumns) return {kTooLong};
   const Walk walk = walk_of(p);
   return dispatch_floating(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;

@@ -301,7 +301,7 @@ template <class Problem, int N, class RowKernel, class ColumnKernel>
 Status queue(const Problem& p, const RowsOf (&tensors)[N], const RowKernel& rows,
              const ColumnKernel& columns, CUstream_st* stream) {
   if (p.outer * p.length * p.inner == 0) return {};
-  if (p.length > kMostColumns) return {"a row has more than 2^31 elements"};
+  if (p.length > kMostColumns) return {kTooLong};
   const bool adjacent = p.inner == 1 && (p.stride == 1 || p.length == 1);
   return dispatch_floating(p.dtype, [&](auto tag) {
     using T = typename std::decay_t<decltype(tag)>::type;

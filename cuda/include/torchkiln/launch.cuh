@@ -18,6 +18,8 @@ struct Device {
   int multiprocessors = 1;
   // Whether kernels may overlap, and blocks form clusters.
   bool runs_90_code = false;
+  // Of one block, once it is asked for.
+  int shared_bytes = 48 * 1024;
 };
 
 /// Stands for all kernels of the library, which are compiled for the same architectures.
@@ -26,25 +28,30 @@ __global__ void probe() {}
 
 inline Device current_device() {
   constexpr int kDevices = 64;
-  // multiprocessors << 1 | runs_90_code. Two threads that both ask write the same.
-  static int known[kDevices] = {};
+  // shared_bytes << 32 | multiprocessors << 1 | runs_90_code. Two threads that both ask write the
+  // same.
+  static int64_t known[kDevices] = {};
   int device = 0;
   if (cudaGetDevice(&device) != cudaSuccess || device >= kDevices) return {};
-  int packed = __atomic_load_n(&known[device], __ATOMIC_RELAXED);
+  int64_t packed = __atomic_load_n(&known[device], __ATOMIC_RELAXED);
   if (packed == 0) {
     int multiprocessors = 1;
+    int shared_bytes = 0;
     cudaFuncAttributes code;
     if (cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device) !=
+            cudaSuccess ||
+        cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) !=
             cudaSuccess ||
         cudaFuncGetAttributes(&code, probe<>) != cudaSuccess) {
       return {};
     }
     // What was compiled counts, not the GPU: code for an older architecture, which the driver
     // translates, does not wait in wait_for_previous_kernel() and knows no clusters.
-    packed = multiprocessors << 1 | (code.ptxVersion >= 90 ? 1 : 0);
+    packed = int64_t{shared_bytes} << 32 | multiprocessors << 1 | (code.ptxVersion >= 90 ? 1 : 0);
     __atomic_store_n(&known[device], packed, __ATOMIC_RELAXED);
   }
-  return {packed >> 1, (packed & 1) != 0};
+  return {static_cast<int>(packed & 0xffffffff) >> 1, (packed & 1) != 0,
+          static_cast<int>(packed >> 32)};
 }
 
 /// What a kernel is launched with.

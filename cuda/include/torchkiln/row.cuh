@@ -216,8 +216,6 @@ RowKind kind_of(const RowsOf (&tensors)[N], Dtype dtype, int64_t rows, int64_t c
 // Of a block that works on one row: two of them, with 64 registers a thread, share a
 // multiprocessor.
 inline constexpr int kRowThreads = 512;
-// Shared memory of a multiprocessor that blocks divide among them.
-inline constexpr int kSharedBytes = 227 * 1024;
 
 /// How a row is shared out where its team holds all of it: kFewItems or kManyItems vectors a
 /// thread. A row that is longer is read again by each step.
@@ -270,7 +268,9 @@ Status with_access(RowKind kind, const Body& body) {
   return body(TypeTag<RowAccess<T, 1, true>>{});
 }
 
-inline constexpr int64_t kMostColumns = (int64_t{1} << 31) - 64;
+/// Of a row: columns, and those just behind the last one, are counted in 32 bits.
+inline constexpr int64_t kMostColumns = (int64_t{1} << 31) - (int64_t{1} << 20);
+inline constexpr const char* kTooLong = "a row has more than 2^31 - 2^20 elements";
 
 /// The blocks for so many rows.
 inline Status make_grid(const TeamShape& team, int64_t rows, Grid& grid) {

@@ -13,9 +13,8 @@
 namespace torchkiln {
 
 inline constexpr int kWarpLanes = 32;
-inline constexpr int kMostBlockThreads = 1024;
 inline constexpr int kMostClusterBlocks = 8;  // what every GPU with clusters has room for
-inline constexpr int kMostTeams = 15;         // of several warps in a block: a named barrier each
+inline constexpr int kMostTeamThreads = 512;  // of a block of a cluster
 
 /// How teams combine values: what counts for nothing, and a += b for all of them.
 struct Add {
@@ -114,8 +113,7 @@ inline TeamShape team_of(int64_t threads, int block_threads, int shared_threads,
 /// serves: who writes the next value cannot overtake who still reads the last but one.
 template <class C, int kValues>
 struct Meeting {
-  // Of the warps of a cluster's blocks, of 512 threads each.
-  C slots[2][kValues][kMostClusterBlocks * 512 / kWarpLanes];
+  C slots[2][kValues][kMostClusterBlocks * kMostTeamThreads / kWarpLanes];
   uint64_t arrived[2];
 };
 
