@@ -417,7 +417,11 @@ Status unwalked(const NormBackward& p, CUstream_st* stream) {
   const Parts parts = parts_of(p);
   const int64_t vectors = ceil_div(p.columns, Access::kLanes) + 1;
   const int most_blocks = current_device().runs_90_code ? kMostClusterBlocks : 1;
-  const TeamShape team = team_of(ceil_div(vectors, kItems), kRowThreads, 0, most_blocks);
+  const int64_t threads = ceil_div(vectors, kItems);
+  // Of a block of several rows.
+  constexpr int kSmallBlock = 128;
+  const TeamShape team =
+      team_of(threads, kRowThreads, threads <= kWarpLanes ? kSmallBlock : 0, most_blocks);
   Grid grid;
   Status status = make_grid(team, p.rows, grid);
   if (!status.ok()) return status;
