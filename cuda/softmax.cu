@@ -1,5 +1,7 @@
 #include "torchkiln/kernels/softmax.h"
 
+#include <climits>
+
 #include "torchkiln/math.h"
 #include "torchkiln/row.cuh"
 

@@ -17,12 +17,13 @@ from torch import Tensor
 
 from torchkiln import bench
 from torchkiln.bench import terminal
-from torchkiln.bench.cases import BACKWARD, FORWARD, RECORDED, STEP, call_of, outputs
+from torchkiln.bench.cases import BACKWARD, FORWARD, RECORDED, STEP, call_of
 from torchkiln.bench.ceiling import ceilings, written
 from torchkiln.bench.clock import FEWEST
 from torchkiln.bench.row import OURS
 from torchkiln.bench.table import duration, plain, size
 from torchkiln.testing import SPECS, OpSpec, Sample, Traffic
+from torchkiln.testing.compare import outputs
 from torchkiln.testing.specs.pointwise import ADD
 
 CPU = torch.device("cpu")
@@ -120,7 +121,8 @@ def test_what_is_timed_is_the_op(spec: OpSpec, direction: str) -> None:
             inputs = [sample.args[i] for i in spec.wanted(sample)]
             expected = torch.autograd.grad(expected, inputs, grads)
         torch.manual_seed(seed)
-        found = outputs(call_of(case, spec.op, direction, grads)())
+        result: Any = call_of(case, spec.op, direction, grads)()
+        found = outputs(result)
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 

@@ -25,8 +25,9 @@ def layer_norm(
     """Returns ``(x - mean) / sqrt(variance + eps) * weight + bias``, contiguous.
 
     Mean and variance are those of the last dimensions of ``x``. They and the result are computed in
-    float32 (float64 for float64), and the result is rounded once. All gradients come from one pass;
-    those of ``weight`` and ``bias`` are bitwise the same from run to run.
+    float32 (float64 for float64), and the result is rounded once. All gradients come from one pass
+    over rows that a GPU's registers hold, and those of ``weight`` and ``bias`` are bitwise the same
+    from run to run.
 
     Args:
         x: ``[..., *normalized_shape]``; float32, float64, float16 or bfloat16.

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torchkiln.bench.clock import Call
 from torchkiln.testing import SPECS, OpSpec, Sample
+from torchkiln.testing.compare import outputs
 
 FORWARD, BACKWARD, RECORDED, STEP = "forward", "backward", "recorded", "step"
 
@@ -56,11 +57,6 @@ def named(ops: list[str]) -> list[OpSpec]:
                 "leave it out to time all of them"
             )
     return [known[op] for op in ops] or list(SPECS)
-
-
-def outputs(result: Any) -> tuple[Tensor, ...]:
-    """All tensors that a call returned."""
-    return (result,) if isinstance(result, Tensor) else tuple(result)
 
 
 def step(

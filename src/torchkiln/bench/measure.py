@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from torchkiln.bench import peers
-from torchkiln.bench.cases import BACKWARD, STEP, BenchCase, Function, call_of, outputs
+from torchkiln.bench.cases import BACKWARD, STEP, BenchCase, Function, call_of
 from torchkiln.bench.ceiling import ceilings, written
 from torchkiln.bench.clock import Call, Clock, Times, in_turns
 from torchkiln.bench.memory import Gauge, peaks
 from torchkiln.bench.row import OURS, Row
+from torchkiln.testing.compare import outputs
 from torchkiln.testing.contract.repeat import threads
 
 

@@ -81,7 +81,8 @@ TORCHKILN_EXPORT Status norm_backward_finish(const NormBackward& arguments, int6
 
 namespace cuda {
 
-/// On the current device, queued on `stream`: one pass over the inputs.
+/// On the current device, queued on `stream`: one pass over rows that the registers of a block or
+/// a cluster hold; longer ones are read again by each step.
 TORCHKILN_EXPORT Status norm(const Norm& arguments, CUstream_st* stream);
 
 TORCHKILN_EXPORT size_t workspace_bytes(const NormBackward& arguments);

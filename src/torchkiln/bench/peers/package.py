@@ -50,5 +50,6 @@ def require_plain(x: Tensor, dim: int, scale: float, mask: Tensor | None, causal
 
 
 def epsilon(x: Tensor, eps: float | None) -> float:
-    """What F.rms_norm takes where none is given."""
-    return torch.finfo(x.dtype).eps if eps is None else eps
+    """What our RMS norm takes where none is given: that of the type which it computes in."""
+    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return torch.finfo(compute).eps if eps is None else eps
