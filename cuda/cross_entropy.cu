@@ -2,6 +2,7 @@
 
 #include <cstdio>
 
+#include "torchkiln/exponentials.cuh"
 #include "torchkiln/math.h"
 #include "torchkiln/row.cuh"
 #include "torchkiln/sums.cuh"
@@ -77,14 +78,23 @@ struct Distribution {
   }
 };
 
-/// A team goes through a row once: each thread keeps the largest logit that it has seen and the sum
-/// of exponentials relative to that. kSpread: q does not vanish outside of the target class.
-template <class Access, bool kSpread>
-__global__ void __launch_bounds__(kRowThreads, 2)
+// Of a block that reads one row: what it has on the way is all that there is to hide the latency.
+constexpr int kLossThreads = 256;
+constexpr int kSpreadItems = 2;
+constexpr int kLongItems = 4;
+constexpr int kShortItems = 8;
+
+/// A team goes through a row once, with the next kItems vectors of each thread on the way while it
+/// computes with these; kOnce: there are no more. Each thread keeps the largest logit that it has
+/// seen and the sum of exponentials relative to that. kSpread: q does not vanish outside of the
+/// target class.
+template <class Access, bool kSpread, int kItems, bool kOnce>
+__global__ void __launch_bounds__(kLossThreads, 4)
     cross_entropy_rows(CrossEntropy p, TeamShape shape) {
   using T = typename Access::T;
   using C = Compute<T>;
-  using Math = MathFor<T>;
+  using Powers = PowersFor<T>;
+  using Sums = AddPowers<Powers>;
   using Item = typename Access::Item;
   constexpr int kLanes = Access::kLanes;
   constexpr int kValues = kSpread ? 4 : 2;
@@ -96,18 +106,19 @@ __global__ void __launch_bounds__(kRowThreads, 2)
   const T* logits = static_cast<const T*>(p.logits) + row * p.row_stride;
   const Access access(logits, inside ? static_cast<int>(p.classes) : 0);
   const int vectors = access.vectors();
-  constexpr int kItems = kSpread ? 2 : 4;
-  Item items[kItems];
-  const auto load = [&](int first) {
+  const int step = kItems * team.size();
+  const auto load = [&](int first, Item(&to)[kItems]) {
 #pragma unroll
     for (int k = 0; k < kItems; ++k) {
       const int vector = first + k * team.size();
-      items[k] = Item{};
-      if (vector < vectors) items[k] = access.load(logits, access.column(vector));
+      fill(to[k], T(-INFINITY));
+      if (vector < vectors) to[k] = access.load(logits, access.column(vector), T(-INFINITY));
     }
   };
   // Ahead of what has to wait for the target.
-  load(team.rank());
+  Item items[kItems];
+  load(team.rank(), items);
+  team.open();
   RowTarget<C> target{};
   if (inside && (kSpread || team.rank() == 0)) target = target_of<C>(p.target, row, p.classes);
   const bool ignored = p.target.index != nullptr && target.index == p.target.ignore_index;
@@ -121,38 +132,23 @@ __global__ void __launch_bounds__(kRowThreads, 2)
     logit = convert<C>(logits[target.index]);
   }
 
-  // The largest logit, the sum of exponentials relative to that, of q * (logits - base), of q.
+  // The largest exponent, the sum of powers relative to that, of q * (logits - base), of q.
+  constexpr C kUnit = static_cast<C>(Powers::kUnit);
   C values[kValues] = {};
   values[0] = -C(INFINITY);
-  for (int first = team.rank(); first < vectors; first += kItems * team.size()) {
-    if (first >= kItems * team.size()) load(first);
-    C group = values[0];
-#pragma unroll
-    for (int k = 0; k < kItems; ++k) {
-      C z[kLanes];
-      widen(items[k], z);
-      const int column = access.column(first + k * team.size());
-#pragma unroll
-      for (int i = 0; i < kLanes; ++i) {
-        const bool has = Access::kWhole ? column < access.columns : access.has(column, i);
-        group = has ? fmax(group, z[i]) : group;
-      }
-    }
-    const C reference = AddExponentials::reference(group);
+  const auto take = [&](int first) {
+    const C largest = fmax(values[0], largest_of<C>(items) * kUnit);
+    const C reference = Sums::reference(largest);
     // A group's sums first: the rounding error grows with the number of groups.
     C part = 0, part_of_logits = 0, part_of_q = 0;
 #pragma unroll
     for (int k = 0; k < kItems; ++k) {
       C z[kLanes];
       widen(items[k], z);
-      const int column = access.column(first + k * team.size());
 #pragma unroll
-      for (int i = 0; i < kLanes; ++i) {
-        const bool has = Access::kWhole ? column < access.columns : access.has(column, i);
-        const C term = Math::exp(z[i] - reference);
-        part += has ? term : C(0);
-      }
+      for (int i = 0; i < kLanes; ++i) part += Powers::power(z[i] * kUnit - reference);
       if constexpr (kSpread) {
+        const int column = access.column(first + k * team.size());
         if (column >= access.columns) continue;
         C q[kLanes];
         distribution.load(access, column, q);
@@ -168,24 +164,36 @@ __global__ void __launch_bounds__(kRowThreads, 2)
       values[2] += part_of_logits;
       values[3] += part_of_q;
     }
-    if (values[0] != -C(INFINITY)) part += values[1] * Math::exp(values[0] - reference);
+    if (values[0] != -C(INFINITY)) part += values[1] * Powers::power(values[0] - reference);
     values[1] = part;
-    values[0] = group;
+    values[0] = largest;
+  };
+  if constexpr (kOnce) {
+    take(team.rank());
+  } else {
+    for (int first = team.rank(); first < vectors; first += step) {
+      Item next[kItems];
+      load(first + step, next);
+      take(first);
+#pragma unroll
+      for (int k = 0; k < kItems; ++k) items[k] = next[k];
+    }
   }
-  // A warp's threads agree upon the largest first, which leaves one exponential for each of them.
+  // A warp's threads agree upon the largest first, which leaves one power for each of them.
   C largest[1] = {values[0]};
   team.combine_in_warp(largest, Largest{});
-  values[1] = AddExponentials::rescaled(values[1], values[0], largest[0]);
+  values[1] = Sums::rescaled(values[1], values[0], largest[0]);
   values[0] = 0;
   team.combine_in_warp(values, Add{});
   values[0] = largest[0];
-  team.combine_warps(values, AddExponentials{});
+  team.combine_warps(values, Sums{});
   if (!inside || team.rank() > 0) return;
 
-  const C reference = AddExponentials::reference(values[0]);
-  const C log_sum = log(values[1]);
+  // The exponent as a number of the logits' kind, and what was lost when that was rounded.
+  const double exact = static_cast<double>(Sums::reference(values[0])) * Powers::kNatural;
+  const C reference = static_cast<C>(exact);
+  const C log_sum = log(values[1]) + static_cast<C>(exact - static_cast<double>(reference));
   const C log_sum_exp = reference + log_sum;
-  // What was lost when that was rounded.
   const C rest = (reference - log_sum_exp) + log_sum;
   C mass, loss;
   if constexpr (kSpread) {
@@ -325,23 +333,30 @@ Status cross_entropy(const CrossEntropy& p, CUstream_st* stream) {
     using T = typename std::decay_t<decltype(tag)>::type;
     return with_access<T>(kind_of(tensors, p.dtype, p.rows, p.classes), [&](auto access) {
       using Access = typename std::decay_t<decltype(access)>::type;
-      constexpr int kBlock = 256;
       const int64_t vectors = ceil_div(p.classes, Access::kLanes) + (Access::kWhole ? 0 : 1);
+      const int64_t threads = ceil_div(vectors, kShortItems);
       const Device device = current_device();
-      TeamShape team =
-          team_of(ceil_div(vectors, 4), kBlock, vectors <= 4 * kWarpLanes ? 128 : 0, 1);
+      TeamShape team = team_of(threads, kLossThreads, threads <= kWarpLanes ? 128 : 0, 1);
       // Long rows that are too few for all multiprocessors are shared by the blocks of a cluster.
-      while (device.runs_90_code && team.threads == kBlock && team.blocks() < kMostClusterBlocks &&
-             p.rows * team.blocks() < 2 * device.multiprocessors &&
-             vectors > int64_t{team.size()} * 8) {
+      while (device.runs_90_code && team.threads == kLossThreads &&
+             team.blocks() < kMostClusterBlocks &&
+             p.rows * team.blocks() < 2 * device.multiprocessors && threads > 2 * team.size()) {
         ++team.log_blocks;
       }
       Grid grid;
       const Status status = make_grid(team, p.rows, grid);
       if (!status.ok()) return status;
-      return is_spread(p.target)
-                 ? launch_overlapped(cross_entropy_rows<Access, true>, grid, stream, p, team)
-                 : launch_overlapped(cross_entropy_rows<Access, false>, grid, stream, p, team);
+      const auto start = [&](auto spread, auto items, auto once) {
+        return launch_overlapped(cross_entropy_rows<Access, spread, items, once>, grid, stream, p,
+                                 team);
+      };
+      using SpreadItems = std::integral_constant<int, kSpreadItems>;
+      using LongItems = std::integral_constant<int, kLongItems>;
+      using ShortItems = std::integral_constant<int, kShortItems>;
+      if (is_spread(p.target)) return start(std::true_type{}, SpreadItems{}, std::false_type{});
+      if (vectors <= int64_t{kShortItems} * team.size())
+        return start(std::false_type{}, ShortItems{}, std::true_type{});
+      return start(std::false_type{}, LongItems{}, std::false_type{});
     });
   });
 }

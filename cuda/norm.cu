@@ -23,16 +23,18 @@ __device__ __forceinline__ void load_affine(const Norm& p, const Access& access,
 }
 
 /// A team reads a row and, with all of it in registers, finds its mean and spread and writes it.
-template <class Place, class W, bool kCentered>
-__global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place, kCentered ? 2 : 1>)
+/// kAffine: there is a weight and, for layer norm, a bias.
+template <class Place, class W, bool kCentered, bool kAffine>
+__global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place>)
     norm_rows(Norm p, TeamShape shape) {
   using T = typename Place::T;
   using C = Compute<T>;
   constexpr int kLanes = Place::kLanes;
   constexpr int kItems = Place::kItems;
-  __shared__ Meeting<C, 2> meeting;
+  constexpr int kTold = kCentered ? (sizeof(T) > 2 ? 4 : 3) : 1;
+  __shared__ Meeting<C, kTold> meeting;
   wait_for_previous_kernel();
-  Team<C, 2> team(shape, meeting);
+  Team<C, kTold> team(shape, meeting);
   const int64_t row = team.first() + team.index();
   const bool inside = row < p.rows;
   const T* x = static_cast<const T*>(p.x) + row * p.x_row_stride;
@@ -57,8 +59,12 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place, kCentered ? 2 :
     }
   }
 
+  team.open();
+
+  // Each warp has the sum of squares around a mean of its own, and adds how far that is from the
+  // mean of all: the warps meet once, and no digits are lost to a large mean.
   const C share = C(1) / static_cast<C>(p.columns);
-  C mean = 0;
+  C count = 0, center = 0;
   if constexpr (kCentered) {
     C total[1] = {};
 #pragma unroll
@@ -68,24 +74,48 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place, kCentered ? 2 :
 #pragma unroll
       for (int i = 0; i < kLanes; ++i) total[0] += z[i];
     }
-    team.combine(total, Add{});
-    mean = total[0] * share;
+    team.combine_in_warp(total, Add{});
+    const int lanes = min(team.size(), kWarpLanes);
+    count = static_cast<C>(place.count_of_lanes(team.rank() & (lanes - 1), lanes));
+    center = count > 0 ? total[0] / count : C(0);
   }
-  // What is left of the mean after it was rounded matters to the digits of float32 alone.
+  // What is left of a mean after it was rounded matters to the digits of float32 alone.
   constexpr bool kCorrects = kCentered && sizeof(T) > 2;
-  C moments[kCorrects ? 2 : 1] = {};
+  C around[kCorrects ? 2 : 1] = {};
 #pragma unroll
   for (int k = 0; k < kItems; ++k) {
     C z[kLanes];
     widen(items[k], z);
 #pragma unroll
     for (int i = 0; i < kLanes; ++i) {
-      const C from_mean = !kCentered || place.has(k, i) ? z[i] - mean : C(0);
-      moments[0] += from_mean * from_mean;
-      if constexpr (kCorrects) moments[1] += from_mean;
+      const C distance = !kCentered || place.has(k, i) ? z[i] - center : C(0);
+      around[0] += distance * distance;
+      if constexpr (kCorrects) around[1] += distance;
     }
   }
-  team.combine(moments, Add{});
+  team.combine_in_warp(around, Add{});
+  C mean = 0;
+  C moments[kCorrects ? 2 : 1];
+  if constexpr (kCentered) {
+    C told[kTold] = {count, center, around[0]};
+    if constexpr (kCorrects) told[3] = around[1];
+    using Told = const C(&)[kTold];
+    team.tell(told);
+    C total[1];
+    team.combine_told(told, total, Add{}, [](Told of, C(&to)[1]) { to[0] = of[0] * of[1]; });
+    mean = total[0] * share;
+    team.combine_told(told, moments, Add{}, [mean](Told of, auto& to) {
+      const C distance = of[1] - mean;
+      to[0] = of[2] + of[0] * distance * distance;
+      if constexpr (kCorrects) {
+        to[0] += C(2) * distance * of[3];
+        to[1] = of[3] + of[0] * distance;
+      }
+    });
+  } else {
+    moments[0] = around[0];
+    team.combine_warps(moments, Add{});
+  }
   const C rest = kCorrects ? moments[kCorrects ? 1 : 0] * share : C(0);
   const C rstd = rsqrt(moments[0] * share - rest * rest + static_cast<C>(p.eps));
   if (inside && team.rank() == 0) {
@@ -96,9 +126,17 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place, kCentered ? 2 :
   for (int k = 0; k < kItems; ++k) {
     C z[kLanes], weight[kLanes], bias[kLanes];
     widen(items[k], z);
-    if (place.has_any(k)) load_affine<W>(p, access, place.column(k), weight, bias);
+    // Without a branch, behind which everything would wait: of no item, those of the first column.
+    const int column = place.has_any(k) || !Place::Access::kWhole ? place.column(k) : 0;
+    if constexpr (kAffine) {
+      access.load_parameters(static_cast<const W*>(p.weight), column, weight);
+      if constexpr (kCentered) access.load_parameters(static_cast<const W*>(p.bias), column, bias);
+    } else {
+      load_affine<W>(p, access, column, weight, bias);
+    }
 #pragma unroll
     for (int i = 0; i < kLanes; ++i) {
+      if constexpr (kAffine && !kCentered) weight[i] += static_cast<C>(p.weight_offset);
       if constexpr (kCentered) z[i] -= mean;
       if constexpr (kCorrects) z[i] -= rest;
       z[i] *= rstd * weight[i];
@@ -138,6 +176,7 @@ __global__ void __launch_bounds__(kRowThreads) norm_long_rows(Norm p, TeamShape 
   };
   const RowPasses<kFewItems, decltype(load)> passes(load, team.rank(), team.size(),
                                                     inside ? access.vectors() : 0);
+  team.open();
   const C count = static_cast<C>(p.columns);
   C mean = 0;
   if (p.centered) {
@@ -194,9 +233,16 @@ Status run(const Norm& p, CUstream_st* stream) {
       return launch_overlapped(norm_long_rows<Access, W>, grid, stream, p, plan.team);
     } else {
       using Place = RowPlace<Access, items>;
-      if (p.centered)
-        return launch_overlapped(norm_rows<Place, W, true>, grid, stream, p, plan.team);
-      return launch_overlapped(norm_rows<Place, W, false>, grid, stream, p, plan.team);
+      const auto start = [&](auto centered, auto affine) {
+        return launch_overlapped(norm_rows<Place, W, centered, affine>, grid, stream, p, plan.team);
+      };
+      const bool affine = p.weight != nullptr && (p.bias != nullptr || !p.centered);
+      if (p.centered) {
+        return affine ? start(std::true_type{}, std::true_type{})
+                      : start(std::true_type{}, std::false_type{});
+      }
+      return affine ? start(std::false_type{}, std::true_type{})
+                    : start(std::false_type{}, std::false_type{});
     }
   });
 }

@@ -2,6 +2,7 @@
 
 #include <climits>
 
+#include "torchkiln/exponentials.cuh"
 #include "torchkiln/math.h"
 #include "torchkiln/row.cuh"
 
@@ -68,13 +69,14 @@ class Parts {
 };
 
 /// A team reads a row, and with all of it in registers finds its maximum and the sum of its
-/// exponentials, and writes it.
+/// exponentials, and writes it. Without kMasked all takes part, and the scale is plain.
 template <class Place, bool kLog, bool kMasked>
-__global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place, 1>)
+__global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place>)
     softmax_rows(Softmax p, TeamShape shape) {
   using T = typename Place::T;
   using C = Compute<T>;
-  using Math = MathFor<T>;
+  using Powers = PowersFor<T>;
+  using Sums = AddPowers<Powers>;
   constexpr int kLanes = Place::kLanes;
   constexpr int kItems = Place::kItems;
   __shared__ Meeting<C, 2> meeting;
@@ -86,51 +88,73 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place, 1>)
   const typename Place::Access access(x, inside ? static_cast<int>(p.length) : 0);
   const Place place(access, team.rank(), team.size());
   typename Place::Item items[kItems];
-  place.load(x, items);
+  place.load(x, items, T(kNothing));
+  team.open();
   const Parts<kMasked, Place> parts(place, p.mask, row);
   const C scale = static_cast<C>(p.scale);
-
-  C largest[1] = {C(kNothing)};
-#pragma unroll
-  for (int k = 0; k < kItems; ++k) {
-    C z[kLanes];
+  // Of a number that read() gives, in units of the exponent. -infinity stays what it is.
+  const C unit = static_cast<C>(Powers::kUnit) * (kMasked ? C(1) : scale);
+  const auto read = [&](int k, C(&z)[kLanes]) {
     widen(items[k], z);
+    if constexpr (kMasked) {
 #pragma unroll
-    for (int i = 0; i < kLanes; ++i)
-      if (parts.has(k, i)) largest[0] = fmax(largest[0], z[i] * scale);
-  }
-  team.combine_in_warp(largest, Largest{});
-  // From the largest: numbers far from zero lose no digits. A warp takes its own, so that warps
-  // meet once. What takes no part is -infinity.
-  const auto below = [&](int k, int i, C z, C from) {
-    return (parts.has(k, i) ? z * scale : C(kNothing)) - from;
+      for (int i = 0; i < kLanes; ++i) z[i] = parts.has(k, i) ? z[i] * scale : C(kNothing);
+    }
   };
-  C sums[2] = {largest[0], C(0)};
-  const C from = AddExponentials::reference(largest[0]);
+
+  C largest[1];
+  if constexpr (kMasked) {
+    largest[0] = C(kNothing);
+#pragma unroll
+    for (int k = 0; k < kItems; ++k) {
+      C z[kLanes];
+      read(k, z);
+#pragma unroll
+      for (int i = 0; i < kLanes; ++i) largest[0] = fmax(largest[0], z[i]);
+    }
+  } else {
+    largest[0] = largest_of<C>(items);
+  }
+  largest[0] *= unit;
+  team.combine_in_warp(largest, Largest{});
+  // Relative to the largest: numbers far from zero lose no digits. A warp takes its own, so that
+  // warps meet once. Exponentials are kept for the results where the registers have room for them.
+  constexpr bool kKeeps = !kLog && kItems == kFewItems;
+  C terms[kKeeps ? kItems : 1][kLanes];
+  const C from = Sums::reference(largest[0]);
   C part[1] = {};
 #pragma unroll
   for (int k = 0; k < kItems; ++k) {
     C z[kLanes];
-    widen(items[k], z);
+    read(k, z);
 #pragma unroll
-    for (int i = 0; i < kLanes; ++i) part[0] += Math::exp(below(k, i, z[i], from));
+    for (int i = 0; i < kLanes; ++i) {
+      const C term = Powers::power(z[i] * unit - from);
+      part[0] += term;
+      if constexpr (kKeeps) terms[k][i] = term;
+    }
   }
   team.combine_in_warp(part, Add{});
-  sums[1] = part[0];
-  team.combine_warps(sums, AddExponentials{});
+  C sums[2] = {largest[0], part[0]};
+  team.combine_warps(sums, Sums{});
   // A row in which nothing takes part is NaN, as in torch: 0 / 0, or -infinity + infinity.
-  const C reference = AddExponentials::reference(sums[0]);
-  const C factor = C(1) / sums[1];
+  const C reference = Sums::reference(sums[0]);
+  const C factor = (kKeeps ? Sums::rescaled(C(1), largest[0], sums[0]) : C(1)) / sums[1];
   const C log_sum = kLog ? log(sums[1]) : C(0);
   T* y = static_cast<T*>(p.y) + row * p.length;
 #pragma unroll
   for (int k = 0; k < kItems; ++k) {
     C z[kLanes];
-    widen(items[k], z);
+    read(k, z);
 #pragma unroll
     for (int i = 0; i < kLanes; ++i) {
-      const C distance = below(k, i, z[i], reference);
-      z[i] = kLog ? distance - log_sum : Math::exp(distance) * factor;
+      if constexpr (kLog) {
+        z[i] = (z[i] * unit - reference) * static_cast<C>(Powers::kNatural) - log_sum;
+      } else if constexpr (kKeeps) {
+        z[i] = terms[k][i] * factor;
+      } else {
+        z[i] = Powers::power(z[i] * unit - reference) * factor;
+      }
     }
     place.save(inside, y, k, z);
   }
@@ -161,6 +185,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place, 2>)
   typename Place::Item grads[kItems], ys[kItems];
   place.load(grad, grads);
   place.load(static_cast<const T*>(p.y) + row * p.length, ys);
+  team.open();
   const C scale = static_cast<C>(p.scale);
 
   C total[1] = {};
@@ -300,7 +325,7 @@ Status with_kind(bool is_log, bool is_masked, const Body& body) {
 /// Queues rows(place, log, masked) where a team holds a row whose elements are adjacent, else
 /// columns(type, log).
 template <class Problem, int N, class RowKernel, class ColumnKernel>
-Status queue(const Problem& p, const RowsOf (&tensors)[N], const RowKernel& rows,
+Status queue(const Problem& p, const RowsOf (&tensors)[N], bool masked, const RowKernel& rows,
              const ColumnKernel& columns, CUstream_st* stream) {
   if (p.outer * p.length * p.inner == 0) return {};
   if (p.length > kMostColumns) return {kTooLong};
@@ -328,8 +353,8 @@ Status queue(const Problem& p, const RowsOf (&tensors)[N], const RowKernel& rows
         if constexpr (items == 0) {
           return by_columns();
         } else {
-          return with_kind(p.log, p.mask.any(), [&](auto log, auto masked) {
-            return launch_overlapped(rows(TypeTag<RowPlace<Access, items>>{}, log, masked), grid,
+          return with_kind(p.log, masked, [&](auto log, auto is_masked) {
+            return launch_overlapped(rows(TypeTag<RowPlace<Access, items>>{}, log, is_masked), grid,
                                      stream, p, plan.team);
           });
         }
@@ -342,8 +367,10 @@ Status queue(const Problem& p, const RowsOf (&tensors)[N], const RowKernel& rows
 
 Status softmax(const Softmax& p, CUstream_st* stream) {
   const RowsOf tensors[] = {{p.x, p.outer_stride}, {p.y, p.length}};
+  // The order of numbers is that of their multiples, and -infinity stays what it is.
+  const bool plain_scale = p.scale > 1e-30 && p.scale < 1e30;
   return queue(
-      p, tensors,
+      p, tensors, p.mask.any() || !plain_scale,
       [](auto place, auto log, auto masked) {
         return softmax_rows<typename std::decay_t<decltype(place)>::type, log, masked>;
       },
@@ -356,7 +383,7 @@ Status softmax(const Softmax& p, CUstream_st* stream) {
 Status softmax_backward(const SoftmaxBackward& p, CUstream_st* stream) {
   const RowsOf tensors[] = {{p.grad, p.outer_stride}, {p.y, p.length}, {p.grad_x, p.length}};
   return queue(
-      p, tensors,
+      p, tensors, p.mask.any(),
       [](auto place, auto log, auto masked) {
         return softmax_backward_rows<typename std::decay_t<decltype(place)>::type, log, masked>;
       },

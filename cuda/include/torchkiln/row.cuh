@@ -45,12 +45,12 @@ struct RowAccess {
     return kWhole || (column >= 0 && column + kLanes <= columns);
   }
 
-  /// The vector at `column` of a row of this kind; lanes outside of the row are zero.
-  __device__ __forceinline__ Item load(const T* row, int column) const {
+  /// The vector at `column` of a row of this kind; lanes outside of the row are `outside`.
+  __device__ __forceinline__ Item load(const T* row, int column, T outside = T(0.0f)) const {
     if (has_all(column)) return load_vector<kLanes>(row + column);
     Item item;
 #pragma unroll
-    for (int i = 0; i < kLanes; ++i) item.lane[i] = has(column, i) ? row[column + i] : T(0.0f);
+    for (int i = 0; i < kLanes; ++i) item.lane[i] = has(column, i) ? row[column + i] : outside;
     return item;
   }
 
@@ -110,17 +110,29 @@ class RowPlace {
     return Access::kWhole ? has_any(k) : access_.has(column(k), lane);
   }
 
-  /// The items of a row, zero where they do not belong to it.
-  __device__ __forceinline__ void load(const T* row, Item (&items)[kItems]) const {
+  /// How many elements of the row the lanes of a warp have, or a team of fewer.
+  __device__ __forceinline__ int count_of_lanes(int lane, int lanes) const {
+    int count = 0;
+#pragma unroll
+    for (int k = 0; k < kItems; ++k) {
+      const int first = column(k) - lane * kLanes;
+      count += max(min(first + lanes * kLanes, access_.columns) - max(first, 0), 0);
+    }
+    return count;
+  }
+
+  /// The items of a row, `outside` where they do not belong to it.
+  __device__ __forceinline__ void load(const T* row, Item (&items)[kItems],
+                                       T outside = T(0.0f)) const {
     const T* own = row + column_;
 #pragma unroll
     for (int k = 0; k < kItems; ++k) {
-      items[k] = Item{};
+      fill(items[k], outside);
       if constexpr (Access::kWhole) {
         const T* from = own + k * step_;
         if (has_any(k)) items[k] = load_vector<kLanes>(from);
       } else if (has_any(k)) {
-        items[k] = access_.load(row, column(k));
+        items[k] = access_.load(row, column(k), outside);
       }
     }
   }
@@ -237,8 +249,8 @@ inline RowPlan make_row_plan(int64_t vectors, int streams) {
     if (found.team.size() < threads) found.items = 0;
     return found;
   };
-  // One row fits into a block's registers twice as long as two do, and a block that waits for
-  // nobody is faster than a cluster. Of two rows, small blocks of a cluster.
+  // What is on the way hides the time that it takes to meet: of one row, as much as the registers
+  // hold. Two rows are as much already, and small blocks of a cluster wait less for each other.
   RowPlan found = streams == 1 ? plan(kFewItems, kRowThreads, 1)
                                : plan(kFewItems, kRowThreads / 2, most_blocks);
   if (found.items == 0 && streams > 1) found = plan(kFewItems, kRowThreads, most_blocks);
@@ -255,7 +267,7 @@ Status with_items(const RowPlan& plan, const Body& body) {
 
 /// Blocks of a multiprocessor: with 64 registers a thread, or with 128 where it must tell for every
 /// lane whether it counts, or holds more than fits.
-template <class Place, int kStreams>
+template <class Place, int kStreams = 1>
 inline constexpr int kRowBlocks =
     Place::Access::kWhole && Place::kItems * kStreams <= kManyItems ? 2 : 1;
 

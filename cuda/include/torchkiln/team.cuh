@@ -44,35 +44,6 @@ struct Largest {
   }
 };
 
-/// The largest of some numbers, and the sum of the exponentials of how far each is below it; what
-/// follows is added.
-struct AddExponentials {
-  template <class C, int N>
-  static __device__ __forceinline__ void clear(C (&a)[N]) {
-    Add::clear(a);
-    a[0] = -C(INFINITY);
-  }
-  template <class C, int N>
-  __device__ __forceinline__ void operator()(C (&a)[N], const C (&b)[N]) const {
-    const C largest = fmax(a[0], b[0]);
-    a[1] = rescaled(a[1], a[0], largest) + rescaled(b[1], b[0], largest);
-    a[0] = largest;
-#pragma unroll
-    for (int i = 2; i < N; ++i) a[i] += b[i];
-  }
-
-  /// What numbers are measured from: 0 where there was none but -infinity.
-  template <class C>
-  static __device__ __forceinline__ C reference(C largest) {
-    return largest == -C(INFINITY) ? C(0) : largest;
-  }
-  /// A sum of exponentials relative to `from`, relative to `to`.
-  template <class C>
-  static __device__ __forceinline__ C rescaled(C sum, C from, C to) {
-    return from == to ? sum : sum * exp(reference(from) - reference(to));
-  }
-};
-
 /// A team is a power of two of threads where that is no more than a warp, else a multiple of a
 /// warp; it may share its block with other teams of a power of two, or be a cluster of whole
 /// blocks.
@@ -128,15 +99,22 @@ class Team {
     index_ = thread >> shape.log_threads;
     rank_in_block_ = thread - (index_ << shape.log_threads);
     block_ = static_cast<int>(blockIdx.x) & (shape.blocks() - 1);
+  }
+
+  /// Makes ready to meet. All threads call it, once what they ask of memory is on the way: a
+  /// cluster's blocks wait for each other here.
+  __device__ __forceinline__ void open() {
 #if __CUDA_ARCH__ >= 900
-    if (shape.log_blocks == 0) return;
+    namespace ptx = ::cuda::ptx;
+    if (shape_.log_blocks == 0) return;
     if (threadIdx.x == 0) {
-      ::cuda::ptx::mbarrier_init(&meeting.arrived[0], 1);
-      ::cuda::ptx::mbarrier_init(&meeting.arrived[1], 1);
-      ::cuda::ptx::fence_mbarrier_init(::cuda::ptx::sem_release, ::cuda::ptx::scope_cluster);
+      ptx::mbarrier_init(&meeting_.arrived[0], 1);
+      ptx::mbarrier_init(&meeting_.arrived[1], 1);
+      ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
     }
     // A block's shared memory may be written to once the block has begun.
-    cooperative_groups::this_cluster().sync();
+    ptx::barrier_cluster_arrive(ptx::sem_relaxed);
+    ptx::barrier_cluster_wait();
 #endif
   }
 
@@ -166,19 +144,29 @@ class Team {
   /// The same of values that all lanes of a warp agree upon.
   template <class Op, int N>
   __device__ __forceinline__ void combine_warps(C (&values)[N], Op op) {
+    C own[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) own[i] = values[i];
+    tell(own);
+    combine_told(own, values, op, [](const C(&told)[N], C(&to)[N]) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) to[i] = told[i];
+    });
+  }
+
+  /// Each warp tells all of the team what its lanes agree upon. All threads of the block call it.
+  template <int N>
+  __device__ __forceinline__ void tell(const C (&values)[N]) {
+    static_assert(N <= kValues, "the meeting has no room for so many values");
     if (shape_.in_warp()) return;
     const int lane = rank_in_block_ % kWarpLanes;
     const int warp = rank_in_block_ / kWarpLanes;
-    const int warps = shape_.threads / kWarpLanes;
-    const int count = warps << shape_.log_blocks;
     const int turn = meetings_ & 1;
-    // Several teams of a block have the slots one after the other.
-    const int begin = index_ * warps;
     auto& slots = meeting_.slots[turn];
     if (shape_.log_blocks == 0) {
       if (lane == 0) {
 #pragma unroll
-        for (int i = 0; i < N; ++i) slots[i][begin + warp] = values[i];
+        for (int i = 0; i < N; ++i) slots[i][first_slot() + warp] = values[i];
       }
       if constexpr (kShared) {
         asm volatile("bar.sync %0, %1;" ::"r"(index_ + 1), "r"(shape_.threads) : "memory");
@@ -186,21 +174,36 @@ class Team {
         __syncthreads();
       }
     } else {
-      tell_cluster(values, slots, turn, block_ * warps + warp, count, lane);
+      tell_cluster(values, slots, turn, block_ * warps() + warp, told_by(), lane);
     }
     ++meetings_;
+  }
+
+  /// Combines what each warp told last, as of(told, values) makes something of it. `own`: what this
+  /// warp told.
+  template <class Op, int N, int M, class Of>
+  __device__ __forceinline__ void combine_told(const C (&own)[N], C (&values)[M], Op op,
+                                               const Of& of) const {
+    if (shape_.in_warp()) {
+      of(own, values);
+      return;
+    }
+    const auto& slots = meeting_.slots[(meetings_ - 1) & 1];
+    const auto read = [&](int at, C(&to)[M]) {
+      C told[N];
+#pragma unroll
+      for (int i = 0; i < N; ++i) told[i] = slots[i][first_slot() + at];
+      of(told, to);
+    };
     // As many exchanges as the next power of two of slots takes.
+    const int count = told_by();
     int width = kWarpLanes;
     while (width / 2 >= count) width /= 2;
-    const auto read = [&](int at, C(&to)[N]) {
-#pragma unroll
-      for (int i = 0; i < N; ++i) to[i] = slots[i][begin + at];
-    };
-    const int own = lane & (width - 1);
+    const int place = rank_in_block_ & (width - 1);
     Op::clear(values);
-    if (own < count) read(own, values);
-    for (int at = own + kWarpLanes; at < count; at += kWarpLanes) {
-      C others[N];
+    if (place < count) read(place, values);
+    for (int at = place + kWarpLanes; at < count; at += kWarpLanes) {
+      C others[M];
       read(at, others);
       op(values, others);
     }
@@ -219,6 +222,12 @@ class Team {
   }
 
  private:
+  __device__ __forceinline__ int warps() const { return shape_.threads / kWarpLanes; }
+  /// Warps of the team.
+  __device__ __forceinline__ int told_by() const { return warps() << shape_.log_blocks; }
+  /// Several teams of a block have the slots one after the other.
+  __device__ __forceinline__ int first_slot() const { return index_ * warps(); }
+
   template <class Op, int N>
   static __device__ __forceinline__ void exchange(C (&values)[N], int offset, Op op) {
     C others[N];

@@ -38,6 +38,12 @@ struct alignas(N * sizeof(T) < kVectorBytes ? N * sizeof(T) : kVectorBytes) Vec 
   T lane[N];
 };
 
+template <class T, int N>
+__device__ __forceinline__ void fill(Vec<T, N>& vector, T value) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) vector.lane[i] = value;
+}
+
 template <class C, class T>
 __device__ __forceinline__ C convert(T value) {
   return static_cast<C>(value);
@@ -72,20 +78,55 @@ __device__ __forceinline__ Vec<T, N> load_constant(const T* from) {
 }
 
 /// The elements of a vector as they are computed with. A bfloat16 is the upper half of a float: one
-/// shift or one mask for each.
+/// shift or one mask for each. Done where it stands: a compiler that keeps the floats for a
+/// second use runs out of registers.
 template <class C, class T, int N>
 __device__ __forceinline__ void widen(const Vec<T, N>& from, C (&to)[N]) {
   if constexpr (std::is_same_v<T, __nv_bfloat16> && std::is_same_v<C, float> && N % 2 == 0) {
 #pragma unroll
     for (int i = 0; i < N; i += 2) {
-      const uint32_t both = reinterpret_cast<const uint32_t*>(&from)[i / 2];
-      to[i] = __uint_as_float(both << 16);
-      to[i + 1] = __uint_as_float(both & 0xffff0000u);
+      asm volatile(
+          "shl.b32 %0, %2, 16;\n"
+          "and.b32 %1, %2, 0xffff0000;"
+          : "=f"(to[i]), "=f"(to[i + 1])
+          : "r"(reinterpret_cast<const uint32_t*>(&from)[i / 2]));
+    }
+  } else if constexpr (std::is_same_v<T, __half> && std::is_same_v<C, float> && N % 2 == 0) {
+#pragma unroll
+    for (int i = 0; i < N; i += 2) {
+      asm volatile(
+          "{.reg .b16 low, high;\n"
+          "mov.b32 {low, high}, %2;\n"
+          "cvt.f32.f16 %0, low;\n"
+          "cvt.f32.f16 %1, high;}"
+          : "=f"(to[i]), "=f"(to[i + 1])
+          : "r"(reinterpret_cast<const uint32_t*>(&from)[i / 2]));
     }
   } else {
 #pragma unroll
     for (int i = 0; i < N; ++i) to[i] = convert<C>(from.lane[i]);
   }
+}
+
+/// The larger of each two elements, two at a time in half precision; NaN only where both are.
+template <class T, int N>
+__device__ __forceinline__ Vec<T, N> larger(const Vec<T, N>& a, const Vec<T, N>& b) {
+  Vec<T, N> result;
+  if constexpr (sizeof(T) == 2 && N % 2 == 0) {
+    using Two = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) {
+      reinterpret_cast<Two*>(&result)[i] =
+          __hmax2(reinterpret_cast<const Two*>(&a)[i], reinterpret_cast<const Two*>(&b)[i]);
+    }
+  } else if constexpr (sizeof(T) == 2) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) result.lane[i] = __hmax(a.lane[i], b.lane[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) result.lane[i] = fmax(a.lane[i], b.lane[i]);
+  }
+  return result;
 }
 
 /// Rounds N adjacent elements to T and stores them.
