@@ -74,6 +74,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place>)
 #pragma unroll
       for (int i = 0; i < kLanes; ++i) total[0] += z[i];
     }
+    widen_anew(items);
     team.combine_in_warp(total, Add{});
     const int lanes = min(team.size(), kWarpLanes);
     count = static_cast<C>(place.count_of_lanes(team.rank() & (lanes - 1), lanes));
@@ -93,6 +94,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place>)
       if constexpr (kCorrects) around[1] += distance;
     }
   }
+  widen_anew(items);
   team.combine_in_warp(around, Add{});
   C mean = 0;
   C moments[kCorrects ? 2 : 1];

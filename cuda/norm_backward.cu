@@ -25,11 +25,8 @@ __device__ __forceinline__ void load_weight(const NormBackward& p, const Access&
   for (int i = 0; i < kLanes; ++i) values[i] += static_cast<C>(p.weight_offset);
 }
 
-/// kOwn: the weight is in registers. It takes as many as the row, and no offset is added to it.
-template <class Access, bool kOwn>
-using Parameters =
-    std::conditional_t<kOwn, OwnParameters<typename Access::T, Access::kLanes, kItems>,
-                       SharedParameters<Compute<typename Access::T>, Access::kLanes, kItems>>;
+template <class Access>
+using Parameters = ColumnParameters<Compute<typename Access::T>, Access::kLanes, kItems>;
 
 /// (x - mean) * rstd, of half precision in one step: what that loses is far below the rounding of
 /// x.
@@ -41,7 +38,7 @@ __device__ __forceinline__ C normalized(C x, C mean, C rstd) {
 /// Teams that take one row after another: rows arrive in shared memory ahead of their use. The sums
 /// over the columns stay in the registers of the thread that has these columns of every row, so a
 /// team's rows must lie alike: they are a multiple of the lanes apart.
-template <class Access, class W, bool kOwn, bool kCentered, bool kAdds, int kStages>
+template <class Access, class W, bool kCentered, bool kAdds, int kStages>
 __global__ void __launch_bounds__(kThreads)
     walk_rows(NormBackward p, TeamShape shape, Compute<typename Access::T>* partial) {
   using T = typename Access::T;
@@ -60,9 +57,8 @@ __global__ void __launch_bounds__(kThreads)
   const Access access(grad + row * p.grad_row_stride, static_cast<int>(p.columns));
   using Pipeline = RowPipeline<Access, kItems, 2, kStages, kThreads>;
   Pipeline rows(memory, access, team.rank(), team.size());
-  using Weights = Parameters<Access, kOwn>;
-  Weights weights(reinterpret_cast<unsigned char*>(memory) + Pipeline::kBytes, team.rank_in_block(),
-                  shape.threads);
+  Parameters<Access> weights(reinterpret_cast<unsigned char*>(memory) + Pipeline::kBytes,
+                             team.rank_in_block(), shape.threads);
   wait_for_previous_kernel();
 
   rows.start(0, grad + row * p.grad_row_stride, step * p.grad_row_stride);
@@ -70,7 +66,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int ahead = 0; ahead + 1 < kStages; ++ahead) rows.fetch(row + ahead * step < p.rows);
   team.open();
-  if (!Weights::kShared || team.index() == 0) {
+  if (team.index() == 0) {
 #pragma unroll
     for (int k = 0; k < kItems; ++k) {
       C values[kLanes] = {};
@@ -78,10 +74,8 @@ __global__ void __launch_bounds__(kThreads)
       weights.set(k, values);
     }
   }
-  if (Weights::kShared && shape.per_block > 1) __syncthreads();
+  if (shape.per_block > 1) __syncthreads();
 
-  // Both rows, too, where the registers have room for them.
-  constexpr bool kKeeps = kOwn && !kCentered && !kAdds;
   C weight_sum[kItems][kLanes] = {};
   C bias_sum[kCentered ? kItems : 1][kLanes] = {};
   const C* means = static_cast<const C*>(p.mean);
@@ -105,24 +99,12 @@ __global__ void __launch_bounds__(kThreads)
     rows.wait();
 
     C sums[kCentered ? 2 : 1] = {};
-    typename Access::Item own[kKeeps ? 2 : 1][kKeeps ? kItems : 1];
-    const auto read = [&](int stream, int k, C(&values)[kLanes]) {
-      if constexpr (kKeeps) {
-        widen(own[stream][k], values);
-      } else {
-        widen(rows.item(stream, k), values);
-      }
-    };
     if (inside) {
 #pragma unroll
       for (int k = 0; k < kItems; ++k) {
         C g[kLanes], n[kLanes], weight[kLanes];
-        if constexpr (kKeeps) {
-          own[0][k] = rows.item(0, k);
-          own[1][k] = rows.item(1, k);
-        }
-        read(0, k, g);
-        read(1, k, n);
+        rows.read(0, k, g);
+        rows.read(1, k, n);
         weights.read(k, weight);
 #pragma unroll
         for (int i = 0; i < kLanes; ++i) {
@@ -152,8 +134,8 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
       for (int k = 0; k < kItems; ++k) {
         C g[kLanes], n[kLanes], weight[kLanes];
-        read(0, k, g);
-        read(1, k, n);
+        rows.read(0, k, g);
+        rows.read(1, k, n);
         weights.read(k, weight);
 #pragma unroll
         for (int i = 0; i < kLanes; ++i) {
@@ -320,7 +302,6 @@ struct Walk {
   int stages;  // rows that are in shared memory or on the way to it
   int shared_bytes;
   int64_t teams;  // blocks, or clusters of them
-  bool own_weight;
 };
 
 Walk walk_of(const NormBackward& p) {
@@ -334,10 +315,8 @@ Walk walk_of(const NormBackward& p) {
   const int most_blocks = device.runs_90_code ? kMostClusterBlocks : 1;
   walk.team = team_of(threads, kThreads, kThreads, most_blocks);
   if (walk.team.size() < threads) return walk;
-  walk.own_weight = p.weight_dtype == p.dtype && p.weight_offset == 0;
   const auto shared_bytes = [&](int stages) {
-    const int parameters =
-        walk.own_weight ? 0 : lanes * static_cast<int>(sum_bytes(p)) * walk.team.threads;
+    const int parameters = lanes * static_cast<int>(sum_bytes(p)) * walk.team.threads;
     return kItems * (stages * 2 * kVectorBytes * kThreads + parameters);
   };
   const int meeting = p.dtype == Dtype::float64 ? static_cast<int>(sizeof(Meeting<double, 2>))
@@ -359,15 +338,15 @@ int outputs(const NormBackward& p) {
   return (p.grad_weight != nullptr ? 1 : 0) + (p.grad_bias != nullptr ? 1 : 0);
 }
 
-template <class Access, class W, bool kOwn, bool kCentered, bool kAdds, int kStages>
+template <class Access, class W, bool kCentered, bool kAdds, int kStages>
 Status walked(const NormBackward& p, const Walk& walk, CUstream_st* stream) {
   using C = Compute<typename Access::T>;
   const Grid grid{dim3(static_cast<unsigned>(walk.teams << walk.team.log_blocks)),
                   dim3(static_cast<unsigned>(walk.team.block_threads())), walk.team.blocks(),
                   walk.shared_bytes};
   C* partial = static_cast<C*>(p.workspace);
-  const Status status = launch_overlapped(walk_rows<Access, W, kOwn, kCentered, kAdds, kStages>,
-                                          grid, stream, p, walk.team, partial);
+  const Status status = launch_overlapped(walk_rows<Access, W, kCentered, kAdds, kStages>, grid,
+                                          stream, p, walk.team, partial);
   const columns::Plan plan{1, 1, 1, walk.teams, p.rows, p.columns};
   if (!status.ok() || outputs(p) == 0) return status;
   const Result weight{p.grad_weight, p.weight_dtype, 1};
@@ -380,20 +359,14 @@ Status walked(const NormBackward& p, const Walk& walk, CUstream_st* stream) {
 
 template <class Access, class W>
 Status walked(const NormBackward& p, const Walk& walk, CUstream_st* stream) {
-  const auto start = [&](auto own, auto centered) {
+  const auto start = [&](auto centered) {
     const auto with_sum = [&](auto adds) {
-      return walk.stages == 3 ? walked<Access, W, own, centered, adds, 3>(p, walk, stream)
-                              : walked<Access, W, own, centered, adds, 2>(p, walk, stream);
+      return walk.stages == 3 ? walked<Access, W, centered, adds, 3>(p, walk, stream)
+                              : walked<Access, W, centered, adds, 2>(p, walk, stream);
     };
     return p.grad_sum == nullptr ? with_sum(std::false_type{}) : with_sum(std::true_type{});
   };
-  const auto with_weight = [&](auto own) {
-    return p.centered ? start(own, std::true_type{}) : start(own, std::false_type{});
-  };
-  if constexpr (std::is_same_v<W, typename Access::T>) {
-    if (walk.own_weight) return with_weight(std::true_type{});
-  }
-  return with_weight(std::false_type{});
+  return p.centered ? start(std::true_type{}) : start(std::false_type{});
 }
 
 /// The parts of the workspace for rows that are not walked.

@@ -115,6 +115,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place>)
   } else {
     largest[0] = largest_of<C>(items);
   }
+  widen_anew(items);
   largest[0] *= unit;
   team.combine_in_warp(largest, Largest{});
   // Relative to the largest: numbers far from zero lose no digits. A warp takes its own, so that
@@ -134,6 +135,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place>)
       if constexpr (kKeeps) terms[k][i] = term;
     }
   }
+  widen_anew(items);
   team.combine_in_warp(part, Add{});
   C sums[2] = {largest[0], part[0]};
   team.combine_warps(sums, Sums{});
@@ -149,7 +151,9 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place>)
 #pragma unroll
     for (int i = 0; i < kLanes; ++i) {
       if constexpr (kLog) {
-        z[i] = (z[i] * unit - reference) * static_cast<C>(Powers::kNatural) - log_sum;
+        // Of the largest, rounding may leave a little more than 0.
+        const C result = (z[i] * unit - reference) * static_cast<C>(Powers::kNatural) - log_sum;
+        z[i] = result > C(0) ? C(0) : result;
       } else if constexpr (kKeeps) {
         z[i] = terms[k][i] * factor;
       } else {

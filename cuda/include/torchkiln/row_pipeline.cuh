@@ -63,12 +63,13 @@ class RowPipeline : public RowPlace<Access, kItems> {
     __pipeline_commit();
   }
 
-  /// Waits for the oldest row, after which kStages - 1 were fetched. item() is of it until pass().
+  /// Waits for the oldest row, after which kStages - 1 were fetched. read() reads it until pass().
   __device__ __forceinline__ void wait() const { __pipeline_wait_prior(kStages - 1); }
   __device__ __forceinline__ void pass() { read_ = read_ + 1 == kStages ? 0 : read_ + 1; }
 
-  __device__ __forceinline__ const Item& item(int stream, int k) const {
-    return own_[((read_ * kStreams + stream) * kItems + k) * kThreads];
+  template <class C>
+  __device__ __forceinline__ void read(int stream, int k, C (&values)[Access::kLanes]) const {
+    widen(own_[((read_ * kStreams + stream) * kItems + k) * kThreads], values);
   }
 
  private:
@@ -82,13 +83,12 @@ class RowPipeline : public RowPlace<Access, kItems> {
 /// Parameters of the columns of a row's part in a block, in shared memory as they are computed
 /// with. Teams that share a block share them.
 template <class C, int kLanes, int kItems>
-class SharedParameters {
+class ColumnParameters {
  public:
-  static constexpr bool kShared = true;
   static constexpr int kBytes =
       kLanes * kItems * static_cast<int>(sizeof(C));  // a thread of a team
 
-  __device__ __forceinline__ SharedParameters(void* memory, int rank_in_block, int threads)
+  __device__ __forceinline__ ColumnParameters(void* memory, int rank_in_block, int threads)
       : own_(static_cast<Part*>(memory) + rank_in_block), threads_(threads) {}
 
   __device__ __forceinline__ void set(int k, const C (&values)[kLanes]) {
@@ -116,29 +116,6 @@ class SharedParameters {
 
   Part* own_;  // [item][part][thread]
   int threads_;
-};
-
-/// The same in registers, as they are stored: for types that lose nothing by it.
-template <class W, int kLanes, int kItems>
-class OwnParameters {
- public:
-  static constexpr bool kShared = false;
-  static constexpr int kBytes = 0;
-
-  __device__ __forceinline__ OwnParameters(void*, int, int) {}
-
-  template <class C>
-  __device__ __forceinline__ void set(int k, const C (&values)[kLanes]) {
-#pragma unroll
-    for (int i = 0; i < kLanes; ++i) own_[k].lane[i] = convert<W>(values[i]);
-  }
-  template <class C>
-  __device__ __forceinline__ void read(int k, C (&values)[kLanes]) const {
-    widen(own_[k], values);
-  }
-
- private:
-  Vec<W, kLanes> own_[kItems];
 };
 
 }  // namespace torchkiln

@@ -38,10 +38,18 @@ struct alignas(N * sizeof(T) < kVectorBytes ? N * sizeof(T) : kVectorBytes) Vec 
   T lane[N];
 };
 
+/// Sets all lanes. Of half precision two at a time: a compiler that has seen single halfs keeps
+/// each in a register of its own.
 template <class T, int N>
 __device__ __forceinline__ void fill(Vec<T, N>& vector, T value) {
+  if constexpr (sizeof(T) == 2 && N % 2 == 0) {
+    const uint32_t both = *reinterpret_cast<const uint16_t*>(&value) * 0x10001u;
 #pragma unroll
-  for (int i = 0; i < N; ++i) vector.lane[i] = value;
+    for (int i = 0; i < N / 2; ++i) reinterpret_cast<uint32_t*>(&vector)[i] = both;
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) vector.lane[i] = value;
+  }
 }
 
 template <class C, class T>
@@ -78,24 +86,20 @@ __device__ __forceinline__ Vec<T, N> load_constant(const T* from) {
 }
 
 /// The elements of a vector as they are computed with. A bfloat16 is the upper half of a float: one
-/// shift or one mask for each. Done where it stands: a compiler that keeps the floats for a
-/// second use runs out of registers.
+/// shift or one mask for each.
 template <class C, class T, int N>
 __device__ __forceinline__ void widen(const Vec<T, N>& from, C (&to)[N]) {
   if constexpr (std::is_same_v<T, __nv_bfloat16> && std::is_same_v<C, float> && N % 2 == 0) {
 #pragma unroll
     for (int i = 0; i < N; i += 2) {
-      asm volatile(
-          "shl.b32 %0, %2, 16;\n"
-          "and.b32 %1, %2, 0xffff0000;"
-          : "=f"(to[i]), "=f"(to[i + 1])
-          : "r"(reinterpret_cast<const uint32_t*>(&from)[i / 2]));
+      const uint32_t both = reinterpret_cast<const uint32_t*>(&from)[i / 2];
+      to[i] = __uint_as_float(both << 16);
+      to[i + 1] = __uint_as_float(both & 0xffff0000u);
     }
   } else if constexpr (std::is_same_v<T, __half> && std::is_same_v<C, float> && N % 2 == 0) {
 #pragma unroll
     for (int i = 0; i < N; i += 2) {
-      asm volatile(
-          "{.reg .b16 low, high;\n"
+      asm("{.reg .b16 low, high;\n"
           "mov.b32 {low, high}, %2;\n"
           "cvt.f32.f16 %0, low;\n"
           "cvt.f32.f16 %1, high;}"
@@ -105,6 +109,21 @@ __device__ __forceinline__ void widen(const Vec<T, N>& from, C (&to)[N]) {
   } else {
 #pragma unroll
     for (int i = 0; i < N; ++i) to[i] = convert<C>(from.lane[i]);
+  }
+}
+
+/// Has the compiler widen() the vectors anew from here on: floats of half precision that it keeps
+/// from one use to the next take twice the registers, which it does not have.
+template <class T, int N, int kItems>
+__device__ __forceinline__ void widen_anew(Vec<T, N> (&items)[kItems]) {
+  if constexpr (sizeof(Vec<T, N>) % sizeof(uint32_t) == 0) {
+#pragma unroll
+    for (int k = 0; k < kItems; ++k) {
+      uint32_t* words = reinterpret_cast<uint32_t*>(&items[k]);
+#pragma unroll
+      for (int i = 0; i < static_cast<int>(sizeof(Vec<T, N>) / sizeof(uint32_t)); ++i)
+        asm volatile("" : "+r"(words[i]));
+    }
   }
 }
 
