@@ -1,82 +1,9 @@
-#include "torchkiln/kernels/cross_entropy.h"
-
-#include <cstdio>
-
+#include "cross_entropy_target.cuh"
 #include "torchkiln/exponentials.cuh"
-#include "torchkiln/math.h"
-#include "torchkiln/row.cuh"
 #include "torchkiln/sums.cuh"
 
 namespace torchkiln::cuda {
 namespace {
-
-/// What the loss needs of the row's target.
-template <class C>
-struct RowTarget {
-  int64_t index = -1;  // of the class; -1 beside probabilities
-  C weight = 1;        // of the row; 0 where it is ignored
-};
-
-__device__ __noinline__ void stop_at(long long target, long long classes, long long row) {
-  printf(
-      "torchkiln.cross_entropy: target: got %lld in row %lld, expected 0 to %lld or ignore_index\n",
-      target, row, classes - 1);
-  __trap();
-}
-
-template <class C>
-__device__ __forceinline__ RowTarget<C> target_of(const ClassTarget& target, int64_t row,
-                                                  int64_t classes) {
-  RowTarget<C> found;
-  if (target.index == nullptr) return found;
-  found.index = target.index[row];
-  if (found.index == target.ignore_index) {
-    found.weight = 0;
-    return found;
-  }
-  if (static_cast<uint64_t>(found.index) >= static_cast<uint64_t>(classes))
-    stop_at(found.index, classes, row);
-  if (target.weight != nullptr) found.weight = static_cast<const C*>(target.weight)[found.index];
-  return found;
-}
-
-/// q of the lanes of a vector of classes, where it does not vanish outside of one class.
-template <class Access, class C>
-struct Distribution {
-  using T = typename Access::T;
-  static constexpr int kLanes = Access::kLanes;
-
-  const T* probabilities;  // of the row; null beside a class
-  const C* weight;
-  int index;
-  C rest;   // 1 - label_smoothing
-  C share;  // label_smoothing / classes
-
-  __device__ __forceinline__ Distribution(const ClassTarget& target, int64_t row, int64_t classes,
-                                          int64_t index_)
-      : probabilities(static_cast<const T*>(target.probabilities)),
-        weight(static_cast<const C*>(target.weight)),
-        index(static_cast<int>(index_)),
-        rest(static_cast<C>(1 - target.label_smoothing)),
-        share(static_cast<C>(target.label_smoothing / static_cast<double>(classes))) {
-    if (probabilities != nullptr) probabilities += row * target.probabilities_row_stride;
-  }
-
-  __device__ __forceinline__ void load(const Access& access, int column, C (&q)[kLanes]) const {
-    if (probabilities != nullptr) {
-      widen(access.load(probabilities, column), q);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kLanes; ++i) q[i] = column + i == index ? C(1) : C(0);
-    }
-#pragma unroll
-    for (int i = 0; i < kLanes; ++i) {
-      if (!access.has(column, i)) continue;
-      q[i] = rest * q[i] + share;
-      if (weight != nullptr) q[i] *= weight[column + i];
-    }
-  }
-};
 
 constexpr int kLossThreads = 256;
 // Of a multiprocessor, with 64 registers each.
@@ -240,87 +167,6 @@ __global__ void __launch_bounds__(kLossThreads, kResidentThreads / kLossThreads)
   }
 }
 
-__device__ __forceinline__ double number(const void* from, Dtype dtype, int64_t at) {
-  switch (dtype) {
-    case Dtype::float32:
-      return static_cast<const float*>(from)[at];
-    case Dtype::float64:
-      return static_cast<const double*>(from)[at];
-    case Dtype::float16:
-      return __half2float(static_cast<const __half*>(from)[at]);
-    default:
-      return __bfloat162float(static_cast<const __nv_bfloat16*>(from)[at]);
-  }
-}
-
-constexpr int kGradientThreads = 256;
-constexpr int kGradientItems = 4;
-
-/// A block writes a part of a row of gradients; what it needs of the whole row, forward has kept.
-template <class Access, bool kSpread>
-__global__ void __launch_bounds__(kGradientThreads, 4)
-    cross_entropy_gradient(CrossEntropyBackward p, int parts, int vectors_of_part) {
-  using T = typename Access::T;
-  using C = Compute<T>;
-  using Math = MathFor<T>;
-  using Item = typename Access::Item;
-  constexpr int kLanes = Access::kLanes;
-  wait_for_previous_kernel();
-  const int64_t row = parts == 1 ? blockIdx.x : blockIdx.x / static_cast<unsigned>(parts);
-  const int part = static_cast<int>(blockIdx.x - row * parts);
-  const T* logits = static_cast<const T*>(p.logits) + row * p.row_stride;
-  T* grad_logits = static_cast<T*>(p.grad_logits) + row * p.grad_logits_row_stride;
-  const Access access(logits, static_cast<int>(p.classes));
-  const int begin = part * vectors_of_part + static_cast<int>(threadIdx.x);
-  const int end = min(access.vectors(), (part + 1) * vectors_of_part);
-  const int step = static_cast<int>(blockDim.x);
-  Item items[kGradientItems];
-  const auto load = [&](int first) {
-#pragma unroll
-    for (int k = 0; k < kGradientItems; ++k) {
-      const int vector = first + k * step;
-      if (vector < end) items[k] = access.load(logits, access.column(vector));
-    }
-  };
-  load(begin);
-
-  const RowTarget<C> target = target_of<C>(p.target, row, p.classes);
-  const bool ignored = p.target.index != nullptr && target.index == p.target.ignore_index;
-  C scale = static_cast<C>(number(p.grad, p.grad_dtype, row * p.grad_stride));
-  if (p.divisor != nullptr) scale /= *static_cast<const C*>(p.divisor);
-  const C log_sum_exp = static_cast<const C*>(p.log_sum_exp)[row];
-  const C slope = scale * static_cast<const C*>(p.mass)[row];
-  const Distribution<Access, C> distribution(p.target, row, p.classes, target.index);
-  for (int first = begin; first < end; first += kGradientItems * step) {
-    if (first != begin) load(first);
-#pragma unroll
-    for (int k = 0; k < kGradientItems; ++k) {
-      const int vector = first + k * step;
-      if (vector >= end) break;
-      const int column = access.column(vector);
-      C z[kLanes];
-      widen(items[k], z);
-#pragma unroll
-      for (int i = 0; i < kLanes; ++i) z[i] = slope * Math::exp(z[i] - log_sum_exp);
-      if constexpr (kSpread) {
-        C q[kLanes];
-        distribution.load(access, column, q);
-#pragma unroll
-        for (int i = 0; i < kLanes; ++i) z[i] -= scale * q[i];
-      } else if (static_cast<unsigned>(distribution.index - access.column(vector)) < kLanes) {
-#pragma unroll
-        for (int i = 0; i < kLanes; ++i)
-          if (column + i == distribution.index) z[i] -= scale * target.weight;
-      }
-      if (ignored) {
-#pragma unroll
-        for (int i = 0; i < kLanes; ++i) z[i] = 0;
-      }
-      access.save(grad_logits, column, z);
-    }
-  }
-}
-
 constexpr int kSumThreads = 1024;
 
 /// One block adds the losses of all rows, and their weights.
@@ -341,10 +187,6 @@ __global__ void __launch_bounds__(kSumThreads) sum_losses(LossSum p) {
   if (threadIdx.x > 0) return;
   Result{p.out, p.out_dtype, 1}.store(0, p.mean ? sums[0] / sums[1] : sums[0]);
   if (p.mean) *static_cast<C*>(p.divisor) = static_cast<C>(sums[1]);
-}
-
-bool is_spread(const ClassTarget& target) {
-  return target.index == nullptr || target.label_smoothing != 0;
 }
 
 }  // namespace
@@ -379,36 +221,6 @@ Status cross_entropy(const CrossEntropy& p, CUstream_st* stream) {
       if (!status.ok()) return status;
       return spread ? launch_overlapped(cross_entropy_rows<Access, true>, grid, stream, p, team)
                     : launch_overlapped(cross_entropy_rows<Access, false>, grid, stream, p, team);
-    });
-  });
-}
-
-Status cross_entropy_backward(const CrossEntropyBackward& p, CUstream_st* stream) {
-  if (p.rows == 0 || p.classes == 0) return {};
-  if (p.classes > kMostColumns) return {kTooLong};
-  const RowsOf tensors[] = {{p.logits, p.row_stride},
-                            {p.grad_logits, p.grad_logits_row_stride},
-                            {p.target.probabilities, p.target.probabilities_row_stride}};
-  return dispatch_floating(p.dtype, [&](auto tag) {
-    using T = typename std::decay_t<decltype(tag)>::type;
-    return with_access<T>(kind_of(tensors, p.dtype, p.rows, p.classes), [&](auto access) {
-      using Access = typename std::decay_t<decltype(access)>::type;
-      const int64_t vectors = ceil_div(p.classes, Access::kLanes) + (Access::kWhole ? 0 : 1);
-      // Twice what a block has on the way, or all of a shorter row.
-      const int64_t longest = int64_t{kGradientThreads} * kGradientItems * 2;
-      const int64_t parts = ceil_div(vectors, longest);
-      if (p.rows * parts > kMaxGridX) return Status{"too many rows for one launch"};
-      const int64_t warps = std::min<int64_t>(ceil_div(vectors, kGradientItems * kWarpLanes),
-                                              kGradientThreads / kWarpLanes);
-      const Grid grid{dim3(static_cast<unsigned>(p.rows * parts)),
-                      dim3(static_cast<unsigned>(warps * kWarpLanes))};
-      const int count = static_cast<int>(parts);
-      const int length =
-          static_cast<int>(ceil_div(ceil_div(vectors, parts), kWarpLanes)) * kWarpLanes;
-      return is_spread(p.target) ? launch_overlapped(cross_entropy_gradient<Access, true>, grid,
-                                                     stream, p, count, length)
-                                 : launch_overlapped(cross_entropy_gradient<Access, false>, grid,
-                                                     stream, p, count, length);
     });
   });
 }

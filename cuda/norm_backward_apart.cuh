@@ -1,0 +1,177 @@
+#pragma once
+
+// Gradients of norms of rows that are not walked: they lie apart, or are longer than a cluster
+// holds.
+
+#include "norm_backward.cuh"
+#include "torchkiln/columns.cuh"
+#include "torchkiln/kernels/reduction.h"
+
+namespace torchkiln::cuda {
+namespace {
+
+/// The sums over each row that its gradient needs, for rows that walk_rows() does not take:
+/// of d * n and of d.
+template <class Access, class W>
+__global__ void __launch_bounds__(kRowThreads)
+    row_sums(NormBackward p, TeamShape shape, Compute<typename Access::T>* out) {
+  using T = typename Access::T;
+  using C = Compute<T>;
+  constexpr int kLanes = Access::kLanes;
+  __shared__ Meeting<C, 2> meeting;
+  wait_for_previous_kernel();
+  Team<C, 2> team(shape, meeting);
+  const int64_t row = team.first() + team.index();
+  const bool inside = row < p.rows;
+  const T* grad = static_cast<const T*>(p.grad) + row * p.grad_row_stride;
+  const T* z = static_cast<const T*>(p.z) + row * p.z_row_stride;
+  const Access access(grad, inside ? static_cast<int>(p.columns) : 0);
+  const C mean = inside && p.centered ? static_cast<const C*>(p.mean)[row] : C(0);
+  const C rstd = inside ? static_cast<const C*>(p.rstd)[row] : C(0);
+
+  struct Pair {
+    typename Access::Item grad, z;
+  };
+  const auto load = [&](int vector) {
+    const int column = access.column(vector);
+    return Pair{access.load(grad, column), access.load(z, column)};
+  };
+  const RowPasses<kFewItems, decltype(load)> pass(load, team.rank(), team.size(),
+                                                  inside ? access.vectors() : 0);
+  team.open();
+  C sums[2] = {};
+  pass.each([&](const Pair& item, int vector) {
+    C weight[kLanes];
+    load_weight<W>(p, access, access.column(vector), weight);
+#pragma unroll
+    for (int i = 0; i < kLanes; ++i) {
+      if (!access.has(access.column(vector), i)) continue;
+      const C passed = convert<C>(item.grad.lane[i]) * weight[i];
+      sums[0] += passed * (convert<C>(item.z.lane[i]) - mean) * rstd;
+      sums[1] += passed;
+    }
+  });
+  team.combine(sums, Add{});
+  if (!inside || team.rank() > 0) return;
+  out[2 * row] = sums[0];
+  out[2 * row + 1] = sums[1];
+}
+
+/// grad_x and the sum of grad * n over the columns, once the sums over the rows are known.
+template <class T, class W>
+struct KnownRows {
+  using C = Compute<T>;
+  static constexpr int kLanes = 1;
+  static constexpr int kRowsInFlight = 8;
+
+  struct Item {
+    T grad, grad_sum, z;
+  };
+
+  NormBackward p;
+  const C* sums;
+  C weight;
+
+  __device__ __forceinline__ void begin(int64_t column, bool, C (&)[1]) {
+    weight = p.weight == nullptr ? C(1)
+                                 : convert<C>(static_cast<const W*>(p.weight)[column]) +
+                                       static_cast<C>(p.weight_offset);
+  }
+
+  __device__ __forceinline__ Item load(int64_t row, int64_t column) const {
+    Item item{};
+    item.grad = static_cast<const T*>(p.grad)[row * p.grad_row_stride + column];
+    item.z = static_cast<const T*>(p.z)[row * p.z_row_stride + column];
+    if (p.grad_sum != nullptr)
+      item.grad_sum = static_cast<const T*>(p.grad_sum)[row * p.grad_sum_row_stride + column];
+    return item;
+  }
+
+  __device__ __forceinline__ void consume(const Item& item, int64_t row, int64_t column,
+                                          C (&sum)[1]) const {
+    const C mean = p.centered ? static_cast<const C*>(p.mean)[row] : C(0);
+    const C rstd = static_cast<const C*>(p.rstd)[row];
+    const C passed = convert<C>(item.grad);
+    const C normal = (convert<C>(item.z) - mean) * rstd;
+    sum[0] += passed * normal;
+    if (p.grad_x == nullptr) return;
+    const C share = C(1) / static_cast<C>(p.columns);
+    const C level = p.centered ? sums[2 * row + 1] * share : C(0);
+    C result = (passed * weight - level - normal * (sums[2 * row] * share)) * rstd;
+    if (p.grad_sum != nullptr) result += convert<C>(item.grad_sum);
+    static_cast<T*>(p.grad_x)[row * p.columns + column] = convert<T>(result);
+  }
+};
+
+/// The parts of the workspace for rows that are not walked.
+struct Parts {
+  size_t columns;  // where each begins
+  size_t discarded;
+  size_t bias;
+  size_t end;
+};
+
+Reduction bias_of(const NormBackward& p) {
+  Reduction bias{};
+  bias.in = p.grad;
+  bias.out = p.grad_bias;
+  bias.dtype = p.dtype;
+  bias.out_dtype = p.weight_dtype;
+  bias.outer = 1;
+  bias.reduced = p.rows;
+  bias.inner = p.columns;
+  bias.reduced_stride = p.grad_row_stride;
+  bias.inner_stride = 1;
+  bias.divisor = 1;
+  return bias;
+}
+
+Parts parts_of(const NormBackward& p) {
+  const auto whole = [](size_t bytes) {
+    return (bytes + kVectorBytes - 1) / kVectorBytes * kVectorBytes;
+  };
+  const size_t size = sum_bytes(p);
+  Parts parts{};
+  parts.columns = whole(static_cast<size_t>(2 * p.rows) * size);
+  const columns::Plan plan = columns::make_plan(p.rows, p.columns, 1);
+  parts.discarded = parts.columns + whole(columns::partial_bytes(plan, size));
+  parts.bias = parts.discarded;
+  if (p.grad_weight == nullptr)
+    parts.bias += whole(static_cast<size_t>(p.columns) * size_of(p.weight_dtype));
+  parts.end = parts.bias + (p.grad_bias == nullptr ? 0 : cuda::workspace_bytes(bias_of(p)));
+  return parts;
+}
+
+/// Rows that lie apart or are longer than a cluster holds: what a row's gradient needs of the whole
+/// row first, then gradients and the sums of the columns, then those of the bias.
+template <class Access, class W>
+Status unwalked(const NormBackward& p, CUstream_st* stream) {
+  using T = typename Access::T;
+  using C = Compute<T>;
+  auto* memory = static_cast<unsigned char*>(p.workspace);
+  C* sums = reinterpret_cast<C*>(memory);
+  const Parts parts = parts_of(p);
+  const int64_t vectors = ceil_div(p.columns, Access::kLanes) + 1;
+  const int most_blocks = current_device().runs_90_code ? kMostClusterBlocks : 1;
+  const int64_t threads = ceil_div(vectors, kItems);
+  // Of a block of several rows.
+  constexpr int kSmallBlock = 128;
+  const TeamShape team =
+      team_of(threads, kRowThreads, threads <= kWarpLanes ? kSmallBlock : 0, most_blocks);
+  Grid grid;
+  Status status = make_grid(team, p.rows, grid);
+  if (!status.ok()) return status;
+  status = launch_overlapped(row_sums<Access, W>, grid, stream, p, team, sums);
+  if (!status.ok()) return status;
+  void* grad_weight = p.grad_weight == nullptr ? memory + parts.discarded : p.grad_weight;
+  const KnownRows<T, W> body{p, sums, C(1)};
+  status = columns::launch(body, columns::make_plan(p.rows, p.columns, 1), memory + parts.columns,
+                           grad_weight, p.weight_dtype, stream);
+  if (!status.ok() || p.grad_bias == nullptr) return status;
+  Reduction bias = bias_of(p);
+  bias.workspace = memory + parts.bias;
+  return reduce(bias, stream);
+}
+
+}  // namespace
+}  // namespace torchkiln::cuda
