@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,16 @@ class Where:
         """The same place, one step further in."""
         joined = f"{self.detail}, {detail}" if self.detail else detail
         return Where(self.spec, self.check, self.sample, joined)
+
+
+@contextmanager
+def noted(where: Where) -> Iterator[None]:
+    """Tell the place of an error that another tool words."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(str(where))
+        raise
 
 
 def outputs(result: Result) -> tuple[Tensor, ...]:

@@ -25,7 +25,7 @@ from torchkiln.testing.compare import (
 )
 from torchkiln.testing.contract.gradients import incoming
 from torchkiln.testing.contract.values import available_memory
-from torchkiln.testing.data import scaled
+from torchkiln.testing.data import SENTINEL, scaled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -184,6 +184,54 @@ def only_the_caching_allocator(spec: OpSpec, device: torch.device, dtype: torch.
     where = Where(spec, "only_the_caching_allocator", spec.typical(device, dtype))
     require(kept == 0, where, f"{kept} bytes stay allocated after the calls")
     require(grown <= 0, where, f"{grown} bytes were taken from the device outside the allocator")
+
+
+SEGMENT = 2 << 20
+"""Bytes in which the caching allocator keeps small blocks; a block of at most half is small."""
+BLOCK = 512
+"""Every block has a multiple of so many bytes."""
+
+
+class Bytes:
+    """Memory of a device as torch.as_tensor takes it, wherever it is."""
+
+    def __init__(self, pointer: int, count: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (count,),
+            "typestr": "|u1",
+            "data": (pointer, False),
+            "version": 2,
+        }
+
+
+def rest_of_block(tensor: Tensor) -> Tensor:
+    """The bytes between the end of a tensor's storage and the end of its block."""
+    storage = tensor.untyped_storage()
+    rest = -storage.nbytes() % BLOCK
+    return torch.as_tensor(Bytes(storage.data_ptr() + storage.nbytes(), rest), device=tensor.device)
+
+
+@check(device="cuda", dtypes=(torch.float32, torch.bfloat16))
+def around_the_outputs(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
+    """Nothing is written behind the end of an output: sentinels stand there before the call."""
+    for sample in spec.samples(device, dtype):
+        sizes = [output.untyped_storage().nbytes() for output in outputs(sample.call(spec.op))]
+        if max(sizes) > SEGMENT // 8:
+            continue
+        with torch.cuda.use_mem_pool(torch.cuda.MemPool()):
+            # Two blocks that fill a segment, and become one free block again.
+            half = torch.full((SEGMENT // 2,), SENTINEL, dtype=torch.uint8, device=device)
+            other = half.clone()
+            begin = min(half.data_ptr(), other.data_ptr())
+            del half, other
+            found = outputs(sample.call(spec.op))
+        for i, output in enumerate(found):
+            inside = begin <= output.data_ptr() < begin + SEGMENT
+            if not inside or not output.untyped_storage().nbytes() % BLOCK:
+                continue
+            where = Where(spec, "around_the_outputs", sample, f"output {i}")
+            wrong = int((rest_of_block(output) != SENTINEL).sum())
+            require(wrong == 0, where, f"{wrong} bytes behind the end were written to")
 
 
 @check(device="cuda", dtypes=(torch.bfloat16,), large=True, needs="large")

@@ -181,6 +181,7 @@ def spec(
         traffic=traffic,
         backward_traffic=backward_traffic,
         differentiable=(0,),
+        opaque=False,
     )
 
 
