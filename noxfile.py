@@ -103,6 +103,15 @@ def tests(session: nox.Session) -> None:
     session.run("pytest", *session.posargs)
 
 
+@nox.session(default=False)
+def fuzz(session: nox.Session) -> None:
+    """2,000 drawn calls of every op; `-- --fuzz-device=cuda:0` tries the GPU."""
+    install_torch(session)
+    session.install(*group("test"))
+    install_package(session)
+    session.run("pytest", "tests/test_fuzz.py", "--fuzz-cases=2000", *session.posargs)
+
+
 @nox.session
 def demo(session: nox.Session) -> None:
     """Errors and times of every op on this machine, and a small training run, with a picture."""

@@ -14,6 +14,12 @@ pytest_plugins = ["torchkiln.testing.plugin"]
 collect_ignore = ["foreign_package"]  # a project with a root and plug-ins of its own
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """What nox -s fuzz sets."""
+    parser.addoption("--fuzz-cases", type=int, default=25, metavar="N", help="drawn calls an op")
+    parser.addoption("--fuzz-device", default="cpu", metavar="DEVICE", help="where they run")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Report what needs a GPU as skipped, with the reason, where there is none."""
     if not torch.cuda.is_available():
