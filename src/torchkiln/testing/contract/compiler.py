@@ -95,7 +95,7 @@ def require_dynamic(
 
 @check(dtypes=(torch.float32, torch.bfloat16))
 def compile_aot_eager(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """torch.compile(fullgraph=True, dynamic=True), forward and backward."""
+    """torch.compile(fullgraph=True, dynamic=True) is right, forward and backward, at new sizes."""
     require_dynamic(spec, device, dtype, "aot_eager", "compile_aot_eager")
     small = [sample for sample in spec.samples(device, dtype) if sample.numel <= TINY]
     # The second call of a graph draws other random numbers than a call of its own; a few will do.
@@ -153,7 +153,7 @@ def require_compiler(device: torch.device) -> None:
 
 @check(slow=True)
 def compile_inductor(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """torch.compile with its default backend, forward and backward, at sizes it has not seen."""
+    """torch.compile with its default backend is right, forward and backward, at new sizes."""
     require_compiler(device)
     require_dynamic(spec, device, dtype, "inductor", "compile_inductor")
 
@@ -174,7 +174,7 @@ def call_exported(module: Any, sample: Sample) -> Result:
 
 @check()
 def export(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """torch.export with dynamic sizes, through a file."""
+    """torch.export with dynamic sizes, saved and loaded, gives the values at two sizes."""
     sample = spec.typical(device, dtype)
     where = Where(spec, "export", sample)
     program = exported(spec, sample)
@@ -207,7 +207,7 @@ def aot_inductor_works(device: str) -> bool:
 
 @check(slow=True)
 def aot_inductor(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """An AOTInductor package, built, loaded and called at two sizes."""
+    """An AOTInductor package, built and loaded, gives the values at two sizes."""
     require_compiler(device)
     if not aot_inductor_works(device.type):
         raise UnavailableError(f"AOTInductor on {device.type} fails with torch.relu alone here")

@@ -75,7 +75,7 @@ def side_stream(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
 
 @check(device="cuda")
 def other_current_device(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """Tensors of one device while another is current; the current device stays."""
+    """Tensors of one device are served while another is current, which stays so."""
     if torch.cuda.device_count() < 2:
         raise UnavailableError("needs two CUDA devices")
     here, other = torch.device("cuda", 0), torch.device("cuda", 1)
@@ -94,7 +94,7 @@ def other_current_device(spec: OpSpec, device: torch.device, dtype: torch.dtype)
 
 @check(device="cuda", dtypes=(torch.float32, torch.bfloat16))
 def graph_capture(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """Forward and backward in a CUDA graph, replayed with new data."""
+    """Forward and backward in a CUDA graph are right when it is replayed with new data."""
     sample = spec.typical(device, dtype)
     grads = incoming(sample.call(spec.op))
     static = spec.leaves(sample.map(torch.clone))
@@ -238,7 +238,7 @@ def around_the_outputs(spec: OpSpec, device: torch.device, dtype: torch.dtype) -
 def gradients_of_more_than_2_to_the_31_elements(
     spec: OpSpec, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Rows of the gradient on both sides of element 2**31."""
+    """Rows of the gradients on both sides of element 2**31 are right."""
     if available_memory(device) < 40 * 2**30:
         raise UnavailableError(f"needs 40 GiB of free memory on {device}")
     if spec.large is None:

@@ -39,7 +39,7 @@ class Recorder(TorchDispatchMode):
 
 @check(dtypes=(torch.float32, torch.bfloat16))
 def opcheck(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """torch.library.opcheck of the op at the small samples; beside float32 at the typical one."""
+    """torch.library.opcheck passes: schema, autograd registration, fake tensors, AOT dispatch."""
     for i, sample in enumerate(spec.samples(device, dtype, requires_grad=True)):
         if i == 0 or (sample.numel <= TINY and dtype == torch.float32):
             sample.start_generators()
@@ -49,7 +49,7 @@ def opcheck(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
 
 @check(dtypes=(torch.float32, torch.bfloat16))
 def opcheck_helpers(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """torch.library.opcheck of the helper ops, at the arguments that the op gives them."""
+    """torch.library.opcheck of the helper ops passes at the arguments that the op gives them."""
     namespace = spec.overload.namespace
     names = {f"{namespace}::{helper}" for helper in spec.helpers}
     sample = spec.typical(device, dtype, requires_grad=True)

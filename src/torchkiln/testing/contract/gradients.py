@@ -75,7 +75,7 @@ def gradient_values(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> N
 
 @check(dtypes=FLOATING)
 def gradient_strides(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """Inputs and incoming gradients of any strides; nothing is written to them."""
+    """Inputs and incoming gradients have any strides; nothing is written to or around them."""
     for sample in spec.samples(device, dtype):
         if not 0 < sample.numel <= SMALL:
             continue
@@ -133,7 +133,7 @@ def small(spec: OpSpec, device: torch.device) -> Iterator[Sample]:
 
 @check(dtypes=(torch.float64,))
 def gradcheck(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """Backward against numerical differences; forward mode and batched gradients too."""
+    """Backward, forward mode and batched gradients agree with numerical differences."""
     for sample in small(spec, device):
         wanted = spec.wanted(sample)
         with noted(Where(spec, "gradcheck", sample)):
@@ -149,7 +149,7 @@ def gradcheck(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
 
 @check(dtypes=(torch.float64,))
 def gradgradcheck(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """The backward of the backward against numerical differences."""
+    """The backward of the backward agrees with numerical differences."""
     for sample in small(spec, device):
         wanted = spec.wanted(sample)
         with noted(Where(spec, "gradgradcheck", sample)):
