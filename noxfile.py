@@ -230,6 +230,8 @@ def consumer(session: nox.Session) -> None:
         for program in ("with_kernels", "with_torch", "with_torch_package"):
             if program != "with_torch_package" or (folder / program).exists():
                 session.run(str(folder / program), external=True)
+        session.run("python", "-W", "ignore", str(project / "export_model.py"), "model.pt2")
+        session.run(str(folder / "with_exported"), "model.pt2", external=True)
         session.install("--no-build-isolation", "--no-deps", str(project))
         session.run("python", "-m", "torchkiln_consumer")
 

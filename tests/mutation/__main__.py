@@ -131,7 +131,8 @@ def shell(command: str, folder: Path) -> None:
 def test(path: Path, fault: Fault, device: str) -> tuple[int, str]:
     """Exit status of the tests, and the first that failed."""
     kind = "cuda" if "cuda" in fault.device else "cpu"
-    chosen = " or ".join(f"[{fault.op}-{name}-{kind}" for name in fault.checks.split(" or "))
+    names = [name.partition("@") for name in fault.checks.split(" or ")]
+    chosen = " or ".join(f"[{fault.op}-{name}-{kind}{'-' * bool(at)}{at}" for name, _, at in names)
     options = ("-x", "-q", "--no-header", "--tb=line", "--no-showlocals", "-p", "no:cacheprovider")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", fault.tests, *options, "-k", chosen],
@@ -236,6 +237,7 @@ def main() -> int:
         if fault not in faults:
             print(f"left out: {fault.name}: needs {fault.device}")
     seen = {(fault.op, fault.checks): fault for fault in faults}
+    start = time.perf_counter()
     device = ",".join(gpus)
     with ThreadPoolExecutor(options.jobs) as pool:
         clean = [] if options.no_control else list(seen.values())
@@ -243,6 +245,7 @@ def main() -> int:
             if said:
                 print(said)
                 return 1
+        print(f"{len(clean)} selections pass without a fault, {time.perf_counter() - start:.0f} s")
         findings = []
         scratch = options.scratch.resolve()
         for finding in pool.map(lambda fault: find(build, fault, scratch, device), faults):

@@ -16,7 +16,8 @@ class Fault(NamedTuple):
     new: str
     op: str
     checks: str
-    """Checks of that op's contract of which one at least has to fail; `or` stands between them."""
+    """Checks of that op's contract of which one at least has to fail, `or` between them; `@dtype`
+    where one will do."""
     unit: str = ""
     """The source file that is compiled again; none for Python, the file itself where it is one."""
     tests: str = "tests/test_contract.py"
@@ -37,62 +38,62 @@ CPU = (
         "    for (int k = 0; k < Inputs; ++k) {\n      in[k] =",
         "const int64_t count = std::min({end - at, row_rest * 2, kRun});\n"
         "    const C* in[Inputs];\n    for (int k = 0; k < Inputs; ++k) {\n      in[k] =",
-        *("add", "strides", "cpp/cpu/pointwise.cpp"),
+        *("add", "strides@float32", "cpp/cpu/pointwise.cpp"),
     ),
     Fault(
         *("scratch memory that threads share", "cpu", ELEMENTWISE),
         "  C buffers[Inputs][kRun];\n  C results",
         "  static C buffers[Inputs][kRun];\n  C results",
-        *("add", "determinism or calls_from_several_threads or values"),
+        *("add", "values@bfloat16 or determinism@bfloat16"),
         "cpp/cpu/pointwise.cpp",
     ),
     Fault(
         *("bfloat16 cut off instead of rounded", "cpu", "cpp/cpu/float16.h"),
         "const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;",
         "const uint32_t rounded = bits >> 16;",
-        *("add", "values", "cpp/cpu/pointwise.cpp"),
+        *("add", "values@bfloat16", "cpp/cpu/pointwise.cpp"),
     ),
     Fault(
         *("dimensions merged that do not run evenly", "cpu", "cuda/include/torchkiln/layout.h"),
         "merges = dim.stride[k] == layout.stride[k][inner] * layout.size[inner];",
         "merges = dim.stride[k] >= layout.stride[k][inner] * layout.size[inner];",
-        *("add", "strides", "cpp/ops/pointwise.cpp"),
+        *("add", "strides@float32", "cpp/ops/pointwise.cpp"),
     ),
     Fault(
         *("broadcast size read as a row", "cpu", "cpp/ops/elementwise.h"),
         "at < 0 || inputs[k].size(at) == 1 ? 0 : inputs[k].stride(at)",
         "at < 0 ? 0 : inputs[k].stride(at)",
-        *("add", "values", "cpp/ops/pointwise.cpp"),
+        *("add", "values@bfloat16", "cpp/ops/pointwise.cpp"),
     ),
     Fault(
         *("relu loses NaN", "cpu", "cuda/include/torchkiln/activations.h"),
         "return z <= C(0) ? C(0) : z;",
         "return z > C(0) ? z : C(0);",
-        *("relu", "values", "cpp/cpu/activation.cpp"),
+        *("relu", "values@float32", "cpp/cpu/activation.cpp"),
     ),
     Fault(
         *("gradients of a and b exchanged", "cpu", FUNCTORS),
         "return {grad * b, grad * a};",
         "return {grad * a, grad * b};",
-        *("muladd", "gradient_values", "cpp/cpu/muladd.cpp"),
+        *("muladd", "gradient_values@float32", "cpp/cpu/muladd.cpp"),
     ),
     Fault(
         *("gradient of the gate for up", "cpu", FUNCTORS),
         "grad * Act::template value<Math>(gate)};",
         "grad * Act::template gradient<Math>(up, gate)};",
-        *("swiglu", "gradient_values or gradcheck", "cpp/cpu/gated.cpp"),
+        *("swiglu", "gradient_values@float32", "cpp/cpu/gated.cpp"),
     ),
     Fault(
         *("workspace not cleared", "cpu", "cpp/cpu/bias_act.cpp"),
         "  if (chunk_sum != nullptr) std::fill_n(chunk_sum, p.columns, C(0));\n",
         "",
-        *("bias_act", "every_element_is_written", "cpp/cpu/bias_act.cpp"),
+        *("bias_act", "every_element_is_written@float32", "cpp/cpu/bias_act.cpp"),
     ),
     Fault(
         *("wrong bit of the mask in backward", "cpu", "cpp/cpu/signs.h"),
         "return static_cast<C>(signs[(at + i) / 8] >> ((at + i) % 8) & 1);",
         "return static_cast<C>(signs[(at + i) / 8] >> ((at + i + 1) % 8) & 1);",
-        *("bias_act", "gradient_values", "cpp/cpu/bias_act.cpp"),
+        *("bias_act", "gradient_values@float32", "cpp/cpu/bias_act.cpp"),
     ),
     Fault(
         *("backward keeps its workspace", "cpu", "cpp/ops/bias_act.cpp"),
@@ -116,13 +117,13 @@ CPU = (
         *("last rows of columns left out", "cpu", "cpp/cpu/reduction.cpp"),
         "for (; r < end; ++r) {",
         "for (; r + 1 < end; ++r) {",
-        *("sum", "values"),
+        *("sum", "values@float32"),
     ),
     Fault(
         *("strides of a batch exchanged", "cpu", "cpp/cpu/reduction.cpp"),
         "offset += p.outer_stride - p.inner * p.inner_stride;",
         "offset += p.inner_stride - p.inner * p.outer_stride;",
-        *("sum", "values or strides"),
+        *("sum", "values@float32"),
     ),
     Fault(
         *("Meta forgets the dtype", "cpu", "cpp/ops/reduction.cpp"),
@@ -140,25 +141,25 @@ CPU = (
         *("lanes past the end of a row counted", "cpu", "cpp/cpu/norm.cpp"),
         "within<C>(load_lanes(block + i, span) - near, span);",
         "(load_lanes(block + i, span) - near);",
-        *("layer_norm", "values"),
+        *("layer_norm", "values@float32"),
     ),
     Fault(
         *("eps outside of the root", "cpu", "cpp/cpu/norm.cpp"),
         "std::sqrt(squares / static_cast<double>(p.columns) + p.eps));",
         "(std::sqrt(squares / static_cast<double>(p.columns)) + p.eps));",
-        *("layer_norm", "values"),
+        *("layer_norm", "values@float32"),
     ),
     Fault(
         *("causal mask one short", "cpu", "cpp/cpu/softmax.cpp"),
         "std::min(length_, row_ % mask_.queries + 1);",
         "std::min(length_, row_ % mask_.queries);",
-        *("softmax", "values"),
+        *("softmax", "values@float32"),
     ),
     Fault(
         *("random numbers of another place", "cpu", "cpp/cpu/dropout.cpp"),
         "std::copy_n(all + at % 8, count, factor);",
         "std::copy_n(all, count, factor);",
-        *("dropout_add", "values"),
+        *("dropout_add", "values@float32"),
     ),
 )
 
@@ -167,13 +168,13 @@ CUDA = (
         *("tail dropped", "cuda", ACCESS),
         "if (at + i < numel) out[i] = convert<Out>(result[i]);",
         "if (at + i + 1 < numel) out[i] = convert<Out>(result[i]);",
-        *("add", "values", "cuda/pointwise.cu"),
+        *("add", "values@bfloat16", "cuda/pointwise.cu"),
     ),
     Fault(
         *("last block taken for a full one", "cuda", "cuda/include/torchkiln/elementwise.cuh"),
         "if ((int64_t{blockIdx.x} + 1) * Access::kBlockElements <= numel)",
         "if (int64_t{blockIdx.x} * Access::kBlockElements <= numel)",
-        *("add", "around_the_outputs or values", "cuda/pointwise.cu"),
+        *("add", "around_the_outputs", "cuda/pointwise.cu"),
     ),
     Fault(
         *("32-bit index", "cuda", ACCESS),
@@ -187,13 +188,13 @@ CUDA = (
         *("strides of another operand", "cuda", "cuda/include/torchkiln/elementwise_any.cuh"),
         "offset[k] += place * layout.stride[k][d];",
         "offset[k] += place * layout.stride[0][d];",
-        *("add", "strides", "cuda/pointwise.cu"),
+        *("add", "strides@float32", "cuda/pointwise.cu"),
     ),
     Fault(
         *("stream ignored", "cuda", LAUNCH),
         "c10::cuda::getCurrentCUDAStream(where.get_device())",
         "c10::cuda::getDefaultCUDAStream(where.get_device())",
-        *("add", "side_stream", "cpp/ops/pointwise.cpp"),
+        *("add", "side_stream@float32", "cpp/ops/pointwise.cpp"),
     ),
     Fault(
         *("device guard missing", "2 x cuda", LAUNCH),
@@ -211,37 +212,37 @@ CUDA = (
         *("racy sum of a block", "cuda", COLUMNS),
         "shared[i * kThreads + threadIdx.x] = sum[i];\n    __syncthreads();",
         "shared[i * kThreads + threadIdx.x] = sum[i];",
-        *("sum", "values or determinism", "cuda/reduction.cu"),
+        *("sum", "values@float32 or determinism@float32", "cuda/reduction.cu"),
     ),
     Fault(
         *("second kernel does not wait for the first", "cuda", COLUMNS),
         "  double sum = 0;\n  wait_for_previous_kernel();\n",
         "  double sum = 0;\n",
-        *("sum", "values or determinism", "cuda/reduction.cu"),
+        *("sum", "values@float32 or determinism@float32", "cuda/reduction.cu"),
     ),
     Fault(
         *("output never written", "cuda", COLUMNS),
         "if (!status.ok() || plan.is_single_pass()) return status;",
         "if (status.ok() || plan.is_single_pass()) return status;",
-        *("sum", "every_element_is_written or values", "cuda/reduction.cu"),
+        *("sum", "every_element_is_written@float32", "cuda/reduction.cu"),
     ),
     Fault(
         *("tail of a row left out", "cuda", "cuda/include/torchkiln/rows_access.cuh"),
         "if (team - 1 - rank < length - tail) edge +=",
         "if (team - 1 - rank < length - tail - 1) edge +=",
-        *("sum", "values", "cuda/reduction.cu"),
+        *("sum", "values@float32", "cuda/reduction.cu"),
     ),
     Fault(
         *("wrong bits of the mask in backward", "cuda", "cuda/bias_act.cu"),
         "return signs[at / 8] >> (at % 8);",
         "return signs[at / 8] >> (at % 4);",
-        *("bias_act", "gradient_values"),
+        *("bias_act", "gradient_values@float32"),
     ),
     Fault(
         *("other random numbers in backward", "cuda", "cuda/dropout.cu"),
         "const Mask<Lanes> mask(problem.dropout, random, at);",
         "const Mask<Lanes> mask(problem.dropout, random, at + 8);",
-        *("bias_dropout_add", "gradient_values"),
+        *("bias_dropout_add", "gradient_values@float32"),
     ),
 )
 
