@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from torchkiln.bench.environment import environment
 from torchkiln.testing.case import Case, cases
 from torchkiln.testing.check import UnavailableError
 from torchkiln.testing.result import Outcome, Status, as_dict, write
@@ -134,6 +133,8 @@ class Results:
 
     def pytest_sessionfinish(self) -> None:
         """Write the file."""
+        from torchkiln.bench.environment import environment  # noqa: PLC0415  # not for every run
+
         gpu = any(one.device == "cuda" for one in self.found if one.status == "passed")
         here = environment(torch.device("cuda:0" if gpu else "cpu"))
         kept = [one for one in self.found if (one.device == "cuda") == gpu]

@@ -1,4 +1,4 @@
-"""All that an author writes: one spec, and one test."""
+"""All that an author writes: one spec, and two tests."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from collections.abc import Iterator
 import foreign_ops
 import pytest
 import torch
+from hypothesis import given, settings
 from torch import Tensor
 
 from torchkiln.testing import Case, Invalid, OpSpec, Sample, Traffic
 from torchkiln.testing.data import normal
+from torchkiln.testing.fuzz import Plan, check_call, plans
 
 SHAPES = {"typical": (6, 10), "one": (1,), "0-dim": (), "empty": (0, 3), "images": (2, 3, 5, 7)}
 
@@ -81,3 +83,9 @@ SOFTCLIP = OpSpec(
 @pytest.mark.contract([SOFTCLIP])
 def test_contract(contract_case: Case) -> None:
     contract_case.run()
+
+
+@settings(max_examples=20, derandomize=True, database=None, deadline=None)
+@given(plans(SOFTCLIP))
+def test_any_call(plan: Plan) -> None:
+    check_call(SOFTCLIP, plan, torch.device("cpu"))
