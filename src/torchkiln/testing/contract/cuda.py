@@ -214,24 +214,31 @@ def rest_of_block(tensor: Tensor) -> Tensor:
 @check(device="cuda", dtypes=(torch.float32, torch.bfloat16))
 def around_the_outputs(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     """Nothing is written behind the end of an output: sentinels stand there before the call."""
+    seen = 0
     for sample in spec.samples(device, dtype):
         sizes = [output.untyped_storage().nbytes() for output in outputs(sample.call(spec.op))]
         if max(sizes) > SEGMENT // 8:
             continue
-        with torch.cuda.use_mem_pool(torch.cuda.MemPool()):
+        pool = torch.cuda.MemPool()
+        with torch.cuda.use_mem_pool(pool):
             # Two blocks that fill a segment, and become one free block again.
             half = torch.full((SEGMENT // 2,), SENTINEL, dtype=torch.uint8, device=device)
             other = half.clone()
-            begin = min(half.data_ptr(), other.data_ptr())
+            begin, second = sorted((half.data_ptr(), other.data_ptr()))
             del half, other
-            found = outputs(sample.call(spec.op))
+            found = list(outputs(sample.call(spec.op)))
         for i, output in enumerate(found):
-            inside = begin <= output.data_ptr() < begin + SEGMENT
-            if not inside or not output.untyped_storage().nbytes() % BLOCK:
-                continue
-            where = Where(spec, "around_the_outputs", sample, f"output {i}")
-            wrong = int((rest_of_block(output) != SENTINEL).sum())
-            require(wrong == 0, where, f"{wrong} bytes behind the end were written to")
+            storage = output.untyped_storage()
+            inside = begin <= storage.data_ptr() < begin + SEGMENT == second + SEGMENT // 2
+            if inside and storage.nbytes() % BLOCK:
+                seen += 1
+                where = Where(spec, "around_the_outputs", sample, f"output {i}")
+                wrong = int((rest_of_block(output) != SENTINEL).sum())
+                require(wrong == 0, where, f"{wrong} bytes behind the end were written to")
+        found.clear()
+        del output, storage, pool  # in this order: a pool goes after what lies in it
+    if not seen:
+        raise UnavailableError("the allocator puts no output where the sentinels are")
 
 
 @check(device="cuda", dtypes=(torch.bfloat16,), large=True, needs="large")
