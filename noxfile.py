@@ -7,6 +7,7 @@ the CUDA compiler that matches it comes along. Arguments after `--` reach the se
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import nox
@@ -103,6 +104,67 @@ def tests(session: nox.Session) -> None:
     session.run("pytest", *session.posargs)
 
 
+@nox.session(default=False)
+def fuzz(session: nox.Session) -> None:
+    """2,000 drawn calls of every op; `-- --fuzz-device=cuda:0` tries the GPU."""
+    install_torch(session)
+    session.install(*group("test"))
+    install_package(session)
+    session.run("pytest", "tests/test_fuzz.py", "--fuzz-cases=2000", *session.posargs)
+
+
+# What of the contract runs our C++. The compilers that the rest starts take no preloaded sanitizer.
+SANITIZED = (
+    "not slow and not large and not cuda",
+    "not (compile or recompilation or export or no_memory_growth)",
+)
+ON_THE_GPU = (
+    "cuda and not slow and not large",
+    "(values or gradient_values or graph_capture) and (float32 or bfloat16)",
+)
+
+
+@nox.session(default=False)
+def sanitize(session: nox.Session) -> None:
+    """AddressSanitizer and UBSan over the C++ code; compute-sanitizer's tools where a GPU is."""
+    install_torch(session)
+    session.install(*group("test"))
+    defines = ("TORCHKILN_CUDA=OFF", "TORCHKILN_SANITIZE=address,undefined", "TORCHKILN_WERROR=OFF")
+    session.install(
+        *(".", "--no-deps", "--no-build-isolation", *in_build_folder(session)),
+        *(f"-Ccmake.define.{define}" for define in defines),
+    )
+    libraries = [
+        (session.run("g++", f"-print-file-name={name}", external=True, silent=True) or "").strip()
+        for name in ("libasan.so", "libubsan.so", "libstdc++.so.6")
+    ]
+    quiet = ("-q", "-p", "no:cacheprovider")
+    session.run(
+        *("pytest", "tests/test_contract.py", *quiet, "-m", SANITIZED[0], "-k", SANITIZED[1]),
+        *session.posargs,
+        env={
+            "LD_PRELOAD": ":".join(libraries),
+            "ASAN_OPTIONS": "detect_leaks=0",  # CPython keeps what it allocates once
+            "UBSAN_OPTIONS": "print_stacktrace=1",
+        },
+    )
+    if shutil.which("compute-sanitizer") is None or shutil.which("nvidia-smi") is None:
+        session.log("no GPU or no compute-sanitizer: its four tools were not run")
+        return
+    session.install(
+        *(".", "--no-deps", "--no-build-isolation", "--force-reinstall"),
+        *("-Ctorchkiln.cuda=on", f"-Cbuild-dir=build/nox/{session.name}-cuda"),
+    )
+    for tool in ("memcheck", "racecheck", "initcheck", "synccheck"):
+        session.run(
+            *("compute-sanitizer", f"--tool={tool}", "--error-exitcode=86"),
+            *("--kernel-name=kernel_substring=torchkiln", "python", "-m", "pytest"),
+            *("tests/test_contract.py", *quiet, "-m", ON_THE_GPU[0], "-k", ON_THE_GPU[1]),
+            env={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+            external=True,
+        )
+
+
 @nox.session
 def demo(session: nox.Session) -> None:
     """Errors and times of every op on this machine, and a small training run, with a picture."""
@@ -168,6 +230,8 @@ def consumer(session: nox.Session) -> None:
         for program in ("with_kernels", "with_torch", "with_torch_package"):
             if program != "with_torch_package" or (folder / program).exists():
                 session.run(str(folder / program), external=True)
+        session.run("python", "-W", "ignore", str(project / "export_model.py"), "model.pt2")
+        session.run(str(folder / "with_exported"), "model.pt2", external=True)
         session.install("--no-build-isolation", "--no-deps", str(project))
         session.run("python", "-m", "torchkiln_consumer")
 

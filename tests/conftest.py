@@ -10,16 +10,14 @@ import torch
 
 import torchkiln
 
-MARKERS = {
-    "cuda": "needs a GPU and a build with CUDA kernels",
-    "slow": "takes more than ten seconds",
-    "large": "needs tens of gigabytes",
-}
+pytest_plugins = ["torchkiln.testing.plugin"]
+collect_ignore = ["foreign_package"]  # a project with a root and plug-ins of its own
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    for name, meaning in MARKERS.items():
-        config.addinivalue_line("markers", f"{name}: {meaning}")
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """What nox -s fuzz sets."""
+    parser.addoption("--fuzz-cases", type=int, default=25, metavar="N", help="drawn calls an op")
+    parser.addoption("--fuzz-device", default="cpu", metavar="DEVICE", help="where they run")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from torchkiln import testing
 from torchkiln.testing.contract import CHECKS
+from torchkiln.testing.contract.cuda import rest_of_block
 from torchkiln.testing.specs.bias_act import BIAS_ACT
 from torchkiln.testing.specs.norm import ADD_RMS_NORM
 from torchkiln.testing.specs.pointwise import ADD
@@ -134,6 +137,75 @@ def reads_a_value(a: Tensor, b: Tensor) -> Tensor:
     return add(a, b) if a.sum().item() < 1e9 else a
 
 
+class LeavesTheLast(torch.autograd.Function):
+    """An element that is whatever was there."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.shapes = a.shape, b.shape
+        full = add(a, b)
+        out = torch.empty(full.shape, dtype=full.dtype)
+        out.view(-1)[:-1] = full.reshape(-1)[:-1]
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return grad.sum_to_size(ctx.shapes[0]), grad.sum_to_size(ctx.shapes[1])
+
+
+class WritesToSaved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return add(a, b)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        a, b = ctx.saved_tensors
+        a.data.add_(1)
+        return grad.sum_to_size(a.shape), grad.sum_to_size(b.shape)
+
+
+SHARED = torch.zeros(1 << 16)
+
+
+class SharedScratch(torch.autograd.Function):
+    """Two calls at the same time use the same memory."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.shapes = a.shape, b.shape
+        out = add(a, b)
+        scratch = SHARED[: out.numel()]
+        scratch.copy_(out.reshape(-1))
+        time.sleep(1e-3)
+        return scratch.reshape(out.shape).clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return grad.sum_to_size(ctx.shapes[0]), grad.sum_to_size(ctx.shapes[1])
+
+
+def unrolled(a: Tensor, b: Tensor) -> Tensor:
+    out = add(a, b)
+    for _ in range(a.shape[0]):
+        out = out + 0
+    return out
+
+
+def stays_an_op(a: Tensor, b: Tensor) -> Tensor:
+    return ADD.overload(a, b)
+
+
+CALLS = itertools.count()
+
+
+def changes_rarely(a: Tensor, b: Tensor) -> Tensor:
+    """As a race does."""
+    out = add(a, b)
+    return out * (1 + 1e-6) if next(CALLS) % 13 == 12 else out
+
+
 def changes_from_run_to_run(a: Tensor, b: Tensor) -> Tensor:
     out = add(a, b)
     return out * (1 + 1e-7 * torch.rand(out.shape, device=out.device))
@@ -163,6 +235,12 @@ def remembers(a: Tensor, b: Tensor) -> Tensor:
     out = add(a, b)
     first = KEPT.setdefault((a.data_ptr(), b.data_ptr()), out.detach().clone())
     return first + (out - out.detach())
+
+
+def writes_behind_its_output(a: Tensor, b: Tensor) -> Tensor:
+    out = add(a, b)
+    rest_of_block(out)[:4].zero_()
+    return out
 
 
 def on_the_default_stream(a: Tensor, b: Tensor) -> Tensor:
@@ -198,10 +276,18 @@ BROKEN: list[Row] = [
     ("compile_aot_eager", reads_a_value, torch.float32, "data-dependent"),
     ("export", reads_a_value, torch.float32, "data-dependent"),
     ("determinism", changes_from_run_to_run, torch.float32, "not bitwise equal"),
+    ("determinism", changes_rarely, torch.float32, "not bitwise equal"),
+    ("every_element_is_written", LeavesTheLast.apply, torch.float32, "not bitwise equal"),
+    ("gradient_strides", WritesToSaved.apply, torch.float32, "wrote to an argument"),
+    ("calls_from_several_threads", SharedScratch.apply, torch.float32, "thread .* bitwise equal"),
+    ("no_recompilation_storm", unrolled, torch.float32, "5 sizes took 5 graphs"),
+    ("compile_policy", stays_an_op, torch.float32, "the graph has .*torchkiln.add"),
+    ("no_memory_growth", leaks, torch.float32, "1000 calls kept .* bytes of the C library"),
     ("subclasses", drops_the_subclass, torch.float32, "expected <class"),
     ("bad_input", vague, torch.float32, "expected RuntimeError matching"),
 ]
 BROKEN_ON_CUDA: list[Row] = [
+    ("around_the_outputs", writes_behind_its_output, torch.float32, "4 bytes behind the end"),
     ("side_stream", on_the_default_stream, torch.float32, "elements are wrong"),
     ("graph_capture", remembers, torch.float32, "data times -3.0.*elements are wrong"),
     ("no_synchronisation", reads_a_value, torch.float32, "synchroniz"),
@@ -225,6 +311,7 @@ def show(row: Row, device: torch.device, good: testing.OpSpec = ADD) -> None:
 @pytest.mark.parametrize("row", BROKEN, ids=title)
 def test_a_broken_op_is_found(row: Row) -> None:
     show(row, torch.device("cpu"))
+    KEPT.clear()
 
 
 @pytest.mark.cuda

@@ -95,7 +95,7 @@ def test_an_excluded_check_says_why() -> None:
 
 def test_an_unknown_exclusion_is_refused() -> None:
     spec = dataclasses.replace(DROPOUT, excluded={"vmaps": "a slip"})
-    with pytest.raises(ValueError, match=r"dropout: excluded: got \['vmaps'\], expected names"):
+    with pytest.raises(ValueError, match="dropout: excluded: got 'vmaps', expected the name"):
         list(testing.cases([spec], CPU))
 
 

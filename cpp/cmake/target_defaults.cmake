@@ -8,6 +8,14 @@ function(torchkiln_target_defaults target)
       "$<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra;${werror}>"
       "$<$<COMPILE_LANGUAGE:CUDA>:${nvcc_werror};-Xcompiler=-Wall,-Wextra>"
   )
+  if(TORCHKILN_SANITIZE)
+    set(sanitize -fsanitize=${TORCHKILN_SANITIZE} -fno-sanitize-recover=all)
+    target_compile_options(
+      ${target}
+      PRIVATE "$<$<COMPILE_LANGUAGE:CXX>:${sanitize};-fno-omit-frame-pointer;-g1>"
+    )
+    target_link_options(${target} PRIVATE ${sanitize})
+  endif()
   # Everything is resolved when a library is linked and again when it is loaded: a symbol that another torch does not
   # have becomes an ImportError, where lazy binding would end the process in the middle of a call.
   target_link_options(${target} PRIVATE LINKER:-z,now LINKER:--as-needed)

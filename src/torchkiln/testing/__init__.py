@@ -1,26 +1,34 @@
 """The contract of an op, as data and as generated checks.
 
-An :class:`OpSpec` says what an op promises; :func:`cases` turns specs into named checks, for the
-ops of this package and for those of any other::
+An :class:`OpSpec` says what an op promises. :func:`cases` turns specs into named checks, for the
+ops of this package and for those of any other; :func:`run_contract` runs all of one spec, and
+``torchkiln.testing.plugin`` makes tests of pytest of them::
 
-    @pytest.mark.parametrize("case", cases([MY_SPEC], torch.device("cpu")), ids=str)
-    def test_contract(case):
-        case.run()
+    @pytest.mark.contract([MY_SPEC])
+    def test_contract(contract_case):
+        contract_case.run()
 """
 
 from torchkiln.testing.case import Case, cases
-from torchkiln.testing.check import Check, UnavailableError
-from torchkiln.testing.spec import Invalid, OpSpec, Sample, Traffic
+from torchkiln.testing.check import Check, ExcludedError, UnavailableError
+from torchkiln.testing.result import Outcome, run_contract
+from torchkiln.testing.spec import Invalid, OpSpec, Sample, SpecError, Traffic
 from torchkiln.testing.specs import SPECS
+from torchkiln.testing.validate import validate
 
 __all__ = [
     "SPECS",
     "Case",
     "Check",
+    "ExcludedError",
     "Invalid",
     "OpSpec",
+    "Outcome",
     "Sample",
+    "SpecError",
     "Traffic",
     "UnavailableError",
     "cases",
+    "run_contract",
+    "validate",
 ]

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from torchkiln.testing import contract
-from torchkiln.testing.check import Check, UnavailableError
+from torchkiln.testing.check import Check, ExcludedError, UnavailableError
+from torchkiln.testing.validate import validate
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -35,28 +36,30 @@ class Case:
     def run(self) -> None:
         """Raise AssertionError if the op breaks it, UnavailableError if it cannot be tried."""
         if reason := self.spec.excluded.get(self.check.name):
-            raise UnavailableError(f"not for {self.spec.name}: {reason}")
+            raise ExcludedError(f"not for {self.spec.name}: {reason}")
         if self.device.type == "cuda" and not torch.cuda.is_available():
             raise UnavailableError("no CUDA device")
         with warnings.catch_warnings():
             # What torch deprecates in its own formulas and compiler is not the op's doing.
             warnings.simplefilter("ignore", DeprecationWarning)
             warnings.simplefilter("ignore", FutureWarning)
-            self.check.run(self.spec, self.device, self.dtype)
+            try:
+                self.check.run(self.spec, self.device, self.dtype)
+            except Exception as error:
+                error.add_note(f"{self.spec.name}: {self.check.name}: on {self.device}")
+                raise
 
 
 def cases(specs: Iterable[OpSpec], device: torch.device) -> Iterator[Case]:
-    """Every check that applies to ``specs`` on ``device``, whether or not it is there."""
-    for spec in specs:
-        if unknown := spec.excluded.keys() - contract.CHECKS.keys():
-            raise ValueError(
-                f"torchkiln.testing: {spec.name}: excluded: got {sorted(unknown)}, expected names "
-                f"of checks: {', '.join(contract.CHECKS)}"
-            )
+    """Every check that applies to ``specs`` on ``device``, whether or not it is there.
+
+    Raises SpecError before the first one if a spec is incomplete or contradicts itself.
+    """
+    known = tuple(specs)
+    validate(known)
+    for spec in known:
         for entry in contract.CHECKS.values():
-            if entry.device not in (None, device.type):
-                continue
-            if entry.needs is not None and getattr(spec, entry.needs) is None:
+            if not entry.applies(spec, device):
                 continue
             for dtype in entry.dtypes:
                 if dtype in spec.dtypes:

@@ -16,6 +16,10 @@ class UnavailableError(Exception):
     """A check cannot run on this machine; the message says what is missing."""
 
 
+class ExcludedError(UnavailableError):
+    """The spec says that the check cannot hold; the message says why."""
+
+
 @dataclass(frozen=True)
 class Check:
     """One clause of the contract. It raises AssertionError where the op breaks it."""
@@ -28,6 +32,16 @@ class Check:
     large: bool
     needs: str | None
     """A field of the spec; where that is None there is nothing to check."""
+
+    @property
+    def promise(self) -> str:
+        """What holds, in words."""
+        return " ".join((self.run.__doc__ or "").split())
+
+    def applies(self, spec: OpSpec, device: torch.device) -> bool:
+        """Whether there is something to check."""
+        wanted = self.needs is None or getattr(spec, self.needs) is not None
+        return wanted and self.device in (None, device.type)
 
 
 CHECKS: dict[str, Check] = {}

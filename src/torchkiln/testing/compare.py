@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,6 +33,16 @@ class Where:
         """The same place, one step further in."""
         joined = f"{self.detail}, {detail}" if self.detail else detail
         return Where(self.spec, self.check, self.sample, joined)
+
+
+@contextmanager
+def noted(where: Where) -> Iterator[None]:
+    """Tell the place of an error that another tool words."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(str(where))
+        raise
 
 
 def outputs(result: Result) -> tuple[Tensor, ...]:
@@ -185,6 +197,11 @@ def half_step(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2 / (2 * compute_eps(dtype))
 
 
+def depth(terms: int) -> float:
+    """How often the rounding of a pairwise sum of so many terms adds up."""
+    return max(1.0, math.log2(max(terms, 1)) / 2)
+
+
 def require_gradients(
     found: Sequence[Tensor], sample: Sample, positions: Sequence[int], grads: Grads, where: Where
 ) -> None:
@@ -200,7 +217,8 @@ def require_gradients(
     other = vector_jacobian(spec.composite, plain, positions, grads)
     for i, position in enumerate(positions):
         place = where.at(f"gradient of argument {position}")
-        terms_here = magnitude[i].abs()
+        count = len(grads) and max(r.numel() for r in grads if r is not None)
+        terms_here = magnitude[i].abs() * depth(count // max(found[i].numel(), 1))
         if spec.output_sensitivity is not None:
             moved = vector_jacobian(spec.output_sensitivity, truth, positions, size)
             terms_here = terms_here + half_step(found[i].dtype) * moved[i].abs()

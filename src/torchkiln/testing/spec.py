@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import MISSING, dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,14 @@ Result = Tensor | tuple[Tensor, ...]
 """What an op returns."""
 
 FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+class SpecError(ValueError):
+    """Specs that are incomplete or contradict themselves: a line for each field."""
+
+    def __init__(self, problems: Iterable[str]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(f"torchkiln.testing: {line}" for line in self.problems))
 
 
 @dataclass(frozen=True)
@@ -104,7 +112,7 @@ def doubled(sample: Sample) -> Sample:
     return sample.map(lambda t: t.repeat([1 if n == 1 else 2 for n in t.shape]))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class OpSpec:
     """The contract of one op.
 
@@ -162,6 +170,9 @@ class OpSpec:
     """Rows and columns that a GPU is timed with; none where the benchmark's own will do."""
     small_shapes: tuple[tuple[int, int], ...] = ()
     """The same for calls that do not fill a GPU."""
+    opaque: bool | None = None
+    """Whether a graph of torch.compile holds the op, or ATen's ops that Inductor fuses; None where
+    the spec promises neither."""
     helpers: tuple[str, ...] = ()
     """Ops in the same namespace that exist for this one (its backward) and have no spec."""
     waits_for: tuple[str, ...] = ()
@@ -176,6 +187,15 @@ class OpSpec:
     """What the module is called with."""
     excluded: Mapping[str, str] = field(default_factory=dict)
     """Checks that cannot hold for this op, and why. A case of one is made, and says it when run."""
+
+    def __new__(cls, *args: Any, **given: Any) -> Self:
+        """An error that names the op where a field is missing; a copy is made of nothing."""
+        required = [f.name for f in fields(cls) if f.default is f.default_factory is MISSING]
+        missing = [name for name in required[len(args) :] if name not in given]
+        if given and missing:
+            name = given.get("name", "a spec without a name")
+            raise SpecError([f"{name}: {field}: missing" for field in missing])
+        return super().__new__(cls)
 
     def samples(
         self, device: torch.device, dtype: torch.dtype, requires_grad: bool = False

@@ -11,6 +11,7 @@ from torchkiln.testing.contract import (
     in_place,
     modules,
     repeat,
+    state,
     values,
 )
 
@@ -25,5 +26,6 @@ __all__ = [
     "in_place",
     "modules",
     "repeat",
+    "state",
     "values",
 ]

@@ -128,7 +128,7 @@ def require_tangents(found: Result, sample: Sample, where: Where) -> None:
 
 @check(dtypes=FLOATING)
 def func_jvp(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """torch.func.jvp."""
+    """torch.func.jvp gives the values and the Jacobian-vector products."""
     sample = spec.typical(device, dtype)
     wanted = spec.wanted(sample)
     pair: Any = torch.func.jvp(
@@ -142,7 +142,7 @@ def func_jvp(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
 
 @check(dtypes=FLOATING)
 def forward_mode(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """Dual tensors."""
+    """Dual tensors come out with the tangents of forward-mode differentiation."""
     sample = spec.typical(device, dtype)
     with forward_ad.dual_level():
         duals = sample

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torchkiln.testing.check import UnavailableError, check
-from torchkiln.testing.compare import Where, outputs, require_gradients, require_values
+from torchkiln.testing.compare import Where, outputs, require, require_gradients, require_values
 from torchkiln.testing.contract.gradients import incoming
 from torchkiln.testing.contract.values import TINY
 
@@ -95,13 +95,54 @@ def require_dynamic(
 
 @check(dtypes=(torch.float32, torch.bfloat16))
 def compile_aot_eager(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """torch.compile(fullgraph=True, dynamic=True), forward and backward."""
+    """torch.compile(fullgraph=True, dynamic=True) is right, forward and backward, at new sizes."""
     require_dynamic(spec, device, dtype, "aot_eager", "compile_aot_eager")
     small = [sample for sample in spec.samples(device, dtype) if sample.numel <= TINY]
     # The second call of a graph draws other random numbers than a call of its own; a few will do.
     groups = [small] if all(s.seed is None for s in small) else [[s] for s in small[:3]]
     for group in groups:
         require_compiled_together(spec, "aot_eager", group, "compile_aot_eager")
+
+
+GROWTHS = 5
+
+
+@check()
+def no_recompilation_storm(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
+    """Compiled with torch's defaults, one graph serves the first sizes, and one all others."""
+    graphs = 0
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
+    torch.compiler.reset()
+    function = torch.compile(spec.op, fullgraph=True, backend=backend)
+    sample = spec.typical(device, dtype)
+    where = Where(spec, "no_recompilation_storm", sample)
+    for _ in range(GROWTHS):
+        sample.call(function)
+        sample = spec.grown(sample)
+    require(graphs <= 2, where, f"{GROWTHS} sizes took {graphs} graphs, expected at most 2")
+
+
+@check(needs="opaque")
+def compile_policy(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
+    """A compiled graph holds the op where the spec calls it opaque, and ATen's ops where not."""
+    seen: set[str] = set()
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        seen.update(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    torch.compiler.reset()
+    sample = spec.typical(device, dtype)
+    sample.call(torch.compile(spec.op, fullgraph=True, backend=backend))
+    kept = any(target.startswith(f"{spec.overload.namespace}.") for target in seen)
+    where = Where(spec, "compile_policy", sample)
+    wanted = "an opaque op" if spec.opaque else "none of the op's namespace"
+    require(kept == spec.opaque, where, f"the graph has {sorted(seen)}, expected {wanted}")
 
 
 def require_compiler(device: torch.device) -> None:
@@ -112,7 +153,7 @@ def require_compiler(device: torch.device) -> None:
 
 @check(slow=True)
 def compile_inductor(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """The same with the default backend."""
+    """torch.compile with its default backend is right, forward and backward, at new sizes."""
     require_compiler(device)
     require_dynamic(spec, device, dtype, "inductor", "compile_inductor")
 
@@ -133,7 +174,7 @@ def call_exported(module: Any, sample: Sample) -> Result:
 
 @check()
 def export(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """torch.export with dynamic sizes, through a file."""
+    """torch.export with dynamic sizes, saved and loaded, gives the values at two sizes."""
     sample = spec.typical(device, dtype)
     where = Where(spec, "export", sample)
     program = exported(spec, sample)
@@ -166,7 +207,7 @@ def aot_inductor_works(device: str) -> bool:
 
 @check(slow=True)
 def aot_inductor(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """An AOTInductor package, built, loaded and called at two sizes."""
+    """An AOTInductor package, built and loaded, gives the values at two sizes."""
     require_compiler(device)
     if not aot_inductor_works(device.type):
         raise UnavailableError(f"AOTInductor on {device.type} fails with torch.relu alone here")

@@ -25,7 +25,7 @@ from torchkiln.testing.compare import (
 )
 from torchkiln.testing.contract.gradients import incoming
 from torchkiln.testing.contract.values import available_memory
-from torchkiln.testing.data import scaled
+from torchkiln.testing.data import SENTINEL, scaled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -75,7 +75,7 @@ def side_stream(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
 
 @check(device="cuda")
 def other_current_device(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """Tensors of one device while another is current; the current device stays."""
+    """Tensors of one device are served while another is current, which stays so."""
     if torch.cuda.device_count() < 2:
         raise UnavailableError("needs two CUDA devices")
     here, other = torch.device("cuda", 0), torch.device("cuda", 1)
@@ -94,7 +94,7 @@ def other_current_device(spec: OpSpec, device: torch.device, dtype: torch.dtype)
 
 @check(device="cuda", dtypes=(torch.float32, torch.bfloat16))
 def graph_capture(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """Forward and backward in a CUDA graph, replayed with new data."""
+    """Forward and backward in a CUDA graph are right when it is replayed with new data."""
     sample = spec.typical(device, dtype)
     grads = incoming(sample.call(spec.op))
     static = spec.leaves(sample.map(torch.clone))
@@ -186,11 +186,66 @@ def only_the_caching_allocator(spec: OpSpec, device: torch.device, dtype: torch.
     require(grown <= 0, where, f"{grown} bytes were taken from the device outside the allocator")
 
 
+SEGMENT = 2 << 20
+"""Bytes in which the caching allocator keeps small blocks; a block of at most half is small."""
+BLOCK = 512
+"""Every block has a multiple of so many bytes."""
+
+
+class Bytes:
+    """Memory of a device as torch.as_tensor takes it, wherever it is."""
+
+    def __init__(self, pointer: int, count: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (count,),
+            "typestr": "|u1",
+            "data": (pointer, False),
+            "version": 2,
+        }
+
+
+def rest_of_block(tensor: Tensor) -> Tensor:
+    """The bytes between the end of a tensor's storage and the end of its block."""
+    storage = tensor.untyped_storage()
+    rest = -storage.nbytes() % BLOCK
+    return torch.as_tensor(Bytes(storage.data_ptr() + storage.nbytes(), rest), device=tensor.device)
+
+
+@check(device="cuda", dtypes=(torch.float32, torch.bfloat16))
+def around_the_outputs(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
+    """Nothing is written behind the end of an output: sentinels stand there before the call."""
+    seen = 0
+    for sample in spec.samples(device, dtype):
+        sizes = [output.untyped_storage().nbytes() for output in outputs(sample.call(spec.op))]
+        if max(sizes) > SEGMENT // 8:
+            continue
+        pool = torch.cuda.MemPool()
+        with torch.cuda.use_mem_pool(pool):
+            # Two blocks that fill a segment, and become one free block again.
+            half = torch.full((SEGMENT // 2,), SENTINEL, dtype=torch.uint8, device=device)
+            other = half.clone()
+            begin, second = sorted((half.data_ptr(), other.data_ptr()))
+            del half, other
+            found = list(outputs(sample.call(spec.op)))
+        for i, output in enumerate(found):
+            storage = output.untyped_storage()
+            inside = begin <= storage.data_ptr() < begin + SEGMENT == second + SEGMENT // 2
+            if inside and storage.nbytes() % BLOCK:
+                seen += 1
+                where = Where(spec, "around_the_outputs", sample, f"output {i}")
+                wrong = int((rest_of_block(output) != SENTINEL).sum())
+                require(wrong == 0, where, f"{wrong} bytes behind the end were written to")
+        found.clear()
+        del output, storage, pool  # in this order: a pool goes after what lies in it
+    if not seen:
+        raise UnavailableError("the allocator puts no output where the sentinels are")
+
+
 @check(device="cuda", dtypes=(torch.bfloat16,), large=True, needs="large")
 def gradients_of_more_than_2_to_the_31_elements(
     spec: OpSpec, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Rows of the gradient on both sides of element 2**31."""
+    """Rows of the gradients on both sides of element 2**31 are right."""
     if available_memory(device) < 40 * 2**30:
         raise UnavailableError(f"needs 40 GiB of free memory on {device}")
     if spec.large is None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torchkiln.testing.check import check
 from torchkiln.testing.compare import (
     Where,
+    noted,
     outputs,
     require,
     require_gradients,
@@ -74,7 +75,7 @@ def gradient_values(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> N
 
 @check(dtypes=FLOATING)
 def gradient_strides(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """Inputs and incoming gradients of any strides; nothing is written to them."""
+    """Inputs and incoming gradients have any strides; nothing is written to or around them."""
     for sample in spec.samples(device, dtype):
         if not 0 < sample.numel <= SMALL:
             continue
@@ -90,9 +91,14 @@ def gradient_strides(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> 
                 unchanged = torch.equal(placed.bits(), before)
                 require(unchanged, where, "the backward wrote to its input")
                 require_gradients(found, sample, wanted, laid, where)
-        for moved, _ in relaid(sample):
+        for moved, buffers in relaid(sample):
+            bytes_before = [placed.bits() for placed in buffers]
+            where = Where(spec, "gradient_strides", moved)
             found = vector_jacobian(spec.op, spec.leaves(moved), wanted, grads)
-            require_gradients(found, moved, wanted, grads, Where(spec, "gradient_strides", moved))
+            for placed, old in zip(buffers, bytes_before, strict=True):
+                unchanged = torch.equal(placed.bits(), old)
+                require(unchanged, where, "the backward wrote to an argument or around it")
+            require_gradients(found, moved, wanted, grads, where)
 
 
 @check()
@@ -127,27 +133,29 @@ def small(spec: OpSpec, device: torch.device) -> Iterator[Sample]:
 
 @check(dtypes=(torch.float64,))
 def gradcheck(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """Backward against numerical differences; forward mode and batched gradients too."""
+    """Backward, forward mode and batched gradients agree with numerical differences."""
     for sample in small(spec, device):
         wanted = spec.wanted(sample)
-        torch.autograd.gradcheck(
-            sample.bind(spec.op, wanted),
-            sample.take(wanted),
-            fast_mode=False,
-            check_undefined_grad=True,
-            check_batched_grad=True,
-            check_forward_ad=True,
-        )
+        with noted(Where(spec, "gradcheck", sample)):
+            torch.autograd.gradcheck(
+                sample.bind(spec.op, wanted),
+                sample.take(wanted),
+                fast_mode=False,
+                check_undefined_grad=True,
+                check_batched_grad=True,
+                check_forward_ad=True,
+            )
 
 
 @check(dtypes=(torch.float64,))
 def gradgradcheck(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """The backward of the backward against numerical differences."""
+    """The backward of the backward agrees with numerical differences."""
     for sample in small(spec, device):
         wanted = spec.wanted(sample)
-        torch.autograd.gradgradcheck(
-            sample.bind(spec.op, wanted),
-            sample.take(wanted),
-            fast_mode=False,
-            gen_non_contig_grad_outputs=True,
-        )
+        with noted(Where(spec, "gradgradcheck", sample)):
+            torch.autograd.gradgradcheck(
+                sample.bind(spec.op, wanted),
+                sample.take(wanted),
+                fast_mode=False,
+                gen_non_contig_grad_outputs=True,
+            )

@@ -122,7 +122,7 @@ def require_refused_as_by_torch(
 
 @check(dtypes=FLOATING, needs="inplace")
 def in_place(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """Writes what the op returns and nothing else, and is differentiated as torch's own are."""
+    """In place it writes the op's result and nothing else, and has gradients as torch's ops do."""
     for name, function in ways(spec).items():
         for sample in spec.samples(device, dtype):
             for placed in layouts(sample.args[0]):

@@ -29,7 +29,7 @@ def through_file(module: nn.Module) -> nn.Module:
 
 @check(dtypes=FLOATING, needs="module")
 def modules(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """pickle, deepcopy and state_dict keep the function; to() moves it."""
+    """pickle, deepcopy, state_dict and to() keep what the module computes."""
     if spec.module is None or spec.module_inputs is None:
         raise TypeError(f"{spec.name}: modules: got a spec without module and module_inputs")
     module = spec.module(device, dtype)

@@ -33,9 +33,13 @@ def values(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
 
 
 def relaid(sample: Sample) -> Iterator[tuple[Sample, list[Placed]]]:
-    """The sample with one tensor at a time, then all of them, at each kind of strides."""
+    """The sample with one tensor at a time, then all of them, at each kind of strides.
+
+    Of float64 and float16, which take the paths of the other two, all of them only.
+    """
     choices = {i: list(layouts(sample.args[i])) for i in sample.positions}
-    for i, placed in choices.items():
+    alone = {sample.args[i].dtype for i in sample.positions} - {torch.float64, torch.float16}
+    for i, placed in choices.items() if alone else ():
         for one in placed:
             yield sample.substitute(i, one.tensor, f", argument {i} {one.name}"), [one]
     for row in range(max(map(len, choices.values()))):
@@ -73,7 +77,7 @@ def available_memory(device: torch.device) -> int:
 
 @check(dtypes=(torch.bfloat16,), large=True, needs="large")
 def more_than_2_to_the_31_elements(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """Rows on both sides of element 2**31 are what the same rows give in a call of their own."""
+    """Of more than 2**31 elements, rows on both sides of that one are as in a small call."""
     needed = 18 * 2**30
     if available_memory(device) < needed:
         raise UnavailableError(f"needs {needed >> 30} GiB of free memory on {device}")

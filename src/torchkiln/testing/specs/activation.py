@@ -170,6 +170,11 @@ def with_slope(slope: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return lambda x: x * slope(x.detach())
 
 
+def module_inputs(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """One matrix."""
+    return (normal("x", (9, 21), device, dtype),)
+
+
 def activation(
     name: str,
     *,
@@ -195,11 +200,12 @@ def activation(
         traffic=traffic,
         backward_traffic=backward_traffic,
         differentiable=(0,),
+        opaque=False,
         helpers=("activation_backward",),
         inplace=getattr(torchkiln, f"{name}_") if in_place else None,
         inplace_overload=getattr(ops, f"{name}_").default if in_place else None,
         module=None if module is None else lambda *_: module(),
-        module_inputs=lambda device, dtype: (normal("x", (9, 21), device, dtype),),
+        module_inputs=None if module is None else module_inputs,
     )
 
 

@@ -255,6 +255,7 @@ BIAS_ACT = OpSpec(
     traffic=bias_act_traffic,
     backward_traffic=bias_act_backward_traffic,
     differentiable=(0, 1),
+    opaque=True,
     autocast=(0,),
     helpers=("bias_act_forward", "bias_act_backward"),
     module=module,

@@ -252,6 +252,7 @@ CROSS_ENTROPY = OpSpec(
     traffic=traffic,
     backward_traffic=backward_traffic,
     differentiable=(0, 1),
+    opaque=True,
     indices=(1,),
     waits_for=("check_target",),
     bench_shapes=((32768, 4096), (8192, 32768), (8192, 131072)),

@@ -184,6 +184,7 @@ def gated(name: str, act: str, module: Callable[[], nn.Module]) -> OpSpec:
         traffic=traffic,
         backward_traffic=backward_traffic,
         differentiable=(0, 1),
+        opaque=False,
         helpers=("gated_backward",),
         module=lambda *_: module(),
         module_inputs=module_inputs,

@@ -191,5 +191,6 @@ MULADD = OpSpec(
     traffic=traffic,
     backward_traffic=backward_traffic,
     differentiable=(0, 1, 2),
+    opaque=False,
     helpers=("muladd_backward",),
 )

@@ -367,6 +367,7 @@ def norm(name: str, *, centered: bool, residual: bool) -> OpSpec:
         traffic=partial(traffic, kind),
         backward_traffic=partial(backward_traffic, kind),
         differentiable=(*range(first), *range(first + 1, first + 1 + kind.parameters)),
+        opaque=True,
         grown=partial(grown, kind),
         helpers=("add_norm_forward" if residual else "norm_forward", "norm_backward"),
         module=partial(module, kind),

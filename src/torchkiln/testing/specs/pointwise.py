@@ -159,4 +159,5 @@ ADD = OpSpec(
     traffic=add_traffic,
     backward_traffic=add_backward_traffic,
     differentiable=(0, 1),
+    opaque=False,
 )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 import torchkiln
+from torchkiln.testing.compare import depth
 from torchkiln.testing.data import normal
 from torchkiln.testing.spec import Invalid, OpSpec, Sample, Traffic
 
@@ -136,7 +136,7 @@ def magnitude(function: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: 
     """The sum, or mean, of the absolute values, at the depth of a pairwise sum of as many."""
     result = exact(function, x.abs(), *args, **kwargs)
     terms = x.numel() // max(result.numel(), 1)
-    return result * max(1.0, math.log2(max(terms, 1)) / 2)
+    return result * depth(terms)
 
 
 def bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Sample:
@@ -181,6 +181,7 @@ def spec(
         traffic=traffic,
         backward_traffic=backward_traffic,
         differentiable=(0,),
+        opaque=False,
     )
 
 

@@ -290,6 +290,7 @@ def spec(
         traffic=traffic,
         backward_traffic=backward_traffic,
         differentiable=(0,),
+        opaque=True,
         bench_shapes=((32768, 4096), (8192, 32768), (8192, 131072)),
         small_shapes=((1, 4096), (8, 4096), (64, 4096), (512, 4096)),
         helpers=("softmax_backward",),

@@ -1,0 +1,150 @@
+"""What calls leave behind: memory they did not write, memory they keep, other calls' data."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+import threading
+import warnings
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from torchkiln.testing.check import UnavailableError, check
+from torchkiln.testing.compare import Where, outputs, require, require_same
+from torchkiln.testing.contract.gradients import incoming
+from torchkiln.testing.contract.values import SMALL
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torchkiln.testing.spec import OpSpec, Sample
+
+CALLS = 1000
+THREADS = 4
+ROUNDS = 5
+
+
+@contextmanager
+def new_memory_is_nan() -> Iterator[None]:
+    """Torch fills what it allocates with NaN, or with the largest integer."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warn = torch.is_deterministic_algorithms_warn_only_enabled()
+    switch: Any = torch.utils.deterministic
+    fill = switch.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    switch.fill_uninitialized_memory = True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            yield
+    finally:
+        switch.fill_uninitialized_memory = fill
+        torch.use_deterministic_algorithms(before, warn_only=warn)
+
+
+def forward_and_backward(spec: OpSpec, sample: Sample) -> tuple[Tensor, ...]:
+    """Outputs and gradients of leaves."""
+    leaves = spec.leaves(sample)
+    results = outputs(leaves.call(spec.op))
+    inputs = leaves.take(spec.wanted(leaves))
+    grads = torch.autograd.grad(results, inputs, incoming(results))
+    return (*(result.detach() for result in results), *grads)
+
+
+@check(dtypes=(torch.float32, torch.bfloat16))
+def every_element_is_written(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
+    """No bit of outputs and gradients comes from what was in new memory before."""
+    for sample in spec.samples(device, dtype):
+        expected = forward_and_backward(spec, sample)
+        with new_memory_is_nan():
+            found = forward_and_backward(spec, sample)
+        where = Where(spec, "every_element_is_written", sample, "new memory is NaN")
+        require_same(found, expected, where)
+
+
+class MallocInfo(ctypes.Structure):
+    """What mallinfo2() of glibc returns."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+def in_use(device: torch.device) -> dict[str, int]:
+    """What is allocated now, by kind."""
+    gc.collect()
+    found = {"Python objects": sys.getallocatedblocks()}
+    mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo is not None:
+        mallinfo.restype = MallocInfo
+        info = mallinfo()
+        found["bytes of the C library"] = info.uordblks + info.hblkhd
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        found[f"bytes on {device}"] = torch.cuda.memory_allocated(device)
+    return found
+
+
+# The least that a call can keep, a thousand times: half an object, half of the smallest allocation.
+ALLOWED = {"Python objects": CALLS // 2, "bytes of the C library": CALLS * 16}
+
+
+@check()
+def no_memory_growth(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
+    """After 1,000 calls, forward and backward, as much is allocated as before."""
+    sample = spec.typical(device, dtype)
+    for _ in range(CALLS // 10):
+        forward_and_backward(spec, sample)
+    grown: dict[str, int] = {}
+    # Something else may keep memory once; an op that does so does it in every try.
+    for _ in range(3):
+        before = in_use(device)
+        for _ in range(CALLS):
+            forward_and_backward(spec, sample)
+        after = in_use(device)
+        grown = {kind: count - before[kind] for kind, count in after.items()}
+        grown = {kind: count for kind, count in grown.items() if count > ALLOWED.get(kind, 0)}
+        if not grown:
+            return
+    kept = ", ".join(f"{count} {kind}" for kind, count in grown.items())
+    where = Where(spec, "no_memory_growth", sample)
+    require(False, where, f"{CALLS} calls kept {kept}")
+
+
+@check()
+def calls_from_several_threads(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
+    """Threads that call at the same time get, bit for bit, what each gets alone."""
+    small = [s for s in spec.samples(device, dtype) if s.numel <= SMALL]
+    calls = [sample for sample in small if sample.seed is None][:THREADS]
+    if not calls:
+        raise UnavailableError("every sample draws from torch's generator, which threads share")
+    expected = [forward_and_backward(spec, sample) for sample in calls]
+    errors: list[BaseException] = []
+    together = threading.Barrier(THREADS)
+
+    def work(first: int) -> None:
+        try:
+            together.wait(60)
+            for turn in range(ROUNDS * len(calls)):
+                k = (first + turn) % len(calls)
+                found = forward_and_backward(spec, calls[k])
+                where = Where(spec, "calls_from_several_threads", calls[k], f"thread {first}")
+                require_same(found, expected[k], where)
+        except BaseException as error:
+            errors.append(error)
+
+    workers = [threading.Thread(target=work, args=(k,)) for k in range(THREADS)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    if errors:
+        raise errors[0]

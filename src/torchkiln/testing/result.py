@@ -1,0 +1,103 @@
+"""What came of the checks, to print, to keep in a file and to make tables of."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from torchkiln.testing.case import Case, cases
+from torchkiln.testing.check import ExcludedError, UnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
+
+    import torch
+
+    from torchkiln.testing.spec import OpSpec
+
+Status = Literal["passed", "failed", "excluded", "unavailable"]
+ORDER: tuple[Status, ...] = ("failed", "passed", "excluded", "unavailable")
+"""What several dtypes of one check amount to is the first of these."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one case."""
+
+    op: str
+    check: str
+    device: str
+    dtype: str
+    status: Status
+    reason: str
+    """Why it failed, cannot hold for this op, or could not be tried on this machine."""
+    seconds: float
+
+    @classmethod
+    def of(cls, case: Case, status: Status, reason: str, seconds: float) -> Outcome:
+        """With the names of the case."""
+        dtype = str(case.dtype).removeprefix("torch.")
+        names = (case.spec.name, case.check.name, case.device.type, dtype)
+        return cls(*names, status, reason, round(seconds, 3))
+
+
+def outcome(case: Case) -> Outcome:
+    """Run the case."""
+    start = time.perf_counter()
+    status: Status = "passed"
+    reason = ""
+    try:
+        case.run()
+    except ExcludedError as error:
+        status, reason = "excluded", str(error)
+    except UnavailableError as error:
+        status, reason = "unavailable", str(error)
+    except Exception as error:
+        notes = "; ".join(getattr(error, "__notes__", ()))
+        status, reason = "failed", f"{type(error).__name__}: {error} ({notes})"
+    return Outcome.of(case, status, reason, time.perf_counter() - start)
+
+
+def run_contract(
+    spec: OpSpec, device: torch.device, report: Callable[[Outcome], object] | None = None
+) -> tuple[Outcome, ...]:
+    """Run every check of ``spec`` on ``device``; nothing is raised for a check that fails.
+
+    Args:
+        spec: The contract. SpecError is raised if it is incomplete or contradicts itself.
+        device: Where the op runs.
+        report: Called with each outcome as soon as it is known.
+
+    Returns:
+        One outcome for each check and dtype.
+    """
+    found = []
+    for case in cases([spec], device):
+        found.append(outcome(case))
+        if report is not None:
+            report(found[-1])
+    return tuple(found)
+
+
+def write(outcomes: Iterable[Outcome], environment: dict[str, Any], path: Path) -> None:
+    """A file with a cell for each op and check, and where and when they ran."""
+    ops: dict[str, dict[str, Any]] = {}
+    for one in outcomes:
+        cell = ops.setdefault(one.op, {}).setdefault(
+            one.check, {"status": one.status, "reason": one.reason, "dtypes": [], "seconds": 0.0}
+        )
+        cell["dtypes"].append(one.dtype)
+        cell["seconds"] = round(cell["seconds"] + one.seconds, 3)
+        if ORDER.index(one.status) < ORDER.index(cell["status"]):
+            cell |= {"status": one.status, "reason": one.reason}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"environment": environment, "ops": ops}, indent=1) + "\n")
+
+
+def as_dict(one: Outcome) -> dict[str, Any]:
+    """What a report carries from process to process."""
+    return dataclasses.asdict(one)

@@ -1,0 +1,162 @@
+"""What is wrong with a spec, found before any check runs."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torchkiln.testing import contract
+from torchkiln.testing.spec import Invalid, OpSpec, Sample, SpecError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+FUNCTIONS = (
+    *("op", "reference", "composite", "magnitude", "inputs", "invalid", "bench"),
+    *("traffic", "backward_traffic", "grown"),
+)
+OPTIONAL = (
+    *("large", "gradient_magnitude", "output_sensitivity", "bench_variants", "inplace"),
+    *("module", "module_inputs"),
+)
+PAIRS = (("inplace", "inplace_overload"), ("module", "module_inputs"))
+POSITIONS = ("differentiable", "indices", "autocast")
+TYPICAL = 4096
+"""Elements of the typical sample at most."""
+
+CPU = torch.device("cpu")
+
+
+def validate(specs: Iterable[OpSpec]) -> None:
+    """Raise SpecError with a line for each field of a spec that cannot be right."""
+    known = tuple(specs)
+    names = Counter(spec.name for spec in known)
+    problems = [
+        f"{name}: name: got {count} specs of this name, expected 1"
+        for name, count in names.items()
+        if count > 1
+    ]
+    for spec in known:
+        problems += [f"{spec.name}: {problem}" for problem in problems_of(spec)]
+    if problems:
+        raise SpecError(problems)
+
+
+@functools.lru_cache(maxsize=256)
+def problems_of(spec: OpSpec) -> list[str]:
+    """Those of one spec, each with the field in front."""
+    found = list(wrong_types(spec))
+    # The rest calls the functions and looks at the schema.
+    return found or [*contradictions(spec), *wrong_samples(spec), *wrong_refusals(spec)]
+
+
+def wrong_types(spec: Any) -> Iterator[str]:
+    """Fields that are not of their kind."""
+    if not isinstance(spec.name, str) or not spec.name:
+        yield f"name: got {spec.name!r}, expected the name of the op"
+    for name in FUNCTIONS:
+        if not callable(value := getattr(spec, name)):
+            yield f"{name}: got {value!r}, expected a function"
+    for name in OPTIONAL:
+        if (value := getattr(spec, name)) is not None and not callable(value):
+            yield f"{name}: got {value!r}, expected a function or None"
+    if not isinstance(spec.overload, torch._ops.OpOverload):
+        yield f"overload: got {spec.overload!r}, expected one such as torch.ops.aten.add.Tensor"
+    for name in POSITIONS:
+        value = getattr(spec, name)
+        if not isinstance(value, tuple) or not all(isinstance(i, int) and i >= 0 for i in value):
+            yield f"{name}: got {value!r}, expected a tuple of positions"
+        elif len(set(value)) < len(value):
+            yield f"{name}: got {value!r}, expected each position once"
+    if not spec.dtypes or not all(
+        isinstance(t, torch.dtype) and t.is_floating_point for t in spec.dtypes
+    ):
+        yield f"dtypes: got {spec.dtypes!r}, expected at least one floating point dtype"
+
+
+def contradictions(spec: OpSpec) -> Iterator[str]:
+    """Fields that do not go with each other or with the op's schema."""
+    schema = spec.overload._schema
+    namespace = spec.overload.namespace
+    for name in POSITIONS:
+        beyond = [i for i in getattr(spec, name) if i >= len(schema.arguments)]
+        if beyond:
+            count = f"{schema.name} has {len(schema.arguments)} arguments"
+            yield f"{name}: got position {beyond[0]}, but {count}"
+    if both := sorted({*spec.indices} & {*spec.autocast}):
+        yield f"autocast: got position {both[0]}, which indices calls one of integers"
+    for first, second in PAIRS:
+        if (getattr(spec, first) is None) != (getattr(spec, second) is None):
+            given, missing = (first, second) if getattr(spec, second) is None else (second, first)
+            yield f"{missing}: missing, but {given} is given"
+    for helper in spec.helpers:
+        if not hasattr(getattr(torch.ops, namespace), helper):
+            yield f"helpers: got {helper!r}, which is no op of {namespace}"
+    names = {argument.name for argument in schema.arguments}
+    if unknown := [name for name in spec.waits_for if name not in names]:
+        yield f"waits_for: got {unknown[0]!r}, which is no argument of {schema}"
+    for name, reason in spec.excluded.items():
+        if name not in contract.CHECKS:
+            known = ", ".join(contract.CHECKS)
+            yield f"excluded: got {name!r}, expected the name of a check: {known}"
+        elif not reason.strip():
+            yield f"excluded: {name}: got {reason!r}, expected the reason"
+        elif (needs := contract.CHECKS[name].needs) and getattr(spec, needs) is None:
+            yield f"excluded: got {name!r}, but without {needs} there is no such check"
+
+
+def wrong_samples(spec: OpSpec) -> Iterator[str]:
+    """Samples that the checks cannot use."""
+    try:
+        samples: list[Any] = list(spec.inputs(CPU, spec.dtypes[0]))
+    except Exception as error:
+        yield f"inputs: raised {type(error).__name__}: {error}"
+        return
+    if not samples:
+        yield "inputs: got no sample, expected at least a typical one"
+        return
+    if strange := [type(sample).__name__ for sample in samples if not isinstance(sample, Sample)]:
+        yield f"inputs: got a {strange[0]}, expected a Sample"
+        return
+    names = Counter(sample.name for sample in samples)
+    for name, count in names.items():
+        if count > 1:
+            yield f"inputs: got {count} samples named {name!r}, expected each name once"
+    for sample in samples:
+        if not sample.positions:
+            yield f"inputs: sample {sample.name!r}: got no tensor among the positional arguments"
+            return
+    first = samples[0]
+    where = f"inputs: the typical sample {first.name!r}"
+    rows = [first.args[i].shape[0] for i in first.positions if first.args[i].dim() > 0]
+    if not rows or max(rows) < 2 or first.numel > TYPICAL:
+        yield f"{where}: expected at least two rows and at most {TYPICAL} elements"
+    used = {i for sample in samples for i in spec.wanted(sample)}
+    for i in spec.differentiable:
+        if i not in used and i < len(spec.overload._schema.arguments):
+            yield f"differentiable: got position {i}, where no sample has a floating point tensor"
+
+
+def wrong_refusals(spec: OpSpec) -> Iterator[str]:
+    """Invalid calls that cannot be judged."""
+    try:
+        refusals: list[Any] = list(spec.invalid(CPU))
+    except Exception as error:
+        yield f"invalid: raised {type(error).__name__}: {error}"
+        return
+    if not refusals and "bad_input" not in spec.excluded:
+        yield "invalid: got no call, expected one for each refusal, or bad_input in excluded"
+    for case in refusals:
+        if not isinstance(case, Invalid):
+            yield f"invalid: got a {type(case).__name__}, expected an Invalid"
+            continue
+        try:
+            re.compile(case.message)
+        except re.error as error:
+            yield f"invalid: {case.name}: message: {case.message!r} is no pattern: {error}"
+        if not case.message:
+            yield f"invalid: {case.name}: message: got none, expected a pattern"

@@ -1,0 +1,249 @@
+"""The planted faults: what is replaced, what has to be compiled again, which tests have to fail."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Fault(NamedTuple):
+    """One change to a copy of the sources."""
+
+    name: str
+    device: str
+    """What can show it: cpu, cuda, or 2 x cuda."""
+    file: str
+    old: str
+    new: str
+    op: str
+    checks: str
+    """Checks of that op's contract of which one at least has to fail, `or` between them; `@dtype`
+    where one will do."""
+    unit: str = ""
+    """The source file that is compiled again; none for Python, the file itself where it is one."""
+    tests: str = "tests/test_contract.py"
+    times: int = 1
+    """How often the old text occurs, and is replaced."""
+
+
+ELEMENTWISE = "cpp/cpu/elementwise.h"
+ACCESS = "cuda/include/torchkiln/elementwise_access.cuh"
+COLUMNS = "cuda/include/torchkiln/columns.cuh"
+LAUNCH = "cpp/include/torchkiln/launch.h"
+FUNCTORS = "cuda/include/torchkiln/functors.h"
+
+CPU = (
+    Fault(
+        *("run past the end of a row", "cpu", ELEMENTWISE),
+        "const int64_t count = std::min({end - at, row_rest, kRun});\n    const C* in[Inputs];\n"
+        "    for (int k = 0; k < Inputs; ++k) {\n      in[k] =",
+        "const int64_t count = std::min({end - at, row_rest * 2, kRun});\n"
+        "    const C* in[Inputs];\n    for (int k = 0; k < Inputs; ++k) {\n      in[k] =",
+        *("add", "strides@float32", "cpp/cpu/pointwise.cpp"),
+    ),
+    Fault(
+        *("scratch memory that threads share", "cpu", ELEMENTWISE),
+        "  C buffers[Inputs][kRun];\n  C results",
+        "  static C buffers[Inputs][kRun];\n  C results",
+        *("add", "values@bfloat16 or determinism@bfloat16"),
+        "cpp/cpu/pointwise.cpp",
+    ),
+    Fault(
+        *("bfloat16 cut off instead of rounded", "cpu", "cpp/cpu/float16.h"),
+        "const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;",
+        "const uint32_t rounded = bits >> 16;",
+        *("add", "values@bfloat16", "cpp/cpu/pointwise.cpp"),
+    ),
+    Fault(
+        *("dimensions merged that do not run evenly", "cpu", "cuda/include/torchkiln/layout.h"),
+        "merges = dim.stride[k] == layout.stride[k][inner] * layout.size[inner];",
+        "merges = dim.stride[k] >= layout.stride[k][inner] * layout.size[inner];",
+        *("add", "strides@float32", "cpp/ops/pointwise.cpp"),
+    ),
+    Fault(
+        *("broadcast size read as a row", "cpu", "cpp/ops/elementwise.h"),
+        "at < 0 || inputs[k].size(at) == 1 ? 0 : inputs[k].stride(at)",
+        "at < 0 ? 0 : inputs[k].stride(at)",
+        *("add", "values@bfloat16", "cpp/ops/pointwise.cpp"),
+    ),
+    Fault(
+        *("relu loses NaN", "cpu", "cuda/include/torchkiln/activations.h"),
+        "return z <= C(0) ? C(0) : z;",
+        "return z > C(0) ? z : C(0);",
+        *("relu", "values@float32", "cpp/cpu/activation.cpp"),
+    ),
+    Fault(
+        *("gradients of a and b exchanged", "cpu", FUNCTORS),
+        "return {grad * b, grad * a};",
+        "return {grad * a, grad * b};",
+        *("muladd", "gradient_values@float32", "cpp/cpu/muladd.cpp"),
+    ),
+    Fault(
+        *("gradient of the gate for up", "cpu", FUNCTORS),
+        "grad * Act::template value<Math>(gate)};",
+        "grad * Act::template gradient<Math>(up, gate)};",
+        *("swiglu", "gradient_values@float32", "cpp/cpu/gated.cpp"),
+    ),
+    Fault(
+        *("workspace not cleared", "cpu", "cpp/cpu/bias_act.cpp"),
+        "  if (chunk_sum != nullptr) std::fill_n(chunk_sum, p.columns, C(0));\n",
+        "",
+        *("bias_act", "every_element_is_written@float32", "cpp/cpu/bias_act.cpp"),
+    ),
+    Fault(
+        *("wrong bit of the mask in backward", "cpu", "cpp/cpu/signs.h"),
+        "return static_cast<C>(signs[(at + i) / 8] >> ((at + i) % 8) & 1);",
+        "return static_cast<C>(signs[(at + i) / 8] >> ((at + i + 1) % 8) & 1);",
+        *("bias_act", "gradient_values@float32", "cpp/cpu/bias_act.cpp"),
+    ),
+    Fault(
+        *("backward keeps its workspace", "cpu", "cpp/ops/bias_act.cpp"),
+        "  Tensor workspace;\n",
+        "  Tensor& workspace = *new Tensor;\n",
+        *("bias_act", "no_memory_growth"),
+    ),
+    Fault(
+        *("scale forgotten in the second order", "cpu", "cpp/ops/bias_act.cpp"),
+        "if (wanted[0]) grad_x = (passed * scale).to(dtype);",
+        "if (wanted[0]) grad_x = passed.to(dtype);",
+        *("bias_act", "gradgradcheck"),
+    ),
+    Fault(
+        *("subclasses not looked for", "cpu", "src/torchkiln/bias_act.py"),
+        "if is_compiling() or has_torch_function_variadic(x, bias):",
+        "if is_compiling():",
+        *("bias_act", "subclasses"),
+    ),
+    Fault(
+        *("last rows of columns left out", "cpu", "cpp/cpu/reduction.cpp"),
+        "for (; r < end; ++r) {",
+        "for (; r + 1 < end; ++r) {",
+        *("sum", "values@float32"),
+    ),
+    Fault(
+        *("strides of a batch exchanged", "cpu", "cpp/cpu/reduction.cpp"),
+        "offset += p.outer_stride - p.inner * p.inner_stride;",
+        "offset += p.inner_stride - p.inner * p.outer_stride;",
+        *("sum", "values@float32"),
+    ),
+    Fault(
+        *("Meta forgets the dtype", "cpu", "cpp/ops/reduction.cpp"),
+        "return empty_output(x, check<Op>(x, dim, dtype), keepdim, dtype);",
+        "return empty_output(x, check<Op>(x, dim, dtype), keepdim, std::nullopt);",
+        *("sum", "meta_and_fake"),
+    ),
+    Fault(
+        *("a dimension named twice is taken", "cpu", "cpp/ops/reduction.cpp"),
+        "TORCH_CHECK(!named[at],",
+        "TORCH_CHECK(true,",
+        *("sum", "bad_input"),
+    ),
+    Fault(
+        *("lanes past the end of a row counted", "cpu", "cpp/cpu/norm.cpp"),
+        "within<C>(load_lanes(block + i, span) - near, span);",
+        "(load_lanes(block + i, span) - near);",
+        *("layer_norm", "values@float32"),
+    ),
+    Fault(
+        *("eps outside of the root", "cpu", "cpp/cpu/norm.cpp"),
+        "std::sqrt(squares / static_cast<double>(p.columns) + p.eps));",
+        "(std::sqrt(squares / static_cast<double>(p.columns)) + p.eps));",
+        *("layer_norm", "values@float32"),
+    ),
+    Fault(
+        *("causal mask one short", "cpu", "cpp/cpu/softmax.cpp"),
+        "std::min(length_, row_ % mask_.queries + 1);",
+        "std::min(length_, row_ % mask_.queries);",
+        *("softmax", "values@float32"),
+    ),
+    Fault(
+        *("random numbers of another place", "cpu", "cpp/cpu/dropout.cpp"),
+        "std::copy_n(all + at % 8, count, factor);",
+        "std::copy_n(all, count, factor);",
+        *("dropout_add", "values@float32"),
+    ),
+)
+
+CUDA = (
+    Fault(
+        *("tail dropped", "cuda", ACCESS),
+        "if (at + i < numel) out[i] = convert<Out>(result[i]);",
+        "if (at + i + 1 < numel) out[i] = convert<Out>(result[i]);",
+        *("add", "values@bfloat16", "cuda/pointwise.cu"),
+    ),
+    Fault(
+        *("last block taken for a full one", "cuda", "cuda/include/torchkiln/elementwise.cuh"),
+        "if ((int64_t{blockIdx.x} + 1) * Access::kBlockElements <= numel)",
+        "if (int64_t{blockIdx.x} * Access::kBlockElements <= numel)",
+        *("add", "around_the_outputs", "cuda/pointwise.cu"),
+    ),
+    Fault(
+        *("32-bit index", "cuda", ACCESS),
+        "return blockIdx.x * kBlockElements + (threadIdx.x + u * kThreads) * kLanes;",
+        "return static_cast<int>(blockIdx.x * kBlockElements + (threadIdx.x + u * kThreads) * "
+        "kLanes);",
+        *("add", "more_than_2_to_the_31_elements", "cuda/pointwise.cu"),
+        times=2,
+    ),
+    Fault(
+        *("strides of another operand", "cuda", "cuda/include/torchkiln/elementwise_any.cuh"),
+        "offset[k] += place * layout.stride[k][d];",
+        "offset[k] += place * layout.stride[0][d];",
+        *("add", "strides@float32", "cuda/pointwise.cu"),
+    ),
+    Fault(
+        *("stream ignored", "cuda", LAUNCH),
+        "c10::cuda::getCurrentCUDAStream(where.get_device())",
+        "c10::cuda::getDefaultCUDAStream(where.get_device())",
+        *("add", "side_stream@float32", "cpp/ops/pointwise.cpp"),
+    ),
+    Fault(
+        *("device guard missing", "2 x cuda", LAUNCH),
+        "const c10::cuda::CUDAGuard guard(where.device());",
+        "",
+        *("add", "other_current_device", "cpp/ops/pointwise.cpp"),
+    ),
+    Fault(
+        *("host waits for the device", "cuda", LAUNCH),
+        "const c10::cuda::CUDAGuard guard(where.device());",
+        "const c10::cuda::CUDAGuard guard(where.device());\n    cudaDeviceSynchronize();",
+        *("add", "no_synchronisation", "cpp/ops/pointwise.cpp"),
+    ),
+    Fault(
+        *("racy sum of a block", "cuda", COLUMNS),
+        "shared[i * kThreads + threadIdx.x] = sum[i];\n    __syncthreads();",
+        "shared[i * kThreads + threadIdx.x] = sum[i];",
+        *("sum", "values@float32 or determinism@float32", "cuda/reduction.cu"),
+    ),
+    Fault(
+        *("second kernel does not wait for the first", "cuda", COLUMNS),
+        "  double sum = 0;\n  wait_for_previous_kernel();\n",
+        "  double sum = 0;\n",
+        *("sum", "values@float32 or determinism@float32", "cuda/reduction.cu"),
+    ),
+    Fault(
+        *("output never written", "cuda", COLUMNS),
+        "if (!status.ok() || plan.is_single_pass()) return status;",
+        "if (status.ok() || plan.is_single_pass()) return status;",
+        *("sum", "every_element_is_written@float32", "cuda/reduction.cu"),
+    ),
+    Fault(
+        *("tail of a row left out", "cuda", "cuda/include/torchkiln/rows_access.cuh"),
+        "if (team - 1 - rank < length - tail) edge +=",
+        "if (team - 1 - rank < length - tail - 1) edge +=",
+        *("sum", "values@float32", "cuda/reduction.cu"),
+    ),
+    Fault(
+        *("wrong bits of the mask in backward", "cuda", "cuda/bias_act.cu"),
+        "return signs[at / 8] >> (at % 8);",
+        "return signs[at / 8] >> (at % 4);",
+        *("bias_act", "gradient_values@float32"),
+    ),
+    Fault(
+        *("other random numbers in backward", "cuda", "cuda/dropout.cu"),
+        "const Mask<Lanes> mask(problem.dropout, random, at);",
+        "const Mask<Lanes> mask(problem.dropout, random, at + 8);",
+        *("bias_dropout_add", "gradient_values@float32"),
+    ),
+)
+
+FAULTS = CPU + CUDA
