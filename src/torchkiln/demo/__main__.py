@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from torchkiln.demo.accuracy import all_errors
@@ -21,17 +22,17 @@ except ModuleNotFoundError as error:
     )
 
 
-def arguments() -> argparse.Namespace:
+def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m torchkiln.demo", description=__doc__)
+    parser = argparse.ArgumentParser(prog="torchkiln demo", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path(), help="folder of the picture")
     parser.add_argument("--quick", action="store_true", help="smaller sizes and fewer steps")
-    return parser.parse_args()
+    return parser.parse_args(given)
 
 
-def main() -> int:
+def main(given: Sequence[str] | None = None) -> int:
     """Run the tour; 1 where a result is wrong."""
-    options = arguments()
+    options = arguments(given)
     device = report.environment()
     errors = all_errors(device)
     report.errors(errors)

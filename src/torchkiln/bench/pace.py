@@ -1,0 +1,64 @@
+"""Keeps a run within a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from torchkiln.bench.measure import Settings
+from torchkiln.bench.peers import COMPILE
+
+LEAST = 0.05
+"""Seconds for a row's measurements, however late it is."""
+
+
+class Pace:
+    """Shares what is left of the time among the rows that are left.
+
+    What torch.compile builds for a row takes seconds, more than all measurements of it. So it takes
+    part in few: the first call of each op in one dtype. Without a limit everything is as usual.
+    """
+
+    def __init__(
+        self,
+        seconds: float | None = None,
+        rows: int = 0,
+        now: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.seconds = seconds
+        self.rows = rows
+        self.now = now
+        self.begun: float | None = None
+        self.done = 0
+        self.beside = 0.3
+        """Seconds that a row takes beside its budget, on average so far."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no time is left."""
+        return self.seconds is not None and self.left() <= 0
+
+    def left(self) -> float:
+        """Seconds."""
+        assert self.seconds is not None
+        if self.begun is None:
+            self.begun = self.now()
+        return self.begun + self.seconds - self.now()
+
+    def settings(self, usual: Settings, *, first: bool) -> Settings:
+        """For the next row; ``first`` is the one in which torch.compile takes part."""
+        if self.seconds is None:
+            return usual
+        share = self.left() / max(1, self.rows - self.done)
+        self.done += 1
+        budget = min(usual.budget, max(LEAST, share - self.beside))
+        if first or COMPILE not in usual.peers:
+            return replace(usual, budget=budget)
+        names = tuple(name for name in usual.peers if name != COMPILE)
+        why = f"left out, to be done within {self.seconds / 60:.3g} minutes"
+        return replace(usual, budget=budget, peers=names, left_out={COMPILE: why})
+
+    def took(self, seconds: float, settings: Settings) -> None:
+        """Learn from a row."""
+        self.beside = 0.8 * self.beside + 0.2 * max(0.0, seconds - settings.budget)
