@@ -86,23 +86,22 @@ def draw_speedups(rows: Sequence[Row], where: str) -> Figure:
         figure.subplots(1, len(groups), squeeze=False)[0], groups.items(), strict=True
     ):
         thick = 0.8 / len(peers)
-        largest = 1.0
         for p, peer in enumerate(peers):
             for i, row in enumerate(group):
                 if peer not in row.times or peer in row.remarks:
                     continue
                 ratio = row.times[peer].seconds / row.ours.seconds
-                largest = max(largest, ratio)
                 at = -i + (len(peers) - 1) * thick / 2 - p * thick
-                axes.barh(at, ratio, thick * 0.9, color=COLOURS.get(peer, f"C{p + 4}"))
-                axes.text(ratio * 1.03, at, f"{ratio:.2f}", va="center", fontsize=6.5)
+                axes.barh(at, ratio - 1, thick * 0.9, left=1, color=COLOURS.get(peer, f"C{p + 4}"))
+                axes.text(max(ratio, 1) * 1.03, at, f"{ratio:.2f}", va="center", fontsize=6.5)
         for p, peer in enumerate(peers):
             axes.bar(0, 0, color=COLOURS.get(peer, f"C{p + 4}"), label=f"than {peer}")
         axes.axvline(1.0, color="black", linewidth=1)
         axes.set_xscale("log", base=2)
-        lowest = min(t.seconds / r.ours.seconds for r in group for t in r.times.values())
-        axes.set_xlim(min(0.5, lowest / 1.2), largest * 1.5)
-        ticks = [2**k for k in range(-1, 9) if 2**k < largest * 1.5]
+        ratios = [r.times[p].seconds / r.ours.seconds for r in group for p in peers if p in r.times]
+        low, high = min(0.5, min(ratios) / 1.2), max(2.0, *ratios) * 1.3
+        axes.set_xlim(low, high)
+        ticks = [2.0**k for k in range(-10, 11) if low <= 2.0**k <= high]
         axes.set_xticks(ticks, [f"{tick:g} x" for tick in ticks])
         axes.set_xticks([], minor=True)
         shapes = {row.shape for row in group}
@@ -114,7 +113,7 @@ def draw_speedups(rows: Sequence[Row], where: str) -> Figure:
         axes.set_ylim(-len(group) + 0.4, 0.6)
         axes.set_title(dtype + ("" if len(shapes) > 1 else f", {shape_of(group[0])}"))
         axes.grid(alpha=0.3, axis="x")
-        axes.legend(fontsize=8, loc="lower right")
+        axes.legend(fontsize=8, loc="lower left", bbox_to_anchor=(1.0, 0.0), frameon=False)
     figure.suptitle(f"Times as fast\n{where}")
     return figure
 
@@ -158,7 +157,7 @@ def draw_host(rows: Sequence[Row], where: str) -> Figure:
         axes.set_xlabel("microseconds")
         axes.set_title(f"{dtype}, {shape_of(group[0])}")
         axes.grid(alpha=0.3, axis="x")
-        axes.legend(fontsize=8, loc="lower right")
+        axes.legend(fontsize=8, loc="lower left", bbox_to_anchor=(1.0, 0.0), frameon=False)
     figure.suptitle(f"Host time of one call\n{where}")
     return figure
 

@@ -14,7 +14,7 @@ LEAST = 0.05
 
 
 class Pace:
-    """Shares what is left of the time among the rows that are left.
+    """Shares what is left of the time among the pieces that are left, and in them among their rows.
 
     What torch.compile builds for a row takes seconds, more than all measurements of it. So it takes
     part in few: the first call of each op in one dtype. Without a limit everything is as usual.
@@ -27,10 +27,12 @@ class Pace:
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.seconds = seconds
-        self.rows = rows
         self.now = now
-        self.begun: float | None = None
-        self.done = 0
+        self.begun = now()
+        self.rows = rows
+        """Of the pieces that have not begun."""
+        self.end_of_piece = self.begun
+        self.rows_of_piece = 0
         self.beside = 0.3
         """Seconds that a row takes beside its budget, on average so far."""
 
@@ -42,16 +44,22 @@ class Pace:
     def left(self) -> float:
         """Seconds."""
         assert self.seconds is not None
-        if self.begun is None:
-            self.begun = self.now()
         return self.begun + self.seconds - self.now()
+
+    def begin(self, rows: int) -> None:
+        """The next piece, of about so many rows: it has its share of what is left."""
+        if self.seconds is not None:
+            share = rows / max(rows, self.rows)
+            self.end_of_piece = self.now() + self.left() * share
+        self.rows -= rows
+        self.rows_of_piece = rows
 
     def settings(self, usual: Settings, *, first: bool) -> Settings:
         """For the next row; ``first`` is the one in which torch.compile takes part."""
         if self.seconds is None:
             return usual
-        share = self.left() / max(1, self.rows - self.done)
-        self.done += 1
+        share = (self.end_of_piece - self.now()) / max(1, self.rows_of_piece)
+        self.rows_of_piece -= 1
         budget = min(usual.budget, max(LEAST, share - self.beside))
         if first or COMPILE not in usual.peers:
             return replace(usual, budget=budget)
@@ -60,5 +68,6 @@ class Pace:
         return replace(usual, budget=budget, peers=names, left_out={COMPILE: why})
 
     def took(self, seconds: float, settings: Settings) -> None:
-        """Learn from a row."""
-        self.beside = 0.8 * self.beside + 0.2 * max(0.0, seconds - settings.budget)
+        """Learn from a row without torch.compile."""
+        if COMPILE not in settings.peers:
+            self.beside = 0.8 * self.beside + 0.2 * max(0.0, seconds - settings.budget)

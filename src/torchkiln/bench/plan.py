@@ -90,12 +90,15 @@ class Plan:
 
     def _count(self, kind: str, spec: OpSpec) -> int:
         """About how many rows a piece has: those of other strides are not known before."""
+        if kind == HOST:
+            return 1
         return len(self._shapes(kind, spec)) * len(self._directions(spec)) * len(self.threads)
 
     def _rows(
         self, pace: Pace, kind: str, spec: OpSpec, dtype: torch.dtype
     ) -> Iterator[Row | Skipped]:
         shapes = self._shapes(kind, spec)
+        pace.begin(self._count(kind, spec))
         for shape in shapes:
             is_first = shape == shapes[0] and kind == CALLS and dtype == self.dtypes[-1]
             turn = Turn(kind, spec, dtype, shape, is_first)

@@ -67,7 +67,9 @@ def draw_sweep(rows: Sequence[Row], where: str) -> Figure:
     panels = figure.subplots(1, len(by_dtype), sharey=True, squeeze=False)[0]
     for axes, group in zip(panels, by_dtype.values(), strict=True):
         panel(axes, group)
-    panels[0].set_ylim(bottom=0)  # of all, now that their lines are there
+    panels[0].set_ylim(
+        0, max(105.0, panels[0].get_ylim()[1])
+    )  # of all, now that their lines are there
     panels[0].set_ylabel("% of the speed at which a copy moves as many bytes")
     figure.suptitle(f"Row lengths\n{where}")
     return figure
