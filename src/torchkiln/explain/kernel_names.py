@@ -22,7 +22,8 @@ TYPE_NAMES = {"__half": "float16", "__nv_bfloat16": "bfloat16"}
 
 def pretty(demangled: str) -> tuple[str, str]:
     """The name of a kernel and, in angle brackets, what it was compiled for, without namespaces."""
-    words = re.sub(r"\(anonymous namespace\)::", "", demangled.removeprefix("void "))
+    # Nsight Compute writes <unnamed>:: and drops what stands before.
+    words = re.sub(r"\(anonymous namespace\)::|<?unnamed>::", "", demangled.removeprefix("void "))
     words = re.sub(r"\b(?:torchkiln|elementwise|columns|rows|cuda|cpu)::", "", words)
     words = re.sub(r"\((?:int|bool|long)\)", "", words)
     for cpp, name in TYPE_NAMES.items():

@@ -95,7 +95,10 @@ def print_figures(figures: list[Figures], times: Times, moved: int) -> None:
     traffic = sum((entry.read or 0.0) + (entry.written or 0.0) for entry in figures)
     if moved and traffic:
         change = traffic / moved - 1
-        print(f"DRAM traffic: {size(round(traffic))}, {change:+.1%} of what has to be moved")
+        print(
+            f"DRAM traffic: {size(round(traffic))}, {change:+.1%} of what has to be moved"
+            + (" (what the L2 cache still holds is not written yet)" if change < 0 else "")
+        )
 
 
 def name_of(case: BenchCase, direction: str) -> str:
