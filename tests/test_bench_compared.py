@@ -82,6 +82,7 @@ def test_a_pace_shares_the_time() -> None:
     now = 99.9
     assert pace.settings(usual, first=False).budget == LEAST
     assert not pace.is_over
+    assert pace.settings(usual, first=True).peers == ("eager",)  # too late to build anything
     now = 100.0
     assert pace.is_over
 
@@ -123,6 +124,8 @@ def test_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         dataclasses.replace(row, times={**row.times, OURS: bench.Times(9.0, 9.0, 9.0, 9)})
         for row in record.rows
     ]
+    sizes = {row.shape for row in record.rows if row.kind == "calls"}
+    assert sizes == {(8, 16)}
     old = tmp_path / "old.json"
     dataclasses.replace(record, rows=tuple(slower)).write(old)
     html = tmp_path / "changed.html"

@@ -14,9 +14,9 @@ from torchkiln.cli import main
 from torchkiln.profile import Figures, ncu, ranges, read
 from torchkiln.profile.report import METRICS, number
 
-# What `ncu --import REPORT --csv --page=raw --print-units=base` of Nsight Compute 2025.3.1 printed on
-# an H200 of F.layer_norm and torch.add on 8192 x 8192 in bfloat16, profiled with the command line of
-# torchkiln.profile.ncu: those of its 630 columns that are read, and some that are not.
+# What `ncu --import REPORT --csv --page=raw --print-units=base` of Nsight Compute 2025.3.1 printed
+# on an H200 of F.layer_norm and torch.add on 8192 x 8192 in bfloat16, profiled with the command
+# line of torchkiln.profile.ncu: those of its 630 columns that are read, and some that are not.
 RECORDED = Path(__file__).with_name("ncu-raw.csv")
 
 # In the same form, with messages around it, for a kernel of ours. The figures are made up.

@@ -26,7 +26,7 @@ from torchkiln.bench.skipped import Skipped
 from torchkiln.bench.table import markdown, tables
 
 REPORT_SECONDS = 8 * 60
-REPORT_KINDS = (CALLS, HOST, SWEEP)
+REPORT_KINDS = (HOST, CALLS, SWEEP)
 FORMS = ("json", "csv", "markdown", "html", "plot")
 SUFFIXES = {"markdown": "md", "plot": "png"}
 
@@ -89,7 +89,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     if options.report:
         options.within = options.within or REPORT_SECONDS
         options.kinds = options.kinds or list(REPORT_KINDS)
-        for name in FORMS:
+        for name in FORMS if find_spec("matplotlib") else FORMS[:3]:
             suffix = SUFFIXES.get(name, name)
             if getattr(options, name) is None:
                 setattr(options, name, options.report / f"bench.{suffix}")
@@ -201,6 +201,8 @@ def main(given: Sequence[str] | None = None) -> int:
     terminal.show(tables(record.rows))
     for entry in record.skipped:
         print(entry)
+    if options.report and not options.html:
+        print("no pictures: there is no module matplotlib; --read draws them where there is one")
     changed = changes(old, record, options.threshold) if old else None
     if changed is not None:
         terminal.show([changed.table()])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from torchkiln.bench.host import SHAPE as HOST_SHAPE
 from torchkiln.bench.host import time_host
 from torchkiln.bench.measure import Settings, time_case
 from torchkiln.bench.pace import Pace
+from torchkiln.bench.peers import EAGER
 from torchkiln.bench.row import Row
 from torchkiln.bench.skipped import Skipped, reason_of
 from torchkiln.bench.small import SHAPES, time_small
@@ -99,6 +100,9 @@ class Plan:
     ) -> Iterator[Row | Skipped]:
         shapes = self._shapes(kind, spec)
         pace.begin(self._count(kind, spec))
+        usual = self.settings
+        if kind == SWEEP and self.is_report:  # the peers of the same ops are there in other rows
+            usual = replace(usual, peers=(EAGER,))
         for shape in shapes:
             is_first = shape == shapes[0] and kind == CALLS and dtype == self.dtypes[-1]
             turn = Turn(kind, spec, dtype, shape, is_first)
@@ -110,7 +114,7 @@ class Plan:
                 if pace.is_over:
                     yield turn.skipped(direction, "no time is left of what --within gives")
                     continue
-                chosen = pace.settings(self.settings, first=is_first)
+                chosen = pace.settings(usual, first=is_first)
                 start = time.perf_counter()
                 yield from guarded(turn, direction, measure(chosen))
                 pace.took(time.perf_counter() - start, chosen)
