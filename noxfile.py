@@ -109,7 +109,7 @@ def demo(session: nox.Session) -> None:
     install_torch(session)
     session.install(*PYPROJECT["project"]["optional-dependencies"]["cli"])
     install_package(session)
-    session.run("python", "-m", "torchkiln.demo", "--out=build/demo", *session.posargs)
+    session.run("torchkiln", "demo", "--out=build/demo", *session.posargs)
 
 
 @nox.session(default=False)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import torchkiln
 from torchkiln import bench
 from torchkiln.bench import __main__ as command
 from torchkiln.bench import compared
@@ -48,7 +49,10 @@ def test_two_functions(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_same_name_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compared, "SECONDS", 0.0)
     found = bench.bench(F.silu, torch.nn.functional.silu, torch.randn(8))
-    assert found.names == ("silu", "silu (baseline)")
+    name = "torch.nn.functional.silu"
+    assert found.names == (name, f"{name} (baseline)")
+    found = bench.bench(torchkiln.silu, F.silu, torch.randn(8))
+    assert found.names == ("torchkiln.activation.silu", name)
     same = dataclasses.replace(found, times=(found.times[0], found.times[0]))
     assert "which may be noise" in str(same)
 

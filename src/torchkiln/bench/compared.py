@@ -116,6 +116,8 @@ def bench(
     floor = min(times[name].seconds for name in references)
     names = [getattr(f, "__name__", repr(f)) for f in (function, baseline)]
     if names[0] == names[1]:
+        names = [f"{f.__module__}.{n}" for f, n in zip((function, baseline), names, strict=True)]
+    if names[0] == names[1]:
         names[1] += " (baseline)"
     return Comparison(
         environment(device),

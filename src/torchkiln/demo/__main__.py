@@ -38,6 +38,7 @@ def main(given: Sequence[str] | None = None) -> int:
     report.errors(errors)
     timings = report.with_progress("timing", all_timings(device, quick=options.quick))
     report.timings(timings)
+    report.explanation(device)
     outcome = report.training(train_both(device, quick=options.quick))
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "torchkiln-demo.png"
