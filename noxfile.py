@@ -171,7 +171,7 @@ def demo(session: nox.Session) -> None:
     install_torch(session)
     session.install(*PYPROJECT["project"]["optional-dependencies"]["cli"])
     install_package(session)
-    session.run("python", "-m", "torchkiln.demo", "--out=build/demo", *session.posargs)
+    session.run("torchkiln", "demo", "--out=build/demo", *session.posargs)
 
 
 @nox.session(default=False)
@@ -180,8 +180,16 @@ def bench(session: nox.Session) -> None:
     install_torch(session)
     session.install(*PYPROJECT["project"]["optional-dependencies"]["cli"])
     install_package(session)
-    outputs = ("--json=build/bench/bench.json", "--markdown=build/bench/bench.md")
-    session.run("python", "-m", "torchkiln.bench", *outputs, *session.posargs)
+    session.run("torchkiln", "bench", "--report=build/bench", *session.posargs)
+
+
+@nox.session(default=False)
+def figures(session: nox.Session) -> None:
+    """README's tables and pictures, from the runs in results/; `-- --check` only compares."""
+    install_torch(session)
+    session.install(*PYPROJECT["project"]["optional-dependencies"]["cli"])
+    install_package(session)
+    session.run("python", "docs/figures.py", *session.posargs)
 
 
 @nox.session(default=False)

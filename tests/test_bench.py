@@ -18,7 +18,7 @@ from torch import Tensor
 from torchkiln import bench
 from torchkiln.bench import terminal
 from torchkiln.bench.cases import BACKWARD, FORWARD, RECORDED, STEP, call_of
-from torchkiln.bench.ceiling import ceilings, written
+from torchkiln.bench.ceiling import INTENSE, Work, ceilings, written
 from torchkiln.bench.clock import FEWEST
 from torchkiln.bench.row import OURS
 from torchkiln.bench.table import duration, plain, size
@@ -228,14 +228,30 @@ def test_the_floor_is_what_the_bytes_take() -> None:
 
 
 def test_what_is_mostly_read_has_two_ceilings() -> None:
-    assert set(ceilings(4000, 2000, CPU)) == {"copy"}
-    both = ceilings(4000, 4, CPU)
+    assert set(ceilings(Work(4000, 0, torch.float32), 2000, CPU)) == {"copy"}
+    both = ceilings(Work(4000, 0, torch.float32), 4, CPU)
     assert set(both) == {"copy", "read"}
     copied, read = both["copy"](), both["read"]()
     assert isinstance(copied, Tensor)
     assert 2 * copied.nbytes == 4000
     assert isinstance(read, Tensor)
     assert read.item() == 1000
+
+
+def test_arithmetic_has_a_ceiling_of_its_own() -> None:
+    """Square matrices whose product takes as many operations; the slower of both is the floor."""
+    work = Work(3 * 64 * 64 * 4, 2 * 64**3, torch.float32)
+    assert work.operations >= INTENSE * work.bytes
+    found = ceilings(work, 64 * 64 * 4, CPU)
+    assert set(found) == {"copy", "product"}
+    product = found["product"]()
+    assert isinstance(product, Tensor)
+    assert product.shape == (64, 64)
+    row = a_row()
+    times = dict.fromkeys(("copy", "read"), bench.Times(1.0, 1.0, 1.0, 5))
+    slow = {**times, "product": bench.Times(3.0, 3.0, 3.0, 5)}
+    assert dataclasses.replace(row, references=times).floor == 1.0
+    assert dataclasses.replace(row, references=slow).floor == 3.0
 
 
 def test_views_are_not_written() -> None:
@@ -281,7 +297,7 @@ def test_nothing_moved_is_no_row() -> None:
 
 def test_host_rows() -> None:
     rows = list(
-        bench.time_host(FUSED, CPU, torch.float32, ("eager",), bench.HostClock(CPU, calls=3))
+        bench.time_host(FUSED, CPU, torch.float32, ("eager",), clock=bench.HostClock(CPU, calls=3))
     )
     assert [row.direction for row in rows] == [FORWARD, RECORDED]
     for row in rows:

@@ -9,6 +9,7 @@ import torch
 
 from torchkiln import bench
 from torchkiln.bench import __main__ as command
+from torchkiln.bench import options
 from torchkiln.testing import SPECS
 
 CPU = torch.device("cpu")
@@ -43,9 +44,9 @@ def test_what_the_command_takes_when_nothing_is_said() -> None:
     ("given", "message"),
     [
         (["added"], "torchkiln.bench: OP: got 'added', expected one of "),
+        (["softmx"], "did you mean softmax or log_softmax?"),
         (["--device=cpu", "--small"], "torchkiln.bench: --small: got device cpu, expected a GPU"),
         (["--device=cpu", "--memory"], "torchkiln.bench: --memory: got device cpu, expected a GPU"),
-        (["--device=cpu", "--plot=a.png"], "torchkiln.bench: --plot: got no sweep, expected row"),
     ],
 )
 def test_a_refused_command(
@@ -60,6 +61,7 @@ def test_a_refused_command(
     [
         ("--shape=4096", "--shape: got '4096', expected rows and columns, such as 4096x4096"),
         ("--dtype=half", "--dtype: got 'half', expected one of float32, float64, float16, bfloat"),
+        ("--within=never", "--within: got 'never', expected a number above 0"),
         ("--threads=0", "--threads: got '0', expected numbers, such as 1,2"),
         ("--peers=best", "--peers: got 'best', expected one of eager, compile, liger, quack"),
     ],
@@ -84,6 +86,6 @@ def test_a_picture_without_matplotlib(
 def test_a_gpu_that_is_not_there(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "default_device", lambda: CPU)
+    monkeypatch.setattr(options, "default_device", lambda: CPU)
     assert command.main(["--device=cuda"]) == 2
     assert "torchkiln.bench: --device: got cuda, expected a GPU" in capsys.readouterr().err

@@ -16,6 +16,7 @@ from torchkiln.bench.cases import BACKWARD, FORWARD
 from torchkiln.bench.clock import Call
 from torchkiln.bench.memory import CudaGauge, peaks
 from torchkiln.bench.row import OURS
+from torchkiln.bench.skipped import Skipped
 from torchkiln.bench.small import SHAPES
 from torchkiln.testing import OpSpec, Sample, Traffic
 from torchkiln.testing.specs.pointwise import ADD
@@ -49,7 +50,9 @@ def test_an_op_may_name_its_shapes() -> None:
 
 
 def rows_of(chosen: bench.Plan) -> list[bench.Row]:
-    return [row for _, rows in chosen.pieces() for row in rows]
+    found = [entry for _, entries in chosen.pieces() for entry in entries]
+    assert not any(isinstance(entry, Skipped) for entry in found)
+    return [entry for entry in found if isinstance(entry, bench.Row)]
 
 
 def test_shapes_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +109,7 @@ def test_rows_of_a_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     assert table.title.startswith("Median time of one call, as many elements in rows of every")
 
 
-def test_the_picture_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_picture_of_a_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     """A line for each op and direction, over the row length."""
     rows = swept(monkeypatch)
     narrow = [row for row in rows if row.dtype == "float32"]
@@ -116,8 +119,8 @@ def test_the_picture_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         shares = {row.shape[1]: row.share for row in narrow if row.direction == direction}
         assert points == sorted(shares.items())
     pytest.importorskip("matplotlib")
-    sweep.draw(tmp_path / "folder" / "sweep.png", "here", rows)
-    assert (tmp_path / "folder" / "sweep.png").read_bytes()[1:4] == b"PNG"
+    figure = sweep.draw_sweep(rows, "here")
+    assert [len(axes.lines) for axes in figure.axes] == [3, 3]  # two and that of the copy
 
 
 def test_the_command_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

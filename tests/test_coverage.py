@@ -16,7 +16,7 @@ from torchkiln.testing import SPECS
 ROOT = Path(__file__).resolve().parents[1]
 
 # What the package offers beside ops.
-OTHER_FUNCTIONS = {"build_info"}
+OTHER_FUNCTIONS = {"build_info", "explain"}
 
 # Other names of an op with some of its arguments given, and their modules.
 ALIASES = {"scale_bias_relu": "ScaleBiasReLU"}

@@ -3,6 +3,8 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "torchkiln/listener.h"
+
 namespace torchkiln::cpu {
 namespace {
 
@@ -27,6 +29,16 @@ Isa detect() {
 
 Isa isa() {
   static const Isa found = detect();
+  return found;
+}
+
+Isa isa_for(const char* kernel) {
+  const Isa found = isa();
+  if (explain::Listener* listener = explain::listening()) {
+    listener->ran(kernel, found == Isa::avx512 ? "AVX-512"
+                          : found == Isa::avx2 ? "AVX2"
+                                               : "baseline");
+  }
   return found;
 }
 

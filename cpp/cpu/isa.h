@@ -14,6 +14,9 @@ enum class Isa { baseline, avx2, avx512 };
 /// narrows it.
 Isa isa();
 
+/// The same, on behalf of a kernel that is about to run: torchkiln.explain() hears of it.
+Isa isa_for(const char* kernel);
+
 #ifdef TORCHKILN_HAS_X86_ISAS
 
 #define TORCHKILN_DECLARE_VARIANTS(function) \
@@ -24,15 +27,19 @@ Isa isa();
   decltype(baseline::function) function;     \
   }
 
-#define TORCHKILN_BEST_VARIANT(function)    \
-  (isa() == Isa::avx512 ? &avx512::function \
-   : isa() == Isa::avx2 ? &avx2::function   \
-                        : &baseline::function)
+template <class Function>
+Function* best_variant(const char* kernel, Function* baseline, Function* avx2, Function* avx512) {
+  const Isa widest = isa_for(kernel);
+  return widest == Isa::avx512 ? avx512 : widest == Isa::avx2 ? avx2 : baseline;
+}
+
+#define TORCHKILN_BEST_VARIANT(function) \
+  best_variant(#function, &baseline::function, &avx2::function, &avx512::function)
 
 #else
 
 #define TORCHKILN_DECLARE_VARIANTS(function)
-#define TORCHKILN_BEST_VARIANT(function) (&baseline::function)
+#define TORCHKILN_BEST_VARIANT(function) (isa_for(#function), &baseline::function)
 
 #endif
 

@@ -32,6 +32,7 @@ inline std::optional<at::Tensor> class_rows_view(const at::Tensor& tensor) {
 inline at::Tensor class_rows(const at::Tensor& tensor) {
   if (auto view = class_rows_view(tensor)) return *view;
   const at::Tensor last = classes_last(tensor);
+  explain::note("copied: the classes of a row are not adjacent in strides ", tensor.strides());
   return last.contiguous().view({-1, last.size(-1)});
 }
 

@@ -6,6 +6,7 @@
 
 #include <array>
 
+#include "torchkiln/explain.h"
 #include "torchkiln/layout.h"
 
 namespace torchkiln {
@@ -48,6 +49,7 @@ Elementwise<Inputs, Outputs> describe(const std::array<at::Tensor, Outputs>& out
     }
   }
   if (!make_layout(dims.data(), rank, arguments.layout)) {
+    explain::note("inputs copied: their strides leave more dimensions than the kernels count");
     for (at::Tensor& input : inputs) input = at::empty_like(out, input.options()).copy_(input);
     return describe(outputs, inputs);
   }

@@ -76,6 +76,9 @@ struct Rows {
     if (from.is_contiguous()) return;
     tensor = from.reshape({rows, columns});
     if (columns > 1 && tensor.stride(1) != 1) tensor = tensor.contiguous();
+    if (tensor.const_data_ptr() != from.const_data_ptr())
+      explain::note("copied: strides ", from.strides(), " are no evenly spaced rows of ", columns,
+                    " adjacent elements");
     stride = tensor.stride(0);
   }
 };

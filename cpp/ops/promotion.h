@@ -11,6 +11,7 @@
 #include <string>
 
 #include "torchkiln/checks.h"
+#include "torchkiln/explain.h"
 
 namespace torchkiln {
 
@@ -111,7 +112,9 @@ inline at::Tensor readable(const at::Tensor& input, const at::Tensor& out) {
     const at::ScalarType compute = out.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
     return at::full({}, input.item(), out.options().dtype(compute));
   }
-  return is_supported_dtype(input.scalar_type()) ? input : input.to(out.scalar_type());
+  if (is_supported_dtype(input.scalar_type())) return input;
+  explain::note("cast: no kernel reads ", dtype_name(input.scalar_type()));
+  return input.to(out.scalar_type());
 }
 
 }  // namespace torchkiln

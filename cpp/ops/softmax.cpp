@@ -120,6 +120,7 @@ Tensor real(const Tensor& x, int64_t dim, double scale, const MaybeTensor& mask,
   const int64_t at = check<Op>(x, dim, mask, causal);
   // The kernels mask rows that have no inner dimension.
   if (mask.has_value() && has_inner(x, at)) {
+    explain::note("with a mask dimension ", at, " goes last: the kernels mask adjacent elements");
     const Tensor rows =
         real<Op>(x.movedim(at, -1), -1, scale, turned(mask, x, at), /*causal=*/false);
     return rows.movedim(-1, at).contiguous();

@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "elementwise.h"
+#include "torchkiln/explain.h"
 #include "torchkiln/kernels/softmax.h"
 #include "walk.h"
 
@@ -29,7 +30,11 @@ inline SoftmaxView view_around(const at::Tensor& tensor, int64_t dim) {
   if (tensor.dim() == 0) return {tensor, 1, 1, 1, 0, 0, 0};
   const auto outer = walk(tensor, 0, dim);
   const auto inner = walk(tensor, dim + 1, tensor.dim());
-  if (!outer || !inner) return view_around(tensor.contiguous(), dim);
+  if (!outer || !inner) {
+    explain::note("copied: no single stride leads through the dimensions before or after ", dim,
+                  " of strides ", tensor.strides());
+    return view_around(tensor.contiguous(), dim);
+  }
   return {tensor,        outer->size,        tensor.size(dim), inner->size,
           outer->stride, tensor.stride(dim), inner->stride};
 }
@@ -53,6 +58,7 @@ inline RowMask describe_mask(const at::Tensor& x, int64_t dim, std::optional<at:
   at::Tensor expanded = mask->expand(x.sizes());
   const int64_t stride = x.dim() == 0 || x.size(dim) == 1 ? 0 : expanded.stride(dim);
   if (stride != 0 && stride != 1) {
+    explain::note("mask copied: the masked elements of a row lie ", stride, " apart");
     mask = mask->contiguous();
     return describe_mask(x, dim, mask, causal);
   }

@@ -14,6 +14,7 @@
 #include <tuple>
 #include <vector>
 
+#include "explain.h"
 #include "torchkiln/activations.h"
 #include "torchkiln/ops.h"
 
@@ -373,4 +374,5 @@ PYBIND11_MODULE(_C, module) {
              py::arg("weight"), py::arg("ignore_index"), py::arg("reduction"),
              py::arg("label_smoothing"), py::arg("z_loss"), py::arg("dtype"),
              py::arg("check_target"), py::arg("inplace_backward"));
+  define_explain(module);
 }

@@ -81,3 +81,14 @@ def cross_entropy(
     check_target: bool,
     inplace_backward: bool,
 ) -> Tensor: ...
+def start_recording() -> None: ...
+def stop_recording() -> list[
+    tuple[
+        str,
+        int,
+        str,
+        str,
+        tuple[int, ...],
+        list[tuple[str, str, int, tuple[int, ...], tuple[int, ...]]],
+    ]
+]: ...

@@ -29,6 +29,7 @@ from torchkiln.activation import (  # noqa: E402
 from torchkiln.bias_act import bias_act, scale_bias_relu  # noqa: E402
 from torchkiln.cross_entropy import cross_entropy  # noqa: E402
 from torchkiln.dropout import bias_dropout_add, dropout_add  # noqa: E402
+from torchkiln.explain import explain  # noqa: E402
 from torchkiln.gated import geglu, geglu_tanh, swiglu  # noqa: E402
 from torchkiln.muladd import muladd  # noqa: E402
 from torchkiln.norm import (  # noqa: E402
@@ -63,6 +64,7 @@ __all__ = [
     "cmake_prefix_path",
     "cross_entropy",
     "dropout_add",
+    "explain",
     "geglu",
     "geglu_tanh",
     "gelu",

@@ -44,9 +44,12 @@ CONTENTS = (
     r"torchkiln/lib/libtorchkiln_kernels\.so",
     r"torchkiln/include/torchkiln/version\.h",
     r"torchkiln/include/torchkiln/ops\.h",
+    r"torchkiln/include/torchkiln/explain\.h",
+    r"torchkiln/include/torchkiln/listener\.h",
     r"torchkiln/include/torchkiln/kernels/pointwise\.h",
     r"torchkiln/share/cmake/torchkiln/torchkilnConfig\.cmake",
     r"torchkiln-[\d.]+\.dist-info/licenses/LICENSE",
+    r"torchkiln-[\d.]+\.dist-info/entry_points\.txt",
 )
 NOT_CONTENTS = re.compile(
     r"\.(cpp|cu|o|a|txt\.in)$|/CMakeLists\.txt$|^(tests|cpp|cuda|src)/|\.so\.\d|__pycache__"

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "torchkiln/listener.h"
 #include "torchkiln/status.h"
 
 namespace torchkiln {
@@ -62,6 +63,37 @@ struct Grid {
   int shared_bytes = 0;  // of dynamic shared memory
 };
 
+/// Tells a listener of a launch, with what the compiler made of the kernel.
+inline void tell(explain::Listener& listener, const void* kernel, const Grid& grid) {
+  explain::GpuLaunch launch{};
+  cudaFuncAttributes code{};
+  int device = 0;
+  const int threads = static_cast<int>(grid.threads.x * grid.threads.y * grid.threads.z);
+  // What cannot be found out stays 0.
+  (void)cudaFuncGetName(&launch.kernel, kernel);
+  (void)cudaFuncGetAttributes(&code, kernel);
+  (void)cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+      &launch.blocks_per_multiprocessor, kernel, threads, static_cast<size_t>(grid.shared_bytes));
+  (void)cudaGetDevice(&device);
+  (void)cudaDeviceGetAttribute(&launch.most_threads, cudaDevAttrMaxThreadsPerMultiProcessor,
+                               device);
+  (void)cudaGetLastError();
+  const dim3* sizes[2] = {&grid.blocks, &grid.threads};
+  unsigned* to[2] = {launch.blocks, launch.threads};
+  for (int i = 0; i < 2; ++i) {
+    to[i][0] = sizes[i]->x;
+    to[i][1] = sizes[i]->y;
+    to[i][2] = sizes[i]->z;
+  }
+  launch.cluster = grid.cluster;
+  launch.dynamic_shared_bytes = grid.shared_bytes;
+  launch.static_shared_bytes = static_cast<int>(code.sharedSizeBytes);
+  launch.registers = code.numRegs;
+  launch.local_bytes = static_cast<int>(code.localSizeBytes);
+  launch.multiprocessors = current_device().multiprocessors;
+  listener.launched(launch);
+}
+
 /// Queues a kernel whose blocks may be started while the kernel before it is still running, so that
 /// its launch costs no time of its own (from compute capability 9.0 on). The kernel must begin with
 /// wait_for_previous_kernel().
@@ -90,7 +122,11 @@ Status launch_overlapped(void (*kernel)(Parameters...), const Grid& grid, cudaSt
     attributes[config.numAttrs++].val.clusterDim = {static_cast<unsigned>(grid.cluster), 1, 1};
   }
   if (error == cudaSuccess) error = cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
-  if (error == cudaSuccess) return {};
+  if (error == cudaSuccess) {
+    if (explain::Listener* listener = explain::listening())
+      tell(*listener, reinterpret_cast<const void*>(kernel), grid);
+    return {};
+  }
   (void)cudaGetLastError();  // reported once, here
   return {cudaGetErrorString(error)};
 }

@@ -1,7 +1,11 @@
 """Times of every op, beside its peers and beside what the device can do at most.
 
-``python -m torchkiln.bench [OP ...]`` measures and prints; ``--help`` lists the choices. What is
-timed comes from the specs of :mod:`torchkiln.testing`. In Python::
+``torchkiln bench [OP ...]`` measures and prints; ``--help`` lists the choices. What is timed comes
+from the specs of :mod:`torchkiln.testing`. Functions of your own, beside what they replace::
+
+    bench.bench(mine, torch.nn.functional.silu, x)
+
+Single rows::
 
     from torchkiln import bench
 
@@ -12,7 +16,9 @@ timed comes from the specs of :mod:`torchkiln.testing`. In Python::
 """
 
 from torchkiln.bench.cases import BenchCase, cases, named
+from torchkiln.bench.changes import Change, Changes, changes
 from torchkiln.bench.clock import CudaClock, HostClock, Times, cpu_clock, device_clock, in_turns
+from torchkiln.bench.compared import Comparison, bench
 from torchkiln.bench.environment import Environment, default_device, environment, processor
 from torchkiln.bench.host import time_host
 from torchkiln.bench.measure import Settings, time_case
@@ -20,11 +26,15 @@ from torchkiln.bench.memory import CudaGauge
 from torchkiln.bench.plan import Plan
 from torchkiln.bench.record import Record
 from torchkiln.bench.row import Row
+from torchkiln.bench.skipped import Skipped
 from torchkiln.bench.small import time_small
 from torchkiln.bench.table import markdown, tables
 
 __all__ = [
     "BenchCase",
+    "Change",
+    "Changes",
+    "Comparison",
     "CudaClock",
     "CudaGauge",
     "Environment",
@@ -33,8 +43,11 @@ __all__ = [
     "Record",
     "Row",
     "Settings",
+    "Skipped",
     "Times",
+    "bench",
     "cases",
+    "changes",
     "cpu_clock",
     "default_device",
     "device_clock",

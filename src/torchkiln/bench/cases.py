@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from torchkiln.bench.clock import Call
-from torchkiln.testing import SPECS, OpSpec, Sample
+from torchkiln.names import find
+from torchkiln.testing import SPECS, OpSpec, Sample, Traffic
 from torchkiln.testing.compare import outputs
 
 FORWARD, BACKWARD, RECORDED, STEP = "forward", "backward", "recorded", "step"
@@ -32,9 +33,16 @@ class BenchCase:
 
     def moved(self, direction: str) -> int:
         """The least bytes that the call has to move."""
+        return self._traffic(direction).bytes
+
+    def computed(self, direction: str) -> int:
+        """The operations on numbers of the call."""
+        return self._traffic(direction).operations
+
+    def _traffic(self, direction: str) -> Traffic:
         backward = direction == BACKWARD
         traffic = self.spec.backward_traffic if backward else self.spec.traffic
-        return traffic(self.sample).bytes
+        return traffic(self.sample)
 
 
 def cases(
@@ -49,14 +57,7 @@ def cases(
 
 def named(ops: list[str]) -> list[OpSpec]:
     """The specs of these ops; all of them for an empty list."""
-    known = {spec.name: spec for spec in SPECS}
-    for op in ops:
-        if op not in known:
-            raise ValueError(
-                f"torchkiln.bench: OP: got {op!r}, expected one of {', '.join(known)}; "
-                "leave it out to time all of them"
-            )
-    return [known[op] for op in ops] or list(SPECS)
+    return [find("torchkiln.bench", "OP", op) for op in ops] or list(SPECS)
 
 
 def step(

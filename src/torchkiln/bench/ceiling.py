@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from torchkiln.bench.clock import Call
 
-COPY, READ = "copy", "read"
+COPY, READ, PRODUCT = "copy", "read", "product"
 
 MOSTLY_READ = 0.05
 """Below this share of written bytes a copy says too little: reading alone may be faster."""
+
+
+INTENSE = 8
+"""Operations for each byte, from which on arithmetic may take longer than moving."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a call has to do at least."""
+
+    bytes: int
+    operations: int
+    dtype: torch.dtype
 
 
 def written(result: object, known: list[Tensor]) -> int:
@@ -28,11 +44,14 @@ def written(result: object, known: list[Tensor]) -> int:
     return sum(size for address, size in memories.items() if address not in before)
 
 
-def ceilings(moved: int, result_bytes: int, device: torch.device) -> dict[str, Call]:
-    """Calls that move as many bytes as the one to be judged, which writes ``result_bytes``.
+def ceilings(work: Work, result_bytes: int, device: torch.device) -> dict[str, Call]:
+    """Calls that do as much as the one to be judged, which writes ``result_bytes``.
 
     The copy goes to new memory, as the results of ops do: on a CPU that is much of their time.
+    Where the work is arithmetic, a product of square matrices computes as much, in torch's words,
+    which is the best that a device is known to do.
     """
+    moved = work.bytes
 
     def ones(count: int) -> Tensor:
         return torch.ones(max(count, 1), dtype=torch.float32, device=device)
@@ -40,4 +59,8 @@ def ceilings(moved: int, result_bytes: int, device: torch.device) -> dict[str, C
     calls: dict[str, Call] = {COPY: ones(moved // 8).clone}
     if result_bytes < MOSTLY_READ * moved:
         calls[READ] = ones(moved // 4).sum
+    if work.operations >= INTENSE * moved:
+        side = max(16, round((work.operations / 2) ** (1 / 3) / 16) * 16)
+        matrix = torch.ones(side, side, dtype=work.dtype, device=device)
+        calls[PRODUCT] = partial(torch.mm, matrix, matrix)
     return calls

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +32,9 @@ def time_host(
     device: torch.device,
     dtype: torch.dtype,
     names: tuple[str, ...],
+    *,
     clock: HostClock | None = None,
+    left_out: Mapping[str, str] | None = None,
 ) -> Iterator[Row]:
     """A row without gradients and one with a backward recorded."""
     case = next(cases(spec, device, dtype, SHAPE))
@@ -50,5 +52,5 @@ def time_host(
             direction,
             {name: Times.of(values, best=True) for name, values in measured.items()},
             references=beside,
-            missing=prepared.missing,
+            missing={**prepared.missing, **(left_out or {})},
         )

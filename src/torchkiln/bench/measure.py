@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from torchkiln.bench import peers
 from torchkiln.bench.cases import BACKWARD, STEP, BenchCase, Function, call_of
-from torchkiln.bench.ceiling import ceilings, written
+from torchkiln.bench.ceiling import Work, ceilings, written
 from torchkiln.bench.clock import Call, Clock, Times, in_turns
 from torchkiln.bench.memory import Gauge, peaks
 from torchkiln.bench.row import OURS, Row
@@ -27,6 +27,8 @@ class Settings:
     """Seconds for one row, its preparation not counted."""
     gauge: Gauge | None = None
     """What measures the memory of large calls, where that is wanted."""
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Peers that take no part, and why."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,8 @@ def time_case(
     memory = peaks(case, direction, settings.peers, settings.gauge) if settings.gauge else {}
     with threads(count or torch.get_num_threads()), peers.backward_may_repeat():
         prepared = prepare([case], direction, settings.peers)
-        references = ceilings(size, prepared.result_bytes, device)
+        work = Work(size, case.computed(direction), case.dtype)
+        references = ceilings(work, prepared.result_bytes, device)
         calls = {name: batch[0] for name, batch in prepared.calls.items()}
         measured = in_turns(settings.clock, calls | references, settings.budget)
     return Row.of(
@@ -107,7 +110,7 @@ def time_case(
         direction,
         {name: Times.of(values) for name, values in measured.items()},
         references=references,
-        missing=prepared.missing,
+        missing={**prepared.missing, **settings.left_out},
         remarks=prepared.remarks,
         threads=count,
         peaks=memory,

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torchkiln.bench.cases import BenchCase
+from torchkiln.bench.ceiling import PRODUCT
 from torchkiln.bench.clock import Times
 
 OURS = "torchkiln"
@@ -30,6 +31,8 @@ class Row:
     """CPU threads; none on a GPU."""
     bytes: int
     """The least that has to be moved."""
+    operations: int
+    """On numbers, as the op's spec counts them."""
     times: Mapping[str, Times]
     """Ours and the peers'."""
     references: Mapping[str, Times] = field(default_factory=dict)
@@ -66,6 +69,7 @@ class Row:
             direction=direction,
             threads=threads,
             bytes=case.moved(direction),
+            operations=case.computed(direction),
             times={name: found for name, found in times.items() if name not in beside},
             references={name: times[name] for name in beside},
             missing=missing,
@@ -80,10 +84,12 @@ class Row:
 
     @property
     def floor(self) -> float | None:
-        """Seconds that the device needs to move as many bytes."""
+        """Seconds that the device needs to move as many bytes, or to compute as much."""
         if self.kind == "host" or not self.references:
             return None
-        return min(times.seconds for times in self.references.values())
+        seconds = {name: times.seconds for name, times in self.references.items()}
+        computing = seconds.pop(PRODUCT, 0.0)
+        return max(min(seconds.values(), default=0.0), computing)
 
     @property
     def share(self) -> float | None:
@@ -124,6 +130,7 @@ class Row:
         """The row that :meth:`to_json` wrote."""
         values = {name: entry[name] for name in cls.__dataclass_fields__ if name in entry}
         values["shape"] = tuple(values["shape"])
+        values.setdefault("operations", 0)  # files of the first version have none
         for name in ("times", "references"):
             values[name] = {key: Times(**value) for key, value in values[name].items()}
         return cls(**values)

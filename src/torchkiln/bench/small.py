@@ -13,7 +13,7 @@ import torch
 
 from torchkiln.bench import peers
 from torchkiln.bench.cases import cases
-from torchkiln.bench.ceiling import ceilings
+from torchkiln.bench.ceiling import Work, ceilings
 from torchkiln.bench.clock import Call, Times, in_turns
 from torchkiln.bench.measure import Prepared, Settings, prepare
 from torchkiln.bench.row import OURS, Row
@@ -75,7 +75,8 @@ def time_small(
     stream.wait_stream(torch.cuda.current_stream(device))
     with peers.backward_may_repeat(), torch.cuda.stream(stream):
         prepared = prepare(batch, direction, names)
-        beside = [ceilings(size, prepared.result_bytes, device) for _ in batch]
+        work = Work(size, batch[0].computed(direction), dtype)
+        beside = [ceilings(work, prepared.result_bytes, device) for _ in batch]
         references = {name: [calls[name] for calls in beside] for name in beside[0]}
         for calls in references.values():
             calls[0]()
@@ -88,6 +89,6 @@ def time_small(
         direction,
         {name: Times.of([v / CALLS for v in values]) for name, values in measured.items()},
         references=references,
-        missing=missing | waiting,
+        missing={**missing, **waiting, **settings.left_out},
         remarks=prepared.remarks,
     )

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from torchkiln.bench.cases import BACKWARD
 from torchkiln.bench.row import Row
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Powers of two; hidden sizes and vocabularies of language models that are none.
 LENGTHS = (
@@ -54,24 +53,23 @@ def panel(axes: Axes, rows: list[Row]) -> None:
     axes.set_xlabel("row length")
     axes.set_title(rows[0].dtype)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
 
 
-def draw(path: Path, where: str, rows: Iterable[Row]) -> None:
-    """Write the picture of a sweep, with a panel for each dtype."""
-    import matplotlib as mpl  # noqa: PLC0415
+def draw_sweep(rows: Sequence[Row], where: str) -> Figure:
+    """The picture of a sweep, with a panel for each dtype."""
     from matplotlib.figure import Figure  # noqa: PLC0415
 
     by_dtype: dict[str, list[Row]] = {}
     for row in rows:
         by_dtype.setdefault(row.dtype, []).append(row)
-    with mpl.rc_context({"font.size": 10, "axes.titlesize": 11}):
-        figure = Figure(figsize=(8 * len(by_dtype), 6), layout="constrained")
-        panels = figure.subplots(1, len(by_dtype), sharey=True, squeeze=False)[0]
-        for axes, group in zip(panels, by_dtype.values(), strict=True):
-            panel(axes, group)
-        panels[0].set_ylim(bottom=0)  # of all, now that their lines are there
-        panels[0].set_ylabel("% of the speed at which a copy moves as many bytes")
-        figure.suptitle(where)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=110)
+    figure = Figure(figsize=(10 * len(by_dtype), 6), layout="constrained")
+    panels = figure.subplots(1, len(by_dtype), sharey=True, squeeze=False)[0]
+    for axes, group in zip(panels, by_dtype.values(), strict=True):
+        panel(axes, group)
+    panels[0].set_ylim(
+        0, max(105.0, panels[0].get_ylim()[1])
+    )  # of all, now that their lines are there
+    panels[0].set_ylabel("% of the speed at which a copy moves as many bytes")
+    figure.suptitle(f"Row lengths\n{where}")
+    return figure

@@ -8,9 +8,12 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
 
+from torchkiln.bench.skipped import Skipped
 from torchkiln.bench.table import Table, duration, plain
 
 if TYPE_CHECKING:
+    from rich.table import Table as RichTable
+
     from torchkiln.bench.row import Row
 
 WIDTH = 200
@@ -23,8 +26,8 @@ class Progress(Protocol):
     def begin(self, words: str) -> None:
         """The next piece of work starts."""
 
-    def done(self, row: Row) -> None:
-        """A row is there."""
+    def done(self, entry: Row | Skipped) -> None:
+        """A row is there, or will not be."""
 
 
 class Lines:
@@ -39,13 +42,15 @@ class Lines:
         del words
         self.begun += 1
 
-    def done(self, row: Row) -> None:
+    def done(self, entry: Row | Skipped) -> None:
         """Print the row."""
-        print(f"[{self.begun}/{self.total}] {sentence(row)}", file=sys.stderr, flush=True)
+        print(f"[{self.begun}/{self.total}] {sentence(entry)}", file=sys.stderr, flush=True)
 
 
-def sentence(row: Row) -> str:
+def sentence(row: Row | Skipped) -> str:
     """A row in words."""
+    if isinstance(row, Skipped):
+        return str(row)
     share = "" if row.share is None else f", {row.share:.1%} of the floor"
     others = "" if row.speedup is None else f", {row.speedup:.2f} x as fast as {row.best_peer}"
     name = f"{row.op} {row.variant}".strip()
@@ -73,10 +78,22 @@ def progress(total: int) -> Iterator[Progress]:
                 bar.update(task, description=words, completed=self.begun)
                 self.begun += 1
 
-            def done(self, row: Row) -> None:
-                bar.print(sentence(row))
+            def done(self, entry: Row | Skipped) -> None:
+                bar.print(sentence(entry), markup=False, highlight=False)
 
         yield Moving()
+
+
+def rich_table(table: Table) -> RichTable:
+    """The table as rich draws it."""
+    from rich.table import Table as Drawn  # noqa: PLC0415
+
+    drawn = Drawn(title=table.title, title_justify="left")
+    for heading, numeric in zip(table.headings, table.numeric, strict=True):
+        drawn.add_column(heading, justify="right" if numeric else "left")
+    for cells in table.rows:
+        drawn.add_row(*cells)
+    return drawn
 
 
 def show(tables: Iterable[Table]) -> None:
@@ -86,15 +103,9 @@ def show(tables: Iterable[Table]) -> None:
             print(plain(table), end="\n\n")
         return
     from rich.console import Console  # noqa: PLC0415
-    from rich.table import Table as RichTable  # noqa: PLC0415
 
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     for table in tables:
-        drawn = RichTable(title=table.title, title_justify="left")
-        for heading, numeric in zip(table.headings, table.numeric, strict=True):
-            drawn.add_column(heading, justify="right" if numeric else "left")
-        for cells in table.rows:
-            drawn.add_row(*cells)
-        console.print(drawn)
+        console.print(rich_table(table))
         for note in table.notes:
             console.print(note, soft_wrap=True, markup=False)

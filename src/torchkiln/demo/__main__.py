@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from torchkiln.demo.accuracy import all_errors
@@ -21,22 +22,23 @@ except ModuleNotFoundError as error:
     )
 
 
-def arguments() -> argparse.Namespace:
+def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m torchkiln.demo", description=__doc__)
+    parser = argparse.ArgumentParser(prog="torchkiln demo", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path(), help="folder of the picture")
     parser.add_argument("--quick", action="store_true", help="smaller sizes and fewer steps")
-    return parser.parse_args()
+    return parser.parse_args(given)
 
 
-def main() -> int:
+def main(given: Sequence[str] | None = None) -> int:
     """Run the tour; 1 where a result is wrong."""
-    options = arguments()
+    options = arguments(given)
     device = report.environment()
     errors = all_errors(device)
     report.errors(errors)
     timings = report.with_progress("timing", all_timings(device, quick=options.quick))
     report.timings(timings)
+    report.explanation(device)
     outcome = report.training(train_both(device, quick=options.quick))
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "torchkiln-demo.png"

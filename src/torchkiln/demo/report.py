@@ -68,6 +68,13 @@ def timings(rows: list[Row]) -> None:
     show(tables(rows))
 
 
+def explanation(device: torch.device) -> None:
+    """What one call does, forward and backward: no copy, though its rows lie apart."""
+    x = torch.randn(4096, 2048, device=device)[:, :1024].requires_grad_()
+    weight = torch.ones(1024, device=device, requires_grad=True)
+    console.print(torchkiln.explain(torchkiln.rms_norm, x, 1024, weight))
+
+
 def bar(*columns: TextColumn) -> Progress:
     """A progress bar that leaves nothing behind."""
     return Progress(

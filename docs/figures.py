@@ -1,0 +1,127 @@
+"""Writes the tables and pictures of README.md that come from runs of the benchmark.
+
+The runs lie in results/NAME.json as `torchkiln bench --json` wrote them, and what comes of them
+between the lines <!-- results:NAME --> and <!-- /results:NAME -->. With --check nothing is changed,
+and it fails where README.md says something else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from torchkiln.bench import Record, Row
+from torchkiln.bench.table import duration
+
+ROOT = Path(__file__).resolve().parents[1]
+BLOCK = re.compile(r"<!-- results:(\w+) -->\n(.*?)<!-- /results:\1 -->", re.DOTALL)
+PICTURES = ("roofline", "speedups", "sweep", "host")
+
+
+def cell(row: Row | None) -> str:
+    """Time, spread, share of the floor, and how many times as fast as the best peer."""
+    if row is None:
+        return ""
+    words = [f"{duration(row.ours.seconds)} ± {row.ours.spread / 2:.1%}"]
+    if row.share is not None:
+        words.append(f"{row.share:.0%}")
+    if row.speedup is not None:
+        words.append(f"{row.speedup:.2f} x {row.best_peer}")
+    return ", ".join(words)
+
+
+def calls(rows: Sequence[Row]) -> Iterable[str]:
+    """A line for each op and shape, a column for each dtype and direction."""
+    columns = list(dict.fromkeys((row.dtype, row.direction) for row in rows))
+    found = {(r.op, r.variant, r.shape, r.dtype, r.direction): r for r in rows}
+    lines = list(dict.fromkeys((r.op, r.variant, r.shape) for r in rows))
+    yield "| | " + " | ".join(" ".join(column) for column in columns) + " |"
+    yield "|---|" + "---|" * len(columns)
+    for op, variant, shape in lines:
+        cells = [cell(found.get((op, variant, shape, *column))) for column in columns]
+        name = f"`{op}` {variant}".strip()
+        yield f"| {name} {shape[0]} x {shape[1]} | " + " | ".join(cells) + " |"
+
+
+def host(rows: Sequence[Row]) -> Iterable[str]:
+    """Microseconds, ours and the peers'."""
+    who = list(dict.fromkeys(name for row in rows for name in row.times))
+    beside = list(dict.fromkeys(name for row in rows for name in row.references))
+    yield "| host time of one call, us | " + " | ".join([*who, *beside]) + " |"
+    yield "|---|" + "---:|" * len([*who, *beside])
+    for row in rows:
+        times = {**row.references, **row.times}
+        cells = [f"{times[n].seconds * 1e6:.1f}" if n in times else "" for n in [*who, *beside]]
+        yield f"| `{row.op}` {row.dtype} {row.direction} | " + " | ".join(cells) + " |"
+
+
+def block(name: str, record: Record, folder: Path) -> str:
+    """What stands between the two lines."""
+    lines = [
+        f"{record.environment}. Each cell: the median time of a call, half of the middle half of",
+        "its measurements, the share of the speed at which a copy moves as many bytes, how many",
+        "times as fast as the best peer, and which that is.",
+        "",
+        *calls([row for row in record.rows if row.kind == "calls"]),
+    ]
+    times = [row for row in record.rows if row.kind == "host"]
+    if times:
+        lines += ["", *host(times)]
+    pictures = [p for p in PICTURES if (folder / f"{name}-{p}.png").is_file()]
+    lines += ["", *(f"![{p}]({folder.name}/{name}-{p}.png)" for p in pictures)] if pictures else []
+    if record.skipped:
+        lines += ["", *(f"- {entry}" for entry in record.skipped)]
+    return "\n".join([*lines, ""])
+
+
+def written(readme: str, results: Path) -> str:
+    """The README as it should be."""
+    names = {match[1] for match in BLOCK.finditer(readme)}
+    files = {path.stem: path for path in results.glob("*.json")}
+    if names != files.keys():
+        raise SystemExit(
+            f"README.md has the blocks {sorted(names)} and {results.name}/ the files "
+            f"{sorted(files)}: expected a block <!-- results:NAME --> for each NAME.json"
+        )
+
+    def replace(match: re.Match[str]) -> str:
+        name = match[1]
+        text = block(name, Record.read(files[name]), results)
+        return f"<!-- results:{name} -->\n{text}<!-- /results:{name} -->"
+
+    return BLOCK.sub(replace, readme)
+
+
+def draw(results: Path) -> None:
+    """The pictures of every file, beside it."""
+    from torchkiln.bench.charts import charts  # noqa: PLC0415
+
+    for path in results.glob("*.json"):
+        for name, figure in charts(Record.read(path)):
+            figure.savefig(path.with_name(f"{path.stem}-{name}.png"), dpi=90)
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Write or check."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="change nothing; 1 where it differs")
+    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    parser.add_argument("--results", type=Path, default=ROOT / "results")
+    options = parser.parse_args(given)
+    if not options.check:
+        draw(options.results)
+    text = options.readme.read_text(encoding="utf-8")
+    expected = written(text, options.results)
+    if options.check:
+        if expected != text:
+            print("README.md differs from results/: type nox -s figures", file=sys.stderr)
+        return int(expected != text)
+    options.readme.write_text(expected, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

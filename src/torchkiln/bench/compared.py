@@ -1,0 +1,128 @@
+"""Any two functions side by side, from Python and in notebooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchkiln.bench.ceiling import Work, ceilings, written
+from torchkiln.bench.clock import Times, device_clock, in_turns
+from torchkiln.bench.environment import Environment, environment
+from torchkiln.bench.table import Table, duration, plain, size
+from torchkiln.testing.compare import outputs
+
+SECONDS = 1.0
+
+
+@dataclass(frozen=True, repr=False)
+class Comparison:
+    """The times of two functions and of moving their tensors once."""
+
+    environment: Environment
+    names: tuple[str, str]
+    times: tuple[Times, Times]
+    bytes: int
+    """Of the tensors that go in and come out: the least that has to be moved."""
+    floor: float
+    """Seconds that a copy, or mere reading, took to move as many bytes."""
+
+    @property
+    def speedup(self) -> float:
+        """How many times as fast the first is as the second."""
+        return self.times[1].seconds / self.times[0].seconds
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether the middle halves of the measurements lie apart."""
+        first, second = self.times
+        return first.high < second.low or second.high < first.low
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, in types that JSON knows."""
+        return asdict(self) | {"speedup": self.speedup, "is_certain": self.is_certain}
+
+    def table(self) -> Table:
+        """A line for each function and for the floor."""
+        lines = [
+            (
+                name,
+                duration(times.seconds),
+                f"{times.spread:.1%}",
+                f"{self.floor / times.seconds:.1%}",
+                f"{self.bytes / times.seconds / 1e9:.4g}",
+            )
+            for name, times in zip(self.names, self.times, strict=True)
+        ]
+        certain = "" if self.is_certain else ", which may be noise"
+        note = f"{self.names[0]} is {self.speedup:.2f} x as fast as {self.names[1]}{certain}"
+        return Table(
+            f"Median time of one call, {size(self.bytes)} in and out, floor {duration(self.floor)}",
+            ("function", "time", "spread", "of floor", "GB/s"),
+            (False, True, True, True, True),
+            tuple(lines),
+            (note, str(self.environment)),
+        )
+
+    def __str__(self) -> str:
+        """The table in plain text."""
+        return plain(self.table())
+
+    __repr__ = __str__
+
+    def __rich__(self) -> Any:
+        """The table, for rich's console."""
+        from rich.console import Group  # noqa: PLC0415
+
+        from torchkiln.bench.terminal import rich_table  # noqa: PLC0415
+
+        table = self.table()
+        return Group(rich_table(table), *table.notes)
+
+    def _repr_html_(self) -> str:
+        from torchkiln.bench.page import html_table  # noqa: PLC0415
+
+        return html_table(self.table())
+
+
+def bench(
+    function: Callable[..., Any], baseline: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Comparison:
+    """Time ``function(*args, **kwargs)`` beside ``baseline(*args, **kwargs)``, in turns.
+
+    On a GPU its time is taken, with a cold L2 cache; on a CPU the call's. It takes about a second.
+    Fix other arguments with :func:`functools.partial`.
+    """
+    given = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+    if not given:
+        raise ValueError(
+            "torchkiln.bench: args: got no tensor, expected at least one, on the device to be timed"
+        )
+    device = next((t.device for t in given if t.device.type != "cpu"), torch.device("cpu"))
+    with torch.no_grad():
+        results = outputs(function(*args, **kwargs))
+        made = written(tuple(results), given)
+        moved = sum(t.numel() * t.element_size() for t in [*given, *results])
+        calls = {
+            "function": lambda: function(*args, **kwargs),
+            "baseline": lambda: baseline(*args, **kwargs),
+        }
+        references = ceilings(Work(moved, 0, torch.float32), made, device)
+        found = in_turns(device_clock(device), calls | references, SECONDS)
+    times = {name: Times.of(values) for name, values in found.items()}
+    floor = min(times[name].seconds for name in references)
+    names = [getattr(f, "__name__", repr(f)) for f in (function, baseline)]
+    if names[0] == names[1]:
+        names = [f"{f.__module__}.{n}" for f, n in zip((function, baseline), names, strict=True)]
+    if names[0] == names[1]:
+        names[1] += " (baseline)"
+    return Comparison(
+        environment(device),
+        (names[0], names[1]),
+        (times["function"], times["baseline"]),
+        moved,
+        floor,
+    )

@@ -1,0 +1,139 @@
+"""What a call does: kernels, copies, casts and fallbacks, as they happened, with their reasons."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from torchkiln import _C
+from torchkiln.explain.events import read
+from torchkiln.explain.explanation import Explanation, Kernel, Part, Step
+
+if TYPE_CHECKING:
+    from torchkiln.testing import OpSpec, Sample
+
+__all__ = ["Explanation", "Kernel", "Part", "Step", "explain"]
+
+
+def explain(op: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> Explanation:
+    """Make the call, and tell which kernels ran and how, what was copied, cast or left to torch.
+
+    ``op`` is a function such as ``torchkiln.rms_norm`` or its name, and any other callable, too.
+    The call happens: what an op does in place, it does. Where an argument requires a gradient, the
+    backward follows, with gradients of ones. One call at a time, in one process; kernels that other
+    threads launch meanwhile are heard, too.
+    """
+    function, spec = _resolve(op)
+    tensors = _tensors((args, kwargs))
+    device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
+    results: list[Tensor] = []
+    events = _record(lambda: results.extend(_tensors(function(*args, **kwargs))))
+    traffic = _traffic(spec, function, args, kwargs)
+    plain = sum(t.numel() * t.element_size() for t in [*tensors, *results])
+    forward = _part(events, device, *(traffic[0] if traffic else (plain, None)))
+    backward = None
+    inputs = [t for t in tensors if t.requires_grad and t.is_leaf]
+    wanted = [r for r in results if r.requires_grad]
+    if inputs and wanted:
+        grads = [torch.ones_like(r) for r in wanted]
+        found: list[Tensor] = []
+
+        def run() -> None:
+            gradients = torch.autograd.grad(wanted, inputs, grads, allow_unused=True)
+            found.extend(_tensors(gradients))
+
+        events = _record(run)
+        plain = sum(t.numel() * t.element_size() for t in [*grads, *found])
+        backward = _part(events, device, *(traffic[1] if traffic else (plain, None)))
+    name = getattr(function, "__name__", type(function).__name__)
+    words = tuple(f"{_dtype(t)} {list(t.shape)}{_strides(t)}" for t in tensors)
+    return Explanation(name, str(device), words, forward, backward, traffic is not None)
+
+
+def _resolve(op: Callable[..., Any] | str) -> tuple[Callable[..., Any], OpSpec | None]:
+    from torchkiln.testing import SPECS  # noqa: PLC0415
+
+    if isinstance(op, str):
+        from torchkiln.names import find  # noqa: PLC0415
+
+        spec = find("torchkiln.explain", "op", op)
+        return spec.op, spec
+    return op, next((spec for spec in SPECS if op in (spec.op, spec.overload)), None)
+
+
+def _record(call: Callable[[], None]) -> list[Any]:
+    _C.start_recording()
+    try:
+        call()
+    finally:
+        events = _C.stop_recording()
+    return events
+
+
+def _traffic(
+    spec: OpSpec | None, function: Callable[..., Any], args: Any, kwargs: Any
+) -> tuple[tuple[int, int], tuple[int, int]] | None:
+    """Bytes and operations of forward and backward, as the spec counts them."""
+    if spec is None:
+        return None
+    from torchkiln.testing import Sample  # noqa: PLC0415
+
+    sample: Sample = Sample("explained", args, kwargs)
+    if function is spec.op:  # arguments where the spec's samples have them
+        bound = inspect.signature(function).bind(*args, **kwargs)
+        sample = Sample("explained", bound.args, bound.kwargs)
+    try:
+        there, back = spec.traffic(sample), spec.backward_traffic(sample)
+    except (AttributeError, IndexError, TypeError):  # numbers where the samples have tensors
+        return None
+    return (there.bytes, there.operations), (back.bytes, back.operations)
+
+
+def _part(events: Any, device: torch.device, least: int, operations: int | None) -> Part:
+    found = read(events)
+    return Part(
+        tuple(found.route),
+        tuple(found.steps),
+        tuple(found.notes),
+        found.allocated,
+        least,
+        operations,
+        _floor(least, device),
+    )
+
+
+def _floor(count: int, device: torch.device) -> float | None:
+    """Seconds that a copy takes to move as many bytes."""
+    from torchkiln.bench.ceiling import COPY, Work, ceilings  # noqa: PLC0415
+    from torchkiln.bench.clock import Times, device_clock, in_turns  # noqa: PLC0415
+
+    if count == 0:
+        return None
+    try:
+        copy = {COPY: ceilings(Work(count, 0, torch.float32), count, device)[COPY]}
+        return Times.of(in_turns(device_clock(device), copy, budget=0.0)[COPY]).seconds
+    except torch.OutOfMemoryError:
+        return None
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, tuple | list):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return []
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _strides(tensor: Tensor) -> str:
+    plain = tensor.layout != torch.strided or tensor.is_contiguous()
+    return "" if plain else f" of strides {list(tensor.stride())}"
