@@ -244,7 +244,8 @@ def test_a_launch_in_words() -> None:
     assert str(kernel) == (
         "kernel norm_rows<RowPlace<RowAccess<bfloat16, 8, true>, 4>, bfloat16, false, false>, "
         "rows, in vectors, 16 bytes an access, 4 vectors a thread, 8192 blocks of 256 threads, "
-        "clusters of 4, 1536 bytes shared, 56 registers, 16 bytes of local memory, occupancy 50%, 16 waves"
+        "clusters of 4, 1536 bytes shared, 56 registers, 16 bytes of local memory, "
+        "occupancy 50%, 16 waves"
     )
 
 
