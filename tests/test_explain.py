@@ -11,8 +11,10 @@ import torch
 
 import torchkiln
 from torchkiln import _C
+from torchkiln.bench import options
 from torchkiln.cli import main
 from torchkiln.explain import Kernel, Step, explain
+from torchkiln.explain.events import read
 from torchkiln.explain.kernel_names import access_of, pretty
 from torchkiln.testing import SPECS, OpSpec
 
@@ -225,6 +227,34 @@ def test_names_of_kernels() -> None:
     assert pretty("kernel") == ("kernel", "")
 
 
+def test_a_launch_in_words() -> None:
+    """As the binding reports it: blocks, threads, cluster, shared bytes, registers, what fits."""
+    figures = (8192, 1, 1, 256, 1, 1, 4, 1024, 512, 56, 16, 4, 132, 2048)
+    events: list[object] = [
+        ("enter", 7, "torchkiln::rms_norm", "", (), []),
+        ("launch", 7, IN_ROWS, "", figures, []),
+        ("leave", 7, "torchkiln::rms_norm", "", (), []),
+    ]
+    (kernel,) = read(events).steps
+    assert isinstance(kernel, Kernel)
+    assert (kernel.blocks, kernel.threads, kernel.cluster) == ((8192, 1, 1), (256, 1, 1), 4)
+    assert kernel.shared_bytes == 1536
+    assert kernel.occupancy == 0.5
+    assert kernel.waves == pytest.approx(8192 / (4 * 132))
+    assert str(kernel) == (
+        "kernel norm_rows<RowPlace<RowAccess<bfloat16, 8, true>, 4>, bfloat16, false, false>, "
+        "rows, in vectors, 16 bytes an access, 4 vectors a thread, 8192 blocks of 256 threads, "
+        "clusters of 4, 1536 bytes shared, 56 registers, 16 bytes of local memory, "
+        "occupancy 50%, 16 waves"
+    )
+
+
+def test_a_launch_that_the_runtime_knows_little_of() -> None:
+    (kernel,) = read([("launch", 7, "", "", (1, 1, 1, 32, 1, 1, 1) + (0,) * 7, [])]).steps
+    assert isinstance(kernel, Kernel)
+    assert kernel.occupancy is kernel.waves is kernel.vector_bytes is None
+
+
 @pytest.mark.cuda
 def test_a_launch_on_a_gpu() -> None:
     x = torch.randn(512, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -269,12 +299,26 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     ("given", "message"),
     [
         (["rms_nrm"], "torchkiln.explain: OP: got 'rms_nrm', expected one of add"),
+        (["add", "--dtype=float64", "--device=cuda"], "--device: got cuda, expected a GPU"),
         (["add", "--variant=x"], "torchkiln.explain: --variant: got 'x', expected none: add has"),
         (["swiglu", "--shape=8x2", "--variant=y"], "--variant: got 'y', expected "),
     ],
 )
 def test_a_refused_command(
-    given: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    given: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(options, "default_device", lambda: CPU)
     assert main(["explain", "--device=cpu", "--shape=4x8", *given]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["explain", "profile"])
+def test_a_shape_without_memory(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "add", "--device=cpu", "--shape=99999999x9999999"]) == 1
+    said = capsys.readouterr().err
+    assert (
+        f"torchkiln.{name}: --shape: got 99999999x9999999, expected a smaller one: out of" in said
+    )

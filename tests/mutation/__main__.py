@@ -157,9 +157,10 @@ def find(build: Build, fault: Fault, scratch: Path, device: str) -> Finding:
     try:
         path = build_fault(build, fault, folder)
         status, by = test(path, fault, device)
-        # A signal ends the process with a negative number: found, too.
-        if status == 1 or status < 0:
+        if status == 1:
             result = "caught"
+        elif status < 0:
+            result, by = "caught", f"signal {-status}"
         elif status != 0:
             result = f"pytest ended with {status}"
     except (ValueError, subprocess.SubprocessError) as error:

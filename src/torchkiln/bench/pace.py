@@ -7,7 +7,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from torchkiln.bench.measure import Settings
-from torchkiln.bench.peers import COMPILE
+from torchkiln.bench.peers import COMPILE, QUACK
+
+BUILDERS = (COMPILE, QUACK)
+"""Peers that compile kernels for every new shape."""
 
 LEAST = 0.05
 """Seconds for a row's measurements, however late it is."""
@@ -16,7 +19,7 @@ LEAST = 0.05
 class Pace:
     """Shares what is left of the time among the pieces that are left, and in them among their rows.
 
-    What torch.compile builds for a row takes seconds, more than all measurements of it. So it takes
+    What some peers build for a row takes seconds, more than all measurements of it. So they take
     part in few: the first call of each op in one dtype, while enough is left for all other rows.
     Without a limit everything is as usual.
     """
@@ -37,9 +40,8 @@ class Pace:
         self.beside = 0.3
         """Seconds that a row takes beside its budget, on average so far."""
         self.compiling = 6.0
-        """The same of rows in which torch.compile takes part."""
+        """The same of rows in which those take part that build."""
 
-    @property
     def is_over(self) -> bool:
         """Whether no time is left."""
         return self.seconds is not None and self.left() <= 0
@@ -58,23 +60,24 @@ class Pace:
         self.rows_of_piece = rows
 
     def settings(self, usual: Settings, *, first: bool) -> Settings:
-        """For the next row; ``first``: torch.compile may take part."""
+        """For the next row; ``first``: peers that build may take part."""
         if self.seconds is None:
             return usual
         share = (self.end_of_piece - self.now()) / max(1, self.rows_of_piece)
         self.rows_of_piece -= 1
         budget = min(usual.budget, max(LEAST, share - self.beside))
         others = (self.rows + max(0, self.rows_of_piece)) * (self.beside + LEAST)
-        if COMPILE not in usual.peers or (first and self.left() - others > self.compiling):
+        if first and self.left() - others > self.compiling:
             return replace(usual, budget=budget)
-        names = tuple(name for name in usual.peers if name != COMPILE)
+        names = tuple(name for name in usual.peers if name not in BUILDERS)
         why = f"left out, to be done within {self.seconds / 60:.3g} minutes"
-        return replace(usual, budget=budget, peers=names, left_out={COMPILE: why})
+        left_out = {name: why for name in usual.peers if name in BUILDERS}
+        return replace(usual, budget=budget, peers=names, left_out=left_out)
 
     def took(self, seconds: float, settings: Settings) -> None:
         """Learn from a row."""
         beside = max(0.0, seconds - settings.budget)
-        if COMPILE in settings.peers:
+        if any(name in BUILDERS for name in settings.peers):
             self.compiling = 0.8 * self.compiling + 0.2 * beside
         else:
             self.beside = 0.8 * self.beside + 0.2 * beside

@@ -16,7 +16,7 @@ from torchkiln.bench.host import SHAPE as HOST_SHAPE
 from torchkiln.bench.host import time_host
 from torchkiln.bench.measure import Settings, time_case
 from torchkiln.bench.pace import Pace
-from torchkiln.bench.peers import EAGER
+from torchkiln.bench.peers import EAGER, knows
 from torchkiln.bench.row import Row
 from torchkiln.bench.skipped import Skipped, reason_of
 from torchkiln.bench.small import SHAPES, time_small
@@ -26,6 +26,7 @@ from torchkiln.testing import OpSpec
 Shape = tuple[int, int]
 
 CALLS, SWEEP, SMALL, HOST = "calls", "sweep", "small", "host"
+NO_TIME = "no time is left of what --within gives"
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -100,19 +101,23 @@ class Plan:
     ) -> Iterator[Row | Skipped]:
         shapes = self._shapes(kind, spec)
         pace.begin(self._count(kind, spec))
-        usual = self.settings
+        others = tuple(name for name in self.settings.peers if knows(name, spec.name))
         if kind == SWEEP and self.is_report:  # the peers of the same ops are there in other rows
-            usual = replace(usual, peers=(EAGER,))
+            others = (EAGER,)
+        usual = replace(self.settings, peers=others)
         for shape in shapes:
             is_first = shape == shapes[0] and kind == CALLS and dtype == self.dtypes[-1]
             turn = Turn(kind, spec, dtype, shape, is_first)
+            if pace.is_over():
+                yield turn.skipped(None, NO_TIME)
+                continue
             for work in guarded(turn, None, self._work(turn)):
                 if isinstance(work, Skipped):
                     yield work
                     continue
                 direction, measure = work
-                if pace.is_over:
-                    yield turn.skipped(direction, "no time is left of what --within gives")
+                if pace.is_over():
+                    yield turn.skipped(direction, NO_TIME)
                     continue
                 chosen = pace.settings(usual, first=is_first)
                 start = time.perf_counter()

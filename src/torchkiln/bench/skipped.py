@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+NO_MEMORY = "out of memory"
+
 
 @dataclass(frozen=True)
 class Skipped:
@@ -32,7 +34,7 @@ def reason_of(error: Exception) -> str | None:
         isinstance(error, torch.OutOfMemoryError | MemoryError)
         or "can't allocate memory" in words[0]
     ):
-        return f"out of memory: {words[0]}"
+        return f"{NO_MEMORY}: {words[0]}"
     # Refused by the op itself: a shape that it does not take.
     if isinstance(error, RuntimeError | ValueError) and words[0].startswith("torchkiln."):
         return words[0]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 import torch
 
 from torchkiln.bench.cases import BenchCase, cases
 from torchkiln.bench.options import device_of, dtype, shape
 from torchkiln.bench.plan import default_shape
+from torchkiln.bench.skipped import NO_MEMORY, reason_of
 from torchkiln.names import find
 
 
@@ -20,6 +22,17 @@ def add_call(parser: argparse.ArgumentParser) -> None:
     add("--dtype", type=dtype, default=torch.float32, help="default: float32")
     add("--device", choices=("cpu", "cuda"), help="default: a GPU where there is one")
     add("--variant", help="one of the benchmark's other calls, such as those of other strides")
+
+
+def refuse(where: str, options: argparse.Namespace, error: Exception) -> int:
+    """Say why the call cannot be made; the exit status."""
+    reason = reason_of(error)
+    if reason is None or not reason.startswith(NO_MEMORY):
+        print(error, file=sys.stderr)
+        return 2
+    given = "x".join(map(str, options.shape)) if options.shape else "none"
+    print(f"{where}: --shape: got {given}, expected a smaller one: {reason}", file=sys.stderr)
+    return 1
 
 
 def chosen_case(where: str, options: argparse.Namespace) -> BenchCase:

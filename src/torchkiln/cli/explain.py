@@ -9,9 +9,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-import torch
-
-from torchkiln.cli.choose import add_call, chosen_case
+from torchkiln.cli.choose import add_call, chosen_case, refuse
 from torchkiln.explain import Explanation, explain
 
 
@@ -43,13 +41,8 @@ def main(given: Sequence[str] | None = None) -> int:
         sample = case.sample if options.forward else case.spec.leaves(case.sample)
         sample.start_generators()
         found = explain(case.spec.op, *sample.args, **sample.kwargs)
-    except torch.OutOfMemoryError as error:
-        reason = str(error).splitlines()[0]
-        print(f"torchkiln.explain: --shape: {reason} Take a smaller one", file=sys.stderr)
-        return 1
-    except (ValueError, RuntimeError) as error:
-        print(error, file=sys.stderr)
-        return 2
+    except (ValueError, RuntimeError, MemoryError) as error:
+        return refuse("torchkiln.explain", options, error)
     text = json.dumps(found.as_dict(), indent=1)
     if options.json == Path("-"):
         print(text)

@@ -146,7 +146,7 @@ def _launched(demangled: str, figures: tuple[int, ...]) -> Kernel:
     access, vector_bytes, items = access_of(demangled)
     count = math.prod(blocks)
     return Kernel(
-        name=name,
+        name=name or "without a name",
         variant=variant,
         access=access,
         vector_bytes=vector_bytes,

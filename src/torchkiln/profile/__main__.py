@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
-
 from torchkiln.bench.cases import BenchCase, call_of
 from torchkiln.bench.clock import Times, device_clock, in_turns
 from torchkiln.bench.environment import environment
 from torchkiln.bench.table import duration, size
+from torchkiln.cli.choose import refuse
 from torchkiln.profile import ncu
 from torchkiln.profile.options import WHERE, arguments, case_of
 from torchkiln.profile.report import Figures, read
@@ -28,13 +27,8 @@ def main(given: Sequence[str] | None = None) -> int:
     options = arguments(words)
     try:
         case = case_of(options)
-    except torch.OutOfMemoryError as error:
-        reason = str(error).splitlines()[0]
-        print(f"{WHERE}: --shape: {reason} Take a smaller one", file=sys.stderr)
-        return 1
-    except (ValueError, RuntimeError) as error:
-        print(error, file=sys.stderr)
-        return 2
+    except (ValueError, RuntimeError, MemoryError) as error:
+        return refuse(WHERE, options, error)
     device = case.sample.args[case.sample.positions[0]].device
     call = call_of(case, case.spec.op, options.direction)
     clock = device_clock(device)

@@ -24,6 +24,7 @@ __all__ = [
     "QUACK",
     "Refused",
     "backward_may_repeat",
+    "knows",
     "makers",
     "own_tensors",
     "remark",
@@ -66,12 +67,17 @@ TABLES: dict[str, Table] = {LIGER: liger.FUNCTIONS, QUACK: quack.FUNCTIONS}
 """Of those who do not know every op."""
 
 
+def knows(name: str, op: str) -> bool:
+    """Whether a peer has the op at all."""
+    return name not in TABLES or op in TABLES[name]
+
+
 def makers(
     case: BenchCase, names: tuple[str, ...]
 ) -> Iterator[tuple[str, Callable[[BenchCase], Function]]]:
     """What makes the function of each peer among ``names`` that knows the op."""
     for name in names:
-        if name not in TABLES or case.spec.name in TABLES[name]:
+        if knows(name, case.spec.name):
             yield name, MAKERS[name]
 
 
