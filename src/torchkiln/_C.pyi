@@ -81,3 +81,12 @@ def cross_entropy(
     check_target: bool,
     inplace_backward: bool,
 ) -> Tensor: ...
+def spmm_csr(
+    values: Tensor,
+    b: Tensor,
+    crow: Tensor,
+    col: Tensor,
+    shape: Sequence[int] | None,
+    transpose: Tensor | None,
+    check: bool,
+) -> Tensor: ...
