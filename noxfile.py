@@ -235,8 +235,8 @@ def consumer(session: nox.Session) -> None:
             f"-DCMAKE_PREFIX_PATH={prefix}",
         )
         session.run("cmake", "--build", str(folder))
-        for program in ("with_kernels", "with_torch", "with_torch_package"):
-            if program != "with_torch_package" or (folder / program).exists():
+        for program in ("with_kernels", "with_torch", "with_torch_package", "with_sdk"):
+            if program in ("with_kernels", "with_torch") or (folder / program).exists():
                 session.run(str(folder / program), external=True)
         session.run("python", "-W", "ignore", str(project / "export_model.py"), "model.pt2")
         session.run(str(folder / "with_exported"), "model.pt2", external=True)

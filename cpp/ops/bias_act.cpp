@@ -13,6 +13,7 @@
 #include "torchkiln/kernels/bias_act.h"
 #include "torchkiln/launch.h"
 #include "torchkiln/ops.h"
+#include "torchkiln/workspace.h"
 
 namespace torchkiln {
 namespace {
@@ -197,11 +198,10 @@ Two backward_real(const Tensor& grad, const Tensor& saved, const std::optional<T
   arguments.grad_column_stride = grad_rows.stride(1);
   arguments.scale = scale;
 
-  Tensor workspace;
+  Workspace workspace;
   const auto allocate = [&](size_t bytes) {
-    if (bytes == 0) return;
-    workspace = at::empty({static_cast<int64_t>(bytes)}, grad.options().dtype(at::kByte));
-    arguments.workspace = workspace.data_ptr();
+    workspace = Workspace(grad.device(), bytes);
+    arguments.workspace = workspace.data();
   };
   if (grad.is_cpu()) allocate(cpu::workspace_bytes(arguments));
   launch(

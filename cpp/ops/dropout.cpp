@@ -14,6 +14,7 @@
 #include "torchkiln/kernels/dropout.h"
 #include "torchkiln/launch.h"
 #include "torchkiln/ops.h"
+#include "torchkiln/workspace.h"
 
 #ifdef TORCHKILN_WITH_CUDA
 #include <ATen/cuda/CUDAGeneratorImpl.h>
@@ -240,9 +241,8 @@ Two backward_real(const Tensor& grad, const Tensor& state, double p, at::ScalarT
     launch(
         kBackwardOp, grad, 0, 1,
         [&](auto stream) {
-          const auto bytes = static_cast<int64_t>(cuda::workspace_bytes(arguments));
-          const Tensor workspace = at::empty({bytes}, grad.options().dtype(at::kByte));
-          arguments.workspace = workspace.data_ptr();
+          const Workspace workspace(grad.device(), cuda::workspace_bytes(arguments));
+          arguments.workspace = workspace.data();
           return cuda::bias_dropout_backward(arguments, stream);
         },
         [](int64_t, int64_t) { return Status{}; });

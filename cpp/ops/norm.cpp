@@ -7,6 +7,7 @@
 #include "torchkiln/checks.h"
 #include "torchkiln/kernels/norm.h"
 #include "torchkiln/launch.h"
+#include "torchkiln/workspace.h"
 
 namespace torchkiln {
 namespace {
@@ -247,11 +248,10 @@ Three backward_real(const Tensor& grad, const MaybeTensor& grad_sum, const Tenso
   arguments.grad_sum_row_stride = grad_sum_rows.stride;
   arguments.z_row_stride = z_rows.stride;
 
-  Tensor workspace;
+  Workspace workspace;
   const auto allocate = [&](size_t bytes) {
-    if (bytes == 0) return;
-    workspace = at::empty({static_cast<int64_t>(bytes)}, grad.options().dtype(at::kByte));
-    arguments.workspace = workspace.data_ptr();
+    workspace = Workspace(grad.device(), bytes);
+    arguments.workspace = workspace.data();
   };
   if (grad.is_cpu()) allocate(cpu::workspace_bytes(arguments));
   launch(

@@ -7,19 +7,12 @@
 #include <ATen/ExpandUtils.h>
 #include <ATen/native/TypeProperties.h>
 
-#include <initializer_list>
 #include <string>
 
 #include "torchkiln/checks.h"
 #include "torchkiln/explain.h"
 
 namespace torchkiln {
-
-struct Operand {
-  const char* name;
-  const at::Tensor& tensor;
-};
-using Operands = std::initializer_list<Operand>;
 
 /// A number as torch wraps it.
 inline bool is_cpu_scalar(const at::Tensor& tensor) { return tensor.dim() == 0 && tensor.is_cpu(); }

@@ -11,6 +11,7 @@
 #include "torchkiln/checks.h"
 #include "torchkiln/launch.h"
 #include "torchkiln/ops.h"
+#include "torchkiln/workspace.h"
 
 namespace torchkiln {
 namespace {
@@ -95,11 +96,10 @@ Tensor checked_output(const Tensor& x, OptionalIntArrayRef dim, bool keepdim, Op
 }
 
 void run(const char* op, Reduction arguments, const Tensor& where) {
-  Tensor workspace;
+  Workspace workspace;
   const auto allocate = [&](size_t bytes) {
-    if (bytes == 0) return;
-    workspace = at::empty({static_cast<int64_t>(bytes)}, where.options().dtype(at::kByte));
-    arguments.workspace = workspace.data_ptr();
+    workspace = Workspace(where.device(), bytes);
+    arguments.workspace = workspace.data();
   };
   if (where.is_cpu()) allocate(cpu::workspace_bytes(arguments));
   launch(
@@ -109,7 +109,7 @@ void run(const char* op, Reduction arguments, const Tensor& where) {
         return cuda::reduce(arguments, stream);
       },
       [&](int64_t begin, int64_t end) { return cpu::reduce(arguments, begin, end); });
-  if (where.is_cpu() && workspace.defined()) {
+  if (where.is_cpu() && workspace.bytes() > 0) {
     constexpr int64_t kGrain = 1 << 12;
     at::parallel_for(0, arguments.outer * arguments.inner, kGrain, [&](int64_t begin, int64_t end) {
       check_status(op, cpu::reduce_finish(arguments, begin, end));

@@ -343,6 +343,24 @@ py::object cross_entropy(py::handle logits, py::handle target, py::handle weight
   return call([&] { return torchkiln::cross_entropy(input, other, options); });
 }
 
+py::object spmm_csr(py::handle values, py::handle b, py::handle crow, py::handle col,
+                    py::handle shape, py::handle transpose, py::handle check) {
+  constexpr const char* kOp = "spmm";
+  const at::Tensor& entries = tensor(values, kOp, "values");
+  const at::Tensor& dense = tensor(b, kOp, "b");
+  const at::Tensor& rows = tensor(crow, kOp, "crow");
+  const at::Tensor& columns = tensor(col, kOp, "col");
+  torchkiln::SpmmOptions options;
+  c10::SmallVector<c10::SymInt, 4> given;
+  if (!shape.is_none()) {
+    given = sizes(shape, kOp, "shape");
+    options.shape = c10::SymIntArrayRef(given);
+  }
+  options.transpose = maybe_tensor(transpose, kOp, "transpose");
+  options.check = flag(check, kOp, "check");
+  return call([&] { return torchkiln::spmm(entries, dense, rows, columns, options); });
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
@@ -375,4 +393,6 @@ PYBIND11_MODULE(_C, module) {
              py::arg("label_smoothing"), py::arg("z_loss"), py::arg("dtype"),
              py::arg("check_target"), py::arg("inplace_backward"));
   define_explain(module);
+  module.def("spmm_csr", &spmm_csr, py::arg("values"), py::arg("b"), py::arg("crow"),
+             py::arg("col"), py::arg("shape"), py::arg("transpose"), py::arg("check"));
 }

@@ -92,3 +92,12 @@ def stop_recording() -> list[
         list[tuple[str, str, int, tuple[int, ...], tuple[int, ...]]],
     ]
 ]: ...
+def spmm_csr(
+    values: Tensor,
+    b: Tensor,
+    crow: Tensor,
+    col: Tensor,
+    shape: Sequence[int] | None,
+    transpose: Tensor | None,
+    check: bool,
+) -> Tensor: ...

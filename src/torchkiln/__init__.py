@@ -41,6 +41,7 @@ from torchkiln.norm import (  # noqa: E402
 from torchkiln.pointwise import add  # noqa: E402
 from torchkiln.reduction import mean, sum  # noqa: E402
 from torchkiln.softmax import log_softmax, softmax  # noqa: E402
+from torchkiln.spmm import csr_transpose, spmm, spmm_csr  # noqa: E402
 
 __version__: str = _record["version"]
 
@@ -63,6 +64,7 @@ __all__ = [
     "build_info",
     "cmake_prefix_path",
     "cross_entropy",
+    "csr_transpose",
     "dropout_add",
     "explain",
     "geglu",
@@ -83,6 +85,8 @@ __all__ = [
     "silu",
     "silu_",
     "softmax",
+    "spmm",
+    "spmm_csr",
     "square",
     "square_",
     "sum",

@@ -3,10 +3,15 @@
 // Argument checks. Every message reads "torchkiln.<op>: <argument>: got ..., expected ...": what
 // was found, what would have been right, and where it is not obvious, what to do. They work on
 // symbolic sizes, so that the Meta kernels refuse what the real ones refuse.
+//
+//     check_tensors("my_op", {{"x", x}, {"weight", weight}});  // strided, all on the device of x
+//     check_dtype("my_op", "x", x);
+//     check_size("my_op", "weight", weight, 0, x.sym_size(-1), "the last dimension of x");
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 
+#include <initializer_list>
 #include <string>
 
 namespace torchkiln {
@@ -85,6 +90,51 @@ inline void check_same_device(const char* op, const char* name, const at::Tensor
                               const char* other_name, const at::Tensor& other) {
   TORCH_CHECK(tensor.device() == other.device(), "torchkiln.", op, ": ", name, ": got device ",
               tensor.device(), ", expected ", other.device(), ", the device of ", other_name);
+}
+
+inline void check_same_dtype(const char* op, const char* name, const at::Tensor& tensor,
+                             const char* other_name, const at::Tensor& other) {
+  TORCH_CHECK(tensor.scalar_type() == other.scalar_type(), "torchkiln.", op, ": ", name,
+              ": got dtype ", dtype_name(tensor.scalar_type()), ", expected ",
+              dtype_name(other.scalar_type()), ", the dtype of ", other_name);
+}
+
+/// At least `least` dimensions and at most `most`; `what` names them: "[rows, columns]".
+inline void check_rank(const char* op, const char* name, const at::Tensor& tensor, int64_t least,
+                       int64_t most, const char* what) {
+  TORCH_CHECK(least <= tensor.dim() && tensor.dim() <= most, "torchkiln.", op, ": ", name,
+              ": got shape ", tensor.sym_sizes(), ", expected ", what);
+}
+
+/// The size of one dimension, which may be counted from the end; `what` says what it is.
+inline void check_size(const char* op, const char* name, const at::Tensor& tensor, int64_t dim,
+                       const c10::SymInt& size, const char* what) {
+  TORCH_CHECK(tensor.sym_size(dim) == size, "torchkiln.", op, ": ", name, ": got size ",
+              tensor.sym_size(dim), " in dimension ", dim < 0 ? dim + tensor.dim() : dim,
+              " of shape ", tensor.sym_sizes(), ", expected ", size, ", ", what);
+}
+
+/// For a kernel that reads no strides.
+inline void check_contiguous(const char* op, const char* name, const at::Tensor& tensor) {
+  TORCH_CHECK(tensor.is_contiguous(), "torchkiln.", op, ": ", name, ": got strides ",
+              tensor.sym_strides(), " of shape ", tensor.sym_sizes(),
+              ", expected a contiguous tensor; call .contiguous() first");
+}
+
+/// An argument by its name in messages.
+struct Operand {
+  const char* name;
+  const at::Tensor& tensor;
+};
+using Operands = std::initializer_list<Operand>;
+
+/// Every one strided, and on the device of the first, which has kernels.
+inline void check_tensors(const char* op, Operands operands) {
+  for (const Operand& operand : operands) {
+    check_tensor(op, operand.name, operand.tensor);
+    check_same_device(op, operand.name, operand.tensor, operands.begin()->name,
+                      operands.begin()->tensor);
+  }
 }
 
 }  // namespace torchkiln

@@ -1,6 +1,10 @@
 #pragma once
 
 // From a tensor to a launch: one function that runs a kernel where the tensor lives.
+//
+//     launch("my_op", x, x.numel(), 1 << 15,
+//            [&](auto stream) { return my_cuda_kernel(arguments, stream); },
+//            [&](int64_t begin, int64_t end) { return my_cpu_kernel(arguments, begin, end); });
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>

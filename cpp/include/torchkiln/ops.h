@@ -138,4 +138,24 @@ struct CrossEntropyOptions {
 TORCHKILN_EXPORT at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& target,
                                           const CrossEntropyOptions& options = {});
 
+struct SpmmOptions {
+  at::OptionalSymIntArrayRef shape = std::nullopt;  // of the sparse matrix, to be checked
+  std::optional<at::Tensor> transpose;              // of csr_transpose(), for backward
+  bool check = false;                               // of the pattern; waits for the GPU
+};
+
+/// A sparse matrix in compressed rows times a dense one, b [columns, width]; A's row r has the
+/// entries crow[r] <= e < crow[r + 1], values[e] at column col[e]. Each tensor may have a batch in
+/// front; one that has none is the same for all. int32 or int64 indices; values and b of one dtype.
+/// Returns a contiguous [rows, width] or [batch, rows, width], computed in float32 (float64 for
+/// float64), no bit of which depends on the run. Differentiable by values and b, to any order.
+TORCHKILN_EXPORT at::Tensor spmm(const at::Tensor& values, const at::Tensor& b,
+                                 const at::Tensor& crow, const at::Tensor& col,
+                                 const SpmmOptions& options = {});
+
+/// The transposed pattern that backward of spmm() works with, to be kept where a pattern is used
+/// more than once: int32, [columns + 1 + 2 * entries] or a batch of those.
+TORCHKILN_EXPORT at::Tensor csr_transpose(const at::Tensor& crow, const at::Tensor& col,
+                                          c10::SymInt columns);
+
 }  // namespace torchkiln

@@ -7,6 +7,7 @@ from torchkiln.nn.gated import GEGLU, SwiGLU
 from torchkiln.nn.loss import CrossEntropyLoss
 from torchkiln.nn.norm import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
 from torchkiln.nn.softmax import LogSoftmax, Softmax
+from torchkiln.nn.sparse import SparseLinear
 
 __all__ = [
     "GEGLU",
@@ -25,6 +26,7 @@ __all__ = [
     "SiLU",
     "Sigmoid",
     "Softmax",
+    "SparseLinear",
     "SwiGLU",
     "Tanh",
 ]

@@ -8,6 +8,7 @@ from torchkiln.testing.specs.muladd import MULADD
 from torchkiln.testing.specs.pointwise import ADD
 from torchkiln.testing.specs.reduction import MEAN, SUM
 from torchkiln.testing.specs.softmax import LOG_SOFTMAX, SOFTMAX
+from torchkiln.testing.specs.spmm import SPMM_CSR
 
 FAMILIES: dict[str, tuple[OpSpec, ...]] = {
     "pointwise": (ADD,),
@@ -28,6 +29,7 @@ FAMILIES: dict[str, tuple[OpSpec, ...]] = {
     "norm": (norm.LAYER_NORM, norm.RMS_NORM, norm.ADD_LAYER_NORM, norm.ADD_RMS_NORM),
     "softmax": (SOFTMAX, LOG_SOFTMAX),
     "cross_entropy": (CROSS_ENTROPY,),
+    "spmm": (SPMM_CSR,),
 }
 
 SPECS = tuple(spec for family in FAMILIES.values() for spec in family)

@@ -1,0 +1,230 @@
+"""Sparse products, beside their contract."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchkiln
+from torchkiln.testing.specs.spmm import dense, pattern
+
+# Torch's own sparse tensors come with warnings.
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse")
+
+INDICES = (torch.int32, torch.int64)
+
+
+def matrix(
+    rows: int, columns: int, device: torch.device, index: torch.dtype = torch.int64
+) -> tuple[Tensor, Tensor, Tensor]:
+    """crow, col and values of a third of a matrix."""
+    crow, col = pattern(rows, columns, device, index)
+    return crow, col, torch.randn(col.shape, device=device)
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    """Equal but for rounding."""
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("index", INDICES)
+def test_a_torch_tensor(device: torch.device, index: torch.dtype) -> None:
+    crow, col, values = matrix(13, 9, device, index)
+    a = torch.sparse_csr_tensor(crow, col, values, (13, 9)).requires_grad_()
+    b = torch.randn(9, 6, device=device, requires_grad=True)
+    y = torchkiln.spmm(a, b)
+    close(y, a.to_dense() @ b)
+    grad = torch.randn_like(y)
+    found = torch.autograd.grad(y, (a, b), grad)
+    expected = torch.autograd.grad(a.to_dense() @ b, (a, b), grad)
+    assert found[0].layout == torch.sparse_csr
+    row = torch.arange(13, device=device).repeat_interleave(crow.diff())
+    close(found[0].values(), expected[0].to_dense()[row, col.long()])
+    close(found[1], expected[1])
+
+
+def test_a_tuple(device: torch.device) -> None:
+    crow, col, values = matrix(13, 9, device)
+    b = torch.randn(9, 6, device=device)
+    expected = dense(values, crow, col, 9) @ b
+    close(torchkiln.spmm((crow, col, values), b), expected)
+    close(torchkiln.spmm((crow, col, values, (13, 9)), b), expected)
+    with pytest.raises(RuntimeError, match=r"spmm: b: got size 9 in dimension 0"):
+        torchkiln.spmm((crow, col, values, (13, 8)), b)
+
+
+def test_a_batch_of_torch(device: torch.device) -> None:
+    """Which torch.bmm refuses."""
+    crow, col, _ = matrix(6, 5, device)
+    values = torch.randn(3, col.numel(), device=device)
+    each = crow.expand(3, -1).contiguous(), col.expand(3, -1).contiguous()
+    a = torch.sparse_csr_tensor(*each, values, (3, 6, 5))
+    b = torch.randn(3, 5, 4, device=device)
+    close(torchkiln.spmm(a, b, check=True), a.to_dense() @ b)
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csc, torch.strided])
+def test_other_layouts_say_what_to_call(layout: torch.layout) -> None:
+    full = torch.eye(3)
+    a = full if layout == torch.strided else full.to_sparse(layout=layout)
+    message = r"spmm: a: got layout .*, expected torch.sparse_csr; call \.to_sparse_csr\(\) first"
+    with pytest.raises(TypeError, match=message):
+        torchkiln.spmm(a, full)
+    close(torchkiln.spmm(a.to_sparse_csr(), full), full)
+
+
+def test_what_is_no_matrix() -> None:
+    with pytest.raises(TypeError, match="spmm: a: got int, expected a sparse CSR tensor or"):
+        torchkiln.spmm(3, torch.ones(2, 2))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="spmm: a: got tuple"):
+        torchkiln.spmm((torch.ones(2),), torch.ones(2, 2))  # type: ignore[arg-type]
+
+
+FAULTS = {
+    "begins late": ([1, 2, 3], [0, 3, 1], "crow: got a first element other than 0, expected 0"),
+    "ends early": ([0, 2, 2], [0, 3, 1], "crow: got a last element other than 3, expected 3"),
+    "ends late": ([0, 2, 9], [0, 3, 1], "crow: got a last element other than 3, expected 3"),
+    "goes back": ([0, 4, 3], [0, 3, 1], "crow: got an element smaller than the one before"),
+    "column too large": ([0, 2, 3], [0, 4, 1], "col: got an element outside of the columns"),
+    "column negative": ([0, 2, 3], [-1, 3, 1], "expected all from 0 to 3"),
+    "twice": ([0, 3, 3], [1, 3, 1], "col: got a column twice in a row, expected each once"),
+    "twice, ascending": ([0, 3, 3], [1, 1, 3], "col: got a column twice in a row"),
+}
+
+
+@pytest.mark.parametrize("index", INDICES)
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_that_are_found_on_request(
+    device: torch.device, index: torch.dtype, name: str
+) -> None:
+    begins, places, message = FAULTS[name]
+    crow, col = (torch.tensor(x, device=device, dtype=index) for x in (begins, places))
+    values, b = torch.ones(3, device=device), torch.ones(4, 2, device=device)
+    with pytest.raises(ValueError, match=message):
+        torchkiln.spmm((crow, col, values), b, check=True)
+    sound = torch.tensor([0, 2, 3], device=device, dtype=index)
+    both = torch.stack([sound, crow]), torch.stack([torch.tensor([0, 3, 1]).to(col), col])
+    with pytest.raises(ValueError, match=message):
+        torchkiln.spmm((*both, values), b, check=True)
+
+
+def test_columns_in_any_order_are_sound(device: torch.device) -> None:
+    crow = torch.tensor([0, 3, 4], device=device)
+    col = torch.tensor([3, 0, 1, 3], device=device)
+    values, b = torch.randn(4, device=device), torch.randn(4, 2, device=device)
+    close(torchkiln.spmm((crow, col, values), b, check=True), dense(values, crow, col, 4) @ b)
+
+
+@pytest.mark.parametrize("index", INDICES)
+def test_transposed_pattern(device: torch.device, index: torch.dtype) -> None:
+    """Its entries are those of the transposed matrix, in the order of the rows they come from."""
+    crow, col, values = matrix(31, 7, device, index)
+    packed = torchkiln.csr_transpose(crow, col, 7)
+    entries = col.numel()
+    begins, rows, order = packed.split([8, entries, entries])
+    expected = torch.sort(col.long(), stable=True).indices
+    assert torch.equal(order.long(), expected)
+    found = torch.sparse_csr_tensor(begins, rows, values[order.long()], (7, 31))
+    close(found.to_dense(), dense(values, crow, col, 7).t())
+    assert torch.equal(packed, torchkiln.csr_transpose(crow, col, 7))
+
+
+def test_a_given_transposed_pattern_changes_no_bit(device: torch.device) -> None:
+    crow, col, values = matrix(31, 7, device)
+    b = torch.randn(7, 12, device=device, requires_grad=True)
+    packed = torchkiln.csr_transpose(crow, col, 7)
+    grad = torch.randn(31, 12, device=device)
+    plain = torchkiln.spmm((crow, col, values), b)
+    given = torchkiln.spmm((crow, col, values), b, transpose=packed)
+    expected = torch.autograd.grad(plain, b, grad)[0]
+    assert torch.equal(torch.autograd.grad(given, b, grad)[0], expected)
+
+
+@pytest.mark.parametrize("strided", ["crow", "col"])
+def test_indices_of_any_strides(device: torch.device, strided: str) -> None:
+    crow, col, values = matrix(13, 9, device)
+    b = torch.randn(9, 6, device=device)
+    expected = torchkiln.spmm((crow, col, values), b)
+    if strided == "crow":
+        crow = torch.stack([crow, crow + 1], dim=-1)[:, 0]
+    else:
+        col = torch.stack([col, col + 1], dim=-1)[:, 0]
+    assert torch.equal(torchkiln.spmm((crow, col, values), b), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_row_longer_than_all_others(device: torch.device, dtype: torch.dtype) -> None:
+    """It is cut into pieces; short rows lie before, between and after them."""
+    columns, rows = 4001, 41
+    full = torch.zeros(rows, columns, dtype=torch.float64, device=device)
+    full[7] = torch.randn(columns, dtype=torch.float64, device=device)
+    full[20] = torch.randn(columns, dtype=torch.float64, device=device)
+    full[:, ::200] = 1
+    a = full.to(dtype).to_sparse_csr()
+    b = torch.randn(columns, 37, device=device).to(dtype)
+    found = torchkiln.spmm(a, b)
+    expected = a.to_dense().double() @ b.double()
+    tolerance = 0.02 if dtype == torch.bfloat16 else 1e-4
+    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+    assert torch.equal(torchkiln.spmm(a, b), found)
+    grad = torch.randn(rows, 37, device=device).to(dtype)
+    leaf = a.values().clone().requires_grad_()
+    y = torchkiln.spmm((a.crow_indices(), a.col_indices(), leaf), b)
+    row = torch.arange(rows, device=device).repeat_interleave(a.crow_indices().diff())
+    wanted = (grad.double()[row] * b.double()[a.col_indices()]).sum(-1)
+    got = torch.autograd.grad(y, leaf, grad)[0].double()
+    torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
+
+
+def test_a_shared_matrix_is_not_copied(device: torch.device) -> None:
+    """Nor is a pattern that a batch shares: an expanded tensor is read where it lies."""
+    crow, col, values = matrix(12, 6, device)
+    b = torch.randn(5, 6, 4, device=device)
+    expected = torchkiln.spmm((crow, col, values), b)
+    every = tuple(t.expand(5, -1) for t in (crow, col, values))
+    assert torch.equal(torchkiln.spmm(every, b), expected)  # type: ignore[arg-type]
+    for i in range(5):
+        assert torch.equal(torchkiln.spmm((crow, col, values), b[i]), expected[i])
+
+
+def test_check_is_refused_under_a_transform() -> None:
+    crow, col, values = matrix(5, 4, torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="spmm: check: got True under a transform"):
+        torch.func.vmap(lambda b: torchkiln.spmm((crow, col, values), b, check=True))(
+            torch.ones(2, 4, 3)
+        )
+
+
+def test_linear_is_the_dense_layer(device: torch.device) -> None:
+    torch.manual_seed(0)
+    layer = torchkiln.nn.SparseLinear(20, 7, density=0.3).to(device)
+    assert layer.col.numel() == 7 * 6
+    x = torch.randn(3, 4, 20, device=device, requires_grad=True)
+    y = layer(x)
+    weight = layer.dense_weight()
+    expected = torch.nn.functional.linear(x, weight, layer.bias)
+    close(y, expected)
+    grad = torch.randn_like(y)
+    wanted = (x, layer.values, layer.bias)
+    for one, other in zip(
+        torch.autograd.grad(y, wanted, grad),  # type: ignore[arg-type]
+        torch.autograd.grad(expected, wanted, grad),  # type: ignore[arg-type]
+        strict=True,
+    ):
+        close(one, other)
+
+
+def test_linear_takes_its_pattern_from_its_state() -> None:
+    torch.manual_seed(1)
+    one, other = (torchkiln.nn.SparseLinear(20, 7, density=0.3) for _ in range(2))
+    assert not torch.equal(one.col, other.col)
+    other.load_state_dict(one.state_dict())
+    assert torch.equal(other.transpose, one.transpose)
+    x = torch.randn(5, 20)
+    assert torch.equal(other(x), one(x))
+
+
+def test_linear_refuses_a_density() -> None:
+    with pytest.raises(ValueError, match=r"SparseLinear: density: got 0, expected a number above"):
+        torchkiln.nn.SparseLinear(3, 4, density=0)
