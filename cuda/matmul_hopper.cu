@@ -46,7 +46,7 @@ constexpr int kStages = 3;
 constexpr int kWarp = 32;
 constexpr int kWarpgroup = 4 * kWarp;
 constexpr int kMultipliers = kTileRows / wgmma::kRows;
-constexpr int kFinishers = kWarpgroup - kWarp;
+constexpr int kFinishers = 3;  // warps
 constexpr int kThreads = (1 + kMultipliers) * kWarpgroup;
 // Of 168 each at the start: 504 for the three warpgroups.
 constexpr int kOtherRegisters = 104;
@@ -60,10 +60,12 @@ constexpr int kBox = kTileDepth * kTileDepth;
 constexpr int kPanelsOfB = kTileColumns / kPanelWidth;
 constexpr uint32_t kStageBytes = (1 + kPanelsOfB) * kPanel * 2;
 
-// What is stored at once: 64 by 64 results.
+// The sums of a multiplier in shared memory: slices of 64 by 64, of which 16 rows are finished and
+// stored at once.
 constexpr int kSliceColumns = 64;
 constexpr int kSlice = wgmma::kRows * kSliceColumns;
 constexpr int kSlices = kTileColumns / kSliceColumns;
+constexpr int kStripRows = 16;
 
 // Blocks at work together have tiles of a nearly square part of the result, whose rows and
 // columns the second-level cache holds.
@@ -101,12 +103,9 @@ struct Parameters {
   int tiles;  // all in all
 };
 
-constexpr int kFinisherBarrier = 1 + kMultipliers;  // 0 is the block's own, then the multipliers'
-
-/// Until so many threads have come to the barrier.
-template <int kCount>
-__device__ __forceinline__ void meet(int barrier) {
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kCount) : "memory");
+/// Until all threads of this multiplier have come.
+__device__ __forceinline__ void meet(int multiplier) {
+  asm volatile("bar.sync %0, %1;" ::"r"(1 + multiplier), "n"(kWarpgroup) : "memory");
 }
 
 /// Where a block's tile begins.
@@ -235,7 +234,7 @@ __device__ __forceinline__ void multiply(const Parameters& p, Shared<T>& shared,
     // have met.
     float* const own_bias = shared.bias[multiplier][turn];
     *reinterpret_cast<float2*>(own_bias + thread * 2) = bias;
-    meet<kWarpgroup>(1 + multiplier);
+    meet(multiplier);
     wgmma::finish(sums);
     if (thread == 0) ring.release(last_stage);
     wait_for_phase(&shared.sums_empty[multiplier], turn ^ 1);
@@ -246,76 +245,70 @@ __device__ __forceinline__ void multiply(const Parameters& p, Shared<T>& shared,
   }
 }
 
-/// What a finisher takes at once: 16 bytes of a row. A multiplier's half of a tile has kChunks.
+/// What a warp of the finishers takes at once: 16 rows of a slice, of which a lane has 16 bytes of
+/// every fourth.
 template <class T>
-struct Chunks {
+struct Strip {
   static constexpr int kLanes = kVectorLanes<T>;
-  static constexpr int kOfRow = kSliceColumns / kLanes;
-  static constexpr int kCount = kSlices * kSlice / kLanes;
-  // In flight together: a finisher is alone on its scheduler, and must hide the latency itself.
-  static constexpr int kAtOnce = 4;
+  static constexpr int kChunks = kSliceColumns / kLanes;  // of a row
+  static constexpr int kRowsApart = kWarp / kChunks;
+  static constexpr int kItems = kStripRows / kRowsApart;
 
-  int chunk;
-  int row;
-  int slice;
+  T* at;       // its first row; as many elements of shared memory follow as it has
+  Tile place;  // of its first element among the results
+  int lane;
 
-  __device__ __forceinline__ explicit Chunks(int item)
-      : chunk(item % kOfRow),
-        row(item / kOfRow % wgmma::kRows),
-        slice(item / (kOfRow * wgmma::kRows)) {}
-
-  __device__ __forceinline__ int column() const { return slice * kSliceColumns + chunk * kLanes; }
-  __device__ __forceinline__ T* in(T (&sums)[kSlices][kSlice]) const {
-    return reinterpret_cast<T*>(reinterpret_cast<char*>(sums[slice]) + swizzled(row, chunk));
+  __device__ __forceinline__ int row(int i) const { return i * kRowsApart + lane / kChunks; }
+  __device__ __forceinline__ int column() const { return lane % kChunks * kLanes; }
+  __device__ __forceinline__ T* item(int i) const {
+    // kStripRows are a multiple of the swizzle's eight.
+    return reinterpret_cast<T*>(reinterpret_cast<char*>(at) + swizzled(row(i), lane % kChunks));
   }
 };
 
-/// Where the residual of this place is; null where there is none.
+/// sums = activation(sums) + residual, in place.
 template <class T>
-__device__ __forceinline__ const T* residual_at(const Parameters& p, int batch, int row,
-                                                int column) {
-  if (p.residual == nullptr || row >= p.m || column >= p.n) return nullptr;
-  return static_cast<const T*>(p.residual) + (int64_t{batch} * p.m + row) * p.n + column;
-}
-
-/// sums = activation(sums) + residual. `tile` is where these sums begin.
-template <class T>
-__device__ __forceinline__ void finish_sums(const Parameters& p, T (&sums)[kSlices][kSlice],
-                                            const Tile& tile, int thread) {
-  constexpr int kLanes = Chunks<T>::kLanes;
-  constexpr int kAtOnce = Chunks<T>::kAtOnce;
-#pragma unroll 1
-  for (int first = thread; first < Chunks<T>::kCount; first += kAtOnce * kFinishers) {
-    float values[kAtOnce][kLanes];
-    Vec<T, kLanes> residual[kAtOnce] = {};
+__device__ __forceinline__ void finish_strip(const Parameters& p, const Strip<T>& strip) {
+  constexpr int kLanes = Strip<T>::kLanes;
+  constexpr int kItems = Strip<T>::kItems;
+  Vec<T, kLanes> residual[kItems] = {};
+  if (p.residual != nullptr) {
+    const int row = strip.place.row + strip.row(0);
+    const int column = strip.place.column + strip.column();
+    const T* from =
+        static_cast<const T*>(p.residual) + (int64_t{strip.place.batch} * p.m + row) * p.n + column;
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const Chunks<T> at(min(first + i * kFinishers, Chunks<T>::kCount - 1));
-      widen(load_vector<kLanes>(at.in(sums)), values[i]);
-      const T* more = residual_at<T>(p, tile.batch, tile.row + at.row, tile.column + at.column());
-      if (more != nullptr) residual[i] = load_constant<kLanes>(more);
+    for (int i = 0; i < kItems; ++i) {
+      const int down = i * Strip<T>::kRowsApart;
+      if (row + down < p.m && column < p.n)
+        residual[i] = load_constant<kLanes>(from + int64_t{down} * p.n);
     }
-    with_activation(
-        p.activation,
-        [&](auto tag) {
-          using Act = typename decltype(tag)::type;
+  }
+  float values[kItems][kLanes];
 #pragma unroll
-          for (int i = 0; i < kAtOnce * kLanes; ++i) {
-            float& value = values[i / kLanes][i % kLanes];
-            value = Act::template value<FastMath>(value);
-          }
-        },
-        Activations{});
+  for (int i = 0; i < kItems; ++i) widen(load_vector<kLanes>(strip.item(i)), values[i]);
+  with_activation(
+      p.activation,
+      [&](auto tag) {
+        using Act = typename decltype(tag)::type;
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
+        for (int i = 0; i < kItems * kLanes; ++i) {
+          float& value = values[i / kLanes][i % kLanes];
+          value = Act::template value<FastMath>(value);
+        }
+      },
+      Activations{});
+  if (p.residual != nullptr) {
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
       float more[kLanes];
       widen(residual[i], more);
 #pragma unroll
       for (int lane = 0; lane < kLanes; ++lane) values[i][lane] += more[lane];
-      const int item = first + i * kFinishers;
-      if (item < Chunks<T>::kCount) torchkiln::store(Chunks<T>(item).in(sums), values[i]);
     }
   }
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) torchkiln::store(strip.item(i), values[i]);
 }
 
 /// So that nobody waits for the memory when the sums are there.
@@ -325,44 +318,68 @@ __device__ __forceinline__ void prefetch_residual(const Parameters& p, const Til
   if (p.residual == nullptr) return;
   constexpr int kLine = 128 / static_cast<int>(sizeof(T));
   constexpr int kLinesOfRow = kTileColumns / kLine;
-  for (int line = thread; line < kTileRows * kLinesOfRow; line += kFinishers) {
-    const T* from = residual_at<T>(p, tile.batch, tile.row + line / kLinesOfRow,
-                                   tile.column + line % kLinesOfRow * kLine);
-    if (from != nullptr) asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+  for (int line = thread; line < kTileRows * kLinesOfRow; line += kFinishers * kWarp) {
+    const int row = tile.row + line / kLinesOfRow;
+    const int column = tile.column + line % kLinesOfRow * kLine;
+    if (row >= p.m || column >= p.n) continue;
+    const T* from =
+        static_cast<const T*>(p.residual) + (int64_t{tile.batch} * p.m + row) * p.n + column;
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
   }
 }
 
+/// One warp: every third strip of each multiplier's sums.
 template <class T>
-__device__ __forceinline__ void finish(const Parameters& p, Shared<T>& shared) {
-  const int thread = static_cast<int>(threadIdx.x) % kWarpgroup - kWarp;
-  const bool is_first = thread == 0;
+__device__ __forceinline__ void finish(const Parameters& p, Shared<T>& shared, int finisher,
+                                       int lane) {
   const bool has_work = p.activation != kActivation<None> || p.residual != nullptr;
   uint32_t turn = 0;
   for (int index = blockIdx.x; index < p.tiles; index += gridDim.x, turn ^= 1) {
-    Tile tile = tile_at(p, index);
-    prefetch_residual<T>(p, tile, thread);
-    for (int multiplier = 0; multiplier < kMultipliers; ++multiplier, tile.row += wgmma::kRows) {
-      auto& sums = shared.sums[multiplier];
-      const auto store = [&](const CUtensorMap& map) {
-        for (int slice = 0; slice < kSlices; ++slice)
-          store_box(map, tile.column + slice * kSliceColumns, tile.row, tile.batch, sums[slice]);
-        wait_until_read<0>();
+    const Tile tile = tile_at(p, index);
+    prefetch_residual<T>(p, tile, finisher * kWarp + lane);
+#pragma unroll 1
+    for (int multiplier = 0; multiplier < kMultipliers; ++multiplier) {
+      constexpr int kStripsOfSlice = wgmma::kRows / kStripRows;
+      const auto for_each_strip = [&](const auto& body) {
+#pragma unroll 1
+        for (int i = finisher; i < kSlices * kStripsOfSlice; i += kFinishers) {
+          const int slice = i / kStripsOfSlice;
+          const int row = i % kStripsOfSlice * kStripRows;
+          body(Strip<T>{shared.sums[multiplier][slice] + row * kSliceColumns,
+                        {tile.row + multiplier * wgmma::kRows + row,
+                         tile.column + slice * kSliceColumns, tile.batch},
+                        lane});
+        }
+      };
+      const auto store = [&](const CUtensorMap& map, const Strip<T>& strip) {
+        if (lane == 0)
+          store_box(map, strip.place.column, strip.place.row, strip.place.batch, strip.at);
       };
       wait_for_phase(&shared.sums_full[multiplier], turn);
       if (p.keeps_preactivation) {
-        if (is_first) store(p.preactivation);
-        meet<kFinishers>(kFinisherBarrier);
+        for_each_strip([&](const Strip<T>& strip) { store(p.preactivation, strip); });
+        close_stores();
+        wait_until_read<0>();
+        __syncwarp();
       }
-      if (has_work) {
-        finish_sums(p, sums, tile, thread);
-        fence_before_copy();
-        meet<kFinishers>(kFinisherBarrier);
-      }
-      if (is_first) {
-        store(p.out);
-        ::cuda::ptx::mbarrier_arrive(&shared.sums_empty[multiplier]);
+      for_each_strip([&](const Strip<T>& strip) {
+        if (has_work) {
+          finish_strip(p, strip);
+          fence_before_copy();
+          __syncwarp();
+        }
+        store(p.out, strip);
+      });
+      close_stores();
+      // A multiplier's buffer is given back when the copy engine has read it, which comes to that
+      // behind the panels it has been asked for: the first one's while the second's is finished.
+      if (multiplier > 0) {
+        wait_until_read<1>();
+        if (lane == 0) ::cuda::ptx::mbarrier_arrive(&shared.sums_empty[multiplier - 1]);
       }
     }
+    wait_until_read<0>();
+    if (lane == 0) ::cuda::ptx::mbarrier_arrive(&shared.sums_empty[kMultipliers - 1]);
   }
 }
 
@@ -370,7 +387,7 @@ template <class T>
 __device__ __forceinline__ void open_barriers(Shared<T>& shared) {
   for (int multiplier = 0; multiplier < kMultipliers; ++multiplier) {
     ::cuda::ptx::mbarrier_init(&shared.sums_full[multiplier], kWarpgroup);
-    ::cuda::ptx::mbarrier_init(&shared.sums_empty[multiplier], 1);
+    ::cuda::ptx::mbarrier_init(&shared.sums_empty[multiplier], kFinishers);
   }
   StageRing<kStages>(shared.stages).open(kMultipliers);
 }
@@ -390,7 +407,7 @@ __global__ void __launch_bounds__(kThreads, 1) matmul_kernel(const __grid_consta
     wgmma::keep_registers<kOtherRegisters>();
     const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
     if (thread >= kWarp) {
-      finish(p, shared);
+      finish(p, shared, thread / kWarp - 1, thread % kWarp);
     } else if (thread == 0) {
       produce<T, kMajorA, kMajorB>(p, shared);
     }
@@ -470,10 +487,10 @@ Status matmul_of(const Matmul& p, int multiprocessors, cudaStream_t stream) {
   Status status = make_tensor_map<T>(parameters.a, a.shape, box(a));
   if (status.ok()) status = make_tensor_map<T>(parameters.b, b.shape, box(b));
   if (status.ok())
-    status = make_tensor_map<T>(parameters.out, describe_result(p, p.out), wgmma::kRows);
+    status = make_tensor_map<T>(parameters.out, describe_result(p, p.out), kStripRows);
   if (status.ok() && p.preactivation != nullptr)
     status = make_tensor_map<T>(parameters.preactivation, describe_result(p, p.preactivation),
-                                wgmma::kRows);
+                                kStripRows);
   if (!status.ok()) return status;
   const auto pieces = [](int64_t size, int64_t piece) { return (size + piece - 1) / piece; };
   const int64_t tile_rows = pieces(p.m, kTileRows);

@@ -98,15 +98,17 @@ __device__ __forceinline__ void store_box(const CUtensorMap& map, int inner, int
   const int32_t at[] = {inner, outer, batch};
   ::cuda::ptx::cp_async_bulk_tensor(::cuda::ptx::space_global, ::cuda::ptx::space_shared, &map, at,
                                     from);
-  ::cuda::ptx::cp_async_bulk_commit_group();
 }
+
+/// Closes a batch of store_box() of this thread.
+__device__ __forceinline__ void close_stores() { ::cuda::ptx::cp_async_bulk_commit_group(); }
 
 /// Makes this thread's stores to shared memory visible to the copy engine.
 __device__ __forceinline__ void fence_before_copy() {
   ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
 }
 
-/// Until all but the last kLeft store_box() of this thread have read their shared memory.
+/// Until all but the last kLeft batches of this thread have read their shared memory.
 template <int kLeft>
 __device__ __forceinline__ void wait_until_read() {
   ::cuda::ptx::cp_async_bulk_wait_group_read(::cuda::ptx::n32_t<kLeft>{});
