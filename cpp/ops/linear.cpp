@@ -89,9 +89,9 @@ void check_bias(const Tensor& bias, const Tensor& x, const Tensor& weight) {
               "], the first size of weight");
 }
 
-/// The checked, empty output; on Meta and symbolic tensors, too.
-Tensor output(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, string_view act,
-              double, const MaybeTensor& residual) {
+/// The sizes of the output, of checked arguments; on Meta and symbolic tensors, too.
+c10::SymDimVector checked(const Tensor& x, const Tensor& weight, const MaybeTensor& bias,
+                          string_view act, const MaybeTensor& residual) {
   check_tensor(kOp, "x", x);
   check_dtype(kOp, "x", x);
   check_like_x("weight", weight, x);
@@ -112,7 +112,17 @@ Tensor output(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, st
                 residual->sym_sizes(), ", expected ", c10::SymIntArrayRef(sizes),
                 ", the shape of the output");
   }
+  return sizes;
+}
+
+Tensor output(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, string_view act,
+              double, const MaybeTensor& residual) {
+  const c10::SymDimVector sizes = checked(x, weight, bias, act, residual);
   return at::empty_symint(sizes, x.options().memory_format(at::MemoryFormat::Contiguous));
+}
+
+Tensor as_matrix(const Tensor& tensor) {
+  return tensor.dim() == 1 ? tensor.unsqueeze(0) : tensor.flatten(0, -2);
 }
 
 /// The output and the preactivation, which has no elements where backward needs none.
@@ -159,12 +169,10 @@ void run(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, string_
          double scale, const MaybeTensor& residual, const Tensor& out,
          const Tensor& preactivation) {
   if (out.numel() == 0) return;
-  const int64_t columns = out.size(-1);
-  const Tensor rows = x.reshape({-1, x.size(-1)});
-  const auto as_rows = [&](const Tensor& tensor) { return tensor.view({-1, columns}); };
+  const Tensor rows = as_matrix(x);
   const Activation activation = find_activation(kOp, act);
   Matmul arguments =
-      describe_product(rows.unsqueeze(0), weight.t().unsqueeze(0), as_rows(out).unsqueeze(0));
+      describe_product(rows.unsqueeze(0), weight.t().unsqueeze(0), as_matrix(out).unsqueeze(0));
   const Tensor shift = bias ? bias->contiguous() : Tensor();
   const Tensor more = residual ? residual->contiguous() : Tensor();
   if (bias) {
@@ -177,8 +185,8 @@ void run(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, string_
   arguments.scale = scale;
   if (run_own_kernel(kOp, arguments, out)) return;
   run_library(rows, weight, bias ? MaybeTensor(shift) : std::nullopt, activation, scale,
-              residual ? MaybeTensor(as_rows(more)) : std::nullopt, as_rows(out),
-              preactivation.defined() ? as_rows(preactivation) : Tensor());
+              residual ? MaybeTensor(as_matrix(more)) : std::nullopt, as_matrix(out),
+              preactivation.defined() ? as_matrix(preactivation) : Tensor());
 }
 
 Tensor real(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, string_view act,
@@ -291,11 +299,10 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     if (wants_x || wants_weight || in.wants_bias) {
       const auto [passed, passed_bias] = pass_activation(in);
       grad_bias = passed_bias;
-      const Tensor rows = passed.reshape_symint({-1, passed.sym_size(-1)});
+      const Tensor rows = as_matrix(passed);
       if (wants_x) grad_x = linear(passed, in.weight.t(), std::nullopt, "none", in.scale);
       if (wants_weight) {
-        const Tensor x_rows = in.x.reshape_symint({-1, in.x.sym_size(-1)});
-        grad_weight = linear(rows.t(), x_rows.t(), std::nullopt, "none", in.scale);
+        grad_weight = linear(rows.t(), as_matrix(in.x).t(), std::nullopt, "none", in.scale);
       }
       if (in.wants_bias && !grad_bias.defined()) {
         constexpr int64_t kOverRows[] = {0};
@@ -310,11 +317,13 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
 /// The op in torch's own, in its own precision: for transforms that have no kernel here.
 Tensor decomposed(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, string_view act,
                   double scale, const MaybeTensor& residual) {
+  checked(x, weight, bias, act, residual);
   const at::ScalarType dtype = x.scalar_type();
   const at::ScalarType compute = compute_dtype(dtype);
-  Tensor z = at::matmul(x, weight.t()).to(compute);
+  const bool is_plain = scale == 1 && bias && bias->scalar_type() == dtype;
+  Tensor z = at::linear(x, weight, is_plain ? bias : std::nullopt).to(compute);
   if (scale != 1) z = z * scale;
-  if (bias) z = z + bias->to(compute);
+  if (bias && !is_plain) z = z + bias->to(compute);
   z = composite_of(find_activation(kOp, act)).value(z);
   if (residual) z = z + residual->to(compute);
   return z.to(dtype);

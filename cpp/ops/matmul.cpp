@@ -50,8 +50,8 @@ void check_batches(const Tensor& a, const Tensor& b) {
   }
 }
 
-/// The checked, empty output, matrices even where an argument is a vector.
-Tensor matrices_output(const Tensor& a, const Tensor& b) {
+/// The sizes of the output, matrices even where an argument is a vector, of checked arguments.
+c10::SymDimVector checked(const Tensor& a, const Tensor& b) {
   check_tensor(kOp, "a", a);
   check_tensor(kOp, "b", b);
   check_same_device(kOp, "b", b, "a", a);
@@ -72,6 +72,11 @@ Tensor matrices_output(const Tensor& a, const Tensor& b) {
   c10::SymDimVector sizes = at::infer_size_symdimvector(batch_of(rows), batch_of(columns));
   sizes.push_back(rows.sym_size(-2));
   sizes.push_back(columns.sym_size(-1));
+  return sizes;
+}
+
+Tensor matrices_output(const Tensor& a, const Tensor& b) {
+  const c10::SymDimVector sizes = checked(a, b);
   return at::empty_symint(sizes, a.options().memory_format(at::MemoryFormat::Contiguous));
 }
 
@@ -117,12 +122,11 @@ Tensor real(const Tensor& a, const Tensor& b) {
     const Tensor columns = as_columns(b);
     if (columns.dim() == 2) {
       // One product of many rows.
-      multiply(rows.reshape({1, -1, rows.size(-1)}), columns.unsqueeze(0),
-               out.view({1, -1, out.size(-1)}));
+      multiply(rows.flatten(0, -2).unsqueeze(0), columns.unsqueeze(0),
+               out.flatten(0, -2).unsqueeze(0));
     } else {
       const auto batch = out.sizes().slice(0, out.dim() - 2);
-      multiply(as_batch(rows, batch), as_batch(columns, batch),
-               out.view({-1, out.size(-2), out.size(-1)}));
+      multiply(as_batch(rows, batch), as_batch(columns, batch), out.flatten(0, -3));
     }
   }
   return without_added(out, a, b);
@@ -136,15 +140,18 @@ Tensor flat_rows(const Tensor& matrices, SymIntArrayRef batch) {
   return matrices.expand_symint(sizes).flatten(0, -2);
 }
 
-/// Gradients of a product of matrices, for the arguments of these sizes.
+/// Gradients of a product of matrices, for the arguments of these sizes. Where one matrix served a
+/// whole batch, the sum over the batch is one over more terms, and is rounded once.
 Tensor gradient_of_a(const Tensor& grad, const Tensor& b, SymIntArrayRef sizes) {
-  const Tensor wide = torchkiln::matmul(grad, as_columns(b).mT());
-  return sizes.size() == 1 ? wide.flatten(0, -2).sum(0) : at::sum_to(wide, sizes);
+  const Tensor columns = as_columns(b);
+  if (sizes.size() > 2) return at::sum_to(torchkiln::matmul(grad, columns.mT()), sizes);
+  const SymIntArrayRef batch = batch_of(grad);
+  return torchkiln::matmul(flat_rows(grad.mT(), batch).t(), flat_rows(columns.mT(), batch))
+      .reshape_symint(sizes);
 }
 Tensor gradient_of_b(const Tensor& grad, const Tensor& a, SymIntArrayRef sizes) {
   const Tensor rows = as_rows(a);
   if (sizes.size() > 2) return at::sum_to(torchkiln::matmul(rows.mT(), grad), sizes);
-  // A sum over the batch is one over more rows.
   const SymIntArrayRef batch = batch_of(grad);
   return torchkiln::matmul(flat_rows(rows, batch).t(), flat_rows(grad, batch))
       .reshape_symint(sizes);
@@ -176,7 +183,10 @@ struct MatmulFunction : torch::autograd::Function<MatmulFunction> {
 };
 
 /// The op in torch's own, for transforms that have no kernel here.
-Tensor decomposed(const Tensor& a, const Tensor& b) { return at::matmul(a, b); }
+Tensor decomposed(const Tensor& a, const Tensor& b) {
+  checked(a, b);
+  return at::matmul(a, b);
+}
 
 Tensor autograd(c10::DispatchKeySet keys, const Tensor& a, const Tensor& b) {
   if (is_transformed(a, b)) return decomposed(a, b);

@@ -52,9 +52,14 @@ def matmul_inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         yield Sample(name, (normal("a", left, device, dtype), normal("b", right, device, dtype)))
 
 
+def steps(terms: int) -> float:
+    """How the rounding errors of a sum grow, which is rounded after each of its terms."""
+    return max(terms, 1) ** 0.5
+
+
 def absolute_product(a: Tensor, b: Tensor) -> Tensor:
-    """The sums of |a| |b|."""
-    return torch.matmul(a.abs(), b.abs())
+    """The sums of |a| |b|, and how often they are rounded."""
+    return torch.matmul(a.abs(), b.abs()) * steps(a.shape[-1])
 
 
 def matmul_bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Sample:
@@ -145,10 +150,12 @@ def preactivation(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float) 
     """As torch rounds it: once, where bias and product have one dtype."""
     if bias is None:
         return F.linear(x, weight) * scale
-    if scale == 1 and bias.dtype == x.dtype:
+    if bias.dtype != x.dtype:
+        return (F.linear(x, weight) * scale + bias).to(x.dtype)
+    if scale == 1:
         return F.linear(x, weight, bias)
     rows = x.reshape(-1, x.shape[-1])
-    flat = torch.addmm(bias.to(x.dtype), rows, weight.T, alpha=scale)
+    flat = torch.addmm(bias, rows, weight.T, alpha=scale)
     return flat.reshape(*x.shape[:-1], -1)
 
 
@@ -181,7 +188,7 @@ def linear_reference(  # noqa: PLR0917
 
 def absolute_terms(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:
     """The terms of what the activation gets."""
-    terms = F.linear(x.abs(), weight.abs()) * abs(scale)
+    terms = F.linear(x.abs(), weight.abs()) * (abs(scale) * steps(x.shape[-1]))
     return terms if bias is None else terms + bias.abs()
 
 
@@ -300,7 +307,7 @@ LINEAR = OpSpec(
     traffic=linear_traffic,
     backward_traffic=linear_backward_traffic,
     differentiable=(0, 1, 2, 5),
-    autocast=(0, 1),
+    autocast=(0, 1, 5),
     bench_shapes=BENCH_SHAPES,
     helpers=("linear_forward",),
     module=module,

@@ -27,8 +27,8 @@ def matmul_invalid(device: torch.device) -> Iterator[Invalid]:
 
     yield Invalid("a None", (None, b), TypeError, prefix + "a: " + NOTHING)
     yield Invalid("b None", (a, None), TypeError, prefix + "b: " + NOTHING)
-    yield case("0-dim a", a[0, 0], b, "a: " + FLAT)
-    yield case("0-dim b", a, b[0, 0], "b: " + FLAT)
+    yield case("0-dim a", a[0, 0], b, "a: " + FLAT + r"; multiply with \*")
+    yield case("0-dim b", a, b[0, 0], "b: " + FLAT + r"; multiply with \*")
     yield case(
         "inner sizes",
         a,
