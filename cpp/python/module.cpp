@@ -183,6 +183,24 @@ py::object bias_act(py::handle x, py::handle bias, py::handle scale, py::handle 
   return call([&] { return torchkiln::bias_act(input, shift, factor, name); });
 }
 
+py::object matmul(py::handle a, py::handle b) {
+  const at::Tensor& left = tensor(a, "matmul", "a");
+  const at::Tensor& right = tensor(b, "matmul", "b");
+  return call([&] { return torchkiln::matmul(left, right); });
+}
+
+py::object linear(py::handle x, py::handle weight, py::handle bias, py::handle act,
+                  py::handle scale, py::handle residual) {
+  constexpr const char* kOp = "linear";
+  const at::Tensor& input = tensor(x, kOp, "x");
+  const at::Tensor& matrix = tensor(weight, kOp, "weight");
+  const std::optional<at::Tensor> shift = maybe_tensor(bias, kOp, "bias");
+  const std::string_view name = word(act, kOp, "act");
+  const double factor = number(scale, kOp, "scale");
+  const std::optional<at::Tensor> more = maybe_tensor(residual, kOp, "residual");
+  return call([&] { return torchkiln::linear(input, matrix, shift, name, factor, more); });
+}
+
 py::object dropout_add(py::handle x, py::handle residual, py::handle p, py::handle training) {
   const at::Tensor& input = tensor(x, "dropout_add", "x");
   const at::Tensor& other = tensor(residual, "dropout_add", "residual");
@@ -368,6 +386,9 @@ PYBIND11_MODULE(_C, module) {
   module.def("muladd", &muladd, py::arg("a"), py::arg("b"), py::arg("c"));
   module.def("bias_act", &bias_act, py::arg("x"), py::arg("bias"), py::arg("scale"),
              py::arg("act"));
+  module.def("matmul", &matmul, py::arg("a"), py::arg("b"));
+  module.def("linear", &linear, py::arg("x"), py::arg("weight"), py::arg("bias"), py::arg("act"),
+             py::arg("scale"), py::arg("residual"));
   module.def("dropout_add", &dropout_add, py::arg("x"), py::arg("residual"), py::arg("p"),
              py::arg("training"));
   module.def("bias_dropout_add", &bias_dropout_add, py::arg("x"), py::arg("bias"),

@@ -31,6 +31,7 @@ from torchkiln.cross_entropy import cross_entropy  # noqa: E402
 from torchkiln.dropout import bias_dropout_add, dropout_add  # noqa: E402
 from torchkiln.explain import explain  # noqa: E402
 from torchkiln.gated import geglu, geglu_tanh, swiglu  # noqa: E402
+from torchkiln.matmul import linear, matmul  # noqa: E402
 from torchkiln.muladd import muladd  # noqa: E402
 from torchkiln.norm import (  # noqa: E402
     add_layer_norm,
@@ -72,7 +73,9 @@ __all__ = [
     "gelu",
     "gelu_tanh",
     "layer_norm",
+    "linear",
     "log_softmax",
+    "matmul",
     "mean",
     "muladd",
     "nn",

@@ -77,6 +77,19 @@ TORCHKILN_EXPORT at::Tensor mean(const at::Tensor& x, at::OptionalIntArrayRef di
                                  bool keepdim = false,
                                  std::optional<at::ScalarType> dtype = std::nullopt);
 
+/// The product of matrices [..., m, k] and [..., k, n], with torch's broadcasting of the leading
+/// sizes; one-dimensional arguments are a row or a column, as for torch.matmul. Contiguous.
+/// Accumulated in float32 (float64 for float64). Differentiable, to any order.
+TORCHKILN_EXPORT at::Tensor matmul(const at::Tensor& a, const at::Tensor& b);
+
+/// activation(x weight^T * scale + bias) + residual: x [..., k], weight [n, k], bias [n] of x's
+/// dtype or float32 beside a half precision, residual of the output's shape [..., n] and of x's
+/// dtype. Contiguous. Differentiable, to any order.
+TORCHKILN_EXPORT at::Tensor linear(const at::Tensor& x, const at::Tensor& weight,
+                                   const std::optional<at::Tensor>& bias = std::nullopt,
+                                   std::string_view act = "none", double scale = 1.0,
+                                   const std::optional<at::Tensor>& residual = std::nullopt);
+
 /// (x - mean) / sqrt(variance + eps) * weight + bias, the mean and the variance those of the last
 /// dimensions of x, whose sizes are `normalized_shape`. Weight and bias, each of which may be left
 /// out, have that shape and x's dtype, or float32 beside a half precision. Returns a contiguous

@@ -4,6 +4,7 @@ from torchkiln.nn.activation import GELU, ReLU, Sigmoid, SiLU, Tanh
 from torchkiln.nn.bias_act import BiasAct, ScaleBiasReLU
 from torchkiln.nn.dropout import BiasDropoutAdd, DropoutAdd
 from torchkiln.nn.gated import GEGLU, SwiGLU
+from torchkiln.nn.linear import Linear
 from torchkiln.nn.loss import CrossEntropyLoss
 from torchkiln.nn.norm import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
 from torchkiln.nn.softmax import LogSoftmax, Softmax
@@ -19,6 +20,7 @@ __all__ = [
     "CrossEntropyLoss",
     "DropoutAdd",
     "LayerNorm",
+    "Linear",
     "LogSoftmax",
     "RMSNorm",
     "ReLU",

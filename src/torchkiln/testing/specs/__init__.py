@@ -4,6 +4,7 @@ from torchkiln.testing.spec import OpSpec
 from torchkiln.testing.specs import activation, dropout, gated, norm
 from torchkiln.testing.specs.bias_act import BIAS_ACT
 from torchkiln.testing.specs.cross_entropy import CROSS_ENTROPY
+from torchkiln.testing.specs.matmul import LINEAR, MATMUL
 from torchkiln.testing.specs.muladd import MULADD
 from torchkiln.testing.specs.pointwise import ADD
 from torchkiln.testing.specs.reduction import MEAN, SUM
@@ -30,6 +31,7 @@ FAMILIES: dict[str, tuple[OpSpec, ...]] = {
     "softmax": (SOFTMAX, LOG_SOFTMAX),
     "cross_entropy": (CROSS_ENTROPY,),
     "spmm": (SPMM_CSR,),
+    "matmul": (MATMUL, LINEAR),
 }
 
 SPECS = tuple(spec for family in FAMILIES.values() for spec in family)
