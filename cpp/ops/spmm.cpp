@@ -4,6 +4,7 @@
 
 #include <climits>
 
+#include "activations.h"
 #include "elementwise.h"
 #include "torchkiln/checks.h"
 #include "torchkiln/kernels/spmm.h"
@@ -188,8 +189,12 @@ Tensor transposed_real(const Tensor& crow, const Tensor& col, const Tensor& valu
 
 Tensor sampled_real(const Tensor& crow, const Tensor& col, const Tensor& left, const Tensor& right,
                     const MaybeTensor& transpose, bool summed) {
+  // What is summed is not rounded before.
+  const at::ScalarType wide = compute_dtype(left.scalar_type());
   if (summed && crow.dim() == 2)
-    return sampled_real(crow, col, left, right, transpose, false).sum(0);
+    return sampled_real(crow, col, left.to(wide), right.to(wide), transpose, false)
+        .sum(0)
+        .to(left.scalar_type());
   Tensor out = spmm_sampled_output(crow, col, left, right, transpose, summed);
   if (out.numel() == 0) return out;
   const Pattern pattern(crow, col, right.size(-2));

@@ -72,6 +72,18 @@ Tensor fit(const Tensor& grad, c10::SymIntArrayRef shape) {
   return grad.dim() < rank ? grad.expand_symint(shape) : grad;
 }
 
+/// multiply(values, x) as the gradient of `dense`. What is summed over a batch is not rounded
+/// before.
+template <class Multiply>
+Tensor dense_gradient(const Pattern& pattern, const Tensor& dense, const Tensor& values,
+                      const Tensor& x, const Multiply& multiply) {
+  const at::ScalarType dtype = dense.scalar_type();
+  const bool has_batch = values.dim() == 2 || x.dim() == 3 || pattern.crow.dim() == 2;
+  if (dense.dim() == 3 || !has_batch || !is_half(dtype))
+    return fit(multiply(values, x), dense.sym_sizes());
+  return fit(multiply(values.to(at::kFloat), x.to(at::kFloat)), dense.sym_sizes()).to(dtype);
+}
+
 /// What a call keeps for backward, and its gradients, recorded only where they are to be
 /// differentiated again.
 template <class Gradients>
@@ -99,8 +111,9 @@ struct Product : torch::autograd::Function<Product> {
       if (context->needs_input_grad(0))
         found[0] = fit(pattern.sampled(grad, b, values.dim()), values.sym_sizes());
       if (context->needs_input_grad(1)) {
-        const SymInt columns = b.sym_size(-2);
-        found[1] = fit(pattern.transposed_product(values, grad, columns), b.sym_sizes());
+        found[1] = dense_gradient(pattern, b, values, grad, [&](const Tensor& v, const Tensor& x) {
+          return pattern.transposed_product(v, x, b.sym_size(-2));
+        });
       }
       return found;
     });
@@ -121,8 +134,11 @@ struct TransposedProduct : torch::autograd::Function<TransposedProduct> {
       variable_list found(5);
       if (context->needs_input_grad(2))
         found[2] = fit(pattern.sampled(x, grad, values.dim()), values.sym_sizes());
-      if (context->needs_input_grad(3))
-        found[3] = fit(pattern.product(values, grad), x.sym_sizes());
+      if (context->needs_input_grad(3)) {
+        found[3] = dense_gradient(pattern, x, values, grad, [&](const Tensor& v, const Tensor& g) {
+          return pattern.product(v, g);
+        });
+      }
       return found;
     });
   }
@@ -141,11 +157,16 @@ struct SampledProduct : torch::autograd::Function<SampledProduct> {
     const Tensor& grad = grads[0];
     return backward_of(context, [&](Pattern& pattern, const Tensor& left, const Tensor& right) {
       variable_list found(6);
-      if (context->needs_input_grad(2))
-        found[2] = fit(pattern.product(grad, right), left.sym_sizes());
+      if (context->needs_input_grad(2)) {
+        found[2] =
+            dense_gradient(pattern, left, grad, right,
+                           [&](const Tensor& v, const Tensor& x) { return pattern.product(v, x); });
+      }
       if (context->needs_input_grad(3)) {
-        const SymInt columns = right.sym_size(-2);
-        found[3] = fit(pattern.transposed_product(grad, left, columns), right.sym_sizes());
+        found[3] =
+            dense_gradient(pattern, right, grad, left, [&](const Tensor& v, const Tensor& x) {
+              return pattern.transposed_product(v, x, right.sym_size(-2));
+            });
       }
       return found;
     });

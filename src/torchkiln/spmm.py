@@ -53,7 +53,7 @@ def spmm(a: Csr, b: Tensor, *, transpose: Tensor | None = None, check: bool = Fa
                 f"torchkiln.spmm: a: got values of shape {list(values.shape)}, expected a number "
                 "for each entry"
             )
-    elif isinstance(a, tuple) and len(a) in (3, 4):
+    elif isinstance(a, tuple) and len(a) in (3, 4):  # type: ignore[redundant-expr]
         crow, col, values = a[:3]
         shape = a[3] if len(a) == 4 else None
     else:

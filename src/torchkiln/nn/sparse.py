@@ -75,7 +75,7 @@ class SparseLinear(nn.Module):
         self.register_buffer("col", col.to(device))
         packed = csr_transpose(self.crow, self.col, self.in_features)
         self.register_buffer("transpose", packed, persistent=False)
-        self.register_load_state_dict_post_hook(_derive_transpose)
+        self.register_load_state_dict_post_hook(_derive_transpose)  # type: ignore[no-untyped-call]
 
     def reset_parameters(self) -> None:
         """Uniform values, of the scale of :class:`torch.nn.Linear` at as many entries a row."""

@@ -50,7 +50,10 @@ def side_stream(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     """Work goes to the current stream: it waits for data that the stream delivers late."""
     sample = spec.typical(device, dtype)
     grads = incoming(sample.call(spec.op))
-    late = spec.leaves(sample.map(torch.zeros_like))
+    late = sample
+    for i in sample.positions:
+        late = late.substitute(i, torch.zeros_like(sample.args[i]))
+    late = spec.leaves(late)
     late_grads = list(map(torch.zeros_like, grads))
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))

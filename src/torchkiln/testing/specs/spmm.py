@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +46,8 @@ def pattern(
     there[1:2] = True
     crow = torch.zeros(rows + 1, dtype=torch.int64)
     crow[1:] = there.sum(1).cumsum(0)
-    return crow.to(device, dtype), there.nonzero()[:, 1].to(device, dtype)
+    col = there.nonzero(as_tuple=True)[1].clone()
+    return crow.to(device, dtype), col.to(device, dtype)
 
 
 def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -53,19 +55,19 @@ def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
     def sample(
         name: str,
-        shape: tuple[int, int, int],
+        sizes: tuple[int, int, int],
         crow: Tensor,
         col: Tensor,
         batches: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
         **kwargs: Any,
     ) -> Sample:
-        _, columns, width = shape
+        _, columns, width = sizes
         values = normal("values", (*batches[0], col.shape[-1]), device, dtype)
         b = normal("b", (*batches[1], columns, width), device, dtype)
         return Sample(name, (values, b), {"crow": crow, "col": col, **kwargs})
 
-    for name, shape in SHAPES.items():
-        yield sample(name, shape, *pattern(*shape[:2], device))
+    for name, sizes in SHAPES.items():
+        yield sample(name, sizes, *pattern(*sizes[:2], device))
     shape = (6, 4, 5)
     short = pattern(6, 4, device, torch.int32)
     yield sample("int32 indices", shape, *short)
@@ -126,8 +128,14 @@ def composite(values: Tensor, b: Tensor, *, crow: Tensor, col: Tensor, **_: Any)
 
 
 def magnitude(values: Tensor, b: Tensor, **kwargs: Any) -> Tensor:
-    """The sum of the absolute values, at the depth of a sum of as many in one order."""
-    return reference(values.abs(), b.abs(), **kwargs)
+    """The sum of the absolute values, times the root of the terms of the longest row.
+
+    A row is summed in one order, as the entries lie, and so is the truth in float64: terms that
+    are alike round the same way.
+    """
+    crow = kwargs["crow"]
+    longest = int(crow.diff(dim=-1).max()) if crow.shape[-1] > 1 and crow.numel() else 0
+    return reference(values.abs(), b.abs(), **kwargs) * max(1.0, math.sqrt(longest))
 
 
 def gradient_magnitude(values: Tensor, b: Tensor, **kwargs: Any) -> Tensor:
