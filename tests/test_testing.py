@@ -272,6 +272,7 @@ BROKEN: list[Row] = [
     ("strides", ignores_strides, torch.float32, "elements are wrong"),
     ("strides", writes_to_its_input, torch.float32, "wrote to its input"),
     ("gradient_values", WrongGradient.apply, torch.float32, "gradient of argument 0"),
+    ("gradients_that_are_recorded", WrongGradient.apply, torch.float32, "gradient of argument 0"),
     ("gradient_values", differs_when_recorded, torch.float32, "recorded: not bitwise equal"),
     (
         "gradient_strides",
