@@ -30,6 +30,20 @@ def off_by_a_thousandth(a: Tensor, b: Tensor) -> Tensor:
     return add(a, b) * 1.001
 
 
+def cut_off(a: Tensor, b: Tensor) -> Tensor:
+    """The lower half of a float32 is dropped."""
+    out = add(a, b)
+    if out.dtype != torch.bfloat16:
+        return out
+    full = add(a.float(), b.float()).view(torch.int32) & -65536
+    return full.view(torch.float32).to(out.dtype)
+
+
+def loses_nan(a: Tensor, b: Tensor) -> Tensor:
+    out = add(a, b)
+    return torch.where(out.isnan(), 0, out)
+
+
 def wrong_in_the_tail(a: Tensor, b: Tensor) -> Tensor:
     """The last element of an odd number is left out."""
     out = add(a, b)
@@ -253,9 +267,12 @@ Row = tuple[str, Op, torch.dtype, str]
 BROKEN: list[Row] = [
     ("values", off_by_a_thousandth, torch.float32, "elements are wrong"),
     ("values", wrong_in_the_tail, torch.bfloat16, "elements are wrong"),
+    ("rounded_to_nearest", cut_off, torch.bfloat16, "mean error -0.* steps"),
+    ("not_finite", loses_nan, torch.float32, "nan in argument 0.*elements are wrong"),
     ("strides", ignores_strides, torch.float32, "elements are wrong"),
     ("strides", writes_to_its_input, torch.float32, "wrote to its input"),
     ("gradient_values", WrongGradient.apply, torch.float32, "gradient of argument 0"),
+    ("gradients_that_are_recorded", WrongGradient.apply, torch.float32, "gradient of argument 0"),
     ("gradient_values", differs_when_recorded, torch.float32, "recorded: not bitwise equal"),
     (
         "gradient_strides",

@@ -111,9 +111,11 @@ def build_fault(build: Build, fault: Fault, folder: Path) -> Path:
             continue
         target = package / "lib" / Path(library).name
         target.unlink()
-        words = words.replace(f"-o {library}", f"-o {target}")
-        for old, made in objects.items():
-            words = words.replace(f" {old} ", f" {made} ")
+        # In front: of a function of a header that several objects have, the linker takes the first.
+        for old in objects:
+            words = words.replace(f" {old} ", " ")
+        made = " ".join(objects.values())
+        words = words.replace(f"-o {library} ", f"-o {target} {made} ")
         shell(words, build.folder)
         return package.parent
     raise ValueError(f"no library has {sorted(objects) or fault.unit}")
@@ -187,29 +189,30 @@ def shown_here(fault: Fault, gpus: list[str]) -> bool:
     return len(gpus) >= {"cpu": 0, "cuda": 1, "2 x cuda": 2}[fault.device]
 
 
-def table(findings: list[Finding], machine: str) -> str:
-    """The part of the page that one machine fills."""
-    today = dt.datetime.now(dt.UTC).date().isoformat()
-    caught = sum(f.result == "caught" for f in findings)
-    lines = [
-        f"{caught} of {len(findings)} caught on {machine}, {today}.",
-        "",
-        "| fault | in | caught by |",
-        "|---|---|---|",
-    ]
+def table(findings: list[Finding], machine: str, old: str) -> str:
+    """The part of the page that one machine fills; faults that were not tried keep their lines."""
+    rows = {
+        line.split(" | ")[0].removeprefix("| "): line
+        for line in old.splitlines()
+        if line.startswith("| ") and not line.startswith("| fault")
+    }
     for finding in findings:
         fault = finding.fault
         by = f"`{finding.by}`" if finding.result == "caught" else f"**{finding.result}**"
-        lines.append(f"| {fault.name} | `{fault.file}` | {by} |")
-    return "\n".join(lines)
+        rows[fault.name] = f"| {fault.name} | `{fault.file}` | {by} |"
+    known = [rows[fault.name] for fault in FAULTS if fault.name in rows]
+    caught = sum("**" not in line for line in known)
+    today = dt.datetime.now(dt.UTC).date().isoformat()
+    head = f"{caught} of {len(known)} caught on {machine}, {today}."
+    return "\n".join([head, "", "| fault | in | caught by |", "|---|---|---|", *known])
 
 
-def write(page: Path, part: str, text: str) -> None:
+def write(page: Path, part: str, findings: list[Finding], machine: str) -> None:
     """Replace the part of the page between its two marks."""
     marks = f"<!-- {part} -->", f"<!-- /{part} -->"
-    old = page.read_text()
-    before, rest = old.split(marks[0], 1)
-    after = rest.split(marks[1], 1)[1]
+    before, rest = page.read_text().split(marks[0], 1)
+    old, after = rest.split(marks[1], 1)
+    text = table(findings, machine, old)
     page.write_text(f"{before}{marks[0]}\n{text}\n{marks[1]}{after}")
 
 
@@ -254,7 +257,7 @@ def main() -> int:
             print(f"{finding.result}: {finding.fault.name} ({finding.by}), {finding.seconds:.0f} s")
     if options.page:
         machine = "the CPU" if options.device == "cpu" else gpu_name()
-        write(options.page, options.device, table(findings, machine))
+        write(options.page, options.device, findings, machine)
     return int(any(finding.result != "caught" for finding in findings))
 
 

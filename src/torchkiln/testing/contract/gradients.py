@@ -73,6 +73,22 @@ def gradient_values(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> N
             require_gradients(found, sample, wanted, alone, where)
 
 
+@check(dtypes=(torch.float32, torch.bfloat16))
+def gradients_that_are_recorded(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
+    """Gradients that can be differentiated again are as close to float64 as those that cannot."""
+    for sample in spec.samples(device, dtype):
+        if not 0 < sample.numel <= SMALL:
+            continue
+        wanted = spec.wanted(sample)
+        leaves = spec.leaves(sample)
+        results = outputs(leaves.call(spec.op))
+        grads = incoming(results)
+        found = torch.autograd.grad(results, leaves.take(wanted), grads, create_graph=True)
+        where = Where(spec, "gradients_that_are_recorded", sample)
+        plain = [gradient.detach() for gradient in found]
+        require_gradients(plain, sample, wanted, grads, where)
+
+
 @check(dtypes=FLOATING)
 def gradient_strides(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     """Inputs and incoming gradients have any strides; nothing is written to or around them."""

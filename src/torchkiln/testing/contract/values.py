@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,14 @@ import torch
 from torch import Tensor
 
 from torchkiln.testing.check import UnavailableError, check
-from torchkiln.testing.compare import Where, outputs, require, require_same, require_values
+from torchkiln.testing.compare import (
+    Where,
+    exact,
+    outputs,
+    require,
+    require_same,
+    require_values,
+)
 from torchkiln.testing.data import Placed, layouts
 from torchkiln.testing.spec import FLOATING, OpSpec, Sample
 
@@ -30,6 +38,46 @@ def values(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
         found = sample.call(spec.op)
         require_values(found, sample, where)
         require_same(sample.call(spec.overload), found, where.at("through torch.ops"))
+
+
+MANY = 1000
+"""Elements whose mean rounding error tells a direction: that of as many is 0.01 steps by chance."""
+BIAS = 0.1
+FEW = 3
+
+
+@check(dtypes=(torch.float16, torch.bfloat16))
+def rounded_to_nearest(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
+    """Results of half precision are rounded to the nearest number, in the mean neither up nor down.
+
+    An error of one step may be that of the formula; one that always has the same sign is not.
+    """
+    info = torch.finfo(dtype)
+    many = [sample for sample in spec.samples(device, dtype) if sample.numel >= MANY]
+    for sample in many[:FEW]:
+        truths = outputs(exact(spec, sample).call(spec.reference))
+        for found, truth in zip(outputs(sample.call(spec.op)), truths, strict=True):
+            size = truth.abs()
+            usual = (size > info.smallest_normal) & (size < info.max) & (found.dtype == dtype)
+            if int(usual.sum()) < MANY:
+                continue
+            step = info.eps * torch.exp2(torch.floor(torch.log2(size[usual])))
+            error = (found.double().abs()[usual] - size[usual]) / step
+            bias = float(error.clamp(-1, 1).mean())  # where terms cancel, one is of many steps
+            where = Where(spec, "rounded_to_nearest", sample)
+            require(abs(bias) <= BIAS, where, f"mean error {bias:.2g} steps, allowed {BIAS}")
+
+
+@check(dtypes=FLOATING)
+def not_finite(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
+    """NaN and infinities in each argument come out as they do of the formula."""
+    sample = spec.typical(device, dtype)
+    for position in spec.wanted(sample):
+        for value in (math.nan, math.inf, -math.inf):
+            tensor = sample.args[position].clone()
+            tensor.view(-1)[3 % tensor.numel()] = value
+            moved = sample.substitute(position, tensor, f", {value} in argument {position}")
+            require_values(moved.call(spec.op), moved, Where(spec, "not_finite", moved))
 
 
 def relaid(sample: Sample) -> Iterator[tuple[Sample, list[Placed]]]:
