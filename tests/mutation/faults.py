@@ -156,7 +156,7 @@ CPU = (
         *("random numbers of another place", "cpu", "cpp/cpu/dropout.cpp"),
         "std::copy_n(all + at % 8, count, factor);",
         "std::copy_n(all, count, factor);",
-        *("dropout_add", "values@float32"),
+        *("dropout_add", "strides@float32"),
     ),
 )
 
