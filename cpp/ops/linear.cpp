@@ -314,19 +314,33 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
   }
 };
 
-/// The op in torch's own, in its own precision: for transforms that have no kernel here.
-Tensor decomposed(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, string_view act,
-                  double scale, const MaybeTensor& residual) {
+/// The op in torch's own, of a product in this precision.
+Tensor composed(at::ScalarType product, const Tensor& x, const Tensor& weight,
+                const MaybeTensor& bias, string_view act, double scale,
+                const MaybeTensor& residual) {
   checked(x, weight, bias, act, residual);
   const at::ScalarType dtype = x.scalar_type();
   const at::ScalarType compute = compute_dtype(dtype);
-  const bool is_plain = scale == 1 && bias && bias->scalar_type() == dtype;
-  Tensor z = at::linear(x, weight, is_plain ? bias : std::nullopt).to(compute);
+  const bool is_plain = scale == 1 && bias && bias->scalar_type() == product;
+  const MaybeTensor shift = is_plain ? bias : std::nullopt;
+  Tensor z = at::linear(x.to(product), weight.to(product), shift).to(compute);
   if (scale != 1) z = z * scale;
   if (bias && !is_plain) z = z + bias->to(compute);
   z = composite_of(find_activation(kOp, act)).value(z);
   if (residual) z = z + residual->to(compute);
   return z.to(dtype);
+}
+
+/// For transforms that have no kernel here.
+Tensor decomposed(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, string_view act,
+                  double scale, const MaybeTensor& residual) {
+  return composed(x.scalar_type(), x, weight, bias, act, scale, residual);
+}
+
+/// vmap adds a bias behind the rounded product; without the rounding the result is as good.
+Tensor batched(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, string_view act,
+               double scale, const MaybeTensor& residual) {
+  return composed(compute_dtype(x.scalar_type()), x, weight, bias, act, scale, residual);
 }
 
 Tensor autograd(c10::DispatchKeySet keys, const Tensor& x, const Tensor& weight,
@@ -391,7 +405,7 @@ TORCH_LIBRARY_IMPL(torchkiln, Meta, m) {
   m.impl(kForwardOp, TORCH_FN(outputs));
 }
 TORCH_LIBRARY_IMPL(torchkiln, Autograd, m) { m.impl(kOp, TORCH_FN(autograd)); }
-TORCH_LIBRARY_IMPL(torchkiln, FuncTorchBatched, m) { m.impl(kOp, TORCH_FN(decomposed)); }
+TORCH_LIBRARY_IMPL(torchkiln, FuncTorchBatched, m) { m.impl(kOp, TORCH_FN(batched)); }
 TORCH_LIBRARY_IMPL(torchkiln, AutocastCPU, m) { m.impl(kOp, TORCH_FN(autocast)); }
 TORCH_LIBRARY_IMPL(torchkiln, AutocastCUDA, m) { m.impl(kOp, TORCH_FN(autocast)); }
 
