@@ -147,61 +147,60 @@ void run_preactivation(const Tensor& x, const Tensor& weight, const MaybeTensor&
   if (bias) to.copy_(bias_act(to, *bias, 1.0, "none"));
 }
 
-/// The same and what follows. cuBLASLt fuses relu with a bias.
-void run_library(const Tensor& x, const Tensor& weight, const MaybeTensor& bias,
-                 Activation activation, double scale, const MaybeTensor& residual, Tensor out,
-                 const Tensor& preactivation) {
+/// The same and what follows, from torch's product; `out` and `preactivation` are memory for it.
+/// cuBLASLt fuses relu with a bias.
+Tensor run_library(const Tensor& x, const Tensor& weight, const MaybeTensor& bias,
+                   Activation activation, double scale, const MaybeTensor& residual, Tensor out,
+                   const Tensor& preactivation) {
   const bool is_kept = preactivation.defined();
+  Tensor rows = as_matrix(out);
   if (out.is_cuda() && activation == kActivation<Relu> && scale == 1 && !is_kept && bias &&
       bias->scalar_type() == out.scalar_type()) {
-    at::_addmm_activation_out(out, *bias, x, weight.t());
+    at::_addmm_activation_out(rows, *bias, x, weight.t());
   } else if (activation == kActivation<None>) {
-    run_preactivation(x, weight, bias, scale, out);
+    run_preactivation(x, weight, bias, scale, rows);
   } else {
     const Tensor& from = is_kept ? preactivation : out;
-    run_preactivation(x, weight, bias, scale, from);
-    out.copy_(torchkiln::activation(from, name_of(activation)));
+    run_preactivation(x, weight, bias, scale, as_matrix(from));
+    out = torchkiln::activation(from, name_of(activation));
   }
   if (residual) out.add_(*residual);
+  return out;
 }
 
-void run(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, string_view act,
-         double scale, const MaybeTensor& residual, const Tensor& out,
-         const Tensor& preactivation) {
-  if (out.numel() == 0) return;
+/// The output, in the memory of `out` or another; the preactivation where it is defined.
+Tensor run(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, string_view act,
+           double scale, const MaybeTensor& residual, const Tensor& out,
+           const Tensor& preactivation) {
+  if (out.numel() == 0) return out;
   const Tensor rows = as_matrix(x);
-  const Activation activation = find_activation(kOp, act);
-  Matmul arguments =
-      describe_product(rows.unsqueeze(0), weight.t().unsqueeze(0), as_matrix(out).unsqueeze(0));
-  const Tensor shift = bias ? bias->contiguous() : Tensor();
-  const Tensor more = residual ? residual->contiguous() : Tensor();
-  if (bias) {
-    arguments.bias = shift.const_data_ptr();
-    arguments.bias_dtype = dtype_of(shift);
+  const MaybeTensor shift = bias ? MaybeTensor(bias->contiguous()) : std::nullopt;
+  const MaybeTensor more = residual ? MaybeTensor(residual->contiguous()) : std::nullopt;
+  Matmul arguments = describe_linear(rows, weight, out);
+  if (shift) {
+    arguments.bias = shift->const_data_ptr();
+    arguments.bias_dtype = dtype_of(*shift);
   }
-  if (residual) arguments.residual = more.const_data_ptr();
+  if (more) arguments.residual = more->const_data_ptr();
   if (preactivation.defined()) arguments.preactivation = preactivation.data_ptr();
-  arguments.activation = activation;
+  arguments.activation = find_activation(kOp, act);
   arguments.scale = scale;
-  if (run_own_kernel(kOp, arguments, out)) return;
-  run_library(rows, weight, bias ? MaybeTensor(shift) : std::nullopt, activation, scale,
-              residual ? MaybeTensor(as_matrix(more)) : std::nullopt, as_matrix(out),
-              preactivation.defined() ? as_matrix(preactivation) : Tensor());
+  if (run_own_kernel(kOp, arguments, out)) return out;
+  return run_library(rows, weight, shift, arguments.activation, scale, more, out, preactivation);
 }
 
 Tensor real(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, string_view act,
             double scale, const MaybeTensor& residual) {
-  Tensor out = output(x, weight, bias, act, scale, residual);
-  run(x, weight, bias, act, scale, residual, out, Tensor());
-  return out;
+  const Tensor out = output(x, weight, bias, act, scale, residual);
+  return run(x, weight, bias, act, scale, residual, out, Tensor());
 }
 
 Two forward_real(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, string_view act,
                  double scale, const MaybeTensor& residual) {
   auto [out, preactivation] = outputs(x, weight, bias, act, scale, residual);
   const Kept kept = kept_by_linear(find_activation(kOp, act), residual.has_value());
-  run(x, weight, bias, act, scale, residual, out,
-      kept == Kept::preactivation ? preactivation : Tensor());
+  out = run(x, weight, bias, act, scale, residual, out,
+            kept == Kept::preactivation ? preactivation : Tensor());
   return {std::move(out), std::move(preactivation)};
 }
 
@@ -314,19 +313,33 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
   }
 };
 
-/// The op in torch's own, in its own precision: for transforms that have no kernel here.
-Tensor decomposed(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, string_view act,
-                  double scale, const MaybeTensor& residual) {
+/// The op in torch's own, of a product in this precision.
+Tensor composed(at::ScalarType product, const Tensor& x, const Tensor& weight,
+                const MaybeTensor& bias, string_view act, double scale,
+                const MaybeTensor& residual) {
   checked(x, weight, bias, act, residual);
   const at::ScalarType dtype = x.scalar_type();
   const at::ScalarType compute = compute_dtype(dtype);
-  const bool is_plain = scale == 1 && bias && bias->scalar_type() == dtype;
-  Tensor z = at::linear(x, weight, is_plain ? bias : std::nullopt).to(compute);
+  const bool is_plain = scale == 1 && bias && bias->scalar_type() == product;
+  const MaybeTensor shift = is_plain ? bias : std::nullopt;
+  Tensor z = at::linear(x.to(product), weight.to(product), shift).to(compute);
   if (scale != 1) z = z * scale;
   if (bias && !is_plain) z = z + bias->to(compute);
   z = composite_of(find_activation(kOp, act)).value(z);
   if (residual) z = z + residual->to(compute);
   return z.to(dtype);
+}
+
+/// For transforms that have no kernel here.
+Tensor decomposed(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, string_view act,
+                  double scale, const MaybeTensor& residual) {
+  return composed(x.scalar_type(), x, weight, bias, act, scale, residual);
+}
+
+/// vmap adds a bias behind the rounded product; without the rounding the result is as good.
+Tensor batched(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, string_view act,
+               double scale, const MaybeTensor& residual) {
+  return composed(compute_dtype(x.scalar_type()), x, weight, bias, act, scale, residual);
 }
 
 Tensor autograd(c10::DispatchKeySet keys, const Tensor& x, const Tensor& weight,
@@ -391,7 +404,7 @@ TORCH_LIBRARY_IMPL(torchkiln, Meta, m) {
   m.impl(kForwardOp, TORCH_FN(outputs));
 }
 TORCH_LIBRARY_IMPL(torchkiln, Autograd, m) { m.impl(kOp, TORCH_FN(autograd)); }
-TORCH_LIBRARY_IMPL(torchkiln, FuncTorchBatched, m) { m.impl(kOp, TORCH_FN(decomposed)); }
+TORCH_LIBRARY_IMPL(torchkiln, FuncTorchBatched, m) { m.impl(kOp, TORCH_FN(batched)); }
 TORCH_LIBRARY_IMPL(torchkiln, AutocastCPU, m) { m.impl(kOp, TORCH_FN(autocast)); }
 TORCH_LIBRARY_IMPL(torchkiln, AutocastCUDA, m) { m.impl(kOp, TORCH_FN(autocast)); }
 

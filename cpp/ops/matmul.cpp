@@ -6,7 +6,6 @@
 #include <torch/library.h>
 
 #include "autograd.h"
-#include "matmul.h"
 #include "torchkiln/checks.h"
 #include "torchkiln/ops.h"
 
@@ -103,27 +102,24 @@ Tensor as_batch(const Tensor& matrices, at::IntArrayRef batch) {
   return matrices.expand(sizes).reshape({c10::multiply_integers(batch), rows, columns});
 }
 
-/// a [batch or 1, m, k], b [batch or 1, k, n], out [batch, m, n].
+/// a [batch or 1, m, k], b [batch or 1, k, n], out [batch, m, n]. By torch's product: choose()
+/// takes a kernel of ours for what is fused to it alone.
 void multiply(const Tensor& a, const Tensor& b, Tensor out) {
-  if (run_own_kernel(kOp, describe_product(a, b, out), out)) return;
   const int64_t batch = out.size(0);
-  if (batch == 1) {
-    Tensor only = out[0];
-    at::mm_out(only, a[0], b[0]);
-  } else {
-    at::bmm_out(out, a.expand({batch, -1, -1}), b.expand({batch, -1, -1}));
-  }
+  at::bmm_out(out, a.expand({batch, -1, -1}), b.expand({batch, -1, -1}));
 }
 
 Tensor real(const Tensor& a, const Tensor& b) {
+  checked(a, b);
+  if (a.dim() == 2 && b.dim() == 2) return at::mm(a, b);
   const Tensor out = matrices_output(a, b);
   if (out.numel() > 0) {
     const Tensor rows = as_rows(a);
     const Tensor columns = as_columns(b);
     if (columns.dim() == 2) {
       // One product of many rows.
-      multiply(rows.flatten(0, -2).unsqueeze(0), columns.unsqueeze(0),
-               out.flatten(0, -2).unsqueeze(0));
+      Tensor flat = out.flatten(0, -2);
+      at::mm_out(flat, rows.flatten(0, -2), columns);
     } else {
       const auto batch = out.sizes().slice(0, out.dim() - 2);
       multiply(as_batch(rows, batch), as_batch(columns, batch), out.flatten(0, -3));

@@ -1,6 +1,6 @@
 #pragma once
 
-// From tensors to a product: by a kernel of ours where that is the faster one, else by torch's.
+// From tensors to a product by a kernel of ours, where that is the faster one.
 
 #include <ATen/ATen.h>
 
@@ -10,26 +10,26 @@
 
 namespace torchkiln {
 
-/// [batch, rows, columns]; a batch of one serves every other batch.
-inline Matrices describe_matrices(const at::Tensor& matrices) {
-  return {matrices.const_data_ptr(), matrices.stride(1), matrices.stride(2),
-          matrices.size(0) == 1 ? 0 : matrices.stride(0)};
+/// One matrix, for the whole batch.
+inline Matrices describe_matrix(const at::Tensor& matrix) {
+  return {matrix.const_data_ptr(), matrix.stride(0), matrix.stride(1), 0};
 }
 
-/// a [batch or 1, m, k], b [batch or 1, k, n], out [batch, m, n] and contiguous.
-inline Matmul describe_product(const at::Tensor& a, const at::Tensor& b, const at::Tensor& out) {
+/// a [m, k], b [n, k], out [..., n] and contiguous: out = a b^T.
+inline Matmul describe_linear(const at::Tensor& a, const at::Tensor& b, const at::Tensor& out) {
   Matmul arguments{};
-  arguments.a = describe_matrices(a);
-  arguments.b = describe_matrices(b);
+  arguments.a = describe_matrix(a);
+  arguments.b = describe_matrix(b);
+  std::swap(arguments.b.row_stride, arguments.b.column_stride);
   arguments.out = out.data_ptr();
   arguments.dtype = dtype_of(out);
   arguments.bias_dtype = arguments.dtype;
   arguments.activation = kActivation<None>;
   arguments.scale = 1;
-  arguments.batch = out.size(0);
-  arguments.m = out.size(1);
-  arguments.n = out.size(2);
-  arguments.k = a.size(2);
+  arguments.batch = 1;
+  arguments.m = a.size(0);
+  arguments.n = b.size(0);
+  arguments.k = a.size(1);
   return arguments;
 }
 

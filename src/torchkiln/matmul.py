@@ -11,6 +11,7 @@ from torchkiln import _C
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Returns the product of matrices ``a @ b``, contiguous, with torch's broadcasting.
 
+    It is torch's own product, which was measured to be no slower than the kernels of this package.
     Sums are taken in float32 (float64 for float64); TensorFloat-32 is used where torch allows it.
     Under ``torch.compile`` it is torch's own op, which Inductor fuses with its neighbours.
 

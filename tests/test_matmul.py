@@ -1,0 +1,100 @@
+"""Products: what the contract does not say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import torchkiln
+from torchkiln.testing.specs.activation import FORMULAS
+
+
+def saved_bytes(function: object, *args: object) -> int:
+    """Bytes of what is kept for backward beside the arguments."""
+    kept: dict[int, int] = {}
+    given = {a.data_ptr() for a in args if isinstance(a, torch.Tensor)}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.data_ptr() not in given:
+            kept[tensor.data_ptr()] = tensor.numel() * tensor.itemsize
+        return tensor
+
+    assert callable(function)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = function(*args)
+    kept.pop(out.data_ptr(), None)
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize(("act", "outputs"), [("none", 0), ("relu", 0), ("gelu", 1), ("tanh", 1)])
+def test_the_preactivation_is_kept_only_where_it_is_needed(
+    device: torch.device, act: str, outputs: int
+) -> None:
+    x = torch.randn(16, 8, device=device, requires_grad=True)
+    weight = torch.randn(32, 8, device=device, requires_grad=True)
+    bias = torch.randn(32, device=device, requires_grad=True)
+    assert saved_bytes(torchkiln.linear, x, weight, bias, act) == outputs * 16 * 32 * 4
+
+
+def test_relu_beside_a_residual_is_not_judged_by_the_sum(device: torch.device) -> None:
+    """A residual hides the sign of what relu gave."""
+    x = torch.eye(2, device=device, requires_grad=True)
+    weight = torch.tensor([[1.0, -1.0]], device=device)
+    residual = torch.tensor([[-5.0], [5.0]], device=device)
+    torchkiln.linear(x, weight, None, "relu", 1.0, residual).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [[1.0, -1.0], [0.0, 0.0]]
+
+
+def test_matmul_is_torch_matmul(device: torch.device) -> None:
+    a = torch.randn(3, 1, 4, 5, device=device)
+    b = torch.randn(2, 5, 6, device=device)
+    out = torchkiln.matmul(a, b)
+    assert out.is_contiguous()
+    torch.testing.assert_close(out, a @ b)
+
+
+def test_the_module_is_torchs(device: torch.device) -> None:
+    torch.manual_seed(3)
+    ours = torchkiln.nn.Linear(5, 7, act="silu", device=device)
+    torch.manual_seed(3)
+    theirs = nn.Linear(5, 7, device=device)
+    assert isinstance(ours, nn.Linear)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    assert torch.equal(ours.weight, theirs.weight)
+    theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(2, 3, 5, device=device)
+    residual = torch.randn(2, 3, 7, device=device)
+    torch.testing.assert_close(ours(x), F.silu(theirs(x)))
+    torch.testing.assert_close(ours(x, residual), F.silu(theirs(x)) + residual)
+    text = "Linear(in_features=5, out_features=7, bias=True, act='silu', scale=1.0)"
+    assert repr(ours) == text
+
+
+def test_no_bias(device: torch.device) -> None:
+    layer = torchkiln.nn.Linear(5, 7, bias=False, scale=0.5, device=device)
+    x = torch.randn(3, 5, device=device)
+    torch.testing.assert_close(layer(x), F.linear(x, layer.weight) * 0.5)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("act", list(FORMULAS))
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_the_fused_kernel(act: str, has_residual: bool) -> None:
+    """At a size that chooses it: enough tiles, deep enough."""
+    x = torch.randn(4096, 2048, device="cuda").bfloat16().requires_grad_()
+    weight = (torch.randn(4096, 2048, device="cuda") / 45).bfloat16().requires_grad_()
+    bias = torch.randn(4096, device="cuda", requires_grad=True)
+    residual = torch.randn(4096, 4096, device="cuda").bfloat16() if has_residual else None
+    out = torchkiln.linear(x, weight, bias, act, 0.7, residual)
+    grad = torch.randn_like(out)
+    grads = torch.autograd.grad(out, (x, weight, bias), grad)
+    wide = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
+    truth = FORMULAS[act].exact(F.linear(wide[0], wide[1]) * 0.7 + wide[2])
+    expected = torch.autograd.grad(truth, wide, grad.double())
+    if residual is not None:
+        truth = truth + residual.double()
+    for found, right in zip((out, *grads), (truth, *expected), strict=True):
+        assert ((found.double() - right).norm() / right.norm()).item() < 6e-3
