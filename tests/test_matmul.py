@@ -73,6 +73,18 @@ def test_the_module_is_torchs(device: torch.device) -> None:
     assert repr(ours) == text
 
 
+def test_runs_give_the_same_bits(device: torch.device) -> None:
+    x = torch.randn(129, 257, device=device, requires_grad=True)
+    weight = torch.randn(65, 257, device=device, requires_grad=True)
+    bias = torch.randn(65, device=device, requires_grad=True)
+    runs = []
+    for _ in range(3):
+        out = torchkiln.linear(x, weight, bias, "gelu")
+        runs.append((out, *torch.autograd.grad(out.sum(), (x, weight, bias))))
+    for run in runs[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(run, runs[0], strict=True))
+
+
 def test_no_bias(device: torch.device) -> None:
     layer = torchkiln.nn.Linear(5, 7, bias=False, scale=0.5, device=device)
     x = torch.randn(3, 5, device=device)

@@ -121,10 +121,6 @@ Tensor output(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, st
   return at::empty_symint(sizes, x.options().memory_format(at::MemoryFormat::Contiguous));
 }
 
-Tensor as_matrix(const Tensor& tensor) {
-  return tensor.dim() == 1 ? tensor.unsqueeze(0) : tensor.flatten(0, -2);
-}
-
 /// The output and the preactivation, which has no elements where backward needs none.
 Two outputs(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, string_view act,
             double scale, const MaybeTensor& residual) {

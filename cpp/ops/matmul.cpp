@@ -6,6 +6,7 @@
 #include <torch/library.h>
 
 #include "autograd.h"
+#include "matmul.h"
 #include "torchkiln/checks.h"
 #include "torchkiln/ops.h"
 
@@ -133,7 +134,7 @@ Tensor flat_rows(const Tensor& matrices, SymIntArrayRef batch) {
   c10::SymDimVector sizes(batch);
   sizes.push_back(matrices.sym_size(-2));
   sizes.push_back(matrices.sym_size(-1));
-  return matrices.expand_symint(sizes).flatten(0, -2);
+  return as_matrix(matrices.expand_symint(sizes));
 }
 
 /// Gradients of a product of matrices, for the arguments of these sizes. Where one matrix served a

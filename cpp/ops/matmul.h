@@ -10,6 +10,14 @@
 
 namespace torchkiln {
 
+/// All rows of a tensor. By a reshape: flatten() is unknown to the vmap of torch's gradcheck.
+inline at::Tensor as_matrix(const at::Tensor& tensor) {
+  if (tensor.dim() == 2) return tensor;
+  if (tensor.dim() == 1) return tensor.unsqueeze(0);
+  const c10::SymIntArrayRef leading = tensor.sym_sizes().slice(0, tensor.dim() - 1);
+  return tensor.reshape_symint({c10::multiply_integers(leading), tensor.sym_size(-1)});
+}
+
 /// One matrix, for the whole batch.
 inline Matrices describe_matrix(const at::Tensor& matrix) {
   return {matrix.const_data_ptr(), matrix.stride(0), matrix.stride(1), 0};
