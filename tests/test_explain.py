@@ -120,14 +120,15 @@ def test_every_op_can_be_explained(spec: OpSpec) -> None:
     sample = spec.leaves(spec.bench(CPU, torch.float32, (8, 64)))
     sample.start_generators()
     found = explain(spec.op, *sample.args, **sample.kwargs)
-    assert found.forward.kernels
+    kernels = found.forward.kernels
+    assert kernels or any(step.kind == "fallback" for step in found.forward.extra)
     assert found.spec
     assert found.forward.bytes == spec.traffic(sample).bytes
-    assert {kernel.instruction_set for kernel in found.forward.kernels} != {None}
+    assert not kernels or {kernel.instruction_set for kernel in kernels} != {None}
     assert json.loads(json.dumps(found.as_dict()))["op"] == spec.name
     for words in (str(found), repr(found)):
         assert words.startswith(f"{spec.name} of ")
-        assert "kernel " in words
+        assert ("kernel " if kernels else "fallback: ") in words
 
 
 def test_nothing_is_recorded_outside() -> None:

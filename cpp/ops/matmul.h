@@ -5,6 +5,7 @@
 #include <ATen/ATen.h>
 
 #include "elementwise.h"
+#include "torchkiln/explain.h"
 #include "torchkiln/kernels/matmul.h"
 #include "torchkiln/launch.h"
 
@@ -50,6 +51,7 @@ inline bool run_own_kernel(const char* op, const Matmul& arguments, const at::Te
       [&](auto stream) -> Status {
         const MatmulKernel kernel = cuda::choose(arguments, /*beside_library=*/true);
         done = kernel != MatmulKernel::library;
+        explain::note("product by ", name_of(kernel));
         return done ? cuda::matmul(arguments, kernel, stream) : Status{};
       },
       [](int64_t, int64_t) { return Status{}; });

@@ -7,6 +7,7 @@
 #include "activations.h"
 #include "elementwise.h"
 #include "torchkiln/checks.h"
+#include "torchkiln/explain.h"
 #include "torchkiln/kernels/spmm.h"
 #include "torchkiln/launch.h"
 #include "torchkiln/workspace.h"
@@ -162,6 +163,7 @@ void multiply(const char* op, const Pattern& pattern, const Tensor& values, cons
       [&](auto stream) {
         workspace = Workspace(out.device(), cuda::workspace_bytes(arguments));
         arguments.workspace = workspace.data();
+        explain::note(cuda::spmm_way(arguments));
         return cuda::spmm(arguments, stream);
       },
       [&](int64_t begin, int64_t end) { return cpu::spmm(arguments, begin, end); });

@@ -94,8 +94,8 @@ CPU = (
     ),
     Fault(
         *("backward keeps its workspace", "cpu", "cpp/ops/bias_act.cpp"),
-        "  Tensor workspace;\n",
-        "  Tensor& workspace = *new Tensor;\n",
+        "  Workspace workspace;\n",
+        "  Workspace& workspace = *new Workspace;\n",
         *("bias_act", "no_memory_growth"),
     ),
     Fault(

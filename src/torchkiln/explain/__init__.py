@@ -84,11 +84,14 @@ def _traffic(
 
     sample: Sample = Sample("explained", args, kwargs)
     if function is spec.op:  # arguments where the spec's samples have them
-        bound = inspect.signature(function).bind(*args, **kwargs)
-        sample = Sample("explained", bound.args, bound.kwargs)
+        given = inspect.signature(function).bind(*args, **kwargs).arguments
+        named = spec.typical(torch.device("cpu"), spec.dtypes[0]).kwargs
+        positional = tuple(value for name, value in given.items() if name not in named)
+        keywords = {name: value for name, value in given.items() if name in named}
+        sample = Sample("explained", positional, keywords)
     try:
         there, back = spec.traffic(sample), spec.backward_traffic(sample)
-    except (AttributeError, IndexError, TypeError):  # numbers where the samples have tensors
+    except (AttributeError, IndexError, TypeError, ValueError):  # numbers for the samples' tensors
         return None
     return (there.bytes, there.operations), (back.bytes, back.operations)
 

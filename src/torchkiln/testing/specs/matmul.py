@@ -135,9 +135,9 @@ def linear_inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     shapes = {name: pair for name, pair in SHAPES.items() if len(pair[1]) == 2}
     for i, (name, (left, right)) in enumerate(shapes.items()):
         rows = normal("x", left, device, dtype)
-        yield linear_sample(name, rows, right[1], "none")
+        yield linear_sample(f"shape {name}", rows, right[1], "none")
         act = acts[i % len(acts)]
-        yield linear_sample(name, rows, right[1], act, has_residual=i % 2 == 0)
+        yield linear_sample(f"shape {name} again", rows, right[1], act, has_residual=i % 2 == 0)
     for act in ("none", "relu"):
         yield linear_sample("scale", x, 8, act, scale=-0.6)
         yield linear_sample("scale, no bias", x, 8, act, scale=1.7, has_bias=False)
@@ -291,6 +291,7 @@ MATMUL = OpSpec(
     differentiable=(0, 1),
     autocast=(0, 1),
     bench_shapes=BENCH_SHAPES,
+    opaque=False,
     excluded=EXCLUDED,
 )
 
@@ -313,6 +314,7 @@ LINEAR = OpSpec(
     differentiable=(0, 1, 2, 5),
     autocast=(0, 1, 5),
     bench_shapes=BENCH_SHAPES,
+    opaque=True,
     excluded=EXCLUDED,
     helpers=("linear_forward",),
     module=module,

@@ -217,6 +217,7 @@ SPMM_CSR = OpSpec(
     waits_for=("check",),
     bench_shapes=((16384, 128), (65536, 64)),
     small_shapes=((64, 64), (1024, 64), (4096, 64)),
+    opaque=True,
     helpers=("spmm_transposed", "spmm_sampled", "spmm_transpose"),
     module=module,
     module_inputs=module_inputs,
