@@ -111,7 +111,7 @@ def test_a_slowed_op_is_caught(
     given = ["add", "--device=cpu", "--shape=64x64", "--dtype=float32", "--forward", "--threads=1"]
     given.append("--peers=eager")
     assert command.main([*given, f"--json={old}"]) == 0
-    slowed[0] = 0.008
+    slowed[0] = 0.08
     compare = [f"--compare={old}", "--threshold=50"]
     assert command.main([*given, *compare, f"--json={new}"]) == 1
     assert "1 slower and 0 faster by more than 50%" in capsys.readouterr().out
@@ -136,12 +136,8 @@ def test_a_file_that_is_none(
 def test_ctrl_c_keeps_what_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    calls = 0
-
     def op(a: Tensor, b: Tensor) -> Tensor:
-        nonlocal calls
-        calls += 1
-        if calls > 9:
+        if a.shape[0] == 4:
             raise KeyboardInterrupt
         return torch.add(a, b)
 
@@ -159,7 +155,7 @@ def test_ctrl_c_keeps_what_was_measured(
     status = command.main([*given, "--shape=2x2", "--shape=4x4", f"--json={path}"])
     assert status == 130
     assert "stopped: " in capsys.readouterr().err
-    assert len(bench.Record.read(path).rows) <= 1
+    assert [row.shape for row in bench.Record.read(path).rows] == [(2, 2)]
 
 
 def test_out_of_memory_and_refused_shapes_are_skipped(

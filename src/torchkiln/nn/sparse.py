@@ -89,8 +89,9 @@ class SparseLinear(nn.Module):
     def from_dense(cls, weight: Tensor, bias: Tensor | None = None) -> SparseLinear:
         """A layer with the non-zero elements of ``weight [out_features, in_features]``."""
         rows, columns = weight.shape
+        sparse = 1 / max(columns, 1)  # of a pattern that is replaced below
         layer = cls(
-            columns, rows, density=1.0, bias=False, device=weight.device, dtype=weight.dtype
+            columns, rows, density=sparse, bias=False, device=weight.device, dtype=weight.dtype
         )
         row, col = weight.detach().nonzero(as_tuple=True)
         ends = torch.bincount(row, minlength=rows).cumsum(0)

@@ -185,6 +185,9 @@ class OpSpec:
     """A module around the op, with parameters that are not all zero."""
     module_inputs: Callable[[torch.device, torch.dtype], tuple[Tensor, ...]] | None = None
     """What the module is called with."""
+    threads_matter: bool = False
+    """Whether the last bits of a result depend on the number of threads on the CPU, as those of
+    torch's products do. From run to run they must not."""
     excluded: Mapping[str, str] = field(default_factory=dict)
     """Checks that cannot hold for this op, and why. A case of one is made, and says it when run."""
 

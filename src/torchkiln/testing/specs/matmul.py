@@ -271,9 +271,6 @@ def module_inputs(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...
 
 BENCH_SHAPES = ((4096, 4096), (8192, 8192))
 
-# The same from run to run, which a test of its own says; not from one number of threads to another.
-EXCLUDED = {"determinism": "on the CPU torch's product splits its sums by the number of threads"}
-
 MATMUL = OpSpec(
     name="matmul",
     op=torchkiln.matmul,
@@ -292,7 +289,7 @@ MATMUL = OpSpec(
     autocast=(0, 1),
     bench_shapes=BENCH_SHAPES,
     opaque=False,
-    excluded=EXCLUDED,
+    threads_matter=True,
 )
 
 LINEAR = OpSpec(
@@ -315,7 +312,7 @@ LINEAR = OpSpec(
     autocast=(0, 1, 5),
     bench_shapes=BENCH_SHAPES,
     opaque=True,
-    excluded=EXCLUDED,
+    threads_matter=True,
     helpers=("linear_forward",),
     module=module,
     module_inputs=module_inputs,
