@@ -20,8 +20,8 @@ __global__ void __launch_bounds__(kLossThreads, 4)
     cross_entropy_rows(CrossEntropy p, TeamShape shape) {
   using T = typename Access::T;
   using C = Compute<T>;
-  using Powers = PowersFor<T>;
-  using Sums = AddPowers<Powers>;
+  using Math = MathFor<T>;
+  using Sums = AddExponentials<Math>;
   using Item = typename Access::Item;
   constexpr int kLanes = Access::kLanes;
   constexpr int kValues = kSpread ? 4 : 2;
@@ -59,12 +59,11 @@ __global__ void __launch_bounds__(kLossThreads, 4)
     logit = convert<C>(logits[target.index]);
   }
 
-  // The largest exponent, the sum of powers relative to that, of q * (logits - base), of q.
-  constexpr C kUnit = static_cast<C>(Powers::kUnit);
+  // The largest logit, the sum of exponentials relative to that, of q * (logits - base), of q.
   C values[kValues] = {};
   values[0] = -C(INFINITY);
   const auto take = [&](int first) {
-    const C largest = fmax(values[0], largest_of<C>(items) * kUnit);
+    const C largest = fmax(values[0], largest_of<C>(items));
     const C reference = Sums::reference(largest);
     // A group's sums first: the rounding error grows with the number of groups.
     C part = 0, part_of_logits = 0, part_of_q = 0;
@@ -73,7 +72,7 @@ __global__ void __launch_bounds__(kLossThreads, 4)
       C z[kLanes];
       widen(items[k], z);
 #pragma unroll
-      for (int i = 0; i < kLanes; ++i) part += Powers::power(z[i] * kUnit - reference);
+      for (int i = 0; i < kLanes; ++i) part += Math::exp(z[i] - reference);
       if constexpr (kSpread) {
         const int column = access.column(first + k * team.size());
         if (column >= access.columns) continue;
@@ -91,7 +90,7 @@ __global__ void __launch_bounds__(kLossThreads, 4)
       values[2] += part_of_logits;
       values[3] += part_of_q;
     }
-    if (values[0] != -C(INFINITY)) part += values[1] * Powers::power(values[0] - reference);
+    if (values[0] != -C(INFINITY)) part += values[1] * Math::exp(values[0] - reference);
     values[1] = part;
     values[0] = largest;
   };
@@ -106,7 +105,7 @@ __global__ void __launch_bounds__(kLossThreads, 4)
       for (int k = 0; k < kItems; ++k) items[k] = next[k];
     }
   }
-  // A warp's threads agree upon the largest first, which leaves one power for each of them.
+  // A warp's threads agree upon the largest first, which leaves one exponential for each of them.
   C largest[1] = {values[0]};
   team.combine_in_warp(largest, Largest{});
   values[1] = Sums::rescaled(values[1], values[0], largest[0]);
@@ -116,11 +115,10 @@ __global__ void __launch_bounds__(kLossThreads, 4)
   team.combine_warps(values, Sums{});
   if (!inside || team.rank() > 0) return;
 
-  // The exponent as a number of the logits' kind, and what was lost when that was rounded.
-  const double exact = static_cast<double>(Sums::reference(values[0])) * Powers::kNatural;
-  const C reference = static_cast<C>(exact);
-  const C log_sum = log(values[1]) + static_cast<C>(exact - static_cast<double>(reference));
+  const C reference = Sums::reference(values[0]);
+  const C log_sum = log(values[1]);
   const C log_sum_exp = reference + log_sum;
+  // What was lost when that was rounded.
   const C rest = (reference - log_sum_exp) + log_sum;
   C mass, loss;
   if constexpr (kSpread) {

@@ -44,8 +44,8 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place>)
     softmax_rows(Softmax p, TeamShape shape) {
   using T = typename Place::T;
   using C = Compute<T>;
-  using Powers = PowersFor<T>;
-  using Sums = AddPowers<Powers>;
+  using Math = MathFor<T>;
+  using Sums = AddExponentials<Math>;
   constexpr int kLanes = Place::kLanes;
   constexpr int kItems = Place::kItems;
   __shared__ Meeting<C, 2> meeting;
@@ -61,8 +61,8 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place>)
   team.open();
   const Parts<kMasked, Place> parts(place, p.mask, row);
   const C scale = static_cast<C>(p.scale);
-  // Of a number that read() gives, in units of the exponent. -infinity stays what it is.
-  const C unit = static_cast<C>(Powers::kUnit) * (kMasked ? C(1) : scale);
+  // Of a number that read() gives. -infinity stays what it is.
+  const C unit = kMasked ? C(1) : scale;
   const auto read = [&](int k, C(&z)[kLanes]) {
     widen(items[k], z);
     if constexpr (kMasked) {
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place>)
     read(k, z);
 #pragma unroll
     for (int i = 0; i < kLanes; ++i) {
-      const C term = Powers::power(z[i] * unit - from);
+      const C term = Math::exp(z[i] * unit - from);
       part[0] += term;
       if constexpr (kKeeps) terms[k][i] = term;
     }
@@ -120,13 +120,11 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place>)
 #pragma unroll
     for (int i = 0; i < kLanes; ++i) {
       if constexpr (kLog) {
-        // Of the largest, rounding may leave a little more than 0.
-        const C result = (z[i] * unit - reference) * static_cast<C>(Powers::kNatural) - log_sum;
-        z[i] = result > C(0) ? C(0) : result;
+        z[i] = (z[i] * unit - reference) - log_sum;
       } else if constexpr (kKeeps) {
         z[i] = terms[k][i] * factor;
       } else {
-        z[i] = Powers::power(z[i] * unit - reference) * factor;
+        z[i] = Math::exp(z[i] * unit - reference) * factor;
       }
     }
     place.save(inside, y, k, z);

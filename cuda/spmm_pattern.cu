@@ -146,6 +146,7 @@ Status status_of(cudaError_t error) {
 }  // namespace
 
 size_t workspace_bytes(const CsrTranspose& p) {
+  if (p.batch * p.pattern.entries >= int64_t{1} << 31) return 0;  // refused below
   Entries entries{};
   if (sort(p, entries, nullptr) != cudaSuccess) return 0;
   return kArrays * array_bytes(p) + entries.temporary_bytes;

@@ -135,6 +135,21 @@ def test_large_offsets(device: torch.device, dtype: torch.dtype) -> None:
         )
 
 
+@every_dtype
+@pytest.mark.parametrize("count", [3, 300, 1200, 5000, 33000])
+def test_logits_far_below_zero(device: torch.device, dtype: torch.dtype, count: int) -> None:
+    """Nothing overflows, whatever of a row lies where: it is measured from its largest logit."""
+    lowest = -60000.0 if dtype == torch.float16 else torch.finfo(dtype).min
+    for value in (-100.0, -1000.0, lowest):
+        logits = torch.full((2, count), value, device=device, dtype=dtype)
+        logits[1, : count - 1] = -torch.inf
+        target = torch.tensor([0, count - 1], device=device)
+        found = torchkiln.cross_entropy(logits, target, reduction="none")
+        expected = torch.tensor([math.log(count), 0.0], device=device, dtype=torch.float64)
+        step = torch.finfo(dtype).eps
+        torch.testing.assert_close(found.double(), expected, rtol=4 * step, atol=4 * step)
+
+
 @pytest.mark.parametrize("count", [6, 300, 5000])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_special_values(device: torch.device, count: int, smoothing: float) -> None:

@@ -110,6 +110,21 @@ def test_half_precision_beyond_its_range(device: torch.device) -> None:
 
 
 @every_op
+@every_dtype
+@pytest.mark.parametrize("length", [3, 300, 1200, 5000, 33000])
+def test_rows_far_below_zero(
+    device: torch.device, dtype: torch.dtype, length: int, op: Any, torchs: Any
+) -> None:
+    """Nothing overflows, whatever of a row lies where: it is measured from its largest number."""
+    lowest = -60000.0 if dtype == torch.float16 else torch.finfo(dtype).min
+    for value in (-100.0, -1000.0, lowest):
+        x = torch.full((2, length), value, device=device, dtype=dtype)
+        x[1, : length - 1] = -torch.inf
+        found = op(x, 1).double()
+        torch.testing.assert_close(found, torchs(x.double(), 1), **tolerances(dtype))
+
+
+@every_op
 @pytest.mark.parametrize("length", [3, 31, 1024, 5001])
 def test_fully_masked_rows(device: torch.device, length: int, op: Any, torchs: Any) -> None:
     """NaN as in torch, and a gradient of 0."""

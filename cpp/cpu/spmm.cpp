@@ -185,8 +185,16 @@ int32_t faults_of(const CsrCheck& p, int64_t matrix) {
 Status csr_transpose(const CsrTranspose& p, int64_t begin, int64_t end) {
   if (p.pattern.entries >= int64_t{1} << 31)
     return {"the transposed pattern of 2^31 entries or more is not built, expected fewer"};
-  for (int64_t matrix = begin; matrix < end; ++matrix)
+  // Columns may come in any order, and twice; what leads outside would be written to.
+  constexpr auto kUnsorted = static_cast<int32_t>(CsrFault::unsorted);
+  const CsrCheck check{p.pattern, p.batch, nullptr};
+  for (int64_t matrix = begin; matrix < end; ++matrix) {
+    const int32_t faults =
+        p.pattern.wide ? faults_of<int64_t>(check, matrix) : faults_of<int32_t>(check, matrix);
+    if ((faults & ~kUnsorted) != 0)
+      return {"the pattern leads outside of its entries or columns; check=True tells where"};
     p.pattern.wide ? transpose<int64_t>(p, matrix) : transpose<int32_t>(p, matrix);
+  }
   return {};
 }
 

@@ -150,8 +150,9 @@ Tensor run_library(const Tensor& x, const Tensor& weight, const MaybeTensor& bia
                    const Tensor& preactivation) {
   const bool is_kept = preactivation.defined();
   Tensor rows = as_matrix(out);
+  // Of no terms ATen gives the bias alone.
   if (out.is_cuda() && activation == kActivation<Relu> && scale == 1 && !is_kept && bias &&
-      bias->scalar_type() == out.scalar_type()) {
+      bias->scalar_type() == out.scalar_type() && x.sym_size(-1) > 0) {
     at::_addmm_activation_out(rows, *bias, x, weight.t());
   } else if (activation == kActivation<None>) {
     run_preactivation(x, weight, bias, scale, rows);

@@ -33,7 +33,8 @@ def spmm(a: Csr, b: Tensor, *, transpose: Tensor | None = None, check: bool = Fa
         check: whether to refuse a pattern that begins or ends elsewhere than the entries, that goes
             back, that has columns outside of ``a``, or an entry twice. Reads the indices once (and
             where columns do not ascend within a row, builds the transposed pattern), and waits for
-            the GPU. Without it such a pattern reads memory that is not its own.
+            the GPU. Without it such a pattern reads and, in backward,
+            writes memory that is not its own.
     """
     if isinstance(a, Tensor):
         if a.layout != torch.sparse_csr:

@@ -17,9 +17,13 @@ inline bool in_vectors(const DenseRows& rows, int64_t width, Dtype dtype) {
 /// A null where the kernels' 32-bit numbers of rows, columns and strides do.
 inline const char* too_large(const CsrPattern& pattern, int64_t row_stride) {
   constexpr int64_t kMost = (int64_t{1} << 31) - 1;
-  if (pattern.rows > kMost - 1 || pattern.columns > kMost) {
-    return "a sparse matrix has more than 2^31 - 1 rows or columns, expected fewer";
-  }
+  // Steps of a search go past the last row, and those of a warp past the last entry.
+  constexpr int64_t kMostRows = kMost - (int64_t{1} << 27);
+  constexpr int64_t kMostNarrow = kMost - (int64_t{1} << 13);
+  if (pattern.rows > kMostRows || pattern.columns > kMost)
+    return "a sparse matrix has more than 2^31 - 2^27 rows or 2^31 columns, expected fewer";
+  if (!pattern.wide && pattern.entries > kMostNarrow)
+    return "a sparse matrix has nearly 2^31 entries, expected int64 indices";
   if (pattern.entries / 64 > kMost) return "a sparse matrix has too many entries for one launch";
   if (row_stride > kMost) return "rows lie more than 2^31 - 1 elements apart, expected less";
   return nullptr;

@@ -3,41 +3,16 @@
 // Sums of exponentials, as the threads of a team gather them: relative to the largest number that
 // each has seen, so that none overflows.
 
-#include <type_traits>
-
+#include "torchkiln/math.h"
 #include "torchkiln/team.cuh"
 #include "torchkiln/vec.cuh"
 
 namespace torchkiln {
 
-/// Exponentials of what is computed with to the last digit.
-struct NaturalPowers {
-  static constexpr double kUnit = 1;     // of an exponent, in units of 1
-  static constexpr double kNatural = 1;  // 1 / kUnit
-  template <class C>
-  static __device__ __forceinline__ C power(C exponent) {
-    return exp(exponent);
-  }
-};
-
-/// Of half precision: powers of two are one instruction, and so is what brings a number to them.
-struct BinaryPowers {
-  static constexpr double kUnit = 1.44269502162933349609375;  // log2(e) as a float
-  static constexpr double kNatural = 1 / kUnit;
-  static __device__ __forceinline__ float power(float exponent) {
-    float result;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(exponent));
-    return result;
-  }
-};
-
-template <class T>
-using PowersFor = std::conditional_t<sizeof(T) == 2, BinaryPowers, NaturalPowers>;
-
-/// The largest of some exponents, and the sum of powers of how far each is below it; what follows
-/// is added.
-template <class Powers>
-struct AddPowers {
+/// The largest of some numbers, and the sum of the exponentials of how far each is below it; what
+/// follows is added.
+template <class Math>
+struct AddExponentials {
   template <class C, int N>
   static __device__ __forceinline__ void clear(C (&a)[N]) {
     Add::clear(a);
@@ -52,15 +27,16 @@ struct AddPowers {
     for (int i = 2; i < N; ++i) a[i] += b[i];
   }
 
-  /// What exponents are measured from: 0 where there was none but -infinity.
+  /// What numbers are measured from: 0 where there was none but -infinity.
   template <class C>
   static __device__ __forceinline__ C reference(C largest) {
     return largest == -C(INFINITY) ? C(0) : largest;
   }
-  /// A sum of powers relative to `from`, relative to `to`.
+  /// A sum of exponentials relative to `from`, relative to `to`. There is nothing in one relative
+  /// to -infinity, which must not become 0 * infinity where `to` is far below zero.
   template <class C>
   static __device__ __forceinline__ C rescaled(C sum, C from, C to) {
-    return from == to ? sum : sum * Powers::power(reference(from) - reference(to));
+    return from == to || from == -C(INFINITY) ? sum : sum * Math::exp(from - reference(to));
   }
 };
 
