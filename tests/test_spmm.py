@@ -44,6 +44,21 @@ def test_a_torch_tensor(device: torch.device, index: torch.dtype) -> None:
     close(found[1], expected[1])
 
 
+def test_what_is_stored_spreads_nan(device: torch.device) -> None:
+    """And what is not stored does not: as torch.sparse has it."""
+    crow = torch.tensor([0, 2, 2, 3], device=device)
+    col = torch.tensor([0, 2, 1], device=device)
+    values = torch.tensor([1.0, torch.nan, torch.inf], device=device)
+    y = torchkiln.spmm_csr(values, torch.tensor([[2.0], [-1.0], [4.0]], device=device), crow, col)
+    assert torch.equal(y.isnan().flatten().cpu(), torch.tensor([True, False, False]))
+    assert y[1:].flatten().tolist() == [0.0, -torch.inf]
+    b = torch.tensor([[torch.inf], [torch.nan], [0.0]], device=device)
+    y = torchkiln.spmm_csr(torch.ones(3, device=device), b, crow, col)
+    assert y[0].item() == torch.inf
+    assert y[1].item() == 0
+    assert y[2].isnan()
+
+
 def test_a_tuple(device: torch.device) -> None:
     crow, col, values = matrix(13, 9, device)
     b = torch.randn(9, 6, device=device)

@@ -199,6 +199,14 @@ def half_step(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2 / (2 * compute_eps(dtype))
 
 
+def steps(terms: int) -> float:
+    """How the rounding errors of a sum grow that is rounded after each of its terms.
+
+    By chance as the root of their number, in the worst case, that of equal terms, as the number.
+    """
+    return min(max(terms, 1), 4 * max(terms, 1) ** 0.5)
+
+
 def depth(terms: int) -> float:
     """How often the rounding of a pairwise sum of so many terms adds up."""
     return max(1.0, math.log2(max(terms, 1)) / 2)

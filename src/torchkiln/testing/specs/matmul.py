@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import torchkiln
+from torchkiln.testing.compare import steps
 from torchkiln.testing.data import normal
 from torchkiln.testing.spec import OpSpec, Sample, Traffic
 from torchkiln.testing.specs.activation import FORMULAS
@@ -50,11 +51,6 @@ def matmul_inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     """Every shape."""
     for name, (left, right) in SHAPES.items():
         yield Sample(name, (normal("a", left, device, dtype), normal("b", right, device, dtype)))
-
-
-def steps(terms: int) -> float:
-    """How the rounding errors of a sum grow, which is rounded after each of its terms."""
-    return max(terms, 1) ** 0.5
 
 
 def absolute_product(a: Tensor, b: Tensor) -> Tensor:
