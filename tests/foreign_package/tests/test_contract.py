@@ -14,7 +14,14 @@ from torchkiln.testing import Case, Invalid, OpSpec, Sample, Traffic
 from torchkiln.testing.data import normal
 from torchkiln.testing.fuzz import Plan, check_call, plans
 
-SHAPES = {"typical": (6, 10), "one": (1,), "0-dim": (), "empty": (0, 3), "images": (2, 3, 5, 7)}
+SHAPES = {
+    "typical": (6, 10),
+    "one": (1,),
+    "0-dim": (),
+    "empty": (0, 3),
+    "images": (2, 3, 5, 7),
+    "many": (40, 30),
+}
 
 
 def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
