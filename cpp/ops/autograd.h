@@ -1,9 +1,16 @@
 #pragma once
 
 #include <ATen/ATen.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 namespace torchkiln {
+
+/// A registered op, of the signature that its schema says.
+template <class Signature>
+auto find_op(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
 
 /// Whether a functorch transform (grad, jvp, vmap ...) is being run, or an input carries a tangent
 /// of forward-mode differentiation. A C++ autograd::Function serves neither: the op then takes its

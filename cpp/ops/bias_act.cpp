@@ -1,6 +1,5 @@
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -33,11 +32,6 @@ using Schema = Tensor(const Tensor&, const Tensor&, double, string_view);
 using ForwardSchema = Two(const Tensor&, const Tensor&, double, string_view);
 using BackwardSchema = Two(const Tensor&, const Tensor&, const std::optional<Tensor>&, double,
                            string_view, at::ScalarType, Wanted);
-
-template <class Signature>
-auto find_op(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
-}
 
 const auto& op() {
   static const auto found = find_op<Schema>("torchkiln::bias_act");

@@ -1,6 +1,5 @@
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
@@ -34,11 +33,6 @@ using BackwardSchema = Tensor(const Tensor&, const Tensor&, const Tensor&, const
 constexpr const char* kOp = "cross_entropy";
 constexpr const char* kForwardOp = "cross_entropy_forward";
 constexpr const char* kBackwardOp = "cross_entropy_backward";
-
-template <class Signature>
-auto find_op(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
-}
 
 Tensor call_op(const Tensor& logits, const Tensor& target, const LossCall& call) {
   static const auto op = find_op<Schema>("torchkiln::cross_entropy");

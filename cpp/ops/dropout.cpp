@@ -1,6 +1,5 @@
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -38,11 +37,6 @@ using BackwardSchema = Two(const Tensor&, const Tensor&, double, at::ScalarType,
 constexpr const char* kOp = "dropout_add";
 constexpr const char* kBiasOp = "bias_dropout_add";
 constexpr const char* kBackwardOp = "dropout_add_backward";
-
-template <class Signature>
-auto find_op(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
-}
 
 const auto& op() {
   static const auto found = find_op<Schema>("torchkiln::dropout_add");

@@ -1,7 +1,6 @@
 #include <ATen/ATen.h>
 #include <ATen/ExpandUtils.h>
 #include <ATen/autocast_mode.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -24,8 +23,7 @@ constexpr const char* kOp = "matmul";
 using Schema = Tensor(const Tensor&, const Tensor&);
 
 const auto& op() {
-  static const auto found =
-      c10::Dispatcher::singleton().findSchemaOrThrow("torchkiln::matmul", "").typed<Schema>();
+  static const auto found = find_op<Schema>("torchkiln::matmul");
   return found;
 }
 

@@ -1,4 +1,3 @@
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -26,11 +25,6 @@ using AddLayerNormSchema = NormResult(const Tensor&, const Tensor&, SymIntArrayR
                                       const MaybeTensor&, const MaybeTensor&, double);
 using AddRmsNormSchema = NormResult(const Tensor&, const Tensor&, SymIntArrayRef,
                                     const MaybeTensor&, std::optional<double>, double);
-
-template <class Signature>
-auto find_op(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
-}
 
 const auto& layer_norm_op() {
   static const auto found = find_op<LayerNormSchema>("torchkiln::layer_norm");

@@ -1,5 +1,4 @@
 #include <ATen/ATen.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -40,11 +39,6 @@ struct Log {
   static constexpr const char* kQualified = "torchkiln::log_softmax";
   static constexpr bool kLog = true;
 };
-
-template <class Signature>
-auto find_op(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
-}
 
 template <class Op>
 const auto& op_of() {

@@ -1,5 +1,4 @@
 #include <ATen/autocast_mode.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -16,11 +15,6 @@ using at::Tensor;
 using c10::SymInt;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-template <class Signature>
-auto find_op(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
-}
 
 const auto& csr_op() {
   static const auto found = find_op<SpmmSchema>("torchkiln::spmm_csr");
