@@ -1,6 +1,18 @@
 """From an idea to a running kernel in a tenth of a second, without a CUDA toolkit."""
 
+from torchkiln.jit.elementwise import Elementwise, elementwise
 from torchkiln.jit.module import Kernel, Module, inline, load
 from torchkiln.jit.nvrtc import CompileError
+from torchkiln.jit.op import Op, op
 
-__all__ = ["CompileError", "Kernel", "Module", "inline", "load"]
+__all__ = [
+    "CompileError",
+    "Elementwise",
+    "Kernel",
+    "Module",
+    "Op",
+    "elementwise",
+    "inline",
+    "load",
+    "op",
+]
