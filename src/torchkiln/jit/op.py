@@ -19,6 +19,24 @@ def _transforms() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def _batched(tensor: Tensor) -> bool:
+    """Whether many gradients are computed at once, as torch.autograd.functional does."""
+    functorch = torch._C._functorch
+    found: bool = functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
+    return found
+
+
+AUTOGRAD_KEYS = ("AutogradOther", "AutogradCPU", "AutogradCUDA", "ADInplaceOrView")
+
+
+def _recording() -> Any:
+    """Has torch record what follows also where a kernel is called from a compiled graph."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for name in AUTOGRAD_KEYS:
+        excluded = excluded.remove(getattr(torch._C.DispatchKey, name))
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+
+
 _libraries: dict[str, torch.library.Library] = {}
 
 
@@ -155,7 +173,7 @@ class Op:
     ) -> list[Tensor | None]:
         """The gradients by torch's autograd of the reference."""
         given = self._bind(args)
-        with torch.enable_grad():
+        with torch.enable_grad(), _recording():
             leaves = []
             for i, want in zip(self.positions, wanted, strict=True):
                 if not again:
@@ -189,7 +207,7 @@ class Op:
         recorded = torch.is_grad_enabled() and any(
             t.requires_grad for t in (*flat, *ctx.saved_tensors)
         )
-        if recorded:
+        if recorded or _transforms() or any(map(_batched, flat)):
             found = self._differentiate(flat, wanted, args, again=True)
         else:
             found = self._helper(list(flat), wanted, *args)
