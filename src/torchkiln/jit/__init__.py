@@ -1,6 +1,7 @@
 """From an idea to a running kernel in a tenth of a second, without a CUDA toolkit."""
 
 from torchkiln.jit.elementwise import Elementwise, elementwise
+from torchkiln.jit.extension import extension
 from torchkiln.jit.module import Kernel, Module, inline, load
 from torchkiln.jit.nvrtc import CompileError
 from torchkiln.jit.op import Op, op
@@ -12,6 +13,7 @@ __all__ = [
     "Module",
     "Op",
     "elementwise",
+    "extension",
     "inline",
     "load",
     "op",

@@ -47,8 +47,8 @@ def placed(where: str, signature: Signature, given: Sequence[Any]) -> int | None
             raise ValueError(f"{where}: {parameter.name}: got {got}, expected one on a GPU")
         if device not in (None, value.device.index):
             raise ValueError(
-                f"{where}: {parameter.name}: got a tensor on {value.device}, expected cuda:{device},"
-                " where the tensors before it are"
+                f"{where}: {parameter.name}: got a tensor on {value.device}, expected one on"
+                f" cuda:{device}, where the tensors before it are"
             )
         device = value.device.index
     return device
@@ -99,6 +99,6 @@ def pack_pointer(where: str, parameter: Parameter, value: Any) -> ctypes.c_void_
         got = type(value).__name__
         raise TypeError(f"{where}: got {got}, expected a torch.Tensor for {parameter}")
     if parameter.dtype not in (None, value.dtype):
-        wanted = f"{dtype_name(parameter.dtype)} for {parameter}"  # type: ignore[arg-type]
+        wanted = f"{dtype_name(parameter.dtype)} for {parameter}"
         raise TypeError(f"{where}: got dtype {dtype_name(value.dtype)}, expected {wanted}")
     return ctypes.c_void_p(value.data_ptr())

@@ -72,6 +72,7 @@ class Elementwise(Op):
         self,
         name: str,
         arguments: list[Argument],
+        *,
         node: Node | None,
         forward: Formula,
         backward: Formula | None,
@@ -94,7 +95,7 @@ class Elementwise(Op):
     def _require(self, *args: Any) -> None:
         """Tensors of floats on one device that broadcast."""
         where = f"torchkiln.jit.{self.short_name}"
-        tensors = []
+        tensors: list[Tensor] = []
         for argument, value in zip(self.arguments, args, strict=True):
             if argument.is_number:
                 continue
@@ -244,10 +245,10 @@ def elementwise(
     made = Elementwise(
         name or f"elementwise_{digest}",
         found,
-        node,
-        Formula(tensors, numbers, body, preamble=text, path=path),
-        backward,
-        reference,
+        node=node,
+        forward=Formula(tensors, numbers, body, preamble=text, path=path),
+        backward=backward,
+        reference=reference,
     )
     _made[key] = made
     return made

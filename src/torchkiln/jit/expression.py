@@ -85,7 +85,7 @@ def _require_kinds(node: Node, text: str) -> None:
         _require_kinds(argument, text)
 
 
-def _read(tree: ast.expr, text: str) -> Node:
+def _read(tree: ast.expr, text: str) -> Node:  # noqa: PLR0911  one for each kind
     def read(*parts: ast.expr) -> tuple[Node, ...]:
         return tuple(_read(part, text) for part in parts)
 
@@ -207,9 +207,7 @@ def magnitude(node: Node) -> Node:
 
 
 def cuda_of(nodes: Mapping[str, Node]) -> str:
-    """C++ statements that assign each result. Names have an underscore behind them there; equal
-    parts are computed once.
-    """
+    """C++ that assigns each result. Names end in an underscore there; equal parts are one."""
     lines: list[str] = []
     known: dict[Node, str] = {}
 

@@ -137,9 +137,7 @@ class Formula:
             stores="\n    ".join(stores),
         )
 
-    def module(
-        self, dtypes: Sequence[torch.dtype], lanes: int, reaches: Sequence[str]
-    ) -> Module:
+    def module(self, dtypes: Sequence[torch.dtype], lanes: int, reaches: Sequence[str]) -> Module:
         """The kernel for operands of these dtypes."""
         key = (tuple(dtypes), lanes, tuple(reaches))
         with self._lock:

@@ -65,9 +65,7 @@ FUNCTIONS = {
     "ge": Function("({0} >= {1})", torch.ge, ("0", "0"), numbers=True, condition=True),
     "eq": Function("({0} == {1})", torch.eq, ("0", "0"), numbers=True, condition=True),
     "ne": Function("({0} != {1})", torch.ne, ("0", "0"), numbers=True, condition=True),
-    "where": Function(
-        "({0} ? {1} : {2})", torch.where, ("0", "where(a, 1, 0)", "where(a, 0, 1)")
-    ),
+    "where": Function("({0} ? {1} : {2})", torch.where, ("0", "where(a, 1, 0)", "where(a, 0, 1)")),
     "abs": Function("fabs({0})", torch.abs, ("sign(a)",)),
     "sign": Function("::torchkiln::sign({0})", torch.sign, ("0",)),
     "floor": Function("floor({0})", torch.floor, ("0",)),
@@ -122,9 +120,7 @@ FUNCTIONS = {
     "gelu_tanh": Function(
         _MATH.format("GeluTanh"),
         _gelu_tanh,
-        (
-            f"sigmoid({_INNER}) + a * {_INNER_SLOPE} * (sigmoid({_INNER}) * sigmoid(-{_INNER}))",
-        ),
+        (f"sigmoid({_INNER}) + a * {_INNER_SLOPE} * (sigmoid({_INNER}) * sigmoid(-{_INNER}))",),
     ),
 }
 OPERATORS = {"add", "sub", "mul", "div", "neg", "lt", "le", "gt", "ge", "eq", "ne"}

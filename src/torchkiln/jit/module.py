@@ -31,20 +31,24 @@ class Kernel:
         self._functions: dict[int, driver.Function] = {}
         self._lock = threading.Lock()
 
-    def __getitem__(self, launch: tuple[Any, ...]) -> Launch:
+    def __getitem__(self, launch: Any) -> Launch:
         """Grid, block, and if wanted the bytes of dynamic shared memory and a torch.cuda.Stream.
 
         Grid and block are a number or a tuple of up to three.
         """
         if not isinstance(launch, tuple) or not 2 <= len(launch) <= 4:
-            raise TypeError(f"{self.where}: got [{launch!r}], expected [grid, block, bytes, stream]")
+            raise TypeError(
+                f"{self.where}: got [{launch!r}], expected [grid, block, bytes, stream]"
+            )
         grid, block, shared_bytes, stream = (*launch, 0, None)[:4]
         return Launch(self, grid, block, shared_bytes, stream)
 
     def __call__(self, *arguments: Any) -> None:
         """An error: how many threads are to run is for the caller to say."""
         call = f"{self.signature.name}[grid, block](...)"
-        raise TypeError(f"{self.where}: got {len(arguments)} arguments and no grid, expected {call}")
+        raise TypeError(
+            f"{self.where}: got {len(arguments)} arguments and no grid, expected {call}"
+        )
 
     def function(self, device: int) -> driver.Function:
         """The kernel in the memory of a device, which is the current one."""
@@ -52,9 +56,7 @@ class Kernel:
             if device not in self._functions:
                 binary = self.module.binary(architecture_of(device), self.signature.name)
                 lowered = binary.names[self.signature.name]
-                self._functions[device] = driver.Function(
-                    self.signature.name, binary.code, lowered
-                )
+                self._functions[device] = driver.Function(self.signature.name, binary.code, lowered)
             return self._functions[device]
 
     def __repr__(self) -> str:
@@ -186,6 +188,8 @@ def load(
     return Module(file.read_text(encoding="utf-8"), str(file), include, options)
 
 
-def inline(source: str, *, include: Sequence[str | Path] = (), options: Sequence[str] = ()) -> Module:
+def inline(
+    source: str, *, include: Sequence[str | Path] = (), options: Sequence[str] = ()
+) -> Module:
     """The same of a string, for notebooks; messages call it ``inline.cu``."""
     return Module(source, "inline.cu", include, options)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from torchkiln.testing import OpSpec
 
+
 def _transforms() -> bool:
     """Whether torch.func is at work, of which torch.library's Python interface knows little."""
     return torch._C._functorch.peek_interpreter_stack() is not None
@@ -87,9 +88,7 @@ class Op:
         register = torch.library
         register.register_fake(self.name, self._checked(meta or reference), lib=library)
         register.register_fake(f"{namespace}::{helper}", self._backward_meta, lib=library)
-        register.register_autograd(
-            self.name, self._backward, setup_context=self._save, lib=library
-        )
+        register.register_autograd(self.name, self._backward, setup_context=self._save, lib=library)
         packets = getattr(torch.ops, namespace)
         self.overload = getattr(packets, self.short_name).default
         self._helper = getattr(packets, helper).default

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -42,7 +43,7 @@ POINTED = {
 }
 """What a tensor's elements are called in C++."""
 
-NUMBERS: dict[torch.dtype, type[ctypes._SimpleCData[float]]] = {
+NUMBERS: dict[torch.dtype, type[ctypes._SimpleCData[Any]]] = {
     torch.float32: ctypes.c_float,
     torch.float64: ctypes.c_double,
     torch.bool: ctypes.c_bool,
@@ -69,7 +70,7 @@ class Parameter:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Of the tensor or number; None where it is a type of the author's, which is not checked."""
+        """Of the tensor or number; None for a type of the author's, which is not checked."""
         return POINTED.get(self.type)
 
     def __str__(self) -> str:

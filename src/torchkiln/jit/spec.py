@@ -82,9 +82,7 @@ def spec_of_formula(
             for a in op.arguments
         )
 
-    def draw(
-        name: str, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype
-    ) -> Tensor:
+    def draw(name: str, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
         values = normal(name, shape, device, torch.float64)
         if domain is not None:
             lo, hi = domain
@@ -162,5 +160,3 @@ class GradientMagnitude(Magnitude):
                 steep = compute(magnitude(slope(self.node, name)), fixed, dtype, device)
                 total = total + value * steep
         return total
-
-

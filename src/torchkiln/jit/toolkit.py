@@ -94,7 +94,7 @@ def find() -> Toolkit:
     name = f"libnvrtc.so.{wanted}" if wanted else "libnvrtc.so"
     package = f"nvidia-cuda-nvrtc=={wanted}.*" if wanted else "nvidia-cuda-nvrtc"
     raise RuntimeError(
-        f"torchkiln.jit: NVRTC: got {', '.join(seen) or 'none'}, expected {name} and cuda_fp16.h beside"
-        f" it. They come with torch's own dependencies; type\n  {sys.executable} -m pip install"
+        f"torchkiln.jit: NVRTC: got {', '.join(seen) or 'none'}, expected {name} and cuda_fp16.h"
+        f" beside it. They come with torch's own dependencies; type\n  {sys.executable} -m pip install"
         f" '{package}' '{package.replace('nvrtc', 'runtime')}'"
     )
