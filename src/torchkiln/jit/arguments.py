@@ -28,7 +28,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def sizes(where: str, given: Size, most: tuple[int, int, int]) -> tuple[int, int, int]:
     """Three sizes of a grid or a block."""
-    sizes = (given,) if isinstance(given, int) else tuple(given)
+    sizes = given if isinstance(given, tuple) else (given,)
     fits = 1 <= len(sizes) <= 3 and all(isinstance(n, int) for n in sizes)
     if not fits or any(not 1 <= n <= m for n, m in zip(sizes, most, strict=False)):
         raise ValueError(f"{where}: got {given}, expected up to three sizes from 1 to {most}")
@@ -81,7 +81,7 @@ def pack_one(where: str, parameter: Parameter, value: Any) -> Any:
     if dtype == torch.float16:
         return ctypes.c_uint16(struct.unpack("<H", struct.pack("<e", value))[0])
     if dtype not in NUMBERS:
-        bits = torch.tensor(value).to(dtype).view(torch.uint8).tolist()
+        bits = torch.tensor([value]).to(dtype).view(torch.uint8).tolist()
         return (ctypes.c_uint8 * len(bits))(*bits)
     if whole and dtype != torch.bool:
         limits = torch.iinfo(dtype)

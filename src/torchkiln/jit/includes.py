@@ -35,7 +35,7 @@ def included(source: str, folder: Path, search: Sequence[Path]) -> dict[Path, st
                 return None
             name = quoted or angled
             places = (beside, *search) if quoted else search
-            path = next((p / name for p in places if (p / name).is_file()), None)
+            path = next(((p / name).resolve() for p in places if (p / name).is_file()), None)
             if path is not None and path not in found:
                 found[path] = path.read_text(encoding="utf-8", errors="replace")
                 waiting.append((found[path], path.parent))

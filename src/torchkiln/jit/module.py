@@ -71,7 +71,7 @@ class Launch:
         kernel: Kernel,
         grid: Size,
         block: Size,
-        shared_bytes: int,
+        shared_bytes: Any,
         stream: torch.cuda.Stream | None,
     ) -> None:
         where = kernel.where

@@ -95,6 +95,6 @@ def find() -> Toolkit:
     package = f"nvidia-cuda-nvrtc=={wanted}.*" if wanted else "nvidia-cuda-nvrtc"
     raise RuntimeError(
         f"torchkiln.jit: NVRTC: got {', '.join(seen) or 'none'}, expected {name} and cuda_fp16.h"
-        f" beside it. They come with torch's own dependencies; type\n  {sys.executable} -m pip install"
-        f" '{package}' '{package.replace('nvrtc', 'runtime')}'"
+        f" beside it. They come with torch's own dependencies; type\n"
+        f"  {sys.executable} -m pip install '{package}' '{package.replace('nvrtc', 'runtime')}'"
     )
