@@ -88,7 +88,7 @@ def test_arguments_are_passed_as_the_kernel_reads_them() -> None:
         "k", signature("half h, nv_bfloat16 b, Shape s"), (1.5, 1.5, b"abcd")
     )
     assert half.value == torch.tensor(1.5).half().view(torch.int16).item()
-    assert bytes(narrow) == bytes(torch.tensor(1.5).bfloat16().view(torch.uint8).tolist())
+    assert bytes(narrow) == bytes(torch.tensor([1.5]).bfloat16().view(torch.uint8).tolist())
     assert ctypes.sizeof(shape) == 4
 
 

@@ -42,8 +42,8 @@ def _clamp(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return torch.clamp(a, b, c)
 
 
-_INNER = "(1.5957691216057308 * a + 0.07135481622026009 * a * a * a)"
-_INNER_SLOPE = "(1.5957691216057308 + 0.21406444866078027 * a * a)"
+_INNER = "(1.5957691216057308 * a + 0.0713548162726009 * a * a * a)"
+_INNER_SLOPE = "(1.5957691216057308 + 0.2140644488178027 * a * a)"
 _DENSITY = "(0.3989422804014327 * exp(-0.5 * a * a))"
 _MATH = "::torchkiln::{}::template value<Math>({{0}})"
 

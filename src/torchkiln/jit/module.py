@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from difflib import get_close_matches
@@ -191,5 +192,13 @@ def load(
 def inline(
     source: str, *, include: Sequence[str | Path] = (), options: Sequence[str] = ()
 ) -> Module:
-    """The same of a string, for notebooks; messages call it ``inline.cu``."""
+    """The same of a string, for notebooks; messages call it ``inline.cu``.
+
+    The same string gives the same module.
+    """
+    return _inline(source, tuple(include), tuple(options))
+
+
+@functools.cache
+def _inline(source: str, include: tuple[str | Path, ...], options: tuple[str, ...]) -> Module:
     return Module(source, "inline.cu", include, options)
