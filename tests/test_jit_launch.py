@@ -1,11 +1,9 @@
-"""torchkiln.jit's kernels: compiled by NVRTC where there is one, launched where there is a GPU."""
+"""torchkiln.jit's launches: what the driver is asked for, and kernels where there is a GPU."""
 
 from __future__ import annotations
 
 import ctypes
 import struct
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import pytest
 import torch
 
 from torchkiln import jit
-from torchkiln.jit import driver, toolkit
+from torchkiln.jit import driver
 from torchkiln.jit.cache import Binary
 
 KERNELS = """
@@ -39,15 +37,6 @@ __global__ void relu(const float* x, float* y, int n) {
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHKILN_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture
-def nvrtc() -> toolkit.Toolkit:
-    """What compiles, if it is here."""
-    try:
-        return toolkit.find()
-    except RuntimeError as error:
-        pytest.skip(str(error).split("\n")[0])
 
 
 @pytest.fixture
@@ -166,89 +155,6 @@ def test_kernels_that_are_not_there(uncompiled: jit.Module) -> None:
         jit.load("nowhere.cu")
 
 
-def test_compiled_code_is_kept(
-    nvrtc: toolkit.Toolkit, source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    del nvrtc
-    module = jit.load(source)
-    first = module.binary("sm_90", "scale<float>")
-    assert first.code.startswith(b"\x7fELF")
-    assert "scale" in first.names["scale<float>"]
-
-    def refuse(*_: Any) -> Any:
-        raise AssertionError("compiled again")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("torchkiln.jit.nvrtc.compile_program", refuse)
-        assert jit.load(source).binary("sm_90", "scale<float>") == first
-        with pytest.raises(AssertionError, match="compiled again"):
-            jit.load(source).binary("sm_80", "scale<float>")
-        source.with_name("beside.h").write_text("constexpr float kShift = 2.0f;\n")
-        with pytest.raises(AssertionError, match="compiled again"):
-            jit.load(source)
-    assert jit.load(source).binary("sm_90", "scale<float>").code != first.code
-
-
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("\n\n__global__ void k() { wrong; }", r'my\.cu\(3\): error: identifier "wrong"'),
-        ("#include <torch/extension.h>\n", r"use torchkiln\.jit\.extension"),
-        ("#include <iostream>\n", r"use torchkiln\.jit\.extension"),
-        (
-            "__global__ void k() {}\nvoid f() { k<<<1, 1>>>(); }",
-            r"my\.cu\(2\): error: .*(\n.*)*use torchkiln\.jit\.extension",
-        ),
-    ],
-)
-def test_compile_errors(nvrtc: toolkit.Toolkit, tmp_path: Path, source: str, message: str) -> None:
-    del nvrtc
-    (tmp_path / "my.cu").write_text(source)
-    with pytest.raises(jit.CompileError, match=message):
-        jit.load(tmp_path / "my.cu")
-
-
-HEADERS = (
-    "vec.cuh",
-    "functors.h",
-    "random.h",
-    "divide.cuh",
-    "sums.cuh",
-    "launch.cuh",
-    "strided.cuh",
-)
-
-
-@pytest.mark.parametrize("header", HEADERS)
-def test_headers(nvrtc: toolkit.Toolkit, header: str) -> None:
-    del nvrtc
-    jit.inline(f"#include <torchkiln/{header}>\n__global__ void k() {{}}").binary("sm_90a")
-
-
-def test_a_killed_process_leaves_nothing_to_wait_for(nvrtc: toolkit.Toolkit, source: Path) -> None:
-    del nvrtc
-    code = (
-        "import os, sys; from torchkiln import jit; from torchkiln.jit import nvrtc\n"
-        "nvrtc.compile_program = lambda *_: os.kill(os.getpid(), 9)\n"
-        "jit.load(sys.argv[1])"
-    )
-    command = [sys.executable, "-W", "ignore", "-c", code, str(source)]
-    assert subprocess.run(command, check=False).returncode == -9
-    assert jit.load(source).relu.signature.name == "relu"
-
-
-def test_without_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(toolkit, "roots", lambda: iter(()))
-    toolkit.find.cache_clear()
-    try:
-        with pytest.raises(
-            RuntimeError, match=r"NVRTC: got none, expected libnvrtc\.so.*(\n.*)*pip"
-        ):
-            jit.inline("__global__ void k() {}")
-    finally:
-        toolkit.find.cache_clear()
-
-
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_launch(source: Path, dtype: torch.dtype) -> None:
@@ -266,6 +172,22 @@ def test_launch(source: Path, dtype: torch.dtype) -> None:
         kernel[-(-x.numel() // 256), 256, 100_000](x, y, x.numel(), 3.0)
     side.synchronize()
     torch.testing.assert_close(y, (x.float() * 3 + 1).to(dtype), rtol=0, atol=0)
+
+
+@pytest.mark.cuda
+def test_block_reduce() -> None:
+    module = jit.inline("""
+#include <torchkiln/block_reduce.cuh>
+__global__ void sums(const double* x, double* y) {
+  const double total = torchkiln::reduce_block(x[blockIdx.x * blockDim.x + threadIdx.x]);
+  const double again = torchkiln::reduce_block(total) / blockDim.x;
+  if (threadIdx.x == blockDim.x - 1) y[blockIdx.x] = again;
+}
+""")
+    x = torch.randn(7, 96, device="cuda", dtype=torch.float64)
+    y = torch.empty(7, device="cuda", dtype=torch.float64)
+    module.sums[7, 96](x, y)
+    torch.testing.assert_close(y, x.sum(1))
 
 
 @pytest.mark.cuda
