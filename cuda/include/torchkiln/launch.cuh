@@ -4,12 +4,16 @@
 
 #include <cstdint>
 
-#include "torchkiln/listener.h"
 #include "torchkiln/status.h"
+#ifndef __CUDACC_RTC__
+#include "torchkiln/listener.h"
+#endif
 
 namespace torchkiln {
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+#ifndef __CUDACC_RTC__  // which compiles nothing that launches
 
 /// The largest grid along x: 2^31 blocks of at least 512 elements. More are refused.
 inline constexpr int64_t kMaxGridX = (int64_t{1} << 31) - 1;
@@ -130,6 +134,8 @@ Status launch_overlapped(void (*kernel)(Parameters...), const Grid& grid, cudaSt
   (void)cudaGetLastError();  // reported once, here
   return {cudaGetErrorString(error)};
 }
+
+#endif
 
 #ifdef __CUDACC__
 /// Waits until the kernel before this one has finished and its results are visible, then lets the

@@ -1,0 +1,251 @@
+"""Ops of torch that are made at run time: schema, Meta, gradients, vmap, a spec."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torchkiln.testing import OpSpec
+
+
+def _transforms() -> bool:
+    """Whether torch.func is at work, of which torch.library's Python interface knows little."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _batched(tensor: Tensor) -> bool:
+    """Whether many gradients are computed at once, as torch.autograd.functional does."""
+    functorch = torch._C._functorch
+    found: bool = functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
+    return found
+
+
+AUTOGRAD_KEYS = ("AutogradOther", "AutogradCPU", "AutogradCUDA", "ADInplaceOrView")
+
+
+def _recording() -> Any:
+    """Has torch record what follows also where a kernel is called from a compiled graph."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for name in AUTOGRAD_KEYS:
+        excluded = excluded.remove(getattr(torch._C.DispatchKey, name))
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+
+
+_libraries: dict[str, torch.library.Library] = {}
+
+
+class Op:
+    """An op under torch.ops, which is called like a function.
+
+    Graphs of torch.compile and torch.export hold it as one node. On the CPU it is its reference,
+    in plain torch, and so are its second derivatives everywhere.
+    """
+
+    def __init__(
+        self,
+        schema: str,
+        kernel: Callable[..., Any],
+        reference: Callable[..., Any],
+        *,
+        gradient: Callable[..., Sequence[Tensor | None]] | None = None,
+        meta: Callable[..., Any] | None = None,
+        check: Callable[..., None] | None = None,
+    ) -> None:
+        self.name, _, rest = schema.partition("(")
+        self.name = self.name.strip()
+        namespace, _, self.short_name = self.name.partition("::")
+        if not namespace or not self.short_name.isidentifier() or "->" not in rest:
+            wanted = '"mine::name(Tensor x, float lo=0.0) -> Tensor"'
+            raise ValueError(f"torchkiln.jit.op: schema: got {schema!r}, expected such as {wanted}")
+        self.schema = torch._C.parse_schema(schema)
+        self.reference = reference
+        self._kernel, self._gradient, self._check = kernel, gradient, check
+        self._arguments = [argument.name for argument in self.schema.arguments]
+        kinds = [str(argument.type) for argument in self.schema.arguments]
+        self.positions = tuple(i for i, kind in enumerate(kinds) if kind == "Tensor")
+        """Where the tensors stand among the arguments."""
+        parameters = rest.rpartition("->")[0].strip().removesuffix(")")
+        helper = f"{self.short_name}_backward"
+        tags = (torch.Tag.pt2_compliant_tag,)
+        if self.name in _libraries:  # a cell of a notebook that is run again
+            _libraries.pop(self.name)._destroy()
+        library = _libraries[self.name] = torch.library.Library(namespace, "FRAGMENT")
+        library.define(f"{self.short_name}({rest}", tags=tags)
+        library.define(
+            f"{helper}(Tensor[] grads, bool[] wanted, {parameters}) -> Tensor[]", tags=tags
+        )
+        for key, forward in (("CPU", self._on_cpu), ("CUDA", self._on_cuda)):
+            library.impl(self.short_name, forward, key)
+        library.impl(helper, self._backward_by_torch, "CPU")
+        library.impl(helper, self._backward_on_cuda, "CUDA")
+        register = torch.library
+        register.register_fake(self.name, self._checked(meta or reference), lib=library)
+        register.register_fake(f"{namespace}::{helper}", self._backward_meta, lib=library)
+        register.register_autograd(self.name, self._backward, setup_context=self._save, lib=library)
+        packets = getattr(torch.ops, namespace)
+        self.overload = getattr(packets, self.short_name).default
+        self._helper = getattr(packets, helper).default
+        self.helpers = (helper,)
+        self.__name__ = self.short_name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the op. What a graph cannot hold, transforms and tangents, is the reference."""
+        if is_compiling():
+            return self.overload(*args, **kwargs)
+        transformed = _transforms() or forward_ad._current_level >= 0
+        if self._check is not None or transformed:
+            given = self._bind(args, kwargs)
+            if self._check is not None:
+                self._check(*given)
+            if transformed:
+                return self.reference(*given)
+        return self.overload(*args, **kwargs)
+
+    def _bind(self, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> list[Any]:
+        """All arguments in order, with the defaults, which torch leaves out of calls."""
+        given = dict(zip(self._arguments, args, strict=False)) | (kwargs or {})
+        return [
+            given.get(a.name, a.default_value if a.has_default_value() else None)
+            for a in self.schema.arguments
+        ]
+
+    def _checked(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            given = self._bind(args)
+            if self._check is not None:
+                self._check(*given)
+            return function(*given)
+
+        return run
+
+    def _on_cpu(self, *args: Any) -> Any:
+        return self._checked(self.reference)(*args)
+
+    def _on_cuda(self, *args: Any) -> Any:
+        return self._checked(self._kernel)(*args)
+
+    def _tensors(self, args: Sequence[Any]) -> list[Tensor]:
+        return [args[i] for i in self.positions]
+
+    def _backward_meta(
+        self, _grads: Sequence[Tensor], wanted: Sequence[bool], *args: Any
+    ) -> list[Tensor]:
+        pairs = zip(self._tensors(args), wanted, strict=True)
+        return [t.new_empty(t.shape if want else (0,)) for t, want in pairs]
+
+    def _backward_on_cuda(
+        self, grads: Sequence[Tensor], wanted: Sequence[bool], *args: Any
+    ) -> list[Tensor]:
+        if self._gradient is None:
+            return self._backward_by_torch(grads, wanted, *args)
+        found = list(self._gradient(*grads, *self._bind(args)))
+        tensors = self._tensors(args)
+        if len(found) != len(tensors):
+            raise RuntimeError(
+                f"torchkiln.jit: {self.name}: gradient: got {len(found)} results, expected"
+                f" {len(tensors)}, one for each tensor"
+            )
+        return [
+            t.new_empty(0) if not want else g if g is not None else t.new_zeros(t.shape)
+            for g, want, t in zip(found, wanted, tensors, strict=True)
+        ]
+
+    def _backward_by_torch(
+        self, grads: Sequence[Tensor], wanted: Sequence[bool], *args: Any
+    ) -> list[Tensor]:
+        found = self._differentiate(grads, wanted, args, again=False)
+        pairs = zip(found, self._tensors(args), strict=True)
+        return [
+            (t.new_empty(0) if g is None else g.to(memory_format=torch.contiguous_format).clone())
+            for g, t in pairs
+        ]
+
+    def _differentiate(
+        self, grads: Sequence[Tensor], wanted: Sequence[bool], args: Sequence[Any], again: bool
+    ) -> list[Tensor | None]:
+        """The gradients by torch's autograd of the reference."""
+        given = self._bind(args)
+        with torch.enable_grad(), _recording():
+            leaves = []
+            for i, want in zip(self.positions, wanted, strict=True):
+                if not again:
+                    given[i] = given[i].detach().requires_grad_(want)
+                elif want:
+                    given[i] = given[i].view_as(given[i])
+                leaves += [given[i]] if want else []
+            result = self.reference(*given)
+            results = result if isinstance(result, (tuple, list)) else (result,)
+            kept = [(r, g) for r, g in zip(results, grads, strict=True) if r.requires_grad]
+            found: Sequence[Tensor | None] = torch.autograd.grad(
+                [r for r, _ in kept], leaves, [g for _, g in kept], again, again, allow_unused=True
+            )
+        rest = iter(
+            torch.zeros_like(leaf) if g is None else g
+            for leaf, g in zip(leaves, found, strict=True)
+        )
+        return [next(rest) if want else None for want in wanted]
+
+    def _save(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        del output
+        ctx.save_for_backward(*self._tensors(inputs))
+        ctx.others = [None if i in self.positions else a for i, a in enumerate(inputs)]
+
+    def _backward(self, ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        args = list(ctx.others)
+        for i, tensor in zip(self.positions, ctx.saved_tensors, strict=True):
+            args[i] = tensor
+        wanted = [ctx.needs_input_grad[i] for i in self.positions]
+        flat = list(grads[0]) if len(grads) == 1 and isinstance(grads[0], (list, tuple)) else grads
+        recorded = torch.is_grad_enabled() and any(
+            t.requires_grad for t in (*flat, *ctx.saved_tensors)
+        )
+        if recorded or _transforms() or any(map(_batched, flat)):
+            found = self._differentiate(flat, wanted, args, again=True)
+        else:
+            found = self._helper(list(flat), wanted, *args)
+        result: list[Tensor | None] = [None] * len(args)
+        for i, want, grad in zip(self.positions, wanted, found, strict=True):
+            result[i] = grad if want else None
+        return tuple(result)
+
+    def spec(self, **fields: Any) -> OpSpec:
+        """The op's contract, for ``torchkiln.testing`` and the benchmark.
+
+        Args:
+            fields: those of :class:`torchkiln.testing.OpSpec` that cannot be told from the op:
+                ``inputs``, ``invalid``, ``magnitude`` and ``bench`` at least.
+        """
+        from torchkiln.jit.spec import spec_of  # noqa: PLC0415  the suite is loaded when used
+
+        return spec_of(self, **fields)
+
+
+def op(
+    schema: str,
+    kernel: Callable[..., Any],
+    *,
+    reference: Callable[..., Any],
+    gradient: Callable[..., Sequence[Tensor | None]] | None = None,
+    meta: Callable[..., Any] | None = None,
+    check: Callable[..., None] | None = None,
+) -> Op:
+    """Makes an op of torch of a function that launches kernels.
+
+    Args:
+        schema: ``"mine::name(Tensor x, float lo=0.0) -> Tensor"``; the op is then
+            ``torch.ops.mine.name``, too.
+        kernel: gets the arguments with tensors on a GPU and returns new tensors.
+        reference: the same in plain torch: the op on the CPU, and what derivatives are taken of.
+        gradient: ``gradient(*grads, *arguments)`` on a GPU: a gradient for each tensor argument,
+            None for zeros. Without it backward differentiates ``reference``.
+        meta: the result for tensors without data; by default the reference's.
+        check: called with all arguments before anything else; raises for those it refuses.
+    """
+    return Op(schema, kernel, reference, gradient=gradient, meta=meta, check=check)
