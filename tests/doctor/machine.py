@@ -132,6 +132,7 @@ class Machine:
         for name in ("lib/libnvrtc.so.13", "include/cuda_fp16.h", "include/nv/target"):
             self.write(toolkit / name)
         self.gpu()
+        self.imports(devices={"cuda:0": None})
         return self
 
     def gpu(self, *gpus: tuple[str, tuple[int, int]], **how: int) -> None:

@@ -35,13 +35,17 @@ def test_a_problem_has_a_command() -> None:
 
 def test_nothing_wrong(machine: Machine) -> None:
     machine.gpu(H200, ("NVIDIA A10", (8, 6)))
+    machine.imports(devices={"cuda:0": None, "cuda:1": None})
     found = examine(machine.environment())
     assert found.problems == 0, str(found)
     assert found.verdicts["relu"].devices == ("cpu", "cuda:0", "cuda:1")
     assert found.verdicts["relu"].words == (
         "runs on cuda:0 with the sm_90 kernel; runs on cuda:1 with the sm_80 kernel"
     )
-    assert "cuda:0 with the sm_90a kernel or torch's product" in found.verdicts["linear"].words
+    assert found.verdicts["linear"].words == (
+        "runs on cuda:0 with the sm_90a kernel or torch's product; "
+        "runs on cuda:1 with the sm_80 kernel"
+    )
     assert str(found).endswith("\n\nno problems")
 
 
@@ -95,6 +99,10 @@ def other_gpu(machine: Machine) -> None:
     machine.gpu(("NVIDIA B200", (10, 0)))
 
 
+def unseen_gpu(machine: Machine) -> None:
+    machine.imports()
+
+
 def broken_gpu(machine: Machine) -> None:
     machine.imports(devices={"cuda:0": "CUDA error: out of memory"})
 
@@ -114,6 +122,7 @@ def broken_gpu(machine: Machine) -> None:
         (old_driver, "CPU only, because the driver runs up to CUDA 12.8, and torch has CUDA 13.0"),
         (old_gpu, "CPU only: not on cuda:0, because its compute capability is older than 7.5"),
         (other_gpu, "CPU only: not on cuda:0, because this build has no kernel for NVIDIA B200"),
+        (unseen_gpu, "CPU only: not on cuda:0, because torch does not see it"),
         (broken_gpu, "CPU only: not on cuda:0, because CUDA error: out of memory"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,7 +22,6 @@ REBUILD = "--no-build-isolation --no-binary torchkiln"
 
 
 def test_as_it_should_be(machine: Machine) -> None:
-    machine.imports(devices={"cuda:0": None})
     assert machine.find_one(find_torch, "ok")[0].startswith("2.99.0 with CUDA 13.0 (")
     assert machine.find_one(find_abi, "ok")[0] == "torch has the C++11 one"
     words, _ = machine.find_one(find_build, "ok")
@@ -165,8 +165,24 @@ def test_import_that_fails(machine: Machine, error: str, end: str, said: str) ->
     assert REBUILD in remedy
 
 
-def test_kernel_that_fails(machine: Machine) -> None:
-    machine.imports(devices={"cuda:0": "no kernel image is available"})
+@pytest.mark.parametrize(
+    ("devices", "said", "command"),
+    [
+        ({"cuda:0": "no kernel image is available"}, "no kernel image", "architectures=native"),
+        ({"cuda:0": "CUDA error: out of memory"}, "out of memory", "nvidia-smi"),
+        ({}, "torch does not see it", """import torch; torch.ones(1, device="cuda:0") + 1'"""),
+    ],
+)
+def test_kernel_that_fails(
+    machine: Machine, devices: dict[str, str], said: str, command: str
+) -> None:
+    machine.imports(devices=devices)
     words, remedy = machine.find_one(find_import, "problem")
-    assert words == "cuda:0: no kernel image is available"
-    assert "torchkiln.cuda-architectures=native" in remedy
+    assert words.startswith("none ran on cuda:0: ")
+    assert said in words
+    assert command in remedy
+
+
+def test_path_with_spaces(machine: Machine) -> None:
+    environment = replace(machine.environment(), python="/my envs/python")
+    assert environment.pip == "'/my envs/python' -m pip install"

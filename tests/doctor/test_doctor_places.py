@@ -86,9 +86,13 @@ def test_stale_lock(machine: Machine, below: str) -> None:
 def test_one_of_each(machine: Machine) -> None:
     openmp = machine.write(machine.site / "torch/lib/libgomp.so.1")
     cuda = machine.write(machine.site / "nvidia/cu13/lib/libcudart.so.13")
+    (machine.folder / "lib").mkdir()
+    (machine.folder / "lib" / "libgomp.so.1").symlink_to(openmp)
     machine.imports(libraries=[str(openmp), str(cuda), "/lib/libompress.so"])
     found = [(finding.state, finding.words) for finding in machine.find(find_runtimes)]
     assert found == [("ok", str(openmp)), ("ok", str(cuda))]
+    machine.imports()
+    assert [finding.state for finding in machine.find(find_runtimes)] == ["ok", "ok"]
 
 
 @pytest.mark.parametrize(

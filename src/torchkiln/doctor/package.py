@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import mmap
+import shlex
 from pathlib import Path
+from typing import Any
 
 from torchkiln._loader import minor, mismatch, rebuild
 from torchkiln.doctor.environment import Environment
@@ -94,7 +96,7 @@ def find_cpu_build(_: Environment, facts: Facts) -> list[Finding]:
     return [problem("build", words, rebuild(record["version"], "torchkiln.cuda=on"))]
 
 
-def find_import(_: Environment, facts: Facts) -> list[Finding]:
+def find_import(environment: Environment, facts: Facts) -> list[Finding]:
     """Whether the package can be imported and its kernels run."""
     trial, record = facts.trial, facts.record
     if record is None or mismatch(record, facts.torch):
@@ -105,16 +107,29 @@ def find_import(_: Environment, facts: Facts) -> list[Finding]:
     if trial.error:
         return [problem("import", trial.error, again)]
     # Of GPUs without kernels, find_architectures() tells.
-    failed = {
-        f"cuda:{index}": error
+    failed = [
+        _failed_kernel(environment, record, f"cuda:{index}", error)
         for index, gpu in enumerate(facts.driver.gpus)
-        if (error := trial.devices.get(f"cuda:{index}")) and kernel_of(record, gpu.capability)
-    }
+        if record["cuda"] and kernel_of(record, gpu.capability)
+        if (error := trial.error_on(f"cuda:{index}"))
+    ]
     if failed:
-        words = "; ".join(f"{name}: {error}" for name, error in failed.items())
-        return [problem("kernels", words, rebuild(record["version"], NATIVE))]
+        return failed
     ran = [name for name, error in trial.devices.items() if error is None]
     return [ok("import", f"a kernel ran on {', '.join(['the CPU', *ran])}")]
+
+
+def _failed_kernel(
+    environment: Environment, record: dict[str, Any], device: str, error: str
+) -> Finding:
+    words = f"none ran on {device}: {error}"
+    if "kernel image" in error or "device function" in error:
+        return problem("kernels", words, rebuild(record["version"], NATIVE))
+    program = f'import torch; torch.ones(1, device="{device}") + 1'
+    alone = (
+        f"{shlex.quote(environment.python)} -c '{program}'     (whether torch itself runs there)"
+    )
+    return problem("kernels", words, "nvidia-smi     (what else runs there)", alone)
 
 
 def find_architectures(_: Environment, facts: Facts) -> list[Finding]:

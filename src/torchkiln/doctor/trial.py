@@ -15,7 +15,8 @@ import json, torch
 print("torch is there", flush=True)
 import torchkiln
 devices = {}
-for index in range(torch.cuda.device_count() if torchkiln.build_info()["cuda"] else 0):
+# Where torch sees none, the first says why.
+for index in range((torch.cuda.device_count() or 1) if torchkiln.build_info()["cuda"] else 0):
     try:
         assert torchkiln.square(torch.full((3,), 3.0, device=f"cuda:{index}")).sum().item() == 27
         devices[f"cuda:{index}"] = None
@@ -44,6 +45,10 @@ class Trial:
     """By torch's name of a GPU: why no kernel ran there; none where one did."""
     libraries: tuple[str, ...] = ()
     """The files that the process had loaded."""
+
+    def error_on(self, device: str) -> str | None:
+        """Why no kernel ran on a GPU that the driver sees."""
+        return self.devices.get(device, "torch does not see it")
 
 
 def import_once(environment: Environment) -> Trial:

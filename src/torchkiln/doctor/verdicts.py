@@ -44,7 +44,7 @@ def _verdict(name: str, facts: Facts) -> Verdict:
     for index, gpu in enumerate(facts.driver.gpus):
         device = f"cuda:{index}"
         kernel = _kernel(name, facts, gpu)
-        if error := (facts.trial.devices.get(device) if kernel else _unfit(gpu)):
+        if error := (facts.trial.error_on(device) if kernel else _unfit(gpu)):
             words.append(f"not on {device}, because {error}")
         else:
             devices.append(device)
