@@ -57,6 +57,7 @@ def test_other_torch(tmp_path: Path) -> None:
     assert "was built for torch 2.99.0, but found torch 2.98.1 (" in message
     assert f"{sys.executable} -m pip install 'torch==2.99.*'" in message
     assert "--no-build-isolation" in message
+    assert f"{sys.executable} -m torchkiln_command doctor" in message
 
 
 def test_no_torch(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ if(TORCHKILN_TORCH_CUDA)
 endif()
 set(json_cuda null)
 set(json_architectures "")
+set(json_ptx "")
 if(TORCHKILN_WITH_CUDA)
   set(json_cuda "\"${CUDAToolkit_VERSION_MAJOR}.${CUDAToolkit_VERSION_MINOR}\"")
   list(
@@ -18,6 +19,11 @@ if(TORCHKILN_WITH_CUDA)
   list(REMOVE_DUPLICATES json_architectures)
   list(TRANSFORM json_architectures REPLACE "(.+)" "\"\\1\"")
   list(JOIN json_architectures ", " json_architectures)
+  # Those without a suffix are both machine code and PTX, which newer GPUs compile when they load it.
+  set(json_ptx "${built_architectures}")
+  list(FILTER json_ptx EXCLUDE REGEX "-real$")
+  list(TRANSFORM json_ptx REPLACE "^([0-9]+[af]?)(-virtual)?$" "\"\\1\"")
+  list(JOIN json_ptx ", " json_ptx)
 endif()
 execute_process(
   COMMAND "${Python_EXECUTABLE}" -c "import sysconfig; print(sysconfig.get_platform())"

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shlex
 import sys
 import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 RECORD = "_build_info.json"
+PYTHON = shlex.quote(sys.executable)
+PIP = f"{PYTHON} -m pip install"
 
 
 class Torch(NamedTuple):
@@ -39,16 +42,21 @@ def minor(version: str) -> str:
 def find_torch() -> Torch | None:
     """Reads which torch an import would take, without importing it: it may be a broken one."""
     if module := sys.modules.get("torch"):
-        version, cuda, origin = module.__version__, module.version.cuda, module.__file__
-    else:
-        spec = importlib.util.find_spec("torch")
-        if spec is None or spec.origin is None:
-            return None
-        origin = spec.origin
-        facts: dict[str, Any] = {}
-        exec(Path(origin).with_name("version.py").read_text(encoding="utf-8"), facts)
-        version, cuda = facts["__version__"], facts.get("cuda")
-    return Torch(str(version).partition("+")[0], cuda, Path(str(origin)).parent)
+        version, cuda = module.__version__, module.version.cuda
+        return Torch(_bare(version), cuda, Path(str(module.__file__)).parent)
+    spec = importlib.util.find_spec("torch")
+    return read_torch(Path(spec.origin).parent) if spec and spec.origin else None
+
+
+def read_torch(folder: Path) -> Torch:
+    """The torch in this folder, from the file in which its build wrote its version."""
+    facts: dict[str, Any] = {}
+    exec((folder / "version.py").read_text(encoding="utf-8"), facts)
+    return Torch(_bare(facts["__version__"]), facts.get("cuda"), folder)
+
+
+def _bare(version: object) -> str:
+    return str(version).partition("+")[0]
 
 
 def find_package(folders: Iterable[str]) -> Path:
@@ -58,62 +66,69 @@ def find_package(folders: Iterable[str]) -> Path:
             return folder
     raise ImportError(
         f"torchkiln has not been built: found no {RECORD} in {', '.join(folders)}."
-        f" In the folder with its sources, type\n  {sys.executable} -m pip install ."
+        f" In the folder with its sources, type\n  {PIP} ."
     )
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """What was recorded when the package was built."""
+    record: dict[str, Any] = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+    return record
 
 
 def check(folder: Path) -> dict[str, Any]:
     """Compares what was recorded when the package was built with what is here; returns it."""
-    record: dict[str, Any] = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-
-    python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    if record["python"] != python:
-        _refuse(record, folder, f"Python {record['python']}", f"Python {python} ({sys.executable})")
-    platform = sysconfig.get_platform()
-    if record["platform"] != platform:
-        _refuse(record, folder, record["platform"], platform)
-
-    torch = find_torch()
-    if torch is None:
-        _refuse(
-            record,
-            folder,
-            f"torch {record['torch']}",
-            f"no torch in {sys.executable}",
-            _install_torch(record),
-        )
-    if torch.minor != minor(record["torch"]):
-        found = f"torch {torch.version} ({torch.folder})"
-        _refuse(record, folder, f"torch {record['torch']}", found, _install_torch(record))
-    # A build without CUDA kernels runs beside any flavour of its torch.
-    if record["cuda"] and torch.cuda != record["torch_cuda"]:
-        found = f"torch {torch.version} with {_flavour(torch.cuda)} ({torch.folder})"
-        _refuse(
-            record, folder, f"torch {record['torch']} with {_flavour(record['torch_cuda'])}", found
+    record = read_record(folder)
+    if found := mismatch(record, find_torch()):
+        raise ImportError(
+            f"torchkiln {record['version']} ({folder}) was built for {found.built}, but found"
+            f" {found.here}. Type\n"
+            + "".join(f"  {words}, or\n" for words in found.torches)
+            + f"  {rebuild(record['version'])}     to build it for what is here, or\n"
+            f"  {PYTHON} -m torchkiln_command doctor     to see all there is to mend"
         )
     return record
 
 
+class Mismatch(NamedTuple):
+    """What keeps a build from being loaded, in words."""
+
+    built: str
+    here: str
+    torches: tuple[str, ...] = ()
+    """Commands that install the torch it was built for, with what they are for."""
+
+
+def mismatch(record: dict[str, Any], torch: Torch | None) -> Mismatch | None:
+    """The first difference between a build and this Python with this torch that matters."""
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    if record["python"] != python:
+        return Mismatch(f"Python {record['python']}", f"Python {python} ({sys.executable})")
+    platform = sysconfig.get_platform()
+    if record["platform"] != platform:
+        return Mismatch(record["platform"], platform)
+    built = f"torch {record['torch']}"
+    wanted = f"'torch=={minor(record['torch'])}.*'"
+    install = (f"{PIP} {wanted}     to get the torch that it was built for",)
+    if torch is None:
+        return Mismatch(built, f"no torch in {sys.executable}", install)
+    if torch.minor != minor(record["torch"]):
+        return Mismatch(built, f"torch {torch.version} ({torch.folder})", install)
+    # A build without CUDA kernels runs beside any flavour of its torch.
+    if record["cuda"] and torch.cuda != record["torch_cuda"]:
+        here = f"torch {torch.version} with {_flavour(torch.cuda)} ({torch.folder})"
+        return Mismatch(f"{built} with {_flavour(record['torch_cuda'])}", here)
+    return None
+
+
+def rebuild(version: str, *settings: str) -> str:
+    """The command that builds the package again, beside the torch that is here."""
+    given = "".join(f" -C {setting}" for setting in settings)
+    return (
+        f"{PIP} 'scikit-build-core>=1.1' && {PIP} --force-reinstall --no-deps"
+        f" --no-build-isolation --no-binary torchkiln{given} torchkiln=={version}"
+    )
+
+
 def _flavour(cuda: str | None) -> str:
     return f"CUDA {cuda}" if cuda else "no CUDA"
-
-
-def _install_torch(record: dict[str, Any]) -> str:
-    return (
-        f"  {sys.executable} -m pip install 'torch=={minor(record['torch'])}.*'"
-        "     to get the torch that it was built for, or\n"
-    )
-
-
-def _refuse(
-    record: dict[str, Any], folder: Path, built: str, found: str, remedy: str = ""
-) -> NoReturn:
-    pip = f"{sys.executable} -m pip install"
-    rebuild = (
-        f"  {pip} 'scikit-build-core>=1.1' && {pip} --force-reinstall --no-deps"
-        f" --no-build-isolation --no-binary torchkiln torchkiln=={record['version']}"
-    )
-    raise ImportError(
-        f"torchkiln {record['version']} ({folder}) was built for {built}, but found {found}."
-        f" Type\n{remedy}{rebuild}     to build it for what is here"
-    )

@@ -37,6 +37,7 @@ RUNPATH = re.compile(r"^\$ORIGIN(/lib|/\.\./\.\./(torch|nvidia/cu\d+)/lib)?$")
 CONTENTS = (
     r"torchkiln/__init__\.py",
     r"torchkiln/py\.typed",
+    r"torchkiln_command/__init__\.py",
     r"torchkiln/_C\.pyi",
     r"torchkiln/_C\.cpython-\d+-[\w-]+\.so",
     r"torchkiln/_build_info\.json",

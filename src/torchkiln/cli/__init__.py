@@ -10,6 +10,7 @@ from importlib import import_module
 COMMANDS = {
     "bench": ("torchkiln.bench.__main__", "time ops beside their peers and the device's limits"),
     "demo": ("torchkiln.demo.__main__", "errors, times and a training run on this machine"),
+    "doctor": ("torchkiln.doctor.__main__", "what works here, what does not, and what to type"),
     "explain": ("torchkiln.cli.explain", "which kernels a call runs, and what else, and why"),
     "profile": ("torchkiln.profile.__main__", "what the GPU's counters say of one kernel"),
 }

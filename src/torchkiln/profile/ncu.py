@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from torchkiln.doctor.counters import COUNTERS_FOR_ALL, PLACES
 from torchkiln.profile.report import METRICS
 
 SECTIONS = (
@@ -18,11 +19,6 @@ SECTIONS = (
     "LaunchStats",
     "WarpStateStats",
     "SchedulerStats",
-)
-PLACES = (
-    "/usr/local/cuda/bin/ncu",
-    "/usr/local/cuda-*/bin/ncu",
-    "/opt/nvidia/nsight-compute/*/ncu",
 )
 KEPT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 TIMEOUT = 300
@@ -97,9 +93,7 @@ def permission(profile: list[str]) -> str:
     return (
         "the driver lets only administrators read the counters (ERR_NVGPUCTRPERM). Ways out:\n"
         f"  as root, with this environment:  {shlex.join(['sudo', 'env', *kept, *profile])}\n"
-        "  for everyone, until the option is taken back:  echo 'options nvidia "
-        "NVreg_RestrictProfilingToAdminUsers=0' | sudo tee /etc/modprobe.d/nvidia-profiling.conf"
-        " && sudo update-initramfs -u && sudo reboot\n"
+        f"  for everyone, until the option is taken back:  {COUNTERS_FOR_ALL}\n"
         "  in a container:  docker run --cap-add=SYS_ADMIN ... (driver 565 and later: "
         "--cap-add=PERFMON), or the driver's option on its host\n"
         "  on a rented machine none of these may be allowed; times and the roofline of "
