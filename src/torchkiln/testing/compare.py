@@ -202,9 +202,10 @@ def half_step(dtype: torch.dtype) -> float:
 def steps(terms: int) -> float:
     """How the rounding errors of a sum grow that is rounded after each of its terms.
 
-    By chance as the root of their number, in the worst case, that of equal terms, as the number.
+    In units of two steps, as `allowed_error` counts. By chance as the root of their number; in the
+    worst case, that of equal terms, each rounding is half a step, of the truth as well in float64.
     """
-    return min(max(terms, 1), 4 * max(terms, 1) ** 0.5)
+    return min(terms / 2 + 1, 4 * max(terms, 1) ** 0.5)
 
 
 def depth(terms: int) -> float:
