@@ -14,16 +14,17 @@ from torchkiln.testing import Case, Invalid, Sample
 from torchkiln.testing.data import normal
 
 KERNELS = """
+__device__ float clamp(float x, float lo, float hi) { return x < lo ? lo : x > hi ? hi : x; }
 __global__ void forward(const float* x, const float* gate, float* y, float lo, float hi, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i < n) y[i] = fminf(fmaxf(x[i], lo), hi) * gate[i];
+  if (i < n) y[i] = clamp(x[i], lo, hi) * gate[i];
 }
 __global__ void backward(const float* grad, const float* x, const float* gate, float* grad_x,
                          float* grad_gate, float lo, float hi, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= n) return;
   grad_x[i] = x[i] >= lo && x[i] <= hi ? grad[i] * gate[i] : 0.0f;
-  grad_gate[i] = grad[i] * fminf(fmaxf(x[i], lo), hi);
+  grad_gate[i] = grad[i] * clamp(x[i], lo, hi);
 }
 """
 
