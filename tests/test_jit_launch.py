@@ -169,9 +169,9 @@ def test_launch(source: Path, dtype: torch.dtype) -> None:
     with torch.cuda.stream(side):
         torch.cuda._sleep(1_000_000)
         y.zero_()
-        kernel[-(-x.numel() // 256), 256, 100_000](x, y, x.numel(), 3.0)
+        kernel[-(-x.numel() // 256), 256, 100_000](x, y, x.numel(), 4.0)
     side.synchronize()
-    torch.testing.assert_close(y, (x.float() * 3 + 1).to(dtype), rtol=0, atol=0)
+    torch.testing.assert_close(y, (x.float() * 4 + 1).to(dtype), rtol=0, atol=0)
 
 
 @pytest.mark.cuda

@@ -91,9 +91,17 @@ def test_no_bias(device: torch.device) -> None:
     torch.testing.assert_close(layer(x), F.linear(x, layer.weight) * 0.5)
 
 
+# What the library fuses itself, nothing or a relu, is left to it.
+FUSED = [
+    (act, has_residual)
+    for act in FORMULAS
+    for has_residual in (False, True)
+    if has_residual or act not in ("none", "relu")
+]
+
+
 @pytest.mark.cuda
-@pytest.mark.parametrize("act", list(FORMULAS))
-@pytest.mark.parametrize("has_residual", [False, True])
+@pytest.mark.parametrize(("act", "has_residual"), FUSED)
 def test_the_fused_kernel(act: str, has_residual: bool) -> None:
     """At a size that chooses it: enough tiles, deep enough."""
     x = torch.randn(4096, 2048, device="cuda").bfloat16().requires_grad_()

@@ -91,7 +91,7 @@ FUNCTIONS = {
         (
             "where(a >= b, where(a <= c, 1, 0), 0)",
             "where(b < c, where(a < b, 1, 0), 0)",
-            "where(b < c, where(a > c, 1, 0), 1)",
+            "where(b <= c, where(a > c, 1, 0), 1)",
         ),
     ),
     "sqrt": Function("sqrt({0})", torch.sqrt, ("0.5 / sqrt(a)",)),
