@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import torchkiln
+from torchkiln.testing.compare import depth
 from torchkiln.testing.data import normal
 from torchkiln.testing.spec import Invalid, OpSpec, Sample, Traffic
 from torchkiln.testing.specs.activation import FLOATING, SPARSE
@@ -208,10 +209,16 @@ def shares(x: Tensor, dim: int, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return share, share * (1 + sizes)
 
 
+def length(x: Tensor, dim: int) -> int:
+    """How many terms a sum has."""
+    return x.shape[dim] if x.dim() > 0 else 1
+
+
 def magnitude(log: bool, x: Tensor, dim: int, **kwargs: Any) -> Tensor:
-    """The exponent's size moves the softmax relatively, its logarithm absolutely."""
+    """The exponent's size and the sum's roundings move the softmax relatively, its log absolutely."""
     share, terms = shares(x, dim, **kwargs)
-    return torch.where(share > 0, terms / share, 0.0) if log else terms
+    moved = terms + share * depth(length(x, dim))
+    return torch.where(share > 0, moved / share, 0.0) if log else moved
 
 
 def gradient_magnitude(
@@ -220,9 +227,7 @@ def gradient_magnitude(
     """A function whose gradients are the sums of the absolute values of the terms."""
     _, terms = shares(x, dim, scale=scale, **kwargs)
     moved = x * abs(scale)
-    # At the depth of a pairwise sum of as many.
-    depth = max(1.0, math.log2(max(x.shape[dim] if x.dim() > 0 else 1, 1)) / 2)
-    mixed = (terms * moved).sum(dim, keepdim=True) * depth
+    mixed = (terms * moved).sum(dim, keepdim=True) * depth(length(x, dim))
     return moved + mixed if log else terms * (moved + mixed)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -119,11 +120,18 @@ def reference(values: Tensor, b: Tensor, *, crow: Tensor, col: Tensor, **_: Any)
 
 
 def composite(values: Tensor, b: Tensor, *, crow: Tensor, col: Tensor, **_: Any) -> Tensor:
-    """The same; of large matrices what torch has for sparse ones, which knows no batch."""
+    """The same; of large matrices what torch has for sparse ones.
+
+    It knows no batch, and no half precision on the CPU.
+    """
     sizes = crow.shape[-1] - 1, b.shape[-2]
-    if sizes[0] * sizes[1] < 1 << 20 or values.dim() > 1 or crow.dim() > 1:
+    is_batch = values.dim() > 1 or crow.dim() > 1
+    has_none = values.dtype in (torch.float16, torch.bfloat16) and not values.is_cuda
+    if sizes[0] * sizes[1] < 1 << 20 or is_batch or has_none:
         return reference(values, b, crow=crow, col=col)
-    matrix = torch.sparse_csr_tensor(crow, col, values, sizes, check_invariants=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta state")
+        matrix = torch.sparse_csr_tensor(crow, col, values, sizes, check_invariants=False)
     return matrix @ b
 
 
