@@ -155,11 +155,19 @@ def sanitize(session: nox.Session) -> None:
         *(".", "--no-deps", "--no-build-isolation", "--force-reinstall"),
         *("-Ctorchkiln.cuda=on", f"-Cbuild-dir=build/nox/{session.name}-cuda"),
     )
-    for tool in ("memcheck", "racecheck", "initcheck", "synccheck"):
+    # initcheck has to see who writes, torch's kernels and CUB's included; racecheck itself fails at
+    # products of a warpgroup ("failed to handle a hardware exception").
+    ours = ("--kernel-name=kernel_substring=torchkiln",)
+    for tool, seen, left_out in (
+        ("memcheck", ours, ""),
+        ("racecheck", ours, " and not matmul and not linear"),
+        ("initcheck", (), ""),
+        ("synccheck", ours, ""),
+    ):
         session.run(
-            *("compute-sanitizer", f"--tool={tool}", "--error-exitcode=86"),
-            *("--kernel-name=kernel_substring=torchkiln", "python", "-m", "pytest"),
-            *("tests/test_contract.py", *quiet, "-m", ON_THE_GPU[0], "-k", ON_THE_GPU[1]),
+            *("compute-sanitizer", f"--tool={tool}", "--error-exitcode=86", *seen),
+            *("python", "-m", "pytest", "tests/test_contract.py", *quiet),
+            *("-m", ON_THE_GPU[0], "-k", ON_THE_GPU[1] + left_out),
             env={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
             external=True,
         )

@@ -8,6 +8,7 @@ and it fails where README.md says something else.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -69,7 +70,7 @@ def block(name: str, record: Record, folder: Path) -> str:
     ]
     times = [row for row in record.rows if row.kind == "host"]
     if times:
-        lines += ["", *host(times)]
+        lines += ["", "<details><summary>Host times</summary>", "", *host(times), "", "</details>"]
     pictures = [p for p in PICTURES if (folder / f"{name}-{p}.png").is_file()]
     lines += ["", *(f"![{p}]({folder.name}/{name}-{p}.png)" for p in pictures)] if pictures else []
     if record.skipped:
@@ -95,12 +96,28 @@ def written(readme: str, results: Path) -> str:
     return BLOCK.sub(replace, readme)
 
 
+def in_few_bars(record: Record) -> Record:
+    """Of the large calls those that fit on a page: one of each op, in the last of its dtypes."""
+    calls = [row for row in record.rows if row.kind == "calls" and not row.variant]
+    chosen = {
+        row.op: (row.dtype, row.shape) for row in reversed(calls) if row.dtype == calls[-1].dtype
+    }
+    kept = (
+        row
+        for row in record.rows
+        if row.kind != "calls" or chosen.get(row.op) == (row.dtype, row.shape)
+    )
+    return dataclasses.replace(record, rows=tuple(row for row in kept if not row.variant))
+
+
 def draw(results: Path) -> None:
     """The pictures of every file, beside it."""
     from torchkiln.bench.charts import charts  # noqa: PLC0415
 
     for path in results.glob("*.json"):
-        for name, figure in charts(Record.read(path)):
+        record = Record.read(path)
+        bars = {name: figure for name, figure in charts(in_few_bars(record)) if name == "speedups"}
+        for name, figure in ({**dict(charts(record)), **bars}).items():
             figure.savefig(path.with_name(f"{path.stem}-{name}.png"), dpi=90)
 
 

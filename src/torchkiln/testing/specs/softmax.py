@@ -215,7 +215,7 @@ def length(x: Tensor, dim: int) -> int:
 
 
 def magnitude(log: bool, x: Tensor, dim: int, **kwargs: Any) -> Tensor:
-    """The exponent's size and the sum's roundings move the softmax relatively, its log absolutely."""
+    """The exponent's size and the sum's roundings move a softmax relatively, its log absolutely."""
     share, terms = shares(x, dim, **kwargs)
     moved = terms + share * depth(length(x, dim))
     return torch.where(share > 0, moved / share, 0.0) if log else moved
