@@ -192,7 +192,7 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
-def figures(session: nox.Session) -> None:
+def docs(session: nox.Session) -> None:
     """README's tables and pictures, from the runs in results/; `-- --check` only compares."""
     install_torch(session)
     session.install(*PYPROJECT["project"]["optional-dependencies"]["cli"])

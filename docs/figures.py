@@ -134,7 +134,7 @@ def main(given: Sequence[str] | None = None) -> int:
     expected = written(text, options.results)
     if options.check:
         if expected != text:
-            print("README.md differs from results/: type nox -s figures", file=sys.stderr)
+            print("README.md differs from results/: type nox -s docs", file=sys.stderr)
         return int(expected != text)
     options.readme.write_text(expected, encoding="utf-8")
     return 0
