@@ -96,18 +96,15 @@ def written(readme: str, results: Path) -> str:
     return BLOCK.sub(replace, readme)
 
 
-def in_few_bars(record: Record) -> Record:
-    """Of the large calls those that fit on a page: one of each op, in the last of its dtypes."""
-    calls = [row for row in record.rows if row.kind == "calls" and not row.variant]
-    chosen = {
-        row.op: (row.dtype, row.shape) for row in reversed(calls) if row.dtype == calls[-1].dtype
-    }
-    kept = (
+def in_few_bars(rows: Sequence[Row]) -> list[Row]:
+    """The large calls that fit on a page: one of each op, in the last of the dtypes."""
+    calls = [row for row in rows if row.kind == "calls" and not row.variant]
+    first: dict[str, tuple[int, int]] = {}
+    return [
         row
-        for row in record.rows
-        if row.kind != "calls" or chosen.get(row.op) == (row.dtype, row.shape)
-    )
-    return dataclasses.replace(record, rows=tuple(row for row in kept if not row.variant))
+        for row in calls
+        if row.dtype == calls[-1].dtype and first.setdefault(row.op, row.shape) == row.shape
+    ]
 
 
 def draw(results: Path) -> None:
@@ -116,8 +113,10 @@ def draw(results: Path) -> None:
 
     for path in results.glob("*.json"):
         record = Record.read(path)
-        bars = {name: figure for name, figure in charts(in_few_bars(record)) if name == "speedups"}
-        for name, figure in ({**dict(charts(record)), **bars}).items():
+        few = dataclasses.replace(record, rows=tuple(in_few_bars(record.rows)))
+        figures = dict(charts(record))
+        figures |= {name: figure for name, figure in charts(few) if name == "speedups"}
+        for name, figure in figures.items():
             figure.savefig(path.with_name(f"{path.stem}-{name}.png"), dpi=90)
 
 

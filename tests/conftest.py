@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,6 +44,12 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 def seed() -> None:
     """The same random numbers for every test, whatever ran before."""
     torch.manual_seed(2026)
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of the test's own for what torchkiln.jit keeps."""
+    monkeypatch.setenv("TORCHKILN_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture

@@ -12,6 +12,8 @@ import pytest
 from torchkiln import jit
 from torchkiln.jit import toolkit
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 KERNELS = """
 #include <torchkiln/functors.h>
 #include "beside.h"
@@ -26,11 +28,6 @@ __global__ void relu(const float* x, float* y, int n) {
   if (i < n) y[i] = torchkiln::Relu::value<torchkiln::ExactMath>(x[i]);
 }
 """
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHKILN_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture

@@ -13,12 +13,9 @@ import torch
 
 from torchkiln import jit
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 extension = import_module("torchkiln.jit.extension")  # a function has the same name
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHKILN_CACHE", str(tmp_path / "cache"))
 
 
 def test_what_torch_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

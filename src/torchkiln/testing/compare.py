@@ -205,7 +205,7 @@ def steps(terms: int) -> float:
     In units of two steps, as `allowed_error` counts. By chance as the root of their number; in the
     worst case, that of equal terms, each rounding is half a step, of the truth as well in float64.
     """
-    return min(terms / 2 + 1, 4 * max(terms, 1) ** 0.5)
+    return max(1.0, min(terms / 2, 4 * terms**0.5))
 
 
 def depth(terms: int) -> float:

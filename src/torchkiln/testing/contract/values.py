@@ -61,7 +61,7 @@ def rounded_to_nearest(spec: OpSpec, device: torch.device, dtype: torch.dtype) -
         if max(found.numel() for found in results) < MANY:
             continue
         truths = outputs(exact(spec, sample).call(spec.reference))
-        judged += 1
+        seen = False
         for found, truth in zip(results, truths, strict=True):
             size = truth.abs()
             usual = (size > info.smallest_normal) & (size < info.max) & (found.dtype == dtype)
@@ -72,6 +72,8 @@ def rounded_to_nearest(spec: OpSpec, device: torch.device, dtype: torch.dtype) -
             bias = float(error.clamp(-1, 1).mean())  # where terms cancel, one is of many steps
             where = Where(spec, "rounded_to_nearest", sample)
             require(abs(bias) <= BIAS, where, f"mean error {bias:.2g} steps, allowed {BIAS}")
+            seen = True
+        judged += seen
     if judged == 0:
         raise UnavailableError(f"needs a sample with {MANY} outputs")
 
