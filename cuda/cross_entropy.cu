@@ -35,12 +35,7 @@ __global__ void __launch_bounds__(kLossThreads, 4)
   const int vectors = access.vectors();
   const int step = kItems * team.size();
   const auto load = [&](int first, Item(&to)[kItems]) {
-#pragma unroll
-    for (int k = 0; k < kItems; ++k) {
-      const int vector = first + k * team.size();
-      fill(to[k], T(-INFINITY));
-      if (vector < vectors) to[k] = access.load(logits, access.column(vector), T(-INFINITY));
-    }
+    access.load(logits, access.column(first), team.size() * kLanes, to, T(-INFINITY));
   };
   // Ahead of what has to wait for the target.
   Item items[kItems];

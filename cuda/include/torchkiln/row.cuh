@@ -48,10 +48,29 @@ struct RowAccess {
   /// The vector at `column` of a row of this kind; lanes outside of the row are `outside`.
   __device__ __forceinline__ Item load(const T* row, int column, T outside = T(0.0f)) const {
     if (has_all(column)) return load_vector<kLanes>(row + column);
-    Item item;
+    return load_part(row, column, outside);
+  }
+
+  /// Those at column, column + step ...; `outside` where they do not belong to the row. The whole
+  /// ones are on the way before any is looked at: behind a branch that a vector may come from in
+  /// parts, too, the compiler waits for it.
+  template <int kItems>
+  __device__ __forceinline__ void load(const T* row, int column, int step, Item (&items)[kItems],
+                                       T outside) const {
+    const T* own = row + column;
 #pragma unroll
-    for (int i = 0; i < kLanes; ++i) item.lane[i] = has(column, i) ? row[column + i] : outside;
-    return item;
+    for (int k = 0; k < kItems; ++k) {
+      fill(items[k], outside);
+      const int at = column + k * step;
+      if (at < columns && has_all(at)) items[k] = load_vector<kLanes>(own + k * step);
+    }
+    if constexpr (!kWhole) {
+#pragma unroll
+      for (int k = 0; k < kItems; ++k) {
+        const int at = column + k * step;
+        if (at < columns && !has_all(at)) items[k] = load_part(row, at, outside);
+      }
+    }
   }
 
   template <class C>
@@ -63,6 +82,13 @@ struct RowAccess {
 #pragma unroll
     for (int i = 0; i < kLanes; ++i)
       if (has(column, i)) row[column + i] = convert<T>(values[i]);
+  }
+
+  __device__ __forceinline__ Item load_part(const T* row, int column, T outside) const {
+    Item item;
+#pragma unroll
+    for (int i = 0; i < kLanes; ++i) item.lane[i] = has(column, i) ? row[column + i] : outside;
+    return item;
   }
 
   /// Parameters of the columns, of which the vector that holds some begins at any place in memory
@@ -124,17 +150,7 @@ class RowPlace {
   /// The items of a row, `outside` where they do not belong to it.
   __device__ __forceinline__ void load(const T* row, Item (&items)[kItems],
                                        T outside = T(0.0f)) const {
-    const T* own = row + column_;
-#pragma unroll
-    for (int k = 0; k < kItems; ++k) {
-      fill(items[k], outside);
-      if constexpr (Access::kWhole) {
-        const T* from = own + k * step_;
-        if (has_any(k)) items[k] = load_vector<kLanes>(from);
-      } else if (has_any(k)) {
-        items[k] = access_.load(row, column(k), outside);
-      }
-    }
+    access_.load(row, column_, step_, items, outside);
   }
 
   /// Has what load() will read brought to the L2 cache.
