@@ -192,6 +192,41 @@ struct Walk {
   int64_t teams;  // blocks, or clusters of them
 };
 
+/// How many of the clusters run at the same time, each of whose blocks fills a multiprocessor: those
+/// of a cluster belong to one GPC, of which some have no multiple of them. One more would begin when
+/// the others are done, and take as long again.
+int64_t clusters_at_once(const Walk& walk) {
+  const int64_t most = current_device().multiprocessors >> walk.team.log_blocks;
+  if (walk.team.log_blocks == 0) return most;
+  constexpr int kDevices = 64;
+  static int known[kDevices][kMostClusterBlocks] = {};  // two threads that ask write the same
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess || device >= kDevices) return std::max<int64_t>(most, 1);
+  int& place = known[device][walk.team.log_blocks];
+  int found = __atomic_load_n(&place, __ATOMIC_RELAXED);
+  if (found == 0) {
+    // Stands for all: a block of each has a multiprocessor's registers.
+    const auto kernel = walk_rows<RowAccess<float, kVectorLanes<float>, true>, float, false, false, 2>;
+    cudaLaunchAttribute cluster{};
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {static_cast<unsigned>(walk.team.blocks()), 1, 1};
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(static_cast<unsigned>(walk.team.blocks()));
+    config.blockDim = dim3(static_cast<unsigned>(walk.team.block_threads()));
+    config.dynamicSmemBytes = static_cast<size_t>(walk.shared_bytes);
+    config.attrs = &cluster;
+    config.numAttrs = 1;
+    if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             walk.shared_bytes) != cudaSuccess ||
+        cudaOccupancyMaxActiveClusters(&found, kernel, &config) != cudaSuccess || found < 1) {
+      (void)cudaGetLastError();
+      found = static_cast<int>(std::max<int64_t>(most, 1));
+    }
+    __atomic_store_n(&place, found, __ATOMIC_RELAXED);
+  }
+  return found;
+}
+
 Walk walk_of(const NormBackward& p) {
   Walk walk{};
   const RowKind kind = kind_of(p);
@@ -212,11 +247,7 @@ Walk walk_of(const NormBackward& p) {
   if (shared_bytes(2) + meeting > device.shared_bytes) return walk;
   walk.stages = shared_bytes(3) + meeting <= device.shared_bytes ? 3 : 2;
   walk.shared_bytes = shared_bytes(walk.stages);
-  const int64_t teams = std::max<int64_t>(device.multiprocessors >> walk.team.log_blocks, 1);
-  // A block of fewer rows would leave as much in partial sums as it reads.
-  constexpr int64_t kFewestRows = 4;
-  const int64_t most = ceil_div(p.rows, int64_t{walk.team.per_block} * kFewestRows);
-  walk.teams = std::min(teams, most);
+  walk.teams = std::min(clusters_at_once(walk), ceil_div(p.rows, walk.team.per_block));
   // A multiple of the lanes, so that the rows of a block lie alike.
   if (kind == RowKind::alike) walk.teams = std::max<int64_t>(walk.teams / lanes, 1) * lanes;
   return walk;

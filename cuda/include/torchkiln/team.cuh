@@ -45,11 +45,10 @@ struct Largest {
 };
 
 /// A team is a power of two of threads where that is no more than a warp, else a multiple of a
-/// warp; it may share its block with other teams of a power of two, or be a cluster of whole
-/// blocks.
+/// warp; it may share its block with other teams, or be a cluster of whole blocks.
 struct TeamShape {
   int threads;      // of the team, in one block
-  int log_threads;  // of a team that shares its block, else 31: every thread is in the first
+  int log_threads;  // of teams of a warp or less, else 31: every thread is in the first
   int log_blocks;   // in a cluster
   int per_block;    // teams that share a block
 
@@ -74,10 +73,9 @@ inline TeamShape team_of(int64_t threads, int block_threads, int shared_threads,
   const int64_t warps = ceil_div(ceil_div(threads, 1 << log_blocks), kWarpLanes);
   int in_block = static_cast<int>(std::min<int64_t>(warps * kWarpLanes, block_threads));
   if (threads <= kWarpLanes) in_block = 1 << log2_from(threads);
-  const int log_threads = log2_from(in_block);
-  const bool shares = 1 << log_threads == in_block && 2 * in_block <= shared_threads;
-  if (!shares) return {in_block, 31, log_blocks, 1};
-  return {in_block, log_threads, log_blocks, shared_threads >> log_threads};
+  if (2 * in_block > shared_threads) return {in_block, 31, log_blocks, 1};
+  const int log_threads = in_block <= kWarpLanes ? log2_from(in_block) : 31;
+  return {in_block, log_threads, log_blocks, shared_threads / in_block};
 }
 
 /// Shared memory through which a team's warps meet. Two halves take turns, so that one barrier
@@ -96,8 +94,8 @@ class Team {
   __device__ __forceinline__ Team(const TeamShape& shape, Meeting<C, kValues>& meeting)
       : shape_(shape), meeting_(meeting) {
     const int thread = static_cast<int>(threadIdx.x);
-    index_ = thread >> shape.log_threads;
-    rank_in_block_ = thread - (index_ << shape.log_threads);
+    index_ = kShared ? thread / shape.threads : thread >> shape.log_threads;
+    rank_in_block_ = thread - index_ * shape.threads;
     block_ = static_cast<int>(blockIdx.x) & (shape.blocks() - 1);
   }
 
