@@ -44,8 +44,8 @@ __global__ void __launch_bounds__(kThreads)
                              team.rank_in_block(), shape.threads);
   wait_for_previous_kernel();
 
-  rows.start(0, grad + row * p.grad_row_stride, step * p.grad_row_stride);
-  rows.start(1, z + row * p.z_row_stride, step * p.z_row_stride);
+  rows.start(0, grad + row * p.grad_row_stride, step * p.grad_row_stride, grad);
+  rows.start(1, z + row * p.z_row_stride, step * p.z_row_stride, z);
 #pragma unroll
   for (int ahead = 0; ahead + 1 < kStages; ++ahead) rows.fetch(row + ahead * step < p.rows);
   team.open();

@@ -2,7 +2,7 @@
 
 // Rows that are copied to shared memory ahead of their use. Each thread copies the vectors that it
 // will read itself, so that nobody waits for anybody. Where a thread has no vector, or only a part
-// of one, the rest is zero: what is computed from it needs no condition.
+// of one, the rest is read as zero: what is computed from it needs no condition.
 
 #include <cuda_pipeline.h>
 
@@ -32,10 +32,12 @@ class RowPipeline : public RowPlace<Access, kItems> {
     for (int slot = 0; slot < kSlots; ++slot) own_[slot * kThreads] = Item{};
   }
 
-  /// Rows of a stream: the first, and how many elements further the next one is.
-  __device__ __forceinline__ void start(int stream, const T* row, int64_t step) {
+  /// Rows of a stream: the first, how many elements further the next one is, and the first of the
+  /// tensor, before which nothing is read.
+  __device__ __forceinline__ void start(int stream, const T* row, int64_t step, const T* begin) {
     next_[stream] = row + column(0);
     row_step_[stream] = step;
+    begin_[stream] = begin;
   }
 
   /// Starts to copy the next row, if there is one, of every stream.
@@ -51,10 +53,14 @@ class RowPipeline : public RowPlace<Access, kItems> {
           const T* from = next_[stream] + (column(k) - column(0));
           if constexpr (Access::kWhole) {
             if (has_any(k)) __pipeline_memcpy_async(slot, from, sizeof(Item));
-          } else if (access().has_all(column(k))) {
-            __pipeline_memcpy_async(slot, from, sizeof(Item));
           } else if (has_any(k)) {
-            *slot = access().load(from - column(k), column(k));
+            // Behind the row come zeros; before it the end of the row before, which read() drops.
+            const int behind = max(column(k) + Access::kLanes - access().columns, 0);
+            if (from >= begin_[stream]) {
+              __pipeline_memcpy_async(slot, from, sizeof(Item), behind * sizeof(T));
+            } else {
+              *slot = access().load(from - column(k), column(k));
+            }
           }
         }
         next_[stream] += row_step_[stream];
@@ -70,6 +76,12 @@ class RowPipeline : public RowPlace<Access, kItems> {
   template <class C>
   __device__ __forceinline__ void read(int stream, int k, C (&values)[Access::kLanes]) const {
     widen(own_[((read_ * kStreams + stream) * kItems + k) * kThreads], values);
+    if constexpr (!Access::kWhole) {
+      if (k > 0) return;
+#pragma unroll
+      for (int i = 0; i < Access::kLanes; ++i)
+        if (column(0) + i < 0) values[i] = C(0);
+    }
   }
 
  private:
@@ -78,6 +90,7 @@ class RowPipeline : public RowPlace<Access, kItems> {
   int read_ = 0;
   const T* next_[kStreams];
   int64_t row_step_[kStreams];
+  const T* begin_[kStreams];
 };
 
 /// Parameters of the columns of a row's part in a block, in shared memory as they are computed
