@@ -146,11 +146,22 @@ __global__ void __launch_bounds__(kSumThreads) sum_losses(LossSum p) {
   const C* losses = static_cast<const C*>(p.loss);
   const C* weights = static_cast<const C*>(p.target_weight);
   double sums[2] = {};
+  const auto add = [&](double& sum, const C* values) {
+    constexpr int kLanes = kVectorLanes<C>;
+    const bool is_aligned = reinterpret_cast<uintptr_t>(values) % kVectorBytes == 0;
+    const int64_t vectors = is_aligned ? p.rows / kLanes : 0;
 #pragma unroll 8
-  for (int64_t row = threadIdx.x; row < p.rows; row += kSumThreads) {
-    sums[0] += static_cast<double>(losses[row]);
-    if (p.mean) sums[1] += static_cast<double>(weights[row]);
-  }
+    for (int64_t at = threadIdx.x; at < vectors; at += kSumThreads) {
+      const Vec<C, kLanes> some = load_vector<kLanes>(values + at * kLanes);
+#pragma unroll
+      for (int i = 0; i < kLanes; ++i) sum += static_cast<double>(some.lane[i]);
+    }
+#pragma unroll 8
+    for (int64_t row = vectors * kLanes + threadIdx.x; row < p.rows; row += kSumThreads)
+      sum += static_cast<double>(values[row]);
+  };
+  add(sums[0], losses);
+  if (p.mean) add(sums[1], weights);
   team.combine(sums, Add{});
   if (threadIdx.x > 0) return;
   Result{p.out, p.out_dtype, 1}.store(0, p.mean ? sums[0] / sums[1] : sums[0]);
