@@ -44,10 +44,10 @@ __global__ void __launch_bounds__(kThreads)
                              team.rank_in_block(), shape.threads);
   wait_for_previous_kernel();
 
-  rows.start(0, grad + row * p.grad_row_stride, step * p.grad_row_stride, grad);
-  rows.start(1, z + row * p.z_row_stride, step * p.z_row_stride, z);
+  rows.start(0, grad + row * p.grad_row_stride, step * p.grad_row_stride);
+  rows.start(1, z + row * p.z_row_stride, step * p.z_row_stride);
 #pragma unroll
-  for (int ahead = 0; ahead + 1 < kStages; ++ahead) rows.fetch(row + ahead * step < p.rows);
+  for (int ahead = 0; ahead + 1 < kStages; ++ahead) rows.fetch(row + ahead * step, p.rows);
   team.open();
   if (team.index() == 0) {
 #pragma unroll
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kThreads)
 
   for (int64_t first = base; first < p.rows; first += step, row += step) {
     const bool inside = row < p.rows;
-    rows.fetch(row + (kStages - 1) * step < p.rows);
+    rows.fetch(row + (kStages - 1) * step, p.rows);
     const C mean = next_mean;
     const C rstd = next_rstd;
     if (row + step < p.rows) {
@@ -192,39 +192,43 @@ struct Walk {
   int64_t teams;  // blocks, or clusters of them
 };
 
-/// How many of the clusters run at the same time, each of whose blocks fills a multiprocessor: those
-/// of a cluster belong to one GPC, of which some have no multiple of them. One more would begin when
-/// the others are done, and take as long again.
+/// How many of the clusters run at the same time, each of whose blocks fills a multiprocessor:
+/// those of a cluster belong to one GPC, of which some have no multiple of them. One more would
+/// begin when the others are done, and take as long again. 0 where no GPC has so many.
 int64_t clusters_at_once(const Walk& walk) {
-  const int64_t most = current_device().multiprocessors >> walk.team.log_blocks;
-  if (walk.team.log_blocks == 0) return most;
+  const int blocks = walk.team.blocks();
+  if (blocks == 1) return current_device().multiprocessors;
   constexpr int kDevices = 64;
-  static int known[kDevices][kMostClusterBlocks] = {};  // two threads that ask write the same
+  static int known[kDevices][kLargeClusterBlocks + 1] = {};  // two threads that ask write the same
   int device = 0;
-  if (cudaGetDevice(&device) != cudaSuccess || device >= kDevices) return std::max<int64_t>(most, 1);
-  int& place = known[device][walk.team.log_blocks];
+  if (cudaGetDevice(&device) != cudaSuccess || device >= kDevices) return 0;
+  int& place = known[device][blocks];
   int found = __atomic_load_n(&place, __ATOMIC_RELAXED);
   if (found == 0) {
     // Stands for all: a block of each has a multiprocessor's registers.
-    const auto kernel = walk_rows<RowAccess<float, kVectorLanes<float>, true>, float, false, false, 2>;
+    const auto kernel =
+        walk_rows<RowAccess<float, kVectorLanes<float>, true>, float, false, false, 2>;
     cudaLaunchAttribute cluster{};
     cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim = {static_cast<unsigned>(walk.team.blocks()), 1, 1};
+    cluster.val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
     cudaLaunchConfig_t config{};
-    config.gridDim = dim3(static_cast<unsigned>(walk.team.blocks()));
+    config.gridDim = dim3(static_cast<unsigned>(blocks));
     config.blockDim = dim3(static_cast<unsigned>(walk.team.block_threads()));
     config.dynamicSmemBytes = static_cast<size_t>(walk.shared_bytes);
     config.attrs = &cluster;
     config.numAttrs = 1;
-    if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             walk.shared_bytes) != cudaSuccess ||
-        cudaOccupancyMaxActiveClusters(&found, kernel, &config) != cudaSuccess || found < 1) {
-      (void)cudaGetLastError();
-      found = static_cast<int>(std::max<int64_t>(most, 1));
-    }
+    const bool known_to_run =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             walk.shared_bytes) == cudaSuccess &&
+        (blocks <= kMostClusterBlocks ||
+         cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) ==
+             cudaSuccess) &&
+        cudaOccupancyMaxActiveClusters(&found, kernel, &config) == cudaSuccess;
+    (void)cudaGetLastError();
+    if (!known_to_run || found < 1) found = -1;
     __atomic_store_n(&place, found, __ATOMIC_RELAXED);
   }
-  return found;
+  return std::max(found, 0);
 }
 
 Walk walk_of(const NormBackward& p) {
@@ -237,6 +241,8 @@ Walk walk_of(const NormBackward& p) {
   const Device device = current_device();
   const int most_blocks = device.runs_90_code ? kMostClusterBlocks : 1;
   walk.team = team_of(threads, kThreads, kThreads, most_blocks);
+  if (walk.team.size() < threads && most_blocks > 1)
+    walk.team = team_of(threads, kThreads, kThreads, kLargeClusterBlocks);
   if (walk.team.size() < threads) return walk;
   const auto shared_bytes = [&](int stages) {
     const int parameters = lanes * static_cast<int>(sum_bytes(p)) * walk.team.threads;
@@ -249,7 +255,8 @@ Walk walk_of(const NormBackward& p) {
   walk.shared_bytes = shared_bytes(walk.stages);
   walk.teams = std::min(clusters_at_once(walk), ceil_div(p.rows, walk.team.per_block));
   // A multiple of the lanes, so that the rows of a block lie alike.
-  if (kind == RowKind::alike) walk.teams = std::max<int64_t>(walk.teams / lanes, 1) * lanes;
+  if (kind == RowKind::alike && walk.teams > 0)
+    walk.teams = std::max<int64_t>(walk.teams / lanes, 1) * lanes;
   return walk;
 }
 

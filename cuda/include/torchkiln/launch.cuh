@@ -110,6 +110,9 @@ Status launch_overlapped(void (*kernel)(Parameters...), const Grid& grid, cudaSt
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                  grid.shared_bytes);
   }
+  constexpr int kPortableCluster = 8;
+  if (error == cudaSuccess && grid.cluster > kPortableCluster)
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   cudaLaunchAttribute attributes[2] = {};
   cudaLaunchConfig_t config{};
   config.gridDim = grid.blocks;

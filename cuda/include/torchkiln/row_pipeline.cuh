@@ -32,35 +32,31 @@ class RowPipeline : public RowPlace<Access, kItems> {
     for (int slot = 0; slot < kSlots; ++slot) own_[slot * kThreads] = Item{};
   }
 
-  /// Rows of a stream: the first, how many elements further the next one is, and the first of the
-  /// tensor, before which nothing is read.
-  __device__ __forceinline__ void start(int stream, const T* row, int64_t step, const T* begin) {
+  /// Rows of a stream: the first, and how many elements further the next one is.
+  __device__ __forceinline__ void start(int stream, const T* row, int64_t step) {
     next_[stream] = row + column(0);
     row_step_[stream] = step;
-    begin_[stream] = begin;
   }
 
-  /// Starts to copy the next row, if there is one, of every stream.
-  __device__ __forceinline__ void fetch(bool is_row) {
+  /// Starts to copy the next row, the tensor's `row` of `rows`, if there is one, of every stream.
+  /// Whole vectors, of which wait() drops what belongs to a neighbour; the first row has none
+  /// before it, the last none behind.
+  __device__ __forceinline__ void fetch(int64_t row, int64_t rows) {
     Item* to = own_ + write_ * (kItems * kStreams * kThreads);
     write_ = write_ + 1 == kStages ? 0 : write_ + 1;
-    if (is_row) {
+    if (row < rows) {
+      const bool has_neighbours = row > 0 && row + 1 < rows;
 #pragma unroll
       for (int stream = 0; stream < kStreams; ++stream) {
 #pragma unroll
         for (int k = 0; k < kItems; ++k) {
+          if (!has_any(k)) continue;
           Item* slot = to + (stream * kItems + k) * kThreads;
           const T* from = next_[stream] + (column(k) - column(0));
-          if constexpr (Access::kWhole) {
-            if (has_any(k)) __pipeline_memcpy_async(slot, from, sizeof(Item));
-          } else if (has_any(k)) {
-            // Behind the row come zeros; before it the end of the row before, which read() drops.
-            const int behind = max(column(k) + Access::kLanes - access().columns, 0);
-            if (from >= begin_[stream]) {
-              __pipeline_memcpy_async(slot, from, sizeof(Item), behind * sizeof(T));
-            } else {
-              *slot = access().load(from - column(k), column(k));
-            }
+          if (has_neighbours || access().has_all(column(k))) {
+            __pipeline_memcpy_async(slot, from, sizeof(Item));
+          } else {
+            *slot = access().load_part(from - column(k), column(k), T(0.0f));
           }
         }
         next_[stream] += row_step_[stream];
@@ -70,18 +66,27 @@ class RowPipeline : public RowPlace<Access, kItems> {
   }
 
   /// Waits for the oldest row, after which kStages - 1 were fetched. read() reads it until pass().
-  __device__ __forceinline__ void wait() const { __pipeline_wait_prior(kStages - 1); }
+  __device__ __forceinline__ void wait() const {
+    __pipeline_wait_prior(kStages - 1);
+    if constexpr (!Access::kWhole) {
+#pragma unroll
+      for (int k = 0; k < kItems; ++k) {
+        if (!has_any(k) || access().has_all(column(k))) continue;
+#pragma unroll
+        for (int stream = 0; stream < kStreams; ++stream) {
+          Item& part = own_[((read_ * kStreams + stream) * kItems + k) * kThreads];
+#pragma unroll
+          for (int i = 0; i < Access::kLanes; ++i)
+            if (!access().has(column(k), i)) part.lane[i] = T(0.0f);
+        }
+      }
+    }
+  }
   __device__ __forceinline__ void pass() { read_ = read_ + 1 == kStages ? 0 : read_ + 1; }
 
   template <class C>
   __device__ __forceinline__ void read(int stream, int k, C (&values)[Access::kLanes]) const {
     widen(own_[((read_ * kStreams + stream) * kItems + k) * kThreads], values);
-    if constexpr (!Access::kWhole) {
-      if (k > 0) return;
-#pragma unroll
-      for (int i = 0; i < Access::kLanes; ++i)
-        if (column(0) + i < 0) values[i] = C(0);
-    }
   }
 
  private:
@@ -90,7 +95,6 @@ class RowPipeline : public RowPlace<Access, kItems> {
   int read_ = 0;
   const T* next_[kStreams];
   int64_t row_step_[kStreams];
-  const T* begin_[kStreams];
 };
 
 /// Parameters of the columns of a row's part in a block, in shared memory as they are computed

@@ -13,8 +13,9 @@
 namespace torchkiln {
 
 inline constexpr int kWarpLanes = 32;
-inline constexpr int kMostClusterBlocks = 8;  // what every GPU with clusters has room for
-inline constexpr int kMostTeamThreads = 512;  // of a block of a cluster
+inline constexpr int kMostClusterBlocks = 8;    // what every GPU with clusters has room for
+inline constexpr int kLargeClusterBlocks = 16;  // what some have room for, when a kernel asks
+inline constexpr int kMostTeamThreads = 512;    // of a block of a cluster
 
 /// How teams combine values: what counts for nothing, and a += b for all of them.
 struct Add {
@@ -82,7 +83,7 @@ inline TeamShape team_of(int64_t threads, int block_threads, int shared_threads,
 /// serves: who writes the next value cannot overtake who still reads the last but one.
 template <class C, int kValues>
 struct Meeting {
-  C slots[2][kValues][kMostClusterBlocks * kMostTeamThreads / kWarpLanes];
+  C slots[2][kValues][kLargeClusterBlocks * kMostTeamThreads / kWarpLanes];
   uint64_t arrived[2];
 };
 
