@@ -37,14 +37,12 @@ __global__ void __launch_bounds__(kGradientThreads, 4)
   const Access access(logits, static_cast<int>(p.classes));
   const int begin = part * vectors_of_part + static_cast<int>(threadIdx.x);
   const int end = min(access.vectors(), (part + 1) * vectors_of_part);
+  Access own = access;  // of the row, what is the part's
+  own.columns = min(access.columns, access.column(end));
   const int step = static_cast<int>(blockDim.x);
   Item items[kGradientItems];
   const auto load = [&](int first) {
-#pragma unroll
-    for (int k = 0; k < kGradientItems; ++k) {
-      const int vector = first + k * step;
-      if (vector < end) items[k] = access.load(logits, access.column(vector));
-    }
+    own.load(logits, access.column(first), step * kLanes, items, T(0.0f));
   };
   load(begin);
 

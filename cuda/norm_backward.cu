@@ -1,4 +1,5 @@
 #include "norm_backward_apart.cuh"
+#include "norm_backward_few.cuh"
 #include "torchkiln/row_pipeline.cuh"
 
 namespace torchkiln::cuda {
@@ -7,6 +8,11 @@ namespace {
 // With so many registers a thread, one block fills a multiprocessor. Teams of fewer threads share
 // it and the parameters of the columns, which leaves room for one more row of each on the way.
 constexpr int kThreads = 512;
+
+// Of clusters of more than kMostClusterBlocks: with more warps the shared memory of a block of two
+// stages would leave spilled registers too little of the cache.
+constexpr int kLargeBlockWarps = 11;
+constexpr int kLargeClusterWarps = kLargeClusterBlocks * kLargeBlockWarps;
 
 template <class Access>
 using Parameters = ColumnParameters<Compute<typename Access::T>, Access::kLanes, kItems>;
@@ -27,9 +33,10 @@ __global__ void __launch_bounds__(kThreads)
   using T = typename Access::T;
   using C = Compute<T>;
   constexpr int kLanes = Access::kLanes;
-  __shared__ Meeting<C, 2> meeting;
+  constexpr int kSlots = kStages == 3 ? kMostWarps : kLargeClusterWarps;
+  __shared__ Meeting<C, 2, kSlots> meeting;
   extern __shared__ uint4 memory[];
-  Team<C, 2, true> team(shape, meeting);
+  Team<C, 2, true, kSlots> team(shape, meeting);
   // A block's teams take rows that lie alike, too, because they share the parameters.
   const int64_t base = team.group();
   const int64_t step = team.teams();
@@ -242,16 +249,21 @@ Walk walk_of(const NormBackward& p) {
   const int most_blocks = device.runs_90_code ? kMostClusterBlocks : 1;
   walk.team = team_of(threads, kThreads, kThreads, most_blocks);
   if (walk.team.size() < threads && most_blocks > 1)
-    walk.team = team_of(threads, kThreads, kThreads, kLargeClusterBlocks);
+    walk.team = team_of(threads, kLargeBlockWarps * kWarpLanes, kThreads, kLargeClusterBlocks);
   if (walk.team.size() < threads) return walk;
   const auto shared_bytes = [&](int stages) {
     const int parameters = lanes * static_cast<int>(sum_bytes(p)) * walk.team.threads;
     return kItems * (stages * 2 * kVectorBytes * kThreads + parameters);
   };
-  const int meeting = p.dtype == Dtype::float64 ? static_cast<int>(sizeof(Meeting<double, 2>))
-                                                : static_cast<int>(sizeof(Meeting<float, 2>));
-  if (shared_bytes(2) + meeting > device.shared_bytes) return walk;
-  walk.stages = shared_bytes(3) + meeting <= device.shared_bytes ? 3 : 2;
+  const auto fits = [&](int stages) {
+    const bool large = walk.team.blocks() > kMostClusterBlocks;
+    const size_t meeting =
+        stages == 3 ? sizeof(Meeting<float, 2>) : sizeof(Meeting<float, 2, kLargeClusterWarps>);
+    const int meeting_bytes = static_cast<int>(meeting * (sum_bytes(p) / sizeof(float)));
+    return !(large && stages == 3) && shared_bytes(stages) + meeting_bytes <= device.shared_bytes;
+  };
+  if (!fits(2)) return walk;
+  walk.stages = fits(3) ? 3 : 2;
   walk.shared_bytes = shared_bytes(walk.stages);
   walk.teams = std::min(clusters_at_once(walk), ceil_div(p.rows, walk.team.per_block));
   // A multiple of the lanes, so that the rows of a block lie alike.
@@ -298,7 +310,7 @@ Status walked(const NormBackward& p, const Walk& walk, CUstream_st* stream) {
 }  // namespace
 
 size_t workspace_bytes(const NormBackward& p) {
-  if (p.rows == 0 || p.columns == 0) return 0;
+  if (p.rows == 0 || p.columns == 0 || are_few(p, kind_of(p))) return 0;
   const Walk walk = walk_of(p);
   if (walk.teams == 0) return parts_of(p).end;
   return static_cast<size_t>(walk.teams * p.columns * outputs(p)) * sum_bytes(p);
@@ -307,13 +319,18 @@ size_t workspace_bytes(const NormBackward& p) {
 Status norm_backward(const NormBackward& p, CUstream_st* stream) {
   if (p.rows == 0 || p.columns == 0) return {};
   if (p.columns > kMostColumns) return {kTooLong};
-  const Walk walk = walk_of(p);
+  const RowKind kind = kind_of(p);
+  const bool is_few = are_few(p, kind);
+  const Walk walk = is_few ? Walk{} : walk_of(p);
   return dispatch_floating(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    return with_access<T>(kind_of(p), [&](auto access) {
+    return with_access<T>(kind, [&](auto access) {
       using Access = typename decltype(access)::type;
       const auto start = [&](auto weight) {
         using W = typename decltype(weight)::type;
+        if constexpr (Access::kWhole && Access::kLanes > 1) {
+          if (is_few) return few<Access, W>(p, stream);
+        }
         if constexpr (Access::kLanes > 1) {
           if (walk.teams > 0) return walked<Access, W>(p, walk, stream);
         }

@@ -75,13 +75,17 @@ struct RowAccess {
 
   template <class C>
   __device__ __forceinline__ void save(T* row, int column, const C (&values)[kLanes]) const {
-    if (has_all(column)) {
+    if constexpr (kWhole || kLanes == 1) {
       store(row + column, values);
-      return;
-    }
+    } else {
+      // Not in a branch beside one that stores the same in parts: the compiler makes both alike.
+      const bool all = has_all(column);
+      store_if(all, row + column, values);
+      if (all) return;
 #pragma unroll
-    for (int i = 0; i < kLanes; ++i)
-      if (has(column, i)) row[column + i] = convert<T>(values[i]);
+      for (int i = 0; i < kLanes; ++i)
+        if (has(column, i)) row[column + i] = convert<T>(values[i]);
+    }
   }
 
   __device__ __forceinline__ Item load_part(const T* row, int column, T outside) const {
@@ -281,11 +285,10 @@ Status with_items(const RowPlan& plan, const Body& body) {
   return body(std::integral_constant<int, 0>{});
 }
 
-/// Blocks of a multiprocessor: with 64 registers a thread, or with 128 where it must tell for every
-/// lane whether it counts, or holds more than fits.
+/// Blocks of a multiprocessor: with 64 registers a thread, or with 128 where it holds more than
+/// fits.
 template <class Place, int kStreams = 1>
-inline constexpr int kRowBlocks =
-    Place::Access::kWhole && Place::kItems * kStreams <= kManyItems ? 2 : 1;
+inline constexpr int kRowBlocks = Place::kItems * kStreams <= kManyItems ? 2 : 1;
 
 /// Calls body(TypeTag<RowAccess<T, ...>>) of the access that fits.
 template <class T, class Body>

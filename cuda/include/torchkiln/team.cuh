@@ -16,6 +16,7 @@ inline constexpr int kWarpLanes = 32;
 inline constexpr int kMostClusterBlocks = 8;    // what every GPU with clusters has room for
 inline constexpr int kLargeClusterBlocks = 16;  // what some have room for, when a kernel asks
 inline constexpr int kMostTeamThreads = 512;    // of a block of a cluster
+inline constexpr int kMostWarps = kMostClusterBlocks * kMostTeamThreads / kWarpLanes;
 
 /// How teams combine values: what counts for nothing, and a += b for all of them.
 struct Add {
@@ -81,18 +82,18 @@ inline TeamShape team_of(int64_t threads, int block_threads, int shared_threads,
 
 /// Shared memory through which a team's warps meet. Two halves take turns, so that one barrier
 /// serves: who writes the next value cannot overtake who still reads the last but one.
-template <class C, int kValues>
-struct Meeting {
-  C slots[2][kValues][kLargeClusterBlocks * kMostTeamThreads / kWarpLanes];
+template <class C, int kValues, int kSlots = kMostWarps>
+struct Meeting {  // of kSlots warps at most
+  C slots[2][kValues][kSlots];
   uint64_t arrived[2];
 };
 
 /// A thread's place in its team. kShared: teams of several warps may share a block. A kernel that
 /// allows it takes all of the block's barriers, of which a multiprocessor has 64.
-template <class C, int kValues, bool kShared = false>
+template <class C, int kValues, bool kShared = false, int kSlots = kMostWarps>
 class Team {
  public:
-  __device__ __forceinline__ Team(const TeamShape& shape, Meeting<C, kValues>& meeting)
+  __device__ __forceinline__ Team(const TeamShape& shape, Meeting<C, kValues, kSlots>& meeting)
       : shape_(shape), meeting_(meeting) {
     const int thread = static_cast<int>(threadIdx.x);
     index_ = kShared ? thread / shape.threads : thread >> shape.log_threads;
@@ -264,7 +265,7 @@ class Team {
   }
 
   TeamShape shape_;
-  Meeting<C, kValues>& meeting_;
+  Meeting<C, kValues, kSlots>& meeting_;
   int index_;
   int block_;
   int rank_in_block_;
