@@ -1,0 +1,315 @@
+#pragma once
+
+// Gradients of norms of rows that lie alike: each is read once, and arrives ahead of its use.
+
+#include "norm_backward.cuh"
+#include "torchkiln/columns.cuh"
+#include "torchkiln/row_pipeline.cuh"
+
+namespace torchkiln::cuda {
+namespace {
+
+// With so many registers a thread, one block fills a multiprocessor. Teams of fewer threads share
+// it and the parameters of the columns, which leaves room for one more row of each on the way.
+constexpr int kThreads = 512;
+
+// Of clusters of more than kMostClusterBlocks: with more warps the shared memory of a block of two
+// stages would leave spilled registers too little of the cache.
+constexpr int kLargeBlockWarps = 11;
+constexpr int kLargeClusterWarps = kLargeClusterBlocks * kLargeBlockWarps;
+
+template <class Access>
+using Parameters = ColumnParameters<Compute<typename Access::T>, Access::kLanes, kItems>;
+
+/// (x - mean) * rstd, of half precision in one step: what that loses is far below the rounding of
+/// x.
+template <class T, class C>
+__device__ __forceinline__ C normalized(C x, C mean, C rstd) {
+  return sizeof(T) == 2 ? x * rstd - mean * rstd : (x - mean) * rstd;
+}
+
+/// Teams that take one row after another: rows arrive in shared memory ahead of their use. The sums
+/// over the columns stay in the registers of the thread that has these columns of every row, so a
+/// team's rows must lie alike: they are a multiple of the lanes apart.
+template <class Access, class W, bool kCentered, bool kAdds, int kStages>
+__global__ void __launch_bounds__(kThreads)
+    walk_rows(NormBackward p, TeamShape shape, Compute<typename Access::T>* partial) {
+  using T = typename Access::T;
+  using C = Compute<T>;
+  constexpr int kLanes = Access::kLanes;
+  constexpr int kSlots = kStages == 3 ? kMostWarps : kLargeClusterWarps;
+  __shared__ Meeting<C, 2, kSlots> meeting;
+  extern __shared__ uint4 memory[];
+  Team<C, 2, true, kSlots> team(shape, meeting);
+  // A block's teams take rows that lie alike, too, because they share the parameters.
+  const int64_t base = team.group();
+  const int64_t step = team.teams();
+  int64_t row = base + team.index() * team.groups();
+  const T* grad = static_cast<const T*>(p.grad);
+  const T* grad_sum = static_cast<const T*>(p.grad_sum);
+  const T* z = static_cast<const T*>(p.z);
+  const Access access(grad + row * p.grad_row_stride, static_cast<int>(p.columns));
+  using Pipeline = RowPipeline<Access, kItems, 2, kStages, kThreads>;
+  Pipeline rows(memory, access, team.rank(), team.size());
+  Parameters<Access> weights(reinterpret_cast<unsigned char*>(memory) + Pipeline::kBytes,
+                             team.rank_in_block(), shape.threads);
+  wait_for_previous_kernel();
+
+  rows.start(0, grad + row * p.grad_row_stride, step * p.grad_row_stride);
+  rows.start(1, z + row * p.z_row_stride, step * p.z_row_stride);
+#pragma unroll
+  for (int ahead = 0; ahead + 1 < kStages; ++ahead) rows.fetch(row + ahead * step, p.rows);
+  team.open();
+  if (team.index() == 0) {
+#pragma unroll
+    for (int k = 0; k < kItems; ++k) {
+      C values[kLanes] = {};
+      if (rows.has_any(k)) load_weight<W>(p, access, rows.column(k), values);
+      weights.set(k, values);
+    }
+  }
+  if (shape.per_block > 1) __syncthreads();
+
+  C weight_sum[kItems][kLanes] = {};
+  C bias_sum[kCentered ? kItems : 1][kLanes] = {};
+  const C* means = static_cast<const C*>(p.mean);
+  const C* rstds = static_cast<const C*>(p.rstd);
+  C next_mean = kCentered && row < p.rows ? means[row] : C(0);
+  C next_rstd = row < p.rows ? rstds[row] : C(0);
+  const C share = C(1) / static_cast<C>(p.columns);
+
+  for (int64_t first = base; first < p.rows; first += step, row += step) {
+    const bool inside = row < p.rows;
+    rows.fetch(row + (kStages - 1) * step, p.rows);
+    const C mean = next_mean;
+    const C rstd = next_rstd;
+    if (row + step < p.rows) {
+      if constexpr (kCentered) next_mean = means[row + step];
+      next_rstd = rstds[row + step];
+    }
+    if constexpr (kAdds) {
+      if (inside) rows.prefetch(grad_sum + row * p.grad_sum_row_stride);
+    }
+    rows.wait();
+
+    C sums[kCentered ? 2 : 1] = {};
+    if (inside) {
+#pragma unroll
+      for (int k = 0; k < kItems; ++k) {
+        C g[kLanes], n[kLanes], weight[kLanes];
+        rows.read(0, k, g);
+        rows.read(1, k, n);
+        weights.read(k, weight);
+#pragma unroll
+        for (int i = 0; i < kLanes; ++i) {
+          n[i] = normalized<T>(n[i], mean, rstd);
+          weight_sum[k][i] += g[i] * n[i];
+          const C passed = g[i] * weight[i];
+          sums[0] += passed * n[i];
+          if constexpr (kCentered) {
+            bias_sum[k][i] += g[i];
+            sums[1] += passed;
+          }
+        }
+      }
+    }
+    if (p.grad_x != nullptr) {
+      team.combine(sums, Add{});
+      const C slope = -rstd * share * sums[0];
+      const C level = kCentered ? -rstd * share * sums[kCentered ? 1 : 0] : C(0);
+      // Of half precision, normalized(x) * slope + level in one step.
+      const C x_slope = rstd * slope;
+      const C x_level = level - mean * x_slope;
+      T* grad_x = static_cast<T*>(p.grad_x) + row * p.columns;
+      typename Access::Item others[kItems];
+      if constexpr (kAdds) {
+        if (inside) rows.load(grad_sum + row * p.grad_sum_row_stride, others);
+      }
+#pragma unroll
+      for (int k = 0; k < kItems; ++k) {
+        C g[kLanes], n[kLanes], weight[kLanes];
+        rows.read(0, k, g);
+        rows.read(1, k, n);
+        weights.read(k, weight);
+#pragma unroll
+        for (int i = 0; i < kLanes; ++i) {
+          const C through = sizeof(T) == 2 ? n[i] * x_slope + x_level
+                                           : normalized<T>(n[i], mean, rstd) * slope + level;
+          g[i] = g[i] * weight[i] * rstd + through;
+        }
+        if constexpr (kAdds) {
+          C other[kLanes];
+          widen(others[k], other);
+#pragma unroll
+          for (int i = 0; i < kLanes; ++i) g[i] += other[i];
+        }
+        rows.save(inside, grad_x, k, g);
+      }
+    }
+    rows.pass();
+  }
+
+  // One row of partial sums for each block, or cluster.
+  const int teams_of_block = shape.per_block;
+  const int64_t chunk = team.group();
+  const int64_t chunks = team.groups();
+  const auto leave = [&](const auto& own_sums, C* to) {
+    C* shared = reinterpret_cast<C*>(memory);
+    if (teams_of_block > 1) __syncthreads();
+#pragma unroll
+    for (int k = 0; k < kItems; ++k) {
+      if (!rows.has_any(k)) continue;
+      const int column = rows.column(k);
+#pragma unroll
+      for (int i = 0; i < kLanes; ++i) {
+        if (!access.has(column, i)) continue;
+        if (teams_of_block > 1) {
+          shared[team.index() * access.columns + column + i] = own_sums[k][i];
+        } else {
+          to[chunk * p.columns + column + i] = own_sums[k][i];
+        }
+      }
+    }
+    if (teams_of_block == 1) return;
+    __syncthreads();
+    for (int column = static_cast<int>(threadIdx.x); column < access.columns;
+         column += blockDim.x) {
+      C sum = 0;
+      for (int t = 0; t < teams_of_block; ++t) sum += shared[t * access.columns + column];
+      to[chunk * p.columns + column] = sum;
+    }
+  };
+  if (p.grad_weight != nullptr) leave(weight_sum, partial);
+  if constexpr (kCentered) {
+    if (p.grad_bias != nullptr)
+      leave(bias_sum, p.grad_weight == nullptr ? partial : partial + chunks * p.columns);
+  }
+}
+
+RowKind kind_of(const NormBackward& p) {
+  const RowsOf tensors[] = {{p.grad, p.grad_row_stride},
+                            {p.z, p.z_row_stride},
+                            {p.grad_sum, p.grad_sum_row_stride},
+                            {p.grad_x, p.columns}};
+  const RowKind kind = kind_of(tensors, p.dtype, p.rows, p.columns);
+  return kind == RowKind::whole && !aligned(p.weight, kVectorBytes) ? RowKind::alike : kind;
+}
+
+/// How rows are walked, by no team where they do not fit or lie apart.
+struct Walk {
+  TeamShape team;
+  int stages;  // rows that are in shared memory or on the way to it
+  int shared_bytes;
+  int64_t teams;  // blocks, or clusters of them
+};
+
+/// How many of the clusters run at the same time, each of whose blocks fills a multiprocessor:
+/// those of a cluster belong to one GPC, of which some have no multiple of them. One more would
+/// begin when the others are done, and take as long again. 0 where no GPC has so many.
+int64_t clusters_at_once(const Walk& walk) {
+  const int blocks = walk.team.blocks();
+  if (blocks == 1) return current_device().multiprocessors;
+  constexpr int kDevices = 64;
+  static int known[kDevices][kLargeClusterBlocks + 1] = {};  // two threads that ask write the same
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess || device >= kDevices) return 0;
+  int& place = known[device][blocks];
+  int found = __atomic_load_n(&place, __ATOMIC_RELAXED);
+  if (found == 0) {
+    // Stands for all: a block of each has a multiprocessor's registers.
+    const auto kernel =
+        walk_rows<RowAccess<float, kVectorLanes<float>, true>, float, false, false, 2>;
+    cudaLaunchAttribute cluster{};
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(static_cast<unsigned>(blocks));
+    config.blockDim = dim3(static_cast<unsigned>(walk.team.block_threads()));
+    config.dynamicSmemBytes = static_cast<size_t>(walk.shared_bytes);
+    config.attrs = &cluster;
+    config.numAttrs = 1;
+    const bool known_to_run =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             walk.shared_bytes) == cudaSuccess &&
+        (blocks <= kMostClusterBlocks ||
+         cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) ==
+             cudaSuccess) &&
+        cudaOccupancyMaxActiveClusters(&found, kernel, &config) == cudaSuccess;
+    (void)cudaGetLastError();
+    if (!known_to_run || found < 1) found = -1;
+    __atomic_store_n(&place, found, __ATOMIC_RELAXED);
+  }
+  return std::max(found, 0);
+}
+
+Walk walk_of(const NormBackward& p) {
+  Walk walk{};
+  const RowKind kind = kind_of(p);
+  if (kind == RowKind::apart) return walk;
+  const int lanes = kVectorBytes / static_cast<int>(size_of(p.dtype));
+  const int64_t vectors = ceil_div(p.columns, lanes) + (kind == RowKind::whole ? 0 : 1);
+  const int64_t threads = ceil_div(vectors, kItems);
+  const Device device = current_device();
+  const int most_blocks = device.runs_90_code ? kMostClusterBlocks : 1;
+  walk.team = team_of(threads, kThreads, kThreads, most_blocks);
+  if (walk.team.size() < threads && most_blocks > 1)
+    walk.team = team_of(threads, kLargeBlockWarps * kWarpLanes, kThreads, kLargeClusterBlocks);
+  if (walk.team.size() < threads) return walk;
+  const auto shared_bytes = [&](int stages) {
+    const int parameters = lanes * static_cast<int>(sum_bytes(p)) * walk.team.threads;
+    return kItems * (stages * 2 * kVectorBytes * kThreads + parameters);
+  };
+  const auto fits = [&](int stages) {
+    const bool large = walk.team.blocks() > kMostClusterBlocks;
+    const size_t meeting =
+        stages == 3 ? sizeof(Meeting<float, 2>) : sizeof(Meeting<float, 2, kLargeClusterWarps>);
+    const int meeting_bytes = static_cast<int>(meeting * (sum_bytes(p) / sizeof(float)));
+    return !(large && stages == 3) && shared_bytes(stages) + meeting_bytes <= device.shared_bytes;
+  };
+  if (!fits(2)) return walk;
+  walk.stages = fits(3) ? 3 : 2;
+  walk.shared_bytes = shared_bytes(walk.stages);
+  walk.teams = std::min(clusters_at_once(walk), ceil_div(p.rows, walk.team.per_block));
+  // A multiple of the lanes, so that the rows of a block lie alike.
+  if (kind == RowKind::alike && walk.teams > 0)
+    walk.teams = std::max<int64_t>(walk.teams / lanes, 1) * lanes;
+  return walk;
+}
+
+int outputs(const NormBackward& p) {
+  return (p.grad_weight != nullptr ? 1 : 0) + (p.grad_bias != nullptr ? 1 : 0);
+}
+
+template <class Access, class W, bool kCentered, bool kAdds, int kStages>
+Status walked(const NormBackward& p, const Walk& walk, CUstream_st* stream) {
+  using C = Compute<typename Access::T>;
+  const Grid grid{dim3(static_cast<unsigned>(walk.teams << walk.team.log_blocks)),
+                  dim3(static_cast<unsigned>(walk.team.block_threads())), walk.team.blocks(),
+                  walk.shared_bytes};
+  C* partial = static_cast<C*>(p.workspace);
+  const Status status = launch_overlapped(walk_rows<Access, W, kCentered, kAdds, kStages>, grid,
+                                          stream, p, walk.team, partial);
+  const columns::Plan plan{1, 1, 1, walk.teams, p.rows, p.columns};
+  if (!status.ok() || outputs(p) == 0) return status;
+  const Result weight{p.grad_weight, p.weight_dtype, 1};
+  const Result bias{p.grad_bias, p.weight_dtype, 1};
+  if (outputs(p) == 2)
+    return columns::finish(static_cast<const C*>(partial), plan, weight, &bias, stream);
+  return columns::finish(static_cast<const C*>(partial), plan,
+                         p.grad_weight == nullptr ? bias : weight, nullptr, stream);
+}
+
+template <class Access, class W>
+Status walked(const NormBackward& p, const Walk& walk, CUstream_st* stream) {
+  const auto start = [&](auto centered) {
+    const auto with_sum = [&](auto adds) {
+      return walk.stages == 3 ? walked<Access, W, centered, adds, 3>(p, walk, stream)
+                              : walked<Access, W, centered, adds, 2>(p, walk, stream);
+    };
+    return p.grad_sum == nullptr ? with_sum(std::false_type{}) : with_sum(std::true_type{});
+  };
+  return p.centered ? start(std::true_type{}) : start(std::false_type{});
+}
+
+}  // namespace
+}  // namespace torchkiln::cuda
