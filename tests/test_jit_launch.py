@@ -77,13 +77,14 @@ def use(monkeypatch: pytest.MonkeyPatch, failing: str = "") -> Recorded:
 def test_a_launch_reaches_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = use(monkeypatch)
     function = driver.Function("k", b"code", "_Z1k")
-    function.launch((2, 3, 4), (32, 1, 1), 100_000, 77, [ctypes.c_int(5), ctypes.c_double(0.5)])
+    arguments = [ctypes.c_int(5), ctypes.c_double(0.5)]
+    function.launch((2, 3, 4), (32, 1, 1), 100_000, 77, arguments)
     loading = ["cuModuleLoadData", "cuModuleGetFunction"]
     assert fake.names() == [*loading, "cuFuncSetAttribute", "cuLaunchKernel"]
     assert fake.calls[1][1][2] == b"_Z1k"
     _, *sizes, stream, addresses, extra = fake.calls[-1][1]
-    assert [size.value for size in sizes] == [2, 3, 4, 32, 1, 1, 100_000]
-    assert stream.value == 77
+    assert sizes == [2, 3, 4, 32, 1, 1, 100_000]
+    assert stream == 77
     assert extra is None
     assert ctypes.cast(addresses[0], ctypes.POINTER(ctypes.c_int))[0] == 5
     assert ctypes.cast(addresses[1], ctypes.POINTER(ctypes.c_double))[0] == 0.5
@@ -107,6 +108,7 @@ def test_a_thread_without_a_context_gets_torchs(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(
@@ -121,7 +123,7 @@ def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> jit.Module:
     """A module whose code nobody runs."""
-    monkeypatch.setattr("torchkiln.jit.module.build", lambda *_, **__: Binary(b"", {}))
+    monkeypatch.setattr("torchkiln.jit.code.build", lambda *_, **__: Binary(b"", {}))
     return jit.inline("template <class T>\n__global__ void t(T* x) {}\n__global__ void k(int n) {}")
 
 

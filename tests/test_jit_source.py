@@ -47,6 +47,11 @@ def test_signatures() -> None:
     assert dtypes == expected
 
 
+@pytest.mark.parametrize("text", ["__global__", "__global__ (", "__global__ void", "template <"])
+def test_half_a_line_is_for_the_compiler(text: str) -> None:
+    assert list(kernels_of(f"__global__ void whole() {{}}\n{text}")) == ["whole"]
+
+
 def test_instance_of_a_template() -> None:
     signature = kernels_of(SOURCE)["mine::inner::scaled"].instance(("__nv_bfloat16", "8"))
     assert signature.name == "mine::inner::scaled<__nv_bfloat16, 8>"
