@@ -135,6 +135,21 @@ def test_functor_with_a_reference(tmp_path: Path) -> None:
         assert module.binary("sm_90a").code.startswith(b"\x7fELF")
 
 
+def test_a_functor_that_was_saved_again_is_another_op(tmp_path: Path) -> None:
+    file = tmp_path / "mine.h"
+
+    def made(text: str) -> jit.Elementwise:
+        file.write_text(text)
+        return jit.elementwise(functor="F", source=file, arguments="x", reference=torch.relu)
+
+    first = made("struct F {};")
+    assert made("struct F {};") is first
+    second = made("struct F { int changed; };")
+    assert second is not first
+    assert first.name != second.name  # both can be called
+    assert first(torch.ones(2)).tolist() == second(torch.ones(2)).tolist() == [1, 1]
+
+
 def has_nvrtc() -> bool:
     """Whether anything can be compiled here."""
     try:

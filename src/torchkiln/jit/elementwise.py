@@ -15,7 +15,9 @@ from torch import Tensor
 from torchkiln.jit.arguments import dtype_name
 from torchkiln.jit.expression import Name, Node, call, compute, cuda_of, names_in, parse, slope
 from torchkiln.jit.formula import CUDA_TYPES, Formula
+from torchkiln.jit.includes import included
 from torchkiln.jit.op import Op
+from torchkiln.jit.toolkit import torchkiln_include
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -225,7 +227,8 @@ def elementwise(
             f"{where}: arguments: got {arguments!r}, but {unknown[0]} is in the expression"
         )
     text, path = _text(source)
-    key = (expression, arguments, str(gradient), functor, text, reference, name)
+    files = included(text, Path(path).parent, (torchkiln_include(),))  # saved again, it is another
+    key = (expression, arguments, str(gradient), functor, f"{text}{files}", reference, name)
     if key in _made:
         return _made[key]
     tensors = [argument.name for argument in found if not argument.is_number]
