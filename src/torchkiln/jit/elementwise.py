@@ -16,6 +16,7 @@ from torchkiln.jit.arguments import dtype_name
 from torchkiln.jit.expression import Name, Node, call, compute, cuda_of, names_in, parse, slope
 from torchkiln.jit.formula import CUDA_TYPES, Formula
 from torchkiln.jit.includes import included
+from torchkiln.jit.layout import broadcast
 from torchkiln.jit.op import Op
 from torchkiln.jit.toolkit import torchkiln_include
 
@@ -117,7 +118,7 @@ class Elementwise(Op):
                 )
             tensors.append(value)
         try:
-            torch.broadcast_shapes(*(t.shape for t in tensors))
+            broadcast([t.shape for t in tensors])
         except RuntimeError:
             shapes = ", ".join(str(list(t.shape)) for t in tensors)
             raise ValueError(
@@ -130,7 +131,7 @@ class Elementwise(Op):
 
     def _empty(self, *args: Any) -> Tensor:
         tensors, _ = self._split(args)
-        shape = torch.broadcast_shapes(*(t.shape for t in tensors))
+        shape = broadcast([t.shape for t in tensors])
         dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors))
         return tensors[0].new_empty(shape, dtype=dtype)
 
@@ -173,7 +174,7 @@ def _reference(node: Node, arguments: Sequence[Argument]) -> Callable[..., Tenso
         tensors = [value for value in values.values() if isinstance(value, Tensor)]
         dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors))
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        shape = torch.broadcast_shapes(*(t.shape for t in tensors))
+        shape = broadcast([t.shape for t in tensors])
         moved = {k: v.to(wide) if isinstance(v, Tensor) else v for k, v in values.items()}
         result = compute(node, moved, wide, tensors[0].device)
         return result.expand(shape).to(dtype, memory_format=torch.contiguous_format).contiguous()
