@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from torchkiln import jit
-from torchkiln.jit import toolkit
+from torchkiln.jit import cache, toolkit
+from torchkiln.jit.build import architecture_of
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -116,6 +117,33 @@ def test_a_killed_process_leaves_nothing_to_wait_for(nvrtc: toolkit.Toolkit, sou
     command = [sys.executable, "-W", "ignore", "-c", code, str(source)]
     assert subprocess.run(command, check=False).returncode == -9
     assert jit.load(source).relu.signature.name == "relu"
+
+
+def test_many_processes_at_once(nvrtc: toolkit.Toolkit, source: Path) -> None:
+    del nvrtc
+    code = (
+        "import sys, hashlib; from torchkiln import jit\n"
+        "print(hashlib.sha256(jit.load(sys.argv[1]).binary('sm_80', 'relu').code).hexdigest())"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", code, str(source)]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(3)]
+    found = {process.communicate()[0] for process in processes}
+    assert [process.returncode for process in processes] == [0, 0, 0]
+    assert len(found) == 1
+    kept = [path for path in cache.folder().rglob("*") if path.is_file()]
+    assert not [path for path in kept if path.name.startswith("unfinished")]
+    assert len(kept) == len({"sm_80", architecture_of()})
+
+
+def test_a_cache_that_cannot_be_written(
+    nvrtc: toolkit.Toolkit, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del nvrtc
+    (source.parent / "file").touch()
+    monkeypatch.setenv("TORCHKILN_CACHE", str(source.parent / "file"))
+    with pytest.warns(UserWarning, match="file/jit cannot be written .* TORCHKILN_CACHE names"):
+        module = jit.load(source)
+    assert module.binary("sm_80", "relu").code.startswith(b"\x7fELF")
 
 
 def test_without_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:

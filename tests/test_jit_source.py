@@ -30,6 +30,9 @@ __global__ void __launch_bounds__(256, (1 + 1)) scaled(T const* x, unsigned long
 }
 }  // namespace mine::inner
 __device__ void helper() {}
+template __global__ void mine::inner::scaled<float, 4>(float const* x, unsigned long long n);
+template <> __global__ void mine::inner::scaled<double>(double const* x, unsigned long long n) {}
+__global__ void bits(unsigned char* a, unsigned n, bool on, __half* h, std::int32_t k);
 static __global__ void bits(unsigned char* a, unsigned n, bool on, __half* h, std::int32_t k) {}
 """
 

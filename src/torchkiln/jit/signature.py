@@ -122,7 +122,7 @@ def kernels_of(source: str) -> dict[str, Signature]:
         elif token == "__global__":
             name, parameters, at = declarator(text, at)
             if not name:
-                continue  # half a line, of which the compiler knows more to say
+                continue
             full = "::".join([*(scope for scope in scopes if scope), name])
             names = tuple(re.findall(r"\w+(?=\s*(?:=|$))", entry)[0] for entry in template)
             found[full] = Signature(full, tuple(map(parameter, parameters)), names)
@@ -137,7 +137,11 @@ def kernels_of(source: str) -> dict[str, Signature]:
 
 
 def declarator(text: str, at: int) -> tuple[str, list[str], int]:
-    """Name and parameters behind __global__, and where they end."""
+    """Name and parameters behind __global__, and where they end.
+
+    No name has half a line, of which the compiler knows more to say, and an instance of a template
+    whose definition is elsewhere.
+    """
     while True:
         opening = text.find("(", at)
         if opening < 0:
@@ -145,7 +149,7 @@ def declarator(text: str, at: int) -> tuple[str, list[str], int]:
         inside, end = enclosed(text, opening + 1, "(", ")")
         before = text[at:opening]
         if not ATTRIBUTE.search(before):
-            words = re.findall(r"\w+", before)
+            words = [] if before.rstrip().endswith(">") else re.findall(r"\w+", before)
             return words[-1] if words else "", split(inside), end
         at = end
 
