@@ -16,7 +16,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +65,10 @@ TARGETS = {"cold": 1.0, "warm": 0.05, "changed": 0.5}
 STEPS = {
     "cold": "an empty cache",
     "warm": "another process, the cache is filled",
-    "changed": "another process, the source was changed",
+    "changed": "then a changed source",
     "saved": "the same process, the file was saved (reload=True)",
 }
-Run = Callable[[torch.Tensor, torch.Tensor], None]
+Run = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def source(by: float) -> str:
@@ -82,28 +84,29 @@ def with_load(folder: Path, by: float, *, reload: bool = False) -> Run:
     file.write_text(source(by))
     module = jit.load(file, reload=reload)
 
-    def run(x: torch.Tensor, y: torch.Tensor) -> None:
+    def run(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         kernel = module[f"scaled_relu<{TYPES[x.dtype]}>"]
         if x.is_cuda:
             kernel[-(-x.numel() // 256), 256](x, y, x.numel(), 1.0)
         else:
             module.binary("sm_90a", kernel.signature.name)
+        return y
 
     return run
 
 
 def with_elementwise(folder: Path, by: float) -> Run:
-    """Through torchkiln.jit.elementwise, whose result is a new tensor."""
+    """Through torchkiln.jit.elementwise, whose results are new tensors."""
     from torchkiln import jit  # noqa: PLC0415
 
     del folder
     op = jit.elementwise(f"relu(x * {by} + bias)", "x, bias: float")
 
-    def run(x: torch.Tensor, y: torch.Tensor) -> None:
+    def run(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         if x.is_cuda:
-            y.copy_(op(x, 1.0))
-        else:
-            op._formula.module([x.dtype] * 2, 16 // x.itemsize, ["vector"] * 2)
+            return op(x, 1.0)
+        op._formula.module([x.dtype] * 2, 16 // x.itemsize, ["vector"] * 2)
+        return y
 
     return run
 
@@ -118,9 +121,10 @@ def with_extension(folder: Path, by: float) -> Run:
     build.mkdir(exist_ok=True)
     module = cpp_extension.load("scaled_relu", [str(file)], build_directory=str(build))
 
-    def run(x: torch.Tensor, y: torch.Tensor) -> None:
+    def run(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         if x.is_cuda:
             module.run(x, y, 1.0)
+        return y
 
     return run
 
@@ -141,6 +145,7 @@ class Problem:
         for dtype in TYPES:
             x = torch.full((1000,), 2.0, device=self.device, dtype=dtype)
             self.pairs.append((x, torch.zeros_like(x)))
+        self.results: list[torch.Tensor] = []
         self.wait()
 
     def wait(self) -> None:
@@ -150,34 +155,55 @@ class Problem:
 
     def solve(self, run: Run) -> None:
         """Runs all dtypes."""
-        for x, y in self.pairs:
-            run(x, y)
+        self.results = [run(x, y) for x, y in self.pairs]
         self.wait()
 
     def require(self, by: float) -> None:
         """Raises for results of another factor."""
-        for _, y in self.pairs:
+        for y in self.results:
             if self.device == "cuda" and y.float().tolist() != [2 * by + 1] * 1000:
                 raise RuntimeError(f"jit_costs: got {y[0].item()}, expected {2 * by + 1}")
 
 
-def start(route: str, folder: Path, by: float) -> dict[str, float]:
-    """What one process measures: the import and the way to the results."""
+def relu(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    """An op of torch, for comparison."""
+    return torch.relu(x)
+
+
+def host_time(run: Run) -> float:
+    """Microseconds of the host for a call, while the GPU keeps up."""
+    x, y = torch.ones(256, device="cuda"), torch.ones(256, device="cuda")
+    times = []
+    for _ in range(30):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(100):
+            run(x, y)
+        times.append((time.perf_counter() - begin) / 100)
+    torch.cuda.synchronize()
+    return statistics.median(times) * 1e6
+
+
+def start(route: str, folder: Path) -> dict[str, float]:
+    """What one process measures: the first one cold; the second one warm, and a changed source."""
     begin = time.perf_counter()
-    if route == "cpp_extension.load":
-        pass
-    else:
-        import torchkiln.jit  # noqa: F401, PLC0415
-    imported = time.perf_counter() - begin
+    import_module("torch.utils.cpp_extension" if route == ROUTES[2] else "torchkiln.jit")
+    found = {"import": time.perf_counter() - begin}
     problem = Problem()
-    begin = time.perf_counter()
-    problem.solve(MAKERS[route](folder, by))
-    seconds = time.perf_counter() - begin
-    problem.require(by)
-    return {"seconds": seconds, "import": imported}
+    done = folder / f"{route}.done"
+    for step, by in (("warm", 2.0), ("changed", 7.0)) if done.exists() else (("cold", 2.0),):
+        begin = time.perf_counter()
+        run = MAKERS[route](folder, by)
+        problem.solve(run)
+        found[step] = time.perf_counter() - begin
+        problem.require(by)
+    if done.exists() and torch.cuda.is_available():
+        found["call"] = host_time(run)
+    done.touch()
+    return found
 
 
-def saves(folder: Path, rounds: int) -> dict[str, list[float]]:
+def saves(folder: Path, rounds: int) -> dict[str, Any]:
     """From a save to the results, in one process."""
     problem = Problem()
     run = with_load(folder, 0.5, reload=True)
@@ -190,35 +216,12 @@ def saves(folder: Path, rounds: int) -> dict[str, list[float]]:
         problem.solve(run)
         found.append(time.perf_counter() - begin)
         problem.require(by)
-    return {"seconds": found}
-
-
-def launches(folder: Path) -> dict[str, float]:
-    """Microseconds of the host for a call, while the GPU keeps up."""
-    x, y = torch.ones(256, device="cuda"), torch.ones(256, device="cuda")
-    calls: dict[str, Callable[[], Any]] = {"torch.relu": lambda: torch.relu(x)}
-    for name, reload in (("jit.load", False), ("jit.load, reload=True", True)):
-        run = with_load(folder, 0.5, reload=reload)
-        calls[name] = lambda run=run: run(x, y)  # type: ignore[misc]
-    from torchkiln import jit  # noqa: PLC0415
-
-    op = jit.elementwise("relu(x * 0.5 + bias)", "x, bias: float")
-    calls["jit.elementwise"] = lambda: op(x, 1.0)
-    if (folder / "build").is_dir():
-        extension = with_extension(folder, 0.5)
-        calls["cpp_extension.load"] = lambda: extension(x, y)
-    time.sleep(0.2)  # files are settled then
-    found = {}
-    for name, call in calls.items():
-        times = []
-        for _ in range(30):
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            for _ in range(100):
-                call()
-            times.append((time.perf_counter() - begin) / 100)
-        found[name] = statistics.median(times) * 1e6
-    return found
+    calls = {}
+    if torch.cuda.is_available():
+        time.sleep(0.2)  # the file is settled then
+        calls["jit.load, reload=True"] = host_time(run)
+        calls["torch.relu"] = host_time(relu)
+    return {"seconds": found, "calls": calls}
 
 
 def child(*words: object, folder: Path) -> dict[str, Any]:
@@ -236,15 +239,13 @@ def child(*words: object, folder: Path) -> dict[str, Any]:
 
 def measure(route: str, rounds: int, folder: Path) -> dict[str, list[float]]:
     """The seconds of every start of a route."""
-    found: dict[str, list[float]] = {step: [] for step in TARGETS}
-    found["import"] = []
+    found: dict[str, list[float]] = defaultdict(list)
     for i in range(rounds):
         own = folder / f"{route}{i}"
         own.mkdir()
-        for step in TARGETS:
-            got = child(route, 7.0 if step == "changed" else 2.0, folder=own)
-            found[step].append(got["seconds"])
-            found["import"].append(got["import"])
+        for _ in ("first", "second"):
+            for step, seconds in child(route, folder=own).items():
+                found[step].append(seconds)
     return found
 
 
@@ -266,9 +267,9 @@ def markdown(found: dict[str, Any]) -> str:
             cells.append(f"{statistics.median(seconds):.3f} s" if seconds else "")
         target = TARGETS.get(step, TARGETS["changed"] if step == "saved" else None)
         lines.append(f"| {words} | {f'{target} s' if target else ''} | {' | '.join(cells)} |")
-    if found["launches"]:
+    if found["calls"]:
         lines += ["", "| a call's host time | |", "|---|---:|"]
-        lines += [f"| {name} | {us:.1f} us |" for name, us in found["launches"].items()]
+        lines += [f"| {name} | {us:.1f} us |" for name, us in found["calls"].items()]
     return "\n".join(lines)
 
 
@@ -285,33 +286,32 @@ def arguments() -> argparse.Namespace:
 
 def process(words: list[str]) -> dict[str, Any]:
     """One of the processes that main starts."""
-    folder = Path(words[-1])
     if words[0] == "saves":
-        return saves(folder, int(words[1]))
-    if words[0] == "launches":
-        return launches(folder)
-    return start(words[0], folder, float(words[1]))
+        return saves(Path(words[2]), int(words[1]))
+    return start(words[0], Path(words[1]))
 
 
 def main() -> None:
-    """Measures all of it."""
+    """Measures all of it, the extension last."""
     options = arguments()
     if options.process:
         print(json.dumps(process(options.process)))
         return
+    starts: dict[str, dict[str, list[float]]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        starts: dict[str, dict[str, list[float]]] = {}
-        for route in ROUTES[: 2 if options.without_extension else 3]:
-            rounds = 1 if route == "cpp_extension.load" else options.rounds
-            starts[route] = measure(route, rounds, folder)
-        first = folder / "jit.load0"
-        starts["jit.load"]["saved"] = child("saves", options.rounds, folder=first)["seconds"]
-        calls: dict[str, float] = {}
-        if torch.cuda.is_available():
-            extension = folder / "cpp_extension.load0"
-            calls = child("launches", folder=extension if extension.is_dir() else first)
-    found = {"machine": processor(), "starts": starts, "launches": calls}
+        for route in ROUTES[:2]:
+            starts[route] = measure(route, options.rounds, folder)
+        saved = child("saves", options.rounds, folder=folder / f"{ROUTES[0]}0")
+        starts[ROUTES[0]]["saved"] = saved["seconds"]
+        if not options.without_extension:
+            print("jit_costs: the extension is built twice", file=sys.stderr, flush=True)
+            starts[ROUTES[2]] = measure(ROUTES[2], 1, folder)
+    calls = saved["calls"]
+    for route, steps in starts.items():
+        if "call" in steps:
+            calls[route] = statistics.median(steps.pop("call"))
+    found = {"machine": processor(), "starts": starts, "calls": calls}
     if options.json:
         options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print(markdown(found))

@@ -52,7 +52,7 @@ def test_all_but_the_extension(
     load = found["starts"]["jit.load"]
     assert [len(load[step]) for step in ("cold", "warm", "changed", "saved")] == [2] * 4
     assert max(load["warm"]) < min(load["cold"] + load["changed"] + load["saved"])
-    assert bool(found["launches"]) == torch.cuda.is_available()
+    assert bool(found["calls"]) == torch.cuda.is_available()
     out = capsys.readouterr().out
     assert f"| an empty cache | 1.0 s | {sum(load['cold']) / 2:.3f} s | " in out
 
@@ -60,7 +60,7 @@ def test_all_but_the_extension(
 def test_results_are_looked_at(costs: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = costs.Problem()
     monkeypatch.setattr(problem, "device", "cuda")  # where there are results
-    problem.pairs = [(x, torch.full_like(x, 5.0)) for x, _ in problem.pairs]
+    problem.results = [torch.full_like(y, 5.0) for _, y in problem.pairs]
     problem.require(2.0)
     with pytest.raises(RuntimeError, match=r"got 5\.0, expected 7\.0"):
         problem.require(3.0)
