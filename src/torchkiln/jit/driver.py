@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from contextlib import AbstractContextManager, nullcontext
 from ctypes import byref, c_char_p, c_int, c_uint, c_void_p
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +56,11 @@ def require_gpu(what: str) -> None:
         f"torchkiln.jit: {what}: got no GPU, expected one: {reason}. Kernels are compiled here, but"
         " cannot run"
     )
+
+
+def on_device(index: int) -> AbstractContextManager[object]:
+    """Makes a device the current one, if it is not: torch's own costs some microseconds always."""
+    return nullcontext() if index == torch.cuda.current_device() else torch.cuda.device(index)
 
 
 def capturing() -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,9 +119,8 @@ class Launch:
         packed = pack(where, instance.signature, arguments)
         driver.require_gpu(instance.signature.name)
         device = placed(where, instance.signature, arguments)
-        current = torch.cuda.current_device()
-        index = current if device is None else device
-        with nullcontext() if index == current else torch.cuda.device(index):
+        index = torch.cuda.current_device() if device is None else device
+        with driver.on_device(index):
             driver.make_current(index)
             if self.stream is None:
                 stream = torch._C._cuda_getCurrentRawStream(index)
