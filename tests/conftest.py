@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import torchkiln
+from torchkiln.jit import toolkit
 
 pytest_plugins = ["torchkiln.testing.plugin"]
 collect_ignore = ["foreign_package"]  # a project with a root and plug-ins of its own
@@ -50,6 +51,15 @@ def seed() -> None:
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder of the test's own for what torchkiln.jit keeps."""
     monkeypatch.setenv("TORCHKILN_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def nvrtc() -> toolkit.Toolkit:
+    """What torchkiln.jit compiles with, if it is here."""
+    try:
+        return toolkit.find()
+    except RuntimeError as error:
+        pytest.skip(str(error).split("\n")[0])
 
 
 @pytest.fixture

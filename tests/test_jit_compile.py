@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from torchkiln import jit
-from torchkiln.jit import toolkit
+from torchkiln.jit import cache, toolkit
+from torchkiln.jit.build import architecture_of
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -28,15 +29,6 @@ __global__ void relu(const float* x, float* y, int n) {
   if (i < n) y[i] = torchkiln::Relu::value<torchkiln::ExactMath>(x[i]);
 }
 """
-
-
-@pytest.fixture
-def nvrtc() -> toolkit.Toolkit:
-    """What compiles, if it is here."""
-    try:
-        return toolkit.find()
-    except RuntimeError as error:
-        pytest.skip(str(error).split("\n")[0])
 
 
 @pytest.fixture
@@ -74,19 +66,27 @@ def test_compiled_code_is_kept(
     ("source", "message"),
     [
         ("\n\n__global__ void k() { wrong; }", r'my\.cu\(3\): error: identifier "wrong"'),
+        ("__global__ void k(int n\n{ }", r'my\.cu\(2\): error: expected a "\)"'),
+        ("__global__ void k() {", r'error: expected a "}"'),
+        ("__global__ void (int n) {}", r"my\.cu\(1\): error: expected an identifier"),
+        ("__global__ int k() {}", r"my\.cu\(1\): error: a __global__ function must"),
+        ('#include "gone.h"\n', r'my\.cu\(1\): .* cannot open source file "gone\.h"'),
         ("#include <torch/extension.h>\n", r"use torchkiln\.jit\.extension"),
         ("#include <iostream>\n", r"use torchkiln\.jit\.extension"),
         (
             "__global__ void k() {}\nvoid f() { k<<<1, 1>>>(); }",
             r"my\.cu\(2\): error: .*(\n.*)*use torchkiln\.jit\.extension",
         ),
+        ("void f() { cudaDeviceSynchronize(); }", r"use torchkiln\.jit\.extension"),
+        ("at::Tensor f();", r"use torchkiln\.jit\.extension"),
     ],
 )
 def test_compile_errors(nvrtc: toolkit.Toolkit, tmp_path: Path, source: str, message: str) -> None:
     del nvrtc
     (tmp_path / "my.cu").write_text(source)
-    with pytest.raises(jit.CompileError, match=message):
+    with pytest.raises(jit.CompileError, match=message) as caught:
         jit.load(tmp_path / "my.cu")
+    assert "__nv_name_map" not in str(caught.value)  # what NVRTC makes of our question for names
 
 
 HEADERS = (
@@ -117,6 +117,33 @@ def test_a_killed_process_leaves_nothing_to_wait_for(nvrtc: toolkit.Toolkit, sou
     command = [sys.executable, "-W", "ignore", "-c", code, str(source)]
     assert subprocess.run(command, check=False).returncode == -9
     assert jit.load(source).relu.signature.name == "relu"
+
+
+def test_many_processes_at_once(nvrtc: toolkit.Toolkit, source: Path) -> None:
+    del nvrtc
+    code = (
+        "import sys, hashlib; from torchkiln import jit\n"
+        "print(hashlib.sha256(jit.load(sys.argv[1]).binary('sm_80', 'relu').code).hexdigest())"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", code, str(source)]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(3)]
+    found = {process.communicate()[0] for process in processes}
+    assert [process.returncode for process in processes] == [0, 0, 0]
+    assert len(found) == 1
+    kept = [path for path in cache.folder().rglob("*") if path.is_file()]
+    assert not [path for path in kept if path.name.startswith("unfinished")]
+    assert len(kept) == len({"sm_80", architecture_of()})
+
+
+def test_a_cache_that_cannot_be_written(
+    nvrtc: toolkit.Toolkit, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del nvrtc
+    (source.parent / "file").touch()
+    monkeypatch.setenv("TORCHKILN_CACHE", str(source.parent / "file"))
+    with pytest.warns(UserWarning, match="file/jit cannot be written .* TORCHKILN_CACHE names"):
+        module = jit.load(source)
+    assert module.binary("sm_80", "relu").code.startswith(b"\x7fELF")
 
 
 def test_without_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from torchkiln.jit import toolkit
 from torchkiln.jit.expression import Call, Name, Node, compute, cuda_of, magnitude, parse, slope
 from torchkiln.jit.formula import Formula
 from torchkiln.jit.functions import FUNCTIONS
-from torchkiln.jit.layout import divisor, layout, merged
+from torchkiln.jit.layout import broadcast, divisor, layout, merged
 from torchkiln.testing import Case
 from torchkiln.testing.fuzz import Plan, check_call, plans
 
@@ -135,6 +137,21 @@ def test_functor_with_a_reference(tmp_path: Path) -> None:
         assert module.binary("sm_90a").code.startswith(b"\x7fELF")
 
 
+def test_a_functor_that_was_saved_again_is_another_op(tmp_path: Path) -> None:
+    file = tmp_path / "mine.h"
+
+    def made(text: str) -> jit.Elementwise:
+        file.write_text(text)
+        return jit.elementwise(functor="F", source=file, arguments="x", reference=torch.relu)
+
+    first = made("struct F {};")
+    assert made("struct F {};") is first
+    second = made("struct F { int changed; };")
+    assert second is not first
+    assert first.name != second.name  # both can be called
+    assert first(torch.ones(2)).tolist() == second(torch.ones(2)).tolist() == [1, 1]
+
+
 def has_nvrtc() -> bool:
     """Whether anything can be compiled here."""
     try:
@@ -180,6 +197,26 @@ def test_layouts(x: Tensor, lanes: int, reaches: tuple[str, ...]) -> None:
     found = layout((8, 16), (torch.empty(8, 16), x))
     assert found is not None
     assert (found.lanes, found.reaches) == (lanes, reaches)
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [((2, 3), (2, 3)), ((3,), (2, 1), ()), ((0, 1), (5,)), ((1,), (1, 1)), ((2,), (1, 4, 1))],
+)
+def test_broadcast(shapes: tuple[tuple[int, ...], ...]) -> None:
+    assert broadcast(shapes) == tuple(torch.broadcast_shapes(*shapes))
+    with pytest.raises(RuntimeError, match="got 4 and 3 in dimension -2"):
+        broadcast([(4, 1), (3, 2)])
+
+
+def test_a_first_call_imports_no_more_of_torch() -> None:
+    code = (
+        "import sys, torch; from torchkiln import jit; known = set(sys.modules)\n"
+        "jit.elementwise('x * 2 + y')(torch.ones(2, 3), torch.ones(3))\n"
+        "assert 'sympy' in known or 'sympy' not in sys.modules, 'half a second'\n"
+        "assert len(sys.modules) - len(known) < 30, sorted(set(sys.modules) - known)"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
 
 
 def test_dimensions_are_merged() -> None:

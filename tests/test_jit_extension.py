@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -82,3 +83,27 @@ def test_a_killed_build_is_not_waited_for(tmp_path: Path) -> None:
     assert (tmp_path / "lock").exists()  # which torch would wait for
     with extension.locked(tmp_path):
         assert not (tmp_path / "lock").exists()
+
+
+def test_one_build_at_a_time(tmp_path: Path) -> None:
+    order: list[str] = []
+
+    def second() -> None:
+        with extension.locked(tmp_path):
+            order.append("second")
+
+    with extension.locked(tmp_path):
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join(0.2)
+        order.append("first")
+    thread.join()
+    assert order == ["first", "second"]
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "a.cpp").touch()
+    monkeypatch.setenv("TORCHKILN_CACHE", str(tmp_path / "file"))
+    with pytest.raises(RuntimeError, match=r"cannot be made .* TORCHKILN_CACHE names another"):
+        jit.extension([tmp_path / "a.cpp"])

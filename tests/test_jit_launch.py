@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchkiln import jit
 from torchkiln.jit import driver
+from torchkiln.jit.arguments import placed
 from torchkiln.jit.cache import Binary
+from torchkiln.jit.signature import kernels_of
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -77,13 +81,14 @@ def use(monkeypatch: pytest.MonkeyPatch, failing: str = "") -> Recorded:
 def test_a_launch_reaches_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = use(monkeypatch)
     function = driver.Function("k", b"code", "_Z1k")
-    function.launch((2, 3, 4), (32, 1, 1), 100_000, 77, [ctypes.c_int(5), ctypes.c_double(0.5)])
+    arguments = [ctypes.c_int(5), ctypes.c_double(0.5)]
+    function.launch((2, 3, 4), (32, 1, 1), 100_000, 77, arguments)
     loading = ["cuModuleLoadData", "cuModuleGetFunction"]
     assert fake.names() == [*loading, "cuFuncSetAttribute", "cuLaunchKernel"]
     assert fake.calls[1][1][2] == b"_Z1k"
     _, *sizes, stream, addresses, extra = fake.calls[-1][1]
-    assert [size.value for size in sizes] == [2, 3, 4, 32, 1, 1, 100_000]
-    assert stream.value == 77
+    assert sizes == [2, 3, 4, 32, 1, 1, 100_000]
+    assert stream == 77
     assert extra is None
     assert ctypes.cast(addresses[0], ctypes.POINTER(ctypes.c_int))[0] == 5
     assert ctypes.cast(addresses[1], ctypes.POINTER(ctypes.c_double))[0] == 0.5
@@ -107,6 +112,7 @@ def test_a_thread_without_a_context_gets_torchs(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(
@@ -121,7 +127,7 @@ def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> jit.Module:
     """A module whose code nobody runs."""
-    monkeypatch.setattr("torchkiln.jit.module.build", lambda *_, **__: Binary(b"", {}))
+    monkeypatch.setattr("torchkiln.jit.code.build", lambda *_, **__: Binary(b"", {}))
     return jit.inline("template <class T>\n__global__ void t(T* x) {}\n__global__ void k(int n) {}")
 
 
@@ -150,6 +156,29 @@ def test_kernels_that_are_not_there(uncompiled: jit.Module) -> None:
     assert uncompiled["t<float>"].signature.parameters[0].dtype == torch.float32
     with pytest.raises(FileNotFoundError, match=r"path: got nowhere\.cu, expected a file"):
         jit.load("nowhere.cu")
+
+
+def test_devices_of_arguments() -> None:
+    signature = kernels_of("__global__ void k(float* x, int n, float* y, float* z) {}")["k"]
+    with FakeTensorMode():
+        first, second = (torch.empty(2, device=f"cuda:{i}") for i in range(2))
+    assert placed("k", signature, (None, 1, second, second)) == 1
+    assert placed("k", signature, (None, 1, None, None)) is None
+    with pytest.raises(ValueError, match="y: got a tensor on cpu, expected one on a GPU"):
+        placed("k", signature, (first, 1, torch.ones(2), first))
+    with pytest.raises(ValueError, match="z: got a tensor on cuda:1, expected one on cuda:0, wh"):
+        placed("k", signature, (first, 1, None, second))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_all_but_the_launch_works(nvrtc: object) -> None:
+    del nvrtc
+    kernel = jit.inline("__global__ void fill(float* x, int n) {}").fill
+    x = torch.ones(2)
+    with pytest.raises(TypeError, match="got 1 argument, expected 2"):
+        kernel[1, 32](x)
+    with pytest.raises(RuntimeError, match=r"fill: got no GPU, expected one: .* compiled here"):
+        kernel[1, 32](x, 2)
 
 
 @pytest.mark.cuda
@@ -185,6 +214,20 @@ __global__ void sums(const double* x, double* y) {
     y = torch.empty(7, device="cuda", dtype=torch.float64)
     module.sums[7, 96](x, y)
     torch.testing.assert_close(y, x.sum(1))
+
+
+@pytest.mark.cuda
+def test_launches_of_many_threads() -> None:
+    """Each of a thread that never called CUDA, all of one kernel that none has loaded before."""
+    kernel = jit.inline("__global__ void one(float* x) { x[threadIdx.x] += 1; }").one
+    x = torch.zeros(8, 32, device="cuda")
+    torch.cuda.synchronize()
+    threads = [threading.Thread(target=kernel[1, 32], args=(row,)) for row in x]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert bool((x == 1).all())
 
 
 @pytest.mark.cuda

@@ -30,6 +30,9 @@ __global__ void __launch_bounds__(256, (1 + 1)) scaled(T const* x, unsigned long
 }
 }  // namespace mine::inner
 __device__ void helper() {}
+template __global__ void mine::inner::scaled<float, 4>(float const* x, unsigned long long n);
+template <> __global__ void mine::inner::scaled<double>(double const* x, unsigned long long n) {}
+__global__ void bits(unsigned char* a, unsigned n, bool on, __half* h, std::int32_t k);
 static __global__ void bits(unsigned char* a, unsigned n, bool on, __half* h, std::int32_t k) {}
 """
 
@@ -45,6 +48,11 @@ def test_signatures() -> None:
     dtypes = [parameter.dtype for parameter in found["bits"].parameters]
     expected = [torch.uint8, torch.uint32, torch.bool, torch.float16, torch.int32]
     assert dtypes == expected
+
+
+@pytest.mark.parametrize("text", ["__global__", "__global__ (", "__global__ void", "template <"])
+def test_half_a_line_is_for_the_compiler(text: str) -> None:
+    assert list(kernels_of(f"__global__ void whole() {{}}\n{text}")) == ["whole"]
 
 
 def test_instance_of_a_template() -> None:

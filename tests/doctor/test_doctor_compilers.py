@@ -141,14 +141,21 @@ def test_nvrtc_of_the_system(machine: Machine) -> None:
     assert machine.find_one(find_nvrtc, "ok")[0] == str(library)
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [("cuda_fp16.h", "no cuda_fp16.h"), ("nv/target", "but not the nv/target that it includes")],
-)
-def test_incomplete_headers(machine: Machine, name: str, said: str) -> None:
-    (machine.site / "nvidia/cu13/include" / name).unlink()
+def test_no_headers(machine: Machine) -> None:
+    (machine.site / "nvidia/cu13/include/cuda_fp16.h").unlink()
+    words, remedy = machine.find_one(find_headers, "problem")
+    assert words.startswith("no cuda_fp16.h")
+    assert remedy.endswith("pip install 'nvidia-cuda-runtime==13.0.*'")
+
+
+def test_headers_of_the_cpp_library_are_nvccs(machine: Machine) -> None:
+    """Torch's dependencies bring none, and NVRTC does without."""
+    toolkit = machine.site / "nvidia" / "cu13"
+    (toolkit / "include/nv/target").unlink()
+    assert machine.find_one(find_headers, "ok")[0] == str(toolkit / "include")
+    machine.write(toolkit / "bin/nvcc")
     words, remedy = machine.find_one(find_headers, "note")
-    assert said in words
+    assert "but not the nv/target that nvcc wants" in words
     assert remedy.endswith(TOOLKIT)
 
 

@@ -13,6 +13,7 @@ COMMANDS = {
     "doctor": ("torchkiln.doctor.__main__", "what works here, what does not, and what to type"),
     "explain": ("torchkiln.cli.explain", "which kernels a call runs, and what else, and why"),
     "profile": ("torchkiln.profile.__main__", "what the GPU's counters say of one kernel"),
+    "watch": ("torchkiln.cli.watch", "compile and test a file of kernels at every save"),
 }
 """Modules with a ``main(arguments)`` that returns the exit status."""
 

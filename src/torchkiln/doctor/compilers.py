@@ -68,7 +68,11 @@ def _libraries(environment: Environment, name: str) -> list[Path]:
 
 
 def find_headers(environment: Environment, facts: Facts) -> list[Finding]:
-    """Whether CUDA's headers are complete: those of half precision include one of CCCL's."""
+    """Whether CUDA's headers are there.
+
+    Those of half precision include one of CUDA's C++ library when nvcc reads them, but not at run
+    time: without an nvcc beside them nobody misses it.
+    """
     if facts.torch is None or facts.torch.cuda is None:
         return []
     cuda = facts.torch.cuda
@@ -76,14 +80,17 @@ def find_headers(environment: Environment, facts: Facts) -> list[Finding]:
     folders.append(environment.at("/usr/local/cuda/include"))
     if home := environment.variables.get("CUDA_HOME"):
         folders.append(Path(home) / "include")
-    halves = [folder for folder in folders if (folder / "cuda_fp16.h").is_file()]
-    if not halves:
-        words = "no cuda_fp16.h"
-    elif not any((halves[0] / target).is_file() for target in ("nv/target", "cccl/nv/target")):
-        words = f"{halves[0]} has cuda_fp16.h, but not the nv/target that it includes"
-    else:
-        return [ok("headers", str(halves[0]))]
-    return [note("headers", f"{words}: only for compiling", install(environment, cuda))]
+    halves = next((folder for folder in folders if (folder / "cuda_fp16.h").is_file()), None)
+    if halves is None:
+        words = "no cuda_fp16.h, which kernels include that are compiled at run time"
+        package = "nvidia-cuda-runtime" + ("-cu12" if cuda.startswith("12.") else "")
+        state = problem if facts.driver.gpus else note
+        return [state("headers", words, f"{environment.pip} '{package}=={cuda}.*'")]
+    targets = (halves / "nv" / "target", halves / "cccl" / "nv" / "target")
+    if (halves.parent / "bin" / "nvcc").is_file() and not any(map(Path.is_file, targets)):
+        words = f"{halves} has cuda_fp16.h, but not the nv/target that nvcc wants with it"
+        return [note("headers", words, install(environment, cuda))]
+    return [ok("headers", str(halves))]
 
 
 def find_cxx(environment: Environment, facts: Facts) -> list[Finding]:

@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 
 MOST_BLOCKS = (2**31 - 1, 65535, 65535)
 MOST_THREADS = (1024, 1024, 64)
+LIMITS = {
+    dtype: (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    for dtype in NUMBERS
+    if not dtype.is_floating_point and dtype != torch.bool
+}
+"""Of integers."""
 Size = int | tuple[int, ...]
 
 
@@ -28,6 +34,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def sizes(where: str, given: Size, most: tuple[int, int, int]) -> tuple[int, int, int]:
     """Three sizes of a grid or a block."""
+    if type(given) is int and 1 <= given <= most[0]:
+        return given, 1, 1
     sizes = given if isinstance(given, tuple) else (given,)
     fits = 1 <= len(sizes) <= 3 and all(isinstance(n, int) for n in sizes)
     if not fits or any(not 1 <= n <= m for n, m in zip(sizes, most, strict=False)):
@@ -42,15 +50,17 @@ def placed(where: str, signature: Signature, given: Sequence[Any]) -> int | None
     for parameter, value in zip(signature.parameters, given, strict=True):
         if not isinstance(value, Tensor):
             continue
-        if value.device.type != "cuda":
+        if not value.is_cuda:
             got = f"a tensor on {value.device}"
             raise ValueError(f"{where}: {parameter.name}: got {got}, expected one on a GPU")
-        if device not in (None, value.device.index):
+        index = value.get_device()
+        if device is None:
+            device = index
+        elif device != index:
             raise ValueError(
                 f"{where}: {parameter.name}: got a tensor on {value.device}, expected one on"
                 f" cuda:{device}, where the tensors before it are"
             )
-        device = value.device.index
     return device
 
 
@@ -60,35 +70,45 @@ def pack(where: str, signature: Signature, given: Sequence[Any]) -> list[Any]:
     if len(given) != len(parameters):
         count = f"{len(given)} argument{'s' if len(given) != 1 else ''}"
         raise TypeError(f"{where}: got {count}, expected {len(parameters)}: {signature}")
-    return [pack_one(f"{where}: {p.name}", p, v) for p, v in zip(parameters, given, strict=True)]
+    return [pack_one(where, p, v) for p, v in zip(parameters, given, strict=True)]
 
 
 def pack_one(where: str, parameter: Parameter, value: Any) -> Any:
     """One argument."""
     if parameter.pointer:
         return pack_pointer(where, parameter, value)
-    kind, dtype = type(value).__name__, parameter.dtype
+    dtype = parameter.dtype
     if dtype is None:
-        if isinstance(value, (ctypes.Structure, ctypes.Array, ctypes._SimpleCData)):
-            return value
-        if isinstance(value, bytes):
-            return ctypes.create_string_buffer(value, len(value))
-        raise TypeError(f"{where}: got {kind}, expected the bytes of a {parameter.type}")
-    whole = not dtype.is_floating_point
+        return pack_bytes(where, parameter, value)
+    whole = dtype in LIMITS or dtype == torch.bool
     if not isinstance(value, int if whole else (int, float)):
         wanted = "an int" if whole else "a number"
-        raise TypeError(f"{where}: got {kind}, expected {wanted} for {parameter}")
+        got = type(value).__name__
+        raise TypeError(f"{where}: {parameter.name}: got {got}, expected {wanted} for {parameter}")
     if dtype == torch.float16:
         return ctypes.c_uint16(struct.unpack("<H", struct.pack("<e", value))[0])
     if dtype not in NUMBERS:
         bits = torch.tensor([value]).to(dtype).view(torch.uint8).tolist()
         return (ctypes.c_uint8 * len(bits))(*bits)
-    if whole and dtype != torch.bool:
-        limits = torch.iinfo(dtype)
-        if not limits.min <= value <= limits.max:
-            span = f"{limits.min} to {limits.max}"
-            raise OverflowError(f"{where}: got {value}, expected {span} for {parameter}")
+    if dtype in LIMITS:
+        least, most = LIMITS[dtype]
+        if not least <= value <= most:
+            raise OverflowError(
+                f"{where}: {parameter.name}: got {value}, expected {least} to {most}"
+                f" for {parameter}"
+            )
     return NUMBERS[dtype](value)
+
+
+def pack_bytes(where: str, parameter: Parameter, value: Any) -> Any:
+    """An argument of a type of the author's."""
+    if isinstance(value, (ctypes.Structure, ctypes.Array, ctypes._SimpleCData)):
+        return value
+    if isinstance(value, bytes):
+        return ctypes.create_string_buffer(value, len(value))
+    got = type(value).__name__
+    wanted = f"the bytes of a {parameter.type}"
+    raise TypeError(f"{where}: {parameter.name}: got {got}, expected {wanted}")
 
 
 def pack_pointer(where: str, parameter: Parameter, value: Any) -> ctypes.c_void_p:
@@ -96,9 +116,9 @@ def pack_pointer(where: str, parameter: Parameter, value: Any) -> ctypes.c_void_
     if value is None:
         return ctypes.c_void_p(None)
     if not isinstance(value, Tensor):
-        got = type(value).__name__
-        raise TypeError(f"{where}: got {got}, expected a torch.Tensor for {parameter}")
+        got, wanted = type(value).__name__, f"a torch.Tensor for {parameter}"
+        raise TypeError(f"{where}: {parameter.name}: got {got}, expected {wanted}")
     if parameter.dtype not in (None, value.dtype):
-        wanted = f"{dtype_name(parameter.dtype)} for {parameter}"
-        raise TypeError(f"{where}: got dtype {dtype_name(value.dtype)}, expected {wanted}")
+        got, wanted = dtype_name(value.dtype), f"{dtype_name(parameter.dtype)} for {parameter}"
+        raise TypeError(f"{where}: {parameter.name}: got dtype {got}, expected {wanted}")
     return ctypes.c_void_p(value.data_ptr())

@@ -67,6 +67,7 @@ def build(
             return binary
     code, lowered, _ = nvrtc.compile_program(tools.library, source, path, settings, names)
     binary = Binary(code, lowered)
-    if name is not None:
+    # The compiler has read headers after us: one that was saved meanwhile belongs to another name.
+    if name is not None and included(source, beside, ours_first) == files:
         cache.write(name, binary)
     return binary

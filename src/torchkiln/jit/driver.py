@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from contextlib import AbstractContextManager, nullcontext
 from ctypes import byref, c_char_p, c_int, c_uint, c_void_p
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +21,15 @@ SHARED_BYTES_ALWAYS_ALLOWED = 48 * 1024
 def library() -> Any:
     """The driver, which comes with the GPU's."""
     try:
-        return ctypes.CDLL("libcuda.so.1")
+        driver = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         raise RuntimeError(
             "torchkiln.jit: launch: got no libcuda.so.1, expected the driver of an NVIDIA GPU;"
             " kernels are compiled here, but cannot run"
         ) from error
+    addresses = ctypes.POINTER(c_void_p)
+    driver.cuLaunchKernel.argtypes = (c_void_p, *[c_uint] * 7, c_void_p, addresses, addresses)
+    return driver
 
 
 def require(status: int, call: str) -> None:
@@ -42,7 +46,7 @@ def require(status: int, call: str) -> None:
 
 def require_gpu(what: str) -> None:
     """Says why nothing can be launched."""
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized() or torch.cuda.is_available():  # the first costs less
         return
     if torch.version.cuda is None:
         reason = f"this torch ({torch.__version__}) has no CUDA"
@@ -52,6 +56,16 @@ def require_gpu(what: str) -> None:
         f"torchkiln.jit: {what}: got no GPU, expected one: {reason}. Kernels are compiled here, but"
         " cannot run"
     )
+
+
+def on_device(index: int) -> AbstractContextManager[object]:
+    """Makes a device the current one, if it is not: torch's own costs some microseconds always."""
+    return nullcontext() if index == torch.cuda.current_device() else torch.cuda.device(index)
+
+
+def capturing() -> bool:
+    """Whether launches go into a CUDA graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def make_current(device: int) -> None:
@@ -100,15 +114,9 @@ class Function:
             )
             require(status, f"{self.name}: {shared_bytes} bytes of shared memory")
             self._shared_bytes = shared_bytes
-        addresses = (c_void_p * max(len(arguments), 1))(
-            *(ctypes.cast(ctypes.pointer(a), c_void_p) for a in arguments)
-        )
+        addresses = (c_void_p * max(len(arguments), 1))(*map(ctypes.addressof, arguments))
         status = driver.cuLaunchKernel(
-            self._handle,
-            *(c_uint(size) for size in (*grid, *block, shared_bytes)),
-            c_void_p(stream),
-            addresses,
-            None,
+            self._handle, *grid, *block, shared_bytes, stream, addresses, None
         )
         if status != 0:
             require(status, f"{self.name}[{tuple(grid)}, {tuple(block)}, {shared_bytes}]")

@@ -15,7 +15,10 @@ from torch import Tensor
 from torchkiln.jit.arguments import dtype_name
 from torchkiln.jit.expression import Name, Node, call, compute, cuda_of, names_in, parse, slope
 from torchkiln.jit.formula import CUDA_TYPES, Formula
+from torchkiln.jit.includes import included
+from torchkiln.jit.layout import broadcast
 from torchkiln.jit.op import Op
+from torchkiln.jit.toolkit import torchkiln_include
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -115,7 +118,7 @@ class Elementwise(Op):
                 )
             tensors.append(value)
         try:
-            torch.broadcast_shapes(*(t.shape for t in tensors))
+            broadcast([t.shape for t in tensors])
         except RuntimeError:
             shapes = ", ".join(str(list(t.shape)) for t in tensors)
             raise ValueError(
@@ -128,7 +131,7 @@ class Elementwise(Op):
 
     def _empty(self, *args: Any) -> Tensor:
         tensors, _ = self._split(args)
-        shape = torch.broadcast_shapes(*(t.shape for t in tensors))
+        shape = broadcast([t.shape for t in tensors])
         dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors))
         return tensors[0].new_empty(shape, dtype=dtype)
 
@@ -171,7 +174,7 @@ def _reference(node: Node, arguments: Sequence[Argument]) -> Callable[..., Tenso
         tensors = [value for value in values.values() if isinstance(value, Tensor)]
         dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors))
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        shape = torch.broadcast_shapes(*(t.shape for t in tensors))
+        shape = broadcast([t.shape for t in tensors])
         moved = {k: v.to(wide) if isinstance(v, Tensor) else v for k, v in values.items()}
         result = compute(node, moved, wide, tensors[0].device)
         return result.expand(shape).to(dtype, memory_format=torch.contiguous_format).contiguous()
@@ -225,7 +228,8 @@ def elementwise(
             f"{where}: arguments: got {arguments!r}, but {unknown[0]} is in the expression"
         )
     text, path = _text(source)
-    key = (expression, arguments, str(gradient), functor, text, reference, name)
+    files = included(text, Path(path).parent, (torchkiln_include(),))  # saved again, it is another
+    key = (expression, arguments, str(gradient), functor, f"{text}{files}", reference, name)
     if key in _made:
         return _made[key]
     tensors = [argument.name for argument in found if not argument.is_number]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from torchkiln.jit import driver
 from torchkiln.jit.layout import layout
 from torchkiln.jit.module import Module
 
@@ -165,5 +166,5 @@ class Formula:
         module = self.module(dtypes, found.lanes, found.reaches)
         kind = "d" if torch.float64 in dtypes else "f"
         packed = struct.pack(f"<{len(numbers)}{kind}", *numbers) if numbers else bytes(8)
-        with torch.cuda.device(outputs[0].device):
+        with driver.on_device(outputs[0].get_device()):
             module.formula[found.blocks, 256](found.space, packed)

@@ -6,6 +6,8 @@ import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -25,6 +27,26 @@ class Layout:
     """Of each operand: vector, one or any."""
     blocks: int
     space: bytes
+
+
+def broadcast(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The shape that shapes broadcast to; a RuntimeError where they do not.
+
+    torch.broadcast_shapes imports sympy when it is first called, half a second of it.
+    """
+    first = tuple(shapes[0])
+    if not all(type(n) is int for shape in shapes for n in shape):
+        return tuple(torch.broadcast_shapes(*shapes))  # while torch traces with symbols
+    if all(tuple(shape) == first for shape in shapes):
+        return first
+    found = [1] * max(map(len, shapes))
+    for shape in shapes:
+        for i in range(-len(shape), 0):
+            if shape[i] != 1:
+                if found[i] not in (1, shape[i]):
+                    raise RuntimeError(f"got {found[i]} and {shape[i]} in dimension {i}")
+                found[i] = shape[i]
+    return tuple(found)
 
 
 def merged(shape: Sequence[int], strides: list[list[int]]) -> tuple[list[int], list[list[int]]]:

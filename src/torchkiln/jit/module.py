@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,24 +12,61 @@ import torch
 
 from torchkiln.jit import driver
 from torchkiln.jit.arguments import MOST_BLOCKS, MOST_THREADS, Size, pack, placed, sizes
-from torchkiln.jit.build import architecture_of, build
-from torchkiln.jit.signature import Signature, kernels_of, split
+from torchkiln.jit.build import architecture_of
+from torchkiln.jit.code import Code
+from torchkiln.jit.files import Files
+from torchkiln.jit.nvrtc import CompileError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torchkiln.jit.cache import Binary
+    from torchkiln.jit.signature import Signature
+
+
+class Instance:
+    """A kernel of one state of a source: signature and code belong together."""
+
+    def __init__(self, code: Code, name: str) -> None:
+        self.code = code
+        self.signature = code.signature(name)
+        self._functions: dict[int, driver.Function] = {}
+        self._lock = threading.Lock()
+
+    def function(self, device: int) -> driver.Function:
+        """The kernel in the memory of a device, which is the current one."""
+        function = self._functions.get(device)
+        if function is not None:
+            return function
+        with self._lock:
+            if device not in self._functions:
+                name = self.signature.name
+                binary = self.code.binary(architecture_of(device), name)
+                self._functions[device] = driver.Function(name, binary.code, binary.names[name])
+            return self._functions[device]
 
 
 class Kernel:
     """A kernel of a :class:`Module`: ``kernel[grid, block](tensor, ..., n)`` queues it."""
 
-    def __init__(self, module: Module, signature: Signature) -> None:
+    def __init__(self, module: Module, name: str) -> None:
         self.module = module
-        self.signature = signature
-        self.where = f"torchkiln.jit: {signature.name}"
-        self._functions: dict[int, driver.Function] = {}
-        self._lock = threading.Lock()
+        self.name = name
+        self._instance = Instance(module.code(), name)
+        self.where = f"torchkiln.jit: {self.signature.name}"
+
+    def instance(self) -> Instance:
+        """What the next launch runs."""
+        code = self.module.code()
+        found = self._instance
+        if found.code is not code:
+            found = self._instance = Instance(code, self.name)
+        return found
+
+    @property
+    def signature(self) -> Signature:
+        """Name and parameters."""
+        return self._instance.signature
 
     def __getitem__(self, launch: Any) -> Launch:
         """Grid, block, and if wanted the bytes of dynamic shared memory and a torch.cuda.Stream.
@@ -50,15 +86,6 @@ class Kernel:
         raise TypeError(
             f"{self.where}: got {len(arguments)} arguments and no grid, expected {call}"
         )
-
-    def function(self, device: int) -> driver.Function:
-        """The kernel in the memory of a device, which is the current one."""
-        with self._lock:
-            if device not in self._functions:
-                binary = self.module.binary(architecture_of(device), self.signature.name)
-                lowered = binary.names[self.signature.name]
-                self._functions[device] = driver.Function(self.signature.name, binary.code, lowered)
-            return self._functions[device]
 
     def __repr__(self) -> str:
         return f"<kernel {self.signature} of {self.module.path}>"
@@ -88,16 +115,19 @@ class Launch:
 
     def __call__(self, *arguments: Any) -> None:
         """Checks the arguments and queues the kernel on the current stream of their device."""
-        kernel = self.kernel
-        packed = pack(kernel.where, kernel.signature, arguments)
-        driver.require_gpu(kernel.signature.name)
-        device = placed(kernel.where, kernel.signature, arguments)
+        where, instance = self.kernel.where, self.kernel.instance()
+        packed = pack(where, instance.signature, arguments)
+        driver.require_gpu(instance.signature.name)
+        device = placed(where, instance.signature, arguments)
         index = torch.cuda.current_device() if device is None else device
-        with torch.cuda.device(index):
+        with driver.on_device(index):
             driver.make_current(index)
-            stream = self.stream or torch.cuda.current_stream(index)
-            function = kernel.function(index)
-            function.launch(self.grid, self.block, self.shared_bytes, stream.cuda_stream, packed)
+            if self.stream is None:
+                stream = torch._C._cuda_getCurrentRawStream(index)
+            else:
+                stream = self.stream.cuda_stream
+            function = instance.function(index)
+            function.launch(self.grid, self.block, self.shared_bytes, stream, packed)
 
 
 class Module:
@@ -112,56 +142,59 @@ class Module:
         path: str,
         include: Sequence[str | Path] = (),
         options: Sequence[str] = (),
+        *,
+        files: Files | None = None,
     ) -> None:
-        self.source = source
         self.path = path
-        self.signatures = kernels_of(source)
         self._include = tuple(map(Path, include))
         self._options = tuple(options)
         self._kernels: dict[str, Kernel] = {}
-        self._binaries: dict[tuple[str, str], Binary] = {}
-        # All that are no templates are compiled together, at once: errors are heard here.
-        self._plain = [name for name, found in self.signatures.items() if not found.template]
-        self.binary(architecture_of(), *self._plain[:1])
+        self._files = files
+        self._broken = ""
+        self._lock = threading.Lock()
+        self._code = Code(source, path, self._include, self._options)
+
+    def code(self) -> Code:
+        """The source as it is: compiled anew where its file is looked at and was saved.
+
+        A source that does not compile is an error of every call until it is mended. What a CUDA
+        graph captures stays as it was: compiling is nothing that a graph could hold.
+        """
+        if self._files is None or driver.capturing():
+            return self._code
+        with self._lock:
+            while self._files.changed(closely=bool(self._broken)):
+                self._broken = ""
+                try:
+                    source = self._files.source
+                    self._code = Code(source, self.path, self._include, self._options)
+                    break
+                except CompileError as error:
+                    # Maybe half of a file: then the rest has been written since.
+                    self._broken = str(error)
+            if self._broken:
+                raise CompileError(self._broken)
+            return self._code
+
+    @property
+    def source(self) -> str:
+        """What was compiled last."""
+        return self._code.source
+
+    @property
+    def signatures(self) -> dict[str, Signature]:
+        """Of its kernels, by full name."""
+        return self._code.signatures
 
     def binary(self, architecture: str, name: str = "") -> Binary:
         """The machine code with a kernel for an architecture such as sm_90a."""
-        names = self._plain if name in self._plain or not name else [name]
-        key = (architecture, names[0] if names else "")
-        if key not in self._binaries:
-            self._binaries[key] = build(
-                self.source,
-                self.path,
-                names,
-                architecture=architecture,
-                include=self._include,
-                options=self._options,
-            )
-        return self._binaries[key]
+        return self.code().binary(architecture, name)
 
     def __getitem__(self, name: str) -> Kernel:
         """The kernel of that C++ name, template arguments included."""
         if name not in self._kernels:
-            base, _, rest = name.partition("<")
-            signature = self.signatures.get(base.strip())
-            if signature is None:
-                raise AttributeError(self._missing(name))
-            if rest:
-                signature = signature.instance(tuple(split(rest.rstrip().removesuffix(">"))))
-            elif signature.template:
-                example = f"{name}<{', '.join(signature.template)}>"
-                raise AttributeError(
-                    f"torchkiln.jit: {self.path}: {name}: got no template arguments,"
-                    f" expected module[{example!r}] with types for {', '.join(signature.template)}"
-                )
-            self._kernels[name] = Kernel(self, signature)
+            self._kernels[name] = Kernel(self, name)
         return self._kernels[name]
-
-    def _missing(self, name: str) -> str:
-        close = get_close_matches(name, self.signatures, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        known = ", ".join(self.signatures) or "a __global__ function, of which it has none"
-        return f"torchkiln.jit: {self.path}: got kernel {name!r}, expected one of {known}{hint}"
 
     def __getattr__(self, name: str) -> Kernel:
         """The kernel of that name."""
@@ -174,7 +207,11 @@ class Module:
 
 
 def load(
-    path: str | Path, *, include: Sequence[str | Path] = (), options: Sequence[str] = ()
+    path: str | Path,
+    *,
+    include: Sequence[str | Path] = (),
+    options: Sequence[str] = (),
+    reload: bool = False,
 ) -> Module:
     """Compiles a file of CUDA kernels, or takes from the cache what it was compiled to.
 
@@ -182,11 +219,17 @@ def load(
         path: the file. It may include torchkiln's headers and those beside it.
         include: folders with more headers.
         options: NVRTC's, such as ``--use_fast_math``.
+        reload: look at every launch whether the file, or a header of yours that it includes, was
+            saved since, and if so, compile it before. Kernels that were taken from the module
+            before are new ones, too.
     """
     file = Path(path).resolve()
     if not file.is_file():
         raise FileNotFoundError(f"torchkiln.jit: path: got {path}, expected a file")
-    return Module(file.read_text(encoding="utf-8"), str(file), include, options)
+    if not reload:
+        return Module(file.read_text(encoding="utf-8"), str(file), include, options)
+    files = Files(file, tuple(map(Path, include)))
+    return Module(files.source, str(file), include, options, files=files)
 
 
 def inline(

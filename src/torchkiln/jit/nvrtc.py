@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import re
 from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
 from typing import TYPE_CHECKING, Any
 
@@ -72,8 +73,8 @@ def compile_program(
         status = nvrtc.nvrtcCompileProgram(program, c_int(len(options)), given)
         log = _text(nvrtc, program, "ProgramLog").rstrip(b"\0").decode(errors="replace").strip()
         if status != 0:
-            reason = log or nvrtc.nvrtcGetErrorString(status).decode()
-            raise CompileError(f"torchkiln.jit: {path}: does not compile\n{reason}{hint(log)}")
+            said = authors_part(log) or nvrtc.nvrtcGetErrorString(status).decode()
+            raise CompileError(f"torchkiln.jit: {path}: does not compile\n{said}{hint(log)}")
         lowered = {}
         for name in names:
             text = c_char_p()
@@ -85,30 +86,26 @@ def compile_program(
         nvrtc.nvrtcDestroyProgram(byref(program))
 
 
-HOST_SIGNS = (
-    '"torch/',
-    '"ATen/',
-    '"c10/',
-    '"pybind11/',
-    '"iostream"',
-    '"vector"',
-    '"string"',
-    '"memory"',
-    '"cstdio"',
-    '"stdio.h"',
-    '"cstdlib"',
-    "cudaStream_t",
-    "cudaMalloc",
-    "cudaMemcpy",
-    "cudaLaunchKernel",
-    "launching a kernel",
-    "kernel launch",
+def authors_part(log: str) -> str:
+    """The log without what follows from the request for names of kernels that do not compile."""
+    parts = log.split("\n\n")
+    kept = [part for part in parts if not part.startswith("__nv_name_map")]
+    if len(kept) == len(parts) or not any(": error: " in part for part in kept):
+        return log
+    return "\n\n".join(part for part in kept if " in the compilation of " not in part)
+
+
+HOST_SIGN = re.compile(
+    r'"(?:torch/|ATen/|c10/|pybind11/)'
+    r'|"(?:iostream|vector|string|memory|cstdio|stdio\.h|cstdlib|stdlib\.h)"'
+    r'|identifier "cuda(?!Grid|Trigger)[A-Z]'
+    r"|\b(?:at|torch|c10)::|launching a kernel|kernel launch"
 )
 
 
 def hint(log: str) -> str:
     """What to do about a source with code for the host."""
-    if any(sign in log for sign in HOST_SIGNS):
+    if HOST_SIGN.search(log):
         return (
             "\nOnly kernels and device functions are compiled here. For a source with code for the"
             " host, use torchkiln.jit.extension(sources=[...])"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ class Parameter:
     """Without const and the like, and without the star of a pointer."""
     pointer: bool
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype | None:
         """Of the tensor or number; None for a type of the author's, which is not checked."""
         return POINTED.get(self.type)
@@ -120,6 +121,8 @@ def kernels_of(source: str) -> dict[str, Signature]:
             template = tuple(split(QUALIFIER.sub(" ", inside)))
         elif token == "__global__":
             name, parameters, at = declarator(text, at)
+            if not name:
+                continue
             full = "::".join([*(scope for scope in scopes if scope), name])
             names = tuple(re.findall(r"\w+(?=\s*(?:=|$))", entry)[0] for entry in template)
             found[full] = Signature(full, tuple(map(parameter, parameters)), names)
@@ -134,7 +137,11 @@ def kernels_of(source: str) -> dict[str, Signature]:
 
 
 def declarator(text: str, at: int) -> tuple[str, list[str], int]:
-    """Name and parameters behind __global__, and where they end."""
+    """Name and parameters behind __global__, and where they end.
+
+    No name has half a line, of which the compiler knows more to say, and an instance of a template
+    whose definition is elsewhere.
+    """
     while True:
         opening = text.find("(", at)
         if opening < 0:
@@ -142,7 +149,8 @@ def declarator(text: str, at: int) -> tuple[str, list[str], int]:
         inside, end = enclosed(text, opening + 1, "(", ")")
         before = text[at:opening]
         if not ATTRIBUTE.search(before):
-            return re.findall(r"\w+", before)[-1], split(inside), end
+            words = [] if before.rstrip().endswith(">") else re.findall(r"\w+", before)
+            return words[-1] if words else "", split(inside), end
         at = end
 
 
