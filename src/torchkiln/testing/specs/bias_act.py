@@ -176,6 +176,10 @@ def bias_act_magnitude(x: Tensor, bias: Tensor, scale: float = 1.0, act: str = "
     return terms * terms if act == "square" else terms
 
 
+ROUNDING = 2.0**-21
+"""Of a sum of two terms that are computed with in float32, and more."""
+
+
 def bias_act_gradient_magnitude(
     x: Tensor, bias: Tensor, scale: float = 1.0, act: str = "relu"
 ) -> Tensor:
@@ -184,7 +188,10 @@ def bias_act_gradient_magnitude(
     z = x * abs(scale) + bias
     with torch.no_grad():
         terms = (x * scale).abs() + bias.abs()
-        slope = formula.slope_terms(x * scale + bias) + formula.curvature * terms
+        argument = x * scale + bias
+        slope = formula.slope_terms(argument) + formula.curvature * terms
+        if act == "relu":  # within its rounding of the jump either side is right
+            slope = torch.where(argument.abs() <= ROUNDING * terms, 2.0**52, slope)
     return z * slope
 
 
