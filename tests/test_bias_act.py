@@ -147,6 +147,16 @@ def test_accuracy_of_a_long_sum(device: torch.device) -> None:
     assert error <= 2 * torch_error + 4 * torch.finfo(torch.float32).eps * truth.max()
 
 
+@pytest.mark.parametrize("rows", [63, 2049])
+def test_a_sum_of_equal_rows(rows: int) -> None:
+    """Every rounding has the same sign: 16 of them, of half a step of half the sum, may add up."""
+    grad = torch.full((rows, 17), 0.98912)
+    bias = torch.zeros(17, requires_grad=True)
+    torchkiln.bias_act(torch.ones(rows, 17), bias, act="none").backward(grad)
+    error = gradient(bias).double() / grad.double().sum(0) - 1
+    assert error.abs().max() <= 5 * torch.finfo(torch.float32).eps
+
+
 @pytest.mark.large
 @pytest.mark.cuda
 def test_bias_gradient_of_more_than_2_to_the_31_elements() -> None:

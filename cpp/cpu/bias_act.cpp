@@ -5,16 +5,19 @@
 #include "elementwise.h"
 #include "isa.h"
 #include "signs.h"
+#include "sums.h"
 
 namespace torchkiln::cpu {
 namespace TORCHKILN_ISA {
 namespace {
 
-// A strip of this many columns is summed over this many rows before it is added to the chunk's
-// sums: the strip stays in the first-level cache, and the rounding error grows with rows / 64 + 64
-// instead of with the rows.
+// A strip of this many columns and rows is summed in the compute type; where a chunk has more rows,
+// the sums of the strips of a block, and of the blocks of a chunk, are double, as those of
+// reductions. What is added to stays in the first-level cache, and the rounding error of float is
+// that of 16 additions, however many rows there are; that of double grows with rows / 256 + 32.
 constexpr int64_t kStripColumns = 1024;
-constexpr int64_t kStripRows = 64;
+constexpr int64_t kStripRows = 16;
+constexpr int64_t kBlockRows = 256;
 
 /// The gradient of the activation, from what is kept.
 template <class Act, class C>
@@ -86,22 +89,61 @@ void strip_backward(const BiasActBackward& p, int64_t first_row, int64_t last_ro
   }
 }
 
+/// How the rows are cut into chunks, each of which has its sums in the workspace: in double, or of
+/// a chunk that is one strip in the compute type.
+struct Partials {
+  int64_t chunks;
+  int64_t rows_per_chunk;
+  bool has_blocks;
+
+  explicit Partials(const BiasActBackward& p)
+      : chunks(cpu::chunk_count(p)),
+        rows_per_chunk((p.rows + chunks - 1) / chunks),
+        has_blocks(rows_per_chunk > kStripRows) {}
+
+  /// The sums of a chunk from a column on; null where they are not wanted.
+  template <class Sum>
+  Sum* sums(const BiasActBackward& p, int64_t chunk, int64_t column) const {
+    if (p.grad_bias == nullptr) return nullptr;
+    return static_cast<Sum*>(p.workspace) + chunk * p.columns + column;
+  }
+};
+
 template <class T, class Act>
-void chunk_backward(const BiasActBackward& p, int64_t chunk, int64_t rows_per_chunk) {
+void chunk_backward(const BiasActBackward& p, const Partials& cut, int64_t chunk) {
   using C = Compute<T>;
-  const int64_t first = chunk * rows_per_chunk;
-  const int64_t last = std::min(first + rows_per_chunk, p.rows);
-  C* chunk_sum =
-      p.grad_bias == nullptr ? nullptr : static_cast<C*>(p.workspace) + chunk * p.columns;
-  if (chunk_sum != nullptr) std::fill_n(chunk_sum, p.columns, C(0));
-  C sum[kStripColumns];
-  for (int64_t row = first; row < last; row += kStripRows) {
-    for (int64_t column = 0; column < p.columns; column += kStripColumns) {
-      const int64_t width = std::min(kStripColumns, p.columns - column);
-      std::fill_n(sum, width, C(0));
-      strip_backward<T, Act>(p, row, std::min(row + kStripRows, last), column, width, sum);
-      for (int64_t i = 0; chunk_sum != nullptr && i < width; ++i) chunk_sum[column + i] += sum[i];
-    }
+  const int64_t first = std::min(chunk * cut.rows_per_chunk, p.rows);
+  const int64_t last = std::min(first + cut.rows_per_chunk, p.rows);
+  C strip_sum[kStripColumns];
+  double block_sum[kStripColumns];
+  const auto for_strips = [&](const auto& body) {
+    for (int64_t column = 0; column < p.columns; column += kStripColumns)
+      body(column, std::min(kStripColumns, p.columns - column));
+  };
+  const auto sum_strip = [&](int64_t row, int64_t end, int64_t column, int64_t width, C* sum) {
+    std::fill_n(sum, width, C(0));
+    strip_backward<T, Act>(p, row, end, column, width, sum);
+  };
+  if (!cut.has_blocks) {
+    for_strips([&](int64_t column, int64_t width) {
+      C* const sum = cut.sums<C>(p, chunk, column);
+      sum_strip(first, last, column, width, sum == nullptr ? strip_sum : sum);
+    });
+    return;
+  }
+  double* const chunk_sum = cut.sums<double>(p, chunk, 0);
+  if (chunk_sum != nullptr) std::fill_n(chunk_sum, p.columns, 0.0);
+  for (int64_t block = first; block < last; block += kBlockRows) {
+    const int64_t end = std::min(block + kBlockRows, last);
+    for_strips([&](int64_t column, int64_t width) {
+      std::fill_n(block_sum, width, 0.0);
+      for (int64_t row = block; row < end; row += kStripRows) {
+        sum_strip(row, std::min(row + kStripRows, end), column, width, strip_sum);
+        for (int64_t i = 0; i < width; ++i) block_sum[i] += static_cast<double>(strip_sum[i]);
+      }
+      for (int64_t i = 0; chunk_sum != nullptr && i < width; ++i)
+        chunk_sum[column + i] += block_sum[i];
+    });
   }
 }
 
@@ -132,15 +174,14 @@ Status bias_act(const BiasAct& p, int64_t begin, int64_t end) {
 }
 
 Status bias_act_backward(const BiasActBackward& p, int64_t begin, int64_t end) {
-  const int64_t chunks = cpu::chunk_count(p);
-  const int64_t rows_per_chunk = (p.rows + chunks - 1) / chunks;
+  const Partials cut(p);
   return dispatch_floating(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     with_activation(
         p.activation,
         [&](auto act) {
           for (int64_t chunk = begin; chunk < end; ++chunk)
-            chunk_backward<T, typename decltype(act)::type>(p, chunk, rows_per_chunk);
+            chunk_backward<T, typename decltype(act)::type>(p, cut, chunk);
         },
         Activations{});
     return Status{};
@@ -148,19 +189,23 @@ Status bias_act_backward(const BiasActBackward& p, int64_t begin, int64_t end) {
 }
 
 Status bias_act_backward_finish(const BiasActBackward& p, int64_t begin, int64_t end) {
-  const int64_t chunks = cpu::chunk_count(p);
+  const Partials cut(p);
   return dispatch_floating(p.bias_dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     using C = Compute<T>;
-    C sum[kRun];
+    double sum[kRun];
     for (int64_t column = begin; column < end; column += kRun) {
       const int64_t count = std::min(kRun, end - column);
-      std::fill_n(sum, count, C(0));
-      for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-        const C* partial = static_cast<const C*>(p.workspace) + chunk * p.columns + column;
-        for (int64_t i = 0; i < count; ++i) sum[i] += partial[i];
+      std::fill_n(sum, count, 0.0);
+      const auto add = [&](const auto* partial) {
+        for (int64_t i = 0; i < count; ++i) sum[i] += static_cast<double>(partial[i]);
+      };
+      for (int64_t chunk = 0; chunk < cut.chunks; ++chunk) {
+        cut.has_blocks ? add(cut.sums<double>(p, chunk, column))
+                       : add(cut.sums<C>(p, chunk, column));
       }
-      narrow_run(static_cast<T*>(p.grad_bias) + column, sum, count);
+      T* const to = static_cast<T*>(p.grad_bias) + column;
+      for (int64_t i = 0; i < count; ++i) narrow(to + i, sum[i]);
     }
     return Status{};
   });
@@ -187,8 +232,10 @@ int64_t chunk_count(const BiasActBackward& p) {
 
 size_t workspace_bytes(const BiasActBackward& p) {
   if (p.grad_bias == nullptr) return 0;
-  const size_t size_of_sum = p.dtype == Dtype::float64 ? sizeof(double) : sizeof(float);
-  return static_cast<size_t>(chunk_count(p) * p.columns) * size_of_sum;
+  const TORCHKILN_ISA::Partials cut(p);
+  const size_t size_of_sum =
+      cut.has_blocks || p.dtype == Dtype::float64 ? sizeof(double) : sizeof(float);
+  return static_cast<size_t>(cut.chunks * p.columns) * size_of_sum;
 }
 
 Status bias_act_backward(const BiasActBackward& p, int64_t begin, int64_t end) {

@@ -12,12 +12,14 @@ namespace {
 // Rows whose gradients of weight and bias are formed together, in registers, before they are added
 // to the running sums: these are as long as a row, and would else be read and written once a row.
 // Short rows go one by one: their sums stay in the first-level cache, and memory is written
-// faster in one stream than in several. Not so those of 16 bits, where conversions take longer.
+// faster in one stream than in several. Not so those of 16 bits, where conversions take longer, and
+// of float64, where no wider type adds up the sums of blocks.
 constexpr int64_t kGroup = 4;
 constexpr int64_t kShort = 1024;
-// Rows whose sums are formed apart from those of the other rows of a chunk: the rounding error
-// grows with rows / 64 + 16 instead of with the rows.
-constexpr int64_t kBlockRows = 64;
+// Rows, or groups of them, whose sums are formed apart before they are added to those of a chunk,
+// which are double, as those of reductions: the rounding error of float is that of 16 additions,
+// however many rows there are.
+constexpr int64_t kBlockAdditions = 16;
 // Columns that stay in the first-level cache from one use to the next.
 constexpr int64_t kBlockColumns = 2048;
 
@@ -197,21 +199,38 @@ void rows_backward(const NormBackward& p, int64_t row, Compute<T>* grad_weight,
   });
 }
 
-/// How the workspace is cut up: for each chunk, the sums of weight's gradient and those of bias's,
-/// of which there are twice as many where the rows of a chunk are summed in blocks.
+/// How the rows and the workspace are cut up. Each chunk has sums of weight's gradient and of
+/// bias's: in double, and, behind those of all chunks, the sums of a block in the compute type;
+/// these alone where a chunk is one block.
 struct Partials {
   int64_t chunks;
   int64_t rows_per_chunk;
+  bool in_groups;
+  int64_t rows_per_block;
   bool has_blocks;
-  int64_t sums;  // gradients wanted
+  int64_t sums;  // of both gradients
+  size_t size_of_sum;
 
   explicit Partials(const NormBackward& p)
       : chunks(cpu::chunk_count(p)),
         rows_per_chunk((p.rows + chunks - 1) / chunks),
-        has_blocks(rows_per_chunk > kBlockRows),
-        sums((p.grad_weight != nullptr) + (p.grad_bias != nullptr)) {}
+        in_groups(p.dtype != Dtype::float32 || p.columns > kShort),
+        rows_per_block(in_groups ? kBlockAdditions * kGroup : kBlockAdditions),
+        has_blocks(rows_per_chunk > rows_per_block),
+        sums(((p.grad_weight != nullptr) + (p.grad_bias != nullptr)) * p.columns),
+        size_of_sum(p.dtype == Dtype::float64 ? sizeof(double) : sizeof(float)) {}
 
-  int64_t per_chunk() const { return has_blocks ? 2 * sums : sums; }
+  size_t chunk_sums_bytes() const { return has_blocks ? chunks * sums * sizeof(double) : 0; }
+  size_t workspace_bytes() const { return chunk_sums_bytes() + chunks * sums * size_of_sum; }
+
+  double* chunk_sums(const NormBackward& p, int64_t chunk) const {
+    return static_cast<double*>(p.workspace) + chunk * sums;
+  }
+  template <class C>
+  C* block_sums(const NormBackward& p, int64_t chunk) const {
+    char* const begin = static_cast<char*>(p.workspace) + chunk_sums_bytes();
+    return reinterpret_cast<C*>(begin) + chunk * sums;
+  }
 };
 
 template <class T, class W>
@@ -219,42 +238,44 @@ void chunk_backward(const NormBackward& p, const Partials& cut, int64_t chunk) {
   using C = Compute<T>;
   const int64_t first = std::min(chunk * cut.rows_per_chunk, p.rows);
   const int64_t last = std::min(first + cut.rows_per_chunk, p.rows);
-  const int64_t all = cut.sums * p.columns;
-  C* const chunk_sums =
-      all == 0 ? nullptr : static_cast<C*>(p.workspace) + chunk * cut.per_chunk() * p.columns;
-  C* const sums = cut.has_blocks ? chunk_sums + all : chunk_sums;
+  double* const chunk_sums = cut.chunk_sums(p, chunk);
+  C* const sums = cut.block_sums<C>(p, chunk);
   C* const grad_weight = p.grad_weight == nullptr ? nullptr : sums;
   C* const grad_bias =
       p.grad_bias == nullptr ? nullptr : sums + (p.grad_weight == nullptr ? 0 : p.columns);
-  const bool in_groups = sizeof(T) == 2 || p.columns > kShort;
-  std::fill_n(chunk_sums, all, C(0));
-  for (int64_t block = first; block < last; block += kBlockRows) {
-    const int64_t end = std::min(block + kBlockRows, last);
-    if (cut.has_blocks) std::fill_n(sums, all, C(0));
+  if (cut.has_blocks) std::fill_n(chunk_sums, cut.sums, 0.0);
+  std::fill_n(sums, cut.sums, C(0));
+  for (int64_t block = first; block < last; block += cut.rows_per_block) {
+    const int64_t end = std::min(block + cut.rows_per_block, last);
     int64_t row = block;
-    for (; in_groups && row + kGroup <= end; row += kGroup)
+    for (; cut.in_groups && row + kGroup <= end; row += kGroup)
       rows_backward<T, W, kGroup>(p, row, grad_weight, grad_bias);
     for (; row < end; ++row) rows_backward<T, W, 1>(p, row, grad_weight, grad_bias);
-    for (int64_t i = 0; cut.has_blocks && i < all; ++i) chunk_sums[i] += sums[i];
+    for (int64_t i = 0; cut.has_blocks && i < cut.sums; ++i) {
+      chunk_sums[i] += static_cast<double>(sums[i]);
+      sums[i] = 0;
+    }
   }
 }
 
-/// The sums of one gradient over all chunks; `which` counts the gradients that are wanted.
+/// The sums of one gradient, whose place among those of a chunk is `place`, over all chunks.
 template <class W>
-void finish(const NormBackward& p, const Partials& cut, int64_t which, void* out, int64_t begin,
+void finish(const NormBackward& p, const Partials& cut, int64_t place, void* out, int64_t begin,
             int64_t end) {
   using C = Compute<W>;
   constexpr int64_t kRun = 512;
-  C sum[kRun];
+  double sum[kRun];
   for (int64_t column = begin; column < end; column += kRun) {
     const int64_t count = std::min(kRun, end - column);
-    std::fill_n(sum, count, C(0));
+    std::fill_n(sum, count, 0.0);
+    const auto add = [&](const auto* partial) {
+      partial += place + column;
+      for (int64_t i = 0; i < count; ++i) sum[i] += static_cast<double>(partial[i]);
+    };
     for (int64_t chunk = 0; chunk < cut.chunks; ++chunk) {
-      const C* partial = static_cast<const C*>(p.workspace) +
-                         (chunk * cut.per_chunk() + which) * p.columns + column;
-      for (int64_t i = 0; i < count; ++i) sum[i] += partial[i];
+      cut.has_blocks ? add(cut.chunk_sums(p, chunk)) : add(cut.block_sums<C>(p, chunk));
     }
-    narrow_run(static_cast<W*>(out) + column, sum, count);
+    for (int64_t i = 0; i < count; ++i) narrow(static_cast<W*>(out) + column + i, sum[i]);
   }
 }
 
@@ -282,9 +303,9 @@ Status norm_backward_finish(const NormBackward& p, int64_t begin, int64_t end) {
   const Partials cut(p);
   return dispatch_floating(p.weight_dtype, [&](auto tag) {
     using W = typename decltype(tag)::type;
-    int64_t which = 0;
-    if (p.grad_weight != nullptr) finish<W>(p, cut, which++, p.grad_weight, begin, end);
-    if (p.grad_bias != nullptr) finish<W>(p, cut, which, p.grad_bias, begin, end);
+    if (p.grad_weight != nullptr) finish<W>(p, cut, 0, p.grad_weight, begin, end);
+    const int64_t behind = p.grad_weight == nullptr ? 0 : p.columns;
+    if (p.grad_bias != nullptr) finish<W>(p, cut, behind, p.grad_bias, begin, end);
     return Status{};
   });
 }
@@ -311,9 +332,8 @@ int64_t chunk_count(const NormBackward& p) {
 }
 
 size_t workspace_bytes(const NormBackward& p) {
-  const size_t size_of_sum = p.dtype == Dtype::float64 ? sizeof(double) : sizeof(float);
   const TORCHKILN_ISA::Partials cut(p);
-  return static_cast<size_t>(cut.chunks * cut.per_chunk() * p.columns) * size_of_sum;
+  return cut.workspace_bytes();
 }
 
 Status norm_backward(const NormBackward& p, int64_t begin, int64_t end) {

@@ -143,9 +143,15 @@ def magnitude(values: Tensor, b: Tensor, **kwargs: Any) -> Tensor:
 
 
 def gradient_magnitude(values: Tensor, b: Tensor, **kwargs: Any) -> Tensor:
-    """A function whose gradients are the sums of the absolute values of the terms."""
+    """A function whose gradients are the sums of the absolute values of the terms.
+
+    Those of b are a product with the transposed matrix, whose rows are the columns.
+    """
+    col = kwargs["col"]
+    counts = [torch.bincount(one) for one in col.reshape(-1, col.shape[-1])] if col.numel() else []
+    longest = max((int(count.max()) for count in counts), default=0)
     by_values = reference(values, b.detach().abs(), **kwargs)
-    return by_values + reference(values.detach().abs(), b, **kwargs)
+    return by_values + reference(values.detach().abs(), b, **kwargs) * steps(longest)
 
 
 def wider(sample: Sample) -> Sample:
