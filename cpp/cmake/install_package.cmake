@@ -54,6 +54,10 @@ foreach(export IN ITEMS kernels torchkiln)
 endforeach()
 install(DIRECTORY cuda/include/ cpp/include/ "${PROJECT_BINARY_DIR}/include/" DESTINATION include)
 
+set(torchkiln_cuda_major "")
+if(TORCHKILN_WITH_CUDA)
+  set(torchkiln_cuda_major "${CUDAToolkit_VERSION_MAJOR}")
+endif()
 configure_package_config_file(
   cpp/cmake/torchkilnConfig.cmake.in
   torchkilnConfig.cmake
