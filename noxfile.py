@@ -18,6 +18,7 @@ nox.options.error_on_missing_interpreters = True
 
 TORCH = os.environ.get("TORCHKILN_TORCH", "2.13.0")
 EXTRAS = "nvcc,nvvm,crt,cccl"
+DEPENDABOT = ".github/dependabot.yml"
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 
 # Prints the version that torch requires of the CUDA toolkit, or nothing for a torch without CUDA.
@@ -91,7 +92,10 @@ def lint(session: nox.Session) -> None:
     session.run("gersemi", "--check", "--diff", *cmake)
     workflows = [name for name in files if name.startswith(".github/workflows/")]
     session.run("check-jsonschema", "--builtin-schema", "vendor.github-workflows", *workflows)
-    session.run("zizmor", "--offline", "--no-progress", ".github/workflows")
+    session.run("check-jsonschema", "--builtin-schema", "vendor.dependabot", DEPENDABOT)
+    session.run("zizmor", "--offline", "--no-progress", ".github/workflows", DEPENDABOT)
+    dockerfiles = [name for name in files if name.endswith(".Dockerfile")]
+    session.run("hadolint", "--failure-threshold=warning", *dockerfiles)
     session.run("validate-pyproject", "-E", "scikit-build", "cibuildwheel", "--", "pyproject.toml")
 
 
@@ -217,7 +221,7 @@ def build(session: nox.Session) -> None:
 def abi(session: nox.Session) -> None:
     """What the wheel contains, and whether its symbols are to be had where it will run."""
     built = wheel(session)
-    session.install("pyelftools", "twine")
+    session.install("pyelftools", "twine", "cyclonedx-python-lib[json-validation]")
     session.run("twine", "check", "--strict", str(built))
     session.run("python", "tests/packaging/check_wheel.py", str(built))
 
@@ -255,6 +259,23 @@ def consumer(session: nox.Session) -> None:
         session.run("python", str(without_python), program, "model.pt2")
         session.install("--no-build-isolation", "--no-deps", str(project))
         session.run("python", "-m", "torchkiln_consumer")
+
+
+@nox.session(default=False)
+def toolkits(session: nox.Session) -> None:
+    """Builds where paths have spaces, in another project, and with toolkits of links."""
+    install_torch(session)
+    session.run("python", "tests/building/check_builds.py", *session.posargs)
+
+
+@nox.session(default=False)
+def docker(session: nox.Session) -> None:
+    """The steps of both Dockerfiles without an engine: as root, on Debian, after `nox -s build`."""
+    for name, *target in (("user",), ("development", "--target=development")):
+        session.run(
+            *("python", "tests/packaging/run_dockerfile.py", f"docs/docker/{name}.Dockerfile"),
+            *(f"build/nox/docker/{name}", *target, *session.posargs),
+        )
 
 
 @nox.session(default=False)

@@ -17,8 +17,7 @@ def main() -> None:
     done = subprocess.run(
         [program, *arguments],
         env={"LD_DEBUG": "files", "PATH": "/nowhere", "HOME": "/nowhere"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
         errors="replace",
         check=False,
