@@ -34,8 +34,7 @@ def run(*command: str | Path, **environment: str) -> None:
 
 def configure(sources: Path, build: Path, *options: str, **environment: str) -> None:
     python = f"-DPython_EXECUTABLE={sys.executable}"
-    command = ("cmake", "-G", "Ninja", "-S", sources, "-B", build, python, *options)
-    run(*command, **environment)
+    run("cmake", "-G", "Ninja", "-S", sources, "-B", build, python, *options, **environment)
 
 
 def build_where_paths_have_spaces(folder: Path) -> None:

@@ -56,7 +56,7 @@ def ask(ground: Ground, prefix: Path, arguments: str, *options: str) -> Outcome:
 
 
 def build(ground: Ground, target: str) -> str:
-    command = ["cmake", "--build", ground.build, "--target", target]
+    command = ("cmake", "--build", str(ground.build), "--target", target)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return subprocess.run(

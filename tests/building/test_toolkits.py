@@ -270,12 +270,14 @@ def test_cxx_too_old(ground: Ground) -> None:
     assert outcome.says("torchkiln: found g++ 8.", "needed 9 or newer", "CXX=g++-9")
 
 
-def test_no_cxx(ground: Ground) -> None:
-    ground.torch()
-    ground.variables["CXX"] = "/nowhere/g++"
-    outcome = ground.configure()
+def test_cmake_too_old(ground: Ground) -> None:
+    """Told before CMake's own words, which do not say where a newer one comes from."""
+    sources = ground.folder / "sources"
+    top = (ROOT / "CMakeLists.txt").read_text().partition("project(")[0]
+    ground.write(sources / "CMakeLists.txt", "set(CMAKE_VERSION 3.25.1)\n" + top)
+    outcome = ground.configure(sources=sources)
     assert not outcome.ended_well
-    assert outcome.says("/nowhere/g++")
+    assert outcome.says("found CMake 3.25.1 (", "needed 3.28 or newer", "pip install 'cmake>=3.28'")
 
 
 def test_no_network(ground: Ground) -> None:
