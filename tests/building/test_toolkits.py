@@ -291,7 +291,7 @@ def test_no_network(ground: Ground) -> None:
     files = [*ROOT.glob("*/CMakeLists.txt"), ROOT / "CMakeLists.txt", *ROOT.glob("cpp/cmake/*")]
     assert len(files) > 9
     found = {
-        path.name: re.findall(r"FetchContent|ExternalProject|DOWNLOAD|curl|urllib|git", text)
+        path.name: re.findall(r"FetchContent|ExternalProject|DOWNLOAD|curl|urllib|\bgit\b", text)
         for path in files
         if path.is_file()
         for text in [path.read_text()]
