@@ -65,10 +65,13 @@ def build_as_a_part(folder: Path) -> None:
 def lay_out(toolkit: Toolkit, root: Path, registry: bool) -> None:
     """Links to a toolkit, in a folder that is then closed."""
     root.mkdir(parents=True)
-    lib = toolkit.root / ("lib64" if (toolkit.root / "lib64").exists() else "lib")
-    for name in ("bin", "include", "nvvm"):
-        (root / name).symlink_to(toolkit.root / name)
-    (root / ("lib" if registry else "lib64")).symlink_to(lib)
+    if registry:
+        lib = "lib64" if (toolkit.root / "lib64").exists() else "lib"
+        links = {"bin": "bin", "include": "include", "nvvm": "nvvm", "lib": lib}
+    else:
+        links = {path.name: path.name for path in toolkit.root.iterdir()}
+    for name, source in links.items():
+        (root / name).symlink_to(toolkit.root / source)
     if registry:
         for part in PARTS:
             (root.parents[1] / f"{part}-{toolkit.version}.1.dist-info").mkdir()
