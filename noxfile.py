@@ -228,13 +228,21 @@ def abi(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def consumer(session: nox.Session) -> None:
-    """A C++ project that links the package: as plain CMake, and under scikit-build-core."""
+    """A C++ project that links the package: moved elsewhere, and under scikit-build-core."""
     wheel(session)
     project = Path("tests/consumer").resolve()
     folder = Path("build/nox/consumer-project").resolve()
     with session.chdir(session.create_tmp()):  # where `import torchkiln` cannot mean the sources
         show = "import torchkiln; print(torchkiln.cmake_prefix_path)"
-        prefix = (session.run("python", "-W", "ignore", "-c", show, silent=True) or "").strip()
+        found = (session.run("python", "-W", "ignore", "-c", show, silent=True) or "").strip()
+        package = Path(found).parents[1]
+        moved = Path.cwd() / "moved away"
+        shutil.rmtree(moved, ignore_errors=True)
+        for name in ("include", "lib", "share"):
+            shutil.copytree(package / name, moved / name)
+        # Away from its place, a build with CUDA does not know where the runtime lies.
+        (runtime, *_) = [*package.parent.glob("nvidia/cu*/lib"), moved / "lib"]
+        away = {"LD_LIBRARY_PATH": str(runtime)}
         session.run(
             "cmake",
             "-G",
@@ -244,19 +252,19 @@ def consumer(session: nox.Session) -> None:
             "-B",
             str(folder),
             "--fresh",
-            f"-DCMAKE_PREFIX_PATH={prefix}",
+            f"-DCMAKE_PREFIX_PATH={moved};{package.parent}",
         )
         session.run("cmake", "--build", str(folder))
         for program in ("with_kernels", "with_torch", "with_sdk"):
-            session.run(str(folder / program), external=True)
+            session.run(str(folder / program), external=True, env=away)
         if (folder / "with_torch_package").exists():
-            session.run(str(folder / "with_torch_package"), external=True)
+            session.run(str(folder / "with_torch_package"), external=True, env=away)
         else:
             session.log("with_torch_package is for a torch without CUDA: it was not built")
         session.run("python", "-W", "ignore", str(project / "export_model.py"), "model.pt2")
         without_python = project.parent / "packaging" / "check_without_python.py"
         program = str(folder / "with_exported")
-        session.run("python", str(without_python), program, "model.pt2")
+        session.run("python", str(without_python), program, "model.pt2", env=away)
         session.install("--no-build-isolation", "--no-deps", str(project))
         session.run("python", "-m", "torchkiln_consumer")
 

@@ -6,6 +6,7 @@ Python's, at the start or later.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -16,7 +17,12 @@ def main() -> None:
     program, *arguments = sys.argv[1:]
     done = subprocess.run(
         [program, *arguments],
-        env={"LD_DEBUG": "files", "PATH": "/nowhere", "HOME": "/nowhere"},
+        env={
+            "LD_DEBUG": "files",
+            "PATH": "/nowhere",
+            "HOME": "/nowhere",
+            "LD_LIBRARY_PATH": os.environ.get("LD_LIBRARY_PATH", ""),
+        },
         capture_output=True,
         text=True,
         errors="replace",
