@@ -279,10 +279,11 @@ def toolkits(session: nox.Session) -> None:
 @nox.session(default=False)
 def docker(session: nox.Session) -> None:
     """The steps of both Dockerfiles without an engine: as root, on Debian, after `nox -s build`."""
-    for name, *target in (("user",), ("development", "--target=development")):
+    sources = f"--volume={Path.cwd()}:/work"
+    for name, *how in (("user",), ("development", "--target=development", sources)):
         session.run(
             *("python", "tests/packaging/run_dockerfile.py", f"docs/docker/{name}.Dockerfile"),
-            *(f"build/nox/docker/{name}", *target, *session.posargs),
+            *(f"build/nox/docker/{name}", *how, *session.posargs),
         )
 
 

@@ -1,4 +1,5 @@
-"""Usage: run_dockerfile.py DOCKERFILE FOLDER [--target=STAGE] [--certificates]
+"""Usage: run_dockerfile.py DOCKERFILE FOLDER [--target=STAGE] [--volume=HERE:THERE]
+       [--certificates]
 
 Does in FOLDER what the Dockerfile says, as root but without any engine: a fresh Debian from
 mmdebstrap, then its steps one by one in a root of its own, read from the file and not repeated
@@ -26,6 +27,7 @@ PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 MOUNTS = """
 mount --rbind /dev "$0/dev" && mount -t proc proc "$0/proc" || exit
 touch "$0/etc/resolv.conf" && mount --bind /etc/resolv.conf "$0/etc/resolv.conf" || exit
+[ -z "$VOLUME" ] || mount --bind "${VOLUME%%:*}" "$0${VOLUME#*:}" || exit
 exec chroot "$@"
 """
 
@@ -92,7 +94,7 @@ class Image:
             (self.root / "etc/ssl/certs").mkdir(parents=True)
             shutil.copy(CERTIFICATES, self.root / "etc/ssl/certs/of-this-machine.crt")
 
-    def inside(self, *command: str) -> None:
+    def inside(self, *command: str, volume: str = "") -> None:
         """Run it with the root, the user and the variables that it would have in the image."""
         lent = {}
         if self.certificates:
@@ -101,6 +103,7 @@ class Image:
         environment = {
             "HOME": "/root" if self.user == "root" else f"/home/{self.user}",
             "DEBIAN_FRONTEND": "noninteractive",
+            "VOLUME": volume,
         }
         chroot = ["unshare", "--mount", "--fork", "--pid", "sh", "-c", MOUNTS, str(self.root)]
         subprocess.run(
@@ -164,6 +167,7 @@ def main() -> None:
     parser.add_argument("dockerfile", type=Path)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--target")
+    parser.add_argument("--volume", default="")
     parser.add_argument("--certificates", action="store_true")
     options = parser.parse_args()
     steps = read_steps(options.dockerfile.read_text(encoding="utf-8"), options.target)
@@ -183,7 +187,7 @@ def main() -> None:
         print(f"=== {time.perf_counter() - start:.0f} s", flush=True)
     print(f"=== runs {' '.join(image.command)}", flush=True)
     sys.stdout.flush()
-    image.inside(*image.command)
+    image.inside(*image.command, volume=options.volume)
 
 
 if __name__ == "__main__":
