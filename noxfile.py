@@ -18,6 +18,7 @@ nox.options.error_on_missing_interpreters = True
 
 TORCH = os.environ.get("TORCHKILN_TORCH", "2.13.0")
 EXTRAS = "nvcc,nvvm,crt,cccl"
+DEPENDABOT = ".github/dependabot.yml"
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 
 # Prints the version that torch requires of the CUDA toolkit, or nothing for a torch without CUDA.
@@ -91,7 +92,10 @@ def lint(session: nox.Session) -> None:
     session.run("gersemi", "--check", "--diff", *cmake)
     workflows = [name for name in files if name.startswith(".github/workflows/")]
     session.run("check-jsonschema", "--builtin-schema", "vendor.github-workflows", *workflows)
-    session.run("zizmor", "--offline", "--no-progress", ".github/workflows")
+    session.run("check-jsonschema", "--builtin-schema", "vendor.dependabot", DEPENDABOT)
+    session.run("zizmor", "--offline", "--no-progress", ".github/workflows", DEPENDABOT)
+    dockerfiles = [name for name in files if name.endswith(".Dockerfile")]
+    session.run("hadolint", "--failure-threshold=warning", *dockerfiles)
     session.run("validate-pyproject", "-E", "scikit-build", "cibuildwheel", "--", "pyproject.toml")
 
 
@@ -227,20 +231,28 @@ def build(session: nox.Session) -> None:
 def abi(session: nox.Session) -> None:
     """What the wheel contains, and whether its symbols are to be had where it will run."""
     built = wheel(session)
-    session.install("pyelftools", "twine")
+    session.install("pyelftools", "twine", "cyclonedx-python-lib[json-validation]")
     session.run("twine", "check", "--strict", str(built))
     session.run("python", "tests/packaging/check_wheel.py", str(built))
 
 
 @nox.session(default=False)
 def consumer(session: nox.Session) -> None:
-    """A C++ project that links the package: as plain CMake, and under scikit-build-core."""
+    """A C++ project that links the package: moved elsewhere, and under scikit-build-core."""
     wheel(session)
     project = Path("tests/consumer").resolve()
     folder = Path("build/nox/consumer-project").resolve()
     with session.chdir(session.create_tmp()):  # where `import torchkiln` cannot mean the sources
         show = "import torchkiln; print(torchkiln.cmake_prefix_path)"
-        prefix = (session.run("python", "-W", "ignore", "-c", show, silent=True) or "").strip()
+        found = (session.run("python", "-W", "ignore", "-c", show, silent=True) or "").strip()
+        package = Path(found).parents[1]
+        moved = Path.cwd() / "moved away"
+        shutil.rmtree(moved, ignore_errors=True)
+        for name in ("include", "lib", "share"):
+            shutil.copytree(package / name, moved / name)
+        # Away from its place, a build with CUDA does not know where the runtime lies.
+        (runtime, *_) = [*package.parent.glob("nvidia/cu*/lib"), moved / "lib"]
+        away = {"LD_LIBRARY_PATH": str(runtime)}
         session.run(
             "cmake",
             "-G",
@@ -250,16 +262,39 @@ def consumer(session: nox.Session) -> None:
             "-B",
             str(folder),
             "--fresh",
-            f"-DCMAKE_PREFIX_PATH={prefix}",
+            f"-DCMAKE_PREFIX_PATH={moved};{package.parent}",
         )
         session.run("cmake", "--build", str(folder))
-        for program in ("with_kernels", "with_torch", "with_torch_package", "with_sdk"):
-            if program in ("with_kernels", "with_torch") or (folder / program).exists():
-                session.run(str(folder / program), external=True)
+        for program in ("with_kernels", "with_torch", "with_sdk"):
+            session.run(str(folder / program), external=True, env=away)
+        if (folder / "with_torch_package").exists():
+            session.run(str(folder / "with_torch_package"), external=True, env=away)
+        else:
+            session.log("with_torch_package is for a torch without CUDA: it was not built")
         session.run("python", "-W", "ignore", str(project / "export_model.py"), "model.pt2")
-        session.run(str(folder / "with_exported"), "model.pt2", external=True)
+        without_python = project.parent / "packaging" / "check_without_python.py"
+        program = str(folder / "with_exported")
+        session.run("python", str(without_python), program, "model.pt2", env=away)
         session.install("--no-build-isolation", "--no-deps", str(project))
         session.run("python", "-m", "torchkiln_consumer")
+
+
+@nox.session(default=False)
+def toolkits(session: nox.Session) -> None:
+    """Builds where paths have spaces, in another project, and with toolkits of links."""
+    install_torch(session)
+    session.run("python", "tests/building/check_builds.py", *session.posargs)
+
+
+@nox.session(default=False)
+def docker(session: nox.Session) -> None:
+    """The steps of both Dockerfiles without an engine: as root, on Debian, after `nox -s build`."""
+    sources = f"--volume={Path.cwd()}:/work"
+    for name, *how in (("user",), ("development", "--target=development", sources)):
+        session.run(
+            *("python", "tests/packaging/run_dockerfile.py", f"docs/docker/{name}.Dockerfile"),
+            *(f"build/nox/docker/{name}", *how, *session.posargs),
+        )
 
 
 @nox.session(default=False)

@@ -1,7 +1,8 @@
 # Decides whether CUDA kernels are built and with which nvcc, then enables the language. Sets TORCHKILN_WITH_CUDA.
 #
-# Looked at, in this order: the compiler that the user names (CMAKE_CUDA_COMPILER, CUDACXX), the system's toolkits, the
-# registry's toolkit beside torch. Its version must equal that of the CUDA that torch was built with.
+# Looked at, in this order: the compiler that the user names (CMAKE_CUDA_COMPILER, CUDACXX) and then no other; the
+# toolkits that variables name (CUDAToolkit_ROOT, CUDA_HOME, CUDA_PATH); that of Python's own prefix, as conda has it;
+# the system's; the registry's beside torch. The first whose version equals that of torch's CUDA is taken.
 include(cuda_architectures)
 set(TORCHKILN_WITH_CUDA OFF)
 set(toolkit_extras "nvcc,nvvm,crt,cccl")
@@ -25,43 +26,71 @@ function(torchkiln_gpu_visible result)
   endif()
 endfunction()
 
-# Every nvcc in the order of preference. The choice of an earlier run holds as long as it is there: with build isolation,
-# it is gone by now.
-function(list_nvccs result)
-  set(nvccs "")
+# Every nvcc in the order of preference; `named` tells which variable names the only one. The choice of an earlier run
+# holds as long as it is there: with build isolation, it is gone by now.
+function(list_nvccs result named_result)
+  set(named "")
   if(CMAKE_CUDA_COMPILER)
+    set(named CMAKE_CUDA_COMPILER)
     set(nvccs "${CMAKE_CUDA_COMPILER}")
-  elseif(DEFINED ENV{CUDACXX})
+  elseif(NOT "$ENV{CUDACXX}" STREQUAL "")
+    set(named CUDACXX)
     set(nvccs "$ENV{CUDACXX}")
   elseif(EXISTS "${TORCHKILN_NVCC}")
     set(nvccs "${TORCHKILN_NVCC}")
   else()
+    set(candidates "")
+    toolkit_variables(variables)
+    foreach(variable IN LISTS variables)
+      list(APPEND candidates "${${variable}}/bin/nvcc")
+    endforeach()
+    cmake_path(GET Python_EXECUTABLE PARENT_PATH python_folder)
+    list(APPEND candidates "${python_folder}/nvcc")
     find_program(system_nvcc nvcc NO_CACHE)
-    if(system_nvcc)
-      list(APPEND nvccs "${system_nvcc}")
-    endif()
-    set(candidates "$ENV{CUDA_HOME}/bin/nvcc" "$ENV{CUDA_PATH}/bin/nvcc" /usr/local/cuda/bin/nvcc)
+    list(APPEND candidates "${system_nvcc}" /usr/local/cuda/bin/nvcc)
     list(APPEND candidates "/usr/local/cuda-${TORCHKILN_TORCH_CUDA}/bin/nvcc")
     string(REGEX MATCH "^[0-9]+" major "${TORCHKILN_TORCH_CUDA}")
-    list(
-      TRANSFORM TORCHKILN_NVIDIA_ROOTS
-      APPEND "/cu${major}/bin/nvcc"
-      OUTPUT_VARIABLE registry_nvccs
-    )
-    foreach(nvcc IN LISTS candidates registry_nvccs)
-      if(EXISTS "${nvcc}")
+    foreach(folder IN LISTS TORCHKILN_NVIDIA_ROOTS)
+      list(APPEND candidates "${folder}/cu${major}/bin/nvcc")
+    endforeach()
+    set(nvccs "")
+    foreach(nvcc IN LISTS candidates)
+      if(EXISTS "${nvcc}" AND NOT IS_DIRECTORY "${nvcc}")
         list(APPEND nvccs "${nvcc}")
       endif()
     endforeach()
+    list(REMOVE_DUPLICATES nvccs)
+  endif()
+  if(named)
+    # Perhaps the name of a program on PATH.
+    find_program(program "${nvccs}" NO_CACHE)
+    if(program)
+      set(nvccs "${program}")
+    endif()
   endif()
   set(${result} "${nvccs}" PARENT_SCOPE)
+  set(${named_result} "${named}" PARENT_SCOPE)
 endfunction()
+
+# The variables that name a toolkit, as variables of that name in the caller's scope.
+macro(toolkit_variables result)
+  set(${result} "")
+  foreach(variable IN ITEMS CUDAToolkit_ROOT CUDA_HOME CUDA_PATH)
+    # Only the first of them is one of CMake's, too.
+    if(NOT (variable STREQUAL "CUDAToolkit_ROOT" AND CUDAToolkit_ROOT))
+      set(${variable} "$ENV{${variable}}")
+    endif()
+    if(NOT "${${variable}}" STREQUAL "")
+      list(APPEND ${result} ${variable})
+    endif()
+  endforeach()
+endmacro()
 
 # What the registry's toolkit in `root` lacks: its parts are wheels of their own, which pip may leave out or take from
 # another version. They tell their version only in their records, beside the package.
 function(find_registry_gaps root version result)
   set(gaps "")
-  foreach(part IN ITEMS nvidia_nvvm nvidia_cuda_crt nvidia_cuda_cccl)
+  foreach(part IN ITEMS nvidia_cuda_runtime nvidia_nvvm nvidia_cuda_crt nvidia_cuda_cccl)
     file(GLOB record "${root}/../../${part}-*.dist-info")
     if(NOT record)
       list(APPEND gaps "no ${part}")
@@ -98,34 +127,79 @@ function(link_toolkit_together root shadow)
   endforeach()
 endfunction()
 
+# nvcc names in its own header the newest g++ that it takes, and stops at any other with a page of its own words.
+function(check_host_compiler nvcc)
+  cmake_path(GET nvcc PARENT_PATH root)
+  cmake_path(GET root PARENT_PATH root)
+  file(
+    GLOB header
+    "${root}/include/crt/host_config.h"
+    "${root}/targets/*/include/crt/host_config.h"
+  )
+  if(CMAKE_CUDA_HOST_COMPILER OR NOT header OR NOT CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+    return()
+  endif()
+  list(GET header 0 header)
+  file(STRINGS "${header}" line REGEX "__GNUC__ > [0-9]+" LIMIT_COUNT 1)
+  string(REGEX MATCH "^#if __GNUC__ > ([0-9]+)" bound "${line}")
+  if(bound AND CMAKE_CXX_COMPILER_VERSION VERSION_GREATER_EQUAL "${CMAKE_MATCH_1}.999")
+    message(
+      FATAL_ERROR
+      "torchkiln: found g++ ${CMAKE_CXX_COMPILER_VERSION} (${CMAKE_CXX_COMPILER}), needed at most ${CMAKE_MATCH_1}, the "
+      "newest that ${nvcc} takes. Type, with the name of an older one, one of\n"
+      "  CXX=g++-${CMAKE_MATCH_1} python -m pip install ...\n"
+      "  python -m pip install . -C torchkiln.cuda=off     (CPU only)"
+    )
+  endif()
+endfunction()
+
 # Chooses among the compilers. `found` tells, for the message, what was looked at and why it was not taken.
 function(choose_nvcc nvcc_result found_result)
   set(found "")
-  set(named "")
-  if(CMAKE_CUDA_COMPILER OR DEFINED ENV{CUDACXX})
-    set(named " (named by CMAKE_CUDA_COMPILER or CUDACXX: unset it)")
+  set(note "")
+  list_nvccs(nvccs named)
+  if(named)
+    set(note " (named by ${named}: unset it)")
+  else()
+    toolkit_variables(variables)
+    foreach(variable IN LISTS variables)
+      if(NOT EXISTS "${${variable}}/bin/nvcc")
+        string(APPEND found "\n  no bin/nvcc in ${variable}=${${variable}}: unset it")
+      endif()
+    endforeach()
   endif()
-  list_nvccs(nvccs)
   foreach(nvcc IN LISTS nvccs)
-    nvcc_version("${nvcc}" version)
+    # nvcc looks for its parts beside the name that it is called by.
     cmake_path(GET nvcc PARENT_PATH root)
+    if(IS_SYMLINK "${nvcc}" AND NOT EXISTS "${root}/nvcc.profile")
+      file(REAL_PATH "${nvcc}" nvcc)
+      cmake_path(GET nvcc PARENT_PATH root)
+    endif()
     cmake_path(GET root PARENT_PATH root)
+    nvcc_version("${nvcc}" version)
     set(gaps "")
-    if(EXISTS "${root}/lib" AND NOT EXISTS "${root}/lib64" AND EXISTS "${root}/bin/nvcc.profile")
+    set(shadow "")
+    if(version AND root MATCHES "/nvidia/cu[0-9]+$")
       find_registry_gaps("${root}" "${version}" gaps)
       set(shadow "${PROJECT_BINARY_DIR}/cuda-toolkit")
-    else()
-      set(shadow "")
     endif()
-    if(gaps)
-      string(APPEND found "\n  nvcc ${version} with ${gaps}: ${nvcc}${named}")
-    elseif(version STREQUAL TORCHKILN_TORCH_CUDA OR (version AND TORCHKILN_ALLOW_CUDA_MISMATCH))
+    if(NOT EXISTS "${nvcc}")
+      string(APPEND found "\n  no such program: ${nvcc}${note}")
+    elseif(NOT version)
+      string(APPEND found "\n  one that does not run: ${nvcc}${note}")
+    elseif(gaps)
+      string(APPEND found "\n  nvcc ${version} with ${gaps}: ${nvcc}${note}")
+    elseif(version STREQUAL TORCHKILN_TORCH_CUDA OR TORCHKILN_ALLOW_CUDA_MISMATCH)
       if(NOT version STREQUAL TORCHKILN_TORCH_CUDA)
         message(
           WARNING
           "torchkiln: nvcc ${version} (${nvcc}) for a torch with CUDA ${TORCHKILN_TORCH_CUDA}, as "
           "TORCHKILN_ALLOW_CUDA_MISMATCH says. The kernels may not load or may fail at run time."
         )
+      endif()
+      message(STATUS "nvcc ${version}: ${nvcc}")
+      if(found)
+        message(STATUS "Not taken:${found}")
       endif()
       set(TORCHKILN_NVCC "${nvcc}" CACHE INTERNAL "The nvcc that was chosen")
       if(shadow)
@@ -135,7 +209,7 @@ function(choose_nvcc nvcc_result found_result)
       set(${nvcc_result} "${nvcc}" PARENT_SCOPE)
       return()
     else()
-      string(APPEND found "\n  nvcc ${version}: ${nvcc}${named}")
+      string(APPEND found "\n  nvcc ${version}: ${nvcc}${note}")
     endif()
   endforeach()
   if(NOT found)
@@ -161,7 +235,18 @@ if(wanted MATCHES "ON|TRUE" AND NOT TORCHKILN_TORCH_CUDA)
   )
 endif()
 
-if(wanted MATCHES "ON|TRUE" OR (wanted STREQUAL "AUTO" AND TORCHKILN_TORCH_CUDA AND gpu_visible))
+set(cpu_only "")
+if(wanted MATCHES "OFF|FALSE")
+  set(cpu_only "TORCHKILN_CUDA=${TORCHKILN_CUDA}")
+elseif(wanted STREQUAL "AUTO" AND NOT TORCHKILN_TORCH_CUDA)
+  set(cpu_only "torch ${TORCHKILN_TORCH_VERSION} has no CUDA")
+elseif(wanted STREQUAL "AUTO" AND NOT gpu_visible)
+  set(cpu_only "no GPU is visible; with -C torchkiln.cuda=on for GPUs all the same")
+endif()
+
+if(cpu_only)
+  message(STATUS "Kernels for the CPU only: ${cpu_only}")
+else()
   choose_nvcc(nvcc found)
   set(
     remedy
@@ -187,6 +272,7 @@ if(wanted MATCHES "ON|TRUE" OR (wanted STREQUAL "AUTO" AND TORCHKILN_TORCH_CUDA 
 endif()
 
 if(TORCHKILN_WITH_CUDA)
+  check_host_compiler("${nvcc}")
   torchkiln_cuda_architectures("${nvcc}" "${gpu_visible}" CMAKE_CUDA_ARCHITECTURES)
   set(CMAKE_CUDA_COMPILER "${nvcc}")
   if(NOT CMAKE_CUDA_HOST_COMPILER)

@@ -54,6 +54,10 @@ foreach(export IN ITEMS kernels torchkiln)
 endforeach()
 install(DIRECTORY cuda/include/ cpp/include/ "${PROJECT_BINARY_DIR}/include/" DESTINATION include)
 
+set(torchkiln_cuda_major "")
+if(TORCHKILN_WITH_CUDA)
+  set(torchkiln_cuda_major "${CUDAToolkit_VERSION_MAJOR}")
+endif()
 configure_package_config_file(
   cpp/cmake/torchkilnConfig.cmake.in
   torchkilnConfig.cmake
@@ -67,3 +71,18 @@ install(
     cpp/cmake/torchkiln_torch.cmake
   DESTINATION ${config_folder}
 )
+
+# What a wheel contains of others, where PEP 770 wants it; written when everything has been compiled.
+if(SKBUILD_STATE STREQUAL "wheel" AND CMAKE_GENERATOR STREQUAL "Ninja")
+  set(sbom "${PROJECT_BINARY_DIR}/torchkiln.cdx.json")
+  install(
+    CODE
+      "execute_process(
+        COMMAND \"${Python_EXECUTABLE}\" \"${PROJECT_SOURCE_DIR}/cpp/cmake/sbom.py\"
+          \"${CMAKE_MAKE_PROGRAM}\" \"${PROJECT_BINARY_DIR}\" ${PROJECT_VERSION}
+          \"${CMAKE_CXX_COMPILER_ID} ${CMAKE_CXX_COMPILER_VERSION}\" \"${sbom}\"
+        COMMAND_ERROR_IS_FATAL ANY
+      )"
+  )
+  install(FILES "${sbom}" DESTINATION "${SKBUILD_METADATA_DIR}/sboms")
+endif()

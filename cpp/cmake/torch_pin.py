@@ -32,17 +32,25 @@ class TorchPin:
     def dynamic_metadata(self, _settings: dict[str, Any], _project: dict[str, Any]) -> Any:
         if self.state == "sdist":
             return {"dependencies": []}
-        torch = find_torch()
-        if torch is None:
-            raise SystemExit(missing_torch())
-        return {"dependencies": [f"torch=={torch.minor}.*"]}
+        return {"dependencies": [f"torch=={torch_here().minor}.*"]}
 
 
-def missing_torch() -> str:
-    return (
-        f"torchkiln: found no torch in {sys.executable}, needed the torch to build against. Type:\n"
-        f"  {sys.executable} -m pip install 'torch>=2.11'"
-    )
+def torch_here() -> Any:
+    """The torch to build against, or words instead of it."""
+    pip = f"{sys.executable} -m pip install"
+    try:
+        found = find_torch()
+    except Exception as error:  # whatever it may be that a damaged file raises
+        raise SystemExit(
+            f"torchkiln: the torch in {sys.executable} is damaged: {type(error).__name__}: {error}."
+            f" Type:\n  {pip} --force-reinstall torch"
+        ) from None
+    if found is None:
+        raise SystemExit(
+            f"torchkiln: found no torch in {sys.executable}, needed the torch to build against."
+            f" Type:\n  {pip} 'torch>=2.11'"
+        )
+    return found
 
 
 def nvidia_folders() -> list[str]:
@@ -52,7 +60,5 @@ def nvidia_folders() -> list[str]:
 
 
 if __name__ == "__main__":
-    found = find_torch()
-    if found is None:
-        raise SystemExit(missing_torch())
+    found = torch_here()
     print(found.version, found.cuda or "", found.folder, ";".join(nvidia_folders()), sep="\n")

@@ -8,6 +8,13 @@ function(torchkiln_import_torch root)
   # Torch states the C++ standard that its headers need as a number in this file.
   set(config "${root}/share/cmake/Torch/TorchConfig.cmake")
   set(standard 17)
+  if(NOT EXISTS "${config}" OR NOT EXISTS "${root}/include")
+    message(
+      FATAL_ERROR
+      "torchkiln: found a torch without its headers or its CMake package (${root}), needed both. Type:\n"
+      "  python -m pip install --force-reinstall torch"
+    )
+  endif()
   file(STRINGS "${config}" line REGEX "(CXX_STANDARD|cxx_std_)[ ]*[0-9]+" LIMIT_COUNT 1)
   if(line MATCHES "(CXX_STANDARD |cxx_std_)([0-9]+)")
     set(standard ${CMAKE_MATCH_2})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from torchkiln.doctor.compilers import (
 from torchkiln.doctor.environment import Environment
 from torchkiln.doctor.facts import Facts
 from torchkiln.doctor.finding import Finding
+from torchkiln.doctor.toolkit import nvccs
 
 Find = Callable[[Environment, Facts], list[Finding]]
 TOOLKIT = "python -m pip install 'cuda-toolkit[nvcc,nvvm,crt,cccl]==13.0.*'"
@@ -27,6 +29,7 @@ TOOLKIT = "python -m pip install 'cuda-toolkit[nvcc,nvvm,crt,cccl]==13.0.*'"
 def registry_toolkit(machine: Machine, **versions: str) -> Path:
     """As pip lays it out: four wheels, of which three tell their version only in their records."""
     parts = {"nvidia_nvvm": "13.0.88", "nvidia_cuda_crt": "13.0.88", "nvidia_cuda_cccl": "13.0.85"}
+    parts["nvidia_cuda_runtime"] = "13.0.96"
     for part, version in (parts | versions).items():
         if version:
             machine.write(machine.site / f"{part}-{version}.dist-info" / "METADATA")
@@ -80,7 +83,7 @@ def test_several(machine: Machine) -> None:
     (machine.root / "usr/local/cuda").symlink_to(system.parent.parent)
     words, _ = machine.find_one(find_nvcc, "ok")
     first = machine.root / "usr/local/cuda/bin/nvcc"
-    beside = f"12.8 ({machine.bin}/nvcc), 12.6 ({home})"
+    beside = f"12.6 ({home}), 12.8 ({machine.bin}/nvcc)"
     assert words == f"13.0 ({first}); beside it {beside}"
 
 
@@ -95,6 +98,7 @@ def test_registry_toolkit(machine: Machine) -> None:
     [
         ({"nvidia_nvvm": "13.5.37"}, "13.0 with nvidia_nvvm-13.5.37 ("),
         ({"nvidia_cuda_crt": ""}, "13.0 with no nvidia_cuda_crt ("),
+        ({"nvidia_cuda_runtime": ""}, "13.0 with no nvidia_cuda_runtime ("),
         ({"nvidia_cuda_cccl": "", "nvidia_nvvm": ""}, "no nvidia_nvvm, no nvidia_cuda_cccl ("),
     ],
 )
@@ -114,7 +118,16 @@ def test_nvcc_that_was_named(machine: Machine) -> None:
     assert remedies.startswith("unset CUDACXX | ")
 
 
-@pytest.mark.parametrize("name", ["CUDA_HOME", "CUDA_PATH"])
+def test_nvcc_of_a_prefix(machine: Machine) -> None:
+    """Conda puts it beside Python, on PATH only where the environment has been activated."""
+    (machine.bin / "nvcc").unlink()
+    machine.program("python-bin/python")
+    nvcc = machine.nvcc("python-bin/nvcc", "13.0")
+    environment = replace(machine.environment(), python=str(nvcc.with_name("python")))
+    assert str(nvccs(environment, "13.0")[0]) == f"13.0 ({nvcc})"
+
+
+@pytest.mark.parametrize("name", ["CUDAToolkit_ROOT", "CUDA_HOME", "CUDA_PATH"])
 def test_wrong_cuda_home(machine: Machine, name: str) -> None:
     machine.variables[name] = str(machine.folder / "gone")
     words, remedy = machine.find_one(find_cuda_home, "problem")

@@ -18,6 +18,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import elf
+from cyclonedx.schema import SchemaVersion
+from cyclonedx.validation.json import JsonStrictValidator
 
 # What manylinux_2_28 allows, by the newest version of each family of symbols.
 NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}
@@ -51,6 +53,7 @@ CONTENTS = (
     r"torchkiln/share/cmake/torchkiln/torchkilnConfig\.cmake",
     r"torchkiln-[\d.]+\.dist-info/licenses/LICENSE",
     r"torchkiln-[\d.]+\.dist-info/entry_points\.txt",
+    r"torchkiln-[\d.]+\.dist-info/sboms/torchkiln\.cdx\.json",
 )
 NOT_CONTENTS = re.compile(
     r"\.(cpp|cu|o|a|txt\.in)$|/CMakeLists\.txt$|^(tests|cpp|cuda|src)/|\.so\.\d|__pycache__"
@@ -112,6 +115,30 @@ def check_metadata(checks: Checks, root: Path, torch: Path) -> None:
         ),
     ]
     checks.none("metadata, record and torch agree", problems)
+
+
+def check_bill(checks: Checks, root: Path, ours: list[elf.Library]) -> None:
+    """The list of what is inside is valid, and as long as it has to be."""
+    record = json.loads((root / "torchkiln" / "_build_info.json").read_text())
+    for path in root.glob("*.dist-info/sboms/torchkiln.cdx.json"):
+        text = path.read_text()
+        invalid = JsonStrictValidator(SchemaVersion.V1_6).validate_str(text)
+        checks.none("the SBOM is CycloneDX", [str(invalid)] if invalid else [])
+        bill = json.loads(text)
+        found = {part["name"]: part["version"] for part in bill["components"]}
+        print(f"       {', '.join(f'{name} {version}' for name, version in found.items())}")
+        expected = {"torch", "pybind11", "libstdc++ headers", "CPython headers"}
+        if record["cuda"]:
+            expected |= {"CCCL", "CUDA Toolkit headers"}
+        problems = [f"only there or here: {name}" for name in sorted(found.keys() ^ expected)]
+        if bill["metadata"]["component"]["version"] != record["version"]:
+            problems.append(f"it is of torchkiln {bill['metadata']['component']['version']}")
+        checks.none("the SBOM lists what the build took from others, and nothing else", problems)
+    # What it does not list: libraries. The runtimes of CUDA and C++ stay outside.
+    needed = {name for library in ours for name in library.needed}
+    wanted = {"libstdc++.so.6"} | ({"libcudart.so"} if record["cuda"] else set())
+    linked_in = [w for w in wanted if not any(name.startswith(w) for name in needed)]
+    checks.none("no runtime is linked in", linked_in)
 
 
 def check_symbols(checks: Checks, ours: list[elf.Library], torch: Path) -> None:
@@ -209,6 +236,7 @@ def main() -> None:
         check_contents(checks, archive.namelist(), wheel)
         check_metadata(checks, root, torch)
         ours = [elf.read(path) for path in sorted(root.rglob("*.so"))]
+        check_bill(checks, root, ours)
         check_symbols(checks, ours, torch)
         check_exports(checks, ours)
         check_portability(checks, ours)

@@ -8,7 +8,7 @@ from pathlib import Path
 from torchkiln.doctor.environment import Environment
 from torchkiln.doctor.facts import Facts
 from torchkiln.doctor.finding import Finding, note, ok, problem
-from torchkiln.doctor.toolkit import install, nvccs
+from torchkiln.doctor.toolkit import VARIABLES, install, nvccs
 
 OLDEST_CXX = (11,)
 OLDEST_CMAKE = (3, 28)
@@ -37,7 +37,7 @@ def find_nvcc(environment: Environment, facts: Facts) -> list[Finding]:
 def find_cuda_home(environment: Environment, _: Facts) -> list[Finding]:
     """Whether the folders that are named for CUDA are there."""
     found = []
-    for name in ("CUDA_HOME", "CUDA_PATH"):
+    for name in VARIABLES:
         named = environment.variables.get(name)
         if named and not (Path(named) / "bin" / "nvcc").is_file():
             found.append(problem(name, f"{named} has no bin/nvcc", f"unset {name}"))

@@ -11,7 +11,8 @@ from torchkiln.doctor.environment import Environment
 
 EXTRAS = "nvcc,nvvm,crt,cccl"
 # Wheels of their own, which pip may leave out or take from another version.
-PARTS = ("nvidia_nvvm", "nvidia_cuda_crt", "nvidia_cuda_cccl")
+PARTS = ("nvidia_cuda_runtime", "nvidia_nvvm", "nvidia_cuda_crt", "nvidia_cuda_cccl")
+VARIABLES = ("CUDAToolkit_ROOT", "CUDA_HOME", "CUDA_PATH")
 
 
 @dataclass(frozen=True)
@@ -46,15 +47,17 @@ def install(environment: Environment, cuda: str) -> str:
 
 def _candidates(environment: Environment, cuda: str) -> Iterator[Path]:
     if named := environment.variables.get("CUDACXX"):
-        yield Path(named)
+        yield environment.which(named) or Path(named)
         return
+    homes = [environment.variables.get(name) for name in VARIABLES]
+    files = [Path(home) / "bin" / "nvcc" for home in homes if home]
+    files.append(Path(environment.python).with_name("nvcc"))
     if system := environment.which("nvcc"):
-        yield system
-    homes = [environment.variables.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
-    folders = [Path(home) for home in homes if home]
-    folders += [environment.at("/usr/local/cuda"), environment.at(f"/usr/local/cuda-{cuda}")]
+        files.append(system)
+    folders = [environment.at("/usr/local/cuda"), environment.at(f"/usr/local/cuda-{cuda}")]
     folders += environment.in_site(f"nvidia/cu{cuda.partition('.')[0]}")
-    yield from (folder / "bin" / "nvcc" for folder in folders if (folder / "bin/nvcc").is_file())
+    files += [folder / "bin" / "nvcc" for folder in folders]
+    yield from (file for file in files if file.is_file())
 
 
 def _look(environment: Environment, path: Path) -> Nvcc:
