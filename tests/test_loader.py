@@ -14,9 +14,25 @@ import pytest
 import torch
 
 import torchkiln
+from torchkiln._loader import minor
 
 # Found like torch, but ends the process when it is imported.
-BROKEN_TORCH = "raise SystemExit('torch was imported')"
+BROKEN_TORCH = """
+import sys
+raise SystemExit(f"torch was imported, _C is in {sys.modules['torchkiln'].__path__[-1]}")
+"""
+
+
+def torches(*versions: str, folder: str = ".") -> list[dict[str, str | None]]:
+    """What a build says of those that it was compiled against."""
+    return [
+        {"version": version, "cuda": "13.0", "folder": folder.format(minor(version))}
+        for version in versions
+    ]
+
+
+ONE: dict[str, Any] = {"torches": torches("2.99.0")}
+SEVERAL: dict[str, Any] = {"torches": torches("2.98.1", "2.99.0", "2.100.0", folder="torch{}")}
 
 
 def run_python(code: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -52,7 +68,7 @@ def import_with(
 
 
 def test_other_torch(tmp_path: Path) -> None:
-    message = import_with(tmp_path, {"torch": "2.99.0"}, "2.98.1+cu130")
+    message = import_with(tmp_path, ONE, "2.98.1+cu130")
     assert f"ImportError: torchkiln {torchkiln.__version__} ({tmp_path}" in message
     assert "was built for torch 2.99.0, but found torch 2.98.1 (" in message
     assert f"{sys.executable} -m pip install 'torch==2.99.*'" in message
@@ -61,16 +77,21 @@ def test_other_torch(tmp_path: Path) -> None:
 
 
 def test_no_torch(tmp_path: Path) -> None:
-    message = import_with(tmp_path, {"torch": "2.99.0"}, None)
+    message = import_with(tmp_path, ONE, None)
     assert f"was built for torch 2.99.0, but found no torch in {sys.executable}" in message
     assert "pip install 'torch==2.99.*'" in message
 
 
-@pytest.mark.parametrize(("cuda", "words"), [(None, "no CUDA"), ("12.6", "CUDA 12.6")])
-def test_other_cuda(tmp_path: Path, cuda: str | None, words: str) -> None:
-    record = {"torch": "2.99.0", "torch_cuda": "13.0", "cuda": "13.0"}
-    message = import_with(tmp_path, record, "2.99.0", cuda)
-    assert f"torch 2.99.0 with CUDA 13.0, but found torch 2.99.0 with {words} (" in message
+@pytest.mark.parametrize("version", ["2.97.9", "2.101.0", "3.99.0", "2.9.0", "2.9900.0"])
+def test_none_of_several(tmp_path: Path, version: str) -> None:
+    message = import_with(tmp_path, SEVERAL, f"{version}+cu130", "13.0")
+    assert f"built for torch 2.98, 2.99 and 2.100, but found torch {version} (" in message
+    assert "pip install 'torch>=2.98,<2.101'     to get one of those" in message
+
+
+def test_other_cuda(tmp_path: Path) -> None:
+    message = import_with(tmp_path, ONE | {"cuda": "13.0"}, "2.99.0", "12.6")
+    assert "torch 2.99.0 with CUDA 13.0, but found torch 2.99.0 with CUDA 12.6 (" in message
 
 
 def test_other_python(tmp_path: Path) -> None:
@@ -87,16 +108,22 @@ def test_other_platform(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("version", "cuda", "record"),
     [
-        ("2.99.0", "13.0", {"torch_cuda": "13.0", "cuda": "13.0"}),
-        ("2.99.1+cpu", None, {"torch_cuda": None, "cuda": None}),
-        ("2.99.0+cu130", "13.0", {"torch_cuda": None, "cuda": None}),
+        ("2.99.0", "13.0", {"cuda": "13.0"}),
+        ("2.99.1+cpu", None, {"cuda": None}),
+        ("2.99.0+cu130", "13.0", {"cuda": None}),
+        ("2.99.0+cpu", None, {"cuda": "13.0"}),
+        ("2.99.0+cu132", "13.2", {"cuda": "13.0"}),
     ],
-    ids=["same", "patch", "cpu-build"],
+    ids=["same", "patch", "cpu-build", "cpu-torch", "newer-cuda"],
 )
 def test_goes_on(tmp_path: Path, version: str, cuda: str, record: dict[str, Any]) -> None:
-    assert "torch was imported" in import_with(
-        tmp_path, {"torch": "2.99.0"} | record, version, cuda
-    )
+    assert "torch was imported" in import_with(tmp_path, ONE | record, version, cuda)
+
+
+@pytest.mark.parametrize("version", ["2.98.0", "2.99.3+cu132", "2.100.1.dev20990101"])
+def test_one_of_several(tmp_path: Path, version: str) -> None:
+    message = import_with(tmp_path, SEVERAL, version)
+    assert f"_C is in {tmp_path}/torchkiln/torch{minor(version)}\n" in message
 
 
 def test_not_built(tmp_path: Path) -> None:
@@ -110,7 +137,8 @@ def test_not_built(tmp_path: Path) -> None:
 def test_record_of_this_build() -> None:
     record = torchkiln.build_info()
     assert record["version"] == torchkiln.__version__
-    assert torch.__version__.startswith(".".join(record["torch"].split(".")[:2]) + ".")
+    assert minor(torch.__version__) == minor(record["torch"])
+    assert record["torch"] in [built["version"] for built in record["torches"]]
     assert record["python"] == f"{sys.version_info.major}.{sys.version_info.minor}"
     assert (record["cuda"] is None) == (record["cuda_architectures"] == [])
     record["torch"] = "changed"

@@ -278,8 +278,9 @@ if(TORCHKILN_WITH_CUDA)
   if(NOT CMAKE_CUDA_HOST_COMPILER)
     set(CMAKE_CUDA_HOST_COMPILER "${CMAKE_CXX_COMPILER}")
   endif()
-  # The runtime that torch has loaded already, not a second copy of it.
-  set(CMAKE_CUDA_RUNTIME_LIBRARY Shared)
+  # A runtime of our own, as cuBLAS has one: the kernels then load beside a torch without CUDA and beside one of a newer
+  # CUDA. Streams, memory and the current device are the driver's, and so the same for all.
+  set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
   enable_language(CUDA)
   find_package(CUDAToolkit REQUIRED)
   if(CMAKE_CUDA_ARCHITECTURES STREQUAL "native")

@@ -2,10 +2,22 @@
 include(CMakePackageConfigHelpers)
 
 # _build_info.json: what the loader compares with the environment before it loads anything.
-set(json_torch_cuda null)
-if(TORCHKILN_TORCH_CUDA)
-  set(json_torch_cuda "\"${TORCHKILN_TORCH_CUDA}\"")
-endif()
+set(json_torches "")
+foreach(minor IN LISTS TORCHKILN_TORCHES_FOUND)
+  set(folder .)
+  if(TORCHKILN_TORCHES)
+    set(folder "torch${minor}")
+  endif()
+  set(cuda null)
+  if(TORCHKILN_TORCH_CUDA_${minor})
+    set(cuda "\"${TORCHKILN_TORCH_CUDA_${minor}}\"")
+  endif()
+  list(
+    APPEND json_torches
+    "{\"version\": \"${TORCHKILN_TORCH_VERSION_${minor}}\", \"cuda\": ${cuda}, \"folder\": \"${folder}\"}"
+  )
+endforeach()
+list(JOIN json_torches ",\n    " json_torches)
 set(json_cuda null)
 set(json_architectures "")
 set(json_ptx "")
@@ -36,28 +48,28 @@ install(FILES "${PROJECT_BINARY_DIR}/_build_info.json" DESTINATION .)
 
 # The kernels are exported on their own, so that nobody needs torch to link them.
 set(config_folder share/cmake/torchkiln)
-install(TARGETS _C LIBRARY DESTINATION .)
 install(
   TARGETS torchkiln_kernels
   EXPORT kernels
   LIBRARY DESTINATION lib
   INCLUDES DESTINATION include
 )
-install(TARGETS torchkiln EXPORT torchkiln LIBRARY DESTINATION lib INCLUDES DESTINATION include)
-foreach(export IN ITEMS kernels torchkiln)
+install(
+  EXPORT kernels
+  FILE torchkiln-kernels.cmake
+  NAMESPACE torchkiln::
+  DESTINATION ${config_folder}
+)
+foreach(minor IN LISTS TORCHKILN_TORCHES_FOUND)
   install(
-    EXPORT ${export}
-    FILE torchkiln-${export}.cmake
+    EXPORT torchkiln-${minor}
+    FILE torchkiln-torch${minor}.cmake
     NAMESPACE torchkiln::
     DESTINATION ${config_folder}
   )
 endforeach()
 install(DIRECTORY cuda/include/ cpp/include/ "${PROJECT_BINARY_DIR}/include/" DESTINATION include)
 
-set(torchkiln_cuda_major "")
-if(TORCHKILN_WITH_CUDA)
-  set(torchkiln_cuda_major "${CUDAToolkit_VERSION_MAJOR}")
-endif()
 configure_package_config_file(
   cpp/cmake/torchkilnConfig.cmake.in
   torchkilnConfig.cmake

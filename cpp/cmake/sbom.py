@@ -1,7 +1,7 @@
 """Usage: sbom.py NINJA BUILD VERSION COMPILER OUT
 
 Writes a CycloneDX list of what a build has put into its libraries: whose headers were compiled in,
-as ninja has recorded it of every object. Nothing is linked into them but our own objects.
+as ninja has recorded it of every object, and the CUDA runtime where it is linked in.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from typing import Any, NamedTuple
 
 
 class Part(NamedTuple):
-    """Somebody else's headers."""
+    """Something of somebody else's."""
 
     name: str
     version: str
     license: str
     purl: str
+    included: str = "as headers, compiled in"
 
 
 def compiled_in(deps: str) -> list[Path]:
@@ -73,6 +74,21 @@ def _cuda(match: str) -> Part:
     return Part("CUDA Toolkit headers", version, "LicenseRef-NVIDIA-CUDA-EULA", purl)
 
 
+def linked_in(commands: str, found: set[Part]) -> set[Part]:
+    """The static libraries in the answer of `ninja -t commands`, of the version of their headers."""
+    runtime = (part for part in found if part.name == "CUDA Toolkit headers")
+    if "libcudart_static.a" not in commands:
+        return set()
+    return {
+        part._replace(
+            name="CUDA Runtime",
+            purl=f"pkg:pypi/nvidia-cuda-runtime@{part.version}",
+            included="as a static library, linked in",
+        )
+        for part in runtime
+    }
+
+
 def _libstdcxx(match: str) -> Part:
     version = Path(match).name
     licenses = "GPL-3.0-or-later WITH GCC-exception-3.1"
@@ -112,7 +128,7 @@ def bill(version: str, compiler: str, found: set[Part]) -> dict[str, Any]:
             "version": part.version,
             "purl": part.purl,
             "licenses": [{"expression": part.license}],
-            "properties": [{"name": "torchkiln:included", "value": "as headers, compiled in"}],
+            "properties": [{"name": "torchkiln:included", "value": part.included}],
         }
         for part in sorted(found)
     ]
@@ -143,10 +159,13 @@ def bill(version: str, compiler: str, found: set[Part]) -> dict[str, Any]:
 
 def main() -> None:
     ninja, build, version, compiler, out = sys.argv[1:]
-    deps = subprocess.run(
-        [ninja, "-C", build, "-t", "deps"], capture_output=True, text=True, check=True
-    )
-    found = parts(Path(build, file).resolve() for file in compiled_in(deps.stdout))
+
+    def ask(tool: str) -> str:
+        command = [ninja, "-C", build, "-t", tool]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    found = parts(Path(build, file).resolve() for file in compiled_in(ask("deps")))
+    found |= linked_in(ask("commands"), found)
     if not any(part.name == "torch" for part in found):
         raise SystemExit(f"sbom.py: ninja names no header of torch in {build}, expected some")
     text = json.dumps(bill(version, compiler, found), indent=2)

@@ -7,6 +7,7 @@ Torch is never imported: that takes seconds, and fails without torch's libraries
 from __future__ import annotations
 
 import importlib.util
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ find_torch = runpy.run_path(str(LOADER))["find_torch"]
 
 
 class TorchPin:
-    """Requires-Dist: torch of the minor version that is compiled against."""
+    """Requires-Dist: torch of the minor version that is compiled against, if it is one."""
 
     def __init__(self) -> None:
         self.state = "sdist"
@@ -30,7 +31,8 @@ class TorchPin:
         return {"dependencies": True}
 
     def dynamic_metadata(self, _settings: dict[str, Any], _project: dict[str, Any]) -> Any:
-        if self.state == "sdist":
+        # pip would replace a torch that the wheel is not for; the loader tells what to type.
+        if self.state == "sdist" or os.environ.get("TORCHKILN_TORCHES"):
             return {"dependencies": []}
         return {"dependencies": [f"torch=={torch_here().minor}.*"]}
 

@@ -4,6 +4,8 @@
 # Torch's package configuration does more than that: it insists on a complete CUDA toolkit wherever torch has CUDA, and
 # appends to the project's CUDA flags. Linking needs neither. Whoever has called find_package(Torch) can go on using it:
 # the names do not meet, and both are the same files.
+#
+# torchkiln_import_torch(root [suffix]): a suffix to the name of the target, where there are several.
 function(torchkiln_import_torch root)
   # Torch states the C++ standard that its headers need as a number in this file.
   set(config "${root}/share/cmake/Torch/TorchConfig.cmake")
@@ -35,16 +37,17 @@ function(torchkiln_import_torch root)
     )
   endif()
 
-  add_library(torchkiln::torch INTERFACE IMPORTED GLOBAL)
-  target_compile_features(torchkiln::torch INTERFACE cxx_std_${standard})
+  set(target "torchkiln::torch${ARGV1}")
+  add_library(${target} INTERFACE IMPORTED GLOBAL)
+  target_compile_features(${target} INTERFACE cxx_std_${standard})
   target_include_directories(
-    torchkiln::torch
+    ${target}
     SYSTEM
     INTERFACE "${root}/include" "${root}/include/torch/csrc/api/include"
   )
   # Nothing refers to libtorch.so, yet it is what loads all the others, CUDA's among them.
   target_link_libraries(
-    torchkiln::torch
+    ${target}
     INTERFACE
       "${root}/lib/libc10.so"
       "${root}/lib/libtorch_cpu.so"
@@ -52,7 +55,7 @@ function(torchkiln_import_torch root)
   )
   if(EXISTS "${root}/lib/libc10_cuda.so")
     target_link_libraries(
-      torchkiln::torch
+      ${target}
       INTERFACE "${root}/lib/libc10_cuda.so" "${root}/lib/libtorch_cuda.so"
     )
   endif()

@@ -10,14 +10,11 @@
 #include "autograd.h"
 #include "elementwise.h"
 #include "torchkiln/checks.h"
+#include "torchkiln/cuda.h"
 #include "torchkiln/kernels/dropout.h"
 #include "torchkiln/launch.h"
 #include "torchkiln/ops.h"
 #include "torchkiln/workspace.h"
-
-#ifdef TORCHKILN_WITH_CUDA
-#include <ATen/cuda/CUDAGeneratorImpl.h>
-#endif
 
 namespace torchkiln {
 namespace {
@@ -101,29 +98,11 @@ Dropout keep(double p) { return {RandomState{}, last_word(1 - p), 1 / (1 - p)}; 
 /// Takes the next random numbers from torch's generator of the device. Each position of the output
 /// has a stream of its own, so that a call moves the generator on by one draw of four words.
 RandomState next_state(const Tensor& where) {
-  RandomState state;
-#ifdef TORCHKILN_WITH_CUDA
-  if (where.is_cuda()) {
-    auto* generator = at::get_generator_or_default<at::CUDAGeneratorImpl>(
-        std::nullopt, at::cuda::detail::getDefaultCUDAGenerator(where.get_device()));
-    const std::lock_guard<std::mutex> lock(generator->mutex_);
-    const at::PhiloxCudaState philox = generator->philox_cuda_state(4);
-    if (philox.captured_) {
-      state.seed_from = philox.seed_.ptr;
-      state.offset_from = philox.offset_.ptr;
-      state.offset = philox.offset_intragraph_;
-    } else {
-      state.seed = philox.seed_.val;
-      state.offset = philox.offset_.val;
-    }
-    return state;
-  }
-#else
-  (void)where;
-#endif
+  if (where.is_cuda()) return cuda_of_torch().next_random(where.device());
   auto* generator = at::get_generator_or_default<at::CPUGeneratorImpl>(
       std::nullopt, at::detail::getDefaultCPUGenerator());
   const std::lock_guard<std::mutex> lock(generator->mutex_);
+  RandomState state;
   state.seed = generator->random64();
   return state;
 }

@@ -8,6 +8,7 @@ from torchkiln import _loader
 
 _package = _loader.find_package(__path__)
 _record = _loader.check(_package)
+__path__.append(_loader.module_folder(_package, _record))  # where _C is found
 
 import torch as _torch  # noqa: E402, F401  brings the libraries that _C is linked to
 

@@ -1,8 +1,9 @@
-"""Finds out whether this build can be loaded here, and explains when it cannot.
+"""Finds out which part of this build can be loaded here, and explains when none can.
 
 Torch's C++ interface changes with every minor version. Loaded beside another torch, a compiled
 module fails with a mangled symbol at best and crashes in the first call at worst, so everything is
-compared before anything is loaded.
+compared before anything is loaded. A build has a module for one torch, as from source, or for
+several, as in the published wheel.
 """
 
 from __future__ import annotations
@@ -77,9 +78,13 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def check(folder: Path) -> dict[str, Any]:
-    """Compares what was recorded when the package was built with what is here; returns it."""
-    record = read_record(folder)
-    if found := mismatch(record, find_torch()):
+    """Compares what was recorded when the package was built with what is here.
+
+    Returns the record, with the version and the CUDA of the torch that the module for this one was
+    built against as "torch" and "torch_cuda".
+    """
+    record, torch = read_record(folder), find_torch()
+    if found := mismatch(record, torch):
         raise ImportError(
             f"torchkiln {record['version']} ({folder}) was built for {found.built}, but found"
             f" {found.here}. Type\n"
@@ -87,7 +92,45 @@ def check(folder: Path) -> dict[str, Any]:
             + f"  {rebuild(record['version'])}     to build it for what is here, or\n"
             f"  {PYTHON} -m torchkiln_command doctor     to see all there is to mend"
         )
-    return record
+    built = built_for(record, torch)
+    assert built is not None  # mismatch()
+    return record | {"torch": built["version"], "torch_cuda": built["cuda"]}
+
+
+def built_for(record: dict[str, Any], torch: Torch | None) -> dict[str, Any] | None:
+    """What was built against the minor version of this torch: its version, CUDA and folder."""
+    same = (
+        built for built in record["torches"] if torch and minor(built["version"]) == torch.minor
+    )
+    return next(same, None)
+
+
+def module_folder(folder: Path, record: dict[str, Any]) -> str:
+    """Where in the package the compiled module for the torch of a checked record lies."""
+    (found,) = (b["folder"] for b in record["torches"] if b["version"] == record["torch"])
+    return str(folder / found)
+
+
+def torches(record: dict[str, Any]) -> str:
+    """The versions of torch that a build is for, in words: 2.12, 2.13 and 2.14."""
+    versions = [built["version"] for built in record["torches"]]
+    if len(versions) == 1:
+        return str(versions[0])
+    minors = sorted(map(minor, versions), key=_numbers)
+    return f"{', '.join(minors[:-1])} and {minors[-1]}"
+
+
+def requirement(record: dict[str, Any]) -> str:
+    """The same, as pip reads it."""
+    minors = sorted((minor(built["version"]) for built in record["torches"]), key=_numbers)
+    if len(minors) == 1:
+        return f"torch=={minors[0]}.*"
+    major, last = _numbers(minors[-1])
+    return f"torch>={minors[0]},<{major}.{last + 1}"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
 
 
 class Mismatch(NamedTuple):
@@ -107,18 +150,23 @@ def mismatch(record: dict[str, Any], torch: Torch | None) -> Mismatch | None:
     platform = sysconfig.get_platform()
     if record["platform"] != platform:
         return Mismatch(record["platform"], platform)
-    built = f"torch {record['torch']}"
-    wanted = f"'torch=={minor(record['torch'])}.*'"
-    install = (f"{PIP} {wanted}     to get the torch that it was built for",)
+    built = f"torch {torches(record)}"
+    install = (f"{PIP} '{requirement(record)}'     to get {_wanted(record)}",)
     if torch is None:
         return Mismatch(built, f"no torch in {sys.executable}", install)
-    if torch.minor != minor(record["torch"]):
+    if built_for(record, torch) is None:
         return Mismatch(built, f"torch {torch.version} ({torch.folder})", install)
-    # A build without CUDA kernels runs beside any flavour of its torch.
-    if record["cuda"] and torch.cuda != record["torch_cuda"]:
-        here = f"torch {torch.version} with {_flavour(torch.cuda)} ({torch.folder})"
-        return Mismatch(f"{built} with {_flavour(record['torch_cuda'])}", here)
+    # The kernels bring their own CUDA runtime, and a build without any runs beside every flavour.
+    cuda = record["cuda"]
+    if cuda and torch.cuda and cuda.partition(".")[0] != torch.cuda.partition(".")[0]:
+        here = f"torch {torch.version} with CUDA {torch.cuda} ({torch.folder})"
+        return Mismatch(f"{built} with CUDA {cuda}", here)
     return None
+
+
+def _wanted(record: dict[str, Any]) -> str:
+    several = len(record["torches"]) > 1
+    return "one of those that it was built for" if several else "the torch that it was built for"
 
 
 def rebuild(version: str, *settings: str) -> str:
@@ -128,7 +176,3 @@ def rebuild(version: str, *settings: str) -> str:
         f"{PIP} 'scikit-build-core>=1.1' && {PIP} --force-reinstall --no-deps"
         f" --no-build-isolation --no-binary torchkiln{given} torchkiln=={version}"
     )
-
-
-def _flavour(cuda: str | None) -> str:
-    return f"CUDA {cuda}" if cuda else "no CUDA"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from ground import ROOT
-from sbom import Part, bill, compiled_in, parts
+from sbom import Part, bill, compiled_in, linked_in, parts
 
 
 def write(path: Path, content: str = "") -> Path:
@@ -54,6 +54,14 @@ def test_parts(headers: list[Path]) -> None:
         "libstdc++ headers": "12",
         "CPython headers": "3.11",
     }
+
+
+def test_linked_in(headers: list[Path]) -> None:
+    found = parts(headers)
+    (runtime,) = linked_in("g++ -o lib.so /cu13/lib/libcudart_static.a -lrt", found)
+    assert (runtime.name, runtime.version) == ("CUDA Runtime", "13.2")
+    assert "linked in" in runtime.included
+    assert not linked_in("g++ -o lib.so /cu13/lib/libcudart.so", found)
 
 
 def test_several_torches(headers: list[Path], tmp_path: Path) -> None:

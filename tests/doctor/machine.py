@@ -107,8 +107,7 @@ class Machine:
         """The package as it is built for the torch of a machine with CUDA 13.0."""
         facts = {
             "version": "0.1.0",
-            "torch": "2.99.0",
-            "torch_cuda": "13.0",
+            "torches": [{"version": "2.99.0", "cuda": "13.0", "folder": "."}],
             "cuda": "13.0",
             "cuda_architectures": ["80", "90"],
             "cuda_ptx": [],

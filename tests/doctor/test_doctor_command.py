@@ -71,7 +71,7 @@ def no_torch_import(machine: Machine) -> None:
 
 def cpu_torch(machine: Machine) -> None:
     machine.torch("2.99.0", None)
-    machine.build(cuda=None, torch_cuda=None, cuda_architectures=[])
+    machine.build(cuda=None, cuda_architectures=[])
 
 
 def cpu_build(machine: Machine) -> None:
@@ -206,7 +206,7 @@ def test_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     status = main(["doctor", "--json"])
     found = json.loads(capsys.readouterr().out)
     assert status == (1 if found["problems"] else 0)
-    assert found["build"] == torchkiln.build_info()
+    assert found["build"].items() <= torchkiln.build_info().items()
     imported = next(item for item in found["findings"] if item["topic"] == "import")
     assert imported["state"] == "ok", imported
     assert "cpu" in found["ops"]["add"]["devices"]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from machine import Machine
 
+from torchkiln._loader import minor
 from torchkiln.doctor.kernels import kernel_of
 from torchkiln.doctor.package import (
     find_abi,
@@ -80,8 +81,12 @@ def test_other_abi(machine: Machine, ours: bool) -> None:
 @pytest.mark.parametrize(
     ("record", "said", "remedies"),
     [
-        ({"torch": "2.98.1"}, "but found torch 2.99.0 (", ["'torch==2.98.*'", REBUILD]),
-        ({"torch_cuda": "12.8"}, "but found torch 2.99.0 with CUDA 13.0 (", [REBUILD]),
+        (
+            {"torches": [{"version": "2.98.1", "cuda": "13.0", "folder": "."}]},
+            "but found torch 2.99.0 (",
+            ["'torch==2.98.*'", REBUILD],
+        ),
+        ({"cuda": "12.8"}, "but found torch 2.99.0 with CUDA 13.0 (", [REBUILD]),
         ({"python": "3.9"}, "but found Python 3.", [REBUILD]),
         ({"platform": "linux-riscv64"}, "but found linux-", [REBUILD]),
     ],
@@ -94,6 +99,25 @@ def test_build_for_another(
     assert said in words
     assert all(remedy in commands for remedy in remedies)
     assert "not tried" in machine.find_one(find_import, "note")[0]
+
+
+def several(*versions: str) -> list[dict[str, str | None]]:
+    return [
+        {"version": version, "cuda": "13.0", "folder": f"torch{minor(version)}"}
+        for version in versions
+    ]
+
+
+def test_build_for_several(machine: Machine) -> None:
+    package = machine.build(torches=several("2.98.1", "2.99.0", "2.100.0"))
+    machine.write(package / "torch2.99" / "_C.so", b"NSs4_RepE")
+    assert "for torch 2.98, 2.99 and 2.100, Python 3." in machine.find_one(find_build, "ok")[0]
+    assert machine.find_one(find_abi, "problem")[0].endswith("_C.so the other")
+    machine.build(torches=several("2.97.0", "2.98.0"))
+    words, remedy = machine.find_one(find_build, "problem")
+    assert "for torch 2.97 and 2.98, " in words
+    assert "but found torch 2.99.0 (" in words
+    assert "pip install 'torch>=2.97,<2.99'" in remedy
 
 
 def test_not_built(machine: Machine) -> None:

@@ -29,6 +29,7 @@ ELEMENTWISE = "cpp/cpu/elementwise.h"
 ACCESS = "cuda/include/torchkiln/elementwise_access.cuh"
 COLUMNS = "cuda/include/torchkiln/columns.cuh"
 LAUNCH = "cpp/include/torchkiln/launch.h"
+CUDA_OF_TORCH = "cpp/ops/cuda_of_torch.cpp"
 FUNCTORS = "cuda/include/torchkiln/functors.h"
 
 CPU = (
@@ -188,22 +189,22 @@ CUDA = (
         *("add", "strides@float32", "cuda/pointwise.cu"),
     ),
     Fault(
-        *("stream ignored", "cuda", LAUNCH),
-        "c10::cuda::getCurrentCUDAStream(where.get_device())",
-        "c10::cuda::getDefaultCUDAStream(where.get_device())",
-        *("add", "side_stream@float32", "cpp/ops/pointwise.cpp"),
+        *("stream ignored", "cuda", CUDA_OF_TORCH),
+        "c10::cuda::getCurrentCUDAStream(device.index())",
+        "c10::cuda::getDefaultCUDAStream(device.index())",
+        *("add", "side_stream@float32", CUDA_OF_TORCH),
     ),
     Fault(
-        *("device guard missing", "2 x cuda", LAUNCH),
-        "const c10::cuda::CUDAGuard guard(where.device());",
+        *("device guard missing", "2 x cuda", CUDA_OF_TORCH),
+        "const c10::cuda::CUDAGuard guard(device);",
         "",
-        *("add", "other_current_device", "cpp/ops/pointwise.cpp"),
+        *("add", "other_current_device", CUDA_OF_TORCH),
     ),
     Fault(
-        *("host waits for the device", "cuda", LAUNCH),
-        "const c10::cuda::CUDAGuard guard(where.device());",
-        "const c10::cuda::CUDAGuard guard(where.device());\n    cudaDeviceSynchronize();",
-        *("add", "no_synchronisation", "cpp/ops/pointwise.cpp"),
+        *("host waits for the device", "cuda", CUDA_OF_TORCH),
+        "const c10::cuda::CUDAGuard guard(device);",
+        "const c10::cuda::CUDAGuard guard(device);\n  cudaDeviceSynchronize();",
+        *("add", "no_synchronisation", CUDA_OF_TORCH),
     ),
     Fault(
         *("racy sum of a block", "cuda", COLUMNS),

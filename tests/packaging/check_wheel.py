@@ -1,7 +1,9 @@
-"""Usage: check_wheel.py WHEEL
+"""Usage: check_wheel.py WHEEL [FOLDER...]
 
-Checks a wheel against the torch of this environment, without importing either: contents, metadata,
-symbols, versions of the C library, run paths. Prints a line for each check, and fails at the end.
+Checks a wheel against every torch that it is for, without importing any: contents, metadata, GPU
+code, symbols, versions of the C library, run paths. Each FOLDER has one of those torches in it;
+without any, it is the torch of this environment. Prints a line for each check, and fails at the
+end.
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ from collections.abc import Iterable
 from email.parser import Parser
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import elf
+import fatbin
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 
@@ -34,16 +38,19 @@ OUTSIDE = re.compile(
     r"^(libtorch|libc10|libcudart\.so|lib(c|m|dl|rt|gomp|pthread|stdc\+\+|gcc_s)\.so|ld-linux)"
 )
 
-RUNPATH = re.compile(r"^\$ORIGIN(/lib|/\.\./\.\./(torch|nvidia/cu\d+)/lib)?$")
+RUNPATH = re.compile(r"^\$ORIGIN(/lib|/\.\./\.\./lib|(/\.\.){2,3}/torch/lib)?$")
+
+# What may name torch's CUDA half, and is only loaded where there is one.
+CUDA_PART = "libtorchkiln_cuda.so"
+OF_CUDA = re.compile(r"^lib(torch_cuda|c10_cuda|cudart|cu[a-z]+|nv[a-z]+)[.\d]*\.so")
+OF_TORCH = re.compile(r"^lib(torch|c10)")
 
 CONTENTS = (
     r"torchkiln/__init__\.py",
     r"torchkiln/py\.typed",
     r"torchkiln_command/__init__\.py",
     r"torchkiln/_C\.pyi",
-    r"torchkiln/_C\.cpython-\d+-[\w-]+\.so",
     r"torchkiln/_build_info\.json",
-    r"torchkiln/lib/libtorchkiln\.so",
     r"torchkiln/lib/libtorchkiln_kernels\.so",
     r"torchkiln/include/torchkiln/version\.h",
     r"torchkiln/include/torchkiln/ops\.h",
@@ -57,6 +64,19 @@ CONTENTS = (
 )
 NOT_CONTENTS = re.compile(
     r"\.(cpp|cu|o|a|txt\.in)$|/CMakeLists\.txt$|^(tests|cpp|cuda|src)/|\.so\.\d|__pycache__"
+)
+
+FOR_EACH_TORCH = (
+    r"torchkiln/{folder}_C\.cpython-\d+-[\w-]+\.so",
+    r"torchkiln/{folder}lib/libtorchkiln\.so",
+)
+PARTS = (
+    ("kernels", r"/libtorchkiln_kernels\.so$"),
+    ("for one torch: {0}", r"^torchkiln/(torch[\d.]+)/"),
+    ("for one torch", r"\.so$"),
+    ("headers and CMake", r"^torchkiln/(include|share)/"),
+    ("Python", r"\.pyi?$"),
+    ("metadata", r""),
 )
 
 MOST_BYTES = 100 * 2**20  # what PyPI takes
@@ -79,34 +99,77 @@ class Checks:
         self.failed |= bool(found)
 
 
-def check_contents(checks: Checks, names: list[str], wheel: Path) -> None:
-    missing = [pattern for pattern in CONTENTS if not any(re.fullmatch(pattern, n) for n in names)]
+def check_contents(
+    checks: Checks, archive: zipfile.ZipFile, wheel: Path, record: dict[str, Any]
+) -> None:
+    names = archive.namelist()
+    wanted = list(CONTENTS)
+    for built in record["torches"]:
+        folder = "" if built["folder"] == "." else re.escape(built["folder"] + "/")
+        wanted += [pattern.format(folder=folder) for pattern in FOR_EACH_TORCH]
+        if record["cuda"]:
+            wanted.append(f"torchkiln/{folder}lib/{re.escape(CUDA_PART)}")
+    missing = [pattern for pattern in wanted if not any(re.fullmatch(pattern, n) for n in names)]
     checks.none("everything that belongs in is there", missing)
     checks.none("no sources, objects or versioned copies", filter(NOT_CONTENTS.search, names))
     size = wheel.stat().st_size
-    print(f"       {size / 1024:.0f} KiB in {len(names)} files")
+    print(f"       {size / 1024:.0f} KiB in {len(names)} files, of which")
+    for part, taken in parts(archive).items():
+        print(f"       {taken / 1024:8.0f} KiB {part}")
     checks.none(f"at most {MOST_BYTES >> 20} MiB", [f"{size} bytes"] if size > MOST_BYTES else [])
 
 
-def check_metadata(checks: Checks, root: Path, torch: Path) -> None:
+def parts(archive: zipfile.ZipFile) -> dict[str, int]:
+    """The compressed bytes of each part of the wheel."""
+    taken: dict[str, int] = {}
+    for entry in archive.infolist():
+        for part, pattern in PARTS:
+            if match := re.search(pattern, entry.filename):
+                name = part.format(*match.groups())
+                taken[name] = taken.get(name, 0) + entry.compress_size
+                break
+    return taken
+
+
+def find_torches(
+    checks: Checks, record: dict[str, Any], folders: list[Path]
+) -> dict[str, tuple[Path, str]]:
+    """By the folder of the wheel that is for it: a torch, and its version."""
+    here = {}
+    for folder in folders:
+        version = re.search(r"__version__ = '([\d.]+)", (folder / "version.py").read_text())
+        if version:
+            here[minor(version[1])] = (folder, version[1])
+    needed = {minor(built["version"]): built["folder"] for built in record["torches"]}
+    checks.none(
+        f"beside every torch that it is for: {', '.join(needed)}",
+        (f"no torch {version} to check against" for version in needed.keys() - here.keys()),
+    )
+    return {needed[version]: here[version] for version in needed if version in here}
+
+
+def minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def check_metadata(checks: Checks, root: Path, record: dict[str, Any]) -> None:
     (info,) = root.glob("*.dist-info")
     metadata = Parser().parsestr((info / "METADATA").read_text())
-    record = json.loads((root / "torchkiln" / "_build_info.json").read_text())
     tags = Parser().parsestr((info / "WHEEL").read_text()).get_all("Tag", [])
-    print(f"       built against {record}")
-    version = re.search(r"__version__ = '([\d.]+)", (torch / "version.py").read_text())
-    here = version[1] if version else "unknown"
-    minor = ".".join(record["torch"].split(".")[:2])
+    print(f"       {record}")
     python = "cp" + record["python"].replace(".", "")
 
     def differs(what: str, found: object, expected: object) -> list[str]:
         return [] if found == expected else [f"{what}: found {found}, expected {expected}"]
 
+    # For several torches, the loader has the say: pip would replace a torch that is none of them.
+    torches = [minor(built["version"]) for built in record["torches"]]
     required = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
     problems = [
-        *differs("Requires-Dist", required, [f"torch=={minor}.*"]),
+        *differs(
+            "Requires-Dist", required, [f"torch=={torches[0]}.*"] if len(torches) == 1 else []
+        ),
         *differs("Version", metadata["Version"], record["version"]),
-        *differs("torch here", ".".join(here.split(".")[:2]), minor),
         *differs("License-Expression", metadata["License-Expression"], "BSD-3-Clause"),
         *(
             f"tag {tag}, expected {python}"
@@ -114,12 +177,11 @@ def check_metadata(checks: Checks, root: Path, torch: Path) -> None:
             if not tag.startswith(f"{python}-{python}-")
         ),
     ]
-    checks.none("metadata, record and torch agree", problems)
+    checks.none("metadata and record agree", problems)
 
 
-def check_bill(checks: Checks, root: Path, ours: list[elf.Library]) -> None:
+def check_bill(checks: Checks, root: Path, record: dict[str, Any]) -> None:
     """The list of what is inside is valid, and as long as it has to be."""
-    record = json.loads((root / "torchkiln" / "_build_info.json").read_text())
     for path in root.glob("*.dist-info/sboms/torchkiln.cdx.json"):
         text = path.read_text()
         invalid = JsonStrictValidator(SchemaVersion.V1_6).validate_str(text)
@@ -129,19 +191,49 @@ def check_bill(checks: Checks, root: Path, ours: list[elf.Library]) -> None:
         print(f"       {', '.join(f'{name} {version}' for name, version in found.items())}")
         expected = {"torch", "pybind11", "libstdc++ headers", "CPython headers"}
         if record["cuda"]:
-            expected |= {"CCCL", "CUDA Toolkit headers"}
+            expected |= {"CCCL", "CUDA Toolkit headers", "CUDA Runtime"}
         problems = [f"only there or here: {name}" for name in sorted(found.keys() ^ expected)]
         if bill["metadata"]["component"]["version"] != record["version"]:
             problems.append(f"it is of torchkiln {bill['metadata']['component']['version']}")
         checks.none("the SBOM lists what the build took from others, and nothing else", problems)
-    # What it does not list: libraries. The runtimes of CUDA and C++ stay outside.
-    needed = {name for library in ours for name in library.needed}
-    wanted = {"libstdc++.so.6"} | ({"libcudart.so"} if record["cuda"] else set())
-    linked_in = [w for w in wanted if not any(name.startswith(w) for name in needed)]
-    checks.none("no runtime is linked in", linked_in)
 
 
-def check_symbols(checks: Checks, ours: list[elf.Library], torch: Path) -> None:
+def check_gpu_code(checks: Checks, kernels: Path, record: dict[str, Any]) -> None:
+    code = fatbin.read(kernels)
+    for kind, found in (("machine code", code.machine_code), ("PTX", code.ptx)):
+        for architecture, taken in sorted(found.items()):
+            print(f"       {taken / 1024:8.0f} KiB {kind} of {architecture}")
+    wanted = set(record["cuda_architectures"])
+    # The products of a warpgroup, which no other architecture has.
+    extra = {"90a"} if any(name.startswith("90") for name in wanted) else set()
+    checks.none(
+        f"machine code of {', '.join(sorted(wanted)) or 'no GPU'}",
+        (wanted | extra) ^ code.machine_code.keys(),
+    )
+    checks.none("PTX as recorded", set(record["cuda_ptx"]) ^ code.ptx.keys())
+
+
+def check_boundary(checks: Checks, ours: list[elf.Library]) -> None:
+    for library in ours:
+        if library.path.name == "libtorchkiln_kernels.so":
+            checks.none(
+                "the kernels know nothing of torch",
+                [name for name in library.needed if OF_TORCH.match(name)]
+                + [name for name in elf.demangle(sorted(library.undefined)) if "at::" in name],
+            )
+        if library.path.name != CUDA_PART:
+            checks.none(
+                f"{place(library)}: loads beside a torch without CUDA",
+                filter(OF_CUDA.match, library.needed),
+            )
+
+
+def place(library: elf.Library) -> str:
+    """Its path in the package."""
+    return "/".join(library.path.parts[library.path.parts.index("torchkiln") + 1 :])
+
+
+def check_symbols(checks: Checks, ours: list[elf.Library], torch: Path, version: str) -> None:
     """Each undefined symbol has to be offered by a library that is named as needed."""
     offered: dict[str, frozenset[str]] = {}
     for path in [*(torch / "lib").glob("*.so*"), *toolkit_libraries()]:
@@ -162,11 +254,11 @@ def check_symbols(checks: Checks, ours: list[elf.Library], torch: Path) -> None:
         if library.path.name.startswith("_C."):
             unresolved -= python
         checks.none(
-            f"{library.path.name}: all {len(library.undefined)} symbols resolve",
+            f"{place(library)}: {len(library.undefined)} symbols resolve beside torch {version}",
             elf.demangle(sorted(unresolved)),
         )
         checks.none(
-            f"{library.path.name}: needs only what will be there",
+            f"{place(library)}: needs only what will be there",
             (
                 name
                 for name in library.needed
@@ -204,7 +296,7 @@ def check_exports(checks: Checks, ours: list[elf.Library]) -> None:
             foreign = [
                 name for name in elf.demangle(sorted(library.defined)) if not OURS.search(name)
             ]
-        checks.none(f"{library.path.name}: exports nothing but its own", foreign)
+        checks.none(f"{place(library)}: exports nothing but its own", foreign)
 
 
 def check_portability(checks: Checks, ours: list[elf.Library]) -> None:
@@ -215,33 +307,45 @@ def check_portability(checks: Checks, ours: list[elf.Library]) -> None:
             numbers = tuple(int(n) for n in version.split(".") if n.isdigit())
             if family in NEWEST and numbers > NEWEST[family]:
                 newer.append(f"{name}, allowed up to {'.'.join(map(str, NEWEST[family]))}")
-        checks.none(f"{library.path.name}: runs where manylinux_2_28 wheels run", newer)
+        checks.none(f"{place(library)}: runs where manylinux_2_28 wheels run", newer)
         checks.none(
-            f"{library.path.name}: looks for libraries only in the wheel and beside it",
+            f"{place(library)}: looks for libraries only in the wheel and beside it",
             (entry for entry in library.runpath if not RUNPATH.match(entry)),
         )
 
 
 def main() -> None:
-    wheel = Path(sys.argv[1])
-    spec = find_spec("torch")
-    if spec is None or spec.origin is None:
-        raise SystemExit("no torch in this environment to check against")
-    torch = Path(spec.origin).parent
+    wheel, *given = map(Path, sys.argv[1:])
+    spec = find_spec("torch") if not given else None
+    if spec and spec.origin:
+        given = [Path(spec.origin).parents[1]]
     checks = Checks()
-    print(f"{wheel.name} against {torch}")
+    print(wheel.name)
     with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)
-        root = Path(folder)
-        check_contents(checks, archive.namelist(), wheel)
-        check_metadata(checks, root, torch)
-        ours = [elf.read(path) for path in sorted(root.rglob("*.so"))]
-        check_bill(checks, root, ours)
-        check_symbols(checks, ours, torch)
+        package = Path(folder, "torchkiln")
+        record = json.loads((package / "_build_info.json").read_text())
+        check_contents(checks, archive, wheel, record)
+        check_metadata(checks, Path(folder), record)
+        check_bill(checks, Path(folder), record)
+        check_gpu_code(checks, package / "lib" / "libtorchkiln_kernels.so", record)
+        torches = find_torches(checks, record, [folder / "torch" for folder in given])
+        kernels = [elf.read(package / "lib" / "libtorchkiln_kernels.so")]
+        ours = list(kernels)
+        for part, (torch, version) in torches.items():
+            built = [elf.read(path) for path in for_one_torch(package / part)]
+            check_symbols(checks, kernels + built, torch, version)
+            ours += built
+        check_boundary(checks, ours)
         check_exports(checks, ours)
         check_portability(checks, ours)
     if checks.failed:
         raise SystemExit("the wheel has failed")
+
+
+def for_one_torch(folder: Path) -> list[Path]:
+    found = [*folder.glob("*.so"), *(folder / "lib").glob("*.so")]
+    return sorted(path for path in found if path.name != "libtorchkiln_kernels.so")
 
 
 if __name__ == "__main__":

@@ -10,12 +10,8 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 
+#include "torchkiln/cuda.h"
 #include "torchkiln/status.h"
-
-#ifdef TORCHKILN_WITH_CUDA
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
-#endif
 
 namespace torchkiln {
 
@@ -31,8 +27,8 @@ void launch(const char* op, const at::Tensor& where, int64_t count, int64_t grai
             const OnCuda& on_cuda, const OnCpu& on_cpu) {
 #ifdef TORCHKILN_WITH_CUDA
   if (where.is_cuda()) {
-    const c10::cuda::CUDAGuard guard(where.device());
-    check_status(op, on_cuda(c10::cuda::getCurrentCUDAStream(where.get_device()).stream()));
+    cuda_of_torch().on_stream(where.device(),
+                              [&](CUstream_st* stream) { check_status(op, on_cuda(stream)); });
     return;
   }
 #else

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from torchkiln._loader import minor, mismatch, rebuild
+from torchkiln._loader import built_for, mismatch, rebuild, requirement, torches
 from torchkiln.doctor.environment import Environment
 from torchkiln.doctor.facts import Facts
 from torchkiln.doctor.finding import Finding, note, ok, problem
@@ -26,8 +26,8 @@ def find_torch(environment: Environment, facts: Facts) -> list[Finding]:
         return [problem("torch", words, f"{pip} --force-reinstall torch")]
     torch = facts.torch
     if torch is None:
-        wanted = f"=={minor(facts.record['torch'])}.*" if facts.record else ">=2.11"
-        return [problem("torch", f"none in {environment.python}", f"{pip} 'torch{wanted}'")]
+        wanted = requirement(facts.record) if facts.record else "torch>=2.11"
+        return [problem("torch", f"none in {environment.python}", f"{pip} '{wanted}'")]
     if facts.trial.torch_error:
         words = f"{torch.version} ({torch.folder}) cannot be imported: {facts.trial.torch_error}"
         return [problem("torch", words, f"{pip} --force-reinstall torch=={torch.version}")]
@@ -43,7 +43,9 @@ def find_torch(environment: Environment, facts: Facts) -> list[Finding]:
 def find_abi(environment: Environment, facts: Facts) -> list[Finding]:
     """Whether torch and the compiled module have the same std::string."""
     torch = environment.torch and _has_new_string(environment.torch / "lib" / "libc10.so")
-    modules = sorted(environment.package.glob("_C*.so")) if environment.package else []
+    built = facts.record and built_for(facts.record, facts.torch)
+    folder = environment.package / built["folder"] if environment.package and built else None
+    modules = sorted(folder.glob("_C*.so")) if folder else []
     ours = [_has_new_string(module) for module in modules]
     if torch is None or facts.torch is None:
         return []
@@ -75,7 +77,7 @@ def find_build(environment: Environment, facts: Facts) -> list[Finding]:
     if kernels := record["cuda_architectures"]:
         for_cuda += f" ({', '.join(f'sm_{architecture}' for architecture in kernels)})"
     words = (
-        f"torchkiln {record['version']} for torch {record['torch']}, Python {record['python']}, "
+        f"torchkiln {record['version']} for torch {torches(record)}, Python {record['python']}, "
         f"{record['platform']}, {for_cuda}"
     )
     found = mismatch(record, facts.torch)

@@ -1,0 +1,37 @@
+"""Usage: fetch_torches.py FOLDER
+
+Unpacks every torch that the published wheel is for into FOLDER/<minor version>, unless it is there,
+and prints those folders as TORCHKILN_TORCHES wants them. They are of the Python that runs this.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
+
+
+def fetch(folder: Path, version: str) -> Path:
+    tree = folder / version.rpartition(".")[0]
+    if not list(tree.glob(f"torch-{version}*.dist-info")):
+        pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile")
+        subprocess.run(
+            [*pip, "--upgrade", "--target", str(tree), f"torch=={version}"],
+            check=True,
+            stdout=sys.stderr,
+        )
+    return tree
+
+
+def main() -> None:
+    folder = Path(sys.argv[1]).resolve()
+    with PYPROJECT.open("rb") as file:
+        versions = tomllib.load(file)["tool"]["torchkiln"]["torches"]
+    print(";".join(str(fetch(folder, version)) for version in versions))
+
+
+if __name__ == "__main__":
+    main()
