@@ -53,6 +53,8 @@ foreach(export IN ITEMS kernels torchkiln)
   )
 endforeach()
 install(DIRECTORY cuda/include/ cpp/include/ "${PROJECT_BINARY_DIR}/include/" DESTINATION include)
+# The loops of elementwise operators on the CPU.
+install(FILES cpp/cpu/elementwise.h cpp/cpu/float16.h DESTINATION include/torchkiln/cpu)
 
 configure_package_config_file(
   cpp/cmake/torchkilnConfig.cmake.in
@@ -65,5 +67,8 @@ install(
     "${PROJECT_BINARY_DIR}/torchkilnConfig.cmake"
     "${PROJECT_BINARY_DIR}/torchkilnConfigVersion.cmake"
     cpp/cmake/torchkiln_torch.cmake
+    cpp/cmake/torchkiln_package.cmake
+    cpp/cmake/cuda_toolkit.cmake
+    cpp/cmake/cuda_architectures.cmake
   DESTINATION ${config_folder}
 )

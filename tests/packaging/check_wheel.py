@@ -41,6 +41,9 @@ CONTENTS = (
     r"torchkiln/_C\.pyi",
     r"torchkiln/_C\.cpython-\d+-[\w-]+\.so",
     r"torchkiln/_build_info\.json",
+    r"torchkiln/new/templates/common/CMakeLists\.txt",
+    r"torchkiln/new/templates/common/dot_gitignore",
+    r"torchkiln/new/templates/elementwise/cuda/OPNAME\.cu",
     r"torchkiln/lib/libtorchkiln\.so",
     r"torchkiln/lib/libtorchkiln_kernels\.so",
     r"torchkiln/include/torchkiln/version\.h",
@@ -52,8 +55,10 @@ CONTENTS = (
     r"torchkiln-[\d.]+\.dist-info/licenses/LICENSE",
     r"torchkiln-[\d.]+\.dist-info/entry_points\.txt",
 )
+# Templates of packages are sources of others.
 NOT_CONTENTS = re.compile(
-    r"\.(cpp|cu|o|a|txt\.in)$|/CMakeLists\.txt$|^(tests|cpp|cuda|src)/|\.so\.\d|__pycache__"
+    r"^(?!torchkiln/new/templates/).*(\.(cpp|cu|o|a|txt\.in)$|/CMakeLists\.txt$)"
+    r"|^(tests|cpp|cuda|src)/|\.so\.\d|__pycache__"
 )
 
 MOST_BYTES = 100 * 2**20  # what PyPI takes
