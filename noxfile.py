@@ -410,6 +410,30 @@ def consumer(session: nox.Session) -> None:
         session.run("python", "-m", "torchkiln_consumer")
 
 
+# What of a contract is checked where another package has been held to all of it.
+QUICK = ("-m", "not slow", "-k", "(values or grad or opcheck or meta or export) and not autocast")
+
+
+@nox.session(default=False)
+def new(session: nox.Session) -> None:
+    """A package of each template of `torchkiln new`, built and held to its contract by its tests.
+
+    They run in this session's environment: one of their own would take another torch.
+    """
+    wheel(session)
+    session.install("nox", *group("build"), *group("test"))
+    made = Path(session.create_tmp()).resolve()
+    for template, chosen in (("elementwise", ()), ("reduction", QUICK), ("custom", QUICK)):
+        package = made / template
+        shutil.rmtree(package, ignore_errors=True)
+        with session.chdir(made):
+            name = f"new_{template}"
+            session.run("torchkiln", "new", name, f"--template={template}", f"--into={package}")
+        with session.chdir(package):
+            session.install("--no-build-isolation", "--no-deps", ".")
+            session.run("nox", "--no-venv", "--no-install", "-s", "tests", "--", *chosen)
+
+
 @nox.session(default=False)
 def toolkits(session: nox.Session) -> None:
     """Builds where paths have spaces, in another project, and with toolkits of links."""
@@ -430,7 +454,9 @@ def docker(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def addition(session: nox.Session) -> None:
-    """The page about adding an activation, followed to the letter: the new op has to work."""
+    """The page about adding an activation, followed to the letter, and an op that `torchkiln new
+    --op` adds: both have to work.
+    """
     install_torch(session)
     session.install(*group("test"))
     session.run("python", "tests/packaging/check_addition.py")

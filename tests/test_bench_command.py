@@ -40,6 +40,20 @@ def test_what_the_command_takes_when_nothing_is_said() -> None:
     assert len(chosen.pieces()) == 2 * len(SPECS)
 
 
+def test_the_ops_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "from dataclasses import replace\nfrom torchkiln.testing import SPECS as OURS\n"
+    (tmp_path / "theirs.py").write_text(f"{source}SPECS = (replace(OURS[0], name='theirs'),)\n")
+    (tmp_path / "nothing.py").write_text("SPECS = (1,)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    chosen = command.plan(command.arguments(["--device=cpu", "--specs=theirs"]))
+    assert [spec.name for spec in chosen.specs] == ["theirs"]
+    for wrong in ("nothing", "not_there"):
+        with pytest.raises(ValueError, match=f"--specs: got '{wrong}'"):
+            command.plan(command.arguments(["--device=cpu", f"--specs={wrong}"]))
+    with pytest.raises(ValueError, match="OP: got 'add', expected one of theirs"):
+        command.plan(command.arguments(["add", "--device=cpu", "--specs=theirs"]))
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

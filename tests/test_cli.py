@@ -33,7 +33,7 @@ def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_command_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bnech"]) == 2
     expected = "torchkiln: COMMAND: got 'bnech', expected one of bench, demo, doctor, explain, "
-    assert f"{expected}profile, watch; did you mean bench?" in capsys.readouterr().err
+    assert f"{expected}new, profile, watch; did you mean bench?" in capsys.readouterr().err
 
 
 def test_as_a_module() -> None:

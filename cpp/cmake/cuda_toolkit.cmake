@@ -3,7 +3,21 @@
 # Looked at, in this order: the compiler that the user names (CMAKE_CUDA_COMPILER, CUDACXX) and then no other; the
 # toolkits that variables name (CUDAToolkit_ROOT, CUDA_HOME, CUDA_PATH); that of Python's own prefix, as conda has it;
 # the system's; the registry's beside torch. The first whose version equals that of torch's CUDA is taken.
-include(cuda_architectures)
+include("${CMAKE_CURRENT_LIST_DIR}/cuda_architectures.cmake")
+set(
+  TORCHKILN_CUDA
+  AUTO
+  CACHE STRING
+  "CUDA kernels: AUTO (when torch has CUDA and a GPU is visible), ON or OFF"
+)
+set_property(CACHE TORCHKILN_CUDA PROPERTY STRINGS AUTO ON OFF)
+set(
+  TORCHKILN_CUDA_ARCHITECTURES
+  ""
+  CACHE STRING
+  "native, all, or a list such as 80;90 (default: native where a GPU is visible, else all)"
+)
+option(TORCHKILN_ALLOW_CUDA_MISMATCH "Accept an nvcc of another CUDA version than torch's" OFF)
 set(TORCHKILN_WITH_CUDA OFF)
 set(toolkit_extras "nvcc,nvvm,crt,cccl")
 

@@ -69,6 +69,8 @@ foreach(minor IN LISTS TORCHKILN_TORCHES_FOUND)
   )
 endforeach()
 install(DIRECTORY cuda/include/ cpp/include/ "${PROJECT_BINARY_DIR}/include/" DESTINATION include)
+# The loops of elementwise operators on the CPU.
+install(FILES cpp/cpu/elementwise.h cpp/cpu/float16.h DESTINATION include/torchkiln/cpu)
 
 configure_package_config_file(
   cpp/cmake/torchkilnConfig.cmake.in
@@ -81,6 +83,9 @@ install(
     "${PROJECT_BINARY_DIR}/torchkilnConfig.cmake"
     "${PROJECT_BINARY_DIR}/torchkilnConfigVersion.cmake"
     cpp/cmake/torchkiln_torch.cmake
+    cpp/cmake/torchkiln_package.cmake
+    cpp/cmake/cuda_toolkit.cmake
+    cpp/cmake/cuda_architectures.cmake
   DESTINATION ${config_folder}
 )
 

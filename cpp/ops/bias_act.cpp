@@ -6,9 +6,9 @@
 #include <numeric>
 
 #include "activations.h"
-#include "autograd.h"
-#include "elementwise.h"
+#include "torchkiln/autograd.h"
 #include "torchkiln/checks.h"
+#include "torchkiln/elementwise.h"
 #include "torchkiln/kernels/bias_act.h"
 #include "torchkiln/launch.h"
 #include "torchkiln/ops.h"

@@ -6,10 +6,10 @@
 
 #include <limits>
 
-#include "autograd.h"
 #include "cross_entropy_call.h"
 #include "cross_entropy_composite.h"
 #include "cross_entropy_rows.h"
+#include "torchkiln/autograd.h"
 #include "torchkiln/ops.h"
 
 namespace torchkiln {

@@ -9,7 +9,7 @@
 #include <atomic>
 
 #include "cross_entropy_call.h"
-#include "elementwise.h"
+#include "torchkiln/elementwise.h"
 #include "torchkiln/kernels/cross_entropy.h"
 #include "torchkiln/launch.h"
 #include "walk.h"

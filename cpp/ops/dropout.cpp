@@ -7,10 +7,10 @@
 #include <numeric>
 
 #include "activations.h"
-#include "autograd.h"
-#include "elementwise.h"
+#include "torchkiln/autograd.h"
 #include "torchkiln/checks.h"
 #include "torchkiln/cuda.h"
+#include "torchkiln/elementwise.h"
 #include "torchkiln/kernels/dropout.h"
 #include "torchkiln/launch.h"
 #include "torchkiln/ops.h"

@@ -4,9 +4,9 @@
 #include <torch/library.h>
 
 #include "activations.h"
-#include "autograd.h"
-#include "elementwise.h"
+#include "torchkiln/autograd.h"
 #include "torchkiln/checks.h"
+#include "torchkiln/elementwise.h"
 #include "torchkiln/kernels/gated.h"
 #include "torchkiln/launch.h"
 #include "torchkiln/ops.h"

@@ -4,8 +4,8 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
-#include "autograd.h"
 #include "matmul.h"
+#include "torchkiln/autograd.h"
 #include "torchkiln/checks.h"
 #include "torchkiln/ops.h"
 

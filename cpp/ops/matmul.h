@@ -4,7 +4,7 @@
 
 #include <ATen/ATen.h>
 
-#include "elementwise.h"
+#include "torchkiln/elementwise.h"
 #include "torchkiln/explain.h"
 #include "torchkiln/kernels/matmul.h"
 #include "torchkiln/launch.h"

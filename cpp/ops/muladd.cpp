@@ -3,9 +3,9 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
-#include "autograd.h"
-#include "elementwise.h"
 #include "promotion.h"
+#include "torchkiln/autograd.h"
+#include "torchkiln/elementwise.h"
 #include "torchkiln/kernels/muladd.h"
 #include "torchkiln/launch.h"
 #include "torchkiln/ops.h"

@@ -3,8 +3,8 @@
 #include <torch/library.h>
 
 #include "activations.h"
-#include "elementwise.h"
 #include "torchkiln/checks.h"
+#include "torchkiln/elementwise.h"
 #include "torchkiln/kernels/norm.h"
 #include "torchkiln/launch.h"
 #include "torchkiln/workspace.h"

@@ -4,8 +4,8 @@
 #include <numeric>
 
 #include "activations.h"
-#include "autograd.h"
 #include "norm.h"
+#include "torchkiln/autograd.h"
 #include "torchkiln/ops.h"
 
 namespace torchkiln {

@@ -6,8 +6,8 @@
 
 #include <limits>
 
-#include "autograd.h"
 #include "reduction_steps.h"
+#include "torchkiln/autograd.h"
 #include "torchkiln/checks.h"
 #include "torchkiln/launch.h"
 #include "torchkiln/ops.h"

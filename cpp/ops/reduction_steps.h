@@ -15,7 +15,7 @@
 #include <numeric>
 #include <optional>
 
-#include "elementwise.h"
+#include "torchkiln/elementwise.h"
 #include "torchkiln/kernels/reduction.h"
 
 namespace torchkiln {

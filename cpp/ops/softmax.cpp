@@ -5,8 +5,8 @@
 #include <limits>
 
 #include "activations.h"
-#include "autograd.h"
 #include "softmax_view.h"
+#include "torchkiln/autograd.h"
 #include "torchkiln/checks.h"
 #include "torchkiln/launch.h"
 #include "torchkiln/ops.h"

@@ -7,7 +7,7 @@
 
 #include <optional>
 
-#include "elementwise.h"
+#include "torchkiln/elementwise.h"
 #include "torchkiln/explain.h"
 #include "torchkiln/kernels/softmax.h"
 #include "walk.h"

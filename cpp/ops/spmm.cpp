@@ -5,8 +5,8 @@
 #include <climits>
 
 #include "activations.h"
-#include "elementwise.h"
 #include "torchkiln/checks.h"
+#include "torchkiln/elementwise.h"
 #include "torchkiln/explain.h"
 #include "torchkiln/kernels/spmm.h"
 #include "torchkiln/launch.h"

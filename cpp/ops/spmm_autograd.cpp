@@ -3,8 +3,8 @@
 #include <torch/library.h>
 
 #include "activations.h"
-#include "autograd.h"
 #include "spmm.h"
+#include "torchkiln/autograd.h"
 #include "torchkiln/checks.h"
 #include "torchkiln/ops.h"
 

@@ -1,23 +1,27 @@
 """Where the command ``torchkiln`` begins: outside of the package, whose import may fail.
 
 That import loads torch and the compiled module, and refuses where they do not belong together. The
-doctor is for those who were refused, so it alone is started without it.
+doctor is for those who were refused, so it is started without it; so is ``new``, which writes files
+and would wait for nothing.
 """
 
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from importlib.util import find_spec, module_from_spec
+
+WITHOUT_TORCH = ("doctor", "new")
 
 
 def main() -> int:
     """Run the command line; the exit status."""
-    if sys.argv[1:2] == ["doctor"]:
+    word = sys.argv[1] if len(sys.argv) > 1 else ""
+    if word in WITHOUT_TORCH:
         if "torchkiln" not in sys.modules:
             _lay_out_package()
-        from torchkiln.doctor.__main__ import main as doctor  # noqa: PLC0415
-
-        return doctor(sys.argv[2:])
+        status: int = import_module(f"torchkiln.{word}.__main__").main(sys.argv[2:])
+        return status
     from torchkiln.cli import main as command  # noqa: PLC0415
 
     return command()

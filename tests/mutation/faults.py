@@ -58,7 +58,7 @@ CPU = (
         *("add", "strides@float32", "cpp/ops/pointwise.cpp"),
     ),
     Fault(
-        *("broadcast size read as a row", "cpu", "cpp/ops/elementwise.h"),
+        *("broadcast size read as a row", "cpu", "cpp/include/torchkiln/elementwise.h"),
         "at < 0 || inputs[k].size(at) == 1 ? 0 : inputs[k].stride(at)",
         "at < 0 ? 0 : inputs[k].stride(at)",
         *("add", "values@bfloat16", "cpp/ops/pointwise.cpp"),

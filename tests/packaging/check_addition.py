@@ -1,8 +1,9 @@
 """Usage: check_addition.py
 
-Does what docs/adding-an-activation.md says to a copy of the sources, builds it without CUDA, and
-holds the new op, and bias_act with the new activation, to their contracts on the CPU. Where a CUDA
-compiler that fits torch is at hand, it compiles the kernels, too.
+Does what docs/adding-an-activation.md says to a copy of the sources, adds ops to it by `torchkiln
+new --op`, builds it without CUDA, and holds the new ops, and bias_act with the new activation, to
+their contracts on the CPU. Where a CUDA compiler that fits torch is at hand, it compiles the
+kernels, too.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "adding-an-activation.md"
 
 OP = "mish"
+ADDED = {"soft_gate": "elementwise", "row_squares": "reduction", "moving_sum": "custom"}
 CHECKS = {
     *("values", "strides", "gradient_values", "gradcheck", "gradgradcheck"),
     *("in_place", "vmap", "meta_and_fake", "opcheck"),
@@ -139,6 +141,10 @@ def has_cuda_compiler() -> bool:
 def build(folder: Path) -> None:
     sources, site = folder / "sources", folder / "site"
     copy_sources(sources)
+    for name, template in ADDED.items():
+        words = ("new", name, "--op", f"--template={template}", f"--into={sources}")
+        command = (sys.executable, "-m", "torchkiln_command", *words)
+        run(folder, *command, PYTHONPATH=str(sources / "src"))
     cpu = folder / "cpu"
     run(folder, *configure(sources, cpu, "-DTORCHKILN_CUDA=OFF"))
     run(folder, "cmake", "--build", cpu)
@@ -164,9 +170,11 @@ def check_contracts(site: Path) -> None:
     if not Path(torchkiln.__file__).is_relative_to(site):
         raise SystemExit(f"check_addition: imported {torchkiln.__file__}, expected it in {site}")
     specs = {spec.name: spec for spec in testing.SPECS}
-    if OP not in specs:
-        raise SystemExit(f"{PAGE.name}: got no spec of {OP}, expected the page to lead to one")
-    for case in testing.cases([specs[OP], with_activation(specs["bias_act"])], torch.device("cpu")):
+    for name in (OP, *ADDED):
+        if name not in specs:
+            raise SystemExit(f"check_addition: got no spec of {name}, expected one")
+    checked = [specs[OP], with_activation(specs["bias_act"]), *(specs[name] for name in ADDED)]
+    for case in testing.cases(checked, torch.device("cpu")):
         if case.check.name in CHECKS:
             case.run()
             print(f"ok     {case}", flush=True)

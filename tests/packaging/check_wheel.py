@@ -51,6 +51,9 @@ CONTENTS = (
     r"torchkiln_command/__init__\.py",
     r"torchkiln/_C\.pyi",
     r"torchkiln/_build_info\.json",
+    r"torchkiln/new/templates/common/CMakeLists\.txt",
+    r"torchkiln/new/templates/common/dot_gitignore",
+    r"torchkiln/new/templates/elementwise/cuda/OPNAME\.cu",
     r"torchkiln/lib/libtorchkiln_kernels\.so",
     r"torchkiln/include/torchkiln/version\.h",
     r"torchkiln/include/torchkiln/ops\.h",
@@ -62,8 +65,10 @@ CONTENTS = (
     r"torchkiln-[\d.]+\.dist-info/entry_points\.txt",
     r"torchkiln-[\d.]+\.dist-info/sboms/torchkiln\.cdx\.json",
 )
+# Templates of packages are sources of others.
 NOT_CONTENTS = re.compile(
-    r"\.(cpp|cu|o|a|txt\.in)$|/CMakeLists\.txt$|^(tests|cpp|cuda|src)/|\.so\.\d|__pycache__"
+    r"^(?!torchkiln/new/templates/).*(\.(cpp|cu|o|a|txt\.in)$|/CMakeLists\.txt$)"
+    r"|^(tests|cpp|cuda|src)/|\.so\.\d|__pycache__"
 )
 
 FOR_EACH_TORCH = (

@@ -1,8 +1,9 @@
 #pragma once
 
-// Argument checks. Every message reads "torchkiln.<op>: <argument>: got ..., expected ...": what
-// was found, what would have been right, and where it is not obvious, what to do. They work on
-// symbolic sizes, so that the Meta kernels refuse what the real ones refuse.
+// Argument checks. Every message reads "torchkiln.<op>: <argument>: got ..., expected ...", with
+// the name of the package, TORCHKILN_PACKAGE, in front: what was found, what would have been right,
+// and where it is not obvious, what to do. They work on symbolic sizes, so that the Meta kernels
+// refuse what the real ones refuse.
 //
 //     check_tensors("my_op", {{"x", x}, {"weight", weight}});  // strided, all on the device of x
 //     check_dtype("my_op", "x", x);
@@ -13,6 +14,8 @@
 
 #include <initializer_list>
 #include <string>
+
+#include "torchkiln/status.h"
 
 namespace torchkiln {
 
@@ -58,15 +61,15 @@ inline bool is_supported_dtype(at::ScalarType dtype) {
 inline constexpr const char* kSupportedDtypes = "one of float32, float64, float16, bfloat16";
 
 inline void check_dtype(const char* op, const char* name, const at::Tensor& tensor) {
-  TORCH_CHECK(is_supported_dtype(tensor.scalar_type()), "torchkiln.", op, ": ", name,
+  TORCH_CHECK(is_supported_dtype(tensor.scalar_type()), TORCHKILN_PACKAGE ".", op, ": ", name,
               ": got dtype ", dtype_name(tensor.scalar_type()), ", expected ", kSupportedDtypes);
 }
 
 inline void check_strided(const char* op, const char* name, const at::Tensor& tensor) {
-  TORCH_CHECK_TYPE(tensor.defined(), "torchkiln.", op, ": ", name,
+  TORCH_CHECK_TYPE(tensor.defined(), TORCHKILN_PACKAGE ".", op, ": ", name,
                    ": got NoneType, expected a torch.Tensor");
-  TORCH_CHECK(tensor.layout() == at::kStrided && !tensor.is_nested(), "torchkiln.", op, ": ", name,
-              ": got ",
+  TORCH_CHECK(tensor.layout() == at::kStrided && !tensor.is_nested(), TORCHKILN_PACKAGE ".", op,
+              ": ", name, ": got ",
               tensor.is_nested() ? "a nested tensor" : c10::str("layout ", tensor.layout()),
               ", expected Strided; call .to_dense() first");
 }
@@ -75,48 +78,58 @@ inline void check_strided(const char* op, const char* name, const at::Tensor& te
 inline void check_tensor(const char* op, const char* name, const at::Tensor& tensor) {
   check_strided(op, name, tensor);
 #ifdef TORCHKILN_WITH_CUDA
-  TORCH_CHECK(tensor.is_cpu() || tensor.is_cuda() || tensor.is_meta(), "torchkiln.", op, ": ", name,
-              ": got device ", tensor.device(), ", expected cpu or cuda");
+  TORCH_CHECK(tensor.is_cpu() || tensor.is_cuda() || tensor.is_meta(), TORCHKILN_PACKAGE ".", op,
+              ": ", name, ": got device ", tensor.device(), ", expected cpu or cuda");
 #else
-  TORCH_CHECK(!tensor.is_cuda(), "torchkiln.", op, ": ", name, ": got device ", tensor.device(),
-              ", expected cpu: this build of torchkiln has no CUDA kernels; build it with "
+  TORCH_CHECK(!tensor.is_cuda(), TORCHKILN_PACKAGE ".", op, ": ", name, ": got device ",
+              tensor.device(),
+              ", expected cpu: this build of " TORCHKILN_PACKAGE
+              " has no CUDA kernels; build it with "
               "-C torchkiln.cuda=on");
-  TORCH_CHECK(tensor.is_cpu() || tensor.is_meta(), "torchkiln.", op, ": ", name, ": got device ",
-              tensor.device(), ", expected cpu");
+  TORCH_CHECK(tensor.is_cpu() || tensor.is_meta(), TORCHKILN_PACKAGE ".", op, ": ", name,
+              ": got device ", tensor.device(), ", expected cpu");
 #endif
 }
 
 inline void check_same_device(const char* op, const char* name, const at::Tensor& tensor,
                               const char* other_name, const at::Tensor& other) {
-  TORCH_CHECK(tensor.device() == other.device(), "torchkiln.", op, ": ", name, ": got device ",
-              tensor.device(), ", expected ", other.device(), ", the device of ", other_name);
+  TORCH_CHECK(tensor.device() == other.device(), TORCHKILN_PACKAGE ".", op, ": ", name,
+              ": got device ", tensor.device(), ", expected ", other.device(), ", the device of ",
+              other_name);
 }
 
 inline void check_same_dtype(const char* op, const char* name, const at::Tensor& tensor,
                              const char* other_name, const at::Tensor& other) {
-  TORCH_CHECK(tensor.scalar_type() == other.scalar_type(), "torchkiln.", op, ": ", name,
+  TORCH_CHECK(tensor.scalar_type() == other.scalar_type(), TORCHKILN_PACKAGE ".", op, ": ", name,
               ": got dtype ", dtype_name(tensor.scalar_type()), ", expected ",
               dtype_name(other.scalar_type()), ", the dtype of ", other_name);
+}
+
+inline void check_same_shape(const char* op, const char* name, const at::Tensor& tensor,
+                             const char* other_name, const at::Tensor& other) {
+  TORCH_CHECK(tensor.sym_sizes().equals(other.sym_sizes()), TORCHKILN_PACKAGE ".", op, ": ", name,
+              ": got shape ", tensor.sym_sizes(), ", expected ", other.sym_sizes(),
+              ", the shape of ", other_name);
 }
 
 /// At least `least` dimensions and at most `most`; `what` names them: "[rows, columns]".
 inline void check_rank(const char* op, const char* name, const at::Tensor& tensor, int64_t least,
                        int64_t most, const char* what) {
-  TORCH_CHECK(least <= tensor.dim() && tensor.dim() <= most, "torchkiln.", op, ": ", name,
+  TORCH_CHECK(least <= tensor.dim() && tensor.dim() <= most, TORCHKILN_PACKAGE ".", op, ": ", name,
               ": got shape ", tensor.sym_sizes(), ", expected ", what);
 }
 
 /// The size of one dimension, which may be counted from the end; `what` says what it is.
 inline void check_size(const char* op, const char* name, const at::Tensor& tensor, int64_t dim,
                        const c10::SymInt& size, const char* what) {
-  TORCH_CHECK(tensor.sym_size(dim) == size, "torchkiln.", op, ": ", name, ": got size ",
+  TORCH_CHECK(tensor.sym_size(dim) == size, TORCHKILN_PACKAGE ".", op, ": ", name, ": got size ",
               tensor.sym_size(dim), " in dimension ", dim < 0 ? dim + tensor.dim() : dim,
               " of shape ", tensor.sym_sizes(), ", expected ", size, ", ", what);
 }
 
 /// For a kernel that reads no strides.
 inline void check_contiguous(const char* op, const char* name, const at::Tensor& tensor) {
-  TORCH_CHECK(tensor.is_contiguous(), "torchkiln.", op, ": ", name, ": got strides ",
+  TORCH_CHECK(tensor.is_contiguous(), TORCHKILN_PACKAGE ".", op, ": ", name, ": got strides ",
               tensor.sym_strides(), " of shape ", tensor.sym_sizes(),
               ", expected a contiguous tensor; call .contiguous() first");
 }

@@ -16,7 +16,7 @@
 namespace torchkiln {
 
 inline void check_status(const char* op, Status status) {
-  TORCH_CHECK(status.ok(), "torchkiln.", op, ": ", status.error);
+  TORCH_CHECK(status.ok(), TORCHKILN_PACKAGE ".", op, ": ", status.error);
 }
 
 /// Calls on_cuda(stream), on the tensor's device and its current stream, or on_cpu(begin, end) over

@@ -2,6 +2,11 @@
 
 #define TORCHKILN_EXPORT __attribute__((visibility("default")))
 
+/// What messages begin with; a package with operators of its own defines its name.
+#ifndef TORCHKILN_PACKAGE
+#define TORCHKILN_PACKAGE "torchkiln"
+#endif
+
 namespace torchkiln {
 
 /// What a launcher returns. Launchers never throw: they are called from code without torch, too.

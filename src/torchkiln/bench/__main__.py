@@ -24,6 +24,8 @@ from torchkiln.bench.record import Record
 from torchkiln.bench.row import Row
 from torchkiln.bench.skipped import Skipped
 from torchkiln.bench.table import markdown, tables
+from torchkiln.names import specs_of
+from torchkiln.testing import SPECS
 
 REPORT_SECONDS = 8 * 60
 REPORT_KINDS = (HOST, CALLS, SWEEP)
@@ -36,6 +38,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="torchkiln bench", description=__doc__)
     add = parser.add_argument
     add("ops", nargs="*", metavar="OP", help="names of ops (default: all)")
+    add("--specs", metavar="MODULE", help="take the ops of another package: SPECS of a module")
     add("--device", choices=("cpu", "cuda"), help="default: a GPU where there is one")
     add("--dtype", type=dtypes, default=DTYPES, help="default: float32,bfloat16")
     add(
@@ -111,9 +114,10 @@ def plan(options: argparse.Namespace) -> Plan:
             "peak; leave it out, or time on a GPU"
         )
     gauge = CudaGauge(device) if options.memory else None
+    specs = specs_of("torchkiln.bench", "--specs", options.specs) if options.specs else SPECS
     on_cpu = options.threads or (torch.get_num_threads(),)
     return Plan(
-        specs=tuple(named(options.ops)),
+        specs=tuple(named(options.ops, specs)),
         device=device,
         settings=Settings(device_clock(device), options.peers, gauge=gauge),
         shapes=tuple(options.shape or ()),

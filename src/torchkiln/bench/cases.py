@@ -55,9 +55,9 @@ def cases(
             yield BenchCase(spec, label, sample, dtype, shape)
 
 
-def named(ops: list[str]) -> list[OpSpec]:
+def named(ops: list[str], specs: Sequence[OpSpec] = SPECS) -> list[OpSpec]:
     """The specs of these ops; all of them for an empty list."""
-    return [find("torchkiln.bench", "OP", op) for op in ops] or list(SPECS)
+    return [find("torchkiln.bench", "OP", op, specs) for op in ops] or list(specs)
 
 
 def step(

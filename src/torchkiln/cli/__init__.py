@@ -12,6 +12,7 @@ COMMANDS = {
     "demo": ("torchkiln.demo.__main__", "errors, times and a training run on this machine"),
     "doctor": ("torchkiln.doctor.__main__", "what works here, what does not, and what to type"),
     "explain": ("torchkiln.cli.explain", "which kernels a call runs, and what else, and why"),
+    "new": ("torchkiln.new.__main__", "a package with an operator of your own, ready to build"),
     "profile": ("torchkiln.profile.__main__", "what the GPU's counters say of one kernel"),
     "watch": ("torchkiln.cli.watch", "compile and test a file of kernels at every save"),
 }

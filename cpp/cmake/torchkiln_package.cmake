@@ -1,0 +1,61 @@
+# For packages with operators of their own, after find_package(torchkiln COMPONENTS torchkiln) in the project's top folder:
+#
+#   torchkiln_find_cuda()                    sets TORCHKILN_WITH_CUDA, and enables the language where it is on
+#   torchkiln_add_module(name SOURCES ...)   a Python module of C++ and, where there is CUDA, of .cu files
+#
+# TORCHKILN_CUDA, TORCHKILN_CUDA_ARCHITECTURES and TORCHKILN_ALLOW_CUDA_MISMATCH are those of torchkiln's own build.
+include_guard(GLOBAL)
+set(torchkiln_CMAKE_DIR "${CMAKE_CURRENT_LIST_DIR}")
+
+# A macro: languages are enabled, and variables set, for the project.
+macro(torchkiln_find_cuda)
+  set(TORCHKILN_TORCH_ROOT "${torchkiln_TORCH_ROOT}")
+  set(TORCHKILN_TORCH_VERSION "${torchkiln_TORCH_VERSION}")
+  set(TORCHKILN_NVIDIA_ROOTS "${torchkiln_TORCH_ROOT}/../nvidia")
+  cmake_path(NORMAL_PATH TORCHKILN_NVIDIA_ROOTS)
+  set(TORCHKILN_TORCH_CUDA "")
+  file(STRINGS "${torchkiln_TORCH_ROOT}/version.py" torchkiln_line REGEX "^cuda" LIMIT_COUNT 1)
+  if(torchkiln_line MATCHES "'([0-9]+\\.[0-9]+)")
+    set(TORCHKILN_TORCH_CUDA "${CMAKE_MATCH_1}")
+  endif()
+  include("${torchkiln_CMAKE_DIR}/cuda_toolkit.cmake")
+endmacro()
+
+function(torchkiln_add_module name)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "SOURCES")
+  if(NOT TORCHKILN_WITH_CUDA)
+    list(FILTER arg_SOURCES EXCLUDE REGEX "\\.cu$")
+  endif()
+  python_add_library(${name} MODULE WITH_SOABI ${arg_SOURCES})
+  # pybind11 is the one that torch was built with: modules share types only within one.
+  target_link_libraries(
+    ${name}
+    PRIVATE torchkiln::torchkiln "${torchkiln_TORCH_ROOT}/lib/libtorch_python.so"
+  )
+  target_compile_definitions(
+    ${name}
+    PRIVATE "TORCHKILN_PACKAGE=\"${PROJECT_NAME}\"" TORCHKILN_ISA=${PROJECT_NAME}
+  )
+  if(TORCHKILN_WITH_CUDA)
+    target_compile_definitions(${name} PRIVATE TORCHKILN_WITH_CUDA=1)
+    target_link_libraries(${name} PRIVATE CUDA::cudart)
+    set_target_properties(${name} PROPERTIES CUDA_STANDARD 17 CUDA_STANDARD_REQUIRED ON)
+  else()
+    # Which a torchkiln with CUDA asks for.
+    target_compile_options(${name} PRIVATE -UTORCHKILN_WITH_CUDA)
+  endif()
+  # at::parallel_for is a header that runs in parallel only where OpenMP is on.
+  target_compile_options(${name} PRIVATE "$<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra;-fopenmp>")
+  # Every symbol is resolved when the module is loaded, so that one that is missing becomes an ImportError.
+  target_link_options(${name} PRIVATE -fopenmp LINKER:-z,now)
+  set_target_properties(
+    ${name}
+    PROPERTIES
+      CXX_VISIBILITY_PRESET hidden
+      CUDA_VISIBILITY_PRESET hidden
+      VISIBILITY_INLINES_HIDDEN ON
+      CXX_EXTENSIONS OFF
+      CUDA_EXTENSIONS OFF
+      INSTALL_RPATH "$ORIGIN/../torchkiln/lib;$ORIGIN/../torch/lib"
+  )
+endfunction()

@@ -1,0 +1,54 @@
+#include "torchkiln/kernels/OPNAME.h"
+
+#include <algorithm>
+
+#include "float16.h"
+#include "isa.h"
+
+namespace torchkiln::cpu {
+
+using OPNAME_parts::Windows;
+
+namespace TORCHKILN_ISA {
+
+Status OPNAME(const Windows& arguments, int64_t begin, int64_t end) {
+  return dispatch_floating(arguments.dtype, [&](auto tag) -> Status {
+    using T = typename decltype(tag)::type;
+    using C = Compute<T>;
+    const int64_t columns = arguments.columns;
+    constexpr int64_t kPiece = 512;
+    C buffer[kPiece], sums[kPiece];
+    for (int64_t row = begin; row < end; ++row) {
+      for (int64_t at = 0; at < columns; at += kPiece) {
+        const int64_t count = std::min(kPiece, columns - at);
+        std::fill_n(sums, count, C(0));
+        for (int64_t k = 0; k < arguments.window; ++k) {
+          // What of the run has its neighbour `shift` elements on within the row.
+          const int64_t shift = k - arguments.before;
+          const int64_t from = std::max<int64_t>(0, -shift - at);
+          const int64_t to = std::min(count, columns - shift - at);
+          if (from >= to) continue;
+          const C* x = read_run(buffer, arguments.x, row * columns + at + from + shift, 1,
+                                to - from, arguments.dtype);
+          for (int64_t i = from; i < to; ++i) sums[i] += x[i - from];
+        }
+        narrow_run(static_cast<T*>(arguments.out) + row * columns + at, sums, count);
+      }
+    }
+    return {};
+  });
+}
+
+}  // namespace TORCHKILN_ISA
+
+#ifdef TORCHKILN_BASELINE
+
+TORCHKILN_DECLARE_VARIANTS(OPNAME)
+
+Status OPNAME(const Windows& arguments, int64_t begin, int64_t end) {
+  return TORCHKILN_BEST_VARIANT(OPNAME)(arguments, begin, end);
+}
+
+#endif
+
+}  // namespace torchkiln::cpu

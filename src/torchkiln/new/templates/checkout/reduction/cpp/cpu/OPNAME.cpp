@@ -1,0 +1,78 @@
+#include "torchkiln/kernels/OPNAME.h"
+
+#include <algorithm>
+
+#include "elementwise.h"
+#include "isa.h"
+
+namespace torchkiln::cpu {
+
+using OPNAME_parts::Gradient;
+using OPNAME_parts::Rows;
+using OPNAME_parts::Term;
+
+namespace TORCHKILN_ISA {
+namespace {
+
+/// In double, and in several sums, which become the lanes of wide instructions.
+template <class C>
+double total_of(const C* values, int64_t count) {
+  constexpr int64_t kSums = 8;
+  double sums[kSums] = {};
+  int64_t at = 0;
+  for (; at + kSums <= count; at += kSums) {
+    for (int64_t i = 0; i < kSums; ++i) sums[i] += Term{}(static_cast<double>(values[at + i]));
+  }
+  for (; at < count; ++at) sums[0] += Term{}(static_cast<double>(values[at]));
+  double total = 0;
+  for (const double one : sums) total += one;
+  return total;
+}
+
+}  // namespace
+
+Status OPNAME(const Rows& arguments, int64_t begin, int64_t end) {
+  return dispatch_floating(arguments.dtype, [&](auto tag) -> Status {
+    using T = typename decltype(tag)::type;
+    using C = Compute<T>;
+    C buffer[kRun];
+    for (int64_t row = begin; row < end; ++row) {
+      double total = 0;
+      for (int64_t at = 0; at < arguments.columns; at += kRun) {
+        const int64_t count = std::min(kRun, arguments.columns - at);
+        total += total_of(
+            read_run(buffer, arguments.x, row * arguments.columns + at, 1, count, arguments.dtype),
+            count);
+      }
+      const C result = static_cast<C>(total);
+      narrow_run(static_cast<T*>(arguments.out) + row, &result, 1);
+    }
+    return {};
+  });
+}
+
+Status OPNAME_backward(const Elementwise<2>& arguments, int64_t begin, int64_t end) {
+  return dispatch_floating(arguments.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    return elementwise<T>(Gradient{}, arguments, begin, end);
+  });
+}
+
+}  // namespace TORCHKILN_ISA
+
+#ifdef TORCHKILN_BASELINE
+
+TORCHKILN_DECLARE_VARIANTS(OPNAME)
+TORCHKILN_DECLARE_VARIANTS(OPNAME_backward)
+
+Status OPNAME(const Rows& arguments, int64_t begin, int64_t end) {
+  return TORCHKILN_BEST_VARIANT(OPNAME)(arguments, begin, end);
+}
+
+Status OPNAME_backward(const Elementwise<2>& arguments, int64_t begin, int64_t end) {
+  return TORCHKILN_BEST_VARIANT(OPNAME_backward)(arguments, begin, end);
+}
+
+#endif
+
+}  // namespace torchkiln::cpu

@@ -1,0 +1,56 @@
+"""What there is to run: ``nox -s tests``, ``nox -s lint``, ``nox -s bench``.
+
+TORCHKILN says what pip installs as torchkiln, such as the file of a wheel; TORCHKILN_TORCH names
+a version of torch. ``nox --no-venv --no-install -s tests`` runs in the environment at hand, where
+the package has been installed.
+"""
+
+from __future__ import annotations
+
+import os
+
+import nox
+
+nox.options.sessions = ["lint", "tests"]
+
+PYPROJECT = nox.project.load_toml("pyproject.toml")
+TORCHKILN = os.environ.get("TORCHKILN", *PYPROJECT["project"]["dependencies"])
+TORCH = os.environ.get("TORCHKILN_TORCH")
+
+
+def group(name: str) -> list[str]:
+    return list(nox.project.dependency_groups(PYPROJECT, name))
+
+
+def install_package(session: nox.Session) -> None:
+    """Builds against the session's torchkiln and torch; the build folder is kept between runs."""
+    session.install(TORCHKILN, *([f"torch=={TORCH}"] if TORCH else []), *group("build"))
+    session.install(
+        ".", "--no-deps", "--no-build-isolation", f"-Cbuild-dir=build/nox/{session.name}"
+    )
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """The contract of the op, on the CPU and where there is one on a GPU."""
+    install_package(session)
+    session.install(*group("test"))
+    session.run("python", "-m", "pytest", *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Formatting and types."""
+    install_package(session)
+    session.install(*group("lint"), *group("test"))
+    session.run("ruff", "check")
+    session.run("ruff", "format", "--check")
+    session.run("mypy")
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Times of the op beside eager torch, torch.compile and what the device can do at most."""
+    install_package(session)
+    module = f"--specs={PYPROJECT['project']['name']}.spec"
+    session.run("python", "-m", "torchkiln", "bench", module, *session.posargs)

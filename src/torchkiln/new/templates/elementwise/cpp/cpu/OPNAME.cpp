@@ -1,0 +1,32 @@
+#include "PACKAGE/kernels/OPNAME.h"
+
+#include "torchkiln/cpu/elementwise.h"
+
+namespace PACKAGE::cpu {
+
+using torchkiln::Compute;
+using torchkiln::Elementwise;
+using torchkiln::ExactMath;
+using torchkiln::Status;
+namespace loops = torchkiln::cpu::TORCHKILN_ISA;
+
+Status OPNAME(const Elementwise<2>& arguments, double scale, int64_t begin, int64_t end) {
+  return loops::dispatch_floating(arguments.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    using C = Compute<T>;
+    const OPNAME_parts::Formula<ExactMath, C> formula{static_cast<C>(scale)};
+    return loops::elementwise<T>(formula, arguments, begin, end);
+  });
+}
+
+Status OPNAME_backward(const Elementwise<3, 2>& arguments, double scale, int64_t begin,
+                       int64_t end) {
+  return loops::dispatch_floating(arguments.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    using C = Compute<T>;
+    const OPNAME_parts::Gradients<ExactMath, C> gradients{static_cast<C>(scale)};
+    return loops::elementwise<T>(gradients, arguments, begin, end);
+  });
+}
+
+}  // namespace PACKAGE::cpu

@@ -1,0 +1,63 @@
+#include <algorithm>
+
+#include "PACKAGE/kernels/OPNAME.h"
+
+#include "torchkiln/cpu/elementwise.h"
+
+namespace PACKAGE::cpu {
+
+using OPNAME_parts::Gradient;
+using OPNAME_parts::Rows;
+using OPNAME_parts::Term;
+using torchkiln::Compute;
+using torchkiln::Elementwise;
+using torchkiln::Status;
+namespace loops = torchkiln::cpu::TORCHKILN_ISA;
+
+namespace {
+
+/// In double, and in several sums, which become the lanes of wide instructions.
+template <class C>
+double sum(const C* values, int64_t count) {
+  constexpr int64_t kSums = 8;
+  double sums[kSums] = {};
+  int64_t at = 0;
+  for (; at + kSums <= count; at += kSums) {
+    for (int64_t i = 0; i < kSums; ++i) sums[i] += Term{}(static_cast<double>(values[at + i]));
+  }
+  for (; at < count; ++at) sums[0] += Term{}(static_cast<double>(values[at]));
+  double total = 0;
+  for (const double one : sums) total += one;
+  return total;
+}
+
+}  // namespace
+
+Status OPNAME(const Rows& arguments, int64_t begin, int64_t end) {
+  return loops::dispatch_floating(arguments.dtype, [&](auto tag) -> Status {
+    using T = typename decltype(tag)::type;
+    using C = Compute<T>;
+    C buffer[loops::kRun];
+    for (int64_t row = begin; row < end; ++row) {
+      double total = 0;
+      for (int64_t at = 0; at < arguments.columns; at += loops::kRun) {
+        const int64_t count = std::min(loops::kRun, arguments.columns - at);
+        total += sum(loops::read_run(buffer, arguments.x, row * arguments.columns + at, 1, count,
+                                     arguments.dtype),
+                     count);
+      }
+      const C result = static_cast<C>(total);
+      loops::narrow_run(static_cast<T*>(arguments.out) + row, &result, 1);
+    }
+    return {};
+  });
+}
+
+Status OPNAME_backward(const Elementwise<2>& arguments, int64_t begin, int64_t end) {
+  return loops::dispatch_floating(arguments.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    return loops::elementwise<T>(Gradient{}, arguments, begin, end);
+  });
+}
+
+}  // namespace PACKAGE::cpu

@@ -1,0 +1,12 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "torchkiln/status.h"
+
+namespace PACKAGE {
+
+/// The sum of x * x over the last dimension of `x`, contiguous.
+TORCHKILN_EXPORT at::Tensor OPNAME(const at::Tensor& x);
+
+}  // namespace PACKAGE

@@ -1,0 +1,5 @@
+from torch import Tensor
+
+has_cuda: bool
+
+def OPNAME(x: Tensor, /) -> Tensor: ...

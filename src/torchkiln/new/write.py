@@ -1,0 +1,47 @@
+"""Writes a package."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torchkiln
+from torchkiln import _loader
+from torchkiln.new import check
+from torchkiln.new.template import COMMON, TEMPLATES, files
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+
+def write_package(name: str, template: str, into: Path) -> list[Path]:
+    """Writes a package with one op, both called ``name``, to a new folder; what it has written.
+
+    Args:
+        name: of the package, of its op, and of the namespaces of both.
+        template: one of :data:`TEMPLATES`.
+        into: a folder that is empty or not there.
+    """
+    check.name(name)
+    known(template)
+    check.folder(into)
+    built = _loader.read_record(_loader.find_package(torchkiln.__path__))
+    version = _loader.minor(built["version"])
+    words = {"PACKAGE": name, "OPNAME": name, "KILN_VERSION": version}
+    return [store(into / path, text) for path, text in files((COMMON, template), words).items()]
+
+
+def known(template: str, templates: Iterable[str] = TEMPLATES) -> str:
+    """The template itself, where there is one of that name."""
+    names = tuple(templates)
+    if template not in names:
+        wanted = ", ".join(names)
+        raise ValueError(f"{check.WHERE}: --template: got {template!r}, expected one of {wanted}")
+    return template
+
+
+def store(path: Path, text: str) -> Path:
+    """Writes one file, and its folders."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
