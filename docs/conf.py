@@ -38,6 +38,13 @@ autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
 python_use_unqualified_type_names = True
+nitpicky = True
+nitpick_ignore_regex = [
+    (r"py:.*", r"(torch|collections|functools|nn)\b.*"),  # of other packages
+    (r"py:class", r"Path|Tensor|Argument|Binary|Formula|Node"),
+    (r"py:class", r"torchkiln\.\w+\.\w+\.\w+"),  # in signatures, but not in the reference
+    (r"py:mod", r"torchkiln\.jit\.functions"),
+]
 
 # Where the files lie that are no pages, such as https://example.org/torchkiln/blob/main
 REPOSITORY = os.environ.get("TORCHKILN_REPOSITORY", "").rstrip("/")
@@ -85,6 +92,16 @@ def read(_: Sphinx, page: str, source: list[str]) -> None:
     )
 
 
+def keep_whole(_: Sphinx, what: str, *rest: list[str]) -> None:
+    """Docstrings of attributes have colons that part no type from a description.
+
+    Napoleon looks for one in the first line, so that becomes one that prints nothing.
+    """
+    if what in ("attribute", "data", "property"):
+        rest[-1].insert(0, "\\ ")
+
+
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
+    app.connect("autodoc-process-docstring", keep_whole, priority=400)  # before napoleon
     app.connect("source-read", read)
