@@ -235,7 +235,15 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def docs(session: nox.Session) -> None:
-    """README's tables and pictures, from the runs in results/; `-- --check` only compares."""
+    """The site, with search, into build/docs; a broken link or reference is an error."""
+    wheel(session)
+    session.install(*group("docs"))
+    session.run("sphinx-build", "-W", "--keep-going", "-b", "html", "docs", "build/docs")
+
+
+@nox.session(default=False)
+def figures(session: nox.Session) -> None:
+    """Tables and pictures of README and docs, of the runs in results/; `-- --check` compares."""
     install_torch(session)
     session.install(*PYPROJECT["project"]["optional-dependencies"]["cli"])
     install_package(session)

@@ -1,8 +1,9 @@
-"""Writes the tables and pictures of README.md that come from runs of the benchmark.
+"""Writes the tables and pictures of README.md and docs/ that come from runs of the benchmark.
 
 The runs lie in results/NAME.json as `torchkiln bench --json` wrote them, and what comes of them
-between the lines <!-- results:NAME --> and <!-- /results:NAME -->. With --check nothing is changed,
-and it fails where README.md says something else.
+between the lines <!-- results:NAME --> and <!-- /results:NAME -->. The first line may name ops:
+<!-- results:NAME add relu --> is a table of these alone, beside their peers. With --check nothing
+is changed, and it fails where a page says something else.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from torchkiln.bench import Record, Row
-from torchkiln.bench.table import duration
+from torchkiln.bench.table import duration, size
 
 ROOT = Path(__file__).resolve().parents[1]
-BLOCK = re.compile(r"<!-- results:(\w+) -->\n(.*?)<!-- /results:\1 -->", re.DOTALL)
+BLOCK = re.compile(
+    r"<!-- results:(?P<name>\w+)(?P<ops>(?: \w+)*) -->\n(.*?)<!-- /results:(?P=name) -->", re.DOTALL
+)
 PICTURES = ("roofline", "speedups", "sweep", "host")
 
 
@@ -78,22 +81,49 @@ def block(name: str, record: Record, folder: Path) -> str:
     return "\n".join([*lines, ""])
 
 
-def written(readme: str, results: Path) -> str:
-    """The README as it should be."""
-    names = {match[1] for match in BLOCK.finditer(readme)}
-    files = {path.stem: path for path in results.glob("*.json")}
-    if names != files.keys():
-        raise SystemExit(
-            f"README.md has the blocks {sorted(names)} and {results.name}/ the files "
-            f"{sorted(files)}: expected a block <!-- results:NAME --> for each NAME.json"
-        )
+def beside(record: Record, ops: Sequence[str]) -> str:
+    """The large calls of some ops in the last dtype, ours and the peers', beside a copy."""
+    rows = [row for row in in_few_bars(record.rows) if row.op in ops]
+    if missing := set(ops) - {row.op for row in rows}:
+        raise SystemExit(f"the results have no calls of {', '.join(sorted(missing))}")
+    rows.sort(key=lambda row: ops.index(row.op))
+    who = list(dict.fromkeys(name for row in rows for name in row.times))
+    lines = [
+        f"{record.environment}; {rows[0].dtype}. Median times of a call.",
+        "",
+        "| | least to move | moving as much | " + " | ".join(who) + " |",
+        "|---|---:|---:|" + "---:|" * len(who),
+    ]
+    for row in rows:
+        floor = "" if row.floor is None else duration(row.floor)
+        cells = [duration(row.times[name].seconds) if name in row.times else "" for name in who]
+        name = f"`{row.op}` {row.direction} {row.shape[0]} x {row.shape[1]}"
+        lines.append(f"| {name} | {size(row.bytes)} | {floor} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, ""])
+
+
+def written(page: str, files: dict[str, Path]) -> str:
+    """A page as it should be."""
 
     def replace(match: re.Match[str]) -> str:
-        name = match[1]
-        text = block(name, Record.read(files[name]), results)
-        return f"<!-- results:{name} -->\n{text}<!-- /results:{name} -->"
+        name, ops = match["name"], match["ops"].split()
+        path = files[name]
+        record = Record.read(path)
+        text = beside(record, ops) if ops else block(name, record, path.parent)
+        begin = " ".join([name, *ops])
+        return f"<!-- results:{begin} -->\n{text}<!-- /results:{name} -->"
 
-    return BLOCK.sub(replace, readme)
+    return BLOCK.sub(replace, page)
+
+
+def require_all(readme: str, files: dict[str, Path]) -> None:
+    """The README has a block for every file, and for nothing else."""
+    names = {match["name"] for match in BLOCK.finditer(readme)}
+    if names != files.keys():
+        raise SystemExit(
+            f"README.md has the blocks {sorted(names)} and the folder of results the files "
+            f"{sorted(files)}: expected a block <!-- results:NAME --> for each NAME.json"
+        )
 
 
 def in_few_bars(rows: Sequence[Row]) -> list[Row]:
@@ -129,14 +159,20 @@ def main(given: Sequence[str] | None = None) -> int:
     options = parser.parse_args(given)
     if not options.check:
         draw(options.results)
-    text = options.readme.read_text(encoding="utf-8")
-    expected = written(text, options.results)
-    if options.check:
-        if expected != text:
-            print("README.md differs from results/: type nox -s docs", file=sys.stderr)
-        return int(expected != text)
-    options.readme.write_text(expected, encoding="utf-8")
-    return 0
+    files = {path.stem: path for path in options.results.glob("*.json")}
+    require_all(options.readme.read_text(encoding="utf-8"), files)
+    differs = 0
+    for page in [options.readme, *sorted((options.readme.parent / "docs").glob("*.md"))]:
+        text = page.read_text(encoding="utf-8")
+        expected = written(text, files)
+        if expected == text:
+            continue
+        if options.check:
+            differs = 1
+            print(f"{page.name} differs from results/: type nox -s figures", file=sys.stderr)
+        else:
+            page.write_text(expected, encoding="utf-8")
+    return differs
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ CHECKS = {
 CHANGE = re.compile(
     r"^`(?P<path>[^`\n]+)`, "
     r"(?:(?P<where>after|before|instead of) `(?P<line>[^`\n]+)`|at the end):\n\n"
-    r"```\w+\n(?P<text>.*?)^```$",
+    r"```\w+ patch\n(?P<text>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
 
@@ -74,7 +74,7 @@ class Change:
 def changes(page: str) -> list[Change]:
     """The blocks of the page, in order; every block has to have a head."""
     found = [Change(m["path"], m["where"], m["line"], m["text"]) for m in CHANGE.finditer(page)]
-    fences = len(re.findall(r"^```\w+$", page, re.MULTILINE))
+    fences = len(re.findall(r"^```\w+ patch$", page, re.MULTILINE))
     if fences != len(found) or not found:
         raise SystemExit(f"{PAGE.name}: got {len(found)} heads of changes, expected {fences}")
     return found

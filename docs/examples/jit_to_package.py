@@ -1,0 +1,135 @@
+"""An op of your own, from a formula to the door of a package: clamp(x, lo, hi) * gate.
+
+Usage: python jit_to_package.py. Without a GPU everything runs but the kernels themselves.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchkiln import jit, testing
+from torchkiln.bench import Comparison, bench
+
+# 1. The formula. Forward is one kernel, and so is the gradient of x and gate together.
+by_formula = jit.elementwise(
+    "clamp(x, lo, hi) * gate", "x, gate, lo: float, hi: float", name="clamp_gate"
+)
+
+# 2. The kernels by hand, for what a formula cannot say. This one is here to be compared with 1.
+KERNELS = """
+#include <cstdint>
+
+__global__ void forward(const float* x, const float* gate, float* y, float lo, float hi,
+                        int64_t n) {
+  const int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
+  if (i < n) y[i] = fminf(fmaxf(x[i], lo), hi) * gate[i];
+}
+
+__global__ void backward(const float* grad, const float* x, const float* gate, float* grad_x,
+                         float* grad_gate, float lo, float hi, int64_t n) {
+  const int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
+  if (i >= n) return;
+  const bool inside = x[i] >= lo && x[i] <= hi;
+  grad_x[i] = inside ? grad[i] * gate[i] : 0.0f;
+  grad_gate[i] = grad[i] * fminf(fmaxf(x[i], lo), hi);
+}
+"""
+THREADS = 256
+
+
+def launch(x: Tensor, gate: Tensor, lo: float, hi: float) -> Tensor:
+    """Forward on a GPU."""
+    x, gate = x.contiguous(), gate.contiguous()
+    y = torch.empty_like(x)
+    n = x.numel()
+    jit.inline(KERNELS).forward[-(-n // THREADS), THREADS](x, gate, y, lo, hi, n)
+    return y
+
+
+def launch_backward(
+    grad: Tensor, x: Tensor, gate: Tensor, lo: float, hi: float
+) -> tuple[Tensor, Tensor]:
+    """Both gradients on a GPU, from one pass."""
+    grad, x, gate = grad.contiguous(), x.contiguous(), gate.contiguous()
+    grad_x, grad_gate = torch.empty_like(x), torch.empty_like(gate)
+    n = x.numel()
+    kernel = jit.inline(KERNELS).backward
+    kernel[-(-n // THREADS), THREADS](grad, x, gate, grad_x, grad_gate, lo, hi, n)
+    return grad_x, grad_gate
+
+
+def formula(x: Tensor, gate: Tensor, lo: float, hi: float) -> Tensor:
+    """What torch computes: the CPU's road, and the truth of the tests."""
+    return x.clamp(lo, hi) * gate
+
+
+def check(x: Tensor, gate: Tensor, lo: float, hi: float) -> None:
+    """What the kernels cannot do is refused before they are launched."""
+    del lo, hi
+    for name, tensor in (("x", x), ("gate", gate)):
+        if tensor.dtype != torch.float32 or tensor.shape != x.shape or tensor.numel() == 0:
+            got = f"{tensor.dtype} of shape {list(tensor.shape)}"
+            wanted = f"torch.float32 of shape {list(x.shape)}, not empty"
+            raise ValueError(f"example::clamp_gate: {name}: got {got}, expected {wanted}")
+
+
+by_hand = jit.op(
+    "example::clamp_gate(Tensor x, Tensor gate, float lo, float hi) -> Tensor",
+    launch,
+    reference=formula,
+    gradient=launch_backward,
+    check=check,
+)
+
+
+def compare() -> None:
+    """Values and gradients of both against torch."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x, gate, grad = torch.randn(3, 1000, device=device).unbind()
+    for op in (by_formula, by_hand):
+        leaves = (x.clone().requires_grad_(), gate.clone().requires_grad_())
+        found = torch.autograd.grad(op(*leaves, -1.0, 0.5), leaves, grad)
+        expected = torch.autograd.grad(formula(*leaves, -1.0, 0.5), leaves, grad)
+        torch.testing.assert_close(found, expected)
+
+
+# 3. The contract. That of a formula is complete: inputs, tolerances and bad calls follow from it.
+CHECKS = ("values", "strides", "gradient_values", "gradcheck", "gradgradcheck", "bad_input")
+
+
+def hold_to_contract() -> int:
+    """How many checks ran."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    cases = [c for c in testing.cases([by_formula.spec()], device) if c.check.name in CHECKS]
+    for case in cases:
+        case.run()
+    return len(cases)
+
+
+# 4. The time, beside what it replaces.
+def measure(rows: int = 256) -> Comparison:
+    """Of the formula's op, in one run with torch's."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x, gate = torch.randn(2, rows, 1024, device=device).unbind()
+
+    def torchkiln_op(x: Tensor, gate: Tensor) -> Tensor:
+        return by_formula(x, gate, -1.0, 0.5)
+
+    def torch_ops(x: Tensor, gate: Tensor) -> Tensor:
+        return formula(x, gate, -1.0, 0.5)
+
+    return bench(torchkiln_op, torch_ops, x, gate)
+
+
+def main() -> None:
+    """All steps."""
+    compare()
+    print("values and gradients agree with torch")
+    print(hold_to_contract(), "checks of the contract passed")
+    print(measure())
+    print("5. A package of it, with C++ and CUDA that are compiled beforehand: torchkiln new NAME")
+
+
+if __name__ == "__main__":
+    main()
