@@ -56,6 +56,7 @@ function(torchkiln_add_module name)
       VISIBILITY_INLINES_HIDDEN ON
       CXX_EXTENSIONS OFF
       CUDA_EXTENSIONS OFF
+      LINKER_LANGUAGE CXX
       INSTALL_RPATH "$ORIGIN/../torchkiln/lib;$ORIGIN/../torch/lib"
   )
 endfunction()

@@ -1,6 +1,7 @@
 // The eager fast path: a Python call straight into the C++ dispatcher, half the host time of
 // torch.ops. Loading the module registers the operator.
 
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "PACKAGE/ops.h"
