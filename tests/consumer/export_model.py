@@ -9,18 +9,59 @@ from torch import Tensor, nn
 
 import torchkiln
 
+ACTIVATIONS = ("square", "relu", "gelu", "gelu_tanh", "silu", "sigmoid", "tanh")
+
 
 class Model(nn.Module):
-    """An operator of torchkiln between torch's."""
+    """Each operator once; with_exported.cpp has the same list."""
 
-    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Twice the norm."""
-        return torchkiln.rms_norm(x, (33,), weight) * 2
+    def forward(
+        self,
+        x: Tensor,
+        matrix: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        target: Tensor,
+        values: Tensor,
+        crow: Tensor,
+        col: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """All results in a row."""
+        return (
+            torchkiln.add(x, bias),
+            torchkiln.muladd(x, weight, bias),
+            *(getattr(torchkiln, name)(x) for name in ACTIVATIONS),
+            torchkiln.bias_act(x, bias, 0.5, "gelu"),
+            torchkiln.swiglu(x, x),
+            torchkiln.geglu(x, x),
+            torchkiln.geglu_tanh(x, x),
+            torchkiln.dropout_add(x, x, 0.5, training=False),
+            torchkiln.bias_dropout_add(x, bias, x, 0.5, training=False),
+            torchkiln.sum(x, 0),
+            torchkiln.mean(x, 1),
+            torchkiln.layer_norm(x, (33,), weight, bias),
+            torchkiln.rms_norm(x, (33,), weight),
+            *torchkiln.add_layer_norm(x, x, (33,), weight, bias),
+            *torchkiln.add_rms_norm(x, x, (33,), weight),
+            torchkiln.softmax(x, 1),
+            torchkiln.log_softmax(x, 1),
+            torchkiln.cross_entropy(x, target),
+            torchkiln.spmm_csr(values, x.t().contiguous(), crow=crow, col=col),
+            torchkiln.matmul(x, matrix),
+            torchkiln.linear(x, matrix, bias, "relu"),
+        )
 
 
 with torch.no_grad():
     rows = torch.export.Dim("rows", min=2, max=4096)
+    row = torch.randn(33)
+    places = torch.arange(33)
     program = torch.export.export(
-        Model(), (torch.randn(17, 33), torch.randn(33)), dynamic_shapes=({0: rows}, None)
+        Model(),
+        (
+            *(torch.randn(17, 33), torch.randn(33, 33), row, row.clone()),
+            *(places[:17], row.clone(), torch.arange(34), places),
+        ),
+        dynamic_shapes=({0: rows}, None, None, None, {0: rows}, None, None, None),
     )
     torch._inductor.aoti_compile_and_package(program, package_path=sys.argv[1])

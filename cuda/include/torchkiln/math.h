@@ -138,10 +138,15 @@ struct ExactMath {
   /// the smallest normal number come out right.
   TORCHKILN_FUNCTION static float exp(float x) {
     const float bounded = x < -104.0f ? -104.0f : x > 89.0f ? 89.0f : x;
-    constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-    const float n = (bounded * 1.44269504f + kRound) - kRound;
-    const float p = exp_of_rest(bounded, n);
-    const int32_t whole = static_cast<int32_t>(n);
+    // 1.5 * 2^23: adding it rounds to an integer, which is then what the bits have more than its
+    // own. A conversion has no result for NaN.
+    constexpr float kRound = 12582912.0f;
+    constexpr int32_t kRoundBits = 0x4b400000;
+    const float shifted = bounded * 1.44269504f + kRound;
+    const float p = exp_of_rest(bounded, shifted - kRound);
+    int32_t whole;
+    std::memcpy(&whole, &shifted, sizeof(whole));
+    whole -= kRoundBits;
     const int32_t half = whole >> 1;
     return p * power_of_two(half) * power_of_two(whole - half);
   }
@@ -166,7 +171,9 @@ struct ExactMath {
   TORCHKILN_FUNCTION static double exp(double x) {
     const double bounded = x < -746.0 ? -746.0 : x > 710.0 ? 710.0 : x;
     constexpr double kRound = 6755399441055744.0;  // 1.5 * 2^52
-    const double n = (bounded * 1.4426950408889634 + kRound) - kRound;
+    constexpr int64_t kRoundBits = 0x4338000000000000;
+    const double shifted = bounded * 1.4426950408889634 + kRound;
+    const double n = shifted - kRound;
     const double r = (bounded - n * 0.693147180369123816490) - n * 1.90821492927058770002e-10;
     double p = 1.0 / 6227020800.0;
     p = p * r + 1.0 / 479001600.0;
@@ -181,7 +188,9 @@ struct ExactMath {
     p = p * r + 1.0 / 6.0;
     p = p * r + 0.5;
     p = p * (r * r) + r + 1.0;
-    const int64_t whole = static_cast<int64_t>(n);
+    int64_t whole;
+    std::memcpy(&whole, &shifted, sizeof(whole));
+    whole -= kRoundBits;
     const int64_t half = whole >> 1;
     return p * power_of_two(half) * power_of_two(whole - half);
   }
@@ -234,13 +243,13 @@ struct ExactMath {
     return p * (r * r) + r + 1.0f;
   }
   TORCHKILN_FUNCTION static float power_of_two(int32_t n) {
-    const int32_t bits = (n + 127) << 23;
+    const uint32_t bits = static_cast<uint32_t>(n + 127) << 23;
     float value;
     std::memcpy(&value, &bits, sizeof(value));
     return value;
   }
   TORCHKILN_FUNCTION static double power_of_two(int64_t n) {
-    const int64_t bits = (n + 1023) * (int64_t{1} << 52);
+    const uint64_t bits = static_cast<uint64_t>(n + 1023) << 52;
     double value;
     std::memcpy(&value, &bits, sizeof(value));
     return value;
