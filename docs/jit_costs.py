@@ -36,12 +36,12 @@ __global__ void scaled_relu(const T* x, T* y, long long n, float bias) {
 """
 
 HOST = """
-#include <ATen/cuda/CUDAContext.h>
+#include <c10/cuda/CUDAStream.h>
 #include <torch/extension.h>
 
 template <class T>
 void launch(const at::Tensor& x, const at::Tensor& y, double bias) {
-  const auto stream = at::cuda::getCurrentCUDAStream();
+  const auto stream = c10::cuda::getCurrentCUDAStream();
   scaled_relu<T><<<(x.numel() + 255) / 256, 256, 0, stream>>>(
       static_cast<const T*>(x.data_ptr()), static_cast<T*>(y.data_ptr()), x.numel(), bias);
 }
