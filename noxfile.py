@@ -236,7 +236,7 @@ def bench(session: nox.Session) -> None:
 @nox.session(default=False)
 def docs(session: nox.Session) -> None:
     """The site, with search, into build/docs; a broken link or reference is an error."""
-    wheel(session)
+    installed_wheel(session)
     session.install(*group("docs"))
     session.run("sphinx-build", "-W", "--keep-going", "-b", "html", "docs", "build/docs")
 
@@ -428,7 +428,7 @@ def new(session: nox.Session) -> None:
 
     They run in this session's environment: one of their own would take another torch.
     """
-    wheel(session)
+    installed_wheel(session)
     session.install("nox", *group("build"), *group("test"))
     made = Path(session.create_tmp()).resolve()
     for template, chosen in (("elementwise", ()), ("reduction", QUICK), ("custom", QUICK)):
