@@ -65,7 +65,7 @@ def installed_wheel(session: nox.Session, torch: str = TORCH) -> Path:
     install_torch(session, torch)
     given = given_wheels(session)
     if not given:
-        folder = Path("build/nox/wheel", session.name)
+        folder = Path("build/nox/wheels", session.name)
         for old in folder.glob("*.whl"):
             old.unlink()
         build_wheel(session, folder)
