@@ -68,25 +68,31 @@ def require(condition: bool, where: Where, message: str) -> None:
         raise AssertionError(f"{where}: {message}")
 
 
+def inside(dtype: torch.dtype) -> torch.finfo:
+    """The numbers that an op computes with: half precision is computed in float32."""
+    return torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32)
+
+
 def compute_eps(dtype: torch.dtype) -> float:
-    """The rounding step inside an op: half precision is computed in float32."""
-    inner = torch.float64 if dtype == torch.float64 else torch.float32
-    return torch.finfo(inner).eps
+    """The rounding step inside an op."""
+    return inside(dtype).eps
 
 
 def allowed_error(
-    truth: Tensor, other: Tensor, magnitude: Tensor, dtype: torch.dtype, lost: float = 1.0
+    truth: Tensor, other: Tensor, magnitude: Tensor, dtype: torch.dtype, lost: float = 0.0
 ) -> Tensor:
     """Twice the error of torch's own composite, and one rounding of the result and of its terms.
 
-    A float64 truth has been rounded as often as a float64 result. What is smaller than the smallest
-    normal number may count as zero: ``lost`` is how much of the result hangs on such a number.
+    A float64 truth has been rounded as often as a float64 result. A result below the smallest
+    normal number may count as zero; so may a number inside the op, which the result has ``lost``
+    times.
     """
     info = torch.finfo(dtype)
     # Beside infinities that a result does not see, its terms have no size of their own.
     magnitude = torch.where(magnitude.isfinite(), magnitude, truth.abs())
     rounded = info.eps * truth.abs() + 2 * compute_eps(dtype) * magnitude
-    floor = rounded * (2 if dtype == torch.float64 else 1) + lost * info.smallest_normal
+    tiny = info.smallest_normal + lost * inside(dtype).smallest_normal
+    floor = rounded * (2 if dtype == torch.float64 else 1) + tiny
     return torch.nan_to_num(2 * (other.double() - truth).abs()) + floor
 
 
@@ -101,7 +107,7 @@ def require_close(  # noqa: PLR0917
     other: Tensor,
     magnitude: Tensor,
     where: Where,
-    lost: float = 1.0,
+    lost: float = 0.0,
 ) -> None:
     """Judge ``found`` by the float64 ``truth`` and the error of torch's own result ``other``."""
     require_same_meta(found, other, where)
@@ -242,7 +248,7 @@ def require_gradients(
     count = max((grad.numel() for grad in used), default=0)
     # A derivative that counts as zero is missed as often as the incoming gradient is large; once
     # more where it is also in a mean that is taken off.
-    lost = 1 + 2 * max((float(grad.max()) for grad in used), default=0.0)
+    lost = 2 * max((float(grad.max()) for grad in used), default=0.0)
     for i, position in enumerate(positions):
         place = where.at(f"gradient of argument {position}")
         # Sums of torch, of which a float64 truth is made, may add up their terms one by one.
