@@ -74,7 +74,9 @@ def timed_kernels() -> Iterator[Times]:
             original(self, grid, block, *rest)
             return
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        with torch.cuda.stream(torch.cuda.ExternalStream(rest[1])):
+        # ExternalStream(0) would be a new stream, not the default one.
+        stream = torch.cuda.ExternalStream(rest[1]) if rest[1] else torch.cuda.default_stream()
+        with torch.cuda.stream(stream):
             torch.cuda._sleep(SLEEP_CYCLES)
             begin.record()
             original(self, grid, block, *rest)
