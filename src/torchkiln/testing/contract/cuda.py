@@ -294,7 +294,11 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 @check(device="cuda")
 def fork_of_a_cpu_only_parent(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     """A child can use CUDA when its parent only used the CPU: importing touches no device."""
-    message = base64.b64encode(pickle.dumps((spec.op, spec.composite, spec.inputs))).decode()
+    try:
+        message = base64.b64encode(pickle.dumps((spec.op, spec.composite, spec.inputs))).decode()
+    except Exception as error:
+        # Made by calls, as ops of torchkiln.jit are: no other process can import it.
+        raise UnavailableError(f"the op cannot be pickled: {error}") from error
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", CHILD, message],
         capture_output=True,
