@@ -25,7 +25,7 @@ TORCH = os.environ.get("TORCHKILN_TORCH", "2.13.0")
 EXTRAS = "nvcc,nvvm,crt,cccl"
 DEPENDABOT = ".github/dependabot.yml"
 PYPROJECT = nox.project.load_toml("pyproject.toml")
-TORCHES = PYPROJECT["tool"]["torchkiln"]["torches"]
+MINORS = [version.rpartition(".")[0] for version in PYPROJECT["tool"]["torchkiln"]["torches"]]
 
 # Prints the version that torch requires of the CUDA toolkit, or nothing for a torch without CUDA.
 TOOLKIT_OF_TORCH = """
@@ -321,7 +321,7 @@ FEW = "values or opcheck or compile_aot_eager or bad_input or in_place"
 
 
 @nox.session(default=False)
-@nox.parametrize("torch", [version.rpartition(".")[0] for version in TORCHES])
+@nox.parametrize("torch", os.environ.get("TORCHKILN_WHEEL_TORCHES", "").split() or MINORS)
 def imports(session: nox.Session, torch: str) -> None:
     """The published wheel (named after `--`, or that in dist/) beside one torch: import, tests."""
     (built,) = given_wheels(session) or Path("dist").resolve().glob("*.whl")

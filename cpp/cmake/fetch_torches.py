@@ -2,10 +2,12 @@
 
 Unpacks every torch that the published wheel is for into FOLDER/<minor version>, unless it is there,
 and prints those folders as TORCHKILN_TORCHES wants them. They are of the Python that runs this.
+TORCHKILN_WHEEL_TORCHES="2.11 2.15" takes these alone.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tomllib
@@ -30,6 +32,8 @@ def main() -> None:
     folder = Path(sys.argv[1]).resolve()
     with PYPROJECT.open("rb") as file:
         versions = tomllib.load(file)["tool"]["torchkiln"]["torches"]
+    if wanted := os.environ.get("TORCHKILN_WHEEL_TORCHES", "").split():
+        versions = [version for version in versions if version.rpartition(".")[0] in wanted]
     print(";".join(str(fetch(folder, version)) for version in versions))
 
 
