@@ -70,7 +70,10 @@ struct Op {
     meta(x, window);
     const at::ScalarType compute = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
     const Tensor padded = at::constant_pad_nd(x.to(compute), {window - 1, 0});
-    return padded.unfold(-1, window, 1).sum(-1).to(x.scalar_type());
+    Tensor sum = at::zeros_like(x, x.options().dtype(compute));
+    for (int64_t at = 0; at < window; ++at)
+      sum = sum + padded.narrow_symint(-1, at, x.sym_size(-1));
+    return sum.to(x.scalar_type());
   }
 };
 
