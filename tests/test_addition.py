@@ -56,10 +56,10 @@ def test_a_line_that_is_not_there_once_is_an_error(content: str, count: int) -> 
 
 
 def test_a_block_without_a_head_is_an_error() -> None:
-    page = "`a.py`, after `x`:\n\n```python\ny\n```\n"
+    page = "`a.py`, after `x`:\n\n```python patch\ny\n```\n"
     assert changes(page) == [Change("a.py", "after", "x", "y\n")]
     with pytest.raises(SystemExit, match="got 1 heads of changes, expected 2"):
-        changes(page + "And so on:\n\n```python\nz\n```\n")
+        changes(page + "And so on:\n\n```python patch\nz\n```\n")
 
 
 def test_the_checks_exist() -> None:
