@@ -253,7 +253,7 @@ def test_an_op_that_cannot_be_added(
 def commands_of_the_page() -> list[list[str]]:
     """The arguments of `torchkiln new` on its page."""
     page = (ROOT / "docs" / "new.md").read_text()
-    blocks = re.findall(r"^```sh\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```sh shown\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     words = [shlex.split(line, comments=True) for block in blocks for line in block.splitlines()]
     return [line[2:] for line in words if line[:2] == ["torchkiln", "new"]]
 
