@@ -26,33 +26,38 @@ __global__ void __launch_bounds__(kThreads) sum_windows(Windows windows, int64_t
   torchkiln::wait_for_previous_kernel();
   const int64_t row = blockIdx.x / tiles;
   const int64_t begin = (blockIdx.x - row * tiles) * kTile;
-  const T* const x = static_cast<const T*>(windows.x) + row * windows.columns;
-  T* const out = static_cast<T*>(windows.out) + row * windows.columns;
+  const int64_t at = row * windows.columns + begin;
+  const T* const x = static_cast<const T*>(windows.x) + at - windows.before;
+  T* const out = static_cast<T*>(windows.out) + at;
+  const int64_t left = windows.columns - begin;  // of the row
   const int window = static_cast<int>(windows.window);
   const int needed = kTile + window - 1;
-  for (int first = threadIdx.x; first < needed; first += kTile) {
+  // What of the tile lies inside of the row: first <= slot < last.
+  const int first = static_cast<int>(max(windows.before - begin, int64_t{0}));
+  const int last = static_cast<int>(min(left + windows.before, int64_t{needed}));
+  for (int base = threadIdx.x; base < needed; base += kTile) {
     T items[kItems] = {};
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
-      const int slot = first + i * kThreads;
-      const int64_t at = begin - windows.before + slot;
-      if (slot < needed && 0 <= at && at < windows.columns) items[i] = x[at];
+      const int slot = base + i * kThreads;
+      if (first <= slot && slot < last) items[i] = x[slot];
     }
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
-      const int slot = first + i * kThreads;
+      const int slot = base + i * kThreads;
       if (slot < needed) tile[slot] = torchkiln::convert<C>(items[i]);
     }
   }
   __syncthreads();
+  C sums[kItems] = {};
+  for (int k = 0; k < window; ++k) {
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) sums[i] += tile[threadIdx.x + i * kThreads + k];
+  }
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
     const int slot = threadIdx.x + i * kThreads;
-    const int64_t at = begin + slot;
-    if (at >= windows.columns) return;
-    C sum = 0;
-    for (int k = 0; k < window; ++k) sum += tile[slot + k];
-    out[at] = torchkiln::convert<T>(sum);
+    if (slot < left) out[slot] = torchkiln::convert<T>(sums[i]);
   }
 }
 
