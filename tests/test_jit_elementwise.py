@@ -242,3 +242,27 @@ def test_functions_on_a_gpu(name: str, dtype: torch.dtype) -> None:
     grads = torch.autograd.grad(found.sum(), inputs)
     for one, other in zip(grads, torch.autograd.grad(expected.sum(), cpu), strict=True):
         torch.testing.assert_close(one.cpu(), other)
+
+
+def test_a_given_gradient_is_that_of_the_cpu_and_of_transforms() -> None:
+    """Rounding passes its gradient straight through, as its formula would not."""
+    rounded = jit.elementwise(
+        "floor(x * steps + 0.5) / steps + y",
+        "x, y, steps=4.0",
+        gradient={"x": "grad * (1 + 0 * x)", "y": "grad * y"},
+    )
+    x = torch.tensor([[0.3], [-0.7]], dtype=torch.float64, requires_grad=True)
+    y = torch.tensor([2.0, 3.0, 5.0], dtype=torch.float64, requires_grad=True)
+    grad = torch.arange(6, dtype=torch.float64).reshape(2, 3)
+    found = torch.autograd.grad(rounded(x, y), (x, y), grad, create_graph=True)
+    assert torch.equal(found[0], grad.sum(1, keepdim=True))
+    assert torch.equal(found[1], grad.sum(0) * y)
+    assert torch.equal(torch.autograd.grad(found[1].sum(), y)[0], grad.sum(0))
+    ones = torch.ones_like(x)
+    tangent = torch.func.jvp(lambda x: rounded(x, y.detach(), 2.0), (x.detach(),), (ones,))[1]
+    assert torch.equal(tangent, torch.ones(2, 3, dtype=torch.float64))
+    half = torch.tensor([1.25], dtype=torch.bfloat16, requires_grad=True)
+    rounded(half, half.detach()).backward()
+    assert half.grad is not None
+    assert half.grad.dtype == torch.bfloat16
+    assert half.grad.item() == 1
