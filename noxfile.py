@@ -388,7 +388,7 @@ def consumer(session: nox.Session) -> None:
         shutil.rmtree(moved, ignore_errors=True)
         for name in ("include", "lib", "share"):
             shutil.copytree(package / name, moved / name)
-        # Away from its place, a build with CUDA does not know where the runtime lies.
+        # with_sdk links the CUDA runtime in a build with CUDA.
         (runtime, *_) = [*package.parent.glob("nvidia/cu*/lib"), moved / "lib"]
         away = {"LD_LIBRARY_PATH": str(runtime)}
         session.run(
