@@ -301,7 +301,7 @@ def abi(session: nox.Session) -> None:
     """What the wheel contains, and whether its symbols are there beside every torch it is for."""
     several = [path for path in given_wheels(session) if is_for_several(path)]
     built = several[0] if several else installed_wheel(session)
-    session.install("pyelftools", "twine", "cyclonedx-python-lib[json-validation]")
+    session.install(*group("packaging"))
     session.run("twine", "check", "--strict", str(built))
     trees: list[Path] = []
     if several:
