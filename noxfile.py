@@ -301,7 +301,7 @@ def abi(session: nox.Session) -> None:
     """What the wheel contains, and whether its symbols are there beside every torch it is for."""
     several = [path for path in given_wheels(session) if is_for_several(path)]
     built = several[0] if several else installed_wheel(session)
-    session.install("pyelftools", "twine", "cyclonedx-python-lib[json-validation]")
+    session.install(*group("packaging"))
     session.run("twine", "check", "--strict", str(built))
     trees: list[Path] = []
     if several:
@@ -388,7 +388,7 @@ def consumer(session: nox.Session) -> None:
         shutil.rmtree(moved, ignore_errors=True)
         for name in ("include", "lib", "share"):
             shutil.copytree(package / name, moved / name)
-        # Away from its place, a build with CUDA does not know where the runtime lies.
+        # with_sdk links the CUDA runtime in a build with CUDA.
         (runtime, *_) = [*package.parent.glob("nvidia/cu*/lib"), moved / "lib"]
         away = {"LD_LIBRARY_PATH": str(runtime)}
         session.run(

@@ -1,6 +1,6 @@
 """From an edit to a result: torchkiln.jit beside torch.utils.cpp_extension.load, in one run.
 
-Prints the tables of docs/jit.md. Every start is a process of its own; what is timed begins when
+Prints tables. Every start is a process of its own; what is timed begins when
 torch is imported and CUDA has started, and ends when the results of a kernel in three dtypes are
 there. Without a GPU it ends with the machine code. The extension needs nvcc, g++ and ninja, and is
 left out by --without-extension.

@@ -14,10 +14,10 @@ RUN apt-get update \
 RUN python3 -m venv /opt/torchkiln
 ENV PATH=/opt/torchkiln/bin:$PATH
 
-# The wheel tells the version of its torch.
+# The wheel tells the versions of torch that it is for.
 COPY dist/torchkiln-*.whl /opt/wheels/
 # hadolint ignore=DL3013
-RUN pip install --no-cache-dir --find-links=/opt/wheels torchkiln \
+RUN pip install --no-cache-dir --find-links=/opt/wheels 'torchkiln[torch]' \
     && rm -r /opt/wheels
 
 # What --gpus hands to the container.

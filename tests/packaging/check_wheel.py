@@ -1,16 +1,15 @@
 """Usage: check_wheel.py WHEEL [FOLDER...]
 
-Checks a wheel against every torch that it is for, without importing any: contents, metadata, GPU
-code, symbols, versions of the C library, run paths. Each FOLDER has one of those torches in it;
-without any, it is the torch of this environment. Prints a line for each check, and fails at the
-end.
+Checks a wheel against every torch that it is for, without importing any: contents, metadata, list
+of parts, libraries. Each FOLDER has one of those torches in it; without any, it is the torch of
+this environment. TORCHKILN_CUDA_ARCHITECTURES, where it is a list, is what there has to be GPU code
+for. Prints a line for each check, and fails at the end.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 import tempfile
 import zipfile
@@ -20,31 +19,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import elf
-import fatbin
+from checks import Checks
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
-
-# What manylinux_2_28 allows, by the newest version of each family of symbols. A wheel that says so
-# in its name may ask for a newer glibc.
-NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}
-
-# Defined by every C++ library, under names that no other one has a use for.
-OURS = re.compile(
-    r"torchkiln|^(typeinfo|vtable|guard variable|construction vtable|VTT|(non-)?virtual thunk)"
-)
-
-# Loaded by whoever loads us: torch, CUDA's runtime, the system.
-OUTSIDE = re.compile(
-    r"^(libtorch|libc10|libcudart\.so|lib(c|m|dl|rt|gomp|pthread|stdc\+\+|gcc_s)\.so|ld-linux)"
-)
-
-RUNPATH = re.compile(r"^\$ORIGIN(/lib|/\.\./\.\./lib|(/\.\.){2,3}/torch/lib)?$")
-
-# What may name torch's CUDA half, and is only loaded where there is one.
-CUDA_PART = "libtorchkiln_cuda.so"
-OF_CUDA = re.compile(r"^lib(torch_cuda|c10_cuda|cudart|cu[a-z]+|nv[a-z]+)[.\d]*\.so")
-OF_TORCH = re.compile(r"^lib(torch|c10)")
+from libraries import CUDA_PART, check_libraries, minor
+from packaging.requirements import Requirement
 
 CONTENTS = (
     r"torchkiln/__init__\.py",
@@ -88,23 +67,6 @@ PARTS = (
 MOST_BYTES = 100 * 2**20  # what PyPI takes
 
 
-class Checks:
-    """Prints each check's outcome and remembers whether one has failed."""
-
-    def __init__(self) -> None:
-        self.failed = False
-
-    def none(self, what: str, offending: Iterable[str]) -> None:
-        """Passes when nothing offends."""
-        found = sorted(offending)
-        print(f"{'FAILED' if found else 'ok    '} {what}")
-        for line in found[:20]:
-            print(f"         {line}")
-        if len(found) > 20:
-            print(f"         ... and {len(found) - 20} more")
-        self.failed |= bool(found)
-
-
 def check_contents(
     checks: Checks, archive: zipfile.ZipFile, wheel: Path, record: dict[str, Any]
 ) -> None:
@@ -137,27 +99,6 @@ def parts(archive: zipfile.ZipFile) -> dict[str, int]:
     return taken
 
 
-def find_torches(
-    checks: Checks, record: dict[str, Any], folders: list[Path]
-) -> dict[str, tuple[Path, str]]:
-    """By the folder of the wheel that is for it: a torch, and its version."""
-    here = {}
-    for folder in folders:
-        version = re.search(r"__version__ = '([\d.]+)", (folder / "version.py").read_text())
-        if version:
-            here[minor(version[1])] = (folder, version[1])
-    needed = {minor(built["version"]): built["folder"] for built in record["torches"]}
-    checks.none(
-        f"beside every torch that it is for: {', '.join(needed)}",
-        (f"no torch {version} to check against" for version in needed.keys() - here.keys()),
-    )
-    return {needed[version]: here[version] for version in needed if version in here}
-
-
-def minor(version: str) -> str:
-    return ".".join(version.split(".")[:2])
-
-
 def check_metadata(checks: Checks, root: Path, record: dict[str, Any]) -> None:
     (info,) = root.glob("*.dist-info")
     metadata = Parser().parsestr((info / "METADATA").read_text())
@@ -170,13 +111,18 @@ def check_metadata(checks: Checks, root: Path, record: dict[str, Any]) -> None:
 
     # For several torches, the loader has the say: pip would replace a torch that is none of them.
     torches = [minor(built["version"]) for built in record["torches"]]
-    required = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
+    every = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
+    required = [str(line) for line in every if not line.marker]
+    extra = [line for line in every if line.marker and line.marker.evaluate({"extra": "torch"})]
     problems = [
         *differs(
             "Requires-Dist", required, [f"torch=={torches[0]}.*"] if len(torches) == 1 else []
         ),
+        *differs("extra torch", [line.name for line in extra], ["torch"]),
+        *(f"torchkiln[torch] is {words}" for line in extra for words in wrong(line, torches)),
         *differs("Version", metadata["Version"], record["version"]),
         *differs("License-Expression", metadata["License-Expression"], "BSD-3-Clause"),
+        *differs("License-File", metadata.get_all("License-File"), ["LICENSE"]),
         *(
             f"tag {tag}, expected {python}"
             for tag in tags
@@ -186,6 +132,16 @@ def check_metadata(checks: Checks, root: Path, record: dict[str, Any]) -> None:
     checks.none("metadata and record agree", problems)
 
 
+def wrong(extra: Requirement, torches: list[str]) -> Iterable[str]:
+    """What the extra asks for and the wheel has not; just outside, pip has to stop."""
+    takes = extra.specifier.contains
+    yield from (f"not for torch {version}" for version in torches if not takes(f"{version}.0"))
+    numbers = sorted(tuple(map(int, version.split("."))) for version in torches)
+    (major, first), (_, last) = numbers[0], numbers[-1]
+    outside = (f"{major}.{first - 1}", f"{major}.{last + 1}") if len(torches) > 1 else ()
+    yield from (f"for torch {version}, too" for version in outside if takes(f"{version}.0"))
+
+
 def check_bill(checks: Checks, root: Path, record: dict[str, Any]) -> None:
     """The list of what is inside is valid, and as long as it has to be."""
     for path in root.glob("*.dist-info/sboms/torchkiln.cdx.json"):
@@ -193,134 +149,19 @@ def check_bill(checks: Checks, root: Path, record: dict[str, Any]) -> None:
         invalid = JsonStrictValidator(SchemaVersion.V1_6).validate_str(text)
         checks.none("the SBOM is CycloneDX", [str(invalid)] if invalid else [])
         bill = json.loads(text)
-        found = {part["name"]: part["version"] for part in bill["components"]}
-        print(f"       {', '.join(f'{name} {version}' for name, version in found.items())}")
+        found = [(part["name"], part["version"]) for part in bill["components"]]
+        print(f"       {', '.join(f'{name} {version}' for name, version in found)}")
         expected = {"torch", "pybind11", "libstdc++ headers", "CPython headers"}
         if record["cuda"]:
             expected |= {"CCCL", "CUDA Toolkit headers", "CUDA Runtime"}
-        problems = [f"only there or here: {name}" for name in sorted(found.keys() ^ expected)]
+        names = {name for name, _ in found}
+        problems = [f"only there or here: {name}" for name in names ^ expected]
+        named = {version for name, version in found if name == "torch"}
+        built = {torch["version"] for torch in record["torches"]}
+        problems += [f"only there or here: torch {version}" for version in named ^ built]
         if bill["metadata"]["component"]["version"] != record["version"]:
             problems.append(f"it is of torchkiln {bill['metadata']['component']['version']}")
         checks.none("the SBOM lists what the build took from others, and nothing else", problems)
-
-
-def check_gpu_code(checks: Checks, kernels: Path, record: dict[str, Any]) -> None:
-    code = fatbin.read(kernels)
-    for kind, found in (("machine code", code.machine_code), ("PTX", code.ptx)):
-        for architecture, taken in sorted(found.items()):
-            print(f"       {taken / 1024:8.0f} KiB {kind} of {architecture}")
-    wanted = set(record["cuda_architectures"])
-    # The products of a warpgroup, which no other architecture has.
-    extra = {"90a"} if any(name.startswith("90") for name in wanted) else set()
-    checks.none(
-        f"machine code of {', '.join(sorted(wanted)) or 'no GPU'}",
-        (wanted | extra) ^ code.machine_code.keys(),
-    )
-    checks.none("PTX as recorded", set(record["cuda_ptx"]) ^ code.ptx.keys())
-
-
-def check_boundary(checks: Checks, ours: list[elf.Library]) -> None:
-    for library in ours:
-        if library.path.name == "libtorchkiln_kernels.so":
-            checks.none(
-                "the kernels know nothing of torch",
-                [name for name in library.needed if OF_TORCH.match(name)]
-                + [name for name in elf.demangle(sorted(library.undefined)) if "at::" in name],
-            )
-        if library.path.name != CUDA_PART:
-            checks.none(
-                f"{place(library)}: loads beside a torch without CUDA",
-                filter(OF_CUDA.match, library.needed),
-            )
-
-
-def place(library: elf.Library) -> str:
-    """Its path in the package."""
-    return "/".join(library.path.parts[library.path.parts.index("torchkiln") + 1 :])
-
-
-def check_symbols(checks: Checks, ours: list[elf.Library], torch: Path, version: str) -> None:
-    """Each undefined symbol has to be offered by a library that is named as needed."""
-    offered: dict[str, frozenset[str]] = {}
-    for path in [*(torch / "lib").glob("*.so*"), *toolkit_libraries()]:
-        library = elf.read(path)
-        offered[library.soname or path.name] = library.defined
-    offered |= {library.soname or library.path.name: library.defined for library in ours}
-    for name, library in system_libraries(
-        {n for o in ours for n in o.needed} - offered.keys()
-    ).items():
-        offered[name] = library.defined
-
-    for library in ours:
-        within_reach = frozenset[str]().union(
-            *(offered.get(name, frozenset()) for name in library.needed)
-        )
-        python = {s for s in library.undefined if s.startswith(("Py", "_Py"))}
-        unresolved = library.undefined - within_reach
-        if library.path.name.startswith("_C."):
-            unresolved -= python
-        checks.none(
-            f"{place(library)}: {len(library.undefined)} symbols resolve beside torch {version}",
-            elf.demangle(sorted(unresolved)),
-        )
-        checks.none(
-            f"{place(library)}: needs only what will be there",
-            (
-                name
-                for name in library.needed
-                if not OUTSIDE.match(name) and name not in {o.soname for o in ours}
-            ),
-        )
-
-
-def toolkit_libraries() -> Iterable[Path]:
-    spec = find_spec("nvidia")
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        yield from Path(folder).glob("cu*/lib/libcudart.so.*")
-
-
-def system_libraries(names: set[str]) -> dict[str, elf.Library]:
-    """The libraries that the linker would take from the system."""
-    found = {}
-    for name in names:
-        done = subprocess.run(
-            ["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True
-        )
-        path = Path(done.stdout.strip())
-        if path.is_absolute():
-            found[name] = elf.read(path.resolve())
-    return found
-
-
-def check_exports(checks: Checks, ours: list[elf.Library]) -> None:
-    for library in ours:
-        if library.path.name.startswith("_C."):
-            # One listener for the process: libraries and stand-alone kernels look for this name.
-            known = {"PyInit__C", "_ZN9torchkiln7explain8listenerE"}
-            foreign = [name for name in library.defined if name not in known]
-        else:
-            foreign = [
-                name for name in elf.demangle(sorted(library.defined)) if not OURS.search(name)
-            ]
-        checks.none(f"{place(library)}: exports nothing but its own", foreign)
-
-
-def check_portability(checks: Checks, ours: list[elf.Library], wheel: Path) -> None:
-    tags = [int(number) for number in re.findall(r"manylinux_2_(\d+)_", wheel.name)]
-    glibc = (2, min(tags, default=28))
-    newest = NEWEST | {"GLIBC": glibc}
-    for library in ours:
-        newer = []
-        for name in library.versions:
-            family, _, version = name.partition("_")
-            numbers = tuple(int(n) for n in version.split(".") if n.isdigit())
-            if family in newest and numbers > newest[family]:
-                newer.append(f"{name}, allowed up to {'.'.join(map(str, newest[family]))}")
-        checks.none(f"{place(library)}: runs where glibc {glibc[0]}.{glibc[1]} is", newer)
-        checks.none(
-            f"{place(library)}: looks for libraries only in the wheel and beside it",
-            (entry for entry in library.runpath if not RUNPATH.match(entry)),
-        )
 
 
 def main() -> None:
@@ -337,24 +178,9 @@ def main() -> None:
         check_contents(checks, archive, wheel, record)
         check_metadata(checks, Path(folder), record)
         check_bill(checks, Path(folder), record)
-        check_gpu_code(checks, package / "lib" / "libtorchkiln_kernels.so", record)
-        torches = find_torches(checks, record, [folder / "torch" for folder in given])
-        kernels = [elf.read(package / "lib" / "libtorchkiln_kernels.so")]
-        ours = list(kernels)
-        for part, (torch, version) in torches.items():
-            built = [elf.read(path) for path in for_one_torch(package / part)]
-            check_symbols(checks, kernels + built, torch, version)
-            ours += built
-        check_boundary(checks, ours)
-        check_exports(checks, ours)
-        check_portability(checks, ours, wheel)
+        check_libraries(checks, package, record, [folder / "torch" for folder in given], wheel)
     if checks.failed:
         raise SystemExit("the wheel has failed")
-
-
-def for_one_torch(folder: Path) -> list[Path]:
-    found = [*folder.glob("*.so"), *(folder / "lib").glob("*.so")]
-    return sorted(path for path in found if path.name != "libtorchkiln_kernels.so")
 
 
 if __name__ == "__main__":

@@ -20,11 +20,7 @@ def find_runtimes(environment: Environment, facts: Facts) -> list[Finding]:
     found = []
     for topic, name, why in (
         ("OpenMP", OPENMP, "each has its threads, and they take the cores from each other"),
-        (
-            "CUDA runtime",
-            CUDA_RUNTIME,
-            "each has its own idea of the current device and its errors",
-        ),
+        ("CUDA runtime", CUDA_RUNTIME, "what fails in one is no error to the other"),
     ):
         loaded = _matching(name, map(Path, facts.trial.libraries))
         present = _matching(name, _in_environment(environment))

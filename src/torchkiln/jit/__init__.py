@@ -1,4 +1,4 @@
-"""From an idea to a running kernel in a tenth of a second, without a CUDA toolkit."""
+"""Kernels that are compiled while Python runs, without a CUDA toolkit."""
 
 from torchkiln.jit.elementwise import Elementwise, elementwise
 from torchkiln.jit.extension import extension

@@ -32,8 +32,8 @@ def extension(
 ) -> Any:
     """Builds a Python module of sources with pybind11 or torch's registration, and imports it.
 
-    It takes a compiler, a minute and, for .cu files, nvcc of torch's CUDA version; what is only a
-    kernel is compiled a thousand times sooner by :func:`torchkiln.jit.load`.
+    It takes a compiler, the time that torch's headers take and, for .cu files, nvcc of torch's CUDA
+    version; what is only a kernel needs none of it with :func:`torchkiln.jit.load`.
 
     Args:
         sources: .cpp and .cu files. torchkiln's headers are found.

@@ -1,0 +1,22 @@
+"""What a script of checks prints, and whether it fails at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class Checks:
+    """Prints each check's outcome and remembers whether one has failed."""
+
+    def __init__(self) -> None:
+        self.failed = False
+
+    def none(self, what: str, offending: Iterable[str]) -> None:
+        """Passes when nothing offends."""
+        found = sorted(offending)
+        print(f"{'FAILED' if found else 'ok    '} {what}")
+        for line in found[:20]:
+            print(f"         {line}")
+        if len(found) > 20:
+            print(f"         ... and {len(found) - 20} more")
+        self.failed |= bool(found)
