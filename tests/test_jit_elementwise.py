@@ -83,6 +83,7 @@ def test_chain_rule(text: str) -> None:
         ("exp(x, y)", "", "got 2 arguments of exp .*, expected 1"),
         ("x[0]", "", r"got 'x\[0\]' in"),
         ("x < y", "", "expected a number"),
+        ("torch.relu(x)", "", r"got 'torch.relu\(x\)' .* a function by its name alone: abs, "),
         ("relu(x < y)", "", "argument 1 of relu .*expected a number, not a comparison"),
         ("where(x, y, y)", "", "argument 1 of where .*expected a comparison"),
         ("x * scale", "x", "arguments: got 'x', but scale is in the expression"),
@@ -101,6 +102,16 @@ def test_wrong_gradients() -> None:
         jit.elementwise("x * 2", gradient={"y": "grad"})
     with pytest.raises(ValueError, match="gradient: got 'z', expected grad and"):
         jit.elementwise("x * 2", gradient={"x": "grad * z"})
+
+
+def test_what_an_op_says_of_itself_and_of_wrong_arguments() -> None:
+    op = jit.elementwise("clamp(x, lo, hi)", "x, lo: float, hi=1.0", name="clamped")
+    assert repr(op).startswith("<torchkiln.jit op torchkiln_jit::clamped(Tensor x, float lo")
+    x = torch.ones(3)
+    with pytest.raises(TypeError, match=r"clamped: got arguments 2 by position, low, expected at"):
+        op(x, 0.0, low=1.0)
+    with pytest.raises(TypeError, match="got arguments 4 by position, expected at most x, lo, hi"):
+        op(x, 0.0, 1.0, 2.0)
 
 
 def test_the_same_formula_is_the_same_op() -> None:
