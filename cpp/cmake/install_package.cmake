@@ -69,8 +69,11 @@ foreach(minor IN LISTS TORCHKILN_TORCHES_FOUND)
   )
 endforeach()
 install(DIRECTORY cuda/include/ cpp/include/ "${PROJECT_BINARY_DIR}/include/" DESTINATION include)
-# The loops of elementwise operators on the CPU.
-install(FILES cpp/cpu/elementwise.h cpp/cpu/float16.h DESTINATION include/torchkiln/cpu)
+# The loops of elementwise operators on the CPU, and the choice of an instruction set.
+install(
+  FILES cpp/cpu/elementwise.h cpp/cpu/float16.h cpp/cpu/isa.h
+  DESTINATION include/torchkiln/cpu
+)
 
 configure_package_config_file(
   cpp/cmake/torchkilnConfig.cmake.in
@@ -84,6 +87,7 @@ install(
     "${PROJECT_BINARY_DIR}/torchkilnConfigVersion.cmake"
     cpp/cmake/torchkiln_torch.cmake
     cpp/cmake/torchkiln_package.cmake
+    cpp/cmake/instruction_sets.cmake
     cpp/cmake/cuda_toolkit.cmake
     cpp/cmake/cuda_architectures.cmake
   DESTINATION ${config_folder}

@@ -1,11 +1,13 @@
 # For packages with operators of their own, after find_package(torchkiln COMPONENTS torchkiln) in the project's top folder:
 #
 #   torchkiln_find_cuda()                    sets TORCHKILN_WITH_CUDA, and enables the language where it is on
-#   torchkiln_add_module(name SOURCES ...)   a Python module of C++ and, where there is CUDA, of .cu files
+#   torchkiln_add_module(name SOURCES ...    a Python module of C++ and, where there is CUDA, of .cu files,
+#     CPU_KERNELS ...)                       and of C++ that is compiled once for each instruction set (torchkiln/cpu/isa.h)
 #
 # TORCHKILN_CUDA, TORCHKILN_CUDA_ARCHITECTURES and TORCHKILN_ALLOW_CUDA_MISMATCH are those of torchkiln's own build.
 include_guard(GLOBAL)
 set(torchkiln_CMAKE_DIR "${CMAKE_CURRENT_LIST_DIR}")
+include("${CMAKE_CURRENT_LIST_DIR}/instruction_sets.cmake")
 
 # A macro: languages are enabled, and variables set, for the project.
 macro(torchkiln_find_cuda)
@@ -22,7 +24,7 @@ macro(torchkiln_find_cuda)
 endmacro()
 
 function(torchkiln_add_module name)
-  cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "SOURCES")
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "SOURCES;CPU_KERNELS")
   if(NOT TORCHKILN_WITH_CUDA)
     list(FILTER arg_SOURCES EXCLUDE REGEX "\\.cu$")
   endif()
@@ -32,10 +34,7 @@ function(torchkiln_add_module name)
     ${name}
     PRIVATE torchkiln::torchkiln "${torchkiln_TORCH_ROOT}/lib/libtorch_python.so"
   )
-  target_compile_definitions(
-    ${name}
-    PRIVATE "TORCHKILN_PACKAGE=\"${PROJECT_NAME}\"" TORCHKILN_ISA=${PROJECT_NAME}
-  )
+  target_compile_definitions(${name} PRIVATE "TORCHKILN_PACKAGE=\"${PROJECT_NAME}\"")
   if(TORCHKILN_WITH_CUDA)
     target_compile_definitions(${name} PRIVATE TORCHKILN_WITH_CUDA=1)
     target_link_libraries(${name} PRIVATE CUDA::cudart)
@@ -60,4 +59,27 @@ function(torchkiln_add_module name)
       LINKER_LANGUAGE CXX
       INSTALL_RPATH "$ORIGIN/../torchkiln/lib;$ORIGIN/../torch/lib"
   )
+  # What a project adds to the module's own, it means for these, too.
+  if(arg_CPU_KERNELS)
+    foreach(isa IN LISTS torchkiln_isas)
+      set(kernels ${name}_${isa})
+      add_library(${kernels} OBJECT ${arg_CPU_KERNELS})
+      torchkiln_for_instruction_set(${kernels} ${isa})
+      target_compile_options(${kernels} PRIVATE -Wall -Wextra)
+      target_include_directories(
+        ${kernels}
+        PRIVATE "$<TARGET_PROPERTY:${name},INCLUDE_DIRECTORIES>"
+      )
+      target_compile_definitions(
+        ${kernels}
+        PRIVATE "$<TARGET_PROPERTY:${name},COMPILE_DEFINITIONS>"
+      )
+      target_link_libraries(${kernels} PRIVATE torchkiln::kernels)
+      set_target_properties(
+        ${kernels}
+        PROPERTIES CXX_VISIBILITY_PRESET hidden VISIBILITY_INLINES_HIDDEN ON CXX_EXTENSIONS OFF
+      )
+      target_sources(${name} PRIVATE "$<TARGET_OBJECTS:${kernels}>")
+    endforeach()
+  endif()
 endfunction()

@@ -48,58 +48,24 @@ def add_op(name: str, template: str, root: Path) -> list[Path]:
 def sources(template: str, words: dict[str, str]) -> dict[str, str]:
     """The op's own files: a package's kernels, operator, function and spec; a test of its own."""
     name = words["OPNAME"]
-    kernel, spec = f"cpp/cpu/{name}.cpp", "src/torchkiln/spec.py"
-    kept = ("cuda/", "cpp/ops/", kernel, f"src/torchkiln/{name}", spec, "tests/")
+    spec = "src/torchkiln/spec.py"
+    kept = ("cuda/", "cpp/cpu/", "cpp/ops/", f"src/torchkiln/{name}", spec, "tests/")
     inside = words | {"PACKAGE": "PACKAGE"}
     found = {
         filled(path, words): filled(at_home(text), words)
         for path, text in files((template, "checkout"), inside).items()
         if filled(path, words).startswith(kept)
     }
-    found[kernel] = for_instruction_sets(found[kernel])
     found[f"src/torchkiln/testing/specs/{name}.py"] = found.pop(spec)
     return found
 
 
 def at_home(text: str) -> str:
-    """Without the names of the namespace that the code will be in."""
-    text = re.sub(r"^using torchkiln::\w+;\n+", "", text, flags=re.MULTILINE)
-    return text.replace("torchkiln::", "")
-
-
-VARIANTS = """\
-}}  // namespace TORCHKILN_ISA
-
-#ifdef TORCHKILN_BASELINE
-
-{declared}
-
-{picked}
-
-#endif
-
-"""
-
-
-def for_instruction_sets(text: str) -> str:
-    """CPU kernels as cpp/cpu/isa.h wants them, of those of a package, which are compiled once.
-
-    What they begin with is how the templates write it: ``Status NAME(...) {`` and ``namespace
-    loops``.
-    """
-    text = re.sub(r'#include "torchkiln/cpu/(.+)"', r'#include "\1"\n#include "isa.h"', text)
-    opened = "\n\nnamespace TORCHKILN_ISA {"
-    text = re.sub(r"\n+namespace loops = cpu::TORCHKILN_ISA;", opened, text)
-    declared, picked = [], []
-    for name, parameters in re.findall(r"^Status (\w+)\(([^)]*)\) {$", text, re.MULTILINE):
-        given = ", ".join(re.findall(r"([a-z]\w*)(?=,\s|$)", parameters))
-        declared.append(f"TORCHKILN_DECLARE_VARIANTS({name})")
-        picked.append(
-            f"Status {name}({parameters}) {{\n  return TORCHKILN_BEST_VARIANT({name})({given});\n}}"
-        )
-    variants = VARIANTS.format(declared="\n".join(declared), picked="\n\n".join(picked))
-    kernels, end, _ = text.rpartition("}  // namespace torchkiln::cpu\n")
-    return kernels.replace("loops::", "") + variants + end
+    """Without the names of the namespaces and of the folder that the code will be in."""
+    text = re.sub(r"^(using torchkiln::\w+|namespace loops = .+);\n", "", text, flags=re.MULTILINE)
+    for away in ("torchkiln::", "loops::", "torchkiln/cpu/"):
+        text = text.replace(away, "")
+    return re.sub(r"\n{3,}", "\n\n", text)
 
 
 def edits(template: str, name: str, words: dict[str, str]) -> list[Edit]:

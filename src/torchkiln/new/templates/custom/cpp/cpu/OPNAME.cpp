@@ -3,12 +3,17 @@
 #include <algorithm>
 
 #include "torchkiln/cpu/float16.h"
+#include "torchkiln/cpu/isa.h"
 
 namespace PACKAGE::cpu {
 
 using OPNAME_parts::Windows;
 using torchkiln::Compute;
 using torchkiln::Status;
+
+// Compiled once for each instruction set; the widest that the machine has is taken at run time.
+namespace TORCHKILN_ISA {
+
 namespace loops = torchkiln::cpu::TORCHKILN_ISA;
 
 Status OPNAME(const Windows& arguments, int64_t begin, int64_t end) {
@@ -38,5 +43,17 @@ Status OPNAME(const Windows& arguments, int64_t begin, int64_t end) {
     return {};
   });
 }
+
+}  // namespace TORCHKILN_ISA
+
+#ifdef TORCHKILN_BASELINE
+
+TORCHKILN_DECLARE_VARIANTS(OPNAME)
+
+Status OPNAME(const Windows& arguments, int64_t begin, int64_t end) {
+  return TORCHKILN_BEST_VARIANT(OPNAME)(arguments, begin, end);
+}
+
+#endif
 
 }  // namespace PACKAGE::cpu

@@ -1,6 +1,7 @@
 #include "PACKAGE/kernels/OPNAME.h"
 
 #include "torchkiln/cpu/elementwise.h"
+#include "torchkiln/cpu/isa.h"
 
 namespace PACKAGE::cpu {
 
@@ -8,6 +9,10 @@ using torchkiln::Compute;
 using torchkiln::Elementwise;
 using torchkiln::ExactMath;
 using torchkiln::Status;
+
+// Compiled once for each instruction set; the widest that the machine has is taken at run time.
+namespace TORCHKILN_ISA {
+
 namespace loops = torchkiln::cpu::TORCHKILN_ISA;
 
 Status OPNAME(const Elementwise<2>& arguments, double scale, int64_t begin, int64_t end) {
@@ -28,5 +33,23 @@ Status OPNAME_backward(const Elementwise<3, 2>& arguments, double scale, int64_t
     return loops::elementwise<T>(gradients, arguments, begin, end);
   });
 }
+
+}  // namespace TORCHKILN_ISA
+
+#ifdef TORCHKILN_BASELINE
+
+TORCHKILN_DECLARE_VARIANTS(OPNAME)
+TORCHKILN_DECLARE_VARIANTS(OPNAME_backward)
+
+Status OPNAME(const Elementwise<2>& arguments, double scale, int64_t begin, int64_t end) {
+  return TORCHKILN_BEST_VARIANT(OPNAME)(arguments, scale, begin, end);
+}
+
+Status OPNAME_backward(const Elementwise<3, 2>& arguments, double scale, int64_t begin,
+                       int64_t end) {
+  return TORCHKILN_BEST_VARIANT(OPNAME_backward)(arguments, scale, begin, end);
+}
+
+#endif
 
 }  // namespace PACKAGE::cpu

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "torchkiln/cpu/elementwise.h"
+#include "torchkiln/cpu/isa.h"
 
 namespace PACKAGE::cpu {
 
@@ -12,6 +13,10 @@ using OPNAME_parts::Term;
 using torchkiln::Compute;
 using torchkiln::Elementwise;
 using torchkiln::Status;
+
+// Compiled once for each instruction set; the widest that the machine has is taken at run time.
+namespace TORCHKILN_ISA {
+
 namespace loops = torchkiln::cpu::TORCHKILN_ISA;
 
 namespace {
@@ -59,5 +64,22 @@ Status OPNAME_backward(const Elementwise<2>& arguments, int64_t begin, int64_t e
     return loops::elementwise<T>(Gradient{}, arguments, begin, end);
   });
 }
+
+}  // namespace TORCHKILN_ISA
+
+#ifdef TORCHKILN_BASELINE
+
+TORCHKILN_DECLARE_VARIANTS(OPNAME)
+TORCHKILN_DECLARE_VARIANTS(OPNAME_backward)
+
+Status OPNAME(const Rows& arguments, int64_t begin, int64_t end) {
+  return TORCHKILN_BEST_VARIANT(OPNAME)(arguments, begin, end);
+}
+
+Status OPNAME_backward(const Elementwise<2>& arguments, int64_t begin, int64_t end) {
+  return TORCHKILN_BEST_VARIANT(OPNAME_backward)(arguments, begin, end);
+}
+
+#endif
 
 }  // namespace PACKAGE::cpu

@@ -1,0 +1,35 @@
+# The instruction sets that CPU kernels are compiled for, each file once for each; cpp/cpu/isa.h chooses among them at run
+# time. torchkiln_isas has their names, torchkiln_flags_<name> the compiler's options.
+set(torchkiln_isas baseline)
+set(torchkiln_flags_baseline "")
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
+  list(APPEND torchkiln_isas avx2 avx512)
+  set(torchkiln_flags_avx2 -mavx2 -mfma -mf16c -mbmi2)
+  set(
+    torchkiln_flags_avx512
+    ${torchkiln_flags_avx2}
+    -mavx512f
+    -mavx512bw
+    -mavx512vl
+    -mavx512dq
+    -mprefer-vector-width=512
+  )
+endif()
+
+# A target of objects that is compiled for one of them; no name for what is compiled once.
+function(torchkiln_for_instruction_set target isa)
+  target_compile_options(
+    ${target}
+    PRIVATE -fno-math-errno -fno-trapping-math ${torchkiln_flags_${isa}}
+  )
+  if("avx2" IN_LIST torchkiln_isas)
+    target_compile_definitions(${target} PRIVATE TORCHKILN_HAS_X86_ISAS=1)
+  endif()
+  if(isa)
+    target_compile_definitions(${target} PRIVATE TORCHKILN_ISA=${isa})
+  endif()
+  if(isa STREQUAL "baseline")
+    target_compile_definitions(${target} PRIVATE TORCHKILN_BASELINE=1)
+  endif()
+  set_target_properties(${target} PROPERTIES POSITION_INDEPENDENT_CODE ON)
+endfunction()
