@@ -127,10 +127,10 @@ struct GradientBody {
   BiasActBackward problem;
   Gradient gradient;
   C scale;
-  C bias[Lanes];  // of the thread's columns
+  C bias[Lanes];  // of the thread's columns; zeros where there is none
 
   __device__ __forceinline__ void begin(int64_t column, bool, C (&)[Lanes]) {
-    if (gradient.kept() == Saved::input) {
+    if (gradient.kept() == Saved::input && problem.bias != nullptr) {
 #pragma unroll
       for (int i = 0; i < Lanes; ++i) {
         const int64_t at = (column + i) * problem.bias_stride;

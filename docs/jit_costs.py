@@ -116,7 +116,10 @@ def with_extension(folder: Path, by: float) -> Run:
     from torch.utils import cpp_extension  # noqa: PLC0415
 
     file = folder / "extension.cu"
-    file.write_text(source(by) + HOST)
+    text = source(by) + HOST
+    # It is built anew when the file is newer than the build.
+    if not file.exists() or file.read_text() != text:
+        file.write_text(text)
     build = folder / "build"
     build.mkdir(exist_ok=True)
     # Torch forbids what the kernel does: float(half) and half(float).

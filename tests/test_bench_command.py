@@ -44,7 +44,12 @@ def test_the_ops_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     source = "from dataclasses import replace\nfrom torchkiln.testing import SPECS as OURS\n"
     (tmp_path / "theirs.py").write_text(f"{source}SPECS = (replace(OURS[0], name='theirs'),)\n")
     (tmp_path / "nothing.py").write_text("SPECS = (1,)\n")
-    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "of_a_file.py").write_text((tmp_path / "theirs.py").read_text())
+    by_file = command.plan(
+        command.arguments(["--device=cpu", f"--specs={tmp_path / 'of_a_file.py'}"])
+    )
+    assert [spec.name for spec in by_file.specs] == ["theirs"]
+    monkeypatch.chdir(tmp_path)
     chosen = command.plan(command.arguments(["--device=cpu", "--specs=theirs"]))
     assert [spec.name for spec in chosen.specs] == ["theirs"]
     for wrong in ("nothing", "not_there"):

@@ -83,6 +83,7 @@ def test_chain_rule(text: str) -> None:
         ("exp(x, y)", "", "got 2 arguments of exp .*, expected 1"),
         ("x[0]", "", r"got 'x\[0\]' in"),
         ("x < y", "", "expected a number"),
+        ("torch.relu(x)", "", r"got 'torch.relu\(x\)' .* a function by its name alone: abs, "),
         ("relu(x < y)", "", "argument 1 of relu .*expected a number, not a comparison"),
         ("where(x, y, y)", "", "argument 1 of where .*expected a comparison"),
         ("x * scale", "x", "arguments: got 'x', but scale is in the expression"),
@@ -101,6 +102,16 @@ def test_wrong_gradients() -> None:
         jit.elementwise("x * 2", gradient={"y": "grad"})
     with pytest.raises(ValueError, match="gradient: got 'z', expected grad and"):
         jit.elementwise("x * 2", gradient={"x": "grad * z"})
+
+
+def test_what_an_op_says_of_itself_and_of_wrong_arguments() -> None:
+    op = jit.elementwise("clamp(x, lo, hi)", "x, lo: float, hi=1.0", name="clamped")
+    assert repr(op).startswith("<torchkiln.jit op torchkiln_jit::clamped(Tensor x, float lo")
+    x = torch.ones(3)
+    with pytest.raises(TypeError, match=r"clamped: got arguments 2 by position, low, expected at"):
+        op(x, 0.0, low=1.0)
+    with pytest.raises(TypeError, match="got arguments 4 by position, expected at most x, lo, hi"):
+        op(x, 0.0, 1.0, 2.0)
 
 
 def test_the_same_formula_is_the_same_op() -> None:
@@ -242,3 +253,27 @@ def test_functions_on_a_gpu(name: str, dtype: torch.dtype) -> None:
     grads = torch.autograd.grad(found.sum(), inputs)
     for one, other in zip(grads, torch.autograd.grad(expected.sum(), cpu), strict=True):
         torch.testing.assert_close(one.cpu(), other)
+
+
+def test_a_given_gradient_is_that_of_the_cpu_and_of_transforms() -> None:
+    """Rounding passes its gradient straight through, as its formula would not."""
+    rounded = jit.elementwise(
+        "floor(x * steps + 0.5) / steps + y",
+        "x, y, steps=4.0",
+        gradient={"x": "grad * (1 + 0 * x)", "y": "grad * y"},
+    )
+    x = torch.tensor([[0.3], [-0.7]], dtype=torch.float64, requires_grad=True)
+    y = torch.tensor([2.0, 3.0, 5.0], dtype=torch.float64, requires_grad=True)
+    grad = torch.arange(6, dtype=torch.float64).reshape(2, 3)
+    found = torch.autograd.grad(rounded(x, y), (x, y), grad, create_graph=True)
+    assert torch.equal(found[0], grad.sum(1, keepdim=True))
+    assert torch.equal(found[1], grad.sum(0) * y)
+    assert torch.equal(torch.autograd.grad(found[1].sum(), y)[0], grad.sum(0))
+    ones = torch.ones_like(x)
+    tangent = torch.func.jvp(lambda x: rounded(x, y.detach(), 2.0), (x.detach(),), (ones,))[1]
+    assert torch.equal(tangent, torch.ones(2, 3, dtype=torch.float64))
+    half = torch.tensor([1.25], dtype=torch.bfloat16, requires_grad=True)
+    rounded(half, half.detach()).backward()
+    assert half.grad is not None
+    assert half.grad.dtype == torch.bfloat16
+    assert half.grad.item() == 1

@@ -17,7 +17,6 @@ import pytest
 import torchkiln
 from torchkiln.new import TEMPLATES, check, write_package
 from torchkiln.new.__main__ import main
-from torchkiln.new.addition import TEMPLATES as FOR_OPS
 from torchkiln.new.addition import add_op
 from torchkiln.new.edit import Before, EditError, End, Listed, applied
 from torchkiln.new.template import FOLDER, PLACEHOLDER
@@ -209,7 +208,15 @@ def checkout(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("template", FOR_OPS)
+# CPU kernels, and what the function that picks one of an instruction set gives it.
+PICKED = {
+    "elementwise": dict.fromkeys((NAME, f"{NAME}_backward"), "arguments, scale, begin, end"),
+    "reduction": dict.fromkeys((NAME, f"{NAME}_backward"), "arguments, begin, end"),
+    "custom": {NAME: "arguments, begin, end"},
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
 def test_an_op_of_this_repository(template: str, checkout: Path) -> None:
     before = texts(checkout)
     written = add_op(NAME, template, checkout)
@@ -233,6 +240,10 @@ def test_an_op_of_this_repository(template: str, checkout: Path) -> None:
         rest = iter(after[path].splitlines())
         assert all(line in rest for line in before[path].splitlines()), path
     assert f"- `torchkiln.{NAME}(x" in after["README.md"]
+    kernels = " ".join(after[f"cpp/cpu/{NAME}.cpp"].split())  # in lines as they come
+    assert dict(re.findall(r"BEST_VARIANT\((\w+)\)\((.*?)\);", kernels)) == PICKED[template]
+    assert re.findall(r"DECLARE_VARIANTS\((\w+)\)", kernels) == list(PICKED[template])
+    assert "loops" not in kernels
 
 
 def test_an_op_that_cannot_be_added(

@@ -46,8 +46,9 @@ function(torchkiln_add_module name)
   endif()
   # at::parallel_for is a header that runs in parallel only where OpenMP is on.
   target_compile_options(${name} PRIVATE "$<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra;-fopenmp>")
-  # Every symbol is resolved when the module is loaded, so that one that is missing becomes an ImportError.
-  target_link_options(${name} PRIVATE -fopenmp LINKER:-z,now)
+  # Every symbol is resolved when the module is loaded, so that one that is missing becomes an ImportError. What comes of
+  # archives is the module's own: of a static libstdc++, half would be taken from the shared one of other libraries.
+  target_link_options(${name} PRIVATE -fopenmp LINKER:-z,now LINKER:--exclude-libs,ALL)
   set_target_properties(
     ${name}
     PROPERTIES

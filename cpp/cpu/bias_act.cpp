@@ -61,7 +61,7 @@ void strip_backward(const BiasActBackward& p, int64_t first_row, int64_t last_ro
     const int64_t count = std::min(kRun, width - done);
     const int64_t first = column + done;
     const C* bias = bias_buffer;
-    if constexpr (gradient.kFromInput)
+    if (gradient.kFromInput && p.bias != nullptr)
       bias =
           read_run(bias_buffer, p.bias, first * p.bias_stride, p.bias_stride, count, p.bias_dtype);
     for (int64_t row = first_row; row < last_row; ++row) {

@@ -59,11 +59,4 @@ inline Activation find_activation(const char* op, c10::string_view name) {
   TORCH_CHECK_VALUE(false, "torchkiln.", op, ": act: got '", name, "', expected one of ", known);
 }
 
-/// The type in which an op computes on this dtype.
-inline at::ScalarType compute_dtype(at::ScalarType dtype) {
-  return dtype == at::kDouble ? at::kDouble : at::kFloat;
-}
-
-inline bool is_half(at::ScalarType dtype) { return dtype == at::kHalf || dtype == at::kBFloat16; }
-
 }  // namespace torchkiln

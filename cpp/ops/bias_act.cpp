@@ -139,8 +139,8 @@ Two backward_outputs(const Tensor& grad, const Tensor& saved, const std::optiona
         saved.sym_sizes(), ", expected ", dtype_name(grad.scalar_type()), " ", grad.sym_sizes(),
         ", as grad");
   }
-  if (kind == Saved::input) {
-    TORCH_CHECK(bias.has_value() && bias->dim() == 1 && bias->scalar_type() == bias_dtype &&
+  if (kind == Saved::input && bias) {
+    TORCH_CHECK(bias->dim() == 1 && bias->scalar_type() == bias_dtype &&
                     bias->sym_size(0) == grad.sym_size(-1),
                 "torchkiln.", kBackwardOp, ": bias: expected the ", dtype_name(bias_dtype), " [",
                 grad.sym_size(-1), "] of the forward");
@@ -171,16 +171,19 @@ Two backward_real(const Tensor& grad, const Tensor& saved, const std::optional<T
   arguments.activation = find_activation(kBackwardOp, act);
   const Saved kind = kept_by_bias_act(arguments.activation);
   Tensor saved_rows = saved;
+  Tensor shift;  // without one, the kernels that sum its gradient add none, the others zeros
   if (kind == Saved::input) {
+    if (bias) shift = *bias;
+    if (!bias && !wanted[1]) shift = at::zeros({columns}, grad.options().dtype(bias_dtype));
     saved_rows = saved.reshape({rows, columns});
     arguments.saved_row_stride = saved_rows.stride(0);
     arguments.saved_column_stride = saved_rows.stride(1);
   }
   arguments.grad = grad_rows.const_data_ptr();
   arguments.saved = saved_rows.const_data_ptr();
-  if (kind == Saved::input) {
-    arguments.bias = bias->const_data_ptr();
-    arguments.bias_stride = bias->stride(0);
+  if (shift.defined()) {
+    arguments.bias = shift.const_data_ptr();
+    arguments.bias_stride = shift.stride(0);
   }
   arguments.grad_x = wanted[0] ? grad_x.data_ptr() : nullptr;
   arguments.grad_bias = wanted[1] ? grad_bias.data_ptr() : nullptr;

@@ -7,7 +7,6 @@
 #include <optional>
 #include <string_view>
 
-#include "activations.h"
 #include "torchkiln/checks.h"
 
 namespace torchkiln {

@@ -7,7 +7,6 @@
 
 #include <optional>
 
-#include "activations.h"
 #include "cross_entropy_call.h"
 
 namespace torchkiln {

@@ -6,7 +6,6 @@
 #include <mutex>
 #include <numeric>
 
-#include "activations.h"
 #include "torchkiln/autograd.h"
 #include "torchkiln/checks.h"
 #include "torchkiln/cuda.h"

@@ -5,6 +5,9 @@
 #include "linear.h"
 #include "matmul.h"
 #include "torchkiln/checks.h"
+#include "torchkiln/elementwise.h"
+#include "torchkiln/kernels/activation.h"
+#include "torchkiln/launch.h"
 #include "torchkiln/ops.h"
 
 namespace torchkiln {
@@ -94,11 +97,24 @@ void run_preactivation(const Tensor& x, const Tensor& weight, const MaybeTensor&
   if (bias) to.copy_(bias_act(to, *bias, 1.0, "none"));
 }
 
+/// Behind torch's product, maybe in place; both are contiguous.
+void run_activation(Activation activation, const Tensor& out, const Tensor& from) {
+  std::array<Tensor, 1> inputs{from};
+  Elementwise<1> arguments = describe(std::array<Tensor, 1>{out}, inputs);
+  arguments.overlaps = false;
+  launch(
+      kLinear, out, out.numel(), kElementwiseGrain,
+      [&](auto stream) { return cuda::activation(arguments, activation, stream); },
+      [&](int64_t begin, int64_t end) {
+        return cpu::activation(arguments, activation, begin, end);
+      });
+}
+
 /// The same and what follows, from torch's product; `out` and `preactivation` are memory for it.
 /// cuBLASLt fuses relu with a bias.
-Tensor run_library(const Tensor& x, const Tensor& weight, const MaybeTensor& bias,
-                   Activation activation, double scale, const MaybeTensor& residual, Tensor out,
-                   const Tensor& preactivation) {
+void run_library(const Tensor& x, const Tensor& weight, const MaybeTensor& bias,
+                 Activation activation, double scale, const MaybeTensor& residual,
+                 const Tensor& out, const Tensor& preactivation) {
   const bool is_kept = preactivation.defined();
   Tensor rows = as_matrix(out);
   // Of no terms ATen gives the bias alone.
@@ -110,17 +126,16 @@ Tensor run_library(const Tensor& x, const Tensor& weight, const MaybeTensor& bia
   } else {
     const Tensor& from = is_kept ? preactivation : out;
     run_preactivation(x, weight, bias, scale, as_matrix(from));
-    out = torchkiln::activation(from, name_of(activation));
+    run_activation(activation, out, from);
   }
   if (residual) out.add_(*residual);
-  return out;
 }
 
-/// The output, in the memory of `out` or another; the preactivation where it is defined.
-Tensor run(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, string_view act,
-           double scale, const MaybeTensor& residual, const Tensor& out,
-           const Tensor& preactivation) {
-  if (out.numel() == 0) return out;
+/// Writes the output, and the preactivation where it is defined.
+void run(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, string_view act,
+         double scale, const MaybeTensor& residual, const Tensor& out,
+         const Tensor& preactivation) {
+  if (out.numel() == 0) return;
   const Tensor rows = as_matrix(x);
   const MaybeTensor shift = bias ? MaybeTensor(bias->contiguous()) : std::nullopt;
   const MaybeTensor more = residual ? MaybeTensor(residual->contiguous()) : std::nullopt;
@@ -133,22 +148,23 @@ Tensor run(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, strin
   if (preactivation.defined()) arguments.preactivation = preactivation.data_ptr();
   arguments.activation = find_activation(kLinear, act);
   arguments.scale = scale;
-  if (run_own_kernel(kLinear, arguments, out)) return out;
-  return run_library(rows, weight, shift, arguments.activation, scale, more, out, preactivation);
+  if (!run_own_kernel(kLinear, arguments, out))
+    run_library(rows, weight, shift, arguments.activation, scale, more, out, preactivation);
 }
 
 Tensor real(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, string_view act,
             double scale, const MaybeTensor& residual) {
-  const Tensor out = output(x, weight, bias, act, scale, residual);
-  return run(x, weight, bias, act, scale, residual, out, Tensor());
+  Tensor out = output(x, weight, bias, act, scale, residual);
+  run(x, weight, bias, act, scale, residual, out, Tensor());
+  return out;
 }
 
 Two forward_real(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, string_view act,
                  double scale, const MaybeTensor& residual) {
   auto [out, preactivation] = outputs(x, weight, bias, act, scale, residual);
   const Kept kept = kept_by_linear(find_activation(kLinear, act), residual.has_value());
-  out = run(x, weight, bias, act, scale, residual, out,
-            kept == Kept::preactivation ? preactivation : Tensor());
+  run(x, weight, bias, act, scale, residual, out,
+      kept == Kept::preactivation ? preactivation : Tensor());
   return {std::move(out), std::move(preactivation)};
 }
 

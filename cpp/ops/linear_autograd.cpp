@@ -74,9 +74,8 @@ Passed pass_activation(const Incoming& in) {
     return {composite.gradient(in.grad.to(compute), from).to(in.grad.scalar_type()), Tensor()};
   }
   if (saved == Saved::sign) return {activation_backward_op().call(in.grad, in.kept, act), Tensor()};
-  const Tensor zeros =
-      at::zeros_symint({in.grad.sym_size(-1)}, in.grad.options().dtype(in.bias_dtype));
-  auto [passed, grad_bias] = bias_act_backward_op().call(in.grad, in.kept, zeros, 1.0, act,
+  // What was kept has the bias in it.
+  auto [passed, grad_bias] = bias_act_backward_op().call(in.grad, in.kept, std::nullopt, 1.0, act,
                                                          in.bias_dtype, {true, in.wants_bias});
   return {std::move(passed), in.wants_bias ? grad_bias : Tensor()};
 }

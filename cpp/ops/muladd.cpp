@@ -176,7 +176,7 @@ Tensor decomposed(const Tensor& a, const Tensor& b, const Tensor& c) {
   const Operands operands{{"a", a}, {"b", b}, {"c", c}};
   const at::ScalarType dtype = check_promotion(kOp, operands);
   check_broadcast(kOp, operands);
-  const at::ScalarType compute = dtype == at::kDouble ? at::kDouble : at::kFloat;
+  const at::ScalarType compute = compute_dtype(dtype);
   return (a.to(compute) * b.to(compute) + c.to(compute)).to(dtype);
 }
 

@@ -2,7 +2,6 @@
 
 #include <torch/library.h>
 
-#include "activations.h"
 #include "torchkiln/checks.h"
 #include "torchkiln/elementwise.h"
 #include "torchkiln/kernels/norm.h"

@@ -3,9 +3,9 @@
 
 #include <numeric>
 
-#include "activations.h"
 #include "norm.h"
 #include "torchkiln/autograd.h"
+#include "torchkiln/checks.h"
 #include "torchkiln/ops.h"
 
 namespace torchkiln {

@@ -102,7 +102,7 @@ inline at::Tensor promoted_output(const char* op, Operands operands) {
 /// a wait.
 inline at::Tensor readable(const at::Tensor& input, const at::Tensor& out) {
   if (input.device() != out.device()) {
-    const at::ScalarType compute = out.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+    const at::ScalarType compute = compute_dtype(out.scalar_type());
     return at::full({}, input.item(), out.options().dtype(compute));
   }
   if (is_supported_dtype(input.scalar_type())) return input;

@@ -191,8 +191,7 @@ Tensor autograd(c10::DispatchKeySet keys, const Tensor& x, OptionalIntArrayRef d
 Tensor sum_autocast(const Tensor& x, OptionalIntArrayRef dim, bool keepdim, OptionalDtype dtype) {
   check_tensor(Sum::kName, "x", x);
   const c10::impl::ExcludeDispatchKeyGuard outside(c10::autocast_dispatch_keyset);
-  const bool is_half = x.scalar_type() == at::kHalf || x.scalar_type() == at::kBFloat16;
-  if (x.is_cuda() && is_half && !dtype.has_value()) dtype = at::kFloat;
+  if (x.is_cuda() && is_half(x.scalar_type()) && !dtype.has_value()) dtype = at::kFloat;
   return torchkiln::sum(x, dim, keepdim, dtype);
 }
 

@@ -4,7 +4,6 @@
 
 #include <limits>
 
-#include "activations.h"
 #include "softmax_view.h"
 #include "torchkiln/autograd.h"
 #include "torchkiln/checks.h"

@@ -4,7 +4,6 @@
 
 #include <climits>
 
-#include "activations.h"
 #include "torchkiln/checks.h"
 #include "torchkiln/elementwise.h"
 #include "torchkiln/explain.h"

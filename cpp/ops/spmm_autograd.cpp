@@ -2,7 +2,6 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
-#include "activations.h"
 #include "spmm.h"
 #include "torchkiln/autograd.h"
 #include "torchkiln/checks.h"

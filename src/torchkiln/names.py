@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
+from pathlib import Path
+from types import ModuleType
 
 from torchkiln.testing import SPECS, OpSpec
 
@@ -19,14 +22,25 @@ def find(where: str, argument: str, name: str, specs: Sequence[OpSpec] = SPECS) 
     raise ValueError(f"{where}: {argument}: got {name!r}, expected one of {', '.join(known)}{hint}")
 
 
-def specs_of(where: str, argument: str, module: str) -> tuple[OpSpec, ...]:
-    """The specs of another package: SPECS of one of its modules."""
+def _imported(module: str) -> ModuleType:
+    """A module by its name, which may lie in the current folder, or by its file."""
+    file = Path(module)
+    folder, name = (file.parent, file.stem) if file.suffix == ".py" else (Path(), module)
+    sys.path.insert(0, str(folder.resolve()))
     try:
-        found = tuple(import_module(module).SPECS)
+        return import_module(name)
+    finally:
+        sys.path.pop(0)
+
+
+def specs_of(where: str, argument: str, module: str) -> tuple[OpSpec, ...]:
+    """The specs of another package: SPECS of one of its modules, by its name or its file."""
+    try:
+        found = tuple(_imported(module).SPECS)
     except (ImportError, AttributeError, TypeError) as error:
         raise ValueError(
             f"{where}: {argument}: got {module!r} ({type(error).__name__}: {error}), expected a "
-            "module with SPECS, a tuple of torchkiln.testing.OpSpec"
+            "module or its .py file with SPECS, a tuple of torchkiln.testing.OpSpec"
         ) from error
     if not found or not all(isinstance(spec, OpSpec) for spec in found):
         raise ValueError(

@@ -117,7 +117,7 @@ def configure(sources: Path, build: Path, *options: str) -> tuple[str, ...]:
     """The command for CMake. Nobody times this build, and most of it is torch's headers."""
     return (
         *("cmake", "-G", "Ninja", "-S", str(sources), "-B", str(build)),
-        *(f"-DPython_EXECUTABLE={sys.executable}", "-DCMAKE_CXX_FLAGS_RELEASE=-O1"),
+        *(f"-DPython_EXECUTABLE={sys.executable}", "-DCMAKE_CXX_FLAGS_RELEASE=-O1 -DNDEBUG"),
         *options,
     )
 

@@ -53,9 +53,15 @@ inline std::string dtype_name(at::ScalarType dtype) {
   }
 }
 
+inline bool is_half(at::ScalarType dtype) { return dtype == at::kHalf || dtype == at::kBFloat16; }
+
 inline bool is_supported_dtype(at::ScalarType dtype) {
-  return dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf ||
-         dtype == at::kBFloat16;
+  return dtype == at::kFloat || dtype == at::kDouble || is_half(dtype);
+}
+
+/// The dtype in which an op computes on this one.
+inline at::ScalarType compute_dtype(at::ScalarType dtype) {
+  return dtype == at::kDouble ? at::kDouble : at::kFloat;
 }
 
 inline constexpr const char* kSupportedDtypes = "one of float32, float64, float16, bfloat16";

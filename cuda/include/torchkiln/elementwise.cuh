@@ -137,7 +137,8 @@ Status launch_bodies(const Body& body, const General& general,
     using Access = std::decay_t<decltype(access)>;
     const int64_t blocks = access.blocks(numel);
     if (blocks > kMaxGridX) return {"too many elements for one launch"};
-    const Grid grid{dim3(static_cast<unsigned>(blocks)), Access::kThreads};
+    Grid grid{dim3(static_cast<unsigned>(blocks)), Access::kThreads};
+    grid.overlaps = arguments.overlaps;
     return launch_overlapped(kernel<Chosen, Access>, grid, stream, chosen, access, numel);
   };
   if (Accessors::all_linear(arguments)) return start(body, Accessors::linear(arguments));
@@ -149,6 +150,8 @@ Status launch_bodies(const Body& body, const General& general,
   bool first_is_linear = sizeof...(In) > 1 && arguments.layout.linear(0);
   for (int o = 0; o < Outputs; ++o)
     first_is_linear = first_is_linear && arguments.layout.out_linear(o);
+  for (size_t k = 1; k < sizeof...(In); ++k)
+    first_is_linear = first_is_linear && !Accessors::is_repeated(arguments.layout, k);
   if constexpr (sizeof...(In) > 1) {
     if (first_is_linear) return start(body, Accessors::template rows<true>(arguments, kLanes));
   }

@@ -4,8 +4,9 @@
 //
 //   LinearAccess  every operand lies in the order of the iteration space: pure streaming, no index
 //                 arithmetic
-//   RowAccess     every operand is contiguous along the innermost dimension: one offset a vector
-//                 (row-strided tensors, a bias along the last dimension, halves of a packed tensor)
+//   RowAccess     every operand is contiguous along the innermost dimension, or an input the same
+//                 all along it: one offset a vector (row-strided tensors, a bias along the last
+//                 dimension, a number for each row, halves of a packed tensor)
 //   TurnedAccess  an input is transposed beside the output: squares through shared memory
 //   AnyAccess     every other stride, alignment and mix of dtypes: an element at a time
 //
@@ -117,8 +118,9 @@ struct LinearAccess {
 };
 
 /// Up to three dimensions, counted in whole vectors: the innermost size and all strides are
-/// multiples of one, so that 32 bits reach far and no vector is cut. Where the first input and the
-/// outputs lie in the order of the space (an activation beside its bias), that input is loaded
+/// multiples of one, so that 32 bits reach far and no vector is cut. An input that is the same all
+/// along a row is counted in elements. Where the first input and the outputs lie in the order of
+/// the space and nothing is repeated along it (an activation beside its bias), that input is loaded
 /// before any index is computed. The code is straight, since small tensors wait for every
 /// instruction.
 template <bool FirstIsLinear, class OutType, int Outputs, class... In>
@@ -140,6 +142,7 @@ struct RowAccess {
   Divisor size[kRank - 1];
   uint32_t stride[kArity][kRank];
   uint32_t out_stride[Outputs][kRank];
+  bool repeated[kArity];  // along dimension 0
 
   using Stage = Nothing;
   __device__ __forceinline__ static void stage(Stage&, int64_t) {}
@@ -160,10 +163,27 @@ struct RowAccess {
   template <class C, int N, size_t... K>
   __device__ __forceinline__ void load_each(elementwise::Packet<C, N, In...>& packet, int64_t at,
                                             std::index_sequence<K...>) const {
-    ((::cuda::std::get<K>(packet.vectors) =
-          load_vector<N>(static_cast<const In*>(inputs[K]) +
-                         (FirstIsLinear && K == 0 ? at : offset(stride[K], at, N)))),
-     ...);
+    (load_run<K>(::cuda::std::get<K>(packet.vectors), static_cast<const In*>(inputs[K]), at), ...);
+    // Behind the others: to fill a vector is to wait for its element.
+    if constexpr (!FirstIsLinear)
+      (fill<K>(::cuda::std::get<K>(packet.vectors), static_cast<const In*>(inputs[K]), at), ...);
+  }
+
+  template <size_t K, class T, int N>
+  __device__ __forceinline__ void load_run(Vec<T, N>& vector, const T* from, int64_t at) const {
+    if constexpr (FirstIsLinear && K == 0) {
+      vector = load_vector<N>(from + at);
+    } else if (FirstIsLinear || !repeated[K]) {
+      vector = load_vector<N>(from + int64_t{offset(stride[K], at, N)} * N);
+    }
+  }
+
+  template <size_t K, class T, int N>
+  __device__ __forceinline__ void fill(Vec<T, N>& vector, const T* from, int64_t at) const {
+    if (!repeated[K]) return;
+    const T element = from[offset(stride[K], at, N)];
+#pragma unroll
+    for (int i = 0; i < N; ++i) vector.lane[i] = element;
   }
 
   template <bool Full, class C, int N>
@@ -171,13 +191,15 @@ struct RowAccess {
                                         int64_t at, int64_t numel, int) const {
     if (!Full && at >= numel) return;
 #pragma unroll
-    for (int o = 0; o < Outputs; ++o)
-      torchkiln::store(outputs[o] + (FirstIsLinear ? at : offset(out_stride[o], at, N)),
-                       results[o]);
+    for (int o = 0; o < Outputs; ++o) {
+      const int64_t to = FirstIsLinear ? at : int64_t{offset(out_stride[o], at, N)} * N;
+      torchkiln::store(outputs[o] + to, results[o]);
+    }
   }
 
-  __device__ __forceinline__ int64_t offset(const uint32_t (&strides)[kRank], int64_t at,
-                                            int lanes) const {
+  /// In the unit of the strides.
+  __device__ __forceinline__ uint32_t offset(const uint32_t (&strides)[kRank], int64_t at,
+                                             int lanes) const {
     const uint32_t vector = static_cast<uint32_t>(at / lanes);
     const uint32_t row = size[0].quotient(vector);
     const uint32_t slab = size[1].quotient(row);
@@ -186,7 +208,7 @@ struct RowAccess {
     uint32_t offset = 0;
 #pragma unroll
     for (int d = 0; d < kRank; ++d) offset += place[d] * strides[d];
-    return static_cast<int64_t>(offset) * lanes;
+    return offset;
   }
 };
 

@@ -19,20 +19,26 @@ bool writes_linearly(const Elementwise<Inputs, Outputs>& arguments, int o) {
   return arguments.layout.out_linear(o) && aligned(arguments.out[o], kVectorBytes);
 }
 
-/// Whether these strides lead to whole vectors of so many elements along dimension 0, counted in 32
-/// bits.
+/// Whether the iteration space has rows of whole vectors, counted in 32 bits.
+template <int Inputs, int Outputs>
+bool has_rows(const Layout<Inputs, Outputs>& layout, int lanes) {
+  constexpr int kRank = 3;  // of RowAccess
+  return layout.rank > 0 && layout.rank <= kRank && layout.size[0] % lanes == 0 &&
+         layout.numel / lanes < int64_t{1} << 31;
+}
+
+/// Whether these strides lead to whole vectors along dimension 0 or, of `unit` 1, to elements that
+/// are the same along it; counted in 32 bits.
 template <int Inputs, int Outputs>
 bool lies_in_rows(const Layout<Inputs, Outputs>& layout, const int64_t (&strides)[kMaxRank],
-                  const void* data, int lanes) {
-  constexpr int kRank = 3;  // of RowAccess
-  if (!aligned(data, kVectorBytes) || layout.rank == 0 || layout.rank > kRank) return false;
-  if (layout.size[0] % lanes != 0 || strides[0] != 1) return false;
-  int64_t reach = layout.size[0] / lanes;
+                  const void* data, int unit) {
+  if (unit > 1 && (strides[0] != 1 || !aligned(data, kVectorBytes))) return false;
+  int64_t reach = layout.size[0] / unit;
   for (int d = 1; d < layout.rank; ++d) {
-    if (strides[d] % lanes != 0) return false;
-    reach += (layout.size[d] - 1) * (strides[d] / lanes);
+    if (strides[d] % unit != 0) return false;
+    reach += (layout.size[d] - 1) * (strides[d] / unit);
   }
-  return reach < int64_t{1} << 32 && layout.numel / lanes < int64_t{1} << 31;
+  return reach < int64_t{1} << 32;
 }
 
 /// The accessors of one problem: inputs of exactly the types In are reached fast.
@@ -50,11 +56,17 @@ struct Accessors {
 
   template <int Outputs>
   static bool all_rows(const Elementwise<kInputs, Outputs>& arguments, int lanes) {
-    for (int o = 0; o < Outputs; ++o) {
-      if (!lies_in_rows(arguments.layout, arguments.layout.out_stride[o], arguments.out[o], lanes))
-        return false;
-    }
+    const auto& layout = arguments.layout;
+    if (!has_rows(layout, lanes)) return false;
+    for (int o = 0; o < Outputs; ++o)
+      if (!lies_in_rows(layout, layout.out_stride[o], arguments.out[o], lanes)) return false;
     return all_inputs_rows(arguments, lanes, kEach);
+  }
+
+  /// Whether input k is the same all along dimension 0.
+  template <class Layout>
+  static bool is_repeated(const Layout& layout, int k) {
+    return layout.stride[k][0] == 0;
   }
 
   template <int Outputs>
@@ -72,17 +84,18 @@ struct Accessors {
     RowAccess<FirstIsLinear, Out, Outputs, In...> access{};
     access.size[0] = Divisor(static_cast<uint32_t>(layout.size[0] / lanes));
     if (layout.rank > 1) access.size[1] = Divisor(static_cast<uint32_t>(layout.size[1]));
-    const auto in_vectors = [&](uint32_t (&to)[3], const int64_t (&strides)[kMaxRank]) {
-      to[0] = 1;
-      for (int d = 1; d < layout.rank; ++d) to[d] = static_cast<uint32_t>(strides[d] / lanes);
+    const auto in_units = [&](uint32_t (&to)[3], const int64_t (&strides)[kMaxRank], int unit) {
+      to[0] = static_cast<uint32_t>(strides[0]);
+      for (int d = 1; d < layout.rank; ++d) to[d] = static_cast<uint32_t>(strides[d] / unit);
     };
     for (int o = 0; o < Outputs; ++o) {
       access.outputs[o] = static_cast<Out*>(arguments.out[o]);
-      in_vectors(access.out_stride[o], layout.out_stride[o]);
+      in_units(access.out_stride[o], layout.out_stride[o], lanes);
     }
     for (int k = 0; k < kInputs; ++k) {
       access.inputs[k] = arguments.in[k];
-      in_vectors(access.stride[k], layout.stride[k]);
+      access.repeated[k] = is_repeated(layout, k);
+      in_units(access.stride[k], layout.stride[k], access.repeated[k] ? 1 : lanes);
     }
     return access;
   }
@@ -161,7 +174,8 @@ struct Accessors {
   static bool all_inputs_rows(const Elementwise<kInputs, Outputs>& arguments, int lanes,
                               std::index_sequence<K...>) {
     return ((arguments.in_dtype[K] == DtypeOf<In>::value &&
-             lies_in_rows(arguments.layout, arguments.layout.stride[K], arguments.in[K], lanes)) &&
+             lies_in_rows(arguments.layout, arguments.layout.stride[K], arguments.in[K],
+                          is_repeated(arguments.layout, K) ? 1 : lanes)) &&
             ...);
   }
 };

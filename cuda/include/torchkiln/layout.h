@@ -91,6 +91,7 @@ struct Elementwise {
   const void* in[Inputs];
   Dtype in_dtype[Inputs];
   Layout<Inputs, Outputs> layout;
+  bool overlaps = true;  // begins beside the kernel before it, as launch_overlapped() says
 };
 
 }  // namespace torchkiln

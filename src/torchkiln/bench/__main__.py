@@ -38,7 +38,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="torchkiln bench", description=__doc__)
     add = parser.add_argument
     add("ops", nargs="*", metavar="OP", help="names of ops (default: all)")
-    add("--specs", metavar="MODULE", help="take the ops of another package: SPECS of a module")
+    add("--specs", metavar="MODULE", help="take the ops of SPECS in a module or a .py file")
     add("--device", choices=("cpu", "cuda"), help="default: a GPU where there is one")
     add("--dtype", type=dtypes, default=DTYPES, help="default: float32,bfloat16")
     add(

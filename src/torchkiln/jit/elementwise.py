@@ -80,16 +80,18 @@ class Elementwise(Op):
         forward: Formula,
         backward: Formula | None,
         reference: Callable[..., Tensor],
+        slopes: Sequence[Node] | None,
     ) -> None:
         self.arguments = arguments
         self.node = node
+        self.formula = reference
         self._formula = forward
         self._backward_formula = backward
         listed = ", ".join(argument.schema for argument in arguments)
         super().__init__(
             f"torchkiln_jit::{name}({listed}) -> Tensor",
             self._launch,
-            reference,
+            reference if slopes is None else _with_gradients(reference, arguments, slopes),
             gradient=self._launch_backward if backward is not None else None,
             meta=self._empty,
             check=self._require,
@@ -182,6 +184,64 @@ def _reference(node: Node, arguments: Sequence[Argument]) -> Callable[..., Tenso
     return reference
 
 
+def _with_gradients(
+    reference: Callable[..., Tensor], arguments: Sequence[Argument], slopes: Sequence[Node]
+) -> Callable[..., Tensor]:
+    """``reference`` with the gradients that are given, which torch can differentiate again."""
+    tensors = [argument.name for argument in arguments if not argument.is_number]
+
+    def slope_of(name: str, grad: Tensor, values: Mapping[str, Any]) -> Tensor:
+        wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
+        moved = {k: v.to(wide) if isinstance(v, Tensor) else v for k, v in values.items()}
+        node = slopes[tensors.index(name)]
+        return compute(node, {**moved, GRAD: grad.to(wide)}, wide, grad.device).expand(grad.shape)
+
+    class Given(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(*args: Any) -> Tensor:
+            return reference(*args)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+            values = dict(zip((argument.name for argument in arguments), inputs, strict=True))
+            saved = [values.pop(name) for name in tensors]
+            ctx.save_for_backward(*saved)
+            ctx.save_for_forward(*saved)
+            ctx.numbers, ctx.dtype = values, output.dtype
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+            values = {**dict(zip(tensors, ctx.saved_tensors, strict=True)), **ctx.numbers}
+            return tuple(
+                None
+                if argument.is_number
+                else slope_of(argument.name, grads[0], values)
+                .sum_to_size(values[argument.name].shape)
+                .to(values[argument.name].dtype)
+                for argument in arguments
+            )
+
+        @staticmethod
+        def jvp(ctx: Any, *tangents: Any) -> Tensor:
+            values = {**dict(zip(tensors, ctx.saved_tensors, strict=True)), **ctx.numbers}
+            shape = broadcast([t.shape for t in ctx.saved_tensors])
+            parts = [
+                slope_of(argument.name, tangent.to(ctx.dtype).expand(shape), values)
+                for argument, tangent in zip(arguments, tangents, strict=True)
+                if tangent is not None
+            ]
+            return torch.stack(parts).sum(0).to(ctx.dtype)
+
+    def with_gradients(*args: Any) -> Tensor:
+        defaults = [argument.default for argument in arguments[len(args) :]]
+        result: Tensor = Given.apply(*args, *defaults)  # type: ignore[no-untyped-call]
+        return result
+
+    return with_gradients
+
+
 _made: dict[object, Elementwise] = {}
 
 
@@ -205,8 +265,8 @@ def elementwise(
             those of :mod:`torchkiln.jit.functions`.
         arguments: names in the order of calls, numbers with a type or a default:
             ``"x, bias, scale: float"``. By default all names of the expression, as tensors.
-        gradient: for each tensor the gradient as an expression of ``grad`` and the arguments;
-            by default the formula's, differentiated.
+        gradient: for each tensor the gradient as an expression of ``grad`` and the arguments,
+            linear in ``grad``; by default the formula's, differentiated.
         functor: instead of an expression a class of ``source`` whose ``operator()(C, C, ...)``
             gets tensors' elements, then numbers, for C = float and double.
         source: C++, or a file of it.
@@ -253,6 +313,7 @@ def elementwise(
         forward=Formula(tensors, numbers, body, preamble=text, path=path),
         backward=backward,
         reference=reference,
+        slopes=slopes if gradient is not None else None,
     )
     _made[key] = made
     return made

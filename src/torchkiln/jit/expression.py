@@ -111,7 +111,8 @@ def _read(tree: ast.expr, text: str) -> Node:  # noqa: PLR0911  one for each kin
     part = ast.get_source_segment(text.strip(), tree)
     raise ValueError(
         f"torchkiln.jit: expression: got {part!r} in {text!r}, expected names, numbers,"
-        " + - * / **, one comparison, a if b else c, or a function"
+        " + - * / **, one comparison, a if b else c, or a function by its name alone:"
+        f" {', '.join(sorted(FUNCTIONS.keys() - OPERATORS))}"
     )
 
 

@@ -95,10 +95,19 @@ class Op:
         self.helpers = (helper,)
         self.__name__ = self.short_name
 
+    def __repr__(self) -> str:
+        return f"<torchkiln.jit op {self.schema}>"
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the op. What a graph cannot hold, transforms and tangents, is the reference."""
         if is_compiling():
             return self.overload(*args, **kwargs)
+        if len(args) > len(self._arguments) or not kwargs.keys() <= set(self._arguments):
+            got = [*(f"{len(args)} by position" for _ in args[:1]), *kwargs]
+            raise TypeError(
+                f"torchkiln.jit.{self.short_name}: got arguments {', '.join(got)}, expected at"
+                f" most {', '.join(self._arguments)}"
+            )
         transformed = _transforms() or forward_ad._current_level >= 0
         if self._check is not None or transformed:
             given = self._bind(args, kwargs)

@@ -116,7 +116,13 @@ def spec_of_formula(
     def bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Sample:
         return Sample("bench", arranged(lambda _, name: draw(name, shape, device, dtype)))
 
-    known: dict[str, Any] = {"inputs": inputs, "invalid": invalid, "bench": bench}
+    known: dict[str, Any] = {
+        "reference": op.formula,
+        "composite": op.formula,
+        "inputs": inputs,
+        "invalid": invalid,
+        "bench": bench,
+    }
     if op.node is not None:
         known["magnitude"] = Magnitude(op)
         known["gradient_magnitude"] = GradientMagnitude(op)

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchkiln.new.addition import TEMPLATES as FOR_OPS
 from torchkiln.new.addition import add_op
 from torchkiln.new.template import TEMPLATES
 from torchkiln.new.write import write_package
@@ -31,7 +30,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="torchkiln new",
         description=__doc__,
-        epilog="\n".join(["templates:", *lines, f"templates of --op: {', '.join(FOR_OPS)}"]),
+        epilog="\n".join(["templates:", *lines]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument

@@ -16,18 +16,13 @@ from torchkiln.new.write import known, store
 if TYPE_CHECKING:
     from pathlib import Path
 
-TEMPLATES = tuple(
-    sorted(path.name for path in (FOLDER / "checkout").iterdir() if path.name != "common")
-)
-"""Those that can be added: each has files of its own for this repository."""
-
 
 def add_op(name: str, template: str, root: Path) -> list[Path]:
     """Adds an op with its kernels, tests and entries; the files that were written.
 
     Args:
         name: of the op, of its family, and so of its files.
-        template: one of :data:`TEMPLATES`.
+        template: one of :data:`torchkiln.new.TEMPLATES`.
         root: a checkout of torchkiln.
     """
     api = root / "src" / "torchkiln" / "__init__.py"
@@ -37,7 +32,7 @@ def add_op(name: str, template: str, root: Path) -> list[Path]:
             "there, or name it by --into"
         )
     check.name(name, api)
-    known(template, TEMPLATES)
+    known(template)
     words = {"PACKAGE": "torchkiln", "OPNAME": name, "KILN_VERSION": ""}
     made = sources(template, words)
     if taken := [path for path in made if (root / path).exists()]:
@@ -51,24 +46,60 @@ def add_op(name: str, template: str, root: Path) -> list[Path]:
 
 
 def sources(template: str, words: dict[str, str]) -> dict[str, str]:
-    """The op's own files: those of the template that are the same here, and those that are not."""
-    kept = ("cuda/", "cpp/ops/", "src/torchkiln/" + words["OPNAME"], "src/torchkiln/spec")
+    """The op's own files: a package's kernels, operator, function and spec; a test of its own."""
+    name = words["OPNAME"]
+    kernel, spec = f"cpp/cpu/{name}.cpp", "src/torchkiln/spec.py"
+    kept = ("cuda/", "cpp/ops/", kernel, f"src/torchkiln/{name}", spec, "tests/")
     inside = words | {"PACKAGE": "PACKAGE"}
     found = {
         filled(path, words): filled(at_home(text), words)
-        for path, text in files((template,), inside).items()
+        for path, text in files((template, "checkout"), inside).items()
         if filled(path, words).startswith(kept)
     }
-    spec = found.pop("src/torchkiln/spec.py")
-    name = words["OPNAME"]
-    found[f"src/torchkiln/testing/specs/{name}.py"] = spec
-    return found | files(("checkout/common", f"checkout/{template}"), words)
+    found[kernel] = for_instruction_sets(found[kernel])
+    found[f"src/torchkiln/testing/specs/{name}.py"] = found.pop(spec)
+    return found
 
 
 def at_home(text: str) -> str:
     """Without the names of the namespace that the code will be in."""
     text = re.sub(r"^using torchkiln::\w+;\n+", "", text, flags=re.MULTILINE)
     return text.replace("torchkiln::", "")
+
+
+VARIANTS = """\
+}}  // namespace TORCHKILN_ISA
+
+#ifdef TORCHKILN_BASELINE
+
+{declared}
+
+{picked}
+
+#endif
+
+"""
+
+
+def for_instruction_sets(text: str) -> str:
+    """CPU kernels as cpp/cpu/isa.h wants them, of those of a package, which are compiled once.
+
+    What they begin with is how the templates write it: ``Status NAME(...) {`` and ``namespace
+    loops``.
+    """
+    text = re.sub(r'#include "torchkiln/cpu/(.+)"', r'#include "\1"\n#include "isa.h"', text)
+    opened = "\n\nnamespace TORCHKILN_ISA {"
+    text = re.sub(r"\n+namespace loops = cpu::TORCHKILN_ISA;", opened, text)
+    declared, picked = [], []
+    for name, parameters in re.findall(r"^Status (\w+)\(([^)]*)\) {$", text, re.MULTILINE):
+        given = ", ".join(re.findall(r"([a-z]\w*)(?=,\s|$)", parameters))
+        declared.append(f"TORCHKILN_DECLARE_VARIANTS({name})")
+        picked.append(
+            f"Status {name}({parameters}) {{\n  return TORCHKILN_BEST_VARIANT({name})({given});\n}}"
+        )
+    variants = VARIANTS.format(declared="\n".join(declared), picked="\n\n".join(picked))
+    kernels, end, _ = text.rpartition("}  // namespace torchkiln::cpu\n")
+    return kernels.replace("loops::", "") + variants + end
 
 
 def edits(template: str, name: str, words: dict[str, str]) -> list[Edit]:

@@ -10,7 +10,6 @@ from torchkiln.new import check
 from torchkiln.new.template import COMMON, TEMPLATES, files
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
     from pathlib import Path
 
 
@@ -31,11 +30,10 @@ def write_package(name: str, template: str, into: Path) -> list[Path]:
     return [store(into / path, text) for path, text in files((COMMON, template), words).items()]
 
 
-def known(template: str, templates: Iterable[str] = TEMPLATES) -> str:
+def known(template: str) -> str:
     """The template itself, where there is one of that name."""
-    names = tuple(templates)
-    if template not in names:
-        wanted = ", ".join(names)
+    if template not in TEMPLATES:
+        wanted = ", ".join(TEMPLATES)
         raise ValueError(f"{check.WHERE}: --template: got {template!r}, expected one of {wanted}")
     return template
 

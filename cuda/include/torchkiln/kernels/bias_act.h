@@ -33,7 +33,7 @@ struct BiasAct {
 struct BiasActBackward {
   const void* grad;   // [rows, columns], any strides
   const void* saved;  // x, the signs of the output, or nothing, as kept_by_bias_act says
-  const void* bias;   // [columns]; read beside x
+  const void* bias;   // [columns]; read beside x; null for none, where grad_bias is wanted
   void* grad_x;       // [rows, columns], contiguous; null when not wanted
   void* grad_bias;    // [columns]; null when not wanted
   Dtype dtype;        // of all but bias and grad_bias

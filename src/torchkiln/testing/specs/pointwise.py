@@ -32,6 +32,8 @@ SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "power of two and one": ((1025,), (1025,)),
     "row": ((31, 33), (33,)),
     "column": ((31, 33), (31, 1)),
+    "column beside vectors": ((31, 64), (31, 1)),
+    "vectors, in the middle": ((4, 1, 32), (1, 3, 1)),
     "outer": ((13, 1), (1, 19)),
     "middle": ((4, 1, 5), (4, 3, 1)),
     "images": ((2, 3, 5, 7), (2, 3, 5, 7)),

@@ -14,7 +14,7 @@ import nox
 nox.options.sessions = ["lint", "tests"]
 
 PYPROJECT = nox.project.load_toml("pyproject.toml")
-TORCHKILN = os.environ.get("TORCHKILN", *PYPROJECT["project"]["dependencies"])
+TORCHKILN = os.environ.get("TORCHKILN")
 TORCH = os.environ.get("TORCHKILN_TORCH")
 
 
@@ -24,7 +24,11 @@ def group(name: str) -> list[str]:
 
 def install_package(session: nox.Session) -> None:
     """Builds against the session's torchkiln and torch; the build folder is kept between runs."""
-    session.install(TORCHKILN, *([f"torch=={TORCH}"] if TORCH else []), *group("build"))
+    # Files come first: pip then does not look elsewhere for what has the same name.
+    chosen = [TORCHKILN] if TORCHKILN else []
+    if TORCH:
+        chosen.append(f"torch=={TORCH}")
+    session.install(*chosen, *PYPROJECT["project"]["dependencies"], *group("build"))
     session.install(
         ".", "--no-deps", "--no-build-isolation", f"-Cbuild-dir=build/nox/{session.name}"
     )

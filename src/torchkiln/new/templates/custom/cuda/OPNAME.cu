@@ -12,9 +12,12 @@ using torchkiln::Status;
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int kItems = 8;  // of a thread: so many loads are on the way together
+constexpr int kTile = kThreads * kItems;
 
-/// A block computes a tile of kThreads adjacent elements of a row, an element a thread. What the
-/// tile needs of the row lies in shared memory: kThreads + window - 1 elements, read once.
+/// A block computes a tile of kTile adjacent elements of a row. What the tile needs of the row lies
+/// in shared memory: kTile + window - 1 elements, read once. Neighbouring threads take neighbouring
+/// elements, so that neither memory is asked for the same bank or line twice.
 template <class T>
 __global__ void __launch_bounds__(kThreads) sum_windows(Windows windows, int64_t tiles) {
   using C = Compute<T>;
@@ -22,19 +25,40 @@ __global__ void __launch_bounds__(kThreads) sum_windows(Windows windows, int64_t
   C* const tile = reinterpret_cast<C*>(memory);
   torchkiln::wait_for_previous_kernel();
   const int64_t row = blockIdx.x / tiles;
-  const int64_t begin = (blockIdx.x - row * tiles) * kThreads;
-  const T* const x = static_cast<const T*>(windows.x) + row * windows.columns;
-  T* const out = static_cast<T*>(windows.out) + row * windows.columns;
-  const int needed = kThreads + static_cast<int>(windows.window) - 1;
-  for (int i = threadIdx.x; i < needed; i += kThreads) {
-    const int64_t at = begin - windows.before + i;
-    tile[i] = 0 <= at && at < windows.columns ? torchkiln::convert<C>(x[at]) : C(0);
+  const int64_t begin = (blockIdx.x - row * tiles) * kTile;
+  const int64_t at = row * windows.columns + begin;
+  const T* const x = static_cast<const T*>(windows.x) + at - windows.before;
+  T* const out = static_cast<T*>(windows.out) + at;
+  const int64_t left = windows.columns - begin;  // of the row
+  const int window = static_cast<int>(windows.window);
+  const int needed = kTile + window - 1;
+  // What of the tile lies inside of the row: first <= slot < last.
+  const int first = static_cast<int>(max(windows.before - begin, int64_t{0}));
+  const int last = static_cast<int>(min(left + windows.before, int64_t{needed}));
+  for (int base = threadIdx.x; base < needed; base += kTile) {
+    T items[kItems] = {};
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      const int slot = base + i * kThreads;
+      if (first <= slot && slot < last) items[i] = x[slot];
+    }
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      const int slot = base + i * kThreads;
+      if (slot < needed) tile[slot] = torchkiln::convert<C>(items[i]);
+    }
   }
   __syncthreads();
-  C sum = 0;
-  for (int k = 0; k < windows.window; ++k) sum += tile[threadIdx.x + k];
-  const int64_t at = begin + threadIdx.x;
-  if (at < windows.columns) out[at] = torchkiln::convert<T>(sum);
+  C sums[kItems] = {};
+  for (int k = 0; k < window; ++k) {
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) sums[i] += tile[threadIdx.x + i * kThreads + k];
+  }
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const int slot = threadIdx.x + i * kThreads;
+    if (slot < left) out[slot] = torchkiln::convert<T>(sums[i]);
+  }
 }
 
 }  // namespace
@@ -42,10 +66,9 @@ __global__ void __launch_bounds__(kThreads) sum_windows(Windows windows, int64_t
 Status OPNAME(const Windows& arguments, CUstream_st* stream) {
   return torchkiln::dispatch_floating(arguments.dtype, [&](auto tag) -> Status {
     using T = typename decltype(tag)::type;
-    const int64_t tiles = torchkiln::ceil_div(arguments.columns, kThreads);
+    const int64_t tiles = torchkiln::ceil_div(arguments.columns, kTile);
     const int64_t blocks = arguments.rows * tiles;
-    const int64_t bytes =
-        (kThreads + arguments.window - 1) * static_cast<int64_t>(sizeof(Compute<T>));
+    const int64_t bytes = (kTile + arguments.window - 1) * int64_t{sizeof(Compute<T>)};
     if (blocks > torchkiln::kMaxGridX) return {"too many elements for one launch"};
     if (bytes > torchkiln::current_device().shared_bytes)
       return {"window: a tile of a row does not fit into the shared memory of a block"};

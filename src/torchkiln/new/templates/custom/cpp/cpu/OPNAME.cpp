@@ -11,24 +11,19 @@ using torchkiln::Compute;
 using torchkiln::Status;
 namespace loops = torchkiln::cpu::TORCHKILN_ISA;
 
-namespace {
-
-constexpr int64_t kRun = 512;
-
-}  // namespace
-
 Status OPNAME(const Windows& arguments, int64_t begin, int64_t end) {
   return loops::dispatch_floating(arguments.dtype, [&](auto tag) -> Status {
     using T = typename decltype(tag)::type;
     using C = Compute<T>;
     const int64_t columns = arguments.columns;
-    C buffer[kRun], sums[kRun];
+    constexpr int64_t kPiece = 512;
+    C buffer[kPiece], sums[kPiece];
     for (int64_t row = begin; row < end; ++row) {
-      for (int64_t at = 0; at < columns; at += kRun) {
-        const int64_t count = std::min(kRun, columns - at);
+      for (int64_t at = 0; at < columns; at += kPiece) {
+        const int64_t count = std::min(kPiece, columns - at);
         std::fill_n(sums, count, C(0));
         for (int64_t k = 0; k < arguments.window; ++k) {
-          // What of the run has its neighbour `shift` elements on within the row.
+          // What of the piece has its neighbour `shift` elements on within the row.
           const int64_t shift = k - arguments.before;
           const int64_t from = std::max<int64_t>(0, -shift - at);
           const int64_t to = std::min(count, columns - shift - at);

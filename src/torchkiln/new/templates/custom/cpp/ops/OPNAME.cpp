@@ -68,7 +68,7 @@ struct Op {
   /// In torch's own ops, and as precise: for transforms and for second derivatives.
   static Tensor composite(const Tensor& x, int64_t window) {
     meta(x, window);
-    const at::ScalarType compute = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+    const at::ScalarType compute = torchkiln::compute_dtype(x.scalar_type());
     const Tensor padded = at::constant_pad_nd(x.to(compute), {window - 1, 0});
     Tensor sum = at::zeros_like(x, x.options().dtype(compute));
     for (int64_t at = 0; at < window; ++at)

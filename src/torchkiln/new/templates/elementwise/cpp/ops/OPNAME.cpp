@@ -66,7 +66,7 @@ struct Op {
   /// In torch's own ops, and as precise: for transforms and for second derivatives.
   static Tensor composite(const Tensor& x, const Tensor& gate, double scale) {
     meta(x, gate, scale);
-    const at::ScalarType compute = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+    const at::ScalarType compute = torchkiln::compute_dtype(x.scalar_type());
     return (x.to(compute) * at::sigmoid(gate.to(compute) * scale)).to(x.scalar_type());
   }
 };

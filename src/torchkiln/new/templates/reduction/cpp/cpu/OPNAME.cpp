@@ -1,6 +1,6 @@
-#include <algorithm>
-
 #include "PACKAGE/kernels/OPNAME.h"
+
+#include <algorithm>
 
 #include "torchkiln/cpu/elementwise.h"
 
@@ -18,7 +18,7 @@ namespace {
 
 /// In double, and in several sums, which become the lanes of wide instructions.
 template <class C>
-double sum(const C* values, int64_t count) {
+double total_of(const C* values, int64_t count) {
   constexpr int64_t kSums = 8;
   double sums[kSums] = {};
   int64_t at = 0;
@@ -42,9 +42,9 @@ Status OPNAME(const Rows& arguments, int64_t begin, int64_t end) {
       double total = 0;
       for (int64_t at = 0; at < arguments.columns; at += loops::kRun) {
         const int64_t count = std::min(loops::kRun, arguments.columns - at);
-        total += sum(loops::read_run(buffer, arguments.x, row * arguments.columns + at, 1, count,
-                                     arguments.dtype),
-                     count);
+        const C* x = loops::read_run(buffer, arguments.x, row * arguments.columns + at, 1, count,
+                                     arguments.dtype);
+        total += total_of(x, count);
       }
       const C result = static_cast<C>(total);
       loops::narrow_run(static_cast<T*>(arguments.out) + row, &result, 1);

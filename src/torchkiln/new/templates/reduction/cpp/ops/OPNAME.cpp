@@ -72,7 +72,7 @@ struct Op {
   /// In torch's own ops, and as precise: for transforms and for second derivatives.
   static Tensor composite(const Tensor& x) {
     check("OPNAME", x);
-    const at::ScalarType compute = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+    const at::ScalarType compute = torchkiln::compute_dtype(x.scalar_type());
     return x.to(compute).square().sum(-1).to(x.scalar_type());
   }
 };
