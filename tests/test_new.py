@@ -75,8 +75,8 @@ def test_a_package_needs_this_version(package: Path) -> None:
     project = tomllib.loads((package / "pyproject.toml").read_text())
     version = ".".join(torchkiln.__version__.split(".")[:2])
     assert project["project"]["name"] == NAME
-    assert project["project"]["dependencies"] == [f"torchkiln=={version}.*"]
-    assert f"torchkiln=={version}.*" in project["build-system"]["requires"]
+    assert project["project"]["dependencies"] == [f"torchkiln[torch]=={version}.*"]
+    assert f"torchkiln[torch]=={version}.*" in project["build-system"]["requires"]
     assert f"find_package(torchkiln {version} REQUIRED" in (package / "CMakeLists.txt").read_text()
 
 
