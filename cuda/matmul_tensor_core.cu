@@ -23,12 +23,13 @@ constexpr int kThreads = 256;
 constexpr int kSide = 128;
 constexpr int kDepth = 32;
 constexpr int kStages = 3;
-constexpr int kWarpRows = 64;
-constexpr int kWarpColumns = 32;
+// Below compute capability 8.0, which has no such instructions, nothing uses these.
+[[maybe_unused]] constexpr int kWarpRows = 64;
+[[maybe_unused]] constexpr int kWarpColumns = 32;
 // What one instruction multiplies: 16 by 16 of A with 16 by 8 of B.
-constexpr int kStepRows = 16;
-constexpr int kStepColumns = 8;
-constexpr int kStepDepth = 16;
+[[maybe_unused]] constexpr int kStepRows = 16;
+[[maybe_unused]] constexpr int kStepColumns = 8;
+[[maybe_unused]] constexpr int kStepDepth = 16;
 
 /// How an operand lies in memory. Elements of a scattered one are loaded one by one, and lie in
 /// shared memory as if k were adjacent.

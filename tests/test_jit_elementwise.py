@@ -114,6 +114,23 @@ def test_what_an_op_says_of_itself_and_of_wrong_arguments() -> None:
         op(x, 0.0, 1.0, 2.0)
 
 
+def test_an_op_whose_name_was_given_to_another() -> None:
+    first = jit.elementwise("x * 2", name="of_two")
+    second = jit.elementwise("x * 3", name="of_two")
+    with pytest.raises(RuntimeError, match="of_two: another op of this name was made since"):
+        first(torch.ones(1))
+    assert second(torch.ones(1)).item() == 3
+    assert jit.elementwise("x * 2", name="of_two")(torch.ones(1)).item() == 2
+
+
+def test_wrong_names_and_types() -> None:
+    with pytest.raises(ValueError, match="name: got 'two words', expected a name as Python's"):
+        jit.elementwise("x * 2", name="two words")
+    with pytest.raises(ValueError, match="flaot is no type of an argument"):
+        jit.elementwise("x * y", "x, y: flaot")
+    assert jit.elementwise("x * y", "x: Tensor, y: float")(torch.ones(1), 2.0).item() == 2
+
+
 def test_the_same_formula_is_the_same_op() -> None:
     first = jit.elementwise("x * 2 + y")
     assert jit.elementwise("x * 2 + y") is first

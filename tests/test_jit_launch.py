@@ -144,6 +144,13 @@ def test_wrong_launches(uncompiled: jit.Module) -> None:
         k[1, (64, 32)]
     with pytest.raises(ValueError, match="bytes: got -1"):
         k[1, 32, -1]
+    with pytest.raises(TypeError, match=r"stream: got 7, expected a torch\.cuda\.Stream"):
+        k[1, 32, 0, 7]
+
+
+def test_what_a_launch_takes_where_less_is_said(uncompiled: jit.Module) -> None:
+    launches = [uncompiled.k[1, 32], uncompiled.k[1, 32, 64]]
+    assert [(launch.shared_bytes, launch.stream) for launch in launches] == [(0, None), (64, None)]
 
 
 def test_kernels_that_are_not_there(uncompiled: jit.Module) -> None:

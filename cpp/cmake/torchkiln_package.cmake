@@ -59,6 +59,9 @@ function(torchkiln_add_module name)
       LINKER_LANGUAGE CXX
       INSTALL_RPATH "$ORIGIN/../torchkiln/lib;$ORIGIN/../torch/lib"
   )
+  # What torchkiln.require_torch() reads.
+  file(WRITE "${CMAKE_CURRENT_BINARY_DIR}/_torch.txt" "${torchkiln_TORCH_VERSION}\n")
+  install(FILES "${CMAKE_CURRENT_BINARY_DIR}/_torch.txt" DESTINATION .)
   # What a project adds to the module's own, it means for these, too.
   if(arg_CPU_KERNELS)
     foreach(isa IN LISTS torchkiln_isas)

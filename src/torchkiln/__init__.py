@@ -47,6 +47,7 @@ from torchkiln.spmm import csr_transpose, spmm, spmm_csr  # noqa: E402
 
 __version__: str = _record["version"]
 
+require_torch = _loader.require_torch
 cmake_prefix_path = str(_package / "share" / "cmake")
 """Where CMake finds the package: -DCMAKE_PREFIX_PATH=$(python -c "import torchkiln; ...")."""
 
@@ -82,6 +83,7 @@ __all__ = [
     "nn",
     "relu",
     "relu_",
+    "require_torch",
     "rms_norm",
     "scale_bias_relu",
     "sigmoid",

@@ -97,6 +97,29 @@ def check(folder: Path) -> dict[str, Any]:
     return record | {"torch": built["version"], "torch_cuda": built["cuda"]}
 
 
+def require_torch(package: str) -> None:
+    """Raises ImportError in words where another package was built against another torch.
+
+    ``torchkiln_add_module`` installs ``_torch.txt`` with that torch's version beside its module; a
+    package calls ``require_torch(__file__)`` before it imports that module.
+
+    Args:
+        package: the package's ``__init__.py``.
+    """
+    folder, torch = Path(package).parent, find_torch()
+    record = folder / "_torch.txt"
+    if not record.is_file():  # installed editable: what is built lies elsewhere
+        return
+    built = record.read_text(encoding="utf-8").strip()
+    if torch is None or minor(built) != torch.minor:
+        here = f"torch {torch.version} ({torch.folder})" if torch else "no torch"
+        raise ImportError(
+            f"{folder.name} ({folder}) was built for torch {built}, but found {here}. Type\n"
+            f"  {PIP} 'torch=={minor(built)}.*'     to get the torch that it was built for, or"
+            f" build {folder.name} beside the torch that is here"
+        )
+
+
 def built_for(record: dict[str, Any], torch: Torch | None) -> dict[str, Any] | None:
     """What was built against the minor version of this torch: its version, CUDA and folder."""
     same = (

@@ -11,13 +11,15 @@ from torchkiln.bench.cases import BenchCase, cases
 from torchkiln.bench.options import device_of, dtype, shape
 from torchkiln.bench.plan import default_shape
 from torchkiln.bench.skipped import NO_MEMORY, reason_of
-from torchkiln.names import find
+from torchkiln.names import find, specs_of
+from torchkiln.testing import SPECS
 
 
 def add_call(parser: argparse.ArgumentParser) -> None:
     """The options."""
     add = parser.add_argument
     add("op", metavar="OP", help="the name of an op")
+    add("--specs", metavar="MODULE", help="of SPECS in a module or a .py file")
     add("--shape", type=shape, metavar="RxC", help="rows and columns (default: large)")
     add("--dtype", type=dtype, default=torch.float32, help="default: float32")
     add("--device", choices=("cpu", "cuda"), help="default: a GPU where there is one")
@@ -37,7 +39,8 @@ def refuse(where: str, options: argparse.Namespace, error: Exception) -> int:
 
 def chosen_case(where: str, options: argparse.Namespace) -> BenchCase:
     """The call: one of those that are timed."""
-    spec = find(where, "OP", options.op)
+    specs = specs_of(where, "--specs", options.specs) if options.specs else SPECS
+    spec = find(where, "OP", options.op, specs)
     device = device_of(where, options.device)
     if options.dtype not in spec.dtypes:
         names = ", ".join(str(d).removeprefix("torch.") for d in spec.dtypes)

@@ -56,12 +56,16 @@ def read_arguments(text: str) -> list[Argument]:
         found = []
         for i, argument in enumerate(given.args):
             default = None if i < first else float(ast.literal_eval(given.defaults[i - first]))
-            is_number = default is not None or argument.annotation is not None
+            kind = "" if argument.annotation is None else ast.unparse(argument.annotation)
+            if kind not in ("", "float", "Tensor", "torch.Tensor"):
+                raise ValueError(f"{kind} is no type of an argument")
+            is_number = default is not None or kind == "float"
             found.append(Argument(argument.arg, is_number, default))
     except (SyntaxError, ValueError, TypeError) as error:
         raise ValueError(
             f"torchkiln.jit.elementwise: arguments: got {text!r} ({error}), expected such as"
-            " 'x, bias, scale: float, shift=1.0': tensors, and numbers with a type or a default"
+            " 'x, bias, scale: float, shift=1.0': tensors, and numbers with the type float or a"
+            " default"
         ) from None
     if not any(not argument.is_number for argument in found):
         raise ValueError(f"torchkiln.jit.elementwise: arguments: got {text!r}, expected a tensor")
@@ -283,6 +287,8 @@ def elementwise(
     used = list(dict.fromkeys(names_in(node))) if node is not None else []
     found = read_arguments(arguments or ", ".join(used))
     known = [argument.name for argument in found]
+    if name and not name.isidentifier():
+        raise ValueError(f"{where}: name: got {name!r}, expected a name as Python's are")
     if unknown := [n for n in used if n not in known]:
         raise ValueError(
             f"{where}: arguments: got {arguments!r}, but {unknown[0]} is in the expression"
@@ -290,7 +296,7 @@ def elementwise(
     text, path = _text(source)
     files = included(text, Path(path).parent, (torchkiln_include(),))  # saved again, it is another
     key = (expression, arguments, str(gradient), functor, f"{text}{files}", reference, name)
-    if key in _made:
+    if key in _made and not _made[key]._is_replaced:
         return _made[key]
     tensors = [argument.name for argument in found if not argument.is_number]
     numbers = [argument.name for argument in found if argument.is_number]

@@ -77,8 +77,9 @@ class Kernel:
             raise TypeError(
                 f"{self.where}: got [{launch!r}], expected [grid, block, bytes, stream]"
             )
-        grid, block, shared_bytes, stream = (*launch, 0, None)[:4]
-        return Launch(self, grid, block, shared_bytes, stream)
+        grid, block, *more = launch
+        shared_bytes = more[0] if more else 0
+        return Launch(self, grid, block, shared_bytes, more[1] if len(more) > 1 else None)
 
     def __call__(self, *arguments: Any) -> None:
         """An error: how many threads are to run is for the caller to say."""
@@ -110,6 +111,8 @@ class Launch:
             raise ValueError(f"{where}: block: got {block}, expected at most 1024 threads")
         if not isinstance(shared_bytes, int) or shared_bytes < 0:
             raise ValueError(f"{where}: bytes: got {shared_bytes!r}, expected 0 or more")
+        if not (stream is None or hasattr(stream, "cuda_stream")):
+            raise TypeError(f"{where}: stream: got {stream!r}, expected a torch.cuda.Stream")
         self.shared_bytes = shared_bytes
         self.stream = stream
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,7 +39,7 @@ def _recording() -> Any:
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
 
 
-_libraries: dict[str, torch.library.Library] = {}
+_made: dict[str, tuple[torch.library.Library, weakref.ref[Op]]] = {}
 
 
 class Op:
@@ -74,9 +75,14 @@ class Op:
         parameters = rest.rpartition("->")[0].strip().removesuffix(")")
         helper = f"{self.short_name}_backward"
         tags = (torch.Tag.pt2_compliant_tag,)
-        if self.name in _libraries:  # a cell of a notebook that is run again
-            _libraries.pop(self.name)._destroy()
-        library = _libraries[self.name] = torch.library.Library(namespace, "FRAGMENT")
+        self._is_replaced = False
+        if self.name in _made:  # a cell of a notebook that is run again
+            old, former = _made.pop(self.name)
+            old._destroy()
+            if (op := former()) is not None:
+                op._is_replaced = True
+        library = torch.library.Library(namespace, "FRAGMENT")
+        _made[self.name] = library, weakref.ref(self)
         library.define(f"{self.short_name}({rest}", tags=tags)
         library.define(
             f"{helper}(Tensor[] grads, bool[] wanted, {parameters}) -> Tensor[]", tags=tags
@@ -100,6 +106,11 @@ class Op:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the op. What a graph cannot hold, transforms and tangents, is the reference."""
+        if self._is_replaced:
+            raise RuntimeError(
+                f"torchkiln.jit.{self.short_name}: another op of this name was made since; call"
+                " that one, or give each a name of its own"
+            )
         if is_compiling():
             return self.overload(*args, **kwargs)
         if len(args) > len(self._arguments) or not kwargs.keys() <= set(self._arguments):

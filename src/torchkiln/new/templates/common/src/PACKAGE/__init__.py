@@ -1,7 +1,9 @@
 """The operator OPNAME for PyTorch, on CPU and CUDA."""
 
-import torchkiln as _torchkiln  # noqa: F401  checks torch, and brings the libraries of _C
+import torchkiln as _torchkiln  # brings the libraries of _C
 
-from PACKAGE.OPNAME import OPNAME
+_torchkiln.require_torch(__file__)
+
+from PACKAGE.OPNAME import OPNAME  # noqa: E402
 
 __all__ = ["OPNAME"]
