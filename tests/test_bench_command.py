@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,15 +45,16 @@ def test_the_ops_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     source = "from dataclasses import replace\nfrom torchkiln.testing import SPECS as OURS\n"
     (tmp_path / "theirs.py").write_text(f"{source}SPECS = (replace(OURS[0], name='theirs'),)\n")
     (tmp_path / "nothing.py").write_text("SPECS = (1,)\n")
-    (tmp_path / "of_a_file.py").write_text((tmp_path / "theirs.py").read_text())
-    by_file = command.plan(
-        command.arguments(["--device=cpu", f"--specs={tmp_path / 'of_a_file.py'}"])
-    )
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    # Named like a module of Python's own.
+    (tmp_path / "json.py").write_text((tmp_path / "theirs.py").read_text())
+    by_file = command.plan(command.arguments(["--device=cpu", f"--specs={tmp_path / 'json.py'}"]))
     assert [spec.name for spec in by_file.specs] == ["theirs"]
     monkeypatch.chdir(tmp_path)
     chosen = command.plan(command.arguments(["--device=cpu", "--specs=theirs"]))
     assert [spec.name for spec in chosen.specs] == ["theirs"]
-    for wrong in ("nothing", "not_there"):
+    (tmp_path / "json.py").unlink()
+    for wrong in ("nothing", "not_there", "not_there.py"):
         with pytest.raises(ValueError, match=f"--specs: got '{wrong}'"):
             command.plan(command.arguments(["--device=cpu", f"--specs={wrong}"]))
     with pytest.raises(ValueError, match="OP: got 'add', expected one of theirs"):

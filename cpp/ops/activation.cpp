@@ -47,18 +47,6 @@ Tensor output_like(const Tensor& x) {
                                           : at::empty_symint(x.sym_sizes(), x.options());
 }
 
-void run(const char* op, Activation activation, const Tensor& out, const Tensor& x) {
-  if (out.numel() == 0) return;
-  std::array<Tensor, 1> inputs{x};
-  const Elementwise<1> arguments = describe(std::array<Tensor, 1>{out}, inputs);
-  launch(
-      op, out, out.numel(), kElementwiseGrain,
-      [&](auto stream) { return cuda::activation(arguments, activation, stream); },
-      [&](int64_t begin, int64_t end) {
-        return cpu::activation(arguments, activation, begin, end);
-      });
-}
-
 Tensor backward_output(const Tensor& grad, const Tensor& saved, c10::string_view act) {
   find_activation(kBackwardOp, act);
   check_input(kBackwardOp, grad);
@@ -161,7 +149,7 @@ struct Op {
 
   static Tensor real(const Tensor& x) {
     Tensor out = meta(x);
-    run(Act::kName, kActivation<Act>, out, x);
+    run_activation(Act::kName, kActivation<Act>, out, x);
     return out;
   }
 
@@ -209,7 +197,7 @@ struct InPlaceOp {
     if (x.dim() > kMaxRank && !x.is_non_overlapping_and_dense()) {
       x.copy_(Op<Act>::real(x));  // more dimensions with gaps than a layout holds
     } else {
-      run(name().c_str(), kActivation<Act>, x, x);
+      run_activation(name().c_str(), kActivation<Act>, x, x);
     }
     return x;
   }
@@ -264,6 +252,20 @@ bool is_one_of(const Body& name, TypeList<Functors...>) {
 }
 
 }  // namespace
+
+void run_activation(const char* op, Activation activation, const Tensor& out, const Tensor& x,
+                    bool overlaps) {
+  if (out.numel() == 0) return;
+  std::array<Tensor, 1> inputs{x};
+  Elementwise<1> arguments = describe(std::array<Tensor, 1>{out}, inputs);
+  arguments.overlaps = overlaps;
+  launch(
+      op, out, out.numel(), kElementwiseGrain,
+      [&](auto stream) { return cuda::activation(arguments, activation, stream); },
+      [&](int64_t begin, int64_t end) {
+        return cpu::activation(arguments, activation, begin, end);
+      });
+}
 
 Tensor activation(const Tensor& x, c10::string_view act) {
   const Activation found = find_activation("activation", act);

@@ -59,4 +59,9 @@ inline Activation find_activation(const char* op, c10::string_view name) {
   TORCH_CHECK_VALUE(false, "torchkiln.", op, ": act: got '", name, "', expected one of ", known);
 }
 
+/// out = activation(x), of checked tensors of one shape; `out` may be x. Grid::overlaps tells where
+/// it is not to begin beside the kernel before it.
+void run_activation(const char* op, Activation activation, const at::Tensor& out,
+                    const at::Tensor& x, bool overlaps = true);
+
 }  // namespace torchkiln

@@ -5,9 +5,6 @@
 #include "linear.h"
 #include "matmul.h"
 #include "torchkiln/checks.h"
-#include "torchkiln/elementwise.h"
-#include "torchkiln/kernels/activation.h"
-#include "torchkiln/launch.h"
 #include "torchkiln/ops.h"
 
 namespace torchkiln {
@@ -97,19 +94,6 @@ void run_preactivation(const Tensor& x, const Tensor& weight, const MaybeTensor&
   if (bias) to.copy_(bias_act(to, *bias, 1.0, "none"));
 }
 
-/// Behind torch's product, maybe in place; both are contiguous.
-void run_activation(Activation activation, const Tensor& out, const Tensor& from) {
-  std::array<Tensor, 1> inputs{from};
-  Elementwise<1> arguments = describe(std::array<Tensor, 1>{out}, inputs);
-  arguments.overlaps = false;
-  launch(
-      kLinear, out, out.numel(), kElementwiseGrain,
-      [&](auto stream) { return cuda::activation(arguments, activation, stream); },
-      [&](int64_t begin, int64_t end) {
-        return cpu::activation(arguments, activation, begin, end);
-      });
-}
-
 /// The same and what follows, from torch's product; `out` and `preactivation` are memory for it.
 /// cuBLASLt fuses relu with a bias.
 void run_library(const Tensor& x, const Tensor& weight, const MaybeTensor& bias,
@@ -126,7 +110,7 @@ void run_library(const Tensor& x, const Tensor& weight, const MaybeTensor& bias,
   } else {
     const Tensor& from = is_kept ? preactivation : out;
     run_preactivation(x, weight, bias, scale, as_matrix(from));
-    run_activation(activation, out, from);
+    run_activation(kLinear, activation, out, from, /*overlaps=*/false);
   }
   if (residual) out.add_(*residual);
 }

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
@@ -23,21 +24,31 @@ def find(where: str, argument: str, name: str, specs: Sequence[OpSpec] = SPECS) 
 
 
 def _imported(module: str) -> ModuleType:
-    """A module by its name, which may lie in the current folder, or by its file."""
-    file = Path(module)
-    folder, name = (file.parent, file.stem) if file.suffix == ".py" else (Path(), module)
-    sys.path.insert(0, str(folder.resolve()))
-    try:
-        return import_module(name)
-    finally:
-        sys.path.pop(0)
+    """A module by its name, which may lie in the current folder, or by its file.
+
+    As with ``python -m`` and ``python FILE``, what lies beside it is found from then on.
+    """
+    file = Path(module).resolve()
+    is_file = file.suffix == ".py"
+    folder = str(file.parent if is_file else Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    if not is_file:
+        return import_module(module)
+    # Not by its name, which a module of others may have, too.
+    spec = spec_from_file_location(file.stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    found = module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
 
 
 def specs_of(where: str, argument: str, module: str) -> tuple[OpSpec, ...]:
     """The specs of another package: SPECS of one of its modules, by its name or its file."""
     try:
         found = tuple(_imported(module).SPECS)
-    except (ImportError, AttributeError, TypeError) as error:
+    except (ImportError, FileNotFoundError, AttributeError, TypeError) as error:
         raise ValueError(
             f"{where}: {argument}: got {module!r} ({type(error).__name__}: {error}), expected a "
             "module or its .py file with SPECS, a tuple of torchkiln.testing.OpSpec"

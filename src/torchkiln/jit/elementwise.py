@@ -13,19 +13,18 @@ import torch
 from torch import Tensor
 
 from torchkiln.jit.arguments import dtype_name
-from torchkiln.jit.expression import Name, Node, call, compute, cuda_of, names_in, parse, slope
+from torchkiln.jit.expression import Name, Node, call, cuda_of, names_in, parse, slope
 from torchkiln.jit.formula import CUDA_TYPES, Formula
 from torchkiln.jit.includes import included
 from torchkiln.jit.layout import broadcast
 from torchkiln.jit.op import Op
+from torchkiln.jit.reference import GRAD, reference_of, with_gradients
 from torchkiln.jit.toolkit import torchkiln_include
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torchkiln.testing import OpSpec
-
-GRAD = "grad"
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ class Elementwise(Op):
         forward: Formula,
         backward: Formula | None,
         reference: Callable[..., Tensor],
-        slopes: Sequence[Node] | None,
+        slopes: Mapping[str, Node] | None,
     ) -> None:
         self.arguments = arguments
         self.node = node
@@ -95,7 +94,9 @@ class Elementwise(Op):
         super().__init__(
             f"torchkiln_jit::{name}({listed}) -> Tensor",
             self._launch,
-            reference if slopes is None else _with_gradients(reference, arguments, slopes),
+            reference
+            if slopes is None
+            else with_gradients(reference, [a.name for a in arguments], slopes),
             gradient=self._launch_backward if backward is not None else None,
             meta=self._empty,
             check=self._require,
@@ -170,82 +171,6 @@ class Elementwise(Op):
         return spec_of_formula(self, **fields)
 
 
-def _reference(node: Node, arguments: Sequence[Argument]) -> Callable[..., Tensor]:
-    """The formula in plain torch: computed in float32 or float64, rounded once."""
-    names = [argument.name for argument in arguments]
-
-    def reference(*args: Any) -> Tensor:
-        defaults = [argument.default for argument in arguments[len(args) :]]
-        values = dict(zip(names, [*args, *defaults], strict=True))
-        tensors = [value for value in values.values() if isinstance(value, Tensor)]
-        dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors))
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        shape = broadcast([t.shape for t in tensors])
-        moved = {k: v.to(wide) if isinstance(v, Tensor) else v for k, v in values.items()}
-        result = compute(node, moved, wide, tensors[0].device)
-        return result.expand(shape).to(dtype, memory_format=torch.contiguous_format).contiguous()
-
-    return reference
-
-
-def _with_gradients(
-    reference: Callable[..., Tensor], arguments: Sequence[Argument], slopes: Sequence[Node]
-) -> Callable[..., Tensor]:
-    """``reference`` with the gradients that are given, which torch can differentiate again."""
-    tensors = [argument.name for argument in arguments if not argument.is_number]
-
-    def slope_of(name: str, grad: Tensor, values: Mapping[str, Any]) -> Tensor:
-        wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
-        moved = {k: v.to(wide) if isinstance(v, Tensor) else v for k, v in values.items()}
-        node = slopes[tensors.index(name)]
-        return compute(node, {**moved, GRAD: grad.to(wide)}, wide, grad.device).expand(grad.shape)
-
-    class Given(torch.autograd.Function):
-        generate_vmap_rule = True
-
-        @staticmethod
-        def forward(*args: Any) -> Tensor:
-            return reference(*args)
-
-        @staticmethod
-        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-            values = dict(zip((argument.name for argument in arguments), inputs, strict=True))
-            saved = [values.pop(name) for name in tensors]
-            ctx.save_for_backward(*saved)
-            ctx.save_for_forward(*saved)
-            ctx.numbers, ctx.dtype = values, output.dtype
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-            values = {**dict(zip(tensors, ctx.saved_tensors, strict=True)), **ctx.numbers}
-            return tuple(
-                None
-                if argument.is_number
-                else slope_of(argument.name, grads[0], values)
-                .sum_to_size(values[argument.name].shape)
-                .to(values[argument.name].dtype)
-                for argument in arguments
-            )
-
-        @staticmethod
-        def jvp(ctx: Any, *tangents: Any) -> Tensor:
-            values = {**dict(zip(tensors, ctx.saved_tensors, strict=True)), **ctx.numbers}
-            shape = broadcast([t.shape for t in ctx.saved_tensors])
-            parts = [
-                slope_of(argument.name, tangent.to(ctx.dtype).expand(shape), values)
-                for argument, tangent in zip(arguments, tangents, strict=True)
-                if tangent is not None
-            ]
-            return torch.stack(parts).sum(0).to(ctx.dtype)
-
-    def with_gradients(*args: Any) -> Tensor:
-        defaults = [argument.default for argument in arguments[len(args) :]]
-        result: Tensor = Given.apply(*args, *defaults)  # type: ignore[no-untyped-call]
-        return result
-
-    return with_gradients
-
-
 _made: dict[object, Elementwise] = {}
 
 
@@ -303,7 +228,7 @@ def elementwise(
     slopes = _gradients(where, node, tensors, known, gradient)
     if node is not None:
         body = cuda_of({"result0_": node})
-        reference = reference or _reference(node, found)
+        reference = reference or reference_of(node, found)
     else:
         body = f"result0_ = {functor}{{}}({', '.join(f'{n}_' for n in [*tensors, *numbers])});"
     backward = None
@@ -319,7 +244,7 @@ def elementwise(
         forward=Formula(tensors, numbers, body, preamble=text, path=path),
         backward=backward,
         reference=reference,
-        slopes=slopes if gradient is not None else None,
+        slopes=dict(zip(tensors, slopes or (), strict=True)) if gradient is not None else None,
     )
     _made[key] = made
     return made

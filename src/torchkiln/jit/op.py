@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,7 +38,7 @@ def _recording() -> Any:
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
 
 
-_made: dict[str, tuple[torch.library.Library, weakref.ref[Op]]] = {}
+_made: dict[str, Op] = {}
 
 
 class Op:
@@ -76,13 +75,11 @@ class Op:
         helper = f"{self.short_name}_backward"
         tags = (torch.Tag.pt2_compliant_tag,)
         self._is_replaced = False
-        if self.name in _made:  # a cell of a notebook that is run again
-            old, former = _made.pop(self.name)
-            old._destroy()
-            if (op := former()) is not None:
-                op._is_replaced = True
-        library = torch.library.Library(namespace, "FRAGMENT")
-        _made[self.name] = library, weakref.ref(self)
+        self._library = library = torch.library.Library(namespace, "FRAGMENT")
+        if former := _made.pop(self.name, None):  # a cell of a notebook that is run again
+            former._library._destroy()
+            former._is_replaced = True
+        _made[self.name] = self
         library.define(f"{self.short_name}({rest}", tags=tags)
         library.define(
             f"{helper}(Tensor[] grads, bool[] wanted, {parameters}) -> Tensor[]", tags=tags
@@ -113,11 +110,11 @@ class Op:
             )
         if is_compiling():
             return self.overload(*args, **kwargs)
-        if len(args) > len(self._arguments) or not kwargs.keys() <= set(self._arguments):
-            got = [*(f"{len(args)} by position" for _ in args[:1]), *kwargs]
+        if len(args) > len(self._arguments) or any(k not in self._arguments for k in kwargs):
+            got = ", ".join([f"{len(args)} by position", *kwargs])
             raise TypeError(
-                f"torchkiln.jit.{self.short_name}: got arguments {', '.join(got)}, expected at"
-                f" most {', '.join(self._arguments)}"
+                f"torchkiln.jit.{self.short_name}: got arguments {got}, expected at most"
+                f" {', '.join(self._arguments)}"
             )
         transformed = _transforms() or forward_ad._current_level >= 0
         if self._check is not None or transformed:

@@ -17,7 +17,7 @@ constexpr int kTile = kThreads * kItems;
 
 /// A block computes a tile of kTile adjacent elements of a row. What the tile needs of the row lies
 /// in shared memory: kTile + window - 1 elements, read once. Neighbouring threads take neighbouring
-/// elements, so that neither memory is asked for the same bank or line twice.
+/// elements: whole lines of the one memory, and different banks of the other.
 template <class T>
 __global__ void __launch_bounds__(kThreads) sum_windows(Windows windows, int64_t tiles) {
   using C = Compute<T>;
