@@ -243,9 +243,10 @@ Status grad_x_alone(const BiasActBackward& p, CUstream_st* stream) {
   const elementwise::Switched<Make, Activations> body{p.activation, Make{scale}};
   Elementwise<3> arguments{};
   describe(arguments);
-  if (p.bias_dtype == p.dtype)
-    return elementwise::launch_bodies<T, T, T, T>(body, body, arguments, stream);
-  return elementwise::launch_bodies<T, T, T, float>(body, body, arguments, stream);
+  return with_parameter_type<T>(p.bias_dtype, [&](auto bias) {
+    using Bias = typename decltype(bias)::type;
+    return elementwise::launch_bodies<T, T, T, Bias>(body, body, arguments, stream);
+  });
 }
 
 template <class T, class Bias>
@@ -268,8 +269,9 @@ Status forward(const BiasAct& p, CUstream_st* stream) {
 Status bias_act(const BiasAct& p, CUstream_st* stream) {
   return dispatch_floating(p.elements.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    if (p.elements.in_dtype[1] == DtypeOf<T>::value) return forward<T, T>(p, stream);
-    return forward<T, float>(p, stream);
+    return with_parameter_type<T>(p.elements.in_dtype[1], [&](auto bias) {
+      return forward<T, typename decltype(bias)::type>(p, stream);
+    });
   });
 }
 

@@ -34,8 +34,10 @@ __global__ void __launch_bounds__(kLossThreads, 4)
   const Access access(logits, inside ? static_cast<int>(p.classes) : 0);
   const int vectors = access.vectors();
   const int step = kItems * team.size();
+  const bool has_neighbours = Access::has_neighbours(row, p.rows, p.row_stride);
   const auto load = [&](int first, Item(&to)[kItems]) {
-    access.load(logits, access.column(first), team.size() * kLanes, to, T(-INFINITY));
+    access.load(logits, access.column(first), team.size() * kLanes, to, T(-INFINITY),
+                has_neighbours);
   };
   // Ahead of what has to wait for the target.
   Item items[kItems];

@@ -41,8 +41,9 @@ __global__ void __launch_bounds__(kGradientThreads, 4)
   own.columns = min(access.columns, access.column(end));
   const int step = static_cast<int>(blockDim.x);
   Item items[kGradientItems];
+  const bool has_neighbours = Access::has_neighbours(row, p.rows, p.row_stride);
   const auto load = [&](int first) {
-    own.load(logits, access.column(first), step * kLanes, items, T(0.0f));
+    own.load(logits, access.column(first), step * kLanes, items, T(0.0f), has_neighbours);
   };
   load(begin);
 

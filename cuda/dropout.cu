@@ -138,9 +138,9 @@ Status bias_dropout_add(const Elementwise<3>& arguments, const Dropout& dropout,
                         CUstream_st* stream) {
   return dispatch_floating(arguments.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    if (arguments.in_dtype[1] == DtypeOf<T>::value)
-      return run<T, T, T, T>(arguments, dropout, stream);
-    return run<T, T, float, T>(arguments, dropout, stream);
+    return with_parameter_type<T>(arguments.in_dtype[1], [&](auto bias) {
+      return run<T, T, typename decltype(bias)::type, T>(arguments, dropout, stream);
+    });
   });
 }
 

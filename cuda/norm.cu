@@ -1,30 +1,34 @@
 #include "torchkiln/kernels/norm.h"
 
-#include "torchkiln/row.cuh"
+#include "torchkiln/row_place.cuh"
 
 namespace torchkiln::cuda {
 namespace {
 
-/// What an element is multiplied by once it is normalized, and what is added to that.
-template <class W, class Access, class C, int kLanes>
-__device__ __forceinline__ void load_affine(const Norm& p, const Access& access, int column,
+/// What an element is multiplied by once it is normalized, and what is added to that: of item `at`
+/// of a place, or of the vector at column `at`.
+template <class From, class C, int kLanes>
+__device__ __forceinline__ void load_affine(const Norm& p, const From& from, int at,
                                             C (&weight)[kLanes], C (&bias)[kLanes]) {
 #pragma unroll
   for (int i = 0; i < kLanes; ++i) {
     weight[i] = C(1);
     bias[i] = C(0);
   }
-  if (p.weight != nullptr) {
-    access.load_parameters(static_cast<const W*>(p.weight), column, weight);
+  with_parameter_type<typename From::T>(p.weight_dtype, [&](auto tag) {
+    using W = typename decltype(tag)::type;
+    if (p.weight != nullptr) {
+      from.load_parameters(at, static_cast<const W*>(p.weight), weight);
 #pragma unroll
-    for (int i = 0; i < kLanes; ++i) weight[i] += static_cast<C>(p.weight_offset);
-  }
-  if (p.bias != nullptr) access.load_parameters(static_cast<const W*>(p.bias), column, bias);
+      for (int i = 0; i < kLanes; ++i) weight[i] += static_cast<C>(p.weight_offset);
+    }
+    if (p.bias != nullptr) from.load_parameters(at, static_cast<const W*>(p.bias), bias);
+  });
 }
 
 /// A team reads a row and, with all of it in registers, finds its mean and spread and writes it.
-/// kAffine: there is a weight and, for layer norm, a bias.
-template <class Place, class W, bool kCentered, bool kAffine>
+/// W: the type of the weight and, for layer norm, of the bias; without one of them, void.
+template <class Place, class W, bool kCentered>
 __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place>)
     norm_rows(Norm p, TeamShape shape) {
   using T = typename Place::T;
@@ -32,14 +36,14 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place>)
   constexpr int kLanes = Place::kLanes;
   constexpr int kItems = Place::kItems;
   constexpr int kTold = kCentered ? (sizeof(T) > 2 ? 4 : 3) : 1;
+  constexpr bool kAffine = !std::is_void_v<W>;
   __shared__ Meeting<C, kTold> meeting;
   wait_for_previous_kernel();
   Team<C, kTold> team(shape, meeting);
   const int64_t row = team.first() + team.index();
   const bool inside = row < p.rows;
   const T* x = static_cast<const T*>(p.x) + row * p.x_row_stride;
-  const typename Place::Access access(x, inside ? static_cast<int>(p.columns) : 0);
-  const Place place(access, team.rank(), team.size());
+  const Place place(x, inside ? static_cast<int>(p.columns) : 0, team.rank(), team.size());
   typename Place::Item items[kItems];
   place.load(x, items);
   if (p.residual != nullptr) {
@@ -51,7 +55,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place>)
       widen(items[k], both);
       widen(others[k], other);
 #pragma unroll
-      for (int i = 0; i < kLanes; ++i) {
+      for (int i = 0; i < Place::lanes(k); ++i) {
         both[i] += other[i];
         items[k].lane[i] = convert<T>(both[i]);
       }
@@ -72,7 +76,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place>)
       C z[kLanes];
       widen(items[k], z);
 #pragma unroll
-      for (int i = 0; i < kLanes; ++i) total[0] += z[i];
+      for (int i = 0; i < Place::lanes(k); ++i) total[0] += z[i];
     }
     widen_anew(items);
     team.combine_in_warp(total, Add{});
@@ -87,39 +91,55 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place>)
   for (int k = 0; k < kItems; ++k) {
     C z[kLanes];
     widen(items[k], z);
+    // Of no item all lanes are 0, and so is their distance: one choice for all of them.
+    const C from = place.has_any(k) ? center : C(0);
 #pragma unroll
-    for (int i = 0; i < kLanes; ++i) {
-      const C distance = !kCentered || place.has(k, i) ? z[i] - center : C(0);
+    for (int i = 0; i < Place::lanes(k); ++i) {
+      const C distance = kCentered ? z[i] - from : z[i];
       around[0] += distance * distance;
       if constexpr (kCorrects) around[1] += distance;
     }
   }
   widen_anew(items);
   team.combine_in_warp(around, Add{});
-  C mean = 0;
-  C moments[kCorrects ? 2 : 1];
-  if constexpr (kCentered) {
-    C told[kTold] = {count, center, around[0]};
-    if constexpr (kCorrects) told[3] = around[1];
+  C mean = 0, variance, rest = 0;
+  if constexpr (kCorrects) {
+    const C told[kTold] = {count, center, around[0], around[1]};
     using Told = const C(&)[kTold];
     team.tell(told);
     C total[1];
     team.combine_told(told, total, Add{}, [](Told of, C(&to)[1]) { to[0] = of[0] * of[1]; });
     mean = total[0] * share;
-    team.combine_told(told, moments, Add{}, [mean](Told of, auto& to) {
+    C moments[2];
+    team.combine_told(told, moments, Add{}, [mean](Told of, C(&to)[2]) {
       const C distance = of[1] - mean;
-      to[0] = of[2] + of[0] * distance * distance;
-      if constexpr (kCorrects) {
-        to[0] += C(2) * distance * of[3];
-        to[1] = of[3] + of[0] * distance;
-      }
+      to[0] = of[2] + of[0] * distance * distance + C(2) * distance * of[3];
+      to[1] = of[3] + of[0] * distance;
     });
+    rest = moments[1] * share;
+    variance = moments[0] * share - rest * rest;
+  } else if constexpr (kCentered) {
+    // Half precision has digits to spare: all is measured from the first warp's mean, at once. What
+    // cancels of the squares is at most as many times the rest as there are warps.
+    const C told[kTold] = {count, center, around[0]};
+    using Told = const C(&)[kTold];
+    team.tell(told);
+    const C from = team.first_told(told, 1);
+    C moments[2];
+    team.combine_told(told, moments, Add{}, [from](Told of, C(&to)[2]) {
+      const C distance = of[1] - from;
+      to[0] = of[0] * distance;
+      to[1] = of[2] + to[0] * distance;
+    });
+    const C shift = moments[0] * share;
+    mean = from + shift;
+    variance = moments[1] * share - shift * shift;
+    if (variance < C(0)) variance = 0;  // rounded; NaN stays
   } else {
-    moments[0] = around[0];
-    team.combine_warps(moments, Add{});
+    team.combine_warps(around, Add{});
+    variance = around[0] * share;
   }
-  const C rest = kCorrects ? moments[kCorrects ? 1 : 0] * share : C(0);
-  const C rstd = rsqrt(moments[0] * share - rest * rest + static_cast<C>(p.eps));
+  const C rstd = rsqrt(variance + static_cast<C>(p.eps));
   if (inside && team.rank() == 0) {
     if (kCentered && p.mean != nullptr) static_cast<C*>(p.mean)[row] = mean + rest;
     if (p.rstd != nullptr) static_cast<C*>(p.rstd)[row] = rstd;
@@ -128,16 +148,14 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place>)
   for (int k = 0; k < kItems; ++k) {
     C z[kLanes], weight[kLanes], bias[kLanes];
     widen(items[k], z);
-    // Without a branch, behind which everything would wait: of no item, those of the first column.
-    const int column = place.has_any(k) || !Place::Access::kWhole ? place.column(k) : 0;
     if constexpr (kAffine) {
-      access.load_parameters(static_cast<const W*>(p.weight), column, weight);
-      if constexpr (kCentered) access.load_parameters(static_cast<const W*>(p.bias), column, bias);
+      place.load_parameters(k, static_cast<const W*>(p.weight), weight);
+      if constexpr (kCentered) place.load_parameters(k, static_cast<const W*>(p.bias), bias);
     } else {
-      load_affine<W>(p, access, column, weight, bias);
+      load_affine(p, place, k, weight, bias);
     }
 #pragma unroll
-    for (int i = 0; i < kLanes; ++i) {
+    for (int i = 0; i < Place::lanes(k); ++i) {
       if constexpr (kAffine && !kCentered) weight[i] += static_cast<C>(p.weight_offset);
       if constexpr (kCentered) z[i] -= mean;
       if constexpr (kCorrects) z[i] -= rest;
@@ -149,7 +167,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place>)
 }
 
 /// Rows that are longer than the registers of a cluster: each step reads them again.
-template <class Access, class W>
+template <class Access>
 __global__ void __launch_bounds__(kRowThreads) norm_long_rows(Norm p, TeamShape shape) {
   using T = typename Access::T;
   using C = Compute<T>;
@@ -210,7 +228,7 @@ __global__ void __launch_bounds__(kRowThreads) norm_long_rows(Norm p, TeamShape 
   passes.each([&](const Item& item, int vector) {
     const int column = access.column(vector);
     C weight[kLanes], bias[kLanes], result[kLanes];
-    load_affine<W>(p, access, column, weight, bias);
+    load_affine(p, access, column, weight, bias);
 #pragma unroll
     for (int i = 0; i < kLanes; ++i)
       result[i] = (convert<C>(item.lane[i]) - mean - rest) * rstd * weight[i] + bias[i];
@@ -223,30 +241,33 @@ __global__ void __launch_bounds__(kRowThreads) norm_long_rows(Norm p, TeamShape 
   });
 }
 
-template <class Access, class W>
-Status run(const Norm& p, CUstream_st* stream) {
-  const int64_t vectors = ceil_div(p.columns, Access::kLanes) + (Access::kWhole ? 0 : 1);
-  const RowPlan plan = make_row_plan(vectors, 1);
+template <class Place, class W>
+Status start(const Norm& p, const TeamShape& team, CUstream_st* stream) {
   Grid grid;
-  const Status status = make_grid(plan.team, p.rows, grid);
+  const Status status = make_grid(team, p.rows, grid);
   if (!status.ok()) return status;
-  return with_items(plan, [&](auto items) {
-    if constexpr (items == 0) {
-      return launch_overlapped(norm_long_rows<Access, W>, grid, stream, p, plan.team);
-    } else {
-      using Place = RowPlace<Access, items>;
-      const auto start = [&](auto centered, auto affine) {
-        return launch_overlapped(norm_rows<Place, W, centered, affine>, grid, stream, p, plan.team);
-      };
-      const bool affine = p.weight != nullptr && (p.bias != nullptr || !p.centered);
-      if (p.centered) {
-        return affine ? start(std::true_type{}, std::true_type{})
-                      : start(std::true_type{}, std::false_type{});
-      }
-      return affine ? start(std::false_type{}, std::true_type{})
-                    : start(std::false_type{}, std::false_type{});
-    }
-  });
+  return p.centered ? launch_overlapped(norm_rows<Place, W, true>, grid, stream, p, team)
+                    : launch_overlapped(norm_rows<Place, W, false>, grid, stream, p, team);
+}
+
+template <class T>
+Status run(const Norm& p, RowKind kind, CUstream_st* stream) {
+  const bool plain = p.weight == nullptr || (p.centered && p.bias == nullptr);
+  const auto held = [&](auto tag, const TeamShape& team) {
+    using Place = typename decltype(tag)::type;
+    if (plain) return start<Place, void>(p, team, stream);
+    return with_parameter_type<T>(p.weight_dtype, [&](auto parameter) {
+      return start<Place, typename decltype(parameter)::type>(p, team, stream);
+    });
+  };
+  const auto too_long = [&](auto tag, const TeamShape& team) {
+    using Access = typename decltype(tag)::type;
+    Grid grid;
+    const Status status = make_grid(team, p.rows, grid);
+    if (!status.ok()) return status;
+    return launch_overlapped(norm_long_rows<Access>, grid, stream, p, team);
+  };
+  return with_place<T>(kind, p.columns, 1, kRowThreads, held, too_long);
 }
 
 }  // namespace
@@ -259,18 +280,10 @@ Status norm(const Norm& p, CUstream_st* stream) {
                             {p.sum, p.columns},
                             {p.y, p.columns}};
   RowKind kind = kind_of(tensors, p.dtype, p.rows, p.columns);
-  const bool whole_parameters = aligned(p.weight, kVectorBytes) && aligned(p.bias, kVectorBytes);
-  if (kind == RowKind::whole && !whole_parameters) kind = RowKind::alike;
+  if (!aligned(p.weight, kVectorBytes) || !aligned(p.bias, kVectorBytes)) kind = RowKind::apart;
   return dispatch_floating(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    return with_access<T>(kind, [&](auto access) {
-      using Access = typename decltype(access)::type;
-      // float32 parameters stand beside half precision alone.
-      if constexpr (sizeof(T) == 2) {
-        if (p.weight_dtype != p.dtype) return run<Access, float>(p, stream);
-      }
-      return run<Access, T>(p, stream);
-    });
+    return run<T>(p, kind, stream);
   });
 }
 

@@ -18,24 +18,22 @@ Status norm_backward(const NormBackward& p, CUstream_st* stream) {
   const bool is_few = are_few(p, kind);
   const Walk walk = is_few ? Walk{} : walk_of(p);
   return dispatch_floating(p.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    return with_access<T>(kind, [&](auto access) {
+    return with_access<typename decltype(tag)::type>(kind, [&](auto access) {
       using Access = typename decltype(access)::type;
-      const auto start = [&](auto weight) {
-        using W = typename decltype(weight)::type;
-        if constexpr (Access::kWhole && Access::kLanes > 1) {
-          if (is_few) return few<Access, W>(p, stream);
+      using T = typename Access::T;
+      if constexpr (Access::kWhole && Access::kLanes > 1) {
+        if (is_few) {
+          return with_parameter_type<T>(p.weight_dtype, [&](auto parameter) {
+            return few<Access, typename decltype(parameter)::type>(p, stream);
+          });
         }
-        if constexpr (Access::kLanes > 1) {
-          if (walk.teams > 0) return walked<Access, W>(p, walk, stream);
-        }
-        return unwalked<Access, W>(p, stream);
-      };
-      // float32 parameters stand beside half precision alone.
-      if constexpr (sizeof(T) == 2) {
-        if (p.weight_dtype != p.dtype) return start(TypeTag<float>{});
       }
-      return start(TypeTag<T>{});
+      if constexpr (Access::kLanes > 1) {
+        if (walk.teams > 0) return walked<Access>(p, walk, stream);
+      }
+      // Too long a row, or it lies apart: where rows are not whole, all are read alike.
+      using Read = std::conditional_t<Access::kWhole, Access, RowAccess<T, 1, true>>;
+      return unwalked<Read>(p, stream);
     });
   });
 }

@@ -3,7 +3,7 @@
 // What both ways to a gradient of norms need.
 
 #include "torchkiln/kernels/norm.h"
-#include "torchkiln/row.cuh"
+#include "torchkiln/row_place.cuh"
 
 namespace torchkiln::cuda {
 namespace {
@@ -19,9 +19,18 @@ __device__ __forceinline__ void load_weight(const NormBackward& p, const Access&
 #pragma unroll
   for (int i = 0; i < kLanes; ++i) values[i] = access.has(column, i) ? C(1) : C(0);
   if (p.weight == nullptr) return;
-  access.load_parameters(static_cast<const W*>(p.weight), column, values);
+  access.load_parameters(column, static_cast<const W*>(p.weight), values);
 #pragma unroll
   for (int i = 0; i < kLanes; ++i) values[i] += static_cast<C>(p.weight_offset);
+}
+
+/// The same, of a type that is looked up: by what reads the weight once, or long rows.
+template <class Access, class C, int kLanes>
+__device__ __forceinline__ void load_any_weight(const NormBackward& p, const Access& access,
+                                                int column, C (&values)[kLanes]) {
+  with_parameter_type<typename Access::T>(p.weight_dtype, [&](auto tag) {
+    load_weight<typename decltype(tag)::type>(p, access, column, values);
+  });
 }
 
 size_t sum_bytes(const NormBackward& p) { return p.dtype == Dtype::float64 ? 8 : 4; }

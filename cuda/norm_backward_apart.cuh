@@ -12,7 +12,7 @@ namespace {
 
 /// The sums over each row that its gradient needs, for rows that walk_rows() does not take:
 /// of d * n and of d.
-template <class Access, class W>
+template <class Access>
 __global__ void __launch_bounds__(kRowThreads)
     row_sums(NormBackward p, TeamShape shape, Compute<typename Access::T>* out) {
   using T = typename Access::T;
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kRowThreads)
   C sums[2] = {};
   pass.each([&](const Pair& item, int vector) {
     C weight[kLanes];
-    load_weight<W>(p, access, access.column(vector), weight);
+    load_any_weight(p, access, access.column(vector), weight);
 #pragma unroll
     for (int i = 0; i < kLanes; ++i) {
       if (!access.has(access.column(vector), i)) continue;
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kRowThreads)
 }
 
 /// grad_x and the sum of grad * n over the columns, once the sums over the rows are known.
-template <class T, class W>
+template <class T>
 struct KnownRows {
   using C = Compute<T>;
   static constexpr int kLanes = 1;
@@ -73,9 +73,13 @@ struct KnownRows {
   C weight;
 
   __device__ __forceinline__ void begin(int64_t column, bool, C (&)[1]) {
-    weight = p.weight == nullptr ? C(1)
-                                 : convert<C>(static_cast<const W*>(p.weight)[column]) +
-                                       static_cast<C>(p.weight_offset);
+    weight = C(1);
+    if (p.weight == nullptr) return;
+    with_parameter_type<T>(p.weight_dtype, [&](auto tag) {
+      using W = typename decltype(tag)::type;
+      weight = convert<C>(static_cast<const W*>(p.weight)[column]);
+    });
+    weight += static_cast<C>(p.weight_offset);
   }
 
   __device__ __forceinline__ Item load(int64_t row, int64_t column) const {
@@ -144,7 +148,7 @@ Parts parts_of(const NormBackward& p) {
 
 /// Rows that lie apart or are longer than a cluster holds: what a row's gradient needs of the whole
 /// row first, then gradients and the sums of the columns, then those of the bias.
-template <class Access, class W>
+template <class Access>
 Status unwalked(const NormBackward& p, CUstream_st* stream) {
   using T = typename Access::T;
   using C = Compute<T>;
@@ -161,10 +165,10 @@ Status unwalked(const NormBackward& p, CUstream_st* stream) {
   Grid grid;
   Status status = make_grid(team, p.rows, grid);
   if (!status.ok()) return status;
-  status = launch_overlapped(row_sums<Access, W>, grid, stream, p, team, sums);
+  status = launch_overlapped(row_sums<Access>, grid, stream, p, team, sums);
   if (!status.ok()) return status;
   void* grad_weight = p.grad_weight == nullptr ? memory + parts.discarded : p.grad_weight;
-  const KnownRows<T, W> body{p, sums, C(1)};
+  const KnownRows<T> body{p, sums, C(1)};
   status = columns::launch(body, columns::make_plan(p.rows, p.columns, 1), memory + parts.columns,
                            grad_weight, p.weight_dtype, stream);
   if (!status.ok() || p.grad_bias == nullptr) return status;

@@ -25,8 +25,8 @@ __device__ __forceinline__ void gradients_of_rows(const NormBackward& p, const T
   const T* grad = static_cast<const T*>(p.grad) + row * p.grad_row_stride;
   const T* z = static_cast<const T*>(p.z) + row * p.z_row_stride;
   const T* grad_sum = static_cast<const T*>(p.grad_sum) + row * p.grad_sum_row_stride;
-  const Access access(grad, inside ? static_cast<int>(p.columns) : 0);
-  const RowPlace<Access, kItems> place(access, team.rank(), team.size());
+  const int columns = inside ? static_cast<int>(p.columns) : 0;
+  const RowPlace<Access, kItems> place(grad, columns, team.rank(), team.size());
 
   typename Access::Item grads[kItems], inputs[kItems], others[kItems];
   place.load(grad, grads);
@@ -37,7 +37,7 @@ __device__ __forceinline__ void gradients_of_rows(const NormBackward& p, const T
   // The weights are read twice: the registers are wanted for what is on the way.
   const auto read = [&](int k, C(&passed)[kLanes], C(&normal)[kLanes]) {
     C weight[kLanes] = {};
-    if (place.has_any(k)) load_weight<W>(p, access, place.column(k), weight);
+    if (place.has_any(k)) load_weight<W>(p, place.access(), place.column(k), weight);
     widen(grads[k], passed);
     widen(inputs[k], normal);
 #pragma unroll

@@ -31,7 +31,7 @@ __device__ __forceinline__ C normalized(C x, C mean, C rstd) {
 /// Teams that take one row after another: rows arrive in shared memory ahead of their use. The sums
 /// over the columns stay in the registers of the thread that has these columns of every row, so a
 /// team's rows must lie alike: they are a multiple of the lanes apart.
-template <class Access, class W, bool kCentered, bool kAdds, int kStages>
+template <class Access, bool kCentered, bool kAdds, int kStages>
 __global__ void __launch_bounds__(kThreads)
     walk_rows(NormBackward p, TeamShape shape, Compute<typename Access::T>* partial) {
   using T = typename Access::T;
@@ -55,8 +55,9 @@ __global__ void __launch_bounds__(kThreads)
                              team.rank_in_block(), shape.threads);
   wait_for_previous_kernel();
 
-  rows.start(0, grad + row * p.grad_row_stride, step * p.grad_row_stride);
-  rows.start(1, z + row * p.z_row_stride, step * p.z_row_stride);
+  rows.start(0, grad + row * p.grad_row_stride, p.grad_row_stride, step);
+  rows.start(1, z + row * p.z_row_stride, p.z_row_stride, step);
+  if constexpr (kAdds) rows.will_read(p.grad_sum_row_stride);
 #pragma unroll
   for (int ahead = 0; ahead + 1 < kStages; ++ahead) rows.fetch(row + ahead * step, p.rows);
   team.open();
@@ -64,7 +65,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int k = 0; k < kItems; ++k) {
       C values[kLanes] = {};
-      if (rows.has_any(k)) load_weight<W>(p, access, rows.column(k), values);
+      if (rows.has_any(k)) load_any_weight(p, access, rows.column(k), values);
       weights.set(k, values);
     }
   }
@@ -122,8 +123,9 @@ __global__ void __launch_bounds__(kThreads)
       const C x_level = level - mean * x_slope;
       T* grad_x = static_cast<T*>(p.grad_x) + row * p.columns;
       typename Access::Item others[kItems];
+      const bool by_vectors = rows.has_neighbours(row, p.rows);
       if constexpr (kAdds) {
-        if (inside) rows.load(grad_sum + row * p.grad_sum_row_stride, others);
+        if (inside) rows.load(grad_sum + row * p.grad_sum_row_stride, by_vectors, others);
       }
 #pragma unroll
       for (int k = 0; k < kItems; ++k) {
@@ -138,6 +140,8 @@ __global__ void __launch_bounds__(kThreads)
           g[i] = g[i] * weight[i] * rstd + through;
         }
         if constexpr (kAdds) {
+          if (inside)
+            rows.complete(grad_sum + row * p.grad_sum_row_stride, by_vectors, k, others[k]);
           C other[kLanes];
           widen(others[k], other);
 #pragma unroll
@@ -145,6 +149,7 @@ __global__ void __launch_bounds__(kThreads)
         }
         rows.save(inside, grad_x, k, g);
       }
+      rows.save_parts(inside, grad_x);
     }
     rows.pass();
   }
@@ -192,7 +197,7 @@ RowKind kind_of(const NormBackward& p) {
                             {p.grad_sum, p.grad_sum_row_stride},
                             {p.grad_x, p.columns}};
   const RowKind kind = kind_of(tensors, p.dtype, p.rows, p.columns);
-  return kind == RowKind::whole && !aligned(p.weight, kVectorBytes) ? RowKind::alike : kind;
+  return kind == RowKind::whole && !aligned(p.weight, kVectorBytes) ? unless_whole(p.dtype) : kind;
 }
 
 /// How rows are walked, by no team where they do not fit or lie apart.
@@ -217,8 +222,7 @@ int64_t clusters_at_once(const Walk& walk) {
   int found = __atomic_load_n(&place, __ATOMIC_RELAXED);
   if (found == 0) {
     // Stands for all: a block of each has a multiprocessor's registers.
-    const auto kernel =
-        walk_rows<RowAccess<float, kVectorLanes<float>, true>, float, false, false, 2>;
+    const auto kernel = walk_rows<RowAccess<float, kVectorLanes<float>, true>, false, false, 2>;
     cudaLaunchAttribute cluster{};
     cluster.id = cudaLaunchAttributeClusterDimension;
     cluster.val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
@@ -280,14 +284,14 @@ int outputs(const NormBackward& p) {
   return (p.grad_weight != nullptr ? 1 : 0) + (p.grad_bias != nullptr ? 1 : 0);
 }
 
-template <class Access, class W, bool kCentered, bool kAdds, int kStages>
+template <class Access, bool kCentered, bool kAdds, int kStages>
 Status walked(const NormBackward& p, const Walk& walk, CUstream_st* stream) {
   using C = Compute<typename Access::T>;
   const Grid grid{dim3(static_cast<unsigned>(walk.teams << walk.team.log_blocks)),
                   dim3(static_cast<unsigned>(walk.team.block_threads())), walk.team.blocks(),
                   walk.shared_bytes};
   C* partial = static_cast<C*>(p.workspace);
-  const Status status = launch_overlapped(walk_rows<Access, W, kCentered, kAdds, kStages>, grid,
+  const Status status = launch_overlapped(walk_rows<Access, kCentered, kAdds, kStages>, grid,
                                           stream, p, walk.team, partial);
   const columns::Plan plan{1, 1, 1, walk.teams, p.rows, p.columns};
   if (!status.ok() || outputs(p) == 0) return status;
@@ -299,12 +303,12 @@ Status walked(const NormBackward& p, const Walk& walk, CUstream_st* stream) {
                          p.grad_weight == nullptr ? bias : weight, nullptr, stream);
 }
 
-template <class Access, class W>
+template <class Access>
 Status walked(const NormBackward& p, const Walk& walk, CUstream_st* stream) {
   const auto start = [&](auto centered) {
     const auto with_sum = [&](auto adds) {
-      return walk.stages == 3 ? walked<Access, W, centered, adds, 3>(p, walk, stream)
-                              : walked<Access, W, centered, adds, 2>(p, walk, stream);
+      return walk.stages == 3 ? walked<Access, centered, adds, 3>(p, walk, stream)
+                              : walked<Access, centered, adds, 2>(p, walk, stream);
     };
     return p.grad_sum == nullptr ? with_sum(std::false_type{}) : with_sum(std::true_type{});
   };

@@ -1,6 +1,6 @@
 #include "softmax_columns.cuh"
 #include "torchkiln/exponentials.cuh"
-#include "torchkiln/row.cuh"
+#include "torchkiln/row_place.cuh"
 
 namespace torchkiln::cuda {
 namespace {
@@ -17,7 +17,7 @@ class Parts {
       for (int k = 0; k < Place::kItems; ++k) {
         bits_[k] = 0;
 #pragma unroll
-        for (int i = 0; i < Place::kLanes; ++i) {
+        for (int i = 0; i < Place::lanes(k); ++i) {
           if (place.has(k, i) && mask_row.takes(place.column(k) + i)) bits_[k] |= 1u << i;
         }
       }
@@ -38,7 +38,8 @@ class Parts {
 };
 
 /// A team reads a row, and with all of it in registers finds its maximum and the sum of its
-/// exponentials, and writes it. Without kMasked all takes part, and the scale is plain.
+/// exponentials, and writes it. Without kMasked all takes part, and the scale is plain; with it,
+/// the problem tells whether a logarithm is wanted.
 template <class Place, bool kLog, bool kMasked>
 __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place>)
     softmax_rows(Softmax p, TeamShape shape) {
@@ -46,6 +47,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place>)
   using C = Compute<T>;
   using Math = MathFor<T>;
   using Sums = AddExponentials<Math>;
+  const bool is_log = kMasked ? p.log : kLog;
   constexpr int kLanes = Place::kLanes;
   constexpr int kItems = Place::kItems;
   __shared__ Meeting<C, 2> meeting;
@@ -54,8 +56,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place>)
   const int64_t row = team.first() + team.index();
   const bool inside = row < p.outer;
   const T* x = static_cast<const T*>(p.x) + row * p.outer_stride;
-  const typename Place::Access access(x, inside ? static_cast<int>(p.length) : 0);
-  const Place place(access, team.rank(), team.size());
+  const Place place(x, inside ? static_cast<int>(p.length) : 0, team.rank(), team.size());
   typename Place::Item items[kItems];
   place.load(x, items, T(kNothing));
   team.open();
@@ -67,7 +68,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place>)
     widen(items[k], z);
     if constexpr (kMasked) {
 #pragma unroll
-      for (int i = 0; i < kLanes; ++i) z[i] = parts.has(k, i) ? z[i] * scale : C(kNothing);
+      for (int i = 0; i < Place::lanes(k); ++i) z[i] = parts.has(k, i) ? z[i] * scale : C(kNothing);
     }
   };
 
@@ -79,7 +80,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place>)
       C z[kLanes];
       read(k, z);
 #pragma unroll
-      for (int i = 0; i < kLanes; ++i) largest[0] = fmax(largest[0], z[i]);
+      for (int i = 0; i < Place::lanes(k); ++i) largest[0] = fmax(largest[0], z[i]);
     }
   } else {
     largest[0] = largest_of<C>(items);
@@ -89,7 +90,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place>)
   team.combine_in_warp(largest, Largest{});
   // Relative to the largest: numbers far from zero lose no digits. A warp takes its own, so that
   // warps meet once. Exponentials are kept for the results where the registers have room for them.
-  constexpr bool kKeeps = !kLog && kItems == kFewItems;
+  constexpr bool kKeeps = !kLog && !kMasked && Place::kVectors == kFewItems;
   C terms[kKeeps ? kItems : 1][kLanes];
   const C from = Sums::reference(largest[0]);
   C part[1] = {};
@@ -98,7 +99,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place>)
     C z[kLanes];
     read(k, z);
 #pragma unroll
-    for (int i = 0; i < kLanes; ++i) {
+    for (int i = 0; i < Place::lanes(k); ++i) {
       const C term = Math::exp(z[i] * unit - from);
       part[0] += term;
       if constexpr (kKeeps) terms[k][i] = term;
@@ -111,18 +112,18 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place>)
   // A row in which nothing takes part is NaN, as in torch: 0 / 0, or -infinity + infinity.
   const C reference = Sums::reference(sums[0]);
   const C factor = (kKeeps ? Sums::rescaled(C(1), largest[0], sums[0]) : C(1)) / sums[1];
-  const C log_sum = kLog ? log(sums[1]) : C(0);
+  const C log_sum = is_log ? log(sums[1]) : C(0);
   T* y = static_cast<T*>(p.y) + row * p.length;
 #pragma unroll
   for (int k = 0; k < kItems; ++k) {
     C z[kLanes];
     read(k, z);
 #pragma unroll
-    for (int i = 0; i < kLanes; ++i) {
-      if constexpr (kLog) {
-        z[i] = (z[i] * unit - reference) - log_sum;
-      } else if constexpr (kKeeps) {
+    for (int i = 0; i < Place::lanes(k); ++i) {
+      if constexpr (kKeeps) {
         z[i] = terms[k][i] * factor;
+      } else if (is_log) {
+        z[i] = (z[i] * unit - reference) - log_sum;
       } else {
         z[i] = Math::exp(z[i] * unit - reference) * factor;
       }
@@ -137,6 +138,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place, 2>)
   using T = typename Place::T;
   using C = Compute<T>;
   using Math = MathFor<T>;
+  const bool is_log = kMasked ? p.log : kLog;
   constexpr int kLanes = Place::kLanes;
   constexpr int kItems = Place::kItems;
   __shared__ Meeting<C, 1> meeting;
@@ -145,8 +147,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place, 2>)
   const int64_t row = team.first() + team.index();
   const bool inside = row < p.outer;
   const T* grad = static_cast<const T*>(p.grad) + row * p.outer_stride;
-  const typename Place::Access access(grad, inside ? static_cast<int>(p.length) : 0);
-  const Place place(access, team.rank(), team.size());
+  const Place place(grad, inside ? static_cast<int>(p.length) : 0, team.rank(), team.size());
   typename Place::Item grads[kItems], ys[kItems];
   place.load(grad, grads);
   place.load(static_cast<const T*>(p.y) + row * p.length, ys);
@@ -160,7 +161,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place, 2>)
     widen(grads[k], g);
     widen(ys[k], y);
 #pragma unroll
-    for (int i = 0; i < kLanes; ++i) total[0] += kLog ? g[i] : g[i] * y[i];
+    for (int i = 0; i < Place::lanes(k); ++i) total[0] += is_log ? g[i] : g[i] * y[i];
   }
   team.combine(total, Add{});
   const Parts<kMasked, Place> parts(place, p.mask, row);
@@ -171,21 +172,21 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Place, 2>)
     widen(grads[k], g);
     widen(ys[k], y);
 #pragma unroll
-    for (int i = 0; i < kLanes; ++i) {
-      g[i] = gradient<kLog>(g[i], y[i], total[0], scale, kLog ? Math::exp(y[i]) : C(0));
+    for (int i = 0; i < Place::lanes(k); ++i) {
+      g[i] = is_log ? gradient<true>(g[i], y[i], total[0], scale, Math::exp(y[i]))
+                    : gradient<false>(g[i], y[i], total[0], scale, C(0));
       if (kMasked && !parts.has(k, i)) g[i] = 0;
     }
     place.save(inside, grad_x, k, g);
   }
 }
 
-/// Calls body(log, masked) with the two as types.
+/// Calls body(log, masked) with the two as types: where it is masked, a type for both.
 template <class Body>
 Status with_kind(bool is_log, bool is_masked, const Body& body) {
-  const auto with_log = [&](auto log) {
-    return is_masked ? body(log, std::true_type{}) : body(log, std::false_type{});
-  };
-  return is_log ? with_log(std::true_type{}) : with_log(std::false_type{});
+  if (is_masked) return body(std::false_type{}, std::true_type{});
+  return is_log ? body(std::true_type{}, std::false_type{})
+                : body(std::false_type{}, std::false_type{});
 }
 
 /// Queues rows(place, log, masked) where a team holds a row whose elements are adjacent, else
@@ -208,24 +209,17 @@ Status queue(const Problem& p, const RowsOf (&tensors)[N], bool masked, const Ro
       });
     };
     if (!adjacent) return by_columns();
-    return with_access<T>(kind_of(tensors, p.dtype, p.outer, p.length), [&](auto access) {
-      using Access = typename std::decay_t<decltype(access)>::type;
-      const int64_t vectors = ceil_div(p.length, Access::kLanes) + (Access::kWhole ? 0 : 1);
-      const RowPlan plan = make_row_plan(vectors, N - 1);
+    const auto held = [&](auto place, const TeamShape& team) {
       Grid grid;
-      const Status status = make_grid(plan.team, p.outer, grid);
+      const Status status = make_grid(team, p.outer, grid);
       if (!status.ok()) return status;
-      return with_items(plan, [&](auto items) {
-        if constexpr (items == 0) {
-          return by_columns();
-        } else {
-          return with_kind(p.log, masked, [&](auto log, auto is_masked) {
-            return launch_overlapped(rows(TypeTag<RowPlace<Access, items>>{}, log, is_masked), grid,
-                                     stream, p, plan.team);
-          });
-        }
+      return with_kind(p.log, masked, [&](auto log, auto is_masked) {
+        return launch_overlapped(rows(place, log, is_masked), grid, stream, p, team);
       });
-    });
+    };
+    const RowKind kind = kind_of(tensors, p.dtype, p.outer, p.length);
+    return with_place<T>(kind, p.length, N - 1, kRowThreads / 2, held,
+                         [&](auto, auto) { return by_columns(); });
   });
 }
 

@@ -195,10 +195,13 @@ IN_ELEMENTWISE = (
 ANY = IN_ELEMENTWISE.replace("LinearAccess<double, 1, double>", "AnyAccess<__half, 1, 1>")
 IN_ROWS = (
     "void torchkiln::cuda::(anonymous namespace)::norm_rows<torchkiln::RowPlace<torchkiln::"
-    "RowAccess<__nv_bfloat16, 8, true>, 4>, __nv_bfloat16, false, false>(torchkiln::Norm, "
+    "RowAccess<__nv_bfloat16, 8, true>, 4>, __nv_bfloat16, false>(torchkiln::Norm, "
     "torchkiln::TeamShape)"
 )
 SINGLE = IN_ROWS.replace("8, true", "1, true")
+EDGED = IN_ROWS.replace(
+    "RowPlace<torchkiln::RowAccess<__nv_bfloat16, 8, true>, 4>", "EdgedPlace<__nv_bfloat16, 4>"
+)
 IN_COLUMNS = (
     "void torchkiln::columns::walk<torchkiln::cuda::(anonymous namespace)::GradientBody<torchkiln::"
     "cuda::(anonymous namespace)::Chosen<torchkiln::ExactMath>, double, 2>, 2>(torchkiln::cuda::"
@@ -214,6 +217,7 @@ IN_COLUMNS = (
         (ANY, "other strides, alignments or dtypes, an element at a time", 2, None),
         (IN_ROWS, "rows, in vectors", 16, 4),
         (SINGLE, "rows, an element at a time", 2, 4),
+        (EDGED, "rows that begin anywhere, in vectors", 16, 4),
         (IN_COLUMNS, "columns, in vectors", 16, None),
         ("void somebody::else_s<float>(float*)", "", None, None),
     ],
@@ -223,7 +227,7 @@ def test_access_by_the_name(name: str, words: str, width: int | None, items: int
 
 
 def test_names_of_kernels() -> None:
-    expected = ("norm_rows", "<RowPlace<RowAccess<bfloat16, 8, true>, 4>, bfloat16, false, false>")
+    expected = ("norm_rows", "<RowPlace<RowAccess<bfloat16, 8, true>, 4>, bfloat16, false>")
     assert pretty(IN_ROWS) == expected
     assert pretty("kernel") == ("kernel", "")
 
@@ -243,7 +247,7 @@ def test_a_launch_in_words() -> None:
     assert kernel.occupancy == 0.5
     assert kernel.waves == pytest.approx(8192 / (4 * 132))
     assert str(kernel) == (
-        "kernel norm_rows<RowPlace<RowAccess<bfloat16, 8, true>, 4>, bfloat16, false, false>, "
+        "kernel norm_rows<RowPlace<RowAccess<bfloat16, 8, true>, 4>, bfloat16, false>, "
         "rows, in vectors, 16 bytes an access, 4 vectors a thread, 8192 blocks of 256 threads, "
         "clusters of 4, 1536 bytes shared, 56 registers, 16 bytes of local memory, "
         "occupancy 50%, 16 waves"

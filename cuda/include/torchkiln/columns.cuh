@@ -20,6 +20,8 @@ inline constexpr int kThreads = 256;
 // One warp along a row reads 512 bytes of it at a time; the block's other warps take other rows,
 // whose sums meet in shared memory instead of in the partial sums.
 inline constexpr int kThreadsX = 32;
+// Of the narrower tiles for few rows: 128 bytes are a whole line of the cache.
+inline constexpr int kFewestThreadsX = 8;
 // Fewer rows a thread, and the partial sums cost more than the parallelism gains.
 inline constexpr int kFewestRows = 4;
 // Up to so many rows a thread, one block does them all: two or three rounds of loads take less time
@@ -62,6 +64,14 @@ inline Plan make_plan(int64_t rows, int64_t columns, int lanes,
   // Evenly: 33 vectors are one tile of 33 and not one of 32 beside an idle one.
   plan.threads_x = static_cast<int>(ceil_div(vectors, plan.tiles));
   plan.threads_y = kThreads / plan.threads_x;
+  // Of so few rows one block would sum several a thread: narrower tiles have more multiprocessors
+  // take part, each thread with fewer of them.
+  while (rows > plan.threads_y && rows <= int64_t{plan.threads_y} * kSinglePassRows &&
+         plan.threads_x >= 2 * kFewestThreadsX && plan.tiles * 2 <= wave) {
+    plan.tiles *= 2;
+    plan.threads_x = static_cast<int>(ceil_div(vectors, plan.tiles));
+    plan.threads_y = kThreads / plan.threads_x;
+  }
   if (rows > int64_t{plan.threads_y} * kSinglePassRows) {
     const int64_t most = ceil_div(rows, int64_t{plan.threads_y} * kFewestRows);
     plan.chunks = parts_that_fill(plan.tiles, most, wave);

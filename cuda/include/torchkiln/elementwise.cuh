@@ -69,6 +69,17 @@ struct MakeScaled {
   }
 };
 
+/// A vector of each input, as it is computed with.
+template <class C, int Arity, int N>
+struct Computed {
+  C values[Arity][N];
+
+  template <size_t K>
+  __device__ __forceinline__ C get(int lane) const {
+    return values[K][lane];
+  }
+};
+
 /// The functor of an activation, chosen once a vector: for the accesses that are rare or slow
 /// anyway, one kernel serves all activations. make(TypeTag<Activation>{}) gives the functor.
 template <class Make, class List>
@@ -80,10 +91,14 @@ struct Switched {
   __device__ __forceinline__ void run(const Packet& packet, int64_t at, int64_t numel,
                                       C (&results)[Outputs][N],
                                       std::index_sequence<K...> each) const {
+    // Once for all activations: what a packet has to look up is not repeated for each.
+    Computed<C, sizeof...(K), N> inputs;
+#pragma unroll
+    for (int i = 0; i < N; ++i) ((inputs.values[K][i] = packet.template get<K>(i)), ...);
     with_activation(
         activation,
         [&](auto tag) {
-          Each<decltype(make(tag))>{make(tag)}.template run<Full>(packet, at, numel, results, each);
+          Each<decltype(make(tag))>{make(tag)}.template run<Full>(inputs, at, numel, results, each);
         },
         List{});
   }

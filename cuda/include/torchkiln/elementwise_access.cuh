@@ -46,6 +46,11 @@ struct Nothing {};
 template <class Out>
 inline constexpr int kUnroll = kVectorLanes<Out> > 4 ? 1 : 2;
 
+/// Whether blocks whose elements all exist are worth code of their own: not the long code of double
+/// precision.
+template <class Out>
+inline constexpr bool kHasFullBlocks = sizeof(Out) < 8;
+
 /// Stores N adjacent elements, or those of them that lie below numel.
 template <bool Full, class Out, class C, int N>
 __device__ __forceinline__ void store_vector(Out* out, const C (&result)[N], int64_t at,
@@ -69,7 +74,7 @@ struct LinearAccess {
   static constexpr int kUnroll = elementwise::kUnroll<Out>;
   static constexpr int kThreads = 256 / kUnroll;
   static constexpr int64_t kBlockElements = int64_t{256} * kLanes;
-  static constexpr bool kHasFullBlocks = true;  // worth code of their own
+  static constexpr bool kHasFullBlocks = elementwise::kHasFullBlocks<Out>;
   template <class C>
   using Packet = elementwise::Packet<C, kLanes, In...>;
 
@@ -133,7 +138,7 @@ struct RowAccess {
   static constexpr int kUnroll = elementwise::kUnroll<Out>;
   static constexpr int kThreads = 256 / kUnroll;
   static constexpr int64_t kBlockElements = int64_t{256} * kLanes;
-  static constexpr bool kHasFullBlocks = true;  // worth code of their own
+  static constexpr bool kHasFullBlocks = FirstIsLinear && elementwise::kHasFullBlocks<Out>;
   template <class C>
   using Packet = elementwise::Packet<C, kLanes, In...>;
 

@@ -39,11 +39,17 @@ inline constexpr double kDensityAtZero = 0.398942280401432677939946059934;  // 1
 
 #ifdef __CUDACC__
 
+/// Of double precision a call each: inlined for every element that a thread has on the way, they
+/// double what activations in it have of machine code.
+namespace called {
+static __host__ __device__ __noinline__ double exp(double x) { return ::exp(x); }
+static __host__ __device__ __noinline__ double erf(double x) { return ::erf(x); }
+static __host__ __device__ __noinline__ double tanh(double x) { return ::tanh(x); }
+}  // namespace called
+
 struct ExactMath {
-  template <class C>
-  TORCHKILN_FUNCTION static C exp(C x) {
-    return ::exp(x);
-  }
+  TORCHKILN_FUNCTION static float exp(float x) { return ::exp(x); }
+  TORCHKILN_FUNCTION static double exp(double x) { return called::exp(x); }
   template <class C>
   TORCHKILN_FUNCTION static C reciprocal(C x) {
     return C(1) / x;
@@ -51,17 +57,18 @@ struct ExactMath {
   /// The cumulative normal distribution and its density.
   template <class C>
   TORCHKILN_FUNCTION static Slope<C> normal(C x) {
-    return {C(0.5) + C(0.5) * ::erf(x * C(kRootOfHalf)),
-            C(kDensityAtZero) * ::exp(C(-0.5) * x * x)};
+    return {C(0.5) + C(0.5) * erf(x * C(kRootOfHalf)), C(kDensityAtZero) * exp(C(-0.5) * x * x)};
   }
   template <class C>
   TORCHKILN_FUNCTION static C gelu(C x) {
     return x * normal(x).value;
   }
-  template <class C>
-  TORCHKILN_FUNCTION static C tanh(C x) {
-    return ::tanh(x);
-  }
+  TORCHKILN_FUNCTION static float tanh(float x) { return ::tanh(x); }
+  TORCHKILN_FUNCTION static double tanh(double x) { return called::tanh(x); }
+
+ private:
+  TORCHKILN_FUNCTION static float erf(float x) { return ::erf(x); }
+  TORCHKILN_FUNCTION static double erf(double x) { return called::erf(x); }
 };
 
 struct FastMath {

@@ -45,30 +45,46 @@ struct RowAccess {
     return kWhole || (column >= 0 && column + kLanes <= columns);
   }
 
+  /// How many rows at either end of a tensor, `stride` elements apart, have vectors that may reach
+  /// beyond it.
+  static __device__ __forceinline__ int64_t rows_at_ends(int64_t stride) {
+    return stride >= kLanes ? 1 : stride > 0 ? kLanes : int64_t{1} << 62;
+  }
+  /// Whether all that lies within the vectors of a row belongs to the tensor.
+  static __device__ __forceinline__ bool has_neighbours(int64_t row, int64_t rows, int64_t stride) {
+    const int64_t at_ends = rows_at_ends(stride);
+    return row >= at_ends && row + at_ends < rows;
+  }
+
   /// The vector at `column` of a row of this kind; lanes outside of the row are `outside`.
   __device__ __forceinline__ Item load(const T* row, int column, T outside = T(0.0f)) const {
     if (has_all(column)) return load_vector<kLanes>(row + column);
     return load_part(row, column, outside);
   }
 
-  /// Those at column, column + step ...; `outside` where they do not belong to the row. The whole
-  /// ones are on the way before any is looked at: behind a branch that a vector may come from in
-  /// parts, too, the compiler waits for it.
+  /// Those at column, column + step ...; `outside` where they do not belong to the row. All are on
+  /// the way before any is looked at. What lies beside the row is read and dropped where it is a
+  /// neighbour's: of the rows at the ends of a tensor, lanes are read one by one.
   template <int kItems>
   __device__ __forceinline__ void load(const T* row, int column, int step, Item (&items)[kItems],
-                                       T outside) const {
+                                       T outside, bool has_neighbours) const {
     const T* own = row + column;
 #pragma unroll
     for (int k = 0; k < kItems; ++k) {
       fill(items[k], outside);
       const int at = column + k * step;
-      if (at < columns && has_all(at)) items[k] = load_vector<kLanes>(own + k * step);
+      if (at < columns && (has_neighbours || has_all(at)))
+        items[k] = load_vector<kLanes>(own + k * step);
     }
     if constexpr (!kWhole) {
 #pragma unroll
       for (int k = 0; k < kItems; ++k) {
         const int at = column + k * step;
-        if (at < columns && !has_all(at)) items[k] = load_part(row, at, outside);
+        if (at >= columns || has_all(at)) continue;
+        if (!has_neighbours) items[k] = load_part(row, at, outside);
+#pragma unroll
+        for (int i = 0; i < kLanes; ++i)
+          if (!has(at, i)) items[k].lane[i] = outside;
       }
     }
   }
@@ -98,7 +114,7 @@ struct RowAccess {
   /// Parameters of the columns, of which the vector that holds some begins at any place in memory
   /// unless rows are whole.
   template <class C, class W>
-  __device__ __forceinline__ void load_parameters(const W* parameters, int column,
+  __device__ __forceinline__ void load_parameters(int column, const W* parameters,
                                                   C (&values)[kLanes]) const {
     if constexpr (kWhole && kLanes > 1) {
       constexpr int kEach = kLanes < kVectorLanes<W> ? kLanes : kVectorLanes<W>;
@@ -116,72 +132,6 @@ struct RowAccess {
         values[i] = has(column, i) ? convert<C>(__ldg(parameters + column + i)) : C(0);
     }
   }
-};
-
-/// Which kItems vectors of every row are a thread's.
-template <class Access_, int kItems_>
-class RowPlace {
- public:
-  using Access = Access_;
-  using T = typename Access::T;
-  using Item = typename Access::Item;
-  static constexpr int kItems = kItems_;
-  static constexpr int kLanes = Access::kLanes;
-
-  __device__ __forceinline__ RowPlace(const Access& access, int rank, int size)
-      : access_(access), column_(access.column(rank)), step_(size * kLanes) {}
-
-  __device__ __forceinline__ const Access& access() const { return access_; }
-  /// The column of the first lane of item k.
-  __device__ __forceinline__ int column(int k) const { return column_ + k * step_; }
-  /// Whether any, or a certain, lane of item k belongs to the row.
-  __device__ __forceinline__ bool has_any(int k) const { return column(k) < access_.columns; }
-  __device__ __forceinline__ bool has(int k, int lane) const {
-    return Access::kWhole ? has_any(k) : access_.has(column(k), lane);
-  }
-
-  /// How many elements of the row the lanes of a warp have, or a team of fewer.
-  __device__ __forceinline__ int count_of_lanes(int lane, int lanes) const {
-    int count = 0;
-#pragma unroll
-    for (int k = 0; k < kItems; ++k) {
-      const int first = column(k) - lane * kLanes;
-      count += max(min(first + lanes * kLanes, access_.columns) - max(first, 0), 0);
-    }
-    return count;
-  }
-
-  /// The items of a row, `outside` where they do not belong to it.
-  __device__ __forceinline__ void load(const T* row, Item (&items)[kItems],
-                                       T outside = T(0.0f)) const {
-    access_.load(row, column_, step_, items, outside);
-  }
-
-  /// Has what load() will read brought to the L2 cache.
-  __device__ __forceinline__ void prefetch(const T* row) const {
-#pragma unroll
-    for (int k = 0; k < kItems; ++k) {
-      if (has_any(k) && column(k) >= 0)
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(row + column(k)));
-    }
-  }
-
-  /// Stores item k of a row of results where it is `wanted`.
-  template <class C>
-  __device__ __forceinline__ void save(bool wanted, T* row, int k,
-                                       const C (&values)[kLanes]) const {
-    if constexpr (Access::kWhole && kLanes > 1) {
-      T* own = row + column_;
-      store_if(wanted && has_any(k), own + k * step_, values);
-    } else if (wanted && has_any(k)) {
-      access_.save(row, column(k), values);
-    }
-  }
-
- private:
-  Access access_;
-  int column_;
-  int step_;
 };
 
 /// Passes over a row that is read again by each, kItems of a thread's vectors at a time.
@@ -224,6 +174,11 @@ struct RowsOf {
 /// far past a boundary in each tensor; apart: it does not.
 enum class RowKind { whole, alike, apart };
 
+/// Of rows that lie alike. Elements of 8 bytes are half a vector: one way less to compile.
+inline RowKind unless_whole(Dtype dtype) {
+  return size_of(dtype) == 8 ? RowKind::apart : RowKind::alike;
+}
+
 template <int N>
 RowKind kind_of(const RowsOf (&tensors)[N], Dtype dtype, int64_t rows, int64_t columns) {
   const auto size = static_cast<uint64_t>(size_of(dtype));
@@ -242,60 +197,23 @@ RowKind kind_of(const RowsOf (&tensors)[N], Dtype dtype, int64_t rows, int64_t c
     auto [first_begin, first_step] = past(*first);
     if (begin != first_begin || (rows > 1 && step != first_step)) return RowKind::apart;
   }
-  return whole ? RowKind::whole : RowKind::alike;
+  return whole ? RowKind::whole : unless_whole(dtype);
 }
 
 // Of a block that works on one row: two of them, with 64 registers a thread, share a
 // multiprocessor.
 inline constexpr int kRowThreads = 512;
-
-/// How a row is shared out where its team holds all of it: kFewItems or kManyItems vectors a
-/// thread. A row that is longer is read again by each step.
+/// Vectors that a thread has on the way where not more of them are held.
 inline constexpr int kFewItems = 4;
-inline constexpr int kManyItems = 8;
-struct RowPlan {
-  TeamShape team;
-  int items;  // 0: the row is too long
-};
-
-/// `streams`: how many rows a thread holds at a time.
-inline RowPlan make_row_plan(int64_t vectors, int streams) {
-  // Of a block of several rows.
-  constexpr int kSmallBlock = 128;
-  const int most_blocks = current_device().runs_90_code ? kMostClusterBlocks : 1;
-  const auto plan = [&](int items, int block, int blocks) {
-    const int64_t threads = ceil_div(vectors, items);
-    RowPlan found{team_of(threads, block, threads <= kWarpLanes ? kSmallBlock : 0, blocks), items};
-    if (found.team.size() < threads) found.items = 0;
-    return found;
-  };
-  // What is on the way hides the time that it takes to meet: of one row, as much as the registers
-  // hold. Two rows are as much already, and small blocks of a cluster wait less for each other.
-  RowPlan found = streams == 1 ? plan(kFewItems, kRowThreads, 1)
-                               : plan(kFewItems, kRowThreads / 2, most_blocks);
-  if (found.items == 0 && streams > 1) found = plan(kFewItems, kRowThreads, most_blocks);
-  return found.items == 0 ? plan(kManyItems, kRowThreads, most_blocks) : found;
-}
-
-/// Calls body(std::integral_constant<int, items>) of the plan.
-template <class Body>
-Status with_items(const RowPlan& plan, const Body& body) {
-  if (plan.items == kFewItems) return body(std::integral_constant<int, kFewItems>{});
-  if (plan.items == kManyItems) return body(std::integral_constant<int, kManyItems>{});
-  return body(std::integral_constant<int, 0>{});
-}
-
-/// Blocks of a multiprocessor: with 64 registers a thread, or with 128 where it holds more than
-/// fits.
-template <class Place, int kStreams = 1>
-inline constexpr int kRowBlocks = Place::kItems * kStreams <= kManyItems ? 2 : 1;
 
 /// Calls body(TypeTag<RowAccess<T, ...>>) of the access that fits.
 template <class T, class Body>
 Status with_access(RowKind kind, const Body& body) {
   constexpr int kLanes = kVectorLanes<T>;
   if (kind == RowKind::whole) return body(TypeTag<RowAccess<T, kLanes, true>>{});
-  if (kind == RowKind::alike) return body(TypeTag<RowAccess<T, kLanes, false>>{});
+  if constexpr (sizeof(T) < 8) {
+    if (kind == RowKind::alike) return body(TypeTag<RowAccess<T, kLanes, false>>{});
+  }
   return body(TypeTag<RowAccess<T, 1, true>>{});
 }
 

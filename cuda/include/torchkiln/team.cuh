@@ -210,6 +210,12 @@ class Team {
     for (int offset = width / 2; offset > 0; offset /= 2) exchange(values, offset, op);
   }
 
+  /// What the team's first warp told last, of value i. `own`: what this warp told.
+  template <int N>
+  __device__ __forceinline__ C first_told(const C (&own)[N], int i) const {
+    return shape_.in_warp() ? own[i] : meeting_.slots[(meetings_ - 1) & 1][i][first_slot()];
+  }
+
   /// The same over the team's lanes of a warp alone.
   template <class Op, int N>
   __device__ __forceinline__ void combine_in_warp(C (&values)[N], Op op) {

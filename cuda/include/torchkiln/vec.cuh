@@ -25,6 +25,17 @@ Status dispatch_floating(Dtype dtype, const Body& body) {
   return dispatch<float, double, __half, __nv_bfloat16>(dtype, body);
 }
 
+/// Calls body(TypeTag<W>) of the type of parameters, or of a bias, beside elements of T: the same
+/// or, beside half precision, float32.
+#pragma nv_exec_check_disable
+template <class T, class Body>
+__host__ __device__ __forceinline__ auto with_parameter_type(Dtype dtype, const Body& body) {
+  if constexpr (sizeof(T) == 2) {
+    if (dtype == Dtype::float32) return body(TypeTag<float>{});
+  }
+  return body(TypeTag<T>{});
+}
+
 /// The widest access of one thread.
 inline constexpr int kVectorBytes = 16;
 
@@ -83,6 +94,42 @@ __device__ __forceinline__ Vec<T, N> load_constant(const T* from) {
     for (int i = 0; i < N; ++i) vector.lane[i] = __ldg(from + i);
     return vector;
   }
+}
+
+/// N elements of what no kernel writes while this one runs, which begin `past` elements behind a
+/// 16-byte boundary, modulo a vector. One vector more is read than they fill.
+template <int N, class T>
+__device__ __forceinline__ Vec<T, N> load_between(const T* from, int past) {
+  constexpr int kEach = kVectorLanes<T>;
+  constexpr int kWords = N * static_cast<int>(sizeof(T)) / 4;
+  static_assert(N % kEach == 0, "whole vectors");
+  past %= kEach;
+  uint32_t words[kWords + 4];
+#pragma unroll
+  for (int part = 0; part < N / kEach + 1; ++part) {
+    const uint4 some = __ldg(reinterpret_cast<const uint4*>(from - past) + part);
+    words[4 * part] = some.x;
+    words[4 * part + 1] = some.y;
+    words[4 * part + 2] = some.z;
+    words[4 * part + 3] = some.w;
+  }
+  // Moved down by what is before them: by two words or not, by one, by half of one. An index that
+  // is not known to the compiler would put them into local memory.
+  const int bytes = past * static_cast<int>(sizeof(T));
+#pragma unroll
+  for (int i = 0; i < kWords + 2; ++i) words[i] = (bytes & 8) != 0 ? words[i + 2] : words[i];
+  if constexpr (sizeof(T) <= 4) {
+#pragma unroll
+    for (int i = 0; i < kWords + 1; ++i) words[i] = (bytes & 4) != 0 ? words[i + 1] : words[i];
+  }
+  Vec<T, N> result;
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    if constexpr (sizeof(T) == 2)
+      words[i] = __funnelshift_r(words[i], words[i + 1], static_cast<unsigned>(bytes & 2) * 8);
+    reinterpret_cast<uint32_t*>(&result)[i] = words[i];
+  }
+  return result;
 }
 
 /// The elements of a vector as they are computed with. A bfloat16 is the upper half of a float: one

@@ -11,6 +11,7 @@ ACCESSES = (
     (r"TurnedAccess<(?P<type>\w+)", "a transposed operand, in squares through shared memory"),
     (r"AnyAccess<(?P<type>\w+)", "other strides, alignments or dtypes, an element at a time"),
     (r"RowAccess<(?P<type>\w+), (?P<lanes>\d+), (?:true|false)>", "rows, in vectors"),
+    (r"EdgedPlace<(?P<type>\w+), \d+>", "rows that begin anywhere, in vectors"),
     (r"(?:Gradient|Column)Body<(?:.*, )?(?P<type>\w+), (?P<lanes>\d+)>", "columns, in vectors"),
     (r"rows::packed<(?P<type>\w+), \w+, (?P<lanes>\d+)>", "short rows, in vectors"),
 )
@@ -49,7 +50,7 @@ def access_of(demangled: str) -> tuple[str, int | None, int | None]:
         size = TYPE_BYTES.get(match["type"], 0)
         lanes = match.groupdict().get("lanes")
         width = size * int(lanes) if lanes else VECTOR_BYTES if "vectors" in words else size
-        place = re.search(r"RowPlace<.*?>, (\d+)>", head)
+        place = re.search(r"(?:RowPlace<.*?>|EdgedPlace<\w+), (\d+)>", head)
         told = words.replace("in vectors", "an element at a time") if width == size else words
         return told, width or None, int(place[1]) if place else None
     return "", None, None
