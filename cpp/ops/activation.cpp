@@ -13,7 +13,7 @@
 #include "torchkiln/launch.h"
 #include "torchkiln/ops.h"
 
-namespace torchkiln {
+namespace torchkiln::activation_ops {
 namespace {
 
 using at::Tensor;
@@ -253,11 +253,15 @@ bool is_one_of(const Body& name, TypeList<Functors...>) {
 
 }  // namespace
 
-void run_activation(const char* op, Activation activation, const Tensor& out, const Tensor& x,
-                    bool overlaps) {
+}  // namespace torchkiln::activation_ops
+
+namespace torchkiln {
+
+void run_activation(const char* op, Activation activation, const at::Tensor& out,
+                    const at::Tensor& x, bool overlaps) {
   if (out.numel() == 0) return;
-  std::array<Tensor, 1> inputs{x};
-  Elementwise<1> arguments = describe(std::array<Tensor, 1>{out}, inputs);
+  std::array<at::Tensor, 1> inputs{x};
+  Elementwise<1> arguments = describe(std::array<at::Tensor, 1>{out}, inputs);
   arguments.overlaps = overlaps;
   launch(
       op, out, out.numel(), kElementwiseGrain,
@@ -267,22 +271,28 @@ void run_activation(const char* op, Activation activation, const Tensor& out, co
       });
 }
 
-Tensor activation(const Tensor& x, c10::string_view act) {
+at::Tensor activation(const at::Tensor& x, c10::string_view act) {
   const Activation found = find_activation("activation", act);
   if (found == kActivation<None>) return x;
-  Tensor out;
+  at::Tensor out;
   with_activation(
-      found, [&](auto tag) { out = Op<typename decltype(tag)::type>::handle().call(x); }, Ops{});
+      found,
+      [&](auto tag) { out = activation_ops::Op<typename decltype(tag)::type>::handle().call(x); },
+      activation_ops::Ops{});
   return out;
 }
 
-Tensor& activation_(Tensor& x, c10::string_view act) {
+at::Tensor& activation_(at::Tensor& x, c10::string_view act) {
   const Activation found = find_activation("activation_", act);
-  TORCH_CHECK_VALUE(is_one_of(act, InPlaceOps{}), "torchkiln.activation_: act: got '", act,
+  TORCH_CHECK_VALUE(activation_ops::is_one_of(act, activation_ops::InPlaceOps{}),
+                    "torchkiln.activation_: act: got '", act,
                     "', expected one that torch has in place, too");
-  return call_in_place_below_autograd(found, x);
+  return activation_ops::call_in_place_below_autograd(found, x);
 }
 
+}  // namespace torchkiln
+
+namespace torchkiln::activation_ops {
 namespace {
 
 /// Calls body(Op<Functor>{}) for each op, and in_place(InPlaceOp<Functor>{}) for each in place.
@@ -332,4 +342,4 @@ TORCH_LIBRARY_IMPL(torchkiln, FuncTorchBatched, m) {
   for_each_op(impl, impl);
 }
 
-}  // namespace torchkiln
+}  // namespace torchkiln::activation_ops

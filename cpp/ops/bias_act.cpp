@@ -14,7 +14,7 @@
 #include "torchkiln/ops.h"
 #include "torchkiln/workspace.h"
 
-namespace torchkiln {
+namespace torchkiln::bias_act_ops {
 namespace {
 
 using at::Tensor;
@@ -325,10 +325,6 @@ Tensor autocast(const Tensor& x, const Tensor& bias, double scale, string_view a
 
 }  // namespace
 
-Tensor bias_act(const Tensor& x, const Tensor& bias, double scale, string_view act) {
-  return op().call(x, bias, scale, act);
-}
-
 TORCH_LIBRARY_FRAGMENT(torchkiln, m) {
   m.def("bias_act(Tensor x, Tensor bias, float scale=1.0, str act='relu') -> Tensor",
         {at::Tag::pt2_compliant_tag});
@@ -356,5 +352,14 @@ TORCH_LIBRARY_IMPL(torchkiln, Autograd, m) { m.impl("bias_act", TORCH_FN(autogra
 TORCH_LIBRARY_IMPL(torchkiln, FuncTorchBatched, m) { m.impl("bias_act", TORCH_FN(decomposed)); }
 TORCH_LIBRARY_IMPL(torchkiln, AutocastCPU, m) { m.impl("bias_act", TORCH_FN(autocast)); }
 TORCH_LIBRARY_IMPL(torchkiln, AutocastCUDA, m) { m.impl("bias_act", TORCH_FN(autocast)); }
+
+}  // namespace torchkiln::bias_act_ops
+
+namespace torchkiln {
+
+at::Tensor bias_act(const at::Tensor& x, const at::Tensor& bias, double scale,
+                    c10::string_view act) {
+  return bias_act_ops::op().call(x, bias, scale, act);
+}
 
 }  // namespace torchkiln

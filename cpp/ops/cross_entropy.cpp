@@ -12,7 +12,7 @@
 #include "torchkiln/autograd.h"
 #include "torchkiln/ops.h"
 
-namespace torchkiln {
+namespace torchkiln::cross_entropy_ops {
 namespace {
 
 using at::Tensor;
@@ -285,13 +285,6 @@ Tensor backward_apart(const Tensor& grad, const Tensor& logits, const Tensor& ta
 
 }  // namespace
 
-Tensor cross_entropy(const Tensor& logits, const Tensor& target,
-                     const CrossEntropyOptions& options) {
-  return apart<call_op>(logits, target, options.weight, options.ignore_index, options.reduction,
-                        options.label_smoothing, options.z_loss, options.dtype,
-                        options.check_target, options.inplace_backward);
-}
-
 TORCH_LIBRARY_FRAGMENT(torchkiln, m) {
   m.def(
       "cross_entropy(Tensor logits, Tensor target, *, Tensor? weight=None, int ignore_index=-100, "
@@ -326,5 +319,17 @@ TORCH_LIBRARY_IMPL(torchkiln, Autograd, m) { m.impl(kOp, TORCH_FN(apart<autograd
 TORCH_LIBRARY_IMPL(torchkiln, FuncTorchBatched, m) { m.impl(kOp, TORCH_FN(apart<decomposed>)); }
 TORCH_LIBRARY_IMPL(torchkiln, AutocastCUDA, m) { m.impl(kOp, TORCH_FN(apart<autocast>)); }
 TORCH_LIBRARY_IMPL(torchkiln, AutocastCPU, m) { m.impl(kOp, TORCH_FN(apart<autocast>)); }
+
+}  // namespace torchkiln::cross_entropy_ops
+
+namespace torchkiln {
+
+at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& target,
+                         const CrossEntropyOptions& options) {
+  return cross_entropy_ops::apart<cross_entropy_ops::call_op>(
+      logits, target, options.weight, options.ignore_index, options.reduction,
+      options.label_smoothing, options.z_loss, options.dtype, options.check_target,
+      options.inplace_backward);
+}
 
 }  // namespace torchkiln

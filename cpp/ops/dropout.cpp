@@ -15,7 +15,7 @@
 #include "torchkiln/ops.h"
 #include "torchkiln/workspace.h"
 
-namespace torchkiln {
+namespace torchkiln::dropout_ops {
 namespace {
 
 using at::Tensor;
@@ -337,15 +337,22 @@ Tensor autograd(const Tensor& x, const MaybeTensor& bias, const Tensor& residual
 
 }  // namespace
 
-Tensor dropout_add(const Tensor& x, const Tensor& residual, double p, bool training) {
-  return op().call(x, residual, p, training);
+}  // namespace torchkiln::dropout_ops
+
+namespace torchkiln {
+
+at::Tensor dropout_add(const at::Tensor& x, const at::Tensor& residual, double p, bool training) {
+  return dropout_ops::op().call(x, residual, p, training);
 }
 
-Tensor bias_dropout_add(const Tensor& x, const Tensor& bias, const Tensor& residual, double p,
-                        bool training) {
-  return bias_op().call(x, bias, residual, p, training);
+at::Tensor bias_dropout_add(const at::Tensor& x, const at::Tensor& bias, const at::Tensor& residual,
+                            double p, bool training) {
+  return dropout_ops::bias_op().call(x, bias, residual, p, training);
 }
 
+}  // namespace torchkiln
+
+namespace torchkiln::dropout_ops {
 TORCH_LIBRARY_FRAGMENT(torchkiln, m) {
   const std::vector<at::Tag> random{at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded};
   m.def("dropout_add(Tensor x, Tensor residual, float p=0.5, bool training=True) -> Tensor",
@@ -402,4 +409,4 @@ TORCH_LIBRARY_IMPL(torchkiln, Meta, m) {
 TORCH_LIBRARY_IMPL(torchkiln, Autograd, m) { implement<autograd>(m); }
 TORCH_LIBRARY_IMPL(torchkiln, FuncTorchBatched, m) { implement<batched>(m); }
 
-}  // namespace torchkiln
+}  // namespace torchkiln::dropout_ops

@@ -11,7 +11,7 @@
 #include "torchkiln/launch.h"
 #include "torchkiln/ops.h"
 
-namespace torchkiln {
+namespace torchkiln::gated_ops {
 namespace {
 
 using at::Tensor;
@@ -210,16 +210,6 @@ Tensor call_below_autograd(Activation activation, const Tensor& gate, const Mayb
 
 }  // namespace
 
-Tensor swiglu(const Tensor& gate, const MaybeTensor& up) {
-  return Op<Silu>::handle().call(gate, up);
-}
-Tensor geglu(const Tensor& gate, const MaybeTensor& up) {
-  return Op<Gelu>::handle().call(gate, up);
-}
-Tensor geglu_tanh(const Tensor& gate, const MaybeTensor& up) {
-  return Op<GeluTanh>::handle().call(gate, up);
-}
-
 TORCH_LIBRARY_FRAGMENT(torchkiln, m) {
   for_each_activation(
       [&](auto tag) {
@@ -257,6 +247,20 @@ TORCH_LIBRARY_IMPL(torchkiln, FuncTorchBatched, m) {
         m.impl(op_name(tag), TORCH_FN(Op<typename decltype(tag)::type>::decomposed));
       },
       Gates{});
+}
+
+}  // namespace torchkiln::gated_ops
+
+namespace torchkiln {
+
+at::Tensor swiglu(const at::Tensor& gate, const std::optional<at::Tensor>& up) {
+  return gated_ops::Op<Silu>::handle().call(gate, up);
+}
+at::Tensor geglu(const at::Tensor& gate, const std::optional<at::Tensor>& up) {
+  return gated_ops::Op<Gelu>::handle().call(gate, up);
+}
+at::Tensor geglu_tanh(const at::Tensor& gate, const std::optional<at::Tensor>& up) {
+  return gated_ops::Op<GeluTanh>::handle().call(gate, up);
 }
 
 }  // namespace torchkiln

@@ -7,7 +7,7 @@
 #include "torchkiln/checks.h"
 #include "torchkiln/ops.h"
 
-namespace torchkiln {
+namespace torchkiln::linear_ops {
 namespace {
 
 using at::Tensor;
@@ -39,11 +39,16 @@ void check_bias(const Tensor& bias, const Tensor& x, const Tensor& weight) {
 
 }  // namespace
 
-c10::SymDimVector linear_sizes(const Tensor& x, const Tensor& weight, const MaybeTensor& bias,
-                               string_view act, const MaybeTensor& residual) {
+}  // namespace torchkiln::linear_ops
+
+namespace torchkiln {
+
+c10::SymDimVector linear_sizes(const at::Tensor& x, const at::Tensor& weight,
+                               const MaybeTensor& bias, c10::string_view act,
+                               const MaybeTensor& residual) {
   check_tensor(kLinear, "x", x);
   check_dtype(kLinear, "x", x);
-  check_like_x("weight", weight, x);
+  linear_ops::check_like_x("weight", weight, x);
   TORCH_CHECK(x.dim() >= 1, "torchkiln.", kLinear,
               ": x: got a 0-dimensional tensor, expected at least 1 dimension");
   TORCH_CHECK(weight.dim() == 2, "torchkiln.", kLinear, ": weight: got ", weight.dim(),
@@ -51,12 +56,12 @@ c10::SymDimVector linear_sizes(const Tensor& x, const Tensor& weight, const Mayb
   TORCH_CHECK(weight.sym_size(1) == x.sym_size(-1), "torchkiln.", kLinear, ": weight: got shape ",
               weight.sym_sizes(), ", expected ", x.sym_size(-1),
               " as the second size, the last size of x");
-  if (bias) check_bias(*bias, x, weight);
+  if (bias) linear_ops::check_bias(*bias, x, weight);
   find_activation(kLinear, act);
   c10::SymDimVector sizes(x.sym_sizes());
   sizes.back() = weight.sym_size(0);
   if (residual) {
-    check_like_x("residual", *residual, x);
+    linear_ops::check_like_x("residual", *residual, x);
     TORCH_CHECK(residual->sym_sizes().equals(sizes), "torchkiln.", kLinear,
                 ": residual: got shape ", residual->sym_sizes(), ", expected ",
                 c10::SymIntArrayRef(sizes), ", the shape of the output");
@@ -64,6 +69,9 @@ c10::SymDimVector linear_sizes(const Tensor& x, const Tensor& weight, const Mayb
   return sizes;
 }
 
+}  // namespace torchkiln
+
+namespace torchkiln::linear_ops {
 namespace {
 
 Tensor output(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, string_view act,
@@ -175,4 +183,5 @@ TORCH_LIBRARY_IMPL(torchkiln, Meta, m) {
   m.impl(kLinear, TORCH_FN(output));
   m.impl(kForwardOp, TORCH_FN(outputs));
 }
-}  // namespace torchkiln
+
+}  // namespace torchkiln::linear_ops

@@ -8,7 +8,7 @@
 #include "torchkiln/checks.h"
 #include "torchkiln/ops.h"
 
-namespace torchkiln {
+namespace torchkiln::linear_autograd_ops {
 namespace {
 
 using at::Tensor;
@@ -210,14 +210,18 @@ Tensor autocast(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, 
 
 }  // namespace
 
-Tensor linear(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, string_view act,
-              double scale, const MaybeTensor& residual) {
-  return op().call(x, weight, bias, act, scale, residual);
-}
-
 TORCH_LIBRARY_IMPL(torchkiln, Autograd, m) { m.impl(kLinear, TORCH_FN(autograd)); }
 TORCH_LIBRARY_IMPL(torchkiln, FuncTorchBatched, m) { m.impl(kLinear, TORCH_FN(batched)); }
 TORCH_LIBRARY_IMPL(torchkiln, AutocastCPU, m) { m.impl(kLinear, TORCH_FN(autocast)); }
 TORCH_LIBRARY_IMPL(torchkiln, AutocastCUDA, m) { m.impl(kLinear, TORCH_FN(autocast)); }
+
+}  // namespace torchkiln::linear_autograd_ops
+
+namespace torchkiln {
+
+at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const MaybeTensor& bias,
+                  c10::string_view act, double scale, const MaybeTensor& residual) {
+  return linear_autograd_ops::op().call(x, weight, bias, act, scale, residual);
+}
 
 }  // namespace torchkiln

@@ -9,7 +9,7 @@
 #include "torchkiln/checks.h"
 #include "torchkiln/ops.h"
 
-namespace torchkiln {
+namespace torchkiln::matmul_ops {
 namespace {
 
 using at::Tensor;
@@ -205,8 +205,6 @@ Tensor autocast(const Tensor& a, const Tensor& b) {
 
 }  // namespace
 
-Tensor matmul(const Tensor& a, const Tensor& b) { return op().call(a, b); }
-
 TORCH_LIBRARY_FRAGMENT(torchkiln, m) {
   m.def("matmul(Tensor a, Tensor b) -> Tensor", {at::Tag::pt2_compliant_tag});
 }
@@ -219,5 +217,11 @@ TORCH_LIBRARY_IMPL(torchkiln, Autograd, m) { m.impl(kOp, TORCH_FN(autograd)); }
 TORCH_LIBRARY_IMPL(torchkiln, FuncTorchBatched, m) { m.impl(kOp, TORCH_FN(decomposed)); }
 TORCH_LIBRARY_IMPL(torchkiln, AutocastCPU, m) { m.impl(kOp, TORCH_FN(autocast)); }
 TORCH_LIBRARY_IMPL(torchkiln, AutocastCUDA, m) { m.impl(kOp, TORCH_FN(autocast)); }
+
+}  // namespace torchkiln::matmul_ops
+
+namespace torchkiln {
+
+at::Tensor matmul(const at::Tensor& a, const at::Tensor& b) { return matmul_ops::op().call(a, b); }
 
 }  // namespace torchkiln

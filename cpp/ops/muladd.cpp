@@ -10,7 +10,7 @@
 #include "torchkiln/launch.h"
 #include "torchkiln/ops.h"
 
-namespace torchkiln {
+namespace torchkiln::muladd_ops {
 namespace {
 
 using at::Tensor;
@@ -189,8 +189,6 @@ Tensor autograd(c10::DispatchKeySet keys, const Tensor& a, const Tensor& b, cons
 
 }  // namespace
 
-Tensor muladd(const Tensor& a, const Tensor& b, const Tensor& c) { return op().call(a, b, c); }
-
 TORCH_LIBRARY_FRAGMENT(torchkiln, m) {
   m.def("muladd(Tensor a, Tensor b, Tensor c) -> Tensor", {at::Tag::pt2_compliant_tag});
   m.def("muladd_backward(Tensor grad, Tensor a, Tensor b) -> (Tensor, Tensor)",
@@ -209,5 +207,13 @@ TORCH_LIBRARY_IMPL(torchkiln, Meta, m) {
 }
 TORCH_LIBRARY_IMPL(torchkiln, Autograd, m) { m.impl(kOp, TORCH_FN(autograd)); }
 TORCH_LIBRARY_IMPL(torchkiln, FuncTorchBatched, m) { m.impl(kOp, TORCH_FN(decomposed)); }
+
+}  // namespace torchkiln::muladd_ops
+
+namespace torchkiln {
+
+at::Tensor muladd(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c) {
+  return muladd_ops::op().call(a, b, c);
+}
 
 }  // namespace torchkiln

@@ -8,7 +8,7 @@
 #include "torchkiln/launch.h"
 #include "torchkiln/workspace.h"
 
-namespace torchkiln {
+namespace torchkiln::norm_ops {
 namespace {
 
 using at::Tensor;
@@ -270,31 +270,6 @@ Three backward_real(const Tensor& grad, const MaybeTensor& grad_sum, const Tenso
 
 }  // namespace
 
-void check_norm(const NormCall& call) {
-  check_tensor(call.op(), "x", call.x);
-  check_dtype(call.op(), "x", call.x);
-  if (call.residual) check_residual(call);
-  check_shape(call);
-  if (call.weight) check_parameter(call, "weight", *call.weight);
-  if (call.bias) check_parameter(call, "bias", *call.bias);
-  TORCH_CHECK(!call.weight || !call.bias || call.weight->scalar_type() == call.bias->scalar_type(),
-              "torchkiln.", call.op(), ": bias: got dtype ", dtype_name(call.bias->scalar_type()),
-              ", expected ", dtype_name(call.weight->scalar_type()), ", the dtype of weight");
-  TORCH_CHECK_VALUE(call.eps > 0, "torchkiln.", call.op(), ": eps: got ", call.eps,
-                    ", expected a number greater than 0");
-}
-
-NormResult norm_outputs(const NormCall& call) {
-  check_norm(call);
-  return {empty_as(call.x), call.residual ? empty_as(call.x) : Tensor()};
-}
-
-NormResult norm_real(const NormCall& call) {
-  auto [y, sum] = norm_outputs(call);
-  run(call, y, sum, Tensor());
-  return {std::move(y), std::move(sum)};
-}
-
 TORCH_LIBRARY_FRAGMENT(torchkiln, m) {
   m.def(
       "norm_forward(Tensor x, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps, "
@@ -319,6 +294,35 @@ TORCH_LIBRARY_IMPL(torchkiln, Meta, m) {
   m.impl("norm_forward", TORCH_FN(norm_forward<forward_outputs>));
   m.impl("add_norm_forward", TORCH_FN(add_norm_forward<forward_outputs>));
   m.impl(kBackwardOp, TORCH_FN(backward_outputs));
+}
+
+}  // namespace torchkiln::norm_ops
+
+namespace torchkiln {
+
+void check_norm(const NormCall& call) {
+  check_tensor(call.op(), "x", call.x);
+  check_dtype(call.op(), "x", call.x);
+  if (call.residual) norm_ops::check_residual(call);
+  norm_ops::check_shape(call);
+  if (call.weight) norm_ops::check_parameter(call, "weight", *call.weight);
+  if (call.bias) norm_ops::check_parameter(call, "bias", *call.bias);
+  TORCH_CHECK(!call.weight || !call.bias || call.weight->scalar_type() == call.bias->scalar_type(),
+              "torchkiln.", call.op(), ": bias: got dtype ", dtype_name(call.bias->scalar_type()),
+              ", expected ", dtype_name(call.weight->scalar_type()), ", the dtype of weight");
+  TORCH_CHECK_VALUE(call.eps > 0, "torchkiln.", call.op(), ": eps: got ", call.eps,
+                    ", expected a number greater than 0");
+}
+
+NormResult norm_outputs(const NormCall& call) {
+  check_norm(call);
+  return {norm_ops::empty_as(call.x), call.residual ? norm_ops::empty_as(call.x) : at::Tensor()};
+}
+
+NormResult norm_real(const NormCall& call) {
+  auto [y, sum] = norm_outputs(call);
+  norm_ops::run(call, y, sum, at::Tensor());
+  return {std::move(y), std::move(sum)};
 }
 
 }  // namespace torchkiln

@@ -8,7 +8,7 @@
 #include "torchkiln/checks.h"
 #include "torchkiln/ops.h"
 
-namespace torchkiln {
+namespace torchkiln::norm_autograd_ops {
 namespace {
 
 using at::Tensor;
@@ -264,26 +264,6 @@ void implement(torch::Library& m) {
 
 }  // namespace
 
-Tensor layer_norm(const Tensor& x, SymIntArrayRef normalized_shape, const MaybeTensor& weight,
-                  const MaybeTensor& bias, double eps) {
-  return layer_norm_op().call(x, normalized_shape, weight, bias, eps);
-}
-
-Tensor rms_norm(const Tensor& x, SymIntArrayRef normalized_shape, const MaybeTensor& weight,
-                std::optional<double> eps, double offset) {
-  return rms_norm_op().call(x, normalized_shape, weight, eps, offset);
-}
-
-NormResult add_layer_norm(const Tensor& x, const Tensor& residual, SymIntArrayRef normalized_shape,
-                          const MaybeTensor& weight, const MaybeTensor& bias, double eps) {
-  return add_layer_norm_op().call(x, residual, normalized_shape, weight, bias, eps);
-}
-
-NormResult add_rms_norm(const Tensor& x, const Tensor& residual, SymIntArrayRef normalized_shape,
-                        const MaybeTensor& weight, std::optional<double> eps, double offset) {
-  return add_rms_norm_op().call(x, residual, normalized_shape, weight, eps, offset);
-}
-
 TORCH_LIBRARY_FRAGMENT(torchkiln, m) {
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
   m.def(
@@ -310,5 +290,33 @@ TORCH_LIBRARY_IMPL(torchkiln, CompositeExplicitAutograd, m) { implement<norm_rea
 TORCH_LIBRARY_IMPL(torchkiln, Meta, m) { implement<norm_outputs>(m); }
 TORCH_LIBRARY_IMPL(torchkiln, Autograd, m) { implement<autograd>(m); }
 TORCH_LIBRARY_IMPL(torchkiln, FuncTorchBatched, m) { implement<decomposed>(m); }
+
+}  // namespace torchkiln::norm_autograd_ops
+
+namespace torchkiln {
+
+at::Tensor layer_norm(const at::Tensor& x, c10::SymIntArrayRef normalized_shape,
+                      const MaybeTensor& weight, const MaybeTensor& bias, double eps) {
+  return norm_autograd_ops::layer_norm_op().call(x, normalized_shape, weight, bias, eps);
+}
+
+at::Tensor rms_norm(const at::Tensor& x, c10::SymIntArrayRef normalized_shape,
+                    const MaybeTensor& weight, std::optional<double> eps, double offset) {
+  return norm_autograd_ops::rms_norm_op().call(x, normalized_shape, weight, eps, offset);
+}
+
+NormResult add_layer_norm(const at::Tensor& x, const at::Tensor& residual,
+                          c10::SymIntArrayRef normalized_shape, const MaybeTensor& weight,
+                          const MaybeTensor& bias, double eps) {
+  return norm_autograd_ops::add_layer_norm_op().call(x, residual, normalized_shape, weight, bias,
+                                                     eps);
+}
+
+NormResult add_rms_norm(const at::Tensor& x, const at::Tensor& residual,
+                        c10::SymIntArrayRef normalized_shape, const MaybeTensor& weight,
+                        std::optional<double> eps, double offset) {
+  return norm_autograd_ops::add_rms_norm_op().call(x, residual, normalized_shape, weight, eps,
+                                                   offset);
+}
 
 }  // namespace torchkiln

@@ -10,7 +10,7 @@
 #include "torchkiln/launch.h"
 #include "torchkiln/ops.h"
 
-namespace torchkiln {
+namespace torchkiln::pointwise_ops {
 namespace {
 
 using at::Tensor;
@@ -68,8 +68,6 @@ Tensor add_autograd(c10::DispatchKeySet keys, const Tensor& a, const Tensor& b) 
 
 }  // namespace
 
-Tensor add(const Tensor& a, const Tensor& b) { return add_op().call(a, b); }
-
 TORCH_LIBRARY_FRAGMENT(torchkiln, m) {
   m.def("add(Tensor a, Tensor b) -> Tensor", {at::Tag::pt2_compliant_tag});
 }
@@ -80,5 +78,13 @@ TORCH_LIBRARY_IMPL(torchkiln, CompositeExplicitAutograd, m) { m.impl("add", TORC
 TORCH_LIBRARY_IMPL(torchkiln, Meta, m) { m.impl("add", TORCH_FN(add_output)); }
 TORCH_LIBRARY_IMPL(torchkiln, Autograd, m) { m.impl("add", TORCH_FN(add_autograd)); }
 TORCH_LIBRARY_IMPL(torchkiln, FuncTorchBatched, m) { m.impl("add", TORCH_FN(add_decomposed)); }
+
+}  // namespace torchkiln::pointwise_ops
+
+namespace torchkiln {
+
+at::Tensor add(const at::Tensor& a, const at::Tensor& b) {
+  return pointwise_ops::add_op().call(a, b);
+}
 
 }  // namespace torchkiln

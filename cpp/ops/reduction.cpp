@@ -13,7 +13,7 @@
 #include "torchkiln/ops.h"
 #include "torchkiln/workspace.h"
 
-namespace torchkiln {
+namespace torchkiln::reduction_ops {
 namespace {
 
 using at::OptionalIntArrayRef;
@@ -197,14 +197,6 @@ Tensor sum_autocast(const Tensor& x, OptionalIntArrayRef dim, bool keepdim, Opti
 
 }  // namespace
 
-Tensor sum(const Tensor& x, OptionalIntArrayRef dim, bool keepdim, OptionalDtype dtype) {
-  return op_of<Sum>().call(x, dim, keepdim, dtype);
-}
-
-Tensor mean(const Tensor& x, OptionalIntArrayRef dim, bool keepdim, OptionalDtype dtype) {
-  return op_of<Mean>().call(x, dim, keepdim, dtype);
-}
-
 TORCH_LIBRARY_FRAGMENT(torchkiln, m) {
   m.def("sum(Tensor x, int[1]? dim=None, bool keepdim=False, *, ScalarType? dtype=None) -> Tensor",
         {at::Tag::pt2_compliant_tag});
@@ -231,5 +223,19 @@ TORCH_LIBRARY_IMPL(torchkiln, FuncTorchBatched, m) {
   m.impl("mean", TORCH_FN(decomposed<Mean>));
 }
 TORCH_LIBRARY_IMPL(torchkiln, AutocastCUDA, m) { m.impl("sum", TORCH_FN(sum_autocast)); }
+
+}  // namespace torchkiln::reduction_ops
+
+namespace torchkiln {
+
+at::Tensor sum(const at::Tensor& x, at::OptionalIntArrayRef dim, bool keepdim,
+               std::optional<at::ScalarType> dtype) {
+  return reduction_ops::op_of<reduction_ops::Sum>().call(x, dim, keepdim, dtype);
+}
+
+at::Tensor mean(const at::Tensor& x, at::OptionalIntArrayRef dim, bool keepdim,
+                std::optional<at::ScalarType> dtype) {
+  return reduction_ops::op_of<reduction_ops::Mean>().call(x, dim, keepdim, dtype);
+}
 
 }  // namespace torchkiln

@@ -10,7 +10,7 @@
 #include "torchkiln/launch.h"
 #include "torchkiln/ops.h"
 
-namespace torchkiln {
+namespace torchkiln::softmax_ops {
 namespace {
 
 using at::Tensor;
@@ -274,15 +274,6 @@ Tensor autograd(c10::DispatchKeySet keys, const Tensor& x, int64_t dim, double s
 
 }  // namespace
 
-Tensor softmax(const Tensor& x, int64_t dim, double scale, const MaybeTensor& mask, bool causal) {
-  return op_of<Plain>().call(x, dim, scale, mask, causal);
-}
-
-Tensor log_softmax(const Tensor& x, int64_t dim, double scale, const MaybeTensor& mask,
-                   bool causal) {
-  return op_of<Log>().call(x, dim, scale, mask, causal);
-}
-
 TORCH_LIBRARY_FRAGMENT(torchkiln, m) {
   for (const char* name : {Plain::kName, Log::kName}) {
     const std::string schema = std::string(name) +
@@ -315,6 +306,20 @@ TORCH_LIBRARY_IMPL(torchkiln, Autograd, m) {
 TORCH_LIBRARY_IMPL(torchkiln, FuncTorchBatched, m) {
   m.impl("softmax", TORCH_FN(decomposed<Plain>));
   m.impl("log_softmax", TORCH_FN(decomposed<Log>));
+}
+
+}  // namespace torchkiln::softmax_ops
+
+namespace torchkiln {
+
+at::Tensor softmax(const at::Tensor& x, int64_t dim, double scale,
+                   const std::optional<at::Tensor>& mask, bool causal) {
+  return softmax_ops::op_of<softmax_ops::Plain>().call(x, dim, scale, mask, causal);
+}
+
+at::Tensor log_softmax(const at::Tensor& x, int64_t dim, double scale,
+                       const std::optional<at::Tensor>& mask, bool causal) {
+  return softmax_ops::op_of<softmax_ops::Log>().call(x, dim, scale, mask, causal);
 }
 
 }  // namespace torchkiln

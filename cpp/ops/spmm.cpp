@@ -11,7 +11,7 @@
 #include "torchkiln/launch.h"
 #include "torchkiln/workspace.h"
 
-namespace torchkiln {
+namespace torchkiln::spmm_ops {
 namespace {
 
 using at::Tensor;
@@ -265,73 +265,6 @@ int32_t faults_of(const Tensor& crow, const Tensor& col, int64_t columns) {
 
 }  // namespace
 
-void check_pattern(const Tensor& crow, const Tensor& col, int64_t columns) {
-  const int64_t entries = col.size(-1);
-  const int32_t faults = faults_of(crow, col, columns);
-  const auto has = [&](CsrFault fault) { return (faults & static_cast<int32_t>(fault)) != 0; };
-  TORCH_CHECK_VALUE(!has(CsrFault::begin), "torchkiln.", kSpmm,
-                    ": crow: got a first element other than 0, expected 0");
-  TORCH_CHECK_VALUE(!has(CsrFault::end), "torchkiln.", kSpmm,
-                    ": crow: got a last element other than ", entries, ", expected ", entries,
-                    ", the number of entries in col");
-  TORCH_CHECK_VALUE(!has(CsrFault::order), "torchkiln.", kSpmm,
-                    ": crow: got an element smaller than the one before, expected none");
-  TORCH_CHECK_VALUE(!has(CsrFault::column), "torchkiln.", kSpmm,
-                    ": col: got an element outside of the columns, expected all from 0 to ",
-                    columns - 1);
-  if (!has(CsrFault::unsorted)) return;
-  const Tensor packed = transpose_real(crow, col, columns);
-  const Tensor begins = packed.narrow(-1, 0, columns + 1);
-  const Tensor rows = packed.narrow(-1, columns + 1, entries);
-  TORCH_CHECK_VALUE(faults_of(begins, rows, crow.size(-1) - 1) == 0, "torchkiln.", kSpmm,
-                    ": col: got a column twice in a row, expected each once");
-}
-
-Tensor spmm_output(const Tensor& values, const Tensor& b, const Tensor& crow, const Tensor& col,
-                   at::OptionalSymIntArrayRef shape, const MaybeTensor& transpose, bool) {
-  check_product(kSpmm, crow, col, values, "b", b);
-  if (shape.has_value()) {
-    TORCH_CHECK(shape->size() == 2, "torchkiln.", kSpmm, ": shape: got ", *shape,
-                ", expected [rows, columns]");
-    check_size(kSpmm, "crow", crow, -1, (*shape)[0] + 1, "one more than the rows of the shape");
-    check_size(kSpmm, "b", b, -2, (*shape)[1], "the columns of the sparse matrix");
-  }
-  const auto batch =
-      check_batch(kSpmm, {{"crow", crow}, {"col", col}, {"values", values}}, {{"b", b}});
-  if (transpose.has_value()) {
-    check_transpose(kSpmm, crow, col, *transpose);
-    TORCH_CHECK(columns_of(*transpose, col) == b.sym_size(-2), "torchkiln.", kSpmm,
-                ": transpose: got that of a pattern with ", columns_of(*transpose, col),
-                " columns, expected ", b.sym_size(-2));
-  }
-  return empty_result(b.options(), batch, {crow.sym_size(-1) - 1, b.sym_size(-1)});
-}
-
-Tensor spmm_transposed_output(const Tensor& crow, const Tensor& col, const Tensor& values,
-                              const Tensor& x, const Tensor& transpose) {
-  check_product(kTransposed, crow, col, values, "x", x);
-  check_transpose(kTransposed, crow, col, transpose);
-  check_size(kTransposed, "x", x, -2, crow.sym_size(-1) - 1, "the rows of the sparse matrix");
-  const auto batch =
-      check_batch(kTransposed, {{"crow", crow}, {"col", col}, {"values", values}}, {{"x", x}});
-  return empty_result(x.options(), batch, {columns_of(transpose, col), x.sym_size(-1)});
-}
-
-Tensor spmm_sampled_output(const Tensor& crow, const Tensor& col, const Tensor& left,
-                           const Tensor& right, const MaybeTensor&, bool summed) {
-  check_tensors(kSampled, {{"crow", crow}, {"col", col}, {"left", left}, {"right", right}});
-  check_indices(kSampled, crow, col);
-  check_dtype(kSampled, "left", left);
-  check_same_dtype(kSampled, "right", right, "left", left);
-  check_rank(kSampled, "left", left, 2, 3, "a matrix or a batch of matrices");
-  check_rank(kSampled, "right", right, 2, 3, "a matrix or a batch of matrices");
-  check_size(kSampled, "left", left, -2, crow.sym_size(-1) - 1, "the rows of the sparse matrix");
-  check_size(kSampled, "right", right, -1, left.sym_size(-1), "the width of left");
-  const auto batch =
-      check_batch(kSampled, {{"crow", crow}, {"col", col}}, {{"left", left}, {"right", right}});
-  return empty_result(left.options(), summed ? std::nullopt : batch, {col.sym_size(-1)});
-}
-
 TORCH_LIBRARY_FRAGMENT(torchkiln, m) {
   m.def(
       "spmm_csr(Tensor values, Tensor b, Tensor crow, Tensor col, *, SymInt[]? shape=None, "
@@ -360,6 +293,84 @@ TORCH_LIBRARY_IMPL(torchkiln, Meta, m) {
   m.impl(kTransposed, TORCH_FN(spmm_transposed_output));
   m.impl(kSampled, TORCH_FN(spmm_sampled_output));
   m.impl(kTranspose, TORCH_FN(transpose_output));
+}
+
+}  // namespace torchkiln::spmm_ops
+
+namespace torchkiln {
+
+void check_pattern(const at::Tensor& crow, const at::Tensor& col, int64_t columns) {
+  using namespace spmm_ops;
+  const int64_t entries = col.size(-1);
+  const int32_t faults = faults_of(crow, col, columns);
+  const auto has = [&](CsrFault fault) { return (faults & static_cast<int32_t>(fault)) != 0; };
+  TORCH_CHECK_VALUE(!has(CsrFault::begin), "torchkiln.", kSpmm,
+                    ": crow: got a first element other than 0, expected 0");
+  TORCH_CHECK_VALUE(!has(CsrFault::end), "torchkiln.", kSpmm,
+                    ": crow: got a last element other than ", entries, ", expected ", entries,
+                    ", the number of entries in col");
+  TORCH_CHECK_VALUE(!has(CsrFault::order), "torchkiln.", kSpmm,
+                    ": crow: got an element smaller than the one before, expected none");
+  TORCH_CHECK_VALUE(!has(CsrFault::column), "torchkiln.", kSpmm,
+                    ": col: got an element outside of the columns, expected all from 0 to ",
+                    columns - 1);
+  if (!has(CsrFault::unsorted)) return;
+  const at::Tensor packed = transpose_real(crow, col, columns);
+  const at::Tensor begins = packed.narrow(-1, 0, columns + 1);
+  const at::Tensor rows = packed.narrow(-1, columns + 1, entries);
+  TORCH_CHECK_VALUE(faults_of(begins, rows, crow.size(-1) - 1) == 0, "torchkiln.", kSpmm,
+                    ": col: got a column twice in a row, expected each once");
+}
+
+at::Tensor spmm_output(const at::Tensor& values, const at::Tensor& b, const at::Tensor& crow,
+                       const at::Tensor& col, at::OptionalSymIntArrayRef shape,
+                       const MaybeTensor& transpose, bool) {
+  using namespace spmm_ops;
+  check_product(kSpmm, crow, col, values, "b", b);
+  if (shape.has_value()) {
+    TORCH_CHECK(shape->size() == 2, "torchkiln.", kSpmm, ": shape: got ", *shape,
+                ", expected [rows, columns]");
+    check_size(kSpmm, "crow", crow, -1, (*shape)[0] + 1, "one more than the rows of the shape");
+    check_size(kSpmm, "b", b, -2, (*shape)[1], "the columns of the sparse matrix");
+  }
+  const auto batch =
+      check_batch(kSpmm, {{"crow", crow}, {"col", col}, {"values", values}}, {{"b", b}});
+  if (transpose.has_value()) {
+    check_transpose(kSpmm, crow, col, *transpose);
+    TORCH_CHECK(columns_of(*transpose, col) == b.sym_size(-2), "torchkiln.", kSpmm,
+                ": transpose: got that of a pattern with ", columns_of(*transpose, col),
+                " columns, expected ", b.sym_size(-2));
+  }
+  return empty_result(b.options(), batch, {crow.sym_size(-1) - 1, b.sym_size(-1)});
+}
+
+at::Tensor spmm_transposed_output(const at::Tensor& crow, const at::Tensor& col,
+                                  const at::Tensor& values, const at::Tensor& x,
+                                  const at::Tensor& transpose) {
+  using namespace spmm_ops;
+  check_product(kTransposed, crow, col, values, "x", x);
+  check_transpose(kTransposed, crow, col, transpose);
+  check_size(kTransposed, "x", x, -2, crow.sym_size(-1) - 1, "the rows of the sparse matrix");
+  const auto batch =
+      check_batch(kTransposed, {{"crow", crow}, {"col", col}, {"values", values}}, {{"x", x}});
+  return empty_result(x.options(), batch, {columns_of(transpose, col), x.sym_size(-1)});
+}
+
+at::Tensor spmm_sampled_output(const at::Tensor& crow, const at::Tensor& col,
+                               const at::Tensor& left, const at::Tensor& right, const MaybeTensor&,
+                               bool summed) {
+  using namespace spmm_ops;
+  check_tensors(kSampled, {{"crow", crow}, {"col", col}, {"left", left}, {"right", right}});
+  check_indices(kSampled, crow, col);
+  check_dtype(kSampled, "left", left);
+  check_same_dtype(kSampled, "right", right, "left", left);
+  check_rank(kSampled, "left", left, 2, 3, "a matrix or a batch of matrices");
+  check_rank(kSampled, "right", right, 2, 3, "a matrix or a batch of matrices");
+  check_size(kSampled, "left", left, -2, crow.sym_size(-1) - 1, "the rows of the sparse matrix");
+  check_size(kSampled, "right", right, -1, left.sym_size(-1), "the width of left");
+  const auto batch =
+      check_batch(kSampled, {{"crow", crow}, {"col", col}}, {{"left", left}, {"right", right}});
+  return empty_result(left.options(), summed ? std::nullopt : batch, {col.sym_size(-1)});
 }
 
 }  // namespace torchkiln

@@ -7,7 +7,7 @@
 #include "torchkiln/checks.h"
 #include "torchkiln/ops.h"
 
-namespace torchkiln {
+namespace torchkiln::spmm_autograd_ops {
 namespace {
 
 using at::Tensor;
@@ -315,15 +315,6 @@ Tensor autocast(const Tensor& values, const Tensor& b, const Tensor& crow, const
 
 }  // namespace
 
-Tensor spmm(const Tensor& values, const Tensor& b, const Tensor& crow, const Tensor& col,
-            const SpmmOptions& options) {
-  return csr_op().call(values, b, crow, col, options.shape, options.transpose, options.check);
-}
-
-Tensor csr_transpose(const Tensor& crow, const Tensor& col, SymInt columns) {
-  return transpose_op().call(crow, col, std::move(columns));
-}
-
 TORCH_LIBRARY_IMPL(torchkiln, Autograd, m) {
   m.impl("spmm_csr", TORCH_FN(csr_autograd));
   m.impl("spmm_transposed", TORCH_FN(transposed_autograd));
@@ -336,5 +327,19 @@ TORCH_LIBRARY_IMPL(torchkiln, FuncTorchBatched, m) {
 }
 TORCH_LIBRARY_IMPL(torchkiln, AutocastCPU, m) { m.impl("spmm_csr", TORCH_FN(autocast)); }
 TORCH_LIBRARY_IMPL(torchkiln, AutocastCUDA, m) { m.impl("spmm_csr", TORCH_FN(autocast)); }
+
+}  // namespace torchkiln::spmm_autograd_ops
+
+namespace torchkiln {
+
+at::Tensor spmm(const at::Tensor& values, const at::Tensor& b, const at::Tensor& crow,
+                const at::Tensor& col, const SpmmOptions& options) {
+  return spmm_autograd_ops::csr_op().call(values, b, crow, col, options.shape, options.transpose,
+                                          options.check);
+}
+
+at::Tensor csr_transpose(const at::Tensor& crow, const at::Tensor& col, c10::SymInt columns) {
+  return spmm_autograd_ops::transpose_op().call(crow, col, std::move(columns));
+}
 
 }  // namespace torchkiln

@@ -8,7 +8,7 @@
 #include "torchkiln/elementwise.h"
 #include "torchkiln/launch.h"
 
-namespace PACKAGE {
+namespace PACKAGE::OPNAME_ops {
 namespace {
 
 using at::Tensor;
@@ -71,13 +71,13 @@ struct Op {
   }
 };
 
-}  // namespace
-
-Tensor OPNAME(const Tensor& x, const Tensor& gate, double scale) {
+const auto& op() {
   static const auto op =
       torchkiln::find_op<Tensor(const Tensor&, const Tensor&, double)>(Op::kName);
-  return op.call(x, gate, scale);
+  return op;
 }
+
+}  // namespace
 
 TORCH_LIBRARY_FRAGMENT(PACKAGE, m) {
   m.def("OPNAME(Tensor x, Tensor gate, float scale=1.0) -> Tensor", {at::Tag::pt2_compliant_tag});
@@ -99,5 +99,13 @@ TORCH_LIBRARY_IMPL(PACKAGE, Autograd, m) {
   m.impl("OPNAME", TORCH_FN(torchkiln::Differentiable<Op>::call));
 }
 TORCH_LIBRARY_IMPL(PACKAGE, FuncTorchBatched, m) { m.impl("OPNAME", TORCH_FN(Op::composite)); }
+
+}  // namespace PACKAGE::OPNAME_ops
+
+namespace PACKAGE {
+
+at::Tensor OPNAME(const at::Tensor& x, const at::Tensor& gate, double scale) {
+  return OPNAME_ops::op().call(x, gate, scale);
+}
 
 }  // namespace PACKAGE

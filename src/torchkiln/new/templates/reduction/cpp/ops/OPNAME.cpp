@@ -8,7 +8,7 @@
 #include "torchkiln/elementwise.h"
 #include "torchkiln/launch.h"
 
-namespace PACKAGE {
+namespace PACKAGE::OPNAME_ops {
 namespace {
 
 using at::Tensor;
@@ -77,12 +77,12 @@ struct Op {
   }
 };
 
-}  // namespace
-
-Tensor OPNAME(const Tensor& x) {
+const auto& op() {
   static const auto op = torchkiln::find_op<Tensor(const Tensor&)>(Op::kName);
-  return op.call(x);
+  return op;
 }
+
+}  // namespace
 
 TORCH_LIBRARY_FRAGMENT(PACKAGE, m) {
   m.def("OPNAME(Tensor x) -> Tensor", {at::Tag::pt2_compliant_tag});
@@ -103,5 +103,11 @@ TORCH_LIBRARY_IMPL(PACKAGE, Autograd, m) {
   m.impl("OPNAME", TORCH_FN(torchkiln::Differentiable<Op>::call));
 }
 TORCH_LIBRARY_IMPL(PACKAGE, FuncTorchBatched, m) { m.impl("OPNAME", TORCH_FN(Op::composite)); }
+
+}  // namespace PACKAGE::OPNAME_ops
+
+namespace PACKAGE {
+
+at::Tensor OPNAME(const at::Tensor& x) { return OPNAME_ops::op().call(x); }
 
 }  // namespace PACKAGE
