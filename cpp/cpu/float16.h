@@ -180,40 +180,57 @@ const C* read_run(C* buffer, const void* from, int64_t offset, int64_t stride, i
 
 /// Calls body(run) with a run of elements of which widen() makes the numbers to compute with: the
 /// elements themselves where a loop over them becomes wide instructions, else a copy in `buffer`.
+/// From one place for each type of element, since each has the body's machine code once more.
 template <class T, class Body>
 auto with_run(Compute<T>* buffer, const T* from, int64_t stride, int64_t count, const Body& body) {
-  if constexpr (!std::is_same_v<T, Half>) {
+  const Compute<T>* run = buffer;
+  if constexpr (std::is_same_v<T, BFloat16>) {
     if (stride == 1) return body(from);
+  } else if constexpr (std::is_same_v<T, Compute<T>>) {
+    if (stride == 1) run = from;
   }
-  widen_run(buffer, from, stride, count);
-  return body(static_cast<const Compute<T>*>(buffer));
+  if (run == buffer) widen_run(buffer, from, stride, count);
+  return body(run);
 }
 
-template <class T>
-T narrowed(Compute<T> value) {
+/// The same of two, and body(first, second).
+template <class T, class Body>
+auto with_runs(Compute<T>* first_buffer, const T* first, int64_t first_stride,
+               Compute<T>* second_buffer, const T* second, int64_t second_stride, int64_t count,
+               const Body& body) {
+  using C = Compute<T>;
   if constexpr (std::is_same_v<T, BFloat16>) {
-    return narrow_bfloat16(value);
+    if (first_stride == 1 && second_stride == 1) return body(first, second);
+    widen_run(first_buffer, first, first_stride, count);
+    widen_run(second_buffer, second, second_stride, count);
+    return body(static_cast<const C*>(first_buffer), static_cast<const C*>(second_buffer));
   } else {
-    return value;
+    return with_run(first_buffer, first, first_stride, count, [&](const C* a) {
+      return with_run(second_buffer, second, second_stride, count,
+                      [&](const C* b) { return body(a, b); });
+    });
   }
 }
 
 /// to[i * stride] = result(i), rounded; `buffer` is for results that are rounded together.
 template <class T, class Result>
 void store_run(T* to, int64_t stride, int64_t count, Compute<T>* buffer, const Result& result) {
-  if constexpr (!std::is_same_v<T, Half>) {
+  Compute<T>* results = buffer;
+  if constexpr (std::is_same_v<T, BFloat16>) {
     if (stride == 1) {
 #pragma GCC ivdep
-      for (int64_t i = 0; i < count; ++i) to[i] = narrowed<T>(result(i));
+      for (int64_t i = 0; i < count; ++i) to[i] = narrow_bfloat16(result(i));
       return;
     }
+  } else if constexpr (std::is_same_v<T, Compute<T>>) {
+    if (stride == 1) results = to;
   }
 #pragma GCC ivdep
-  for (int64_t i = 0; i < count; ++i) buffer[i] = result(i);
-  if (stride == 1) {
-    narrow_run(to, buffer, count);
-  } else {
+  for (int64_t i = 0; i < count; ++i) results[i] = result(i);
+  if (stride != 1) {
     scatter_run(to, stride, buffer, count);
+  } else if constexpr (!std::is_same_v<T, Compute<T>>) {
+    narrow_run(to, buffer, count);
   }
 }
 

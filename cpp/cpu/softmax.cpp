@@ -72,17 +72,22 @@ template <class T, class Body>
 void with_piece(Compute<T>* buffer, const T* x, int64_t stride, Compute<T> scale,
                 const RowPart& part, int64_t at, int64_t count, const Body& body) {
   using C = Compute<T>;
-  if (part.mask == nullptr && scale == C(1))
-    return with_run(buffer, x + at * stride, stride, count, body);
-  widen_run(buffer, x + at * stride, stride, count);
-  const uint8_t* mask = part.mask + at;
-  if (part.mask == nullptr) {
-    for (int64_t i = 0; i < count; ++i) buffer[i] *= scale;
-  } else {
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    if (part.mask == nullptr && scale == C(1) && stride == 1) return body(x + at);
+  }
+  const C* values = buffer;
+  if constexpr (std::is_same_v<T, C>) {
+    if (part.mask == nullptr && scale == C(1) && stride == 1) values = x + at;
+  }
+  if (values == buffer) widen_run(buffer, x + at * stride, stride, count);
+  if (part.mask != nullptr) {
+    const uint8_t* mask = part.mask + at;
     for (int64_t i = 0; i < count; ++i)
       buffer[i] = where<C>(mask[i] != 0, buffer[i] * scale, -kInfinity<C>);
+  } else if (scale != C(1)) {
+    for (int64_t i = 0; i < count; ++i) buffer[i] *= scale;
   }
-  body(static_cast<const C*>(buffer));
+  body(values);
 }
 
 /// to[i * stride] = value for begin <= i < end
@@ -91,6 +96,21 @@ void fill(T* to, int64_t stride, int64_t begin, int64_t end, Compute<T> value) {
   T rounded;
   narrow_run(&rounded, &value, 1);
   for (int64_t i = begin; i < end; ++i) to[i * stride] = rounded;
+}
+
+/// to[i * stride] = 0 where mask[i] is. All are written where they are neighbours, as in where().
+template <class T>
+void clear_masked(T* to, int64_t stride, int64_t count, const uint8_t* mask) {
+  if (stride != 1) {
+    for (int64_t i = 0; i < count; ++i) {
+      if (mask[i] == 0) to[i * stride] = T{};
+    }
+  } else if constexpr (std::is_same_v<T, Compute<T>>) {
+    for (int64_t i = 0; i < count; ++i) to[i] = where<T>(mask[i] != 0, to[i], T(0));
+  } else {
+    for (int64_t i = 0; i < count; ++i)
+      to[i].bits = where<uint16_t>(mask[i] != 0, to[i].bits, uint16_t{0});
+  }
 }
 
 /// Whether the results of a row can hold its exponentials.
@@ -164,10 +184,8 @@ void softmax_backward_row(const SoftmaxBackward& p, const RowPart& part, const T
   const auto for_pieces = [&](int64_t end, const auto& body) {
     for (int64_t at = 0; at < end; at += kPiece) {
       const int64_t count = std::min(kPiece, end - at);
-      with_run(grad_buffer, grad + at * p.stride, p.stride, count, [&](const auto* g) {
-        with_run(y_buffer, y + at * p.inner, p.inner, count,
-                 [&](const auto* out) { body(g, out, at, count); });
-      });
+      with_runs(grad_buffer, grad + at * p.stride, p.stride, y_buffer, y + at * p.inner, p.inner,
+                count, [&](const auto* g, const auto* out) { body(g, out, at, count); });
     }
   };
   double total = 0;
@@ -183,19 +201,15 @@ void softmax_backward_row(const SoftmaxBackward& p, const RowPart& part, const T
   const C sum = static_cast<C>(total);
   for_pieces(part.visible, [&](const auto* g, const auto* out, int64_t at, int64_t count) {
     T* to = grad_x + at * p.inner;
-    const auto store = [&](const auto& gradient) {
-      if (part.mask == nullptr) return store_run(to, p.inner, count, results, gradient);
-      const uint8_t* mask = part.mask + at;
-      store_run(to, p.inner, count, results,
-                [=](int64_t i) { return where<C>(mask[i] != 0, gradient(i), C(0)); });
-    };
     if (p.log) {
-      store([=](int64_t i) {
+      store_run(to, p.inner, count, results, [=](int64_t i) {
         return (widen(g[i]) - ExactMath::exp_or_zero(widen(out[i])) * sum) * scale;
       });
     } else {
-      store([=](int64_t i) { return (widen(g[i]) - sum) * widen(out[i]) * scale; });
+      store_run(to, p.inner, count, results,
+                [=](int64_t i) { return (widen(g[i]) - sum) * widen(out[i]) * scale; });
     }
+    if (part.mask != nullptr) clear_masked(to, p.inner, count, part.mask + at);
   });
   fill(grad_x, p.inner, part.visible, p.length, C(0));
 }
