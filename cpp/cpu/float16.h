@@ -180,7 +180,7 @@ const C* read_run(C* buffer, const void* from, int64_t offset, int64_t stride, i
 
 /// Calls body(run) with a run of elements of which widen() makes the numbers to compute with: the
 /// elements themselves where a loop over them becomes wide instructions, else a copy in `buffer`.
-/// From one place for each type of element, since each has the body's machine code once more.
+/// The body is called in one place for each type of element: each place has its machine code again.
 template <class T, class Body>
 auto with_run(Compute<T>* buffer, const T* from, int64_t stride, int64_t count, const Body& body) {
   const Compute<T>* run = buffer;

@@ -86,7 +86,7 @@ class Strip {
   int64_t first_count_;  // of the columns, those in the first group
 };
 
-/// Rows r of a strip as numbers, scaled. Where they have to be copied they are held for the next
+/// The rows of a strip as numbers, scaled. Where they have to be copied they are held for the next
 /// time if the columns are no longer than a block.
 template <class T>
 class HeldRows {
@@ -102,7 +102,7 @@ class HeldRows {
 
   bool holds() const { return holds_; }
   C* held(int64_t r) { return rows_[holds_ ? r : 0]; }
-  /// Whether row r itself does.
+  /// Whether row(r) has the numbers of row r, of which widen() makes them.
   bool is_plain() const { return is_plain_; }
   const T* row(int64_t r) const { return strip_.row(r); }
 
