@@ -359,7 +359,7 @@ def install_tree(session: nox.Session, tree: Path) -> None:
             if line.startswith(("cuda-t", "nvid"))
         ]
         pip = ("python", "-m", "pip", "install", "--quiet", "--no-compile")
-        # Pip first puts 5 GB into a folder for temporary files, which may be memory.
+        # Pip first unpacks them in a folder for temporary files, which may be memory.
         session.run(*pip, "--target", str(libraries), *theirs, env={"TMPDIR": str(tree.parent)})
     link = tree / "nvidia"
     if cuda_of(tree) and not link.exists():

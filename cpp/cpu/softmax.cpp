@@ -72,12 +72,12 @@ template <class T, class Body>
 void with_piece(Compute<T>* buffer, const T* x, int64_t stride, Compute<T> scale,
                 const RowPart& part, int64_t at, int64_t count, const Body& body) {
   using C = Compute<T>;
-  if constexpr (std::is_same_v<T, BFloat16>) {
-    if (part.mask == nullptr && scale == C(1) && stride == 1) return body(x + at);
-  }
+  const bool as_it_is = part.mask == nullptr && scale == C(1) && stride == 1;
   const C* values = buffer;
-  if constexpr (std::is_same_v<T, C>) {
-    if (part.mask == nullptr && scale == C(1) && stride == 1) values = x + at;
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    if (as_it_is) return body(x + at);
+  } else if constexpr (std::is_same_v<T, C>) {
+    if (as_it_is) values = x + at;
   }
   if (values == buffer) widen_run(buffer, x + at * stride, stride, count);
   if (part.mask != nullptr) {
