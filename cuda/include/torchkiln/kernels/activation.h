@@ -1,7 +1,7 @@
 #pragma once
 
-#include "torchkiln/activations.h"
-#include "torchkiln/layout.h"
+#include "torchkiln/core/activations.h"
+#include "torchkiln/core/layout.h"
 
 struct CUstream_st;
 

@@ -2,8 +2,9 @@
 
 #include <cstddef>
 
-#include "torchkiln/activations.h"
-#include "torchkiln/layout.h"
+#include "torchkiln/core/activations.h"
+#include "torchkiln/core/layout.h"
+#include "torchkiln/core/workspace.h"
 
 struct CUstream_st;
 
@@ -47,7 +48,7 @@ struct BiasActBackward {
   int64_t saved_row_stride;
   int64_t saved_column_stride;
   int64_t bias_stride;
-  void* workspace;  // workspace_bytes() of them, 16-byte aligned; null when that is 0
+  void* workspace;  // of cpu::split(); CUDA launchers allocate theirs
 };
 
 namespace cpu {
@@ -55,10 +56,8 @@ namespace cpu {
 /// For the elements begin <= i < end; where signs are wanted, begin is a multiple of 8.
 TORCHKILN_EXPORT Status bias_act(const BiasAct& arguments, int64_t begin, int64_t end);
 
-/// The rows are cut into chunks, by their number alone: the sums do not depend on how many threads
-/// there are.
-TORCHKILN_EXPORT int64_t chunk_count(const BiasActBackward& arguments);
-TORCHKILN_EXPORT size_t workspace_bytes(const BiasActBackward& arguments);
+/// The rows in chunks; the results are the columns, where grad_bias is wanted.
+TORCHKILN_EXPORT Split split(const BiasActBackward& arguments);
 
 /// grad_x of the chunks begin <= chunk < end, and their partial sums into the workspace.
 TORCHKILN_EXPORT Status bias_act_backward(const BiasActBackward& arguments, int64_t begin,
@@ -75,11 +74,10 @@ namespace cuda {
 /// On the current device, queued on `stream`.
 TORCHKILN_EXPORT Status bias_act(const BiasAct& arguments, CUstream_st* stream);
 
-TORCHKILN_EXPORT size_t workspace_bytes(const BiasActBackward& arguments);
-
 /// Both gradients, in one pass over grad and what was saved, and a short second one over partial
 /// sums. No atomics: the result is the same, bit for bit, from run to run.
-TORCHKILN_EXPORT Status bias_act_backward(const BiasActBackward& arguments, CUstream_st* stream);
+TORCHKILN_EXPORT Status bias_act_backward(const BiasActBackward& arguments, Allocate allocate,
+                                          CUstream_st* stream);
 
 }  // namespace cuda
 }  // namespace torchkiln

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "torchkiln/dtype.h"
+#include "torchkiln/core/dtype.h"
 
 struct CUstream_st;
 

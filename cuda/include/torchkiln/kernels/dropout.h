@@ -2,8 +2,9 @@
 
 #include <cstddef>
 
-#include "torchkiln/layout.h"
-#include "torchkiln/random.h"
+#include "torchkiln/core/layout.h"
+#include "torchkiln/core/philox.h"
+#include "torchkiln/core/workspace.h"
 
 struct CUstream_st;
 
@@ -30,7 +31,6 @@ struct DropoutBackward {
   int64_t grad_row_stride;
   int64_t grad_column_stride;
   Dropout dropout;
-  void* workspace;  // workspace_bytes() of them, 16-byte aligned; null when that is 0
 };
 
 namespace cpu {
@@ -58,10 +58,8 @@ TORCHKILN_EXPORT Status bias_dropout_add(const Elementwise<3>& arguments, const 
 TORCHKILN_EXPORT Status dropout_backward(const Elementwise<1>& arguments, const Dropout& dropout,
                                          CUstream_st* stream);
 
-TORCHKILN_EXPORT size_t workspace_bytes(const DropoutBackward& arguments);
-
 /// Both gradients in one pass over grad, and a short second one over partial sums.
-TORCHKILN_EXPORT Status bias_dropout_backward(const DropoutBackward& arguments,
+TORCHKILN_EXPORT Status bias_dropout_backward(const DropoutBackward& arguments, Allocate allocate,
                                               CUstream_st* stream);
 
 }  // namespace cuda

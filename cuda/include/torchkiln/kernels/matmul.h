@@ -2,8 +2,8 @@
 
 #include <cstdint>
 
-#include "torchkiln/activations.h"
-#include "torchkiln/dtype.h"
+#include "torchkiln/core/activations.h"
+#include "torchkiln/core/dtype.h"
 
 struct CUstream_st;
 
@@ -39,14 +39,14 @@ struct Matmul {
 
 /// Who multiplies.
 enum class MatmulKernel : int32_t {
-  hopper,       // warpgroup products and bulk copies, compute capability 9.0
+  sm90,         // warpgroup products and bulk copies, compute capability 9.0
   tensor_core,  // warp products of half precision, from compute capability 8.0 on
   simt,         // ordinary arithmetic, everywhere
   library       // cuBLAS is faster: not of this library, the caller calls it
 };
 
 inline const char* name_of(MatmulKernel kernel) {
-  constexpr const char* kNames[] = {"hopper", "tensor_core", "simt", "library"};
+  constexpr const char* kNames[] = {"sm90", "tensor_core", "simt", "library"};
   return kNames[static_cast<int32_t>(kernel)];
 }
 

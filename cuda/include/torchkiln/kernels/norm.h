@@ -2,7 +2,8 @@
 
 #include <cstddef>
 
-#include "torchkiln/dtype.h"
+#include "torchkiln/core/dtype.h"
+#include "torchkiln/core/workspace.h"
 
 struct CUstream_st;
 
@@ -56,7 +57,7 @@ struct NormBackward {
   int64_t grad_row_stride;
   int64_t grad_sum_row_stride;
   int64_t z_row_stride;
-  void* workspace;  // workspace_bytes() of them, 16-byte aligned; null when that is 0
+  void* workspace;  // of cpu::split(); CUDA launchers allocate theirs
 };
 
 namespace cpu {
@@ -64,10 +65,8 @@ namespace cpu {
 /// The rows begin <= row < end.
 TORCHKILN_EXPORT Status norm(const Norm& arguments, int64_t begin, int64_t end);
 
-/// The rows are cut into chunks, by the shape alone: the sums do not depend on how many threads
-/// there are.
-TORCHKILN_EXPORT int64_t chunk_count(const NormBackward& arguments);
-TORCHKILN_EXPORT size_t workspace_bytes(const NormBackward& arguments);
+/// The rows in chunks; the results are the columns, where a parameter's gradient is wanted.
+TORCHKILN_EXPORT Split split(const NormBackward& arguments);
 
 /// grad_x of the chunks begin <= chunk < end, and their partial sums into the workspace.
 TORCHKILN_EXPORT Status norm_backward(const NormBackward& arguments, int64_t begin, int64_t end);
@@ -85,10 +84,9 @@ namespace cuda {
 /// a cluster hold; longer ones are read again by each step.
 TORCHKILN_EXPORT Status norm(const Norm& arguments, CUstream_st* stream);
 
-TORCHKILN_EXPORT size_t workspace_bytes(const NormBackward& arguments);
-
 /// All gradients. No atomics: the result is the same, bit for bit, from run to run.
-TORCHKILN_EXPORT Status norm_backward(const NormBackward& arguments, CUstream_st* stream);
+TORCHKILN_EXPORT Status norm_backward(const NormBackward& arguments, Allocate allocate,
+                                      CUstream_st* stream);
 
 }  // namespace cuda
 }  // namespace torchkiln

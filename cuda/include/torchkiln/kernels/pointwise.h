@@ -1,6 +1,6 @@
 #pragma once
 
-#include "torchkiln/layout.h"
+#include "torchkiln/core/layout.h"
 
 struct CUstream_st;
 
@@ -10,12 +10,36 @@ namespace cpu {
 /// out[i] = a[i] + b[i] for begin <= i < end. Ranges may run on different threads.
 TORCHKILN_EXPORT Status add(const Elementwise<2>& arguments, int64_t begin, int64_t end);
 
+// a * b + c, where each may be a number: four functions, by which of them are.
+
+/// out[i] = a[i] * b[i] + c[i] for begin <= i < end.
+TORCHKILN_EXPORT Status multiply_add(const Elementwise<3>& arguments, int64_t begin, int64_t end);
+/// x * factor + c; the inputs are {x, c}.
+TORCHKILN_EXPORT Status scale_add(const Elementwise<2>& arguments, double factor, int64_t begin,
+                                  int64_t end);
+/// a * b + shift; the inputs are {a, b}.
+TORCHKILN_EXPORT Status multiply_shift(const Elementwise<2>& arguments, double shift, int64_t begin,
+                                       int64_t end);
+TORCHKILN_EXPORT Status scale_shift(const Elementwise<1>& arguments, double factor, double shift,
+                                    int64_t begin, int64_t end);
+/// The gradients {grad * b, grad * a}; the inputs are {grad, a, b}.
+TORCHKILN_EXPORT Status multiply_gradient(const Elementwise<3, 2>& arguments, int64_t begin,
+                                          int64_t end);
+
 }  // namespace cpu
 
 namespace cuda {
 
-/// out = a + b on the current device, queued on `stream`.
+/// The same functions on the current device, queued on `stream`.
 TORCHKILN_EXPORT Status add(const Elementwise<2>& arguments, CUstream_st* stream);
+TORCHKILN_EXPORT Status multiply_add(const Elementwise<3>& arguments, CUstream_st* stream);
+TORCHKILN_EXPORT Status scale_add(const Elementwise<2>& arguments, double factor,
+                                  CUstream_st* stream);
+TORCHKILN_EXPORT Status multiply_shift(const Elementwise<2>& arguments, double shift,
+                                       CUstream_st* stream);
+TORCHKILN_EXPORT Status scale_shift(const Elementwise<1>& arguments, double factor, double shift,
+                                    CUstream_st* stream);
+TORCHKILN_EXPORT Status multiply_gradient(const Elementwise<3, 2>& arguments, CUstream_st* stream);
 
 }  // namespace cuda
 }  // namespace torchkiln

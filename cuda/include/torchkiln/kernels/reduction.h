@@ -2,7 +2,8 @@
 
 #include <cstddef>
 
-#include "torchkiln/dtype.h"
+#include "torchkiln/core/dtype.h"
+#include "torchkiln/core/workspace.h"
 
 struct CUstream_st;
 
@@ -23,14 +24,13 @@ struct Reduction {
   int64_t reduced_stride;
   int64_t inner_stride;
   double divisor;   // 1 for a sum, the number of terms for a mean
-  void* workspace;  // workspace_bytes() of them, 16-byte aligned; null when that is 0
+  void* workspace;  // of cpu::split(); CUDA launchers allocate theirs
 };
 
 namespace cpu {
 
-/// The work is cut by its size alone: no bit of the result depends on how many threads there are.
-TORCHKILN_EXPORT int64_t task_count(const Reduction& arguments);
-TORCHKILN_EXPORT size_t workspace_bytes(const Reduction& arguments);
+/// The results are the outputs, where tasks leave partial sums.
+TORCHKILN_EXPORT Split split(const Reduction& arguments);
 
 /// The tasks begin <= task < end; each stores its results, or partial sums into the workspace.
 TORCHKILN_EXPORT Status reduce(const Reduction& arguments, int64_t begin, int64_t end);
@@ -42,11 +42,9 @@ TORCHKILN_EXPORT Status reduce_finish(const Reduction& arguments, int64_t begin,
 
 namespace cuda {
 
-TORCHKILN_EXPORT size_t workspace_bytes(const Reduction& arguments);
-
 /// On the current device, queued on `stream`: one pass over the input, and a short one over partial
 /// sums where the work of an output is spread over several blocks. No atomics.
-TORCHKILN_EXPORT Status reduce(const Reduction& arguments, CUstream_st* stream);
+TORCHKILN_EXPORT Status reduce(const Reduction& arguments, Allocate allocate, CUstream_st* stream);
 
 }  // namespace cuda
 }  // namespace torchkiln

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "torchkiln/layout.h"
+#include "torchkiln/core/layout.h"
 
 struct CUstream_st;
 

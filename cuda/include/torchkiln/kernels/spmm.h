@@ -1,6 +1,7 @@
 #pragma once
 
-#include "torchkiln/dtype.h"
+#include "torchkiln/core/dtype.h"
+#include "torchkiln/core/workspace.h"
 
 struct CUstream_st;
 
@@ -37,7 +38,7 @@ struct Spmm {
   int64_t width;
   int64_t values_batch_stride;
   int64_t order_batch_stride;
-  void* workspace;  // of cuda::workspace_bytes()
+  void* workspace;  // set by the CUDA launcher
 };
 
 /// out[b, e] = the product of row i of left[b] and row j of right[b], where entry e lies at (i, j);
@@ -60,7 +61,6 @@ struct CsrTranspose {
   CsrPattern pattern;
   int64_t batch;  // of patterns
   int32_t* out;   // [batch, columns + 1 + 2 * entries]
-  void* workspace;
 };
 
 /// The parts of a packed transposed pattern.
@@ -94,17 +94,11 @@ TORCHKILN_EXPORT Status csr_check(const CsrCheck& arguments, int64_t begin, int6
 
 namespace cuda {
 
-/// Bytes of workspace; they may be asked of arguments that have none yet.
-TORCHKILN_EXPORT size_t workspace_bytes(const Spmm& arguments);
-TORCHKILN_EXPORT size_t workspace_bytes(const CsrTranspose& arguments);
-
-/// How spmm() shares the work among threads, in words.
-TORCHKILN_EXPORT const char* spmm_way(const Spmm& arguments);
-
 /// On the current device, queued on `stream`.
-TORCHKILN_EXPORT Status spmm(const Spmm& arguments, CUstream_st* stream);
+TORCHKILN_EXPORT Status spmm(const Spmm& arguments, Allocate allocate, CUstream_st* stream);
 TORCHKILN_EXPORT Status sampled_product(const SampledProduct& arguments, CUstream_st* stream);
-TORCHKILN_EXPORT Status csr_transpose(const CsrTranspose& arguments, CUstream_st* stream);
+TORCHKILN_EXPORT Status csr_transpose(const CsrTranspose& arguments, Allocate allocate,
+                                      CUstream_st* stream);
 TORCHKILN_EXPORT Status csr_check(const CsrCheck& arguments, CUstream_st* stream);
 
 }  // namespace cuda

@@ -1,0 +1,117 @@
+#pragma once
+
+// A ring of stages in shared memory that one producer fills by bulk copies and consumers empty.
+// Each stage has two barriers:
+//
+//   full   the producer announces how many bytes will come, the copy engine counts them as they
+//          arrive
+//   empty  every consumer tells that it has read the stage
+//
+// A barrier changes phase each time it completes; whoever waits names the parity of the phase.
+
+#include <cuda.h>
+
+#include <cstdint>
+#include <cuda/ptx>
+
+namespace torchkiln::gemm {
+
+/// Until the phase of this parity is complete.
+__device__ __forceinline__ void wait_for_phase(uint64_t* barrier, uint32_t parity) {
+  while (!::cuda::ptx::mbarrier_try_wait_parity(barrier, parity)) {
+  }
+}
+
+template <int kStages>
+struct StageBarriers {
+  uint64_t full[kStages];
+  uint64_t empty[kStages];
+};
+
+/// Which stage is next, and which phase its barriers are in.
+template <int kStages>
+struct StagePlace {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+template <int kStages>
+class StageRing {
+ public:
+  using Barriers = StageBarriers<kStages>;
+  using Place = StagePlace<kStages>;
+
+  __device__ __forceinline__ explicit StageRing(Barriers& barriers) : barriers_(barriers) {}
+
+  /// By one thread, before the block meets for the first time.
+  __device__ __forceinline__ void open(int consumers) {
+    for (int stage = 0; stage < kStages; ++stage) {
+      ::cuda::ptx::mbarrier_init(&barriers_.full[stage], 1);
+      ::cuda::ptx::mbarrier_init(&barriers_.empty[stage], static_cast<uint32_t>(consumers));
+    }
+    ::cuda::ptx::fence_mbarrier_init(::cuda::ptx::sem_release, ::cuda::ptx::scope_cluster);
+  }
+
+  /// Producer: waits until the stage has been read, then announces the bytes to come. The first
+  /// round does not wait: the phase before the first counts as complete.
+  __device__ __forceinline__ uint64_t* claim(const Place& place, uint32_t bytes) {
+    wait_for_phase(&barriers_.empty[place.stage], place.parity ^ 1);
+    uint64_t* full = &barriers_.full[place.stage];
+    ::cuda::ptx::mbarrier_arrive_expect_tx(::cuda::ptx::sem_release, ::cuda::ptx::scope_cta,
+                                           ::cuda::ptx::space_shared, full, bytes);
+    return full;
+  }
+
+  /// Consumer: waits until the stage has been filled.
+  __device__ __forceinline__ void wait_full(const Place& place) {
+    wait_for_phase(&barriers_.full[place.stage], place.parity);
+  }
+
+  /// Consumer: the stage may be written again. By one of its threads.
+  __device__ __forceinline__ void release(int stage) {
+    ::cuda::ptx::mbarrier_arrive(&barriers_.empty[stage]);
+  }
+
+ private:
+  Barriers& barriers_;
+};
+
+/// Copies a box of a tensor map to shared memory; `full` counts its bytes.
+__device__ __forceinline__ void copy_box(void* to, const CUtensorMap& map, int inner, int outer,
+                                         int batch, uint64_t* full) {
+  const int32_t at[] = {inner, outer, batch};
+  ::cuda::ptx::cp_async_bulk_tensor(::cuda::ptx::space_cluster, ::cuda::ptx::space_global, to, &map,
+                                    at, full);
+}
+
+/// Copies shared memory to a box of a tensor map. Writers fence with fence_before_copy() and meet
+/// before one thread calls this.
+__device__ __forceinline__ void store_box(const CUtensorMap& map, int inner, int outer, int batch,
+                                          const void* from) {
+  const int32_t at[] = {inner, outer, batch};
+  ::cuda::ptx::cp_async_bulk_tensor(::cuda::ptx::space_global, ::cuda::ptx::space_shared, &map, at,
+                                    from);
+}
+
+/// Closes a batch of store_box() of this thread.
+__device__ __forceinline__ void close_stores() { ::cuda::ptx::cp_async_bulk_commit_group(); }
+
+/// Makes this thread's stores to shared memory visible to the copy engine.
+__device__ __forceinline__ void fence_before_copy() {
+  ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+}
+
+/// Until all but the last kLeft batches of this thread have read their shared memory.
+template <int kLeft>
+__device__ __forceinline__ void wait_until_read() {
+  ::cuda::ptx::cp_async_bulk_wait_group_read(::cuda::ptx::n32_t<kLeft>{});
+}
+
+}  // namespace torchkiln::gemm

@@ -1,0 +1,108 @@
+#pragma once
+
+// What the kernels of products share that run on every device: which tile a block has, and what
+// becomes of a sum.
+
+#include "torchkiln/device/launch.cuh"
+#include "torchkiln/device/vec.cuh"
+#include "torchkiln/device/warp.cuh"
+#include "torchkiln/kernels/matmul.h"
+
+namespace torchkiln::gemm {
+using namespace device;
+
+/// Tiles of kRows by kColumns results, one for each block. Blocks that run together have tiles of a
+/// nearly square part of the result, whose rows and columns the second-level cache holds.
+template <int kRows, int kColumns>
+struct Tiles {
+  static constexpr int64_t kGroupRows = 8;
+
+  int64_t rows;
+  int64_t columns;
+  int64_t count;
+
+  struct Place {
+    int64_t batch;
+    int64_t row;
+    int64_t column;
+  };
+
+  explicit Tiles(const Matmul& p)
+      : rows(ceil_div(p.m, kRows)),
+        columns(ceil_div(p.n, kColumns)),
+        count(rows * columns * p.batch) {}
+
+  __device__ __forceinline__ Place at(int64_t index) const {
+    const int64_t batch = index / (rows * columns);
+    index -= batch * (rows * columns);
+    const int64_t group = index / (kGroupRows * columns);
+    index -= group * (kGroupRows * columns);
+    const int64_t height = min(kGroupRows, rows - group * kGroupRows);
+    const int64_t row = group * kGroupRows + index % height;
+    return {batch, row * kRows, index / height * kColumns};
+  }
+};
+
+/// From sums to results: activation(sum * scale + bias) + residual.
+template <class T>
+class MatmulResults {
+ public:
+  using C = Compute<T>;
+
+  explicit MatmulResults(const Matmul& p)
+      : bias_(p.bias),
+        residual_(static_cast<const T*>(p.residual)),
+        out_(static_cast<T*>(p.out)),
+        preactivation_(static_cast<T*>(p.preactivation)),
+        scale_(static_cast<C>(p.scale)),
+        activation_(p.activation),
+        bias_is_float_(p.bias_dtype == Dtype::float32),
+        rows_(p.m),
+        columns_(p.n) {}
+
+  /// for_each(body) calls body(row, column, sum) for every sum of this thread, all of whose loops
+  /// are unrolled. What lies outside the result is left out.
+  template <class ForEach>
+  __device__ __forceinline__ void store(int64_t batch, const ForEach& for_each) const {
+    const int64_t begin = batch * rows_ * columns_;
+    for_each([&](int64_t row, int64_t column, C& sum) {
+      sum *= scale_;
+      if (row >= rows_ || column >= columns_) return;
+      sum += bias(column);
+      if (preactivation_ != nullptr)
+        preactivation_[begin + row * columns_ + column] = convert<T>(sum);
+    });
+    with_activation(
+        activation_,
+        [&](auto tag) {
+          using Act = typename decltype(tag)::type;
+          for_each([&](int64_t, int64_t, C& sum) { sum = Act::template value<MathFor<T>>(sum); });
+        },
+        Activations{});
+    for_each([&](int64_t row, int64_t column, C& sum) {
+      if (row >= rows_ || column >= columns_) return;
+      const int64_t at = begin + row * columns_ + column;
+      if (residual_ != nullptr) sum += convert<C>(residual_[at]);
+      out_[at] = convert<T>(sum);
+    });
+  }
+
+ private:
+  __device__ __forceinline__ C bias(int64_t column) const {
+    if (bias_ == nullptr) return C(0);
+    if (bias_is_float_) return static_cast<C>(static_cast<const float*>(bias_)[column]);
+    return convert<C>(static_cast<const T*>(bias_)[column]);
+  }
+
+  const void* bias_;
+  const T* residual_;
+  T* out_;
+  T* preactivation_;
+  C scale_;
+  Activation activation_;
+  bool bias_is_float_;
+  int64_t rows_;
+  int64_t columns_;
+};
+
+}  // namespace torchkiln::gemm

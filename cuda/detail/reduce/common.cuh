@@ -1,0 +1,86 @@
+#pragma once
+
+// What row sums and column sums share: where a row begins, into how many parts work is cut, and how
+// a result leaves.
+
+#include "torchkiln/core/workspace.h"
+#include "torchkiln/device/fast_divide.cuh"
+#include "torchkiln/device/launch.cuh"
+#include "torchkiln/device/vec.cuh"
+
+namespace torchkiln::reduce {
+using namespace device;
+
+/// Offsets of a grid [outer, inner] of places, of which there are fewer than 2^31 unless inner = 1.
+class Offsets {
+ public:
+  Offsets() = default;
+
+  Offsets(int64_t outer, int64_t inner, int64_t outer_stride, int64_t inner_stride)
+      : inner_(static_cast<uint32_t>(outer == 1 ? 1 : inner)),
+        outer_stride_(outer == 1 ? inner_stride : outer_stride),
+        inner_stride_(inner_stride) {}
+
+  __device__ __forceinline__ int64_t operator()(int64_t place) const {
+    if (inner_.divisor() == 1) return place * outer_stride_;
+    const uint32_t outer = inner_.quotient(static_cast<uint32_t>(place));
+    const uint32_t inner = static_cast<uint32_t>(place) - outer * inner_.divisor();
+    return outer * outer_stride_ + inner * inner_stride_;
+  }
+
+ private:
+  Divisor inner_;
+  int64_t outer_stride_ = 0;
+  int64_t inner_stride_ = 0;
+};
+
+/// Into how many parts, `most` at most, each of `tasks` equal pieces of work is cut so that they
+/// fill waves of blocks to nine tenths: 1.1 waves take as long as two.
+inline int64_t parts_that_fill(int64_t tasks, int64_t most, int64_t wave) {
+  constexpr int64_t kMostWaves = 8;  // a rest of a ninth wave is small already
+  int64_t parts = 1;
+  for (int64_t waves = 1; waves <= kMostWaves; ++waves) {
+    parts = waves * wave / tasks;
+    if (parts >= most || parts * tasks * 10 >= waves * wave * 9) break;
+  }
+  if (parts > most) parts = most;
+  return parts < 1 ? 1 : parts;
+}
+
+/// Where results go: sums, divided and rounded to the dtype of the output.
+struct Result {
+  void* out;
+  Dtype dtype;
+  double divisor;
+
+  template <class C>
+  __device__ __forceinline__ void store(int64_t at, C sum) const {
+    const C value = sum / static_cast<C>(divisor);
+    switch (dtype) {
+      case Dtype::float32:
+        static_cast<float*>(out)[at] = static_cast<float>(value);
+        break;
+      case Dtype::float64:
+        static_cast<double*>(out)[at] = static_cast<double>(value);
+        break;
+      case Dtype::float16:
+        static_cast<__half*>(out)[at] = to_half(value);
+        break;
+      default:
+        static_cast<__nv_bfloat16*>(out)[at] = to_bfloat16(value);
+    }
+  }
+
+ private:
+  // From double in one step: rounding to float on the way would round twice.
+  static __device__ __forceinline__ __half to_half(float value) { return __float2half_rn(value); }
+  static __device__ __forceinline__ __half to_half(double value) { return __double2half(value); }
+  static __device__ __forceinline__ __nv_bfloat16 to_bfloat16(float value) {
+    return __float2bfloat16_rn(value);
+  }
+  static __device__ __forceinline__ __nv_bfloat16 to_bfloat16(double value) {
+    return __double2bfloat16(value);
+  }
+};
+
+}  // namespace torchkiln::reduce

@@ -1,0 +1,209 @@
+#pragma once
+
+// The activations. To add one: its functor here, and its name at the end of the list. Everything
+// that takes an activation - bias_act, the op of its name, on the CPU and on the GPU - has it then.
+
+#include <cstdint>
+#include <type_traits>
+
+#include "torchkiln/core/dtype.h"
+#include "torchkiln/core/scalar_math.h"
+
+namespace torchkiln {
+
+/// What an activation's derivative is computed from.
+enum class Saved {
+  nothing,  // it is constant
+  sign,     // whether the output is positive: the output, or a bit of it
+  input,
+  output
+};
+
+/// z
+struct None {
+  static constexpr const char* kName = "none";
+  static constexpr Saved kSaved = Saved::nothing;
+
+  template <class Math, class C>
+  TORCHKILN_FUNCTION static C value(C z) {
+    return z;
+  }
+  template <class Math, class C>
+  TORCHKILN_FUNCTION static C gradient(C grad, C) {
+    return grad;
+  }
+};
+
+/// z^2
+struct Square {
+  static constexpr const char* kName = "square";
+  static constexpr Saved kSaved = Saved::input;
+
+  template <class Math, class C>
+  TORCHKILN_FUNCTION static C value(C z) {
+    return z * z;
+  }
+  template <class Math, class C>
+  TORCHKILN_FUNCTION static C gradient(C grad, C z) {
+    return grad * (z + z);
+  }
+};
+
+/// max(z, 0); NaN goes through, and -0 becomes +0.
+struct Relu {
+  static constexpr const char* kName = "relu";
+  static constexpr Saved kSaved = Saved::sign;
+
+  template <class Math, class C>
+  TORCHKILN_FUNCTION static C value(C z) {
+    return z <= C(0) ? C(0) : z;
+  }
+  template <class Math, class C>
+  TORCHKILN_FUNCTION static C gradient(C grad, C output) {
+    return output <= C(0) ? C(0) : grad;
+  }
+};
+
+/// z F(z), F the cumulative normal distribution
+struct Gelu {
+  static constexpr const char* kName = "gelu";
+  static constexpr Saved kSaved = Saved::input;
+
+  template <class Math, class C>
+  TORCHKILN_FUNCTION static C value(C z) {
+    return Math::gelu(z);
+  }
+  template <class Math, class C>
+  TORCHKILN_FUNCTION static C gradient(C grad, C z) {
+    const Slope<C> normal = Math::normal(z);
+    return grad * (normal.value + z * normal.slope);
+  }
+};
+
+/// z (1 + tanh(u)) / 2 with u = sqrt(2 / pi) (z + 0.044715 z^3), which is z sigmoid(2 u): no
+/// cancellation, and one exponential.
+struct GeluTanh {
+  static constexpr const char* kName = "gelu_tanh";
+  static constexpr Saved kSaved = Saved::input;
+
+  template <class Math, class C>
+  TORCHKILN_FUNCTION static C value(C z) {
+    return z * torchkiln::sigmoid<Math>(z * (kLinear<C> + kCubic<C> * z * z));
+  }
+  template <class Math, class C>
+  TORCHKILN_FUNCTION static C gradient(C grad, C z) {
+    const Slope<C> s = torchkiln::sigmoid_and_slope<Math>(z * (kLinear<C> + kCubic<C> * z * z));
+    const C inner = kLinear<C> + C(3) * kCubic<C> * z * z;
+    return grad * (s.value + z * inner * s.slope);
+  }
+
+ private:
+  template <class C>
+  static constexpr C kLinear = C(1.59576912160573071175978423974);  // 2 sqrt(2 / pi)
+  template <class C>
+  static constexpr C kCubic = C(0.0713548162726009087763387422823);
+};
+
+/// z sigmoid(z)
+struct Silu {
+  static constexpr const char* kName = "silu";
+  static constexpr Saved kSaved = Saved::input;
+
+  template <class Math, class C>
+  TORCHKILN_FUNCTION static C value(C z) {
+    return z * torchkiln::sigmoid<Math>(z);
+  }
+  template <class Math, class C>
+  TORCHKILN_FUNCTION static C gradient(C grad, C z) {
+    const Slope<C> s = torchkiln::sigmoid_and_slope<Math>(z);
+    return grad * (s.value + z * s.slope);
+  }
+};
+
+/// 1 / (1 + e^-z)
+struct Sigmoid {
+  static constexpr const char* kName = "sigmoid";
+  static constexpr Saved kSaved = Saved::output;
+
+  template <class Math, class C>
+  TORCHKILN_FUNCTION static C value(C z) {
+    return torchkiln::sigmoid<Math>(z);
+  }
+  template <class Math, class C>
+  TORCHKILN_FUNCTION static C gradient(C grad, C output) {
+    return grad * (output * (C(1) - output));
+  }
+};
+
+struct Tanh {
+  static constexpr const char* kName = "tanh";
+  static constexpr Saved kSaved = Saved::output;
+
+  template <class Math, class C>
+  TORCHKILN_FUNCTION static C value(C z) {
+    return Math::tanh(z);
+  }
+  template <class Math, class C>
+  TORCHKILN_FUNCTION static C gradient(C grad, C output) {
+    return grad * (C(1) - output * output);
+  }
+};
+
+template <class... Functors>
+struct TypeList {};
+
+using Activations = TypeList<None, Square, Relu, Gelu, GeluTanh, Silu, Sigmoid, Tanh>;
+
+/// Those that gate: swiglu, geglu.
+using Gates = TypeList<Silu, Gelu, GeluTanh>;
+
+/// An activation as a value: the place of its functor in the list.
+enum class Activation : int32_t {};
+
+namespace detail {
+template <class Functor, class... Functors>
+constexpr Activation place_of(TypeList<Functors...>) {
+  int32_t place = 0;
+  (void)((std::is_same_v<Functor, Functors> || (++place, false)) || ...);
+  return static_cast<Activation>(place);
+}
+}  // namespace detail
+
+template <class Functor>
+inline constexpr Activation kActivation = detail::place_of<Functor>(Activations{});
+
+/// Calls body(TypeTag<Functor>{}) for the functor of the list that `activation` stands for.
+#ifdef __CUDACC__
+#pragma nv_exec_check_disable
+#endif
+template <class Body, class... Functors>
+TORCHKILN_FUNCTION void with_activation(Activation activation, const Body& body,
+                                        TypeList<Functors...>) {
+  (void)((kActivation<Functors> == activation && (body(TypeTag<Functors>{}), true)) || ...);
+}
+
+/// Calls body(TypeTag<Functor>{}) for every functor of the list.
+template <class Body, class... Functors>
+void for_each_activation(const Body& body, TypeList<Functors...>) {
+  (body(TypeTag<Functors>{}), ...);
+}
+
+/// The gradient from the input, for activations that save the output, too.
+template <class Functor, class Math, class C>
+TORCHKILN_FUNCTION C gradient_from_input(C grad, C z) {
+  if constexpr (Functor::kSaved == Saved::output || Functor::kSaved == Saved::sign) {
+    return Functor::template gradient<Math>(grad, Functor::template value<Math>(z));
+  } else {
+    return Functor::template gradient<Math>(grad, z);
+  }
+}
+
+/// What the derivative of an activation is computed from.
+inline Saved saved_by(Activation activation) {
+  Saved saved = Saved::nothing;
+  with_activation(
+      activation, [&](auto tag) { saved = decltype(tag)::type::kSaved; }, Activations{});
+  return saved;
+}
+
+}  // namespace torchkiln

@@ -1,0 +1,122 @@
+#pragma once
+
+// The scalar formulas, each written once: g++ compiles them for the CPU loops, nvcc (and NVRTC) for
+// the kernels. They are templates over the type that is computed in, never over the type that is
+// stored. Activations have a header of their own.
+
+#include "torchkiln/core/activations.h"
+
+namespace torchkiln {
+
+/// What a functor with two outputs returns.
+template <class C>
+struct Pair {
+  C first;
+  C second;
+};
+
+struct Add {
+  template <class C>
+  TORCHKILN_FUNCTION C operator()(C a, C b) const {
+    return a + b;
+  }
+};
+
+/// a * b + c
+struct MultiplyAdd {
+  template <class C>
+  TORCHKILN_FUNCTION C operator()(C a, C b, C c) const {
+    return a * b + c;
+  }
+};
+
+/// x * factor + c, with a number as factor
+template <class C>
+struct ScaleAdd {
+  C factor;
+
+  TORCHKILN_FUNCTION C operator()(C x, C c) const { return x * factor + c; }
+};
+
+/// a * b + shift, with a number as shift
+template <class C>
+struct MultiplyShift {
+  C shift;
+
+  TORCHKILN_FUNCTION C operator()(C a, C b) const { return a * b + shift; }
+};
+
+/// x * factor + shift, with numbers as both
+template <class C>
+struct ScaleShift {
+  C factor;
+  C shift;
+
+  TORCHKILN_FUNCTION C operator()(C x) const { return x * factor + shift; }
+};
+
+/// The gradients of a * b for a and b.
+struct MultiplyGradient {
+  template <class C>
+  TORCHKILN_FUNCTION Pair<C> operator()(C grad, C a, C b) const {
+    return {grad * b, grad * a};
+  }
+};
+
+/// activation(x)
+template <class Act, class Math>
+struct Activated {
+  template <class C>
+  TORCHKILN_FUNCTION C operator()(C x) const {
+    return Act::template value<Math>(x);
+  }
+};
+
+/// The gradient for x of activation(x), from what the activation has saved.
+template <class Act, class Math>
+struct ActivatedGradient {
+  template <class C>
+  TORCHKILN_FUNCTION C operator()(C grad, C saved) const {
+    return Act::template gradient<Math>(grad, saved);
+  }
+};
+
+/// activation(x * scale + bias)
+template <class Act, class Math, class C>
+struct BiasActivated {
+  C scale;
+
+  TORCHKILN_FUNCTION C operator()(C x, C bias) const {
+    return Act::template value<Math>(x * scale + bias);
+  }
+};
+
+/// The gradient for x of activation(x * scale + bias), from the gradient and the inputs.
+template <class Act, class Math, class C>
+struct BiasActivatedGradient {
+  C scale;
+
+  TORCHKILN_FUNCTION C operator()(C grad, C x, C bias) const {
+    return gradient_from_input<Act, Math>(grad, x * scale + bias) * scale;
+  }
+};
+
+/// activation(gate) * up
+template <class Act, class Math>
+struct Gated {
+  template <class C>
+  TORCHKILN_FUNCTION C operator()(C gate, C up) const {
+    return Act::template value<Math>(gate) * up;
+  }
+};
+
+/// The gradients of activation(gate) * up for gate and up.
+template <class Act, class Math>
+struct GatedGradient {
+  template <class C>
+  TORCHKILN_FUNCTION Pair<C> operator()(C grad, C gate, C up) const {
+    return {Act::template gradient<Math>(grad * up, gate), grad * Act::template value<Math>(gate)};
+  }
+};
+
+}  // namespace torchkiln

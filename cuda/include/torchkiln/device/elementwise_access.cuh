@@ -1,0 +1,221 @@
+#pragma once
+
+// How the elementwise kernels reach their operands, from the narrowest case to the widest:
+//
+//   LinearAccess  every operand lies in the order of the iteration space: pure streaming, no index
+//                 arithmetic
+//   RowAccess     every operand is contiguous along the innermost dimension, or an input the same
+//                 all along it: one offset a vector (row-strided tensors, a bias along the last
+//                 dimension, a number for each row, halves of a packed tensor)
+//   TransposedAccess  an input is transposed beside the output: squares through shared memory
+//   AnyAccess     every other stride, alignment and mix of dtypes: an element at a time
+//
+// An accessor is a kernel parameter. load<Full>(packet, at, numel) reads what belongs to the kLanes
+// elements from `at` on, all of which exist when Full; packet.get<K>(lane) is the value of input K;
+// store<Full>(packet, results, at, numel, u) rounds and writes. place(u, numel) is where the
+// thread's u-th run of them begins; stage() runs before all that, in all threads of a block.
+
+#include <cuda/std/tuple>
+#include <utility>
+
+#include "torchkiln/core/layout.h"
+#include "torchkiln/device/fast_divide.cuh"
+#include "torchkiln/device/launch.cuh"
+#include "torchkiln/device/vec.cuh"
+
+namespace torchkiln::device {
+namespace elementwise {
+
+/// What one thread has loaded: N elements of each input, as they lie in memory and are widened at
+/// their use.
+template <class C, int N, class... In>
+struct Packet {
+  ::cuda::std::tuple<Vec<In, N>...> vectors;
+
+  template <size_t K>
+  __device__ __forceinline__ C get(int lane) const {
+    return convert<C>(::cuda::std::get<K>(vectors).lane[lane]);
+  }
+};
+
+struct NoStage {};
+
+/// Vectors of a thread. With a block of 256 of them, a tensor of some megabytes is one wave of
+/// blocks. With two-byte elements, whose eight lanes take more arithmetic, a thread has enough to
+/// do with one.
+template <class Out>
+inline constexpr int kUnroll = kVectorLanes<Out> > 4 ? 1 : 2;
+
+/// Whether blocks whose elements all exist are worth code of their own: not the long code of double
+/// precision.
+template <class Out>
+inline constexpr bool kHasFullBlocks = sizeof(Out) < 8;
+
+/// Stores N adjacent elements, or those of them that lie below numel.
+template <bool Full, class Out, class C, int N>
+__device__ __forceinline__ void store_vector(Out* out, const C (&result)[N], int64_t at,
+                                             int64_t numel) {
+  if (Full || at + N <= numel) {
+    store(out, result);
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if (at + i < numel) out[i] = convert<Out>(result[i]);
+    }
+  }
+}
+
+template <class OutType, int Outputs, class... In>
+struct LinearAccess {
+  using Out = OutType;
+  static constexpr int kArity = sizeof...(In);
+  static constexpr int kOutputs = Outputs;
+  static constexpr int kLanes = kVectorLanes<Out>;
+  static constexpr int kUnroll = elementwise::kUnroll<Out>;
+  static constexpr int kThreads = 256 / kUnroll;
+  static constexpr int64_t kBlockElements = int64_t{256} * kLanes;
+  static constexpr bool kHasFullBlocks = elementwise::kHasFullBlocks<Out>;
+  template <class C>
+  using Packet = elementwise::Packet<C, kLanes, In...>;
+
+  Out* outputs[Outputs];
+  const void* inputs[kArity];
+
+  using Stage = NoStage;
+  __device__ __forceinline__ static void stage(Stage&, int64_t) {}
+
+  static int64_t blocks(int64_t numel) { return ceil_div(numel, kBlockElements); }
+
+  /// Where the thread's vector u begins.
+  __device__ __forceinline__ static int64_t place(int u, int64_t) {
+    return blockIdx.x * kBlockElements + (threadIdx.x + u * kThreads) * kLanes;
+  }
+
+  template <bool Full, class C, int N>
+  __device__ __forceinline__ void load(elementwise::Packet<C, N, In...>& packet, int64_t at,
+                                       int64_t numel, int, const Stage&) const {
+    load_each<Full>(packet, at, numel, std::make_index_sequence<kArity>{});
+  }
+
+  template <bool Full, class C, int N, size_t... K>
+  __device__ __forceinline__ void load_each(elementwise::Packet<C, N, In...>& packet, int64_t at,
+                                            int64_t numel, std::index_sequence<K...>) const {
+    if (Full || at + N <= numel) {
+      ((::cuda::std::get<K>(packet.vectors) =
+            load_vector<N>(static_cast<const In*>(inputs[K]) + at)),
+       ...);
+    } else {
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        if (at + i >= numel) break;
+        ((::cuda::std::get<K>(packet.vectors).lane[i] = static_cast<const In*>(inputs[K])[at + i]),
+         ...);
+      }
+    }
+  }
+
+  template <bool Full, class C, int N>
+  __device__ __forceinline__ void store(const Packet<C>&, const C (&results)[Outputs][N],
+                                        int64_t at, int64_t numel, int) const {
+#pragma unroll
+    for (int o = 0; o < Outputs; ++o) store_vector<Full>(outputs[o] + at, results[o], at, numel);
+  }
+};
+
+/// Up to three dimensions, counted in whole vectors: the innermost size and all strides are
+/// multiples of one, so that 32 bits reach far and no vector is cut. An input that is the same all
+/// along a row is counted in elements. Where the first input and the outputs lie in the order of
+/// the space and nothing is repeated along it (an activation beside its bias), that input is loaded
+/// before any index is computed. The code is straight, since small tensors wait for every
+/// instruction.
+template <bool FirstIsLinear, class OutType, int Outputs, class... In>
+struct RowAccess {
+  using Out = OutType;
+  static constexpr int kArity = sizeof...(In);
+  static constexpr int kOutputs = Outputs;
+  static constexpr int kRank = 3;
+  static constexpr int kLanes = kVectorLanes<Out>;
+  static constexpr int kUnroll = elementwise::kUnroll<Out>;
+  static constexpr int kThreads = 256 / kUnroll;
+  static constexpr int64_t kBlockElements = int64_t{256} * kLanes;
+  static constexpr bool kHasFullBlocks = FirstIsLinear && elementwise::kHasFullBlocks<Out>;
+  template <class C>
+  using Packet = elementwise::Packet<C, kLanes, In...>;
+
+  Out* outputs[Outputs];
+  const void* inputs[kArity];
+  Divisor size[kRank - 1];
+  uint32_t stride[kArity][kRank];
+  uint32_t out_stride[Outputs][kRank];
+  bool repeated[kArity];  // along dimension 0
+
+  using Stage = NoStage;
+  __device__ __forceinline__ static void stage(Stage&, int64_t) {}
+
+  static int64_t blocks(int64_t numel) { return ceil_div(numel, kBlockElements); }
+
+  /// Where the thread's vector u begins.
+  __device__ __forceinline__ static int64_t place(int u, int64_t) {
+    return blockIdx.x * kBlockElements + (threadIdx.x + u * kThreads) * kLanes;
+  }
+
+  template <bool Full, class C, int N>
+  __device__ __forceinline__ void load(elementwise::Packet<C, N, In...>& packet, int64_t at,
+                                       int64_t, int, const Stage&) const {
+    load_each(packet, at, std::make_index_sequence<kArity>{});
+  }
+
+  template <class C, int N, size_t... K>
+  __device__ __forceinline__ void load_each(elementwise::Packet<C, N, In...>& packet, int64_t at,
+                                            std::index_sequence<K...>) const {
+    (load_run<K>(::cuda::std::get<K>(packet.vectors), static_cast<const In*>(inputs[K]), at), ...);
+    // Behind the others: to fill a vector is to wait for its element.
+    if constexpr (!FirstIsLinear)
+      (fill<K>(::cuda::std::get<K>(packet.vectors), static_cast<const In*>(inputs[K]), at), ...);
+  }
+
+  template <size_t K, class T, int N>
+  __device__ __forceinline__ void load_run(Vec<T, N>& vector, const T* from, int64_t at) const {
+    if constexpr (FirstIsLinear && K == 0) {
+      vector = load_vector<N>(from + at);
+    } else if (FirstIsLinear || !repeated[K]) {
+      vector = load_vector<N>(from + int64_t{offset(stride[K], at, N)} * N);
+    }
+  }
+
+  template <size_t K, class T, int N>
+  __device__ __forceinline__ void fill(Vec<T, N>& vector, const T* from, int64_t at) const {
+    if (!repeated[K]) return;
+    const T element = from[offset(stride[K], at, N)];
+#pragma unroll
+    for (int i = 0; i < N; ++i) vector.lane[i] = element;
+  }
+
+  template <bool Full, class C, int N>
+  __device__ __forceinline__ void store(const Packet<C>&, const C (&results)[Outputs][N],
+                                        int64_t at, int64_t numel, int) const {
+    if (!Full && at >= numel) return;
+#pragma unroll
+    for (int o = 0; o < Outputs; ++o) {
+      const int64_t to = FirstIsLinear ? at : int64_t{offset(out_stride[o], at, N)} * N;
+      device::store(outputs[o] + to, results[o]);
+    }
+  }
+
+  /// In the unit of the strides.
+  __device__ __forceinline__ uint32_t offset(const uint32_t (&strides)[kRank], int64_t at,
+                                             int lanes) const {
+    const uint32_t vector = static_cast<uint32_t>(at / lanes);
+    const uint32_t row = size[0].quotient(vector);
+    const uint32_t slab = size[1].quotient(row);
+    const uint32_t place[kRank] = {vector - row * size[0].divisor(), row - slab * size[1].divisor(),
+                                   slab};
+    uint32_t offset = 0;
+#pragma unroll
+    for (int d = 0; d < kRank; ++d) offset += place[d] * strides[d];
+    return offset;
+  }
+};
+
+}  // namespace elementwise
+}  // namespace torchkiln::device

@@ -1,0 +1,119 @@
+#include "target.cuh"
+#include "torchkiln/core/scalar_math.h"
+
+namespace torchkiln::cuda {
+namespace {
+
+__device__ __forceinline__ double number(const void* from, Dtype dtype, int64_t at) {
+  switch (dtype) {
+    case Dtype::float32:
+      return static_cast<const float*>(from)[at];
+    case Dtype::float64:
+      return static_cast<const double*>(from)[at];
+    case Dtype::float16:
+      return __half2float(static_cast<const __half*>(from)[at]);
+    default:
+      return __bfloat162float(static_cast<const __nv_bfloat16*>(from)[at]);
+  }
+}
+
+constexpr int kGradientThreads = 256;
+constexpr int kGradientItems = 4;
+
+/// A block writes a part of a row of gradients; what it needs of the whole row, forward has kept.
+template <class Access, bool kSpread>
+__global__ void __launch_bounds__(kGradientThreads, 4)
+    cross_entropy_gradient(CrossEntropyBackward p, int parts, int vectors_of_part) {
+  using T = typename Access::T;
+  using C = Compute<T>;
+  using Math = MathFor<T>;
+  using Item = typename Access::Item;
+  constexpr int kLanes = Access::kLanes;
+  wait_for_previous_kernel();
+  const int64_t row = parts == 1 ? blockIdx.x : blockIdx.x / static_cast<unsigned>(parts);
+  const int part = static_cast<int>(blockIdx.x - row * parts);
+  const T* logits = static_cast<const T*>(p.logits) + row * p.row_stride;
+  T* grad_logits = static_cast<T*>(p.grad_logits) + row * p.grad_logits_row_stride;
+  const Access access(logits, static_cast<int>(p.classes));
+  const int begin = part * vectors_of_part + static_cast<int>(threadIdx.x);
+  const int end = min(access.vectors(), (part + 1) * vectors_of_part);
+  Access own = access;  // of the row, what is the part's
+  own.columns = min(access.columns, access.column(end));
+  const int step = static_cast<int>(blockDim.x);
+  Item items[kGradientItems];
+  const bool has_neighbours = Access::has_neighbours(row, p.rows, p.row_stride);
+  const auto load = [&](int first) {
+    own.load(logits, access.column(first), step * kLanes, items, T(0.0f), has_neighbours);
+  };
+  load(begin);
+
+  const RowTarget<C> target = target_of<C>(p.target, row, p.classes);
+  const bool ignored = p.target.index != nullptr && target.index == p.target.ignore_index;
+  C scale = static_cast<C>(number(p.grad, p.grad_dtype, row * p.grad_stride));
+  if (p.divisor != nullptr) scale /= *static_cast<const C*>(p.divisor);
+  const C log_sum_exp = static_cast<const C*>(p.log_sum_exp)[row];
+  const C slope = scale * static_cast<const C*>(p.mass)[row];
+  const Distribution<Access, C> distribution(p.target, row, p.classes, target.index);
+  for (int first = begin; first < end; first += kGradientItems * step) {
+    if (first != begin) load(first);
+#pragma unroll
+    for (int k = 0; k < kGradientItems; ++k) {
+      const int vector = first + k * step;
+      if (vector >= end) break;
+      const int column = access.column(vector);
+      C z[kLanes];
+      widen(items[k], z);
+#pragma unroll
+      for (int i = 0; i < kLanes; ++i) z[i] = slope * Math::exp(z[i] - log_sum_exp);
+      if constexpr (kSpread) {
+        C q[kLanes];
+        distribution.load(access, column, q);
+#pragma unroll
+        for (int i = 0; i < kLanes; ++i) z[i] -= scale * q[i];
+      } else if (static_cast<unsigned>(distribution.index - access.column(vector)) < kLanes) {
+#pragma unroll
+        for (int i = 0; i < kLanes; ++i)
+          if (column + i == distribution.index) z[i] -= scale * target.weight;
+      }
+      if (ignored) {
+#pragma unroll
+        for (int i = 0; i < kLanes; ++i) z[i] = 0;
+      }
+      access.save(grad_logits, column, z);
+    }
+  }
+}
+
+}  // namespace
+
+Status cross_entropy_backward(const CrossEntropyBackward& p, CUstream_st* stream) {
+  if (p.rows == 0 || p.classes == 0) return {};
+  if (p.classes > kMostColumns) return {kTooLong};
+  const TensorRows tensors[] = {{p.logits, p.row_stride},
+                                {p.grad_logits, p.grad_logits_row_stride},
+                                {p.target.probabilities, p.target.probabilities_row_stride}};
+  return dispatch_floating(p.dtype, [&](auto tag) {
+    using T = typename std::decay_t<decltype(tag)>::type;
+    return with_vectors<T>(alignment_of(tensors, p.dtype, p.rows, p.classes), [&](auto access) {
+      using Access = typename std::decay_t<decltype(access)>::type;
+      const int64_t vectors = ceil_div(p.classes, Access::kLanes) + (Access::kAligned ? 0 : 1);
+      // Twice what a block has on the way, or all of a shorter row.
+      const int64_t longest = int64_t{kGradientThreads} * kGradientItems * 2;
+      const int64_t parts = ceil_div(vectors, longest);
+      if (p.rows * parts > kMaxGridX) return Status{"too many rows for one launch"};
+      const int64_t warps = std::min<int64_t>(ceil_div(vectors, kGradientItems * kWarpLanes),
+                                              kGradientThreads / kWarpLanes);
+      const Grid grid{dim3(static_cast<unsigned>(p.rows * parts)),
+                      dim3(static_cast<unsigned>(warps * kWarpLanes))};
+      const int count = static_cast<int>(parts);
+      const int length =
+          static_cast<int>(ceil_div(ceil_div(vectors, parts), kWarpLanes)) * kWarpLanes;
+      return is_spread(p.target) ? launch_overlapped(cross_entropy_gradient<Access, true>, grid,
+                                                     stream, p, count, length)
+                                 : launch_overlapped(cross_entropy_gradient<Access, false>, grid,
+                                                     stream, p, count, length);
+    });
+  });
+}
+
+}  // namespace torchkiln::cuda

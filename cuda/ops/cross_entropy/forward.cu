@@ -1,0 +1,220 @@
+#include "detail/reduce/common.cuh"
+#include "detail/rowwise/online_softmax.cuh"
+#include "target.cuh"
+
+namespace torchkiln::cuda {
+
+using namespace reduce;
+namespace {
+
+// Of a block that reads one row: what it has on the way is all that there is to hide the latency.
+constexpr int kLossThreads = 256;
+constexpr int kSpreadItems = 2;
+constexpr int kLongItems = 4;
+constexpr int kShortItems = 8;
+
+/// A team goes through a row once, with the next kItems vectors of each thread on the way while it
+/// computes with these; kOnce: there are no more. Each thread keeps the largest logit that it has
+/// seen and the sum of exponentials relative to that. kSpread: q does not vanish outside of the
+/// target class.
+template <class Access, bool kSpread, int kItems, bool kOnce>
+__global__ void __launch_bounds__(kLossThreads, 4)
+    cross_entropy_rows(CrossEntropy p, TeamShape shape) {
+  using T = typename Access::T;
+  using C = Compute<T>;
+  using Math = MathFor<T>;
+  using Sums = SumOfExponentials<Math>;
+  using Item = typename Access::Item;
+  constexpr int kLanes = Access::kLanes;
+  constexpr int kValues = kSpread ? 4 : 2;
+  __shared__ TeamStorage<C, kValues> storage;
+  wait_for_previous_kernel();
+  Team<C, kValues> team(shape, storage);
+  const int64_t row = team.first() + team.index();
+  const bool inside = row < p.rows;
+  const T* logits = static_cast<const T*>(p.logits) + row * p.row_stride;
+  const Access access(logits, inside ? static_cast<int>(p.classes) : 0);
+  const int vectors = access.vectors();
+  const int step = kItems * team.size();
+  const bool has_neighbours = Access::has_neighbours(row, p.rows, p.row_stride);
+  const auto load = [&](int first, Item(&to)[kItems]) {
+    access.load(logits, access.column(first), team.size() * kLanes, to, T(-INFINITY),
+                has_neighbours);
+  };
+  // Ahead of what has to wait for the target.
+  Item items[kItems];
+  load(team.rank(), items);
+  team.init_barriers();
+  RowTarget<C> target{};
+  if (inside && (kSpread || team.rank() == 0)) target = target_of<C>(p.target, row, p.classes);
+  const bool ignored = p.target.index != nullptr && target.index == p.target.ignore_index;
+  const Distribution<Access, C> distribution(p.target, row, p.classes, target.index);
+  // Sums of q * logits are taken relative to one of them, so that a large offset costs no digits.
+  C base = 0, logit = 0;
+  if (kSpread) {
+    base = inside ? convert<C>(logits[0]) : C(0);
+    if (!isfinite(base)) base = 0;
+  } else if (inside && team.rank() == 0 && !ignored) {
+    logit = convert<C>(logits[target.index]);
+  }
+
+  // The largest logit, the sum of exponentials relative to that, of q * (logits - base), of q.
+  C values[kValues] = {};
+  values[0] = -C(INFINITY);
+  const auto take = [&](int first) {
+    const C largest = fmax(values[0], largest_of<C>(items));
+    const C reference = Sums::reference(largest);
+    // A group's sums first: the rounding error grows with the number of groups.
+    C part = 0, part_of_logits = 0, part_of_q = 0;
+#pragma unroll
+    for (int k = 0; k < kItems; ++k) {
+      C z[kLanes];
+      widen(items[k], z);
+#pragma unroll
+      for (int i = 0; i < kLanes; ++i) part += Math::exp(z[i] - reference);
+      if constexpr (kSpread) {
+        const int column = access.column(first + k * team.size());
+        if (column >= access.columns) continue;
+        C q[kLanes];
+        distribution.load(access, column, q);
+#pragma unroll
+        for (int i = 0; i < kLanes; ++i) {
+          if (!access.has(column, i)) continue;
+          part_of_logits += q[i] * (z[i] - base);
+          part_of_q += q[i];
+        }
+      }
+    }
+    if constexpr (kSpread) {
+      values[2] += part_of_logits;
+      values[3] += part_of_q;
+    }
+    if (values[0] != -C(INFINITY)) part += values[1] * Math::exp(values[0] - reference);
+    values[1] = part;
+    values[0] = largest;
+  };
+  if constexpr (kOnce) {
+    take(team.rank());
+  } else {
+    for (int first = team.rank(); first < vectors; first += step) {
+      Item next[kItems];
+      load(first + step, next);
+      take(first);
+#pragma unroll
+      for (int k = 0; k < kItems; ++k) items[k] = next[k];
+    }
+  }
+  // A warp's threads agree upon the largest first, which leaves one exponential for each of them.
+  C largest[1] = {values[0]};
+  team.reduce_in_warp(largest, Max{});
+  values[1] = Sums::rescaled(values[1], values[0], largest[0]);
+  values[0] = 0;
+  team.reduce_in_warp(values, Sum{});
+  values[0] = largest[0];
+  team.reduce_warps(values, Sums{});
+  if (!inside || team.rank() > 0) return;
+
+  const C reference = Sums::reference(values[0]);
+  const C log_sum = log(values[1]);
+  const C log_sum_exp = reference + log_sum;
+  // What was lost when that was rounded.
+  const C rest = (reference - log_sum_exp) + log_sum;
+  C mass, loss;
+  if constexpr (kSpread) {
+    mass = values[3];
+    loss = mass * ((reference - base) + log_sum) - values[2];
+  } else {
+    mass = target.weight;
+    loss = mass * ((reference - logit) + log_sum);
+  }
+  const C z_loss = static_cast<C>(p.z_loss) * target.weight;
+  if (z_loss != C(0)) {
+    loss += z_loss * log_sum_exp * log_sum_exp;
+    mass += C(2) * z_loss * log_sum_exp;
+  }
+  mass *= rest == rest ? exp(-rest) : C(1);
+  static_cast<C*>(p.loss)[row] = ignored ? C(0) : loss;
+  static_cast<C*>(p.log_sum_exp)[row] = log_sum_exp;
+  static_cast<C*>(p.mass)[row] = ignored ? C(0) : mass;
+  static_cast<C*>(p.target_weight)[row] = target.weight;
+}
+
+constexpr int kSumThreads = 1024;
+
+/// One block adds the losses of all rows, and their weights.
+template <class C>
+__global__ void __launch_bounds__(kSumThreads) sum_losses(LossSum p) {
+  __shared__ TeamStorage<double, 2> storage;
+  wait_for_previous_kernel();
+  Team<double, 2> team({kSumThreads, 31, 0, 1}, storage);
+  const C* losses = static_cast<const C*>(p.loss);
+  const C* weights = static_cast<const C*>(p.target_weight);
+  double sums[2] = {};
+  const auto add = [&](double& sum, const C* values) {
+    constexpr int kLanes = kVectorLanes<C>;
+    const bool is_aligned = reinterpret_cast<uintptr_t>(values) % kVectorBytes == 0;
+    const int64_t vectors = is_aligned ? p.rows / kLanes : 0;
+#pragma unroll 8
+    for (int64_t at = threadIdx.x; at < vectors; at += kSumThreads) {
+      const Vec<C, kLanes> some = load_vector<kLanes>(values + at * kLanes);
+#pragma unroll
+      for (int i = 0; i < kLanes; ++i) sum += static_cast<double>(some.lane[i]);
+    }
+#pragma unroll 8
+    for (int64_t row = vectors * kLanes + threadIdx.x; row < p.rows; row += kSumThreads)
+      sum += static_cast<double>(values[row]);
+  };
+  add(sums[0], losses);
+  if (p.mean) add(sums[1], weights);
+  team.reduce(sums, Sum{});
+  if (threadIdx.x > 0) return;
+  Result{p.out, p.out_dtype, 1}.store(0, p.mean ? sums[0] / sums[1] : sums[0]);
+  if (p.mean) *static_cast<C*>(p.divisor) = static_cast<C>(sums[1]);
+}
+
+}  // namespace
+
+Status cross_entropy(const CrossEntropy& p, CUstream_st* stream) {
+  if (p.rows == 0 || p.classes == 0) return {};
+  if (p.classes > kMostColumns) return {kTooLong};
+  const TensorRows tensors[] = {{p.logits, p.row_stride},
+                                {p.target.probabilities, p.target.probabilities_row_stride}};
+  return dispatch_floating(p.dtype, [&](auto tag) {
+    using T = typename std::decay_t<decltype(tag)>::type;
+    return with_vectors<T>(alignment_of(tensors, p.dtype, p.rows, p.classes), [&](auto access) {
+      using Access = typename std::decay_t<decltype(access)>::type;
+      const int64_t vectors = ceil_div(p.classes, Access::kLanes) + (Access::kAligned ? 0 : 1);
+      const int64_t threads = ceil_div(vectors, kShortItems);
+      const Device device = current_device();
+      TeamShape team = team_of(threads, kLossThreads, threads <= kWarpLanes ? 128 : 0, 1);
+      // Long rows that are too few for all multiprocessors are shared by the blocks of a cluster.
+      while (device.runs_90_code && team.threads == kLossThreads &&
+             team.blocks() < kMostClusterBlocks &&
+             p.rows * team.blocks() < 2 * device.multiprocessors && threads > 2 * team.size()) {
+        ++team.log_blocks;
+      }
+      Grid grid;
+      const Status status = make_grid(team, p.rows, grid);
+      if (!status.ok()) return status;
+      const auto start = [&](auto spread, auto items, auto once) {
+        return launch_overlapped(cross_entropy_rows<Access, spread, items, once>, grid, stream, p,
+                                 team);
+      };
+      using SpreadItems = std::integral_constant<int, kSpreadItems>;
+      using LongItems = std::integral_constant<int, kLongItems>;
+      using ShortItems = std::integral_constant<int, kShortItems>;
+      if (is_spread(p.target)) return start(std::true_type{}, SpreadItems{}, std::false_type{});
+      if (vectors <= int64_t{kShortItems} * team.size())
+        return start(std::false_type{}, ShortItems{}, std::true_type{});
+      return start(std::false_type{}, LongItems{}, std::false_type{});
+    });
+  });
+}
+
+Status loss_sum(const LossSum& p, CUstream_st* stream) {
+  const Grid grid{dim3(1), dim3(kSumThreads)};
+  if (p.dtype == Dtype::float64) return launch_overlapped(sum_losses<double>, grid, stream, p);
+  return launch_overlapped(sum_losses<float>, grid, stream, p);
+}
+
+}  // namespace torchkiln::cuda

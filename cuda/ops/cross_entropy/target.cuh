@@ -1,0 +1,90 @@
+#pragma once
+
+// What rows of logits are compared with, as kernels read it.
+
+#include <cstdio>
+
+#include "detail/rowwise/vectors.cuh"
+#include "torchkiln/kernels/cross_entropy.h"
+
+namespace torchkiln::cuda {
+
+using namespace device;
+using namespace rowwise;
+namespace {
+
+/// What the loss needs of the row's target.
+template <class C>
+struct RowTarget {
+  int64_t index = -1;  // of the class; -1 beside probabilities
+  C weight = 1;        // of the row; 0 where it is ignored
+};
+
+__device__ __noinline__ void stop_at(long long target, long long classes, long long row) {
+  printf(
+      "torchkiln.cross_entropy: target: got %lld in row %lld, expected 0 to %lld or ignore_index\n",
+      target, row, classes - 1);
+  __trap();
+}
+
+template <class C>
+__device__ __forceinline__ RowTarget<C> target_of(const ClassTarget& target, int64_t row,
+                                                  int64_t classes) {
+  RowTarget<C> found;
+  if (target.index == nullptr) return found;
+  found.index = target.index[row];
+  if (found.index == target.ignore_index) {
+    found.weight = 0;
+    return found;
+  }
+  if (static_cast<uint64_t>(found.index) >= static_cast<uint64_t>(classes))
+    stop_at(found.index, classes, row);
+  if (target.weight != nullptr) found.weight = static_cast<const C*>(target.weight)[found.index];
+  return found;
+}
+
+/// q of the lanes of a vector of classes, where it does not vanish outside of one class.
+template <class Access, class C>
+struct Distribution {
+  using T = typename Access::T;
+  static constexpr int kLanes = Access::kLanes;
+
+  const T* probabilities;  // of the row; null beside a class
+  const C* weight;
+  int index;
+  C rest;   // 1 - label_smoothing
+  C share;  // label_smoothing / classes
+
+  __device__ __forceinline__ Distribution(const ClassTarget& target, int64_t row, int64_t classes,
+                                          int64_t index_)
+      : probabilities(static_cast<const T*>(target.probabilities)),
+        weight(static_cast<const C*>(target.weight)),
+        index(static_cast<int>(index_)),
+        rest(static_cast<C>(1 - target.label_smoothing)),
+        share(static_cast<C>(target.label_smoothing / static_cast<double>(classes))) {
+    if (probabilities != nullptr) probabilities += row * target.probabilities_row_stride;
+  }
+
+  __device__ __forceinline__ void load(const Access& access, int column, C (&q)[kLanes]) const {
+    if (probabilities != nullptr) {
+      widen(access.load(probabilities, column), q);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kLanes; ++i) q[i] = column + i == index ? C(1) : C(0);
+    }
+#pragma unroll
+    for (int i = 0; i < kLanes; ++i) {
+      if (!access.has(column, i)) continue;
+      q[i] = rest * q[i] + share;
+      if (weight != nullptr) q[i] *= weight[column + i];
+    }
+  }
+};
+
+/// Whether q does not vanish outside of the target class.
+inline bool is_spread(const ClassTarget& target) {
+  return target.index == nullptr || target.label_smoothing != 0;
+}
+
+}  // namespace
+}  // namespace torchkiln::cuda

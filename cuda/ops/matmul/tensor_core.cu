@@ -1,0 +1,275 @@
+// Products of half precision on the tensor cores, warp by warp: everywhere from compute capability
+// 8.0 on, for operands of any alignment and any strides.
+//
+// A block has a tile of 128 by 128 results. Its eight warps stand two by four, each has 64 by 32 of
+// them in registers. Panels of A and B, 32 deep, come through a ring of three stages, copied two
+// ahead. A panel lies in shared memory as its operand does in memory:
+//
+//   adjacent k      [128][32], a row a row of A or a column of B
+//   adjacent outer  [32][128], a row an element of k; read transposed
+//
+// Rows are 16 bytes longer than that, so that eight of them, which are read together, begin in
+// different banks.
+
+#include <cuda_pipeline.h>
+
+#include "detail/gemm/tiles.cuh"
+#include "detail/gemm/variants.h"
+
+namespace torchkiln::gemm::tensor_core {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kSide = 128;
+constexpr int kDepth = 32;
+constexpr int kStages = 3;
+// Below compute capability 8.0, which has no such instructions, nothing uses these.
+[[maybe_unused]] constexpr int kWarpRows = 64;
+[[maybe_unused]] constexpr int kWarpColumns = 32;
+// What one instruction multiplies: 16 by 16 of A with 16 by 8 of B.
+[[maybe_unused]] constexpr int kStepRows = 16;
+[[maybe_unused]] constexpr int kStepColumns = 8;
+[[maybe_unused]] constexpr int kStepDepth = 16;
+
+/// How an operand lies in memory. Elements of a scattered one are loaded one by one, and lie in
+/// shared memory as if k were adjacent.
+enum class Lies { deep, outward, scattered };
+
+/// One operand: where this block's panels begin.
+template <class T>
+struct Source {
+  const T* data;
+  int64_t outer;  // how many there are from here on
+  int64_t depth;
+  int64_t outer_stride;
+  int64_t depth_stride;
+};
+
+template <class T, Lies kLies>
+struct Panel {
+  static constexpr int kChunk = kVectorLanes<T>;
+  static constexpr bool kOutward = kLies == Lies::outward;
+  static constexpr int kRows = kOutward ? kDepth : kSide;
+  static constexpr int kColumns = kOutward ? kSide : kDepth;
+
+  alignas(16) T at[kRows][kColumns + kChunk];
+
+  /// Starts to copy the elements of k from `depth` on; what there is not is zero.
+  __device__ __forceinline__ void fetch(const Source<T>& from, int64_t depth) {
+    constexpr int kChunksOfRow = kColumns / kChunk;
+    constexpr int kItems = kRows * kChunksOfRow / kThreads;
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      const int item = i * kThreads + static_cast<int>(threadIdx.x);
+      const int row = item / kChunksOfRow;
+      const int column = item % kChunksOfRow * kChunk;
+      T* to = &at[row][column];
+      const int64_t outer = kOutward ? column : row;
+      const int64_t k = depth + (kOutward ? row : column);
+      const T* source = from.data + outer * from.outer_stride + k * from.depth_stride;
+      if constexpr (kLies == Lies::scattered) {
+        Vec<T, kChunk> chunk;
+#pragma unroll
+        for (int lane = 0; lane < kChunk; ++lane) {
+          const bool is_there = outer < from.outer && k + lane < from.depth;
+          chunk.lane[lane] = is_there ? source[lane * from.depth_stride] : convert<T>(0.0f);
+        }
+        *reinterpret_cast<Vec<T, kChunk>*>(to) = chunk;
+      } else {
+        const int64_t left = kOutward ? (k < from.depth ? from.outer - outer : 0)
+                                      : (outer < from.outer ? from.depth - k : 0);
+        const int missing = kChunk - static_cast<int>(max(int64_t{0}, min(left, int64_t{kChunk})));
+        __pipeline_memcpy_async(to, missing == kChunk ? from.data : source, kVectorBytes,
+                                missing * sizeof(T));
+      }
+    }
+  }
+};
+
+/// Four blocks of 8 by 8 elements; lane l gives the address of row l % 8 of block l / 8. Thread t
+/// gets the elements 2 (t % 4) and the next of row t / 4, or of column t / 4 when transposed.
+template <bool kTransposed>
+__device__ __forceinline__ void load_blocks(uint32_t (&blocks)[4], const void* row) {
+  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+  if constexpr (kTransposed) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(blocks[0]), "=r"(blocks[1]), "=r"(blocks[2]), "=r"(blocks[3])
+                 : "r"(address));
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(blocks[0]), "=r"(blocks[1]), "=r"(blocks[2]), "=r"(blocks[3])
+                 : "r"(address));
+  }
+}
+
+/// Blocks at (outer, k), (outer + 8, k), (outer, k + 8) and (outer + 8, k + 8); with kDepthFirst
+/// the second and the third change places.
+template <bool kDepthFirst, class T, Lies kLies>
+__device__ __forceinline__ void load_step(uint32_t (&blocks)[4], const Panel<T, kLies>& panel,
+                                          int outer, int k) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
+  const int odd = lane / 8 % 2 * 8;
+  const int high = lane / 16 * 8;
+  const int own_outer = outer + (kDepthFirst ? high : odd);
+  const int own_k = k + (kDepthFirst ? odd : high);
+  if constexpr (Panel<T, kLies>::kOutward) {
+    load_blocks<true>(blocks, &panel.at[own_k + lane % 8][own_outer]);
+  } else {
+    load_blocks<false>(blocks, &panel.at[own_outer + lane % 8][own_k]);
+  }
+}
+
+/// sums += A B. Thread t has the columns 2 (t % 4) and the next of the rows t / 4 (first two sums)
+/// and t / 4 + 8.
+template <class T>
+__device__ __forceinline__ void multiply(float (&sums)[4], const uint32_t (&a)[4], uint32_t b_low,
+                                         uint32_t b_high) {
+#define MULTIPLY(type)                                                                \
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                 \
+               ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
+               : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])           \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b_low), "r"(b_high))
+  if constexpr (std::is_same_v<T, __half>) {
+    MULTIPLY("f16");
+  } else {
+    MULTIPLY("bf16");
+  }
+#undef MULTIPLY
+}
+
+template <class T, Lies kLiesA, Lies kLiesB>
+struct Stage {
+  Panel<T, kLiesA> a;
+  Panel<T, kLiesB> b;
+};
+
+template <class T, Lies kLiesA, Lies kLiesB>
+__global__ void __launch_bounds__(kThreads)
+    matmul_kernel(Matmul p, Tiles<kSide, kSide> tiles, MatmulResults<T> results) {
+  wait_for_previous_kernel();
+#if __CUDA_ARCH__ >= 800
+  extern __shared__ __align__(16) unsigned char memory[];
+  auto* const stages = reinterpret_cast<Stage<T, kLiesA, kLiesB>*>(memory);
+  const auto place = tiles.at(blockIdx.x);
+  const auto source = [&](const Matrices& from, int64_t first, int64_t outer, int64_t outer_stride,
+                          int64_t depth_stride) {
+    const T* data =
+        static_cast<const T*>(from.data) + place.batch * from.batch_stride + first * outer_stride;
+    return Source<T>{data, outer - first, p.k, outer_stride, depth_stride};
+  };
+  const Source<T> a = source(p.a, place.row, p.m, p.a.row_stride, p.a.column_stride);
+  const Source<T> b = source(p.b, place.column, p.n, p.b.column_stride, p.b.row_stride);
+  const auto fetch = [&](int64_t step, int stage) {
+    if (step * kDepth < p.k) {
+      stages[stage].a.fetch(a, step * kDepth);
+      stages[stage].b.fetch(b, step * kDepth);
+    }
+    __pipeline_commit();
+  };
+
+  const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
+  const int warp_row = warp % 2 * kWarpRows;
+  const int warp_column = warp / 2 * kWarpColumns;
+  constexpr int kDown = kWarpRows / kStepRows;
+  constexpr int kAcross = kWarpColumns / kStepColumns;
+  float sums[kDown][kAcross][4] = {};
+#pragma unroll
+  for (int stage = 0; stage < kStages - 1; ++stage) fetch(stage, stage);
+  int stage = 0;
+  for (int64_t step = 0; step * kDepth < p.k; ++step) {
+    __pipeline_wait_prior(kStages - 2);
+    __syncthreads();  // this stage is there, and the one before has been read
+    fetch(step + kStages - 1, stage == 0 ? kStages - 1 : stage - 1);
+    const auto& panels = stages[stage];
+    stage = stage + 1 == kStages ? 0 : stage + 1;
+#pragma unroll
+    for (int k = 0; k < kDepth; k += kStepDepth) {
+      uint32_t from_a[kDown][4];
+      uint32_t from_b[kAcross / 2][4];
+#pragma unroll
+      for (int i = 0; i < kDown; ++i)
+        load_step<false>(from_a[i], panels.a, warp_row + i * kStepRows, k);
+#pragma unroll
+      for (int j = 0; j < kAcross / 2; ++j)
+        load_step<true>(from_b[j], panels.b, warp_column + j * 2 * kStepColumns, k);
+#pragma unroll
+      for (int i = 0; i < kDown; ++i) {
+#pragma unroll
+        for (int j = 0; j < kAcross; ++j)
+          multiply<T>(sums[i][j], from_a[i], from_b[j / 2][j % 2 * 2],
+                      from_b[j / 2][j % 2 * 2 + 1]);
+      }
+    }
+  }
+  const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
+  const int64_t row = place.row + warp_row + lane / 4;
+  const int64_t column = place.column + warp_column + lane % 4 * 2;
+  results.store(place.batch, [&](const auto& body) {
+#pragma unroll
+    for (int i = 0; i < kDown; ++i) {
+#pragma unroll
+      for (int j = 0; j < kAcross; ++j) {
+#pragma unroll
+        for (int of = 0; of < 4; ++of)
+          body(row + i * kStepRows + of / 2 * 8, column + j * kStepColumns + of % 2,
+               sums[i][j][of]);
+      }
+    }
+  });
+#endif
+}
+
+/// `data` and the strides of an operand, of which the one of a dimension of size 1 says nothing.
+Lies lies(const Matrices& from, int64_t outer, int64_t depth, int64_t outer_stride,
+          int64_t depth_stride) {
+  constexpr int64_t kChunk = 8;
+  const auto whole = [](int64_t size, int64_t stride) { return size == 1 || stride % kChunk == 0; };
+  if (!aligned(from.data, kVectorBytes) || from.batch_stride % kChunk != 0) return Lies::scattered;
+  if ((depth_stride == 1 || depth == 1) && whole(outer, outer_stride)) return Lies::deep;
+  if ((outer_stride == 1 || outer == 1) && whole(depth, depth_stride)) return Lies::outward;
+  return Lies::scattered;
+}
+
+template <class T, Lies kLiesA, Lies kLiesB>
+Status launch(const Matmul& p, cudaStream_t stream) {
+  const Tiles<kSide, kSide> tiles(p);
+  if (tiles.count > kMaxGridX) return {"more tiles than a grid has blocks"};
+  Grid grid{dim3(static_cast<unsigned>(tiles.count)), dim3(kThreads)};
+  grid.shared_bytes = kStages * static_cast<int>(sizeof(Stage<T, kLiesA, kLiesB>));
+  return launch_overlapped(matmul_kernel<T, kLiesA, kLiesB>, grid, stream, p, tiles,
+                           MatmulResults<T>(p));
+}
+
+template <class T>
+Status matmul_of(const Matmul& p, cudaStream_t stream) {
+  const Lies a = lies(p.a, p.m, p.k, p.a.row_stride, p.a.column_stride);
+  const Lies b = lies(p.b, p.n, p.k, p.b.column_stride, p.b.row_stride);
+  if (a == Lies::scattered || b == Lies::scattered)
+    return launch<T, Lies::scattered, Lies::scattered>(p, stream);
+  if (a == Lies::deep) {
+    return b == Lies::deep ? launch<T, Lies::deep, Lies::deep>(p, stream)
+                           : launch<T, Lies::deep, Lies::outward>(p, stream);
+  }
+  return b == Lies::deep ? launch<T, Lies::outward, Lies::deep>(p, stream)
+                         : launch<T, Lies::outward, Lies::outward>(p, stream);
+}
+
+}  // namespace
+
+bool runs() {
+  // What was compiled counts, not the GPU.
+  cudaFuncAttributes code;
+  constexpr int kSince = 80;
+  if (cudaFuncGetAttributes(&code, matmul_kernel<__half, Lies::deep, Lies::deep>) == cudaSuccess)
+    return code.ptxVersion >= kSince;
+  (void)cudaGetLastError();
+  return false;
+}
+
+Status matmul(const Matmul& p, cudaStream_t stream) {
+  if (p.dtype == Dtype::float16) return matmul_of<__half>(p, stream);
+  if (p.dtype == Dtype::bfloat16) return matmul_of<__nv_bfloat16>(p, stream);
+  return {"the tensor cores multiply half precision alone"};
+}
+
+}  // namespace torchkiln::gemm::tensor_core

@@ -1,0 +1,177 @@
+#include "torchkiln/kernels/reduction.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include "detail/reduce/columns.cuh"
+#include "detail/reduce/rows.cuh"
+
+namespace torchkiln::cuda {
+
+using namespace device;
+using namespace reduce;
+namespace {
+
+// The body of a sum is light: four blocks with 64 KiB or more on the way fit into the registers.
+constexpr int kColumnBlocks = 4;
+
+/// Sums over r of in[offset(column) + r * row_stride].
+template <class T, class Sum, int Lanes>
+struct ColumnBody {
+  using C = Sum;
+  using Item = Vec<T, Lanes>;
+  static constexpr int kLanes = Lanes;
+  static constexpr int kRowsInFlight = Lanes > 4 ? 4 : 8;  // each needs Lanes registers of sums
+
+  const T* in;
+  Offsets offset;
+  int64_t row_stride;
+  // Where rows are folded, the elements after the last whole one.
+  int64_t rest_begin;
+  int64_t rest_length;
+  int64_t row_length;
+
+  __device__ __forceinline__ void begin(int64_t column, bool is_first, C (&sum)[Lanes]) {
+    in += offset(column);
+    if (!is_first || rest_length == 0) return;
+    const int64_t here = rest_length - column % row_length;
+#pragma unroll
+    for (int i = 0; i < Lanes; ++i) {
+      if (i < here) sum[i] += rows::widened<C>(in[rest_begin + i]);
+    }
+  }
+
+  __device__ __forceinline__ Item load(int64_t row, int64_t) const {
+    return load_vector<Lanes>(in + row * row_stride);
+  }
+
+  __device__ __forceinline__ void consume(const Item& item, int64_t, int64_t,
+                                          C (&sum)[Lanes]) const {
+#pragma unroll
+    for (int i = 0; i < Lanes; ++i) sum[i] += rows::widened<C>(item.lane[i]);
+  }
+};
+
+/// How columns are read: vectors of `lanes` elements, and `fold` rows as one.
+struct ColumnAccess {
+  int lanes = 1;
+  int fold = 1;
+};
+
+/// The widest vectors that every row of a batch begins and ends with. Where they are not the widest
+/// of all, and the rows follow one another without gaps, some rows together are read as one, whose
+/// length vectors divide; their sums are folded at the end.
+ColumnAccess access_of(const Reduction& p) {
+  const int64_t size = static_cast<int64_t>(size_of(p.dtype));
+  const int64_t widest = kVectorBytes / size;
+  const int64_t batch_stride = p.outer == 1 ? 0 : p.outer_stride;
+  ColumnAccess access;
+  if (p.inner_stride != 1) return access;
+  int64_t lanes = widest;
+  while (p.inner % lanes != 0 || p.reduced_stride % lanes != 0 || batch_stride % lanes != 0 ||
+         !aligned(p.in, static_cast<size_t>(lanes * size))) {
+    lanes /= 2;
+  }
+  access.lanes = static_cast<int>(lanes);
+  if (lanes == widest || p.reduced_stride != p.inner || batch_stride % widest != 0 ||
+      !aligned(p.in, kVectorBytes)) {
+    return access;
+  }
+  // Each folded column costs a partial sum, which must be few beside the elements. Narrow rows gain
+  // more: single elements of theirs leave most of a memory access unused.
+  constexpr int64_t kNarrow = 32;
+  int64_t fold = widest / std::gcd(p.inner, widest);
+  if (p.reduced < fold * (p.inner < kNarrow ? 4 : 32)) return access;
+  while (p.inner * fold < kNarrow * widest / 2 && p.reduced >= 64 * fold) fold *= 2;
+  return {static_cast<int>(widest), static_cast<int>(fold)};
+}
+
+columns::Plan column_plan(const Reduction& p, const ColumnAccess& access) {
+  const int64_t rows = p.reduced / access.fold;
+  const int64_t count = p.outer * p.inner * access.fold;
+  columns::Plan plan = columns::make_plan(rows, count, access.lanes, kColumnBlocks);
+  plan.fold = access.fold;
+  plan.period = p.inner;
+  return plan;
+}
+
+template <class T, class C, int Lanes>
+Status sum_columns(const Reduction& p, const ColumnAccess& access, Allocate allocate,
+                   cudaStream_t stream) {
+  const int64_t length = p.inner * access.fold;
+  const int64_t rest = p.reduced % access.fold;
+  const ColumnBody<T, C, Lanes> body{static_cast<const T*>(p.in),
+                                     Offsets(p.outer, length, p.outer_stride, p.inner_stride),
+                                     p.reduced_stride * access.fold,
+                                     (p.reduced - rest) * p.inner,
+                                     rest * p.inner,
+                                     length};
+  return columns::launch<kColumnBlocks>(body, column_plan(p, access), allocate, p.out, p.out_dtype,
+                                        stream, p.divisor);
+}
+
+template <class T, class C, int Lanes>
+Status sum_columns_by(const Reduction& p, const ColumnAccess& access, Allocate allocate,
+                      cudaStream_t stream) {
+  if constexpr (Lanes > 1) {
+    if (access.lanes < Lanes) return sum_columns_by<T, C, Lanes / 2>(p, access, allocate, stream);
+  }
+  return sum_columns<T, C, Lanes>(p, access, allocate, stream);
+}
+
+/// Rows are what is summed along the smaller stride.
+bool is_rows(const Reduction& p) { return p.inner == 1 || p.reduced_stride <= p.inner_stride; }
+
+rows::Shape row_shape(const Reduction& p) {
+  return {p.in,           static_cast<int64_t>(size_of(p.dtype)),
+          p.outer,        p.inner,
+          p.reduced,      p.outer_stride,
+          p.inner_stride, p.reduced_stride};
+}
+
+template <class T, class C>
+Status sum(const Reduction& p, Allocate allocate, cudaStream_t stream) {
+  if (is_rows(p)) {
+    const rows::Shape shape = row_shape(p);
+    return rows::launch<T, C>(shape, rows::make_plan(shape), allocate,
+                              Result{p.out, p.out_dtype, p.divisor}, stream);
+  }
+  return sum_columns_by<T, C, kVectorLanes<T>>(p, access_of(p), allocate, stream);
+}
+
+/// Calls body(part) for parts of a batch that have fewer than 2^31 rows or columns, which the
+/// kernels find by 32-bit division.
+template <class Body>
+Status for_each_part(const Reduction& p, const Body& body) {
+  constexpr int64_t kMost = (int64_t{1} << 31) - 1;
+  const int64_t looked_up = is_rows(p) ? p.inner : p.inner * access_of(p).fold;
+  const bool is_batch = p.outer > 1 && p.inner > 1;
+  const int64_t step = is_batch ? std::max<int64_t>(kMost / looked_up, 1) : p.outer;
+  for (int64_t done = 0; done < p.outer; done += step) {
+    Reduction part = p;
+    part.outer = std::min(step, p.outer - done);
+    part.in = static_cast<const char*>(p.in) +
+              done * p.outer_stride * static_cast<int64_t>(size_of(p.dtype));
+    part.out =
+        static_cast<char*>(p.out) + done * p.inner * static_cast<int64_t>(size_of(p.out_dtype));
+    const Status status = body(part);
+    if (!status.ok()) return status;
+  }
+  return {};
+}
+
+}  // namespace
+
+Status reduce(const Reduction& arguments, Allocate allocate, CUstream_st* stream) {
+  return dispatch<float, double, __half, __nv_bfloat16>(arguments.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    return for_each_part(arguments, [&](const Reduction& part) {
+      if constexpr (!std::is_same_v<T, double>) {
+        if (part.out_dtype != Dtype::float64) return sum<T, float>(part, allocate, stream);
+      }
+      return sum<T, double>(part, allocate, stream);
+    });
+  });
+}
+
+}  // namespace torchkiln::cuda

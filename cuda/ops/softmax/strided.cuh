@@ -1,0 +1,148 @@
+#pragma once
+
+// Softmax of rows that no team holds, or whose elements are not adjacent.
+
+#include <climits>
+
+#include "detail/rowwise/team.cuh"
+#include "torchkiln/core/scalar_math.h"
+#include "torchkiln/device/vec.cuh"
+#include "torchkiln/kernels/softmax.h"
+
+namespace torchkiln::cuda {
+
+using namespace device;
+using namespace rowwise;
+namespace {
+
+constexpr float kNothing = -INFINITY;  // what takes no part
+
+/// A row's part of a mask.
+class MaskRow {
+ public:
+  __device__ __forceinline__ MaskRow(const RowMask& mask, int64_t row) : data_(mask.data) {
+    last_ = mask.causal ? static_cast<int>(row % mask.queries) : INT_MAX;
+    if (data_ == nullptr) return;
+    stride_ = static_cast<int>(mask.stride);
+    int64_t left = row;
+    for (int d = 0; d < mask.rows.rank; ++d) {
+      const int64_t outer = left / mask.rows.size[d];
+      data_ += (left - outer * mask.rows.size[d]) * mask.rows.stride[0][d];
+      left = outer;
+    }
+  }
+
+  __device__ __forceinline__ bool takes(int column) const {
+    return column <= last_ && (data_ == nullptr || data_[int64_t{column} * stride_]);
+  }
+
+ private:
+  const bool* data_;
+  int stride_ = 0;
+  int last_;
+};
+
+/// The gradient of one element.
+template <bool kLog, class C>
+__device__ __forceinline__ C gradient(C grad, C y, C total, C scale, C exp_of_y) {
+  return kLog ? (grad - exp_of_y * total) * scale : (grad - total) * y * scale;
+}
+
+// A block of kColumns x blockDim.y threads takes kColumns neighbouring rows, and each step reads
+// them again.
+constexpr int kColumns = 32;
+constexpr int kMostRows = 32;
+
+/// Sums in double: a thread may add a million numbers.
+class Columns {
+ public:
+  __device__ __forceinline__ explicit Columns(double (&shared)[kMostRows][kColumns])
+      : shared_(shared) {}
+
+  /// Combines over threadIdx.y.
+  template <class Op>
+  __device__ __forceinline__ double reduce(double value, Op op) {
+    __syncthreads();
+    shared_[threadIdx.y][threadIdx.x] = value;
+    __syncthreads();
+    double result = shared_[0][threadIdx.x];
+    for (unsigned y = 1; y < blockDim.y; ++y) result = op(result, shared_[y][threadIdx.x]);
+    return result;
+  }
+
+ private:
+  double (&shared_)[kMostRows][kColumns];
+};
+
+template <class T, bool kLog>
+__global__ void __launch_bounds__(kColumns* kMostRows) softmax_columns(Softmax p) {
+  using C = Compute<T>;
+  using Math = MathFor<T>;
+  __shared__ double shared[kMostRows][kColumns];
+  Columns columns(shared);
+  wait_for_previous_kernel();
+  const int64_t row = int64_t{blockIdx.x} * kColumns + threadIdx.x;
+  const bool inside = row < p.outer * p.inner;
+  const int64_t outer = inside ? row / p.inner : 0;
+  const int64_t inner = inside ? row - outer * p.inner : 0;
+  const int64_t length = inside ? p.length : 0;
+  const T* x = static_cast<const T*>(p.x) + outer * p.outer_stride + inner * p.inner_stride;
+  T* y = static_cast<T*>(p.y) + outer * p.length * p.inner + inner;
+  const MaskRow mask(p.mask, p.inner == 1 ? outer : 0);
+  const C scale = static_cast<C>(p.scale);
+  const auto value = [&](int64_t i) {
+    return mask.takes(static_cast<int>(i)) ? convert<C>(x[i * p.stride]) * scale : C(kNothing);
+  };
+  C largest = C(kNothing);
+#pragma unroll 4
+  for (int64_t i = threadIdx.y; i < length; i += blockDim.y) largest = fmax(largest, value(i));
+  largest = static_cast<C>(columns.reduce(largest, Max{}));
+  double sum = 0;
+#pragma unroll 4
+  for (int64_t i = threadIdx.y; i < length; i += blockDim.y) sum += Math::exp(value(i) - largest);
+  sum = columns.reduce(sum, Sum{});
+  const C factor = static_cast<C>(1 / sum);
+  const C log_sum = static_cast<C>(kLog ? log(sum) : 0);
+#pragma unroll 4
+  for (int64_t i = threadIdx.y; i < length; i += blockDim.y) {
+    const C below = value(i) - largest;
+    y[i * p.inner] = convert<T>(kLog ? below - log_sum : Math::exp(below) * factor);
+  }
+}
+
+template <class T, bool kLog>
+__global__ void __launch_bounds__(kColumns* kMostRows) softmax_backward_columns(SoftmaxBackward p) {
+  using C = Compute<T>;
+  using Math = MathFor<T>;
+  __shared__ double shared[kMostRows][kColumns];
+  Columns columns(shared);
+  wait_for_previous_kernel();
+  const int64_t row = int64_t{blockIdx.x} * kColumns + threadIdx.x;
+  const bool inside = row < p.outer * p.inner;
+  const int64_t outer = inside ? row / p.inner : 0;
+  const int64_t inner = inside ? row - outer * p.inner : 0;
+  const int64_t length = inside ? p.length : 0;
+  const T* grad = static_cast<const T*>(p.grad) + outer * p.outer_stride + inner * p.inner_stride;
+  const int64_t begin = outer * p.length * p.inner + inner;
+  const T* y = static_cast<const T*>(p.y) + begin;
+  T* grad_x = static_cast<T*>(p.grad_x) + begin;
+  const MaskRow mask(p.mask, p.inner == 1 ? outer : 0);
+  const C scale = static_cast<C>(p.scale);
+  double sum = 0;
+#pragma unroll 4
+  for (int64_t i = threadIdx.y; i < length; i += blockDim.y) {
+    const C g = convert<C>(grad[i * p.stride]);
+    sum += kLog ? g : g * convert<C>(y[i * p.inner]);
+  }
+  const C total = static_cast<C>(columns.reduce(sum, Sum{}));
+#pragma unroll 4
+  for (int64_t i = threadIdx.y; i < length; i += blockDim.y) {
+    const C from = convert<C>(y[i * p.inner]);
+    const C result = gradient<kLog>(convert<C>(grad[i * p.stride]), from, total, scale,
+                                    kLog ? Math::exp(from) : C(0));
+    grad_x[i * p.inner] = convert<T>(mask.takes(static_cast<int>(i)) ? result : C(0));
+  }
+}
+
+}  // namespace
+}  // namespace torchkiln::cuda

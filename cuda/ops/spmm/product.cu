@@ -1,0 +1,196 @@
+#include "detail/sparse/csr_launch.cuh"
+
+namespace torchkiln::cuda {
+
+using namespace device;
+using namespace sparse;
+namespace {
+
+constexpr int kThreads = 128;
+constexpr int kUnroll = 8;  // rows of the dense matrix that a thread waits for together
+
+/// Blocks of a multiprocessor: 64 registers a thread, or as many as 8 rows of 16 bytes take that
+/// are computed as 32 or have weights of 64 bits.
+template <class T>
+constexpr int kBlocks = sizeof(T) == sizeof(float) ? 8 : 6;
+
+/// How a piece is shared among threads, and the blocks of a launch, innermost first. A group of
+/// lanes reads a row of the dense matrix, each a vector; where rows are narrow, several groups take
+/// turns with the entries and their sums are added at the end, in a fixed order:
+///
+///   entries      e0     e1     e2     e3          splits = 2, lanes = 4
+///   thread     0 1 2 3       0 1 2 3                (lane 0 ... 3 of split 0)
+///                     4 5 6 7       4 5 6 7         (lane 0 ... 3 of split 1)
+///
+/// All pieces of one tile of columns are under way before those of the next: rows of the dense
+/// matrix that they share are found in the caches.
+struct Plan {
+  int lanes_log2;
+  Units units;
+  int64_t blocks_of_tile;
+  int64_t tiles;
+};
+
+Plan make_plan(const Spmm& p, int vector) {
+  Plan plan{};
+  plan.units.chunks = cut_into_chunks(p.pattern);
+  const int64_t vectors = ceil_div(p.width, vector);
+  while (plan.lanes_log2 < 5 && 1 << plan.lanes_log2 < vectors) ++plan.lanes_log2;
+  plan.tiles = ceil_div(vectors, 1 << plan.lanes_log2);
+  // Rows of different lengths do not wait for each other where each has a warp; a split should
+  // have a few entries.
+  const int64_t mean = p.pattern.entries / p.pattern.rows;
+  int splits_log2 = 0;
+  while (plan.lanes_log2 + splits_log2 < 5 && 4 << splits_log2 <= mean) ++splits_log2;
+  plan.units.group_log2 = plan.lanes_log2 + splits_log2;
+  plan.blocks_of_tile = ceil_div(thread_count(p.pattern, plan.units), kThreads);
+  return plan;
+}
+
+bool reads_vectors(const Spmm& p) {
+  return in_vectors(p.dense, p.width, p.dtype) && in_vectors({p.out, p.width, 0}, p.width, p.dtype);
+}
+
+template <class T, class Index, int V>
+__global__ void __launch_bounds__(kThreads, kBlocks<T>) spmm_pieces(Spmm p, Plan plan) {
+  using C = Compute<T>;
+  constexpr int U = kUnroll;
+  wait_for_previous_kernel();
+  const int64_t block = blockIdx.x / plan.blocks_of_tile;
+  const int64_t in_tile = blockIdx.x - block * plan.blocks_of_tile;
+  const int64_t batch = block / plan.tiles;
+  const int64_t tile = block - batch * plan.tiles;
+  const auto* crow =
+      static_cast<const Index*>(p.pattern.crow) + batch * p.pattern.crow_batch_stride;
+  const auto* col = static_cast<const Index*>(p.pattern.col) + batch * p.pattern.col_batch_stride;
+  const T* values = static_cast<const T*>(p.values) + batch * p.values_batch_stride;
+  const int32_t* order = p.order == nullptr ? nullptr : p.order + batch * p.order_batch_stride;
+  const int lane = threadIdx.x & ((1 << plan.lanes_log2) - 1);
+  const int64_t column = ((tile << plan.lanes_log2) + lane) * V;
+  const bool inside = column < p.width;
+  // A lane beyond the end reads the first columns, so that no load depends on it.
+  const T* dense =
+      static_cast<const T*>(p.dense.data) + batch * p.dense.batch_stride + (inside ? column : 0);
+  const int row_stride = static_cast<int>(p.dense.row_stride);
+  const auto value_at = [&](Index e) {
+    return convert<C>(
+        __ldg(values + (order == nullptr ? e : static_cast<Index>(__ldg(order + e)))));
+  };
+
+  const auto multiply = [&](const Piece<Index>& piece, int group_log2) {
+    const int splits = 1 << (group_log2 - plan.lanes_log2);
+    const int split = threadIdx.x >> plan.lanes_log2 & (splits - 1);
+    C sum[V] = {};
+    int at[U];
+    C weight[U];
+    Vec<T, V> rows[U];
+    const auto add = [&] {
+#pragma unroll
+      for (int u = 0; u < U; ++u) {
+        C x[V];
+        widen(rows[u], x);
+#pragma unroll
+        for (int i = 0; i < V; ++i) sum[i] += weight[u] * x[i];
+      }
+    };
+    Index e = piece.begin + split;
+    for (; e + (U - 1) * splits < piece.end; e += U * splits) {
+#pragma unroll
+      for (int u = 0; u < U; ++u) at[u] = static_cast<int>(__ldg(col + e + u * splits));
+      load_rows<V>(dense, row_stride, at, rows);
+#pragma unroll
+      for (int u = 0; u < U; ++u) weight[u] = value_at(e + u * splits);
+      add();
+    }
+    if (e < piece.end) {
+#pragma unroll
+      for (int u = 0; u < U; ++u) {
+        const Index one = e + u * splits;
+        at[u] = one < piece.end ? static_cast<int>(__ldg(col + one)) : -1;
+        weight[u] = one < piece.end ? value_at(one) : C(0);
+      }
+      load_rows<V>(dense, row_stride, at, rows);
+      add();
+    }
+    for (int s = splits / 2; s > 0; s /= 2) {
+#pragma unroll
+      for (int i = 0; i < V; ++i)
+        sum[i] += __shfl_down_sync(~0u, sum[i], static_cast<unsigned>(s) << plan.lanes_log2);
+    }
+    if (piece.row < 0 || split != 0 || !inside) return;
+    if (piece.slot < 0) {
+      const int64_t row = batch * p.pattern.rows + piece.row;
+      store<V>(static_cast<T*>(p.out) + row * p.width + column, sum);
+    } else {
+      const int64_t slot = batch * 2 * plan.units.chunks.count + piece.slot;
+      C* partial = static_cast<C*>(p.workspace) + slot * p.width + column;
+#pragma unroll
+      for (int i = 0; i < V; ++i) partial[i] = sum[i];
+    }
+  };
+  for_each_piece(p.pattern, crow, plan.units, in_tile * kThreads + threadIdx.x, multiply);
+}
+
+/// A block adds up the parts of the long row that begins in its chunk and goes on, if there is one.
+template <class T, class Index>
+__global__ void __launch_bounds__(kThreads) add_parts(Spmm p, Chunks chunks) {
+  using C = Compute<T>;
+  wait_for_previous_kernel();
+  const int64_t batch = blockIdx.x / chunks.count;
+  const int64_t chunk = blockIdx.x - batch * chunks.count;
+  const auto* crow =
+      static_cast<const Index*>(p.pattern.crow) + batch * p.pattern.crow_batch_stride;
+  const int64_t first = chunk * chunks.size;
+  const int64_t last = min(first + chunks.size, p.pattern.entries);
+  const int row = row_of(crow, static_cast<int>(p.pattern.rows), last - 1);
+  const int64_t begin = crow[row];
+  const int64_t end = crow[row + 1];
+  if (begin < first || end - begin <= chunks.size) return;
+  const C* partial = static_cast<const C*>(p.workspace) + batch * 2 * chunks.count * p.width;
+  T* out = static_cast<T*>(p.out) + (batch * p.pattern.rows + row) * p.width;
+  for (int64_t column = threadIdx.x; column < p.width; column += kThreads) {
+    C sum = partial[slot_of(chunks, chunk, begin) * p.width + column];
+#pragma unroll 8
+    for (int64_t k = chunk + 1; k * chunks.size < end; ++k)
+      sum += partial[2 * k * p.width + column];
+    out[column] = convert<T>(sum);
+  }
+}
+
+/// How the work is shared among threads, for torchkiln.explain().
+const char* words_of(const Plan& plan) {
+  const bool is_cut = plan.units.chunks.count > 0;
+  if (plan.units.group_log2 == 5)
+    return is_cut ? "a warp for each row, long rows cut" : "a warp for each row";
+  return is_cut ? "several rows for each warp, long rows cut" : "several rows for each warp";
+}
+
+}  // namespace
+
+Status spmm(const Spmm& arguments, Allocate allocate, CUstream_st* stream) {
+  if (arguments.batch * arguments.pattern.rows * arguments.width == 0) return {};
+  if (const char* reason = too_large(arguments.pattern, arguments.dense.row_stride))
+    return {reason};
+  return dispatch_sparse(
+      arguments.dtype, arguments.pattern.wide, reads_vectors(arguments),
+      [&](auto type, auto index, auto vector) {
+        using T = typename decltype(type)::type;
+        using Index = typename decltype(index)::type;
+        Spmm p = arguments;
+        const Plan plan = make_plan(p, vector);
+        if (trace::Listener* listener = trace::listening()) listener->noted(words_of(plan));
+        const int64_t chunks = plan.units.chunks.count * p.batch;
+        const int64_t blocks = plan.blocks_of_tile * plan.tiles * p.batch;
+        if (blocks > kMaxGridX || chunks > kMaxGridX) return Status{"too many rows for one launch"};
+        p.workspace = allocate(static_cast<size_t>(2 * chunks * p.width) * sizeof(Compute<T>));
+        const Status status = launch_overlapped(
+            spmm_pieces<T, Index, vector>, {dim3(static_cast<unsigned>(blocks)), dim3(kThreads)},
+            stream, p, plan);
+        if (!status.ok() || chunks == 0) return status;
+        return launch_overlapped(add_parts<T, Index>,
+                                 {dim3(static_cast<unsigned>(chunks)), dim3(kThreads)}, stream, p,
+                                 plan.units.chunks);
+      });
+}
+
+}  // namespace torchkiln::cuda
