@@ -7,20 +7,16 @@
 # TORCHKILN_CUDA, TORCHKILN_CUDA_ARCHITECTURES and TORCHKILN_ALLOW_CUDA_MISMATCH are those of torchkiln's own build.
 include_guard(GLOBAL)
 set(torchkiln_CMAKE_DIR "${CMAKE_CURRENT_LIST_DIR}")
-include("${CMAKE_CURRENT_LIST_DIR}/instruction_sets.cmake")
+include("${CMAKE_CURRENT_LIST_DIR}/cpu_isas.cmake")
 
 # A macro: languages are enabled, and variables set, for the project.
 macro(torchkiln_find_cuda)
-  set(TORCHKILN_TORCH_ROOT "${torchkiln_TORCH_ROOT}")
+  set(TORCHKILN_TORCH_FOLDER "${torchkiln_TORCH_FOLDER}")
   set(TORCHKILN_TORCH_VERSION "${torchkiln_TORCH_VERSION}")
-  set(TORCHKILN_NVIDIA_ROOTS "${torchkiln_TORCH_ROOT}/../nvidia")
+  set(TORCHKILN_TORCH_CUDA "${torchkiln_TORCH_CUDA_VERSION}")
+  set(TORCHKILN_NVIDIA_ROOTS "${torchkiln_TORCH_FOLDER}/../nvidia")
   cmake_path(NORMAL_PATH TORCHKILN_NVIDIA_ROOTS)
-  set(TORCHKILN_TORCH_CUDA "")
-  file(STRINGS "${torchkiln_TORCH_ROOT}/version.py" torchkiln_line REGEX "^cuda" LIMIT_COUNT 1)
-  if(torchkiln_line MATCHES "'([0-9]+\\.[0-9]+)")
-    set(TORCHKILN_TORCH_CUDA "${CMAKE_MATCH_1}")
-  endif()
-  include("${torchkiln_CMAKE_DIR}/cuda_toolkit.cmake")
+  include("${torchkiln_CMAKE_DIR}/nvcc.cmake")
 endmacro()
 
 function(torchkiln_add_module name)
@@ -32,7 +28,7 @@ function(torchkiln_add_module name)
   # pybind11 is the one that torch was built with: modules share types only within one.
   target_link_libraries(
     ${name}
-    PRIVATE torchkiln::torchkiln "${torchkiln_TORCH_ROOT}/lib/libtorch_python.so"
+    PRIVATE torchkiln::torchkiln "${torchkiln_TORCH_FOLDER}/lib/libtorch_python.so"
   )
   target_compile_definitions(${name} PRIVATE "TORCHKILN_PACKAGE=\"${PROJECT_NAME}\"")
   if(TORCHKILN_WITH_CUDA)

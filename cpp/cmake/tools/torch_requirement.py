@@ -13,11 +13,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-LOADER = Path(__file__).parents[2] / "src" / "torchkiln" / "_loader.py"
+LOADER = Path(__file__).parents[3] / "src" / "torchkiln" / "_loader.py"
 find_torch = runpy.run_path(str(LOADER))["find_torch"]
 
 
-class TorchPin:
+class TorchRequirement:
     """Requires-Dist: torch of the minor version that is compiled against, if it is one."""
 
     def __init__(self) -> None:

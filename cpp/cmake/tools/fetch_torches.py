@@ -13,7 +13,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
+PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
 
 
 def fetch(folder: Path, version: str) -> Path:

@@ -1,4 +1,4 @@
-# The instruction sets that CPU kernels are compiled for, each file once for each; cpp/cpu/isa.h chooses among them at run
+# The instruction sets that CPU kernels are compiled for, each file once for each; cpp/include/torchkiln/cpu/isa.h chooses among them at run
 # time. torchkiln_isas has their names, torchkiln_flags_<name> the compiler's options.
 set(torchkiln_isas baseline)
 set(torchkiln_flags_baseline "")

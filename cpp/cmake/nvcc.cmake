@@ -241,7 +241,7 @@ endif()
 if(wanted MATCHES "ON|TRUE" AND NOT TORCHKILN_TORCH_CUDA)
   message(
     FATAL_ERROR
-    "torchkiln: found torch ${TORCHKILN_TORCH_VERSION} without CUDA (${TORCHKILN_TORCH_ROOT}), needed one with CUDA for "
+    "torchkiln: found torch ${TORCHKILN_TORCH_VERSION} without CUDA (${TORCHKILN_TORCH_FOLDER}), needed one with CUDA for "
     "TORCHKILN_CUDA=ON. Type one of\n"
     "  ${Python_EXECUTABLE} -m pip install --force-reinstall torch==${TORCHKILN_TORCH_VERSION} "
     "--index-url https://download.pytorch.org/whl/cu130\n"

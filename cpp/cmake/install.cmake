@@ -1,20 +1,20 @@
-# Everything lies in one folder, which is the Python package in a wheel: lib/, include/, share/cmake/torchkiln/.
+# Installs into one folder, which in a wheel is the Python package: lib/, include/, share/cmake/torchkiln/.
 include(CMakePackageConfigHelpers)
 
-# _build_info.json: what the loader compares with the environment before it loads anything.
+# _build_info.json: facts of this build that the loader compares with the environment before it loads a library.
 set(json_torches "")
-foreach(minor IN LISTS TORCHKILN_TORCHES_FOUND)
+foreach(minor IN LISTS torchkiln_torches)
   set(folder .)
   if(TORCHKILN_TORCHES)
     set(folder "torch${minor}")
   endif()
   set(cuda null)
-  if(TORCHKILN_TORCH_CUDA_${minor})
-    set(cuda "\"${TORCHKILN_TORCH_CUDA_${minor}}\"")
+  if(torchkiln_torch_CUDA_${minor})
+    set(cuda "\"${torchkiln_torch_CUDA_${minor}}\"")
   endif()
   list(
     APPEND json_torches
-    "{\"version\": \"${TORCHKILN_TORCH_VERSION_${minor}}\", \"cuda\": ${cuda}, \"folder\": \"${folder}\"}"
+    "{\"version\": \"${torchkiln_torch_VERSION_${minor}}\", \"cuda\": ${cuda}, \"folder\": \"${folder}\"}"
   )
 endforeach()
 list(JOIN json_torches ",\n    " json_torches)
@@ -31,7 +31,7 @@ if(TORCHKILN_WITH_CUDA)
   list(REMOVE_DUPLICATES json_architectures)
   list(TRANSFORM json_architectures REPLACE "(.+)" "\"\\1\"")
   list(JOIN json_architectures ", " json_architectures)
-  # Those without a suffix are both machine code and PTX, which newer GPUs compile when they load it.
+  # An architecture without a suffix is built as machine code and as PTX, which newer GPUs compile at load time.
   set(json_ptx "${built_architectures}")
   list(FILTER json_ptx EXCLUDE REGEX "-real$")
   list(TRANSFORM json_ptx REPLACE "^([0-9]+[af]?)(-virtual)?$" "\"\\1\"")
@@ -43,10 +43,10 @@ execute_process(
   OUTPUT_STRIP_TRAILING_WHITESPACE
   COMMAND_ERROR_IS_FATAL ANY
 )
-configure_file(cpp/cmake/build_info.json.in _build_info.json @ONLY)
+configure_file(cpp/cmake/package/build_info.json.in _build_info.json @ONLY)
 install(FILES "${PROJECT_BINARY_DIR}/_build_info.json" DESTINATION .)
 
-# The kernels are exported on their own, so that nobody needs torch to link them.
+# The kernels have an export of their own: linking them needs no torch.
 set(config_folder share/cmake/torchkiln)
 install(
   TARGETS torchkiln_kernels
@@ -60,7 +60,7 @@ install(
   NAMESPACE torchkiln::
   DESTINATION ${config_folder}
 )
-foreach(minor IN LISTS TORCHKILN_TORCHES_FOUND)
+foreach(minor IN LISTS torchkiln_torches)
   install(
     EXPORT torchkiln-${minor}
     FILE torchkiln-torch${minor}.cmake
@@ -69,14 +69,9 @@ foreach(minor IN LISTS TORCHKILN_TORCHES_FOUND)
   )
 endforeach()
 install(DIRECTORY cuda/include/ cpp/include/ "${PROJECT_BINARY_DIR}/include/" DESTINATION include)
-# The loops of elementwise operators on the CPU, and the choice of an instruction set.
-install(
-  FILES cpp/cpu/elementwise.h cpp/cpu/float16.h cpp/cpu/isa.h
-  DESTINATION include/torchkiln/cpu
-)
 
 configure_package_config_file(
-  cpp/cmake/torchkilnConfig.cmake.in
+  cpp/cmake/package/torchkilnConfig.cmake.in
   torchkilnConfig.cmake
   INSTALL_DESTINATION ${config_folder}
 )
@@ -85,21 +80,21 @@ install(
   FILES
     "${PROJECT_BINARY_DIR}/torchkilnConfig.cmake"
     "${PROJECT_BINARY_DIR}/torchkilnConfigVersion.cmake"
-    cpp/cmake/torchkiln_torch.cmake
-    cpp/cmake/torchkiln_package.cmake
-    cpp/cmake/instruction_sets.cmake
-    cpp/cmake/cuda_toolkit.cmake
+    cpp/cmake/FindTorch.cmake
+    cpp/cmake/package/torchkiln_package.cmake
+    cpp/cmake/cpu_isas.cmake
+    cpp/cmake/nvcc.cmake
     cpp/cmake/cuda_architectures.cmake
   DESTINATION ${config_folder}
 )
 
-# What a wheel contains of others, where PEP 770 wants it; written when everything has been compiled.
+# The SBOM: third-party code compiled into the libraries, in the place that PEP 770 names. Written after compiling.
 if(SKBUILD_STATE STREQUAL "wheel" AND CMAKE_GENERATOR STREQUAL "Ninja")
   set(sbom "${PROJECT_BINARY_DIR}/torchkiln.cdx.json")
   install(
     CODE
       "execute_process(
-        COMMAND \"${Python_EXECUTABLE}\" \"${PROJECT_SOURCE_DIR}/cpp/cmake/sbom.py\"
+        COMMAND \"${Python_EXECUTABLE}\" \"${PROJECT_SOURCE_DIR}/cpp/cmake/tools/sbom.py\"
           \"${CMAKE_MAKE_PROGRAM}\" \"${PROJECT_BINARY_DIR}\" ${PROJECT_VERSION}
           \"${CMAKE_CXX_COMPILER_ID} ${CMAKE_CXX_COMPILER_VERSION}\" \"${sbom}\"
         COMMAND_ERROR_IS_FATAL ANY

@@ -1,0 +1,63 @@
+# Settings that all our own targets share.
+
+find_program(CCACHE ccache)
+if(CCACHE)
+  # ccache caches files that use a precompiled header only with these two settings.
+  set(sloppiness CCACHE_SLOPPINESS=pch_defines,time_macros)
+  set(
+    CMAKE_CXX_COMPILER_LAUNCHER
+    ${CMAKE_COMMAND}
+    -E
+    env
+    ${sloppiness}
+    ${CCACHE}
+  )
+  set(CMAKE_CUDA_COMPILER_LAUNCHER ${CCACHE})
+endif()
+
+# The sources of every family below `folder`: <family>.<extension>, or all such files in <family>/.
+function(torchkiln_family_sources result folder extension)
+  set(sources "")
+  foreach(family IN LISTS torchkiln_families)
+    file(
+      GLOB found
+      CONFIGURE_DEPENDS
+      "${folder}/${family}.${extension}"
+      "${folder}/${family}/*.${extension}"
+    )
+    list(APPEND sources ${found})
+  endforeach()
+  set(${result} "${sources}" PARENT_SCOPE)
+endfunction()
+
+function(torchkiln_target_defaults target)
+  set(werror $<$<BOOL:${TORCHKILN_WERROR}>:-Werror>)
+  set(nvcc_werror $<$<BOOL:${TORCHKILN_WERROR}>:-Werror=all-warnings>)
+  # Compression leaves an eighth of the machine code, at no measurable cost at run time; in a wheel, where compiling may
+  # take longer, a twelfth.
+  set(compress -Xfatbin=-compress-all $<$<BOOL:${TORCHKILN_TORCHES}>:--compress-mode=size>)
+  target_compile_options(
+    ${target}
+    PRIVATE
+      "$<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra;${werror}>"
+      "$<$<COMPILE_LANGUAGE:CUDA>:${nvcc_werror};${compress};-Xcompiler=-Wall,-Wextra>"
+  )
+  if(TORCHKILN_SANITIZE)
+    set(sanitize -fsanitize=${TORCHKILN_SANITIZE} -fno-sanitize-recover=all)
+    target_compile_options(
+      ${target}
+      PRIVATE "$<$<COMPILE_LANGUAGE:CXX>:${sanitize};-fno-omit-frame-pointer;-g1>"
+    )
+    target_link_options(${target} PRIVATE ${sanitize})
+  endif()
+  # Symbols are resolved when a library is loaded: one that this torch lacks becomes an ImportError. With lazy binding the
+  # process would end in the middle of a call.
+  target_link_options(${target} PRIVATE LINKER:-z,now LINKER:--as-needed)
+  set(exports "${PROJECT_SOURCE_DIR}/cpp/cmake/package/exports.map")
+  target_link_options(${target} PRIVATE "LINKER:--version-script=${exports}")
+  set_property(TARGET ${target} APPEND PROPERTY LINK_DEPENDS "${exports}")
+  get_target_property(type ${target} TYPE)
+  if(type STREQUAL "SHARED_LIBRARY") # a Python module finds Python's own symbols in the interpreter
+    target_link_options(${target} PRIVATE LINKER:-z,defs)
+  endif()
+endfunction()
