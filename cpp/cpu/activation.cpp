@@ -1,7 +1,7 @@
 #include "torchkiln/kernels/activation.h"
 
-#include "elementwise.h"
-#include "isa.h"
+#include "torchkiln/cpu/elementwise.h"
+#include "torchkiln/cpu/isa.h"
 
 namespace torchkiln::cpu {
 namespace TORCHKILN_ISA {
@@ -25,21 +25,13 @@ Status activation_backward(const Elementwise<2>& arguments, Activation activatio
 
 }  // namespace TORCHKILN_ISA
 
-#ifdef TORCHKILN_BASELINE
-
-TORCHKILN_DECLARE_VARIANTS(activation)
-TORCHKILN_DECLARE_VARIANTS(activation_backward)
-
-Status activation(const Elementwise<1>& arguments, Activation activation, int64_t begin,
-                  int64_t end) {
-  return TORCHKILN_BEST_VARIANT(activation)(arguments, activation, begin, end);
-}
-
-Status activation_backward(const Elementwise<2>& arguments, Activation activation, int64_t begin,
-                           int64_t end) {
-  return TORCHKILN_BEST_VARIANT(activation_backward)(arguments, activation, begin, end);
-}
-
-#endif
+TORCHKILN_CPU_ENTRY(activation,
+                    (const Elementwise<1>& arguments, Activation activation, int64_t begin,
+                     int64_t end),
+                    (arguments, activation, begin, end))
+TORCHKILN_CPU_ENTRY(activation_backward,
+                    (const Elementwise<2>& arguments, Activation activation, int64_t begin,
+                     int64_t end),
+                    (arguments, activation, begin, end))
 
 }  // namespace torchkiln::cpu

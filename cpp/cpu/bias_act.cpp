@@ -2,10 +2,10 @@
 
 #include <algorithm>
 
-#include "elementwise.h"
-#include "isa.h"
-#include "signs.h"
-#include "sums.h"
+#include "detail/bitmask.h"
+#include "detail/simd.h"
+#include "torchkiln/cpu/elementwise.h"
+#include "torchkiln/cpu/isa.h"
 
 namespace torchkiln::cpu {
 namespace TORCHKILN_ISA {
@@ -89,6 +89,13 @@ void strip_backward(const BiasActBackward& p, int64_t first_row, int64_t last_ro
   }
 }
 
+int64_t chunk_count(const BiasActBackward& p) {
+  constexpr int64_t kChunkElements = 1 << 15;  // enough to outweigh the hand-over to a thread
+  constexpr int64_t kMostChunks = 64;
+  return std::clamp<int64_t>(p.rows * p.columns / kChunkElements, 1,
+                             std::clamp<int64_t>(p.rows, 1, kMostChunks));
+}
+
 /// How the rows are cut into chunks, each of which has its sums in the workspace: in double, or of
 /// a chunk that is one strip in the compute type.
 struct Partials {
@@ -97,7 +104,7 @@ struct Partials {
   bool has_blocks;
 
   explicit Partials(const BiasActBackward& p)
-      : chunks(cpu::chunk_count(p)),
+      : chunks(chunk_count(p)),
         rows_per_chunk((p.rows + chunks - 1) / chunks),
         has_blocks(rows_per_chunk > kStripRows) {}
 
@@ -213,37 +220,20 @@ Status bias_act_backward_finish(const BiasActBackward& p, int64_t begin, int64_t
 
 }  // namespace TORCHKILN_ISA
 
+TORCHKILN_CPU_ENTRY(bias_act, (const BiasAct& p, int64_t begin, int64_t end), (p, begin, end))
+TORCHKILN_CPU_ENTRY(bias_act_backward, (const BiasActBackward& p, int64_t begin, int64_t end),
+                    (p, begin, end))
+TORCHKILN_CPU_ENTRY(bias_act_backward_finish,
+                    (const BiasActBackward& p, int64_t begin, int64_t end), (p, begin, end))
+
 #ifdef TORCHKILN_BASELINE
 
-TORCHKILN_DECLARE_VARIANTS(bias_act)
-TORCHKILN_DECLARE_VARIANTS(bias_act_backward)
-TORCHKILN_DECLARE_VARIANTS(bias_act_backward_finish)
-
-Status bias_act(const BiasAct& p, int64_t begin, int64_t end) {
-  return TORCHKILN_BEST_VARIANT(bias_act)(p, begin, end);
-}
-
-int64_t chunk_count(const BiasActBackward& p) {
-  constexpr int64_t kChunkElements = 1 << 15;  // enough to outweigh the hand-over to a thread
-  constexpr int64_t kMostChunks = 64;
-  return std::clamp<int64_t>(p.rows * p.columns / kChunkElements, 1,
-                             std::clamp<int64_t>(p.rows, 1, kMostChunks));
-}
-
-size_t workspace_bytes(const BiasActBackward& p) {
-  if (p.grad_bias == nullptr) return 0;
+Split split(const BiasActBackward& p) {
   const TORCHKILN_ISA::Partials cut(p);
-  const size_t size_of_sum =
-      cut.has_blocks || p.dtype == Dtype::float64 ? sizeof(double) : sizeof(float);
-  return static_cast<size_t>(cut.chunks * p.columns) * size_of_sum;
-}
-
-Status bias_act_backward(const BiasActBackward& p, int64_t begin, int64_t end) {
-  return TORCHKILN_BEST_VARIANT(bias_act_backward)(p, begin, end);
-}
-
-Status bias_act_backward_finish(const BiasActBackward& p, int64_t begin, int64_t end) {
-  return TORCHKILN_BEST_VARIANT(bias_act_backward_finish)(p, begin, end);
+  if (p.grad_bias == nullptr) return {cut.chunks, 0, 0};
+  const bool in_double = cut.has_blocks || p.dtype == Dtype::float64;
+  const auto sums = static_cast<size_t>(cut.chunks * p.columns);
+  return {cut.chunks, sums * (in_double ? sizeof(double) : sizeof(float)), p.columns};
 }
 
 #endif

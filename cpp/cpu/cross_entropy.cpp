@@ -2,9 +2,9 @@
 
 #include <algorithm>
 
-#include "exponentials.h"
-#include "isa.h"
-#include "lanes.h"
+#include "detail/simd_exp.h"
+#include "detail/simd_row.h"
+#include "torchkiln/cpu/isa.h"
 
 namespace torchkiln::cpu {
 namespace TORCHKILN_ISA {
@@ -250,22 +250,10 @@ Status loss_sum(const LossSum& p) {
 
 }  // namespace TORCHKILN_ISA
 
-#ifdef TORCHKILN_BASELINE
-
-TORCHKILN_DECLARE_VARIANTS(cross_entropy)
-TORCHKILN_DECLARE_VARIANTS(cross_entropy_backward)
-TORCHKILN_DECLARE_VARIANTS(loss_sum)
-
-Status cross_entropy(const CrossEntropy& p, int64_t begin, int64_t end) {
-  return TORCHKILN_BEST_VARIANT(cross_entropy)(p, begin, end);
-}
-
-Status cross_entropy_backward(const CrossEntropyBackward& p, int64_t begin, int64_t end) {
-  return TORCHKILN_BEST_VARIANT(cross_entropy_backward)(p, begin, end);
-}
-
-Status loss_sum(const LossSum& p) { return TORCHKILN_BEST_VARIANT(loss_sum)(p); }
-
-#endif
+TORCHKILN_CPU_ENTRY(cross_entropy, (const CrossEntropy& p, int64_t begin, int64_t end),
+                    (p, begin, end))
+TORCHKILN_CPU_ENTRY(cross_entropy_backward,
+                    (const CrossEntropyBackward& p, int64_t begin, int64_t end), (p, begin, end))
+TORCHKILN_CPU_ENTRY(loss_sum, (const LossSum& p), (p))
 
 }  // namespace torchkiln::cpu

@@ -1,7 +1,7 @@
 #include "torchkiln/kernels/dropout.h"
 
-#include "elementwise.h"
-#include "isa.h"
+#include "torchkiln/cpu/elementwise.h"
+#include "torchkiln/cpu/isa.h"
 
 namespace torchkiln::cpu {
 namespace TORCHKILN_ISA {
@@ -102,27 +102,17 @@ Status dropout_backward(const Elementwise<1>& arguments, const Dropout& dropout,
 
 }  // namespace TORCHKILN_ISA
 
-#ifdef TORCHKILN_BASELINE
-
-TORCHKILN_DECLARE_VARIANTS(dropout_add)
-TORCHKILN_DECLARE_VARIANTS(bias_dropout_add)
-TORCHKILN_DECLARE_VARIANTS(dropout_backward)
-
-Status dropout_add(const Elementwise<2>& arguments, const Dropout& dropout, int64_t begin,
-                   int64_t end) {
-  return TORCHKILN_BEST_VARIANT(dropout_add)(arguments, dropout, begin, end);
-}
-
-Status bias_dropout_add(const Elementwise<3>& arguments, const Dropout& dropout, int64_t begin,
-                        int64_t end) {
-  return TORCHKILN_BEST_VARIANT(bias_dropout_add)(arguments, dropout, begin, end);
-}
-
-Status dropout_backward(const Elementwise<1>& arguments, const Dropout& dropout, int64_t begin,
-                        int64_t end) {
-  return TORCHKILN_BEST_VARIANT(dropout_backward)(arguments, dropout, begin, end);
-}
-
-#endif
+TORCHKILN_CPU_ENTRY(dropout_add,
+                    (const Elementwise<2>& arguments, const Dropout& dropout, int64_t begin,
+                     int64_t end),
+                    (arguments, dropout, begin, end))
+TORCHKILN_CPU_ENTRY(bias_dropout_add,
+                    (const Elementwise<3>& arguments, const Dropout& dropout, int64_t begin,
+                     int64_t end),
+                    (arguments, dropout, begin, end))
+TORCHKILN_CPU_ENTRY(dropout_backward,
+                    (const Elementwise<1>& arguments, const Dropout& dropout, int64_t begin,
+                     int64_t end),
+                    (arguments, dropout, begin, end))
 
 }  // namespace torchkiln::cpu

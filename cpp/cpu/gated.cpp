@@ -1,7 +1,7 @@
 #include "torchkiln/kernels/gated.h"
 
-#include "elementwise.h"
-#include "isa.h"
+#include "torchkiln/cpu/elementwise.h"
+#include "torchkiln/cpu/isa.h"
 
 namespace torchkiln::cpu {
 namespace TORCHKILN_ISA {
@@ -23,20 +23,13 @@ Status gated_backward(const Elementwise<3, 2>& arguments, Activation activation,
 
 }  // namespace TORCHKILN_ISA
 
-#ifdef TORCHKILN_BASELINE
-
-TORCHKILN_DECLARE_VARIANTS(gated)
-TORCHKILN_DECLARE_VARIANTS(gated_backward)
-
-Status gated(const Elementwise<2>& arguments, Activation activation, int64_t begin, int64_t end) {
-  return TORCHKILN_BEST_VARIANT(gated)(arguments, activation, begin, end);
-}
-
-Status gated_backward(const Elementwise<3, 2>& arguments, Activation activation, int64_t begin,
-                      int64_t end) {
-  return TORCHKILN_BEST_VARIANT(gated_backward)(arguments, activation, begin, end);
-}
-
-#endif
+TORCHKILN_CPU_ENTRY(gated,
+                    (const Elementwise<2>& arguments, Activation activation, int64_t begin,
+                     int64_t end),
+                    (arguments, activation, begin, end))
+TORCHKILN_CPU_ENTRY(gated_backward,
+                    (const Elementwise<3, 2>& arguments, Activation activation, int64_t begin,
+                     int64_t end),
+                    (arguments, activation, begin, end))
 
 }  // namespace torchkiln::cpu

@@ -1,9 +1,9 @@
-#include "isa.h"
+#include "torchkiln/cpu/isa.h"
 
 #include <cstdlib>
 #include <cstring>
 
-#include "torchkiln/listener.h"
+#include "torchkiln/core/trace.h"
 
 namespace torchkiln::cpu {
 namespace {
@@ -34,7 +34,7 @@ Isa isa() {
 
 Isa isa_for(const char* kernel) {
   const Isa found = isa();
-  if (explain::Listener* listener = explain::listening()) {
+  if (trace::Listener* listener = trace::listening()) {
     listener->ran(kernel, found == Isa::avx512 ? "AVX-512"
                           : found == Isa::avx2 ? "AVX2"
                                                : "baseline");

@@ -2,8 +2,8 @@
 
 #include <cmath>
 
-#include "isa.h"
-#include "lanes.h"
+#include "detail/simd_row.h"
+#include "torchkiln/cpu/isa.h"
 
 namespace torchkiln::cpu {
 namespace TORCHKILN_ISA {
@@ -199,6 +199,15 @@ void rows_backward(const NormBackward& p, int64_t row, Compute<T>* grad_weight,
   });
 }
 
+int64_t chunk_count(const NormBackward& p) {
+  constexpr int64_t kChunkElements = 1 << 15;  // enough to outweigh the hand-over to a thread
+  constexpr int64_t kMostChunks = 64;
+  // Partial sums of few rows would cost as much as the rows; of few long rows, threads count more.
+  const int64_t most = std::max(p.rows / 32, std::min<int64_t>(p.rows, 8));
+  return std::clamp<int64_t>(p.rows * p.columns / kChunkElements, 1,
+                             std::clamp<int64_t>(most, 1, kMostChunks));
+}
+
 /// How the rows and the workspace are cut up. Each chunk has sums of weight's gradient and of
 /// bias's: in double, and, behind those of all chunks, the sums of a block in the compute type;
 /// these alone where a chunk is one block.
@@ -212,7 +221,7 @@ struct Partials {
   size_t size_of_sum;
 
   explicit Partials(const NormBackward& p)
-      : chunks(cpu::chunk_count(p)),
+      : chunks(chunk_count(p)),
         rows_per_chunk((p.rows + chunks - 1) / chunks),
         in_groups(p.dtype != Dtype::float32 || p.columns > kShort),
         rows_per_block(in_groups ? kBlockAdditions * kGroup : kBlockAdditions),
@@ -312,36 +321,17 @@ Status norm_backward_finish(const NormBackward& p, int64_t begin, int64_t end) {
 
 }  // namespace TORCHKILN_ISA
 
+TORCHKILN_CPU_ENTRY(norm, (const Norm& p, int64_t begin, int64_t end), (p, begin, end))
+TORCHKILN_CPU_ENTRY(norm_backward, (const NormBackward& p, int64_t begin, int64_t end),
+                    (p, begin, end))
+TORCHKILN_CPU_ENTRY(norm_backward_finish, (const NormBackward& p, int64_t begin, int64_t end),
+                    (p, begin, end))
+
 #ifdef TORCHKILN_BASELINE
 
-TORCHKILN_DECLARE_VARIANTS(norm)
-TORCHKILN_DECLARE_VARIANTS(norm_backward)
-TORCHKILN_DECLARE_VARIANTS(norm_backward_finish)
-
-Status norm(const Norm& p, int64_t begin, int64_t end) {
-  return TORCHKILN_BEST_VARIANT(norm)(p, begin, end);
-}
-
-int64_t chunk_count(const NormBackward& p) {
-  constexpr int64_t kChunkElements = 1 << 15;  // enough to outweigh the hand-over to a thread
-  constexpr int64_t kMostChunks = 64;
-  // Partial sums of few rows would cost as much as the rows; of few long rows, threads count more.
-  const int64_t most = std::max(p.rows / 32, std::min<int64_t>(p.rows, 8));
-  return std::clamp<int64_t>(p.rows * p.columns / kChunkElements, 1,
-                             std::clamp<int64_t>(most, 1, kMostChunks));
-}
-
-size_t workspace_bytes(const NormBackward& p) {
+Split split(const NormBackward& p) {
   const TORCHKILN_ISA::Partials cut(p);
-  return cut.workspace_bytes();
-}
-
-Status norm_backward(const NormBackward& p, int64_t begin, int64_t end) {
-  return TORCHKILN_BEST_VARIANT(norm_backward)(p, begin, end);
-}
-
-Status norm_backward_finish(const NormBackward& p, int64_t begin, int64_t end) {
-  return TORCHKILN_BEST_VARIANT(norm_backward_finish)(p, begin, end);
+  return {cut.chunks, cut.workspace_bytes(), cut.sums == 0 ? 0 : p.columns};
 }
 
 #endif

@@ -2,9 +2,9 @@
 
 #include <algorithm>
 
-#include "isa.h"
-#include "reduction_cut.h"
-#include "sums.h"
+#include "detail/reduction_plan.h"
+#include "detail/simd.h"
+#include "torchkiln/cpu/isa.h"
 
 namespace torchkiln::cpu {
 namespace TORCHKILN_ISA {
@@ -216,28 +216,18 @@ Status reduce_finish(const Reduction& p, int64_t begin, int64_t end) {
 
 }  // namespace TORCHKILN_ISA
 
+TORCHKILN_CPU_ENTRY(reduce, (const Reduction& p, int64_t begin, int64_t end), (p, begin, end))
+TORCHKILN_CPU_ENTRY(reduce_finish, (const Reduction& p, int64_t begin, int64_t end),
+                    (p, begin, end))
+
 #ifdef TORCHKILN_BASELINE
 
-TORCHKILN_DECLARE_VARIANTS(reduce)
-TORCHKILN_DECLARE_VARIANTS(reduce_finish)
-
-int64_t task_count(const Reduction& p) {
+Split split(const Reduction& p) {
   const TORCHKILN_ISA::Cut cut = TORCHKILN_ISA::cut_of(p);
-  return (cut.units + cut.units_per_task - 1) / cut.units_per_task;
-}
-
-size_t workspace_bytes(const Reduction& p) {
-  const TORCHKILN_ISA::Cut cut = TORCHKILN_ISA::cut_of(p);
-  return cut.has_partials() ? static_cast<size_t>(cut.chunks * p.outer * p.inner) * sizeof(double)
-                            : 0;
-}
-
-Status reduce(const Reduction& p, int64_t begin, int64_t end) {
-  return TORCHKILN_BEST_VARIANT(reduce)(p, begin, end);
-}
-
-Status reduce_finish(const Reduction& p, int64_t begin, int64_t end) {
-  return TORCHKILN_BEST_VARIANT(reduce_finish)(p, begin, end);
+  const int64_t tasks = (cut.units + cut.units_per_task - 1) / cut.units_per_task;
+  if (!cut.has_partials()) return {tasks, 0, 0};
+  const int64_t outputs = p.outer * p.inner;
+  return {tasks, static_cast<size_t>(cut.chunks * outputs) * sizeof(double), outputs};
 }
 
 #endif

@@ -4,11 +4,11 @@
 #include <memory>
 #include <new>
 
-#include "elementwise.h"
-#include "exponentials.h"
-#include "isa.h"
-#include "lanes.h"
-#include "softmax_columns.h"
+#include "detail/simd_exp.h"
+#include "detail/simd_row.h"
+#include "detail/softmax_strided.h"
+#include "torchkiln/cpu/elementwise.h"
+#include "torchkiln/cpu/isa.h"
 
 namespace torchkiln::cpu {
 namespace TORCHKILN_ISA {
@@ -304,19 +304,8 @@ Status softmax_backward(const SoftmaxBackward& p, int64_t begin, int64_t end) {
 
 }  // namespace TORCHKILN_ISA
 
-#ifdef TORCHKILN_BASELINE
-
-TORCHKILN_DECLARE_VARIANTS(softmax)
-TORCHKILN_DECLARE_VARIANTS(softmax_backward)
-
-Status softmax(const Softmax& p, int64_t begin, int64_t end) {
-  return TORCHKILN_BEST_VARIANT(softmax)(p, begin, end);
-}
-
-Status softmax_backward(const SoftmaxBackward& p, int64_t begin, int64_t end) {
-  return TORCHKILN_BEST_VARIANT(softmax_backward)(p, begin, end);
-}
-
-#endif
+TORCHKILN_CPU_ENTRY(softmax, (const Softmax& p, int64_t begin, int64_t end), (p, begin, end))
+TORCHKILN_CPU_ENTRY(softmax_backward, (const SoftmaxBackward& p, int64_t begin, int64_t end),
+                    (p, begin, end))
 
 }  // namespace torchkiln::cpu

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
-#include "isa.h"
-#include "lanes.h"
+#include "detail/simd_row.h"
+#include "torchkiln/cpu/isa.h"
 
 namespace torchkiln::cpu {
 namespace TORCHKILN_ISA {
@@ -113,18 +113,11 @@ Status sampled_product(const SampledProduct& p, int64_t begin, int64_t end) {
 
 }  // namespace TORCHKILN_ISA
 
+TORCHKILN_CPU_ENTRY(spmm, (const Spmm& p, int64_t begin, int64_t end), (p, begin, end))
+TORCHKILN_CPU_ENTRY(sampled_product, (const SampledProduct& p, int64_t begin, int64_t end),
+                    (p, begin, end))
+
 #ifdef TORCHKILN_BASELINE
-
-TORCHKILN_DECLARE_VARIANTS(spmm)
-TORCHKILN_DECLARE_VARIANTS(sampled_product)
-
-Status spmm(const Spmm& p, int64_t begin, int64_t end) {
-  return TORCHKILN_BEST_VARIANT(spmm)(p, begin, end);
-}
-
-Status sampled_product(const SampledProduct& p, int64_t begin, int64_t end) {
-  return TORCHKILN_BEST_VARIANT(sampled_product)(p, begin, end);
-}
 
 namespace {
 

@@ -1,90 +1,178 @@
-#include <ATen/ATen.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
-
-#include "promotion.h"
-#include "torchkiln/autograd.h"
-#include "torchkiln/elementwise.h"
 #include "torchkiln/kernels/pointwise.h"
-#include "torchkiln/launch.h"
-#include "torchkiln/ops.h"
+
+#include "detail/promotion.h"
+#include "torchkiln/torch/elementwise.h"
+#include "torchkiln/torch/empty.h"
+#include "torchkiln/torch/op.h"
+#include "torchkiln/torch/ops.h"
 
 namespace torchkiln::pointwise_ops {
 namespace {
 
 using at::Tensor;
+using Two = std::tuple<Tensor, Tensor>;
 
-const auto& add_op() {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("torchkiln::add", "")
-                             .typed<Tensor(const Tensor&, const Tensor&)>();
-  return op;
-}
+struct Add {
+  static constexpr const char* kSchema = "torchkiln::add(Tensor a, Tensor b) -> Tensor";
 
-/// The checked, empty output; on Meta and symbolic tensors, too.
-Tensor add_output(const Tensor& a, const Tensor& b) {
-  return promoted_output("add", {{"a", a}, {"b", b}});
-}
-
-Tensor add_real(const Tensor& a, const Tensor& b) {
-  Tensor out = add_output(a, b);
-  if (out.numel() == 0) return out;
-  std::array<Tensor, 2> inputs{readable(a, out), readable(b, out)};
-  const Elementwise<2> arguments = describe(std::array<Tensor, 1>{out}, inputs);
-  launch(
-      "add", out, out.numel(), kElementwiseGrain,
-      [&](auto stream) { return cuda::add(arguments, stream); },
-      [&](int64_t begin, int64_t end) { return cpu::add(arguments, begin, end); });
-  return out;
-}
-
-struct AddFunction : torch::autograd::Function<AddFunction> {
-  static Tensor forward(torch::autograd::AutogradContext*, const Tensor& a, const Tensor& b) {
-    const at::AutoDispatchBelowADInplaceOrView below;
-    return torchkiln::add(a, b);
+  static Tensor meta(const Tensor& a, const Tensor& b) {
+    return promoted_output("add", {{"a", a}, {"b", b}});
   }
 
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
-                                                 const torch::autograd::variable_list& grads) {
+  static Tensor kernel(const Tensor& a, const Tensor& b) {
+    Tensor out = meta(a, b);
+    if (out.numel() == 0) return out;
+    launch_elementwise(
+        "add", std::array{out}, std::array{readable(a, out), readable(b, out)},
+        [](const auto& p, auto stream) { return cuda::add(p, stream); },
+        [](const auto& p, int64_t begin, int64_t end) { return cpu::add(p, begin, end); });
+    return out;
+  }
+
+  static Tensor composite(const Tensor& a, const Tensor& b) {
+    check_promotion("add", {{"a", a}, {"b", b}});
+    check_broadcast("add", {{"a", a}, {"b", b}});
+    return at::add(a, b);
+  }
+
+  static Tensor recorded(const Below& below, const Tensor& a, const Tensor& b) {
     // The engine sums a gradient over broadcast dimensions and casts it to the input's dtype.
-    return {grads[0], grads[0]};
+    return record("add", {a, b}, below.call<Add>(a, b), keep(),
+                  [](const Incoming& in, const Kept<0>&) { return variable_list{in[0], in[0]}; });
   }
 };
 
-/// For transforms that have no kernel here.
-Tensor add_decomposed(const Tensor& a, const Tensor& b) {
-  check_promotion("add", {{"a", a}, {"b", b}});
-  check_broadcast("add", {{"a", a}, {"b", b}});
-  return at::add(a, b);
-}
+/// The gradients of a * b, which have the shape and dtype of grad: nothing is broadcast.
+struct MuladdBackward {
+  static constexpr const char* kSchema =
+      "torchkiln::muladd_backward(Tensor grad, Tensor a, Tensor b) -> (Tensor, Tensor)";
+  static constexpr const char* kName = "muladd_backward";
 
-Tensor add_autograd(c10::DispatchKeySet keys, const Tensor& a, const Tensor& b) {
-  if (is_transformed(a, b)) return add_decomposed(a, b);
-  if (needs_gradient(a, b)) return AddFunction::apply(a, b);
-  const at::AutoDispatchBelowADInplaceOrView below;
-  return add_op().redispatch(keys & c10::after_autograd_keyset, a, b);
-}
+  static Two meta(const Tensor& grad, const Tensor& a, const Tensor& b) {
+    check_dtype(kName, "grad", grad);
+    check_like(kName, "a", a, "grad", grad);
+    check_like(kName, "b", b, "grad", grad);
+    return {empty_in_layout_of(a), empty_in_layout_of(b)};
+  }
+
+  static Two kernel(const Tensor& grad, const Tensor& a, const Tensor& b) {
+    auto [grad_a, grad_b] = meta(grad, a, b);
+    launch_elementwise(
+        kName, std::array{grad_a, grad_b}, std::array{grad, a, b},
+        [](const auto& p, auto stream) { return cuda::multiply_gradient(p, stream); },
+        [](const auto& p, int64_t begin, int64_t end) {
+          return cpu::multiply_gradient(p, begin, end);
+        });
+    return {grad_a, grad_b};
+  }
+};
+
+struct Muladd {
+  static constexpr const char* kSchema =
+      "torchkiln::muladd(Tensor a, Tensor b, Tensor c) -> Tensor";
+  static constexpr const char* kName = "muladd";
+
+  static Tensor meta(const Tensor& a, const Tensor& b, const Tensor& c) {
+    return promoted_output(kName, {{"a", a}, {"b", b}, {"c", c}});
+  }
+
+  /// Numbers, which are 0-dimensional tensors on the CPU, go to the kernels as arguments.
+  static Tensor kernel(const Tensor& a, const Tensor& b, const Tensor& c) {
+    Tensor out = meta(a, b, c);
+    if (out.numel() == 0) return out;
+    const std::array outs{out};
+    const bool b_first = is_cpu_scalar(a) && !is_cpu_scalar(b);
+    const Tensor& x = b_first ? b : a;
+    const Tensor& y = b_first ? a : b;
+    const bool y_is_number = is_cpu_scalar(y), c_is_number = is_cpu_scalar(c);
+    const auto number = [](const Tensor& scalar) { return scalar.item().toDouble(); };
+    const auto scale_shift = [&](const Tensor& input, double factor, double shift) {
+      launch_elementwise(
+          kName, outs, std::array{readable(input, out)},
+          [&](const auto& p, auto stream) { return cuda::scale_shift(p, factor, shift, stream); },
+          [&](const auto& p, int64_t begin, int64_t end) {
+            return cpu::scale_shift(p, factor, shift, begin, end);
+          });
+      return out;
+    };
+    if (is_cpu_scalar(x) && !c_is_number) return scale_shift(c, 1.0, number(x) * number(y));
+    if (y_is_number && c_is_number && !is_cpu_scalar(x))
+      return scale_shift(x, number(y), number(c));
+    if (y_is_number && !c_is_number) {
+      const double factor = number(y);
+      launch_elementwise(
+          kName, outs, std::array{readable(x, out), readable(c, out)},
+          [&](const auto& p, auto stream) { return cuda::scale_add(p, factor, stream); },
+          [&](const auto& p, int64_t begin, int64_t end) {
+            return cpu::scale_add(p, factor, begin, end);
+          });
+    } else if (c_is_number && !y_is_number) {
+      const double shift = number(c);
+      launch_elementwise(
+          kName, outs, std::array{readable(x, out), readable(y, out)},
+          [&](const auto& p, auto stream) { return cuda::multiply_shift(p, shift, stream); },
+          [&](const auto& p, int64_t begin, int64_t end) {
+            return cpu::multiply_shift(p, shift, begin, end);
+          });
+    } else {
+      launch_elementwise(
+          kName, outs, std::array{readable(x, out), readable(y, out), readable(c, out)},
+          [](const auto& p, auto stream) { return cuda::multiply_add(p, stream); },
+          [](const auto& p, int64_t begin, int64_t end) {
+            return cpu::multiply_add(p, begin, end);
+          });
+    }
+    return out;
+  }
+
+  static Tensor composite(const Tensor& a, const Tensor& b, const Tensor& c) {
+    const Operands operands{{"a", a}, {"b", b}, {"c", c}};
+    const at::ScalarType dtype = check_promotion(kName, operands);
+    check_broadcast(kName, operands);
+    const at::ScalarType compute = compute_dtype(dtype);
+    return (a.to(compute) * b.to(compute) + c.to(compute)).to(dtype);
+  }
+
+  static Tensor recorded(const Below& below, const Tensor& a, const Tensor& b, const Tensor& c) {
+    const Tensor out = below.call<Muladd>(a, b, c);
+    const bool of_product = a.requires_grad() || b.requires_grad();
+    const auto shape = at::infer_size_symdimvector(a.sym_sizes(), b.sym_sizes());
+    return record(kName, {a, b, c}, out,
+                  keep(of_product ? a : Tensor(), a.requires_grad() ? b : Tensor()),
+                  [shape](const Incoming& in, const Kept<2>& kept) {
+                    const Tensor& grad = in[0];
+                    const auto is_like_grad = [&](const Tensor& tensor) {
+                      return tensor.scalar_type() == grad.scalar_type() &&
+                             tensor.sym_sizes().equals(grad.sym_sizes());
+                    };
+                    Tensor grad_a, grad_b;
+                    if (in.wants(0) && in.wants(1) && !in.needs_composite() &&
+                        is_like_grad(kept[0]) && is_like_grad(kept[1])) {
+                      std::tie(grad_a, grad_b) = call_below<MuladdBackward>(grad, kept[0], kept[1]);
+                    } else {
+                      // Where c alone is wider the sum comes before the products: fewer of them,
+                      // none rounded.
+                      const Tensor narrow = at::sum_to(grad, c10::SymIntArrayRef(shape));
+                      if (in.wants(0)) grad_a = narrow * kept[1];
+                      if (in.wants(1)) grad_b = narrow * kept[0];
+                    }
+                    return variable_list{grad_a, grad_b, grad};
+                  });
+  }
+};
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(torchkiln, m) {
-  m.def("add(Tensor a, Tensor b) -> Tensor", {at::Tag::pt2_compliant_tag});
-}
-
-// All backends, so that what has no kernel (sparse, other devices) meets our checks and not a
-// missing entry.
-TORCH_LIBRARY_IMPL(torchkiln, CompositeExplicitAutograd, m) { m.impl("add", TORCH_FN(add_real)); }
-TORCH_LIBRARY_IMPL(torchkiln, Meta, m) { m.impl("add", TORCH_FN(add_output)); }
-TORCH_LIBRARY_IMPL(torchkiln, Autograd, m) { m.impl("add", TORCH_FN(add_autograd)); }
-TORCH_LIBRARY_IMPL(torchkiln, FuncTorchBatched, m) { m.impl("add", TORCH_FN(add_decomposed)); }
+TORCH_LIBRARY_FRAGMENT(torchkiln, m) { define<Add, MuladdBackward, Muladd>(m); }
 
 }  // namespace torchkiln::pointwise_ops
 
 namespace torchkiln {
 
-at::Tensor add(const at::Tensor& a, const at::Tensor& b) {
-  return pointwise_ops::add_op().call(a, b);
+at::Tensor add(const at::Tensor& a, const at::Tensor& b) { return call<pointwise_ops::Add>(a, b); }
+
+at::Tensor muladd(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c) {
+  return call<pointwise_ops::Muladd>(a, b, c);
 }
 
 }  // namespace torchkiln

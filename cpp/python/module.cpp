@@ -14,9 +14,9 @@
 #include <tuple>
 #include <vector>
 
-#include "explain.h"
-#include "torchkiln/activations.h"
-#include "torchkiln/ops.h"
+#include "torchkiln/core/activations.h"
+#include "torchkiln/torch/ops.h"
+#include "trace.h"
 
 namespace py = pybind11;
 

@@ -1,0 +1,130 @@
+#pragma once
+
+// The CPU twin of cuda/include/torchkiln/device/elementwise.cuh: outputs = functor(inputs...) for a
+// range of the iteration space. The range is cut where a row of the innermost dimension ends, and
+// the rows into runs that stay in the first-level cache while they are converted, computed and
+// converted back.
+
+#include <algorithm>
+#include <utility>
+
+#include "torchkiln/core/functors.h"
+#include "torchkiln/core/layout.h"
+#include "torchkiln/cpu/half.h"
+
+namespace torchkiln::cpu::TORCHKILN_ISA {
+
+inline constexpr int64_t kRun = 512;
+
+/// A position in the iteration space of a layout.
+template <int Inputs, int Outputs>
+struct Cursor {
+  int64_t place[kMaxRank] = {};
+  int64_t offset[Inputs] = {};
+  int64_t out_offset[Outputs] = {};
+
+  Cursor(const Layout<Inputs, Outputs>& layout, int64_t at) {
+    for (int d = 0; d < layout.rank; ++d) {
+      place[d] = at % layout.size[d];
+      at /= layout.size[d];
+      move(layout, d, place[d]);
+    }
+  }
+
+  /// Moves on by `count`, which does not lead past the end of the current row.
+  void advance(const Layout<Inputs, Outputs>& layout, int64_t count) {
+    place[0] += count;
+    move(layout, 0, count);
+    for (int d = 0; d + 1 < layout.rank && place[d] == layout.size[d]; ++d) {
+      place[d] = 0;
+      ++place[d + 1];
+      move(layout, d, -layout.size[d]);
+      move(layout, d + 1, 1);
+    }
+  }
+
+ private:
+  void move(const Layout<Inputs, Outputs>& layout, int d, int64_t count) {
+    for (int k = 0; k < Inputs; ++k) offset[k] += count * layout.stride[k][d];
+    for (int o = 0; o < Outputs; ++o) out_offset[o] += count * layout.out_stride[o][d];
+  }
+};
+
+template <class Functor, class C, int Inputs, size_t... K>
+void apply(const Functor& functor, C* const (&out)[1], const C* const (&in)[Inputs], int64_t count,
+           std::index_sequence<K...>) {
+  C* const to = out[0];
+#pragma GCC ivdep
+  for (int64_t i = 0; i < count; ++i) to[i] = functor(in[K][i]...);
+}
+
+template <class Functor, class C, int Inputs, size_t... K>
+void apply(const Functor& functor, C* const (&out)[2], const C* const (&in)[Inputs], int64_t count,
+           std::index_sequence<K...>) {
+  C* const first = out[0];
+  C* const second = out[1];
+#pragma GCC ivdep
+  for (int64_t i = 0; i < count; ++i) {
+    const Pair<C> both = functor(in[K][i]...);
+    first[i] = both.first;
+    second[i] = both.second;
+  }
+}
+
+template <class Out, class Functor, int Inputs, int Outputs>
+Status elementwise(const Functor& functor, const Elementwise<Inputs, Outputs>& arguments,
+                   int64_t begin, int64_t end) {
+  using C = Compute<Out>;
+  const Layout<Inputs, Outputs>& layout = arguments.layout;
+  Cursor<Inputs, Outputs> cursor(layout, begin);
+  C buffers[Inputs][kRun];
+  C results[Outputs][kRun];
+  for (int64_t at = begin; at < end;) {
+    const int64_t row_rest = layout.rank == 0 ? 1 : layout.size[0] - cursor.place[0];
+    const int64_t count = std::min({end - at, row_rest, kRun});
+    const C* in[Inputs];
+    for (int k = 0; k < Inputs; ++k) {
+      in[k] = read_run(buffers[k], arguments.in[k], cursor.offset[k], layout.stride[k][0], count,
+                       arguments.in_dtype[k]);
+    }
+    C* to[Outputs];
+    bool direct[Outputs] = {};
+    for (int o = 0; o < Outputs; ++o) {
+      to[o] = results[o];
+      if constexpr (std::is_same_v<Out, C>) {
+        direct[o] = layout.out_stride[o][0] == 1 || layout.rank == 0;
+        if (direct[o]) to[o] = static_cast<Out*>(arguments.out[o]) + cursor.out_offset[o];
+      }
+    }
+    apply(functor, to, in, count, std::make_index_sequence<Inputs>{});
+    for (int o = 0; o < Outputs; ++o) {
+      if (direct[o]) continue;
+      Out* out = static_cast<Out*>(arguments.out[o]) + cursor.out_offset[o];
+      if (layout.out_stride[o][0] == 1 || layout.rank == 0) {
+        narrow_run(out, results[o], count);
+      } else {
+        scatter_run(out, layout.out_stride[o][0], results[o], count);
+      }
+    }
+    cursor.advance(layout, count);
+    at += count;
+  }
+  return {};
+}
+
+/// outputs = Functor<Activation, ExactMath>(inputs...), for the activations of a list.
+template <class Out, template <class, class> class Functor, int Inputs, int Outputs, class List>
+Status elementwise_activated(Activation activation, const Elementwise<Inputs, Outputs>& arguments,
+                             int64_t begin, int64_t end, List list) {
+  Status status{"this activation has no kernel"};
+  with_activation(
+      activation,
+      [&](auto tag) {
+        using Act = typename decltype(tag)::type;
+        status = elementwise<Out>(Functor<Act, ExactMath>{}, arguments, begin, end);
+      },
+      list);
+  return status;
+}
+
+}  // namespace torchkiln::cpu::TORCHKILN_ISA

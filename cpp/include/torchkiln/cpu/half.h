@@ -1,0 +1,238 @@
+#pragma once
+
+// The half precisions on the host: storage only. Conversions work on runs of elements, so that they
+// become wide instructions; all of them round to nearest, ties to even.
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#ifdef __F16C__
+#include <immintrin.h>
+#endif
+
+#include "torchkiln/core/dtype.h"
+
+namespace torchkiln {
+namespace cpu {
+
+struct Half {
+  uint16_t bits;
+};
+struct BFloat16 {
+  uint16_t bits;
+};
+
+}  // namespace cpu
+
+template <>
+struct DtypeOf<cpu::Half> {
+  static constexpr Dtype value = Dtype::float16;
+};
+template <>
+struct DtypeOf<cpu::BFloat16> {
+  static constexpr Dtype value = Dtype::bfloat16;
+};
+
+namespace cpu::TORCHKILN_ISA {
+
+inline uint32_t bits_of(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+
+inline float float_of(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+inline float widen(float value) { return value; }
+inline double widen(double value) { return value; }
+inline float widen(BFloat16 value) { return float_of(uint32_t{value.bits} << 16); }
+
+inline BFloat16 narrow_bfloat16(float value) {
+  const uint32_t bits = bits_of(value);
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const uint32_t quiet_nan = (bits >> 16) | 0x40u;
+  return {static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? quiet_nan : rounded)};
+}
+
+inline float widen(Half value) {
+#ifdef __F16C__
+  return _cvtsh_ss(value.bits);
+#else
+  // Exponent and mantissa are moved into place and the bias is corrected by a multiplication.
+  // Subnormal halves are converted as integers, since the processor may be set to flush subnormal
+  // floats to zero. Infinity and NaN need the largest exponent.
+  const uint32_t magnitude = (value.bits & 0x7fffu) << 13;
+  const float subnormal = static_cast<float>(static_cast<int32_t>(value.bits & 0x3ffu)) * 0x1p-24f;
+  const float result = magnitude < 0x00800000u ? subnormal : float_of(magnitude) * 0x1p112f;
+  const uint32_t special = (value.bits & 0x7c00u) == 0x7c00u ? 0x7f800000u : 0u;
+  return float_of(bits_of(result) | special | (value.bits & 0x8000u) << 16);
+#endif
+}
+
+inline Half narrow_half(float value) {
+#ifdef __F16C__
+  return {static_cast<uint16_t>(_cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))};
+#else
+  const uint32_t sign = bits_of(value) >> 16 & 0x8000u;
+  const uint32_t magnitude = bits_of(value) & 0x7fffffffu;
+  if (magnitude > 0x7f800000u)
+    return {static_cast<uint16_t>(sign | 0x7e00u | (magnitude >> 13 & 0x3ffu))};
+  if (magnitude >= 0x477ff000u) return {static_cast<uint16_t>(sign | 0x7c00u)};  // from 65520 on
+  if (magnitude < 0x38800000u) {
+    // Below 2^-14: adding 1/2 leaves the mantissa of the subnormal result, rounded by the adder.
+    const uint32_t rounded = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
+    return {static_cast<uint16_t>(sign | rounded)};
+  }
+  const uint32_t rounded = (magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1u)) >> 13;
+  return {static_cast<uint16_t>(sign | rounded)};
+#endif
+}
+
+/// to[i] = from[i * stride]
+template <class C, class T>
+void widen_run(C* to, const T* from, int64_t stride, int64_t count) {
+  if constexpr (sizeof(T) >= 4) {
+    for (int64_t i = 0; i < count; ++i) to[i] = static_cast<C>(from[i * stride]);
+  } else {
+    int64_t i = 0;
+#ifdef __F16C__
+    if constexpr (std::is_same_v<T, Half> && std::is_same_v<C, float>) {
+      for (; stride == 1 && i + 8 <= count; i += 8) {
+        _mm256_storeu_ps(
+            to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
+      }
+    }
+#endif
+    if (stride == 1) {
+      for (; i < count; ++i) to[i] = static_cast<C>(widen(from[i]));
+    } else {
+      for (; i < count; ++i) to[i] = static_cast<C>(widen(from[i * stride]));
+    }
+  }
+}
+
+inline void narrow_run(BFloat16* to, const float* from, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) to[i] = narrow_bfloat16(from[i]);
+}
+
+inline void narrow_run(Half* to, const float* from, int64_t count) {
+  int64_t i = 0;
+#ifdef __F16C__
+  for (; i + 8 <= count; i += 8) {
+    const __m128i halves =
+        _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), halves);
+  }
+#endif
+  for (; i < count; ++i) to[i] = narrow_half(from[i]);
+}
+
+template <class C>
+void narrow_run(C* to, const C* from, int64_t count) {
+  std::memcpy(to, from, static_cast<size_t>(count) * sizeof(C));
+}
+
+/// to[i * stride] = from[i], rounded.
+template <class T, class C>
+void scatter_run(T* to, int64_t stride, const C* from, int64_t count) {
+  constexpr int64_t kPiece = 64;
+  T rounded[kPiece];
+  for (int64_t done = 0; done < count; done += kPiece) {
+    const int64_t piece = count - done < kPiece ? count - done : kPiece;
+    narrow_run(rounded, from + done, piece);
+    for (int64_t i = 0; i < piece; ++i) to[(done + i) * stride] = rounded[i];
+  }
+}
+
+/// dispatch for the types that the elementwise kernels are made for.
+template <class Body>
+Status dispatch_floating(Dtype dtype, const Body& body) {
+  return dispatch<float, double, Half, BFloat16>(dtype, body);
+}
+
+/// A run of an input as the type it is computed in: the input itself where it is that already, else
+/// a copy in `buffer`.
+template <class C>
+const C* read_run(C* buffer, const void* from, int64_t offset, int64_t stride, int64_t count,
+                  Dtype dtype) {
+  if (dtype == DtypeOf<C>::value && stride == 1) return static_cast<const C*>(from) + offset;
+  switch (dtype) {
+    case Dtype::float32:
+      widen_run(buffer, static_cast<const float*>(from) + offset, stride, count);
+      break;
+    case Dtype::float64:
+      widen_run(buffer, static_cast<const double*>(from) + offset, stride, count);
+      break;
+    case Dtype::float16:
+      widen_run(buffer, static_cast<const Half*>(from) + offset, stride, count);
+      break;
+    case Dtype::bfloat16:
+      widen_run(buffer, static_cast<const BFloat16*>(from) + offset, stride, count);
+      break;
+  }
+  return buffer;
+}
+
+/// Calls body(run) with a run of elements of which widen() makes the numbers to compute with: the
+/// elements themselves where a loop over them becomes wide instructions, else a copy in `buffer`.
+/// The body is called in one place for each type of element: each place has its machine code again.
+template <class T, class Body>
+auto with_run(Compute<T>* buffer, const T* from, int64_t stride, int64_t count, const Body& body) {
+  const Compute<T>* run = buffer;
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    if (stride == 1) return body(from);
+  } else if constexpr (std::is_same_v<T, Compute<T>>) {
+    if (stride == 1) run = from;
+  }
+  if (run == buffer) widen_run(buffer, from, stride, count);
+  return body(run);
+}
+
+/// The same of two, and body(first, second).
+template <class T, class Body>
+auto with_runs(Compute<T>* first_buffer, const T* first, int64_t first_stride,
+               Compute<T>* second_buffer, const T* second, int64_t second_stride, int64_t count,
+               const Body& body) {
+  using C = Compute<T>;
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    if (first_stride == 1 && second_stride == 1) return body(first, second);
+    widen_run(first_buffer, first, first_stride, count);
+    widen_run(second_buffer, second, second_stride, count);
+    return body(static_cast<const C*>(first_buffer), static_cast<const C*>(second_buffer));
+  } else {
+    return with_run(first_buffer, first, first_stride, count, [&](const C* a) {
+      return with_run(second_buffer, second, second_stride, count,
+                      [&](const C* b) { return body(a, b); });
+    });
+  }
+}
+
+/// to[i * stride] = result(i), rounded; `buffer` is for results that are rounded together.
+template <class T, class Result>
+void store_run(T* to, int64_t stride, int64_t count, Compute<T>* buffer, const Result& result) {
+  Compute<T>* results = buffer;
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    if (stride == 1) {
+#pragma GCC ivdep
+      for (int64_t i = 0; i < count; ++i) to[i] = narrow_bfloat16(result(i));
+      return;
+    }
+  } else if constexpr (std::is_same_v<T, Compute<T>>) {
+    if (stride == 1) results = to;
+  }
+#pragma GCC ivdep
+  for (int64_t i = 0; i < count; ++i) results[i] = result(i);
+  if (stride != 1) {
+    scatter_run(to, stride, buffer, count);
+  } else if constexpr (!std::is_same_v<T, Compute<T>>) {
+    narrow_run(to, buffer, count);
+  }
+}
+
+}  // namespace cpu::TORCHKILN_ISA
+}  // namespace torchkiln

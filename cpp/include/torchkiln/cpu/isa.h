@@ -1,0 +1,65 @@
+#pragma once
+
+// CPU kernels are compiled once per instruction set, as TORCHKILN_ISA = baseline, avx2 or avx512,
+// into a namespace of that name: every file of cpp/cpu but isa.cpp, and the CPU_KERNELS of another
+// package. The baseline instance also defines the public function, which picks the widest variant
+// that this machine runs. What they call lies in that namespace, too, or is inlined by the
+// optimiser (std::min, std::fill_n): an out-of-line copy of a function outside of it would be
+// merged by the linker across instruction sets.
+
+#include "torchkiln/core/status.h"
+
+namespace torchkiln::cpu {
+
+enum class Isa { baseline, avx2, avx512 };
+
+/// The widest instruction set of this machine; TORCHKILN_CPU_ISA=baseline|avx2 in the environment
+/// narrows it.
+TORCHKILN_EXPORT Isa isa();
+
+/// The same, on behalf of a kernel that is about to run: torchkiln.explain() hears of it.
+TORCHKILN_EXPORT Isa isa_for(const char* kernel);
+
+#ifdef TORCHKILN_HAS_X86_ISAS
+
+template <class Function>
+Function* best_variant(const char* kernel, Function* baseline, Function* avx2, Function* avx512) {
+  const Isa widest = isa_for(kernel);
+  return widest == Isa::avx512 ? avx512 : widest == Isa::avx2 ? avx2 : baseline;
+}
+
+#define TORCHKILN_DISPATCH_ENTRY(name, parameters, arguments)                               \
+  namespace avx2 {                                                                          \
+  torchkiln::Status name parameters;                                                        \
+  }                                                                                         \
+  namespace avx512 {                                                                        \
+  torchkiln::Status name parameters;                                                        \
+  }                                                                                         \
+  torchkiln::Status name parameters {                                                       \
+    return torchkiln::cpu::best_variant(#name, &baseline::name, &avx2::name, &avx512::name) \
+        arguments;                                                                          \
+  }
+
+#else
+
+#define TORCHKILN_DISPATCH_ENTRY(name, parameters, arguments) \
+  torchkiln::Status name parameters {                         \
+    (void)torchkiln::cpu::isa_for(#name);                     \
+    return baseline::name arguments;                          \
+  }
+
+#endif
+
+/// Defines the public function `name`, which calls the variant for the widest instruction set of
+/// the machine. Follows the namespace TORCHKILN_ISA, which has a function of that name:
+///
+///     TORCHKILN_CPU_ENTRY(add, (const Elementwise<2>& p, int64_t begin, int64_t end),
+///                         (p, begin, end))
+#ifdef TORCHKILN_BASELINE
+#define TORCHKILN_CPU_ENTRY(name, parameters, arguments) \
+  TORCHKILN_DISPATCH_ENTRY(name, parameters, arguments)
+#else
+#define TORCHKILN_CPU_ENTRY(name, parameters, arguments)
+#endif
+
+}  // namespace torchkiln::cpu

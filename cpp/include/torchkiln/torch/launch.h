@@ -1,0 +1,77 @@
+#pragma once
+
+// From a tensor to a launch: one function that runs a kernel where the tensor lives.
+//
+//     launch("my_op", x, x.numel(), 1 << 15,
+//            [&](auto stream) { return my_cuda_kernel(arguments, stream); },
+//            [&](int64_t begin, int64_t end) { return my_cpu_kernel(arguments, begin, end); });
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
+
+#include "torchkiln/core/status.h"
+#include "torchkiln/core/workspace.h"
+#include "torchkiln/torch/torch_cuda.h"
+#include "torchkiln/torch/workspace.h"
+
+namespace torchkiln {
+
+inline void check_status(const char* op, Status status) {
+  TORCH_CHECK(status.ok(), TORCHKILN_PACKAGE ".", op, ": ", status.error);
+}
+
+/// Calls on_cuda(stream), on the tensor's device and its current stream, or on_cpu(begin, end) over
+/// [0, count) in pieces of at least `grain` on torch's threads. Both return a Status. on_cuda must
+/// be a generic lambda: in a build without CUDA it is never instantiated.
+template <class OnCuda, class OnCpu>
+void launch(const char* op, const at::Tensor& where, int64_t count, int64_t grain,
+            const OnCuda& on_cuda, const OnCpu& on_cpu) {
+#ifdef TORCHKILN_WITH_CUDA
+  if (where.is_cuda()) {
+    torch_cuda().on_stream(where.device(),
+                           [&](CUstream_st* stream) { check_status(op, on_cuda(stream)); });
+    return;
+  }
+#else
+  (void)where, (void)on_cuda;
+#endif
+  at::parallel_for(0, count, grain,
+                   [&](int64_t begin, int64_t end) { check_status(op, on_cpu(begin, end)); });
+}
+
+/// launch() for kernels that need temporary memory: on_cuda(allocate, stream), where
+/// allocate(bytes) takes it from torch's allocator.
+template <class OnCuda, class OnCpu>
+void launch_allocating(const char* op, const at::Tensor& where, int64_t count, int64_t grain,
+                       const OnCuda& on_cuda, const OnCpu& on_cpu) {
+  c10::SmallVector<Workspace, 4> memory;  // given back when the kernels are queued
+  const auto allocate = [&](size_t bytes) {
+    return memory.emplace_back(where.device(), bytes).data();
+  };
+  launch(
+      op, where, count, grain, [&](auto stream) { return on_cuda(Allocate(allocate), stream); },
+      on_cpu);
+}
+
+/// launch_allocating() for kernels that sum over rows. On the CPU, split() tells how the work is
+/// cut; problem.workspace is set to what that asks for, then on_cpu(begin, end) runs over the
+/// tasks, and finish(begin, end) over the results, at least `grain` at a time.
+template <class Problem, class Split, class OnCuda, class OnCpu, class Finish>
+void launch_split(const char* op, const at::Tensor& where, Problem& problem, int64_t grain,
+                  const Split& split, const OnCuda& on_cuda, const OnCpu& on_cpu,
+                  const Finish& finish) {
+  cpu::Split cut{};
+  Workspace memory;
+  if (where.is_cpu()) {
+    cut = split();
+    memory = Workspace(where.device(), cut.workspace_bytes);
+    problem.workspace = memory.data();
+  }
+  launch_allocating(op, where, cut.tasks, 1, on_cuda, on_cpu);
+  if (cut.results == 0) return;
+  at::parallel_for(0, cut.results, grain,
+                   [&](int64_t begin, int64_t end) { check_status(op, finish(begin, end)); });
+}
+
+}  // namespace torchkiln

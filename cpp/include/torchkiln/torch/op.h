@@ -1,0 +1,375 @@
+#pragma once
+
+// An op, declared once: its schema and what it does for each key of the dispatcher. define<Op>()
+// registers it. For an op on tensors and numbers:
+//
+//     struct Scale {
+//       static constexpr const char* kSchema = "mine::scale(Tensor x, float factor=2.0) -> Tensor";
+//       static Tensor meta(const Tensor& x, double factor);       // checks; the empty output
+//       static Tensor kernel(const Tensor& x, double factor);     // computes it
+//       static Tensor composite(const Tensor& x, double factor);  // in torch's own ops
+//       using BackwardOp = ScaleBackward;
+//     };
+//     TORCH_LIBRARY_FRAGMENT(mine, m) { define<ScaleBackward>(m), define<Scale>(m); }
+//
+// meta() serves Meta and symbolic tensors, kernel() every device: what has no kernel (sparse
+// tensors, other devices) meets its checks. composite() serves vmap, torch.func, forward mode and
+// second derivatives.
+//
+// BackwardOp is an op with the incoming gradient in front of the same arguments, which returns a
+// gradient for each tensor: "mine::scale_backward(Tensor grad, Tensor x, float factor) -> Tensor".
+// An op that keeps something else for backward has a function in its place,
+//
+//       static Tensor recorded(const Below& below, const Tensor& x, double factor);
+//
+// which computes the op by way of `below` and ends with record(), as autograd.h describes. Further
+// members, each optional:
+//
+//       static Tensor batched(...);    // under vmap, where that is not composite()
+//       static Tensor autocast(const Autocast& cast, ...);  // calls the op with cast(x), ...
+//       static constexpr bool kRandom = true;               // draws random numbers
+
+#include <ATen/ATen.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/library.h>
+
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "torchkiln/torch/autograd.h"
+
+namespace torchkiln {
+
+/// A registered op, of the signature that its schema says.
+template <class Signature>
+auto find_op(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+/// What autocast casts to, for the device that it is on for.
+class Autocast {
+ public:
+  explicit Autocast(at::DeviceType device)
+      : device_(device), dtype_(at::autocast::get_autocast_dtype(device)) {}
+
+  /// float32 and half precision of that device become its autocast dtype; others stay.
+  at::Tensor operator()(const at::Tensor& tensor) const {
+    return at::autocast::cached_cast(dtype_, tensor, device_);
+  }
+  MaybeTensor operator()(const MaybeTensor& tensor) const {
+    return tensor.has_value() ? MaybeTensor((*this)(*tensor)) : std::nullopt;
+  }
+
+  at::DeviceType device() const { return device_; }
+
+ private:
+  at::DeviceType device_;
+  at::ScalarType dtype_;
+};
+
+/// How a type of ours appears in a schema. Specialised for enums, which a schema has as words:
+///
+///     using Type = c10::string_view;
+///     static Mode read(const char* op, c10::string_view word);  // refuses unknown words
+///     static c10::string_view write(Mode mode);
+template <class T>
+struct InSchema {
+  using Type = void;  // the type itself
+};
+
+namespace detail {
+
+template <class T>
+constexpr bool kIsConverted = !std::is_void_v<typename InSchema<std::decay_t<T>>::Type>;
+template <class T>
+using SchemaType = std::conditional_t<kIsConverted<T>, typename InSchema<std::decay_t<T>>::Type, T>;
+
+/// An argument as the dispatcher has it, and as a function of ours takes it.
+template <class T, class V>
+decltype(auto) read(const char* op, V&& value) {
+  if constexpr (kIsConverted<T>) {
+    return InSchema<std::decay_t<T>>::read(op, value);
+  } else {
+    return std::forward<V>(value);
+  }
+}
+template <class V>
+decltype(auto) write(V&& value) {
+  if constexpr (kIsConverted<V>) {
+    return InSchema<std::decay_t<V>>::write(value);
+  } else {
+    return std::forward<V>(value);
+  }
+}
+
+template <class Function>
+struct Signature;
+template <class R, class... Args>
+struct Signature<R (*)(Args...)> {
+  using Schema = R(SchemaType<Args>...);
+};
+
+/// Entry<Op, Op::kernel>::call: a function as the dispatcher calls it.
+template <class Op, auto function, class Type = std::decay_t<decltype(function)>>
+struct Entry;
+
+template <class T>
+constexpr bool kIsTensor =
+    std::is_same_v<std::decay_t<T>, at::Tensor> || std::is_same_v<std::decay_t<T>, MaybeTensor>;
+
+inline const at::Tensor& as_tensor(const at::Tensor& tensor) { return tensor; }
+inline at::Tensor as_tensor(const MaybeTensor& tensor) { return tensor_or_undefined(tensor); }
+
+/// Calls body(tensor) for the tensors among some values, absent ones as undefined tensors.
+template <class Body, class... Values>
+void for_each_tensor(const Body& body, const Values&... values) {
+  const auto visit = [&](const auto& value) {
+    if constexpr (kIsTensor<decltype(value)>) body(as_tensor(value));
+  };
+  (visit(values), ...);
+}
+
+/// Whether nothing below autograd but a CPU or CUDA kernel sees a call: no tracing, no tensor
+/// subclass, no mode. The kernel may then be called without the dispatcher.
+inline bool is_plain(c10::DispatchKeySet keys) {
+  const c10::DispatchKey next = (keys & c10::after_ADInplaceOrView_keyset).highestPriorityTypeId();
+  return next == c10::DispatchKey::CPU || next == c10::DispatchKey::CUDA;
+}
+
+/// The keys of a call with these tensors.
+template <class... Values>
+c10::DispatchKeySet keys_of(const Values&... values) {
+  const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
+  c10::DispatchKeySet keys = local.included_;
+  for_each_tensor([&](const at::Tensor& tensor) { keys = keys | tensor.key_set(); }, values...);
+  return keys - local.excluded_;
+}
+
+}  // namespace detail
+
+/// The name of an op, without its namespace.
+template <class Op>
+const char* name_of_op() {
+  static const std::string name = [] {
+    const std::string_view schema = Op::kSchema;
+    const size_t begin = schema.find("::") + 2;
+    return std::string(schema.substr(begin, schema.find('(') - begin));
+  }();
+  return name.c_str();
+}
+
+/// Calls an op through the dispatcher.
+template <class Op, class... Args>
+decltype(auto) call(Args&&... args) {
+  static const auto handle = [] {
+    const std::string_view schema = Op::kSchema;
+    using Schema = typename detail::Signature<std::decay_t<decltype(Op::kernel)>>::Schema;
+    return find_op<Schema>(std::string(schema.substr(0, schema.find('('))).c_str());
+  }();
+  return handle.call(detail::write(std::forward<Args>(args))...);
+}
+
+/// Calls ops below autograd: a kernel itself where nothing has to see the call, else by way of the
+/// dispatcher.
+class Below {
+ public:
+  explicit Below(c10::DispatchKeySet keys) : plain_(detail::is_plain(keys)) {}
+
+  template <class Op, class... Args>
+  decltype(auto) call(Args&&... args) const {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    if (plain_) return Op::kernel(std::forward<Args>(args)...);
+    return torchkiln::call<Op>(std::forward<Args>(args)...);
+  }
+
+ private:
+  bool plain_;
+};
+
+/// Calls an op below autograd, in a backward.
+template <class Op, class... Args>
+decltype(auto) call_below(const Args&... args) {
+  return Below(detail::keys_of(args...)).call<Op>(args...);
+}
+
+namespace detail {
+
+template <class Op, class = void>
+constexpr bool kHasRecorded = false;
+template <class Op>
+constexpr bool kHasRecorded<Op, std::void_t<decltype(Op::recorded)>> = true;
+template <class Op, class = void>
+constexpr bool kHasBackward = false;
+template <class Op>
+constexpr bool kHasBackward<Op, std::void_t<typename Op::BackwardOp>> = true;
+template <class Op, class = void>
+constexpr bool kHasComposite = false;
+template <class Op>
+constexpr bool kHasComposite<Op, std::void_t<decltype(Op::composite)>> = true;
+template <class Op, class = void>
+constexpr bool kHasBatched = false;
+template <class Op>
+constexpr bool kHasBatched<Op, std::void_t<decltype(Op::batched)>> = true;
+template <class Op, class = void>
+constexpr bool kHasAutocast = false;
+template <class Op>
+constexpr bool kHasAutocast<Op, std::void_t<decltype(Op::autocast)>> = true;
+template <class Function>
+constexpr bool kReturnsReference = false;
+template <class... Args>
+constexpr bool kReturnsReference<at::Tensor& (*)(Args...)> = true;
+template <class Op>
+constexpr bool kIsInPlace = kReturnsReference<std::decay_t<decltype(Op::kernel)>>;
+template <class Op, class = void>
+constexpr bool kIsRandom = false;
+template <class Op>
+constexpr bool kIsRandom<Op, std::void_t<decltype(Op::kRandom)>> = Op::kRandom;
+
+/// A list of gradients, of a tensor, a tuple or a list.
+inline variable_list as_list(at::Tensor gradient) { return {std::move(gradient)}; }
+inline variable_list as_list(variable_list gradients) { return gradients; }
+template <class... Tensors>
+variable_list as_list(std::tuple<Tensors...> gradients) {
+  return std::apply([](auto&... each) { return variable_list{std::move(each)...}; }, gradients);
+}
+
+/// Records an op whose backward is an op of the same arguments: all tensors are kept.
+template <class Op, class... Args>
+auto record_all(const Below& below, const Args&... args) {
+  constexpr size_t kTensors = (size_t{kIsTensor<Args>} + ... + 0);
+  using Values = std::tuple<std::decay_t<Args>...>;
+  Kept<kTensors> kept;
+  size_t count = 0;
+  for_each_tensor([&](const at::Tensor& tensor) { kept[count++] = tensor; }, args...);
+  // The arguments again, with these tensors in the places of theirs.
+  const auto with = [](Values values, const Kept<kTensors>& tensors) {
+    size_t next = 0;
+    const auto put = [&](auto& value) {
+      using T = std::decay_t<decltype(value)>;
+      if constexpr (std::is_same_v<T, MaybeTensor>) value = maybe(tensors[next++]);
+      if constexpr (std::is_same_v<T, at::Tensor>) value = tensors[next++];
+    };
+    std::apply([&](auto&... each) { (put(each), ...); }, values);
+    return values;
+  };
+  Values values = with(Values(args...), Kept<kTensors>{});
+  const auto gradients = [=](const Incoming& in, const Kept<kTensors>& tensors) {
+    if (in.needs_composite()) {
+      return composite_gradients(in, tensors, [&](const Kept<kTensors>& inputs) {
+        return std::apply(Op::composite, with(values, inputs));
+      });
+    }
+    return std::apply(
+        [&](const auto&... each) {
+          return as_list(call_below<typename Op::BackwardOp>(in[0], each...));
+        },
+        with(values, tensors));
+  };
+  return std::apply(
+      [&](const auto&... tensors) {
+        return record(name_of_op<Op>(), {tensors...}, below.call<Op>(args...), kept, gradients);
+      },
+      kept);
+}
+
+template <class Op, auto function, class R, class... Args>
+struct Entry<Op, function, R (*)(Args...)> {
+  static R call(SchemaType<Args>... args) {
+    return function(detail::read<Args>(name_of_op<Op>(), args)...);
+  }
+
+  /// For the key Autograd.
+  static R autograd(c10::DispatchKeySet keys, SchemaType<Args>... args) {
+    bool transformed = is_transformed(), all_defined = true, any_requires_grad = false;
+    const auto look = [&](const auto& value) {
+      using T = std::decay_t<decltype(value)>;
+      if constexpr (kIsTensor<T>) {
+        if constexpr (std::is_same_v<T, MaybeTensor>)
+          if (!value.has_value()) return;
+        const at::Tensor tensor = as_tensor(value);
+        all_defined = all_defined && tensor.defined();
+        if (!tensor.defined()) return;
+        transformed = transformed || tensor._fw_grad(/*level=*/0).defined();
+        any_requires_grad = any_requires_grad || tensor.requires_grad();
+      }
+    };
+    (look(args), ...);
+    if (transformed) return Op::composite(detail::read<Args>(name_of_op<Op>(), args)...);
+    const Below below(keys);
+    // What is no tensor goes on to the op's checks.
+    if (any_requires_grad && all_defined && at::GradMode::is_enabled()) {
+      if constexpr (kHasRecorded<Op>) {
+        return Op::recorded(below, detail::read<Args>(name_of_op<Op>(), args)...);
+      } else {
+        return record_all<Op>(below, detail::read<Args>(name_of_op<Op>(), args)...);
+      }
+    }
+    if constexpr (std::is_same_v<R, at::Tensor&>) {
+      R changed = below.call<Op>(detail::read<Args>(name_of_op<Op>(), args)...);
+      torch::autograd::increment_version(changed);
+      return changed;
+    } else {
+      return below.call<Op>(detail::read<Args>(name_of_op<Op>(), args)...);
+    }
+  }
+
+  /// Changes a tensor in place where autograd is off, for the key ADInplaceOrView.
+  static R in_place(c10::DispatchKeySet keys, SchemaType<Args>... args) {
+    R changed = Below(keys).call<Op>(detail::read<Args>(name_of_op<Op>(), args)...);
+    torch::autograd::increment_version(changed);
+    return changed;
+  }
+
+  /// For the keys Autocast.
+  template <at::DeviceType device>
+  static R autocast(SchemaType<Args>... args) {
+    // Autocast of every device is left out, so that the call does not come back here.
+    const c10::impl::ExcludeDispatchKeyGuard outside(c10::autocast_dispatch_keyset);
+    return Op::autocast(Autocast(device), detail::read<Args>(name_of_op<Op>(), args)...);
+  }
+};
+
+}  // namespace detail
+
+/// Registers an op.
+template <class Op>
+void define(torch::Library& m) {
+  using Key = c10::DispatchKey;
+  std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
+  if (detail::kIsRandom<Op>) tags.push_back(at::Tag::nondeterministic_seeded);
+  m.def(Op::kSchema, std::as_const(tags));
+  const auto implement = [&](Key key, auto function) {
+    m.impl(name_of_op<Op>(), torch::dispatch(key, function));
+  };
+  using Kernel = detail::Entry<Op, Op::kernel>;
+  implement(Key::CompositeExplicitAutograd, TORCH_FN(Kernel::call));
+  using Meta = detail::Entry<Op, Op::meta>;
+  implement(Key::Meta, TORCH_FN(Meta::call));
+  if constexpr (detail::kHasRecorded<Op> || detail::kHasBackward<Op>)
+    implement(Key::Autograd, TORCH_FN(Kernel::autograd));
+  if constexpr (detail::kIsInPlace<Op>) implement(Key::ADInplaceOrView, TORCH_FN(Kernel::in_place));
+  if constexpr (detail::kHasBatched<Op>) {
+    using Batched = detail::Entry<Op, Op::batched>;
+    implement(Key::FuncTorchBatched, TORCH_FN(Batched::call));
+  } else if constexpr (detail::kHasComposite<Op>) {
+    using Composite = detail::Entry<Op, Op::composite>;
+    implement(Key::FuncTorchBatched, TORCH_FN(Composite::call));
+  }
+  if constexpr (detail::kHasAutocast<Op>) {
+    implement(Key::AutocastCPU, TORCH_FN(Kernel::template autocast<at::kCPU>));
+    implement(Key::AutocastCUDA, TORCH_FN(Kernel::template autocast<at::kCUDA>));
+  }
+}
+
+template <class First, class Second, class... More>
+void define(torch::Library& m) {
+  define<First>(m);
+  define<Second, More...>(m);
+}
+
+}  // namespace torchkiln

@@ -1,0 +1,114 @@
+#pragma once
+
+// The arguments of cross_entropy, and their checks.
+
+#include <ATen/ATen.h>
+
+#include "torchkiln/torch/checks.h"
+#include "torchkiln/torch/op.h"
+
+namespace torchkiln {
+
+enum class LossReduction { none, mean, sum };
+
+/// A schema has a reduction as a word.
+template <>
+struct InSchema<LossReduction> {
+  using Type = c10::string_view;
+  static LossReduction read(const char* op, c10::string_view name) {
+    if (name == "none") return LossReduction::none;
+    if (name == "mean") return LossReduction::mean;
+    TORCH_CHECK_VALUE(name == "sum", "torchkiln.", op, ": reduction: got '", name,
+                      "', expected one of none, mean, sum");
+    return LossReduction::sum;
+  }
+  static c10::string_view write(LossReduction reduction) {
+    return reduction == LossReduction::none   ? "none"
+           : reduction == LossReduction::mean ? "mean"
+                                              : "sum";
+  }
+};
+
+/// The options that forward and backward need.
+struct LossCall {
+  MaybeTensor weight;
+  int64_t ignore_index;
+  LossReduction reduction;
+  double label_smoothing;
+  double z_loss;
+};
+
+/// The dimension of the logits in which their classes lie.
+inline int64_t class_dim(const at::Tensor& logits) { return logits.dim() == 1 ? 0 : 1; }
+
+/// The shape of one number per row: that of the logits without their classes.
+inline c10::SymDimVector row_shape(const at::Tensor& logits) {
+  c10::SymDimVector shape(logits.sym_sizes());
+  shape.erase(shape.begin() + class_dim(logits));
+  return shape;
+}
+
+/// The shape of the loss.
+inline c10::SymDimVector loss_shape(const at::Tensor& logits, LossReduction reduction) {
+  return reduction == LossReduction::none ? row_shape(logits) : c10::SymDimVector{};
+}
+
+inline at::Tensor classes_last(const at::Tensor& tensor) {
+  return tensor.dim() > 2 ? tensor.movedim(1, -1) : tensor;
+}
+
+inline at::Tensor classes_back(const at::Tensor& tensor) {
+  return tensor.dim() > 2 ? tensor.movedim(-1, 1) : tensor;
+}
+
+inline void check_loss_weight(const char* op, const at::Tensor& logits, const at::Tensor& weight) {
+  check_tensors(op, {{"logits", logits}, {"weight", weight}});
+  check_parameter_dtype(op, "weight", weight.scalar_type(), "logits", logits.scalar_type());
+  const c10::SymInt classes = logits.sym_size(class_dim(logits));
+  TORCH_CHECK(weight.dim() == 1 && weight.sym_size(0) == classes, "torchkiln.", op,
+              ": weight: got shape ", weight.sym_sizes(), ", expected [", classes,
+              "], the classes of logits");
+}
+
+inline void check_loss_target(const char* op, const at::Tensor& logits, const at::Tensor& target,
+                              int64_t ignore_index) {
+  check_tensors(op, {{"logits", logits}, {"target", target}});
+  const at::ScalarType dtype = logits.scalar_type();
+  TORCH_CHECK(target.scalar_type() == at::kLong || target.scalar_type() == dtype, "torchkiln.", op,
+              ": target: got dtype ", dtype_name(target.scalar_type()),
+              ", expected int64, of classes, or ", dtype_name(dtype),
+              ", of probabilities, the dtype of logits");
+  if (target.scalar_type() == at::kLong) {
+    const c10::SymDimVector rows = row_shape(logits);
+    TORCH_CHECK(target.sym_sizes().equals(rows), "torchkiln.", op, ": target: got shape ",
+                target.sym_sizes(), ", expected ", c10::SymIntArrayRef(rows),
+                " for logits of shape ", logits.sym_sizes(), ": a class for each row");
+    return;
+  }
+  TORCH_CHECK(target.sym_sizes().equals(logits.sym_sizes()), "torchkiln.", op,
+              ": target: got shape ", target.sym_sizes(), ", expected ", logits.sym_sizes(),
+              ", the shape of logits, for probabilities");
+  TORCH_CHECK_VALUE(ignore_index < 0, "torchkiln.", op, ": ignore_index: got ", ignore_index,
+                    " beside probabilities, expected a negative number: no row has a class that "
+                    "could be ignored; leave it out");
+}
+
+inline void check_loss(const char* op, const at::Tensor& logits, const at::Tensor& target,
+                       const LossCall& call, std::optional<at::ScalarType> dtype = std::nullopt) {
+  check_tensor(op, "logits", logits);
+  check_dtype(op, "logits", logits);
+  TORCH_CHECK(logits.dim() >= 1, "torchkiln.", op,
+              ": logits: got a 0-dimensional tensor, expected [classes], [rows, classes] or "
+              "[rows, classes, ...]");
+  check_loss_target(op, logits, target, call.ignore_index);
+  TORCH_CHECK(logits.sym_size(class_dim(logits)) != 0, "torchkiln.", op, ": logits: got shape ",
+              logits.sym_sizes(), ", expected at least 1 class");
+  if (call.weight.has_value()) check_loss_weight(op, logits, *call.weight);
+  TORCH_CHECK_VALUE(call.label_smoothing >= 0 && call.label_smoothing <= 1, "torchkiln.", op,
+                    ": label_smoothing: got ", call.label_smoothing,
+                    ", expected a number between 0 and 1");
+  TORCH_CHECK(!dtype.has_value() || is_supported_dtype(*dtype), "torchkiln.", op, ": dtype: got ",
+              dtype_name(dtype.value_or(at::kFloat)), ", expected ", kSupportedDtypes);
+}
+
+}  // namespace torchkiln

@@ -1,0 +1,289 @@
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+
+#include <limits>
+
+#include "cross_entropy/composite.h"
+#include "cross_entropy/kernel.h"
+#include "torchkiln/torch/empty.h"
+#include "torchkiln/torch/ops.h"
+
+namespace torchkiln::cross_entropy_ops {
+namespace {
+
+using at::Tensor;
+using MaybeDtype = std::optional<at::ScalarType>;
+using Two = std::tuple<Tensor, Tensor>;
+
+constexpr const char* kName = "cross_entropy";
+
+/// What the op does beside computing a loss.
+struct Options {
+  MaybeDtype dtype;
+  bool check_target;
+  bool inplace_backward;
+};
+
+at::ScalarType dtype_of_loss(const Tensor& logits, const MaybeDtype& dtype) {
+  return dtype.value_or(logits.scalar_type());
+}
+
+void check_classes_if_asked(const Tensor& logits, const Tensor& target, const LossCall& call,
+                            bool check_target) {
+  if (check_target && target.scalar_type() == at::kLong)
+    check_classes(kName, target, logits.size(class_dim(logits)), call.ignore_index);
+}
+
+// ---- the loss, and what backward needs of each row ----
+
+Two forward_outputs(const Tensor& logits, const Tensor& target, const LossCall& call,
+                    const Options& options) {
+  check_loss(kName, logits, target, call, options.dtype);
+  const auto with = [&](at::ScalarType dtype) { return logits.options().dtype(dtype); };
+  return {
+      empty_of(loss_shape(logits, call.reduction), with(dtype_of_loss(logits, options.dtype))),
+      empty_of({state_size(logits, call.reduction)}, with(compute_dtype(logits.scalar_type())))};
+}
+
+Two forward(const Tensor& logits, const Tensor& target, const LossCall& call,
+            const Options& options) {
+  auto [loss, state] = forward_outputs(logits, target, call, options);
+  check_classes_if_asked(logits, target, call, options.check_target);
+  const bool each = call.reduction == LossReduction::none;
+  if (target.numel() == 0) {
+    const bool mean = call.reduction == LossReduction::mean;
+    return {loss.fill_(mean ? std::numeric_limits<double>::quiet_NaN() : 0), state.zero_()};
+  }
+  const bool direct = each && loss.scalar_type() == state.scalar_type();
+  const Tensor losses = direct ? loss : at::empty({row_count(logits)}, state.options());
+  run_forward(kName, logits, target, call, losses, state);
+  if (each && !direct) loss.copy_(losses.view(loss.sizes()));
+  if (!each) run_sum(kName, logits, call, losses, state, loss);
+  return {loss, state};
+}
+
+template <Two (*function)(const Tensor&, const Tensor&, const LossCall&, const Options&)>
+Two of_forward(const Tensor& logits, const Tensor& target, const MaybeTensor& weight,
+               int64_t ignore_index, LossReduction reduction, double label_smoothing, double z_loss,
+               MaybeDtype dtype, bool check_target) {
+  return function(logits, target, {weight, ignore_index, reduction, label_smoothing, z_loss},
+                  {dtype, check_target, /*inplace_backward=*/false});
+}
+
+struct Forward {
+  static constexpr const char* kSchema =
+      "torchkiln::cross_entropy_forward(Tensor logits, Tensor target, Tensor? weight, "
+      "int ignore_index, str reduction, float label_smoothing, float z_loss, ScalarType? dtype, "
+      "bool check_target) -> (Tensor, Tensor)";
+  static constexpr auto meta = of_forward<forward_outputs>;
+  static constexpr auto kernel = of_forward<forward>;
+};
+
+// ---- the gradient of the logits ----
+
+/// Contiguous but for its classes, which are adjacent.
+Tensor empty_gradient(const Tensor& logits) {
+  return classes_back(empty_contiguous(classes_last(logits)));
+}
+
+void check_backward(const Tensor& grad, const Tensor& logits, const Tensor& target,
+                    const Tensor& state, const LossCall& call) {
+  constexpr const char* kBackward = "cross_entropy_backward";
+  check_loss(kBackward, logits, target, call);
+  check_tensors(kBackward, {{"logits", logits}, {"grad", grad}, {"state", state}});
+  check_dtype(kBackward, "grad", grad);
+  const c10::SymDimVector shape = loss_shape(logits, call.reduction);
+  TORCH_CHECK(grad.sym_sizes().equals(shape), "torchkiln.", kBackward, ": grad: got shape ",
+              grad.sym_sizes(), ", expected ", c10::SymIntArrayRef(shape),
+              ", the shape of the loss");
+  const c10::SymInt size = state_size(logits, call.reduction);
+  const at::ScalarType compute = compute_dtype(logits.scalar_type());
+  TORCH_CHECK(state.scalar_type() == compute && state.dim() == 1 && state.sym_size(0) == size &&
+                  state.is_contiguous(),
+              "torchkiln.", kBackward, ": state: got ", dtype_name(state.scalar_type()), " ",
+              state.sym_sizes(), ", expected that of the forward, ", dtype_name(compute), " [",
+              size, "]");
+}
+
+struct Backward {
+  static constexpr const char* kSchema =
+      "torchkiln::cross_entropy_backward(Tensor grad, Tensor logits, Tensor target, "
+      "Tensor? weight, Tensor state, int ignore_index, str reduction, float label_smoothing, "
+      "float z_loss) -> Tensor";
+
+  static Tensor meta(const Tensor& grad, const Tensor& logits, const Tensor& target,
+                     const MaybeTensor& weight, const Tensor& state, int64_t ignore_index,
+                     LossReduction reduction, double label_smoothing, double z_loss) {
+    check_backward(grad, logits, target, state,
+                   {weight, ignore_index, reduction, label_smoothing, z_loss});
+    return empty_gradient(logits);
+  }
+
+  static Tensor kernel(const Tensor& grad, const Tensor& logits, const Tensor& target,
+                       const MaybeTensor& weight, const Tensor& state, int64_t ignore_index,
+                       LossReduction reduction, double label_smoothing, double z_loss) {
+    const LossCall call{weight, ignore_index, reduction, label_smoothing, z_loss};
+    check_backward(grad, logits, target, state, call);
+    if (logits.numel() == 0) return empty_gradient(logits);
+    const Tensor rows = class_rows(logits);
+    if (!rows.is_alias_of(logits)) {
+      // A copy that nothing else reads: the gradient takes its place.
+      run_backward("cross_entropy_backward", grad, rows, target, call, state, rows);
+      return classes_back(rows.view(classes_last(logits).sizes()));
+    }
+    Tensor found = empty_gradient(logits);
+    run_backward("cross_entropy_backward", grad, rows, target, call, state, class_rows(found));
+    return found;
+  }
+};
+
+// ---- the gradient in the memory of the logits ----
+
+/// Whether a tensor's memory may be written to directly: a trace, a transform or a subclass would
+/// not see it.
+bool is_plain(const Tensor& tensor) {
+  using Key = c10::DispatchKey;
+  constexpr c10::DispatchKeySet kWrapped{Key::Python, Key::Functionalize, Key::Batched,
+                                         Key::FuncTorchBatched, Key::FuncTorchGradWrapper};
+  return (tensor.is_cpu() || tensor.is_cuda()) && !tensor.key_set().has_any(kWrapped) &&
+         !c10::impl::TorchDispatchModeTLS::any_modes_set();
+}
+
+void check_overwritable(const Tensor& logits) {
+  if (!is_plain(logits) || logits.numel() == 0) return;
+  const MaybeTensor rows = rows_without_copy(classes_last(logits));
+  TORCH_CHECK(rows.has_value() && (rows->size(0) == 1 || rows->stride(0) >= rows->size(1)),
+              "torchkiln.", kName, ": inplace_backward: got logits of shape ", logits.sizes(),
+              " and strides ", logits.strides(),
+              ", expected rows of adjacent classes that do not overlap, for the gradient to be "
+              "written over them; call .contiguous(), or leave inplace_backward out");
+}
+
+/// Autograd's version of the logits goes up: a later use of their values is an error.
+Tensor overwrite(const Tensor& grad, const Tensor& logits, const Tensor& target,
+                 const Tensor& state, const LossCall& call) {
+  check_backward(grad, logits, target, state, call);
+  const Tensor found = logits.detach();  // shares the version counter
+  if (found.numel() > 0) {
+    const Tensor rows = class_rows(found);
+    run_backward(kName, grad, rows, target, call, state, rows);
+  }
+  found.unsafeGetTensorImpl()->bump_version();
+  return found;
+}
+
+// ---- the op ----
+
+Tensor output(const Tensor& logits, const Tensor& target, const LossCall& call,
+              const Options& options) {
+  return std::get<0>(forward_outputs(logits, target, call, options));
+}
+
+Tensor kernel(const Tensor& logits, const Tensor& target, const LossCall& call,
+              const Options& options) {
+  return std::get<0>(forward(logits, target, call, options));
+}
+
+Tensor composite(const Tensor& logits, const Tensor& target, const LossCall& call,
+                 const Options& options) {
+  check_loss(kName, logits, target, call, options.dtype);
+  if (!target.is_meta()) check_classes_if_asked(logits, target, call, options.check_target);
+  return composite_loss(logits, target, call, dtype_of_loss(logits, options.dtype));
+}
+
+Tensor recorded_loss(const Below& below, const Tensor& logits, const Tensor& target,
+                     const LossCall& call, const Options& options) {
+  auto [loss, state] =
+      below.call<Forward>(logits, target, call.weight, call.ignore_index, call.reduction,
+                          call.label_smoothing, call.z_loss, options.dtype, options.check_target);
+  if (options.inplace_backward) check_overwritable(logits);
+  LossCall numbers = call;
+  numbers.weight = std::nullopt;  // kept as a tensor
+  return record(
+      kName, {logits, target}, loss, keep(logits, target, state, tensor_or_undefined(call.weight)),
+      [numbers, dtype = loss.scalar_type(), in_place = options.inplace_backward](
+          const Incoming& in, const Kept<4>& kept) {
+        const auto& [logits, target, state, weight] = kept;
+        LossCall call = numbers;
+        call.weight = maybe(weight);
+        if (in.needs_composite()) {
+          TORCH_CHECK(!(in_place && at::GradMode::is_enabled()), "torchkiln.", kName,
+                      ": inplace_backward: got a backward with create_graph=True, expected one "
+                      "that is not differentiated again: it would need the logits that are "
+                      "overwritten; leave inplace_backward out");
+          return composite_gradients(in, std::array{logits, target}, [&](const auto& inputs) {
+            return composite_loss(inputs[0], inputs[1], call, dtype);
+          });
+        }
+        Tensor of_logits, of_target;
+        if (in.wants(1)) of_target = probability_gradient(in[0], logits, target, call);
+        if (in.wants(0)) {
+          of_logits = in_place && is_plain(in[0]) && is_plain(logits)
+                          ? overwrite(in[0], logits, target, state, call)
+                          : call_below<Backward>(in[0], logits, target, call.weight, state,
+                                                 call.ignore_index, call.reduction,
+                                                 call.label_smoothing, call.z_loss);
+        }
+        return variable_list{of_logits, of_target};
+      });
+}
+
+/// The functions above with the arguments of the schema.
+template <Tensor (*function)(const Tensor&, const Tensor&, const LossCall&, const Options&)>
+Tensor of_op(const Tensor& logits, const Tensor& target, const MaybeTensor& weight,
+             int64_t ignore_index, LossReduction reduction, double label_smoothing, double z_loss,
+             MaybeDtype dtype, bool check_target, bool inplace_backward) {
+  return function(logits, target, {weight, ignore_index, reduction, label_smoothing, z_loss},
+                  {dtype, check_target, inplace_backward});
+}
+
+struct Op {
+  static constexpr const char* kSchema =
+      "torchkiln::cross_entropy(Tensor logits, Tensor target, *, Tensor? weight=None, "
+      "int ignore_index=-100, str reduction='mean', float label_smoothing=0.0, float z_loss=0.0, "
+      "ScalarType? dtype=None, bool check_target=False, bool inplace_backward=False) -> Tensor";
+  static constexpr auto meta = of_op<output>;
+  static constexpr auto kernel = of_op<cross_entropy_ops::kernel>;
+  static constexpr auto composite = of_op<cross_entropy_ops::composite>;
+
+  static Tensor recorded(const Below& below, const Tensor& logits, const Tensor& target,
+                         const MaybeTensor& weight, int64_t ignore_index, LossReduction reduction,
+                         double label_smoothing, double z_loss, MaybeDtype dtype, bool check_target,
+                         bool inplace_backward) {
+    return recorded_loss(below, logits, target,
+                         {weight, ignore_index, reduction, label_smoothing, z_loss},
+                         {dtype, check_target, inplace_backward});
+  }
+
+  /// The loss of half precision stays in float32, with the logits read as they are, unless a dtype
+  /// is asked for. Probabilities and logits of different dtypes meet in the wider one.
+  static Tensor autocast(const Autocast&, const Tensor& logits, const Tensor& target,
+                         const MaybeTensor& weight, int64_t ignore_index, LossReduction reduction,
+                         double label_smoothing, double z_loss, MaybeDtype dtype, bool check_target,
+                         bool inplace_backward) {
+    check_tensors(kName, {{"logits", logits}, {"target", target}});
+    const at::ScalarType left = logits.scalar_type(), right = target.scalar_type();
+    if (is_half(left) && !dtype.has_value()) dtype = at::kFloat;
+    const bool differ = is_supported_dtype(left) && is_supported_dtype(right) && left != right;
+    const at::ScalarType wider = differ ? at::promote_types(left, right) : left;
+    return call<Op>(logits.to(wider), differ ? target.to(wider) : target, weight, ignore_index,
+                    reduction, label_smoothing, z_loss, dtype, check_target, inplace_backward);
+  }
+};
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(torchkiln, m) { define<Forward, Backward, Op>(m); }
+
+}  // namespace torchkiln::cross_entropy_ops
+
+namespace torchkiln {
+
+at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& target,
+                         const CrossEntropyOptions& options) {
+  return call<cross_entropy_ops::Op>(
+      logits, target, options.weight, options.ignore_index,
+      InSchema<LossReduction>::read("cross_entropy", options.reduction), options.label_smoothing,
+      options.z_loss, options.dtype, options.check_target, options.inplace_backward);
+}
+
+}  // namespace torchkiln

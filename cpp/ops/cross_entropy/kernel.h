@@ -1,0 +1,184 @@
+#pragma once
+
+// From the tensors of a cross-entropy to the argument structs of the kernels, and the launches.
+
+#include <ATen/ATen.h>
+#include <ATen/functorch/BatchedTensorImpl.h>
+
+#include <algorithm>
+#include <atomic>
+
+#include "cross_entropy/call.h"
+#include "detail/rows_view.h"
+#include "torchkiln/kernels/cross_entropy.h"
+#include "torchkiln/torch/elementwise.h"
+#include "torchkiln/torch/launch.h"
+
+namespace torchkiln {
+
+/// [rows, classes] with adjacent classes: a view wherever the strides allow one, else a copy.
+inline at::Tensor class_rows(const at::Tensor& tensor) {
+  const at::Tensor last = classes_last(tensor);
+  if (auto view = rows_without_copy(last)) return *view;
+  trace::note("copied: the classes of a row are not adjacent in strides ", tensor.strides());
+  return last.contiguous().view({-1, last.size(-1)});
+}
+
+inline int64_t row_count(const at::Tensor& logits) {
+  return logits.numel() / logits.size(class_dim(logits));
+}
+
+/// What backward needs of each row, in one tensor of the compute type: the logarithms of the sums
+/// of exponentials, the masses and the target weights of all rows; then, of a mean, its divisor.
+inline c10::SymInt state_size(const at::Tensor& logits, LossReduction reduction) {
+  const c10::SymInt rows = logits.sym_numel() / logits.sym_size(class_dim(logits));
+  return rows * 3 + (reduction == LossReduction::mean ? 1 : 0);
+}
+
+struct RowState {
+  void* log_sum_exp;
+  void* mass;
+  void* target_weight;
+  void* divisor;  // null unless mean
+};
+
+inline RowState row_state(const at::Tensor& state, int64_t rows, LossReduction reduction) {
+  char* first = static_cast<char*>(state.data_ptr());
+  const int64_t bytes = rows * static_cast<int64_t>(state.element_size());
+  const bool mean = reduction == LossReduction::mean;
+  return {first, first + bytes, first + 2 * bytes, mean ? first + 3 * bytes : nullptr};
+}
+
+/// The tensor that torch.func.vmap maps over.
+inline at::Tensor unbatched(at::Tensor tensor) {
+  while (auto* batched = at::functorch::maybeGetBatchedImpl(tensor)) tensor = batched->value();
+  return tensor;
+}
+
+/// Refuses the first target that is no class, in words that name it; waits for the device.
+inline void check_classes(const char* op, const at::Tensor& target, int64_t classes,
+                          int64_t ignore_index) {
+  const at::Tensor all = unbatched(target);
+  const at::Tensor bad = all.ne(ignore_index).logical_and(all.lt(0).logical_or(all.ge(classes)));
+  if (!bad.any().item<bool>()) return;
+  TORCH_CHECK_INDEX(false, "torchkiln.", op, ": target: got ",
+                    all.masked_select(bad)[0].item<int64_t>(), ", expected one of ", classes,
+                    " classes, 0 to ", classes - 1, ", or ignore_index, ", ignore_index);
+}
+
+/// The target as the kernels read it, and what they read it from.
+struct TargetView {
+  ClassTarget arguments{};
+  at::Tensor target;
+  at::Tensor weight;
+};
+
+inline TargetView view_target(const at::Tensor& target, const LossCall& call,
+                              at::ScalarType compute) {
+  TargetView view;
+  view.arguments.ignore_index = call.ignore_index;
+  view.arguments.label_smoothing = call.label_smoothing;
+  if (target.scalar_type() == at::kLong) {
+    view.target = target.contiguous();
+    view.arguments.index = view.target.const_data_ptr<int64_t>();
+  } else {
+    view.target = class_rows(target);
+    view.arguments.probabilities = view.target.const_data_ptr();
+    view.arguments.probabilities_row_stride = view.target.stride(0);
+  }
+  if (call.weight.has_value()) {
+    view.weight = call.weight->to(compute).contiguous();
+    view.arguments.weight = view.weight.const_data_ptr();
+  }
+  return view;
+}
+
+/// Rows whose elements outweigh the hand-over to another thread.
+inline int64_t row_grain(int64_t classes) { return std::max<int64_t>((1 << 13) / classes, 1); }
+
+/// The loss and the state of each row.
+inline void run_forward(const char* op, const at::Tensor& logits, const at::Tensor& target,
+                        const LossCall& call, const at::Tensor& losses, const at::Tensor& state) {
+  const at::Tensor rows = class_rows(logits);
+  const TargetView view = view_target(target, call, state.scalar_type());
+  const RowState kept = row_state(state, rows.size(0), call.reduction);
+  CrossEntropy arguments{};
+  arguments.logits = rows.const_data_ptr();
+  arguments.dtype = dtype_of(rows);
+  arguments.target = view.arguments;
+  arguments.z_loss = call.z_loss;
+  arguments.rows = rows.size(0);
+  arguments.classes = rows.size(1);
+  arguments.row_stride = rows.stride(0);
+  arguments.loss = losses.data_ptr();
+  arguments.log_sum_exp = kept.log_sum_exp;
+  arguments.mass = kept.mass;
+  arguments.target_weight = kept.target_weight;
+  std::atomic<const char*> error{nullptr};  // of the CPU, which does not know the value
+  launch(
+      op, rows, arguments.rows, row_grain(arguments.classes),
+      [&](auto stream) { return cuda::cross_entropy(arguments, stream); },
+      [&](int64_t begin, int64_t end) {
+        const Status status = cpu::cross_entropy(arguments, begin, end);
+        if (!status.ok()) error = status.error;
+        return Status{};
+      });
+  if (error == nullptr) return;
+  if (view.arguments.index != nullptr) {
+    check_classes(op, view.target, arguments.classes, call.ignore_index);
+  }
+  check_status(op, Status{error});
+}
+
+/// The sum of the losses, or their mean and its divisor.
+inline void run_sum(const char* op, const at::Tensor& logits, const LossCall& call,
+                    const at::Tensor& losses, const at::Tensor& state, const at::Tensor& out) {
+  const RowState kept = row_state(state, losses.numel(), call.reduction);
+  LossSum arguments{};
+  arguments.loss = losses.const_data_ptr();
+  arguments.target_weight = kept.target_weight;
+  arguments.dtype = dtype_of(logits);
+  arguments.rows = losses.numel();
+  arguments.mean = call.reduction == LossReduction::mean;
+  arguments.out = out.data_ptr();
+  arguments.out_dtype = dtype_of(out);
+  arguments.divisor = kept.divisor;
+  launch(
+      op, logits, 1, 1, [&](auto stream) { return cuda::loss_sum(arguments, stream); },
+      [&](int64_t, int64_t) { return cpu::loss_sum(arguments); });
+}
+
+/// The gradient of the logits, which are given as rows, into `out`, which may be they.
+inline void run_backward(const char* op, const at::Tensor& grad, const at::Tensor& rows,
+                         const at::Tensor& target, const LossCall& call, const at::Tensor& state,
+                         const at::Tensor& out) {
+  const TargetView view = view_target(target, call, state.scalar_type());
+  const RowState kept = row_state(state, rows.size(0), call.reduction);
+  const bool each = call.reduction == LossReduction::none;
+  const at::Tensor grads = each ? grad.reshape({rows.size(0)}) : grad;
+  CrossEntropyBackward arguments{};
+  arguments.grad = grads.const_data_ptr();
+  arguments.grad_dtype = dtype_of(grads);
+  arguments.grad_stride = each ? grads.stride(0) : 0;
+  arguments.divisor = kept.divisor;
+  arguments.logits = rows.const_data_ptr();
+  arguments.dtype = dtype_of(rows);
+  arguments.target = view.arguments;
+  arguments.z_loss = call.z_loss;
+  arguments.rows = rows.size(0);
+  arguments.classes = rows.size(1);
+  arguments.row_stride = rows.stride(0);
+  arguments.log_sum_exp = kept.log_sum_exp;
+  arguments.mass = kept.mass;
+  arguments.target_weight = kept.target_weight;
+  arguments.grad_logits = out.data_ptr();
+  arguments.grad_logits_row_stride = out.stride(0);
+  launch(
+      op, rows, arguments.rows, row_grain(arguments.classes),
+      [&](auto stream) { return cuda::cross_entropy_backward(arguments, stream); },
+      [&](int64_t begin, int64_t end) {
+        return cpu::cross_entropy_backward(arguments, begin, end);
+      });
+}
+
+}  // namespace torchkiln

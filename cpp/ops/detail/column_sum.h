@@ -1,0 +1,22 @@
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <numeric>
+
+namespace torchkiln {
+
+/// The dimensions begin <= d < end.
+inline c10::SmallVector<int64_t, 8> dims_between(int64_t begin, int64_t end) {
+  c10::SmallVector<int64_t, 8> dims(end - begin);
+  std::iota(dims.begin(), dims.end(), begin);
+  return dims;
+}
+
+/// The sum over all dimensions but the last `kept`, by torch's op.
+inline at::Tensor sum_to_last(const at::Tensor& tensor, int64_t kept, at::ScalarType dtype) {
+  if (tensor.dim() == kept) return tensor.to(dtype);
+  return at::sum(tensor, dims_between(0, tensor.dim() - kept), /*keepdim=*/false, dtype);
+}
+
+}  // namespace torchkiln

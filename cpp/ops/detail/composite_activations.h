@@ -1,0 +1,74 @@
+#pragma once
+
+// The activations as torch knows them: by name in schemas, and in torch's own ops.
+
+#include <ATen/ATen.h>
+
+#include <string>
+
+#include "torchkiln/core/activations.h"
+#include "torchkiln/torch/op.h"
+
+namespace torchkiln {
+
+inline const char* name_of(Activation activation) {
+  const char* name = "";
+  with_activation(activation, [&](auto tag) { name = decltype(tag)::type::kName; }, Activations{});
+  return name;
+}
+
+inline Activation find_activation(const char* op, std::string_view name) {
+  std::optional<Activation> found;
+  std::string known;
+  for_each_activation(
+      [&](auto tag) {
+        using Act = typename decltype(tag)::type;
+        if (name == Act::kName) found = kActivation<Act>;
+      },
+      Activations{});
+  if (found) return *found;
+  for_each_activation(
+      [&](auto tag) {
+        known += std::string(known.empty() ? "" : ", ") + decltype(tag)::type::kName;
+      },
+      Activations{});
+  TORCH_CHECK_VALUE(false, "torchkiln.", op, ": act: got '", name, "', expected one of ", known);
+}
+
+/// A schema has an activation as a word.
+template <>
+struct InSchema<Activation> {
+  using Type = c10::string_view;
+  static Activation read(const char* op, c10::string_view name) {
+    return find_activation(op, name);
+  }
+  static c10::string_view write(Activation activation) { return name_of(activation); }
+};
+
+/// activation(z) in torch's own ops.
+inline at::Tensor composite_activation(Activation activation, const at::Tensor& z) {
+  if (activation == kActivation<Square>) return z * z;
+  if (activation == kActivation<Relu>) return at::relu(z);
+  if (activation == kActivation<Gelu>) return at::gelu(z);
+  if (activation == kActivation<GeluTanh>) return at::gelu(z, "tanh");
+  if (activation == kActivation<Silu>) return at::silu(z);
+  if (activation == kActivation<Sigmoid>) return at::sigmoid(z);
+  if (activation == kActivation<Tanh>) return at::tanh(z);
+  TORCH_INTERNAL_ASSERT(activation == kActivation<None>);
+  return z;
+}
+
+/// out = activation(x), of checked tensors of one shape; `out` may be x. `overlaps`: whether the
+/// kernel may start while the one before it still runs.
+void run_activation(const char* op, Activation activation, const at::Tensor& out,
+                    const at::Tensor& x, bool overlaps = true);
+
+/// The gradient for x of activation(x); `saved` is x or the output, as saved_by(activation) says.
+struct ActivationBackward {
+  static constexpr const char* kSchema =
+      "torchkiln::activation_backward(Tensor grad, Tensor saved, str act) -> Tensor";
+  static at::Tensor meta(const at::Tensor& grad, const at::Tensor& saved, Activation act);
+  static at::Tensor kernel(const at::Tensor& grad, const at::Tensor& saved, Activation act);
+};
+
+}  // namespace torchkiln

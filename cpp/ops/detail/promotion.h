@@ -1,0 +1,113 @@
+#pragma once
+
+// Torch's rules for elementwise operands: broadcasting, dtype promotion, 0-dimensional tensors of
+// the CPU beside any device, and the layout of the result.
+
+#include <ATen/ATen.h>
+#include <ATen/ExpandUtils.h>
+#include <ATen/native/TypeProperties.h>
+
+#include <string>
+
+#include "torchkiln/torch/checks.h"
+#include "torchkiln/torch/note.h"
+
+namespace torchkiln {
+
+/// A number as torch wraps it.
+inline bool is_cpu_scalar(const at::Tensor& tensor) { return tensor.dim() == 0 && tensor.is_cpu(); }
+
+namespace detail {
+template <class Word>
+std::string join(Operands operands, const char* last, const Word& word) {
+  std::string text;
+  size_t i = 0;
+  for (const Operand& operand : operands) {
+    if (i > 0) text += i + 1 == operands.size() ? last : ", ";
+    text += word(operand);
+    ++i;
+  }
+  return text;
+}
+}  // namespace detail
+
+/// Checks devices and dtypes; the dtype that all promote to.
+inline at::ScalarType check_promotion(const char* op, Operands operands) {
+  for (const Operand& operand : operands) check_tensor(op, operand.name, operand.tensor);
+  const Operand* first = operands.begin();
+  for (const Operand& operand : operands) {
+    // A number beside a CUDA tensor follows it.
+    if (operand.tensor.device() == first->tensor.device()) continue;
+    if (is_cpu_scalar(operand.tensor) && first->tensor.is_cuda()) continue;
+    if (is_cpu_scalar(first->tensor) && operand.tensor.is_cuda()) {
+      first = &operand;
+      continue;
+    }
+    check_same_device(op, operand.name, operand.tensor, first->name, first->tensor);
+  }
+  at::native::ResultTypeState state;
+  for (const Operand& operand : operands)
+    state = at::native::update_result_type_state(operand.tensor, state);
+  const at::ScalarType dtype = at::native::result_type(state);
+  TORCH_CHECK(is_supported_dtype(dtype), "torchkiln.", op, ": ",
+              detail::join(operands, ", ", [](const Operand& o) { return std::string(o.name); }),
+              ": got dtypes ",
+              detail::join(operands, " and ",
+                           [](const Operand& o) { return dtype_name(o.tensor.scalar_type()); }),
+              ", which promote to ", dtype_name(dtype), ", expected ", kSupportedDtypes);
+  return dtype;
+}
+
+/// The shape that all broadcast to.
+inline c10::SymDimVector check_broadcast(const char* op, Operands operands) {
+  c10::SymDimVector shape(operands.begin()->tensor.sym_sizes());
+  std::string before = operands.begin()->name;
+  for (const Operand* operand = operands.begin() + 1; operand != operands.end(); ++operand) {
+    const c10::SymIntArrayRef other = operand->tensor.sym_sizes();
+    if (!other.equals(shape)) {
+      const size_t common = std::min(shape.size(), other.size());
+      for (size_t d = 1; d <= common; ++d) {
+        const c10::SymInt& left = shape[shape.size() - d];
+        const c10::SymInt& right = other[other.size() - d];
+        TORCH_CHECK(left == right || left == 1 || right == 1, "torchkiln.", op, ": ", operand->name,
+                    ": got shape ", other, ", expected one that broadcasts with ", before,
+                    " of shape ", c10::SymIntArrayRef(shape));
+      }
+      shape = at::infer_size_symdimvector(shape, other);
+    }
+    before += std::string(" and ") + operand->name;
+  }
+  return shape;
+}
+
+/// The checked, empty output; on Meta and symbolic tensors, too. It keeps the layout of the first
+/// operand that has its shape and is dense, as torch's elementwise ops do.
+inline at::Tensor promoted_output(const char* op, Operands operands) {
+  const at::ScalarType dtype = check_promotion(op, operands);
+  const c10::SymDimVector shape = check_broadcast(op, operands);
+  const at::Tensor* placed = &operands.begin()->tensor;
+  for (const Operand& operand : operands)
+    if (is_cpu_scalar(*placed)) placed = &operand.tensor;
+  const at::TensorOptions options = placed->options().dtype(dtype);
+  for (const Operand& operand : operands) {
+    const at::Tensor& tensor = operand.tensor;
+    if (tensor.sym_sizes().equals(shape) && tensor.is_non_overlapping_and_dense())
+      return at::empty_like(tensor, options);
+  }
+  return at::empty_symint(shape, options);
+}
+
+/// An operand as the kernels read it: on the output's device and of a dtype they know. A number
+/// keeps the precision that is computed in, and goes to the device as a kernel's argument, without
+/// a wait.
+inline at::Tensor readable(const at::Tensor& input, const at::Tensor& out) {
+  if (input.device() != out.device()) {
+    const at::ScalarType compute = compute_dtype(out.scalar_type());
+    return at::full({}, input.item(), out.options().dtype(compute));
+  }
+  if (is_supported_dtype(input.scalar_type())) return input;
+  trace::note("cast: no kernel reads ", dtype_name(input.scalar_type()));
+  return input.to(out.scalar_type());
+}
+
+}  // namespace torchkiln

@@ -1,0 +1,213 @@
+#include "detail/rows_view.h"
+#include "norm/norm.h"
+#include "torchkiln/kernels/norm.h"
+#include "torchkiln/torch/checks.h"
+#include "torchkiln/torch/elementwise.h"
+#include "torchkiln/torch/empty.h"
+#include "torchkiln/torch/launch.h"
+
+namespace torchkiln::norm_ops {
+namespace {
+
+void check_shape(const Call& call) {
+  const auto dims = static_cast<int64_t>(call.shape.size());
+  TORCH_CHECK(dims >= 1, "torchkiln.", call.op(),
+              ": normalized_shape: got [], expected at least 1 dimension");
+  TORCH_CHECK(dims <= call.x.dim(), "torchkiln.", call.op(), ": normalized_shape: got ", call.shape,
+              ", expected the last sizes of x, which has shape ", call.x.sym_sizes());
+  const c10::SymIntArrayRef last = call.x.sym_sizes().slice(call.x.dim() - dims);
+  TORCH_CHECK(call.shape.equals(last), "torchkiln.", call.op(), ": normalized_shape: got ",
+              call.shape, ", expected ", last, ", the last ",
+              dims == 1 ? std::string("dimension") : c10::str(dims, " dimensions"), " of x");
+}
+
+void check_parameter(const Call& call, const char* name, const MaybeTensor& parameter) {
+  if (!parameter) return;
+  check_tensors(call.op(), {{"x", call.x}, {name, *parameter}});
+  check_parameter_dtype(call.op(), name, parameter->scalar_type(), "x", call.x.scalar_type());
+  TORCH_CHECK(parameter->sym_sizes().equals(call.shape), "torchkiln.", call.op(), ": ", name,
+              ": got shape ", parameter->sym_sizes(), ", expected ", call.shape,
+              ", the normalized_shape");
+}
+
+void check(const Call& call) {
+  check_tensor(call.op(), "x", call.x);
+  check_dtype(call.op(), "x", call.x);
+  if (call.residual) check_like(call.op(), "residual", *call.residual, "x", call.x);
+  check_shape(call);
+  check_parameter(call, "weight", call.weight);
+  check_parameter(call, "bias", call.bias);
+  if (call.weight && call.bias)
+    check_same_dtype(call.op(), "bias", *call.bias, "weight", *call.weight);
+  TORCH_CHECK_VALUE(call.eps > 0, "torchkiln.", call.op(), ": eps: got ", call.eps,
+                    ", expected a number greater than 0");
+}
+
+Tensor contiguous(const MaybeTensor& tensor) { return tensor ? tensor->contiguous() : Tensor(); }
+
+const void* data(const Tensor& tensor) {
+  return tensor.defined() ? tensor.const_data_ptr() : nullptr;
+}
+
+/// rstd, which comes last in the statistics.
+void* rstd_of(const Tensor& stats, int64_t rows) {
+  const auto bytes = (stats.size(0) - 1) * rows * static_cast<int64_t>(stats.itemsize());
+  return static_cast<char*>(stats.data_ptr()) + bytes;
+}
+
+}  // namespace
+
+Three outputs(const Call& call, bool wants_stats) {
+  check(call);
+  Tensor stats;
+  if (wants_stats) {
+    const auto leading = call.x.dim() - static_cast<int64_t>(call.shape.size());
+    c10::SymDimVector sizes{call.centered ? 2 : 1};
+    for (int64_t d = 0; d < leading; ++d) sizes.push_back(call.x.sym_size(d));
+    stats = empty_of(sizes, call.x.options().dtype(compute_dtype(call.x.scalar_type())));
+  }
+  return {empty_contiguous(call.x), call.residual ? empty_contiguous(call.x) : Tensor(), stats};
+}
+
+Three run(const Call& call, bool wants_stats) {
+  auto [y, sum, stats] = outputs(call, wants_stats);
+  if (y.numel() == 0) return {y, sum, stats};
+  const int64_t columns =
+      c10::multiply_integers(y.sizes().slice(y.dim() - static_cast<int64_t>(call.shape.size())));
+  const int64_t rows = y.numel() / columns;
+  const RowsView x = view_as_rows(call.x, rows, columns);
+  const RowsView residual = call.residual ? view_as_rows(*call.residual, rows, columns) : x;
+  const Tensor weight = contiguous(call.weight);
+  const Tensor bias = contiguous(call.bias);
+  const Tensor& parameter = weight.defined() ? weight : bias.defined() ? bias : y;
+  Norm arguments{};
+  arguments.x = x.tensor.const_data_ptr();
+  arguments.residual = call.residual ? residual.tensor.const_data_ptr() : nullptr;
+  arguments.weight = data(weight);
+  arguments.bias = data(bias);
+  arguments.y = y.data_ptr();
+  arguments.sum = call.residual ? sum.data_ptr() : nullptr;
+  if (wants_stats) {
+    arguments.rstd = rstd_of(stats, rows);
+    if (call.centered) arguments.mean = stats.data_ptr();
+  }
+  arguments.dtype = dtype_of(y);
+  arguments.weight_dtype = dtype_of(parameter);
+  arguments.centered = call.centered;
+  arguments.eps = call.eps;
+  arguments.weight_offset = call.offset;
+  arguments.rows = rows;
+  arguments.columns = columns;
+  arguments.x_row_stride = x.stride;
+  arguments.residual_row_stride = residual.stride;
+  launch(
+      call.op(), y, rows, std::max<int64_t>(1, kElementwiseGrain / columns),
+      [&](auto stream) { return cuda::norm(arguments, stream); },
+      [&](int64_t begin, int64_t end) { return cpu::norm(arguments, begin, end); });
+  return {y, sum, stats};
+}
+
+Two Forward::meta(const Tensor& x, c10::SymIntArrayRef shape, const MaybeTensor& weight,
+                  const MaybeTensor& bias, double eps, double offset, bool centered) {
+  auto [y, sum, stats] =
+      outputs({x, nullptr, shape, weight, bias, eps, offset, centered}, /*wants_stats=*/true);
+  return {y, stats};
+}
+
+Two Forward::kernel(const Tensor& x, c10::SymIntArrayRef shape, const MaybeTensor& weight,
+                    const MaybeTensor& bias, double eps, double offset, bool centered) {
+  auto [y, sum, stats] =
+      run({x, nullptr, shape, weight, bias, eps, offset, centered}, /*wants_stats=*/true);
+  return {y, stats};
+}
+
+Three AddForward::meta(const Tensor& x, const Tensor& residual, c10::SymIntArrayRef shape,
+                       const MaybeTensor& weight, const MaybeTensor& bias, double eps,
+                       double offset, bool centered) {
+  return outputs({x, &residual, shape, weight, bias, eps, offset, centered}, /*wants_stats=*/true);
+}
+
+Three AddForward::kernel(const Tensor& x, const Tensor& residual, c10::SymIntArrayRef shape,
+                         const MaybeTensor& weight, const MaybeTensor& bias, double eps,
+                         double offset, bool centered) {
+  return run({x, &residual, shape, weight, bias, eps, offset, centered}, /*wants_stats=*/true);
+}
+
+Three Backward::meta(const Tensor& grad, const MaybeTensor& grad_sum, const Tensor& z,
+                     const Tensor& stats, const MaybeTensor& weight, double,
+                     at::ScalarType weight_dtype, Wanted wanted) {
+  constexpr const char* kName = "norm_backward";
+  check_tensor(kName, "grad", grad);
+  check_dtype(kName, "grad", grad);
+  check_like(kName, "z", z, "grad", grad);
+  if (grad_sum) check_like(kName, "grad_sum", *grad_sum, "grad", grad);
+  check_same_device(kName, "stats", stats, "grad", grad);
+  const int64_t leading = stats.dim() - 1;
+  const at::ScalarType compute = compute_dtype(grad.scalar_type());
+  TORCH_CHECK(leading >= 0 && leading < grad.dim() && stats.scalar_type() == compute &&
+                  stats.is_contiguous() && (stats.sym_size(0) == 1 || stats.sym_size(0) == 2) &&
+                  stats.sym_sizes().slice(1).equals(grad.sym_sizes().slice(0, leading)),
+              "torchkiln.", kName, ": stats: got ", dtype_name(stats.scalar_type()), " ",
+              stats.sym_sizes(), ", expected those of the forward, ", dtype_name(compute),
+              " [1 or 2, leading sizes of grad]");
+  const c10::SymIntArrayRef shape = grad.sym_sizes().slice(leading);
+  check_parameter_dtype(kName, "weight_dtype", weight_dtype, "grad", grad.scalar_type());
+  if (weight) {
+    check_same_device(kName, "weight", *weight, "grad", grad);
+    TORCH_CHECK(weight->scalar_type() == weight_dtype && weight->sym_sizes().equals(shape),
+                "torchkiln.", kName, ": weight: got ", dtype_name(weight->scalar_type()), " ",
+                weight->sym_sizes(), ", expected the ", dtype_name(weight_dtype), " ", shape,
+                " of the forward");
+  }
+  const at::TensorOptions parameter = grad.options().dtype(weight_dtype);
+  return {wanted[0] ? empty_contiguous(grad) : no_output(grad),
+          wanted[1] ? empty_of(shape, parameter) : no_output(grad),
+          wanted[2] ? empty_of(shape, parameter) : no_output(grad)};
+}
+
+Three Backward::kernel(const Tensor& grad, const MaybeTensor& grad_sum, const Tensor& z,
+                       const Tensor& stats, const MaybeTensor& weight, double offset,
+                       at::ScalarType weight_dtype, Wanted wanted) {
+  auto [grad_x, grad_weight, grad_bias] =
+      meta(grad, grad_sum, z, stats, weight, offset, weight_dtype, wanted);
+  if (grad.numel() == 0) return {grad_x, grad_weight.zero_(), grad_bias.zero_()};
+  if (!wanted[0] && !wanted[1] && !wanted[2]) return {grad_x, grad_weight, grad_bias};
+
+  const bool centered = stats.size(0) == 2;
+  const int64_t rows = stats.numel() / stats.size(0);
+  const int64_t columns = grad.numel() / rows;
+  const RowsView grad_rows = view_as_rows(grad, rows, columns);
+  const RowsView z_rows = view_as_rows(z, rows, columns);
+  const RowsView sum_rows = grad_sum ? view_as_rows(*grad_sum, rows, columns) : grad_rows;
+  const Tensor weights = contiguous(weight);
+  NormBackward arguments{};
+  arguments.grad = grad_rows.tensor.const_data_ptr();
+  arguments.grad_sum = grad_sum ? sum_rows.tensor.const_data_ptr() : nullptr;
+  arguments.z = z_rows.tensor.const_data_ptr();
+  arguments.weight = data(weights);
+  arguments.mean = centered ? stats.const_data_ptr() : nullptr;
+  arguments.rstd = rstd_of(stats, rows);
+  arguments.grad_x = wanted[0] ? grad_x.data_ptr() : nullptr;
+  arguments.grad_weight = wanted[1] ? grad_weight.data_ptr() : nullptr;
+  arguments.grad_bias = wanted[2] ? grad_bias.data_ptr() : nullptr;
+  arguments.dtype = dtype_of(grad);
+  arguments.weight_dtype = dtype_of(weight_dtype);
+  arguments.centered = centered;
+  arguments.weight_offset = offset;
+  arguments.rows = rows;
+  arguments.columns = columns;
+  arguments.grad_row_stride = grad_rows.stride;
+  arguments.grad_sum_row_stride = sum_rows.stride;
+  arguments.z_row_stride = z_rows.stride;
+  launch_split(
+      "norm_backward", grad, arguments, kElementwiseGrain / 64,
+      [&] { return cpu::split(arguments); },
+      [&](Allocate allocate, auto stream) {
+        return cuda::norm_backward(arguments, allocate, stream);
+      },
+      [&](int64_t begin, int64_t end) { return cpu::norm_backward(arguments, begin, end); },
+      [&](int64_t begin, int64_t end) { return cpu::norm_backward_finish(arguments, begin, end); });
+  return {grad_x, grad_weight, grad_bias};
+}
+
+}  // namespace torchkiln::norm_ops

@@ -1,0 +1,216 @@
+#include "norm/norm.h"
+
+#include <limits>
+
+#include "detail/column_sum.h"
+#include "torchkiln/torch/checks.h"
+#include "torchkiln/torch/ops.h"
+
+namespace torchkiln::norm_ops {
+namespace {
+
+using c10::SymIntArrayRef;
+
+/// (z - mean) * rstd * (weight + offset) + bias over the last `dims` dimensions, in torch's own ops
+/// and in the type of `z`, which is the compute type.
+Tensor composite_norm(const Tensor& z, int64_t dims, const Tensor& weight, const Tensor& bias,
+                      double eps, double offset, bool centered) {
+  const auto last = dims_between(z.dim() - dims, z.dim());
+  const Tensor from = centered ? z - z.mean(last, /*keepdim=*/true) : z;
+  Tensor y = from * ((from * from).mean(last, /*keepdim=*/true) + eps).rsqrt();
+  if (weight.defined()) y = y * (weight.to(z.scalar_type()) + offset);
+  if (bias.defined()) y = y + bias.to(z.scalar_type());
+  return y;
+}
+
+Two composite(const Call& call) {
+  outputs(call, /*wants_stats=*/false);  // checks
+  const at::ScalarType dtype = call.x.scalar_type();
+  const Tensor sum = call.residual ? call.x + *call.residual : Tensor();
+  const Tensor z = (call.residual ? sum : call.x).to(compute_dtype(dtype));
+  const Tensor y =
+      composite_norm(z, static_cast<int64_t>(call.shape.size()), tensor_or_undefined(call.weight),
+                     tensor_or_undefined(call.bias), call.eps, call.offset, call.centered);
+  return {y.to(dtype), sum};
+}
+
+/// The results of a call that is recorded: y, and the sum where there is a residual. Backward keeps
+/// z (x or the sum), the statistics of each row, and the parameters.
+Two recorded(const Below& below, const Call& call) {
+  const Tensor weight = tensor_or_undefined(call.weight);
+  const Tensor bias = tensor_or_undefined(call.bias);
+  const at::ScalarType weight_dtype = weight.defined() ? weight.scalar_type()
+                                      : bias.defined() ? bias.scalar_type()
+                                                       : call.x.scalar_type();
+  // The gradients of z, weight and bias; z has the gradient of the sum added.
+  const auto gradients = [=, dims = static_cast<int64_t>(call.shape.size()), eps = call.eps,
+                          offset = call.offset, centered = call.centered](
+                             const Incoming& in, const Tensor& grad_sum, const Kept<4>& kept,
+                             const Backward::Wanted& wanted) {
+    const auto& [z, stats, weight, bias] = kept;
+    if (!in.needs_composite()) {
+      auto [grad_z, grad_weight, grad_bias] = call_below<Backward>(
+          in[0], maybe(grad_sum), z, stats, maybe(weight), offset, weight_dtype, wanted);
+      return variable_list{wanted[0] ? grad_z : Tensor(), wanted[1] ? grad_weight : Tensor(),
+                           wanted[2] ? grad_bias : Tensor()};
+    }
+    const at::ScalarType compute = compute_dtype(z.scalar_type());
+    variable_list found = composite_gradients(
+        in, std::array{z.to(compute), weight, bias}, wanted, [&](const auto& inputs) {
+          return composite_norm(inputs[0], dims, inputs[1], inputs[2], eps, offset, centered)
+              .to(z.scalar_type());
+        });
+    if (grad_sum.defined() && wanted[0]) found[0] = found[0] + grad_sum.to(compute);
+    if (wanted[0]) found[0] = found[0].to(z.scalar_type());
+    return found;
+  };
+  if (!call.residual) {
+    auto [y, stats] = below.call<Forward>(call.x, call.shape, call.weight, call.bias, call.eps,
+                                          call.offset, call.centered);
+    return {record(call.op(), {call.x, weight, bias}, y, keep(call.x, stats, weight, bias),
+                   [=](const Incoming& in, const Kept<4>& kept) {
+                     return gradients(in, Tensor(), kept, {in.wants(0), in.wants(1), in.wants(2)});
+                   }),
+            Tensor()};
+  }
+  auto [y, sum, stats] = below.call<AddForward>(call.x, *call.residual, call.shape, call.weight,
+                                                call.bias, call.eps, call.offset, call.centered);
+  return record(call.op(), {call.x, *call.residual, weight, bias}, Two{y, sum},
+                keep(sum, stats, weight, bias), [=](const Incoming& in, const Kept<4>& kept) {
+                  // x and residual have one gradient. Where y is not used, it is that of the sum.
+                  if (!in[0].defined()) return variable_list{in[1], in[1], Tensor(), Tensor()};
+                  const variable_list found = gradients(
+                      in, in[1], kept, {in.wants(0) || in.wants(1), in.wants(2), in.wants(3)});
+                  return variable_list{found[0], found[0], found[1], found[2]};
+                });
+}
+
+/// Half precision is computed in float32.
+double default_eps(const Tensor& x) {
+  return x.defined() && x.scalar_type() == at::kDouble ? std::numeric_limits<double>::epsilon()
+                                                       : std::numeric_limits<float>::epsilon();
+}
+
+const MaybeTensor kNone;
+
+// The four ops are one function, of a Call.
+
+Call layer_norm_call(const Tensor& x, const Tensor* residual, SymIntArrayRef shape,
+                     const MaybeTensor& weight, const MaybeTensor& bias, double eps) {
+  return {x, residual, shape, weight, bias, eps, /*offset=*/0, /*centered=*/true};
+}
+Call rms_norm_call(const Tensor& x, const Tensor* residual, SymIntArrayRef shape,
+                   const MaybeTensor& weight, std::optional<double> eps, double offset) {
+  return {x,
+          residual,
+          shape,
+          weight,
+          kNone,
+          eps.value_or(default_eps(x)),
+          offset,
+          /*centered=*/false};
+}
+
+/// An op without a residual: `make` builds the Call from x and Args.
+template <class Derived, class... Args>
+struct NormOp {
+  static Tensor meta(const Tensor& x, Args... args) {
+    return std::get<0>(outputs(Derived::make(x, nullptr, args...), /*wants_stats=*/false));
+  }
+  static Tensor kernel(const Tensor& x, Args... args) {
+    return std::get<0>(run(Derived::make(x, nullptr, args...), /*wants_stats=*/false));
+  }
+  static Tensor composite(const Tensor& x, Args... args) {
+    return std::get<0>(norm_ops::composite(Derived::make(x, nullptr, args...)));
+  }
+  static Tensor recorded(const Below& below, const Tensor& x, Args... args) {
+    return std::get<0>(norm_ops::recorded(below, Derived::make(x, nullptr, args...)));
+  }
+};
+
+/// The same with a residual, which returns the sum, too.
+template <class Derived, class... Args>
+struct AddNormOp {
+  static Two meta(const Tensor& x, const Tensor& residual, Args... args) {
+    auto [y, sum, stats] = outputs(Derived::make(x, &residual, args...), /*wants_stats=*/false);
+    return {y, sum};
+  }
+  static Two kernel(const Tensor& x, const Tensor& residual, Args... args) {
+    auto [y, sum, stats] = run(Derived::make(x, &residual, args...), /*wants_stats=*/false);
+    return {y, sum};
+  }
+  static Two composite(const Tensor& x, const Tensor& residual, Args... args) {
+    return norm_ops::composite(Derived::make(x, &residual, args...));
+  }
+  static Two recorded(const Below& below, const Tensor& x, const Tensor& residual, Args... args) {
+    return norm_ops::recorded(below, Derived::make(x, &residual, args...));
+  }
+};
+
+struct LayerNorm
+    : NormOp<LayerNorm, SymIntArrayRef, const MaybeTensor&, const MaybeTensor&, double> {
+  static constexpr const char* kSchema =
+      "torchkiln::layer_norm(Tensor x, SymInt[1] normalized_shape, Tensor? weight=None, "
+      "Tensor? bias=None, float eps=1e-05) -> Tensor";
+  static constexpr auto make = layer_norm_call;
+};
+
+struct RmsNorm
+    : NormOp<RmsNorm, SymIntArrayRef, const MaybeTensor&, std::optional<double>, double> {
+  static constexpr const char* kSchema =
+      "torchkiln::rms_norm(Tensor x, SymInt[1] normalized_shape, Tensor? weight=None, "
+      "float? eps=None, *, float offset=0.0) -> Tensor";
+  static constexpr auto make = rms_norm_call;
+};
+
+struct AddLayerNorm
+    : AddNormOp<AddLayerNorm, SymIntArrayRef, const MaybeTensor&, const MaybeTensor&, double> {
+  static constexpr const char* kSchema =
+      "torchkiln::add_layer_norm(Tensor x, Tensor residual, SymInt[1] normalized_shape, "
+      "Tensor? weight=None, Tensor? bias=None, float eps=1e-05) -> (Tensor, Tensor)";
+  static constexpr auto make = layer_norm_call;
+};
+
+struct AddRmsNorm
+    : AddNormOp<AddRmsNorm, SymIntArrayRef, const MaybeTensor&, std::optional<double>, double> {
+  static constexpr const char* kSchema =
+      "torchkiln::add_rms_norm(Tensor x, Tensor residual, SymInt[1] normalized_shape, "
+      "Tensor? weight=None, float? eps=None, *, float offset=0.0) -> (Tensor, Tensor)";
+  static constexpr auto make = rms_norm_call;
+};
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(torchkiln, m) {
+  define<Forward, AddForward, Backward, LayerNorm, RmsNorm, AddLayerNorm, AddRmsNorm>(m);
+}
+
+}  // namespace torchkiln::norm_ops
+
+namespace torchkiln {
+
+at::Tensor layer_norm(const at::Tensor& x, c10::SymIntArrayRef normalized_shape,
+                      const MaybeTensor& weight, const MaybeTensor& bias, double eps) {
+  return call<norm_ops::LayerNorm>(x, normalized_shape, weight, bias, eps);
+}
+
+at::Tensor rms_norm(const at::Tensor& x, c10::SymIntArrayRef normalized_shape,
+                    const MaybeTensor& weight, std::optional<double> eps, double offset) {
+  return call<norm_ops::RmsNorm>(x, normalized_shape, weight, eps, offset);
+}
+
+std::tuple<at::Tensor, at::Tensor> add_layer_norm(const at::Tensor& x, const at::Tensor& residual,
+                                                  c10::SymIntArrayRef normalized_shape,
+                                                  const MaybeTensor& weight,
+                                                  const MaybeTensor& bias, double eps) {
+  return call<norm_ops::AddLayerNorm>(x, residual, normalized_shape, weight, bias, eps);
+}
+
+std::tuple<at::Tensor, at::Tensor> add_rms_norm(const at::Tensor& x, const at::Tensor& residual,
+                                                c10::SymIntArrayRef normalized_shape,
+                                                const MaybeTensor& weight,
+                                                std::optional<double> eps, double offset) {
+  return call<norm_ops::AddRmsNorm>(x, residual, normalized_shape, weight, eps, offset);
+}
+
+}  // namespace torchkiln

@@ -1,0 +1,171 @@
+#include <limits>
+
+#include "reduction/steps.h"
+#include "torchkiln/torch/checks.h"
+#include "torchkiln/torch/empty.h"
+#include "torchkiln/torch/launch.h"
+#include "torchkiln/torch/op.h"
+#include "torchkiln/torch/ops.h"
+
+namespace torchkiln::reduction_ops {
+namespace {
+
+using at::OptionalIntArrayRef;
+using at::Tensor;
+using OptionalDtype = std::optional<at::ScalarType>;
+
+struct Sum {
+  static constexpr const char* kSchema =
+      "torchkiln::sum(Tensor x, int[1]? dim=None, bool keepdim=False, *, ScalarType? dtype=None) "
+      "-> Tensor";
+  static constexpr bool kDivides = false;
+  static constexpr double kOfNothing = 0;
+  static Tensor by_torch(const Tensor& x, OptionalIntArrayRef dim, bool keepdim,
+                         OptionalDtype dtype) {
+    return at::sum(x, dim, keepdim, dtype);
+  }
+};
+
+struct Mean {
+  static constexpr const char* kSchema =
+      "torchkiln::mean(Tensor x, int[1]? dim=None, bool keepdim=False, *, ScalarType? dtype=None) "
+      "-> Tensor";
+  static constexpr bool kDivides = true;
+  static constexpr double kOfNothing = std::numeric_limits<double>::quiet_NaN();
+  static Tensor by_torch(const Tensor& x, OptionalIntArrayRef dim, bool keepdim,
+                         OptionalDtype dtype) {
+    return at::mean(x, dim, keepdim, dtype);
+  }
+};
+
+/// For each dimension of x whether it is reduced: those named, or all when none is.
+Mask reduced_dims(const char* op, const Tensor& x, OptionalIntArrayRef dim) {
+  const int64_t rank = x.dim();
+  const bool all = !dim.has_value() || dim->empty();
+  Mask mask(rank, all);
+  if (all) return mask;
+  const int64_t range = std::max<int64_t>(rank, 1);  // a 0-dimensional tensor takes 0 and -1
+  Mask named(range, false);
+  for (const int64_t d : *dim) {
+    const int64_t at = check_dim(op, "x", x, d);
+    TORCH_CHECK(!named[at], "torchkiln.", op, ": dim: got dimension ", at, " twice in ", *dim,
+                ", expected each once");
+    named[at] = true;
+  }
+  return rank > 0 ? named : mask;
+}
+
+void run(const char* op, Reduction arguments, const Tensor& where) {
+  constexpr int64_t kGrain = 1 << 12;  // outputs
+  launch_split(
+      op, where, arguments, kGrain, [&] { return cpu::split(arguments); },
+      [&](Allocate allocate, auto stream) { return cuda::reduce(arguments, allocate, stream); },
+      [&](int64_t begin, int64_t end) { return cpu::reduce(arguments, begin, end); },
+      [&](int64_t begin, int64_t end) { return cpu::reduce_finish(arguments, begin, end); });
+}
+
+template <class Kind>
+struct Reduce : Kind {
+  static const char* name() { return name_of_op<Kind>(); }
+
+  static Mask check(const Tensor& x, OptionalIntArrayRef dim, OptionalDtype dtype) {
+    check_tensor(name(), "x", x);
+    check_dtype(name(), "x", x);
+    TORCH_CHECK(!dtype.has_value() || is_supported_dtype(*dtype), "torchkiln.", name(),
+                ": dtype: got ", dtype_name(dtype.value_or(at::kFloat)), ", expected ",
+                kSupportedDtypes);
+    return reduced_dims(name(), x, dim);
+  }
+
+  static Tensor meta(const Tensor& x, OptionalIntArrayRef dim, bool keepdim, OptionalDtype dtype) {
+    const Mask mask = check(x, dim, dtype);
+    c10::SymDimVector shape;
+    for (int64_t d = 0; d < x.dim(); ++d) {
+      if (!mask[d]) shape.push_back(x.sym_size(d));
+      if (mask[d] && keepdim) shape.push_back(1);
+    }
+    return empty_of(shape, x.options().dtype(dtype.value_or(x.scalar_type())));
+  }
+
+  static Tensor kernel(const Tensor& x, OptionalIntArrayRef dim, bool keepdim,
+                       OptionalDtype dtype) {
+    Tensor out = meta(x, dim, keepdim, dtype);
+    if (out.numel() == 0) return out;
+    if (x.numel() == 0) return out.fill_(Kind::kOfNothing);
+    if (x.numel() == out.numel()) {
+      out.view(x.sizes()).copy_(x);
+      return out;
+    }
+    const double divisor = Kind::kDivides ? static_cast<double>(x.numel() / out.numel()) : 1;
+    const Mask mask = reduced_dims(name(), x, dim);
+    reduce_in_steps(x, mask, out, [&](Reduction step, bool is_last) {
+      step.divisor = is_last ? divisor : 1;
+      run(name(), step, x);
+    });
+    return out;
+  }
+
+  static Tensor composite(const Tensor& x, OptionalIntArrayRef dim, bool keepdim,
+                          OptionalDtype dtype) {
+    check(x, dim, dtype);
+    return Kind::by_torch(x, dim, keepdim, dtype);
+  }
+
+  static Tensor recorded(const Below& below, const Tensor& x, OptionalIntArrayRef dim, bool keepdim,
+                         OptionalDtype dtype) {
+    const Tensor out = below.call<Reduce>(x, dim, keepdim, dtype);
+    const Mask mask = reduced_dims(name(), x, dim);
+    c10::SmallVector<int64_t, 8> removed;
+    c10::SymInt count = 1;
+    for (int64_t d = 0; d < x.dim(); ++d) {
+      if (!mask[d]) continue;
+      if (!keepdim) removed.push_back(d);
+      if (Kind::kDivides) count = count * x.sym_size(d);
+    }
+    const c10::SymDimVector sizes(x.sym_sizes());
+    const at::ScalarType x_dtype = x.scalar_type();
+    // The incoming gradient, divided and converted while it is small, then expanded: no kernel
+    // writes it out.
+    return record(name(), {x}, out, keep(),
+                  [sizes, removed, count, x_dtype](const Incoming& in, const Kept<0>&) {
+                    Tensor grad = in[0];
+                    if (Kind::kDivides) grad = grad / at::Scalar(count);
+                    grad = grad.to(x_dtype);
+                    for (const int64_t d : removed) grad = grad.unsqueeze(d);
+                    return variable_list{grad.expand_symint(sizes)};
+                  });
+  }
+};
+
+struct SumOp : Reduce<Sum> {
+  /// A sum of half precision stays in float32, as torch's does on CUDA, unless a dtype is asked
+  /// for.
+  static Tensor autocast(const Autocast& cast, const Tensor& x, OptionalIntArrayRef dim,
+                         bool keepdim, OptionalDtype dtype) {
+    check_tensor(name(), "x", x);
+    if (cast.device() == at::kCUDA && x.is_cuda() && is_half(x.scalar_type()) && !dtype)
+      dtype = at::kFloat;
+    return call<SumOp>(x, dim, keepdim, dtype);
+  }
+};
+using MeanOp = Reduce<Mean>;
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(torchkiln, m) { define<SumOp, MeanOp>(m); }
+
+}  // namespace torchkiln::reduction_ops
+
+namespace torchkiln {
+
+at::Tensor sum(const at::Tensor& x, at::OptionalIntArrayRef dim, bool keepdim,
+               std::optional<at::ScalarType> dtype) {
+  return call<reduction_ops::SumOp>(x, dim, keepdim, dtype);
+}
+
+at::Tensor mean(const at::Tensor& x, at::OptionalIntArrayRef dim, bool keepdim,
+                std::optional<at::ScalarType> dtype) {
+  return call<reduction_ops::MeanOp>(x, dim, keepdim, dtype);
+}
+
+}  // namespace torchkiln

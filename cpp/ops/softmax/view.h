@@ -1,0 +1,80 @@
+#pragma once
+
+// From tensors to what the softmax kernels know: [outer, length, inner] with one stride each, and a
+// mask of the rows.
+
+#include <ATen/ATen.h>
+
+#include <optional>
+
+#include "detail/collapse_dims.h"
+#include "torchkiln/kernels/softmax.h"
+#include "torchkiln/torch/elementwise.h"
+#include "torchkiln/torch/note.h"
+
+namespace torchkiln {
+
+/// A tensor cut at one of its dimensions.
+struct SoftmaxView {
+  at::Tensor tensor;
+  int64_t outer;
+  int64_t length;
+  int64_t inner;
+  int64_t outer_stride;
+  int64_t stride;
+  int64_t inner_stride;
+};
+
+/// The tensor around dimension `dim`, or a contiguous copy where its strides are too many.
+inline SoftmaxView view_around(const at::Tensor& tensor, int64_t dim) {
+  if (tensor.dim() == 0) return {tensor, 1, 1, 1, 0, 0, 0};
+  const auto outer = collapse_dims(tensor, 0, dim);
+  const auto inner = collapse_dims(tensor, dim + 1, tensor.dim());
+  if (!outer || !inner) {
+    trace::note("copied: no single stride leads through the dimensions before or after ", dim,
+                " of strides ", tensor.strides());
+    return view_around(tensor.contiguous(), dim);
+  }
+  return {tensor,        outer->size,        tensor.size(dim), inner->size,
+          outer->stride, tensor.stride(dim), inner->stride};
+}
+
+/// Whether something follows dimension `dim`.
+inline bool has_inner(const at::Tensor& tensor, int64_t dim) {
+  for (int64_t d = dim + 1; d < tensor.dim(); ++d) {
+    if (tensor.size(d) != 1) return true;
+  }
+  return false;
+}
+
+/// The mask of x's rows along `dim`, after which x has no elements. A mask that does not fit the
+/// description is replaced by a copy, which the caller thereby keeps alive.
+inline RowMask describe_mask(const at::Tensor& x, int64_t dim, std::optional<at::Tensor>& mask,
+                             bool causal) {
+  RowMask rows{};
+  rows.causal = causal;
+  rows.queries = causal ? x.size(-2) : 1;
+  if (!mask.has_value()) return rows;
+  at::Tensor expanded = mask->expand(x.sizes());
+  const int64_t stride = x.dim() == 0 || x.size(dim) == 1 ? 0 : expanded.stride(dim);
+  if (stride != 0 && stride != 1) {
+    trace::note("mask copied: the masked elements of a row lie ", stride, " apart");
+    mask = mask->contiguous();
+    return describe_mask(x, dim, mask, causal);
+  }
+  c10::SmallVector<Dimension<1>, 8> dims;
+  int64_t row_stride = 1;
+  for (int64_t d = dim - 1; d >= 0; --d) {
+    dims.push_back({x.size(d), {row_stride}, {x.size(d) == 1 ? 0 : expanded.stride(d)}});
+    row_stride *= x.size(d);
+  }
+  if (!make_layout(dims.data(), static_cast<int>(dims.size()), rows.rows)) {
+    mask = expanded.contiguous();
+    return describe_mask(x, dim, mask, causal);
+  }
+  rows.data = mask->const_data_ptr<bool>();
+  rows.stride = stride;
+  return rows;
+}
+
+}  // namespace torchkiln

@@ -1,0 +1,322 @@
+#include "spmm/spmm.h"
+
+#include <climits>
+
+#include "torchkiln/kernels/spmm.h"
+#include "torchkiln/torch/checks.h"
+#include "torchkiln/torch/elementwise.h"
+#include "torchkiln/torch/empty.h"
+#include "torchkiln/torch/launch.h"
+
+namespace torchkiln::spmm_ops {
+namespace {
+
+using c10::SymInt;
+
+constexpr const char* kTransposed = "spmm_transposed";
+constexpr const char* kSampled = "spmm_sampled";
+constexpr const char* kTranspose = "spmm_transpose";
+
+/// Multiplications that outweigh the hand-over to another thread.
+constexpr int64_t kGrain = 1 << 14;
+
+void check_indices(const char* op, const Tensor& crow, const Tensor& col) {
+  const auto check_one = [&](const char* name, const Tensor& tensor) {
+    const at::ScalarType dtype = tensor.scalar_type();
+    TORCH_CHECK(dtype == at::kInt || dtype == at::kLong, "torchkiln.", op, ": ", name,
+                ": got dtype ", dtype_name(dtype), ", expected int32 or int64");
+  };
+  check_one("crow", crow);
+  check_one("col", col);
+  check_same_dtype(op, "col", col, "crow", crow);
+  check_rank(op, "crow", crow, 1, 2, "[rows + 1] or [batch, rows + 1]");
+  TORCH_CHECK(crow.sym_size(-1) >= 1, "torchkiln.", op, ": crow: got shape ", crow.sym_sizes(),
+              ", expected at least one element, the end of the last row");
+  check_rank(op, "col", col, crow.dim(), crow.dim(),
+             crow.dim() == 1 ? "[entries], as crow has no batch"
+                             : "[batch, entries], as crow has a batch");
+}
+
+/// The size of the batch; nothing where no tensor has one.
+std::optional<SymInt> check_batch(const char* op, Operands vectors, Operands matrices) {
+  std::optional<SymInt> batch;
+  const char* first = nullptr;
+  const auto visit = [&](const Operand& operand, int64_t rank) {
+    if (operand.tensor.dim() == rank) return;
+    const SymInt size = operand.tensor.sym_size(0);
+    TORCH_CHECK(!batch || *batch == size, "torchkiln.", op, ": ", operand.name, ": got a batch of ",
+                size, " in shape ", operand.tensor.sym_sizes(), ", expected ", *batch, ", that of ",
+                first, ", or no batch");
+    if (!batch) first = operand.name;
+    batch = size;
+  };
+  for (const Operand& operand : vectors) visit(operand, 1);
+  for (const Operand& operand : matrices) visit(operand, 2);
+  return batch;
+}
+
+Tensor empty_result(const at::TensorOptions& options, const std::optional<SymInt>& batch,
+                    std::initializer_list<SymInt> sizes) {
+  c10::SymDimVector shape;
+  if (batch) shape.push_back(*batch);
+  for (const SymInt& size : sizes) shape.push_back(size);
+  return empty_of(shape, options);
+}
+
+/// The columns of a matrix whose packed transposed pattern this is.
+SymInt columns_of(const Tensor& transpose, const Tensor& col) {
+  return transpose.sym_size(-1) - 1 - 2 * col.sym_size(-1);
+}
+
+void check_transpose(const char* op, const Tensor& crow, const Tensor& col,
+                     const Tensor& transpose) {
+  check_tensors(op, {{"crow", crow}, {"transpose", transpose}});
+  TORCH_CHECK(transpose.scalar_type() == at::kInt && transpose.dim() == crow.dim() &&
+                  columns_of(transpose, col) >= 0 &&
+                  (crow.dim() == 1 || transpose.sym_size(0) == crow.sym_size(0)),
+              "torchkiln.", op, ": transpose: got ", dtype_name(transpose.scalar_type()), " ",
+              transpose.sym_sizes(),
+              ", expected what torchkiln.csr_transpose() made of the pattern");
+}
+
+void check_product(const char* op, const Tensor& crow, const Tensor& col, const Tensor& values,
+                   const char* dense_name, const Tensor& dense) {
+  check_tensors(op, {{"crow", crow}, {"col", col}, {"values", values}, {dense_name, dense}});
+  check_indices(op, crow, col);
+  check_dtype(op, "values", values);
+  check_same_dtype(op, dense_name, dense, "values", values);
+  check_rank(op, "values", values, 1, 2, "[entries] or [batch, entries]");
+  check_size(op, "values", values, -1, col.sym_size(-1), "the number of entries in col");
+  check_rank(op, dense_name, dense, 2, 3, "a matrix or a batch of matrices");
+}
+
+// ---- from tensors to what the kernels know ----
+
+/// A tensor whose elements along the last dimension are adjacent; a copy only where they are not.
+Tensor adjacent(const Tensor& tensor) {
+  return tensor.size(-1) <= 1 || tensor.stride(-1) == 1 ? tensor : tensor.contiguous();
+}
+
+int64_t batch_stride(const Tensor& tensor, int64_t rank) {
+  return tensor.dim() == rank ? 0 : tensor.stride(0);
+}
+
+struct Pattern {
+  Tensor crow;
+  Tensor col;
+  CsrPattern arguments{};
+
+  Pattern(const Tensor& rows, const Tensor& columns_of_entries, int64_t columns)
+      : crow(adjacent(rows)), col(adjacent(columns_of_entries)) {
+    arguments.crow = crow.const_data_ptr();
+    arguments.col = col.const_data_ptr();
+    arguments.wide = crow.scalar_type() == at::kLong;
+    arguments.rows = crow.size(-1) - 1;
+    arguments.columns = columns;
+    arguments.entries = col.size(-1);
+    arguments.crow_batch_stride = batch_stride(crow, 1);
+    arguments.col_batch_stride = batch_stride(col, 1);
+  }
+
+  int64_t matrices() const { return crow.dim() == 1 ? 1 : crow.size(0); }
+};
+
+DenseRows dense_rows(const Tensor& tensor) {
+  return {tensor.const_data_ptr(), tensor.stride(-2), batch_stride(tensor, 2)};
+}
+
+int64_t row_grain(const CsrPattern& pattern, int64_t width) {
+  const int64_t mean = pattern.entries / std::max<int64_t>(pattern.rows, 1) + 1;
+  return std::max<int64_t>(kGrain / (mean * std::max<int64_t>(width, 1)), 1);
+}
+
+/// out = the matrices of this pattern times b; `order` says which value each entry has.
+void multiply(const char* op, const Pattern& pattern, const Tensor& values, const Tensor& order,
+              const Tensor& b, const Tensor& out) {
+  if (out.numel() == 0) return;
+  if (pattern.arguments.entries == 0) {
+    out.zero_();
+    return;
+  }
+  const Tensor weights = adjacent(values);
+  const Tensor dense = adjacent(b);
+  Spmm arguments{};
+  arguments.pattern = pattern.arguments;
+  arguments.values = weights.const_data_ptr();
+  arguments.order = order.defined() ? order.const_data_ptr<int32_t>() : nullptr;
+  arguments.dense = dense_rows(dense);
+  arguments.out = out.data_ptr();
+  arguments.dtype = dtype_of(out);
+  arguments.batch = out.dim() == 3 ? out.size(0) : 1;
+  arguments.width = out.size(-1);
+  arguments.values_batch_stride = batch_stride(weights, 1);
+  arguments.order_batch_stride = order.defined() ? batch_stride(order, 1) : 0;
+  launch_allocating(
+      op, out, arguments.batch * arguments.pattern.rows,
+      row_grain(arguments.pattern, arguments.width),
+      [&](Allocate allocate, auto stream) { return cuda::spmm(arguments, allocate, stream); },
+      [&](int64_t begin, int64_t end) { return cpu::spmm(arguments, begin, end); });
+}
+
+int32_t faults_of(const Tensor& crow, const Tensor& col, int64_t columns) {
+  const Pattern pattern(crow, col, columns);
+  const Tensor faults = at::zeros({1}, crow.options().dtype(at::kInt));
+  CsrCheck arguments{};
+  arguments.pattern = pattern.arguments;
+  arguments.batch = pattern.matrices();
+  arguments.faults = faults.data_ptr<int32_t>();
+  launch(
+      kSpmm, crow, arguments.batch, INT_MAX,  // one thread: all write to one place
+      [&](auto stream) { return cuda::csr_check(arguments, stream); },
+      [&](int64_t begin, int64_t end) { return cpu::csr_check(arguments, begin, end); });
+  return faults.item<int32_t>();
+}
+
+}  // namespace
+
+void check_pattern(const Tensor& crow, const Tensor& col, int64_t columns) {
+  const int64_t entries = col.size(-1);
+  const int32_t faults = faults_of(crow, col, columns);
+  const auto has = [&](CsrFault fault) { return (faults & static_cast<int32_t>(fault)) != 0; };
+  TORCH_CHECK_VALUE(!has(CsrFault::begin), "torchkiln.", kSpmm,
+                    ": crow: got a first element other than 0, expected 0");
+  TORCH_CHECK_VALUE(!has(CsrFault::end), "torchkiln.", kSpmm,
+                    ": crow: got a last element other than ", entries, ", expected ", entries,
+                    ", the number of entries in col");
+  TORCH_CHECK_VALUE(!has(CsrFault::order), "torchkiln.", kSpmm,
+                    ": crow: got an element smaller than the one before, expected none");
+  TORCH_CHECK_VALUE(!has(CsrFault::column), "torchkiln.", kSpmm,
+                    ": col: got an element outside of the columns, expected all from 0 to ",
+                    columns - 1);
+  if (!has(CsrFault::unsorted)) return;
+  const Tensor packed = TransposeOp::kernel(crow, col, columns);
+  const Tensor begins = packed.narrow(-1, 0, columns + 1);
+  const Tensor rows = packed.narrow(-1, columns + 1, entries);
+  TORCH_CHECK_VALUE(faults_of(begins, rows, crow.size(-1) - 1) == 0, "torchkiln.", kSpmm,
+                    ": col: got a column twice in a row, expected each once");
+}
+
+Tensor CsrOp::meta(const Tensor& values, const Tensor& b, const Tensor& crow, const Tensor& col,
+                   at::OptionalSymIntArrayRef shape, const MaybeTensor& transpose, bool) {
+  check_product(kSpmm, crow, col, values, "b", b);
+  if (shape.has_value()) {
+    TORCH_CHECK(shape->size() == 2, "torchkiln.", kSpmm, ": shape: got ", *shape,
+                ", expected [rows, columns]");
+    check_size(kSpmm, "crow", crow, -1, (*shape)[0] + 1, "one more than the rows of the shape");
+    check_size(kSpmm, "b", b, -2, (*shape)[1], "the columns of the sparse matrix");
+  }
+  const auto batch =
+      check_batch(kSpmm, {{"crow", crow}, {"col", col}, {"values", values}}, {{"b", b}});
+  if (transpose.has_value()) {
+    check_transpose(kSpmm, crow, col, *transpose);
+    TORCH_CHECK(columns_of(*transpose, col) == b.sym_size(-2), "torchkiln.", kSpmm,
+                ": transpose: got that of a pattern with ", columns_of(*transpose, col),
+                " columns, expected ", b.sym_size(-2));
+  }
+  return empty_result(b.options(), batch, {crow.sym_size(-1) - 1, b.sym_size(-1)});
+}
+
+Tensor TransposedOp::meta(const Tensor& crow, const Tensor& col, const Tensor& values,
+                          const Tensor& x, const Tensor& transpose) {
+  check_product(kTransposed, crow, col, values, "x", x);
+  check_transpose(kTransposed, crow, col, transpose);
+  check_size(kTransposed, "x", x, -2, crow.sym_size(-1) - 1, "the rows of the sparse matrix");
+  const auto batch =
+      check_batch(kTransposed, {{"crow", crow}, {"col", col}, {"values", values}}, {{"x", x}});
+  return empty_result(x.options(), batch, {columns_of(transpose, col), x.sym_size(-1)});
+}
+
+Tensor SampledOp::meta(const Tensor& crow, const Tensor& col, const Tensor& left,
+                       const Tensor& right, const MaybeTensor&, bool summed) {
+  check_tensors(kSampled, {{"crow", crow}, {"col", col}, {"left", left}, {"right", right}});
+  check_indices(kSampled, crow, col);
+  check_dtype(kSampled, "left", left);
+  check_same_dtype(kSampled, "right", right, "left", left);
+  check_rank(kSampled, "left", left, 2, 3, "a matrix or a batch of matrices");
+  check_rank(kSampled, "right", right, 2, 3, "a matrix or a batch of matrices");
+  check_size(kSampled, "left", left, -2, crow.sym_size(-1) - 1, "the rows of the sparse matrix");
+  check_size(kSampled, "right", right, -1, left.sym_size(-1), "the width of left");
+  const auto batch =
+      check_batch(kSampled, {{"crow", crow}, {"col", col}}, {{"left", left}, {"right", right}});
+  return empty_result(left.options(), summed ? std::nullopt : batch, {col.sym_size(-1)});
+}
+
+Tensor CsrOp::kernel(const Tensor& values, const Tensor& b, const Tensor& crow, const Tensor& col,
+                     at::OptionalSymIntArrayRef shape, const MaybeTensor& transpose, bool check) {
+  Tensor out = meta(values, b, crow, col, shape, transpose, check);
+  if (check) check_pattern(crow, col, b.size(-2));
+  multiply(kSpmm, Pattern(crow, col, b.size(-2)), values, Tensor(), b, out);
+  return out;
+}
+
+Tensor TransposedOp::kernel(const Tensor& crow, const Tensor& col, const Tensor& values,
+                            const Tensor& x, const Tensor& transpose) {
+  Tensor out = meta(crow, col, values, x, transpose);
+  const Tensor packed = adjacent(transpose);
+  const int64_t columns = out.size(-2);
+  const int64_t entries = col.size(-1);
+  const auto part = [&](int64_t begin, int64_t size) { return packed.narrow(-1, begin, size); };
+  const Pattern pattern(part(0, columns + 1), part(columns + 1, entries), x.size(-2));
+  multiply(kTransposed, pattern, values, part(columns + 1 + entries, entries), x, out);
+  return out;
+}
+
+Tensor SampledOp::kernel(const Tensor& crow, const Tensor& col, const Tensor& left,
+                         const Tensor& right, const MaybeTensor& transpose, bool summed) {
+  // What is summed is not rounded before.
+  const at::ScalarType wide = compute_dtype(left.scalar_type());
+  if (summed && crow.dim() == 2)
+    return kernel(crow, col, left.to(wide), right.to(wide), transpose, false)
+        .sum(0)
+        .to(left.scalar_type());
+  Tensor out = meta(crow, col, left, right, transpose, summed);
+  if (out.numel() == 0) return out;
+  const Pattern pattern(crow, col, right.size(-2));
+  const Tensor rows = adjacent(left);
+  const Tensor columns = adjacent(right);
+  SampledProduct arguments{};
+  arguments.pattern = pattern.arguments;
+  arguments.left = dense_rows(rows);
+  arguments.right = dense_rows(columns);
+  arguments.out = out.data_ptr();
+  arguments.dtype = dtype_of(out);
+  arguments.batch = left.dim() == 3    ? left.size(0)
+                    : right.dim() == 3 ? right.size(0)
+                                       : pattern.matrices();
+  arguments.width = left.size(-1);
+  arguments.summed = summed;
+  const int64_t matrices = summed ? 1 : arguments.batch;
+  const int64_t width = arguments.width * (summed ? arguments.batch : 1);
+  launch(
+      kSampled, out, matrices * arguments.pattern.rows, row_grain(arguments.pattern, width),
+      [&](auto stream) { return cuda::sampled_product(arguments, stream); },
+      [&](int64_t begin, int64_t end) { return cpu::sampled_product(arguments, begin, end); });
+  return out;
+}
+
+Tensor TransposeOp::meta(const Tensor& crow, const Tensor& col, SymInt columns) {
+  check_tensors(kTranspose, {{"crow", crow}, {"col", col}});
+  check_indices(kTranspose, crow, col);
+  const auto batch = check_batch(kTranspose, {{"crow", crow}, {"col", col}}, {});
+  TORCH_CHECK_VALUE(columns >= 0, "torchkiln.", kTranspose, ": columns: got ", columns,
+                    ", expected 0 or more");
+  return empty_result(crow.options().dtype(at::kInt), batch, {columns + 1 + 2 * col.sym_size(-1)});
+}
+
+Tensor TransposeOp::kernel(const Tensor& crow, const Tensor& col, SymInt columns) {
+  Tensor out = meta(crow, col, columns);
+  const Pattern pattern(crow, col, columns.expect_int());
+  CsrTranspose arguments{};
+  arguments.pattern = pattern.arguments;
+  arguments.batch = pattern.matrices();
+  arguments.out = out.data_ptr<int32_t>();
+  launch_allocating(
+      kTranspose, out, arguments.batch, 1,
+      [&](Allocate allocate, auto stream) {
+        return cuda::csr_transpose(arguments, allocate, stream);
+      },
+      [&](int64_t begin, int64_t end) { return cpu::csr_transpose(arguments, begin, end); });
+  return out;
+}
+
+}  // namespace torchkiln::spmm_ops

@@ -1,0 +1,83 @@
+#pragma once
+
+// The ops of sparse products. All take a batch of matrices in compressed rows; each of their
+// tensors may be the same for the whole batch, and then has no first dimension:
+//
+//   crow [batch, rows + 1], col [batch, entries], values [batch, entries]
+//
+// The op and its two helpers are each other's derivatives: with G the incoming gradient
+//
+//   spmm_csr         A B       by values: sampled(G, B)    by B:     transposed(G)
+//   spmm_transposed  A^T X     by values: sampled(X, G)    by X:     csr(G)
+//   spmm_sampled     X_i . Y_j at the entries (i, j): by X: csr(G, Y), by Y: transposed(G, X)
+//
+// kernel.cpp has meta() and kernel(), spmm.cpp the rest.
+
+#include "torchkiln/torch/op.h"
+
+namespace torchkiln::spmm_ops {
+
+using at::Tensor;
+
+inline constexpr const char* kSpmm = "spmm";
+
+struct CsrOp {
+  static constexpr const char* kSchema =
+      "torchkiln::spmm_csr(Tensor values, Tensor b, Tensor crow, Tensor col, *, "
+      "SymInt[]? shape=None, Tensor? transpose=None, bool check=False) -> Tensor";
+  static Tensor meta(const Tensor& values, const Tensor& b, const Tensor& crow, const Tensor& col,
+                     at::OptionalSymIntArrayRef shape, const MaybeTensor& transpose, bool check);
+  static Tensor kernel(const Tensor& values, const Tensor& b, const Tensor& crow, const Tensor& col,
+                       at::OptionalSymIntArrayRef shape, const MaybeTensor& transpose, bool check);
+  static Tensor composite(const Tensor& values, const Tensor& b, const Tensor& crow,
+                          const Tensor& col, at::OptionalSymIntArrayRef shape,
+                          const MaybeTensor& transpose, bool check);
+  static Tensor recorded(const Below& below, const Tensor& values, const Tensor& b,
+                         const Tensor& crow, const Tensor& col, at::OptionalSymIntArrayRef shape,
+                         const MaybeTensor& transpose, bool check);
+  static Tensor autocast(const Autocast& cast, const Tensor& values, const Tensor& b,
+                         const Tensor& crow, const Tensor& col, at::OptionalSymIntArrayRef shape,
+                         const MaybeTensor& transpose, bool check);
+};
+
+struct TransposedOp {
+  static constexpr const char* kSchema =
+      "torchkiln::spmm_transposed(Tensor crow, Tensor col, Tensor values, Tensor x, "
+      "Tensor transpose) -> Tensor";
+  static Tensor meta(const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& x,
+                     const Tensor& transpose);
+  static Tensor kernel(const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& x,
+                       const Tensor& transpose);
+  static Tensor composite(const Tensor& crow, const Tensor& col, const Tensor& values,
+                          const Tensor& x, const Tensor& transpose);
+  static Tensor recorded(const Below& below, const Tensor& crow, const Tensor& col,
+                         const Tensor& values, const Tensor& x, const Tensor& transpose);
+};
+
+struct SampledOp {
+  static constexpr const char* kSchema =
+      "torchkiln::spmm_sampled(Tensor crow, Tensor col, Tensor left, Tensor right, "
+      "Tensor? transpose, bool summed) -> Tensor";
+  static Tensor meta(const Tensor& crow, const Tensor& col, const Tensor& left, const Tensor& right,
+                     const MaybeTensor& transpose, bool summed);
+  static Tensor kernel(const Tensor& crow, const Tensor& col, const Tensor& left,
+                       const Tensor& right, const MaybeTensor& transpose, bool summed);
+  static Tensor composite(const Tensor& crow, const Tensor& col, const Tensor& left,
+                          const Tensor& right, const MaybeTensor& transpose, bool summed);
+  static Tensor recorded(const Below& below, const Tensor& crow, const Tensor& col,
+                         const Tensor& left, const Tensor& right, const MaybeTensor& transpose,
+                         bool summed);
+};
+
+/// The packed transposed pattern.
+struct TransposeOp {
+  static constexpr const char* kSchema =
+      "torchkiln::spmm_transpose(Tensor crow, Tensor col, SymInt columns) -> Tensor";
+  static Tensor meta(const Tensor& crow, const Tensor& col, c10::SymInt columns);
+  static Tensor kernel(const Tensor& crow, const Tensor& col, c10::SymInt columns);
+};
+
+/// Refuses patterns that are not sound, or have an entry twice; waits for the GPU.
+void check_pattern(const Tensor& crow, const Tensor& col, int64_t columns);
+
+}  // namespace torchkiln::spmm_ops
