@@ -13,7 +13,7 @@ __path__.append(_loader.module_folder(_package, _record))  # where _C is found
 import torch as _torch  # noqa: E402, F401  brings the libraries that _C is linked to
 
 from torchkiln import nn  # noqa: E402
-from torchkiln.activation import (  # noqa: E402
+from torchkiln.ops.activation import (  # noqa: E402
     gelu,
     gelu_tanh,
     relu,
@@ -27,23 +27,22 @@ from torchkiln.activation import (  # noqa: E402
     tanh,
     tanh_,
 )
-from torchkiln.bias_act import bias_act, scale_bias_relu  # noqa: E402
-from torchkiln.cross_entropy import cross_entropy  # noqa: E402
-from torchkiln.dropout import bias_dropout_add, dropout_add  # noqa: E402
-from torchkiln.explain import explain  # noqa: E402
-from torchkiln.gated import geglu, geglu_tanh, swiglu  # noqa: E402
-from torchkiln.matmul import linear, matmul  # noqa: E402
-from torchkiln.muladd import muladd  # noqa: E402
-from torchkiln.norm import (  # noqa: E402
+from torchkiln.ops.bias_act import bias_act, scale_bias_relu  # noqa: E402
+from torchkiln.ops.cross_entropy import cross_entropy  # noqa: E402
+from torchkiln.ops.dropout import bias_dropout_add, dropout_add  # noqa: E402
+from torchkiln.ops.gated import geglu, geglu_tanh, swiglu  # noqa: E402
+from torchkiln.ops.matmul import linear, matmul  # noqa: E402
+from torchkiln.ops.norm import (  # noqa: E402
     add_layer_norm,
     add_rms_norm,
     layer_norm,
     rms_norm,
 )
-from torchkiln.pointwise import add  # noqa: E402
-from torchkiln.reduction import mean, sum  # noqa: E402
-from torchkiln.softmax import log_softmax, softmax  # noqa: E402
-from torchkiln.spmm import csr_transpose, spmm, spmm_csr  # noqa: E402
+from torchkiln.ops.pointwise import add, muladd  # noqa: E402
+from torchkiln.ops.reduction import mean, sum  # noqa: E402
+from torchkiln.ops.softmax import log_softmax, softmax  # noqa: E402
+from torchkiln.ops.spmm import csr_transpose, spmm, spmm_csr  # noqa: E402
+from torchkiln.trace import explain  # noqa: E402
 
 __version__: str = _record["version"]
 

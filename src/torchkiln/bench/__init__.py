@@ -15,16 +15,16 @@ Single rows::
         row = bench.time_case(case, "forward", settings)
 """
 
-from torchkiln.bench.cases import BenchCase, cases, named
-from torchkiln.bench.changes import Change, Changes, changes
+from torchkiln.bench.bench_case import BenchCase, cases, named
 from torchkiln.bench.clock import CudaClock, HostClock, Times, cpu_clock, device_clock, in_turns
 from torchkiln.bench.compared import Comparison, bench
-from torchkiln.bench.environment import Environment, default_device, environment, processor
 from torchkiln.bench.host import time_host
+from torchkiln.bench.machine import Environment, default_device, environment, processor
 from torchkiln.bench.measure import Settings, time_case
 from torchkiln.bench.memory import CudaGauge
 from torchkiln.bench.plan import Plan
 from torchkiln.bench.record import Record
+from torchkiln.bench.regression import Change, Changes, changes
 from torchkiln.bench.row import Row
 from torchkiln.bench.skipped import Skipped
 from torchkiln.bench.small import time_small

@@ -11,21 +11,21 @@ from pathlib import Path
 import torch
 
 from torchkiln.bench import csvfile, terminal
-from torchkiln.bench.cases import BACKWARD, FORWARD, named
-from torchkiln.bench.changes import THRESHOLD, Changes, changes
+from torchkiln.bench.bench_case import BACKWARD, FORWARD, named
 from torchkiln.bench.clock import device_clock
-from torchkiln.bench.environment import Environment, environment
+from torchkiln.bench.machine import Environment, environment
 from torchkiln.bench.measure import Settings
 from torchkiln.bench.memory import CudaGauge
 from torchkiln.bench.options import counts, device_of, dtypes, minutes, peers, percent, shape
 from torchkiln.bench.peers import PEERS
 from torchkiln.bench.plan import CALLS, DTYPES, HOST, SMALL, SWEEP, Plan
 from torchkiln.bench.record import Record
+from torchkiln.bench.regression import THRESHOLD, Changes, changes
 from torchkiln.bench.row import Row
 from torchkiln.bench.skipped import Skipped
 from torchkiln.bench.table import markdown, tables
-from torchkiln.names import specs_of
 from torchkiln.testing import SPECS
+from torchkiln.testing.registry import specs_of
 
 REPORT_SECONDS = 8 * 60
 REPORT_KINDS = (HOST, CALLS, SWEEP)

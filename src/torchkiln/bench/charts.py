@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from torchkiln.bench.cases import BACKWARD
+from torchkiln.bench.bench_case import BACKWARD
 from torchkiln.bench.ceiling import PRODUCT
 from torchkiln.bench.peers import EAGER
 from torchkiln.bench.row import OURS, Row

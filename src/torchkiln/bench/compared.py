@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchkiln.bench.ceiling import Work, ceilings, written
 from torchkiln.bench.clock import Times, device_clock, in_turns
-from torchkiln.bench.environment import Environment, environment
+from torchkiln.bench.machine import Environment, environment
 from torchkiln.bench.table import Table, duration, plain, size
 from torchkiln.testing.compare import outputs
 

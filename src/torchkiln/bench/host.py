@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from torchkiln.bench import peers
-from torchkiln.bench.cases import FORWARD, RECORDED, cases
+from torchkiln.bench.bench_case import FORWARD, RECORDED, cases
 from torchkiln.bench.clock import Call, HostClock, Times, in_turns
 from torchkiln.bench.measure import prepare
 from torchkiln.bench.row import Row

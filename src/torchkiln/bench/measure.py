@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from torchkiln.bench import peers
-from torchkiln.bench.cases import BACKWARD, STEP, BenchCase, Function, call_of
+from torchkiln.bench.bench_case import BACKWARD, STEP, BenchCase, Function, call_of
 from torchkiln.bench.ceiling import Work, ceilings, written
 from torchkiln.bench.clock import Call, Clock, Times, in_turns
 from torchkiln.bench.memory import Gauge, peaks

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from torchkiln.bench import peers
-from torchkiln.bench.cases import BACKWARD, FORWARD, STEP, BenchCase, call_of
+from torchkiln.bench.bench_case import BACKWARD, FORWARD, STEP, BenchCase, call_of
 from torchkiln.bench.clock import Call
 from torchkiln.bench.row import OURS
 

@@ -7,7 +7,7 @@ import re
 
 import torch
 
-from torchkiln.bench.environment import default_device
+from torchkiln.bench.machine import default_device
 from torchkiln.bench.peers import PEERS
 from torchkiln.bench.plan import Shape
 from torchkiln.testing.spec import FLOATING

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from torchkiln.bench.changes import Changes
     from torchkiln.bench.record import Record
+    from torchkiln.bench.regression import Changes
 
 HEADINGS = {
     "roofline": "Roofline",

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torchkiln.bench.cases import BACKWARD, FORWARD, cases
+from torchkiln.bench.bench_case import BACKWARD, FORWARD, cases
 from torchkiln.bench.host import SHAPE as HOST_SHAPE
 from torchkiln.bench.host import time_host
 from torchkiln.bench.measure import Settings, time_case

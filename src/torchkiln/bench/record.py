@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from torchkiln.bench.environment import Environment
+from torchkiln.bench.machine import Environment
 from torchkiln.bench.row import Row
 from torchkiln.bench.skipped import Skipped
 

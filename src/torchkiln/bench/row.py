@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from torchkiln.bench.cases import BenchCase
+from torchkiln.bench.bench_case import BenchCase
 from torchkiln.bench.ceiling import PRODUCT
 from torchkiln.bench.clock import Times
 

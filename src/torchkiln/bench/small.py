@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from torchkiln.bench import peers
-from torchkiln.bench.cases import cases
+from torchkiln.bench.bench_case import cases
 from torchkiln.bench.ceiling import Work, ceilings
 from torchkiln.bench.clock import Call, Times, in_turns
 from torchkiln.bench.measure import Prepared, Settings, prepare

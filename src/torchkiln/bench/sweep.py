@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from torchkiln.bench.cases import BACKWARD
+from torchkiln.bench.bench_case import BACKWARD
 from torchkiln.bench.row import Row
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from torchkiln.cli.choose import add_call, chosen_case, refuse
-from torchkiln.explain import Explanation, explain
+from torchkiln.cli.op_arguments import add_call, chosen_case, refuse
+from torchkiln.trace import Explanation, explain
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:

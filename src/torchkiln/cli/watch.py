@@ -13,9 +13,9 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from torchkiln.cli.attempt import attempt, for_pytest
-from torchkiln.jit import nvrtc, toolkit
-from torchkiln.jit.files import Files
+from torchkiln.cli.watch_run import attempt, for_pytest
+from torchkiln.jit.compile import nvrtc, toolkit
+from torchkiln.jit.compile.reload import Files
 
 POLL_SECONDS = 0.1
 PATIENCE_SECONDS = 1.0

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from torchkiln.bench import Row, Settings, cases, device_clock, time_case
-from torchkiln.bench.cases import BACKWARD, FORWARD
+from torchkiln.bench.bench_case import BACKWARD, FORWARD
 from torchkiln.bench.peers import EAGER
 from torchkiln.bench.plan import DTYPES, default_shape
 from torchkiln.testing import SPECS

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchkiln.jit import driver
-from torchkiln.jit.arguments import MOST_BLOCKS, MOST_THREADS, Size, pack, placed, sizes
-from torchkiln.jit.build import architecture_of
-from torchkiln.jit.code import Code
-from torchkiln.jit.files import Files
-from torchkiln.jit.nvrtc import CompileError
+from torchkiln.jit.call.arguments import MOST_BLOCKS, MOST_THREADS, Size, pack, placed, sizes
+from torchkiln.jit.compile import driver
+from torchkiln.jit.compile.build import architecture_of
+from torchkiln.jit.compile.code import Code
+from torchkiln.jit.compile.nvrtc import CompileError
+from torchkiln.jit.compile.reload import Files
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torchkiln.jit.cache import Binary
-    from torchkiln.jit.signature import Signature
+    from torchkiln.jit.call.signature import Signature
+    from torchkiln.jit.compile.cache import Binary
 
 
 class Instance:

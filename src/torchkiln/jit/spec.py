@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torchkiln.jit.expression import compute, magnitude, slope
+from torchkiln.jit.formula.expression import compute, magnitude, slope
 from torchkiln.testing import Invalid, OpSpec, Sample, Traffic
 from torchkiln.testing.data import normal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from torchkiln.jit.elementwise import Elementwise
-    from torchkiln.jit.op import Op
+    from torchkiln.jit.custom_op import Op
+    from torchkiln.jit.elementwise_op import Elementwise
 
 SHAPES: dict[str, tuple[tuple[int, ...], ...]] = {
     "typical": ((6, 10),),

@@ -19,7 +19,7 @@ python -m pytest -m "not slow"     # or nox -s tests, in an environment of its o
 """
 
 NEXT_OP = """
-nox -s tests -- tests/test_contract.py tests/test_coverage.py tests/test_{name}.py -k {name}
+nox -s tests -- tests/contract/test_contract.py tests/contract/test_coverage.py tests/test_{name}.py -k {name}
 Write your formula, and the row of the README's table.
 """
 

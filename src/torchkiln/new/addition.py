@@ -89,7 +89,7 @@ def edits(template: str, name: str, words: dict[str, str]) -> list[Edit]:
         Listed("cuda/CMakeLists.txt", r"      (\w+)\.cu$", f"      {name}.cu"),
         Listed("cpp/CMakeLists.txt", r"  cpu/(\w+)\.cpp$", f"  cpu/{name}.cpp"),
         Listed("cpp/CMakeLists.txt", r"    ops/(\w+)\.cpp$", f"    ops/{name}.cpp"),
-        Before("cpp/include/torchkiln/ops.h", "}  // namespace torchkiln", f"{declared}\n"),
+        Before("cpp/include/torchkiln/torch/ops.h", "}  // namespace torchkiln", f"{declared}\n"),
         Before("cpp/python/module.cpp", "  define_explain(module);", f"{pybind}\n"),
         End("src/torchkiln/_C.pyi", f"{stub}\n"),
         Listed(

@@ -2,13 +2,13 @@
 
 from torchkiln.nn.activation import GELU, ReLU, Sigmoid, SiLU, Tanh
 from torchkiln.nn.bias_act import BiasAct, ScaleBiasReLU
+from torchkiln.nn.cross_entropy import CrossEntropyLoss
 from torchkiln.nn.dropout import BiasDropoutAdd, DropoutAdd
 from torchkiln.nn.gated import GEGLU, SwiGLU
-from torchkiln.nn.linear import Linear
-from torchkiln.nn.loss import CrossEntropyLoss
+from torchkiln.nn.matmul import Linear
 from torchkiln.nn.norm import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
 from torchkiln.nn.softmax import LogSoftmax, Softmax
-from torchkiln.nn.sparse import SparseLinear
+from torchkiln.nn.spmm import SparseLinear
 
 __all__ = [
     "GEGLU",

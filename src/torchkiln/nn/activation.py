@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from torchkiln.activation import gelu, is_tanh, relu, relu_, sigmoid, silu, silu_, tanh
+from torchkiln.ops.activation import gelu, is_tanh, relu, relu_, sigmoid, silu, silu_, tanh
 
 
 class ReLU(nn.Module):

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from torchkiln.bias_act import bias_act
 from torchkiln.nn.bias import WithBias
+from torchkiln.ops.bias_act import bias_act
 
 
 class BiasAct(WithBias):

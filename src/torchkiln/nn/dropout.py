@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from torchkiln.dropout import bias_dropout_add, dropout_add
 from torchkiln.nn.bias import WithBias
+from torchkiln.ops.dropout import bias_dropout_add, dropout_add
 
 
 class DropoutAdd(nn.Module):

@@ -2,8 +2,8 @@
 
 from torch import Tensor, nn
 
-from torchkiln.activation import is_tanh
-from torchkiln.gated import geglu, swiglu
+from torchkiln.ops.activation import is_tanh
+from torchkiln.ops.gated import geglu, swiglu
 
 
 class SwiGLU(nn.Module):

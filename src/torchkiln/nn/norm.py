@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from torchkiln.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from torchkiln.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 
 class LayerNorm(nn.LayerNorm):

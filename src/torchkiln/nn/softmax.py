@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from torchkiln.softmax import log_softmax, softmax
+from torchkiln.ops.softmax import log_softmax, softmax
 
 
 class Softmax(nn.Module):

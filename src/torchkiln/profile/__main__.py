@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from torchkiln.bench.cases import BenchCase, call_of
+from torchkiln.bench.bench_case import BenchCase, call_of
 from torchkiln.bench.clock import Times, device_clock, in_turns
-from torchkiln.bench.environment import environment
+from torchkiln.bench.machine import environment
 from torchkiln.bench.table import duration, size
-from torchkiln.cli.choose import refuse
+from torchkiln.cli.op_arguments import refuse
 from torchkiln.profile import ncu
 from torchkiln.profile.options import WHERE, arguments, case_of
 from torchkiln.profile.report import Figures, read

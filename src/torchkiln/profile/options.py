@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchkiln.bench.cases import BACKWARD, FORWARD, BenchCase
-from torchkiln.cli.choose import add_call, chosen_case
+from torchkiln.bench.bench_case import BACKWARD, FORWARD, BenchCase
+from torchkiln.cli.op_arguments import add_call, chosen_case
 
 WHERE = "torchkiln.profile"
 

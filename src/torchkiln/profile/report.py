@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 
 from torchkiln.bench.table import duration, size
-from torchkiln.explain.kernel_names import pretty
+from torchkiln.trace.kernel_names import pretty
 
 UNITS = {
     "": 1.0,

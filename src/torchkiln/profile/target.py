@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from torchkiln.bench.cases import call_of
+from torchkiln.bench.bench_case import call_of
 from torchkiln.profile.options import arguments, case_of
 
 

@@ -7,7 +7,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from torchkiln.bench.clock import Call, synchronize
 from torchkiln.bench.table import duration
-from torchkiln.explain.kernel_names import pretty
+from torchkiln.trace.kernel_names import pretty
 
 MOST = 8
 

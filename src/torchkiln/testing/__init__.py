@@ -14,7 +14,7 @@ from torchkiln.testing.check import Check, ExcludedError, UnavailableError
 from torchkiln.testing.result import Outcome, run_contract
 from torchkiln.testing.spec import Invalid, OpSpec, Sample, SpecError, Traffic
 from torchkiln.testing.specs import SPECS
-from torchkiln.testing.validate import validate
+from torchkiln.testing.validation import validate
 
 __all__ = [
     "SPECS",

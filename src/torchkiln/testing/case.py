@@ -10,7 +10,7 @@ import torch
 
 from torchkiln.testing import contract
 from torchkiln.testing.check import Check, ExcludedError, UnavailableError
-from torchkiln.testing.validate import validate
+from torchkiln.testing.validation import validate
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

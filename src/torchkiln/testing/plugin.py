@@ -133,7 +133,7 @@ class Results:
 
     def pytest_sessionfinish(self) -> None:
         """Write the file."""
-        from torchkiln.bench.environment import environment  # noqa: PLC0415  # not for every run
+        from torchkiln.bench.machine import environment  # noqa: PLC0415  # not for every run
 
         gpu = any(one.device == "cuda" for one in self.found if one.status == "passed")
         here = environment(torch.device("cuda:0" if gpu else "cpu"))

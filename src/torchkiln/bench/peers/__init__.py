@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch._functorch.config as functorch_config
 
-from torchkiln.bench.cases import BACKWARD, BenchCase, Function
+from torchkiln.bench.bench_case import BACKWARD, BenchCase, Function
 from torchkiln.bench.peers import liger, quack
 from torchkiln.bench.peers.package import Refused, Table, function_of
 

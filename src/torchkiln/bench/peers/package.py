@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchkiln.bench.cases import BenchCase, Function
+from torchkiln.bench.bench_case import BenchCase, Function
 
 Table = Mapping[str, tuple[str, str, Callable[..., Any]]]
 """For each op a module, the name of a function in it, and what makes a call of it.

@@ -117,8 +117,8 @@ def bias_act_invalid(device: torch.device) -> Iterator[Invalid]:
         bias[:1],
         r"bias: got shape \[1\], expected \[4\], the last dimension of x",
     )
-    yield case("2-D bias", x, x, r"bias: got 2 dimensions \(shape \[2, 4\]\), expected 1")
-    yield case("0-dim bias", x, bias[0], r"bias: got 0 dimensions \(shape \[\]\), expected 1")
+    yield case("2-D bias", x, x, r"bias: got shape \[2, 4\], expected 1 dimension")
+    yield case("0-dim bias", x, bias[0], r"bias: got shape \[\], expected 1 dimension")
     yield case(
         "0-dim x", bias[0], bias, "x: got a 0-dimensional tensor, expected at least 1 dimension"
     )

@@ -1,4 +1,4 @@
-"""What the contract of OPNAME, which tests/test_contract.py runs, leaves open."""
+"""What the contract of OPNAME, which tests/contract/test_contract.py runs, leaves open."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 #include "PACKAGE/kernels/OPNAME.h"
 
-#include "torchkiln/launch.cuh"
-#include "torchkiln/vec.cuh"
+#include "torchkiln/device/launch.cuh"
+#include "torchkiln/device/vec.cuh"
 
 namespace PACKAGE::cuda {
 
@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kThreads) sum_windows(Windows windows, int64_t
   using C = Compute<T>;
   extern __shared__ __align__(16) unsigned char memory[];
   C* const tile = reinterpret_cast<C*>(memory);
-  torchkiln::wait_for_previous_kernel();
+  torchkiln::device::wait_for_previous_kernel();
   const int64_t row = blockIdx.x / tiles;
   const int64_t begin = (blockIdx.x - row * tiles) * kTile;
   const int64_t at = row * windows.columns + begin;
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kThreads) sum_windows(Windows windows, int64_t
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
       const int slot = base + i * kThreads;
-      if (slot < needed) tile[slot] = torchkiln::convert<C>(items[i]);
+      if (slot < needed) tile[slot] = torchkiln::device::convert<C>(items[i]);
     }
   }
   __syncthreads();
@@ -57,24 +57,24 @@ __global__ void __launch_bounds__(kThreads) sum_windows(Windows windows, int64_t
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
     const int slot = threadIdx.x + i * kThreads;
-    if (slot < left) out[slot] = torchkiln::convert<T>(sums[i]);
+    if (slot < left) out[slot] = torchkiln::device::convert<T>(sums[i]);
   }
 }
 
 }  // namespace
 
 Status OPNAME(const Windows& arguments, CUstream_st* stream) {
-  return torchkiln::dispatch_floating(arguments.dtype, [&](auto tag) -> Status {
+  return torchkiln::device::dispatch_floating(arguments.dtype, [&](auto tag) -> Status {
     using T = typename decltype(tag)::type;
-    const int64_t tiles = torchkiln::ceil_div(arguments.columns, kTile);
+    const int64_t tiles = torchkiln::device::ceil_div(arguments.columns, kTile);
     const int64_t blocks = arguments.rows * tiles;
     const int64_t bytes = (kTile + arguments.window - 1) * int64_t{sizeof(Compute<T>)};
-    if (blocks > torchkiln::kMaxGridX) return {"too many elements for one launch"};
-    if (bytes > torchkiln::current_device().shared_bytes)
+    if (blocks > torchkiln::device::kMaxGridX) return {"too many elements for one launch"};
+    if (bytes > torchkiln::device::current_device().shared_bytes)
       return {"window: a tile of a row does not fit into the shared memory of a block"};
-    torchkiln::Grid grid{dim3(static_cast<unsigned>(blocks)), kThreads};
+    torchkiln::device::Grid grid{dim3(static_cast<unsigned>(blocks)), kThreads};
     grid.shared_bytes = static_cast<int>(bytes);
-    return torchkiln::launch_overlapped(sum_windows<T>, grid, stream, arguments, tiles);
+    return torchkiln::device::launch_overlapped(sum_windows<T>, grid, stream, arguments, tiles);
   });
 }
 

@@ -1,6 +1,6 @@
 #include "PACKAGE/kernels/OPNAME.h"
 
-#include "torchkiln/elementwise.cuh"
+#include "torchkiln/device/elementwise.cuh"
 
 namespace PACKAGE::cuda {
 
@@ -10,20 +10,20 @@ using torchkiln::MathFor;
 using torchkiln::Status;
 
 Status OPNAME(const Elementwise<2>& arguments, double scale, CUstream_st* stream) {
-  return torchkiln::dispatch_floating(arguments.dtype, [&](auto tag) {
+  return torchkiln::device::dispatch_floating(arguments.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     using C = Compute<T>;
     const OPNAME_parts::Formula<MathFor<T>, C> formula{static_cast<C>(scale)};
-    return torchkiln::elementwise::launch<T, T, T>(formula, arguments, stream);
+    return torchkiln::device::elementwise::launch<T, T, T>(formula, arguments, stream);
   });
 }
 
 Status OPNAME_backward(const Elementwise<3, 2>& arguments, double scale, CUstream_st* stream) {
-  return torchkiln::dispatch_floating(arguments.dtype, [&](auto tag) {
+  return torchkiln::device::dispatch_floating(arguments.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     using C = Compute<T>;
     const OPNAME_parts::Gradients<MathFor<T>, C> gradients{static_cast<C>(scale)};
-    return torchkiln::elementwise::launch<T, T, T, T>(gradients, arguments, stream);
+    return torchkiln::device::elementwise::launch<T, T, T, T>(gradients, arguments, stream);
   });
 }
 

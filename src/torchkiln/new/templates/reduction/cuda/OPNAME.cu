@@ -1,8 +1,8 @@
 #include "PACKAGE/kernels/OPNAME.h"
 
-#include "torchkiln/block_reduce.cuh"
-#include "torchkiln/elementwise.cuh"
-#include "torchkiln/launch.cuh"
+#include "torchkiln/device/block_reduce.cuh"
+#include "torchkiln/device/elementwise.cuh"
+#include "torchkiln/device/launch.cuh"
 
 namespace PACKAGE::cuda {
 
@@ -26,7 +26,7 @@ template <class T, int kTeam, int kLanes>
 __global__ void __launch_bounds__(kThreads)
     sum_rows(const T* x, T* out, int64_t rows, int64_t columns) {
   using C = Compute<T>;
-  torchkiln::wait_for_previous_kernel();
+  torchkiln::device::wait_for_previous_kernel();
   const int rank = threadIdx.x % kTeam;
   const int64_t row = int64_t{blockIdx.x} * (kThreads / kTeam) + threadIdx.x / kTeam;
   if (row >= rows) return;  // the whole team
@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll 4
   for (int64_t at = int64_t{rank} * kLanes; at < columns; at += int64_t{kTeam} * kLanes) {
     C lanes[kLanes];
-    torchkiln::widen(torchkiln::load_vector<kLanes>(from + at), lanes);
+    torchkiln::device::widen(torchkiln::device::load_vector<kLanes>(from + at), lanes);
 #pragma unroll
     for (int i = 0; i < kLanes; ++i) sums[i] += Term{}(lanes[i]);
   }
@@ -43,19 +43,19 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int i = 0; i < kLanes; ++i) sum += sums[i];
   if constexpr (kTeam == kWarp) {
-    sum = torchkiln::reduce_warp(sum);
+    sum = torchkiln::device::reduce_warp(sum);
   } else {
-    sum = torchkiln::reduce_block(sum);
+    sum = torchkiln::device::reduce_block(sum);
   }
-  if (rank == 0) out[row] = torchkiln::convert<T>(sum);
+  if (rank == 0) out[row] = torchkiln::device::convert<T>(sum);
 }
 
 template <class T, int kTeam, int kLanes>
 Status launch(const Rows& arguments, CUstream_st* stream) {
-  const int64_t blocks = torchkiln::ceil_div(arguments.rows, kThreads / kTeam);
-  if (blocks > torchkiln::kMaxGridX) return {"too many rows for one launch"};
-  const torchkiln::Grid grid{dim3(static_cast<unsigned>(blocks)), kThreads};
-  return torchkiln::launch_overlapped(
+  const int64_t blocks = torchkiln::device::ceil_div(arguments.rows, kThreads / kTeam);
+  if (blocks > torchkiln::device::kMaxGridX) return {"too many rows for one launch"};
+  const torchkiln::device::Grid grid{dim3(static_cast<unsigned>(blocks)), kThreads};
+  return torchkiln::device::launch_overlapped(
       sum_rows<T, kTeam, kLanes>, grid, stream, static_cast<const T*>(arguments.x),
       static_cast<T*>(arguments.out), arguments.rows, arguments.columns);
 }
@@ -63,12 +63,12 @@ Status launch(const Rows& arguments, CUstream_st* stream) {
 }  // namespace
 
 Status OPNAME(const Rows& arguments, CUstream_st* stream) {
-  return torchkiln::dispatch_floating(arguments.dtype, [&](auto tag) {
+  return torchkiln::device::dispatch_floating(arguments.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    constexpr int kLanes = torchkiln::kVectorLanes<T>;
+    constexpr int kLanes = torchkiln::device::kVectorLanes<T>;
     // Every row then begins and ends where a vector does.
     const bool by_vectors =
-        arguments.columns % kLanes == 0 && torchkiln::aligned(arguments.x, torchkiln::kVectorBytes);
+        arguments.columns % kLanes == 0 && torchkiln::device::aligned(arguments.x, torchkiln::device::kVectorBytes);
     const bool is_short = arguments.columns * int64_t{sizeof(T)} <= kWarpRowBytes;
     if (by_vectors)
       return is_short ? launch<T, kWarp, kLanes>(arguments, stream)
@@ -79,9 +79,9 @@ Status OPNAME(const Rows& arguments, CUstream_st* stream) {
 }
 
 Status OPNAME_backward(const Elementwise<2>& arguments, CUstream_st* stream) {
-  return torchkiln::dispatch_floating(arguments.dtype, [&](auto tag) {
+  return torchkiln::device::dispatch_floating(arguments.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    return torchkiln::elementwise::launch<T, T, T>(Gradient{}, arguments, stream);
+    return torchkiln::device::elementwise::launch<T, T, T>(Gradient{}, arguments, stream);
   });
 }
 

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "torchkiln/cpu/float16.h"
+#include "torchkiln/cpu/half.h"
 #include "torchkiln/cpu/isa.h"
 
 namespace PACKAGE::cpu {
@@ -46,14 +46,7 @@ Status OPNAME(const Windows& arguments, int64_t begin, int64_t end) {
 
 }  // namespace TORCHKILN_ISA
 
-#ifdef TORCHKILN_BASELINE
-
-TORCHKILN_DECLARE_VARIANTS(OPNAME)
-
-Status OPNAME(const Windows& arguments, int64_t begin, int64_t end) {
-  return TORCHKILN_BEST_VARIANT(OPNAME)(arguments, begin, end);
-}
-
-#endif
+TORCHKILN_CPU_ENTRY(OPNAME, (const Windows& arguments, int64_t begin, int64_t end),
+                    (arguments, begin, end))
 
 }  // namespace PACKAGE::cpu

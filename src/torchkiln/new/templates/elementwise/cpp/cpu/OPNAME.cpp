@@ -36,20 +36,11 @@ Status OPNAME_backward(const Elementwise<3, 2>& arguments, double scale, int64_t
 
 }  // namespace TORCHKILN_ISA
 
-#ifdef TORCHKILN_BASELINE
-
-TORCHKILN_DECLARE_VARIANTS(OPNAME)
-TORCHKILN_DECLARE_VARIANTS(OPNAME_backward)
-
-Status OPNAME(const Elementwise<2>& arguments, double scale, int64_t begin, int64_t end) {
-  return TORCHKILN_BEST_VARIANT(OPNAME)(arguments, scale, begin, end);
-}
-
-Status OPNAME_backward(const Elementwise<3, 2>& arguments, double scale, int64_t begin,
-                       int64_t end) {
-  return TORCHKILN_BEST_VARIANT(OPNAME_backward)(arguments, scale, begin, end);
-}
-
-#endif
+TORCHKILN_CPU_ENTRY(OPNAME,
+                    (const Elementwise<2>& arguments, double scale, int64_t begin, int64_t end),
+                    (arguments, scale, begin, end))
+TORCHKILN_CPU_ENTRY(OPNAME_backward,
+                    (const Elementwise<3, 2>& arguments, double scale, int64_t begin, int64_t end),
+                    (arguments, scale, begin, end))
 
 }  // namespace PACKAGE::cpu

@@ -3,10 +3,10 @@
 
 #include "PACKAGE/kernels/OPNAME.h"
 #include "PACKAGE/ops.h"
-#include "torchkiln/checks.h"
-#include "torchkiln/differentiable.h"
-#include "torchkiln/elementwise.h"
-#include "torchkiln/launch.h"
+#include "torchkiln/torch/checks.h"
+#include "torchkiln/torch/elementwise.h"
+#include "torchkiln/torch/launch.h"
+#include "torchkiln/torch/op.h"
 
 namespace PACKAGE::OPNAME_ops {
 namespace {

@@ -67,19 +67,9 @@ Status OPNAME_backward(const Elementwise<2>& arguments, int64_t begin, int64_t e
 
 }  // namespace TORCHKILN_ISA
 
-#ifdef TORCHKILN_BASELINE
-
-TORCHKILN_DECLARE_VARIANTS(OPNAME)
-TORCHKILN_DECLARE_VARIANTS(OPNAME_backward)
-
-Status OPNAME(const Rows& arguments, int64_t begin, int64_t end) {
-  return TORCHKILN_BEST_VARIANT(OPNAME)(arguments, begin, end);
-}
-
-Status OPNAME_backward(const Elementwise<2>& arguments, int64_t begin, int64_t end) {
-  return TORCHKILN_BEST_VARIANT(OPNAME_backward)(arguments, begin, end);
-}
-
-#endif
+TORCHKILN_CPU_ENTRY(OPNAME, (const Rows& arguments, int64_t begin, int64_t end),
+                    (arguments, begin, end))
+TORCHKILN_CPU_ENTRY(OPNAME_backward, (const Elementwise<2>& arguments, int64_t begin, int64_t end),
+                    (arguments, begin, end))
 
 }  // namespace PACKAGE::cpu

@@ -2,7 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "torchkiln/status.h"
+#include "torchkiln/core/status.h"
 
 namespace PACKAGE {
 

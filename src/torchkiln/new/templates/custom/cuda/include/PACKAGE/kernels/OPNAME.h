@@ -2,7 +2,7 @@
 
 // Sums over a moving window of each row: parameters and launchers, for the CPU and for CUDA.
 
-#include "torchkiln/dtype.h"
+#include "torchkiln/core/dtype.h"
 
 struct CUstream_st;
 

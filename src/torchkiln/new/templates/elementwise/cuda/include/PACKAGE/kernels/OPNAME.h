@@ -2,8 +2,8 @@
 
 // x * sigmoid(scale * gate): the formula, once for the CPU and for CUDA, and its launchers.
 
-#include "torchkiln/functors.h"
-#include "torchkiln/layout.h"
+#include "torchkiln/core/functors.h"
+#include "torchkiln/core/layout.h"
 
 struct CUstream_st;
 

@@ -3,8 +3,8 @@
 // The sum of the squares of each row: the formulas, once for the CPU and for CUDA, and their
 // launchers.
 
-#include "torchkiln/functors.h"
-#include "torchkiln/layout.h"
+#include "torchkiln/core/functors.h"
+#include "torchkiln/core/layout.h"
 
 struct CUstream_st;
 

@@ -7,12 +7,12 @@ import sys
 
 import torch
 
-from torchkiln.bench.cases import BenchCase, cases
+from torchkiln.bench.bench_case import BenchCase, cases
 from torchkiln.bench.options import device_of, dtype, shape
 from torchkiln.bench.plan import default_shape
 from torchkiln.bench.skipped import NO_MEMORY, reason_of
-from torchkiln.names import find, specs_of
 from torchkiln.testing import SPECS
+from torchkiln.testing.registry import find, specs_of
 
 
 def add_call(parser: argparse.ArgumentParser) -> None:

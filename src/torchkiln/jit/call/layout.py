@@ -1,4 +1,4 @@
-"""Where the operands of an elementwise kernel lie, packed as strided.cuh's Space."""
+"""Where the operands of an elementwise kernel lie, packed as jit_elementwise.cuh's Space."""
 
 from __future__ import annotations
 

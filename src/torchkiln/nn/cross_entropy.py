@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from torchkiln.cross_entropy import cross_entropy
+from torchkiln.ops.cross_entropy import cross_entropy
 
 
 class CrossEntropyLoss(nn.Module):

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from torchkiln.bench.clock import Call
-from torchkiln.names import find
 from torchkiln.testing import SPECS, OpSpec, Sample, Traffic
 from torchkiln.testing.compare import outputs
+from torchkiln.testing.registry import find
 
 FORWARD, BACKWARD, RECORDED, STEP = "forward", "backward", "recorded", "step"
 

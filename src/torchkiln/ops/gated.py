@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from torch.overrides import has_torch_function_variadic
 
 from torchkiln import _C
-from torchkiln.activation import is_tanh
+from torchkiln.ops.activation import is_tanh
 
 
 def _halves(gate: Tensor, up: Tensor | None, op: str) -> tuple[Tensor, Tensor]:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torchkiln.jit.signature import NUMBERS, Parameter
+from torchkiln.jit.call.signature import NUMBERS, Parameter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torchkiln.jit.signature import Signature
+    from torchkiln.jit.call.signature import Signature
 
 MOST_BLOCKS = (2**31 - 1, 65535, 65535)
 MOST_THREADS = (1024, 1024, 64)

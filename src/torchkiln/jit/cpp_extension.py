@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchkiln.jit import cache, toolkit
+from torchkiln.jit.compile import cache, toolkit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

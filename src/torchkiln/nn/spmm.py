@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from torchkiln.spmm import csr_transpose, spmm_csr
+from torchkiln.ops.spmm import csr_transpose, spmm_csr
 
 
 def _random_pattern(columns: int, rows: int, count: int) -> tuple[Tensor, Tensor]:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from torchkiln.jit import driver
-from torchkiln.jit.layout import layout
+from torchkiln.jit.call.layout import layout
+from torchkiln.jit.compile import driver
 from torchkiln.jit.module import Module
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ CUDA_TYPES = {
     torch.bfloat16: "__nv_bfloat16",
 }
 
-SOURCE = """#include <torchkiln/strided.cuh>
+SOURCE = """#include <torchkiln/device/jit_elementwise.cuh>
 
 using C = {compute};
 using Math = ::torchkiln::{math};
@@ -35,7 +35,7 @@ struct Formula {{
   }}
 }};
 
-namespace ts = ::torchkiln::strided;
+namespace ts = ::torchkiln::device::jit_elementwise;
 {operands}
 
 extern "C" __global__ void __launch_bounds__(ts::kThreads)

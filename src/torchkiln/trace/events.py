@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from torchkiln.explain.explanation import Kernel, Step
-from torchkiln.explain.kernel_names import access_of, pretty
+from torchkiln.trace.explanation import Kernel, Step
+from torchkiln.trace.kernel_names import access_of, pretty
 
 OURS, COPY, FALLBACK = "torchkiln::", "aten::copy_", "fallback"
 

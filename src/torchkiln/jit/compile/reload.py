@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchkiln.jit.includes import included
-from torchkiln.jit.toolkit import torchkiln_include
+from torchkiln.jit.compile.includes import included
+from torchkiln.jit.compile.toolkit import torchkiln_include
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

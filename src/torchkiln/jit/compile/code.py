@@ -5,14 +5,14 @@ from __future__ import annotations
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
-from torchkiln.jit.build import architecture_of, build
-from torchkiln.jit.signature import Signature, kernels_of, split
+from torchkiln.jit.call.signature import Signature, kernels_of, split
+from torchkiln.jit.compile.build import architecture_of, build
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from torchkiln.jit.cache import Binary
+    from torchkiln.jit.compile.cache import Binary
 
 
 class Code:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torchkiln.jit.expression import Node, compute
-from torchkiln.jit.layout import broadcast
+from torchkiln.jit.call.layout import broadcast
+from torchkiln.jit.formula.expression import Node, compute
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from torchkiln.jit.elementwise import Argument
+    from torchkiln.jit.elementwise_op import Argument
 
 GRAD = "grad"
 

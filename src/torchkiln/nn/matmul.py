@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from torchkiln.matmul import linear
+from torchkiln.ops.matmul import linear
 
 
 class Linear(nn.Linear):

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torchkiln.jit import cache, nvrtc, toolkit
-from torchkiln.jit.cache import Binary
-from torchkiln.jit.includes import included
+from torchkiln.jit.compile import cache, nvrtc, toolkit
+from torchkiln.jit.compile.cache import Binary
+from torchkiln.jit.compile.includes import included
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

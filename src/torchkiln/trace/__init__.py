@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from torchkiln import _C
-from torchkiln.explain.events import read
-from torchkiln.explain.explanation import Explanation, Kernel, Part, Step
+from torchkiln.trace.events import read
+from torchkiln.trace.explanation import Explanation, Kernel, Part, Step
 
 if TYPE_CHECKING:
     from torchkiln.testing import OpSpec, Sample
@@ -58,7 +58,7 @@ def _resolve(op: Callable[..., Any] | str) -> tuple[Callable[..., Any], OpSpec |
     from torchkiln.testing import SPECS  # noqa: PLC0415
 
     if isinstance(op, str):
-        from torchkiln.names import find  # noqa: PLC0415
+        from torchkiln.testing.registry import find  # noqa: PLC0415
 
         spec = find("torchkiln.explain", "op", op)
         return spec.op, spec

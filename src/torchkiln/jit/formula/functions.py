@@ -67,10 +67,10 @@ FUNCTIONS = {
     "ne": Function("({0} != {1})", torch.ne, ("0", "0"), numbers=True, condition=True),
     "where": Function("({0} ? {1} : {2})", torch.where, ("0", "where(a, 1, 0)", "where(a, 0, 1)")),
     "abs": Function("fabs({0})", torch.abs, ("sign(a)",)),
-    "sign": Function("::torchkiln::sign({0})", torch.sign, ("0",)),
+    "sign": Function("::torchkiln::device::sign({0})", torch.sign, ("0",)),
     "floor": Function("floor({0})", torch.floor, ("0",)),
     "minimum": Function(
-        "::torchkiln::minimum({0}, {1})",
+        "::torchkiln::device::minimum({0}, {1})",
         torch.minimum,
         (
             "where(a == b, 0.5, where(a < b, 1, 0))",
@@ -78,7 +78,7 @@ FUNCTIONS = {
         ),
     ),
     "maximum": Function(
-        "::torchkiln::maximum({0}, {1})",
+        "::torchkiln::device::maximum({0}, {1})",
         torch.maximum,
         (
             "where(a == b, 0.5, where(a > b, 1, 0))",
@@ -86,7 +86,7 @@ FUNCTIONS = {
         ),
     ),
     "clamp": Function(
-        "::torchkiln::minimum(::torchkiln::maximum({0}, {1}), {2})",
+        "::torchkiln::device::minimum(::torchkiln::device::maximum({0}, {1}), {2})",
         _clamp,
         (
             "where(a >= b, where(a <= c, 1, 0), 0)",
@@ -107,7 +107,7 @@ FUNCTIONS = {
     "tanh": Function(_MATH.format("Tanh"), torch.tanh, ("1 - tanh(a) * tanh(a)",)),
     "sigmoid": Function(_MATH.format("Sigmoid"), torch.sigmoid, ("sigmoid(a) * sigmoid(-a)",)),
     "softplus": Function(
-        "(::torchkiln::maximum({0}, C(0)) + log1p(exp(-fabs({0}))))", F.softplus, ("sigmoid(a)",)
+        "(::torchkiln::device::maximum({0}, C(0)) + log1p(exp(-fabs({0}))))", F.softplus, ("sigmoid(a)",)
     ),
     "square": Function("({0} * {0})", torch.square, ("2 * a",)),
     "relu": Function(_MATH.format("Relu"), torch.relu, ("where(a <= 0, 0, 1)",)),

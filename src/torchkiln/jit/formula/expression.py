@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torchkiln.jit.functions import FUNCTIONS, OPERATORS
+from torchkiln.jit.formula.functions import FUNCTIONS, OPERATORS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torchkiln.jit.arguments import dtype_name
-from torchkiln.jit.expression import Name, Node, call, cuda_of, names_in, parse, slope
-from torchkiln.jit.formula import CUDA_TYPES, Formula
-from torchkiln.jit.includes import included
-from torchkiln.jit.layout import broadcast
-from torchkiln.jit.op import Op
-from torchkiln.jit.reference import GRAD, reference_of, with_gradients
-from torchkiln.jit.toolkit import torchkiln_include
+from torchkiln.jit.call.arguments import dtype_name
+from torchkiln.jit.call.layout import broadcast
+from torchkiln.jit.compile.includes import included
+from torchkiln.jit.compile.toolkit import torchkiln_include
+from torchkiln.jit.custom_op import Op
+from torchkiln.jit.formula.expression import Name, Node, call, cuda_of, names_in, parse, slope
+from torchkiln.jit.formula.formula import CUDA_TYPES, Formula
+from torchkiln.jit.formula.reference import GRAD, reference_of, with_gradients
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -17,8 +17,9 @@ from unittest import mock
 
 import torch
 
-from torchkiln.jit import CompileError, driver, load, nvrtc
-from torchkiln.jit.build import architecture_of
+from torchkiln.jit import CompileError, load
+from torchkiln.jit.compile import driver, nvrtc
+from torchkiln.jit.compile.build import architecture_of
 
 TESTS = re.compile(r"^\s*(?:async\s+)?def test|^class Test", re.MULTILINE)
 MOST_TIMED = 200

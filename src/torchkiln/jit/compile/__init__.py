@@ -1,0 +1,1 @@
+"""From source to a loaded kernel: NVRTC, driver, toolkit, caches, reloading."""
