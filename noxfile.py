@@ -86,7 +86,7 @@ def fetch_torches(session: nox.Session) -> list[Path]:
     """Every torch that the published wheel is for, in a folder of its own; kept between runs."""
     show = "import sys; print(f'cp{sys.version_info.major}{sys.version_info.minor}')"
     python = (session.run("python", "-c", show, silent=True) or "").strip()
-    fetch = ("python", "cpp/cmake/fetch_torches.py", f"build/torches/{python}")
+    fetch = ("python", "cpp/cmake/tools/fetch_torches.py", f"build/torches/{python}")
     found = session.run(*fetch, silent=True, stderr=None) or ""
     return [Path(folder) for folder in found.strip().split(";")]
 
@@ -142,7 +142,7 @@ def fuzz(session: nox.Session) -> None:
     install_torch(session)
     session.install(*group("test"))
     install_package(session)
-    session.run("pytest", "tests/test_fuzz.py", "--fuzz-cases=2000", *session.posargs)
+    session.run("pytest", "tests/contract/test_fuzz.py", "--fuzz-cases=2000", *session.posargs)
 
 
 # What of the contract runs our C++ in ways of its own, by instruction set. The compilers that some
@@ -181,7 +181,7 @@ def sanitize(session: nox.Session) -> None:
     for instructions, chosen in SANITIZED.items():
         # A sanitizer ends the process and tells why on a stderr that pytest must not have taken.
         session.run(
-            *("pytest", "tests/test_contract.py", *quiet, "--capture=sys"),
+            *("pytest", "tests/contract/test_contract.py", *quiet, "--capture=sys"),
             *("-m", "not slow and not large and not cuda", "-k", chosen, *session.posargs),
             env={
                 "LD_PRELOAD": ":".join(libraries),
@@ -208,7 +208,7 @@ def sanitize(session: nox.Session) -> None:
     ):
         session.run(
             *("compute-sanitizer", f"--tool={tool}", "--error-exitcode=86", *seen),
-            *("python", "-m", "pytest", "tests/test_contract.py", *quiet),
+            *("python", "-m", "pytest", "tests/contract/test_contract.py", *quiet),
             *("-m", ON_THE_GPU[0], "-k", ON_THE_GPU[1] + left_out),
             env={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
             external=True,
@@ -336,9 +336,9 @@ def imports(session: nox.Session, torch: str) -> None:
     if "--all" in session.posargs:
         session.run("pytest", *quiet)
     else:
-        session.run("pytest", *quiet, "tests/test_loader.py")
+        session.run("pytest", *quiet, "tests/build/test_loader.py")
         not_here = "not slow and not large and not cuda"
-        session.run("pytest", *quiet, "tests/test_contract.py", "-k", FEW, "-m", not_here)
+        session.run("pytest", *quiet, "tests/contract/test_contract.py", "-k", FEW, "-m", not_here)
 
 
 def install_tree(session: nox.Session, tree: Path) -> None:
@@ -443,7 +443,7 @@ def new(session: nox.Session) -> None:
 def toolkits(session: nox.Session) -> None:
     """Builds where paths have spaces, in another project, and with toolkits of links."""
     install_torch(session)
-    session.run("python", "tests/building/check_builds.py", *session.posargs)
+    session.run("python", "tests/build/check_builds.py", *session.posargs)
 
 
 @nox.session(default=False)

@@ -1,7 +1,7 @@
 """How Sphinx makes a site of these pages: `nox -s docs`.
 
 A page is plain Markdown that also reads well where the repository is looked at. The word behind a
-block's language, which tests/test_pages.py goes by, becomes its caption here.
+block's language, which tests/kit/test_pages.py goes by, becomes its caption here.
 """
 
 from __future__ import annotations

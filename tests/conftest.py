@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import torchkiln
-from torchkiln.jit import toolkit
+from torchkiln.jit.compile import toolkit
 
 pytest_plugins = ["torchkiln.testing.plugin"]
 collect_ignore = ["foreign_package"]  # a project with a root and plug-ins of its own

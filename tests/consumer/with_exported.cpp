@@ -6,7 +6,7 @@
 
 #include <cstdio>
 
-#include "torchkiln/ops.h"
+#include "torchkiln/torch/ops.h"
 
 int main(int count, char** arguments) {
   if (count != 2) return 2;

@@ -5,12 +5,12 @@
 #include <cstdio>
 #include <string>
 
-#include "torchkiln/checks.h"
-#include "torchkiln/launch.h"
-#include "torchkiln/workspace.h"
+#include "torchkiln/torch/checks.h"
+#include "torchkiln/torch/launch.h"
+#include "torchkiln/torch/workspace.h"
 
 #ifdef TORCHKILN_WITH_CUDA
-#include "torchkiln/handles.h"
+#include "torchkiln/torch/handles.h"
 #endif
 
 namespace {

@@ -4,7 +4,7 @@
 
 #include <cstdio>
 
-#include "torchkiln/ops.h"
+#include "torchkiln/torch/ops.h"
 
 namespace {
 

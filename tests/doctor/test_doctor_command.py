@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from machine import H200, Machine, no_libcuda
+from fake_machine import H200, Machine, no_libcuda
 
 import torchkiln
 import torchkiln_command

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from machine import Machine
+from fake_machine import Machine
 
 from torchkiln.doctor.compilers import (
     find_cmake,

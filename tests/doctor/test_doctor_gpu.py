@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from machine import H200, Machine, no_libcuda
+from fake_machine import H200, Machine, no_libcuda
 
 from torchkiln.doctor.gpu import find_driver, find_gpus, find_old_driver
 

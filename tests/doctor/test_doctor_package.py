@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from machine import Machine
+from fake_machine import Machine
 
 from torchkiln._loader import minor
 from torchkiln.doctor.kernels import kernel_of

@@ -6,7 +6,7 @@ import os
 import time
 
 import pytest
-from machine import Machine
+from fake_machine import Machine
 
 from torchkiln.doctor.caches import STALE, find_caches, folders
 from torchkiln.doctor.counters import find_ncu

@@ -20,17 +20,17 @@ class Fault(NamedTuple):
     where one will do."""
     unit: str = ""
     """The source file that is compiled again; none for Python, the file itself where it is one."""
-    tests: str = "tests/test_contract.py"
+    tests: str = "tests/contract/test_contract.py"
     times: int = 1
     """How often the old text occurs, and is replaced."""
 
 
-ELEMENTWISE = "cpp/cpu/elementwise.h"
-ACCESS = "cuda/include/torchkiln/elementwise_access.cuh"
-COLUMNS = "cuda/include/torchkiln/columns.cuh"
-LAUNCH = "cpp/include/torchkiln/launch.h"
-CUDA_OF_TORCH = "cpp/ops/cuda_of_torch.cpp"
-FUNCTORS = "cuda/include/torchkiln/functors.h"
+ELEMENTWISE = "cpp/include/torchkiln/cpu/elementwise.h"
+ACCESS = "cuda/include/torchkiln/device/elementwise_access.cuh"
+COLUMNS = "cuda/detail/reduce/columns.cuh"
+LAUNCH = "cpp/include/torchkiln/torch/launch.h"
+CUDA_OF_TORCH = "cpp/ops/cuda_bridge.cpp"
+FUNCTORS = "cuda/include/torchkiln/core/functors.h"
 
 CPU = (
     Fault(
@@ -46,25 +46,25 @@ CPU = (
         *("add", "determinism@float32", "cpp/ops/pointwise.cpp"),
     ),
     Fault(
-        *("bfloat16 cut off instead of rounded", "cpu", "cpp/cpu/float16.h"),
+        *("bfloat16 cut off instead of rounded", "cpu", "cpp/include/torchkiln/cpu/half.h"),
         "const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;",
         "const uint32_t rounded = bits >> 16;",
         *("add", "rounded_to_nearest@bfloat16", "cpp/cpu/pointwise.cpp"),
     ),
     Fault(
-        *("dimensions merged that do not run evenly", "cpu", "cuda/include/torchkiln/layout.h"),
+        *("dimensions merged that do not run evenly", "cpu", "cuda/include/torchkiln/core/layout.h"),
         "merges = dim.stride[k] == layout.stride[k][inner] * layout.size[inner];",
         "merges = dim.stride[k] >= layout.stride[k][inner] * layout.size[inner];",
         *("add", "strides@float32", "cpp/ops/pointwise.cpp"),
     ),
     Fault(
-        *("broadcast size read as a row", "cpu", "cpp/include/torchkiln/elementwise.h"),
+        *("broadcast size read as a row", "cpu", "cpp/include/torchkiln/torch/elementwise.h"),
         "at < 0 || inputs[k].size(at) == 1 ? 0 : inputs[k].stride(at)",
         "at < 0 ? 0 : inputs[k].stride(at)",
         *("add", "values@bfloat16", "cpp/ops/pointwise.cpp"),
     ),
     Fault(
-        *("relu loses NaN", "cpu", "cuda/include/torchkiln/activations.h"),
+        *("relu loses NaN", "cpu", "cuda/include/torchkiln/core/activations.h"),
         "return z <= C(0) ? C(0) : z;",
         "return z > C(0) ? z : C(0);",
         *("relu", "not_finite@float32", "cpp/cpu/activation.cpp"),
@@ -88,7 +88,7 @@ CPU = (
         *("bias_act", "every_element_is_written@float32", "cpp/cpu/bias_act.cpp"),
     ),
     Fault(
-        *("wrong bit of the mask in backward", "cpu", "cpp/cpu/signs.h"),
+        *("wrong bit of the mask in backward", "cpu", "cpp/cpu/detail/bitmask.h"),
         "return static_cast<C>(signs[(at + i) / 8] >> ((at + i) % 8) & 1);",
         "return static_cast<C>(signs[(at + i) / 8] >> ((at + i + 1) % 8) & 1);",
         *("bias_act", "gradient_values@float32", "cpp/cpu/bias_act.cpp"),
@@ -106,7 +106,7 @@ CPU = (
         *("bias_act", "gradients_that_are_recorded@float32"),
     ),
     Fault(
-        *("subclasses not looked for", "cpu", "src/torchkiln/bias_act.py"),
+        *("subclasses not looked for", "cpu", "src/torchkiln/ops/bias_act.py"),
         "if is_compiling() or has_torch_function_variadic(x, bias):",
         "if is_compiling():",
         *("bias_act", "subclasses"),
@@ -124,13 +124,13 @@ CPU = (
         *("sum", "values@float32"),
     ),
     Fault(
-        *("Meta forgets the dtype", "cpu", "cpp/ops/reduction.cpp"),
+        *("Meta forgets the dtype", "cpu", "cpp/ops/reduction/reduction.cpp"),
         "return empty_output(x, check<Op>(x, dim, dtype), keepdim, dtype);",
         "return empty_output(x, check<Op>(x, dim, dtype), keepdim, std::nullopt);",
         *("sum", "meta_and_fake"),
     ),
     Fault(
-        *("a dimension named twice is taken", "cpu", "cpp/ops/reduction.cpp"),
+        *("a dimension named twice is taken", "cpu", "cpp/ops/reduction/reduction.cpp"),
         "TORCH_CHECK(!named[at],",
         "TORCH_CHECK(true,",
         *("sum", "bad_input"),
@@ -166,27 +166,27 @@ CUDA = (
         *("tail dropped", "cuda", ACCESS),
         "if (at + i < numel) out[i] = convert<Out>(result[i]);",
         "if (at + i + 1 < numel) out[i] = convert<Out>(result[i]);",
-        *("add", "values@bfloat16", "cuda/pointwise.cu"),
+        *("add", "values@bfloat16", "cuda/ops/pointwise.cu"),
     ),
     Fault(
-        *("last block taken for a full one", "cuda", "cuda/include/torchkiln/elementwise.cuh"),
+        *("last block taken for a full one", "cuda", "cuda/include/torchkiln/device/elementwise.cuh"),
         "if ((int64_t{blockIdx.x} + 1) * Access::kBlockElements <= numel)",
         "if (int64_t{blockIdx.x} * Access::kBlockElements <= numel)",
-        *("add", "around_the_outputs", "cuda/pointwise.cu"),
+        *("add", "around_the_outputs", "cuda/ops/pointwise.cu"),
     ),
     Fault(
         *("32-bit index", "cuda", ACCESS),
         "return blockIdx.x * kBlockElements + (threadIdx.x + u * kThreads) * kLanes;",
         "return static_cast<int>(blockIdx.x * kBlockElements + (threadIdx.x + u * kThreads) * "
         "kLanes);",
-        *("add", "more_than_2_to_the_31_elements", "cuda/pointwise.cu"),
+        *("add", "more_than_2_to_the_31_elements", "cuda/ops/pointwise.cu"),
         times=2,
     ),
     Fault(
-        *("strides of another operand", "cuda", "cuda/include/torchkiln/elementwise_any.cuh"),
+        *("strides of another operand", "cuda", "cuda/include/torchkiln/device/elementwise_any.cuh"),
         "offset[k] += place * layout.stride[k][d];",
         "offset[k] += place * layout.stride[0][d];",
-        *("add", "strides@float32", "cuda/pointwise.cu"),
+        *("add", "strides@float32", "cuda/ops/pointwise.cu"),
     ),
     Fault(
         *("stream ignored", "cuda", CUDA_OF_TORCH),
@@ -210,34 +210,34 @@ CUDA = (
         *("racy sum of a block", "cuda", COLUMNS),
         "shared[i * kThreads + threadIdx.x] = sum[i];\n    __syncthreads();",
         "shared[i * kThreads + threadIdx.x] = sum[i];",
-        *("sum", "values@float32 or determinism@float32", "cuda/reduction.cu"),
+        *("sum", "values@float32 or determinism@float32", "cuda/ops/reduction.cu"),
     ),
     Fault(
         *("second kernel does not wait for the first", "cuda", COLUMNS),
         "  double sum = 0;\n  wait_for_previous_kernel();\n",
         "  double sum = 0;\n",
-        *("sum", "values@float32 or determinism@float32", "cuda/reduction.cu"),
+        *("sum", "values@float32 or determinism@float32", "cuda/ops/reduction.cu"),
     ),
     Fault(
         *("output never written", "cuda", COLUMNS),
         "if (!status.ok() || plan.is_single_pass()) return status;",
         "if (status.ok() || plan.is_single_pass()) return status;",
-        *("sum", "every_element_is_written@float32", "cuda/reduction.cu"),
+        *("sum", "every_element_is_written@float32", "cuda/ops/reduction.cu"),
     ),
     Fault(
-        *("tail of a row left out", "cuda", "cuda/include/torchkiln/rows_access.cuh"),
+        *("tail of a row left out", "cuda", "cuda/detail/reduce/row_loads.cuh"),
         "if (team - 1 - rank < length - tail) edge +=",
         "if (team - 1 - rank < length - tail - 1) edge +=",
-        *("sum", "values@float32", "cuda/reduction.cu"),
+        *("sum", "values@float32", "cuda/ops/reduction.cu"),
     ),
     Fault(
-        *("wrong bits of the mask in backward", "cuda", "cuda/bias_act.cu"),
+        *("wrong bits of the mask in backward", "cuda", "cuda/ops/bias_act.cu"),
         "return signs[at / 8] >> (at % 8);",
         "return signs[at / 8] >> (at % 4);",
         *("bias_act", "gradient_values@float32"),
     ),
     Fault(
-        *("other random numbers in backward", "cuda", "cuda/dropout.cu"),
+        *("other random numbers in backward", "cuda", "cuda/ops/dropout.cu"),
         "const Mask<Lanes> mask(problem.dropout, random, at);",
         "const Mask<Lanes> mask(problem.dropout, random, at + 8);",
         *("bias_dropout_add", "gradient_values@float32"),

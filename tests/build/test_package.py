@@ -1,0 +1,123 @@
+"""The CMake package as others find it: moved away from torch, asked for what it has not, or as a
+part of their own build."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from sandbox import ROOT, Ground, Outcome
+
+import torchkiln
+
+KERNELS = ROOT / "tests" / "consumer" / "kernels"
+ASKING = """
+cmake_minimum_required(VERSION 3.28...4.4)
+project(asking LANGUAGES CXX)
+find_package(torchkiln {})
+message(STATUS "found: ${{torchkiln_FOUND}}, torch: ${{torchkiln_torch_FOUND}}")
+if(TARGET torchkiln::torchkiln)
+  message(STATUS "has the operators")
+endif()
+"""
+
+
+@pytest.fixture
+def ground(tmp_path: Path) -> Ground:
+    folder = tmp_path / "a place"
+    folder.mkdir()
+    return Ground(folder)
+
+
+@pytest.fixture
+def moved(ground: Ground) -> Path:
+    """What was installed, in a folder where nothing of torch is near."""
+    prefix = ground.folder / "moved"
+    installed = Path(torchkiln.cmake_prefix_path).parents[1]
+    for name in ("include", "lib", "share"):
+        shutil.copytree(installed / name, prefix / name)
+    return prefix
+
+
+def ask(ground: Ground, prefix: Path, arguments: str, *options: str) -> Outcome:
+    ground.write(ground.folder / "asking" / "CMakeLists.txt", ASKING.format(arguments))
+    sources = ground.folder / "asking"
+    found = [f"-DCMAKE_PREFIX_PATH={prefix}", *options]
+    return ground.configure(*found, sources=sources)
+
+
+def build(ground: Ground, target: str) -> str:
+    command = ("cmake", "--build", str(ground.build), "--target", target)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return subprocess.run(
+        [ground.build / target], capture_output=True, text=True, check=True, env={}
+    ).stdout
+
+
+def test_kernels_where_there_is_no_torch(ground: Ground, moved: Path) -> None:
+    outcome = ground.configure(f"-DCMAKE_PREFIX_PATH={moved}", sources=KERNELS)
+    assert outcome.ended_well, outcome.text
+    assert "values right" in build(ground, "with_kernels")
+
+
+def test_operators_where_there_is_no_torch(ground: Ground, moved: Path) -> None:
+    outcome = ask(ground, moved, "0.1 REQUIRED COMPONENTS torch")
+    assert not outcome.ended_well
+    torch = torchkiln.build_info()["torch"].rpartition(".")[0]
+    assert outcome.says(
+        f"torchkiln::torchkiln was built against torch {torch}; found: none",
+        f"pip install 'torch=={torch}.*'",
+    )
+
+
+@pytest.mark.parametrize("component", ["torch", "torchkiln"])
+def test_operators_beside_another_torch(ground: Ground, moved: Path, component: str) -> None:
+    config = ground.torch(version="2.10.1") / "share/cmake/Torch"
+    asked = f"0.1 REQUIRED COMPONENTS {component}"
+    outcome = ask(ground, moved, asked, f"-DTorch_DIR={config}")
+    assert not outcome.ended_well
+    assert outcome.says("; found: 2.10.1. Type", "or name its folder: -DTorch_DIR=")
+
+
+@pytest.mark.parametrize("arguments", ["0.1", "0.1 COMPONENTS torch", "COMPONENTS kernels torch"])
+def test_operators_beside_their_torch(ground: Ground, moved: Path, arguments: str) -> None:
+    config = ground.torch(version=torchkiln.build_info()["torch"]) / "share/cmake/Torch"
+    outcome = ask(ground, moved, arguments, f"-DTorch_DIR={config}")
+    assert outcome.says("found: 1, torch: TRUE", "has the operators")
+
+
+def test_without_components(ground: Ground, moved: Path) -> None:
+    outcome = ask(ground, moved, "0.1 REQUIRED")
+    assert outcome.says("found: 1, torch:")
+    assert "has the operators" not in outcome.text
+
+
+def test_unknown_component(ground: Ground, moved: Path) -> None:
+    outcome = ask(ground, moved, "REQUIRED COMPONENTS kernels cublas")
+    assert not outcome.ended_well
+    assert outcome.says("torchkiln has no component 'cublas', only: kernels, torch")
+    outcome = ask(ground, moved, "REQUIRED COMPONENTS kernels OPTIONAL_COMPONENTS cublas")
+    assert outcome.ended_well, outcome.text
+
+
+def test_another_version(ground: Ground, moved: Path) -> None:
+    outcome = ask(ground, moved, "7.0 REQUIRED")
+    assert not outcome.ended_well
+    version = torchkiln.build_info()["version"]
+    assert outcome.says('compatible with requested version "7.0"', f"version: {version}")
+
+
+def test_as_a_part_of_another_project(ground: Ground) -> None:
+    """Its targets have the package's names, and nothing of it is installed or built unasked."""
+    ground.torch(cuda=None)
+    outcome = ground.configure(f"-DTORCHKILN_SOURCES={ROOT}", sources=KERNELS)
+    assert outcome.ended_well, outcome.text
+    steps = (ground.build / "build.ninja").read_text()
+    assert "with_kernels: phony" in steps or "build with_kernels:" in steps
+    assert "_C.cpython" not in steps
+    assert "-Werror" not in steps
+    installs = (ground.build / "torchkiln" / "cmake_install.cmake").read_text()
+    assert "libtorchkiln" not in installs

@@ -1,0 +1,105 @@
+"""Nothing is public without a contract."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from pathlib import Path
+
+import torch
+
+import torchkiln
+from torchkiln import _C
+from torchkiln.testing import SPECS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# What the package offers beside ops: spmm is spmm_csr of the parts of a tensor, csr_transpose its
+# helper.
+OTHER_FUNCTIONS = {"build_info", "explain", "csr_transpose", "require_torch", "spmm"}
+
+# Other names of an op with some of its arguments given, and their modules.
+ALIASES = {"scale_bias_relu": "ScaleBiasReLU"}
+
+IN_PLACE = [(spec.inplace, spec.inplace_overload) for spec in SPECS if spec.inplace is not None]
+
+
+def registered() -> set[str]:
+    """The names of all ops in the namespace."""
+    names = torch._C._dispatch_get_all_op_names()
+    return {
+        n.removeprefix("torchkiln::").split(".")[0] for n in names if n.startswith("torchkiln::")
+    }
+
+
+def test_every_op_has_a_spec() -> None:
+    covered = {spec.name for spec in SPECS} | {h for spec in SPECS for h in spec.helpers}
+    covered |= {function.__name__ for function, _ in IN_PLACE}
+    assert registered() == covered
+
+
+def test_every_public_function_has_a_spec() -> None:
+    functions = {name for name in torchkiln.__all__ if inspect.isroutine(getattr(torchkiln, name))}
+    ops = [(spec.op, spec.overload) for spec in SPECS] + IN_PLACE
+    names = {function.__name__ for function, _ in ops}
+    assert functions - OTHER_FUNCTIONS - ALIASES.keys() == names
+    for function, overload in ops:
+        name = function.__name__
+        assert function is getattr(torchkiln, name)
+        assert overload is not None
+        assert overload.name() == f"torchkiln::{name}"
+    assert {spec.name for spec in SPECS} <= names
+
+
+def test_an_op_in_place_has_the_name_of_its_op() -> None:
+    for spec in SPECS:
+        if spec.inplace is not None:
+            assert spec.inplace.__name__ == f"{spec.name}_"
+
+
+def test_functions_are_reachable_where_they_are_written() -> None:
+    """As torchkiln.<name> and as torchkiln.<family>.<name>."""
+    for spec in SPECS:
+        module = importlib.import_module(spec.op.__module__)
+        assert getattr(module, spec.name) is spec.op
+        assert module.__name__.split(".")[0] == "torchkiln"
+
+
+def test_every_module_has_a_spec() -> None:
+    cpu = torch.device("cpu")
+    made = {type(spec.module(cpu, torch.float32)) for spec in SPECS if spec.module is not None}
+    offered = set(torchkiln.nn.__all__) - set(ALIASES.values())
+    assert {getattr(torchkiln.nn, name) for name in offered} == made
+
+
+def test_aliases_are_what_they_stand_for() -> None:
+    """scale_bias_relu is bias_act with relu, and its module the function."""
+    x, bias = torch.randn(5, 7), torch.randn(7)
+    assert set(ALIASES) == {"scale_bias_relu"}
+    expected = torchkiln.bias_act(x, bias, 0.7, "relu")
+    assert torch.equal(torchkiln.scale_bias_relu(x, bias, 0.7), expected)
+    layer = torchkiln.nn.ScaleBiasReLU(7, 0.7)
+    assert isinstance(layer, torchkiln.nn.BiasAct)
+    assert layer.act == "relu"
+    layer.load_state_dict({"bias": bias})
+    assert torch.equal(layer(x), expected)
+
+
+def test_public_functions_are_documented() -> None:
+    for name in torchkiln.__all__:
+        thing = getattr(torchkiln, name)
+        if inspect.isroutine(thing) or inspect.isclass(thing):
+            assert inspect.getdoc(thing), name
+    for name in torchkiln.nn.__all__:
+        assert inspect.getdoc(getattr(torchkiln.nn, name)), name
+
+
+def test_stub_and_extension_agree() -> None:
+    """What type checkers are told is what the extension has."""
+    stub = ast.parse((ROOT / "src" / "torchkiln" / "_C.pyi").read_text())
+    told = {node.name for node in stub.body if isinstance(node, ast.FunctionDef)}
+    exported = {name for name in dir(_C) if not name.startswith("_")}
+    assert told == exported
+    ops = {spec.op.__name__ for spec in SPECS} | {function.__name__ for function, _ in IN_PLACE}
+    assert ops <= exported

@@ -1,0 +1,223 @@
+"""A slower op is seen, and noise is not."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import importlib
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from torchkiln import bench
+from torchkiln.bench import __main__ as command
+from torchkiln.bench import csvfile
+from torchkiln.bench.regression import changes
+from torchkiln.bench.row import OURS
+from torchkiln.testing import OpSpec
+from torchkiln.testing.specs.pointwise import ADD
+
+CPU = torch.device("cpu")
+CASES = importlib.import_module("torchkiln.bench.bench_case")  # beside the function of that name
+
+
+def times(seconds: float, spread: float = 0.02) -> bench.Times:
+    return bench.Times(seconds, seconds * (1 - spread / 2), seconds * (1 + spread / 2), 50)
+
+
+@pytest.fixture(scope="module")
+def row() -> bench.Row:
+    case = next(bench.cases(ADD, CPU, torch.float32, (8, 16)))
+    found = bench.time_case(case, "forward", bench.Settings(bench.cpu_clock, ("eager",), 0.0), 1)
+    assert found is not None
+    return found
+
+
+def record(row: bench.Row, ours: float, floor: float = 1.0, spread: float = 0.02) -> bench.Record:
+    """A run of one row."""
+    changed = dataclasses.replace(
+        row,
+        times={**row.times, OURS: times(ours, spread)},
+        references={"copy": times(floor)},
+    )
+    return bench.Record(bench.environment(CPU), (changed,))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "floor", "spread", "verdict"),
+    [
+        (1.0, 1.2, 1.0, 0.02, "slower"),
+        (1.0, 0.8, 1.0, 0.02, "faster"),
+        (1.0, 1.04, 1.0, 0.02, ""),  # below the threshold
+        (1.0, 1.2, 1.0, 0.40, ""),  # within the noise
+        (1.0, 1.2, 1.2, 0.02, ""),  # the device has become slower, too
+        (1.0, 1.0, 0.8, 0.02, ""),  # the device has become faster, and nobody is to blame
+    ],
+)
+def test_what_counts_as_a_change(
+    row: bench.Row,
+    old: float,
+    new: float,
+    floor: float,
+    spread: float,
+    verdict: str,
+) -> None:
+    found = changes(record(row, old), record(row, new, floor, spread))
+    assert len(found.regressions) == (verdict == "slower")
+    assert len(found.improvements) == (verdict == "faster")
+    assert [line[-1] for line in found.table().rows] == ([verdict] if verdict else [])
+
+
+def test_rows_are_matched_by_what_they_measure(row: bench.Row) -> None:
+    old, new = record(row, 1.0), record(row, 1.0)
+    other = dataclasses.replace(new.rows[0], shape=(4, 4))
+    found = changes(old, dataclasses.replace(new, rows=(other,)))
+    assert found.rows == ()
+    assert found.gone == old.rows
+    assert "1 rows of the old run were not measured" in str(found)
+
+
+def test_another_machine_is_named(row: bench.Row) -> None:
+    old = record(row, 1.0)
+    elsewhere = dataclasses.replace(old.environment, device="another one")
+    found = changes(dataclasses.replace(old, environment=elsewhere), record(row, 1.0))
+    assert "device was another one" in str(found)
+
+
+@pytest.fixture
+def slowed(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The op of one spec sleeps for as long as the list says."""
+    delay = [0.0]
+
+    def op(a: Tensor, b: Tensor) -> Tensor:
+        time.sleep(0.004 + delay[0])
+        return torch.add(a, b)
+
+    def find(*_: str) -> OpSpec:
+        return dataclasses.replace(ADD, op=op)
+
+    monkeypatch.setattr(CASES, "find", find)
+    return delay
+
+
+def test_a_slowed_op_is_caught(
+    tmp_path: Path, slowed: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    given = ["add", "--device=cpu", "--shape=64x64", "--dtype=float32", "--forward", "--threads=1"]
+    given.append("--peers=eager")
+    assert command.main([*given, f"--json={old}"]) == 0
+    slowed[0] = 0.08
+    compare = [f"--compare={old}", "--threshold=50"]
+    assert command.main([*given, *compare, f"--json={new}"]) == 1
+    assert "1 slower and 0 faster by more than 50%" in capsys.readouterr().out
+    # The same from the files alone, and the other way round.
+    assert command.main([f"--read={new}", *compare]) == 1
+    assert command.main([f"--read={old}", f"--compare={new}", "--threshold=50"]) == 0
+    assert "0 slower and 1 faster" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argument", ["--compare", "--read"])
+@pytest.mark.parametrize("content", [None, "no json", "{}"])
+def test_a_file_that_is_none(
+    argument: str, content: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "old.json"
+    if content is not None:
+        path.write_text(content)
+    assert command.main(["--device=cpu", f"{argument}={path}"]) == 2
+    assert f"torchkiln.bench: {argument}: got {path}" in capsys.readouterr().err
+
+
+def test_ctrl_c_keeps_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def op(a: Tensor, b: Tensor) -> Tensor:
+        if a.shape[0] == 4:
+            raise KeyboardInterrupt
+        return torch.add(a, b)
+
+    monkeypatch.setattr(CASES, "find", lambda *_: dataclasses.replace(ADD, op=op))
+
+    path = tmp_path / "b.json"
+    given = [
+        "add",
+        "--device=cpu",
+        "--dtype=float32",
+        "--forward",
+        "--peers=eager",
+        "--within=0.1",
+    ]
+    status = command.main([*given, "--shape=2x2", "--shape=4x4", f"--json={path}"])
+    assert status == 130
+    assert "stopped: " in capsys.readouterr().err
+    assert [row.shape for row in bench.Record.read(path).rows] == [(2, 2)]
+
+
+def test_out_of_memory_and_refused_shapes_are_skipped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "b.json"
+    given = ["add", "--device=cpu", "--dtype=float32", "--forward", "--peers=eager"]
+    shapes = ["--shape=99999999x9999999", "--shape=4x4"]
+    assert command.main([*given, *shapes, f"--json={path}"]) == 0
+    out = capsys.readouterr().out
+    assert "skipped add float32 99999999 x 9999999 calls: out of memory: " in out
+    found = bench.Record.read(path)
+    assert [r.shape for r in found.rows] == [(4, 4)]
+    assert [s.shape for s in found.skipped] == [(99999999, 9999999)]
+
+    assert command.main([*given, shapes[0]]) == 1  # nothing at all
+
+
+def test_what_an_op_refuses_is_skipped() -> None:
+    def op(*_: Tensor) -> Tensor:
+        raise RuntimeError("torchkiln.add: a: got 3 columns, expected 4")
+
+    chosen = bench.Plan(
+        (dataclasses.replace(ADD, op=op),),
+        CPU,
+        bench.Settings(bench.cpu_clock, ("eager",), 0.0),
+        shapes=((2, 3),),
+        dtypes=(torch.float32,),
+        directions=("forward",),
+    )
+    (skipped,) = [entry for _, found in chosen.pieces() for entry in found]
+    assert isinstance(skipped, bench.Skipped)
+    assert skipped.reason == "torchkiln.add: a: got 3 columns, expected 4"
+
+    def broken(*_: Tensor) -> Tensor:
+        raise RuntimeError("wrong")
+
+    chosen = dataclasses.replace(chosen, specs=(dataclasses.replace(ADD, op=broken),))
+    with pytest.raises(RuntimeError, match="wrong"):
+        list(chosen.pieces()[0][1])
+
+
+def test_csv(tmp_path: Path, row: bench.Row) -> None:
+    found = record(row, 0.5)
+    csvfile.write(tmp_path / "folder" / "b.csv", found)
+    with (tmp_path / "folder" / "b.csv").open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert [(line["who"], line["role"]) for line in lines] == [
+        ("torchkiln", "ours"),
+        ("eager", "peer"),
+        ("copy", "reference"),
+    ]
+    assert float(lines[0]["seconds"]) == 0.5
+    assert (lines[0]["rows"], lines[0]["columns"]) == ("8", "16")
+
+
+def test_files_of_the_first_version_are_read(tmp_path: Path, row: bench.Row) -> None:
+    path = tmp_path / "b.json"
+    record(row, 1.0).write(path)
+    content = json.loads(path.read_text())
+    del content["skipped"]
+    for entry in content["rows"]:
+        del entry["operations"]
+    path.write_text(json.dumps(content))
+    assert bench.Record.read(path).rows[0].operations == 0

@@ -1,0 +1,139 @@
+"""Any two functions; the time that a run may take; pictures."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import torchkiln
+from torchkiln import bench
+from torchkiln.bench import __main__ as command
+from torchkiln.bench import compared
+from torchkiln.bench.pace import LEAST, Pace
+from torchkiln.bench.row import OURS
+
+CPU = torch.device("cpu")
+
+
+def slow(x: Tensor) -> Tensor:
+    time.sleep(0.01)
+    return F.silu(x)
+
+
+def test_two_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compared, "SECONDS", 0.0)
+    x = torch.randn(64, 64)
+    found = bench.bench(F.silu, slow, x)
+    assert found.names == ("silu", "slow")
+    assert found.bytes == 2 * 64 * 64 * 4
+    assert found.speedup > 1
+    assert found.is_certain
+    assert found.floor > 0
+    assert "silu is " in str(found)
+    assert repr(found) == str(found)
+    assert json.loads(json.dumps(found.as_dict()))["speedup"] == found.speedup
+    assert "<table>" in found._repr_html_()
+    console = pytest.importorskip("rich.console").Console(width=200)
+    with console.capture() as captured:
+        console.print(found)
+    assert "of floor" in captured.get()
+
+
+def test_the_same_name_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compared, "SECONDS", 0.0)
+    found = bench.bench(F.silu, torch.nn.functional.silu, torch.randn(8))
+    name = "torch.nn.functional.silu"
+    assert found.names == (name, f"{name} (baseline)")
+    found = bench.bench(torchkiln.silu, F.silu, torch.randn(8))
+    assert found.names == ("torchkiln.ops.activation.silu", name)
+    same = dataclasses.replace(found, times=(found.times[0], found.times[0]))
+    assert "which may be noise" in str(same)
+
+
+def test_functions_of_no_tensor() -> None:
+    with pytest.raises(ValueError, match=r"torchkiln\.bench: args: got no tensor, expected"):
+        bench.bench(slow, slow, 3)
+
+
+def test_a_pace_shares_the_time() -> None:
+    now = 0.0
+    pace = Pace(100.0, rows=20, now=lambda: now)
+    pace.begin(10)
+    assert pace.end_of_piece == 50.0
+    usual = bench.Settings(bench.cpu_clock, ("eager", "compile"), budget=3.0)
+    first = pace.settings(usual, first=True)
+    assert first.peers == usual.peers
+    assert first.budget == 3.0
+    assert first.left_out == {}
+    now = 45.5
+    later = pace.settings(usual, first=False)
+    assert later.peers == ("eager",)
+    assert later.left_out == {"compile": "left out, to be done within 1.67 minutes"}
+    assert later.budget == pytest.approx(4.5 / 9 - 0.3)
+    pace.took(5.0, later)  # rows take longer than thought
+    assert pace.settings(usual, first=False).budget < later.budget
+    now = 60.0  # this piece has had its share, and more
+    assert pace.settings(usual, first=False).budget == LEAST
+    pace.begin(10)
+    assert pace.end_of_piece == 100.0
+    now = 99.9
+    assert pace.settings(usual, first=False).budget == LEAST
+    assert not pace.is_over()
+    assert pace.settings(usual, first=True).peers == ("eager",)  # too late to build anything
+    now = 100.0
+    assert pace.is_over()
+
+
+def test_no_limit_changes_nothing() -> None:
+    usual = bench.Settings(bench.cpu_clock)
+    assert Pace().settings(usual, first=False) is usual
+    assert not Pace().is_over()
+
+
+def test_rows_without_time_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "b.json"
+    given = ["add", "square", "--device=cpu", "--dtype=float32", "--shape=4x4", "--peers=eager"]
+    assert command.main([*given, "--within=0.0000001", f"--json={path}"]) == 1
+    record = bench.Record.read(path)
+    assert record.rows == ()
+    assert {entry.reason for entry in record.skipped} == {"no time is left of what --within gives"}
+
+
+def test_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All forms, from one command; pictures of what was measured."""
+    pytest.importorskip("matplotlib")
+    given = ["bias_act", "--device=cpu", "--shape=8x16", "--peers=eager", "--within=1"]
+    assert command.main([*given, f"--report={tmp_path}"]) == 0
+    record = bench.Record.read(tmp_path / "bench.json")
+    calls = [row for row in record.rows if row.kind == "calls"]
+    assert {row.dtype for row in calls} == {"float32", "bfloat16"}
+    assert {row.dtype for row in record.rows if row.kind == "host"} == {"bfloat16"}
+    assert not [row for row in record.rows if row.kind == "sweep"]  # which says nothing of it
+    page = (tmp_path / "bench.html").read_text()
+    for heading in ("Roofline", "Speed-ups of large calls", "Host time", "Tables"):
+        assert f"<h2>{heading}</h2>" in page
+    assert page.count("<svg") == 3
+    for name in ("roofline", "speedups", "host"):
+        assert (tmp_path / f"bench-{name}.png").read_bytes()[1:4] == b"PNG"
+    assert (tmp_path / "bench.md").is_file()
+    assert (tmp_path / "bench.csv").is_file()
+    slower = [
+        dataclasses.replace(row, times={**row.times, OURS: bench.Times(9.0, 9.0, 9.0, 9)})
+        for row in record.rows
+    ]
+    sizes = {row.shape for row in record.rows if row.kind == "calls"}
+    assert sizes == {(8, 16)}
+    old = tmp_path / "old.json"
+    dataclasses.replace(record, rows=tuple(slower)).write(old)
+    html = tmp_path / "changed.html"
+    read = [f"--read={tmp_path / 'bench.json'}", f"--compare={old}", f"--html={html}"]
+    assert command.main(read) == 0
+    assert "What has changed" in html.read_text()
+    assert "faster" in capsys.readouterr().out

@@ -1,0 +1,228 @@
+"""Peers are called as their users call them, or are named with the reason why they are not."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchkiln import bench
+from torchkiln.bench import peers
+from torchkiln.bench.bench_case import BACKWARD, FORWARD, Function
+from torchkiln.bench.peers import liger, quack
+from torchkiln.bench.row import OURS
+from torchkiln.testing import SPECS, OpSpec, Sample, Traffic
+from torchkiln.testing.specs.pointwise import ADD
+
+CPU = torch.device("cpu")
+FUSED = next(spec for spec in SPECS if spec.helpers)
+X, W, B = torch.ones(2, 4), torch.ones(4), torch.zeros(4)
+TARGET = torch.zeros(2, dtype=torch.int64)
+
+
+def a_case(spec: OpSpec = FUSED) -> bench.BenchCase:
+    return next(bench.cases(spec, CPU, torch.float32, (8, 16)))
+
+
+def a_row(case: bench.BenchCase, direction: str, *names: str) -> bench.Row:
+    row = bench.time_case(case, direction, bench.Settings(bench.cpu_clock, names, budget=0.0), 1)
+    assert row is not None
+    return row
+
+
+@pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
+def test_the_compiled_peer(direction: str) -> None:
+    row = a_row(a_case(), direction, "compile")
+    assert set(row.times) == {OURS, "compile"}, row.missing
+
+
+def test_a_peer_that_fails_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(case: bench.BenchCase) -> Function:
+        raise RuntimeError(f"no compiler for {case.spec.name}\nand much more")
+
+    monkeypatch.setitem(peers.MAKERS, "compile", broken)
+    rows = [a_row(a_case(), direction, "compile", "eager") for direction in (FORWARD, BACKWARD)]
+    for row in rows:
+        assert set(row.times) == {OURS, "eager"}
+        assert row.missing == {"compile": f"RuntimeError: no compiler for {FUSED.name}"}
+    (table,) = bench.tables(rows)
+    name = FUSED.name
+    why = f"no compile: RuntimeError: no compiler for {name}"
+    assert table.notes == (f"{name} forward, {name} backward: {why}",)
+
+
+class FakeGpuTensor:
+    is_cuda = True
+
+
+class FakeGpuSample(Sample):
+    positions = (0, 1)
+
+
+@pytest.mark.parametrize("name", ["liger", "quack"])
+def test_a_peer_is_asked_only_for_what_it_has(name: str) -> None:
+    known = dict(peers.makers(a_case(), ("eager", name)))
+    assert set(known) == {"eager"}
+    named = dataclasses.replace(ADD, name="rms_norm")
+    assert set(dict(peers.makers(a_case(named), ("eager", name)))) == {"eager", name}
+
+
+@pytest.mark.parametrize("name", ["liger", "quack"])
+def test_a_peer_that_is_not_there_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers.package, "find_spec", lambda _: None)
+    row = a_row(a_case(dataclasses.replace(ADD, name="softmax")), FORWARD, name)
+    assert set(row.times) == {OURS}
+    assert row.missing == {name: "not installed"}
+    (table,) = bench.tables([row])
+    assert table.notes == (f"softmax forward: no {name}: not installed",)
+
+
+def test_a_peer_for_gpus_is_named_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers.package, "find_spec", lambda _: object())
+    row = a_row(a_case(dataclasses.replace(ADD, name="softmax")), FORWARD, "quack")
+    assert row.missing == {"quack": "has kernels for GPUs only"}
+
+
+def test_a_package_is_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "liger_kernel" / "ops"
+    folder.mkdir(parents=True)
+    lines = "class LigerSiLUMulFunction:\n    def apply(*given):\n        return given\n"
+    (folder / "swiglu.py").write_text(lines)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    pair = (FakeGpuTensor(), FakeGpuTensor())
+    case = dataclasses.replace(
+        a_case(dataclasses.replace(ADD, name="swiglu")), sample=FakeGpuSample("two", pair)
+    )
+    ((_, make),) = peers.makers(case, ("liger",))
+    assert make(case)(*pair) == pair
+
+
+def given(*args: Any, **kwargs: Any) -> Any:
+    """A function of a package that tells what it was called with."""
+    return args, kwargs
+
+
+def ours_of(adapt: Callable[..., Any]) -> Function:
+    return lambda *args, **kwargs: adapt(given, *args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("adapt", "call", "expected"),
+    [
+        (liger.gated, (X, X), ((X, X), {})),
+        (liger.layer_norm, (X, (4,), W, B, 1e-6), ((X, W, B, 1e-6), {})),
+        (liger.rms_norm, (X, 4, W, 1e-6), ((X, W, 1e-6, 0.0, "llama", False), {})),
+        (liger.add_rms_norm, (X, X, (4,), W, 1e-6), ((X, X, W, 1e-6, 0.0, "llama", False), {})),
+        (liger.softmax, (X, -1), ((X,), {})),
+        (quack.rms_norm, (X, (4,), W), ((X, W), {"eps": 2**-23, "weight_offset": 0.0})),
+        (
+            quack.add_rms_norm,
+            (X, B, (4,), W, 1e-6),
+            ((X, W), {"residual": B, "eps": 1e-6, "prenorm": True, "weight_offset": 0.0}),
+        ),
+        (quack.softmax, (X, 1), ((X,), {})),
+        (quack.cross_entropy, (X, TARGET), ((X, TARGET), {})),
+    ],
+)
+def test_arguments_become_theirs(
+    adapt: Callable[..., Any], call: tuple[Any, ...], expected: object
+) -> None:
+    assert_same(ours_of(adapt)(*call), expected)
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """Equal, and for tensors the same ones."""
+    if isinstance(expected, tuple):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_same(one, other)
+    elif isinstance(expected, Tensor):
+        assert found is expected
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            assert_same(found[key], value)
+    else:
+        assert found == expected
+
+
+def test_the_loss_is_the_first_of_what_liger_returns() -> None:
+    loss = liger.cross_entropy(given, X, TARGET, label_smoothing=0.1, z_loss=0.2)
+    assert_same(loss, (X, TARGET, None, -100, 0.2, 0.1, "mean"))
+
+
+@pytest.mark.parametrize(
+    ("adapt", "args", "kwargs", "why"),
+    [
+        (liger.gated, (X,), {}, "takes gate and up apart"),
+        (liger.layer_norm, (X, (2, 4), W, B), {}, "normalizes the last dimension alone"),
+        (liger.layer_norm, (X, (4,), W), {}, "asks for weight and bias"),
+        (liger.add_rms_norm, (X, X, (4,)), {}, "asks for a weight"),
+        (liger.softmax, (X, 0), {}, "takes the last dimension alone"),
+        (quack.softmax, (X, -1), {"causal": True}, "has neither scale nor mask"),
+        (quack.softmax, (X, -1), {"scale": 0.5}, "has neither scale nor mask"),
+        (liger.cross_entropy, (X, X), {}, "takes class indices"),
+    ],
+)
+def test_what_a_peer_would_do_otherwise_is_refused(
+    adapt: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(peers.Refused, match=why):
+        ours_of(adapt)(*args, **kwargs)
+
+
+def test_a_gradient_made_in_forward_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a peer is timed over both, shown with a remark, and not compared with."""
+    calls = []
+
+    def loss(x: Tensor, target: Tensor) -> Tensor:
+        calls.append(x)
+        return F.cross_entropy(x, target)
+
+    monkeypatch.setitem(peers.MAKERS, "liger", lambda _: loss)
+    spec = dataclasses.replace(
+        ADD,
+        name="cross_entropy",
+        op=F.cross_entropy,
+        composite=F.cross_entropy,
+        traffic=lambda _: Traffic(64, 64),
+        backward_traffic=lambda _: Traffic(64, 64),
+        bench=lambda _device, _dtype, _shape: Sample("bench", (X, TARGET)),
+    )
+    forward, backward = (a_row(a_case(spec), d, "liger") for d in (FORWARD, BACKWARD))
+    assert forward.remarks == {}
+    assert forward.best_peer == "liger"
+    assert set(backward.times) == {OURS, "liger"}
+    assert backward.best_peer is None
+    assert backward.speedup is None
+    assert all(x is not X for x in calls), "the inputs that everyone shares"
+    made = len([x for x in calls if x.requires_grad])
+    assert made > backward.times["liger"].rounds, "each call goes forward, too"
+    (table,) = bench.tables([forward, backward])
+    what = "forward and backward in one call, because its forward makes the gradient"
+    assert table.notes == (f"cross_entropy backward: liger: {what}",)
+
+
+def test_who_waits_for_the_gpu() -> None:
+    loss = a_case(dataclasses.replace(ADD, name="cross_entropy"))
+    assert peers.waits("liger", loss)
+    assert not peers.waits("quack", loss)
+    assert not peers.waits("liger", a_case())
+
+
+@pytest.mark.cuda
+def test_a_peer_that_waits_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda:0")
+    chosen = bench.Settings(bench.device_clock(gpu), ("eager", "liger"), budget=0.1)
+    spec = dataclasses.replace(ADD, name="cross_entropy")
+    monkeypatch.setitem(peers.MAKERS, "liger", lambda case: case.spec.composite)
+    row = bench.time_small(spec, gpu, torch.float32, chosen, shape=(4, 64), direction=FORWARD)
+    assert row is not None
+    assert set(row.times) == {OURS, "eager"}
+    assert row.missing == {"liger": "waits for the GPU, which a CUDA graph cannot"}

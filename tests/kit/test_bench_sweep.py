@@ -1,0 +1,176 @@
+"""Shapes that ops name, row lengths, the picture of them, and memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from torchkiln import bench
+from torchkiln.bench import __main__ as command
+from torchkiln.bench import plan, sweep
+from torchkiln.bench.bench_case import BACKWARD, FORWARD
+from torchkiln.bench.clock import Call
+from torchkiln.bench.memory import CudaGauge, peaks
+from torchkiln.bench.row import OURS
+from torchkiln.bench.skipped import Skipped
+from torchkiln.bench.small import SHAPES
+from torchkiln.testing import OpSpec, Sample, Traffic
+from torchkiln.testing.specs.pointwise import ADD
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
+SOFTMAX = dataclasses.replace(
+    ADD,
+    name="softmax",
+    op=F.softmax,
+    composite=F.softmax,
+    bench=lambda device, dtype, shape: Sample(
+        "bench", (torch.randn(shape, device=device, dtype=dtype), -1)
+    ),
+    traffic=lambda sample: Traffic(8 * sample.numel, 0),
+    backward_traffic=lambda sample: Traffic(12 * sample.numel, 0),
+    differentiable=(0,),
+    bench_shapes=((8, 16), (4, 32)),
+    small_shapes=((1, 64), (2, 64)),
+)
+
+
+def settings(*names: str) -> bench.Settings:
+    return bench.Settings(bench.cpu_clock, names, budget=0.0)
+
+
+def test_an_op_may_name_its_shapes() -> None:
+    """They are chosen for GPUs; a CPU would swap."""
+    assert plan.shapes_of(SOFTMAX, GPU) == ((8, 16), (4, 32))
+    assert plan.shapes_of(ADD, GPU) == ((16384, 8192),)
+    assert plan.shapes_of(SOFTMAX, CPU) == ((4096, 4096),)
+
+
+def rows_of(chosen: bench.Plan) -> list[bench.Row]:
+    found = [entry for _, entries in chosen.pieces() for entry in entries]
+    assert not any(isinstance(entry, Skipped) for entry in found)
+    return [entry for entry in found if isinstance(entry, bench.Row)]
+
+
+def test_shapes_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "default_shape", lambda _: (2, 8))
+    chosen = bench.Plan((SOFTMAX,), CPU, settings(), dtypes=(torch.float32,))
+    assert {row.shape for row in rows_of(chosen)} == {(2, 8)}
+    monkeypatch.setattr(plan, "shapes_of", lambda spec, _: spec.bench_shapes)
+    assert [row.shape for row in rows_of(chosen)] == [(8, 16), (8, 16), (4, 32), (4, 32)]
+    given = dataclasses.replace(chosen, shapes=((3, 5),))
+    assert {row.shape for row in rows_of(given)} == {(3, 5)}
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"), [(SOFTMAX, SOFTMAX.small_shapes), (ADD, SHAPES)], ids=["own", "default"]
+)
+def test_small_shapes_of_a_run(
+    spec: OpSpec,
+    expected: tuple[plan.Shape, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = []
+
+    def time_small(*_: object, shape: plan.Shape, direction: str) -> None:
+        seen.append((shape, direction))
+
+    monkeypatch.setattr(plan, "time_small", time_small)
+    chosen = bench.Plan((spec,), GPU, settings(), dtypes=(torch.float32,), kinds=("small",))
+    assert rows_of(chosen) == []
+    assert seen == [(shape, d) for shape in expected for d in (FORWARD, BACKWARD)]
+
+
+def test_row_lengths() -> None:
+    """The number of elements stays within one row of the longest."""
+    shapes = sweep.sweep_shapes(2**27)
+    lengths = [columns for _, columns in shapes]
+    assert lengths == sorted(lengths)
+    assert {256, 3584, 5120, 12288, 50257, 151936} <= set(lengths)
+    assert all(abs(rows * columns - 2**27) <= columns / 2 for rows, columns in shapes)
+    assert sweep.sweep_shapes(1000)[-1] == (1, 151936)
+
+
+def swept(monkeypatch: pytest.MonkeyPatch) -> list[bench.Row]:
+    monkeypatch.setattr(plan, "sweep_shapes", lambda _: [(8, 16), (2, 64)])
+    chosen = bench.Plan((SOFTMAX,), CPU, settings("eager"), kinds=("sweep",), threads=(1,))
+    return rows_of(chosen)
+
+
+def test_rows_of_a_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = swept(monkeypatch)
+    one = [(shape, d) for shape in ((8, 16), (2, 64)) for d in (FORWARD, BACKWARD)]
+    assert [(row.shape, row.direction) for row in rows] == 2 * one
+    assert {row.kind for row in rows} == {"sweep"}
+    (table,) = bench.tables(rows)
+    assert table.title.startswith("Median time of one call, as many elements in rows of every")
+
+
+def test_the_picture_of_a_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line for each op and direction, over the row length."""
+    rows = swept(monkeypatch)
+    narrow = [row for row in rows if row.dtype == "float32"]
+    found = sweep.lines(narrow)
+    assert set(found) == {("softmax", FORWARD), ("softmax", BACKWARD)}
+    for (_, direction), points in found.items():
+        shares = {row.shape[1]: row.share for row in narrow if row.direction == direction}
+        assert points == sorted(shares.items())
+    pytest.importorskip("matplotlib")
+    figure = sweep.draw_sweep(rows, "here")
+    assert [len(axes.lines) for axes in figure.axes] == [3, 3]  # two and that of the copy
+
+
+def test_the_command_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(plan, "sweep_shapes", lambda _: [(8, 16), (2, 64)])
+    path = tmp_path / "sweep.png"
+    given = ["square", "--device=cpu", "--sweep", "--peers=eager", "--dtype=float32"]
+    assert command.main([*given, f"--plot={path}"]) == 0
+    assert path.read_bytes()[1:4] == b"PNG"
+
+
+def test_peaks_are_of_a_whole_step() -> None:
+    """The gauge sees one call of each: a forward without gradients, or forward and backward."""
+    sums: list[int] = []
+
+    def gauge(call: Call) -> int:
+        result = call()
+        tensors = result if isinstance(result, tuple) else (result,)
+        assert not any(tensor.requires_grad for tensor in tensors)
+        sums.append(len(tensors))
+        return 1000 * len(sums)
+
+    case = next(bench.cases(SOFTMAX, CPU, torch.float32, (2, 4)))
+    chosen = dataclasses.replace(settings("eager", "liger"), gauge=gauge)
+    assert bench.time_case(case, FORWARD, chosen, 1) is not None
+    row = bench.time_case(case, BACKWARD, chosen, 1)
+    assert row is not None
+    assert set(row.peaks) == {OURS, "eager"}
+    assert sums == [1, 1, 1, 1]
+    (table,) = bench.tables([row])
+    words = dict(zip(table.headings, table.rows[0], strict=True))
+    assert words["torchkiln peak"] == "3 kB"
+    assert words["eager peak"] == "4 kB"
+    assert bench.Row.from_json(row.to_json()) == row
+
+
+def test_no_peaks_where_none_are_wanted() -> None:
+    case = next(bench.cases(SOFTMAX, CPU, torch.float32, (2, 4)))
+    row = bench.time_case(case, FORWARD, settings("eager"), 1)
+    assert row is not None
+    assert row.peaks == {}
+    assert not any("peak" in heading for heading in bench.tables([row])[0].headings)
+
+
+@pytest.mark.cuda
+def test_the_gauge_counts_what_a_call_holds() -> None:
+    """Torch's softmax holds its output, that times the gradient, and what becomes of them."""
+    size = 4 * 2**24
+    case = next(bench.cases(SOFTMAX, GPU, torch.float32, (2048, 8192)))
+    for direction, tensors in ((FORWARD, 1), (BACKWARD, 3)):
+        found = peaks(case, direction, ("eager", "compile"), CudaGauge(GPU))
+        assert set(found) == {OURS, "eager", "compile"}
+        assert abs(found[OURS] - tensors * size) <= 2**21

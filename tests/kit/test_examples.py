@@ -1,0 +1,70 @@
+"""The programs in docs/examples do what they say."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from torchkiln import jit
+
+FOLDER = Path(__file__).resolve().parents[2] / "docs" / "examples"
+
+
+@pytest.fixture
+def example(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
+    """The program of that name, as a module."""
+    name = f"example_{request.param}"
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{request.param}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[name]
+
+
+@pytest.mark.parametrize("example", ["train"], indirect=True)
+def test_both_trainings_are_the_same(example: ModuleType) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the tensors are small
+    try:
+        runs = example.main(60)
+    finally:
+        torch.set_num_threads(threads)
+    ours, theirs = runs["torchkiln"].losses, runs["torch"].losses
+    assert ours[0] == pytest.approx(theirs[0], abs=1e-5)
+    # Rounding grows from step to step, in the first ones it is still that of single operations.
+    assert ours[:20] == pytest.approx(theirs[:20], abs=1e-3)
+    assert sum(ours[-5:]) < 0.5 * sum(ours[:5])
+
+
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("example", ["jit_to_package"], indirect=True)
+def test_an_op_of_ones_own(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    example.main()
+    said = capsys.readouterr().out
+    assert "checks of the contract passed" in said
+    assert "torchkiln_op is" in said
+    x = torch.ones(3)
+    with pytest.raises(ValueError, match=r"gate: got torch\.float64 of shape \[3\], expected"):
+        example.by_hand(x, x.double(), 0.0, 1.0)
+
+
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("example", ["jit_to_package"], indirect=True)
+def test_its_kernels_compile(example: ModuleType) -> None:
+    try:
+        module = jit.inline(example.KERNELS)
+    except RuntimeError as error:
+        pytest.skip(str(error).split("\n")[0])
+    assert module.binary("sm_90", "backward").code
+
+
+def test_every_example_is_tested() -> None:
+    assert {path.stem for path in FOLDER.glob("*.py")} == {"train", "jit_to_package"}

@@ -1,0 +1,305 @@
+"""torchkiln.jit.elementwise: formulas, their derivatives, and the ops made of them."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from torchkiln import jit
+from torchkiln.jit.call.layout import broadcast, divisor, layout, merged
+from torchkiln.jit.compile import toolkit
+from torchkiln.jit.formula.expression import (
+    Call,
+    Name,
+    Node,
+    compute,
+    cuda_of,
+    magnitude,
+    parse,
+    slope,
+)
+from torchkiln.jit.formula.formula import Formula
+from torchkiln.jit.formula.functions import FUNCTIONS
+from torchkiln.testing import Case
+from torchkiln.testing.fuzz import Plan, check_call, plans
+
+FUSED = jit.elementwise("relu(x * scale + bias)", "x, bias, scale=0.5", name="fused")
+SPEC = FUSED.spec()
+NUMERIC = sorted(name for name, f in FUNCTIONS.items() if not f.condition and name != "where")
+POSITIVE = {"sqrt", "rsqrt", "log", "log1p", "pow", "div"}
+
+
+@pytest.mark.contract([SPEC])
+def test_contract(contract_case: Case) -> None:
+    contract_case.run()
+
+
+@settings(max_examples=25, derandomize=True, database=None, deadline=None)
+@given(plans(SPEC))
+def test_any_call(plan: Plan) -> None:
+    check_call(SPEC, plan, torch.device("cpu"))
+
+
+def node_of(name: str) -> Call:
+    """The function of x, y and z."""
+    return Call(name, tuple(Name(letter) for letter in "xyz"[: FUNCTIONS[name].arity]))
+
+
+@pytest.mark.parametrize("name", NUMERIC)
+def test_derivatives_are_those_of_torch(name: str) -> None:
+    low = 0.1 if name in POSITIVE else -2.0
+    equals = torch.cartesian_prod(*[torch.tensor([0.5, 1, 1.5], dtype=torch.float64)] * 3)
+    values = {
+        letter: torch.cat([torch.empty(500).double().uniform_(low, 2), equal]).requires_grad_()
+        for letter, equal in zip("xyz"[: FUNCTIONS[name].arity], equals.T, strict=False)
+    }
+    result = compute(node_of(name), values, torch.float64, "cpu")
+    expected = torch.autograd.grad(
+        result.sum(), list(values.values()), allow_unused=True, materialize_grads=True
+    )
+    size = compute(magnitude(node_of(name)), values, torch.float64, "cpu")
+    assert bool((size >= result.abs() * (1 - 1e-12)).all())
+    for letter, gradient in zip(values, expected, strict=True):
+        found = compute(slope(node_of(name), letter), values, torch.float64, "cpu")
+        torch.testing.assert_close(found.expand(527), gradient, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("text", ["x ** 3 - 2 / (1 + exp(-y))", "x if x > y else sin(x * y)"])
+def test_chain_rule(text: str) -> None:
+    op = jit.elementwise(text)
+    x, y = (torch.randn(20, dtype=torch.float64, requires_grad=True) for _ in "xy")
+    assert torch.autograd.gradcheck(op, (x, y))
+    node = parse(text)
+    result = compute(node, {"x": x, "y": y}, torch.float64, "cpu")
+    torch.testing.assert_close(op(x, y), result)
+    for tensor, gradient in zip("xy", torch.autograd.grad(result.sum(), (x, y)), strict=True):
+        found = compute(slope(node, tensor), {"x": x, "y": y}, torch.float64, "cpu")
+        torch.testing.assert_close(found, gradient)
+
+
+@pytest.mark.parametrize(
+    ("expression", "arguments", "message"),
+    [
+        ("relu(x", "", "expression: got 'relu.x'"),
+        ("rleu(x)", "", "got function 'rleu' .*; did you mean relu"),
+        ("exp(x, y)", "", "got 2 arguments of exp .*, expected 1"),
+        ("x[0]", "", r"got 'x\[0\]' in"),
+        ("x < y", "", "expected a number"),
+        ("torch.relu(x)", "", r"got 'torch.relu\(x\)' .* a function by its name alone: abs, "),
+        ("relu(x < y)", "", "argument 1 of relu .*expected a number, not a comparison"),
+        ("where(x, y, y)", "", "argument 1 of where .*expected a comparison"),
+        ("x * scale", "x", "arguments: got 'x', but scale is in the expression"),
+        ("x * 2", "x: float", "expected a tensor"),
+        ("x * 2", "*x", "expected such as"),
+        ("", "x", "expected one of the two"),
+    ],
+)
+def test_wrong_formulas(expression: str, arguments: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        jit.elementwise(expression, arguments)
+
+
+def test_wrong_gradients() -> None:
+    with pytest.raises(ValueError, match=r"gradient: got \['y'\], expected one for each \['x'\]"):
+        jit.elementwise("x * 2", gradient={"y": "grad"})
+    with pytest.raises(ValueError, match="gradient: got 'z', expected grad and"):
+        jit.elementwise("x * 2", gradient={"x": "grad * z"})
+
+
+def test_what_an_op_says_of_itself_and_of_wrong_arguments() -> None:
+    op = jit.elementwise("clamp(x, lo, hi)", "x, lo: float, hi=1.0", name="clamped")
+    assert repr(op).startswith("<torchkiln.jit op torchkiln_jit::clamped(Tensor x, float lo")
+    x = torch.ones(3)
+    with pytest.raises(TypeError, match=r"clamped: got arguments 2 by position, low, expected at"):
+        op(x, 0.0, low=1.0)
+    with pytest.raises(TypeError, match="got arguments 4 by position, expected at most x, lo, hi"):
+        op(x, 0.0, 1.0, 2.0)
+
+
+def test_an_op_whose_name_was_given_to_another() -> None:
+    first = jit.elementwise("x * 2", name="of_two")
+    second = jit.elementwise("x * 3", name="of_two")
+    with pytest.raises(RuntimeError, match="of_two: another op of this name was made since"):
+        first(torch.ones(1))
+    assert second(torch.ones(1)).item() == 3
+    assert jit.elementwise("x * 2", name="of_two")(torch.ones(1)).item() == 2
+
+
+def test_wrong_names_and_types() -> None:
+    with pytest.raises(ValueError, match="name: got 'two words', expected a name as Python's"):
+        jit.elementwise("x * 2", name="two words")
+    with pytest.raises(ValueError, match="flaot is no type of an argument"):
+        jit.elementwise("x * y", "x, y: flaot")
+    assert jit.elementwise("x * y", "x: Tensor, y: float")(torch.ones(1), 2.0).item() == 2
+
+
+def test_the_same_formula_is_the_same_op() -> None:
+    first = jit.elementwise("x * 2 + y")
+    assert jit.elementwise("x * 2 + y") is first
+    renamed = jit.elementwise("x * 2 + y", name="mine")
+    again = jit.elementwise("x * 3 + y", name="mine")  # as when a notebook's cell is changed
+    assert renamed is not again
+    x = torch.ones(2)
+    assert torch.ops.torchkiln_jit.mine(x, x).tolist() == [4, 4]
+
+
+def test_functor_with_a_reference(tmp_path: Path) -> None:
+    (tmp_path / "mine.h").write_text(
+        "struct Cube { template <class C> __device__ C operator()(C x, C by) const"
+        " { return x * x * x * by; } };\n"
+    )
+    op = jit.elementwise(
+        functor="Cube",
+        source=tmp_path / "mine.h",
+        arguments="x, by: float",
+        reference=lambda x, by: x**3 * by,
+    )
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    (gradient,) = torch.autograd.grad(op(x, 2.0).sum(), x)
+    assert gradient.tolist() == [6.0, 24.0]
+    with pytest.raises(FileNotFoundError, match=r"source: got nowhere\.h"):
+        jit.elementwise(functor="A", source="nowhere.h", arguments="x", reference=torch.relu)
+    with pytest.raises(ValueError, match="functor: expected source, arguments and reference"):
+        jit.elementwise(functor="Cube")
+    if has_nvrtc():
+        formula = op._formula
+        module = formula.module([torch.float32] * 2, 4, ["vector", "vector"])
+        assert module.binary("sm_90a").code.startswith(b"\x7fELF")
+
+
+def test_a_functor_that_was_saved_again_is_another_op(tmp_path: Path) -> None:
+    file = tmp_path / "mine.h"
+
+    def made(text: str) -> jit.Elementwise:
+        file.write_text(text)
+        return jit.elementwise(functor="F", source=file, arguments="x", reference=torch.relu)
+
+    first = made("struct F {};")
+    assert made("struct F {};") is first
+    second = made("struct F { int changed; };")
+    assert second is not first
+    assert first.name != second.name  # both can be called
+    assert first(torch.ones(2)).tolist() == second(torch.ones(2)).tolist() == [1, 1]
+
+
+def has_nvrtc() -> bool:
+    """Whether anything can be compiled here."""
+    try:
+        toolkit.find()
+    except RuntimeError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_nvrtc(), reason="no NVRTC")
+@pytest.mark.parametrize("name", NUMERIC)
+def test_functions_compile(name: str) -> None:
+    letters = "xyz"[: FUNCTIONS[name].arity]
+    results: dict[str, Node] = {"result0_": node_of(name)}
+    results |= {f"result{i + 1}_": slope(node_of(name), x) for i, x in enumerate(letters)}
+    formula = Formula(letters, [], cuda_of(results), outputs=len(results))
+    for dtype in (torch.float64, torch.bfloat16):
+        dtypes = [dtype] * (len(results) + len(letters))
+        formula.module(dtypes, 16 // dtype.itemsize, ["vector"] * len(dtypes))
+
+
+def test_division_by_multiplication() -> None:
+    numbers = (0, 1, 2, 6, 7, 1000, 2**16, 2**31 - 1)
+    for size, n in itertools.product((1, 2, 3, 7, 10, 641, 2**20 + 7, 2**31 - 1), numbers):
+        multiplier, shift = divisor(size)
+        assert multiplier < 2**32
+        assert (n if size < 2 else ((n * multiplier) >> 32) >> shift) == n // size
+
+
+@pytest.mark.parametrize(
+    ("x", "lanes", "reaches"),
+    [
+        (torch.empty(8, 16), 4, ("vector", "vector")),
+        (torch.empty(16).expand(8, 16), 4, ("vector", "vector")),
+        (torch.empty(8, 1).expand(8, 16), 4, ("vector", "one")),
+        (torch.empty(16, 8).t(), 1, ("any", "any")),
+        (torch.empty(129)[1:].view(8, 16), 1, ("any", "any")),
+        (torch.empty(8, 17)[:, :16], 1, ("any", "any")),
+        (torch.empty(()).expand(8, 16), 4, ("vector", "one")),
+    ],
+)
+def test_layouts(x: Tensor, lanes: int, reaches: tuple[str, ...]) -> None:
+    found = layout((8, 16), (torch.empty(8, 16), x))
+    assert found is not None
+    assert (found.lanes, found.reaches) == (lanes, reaches)
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [((2, 3), (2, 3)), ((3,), (2, 1), ()), ((0, 1), (5,)), ((1,), (1, 1)), ((2,), (1, 4, 1))],
+)
+def test_broadcast(shapes: tuple[tuple[int, ...], ...]) -> None:
+    assert broadcast(shapes) == tuple(torch.broadcast_shapes(*shapes))
+    with pytest.raises(RuntimeError, match="got 4 and 3 in dimension -2"):
+        broadcast([(4, 1), (3, 2)])
+
+
+def test_a_first_call_imports_no_more_of_torch() -> None:
+    code = (
+        "import sys, torch; from torchkiln import jit; known = set(sys.modules)\n"
+        "jit.elementwise('x * 2 + y')(torch.ones(2, 3), torch.ones(3))\n"
+        "assert 'sympy' in known or 'sympy' not in sys.modules, 'half a second'\n"
+        "assert len(sys.modules) - len(known) < 30, sorted(set(sys.modules) - known)"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+
+
+def test_dimensions_are_merged() -> None:
+    assert merged((4, 1, 6), [[6, 6, 1], [6, 9, 1]]) == ([24], [[1], [1]])
+    assert merged((4, 6), [[6, 1], [0, 1]]) == ([6, 4], [[1, 6], [1, 0]])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", NUMERIC)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_functions_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    letters = "xyz"[: FUNCTIONS[name].arity]
+    call = {"add": "x + y", "sub": "x - y", "mul": "x * y", "div": "x / y", "neg": "-x"}
+    op = jit.elementwise(call.get(name, f"{name}({', '.join(letters)})"))
+    low = 0.1 if name in POSITIVE else -2.0
+    inputs = [
+        torch.empty(33, 65, device="cuda", dtype=dtype).uniform_(low, 2).requires_grad_()
+        for _ in letters
+    ]
+    cpu = [x.detach().cpu().requires_grad_() for x in inputs]
+    found, expected = op(*inputs), op(*cpu)
+    torch.testing.assert_close(found.cpu(), expected)
+    grads = torch.autograd.grad(found.sum(), inputs)
+    for one, other in zip(grads, torch.autograd.grad(expected.sum(), cpu), strict=True):
+        torch.testing.assert_close(one.cpu(), other)
+
+
+def test_a_given_gradient_is_that_of_the_cpu_and_of_transforms() -> None:
+    """Rounding passes its gradient straight through, as its formula would not."""
+    rounded = jit.elementwise(
+        "floor(x * steps + 0.5) / steps + y",
+        "x, y, steps=4.0",
+        gradient={"x": "grad * (1 + 0 * x)", "y": "grad * y"},
+    )
+    x = torch.tensor([[0.3], [-0.7]], dtype=torch.float64, requires_grad=True)
+    y = torch.tensor([2.0, 3.0, 5.0], dtype=torch.float64, requires_grad=True)
+    grad = torch.arange(6, dtype=torch.float64).reshape(2, 3)
+    found = torch.autograd.grad(rounded(x, y), (x, y), grad, create_graph=True)
+    assert torch.equal(found[0], grad.sum(1, keepdim=True))
+    assert torch.equal(found[1], grad.sum(0) * y)
+    assert torch.equal(torch.autograd.grad(found[1].sum(), y)[0], grad.sum(0))
+    ones = torch.ones_like(x)
+    tangent = torch.func.jvp(lambda x: rounded(x, y.detach(), 2.0), (x.detach(),), (ones,))[1]
+    assert torch.equal(tangent, torch.ones(2, 3, dtype=torch.float64))
+    half = torch.tensor([1.25], dtype=torch.bfloat16, requires_grad=True)
+    rounded(half, half.detach()).backward()
+    assert half.grad is not None
+    assert half.grad.dtype == torch.bfloat16
+    assert half.grad.item() == 1

@@ -1,0 +1,175 @@
+"""What torchkiln.jit knows of a source before it is compiled, and what it keeps of it."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchkiln.jit.call.arguments import pack
+from torchkiln.jit.call.signature import Signature, kernels_of
+from torchkiln.jit.compile import cache
+from torchkiln.jit.compile.cache import Binary
+from torchkiln.jit.compile.includes import included
+
+SOURCE = """
+// __global__ void not_this(int a);
+/* __global__ void nor_this(int a) {} */
+extern "C" __global__ void plain(const float* __restrict__ x, float y[], const int64_t n) {}
+namespace mine::inner {
+struct Shape { int rows; };
+template <typename T, int kLanes = 4>
+__global__ void __launch_bounds__(256, (1 + 1)) scaled(T const* x, unsigned long long n,
+                                                       float by = 1.0f, Shape shape = {}) {
+  if (n > 0) { const char* text = "}"; }
+}
+}  // namespace mine::inner
+__device__ void helper() {}
+template __global__ void mine::inner::scaled<float, 4>(float const* x, unsigned long long n);
+template <> __global__ void mine::inner::scaled<double>(double const* x, unsigned long long n) {}
+__global__ void bits(unsigned char* a, unsigned n, bool on, __half* h, std::int32_t k);
+static __global__ void bits(unsigned char* a, unsigned n, bool on, __half* h, std::int32_t k) {}
+"""
+
+
+def test_signatures() -> None:
+    found = kernels_of(SOURCE)
+    assert [str(signature) for signature in found.values()] == [
+        "plain(float* x, float* y, int64_t n)",
+        "mine::inner::scaled(T* x, unsigned long long n, float by, Shape shape)",
+        "bits(unsigned char* a, unsigned int n, bool on, __half* h, int32_t k)",
+    ]
+    assert found["mine::inner::scaled"].template == ("T", "kLanes")
+    dtypes = [parameter.dtype for parameter in found["bits"].parameters]
+    expected = [torch.uint8, torch.uint32, torch.bool, torch.float16, torch.int32]
+    assert dtypes == expected
+
+
+@pytest.mark.parametrize("text", ["__global__", "__global__ (", "__global__ void", "template <"])
+def test_half_a_line_is_for_the_compiler(text: str) -> None:
+    assert list(kernels_of(f"__global__ void whole() {{}}\n{text}")) == ["whole"]
+
+
+def test_instance_of_a_template() -> None:
+    signature = kernels_of(SOURCE)["mine::inner::scaled"].instance(("__nv_bfloat16", "8"))
+    assert signature.name == "mine::inner::scaled<__nv_bfloat16, 8>"
+    assert signature.parameters[0].dtype == torch.bfloat16
+    assert signature.parameters[3].dtype is None
+
+
+def signature(parameters: str) -> Signature:
+    """Of a kernel named k."""
+    return kernels_of(f"__global__ void k({parameters}) {{}}")["k"]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "given", "error", "message"),
+    [
+        ("float* x, int n", (torch.ones(2),), TypeError, r"got 1 argument, expected 2: k\(float"),
+        ("float* x", ([1.0],), TypeError, r"x: got list, expected a torch\.Tensor for float\* x"),
+        ("float* x", (torch.ones(2).half(),), TypeError, "x: got dtype float16, expected float32"),
+        ("int n", (2.0,), TypeError, "n: got float, expected an int for int n"),
+        ("int n", (2**31,), OverflowError, "n: got 2147483648, expected -2147483648 to"),
+        ("unsigned n", (-1,), OverflowError, "n: got -1, expected 0 to 4294967295"),
+        ("float a", ("1",), TypeError, "a: got str, expected a number for float a"),
+        ("Shape s", (3,), TypeError, "s: got int, expected the bytes of a Shape"),
+    ],
+)
+def test_wrong_arguments(
+    parameters: str, given: tuple[object, ...], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        pack("k", signature(parameters), given)
+
+
+def test_arguments_are_passed_as_the_kernel_reads_them() -> None:
+    x = torch.ones(3, dtype=torch.bfloat16)
+    parameters = "const __nv_bfloat16* x, void* any, float* none, long long n, double d, bool on"
+    packed = pack("k", signature(parameters), (x, x, None, -(2**40), 0.1, True))
+    assert [p.value for p in packed] == [x.data_ptr(), x.data_ptr(), None, -(2**40), 0.1, True]
+    half, narrow, shape = pack(
+        "k", signature("half h, nv_bfloat16 b, Shape s"), (1.5, 1.5, b"abcd")
+    )
+    assert half.value == torch.tensor(1.5).half().view(torch.int16).item()
+    assert bytes(narrow) == bytes(torch.tensor([1.5]).bfloat16().view(torch.uint8).tolist())
+    assert ctypes.sizeof(shape) == 4
+
+
+def test_included_files(tmp_path: Path) -> None:
+    (tmp_path / "a.h").write_text('#include "sub/b.h"\n#include <cuda_fp16.h>\n')
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "b.h").write_text('# include "c.h"\n')
+    (tmp_path / "sub" / "c.h").write_text('#include "../a.h"\n')
+    found = included('#include "a.h"\n// #include "d.h"\n', tmp_path, [])
+    assert found is not None
+    assert {path.resolve().name for path in found} >= {"a.h", "b.h", "c.h"}
+    assert included("#define NAME <a.h>\n#include NAME\n", tmp_path, []) is None
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of its own."""
+    monkeypatch.setenv("TORCHKILN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "jit"
+
+
+def test_cache(folder: Path) -> None:
+    name = cache.key("source", ["option"])
+    assert name == cache.key("source", ["option"]) != cache.key("source", ["other"])
+    assert cache.read(name) is None
+    binary = Binary(b"\0code\n", {"k<float>": "_Z1k"})
+    cache.write(name, binary)
+    assert cache.read(name) == binary
+    (file,) = (path for path in folder.rglob("*") if path.is_file())
+    file.write_bytes(file.read_bytes()[:-1])  # as by a full disk
+    assert cache.read(name) is None
+    cache.write(name, binary)
+    assert cache.read(name) == binary
+
+
+def write_and_read(folder: str, name: str, rounds: int) -> None:
+    """What one of many processes does."""
+    os.environ["TORCHKILN_CACHE"] = folder
+    binary = Binary(b"x" * 100_000, {"k": "k"})
+    for _ in range(rounds):
+        cache.write(name, binary)
+        assert cache.read(name) == binary
+
+
+def test_many_processes_see_whole_files(folder: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    name = cache.key("shared")
+    arguments = (str(folder.parent), name, 50)
+    processes = [context.Process(target=write_and_read, args=arguments) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert not list(folder.rglob("unfinished-*"))
+
+
+def test_leavings_of_a_killed_process_go(folder: Path) -> None:
+    name = cache.key("a")
+    old, new = folder / name[:2] / "unfinished-old", folder / name[:2] / "unfinished-new"
+    old.parent.mkdir(parents=True)
+    for path in (old, new):
+        path.touch()
+    os.utime(old, times=(0, time.time() - 2 * cache.STALE_SECONDS))
+    cache.write(name, Binary(b"", {}))
+    assert new.exists()
+    assert not old.exists()
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCHKILN_CACHE", str(tmp_path / "file"))
+    with pytest.warns(UserWarning, match="cache folder: .* cannot be written .*TORCHKILN_CACHE"):
+        cache.write("abcd", Binary(b"", {}))
+    cache.write("abcd", Binary(b"", {}))  # said once
+    assert cache.read("abcd") is None

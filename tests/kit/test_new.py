@@ -1,0 +1,291 @@
+"""What `torchkiln new` writes; nox -s new builds it and runs its tests."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import torchkiln
+from torchkiln.new import TEMPLATES, check, write_package
+from torchkiln.new.__main__ import main
+from torchkiln.new.addition import add_op
+from torchkiln.new.edit import Before, EditError, End, Listed, applied
+from torchkiln.new.template import FOLDER, PLACEHOLDER
+
+ROOT = Path(__file__).resolve().parents[2]
+NAME = "gated_scale"
+
+
+@pytest.fixture(params=TEMPLATES)
+def package(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A package of each template."""
+    folder = tmp_path / "made"
+    write_package(NAME, request.param, folder)
+    return folder
+
+
+def texts(folder: Path) -> dict[str, str]:
+    """All files below a folder."""
+    found = [path for path in folder.rglob("*") if path.is_file()]
+    return {path.relative_to(folder).as_posix(): path.read_text() for path in found}
+
+
+def test_a_package_is_complete(package: Path) -> None:
+    assert set(texts(package)) == {
+        ".github/workflows/tests.yml",
+        ".gitignore",
+        "CMakeLists.txt",
+        "README.md",
+        f"cpp/cpu/{NAME}.cpp",
+        f"cpp/include/{NAME}/ops.h",
+        f"cpp/ops/{NAME}.cpp",
+        "cpp/python/module.cpp",
+        f"cuda/{NAME}.cu",
+        f"cuda/include/{NAME}/kernels/{NAME}.h",
+        "noxfile.py",
+        "pyproject.toml",
+        f"src/{NAME}/_C.pyi",
+        f"src/{NAME}/__init__.py",
+        f"src/{NAME}/{NAME}.py",
+        f"src/{NAME}/py.typed",
+        f"src/{NAME}/spec.py",
+        "tests/conftest.py",
+        f"tests/test_{NAME}.py",
+    }
+
+
+def test_every_placeholder_is_filled_in(package: Path) -> None:
+    for path, text in texts(package).items():
+        assert not PLACEHOLDER.search(text), path
+        assert text.isascii(), path
+        if path.endswith((".py", ".pyi")):
+            ast.parse(text)
+
+
+def test_a_package_needs_this_version(package: Path) -> None:
+    project = tomllib.loads((package / "pyproject.toml").read_text())
+    version = ".".join(torchkiln.__version__.split(".")[:2])
+    assert project["project"]["name"] == NAME
+    assert project["project"]["dependencies"] == [f"torchkiln[torch]=={version}.*"]
+    assert f"torchkiln[torch]=={version}.*" in project["build-system"]["requires"]
+    assert f"find_package(torchkiln {version} REQUIRED" in (package / "CMakeLists.txt").read_text()
+
+
+def test_the_kernels_of_a_package_know_nothing_of_torch(package: Path) -> None:
+    for path, text in texts(package).items():
+        if path.startswith(("cuda/", "cpp/cpu/")):
+            assert not re.search(r'#include\s*[<"](torch|ATen|c10)/', text), path
+
+
+def test_files_are_formatted(package: Path) -> None:
+    ruff = shutil.which("ruff") or str(Path(sys.executable).with_name("ruff"))
+    if not Path(ruff).is_file():
+        pytest.skip("needs ruff")
+    for command in (["check"], ["format", "--check"]):
+        done = subprocess.run(
+            [ruff, *command, "--no-cache"], cwd=package, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout
+
+
+def test_templates_share_what_they_can() -> None:
+    """No file of a template has a twin in another one."""
+    seen: dict[str, Path] = {}
+    for path in FOLDER.rglob("*"):
+        if path.is_file() and path.stat().st_size and "__pycache__" not in path.parts:
+            text = path.read_text()
+            assert text not in seen, f"{path} is {seen[text]}"
+            seen[text] = path
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Gate", "expected small letters, digits and single underscores, such as 'gate'"),
+        ("my-gate", "such as 'my_gate'"),
+        ("3d", "such as 'd'"),
+        ("", "expected small letters, digits and single underscores"),
+        ("a__b", "such as 'a_b'"),
+        ("lambda", "a word of Python or C++"),
+        ("double", "a word of Python or C++"),
+        ("random", "a module of Python"),
+        ("exp", "a function of C"),
+        ("aten", "a name of torch"),
+        ("softmax", "a name of torch or torchkiln"),
+        ("torchkiln", "a name of torch or torchkiln"),
+        ("norm", "a name of torch or torchkiln"),
+    ],
+)
+def test_a_name_that_will_not_do(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        check.name(name)
+    assert str(caught.value).startswith(f"torchkiln.new: NAME: got {name!r}, ")
+
+
+def test_a_folder_that_is_not_empty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert main([NAME, "--into", str(tmp_path)]) == 2
+    message = f"torchkiln.new: --into: got {tmp_path}, which is not empty, expected a new folder"
+    assert message in capsys.readouterr().err
+    assert main([NAME, "--into", str(tmp_path / "file")]) == 2
+    assert "a file, expected a new folder" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_an_unknown_template(tmp_path: Path) -> None:
+    message = "--template: got 'scan', expected one of elementwise, reduction, custom"
+    with pytest.raises(ValueError, match=message):
+        write_package(NAME, "scan", tmp_path / "made")
+
+
+def test_the_command_needs_no_torch(tmp_path: Path) -> None:
+    """Files are written at once."""
+    code = (
+        "import sys; sys.modules['torch'] = None; from torchkiln_command import main; "
+        f"sys.argv = ['torchkiln', 'new', {NAME!r}]; sys.exit(main())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(torchkiln.cmake_prefix_path).parents[2])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"{NAME}/pyproject.toml\n" in done.stdout
+    assert (tmp_path / NAME / "pyproject.toml").is_file()
+
+
+FILE = "one\n  two\nfour\n"
+
+
+@pytest.mark.parametrize(
+    ("edit", "expected"),
+    [
+        (Before("f", "  two", "new\n"), "one\nnew\n  two\nfour\n"),
+        (End("f", "new\n"), FILE + "new\n"),
+        (Listed("f", r"(\w+)$", "new"), "new\none\n  two\nfour\n"),
+        (Listed("f", r"(\w+)$", "zero"), "one\n  two\nfour\nzero\n"),
+    ],
+)
+def test_a_line_finds_its_place(edit: Before | End | Listed, expected: str) -> None:
+    assert applied([edit], {"f": FILE}) == {"f": expected}
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (Before("f", "three", "new\n"), "f: got 0 lines 'three', expected 1; nothing was written"),
+        (Before("f", "two", "new\n"), "f: got 0 lines 'two', expected 1"),
+        (Listed("f", r"    (\w+)$", "    new"), "expected a list"),
+        (Listed("f", r"(\w+)$", "one"), "got 'one' already"),
+    ],
+)
+def test_a_line_that_has_no_place(edit: Before | Listed, message: str) -> None:
+    with pytest.raises(EditError, match=re.escape(message)):
+        edit.apply(FILE)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """The sources, without what is built and measured."""
+    folder = tmp_path / "checkout"
+    left_out = shutil.ignore_patterns("__pycache__", "templates")
+    for name in ("cpp", "cuda", "src"):
+        shutil.copytree(ROOT / name, folder / name, ignore=left_out)
+    for name in ("CHANGELOG.md", "README.md", "pyproject.toml"):
+        shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+# CPU kernels, and what the function that picks one of an instruction set gives it.
+PICKED = {
+    "elementwise": dict.fromkeys((NAME, f"{NAME}_backward"), "arguments, scale, begin, end"),
+    "reduction": dict.fromkeys((NAME, f"{NAME}_backward"), "arguments, begin, end"),
+    "custom": {NAME: "arguments, begin, end"},
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_an_op_of_this_repository(template: str, checkout: Path) -> None:
+    before = texts(checkout)
+    written = add_op(NAME, template, checkout)
+    after = texts(checkout)
+    new = {path for path in after if path not in before}
+    assert new == {
+        f"cpp/cpu/{NAME}.cpp",
+        f"cpp/ops/{NAME}.cpp",
+        f"cuda/{NAME}.cu",
+        f"cuda/include/torchkiln/kernels/{NAME}.h",
+        f"src/torchkiln/{NAME}.py",
+        f"src/torchkiln/testing/specs/{NAME}.py",
+        f"tests/test_{NAME}.py",
+    }
+    changed = {path for path in before if before[path] != after[path]}
+    assert {path.relative_to(checkout).as_posix() for path in written} == new | changed
+    for path in new | changed:
+        assert NAME in after[path].lower(), path
+        assert not PLACEHOLDER.search(after[path]), path
+    for path in changed:  # lines were added, and none was touched
+        rest = iter(after[path].splitlines())
+        assert all(line in rest for line in before[path].splitlines()), path
+    assert f"- `torchkiln.{NAME}(x" in after["README.md"]
+    kernels = " ".join(after[f"cpp/cpu/{NAME}.cpp"].split())  # in lines as they come
+    assert dict(re.findall(r"BEST_VARIANT\((\w+)\)\((.*?)\);", kernels)) == PICKED[template]
+    assert re.findall(r"DECLARE_VARIANTS\((\w+)\)", kernels) == list(PICKED[template])
+    assert "loops" not in kernels
+
+
+def test_an_op_that_cannot_be_added(
+    checkout: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([NAME, "--op", "--into", str(tmp_path)]) == 2
+    assert "expected a checkout of torchkiln" in capsys.readouterr().err
+    assert main(["swiglu", "--op", "--into", str(checkout)]) == 2
+    assert "which is a name of torch or torchkiln" in capsys.readouterr().err
+    cmake = checkout / "cuda" / "CMakeLists.txt"
+    cmake.write_text(cmake.read_text().replace(".cu\n", ".cc\n"))
+    before = texts(checkout)
+    assert main([NAME, "--op", "--into", str(checkout)]) == 2
+    assert "cuda/CMakeLists.txt: got 0 lines like" in capsys.readouterr().err
+    assert texts(checkout) == before
+
+
+def commands_of_the_page() -> list[list[str]]:
+    """The arguments of `torchkiln new` on its page."""
+    page = (ROOT / "docs" / "new.md").read_text()
+    blocks = re.findall(r"^```sh shown\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    words = [shlex.split(line, comments=True) for block in blocks for line in block.splitlines()]
+    return [line[2:] for line in words if line[:2] == ["torchkiln", "new"]]
+
+
+@pytest.mark.parametrize("command", commands_of_the_page(), ids=" ".join)
+def test_a_command_of_the_page(
+    command: list[str], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_op = "--op" in command
+    folder: Path = request.getfixturevalue("checkout" if is_op else "tmp_path")
+    monkeypatch.chdir(folder)
+    assert main(command) == 0
+    if not is_op:
+        (project,) = folder.rglob("pyproject.toml")
+        assert tomllib.loads(project.read_text())["project"]["name"] == command[0]
+
+
+def test_the_page_tells_of_every_template() -> None:
+    page = (ROOT / "docs" / "new.md").read_text()
+    for template in TEMPLATES:
+        assert f"| `{template}` |" in page
+    commands = commands_of_the_page()
+    assert len([command for command in commands if "--op" in command]) == 1
+    assert len(commands) == len(TEMPLATES) + 1

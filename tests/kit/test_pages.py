@@ -1,0 +1,221 @@
+"""The code of README.md and of the pages in docs/ runs.
+
+What becomes of a block says the word behind its language:
+
+    python           runs, on the CPU, too; the blocks of a page share their names, top to bottom
+    python gpu       runs where there is a GPU; else it has to come as far as the first launch
+    sh               every line runs
+    cuda NAME.cu     NVRTC compiles it; the file lies beside what follows on the page
+    ... PATH         has the lines of that file of the repository, but for those left out at `...`
+    ... shown        is for reading; these are counted
+    ... patch        a change to the sources, which nox -s addition makes
+
+Blocks of text are drawings and output.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchkiln import jit
+from torchkiln.jit.compile import toolkit
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+SHOWN = {
+    "README.md": 3,
+    "docs/abi.md": 3,
+    "docs/contract.md": 1,
+    "docs/cpp.md": 1,
+    "docs/debugging.md": 6,
+    "docs/docker.md": 4,
+    "docs/examples.md": 2,
+    "docs/mutation.md": 1,
+    "docs/new.md": 3,
+    "docs/profiling.md": 3,
+    "docs/quick-start.md": 1,
+    "docs/sdk.md": 1,
+    "docs/shipping.md": 5,
+}
+"""How many blocks of a page nobody runs."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A piece of code of a page."""
+
+    page: str
+    line: int
+    language: str
+    word: str
+    code: str
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def blocks(page: Path) -> list[Block]:
+    """All of them, in order."""
+    text = page.read_text(encoding="utf-8")
+    found = [
+        Block(
+            str(page.relative_to(ROOT)),
+            text.count("\n", 0, match.start()) + 1,
+            match[1],
+            match[2] or "",
+            match[3],
+        )
+        for match in FENCE.finditer(text)
+    ]
+    plain = [b for b in re.findall(r"^```+(.*)$", text, re.MULTILINE) if not b.startswith("{")]
+    directives = len(re.findall(r"^```+\{", text, re.MULTILINE))
+    assert len(plain) == 2 * len(found) + directives, f"{page}: a fence that is not understood"
+    return found
+
+
+ALL = [block for page in PAGES for block in blocks(page)]
+
+
+def quoted(block: Block) -> Path | None:
+    """The file of the repository that a block is a part of."""
+    path = ROOT / block.word
+    return path if "/" in block.word and path.is_file() else None
+
+
+def is_run(block: Block) -> bool:
+    """Whether test_page has something to do with it."""
+    return block.language in ("python", "sh", "cuda") and (
+        block.word in ("", "gpu") or ("/" not in block.word and block.word.endswith(".cu"))
+    )
+
+
+class Runner:
+    """Runs the blocks of a page in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.names: dict[str, object] = {"__name__": "page"}
+        self.left_out: list[str] = []
+        try:
+            toolkit.find()
+            self.nvrtc = ""
+        except RuntimeError as error:
+            self.nvrtc = str(error).split("\n")[0]
+        tools = folder / "bin"
+        tools.mkdir()
+        for tool, module in (("torchkiln", "-W ignore -m torchkiln_command"), ("python", "")):
+            script = tools / tool
+            script.write_text(f'#!/bin/sh\nexec "{sys.executable}" {module} "$@"\n')
+            script.chmod(0o755)
+        self.environment = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}"}
+
+    def run(self, block: Block) -> None:
+        """One block, in the way of its language."""
+        if self.nvrtc and (block.language == "cuda" or block.word == "gpu"):
+            self.left_out.append(str(block))
+        elif block.language == "cuda":
+            self.compile(block)
+        elif block.language == "sh":
+            self.shell(block)
+        else:
+            self.python(block)
+
+    def python(self, block: Block) -> None:
+        """Runs it; what needs a GPU and has none must have done all that comes before a launch."""
+        lines = "\n" * block.line + block.code  # tracebacks have the page's lines
+        code = compile(lines, str(ROOT / block.page), "exec")
+        if block.word == "gpu" and not torch.cuda.is_available():
+            with pytest.raises(RuntimeError, match=r"torchkiln\.jit: .+: got no GPU"):
+                exec(code, self.names)
+            return
+        try:
+            exec(code, self.names)
+        except RuntimeError as error:
+            if not self.nvrtc or "NVRTC: got none" not in str(error):
+                raise
+            self.left_out.append(str(block))
+
+    def compile(self, block: Block) -> None:
+        """Writes the file, and compiles every kernel in it, templates for float."""
+        path = self.folder / block.word
+        path.write_text(block.code, encoding="utf-8")
+        module = jit.load(path)
+        for name, signature in module.signatures.items():
+            floats = f"<{', '.join(['float'] * len(signature.template))}>"
+            module.binary("sm_90", name + floats * bool(signature.template))
+
+    def shell(self, block: Block) -> None:
+        """Has bash run the lines until one fails."""
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", block.code],
+            cwd=self.folder,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, f"{block}\n{done.stdout}{done.stderr}"
+
+
+RUN = [page for page in PAGES if any(map(is_run, blocks(page)))]
+
+
+@pytest.mark.parametrize("page", RUN, ids=lambda page: str(page.relative_to(ROOT)))
+def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHKILN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    runner = Runner(tmp_path)
+    for block in filter(is_run, blocks(page)):
+        runner.run(block)
+    if runner.left_out:
+        pytest.skip(f"all but {', '.join(runner.left_out)} were run: {runner.nvrtc}")
+
+
+def lines(code: str) -> list[str]:
+    """The lines of code without indentation and blank ones."""
+    return [line.strip() for line in code.splitlines() if line.strip()]
+
+
+@pytest.mark.parametrize("block", [block for block in ALL if quoted(block)], ids=str)
+def test_quoted(block: Block) -> None:
+    """A file of the repository has the very lines, in this order."""
+    path = quoted(block)
+    assert path is not None
+    source = lines(path.read_text(encoding="utf-8"))
+    begin = 0
+    for part in map(lines, re.split(r"^ *(?://|#) \.\.\.\n", block.code, flags=re.MULTILINE)):
+        places = range(begin, len(source) - len(part) + 1)
+        at = next((i for i in places if source[i : i + len(part)] == part), None)
+        assert at is not None, "\n".join(part)
+        begin = at + len(part)
+
+
+def test_every_block_is_accounted_for() -> None:
+    known = {"shown", "patch"}
+    for block in ALL:
+        if block.language == "text":
+            assert not block.word, block
+        else:
+            assert is_run(block) or quoted(block) or block.word in known, block
+    assert Counter(block.page for block in ALL if block.word == "shown") == SHOWN
+
+
+def test_sessions_exist() -> None:
+    """Every nox session that a page names is in the noxfile."""
+    texts = [page.read_text(encoding="utf-8") for page in PAGES]
+    sessions = {name for text in texts for name in re.findall(r"nox -s (\w+)", text)}
+    assert {"demo", "tests"} <= sessions
+    noxfile = (ROOT / "noxfile.py").read_text()
+    for session in sessions:
+        assert re.search(rf"^def {session}\(", noxfile, re.MULTILINE), session

@@ -1,0 +1,74 @@
+"""The page of the contract says what the result files say, and nothing failed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchkiln import testing
+from torchkiln.testing.contract import CHECKS
+from torchkiln.testing.matrix import Run, page, written
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+FILES = sorted((DOCS / "contract").glob("*.json"))
+
+
+def cell(status: str, reason: str = "") -> dict[str, Any]:
+    return {"status": status, "reason": reason, "dtypes": ["float32"], "seconds": 1.0}
+
+
+def a_run(**ops: dict[str, Any]) -> Run:
+    here = {"device": "a chip", "torch": "2.13", "cuda": "13.0", "torchkiln": "1.0"}
+    return Run({**here, "commit": "a" * 40, "date": "2026-01-02"}, ops)
+
+
+def test_the_page_is_that_of_the_files() -> None:
+    text = (DOCS / "contract.md").read_text()
+    assert written(text, [Run.read(file) for file in FILES]) == text
+
+
+def test_every_op_was_tried_and_nothing_failed() -> None:
+    cpu = Run.read(DOCS / "contract" / "cpu.json")
+    assert set(cpu.ops) == {spec.name for spec in testing.SPECS}
+    for file in FILES:
+        found = json.loads(file.read_text())
+        assert "dirty" not in (found["environment"]["commit"] or "")
+        for op, cells in found["ops"].items():
+            for check, one in cells.items():
+                assert check in CHECKS
+                assert one["status"] in ("passed", "excluded", "unavailable"), f"{op} {check}"
+                assert (one["status"] == "passed") != bool(one["reason"])
+
+
+def test_a_cell_is_a_pass_a_reason_or_a_failure() -> None:
+    text = page(
+        [
+            a_run(
+                mine={"values": cell("passed"), "vmap": cell("excluded", "not for mine: it draws")},
+                other={"values": cell("failed", "wrong"), "vmap": cell("unavailable", "it draws")},
+            )
+        ]
+    )
+    number = {name: i for i, name in enumerate(CHECKS, 1)}
+    head = "a chip, torch 2.13 with CUDA 13.0, torchkiln 1.0, commit aaaaaaaaaa, 2026-01-02"
+    assert f"{head}: 1 of 4 kept, **1 broken**." in text
+    assert f"| | {number['values']} | {number['vmap']} |" in text
+    assert "| `mine` | + | (1) |" in text
+    assert "| `other` | **FAILED** | (1) |" in text
+    assert text.count("(1) it draws") == 1
+
+
+def test_every_check_says_what_it_promises() -> None:
+    for check in CHECKS.values():
+        assert len(check.promise) > 20, check.name
+        assert check.promise.endswith("."), check.name
+
+
+def test_results_count_no_check_twice() -> None:
+    cases = list(testing.cases(testing.SPECS, torch.device("cpu")))
+    found = json.loads((DOCS / "contract" / "cpu.json").read_text())["ops"]
+    promised = {(case.spec.name, case.check.name) for case in cases if case.spec.name in found}
+    assert {(op, check) for op, cells in found.items() for check in cells} <= promised

@@ -1,0 +1,164 @@
+"""torchkiln watch: what is printed at each save, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchkiln.cli import main
+from torchkiln.cli.watch_run import attempt, for_pytest
+
+pytestmark = pytest.mark.usefixtures("own_cache", "nvrtc")
+
+KERNEL = "__global__ void add(float* x) { x[threadIdx.x] += 1; }\n"
+TESTS = """
+from pathlib import Path
+from torchkiln import jit
+
+def test_its_parameter():
+    kernel = jit.load(Path(__file__).with_name("my.cu")).add
+    assert str(kernel.signature) == "add(float* x)"
+"""
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A file of kernels with its tests beside it."""
+    (tmp_path / "my.cu").write_text(KERNEL)
+    (tmp_path / "test_my.py").write_text(TESTS)
+    return tmp_path / "my.cu"
+
+
+class Watch:
+    """The command in a process of its own."""
+
+    def __init__(self, *arguments: object) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "torchkiln", "watch", *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.reader = threading.Thread(target=self._read)
+        self.reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as stdout:
+            for line in stdout:
+                self.lines.put(line)
+
+    def rest(self) -> list[str]:
+        """What was printed since."""
+        return [self.lines.get() for _ in range(self.lines.qsize())]
+
+    def until(self, words: str, seconds: float = 120) -> str:
+        """What is printed up to a line with these words."""
+        end, found = time.monotonic() + seconds, ""
+        while not re.search(words, found):
+            try:
+                found += self.lines.get(timeout=max(end - time.monotonic(), 0.01))
+            except queue.Empty:
+                raise AssertionError(f"no {words!r} in:\n{found}") from None
+        return found
+
+
+@pytest.fixture
+def watch(source: Path) -> Iterator[Watch]:
+    """The command at work on the file and its tests."""
+    command = Watch(source, "--test", source.with_name("test_my.py"))
+    yield command
+    command.process.kill()
+    command.process.wait()
+    command.reader.join()
+
+
+WAITING = "waiting for the next save"
+
+
+def test_saves_are_tried_until_ctrl_c(watch: Watch, source: Path) -> None:
+    first = watch.until(WAITING)
+    assert re.search(r"my\.cu: compiled in \d+\.\d\d s, for sm_", first)
+    assert re.search(r"passed: test_my\.py, \d+\.\d\d s", first)
+    source.write_text("\n" + KERNEL.replace("1", "wrong"))
+    broken = watch.until(WAITING)
+    assert 'my.cu(2): error: identifier "wrong" is undefined' in broken
+    assert "FAILED: my.cu does not compile" in broken
+    other = source.with_name("other")
+    other.write_text(KERNEL.replace("float", "double"))
+    other.replace(source)
+    failed = watch.until(WAITING)
+    assert "add(double* x)" in failed  # pytest's words
+    assert "FAILED: test_my.py" in failed
+    test = source.with_name("test_my.py")
+    test.write_text("import os\nos.kill(os.getpid(), 11)")  # what a bad pointer does to the host
+    assert "ended by SIGSEGV" in watch.until(WAITING)
+    test.write_text("import time\nprint('begun', flush=True)\ntime.sleep(1000)")
+    watch.until("begun")
+    test.write_text("print('instead of it')")
+    assert "instead of it" in watch.until(WAITING)
+    test.unlink()
+    time.sleep(0.5)
+    test.write_text("print('back')")
+    watch.until("back(.|\n)*" + WAITING)
+    test.write_text("import os, time\nprint('pid', os.getpid(), flush=True)\ntime.sleep(1000)")
+    match = re.search(r"pid (\d+)", watch.until(r"pid \d+"))
+    assert match is not None
+    watch.process.send_signal(signal.SIGINT)
+    assert watch.process.wait(60) == 0
+    watch.reader.join()
+    assert "Traceback" not in "".join(watch.rest())
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(match[1]), 0)
+
+
+def test_an_attempt_with_a_script(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = source.with_name("script.py")
+    script.write_text("import helper\nassert helper.RIGHT, 'so not'")
+    source.with_name("helper.py").write_text("RIGHT = False")
+    assert not for_pytest(script)
+    assert attempt(source, script) == 1
+    out = capsys.readouterr().out
+    assert "AssertionError: so not" in out
+    assert "FAILED: script.py" in out
+    script.write_text("import sys\nsys.exit(0)")
+    assert attempt(source, script) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"my\.cu: cached, 0\.\d+ s, for sm_", out)
+    assert torch.cuda.is_available() or "no GPU" in out
+    assert attempt(source, None) == 0
+
+
+def test_files_that_are_not_there(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["watch", "nowhere.cu"]) == 2
+    assert "FILE: got nowhere.cu, expected a file" in capsys.readouterr().err
+    assert main(["watch", str(source), "--test", "nowhere.py"]) == 2
+    assert "--test: got nowhere.py, expected a file" in capsys.readouterr().err
+
+
+@pytest.mark.cuda
+def test_kernels_are_timed(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = source.with_name("script.py")
+    script.write_text(
+        "import torch\nfrom torchkiln import jit\nx = torch.zeros(2**26, device='cuda')\n"
+        "copy = jit.inline('__global__ void copy(float* x) {'\n"
+        "  'x[blockIdx.x * blockDim.x + threadIdx.x] += 1; }').copy\n"
+        "for _ in range(5): copy[2**18, 256](x)\n"
+        "assert x.sum().item() == 5 * 2**26"
+    )
+    assert attempt(source, script) == 0
+    match = re.search(r"copy\[262144, 256\]: (\d+\.\d) us, best of 5", capsys.readouterr().out)
+    assert match is not None
+    assert 50 < float(match[1]) < 5000  # 512 MiB are moved
