@@ -162,7 +162,7 @@ py::list stop() {
 
 }  // namespace
 
-void define_explain(py::module_& module) {
+void bind_trace(py::module_& module) {
   module.def("start_recording", &start);
   module.def("stop_recording", &stop);
 }

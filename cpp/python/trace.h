@@ -3,4 +3,4 @@
 #include <pybind11/pybind11.h>
 
 /// start_recording() and stop_recording(), for torchkiln.explain.
-void define_explain(pybind11::module_& module);
+void bind_trace(pybind11::module_& module);

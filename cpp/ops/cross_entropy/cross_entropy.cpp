@@ -124,14 +124,15 @@ struct Backward {
     const LossCall call{weight, ignore_index, reduction, label_smoothing, z_loss};
     check_backward(grad, logits, target, state, call);
     if (logits.numel() == 0) return empty_gradient(logits);
-    const Tensor rows = class_rows(logits);
+    const MaybeCopy logit_rows = class_rows(logits);
+    const Tensor& rows = *logit_rows;
     if (!rows.is_alias_of(logits)) {
       // A copy that nothing else reads: the gradient takes its place.
       run_backward("cross_entropy_backward", grad, rows, target, call, state, rows);
       return classes_back(rows.view(classes_last(logits).sizes()));
     }
     Tensor found = empty_gradient(logits);
-    run_backward("cross_entropy_backward", grad, rows, target, call, state, class_rows(found));
+    run_backward("cross_entropy_backward", grad, rows, target, call, state, *class_rows(found));
     return found;
   }
 };
@@ -150,8 +151,9 @@ bool is_plain(const Tensor& tensor) {
 
 void check_overwritable(const Tensor& logits) {
   if (!is_plain(logits) || logits.numel() == 0) return;
-  const MaybeTensor rows = rows_without_copy(classes_last(logits));
-  TORCH_CHECK(rows.has_value() && (rows->size(0) == 1 || rows->stride(0) >= rows->size(1)),
+  const Tensor last = classes_last(logits);
+  const auto rows = rows_without_copy(last);
+  TORCH_CHECK(rows && ((*rows)->size(0) == 1 || (*rows)->stride(0) >= (*rows)->size(1)),
               "torchkiln.", kName, ": inplace_backward: got logits of shape ", logits.sizes(),
               " and strides ", logits.strides(),
               ", expected rows of adjacent classes that do not overlap, for the gradient to be "
@@ -164,8 +166,8 @@ Tensor overwrite(const Tensor& grad, const Tensor& logits, const Tensor& target,
   check_backward(grad, logits, target, state, call);
   const Tensor found = logits.detach();  // shares the version counter
   if (found.numel() > 0) {
-    const Tensor rows = class_rows(found);
-    run_backward(kName, grad, rows, target, call, state, rows);
+    const MaybeCopy rows = class_rows(found);
+    run_backward(kName, grad, *rows, target, call, state, *rows);
   }
   found.unsafeGetTensorImpl()->bump_version();
   return found;

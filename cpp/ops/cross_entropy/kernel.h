@@ -17,11 +17,12 @@
 namespace torchkiln {
 
 /// [rows, classes] with adjacent classes: a view wherever the strides allow one, else a copy.
-inline at::Tensor class_rows(const at::Tensor& tensor) {
-  const at::Tensor last = classes_last(tensor);
-  if (auto view = rows_without_copy(last)) return *view;
+inline MaybeCopy class_rows(const at::Tensor& tensor) {
+  const at::Tensor moved = tensor.dim() > 2 ? classes_last(tensor) : at::Tensor();
+  const at::Tensor& last = moved.defined() ? moved : tensor;
+  if (auto view = rows_without_copy(last)) return std::move(*view);
   trace::note("copied: the classes of a row are not adjacent in strides ", tensor.strides());
-  return last.contiguous().view({-1, last.size(-1)});
+  return MaybeCopy::owned(last.contiguous().view({-1, last.size(-1)}));
 }
 
 inline int64_t row_count(const at::Tensor& logits) {
@@ -69,7 +70,7 @@ inline void check_classes(const char* op, const at::Tensor& target, int64_t clas
 /// The target as the kernels read it, and what they read it from.
 struct TargetView {
   ClassTarget arguments{};
-  at::Tensor target;
+  MaybeCopy target;
   at::Tensor weight;
 };
 
@@ -79,12 +80,12 @@ inline TargetView view_target(const at::Tensor& target, const LossCall& call,
   view.arguments.ignore_index = call.ignore_index;
   view.arguments.label_smoothing = call.label_smoothing;
   if (target.scalar_type() == at::kLong) {
-    view.target = target.contiguous();
-    view.arguments.index = view.target.const_data_ptr<int64_t>();
+    view.target = target.expect_contiguous();
+    view.arguments.index = view.target->const_data_ptr<int64_t>();
   } else {
     view.target = class_rows(target);
-    view.arguments.probabilities = view.target.const_data_ptr();
-    view.arguments.probabilities_row_stride = view.target.stride(0);
+    view.arguments.probabilities = view.target->const_data_ptr();
+    view.arguments.probabilities_row_stride = view.target->stride(0);
   }
   if (call.weight.has_value()) {
     view.weight = call.weight->to(compute).contiguous();
@@ -99,7 +100,8 @@ inline int64_t row_grain(int64_t classes) { return std::max<int64_t>((1 << 13) /
 /// The loss and the state of each row.
 inline void run_forward(const char* op, const at::Tensor& logits, const at::Tensor& target,
                         const LossCall& call, const at::Tensor& losses, const at::Tensor& state) {
-  const at::Tensor rows = class_rows(logits);
+  const MaybeCopy logit_rows = class_rows(logits);
+  const at::Tensor& rows = *logit_rows;
   const TargetView view = view_target(target, call, state.scalar_type());
   const RowState kept = row_state(state, rows.size(0), call.reduction);
   CrossEntropy arguments{};
@@ -125,7 +127,7 @@ inline void run_forward(const char* op, const at::Tensor& logits, const at::Tens
       });
   if (error == nullptr) return;
   if (view.arguments.index != nullptr) {
-    check_classes(op, view.target, arguments.classes, call.ignore_index);
+    check_classes(op, *view.target, arguments.classes, call.ignore_index);
   }
   check_status(op, Status{error});
 }

@@ -5,37 +5,39 @@
 #include <ATen/core/Tensor.h>
 
 #include "detail/collapse_dims.h"
+#include "detail/maybe_copy.h"
 #include "torchkiln/torch/note.h"
 
 namespace torchkiln {
 
 /// [rows, columns] with adjacent columns.
 struct RowsView {
-  at::Tensor tensor;
+  MaybeCopy tensor;
   int64_t stride;  // between rows
 };
 
 /// The last dimensions of a tensor, `columns` elements together, as rows: a view wherever the rows
 /// are evenly spaced, else a copy.
 inline RowsView view_as_rows(const at::Tensor& tensor, int64_t rows, int64_t columns) {
-  if (tensor.is_contiguous()) return {tensor, columns};
+  if (tensor.is_contiguous()) return {MaybeCopy::borrowed(tensor), columns};
   at::Tensor view = tensor.reshape({rows, columns});
   if (columns > 1 && view.stride(1) != 1) view = view.contiguous();
   if (view.const_data_ptr() != tensor.const_data_ptr())
     trace::note("copied: strides ", tensor.strides(), " are no evenly spaced rows of ", columns,
                 " adjacent elements");
-  return {view, view.stride(0)};
+  const int64_t stride = view.stride(0);
+  return {MaybeCopy::owned(std::move(view)), stride};
 }
 
 /// The same as a view [rows, size of the last dimension]; nothing where the strides allow none.
-inline std::optional<at::Tensor> rows_without_copy(const at::Tensor& tensor) {
+inline std::optional<MaybeCopy> rows_without_copy(const at::Tensor& tensor) {
   const int64_t last = tensor.dim() - 1;
   const int64_t columns = tensor.size(last);
   if (columns != 1 && tensor.stride(last) != 1) return std::nullopt;
-  if (tensor.dim() == 2) return tensor;
+  if (tensor.dim() == 2) return MaybeCopy::borrowed(tensor);
   const auto rows = collapse_dims(tensor, 0, last);
   if (!rows) return std::nullopt;
-  return tensor.as_strided({rows->size, columns}, {rows->stride, 1});
+  return MaybeCopy::owned(tensor.as_strided({rows->size, columns}, {rows->stride, 1}));
 }
 
 }  // namespace torchkiln

@@ -81,8 +81,8 @@ Three run(const Call& call, bool wants_stats) {
   const Tensor bias = contiguous(call.bias);
   const Tensor& parameter = weight.defined() ? weight : bias.defined() ? bias : y;
   Norm arguments{};
-  arguments.x = x.tensor.const_data_ptr();
-  arguments.residual = call.residual ? residual.tensor.const_data_ptr() : nullptr;
+  arguments.x = x.tensor->const_data_ptr();
+  arguments.residual = call.residual ? residual.tensor->const_data_ptr() : nullptr;
   arguments.weight = data(weight);
   arguments.bias = data(bias);
   arguments.y = y.data_ptr();
@@ -181,9 +181,9 @@ Three Backward::kernel(const Tensor& grad, const MaybeTensor& grad_sum, const Te
   const RowsView sum_rows = grad_sum ? view_as_rows(*grad_sum, rows, columns) : grad_rows;
   const Tensor weights = contiguous(weight);
   NormBackward arguments{};
-  arguments.grad = grad_rows.tensor.const_data_ptr();
-  arguments.grad_sum = grad_sum ? sum_rows.tensor.const_data_ptr() : nullptr;
-  arguments.z = z_rows.tensor.const_data_ptr();
+  arguments.grad = grad_rows.tensor->const_data_ptr();
+  arguments.grad_sum = grad_sum ? sum_rows.tensor->const_data_ptr() : nullptr;
+  arguments.z = z_rows.tensor->const_data_ptr();
   arguments.weight = data(weights);
   arguments.mean = centered ? stats.const_data_ptr() : nullptr;
   arguments.rstd = rstd_of(stats, rows);

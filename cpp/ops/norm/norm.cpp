@@ -35,19 +35,20 @@ Two composite(const Call& call) {
 }
 
 /// The results of a call that is recorded: y, and the sum where there is a residual. Backward keeps
-/// z (x or the sum), the statistics of each row, and the parameters.
+/// z (x or the sum), the statistics of each row, and the weight; no gradient depends on the bias.
 Two recorded(const Below& below, const Call& call) {
   const Tensor weight = tensor_or_undefined(call.weight);
   const Tensor bias = tensor_or_undefined(call.bias);
+  const auto bias_dtype = bias.defined() ? std::optional(bias.scalar_type()) : std::nullopt;
   const at::ScalarType weight_dtype = weight.defined() ? weight.scalar_type()
                                       : bias.defined() ? bias.scalar_type()
                                                        : call.x.scalar_type();
   // The gradients of z, weight and bias; z has the gradient of the sum added.
   const auto gradients = [=, dims = static_cast<int64_t>(call.shape.size()), eps = call.eps,
                           offset = call.offset, centered = call.centered](
-                             const Incoming& in, const Tensor& grad_sum, const Kept<4>& kept,
+                             const Incoming& in, const Tensor& grad_sum, const Kept<3>& kept,
                              const Backward::Wanted& wanted) {
-    const auto& [z, stats, weight, bias] = kept;
+    const auto& [z, stats, weight] = kept;
     if (!in.needs_composite()) {
       auto [grad_z, grad_weight, grad_bias] = call_below<Backward>(
           in[0], maybe(grad_sum), z, stats, maybe(weight), offset, weight_dtype, wanted);
@@ -55,6 +56,9 @@ Two recorded(const Below& below, const Call& call) {
                            wanted[2] ? grad_bias : Tensor()};
     }
     const at::ScalarType compute = compute_dtype(z.scalar_type());
+    const Tensor bias = bias_dtype ? at::zeros_symint(z.sym_sizes().slice(z.dim() - dims, dims),
+                                                      z.options().dtype(*bias_dtype))
+                                   : Tensor();
     variable_list found = composite_gradients(
         in, std::array{z.to(compute), weight, bias}, wanted, [&](const auto& inputs) {
           return composite_norm(inputs[0], dims, inputs[1], inputs[2], eps, offset, centered)
@@ -67,8 +71,8 @@ Two recorded(const Below& below, const Call& call) {
   if (!call.residual) {
     auto [y, stats] = below.call<Forward>(call.x, call.shape, call.weight, call.bias, call.eps,
                                           call.offset, call.centered);
-    return {record(call.op(), {call.x, weight, bias}, y, keep(call.x, stats, weight, bias),
-                   [=](const Incoming& in, const Kept<4>& kept) {
+    return {record(call.op(), {call.x, weight, bias}, y, keep(call.x, stats, weight),
+                   [=](const Incoming& in, const Kept<3>& kept) {
                      return gradients(in, Tensor(), kept, {in.wants(0), in.wants(1), in.wants(2)});
                    }),
             Tensor()};
@@ -76,7 +80,7 @@ Two recorded(const Below& below, const Call& call) {
   auto [y, sum, stats] = below.call<AddForward>(call.x, *call.residual, call.shape, call.weight,
                                                 call.bias, call.eps, call.offset, call.centered);
   return record(call.op(), {call.x, *call.residual, weight, bias}, Two{y, sum},
-                keep(sum, stats, weight, bias), [=](const Incoming& in, const Kept<4>& kept) {
+                keep(sum, stats, weight), [=](const Incoming& in, const Kept<3>& kept) {
                   // x and residual have one gradient. Where y is not used, it is that of the sum.
                   if (!in[0].defined()) return variable_list{in[1], in[1], Tensor(), Tensor()};
                   const variable_list found = gradients(

@@ -87,11 +87,11 @@ struct Backward {
           .contiguous();
     }
     const SoftmaxView view = view_around(grad, at);
-    const Tensor saved = y.contiguous();
+    const auto saved = y.expect_contiguous();
     MaybeTensor kept = mask;
     auto arguments = problem_of<SoftmaxBackward>(view, log, scale, at, kept, causal, grad);
-    arguments.grad = view.tensor.const_data_ptr();
-    arguments.y = saved.const_data_ptr();
+    arguments.grad = view.tensor->const_data_ptr();
+    arguments.y = saved->const_data_ptr();
     arguments.grad_x = grad_x.data_ptr();
     launch(
         kName, grad, view.outer * view.inner, row_grain(view.length),
@@ -169,7 +169,7 @@ struct Op : Schema<kLog> {
     const SoftmaxView view = view_around(x, at);
     MaybeTensor kept = mask;
     auto arguments = problem_of<Softmax>(view, kLog, scale, at, kept, causal, x);
-    arguments.x = view.tensor.const_data_ptr();
+    arguments.x = view.tensor->const_data_ptr();
     arguments.y = y.data_ptr();
     launch(
         name(), x, view.outer * view.inner, row_grain(view.length),

@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "detail/collapse_dims.h"
+#include "detail/maybe_copy.h"
 #include "torchkiln/kernels/softmax.h"
 #include "torchkiln/torch/elementwise.h"
 #include "torchkiln/torch/note.h"
@@ -16,7 +17,7 @@ namespace torchkiln {
 
 /// A tensor cut at one of its dimensions.
 struct SoftmaxView {
-  at::Tensor tensor;
+  MaybeCopy tensor;
   int64_t outer;
   int64_t length;
   int64_t inner;
@@ -27,16 +28,19 @@ struct SoftmaxView {
 
 /// The tensor around dimension `dim`, or a contiguous copy where its strides are too many.
 inline SoftmaxView view_around(const at::Tensor& tensor, int64_t dim) {
-  if (tensor.dim() == 0) return {tensor, 1, 1, 1, 0, 0, 0};
+  if (tensor.dim() == 0) return {MaybeCopy::borrowed(tensor), 1, 1, 1, 0, 0, 0};
   const auto outer = collapse_dims(tensor, 0, dim);
   const auto inner = collapse_dims(tensor, dim + 1, tensor.dim());
   if (!outer || !inner) {
     trace::note("copied: no single stride leads through the dimensions before or after ", dim,
                 " of strides ", tensor.strides());
-    return view_around(tensor.contiguous(), dim);
+    at::Tensor copy = tensor.contiguous();
+    SoftmaxView view = view_around(copy, dim);
+    view.tensor = MaybeCopy::owned(std::move(copy));
+    return view;
   }
-  return {tensor,        outer->size,        tensor.size(dim), inner->size,
-          outer->stride, tensor.stride(dim), inner->stride};
+  return {MaybeCopy::borrowed(tensor), outer->size,  tensor.size(dim), inner->size, outer->stride,
+          tensor.stride(dim),          inner->stride};
 }
 
 /// Whether something follows dimension `dim`.

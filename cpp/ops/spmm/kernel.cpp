@@ -2,6 +2,7 @@
 
 #include <climits>
 
+#include "detail/maybe_copy.h"
 #include "torchkiln/kernels/spmm.h"
 #include "torchkiln/torch/checks.h"
 #include "torchkiln/torch/elementwise.h"
@@ -93,32 +94,34 @@ void check_product(const char* op, const Tensor& crow, const Tensor& col, const 
 // ---- from tensors to what the kernels know ----
 
 /// A tensor whose elements along the last dimension are adjacent; a copy only where they are not.
-Tensor adjacent(const Tensor& tensor) {
-  return tensor.size(-1) <= 1 || tensor.stride(-1) == 1 ? tensor : tensor.contiguous();
+MaybeCopy adjacent(const Tensor& tensor) {
+  return tensor.size(-1) <= 1 || tensor.stride(-1) == 1 ? MaybeCopy::borrowed(tensor)
+                                                        : MaybeCopy::owned(tensor.contiguous());
 }
 
 int64_t batch_stride(const Tensor& tensor, int64_t rank) {
   return tensor.dim() == rank ? 0 : tensor.stride(0);
 }
 
+/// Refers to the tensors that it is made from.
 struct Pattern {
-  Tensor crow;
-  Tensor col;
+  MaybeCopy crow;
+  MaybeCopy col;
   CsrPattern arguments{};
 
   Pattern(const Tensor& rows, const Tensor& columns_of_entries, int64_t columns)
       : crow(adjacent(rows)), col(adjacent(columns_of_entries)) {
-    arguments.crow = crow.const_data_ptr();
-    arguments.col = col.const_data_ptr();
-    arguments.wide = crow.scalar_type() == at::kLong;
-    arguments.rows = crow.size(-1) - 1;
+    arguments.crow = crow->const_data_ptr();
+    arguments.col = col->const_data_ptr();
+    arguments.wide = crow->scalar_type() == at::kLong;
+    arguments.rows = crow->size(-1) - 1;
     arguments.columns = columns;
-    arguments.entries = col.size(-1);
-    arguments.crow_batch_stride = batch_stride(crow, 1);
-    arguments.col_batch_stride = batch_stride(col, 1);
+    arguments.entries = col->size(-1);
+    arguments.crow_batch_stride = batch_stride(*crow, 1);
+    arguments.col_batch_stride = batch_stride(*col, 1);
   }
 
-  int64_t matrices() const { return crow.dim() == 1 ? 1 : crow.size(0); }
+  int64_t matrices() const { return crow->dim() == 1 ? 1 : crow->size(0); }
 };
 
 DenseRows dense_rows(const Tensor& tensor) {
@@ -138,18 +141,18 @@ void multiply(const char* op, const Pattern& pattern, const Tensor& values, cons
     out.zero_();
     return;
   }
-  const Tensor weights = adjacent(values);
-  const Tensor dense = adjacent(b);
+  const MaybeCopy weights = adjacent(values);
+  const MaybeCopy dense = adjacent(b);
   Spmm arguments{};
   arguments.pattern = pattern.arguments;
-  arguments.values = weights.const_data_ptr();
+  arguments.values = weights->const_data_ptr();
   arguments.order = order.defined() ? order.const_data_ptr<int32_t>() : nullptr;
-  arguments.dense = dense_rows(dense);
+  arguments.dense = dense_rows(*dense);
   arguments.out = out.data_ptr();
   arguments.dtype = dtype_of(out);
   arguments.batch = out.dim() == 3 ? out.size(0) : 1;
   arguments.width = out.size(-1);
-  arguments.values_batch_stride = batch_stride(weights, 1);
+  arguments.values_batch_stride = batch_stride(*weights, 1);
   arguments.order_batch_stride = order.defined() ? batch_stride(order, 1) : 0;
   launch_allocating(
       op, out, arguments.batch * arguments.pattern.rows,
@@ -252,11 +255,12 @@ Tensor CsrOp::kernel(const Tensor& values, const Tensor& b, const Tensor& crow, 
 Tensor TransposedOp::kernel(const Tensor& crow, const Tensor& col, const Tensor& values,
                             const Tensor& x, const Tensor& transpose) {
   Tensor out = meta(crow, col, values, x, transpose);
-  const Tensor packed = adjacent(transpose);
+  const MaybeCopy packed = adjacent(transpose);
   const int64_t columns = out.size(-2);
   const int64_t entries = col.size(-1);
-  const auto part = [&](int64_t begin, int64_t size) { return packed.narrow(-1, begin, size); };
-  const Pattern pattern(part(0, columns + 1), part(columns + 1, entries), x.size(-2));
+  const auto part = [&](int64_t begin, int64_t size) { return packed->narrow(-1, begin, size); };
+  const Tensor begins = part(0, columns + 1), rows = part(columns + 1, entries);
+  const Pattern pattern(begins, rows, x.size(-2));
   multiply(kTransposed, pattern, values, part(columns + 1 + entries, entries), x, out);
   return out;
 }
@@ -272,12 +276,12 @@ Tensor SampledOp::kernel(const Tensor& crow, const Tensor& col, const Tensor& le
   Tensor out = meta(crow, col, left, right, transpose, summed);
   if (out.numel() == 0) return out;
   const Pattern pattern(crow, col, right.size(-2));
-  const Tensor rows = adjacent(left);
-  const Tensor columns = adjacent(right);
+  const MaybeCopy rows = adjacent(left);
+  const MaybeCopy columns = adjacent(right);
   SampledProduct arguments{};
   arguments.pattern = pattern.arguments;
-  arguments.left = dense_rows(rows);
-  arguments.right = dense_rows(columns);
+  arguments.left = dense_rows(*rows);
+  arguments.right = dense_rows(*columns);
   arguments.out = out.data_ptr();
   arguments.dtype = dtype_of(out);
   arguments.batch = left.dim() == 3    ? left.size(0)

@@ -1,57 +1,41 @@
-"""Activations, each one pass over memory; some in place, too."""
-
-from collections.abc import Callable
+"""Activations, each one pass over memory; five of them in place, too."""
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 from torch.nn import functional as F
-from torch.overrides import has_torch_function_unary
 
 from torchkiln import _C
+from torchkiln.ops._eager import eager
 
 
-def _detour(x: Tensor, expression: Callable[..., Tensor], op: str) -> Tensor:
-    """What a graph is made of, which is torch's own, and what a tensor subclass sees."""
-    if is_compiling():
-        return expression(x)
-    overload = getattr(torch.ops.torchkiln, op).default
-    result: Tensor = overload(x)
-    return result
-
-
+@eager(_C.square)
 def square(x: Tensor) -> Tensor:
     """Returns ``x * x``.
 
     Args:
-        x: any shape; float32, float64, float16 or bfloat16, as for every function here. A half
+        x: any shape; float32, float64, float16 or bfloat16, as for every activation. A half
             precision is computed in float32 and rounded once. The result keeps the layout of a
             dense ``x``.
     """
-    if is_compiling() or has_torch_function_unary(x):
-        return _detour(x, torch.square, "square")
-    return _C.square(x)
+    return torch.square(x)
 
 
+@eager(_C.square_)
 def square_(x: Tensor) -> Tensor:
     """Writes :func:`square` of ``x`` into it and returns it."""
-    if is_compiling() or has_torch_function_unary(x):
-        return _detour(x, torch.square_, "square_")
-    return _C.square_(x)
+    return torch.square_(x)
 
 
+@eager(_C.relu)
 def relu(x: Tensor) -> Tensor:
     """Returns ``max(x, 0)``, of any shape; NaN stays NaN."""
-    if is_compiling() or has_torch_function_unary(x):
-        return _detour(x, torch.relu, "relu")
-    return _C.relu(x)
+    return torch.relu(x)
 
 
+@eager(_C.relu_)
 def relu_(x: Tensor) -> Tensor:
     """Writes :func:`relu` of ``x`` into it and returns it."""
-    if is_compiling() or has_torch_function_unary(x):
-        return _detour(x, torch.relu_, "relu_")
-    return _C.relu_(x)
+    return torch.relu_(x)
 
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
@@ -61,78 +45,64 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
         x: any shape.
         approximate: ``"none"``, or ``"tanh"`` for :func:`gelu_tanh`.
     """
-    if is_tanh(approximate, "gelu"):
-        return gelu_tanh(x)
-    if is_compiling() or has_torch_function_unary(x):
-        return _detour(x, F.gelu, "gelu")
-    return _C.gelu(x)
+    return gelu_tanh(x) if is_tanh(approximate, "gelu") else _gelu(x)
 
 
+@eager(_C.gelu)
+def _gelu(x: Tensor) -> Tensor:
+    return F.gelu(x)
+
+
+@eager(_C.gelu_tanh)
 def gelu_tanh(x: Tensor) -> Tensor:
     """Returns ``x * (1 + tanh(u)) / 2`` with ``u = sqrt(2 / pi) * (x + 0.044715 * x**3)``.
 
     Args:
         x: any shape.
     """
-    if is_compiling() or has_torch_function_unary(x):
-        return _detour(x, _gelu_tanh, "gelu_tanh")
-    return _C.gelu_tanh(x)
+    return F.gelu(x, approximate="tanh")
 
 
+@eager(_C.silu)
 def silu(x: Tensor) -> Tensor:
     """Returns ``x / (1 + exp(-x))``, of any shape."""
-    if is_compiling() or has_torch_function_unary(x):
-        return _detour(x, F.silu, "silu")
-    return _C.silu(x)
+    return F.silu(x)
 
 
+@eager(_C.silu_)
 def silu_(x: Tensor) -> Tensor:
     """Writes :func:`silu` of ``x`` into it and returns it."""
-    if is_compiling() or has_torch_function_unary(x):
-        return _detour(x, _silu_, "silu_")
-    return _C.silu_(x)
+    return F.silu(x, inplace=True)
 
 
+@eager(_C.sigmoid)
 def sigmoid(x: Tensor) -> Tensor:
     """Returns ``1 / (1 + exp(-x))``, of any shape."""
-    if is_compiling() or has_torch_function_unary(x):
-        return _detour(x, torch.sigmoid, "sigmoid")
-    return _C.sigmoid(x)
+    return torch.sigmoid(x)
 
 
+@eager(_C.sigmoid_)
 def sigmoid_(x: Tensor) -> Tensor:
     """Writes :func:`sigmoid` of ``x`` into it and returns it."""
-    if is_compiling() or has_torch_function_unary(x):
-        return _detour(x, torch.sigmoid_, "sigmoid_")
-    return _C.sigmoid_(x)
+    return torch.sigmoid_(x)
 
 
+@eager(_C.tanh)
 def tanh(x: Tensor) -> Tensor:
     """Returns the hyperbolic tangent of ``x``, of any shape."""
-    if is_compiling() or has_torch_function_unary(x):
-        return _detour(x, torch.tanh, "tanh")
-    return _C.tanh(x)
+    return torch.tanh(x)
 
 
+@eager(_C.tanh_)
 def tanh_(x: Tensor) -> Tensor:
     """Writes :func:`tanh` of ``x`` into it and returns it."""
-    if is_compiling() or has_torch_function_unary(x):
-        return _detour(x, torch.tanh_, "tanh_")
-    return _C.tanh_(x)
+    return torch.tanh_(x)
 
 
 def is_tanh(approximate: str, op: str) -> bool:
-    """Whether gelu's approximation is asked for."""
+    """Whether an argument ``approximate`` names the tanh approximation of gelu."""
     if approximate not in ("none", "tanh"):
         raise RuntimeError(
             f"torchkiln.{op}: approximate: got {approximate!r}, expected 'none' or 'tanh'"
         )
     return approximate == "tanh"
-
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-def _silu_(x: Tensor) -> Tensor:
-    return F.silu(x, inplace=True)

@@ -2,12 +2,12 @@
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
-from torch.overrides import has_torch_function_variadic
 
 from torchkiln import _C
+from torchkiln.ops._eager import eager
 
 
+@eager(_C.bias_act)
 def bias_act(x: Tensor, bias: Tensor, scale: float = 1.0, act: str = "relu") -> Tensor:
     """Returns ``act(x * scale + bias)``, contiguous and of the dtype of ``x``.
 
@@ -20,10 +20,7 @@ def bias_act(x: Tensor, bias: Tensor, scale: float = 1.0, act: str = "relu") -> 
         scale: a number.
         act: one of none, square, relu, gelu, gelu_tanh, silu, sigmoid, tanh.
     """
-    if is_compiling() or has_torch_function_variadic(x, bias):
-        traced: Tensor = torch.ops.torchkiln.bias_act.default(x, bias, scale, act)
-        return traced
-    return _C.bias_act(x, bias, scale, act)
+    return torch.ops.torchkiln.bias_act.default(x, bias, scale, act)
 
 
 def scale_bias_relu(x: Tensor, bias: Tensor, scale: float = 1.0) -> Tensor:

@@ -2,12 +2,12 @@
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
-from torch.overrides import has_torch_function_variadic
 
 from torchkiln import _C
+from torchkiln.ops._eager import eager
 
 
+@eager(_C.cross_entropy)
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
@@ -57,29 +57,15 @@ def cross_entropy(
             A backward that is differentiated again is refused. Under torch.compile and torch.func
             the gradient gets memory of its own.
     """
-    if is_compiling() or has_torch_function_variadic(logits, target, weight):
-        traced: Tensor = torch.ops.torchkiln.cross_entropy.default(
-            logits,
-            target,
-            weight=weight,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            dtype=dtype,
-            check_target=check_target,
-            inplace_backward=inplace_backward,
-        )
-        return traced
-    return _C.cross_entropy(
+    return torch.ops.torchkiln.cross_entropy.default(
         logits,
         target,
-        weight,
-        ignore_index,
-        reduction,
-        label_smoothing,
-        z_loss,
-        dtype,
-        check_target,
-        inplace_backward,
+        weight=weight,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        dtype=dtype,
+        check_target=check_target,
+        inplace_backward=inplace_backward,
     )

@@ -2,12 +2,12 @@
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
-from torch.overrides import has_torch_function_variadic
 
 from torchkiln import _C
+from torchkiln.ops._eager import eager
 
 
+@eager(_C.dropout_add)
 def dropout_add(x: Tensor, residual: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
     """Returns ``x * mask / (1 - p) + residual``, contiguous; ``x + residual`` unless ``training``.
 
@@ -22,12 +22,10 @@ def dropout_add(x: Tensor, residual: Tensor, p: float = 0.5, training: bool = Tr
         p: between 0 and 1.
         training: whether to drop anything.
     """
-    if is_compiling() or has_torch_function_variadic(x, residual):
-        traced: Tensor = torch.ops.torchkiln.dropout_add.default(x, residual, p, training)
-        return traced
-    return _C.dropout_add(x, residual, p, training)
+    return torch.ops.torchkiln.dropout_add.default(x, residual, p, training)
 
 
+@eager(_C.bias_dropout_add)
 def bias_dropout_add(
     x: Tensor, bias: Tensor, residual: Tensor, p: float = 0.5, training: bool = True
 ) -> Tensor:
@@ -40,9 +38,4 @@ def bias_dropout_add(
         p: as for :func:`dropout_add`.
         training: as for :func:`dropout_add`.
     """
-    if is_compiling() or has_torch_function_variadic(x, bias, residual):
-        traced: Tensor = torch.ops.torchkiln.bias_dropout_add.default(
-            x, bias, residual, p, training
-        )
-        return traced
-    return _C.bias_dropout_add(x, bias, residual, p, training)
+    return torch.ops.torchkiln.bias_dropout_add.default(x, bias, residual, p, training)

@@ -1,28 +1,14 @@
 """Gated linear units: an activation of one half times the other, in one pass over memory."""
 
-import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 from torch.nn import functional as F
-from torch.overrides import has_torch_function_variadic
 
 from torchkiln import _C
+from torchkiln.ops._eager import eager
 from torchkiln.ops.activation import is_tanh
 
 
-def _halves(gate: Tensor, up: Tensor | None, op: str) -> tuple[Tensor, Tensor]:
-    """Gate and up in a graph, where what does not divide must not broadcast."""
-    if up is not None:
-        return gate, up
-    size = gate.shape[-1]
-    if size % 2:
-        raise RuntimeError(
-            f"torchkiln.{op}: gate: got a last dimension of size {size}, expected an even one, "
-            "to be split into gate and up"
-        )
-    return gate.narrow(-1, 0, size // 2), gate.narrow(-1, size // 2, size // 2)
-
-
+@eager(_C.swiglu)
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """Returns ``silu(gate) * up``, contiguous, where ``silu(x)`` is ``x / (1 + exp(-x))``.
 
@@ -32,13 +18,8 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
             half precision is computed in float32 and rounded once.
         up: of the shape and dtype of ``gate``.
     """
-    if is_compiling():
-        first, second = _halves(gate, up, "swiglu")
-        return F.silu(first) * second
-    if has_torch_function_variadic(gate, up):
-        seen: Tensor = torch.ops.torchkiln.swiglu.default(gate, up)
-        return seen
-    return _C.swiglu(gate, up)
+    first, second = _halves("swiglu", gate, up)
+    return F.silu(first) * second
 
 
 def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "none") -> Tensor:
@@ -49,23 +30,30 @@ def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "none") -> 
         up: as for :func:`swiglu`.
         approximate: ``"none"``, or ``"tanh"`` for :func:`geglu_tanh`.
     """
-    if is_tanh(approximate, "geglu"):
-        return geglu_tanh(gate, up)
-    if is_compiling():
-        first, second = _halves(gate, up, "geglu")
-        return F.gelu(first) * second
-    if has_torch_function_variadic(gate, up):
-        seen: Tensor = torch.ops.torchkiln.geglu.default(gate, up)
-        return seen
-    return _C.geglu(gate, up)
+    return geglu_tanh(gate, up) if is_tanh(approximate, "geglu") else _geglu(gate, up)
 
 
+@eager(_C.geglu)
+def _geglu(gate: Tensor, up: Tensor | None) -> Tensor:
+    first, second = _halves("geglu", gate, up)
+    return F.gelu(first) * second
+
+
+@eager(_C.geglu_tanh)
 def geglu_tanh(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """Returns ``gelu_tanh(gate) * up``, contiguous; shapes as for :func:`swiglu`."""
-    if is_compiling():
-        first, second = _halves(gate, up, "geglu_tanh")
-        return F.gelu(first, approximate="tanh") * second
-    if has_torch_function_variadic(gate, up):
-        seen: Tensor = torch.ops.torchkiln.geglu_tanh.default(gate, up)
-        return seen
-    return _C.geglu_tanh(gate, up)
+    first, second = _halves("geglu_tanh", gate, up)
+    return F.gelu(first, approximate="tanh") * second
+
+
+def _halves(op: str, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Gate and up in a graph; two halves of an odd size would broadcast."""
+    if up is not None:
+        return gate, up
+    size = gate.shape[-1]
+    if size % 2:
+        raise RuntimeError(
+            f"torchkiln.{op}: gate: got a last dimension of size {size}, expected an even one, "
+            "to be split into gate and up"
+        )
+    return gate.narrow(-1, 0, size // 2), gate.narrow(-1, size // 2, size // 2)

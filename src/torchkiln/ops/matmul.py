@@ -2,12 +2,12 @@
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
-from torch.overrides import has_torch_function_variadic
 
 from torchkiln import _C
+from torchkiln.ops._eager import eager
 
 
+@eager(_C.matmul)
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Returns the product of matrices ``a @ b``, contiguous, with torch's broadcasting.
 
@@ -22,11 +22,12 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     if is_compiling():
         return torch.matmul(a, b)
     if has_torch_function_variadic(a, b):
-        traced: Tensor = torch.ops.torchkiln.matmul.default(a, b)
+        return torch.ops.torchkiln.matmul.default(a, b)
         return traced
     return _C.matmul(a, b)
 
 
+@eager(_C.linear)
 def linear(  # noqa: PLR0917
     x: Tensor,
     weight: Tensor,
@@ -49,7 +50,4 @@ def linear(  # noqa: PLR0917
         scale: a number.
         residual: ``[..., n]``; of the dtype of ``x``.
     """
-    if is_compiling() or has_torch_function_variadic(x, weight, bias, residual):
-        traced: Tensor = torch.ops.torchkiln.linear.default(x, weight, bias, act, scale, residual)
-        return traced
-    return _C.linear(x, weight, bias, act, scale, residual)
+    traced: Tensor = torch.ops.torchkiln.linear.default(x, weight, bias, act, scale, residual)

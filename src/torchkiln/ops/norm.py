@@ -4,17 +4,17 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
-from torch.overrides import has_torch_function_variadic
 
 from torchkiln import _C
+from torchkiln.ops._eager import eager
 
 
 def as_sizes(normalized_shape: int | Sequence[int]) -> Sequence[int]:
-    """Several sizes, for torch.ops, which takes no number for them."""
+    """Several sizes, for torch.ops, which takes no single number."""
     return (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
 
 
+@eager(_C.layer_norm)
 def layer_norm(
     x: Tensor,
     normalized_shape: int | Sequence[int],
@@ -36,14 +36,10 @@ def layer_norm(
         bias: likewise, and of the dtype of ``weight``.
         eps: a number greater than 0.
     """
-    if is_compiling() or has_torch_function_variadic(x, weight, bias):
-        traced: Tensor = torch.ops.torchkiln.layer_norm.default(
-            x, as_sizes(normalized_shape), weight, bias, eps
-        )
-        return traced
-    return _C.layer_norm(x, normalized_shape, weight, bias, eps)
+    return torch.ops.torchkiln.layer_norm.default(x, as_sizes(normalized_shape), weight, bias, eps)
 
 
+@eager(_C.rms_norm)
 def rms_norm(
     x: Tensor,
     normalized_shape: int | Sequence[int],
@@ -63,14 +59,12 @@ def rms_norm(
         offset: what is added to ``weight``: 1.0 for models whose weights are kept around 0. It
             counts for nothing without a weight.
     """
-    if is_compiling() or has_torch_function_variadic(x, weight):
-        traced: Tensor = torch.ops.torchkiln.rms_norm.default(
-            x, as_sizes(normalized_shape), weight, eps, offset=offset
-        )
-        return traced
-    return _C.rms_norm(x, normalized_shape, weight, eps, offset)
+    return torch.ops.torchkiln.rms_norm.default(
+        x, as_sizes(normalized_shape), weight, eps, offset=offset
+    )
 
 
+@eager(_C.add_layer_norm)
 def add_layer_norm(  # noqa: PLR0917
     x: Tensor,
     residual: Tensor,
@@ -92,14 +86,12 @@ def add_layer_norm(  # noqa: PLR0917
         bias: as for :func:`layer_norm`.
         eps: as for :func:`layer_norm`.
     """
-    if is_compiling() or has_torch_function_variadic(x, residual, weight, bias):
-        traced: tuple[Tensor, Tensor] = torch.ops.torchkiln.add_layer_norm.default(
-            x, residual, as_sizes(normalized_shape), weight, bias, eps
-        )
-        return traced
-    return _C.add_layer_norm(x, residual, normalized_shape, weight, bias, eps)
+    return torch.ops.torchkiln.add_layer_norm.default(
+        x, residual, as_sizes(normalized_shape), weight, bias, eps
+    )
 
 
+@eager(_C.add_rms_norm)
 def add_rms_norm(
     x: Tensor,
     residual: Tensor,
@@ -119,9 +111,6 @@ def add_rms_norm(
         eps: as for :func:`rms_norm`.
         offset: as for :func:`rms_norm`.
     """
-    if is_compiling() or has_torch_function_variadic(x, residual, weight):
-        traced: tuple[Tensor, Tensor] = torch.ops.torchkiln.add_rms_norm.default(
-            x, residual, as_sizes(normalized_shape), weight, eps, offset=offset
-        )
-        return traced
-    return _C.add_rms_norm(x, residual, normalized_shape, weight, eps, offset)
+    return torch.ops.torchkiln.add_rms_norm.default(
+        x, residual, as_sizes(normalized_shape), weight, eps, offset=offset
+    )

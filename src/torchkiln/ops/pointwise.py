@@ -2,12 +2,12 @@
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
-from torch.overrides import has_torch_function_variadic
 
 from torchkiln import _C
+from torchkiln.ops._eager import eager
 
 
+@eager(_C.add)
 def add(a: Tensor, b: Tensor) -> Tensor:
     """Returns ``a + b``.
 
@@ -18,14 +18,10 @@ def add(a: Tensor, b: Tensor) -> Tensor:
         a: any shape.
         b: any shape that broadcasts with that of ``a``.
     """
-    if is_compiling():
-        return torch.add(a, b)
-    if has_torch_function_variadic(a, b):
-        seen: Tensor = torch.ops.torchkiln.add.default(a, b)
-        return seen
-    return _C.add(a, b)
+    return torch.add(a, b)
 
 
+@eager(_C.muladd)
 def muladd(a: Tensor | float, b: Tensor | float, c: Tensor | float) -> Tensor:
     """Returns ``a * b + c``, rounded once.
 
@@ -38,10 +34,4 @@ def muladd(a: Tensor | float, b: Tensor | float, c: Tensor | float) -> Tensor:
         b: any shape that broadcasts with that of ``a``, or a number.
         c: any shape that broadcasts with that of ``a * b``, or a number.
     """
-    if is_compiling() or has_torch_function_variadic(a, b, c):
-        if is_compiling() or not all(isinstance(value, Tensor) for value in (a, b, c)):
-            composed: Tensor = a * b + c  # type: ignore[assignment]
-            return composed
-        seen: Tensor = torch.ops.torchkiln.muladd.default(a, b, c)
-        return seen
-    return _C.muladd(a, b, c)
+    return a * b + c  # type: ignore[return-value]

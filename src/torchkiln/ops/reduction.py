@@ -2,12 +2,12 @@
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
-from torch.overrides import has_torch_function_unary
 
 from torchkiln import _C
+from torchkiln.ops._eager import eager
 
 
+@eager(_C.sum)
 def sum(
     x: Tensor,
     dim: int | tuple[int, ...] | list[int] | None = None,
@@ -27,14 +27,10 @@ def sum(
         keepdim: whether these dimensions stay, with size 1.
         dtype: of the result, one of the four; that of ``x`` when it is None.
     """
-    if is_compiling():
-        return torch.sum(x, dim, keepdim, dtype=dtype)
-    if has_torch_function_unary(x):
-        traced: Tensor = torch.ops.torchkiln.sum.default(x, dim, keepdim, dtype=dtype)
-        return traced
-    return _C.sum(x, dim, keepdim, dtype)
+    return torch.sum(x, dim, keepdim, dtype=dtype)
 
 
+@eager(_C.mean)
 def mean(
     x: Tensor,
     dim: int | tuple[int, ...] | list[int] | None = None,
@@ -52,9 +48,4 @@ def mean(
         keepdim: whether these dimensions stay, with size 1.
         dtype: of the result, one of the four; that of ``x`` when it is None.
     """
-    if is_compiling():
-        return torch.mean(x, dim, keepdim, dtype=dtype)
-    if has_torch_function_unary(x):
-        traced: Tensor = torch.ops.torchkiln.mean.default(x, dim, keepdim, dtype=dtype)
-        return traced
-    return _C.mean(x, dim, keepdim, dtype)
+    return torch.mean(x, dim, keepdim, dtype=dtype)

@@ -2,12 +2,12 @@
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
-from torch.overrides import has_torch_function_variadic
 
 from torchkiln import _C
+from torchkiln.ops._eager import eager
 
 
+@eager(_C.softmax)
 def softmax(
     x: Tensor,
     dim: int,
@@ -31,14 +31,10 @@ def softmax(
         causal: whether element ``[..., q, k]`` takes part only where ``k <= q``; ``dim`` must be
             the last of at least two dimensions. A mask can be given, too.
     """
-    if is_compiling() or has_torch_function_variadic(x, mask):
-        traced: Tensor = torch.ops.torchkiln.softmax.default(
-            x, dim, scale=scale, mask=mask, causal=causal
-        )
-        return traced
-    return _C.softmax(x, dim, scale, mask, causal)
+    return torch.ops.torchkiln.softmax.default(x, dim, scale=scale, mask=mask, causal=causal)
 
 
+@eager(_C.log_softmax)
 def log_softmax(
     x: Tensor,
     dim: int,
@@ -58,9 +54,4 @@ def log_softmax(
         mask: as for :func:`softmax`.
         causal: as for :func:`softmax`.
     """
-    if is_compiling() or has_torch_function_variadic(x, mask):
-        traced: Tensor = torch.ops.torchkiln.log_softmax.default(
-            x, dim, scale=scale, mask=mask, causal=causal
-        )
-        return traced
-    return _C.log_softmax(x, dim, scale, mask, causal)
+    return torch.ops.torchkiln.log_softmax.default(x, dim, scale=scale, mask=mask, causal=causal)

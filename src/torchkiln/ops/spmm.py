@@ -4,10 +4,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
-from torch.overrides import has_torch_function_variadic
 
 from torchkiln import _C
+from torchkiln.ops._eager import eager
 
 Csr = Tensor | tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Sequence[int]]
 """A sparse CSR tensor of torch's, or its ``(crow, col, values)``, or those and its ``[rows,
@@ -65,6 +64,7 @@ def spmm(a: Csr, b: Tensor, *, transpose: Tensor | None = None, check: bool = Fa
     return spmm_csr(values, b, crow, col, shape=shape, transpose=transpose, check=check)
 
 
+@eager(_C.spmm_csr)
 def spmm_csr(
     values: Tensor,
     b: Tensor,
@@ -86,12 +86,9 @@ def spmm_csr(
         transpose: as for :func:`spmm`.
         check: as for :func:`spmm`.
     """
-    if is_compiling() or has_torch_function_variadic(values, b, crow, col, transpose):
-        traced: Tensor = torch.ops.torchkiln.spmm_csr.default(
-            values, b, crow, col, shape=shape, transpose=transpose, check=check
-        )
-        return traced
-    return _C.spmm_csr(values, b, crow, col, shape, transpose, check)
+    return torch.ops.torchkiln.spmm_csr.default(
+        values, b, crow, col, shape=shape, transpose=transpose, check=check
+    )
 
 
 def csr_transpose(crow: Tensor, col: Tensor, columns: int) -> Tensor:
@@ -106,5 +103,4 @@ def csr_transpose(crow: Tensor, col: Tensor, columns: int) -> Tensor:
         col: as for :func:`spmm_csr`.
         columns: of the sparse matrix.
     """
-    packed: Tensor = torch.ops.torchkiln.spmm_transpose.default(crow, col, columns)
-    return packed
+    return torch.ops.torchkiln.spmm_transpose.default(crow, col, columns)

@@ -16,6 +16,7 @@
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/version.h>
 
+#include <algorithm>
 #include <array>
 #include <mutex>
 #include <optional>
@@ -160,12 +161,16 @@ inline torch::autograd::edge_list edges_to(std::initializer_list<at::Tensor> inp
 /// Connects `outputs`, a tensor or a tuple of them, to `inputs` in the graph of autograd. `name` is
 /// that of the op. An undefined tensor stands for an optional input that was left out.
 /// gradients(incoming, kept) returns a gradient for each input, in their order; it may leave those
-/// undefined that are not wanted. `kept` may contain inputs and outputs.
+/// undefined that are not wanted. `kept` may contain inputs and outputs. Where no input requires a
+/// gradient - another argument of the op may, which has none - the outputs require none.
 template <class Outputs, size_t N, class Gradients>
 Outputs record(const char* name, std::initializer_list<at::Tensor> inputs, Outputs outputs,
                const Kept<N>& kept, Gradients gradients) {
-  const auto node = detail::make_node<detail::OpNode<N, Gradients>>(name, detail::edges_to(inputs),
-                                                                    std::move(gradients));
+  torch::autograd::edge_list edges = detail::edges_to(inputs);
+  const auto is_valid = [](const torch::autograd::Edge& edge) { return edge.is_valid(); };
+  if (std::none_of(edges.begin(), edges.end(), is_valid)) return outputs;
+  const auto node =
+      detail::make_node<detail::OpNode<N, Gradients>>(name, std::move(edges), std::move(gradients));
   detail::for_each_output(outputs, [&](const at::Tensor& output) {
     torch::autograd::set_history(output, detail::NodePointer(node));
   });

@@ -107,7 +107,9 @@ FUNCTIONS = {
     "tanh": Function(_MATH.format("Tanh"), torch.tanh, ("1 - tanh(a) * tanh(a)",)),
     "sigmoid": Function(_MATH.format("Sigmoid"), torch.sigmoid, ("sigmoid(a) * sigmoid(-a)",)),
     "softplus": Function(
-        "(::torchkiln::device::maximum({0}, C(0)) + log1p(exp(-fabs({0}))))", F.softplus, ("sigmoid(a)",)
+        "(::torchkiln::device::maximum({0}, C(0)) + log1p(exp(-fabs({0}))))",
+        F.softplus,
+        ("sigmoid(a)",),
     ),
     "square": Function("({0} * {0})", torch.square, ("2 * a",)),
     "relu": Function(_MATH.format("Relu"), torch.relu, ("where(a <= 0, 0, 1)",)),

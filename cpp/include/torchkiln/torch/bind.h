@@ -1,0 +1,150 @@
+#pragma once
+
+// Python functions for ops: positional arguments, checked by type, into the C++ function that calls
+// the dispatcher. Half the host time of torch.ops.
+//
+//     PYBIND11_MODULE(_C, module) {
+//       const torchkiln::Binder ops(module);
+//       ops.bind<&mine::scale>("scale", {"x", "factor"});  // Tensor scale(const Tensor&, double)
+//     }
+//
+// Tensor subclasses and torch-function modes see the call as torch.ops.<package>.<op>.default, so
+// an op's arguments are those of its schema, in the same order. Messages are those of checks.h.
+
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <pybind11/pybind11.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <array>
+#include <string>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+
+#include "torchkiln/core/status.h"
+#include "torchkiln/torch/arguments.h"
+
+namespace torchkiln {
+
+namespace bind_detail {
+
+inline PyObject* wrap(at::Tensor&& result) { return THPVariable_Wrap(std::move(result)); }
+
+template <class... Tensors>
+PyObject* wrap(std::tuple<Tensors...>&& results) {
+  return std::apply(
+      [](auto&... each) {
+        return py::make_tuple(py::reinterpret_steal<py::object>(wrap(std::move(each)))...)
+            .release()
+            .ptr();
+      },
+      results);
+}
+
+/// Whether something other than the op's own entry has to see a call with this argument.
+inline bool is_overridden(PyObject* argument) {
+  return THPVariable_Check(argument) && !THPVariable_CheckExact(argument);
+}
+
+/// An argument as torch.ops takes it, which converts no number to a tensor or to a list.
+inline py::object as_schema(const Argument& argument, const c10::Type& type) {
+  const auto value = py::reinterpret_borrow<py::object>(argument.value);
+  if (type.kind() == c10::TypeKind::TensorType &&
+      (PyFloat_Check(argument.value) || PyLong_Check(argument.value)))
+    return py::reinterpret_steal<py::object>(wrap(read_tensor_or_number(argument).tensor));
+  if (type.kind() == c10::TypeKind::ListType &&
+      (is_integer(argument.value) || torch::is_symint(argument.value)))
+    return py::make_tuple(value);
+  return value;
+}
+
+/// The call by way of torch.ops, which offers it to __torch_function__ and to modes.
+inline PyObject* call_by_schema(const char* name, PyObject* const* given) {
+  const std::string qualified = std::string(TORCHKILN_PACKAGE "::") + name;
+  const c10::FunctionSchema& schema =
+      c10::Dispatcher::singleton().findSchemaOrThrow(qualified.c_str(), "").schema();
+  py::list positional;
+  py::dict named;
+  for (const c10::Argument& argument : schema.arguments()) {
+    const py::object value = as_schema({name, argument.name().c_str(), *given++}, *argument.type());
+    if (argument.kwarg_only()) {
+      named[argument.name().c_str()] = value;
+    } else {
+      positional.append(value);
+    }
+  }
+  const py::object ops = py::module_::import("torch").attr("ops").attr(TORCHKILN_PACKAGE);
+  return ops.attr(name).attr("default")(*positional, **named).release().ptr();
+}
+
+template <auto op>
+struct Entry {
+  static inline const char* name;
+  static inline const char* public_name;
+  static inline std::string doc;
+  static inline PyMethodDef method;
+
+  /// The number of arguments that `op` takes.
+  template <class R, class... Args>
+  static constexpr size_t count(R (*)(Args...)) {
+    return sizeof...(Args);
+  }
+  static constexpr size_t kCount = count(+op);
+  static inline std::array<const char*, kCount> names;
+
+  template <size_t... I, class R, class... Args>
+  static PyObject* run(std::index_sequence<I...>, R (*function)(Args...), PyObject* const* given) {
+    if (at::impl::torch_function_mode_enabled() || (is_overridden(given[I]) || ...))
+      return call_by_schema(name, given);
+    // Braces: arguments are read, and refused, from the first to the last.
+    const std::tuple<decltype(Read<std::decay_t<Args>>::from({}))...> values{
+        Read<std::decay_t<Args>>::from({public_name, names[I], given[I]})...};
+    const auto unlocked = [&] {
+      const py::gil_scoped_release release;
+      return std::decay_t<R>(function(std::get<I>(values)...));
+    };
+    return wrap(unlocked());
+  }
+
+  static PyObject* call(PyObject*, PyObject* const* given, Py_ssize_t given_count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK_TYPE(given_count == Py_ssize_t{kCount}, TORCHKILN_PACKAGE ".", public_name,
+                     ": got ", given_count, " arguments, expected ", kCount, ": ", doc);
+    return run(std::make_index_sequence<kCount>(), +op, given);
+    END_HANDLE_TH_ERRORS
+  }
+};
+
+}  // namespace bind_detail
+
+class Binder {
+ public:
+  explicit Binder(py::module_& module) : module_(module) {}
+
+  /// Binds a function by the name of its op. One function of C++ has one name. `public_name` is
+  /// the function that users call, for messages, where that is not the op.
+  template <auto op>
+  void bind(const char* name, std::array<const char*, bind_detail::Entry<op>::kCount> arguments,
+            const char* public_name = nullptr) const {
+    using Entry = bind_detail::Entry<op>;
+    Entry::name = name;
+    Entry::public_name = public_name == nullptr ? name : public_name;
+    Entry::names = arguments;
+    Entry::doc = std::string(name) + "(";
+    for (const char* argument : arguments)
+      Entry::doc += std::string(argument == arguments[0] ? "" : ", ") + argument;
+    Entry::doc += ")";
+    const auto call = reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&Entry::call));
+    Entry::method = {name, call, METH_FASTCALL, Entry::doc.c_str()};
+    module_.attr(name) = py::reinterpret_steal<py::object>(
+        PyCFunction_NewEx(&Entry::method, nullptr, module_.attr("__name__").ptr()));
+  }
+
+ private:
+  py::module_& module_;
+};
+
+}  // namespace torchkiln

@@ -1,0 +1,58 @@
+"""The route of a call: into C++ where ops run one by one, into the graph where they are traced."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch.compiler import is_compiling
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+ROUTE = """\
+def routes(entry, traced, is_compiling):
+    def {name}({parameters}):
+        if is_compiling():
+            return traced({arguments})
+        return entry({values})
+    return {name}
+"""
+
+
+def eager(entry: Callable[..., Any]) -> Callable[[F], F]:
+    """Makes a function call ``entry`` in eager mode; its body is for torch.compile and export.
+
+    The function is generated once, with the signature of the body, so that a call has no frame but
+    its own. Tensor subclasses and torch-function modes are the entry's to see to.
+
+    Args:
+        entry: of ``_C``; takes all arguments of the body by position.
+    """
+
+    def decorate(traced: F) -> F:
+        parameters = inspect.signature(traced).parameters.values()
+        kinds = [parameter.kind for parameter in parameters]
+        names = [parameter.name for parameter in parameters]
+        keywords = [
+            name if kind is inspect.Parameter.POSITIONAL_OR_KEYWORD else f"{name}={name}"
+            for name, kind in zip(names, kinds, strict=True)
+        ]
+        named = names.copy()
+        if inspect.Parameter.KEYWORD_ONLY in kinds:
+            named.insert(kinds.index(inspect.Parameter.KEYWORD_ONLY), "*")
+        source = ROUTE.format(
+            name=traced.__name__,
+            parameters=", ".join(named),
+            arguments=", ".join(keywords),
+            values=", ".join(names),
+        )
+        scope: dict[str, Any] = {}
+        file = inspect.getfile(traced)
+        exec(compile(source, f"<eager route in {file}>", "exec"), traced.__globals__, scope)
+        route = scope["routes"](entry, traced, is_compiling)
+        route.__defaults__ = traced.__defaults__  # type: ignore[attr-defined]
+        route.__kwdefaults__ = traced.__kwdefaults__  # type: ignore[attr-defined]
+        routed: F = functools.update_wrapper(route, traced)
+        return routed
+
+    return decorate
