@@ -48,11 +48,11 @@ namespace {
 
 using at::Tensor;
 
-/// Activations that are ops, and those of them that torch has in place.
+/// The activations that are ops, and those with an in-place op, which are torch's in-place ones.
 using Functions = TypeList<Square, Relu, Gelu, GeluTanh, Silu, Sigmoid, Tanh>;
 using InPlaceFunctions = TypeList<Square, Relu, Silu, Sigmoid, Tanh>;
 
-/// "torchkiln::relu(Tensor x) -> Tensor", or that of the op in place.
+/// "torchkiln::relu(Tensor x) -> Tensor", or "torchkiln::relu_(Tensor(a!) x) -> Tensor(a!)".
 template <class Act, bool kInPlace>
 constexpr auto kSchemaOf = [] {
   std::array<char, 64> schema{};
@@ -69,12 +69,12 @@ void check_input(const char* op, const Tensor& x) {
   check_dtype(op, "x", x);
 }
 
-/// In the op's own precision.
+/// The activation with torch's own ops, in the compute dtype.
 Tensor composite_value(Activation activation, const Tensor& x) {
   return composite_activation(activation, x.to(compute_dtype(x.scalar_type()))).to(x.scalar_type());
 }
 
-/// The gradient from x, or from the output, which for these activations determines it.
+/// The gradient of x. `saved` is x, or the output where the derivative is a function of it.
 variable_list gradients(const Incoming& in, Activation act, const Tensor& saved) {
   if (!in.needs_composite()) return {call_below<ActivationBackward>(in[0], saved, act)};
   if (saved_by(act) == Saved::input) {
@@ -135,7 +135,7 @@ struct InPlace {
   static Tensor& kernel(Tensor& x) {
     check(x);
     if (x.dim() > kMaxRank && !x.is_non_overlapping_and_dense()) {
-      x.copy_(Function<Act>::kernel(x));  // more dimensions with gaps than a layout holds
+      x.copy_(Function<Act>::kernel(x));  // the layout holds kMaxRank strides
     } else {
       run_activation(name_of_op<InPlace>(), kActivation<Act>, x, x);
     }
@@ -150,7 +150,7 @@ struct InPlace {
   static Tensor& recorded(const Below& below, Tensor& x) {
     check(x);
     torch::autograd::check_inplace(x, /*requires_grad=*/true);
-    // A copy, which a second derivative differentiates through, too.
+    // clone() is recorded, so that second derivatives reach the input.
     const Tensor input = Act::kSaved == Saved::input ? x.clone() : x;
     const auto before = torch::autograd::impl::gradient_edge(x);
     below.call<InPlace>(x);

@@ -29,8 +29,7 @@ Two Backward::meta(const Tensor& grad, const Tensor& saved, const MaybeTensor& b
     check_like(kName, "saved", saved, "grad", grad);
     if (bias) {
       check_same_device(kName, "bias", *bias, "grad", grad);
-      check_rank(kName, "bias", *bias, 1, 1, "[columns]");
-      check_size(kName, "bias", *bias, 0, grad.sym_size(-1), "the last dimension of grad");
+      check_vector(kName, "bias", *bias, grad.sym_size(-1), "the last dimension of grad");
     }
   }
   return {wanted[0] ? empty_contiguous(grad) : no_output(grad),
@@ -49,7 +48,7 @@ Two Backward::kernel(const Tensor& grad, const Tensor& saved, const MaybeTensor&
   const Tensor grad_rows = grad.reshape({rows, columns});  // a view where rows are evenly spaced
   BiasActBackward arguments{};
   Tensor saved_rows = saved;
-  Tensor shift;  // without one, kernels that sum its gradient add none; the others add zeros
+  Tensor shift;  // may be undefined only for kernels that sum the bias gradient
   if (kept_by_bias_act(act) == Saved::input) {
     if (bias) shift = *bias;
     if (!bias && !wanted[1]) shift = at::zeros({columns}, grad.options().dtype(bias_dtype));
@@ -94,15 +93,12 @@ Tensor checked_output(const Tensor& x, const Tensor& bias) {
   check_tensors(kName, {{"x", x}, {"bias", bias}});
   check_dtype(kName, "x", x);
   check_parameter_dtype(kName, "bias", bias.scalar_type(), "x", x.scalar_type());
-  TORCH_CHECK(x.dim() >= 1, "torchkiln.", kName,
-              ": x: got a 0-dimensional tensor, expected at least 1 dimension");
-  check_rank(kName, "bias", bias, 1, 1, "1 dimension");
-  TORCH_CHECK(bias.sym_size(0) == x.sym_size(-1), "torchkiln.", kName, ": bias: got shape ",
-              bias.sym_sizes(), ", expected [", x.sym_size(-1), "], the last dimension of x");
+  check_not_0_dim(kName, "x", x);
+  check_vector(kName, "bias", bias, x.sym_size(-1), "the last dimension of x");
   return empty_contiguous(x);
 }
 
-/// `signs` is not defined where they are not wanted.
+/// `signs` is undefined if no sign mask is needed.
 void run(const Tensor& x, const Tensor& bias, double scale, Activation act, const Tensor& out,
          const Tensor& signs) {
   if (out.numel() == 0) return;
@@ -113,7 +109,7 @@ void run(const Tensor& x, const Tensor& bias, double scale, Activation act, cons
   arguments.scale = scale;
   if (signs.defined() && signs.numel() > 0) arguments.signs = signs.data_ptr<uint8_t>();
   const int64_t numel = out.numel();
-  constexpr int64_t kUnit = 64;  // elements, so that no two threads write to one byte of the signs
+  constexpr int64_t kUnit = 64;  // elements per unit: threads never share a byte of `signs`
   launch(
       kName, out, (numel + kUnit - 1) / kUnit, kElementwiseGrain / kUnit,
       [&](auto stream) { return cuda::bias_act(arguments, stream); },
@@ -122,7 +118,7 @@ void run(const Tensor& x, const Tensor& bias, double scale, Activation act, cons
       });
 }
 
-/// The output, and a bit per element of it where the activation's derivative needs no more.
+/// Returns the output and, if the derivative needs only signs, one bit per element.
 struct Forward {
   static constexpr const char* kSchema =
       "torchkiln::bias_act_forward(Tensor x, Tensor bias, float scale, str act) -> "
@@ -142,7 +138,7 @@ struct Forward {
   }
 };
 
-/// Bits as numbers, in the shape of `like`: 1 where the output was positive.
+/// The sign bits as numbers of the shape of `like`: 1 where the output was positive.
 Tensor unpacked(const Tensor& signs, const Tensor& like, at::ScalarType dtype) {
   const Tensor place = at::arange(8, signs.options());
   const Tensor bits = signs.unsqueeze(-1).bitwise_right_shift(place).bitwise_and(1);
@@ -152,7 +148,7 @@ Tensor unpacked(const Tensor& signs, const Tensor& like, at::ScalarType dtype) {
       .to(dtype);
 }
 
-/// The gradients in torch's own ops, where x was not kept: relu, and no activation.
+/// The gradients with torch's own ops for activations that do not save x: relu and none.
 variable_list gradients_without_input(const Incoming& in, const Tensor& signs, double scale,
                                       Activation act, at::ScalarType bias_dtype) {
   const Tensor& grad = in[0];
@@ -215,8 +211,7 @@ struct Op {
     });
   }
 
-  /// x goes to the autocast dtype, as for a linear layer, whose tail this op is; a float32 bias is
-  /// read as it is.
+  /// Casts x to the autocast dtype, as a linear layer does. A float32 bias is not cast.
   static Tensor autocast(const Autocast& cast, const Tensor& x, const Tensor& bias, double scale,
                          Activation act) {
     check_tensors(kName, {{"x", x}, {"bias", bias}});

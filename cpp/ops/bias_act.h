@@ -5,8 +5,8 @@
 
 namespace torchkiln::bias_act_ops {
 
-/// The gradients of x and bias that are wanted. `saved` is what kept_by_bias_act() says; `bias` is
-/// read beside x, and left out where x has it in it.
+/// The wanted gradients of x and bias. `saved` is chosen by kept_by_bias_act(). If it is the input
+/// of the activation, without the bias, `bias` is added; else `bias` is left out.
 struct Backward {
   using Wanted = std::array<bool, 2>;
 

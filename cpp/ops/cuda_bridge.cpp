@@ -1,4 +1,4 @@
-// libtorchkiln_cuda: the only code that is linked to torch's CUDA half.
+// libtorchkiln_cuda: the only code that links torch's CUDA libraries.
 
 #include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <c10/cuda/CUDAGuard.h>

@@ -10,7 +10,7 @@ namespace {
 
 std::atomic<const TorchCuda*> found{nullptr};
 
-/// Found by the run path of the library that this is compiled into: beside it.
+/// Loads libtorchkiln_cuda.so from this library's own folder, its run path.
 const TorchCuda& load() {
   TORCH_CHECK(dlopen("libtorchkiln_cuda.so", RTLD_NOW | RTLD_LOCAL) != nullptr,
               "torchkiln: the part that works with torch's CUDA cannot be loaded: ", dlerror(),

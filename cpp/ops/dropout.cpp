@@ -31,21 +31,18 @@ Tensor checked_output(const Tensor& x, const MaybeTensor& bias, const Tensor& re
   if (bias.has_value()) {
     check_tensors(op, {{"x", x}, {"bias", *bias}});
     check_parameter_dtype(op, "bias", bias->scalar_type(), "x", x.scalar_type());
-    TORCH_CHECK(x.dim() >= 1, "torchkiln.", op,
-                ": x: got a 0-dimensional tensor, expected at least 1 dimension");
-    TORCH_CHECK(bias->dim() == 1 && bias->sym_size(0) == x.sym_size(-1), "torchkiln.", op,
-                ": bias: got shape ", bias->sym_sizes(), ", expected [", x.sym_size(-1),
-                "], the last dimension of x");
+    check_not_0_dim(op, "x", x);
+    check_vector(op, "bias", *bias, x.sym_size(-1), "the last dimension of x");
   }
   check_p(op, p);
   return empty_contiguous(x);
 }
 
-/// How elements are dropped with probability p < 1.
+/// The kernels' parameters for a drop probability p < 1.
 Dropout dropout_of(double p) { return {RandomState{}, last_word(1 - p), 1 / (1 - p)}; }
 
-/// The next random numbers of torch's generator of the device. Each position of the output has a
-/// stream of its own, so that a call moves the generator on by one draw of four words.
+/// Takes a state from torch's generator for the device. Each output element has its own Philox
+/// subsequence, so a call advances the generator by 4 words.
 RandomState next_state(const Tensor& where) {
 #ifdef TORCHKILN_WITH_CUDA
   if (where.is_cuda()) return torch_cuda().next_random(where.device());
@@ -79,8 +76,8 @@ void run(const Tensor& x, const MaybeTensor& bias, const Tensor& residual, const
   }
 }
 
-/// The output, and {seed, offset}, from which backward draws the same mask. They lie on the device,
-/// so that each replay of a CUDA graph leaves its own.
+/// Returns the output and {seed, offset}, from which backward generates the same mask. They are on
+/// the device, because each replay of a CUDA graph has its own.
 struct Forward {
   static constexpr const char* kSchema =
       "torchkiln::dropout_add_forward(Tensor x, Tensor? bias, Tensor residual, float p) -> "
@@ -103,7 +100,7 @@ struct Forward {
   }
 };
 
-/// The gradients of x and bias that are wanted.
+/// The wanted gradients of x and bias.
 struct Backward {
   using Wanted = std::array<bool, 2>;
   static constexpr const char* kSchema =
@@ -135,7 +132,7 @@ struct Backward {
       run_with_bias(grad, dropout, grad_x, grad_bias);
       return {grad_x, grad_bias};
     }
-    // A gradient that is summed for the bias is not rounded before.
+    // A gradient that will be summed for the bias stays in the compute dtype.
     const at::ScalarType compute = compute_dtype(grad.scalar_type());
     const Tensor passed =
         wanted[1] ? empty_of(grad.sym_sizes(), grad.options().dtype(compute)) : grad_x;
@@ -152,7 +149,7 @@ struct Backward {
     return {grad_x, sum_to_last(passed, 1, bias_dtype)};
   }
 
-  /// Both gradients in one pass, on a GPU.
+  /// Computes both gradients in one pass, on a GPU.
   static void run_with_bias(const Tensor& grad, const Dropout& dropout, const Tensor& grad_x,
                             const Tensor& grad_bias) {
     const int64_t columns = grad.size(-1);
@@ -188,7 +185,7 @@ Tensor kernel(const Tensor& x, const MaybeTensor& bias, const Tensor& residual, 
   return out;
 }
 
-/// In torch's own ops and the op's own precision; scaled(sum) drops and scales.
+/// The op with torch's own ops in the compute dtype; scaled(sum) drops and scales.
 template <class Scaled>
 Tensor composite_with(const Tensor& x, const MaybeTensor& bias, const Tensor& residual,
                       const Scaled& scaled) {
@@ -198,10 +195,10 @@ Tensor composite_with(const Tensor& x, const MaybeTensor& bias, const Tensor& re
   return (scaled(sum) + residual.to(compute)).to(x.scalar_type());
 }
 
-/// Factors of 0 and 1 / (1 - p), which a transform may see.
+/// The mask as factors 0 and 1 / (1 - p), which transforms can differentiate through.
 Tensor mask_factors(const Tensor& like, double p);
 
-/// With the factors of the op's own mask.
+/// The op with torch's own ops and the kernels' mask.
 Tensor composite(const Tensor& x, const MaybeTensor& bias, const Tensor& residual, double p,
                  bool training) {
   checked_output(x, bias, residual, p);
@@ -211,7 +208,7 @@ Tensor composite(const Tensor& x, const MaybeTensor& bias, const Tensor& residua
   });
 }
 
-/// Under vmap: torch's own random numbers, and its rules for them.
+/// The op under vmap: torch's dropout, which follows vmap's randomness rules.
 Tensor batched(const Tensor& x, const MaybeTensor& bias, const Tensor& residual, double p,
                bool training) {
   checked_output(x, bias, residual, p);
@@ -230,8 +227,7 @@ Tensor recorded(const Below& below, const Tensor& x, const MaybeTensor& bias,
                   if (!in.wants(0) && !in.wants(1)) return variable_list{Tensor(), Tensor(), grad};
                   Tensor grad_x, grad_bias;
                   if (in.needs_composite()) {
-                    // Linear in grad: the mask as factors, by which a gradient can be multiplied
-                    // again.
+                    // The gradient times the mask as factors is differentiable again.
                     const Tensor wide = grad.to(compute_dtype(grad.scalar_type()));
                     const Tensor ones = at::ones_like(wide, at::MemoryFormat::Contiguous);
                     const Tensor factor = std::get<0>(call_below<Backward>(
@@ -248,24 +244,25 @@ Tensor recorded(const Below& below, const Tensor& x, const MaybeTensor& bias,
                 });
 }
 
+Tensor meta(const Tensor& x, const MaybeTensor& bias, const Tensor& residual, double p, bool) {
+  return checked_output(x, bias, residual, p);
+}
+
 struct DropoutAdd {
   static constexpr const char* kSchema =
       "torchkiln::dropout_add(Tensor x, Tensor residual, float p=0.5, bool training=True) -> "
       "Tensor";
   static constexpr bool kRandom = true;
 
-  static Tensor meta(const Tensor& x, const Tensor& residual, double p, bool) {
-    return checked_output(x, std::nullopt, residual, p);
+  /// Adapts a function above to this schema.
+  template <Tensor (*function)(const Tensor&, const MaybeTensor&, const Tensor&, double, bool)>
+  static Tensor without_bias(const Tensor& x, const Tensor& residual, double p, bool training) {
+    return function(x, std::nullopt, residual, p, training);
   }
-  static Tensor kernel(const Tensor& x, const Tensor& residual, double p, bool training) {
-    return dropout_ops::kernel(x, std::nullopt, residual, p, training);
-  }
-  static Tensor composite(const Tensor& x, const Tensor& residual, double p, bool training) {
-    return dropout_ops::composite(x, std::nullopt, residual, p, training);
-  }
-  static Tensor batched(const Tensor& x, const Tensor& residual, double p, bool training) {
-    return dropout_ops::batched(x, std::nullopt, residual, p, training);
-  }
+  static constexpr auto meta = without_bias<dropout_ops::meta>;
+  static constexpr auto kernel = without_bias<dropout_ops::kernel>;
+  static constexpr auto composite = without_bias<dropout_ops::composite>;
+  static constexpr auto batched = without_bias<dropout_ops::batched>;
   static Tensor recorded(const Below& below, const Tensor& x, const Tensor& residual, double p,
                          bool training) {
     return dropout_ops::recorded(below, x, std::nullopt, residual, p, training);
@@ -283,21 +280,16 @@ struct BiasDropoutAdd {
       "bool training=True) -> Tensor";
   static constexpr bool kRandom = true;
 
-  static Tensor meta(const Tensor& x, const Tensor& bias, const Tensor& residual, double p, bool) {
-    return checked_output(x, bias, residual, p);
-  }
-  static Tensor kernel(const Tensor& x, const Tensor& bias, const Tensor& residual, double p,
-                       bool training) {
-    return dropout_ops::kernel(x, bias, residual, p, training);
-  }
-  static Tensor composite(const Tensor& x, const Tensor& bias, const Tensor& residual, double p,
+  /// Adapts a function above to this schema.
+  template <Tensor (*function)(const Tensor&, const MaybeTensor&, const Tensor&, double, bool)>
+  static Tensor with_bias(const Tensor& x, const Tensor& bias, const Tensor& residual, double p,
                           bool training) {
-    return dropout_ops::composite(x, bias, residual, p, training);
+    return function(x, bias, residual, p, training);
   }
-  static Tensor batched(const Tensor& x, const Tensor& bias, const Tensor& residual, double p,
-                        bool training) {
-    return dropout_ops::batched(x, bias, residual, p, training);
-  }
+  static constexpr auto meta = with_bias<dropout_ops::meta>;
+  static constexpr auto kernel = with_bias<dropout_ops::kernel>;
+  static constexpr auto composite = with_bias<dropout_ops::composite>;
+  static constexpr auto batched = with_bias<dropout_ops::batched>;
   static Tensor recorded(const Below& below, const Tensor& x, const Tensor& bias,
                          const Tensor& residual, double p, bool training) {
     return dropout_ops::recorded(below, x, bias, residual, p, training);

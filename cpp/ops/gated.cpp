@@ -23,14 +23,14 @@ void check_inputs(const char* op, const Tensor& gate, const MaybeTensor& up) {
               gate.sym_size(-1), ", expected an even one, to be split into gate and up");
 }
 
-/// Gate and up: the two tensors, or the halves of one.
+/// Gate and up: two tensors, or the halves of one.
 std::array<Tensor, 2> halves(const Tensor& gate, const MaybeTensor& up) {
   if (up.has_value()) return {gate, *up};
   const c10::SymInt half = gate.sym_size(-1) / 2;
   return {gate.narrow_symint(-1, 0, half), gate.narrow_symint(-1, half, half)};
 }
 
-/// The gradients of gate and up; of a packed tensor, its gradient and nothing.
+/// The gradients of gate and up. For a packed tensor, the first is its gradient, the second empty.
 struct GatedBackward {
   static constexpr const char* kSchema =
       "torchkiln::gated_backward(Tensor grad, Tensor gate, Tensor? up, str act) -> "

@@ -36,13 +36,14 @@ struct Add {
   }
 
   static Tensor recorded(const Below& below, const Tensor& a, const Tensor& b) {
-    // The engine sums a gradient over broadcast dimensions and casts it to the input's dtype.
+    // Autograd's engine sums gradients over broadcast dimensions and casts them to the input's
+    // dtype.
     return record("add", {a, b}, below.call<Add>(a, b), keep(),
                   [](const Incoming& in, const Kept<0>&) { return variable_list{in[0], in[0]}; });
   }
 };
 
-/// The gradients of a * b, which have the shape and dtype of grad: nothing is broadcast.
+/// The gradients of a * b for a and b of the shape and dtype of grad, without broadcasting.
 struct MuladdBackward {
   static constexpr const char* kSchema =
       "torchkiln::muladd_backward(Tensor grad, Tensor a, Tensor b) -> (Tensor, Tensor)";
@@ -76,7 +77,7 @@ struct Muladd {
     return promoted_output(kName, {{"a", a}, {"b", b}, {"c", c}});
   }
 
-  /// Numbers, which are 0-dimensional tensors on the CPU, go to the kernels as arguments.
+  /// CPU scalars are passed to the kernels by value.
   static Tensor kernel(const Tensor& a, const Tensor& b, const Tensor& c) {
     Tensor out = meta(a, b, c);
     if (out.numel() == 0) return out;
@@ -150,8 +151,7 @@ struct Muladd {
                         is_like_grad(kept[0]) && is_like_grad(kept[1])) {
                       std::tie(grad_a, grad_b) = call_below<MuladdBackward>(grad, kept[0], kept[1]);
                     } else {
-                      // Where c alone is wider the sum comes before the products: fewer of them,
-                      // none rounded.
+                      // If c alone is larger, summing first needs fewer products and rounds once.
                       const Tensor narrow = at::sum_to(grad, c10::SymIntArrayRef(shape));
                       if (in.wants(0)) grad_a = narrow * kept[1];
                       if (in.wants(1)) grad_b = narrow * kept[0];

@@ -1,6 +1,6 @@
 #pragma once
 
-// The arguments of cross_entropy, and their checks.
+// The arguments of cross_entropy and their checks.
 
 #include <ATen/ATen.h>
 
@@ -11,7 +11,7 @@ namespace torchkiln {
 
 enum class LossReduction { none, mean, sum };
 
-/// A schema has a reduction as a word.
+/// Schemas have a reduction as a string.
 template <>
 struct InSchema<LossReduction> {
   using Type = c10::string_view;
@@ -29,7 +29,7 @@ struct InSchema<LossReduction> {
   }
 };
 
-/// The options that forward and backward need.
+/// The options that forward and backward share.
 struct LossCall {
   MaybeTensor weight;
   int64_t ignore_index;
@@ -38,10 +38,10 @@ struct LossCall {
   double z_loss;
 };
 
-/// The dimension of the logits in which their classes lie.
+/// The class dimension of logits.
 inline int64_t class_dim(const at::Tensor& logits) { return logits.dim() == 1 ? 0 : 1; }
 
-/// The shape of one number per row: that of the logits without their classes.
+/// The shape of one number per row: the shape of logits without the class dimension.
 inline c10::SymDimVector row_shape(const at::Tensor& logits) {
   c10::SymDimVector shape(logits.sym_sizes());
   shape.erase(shape.begin() + class_dim(logits));
@@ -64,10 +64,7 @@ inline at::Tensor classes_back(const at::Tensor& tensor) {
 inline void check_loss_weight(const char* op, const at::Tensor& logits, const at::Tensor& weight) {
   check_tensors(op, {{"logits", logits}, {"weight", weight}});
   check_parameter_dtype(op, "weight", weight.scalar_type(), "logits", logits.scalar_type());
-  const c10::SymInt classes = logits.sym_size(class_dim(logits));
-  TORCH_CHECK(weight.dim() == 1 && weight.sym_size(0) == classes, "torchkiln.", op,
-              ": weight: got shape ", weight.sym_sizes(), ", expected [", classes,
-              "], the classes of logits");
+  check_vector(op, "weight", weight, logits.sym_size(class_dim(logits)), "the classes of logits");
 }
 
 inline void check_loss_target(const char* op, const at::Tensor& logits, const at::Tensor& target,

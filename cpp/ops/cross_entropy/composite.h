@@ -1,7 +1,6 @@
 #pragma once
 
-// Cross-entropy in torch's own ops and in the op's own precision: for transforms and for second
-// derivatives.
+// Cross-entropy with torch's own ops, in the compute dtype: for transforms and second derivatives.
 
 #include <ATen/ATen.h>
 
@@ -9,14 +8,15 @@
 
 namespace torchkiln {
 
-/// A call with its classes last and everything in the compute type, [...] being the rows.
+/// The tensors of a call in the compute dtype, with classes last; [...] are the rows.
 struct WideLoss {
   at::Tensor logits;        // [..., classes]
-  at::Tensor index;         // [...]: the target classes, 0 where ignored; undefined beside
+  at::Tensor index;         // [...]: target classes, 0 if ignored; undefined with
+                            // probabilities
   at::Tensor probability;   // [..., classes]
-  at::Tensor class_weight;  // [classes]; undefined for ones
-  at::Tensor ignored;       // [...]; undefined beside probabilities
-  at::Tensor row_weight;    // [...]: of the target class, 0 where ignored
+  at::Tensor class_weight;  // [classes]; undefined if none was given
+  at::Tensor ignored;       // [...]; undefined with probabilities
+  at::Tensor row_weight;    // [...]: weight of the target class, 0 if ignored
   at::Tensor log_sum_exp;   // [...]
 };
 
@@ -32,7 +32,7 @@ inline WideLoss widen(const at::Tensor& logits, const at::Tensor& target, const 
     return wide;
   }
   wide.ignored = target.eq(call.ignore_index);
-  // Ignored rows have no gradient, whatever their logits are.
+  // Ignored rows have gradient 0 even if their logits are not finite.
   wide.logits = wide.logits.masked_fill(wide.ignored.unsqueeze(-1), 0);
   wide.log_sum_exp = at::logsumexp(wide.logits, -1);
   wide.index = target.masked_fill(wide.ignored, 0);
@@ -42,7 +42,7 @@ inline WideLoss widen(const at::Tensor& logits, const at::Tensor& target, const 
   return wide;
 }
 
-/// The distribution over the classes that each row is compared with: [..., classes].
+/// The target distribution of each row: [..., classes].
 inline at::Tensor distribution(const WideLoss& wide, const LossCall& call) {
   at::Tensor q = wide.probability;
   if (wide.index.defined()) {
@@ -65,7 +65,7 @@ inline at::Tensor composite_loss(const at::Tensor& logits, const at::Tensor& tar
   const at::Tensor surprise = wide.log_sum_exp.unsqueeze(-1) - wide.logits;
   at::Tensor loss;
   if (wide.index.defined()) {
-    // Not by way of the distribution: 0 * inf, for a class that no target is, would be NaN.
+    // Gathers instead of multiplying by the distribution: 0 * infinity would be NaN.
     loss = wide.row_weight * surprise.gather(-1, wide.index.unsqueeze(-1)).squeeze(-1);
     if (call.label_smoothing > 0) {
       const at::Tensor even = wide.class_weight.defined() ? surprise * wide.class_weight : surprise;
@@ -83,7 +83,7 @@ inline at::Tensor composite_loss(const at::Tensor& logits, const at::Tensor& tar
   return loss.to(dtype);
 }
 
-/// The gradient of probabilities, from that of the loss.
+/// The gradient of target probabilities from the gradient of the loss.
 inline at::Tensor probability_gradient(const at::Tensor& grad, const at::Tensor& logits,
                                        const at::Tensor& target, const LossCall& call) {
   const WideLoss wide = widen(logits, target, call);

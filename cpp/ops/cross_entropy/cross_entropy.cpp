@@ -16,7 +16,7 @@ using Two = std::tuple<Tensor, Tensor>;
 
 constexpr const char* kName = "cross_entropy";
 
-/// What the op does beside computing a loss.
+/// Options of the op that the kernels do not read.
 struct Options {
   MaybeDtype dtype;
   bool check_target;
@@ -33,7 +33,7 @@ void check_classes_if_asked(const Tensor& logits, const Tensor& target, const Lo
     check_classes(kName, target, logits.size(class_dim(logits)), call.ignore_index);
 }
 
-// ---- the loss, and what backward needs of each row ----
+// ---- forward: the loss and the state of each row ----
 
 Two forward_outputs(const Tensor& logits, const Tensor& target, const LossCall& call,
                     const Options& options) {
@@ -78,9 +78,9 @@ struct Forward {
   static constexpr auto kernel = of_forward<forward>;
 };
 
-// ---- the gradient of the logits ----
+// ---- backward: the gradient of the logits ----
 
-/// Contiguous but for its classes, which are adjacent.
+/// A gradient whose class dimension has stride 1 and whose other dimensions are contiguous.
 Tensor empty_gradient(const Tensor& logits) {
   return classes_back(empty_contiguous(classes_last(logits)));
 }
@@ -127,7 +127,7 @@ struct Backward {
     const MaybeCopy logit_rows = class_rows(logits);
     const Tensor& rows = *logit_rows;
     if (!rows.is_alias_of(logits)) {
-      // A copy that nothing else reads: the gradient takes its place.
+      // The rows are a copy that is not read again: the gradient overwrites it.
       run_backward("cross_entropy_backward", grad, rows, target, call, state, rows);
       return classes_back(rows.view(classes_last(logits).sizes()));
     }
@@ -137,10 +137,10 @@ struct Backward {
   }
 };
 
-// ---- the gradient in the memory of the logits ----
+// ---- inplace_backward: the gradient overwrites the logits ----
 
-/// Whether a tensor's memory may be written to directly: a trace, a transform or a subclass would
-/// not see it.
+/// Whether a tensor's memory may be written directly, which a trace, a transform or a tensor
+/// subclass would miss.
 bool is_plain(const Tensor& tensor) {
   using Key = c10::DispatchKey;
   constexpr c10::DispatchKeySet kWrapped{Key::Python, Key::Functionalize, Key::Batched,
@@ -160,7 +160,7 @@ void check_overwritable(const Tensor& logits) {
               "written over them; call .contiguous(), or leave inplace_backward out");
 }
 
-/// Autograd's version of the logits goes up: a later use of their values is an error.
+/// Increments the version of the logits: autograd then reports a later use of their values.
 Tensor overwrite(const Tensor& grad, const Tensor& logits, const Tensor& target,
                  const Tensor& state, const LossCall& call) {
   check_backward(grad, logits, target, state, call);
@@ -199,7 +199,7 @@ Tensor recorded_loss(const Below& below, const Tensor& logits, const Tensor& tar
                           call.label_smoothing, call.z_loss, options.dtype, options.check_target);
   if (options.inplace_backward) check_overwritable(logits);
   LossCall numbers = call;
-  numbers.weight = std::nullopt;  // kept as a tensor
+  numbers.weight = std::nullopt;  // saved by keep() instead
   return record(
       kName, {logits, target}, loss, keep(logits, target, state, tensor_or_undefined(call.weight)),
       [numbers, dtype = loss.scalar_type(), in_place = options.inplace_backward](
@@ -229,7 +229,7 @@ Tensor recorded_loss(const Below& below, const Tensor& logits, const Tensor& tar
       });
 }
 
-/// The functions above with the arguments of the schema.
+/// Adapts a function above to the arguments of the schema.
 template <Tensor (*function)(const Tensor&, const Tensor&, const LossCall&, const Options&)>
 Tensor of_op(const Tensor& logits, const Tensor& target, const MaybeTensor& weight,
              int64_t ignore_index, LossReduction reduction, double label_smoothing, double z_loss,
@@ -256,8 +256,8 @@ struct Op {
                          {dtype, check_target, inplace_backward});
   }
 
-  /// The loss of half precision stays in float32, with the logits read as they are, unless a dtype
-  /// is asked for. Probabilities and logits of different dtypes meet in the wider one.
+  /// The loss of half-precision logits is float32 unless a dtype is given; the logits are not cast.
+  /// Logits and probabilities of different dtypes are cast to the wider one.
   static Tensor autocast(const Autocast&, const Tensor& logits, const Tensor& target,
                          const MaybeTensor& weight, int64_t ignore_index, LossReduction reduction,
                          double label_smoothing, double z_loss, MaybeDtype dtype, bool check_target,

@@ -1,6 +1,6 @@
 #pragma once
 
-// From the tensors of a cross-entropy to the argument structs of the kernels, and the launches.
+// Fills the argument structs of the cross-entropy kernels from tensors and launches them.
 
 #include <ATen/ATen.h>
 #include <ATen/functorch/BatchedTensorImpl.h>
@@ -16,7 +16,7 @@
 
 namespace torchkiln {
 
-/// [rows, classes] with adjacent classes: a view wherever the strides allow one, else a copy.
+/// Logits as [rows, classes] with class stride 1: a view if the strides allow one, else a copy.
 inline MaybeCopy class_rows(const at::Tensor& tensor) {
   const at::Tensor moved = tensor.dim() > 2 ? classes_last(tensor) : at::Tensor();
   const at::Tensor& last = moved.defined() ? moved : tensor;
@@ -29,8 +29,8 @@ inline int64_t row_count(const at::Tensor& logits) {
   return logits.numel() / logits.size(class_dim(logits));
 }
 
-/// What backward needs of each row, in one tensor of the compute type: the logarithms of the sums
-/// of exponentials, the masses and the target weights of all rows; then, of a mean, its divisor.
+/// The size of the state that backward needs, one tensor of the compute dtype: log-sum-exp of all
+/// rows, mass of all rows, target weight of all rows and, for a mean, its divisor.
 inline c10::SymInt state_size(const at::Tensor& logits, LossReduction reduction) {
   const c10::SymInt rows = logits.sym_numel() / logits.sym_size(class_dim(logits));
   return rows * 3 + (reduction == LossReduction::mean ? 1 : 0);
@@ -50,13 +50,13 @@ inline RowState row_state(const at::Tensor& state, int64_t rows, LossReduction r
   return {first, first + bytes, first + 2 * bytes, mean ? first + 3 * bytes : nullptr};
 }
 
-/// The tensor that torch.func.vmap maps over.
+/// The tensor under torch.func.vmap's batch wrappers.
 inline at::Tensor unbatched(at::Tensor tensor) {
   while (auto* batched = at::functorch::maybeGetBatchedImpl(tensor)) tensor = batched->value();
   return tensor;
 }
 
-/// Refuses the first target that is no class, in words that name it; waits for the device.
+/// Raises an error that names the first target that is not a class. Synchronises.
 inline void check_classes(const char* op, const at::Tensor& target, int64_t classes,
                           int64_t ignore_index) {
   const at::Tensor all = unbatched(target);
@@ -67,7 +67,7 @@ inline void check_classes(const char* op, const at::Tensor& target, int64_t clas
                     " classes, 0 to ", classes - 1, ", or ignore_index, ", ignore_index);
 }
 
-/// The target as the kernels read it, and what they read it from.
+/// The target arguments of the kernels, and the tensors that own their memory.
 struct TargetView {
   ClassTarget arguments{};
   MaybeCopy target;
@@ -94,10 +94,10 @@ inline TargetView view_target(const at::Tensor& target, const LossCall& call,
   return view;
 }
 
-/// Rows whose elements outweigh the hand-over to another thread.
+/// Fewest rows per CPU thread: below, the hand-over to another thread takes longer.
 inline int64_t row_grain(int64_t classes) { return std::max<int64_t>((1 << 13) / classes, 1); }
 
-/// The loss and the state of each row.
+/// Computes the loss and the state of each row.
 inline void run_forward(const char* op, const at::Tensor& logits, const at::Tensor& target,
                         const LossCall& call, const at::Tensor& losses, const at::Tensor& state) {
   const MaybeCopy logit_rows = class_rows(logits);
@@ -116,7 +116,7 @@ inline void run_forward(const char* op, const at::Tensor& logits, const at::Tens
   arguments.log_sum_exp = kept.log_sum_exp;
   arguments.mass = kept.mass;
   arguments.target_weight = kept.target_weight;
-  std::atomic<const char*> error{nullptr};  // of the CPU, which does not know the value
+  std::atomic<const char*> error{nullptr};  // from CPU threads, without the bad value
   launch(
       op, rows, arguments.rows, row_grain(arguments.classes),
       [&](auto stream) { return cuda::cross_entropy(arguments, stream); },
@@ -132,7 +132,7 @@ inline void run_forward(const char* op, const at::Tensor& logits, const at::Tens
   check_status(op, Status{error});
 }
 
-/// The sum of the losses, or their mean and its divisor.
+/// Computes the sum of the losses, or their mean and its divisor.
 inline void run_sum(const char* op, const at::Tensor& logits, const LossCall& call,
                     const at::Tensor& losses, const at::Tensor& state, const at::Tensor& out) {
   const RowState kept = row_state(state, losses.numel(), call.reduction);
@@ -150,7 +150,7 @@ inline void run_sum(const char* op, const at::Tensor& logits, const LossCall& ca
       [&](int64_t, int64_t) { return cpu::loss_sum(arguments); });
 }
 
-/// The gradient of the logits, which are given as rows, into `out`, which may be they.
+/// Computes the gradient of the logits into `out`, which may be `rows` itself.
 inline void run_backward(const char* op, const at::Tensor& grad, const at::Tensor& rows,
                          const at::Tensor& target, const LossCall& call, const at::Tensor& state,
                          const at::Tensor& out) {

@@ -6,13 +6,13 @@
 
 namespace torchkiln {
 
-/// Neighbouring dimensions as one.
+/// Adjacent dimensions, merged into one.
 struct CollapsedDims {
   int64_t size = 1;
   int64_t stride = 0;
 };
 
-/// The dimensions begin <= d < end; nothing where no single stride leads through them.
+/// Merges the dimensions begin <= d < end; empty if no single stride covers them.
 inline std::optional<CollapsedDims> collapse_dims(const at::Tensor& tensor, int64_t begin,
                                                   int64_t end) {
   CollapsedDims found;

@@ -13,7 +13,7 @@ inline c10::SmallVector<int64_t, 8> dims_between(int64_t begin, int64_t end) {
   return dims;
 }
 
-/// The sum over all dimensions but the last `kept`, by torch's op.
+/// Sums over all dimensions but the last `kept`, with torch's op.
 inline at::Tensor sum_to_last(const at::Tensor& tensor, int64_t kept, at::ScalarType dtype) {
   if (tensor.dim() == kept) return tensor.to(dtype);
   return at::sum(tensor, dims_between(0, tensor.dim() - kept), /*keepdim=*/false, dtype);

@@ -1,6 +1,6 @@
 #pragma once
 
-// The activations as torch knows them: by name in schemas, and in torch's own ops.
+// Activations: their names in schemas, their composites of torch's own ops, and the op's backward.
 
 #include <ATen/ATen.h>
 
@@ -35,7 +35,7 @@ inline Activation find_activation(const char* op, std::string_view name) {
   TORCH_CHECK_VALUE(false, "torchkiln.", op, ": act: got '", name, "', expected one of ", known);
 }
 
-/// A schema has an activation as a word.
+/// Schemas have an activation as a string.
 template <>
 struct InSchema<Activation> {
   using Type = c10::string_view;
@@ -45,7 +45,7 @@ struct InSchema<Activation> {
   static c10::string_view write(Activation activation) { return name_of(activation); }
 };
 
-/// activation(z) in torch's own ops.
+/// activation(z) with torch's own ops.
 inline at::Tensor composite_activation(Activation activation, const at::Tensor& z) {
   if (activation == kActivation<Square>) return z * z;
   if (activation == kActivation<Relu>) return at::relu(z);
@@ -58,12 +58,12 @@ inline at::Tensor composite_activation(Activation activation, const at::Tensor& 
   return z;
 }
 
-/// out = activation(x), of checked tensors of one shape; `out` may be x. `overlaps`: whether the
-/// kernel may start while the one before it still runs.
+/// out = activation(x) for checked tensors of one shape; `out` may be x. `overlaps`: whether the
+/// kernel may start before the previous one ends.
 void run_activation(const char* op, Activation activation, const at::Tensor& out,
                     const at::Tensor& x, bool overlaps = true);
 
-/// The gradient for x of activation(x); `saved` is x or the output, as saved_by(activation) says.
+/// The gradient of activation(x); `saved` is x or the output, see saved_by(activation).
 struct ActivationBackward {
   static constexpr const char* kSchema =
       "torchkiln::activation_backward(Tensor grad, Tensor saved, str act) -> Tensor";

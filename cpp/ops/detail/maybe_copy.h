@@ -5,8 +5,8 @@
 
 namespace torchkiln {
 
-/// A tensor itself, borrowed, or a copy of it. A second reference to a tensor that Python holds
-/// takes the interpreter's lock, 0.1 us.
+/// A borrowed tensor, or an owned copy. Borrowing avoids a second reference to a tensor that Python
+/// owns, which would take the GIL (0.1 us).
 using MaybeCopy = c10::MaybeOwned<at::Tensor>;
 
 }  // namespace torchkiln

@@ -1,7 +1,7 @@
 #pragma once
 
-// Torch's rules for elementwise operands: broadcasting, dtype promotion, 0-dimensional tensors of
-// the CPU beside any device, and the layout of the result.
+// Torch's rules for elementwise operands: broadcasting, dtype promotion, CPU scalars beside CUDA
+// tensors, and the layout of the result.
 
 #include <ATen/ATen.h>
 #include <ATen/ExpandUtils.h>
@@ -14,7 +14,7 @@
 
 namespace torchkiln {
 
-/// A number as torch wraps it.
+/// Whether a tensor is a number that torch wrapped, or any other 0-dimensional CPU tensor.
 inline bool is_cpu_scalar(const at::Tensor& tensor) { return tensor.dim() == 0 && tensor.is_cpu(); }
 
 namespace detail {
@@ -31,12 +31,12 @@ std::string join(Operands operands, const char* last, const Word& word) {
 }
 }  // namespace detail
 
-/// Checks devices and dtypes; the dtype that all promote to.
+/// Checks devices and dtypes. Returns the promoted dtype.
 inline at::ScalarType check_promotion(const char* op, Operands operands) {
   for (const Operand& operand : operands) check_tensor(op, operand.name, operand.tensor);
   const Operand* first = operands.begin();
   for (const Operand& operand : operands) {
-    // A number beside a CUDA tensor follows it.
+    // A CPU scalar goes to the device of a CUDA tensor beside it.
     if (operand.tensor.device() == first->tensor.device()) continue;
     if (is_cpu_scalar(operand.tensor) && first->tensor.is_cuda()) continue;
     if (is_cpu_scalar(first->tensor) && operand.tensor.is_cuda()) {
@@ -58,7 +58,7 @@ inline at::ScalarType check_promotion(const char* op, Operands operands) {
   return dtype;
 }
 
-/// The shape that all broadcast to.
+/// Checks that shapes broadcast. Returns the broadcast shape.
 inline c10::SymDimVector check_broadcast(const char* op, Operands operands) {
   c10::SymDimVector shape(operands.begin()->tensor.sym_sizes());
   std::string before = operands.begin()->name;
@@ -80,8 +80,8 @@ inline c10::SymDimVector check_broadcast(const char* op, Operands operands) {
   return shape;
 }
 
-/// The checked, empty output; on Meta and symbolic tensors, too. It keeps the layout of the first
-/// operand that has its shape and is dense, as torch's elementwise ops do.
+/// Checks the operands and returns the uninitialised output. It has the strides of the first dense
+/// operand of its shape, as in torch's elementwise ops.
 inline at::Tensor promoted_output(const char* op, Operands operands) {
   const at::ScalarType dtype = check_promotion(op, operands);
   const c10::SymDimVector shape = check_broadcast(op, operands);
@@ -97,9 +97,8 @@ inline at::Tensor promoted_output(const char* op, Operands operands) {
   return at::empty_symint(shape, options);
 }
 
-/// An operand as the kernels read it: on the output's device and of a dtype they know. A number
-/// keeps the precision that is computed in, and goes to the device as a kernel's argument, without
-/// a wait.
+/// An operand on the output's device and of a dtype that kernels support. A CPU scalar keeps the
+/// compute dtype; at::full() passes it as a kernel argument, which does not synchronise.
 inline at::Tensor readable(const at::Tensor& input, const at::Tensor& out) {
   if (input.device() != out.device()) {
     const at::ScalarType compute = compute_dtype(out.scalar_type());

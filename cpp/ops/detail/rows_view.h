@@ -1,6 +1,6 @@
 #pragma once
 
-// Tensors as rows of adjacent elements, as the kernels of norms and losses read them.
+// Views of tensors as rows of adjacent elements, which the kernels of norms and losses read.
 
 #include <ATen/core/Tensor.h>
 
@@ -10,14 +10,13 @@
 
 namespace torchkiln {
 
-/// [rows, columns] with adjacent columns.
+/// A tensor [rows, columns] with column stride 1.
 struct RowsView {
   MaybeCopy tensor;
   int64_t stride;  // between rows
 };
 
-/// The last dimensions of a tensor, `columns` elements together, as rows: a view wherever the rows
-/// are evenly spaced, else a copy.
+/// A tensor as rows of `columns` elements: a view if the rows are evenly spaced, else a copy.
 inline RowsView view_as_rows(const at::Tensor& tensor, int64_t rows, int64_t columns) {
   if (tensor.is_contiguous()) return {MaybeCopy::borrowed(tensor), columns};
   at::Tensor view = tensor.reshape({rows, columns});
@@ -29,7 +28,7 @@ inline RowsView view_as_rows(const at::Tensor& tensor, int64_t rows, int64_t col
   return {MaybeCopy::owned(std::move(view)), stride};
 }
 
-/// The same as a view [rows, size of the last dimension]; nothing where the strides allow none.
+/// A tensor as a view [rows, size of the last dimension]; empty if the strides do not allow one.
 inline std::optional<MaybeCopy> rows_without_copy(const at::Tensor& tensor) {
   const int64_t last = tensor.dim() - 1;
   const int64_t columns = tensor.size(last);

@@ -1,6 +1,6 @@
 #pragma once
 
-// From tensors to a product by a kernel of ours, where that is the faster one.
+// Fills the argument struct of the matrix product kernels and launches one, if it is the fastest.
 
 #include <ATen/ATen.h>
 
@@ -11,7 +11,7 @@
 
 namespace torchkiln {
 
-/// All rows of a tensor. By a reshape: flatten() is unknown to the vmap of torch's gradcheck.
+/// A tensor as a matrix of its rows. Uses reshape: torch's gradcheck cannot vmap flatten().
 inline at::Tensor as_matrix(const at::Tensor& tensor) {
   if (tensor.dim() == 2) return tensor;
   if (tensor.dim() == 1) return tensor.unsqueeze(0);
@@ -19,7 +19,7 @@ inline at::Tensor as_matrix(const at::Tensor& tensor) {
   return tensor.reshape_symint({c10::multiply_integers(leading), tensor.sym_size(-1)});
 }
 
-/// out = a b^T: a [m, k], b [n, k], out [..., n] and contiguous.
+/// Describes out = a b^T for a [m, k], b [n, k] and a contiguous out [..., n].
 inline Matmul describe_linear(const at::Tensor& a, const at::Tensor& b, const at::Tensor& out) {
   Matmul arguments{};
   arguments.a = {a.const_data_ptr(), a.stride(0), a.stride(1), /*batch_stride=*/0};
@@ -36,7 +36,7 @@ inline Matmul describe_linear(const at::Tensor& a, const at::Tensor& b, const at
   return arguments;
 }
 
-/// Queues the kernel that choose() names; false where that is torch's own.
+/// Launches the kernel that choose() selects; false if it selects torch's product.
 inline bool run_own_kernel(const char* op, const Matmul& arguments, const at::Tensor& out) {
   if (!out.is_cuda()) return false;
   bool done = false;

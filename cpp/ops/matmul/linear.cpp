@@ -12,8 +12,8 @@ using Two = std::tuple<Tensor, Tensor>;
 
 constexpr const char* kName = "linear";
 
-/// What backward keeps for the derivative of the activation: the output serves where its sign is
-/// enough, unless a residual was added to it.
+/// The tensor saved for the derivative of the activation. The output replaces a sign mask, unless a
+/// residual was added to it.
 Saved kept_by_linear(Activation act, bool has_residual) {
   const Saved saved = saved_by(act);
   if (saved == Saved::nothing) return saved;
@@ -25,8 +25,7 @@ Tensor checked_output(const Tensor& x, const Tensor& weight, const MaybeTensor& 
   check_tensors(kName, {{"x", x}, {"weight", weight}});
   check_dtype(kName, "x", x);
   check_same_dtype(kName, "weight", weight, "x", x);
-  TORCH_CHECK(x.dim() >= 1, "torchkiln.", kName,
-              ": x: got a 0-dimensional tensor, expected at least 1 dimension");
+  check_not_0_dim(kName, "x", x);
   TORCH_CHECK(weight.dim() == 2, "torchkiln.", kName, ": weight: got ", weight.dim(),
               " dimensions (shape ", weight.sym_sizes(), "), expected 2");
   TORCH_CHECK(weight.sym_size(1) == x.sym_size(-1), "torchkiln.", kName, ": weight: got shape ",
@@ -35,9 +34,7 @@ Tensor checked_output(const Tensor& x, const Tensor& weight, const MaybeTensor& 
   if (bias) {
     check_tensors(kName, {{"x", x}, {"bias", *bias}});
     check_parameter_dtype(kName, "bias", bias->scalar_type(), "x", x.scalar_type());
-    TORCH_CHECK(bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0), "torchkiln.", kName,
-                ": bias: got shape ", bias->sym_sizes(), ", expected [", weight.sym_size(0),
-                "], the first size of weight");
+    check_vector(kName, "bias", *bias, weight.sym_size(0), "the first size of weight");
   }
   c10::SymDimVector sizes(x.sym_sizes());
   sizes.back() = weight.sym_size(0);
@@ -50,7 +47,7 @@ Tensor checked_output(const Tensor& x, const Tensor& weight, const MaybeTensor& 
   return out;
 }
 
-/// to = x weight^T * scale + bias by torch's product; all are matrices.
+/// to = x weight^T * scale + bias with torch's matrix product.
 void run_preactivation(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, double scale,
                        Tensor to) {
   const Tensor columns = weight.t();
@@ -62,13 +59,13 @@ void run_preactivation(const Tensor& x, const Tensor& weight, const MaybeTensor&
   if (bias) to.copy_(bias_act(to, *bias, 1.0, "none"));
 }
 
-/// The whole op from torch's product; `preactivation` is defined where it is kept. cuBLASLt fuses
-/// relu with a bias.
+/// The op with torch's matrix product. `preactivation` is defined if it is saved. cuBLASLt fuses a
+/// bias with relu.
 void run_library(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, Activation act,
                  double scale, const MaybeTensor& residual, const Tensor& out,
                  const Tensor& preactivation) {
   Tensor rows = as_matrix(out);
-  // Where k is 0, ATen's fused op returns the bias without the activation.
+  // For k == 0, ATen's fused op returns the bias without the activation.
   if (out.is_cuda() && act == kActivation<Relu> && scale == 1 && !preactivation.defined() && bias &&
       bias->scalar_type() == out.scalar_type() && x.sym_size(-1) > 0) {
     at::_addmm_activation_out(rows, *bias, x, weight.t());
@@ -82,7 +79,7 @@ void run_library(const Tensor& x, const Tensor& weight, const MaybeTensor& bias,
   if (residual) out.add_(*residual);
 }
 
-/// Writes the output, and the preactivation where it is defined.
+/// Writes the output and, if defined, the preactivation.
 void run(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, Activation act,
          double scale, const MaybeTensor& residual, const Tensor& out,
          const Tensor& preactivation) {
@@ -103,7 +100,7 @@ void run(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, Activat
     run_library(rows, weight, shift, act, scale, more, out, preactivation);
 }
 
-/// The op in torch's own, by a product in this precision.
+/// The op with torch's own ops; `product` is the dtype of the matrix product.
 Tensor composite_in(at::ScalarType product, const Tensor& x, const Tensor& weight,
                     const MaybeTensor& bias, Activation act, double scale,
                     const MaybeTensor& residual) {
@@ -119,7 +116,7 @@ Tensor composite_in(at::ScalarType product, const Tensor& x, const Tensor& weigh
   return z.to(x.scalar_type());
 }
 
-/// The output, and the preactivation, which has no elements where backward needs none.
+/// Returns the output and the preactivation, which is empty if backward does not need it.
 struct Forward {
   static constexpr const char* kSchema =
       "torchkiln::linear_forward(Tensor x, Tensor weight, Tensor? bias, str act, float scale, "
@@ -142,12 +139,12 @@ struct Forward {
   }
 };
 
-/// The gradient of the preactivation and, where the same pass gives it, of the bias.
+/// The gradient of the preactivation and, if the same pass computes it, of the bias.
 Two pass_activation(const Incoming& in, const Tensor& kept, Activation act,
                     const std::optional<at::ScalarType>& bias_dtype, bool wants_bias) {
   if (act == kActivation<None>) return {in[0], Tensor()};
   if (saved_by(act) == Saved::sign) return {call_below<ActivationBackward>(in[0], kept, act), {}};
-  // What was kept has the bias in it.
+  // The saved preactivation includes the bias.
   auto [passed, grad_bias] = call_below<bias_act_ops::Backward>(
       in[0], kept, std::nullopt, 1.0, act, bias_dtype.value_or(in[0].scalar_type()),
       bias_act_ops::Backward::Wanted{true, wants_bias});
@@ -176,7 +173,8 @@ struct Op {
     return composite_in(x.scalar_type(), x, weight, bias, act, scale, residual);
   }
 
-  /// vmap adds a bias behind the rounded product; without that rounding the result is as good.
+  /// vmap splits off the bias, after a product rounded to x's dtype: so the product is float32
+  /// here.
   static Tensor batched(const Tensor& x, const Tensor& weight, const MaybeTensor& bias,
                         Activation act, double scale, const MaybeTensor& residual) {
     return composite_in(compute_dtype(x.scalar_type()), x, weight, bias, act, scale, residual);
@@ -226,8 +224,7 @@ struct Op {
         });
   }
 
-  /// As torch's: x, the weight and the residual go to the autocast dtype; a float32 bias is read as
-  /// it is.
+  /// Casts x, weight and residual to the autocast dtype, as torch does. A float32 bias is not cast.
   static Tensor autocast(const Autocast& cast, const Tensor& x, const Tensor& weight,
                          const MaybeTensor& bias, Activation act, double scale,
                          const MaybeTensor& residual) {

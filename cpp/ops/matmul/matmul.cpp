@@ -15,11 +15,11 @@ using c10::SymIntArrayRef;
 
 constexpr const char* kName = "matmul";
 
-/// As matrices: a vector on the left is a row, one on the right a column.
+/// Arguments as matrices: a vector on the left is a row, a vector on the right a column.
 Tensor as_rows(const Tensor& a) { return a.dim() == 1 ? a.unsqueeze(0) : a; }
 Tensor as_columns(const Tensor& b) { return b.dim() == 1 ? b.unsqueeze(1) : b; }
 
-/// All sizes but the last two.
+/// The batch sizes: all but the last two.
 SymIntArrayRef batch_of(const Tensor& matrices) {
   return matrices.sym_sizes().slice(0, matrices.dim() - 2);
 }
@@ -36,7 +36,7 @@ void check_batches(const Tensor& a, const Tensor& b) {
   }
 }
 
-/// Checks, and returns the sizes of the output: matrices even where an argument is a vector.
+/// Checks the arguments. Returns the sizes of the output, as matrices also for vector arguments.
 c10::SymDimVector checked_sizes(const Tensor& a, const Tensor& b) {
   check_tensors(kName, {{"a", a}, {"b", b}});
   check_dtype(kName, "a", a);
@@ -57,7 +57,7 @@ c10::SymDimVector checked_sizes(const Tensor& a, const Tensor& b) {
   return sizes;
 }
 
-/// Without the dimensions that vectors among the arguments were given.
+/// Removes the dimensions that vector arguments were given.
 Tensor without_added(const Tensor& out, const Tensor& a, const Tensor& b) {
   c10::SymDimVector sizes(batch_of(out));
   if (a.dim() > 1) sizes.push_back(out.sym_size(-2));
@@ -65,7 +65,7 @@ Tensor without_added(const Tensor& out, const Tensor& a, const Tensor& b) {
   return out.view_symint(sizes);
 }
 
-/// [batch, rows, columns]; one matrix for all stays one.
+/// A tensor as [batch, rows, columns]; a matrix shared by the batch keeps batch size 1.
 Tensor as_batch(const Tensor& matrices, at::IntArrayRef batch) {
   const int64_t rows = matrices.size(-2);
   const int64_t columns = matrices.size(-1);
@@ -77,7 +77,7 @@ Tensor as_batch(const Tensor& matrices, at::IntArrayRef batch) {
   return matrices.expand(sizes).reshape({c10::multiply_integers(batch), rows, columns});
 }
 
-/// Matrices of a batch, repeated for those that it broadcasts to, as one with all their rows.
+/// The matrices of a batch, expanded to the broadcast batch, as one matrix of all their rows.
 Tensor flat_rows(const Tensor& matrices, SymIntArrayRef batch) {
   c10::SymDimVector sizes(batch);
   sizes.push_back(matrices.sym_size(-2));
@@ -85,8 +85,8 @@ Tensor flat_rows(const Tensor& matrices, SymIntArrayRef batch) {
   return as_matrix(matrices.expand_symint(sizes));
 }
 
-// Gradients of a product of matrices, for arguments of these sizes. Where one matrix served a whole
-// batch, the sum over the batch is one over more terms, and is rounded once.
+// Gradients of a matrix product for arguments of the given sizes. If the batch shared one matrix,
+// the sum over the batch becomes part of the product's inner sum, which is rounded once.
 
 Tensor gradient_of_a(const Tensor& grad, const Tensor& b, SymIntArrayRef sizes) {
   const Tensor columns = as_columns(b);
@@ -110,7 +110,7 @@ struct Op {
     return without_added(empty_of(checked_sizes(a, b), a), a, b);
   }
 
-  /// By torch's products: a kernel of ours is faster only for what linear() fuses to it.
+  /// Uses torch's product, which is as fast: our kernels win only with linear()'s fused epilogue.
   static Tensor kernel(const Tensor& a, const Tensor& b) {
     const c10::SymDimVector sizes = checked_sizes(a, b);
     if (a.dim() == 2 && b.dim() == 2) return at::mm(a, b);
@@ -135,10 +135,10 @@ struct Op {
     return at::matmul(a, b);
   }
 
-  /// The gradients are products of ours, and recorded again where they are differentiated again.
+  /// The gradients are matmul() calls, which are recorded under create_graph=True.
   static Tensor recorded(const Below& below, const Tensor& a, const Tensor& b) {
     const c10::SymDimVector of_a(a.sym_sizes()), of_b(b.sym_sizes());
-    // Each is needed for the gradient of the other one.
+    // The gradient of a needs b, and the reverse.
     return record(kName, {a, b}, below.call<Op>(a, b),
                   keep(b.requires_grad() ? a : Tensor(), a.requires_grad() ? b : Tensor()),
                   [of_a, of_b](const Incoming& in, const Kept<2>& kept) {

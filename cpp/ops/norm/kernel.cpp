@@ -49,7 +49,7 @@ const void* data(const Tensor& tensor) {
   return tensor.defined() ? tensor.const_data_ptr() : nullptr;
 }
 
-/// rstd, which comes last in the statistics.
+/// The address of rstd, the last row of the statistics.
 void* rstd_of(const Tensor& stats, int64_t rows) {
   const auto bytes = (stats.size(0) - 1) * rows * static_cast<int64_t>(stats.itemsize());
   return static_cast<char*>(stats.data_ptr()) + bytes;

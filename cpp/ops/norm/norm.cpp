@@ -11,8 +11,8 @@ namespace {
 
 using c10::SymIntArrayRef;
 
-/// (z - mean) * rstd * (weight + offset) + bias over the last `dims` dimensions, in torch's own ops
-/// and in the type of `z`, which is the compute type.
+/// (z - mean) * rstd * (weight + offset) + bias over the last `dims` dimensions, with torch's own
+/// ops, in the dtype of `z`.
 Tensor composite_norm(const Tensor& z, int64_t dims, const Tensor& weight, const Tensor& bias,
                       double eps, double offset, bool centered) {
   const auto last = dims_between(z.dim() - dims, z.dim());
@@ -34,8 +34,8 @@ Two composite(const Call& call) {
   return {y.to(dtype), sum};
 }
 
-/// The results of a call that is recorded: y, and the sum where there is a residual. Backward keeps
-/// z (x or the sum), the statistics of each row, and the weight; no gradient depends on the bias.
+/// Computes and records y and, with a residual, the sum. Saves z (x or the sum), the statistics of
+/// each row and the weight. No gradient depends on the values of the bias.
 Two recorded(const Below& below, const Call& call) {
   const Tensor weight = tensor_or_undefined(call.weight);
   const Tensor bias = tensor_or_undefined(call.bias);
@@ -43,7 +43,7 @@ Two recorded(const Below& below, const Call& call) {
   const at::ScalarType weight_dtype = weight.defined() ? weight.scalar_type()
                                       : bias.defined() ? bias.scalar_type()
                                                        : call.x.scalar_type();
-  // The gradients of z, weight and bias; z has the gradient of the sum added.
+  // Returns the gradients of z, weight and bias. The gradient of z includes that of the sum.
   const auto gradients = [=, dims = static_cast<int64_t>(call.shape.size()), eps = call.eps,
                           offset = call.offset, centered = call.centered](
                              const Incoming& in, const Tensor& grad_sum, const Kept<3>& kept,
@@ -81,7 +81,7 @@ Two recorded(const Below& below, const Call& call) {
                                                 call.bias, call.eps, call.offset, call.centered);
   return record(call.op(), {call.x, *call.residual, weight, bias}, Two{y, sum},
                 keep(sum, stats, weight), [=](const Incoming& in, const Kept<3>& kept) {
-                  // x and residual have one gradient. Where y is not used, it is that of the sum.
+                  // x and residual have the same gradient; if y was not used, that of the sum.
                   if (!in[0].defined()) return variable_list{in[1], in[1], Tensor(), Tensor()};
                   const variable_list found = gradients(
                       in, in[1], kept, {in.wants(0) || in.wants(1), in.wants(2), in.wants(3)});
@@ -89,7 +89,7 @@ Two recorded(const Below& below, const Call& call) {
                 });
 }
 
-/// Half precision is computed in float32.
+/// The eps for None. Half precision computes in float32 and takes the eps of float32.
 double default_eps(const Tensor& x) {
   return x.defined() && x.scalar_type() == at::kDouble ? std::numeric_limits<double>::epsilon()
                                                        : std::numeric_limits<float>::epsilon();
@@ -97,7 +97,7 @@ double default_eps(const Tensor& x) {
 
 const MaybeTensor kNone;
 
-// The four ops are one function, of a Call.
+// The four ops share one implementation. These build its Call from the arguments of each schema.
 
 Call layer_norm_call(const Tensor& x, const Tensor* residual, SymIntArrayRef shape,
                      const MaybeTensor& weight, const MaybeTensor& bias, double eps) {
@@ -115,7 +115,7 @@ Call rms_norm_call(const Tensor& x, const Tensor* residual, SymIntArrayRef shape
           /*centered=*/false};
 }
 
-/// An op without a residual: `make` builds the Call from x and Args.
+/// An op without a residual; Derived::make builds the Call.
 template <class Derived, class... Args>
 struct NormOp {
   static Tensor meta(const Tensor& x, Args... args) {
@@ -132,7 +132,7 @@ struct NormOp {
   }
 };
 
-/// The same with a residual, which returns the sum, too.
+/// An op with a residual, which also returns the sum.
 template <class Derived, class... Args>
 struct AddNormOp {
   static Two meta(const Tensor& x, const Tensor& residual, Args... args) {

@@ -1,7 +1,6 @@
 #pragma once
 
-// What the two halves of the norms share: kernel.cpp has the checks and the kernels, norm.cpp the
-// four ops and their derivatives.
+// Declarations shared by kernel.cpp (checks, kernels) and norm.cpp (the four ops, derivatives).
 
 #include "torchkiln/torch/op.h"
 
@@ -11,13 +10,13 @@ using at::Tensor;
 using Two = std::tuple<Tensor, Tensor>;
 using Three = std::tuple<Tensor, Tensor, Tensor>;
 
-/// The arguments of the four ops in one form.
+/// The arguments of any of the four ops.
 struct Call {
   const Tensor& x;
-  const Tensor* residual;     // null for the ops without one
-  c10::SymIntArrayRef shape;  // the last sizes of x, which are normalized together
-  const MaybeTensor& weight;  // ones (without the offset) where left out
-  const MaybeTensor& bias;    // zeros where left out
+  const Tensor* residual;     // null for layer_norm and rms_norm
+  c10::SymIntArrayRef shape;  // normalized_shape: the last sizes of x
+  const MaybeTensor& weight;  // without one the factor is 1, and offset is ignored
+  const MaybeTensor& bias;    // without one, 0 is added
   double eps;
   double offset;
   bool centered;  // layer norm; else RMS norm
@@ -28,15 +27,15 @@ struct Call {
   }
 };
 
-/// The checked, empty results: the normed rows, x + residual (undefined without a residual), and
-/// the statistics of each row that backward needs (undefined unless wanted): {mean, rstd} for layer
-/// norm, {rstd} for RMS norm, as one tensor [2 or 1, leading sizes of x].
+/// Checks the arguments and returns uninitialised outputs: y; x + residual (undefined without a
+/// residual); the statistics of each row for backward (undefined unless wanted), one tensor
+/// [2 or 1, leading sizes of x] with mean and rstd for layer norm, rstd for RMS norm.
 Three outputs(const Call& call, bool wants_stats);
 
-/// Computes them.
+/// Computes the outputs.
 Three run(const Call& call, bool wants_stats);
 
-/// The op that also returns the statistics; its results are {y, stats}.
+/// The forward that also returns the statistics: {y, stats}.
 struct Forward {
   static constexpr const char* kSchema =
       "torchkiln::norm_forward(Tensor x, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, "
@@ -47,7 +46,7 @@ struct Forward {
                     const MaybeTensor& bias, double eps, double offset, bool centered);
 };
 
-/// The same of x + residual: {y, sum, stats}.
+/// The forward of x + residual: {y, sum, stats}.
 struct AddForward {
   static constexpr const char* kSchema =
       "torchkiln::add_norm_forward(Tensor x, Tensor residual, SymInt[] normalized_shape, "
@@ -61,8 +60,8 @@ struct AddForward {
                       bool centered);
 };
 
-/// The gradients of z, weight and bias that are wanted. `z` is what was normalized: x, or
-/// x + residual. The shape of `stats` tells which sizes of it were normalized together.
+/// The wanted gradients of z, weight and bias, where z is x or x + residual. The rank of `stats`
+/// gives the number of normalized dimensions.
 struct Backward {
   using Wanted = std::array<bool, 3>;
   static constexpr const char* kSchema =

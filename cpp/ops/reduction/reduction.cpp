@@ -38,7 +38,7 @@ struct Mean {
   }
 };
 
-/// For each dimension of x whether it is reduced: those named, or all when none is.
+/// Whether each dimension of x is reduced: the given ones, or all if none is given.
 Mask reduced_dims(const char* op, const Tensor& x, OptionalIntArrayRef dim) {
   const int64_t rank = x.dim();
   const bool all = !dim.has_value() || dim->empty();
@@ -124,8 +124,7 @@ struct Reduce : Kind {
     }
     const c10::SymDimVector sizes(x.sym_sizes());
     const at::ScalarType x_dtype = x.scalar_type();
-    // The incoming gradient, divided and converted while it is small, then expanded: no kernel
-    // writes it out.
+    // Divides and casts the small incoming gradient, then expands it without a copy.
     return record(name(), {x}, out, keep(),
                   [sizes, removed, count, x_dtype](const Incoming& in, const Kept<0>&) {
                     Tensor grad = in[0];
@@ -138,8 +137,7 @@ struct Reduce : Kind {
 };
 
 struct SumOp : Reduce<Sum> {
-  /// A sum of half precision stays in float32, as torch's does on CUDA, unless a dtype is asked
-  /// for.
+  /// The sum of half precision is float32 unless a dtype is given, as in torch on CUDA.
   static Tensor autocast(const Autocast& cast, const Tensor& x, OptionalIntArrayRef dim,
                          bool keepdim, OptionalDtype dtype) {
     check_tensor(name(), "x", x);

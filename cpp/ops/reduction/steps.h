@@ -1,12 +1,11 @@
 #pragma once
 
-// From a tensor and the dimensions that are summed to the argument structs of the kernels, which
-// know [outer, reduced, inner] only.
+// Plans a reduction over any dimensions as steps of the kernels, which reduce the middle dimension
+// of [outer, reduced, inner].
 //
-// The dimensions are taken in the order in which they lie in memory - sums do not care - and merged
-// with neighbours. What is left is mostly one step. Where the dimensions to be summed do not lie
-// together, each group of them is a step of its own, the largest first, through an intermediate in
-// the type that is accumulated in.
+// Dimensions are sorted by stride and merged with their neighbours in memory. Most reductions then
+// need one step. If kept dimensions lie between reduced ones, each group of reduced dimensions is a
+// step, the largest first, with an intermediate in the accumulation dtype.
 
 #include <ATen/ATen.h>
 
@@ -20,7 +19,7 @@
 
 namespace torchkiln {
 
-/// For each dimension whether it is reduced.
+/// Whether each dimension is reduced.
 using Mask = c10::SmallVector<bool, 8>;
 
 struct Axis {
@@ -30,7 +29,7 @@ struct Axis {
   int64_t dim;
 };
 
-/// Axes as they lie in memory, the outermost first.
+/// Axes by stride, the outermost first.
 using Axes = c10::SmallVector<Axis, 8>;
 
 inline Axes axes_in_memory(const at::Tensor& x, const Mask& mask) {
@@ -43,12 +42,12 @@ inline Axes axes_in_memory(const at::Tensor& x, const Mask& mask) {
   return axes;
 }
 
-/// Whether `outer` goes on where `inner`, next to it, ends.
+/// Whether adjacent axes merge: one stride covers both.
 inline bool merge(const Axis& outer, const Axis& inner) {
   return outer.stride == inner.stride * inner.size;
 }
 
-/// Neighbours of a kind as one axis.
+/// Merges neighbours that are both reduced or both kept.
 inline Axes merged(const Axes& axes) {
   Axes result;
   for (const Axis& axis : axes) {
@@ -63,7 +62,7 @@ inline Axes merged(const Axes& axes) {
   return result;
 }
 
-/// The axes begin <= i < end as one or two; of more, nothing.
+/// Merges the axes begin <= i < end into at most two; empty if more remain.
 inline std::optional<std::array<Axis, 2>> two_axes(const Axes& axes, size_t begin, size_t end) {
   std::array<Axis, 2> pair{Axis{1, 0, false, 0}, Axis{1, 0, false, 0}};
   int used = 0;
@@ -79,8 +78,8 @@ inline std::optional<std::array<Axis, 2>> two_axes(const Axes& axes, size_t begi
   return pair;
 }
 
-/// The sum over axis `at`, when the kernels can read it: rows in up to two dimensions, or one
-/// dimension on either side.
+/// The step that sums over axis `at`; empty if the kernels cannot read it. They read rows that lie
+/// in up to two dimensions, or one dimension on either side of the reduced one.
 inline std::optional<Reduction> step_over(const Axes& axes, size_t at) {
   const auto before = two_axes(axes, 0, at);
   const auto after = two_axes(axes, at + 1, axes.size());
@@ -98,7 +97,7 @@ inline std::optional<Reduction> step_over(const Axes& axes, size_t at) {
   return step;
 }
 
-/// The step that leaves the least.
+/// The step that leaves the fewest elements.
 inline std::optional<Reduction> best_step(const Axes& axes, size_t& at) {
   std::optional<Reduction> best;
   for (size_t i = 0; i < axes.size(); ++i) {
@@ -126,8 +125,7 @@ void reduce_in_steps(const at::Tensor& x, const Mask& mask, const at::Tensor& ou
     kept.push_back(axis.dim);
     kept_sizes.push_back(axis.size);
   }
-  // The sums come in the order of memory; where that is not the order of the dimensions, they are
-  // copied: there are fewer of them than of elements.
+  // The kernels write sums in memory order. If the output has another order, they are copied.
   const bool in_order = std::is_sorted(kept.begin(), kept.end());
   const at::Tensor sums = in_order ? out : at::empty(kept_sizes, out.options());
   const bool is_wide = x.scalar_type() == at::kDouble || out.scalar_type() == at::kDouble;

@@ -12,7 +12,7 @@ namespace {
 
 using at::Tensor;
 
-/// Rows whose elements outweigh the hand-over to another thread.
+/// Fewest rows per CPU thread: below, the hand-over to another thread takes longer.
 int64_t row_grain(int64_t length) { return std::max<int64_t>((1 << 13) / length, 1); }
 
 void check_mask(const char* op, const char* name, const Tensor& tensor, int64_t dim,
@@ -36,13 +36,13 @@ void check_mask(const char* op, const char* name, const Tensor& tensor, int64_t 
               ", expected one that broadcasts to ", tensor.sym_sizes(), ", the shape of ", name);
 }
 
-/// The mask of a tensor whose dimension `dim` goes to the end.
+/// The mask for a tensor whose dimension `dim` is moved to the end.
 MaybeTensor with_dim_last(const MaybeTensor& mask, const Tensor& tensor, int64_t dim) {
   if (!mask.has_value()) return std::nullopt;
   return mask->expand(tensor.sizes()).movedim(dim, -1);
 }
 
-/// The arguments that forward and backward have in common. `mask` keeps a copy alive.
+/// The arguments that forward and backward share. `mask` owns a copy if one is made.
 template <class Problem>
 Problem problem_of(const SoftmaxView& view, bool log, double scale, int64_t dim, MaybeTensor& mask,
                    bool causal, const Tensor& tensor) {
@@ -101,7 +101,7 @@ struct Backward {
   }
 };
 
-/// Where an element takes no part; undefined where all do.
+/// True where an element is masked out; undefined without a mask.
 Tensor left_out(const Tensor& like, const MaybeTensor& mask, bool causal) {
   Tensor kept;
   if (causal) {
@@ -112,7 +112,7 @@ Tensor left_out(const Tensor& like, const MaybeTensor& mask, bool causal) {
   return kept.defined() ? kept.logical_not() : kept;
 }
 
-/// The gradient from y in torch's own ops.
+/// The gradient of x from y, with torch's own ops.
 Tensor composite_gradient(const Tensor& grad, const Tensor& y, int64_t dim, bool log, double scale,
                           const MaybeTensor& mask, bool causal) {
   const at::ScalarType compute = compute_dtype(grad.scalar_type());

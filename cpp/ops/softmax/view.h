@@ -1,7 +1,7 @@
 #pragma once
 
-// From tensors to what the softmax kernels know: [outer, length, inner] with one stride each, and a
-// mask of the rows.
+// Views of tensors as the softmax kernels read them: [outer, length, inner] with one stride each,
+// and the mask of each row.
 
 #include <ATen/ATen.h>
 
@@ -15,7 +15,7 @@
 
 namespace torchkiln {
 
-/// A tensor cut at one of its dimensions.
+/// A tensor as [outer, length, inner] around one of its dimensions.
 struct SoftmaxView {
   MaybeCopy tensor;
   int64_t outer;
@@ -26,7 +26,7 @@ struct SoftmaxView {
   int64_t inner_stride;
 };
 
-/// The tensor around dimension `dim`, or a contiguous copy where its strides are too many.
+/// Views a tensor around dimension `dim`; copies it if the outer or inner dimensions do not merge.
 inline SoftmaxView view_around(const at::Tensor& tensor, int64_t dim) {
   if (tensor.dim() == 0) return {MaybeCopy::borrowed(tensor), 1, 1, 1, 0, 0, 0};
   const auto outer = collapse_dims(tensor, 0, dim);
@@ -43,7 +43,7 @@ inline SoftmaxView view_around(const at::Tensor& tensor, int64_t dim) {
           tensor.stride(dim),          inner->stride};
 }
 
-/// Whether something follows dimension `dim`.
+/// Whether dimension `dim` has dimensions of size > 1 after it.
 inline bool has_inner(const at::Tensor& tensor, int64_t dim) {
   for (int64_t d = dim + 1; d < tensor.dim(); ++d) {
     if (tensor.size(d) != 1) return true;
@@ -51,8 +51,8 @@ inline bool has_inner(const at::Tensor& tensor, int64_t dim) {
   return false;
 }
 
-/// The mask of x's rows along `dim`, after which x has no elements. A mask that does not fit the
-/// description is replaced by a copy, which the caller thereby keeps alive.
+/// Describes the mask of x's rows along `dim`, the last dimension of size > 1. A mask whose strides
+/// do not fit is replaced by a copy, which `mask` then owns.
 inline RowMask describe_mask(const at::Tensor& x, int64_t dim, std::optional<at::Tensor>& mask,
                              bool causal) {
   RowMask rows{};

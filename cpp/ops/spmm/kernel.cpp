@@ -18,7 +18,7 @@ constexpr const char* kTransposed = "spmm_transposed";
 constexpr const char* kSampled = "spmm_sampled";
 constexpr const char* kTranspose = "spmm_transpose";
 
-/// Multiplications that outweigh the hand-over to another thread.
+/// Fewest multiplications per CPU thread: below, the hand-over to another thread takes longer.
 constexpr int64_t kGrain = 1 << 14;
 
 void check_indices(const char* op, const Tensor& crow, const Tensor& col) {
@@ -38,7 +38,7 @@ void check_indices(const char* op, const Tensor& crow, const Tensor& col) {
                              : "[batch, entries], as crow has a batch");
 }
 
-/// The size of the batch; nothing where no tensor has one.
+/// Checks batch sizes. Returns the size of the batch; empty if no tensor has one.
 std::optional<SymInt> check_batch(const char* op, Operands vectors, Operands matrices) {
   std::optional<SymInt> batch;
   const char* first = nullptr;
@@ -64,7 +64,7 @@ Tensor empty_result(const at::TensorOptions& options, const std::optional<SymInt
   return empty_of(shape, options);
 }
 
-/// The columns of a matrix whose packed transposed pattern this is.
+/// The number of columns of the matrix, from its packed transposed pattern.
 SymInt columns_of(const Tensor& transpose, const Tensor& col) {
   return transpose.sym_size(-1) - 1 - 2 * col.sym_size(-1);
 }
@@ -91,9 +91,9 @@ void check_product(const char* op, const Tensor& crow, const Tensor& col, const 
   check_rank(op, dense_name, dense, 2, 3, "a matrix or a batch of matrices");
 }
 
-// ---- from tensors to what the kernels know ----
+// ---- arguments of the kernels ----
 
-/// A tensor whose elements along the last dimension are adjacent; a copy only where they are not.
+/// A tensor with stride 1 in its last dimension: the tensor itself, or a copy.
 MaybeCopy adjacent(const Tensor& tensor) {
   return tensor.size(-1) <= 1 || tensor.stride(-1) == 1 ? MaybeCopy::borrowed(tensor)
                                                         : MaybeCopy::owned(tensor.contiguous());
@@ -103,7 +103,7 @@ int64_t batch_stride(const Tensor& tensor, int64_t rank) {
   return tensor.dim() == rank ? 0 : tensor.stride(0);
 }
 
-/// Refers to the tensors that it is made from.
+/// The kernels' pattern; borrows the tensors that it is made from.
 struct Pattern {
   MaybeCopy crow;
   MaybeCopy col;
@@ -133,7 +133,7 @@ int64_t row_grain(const CsrPattern& pattern, int64_t width) {
   return std::max<int64_t>(kGrain / (mean * std::max<int64_t>(width, 1)), 1);
 }
 
-/// out = the matrices of this pattern times b; `order` says which value each entry has.
+/// out = the sparse matrices times b; order[e] is the index of entry e's value.
 void multiply(const char* op, const Pattern& pattern, const Tensor& values, const Tensor& order,
               const Tensor& b, const Tensor& out) {
   if (out.numel() == 0) return;
@@ -267,7 +267,7 @@ Tensor TransposedOp::kernel(const Tensor& crow, const Tensor& col, const Tensor&
 
 Tensor SampledOp::kernel(const Tensor& crow, const Tensor& col, const Tensor& left,
                          const Tensor& right, const MaybeTensor& transpose, bool summed) {
-  // What is summed is not rounded before.
+  // Terms of a sum stay in the compute dtype.
   const at::ScalarType wide = compute_dtype(left.scalar_type());
   if (summed && crow.dim() == 2)
     return kernel(crow, col, left.to(wide), right.to(wide), transpose, false)

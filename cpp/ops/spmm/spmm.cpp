@@ -8,7 +8,7 @@ namespace {
 
 using c10::SymInt;
 
-/// The pattern of a call, and the transposed one, where it is given or once it is asked for.
+/// The pattern of a call, and its transpose, which is built at the first use if it was not given.
 struct Pattern {
   Tensor crow;
   Tensor col;
@@ -25,21 +25,21 @@ struct Pattern {
   Tensor transposed_product(const Tensor& values, const Tensor& x, const SymInt& columns) {
     return call<TransposedOp>(crow, col, values, x, transposed(columns));
   }
-  /// For values of this rank: summed over the batch where all matrices share them.
+  /// The gradient of values with `rank` dimensions, summed over the batch if rank is 1.
   Tensor sampled(const Tensor& left, const Tensor& right, int64_t rank) const {
     return call<SampledOp>(crow, col, left, right, maybe(transpose), /*summed=*/rank == 1);
   }
 };
 
-/// A gradient for a tensor of this shape: the batch shares the tensor, or the gradient.
+/// Sums a gradient over the batch, or expands it, to the shape of its tensor.
 Tensor fit(const Tensor& grad, c10::SymIntArrayRef shape) {
   const auto rank = static_cast<int64_t>(shape.size());
   if (grad.dim() > rank) return grad.sum(0);
   return grad.dim() < rank ? grad.expand_symint(shape) : grad;
 }
 
-/// multiply(values, x) as the gradient of `dense`. What is summed over a batch is not rounded
-/// before.
+/// multiply(values, x) as the gradient of `dense`. Products that will be summed over a batch are
+/// computed in float32.
 template <class Multiply>
 Tensor dense_gradient(const Pattern& pattern, const Tensor& dense, const Tensor& values,
                       const Tensor& x, const Multiply& multiply) {
@@ -50,7 +50,7 @@ Tensor dense_gradient(const Pattern& pattern, const Tensor& dense, const Tensor&
   return fit(multiply(values.to(at::kFloat), x.to(at::kFloat)), dense.sym_sizes()).to(dtype);
 }
 
-/// Runs gradients(), recorded only where they are to be differentiated again.
+/// Runs gradients(), recording them only under create_graph=True.
 template <class Gradients>
 variable_list with_recording(const Gradients& gradients) {
   if (at::GradMode::is_enabled()) return gradients();
@@ -58,9 +58,9 @@ variable_list with_recording(const Gradients& gradients) {
   return gradients();
 }
 
-// ---- the ops in torch's own ----
+// ---- the ops with torch's own ops ----
 
-/// The tensors of a call, all with a batch, which is 1 where none has one.
+/// Gives all tensors of a call a batch dimension; its size is 1 if no tensor has one.
 class Batched {
  public:
   Batched(at::TensorList vectors, at::TensorList matrices) {
@@ -89,7 +89,7 @@ class Batched {
   bool any_ = false;
 };
 
-/// The row of each entry: how many of the rows after the first begin at it or before.
+/// The row of each entry: the number of rows, after the first, that begin at or before it.
 Tensor rows_of(const Tensor& crow, const Tensor& col) {
   const Tensor begins = crow.slice(1, 1, -1).to(at::kLong);
   c10::SymDimVector shape{col.sym_size(0), col.sym_size(1) + 1};
@@ -98,13 +98,13 @@ Tensor rows_of(const Tensor& crow, const Tensor& col) {
   return marks.cumsum(1).slice(1, 0, -1);
 }
 
-/// The rows of [batch, rows, width] at [batch, entries].
+/// Gathers rows of matrix [batch, rows, width] at indices [batch, entries].
 Tensor rows_at(const Tensor& matrix, const Tensor& at) {
   return matrix.gather(1, at.to(at::kLong).unsqueeze(-1).expand_symint(
                               {at.sym_size(0), at.sym_size(1), matrix.sym_size(2)}));
 }
 
-/// Adds values * from[read] into rows `write` of a result with so many rows.
+/// Adds values * from[read] into rows `write` of a result with `rows` rows.
 Tensor scattered(const Tensor& values, const Tensor& from, const Tensor& read, const Tensor& write,
                  const SymInt& rows) {
   const at::ScalarType compute = compute_dtype(values.scalar_type());
@@ -234,7 +234,7 @@ Tensor SampledOp::recorded(const Below& below, const Tensor& crow, const Tensor&
                 });
 }
 
-/// Values and dense matrix go to the autocast dtype, as for torch.matmul.
+/// Casts values and the dense matrix to the autocast dtype, as torch.matmul does.
 Tensor CsrOp::autocast(const Autocast& cast, const Tensor& values, const Tensor& b,
                        const Tensor& crow, const Tensor& col, at::OptionalSymIntArrayRef shape,
                        const MaybeTensor& transpose, bool check) {

@@ -1,17 +1,17 @@
 #pragma once
 
-// The ops of sparse products. All take a batch of matrices in compressed rows; each of their
-// tensors may be the same for the whole batch, and then has no first dimension:
+// The ops of sparse products, for a batch of CSR matrices. A tensor that the whole batch shares has
+// no batch dimension:
 //
 //   crow [batch, rows + 1], col [batch, entries], values [batch, entries]
 //
-// The op and its two helpers are each other's derivatives: with G the incoming gradient
+// The derivatives of the three products are again these products; G is the incoming gradient:
 //
 //   spmm_csr         A B       by values: sampled(G, B)    by B:     transposed(G)
 //   spmm_transposed  A^T X     by values: sampled(X, G)    by X:     csr(G)
 //   spmm_sampled     X_i . Y_j at the entries (i, j): by X: csr(G, Y), by Y: transposed(G, X)
 //
-// kernel.cpp has meta() and kernel(), spmm.cpp the rest.
+// kernel.cpp has meta() and kernel(), spmm.cpp has the composites and derivatives.
 
 #include "torchkiln/torch/op.h"
 
@@ -69,7 +69,7 @@ struct SampledOp {
                          bool summed);
 };
 
-/// The packed transposed pattern.
+/// Builds the transposed pattern, packed into one tensor.
 struct TransposeOp {
   static constexpr const char* kSchema =
       "torchkiln::spmm_transpose(Tensor crow, Tensor col, SymInt columns) -> Tensor";
@@ -77,7 +77,7 @@ struct TransposeOp {
   static Tensor kernel(const Tensor& crow, const Tensor& col, c10::SymInt columns);
 };
 
-/// Refuses patterns that are not sound, or have an entry twice; waits for the GPU.
+/// Raises an error for a pattern with bad indices or a duplicate entry. Synchronises.
 void check_pattern(const Tensor& crow, const Tensor& col, int64_t columns);
 
 }  // namespace torchkiln::spmm_ops

@@ -1,7 +1,7 @@
 #pragma once
 
-// Python objects as arguments of C++ functions. Refusals name the op, the argument, the type that
-// came and what was expected, as in checks.h.
+// Conversion of Python objects to the argument types of C++ functions. Errors name the op, the
+// argument, the type that was passed and the type that was expected, as in checks.h.
 
 #include <ATen/ScalarOps.h>
 #include <ATen/core/Tensor.h>
@@ -21,14 +21,14 @@
 
 namespace torchkiln {
 
-/// A tensor, or a number as torch wraps it: a number takes no part in dtype promotion.
+/// A tensor, or a number wrapped as torch does it: it does not take part in dtype promotion.
 struct TensorOrNumber {
   at::Tensor tensor;
 };
 
 namespace bind_detail {
 
-/// An argument of a call, for messages.
+/// An argument of a call; `op` and `name` are for error messages.
 struct Argument {
   const char* op;
   const char* name;
@@ -40,7 +40,7 @@ struct Argument {
                    Py_TYPE(argument.value)->tp_name, ", expected ", expected);
 }
 
-/// Errors raised by an argument's own __index__ or __float__ stay what they are.
+/// Passes on an error that an argument's own __index__ or __float__ raised.
 inline void raise_python_error() {
   if (PyErr_Occurred() != nullptr) throw python_error();
 }
@@ -50,13 +50,13 @@ inline const at::Tensor& read_tensor(const Argument& argument) {
   return THPVariable_Unpack(argument.value);
 }
 
-/// Refuses tensors: conversion to a number would silently drop the gradient.
+/// Rejects tensors: conversion to a number would silently drop the gradient.
 inline bool is_integer(PyObject* value) {
   return PyLong_CheckExact(value) ||
          (PyIndex_Check(value) && !PyBool_Check(value) && !THPVariable_Check(value));
 }
 
-/// Integers beyond 64 bits become the nearest end of the range: they are out of any valid range.
+/// Integers beyond 64 bits are clamped to 64 bits; the op's range check then rejects them.
 inline int64_t read_integer(const Argument& argument, const char* expected = "an int") {
   if (!is_integer(argument.value)) refuse(argument, expected);
   const int64_t value = PyNumber_AsSsize_t(argument.value, nullptr);
@@ -106,7 +106,7 @@ inline at::ScalarType read_dtype(const Argument& argument) {
   return reinterpret_cast<THPDtype*>(argument.value)->scalar_type;
 }
 
-/// Calls body(Argument) for each item of a tuple or list, or for the one value.
+/// Calls body(Argument) for each item of a tuple or list, or once for a single value.
 template <class Body>
 void for_each_item(const Argument& argument, const Body& body) {
   if (!PyTuple_Check(argument.value) && !PyList_Check(argument.value)) return body(argument);
@@ -154,7 +154,7 @@ inline Sizes read_sizes(const Argument& argument) {
   return sizes;
 }
 
-/// Read<T>::from(argument) is an argument of the C++ type T, or what converts to it.
+/// Read<T>::from(argument) converts to the C++ type T, or to a type that converts to T.
 template <class T>
 struct Read;
 template <>

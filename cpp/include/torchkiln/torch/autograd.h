@@ -1,7 +1,7 @@
 #pragma once
 
-// Recording a call for backward. An op says which tensors backward needs and how it computes the
-// gradients; the node that autograd keeps is made here, with both as typed members.
+// Records a call in the autograd graph. The op lists the tensors that backward needs and gives a
+// function that computes the gradients; both become typed members of the graph's node.
 //
 //     Tensor y = ...;  // computed below autograd
 //     return record("softmax", {x}, y, keep(y), [=](const Incoming& in, const Kept<1>& kept) {
@@ -30,7 +30,7 @@ namespace torchkiln {
 using torch::autograd::variable_list;
 using MaybeTensor = std::optional<at::Tensor>;
 
-/// An undefined tensor stands for an argument that was left out, and the other way round.
+/// Autograd stores an argument that was left out as an undefined tensor. These convert both ways.
 inline at::Tensor tensor_or_undefined(const MaybeTensor& tensor) {
   return tensor.value_or(at::Tensor());
 }
@@ -39,28 +39,28 @@ inline MaybeTensor maybe(const at::Tensor& tensor) {
 }
 
 /// Whether a functorch transform (grad, jvp, vmap ...) is running, or an input carries a tangent of
-/// forward-mode differentiation. Recorded nodes serve neither: the op takes its composite.
+/// forward-mode differentiation. A recorded node supports neither, so the op runs its composite.
 template <class... Tensors>
 bool is_transformed(const Tensors&... tensors) {
   return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode) ||
          ((tensors.defined() && tensors._fw_grad(/*level=*/0).defined()) || ...);
 }
 
-/// What a node gets from the engine: the gradients of the outputs.
+/// The arguments of a node's backward: the gradients of the outputs, and which inputs need one.
 class Incoming {
  public:
   Incoming(const variable_list& grads, const torch::autograd::Node& node)
       : grads_(grads), node_(node) {}
 
-  /// The gradient of an output; undefined where that output was not used.
+  /// The gradient of an output; undefined if that output was not used.
   const at::Tensor& operator[](size_t output) const { return grads_[output]; }
   const variable_list& all() const { return grads_; }
 
-  /// Whether the gradient of an input, counted as record() was given them, is asked for.
+  /// Whether the gradient of an input is needed. Inputs are numbered as record() received them.
   bool wants(size_t input) const { return node_.task_should_compute_output(input); }
 
-  /// Whether the gradients have to be made of torch's own ops: they are differentiated again
-  /// (create_graph=True), or several are computed at once (is_grads_batched=True).
+  /// Whether the gradients must be computed with torch's own ops, because they are differentiated
+  /// again (create_graph=True) or vmapped (is_grads_batched=True).
   bool needs_composite() const {
     using Key = c10::DispatchKey;
     if (at::GradMode::is_enabled()) return true;
@@ -71,7 +71,7 @@ class Incoming {
     return false;
   }
 
-  /// The edge to an input in the graph.
+  /// The graph's edge to an input.
   const torch::autograd::Edge& edge(size_t input) const { return node_.next_edge(input); }
 
  private:
@@ -79,7 +79,7 @@ class Incoming {
   const torch::autograd::Node& node_;
 };
 
-/// The tensors that were kept for backward, in the order of keep().
+/// The tensors saved for backward, in the order of keep().
 template <size_t N>
 using Kept = std::array<at::Tensor, N>;
 
@@ -92,7 +92,7 @@ namespace detail {
 
 using NodePointer = decltype(torch::autograd::Edge::function);
 
-/// Nodes are counted by a pointer of their own from torch 2.13 on.
+/// From torch 2.13 on, nodes have intrusive reference counts.
 template <class Node, class... Arguments>
 auto make_node(Arguments&&... arguments) {
 #if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 13
@@ -158,11 +158,11 @@ inline torch::autograd::edge_list edges_to(std::initializer_list<at::Tensor> inp
 
 }  // namespace detail
 
-/// Connects `outputs`, a tensor or a tuple of them, to `inputs` in the graph of autograd. `name` is
-/// that of the op. An undefined tensor stands for an optional input that was left out.
-/// gradients(incoming, kept) returns a gradient for each input, in their order; it may leave those
-/// undefined that are not wanted. `kept` may contain inputs and outputs. Where no input requires a
-/// gradient - another argument of the op may, which has none - the outputs require none.
+/// Connects `outputs`, a tensor or a tuple of tensors, to `inputs` in the autograd graph. `name` is
+/// the name of the op. An undefined input is an optional argument that was left out.
+/// gradients(incoming, kept) returns one gradient per input, in order; gradients that are not
+/// needed may be undefined. `kept` may contain inputs and outputs. Returns `outputs` unrecorded if
+/// none of `inputs` requires a gradient (only another argument did).
 template <class Outputs, size_t N, class Gradients>
 Outputs record(const char* name, std::initializer_list<at::Tensor> inputs, Outputs outputs,
                const Kept<N>& kept, Gradients gradients) {
@@ -184,8 +184,8 @@ Outputs record(const char* name, std::initializer_list<at::Tensor> inputs, Outpu
   return outputs;
 }
 
-/// The same for an op that has changed `x` in place, once it has. `input`: what x was before, for a
-/// derivative that needs it.
+/// record() for an op that works in place; call it after the op has changed `x`. `before` is the
+/// edge of x from before the change.
 template <class Gradients>
 void record_in_place(const char* name, const at::Tensor& x, const torch::autograd::Edge& before,
                      const at::Tensor& kept, Gradients gradients) {
@@ -196,14 +196,14 @@ void record_in_place(const char* name, const at::Tensor& x, const torch::autogra
   node->save(0, torch::autograd::SavedVariable(kept, is_output, is_output && x.is_view()));
 }
 
-/// Puts `tensor`, a new one of the shape of an input, in that input's place in the graph: what a
-/// second derivative finds for it flows to the input, which itself need not be kept.
+/// Gives `tensor`, a new tensor of an input's shape, the graph edge of that input: its second
+/// derivatives flow to the input, which therefore need not be saved.
 inline void stand_in_for(const Incoming& in, size_t input, const at::Tensor& tensor) {
   if (in.edge(input).is_valid()) torch::autograd::impl::set_gradient_edge(tensor, in.edge(input));
 }
 
-/// The gradients of the wanted inputs through composite(inputs), the op in torch's own ops. They
-/// can be differentiated again. composite returns a tensor or a tuple of them.
+/// The gradients of the wanted inputs, by differentiating composite(inputs), which computes the op
+/// with torch's own ops. They can be differentiated again. composite() returns a tensor or a tuple.
 template <size_t N, class Composite>
 variable_list composite_gradients(const Incoming& in, std::array<at::Tensor, N> inputs,
                                   const std::array<bool, N>& wanted, const Composite& composite) {
@@ -234,7 +234,7 @@ variable_list composite_gradients(const Incoming& in, std::array<at::Tensor, N> 
   return gradients;
 }
 
-/// The same where `inputs` are the first of those that record() was given, in their order.
+/// The same for `inputs` that are the first inputs of record(), in the same order.
 template <size_t N, class Composite>
 variable_list composite_gradients(const Incoming& in, const std::array<at::Tensor, N>& inputs,
                                   const Composite& composite) {

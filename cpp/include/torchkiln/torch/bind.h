@@ -1,15 +1,15 @@
 #pragma once
 
-// Python functions for ops: positional arguments, checked by type, into the C++ function that calls
-// the dispatcher. Half the host time of torch.ops.
+// Binds C++ functions of ops to Python. A call takes positional arguments, checks their types and
+// calls the dispatcher, in half the host time of torch.ops.
 //
 //     PYBIND11_MODULE(_C, module) {
 //       const torchkiln::Binder ops(module);
 //       ops.bind<&mine::scale>("scale", {"x", "factor"});  // Tensor scale(const Tensor&, double)
 //     }
 //
-// Tensor subclasses and torch-function modes see the call as torch.ops.<package>.<op>.default, so
-// an op's arguments are those of its schema, in the same order. Messages are those of checks.h.
+// A call with a tensor subclass, or under a torch-function mode, goes through
+// torch.ops.<package>.<op>.default. Arguments must therefore be those of the schema, in its order.
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/Tensor.h>
@@ -44,12 +44,12 @@ PyObject* wrap(std::tuple<Tensors...>&& results) {
       results);
 }
 
-/// Whether something other than the op's own entry has to see a call with this argument.
+/// Whether this argument is a tensor subclass, whose __torch_function__ must see the call.
 inline bool is_overridden(PyObject* argument) {
   return THPVariable_Check(argument) && !THPVariable_CheckExact(argument);
 }
 
-/// An argument as torch.ops takes it, which converts no number to a tensor or to a list.
+/// The argument as torch.ops accepts it: a number becomes a tensor or a list where those are due.
 inline py::object as_schema(const Argument& argument, const c10::Type& type) {
   const auto value = py::reinterpret_borrow<py::object>(argument.value);
   if (type.kind() == c10::TypeKind::TensorType &&
@@ -61,7 +61,7 @@ inline py::object as_schema(const Argument& argument, const c10::Type& type) {
   return value;
 }
 
-/// The call by way of torch.ops, which offers it to __torch_function__ and to modes.
+/// Calls torch.ops, which dispatches to __torch_function__ and to modes.
 inline PyObject* call_by_schema(const char* name, PyObject* const* given) {
   const std::string qualified = std::string(TORCHKILN_PACKAGE "::") + name;
   const c10::FunctionSchema& schema =
@@ -99,7 +99,7 @@ struct Entry {
   static PyObject* run(std::index_sequence<I...>, R (*function)(Args...), PyObject* const* given) {
     if (at::impl::torch_function_mode_enabled() || (is_overridden(given[I]) || ...))
       return call_by_schema(name, given);
-    // Braces: arguments are read, and refused, from the first to the last.
+    // Braces guarantee evaluation in order, so the first bad argument is the one reported.
     const std::tuple<decltype(Read<std::decay_t<Args>>::from({}))...> values{
         Read<std::decay_t<Args>>::from({public_name, names[I], given[I]})...};
     const auto unlocked = [&] {
@@ -124,8 +124,8 @@ class Binder {
  public:
   explicit Binder(py::module_& module) : module_(module) {}
 
-  /// Binds a function by the name of its op. One function of C++ has one name. `public_name` is
-  /// the function that users call, for messages, where that is not the op.
+  /// Binds a C++ function under the name of its op. Bind each function once. `public_name`, for
+  /// error messages, is the function that users call if it is not named like the op.
   template <auto op>
   void bind(const char* name, std::array<const char*, bind_detail::Entry<op>::kCount> arguments,
             const char* public_name = nullptr) const {

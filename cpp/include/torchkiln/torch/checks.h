@@ -1,9 +1,8 @@
 #pragma once
 
-// Argument checks. Every message reads "torchkiln.<op>: <argument>: got ..., expected ...", with
-// the name of the package, TORCHKILN_PACKAGE, in front: what was found, what would have been right,
-// and where it is not obvious, what to do. They work on symbolic sizes, so that the Meta kernels
-// refuse what the real ones refuse.
+// Argument checks. Every message reads "<package>.<op>: <argument>: got ..., expected ...", and
+// says what to do where that is not obvious. The package is TORCHKILN_PACKAGE. Checks work on
+// symbolic sizes, so that Meta kernels reject the same calls as CPU and CUDA kernels.
 //
 //     check_tensors("my_op", {{"x", x}, {"weight", weight}});  // strided, all on the device of x
 //     check_dtype("my_op", "x", x);
@@ -19,7 +18,7 @@
 
 namespace torchkiln {
 
-/// The dtype as Python names it: float32, not Float.
+/// The name of a dtype in Python: float32, not Float.
 inline std::string dtype_name(at::ScalarType dtype) {
   switch (dtype) {
     case at::kFloat:
@@ -59,7 +58,7 @@ inline bool is_supported_dtype(at::ScalarType dtype) {
   return dtype == at::kFloat || dtype == at::kDouble || is_half(dtype);
 }
 
-/// The dtype in which an op computes on this one.
+/// The dtype that an op computes in: float64 for float64, else float32.
 inline at::ScalarType compute_dtype(at::ScalarType dtype) {
   return dtype == at::kDouble ? at::kDouble : at::kFloat;
 }
@@ -80,7 +79,7 @@ inline void check_strided(const char* op, const char* name, const at::Tensor& te
               ", expected Strided; call .to_dense() first");
 }
 
-/// Strided, and on a device that has kernels.
+/// Checks that a tensor is strided and on a device that has kernels.
 inline void check_tensor(const char* op, const char* name, const at::Tensor& tensor) {
   check_strided(op, name, tensor);
 #ifdef TORCHKILN_WITH_CUDA
@@ -111,8 +110,8 @@ inline void check_same_dtype(const char* op, const char* name, const at::Tensor&
               dtype_name(other.scalar_type()), ", the dtype of ", other_name);
 }
 
-/// The rule for parameters beside x (weights, biases): the dtype of x, or float32 beside a half
-/// precision. `name_of_x` is the argument that `dtype` is of.
+/// The dtype rule for weights and biases: the dtype of x, or float32 if x has half precision.
+/// `name_of_x` names the argument whose dtype is `dtype`.
 inline bool is_parameter_dtype(at::ScalarType parameter, at::ScalarType dtype) {
   return parameter == dtype || (is_half(dtype) && parameter == at::kFloat);
 }
@@ -130,7 +129,7 @@ inline void check_same_shape(const char* op, const char* name, const at::Tensor&
               ", the shape of ", other_name);
 }
 
-/// A tensor of x's device, dtype and shape.
+/// Checks that a tensor has the device, dtype and shape of x.
 inline void check_like(const char* op, const char* name, const at::Tensor& tensor,
                        const char* name_of_x, const at::Tensor& x) {
   check_tensor(op, name, tensor);
@@ -139,14 +138,14 @@ inline void check_like(const char* op, const char* name, const at::Tensor& tenso
   check_same_shape(op, name, tensor, name_of_x, x);
 }
 
-/// At least `least` dimensions and at most `most`; `what` names them: "[rows, columns]".
+/// Checks for `least` to `most` dimensions; `what` describes them: "[rows, columns]".
 inline void check_rank(const char* op, const char* name, const at::Tensor& tensor, int64_t least,
                        int64_t most, const char* what) {
   TORCH_CHECK(least <= tensor.dim() && tensor.dim() <= most, TORCHKILN_PACKAGE ".", op, ": ", name,
               ": got shape ", tensor.sym_sizes(), ", expected ", what);
 }
 
-/// The size of one dimension, which may be counted from the end; `what` says what it is.
+/// Checks the size of a dimension, which may be negative; `what` describes the size.
 inline void check_size(const char* op, const char* name, const at::Tensor& tensor, int64_t dim,
                        const c10::SymInt& size, const char* what) {
   TORCH_CHECK(tensor.sym_size(dim) == size, TORCHKILN_PACKAGE ".", op, ": ", name, ": got size ",
@@ -154,8 +153,21 @@ inline void check_size(const char* op, const char* name, const at::Tensor& tenso
               " of shape ", tensor.sym_sizes(), ", expected ", size, ", ", what);
 }
 
-/// A dimension of a tensor, which may be counted from the end, counted from the front; a
-/// 0-dimensional tensor takes 0 and -1.
+/// Checks for at least 1 dimension.
+inline void check_not_0_dim(const char* op, const char* name, const at::Tensor& tensor) {
+  TORCH_CHECK(tensor.dim() >= 1, TORCHKILN_PACKAGE ".", op, ": ", name,
+              ": got a 0-dimensional tensor, expected at least 1 dimension");
+}
+
+/// Checks for shape [size]; `what` describes the size.
+inline void check_vector(const char* op, const char* name, const at::Tensor& tensor,
+                         const c10::SymInt& size, const char* what) {
+  TORCH_CHECK(tensor.dim() == 1 && tensor.sym_size(0) == size, TORCHKILN_PACKAGE ".", op, ": ",
+              name, ": got shape ", tensor.sym_sizes(), ", expected [", size, "], ", what);
+}
+
+/// Checks a dimension, which may be negative, and returns it counted from the front. A
+/// 0-dimensional tensor accepts 0 and -1.
 inline int64_t check_dim(const char* op, const char* name, const at::Tensor& tensor, int64_t dim) {
   const int64_t rank = tensor.dim();
   const int64_t range = rank > 0 ? rank : 1;
@@ -165,21 +177,21 @@ inline int64_t check_dim(const char* op, const char* name, const at::Tensor& ten
   return dim < 0 ? dim + range : dim;
 }
 
-/// For a kernel that reads no strides.
+/// For kernels that do not read strides.
 inline void check_contiguous(const char* op, const char* name, const at::Tensor& tensor) {
   TORCH_CHECK(tensor.is_contiguous(), TORCHKILN_PACKAGE ".", op, ": ", name, ": got strides ",
               tensor.sym_strides(), " of shape ", tensor.sym_sizes(),
               ", expected a contiguous tensor; call .contiguous() first");
 }
 
-/// An argument by its name in messages.
+/// A tensor argument and its name for messages.
 struct Operand {
   const char* name;
   const at::Tensor& tensor;
 };
 using Operands = std::initializer_list<Operand>;
 
-/// Every one strided, and on the device of the first, which has kernels.
+/// Checks that all tensors are strided and on one device that has kernels.
 inline void check_tensors(const char* op, Operands operands) {
   for (const Operand& operand : operands) {
     check_tensor(op, operand.name, operand.tensor);

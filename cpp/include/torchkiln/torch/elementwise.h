@@ -1,6 +1,6 @@
 #pragma once
 
-// From tensors to the argument struct of the elementwise kernels.
+// Fills the argument struct of elementwise kernels from tensors.
 
 #include <ATen/ATen.h>
 
@@ -12,7 +12,7 @@
 
 namespace torchkiln {
 
-/// Elements that outweigh the hand-over to another thread.
+/// Fewest elements per CPU thread: below, the hand-over to another thread takes longer.
 inline constexpr int64_t kElementwiseGrain = 1 << 15;
 
 inline Dtype dtype_of(at::ScalarType dtype) {
@@ -29,8 +29,8 @@ inline Dtype dtype_of(at::ScalarType dtype) {
 }
 inline Dtype dtype_of(const at::Tensor& tensor) { return dtype_of(tensor.scalar_type()); }
 
-/// Describes outputs = f(inputs): outputs of one shape, each input broadcastable to it. An input
-/// that does not fit the description is replaced by a copy, which the caller thereby keeps alive.
+/// Describes outputs = f(inputs) for outputs of one shape and inputs that broadcast to it. Inputs
+/// whose strides do not fit into the struct are replaced by copies, which `inputs` then owns.
 template <size_t Inputs, size_t Outputs>
 Elementwise<Inputs, Outputs> describe(const std::array<at::Tensor, Outputs>& outputs,
                                       std::array<at::Tensor, Inputs>& inputs) {
@@ -64,8 +64,7 @@ Elementwise<Inputs, Outputs> describe(const std::array<at::Tensor, Outputs>& out
 }
 
 /// Describes outputs = f(inputs) and runs on_cuda(arguments, stream) or on_cpu(arguments, begin,
-/// end) over the elements. Kernels whose launch must not overlap the kernel before it say so:
-/// `overlaps` false.
+/// end) over the elements. `overlaps`: whether the kernel may start before the previous one ends.
 ///
 ///     launch_elementwise("add", std::array{out}, std::array{a, b},
 ///         [](const auto& p, auto stream) { return cuda::add(p, stream); },

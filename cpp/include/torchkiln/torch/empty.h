@@ -1,6 +1,6 @@
 #pragma once
 
-// Outputs, not yet written; of Meta and symbolic tensors, too.
+// Uninitialised outputs, also for Meta tensors and symbolic sizes.
 
 #include <ATen/ATen.h>
 
@@ -17,13 +17,13 @@ inline at::Tensor empty_of(c10::SymIntArrayRef sizes, const at::Tensor& like) {
 /// Contiguous, of x's shape.
 inline at::Tensor empty_contiguous(const at::Tensor& x) { return empty_of(x.sym_sizes(), x); }
 
-/// In the layout of `x` where that is dense, as torch's elementwise ops have it; else contiguous.
+/// With the strides of `x` if x is dense, as torch's elementwise ops do it; else contiguous.
 inline at::Tensor empty_in_layout_of(const at::Tensor& x) {
   return x.is_non_overlapping_and_dense() ? at::empty_like(x)
                                           : at::empty_symint(x.sym_sizes(), x.options());
 }
 
-/// Schemas cannot return "none": an output that is not wanted is an empty tensor.
+/// Schemas cannot return "none": an output that is not needed is an empty tensor.
 inline at::Tensor no_output(const at::Tensor& like) { return at::empty({0}, like.options()); }
 
 }  // namespace torchkiln

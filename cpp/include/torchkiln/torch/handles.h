@@ -1,8 +1,7 @@
 #pragma once
 
-// Handles of NVIDIA's libraries, from the pools that torch has of them: one for each thread and
-// device, made at its first use and kept. For builds with CUDA; whoever calls the libraries links
-// them, too.
+// Handles of NVIDIA's libraries from torch's pools: one per thread and device, created at the first
+// use and kept. For builds with CUDA. Code that calls a library must link it, too.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/cuda/CUDAContext.h>
@@ -10,8 +9,9 @@
 
 namespace torchkiln {
 
-/// The handles of a tensor's device, set to its current stream, while this object lives. They
-/// belong to torch: destroy none, and set back what you change (a pointer mode, a math mode).
+/// The handles for a tensor's device, set to its current stream, for the lifetime of this object.
+/// Torch owns them: do not destroy them, and restore settings that you change (pointer mode, math
+/// mode).
 ///
 ///     const Handles handles(x);
 ///     cublasSgemm(handles.cublas(), ...);
@@ -19,10 +19,10 @@ class Handles {
  public:
   explicit Handles(const at::Tensor& where) : guard_(where.device()) {}
 
-  /// With a workspace of torch's allocator, and TF32 where torch allows it.
+  /// With a workspace from torch's allocator, and TF32 if torch allows it.
   cublasHandle_t cublas() const { return at::cuda::getCurrentCUDABlasHandle(); }
 
-  /// Has no stream: it is given to each call. See stream().
+  /// cuBLASLt handles have no stream: pass stream() to each call.
   cublasLtHandle_t cublas_lt() const { return at::cuda::getCurrentCUDABlasLtHandle(); }
 
   cusparseHandle_t cusparse() const { return at::cuda::getCurrentCUDASparseHandle(); }

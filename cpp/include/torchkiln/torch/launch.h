@@ -1,6 +1,6 @@
 #pragma once
 
-// From a tensor to a launch: one function that runs a kernel where the tensor lives.
+// Runs a kernel on the device of a tensor.
 //
 //     launch("my_op", x, x.numel(), 1 << 15,
 //            [&](auto stream) { return my_cuda_kernel(arguments, stream); },
@@ -21,9 +21,10 @@ inline void check_status(const char* op, Status status) {
   TORCH_CHECK(status.ok(), TORCHKILN_PACKAGE ".", op, ": ", status.error);
 }
 
-/// Calls on_cuda(stream), on the tensor's device and its current stream, or on_cpu(begin, end) over
-/// [0, count) in pieces of at least `grain` on torch's threads. Both return a Status. on_cuda must
-/// be a generic lambda: in a build without CUDA it is never instantiated.
+/// For a CUDA tensor, calls on_cuda(stream) with the device's current stream. For a CPU tensor,
+/// calls on_cpu(begin, end) on torch's threads for ranges of at least `grain` that cover
+/// [0, count). Both return a Status. on_cuda must be a generic lambda, because a build without CUDA
+/// must not instantiate it.
 template <class OnCuda, class OnCpu>
 void launch(const char* op, const at::Tensor& where, int64_t count, int64_t grain,
             const OnCuda& on_cuda, const OnCpu& on_cpu) {
@@ -40,12 +41,12 @@ void launch(const char* op, const at::Tensor& where, int64_t count, int64_t grai
                    [&](int64_t begin, int64_t end) { check_status(op, on_cpu(begin, end)); });
 }
 
-/// launch() for kernels that need temporary memory: on_cuda(allocate, stream), where
-/// allocate(bytes) takes it from torch's allocator.
+/// launch() for kernels that need temporary memory: on_cuda(allocate, stream) gets it from torch's
+/// allocator by allocate(bytes).
 template <class OnCuda, class OnCpu>
 void launch_allocating(const char* op, const at::Tensor& where, int64_t count, int64_t grain,
                        const OnCuda& on_cuda, const OnCpu& on_cpu) {
-  c10::SmallVector<Workspace, 4> memory;  // given back when the kernels are queued
+  c10::SmallVector<Workspace, 4> memory;  // freed once the kernels are queued
   const auto allocate = [&](size_t bytes) {
     return memory.emplace_back(where.device(), bytes).data();
   };
@@ -54,9 +55,9 @@ void launch_allocating(const char* op, const at::Tensor& where, int64_t count, i
       on_cpu);
 }
 
-/// launch_allocating() for kernels that sum over rows. On the CPU, split() tells how the work is
-/// cut; problem.workspace is set to what that asks for, then on_cpu(begin, end) runs over the
-/// tasks, and finish(begin, end) over the results, at least `grain` at a time.
+/// launch_allocating() for kernels that sum over rows. On the CPU, split() returns the number of
+/// tasks and the workspace that they need, in problem.workspace; on_cpu(begin, end) runs over the
+/// tasks, then finish(begin, end) over the results in ranges of at least `grain`.
 template <class Problem, class Split, class OnCuda, class OnCpu, class Finish>
 void launch_split(const char* op, const at::Tensor& where, Problem& problem, int64_t grain,
                   const Split& split, const OnCuda& on_cuda, const OnCpu& on_cpu,

@@ -1,6 +1,6 @@
 #pragma once
 
-// Reasons, for torchkiln.explain(): one line where an op takes a copy, a cast, another road.
+// Notes for torchkiln.explain(): why an op copies, casts or picks a kernel, one line each.
 
 #include <c10/util/StringUtil.h>
 
@@ -10,10 +10,10 @@
 
 namespace torchkiln::trace {
 
-/// Tells why, in a few words: anything that can be streamed, put together only while somebody
-/// listens.
+/// Records a note, made of anything that can be streamed. The text is built only while a listener
+/// is registered.
 ///
-///     trace::note("a copy of x: no single stride leads through ", x.sizes());
+///     trace::note("copied: x is not contiguous, strides ", x.strides());
 template <class... Parts>
 void note(const Parts&... parts) {
   if (Listener* heard = listening()) heard->noted(std::string(c10::str(parts...)).c_str());

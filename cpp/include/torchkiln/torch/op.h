@@ -1,33 +1,33 @@
 #pragma once
 
-// An op, declared once: its schema and what it does for each key of the dispatcher. define<Op>()
-// registers it. For an op on tensors and numbers:
+// An op is a struct with its schema and a function for each purpose; define<Op>() registers it for
+// the dispatcher's keys. An op on tensors and numbers:
 //
 //     struct Scale {
 //       static constexpr const char* kSchema = "mine::scale(Tensor x, float factor=2.0) -> Tensor";
-//       static Tensor meta(const Tensor& x, double factor);       // checks; the empty output
-//       static Tensor kernel(const Tensor& x, double factor);     // computes it
-//       static Tensor composite(const Tensor& x, double factor);  // in torch's own ops
+//       static Tensor meta(const Tensor& x, double factor);       // checks; uninitialised output
+//       static Tensor kernel(const Tensor& x, double factor);     // checks and computes
+//       static Tensor composite(const Tensor& x, double factor);  // computes with torch's ops
 //       using BackwardOp = ScaleBackward;
 //     };
 //     TORCH_LIBRARY_FRAGMENT(mine, m) { define<ScaleBackward>(m), define<Scale>(m); }
 //
-// meta() serves Meta and symbolic tensors, kernel() every device: what has no kernel (sparse
-// tensors, other devices) meets its checks. composite() serves vmap, torch.func, forward mode and
-// second derivatives.
+// meta() is for Meta tensors and symbolic sizes. kernel() is registered for every device, so that
+// its checks, not a missing entry, reject sparse tensors and other devices. composite() is for
+// vmap, torch.func, forward mode and second derivatives.
 //
-// BackwardOp is an op with the incoming gradient in front of the same arguments, which returns a
-// gradient for each tensor: "mine::scale_backward(Tensor grad, Tensor x, float factor) -> Tensor".
-// An op that keeps something else for backward has a function in its place,
+// BackwardOp is an op that takes the incoming gradient, then the same arguments, and returns one
+// gradient per tensor: "mine::scale_backward(Tensor grad, Tensor x, float factor) -> Tensor". All
+// tensor arguments are saved for it. An op that saves others defines recorded() instead:
 //
 //       static Tensor recorded(const Below& below, const Tensor& x, double factor);
 //
-// which computes the op by way of `below` and ends with record(), as autograd.h describes. Further
-// members, each optional:
+// It computes the op by below.call<Op>(...) and ends with record(), see autograd.h. Optional
+// members:
 //
-//       static Tensor batched(...);    // under vmap, where that is not composite()
+//       static Tensor batched(...);                         // for vmap instead of composite()
 //       static Tensor autocast(const Autocast& cast, ...);  // calls the op with cast(x), ...
-//       static constexpr bool kRandom = true;               // draws random numbers
+//       static constexpr bool kRandom = true;               // the op draws random numbers
 
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
@@ -45,19 +45,19 @@
 
 namespace torchkiln {
 
-/// A registered op, of the signature that its schema says.
+/// A registered op. Signature is the C++ signature of its schema.
 template <class Signature>
 auto find_op(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
-/// What autocast casts to, for the device that it is on for.
+/// Casts to the autocast dtype of a device.
 class Autocast {
  public:
   explicit Autocast(at::DeviceType device)
       : device_(device), dtype_(at::autocast::get_autocast_dtype(device)) {}
 
-  /// float32 and half precision of that device become its autocast dtype; others stay.
+  /// Casts float32 and half precision tensors of that device; returns others unchanged.
   at::Tensor operator()(const at::Tensor& tensor) const {
     return at::autocast::cached_cast(dtype_, tensor, device_);
   }
@@ -72,10 +72,10 @@ class Autocast {
   at::ScalarType dtype_;
 };
 
-/// How a type of ours appears in a schema. Specialised for enums, which a schema has as words:
+/// The type that stands for T in a schema. Specialise it for enums, which schemas have as strings:
 ///
 ///     using Type = c10::string_view;
-///     static Mode read(const char* op, c10::string_view word);  // refuses unknown words
+///     static Mode read(const char* op, c10::string_view word);  // rejects unknown words
 ///     static c10::string_view write(Mode mode);
 template <class T>
 struct InSchema {
@@ -89,7 +89,7 @@ constexpr bool kIsConverted = !std::is_void_v<typename InSchema<std::decay_t<T>>
 template <class T>
 using SchemaType = std::conditional_t<kIsConverted<T>, typename InSchema<std::decay_t<T>>::Type, T>;
 
-/// An argument as the dispatcher has it, and as a function of ours takes it.
+/// Convert an argument from its schema type to T, and back.
 template <class T, class V>
 decltype(auto) read(const char* op, V&& value) {
   if constexpr (kIsConverted<T>) {
@@ -114,7 +114,7 @@ struct Signature<R (*)(Args...)> {
   using Schema = R(SchemaType<Args>...);
 };
 
-/// Entry<Op, Op::kernel>::call: a function as the dispatcher calls it.
+/// Entry<Op, Op::kernel>::call has the signature that the dispatcher expects.
 template <class Op, auto function, class Type = std::decay_t<decltype(function)>>
 struct Entry;
 
@@ -122,8 +122,8 @@ template <class T>
 constexpr bool kIsTensor =
     std::is_same_v<std::decay_t<T>, at::Tensor> || std::is_same_v<std::decay_t<T>, MaybeTensor>;
 
-/// Calls body(tensor) for the tensors among some values, absent ones as undefined tensors. Nothing
-/// is copied: the first copy of a tensor that Python holds takes the interpreter's lock, 0.1 us.
+/// Calls body(tensor) for each tensor among the values; one that was left out is undefined. Tensors
+/// are not copied: a second reference to a tensor that Python owns takes the GIL (0.1 us).
 template <class Body, class... Values>
 void for_each_tensor(const Body& body, const Values&... values) {
   static const at::Tensor undefined;
@@ -135,14 +135,14 @@ void for_each_tensor(const Body& body, const Values&... values) {
   (visit(values), ...);
 }
 
-/// Whether nothing below autograd but a CPU or CUDA kernel sees a call: no tracing, no tensor
-/// subclass, no mode. The kernel may then be called without the dispatcher.
+/// Whether the next dispatch key below autograd is a CPU or CUDA kernel: no tracing, no tensor
+/// subclass, no mode. The kernel may then be called directly.
 inline bool is_plain(c10::DispatchKeySet keys) {
   const c10::DispatchKey next = (keys & c10::after_ADInplaceOrView_keyset).highestPriorityTypeId();
   return next == c10::DispatchKey::CPU || next == c10::DispatchKey::CUDA;
 }
 
-/// The keys of a call with these tensors.
+/// The dispatch keys of a call with these values.
 template <class... Values>
 c10::DispatchKeySet keys_of(const Values&... values) {
   const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
@@ -153,7 +153,7 @@ c10::DispatchKeySet keys_of(const Values&... values) {
 
 }  // namespace detail
 
-/// The name of an op, without its namespace.
+/// The name of an op without its namespace.
 template <class Op>
 const char* name_of_op() {
   static const std::string name = [] {
@@ -175,8 +175,7 @@ decltype(auto) call(Args&&... args) {
   return handle.call(detail::write(std::forward<Args>(args))...);
 }
 
-/// Calls ops below autograd: a kernel itself where nothing has to see the call, else by way of the
-/// dispatcher.
+/// Calls ops below autograd: the kernel directly if is_plain(), else through the dispatcher.
 class Below {
  public:
   explicit Below(c10::DispatchKeySet keys) : plain_(detail::is_plain(keys)) {}
@@ -192,7 +191,7 @@ class Below {
   bool plain_;
 };
 
-/// Calls an op below autograd, in a backward.
+/// Calls an op below autograd from a backward function.
 template <class Op, class... Args>
 decltype(auto) call_below(const Args&... args) {
   return Below(detail::keys_of(args...)).call<Op>(args...);
@@ -231,7 +230,7 @@ constexpr bool kIsRandom = false;
 template <class Op>
 constexpr bool kIsRandom<Op, std::void_t<decltype(Op::kRandom)>> = Op::kRandom;
 
-/// A list of gradients, of a tensor, a tuple or a list.
+/// A list of gradients from a tensor, a tuple or a list.
 inline variable_list as_list(at::Tensor gradient) { return {std::move(gradient)}; }
 inline variable_list as_list(variable_list gradients) { return gradients; }
 template <class... Tensors>
@@ -239,7 +238,7 @@ variable_list as_list(std::tuple<Tensors...> gradients) {
   return std::apply([](auto&... each) { return variable_list{std::move(each)...}; }, gradients);
 }
 
-/// Records an op whose backward is an op of the same arguments: all tensors are kept.
+/// Records an op that has a BackwardOp; saves all its tensors.
 template <class Op, class... Args>
 auto record_all(const Below& below, const Args&... args) {
   constexpr size_t kTensors = (size_t{kIsTensor<Args>} + ... + 0);
@@ -247,7 +246,7 @@ auto record_all(const Below& below, const Args&... args) {
   Kept<kTensors> kept;
   size_t count = 0;
   for_each_tensor([&](const at::Tensor& tensor) { kept[count++] = tensor; }, args...);
-  // The arguments again, with these tensors in the places of theirs.
+  // The arguments, with their tensors replaced by `tensors`.
   const auto with = [](Values values, const Kept<kTensors>& tensors) {
     size_t next = 0;
     const auto put = [&](auto& value) {
@@ -284,7 +283,7 @@ struct Entry<Op, function, R (*)(Args...)> {
     return function(detail::read<Args>(name_of_op<Op>(), args)...);
   }
 
-  /// For the key Autograd.
+  /// The function for the key Autograd.
   static R autograd(c10::DispatchKeySet keys, SchemaType<Args>... args) {
     bool transformed = is_transformed(), all_defined = true, any_requires_grad = false;
     const auto look = [&](const auto& value) {
@@ -300,7 +299,7 @@ struct Entry<Op, function, R (*)(Args...)> {
     for_each_tensor(look_into, args...);
     if (transformed) return Op::composite(detail::read<Args>(name_of_op<Op>(), args)...);
     const Below below(keys);
-    // What is no tensor goes on to the op's checks.
+    // An undefined tensor is not recorded: the op's checks reject it.
     if (any_requires_grad && all_defined && at::GradMode::is_enabled()) {
       if constexpr (kHasRecorded<Op>) {
         return Op::recorded(below, detail::read<Args>(name_of_op<Op>(), args)...);
@@ -317,17 +316,17 @@ struct Entry<Op, function, R (*)(Args...)> {
     }
   }
 
-  /// Changes a tensor in place where autograd is off, for the key ADInplaceOrView.
+  /// The function for the key ADInplaceOrView: an in-place op while autograd is off.
   static R in_place(c10::DispatchKeySet keys, SchemaType<Args>... args) {
     R changed = Below(keys).call<Op>(detail::read<Args>(name_of_op<Op>(), args)...);
     torch::autograd::increment_version(changed);
     return changed;
   }
 
-  /// For the keys Autocast.
+  /// The function for the keys AutocastCPU and AutocastCUDA.
   template <at::DeviceType device>
   static R autocast(SchemaType<Args>... args) {
-    // Autocast of every device is left out, so that the call does not come back here.
+    // Excludes autocast of every device, so that the call does not return here.
     const c10::impl::ExcludeDispatchKeyGuard outside(c10::autocast_dispatch_keyset);
     return Op::autocast(Autocast(device), detail::read<Args>(name_of_op<Op>(), args)...);
   }
@@ -335,7 +334,7 @@ struct Entry<Op, function, R (*)(Args...)> {
 
 }  // namespace detail
 
-/// Registers an op.
+/// Registers an op in a library: TORCH_LIBRARY_FRAGMENT(mine, m) { define<Scale>(m); }
 template <class Op>
 void define(torch::Library& m) {
   using Key = c10::DispatchKey;

@@ -1,7 +1,7 @@
 #pragma once
 
-// What has to ask torch's CUDA half. It lies in a library of its own, libtorchkiln_cuda, which is
-// loaded with the first tensor on a GPU; all else runs beside a torch without CUDA, too.
+// Access to torch's CUDA library. The implementation is libtorchkiln_cuda, loaded at the first call
+// with a CUDA tensor, so that libtorchkiln itself also runs with a CPU build of torch.
 
 #include <c10/core/Device.h>
 #include <c10/util/FunctionRef.h>
@@ -13,20 +13,19 @@ struct CUstream_st;
 
 namespace torchkiln {
 
-/// The functions of that library.
+/// The functions of libtorchkiln_cuda.
 struct TorchCuda {
-  /// Makes the device current while body(its current stream) runs.
+  /// Makes the device current and calls body(current stream of the device).
   void (*on_stream)(c10::Device device, c10::function_ref<void(CUstream_st*)> body);
 
-  /// Takes the next random numbers from torch's generator of the device, and moves it on by one
-  /// draw of four words.
+  /// The state of torch's generator for the device; advances the generator by 4 words per thread.
   RandomState (*next_random)(c10::Device device);
 };
 
-/// Loads the library at the first call; torch's CUDA half has to be there.
+/// Loads libtorchkiln_cuda at the first call. Torch's CUDA library must be loaded.
 TORCHKILN_EXPORT const TorchCuda& torch_cuda();
 
-/// For the library itself, which tells its functions when it is loaded.
+/// Called by libtorchkiln_cuda when it is loaded.
 TORCHKILN_EXPORT void set_torch_cuda(const TorchCuda* functions);
 
 }  // namespace torchkiln

@@ -1,6 +1,6 @@
 #pragma once
 
-// Memory for the time of one call, from the allocator that torch has for the device.
+// Temporary memory for one call, from torch's allocator for the device.
 
 #include <c10/core/Allocator.h>
 #include <c10/core/Device.h>
@@ -8,9 +8,9 @@
 
 namespace torchkiln {
 
-/// `bytes` on `device`, which is current while they are taken. On a GPU they are of torch's caching
-/// allocator and the current stream: what was queued on that stream before they are given back may
-/// go on using them, and torch.cuda.memory_allocated() counts them.
+/// `bytes` of memory on `device`, which is current while they are allocated. On a GPU they come
+/// from torch's caching allocator for the current stream: kernels queued on that stream before the
+/// memory is freed may still use it, and torch.cuda.memory_allocated() counts it.
 ///
 ///     const Workspace workspace(x.device(), bytes);
 ///     status = my_kernel(..., workspace.data(), stream);
@@ -23,7 +23,7 @@ class Workspace {
     memory_ = c10::GetAllocator(device.type())->allocate(bytes);
   }
 
-  /// Aligned to 16 bytes at least (to 512 on a GPU); null where there are none.
+  /// Aligned to at least 16 bytes (512 on a GPU); null for 0 bytes.
   void* data() const { return memory_.get(); }
   size_t bytes() const { return bytes_; }
 
