@@ -193,7 +193,7 @@ def check_exports(checks: Checks, package: Path, ours: list[elf.Library]) -> Non
     for library in ours:
         if library.path.name.startswith("_C."):
             # One listener for the process: libraries and stand-alone kernels look for this name.
-            known = {"PyInit__C", "_ZN9torchkiln7explain8listenerE"}
+            known = {"PyInit__C", "_ZN9torchkiln5trace8listenerE"}
             foreign = [name for name in library.defined if name not in known]
         else:
             foreign = [

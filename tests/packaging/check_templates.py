@@ -1,0 +1,42 @@
+"""Usage: check_templates.py FOLDER
+
+Writes a package from each template of `torchkiln new` into FOLDER, installs it beside torchkiln,
+and runs its own `nox -s tests` in this environment, since one of its own would have another torch.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from torchkiln.new import TEMPLATES
+
+# The first template runs its whole contract; the others, whose Python is the same, a part of it.
+PART = ("-m", "not slow", "-k", "(values or grad or opcheck or meta or export) and not autocast")
+
+
+def run(folder: Path, *command: str) -> None:
+    subprocess.run(command, cwd=folder, check=True)
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    for template in TEMPLATES:
+        package = folder / template
+        shutil.rmtree(package, ignore_errors=True)
+        words = (f"new_{template}", f"--template={template}", f"--into={package}")
+        run(folder, "torchkiln", "new", *words)
+        run(
+            package, "python", "-m", "build", "--wheel", "--no-isolation", "--skip-dependency-check"
+        )
+        (built,) = (package / "dist").glob("*.whl")
+        pip = ("python", "-m", "pip", "install", "--no-deps", "--force-reinstall", str(built))
+        run(package, *pip)
+        chosen = () if template == next(iter(TEMPLATES)) else PART
+        run(package, "nox", "--no-venv", "--no-install", "-s", "tests", "--", *chosen)
+
+
+if __name__ == "__main__":
+    main()

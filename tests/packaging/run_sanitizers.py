@@ -1,0 +1,77 @@
+"""Usage: run_sanitizers.py cpu|gpu [PYTEST ARGUMENTS]
+
+Runs the contract under AddressSanitizer and UBSan (a build with TORCHKILN_SANITIZE), or under the
+four tools of compute-sanitizer.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+
+# Checks left out on the CPU: those that start compilers, which cannot run with a preloaded
+# sanitizer, and those that repeat calls that another check makes.
+LEFT_OUT = (
+    *("compile", "recompilation", "export", "opcheck", "no_memory_growth", "determinism"),
+    "gradient_strides",
+)
+# By instruction set. Sanitizers do not see masked vector loads and stores, so the checks with
+# irregular addresses also run with the baseline instructions, which have none.
+ON_THE_CPU = {
+    "best": f"not ({' or '.join(LEFT_OUT)}) and (values or bfloat16 or not (float64 or float16))",
+    "baseline": "(values or strides or every_element) and (float32 or bfloat16)",
+}
+ON_THE_GPU = "(values or gradient_values or graph_capture) and (float32 or bfloat16)"
+OURS = ("--kernel-name=kernel_substring=torchkiln",)
+# By tool: the kernels that it watches, and checks that it cannot run. initcheck must also see the
+# kernels of torch and CUB that write our inputs. racecheck itself fails at warpgroup products of
+# half precision ("failed to handle a hardware exception").
+TOOLS: dict[str, tuple[tuple[str, ...], str]] = {
+    "memcheck": (OURS, ""),
+    "racecheck": (OURS, " and not ((matmul or linear) and bfloat16)"),
+    "initcheck": ((), ""),
+    "synccheck": (OURS, ""),
+}
+PYTEST = (sys.executable, "-m", "pytest", "tests/contract/test_contract.py", "-q")
+
+
+def run(*command: str, **environment: str) -> None:
+    done = subprocess.run(command, env=os.environ | environment, check=False)
+    if done.returncode != 0:
+        raise SystemExit(f"run_sanitizers: exit {done.returncode} of {' '.join(command)}")
+
+
+def library(name: str) -> str:
+    """The path of a runtime library of g++."""
+    command = ("g++", f"-print-file-name={name}")
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def on_the_cpu(arguments: Sequence[str]) -> None:
+    preload = ":".join(map(library, ("libasan.so", "libubsan.so", "libstdc++.so.6")))
+    for instructions, checks in ON_THE_CPU.items():
+        run(
+            # A sanitizer reports on stderr and ends the process; pytest must not capture that.
+            *(*PYTEST, "-p", "no:cacheprovider", "--capture=sys", "-n", "0"),
+            *("-m", "not slow and not large and not cuda", "-k", checks, *arguments),
+            LD_PRELOAD=preload,
+            ASAN_OPTIONS="detect_leaks=0",  # CPython never frees what it allocates once
+            UBSAN_OPTIONS="print_stacktrace=1",
+            TORCHKILN_CPU_ISA=instructions,
+        )
+
+
+def on_the_gpu(arguments: Sequence[str]) -> None:
+    for tool, (kernels, left_out) in TOOLS.items():
+        run(
+            *("compute-sanitizer", f"--tool={tool}", "--error-exitcode=86", *kernels, *PYTEST),
+            *("-p", "no:cacheprovider", "-n", "0", "-m", "cuda and not slow and not large"),
+            *("-k", ON_THE_GPU + left_out, *arguments),
+            PYTORCH_NO_CUDA_MEMORY_CACHING="1",
+        )
+
+
+if __name__ == "__main__":
+    {"cpu": on_the_cpu, "gpu": on_the_gpu}[sys.argv[1]](sys.argv[2:])
