@@ -48,8 +48,7 @@ namespace {
 
 using at::Tensor;
 
-/// The activations that are ops, and those with an in-place op, which are torch's in-place ones.
-using Functions = TypeList<Square, Relu, Gelu, GeluTanh, Silu, Sigmoid, Tanh>;
+/// The activations with an in-place op, which are torch's in-place ones.
 using InPlaceFunctions = TypeList<Square, Relu, Silu, Sigmoid, Tanh>;
 
 /// "torchkiln::relu(Tensor x) -> Tensor", or "torchkiln::relu_(Tensor(a!) x) -> Tensor(a!)".
@@ -166,8 +165,12 @@ struct InPlace {
 
 TORCH_LIBRARY_FRAGMENT(torchkiln, m) {
   define<ActivationBackward>(m);
-  for_each_activation([&](auto tag) { define<Function<typename decltype(tag)::type>>(m); },
-                      Functions{});
+  for_each_activation(
+      [&](auto tag) {
+        using Act = typename decltype(tag)::type;
+        if constexpr (!std::is_same_v<Act, None>) define<Function<Act>>(m);
+      },
+      Activations{});
   for_each_activation([&](auto tag) { define<InPlace<typename decltype(tag)::type>>(m); },
                       InPlaceFunctions{});
 }
@@ -180,8 +183,11 @@ at::Tensor activation(const at::Tensor& x, c10::string_view act) {
   at::Tensor out = x;
   with_activation(
       find_activation("activation", act),
-      [&](auto tag) { out = call<activation_ops::Function<typename decltype(tag)::type>>(x); },
-      activation_ops::Functions{});
+      [&](auto tag) {
+        using Act = typename decltype(tag)::type;
+        if constexpr (!std::is_same_v<Act, None>) out = call<activation_ops::Function<Act>>(x);
+      },
+      Activations{});
   return out;
 }
 
