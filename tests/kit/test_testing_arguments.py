@@ -129,6 +129,7 @@ SCALED = dataclasses.replace(
     composite=scaled,
     magnitude=lambda x, bias, _, factor: (x * factor).abs() + (0 if bias is None else bias.abs()),
     inputs=scaled_inputs,
+    refusals=None,
     invalid=scaled_invalid,
     excluded={
         "subclasses": "a composite op is not seen itself",

@@ -36,6 +36,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"reference": None}, "reference: got None, expected a function"),
     ({"large": 7}, "large: got 7, expected a function or None"),
     ({"overload": torch.add}, "overload: got "),
+    ({"overload": None, "op": torch.add}, "overload: missing, expected one such as"),
     ({"differentiable": [0]}, "differentiable: got [0], expected a tuple of positions"),
     ({"differentiable": (0, 0)}, "differentiable: got (0, 0), expected each position once"),
     ({"dtypes": ()}, "dtypes: got ()"),
@@ -57,7 +58,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"inputs": of(sample("one", X[:1], X[:1]))}, "'one': expected at least two rows"),
     ({"inputs": of(sample("n", X, 1))}, "differentiable: got position 1, where no sample"),
     ({"invalid": fail}, "invalid: raised KeyError"),
-    ({"invalid": refusing()}, "invalid: got no call"),
+    ({"invalid": refusing(), "refusals": None}, "invalid: got no call"),
     ({"invalid": refusing("x")}, "invalid: got a str, expected an Invalid"),
     (
         {"invalid": refusing(testing.Invalid("n", (X,), TypeError, "(got"))},
@@ -99,9 +100,9 @@ def test_a_name_stands_once() -> None:
 
 def test_missing_fields_are_told_with_the_name() -> None:
     given: dict[str, Any] = {"name": "mine", "op": torch.add}
-    with pytest.raises(testing.SpecError, match="mine: overload: missing") as caught:
+    with pytest.raises(testing.SpecError, match="mine: reference: missing") as caught:
         testing.OpSpec(**given)
-    assert "mine: differentiable: missing" in str(caught.value)
+    assert "mine: inputs: missing" in str(caught.value)
 
 
 def test_ours_are_right() -> None:

@@ -19,7 +19,7 @@ from torchkiln.bench.bench_case import BenchCase, cases, named
 from torchkiln.bench.clock import CudaClock, HostClock, Times, cpu_clock, device_clock, in_turns
 from torchkiln.bench.compared import Comparison, bench
 from torchkiln.bench.host import time_host
-from torchkiln.bench.machine import Environment, default_device, environment, processor
+from torchkiln.bench.machine import default_device
 from torchkiln.bench.measure import Settings, time_case
 from torchkiln.bench.memory import CudaGauge
 from torchkiln.bench.plan import Plan
@@ -29,6 +29,7 @@ from torchkiln.bench.row import Row
 from torchkiln.bench.skipped import Skipped
 from torchkiln.bench.small import time_small
 from torchkiln.bench.table import markdown, tables
+from torchkiln.testing.environment import Environment, environment, processor
 
 __all__ = [
     "BenchCase",

@@ -13,7 +13,6 @@ import torch
 from torchkiln.bench import csvfile, terminal
 from torchkiln.bench.bench_case import BACKWARD, FORWARD, named
 from torchkiln.bench.clock import device_clock
-from torchkiln.bench.machine import Environment, environment
 from torchkiln.bench.measure import Settings
 from torchkiln.bench.memory import CudaGauge
 from torchkiln.bench.options import counts, device_of, dtypes, minutes, peers, percent, shape
@@ -25,6 +24,7 @@ from torchkiln.bench.row import Row
 from torchkiln.bench.skipped import Skipped
 from torchkiln.bench.table import markdown, tables
 from torchkiln.testing import SPECS
+from torchkiln.testing.environment import Environment, environment
 from torchkiln.testing.registry import specs_of
 
 REPORT_SECONDS = 8 * 60

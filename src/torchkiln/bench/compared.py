@@ -11,9 +11,9 @@ from torch import Tensor
 
 from torchkiln.bench.ceiling import Work, ceilings, written
 from torchkiln.bench.clock import Times, device_clock, in_turns
-from torchkiln.bench.machine import Environment, environment
 from torchkiln.bench.table import Table, duration, plain, size
 from torchkiln.testing.compare import outputs
+from torchkiln.testing.environment import Environment, environment
 
 SECONDS = 1.0
 

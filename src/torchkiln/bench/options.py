@@ -10,7 +10,7 @@ import torch
 from torchkiln.bench.machine import default_device
 from torchkiln.bench.peers import PEERS
 from torchkiln.bench.plan import Shape
-from torchkiln.testing.spec import FLOATING
+from torchkiln.testing.sample import FLOATING
 
 NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATING}
 

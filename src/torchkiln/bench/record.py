@@ -6,9 +6,9 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from torchkiln.bench.machine import Environment
 from torchkiln.bench.row import Row
 from torchkiln.bench.skipped import Skipped
+from torchkiln.testing.environment import Environment
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,13 +10,13 @@ from pathlib import Path
 
 from torchkiln.bench.bench_case import BenchCase, call_of
 from torchkiln.bench.clock import Times, device_clock, in_turns
-from torchkiln.bench.machine import environment
 from torchkiln.bench.table import duration, size
 from torchkiln.cli.op_arguments import refuse
 from torchkiln.profile import ncu
 from torchkiln.profile.options import WHERE, arguments, case_of
 from torchkiln.profile.report import Figures, read
 from torchkiln.profile.times import kernels
+from torchkiln.testing.environment import environment
 
 BUDGET = 1.0
 

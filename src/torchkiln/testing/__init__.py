@@ -11,8 +11,11 @@ ops of this package and for those of any other; :func:`run_contract` runs all of
 
 from torchkiln.testing.case import Case, cases
 from torchkiln.testing.check import Check, ExcludedError, UnavailableError
+from torchkiln.testing.derive import layer
+from torchkiln.testing.refusals import GoodCall, Refusals
 from torchkiln.testing.result import Outcome, run_contract
-from torchkiln.testing.spec import Invalid, OpSpec, Sample, SpecError, Traffic
+from torchkiln.testing.sample import Invalid, Sample, Traffic
+from torchkiln.testing.spec import OpSpec, SpecError
 from torchkiln.testing.specs import SPECS
 from torchkiln.testing.validation import validate
 
@@ -21,14 +24,17 @@ __all__ = [
     "Case",
     "Check",
     "ExcludedError",
+    "GoodCall",
     "Invalid",
     "OpSpec",
     "Outcome",
+    "Refusals",
     "Sample",
     "SpecError",
     "Traffic",
     "UnavailableError",
     "cases",
+    "layer",
     "run_contract",
     "validate",
 ]

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from torchkiln.testing.spec import OpSpec, Result, Sample
+    from torchkiln.testing.sample import Result, Sample
+    from torchkiln.testing.spec import OpSpec
 
 
 @dataclass(frozen=True)

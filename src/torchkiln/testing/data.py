@@ -31,6 +31,22 @@ def scaled(tensor: Tensor, factor: float) -> Tensor:
     return tensor * factor if tensor.is_floating_point() else tensor
 
 
+def cycle(count: int, length: int, device: torch.device) -> Tensor:
+    """A bfloat16 vector of ``count`` elements: 0, 1 / length, 2 / length, ..., again and again."""
+    return torch.arange(count, device=device).remainder(length).to(torch.bfloat16) / length
+
+
+def large_matrix(device: torch.device) -> Tensor:
+    """A bfloat16 matrix of more than 2**31 elements from -16 to 25.
+
+    Rows differ by more than an offset and a factor, columns likewise: an element from a wrong
+    address shows.
+    """
+    rows, columns = 2**16 + 1, 2**15 + 1
+    factors = 10 * cycle(rows, 251, device) - 4
+    return torch.outer(factors, 4 * cycle(columns, 241, device)).add_(cycle(columns, 199, device))
+
+
 @dataclass(frozen=True)
 class Placed:
     """A tensor inside a larger buffer whose other elements are sentinels."""

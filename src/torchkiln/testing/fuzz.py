@@ -28,7 +28,8 @@ from torchkiln.testing.compare import (
 from torchkiln.testing.contract.gradients import incoming
 from torchkiln.testing.contract.values import SMALL
 from torchkiln.testing.data import Placed, contiguous_strides, place
-from torchkiln.testing.spec import OpSpec, Sample
+from torchkiln.testing.sample import Sample
+from torchkiln.testing.spec import OpSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

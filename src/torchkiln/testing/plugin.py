@@ -24,6 +24,7 @@ import torch
 
 from torchkiln.testing.case import Case, cases
 from torchkiln.testing.check import UnavailableError
+from torchkiln.testing.environment import environment
 from torchkiln.testing.result import Outcome, Status, as_dict, write
 
 if TYPE_CHECKING:
@@ -133,8 +134,6 @@ class Results:
 
     def pytest_sessionfinish(self) -> None:
         """Write the file."""
-        from torchkiln.bench.machine import environment  # noqa: PLC0415  # not for every run
-
         gpu = any(one.device == "cuda" for one in self.found if one.status == "passed")
         here = environment(torch.device("cuda:0" if gpu else "cpu"))
         kept = [one for one in self.found if (one.device == "cuda") == gpu]

@@ -1,4 +1,32 @@
-"""What one op promises, in a form that checks, benchmarks and documents are generated from."""
+"""The contract of one op, from which checks, benchmarks and documents are generated.
+
+A spec has to have the function (``op``), its truth (``reference``, ``magnitude``) and its samples
+(``inputs``). Other fields are derived from the schema of the op and from the samples where they are
+left out; a field that is given is used as it is:
+
+- ``name``: that of the function. ``overload``: ``torch.ops.<package>.<name>.default``, where
+  <package> is that of the function. ``inplace_overload``: the same for ``inplace``.
+- ``composite``: the reference. ``differentiable``: all tensors that are positional arguments.
+- **Refused calls**: for each argument the values of other kinds, for each tensor a sparse layout
+  and another device, for the first tensor the dtypes that are not floating point. ``refusals`` adds
+  how arguments depend on each other, as in ``Refusals(like={"up": "gate"})``, from which wrong
+  dtypes and shapes are derived; ``invalid`` adds calls that are special to the op. ``invalid``
+  without ``refusals`` is the whole list: for an op whose messages have words of its own.
+- ``traffic``: reads all tensors of the call, writes its outputs. ``backward_traffic``: reads all
+  tensors and the incoming gradients, writes the gradients. Sizes of outputs come from a call on the
+  meta device. ``operations`` are those for each element of the first output, or a function of the
+  sample. An op that moves less gives a function of the sample that returns :class:`Traffic`.
+- ``bench``: the typical sample with the rows and columns that are to be timed. Its first tensor has
+  to be a matrix, the others have its rows and columns or size 1. An op whose calls have integer
+  tensors, sequences of sizes or other sizes gives a function.
+- ``large``: the same with more than 2**31 elements; ``large=None`` where no output of the op is as
+  large as its first tensor.
+- ``module_inputs``: the tensors of the typical sample, but for those that the module has as
+  parameters. :func:`torchkiln.testing.layer` makes ``module`` of a class.
+
+``dataclasses.replace`` keeps the names, the overloads, ``composite`` and ``differentiable`` of a
+spec, and derives the others anew.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +36,18 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
+from torchkiln.testing import derive
+from torchkiln.testing.refusals import Refusals
+from torchkiln.testing.sample import FLOATING, Invalid, Sample, Traffic, doubled
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-Result = Tensor | tuple[Tensor, ...]
-"""What an op returns."""
+    Operations = tuple[int, int] | Callable[[Sample], tuple[int, int]]
 
-FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+LEFT_OUT: Any = None
+"""The default of a field that is filled in when the spec is made."""
 
 
 class SpecError(ValueError):
@@ -26,137 +59,69 @@ class SpecError(ValueError):
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One named call. What is a tensor in every call is a positional argument.
+class Derived:
+    """A field that is computed from the other fields of its spec."""
 
-    Tensors among the keywords (masks, weights) go where the others go, but only the positional ones
-    are laid out anew, differentiated and traced as inputs.
+    function: Callable[..., Any]
+    spec: OpSpec | None = field(default=None, repr=False)
 
-    An op that draws random numbers has a ``seed`` in its samples: every call of such a sample
-    starts torch's generators from it, so that the op and its reference draw the same numbers.
-    """
-
-    name: str
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    seed: int | None = None
-
-    @property
-    def positions(self) -> tuple[int, ...]:
-        """Where the tensors stand among the positional arguments."""
-        return tuple(i for i, value in enumerate(self.args) if isinstance(value, Tensor))
-
-    @property
-    def numel(self) -> int:
-        """Elements of the largest tensor."""
-        return max(int(self.args[i].numel()) for i in self.positions)
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> Sample:
-        """The same call with ``function`` applied to every tensor."""
-        args = tuple(function(a) if isinstance(a, Tensor) else a for a in self.args)
-        kwargs = {k: function(a) if isinstance(a, Tensor) else a for k, a in self.kwargs.items()}
-        return replace(self, args=args, kwargs=kwargs)
-
-    def substitute(self, position: int, value: Any, suffix: str = "") -> Sample:
-        """The same call with the argument at ``position`` exchanged."""
-        args = (*self.args[:position], value, *self.args[position + 1 :])
-        return replace(self, name=self.name + suffix, args=args)
-
-    def start_generators(self) -> None:
-        """Put torch's generators where the call expects them."""
-        if self.seed is not None:
-            torch.manual_seed(self.seed)
-
-    def call(self, function: Callable[..., Any]) -> Any:
-        """Make the call."""
-        self.start_generators()
-        return function(*self.args, **self.kwargs)
-
-    def bind(self, function: Callable[..., Any], positions: tuple[int, ...]) -> Callable[..., Any]:
-        """``function`` of the arguments at ``positions`` alone; all else is the sample's."""
-
-        def bound(*values: Any) -> Any:
-            call = self
-            for position, value in zip(positions, values, strict=True):
-                call = call.substitute(position, value)
-            return call.call(function)
-
-        return bound
-
-    def take(self, positions: tuple[int, ...]) -> tuple[Any, ...]:
-        """The arguments at ``positions``."""
-        return tuple(self.args[i] for i in positions)
+    def __call__(self, *args: Any) -> Any:
+        """The value for these arguments."""
+        return self.function(self.spec, *args)
 
 
-@dataclass(frozen=True)
-class Invalid:
-    """One call that must be refused, with the kind of error and a pattern of its message."""
-
-    name: str
-    args: tuple[Any, ...]
-    error: type[Exception]
-    message: str
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """The least an op has to move and compute; the denominator of every roofline figure."""
-
-    bytes: int
-    operations: int
-
-
-def doubled(sample: Sample) -> Sample:
-    """The call with every size other than 1 doubled, so that equal sizes stay equal."""
-    return sample.map(lambda t: t.repeat([1 if n == 1 else 2 for n in t.shape]))
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class OpSpec:
     """The contract of one op.
 
     The first sample that ``inputs`` yields is the typical case: checks that need only one
     (export, vmap, CUDA graphs) take it, so it has at least two rows and fits in a few kilobytes.
+    The module says which fields are derived where they are left out.
     """
 
-    name: str
-    """The name in the op namespace and in messages."""
     op: Callable[..., Any]
-    """The public Python function. It returns a tensor or a tuple of tensors; so do the functions
-    below, which stand for it."""
-    overload: torch._ops.OpOverload[..., Any]
-    """The same op as torch.ops reaches it."""
+    """The public Python function. It returns a tensor or a tuple of tensors, and so do
+    ``reference``, ``composite`` and ``magnitude``."""
+    name: str = LEFT_OUT
+    """The name in the op namespace and in messages."""
+    overload: torch._ops.OpOverload[..., Any] = LEFT_OUT
+    """The same op in ``torch.ops``."""
     reference: Callable[..., Any]
-    """Plain torch; it is the truth when it is given float64 tensors."""
-    composite: Callable[..., Any]
-    """What a user would write in eager torch, in the dtype at hand."""
+    """Plain torch; the truth when it is given float64 tensors."""
+    composite: Callable[..., Any] = LEFT_OUT
+    """The code that a user would write in eager torch, in the dtype at hand."""
     magnitude: Callable[..., Any]
     """The sum of the absolute values of the terms of each output element: rounding inside the op
     is proportional to it even where the terms cancel."""
     inputs: Callable[[torch.device, torch.dtype], Iterable[Sample]]
-    """Valid calls of every shape that takes a path of its own."""
-    invalid: Callable[[torch.device], Iterable[Invalid]]
-    """Calls that must be refused."""
-    bench: Callable[[torch.device, torch.dtype, tuple[int, int]], Sample]
+    """Valid calls, one of each shape that takes a path of its own."""
+    differentiable: tuple[int, ...] = LEFT_OUT
+    """Positions of the arguments that have gradients."""
+    refusals: Refusals | None = None
+    """How arguments depend on each other, to derive refused calls from."""
+    invalid: Callable[[torch.device], Iterable[Invalid]] | None = None
+    """Refused calls that are special to the op; without ``refusals`` all there are."""
+    bench: Callable[[torch.device, torch.dtype, tuple[int, int]], Sample] = Derived(derive.bench)
     """A call of the given rows and columns, for timing."""
-    large: Callable[[torch.device], Sample] | None
+    large: Callable[[torch.device], Sample] | None = Derived(derive.large)
     """A call whose output has more than 2**31 elements and as many rows as its arguments; None
     where an op has no such output, and a test of its own for many elements."""
-    traffic: Callable[[Sample], Traffic]
+    operations: Operations = (1, 1)
+    """Operations of forward and backward for each element of the first output, or a function that
+    counts those of a call."""
+    traffic: Callable[[Sample], Traffic] = Derived(derive.traffic)
     """Bytes and operations of the forward of a call."""
-    backward_traffic: Callable[[Sample], Traffic]
+    backward_traffic: Callable[[Sample], Traffic] = Derived(derive.backward_traffic)
     """Bytes and operations of the backward of a call."""
-    differentiable: tuple[int, ...]
-    """Positions of the arguments that have gradients."""
     gradient_magnitude: Callable[..., Any] | None = None
     """A function whose gradients are the sums of the absolute values of the terms of each gradient;
-    none where the terms of one have one sign, and the gradients of the reference do."""
+    None where all terms of each have one sign, so that the gradients of the reference serve."""
     output_sensitivity: Callable[..., Any] | None = None
     """For an op whose backward starts from its rounded output, as torch's does: a function whose
     gradients say how far each gradient moves with the relative error of that output."""
     indices: tuple[int, ...] = ()
-    """Positions of arguments whose integers are no numbers: no check converts them."""
+    """Positions of arguments whose integers are not numbers to compute with: no check converts
+    them."""
     grown: Callable[[Sample], Sample] = doubled
     """A call of larger sizes, all of which a graph with dynamic sizes has to serve."""
     bench_variants: (
@@ -167,38 +132,51 @@ class OpSpec:
     autocast: tuple[int, ...] = ()
     """Positions that autocast converts; none means that the op follows its inputs."""
     bench_shapes: tuple[tuple[int, int], ...] = ()
-    """Rows and columns that a GPU is timed with; none where the benchmark's own will do."""
+    """Rows and columns that a GPU is timed with; none for the shapes of the benchmark itself."""
     small_shapes: tuple[tuple[int, int], ...] = ()
-    """The same for calls that do not fill a GPU."""
+    """Rows and columns of calls that do not fill a GPU; none likewise."""
     opaque: bool | None = None
     """Whether a graph of torch.compile holds the op, or ATen's ops that Inductor fuses; None where
     the spec promises neither."""
     helpers: tuple[str, ...] = ()
     """Ops in the same namespace that exist for this one (its backward) and have no spec."""
     waits_for: tuple[str, ...] = ()
-    """Arguments by which a caller asks for something that makes the host wait for the device."""
+    """Arguments that make the host wait for the device where they are set."""
     inplace: Callable[..., Tensor] | None = None
     """The public Python function that writes its result into the first argument."""
     inplace_overload: torch._ops.OpOverload[..., Any] | None = None
-    """The same op as torch.ops reaches it."""
+    """The same op in ``torch.ops``."""
     module: Callable[[torch.device, torch.dtype], nn.Module] | None = None
     """A module around the op, with parameters that are not all zero."""
-    module_inputs: Callable[[torch.device, torch.dtype], tuple[Tensor, ...]] | None = None
-    """What the module is called with."""
+    module_inputs: Callable[[torch.device, torch.dtype], tuple[Tensor, ...]] | None = Derived(
+        derive.module_inputs
+    )
+    """Arguments of a call of the module."""
     threads_matter: bool = False
     """Whether the last bits of a result depend on the number of threads on the CPU, as those of
     torch's products do. From run to run they must not."""
     excluded: Mapping[str, str] = field(default_factory=dict)
-    """Checks that cannot hold for this op, and why. A case of one is made, and says it when run."""
+    """Checks that cannot hold for this op, each with the reason. Their cases are made, and say the
+    reason when they are run."""
 
-    def __new__(cls, *args: Any, **given: Any) -> Self:
-        """An error that names the op where a field is missing; a copy is made of nothing."""
+    def __new__(cls, **given: Any) -> Self:
+        """Name the op in the error where a field is missing; a copy is made without arguments."""
         required = [f.name for f in fields(cls) if f.default is f.default_factory is MISSING]
-        missing = [name for name in required[len(args) :] if name not in given]
+        missing = [name for name in required if name not in given]
         if given and missing:
-            name = given.get("name", "a spec without a name")
+            name = given.get("name") or getattr(given.get("op"), "__name__", "a spec")
             raise SpecError([f"{name}: {field}: missing" for field in missing])
         return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        """Fill in the fields that are left out, and bind derived functions to this spec."""
+        for name, find in derive.VALUES.items():
+            if getattr(self, name) is LEFT_OUT:
+                object.__setattr__(self, name, find(self))
+        for name in (f.name for f in fields(self)):
+            value = getattr(self, name)
+            if isinstance(value, Derived):
+                object.__setattr__(self, name, replace(value, spec=self))
 
     def samples(
         self, device: torch.device, dtype: torch.dtype, requires_grad: bool = False
@@ -214,7 +192,7 @@ class OpSpec:
         return next(self.samples(device, dtype, requires_grad))
 
     def leaves(self, sample: Sample, only: tuple[int, ...] | None = None) -> Sample:
-        """The call on detached tensors of the same strides, where ``only`` require gradients."""
+        """The call on detached tensors of the same strides; those at ``only`` require gradients."""
         wanted = self.wanted(sample) if only is None else only
         args = tuple(
             a.detach().requires_grad_(i in wanted) if isinstance(a, Tensor) else a

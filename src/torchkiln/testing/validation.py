@@ -10,18 +10,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchkiln.testing import contract
-from torchkiln.testing.spec import Invalid, OpSpec, Sample, SpecError
+from torchkiln.testing.refusals import refused_calls
+from torchkiln.testing.sample import Invalid, Sample
+from torchkiln.testing.spec import Derived, OpSpec, SpecError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 FUNCTIONS = (
-    *("op", "reference", "composite", "magnitude", "inputs", "invalid", "bench"),
+    *("op", "reference", "composite", "magnitude", "inputs", "bench"),
     *("traffic", "backward_traffic", "grown"),
 )
 OPTIONAL = (
-    *("large", "gradient_magnitude", "output_sensitivity", "bench_variants", "inplace"),
-    *("module", "module_inputs"),
+    *("invalid", "large", "gradient_magnitude", "output_sensitivity", "bench_variants"),
+    *("inplace", "module", "module_inputs"),
 )
 PAIRS = (("inplace", "inplace_overload"), ("module", "module_inputs"))
 POSITIONS = ("differentiable", "indices", "autocast")
@@ -49,9 +51,11 @@ def validate(specs: Iterable[OpSpec]) -> None:
 @functools.lru_cache(maxsize=256)
 def problems_of(spec: OpSpec) -> list[str]:
     """Those of one spec, each with the field in front."""
-    found = list(wrong_types(spec))
-    # The rest calls the functions and looks at the schema.
-    return found or [*contradictions(spec), *wrong_samples(spec), *wrong_refusals(spec)]
+    # Each step uses the fields that the one before has found to be right.
+    if found := list(wrong_types(spec)):
+        return found
+    found = list(wrong_samples(spec))
+    return [*contradictions(spec), *(found or wrong_refusals(spec))]
 
 
 def wrong_types(spec: Any) -> Iterator[str]:
@@ -65,7 +69,8 @@ def wrong_types(spec: Any) -> Iterator[str]:
         if (value := getattr(spec, name)) is not None and not callable(value):
             yield f"{name}: got {value!r}, expected a function or None"
     if not isinstance(spec.overload, torch._ops.OpOverload):
-        yield f"overload: got {spec.overload!r}, expected one such as torch.ops.aten.add.Tensor"
+        found = "missing" if spec.overload is None else f"got {spec.overload!r}"
+        yield f"overload: {found}, expected one such as torch.ops.aten.add.Tensor"
     for name in POSITIONS:
         value = getattr(spec, name)
         if not isinstance(value, tuple) or not all(isinstance(i, int) and i >= 0 for i in value):
@@ -90,8 +95,9 @@ def contradictions(spec: OpSpec) -> Iterator[str]:
     if both := sorted({*spec.indices} & {*spec.autocast}):
         yield f"autocast: got position {both[0]}, which indices calls one of integers"
     for first, second in PAIRS:
-        if (getattr(spec, first) is None) != (getattr(spec, second) is None):
-            given, missing = (first, second) if getattr(spec, second) is None else (second, first)
+        one, other = getattr(spec, first), getattr(spec, second)
+        if (one is None) != (other is None) and not isinstance(other, Derived):
+            given, missing = (first, second) if other is None else (second, first)
             yield f"{missing}: missing, but {given} is given"
     for helper in spec.helpers:
         if not hasattr(getattr(torch.ops, namespace), helper):
@@ -144,7 +150,7 @@ def wrong_samples(spec: OpSpec) -> Iterator[str]:
 def wrong_refusals(spec: OpSpec) -> Iterator[str]:
     """Invalid calls that cannot be judged."""
     try:
-        refusals: list[Any] = list(spec.invalid(CPU))
+        refusals: list[Any] = list(refused_calls(spec, CPU))
     except Exception as error:
         yield f"invalid: raised {type(error).__name__}: {error}"
         return

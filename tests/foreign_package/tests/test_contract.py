@@ -1,4 +1,4 @@
-"""All that an author writes: one spec, and two tests."""
+"""The tests that an author writes: one spec, and two functions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from torchkiln.testing import Case, Invalid, OpSpec, Sample, Traffic
+from torchkiln.testing import Case, Invalid, OpSpec, Sample
 from torchkiln.testing.data import normal
 from torchkiln.testing.fuzz import Plan, check_call, plans
 
@@ -47,20 +47,6 @@ def magnitude(x: Tensor, limit: float = 1.0) -> Tensor:
     return torch.minimum(x.abs(), torch.full_like(x, limit))
 
 
-def bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Sample:
-    return Sample("bench", (torch.randn(shape, device=device, dtype=dtype),))
-
-
-def traffic(sample: Sample) -> Traffic:
-    x = sample.args[0]
-    return Traffic(2 * x.numel() * x.itemsize, 3 * x.numel())
-
-
-def backward_traffic(sample: Sample) -> Traffic:
-    x = sample.args[0]
-    return Traffic(3 * x.numel() * x.itemsize, 3 * x.numel())
-
-
 def output_sensitivity(x: Tensor, limit: float = 1.0) -> Tensor:
     # d/dx = 1 - t**2 with t = y / limit: a relative error of t moves it by 2 t**2.
     t = torch.tanh(x / limit).detach()
@@ -68,22 +54,15 @@ def output_sensitivity(x: Tensor, limit: float = 1.0) -> Tensor:
 
 
 SOFTCLIP = OpSpec(
-    name="softclip",
     op=foreign_ops.softclip,
-    overload=torch.ops.foreign_ops.softclip.default,
     reference=formula,
-    composite=formula,
     magnitude=magnitude,
     output_sensitivity=output_sensitivity,
     inputs=inputs,
     invalid=invalid,
-    bench=bench,
-    large=None,
-    traffic=traffic,
-    backward_traffic=backward_traffic,
-    differentiable=(0,),
+    operations=(3, 3),
     opaque=True,
-    excluded={"aot_inductor": "the package is tried without it, for the sake of time"},
+    excluded={"aot_inductor": "left out to save time"},
 )
 
 

@@ -22,7 +22,8 @@ from torchkiln.testing.compare import (
 )
 from torchkiln.testing.contract.gradients import incoming
 from torchkiln.testing.data import normal, scaled
-from torchkiln.testing.spec import FLOATING, OpSpec, Result, Sample
+from torchkiln.testing.sample import FLOATING, Result, Sample
+from torchkiln.testing.spec import OpSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

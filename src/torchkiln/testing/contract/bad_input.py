@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -13,54 +13,59 @@ from torch import Tensor
 
 from torchkiln.testing.check import check
 from torchkiln.testing.compare import Where, bits, outputs, require
-from torchkiln.testing.spec import OpSpec, Sample
+from torchkiln.testing.refusals import kinds_of, refused_calls
+from torchkiln.testing.sample import Invalid, Sample
+from torchkiln.testing.spec import OpSpec
 
 
-def state(args: tuple[object, ...], device: torch.device) -> list[object]:
-    """All that a refused call must leave as it was."""
+def state(tensors: Iterable[Tensor], device: torch.device) -> list[object]:
+    """Settings, memory and tensors that a refused call must not change."""
     found: list[object] = [torch.is_grad_enabled(), torch.get_num_threads()]
     if device.type == "cuda":
         found += [torch.cuda.current_device(), torch.cuda.memory_allocated(device)]
         found += [torch.cuda.current_stream(device)]
-    for a in args:
-        if isinstance(a, Tensor):
-            found += [a._version, a.is_leaf and a.grad is None]
-            if a.layout == torch.strided and not a.is_meta:
-                found += bits(a).tolist()
+    for a in tensors:
+        found += [a._version, a.is_leaf and a.grad is None]
+        if a.layout == torch.strided and not a.is_meta:
+            found += bits(a).tolist()
     return found
 
 
-# What torch.ops takes for an argument of a schema; it refuses all else in words of its own. None
-# reaches an op as a tensor that is not defined.
 ACCEPTED: dict[str, tuple[type, ...]] = {
-    "Tensor": (Tensor, type(None)),
-    "Optional[Tensor]": (Tensor, type(None)),
+    "Tensor": (Tensor,),
     "float": (float, int),
-    "Optional[float]": (float, int, type(None)),
     "int": (int,),
+    "SymInt": (int,),
     "bool": (bool,),
     "str": (str,),
-    "Optional[List[int]]": (int, tuple, list, type(None)),
-    "Optional[int]": (int, torch.dtype, type(None)),
+    "ScalarType": (torch.dtype,),
 }
+"""Python types that torch.ops takes for a type of a schema; it refuses others in its own words."""
 
 
 def reaches_the_op(spec: OpSpec, sample: Sample) -> bool:
-    """Whether torch.ops hands these arguments on."""
-    kinds = {a.name: str(a.type) for a in spec.overload._schema.arguments}
+    """Whether torch.ops passes these arguments to the op."""
+    kinds = kinds_of(spec.overload)
     given = dict(zip(kinds, sample.args, strict=False)) | dict(sample.kwargs)
     return all(accepts(kinds[name], value) for name, value in given.items())
 
 
 def accepts(kind: str, value: object) -> bool:
     """Whether torch.ops takes a value for an argument of this type."""
-    if kind == "List[int]":
-        return isinstance(value, (tuple, list)) and all(isinstance(item, int) for item in value)
-    return isinstance(value, ACCEPTED.get(kind, ()))
+    if value is None:  # for a tensor it gives the op an undefined one
+        return kind.endswith("?") or kind == "Tensor"
+    kind, is_list, size = kind.removesuffix("?").partition("[")
+    if is_list and not isinstance(value, (tuple, list)):
+        return size == "1]" and accepts(kind, value)  # a number stands for a list of it
+    items = value if isinstance(value, (tuple, list)) and is_list else [value]
+    types = ACCEPTED.get(kind, ())
+    return all(
+        isinstance(item, types) and (type(item) is not bool or kind == "bool") for item in items
+    )
 
 
 def entries(spec: OpSpec, sample: Sample) -> dict[str, Callable[..., object]]:
-    """The ways to the op that have to refuse the call in the same words."""
+    """The entries of the op, and transforms of it."""
     found: dict[str, Callable[..., object]] = {"the function": spec.op}
     if reaches_the_op(spec, sample):
         found["torch.ops"] = spec.overload
@@ -76,7 +81,7 @@ def entries(spec: OpSpec, sample: Sample) -> dict[str, Callable[..., object]]:
 
 
 def under_autocast(op: Callable[..., object], *args: object, **kwargs: object) -> object:
-    """The call while autocast is on for every kind of device there is."""
+    """The call while autocast is on for every kind of device of this machine."""
     kinds = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     with contextlib.ExitStack() as stack:
         for kind in kinds:
@@ -84,37 +89,54 @@ def under_autocast(op: Callable[..., object], *args: object, **kwargs: object) -
         return op(*args, **kwargs)
 
 
+def ways_to_refuse(spec: OpSpec, case: Invalid) -> dict[str, Callable[..., object]]:
+    """The ways to the op, each of which has to refuse the call."""
+    sample = Sample(case.name, case.args, case.kwargs)
+    found = entries(spec, sample)
+    # A cast makes a call with a wrong dtype valid, and no other call.
+    if "got dtype" not in case.message:
+        found["the function under autocast"] = partial(under_autocast, spec.op)
+    if any(tensor.is_floating_point() for tensor in sample.tensors):
+        leaves = sample.map(lambda t: t.detach().requires_grad_(t.is_floating_point()))
+        found["the function of leaves"] = lambda *_, **__: leaves.call(spec.op)
+    if spec.inplace is not None:
+        found["the function in place"] = spec.inplace
+    return found
+
+
+def require_refused(
+    spec: OpSpec, case: Invalid, name: str, entry: Callable[..., object], where: Where
+) -> None:
+    """The call raises the error of the case, with its message."""
+    words = case.message
+    if entry is spec.inplace:  # its messages name the function in place
+        words = words.replace(f"{spec.name}: ", f"{spec.name}_: ")
+    try:
+        result = entry(*case.args, **case.kwargs)
+    except Exception as error:
+        message = str(error).split("\n")[0]
+        require(
+            type(error) is case.error and re.fullmatch(words, message) is not None,
+            where,
+            f"{name} raised {type(error).__name__}({message!r}), expected "
+            f"{case.error.__name__} matching {words!r}",
+        )
+    else:
+        raise AssertionError(f"{where}: {name} returned {result!r}, expected an error")
+
+
 @check()
 def bad_input(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     """Each invalid call raises the error and message of its spec and changes nothing."""
-    gc.collect()  # so that nothing of other tests goes away during a call
-    for case in spec.invalid(device):
+    gc.collect()  # so that no tensor of another test is freed during a call
+    for case in refused_calls(spec, device):
         sample = Sample(case.name, case.args, case.kwargs)
         where = Where(spec, "bad_input", sample)
-        ways = entries(spec, sample)
-        # What no cast mends.
-        if "device" in case.message or any(a is None for a in case.args):
-            ways["the function under autocast"] = partial(under_autocast, spec.op)
-        if spec.inplace is not None:
-            ways["the function in place"] = spec.inplace
-        for name, entry in ways.items():
-            words = case.message
-            if entry is spec.inplace:  # which has a name of its own
-                words = words.replace(f"{spec.name}: ", f"{spec.name}_: ")
-            before = state(case.args, device)
-            try:
-                result = sample.call(entry)
-            except Exception as error:
-                message = str(error).split("\n")[0]
-                require(
-                    type(error) is case.error and re.fullmatch(words, message) is not None,
-                    where,
-                    f"{name} raised {type(error).__name__}({message!r}), expected "
-                    f"{case.error.__name__} matching {words!r}",
-                )
-            else:
-                raise AssertionError(f"{where}: {name} returned {result!r}, expected an error")
-            require(state(case.args, device) == before, where, "the refused call changed something")
+        for name, entry in ways_to_refuse(spec, case).items():
+            before = state(sample.tensors, device)
+            require_refused(spec, case, name, entry, where)
+            same = state(sample.tensors, device) == before
+            require(same, where, "the refused call changed something")
     typical = spec.typical(device, dtype)
     require(
         all(bool(output.isfinite().all()) for output in outputs(typical.call(spec.op))),

@@ -23,7 +23,8 @@ from torchkiln.testing.contract.values import TINY
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torchkiln.testing.spec import OpSpec, Result, Sample
+    from torchkiln.testing.sample import Result, Sample
+    from torchkiln.testing.spec import OpSpec
 
 
 class Call(nn.Module):

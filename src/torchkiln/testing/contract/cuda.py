@@ -30,7 +30,8 @@ from torchkiln.testing.data import SENTINEL, scaled
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from torchkiln.testing.spec import OpSpec, Sample
+    from torchkiln.testing.sample import Sample
+    from torchkiln.testing.spec import OpSpec
 
 DELAY = 100_000_000
 """Clock cycles that a stream sleeps: tens of milliseconds, far more than a launch."""

@@ -13,7 +13,8 @@ from torchkiln.testing.check import check
 from torchkiln.testing.compare import Where, each, noted, outputs, require, require_same
 from torchkiln.testing.contract.gradients import incoming
 from torchkiln.testing.contract.values import SMALL, TINY, relaid
-from torchkiln.testing.spec import FLOATING, OpSpec, Result, Sample
+from torchkiln.testing.sample import FLOATING, Result, Sample
+from torchkiln.testing.spec import OpSpec
 
 
 class Recorder(TorchDispatchMode):

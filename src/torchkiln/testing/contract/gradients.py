@@ -21,7 +21,8 @@ from torchkiln.testing.compare import (
 )
 from torchkiln.testing.contract.values import SMALL, relaid
 from torchkiln.testing.data import layouts, normal
-from torchkiln.testing.spec import FLOATING, OpSpec, Result, Sample
+from torchkiln.testing.sample import FLOATING, Result, Sample
+from torchkiln.testing.spec import OpSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -19,7 +19,8 @@ from torchkiln.testing.compare import (
 from torchkiln.testing.contract.gradients import incoming, small
 from torchkiln.testing.contract.values import SMALL, TINY
 from torchkiln.testing.data import layouts
-from torchkiln.testing.spec import FLOATING, OpSpec, Sample
+from torchkiln.testing.sample import FLOATING, Sample
+from torchkiln.testing.spec import OpSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable

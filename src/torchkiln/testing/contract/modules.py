@@ -11,7 +11,8 @@ from torch import nn
 
 from torchkiln.testing.check import check
 from torchkiln.testing.compare import Where, outputs, require, require_same
-from torchkiln.testing.spec import FLOATING, OpSpec, Sample
+from torchkiln.testing.sample import FLOATING, Sample
+from torchkiln.testing.spec import OpSpec
 
 
 def through_file(module: nn.Module) -> nn.Module:

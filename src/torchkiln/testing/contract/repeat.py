@@ -11,7 +11,8 @@ from torch import Tensor
 from torchkiln.testing.check import check
 from torchkiln.testing.compare import Where, require_identical, require_same, vector_jacobian
 from torchkiln.testing.contract.gradients import incoming
-from torchkiln.testing.spec import FLOATING, OpSpec, Result
+from torchkiln.testing.sample import FLOATING, Result
+from torchkiln.testing.spec import OpSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

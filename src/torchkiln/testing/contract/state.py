@@ -21,7 +21,8 @@ from torchkiln.testing.contract.values import SMALL
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torchkiln.testing.spec import OpSpec, Sample
+    from torchkiln.testing.sample import Sample
+    from torchkiln.testing.spec import OpSpec
 
 CALLS = 1000
 THREADS = 4

@@ -19,7 +19,8 @@ from torchkiln.testing.compare import (
     require_values,
 )
 from torchkiln.testing.data import Placed, layouts
-from torchkiln.testing.spec import FLOATING, OpSpec, Sample
+from torchkiln.testing.sample import FLOATING, Sample
+from torchkiln.testing.spec import OpSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -5,15 +5,13 @@ from torchkiln.testing.specs import activation, dropout, gated, norm
 from torchkiln.testing.specs.bias_act import BIAS_ACT
 from torchkiln.testing.specs.cross_entropy import CROSS_ENTROPY
 from torchkiln.testing.specs.matmul import LINEAR, MATMUL
-from torchkiln.testing.specs.muladd import MULADD
-from torchkiln.testing.specs.pointwise import ADD
+from torchkiln.testing.specs.pointwise import ADD, MULADD
 from torchkiln.testing.specs.reduction import MEAN, SUM
 from torchkiln.testing.specs.softmax import LOG_SOFTMAX, SOFTMAX
 from torchkiln.testing.specs.spmm import SPMM_CSR
 
 FAMILIES: dict[str, tuple[OpSpec, ...]] = {
-    "pointwise": (ADD,),
-    "muladd": (MULADD,),
+    "pointwise": (ADD, MULADD),
     "activation": (
         activation.SQUARE,
         activation.RELU,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,28 +12,20 @@ from torch import Tensor, nn
 
 import torchkiln
 from torchkiln.testing.data import normal
-from torchkiln.testing.spec import OpSpec, Sample, Traffic
-from torchkiln.testing.specs.cross_entropy_invalid import invalid
+from torchkiln.testing.refusals import GoodCall, Refusals, name_of
+from torchkiln.testing.sample import Invalid, Sample, Traffic
+from torchkiln.testing.spec import OpSpec
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+# Shapes of the logits, with the classes in dimension 1, or 0 of a single row.
+SHAPES: Mapping[str, tuple[int, ...]] = (
+    {"one row": (7,), "one class": (5, 1), "prime": (7, 13)}
+    | {"vector less one": (9, 127), "vector": (9, 128), "vector and one": (9, 129)}
+    | {"power of two and one": (5, 1025)}
+    | {"many rows": (4099, 3), "images": (2, 5, 3, 7)}
+    | {"long rows": (3, 17001), "very long row": (1, 140001)}
+)
 
-# Shapes of the logits, their classes in dimension 1 (in 0 of one dimension).
-SHAPES: dict[str, tuple[int, ...]] = {
-    "one row": (7,),
-    "one class": (5, 1),
-    "prime": (7, 13),
-    "vector less one": (9, 127),
-    "vector": (9, 128),
-    "vector and one": (9, 129),
-    "power of two and one": (5, 1025),
-    "many rows": (4099, 3),
-    "images": (2, 5, 3, 7),
-    "long rows": (3, 17001),
-    "very long row": (1, 140001),
-}
-
-# Each after the other of them at a few shapes; all together is in the op's own tests.
+# One at a time at a few shapes; tests/ops/test_cross_entropy.py combines them.
 OPTIONS: dict[str, dict[str, Any]] = {
     "sum": {"reduction": "sum"},
     "none": {"reduction": "none"},
@@ -64,7 +57,7 @@ def probabilities(logits: Tensor) -> Tensor:
 
 
 def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Shapes, then what can be asked for, of classes and of probabilities."""
+    """Shapes, then options, of classes and of probabilities."""
 
     def logits(*shape: int) -> Tensor:
         return 2 * normal("logits", shape, device, dtype)
@@ -84,11 +77,10 @@ def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
             if "weight" in given:
                 given["weight"] = normal("weight", shape[1:2], device, dtype).abs() + 0.1
             target = classes(x, given.get("ignore_index"))
-            yield Sample(f"{name}, {len(shape)} dimensions", (x, target), given)
+            yield Sample(f"{name}, {x.dim()} dimensions", (x, target), given)
             if "ignore_index" not in given and "check_target" not in given:
-                yield Sample(
-                    f"probabilities, {name}, {len(shape)} dimensions", (x, probabilities(x)), given
-                )
+                full = f"probabilities, {name}, {x.dim()} dimensions"
+                yield Sample(full, (x, probabilities(x)), given)
     for shape in ((7,), (9, 129), (2, 5, 3, 7)):
         x = logits(*shape)
         yield Sample(f"probabilities of {shape}", (x, probabilities(x)))
@@ -100,18 +92,12 @@ def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     for out in dict.fromkeys((dtype, torch.float32, torch.float16, torch.bfloat16)):
         yield Sample(f"to {out}", (x, classes(x)), {"dtype": out})
         yield Sample(f"to {out}, none", (x, probabilities(x)), {"dtype": out, "reduction": "none"})
-    # Of more elements than opcheck looks at, which takes NaN for a difference.
+    # More elements than opcheck gets, which takes NaN for a difference.
     yield Sample("all ignored", (x, torch.full_like(classes(x), -100)), {"label_smoothing": 0.1})
 
 
-def reference(
-    logits: Tensor,
-    target: Tensor,
-    *,
-    z_loss: float = 0.0,
-    **kwargs: Any,
-) -> Tensor:
-    """What torch has, and the z-loss; of the dtype of the logits."""
+def reference(logits: Tensor, target: Tensor, *, z_loss: float = 0.0, **kwargs: Any) -> Tensor:
+    """Torch's loss and the z-loss, in the dtype of the logits."""
     kwargs = {k: v for k, v in kwargs.items() if k not in ("dtype", "check_target")}
     if "weight" in kwargs:
         kwargs["weight"] = kwargs["weight"].to(logits.dtype)
@@ -123,46 +109,36 @@ def reference(
 
 
 def composite(logits: Tensor, target: Tensor, **kwargs: Any) -> Tensor:
-    """The same in the dtype that is asked for."""
+    """The reference in the dtype that the call names."""
     return reference(logits, target, **kwargs).to(kwargs.get("dtype") or logits.dtype)
 
 
 def log_sum_exp(logits: Tensor) -> Tensor:
-    """Of each row."""
+    """The logarithm of the sum of the exponentials of each row."""
     return torch.logsumexp(logits, 0 if logits.dim() == 1 else 1)
 
 
-def row_weights(
-    logits: Tensor,
-    target: Tensor,
-    *,
-    weight: Tensor | None = None,
-    ignore_index: int = -100,
-    **_: Any,
-) -> Tensor:
+def row_weights(logits: Tensor, target: Tensor, **kwargs: Any) -> Tensor:
     """The weight of each row's target; 0 where it is ignored."""
     if target.is_floating_point():
         return torch.ones_like(log_sum_exp(logits))
-    counts = target != ignore_index
-    if weight is None:
+    counts = target != kwargs.get("ignore_index", -100)
+    if "weight" not in kwargs:
         return counts.to(logits.dtype)
-    return weight.to(logits.dtype)[target.where(counts, 0)] * counts
+    return kwargs["weight"].to(logits.dtype)[target.where(counts, 0)] * counts
 
 
-def reduced(
-    rows: Tensor, logits: Tensor, target: Tensor, *, reduction: str = "mean", **kwargs: Any
-) -> Tensor:
+def reduced(rows: Tensor, logits: Tensor, target: Tensor, **kwargs: Any) -> Tensor:
     """A number for each row, summed or averaged as the losses are."""
-    if reduction == "none":
-        return rows
-    if reduction == "sum":
-        return rows.sum()
+    reduction = kwargs.get("reduction", "mean")
+    if reduction != "mean":
+        return rows if reduction == "none" else rows.sum()
     total = row_weights(logits, target, **kwargs).sum()
-    return rows.sum() / total.clamp(min=torch.finfo(total.dtype).tiny)  # 0 terms have no size
+    return rows.sum() / total.clamp(min=torch.finfo(total.dtype).tiny)
 
 
 def terms(logits: Tensor, target: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """What each class and each row are compared by, both without signs; classes last."""
+    """The factor of each class, with the classes last, and the weight of each row."""
     dim = 0 if logits.dim() == 1 else 1
     count = logits.shape[dim]
     smoothing = kwargs.get("label_smoothing", 0.0)
@@ -186,11 +162,10 @@ def magnitude(logits: Tensor, target: Tensor, *, z_loss: float = 0.0, **kwargs: 
     return reduced(rows, logits, target, **kwargs)
 
 
-def gradient_magnitude(
-    logits: Tensor, target: Tensor, *, z_loss: float = 0.0, **kwargs: Any
-) -> Tensor:
+def gradient_magnitude(logits: Tensor, target: Tensor, **kwargs: Any) -> Tensor:
     """A function whose gradients are the sums of the absolute values of the terms."""
     dim = 0 if logits.dim() == 1 else 1
+    z_loss = kwargs.pop("z_loss", 0.0)
     with torch.no_grad():
         share, row = terms(logits, target, **kwargs)
         sizes = log_sum_exp(logits).abs().unsqueeze(-1) + logits.movedim(dim, -1).abs()
@@ -210,48 +185,80 @@ def bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> S
 
 
 def traffic(sample: Sample) -> Traffic:
-    """Reads the logits."""
+    """Reads the logits, and probabilities if there are any."""
     logits, target = sample.args[:2]
-    read = logits.numel() * logits.itemsize
-    if target.is_floating_point():
-        read *= 2
-    return Traffic(read, 3 * logits.numel())
+    return Traffic((1 + target.is_floating_point()) * logits.nbytes, 3 * logits.numel())
 
 
 def backward_traffic(sample: Sample) -> Traffic:
     """Reads the logits, writes their gradient."""
     logits, target = sample.args[:2]
-    whole = logits.numel() * logits.itemsize
-    return Traffic((3 if target.is_floating_point() else 2) * whole, 4 * logits.numel())
+    return Traffic((2 + target.is_floating_point()) * logits.nbytes, 4 * logits.numel())
 
 
 def module(device: torch.device, dtype: torch.dtype) -> nn.Module:
     """A module with weights."""
-    weight = normal("weight", (21,), device, dtype).abs() + 0.1
+    weight = normal("weight", (10,), device, dtype).abs() + 0.1
     return torchkiln.nn.CrossEntropyLoss(weight, label_smoothing=0.1, z_loss=0.01)
 
 
-def module_inputs(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Logits and classes for :func:`module`."""
-    logits = normal("logits", (9, 21), device, dtype)
-    return logits, classes(logits, -100)
+def invalid(device: torch.device) -> Iterator[Invalid]:
+    """Targets and weights that do not go with the logits, numbers out of range."""
+    x, target = torch.ones(2, 4, device=device), torch.tensor([1, 3], device=device)
+    good = GoodCall(torch.ops.torchkiln.cross_entropy.default, Sample("good", (x, target)))
+    words = "[classes], [rows, classes] or [rows, classes, ...]"
+    yield good.changed(f"logits: got a 0-dimensional tensor, expected {words}", logits=x[0, 0])
+    words = "logits: got shape [2, 0], expected at least 1 class"
+    yield good.changed(words, logits=x[:, :0])
+    words = "expected int64, of classes, or float32, of probabilities, the dtype of logits"
+    for dtype in (torch.int32, torch.uint8, torch.float64, torch.bfloat16):
+        said = f"target: got dtype {name_of(dtype)}, {words}"
+        yield good.changed(said, target=target.to(dtype))
+    yield from wrong_targets(good)
+    for value in (4, -1, -100, 2**40):
+        words = f"target: got {value}, expected one of 4 classes, 0 to 3, or ignore_index, -7"
+        wrong = {"target": torch.tensor([-7, value], device=device), "ignore_index": -7}
+        yield good.changed(words, IndexError, **wrong, check_target=True)
+    for smoothing in (-0.1, 1.5, math.nan):
+        words = f"label_smoothing: got {smoothing}, expected a number between 0 and 1"
+        yield good.changed(words, ValueError, label_smoothing=smoothing)
+
+
+def wrong_targets(good: GoodCall) -> Iterator[Invalid]:
+    """Shapes of classes and of probabilities."""
+    x = good["logits"]
+    images = x.unsqueeze(-1).expand(2, 4, 3)
+    for logits, shape in ((x, (3,)), (x, (2, 1)), (x, ()), (x, (2, 4)), (images, (2, 4))):
+        expected = (
+            f"{[logits.shape[0], *logits.shape[2:]]} for logits of shape {list(logits.shape)}"
+        )
+        words = f"target: got shape {list(shape)}, expected {expected}: a class for each row"
+        target = torch.zeros(shape, dtype=torch.int64, device=x.device)
+        yield good.changed(words, logits=logits, target=target)
+    words = "target: got shape [2, 3], expected [2, 4], the shape of logits, for probabilities"
+    yield good.changed(words, target=x[:, :3])
+    expected = "a negative number: no row has a class that could be ignored; leave it out"
+    words = f"ignore_index: got 1 beside probabilities, expected {expected}"
+    yield good.changed(words, ValueError, target=x, ignore_index=1)
 
 
 CROSS_ENTROPY = OpSpec(
-    name="cross_entropy",
     op=torchkiln.cross_entropy,
-    overload=torch.ops.torchkiln.cross_entropy.default,
     reference=reference,
     composite=composite,
     magnitude=magnitude,
     gradient_magnitude=gradient_magnitude,
     inputs=inputs,
+    refusals=Refusals(
+        parameters={"weight": "logits"},
+        shapes={"weight": "the classes of logits"},
+        words={"reduction": ("none", "mean", "sum")},
+    ),
     invalid=invalid,
     bench=bench,
     large=None,
     traffic=traffic,
     backward_traffic=backward_traffic,
-    differentiable=(0, 1),
     opaque=True,
     indices=(1,),
     waits_for=("check_target",),
@@ -259,5 +266,4 @@ CROSS_ENTROPY = OpSpec(
     small_shapes=((1, 4096), (8, 4096), (64, 4096), (512, 4096)),
     helpers=("cross_entropy_forward", "cross_entropy_backward"),
     module=module,
-    module_inputs=module_inputs,
 )

@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 import torchkiln
-from torchkiln.testing.data import normal
-from torchkiln.testing.spec import Invalid, OpSpec, Sample, Traffic
-from torchkiln.testing.specs.activation import FLOATING, FORMULAS, SPARSE
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+from torchkiln.testing.data import large_matrix, normal
+from torchkiln.testing.derive import layer
+from torchkiln.testing.refusals import SPARSE, GoodCall, Refusals
+from torchkiln.testing.sample import Invalid, Sample
+from torchkiln.testing.spec import OpSpec
+from torchkiln.testing.specs.activation import FORMULAS
 
 # Shapes of the gate, from the scalar loop to several threads or blocks.
 PACKED = {"typical", "no columns", "prime", "vector and one", "images", "threads"}
-SHAPES: dict[str, tuple[int, ...]] = {
-    "typical": (6, 10),
-    "one": (1,),
-    "empty": (0,),
-    "no columns": (5, 0),
-    "empty in the middle": (3, 0, 2),
-    "prime": (7, 13),
-    "vector less one": (3, 127),
-    "vector": (3, 128),
-    "vector and one": (3, 129),
-    "power of two and one": (1025,),
-    "images": (2, 3, 5, 7),
-    "rank 9": (2, 1, 2, 3, 1, 2, 1, 2, 3),
-    "threads": (257, 261),
-}
+SHAPES: Mapping[str, tuple[int, ...]] = (
+    {"typical": (6, 10), "one": (1,), "empty": (0,), "no columns": (5, 0)}
+    | {"empty in the middle": (3, 0, 2), "prime": (7, 13), "vector less one": (3, 127)}
+    | {"vector": (3, 128), "vector and one": (3, 129), "power of two and one": (1025,)}
+    | {"images": (2, 3, 5, 7), "rank 9": (2, 1, 2, 3, 1, 2, 1, 2, 3), "threads": (257, 261)}
+)
 
 
 def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -49,54 +40,15 @@ def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def invalid(name: str, device: torch.device) -> Iterator[Invalid]:
-    """Every refusal of a gate."""
-    prefix = rf"torchkiln\.{name}: "
-    x = torch.ones(2, 4, device=device)
-
-    def case(title: str, args: tuple[object, ...], message: str) -> Invalid:
-        return Invalid(title, args, RuntimeError, prefix + message)
-
-    nothing = r"got NoneType, expected a torch\.Tensor"
-    yield Invalid("gate None", (None, x), TypeError, f"{prefix}gate: {nothing}")
-    yield case(
-        "odd columns",
-        (torch.ones(3, 7, device=device),),
-        "gate: got a last dimension of size 7, expected an even one, to be split into gate and up",
-    )
-    yield case(
-        "0-dim packed",
-        (x[0, 0],),
-        "gate: got a 0-dimensional tensor, expected at least 1 dimension, to be split into gate "
-        "and up",
-    )
-    for other in (x[:1], x[:, :1], x[0], torch.ones(2, 4, 1, device=device)):
-        shape = ", ".join(map(str, other.shape))
-        yield case(
-            f"up of shape {shape}",
-            (x, other),
-            rf"up: got shape \[{shape}\], expected \[2, 4\], the shape of gate",
-        )
-    for dtype in (torch.int64, torch.bool, torch.complex64):
-        kind = str(dtype).removeprefix("torch.")
-        yield case(kind, (x.to(dtype), x.to(dtype)), f"gate: got dtype {kind}, {FLOATING}")
-    yield case(
-        "two dtypes",
-        (x.half(), x),
-        "up: got dtype float32, expected float16, the dtype of gate",
-    )
-    yield case("sparse gate", (x.to_sparse(),), "gate: " + SPARSE)
-    yield case("sparse up", (x, x.to_sparse()), "up: " + SPARSE)
-    yield case(
-        "meta up",
-        (x, x.to("meta")),
-        f"up: got device meta, expected {x.device}, the device of gate",
-    )
-    if device.type != "cpu":
-        yield case(
-            "up on the CPU",
-            (x, x.cpu()),
-            f"up: got device cpu, expected {x.device}, the device of gate",
-        )
+    """Tensors that do not split into gate and up."""
+    x = torch.ones(3, 7, device=device)
+    good = GoodCall(getattr(torch.ops.torchkiln, name).default, Sample("good", (x[:, :6],)))
+    split = "to be split into gate and up"
+    words = f"gate: got a last dimension of size 7, expected an even one, {split}"
+    yield good.changed(words, gate=x)
+    words = f"gate: got a 0-dimensional tensor, expected at least 1 dimension, {split}"
+    yield good.changed(words, gate=x[0, 0])
+    yield good.changed(f"gate: {SPARSE}", gate=x.to_sparse())
 
 
 def halves(gate: Tensor, up: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -108,7 +60,7 @@ def halves(gate: Tensor, up: Tensor | None = None) -> tuple[Tensor, Tensor]:
 
 
 def reference(act: str, gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """The same without cancellation in the tails."""
+    """The formula, without cancellation in its tails."""
     first, second = halves(gate, up)
     return FORMULAS[act].exact(first) * second
 
@@ -126,68 +78,35 @@ def magnitude(act: str, gate: Tensor, up: Tensor | None = None) -> Tensor:
 
 
 def gradient_magnitude(act: str, gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """Its gradients are |up| times the terms of the derivative, and the terms of the activation."""
+    """Gradients are |up| times the terms of the derivative, and the terms of the activation."""
     first, second = halves(gate, up)
     formula = FORMULAS[act]
     slope = formula.slope_terms(first.detach()) * second.detach().abs()
     return first * slope + second * formula.terms(first.detach())
 
 
-def bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Sample:
-    """Two matrices of one shape."""
-    gate = torch.randn(shape, device=device, dtype=dtype)
-    return Sample("bench", (gate, torch.randn_like(gate)))
-
-
 def large(device: torch.device) -> Sample:
-    """A matrix of more than 2**31 elements, and one row seen as often."""
-    rows, columns = 2**16 + 1, 2**15 + 1
-    gate = torch.arange(rows, device=device).remainder(251).sub(99).div(25).to(torch.bfloat16)
-    up = torch.arange(columns, device=device).remainder(241).to(torch.bfloat16)
-    return Sample(
-        "large",
-        (gate.unsqueeze(1).expand(rows, columns).contiguous(), up.expand(rows, columns)),
-    )
+    """A matrix of more than 2**31 elements, and one row of it expanded to its shape."""
+    gate = large_matrix(device)
+    return Sample("large", (gate, gate[:1].expand_as(gate)))
 
 
-def traffic(sample: Sample) -> Traffic:
-    """Reads gate and up, writes the output."""
-    gate, _ = halves(*sample.args)
-    return Traffic(3 * gate.numel() * gate.itemsize, 2 * gate.numel())
-
-
-def backward_traffic(sample: Sample) -> Traffic:
-    """Reads the incoming gradient, gate and up, writes two gradients."""
-    gate, _ = halves(*sample.args)
-    return Traffic(5 * gate.numel() * gate.itemsize, 4 * gate.numel())
-
-
-def module_inputs(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Gate and up."""
-    return normal("gate", (9, 21), device, dtype), normal("up", (9, 21), device, dtype)
-
-
-def gated(name: str, act: str, module: Callable[[], nn.Module]) -> OpSpec:
+def gated(name: str, act: str, module: Callable[..., nn.Module]) -> OpSpec:
     """The contract of one gate."""
     return OpSpec(
-        name=name,
         op=getattr(torchkiln, name),
-        overload=getattr(torch.ops.torchkiln, name).default,
         reference=partial(reference, act),
         composite=partial(composite, act),
         magnitude=partial(magnitude, act),
         gradient_magnitude=partial(gradient_magnitude, act),
         inputs=inputs,
+        refusals=Refusals(like={"up": "gate"}),
         invalid=partial(invalid, name),
-        bench=bench,
         large=large,
-        traffic=traffic,
-        backward_traffic=backward_traffic,
-        differentiable=(0, 1),
+        operations=(2, 4),
         opaque=False,
         helpers=("gated_backward",),
-        module=lambda *_: module(),
-        module_inputs=module_inputs,
+        module=layer(module),
     )
 
 

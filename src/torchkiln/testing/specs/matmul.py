@@ -2,49 +2,38 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 import torchkiln
 from torchkiln.testing.compare import steps
 from torchkiln.testing.data import normal
-from torchkiln.testing.spec import OpSpec, Sample, Traffic
+from torchkiln.testing.derive import layer
+from torchkiln.testing.refusals import GoodCall, Refusals
+from torchkiln.testing.sample import Invalid, Sample, Traffic
+from torchkiln.testing.spec import OpSpec
 from torchkiln.testing.specs.activation import FORMULAS
-from torchkiln.testing.specs.matmul_invalid import linear_invalid, matmul_invalid
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+FLAT = "got a 0-dimensional tensor, expected at least 1 dimension"
 
 # Shapes of both: matrices, one row, one column, no elements, no terms, odd and even sizes around
 # the tiles of the kernels, vectors, batches of each kind of broadcasting.
-SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
-    "typical": ((6, 10), (10, 8)),
-    "one": ((1, 1), (1, 1)),
-    "one row": ((1, 37), (37, 5)),
-    "one column": ((5, 37), (37, 1)),
-    "one term": ((7, 1), (1, 9)),
-    "no rows": ((0, 5), (5, 3)),
-    "no columns": ((4, 5), (5, 0)),
-    "no terms": ((4, 0), (0, 3)),
-    "prime": ((7, 13), (13, 11)),
-    "tile less one": ((31, 63), (63, 127)),
-    "tile": ((32, 64), (64, 128)),
-    "tile and one": ((33, 65), (65, 129)),
-    "vectors": ((13,), (13,)),
-    "vector and matrix": ((13,), (13, 4)),
-    "matrix and vector": ((4, 13), (13,)),
-    "vector and matrices": ((5,), (3, 5, 4)),
-    "matrices and vector": ((3, 4, 5), (5,)),
-    "batch": ((3, 4, 5), (3, 5, 2)),
-    "batch of nothing": ((0, 4, 5), (0, 5, 2)),
-    "one matrix for all": ((3, 4, 5), (5, 2)),
-    "all for one matrix": ((4, 5), (3, 5, 2)),
-    "crossed batches": ((2, 1, 4, 5), (3, 5, 2)),
-    "large": ((130, 258), (258, 70)),
-}
+SHAPES: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = (
+    {"typical": ((6, 10), (10, 8)), "one": ((1, 1), (1, 1)), "one row": ((1, 37), (37, 5))}
+    | {"one column": ((5, 37), (37, 1)), "one term": ((7, 1), (1, 9)), "no rows": ((0, 5), (5, 3))}
+    | {"no columns": ((4, 5), (5, 0)), "no terms": ((4, 0), (0, 3)), "prime": ((7, 13), (13, 11))}
+    | {"tile less one": ((31, 63), (63, 127)), "tile": ((32, 64), (64, 128))}
+    | {"tile and one": ((33, 65), (65, 129)), "vectors": ((13,), (13,))}
+    | {"vector and matrix": ((13,), (13, 4)), "matrix and vector": ((4, 13), (13,))}
+    | {"vector and matrices": ((5,), (3, 5, 4)), "matrices and vector": ((3, 4, 5), (5,))}
+    | {"batch": ((3, 4, 5), (3, 5, 2)), "batch of nothing": ((0, 4, 5), (0, 5, 2))}
+    | {"one matrix for all": ((3, 4, 5), (5, 2)), "all for one matrix": ((4, 5), (3, 5, 2))}
+    | {"crossed batches": ((2, 1, 4, 5), (3, 5, 2)), "large": ((130, 258), (258, 70))}
+)
 
 
 def matmul_inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -60,29 +49,29 @@ def absolute_product(a: Tensor, b: Tensor) -> Tensor:
 
 def matmul_bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Sample:
     """A matrix times a square one."""
-    rows, columns = shape
-    a = torch.randn(rows, columns, device=device, dtype=dtype)
-    return Sample("bench", (a, torch.randn(columns, columns, device=device, dtype=dtype)))
+    sizes = (shape, (shape[1], shape[1]))
+    return Sample("bench", tuple(torch.randn(s, device=device, dtype=dtype) for s in sizes))
 
 
-def product_sizes(a: Tensor, b: Tensor) -> tuple[int, int]:
-    """Elements of the output, and terms of each."""
-    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    return batch.numel() * a.shape[-2] * b.shape[-1], a.shape[-1]
+def products(a: Tensor, b: Tensor) -> tuple[int, int]:
+    """A multiplication and an addition for each term; backward has two products."""
+    terms = torch.matmul(a.to("meta"), b.to("meta")).numel() * a.shape[-1]
+    return 2 * terms, 4 * terms
 
 
-def matmul_traffic(sample: Sample) -> Traffic:
-    """Reads both, writes the output; a multiplication and an addition for each term."""
-    a, b = sample.args
-    elements, terms = product_sizes(a, b)
-    return Traffic((a.numel() + b.numel() + elements) * a.itemsize, 2 * elements * terms)
-
-
-def matmul_backward_traffic(sample: Sample) -> Traffic:
-    """Two products: reads the incoming gradient and both, writes a gradient for each."""
-    a, b = sample.args
-    elements, terms = product_sizes(a, b)
-    return Traffic((2 * (a.numel() + b.numel()) + elements) * a.itemsize, 4 * elements * terms)
+def matmul_invalid(device: torch.device) -> Iterator[Invalid]:
+    """Shapes that have no product."""
+    a, b = torch.ones(2, 4, device=device), torch.ones(4, 3, device=device)
+    good = GoodCall(torch.ops.torchkiln.matmul.default, Sample("good", (a, b)))
+    yield good.changed(f"a: {FLAT}; multiply with *", a=a[0, 0])
+    yield good.changed(f"b: {FLAT}; multiply with *", b=b[0, 0])
+    words = "b: got shape [2, 4], expected 4 in dimension -2, the last size of a"
+    yield good.changed(words, b=a)
+    words = "b: got shape [3], expected 4 in dimension -1, the last size of a"
+    yield good.changed(words, b=b[0])
+    expected = "expected leading sizes that broadcast with a of shape [2, 2, 4]"
+    words = f"b: got shape [3, 4, 3], {expected}"
+    yield good.changed(words, a=a.expand(2, 2, 4), b=b.expand(3, 4, 3))
 
 
 def wide(rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -155,78 +144,67 @@ def preactivation(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float) 
     return flat.reshape(*x.shape[:-1], -1)
 
 
-def linear_composite(  # noqa: PLR0917
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    act: str = "none",
-    scale: float = 1.0,
-    residual: Tensor | None = None,
-) -> Tensor:
+class Call(NamedTuple):
+    """The arguments of linear by their names."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    act: str = "none"
+    scale: float = 1.0
+    residual: Tensor | None = None
+
+    @property
+    def preactivation(self) -> Tensor:
+        """The argument of the activation."""
+        z = F.linear(self.x, self.weight) * self.scale
+        return z if self.bias is None else z + self.bias
+
+    @property
+    def terms(self) -> Tensor:
+        """The sum of the absolute values of its terms, and how often they are rounded."""
+        factor = abs(self.scale) * steps(self.x.shape[-1])
+        terms = F.linear(self.x.abs(), self.weight.abs()) * factor
+        return terms if self.bias is None else terms + self.bias.abs()
+
+
+def linear_composite(*args: Any) -> Tensor:
     """The ops that a user would write."""
+    x, weight, bias, act, scale, residual = Call(*args)
     y = FORMULAS[act].value(preactivation(x, weight, bias, scale))
     return y if residual is None else y + residual
 
 
-def linear_reference(  # noqa: PLR0917
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    act: str = "none",
-    scale: float = 1.0,
-    residual: Tensor | None = None,
-) -> Tensor:
+def linear_reference(*args: Any) -> Tensor:
     """The formula."""
-    z = F.linear(x, weight) * scale
-    y = FORMULAS[act].exact(z if bias is None else z + bias)
-    return y if residual is None else y + residual
+    call = Call(*args)
+    y = FORMULAS[call.act].exact(call.preactivation)
+    return y if call.residual is None else y + call.residual
 
 
-def absolute_terms(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """The terms of what the activation gets."""
-    terms = F.linear(x.abs(), weight.abs()) * (abs(scale) * steps(x.shape[-1]))
-    return terms if bias is None else terms + bias.abs()
-
-
-def linear_magnitude(  # noqa: PLR0917
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    act: str = "none",
-    scale: float = 1.0,
-    residual: Tensor | None = None,
-) -> Tensor:
+def linear_magnitude(*args: Any) -> Tensor:
     """The terms of the sums, which no activation but the square amplifies."""
-    terms = absolute_terms(x, weight, bias, scale)
-    terms = terms * terms if act == "square" else terms
-    return terms if residual is None else terms + residual.abs()
+    call = Call(*args)
+    terms = call.terms * call.terms if call.act == "square" else call.terms
+    return terms if call.residual is None else terms + call.residual.abs()
 
 
-def linear_gradient_magnitude(  # noqa: PLR0917
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    act: str = "none",
-    scale: float = 1.0,
-    residual: Tensor | None = None,
-) -> Tensor:
+def linear_gradient_magnitude(*args: Any) -> Tensor:
     """The terms of the sums, the activation's own, and what rounding does to its derivative."""
-    formula = FORMULAS[act]
-    terms = absolute_terms(x, weight, bias, scale)
+    call = Call(*args)
+    formula = FORMULAS[call.act]
+    terms = call.terms
     with torch.no_grad():
-        z = F.linear(x, weight) * scale
-        z = z if bias is None else z + bias
-        slope = formula.slope_terms(z) + formula.curvature * terms
+        slope = formula.slope_terms(call.preactivation) + formula.curvature * terms
     y = terms * slope
-    return y if residual is None else y + residual.abs()
+    return y if call.residual is None else y + call.residual.abs()
 
 
 def linear_bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Sample:
     """A layer as wide as its input, with gelu."""
-    rows, columns = shape
-    x = torch.randn(rows, columns, device=device, dtype=dtype)
-    weight = torch.randn(columns, columns, device=device, dtype=dtype) / columns**0.5
-    return Sample("bench", (x, weight, torch.randn(columns, device=device, dtype=dtype), "gelu"))
+    x, weight = matmul_bench(device, dtype, shape).args
+    bias = torch.randn(shape[1:], device=device, dtype=dtype)
+    return Sample("bench", (x, weight / shape[1] ** 0.5, bias, "gelu"))
 
 
 def linear_large(device: torch.device) -> Sample:
@@ -235,53 +213,37 @@ def linear_large(device: torch.device) -> Sample:
     return Sample("large", (x, weight, None, "relu"))
 
 
-def linear_traffic(sample: Sample) -> Traffic:
-    """Reads the arguments, writes the output."""
-    x, weight = sample.args[:2]
-    elements, terms = product_sizes(x, weight.T)
-    moved = sum(sample.args[i].numel() for i in sample.positions) + elements
-    return Traffic(moved * x.itemsize, 2 * elements * terms)
-
-
 def linear_backward_traffic(sample: Sample) -> Traffic:
-    """Reads the gradient, x, weight and what the derivative needs; writes a gradient for each."""
+    """Reads the gradient, x, weight and an input of the derivative; writes gradients of all."""
     x, weight = sample.args[:2]
-    elements, terms = product_sizes(x, weight.T)
-    moved = 2 * (x.numel() + weight.numel()) + 2 * elements
-    return Traffic(moved * x.itemsize, 4 * elements * terms)
+    out = x.shape[:-1].numel() * weight.shape[0] * x.itemsize
+    return Traffic(2 * (x.nbytes + weight.nbytes + out), products(x, weight.T)[1])
 
 
-def module(device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """A layer with all that it can have."""
-    layer = torchkiln.nn.Linear(10, 8, act="gelu", device=device, dtype=dtype)
-    with torch.no_grad():
-        layer.weight.copy_(normal("weight", (8, 10), device, dtype))
-        layer.bias.copy_(normal("bias", (8,), device, dtype))
-    return layer
-
-
-def module_inputs(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Rows for :func:`module`."""
-    return (normal("x", (6, 10), device, dtype),)
+def linear_invalid(device: torch.device) -> Iterator[Invalid]:
+    """Shapes that do not go together."""
+    x, weight = torch.ones(2, 4, device=device), torch.ones(3, 4, device=device)
+    good = GoodCall(torch.ops.torchkiln.linear.default, Sample("good", (x, weight)))
+    yield good.changed(f"x: {FLAT}", x=x[0, 0])
+    words = "weight: got 1 dimensions (shape [4]), expected 2"
+    yield good.changed(words, weight=weight[0])
+    words = "weight: got shape [4, 3], expected 4 as the second size, the last size of x"
+    yield good.changed(words, weight=weight.T)
 
 
 BENCH_SHAPES = ((4096, 4096), (8192, 8192))
 
 MATMUL = OpSpec(
-    name="matmul",
     op=torchkiln.matmul,
-    overload=torch.ops.torchkiln.matmul.default,
     reference=torch.matmul,
-    composite=torch.matmul,
     magnitude=absolute_product,
     gradient_magnitude=absolute_product,
     inputs=matmul_inputs,
+    refusals=Refusals(dtypes={"b": "a"}),
     invalid=matmul_invalid,
     bench=matmul_bench,
     large=matmul_large,
-    traffic=matmul_traffic,
-    backward_traffic=matmul_backward_traffic,
-    differentiable=(0, 1),
+    operations=lambda sample: products(*sample.args),
     autocast=(0, 1),
     bench_shapes=BENCH_SHAPES,
     opaque=False,
@@ -289,9 +251,7 @@ MATMUL = OpSpec(
 )
 
 LINEAR = OpSpec(
-    name="linear",
     op=torchkiln.linear,
-    overload=torch.ops.torchkiln.linear.default,
     reference=linear_reference,
     composite=linear_composite,
     magnitude=linear_magnitude,
@@ -299,17 +259,21 @@ LINEAR = OpSpec(
     # The gradient of what the activation got is rounded before it is multiplied.
     output_sensitivity=linear_gradient_magnitude,
     inputs=linear_inputs,
+    refusals=Refusals(
+        dtypes={"weight": "x", "residual": "x"},
+        parameters={"bias": "x"},
+        shapes={"bias": "the first size of weight", "residual": "the shape of the output"},
+        words={"act": tuple(FORMULAS)},
+    ),
     invalid=linear_invalid,
     bench=linear_bench,
     large=linear_large,
-    traffic=linear_traffic,
+    operations=lambda sample: products(sample.args[0], sample.args[1].T),
     backward_traffic=linear_backward_traffic,
-    differentiable=(0, 1, 2, 5),
     autocast=(0, 1, 5),
     bench_shapes=BENCH_SHAPES,
     opaque=True,
     threads_matter=True,
     helpers=("linear_forward",),
-    module=module,
-    module_inputs=module_inputs,
+    module=layer(torchkiln.nn.Linear, 10, 8, act="gelu"),
 )

@@ -2,51 +2,57 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from functools import reduce
 
 import torch
 from torch import Tensor
 
 import torchkiln
-from torchkiln.testing.data import normal
-from torchkiln.testing.spec import Invalid, OpSpec, Sample, Traffic
+from torchkiln.testing.data import cycle, large_matrix, normal
+from torchkiln.testing.refusals import KNOWN_DTYPES, GoodCall, Refusals, name_of
+from torchkiln.testing.sample import Invalid, Sample, Traffic
+from torchkiln.testing.spec import OpSpec
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+Shapes = Mapping[str, tuple[tuple[int, ...], ...]]
 
-# Two shapes each: the scalar loop, the vector loop with every tail, broadcasting along either side
-# and in the middle, more dimensions than collapse, and enough elements for several threads or
-# blocks.
-SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
-    "typical": ((6, 10), (6, 10)),
-    "one": ((1,), (1,)),
-    "0-dim": ((), ()),
-    "0-dim beside 1-D": ((), (5,)),
-    "empty": ((0,), (0,)),
-    "empty in the middle": ((3, 0, 2), (3, 1, 2)),
-    "prime": ((17,), (17,)),
-    "vector less one": ((127,), (127,)),
-    "vector": ((128,), (128,)),
-    "vector and one": ((129,), (129,)),
-    "power of two less one": ((1023,), (1023,)),
-    "power of two and one": ((1025,), (1025,)),
-    "row": ((31, 33), (33,)),
-    "column": ((31, 33), (31, 1)),
-    "column beside vectors": ((31, 64), (31, 1)),
-    "vectors, in the middle": ((4, 1, 32), (1, 3, 1)),
-    "outer": ((13, 1), (1, 19)),
-    "middle": ((4, 1, 5), (4, 3, 1)),
-    "images": ((2, 3, 5, 7), (2, 3, 5, 7)),
-    "images and channels": ((2, 3, 5, 7), (3, 1, 1)),
-    "rank 9": ((2, 1, 2, 3, 1, 2, 1, 2, 3), (1, 2, 2, 1, 2, 2, 3, 1, 3)),
-    "threads": ((257, 521), (257, 521)),
-    "threads and row": ((257, 521), (521,)),
-}
+# Shapes that all arguments have: the scalar loop, the vector loop with every tail.
+ALIKE: Mapping[str, tuple[int, ...]] = (
+    {"typical": (6, 10), "one": (1,), "0-dim": (), "empty": (0,)}
+    | {"prime": (17,), "vector less one": (127,), "vector": (128,), "vector and one": (129,)}
+    | {"power of two and one": (1025,)}
+)
+# And broadcasting along either side and in the middle, more dimensions than collapse, and enough
+# elements for several threads or blocks.
+ADD_SHAPES: Shapes = (
+    {name: (shape, shape) for name, shape in ALIKE.items()}
+    | {"0-dim beside 1-D": ((), (5,)), "empty in the middle": ((3, 0, 2), (3, 1, 2))}
+    | {"power of two less one": ((1023,), (1023,)), "row": ((31, 33), (33,))}
+    | {"column": ((31, 33), (31, 1)), "column beside vectors": ((31, 64), (31, 1))}
+    | {"vectors, in the middle": ((4, 1, 32), (1, 3, 1)), "outer": ((13, 1), (1, 19))}
+    | {"middle": ((4, 1, 5), (4, 3, 1)), "images": ((2, 3, 5, 7), (2, 3, 5, 7))}
+    | {"images and channels": ((2, 3, 5, 7), (3, 1, 1))}
+    | {"rank 9": ((2, 1, 2, 3, 1, 2, 1, 2, 3), (1, 2, 2, 1, 2, 2, 3, 1, 3))}
+    | {"threads": ((257, 521), (257, 521)), "threads and row": ((257, 521), (521,))}
+)
+MULADD_SHAPES: Shapes = (
+    {name: (shape, shape, shape) for name, shape in ALIKE.items()}
+    | {"empty in the middle": ((3, 0, 2), (3, 1, 2), (2,))}
+    | {"scale and shift of columns": ((31, 33), (33,), (33,))}
+    | {"scale and shift of rows": ((31, 33), (31, 1), (31, 1))}
+    | {"outer and matrix": ((13, 1), (1, 19), (13, 19)), "all broadcast": ((4, 1, 1), (3, 1), (5,))}
+    | {"images and channels": ((2, 3, 5, 7), (3, 1, 1), (3, 1, 1))}
+    | {"rank 9": (*ADD_SHAPES["rank 9"], (2, 1, 1, 3, 2, 1, 3, 2, 1)), "scalars": ((5, 7), (), ())}
+    | {"scalar factor": ((5, 7), (), (5, 7)), "scalar first": ((), (5, 7), (7,))}
+    | {"scalar shift": ((5, 7), (5, 7), ()), "only the shift is no scalar": ((), (), (5, 7))}
+    | {"threads": ((257, 261), (257, 261), (257, 261))}
+    | {"threads and columns": ((257, 261), (261,), (261,))}
+)
 
 
 def add_inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     """Pairs of shapes, then pairs of dtypes."""
-    for name, (left, right) in SHAPES.items():
+    for name, (left, right) in ADD_SHAPES.items():
         yield Sample(name, (normal("a", left, device, dtype), normal("b", right, device, dtype)))
     a = normal("a", (5, 9), device, dtype)
     yield Sample("float32 on the right", (a, normal("b", (9,), device, torch.float32)))
@@ -57,109 +63,126 @@ def add_inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("0-dim on the CPU", (a, normal("b", (), torch.device("cpu"), dtype)))
 
 
+def muladd_inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    """Triples of shapes, then of dtypes."""
+    for name, shapes in MULADD_SHAPES.items():
+        pairs = zip("abc", shapes, strict=True)
+        yield Sample(name, tuple(normal(key, shape, device, dtype) for key, shape in pairs))
+    a, b = normal("a", (5, 9), device, dtype), normal("b", (5, 9), device, dtype)
+    c = normal("c", (5, 9), device, dtype)
+    row = normal("b", (9,), device, torch.float32)
+    integers = torch.arange(-4, 5, device=device)
+    flags = integers % 2 == 0
+    wide = normal("c", (5, 9), device, torch.float64)
+    cpu = torch.device("cpu")
+    yield Sample("float32 in the middle", (a, row, c))
+    yield Sample("float64 on the right", (a, b, wide))
+    yield Sample("int64 and bool", (a, integers, flags))
+    yield Sample("bool first", (flags, a, integers))
+    yield Sample("0-dim float64 on the right", (a, b, normal("c", (), device, torch.float64)))
+    yield Sample("0-dim on the CPU", (a, normal("b", (), cpu, dtype), normal("c", (), cpu, dtype)))
+
+
+def unpromotable(good: GoodCall, names: str, *cases: tuple[torch.dtype, ...]) -> Iterator[Invalid]:
+    """Calls whose dtypes promote to one without kernels."""
+    for dtypes in cases:
+        *first, last = map(name_of, dtypes)
+        said = f"{', '.join(first)} and {last}"
+        both = name_of(reduce(torch.promote_types, dtypes))
+        yield good.changed(
+            f"{', '.join(names)}: got dtypes {said}, which promote to {both}, {KNOWN_DTYPES}",
+            **{name: good[name].to(dtype) for name, dtype in zip(names, dtypes, strict=True)},
+        )
+
+
 def add_invalid(device: torch.device) -> Iterator[Invalid]:
-    """Every refusal of add."""
+    """Dtypes that do not promote, shapes that do not broadcast."""
     x = torch.ones(4, device=device)
-    yield Invalid(
-        "None", (x, None), TypeError, r"torchkiln\.add: b: got NoneType, expected a torch\.Tensor"
+    good = GoodCall(torch.ops.torchkiln.add.default, Sample("good", (x, x)))
+    yield from unpromotable(
+        good,
+        "ab",
+        (torch.int64, torch.int64),
+        (torch.int32, torch.bool),
+        (torch.bool, torch.bool),
+        (torch.float32, torch.complex64),
     )
-    yield Invalid(
-        "a number", (2.0, x), TypeError, r"torchkiln\.add: a: got float, expected a torch\.Tensor"
+    words = "b: got shape [3], expected one that broadcasts with a of shape [4]"
+    yield good.changed(words, b=torch.ones(3, device=device))
+
+
+def muladd_invalid(device: torch.device) -> Iterator[Invalid]:
+    """The same for three tensors."""
+    x, matrix = torch.ones(4, device=device), torch.ones(4, 4, device=device)
+    good = GoodCall(torch.ops.torchkiln.muladd.default, Sample("good", (x, x, x)))
+    yield from unpromotable(
+        good,
+        "abc",
+        (torch.int64, torch.int64, torch.int64),
+        (torch.bool, torch.int32, torch.bool),
+        (torch.float32, torch.complex64, torch.float32),
     )
-    promoted = (
-        r"torchkiln\.add: a, b: got dtypes {0} and {1}, which promote to {2}, "
-        "expected one of float32, float64, float16, bfloat16"
-    )
-    for left, right, both in (
-        (torch.int64, torch.int64, "int64"),
-        (torch.int32, torch.bool, "int32"),
-        (torch.bool, torch.bool, "bool"),
-        (torch.float32, torch.complex64, "complex64"),
-    ):
-        names = [str(d).removeprefix("torch.") for d in (left, right)]
-        yield Invalid(
-            f"{names[0]} and {names[1]}",
-            (x.to(left), x.to(right)),
-            RuntimeError,
-            promoted.format(*names, both),
-        )
-    sparse = torch.eye(4, device=device).to_sparse()
-    dense = torch.ones(4, 4, device=device)
-    layout = r"torchkiln\.add: {0}: got layout Sparse, expected Strided; call \.to_dense\(\) first"
-    yield Invalid("sparse a", (sparse, dense), RuntimeError, layout.format("a"))
-    yield Invalid("sparse b", (dense, sparse), RuntimeError, layout.format("b"))
-    yield Invalid(
-        "shapes",
-        (x, torch.ones(3, device=device, requires_grad=True)),
-        RuntimeError,
-        r"torchkiln\.add: b: got shape \[3\], expected one that broadcasts with a of shape \[4\]",
-    )
-    yield Invalid(
-        "meta beside real",
-        (x, torch.ones(4, device="meta")),
-        RuntimeError,
-        rf"torchkiln\.add: b: got device meta, expected {x.device}, the device of a",
-    )
-    if device.type != "cpu":
-        yield Invalid(
-            "two devices",
-            (x, torch.ones(4)),
-            RuntimeError,
-            rf"torchkiln\.add: b: got device cpu, expected {x.device}, the device of a",
-        )
-
-
-def add_bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Sample:
-    """Two matrices of one shape."""
-    a = torch.randn(shape, device=device, dtype=dtype)
-    return Sample("bench", (a, torch.randn_like(a)))
-
-
-def add_large(device: torch.device) -> Sample:
-    """A matrix of more than 2**31 elements, twice: both are read linearly."""
-    rows, columns = 2**16 + 1, 2**15 + 1
-    a = torch.arange(rows, device=device).remainder(251).to(torch.bfloat16).unsqueeze(1)
-    a = a.expand(rows, columns).contiguous()
-    return Sample("large", (a, a))
-
-
-def add_traffic(sample: Sample) -> Traffic:
-    """Both inputs are read, the output written."""
-    a, b = sample.args
-    count = torch.broadcast_shapes(a.shape, b.shape).numel()
-    size = torch.result_type(a, b).itemsize
-    return Traffic(a.numel() * a.itemsize + b.numel() * b.itemsize + count * size, count)
+    words = "{}: got shape [3], expected one that broadcasts with {} of shape {}"
+    yield good.changed(words.format("b", "a", "[4]"), b=x[:3])
+    yield good.changed(words.format("c", "a and b", "[4, 4]"), b=matrix, c=x[:3])
 
 
 def add_backward_traffic(sample: Sample) -> Traffic:
-    """A gradient of an input that was not broadcast is the incoming one; others are sums of it."""
+    """The gradient of an argument that was not broadcast is the incoming one; others are sums."""
     a, b = sample.args
     shape = torch.broadcast_shapes(a.shape, b.shape)
     summed = [t for t in (a, b) if t.shape != shape]
     count = shape.numel()
     size = torch.result_type(a, b).itemsize
-    moved = sum(count * size + t.numel() * t.itemsize for t in summed)
-    return Traffic(moved, count * len(summed))
+    return Traffic(sum(count * size + t.nbytes for t in summed), count * len(summed))
 
 
-def add_magnitude(a: Tensor, b: Tensor) -> Tensor:
-    """|a| + |b|."""
-    return a.abs() + b.abs()
+def muladd_backward_traffic(sample: Sample) -> Traffic:
+    """Reads the incoming gradient, a and b, writes their gradients; that of c is the incoming."""
+    a, b, _ = sample.args
+    count = torch.broadcast_shapes(*(t.shape for t in sample.args)).numel()
+    return Traffic(count * a.itemsize + 2 * (a.nbytes + b.nbytes), 2 * count)
+
+
+def muladd_large(device: torch.device) -> Sample:
+    """A matrix of more than 2**31 elements, a row and a number."""
+    a = large_matrix(device)
+    c = torch.tensor(3.0, device=device, dtype=a.dtype)
+    return Sample("large", (a, 8 * cycle(a.shape[1], 241, device), c))
+
+
+def muladd(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """Two ops of torch."""
+    return a * b + c
+
+
+def muladd_gradient_magnitude(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """Where an argument is broadcast its gradient is a sum, whose terms may cancel."""
+    return a * b.detach().abs() + a.detach().abs() * b + c
 
 
 ADD = OpSpec(
-    name="add",
     op=torchkiln.add,
-    overload=torch.ops.torchkiln.add.default,
     reference=torch.add,
-    composite=torch.add,
-    magnitude=add_magnitude,
+    magnitude=lambda a, b: a.abs() + b.abs(),
     inputs=add_inputs,
+    refusals=Refusals(promotes=True),
     invalid=add_invalid,
-    bench=add_bench,
-    large=add_large,
-    traffic=add_traffic,
     backward_traffic=add_backward_traffic,
-    differentiable=(0, 1),
     opaque=False,
+)
+
+MULADD = OpSpec(
+    op=torchkiln.muladd,
+    reference=muladd,
+    magnitude=lambda a, b, c: (a * b).abs() + c.abs(),
+    gradient_magnitude=muladd_gradient_magnitude,
+    inputs=muladd_inputs,
+    refusals=Refusals(promotes=True, numbers=("a", "b", "c")),
+    invalid=muladd_invalid,
+    large=muladd_large,
+    operations=(2, 2),
+    backward_traffic=muladd_backward_traffic,
+    opaque=False,
+    helpers=("muladd_backward",),
 )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,35 +13,25 @@ from torch import Tensor, nn
 import torchkiln
 from torchkiln.testing.compare import steps
 from torchkiln.testing.data import normal
-from torchkiln.testing.spec import OpSpec, Sample, Traffic
-from torchkiln.testing.specs.spmm_invalid import invalid
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from torchkiln.testing.refusals import GoodCall, Refusals
+from torchkiln.testing.sample import Invalid, Sample
+from torchkiln.testing.spec import OpSpec
 
 # Rows, columns and width: rows and widths of every kind that kernels treat differently (one lane of
-# a thread, a vector and its neighbours, several tiles), and rows of many and of no entries.
-SHAPES: dict[str, tuple[int, int, int]] = {
-    "typical": (4, 5, 8),
-    "one": (1, 1, 1),
-    "no rows": (0, 5, 4),
-    "no columns": (5, 0, 4),
-    "no width": (5, 4, 0),
-    "prime": (7, 13, 11),
-    "narrow": (23, 17, 2),
-    "vector less one": (9, 31, 15),
-    "vector": (9, 31, 16),
-    "vector and one": (9, 31, 17),
-    "two tiles": (6, 9, 264),
-    "many rows": (1031, 5, 3),
-    "long rows": (3, 2053, 5),
-}
+# a thread, a vector and its neighbours, several tiles), rows of many entries and without any.
+SHAPES: Mapping[str, tuple[int, int, int]] = (
+    {"typical": (4, 5, 8), "one": (1, 1, 1)}
+    | {"no rows": (0, 5, 4), "no columns": (5, 0, 4), "no width": (5, 4, 0)}
+    | {"prime": (7, 13, 11), "narrow": (23, 17, 2)}
+    | {"vector less one": (9, 31, 15), "vector": (9, 31, 16), "vector and one": (9, 31, 17)}
+    | {"two tiles": (6, 9, 264), "many rows": (1031, 5, 3), "long rows": (3, 2053, 5)}
+)
 
 
 def pattern(
     rows: int, columns: int, device: torch.device, dtype: torch.dtype = torch.int64, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Where about a third of the elements lie; every fifth row is empty, row 1 is full."""
+    """Indices of about a third of the elements; every fifth row is empty, row 1 is full."""
     place = torch.arange(rows * columns).reshape(rows, columns)
     there = (place * 7919 + place // 5 + seed) % 3 == 0
     there[::5] = False
@@ -52,7 +43,7 @@ def pattern(
 
 
 def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Shapes, then batches that share all, some or nothing."""
+    """Shapes, options, then batches of all, some or no parts."""
 
     def sample(
         name: str,
@@ -79,34 +70,29 @@ def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("batch of values and of matrices", shape, *short, ((2,), (2,)))
     yield sample("batch of matrices", shape, *short, ((), (2,)))
     yield sample("batch of values", shape, *short, ((2,), ()))
-    # Of as many entries each.
+    # Two patterns of as many entries.
     second = (short[0], (short[1] + 1) % 4)
     crow, col = (torch.stack(pair) for pair in zip(short, second, strict=True))
     yield sample("batch of patterns", shape, crow, col, ((2,), (2,)))
     yield sample("batch of patterns alone", shape, crow, col)
-    yield sample("batch of patterns, transposed", shape, crow, col, ((2,), (2,)),
-                 transpose=torchkiln.csr_transpose(crow, col, 4))  # fmt: skip
+    packed, both = torchkiln.csr_transpose(crow, col, 4), ((2,), (2,))
+    yield sample("batch of patterns, transposed", shape, crow, col, both, transpose=packed)
     shared = crow[:1].expand(3, -1), col[:1].expand(3, -1)
     yield sample("pattern expanded to a batch", shape, *shared, ((3,), ()))
     yield sample("no batch", shape, *short, ((0,), (0,)))
-    # Entries in no order, one of them twice.
+    # Entries in no order, one twice.
     begins = torch.tensor([0, 3, 3, 7], device=device)
     places = torch.tensor([2, 0, 2, 3, 1, 0, 4], device=device)
     yield sample("in no order", (3, 5, 4), begins, places)
 
 
-def rows_of(crow: Tensor, entries: int) -> Tensor:
-    """The row of each entry."""
-    return torch.repeat_interleave(crow.diff().long(), output_size=entries)
-
-
 def dense(values: Tensor, crow: Tensor, col: Tensor, columns: int) -> Tensor:
-    """The sparse matrix in full, or the batch of them."""
+    """The sparse matrix, or a batch of them, with all elements."""
     batch = next((t.shape[0] for t in (values, crow, col) if t.dim() == 2), None)
     if batch is None:
         zeros = values.new_zeros(crow.numel() - 1, columns)
-        places = rows_of(crow, col.numel()), col.long()
-        return zeros.index_put(places, values, accumulate=True)
+        rows = torch.repeat_interleave(crow.diff().long(), output_size=col.numel())
+        return zeros.index_put((rows, col.long()), values, accumulate=True)
     each = [t if t.dim() == 2 else t.expand(batch, -1) for t in (values, crow, col)]
     found = [dense(v, r, c, columns) for v, r, c in zip(*each, strict=True)]
     if not found:  # nothing, with a gradient
@@ -115,15 +101,12 @@ def dense(values: Tensor, crow: Tensor, col: Tensor, columns: int) -> Tensor:
 
 
 def reference(values: Tensor, b: Tensor, *, crow: Tensor, col: Tensor, **_: Any) -> Tensor:
-    """The product of the matrices in full."""
+    """The product of dense matrices."""
     return dense(values, crow, col, b.shape[-2]) @ b
 
 
 def composite(values: Tensor, b: Tensor, *, crow: Tensor, col: Tensor, **_: Any) -> Tensor:
-    """The same; of large matrices what torch has for sparse ones.
-
-    It knows no batch, and no half precision on the CPU.
-    """
+    """Torch's sparse product for large matrices, where it has one, else the dense product."""
     sizes = crow.shape[-1] - 1, b.shape[-2]
     is_batch = values.dim() > 1 or crow.dim() > 1
     has_none = values.dtype in (torch.float16, torch.bfloat16) and not values.is_cuda
@@ -136,17 +119,14 @@ def composite(values: Tensor, b: Tensor, *, crow: Tensor, col: Tensor, **_: Any)
 
 
 def magnitude(values: Tensor, b: Tensor, **kwargs: Any) -> Tensor:
-    """The sum of the absolute values, and how often that of the longest row is rounded."""
+    """The sum of the absolute values times the roundings of the longest row."""
     crow = kwargs["crow"]
     longest = int(crow.diff(dim=-1).max()) if crow.shape[-1] > 1 and crow.numel() else 0
     return reference(values.abs(), b.abs(), **kwargs) * steps(longest)
 
 
 def gradient_magnitude(values: Tensor, b: Tensor, **kwargs: Any) -> Tensor:
-    """A function whose gradients are the sums of the absolute values of the terms.
-
-    Those of b are a product with the transposed matrix, whose rows are the columns.
-    """
+    """Gradients are sums of absolute values; one of b has a term for each entry of a column."""
     col = kwargs["col"]
     counts = [torch.bincount(one) for one in col.reshape(-1, col.shape[-1])] if col.numel() else []
     longest = max((int(count.max()) for count in counts), default=0)
@@ -155,18 +135,16 @@ def gradient_magnitude(values: Tensor, b: Tensor, **kwargs: Any) -> Tensor:
 
 
 def wider(sample: Sample) -> Sample:
-    """The same matrix times twice as many columns: patterns are no inputs of a graph."""
+    """Twice as many columns of b: a pattern is no input of a graph."""
     values, b = sample.args
     return replace(sample, args=(values, torch.cat([b, b], dim=-1)))
 
 
 def bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Sample:
-    """A square matrix of so many rows with 1 % stored (0.1 % of a large one); so many columns."""
+    """A square matrix with 1 % of its elements (0.1 % of a large one) times so many columns."""
     rows, width = shape
-    density = 0.01 if rows <= 16384 else 0.001
-    places = torch.randint(
-        rows * rows, (max(1, int(rows * rows * density)),), device=device
-    ).unique()
+    entries = int(rows * rows * (0.01 if rows <= 16384 else 0.001))
+    places = torch.randint(rows * rows, (max(1, entries),), device=device).unique()
     crow = torch.zeros(rows + 1, dtype=torch.int64, device=device)
     crow[1:] = torch.bincount(places // rows, minlength=rows).cumsum(0)
     values = torch.randn(places.shape, device=device, dtype=dtype)
@@ -174,29 +152,47 @@ def bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> S
     return Sample("bench", (values, b), {"crow": crow, "col": places % rows})
 
 
-def moved(sample: Sample) -> tuple[int, int, int]:
-    """Bytes of the sparse matrix, of b and of the result."""
+def operations(sample: Sample) -> tuple[int, int]:
+    """A multiplication and an addition for each entry and column; backward has two products."""
     values, b = sample.args
-    crow, col = sample.kwargs["crow"], sample.kwargs["col"]
-    sparse = values.nbytes + crow.nbytes + col.nbytes
-    return sparse, b.nbytes, (crow.shape[-1] - 1) * b.shape[-1] * b.itemsize
+    terms = values.numel() * b.shape[-1]
+    return 2 * terms, 4 * terms
 
 
-def traffic(sample: Sample) -> Traffic:
-    """Reads the sparse matrix and b once, writes the result."""
-    values, b = sample.args
-    return Traffic(sum(moved(sample)), 2 * values.numel() * b.shape[-1])
-
-
-def backward_traffic(sample: Sample) -> Traffic:
-    """Reads the sparse matrix, b and the incoming gradient, writes both gradients."""
-    values, b = sample.args
-    total = sum(moved(sample)) + values.nbytes + b.nbytes
-    return Traffic(total, 4 * values.numel() * b.shape[-1])
+def invalid(device: torch.device) -> Iterator[Invalid]:
+    """Sizes and patterns that do not go together, but for those that ``check`` finds."""
+    values, b = torch.ones(3, device=device), torch.ones(4, 2, device=device)
+    crow, col = torch.tensor([0, 2, 3], device=device), torch.tensor([0, 3, 1], device=device)
+    sample = Sample("good", (values, b), {"crow": crow, "col": col})
+    good = GoodCall(torch.ops.torchkiln.spmm_csr.default, sample, "spmm")
+    for name, wrong, expected in (
+        ("values", values.reshape(1, 1, 3), "[entries] or [batch, entries]"),
+        ("b", b[:, 0], "a matrix or a batch of matrices"),
+        ("crow", crow[:0], "at least one element, the end of the last row"),
+        ("col", col.reshape(1, 3), "[entries], as crow has no batch"),
+    ):
+        words = f"{name}: got shape {list(wrong.shape)}, expected {expected}"
+        yield good.changed(words, **{name: wrong})
+    size = "{}: got size {} in dimension 0 of shape {}, expected {}"
+    words = size.format("values", 4, [4], "3, the number of entries in col")
+    yield good.changed(words, values=torch.ones(4, device=device))
+    words = size.format("crow", 3, [3], "6, one more than the rows of the shape")
+    yield good.changed(words, shape=(5, 4))
+    words = size.format("b", 4, [4, 2], "7, the columns of the sparse matrix")
+    yield good.changed(words, shape=(2, 7))
+    words = "b: got a batch of 3 in shape [3, 4, 2], expected 2, that of values, or no batch"
+    yield good.changed(words, values=values.expand(2, 3), b=b.expand(3, 4, 2))
+    yield good.changed("shape: got [4], expected [rows, columns]", shape=(4,))
+    yield good.changed("crow: got dtype float32, expected int32 or int64", crow=crow.float())
+    yield good.changed("col: got dtype int32, expected int64, the dtype of crow", col=col.int())
+    words = "got int64 [3], expected what torchkiln.csr_transpose() made of the pattern"
+    yield good.changed(f"transpose: {words}", transpose=crow)
+    words = "transpose: got that of a pattern with 5 columns, expected 4"
+    yield good.changed(words, transpose=torch.zeros(12, dtype=torch.int32, device=device))
 
 
 def module(device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """A layer with a pattern and values that depend on nothing."""
+    """A layer with the same pattern and values in every run."""
     weight = normal("weight", (9, 13), device, dtype)
     bias = normal("bias", (9,), device, dtype)
     return torchkiln.nn.SparseLinear.from_dense(weight * (weight > 0.5), bias)
@@ -208,19 +204,17 @@ def module_inputs(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...
 
 
 SPMM_CSR = OpSpec(
-    name="spmm_csr",
     op=torchkiln.spmm_csr,
-    overload=torch.ops.torchkiln.spmm_csr.default,
     reference=reference,
     composite=composite,
     magnitude=magnitude,
     gradient_magnitude=gradient_magnitude,
     inputs=inputs,
+    refusals=Refusals(dtypes={"b": "values"}, first="crow", called="spmm"),
     invalid=invalid,
     bench=bench,
     large=None,
-    traffic=traffic,
-    backward_traffic=backward_traffic,
+    operations=operations,
     differentiable=(0, 1),
     grown=wider,
     autocast=(0, 1),
@@ -228,9 +222,7 @@ SPMM_CSR = OpSpec(
     bench_shapes=((16384, 128), (65536, 64)),
     small_shapes=((64, 64), (1024, 64), (4096, 64)),
     opaque=True,
-    excluded={
-        "not_finite": "what is not stored multiplies nothing, where the formula has 0 * infinity"
-    },
+    excluded={"not_finite": "an element without an entry is left out of the product"},
     helpers=("spmm_transposed", "spmm_sampled", "spmm_transpose"),
     module=module,
     module_inputs=module_inputs,

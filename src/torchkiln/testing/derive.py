@@ -1,0 +1,212 @@
+"""Fields of a spec that are computed from its schema and samples where they are left out.
+
+:class:`torchkiln.testing.OpSpec` says which they are and how to override each.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from torchkiln.testing.compare import outputs
+from torchkiln.testing.data import cycle, large_matrix, normal
+from torchkiln.testing.refusals import kinds_of
+from torchkiln.testing.sample import Sample, Traffic
+
+if TYPE_CHECKING:
+    from torchkiln.testing.spec import OpSpec
+
+    Draw = Callable[[tuple[str | int, ...], Tensor], Tensor]
+
+CPU = torch.device("cpu")
+
+
+def arguments(spec: OpSpec) -> dict[str, Any]:
+    """The arguments of the op's schema by name, in order."""
+    return {argument.name: argument for argument in spec.overload._schema.arguments}
+
+
+def find_name(spec: OpSpec) -> str:
+    """The name of the function; empty where it has none."""
+    return getattr(spec.op, "__name__", "")
+
+
+def overload_of(function: Any, name: str) -> Any:
+    """The op of this name in the namespace of the function's package; None where there is none."""
+    package = (getattr(function, "__module__", None) or "").partition(".")[0]
+    found = getattr(getattr(torch.ops, package), name, None) if package else None
+    return None if found is None else found.default
+
+
+def find_differentiable(spec: OpSpec) -> tuple[int, ...]:
+    """All tensors that are positional arguments."""
+    overload: Any = spec.overload
+    if not isinstance(overload, torch._ops.OpOverload):  # which validate() reports
+        return ()
+    kinds = kinds_of(overload)
+    positional = [name for name, one in arguments(spec).items() if not one.kwarg_only]
+    return tuple(i for i, name in enumerate(positional) if kinds[name] in ("Tensor", "Tensor?"))
+
+
+VALUES: dict[str, Callable[[OpSpec], Any]] = {
+    "name": find_name,
+    "overload": lambda spec: overload_of(spec.op, spec.name),
+    "composite": lambda spec: spec.reference,
+    "differentiable": find_differentiable,
+    "inplace_overload": lambda spec: overload_of(
+        spec.inplace, getattr(spec.inplace, "__name__", "")
+    ),
+}
+"""Fields that are filled in when a spec is made, in this order."""
+
+
+def results(spec: OpSpec, sample: Sample) -> tuple[Tensor, ...]:
+    """Outputs of a call on the meta device: shapes and dtypes, but no data."""
+    with torch.no_grad():
+        return outputs(sample.map(lambda t: t.to("meta")).call(spec.overload))
+
+
+def operations(spec: OpSpec, sample: Sample, elements: int) -> tuple[int, int]:
+    """Operations of forward and backward, for a first output of so many elements."""
+    if callable(spec.operations):
+        return spec.operations(sample)
+    forward, backward = spec.operations
+    return forward * elements, backward * elements
+
+
+def traffic(spec: OpSpec, sample: Sample) -> Traffic:
+    """Forward: reads all tensors, writes all outputs."""
+    written = results(spec, sample)
+    moved = sum(tensor.nbytes for tensor in (*sample.tensors, *written))
+    return Traffic(moved, operations(spec, sample, written[0].numel())[0])
+
+
+def backward_traffic(spec: OpSpec, sample: Sample) -> Traffic:
+    """Backward: reads all tensors and the incoming gradients, writes a gradient for each argument.
+
+    Incoming gradients have the size of the outputs.
+    """
+    incoming = results(spec, sample)
+    written = sample.take(spec.wanted(sample))
+    moved = sum(tensor.nbytes for tensor in (*sample.tensors, *incoming, *written))
+    return Traffic(moved, operations(spec, sample, incoming[0].numel())[1])
+
+
+def matrix_call(spec: OpSpec, field: str, dtype: torch.dtype, draw: Draw) -> Sample:
+    """The typical call, whose first tensor is a matrix, with other rows and columns.
+
+    ``draw`` gives each tensor: it gets the tensor of the typical call, and for each dimension
+    "rows", "columns" or 1.
+    """
+    typical = spec.typical(CPU, dtype)
+    first = typical.args[typical.positions[0]]
+
+    def impossible(what: str) -> ValueError:
+        return ValueError(
+            f"torchkiln.testing: {spec.name}: {field}: got {what} in the typical sample "
+            f"{typical.name!r}, expected a matrix and tensors of its rows and columns, from which "
+            f"{field} is derived; give {field}"
+        )
+
+    if first.dim() != 2:
+        raise impossible(f"shape {list(first.shape)} of the first tensor")
+    rows, columns = first.shape
+    if any(isinstance(value, (tuple, list)) for value in (*typical.args, *typical.kwargs.values())):
+        raise impossible("a sequence of sizes")
+
+    def drawn(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            raise impossible(f"a tensor of dtype {tensor.dtype}")
+        dims: list[str | int] = []
+        for d, size in enumerate(tensor.shape):
+            is_last = d == tensor.dim() - 1
+            known = (
+                {rows: "rows", columns: "columns"}
+                if is_last
+                else {columns: "columns", rows: "rows"}
+            )
+            if size != 1 and size not in known:
+                raise impossible(f"shape {list(tensor.shape)}")
+            dims.append(known.get(size, 1))
+        return draw(tuple(dims), tensor)
+
+    call = typical.map(drawn)
+    return replace(call, name=field, kwargs=without_defaults(spec, call), seed=None)
+
+
+def without_defaults(spec: OpSpec, sample: Sample) -> dict[str, Any]:
+    """Keywords of the call that differ from the defaults of the schema."""
+    known = arguments(spec)
+    return {
+        name: value
+        for name, value in sample.kwargs.items()
+        if isinstance(value, Tensor)
+        or name not in known
+        or not known[name].has_default_value()
+        or known[name].default_value != value
+    }
+
+
+def bench(spec: OpSpec, device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Sample:
+    """The typical call with normal deviates, and ``shape`` for the sizes of its matrix."""
+    sizes: dict[str | int, int] = {"rows": shape[0], "columns": shape[1], 1: 1}
+
+    def draw(dims: tuple[str | int, ...], like: Tensor) -> Tensor:
+        return torch.randn([sizes[d] for d in dims], device=device, dtype=like.dtype)
+
+    return matrix_call(spec, "bench", dtype, draw)
+
+
+def large(spec: OpSpec, device: torch.device) -> Sample:
+    """The typical call in bfloat16 with a matrix of more than 2**31 elements.
+
+    Every matrix of the call is the same tensor, so that one is allocated.
+    """
+    matrix = large_matrix(device)
+    rows, columns = matrix.shape
+    sizes: dict[str | int, int] = {"rows": rows, "columns": columns, 1: 1}
+
+    def draw(dims: tuple[str | int, ...], _: Tensor) -> Tensor:
+        shape = [sizes[d] for d in dims]
+        if math.prod(shape) == matrix.numel():
+            return matrix.reshape(shape)
+        return cycle(math.prod(shape), 241, device).reshape(shape)
+
+    return matrix_call(spec, "large", torch.bfloat16, draw)
+
+
+def module_inputs(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Tensors of the typical call, but for those of the names of the module's parameters."""
+    if spec.module is None:
+        return ()
+    owned = {name for name, _ in spec.module(device, dtype).named_parameters()}
+    names = list(arguments(spec))
+    sample = spec.typical(device, dtype)
+    return tuple(sample.args[i] for i in sample.positions if names[i] not in owned)
+
+
+def layer(
+    make: Callable[..., nn.Module], *args: Any, **kwargs: Any
+) -> Callable[[torch.device, torch.dtype], nn.Module]:
+    """The field ``module`` for ``make(*args, **kwargs)``, which has its parameters filled.
+
+    ``make`` gets device and dtype if it takes them. Parameters are normal deviates that depend on
+    their names: layers start many of them at 0 or 1, where a lost parameter does not show.
+    """
+
+    def module(device: torch.device, dtype: torch.dtype) -> nn.Module:
+        places = {"device": device, "dtype": dtype}
+        accepted = inspect.signature(make).parameters
+        made = make(*args, **kwargs, **{k: v for k, v in places.items() if k in accepted})
+        with torch.no_grad():
+            for name, parameter in made.named_parameters():
+                parameter.copy_(normal(name, parameter.shape, device, dtype))
+        return made
+
+    return module

@@ -1,0 +1,110 @@
+"""Calls of an op: valid ones, refused ones, and the work of one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+Result = Tensor | tuple[Tensor, ...]
+"""The return value of an op."""
+
+FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One named call. An argument that is a tensor in every call is positional.
+
+    Keyword tensors (masks, weights) move between devices with the others, but only positional ones
+    are laid out anew, differentiated and traced as inputs.
+
+    An op that draws random numbers has a ``seed`` in its samples: every call of such a sample
+    starts torch's generators from it, so that the op and its reference draw the same numbers.
+    """
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    seed: int | None = None
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """Positions of the tensors among the positional arguments."""
+        return tuple(i for i, value in enumerate(self.args) if isinstance(value, Tensor))
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors of the call, positional ones first."""
+        values = (*self.args, *self.kwargs.values())
+        return tuple(value for value in values if isinstance(value, Tensor))
+
+    @property
+    def numel(self) -> int:
+        """Elements of the largest positional tensor."""
+        return max(int(self.args[i].numel()) for i in self.positions)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Sample:
+        """The same call with ``function`` applied to every tensor."""
+        args = tuple(function(a) if isinstance(a, Tensor) else a for a in self.args)
+        kwargs = {k: function(a) if isinstance(a, Tensor) else a for k, a in self.kwargs.items()}
+        return replace(self, args=args, kwargs=kwargs)
+
+    def substitute(self, position: int, value: Any, suffix: str = "") -> Sample:
+        """The same call with another argument at ``position``."""
+        args = (*self.args[:position], value, *self.args[position + 1 :])
+        return replace(self, name=self.name + suffix, args=args)
+
+    def start_generators(self) -> None:
+        """Seed torch's generators, if the call has a seed."""
+        if self.seed is not None:
+            torch.manual_seed(self.seed)
+
+    def call(self, function: Callable[..., Any]) -> Any:
+        """Make the call."""
+        self.start_generators()
+        return function(*self.args, **self.kwargs)
+
+    def bind(self, function: Callable[..., Any], positions: tuple[int, ...]) -> Callable[..., Any]:
+        """``function`` of the arguments at ``positions``; the sample gives the others."""
+
+        def bound(*values: Any) -> Any:
+            call = self
+            for position, value in zip(positions, values, strict=True):
+                call = call.substitute(position, value)
+            return call.call(function)
+
+        return bound
+
+    def take(self, positions: tuple[int, ...]) -> tuple[Any, ...]:
+        """The arguments at ``positions``."""
+        return tuple(self.args[i] for i in positions)
+
+
+@dataclass(frozen=True)
+class Invalid:
+    """One call that must be refused, with the kind of error and a pattern of its message."""
+
+    name: str
+    args: tuple[Any, ...]
+    error: type[Exception]
+    message: str
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The least bytes an op has to move and operations it has to compute, for roofline figures."""
+
+    bytes: int
+    operations: int
+
+
+def doubled(sample: Sample) -> Sample:
+    """The call with every size other than 1 doubled, so that equal sizes stay equal."""
+    return sample.map(lambda t: t.repeat([1 if n == 1 else 2 for n in t.shape]))
