@@ -1,4 +1,4 @@
-"""The cases that specs make of checks."""
+"""Cases: checks of specs on devices in dtypes."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Case:
         return f"{name}-{str(self.dtype).removeprefix('torch.')}"
 
     def run(self) -> None:
-        """Raise AssertionError if the op breaks it, UnavailableError if it cannot be tried."""
+        """Raise AssertionError if the op fails, UnavailableError if the check cannot run here."""
         if reason := self.spec.excluded.get(self.check.name):
             raise ExcludedError(f"not for {self.spec.name}: {reason}")
         if self.device.type == "cuda" and not torch.cuda.is_available():
             raise UnavailableError("no CUDA device")
         with warnings.catch_warnings():
-            # What torch deprecates in its own formulas and compiler is not the op's doing.
+            # Torch's own formulas and compiler warn about torch's own deprecations.
             warnings.simplefilter("ignore", DeprecationWarning)
             warnings.simplefilter("ignore", FutureWarning)
             try:
@@ -51,9 +51,9 @@ class Case:
 
 
 def cases(specs: Iterable[OpSpec], device: torch.device) -> Iterator[Case]:
-    """Every check that applies to ``specs`` on ``device``, whether or not it is there.
+    """Every check that applies to ``specs`` on ``device``, which this machine need not have.
 
-    Raises SpecError before the first one if a spec is incomplete or contradicts itself.
+    Raises SpecError before the first case if a spec is incomplete or contradicts itself.
     """
     known = tuple(specs)
     validate(known)

@@ -1,4 +1,4 @@
-"""What a check is, and the table of them that the modules of the contract fill."""
+"""Checks, and the table of them that the modules of the contract fill."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ CheckFunction = Callable[[OpSpec, torch.device, torch.dtype], None]
 
 
 class UnavailableError(Exception):
-    """A check cannot run on this machine; the message says what is missing."""
+    """A check cannot run on this machine; the message names the missing part."""
 
 
 class ExcludedError(UnavailableError):
-    """The spec says that the check cannot hold; the message says why."""
+    """A check cannot hold for an op, as its spec says; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One clause of the contract. It raises AssertionError where the op breaks it."""
+    """One clause of the contract. ``run`` raises AssertionError where the op breaks it."""
 
     name: str
     run: CheckFunction
@@ -31,11 +31,11 @@ class Check:
     slow: bool
     large: bool
     needs: str | None
-    """A field of the spec; where that is None there is nothing to check."""
+    """The field of the spec that the check is about; None in it means nothing to check."""
 
     @property
     def promise(self) -> str:
-        """What holds, in words."""
+        """The clause in words."""
         return " ".join((self.run.__doc__ or "").split())
 
     def applies(self, spec: OpSpec, device: torch.device) -> bool:

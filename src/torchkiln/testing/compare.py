@@ -1,4 +1,4 @@
-"""How results are compared, and what is said when they differ."""
+"""Comparison of results, and the message about a difference."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Where:
-    """What was being checked; the head of every message."""
+    """The op, check and sample of a comparison; the head of every message."""
 
     spec: OpSpec
     check: str
@@ -31,14 +31,14 @@ class Where:
         return f"{self.spec.name}: {self.check}: sample '{self.sample.name}' ({dtypes}){detail}"
 
     def at(self, detail: str) -> Where:
-        """The same place, one step further in."""
+        """The same place with a further detail."""
         joined = f"{self.detail}, {detail}" if self.detail else detail
         return Where(self.spec, self.check, self.sample, joined)
 
 
 @contextmanager
 def noted(where: Where) -> Iterator[None]:
-    """Tell the place of an error that another tool words."""
+    """Add the place to an error of another tool."""
     try:
         yield
     except Exception as error:
@@ -47,12 +47,12 @@ def noted(where: Where) -> Iterator[None]:
 
 
 def outputs(result: Result) -> tuple[Tensor, ...]:
-    """All tensors that a call returned."""
+    """All tensors of a result."""
     return (result,) if isinstance(result, Tensor) else tuple(result)
 
 
 def each(results: Sequence[Result], where: Where) -> list[tuple[tuple[Tensor, ...], Where]]:
-    """The outputs of several calls of one op, output by output, and where each stands."""
+    """The outputs of several calls of one op, grouped by output, each group with its place."""
     tensors = [outputs(result) for result in results]
     counts = [len(one) for one in tensors]
     require(len(set(counts)) == 1, where, f"got {counts[0]} outputs, expected {counts[-1]}")
@@ -70,7 +70,7 @@ def require(condition: bool, where: Where, message: str) -> None:
 
 
 def inside(dtype: torch.dtype) -> torch.finfo:
-    """The numbers that an op computes with: half precision is computed in float32."""
+    """Limits of the dtype that an op computes in, which is float32 for a half precision."""
     return torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32)
 
 
@@ -84,12 +84,11 @@ def allowed_error(
 ) -> Tensor:
     """Twice the error of torch's own composite, and one rounding of the result and of its terms.
 
-    A float64 truth has been rounded as often as a float64 result. A result below the smallest
-    normal number may count as zero; so may a number inside the op, which the result has ``lost``
-    times.
+    A float64 truth is rounded as often as a float64 result. A result below the smallest normal
+    number may be zero; so may an intermediate number, whose loss changes the result ``lost`` times.
     """
     info = torch.finfo(dtype)
-    # Beside infinities that a result does not see, its terms have no size of their own.
+    # An infinite term that does not reach the result says nothing about its rounding.
     magnitude = torch.where(magnitude.isfinite(), magnitude, truth.abs())
     rounded = info.eps * truth.abs() + 2 * compute_eps(dtype) * magnitude
     tiny = info.smallest_normal + lost * inside(dtype).smallest_normal
@@ -161,13 +160,13 @@ def require_identical(found: Tensor, expected: Tensor, where: Where) -> None:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The bytes of the elements in row-major order."""
-    dense = tensor.detach().contiguous()  # a single element keeps its stride
+    """The bytes of all elements in row-major order."""
+    dense = tensor.detach().contiguous()  # contiguous() keeps the stride of a single element
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
 def exact(spec: OpSpec, sample: Sample) -> Sample:
-    """The call in float64 on the device of its result; indices and masks stay what they are."""
+    """The call in float64, on the device of its result; indices and masks keep their dtypes."""
     call = sample.map(lambda t: t.detach().double() if t.is_floating_point() else t.detach())
     for i in call.positions:
         if i not in spec.indices:
@@ -199,7 +198,7 @@ def vector_jacobian(
     inputs = [sample.args[i] for i in positions]
     pairs = zip(outputs(sample.call(function)), grads, strict=True)
     used = [(output, grad) for output, grad in pairs if grad is not None]
-    # What depends on the unused outputs alone has a gradient of zero.
+    # An argument that only unused outputs depend on has a gradient of zero.
     return torch.autograd.grad(
         [output for output, _ in used],
         inputs,
@@ -209,26 +208,26 @@ def vector_jacobian(
 
 
 def widened(grads: Grads) -> list[Tensor | None]:
-    """The same in float64."""
+    """The gradients in float64."""
     return [None if grad is None else grad.double() for grad in grads]
 
 
 def half_step(dtype: torch.dtype) -> float:
-    """Half a rounding step of a saved output, in the units of the terms."""
+    """Half a rounding step of a saved output, in the units of `allowed_error`."""
     return torch.finfo(dtype).eps / 2 / (2 * compute_eps(dtype))
 
 
 def steps(terms: int) -> float:
-    """How the rounding errors of a sum grow that is rounded after each of its terms.
+    """Growth of the rounding errors of a sum that is rounded after each of its terms.
 
-    In units of two steps, as `allowed_error` counts. By chance as the root of their number; in the
-    worst case, that of equal terms, each rounding is half a step.
+    In units of two steps, as `allowed_error` counts: the square root of the number of terms for
+    random errors, half a step per term where all terms are equal.
     """
     return max(1.0, min(terms / 4, 4 * terms**0.5))
 
 
 def depth(terms: int) -> float:
-    """How often the rounding of a pairwise sum of so many terms adds up."""
+    """Growth of the rounding errors of a pairwise sum of so many terms."""
     return max(1.0, math.log2(max(terms, 1)) / 2)
 
 
@@ -247,12 +246,12 @@ def require_gradients(
     other = vector_jacobian(spec.composite, plain, positions, grads)
     used = [grad for grad in size if grad is not None and grad.numel() > 0]
     count = max((grad.numel() for grad in used), default=0)
-    # A derivative that counts as zero is missed as often as the incoming gradient is large; once
-    # more where it is also in a mean that is taken off.
+    # A derivative that is lost as zero is missed times the incoming gradient, and once more where a
+    # mean of it is subtracted.
     lost = 2 * max((float(grad.max()) for grad in used), default=0.0)
     for i, position in enumerate(positions):
         place = where.at(f"gradient of argument {position}")
-        # Sums of torch, of which a float64 truth is made, may add up their terms one by one.
+        # Torch's sums, which make a float64 truth, may add up their terms one by one.
         growth = steps if found[i].dtype == torch.float64 else depth
         terms_here = magnitude[i].abs() * growth(count // max(found[i].numel(), 1))
         if spec.output_sensitivity is not None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 SENTINEL = 77
-"""What surrounds the tensors of :func:`layouts` when their dtype has no NaN."""
+"""The value around the tensors of :func:`layouts` when their dtype has no NaN."""
 
 
 def normal(
@@ -27,7 +27,7 @@ def normal(
 
 
 def scaled(tensor: Tensor, factor: float) -> Tensor:
-    """Other values of the kind; classes and masks have no scale and stay."""
+    """The tensor times a factor; classes and masks stay as they are."""
     return tensor * factor if tensor.is_floating_point() else tensor
 
 
@@ -76,14 +76,14 @@ def place(name: str, values: Tensor, strides: Sequence[int], offset: int) -> Pla
     size = offset + reach + 1 + margin
     buffer = torch.full((size,), fill, dtype=values.dtype, device=values.device)
     view = buffer.as_strided(values.shape, strides, offset)
-    # A stride of 0 maps many elements to one, which takes the first.
+    # A stride of 0 maps many elements to one, which gets the value of the first.
     first = tuple(slice(1) if s == 0 else slice(None) for s in strides)
     view[first].copy_(values[first])
     return Placed(name, view, buffer)
 
 
 def layouts(values: Tensor) -> Iterator[Placed]:
-    """``values`` at every kind of strides that a kernel may treat differently."""
+    """``values`` at each kind of strides that kernels may treat differently."""
     shape = tuple(values.shape)
     rank = len(shape)
     dense = contiguous_strides(shape)

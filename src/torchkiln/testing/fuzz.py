@@ -1,4 +1,4 @@
-"""Calls that nobody thought of: shapes, strides, dtypes and values that hypothesis draws.
+"""Random calls: shapes, strides, dtypes and values that hypothesis draws.
 
 ::
 
@@ -34,24 +34,24 @@ from torchkiln.testing.spec import OpSpec
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# Around every width of a vector, of a warp and of a block of rows.
+# Sizes around the widths of vectors, warps and blocks of rows.
 EDGES = tuple(n + k for n in (16, 32, 64, 128, 256, 512, 1024, 2048) for k in (-1, 0, 1))
 MOST = 1 << 15
-"""Elements of a drawn matrix at most."""
+"""The most elements of a drawn matrix."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a tensor of any rank is laid out."""
+    """Strides and offset for a tensor of any rank."""
 
     order: int
-    """Dimensions from the slowest to the fastest are rotated by this; negative: reversed, too."""
+    """A rotation of the dimensions, slowest to fastest; a negative one reverses them, too."""
     gaps: tuple[int, int]
-    """What the fastest and every other dimension leave free."""
+    """Unused elements of the fastest dimension, and of every other."""
     offset: int
     """Elements before the first."""
     expanded: int | None
-    """A dimension of stride 0."""
+    """The dimension of stride 0, if any."""
 
     def place(self, values: Tensor) -> Placed:
         """The values at these strides, among sentinels."""
@@ -62,7 +62,7 @@ class Layout:
             order = order[turn:] + order[:turn]
         if self.order < 0:
             order.reverse()
-        # Of a shape with gaps, in the drawn order, then back.
+        # Strides of a shape with gaps, in the drawn order, then in that of the tensor.
         wide = [values.shape[d] + self.gaps[1] * (i > 0) for i, d in enumerate(order)]
         strides = [0] * rank
         for d, stride in zip(order, contiguous_strides(wide), strict=True):
@@ -74,25 +74,25 @@ class Layout:
 
 @functools.lru_cache(maxsize=8)
 def small_samples(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> dict[str, Sample]:
-    """The spec's own calls that do not take long."""
+    """The spec's samples that do not take long."""
     return {s.name: s for s in spec.samples(device, dtype) if s.numel <= SMALL}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A call in a few numbers, which are printed when it fails."""
+    """The numbers that make a call; they are printed when it fails."""
 
     dtype: torch.dtype
     source: str | tuple[int, int]
-    """The sample of this name, or a call of so many rows and columns."""
+    """The name of a sample, or the rows and columns of a call."""
     exponent: int
-    """Values are scaled by a power of two."""
+    """The power of two that scales the values."""
     seed: int
     layouts: tuple[Layout, ...]
-    """Of the arguments, then of the incoming gradients, in turns; none: as they come."""
+    """Layouts of the arguments, then of the incoming gradients, in turns; none for dense ones."""
 
     def sample(self, spec: OpSpec, device: torch.device) -> Sample:
-        """The call, its tensors dense."""
+        """The call with dense tensors."""
         torch.manual_seed(self.seed)
         if isinstance(self.source, str):
             sample = small_samples(spec, device, self.dtype)[self.source]
@@ -112,12 +112,12 @@ class Plan:
 
 
 def sizes() -> st.SearchStrategy[int]:
-    """Small ones, and those around powers of two."""
+    """Small sizes, and sizes around powers of two."""
     return st.integers(1, 40) | st.sampled_from(EDGES)
 
 
 def plans(spec: OpSpec) -> st.SearchStrategy[Plan]:
-    """Calls of an op."""
+    """Plans of calls of an op."""
     cpu = torch.device("cpu")
     names = list(small_samples(spec, cpu, spec.dtypes[0]))
     matrices = st.tuples(sizes(), sizes()).filter(lambda shape: shape[0] * shape[1] <= MOST)
@@ -139,7 +139,7 @@ def plans(spec: OpSpec) -> st.SearchStrategy[Plan]:
 
 
 def check_call(spec: OpSpec, plan: Plan, device: torch.device) -> None:
-    """Values and gradients of one call, and that its arguments stay as they are."""
+    """Check values and gradients of one call, and that it leaves its arguments unchanged."""
     dense = plan.sample(spec, device)
     placed = plan.place(dense.take(dense.positions), 0)
     sample = dense

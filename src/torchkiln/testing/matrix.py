@@ -21,19 +21,19 @@ SIGNS = {"passed": "+", "failed": "**FAILED**"}
 
 @dataclass(frozen=True)
 class Run:
-    """What one run of the suite found."""
+    """The results of one run of the suite."""
 
     environment: dict[str, Any]
     ops: dict[str, dict[str, dict[str, Any]]]
 
     @classmethod
     def read(cls, path: Path) -> Run:
-        """From a file that ``--contract-results`` wrote."""
+        """The run of a file of ``--contract-results``."""
         found = json.loads(path.read_text())
         return cls(found["environment"], found["ops"])
 
     def __str__(self) -> str:
-        """Where, with what, and when."""
+        """Device, versions and date."""
         here = self.environment
         cuda = f" with CUDA {here['cuda']}" if here["cuda"] else ""
         commit = f", commit {here['commit'][:10]}" if here["commit"] else ""
@@ -41,7 +41,7 @@ class Run:
         return f"{here['device']}, {versions}, {here['date']}"
 
     def cell(self, op: str, check: str) -> dict[str, Any] | None:
-        """What came of a check of an op, if it was run."""
+        """The result of a check of an op; None if it was not run."""
         return self.ops.get(op, {}).get(check)
 
 
@@ -68,7 +68,7 @@ def sign(cell: dict[str, Any] | None, op: str, notes: Notes) -> str:
 
 
 def table(run: Run) -> str:
-    """Ops down, checks across by their numbers."""
+    """A row for each op, a column for each check by its number."""
     checks = [
         (i, name) for i, name in enumerate(CHECKS, 1) if any(name in c for c in run.ops.values())
     ]
@@ -89,7 +89,7 @@ def table(run: Run) -> str:
 
 
 def promises() -> str:
-    """The checks by number, and what each promises."""
+    """The checks by number, each with its promise."""
     lines = ["| | check | what holds |", "|---|---|---|"]
     for i, check in enumerate(CHECKS.values(), 1):
         lines.append(f"| {i} | `{check.name}` | {check.promise} |")
@@ -97,12 +97,12 @@ def promises() -> str:
 
 
 def page(runs: list[Run]) -> str:
-    """All of it."""
+    """The promises, and a table for each run."""
     return "\n\n".join([promises(), *(table(run) for run in runs)])
 
 
 def written(text: str, runs: list[Run]) -> str:
-    """The page with the tables between its marks."""
+    """The text of the page with the tables between its marks."""
     before, rest = text.split(MARKS[0], 1)
     after = rest.split(MARKS[1], 1)[1]
     return f"{before}{MARKS[0]}\n{page(runs)}\n{MARKS[1]}{after}"

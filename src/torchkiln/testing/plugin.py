@@ -10,7 +10,7 @@ and in a test file::
     def test_contract(contract_case):
         contract_case.run()
 
-``--contract-results=FILE`` writes what came of each op and check.
+``--contract-results=FILE`` writes the result of each op and check.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ PROPERTY = "torchkiln_contract"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """One option."""
+    """Add the option."""
     group = parser.getgroup("torchkiln")
     group.addoption("--contract-results", metavar="FILE", help="write op x check as JSON")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Markers, and the collector of results in the process that reports."""
+    """Add markers, and the collector of results to the process that reports."""
     for name, meaning in MARKERS.items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
     path = config.getoption("--contract-results")
@@ -55,7 +55,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def marks(case: Case) -> list[pytest.MarkDecorator]:
-    """What the case needs."""
+    """Markers for the needs of the case."""
     wanted = {
         "cuda": case.device.type == "cuda",
         "slow": case.check.slow,
@@ -65,7 +65,7 @@ def marks(case: Case) -> list[pytest.MarkDecorator]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One test for each case; specs that cannot be right end the collection."""
+    """Make one test for each case; specs with wrong fields end the collection."""
     if "contract_case" not in metafunc.fixturenames:
         return
     marker = metafunc.definition.get_closest_marker("contract")
@@ -82,7 +82,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def case_of(item: pytest.Item) -> Case | None:
-    """The case of a test, if it is one of these."""
+    """The case of a test; None for other tests."""
     parameters = getattr(getattr(item, "callspec", None), "params", {})
     case = parameters.get("contract_case")
     return case if isinstance(case, Case) else None
@@ -90,7 +90,7 @@ def case_of(item: pytest.Item) -> Case | None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
-    """What cannot be tried is skipped."""
+    """Skip cases that cannot run on this machine."""
     try:
         return (yield)
     except UnavailableError as reason:
@@ -103,7 +103,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """The outcome goes along with the report, from another process, too."""
+    """Add the outcome to the report, which may go to another process."""
     report = yield
     case = case_of(item)
     if case is not None and (report.when == "call" or not report.passed):
@@ -121,7 +121,7 @@ def pytest_runtest_makereport(
 
 
 class Results:
-    """Keeps the outcomes and writes them at the end."""
+    """Keeps the outcomes, and writes them at the end."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

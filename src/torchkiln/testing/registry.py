@@ -1,4 +1,4 @@
-"""Ops by their names."""
+"""Specs by the names of their ops, and those of other packages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchkiln.testing import SPECS, OpSpec
 
 
 def find(where: str, argument: str, name: str, specs: Sequence[OpSpec] = SPECS) -> OpSpec:
-    """The spec of an op; the error of an unknown one offers close names."""
+    """The spec of an op; the error about an unknown name offers close ones."""
     known = {spec.name: spec for spec in specs}
     if name in known:
         return known[name]
@@ -24,9 +24,9 @@ def find(where: str, argument: str, name: str, specs: Sequence[OpSpec] = SPECS) 
 
 
 def _imported(module: str) -> ModuleType:
-    """A module by its name, which may lie in the current folder, or by its file.
+    """A module by its name, in the current folder, too, or by its file.
 
-    As with ``python -m`` and ``python FILE``, what lies beside it is found from then on.
+    As with ``python -m`` and ``python FILE``, modules in the same folder can be imported then.
     """
     file = Path(module).resolve()
     is_file = file.suffix == ".py"
@@ -35,7 +35,7 @@ def _imported(module: str) -> ModuleType:
         sys.path.insert(0, folder)
     if not is_file:
         return import_module(module)
-    # Not by its name, which a module of others may have, too.
+    # Not imported by its name, which another module may have.
     spec = spec_from_file_location(file.stem, file)
     assert spec is not None
     assert spec.loader is not None
@@ -45,7 +45,7 @@ def _imported(module: str) -> ModuleType:
 
 
 def specs_of(where: str, argument: str, module: str) -> tuple[OpSpec, ...]:
-    """The specs of another package: SPECS of one of its modules, by its name or its file."""
+    """The specs of another package: SPECS of a module, by the name of the module or its file."""
     try:
         found = tuple(_imported(module).SPECS)
     except (ImportError, FileNotFoundError, AttributeError, TypeError) as error:

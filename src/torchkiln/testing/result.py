@@ -1,4 +1,4 @@
-"""What came of the checks, to print, to keep in a file and to make tables of."""
+"""Results of checks, to print, to keep in a file and to make tables of."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 Status = Literal["passed", "failed", "excluded", "unavailable"]
 ORDER: tuple[Status, ...] = ("failed", "passed", "excluded", "unavailable")
-"""What several dtypes of one check amount to is the first of these."""
+"""The status of a check in several dtypes is the first of these."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one case."""
+    """The result of one case."""
 
     op: str
     check: str
@@ -34,12 +34,12 @@ class Outcome:
     dtype: str
     status: Status
     reason: str
-    """Why it failed, cannot hold for this op, or could not be tried on this machine."""
+    """The reason of a failure, of an exclusion, or of what this machine is missing."""
     seconds: float
 
     @classmethod
     def of(cls, case: Case, status: Status, reason: str, seconds: float) -> Outcome:
-        """With the names of the case."""
+        """The outcome of a case, with its names."""
         dtype = str(case.dtype).removeprefix("torch.")
         names = (case.spec.name, case.check.name, case.device.type, dtype)
         return cls(*names, status, reason, round(seconds, 3))
@@ -65,12 +65,12 @@ def outcome(case: Case) -> Outcome:
 def run_contract(
     spec: OpSpec, device: torch.device, report: Callable[[Outcome], object] | None = None
 ) -> tuple[Outcome, ...]:
-    """Run every check of ``spec`` on ``device``; nothing is raised for a check that fails.
+    """Run every check of ``spec`` on ``device``; a check that fails raises nothing.
 
     Args:
         spec: The contract. SpecError is raised if it is incomplete or contradicts itself.
-        device: Where the op runs.
-        report: Called with each outcome as soon as it is known.
+        device: The device of the op.
+        report: Called with each outcome, as soon as its check has run.
 
     Returns:
         One outcome for each check and dtype.
@@ -84,7 +84,7 @@ def run_contract(
 
 
 def write(outcomes: Iterable[Outcome], environment: dict[str, Any], path: Path) -> None:
-    """A file with a cell for each op and check, and where and when they ran."""
+    """Write a file with a cell for each op and check, and the machine and date of the run."""
     ops: dict[str, dict[str, Any]] = {}
     for one in outcomes:
         cell = ops.setdefault(one.op, {}).setdefault(
@@ -99,5 +99,5 @@ def write(outcomes: Iterable[Outcome], environment: dict[str, Any], path: Path) 
 
 
 def as_dict(one: Outcome) -> dict[str, Any]:
-    """What a report carries from process to process."""
+    """The outcome as a report carries it from process to process."""
     return dataclasses.asdict(one)

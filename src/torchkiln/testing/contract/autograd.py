@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @check(dtypes=FLOATING)
 def vmap(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """Mapping over each argument, and over all, gives what a loop gives."""
+    """Mapping over each argument, and over all, gives the results of a loop."""
     sample = spec.typical(device, dtype)
     positions = sample.positions
     for mapped in (*((i,) for i in positions), positions):
@@ -51,7 +51,7 @@ def vmap(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
 def gradients_of_loss(
     spec: OpSpec, sample: Sample, grads: Sequence[Tensor]
 ) -> Callable[..., tuple[Tensor, ...]]:
-    """A function of the differentiable arguments that torch.func differentiates."""
+    """The gradients of a loss by torch.func, as a function of the differentiable arguments."""
     wanted = spec.wanted(sample)
     op = sample.bind(spec.op, wanted)
 
@@ -143,7 +143,7 @@ def func_jvp(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
 
 @check(dtypes=FLOATING)
 def forward_mode(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """Dual tensors come out with the tangents of forward-mode differentiation."""
+    """Dual tensors give results with the tangents of forward-mode differentiation."""
     sample = spec.typical(device, dtype)
     with forward_ad.dual_level():
         duals = sample

@@ -1,4 +1,4 @@
-"""Refusals."""
+"""Refused calls: their errors, and what they leave unchanged."""
 
 from __future__ import annotations
 

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 
 class Call(nn.Module):
-    """The op of a call's tensors as a module, which is what export takes."""
+    """The op as a module of the tensors of a call, for export."""
 
     def __init__(self, spec: OpSpec, sample: Sample) -> None:
         super().__init__()
-        # A traced function leaves the generators alone.
+        # A traced function must not seed the generators.
         self.op = replace(sample, seed=None).bind(spec.op, sample.positions)
 
     def forward(self, *tensors: Tensor) -> Any:
@@ -41,7 +41,7 @@ class Call(nn.Module):
 
 
 def require_compiled(spec: OpSpec, function: Any, sample: Sample, where: Where) -> None:
-    """Values and gradients of a compiled function at one sample."""
+    """Check values and gradients of a compiled function at one sample."""
     leaves = spec.leaves(sample)
     results = outputs(leaves.call(function))
     wanted = spec.wanted(sample)
@@ -52,14 +52,14 @@ def require_compiled(spec: OpSpec, function: Any, sample: Sample, where: Where) 
 
 
 def flattened(groups: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """All tensors in a row."""
+    """All tensors in one list."""
     return [tensor for group in groups for tensor in group]
 
 
 def require_compiled_together(
     spec: OpSpec, backend: str, samples: Sequence[Sample], check_name: str
 ) -> None:
-    """The same of many samples in one graph: compiling takes longer than all else."""
+    """Check many samples in one graph: compiling takes longer than the calls."""
 
     def every(calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Result]:
         return [spec.op(*args, **kwargs) for args, kwargs in calls]
@@ -83,7 +83,7 @@ def require_compiled_together(
 def require_dynamic(
     spec: OpSpec, device: torch.device, dtype: torch.dtype, backend: str, check_name: str
 ) -> None:
-    """One compilation serves other sizes, without a graph break."""
+    """Check that one compilation serves other sizes, without a graph break."""
     torch.compiler.reset()
     function = torch.compile(spec.op, fullgraph=True, dynamic=True, backend=backend)
     sample = spec.typical(device, dtype)
@@ -100,7 +100,7 @@ def compile_aot_eager(spec: OpSpec, device: torch.device, dtype: torch.dtype) ->
     """torch.compile(fullgraph=True, dynamic=True) is right, forward and backward, at new sizes."""
     require_dynamic(spec, device, dtype, "aot_eager", "compile_aot_eager")
     small = [sample for sample in spec.samples(device, dtype) if sample.numel <= TINY]
-    # The second call of a graph draws other random numbers than a call of its own; a few will do.
+    # A second call in a graph draws other random numbers than a single call: few graphs, one call.
     groups = [small] if all(s.seed is None for s in small) else [[s] for s in small[:3]]
     for group in groups:
         require_compiled_together(spec, "aot_eager", group, "compile_aot_eager")
@@ -111,7 +111,7 @@ GROWTHS = 5
 
 @check()
 def no_recompilation_storm(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """Compiled with torch's defaults, one graph serves the first sizes, and one all others."""
+    """torch.compile with its defaults makes one graph for the first sizes, one for all others."""
     graphs = 0
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
@@ -148,7 +148,7 @@ def compile_policy(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> No
 
 
 def require_compiler(device: torch.device) -> None:
-    """Inductor writes C++ for the CPU."""
+    """Raise UnavailableError without g++, which compiles the code of Inductor for the CPU."""
     if device.type == "cpu" and shutil.which("g++") is None:
         raise UnavailableError("inductor needs g++")
 
@@ -161,14 +161,14 @@ def compile_inductor(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> 
 
 
 def exported(spec: OpSpec, sample: Sample) -> torch.export.ExportedProgram:
-    """The op with every size dynamic."""
+    """The exported op with every size dynamic."""
     tensors = sample.take(sample.positions)
     auto = tuple(dict.fromkeys(range(t.dim()), torch.export.Dim.AUTO) for t in tensors)
     return torch.export.export(Call(spec, sample), tensors, dynamic_shapes=(auto,))
 
 
 def call_exported(module: Any, sample: Sample) -> Result:
-    """The call, through what came of :func:`exported`."""
+    """The call of an exported op."""
     sample.start_generators()
     result: Result = module(*sample.take(sample.positions))
     return result
@@ -184,7 +184,7 @@ def export(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
         path = Path(folder) / "op.pt2"
         torch.export.save(program, path)
         with warnings.catch_warnings():
-            # Torch's own, of the constants of a graph on a GPU.
+            # Torch warns about the constants of a graph on a GPU.
             warnings.filterwarnings("ignore", "The given buffer is not writable")
             module = torch.export.load(path).module()
     for call in (sample, spec.grown(sample)):
@@ -205,7 +205,7 @@ with tempfile.TemporaryDirectory() as folder, torch.no_grad():
 
 @functools.cache
 def aot_inductor_works(device: str) -> bool:
-    """Whether torch's own op survives it: some installations crash when they load a package."""
+    """Whether a package of torch.relu loads: some installations of torch crash there."""
     command = [sys.executable, "-W", "ignore", "-c", CONTROL, device]
     return subprocess.run(command, capture_output=True, timeout=300, check=False).returncode == 0
 

@@ -1,4 +1,4 @@
-"""What an op owes to CUDA's streams, devices, graphs and memory."""
+"""Streams, devices, graphs and memory of CUDA."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torchkiln.testing.spec import OpSpec
 
 DELAY = 100_000_000
-"""Clock cycles that a stream sleeps: tens of milliseconds, far more than a launch."""
+"""Clock cycles of sleep of a stream: tens of milliseconds, far more than a launch."""
 
 
 def forward_and_backward(
@@ -59,7 +59,7 @@ def side_stream(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        # The allocator gets its memory before the delay, and the driver loads what it has not yet.
+        # Before the delay, so that neither allocation nor loading of kernels waits behind it.
         forward_and_backward(spec, late, late_grads)
         torch._foreach_copy_(late_grads, list(map(torch.zeros_like, grads)))
         torch.cuda._sleep(DELAY)
@@ -79,7 +79,7 @@ def side_stream(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
 
 @check(device="cuda")
 def other_current_device(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """Tensors of one device are served while another is current, which stays so."""
+    """Tensors of a device that is not current are served, and the current device stays."""
     if torch.cuda.device_count() < 2:
         raise UnavailableError("needs two CUDA devices")
     here, other = torch.device("cuda", 0), torch.device("cuda", 1)
@@ -98,7 +98,7 @@ def other_current_device(spec: OpSpec, device: torch.device, dtype: torch.dtype)
 
 @check(device="cuda", dtypes=(torch.float32, torch.bfloat16))
 def graph_capture(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """Forward and backward in a CUDA graph are right when it is replayed with new data."""
+    """A CUDA graph of forward and backward gives right results when replayed with new data."""
     sample = spec.typical(device, dtype)
     grads = incoming(sample.call(spec.op))
     static = spec.leaves(sample.map(torch.clone))
@@ -152,7 +152,7 @@ def no_synchronisation(spec: OpSpec, device: torch.device, dtype: torch.dtype) -
             torch.cuda._sleep(DELAY)
             forward_and_backward(spec, sample, grads)
             done.record()
-        # The debug mode sees torch's own waits only; an event behind a delay sees every kind.
+        # The debug mode reports torch's own waits; the event behind a delay shows any wait.
         where = Where(spec, "no_synchronisation", sample)
         require(not done.query(), where, "the call waited for the device")
 
@@ -173,10 +173,10 @@ def only_the_caching_allocator(spec: OpSpec, device: torch.device, dtype: torch.
 
     for _ in range(2):
         all_samples()
-    gc.collect()  # what other tests have left in cycles
+    gc.collect()  # cycles of other tests
     allocated = torch.cuda.memory_allocated(device)
     grown = 0
-    # Other processes take memory of the same device now and then; an op does so in every try.
+    # Other processes may take memory of the device in one try; the op would in every try.
     for _ in range(3):
         before = outside_torch()
         for _ in range(5):
@@ -191,13 +191,13 @@ def only_the_caching_allocator(spec: OpSpec, device: torch.device, dtype: torch.
 
 
 SEGMENT = 2 << 20
-"""Bytes in which the caching allocator keeps small blocks; a block of at most half is small."""
+"""Bytes of a segment of small blocks of the caching allocator; half of it is the largest block."""
 BLOCK = 512
-"""Every block has a multiple of so many bytes."""
+"""The size of a block is a multiple of so many bytes."""
 
 
 class Bytes:
-    """Memory of a device as torch.as_tensor takes it, wherever it is."""
+    """Memory of a device at any address, in the form that torch.as_tensor takes."""
 
     def __init__(self, pointer: int, count: int) -> None:
         self.__cuda_array_interface__ = {
@@ -217,7 +217,7 @@ def rest_of_block(tensor: Tensor) -> Tensor:
 
 @check(device="cuda", dtypes=(torch.float32, torch.bfloat16))
 def around_the_outputs(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """Nothing is written behind the end of an output: sentinels stand there before the call."""
+    """No byte behind the end of an output is written: sentinels are there before the call."""
     seen = 0
     for sample in spec.samples(device, dtype):
         sizes = [output.untyped_storage().nbytes() for output in outputs(sample.call(spec.op))]
@@ -225,7 +225,7 @@ def around_the_outputs(spec: OpSpec, device: torch.device, dtype: torch.dtype) -
             continue
         pool = torch.cuda.MemPool()
         with torch.cuda.use_mem_pool(pool):
-            # Two blocks that fill a segment, and become one free block again.
+            # Two blocks that fill a segment, and merge into one free block.
             half = torch.full((SEGMENT // 2,), SENTINEL, dtype=torch.uint8, device=device)
             other = half.clone()
             begin, second = sorted((half.data_ptr(), other.data_ptr()))
@@ -240,7 +240,7 @@ def around_the_outputs(spec: OpSpec, device: torch.device, dtype: torch.dtype) -
                 wrong = int((rest_of_block(output) != SENTINEL).sum())
                 require(wrong == 0, where, f"{wrong} bytes behind the end were written to")
         found.clear()
-        del output, storage, pool  # in this order: a pool goes after what lies in it
+        del output, storage, pool  # in this order: the pool after its memory
     if not seen:
         raise UnavailableError("the allocator puts no output where the sentinels are")
 
@@ -260,7 +260,7 @@ def gradients_of_more_than_2_to_the_31_elements(
     grads = [torch.tensor(0.5, device=device, dtype=dtype).expand(shape) for _ in results]
     del results
     where = Where(spec, "gradients_of_more_than_2_to_the_31_elements", sample)
-    # A row of these has to do with the same row of the output alone.
+    # A row of these gradients depends on the same row of the output alone.
     whole = [i for i in spec.wanted(sample) if sample.args[i].shape[:1] == shape[:1]]
     found = vector_jacobian(spec.op, spec.leaves(sample), spec.wanted(sample), grads)
     middle = 2**31 // (shape.numel() // shape[0])
@@ -294,11 +294,11 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 @check(device="cuda")
 def fork_of_a_cpu_only_parent(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """A child can use CUDA when its parent only used the CPU: importing touches no device."""
+    """A child can use CUDA when its parent used the CPU alone: importing touches no device."""
     try:
         message = base64.b64encode(pickle.dumps((spec.op, spec.composite, spec.inputs))).decode()
     except Exception as error:
-        # Made by calls, as ops of torchkiln.jit are: no other process can import it.
+        # No other process can import an op that is made at run time, as those of torchkiln.jit.
         raise UnavailableError(f"the op cannot be pickled: {error}") from error
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", CHILD, message],

@@ -1,4 +1,4 @@
-"""The op's registration: schema, Meta, autocast, and the same for its helper ops."""
+"""Registration of the op and of its helper ops: schema, Meta, autocast."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchkiln.testing.spec import OpSpec
 
 
 class Recorder(TorchDispatchMode):
-    """Keeps the calls of the ops with the given names."""
+    """Records the calls of the ops with the given names."""
 
     def __init__(self, names: set[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -50,7 +50,7 @@ def opcheck(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
 
 @check(dtypes=(torch.float32, torch.bfloat16))
 def opcheck_helpers(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """torch.library.opcheck of the helper ops passes at the arguments that the op gives them."""
+    """torch.library.opcheck of the helper ops passes for the arguments that the op gives them."""
     namespace = spec.overload.namespace
     names = {f"{namespace}::{helper}" for helper in spec.helpers}
     sample = spec.typical(device, dtype, requires_grad=True)
@@ -71,7 +71,7 @@ def opcheck_helpers(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> N
 
 
 def require_same_layout(found: Result, real: Result, where: Where) -> None:
-    """Shapes, dtypes and strides, but for those that no address depends on."""
+    """Compare shapes, dtypes, and the strides that addresses depend on."""
 
     def described(tensor: Tensor) -> tuple[object, ...]:
         strides = [s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1]
@@ -93,7 +93,9 @@ def meta_and_fake(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> Non
     for sample in spec.samples(device, dtype):
         if sample.numel > SMALL:
             continue
-        others = relaid(sample) if dtype == torch.float32 else ()  # strides know no dtype
+        others = (
+            relaid(sample) if dtype == torch.float32 else ()
+        )  # strides do not depend on the dtype
         for moved in (sample, *(moved for moved, _ in others)):
             real = moved.call(spec.op)
             where = Where(spec, "meta_and_fake", moved)
@@ -107,7 +109,7 @@ def meta_and_fake(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> Non
 
 
 def require_same_gradient_layout(spec: OpSpec, sample: Sample, on_meta: Any) -> None:
-    """Gradients of the call on meta tensors against those of the real one."""
+    """Compare the gradients of the call on meta tensors with those of the real one."""
     results = []
     for call in (sample, sample.map(on_meta)):
         leaves = spec.leaves(call)
@@ -120,7 +122,7 @@ def require_same_gradient_layout(spec: OpSpec, sample: Sample, on_meta: Any) -> 
 
 @check()
 def autocast(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """Autocast converts the arguments the spec names, and gradients come back in their dtypes."""
+    """Autocast converts the arguments that the spec names; gradients have their original dtypes."""
     for low in (torch.bfloat16, torch.float16):
         for sample in spec.samples(device, dtype):
             if sample.numel > SMALL:
@@ -142,12 +144,12 @@ def autocast(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
 
 
 class Tagged(Tensor):
-    """A subclass that does nothing of its own."""
+    """A subclass without code of its own."""
 
 
 @check()
 def subclasses(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """A result has the subclass of its inputs, and __torch_function__ sees the call."""
+    """A result has the subclass of its inputs, and __torch_function__ gets the call."""
     seen: list[object] = []
 
     class Watching(Tensor):

@@ -1,4 +1,4 @@
-"""Gradients: of both orders, at any strides, and only those that were asked for."""
+"""Gradients of both orders, at any strides, and only for the arguments that require them."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 FEW = 64
-"""Elements up to which a numerical Jacobian is taken element by element."""
+"""The most elements of a sample whose numerical Jacobian is computed element by element."""
 
 
 def subsets(positions: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Every choice of at least one."""
+    """All subsets but the empty one."""
     for count in range(1, len(positions) + 1):
         yield from combinations(positions, count)
 
@@ -49,7 +49,7 @@ def incoming(result: Result) -> list[Tensor]:
 def gradient_values(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     """Every gradient is as close to float64 as torch's own, for each choice of arguments.
 
-    That it is wanted changes no bit of the output. Of several outputs each may be used alone.
+    Recording the graph changes no bit of the output. Each of several outputs may be used alone.
     """
     for sample in spec.samples(device, dtype):
         wanted = spec.wanted(sample)
@@ -76,7 +76,7 @@ def gradient_values(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> N
 
 @check(dtypes=(torch.float32, torch.bfloat16))
 def gradients_that_are_recorded(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """Gradients that can be differentiated again are as close to float64 as those that cannot."""
+    """Gradients with create_graph=True are as close to float64 as those without."""
     for sample in spec.samples(device, dtype):
         if not 0 < sample.numel <= SMALL:
             continue
@@ -92,7 +92,7 @@ def gradients_that_are_recorded(spec: OpSpec, device: torch.device, dtype: torch
 
 @check(dtypes=FLOATING)
 def gradient_strides(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """Inputs and incoming gradients have any strides; nothing is written to or around them."""
+    """Inputs and incoming gradients may have any strides; no byte of or around them changes."""
     for sample in spec.samples(device, dtype):
         if not 0 < sample.numel <= SMALL:
             continue
@@ -140,7 +140,7 @@ def only_the_gradients_asked_for(spec: OpSpec, device: torch.device, dtype: torc
 
 
 def small(spec: OpSpec, device: torch.device) -> Iterator[Sample]:
-    """Float64 samples that a numerical Jacobian can afford."""
+    """Float64 samples that are small enough for a numerical Jacobian."""
     for sample in spec.samples(device, torch.float64, requires_grad=True):
         if 0 < sample.numel <= FEW and all(
             sample.args[i].dtype == torch.float64 for i in spec.wanted(sample)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def ways(spec: OpSpec) -> dict[str, Callable[..., Tensor]]:
-    """The function and the op behind it."""
+    """The two entries: the function and the op in torch.ops."""
     if spec.inplace is None or spec.inplace_overload is None:
         raise TypeError(f"{spec.name}: in_place: got a spec without inplace and inplace_overload")
     return {"the function": spec.inplace, "torch.ops": spec.inplace_overload}
@@ -38,7 +38,7 @@ def ways(spec: OpSpec) -> dict[str, Callable[..., Tensor]]:
 def require_written(
     function: Callable[..., Tensor], moved: Sample, placed: Placed, expected: Tensor, where: Where
 ) -> None:
-    """The call writes ``expected`` into its first argument, returns that, and writes no more."""
+    """Check that the call writes ``expected`` into its first argument alone, and returns it."""
     x = placed.tensor
     whole = placed.buffer.clone()
     whole.as_strided(x.shape, x.stride(), x.storage_offset()).copy_(expected)
@@ -55,7 +55,7 @@ def require_written(
 
 
 def on_clone(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """What is differentiated: the op on an intermediate result."""
+    """The op on an intermediate result, which can be differentiated."""
 
     def call(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         y = x.clone()
@@ -77,7 +77,7 @@ def on_first_row(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def with_first_row(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The same by a function that returns its result."""
+    """The same, for a function that returns its result."""
 
     def call(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return torch.cat([function(x[:1], *args, **kwargs), x[1:]])
@@ -97,7 +97,7 @@ def refusal(call: Callable[[], object]) -> str:
 def require_refused_as_by_torch(
     function: Callable[..., Tensor], sample: Sample, where: Where
 ) -> None:
-    """Tensors that must not be written to, told in torch's words."""
+    """Check that tensors that must not be written to are refused in torch's words."""
     x = sample.args[0]
     leaf = x.clone().requires_grad_()
     overlapping = x[:1].clone().expand_as(x)
@@ -123,7 +123,7 @@ def require_refused_as_by_torch(
 
 @check(dtypes=FLOATING, needs="inplace")
 def in_place(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """In place it writes the op's result and nothing else, and has gradients as torch's ops do."""
+    """In place the op writes its result and nothing else; gradients are as for torch's ops."""
     for name, function in ways(spec).items():
         for sample in spec.samples(device, dtype):
             for placed in layouts(sample.args[0]):
@@ -153,7 +153,7 @@ def in_place(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
 def require_first_row(
     spec: OpSpec, function: Callable[..., Tensor], sample: Sample, where: Where
 ) -> None:
-    """Values and gradients where a part of a tensor is written to."""
+    """Check values and gradients where a part of a tensor is written to."""
     wanted = spec.wanted(sample)
     grads = incoming(sample.args[0])
     calls = [spec.leaves(sample) for _ in range(2)]
@@ -167,7 +167,7 @@ def require_first_row(
 
 
 def require_second_gradients(spec: OpSpec, device: torch.device) -> None:
-    """Gradients of both orders against numerical differences, forward mode included."""
+    """Check gradients of both orders, and forward mode, against numerical differences."""
     for sample in small(spec, device):
         for name, function in ways(spec).items():
             for wrapped in (on_clone, on_first_row):

@@ -16,7 +16,7 @@ from torchkiln.testing.spec import OpSpec
 
 
 def through_file(module: nn.Module) -> nn.Module:
-    """A module of the same kind that got its state from a file."""
+    """A module of the same class with the state from a file."""
     file = io.BytesIO()
     torch.save(module.state_dict(), file)
     file.seek(0)
@@ -30,7 +30,7 @@ def through_file(module: nn.Module) -> nn.Module:
 
 @check(dtypes=FLOATING, needs="module")
 def modules(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """pickle, deepcopy, state_dict and to() keep what the module computes."""
+    """pickle, deepcopy, state_dict and to() keep the results of the module."""
     if spec.module is None or spec.module_inputs is None:
         raise TypeError(f"{spec.name}: modules: got a spec without module and module_inputs")
     module = spec.module(device, dtype)

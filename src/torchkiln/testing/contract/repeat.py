@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 RUNS = 20
-"""Of the typical and the largest sample: what one run in ten shows, most checks see."""
+"""Runs of the typical and the largest sample: most checks find a change in one run of ten."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What calls leave behind: memory they did not write, memory they keep, other calls' data."""
+"""Memory: parts that a call does not write, memory that it keeps, data of other calls."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ROUNDS = 5
 
 @contextmanager
 def new_memory_is_nan() -> Iterator[None]:
-    """Torch fills what it allocates with NaN, or with the largest integer."""
+    """Let torch fill new memory with NaN, or with the largest integer."""
     before = torch.are_deterministic_algorithms_enabled()
     warn = torch.is_deterministic_algorithms_warn_only_enabled()
     switch: Any = torch.utils.deterministic
@@ -58,7 +58,7 @@ def forward_and_backward(spec: OpSpec, sample: Sample) -> tuple[Tensor, ...]:
 
 @check(dtypes=(torch.float32, torch.bfloat16))
 def every_element_is_written(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """No bit of outputs and gradients comes from what was in new memory before."""
+    """No bit of outputs and gradients depends on the previous contents of new memory."""
     for sample in spec.samples(device, dtype):
         expected = forward_and_backward(spec, sample)
         with new_memory_is_nan():
@@ -68,7 +68,7 @@ def every_element_is_written(spec: OpSpec, device: torch.device, dtype: torch.dt
 
 
 class MallocInfo(ctypes.Structure):
-    """What mallinfo2() of glibc returns."""
+    """The result of mallinfo2() of glibc."""
 
     _fields_ = [
         (name, ctypes.c_size_t)
@@ -80,7 +80,7 @@ class MallocInfo(ctypes.Structure):
 
 
 def in_use(device: torch.device) -> dict[str, int]:
-    """What is allocated now, by kind."""
+    """Objects and bytes that are allocated now, by kind."""
     gc.collect()
     found = {"Python objects": sys.getallocatedblocks()}
     mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
@@ -94,18 +94,18 @@ def in_use(device: torch.device) -> dict[str, int]:
     return found
 
 
-# The least that a call can keep, a thousand times: half an object, half of the smallest allocation.
+# A call that keeps memory keeps at least one object or 32 bytes; half of that is allowed.
 ALLOWED = {"Python objects": CALLS // 2, "bytes of the C library": CALLS * 16}
 
 
 @check()
 def no_memory_growth(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """After 1,000 calls, forward and backward, as much is allocated as before."""
+    """After 1,000 calls, forward and backward, no more is allocated than before."""
     sample = spec.typical(device, dtype)
     for _ in range(CALLS // 10):
         forward_and_backward(spec, sample)
     grown: dict[str, int] = {}
-    # Something else may keep memory once; an op that does so does it in every try.
+    # Other code may keep memory in one try; the op would in every try.
     for _ in range(3):
         before = in_use(device)
         for _ in range(CALLS):
@@ -122,7 +122,7 @@ def no_memory_growth(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> 
 
 @check()
 def calls_from_several_threads(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """Threads that call at the same time get, bit for bit, what each gets alone."""
+    """Threads that call at the same time get the same bits as one thread alone."""
     small = [s for s in spec.samples(device, dtype) if s.numel <= SMALL]
     calls = [sample for sample in small if sample.seed is None][:THREADS]
     if not calls:

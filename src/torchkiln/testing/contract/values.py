@@ -1,4 +1,4 @@
-"""Values: against float64, at every shape and at any strides."""
+"""Values compared with float64, at every shape and at any strides."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 TINY = 128
-"""Elements up to which every sample is traced or checked by torch's own tools."""
+"""The most elements of a sample that is traced, or checked by torch's own tools."""
 SMALL = 4096
-"""Elements up to which every combination of layouts is tried."""
+"""The most elements of a sample that is tried in every combination of layouts."""
 
 
 @check(dtypes=FLOATING)
@@ -42,16 +42,16 @@ def values(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
 
 
 MANY = 1000
-"""Elements whose mean rounding error tells a direction: that of as many is 0.01 steps by chance."""
+"""Elements of a mean rounding error, which for so many random errors is 0.01 steps."""
 BIAS = 0.1
 FEW = 3
 
 
 @check(dtypes=(torch.float16, torch.bfloat16))
 def rounded_to_nearest(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """Results of half precision are rounded to the nearest number, in the mean neither up nor down.
+    """Results of half precision are rounded to the nearest number: their mean error is near zero.
 
-    An error of one step may be that of the formula; one that always has the same sign is not.
+    The formula may be off by one step either way, but not always in the same direction.
     """
     info = torch.finfo(dtype)
     judged = 0
@@ -70,7 +70,7 @@ def rounded_to_nearest(spec: OpSpec, device: torch.device, dtype: torch.dtype) -
                 continue
             step = info.eps * torch.exp2(torch.floor(torch.log2(size[usual])))
             error = (found.double().abs()[usual] - size[usual]) / step
-            bias = float(error.clamp(-1, 1).mean())  # where terms cancel, one is of many steps
+            bias = float(error.clamp(-1, 1).mean())  # where terms cancel an error has many steps
             where = Where(spec, "rounded_to_nearest", sample)
             require(abs(bias) <= BIAS, where, f"mean error {bias:.2g} steps, allowed {BIAS}")
             seen = True
@@ -81,7 +81,7 @@ def rounded_to_nearest(spec: OpSpec, device: torch.device, dtype: torch.dtype) -
 
 @check(dtypes=FLOATING)
 def not_finite(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """NaN and infinities in each argument come out as they do of the formula."""
+    """NaN and infinities in each argument give the results of the formula."""
     sample = spec.typical(device, dtype)
     for position in spec.wanted(sample):
         for value in (math.nan, math.inf, -math.inf):
@@ -94,7 +94,7 @@ def not_finite(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
 def relaid(sample: Sample) -> Iterator[tuple[Sample, list[Placed]]]:
     """The sample with one tensor at a time, then all of them, at each kind of strides.
 
-    Of float64 and float16, which take the paths of the other two, all of them only.
+    In float64 and float16, whose code is that of the other two, only with all of them.
     """
     choices = {i: list(layouts(sample.args[i])) for i in sample.positions}
     alone = {sample.args[i].dtype for i in sample.positions} - {torch.float64, torch.float16}
@@ -112,7 +112,7 @@ def relaid(sample: Sample) -> Iterator[tuple[Sample, list[Placed]]]:
 
 @check(dtypes=FLOATING)
 def strides(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """Any strides and storage offset give the values; inputs and what lies around them stay."""
+    """Any strides and storage offset give the values; no byte of inputs or around them changes."""
     for sample in spec.samples(device, dtype):
         if sample.numel > SMALL:
             continue
@@ -136,7 +136,7 @@ def available_memory(device: torch.device) -> int:
 
 @check(dtypes=(torch.bfloat16,), large=True, needs="large")
 def more_than_2_to_the_31_elements(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """Of more than 2**31 elements, rows on both sides of that one are as in a small call."""
+    """Rows on both sides of element 2**31 of a large output equal those of a small call."""
     needed = 18 * 2**30
     if available_memory(device) < needed:
         raise UnavailableError(f"needs {needed >> 30} GiB of free memory on {device}")
