@@ -1,8 +1,8 @@
 """The contract of an op, as data and as generated checks.
 
-An :class:`OpSpec` says what an op promises. :func:`cases` turns specs into named checks, for the
-ops of this package and for those of any other; :func:`run_contract` runs all of one spec, and
-``torchkiln.testing.plugin`` makes tests of pytest of them::
+An :class:`OpSpec` is the contract of one op, of this package or of any other. :func:`cases` turns
+specs into named checks, :func:`run_contract` runs all checks of one spec, and
+``torchkiln.testing.plugin`` makes them tests of pytest::
 
     @pytest.mark.contract([MY_SPEC])
     def test_contract(contract_case):

@@ -31,6 +31,10 @@ def scaled(tensor: Tensor, factor: float) -> Tensor:
     return tensor * factor if tensor.is_floating_point() else tensor
 
 
+LARGE = (2**16 + 1, 2**15 + 1)
+"""Rows and columns of :func:`large_matrix`."""
+
+
 def cycle(count: int, length: int, device: torch.device) -> Tensor:
     """A bfloat16 vector of ``count`` elements: 0, 1 / length, 2 / length, ..., again and again."""
     return torch.arange(count, device=device).remainder(length).to(torch.bfloat16) / length
@@ -42,7 +46,7 @@ def large_matrix(device: torch.device) -> Tensor:
     Rows differ by more than an offset and a factor, columns likewise: an element from a wrong
     address shows.
     """
-    rows, columns = 2**16 + 1, 2**15 + 1
+    rows, columns = LARGE
     factors = 10 * cycle(rows, 251, device) - 4
     return torch.outer(factors, 4 * cycle(columns, 241, device)).add_(cycle(columns, 199, device))
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable
@@ -15,14 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from torchkiln.testing.compare import outputs
-from torchkiln.testing.data import cycle, large_matrix, normal
+from torchkiln.testing.data import LARGE, cycle, large_matrix, normal
 from torchkiln.testing.refusals import kinds_of
 from torchkiln.testing.sample import Sample, Traffic
 
 if TYPE_CHECKING:
     from torchkiln.testing.spec import OpSpec
 
-    Draw = Callable[[tuple[str | int, ...], Tensor], Tensor]
+    Draw = Callable[[list[int]], Tensor]
 
 CPU = torch.device("cpu")
 
@@ -98,11 +99,12 @@ def backward_traffic(spec: OpSpec, sample: Sample) -> Traffic:
     return Traffic(moved, operations(spec, sample, incoming[0].numel())[1])
 
 
-def matrix_call(spec: OpSpec, field: str, dtype: torch.dtype, draw: Draw) -> Sample:
-    """The typical call, whose first tensor is a matrix, with other rows and columns.
+def matrix_call(
+    spec: OpSpec, field: str, dtype: torch.dtype, shape: tuple[int, int], draw: Draw
+) -> Sample:
+    """The typical call, whose first tensor is a matrix, with ``shape`` for the sizes of the matrix.
 
-    ``draw`` gives each tensor: it gets the tensor of the typical call, and for each dimension
-    "rows", "columns" or 1.
+    ``draw`` makes each tensor from its sizes.
     """
     typical = spec.typical(CPU, dtype)
     first = typical.args[typical.positions[0]]
@@ -116,25 +118,21 @@ def matrix_call(spec: OpSpec, field: str, dtype: torch.dtype, draw: Draw) -> Sam
 
     if first.dim() != 2:
         raise impossible(f"shape {list(first.shape)} of the first tensor")
-    rows, columns = first.shape
     if any(isinstance(value, (tuple, list)) for value in (*typical.args, *typical.kwargs.values())):
         raise impossible("a sequence of sizes")
+    pairs = list(zip(first.shape, shape, strict=True))
 
     def drawn(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             raise impossible(f"a tensor of dtype {tensor.dtype}")
-        dims: list[str | int] = []
+        sizes = []
         for d, size in enumerate(tensor.shape):
-            is_last = d == tensor.dim() - 1
-            known = (
-                {rows: "rows", columns: "columns"}
-                if is_last
-                else {columns: "columns", rows: "rows"}
-            )
-            if size != 1 and size not in known:
+            # If rows and columns are equal in number, the last dimension is that of the columns.
+            known = dict(pairs if d == tensor.dim() - 1 else reversed(pairs)) | {1: 1}
+            if size not in known:
                 raise impossible(f"shape {list(tensor.shape)}")
-            dims.append(known.get(size, 1))
-        return draw(tuple(dims), tensor)
+            sizes.append(known[size])
+        return draw(sizes)
 
     call = typical.map(drawn)
     return replace(call, name=field, kwargs=without_defaults(spec, call), seed=None)
@@ -155,12 +153,8 @@ def without_defaults(spec: OpSpec, sample: Sample) -> dict[str, Any]:
 
 def bench(spec: OpSpec, device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Sample:
     """The typical call with normal deviates, and ``shape`` for the sizes of its matrix."""
-    sizes: dict[str | int, int] = {"rows": shape[0], "columns": shape[1], 1: 1}
-
-    def draw(dims: tuple[str | int, ...], like: Tensor) -> Tensor:
-        return torch.randn([sizes[d] for d in dims], device=device, dtype=like.dtype)
-
-    return matrix_call(spec, "bench", dtype, draw)
+    draw = functools.partial(torch.randn, device=device, dtype=dtype)
+    return matrix_call(spec, "bench", dtype, shape, draw)
 
 
 def large(spec: OpSpec, device: torch.device) -> Sample:
@@ -168,17 +162,14 @@ def large(spec: OpSpec, device: torch.device) -> Sample:
 
     Every matrix of the call is the same tensor, so that one is allocated.
     """
-    matrix = large_matrix(device)
-    rows, columns = matrix.shape
-    sizes: dict[str | int, int] = {"rows": rows, "columns": columns, 1: 1}
+    matrix = functools.cache(large_matrix)
 
-    def draw(dims: tuple[str | int, ...], _: Tensor) -> Tensor:
-        shape = [sizes[d] for d in dims]
-        if math.prod(shape) == matrix.numel():
-            return matrix.reshape(shape)
-        return cycle(math.prod(shape), 241, device).reshape(shape)
+    def draw(sizes: list[int]) -> Tensor:
+        count = math.prod(sizes)
+        is_whole = count == math.prod(LARGE)
+        return (matrix(device) if is_whole else cycle(count, 241, device)).reshape(sizes)
 
-    return matrix_call(spec, "large", torch.bfloat16, draw)
+    return matrix_call(spec, "large", torch.bfloat16, LARGE, draw)
 
 
 def module_inputs(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:

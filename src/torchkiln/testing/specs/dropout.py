@@ -29,13 +29,13 @@ SHAPES: Mapping[str, tuple[tuple[int, ...], float]] = (
 )
 
 EXCLUDED = {
-    "vmap": "torch asks at each vmap how random numbers are drawn; test_dropout tells the cases",
+    "vmap": "each vmap says how random numbers are drawn; test_dropout has a test for each way",
     "vmap_of_grad": "as vmap",
     "graph_capture": "a generator cannot be seeded in a graph; test_dropout replays one",
-    "more_than_2_to_the_31_elements": "a few rows have another mask alone than within the whole; "
-    "test_dropout looks at the mask",
+    "more_than_2_to_the_31_elements": "a few rows have another mask in a call of their own than "
+    "in a larger one; test_dropout checks the mask",
     "gradients_of_more_than_2_to_the_31_elements": "as the values",
-    "calls_from_several_threads": "threads share torch's generator, and so the numbers it gives",
+    "calls_from_several_threads": "threads share torch's generator and its numbers",
 }
 
 

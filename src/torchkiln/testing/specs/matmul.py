@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import torchkiln
 from torchkiln.testing.compare import steps
-from torchkiln.testing.data import normal
+from torchkiln.testing.data import LARGE, normal
 from torchkiln.testing.derive import layer
 from torchkiln.testing.refusals import GoodCall, Refusals
 from torchkiln.testing.sample import Invalid, Sample, Traffic
@@ -74,8 +74,9 @@ def matmul_invalid(device: torch.device) -> Iterator[Invalid]:
     yield good.changed(words, a=a.expand(2, 2, 4), b=b.expand(3, 4, 3))
 
 
-def wide(rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Few terms of small whole numbers, for many results."""
+def wide(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Factors of a product of more than 2**31 elements, of few terms of small whole numbers."""
+    rows, columns = LARGE
     terms = 8
     left = torch.arange(rows * terms, device=device).remainder(13).sub(6)
     right = torch.arange(columns * terms, device=device).remainder(11).sub(5)
@@ -84,7 +85,7 @@ def wide(rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]
 
 def matmul_large(device: torch.device) -> Sample:
     """A product of more than 2**31 elements."""
-    a, b = wide(2**16 + 1, 2**15 + 1, device)
+    a, b = wide(device)
     return Sample("large", (a, b.T))
 
 
@@ -209,7 +210,7 @@ def linear_bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int
 
 def linear_large(device: torch.device) -> Sample:
     """A layer with more than 2**31 outputs."""
-    x, weight = wide(2**16 + 1, 2**15 + 1, device)
+    x, weight = wide(device)
     return Sample("large", (x, weight, None, "relu"))
 
 
