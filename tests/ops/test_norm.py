@@ -156,7 +156,7 @@ def test_float32_parameters_keep_their_digits(
 ) -> None:
     """Beside a half precision they are read and their gradients written in float32."""
     rows, columns = 2053, 5
-    sample = spec.bench(device, dtype, (rows, columns), torch.float32)
+    ((_, sample),) = spec.bench_variants(device, dtype, (rows, columns))
     leaves = spec.leaves(sample)
     result = leaves.call(spec.op)
     out = result[0] if isinstance(result, tuple) else result

@@ -69,8 +69,11 @@ VALUES: dict[str, Callable[[OpSpec], Any]] = {
 
 def results(spec: OpSpec, sample: Sample) -> tuple[Tensor, ...]:
     """Outputs of a call on the meta device: shapes and dtypes, but no data."""
+    for (name, kind), value in zip(kinds_of(spec.overload).items(), sample.args, strict=False):
+        if kind == "Tensor" and not isinstance(value, Tensor):  # a number has no bytes to count
+            raise TypeError(f"torchkiln.testing: {spec.name}: {name}: got {value!r}, not a tensor")
     with torch.no_grad():
-        return outputs(sample.map(lambda t: t.to("meta")).call(spec.overload))
+        return outputs(sample.map(lambda t: t.to("meta")).call(spec.op))
 
 
 def operations(spec: OpSpec, sample: Sample, elements: int) -> tuple[int, int]:
