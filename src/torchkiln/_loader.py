@@ -1,9 +1,9 @@
-"""Finds out which part of this build can be loaded here, and explains when none can.
+"""Chooses the compiled module for the torch that is installed, or explains why none fits.
 
-Torch's C++ interface changes with every minor version. Loaded beside another torch, a compiled
-module fails with a mangled symbol at best and crashes in the first call at worst, so everything is
-compared before anything is loaded. A build has a module for one torch, as from source, or for
-several, as in the published wheel.
+Torch's C++ interface changes with every minor version. Beside another torch, a compiled module
+fails with a mangled symbol at best and crashes in the first call at worst, so versions are compared
+before anything is loaded. A build from source has a module for one torch, the published wheel has
+one for each of several.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PIP = f"{PYTHON} -m pip install"
 
 
 class Torch(NamedTuple):
-    """The torch of this interpreter."""
+    """The torch that is installed for this interpreter."""
 
     version: str
     cuda: str | None
@@ -31,7 +31,7 @@ class Torch(NamedTuple):
 
     @property
     def minor(self) -> str:
-        """The part of the version within which the C++ interface stays the same."""
+        """Major and minor version, within which the C++ interface does not change."""
         return minor(self.version)
 
 
@@ -41,7 +41,7 @@ def minor(version: str) -> str:
 
 
 def find_torch() -> Torch | None:
-    """Reads which torch an import would take, without importing it: it may be a broken one."""
+    """The torch that would be imported, without importing it: it may be broken."""
     if module := sys.modules.get("torch"):
         version, cuda = module.__version__, module.version.cuda
         return Torch(_bare(version), cuda, Path(str(module.__file__)).parent)
@@ -50,7 +50,7 @@ def find_torch() -> Torch | None:
 
 
 def read_torch(folder: Path) -> Torch:
-    """The torch in this folder, from the file in which its build wrote its version."""
+    """The torch in a folder, from its version.py."""
     facts: dict[str, Any] = {}
     exec((folder / "version.py").read_text(encoding="utf-8"), facts)
     return Torch(_bare(facts["__version__"]), facts.get("cuda"), folder)
@@ -61,7 +61,7 @@ def _bare(version: object) -> str:
 
 
 def find_package(folders: Iterable[str]) -> Path:
-    """The folder with what was built; when editable, it is not the one with the Python files."""
+    """The folder with the compiled files; in an editable install the Python files are elsewhere."""
     for folder in map(Path, folders):
         if (folder / RECORD).is_file():
             return folder
@@ -72,16 +72,16 @@ def find_package(folders: Iterable[str]) -> Path:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """What was recorded when the package was built."""
+    """The record that was written when the package was built."""
     record: dict[str, Any] = json.loads((folder / RECORD).read_text(encoding="utf-8"))
     return record
 
 
 def check(folder: Path) -> dict[str, Any]:
-    """Compares what was recorded when the package was built with what is here.
+    """Compare the build record with this Python and its torch; ImportError if they differ.
 
-    Returns the record, with the version and the CUDA of the torch that the module for this one was
-    built against as "torch" and "torch_cuda".
+    Returns the record, and as "torch" and "torch_cuda" the versions of torch and CUDA that the
+    chosen module was compiled against.
     """
     record, torch = read_record(folder), find_torch()
     if found := mismatch(record, torch):
@@ -90,7 +90,7 @@ def check(folder: Path) -> dict[str, Any]:
             f" {found.here}. Type\n"
             + "".join(f"  {words}, or\n" for words in found.torches)
             + f"  {rebuild(record['version'])}     to build it for what is here, or\n"
-            f"  {PYTHON} -m torchkiln_command doctor     to see all there is to mend"
+            f"  {PYTHON} -m torchkiln_command doctor     to see everything that has to be repaired"
         )
     built = built_for(record, torch)
     assert built is not None  # mismatch()
@@ -98,7 +98,7 @@ def check(folder: Path) -> dict[str, Any]:
 
 
 def require_torch(package: str) -> None:
-    """Raises ImportError in words where another package was built against another torch.
+    """Raise an ImportError that explains that a package was built against another torch.
 
     ``torchkiln_add_module`` installs ``_torch.txt`` with that torch's version beside its module; a
     package calls ``require_torch(__file__)`` before it imports that module.
@@ -108,7 +108,7 @@ def require_torch(package: str) -> None:
     """
     folder, torch = Path(package).parent, find_torch()
     record = folder / "_torch.txt"
-    if not record.is_file():  # installed editable: what is built lies elsewhere
+    if not record.is_file():  # editable install: the compiled files are elsewhere
         return
     built = record.read_text(encoding="utf-8").strip()
     if torch is None or minor(built) != torch.minor:
@@ -121,7 +121,7 @@ def require_torch(package: str) -> None:
 
 
 def built_for(record: dict[str, Any], torch: Torch | None) -> dict[str, Any] | None:
-    """What was built against the minor version of this torch: its version, CUDA and folder."""
+    """The part of a build for the minor version of this torch: version, CUDA and folder."""
     same = (
         built for built in record["torches"] if torch and minor(built["version"]) == torch.minor
     )
@@ -129,13 +129,13 @@ def built_for(record: dict[str, Any], torch: Torch | None) -> dict[str, Any] | N
 
 
 def module_folder(folder: Path, record: dict[str, Any]) -> str:
-    """Where in the package the compiled module for the torch of a checked record lies."""
+    """The folder with the compiled module that check() has chosen."""
     (found,) = (b["folder"] for b in record["torches"] if b["version"] == record["torch"])
     return str(folder / found)
 
 
 def torches(record: dict[str, Any]) -> str:
-    """The versions of torch that a build is for, in words: 2.12, 2.13 and 2.14."""
+    """The versions of torch that a build supports, in words: 2.12, 2.13 and 2.14."""
     versions = [built["version"] for built in record["torches"]]
     if len(versions) == 1:
         return str(versions[0])
@@ -144,7 +144,7 @@ def torches(record: dict[str, Any]) -> str:
 
 
 def requirement(record: dict[str, Any]) -> str:
-    """The same, as pip reads it."""
+    """The versions of torch that a build supports, as a requirement for pip."""
     minors = sorted((minor(built["version"]) for built in record["torches"]), key=_numbers)
     if len(minors) == 1:
         return f"torch=={minors[0]}.*"
@@ -157,16 +157,16 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 class Mismatch(NamedTuple):
-    """What keeps a build from being loaded, in words."""
+    """Why a build cannot be loaded, in words."""
 
     built: str
     here: str
     torches: tuple[str, ...] = ()
-    """Commands that install the torch it was built for, with what they are for."""
+    """Commands that install a torch it was built for, each with its purpose."""
 
 
 def mismatch(record: dict[str, Any], torch: Torch | None) -> Mismatch | None:
-    """The first difference between a build and this Python with this torch that matters."""
+    """The first difference that prevents a build from being loaded in this Python, or None."""
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     if record["python"] != python:
         return Mismatch(f"Python {record['python']}", f"Python {python} ({sys.executable})")
@@ -179,7 +179,7 @@ def mismatch(record: dict[str, Any], torch: Torch | None) -> Mismatch | None:
         return Mismatch(built, f"no torch in {sys.executable}", install)
     if built_for(record, torch) is None:
         return Mismatch(built, f"torch {torch.version} ({torch.folder})", install)
-    # The kernels bring their own CUDA runtime, and a build without any runs beside every flavour.
+    # The kernels contain their CUDA runtime, and a build without kernels fits every CUDA version.
     cuda = record["cuda"]
     if cuda and torch.cuda and cuda.partition(".")[0] != torch.cuda.partition(".")[0]:
         here = f"torch {torch.version} with CUDA {torch.cuda} ({torch.folder})"
@@ -193,7 +193,7 @@ def _wanted(record: dict[str, Any]) -> str:
 
 
 def rebuild(version: str, *settings: str) -> str:
-    """The command that builds the package again, beside the torch that is here."""
+    """The command that builds the package again, against the installed torch."""
     given = "".join(f" -C {setting}" for setting in settings)
     return (
         f"{PIP} 'scikit-build-core>=1.1' && {PIP} --force-reinstall --no-deps"

@@ -10,11 +10,11 @@ from fake_machine import Machine
 
 @pytest.fixture
 def bare(tmp_path: Path) -> Machine:
-    """With nothing on it."""
+    """An empty machine."""
     return Machine(tmp_path)
 
 
 @pytest.fixture
 def machine(bare: Machine) -> Machine:
-    """Where everything is as it should be."""
+    """A machine without problems."""
     return bare.healthy()

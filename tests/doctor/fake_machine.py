@@ -1,4 +1,4 @@
-"""A machine that a test furnishes: packages, programs, a driver, each as good or bad as wanted."""
+"""A simulated machine: packages, programs and a driver, each intact or broken as a test needs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torchkiln.doctor import Finding
 from torchkiln.doctor.environment import Environment
 from torchkiln.doctor.facts import Facts, gather
-from torchkiln.doctor.finding import Finding
 
 H200 = ("NVIDIA H200", (9, 0))
 NEW_STRING = b"...NSt7__cxx1112basic_string..."
@@ -20,7 +20,7 @@ NEW_STRING = b"...NSt7__cxx1112basic_string..."
 
 @dataclass
 class Libcuda:
-    """What ctypes would load: writes through the references that it is given."""
+    """Stands for the library that ctypes loads: stores results through references."""
 
     gpus: tuple[tuple[str, tuple[int, int]], ...] = (H200,)
     cuda: int = 13000
@@ -56,7 +56,7 @@ def no_libcuda(name: str) -> Any:
 
 @dataclass
 class Machine:
-    """In a folder."""
+    """A machine in a folder."""
 
     folder: Path
     variables: dict[str, str] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class Machine:
     def program(
         self, path: Path | str, out: str = "", error: str = "", end: str = "exit 0"
     ) -> Path:
-        """A program that says this, whatever it is asked."""
+        """A program with this output, whatever its arguments."""
         script = f"#!/bin/sh\n/bin/cat <<'END'\n{out}\nEND\n"
         if error:
             script += f"/bin/cat >&2 <<'END'\n{error}\nEND\n"
@@ -89,7 +89,7 @@ class Machine:
         return written
 
     def imports(self, **found: Any) -> None:
-        """A Python in which the package can be imported."""
+        """A Python that can import the package."""
         answer = {"devices": {}, "libraries": []} | found
         self.program("python", f"torch is there\n{json.dumps(answer)}")
 
@@ -104,7 +104,7 @@ class Machine:
         return folder
 
     def build(self, **record: Any) -> Path:
-        """The package as it is built for the torch of a machine with CUDA 13.0."""
+        """The package, built for torch 2.99 with CUDA 13.0."""
         facts = {
             "version": "0.1.0",
             "torches": [{"version": "2.99.0", "cuda": "13.0", "folder": "."}],
@@ -119,7 +119,7 @@ class Machine:
         return self.write(package / "_build_info.json", json.dumps(facts | record)).parent
 
     def healthy(self) -> Machine:
-        """With a GPU, and all that goes with it."""
+        """A GPU, and everything that belongs to it."""
         self.torch("2.99.0+cu130", "13.0")
         self.build()
         self.program("g++", "12.2.0")
@@ -152,14 +152,14 @@ class Machine:
         )
 
     def find(self, look: Callable[[Environment, Facts], list[Finding]]) -> list[Finding]:
-        """What one of the doctor's functions finds here."""
+        """The findings of one check."""
         environment = self.environment()
         return look(environment, gather(environment))
 
     def find_one(
         self, look: Callable[[Environment, Facts], list[Finding]], state: str
     ) -> tuple[str, str]:
-        """The only finding, which must be of that state: its words and its commands."""
+        """Words and commands of the only finding, which must have this state."""
         (found,) = self.find(look)
         assert found.state == state, found
         return found.words, " | ".join(found.remedies)

@@ -1,4 +1,4 @@
-"""What the doctor says of each op, and the command."""
+"""The doctor's verdict on each op, and its command."""
 
 from __future__ import annotations
 
@@ -17,19 +17,13 @@ from fake_machine import H200, Machine, no_libcuda
 import torchkiln
 import torchkiln_command
 from torchkiln.cli import main
-from torchkiln.doctor import caches
-from torchkiln.doctor.examination import FINDINGS, examine
-from torchkiln.doctor.finding import Finding, problem
-from torchkiln.doctor.verdicts import OPS
-from torchkiln.testing import SPECS
-
-
-def test_every_op_has_a_verdict() -> None:
-    assert sorted(OPS) == sorted(spec.name for spec in SPECS)
+from torchkiln.doctor import Finding, problem, runtime
+from torchkiln.doctor.report import CHECKS, examine
+from torchkiln.ops.names import OPS
 
 
 def test_a_problem_has_a_command() -> None:
-    with pytest.raises(ValueError, match="Finding: remedies: got none, expected one"):
+    with pytest.raises(ValueError, match="Finding: remedies: got none, expected a command"):
         problem("driver", "none")
 
 
@@ -134,18 +128,20 @@ def test_verdicts(machine: Machine, plant: Callable[[Machine], None], words: str
     assert (found.problems == 0) == (plant in (no_gpu, old_gpu))
 
 
-def test_what_cannot_be_looked_at(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_fails(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: Path) -> bool:
         raise PermissionError("nothing for you")
 
-    monkeypatch.setattr(caches, "writable", refuse)
+    monkeypatch.setattr(runtime, "writable", refuse)
     found = examine(machine.environment())
-    assert Finding("caches", "note", "not looked at: nothing for you") in found.findings
-    assert len(found.findings) >= len(FINDINGS) - 6  # some find nothing where nothing is wrong
+    assert Finding("caches", "note", "cannot be checked: nothing for you") in found.findings
+    assert (
+        len(found.findings) >= len(CHECKS) - 6
+    )  # some report nothing on a machine without problems
 
 
 def run_doctor(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """The command, where neither torch nor anything else that was installed can be imported."""
+    """Run the command in a Python that can import neither torch nor other installed packages."""
     program = "from torchkiln_command import main; import sys; sys.exit(main())"
     return subprocess.run(
         [sys.executable, "-S", "-c", program, *words],

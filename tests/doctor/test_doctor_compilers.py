@@ -1,4 +1,4 @@
-"""What the doctor finds about compilers and what they need."""
+"""The doctor's findings about compilers and their parts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from fake_machine import Machine
 
+from torchkiln.doctor import Finding
 from torchkiln.doctor.compilers import (
     find_cmake,
     find_cuda_home,
@@ -16,18 +17,17 @@ from torchkiln.doctor.compilers import (
     find_headers,
     find_nvcc,
     find_nvrtc,
+    nvccs,
 )
 from torchkiln.doctor.environment import Environment
 from torchkiln.doctor.facts import Facts
-from torchkiln.doctor.finding import Finding
-from torchkiln.doctor.toolkit import nvccs
 
 Find = Callable[[Environment, Facts], list[Finding]]
 TOOLKIT = "python -m pip install 'cuda-toolkit[nvcc,nvvm,crt,cccl]==13.0.*'"
 
 
 def registry_toolkit(machine: Machine, **versions: str) -> Path:
-    """As pip lays it out: four wheels, of which three tell their version only in their records."""
+    """As pip installs it: four wheels, three of which have their version only in their records."""
     parts = {"nvidia_nvvm": "13.0.88", "nvidia_cuda_crt": "13.0.88", "nvidia_cuda_cccl": "13.0.85"}
     parts["nvidia_cuda_runtime"] = "13.0.96"
     for part, version in (parts | versions).items():
@@ -84,7 +84,7 @@ def test_several(machine: Machine) -> None:
     words, _ = machine.find_one(find_nvcc, "ok")
     first = machine.root / "usr/local/cuda/bin/nvcc"
     beside = f"12.6 ({home}), 12.8 ({machine.bin}/nvcc)"
-    assert words == f"13.0 ({first}); beside it {beside}"
+    assert words == f"13.0 ({first}); also {beside}"
 
 
 def test_registry_toolkit(machine: Machine) -> None:
@@ -119,7 +119,7 @@ def test_nvcc_that_was_named(machine: Machine) -> None:
 
 
 def test_nvcc_of_a_prefix(machine: Machine) -> None:
-    """Conda puts it beside Python, on PATH only where the environment has been activated."""
+    """Conda puts nvcc beside Python; it is on PATH only in an activated environment."""
     (machine.bin / "nvcc").unlink()
     machine.program("python-bin/python")
     nvcc = machine.nvcc("python-bin/nvcc", "13.0")
@@ -162,24 +162,24 @@ def test_no_headers(machine: Machine) -> None:
 
 
 def test_headers_of_the_cpp_library_are_nvccs(machine: Machine) -> None:
-    """Torch's dependencies bring none, and NVRTC does without."""
+    """Torch does not depend on them, and NVRTC does not need them."""
     toolkit = machine.site / "nvidia" / "cu13"
     (toolkit / "include/nv/target").unlink()
     assert machine.find_one(find_headers, "ok")[0] == str(toolkit / "include")
     machine.write(toolkit / "bin/nvcc")
     words, remedy = machine.find_one(find_headers, "note")
-    assert "but not the nv/target that nvcc wants" in words
+    assert "but not nv/target, which nvcc needs" in words
     assert remedy.endswith(TOOLKIT)
 
 
 @pytest.mark.parametrize(
     ("find", "name", "answer", "said", "command"),
     [
-        (find_cxx, "g++", "", "none, needed 11 or", "sudo apt-get install g++"),
+        (find_cxx, "g++", "", "none, a build needs 11 or", "sudo apt-get install g++"),
         (find_cxx, "g++", "10.2.1", "10.2.1 (", "sudo apt-get install g++"),
-        (find_cmake, "cmake", "", "none, needed 3.28 or", "pip install 'cmake>=3.28'"),
+        (find_cmake, "cmake", "", "none, a build needs 3.28 or", "pip install 'cmake>=3.28'"),
         (find_cmake, "cmake", "cmake version 3.25.1", "3.25.1 (", "pip install 'cmake>=3.28'"),
-        (find_cmake, "cmake", "segfault", "one that does not tell", "pip install 'cmake>=3.28'"),
+        (find_cmake, "cmake", "segfault", "unknown version (", "pip install 'cmake>=3.28'"),
     ],
 )
 @pytest.mark.parametrize("building", [True, False])
@@ -194,7 +194,7 @@ def test_tools(
     words, remedy = machine.find_one(find, "problem" if building else "note")
     assert words.startswith(said)
     assert remedy.endswith(command)
-    assert words.endswith("which is not needed here") == (not building)
+    assert words.endswith("; nothing has to be built here") == (not building)
 
 
 def test_other_compiler_that_was_named(machine: Machine) -> None:

@@ -1,4 +1,4 @@
-"""What the doctor finds about drivers and GPUs."""
+"""The doctor's findings about drivers and GPUs."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def test_as_it_should_be(machine: Machine) -> None:
 
 
 def test_no_driver(bare: Machine) -> None:
-    assert bare.find_one(find_driver, "note")[0] == "none of NVIDIA's"
-    assert bare.find_one(find_gpus, "note")[0] == "none that this process sees"
+    assert bare.find_one(find_driver, "note")[0] == "no NVIDIA driver"
+    assert bare.find_one(find_gpus, "note")[0] == "none visible to this process"
 
 
 @pytest.mark.parametrize("seen_by", ["nvidia-smi", "proc"])
@@ -47,8 +47,8 @@ def test_no_libcuda(machine: Machine, seen_by: str) -> None:
         (802, "fabric", "systemctl restart nvidia-fabricmanager"),
         (803, "different versions", "sudo reboot"),
         (804, "data centre", "unset LD_LIBRARY_PATH"),
-        (999, "does not say why", "nvidia-modprobe -u"),
-        (3, "cuInit answers 3", "sudo reboot"),
+        (999, "gives no reason", "nvidia-modprobe -u"),
+        (3, "cuInit fails with code 3", "sudo reboot"),
     ],
 )
 def test_driver_that_does_not_start(machine: Machine, code: int, said: str, command: str) -> None:

@@ -1,4 +1,4 @@
-"""What the doctor finds about torch, the build and its import."""
+"""The doctor's findings about torch, the build and its import."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import pytest
 from fake_machine import Machine
 
 from torchkiln._loader import minor
-from torchkiln.doctor.kernels import kernel_of
+from torchkiln.doctor.gpu import find_architectures, kernel_for
 from torchkiln.doctor.package import (
     find_abi,
-    find_architectures,
     find_build,
     find_cpu_build,
     find_import,
@@ -24,7 +23,7 @@ REBUILD = "--no-build-isolation --no-binary torchkiln"
 
 def test_as_it_should_be(machine: Machine) -> None:
     assert machine.find_one(find_torch, "ok")[0].startswith("2.99.0 with CUDA 13.0 (")
-    assert machine.find_one(find_abi, "ok")[0] == "torch has the C++11 one"
+    assert machine.find_one(find_abi, "ok")[0] == "torch uses the C++11 one"
     words, _ = machine.find_one(find_build, "ok")
     assert "for torch 2.99.0, Python 3." in words
     assert words.endswith("CUDA 13.0 (sm_80, sm_90)")
@@ -74,7 +73,7 @@ def test_other_abi(machine: Machine, ours: bool) -> None:
     old = machine.site / ("torchkiln/_C.so" if ours else "torch/lib/libc10.so")
     old.write_bytes(b"NSs4_RepE")
     words, remedy = machine.find_one(find_abi, "problem")
-    assert words == f"torch has the {'C++11' if ours else 'old'} one, _C.so the other"
+    assert words == f"torch uses the {'C++11' if ours else 'old'} one, _C.so the other"
     assert REBUILD in remedy
 
 
@@ -167,13 +166,13 @@ def test_which_kernel(
     architectures: list[str], ptx: list[str], capability: tuple[int, int], kernel: str | None
 ) -> None:
     record = {"cuda_architectures": architectures, "cuda_ptx": ptx}
-    assert kernel_of(record, capability) == kernel
+    assert kernel_for(record, capability) == kernel
 
 
 @pytest.mark.parametrize(
     ("error", "end", "said"),
     [
-        ("", "kill -SEGV $$", "the process died of SIGSEGV"),
+        ("", "kill -SEGV $$", "the process was killed by SIGSEGV"),
         ("", "exit 9", "the process ended with status 9"),
         (
             "Traceback (most recent call last):\n  File\nImportError: _C.so: undefined\n  symbol",

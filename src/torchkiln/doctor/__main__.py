@@ -1,4 +1,4 @@
-"""Tell whether the operators run here and how, what keeps them from it, and what to type."""
+"""Check where the ops run on this machine, what prevents them, and which command helps."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import json
 from collections.abc import Sequence
 
 from torchkiln.doctor.environment import Environment
-from torchkiln.doctor.examination import examine
+from torchkiln.doctor.report import examine
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Look, tell; 1 where there is a problem."""
+    """Examine this machine and print the report; 1 if there is a problem, else 0."""
     parser = argparse.ArgumentParser(prog="torchkiln doctor", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     options = parser.parse_args(given)
-    found = examine(Environment.here())
-    print(json.dumps(found.as_dict(), indent=1) if options.json else found)
-    return 1 if found.problems else 0
+    report = examine(Environment.here())
+    print(json.dumps(report.as_dict(), indent=1) if options.json else report)
+    return 1 if report.problems else 0

@@ -1,33 +1,99 @@
-"""Findings about what compiles: missed only where there is something to build."""
+"""Findings about compilers: a problem only if torchkiln has to be built here."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+from torchkiln.doctor import Finding, note, ok, problem
 from torchkiln.doctor.environment import Environment
 from torchkiln.doctor.facts import Facts
-from torchkiln.doctor.finding import Finding, note, ok, problem
-from torchkiln.doctor.toolkit import VARIABLES, install, nvccs
 
 OLDEST_CXX = (11,)
 OLDEST_CMAKE = (3, 28)
+EXTRAS = "nvcc,nvvm,crt,cccl"
+# The CUDA toolkit of the package registry: separate wheels, which pip may omit or mismatch.
+PARTS = ("nvidia_cuda_runtime", "nvidia_nvvm", "nvidia_cuda_crt", "nvidia_cuda_cccl")
+VARIABLES = ("CUDAToolkit_ROOT", "CUDA_HOME", "CUDA_PATH")
+
+
+@dataclass(frozen=True)
+class Nvcc:
+    """One CUDA compiler."""
+
+    path: Path
+    version: str | None
+    """X.Y, or None if it does not run."""
+    gaps: tuple[str, ...]
+    """Missing or mismatched wheels of the registry's toolkit."""
+
+    def __str__(self) -> str:
+        version = self.version or "one that does not run"
+        gaps = f" with {', '.join(self.gaps)}" if self.gaps else ""
+        return f"{version}{gaps} ({self.path})"
+
+
+def nvccs(environment: Environment, cuda: str) -> list[Nvcc]:
+    """All CUDA compilers, in the order in which a build tries them."""
+    files: dict[Path, Path] = {}
+    for path in _candidates(environment, cuda):
+        files.setdefault(path.resolve(), path)
+    return [_inspect(environment, path) for path in files.values()]
+
+
+def _candidates(environment: Environment, cuda: str) -> Iterator[Path]:
+    if named := environment.variables.get("CUDACXX"):
+        yield environment.which(named) or Path(named)
+        return
+    homes = [environment.variables.get(name) for name in VARIABLES]
+    files = [Path(home) / "bin" / "nvcc" for home in homes if home]
+    files.append(Path(environment.python).with_name("nvcc"))
+    if system := environment.which("nvcc"):
+        files.append(system)
+    folders = [environment.at("/usr/local/cuda"), environment.at(f"/usr/local/cuda-{cuda}")]
+    folders += environment.in_site(f"nvidia/cu{cuda.partition('.')[0]}")
+    files += [folder / "bin" / "nvcc" for folder in folders]
+    yield from (file for file in files if file.is_file())
+
+
+def _inspect(environment: Environment, path: Path) -> Nvcc:
+    match = re.search(r"release (\d+\.\d+)", environment.run(path, "--version").out)
+    version = match[1] if match else None
+    # SITE/nvidia/cu13/bin/nvcc is the registry's.
+    from_registry = len(path.parents) > 3 and path.parents[2].name == "nvidia"
+    gaps = tuple(_gaps(path.parents[3], version)) if from_registry and version else ()
+    return Nvcc(path, version, gaps)
+
+
+def _gaps(site: Path, version: str) -> Iterator[str]:
+    for part in PARTS:
+        records = [folder.name for folder in sorted(site.glob(f"{part}-*.dist-info"))]
+        if not records:
+            yield f"no {part}"
+        elif not any(name.startswith(f"{part}-{version}.") for name in records):
+            yield records[0].removesuffix(".dist-info")
+
+
+def _toolkit(environment: Environment, cuda: str) -> str:
+    """Command that installs the matching toolkit."""
+    return f"{environment.pip} 'cuda-toolkit[{EXTRAS}]=={cuda}.*'"
 
 
 def find_nvcc(environment: Environment, facts: Facts) -> list[Finding]:
-    """Whether one has exactly the version of torch's CUDA."""
+    """Whether an nvcc has exactly torch's CUDA version."""
     if facts.torch is None or facts.torch.cuda is None:
         return []
     cuda = facts.torch.cuda
     found = nvccs(environment, cuda)
     match = next((nvcc for nvcc in found if nvcc.version == cuda and not nvcc.gaps), None)
-    others = [str(nvcc) for nvcc in found if nvcc is not match]
+    others = ", ".join(str(nvcc) for nvcc in found if nvcc is not match)
     if match:
-        beside = f"; beside it {', '.join(others)}" if others else ""
-        return [ok("nvcc", f"{match}{beside}")]
+        return [ok("nvcc", f"{match}{f'; also {others}' if others else ''}")]
     state = problem if facts.building and facts.driver.device_there else note
-    what = ", ".join(others) or "none"
-    remedies = [install(environment, cuda)]
+    what = others or "none"
+    remedies = [_toolkit(environment, cuda)]
     if environment.variables.get("CUDACXX"):
         what += ", named by CUDACXX"
         remedies.insert(0, "unset CUDACXX")
@@ -35,7 +101,7 @@ def find_nvcc(environment: Environment, facts: Facts) -> list[Finding]:
 
 
 def find_cuda_home(environment: Environment, _: Facts) -> list[Finding]:
-    """Whether the folders that are named for CUDA are there."""
+    """Whether the folders in CUDA_HOME and its like exist."""
     found = []
     for name in VARIABLES:
         named = environment.variables.get(name)
@@ -50,74 +116,73 @@ def find_nvrtc(environment: Environment, facts: Facts) -> list[Finding]:
         return []
     cuda = facts.torch.cuda
     name = f"libnvrtc.so.{cuda.split('.')[0]}"
-    found = _libraries(environment, name)
-    if found:
-        return [ok("NVRTC", str(found[0]))]
-    package = "nvidia-cuda-nvrtc" + ("-cu12" if cuda.startswith("12.") else "")
-    remedy = f"{environment.pip} '{package}=={cuda}.*'"
-    state = problem if facts.driver.gpus else note
-    return [state("NVRTC", f"no {name}, which compiles kernels at run time", remedy)]
-
-
-def _libraries(environment: Environment, name: str) -> list[Path]:
-    found = environment.in_site(f"nvidia/*/lib/{name}")
-    found += environment.in_site(f"torch/lib/{name}")
+    found = environment.in_site(f"nvidia/*/lib/{name}") + environment.in_site(f"torch/lib/{name}")
     folders = [environment.at("/usr/local/cuda/lib64")]
     folders += map(Path, environment.variables.get("LD_LIBRARY_PATH", "").split(":"))
-    return [*found, *(folder / name for folder in folders if (folder / name).is_file())]
+    found += [folder / name for folder in folders if (folder / name).is_file()]
+    if found:
+        return [ok("NVRTC", str(found[0]))]
+    words = f"no {name}, which compiles kernels at run time"
+    return [_missing_wheel(environment, facts, "NVRTC", words, "nvidia-cuda-nvrtc")]
 
 
 def find_headers(environment: Environment, facts: Facts) -> list[Finding]:
-    """Whether CUDA's headers are there.
+    """Whether CUDA's headers are installed.
 
-    Those of half precision include one of CUDA's C++ library when nvcc reads them, but not at run
-    time: without an nvcc beside them nobody misses it.
+    cuda_fp16.h includes nv/target when nvcc reads it, but not under NVRTC: without an nvcc beside
+    it, nv/target is not needed.
     """
     if facts.torch is None or facts.torch.cuda is None:
         return []
-    cuda = facts.torch.cuda
     folders = environment.in_site("nvidia/*/include")
     folders.append(environment.at("/usr/local/cuda/include"))
     if home := environment.variables.get("CUDA_HOME"):
         folders.append(Path(home) / "include")
-    halves = next((folder for folder in folders if (folder / "cuda_fp16.h").is_file()), None)
-    if halves is None:
-        words = "no cuda_fp16.h, which kernels include that are compiled at run time"
-        package = "nvidia-cuda-runtime" + ("-cu12" if cuda.startswith("12.") else "")
-        state = problem if facts.driver.gpus else note
-        return [state("headers", words, f"{environment.pip} '{package}=={cuda}.*'")]
-    targets = (halves / "nv" / "target", halves / "cccl" / "nv" / "target")
-    if (halves.parent / "bin" / "nvcc").is_file() and not any(map(Path.is_file, targets)):
-        words = f"{halves} has cuda_fp16.h, but not the nv/target that nvcc wants with it"
-        return [note("headers", words, install(environment, cuda))]
-    return [ok("headers", str(halves))]
+    folder = next((folder for folder in folders if (folder / "cuda_fp16.h").is_file()), None)
+    if folder is None:
+        words = "no cuda_fp16.h, which kernels compiled at run time include"
+        return [_missing_wheel(environment, facts, "headers", words, "nvidia-cuda-runtime")]
+    targets = (folder / "nv" / "target", folder / "cccl" / "nv" / "target")
+    if (folder.parent / "bin" / "nvcc").is_file() and not any(map(Path.is_file, targets)):
+        words = f"{folder} has cuda_fp16.h, but not nv/target, which nvcc needs with it"
+        return [note("headers", words, _toolkit(environment, facts.torch.cuda))]
+    return [ok("headers", str(folder))]
+
+
+def _missing_wheel(
+    environment: Environment, facts: Facts, topic: str, words: str, package: str
+) -> Finding:
+    """A problem on a machine with a GPU, else a note."""
+    cuda = (facts.torch and facts.torch.cuda) or ""
+    suffix = "-cu12" if cuda.startswith("12.") else ""
+    state = problem if facts.driver.gpus else note
+    return state(topic, words, f"{environment.pip} '{package}{suffix}=={cuda}.*'")
 
 
 def find_cxx(environment: Environment, facts: Facts) -> list[Finding]:
-    """Whether g++ is there and new enough."""
-    name = environment.variables.get("CXX") or "g++"
-    path = environment.which(name)
+    """Whether g++ is installed and new enough."""
+    path = environment.which(environment.variables.get("CXX") or "g++")
     version = _version(environment, path, "-dumpfullversion")
-    return _tool(facts, "g++", path, version, OLDEST_CXX, "sudo apt-get install g++")
+    return _build_tool(facts, "g++", path, version, OLDEST_CXX, "sudo apt-get install g++")
 
 
 def find_cmake(environment: Environment, facts: Facts) -> list[Finding]:
-    """Whether cmake is there and new enough."""
+    """Whether cmake is installed and new enough."""
     remedy = f"{environment.pip} 'cmake>=3.28'"
-    # The build takes that of this Python's packages first.
-    beside = Path(environment.python).with_name("cmake")
-    path = beside if beside.is_file() else environment.which("cmake")
+    # A build prefers the cmake that is installed for this Python.
+    own = Path(environment.python).with_name("cmake")
+    path = own if own.is_file() else environment.which("cmake")
     version = _version(environment, path, "--version")
-    return _tool(facts, "cmake", path, version, OLDEST_CMAKE, remedy)
+    return _build_tool(facts, "cmake", path, version, OLDEST_CMAKE, remedy)
 
 
-def _version(environment: Environment, path: Path | None, question: str) -> str | None:
-    answer = environment.run(path, question).out if path else ""
+def _version(environment: Environment, path: Path | None, option: str) -> str | None:
+    answer = environment.run(path, option).out if path else ""
     match = re.search(r"\d+(\.\d+)+", answer)
     return match[0] if match else None
 
 
-def _tool(  # noqa: PLR0917
+def _build_tool(  # noqa: PLR0917
     facts: Facts,
     topic: str,
     path: Path | None,
@@ -127,8 +192,8 @@ def _tool(  # noqa: PLR0917
 ) -> list[Finding]:
     if version and tuple(map(int, version.split("."))) >= oldest:
         return [ok(topic, f"{version} ({path})")]
-    found = f"{version or 'one that does not tell its version'} ({path})" if path else "none"
-    words = f"{found}, needed {'.'.join(map(str, oldest))} or newer to build"
+    found = f"{version or 'unknown version'} ({path})" if path else "none"
+    words = f"{found}, a build needs {'.'.join(map(str, oldest))} or newer"
     if facts.building:
         return [problem(topic, words, remedy)]
-    return [note(topic, f"{words}, which is not needed here", remedy)]
+    return [note(topic, f"{words}; nothing has to be built here", remedy)]

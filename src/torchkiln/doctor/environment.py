@@ -1,4 +1,4 @@
-"""What the doctor looks at, as data, so that a test can hand it a machine with a fault."""
+"""Everything that the doctor reads from the machine, so that a test can replace it."""
 
 from __future__ import annotations
 
@@ -14,59 +14,65 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torchkiln._loader import find_package
+
 
 class Answer(NamedTuple):
-    """What became of a command."""
+    """The result of a command."""
 
     status: int | None
-    """Negative after a signal, none where the command could not be started or did not end."""
+    """Negative after a signal; None if the command did not start or did not end in time."""
     out: str
     error: str
 
 
 @dataclass(frozen=True)
 class Environment:
-    """A Python on a machine."""
+    """A Python interpreter and the machine that it runs on."""
 
     python: str
-    """Its executable."""
+    """Path of the interpreter."""
     site: tuple[Path, ...]
-    """The folders in which its packages lie."""
+    """Folders with installed packages."""
     torch: Path | None
-    """The folder of the torch that it would import."""
+    """Folder of the torch that ``import torch`` would find."""
     package: Path | None
-    """The folder in which the build of this package is recorded."""
+    """Folder with the build record of torchkiln."""
     variables: Mapping[str, str]
     home: Path
     root: Path = Path("/")
-    """Of the file system: where the folders of the system are looked for."""
+    """Root of the file system, below which system files are read."""
     load_library: Callable[[str], Any] = ctypes.CDLL
 
     @classmethod
     def here(cls) -> Environment:
-        """This Python, on this machine."""
+        """Describe the running interpreter on this machine."""
         spec = find_spec("torch")
+        try:
+            package = find_package(sys.modules["torchkiln"].__path__)
+        except ImportError:
+            package = None
         return cls(
             python=sys.executable,
             site=tuple(folder for folder in map(Path, sys.path) if folder.is_dir()),
             torch=Path(spec.origin).parent if spec and spec.origin else None,
-            package=_package(),
+            package=package,
             variables=os.environ,
             home=Path.home(),
         )
 
     @property
     def pip(self) -> str:
-        """The command that installs into it."""
+        """Command that installs a package for this interpreter."""
         return f"{shlex.quote(self.python)} -m pip install"
 
     def which(self, name: str) -> Path | None:
-        """A program on the PATH."""
+        """Find a program on PATH."""
         found = shutil.which(name, path=self.variables.get("PATH", ""))
         return Path(found) if found else None
 
     def run(self, *words: str | Path, timeout: float = 20) -> Answer:
-        """Run a command to its end."""
+        """Run a command for at most ``timeout`` seconds."""
         try:
             done = subprocess.run(
                 [str(word) for word in words],
@@ -85,26 +91,17 @@ class Environment:
         return Answer(done.returncode, done.stdout, done.stderr)
 
     def at(self, path: str) -> Path:
-        """A folder or file of the system, from its absolute path."""
+        """Place an absolute path below ``root``."""
         return self.root / path.removeprefix("/")
 
     def read(self, path: str) -> str:
-        """The text of a file of the system; empty where it cannot be read."""
+        """Read a system file; empty if that fails."""
         try:
             return self.at(path).read_text(encoding="utf-8", errors="replace")
         except OSError:
             return ""
 
     def in_site(self, pattern: str) -> list[Path]:
-        """The files of packages that match a pattern."""
+        """Find files of installed packages by a glob pattern."""
         found = (path for folder in self.site for path in sorted(folder.glob(pattern)))
         return list(dict.fromkeys(found))
-
-
-def _package() -> Path | None:
-    from torchkiln._loader import find_package  # noqa: PLC0415
-
-    try:
-        return find_package(sys.modules["torchkiln"].__path__)
-    except ImportError:
-        return None

@@ -1,4 +1,4 @@
-"""Findings about torch and the build of this package."""
+"""Findings about torch and the build of torchkiln."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from torchkiln._loader import built_for, mismatch, rebuild, requirement, torches
+from torchkiln.doctor import Finding, note, ok, problem
 from torchkiln.doctor.environment import Environment
 from torchkiln.doctor.facts import Facts
-from torchkiln.doctor.finding import Finding, note, ok, problem
-from torchkiln.doctor.kernels import OLDEST_GPU, kernel_of
+from torchkiln.doctor.gpu import NATIVE, kernel_for
 
-NATIVE = "torchkiln.cuda-architectures=native"
-# std::string of the C++11 ABI, in the names of types.
+# Part of every symbol with a std::string argument in the C++11 ABI.
 NEW_STRING = b"NSt7__cxx1112basic_string"
 
 
 def find_torch(environment: Environment, facts: Facts) -> list[Finding]:
-    """Which torch there is, and whether it has CUDA where a GPU is."""
+    """Which torch is installed, and whether it has CUDA if there is a GPU."""
     pip = environment.pip
     if facts.torch_error:
         words = f"{environment.torch} is damaged: {facts.torch_error}"
@@ -34,30 +33,29 @@ def find_torch(environment: Environment, facts: Facts) -> list[Finding]:
     if torch.cuda or not facts.driver.gpus:
         flavour = f"CUDA {torch.cuda}" if torch.cuda else "no CUDA"
         return [ok("torch", f"{torch.version} with {flavour} ({torch.folder})")]
-    words = f"{torch.version} has no CUDA ({torch.folder}), though there is a GPU"
+    words = f"{torch.version} has no CUDA ({torch.folder}), although there is a GPU"
     index = "https://download.pytorch.org/whl/cu130"
     remedy = f"{pip} --force-reinstall torch=={torch.version} --index-url {index}"
     return [problem("torch", words, remedy)]
 
 
 def find_abi(environment: Environment, facts: Facts) -> list[Finding]:
-    """Whether torch and the compiled module have the same std::string."""
+    """Whether torch and the compiled module use the same std::string."""
     torch = environment.torch and _has_new_string(environment.torch / "lib" / "libc10.so")
-    built = facts.record and built_for(facts.record, facts.torch)
-    folder = environment.package / built["folder"] if environment.package and built else None
-    modules = sorted(folder.glob("_C*.so")) if folder else []
-    ours = [_has_new_string(module) for module in modules]
     if torch is None or facts.torch is None:
         return []
-    words = f"torch has the {'C++11' if torch else 'old'} one"
-    if facts.record and (not torch) in ours:
-        words += f", {modules[ours.index(not torch)].name} the other"
-        return [problem("C++ ABI", words, rebuild(facts.record["version"]))]
+    words = f"torch uses the {'C++11' if torch else 'old'} one"
+    built = facts.record and built_for(facts.record, facts.torch)
+    folder = environment.package / built["folder"] if environment.package and built else None
+    for module in sorted(folder.glob("_C*.so")) if folder else []:
+        if facts.record and _has_new_string(module) is (not torch):
+            remedy = rebuild(facts.record["version"])
+            return [problem("C++ ABI", f"{words}, {module.name} the other", remedy)]
     return [ok("C++ ABI", words)]
 
 
 def _has_new_string(library: Path) -> bool | None:
-    """Whether a library names that string; none where it cannot be read."""
+    """Whether a library uses the C++11 std::string; None if it cannot be read."""
     try:
         with library.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as text:
             return text.find(NEW_STRING) >= 0
@@ -66,19 +64,20 @@ def _has_new_string(library: Path) -> bool | None:
 
 
 def find_build(environment: Environment, facts: Facts) -> list[Finding]:
-    """What the package was built for, and whether that is here."""
+    """What the package was built for, and whether this machine has it."""
     record = facts.record
     if record is None:
         words = facts.record_error or "torchkiln has not been built"
         where = f" ({environment.package})" if environment.package else ""
         pip = f"{environment.pip} --force-reinstall --no-deps"
-        return [problem("build", words + where, f"{pip} torchkiln", f"{pip} .     (its sources)")]
-    for_cuda = f"CUDA {record['cuda']}" if record["cuda"] else "the CPU only"
+        here = f"{pip} .     (in the folder with its sources)"
+        return [problem("build", words + where, f"{pip} torchkiln", here)]
+    target = f"CUDA {record['cuda']}" if record["cuda"] else "the CPU only"
     if kernels := record["cuda_architectures"]:
-        for_cuda += f" ({', '.join(f'sm_{architecture}' for architecture in kernels)})"
+        target += f" ({', '.join(f'sm_{architecture}' for architecture in kernels)})"
     words = (
         f"torchkiln {record['version']} for torch {torches(record)}, Python {record['python']}, "
-        f"{record['platform']}, {for_cuda}"
+        f"{record['platform']}, {target}"
     )
     found = mismatch(record, facts.torch)
     if found is None:
@@ -90,7 +89,7 @@ def find_build(environment: Environment, facts: Facts) -> list[Finding]:
 
 
 def find_cpu_build(_: Environment, facts: Facts) -> list[Finding]:
-    """Whether a GPU goes unused because the build has no kernels for any."""
+    """Whether a GPU stays unused because the build has no CUDA kernels."""
     record, torch = facts.record, facts.torch
     if record is None or record["cuda"] or not facts.driver.gpus or not (torch and torch.cuda):
         return []
@@ -101,18 +100,19 @@ def find_cpu_build(_: Environment, facts: Facts) -> list[Finding]:
 def find_import(environment: Environment, facts: Facts) -> list[Finding]:
     """Whether the package can be imported and its kernels run."""
     trial, record = facts.trial, facts.record
-    if record is None or mismatch(record, facts.torch):
-        return [note("import", "not tried: the build does not belong here")] if record else []
-    again = rebuild(record["version"])
+    if record is None:
+        return []
+    if mismatch(record, facts.torch):
+        return [note("import", "not tried: the package was built for something else")]
     if trial.torch_error:
         return [note("import", "not tried: torch cannot be imported")]
     if trial.error:
-        return [problem("import", trial.error, again)]
-    # Of GPUs without kernels, find_architectures() tells.
+        return [problem("import", trial.error, rebuild(record["version"]))]
+    # find_architectures() reports GPUs for which the build has no kernel.
     failed = [
         _failed_kernel(environment, record, f"cuda:{index}", error)
         for index, gpu in enumerate(facts.driver.gpus)
-        if record["cuda"] and kernel_of(record, gpu.capability)
+        if record["cuda"] and kernel_for(record, gpu.capability)
         if (error := trial.error_on(f"cuda:{index}"))
     ]
     if failed:
@@ -128,23 +128,5 @@ def _failed_kernel(
     if "kernel image" in error or "device function" in error:
         return problem("kernels", words, rebuild(record["version"], NATIVE))
     program = f'import torch; torch.ones(1, device="{device}") + 1'
-    alone = (
-        f"{shlex.quote(environment.python)} -c '{program}'     (whether torch itself runs there)"
-    )
-    return problem("kernels", words, "nvidia-smi     (what else runs there)", alone)
-
-
-def find_architectures(_: Environment, facts: Facts) -> list[Finding]:
-    """Whether the build has kernels for each GPU."""
-    record = facts.record
-    if record is None or record["cuda"] is None:
-        return []
-    found = []
-    for index, gpu in enumerate(facts.driver.gpus):
-        words = f"none for cuda:{index}, {gpu}"
-        if gpu.capability < OLDEST_GPU:
-            needed = ".".join(map(str, OLDEST_GPU))
-            found.append(note("kernels", f"{words}: they need {needed} or newer"))
-        elif kernel_of(record, gpu.capability) is None:
-            found.append(problem("kernels", words, rebuild(record["version"], NATIVE)))
-    return found
+    torch_alone = f"{shlex.quote(environment.python)} -c '{program}'     (does torch itself run?)"
+    return problem("kernels", words, "nvidia-smi     (what else runs there?)", torch_alone)

@@ -9,7 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from torchkiln.doctor.counters import COUNTERS_FOR_ALL, PLACES
+from torchkiln.doctor.runtime import COUNTERS_FOR_ALL
+from torchkiln.doctor.runtime import NCU_PLACES as PLACES
 from torchkiln.profile.report import METRICS
 
 SECTIONS = (

@@ -1,4 +1,4 @@
-"""What the doctor finds about counters, folders, locks and libraries that are there twice."""
+"""The doctor's findings about counters, caches, locks and duplicate libraries."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ import time
 import pytest
 from fake_machine import Machine
 
-from torchkiln.doctor.caches import STALE, find_caches, folders
-from torchkiln.doctor.counters import find_ncu
-from torchkiln.doctor.runtimes import find_runtimes
+from torchkiln.doctor.runtime import (
+    STALE_SECONDS,
+    cache_folders,
+    find_caches,
+    find_duplicates,
+    find_ncu,
+)
 
 
 def test_ncu(machine: Machine) -> None:
@@ -54,7 +58,7 @@ def test_caches(machine: Machine) -> None:
     triton.mkdir(parents=True)
     assert machine.find_one(find_caches, "ok")[0] == str(triton)
     machine.variables["XDG_CACHE_HOME"] = "/elsewhere"
-    extensions = folders(machine.environment())["TORCH_EXTENSIONS_DIR"]
+    extensions = cache_folders(machine.environment())["TORCH_EXTENSIONS_DIR"]
     assert str(extensions) == "/elsewhere/torch_extensions"
 
 
@@ -67,7 +71,7 @@ def test_cache_that_cannot_be_written(machine: Machine, name: str) -> None:
     cache = machine.write(machine.folder / "file") / "cache"
     machine.variables[name] = str(cache)
     words, remedies = machine.find_one(find_caches, "problem")
-    assert words == f"{cache} cannot be written"
+    assert words == f"{cache} is not writable"
     assert f"sudo chown -R $(id -u) {cache}" in remedies
     assert f"export {name}=" in remedies
 
@@ -76,7 +80,7 @@ def test_cache_that_cannot_be_written(machine: Machine, name: str) -> None:
 def test_stale_lock(machine: Machine, below: str) -> None:
     lock = machine.write(machine.home / ".cache/torch_extensions" / below / "lock")
     assert machine.find_one(find_caches, "ok")
-    old = time.time() - STALE - 60
+    old = time.time() - STALE_SECONDS - 60
     os.utime(lock, (old, old))
     words, remedy = machine.find_one(find_caches, "problem")
     assert words.startswith(f"{lock} was left by a build that died")
@@ -89,10 +93,10 @@ def test_one_of_each(machine: Machine) -> None:
     (machine.folder / "lib").mkdir()
     (machine.folder / "lib" / "libgomp.so.1").symlink_to(openmp)
     machine.imports(libraries=[str(openmp), str(cuda), "/lib/libompress.so"])
-    found = [(finding.state, finding.words) for finding in machine.find(find_runtimes)]
+    found = [(finding.state, finding.words) for finding in machine.find(find_duplicates)]
     assert found == [("ok", str(openmp)), ("ok", str(cuda))]
     machine.imports()
-    assert [finding.state for finding in machine.find(find_runtimes)] == ["ok", "ok"]
+    assert [finding.state for finding in machine.find(find_duplicates)] == ["ok", "ok"]
 
 
 @pytest.mark.parametrize(
@@ -105,11 +109,11 @@ def test_one_of_each(machine: Machine) -> None:
 )
 def test_two_in_the_environment(machine: Machine, first: str, second: str, topic: str) -> None:
     paths = [machine.write(machine.site / first), machine.write(machine.site / second)]
-    words, _ = machine.find_one(find_runtimes, "note")
+    words, _ = machine.find_one(find_duplicates, "note")
     assert all(str(path) in words for path in paths)
-    assert machine.find(find_runtimes)[0].topic.startswith(topic)
+    assert machine.find(find_duplicates)[0].topic.startswith(topic)
     machine.imports(libraries=list(map(str, paths)))
-    words, remedy = machine.find_one(find_runtimes, "problem")
+    words, remedy = machine.find_one(find_duplicates, "problem")
     assert "are loaded at once" in words
     assert "pip list" in remedy
 
@@ -117,7 +121,7 @@ def test_two_in_the_environment(machine: Machine, first: str, second: str, topic
 def test_two_of_conda(machine: Machine) -> None:
     machine.write(machine.site / "torch/lib/libgomp.so.1")
     other = machine.write(machine.folder / "lib/libiomp5.so")
-    assert str(other) in machine.find_one(find_runtimes, "note")[0]
+    assert str(other) in machine.find_one(find_duplicates, "note")[0]
 
 
 @pytest.mark.parametrize("variable", ["LD_PRELOAD", "LD_LIBRARY_PATH"])
@@ -127,4 +131,4 @@ def test_second_one_from_a_variable(machine: Machine, variable: str) -> None:
     machine.imports(libraries=[str(outside), str(inside)])
     named = outside if variable == "LD_PRELOAD" else outside.parent
     machine.variables[variable] = f"/nowhere:{named}"
-    assert machine.find_one(find_runtimes, "problem")[1] == f"unset {variable}"
+    assert machine.find_one(find_duplicates, "problem")[1] == f"unset {variable}"
