@@ -1,8 +1,9 @@
-"""What a call is said to do is what it did."""
+"""explain() reports what a call did."""
 
 from __future__ import annotations
 
 import json
+import re
 import threading
 from pathlib import Path
 
@@ -16,9 +17,10 @@ from torchkiln.cli import main
 from torchkiln.testing import SPECS, OpSpec
 from torchkiln.trace import Kernel, Step, explain
 from torchkiln.trace.events import read
-from torchkiln.trace.kernel_names import access_of, pretty
+from torchkiln.trace.kernel_names import ACCESSES, ENUMERATORS, access_of, pretty
 
 CPU = torch.device("cpu")
+CUDA = Path(__file__).parents[2] / "cuda"
 
 
 def kinds(steps: tuple[Kernel | Step, ...]) -> list[str]:
@@ -62,7 +64,7 @@ def test_a_copy_comes_with_its_reason() -> None:
 
 
 def test_a_copy_that_has_steps_of_its_own() -> None:
-    """Torch transposes through a buffer: one copy, whatever it calls."""
+    """Torch transposes through a buffer, by other ops: still one copy."""
     found = explain(torchkiln.layer_norm, torch.randn(512, 100).t(), 512)
     assert kinds(found.forward.steps) == ["copy", "norm"]
     assert "no evenly spaced rows" in found.forward.notes[0]
@@ -77,7 +79,7 @@ def test_a_cast() -> None:
 
 
 def test_a_fallback() -> None:
-    """Second gradients are torch's own ops; so is everything of torch's functions."""
+    """Second gradients are computed by ops of torch, as are torch's own functions."""
     x = torch.randn(8, 16, requires_grad=True)
     found = explain(torch.nn.functional.layer_norm, x, (16,))
     assert kinds(found.forward.steps) == ["fallback"]
@@ -86,7 +88,7 @@ def test_a_fallback() -> None:
     assert not found.spec
     assert found.forward.bytes == 2 * 8 * 16 * 4
 
-    product = explain(torch.mul, x, 2)  # which casts the number first
+    product = explain(torch.mul, x, 2)  # casts the number first
     assert [step.op for step in product.forward.extra if step.kind == "fallback"] == ["aten::mul"]
     assert product.forward.allocated >= 8 * 16 * 4
 
@@ -184,41 +186,72 @@ def test_rich_draws_a_tree() -> None:
     assert "cast: aten::copy_" in captured.get()
 
 
-# As `nm -C` shows them in the library of kernels.
-IN_ELEMENTWISE = (
-    "void torchkiln::device::elementwise::kernel<torchkiln::device::elementwise::Each<torchkiln::ScaleShift<"
-    "double> >, torchkiln::device::elementwise::LinearAccess<double, 1, double> >(torchkiln::"
-    "elementwise::Each<"
-    "torchkiln::ScaleShift<double> >, torchkiln::device::elementwise::LinearAccess<double, 1, double>, "
-    "long)"
+# As `nm -C` prints them from the objects of the CUDA kernels.
+ACCESS = "torchkiln::device::elementwise::LinearAccess<double, 1, double>"
+EACH = "torchkiln::device::elementwise::Each<torchkiln::ScaleShift<double> >"
+LINEAR = f"void torchkiln::device::elementwise::kernel<{EACH}, {ACCESS} >({EACH}, {ACCESS}, long)"
+IN_ROWS = LINEAR.replace("LinearAccess<double", "RowAccess<true, double")
+TRANSPOSED = LINEAR.replace("LinearAccess", "TransposedAccess")
+ANY = LINEAR.replace("LinearAccess<double, 1, double>", "AnyAccess<__half, 1, 1>")
+NORM = (
+    "void torchkiln::cuda::(anonymous namespace)::norm_rows<torchkiln::rowwise::RowTile<torchkiln::"
+    "rowwise::RowVectors<__nv_bfloat16, 8, true>, 4>, __nv_bfloat16, false>(torchkiln::Norm, "
+    "torchkiln::rowwise::TeamShape)"
 )
-ANY = IN_ELEMENTWISE.replace("LinearAccess<double, 1, double>", "AnyAccess<__half, 1, 1>")
-IN_ROWS = (
-    "void torchkiln::cuda::(anonymous namespace)::norm_rows<torchkiln::RowPlace<torchkiln::"
-    "RowAccess<__nv_bfloat16, 8, true>, 4>, __nv_bfloat16, false>(torchkiln::Norm, "
-    "torchkiln::TeamShape)"
+ELEMENTS = NORM.replace("8, true", "1, true")
+UNALIGNED = NORM.replace(
+    "RowTile<torchkiln::rowwise::RowVectors<__nv_bfloat16, 8, true>, 4>",
+    "UnalignedRowTile<__nv_bfloat16, 4>",
 )
-SINGLE = IN_ROWS.replace("8, true", "1, true")
-EDGED = IN_ROWS.replace(
-    "RowPlace<torchkiln::RowAccess<__nv_bfloat16, 8, true>, 4>", "EdgedPlace<__nv_bfloat16, 4>"
+STREAMED = (
+    "void torchkiln::cuda::(anonymous namespace)::stream_rows<torchkiln::rowwise::RowVectors<"
+    "__half, 8, false>, true, true, 3>(torchkiln::NormBackward, torchkiln::rowwise::TeamShape, "
+    "torchkiln::"
+    "ComputeOf<torchkiln::rowwise::RowVectors<__half, 8, false>::T>::type*)"
 )
-IN_COLUMNS = (
-    "void torchkiln::columns::walk<torchkiln::cuda::(anonymous namespace)::GradientBody<torchkiln::"
-    "cuda::(anonymous namespace)::Chosen<torchkiln::ExactMath>, double, 2>, 2>(torchkiln::cuda::"
-    "(anonymous namespace)::GradientBody<torchkiln::cuda::(anonymous namespace)::Chosen<torchkiln::"
-    "ExactMath>, double, 2>, torchkiln::columns::Plan, double*, torchkiln::Result)"
+PACKED = (
+    "void torchkiln::reduce::rows::packed<__half, double, 8>(torchkiln::reduce::rows::Rows<__half>"
+    ", int, torchkiln::reduce::Result)"
+)
+STAGED = (
+    "void torchkiln::reduce::rows::staged<__half, float>(torchkiln::reduce::rows::Rows<__half>, "
+    "int, int, torchkiln::reduce::Result)"
+)
+GRADIENT = (
+    "torchkiln::cuda::(anonymous namespace)::GradientBody<torchkiln::cuda::(anonymous namespace)::"
+    "Chosen<torchkiln::ExactMath>, double, 2>"
+)
+GRADIENTS = (
+    f"void torchkiln::reduce::columns::walk<{GRADIENT}, 2>({GRADIENT}, torchkiln::reduce::columns::"
+    f"Plan, {GRADIENT}::C*, torchkiln::reduce::Result)"
+)
+DROPOUT = GRADIENTS.replace(GRADIENT, GRADIENT.partition("<")[0] + "<__half, 1>")
+SUMS = GRADIENTS.replace(
+    GRADIENT, "torchkiln::cuda::(anonymous namespace)::ColumnBody<__half, double, 4>"
+)
+SM90 = (
+    "void torchkiln::gemm::sm90::(anonymous namespace)::matmul_kernel<__nv_bfloat16, (torchkiln::"
+    "gemm::wgmma::Major)0, (torchkiln::gemm::wgmma::Major)1>(torchkiln::gemm::sm90::Parameters)"
 )
 
 
 @pytest.mark.parametrize(
     ("name", "words", "width", "items"),
     [
-        (IN_ELEMENTWISE, "all operands in one order, in vectors", 16, None),
+        (LINEAR, "all operands in one order, in vectors", 16, None),
+        (IN_ROWS, "operands adjacent in rows, in vectors", 16, None),
+        (TRANSPOSED, "a transposed operand, in squares through shared memory", 8, None),
         (ANY, "other strides, alignments or dtypes, an element at a time", 2, None),
-        (IN_ROWS, "rows, in vectors", 16, 4),
-        (SINGLE, "rows, an element at a time", 2, 4),
-        (EDGED, "rows that begin anywhere, in vectors", 16, 4),
-        (IN_COLUMNS, "columns, in vectors", 16, None),
+        (NORM, "rows, in vectors", 16, 4),
+        (ELEMENTS, "rows, an element at a time", 2, 4),
+        (UNALIGNED, "rows at any alignment, in vectors", 16, 4),
+        (STREAMED, "rows, in vectors", 16, None),
+        (PACKED, "short rows, in vectors", 16, None),
+        (STAGED, "short rows through shared memory, in vectors", 16, None),
+        (GRADIENTS, "columns, in vectors", 16, None),
+        (DROPOUT, "columns, an element at a time", 2, None),
+        (SUMS, "columns, in vectors", 8, None),
+        (SM90, "tiles copied by the tensor memory accelerator", None, None),
         ("void somebody::else_s<float>(float*)", "", None, None),
     ],
 )
@@ -226,37 +259,90 @@ def test_access_by_the_name(name: str, words: str, width: int | None, items: int
     assert access_of(name) == (words, width, items)
 
 
+def names_in_cuda() -> set[str]:
+    """Qualified names of the types and kernels in cuda/, without unnamed namespaces."""
+    found = set()
+    opened = re.compile(r"^(?:inline )?namespace ?([\w:]*) \{$")
+    named = re.compile(r"^(?:struct|class) (?:alignas\(.*?\) )?(\w+)|^[^/]*__global__.*?(\w+)\(")
+    for file in [*CUDA.rglob("*.cuh"), *CUDA.rglob("*.cu"), *CUDA.rglob("*.h")]:
+        namespaces: list[str] = []
+        # A __global__ function may have its name on the next line.
+        text = re.sub(r"(__global__.*)\n +", r"\1 ", file.read_text(encoding="utf-8"))
+        text = re.sub(r"__launch_bounds__\([^;{]*?\)\)? (?=\w+\()", "", text)
+        for line in text.splitlines():
+            if match := opened.match(line):
+                namespaces.append(match[1])
+            elif line.startswith("}  // namespace"):
+                namespaces.pop()
+            elif match := named.match(line):
+                found.add("::".join([*filter(None, namespaces), match[1] or match[2]]))
+        assert not namespaces, file
+    return found
+
+
+def test_the_access_types_are_in_the_sources() -> None:
+    """A type that is renamed in C++ must be renamed here, or explain() loses its access."""
+    known = names_in_cuda()
+    assert "torchkiln::cuda::norm_rows" in known
+    assert {f"torchkiln::{access.name}" for access in ACCESSES} <= known
+    assert "torchkiln::rowwise::RowTile" in known  # ITEMS
+    text = "".join(file.read_text(encoding="utf-8") for file in CUDA.rglob("*.cuh"))
+    for name, values in ENUMERATORS.items():
+        assert f"enum class {name} {{ {', '.join(values)} }};" in text
+
+
 def test_names_of_kernels() -> None:
-    expected = ("norm_rows", "<RowPlace<RowAccess<bfloat16, 8, true>, 4>, bfloat16, false>")
-    assert pretty(IN_ROWS) == expected
+    expected = ("norm_rows", "<RowTile<RowVectors<bfloat16, 8, true>, 4>, bfloat16, false>")
+    assert pretty(NORM) == expected
+    assert pretty(LINEAR)[0] == "elementwise::kernel"
+    assert pretty(LINEAR)[1] == "<Each<ScaleShift<double>>, LinearAccess<double, 1, double>>"
+    assert pretty(SUMS) == ("columns::walk", "<ColumnBody<float16, double, 4>, 2>")
+    assert pretty(SM90) == ("sm90::matmul_kernel", "<bfloat16, Major::k, Major::outer>")
+    assert pretty("void at::native::vectorized<4>(int)") == ("at::native::vectorized", "<4>")
     assert pretty("kernel") == ("kernel", "")
 
 
-def test_a_launch_in_words() -> None:
-    """As the binding reports it: blocks, threads, cluster, shared bytes, registers, what fits."""
-    figures = (8192, 1, 1, 256, 1, 1, 4, 1024, 512, 56, 16, 4, 132, 2048)
+def recorded(name: str, figures: tuple[int, ...]) -> Kernel:
+    """A kernel from a launch as the binding reports it.
+
+    The figures: blocks, threads, cluster, dynamic and static shared bytes, registers, local bytes,
+    blocks per multiprocessor, multiprocessors, most threads of a multiprocessor.
+    """
     events: list[object] = [
-        ("enter", 7, "torchkiln::rms_norm", "", (), []),
-        ("launch", 7, IN_ROWS, "", figures, []),
-        ("leave", 7, "torchkiln::rms_norm", "", (), []),
+        ("enter", 7, "torchkiln::op", "", (), []),
+        ("launch", 7, name, "", figures, []),
+        ("leave", 7, "torchkiln::op", "", (), []),
     ]
     (kernel,) = read(events).steps
     assert isinstance(kernel, Kernel)
+    return kernel
+
+
+def test_a_launch_in_words() -> None:
+    kernel = recorded(NORM, (8192, 1, 1, 256, 1, 1, 4, 1024, 512, 56, 16, 4, 132, 2048))
     assert (kernel.blocks, kernel.threads, kernel.cluster) == ((8192, 1, 1), (256, 1, 1), 4)
     assert kernel.shared_bytes == 1536
     assert kernel.occupancy == 0.5
     assert kernel.waves == pytest.approx(8192 / (4 * 132))
     assert str(kernel) == (
-        "kernel norm_rows<RowPlace<RowAccess<bfloat16, 8, true>, 4>, bfloat16, false>, "
-        "rows, in vectors, 16 bytes an access, 4 vectors a thread, 8192 blocks of 256 threads, "
-        "clusters of 4, 1536 bytes shared, 56 registers, 16 bytes of local memory, "
-        "occupancy 50%, 16 waves"
+        "kernel norm_rows<RowTile<RowVectors<bfloat16, 8, true>, 4>, bfloat16, false>, "
+        "rows, in vectors, 16 bytes per access, 4 vectors per thread, 8192 blocks of 256 threads, "
+        "clusters of 4 blocks, 1.5 KiB of shared memory per block, 56 registers per thread, "
+        "16 bytes of spilled registers per thread, occupancy 50%, 16 waves"
     )
 
 
-def test_a_launch_that_the_runtime_knows_little_of() -> None:
-    (kernel,) = read([("launch", 7, "", "", (1, 1, 1, 32, 1, 1, 1) + (0,) * 7, [])]).steps
-    assert isinstance(kernel, Kernel)
+def test_a_product_in_words() -> None:
+    kernel = recorded(SM90, (132, 1, 1, 384, 1, 1, 1, 230400, 0, 168, 0, 1, 132, 2048))
+    assert str(kernel) == (
+        "kernel sm90::matmul_kernel<bfloat16, Major::k, Major::outer>, tiles copied by the tensor "
+        "memory accelerator, 132 blocks of 384 threads, 225 KiB of shared memory per block, "
+        "168 registers per thread, occupancy 19%, 1 wave"
+    )
+
+
+def test_a_launch_with_few_figures() -> None:
+    kernel = recorded("", (1, 1, 1, 32, 1, 1, 1) + (0,) * 7)
     assert kernel.occupancy is kernel.waves is kernel.vector_bytes is None
 
 
@@ -275,6 +361,29 @@ def test_a_launch_on_a_gpu() -> None:
     assert found.backward is not None
     assert found.backward.kernels
     assert found.forward.extra == found.backward.extra == ()
+
+
+@pytest.mark.cuda
+def test_the_product_of_linear_on_a_gpu() -> None:
+    """A fused gelu is torchkiln's own kernel from k = 2048 on; it is compiled for 9.0 alone."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("a kernel for compute capability 9.0")
+    x = torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    found = explain(torchkiln.linear, x, weight, act="gelu")
+    (kernel,) = found.forward.kernels
+    assert kernel.name == "sm90::matmul_kernel"
+    assert kernel.variant == "<bfloat16, Major::k, Major::k>"
+    multiprocessors = torch.cuda.get_device_properties("cuda").multi_processor_count
+    assert kernel.blocks == (multiprocessors, 1, 1)  # persistent: 1024 tiles
+    assert kernel.threads[0] % 128 == 0
+    assert kernel.shared_bytes > 100 * 1024
+    assert kernel.registers > 0
+    assert kernel.occupancy is not None
+    assert 0 < kernel.occupancy <= 1
+    assert kernel.waves == 1
+    assert "product by sm90" in found.forward.notes
+    assert found.forward.extra == ()
 
 
 @pytest.mark.cuda

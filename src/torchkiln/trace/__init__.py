@@ -1,4 +1,4 @@
-"""What a call does: kernels, copies, casts and fallbacks, as they happened, with their reasons."""
+"""The kernels, copies, casts and fallbacks of one call, recorded while it runs, with reasons."""
 
 from __future__ import annotations
 
@@ -20,12 +20,16 @@ __all__ = ["Explanation", "Kernel", "Part", "Step", "explain"]
 
 
 def explain(op: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> Explanation:
-    """Make the call, and tell which kernels ran and how, what was copied, cast or left to torch.
+    """Make a call and report its kernels, and what was copied, cast or left to torch.
 
-    ``op`` is a function such as ``torchkiln.rms_norm`` or its name, and any other callable, too.
-    The call happens: what an op does in place, it does. Where an argument requires a gradient, the
-    backward follows, with gradients of ones. One call at a time, in one process; kernels that other
-    threads launch meanwhile are heard, too.
+    The call runs, in-place changes included. If an argument requires a gradient, the backward
+    follows, with gradients of ones. Only one call at a time can be explained, and kernels that
+    other threads launch meanwhile are reported, too.
+
+    Args:
+        op: a function such as ``torchkiln.rms_norm``, its name, or any other callable.
+        *args: arguments of the call.
+        **kwargs: arguments of the call.
     """
     function, spec = _resolve(op)
     tensors = _tensors((args, kwargs))
@@ -77,13 +81,13 @@ def _record(call: Callable[[], None]) -> list[Any]:
 def _traffic(
     spec: OpSpec | None, function: Callable[..., Any], args: Any, kwargs: Any
 ) -> tuple[tuple[int, int], tuple[int, int]] | None:
-    """Bytes and operations of forward and backward, as the spec counts them."""
+    """Bytes and operations of forward and backward by the spec; None if it cannot count them."""
     if spec is None:
         return None
     from torchkiln.testing import Sample  # noqa: PLC0415
 
     sample: Sample = Sample("explained", args, kwargs)
-    if function is spec.op:  # arguments where the spec's samples have them
+    if function is spec.op:  # in the order of the spec's samples
         given = inspect.signature(function).bind(*args, **kwargs).arguments
         named = spec.typical(torch.device("cpu"), spec.dtypes[0]).kwargs
         positional = tuple(value for name, value in given.items() if name not in named)
@@ -91,7 +95,12 @@ def _traffic(
         sample = Sample("explained", positional, keywords)
     try:
         there, back = spec.traffic(sample), spec.backward_traffic(sample)
-    except (AttributeError, IndexError, TypeError, ValueError):  # numbers for the samples' tensors
+    except (
+        AttributeError,
+        IndexError,
+        TypeError,
+        ValueError,
+    ):  # such as a number in place of a tensor
         return None
     return (there.bytes, there.operations), (back.bytes, back.operations)
 
@@ -110,7 +119,7 @@ def _part(events: Any, device: torch.device, least: int, operations: int | None)
 
 
 def _floor(count: int, device: torch.device) -> float | None:
-    """Seconds that a copy takes to move as many bytes."""
+    """Seconds for a copy of as many bytes; None without memory for it."""
     from torchkiln.bench.ceiling import COPY, Work, ceilings  # noqa: PLC0415
     from torchkiln.bench.clock import Times, device_clock, in_turns  # noqa: PLC0415
 

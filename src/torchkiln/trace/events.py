@@ -1,4 +1,4 @@
-"""From the events of a recording to what was done."""
+"""Turns the events of a recording into kernels, other steps and reasons."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OURS, COPY, FALLBACK = "torchkiln::", "aten::copy_", "fallback"
 
 
 @dataclass
-class _Seen:
+class _Tensor:
     device: str
     dtype: str
     memory: int
@@ -36,14 +36,14 @@ class _Seen:
 class _Frame:
     name: str
     overload: str
-    inputs: list[_Seen]
+    inputs: list[_Tensor]
     has_steps: bool = False
-    """Whether something was told of it or of what it called."""
+    """Whether it, or an op that it called, was reported as a step."""
     allocated: int = 0
 
     @property
-    def is_told(self) -> bool:
-        """Whether it does something itself, other than the ops that it calls."""
+    def is_step(self) -> bool:
+        """Whether it computes or copies itself, instead of only calling other ops."""
         if not self.name.startswith("aten::"):
             return False
         full = f"{self.name}.{self.overload}" if self.overload else self.name
@@ -53,8 +53,8 @@ class _Frame:
 
 
 @dataclass
-class Happened:
-    """What the events come to."""
+class Recorded:
+    """The contents of a recording."""
 
     route: list[str] = field(default_factory=list)
     steps: list[Kernel | Step] = field(default_factory=list)
@@ -62,9 +62,9 @@ class Happened:
     allocated: int = 0
 
 
-def read(events: Iterable[Any]) -> Happened:
-    """Go through what ``_C.stop_recording()`` returned."""
-    found = Happened()
+def read(events: Iterable[Any]) -> Recorded:
+    """Read the events that ``_C.stop_recording()`` returns."""
+    found = Recorded()
     parts: dict[str, list[int]] = defaultdict(list)
     stacks: dict[int, list[_Frame]] = defaultdict(list)
     for kind, thread, text, detail, figures, tensors in events:
@@ -72,10 +72,10 @@ def read(events: Iterable[Any]) -> Happened:
         if kind == "enter":
             if text.startswith(OURS):
                 found.route.append(text)
-            stack.append(_Frame(text, detail, [_Seen(*t) for t in tensors]))
+            stack.append(_Frame(text, detail, [_Tensor(*t) for t in tensors]))
         elif kind == "leave" and stack:
             frame = stack.pop()
-            found.steps += _left(frame, stack, [_Seen(*t) for t in tensors])
+            found.steps += _left(frame, stack, [_Tensor(*t) for t in tensors])
             found.allocated += 0 if stack else frame.allocated
         elif kind == "launch":
             found.steps.append(_launched(text, figures))
@@ -94,17 +94,17 @@ def read(events: Iterable[Any]) -> Happened:
     return found
 
 
-def _left(frame: _Frame, stack: list[_Frame], outputs: list[_Seen]) -> Iterator[Step]:
-    """What there is to tell of an op that has returned to ``stack``."""
+def _left(frame: _Frame, stack: list[_Frame], outputs: list[_Tensor]) -> Iterator[Step]:
+    """The step, if any, of an op that has returned to its callers in ``stack``."""
     if frame.name.startswith("aten::empty"):
         frame.allocated = sum(t.bytes for t in outputs)
-    elif frame.is_told and not any(f.name == COPY for f in stack):
+    elif frame.is_step and not any(f.name == COPY for f in stack):
         ours = [f.name for f in stack if f.name.startswith(OURS)]
         step = _step(frame, outputs, ours[-1] if ours else "")
         if step is not None:
             yield step
             frame.has_steps = True
-            if step.kind == FALLBACK:  # some get their memory past the dispatcher
+            if step.kind == FALLBACK:  # it may allocate without the dispatcher
                 known = {t.memory for t in frame.inputs}
                 new = sum(t.bytes for t in outputs if t.memory not in known)
                 frame.allocated = max(frame.allocated, new)
@@ -113,13 +113,13 @@ def _left(frame: _Frame, stack: list[_Frame], outputs: list[_Seen]) -> Iterator[
         stack[-1].allocated += frame.allocated
 
 
-def _step(frame: _Frame, outputs: list[_Seen], inside: str) -> Step | None:
-    """What an op of torch's did with memory; nothing for views."""
+def _step(frame: _Frame, outputs: list[_Tensor], inside: str) -> Step | None:
+    """What an op of torch did with memory; None for views."""
     name, inputs = frame.name, frame.inputs
     known = {t.memory for t in inputs}
     is_view = all(t.memory in known for t in outputs) and not name.endswith("_")
     if name == "aten::_local_scalar_dense" and inputs[0].device != "cpu":
-        kind, moved, words = "wait", 0, "the host reads a number"
+        kind, moved, words = "wait", 0, "the host reads a number of the device"
     elif not outputs or is_view or name == "aten::detach_":
         return None
     elif name == COPY and len(inputs) >= 2:
@@ -139,14 +139,14 @@ def _step(frame: _Frame, outputs: list[_Seen], inside: str) -> Step | None:
 
 
 def _launched(demangled: str, figures: tuple[int, ...]) -> Kernel:
-    """A kernel on a GPU, from its name in C++ and the figures of its launch."""
+    """A kernel on a GPU, from its name in C++ and the numbers of its launch."""
     blocks, threads = figures[0:3], figures[3:6]
     cluster, dynamic, static, registers, local, resident, multiprocessors, most = figures[6:]
     name, variant = pretty(demangled)
     access, vector_bytes, items = access_of(demangled)
     count = math.prod(blocks)
     return Kernel(
-        name=name or "without a name",
+        name=name or "(no name)",
         variant=variant,
         access=access,
         vector_bytes=vector_bytes,

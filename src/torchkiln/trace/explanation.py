@@ -1,4 +1,4 @@
-"""What was found of a call."""
+"""The result of explain(): kernels, other steps and reasons of one call."""
 
 from __future__ import annotations
 
@@ -10,37 +10,38 @@ FORWARD, BACKWARD = "forward", "backward"
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel of ours that ran."""
+    """A kernel of torchkiln that ran."""
 
     name: str
     variant: str = ""
-    """The types and numbers that it was compiled for."""
+    """Its template arguments: the types and numbers that it was compiled for."""
     access: str = ""
-    """How it reaches memory, where its name says so."""
+    """How it accesses memory, if its name tells."""
     vector_bytes: int | None = None
-    """Of one access to memory."""
+    """Bytes per access to memory."""
     items: int | None = None
-    """Vectors of a row that a thread keeps in registers."""
+    """Vectors of a row that each thread keeps in registers."""
     blocks: tuple[int, ...] = ()
     threads: tuple[int, ...] = ()
-    """Of a block."""
+    """Per block."""
     cluster: int = 1
+    """Blocks per cluster."""
     shared_bytes: int = 0
-    """Of a block, static and dynamic."""
+    """Shared memory per block, static and dynamic."""
     registers: int = 0
-    """Of a thread."""
+    """Per thread."""
     local_bytes: int = 0
-    """Of a thread, in memory: spilled registers."""
+    """Local memory per thread: spilled registers."""
     occupancy: float | None = None
-    """Threads that fit into a multiprocessor, of those that it holds."""
+    """Resident threads per multiprocessor, as a share of the maximum."""
     waves: float | None = None
-    """Blocks, of those that all multiprocessors hold at a time."""
+    """Blocks, divided by the blocks that are resident at once."""
     instruction_set: str | None = None
-    """Of a CPU."""
+    """Set for kernels on a CPU."""
     parts: int = 1
-    """Pieces that a CPU's threads took."""
+    """Pieces of work on a CPU."""
     workers: int = 1
-    """CPU threads that took them."""
+    """CPU threads that shared them."""
 
     def __str__(self) -> str:
         """One line."""
@@ -50,35 +51,36 @@ class Kernel:
             return f"kernel {self.name}, {self.instruction_set}, {pieces} on {workers}"
         words = [f"kernel {self.name}{self.variant}", self.access]
         if self.vector_bytes is not None:
-            words.append(f"{self.vector_bytes} bytes an access")
+            words.append(f"{self.vector_bytes} bytes per access")
         if self.items is not None:
-            words.append(f"{self.items} vectors a thread")
+            words.append(f"{self.items} vectors per thread")
         words.append(f"{_times(self.blocks)} blocks of {_times(self.threads)} threads")
         if self.cluster > 1:
-            words.append(f"clusters of {self.cluster}")
+            words.append(f"clusters of {self.cluster} blocks")
         if self.shared_bytes:
-            words.append(f"{self.shared_bytes} bytes shared")
+            words.append(f"{self.shared_bytes / 1024:.4g} KiB of shared memory per block")
         if self.registers:
-            words.append(f"{self.registers} registers")
+            words.append(f"{self.registers} registers per thread")
         if self.local_bytes:
-            words.append(f"{self.local_bytes} bytes of local memory")
+            words.append(f"{self.local_bytes} bytes of spilled registers per thread")
         if self.occupancy is not None:
             words.append(f"occupancy {self.occupancy:.0%}")
         if self.waves is not None:
-            words.append(f"{self.waves:.2g} waves")
+            waves = f"{self.waves:.2g}"
+            words.append(f"{waves} wave{'' if waves == '1' else 's'}")
         return ", ".join(word for word in words if word)
 
 
 @dataclass(frozen=True)
 class Step:
-    """Something else that was done with memory: by torch, on behalf of the op."""
+    """Anything else that read or wrote memory: an op of torch, called by an op of torchkiln."""
 
     kind: str
     """``copy``, ``cast``, ``transfer`` (between devices), ``fill``, ``wait`` (for the device) or
-    ``fallback``: an op of torch's that computes."""
+    ``fallback`` (an op of torch that computes)."""
     op: str
     inside: str
-    """The op of ours that called it, if any."""
+    """The op of torchkiln that called it, if any."""
     bytes: int
     words: str
 
@@ -93,50 +95,50 @@ class Part:
     """The forward or the backward of a call."""
 
     route: tuple[str, ...]
-    """Ops of ours that the dispatcher saw, in order."""
+    """Ops of torchkiln that the dispatcher called, in order."""
     steps: tuple[Kernel | Step, ...]
     notes: tuple[str, ...]
-    """Reasons, in the ops' own words."""
+    """Reasons, reported by the ops."""
     allocated: int
-    """Bytes asked of the allocator, results included."""
+    """Bytes allocated, results included."""
     bytes: int
-    """The least that has to be moved."""
+    """Bytes that have to be moved at least."""
     operations: int | None
-    """Arithmetic, where the op's spec counts it."""
+    """Arithmetic operations, if the op's spec counts them."""
     floor: float | None
-    """Seconds that moving as many bytes took, just now."""
+    """Seconds that a copy of as many bytes took on this machine."""
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
-        """Ours alone."""
+        """The kernels of torchkiln."""
         return tuple(step for step in self.steps if isinstance(step, Kernel))
 
     @property
     def extra(self) -> tuple[Step, ...]:
-        """What is not ours: copies, casts, fallbacks."""
+        """Everything else: copies, casts, fallbacks."""
         return tuple(step for step in self.steps if isinstance(step, Step))
 
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """A call, as it happened."""
+    """One call, as it ran."""
 
     op: str
     device: str
     inputs: tuple[str, ...]
     forward: Part
     backward: Part | None = None
-    """Where an argument requires a gradient."""
+    """Set if an argument requires a gradient."""
     spec: bool = field(default=True)
-    """Whether bytes and operations come from the op's spec; else bytes are those of all tensors
-    that go in and come out."""
+    """Whether bytes and operations come from the op's spec; else the bytes are those of all inputs
+    and outputs."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, in types that JSON knows."""
+        """Convert to types that JSON has."""
         return asdict(self)
 
     def __str__(self) -> str:
-        """Some lines."""
+        """A few lines."""
         lines = [f"{self.op} of {', '.join(self.inputs)} on {self.device}"]
         for name, part in ((FORWARD, self.forward), (BACKWARD, self.backward)):
             if part is not None:
@@ -146,7 +148,7 @@ class Explanation:
     __repr__ = __str__
 
     def __rich__(self) -> Any:
-        """A tree, for rich's console."""
+        """A tree, printed by rich."""
         from rich.text import Text  # noqa: PLC0415
         from rich.tree import Tree  # noqa: PLC0415
 
@@ -174,7 +176,7 @@ def _least(part: Part, from_spec: bool) -> str:
     words = f"{size(part.bytes)} " + ("at least" if from_spec else "in and out")
     if part.operations:
         words += f", {part.operations:.3g} operations"
-    return words + (f", a copy of as many took {duration(part.floor)}" if part.floor else "")
+    return words + (f", a copy of as many bytes took {duration(part.floor)}" if part.floor else "")
 
 
 def _allocated(part: Part) -> str:

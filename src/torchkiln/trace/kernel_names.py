@@ -1,56 +1,120 @@
-"""What the names of kernels say, which are the compiler's own: the choices that were made."""
+"""The name of a CUDA kernel in C++ tells how it accesses memory and what it was compiled for."""
 
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 VECTOR_BYTES = 16
-ACCESSES = (
-    (r"LinearAccess<(?P<type>\w+)", "all operands in one order, in vectors"),
-    (r"elementwise::RowAccess<\w+, (?P<type>\w+)", "operands adjacent in rows, in vectors"),
-    (r"TurnedAccess<(?P<type>\w+)", "a transposed operand, in squares through shared memory"),
-    (r"AnyAccess<(?P<type>\w+)", "other strides, alignments or dtypes, an element at a time"),
-    (r"RowAccess<(?P<type>\w+), (?P<lanes>\d+), (?:true|false)>", "rows, in vectors"),
-    (r"EdgedPlace<(?P<type>\w+), \d+>", "rows that begin anywhere, in vectors"),
-    (r"(?:Gradient|Column)Body<(?:.*, )?(?P<type>\w+), (?P<lanes>\d+)>", "columns, in vectors"),
-    (r"rows::packed<(?P<type>\w+), \w+, (?P<lanes>\d+)>", "short rows, in vectors"),
-)
-"""How kernels reach memory, by the types in their names."""
-
 TYPE_BYTES = {"float": 4, "double": 8, "__half": 2, "__nv_bfloat16": 2}
 TYPE_NAMES = {"__half": "float16", "__nv_bfloat16": "bfloat16"}
 
+NAMESPACES = (
+    *("torchkiln", "device", "elementwise", "rowwise", "reduce", "rows", "columns", "cuda", "gemm"),
+    *("sm90", "tensor_core", "simt", "wgmma"),
+)
+ENUMERATORS = {"Major": ("k", "outer")}
+SHOWN_NAMESPACES = ("elementwise", "rows", "columns", "sm90", "tensor_core", "simt")
+"""Kernels in these have equal names: ``rows::finish`` and ``columns::finish``."""
 
-def pretty(demangled: str) -> tuple[str, str]:
-    """The name of a kernel and, in angle brackets, what it was compiled for, without namespaces."""
-    # Nsight Compute writes <unnamed>:: and drops what stands before.
-    words = re.sub(r"\(anonymous namespace\)::|<?unnamed>::", "", demangled.removeprefix("void "))
-    words = re.sub(r"\b(?:torchkiln|elementwise|columns|rows|cuda|cpu)::", "", words)
-    words = re.sub(r"\((?:int|bool|long)\)", "", words)
-    for cpp, name in TYPE_NAMES.items():
-        words = words.replace(cpp, name)
-    depth = 0
-    for i, letter in enumerate(words):
-        depth += (letter == "<") - (letter == ">")
-        if letter == "(" and depth == 0:
-            words = words[:i]
-            break
-    name, bracket, rest = words.partition("<")
-    return name, (bracket + rest).replace("> >", ">>")
+
+class Access(NamedTuple):
+    """A class or a kernel that reads and writes memory in one way."""
+
+    name: str
+    """In C++, below ``torchkiln::``. A test looks all of them up in the sources."""
+    arguments: str
+    """Pattern of its template arguments, with the element type and the lanes, if they vary."""
+    words: str
+    """With "in vectors" for 16-byte accesses, or for as many bytes as the lanes have."""
+
+
+ACCESSES = (
+    Access(
+        "device::elementwise::LinearAccess",
+        r"(?P<type>\w+)",
+        "all operands in one order, in vectors",
+    ),
+    Access(
+        "device::elementwise::RowAccess",
+        r"\w+, (?P<type>\w+)",
+        "operands adjacent in rows, in vectors",
+    ),
+    Access(
+        "device::elementwise::TransposedAccess",
+        r"(?P<type>\w+)",
+        "a transposed operand, in squares through shared memory",
+    ),
+    Access(
+        "device::elementwise::AnyAccess",
+        r"(?P<type>\w+)",
+        "other strides, alignments or dtypes, an element at a time",
+    ),
+    Access("rowwise::RowVectors", r"(?P<type>\w+), (?P<lanes>\d+)", "rows, in vectors"),
+    Access("rowwise::UnalignedRowTile", r"(?P<type>\w+)", "rows at any alignment, in vectors"),
+    Access("reduce::rows::packed", r"(?P<type>\w+), \w+, (?P<lanes>\d+)", "short rows, in vectors"),
+    Access(
+        "reduce::rows::staged", r"(?P<type>\w+)", "short rows through shared memory, in vectors"
+    ),
+    Access("cuda::ColumnBody", r"(?P<type>\w+), \w+, (?P<lanes>\d+)", "columns, in vectors"),
+    Access("cuda::GradientBody", r"(?:.*, )?(?P<type>\w+), (?P<lanes>\d+)", "columns, in vectors"),
+    Access("gemm::sm90::matmul_kernel", "", "tiles copied by the tensor memory accelerator"),
+)
+# Vectors of a row that a thread keeps in registers.
+ITEMS = re.compile(r"rowwise::(?:RowTile<.*?>|UnalignedRowTile<\w+), (\d+)>")
 
 
 def access_of(demangled: str) -> tuple[str, int | None, int | None]:
-    """How a kernel reaches memory, bytes of an access, and vectors of a thread, from its name."""
-    head = demangled.partition("(torchkiln::")[0] if "<" in demangled else demangled
-    head = re.sub(r"\((?:int|bool|long)\)", "", head)
-    for pattern, words in ACCESSES:
-        match = re.search(pattern, head)
+    """How a kernel accesses memory, bytes per access, and vectors per thread, if its name tells."""
+    kernel = _without_parameters(demangled)
+    for access in ACCESSES:
+        match = re.search(rf"\btorchkiln::{access.name}<{access.arguments}\b", kernel)
         if match is None:
             continue
-        size = TYPE_BYTES.get(match["type"], 0)
-        lanes = match.groupdict().get("lanes")
-        width = size * int(lanes) if lanes else VECTOR_BYTES if "vectors" in words else size
-        place = re.search(r"(?:RowPlace<.*?>|EdgedPlace<\w+), (\d+)>", head)
-        told = words.replace("in vectors", "an element at a time") if width == size else words
-        return told, width or None, int(place[1]) if place else None
+        found = match.groupdict()
+        element = TYPE_BYTES.get(found.get("type", ""), 0)
+        if "lanes" in found:
+            width = element * int(found["lanes"])
+        else:
+            width = VECTOR_BYTES if "in vectors" in access.words else element
+        words = access.words
+        if width == element:
+            words = words.replace("in vectors", "an element at a time")
+        items = ITEMS.search(kernel)
+        return words, width or None, int(items[1]) if items else None
     return "", None, None
+
+
+def pretty(demangled: str) -> tuple[str, str]:
+    """Name and template arguments of a kernel, without namespaces, with torch's names of dtypes."""
+    name, bracket, arguments = _without_parameters(demangled).partition("<")
+    *namespaces, name = name.split("::")
+    if namespaces and namespaces[-1] in SHOWN_NAMESPACES:
+        name = f"{namespaces[-1]}::{name}"
+    elif namespaces and namespaces[0] not in NAMESPACES:
+        name = "::".join([*namespaces, name])
+    arguments = re.sub(rf"\b(?:{'|'.join(NAMESPACES)})::", "", arguments)
+    arguments = re.sub(r"\((\w+)\)(\d+)", _enumerator, arguments)
+    for cpp, dtype in TYPE_NAMES.items():
+        arguments = arguments.replace(cpp, dtype)
+    return name, (bracket + arguments).replace("> >", ">>")
+
+
+def _enumerator(cast: re.Match[str]) -> str:
+    """``Major::k`` for ``(Major)0``."""
+    known = ENUMERATORS.get(cast[1], ())
+    value = int(cast[2])
+    return f"{cast[1]}::{known[value] if value < len(known) else value}"
+
+
+def _without_parameters(demangled: str) -> str:
+    """Cut return type, parameters, casts of numbers and unnamed namespaces off."""
+    # Nsight Compute writes unnamed>:: and omits the namespaces before it.
+    kernel = re.sub(r"\(anonymous namespace\)::|<?unnamed>::", "", demangled.removeprefix("void "))
+    kernel = re.sub(r"\((?:int|bool|long)\)", "", kernel)
+    depth = 0
+    for i, letter in enumerate(kernel):
+        depth += (letter == "<") - (letter == ">")
+        if letter == "(" and depth == 0:
+            return kernel[:i]
+    return kernel
