@@ -1,34 +1,29 @@
-"""Where the command ``torchkiln`` begins: outside of the package, whose import may fail.
+"""Start of the command ``torchkiln``, outside of the package, whose import may fail.
 
-That import loads torch and the compiled module, and refuses where they do not belong together. The
-doctor is for those who were refused, so it is started without it; so is ``new``, which writes files
-and would wait for nothing.
+Importing torchkiln imports torch and the compiled module, and raises if they do not match. The
+doctor has to work then, and ``--help`` should not wait for torch. So the package is only created
+here; :func:`torchkiln.cli.load_package` executes it for the commands that need it.
 """
 
 from __future__ import annotations
 
 import sys
-from importlib import import_module
 from importlib.util import find_spec, module_from_spec
-
-WITHOUT_TORCH = ("doctor", "new")
 
 
 def main() -> int:
     """Run the command line; the exit status."""
-    word = sys.argv[1] if len(sys.argv) > 1 else ""
-    if word in WITHOUT_TORCH:
+    try:
         if "torchkiln" not in sys.modules:
-            _lay_out_package()
-        status: int = import_module(f"torchkiln.{word}.__main__").main(sys.argv[2:])
-        return status
-    from torchkiln.cli import main as command  # noqa: PLC0415
-
+            _create_package()
+        from torchkiln.cli import main as command  # noqa: PLC0415
+    except KeyboardInterrupt:
+        return 130
     return command()
 
 
-def _lay_out_package() -> None:
-    """Make the package's modules importable one by one: it is there, but not executed."""
+def _create_package() -> None:
+    """Make the package's modules importable without executing torchkiln/__init__.py."""
     spec = find_spec("torchkiln")
     if spec is None or spec.origin is None:
         raise SystemExit(

@@ -1,4 +1,4 @@
-"""``python -m torchkiln_command``: the command of the package in this very Python."""
+"""``python -m torchkiln_command``: the command in the Python that is called."""
 
 import sys
 

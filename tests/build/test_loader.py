@@ -1,4 +1,4 @@
-"""What the loader says where the package cannot be loaded: falsified records, in a fresh Python."""
+"""The loader's errors: imports with falsified build records, each in a new process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 import torchkiln
 from torchkiln._loader import minor
 
-# Found like torch, but ends the process when it is imported.
+# Stands for torch, and ends the process when it is imported.
 BROKEN_TORCH = """
 import sys
 raise SystemExit(f"torch was imported, _C is in {sys.modules['torchkiln'].__path__[-1]}")
@@ -24,7 +24,7 @@ raise SystemExit(f"torch was imported, _C is in {sys.modules['torchkiln'].__path
 
 
 def torches(*versions: str, folder: str = ".") -> list[dict[str, str | None]]:
-    """What a build says of those that it was compiled against."""
+    """Entries of a build record for these versions of torch."""
     return [
         {"version": version, "cuda": "13.0", "folder": folder.format(minor(version))}
         for version in versions

@@ -171,6 +171,14 @@ def test_without_torch(tmp_path: Path) -> None:
     assert "does not run, because there is no torch that could be imported" in done.stdout
 
 
+def test_other_commands_without_torch(tmp_path: Path) -> None:
+    done = run_doctor(copy_package(tmp_path, built=True), "explain", "add")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "but found no torch" in done.stderr
+    assert "-m torchkiln_command doctor" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_from_sources(tmp_path: Path) -> None:
     done = run_doctor(copy_package(tmp_path, built=False), "doctor", "--json")
     assert (done.returncode, done.stderr) == (1, "")

@@ -80,8 +80,8 @@ def test_a_refused_command(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("--shape=4096", "--shape: got '4096', expected rows and columns, such as 4096x4096"),
-        ("--dtype=half", "--dtype: got 'half', expected one of float32, float64, float16, bfloat"),
+        ("--shape=4096", "--shape: got '4096', expected rows and columns of at least 1, such as"),
+        ("--dtype=int8", "--dtype: got 'int8', expected one of float32 (fp32, float), float64 ("),
         ("--within=never", "--within: got 'never', expected a number above 0"),
         ("--threads=0", "--threads: got '0', expected numbers, such as 1,2"),
         ("--peers=best", "--peers: got 'best', expected one of eager, compile, liger, quack"),

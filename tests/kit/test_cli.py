@@ -1,14 +1,26 @@
-"""The command that has all others."""
+"""The command line as a whole: help, errors, Ctrl-C and closed pipes."""
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+from argparse import ArgumentTypeError
 from importlib import import_module
 
 import pytest
 
-from torchkiln.cli import COMMANDS, main
+from torchkiln.cli import COMMANDS, WITHOUT_TORCH, main
+from torchkiln.cli.options import DTYPES, dtype_name, shape
+from torchkiln.ops.names import ALIASES, FAMILIES, OPS
+from torchkiln.testing import SPECS
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a new process."""
+    given = [sys.executable, "-W", "ignore", "-c", code]
+    return subprocess.run(given, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -20,24 +32,102 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
         main([name, "--help"])
     assert exit_.value.code == 0
     assert f"usage: torchkiln {name}" in capsys.readouterr().out
-    assert callable(import_module(COMMANDS[name][0]).main)
 
 
-def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_can_run(name: str) -> None:
+    if name == "demo":
+        pytest.importorskip("rich")
+        pytest.importorskip("matplotlib")
+    module = import_module(COMMANDS[name].module)
+    assert callable(module.run if COMMANDS[name].parser else module.main)
+
+
+@pytest.mark.parametrize("words", ["", "--help", "--version", *(f"{c} --help" for c in COMMANDS)])
+def test_help_does_not_wait_for_torch(words: str) -> None:
+    name = words.partition(" ")[0]
+    if name in COMMANDS and not COMMANDS[name].parser and name not in WITHOUT_TORCH:
+        pytest.skip(f"{name} parses its options itself, with torch")
+    code = (
+        f"import sys; sys.argv = ['torchkiln', *{words.split()}]\n"
+        "from torchkiln_command import main\n"
+        "try: main()\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+def test_usage_has_an_example_of_each_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
-    assert main([]) == 2
     out = capsys.readouterr().out
-    assert all(f"\n  {name} " in out for name in COMMANDS)
+    assert main([]) == 2
+    assert capsys.readouterr().out == out
+    for name, command in COMMANDS.items():
+        assert f"\n  {name} " in out
+        assert f"\n{'':11}{command.example}\n" in out
+        assert command.example.startswith(f"torchkiln {name}")
 
 
-def test_a_command_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", [name for name, command in COMMANDS.items() if command.parser])
+def test_examples_are_parsed(name: str) -> None:
+    command = COMMANDS[name]
+    assert command.parser is not None
+    command.parser(command.example.split()[2:])
+
+
+@pytest.mark.parametrize("name", ["explain", "profile"])
+def test_help_lists_the_ops(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    out = capsys.readouterr().out
+    for family, ops in FAMILIES.items():
+        listed = ", ".join("spmm" if op == "spmm_csr" else op for op in ops)
+        assert f"\n  {family:<18}{listed}\n" in out
+    assert "spmm and spmm_csr are one op" in out
+
+
+def test_the_listed_ops_are_those_of_the_specs() -> None:
+    assert sorted(OPS) == sorted(spec.name for spec in SPECS)
+    assert set(ALIASES.values()) <= set(OPS)
+
+
+def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bnech"]) == 2
     expected = "torchkiln: COMMAND: got 'bnech', expected one of bench, demo, doctor, explain, "
     assert f"{expected}new, profile, watch; did you mean bench?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("bf16", "bfloat16"),
+        ("fp16", "float16"),
+        ("half", "float16"),
+        ("fp32", "float32"),
+        ("float", "float32"),
+        ("fp64", "float64"),
+        ("double", "float64"),
+        *((name, name) for name in DTYPES),
+    ],
+)
+def test_names_of_dtypes(given: str, name: str) -> None:
+    assert dtype_name(given) == name
+
+
+def test_refused_values() -> None:
+    with pytest.raises(ArgumentTypeError, match=r"got 'int8', expected one of float32 \(fp32, f"):
+        dtype_name("int8")
+    assert shape("3x5") == (3, 5)
+    for wrong in ("4096", "0x4", "2x3x4", "4,4", "4x"):
+        with pytest.raises(ArgumentTypeError, match="rows and columns of at least 1, such as 4096"):
+            shape(wrong)
+
+
 def test_as_a_module() -> None:
-    """And without what only some commands need."""
+    """``python -m torchkiln`` imports torch, but not what only some commands need."""
     code = (
         "import runpy, sys; sys.argv = ['torchkiln', '--version']\n"
         "try: runpy.run_module('torchkiln', run_name='__main__')\n"
@@ -45,8 +135,53 @@ def test_as_a_module() -> None:
         "heavy = {'torchkiln.testing', 'torchkiln.bench', 'rich', 'matplotlib'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False
-    )
+    done = run_python(code)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().count(".") == 2
+
+
+def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(import_module("torchkiln.cli.explain"), "run", interrupt)
+    assert main(["explain", "add"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_ctrl_c_while_torch_is_imported() -> None:
+    code = """
+import sys, time
+from torchkiln_command import main
+
+class Slow:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            print("importing", flush=True)
+            time.sleep(60)
+
+sys.meta_path.insert(0, Slow())
+sys.argv = ["torchkiln", "explain", "add"]
+sys.exit(main())
+"""
+    given = [sys.executable, "-c", code]
+    with subprocess.Popen(given, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"importing\n"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, b"", b"")
+
+
+@pytest.mark.parametrize("words", ["--help", "explain --help", "doctor"])
+def test_a_closed_pipe(words: str) -> None:
+    """As ``| head -1`` leaves it."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    given = [sys.executable, "-W", "ignore", "-m", "torchkiln_command", *words.split()]
+    done = subprocess.run(
+        given, stdout=writer, stderr=subprocess.PIPE, env=environment, check=False
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")

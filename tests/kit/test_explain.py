@@ -399,6 +399,11 @@ def test_a_launch_inside_of_a_graph() -> None:
     assert explain(capture).forward.kernels
 
 
+def test_spmm_is_spmm_csr(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "spmm", "--device=cpu", "--shape=8x16", "--dtype=fp32"]) == 0
+    assert capsys.readouterr().out.startswith("spmm_csr of float32 ")
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     to = tmp_path / "folder" / "e.json"
     given = ["explain", "rms_norm", "--device=cpu", "--shape=8x64", "--json", str(to)]

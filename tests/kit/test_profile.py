@@ -1,4 +1,4 @@
-"""The profiler's front end: what ncu prints is read, and what it refuses is explained."""
+"""The profiler's front end: it reads the output of ncu, and explains refusals."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ import pytest
 import torch
 
 from torchkiln.cli import main
+from torchkiln.doctor import runtime
 from torchkiln.profile import Figures, ncu, ranges, read
 from torchkiln.profile.report import METRICS, number
 
-# What `ncu --import REPORT --csv --page=raw --print-units=base` of Nsight Compute 2025.3.1 printed
-# on an H200 of F.layer_norm and torch.add on 8192 x 8192 in bfloat16, profiled with the command
-# line of torchkiln.profile.ncu: those of its 630 columns that are read, and some that are not.
+# Output of `ncu --import REPORT --csv --page=raw --print-units=base` of Nsight Compute 2025.3.1 for
+# F.layer_norm and torch.add on an H200, 8192 x 8192 in bfloat16, profiled with the command of
+# torchkiln.profile.ncu. Of its 630 columns the file has those that are read, and a few others.
 RECORDED = Path(__file__).with_name("ncu-raw.csv")
 
-# In the same form, with messages around it, for a kernel of ours. The figures are made up.
+# A kernel of torchkiln in the same format, with messages around it. The figures are invented.
 NAMES = (
     *("ID", "Process ID", "Process Name", "Host Name", "Kernel Name", "Context", "Stream"),
     *("Block Size", "Grid Size", "Device", "CC"),
@@ -43,9 +44,9 @@ UNITS = (
     *("%", "%", "%", "%", "inst", "inst", "inst"),
 )
 KERNEL = (
-    "void torchkiln::cuda::(anonymous namespace)::norm_rows<torchkiln::RowPlace<torchkiln::"
-    "RowAccess<__nv_bfloat16, (int)8, (bool)1>, (int)4>, float, (bool)0>(torchkiln::Norm, "
-    "torchkiln::TeamShape)"
+    "void torchkiln::cuda::(anonymous namespace)::norm_rows<torchkiln::rowwise::RowTile<torchkiln::"
+    "rowwise::RowVectors<__nv_bfloat16, (int)8, (bool)1>, (int)4>, float, (bool)0>(torchkiln::Norm"
+    ", torchkiln::rowwise::TeamShape)"
 )
 CELLS = (
     *("0", "4711", "python3.12", "127.0.0.1", KERNEL, "1", "7", "(256, 1, 1)", "(4096, 1, 1)"),
@@ -60,7 +61,7 @@ def page(*rows: tuple[str, ...]) -> str:
     return "\n".join(["==PROF== Connected to process 4711", *lines, "==PROF== Disconnected", ""])
 
 
-def test_the_page_is_of_the_form() -> None:
+def test_the_rows_have_equal_lengths() -> None:
     assert len(NAMES) == len(UNITS) == len(CELLS) == len(SECOND)
 
 
@@ -93,13 +94,13 @@ def test_a_recording() -> None:
 def test_in_words() -> None:
     (figures,) = read(page(CELLS))
     assert figures.lines() == [
-        "norm_rows<RowPlace<RowAccess<bfloat16, 8, 1>, 4>, float, 0>",
+        "norm_rows<RowTile<RowVectors<bfloat16, 8, 1>, 4>, float, 0>",
         "  128.6 us by ncu",
         "  DRAM: 268 MB read, 267 MB written, 91.2% of its peak",
         "  L2: 60.5% of its peak",
         "  multiprocessors: 31.5% of their peak",
         "  occupancy: 47.2% of 50% possible, limited by registers",
-        "  56 registers a thread, no spills",
+        "  56 registers per thread, no spills",
         "  warps mostly stall: waiting for data from memory",
     ]
     nothing = Figures("k", *[None] * 12)
@@ -121,7 +122,7 @@ def test_units_old_and_new() -> None:
 
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An ncu of our own on PATH, which does what is written into it."""
+    """A replacement for ncu on PATH; a test writes its program."""
     path = tmp_path / "bin" / "ncu"
     path.parent.mkdir()
     monkeypatch.setenv("PATH", str(path.parent))
@@ -192,26 +193,27 @@ def test_an_ncu_that_cannot_be_run(fake: Path, tmp_path: Path) -> None:
 
 
 def test_no_ncu_at_all(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ncu, "PLACES", (f"{fake.parent}/nowhere/*/ncu",))
-    with pytest.raises(ncu.Unavailable, match=r"ncu was not found on PATH.*\n.*comes with"):
+    monkeypatch.setattr(runtime, "NCU_PLACES", (f"{fake.parent}/nowhere/*/ncu",))
+    with pytest.raises(ncu.Unavailable, match=r"ncu was not found on PATH.*\n.*is part of"):
         ncu.find()
     (fake.parent / "2025.3").mkdir()
     elsewhere = fake.parent / "2025.3" / "ncu"
     elsewhere.touch()
-    monkeypatch.setattr(ncu, "PLACES", (f"{fake.parent}/*/ncu",))
+    monkeypatch.setattr(runtime, "NCU_PLACES", (f"{fake.parent}/*/ncu",))
     assert ncu.find() == str(elsewhere)
 
 
-def test_the_command_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_on_a_cpu(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "p.json"
     assert main(["profile", "relu", "--device=cpu", "--shape=64x64", f"--json={path}"]) == 0
-    out = capsys.readouterr().out
+    out, err = capfd.readouterr()
     assert "by the benchmark's clock" in out
-    assert "no counters: a CPU has no counters" in out
-    assert "relu: " in out.split("that ncu reads")[1]
+    assert "no counters: ncu reads the counters of GPUs only" in out
+    assert "relu: " in out.split("adds microseconds to the time of each op:")[1]
+    assert err == ""  # torch's profiler writes to the file descriptor
     content = json.loads(path.read_text())
     assert content["kernels"] == []
-    assert content["missing"].startswith("a CPU")
+    assert content["missing"].startswith("ncu reads")
     assert content["clock"]["seconds"] > 0
 
 

@@ -1,4 +1,4 @@
-"""torchkiln watch: what is printed at each save, and how it ends."""
+"""torchkiln watch: its output at each save, and its end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from torchkiln.cli import main
-from torchkiln.cli.watch_run import attempt, for_pytest
+from torchkiln.cli.watch_run import compile_and_test, has_tests
 
 pytestmark = pytest.mark.usefixtures("own_cache", "nvrtc")
 
@@ -34,7 +34,7 @@ def test_its_parameter():
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A file of kernels with its tests beside it."""
+    """A file of kernels, and its tests."""
     (tmp_path / "my.cu").write_text(KERNEL)
     (tmp_path / "test_my.py").write_text(TESTS)
     return tmp_path / "my.cu"
@@ -61,11 +61,11 @@ class Watch:
                 self.lines.put(line)
 
     def rest(self) -> list[str]:
-        """What was printed since."""
+        """Lines printed since."""
         return [self.lines.get() for _ in range(self.lines.qsize())]
 
     def until(self, words: str, seconds: float = 120) -> str:
-        """What is printed up to a line with these words."""
+        """Output up to a line with these words."""
         end, found = time.monotonic() + seconds, ""
         while not re.search(words, found):
             try:
@@ -77,7 +77,7 @@ class Watch:
 
 @pytest.fixture
 def watch(source: Path) -> Iterator[Watch]:
-    """The command at work on the file and its tests."""
+    """The command, watching the file and its tests."""
     command = Watch(source, "--test", source.with_name("test_my.py"))
     yield command
     command.process.kill()
@@ -103,8 +103,8 @@ def test_saves_are_tried_until_ctrl_c(watch: Watch, source: Path) -> None:
     assert "add(double* x)" in failed  # pytest's words
     assert "FAILED: test_my.py" in failed
     test = source.with_name("test_my.py")
-    test.write_text("import os\nos.kill(os.getpid(), 11)")  # what a bad pointer does to the host
-    assert "ended by SIGSEGV" in watch.until(WAITING)
+    test.write_text("import os\nos.kill(os.getpid(), 11)")  # as after a bad pointer on the host
+    assert "killed by SIGSEGV" in watch.until(WAITING)
     test.write_text("import time\nprint('begun', flush=True)\ntime.sleep(1000)")
     watch.until("begun")
     test.write_text("print('instead of it')")
@@ -124,24 +124,24 @@ def test_saves_are_tried_until_ctrl_c(watch: Watch, source: Path) -> None:
         os.kill(int(match[1]), 0)
 
 
-def test_an_attempt_with_a_script(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_with_a_script(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = source.with_name("script.py")
     script.write_text("import helper\nassert helper.RIGHT, 'so not'")
     source.with_name("helper.py").write_text("RIGHT = False")
-    assert not for_pytest(script)
-    assert attempt(source, script) == 1
+    assert not has_tests(script)
+    assert compile_and_test(source, script) == 1
     out = capsys.readouterr().out
     assert "AssertionError: so not" in out
     assert "FAILED: script.py" in out
     script.write_text("import sys\nsys.exit(0)")
-    assert attempt(source, script) == 0
+    assert compile_and_test(source, script) == 0
     out = capsys.readouterr().out
     assert re.search(r"my\.cu: cached, 0\.\d+ s, for sm_", out)
     assert torch.cuda.is_available() or "no GPU" in out
-    assert attempt(source, None) == 0
+    assert compile_and_test(source, None) == 0
 
 
-def test_files_that_are_not_there(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_files(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["watch", "nowhere.cu"]) == 2
     assert "FILE: got nowhere.cu, expected a file" in capsys.readouterr().err
     assert main(["watch", str(source), "--test", "nowhere.py"]) == 2
@@ -158,7 +158,7 @@ def test_kernels_are_timed(source: Path, capsys: pytest.CaptureFixture[str]) -> 
         "for _ in range(5): copy[2**18, 256](x)\n"
         "assert x.sum().item() == 5 * 2**26"
     )
-    assert attempt(source, script) == 0
+    assert compile_and_test(source, script) == 0
     match = re.search(r"copy\[262144, 256\]: (\d+\.\d) us, best of 5", capsys.readouterr().out)
     assert match is not None
     assert 50 < float(match[1]) < 5000  # 512 MiB are moved

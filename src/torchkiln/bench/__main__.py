@@ -15,7 +15,7 @@ from torchkiln.bench.bench_case import BACKWARD, FORWARD, named
 from torchkiln.bench.clock import device_clock
 from torchkiln.bench.measure import Settings
 from torchkiln.bench.memory import CudaGauge
-from torchkiln.bench.options import counts, device_of, dtypes, minutes, peers, percent, shape
+from torchkiln.bench.options import counts, device_of, dtypes, minutes, peers, percent
 from torchkiln.bench.peers import PEERS
 from torchkiln.bench.plan import CALLS, DTYPES, HOST, SMALL, SWEEP, Plan
 from torchkiln.bench.record import Record
@@ -23,6 +23,7 @@ from torchkiln.bench.regression import THRESHOLD, Changes, changes
 from torchkiln.bench.row import Row
 from torchkiln.bench.skipped import Skipped
 from torchkiln.bench.table import markdown, tables
+from torchkiln.cli.options import shape
 from torchkiln.testing import SPECS
 from torchkiln.testing.environment import Environment, environment
 from torchkiln.testing.registry import specs_of

@@ -9,32 +9,12 @@ import torch
 
 from torchkiln.bench.machine import default_device
 from torchkiln.bench.peers import PEERS
-from torchkiln.bench.plan import Shape
-from torchkiln.testing.sample import FLOATING
-
-NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATING}
-
-
-def shape(text: str) -> Shape:
-    """Rows and columns, such as 4096x4096."""
-    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
-    if match is None:
-        raise argparse.ArgumentTypeError(
-            f"got {text!r}, expected rows and columns, such as 4096x4096"
-        )
-    return int(match[1]), int(match[2])
-
-
-def dtype(text: str) -> torch.dtype:
-    """A name."""
-    if text not in NAMES:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected one of {', '.join(NAMES)}")
-    return NAMES[text]
+from torchkiln.cli.options import dtype_name
 
 
 def dtypes(text: str) -> tuple[torch.dtype, ...]:
     """Names separated by commas."""
-    return tuple(map(dtype, text.split(",")))
+    return tuple(getattr(torch, dtype_name(name)) for name in text.split(","))
 
 
 def counts(text: str) -> tuple[int, ...]:

@@ -1,48 +1,158 @@
-"""The command ``torchkiln``: one word a tool, which alone is imported when it is called."""
+"""The command ``torchkiln``: a table of commands, each imported only when it is called.
+
+Parsers are in :mod:`torchkiln.cli.parsers` and need no torch: ``--help`` answers at once.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
+from typing import NamedTuple
+
+from torchkiln import _loader
+from torchkiln.cli import parsers
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C: 128 + SIGINT."""
+CLOSED_PIPE = 141
+"""Exit status if the reader of a pipe is gone, as in ``| head -1``: 128 + SIGPIPE."""
+
+
+class Command(NamedTuple):
+    """A word after ``torchkiln``."""
+
+    words: str
+    example: str
+    module: str
+    """Has ``run(options)``, or ``main(words)`` without a parser; both return the exit status."""
+    parser: Callable[[Sequence[str]], Namespace] | None = None
+
 
 COMMANDS = {
-    "bench": ("torchkiln.bench.__main__", "time ops beside their peers and the device's limits"),
-    "demo": ("torchkiln.demo.__main__", "errors, times and a training run on this machine"),
-    "doctor": ("torchkiln.doctor.__main__", "what works here, what does not, and what to type"),
-    "explain": ("torchkiln.cli.explain", "which kernels a call runs, and what else, and why"),
-    "new": ("torchkiln.new.__main__", "a package with an operator of your own, ready to build"),
-    "profile": ("torchkiln.profile.__main__", "what the GPU's counters say of one kernel"),
-    "watch": ("torchkiln.cli.watch", "compile and test a file of kernels at every save"),
+    "bench": Command(
+        "time ops beside their peers and the device's limits",
+        "torchkiln bench rms_norm --dtype bf16",
+        "torchkiln.bench.__main__",
+    ),
+    "demo": Command(
+        "errors, times and a training run on this machine",
+        "torchkiln demo --quick",
+        "torchkiln.demo.__main__",
+    ),
+    "doctor": Command(
+        "what works here, what does not, and what to type",
+        "torchkiln doctor",
+        "torchkiln.doctor.__main__",
+    ),
+    "explain": Command(
+        "the kernels, copies and casts of one call, with reasons",
+        "torchkiln explain softmax --shape 64x256",
+        "torchkiln.cli.explain",
+        parsers.explain,
+    ),
+    "new": Command(
+        "a package with an op of your own, ready to build",
+        "torchkiln new my_op",
+        "torchkiln.new.__main__",
+    ),
+    "profile": Command(
+        "the GPU's hardware counters for one call",
+        "torchkiln profile rms_norm --shape 4096x4096 --dtype bf16",
+        "torchkiln.profile.__main__",
+        parsers.profile,
+    ),
+    "watch": Command(
+        "compile and test a file of kernels at every save",
+        "torchkiln watch my.cu --test test_my.py",
+        "torchkiln.cli.watch",
+        parsers.watch,
+    ),
 }
-"""Modules with a ``main(arguments)`` that returns the exit status."""
+WITHOUT_TORCH = ("doctor", "new")
 
 
 def usage() -> str:
-    """What there is to type."""
-    lines = [f"  {name:<8} {words}" for name, (_, words) in COMMANDS.items()]
-    return "\n".join(["usage: torchkiln COMMAND ...", "", *lines, "", "COMMAND --help says more."])
+    """All commands, with an example each."""
+    lines = [
+        line
+        for name, command in COMMANDS.items()
+        for line in (f"  {name:<9}{command.words}", f"{'':11}{command.example}")
+    ]
+    return "\n".join(
+        ["usage: torchkiln COMMAND ...", "", *lines, "", "torchkiln COMMAND --help lists options."]
+    )
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Run one command; 2 where there is none of that name."""
-    words = list(sys.argv[1:] if given is None else given)
+    """Run one command; the exit status is 2 for wrong arguments, 130 after Ctrl-C."""
+    try:
+        try:
+            return run(list(sys.argv[1:] if given is None else given))
+        finally:
+            print(end="", flush=True)  # here, so that a closed pipe raises here
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Python flushes both streams again at exit, and would print another error.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(nowhere, stream.fileno())
+        return CLOSED_PIPE
+
+
+def run(words: list[str]) -> int:
+    """Run the command that the first word names."""
     if not words or words[0] in ("-h", "--help"):
         print(usage())
         return 0 if words else 2
-    if words[0] == "--version":
-        import torchkiln  # noqa: PLC0415
-
-        print(torchkiln.__version__)
-        return 0
-    if words[0] not in COMMANDS:
-        close = get_close_matches(words[0], COMMANDS, n=1)
+    name, *rest = words
+    if name == "--version":
+        return print_version()
+    command = COMMANDS.get(name)
+    if command is None:
+        close = get_close_matches(name, COMMANDS, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
-        print(
-            f"torchkiln: COMMAND: got {words[0]!r}, expected one of {', '.join(COMMANDS)}{hint}",
-            file=sys.stderr,
-        )
+        known = ", ".join(COMMANDS)
+        print(f"torchkiln: COMMAND: got {name!r}, expected one of {known}{hint}", file=sys.stderr)
         return 2
-    status: int = import_module(COMMANDS[words[0]][0]).main(words[1:])
+    options = command.parser(rest) if command.parser else None
+    if name not in WITHOUT_TORCH:
+        try:
+            load_package()
+        except (ImportError, OSError) as error:
+            return print_import_error(error)
+    module = import_module(command.module)
+    status: int = module.main(rest) if options is None else module.run(options)
     return status
+
+
+def print_version() -> int:
+    """Print the version in the build record."""
+    try:
+        folder = _loader.find_package(sys.modules["torchkiln"].__path__)
+    except ImportError as error:
+        return print_import_error(error)
+    print(_loader.read_record(folder)["version"])
+    return 0
+
+
+def print_import_error(error: Exception) -> int:
+    """Print why the package cannot be used, and what to type; exit status 1."""
+    print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    if "doctor" not in str(error):
+        doctor = f"{_loader.PYTHON} -m torchkiln_command doctor"
+        print(f"For the reason, and what to do, type\n  {doctor}", file=sys.stderr)
+    return 1
+
+
+def load_package() -> None:
+    """Execute torchkiln/__init__.py, if torchkiln_command has created the package without it."""
+    package = sys.modules["torchkiln"]
+    if "build_info" not in vars(package):
+        assert package.__spec__ is not None
+        assert package.__spec__.loader is not None
+        package.__spec__.loader.exec_module(package)

@@ -1,4 +1,4 @@
-"""Compile a file of kernels and run its test at every save, until Ctrl-C."""
+"""``torchkiln watch``: compile a file of kernels and run its test at every save, until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -9,35 +9,24 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 
-from torchkiln.cli.watch_run import attempt, for_pytest
+from torchkiln.cli.watch_run import compile_and_test, has_tests
 from torchkiln.jit.compile import nvrtc, toolkit
 from torchkiln.jit.compile.reload import Files
 
 POLL_SECONDS = 0.1
-PATIENCE_SECONDS = 1.0
-"""How long a process that is told to end may take, before it is killed."""
+STOP_SECONDS = 1.0
+"""Time in which a process has to end after SIGTERM; then it is killed."""
 
 
-def arguments(given: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="torchkiln watch", description=__doc__)
-    add = parser.add_argument
-    add("source", type=Path, metavar="FILE", help="CUDA kernels, as for torchkiln.jit.load")
-    add("--test", type=Path, metavar="FILE", help="Python: tests for pytest, or a script")
-    words = "a folder with headers; more than once for more"
-    add("--include", type=Path, action="append", default=[], metavar="FOLDER", help=words)
-    return parser.parse_args(given)
+class Run:
+    """Compiles and tests once, in a forked process.
 
-
-class Attempt:
-    """An attempt in a process of its own.
-
-    It is forked: torch is imported already, CUDA is started in it alone, and a kernel that hangs
-    or destroys its context ends with it.
+    Torch is imported before the fork, CUDA is initialised after it: a kernel that hangs or destroys
+    its context ends with the process.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -48,17 +37,20 @@ class Attempt:
             return
         status = 1
         try:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without words
-            status = attempt(options.source, options.test, options.include)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback
+            status = compile_and_test(options.source, options.test, options.include)
+        except BrokenPipeError:
+            pass  # nobody reads the output: the parent ends, too
         except BaseException:
             traceback.print_exc()
         finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
+            with suppress(BrokenPipeError):
+                sys.stdout.flush()
+                sys.stderr.flush()
             os._exit(status)
 
-    def running(self) -> bool:
-        """Whether it has not ended; tells once if it was killed by other hands."""
+    def is_running(self) -> bool:
+        """Whether the process is alive; prints once if a signal has killed it."""
         if self._pid is None:
             return False
         pid, status = os.waitpid(self._pid, os.WNOHANG)
@@ -67,15 +59,15 @@ class Attempt:
         self._pid = None
         if os.WIFSIGNALED(status):
             name = signal.Signals(os.WTERMSIG(status)).name
-            print(f"  FAILED: the process of the test ended by {name}", flush=True)
+            print(f"  FAILED: the process of the test was killed by {name}", flush=True)
         return False
 
     def stop(self) -> None:
-        """Ends it, whatever it does."""
+        """End the process."""
         if self._pid is None:
             return
         os.kill(self._pid, signal.SIGTERM)
-        until = time.monotonic() + PATIENCE_SECONDS
+        until = time.monotonic() + STOP_SECONDS
         while time.monotonic() < until:
             if os.waitpid(self._pid, os.WNOHANG)[0]:
                 break
@@ -86,52 +78,51 @@ class Attempt:
         self._pid = None
 
 
-def saved(watched: Sequence[Files]) -> bool:
-    """Whether something is to be tried again."""
+def any_saved(watched: Sequence[Files]) -> bool:
+    """Whether a file has changed since the last call."""
     try:
-        # All are looked at, so that files that are saved together are one save.
+        # A list, so that files saved together count as one save.
         changes = [files.changed() for files in watched]
     except FileNotFoundError:
-        return False  # its next save is heard
+        return False  # an editor is replacing the file: the next poll sees the new one
     return any(changes)
 
 
 def watch(options: argparse.Namespace) -> None:
-    """Tries, waits for a save, and tries again; Ctrl-C is the end."""
+    """Run, wait for a save, run again; ends with KeyboardInterrupt."""
     watched = [Files(options.source.resolve(), options.include)]
     if options.test:
         watched.append(Files(options.test.resolve()))
-    running = None
+    current = None
     try:
         while True:
-            running = Attempt(options)
-            told = False
-            while not saved(watched):
-                if not told and not running.running():
+            current = Run(options)
+            is_idle = False
+            while not any_saved(watched):
+                if not is_idle and not current.is_running():
                     print("waiting for the next save; Ctrl-C ends", flush=True)
-                    told = True
+                    is_idle = True
                 time.sleep(POLL_SECONDS)
-            running.stop()
+            current.stop()
     finally:
-        if running is not None:
-            running.stop()
+        if current is not None:
+            current.stop()
 
 
-def main(given: Sequence[str] | None = None) -> int:
-    """Watch until Ctrl-C."""
-    options = arguments(given)
+def run(options: argparse.Namespace) -> int:
+    """Watch until Ctrl-C, which is the normal end: exit status 0."""
     for name, file in (("FILE", options.source), ("--test", options.test)):
         if file is not None and not file.is_file():
             print(f"torchkiln.watch: {name}: got {file}, expected a file", file=sys.stderr)
             return 2
     try:
-        nvrtc.load(toolkit.find().library)  # once, for all processes
+        nvrtc.load(toolkit.find().library)  # once, for all forks
     except RuntimeError as error:
         print(error, file=sys.stderr)
         return 1
-    if options.test and for_pytest(options.test):
-        # Once, for all processes. Hypothesis, where it is installed, imports itself at the end of
-        # every run of pytest, which takes longer than the test.
+    if options.test and has_tests(options.test):
+        # Once, for all forks. Pytest imports hypothesis at the end of each run, if it is installed,
+        # which takes longer than the test.
         for name in ("pytest", "hypothesis"):
             if find_spec(name):
                 import_module(name)

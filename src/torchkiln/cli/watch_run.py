@@ -1,4 +1,4 @@
-"""What ``torchkiln watch`` does at a save: compile, test, tell."""
+"""One run of ``torchkiln watch``: compile, test, print."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ from torchkiln.jit.compile.build import architecture_of
 
 TESTS = re.compile(r"^\s*(?:async\s+)?def test|^class Test", re.MULTILINE)
 MOST_TIMED = 200
-"""Launches of one kernel and grid that are timed: more say nothing else."""
+"""Most launches timed per kernel and grid."""
 MOST_SHOWN = 8
 SLEEP_CYCLES = 100_000
-"""What the GPU waits before a timed kernel: longer than the host takes to queue kernel and events,
-so that the time between the events is the kernel's."""
+"""Delay on the GPU before a timed kernel. The host needs less to queue the kernel and the events
+around it, so that the time between the events is the kernel's."""
 
 PYTEST_OPTIONS = (
     *("-q", "--no-header", "-p", "no:cacheprovider"),
-    # What watch has imported for all of its processes.
+    # torchkiln.cli.watch imports it before it forks.
     *("-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"),
 )
 
 Times = dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]]
 
 
-def for_pytest(test: Path) -> bool:
-    """Whether a file has test functions; without, it is a script."""
+def has_tests(test: Path) -> bool:
+    """Whether a file has test functions, for pytest; without them it is a script."""
     return TESTS.search(test.read_text(encoding="utf-8")) is not None
 
 
 @contextmanager
 def timed_compiler() -> Iterator[list[float]]:
-    """The seconds of every compilation; none where all came from the cache."""
+    """Collects the seconds of each compilation; stays empty if the cache has all."""
     seconds: list[float] = []
     original = nvrtc.compile_program
 
@@ -62,7 +62,7 @@ def timed_compiler() -> Iterator[list[float]]:
 
 @contextmanager
 def timed_kernels() -> Iterator[Times]:
-    """Events around every launch, by kernel and grid."""
+    """Collects events around each launch, by kernel and grid."""
     times: Times = defaultdict(list)
     original = driver.Function.launch
 
@@ -89,13 +89,13 @@ def timed_kernels() -> Iterator[Times]:
 
 
 def run_test(test: Path) -> bool:
-    """Runs a test and says whether it passed; its own words are on the standard output."""
-    if for_pytest(test):
+    """Run a test, which prints to standard output; whether it passed."""
+    if has_tests(test):
         if find_spec("pytest") is None:
-            print(f"torchkiln.watch: --test: {test} has test functions, for which type")
+            print(f"torchkiln.watch: --test: {test} has test functions, which need pytest; type")
             print(f"  {sys.executable} -m pip install pytest")
             return False
-        import pytest  # noqa: PLC0415  only where there are tests
+        import pytest  # noqa: PLC0415  an optional dependency
 
         return pytest.main([str(test), *PYTEST_OPTIONS]) == 0
     sys.path.insert(0, str(test.resolve().parent))
@@ -110,7 +110,7 @@ def run_test(test: Path) -> bool:
 
 
 def kernel_lines(times: Times) -> list[str]:
-    """The kernels, the slowest first."""
+    """A line per kernel, the slowest first."""
     torch.cuda.synchronize()
     best = {
         name: min(begin.elapsed_time(end) for begin, end in pairs) * 1e3
@@ -120,16 +120,16 @@ def kernel_lines(times: Times) -> list[str]:
     ordered = sorted(best, key=lambda name: -best[name])
     lines = [f"{name}: {best[name]:.1f} us, best of {len(times[name])}" for name in ordered]
     hidden = len(lines) - MOST_SHOWN
-    return lines[:MOST_SHOWN] + ([f"and {hidden} more that took less"] if hidden > 0 else [])
+    return lines[:MOST_SHOWN] + ([f"and {hidden} faster ones"] if hidden > 0 else [])
 
 
-def attempt(source: Path, test: Path | None, include: Sequence[Path] = ()) -> int:
-    """Compiles a file, runs its test, prints the verdict and the times; the exit status."""
+def compile_and_test(source: Path, test: Path | None, include: Sequence[Path] = ()) -> int:
+    """Compile a file, run its test, print the result and the times; the exit status."""
     print(f"{time.strftime('%H:%M:%S')} {source.name}")
     passed = True
     with timed_compiler() as compiling, timed_kernels() as kernels:
         try:
-            architecture = architecture_of()  # which also starts CUDA
+            architecture = architecture_of()  # initialises CUDA, too
             begin = time.perf_counter()
             load(source, include=include)
         except (CompileError, FileNotFoundError) as error:
@@ -145,7 +145,7 @@ def attempt(source: Path, test: Path | None, include: Sequence[Path] = ()) -> in
     if torch.cuda.is_available():
         try:
             lines = kernel_lines(kernels)
-        except RuntimeError as error:  # a kernel that read what it may not
+        except RuntimeError as error:  # such as an illegal memory access of a kernel
             lines, passed = [f"{error}"], False
         for line in lines:
             print(f"  {line}")

@@ -97,13 +97,13 @@ class Trial:
 
 @dataclass(frozen=True)
 class Facts:
-    """What was read of one environment."""
+    """All facts about one environment."""
 
     torch: Torch | None
     torch_error: str | None
     """Why the version of an installed torch cannot be read."""
     record: dict[str, Any] | None
-    """What was recorded when torchkiln was built."""
+    """Record that was written when torchkiln was built."""
     record_error: str | None
     driver: Driver
     trial: Trial

@@ -64,7 +64,7 @@ def _has_new_string(library: Path) -> bool | None:
 
 
 def find_build(environment: Environment, facts: Facts) -> list[Finding]:
-    """What the package was built for, and whether this machine has it."""
+    """Whether this machine has the Python, torch and CUDA that the package was built for."""
     record = facts.record
     if record is None:
         words = facts.record_error or "torchkiln has not been built"

@@ -1,4 +1,4 @@
-"""What the GPU's hardware counters say of one call, beside what its spec says."""
+"""The GPU's hardware counters for one call, and NVTX ranges named after the ops."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["Figures", "ranges", "read"]
 def ranges() -> Iterator[None]:
     """NVTX ranges for Nsight, named after the ops that the dispatcher calls: ``torchkiln::relu``.
 
-    They are torch's own (:class:`torch.autograd.profiler.emit_nvtx`): outside of this block there
-    is nothing that could cost time.
+    They are torch's own (:class:`torch.autograd.profiler.emit_nvtx`) and cost nothing outside of
+    this block.
     """
     with torch.autograd.profiler.emit_nvtx():
         yield

@@ -1,67 +1,64 @@
-"""Run ncu on one call of an op and print what matters; without counters, times by other means."""
+"""``torchkiln profile``: ncu's counters for one call of an op, or its times without counters."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
+
 from torchkiln.bench.bench_case import BenchCase, call_of
-from torchkiln.bench.clock import Times, device_clock, in_turns
+from torchkiln.bench.clock import Call, Times, device_clock, in_turns
 from torchkiln.bench.table import duration, size
-from torchkiln.cli.op_arguments import refuse
+from torchkiln.cli import main
+from torchkiln.cli.op_arguments import print_refusal
 from torchkiln.profile import ncu
-from torchkiln.profile.options import WHERE, arguments, case_of
 from torchkiln.profile.report import Figures, read
+from torchkiln.profile.target import WHERE, profiled_case
 from torchkiln.profile.times import kernels
 from torchkiln.testing.environment import environment
 
-BUDGET = 1.0
+SECONDS = 1.0
+"""Time for the benchmark's clock."""
 
 
-def main(given: Sequence[str] | None = None) -> int:
-    """Profile, print, write."""
-    words = list(sys.argv[1:] if given is None else given)
-    options = arguments(words)
+def run(options: argparse.Namespace) -> int:
+    """Profile the call, print the figures and write them."""
     try:
-        case = case_of(options)
+        case = profiled_case(options)
     except (ValueError, RuntimeError, MemoryError) as error:
-        return refuse(WHERE, options, error)
+        return print_refusal(WHERE, options, error)
     device = case.sample.args[case.sample.positions[0]].device
     call = call_of(case, case.spec.op, options.direction)
-    clock = device_clock(device)
-    times = Times.of(in_turns(clock, {"op": call}, BUDGET)["op"])
+    times = Times.of(in_turns(device_clock(device), {"op": call}, SECONDS)["op"])
     moved = case.moved(options.direction)
     dtype = str(case.dtype).removeprefix("torch.")
+    where = environment(device)
+    print(where)
     shape = f"{case.shape[0]} x {case.shape[1]}"
-    print(environment(device))
-    print(f"{case.spec.name} {case.variant} {dtype} {shape} {options.direction}".replace("  ", " "))
+    words = (case.spec.name, case.variant, dtype, shape, options.direction)
+    print(" ".join(word for word in words if word))
     print(f"  {duration(times.seconds)} by the benchmark's clock, spread {times.spread:.1%}")
     print(f"  {size(moved)} have to be moved: {moved / times.seconds / 1e9:.4g} GB/s")
+    default = Path("build", "profile", report_name(case, options.direction))
+    report = (options.out or default).with_suffix(".ncu-rep")
     figures: list[Figures] = []
     missing = None
     try:
-        if device.type == "cpu":
-            raise ncu.Unavailable("a CPU has no counters that ncu reads")
-        if options.no_counters:
-            raise ncu.Unavailable("--no-counters was given")
-        report = options.out or Path("build", "profile", f"{name_of(case, options.direction)}")
-        figures = read(ncu.run(report.with_suffix(".ncu-rep"), words))
-        if not figures:
-            raise ncu.Unavailable("ncu's report has no kernels that could be read")
+        figures = counters(options, device, report)
     except ncu.Unavailable as reason:
         missing = str(reason)
         print(f"no counters: {missing}")
-        for line in kernels(call, device):
-            print(f"  {line}")
+        print_times(call, device)
     else:
         print_figures(figures, times, moved)
-        print(f"report: {report.with_suffix('.ncu-rep').resolve()} (ncu-ui opens it)")
+        print(f"report: {report.resolve()} (ncu-ui opens it)")
     if options.json:
         content = {
-            "environment": asdict(environment(device)),
+            "environment": asdict(where),
             "op": case.spec.name,
             "variant": case.variant,
             "dtype": dtype,
@@ -77,26 +74,47 @@ def main(given: Sequence[str] | None = None) -> int:
     return 0
 
 
+def counters(options: argparse.Namespace, device: torch.device, report: Path) -> list[Figures]:
+    """Figures of each kernel by ncu; raises Unavailable with the reason if there are none."""
+    if device.type == "cpu":
+        raise ncu.Unavailable("ncu reads the counters of GPUs only")
+    if options.no_counters:
+        raise ncu.Unavailable("--no-counters was given")
+    figures = read(ncu.run(report, options.words))
+    if not figures:
+        raise ncu.Unavailable("ncu's report has no kernels that could be read")
+    return figures
+
+
+def print_times(call: Call, device: torch.device) -> None:
+    """The kernels by torch's profiler; on a CPU, why its times exceed the benchmark's."""
+    if device.type == "cpu":
+        print("by torch's profiler, whose bookkeeping adds microseconds to the time of each op:")
+    else:
+        print("by torch's profiler, with data in the L2 cache that the benchmark's clock flushes:")
+    for line in kernels(call, device):
+        print(f"  {line}")
+
+
 def print_figures(figures: list[Figures], times: Times, moved: int) -> None:
-    """The kernels, and how the counters' sums differ from clock and spec."""
+    """The counters of each kernel, and their sums beside the benchmark's clock and the spec."""
     for entry in figures:
         print("\n".join(entry.lines()))
     seconds = [entry.seconds for entry in figures if entry.seconds is not None]
     if len(seconds) == len(figures):
         change = sum(seconds) / times.seconds - 1
-        words = f"all kernels: {duration(sum(seconds))} by ncu, {change:+.1%} of the clock's time"
-        print(words)
+        print(f"all kernels: {duration(sum(seconds))} by ncu, {change:+.1%} of the clock's time")
     traffic = sum((entry.read or 0.0) + (entry.written or 0.0) for entry in figures)
     if moved and traffic:
         change = traffic / moved - 1
+        cached = " (the L2 cache still holds part of the result)" if change < 0 else ""
         print(
-            f"DRAM traffic: {size(round(traffic))}, {change:+.1%} of what has to be moved"
-            + (" (what the L2 cache still holds is not written yet)" if change < 0 else "")
+            f"DRAM traffic: {size(round(traffic))}, {change:+.1%} of what has to be moved{cached}"
         )
 
 
-def name_of(case: BenchCase, direction: str) -> str:
-    """Of a report."""
+def report_name(case: BenchCase, direction: str) -> str:
+    """File name of ncu's report."""
     dtype = str(case.dtype).removeprefix("torch.")
     shape = f"{case.shape[0]}x{case.shape[1]}"
     words = [case.spec.name, *case.variant.split(), dtype, shape, direction]
@@ -104,4 +122,4 @@ def name_of(case: BenchCase, direction: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["profile", *sys.argv[1:]]))

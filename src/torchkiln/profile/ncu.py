@@ -1,4 +1,4 @@
-"""Nsight Compute: found, run on one call, and what it means when it refuses."""
+"""Nsight Compute: find it, run it on one call, explain its refusals."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from torchkiln.doctor.runtime import COUNTERS_FOR_ALL
-from torchkiln.doctor.runtime import NCU_PLACES as PLACES
+from torchkiln.doctor.runtime import COUNTERS_FOR_ALL, installed_ncu
 from torchkiln.profile.report import METRICS
 
 SECTIONS = (
@@ -26,28 +26,27 @@ TIMEOUT = 300
 
 
 class Unavailable(Exception):  # noqa: N818 - a state of the machine
-    """There are no counters to be had; the message says why, and the ways out."""
+    """Counters cannot be read; the message has the reason and the ways out."""
 
 
 def find() -> str:
-    """The path of ncu."""
+    """Find ncu."""
     if path := shutil.which("ncu"):
         return path
-    for place in PLACES:
-        if found := sorted(Path("/").glob(place[1:])):
-            return str(found[-1])
+    if found := installed_ncu():
+        return str(found)
     raise Unavailable(
         "ncu was not found on PATH, in /usr/local/cuda*/bin or in /opt/nvidia/nsight-compute.\n"
-        "  It comes with the CUDA toolkit, and alone: apt install nsight-compute-<version> from "
+        "  It is part of the CUDA toolkit. Alone: apt install nsight-compute-<version> from "
         "NVIDIA's repository,\n  or the installer at https://developer.nvidia.com/nsight-compute"
     )
 
 
-def command(ncu: str, report: Path, target: list[str]) -> list[str]:
-    """What profiles the kernels between cudaProfilerStart() and cudaProfilerStop().
+def command(ncu: str, report: Path, target: Sequence[str]) -> list[str]:
+    """Command that profiles the kernels between cudaProfilerStart() and cudaProfilerStop().
 
-    Clocks are left alone, so that durations are those of the benchmark; ncu flushes the caches
-    before each pass, as the benchmark does.
+    Clocks stay as in the benchmark, and ncu flushes the caches before each pass as the benchmark
+    does, so that durations can be compared.
     """
     return [
         *(ncu, "--force-overwrite", "--profile-from-start=off", "--clock-control=none"),
@@ -58,8 +57,8 @@ def command(ncu: str, report: Path, target: list[str]) -> list[str]:
     ]
 
 
-def run(report: Path, target: list[str]) -> str:
-    """Profile, keep the report, and return it as comma-separated values."""
+def run(report: Path, target: Sequence[str]) -> str:
+    """Profile a call, keep the report, return it as comma-separated values."""
     ncu = find()
     report.parent.mkdir(parents=True, exist_ok=True)
     profile = command(ncu, report, target)
@@ -79,7 +78,7 @@ def _call(words: list[str], profile: list[str]) -> str:
     if "ERR_NVGPUCTRPERM" in said:
         raise Unavailable(permission(profile))
     if "No kernels were profiled" in said:
-        raise Unavailable("ncu saw no kernel in the call: it launches none, or only copies memory")
+        raise Unavailable("ncu saw no kernel: the call launches none, or only copies memory")
     if done.returncode != 0 or "==ERROR==" in said:
         lines = [line for line in said.strip().splitlines() if line.strip()]
         raise Unavailable(
@@ -89,14 +88,14 @@ def _call(words: list[str], profile: list[str]) -> str:
 
 
 def permission(profile: list[str]) -> str:
-    """Why the driver refuses counters, and what to type."""
+    """Why the driver refuses access to the counters, and what to type."""
     kept = [f"{name}={os.environ[name]}" for name in KEPT if name in os.environ]
     return (
         "the driver lets only administrators read the counters (ERR_NVGPUCTRPERM). Ways out:\n"
         f"  as root, with this environment:  {shlex.join(['sudo', 'env', *kept, *profile])}\n"
-        f"  for everyone, until the option is taken back:  {COUNTERS_FOR_ALL}\n"
+        f"  for all users, until the file is removed:  {COUNTERS_FOR_ALL}\n"
         "  in a container:  docker run --cap-add=SYS_ADMIN ... (driver 565 and later: "
         "--cap-add=PERFMON), or the driver's option on its host\n"
-        "  on a rented machine none of these may be allowed; times and the roofline of "
+        "  A rented machine may allow none of these; the times and the roofline of "
         "`torchkiln bench` need no counters"
     )

@@ -1,4 +1,4 @@
-"""Figures of a kernel, from what ``ncu --csv --page raw`` prints."""
+"""Figures of each kernel, read from the output of ``ncu --csv --page raw``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ UNITS = {
     "mbyte": 1e6,
     "gbyte": 1e9,
 }
-"""Of ncu, old names and new ones, in any case."""
+"""Units of old and new versions of ncu, in lower case."""
 
 DURATION = "gpu__time_duration.sum"
 READ, WRITTEN = "dram__bytes_read.sum", "dram__bytes_write.sum"
@@ -50,7 +50,7 @@ METRICS = (
     *LOCAL,
     *list(LIMITS)[:4],
 )
-"""What is asked for by name; sections bring the rest."""
+"""Metrics requested by name; ncu's sections contain the rest."""
 
 STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+?)_per_issue_active\.ratio")
 STALLS = {
@@ -60,9 +60,9 @@ STALLS = {
     "membar": "waiting for a memory fence",
     "lg_throttle": "too many memory instructions queued",
     "mio_throttle": "too many shared memory instructions queued",
-    "math_pipe_throttle": "the arithmetic units are taken",
+    "math_pipe_throttle": "the arithmetic units are busy",
     "wait": "fixed latency of instructions",
-    "not_selected": "another warp was chosen",
+    "not_selected": "another warp was issued",
     "no_instruction": "waiting for instructions",
     "drain": "waiting for stores at the end",
     "selected": "issuing",
@@ -71,12 +71,12 @@ STALLS = {
 
 @dataclass(frozen=True)
 class Figures:
-    """One kernel as the counters saw it. Shares are of the peak; none where ncu gave no figure."""
+    """Counters of one kernel: times in seconds, shares of the peak; None without a figure."""
 
     kernel: str
     seconds: float | None
     read: float | None
-    """Bytes from DRAM."""
+    """Bytes read from DRAM."""
     written: float | None
     dram: float | None
     l2: float | None
@@ -84,16 +84,16 @@ class Figures:
     occupancy: float | None
     possible_occupancy: float | None
     limiter: str | None
-    """What keeps more blocks from a multiprocessor."""
+    """The resource that limits the blocks per multiprocessor."""
     registers: int | None
-    """Of a thread."""
+    """Per thread."""
     local: float | None
     """Bytes to and from local memory: spilled registers."""
     stall: str | None
-    """What warps mostly wait for."""
+    """The most frequent reason for which warps wait."""
 
     def lines(self) -> list[str]:
-        """In words."""
+        """The figures in words, a line each."""
         name, variant = pretty(self.kernel)
         words = [f"{name}{variant}"]
         if self.seconds is not None:
@@ -116,14 +116,14 @@ class Figures:
             )
         if self.registers is not None:
             spills = "no spills" if not self.local else f"{size(round(self.local))} of spills"
-            words.append(f"  {self.registers} registers a thread, {spills}")
+            words.append(f"  {self.registers} registers per thread, {spills}")
         if self.stall is not None:
             words.append(f"  warps mostly stall: {self.stall}")
         return words
 
 
 def read(text: str) -> list[Figures]:
-    """The kernels in the output of ncu, whatever it prints around them."""
+    """The kernels in the output of ncu; its messages before and after are skipped."""
     lines = text.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID",')), None)
     if start is None:
@@ -132,7 +132,7 @@ def read(text: str) -> list[Figures]:
     headings, units = table[0], table[1] if len(table) > 1 else []
     found = []
     for cells in table[2:]:
-        if len(cells) != len(headings):  # ncu's messages come after the table
+        if len(cells) != len(headings):  # a message after the table
             continue
         values = {
             heading: number(cell, unit)
@@ -143,7 +143,7 @@ def read(text: str) -> list[Figures]:
 
 
 def number(cell: str, unit: str) -> float | None:
-    """A figure in seconds, bytes, shares; none for words, and where ncu has none."""
+    """A figure in seconds, bytes or shares; None for words, such as "no data"."""
     try:
         value = float(cell.replace(",", ""))
     except ValueError:

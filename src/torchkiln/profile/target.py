@@ -1,19 +1,33 @@
-"""What ncu runs: a call of an op, warm, and once more between cudaProfilerStart() and -Stop()."""
+"""The program that ncu profiles: one call of an op, warm, between cudaProfilerStart and -Stop."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 
 import torch
 
-from torchkiln.bench.bench_case import call_of
-from torchkiln.profile.options import arguments, case_of
+from torchkiln.bench.bench_case import BACKWARD, BenchCase, call_of
+from torchkiln.cli import parsers
+from torchkiln.cli.op_arguments import requested_case
+
+WHERE = "torchkiln.profile"
+
+
+def profiled_case(options: argparse.Namespace) -> BenchCase:
+    """The call that the options describe; ValueError if there is none."""
+    case = requested_case(WHERE, options)
+    if options.direction == BACKWARD and not case.spec.differentiable:
+        raise ValueError(
+            f"{WHERE}: --backward: got {case.spec.name}, expected an op that has gradients"
+        )
+    return case
 
 
 def main() -> None:
     """Make the call."""
-    options = arguments(sys.argv[1:])
-    case = case_of(options)
+    options = parsers.profile(sys.argv[1:])
+    case = profiled_case(options)
     call = call_of(case, case.spec.op, options.direction)
     for _ in range(3):
         call()

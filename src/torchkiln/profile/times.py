@@ -1,6 +1,11 @@
-"""Without counters: the kernels of a call and their times, from torch's profiler."""
+"""Without counters: the kernels of a call and their times, by torch's profiler."""
 
 from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -9,17 +14,20 @@ from torchkiln.bench.clock import Call, synchronize
 from torchkiln.bench.table import duration
 from torchkiln.trace.kernel_names import pretty
 
-MOST = 8
+SHOWN = 8
+CALLS = 10
+"""Calls that are profiled: the profiler slows the first ones down."""
 
 
 def kernels(call: Call, device: torch.device) -> list[str]:
-    """A line each, the longest first; ops instead of kernels on a CPU."""
+    """A line per kernel with its mean time, the longest first; on a CPU a line per op."""
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     call()
     synchronize(device)
-    with profile(activities=activities, acc_events=True) as seen:
-        call()
+    with no_stderr(), profile(activities=activities, acc_events=True) as seen:
+        for _ in range(CALLS):
+            call()
         synchronize(device)
     found: dict[str, float] = {}
     for event in seen.events() or ():
@@ -27,6 +35,20 @@ def kernels(call: Call, device: torch.device) -> list[str]:
         if is_kernel != on_gpu:
             continue
         micros = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-        found[event.name] = found.get(event.name, 0.0) + micros
-    longest = sorted(found.items(), key=lambda item: item[1], reverse=True)[:MOST]
+        found[event.name] = found.get(event.name, 0.0) + micros / CALLS
+    longest = sorted(found.items(), key=lambda item: item[1], reverse=True)[:SHOWN]
     return [f"{''.join(pretty(name))}: {duration(micros / 1e6)}" for name, micros in longest]
+
+
+@contextmanager
+def no_stderr() -> Iterator[None]:
+    """Discard what is written to file descriptor 2: torch's profiler library prints its state."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)

@@ -10,14 +10,16 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
+from torchkiln.ops.names import ALIASES
 from torchkiln.testing import SPECS, OpSpec
 
 
 def find(where: str, argument: str, name: str, specs: Sequence[OpSpec] = SPECS) -> OpSpec:
     """The spec of an op; the error about an unknown name offers close ones."""
     known = {spec.name: spec for spec in specs}
-    if name in known:
-        return known[name]
+    alias = ALIASES.get(name, name)
+    if name in known or alias in known:
+        return known[name if name in known else alias]
     close = get_close_matches(name, known, n=3)
     hint = f"; did you mean {' or '.join(close)}?" if close else ""
     raise ValueError(f"{where}: {argument}: got {name!r}, expected one of {', '.join(known)}{hint}")

@@ -114,7 +114,7 @@ def _left(frame: _Frame, stack: list[_Frame], outputs: list[_Tensor]) -> Iterato
 
 
 def _step(frame: _Frame, outputs: list[_Tensor], inside: str) -> Step | None:
-    """What an op of torch did with memory; None for views."""
+    """The step of an op of torch; None for views, which touch no memory."""
     name, inputs = frame.name, frame.inputs
     known = {t.memory for t in inputs}
     is_view = all(t.memory in known for t in outputs) and not name.endswith("_")

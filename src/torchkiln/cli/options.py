@@ -1,0 +1,36 @@
+"""Values of command-line options, parsed without torch."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+Shape = tuple[int, int]
+"""Rows and columns."""
+
+DTYPES = {
+    "float32": ("fp32", "float"),
+    "float64": ("fp64", "double"),
+    "float16": ("fp16", "half"),
+    "bfloat16": ("bf16",),
+}
+"""Torch's names of the dtypes, and the other names that are accepted."""
+
+
+def dtype_name(text: str) -> str:
+    """Torch's name of a dtype: ``bfloat16`` for ``bf16``."""
+    for name, others in DTYPES.items():
+        if text == name or text in others:
+            return name
+    known = ", ".join(f"{name} ({', '.join(others)})" for name, others in DTYPES.items())
+    raise argparse.ArgumentTypeError(f"got {text!r}, expected one of {known}")
+
+
+def shape(text: str) -> Shape:
+    """Rows and columns, such as 4096x4096."""
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}, expected rows and columns of at least 1, such as 4096x4096"
+        )
+    return int(match[1]), int(match[2])

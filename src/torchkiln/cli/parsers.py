@@ -1,0 +1,92 @@
+"""Parsers of commands that need torch: they do without it, so that --help answers at once."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchkiln.cli.options import DTYPES, dtype_name, shape
+from torchkiln.ops.names import ALIASES, FAMILIES
+
+
+def op_list() -> str:
+    """The ops by family, for the end of --help."""
+    public = {op: alias for alias, op in ALIASES.items()}
+    lines = [
+        f"  {family:<18}{', '.join(public.get(op, op) for op in ops)}"
+        for family, ops in FAMILIES.items()
+    ]
+    equal = "; ".join(f"{alias} and {op} are one op" for alias, op in ALIASES.items())
+    return "\n".join(["ops:", *lines, equal])
+
+
+def parser(command: str, words: str, *, ops: bool = False) -> argparse.ArgumentParser:
+    """An empty parser; with ``ops``, its help ends with the list of ops."""
+    return argparse.ArgumentParser(
+        prog=f"torchkiln {command}",
+        description=words,
+        epilog=op_list() if ops else None,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def add_call(options: argparse.ArgumentParser) -> None:
+    """Add the options that describe one call of one op."""
+    add = options.add_argument
+    add("op", metavar="OP", help="name of an op, from the list below or of --specs")
+    add("--specs", metavar="MODULE", help="take ops of SPECS in a module or a .py file")
+    add("--shape", type=shape, metavar="RxC", help="rows and columns (default: large)")
+    add(
+        "--dtype",
+        type=dtype_name,
+        default="float32",
+        metavar="DTYPE",
+        help=f"{', '.join(DTYPES)} (default: float32)",
+    )
+    add("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
+    add("--variant", help="another call of the op's benchmark, such as one with other strides")
+
+
+def explain(given: Sequence[str]) -> argparse.Namespace:
+    """Parse the options of ``torchkiln explain``."""
+    words = "Print the kernels that a call runs, and each copy, cast or fallback with its reason."
+    options = parser("explain", words, ops=True)
+    add_call(options)
+    options.add_argument("--forward", action="store_true", help="leave the backward out")
+    options.add_argument(
+        "--json", type=Path, metavar="FILE", help="write JSON to a file; - is standard output"
+    )
+    return options.parse_args(given)
+
+
+def profile(given: Sequence[str]) -> argparse.Namespace:
+    """Parse the options of ``torchkiln profile``."""
+    words = "Print what the GPU's hardware counters measure in one call of an op."
+    options = parser("profile", words, ops=True)
+    add_call(options)
+    add = options.add_argument
+    add(
+        "--backward",
+        dest="direction",
+        action="store_const",
+        const="backward",
+        default="forward",
+        help="profile the backward instead of the forward",
+    )
+    add("--out", type=Path, metavar="FILE.ncu-rep", help="the report (default: in build/profile)")
+    add("--json", type=Path, metavar="FILE", help="write the figures as JSON")
+    add("--no-counters", action="store_true", help="only times, without ncu")
+    return options.parse_args(given, argparse.Namespace(words=list(given)))  # words: for ncu
+
+
+def watch(given: Sequence[str]) -> argparse.Namespace:
+    """Parse the options of ``torchkiln watch``."""
+    words = "Compile a file of kernels and run its test at every save, until Ctrl-C."
+    options = parser("watch", words)
+    add = options.add_argument
+    add("source", type=Path, metavar="FILE", help="CUDA kernels, as for torchkiln.jit.load")
+    add("--test", type=Path, metavar="FILE", help="Python: tests for pytest, or a script")
+    folder = "folder with headers; repeatable"
+    add("--include", type=Path, action="append", default=[], metavar="FOLDER", help=folder)
+    return options.parse_args(given)
