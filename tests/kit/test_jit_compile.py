@@ -1,13 +1,15 @@
-"""torchkiln.jit's use of NVRTC, where there is one."""
+"""torchkiln.jit with NVRTC: the cache, compile errors, processes at once."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from torchkiln import jit
 from torchkiln.jit.compile import cache, toolkit
@@ -39,7 +41,7 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "my.cu"
 
 
-def test_compiled_code_is_kept(
+def test_compiled_code_is_cached(
     nvrtc: toolkit.Toolkit, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     del nvrtc
@@ -86,28 +88,10 @@ def test_compile_errors(nvrtc: toolkit.Toolkit, tmp_path: Path, source: str, mes
     (tmp_path / "my.cu").write_text(source)
     with pytest.raises(jit.CompileError, match=message) as caught:
         jit.load(tmp_path / "my.cu")
-    assert "__nv_name_map" not in str(caught.value)  # what NVRTC makes of our question for names
+    assert "__nv_name_map" not in str(caught.value)  # NVRTC's follow-up errors
 
 
-HEADERS = (
-    "vec.cuh",
-    "functors.h",
-    "random.h",
-    "divide.cuh",
-    "sums.cuh",
-    "launch.cuh",
-    "strided.cuh",
-    "block_reduce.cuh",
-)
-
-
-@pytest.mark.parametrize("header", HEADERS)
-def test_headers(nvrtc: toolkit.Toolkit, header: str) -> None:
-    del nvrtc
-    jit.inline(f"#include <torchkiln/{header}>\n__global__ void k() {{}}").binary("sm_90a")
-
-
-def test_a_killed_process_leaves_nothing_to_wait_for(nvrtc: toolkit.Toolkit, source: Path) -> None:
+def test_a_killed_process_blocks_no_other(nvrtc: toolkit.Toolkit, source: Path) -> None:
     del nvrtc
     code = (
         "import os, sys; from torchkiln import jit; from torchkiln.jit.compile import nvrtc\n"
@@ -141,18 +125,57 @@ def test_a_cache_that_cannot_be_written(
     del nvrtc
     (source.parent / "file").touch()
     monkeypatch.setenv("TORCHKILN_CACHE", str(source.parent / "file"))
-    with pytest.warns(UserWarning, match="file/jit cannot be written .* TORCHKILN_CACHE names"):
+    with pytest.warns(UserWarning, match="file/jit cannot be written .*Set TORCHKILN_CACHE"):
         module = jit.load(source)
     assert module.binary("sm_80", "relu").code.startswith(b"\x7fELF")
 
 
-def test_without_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(toolkit, "roots", lambda: iter(()))
+def install(root: Path, *files: str) -> Path:
+    """A fake CUDA folder with empty files."""
+    for file in files:
+        (root / file).parent.mkdir(parents=True, exist_ok=True)
+        (root / file).touch()
+    return root
+
+
+@pytest.fixture
+def roots(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path]]:
+    """The CUDA folders that a look-up finds: at first none."""
+    folders: list[Path] = []
+    monkeypatch.setattr(toolkit, "roots", lambda: iter(folders))
     toolkit.find.cache_clear()
-    try:
-        with pytest.raises(
-            RuntimeError, match=r"NVRTC: got none, expected libnvrtc\.so.*(\n.*)*pip"
-        ):
-            jit.inline("__global__ void k() {}")
-    finally:
+    yield folders
+    toolkit.find.cache_clear()
+
+
+def test_without_nvrtc(roots: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not roots
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    command = r"'cuda-toolkit\[nvrtc,cudart\]==13\.0\.\*'"
+    words = rf"NVRTC: got none, expected libnvrtc\.so\.13 .*\n.* {command}"
+    with pytest.raises(RuntimeError, match=words):
+        jit.inline("__global__ void k() {}")
+
+
+def test_several_cudas(tmp_path: Path, roots: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python packages of CUDA 13 and 12, and a toolkit on the machine without headers."""
+    new = install(
+        tmp_path / "cu13", "lib/libnvrtc.so.13", "include/cuda_fp16.h", "include/cccl/nv/target"
+    )
+    old = install(tmp_path / "cuda_nvrtc", "lib/libnvrtc.so.12")
+    runtime = install(tmp_path / "cuda_runtime" / "include", "cuda_fp16.h")
+    library = install(tmp_path / "cuda_cccl" / "include", "nv/target")
+    bare = install(tmp_path / "machine" / "cuda", "lib64/libnvrtc.so.11.8.89")
+    roots += [new, old, bare]
+    newest = toolkit.Toolkit(
+        new / "lib" / "libnvrtc.so.13", (new / "include", new / "include" / "cccl")
+    )
+    older = toolkit.Toolkit(old / "lib" / "libnvrtc.so.12", (runtime, library))
+    for version, expected in (("13.0", newest), ("12.8", older), (None, newest)):
+        monkeypatch.setattr(torch.version, "cuda", version)
         toolkit.find.cache_clear()
+        assert toolkit.find() == expected
+    monkeypatch.setattr(torch.version, "cuda", "11.8")
+    toolkit.find.cache_clear()
+    with pytest.raises(RuntimeError, match=r"got .*so\.12, .*11\.8\.89, expected libnvrtc"):
+        toolkit.find()

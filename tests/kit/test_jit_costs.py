@@ -1,4 +1,4 @@
-"""docs/jit_costs.py: what it measures where nothing but a compiler is, and its tables."""
+"""docs/jit_costs.py: its measurements with a compiler and no GPU, and its tables."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_all_but_the_extension(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """In one process, so that no figure means much, but each comes from where it should."""
+    """One process instead of many: the figures mean little, but all of them are there."""
 
     def child(*words: object, folder: Path) -> Any:
         monkeypatch.setenv("TORCHKILN_CACHE", str(folder / "cache"))
@@ -57,9 +57,9 @@ def test_all_but_the_extension(
     assert f"| an empty cache | 1.0 s | {sum(load['cold']) / 2:.3f} s | " in out
 
 
-def test_results_are_looked_at(costs: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_are_checked(costs: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = costs.Problem()
-    monkeypatch.setattr(problem, "device", "cuda")  # where there are results
+    monkeypatch.setattr(problem, "device", "cuda")  # so that results are compared
     problem.results = [torch.full_like(y, 5.0) for _, y in problem.pairs]
     problem.require(2.0)
     with pytest.raises(RuntimeError, match=r"got 5\.0, expected 7\.0"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from torchkiln import jit
-from torchkiln.jit.call.layout import broadcast, divisor, layout, merged
+from torchkiln.jit.call.layout import broadcast, divisor, layout, merge_dimensions
 from torchkiln.jit.compile import toolkit
 from torchkiln.jit.formula.expression import (
     Call,
@@ -25,8 +26,8 @@ from torchkiln.jit.formula.expression import (
     parse,
     slope,
 )
-from torchkiln.jit.formula.formula import Formula
-from torchkiln.jit.formula.functions import FUNCTIONS
+from torchkiln.jit.formula.functions import FUNCTIONS, NAMED
+from torchkiln.jit.formula_kernel import FormulaKernel
 from torchkiln.testing import Case
 from torchkiln.testing.fuzz import Plan, check_call, plans
 
@@ -48,12 +49,12 @@ def test_any_call(plan: Plan) -> None:
 
 
 def node_of(name: str) -> Call:
-    """The function of x, y and z."""
+    """A call of the function with x, y and z."""
     return Call(name, tuple(Name(letter) for letter in "xyz"[: FUNCTIONS[name].arity]))
 
 
 @pytest.mark.parametrize("name", NUMERIC)
-def test_derivatives_are_those_of_torch(name: str) -> None:
+def test_derivatives_equal_torchs(name: str) -> None:
     low = 0.1 if name in POSITIVE else -2.0
     equals = torch.cartesian_prod(*[torch.tensor([0.5, 1, 1.5], dtype=torch.float64)] * 3)
     values = {
@@ -87,18 +88,23 @@ def test_chain_rule(text: str) -> None:
 @pytest.mark.parametrize(
     ("expression", "arguments", "message"),
     [
-        ("relu(x", "", "expression: got 'relu.x'"),
-        ("rleu(x)", "", "got function 'rleu' .*; did you mean relu"),
+        ("relu(x", "", r"elementwise: expression: got 'relu\(x', expected a Python expression"),
+        (
+            "rleu(x)",
+            "",
+            r"got function 'rleu' .*; did you mean relu\?\n  abs, clamp, .*\n  maximum, ",
+        ),
         ("exp(x, y)", "", "got 2 arguments of exp .*, expected 1"),
+        ("max(x, y, z)", "", "got 3 arguments of max .*, expected 2"),
         ("x[0]", "", r"got 'x\[0\]' in"),
         ("x < y", "", "expected a number"),
-        ("torch.relu(x)", "", r"got 'torch.relu\(x\)' .* a function by its name alone: abs, "),
-        ("relu(x < y)", "", "argument 1 of relu .*expected a number, not a comparison"),
-        ("where(x, y, y)", "", "argument 1 of where .*expected a comparison"),
-        ("x * scale", "x", "arguments: got 'x', but scale is in the expression"),
-        ("x * 2", "x: float", "expected a tensor"),
-        ("x * 2", "*x", "expected such as"),
-        ("", "x", "expected one of the two"),
+        ("torch.relu(x)", "", r"got 'torch.relu\(x\)' .* by its name alone:\n  abs, "),
+        ("relu(x < y)", "", "got argument 1 of relu in .*, expected a number, not a comparison"),
+        ("where(x, y, y)", "", "got argument 1 of where in .*, expected a comparison"),
+        ("x * scale", "x", "arguments: got 'x', expected scale among them"),
+        ("x * 2", "x: float", "expected at least one tensor"),
+        ("x * 2", "*x", "expected names such as"),
+        ("", "x", "got expression '' and functor '', expected one of them"),
     ],
 )
 def test_wrong_formulas(expression: str, arguments: str, message: str) -> None:
@@ -111,9 +117,29 @@ def test_wrong_gradients() -> None:
         jit.elementwise("x * 2", gradient={"y": "grad"})
     with pytest.raises(ValueError, match="gradient: got 'z', expected grad and"):
         jit.elementwise("x * 2", gradient={"x": "grad * z"})
+    with pytest.raises(ValueError, match="elementwise: gradient: got function 'rleu'"):
+        jit.elementwise("x * 2", gradient={"x": "rleu(grad)"})
 
 
-def test_what_an_op_says_of_itself_and_of_wrong_arguments() -> None:
+def test_pythons_max_and_min() -> None:
+    op = jit.elementwise("min(max(x, lo), hi)", "x, lo: float, hi: float")
+    x = torch.tensor([-2.0, 0.5, 3.0], requires_grad=True)
+    y = op(x, -1.0, 1.0)
+    assert y.tolist() == [-1.0, 0.5, 1.0]
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [0.0, 1.0, 0.0]
+    assert parse("max(x, y)") == parse("maximum(x, y)")
+
+
+def test_the_page_lists_all_functions() -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "jit.md"
+    listed = re.search(r"```text\n(abs, [^`]*)```", page.read_text(encoding="utf-8"))
+    assert listed is not None
+    assert tuple(listed[1].replace(",", "").split()) == NAMED
+
+
+def test_representation_and_wrong_arguments() -> None:
     op = jit.elementwise("clamp(x, lo, hi)", "x, lo: float, hi=1.0", name="clamped")
     assert repr(op).startswith("<torchkiln.jit op torchkiln_jit::clamped(Tensor x, float lo")
     x = torch.ones(3)
@@ -123,19 +149,19 @@ def test_what_an_op_says_of_itself_and_of_wrong_arguments() -> None:
         op(x, 0.0, 1.0, 2.0)
 
 
-def test_an_op_whose_name_was_given_to_another() -> None:
+def test_a_replaced_op_raises() -> None:
     first = jit.elementwise("x * 2", name="of_two")
     second = jit.elementwise("x * 3", name="of_two")
-    with pytest.raises(RuntimeError, match="of_two: another op of this name was made since"):
+    with pytest.raises(RuntimeError, match="of_two: a later op of the same name replaced"):
         first(torch.ones(1))
     assert second(torch.ones(1)).item() == 3
     assert jit.elementwise("x * 2", name="of_two")(torch.ones(1)).item() == 2
 
 
 def test_wrong_names_and_types() -> None:
-    with pytest.raises(ValueError, match="name: got 'two words', expected a name as Python's"):
+    with pytest.raises(ValueError, match="name: got 'two words', expected a Python identifier"):
         jit.elementwise("x * 2", name="two words")
-    with pytest.raises(ValueError, match="flaot is no type of an argument"):
+    with pytest.raises(ValueError, match="the type of y is flaot, not float or Tensor"):
         jit.elementwise("x * y", "x, y: flaot")
     assert jit.elementwise("x * y", "x: Tensor, y: float")(torch.ones(1), 2.0).item() == 2
 
@@ -144,7 +170,7 @@ def test_the_same_formula_is_the_same_op() -> None:
     first = jit.elementwise("x * 2 + y")
     assert jit.elementwise("x * 2 + y") is first
     renamed = jit.elementwise("x * 2 + y", name="mine")
-    again = jit.elementwise("x * 3 + y", name="mine")  # as when a notebook's cell is changed
+    again = jit.elementwise("x * 3 + y", name="mine")  # a changed notebook cell does this
     assert renamed is not again
     x = torch.ones(2)
     assert torch.ops.torchkiln_jit.mine(x, x).tolist() == [4, 4]
@@ -166,15 +192,14 @@ def test_functor_with_a_reference(tmp_path: Path) -> None:
     assert gradient.tolist() == [6.0, 24.0]
     with pytest.raises(FileNotFoundError, match=r"source: got nowhere\.h"):
         jit.elementwise(functor="A", source="nowhere.h", arguments="x", reference=torch.relu)
-    with pytest.raises(ValueError, match="functor: expected source, arguments and reference"):
+    with pytest.raises(ValueError, match="functor: expected source, arguments and ref"):
         jit.elementwise(functor="Cube")
     if has_nvrtc():
-        formula = op._formula
-        module = formula.module([torch.float32] * 2, 4, ["vector", "vector"])
+        module = op._kernel_forward.module([torch.float32] * 2, 4, ["vector", "vector"])
         assert module.binary("sm_90a").code.startswith(b"\x7fELF")
 
 
-def test_a_functor_that_was_saved_again_is_another_op(tmp_path: Path) -> None:
+def test_a_functor_that_was_saved_is_a_new_op(tmp_path: Path) -> None:
     file = tmp_path / "mine.h"
 
     def made(text: str) -> jit.Elementwise:
@@ -185,12 +210,12 @@ def test_a_functor_that_was_saved_again_is_another_op(tmp_path: Path) -> None:
     assert made("struct F {};") is first
     second = made("struct F { int changed; };")
     assert second is not first
-    assert first.name != second.name  # both can be called
+    assert first.name != second.name  # both stay callable
     assert first(torch.ones(2)).tolist() == second(torch.ones(2)).tolist() == [1, 1]
 
 
 def has_nvrtc() -> bool:
-    """Whether anything can be compiled here."""
+    """Whether kernels can be compiled here."""
     try:
         toolkit.find()
     except RuntimeError:
@@ -204,10 +229,10 @@ def test_functions_compile(name: str) -> None:
     letters = "xyz"[: FUNCTIONS[name].arity]
     results: dict[str, Node] = {"result0_": node_of(name)}
     results |= {f"result{i + 1}_": slope(node_of(name), x) for i, x in enumerate(letters)}
-    formula = Formula(letters, [], cuda_of(results), outputs=len(results))
+    kernel = FormulaKernel(letters, [], cuda_of(results))
     for dtype in (torch.float64, torch.bfloat16):
         dtypes = [dtype] * (len(results) + len(letters))
-        formula.module(dtypes, 16 // dtype.itemsize, ["vector"] * len(dtypes))
+        kernel.module(dtypes, 16 // dtype.itemsize, ["vector"] * len(dtypes))
 
 
 def test_division_by_multiplication() -> None:
@@ -256,9 +281,9 @@ def test_a_first_call_imports_no_more_of_torch() -> None:
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
 
 
-def test_dimensions_are_merged() -> None:
-    assert merged((4, 1, 6), [[6, 6, 1], [6, 9, 1]]) == ([24], [[1], [1]])
-    assert merged((4, 6), [[6, 1], [0, 1]]) == ([6, 4], [[1, 6], [1, 0]])
+def test_dimensions_are_merge_dimensions() -> None:
+    assert merge_dimensions((4, 1, 6), [[6, 6, 1], [6, 9, 1]]) == ([24], [[1], [1]])
+    assert merge_dimensions((4, 6), [[6, 1], [0, 1]]) == ([6, 4], [[1, 6], [1, 0]])
 
 
 @pytest.mark.cuda
@@ -281,8 +306,8 @@ def test_functions_on_a_gpu(name: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(one.cpu(), other)
 
 
-def test_a_given_gradient_is_that_of_the_cpu_and_of_transforms() -> None:
-    """Rounding passes its gradient straight through, as its formula would not."""
+def test_a_given_gradient_on_the_cpu_and_in_transforms() -> None:
+    """Rounding passes its gradient straight through, unlike the derivative of its formula."""
     rounded = jit.elementwise(
         "floor(x * steps + 0.5) / steps + y",
         "x, y, steps=4.0",

@@ -1,11 +1,10 @@
-"""torchkiln.jit.extension: torch's build, our look-up and our lock."""
+"""torchkiln.jit.extension: flags, look-up of the toolkit, the lock."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 import threading
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,16 @@ import pytest
 import torch
 
 from torchkiln import jit
+from torchkiln.jit import cpp_extension
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
-extension = import_module("torchkiln.jit.cpp_extension")  # a function has the same name
 
-
-def test_what_torch_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.utils import cpp_extension  # noqa: PLC0415
+def test_arguments_of_torchs_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils import cpp_extension as torchs  # noqa: PLC0415  slow to import
 
     asked: dict[str, Any] = {}
-    monkeypatch.setattr(cpp_extension, "load", lambda **given: asked.update(given))
+    monkeypatch.setattr(torchs, "load", lambda **given: asked.update(given))
     (tmp_path / "a b.cpp").write_text("")
     jit.extension([tmp_path / "a b.cpp"], cxx_flags=["-DMINE"])
     assert asked["name"].startswith("a_b_")
@@ -32,7 +30,7 @@ def test_what_torch_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert Path(asked["build_directory"]).is_dir()
 
 
-def test_sources_that_are_not_there() -> None:
+def test_missing_sources() -> None:
     with pytest.raises(ValueError, match="sources: got none"):
         jit.extension([])
     with pytest.raises(FileNotFoundError, match=r"nowhere\.cpp, expected a file"):
@@ -40,7 +38,7 @@ def test_sources_that_are_not_there() -> None:
 
 
 def toolkit(folder: Path, version: str, libraries: str) -> Path:
-    """Something that says it is nvcc."""
+    """A fake toolkit whose nvcc prints a version."""
     for name in ("bin", "include", "nvvm", libraries):
         (folder / name).mkdir(parents=True)
     nvcc = folder / "bin" / "nvcc"
@@ -52,27 +50,27 @@ def toolkit(folder: Path, version: str, libraries: str) -> Path:
 
 def test_the_toolkit_has_torchs_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(RuntimeError, match=r"got a \.cu file, but torch .* has no CUDA"):
-        extension.cuda_home(tmp_path)
+    with pytest.raises(RuntimeError, match=r"got a \.cu file, expected \.cpp .* no CUDA"):
+        cpp_extension.cuda_home(tmp_path)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     other = toolkit(tmp_path / "other", "12.9", "lib64")
-    monkeypatch.setattr(extension, "system_first", lambda: iter([other]))
+    monkeypatch.setattr(cpp_extension, "system_first", lambda: iter([other]))
     with pytest.raises(
         RuntimeError, match=r"nvcc: got 12\.9 in .*, expected 13\.0(.*\n)*.*cuda-tool"
     ):
-        extension.cuda_home(tmp_path)
+        cpp_extension.cuda_home(tmp_path)
     system = toolkit(tmp_path / "system", "13.0", "lib64")
-    monkeypatch.setattr(extension, "system_first", lambda: iter([other, system]))
-    assert extension.cuda_home(tmp_path) == system
+    monkeypatch.setattr(cpp_extension, "system_first", lambda: iter([other, system]))
+    assert cpp_extension.cuda_home(tmp_path) == system
     packages = toolkit(tmp_path / "packages", "13.0", "lib")
-    monkeypatch.setattr(extension, "system_first", lambda: iter([packages]))
-    home = extension.cuda_home(tmp_path)
+    monkeypatch.setattr(cpp_extension, "system_first", lambda: iter([packages]))
+    home = cpp_extension.cuda_home(tmp_path)
     assert (home / "lib64" / "libcudart.so").exists()
     assert (home / "bin" / "nvcc").exists()
-    assert extension.cuda_home(tmp_path) == home
+    assert cpp_extension.cuda_home(tmp_path) == home
 
 
-def test_a_killed_build_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_killed_build_blocks_no_other(tmp_path: Path) -> None:
     code = (
         "import os, sys; from pathlib import Path; from torchkiln.jit.cpp_extension import locked\n"
         "folder = Path(sys.argv[1])\n"
@@ -80,8 +78,8 @@ def test_a_killed_build_is_not_waited_for(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path)]
     assert subprocess.run(command, check=False).returncode == -9
-    assert (tmp_path / "lock").exists()  # which torch would wait for
-    with extension.locked(tmp_path):
+    assert (tmp_path / "lock").exists()  # torch alone would wait for it
+    with cpp_extension.locked(tmp_path):
         assert not (tmp_path / "lock").exists()
 
 
@@ -89,10 +87,10 @@ def test_one_build_at_a_time(tmp_path: Path) -> None:
     order: list[str] = []
 
     def second() -> None:
-        with extension.locked(tmp_path):
+        with cpp_extension.locked(tmp_path):
             order.append("second")
 
-    with extension.locked(tmp_path):
+    with cpp_extension.locked(tmp_path):
         thread = threading.Thread(target=second)
         thread.start()
         thread.join(0.2)
@@ -101,9 +99,9 @@ def test_one_build_at_a_time(tmp_path: Path) -> None:
     assert order == ["first", "second"]
 
 
-def test_a_folder_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "a.cpp").touch()
     monkeypatch.setenv("TORCHKILN_CACHE", str(tmp_path / "file"))
-    with pytest.raises(RuntimeError, match=r"cannot be made .* TORCHKILN_CACHE names another"):
+    with pytest.raises(RuntimeError, match=r"cannot be created .*set TORCHKILN_CACHE"):
         jit.extension([tmp_path / "a.cpp"])

@@ -1,4 +1,4 @@
-"""torchkiln's device headers in a kernel of one's own: under NVRTC, under nvcc, on a GPU."""
+"""torchkiln's public CUDA headers: under NVRTC, under nvcc, and in a kernel on a GPU."""
 
 from __future__ import annotations
 
@@ -12,24 +12,56 @@ import torch
 from torchkiln import jit
 from torchkiln.jit.compile import toolkit
 from torchkiln.jit.compile.build import OPTIONS
+from torchkiln.jit.compile.includes import included
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
+INCLUDE = toolkit.torchkiln_include()
+HOST_ONLY = {"torchkiln/core/trace.h"}
+HEADERS = sorted(
+    str(path.relative_to(INCLUDE))
+    for folder in ("core", "device", "kernels")
+    for path in (INCLUDE / "torchkiln" / folder).iterdir()
+)
+DEVICE_HEADERS = [header for header in HEADERS if header not in HOST_ONLY]
+
+
+def includes(headers: list[str]) -> str:
+    """The lines that include the headers."""
+    return "".join(f"#include <{header}>\n" for header in headers)
+
+
+def require_cccl(nvrtc: toolkit.Toolkit, header: str) -> None:
+    """Skips a header that includes CUDA's C++ library where it is not installed."""
+    files = included(includes([header]), INCLUDE, [INCLUDE]) or {}
+    uses_cccl = any("#include <cuda/" in text for text in files.values())
+    if uses_cccl and not any(folder.name == "cccl" for folder in nvrtc.includes):
+        pytest.skip("CUDA's C++ library is not installed")
+
+
+@pytest.mark.parametrize("header", DEVICE_HEADERS)
+def test_nvrtc_compiles_each_header_alone(nvrtc: toolkit.Toolkit, header: str) -> None:
+    require_cccl(nvrtc, header)
+    jit.inline(includes([header]) + "__global__ void k() {}").binary("sm_90a")
+
+
+@pytest.mark.parametrize("headers", [DEVICE_HEADERS, DEVICE_HEADERS[::-1]], ids=["a-z", "z-a"])
+def test_nvrtc_compiles_all_headers_together(nvrtc: toolkit.Toolkit, headers: list[str]) -> None:
+    """One unit holds every pair, so two headers that define the same name fail here."""
+    for header in headers:
+        require_cccl(nvrtc, header)
+    jit.inline(includes(headers) + "__global__ void k() {}").binary("sm_90a")
+
+
 SOURCE = """
-#include <torchkiln/device/block_reduce.cuh>
-#include <torchkiln/device/fast_divide.cuh>
 #include <torchkiln/core/functors.h>
-#include <torchkiln/device/launch.cuh>
-#include <torchkiln/core/layout.h>
-#include <torchkiln/core/scalar_math.h>
-#include <torchkiln/core/philox.h>
-#include <torchkiln/device/jit_elementwise.cuh>
-#include <detail/reduce/common.cuh>
+#include <torchkiln/device/block_reduce.cuh>
 #include <torchkiln/device/vec.cuh>
 
 #include <cstdint>
 
-// y = gelu(x * by) and the sums of its rows: a block a row, by 16 bytes, then single elements.
+// y = gelu(x * by) and the sum of each row of y. One block per row; accesses of 16 bytes, then of
+// single elements.
 template <class T>
 __global__ void __launch_bounds__(128)
     gelu_rows(const T* x, T* y, float* sums, int64_t columns, float by) {
@@ -39,8 +71,8 @@ __global__ void __launch_bounds__(128)
   const auto formula = [=](float value) {
     return torchkiln::Gelu::value<torchkiln::ExactMath>(torchkiln::MultiplyAdd{}(value, by, 0.0f));
   };
-  const bool whole = columns % kLanes == 0;  // then all rows are aligned
-  const int64_t vectors = whole ? columns / kLanes : 0;
+  const bool aligned = columns % kLanes == 0;  // every row then starts at a multiple of 16 bytes
+  const int64_t vectors = aligned ? columns / kLanes : 0;
   float total = 0;
   for (int64_t i = threadIdx.x; i < vectors; i += blockDim.x) {
     float values[kLanes];
@@ -64,7 +96,7 @@ template __global__ void gelu_rows<__half>(const __half*, __half*, float*, int64
 
 @pytest.fixture
 def nvcc() -> Path:
-    """A compiler of CUDA's toolkit, if one is here."""
+    """The compiler of a CUDA toolkit, if one is installed."""
     candidates = [root / "bin" / "nvcc" for root in toolkit.roots()]
     if system := shutil.which("nvcc"):
         candidates.insert(0, Path(system))
@@ -74,19 +106,22 @@ def nvcc() -> Path:
     pytest.skip("no nvcc")
 
 
-def test_nvrtc(nvrtc: toolkit.Toolkit) -> None:
+def test_nvrtc_compiles_a_kernel(nvrtc: toolkit.Toolkit) -> None:
     del nvrtc
     module = jit.inline(SOURCE)
     for name in ("gelu_rows<float>", "gelu_rows<__half>"):
         assert module.binary("sm_90a", name).code.startswith(b"\x7fELF")
 
 
-def test_nvcc_takes_the_same_source(nvcc: Path, tmp_path: Path) -> None:
-    """The host's part of it, too: the object is one to link."""
-    (tmp_path / "my.cu").write_text(SOURCE)
+def test_nvcc_compiles_the_same_kernel_with_all_headers(nvcc: Path, tmp_path: Path) -> None:
+    """nvcc compiles the headers for the host as well."""
+    (tmp_path / "probe.cu").write_text("#include <cuda/std/tuple>\n")
+    probe = [str(nvcc), "-E", "probe.cu"]
+    if subprocess.run(probe, cwd=tmp_path, capture_output=True, check=False).returncode != 0:
+        pytest.skip("CUDA's C++ library is not installed")
+    (tmp_path / "my.cu").write_text(includes(HEADERS) + SOURCE)
     standard = next(option for option in OPTIONS if "std=" in option)
-    include = toolkit.torchkiln_include()
-    options = [standard, "-arch=sm_80", f"-I{include}", "-Werror=all-warnings", "-c"]
+    options = [standard, "-arch=sm_80", f"-I{INCLUDE}", "-Werror=all-warnings", "-c"]
     command = [str(nvcc), *options, "my.cu"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -104,6 +139,6 @@ def test_on_a_gpu(dtype: torch.dtype, columns: int) -> None:
     truth = torch.nn.functional.gelu(x.double() * 0.5)
     spacing = torch.finfo(dtype).eps
     torch.testing.assert_close(y.double(), truth, rtol=2 * spacing, atol=2 * spacing)
-    # Each thread adds up to 8 values, then ten pairs; the formula rounds some times more.
+    # Rounding errors: 8 additions per thread, 10 levels of pairs, the formula itself.
     bound = 32 * torch.finfo(torch.float32).eps * truth.abs().sum(1)
     assert bool(((sums.double() - truth.sum(1)).abs() <= bound).all())

@@ -1,4 +1,4 @@
-"""torchkiln.jit's launches: what the driver is asked for, and kernels where there is a GPU."""
+"""torchkiln.jit's launches: the calls of the driver, and kernels on a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchkiln import jit
-from torchkiln.jit.call.arguments import placed
+from torchkiln.jit.call.packing import common_device
 from torchkiln.jit.call.signature import kernels_of
 from torchkiln.jit.compile import driver
 from torchkiln.jit.compile.cache import Binary
@@ -49,7 +49,7 @@ def source(tmp_path: Path) -> Path:
 
 
 class Recorded:
-    """Stands for the driver: notes its calls, and fails where told to."""
+    """A fake driver: records calls, and fails in one of them."""
 
     def __init__(self, failing: str = "") -> None:
         self.failing = failing
@@ -67,12 +67,12 @@ class Recorded:
         return called
 
     def names(self) -> list[str]:
-        """The calls in order."""
+        """The names of the calls in order."""
         return [name for name, _ in self.calls]
 
 
 def use(monkeypatch: pytest.MonkeyPatch, failing: str = "") -> Recorded:
-    """Makes a driver that records the only one."""
+    """Replaces the driver by a fake one."""
     fake = Recorded(failing)
     monkeypatch.setattr(driver, "library", lambda: fake)
     return fake
@@ -88,7 +88,7 @@ def test_a_launch_reaches_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fake.calls[1][1][2] == b"_Z1k"
     _, *sizes, stream, addresses, extra = fake.calls[-1][1]
     assert sizes == [2, 3, 4, 32, 1, 1, 100_000]
-    assert stream == 77
+    assert stream.value == 77
     assert extra is None
     assert ctypes.cast(addresses[0], ctypes.POINTER(ctypes.c_int))[0] == 5
     assert ctypes.cast(addresses[1], ctypes.POINTER(ctypes.c_double))[0] == 0.5
@@ -96,7 +96,7 @@ def test_a_launch_reaches_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fake.names().count("cuFuncSetAttribute") == 1
 
 
-def test_a_failed_launch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_launch_raises_the_drivers_words(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, failing="cuLaunchKernel")
     function = driver.Function("k", b"code", "_Z1k")
     words = r"torchkiln\.jit: k\[\(1, 1, 1\), .*: got CUDA_ERROR_LAUNCH \(out of resources\)"
@@ -104,11 +104,11 @@ def test_a_failed_launch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         function.launch((1, 1, 1), (1024, 1, 1), 0, 0, [])
 
 
-def test_a_thread_without_a_context_gets_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_without_a_context_gets_the_one_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = use(monkeypatch)
     driver.make_current(3)
     assert fake.names() == ["cuCtxGetCurrent", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent"]
-    assert fake.calls[1][1][1].value == 3
+    assert fake.calls[1][1][1] == 3
 
 
 def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,13 +120,13 @@ def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         driver.require_gpu("scale")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    with pytest.raises(RuntimeError, match="sees no GPU; nvidia-smi tells"):
+    with pytest.raises(RuntimeError, match="finds no GPU; check that nvidia-smi does"):
         driver.require_gpu("scale")
 
 
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> jit.Module:
-    """A module whose code nobody runs."""
+    """A module without machine code."""
     monkeypatch.setattr("torchkiln.jit.compile.code.build", lambda *_, **__: Binary(b"", {}))
     return jit.inline("template <class T>\n__global__ void t(T* x) {}\n__global__ void k(int n) {}")
 
@@ -148,12 +148,12 @@ def test_wrong_launches(uncompiled: jit.Module) -> None:
         k[1, 32, 0, 7]
 
 
-def test_what_a_launch_takes_where_less_is_said(uncompiled: jit.Module) -> None:
+def test_defaults_of_a_launch(uncompiled: jit.Module) -> None:
     launches = [uncompiled.k[1, 32], uncompiled.k[1, 32, 64]]
     assert [(launch.shared_bytes, launch.stream) for launch in launches] == [(0, None), (64, None)]
 
 
-def test_kernels_that_are_not_there(uncompiled: jit.Module) -> None:
+def test_missing_kernels(uncompiled: jit.Module) -> None:
     with pytest.raises(
         AttributeError, match="got kernel 'kk', expected one of t, k; did you mean k"
     ):
@@ -169,16 +169,16 @@ def test_devices_of_arguments() -> None:
     signature = kernels_of("__global__ void k(float* x, int n, float* y, float* z) {}")["k"]
     with FakeTensorMode():
         first, second = (torch.empty(2, device=f"cuda:{i}") for i in range(2))
-    assert placed("k", signature, (None, 1, second, second)) == 1
-    assert placed("k", signature, (None, 1, None, None)) is None
+    assert common_device("k", signature, (None, 1, second, second)) == 1
+    assert common_device("k", signature, (None, 1, None, None)) is None
     with pytest.raises(ValueError, match="y: got a tensor on cpu, expected one on a GPU"):
-        placed("k", signature, (first, 1, torch.ones(2), first))
-    with pytest.raises(ValueError, match="z: got a tensor on cuda:1, expected one on cuda:0, wh"):
-        placed("k", signature, (first, 1, None, second))
+        common_device("k", signature, (first, 1, torch.ones(2), first))
+    with pytest.raises(ValueError, match="z: got a tensor on cuda:1, expected one on cuda:0, the"):
+        common_device("k", signature, (first, 1, None, second))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_all_but_the_launch_works(nvrtc: object) -> None:
+def test_without_a_gpu_only_the_launch_fails(nvrtc: object) -> None:
     del nvrtc
     kernel = jit.inline("__global__ void fill(float* x, int n) {}").fill
     x = torch.ones(2)
@@ -225,7 +225,7 @@ __global__ void sums(const double* x, double* y) {
 
 @pytest.mark.cuda
 def test_launches_of_many_threads() -> None:
-    """Each of a thread that never called CUDA, all of one kernel that none has loaded before."""
+    """Threads without a CUDA context load and launch the same kernel at once."""
     kernel = jit.inline("__global__ void one(float* x) { x[threadIdx.x] += 1; }").one
     x = torch.zeros(8, 32, device="cuda")
     torch.cuda.synchronize()
@@ -253,10 +253,10 @@ def test_launch_in_a_graph_and_wrong_devices(source: Path) -> None:
 
 
 def test_sizes_of_the_space() -> None:
-    """What is packed has the size of jit_elementwise.cuh's Space."""
+    """The packed bytes have the size of jit_elementwise.cuh's Space."""
     from torchkiln.jit.call.layout import layout  # noqa: PLC0415
 
     found = layout((4, 6), (torch.empty(4, 6), torch.empty(6).expand(4, 6)))
     assert found is not None
     assert len(found.space) == 24 + 96 + 64 + 2 * 64 + 2 * 8
-    assert struct.unpack_from("<qqii", found.space) == (24, 6, 2, 1)  # 6 is no multiple of 4
+    assert struct.unpack_from("<qqii", found.space) == (24, 6, 2, 1)  # 6 is not a multiple of 4

@@ -1,4 +1,4 @@
-"""torchkiln.jit.op: kernels that become ops with a contract."""
+"""torchkiln.jit.op: kernels as torch ops, under the contract."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __global__ void backward(const float* grad, const float* x, const float* gate, f
 
 @cache
 def kernels() -> jit.Module:
-    """Compiled when a GPU needs them."""
+    """The module, compiled for the first launch on a GPU."""
     return jit.inline(KERNELS)
 
 
@@ -120,7 +120,7 @@ def test_second_derivatives() -> None:
     assert second.tolist() == ((x >= 0) & (x <= 1)).float().tolist()
 
 
-def test_an_op_with_two_results_and_no_gradient_of_its_own() -> None:
+def test_an_op_with_two_results_and_no_gradient() -> None:
     def both(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         return x * y, x + y
 
@@ -131,6 +131,6 @@ def test_an_op_with_two_results_and_no_gradient_of_its_own() -> None:
     torch.testing.assert_close(found, (y + 2, x + 2))
 
 
-def test_a_schema_that_is_none() -> None:
-    with pytest.raises(ValueError, match=r"schema: got 'f\(x\)', expected such as"):
+def test_a_wrong_schema() -> None:
+    with pytest.raises(ValueError, match=r"schema: got 'f\(x\)', expected a schema such as"):
         jit.op("f(x)", formula, reference=formula)

@@ -1,4 +1,4 @@
-"""torchkiln.jit.load(reload=True): a saved file is what the next launch runs."""
+"""torchkiln.jit.load(reload=True): the next launch runs the saved file."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from torchkiln import jit
-from torchkiln.jit.compile import driver
-from torchkiln.jit.compile import reload as files_module
+from torchkiln.jit.compile import driver, reload
 from torchkiln.jit.compile.cache import Binary
 from torchkiln.jit.compile.reload import UNSETTLED_NANOSECONDS, Files
 
@@ -24,14 +23,14 @@ ADD = '#include "by.h"\n__global__ void add(float* x) { x[threadIdx.x] += kBy; }
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """A kernel and its header, saved a while ago."""
+    """A kernel and its header, saved ten seconds ago."""
     for name, text in (("by.h", "constexpr float kBy = 1;\n"), ("my.cu", ADD)):
         save(tmp_path / name, text, ago=10)
     return tmp_path / "my.cu"
 
 
 def save(path: Path, text: str, *, ago: float = 0) -> None:
-    """Writes a file as if so many seconds ago."""
+    """Writes a file, and dates it so many seconds back."""
     path.write_text(text)
     if ago:
         then = time.time() - ago
@@ -40,7 +39,7 @@ def save(path: Path, text: str, *, ago: float = 0) -> None:
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Stands for the compiler: notes the sources, and refuses those with the word wrong."""
+    """A fake compiler: records the sources, and rejects those that contain "wrong"."""
     sources: list[str] = []
 
     def build(source: str, path: str, names: Any, **_: Any) -> Binary:
@@ -68,14 +67,14 @@ def test_a_save_is_compiled_at_the_next_launch(saved: Path, compiled: list[str])
     assert jit.load(saved).source == module.source
 
 
-def test_without_reload_a_module_stays_what_it_was(saved: Path, compiled: list[str]) -> None:
+def test_without_reload_a_module_does_not_change(saved: Path, compiled: list[str]) -> None:
     module = jit.load(saved)
     save(saved, "__global__ void wrong() {}")
     assert module.add.instance().code.source == ADD
     assert len(compiled) == 1
 
 
-def test_a_header_is_looked_at(saved: Path, compiled: list[str]) -> None:
+def test_a_saved_header_is_compiled(saved: Path, compiled: list[str]) -> None:
     module = jit.load(saved, reload=True)
     before = module.code()
     save(saved.with_name("by.h"), '#include "more.h"\n')
@@ -103,15 +102,15 @@ def test_a_broken_save_is_an_error_until_the_next(saved: Path, compiled: list[st
     for _ in range(3):
         with pytest.raises(jit.CompileError, match=r"my\.cu\(1\): error: wrong"):
             kernel[1, 32](torch.ones(2))
-    assert len(compiled) == 2  # once only
-    save(saved, ADD + "// mended\n")
-    assert kernel.instance().code.source.endswith("// mended\n")
+    assert len(compiled) == 2  # the broken version compiled once
+    save(saved, ADD + "// repaired\n")
+    assert kernel.instance().code.source.endswith("// repaired\n")
 
 
-def test_a_header_that_is_missing_and_comes_back(
+def test_a_missing_header_that_comes_back(
     saved: Path, compiled: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files_module, "GONE_SECONDS", 0.02)
+    monkeypatch.setattr(reload, "GONE_SECONDS", 0.02)
     kernel = jit.load(saved, reload=True).add
     save(saved, '#include "wrong.h"\n' + ADD, ago=5)
     for _ in range(2):
@@ -119,12 +118,12 @@ def test_a_header_that_is_missing_and_comes_back(
             kernel.instance()
     compiled.clear()
     monkeypatch.setattr("torchkiln.jit.compile.code.build", lambda *_, **__: Binary(b"new", {}))
-    save(saved.with_name("wrong.h"), "", ago=100)  # older than all: only its text is new
+    save(saved.with_name("wrong.h"), "", ago=100)  # older than all others: only its text is new
     assert kernel.instance().code.binary("sm_80").code == b"new"
 
 
-def test_half_a_file_is_read_again(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an editor writes while a compiler is at work on its first half."""
+def test_a_half_written_file_is_read_again(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An editor writes the second half of a file while its first half compiles."""
 
     def build(source: str, *_: Any, **__: Any) -> Binary:
         if "half" in source:
@@ -138,7 +137,7 @@ def test_half_a_file_is_read_again(saved: Path, monkeypatch: pytest.MonkeyPatch)
     assert kernel.instance().code.source.endswith("// whole\n")
 
 
-def test_a_kernel_that_is_gone(saved: Path, compiled: list[str]) -> None:
+def test_a_removed_kernel(saved: Path, compiled: list[str]) -> None:
     module = jit.load(saved, reload=True)
     kernel = module.add
     save(saved, ADD.replace("add", "sub"))
@@ -150,8 +149,8 @@ def test_a_kernel_that_is_gone(saved: Path, compiled: list[str]) -> None:
     assert len(compiled) == 3
 
 
-def test_a_file_that_is_replaced(saved: Path, compiled: list[str]) -> None:
-    """As most editors save: the new file has another number, and may have the old one's time."""
+def test_a_replaced_file(saved: Path, compiled: list[str]) -> None:
+    """Most editors save so: the new file has another inode, and perhaps the same time."""
     kernel = jit.load(saved, reload=True).add
     facts = saved.stat()
     other = saved.with_name("my.cu~")
@@ -163,11 +162,11 @@ def test_a_file_that_is_replaced(saved: Path, compiled: list[str]) -> None:
     assert len(compiled) == 2
 
 
-def test_a_file_that_is_gone_for_a_moment(
+def test_a_file_that_is_missing_for_a_moment(
     saved: Path, compiled: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel = jit.load(saved, reload=True).add
-    monkeypatch.setattr(files_module, "GONE_SECONDS", 20)
+    monkeypatch.setattr(reload, "GONE_SECONDS", 20)
     for begin in (saved.unlink, lambda: saved.write_text("")):
         begin()
         text = ADD + f"// {begin}\n"
@@ -175,9 +174,9 @@ def test_a_file_that_is_gone_for_a_moment(
         later.start()
         assert kernel.instance().code.source == text
         later.join()
-    monkeypatch.setattr(files_module, "GONE_SECONDS", 0.02)
+    monkeypatch.setattr(reload, "GONE_SECONDS", 0.02)
     saved.unlink()
-    with pytest.raises(FileNotFoundError, match=r"my\.cu cannot be read .* looks again"):
+    with pytest.raises(FileNotFoundError, match=r"my\.cu cannot be read .* tries again"):
         kernel.instance()
     save(saved, ADD)
     assert kernel.instance().code.source == ADD
@@ -185,7 +184,7 @@ def test_a_file_that_is_gone_for_a_moment(
 
 
 def test_a_second_save_within_the_same_tick(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the same size and time: seen because a file that new is read at every look."""
+    """The same size and time: detected because the text of a new file is always compared."""
 
     def changed_again() -> bool:
         files = Files(saved)
@@ -198,14 +197,12 @@ def test_a_second_save_within_the_same_tick(saved: Path, monkeypatch: pytest.Mon
 
     then = time.time() - 2
     assert UNSETTLED_NANOSECONDS < 1e9
-    assert not changed_again()  # two seconds later nobody reads it
-    monkeypatch.setattr(files_module, "UNSETTLED_NANOSECONDS", 60 * 10**9)
+    assert not changed_again()  # a file two seconds old is not read
+    monkeypatch.setattr(reload, "UNSETTLED_NANOSECONDS", 60 * 10**9)
     assert changed_again()
 
 
-def test_files_that_did_not_change_are_not_read(
-    saved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unchanged_files_are_not_read(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = Files(saved)
     assert [Path(name).name for name in files.names] == ["my.cu", "by.h"]  # none of torchkiln's
 
@@ -218,7 +215,7 @@ def test_files_that_did_not_change_are_not_read(
         files.changed(closely=True)
 
 
-def test_a_graph_that_is_captured_keeps_its_kernel(
+def test_a_capture_keeps_the_kernel(
     saved: Path, compiled: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel = jit.load(saved, reload=True).add
@@ -245,7 +242,7 @@ def test_with_the_compiler(nvrtc: object, saved: Path) -> None:
     assert module.binary("sm_80").code == second
 
 
-def test_a_header_saved_while_it_is_compiled_is_not_kept_for_the_old_one(
+def test_a_header_saved_during_compilation_is_not_cached(
     nvrtc: object, saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     del nvrtc

@@ -1,4 +1,4 @@
-"""What torchkiln.jit knows of a source before it is compiled, and what it keeps of it."""
+"""torchkiln.jit before and after the compiler: signatures, arguments, includes, the cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchkiln.jit.call.arguments import pack
+from torchkiln.jit.call.packing import pack
 from torchkiln.jit.call.signature import Signature, kernels_of
 from torchkiln.jit.compile import cache
 from torchkiln.jit.compile.cache import Binary
@@ -51,7 +51,7 @@ def test_signatures() -> None:
 
 
 @pytest.mark.parametrize("text", ["__global__", "__global__ (", "__global__ void", "template <"])
-def test_half_a_line_is_for_the_compiler(text: str) -> None:
+def test_an_unfinished_line_is_left_to_the_compiler(text: str) -> None:
     assert list(kernels_of(f"__global__ void whole() {{}}\n{text}")) == ["whole"]
 
 
@@ -63,7 +63,7 @@ def test_instance_of_a_template() -> None:
 
 
 def signature(parameters: str) -> Signature:
-    """Of a kernel named k."""
+    """The signature of a kernel k with these parameters."""
     return kernels_of(f"__global__ void k({parameters}) {{}}")["k"]
 
 
@@ -87,7 +87,7 @@ def test_wrong_arguments(
         pack("k", signature(parameters), given)
 
 
-def test_arguments_are_passed_as_the_kernel_reads_them() -> None:
+def test_packed_arguments() -> None:
     x = torch.ones(3, dtype=torch.bfloat16)
     parameters = "const __nv_bfloat16* x, void* any, float* none, long long n, double d, bool on"
     packed = pack("k", signature(parameters), (x, x, None, -(2**40), 0.1, True))
@@ -113,7 +113,7 @@ def test_included_files(tmp_path: Path) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of its own."""
+    """The folder of an empty cache."""
     monkeypatch.setenv("TORCHKILN_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "jit"
 
@@ -126,14 +126,14 @@ def test_cache(folder: Path) -> None:
     cache.write(name, binary)
     assert cache.read(name) == binary
     (file,) = (path for path in folder.rglob("*") if path.is_file())
-    file.write_bytes(file.read_bytes()[:-1])  # as by a full disk
+    file.write_bytes(file.read_bytes()[:-1])  # as a full disk does
     assert cache.read(name) is None
     cache.write(name, binary)
     assert cache.read(name) == binary
 
 
 def write_and_read(folder: str, name: str, rounds: int) -> None:
-    """What one of many processes does."""
+    """One process: writes and reads the same binary."""
     os.environ["TORCHKILN_CACHE"] = folder
     binary = Binary(b"x" * 100_000, {"k": "k"})
     for _ in range(rounds):
@@ -141,7 +141,7 @@ def write_and_read(folder: str, name: str, rounds: int) -> None:
         assert cache.read(name) == binary
 
 
-def test_many_processes_see_whole_files(folder: Path) -> None:
+def test_many_processes_read_whole_files(folder: Path) -> None:
     context = multiprocessing.get_context("spawn")
     name = cache.key("shared")
     arguments = (str(folder.parent), name, 50)
@@ -154,7 +154,7 @@ def test_many_processes_see_whole_files(folder: Path) -> None:
     assert not list(folder.rglob("unfinished-*"))
 
 
-def test_leavings_of_a_killed_process_go(folder: Path) -> None:
+def test_temporary_files_of_killed_processes_are_removed(folder: Path) -> None:
     name = cache.key("a")
     old, new = folder / name[:2] / "unfinished-old", folder / name[:2] / "unfinished-new"
     old.parent.mkdir(parents=True)
@@ -169,7 +169,9 @@ def test_leavings_of_a_killed_process_go(folder: Path) -> None:
 def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("TORCHKILN_CACHE", str(tmp_path / "file"))
-    with pytest.warns(UserWarning, match="cache folder: .* cannot be written .*TORCHKILN_CACHE"):
+    with pytest.warns(
+        UserWarning, match="cache folder: .* cannot be written .*Set TORCHKILN_CACHE"
+    ):
         cache.write("abcd", Binary(b"", {}))
-    cache.write("abcd", Binary(b"", {}))  # said once
+    cache.write("abcd", Binary(b"", {}))  # warns once
     assert cache.read("abcd") is None

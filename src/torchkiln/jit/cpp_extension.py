@@ -1,4 +1,4 @@
-"""C++ and CUDA sources with code for the host, through torch.utils.cpp_extension."""
+"""Extensions: C++ and CUDA with code for the host, built by torch.utils.cpp_extension."""
 
 from __future__ import annotations
 
@@ -30,18 +30,19 @@ def extension(
     include: Sequence[str | Path] = (),
     verbose: bool = False,
 ) -> Any:
-    """Builds a Python module of sources with pybind11 or torch's registration, and imports it.
+    """Builds a Python module from sources with pybind11 or torch's registration, and imports it.
 
-    It takes a compiler, the time that torch's headers take and, for .cu files, nvcc of torch's CUDA
-    version; what is only a kernel needs none of it with :func:`torchkiln.jit.load`.
+    The build needs a C++ compiler, the time to compile torch's headers (about a minute) and, for
+    .cu files, nvcc of torch's CUDA version. :func:`torchkiln.jit.load` compiles plain kernels
+    without all that.
 
     Args:
-        sources: .cpp and .cu files. torchkiln's headers are found.
-        name: of the module; by default one made of the paths.
-        cxx_flags: for g++, after ours.
-        cuda_flags: for nvcc, after ours.
+        sources: .cpp and .cu files, which may include torchkiln's headers.
+        name: the name of the module; by default derived from the paths.
+        cxx_flags: flags for the C++ compiler after the default ones.
+        cuda_flags: flags for nvcc after the default ones.
         include: folders with headers.
-        verbose: whether the build prints.
+        verbose: whether the build prints its commands.
     """
     files = [Path(source).resolve() for source in sources]
     if not files:
@@ -59,8 +60,8 @@ def extension(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RuntimeError(
-            f"torchkiln.jit.extension: cache folder: {folder} cannot be made ({error.strerror});"
-            " TORCHKILN_CACHE names another"
+            f"torchkiln.jit.extension: cache folder: {folder} cannot be created ({error.strerror});"
+            " set TORCHKILN_CACHE to a writable folder"
         ) from error
     with_cuda = any(file.suffix in CUDA_SUFFIXES for file in files)
     from torch.utils import cpp_extension  # noqa: PLC0415  slow to import
@@ -82,17 +83,18 @@ def extension(
 
 
 def _environment() -> str:
-    """Modules are for one Python and one torch."""
+    """A folder name for the Python and the torch that a module is built for."""
     python = f"{sys.version_info.major}{sys.version_info.minor}"
     return f"py{python}-torch{torch.__version__}"
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """One build at a time in a folder. The lock goes with the process that holds it.
+    """Lets one process build in a folder at a time.
 
-    torch's own is a file, which a killed process leaves and all others then wait for; whoever holds
-    ours may remove it.
+    The operating system frees this lock when the process ends. torch's own lock is
+    a file that a killed process leaves behind, for which all others then wait: the holder of this
+    lock removes it.
     """
     with (folder / "torchkiln.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -101,12 +103,12 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def cuda_home(folder: Path) -> Path:
-    """A toolkit of torch's CUDA version, to the minor: the system's, else one made of packages."""
+    """A toolkit of torch's CUDA major.minor: the system's, else one assembled from packages."""
     wanted = torch.version.cuda
     if wanted is None:
         raise RuntimeError(
-            f"torchkiln.jit.extension: sources: got a .cu file, but torch {torch.__version__} has"
-            " no CUDA; install one that has"
+            f"torchkiln.jit.extension: sources: got a .cu file, expected .cpp files: torch"
+            f" {torch.__version__} has no CUDA; install a torch with CUDA"
         )
     seen = []
     for root in system_first():
@@ -115,34 +117,36 @@ def cuda_home(folder: Path) -> Path:
             continue
         version = nvcc_version(nvcc)
         if version == ".".join(wanted.split(".")[:2]):
-            return root if (root / "lib64").exists() else shadow(root, folder)
+            return root if (root / "lib64").exists() else link_toolkit(root, folder)
         seen.append(f"{version} in {root}")
     raise RuntimeError(
-        f"torchkiln.jit.extension: nvcc: got {', '.join(seen) or 'none'}, expected {wanted}, that"
-        f" of torch; type\n  {sys.executable} -m pip install 'cuda-toolkit[nvcc,nvvm,crt,cccl]"
-        f"=={wanted}.*'"
+        f"torchkiln.jit.extension: nvcc: got {', '.join(seen) or 'none'}, expected {wanted} as in"
+        f" torch; type\n  {toolkit.pip_install('nvcc,nvvm,crt,cccl')}"
     )
 
 
 def system_first() -> Iterator[Path]:
-    """Toolkits of the system before those of Python packages, as CMake looks for them here."""
+    """Toolkits of the system, then of Python packages: the order of torchkiln's CMake build."""
     found = list(dict.fromkeys(toolkit.roots()))
     yield from (root for root in found if "site-packages" not in root.parts)
     yield from (root for root in found if "site-packages" in root.parts)
 
 
 def nvcc_version(nvcc: Path) -> str:
-    """13.0 of what nvcc says."""
+    """The version that nvcc prints, such as 13.0."""
     done = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, check=False)
     match = re.search(r"release (\d+\.\d+)", done.stdout)
     return match[1] if match else "unknown"
 
 
-def shadow(root: Path, folder: Path) -> Path:
-    """The packages' toolkit as a build expects one: libraries in lib64, without version numbers."""
+def link_toolkit(root: Path, folder: Path) -> Path:
+    """Links a toolkit of Python packages into the layout that a build expects.
+
+    The libraries are in lib64, also without version numbers in their names.
+    """
     home = folder / "toolkit"
     (home / "lib64").mkdir(parents=True, exist_ok=True)
-    (home / "bin").mkdir(exist_ok=True)  # a real folder: nvcc looks for what lies beside it
+    (home / "bin").mkdir(exist_ok=True)  # not a link: nvcc finds its parts relative to it
     pairs = [(home / "bin" / tool.name, tool) for tool in (root / "bin").iterdir()]
     pairs += [(home / name, root / name) for name in ("include", "nvvm")]
     for library in (root / "lib").glob("*.so*"):

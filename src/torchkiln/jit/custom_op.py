@@ -1,4 +1,4 @@
-"""Ops of torch that are made at run time: schema, Meta, gradients, vmap, a spec."""
+"""Torch ops that are made at run time: schema, Meta, gradients, vmap, a spec."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from torchkiln.testing import OpSpec
 
 
-def _transforms() -> bool:
-    """Whether torch.func is at work, of which torch.library's Python interface knows little."""
+def _is_transforming() -> bool:
+    """Whether a torch.func transform is active, which ops of torch.library support only in part."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def _batched(tensor: Tensor) -> bool:
-    """Whether many gradients are computed at once, as torch.autograd.functional does."""
+def _is_batched(tensor: Tensor) -> bool:
+    """Whether a tensor is a batch of gradients, as torch.autograd.functional passes them."""
     functorch = torch._C._functorch
     found: bool = functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
     return found
@@ -30,8 +30,8 @@ def _batched(tensor: Tensor) -> bool:
 AUTOGRAD_KEYS = ("AutogradOther", "AutogradCPU", "AutogradCUDA", "ADInplaceOrView")
 
 
-def _recording() -> Any:
-    """Has torch record what follows also where a kernel is called from a compiled graph."""
+def _force_recording() -> Any:
+    """A guard under which autograd records, also inside a kernel that a compiled graph calls."""
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for name in AUTOGRAD_KEYS:
         excluded = excluded.remove(getattr(torch._C.DispatchKey, name))
@@ -42,10 +42,10 @@ _made: dict[str, Op] = {}
 
 
 class Op:
-    """An op under torch.ops, which is called like a function.
+    """A torch op that is called like a function; see :func:`op`.
 
-    Graphs of torch.compile and torch.export hold it as one node. On the CPU it is its reference,
-    in plain torch, and so are its second derivatives everywhere.
+    Graphs of torch.compile and torch.export hold it as one node. On the CPU it runs its reference.
+    Second derivatives are the reference's on every device.
     """
 
     def __init__(
@@ -62,21 +62,23 @@ class Op:
         self.name = self.name.strip()
         namespace, _, self.short_name = self.name.partition("::")
         if not namespace or not self.short_name.isidentifier() or "->" not in rest:
-            wanted = '"mine::name(Tensor x, float lo=0.0) -> Tensor"'
-            raise ValueError(f"torchkiln.jit.op: schema: got {schema!r}, expected such as {wanted}")
+            raise ValueError(
+                f"torchkiln.jit.op: schema: got {schema!r}, expected a schema such as"
+                ' "mine::name(Tensor x, float lo=0.0) -> Tensor"'
+            )
         self.schema = torch._C.parse_schema(schema)
         self.reference = reference
         self._kernel, self._gradient, self._check = kernel, gradient, check
         self._arguments = [argument.name for argument in self.schema.arguments]
         kinds = [str(argument.type) for argument in self.schema.arguments]
         self.positions = tuple(i for i, kind in enumerate(kinds) if kind == "Tensor")
-        """Where the tensors stand among the arguments."""
+        """The positions of the tensors among the arguments."""
         parameters = rest.rpartition("->")[0].strip().removesuffix(")")
         helper = f"{self.short_name}_backward"
         tags = (torch.Tag.pt2_compliant_tag,)
         self._is_replaced = False
         self._library = library = torch.library.Library(namespace, "FRAGMENT")
-        if former := _made.pop(self.name, None):  # a cell of a notebook that is run again
+        if former := _made.pop(self.name, None):  # a notebook cell that runs again
             former._library._destroy()
             former._is_replaced = True
         _made[self.name] = self
@@ -102,11 +104,11 @@ class Op:
         return f"<torchkiln.jit op {self.schema}>"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the op. What a graph cannot hold, transforms and tangents, is the reference."""
+        """Calls the op; under torch.func transforms and forward mode calls the reference."""
         if self._is_replaced:
             raise RuntimeError(
-                f"torchkiln.jit.{self.short_name}: another op of this name was made since; call"
-                " that one, or give each a name of its own"
+                f"torchkiln.jit.{self.short_name}: a later op of the same name replaced this one;"
+                " call the later op, or give each op its own name"
             )
         if is_compiling():
             return self.overload(*args, **kwargs)
@@ -116,7 +118,7 @@ class Op:
                 f"torchkiln.jit.{self.short_name}: got arguments {got}, expected at most"
                 f" {', '.join(self._arguments)}"
             )
-        transformed = _transforms() or forward_ad._current_level >= 0
+        transformed = _is_transforming() or forward_ad._current_level >= 0
         if self._check is not None or transformed:
             given = self._bind(args, kwargs)
             if self._check is not None:
@@ -126,7 +128,7 @@ class Op:
         return self.overload(*args, **kwargs)
 
     def _bind(self, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> list[Any]:
-        """All arguments in order, with the defaults, which torch leaves out of calls."""
+        """All arguments in order, with the defaults that torch leaves out of calls."""
         given = dict(zip(self._arguments, args, strict=False)) | (kwargs or {})
         return [
             given.get(a.name, a.default_value if a.has_default_value() else None)
@@ -166,7 +168,7 @@ class Op:
         tensors = self._tensors(args)
         if len(found) != len(tensors):
             raise RuntimeError(
-                f"torchkiln.jit: {self.name}: gradient: got {len(found)} results, expected"
+                f"torchkiln.jit.{self.short_name}: gradient: got {len(found)} results, expected"
                 f" {len(tensors)}, one for each tensor"
             )
         return [
@@ -187,9 +189,16 @@ class Op:
     def _differentiate(
         self, grads: Sequence[Tensor], wanted: Sequence[bool], args: Sequence[Any], again: bool
     ) -> list[Tensor | None]:
-        """The gradients by torch's autograd of the reference."""
+        """The gradients of the reference by autograd.
+
+        Args:
+            grads: the gradient of each result.
+            wanted: for each tensor whether its gradient is wanted.
+            args: the arguments of the op.
+            again: whether the gradients are differentiated in turn.
+        """
         given = self._bind(args)
-        with torch.enable_grad(), _recording():
+        with torch.enable_grad(), _force_recording():
             leaves = []
             for i, want in zip(self.positions, wanted, strict=True):
                 if not again:
@@ -223,7 +232,7 @@ class Op:
         recorded = torch.is_grad_enabled() and any(
             t.requires_grad for t in (*flat, *ctx.saved_tensors)
         )
-        if recorded or _transforms() or any(map(_batched, flat)):
+        if recorded or _is_transforming() or any(map(_is_batched, flat)):
             found = self._differentiate(flat, wanted, args, again=True)
         else:
             found = self._helper(list(flat), wanted, *args)
@@ -233,15 +242,24 @@ class Op:
         return tuple(result)
 
     def spec(self, **fields: Any) -> OpSpec:
-        """The op's contract, for ``torchkiln.testing`` and the benchmark.
+        """The op's spec, for ``torchkiln.testing`` and the benchmark.
 
         Args:
-            fields: those of :class:`torchkiln.testing.OpSpec` that cannot be told from the op:
-                ``inputs``, ``invalid``, ``magnitude`` and ``bench`` at least.
+            fields: fields of :class:`torchkiln.testing.OpSpec` that do not follow from the op:
+                at least ``inputs``, ``invalid``, ``magnitude`` and ``bench``.
         """
-        from torchkiln.jit.spec import spec_of  # noqa: PLC0415  the suite is loaded when used
+        from torchkiln.jit.spec import opaque_spec  # noqa: PLC0415  calls need no test suite
 
-        return spec_of(self, **fields)
+        own: dict[str, Any] = {
+            "name": self.short_name,
+            "op": self,
+            "overload": self.overload,
+            "reference": self.reference,
+            "composite": self.reference,
+            "differentiable": self.positions,
+            "helpers": self.helpers,
+        }
+        return opaque_spec(**{**own, **fields})
 
 
 def op(
@@ -253,16 +271,17 @@ def op(
     meta: Callable[..., Any] | None = None,
     check: Callable[..., None] | None = None,
 ) -> Op:
-    """Makes an op of torch of a function that launches kernels.
+    """Makes a torch op from a function that launches kernels.
 
     Args:
-        schema: ``"mine::name(Tensor x, float lo=0.0) -> Tensor"``; the op is then
-            ``torch.ops.mine.name``, too.
-        kernel: gets the arguments with tensors on a GPU and returns new tensors.
-        reference: the same in plain torch: the op on the CPU, and what derivatives are taken of.
-        gradient: ``gradient(*grads, *arguments)`` on a GPU: a gradient for each tensor argument,
-            None for zeros. Without it backward differentiates ``reference``.
-        meta: the result for tensors without data; by default the reference's.
-        check: called with all arguments before anything else; raises for those it refuses.
+        schema: the op's name and types: ``"mine::name(Tensor x, float lo=0.0) -> Tensor"``. The op
+            is also ``torch.ops.mine.name``.
+        kernel: gets the arguments, with tensors on a GPU, and returns new tensors.
+        reference: the same in plain torch. It runs on the CPU and gives the derivatives that
+            ``gradient`` does not give.
+        gradient: ``gradient(*grads, *arguments)``, called with tensors on a GPU: returns the
+            gradient of each tensor argument, None for zeros.
+        meta: returns the results for tensors without data; by default ``reference`` does.
+        check: gets all arguments before the launch and raises for invalid ones.
     """
     return Op(schema, kernel, reference, gradient=gradient, meta=meta, check=check)

@@ -1,78 +1,36 @@
-"""Ops of one formula: forward and backward are one kernel each, whatever the shapes."""
+"""Elementwise ops from one formula: one kernel forward, one kernel backward."""
 
 from __future__ import annotations
 
-import ast
 import functools
 import hashlib
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from torchkiln.jit.call.arguments import dtype_name
 from torchkiln.jit.call.layout import broadcast
+from torchkiln.jit.call.packing import dtype_name
 from torchkiln.jit.compile.includes import included
 from torchkiln.jit.compile.toolkit import torchkiln_include
 from torchkiln.jit.custom_op import Op
+from torchkiln.jit.formula.arguments import Argument, read_arguments
 from torchkiln.jit.formula.expression import Name, Node, call, cuda_of, names_in, parse, slope
-from torchkiln.jit.formula.formula import CUDA_TYPES, Formula
 from torchkiln.jit.formula.reference import GRAD, reference_of, with_gradients
+from torchkiln.jit.formula.source import CUDA_TYPES
+from torchkiln.jit.formula_kernel import FormulaKernel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torchkiln.testing import OpSpec
 
-
-@dataclass(frozen=True)
-class Argument:
-    """A tensor, or a number with or without a default."""
-
-    name: str
-    is_number: bool
-    default: float | None = None
-
-    @property
-    def schema(self) -> str:
-        """As a schema of torch has it."""
-        if not self.is_number:
-            return f"Tensor {self.name}"
-        return f"float {self.name}" + ("" if self.default is None else f"={self.default!r}")
-
-
-def read_arguments(text: str) -> list[Argument]:
-    """Arguments as Python writes them: ``x, bias, scale: float, shift=1.0``."""
-    try:
-        (function,) = ast.parse(f"def f({text}): pass").body
-        assert isinstance(function, ast.FunctionDef)
-        given = function.args
-        if given.vararg or given.kwarg or given.kwonlyargs or given.posonlyargs:
-            raise ValueError("names only")
-        first = len(given.args) - len(given.defaults)
-        found = []
-        for i, argument in enumerate(given.args):
-            default = None if i < first else float(ast.literal_eval(given.defaults[i - first]))
-            kind = "" if argument.annotation is None else ast.unparse(argument.annotation)
-            if kind not in ("", "float", "Tensor", "torch.Tensor"):
-                raise ValueError(f"{kind} is no type of an argument")
-            is_number = default is not None or kind == "float"
-            found.append(Argument(argument.arg, is_number, default))
-    except (SyntaxError, ValueError, TypeError) as error:
-        raise ValueError(
-            f"torchkiln.jit.elementwise: arguments: got {text!r} ({error}), expected such as"
-            " 'x, bias, scale: float, shift=1.0': tensors, and numbers with the type float or a"
-            " default"
-        ) from None
-    if not any(not argument.is_number for argument in found):
-        raise ValueError(f"torchkiln.jit.elementwise: arguments: got {text!r}, expected a tensor")
-    return found
+WHERE = "torchkiln.jit.elementwise"
 
 
 class Elementwise(Op):
-    """An op of one formula: see :func:`elementwise`."""
+    """A torch op from one formula; see :func:`elementwise`."""
 
     def __init__(
         self,
@@ -80,19 +38,19 @@ class Elementwise(Op):
         arguments: list[Argument],
         *,
         node: Node | None,
-        forward: Formula,
-        backward: Formula | None,
+        forward: FormulaKernel,
+        backward: FormulaKernel | None,
         reference: Callable[..., Tensor],
         slopes: Mapping[str, Node] | None,
     ) -> None:
         self.arguments = arguments
         self.node = node
         self.formula = reference
-        self._formula = forward
-        self._backward_formula = backward
-        listed = ", ".join(argument.schema for argument in arguments)
+        self._kernel_forward = forward
+        self._kernel_backward = backward
+        parameters = ", ".join(argument.schema for argument in arguments)
         super().__init__(
-            f"torchkiln_jit::{name}({listed}) -> Tensor",
+            f"torchkiln_jit::{name}({parameters}) -> Tensor",
             self._launch,
             reference
             if slopes is None
@@ -103,7 +61,7 @@ class Elementwise(Op):
         )
 
     def _require(self, *args: Any) -> None:
-        """Tensors of floats on one device that broadcast."""
+        """Raises unless all tensors are floating point, on one device, and broadcast."""
         where = f"torchkiln.jit.{self.short_name}"
         tensors: list[Tensor] = []
         for argument, value in zip(self.arguments, args, strict=True):
@@ -119,9 +77,10 @@ class Elementwise(Op):
                     f" expected {expected}"
                 )
             if tensors and value.device != tensors[0].device:
+                first = self.arguments[self.positions[0]].name
                 raise ValueError(
                     f"{where}: {argument.name}: got device {value.device}, expected"
-                    f" {tensors[0].device}, that of {self.arguments[self.positions[0]].name}"
+                    f" {tensors[0].device}, the device of {first}"
                 )
             tensors.append(value)
         try:
@@ -129,14 +88,16 @@ class Elementwise(Op):
         except RuntimeError:
             shapes = ", ".join(str(list(t.shape)) for t in tensors)
             raise ValueError(
-                f"{where}: got shapes {shapes}, expected such that broadcast"
+                f"{where}: got shapes {shapes}, expected shapes that broadcast"
             ) from None
 
     def _split(self, args: Sequence[Any]) -> tuple[list[Tensor], list[float]]:
+        """The tensors and the numbers of a call."""
         tensors = [args[i] for i in self.positions]
         return tensors, [args[i] for i, a in enumerate(self.arguments) if a.is_number]
 
     def _empty(self, *args: Any) -> Tensor:
+        """The result of a call, uninitialised."""
         tensors, _ = self._split(args)
         shape = broadcast([t.shape for t in tensors])
         dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors))
@@ -145,30 +106,34 @@ class Elementwise(Op):
     def _launch(self, *args: Any) -> Tensor:
         tensors, numbers = self._split(args)
         result = self._empty(*args)
-        self._formula.launch([result], tensors, numbers)
+        self._kernel_forward.launch([result], tensors, numbers)
         return result
 
     def _launch_backward(self, grad: Tensor, *args: Any) -> list[Tensor | None]:
-        """All gradients from one pass; those of operands that were broadcast are summed up."""
+        """All gradients from one kernel; those of broadcast tensors are summed after it."""
         tensors, numbers = self._split(args)
-        assert self._backward_formula is not None
+        assert self._kernel_backward is not None
         results = []
         for t in tensors:
             dtype = t.dtype
             if t.shape != grad.shape and dtype != torch.float64:
                 dtype = torch.float32  # rounded after the sum
             results.append(torch.empty(grad.shape, dtype=dtype, device=grad.device))
-        self._backward_formula.launch(results, [grad, *tensors], numbers)
+        self._kernel_backward.launch(results, [grad, *tensors], numbers)
         return [r.sum_to_size(t.shape).to(t.dtype) for r, t in zip(results, tensors, strict=True)]
 
-    def spec(self, **fields: Any) -> OpSpec:
-        """The op's contract; ``fields`` replace what was told from the formula.
+    def spec(self, *, domain: tuple[float, float] | None = None, **fields: Any) -> OpSpec:
+        """The op's spec, complete for a formula.
 
-        ``domain=(lo, hi)`` says where inputs lie that the formula is defined for.
+        Args:
+            domain: the range of the inputs, for a formula that is not defined for all numbers.
+            fields: fields of :class:`torchkiln.testing.OpSpec` that replace the formula's.
         """
-        from torchkiln.jit.spec import spec_of_formula  # noqa: PLC0415  loaded when used
+        from torchkiln.jit.spec import formula_fields  # noqa: PLC0415  calls need no test suite
 
-        return spec_of_formula(self, **fields)
+        own = formula_fields(self.short_name, self.arguments, self.node, domain=domain)
+        own |= {"reference": self.formula, "composite": self.formula}
+        return super().spec(**{**own, **fields})
 
 
 _made: dict[object, Elementwise] = {}
@@ -184,48 +149,53 @@ def elementwise(
     reference: Callable[..., Tensor] | None = None,
     name: str = "",
 ) -> Elementwise:
-    """Makes an op of a formula, or of a functor in C++, of tensors that broadcast and numbers.
+    """Makes a torch op from a formula, or from a functor in C++.
 
-    It takes float32, float64, float16 and bfloat16, computes in float32 or float64, rounds once,
-    and returns a contiguous tensor of the promoted dtype.
+    The op takes tensors that broadcast, of float32, float64, float16 or bfloat16, and numbers. It
+    computes in float32, or in float64 if a tensor has that dtype, rounds once, and returns a
+    contiguous tensor of the promoted dtype.
 
     Args:
-        expression: Python's notation of the formula: ``"relu(x * scale + bias)"``. Functions are
-            those of :mod:`torchkiln.jit.functions`.
-        arguments: names in the order of calls, numbers with a type or a default:
-            ``"x, bias, scale: float"``. By default all names of the expression, as tensors.
-        gradient: for each tensor the gradient as an expression of ``grad`` and the arguments,
-            linear in ``grad``; by default the formula's, differentiated.
-        functor: instead of an expression a class of ``source`` whose ``operator()(C, C, ...)``
-            gets tensors' elements, then numbers, for C = float and double.
-        source: C++, or a file of it.
-        reference: a functor's formula in plain torch, which the CPU runs and from which the
-            gradient comes where ``gradient`` has none.
-        name: of the op in ``torch.ops.torchkiln_jit``; by default one made of the formula.
+        expression: the formula in Python's notation: ``"relu(x * scale + bias)"``. docs/jit.md
+            lists the functions.
+        arguments: the names in the order of calls: ``"x, bias, scale: float, shift=1.0"``. A number
+            has the type float or a default; all others are tensors. By default the names of the
+            expression from left to right, all tensors.
+        gradient: for each tensor its gradient, an expression of ``grad`` and the arguments that is
+            linear in ``grad``. By default the derivatives of the expression.
+        functor: instead of an expression the name of a class in ``source``. Its
+            ``operator()(C, C, ...)`` gets an element of each tensor, then the numbers, for C =
+            float and double.
+        source: C++, or the path of a file of it.
+        reference: the functor's formula in plain torch, which the CPU runs. It also gives the
+            gradient if ``gradient`` is missing.
+        name: the op's name in ``torch.ops.torchkiln_jit``; by default derived from the formula.
     """
-    where = "torchkiln.jit.elementwise"
     if bool(expression) == bool(functor):
-        raise ValueError(f"{where}: got {expression!r} and {functor!r}, expected one of the two")
+        raise ValueError(
+            f"{WHERE}: got expression {expression!r} and functor {functor!r}, expected one of them"
+        )
     node = parse(expression) if expression else None
     if node is None and (reference is None or not source or not arguments):
-        raise ValueError(f"{where}: functor: expected source, arguments and reference beside it")
+        raise ValueError(f"{WHERE}: functor: expected source, arguments and reference with it")
     used = list(dict.fromkeys(names_in(node))) if node is not None else []
     found = read_arguments(arguments or ", ".join(used))
     known = [argument.name for argument in found]
     if name and not name.isidentifier():
-        raise ValueError(f"{where}: name: got {name!r}, expected a name as Python's are")
-    if unknown := [n for n in used if n not in known]:
+        raise ValueError(f"{WHERE}: name: got {name!r}, expected a Python identifier")
+    if missing := [n for n in used if n not in known]:
         raise ValueError(
-            f"{where}: arguments: got {arguments!r}, but {unknown[0]} is in the expression"
+            f"{WHERE}: arguments: got {arguments!r}, expected {missing[0]} among them, which the"
+            " expression uses"
         )
-    text, path = _text(source)
-    files = included(text, Path(path).parent, (torchkiln_include(),))  # saved again, it is another
+    text, path = _read_source(source)
+    files = included(text, Path(path).parent, (torchkiln_include(),))  # a saved file is a new op
     key = (expression, arguments, str(gradient), functor, f"{text}{files}", reference, name)
     if key in _made and not _made[key]._is_replaced:
         return _made[key]
     tensors = [argument.name for argument in found if not argument.is_number]
     numbers = [argument.name for argument in found if argument.is_number]
-    slopes = _gradients(where, node, tensors, known, gradient)
+    slopes = _gradients(node, tensors, known, gradient)
     if node is not None:
         body = cuda_of({"result0_": node})
         reference = reference or reference_of(node, found)
@@ -234,14 +204,14 @@ def elementwise(
     backward = None
     if slopes is not None:
         results = {f"result{k}_": part for k, part in enumerate(slopes)}
-        backward = Formula([GRAD, *tensors], numbers, cuda_of(results), outputs=len(slopes))
+        backward = FormulaKernel([GRAD, *tensors], numbers, cuda_of(results))
     assert reference is not None
     digest = hashlib.sha256(repr(key[:5]).encode()).hexdigest()[:8]
     made = Elementwise(
         name or f"elementwise_{digest}",
         found,
         node=node,
-        forward=Formula(tensors, numbers, body, preamble=text, path=path),
+        forward=FormulaKernel(tensors, numbers, body, preamble=text, path=path),
         backward=backward,
         reference=reference,
         slopes=dict(zip(tensors, slopes or (), strict=True)) if gradient is not None else None,
@@ -251,35 +221,32 @@ def elementwise(
 
 
 def _gradients(
-    where: str,
     node: Node | None,
     tensors: list[str],
     known: list[str],
     given: Mapping[str, str] | None,
 ) -> list[Node] | None:
-    """The gradient for each tensor; None where torch has to find them."""
+    """The gradient of each tensor; None for a functor, whose reference torch differentiates."""
     if given is None:
         if node is None:
             return None
         return [call("mul", Name(GRAD), slope(node, name)) for name in tensors]
     if set(given) != set(tensors):
-        raise ValueError(f"{where}: gradient: got {sorted(given)}, expected one for each {tensors}")
-    parsed = [parse(given[name]) for name in tensors]
+        raise ValueError(f"{WHERE}: gradient: got {sorted(given)}, expected one for each {tensors}")
+    parsed = [parse(given[name], "gradient") for name in tensors]
     for part in parsed:
         if unknown := [n for n in names_in(part) if n not in (GRAD, *known)]:
-            raise ValueError(f"{where}: gradient: got {unknown[0]!r}, expected grad and {known}")
+            raise ValueError(f"{WHERE}: gradient: got {unknown[0]!r}, expected grad and {known}")
     return parsed
 
 
-def _text(source: str | Path) -> tuple[str, str]:
-    """C++ and where it lies."""
-    lines = str(source)
-    if isinstance(source, Path) or (lines and "\n" not in lines and "{" not in lines):
+def _read_source(source: str | Path) -> tuple[str, str]:
+    """C++ text, and the path that its includes and messages refer to."""
+    text = str(source)
+    if isinstance(source, Path) or (text and "\n" not in text and "{" not in text):
         file = Path(source).resolve()
         if not file.is_file():
-            raise FileNotFoundError(
-                f"torchkiln.jit.elementwise: source: got {source}, expected a file or C++"
-            )
-        # Included, so that messages name the file and its lines.
+            raise FileNotFoundError(f"{WHERE}: source: got {source}, expected a file or C++")
+        # An include: compiler messages then name the file and its lines.
         return f'#include "{file.name}"', str(file.with_name("formula.cu"))
-    return lines, "formula.cu"
+    return text, "formula.cu"

@@ -1,4 +1,4 @@
-"""Sources of kernels as modules whose functions launch them."""
+"""Modules of CUDA kernels: a source is compiled, its kernels are attributes that launch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchkiln.jit.call.arguments import MOST_BLOCKS, MOST_THREADS, Size, pack, placed, sizes
+from torchkiln.jit.call.packing import MAX_BLOCK, MAX_GRID, Size, common_device, dimensions, pack
 from torchkiln.jit.compile import driver
 from torchkiln.jit.compile.build import architecture_of
 from torchkiln.jit.compile.code import Code
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Instance:
-    """A kernel of one state of a source: signature and code belong together."""
+    """A kernel of one version of a source, with the signature and the code of that version."""
 
     def __init__(self, code: Code, name: str) -> None:
         self.code = code
@@ -34,7 +34,7 @@ class Instance:
         self._lock = threading.Lock()
 
     def function(self, device: int) -> driver.Function:
-        """The kernel in the memory of a device, which is the current one."""
+        """The kernel loaded on a device, which must be the current one."""
         function = self._functions.get(device)
         if function is not None:
             return function
@@ -47,7 +47,7 @@ class Instance:
 
 
 class Kernel:
-    """A kernel of a :class:`Module`: ``kernel[grid, block](tensor, ..., n)`` queues it."""
+    """A kernel of a :class:`Module`: ``kernel[grid, block](tensor, ..., n)`` launches it."""
 
     def __init__(self, module: Module, name: str) -> None:
         self.module = module
@@ -56,22 +56,23 @@ class Kernel:
         self.where = f"torchkiln.jit: {self.signature.name}"
 
     def instance(self) -> Instance:
-        """What the next launch runs."""
+        """The version that the next launch runs."""
         code = self.module.code()
-        found = self._instance
-        if found.code is not code:
-            found = self._instance = Instance(code, self.name)
-        return found
+        instance = self._instance
+        if instance.code is not code:
+            instance = self._instance = Instance(code, self.name)
+        return instance
 
     @property
     def signature(self) -> Signature:
-        """Name and parameters."""
+        """The kernel's name and parameters."""
         return self._instance.signature
 
     def __getitem__(self, launch: Any) -> Launch:
-        """Grid, block, and if wanted the bytes of dynamic shared memory and a torch.cuda.Stream.
+        """The launch for ``kernel[grid, block]`` or ``kernel[grid, block, bytes, stream]``.
 
-        Grid and block are a number or a tuple of up to three.
+        Grid (blocks) and block (threads) are a number or a tuple of up to three. ``bytes`` is the
+        size of dynamic shared memory per block, by default 0; ``stream`` a torch.cuda.Stream.
         """
         if not isinstance(launch, tuple) or not 2 <= len(launch) <= 4:
             raise TypeError(
@@ -82,7 +83,7 @@ class Kernel:
         return Launch(self, grid, block, shared_bytes, more[1] if len(more) > 1 else None)
 
     def __call__(self, *arguments: Any) -> None:
-        """An error: how many threads are to run is for the caller to say."""
+        """Raises: a launch needs a grid and a block."""
         call = f"{self.signature.name}[grid, block](...)"
         raise TypeError(
             f"{self.where}: got {len(arguments)} arguments and no grid, expected {call}"
@@ -93,7 +94,7 @@ class Kernel:
 
 
 class Launch:
-    """A kernel with its grid: what is called."""
+    """A kernel with its grid and block, ready to be called."""
 
     def __init__(
         self,
@@ -105,9 +106,9 @@ class Launch:
     ) -> None:
         where = kernel.where
         self.kernel = kernel
-        self.grid = sizes(f"{where}: grid", grid, MOST_BLOCKS)
-        self.block = sizes(f"{where}: block", block, MOST_THREADS)
-        if math.prod(self.block) > MOST_THREADS[0]:
+        self.grid = dimensions(where, "grid", grid, MAX_GRID)
+        self.block = dimensions(where, "block", block, MAX_BLOCK)
+        if math.prod(self.block) > MAX_BLOCK[0]:
             raise ValueError(f"{where}: block: got {block}, expected at most 1024 threads")
         if not isinstance(shared_bytes, int) or shared_bytes < 0:
             raise ValueError(f"{where}: bytes: got {shared_bytes!r}, expected 0 or more")
@@ -117,11 +118,11 @@ class Launch:
         self.stream = stream
 
     def __call__(self, *arguments: Any) -> None:
-        """Checks the arguments and queues the kernel on the current stream of their device."""
+        """Checks the arguments and queues the kernel on its stream, by default the current one."""
         where, instance = self.kernel.where, self.kernel.instance()
         packed = pack(where, instance.signature, arguments)
         driver.require_gpu(instance.signature.name)
-        device = placed(where, instance.signature, arguments)
+        device = common_device(where, instance.signature, arguments)
         index = torch.cuda.current_device() if device is None else device
         with driver.on_device(index):
             driver.make_current(index)
@@ -134,9 +135,10 @@ class Launch:
 
 
 class Module:
-    """Kernels of one source, as attributes; those of templates and namespaces by their C++ names.
+    """The kernels of one source.
 
-    ``module.scale``, ``module["scale<float>"]``, ``module["mine::scale"]``.
+    A kernel is an attribute, ``module.scale``. An instance of a template or a kernel in a namespace
+    has its C++ name: ``module["scale<float>"]``, ``module["mine::scale"]``.
     """
 
     def __init__(
@@ -158,10 +160,10 @@ class Module:
         self._code = Code(source, path, self._include, self._options)
 
     def code(self) -> Code:
-        """The source as it is: compiled anew where its file is looked at and was saved.
+        """The current version of the source. With ``reload=True`` a saved file is compiled first.
 
-        A source that does not compile is an error of every call until it is mended. What a CUDA
-        graph captures stays as it was: compiling is nothing that a graph could hold.
+        A version that does not compile raises in every call until the next save. During the capture
+        of a CUDA graph the version stays: a graph cannot hold a compilation.
         """
         if self._files is None or driver.capturing():
             return self._code
@@ -173,7 +175,7 @@ class Module:
                     self._code = Code(source, self.path, self._include, self._options)
                     break
                 except CompileError as error:
-                    # Maybe half of a file: then the rest has been written since.
+                    # The file may have been read half-written; the loop looks again.
                     self._broken = str(error)
             if self._broken:
                 raise CompileError(self._broken)
@@ -181,16 +183,16 @@ class Module:
 
     @property
     def source(self) -> str:
-        """What was compiled last."""
+        """The source that was compiled last."""
         return self._code.source
 
     @property
     def signatures(self) -> dict[str, Signature]:
-        """Of its kernels, by full name."""
+        """The signatures of the kernels, by full name."""
         return self._code.signatures
 
     def binary(self, architecture: str, name: str = "") -> Binary:
-        """The machine code with a kernel for an architecture such as sm_90a."""
+        """The machine code that has a kernel, for an architecture such as sm_90a."""
         return self.code().binary(architecture, name)
 
     def __getitem__(self, name: str) -> Kernel:
@@ -216,15 +218,14 @@ def load(
     options: Sequence[str] = (),
     reload: bool = False,
 ) -> Module:
-    """Compiles a file of CUDA kernels, or takes from the cache what it was compiled to.
+    """Compiles a file of CUDA kernels, or reads the machine code from the cache.
 
     Args:
-        path: the file. It may include torchkiln's headers and those beside it.
+        path: the file. It may include torchkiln's headers and headers beside it.
         include: folders with more headers.
-        options: NVRTC's, such as ``--use_fast_math``.
-        reload: look at every launch whether the file, or a header of yours that it includes, was
-            saved since, and if so, compile it before. Kernels that were taken from the module
-            before are new ones, too.
+        options: options for NVRTC, such as ``--use_fast_math``.
+        reload: check at every launch whether the file or one of its own headers was saved, and
+            compile the new version first. Kernels taken from the module earlier change with it.
     """
     file = Path(path).resolve()
     if not file.is_file():
@@ -238,7 +239,7 @@ def load(
 def inline(
     source: str, *, include: Sequence[str | Path] = (), options: Sequence[str] = ()
 ) -> Module:
-    """The same of a string, for notebooks; messages call it ``inline.cu``.
+    """Compiles CUDA kernels from a string; compiler messages call it ``inline.cu``.
 
     The same string gives the same module.
     """

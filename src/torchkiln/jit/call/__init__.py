@@ -1,1 +1,1 @@
-"""From a call's arguments to a kernel's parameters."""
+"""Calls: signatures of kernels, arguments in the form the driver takes, layouts of tensors."""

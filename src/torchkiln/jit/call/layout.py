@@ -1,4 +1,4 @@
-"""Where the operands of an elementwise kernel lie, packed as jit_elementwise.cuh's Space."""
+"""The layout of an elementwise call's operands, packed as ``Space`` of jit_elementwise.cuh."""
 
 from __future__ import annotations
 
@@ -13,53 +13,61 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-MOST_RANK = 8
+MAX_RANK = 8
 VECTOR_BYTES = 16
-BLOCK_VECTORS = 256 * 2  # threads, and vectors of each
+BLOCK_VECTORS = 256 * 2  # threads per block, and vectors per thread
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a kernel is compiled and launched for some operands."""
+    """The compile-time and launch parameters of a kernel for some operands."""
 
     lanes: int
+    """Elements per vector."""
     reaches: tuple[str, ...]
-    """Of each operand: vector, one or any."""
+    """For each operand how a thread reads its elements: vector, one or any."""
     blocks: int
     space: bytes
 
 
 def broadcast(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The shape that shapes broadcast to; a RuntimeError where they do not.
+    """The common shape of broadcast tensors; raises a RuntimeError if there is none.
 
-    torch.broadcast_shapes imports sympy when it is first called, half a second of it.
+    ``torch.broadcast_shapes`` imports sympy in its first call, which takes 0.5 s: only symbolic
+    shapes go there.
     """
     first = tuple(shapes[0])
     if not all(type(n) is int for shape in shapes for n in shape):
-        return tuple(torch.broadcast_shapes(*shapes))  # while torch traces with symbols
+        return tuple(torch.broadcast_shapes(*shapes))
     if all(tuple(shape) == first for shape in shapes):
         return first
-    found = [1] * max(map(len, shapes))
+    common = [1] * max(map(len, shapes))
     for shape in shapes:
         for i in range(-len(shape), 0):
             if shape[i] != 1:
-                if found[i] not in (1, shape[i]):
-                    raise RuntimeError(f"got {found[i]} and {shape[i]} in dimension {i}")
-                found[i] = shape[i]
-    return tuple(found)
+                if common[i] not in (1, shape[i]):
+                    raise RuntimeError(f"got {common[i]} and {shape[i]} in dimension {i}")
+                common[i] = shape[i]
+    return tuple(common)
 
 
-def merged(shape: Sequence[int], strides: list[list[int]]) -> tuple[list[int], list[list[int]]]:
-    """Dimensions from the innermost on, without those of size 1; what runs evenly becomes one."""
+def merge_dimensions(
+    shape: Sequence[int], strides: list[list[int]]
+) -> tuple[list[int], list[list[int]]]:
+    """Sizes and strides with the innermost dimension first and as few dimensions as possible.
+
+    Dimensions of size 1 go. Neighbours merge where every operand's outer stride is its inner stride
+    times the inner size.
+    """
     sizes: list[int] = []
     kept: list[list[int]] = [[] for _ in strides]
     for d in reversed(range(len(shape))):
         if shape[d] == 1:
             continue
-        even = bool(sizes) and all(
+        merges = bool(sizes) and all(
             s[d] == k[-1] * sizes[-1] for s, k in zip(strides, kept, strict=True)
         )
-        if even:
+        if merges:
             sizes[-1] *= shape[d]
             continue
         sizes.append(shape[d])
@@ -69,7 +77,7 @@ def merged(shape: Sequence[int], strides: list[list[int]]) -> tuple[list[int], l
 
 
 def divisor(size: int) -> tuple[int, int]:
-    """Multiplier and shift of divide.cuh's division by ``size``."""
+    """Multiplier and shift with which fast_divide.cuh divides by ``size``."""
     if size < 2:
         return 0, 0
     log2 = (size - 1).bit_length()
@@ -77,14 +85,16 @@ def divisor(size: int) -> tuple[int, int]:
 
 
 def layout(shape: Sequence[int], operands: Sequence[Tensor]) -> Layout | None:
-    """The layout of operands that are expanded to ``shape``, the first of which is dense.
+    """The layout of operands expanded to ``shape``; None if merging leaves more than MAX_RANK.
 
-    None where more dimensions are left than a kernel knows.
+    Args:
+        shape: the shape of the result.
+        operands: the tensors, a dense output first: its dtype sets the elements per vector.
     """
-    sizes, strides = merged(shape, [list(t.stride()) for t in operands])
+    sizes, strides = merge_dimensions(shape, [list(t.stride()) for t in operands])
     if not sizes:
         sizes, strides = [1], [[0] for _ in operands]
-    if len(sizes) > MOST_RANK:
+    if len(sizes) > MAX_RANK:
         return None
     lanes = VECTOR_BYTES // operands[0].itemsize
     reaches = [reach(t, s, sizes, lanes) for t, s in zip(operands, strides, strict=True)]
@@ -96,7 +106,7 @@ def layout(shape: Sequence[int], operands: Sequence[Tensor]) -> Layout | None:
     for size in sizes:
         count *= size
     rank = len(sizes)
-    pad = [0] * (MOST_RANK - rank)
+    pad = [0] * (MAX_RANK - rank)
     divisors = [divisor(size) if size < 2**31 else (0, 0) for size in sizes]
     narrow = count < 2**31
     words = [
@@ -113,7 +123,7 @@ def layout(shape: Sequence[int], operands: Sequence[Tensor]) -> Layout | None:
         for step in (s[0] * lanes if how == "vector" else s[0], *s[1:], *pad)
     ]
     space = struct.pack(
-        f"<qqii{3 * MOST_RANK}I{MOST_RANK}q{len(steps)}q{len(operands)}Q",
+        f"<qqii{3 * MAX_RANK}I{MAX_RANK}q{len(steps)}q{len(operands)}Q",
         *(count, elements, rank, narrow),
         *words,
         *(*sizes, *pad),
@@ -124,7 +134,11 @@ def layout(shape: Sequence[int], operands: Sequence[Tensor]) -> Layout | None:
 
 
 def reach(tensor: Tensor, strides: Sequence[int], sizes: Sequence[int], lanes: int) -> str:
-    """How a kernel may read a tensor along its innermost dimension."""
+    """How a thread reads ``lanes`` elements of a tensor along the innermost dimension.
+
+    ``one``: a single element serves all lanes. ``vector``: one aligned access. ``any``: element by
+    element.
+    """
     if strides[0] == 0 or sizes[0] == 1 == len(sizes):
         return "one"
     bytes_ = min(VECTOR_BYTES, lanes * tensor.itemsize)

@@ -1,4 +1,4 @@
-"""The kernels of a source and their parameters, as far as calls have to be checked."""
+"""The kernels of a source and their parameters, parsed to check calls before the launch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-POINTED = {
+DTYPES = {
     "float": torch.float32,
     "double": torch.float64,
     "__half": torch.float16,
@@ -42,7 +42,7 @@ POINTED = {
     "uint64_t": torch.uint64,
     "size_t": torch.uint64,
 }
-"""What a tensor's elements are called in C++."""
+"""The dtype for each C++ type of a tensor's elements."""
 
 NUMBERS: dict[torch.dtype, type[ctypes._SimpleCData[Any]]] = {
     torch.float32: ctypes.c_float,
@@ -57,7 +57,7 @@ NUMBERS: dict[torch.dtype, type[ctypes._SimpleCData[Any]]] = {
     torch.int64: ctypes.c_int64,
     torch.uint64: ctypes.c_uint64,
 }
-"""What a number is passed as."""
+"""The ctypes type that passes a number of each dtype."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,13 @@ class Parameter:
 
     name: str
     type: str
-    """Without const and the like, and without the star of a pointer."""
+    """The type without qualifiers such as const, and without the star of a pointer."""
     pointer: bool
 
     @cached_property
     def dtype(self) -> torch.dtype | None:
-        """Of the tensor or number; None for a type of the author's, which is not checked."""
-        return POINTED.get(self.type)
+        """The dtype of the tensor or number; None for types that the source defines."""
+        return DTYPES.get(self.type)
 
     def __str__(self) -> str:
         return f"{self.type}{'*' if self.pointer else ''} {self.name}"
@@ -80,14 +80,14 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Signature:
-    """A kernel: its full name, its parameters, and those of its template."""
+    """A kernel's full name, its parameters and its template parameters."""
 
     name: str
     parameters: tuple[Parameter, ...]
     template: tuple[str, ...] = ()
 
     def instance(self, arguments: tuple[str, ...]) -> Signature:
-        """The parameters of an instance of the template."""
+        """The signature with template arguments put in for the template parameters."""
         types = dict(zip(self.template, arguments, strict=False))
         parameters = tuple(replace(p, type=types.get(p.type, p.type)) for p in self.parameters)
         return Signature(f"{self.name}<{', '.join(arguments)}>", parameters)
@@ -105,10 +105,10 @@ ATTRIBUTE = re.compile(r"__(?:launch_bounds|cluster_dims|maxnreg)__\s*$")
 
 
 def kernels_of(source: str) -> dict[str, Signature]:
-    """The kernels that a source defines, by full name."""
+    """The kernels that a source defines, by full name; templates count once."""
     text = COMMENT.sub(lambda m: m[0] if m[0].startswith('"') else " ", source)
     found: dict[str, Signature] = {}
-    scopes: list[str | None] = []  # a namespace's name, None for any other brace
+    scopes: list[str | None] = []  # one for each open brace: the namespace's name, else None
     template: tuple[str, ...] = ()
     at = 0
     while match := TOKEN.search(text, at):
@@ -137,10 +137,10 @@ def kernels_of(source: str) -> dict[str, Signature]:
 
 
 def declarator(text: str, at: int) -> tuple[str, list[str], int]:
-    """Name and parameters behind __global__, and where they end.
+    """Name and parameters behind ``__global__``, and the position after them.
 
-    No name has half a line, of which the compiler knows more to say, and an instance of a template
-    whose definition is elsewhere.
+    The name is empty for an unfinished line, which the compiler reports better, and for an explicit
+    template instantiation, whose definition is found elsewhere.
     """
     while True:
         opening = text.find("(", at)
@@ -155,7 +155,7 @@ def declarator(text: str, at: int) -> tuple[str, list[str], int]:
 
 
 def enclosed(text: str, at: int, opening: str, closing: str) -> tuple[str, int]:
-    """What stands before the bracket that closes, and the place behind it."""
+    """The text up to the closing bracket, and the position behind the bracket."""
     depth = 1
     for i in range(at, len(text)):
         depth += (text[i] == opening) - (text[i] == closing)
@@ -165,7 +165,7 @@ def enclosed(text: str, at: int, opening: str, closing: str) -> tuple[str, int]:
 
 
 def split(text: str) -> list[str]:
-    """Parts between the commas that no bracket encloses."""
+    """The parts between commas outside brackets."""
     parts, depth = [""], 0
     for character in text:
         depth += (character in "<([{") - (character in ">)]}")
@@ -177,20 +177,20 @@ def split(text: str) -> list[str]:
 
 
 def parameter(text: str) -> Parameter:
-    """One parameter from its declaration."""
+    """The parameter that a declaration declares."""
     declaration = QUALIFIER.sub(" ", text.partition("=")[0]).replace("std::", "")
     pointer = "*" in declaration or "[" in declaration
     declaration = re.sub(r"\[[^\]]*\]", " ", declaration)
     match = re.match(r"^(.*[\s*&>])(\w+)\s*$", declaration.strip())
     typed, name = (match[1], match[2]) if match else (declaration, "")
-    if " ".join([typed, name]).split() == declaration.split() and declaration.strip() in POINTED:
-        typed, name = declaration, ""  # two words, of which neither is a name: unsigned int
+    if " ".join([typed, name]).split() == declaration.split() and declaration.strip() in DTYPES:
+        typed, name = declaration, ""  # a type of two words without a name: unsigned int
     kind = " ".join(typed.replace("*", " ").replace("&", " ").split())
     return Parameter(name, canonical(kind), pointer)
 
 
 def canonical(kind: str) -> str:
-    """The words of an integer's type in the order of the table."""
+    """An integer type spelled as in DTYPES: ``int unsigned`` becomes ``unsigned int``."""
     words = kind.split()
     if set(words) <= {"unsigned", "signed", "long", "int", "short", "char"} and words:
         sign = ["unsigned"] if "unsigned" in words else []

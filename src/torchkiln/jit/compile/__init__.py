@@ -1,1 +1,1 @@
-"""From source to a loaded kernel: NVRTC, driver, toolkit, caches, reloading."""
+"""From a source to a loaded kernel: toolkit look-up, NVRTC, cache, driver, reloading."""

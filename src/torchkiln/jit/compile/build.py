@@ -1,4 +1,4 @@
-"""From a source to machine code: the cache, else NVRTC."""
+"""From a source to machine code: read from the cache, else compiled by NVRTC."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 WITHOUT_GPU = "sm_80"
-"""What is compiled for where no GPU says otherwise."""
+"""The architecture of kernels that are compiled without a GPU."""
 
-# Functions without __device__ are taken for the device: headers that serve the CPU, too, have some.
+# Functions without __device__ count as device functions: headers that also serve the CPU have some.
 OPTIONS = ("--std=c++17", "--device-as-default-execution-space", "--generate-line-info")
 
 
 def architecture_of(device: int | None = None) -> str:
-    """The name that NVRTC has for a GPU, by default the current one."""
+    """NVRTC's name for the architecture of a GPU, by default the current one."""
     if not torch.cuda.is_available():
         return WITHOUT_GPU
     major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{major}{minor}{'a' if major >= 9 else ''}"  # a: all of that very GPU
+    return f"sm_{major}{minor}{'a' if major >= 9 else ''}"  # a: with features of this GPU alone
 
 
 def build(
@@ -38,26 +38,26 @@ def build(
     include: Sequence[Path] = (),
     options: Sequence[str] = (),
 ) -> Binary:
-    """Compiles, or reads what an earlier call has compiled.
+    """Compiles a source, or reads the result of an earlier call from the cache.
 
     Args:
         source: CUDA C++ of kernels.
-        path: where the source lies, for messages and for its own includes.
-        names: C++ names of the kernels that are wanted.
+        path: the file of the source, for messages and for its own includes.
+        names: the C++ names of the wanted kernels.
         architecture: sm_90a and the like.
-        include: folders with headers, before torchkiln's own.
-        options: NVRTC's, after ours.
+        include: folders with headers, searched before torchkiln's.
+        options: options for NVRTC after the default ones.
     """
     tools = toolkit.find()
-    ours = toolkit.torchkiln_include()
+    own = toolkit.torchkiln_include()
     beside = Path(path).parent
-    ours_first = (ours / "torchkiln" / "nvrtc", *include, ours)
-    files = included(source, beside, ours_first)
+    search = (own / "torchkiln" / "nvrtc", *include, own)
+    files = included(source, beside, search)
     settings = (
         *OPTIONS,
         *options,
         f"--gpu-architecture={architecture}",
-        *(f"--include-path={folder}" for folder in (beside, *ours_first, *tools.includes)),
+        *(f"--include-path={folder}" for folder in (beside, *search, *tools.includes)),
     )
     name = None
     if files is not None:
@@ -65,9 +65,8 @@ def build(
         name = cache.key(source, path, sorted(names), headers, settings, tools.identity)
         if binary := cache.read(name):
             return binary
-    code, lowered, _ = nvrtc.compile_program(tools.library, source, path, settings, names)
-    binary = Binary(code, lowered)
-    # The compiler has read headers after us: one that was saved meanwhile belongs to another name.
-    if name is not None and included(source, beside, ours_first) == files:
+    binary = Binary(*nvrtc.compile_program(tools.library, source, path, settings, names))
+    # The compiler read the headers later: one saved in between belongs to another cache name.
+    if name is not None and included(source, beside, search) == files:
         cache.write(name, binary)
     return binary

@@ -1,8 +1,8 @@
 """Compiled code on disk, shared by all processes of a user.
 
-A file holds one binary under a name made of all that it was made from. Files are written beside
-their place and moved there, so that readers see a whole one or none; there are no locks, hence none
-that a killed process could leave. Two processes that compile the same write the same.
+A file holds one binary; its name is a hash of everything that the binary was compiled from. A
+writer fills a temporary file and renames it, so readers see a whole file or none, and no lock can
+outlive a killed process. Processes that compile the same source write the same file.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-FORMAT = "1"  # of the files
-STALE_SECONDS = 3600  # an unfinished file that old has no writer any more
+FORMAT = "1"  # changes when the layout of the files does
+STALE_SECONDS = 3600  # the writer of an older temporary file is dead
 _warned: set[Path] = set()
 
 
 @dataclass(frozen=True)
 class Binary:
-    """Machine code of one architecture."""
+    """Machine code for one architecture."""
 
     code: bytes
     names: dict[str, str]
-    """C++ names of kernels, and as they are in the code."""
+    """The mangled name for each C++ name of a kernel."""
 
 
 def folder() -> Path:
-    """TORCHKILN_CACHE, else a folder among the user's other caches."""
+    """The cache folder: below TORCHKILN_CACHE, else below the user's cache folder."""
     if given := os.environ.get("TORCHKILN_CACHE"):
         return Path(given) / "jit"
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -40,7 +40,7 @@ def folder() -> Path:
 
 
 def key(*parts: object) -> str:
-    """A name for what is made from ``parts``."""
+    """The name of a binary that is compiled from ``parts``."""
     return hashlib.sha256(json.dumps([FORMAT, *parts], default=str).encode()).hexdigest()
 
 
@@ -49,7 +49,7 @@ def _path(name: str) -> Path:
 
 
 def read(name: str) -> Binary | None:
-    """The binary of that name; None where there is none, or a damaged one."""
+    """The binary of that name; None if it is missing or damaged."""
     try:
         data = _path(name).read_bytes()
     except OSError:
@@ -62,14 +62,14 @@ def read(name: str) -> Binary | None:
 
 
 def write(name: str, binary: Binary) -> None:
-    """Keeps a binary; a warning, once a folder, where that is not possible."""
+    """Stores a binary; warns once per folder that cannot be written."""
     path = _path(name)
     payload = json.dumps(binary.names).encode() + b"\n" + binary.code
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, unfinished = tempfile.mkstemp(prefix="unfinished-", dir=path.parent)
         try:
-            with open(handle, "wb") as file:  # noqa: PTH123  a handle has no path
+            with open(handle, "wb") as file:  # noqa: PTH123  a descriptor, not a path
                 file.write(hashlib.sha256(payload).digest() + payload)
             Path(unfinished).replace(path)
         except BaseException:
@@ -80,7 +80,7 @@ def write(name: str, binary: Binary) -> None:
             _warned.add(folder())
             warnings.warn(
                 f"torchkiln.jit: cache folder: {folder()} cannot be written ({error.strerror});"
-                " kernels are compiled anew in every process. TORCHKILN_CACHE names another",
+                " every process compiles anew. Set TORCHKILN_CACHE to a writable folder",
                 stacklevel=2,
             )
         return
@@ -88,7 +88,7 @@ def write(name: str, binary: Binary) -> None:
 
 
 def _remove_unfinished(parent: Path) -> None:
-    """What killed processes have left."""
+    """Removes temporary files that killed processes left."""
     for path in parent.glob("unfinished-*"):
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > STALE_SECONDS:

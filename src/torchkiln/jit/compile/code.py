@@ -1,4 +1,4 @@
-"""One state of a source: its kernels' signatures and what they were compiled to."""
+"""One version of a source: the signatures of its kernels and their machine code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Code:
-    """A source and its kernels, which never change: a saved file makes another one."""
+    """An immutable version of a source. A saved file gives a new one."""
 
     def __init__(
         self, source: str, path: str, include: Sequence[Path], options: Sequence[str]
@@ -27,12 +27,12 @@ class Code:
         self._include = include
         self._options = options
         self._binaries: dict[tuple[str, str], Binary] = {}
-        # All that are no templates are compiled together, at once: errors are heard here.
+        # Kernels that are not templates compile together, here, so that errors appear early.
         self._plain = [name for name, found in self.signatures.items() if not found.template]
         self.binary(architecture_of(), *self._plain[:1])
 
     def binary(self, architecture: str, name: str = "") -> Binary:
-        """The machine code with a kernel for an architecture such as sm_90a."""
+        """The machine code that has a kernel, for an architecture such as sm_90a."""
         names = self._plain if name in self._plain or not name else [name]
         key = (architecture, names[0] if names else "")
         if key not in self._binaries:
@@ -47,11 +47,11 @@ class Code:
         return self._binaries[key]
 
     def signature(self, name: str) -> Signature:
-        """Of the kernel of that C++ name, template arguments included."""
+        """The signature of the kernel of that C++ name, template arguments included."""
         base, _, rest = name.partition("<")
         signature = self.signatures.get(base.strip())
         if signature is None:
-            raise AttributeError(self._missing(name))
+            raise AttributeError(self._missing_kernel(name))
         if rest:
             return signature.instance(tuple(split(rest.rstrip().removesuffix(">"))))
         if signature.template:
@@ -62,8 +62,10 @@ class Code:
             )
         return signature
 
-    def _missing(self, name: str) -> str:
+    def _missing_kernel(self, name: str) -> str:
         close = get_close_matches(name, self.signatures, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
-        known = ", ".join(self.signatures) or "a __global__ function, of which it has none"
-        return f"torchkiln.jit: {self.path}: got kernel {name!r}, expected one of {known}{hint}"
+        known = (
+            f"one of {', '.join(self.signatures)}" if self.signatures else "a __global__ function"
+        )
+        return f"torchkiln.jit: {self.path}: got kernel {name!r}, expected {known}{hint}"

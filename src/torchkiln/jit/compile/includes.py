@@ -1,4 +1,4 @@
-"""Which files a source includes, without a compiler: a start from the cache loads none."""
+"""The files that a source includes, found without a compiler: a start from the cache needs none."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:"([^"\n]+)"|<([^>\n]+)>|(\S
 
 
 def included(source: str, folder: Path, search: Sequence[Path]) -> dict[Path, str] | None:
-    """The text of all files that a source includes, directly or not.
+    """The text of every file that a source includes, directly or through other files.
 
-    Conditions are not looked at, so that there may be more than a compiler would read. Files that
-    lie nowhere in ``folder`` and ``search``, CUDA's own among them, are left out.
+    Preprocessor conditions are ignored, so the result may have more files than a compiler reads.
+    Files outside ``folder`` and ``search``, such as CUDA's own, are left out.
 
     Args:
-        source: text of a file in ``folder``.
-        folder: where names in quotes are looked for first.
-        search: where all are looked for.
+        source: the text of a file in ``folder``.
+        folder: the first folder for names in quotes.
+        search: the folders for all names.
 
     Returns:
-        None where a name is made by a macro: only a compiler knows the file then.
+        None if a macro gives a name, since only a compiler can resolve it.
     """
-    found: dict[Path, str] = {}
-    waiting = [(source, folder)]
-    while waiting:
-        text, beside = waiting.pop()
-        for quoted, angled, made in INCLUDE.findall(text):
-            if made:
+    texts: dict[Path, str] = {}
+    pending = [(source, folder)]
+    while pending:
+        text, beside = pending.pop()
+        for quoted, angled, macro in INCLUDE.findall(text):
+            if macro:
                 return None
             name = quoted or angled
-            places = (beside, *search) if quoted else search
-            path = next(((p / name).resolve() for p in places if (p / name).is_file()), None)
-            if path is not None and path not in found:
-                found[path] = path.read_text(encoding="utf-8", errors="replace")
-                waiting.append((found[path], path.parent))
-    return found
+            folders = (beside, *search) if quoted else search
+            path = next(((p / name).resolve() for p in folders if (p / name).is_file()), None)
+            if path is not None and path not in texts:
+                texts[path] = path.read_text(encoding="utf-8", errors="replace")
+                pending.append((texts[path], path.parent))
+    return texts

@@ -1,8 +1,4 @@
-"""Finds what kernels are compiled with: NVRTC and CUDA's headers, from torch's dependencies first.
-
-Torch with CUDA brings both, so that nothing has to be installed. What else there is on the machine
-is taken where they are missing.
-"""
+"""Finds NVRTC and CUDA's headers: among torch's dependencies first, then on the machine."""
 
 from __future__ import annotations
 
@@ -16,33 +12,33 @@ from typing import TYPE_CHECKING
 
 import torch
 
+import torchkiln
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
 @dataclass(frozen=True)
 class Toolkit:
-    """Where NVRTC lies, and where the headers that belong to it."""
+    """The path of NVRTC, and the include folders that belong to it."""
 
     library: Path
     includes: tuple[Path, ...]
 
     @functools.cached_property
     def identity(self) -> str:
-        """Changes when another NVRTC takes this one's place."""
+        """Changes when another NVRTC is installed in the same place."""
         facts = self.library.stat()
         return f"{self.library.resolve()}:{facts.st_size}:{facts.st_mtime_ns}"
 
 
 def torchkiln_include() -> Path:
     """The folder with torchkiln's own headers."""
-    import torchkiln  # noqa: PLC0415  this package is a part of it
-
     return Path(torchkiln.cmake_prefix_path).parents[1] / "include"
 
 
 def roots() -> Iterator[Path]:
-    """Folders with a CUDA: those in Python's environment, then the system's, the newest first."""
+    """CUDA's folders: of Python packages first, then of the system; newer ones first."""
     site = Path(torch.__file__).parents[1]
     folders = [site, *(Path(entry) for entry in sys.path if entry and Path(entry) != site)]
     for folder in folders:
@@ -58,7 +54,7 @@ def roots() -> Iterator[Path]:
 
 
 def libraries() -> Iterator[tuple[Path, Path]]:
-    """Every NVRTC there is, with its root."""
+    """Every NVRTC that is installed: its CUDA folder and its path."""
     for root in roots():
         for folder in (root / "lib", root / "lib64"):
             for library in sorted(folder.glob("libnvrtc.so.*"), key=lambda path: len(path.name)):
@@ -66,24 +62,31 @@ def libraries() -> Iterator[tuple[Path, Path]]:
 
 
 def headers_of(root: Path) -> Iterator[Path]:
-    """Include folders of a root: with the half precision types, then with CUDA's C++ library."""
-    for folder in (root / "include", root.parent / "cuda_runtime" / "include"):
-        if (folder / "cuda_fp16.h").is_file():
-            yield folder
-            if (folder / "cccl" / "nv" / "target").is_file():
-                yield folder / "cccl"
+    """Include folders of a CUDA folder: CUDA's headers, then its C++ library if installed.
+
+    Python packages of CUDA 12 have a folder for each component, those of CUDA 13 one for all.
+    """
+    packages = root.parent
+    for headers, library in (
+        (root / "include", root / "include" / "cccl"),
+        (packages / "cuda_runtime" / "include", packages / "cuda_cccl" / "include"),
+    ):
+        if (headers / "cuda_fp16.h").is_file():
+            yield headers
+            if (library / "nv" / "target").is_file():
+                yield library
             return
 
 
 def major_of(library: Path) -> str:
-    """13 of libnvrtc.so.13.0.88."""
+    """The major version in a library's name: 13 for libnvrtc.so.13.0.88."""
     match = re.search(r"\.so\.(\d+)", library.name)
     return match[1] if match else ""
 
 
 @functools.cache
 def find() -> Toolkit:
-    """NVRTC of the CUDA that torch was built with; without such a torch, any."""
+    """The first NVRTC of torch's CUDA major version that has headers; any if torch has no CUDA."""
     wanted = torch.version.cuda.split(".")[0] if torch.version.cuda else None
     seen = []
     for root, library in libraries():
@@ -92,9 +95,14 @@ def find() -> Toolkit:
             return Toolkit(library, includes)
         seen.append(str(library))
     name = f"libnvrtc.so.{wanted}" if wanted else "libnvrtc.so"
-    package = f"nvidia-cuda-nvrtc=={wanted}.*" if wanted else "nvidia-cuda-nvrtc"
     raise RuntimeError(
-        f"torchkiln.jit: NVRTC: got {', '.join(seen) or 'none'}, expected {name} and cuda_fp16.h"
-        f" beside it. They come with torch's own dependencies; type\n"
-        f"  {sys.executable} -m pip install '{package}' '{package.replace('nvrtc', 'runtime')}'"
+        f"torchkiln.jit: NVRTC: got {', '.join(seen) or 'none'}, expected {name} with cuda_fp16.h"
+        f" beside it. A torch with CUDA depends on both; to install them, type\n"
+        f"  {pip_install('nvrtc,cudart')}"
     )
+
+
+def pip_install(components: str) -> str:
+    """The command that installs components of the CUDA toolkit in the version of torch's CUDA."""
+    version = f"=={torch.version.cuda}.*" if torch.version.cuda else ""
+    return f"{sys.executable} -m pip install 'cuda-toolkit[{components}]{version}'"

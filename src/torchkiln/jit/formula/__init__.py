@@ -1,1 +1,1 @@
-"""From a formula to the source of a kernel, its derivatives and its reference in torch."""
+"""Formulas: parsing, derivatives, the kernel source and the reference in torch."""

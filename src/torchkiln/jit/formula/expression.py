@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import textwrap
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
@@ -11,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torchkiln.jit.formula.functions import FUNCTIONS, OPERATORS
+from torchkiln.jit.formula.functions import ALIASES, FUNCTIONS, NAMED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 BINARY = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.Pow: "pow"}
-COMPARED = {
+COMPARISONS = {
     ast.Lt: "lt",
     ast.LtE: "le",
     ast.Gt: "gt",
@@ -25,6 +26,10 @@ COMPARED = {
     ast.Eq: "eq",
     ast.NotEq: "ne",
 }
+FUNCTION_LIST = textwrap.fill(
+    ", ".join(NAMED), width=80, initial_indent="  ", subsequent_indent="  "
+)
+"""All functions on lines of their own, for errors."""
 
 
 class Node:
@@ -33,36 +38,50 @@ class Node:
 
 @dataclass(frozen=True)
 class Name(Node):
-    """A tensor's element, or a number that is given when the formula is computed."""
+    """An argument: an element of a tensor, or a number."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Number(Node):
-    """A number."""
+    """A constant."""
 
     value: float
 
 
 @dataclass(frozen=True)
 class Call(Node):
-    """A function of parts; +, * and < are functions, too."""
+    """A function of parts; operators such as + and < are functions, too."""
 
     function: str
     arguments: tuple[Node, ...]
 
 
-def parse(text: str) -> Node:
-    """A formula from Python's notation of one."""
+class ExpressionError(ValueError):
+    """An expression that is no formula; the message lacks the name of the op's argument."""
+
+
+def parse(text: str, argument: str = "expression") -> Node:
+    """Reads a formula in Python's notation.
+
+    Args:
+        text: the expression.
+        argument: the argument of ``jit.elementwise`` that has the expression, for errors.
+    """
     try:
         tree = ast.parse(text.strip(), mode="eval").body
+        node = _read(tree, text)
+        if _is_condition(node):
+            raise ExpressionError(f"got {text!r}, expected a number, not a comparison")
+        _require_kinds(node, text)
     except SyntaxError as error:
-        raise ValueError(f"torchkiln.jit: expression: got {text!r}: {error.msg}") from None
-    node = _read(tree, text)
-    if _is_condition(node):
-        raise ValueError(f"torchkiln.jit: expression: got {text!r}, expected a number, not a yes")
-    _require_kinds(node, text)
+        raise ValueError(
+            f"torchkiln.jit.elementwise: {argument}: got {text!r}, expected a Python expression"
+            f" ({error.msg})"
+        ) from None
+    except ExpressionError as error:
+        raise ValueError(f"torchkiln.jit.elementwise: {argument}: {error}") from None
     return node
 
 
@@ -71,21 +90,20 @@ def _is_condition(node: Node) -> bool:
 
 
 def _require_kinds(node: Node, text: str) -> None:
-    """Comparisons stand where something is chosen, and nowhere else."""
+    """Raises unless comparisons stand exactly where ``where`` takes its condition."""
     if not isinstance(node, Call):
         return
     for i, argument in enumerate(node.arguments):
-        chooses = node.function == "where" and i == 0
-        if _is_condition(argument) != chooses:
-            wanted = "a comparison, such as x > 0" if chooses else "a number, not a comparison"
-            raise ValueError(
-                f"torchkiln.jit: expression: argument {i + 1} of {node.function} in {text!r}:"
-                f" expected {wanted}"
+        is_choice = node.function == "where" and i == 0
+        if _is_condition(argument) != is_choice:
+            wanted = "a comparison such as x > 0" if is_choice else "a number, not a comparison"
+            raise ExpressionError(
+                f"got argument {i + 1} of {node.function} in {text!r}, expected {wanted}"
             )
         _require_kinds(argument, text)
 
 
-def _read(tree: ast.expr, text: str) -> Node:  # noqa: PLR0911  one for each kind
+def _read(tree: ast.expr, text: str) -> Node:  # noqa: PLR0911  one return for each kind
     def read(*parts: ast.expr) -> tuple[Node, ...]:
         return tuple(_read(part, text) for part in parts)
 
@@ -102,40 +120,37 @@ def _read(tree: ast.expr, text: str) -> Node:  # noqa: PLR0911  one for each kin
             return _read(operand, text)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in BINARY:
             return Call(BINARY[type(op)], read(left, right))
-        case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in COMPARED:
-            return Call(COMPARED[type(op)], read(left, right))
+        case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in COMPARISONS:
+            return Call(COMPARISONS[type(op)], read(left, right))
         case ast.IfExp(test=test, body=body, orelse=orelse):
-            return _called("where", read(test, body, orelse), text)
+            return _call_by_name("where", read(test, body, orelse), text)
         case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]):
-            return _called(name, read(*arguments), text)
+            return _call_by_name(name, read(*arguments), text)
     part = ast.get_source_segment(text.strip(), tree)
-    raise ValueError(
-        f"torchkiln.jit: expression: got {part!r} in {text!r}, expected names, numbers,"
-        " + - * / **, one comparison, a if b else c, or a function by its name alone:"
-        f" {', '.join(sorted(FUNCTIONS.keys() - OPERATORS))}"
+    raise ExpressionError(
+        f"got {part!r} in {text!r}, expected names, numbers, + - * / **, one comparison,"
+        f" a if b else c, or one of these functions by its name alone:\n{FUNCTION_LIST}"
     )
 
 
-def _called(name: str, arguments: tuple[Node, ...], text: str) -> Node:
-    known = sorted(FUNCTIONS.keys() - OPERATORS)
-    if name not in known:
-        close = get_close_matches(name, known, n=1)
+def _call_by_name(name: str, arguments: tuple[Node, ...], text: str) -> Node:
+    function = ALIASES.get(name, name)
+    if function not in NAMED:
+        close = get_close_matches(name, NAMED, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
-        raise ValueError(
-            f"torchkiln.jit: expression: got function {name!r} in {text!r}, expected one of"
-            f" {', '.join(known)}{hint}"
+        raise ExpressionError(
+            f"got function {name!r} in {text!r}, expected one of those below{hint}\n{FUNCTION_LIST}"
         )
-    function = FUNCTIONS[name]
-    if len(arguments) != function.arity:
-        got = f"{len(arguments)} arguments of {name}"
-        raise ValueError(
-            f"torchkiln.jit: expression: got {got} in {text!r}, expected {function.arity}"
+    arity = FUNCTIONS[function].arity
+    if len(arguments) != arity:
+        raise ExpressionError(
+            f"got {len(arguments)} arguments of {name} in {text!r}, expected {arity}"
         )
-    return Call(name, arguments)
+    return Call(function, arguments)
 
 
 def names_in(node: Node) -> Iterator[str]:
-    """Names from left to right, each as often as it occurs."""
+    """The names in a formula from left to right, with repetitions."""
     if isinstance(node, Name):
         yield node.name
     elif isinstance(node, Call):
@@ -147,7 +162,7 @@ ZERO, ONE = Number(0.0), Number(1.0)
 
 
 def call(function: str, *arguments: Node) -> Node:
-    """A call, without those that change nothing."""
+    """A call, simplified: x * 0, x * 1, x + 0 and a choice between equal parts."""
     if function == "mul":
         if ZERO in arguments:
             return ZERO
@@ -166,49 +181,57 @@ def _slopes(function: str) -> tuple[Node, ...]:
     return tuple(_read(ast.parse(text, mode="eval").body, text) for text in texts)
 
 
-def replaced(node: Node, by: Mapping[str, Node]) -> Node:
-    """The formula with other parts for its names."""
+def substitute(node: Node, parts: Mapping[str, Node]) -> Node:
+    """The formula with parts put in for its names."""
     if isinstance(node, Name):
-        return by.get(node.name, node)
+        return parts.get(node.name, node)
     if isinstance(node, Call):
-        return call(node.function, *(replaced(argument, by) for argument in node.arguments))
+        return call(node.function, *(substitute(argument, parts) for argument in node.arguments))
     return node
 
 
 def slope(node: Node, name: str) -> Node:
-    """The derivative for a name."""
+    """The derivative with respect to a name, by the chain rule."""
     if isinstance(node, Name):
         return ONE if node.name == name else ZERO
     if not isinstance(node, Call):
         return ZERO
-    by = dict(zip("abc", node.arguments, strict=False))
+    parts = dict(zip("abc", node.arguments, strict=False))
     total: Node = ZERO
     for argument, outer in zip(node.arguments, _slopes(node.function), strict=True):
         inner = slope(argument, name)
         if inner != ZERO:
-            total = call("add", total, call("mul", replaced(outer, by), inner))
+            total = call("add", total, call("mul", substitute(outer, parts), inner))
     return total
 
 
 def magnitude(node: Node) -> Node:
-    """The sum of the absolute values of all that is added up: what rounding is proportional to."""
+    """A bound on the intermediate values, to which rounding errors are proportional.
+
+    Sums add the magnitudes of their terms. Other functions add their own absolute value and, for
+    each argument, its magnitude times the absolute derivative.
+    """
     if not isinstance(node, Call):
         return Call("abs", (node,))
     if FUNCTIONS[node.function].condition:
         return node
     if node.function in ("add", "sub"):
         return call("add", *map(magnitude, node.arguments))
-    by = dict(zip("abc", node.arguments, strict=False))
+    parts = dict(zip("abc", node.arguments, strict=False))
     total: Node = Call("abs", (node,))
     for argument, outer in zip(node.arguments, _slopes(node.function), strict=True):
         if next(names_in(argument), None) is not None and outer != ZERO:
-            steep = Call("abs", (replaced(outer, by),))
-            total = call("add", total, call("mul", steep, magnitude(argument)))
+            steepness = Call("abs", (substitute(outer, parts),))
+            total = call("add", total, call("mul", steepness, magnitude(argument)))
     return total
 
 
 def cuda_of(nodes: Mapping[str, Node]) -> str:
-    """C++ that assigns each result. Names end in an underscore there; equal parts are one."""
+    """C++ statements that assign each result; equal parts are computed once.
+
+    Args:
+        nodes: the formula for each result. Names get an underscore in C++: ``x`` becomes ``x_``.
+    """
     lines: list[str] = []
     known: dict[Node, str] = {}
 
@@ -234,7 +257,14 @@ def cuda_of(nodes: Mapping[str, Node]) -> str:
 
 
 def compute(node: Node, values: Mapping[str, Any], dtype: torch.dtype, device: Any) -> Tensor:
-    """The formula by torch's functions, in the dtype of tensors of ``values``."""
+    """The value of a formula by torch functions.
+
+    Args:
+        node: the formula.
+        values: a tensor of ``dtype`` or a number for each name.
+        dtype: the dtype of the result.
+        device: the device of constants.
+    """
     known: dict[Node, Any] = {}
 
     def tensor(value: Any) -> Tensor:

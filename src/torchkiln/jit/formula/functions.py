@@ -1,4 +1,4 @@
-"""What expressions are made of: each function in C++, in torch, and with its derivatives."""
+"""The functions of expressions: each in C++, in torch, and with its derivatives."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Function:
-    """A function of one to three numbers."""
+    """A function of one to three arguments."""
 
     cuda: str
-    """C++ of the arguments {0}, {1}, {2}, in type C."""
+    """C++ expression of the arguments {0}, {1}, {2}, which have type C."""
     torch: Callable[..., Any]
     slopes: tuple[str, ...]
-    """Derivatives for each argument, as expressions in a, b, c."""
+    """The derivative for each argument, as an expression of a, b, c."""
     numbers: bool = False
-    """Whether torch's function takes Python numbers beside tensors."""
+    """Whether the torch function takes a Python number beside a tensor."""
     condition: bool = False
-    """Whether it says yes or no."""
+    """Whether the result is a bool, which only ``where`` and ``a if b else c`` take."""
 
     @property
     def arity(self) -> int:
-        """How many arguments it takes."""
+        """The number of arguments."""
         return len(self.slopes)
 
 
@@ -126,4 +126,8 @@ FUNCTIONS = {
     ),
 }
 OPERATORS = {"add", "sub", "mul", "div", "neg", "lt", "le", "gt", "ge", "eq", "ne"}
-"""Those that are written with a sign."""
+"""Functions that expressions write as an operator, not by name."""
+ALIASES = {"max": "maximum", "min": "minimum"}
+"""Python's names for functions of FUNCTIONS."""
+NAMED = tuple(sorted(FUNCTIONS.keys() - OPERATORS))
+"""Functions that expressions call by name, without aliases."""

@@ -1,4 +1,4 @@
-"""A formula in plain torch: what the CPU runs, and what derivatives are taken of."""
+"""A formula in plain torch functions: it runs on the CPU and gives higher derivatives."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from torchkiln.jit.formula.expression import Node, compute
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from torchkiln.jit.elementwise_op import Argument
+    from torchkiln.jit.formula.arguments import Argument
 
 GRAD = "grad"
+"""The name of the incoming gradient in expressions."""
 
 
-def computed(node: Node, values: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
-    """The formula in the precision in which results of ``dtype`` are computed."""
+def compute_wide(node: Node, values: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
+    """The formula computed in float64 for a float64 result, else in float32."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     moved = {k: v.to(wide) if isinstance(v, Tensor) else v for k, v in values.items()}
     device = next(v.device for v in values.values() if isinstance(v, Tensor))
@@ -28,7 +29,7 @@ def computed(node: Node, values: Mapping[str, Any], dtype: torch.dtype) -> Tenso
 
 
 def reference_of(node: Node, arguments: Sequence[Argument]) -> Callable[..., Tensor]:
-    """The formula in plain torch: computed in float32 or float64, rounded once."""
+    """The formula as a torch function: computed in float32 or float64, rounded once."""
     names = [argument.name for argument in arguments]
 
     def reference(*args: Any) -> Tensor:
@@ -36,7 +37,7 @@ def reference_of(node: Node, arguments: Sequence[Argument]) -> Callable[..., Ten
         values = dict(zip(names, [*args, *defaults], strict=True))
         tensors = [value for value in values.values() if isinstance(value, Tensor)]
         dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors))
-        result = computed(node, values, dtype).expand(broadcast([t.shape for t in tensors]))
+        result = compute_wide(node, values, dtype).expand(broadcast([t.shape for t in tensors]))
         return result.to(dtype, memory_format=torch.contiguous_format).contiguous()
 
     return reference
@@ -45,16 +46,16 @@ def reference_of(node: Node, arguments: Sequence[Argument]) -> Callable[..., Ten
 def with_gradients(
     reference: Callable[..., Tensor], names: Sequence[str], slopes: Mapping[str, Node]
 ) -> Callable[..., Tensor]:
-    """``reference`` of all arguments with given gradients, which torch can differentiate again.
+    """``reference`` with given gradients, which torch can differentiate again.
 
     Args:
         reference: the function.
-        names: of its arguments.
-        slopes: for each that is a tensor the gradient, linear in ``grad``.
+        names: its arguments.
+        slopes: for each tensor argument the gradient, linear in ``grad``.
     """
 
     def slope(name: str, grad: Tensor, values: Mapping[str, Any]) -> Tensor:
-        return computed(slopes[name], {**values, GRAD: grad}, grad.dtype).expand(grad.shape)
+        return compute_wide(slopes[name], {**values, GRAD: grad}, grad.dtype).expand(grad.shape)
 
     def values_of(ctx: Any) -> dict[str, Any]:
         return dict(zip(slopes, ctx.saved_tensors, strict=True)) | ctx.numbers

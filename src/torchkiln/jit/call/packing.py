@@ -1,4 +1,4 @@
-"""What a kernel is called with, against what its signature says."""
+"""Arguments and grid sizes of a launch: checked against the signature, packed for the driver."""
 
 from __future__ import annotations
 
@@ -16,36 +16,48 @@ if TYPE_CHECKING:
 
     from torchkiln.jit.call.signature import Signature
 
-MOST_BLOCKS = (2**31 - 1, 65535, 65535)
-MOST_THREADS = (1024, 1024, 64)
-LIMITS = {
+MAX_GRID = (2**31 - 1, 65535, 65535)
+"""Blocks along x, y, z."""
+MAX_BLOCK = (1024, 1024, 64)
+"""Threads along x, y, z; a block has at most 1024 in all."""
+INTEGER_RANGES = {
     dtype: (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
     for dtype in NUMBERS
     if not dtype.is_floating_point and dtype != torch.bool
 }
-"""Of integers."""
 Size = int | tuple[int, ...]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Float32 of torch.float32, in lower case."""
+    """The dtype without its module: ``float32``."""
     return str(dtype).removeprefix("torch.")
 
 
-def sizes(where: str, given: Size, most: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Three sizes of a grid or a block."""
+def dimensions(
+    where: str, name: str, given: Size, most: tuple[int, int, int]
+) -> tuple[int, int, int]:
+    """The x, y and z of a grid or a block that was given as a number or a tuple.
+
+    Args:
+        where: the kernel, for the error.
+        name: grid or block, for the error.
+        given: one to three sizes.
+        most: the limits along x, y, z.
+    """
     if type(given) is int and 1 <= given <= most[0]:
         return given, 1, 1
     sizes = given if isinstance(given, tuple) else (given,)
     fits = 1 <= len(sizes) <= 3 and all(isinstance(n, int) for n in sizes)
     if not fits or any(not 1 <= n <= m for n, m in zip(sizes, most, strict=False)):
-        raise ValueError(f"{where}: got {given}, expected up to three sizes from 1 to {most}")
+        raise ValueError(
+            f"{where}: {name}: got {given}, expected up to three sizes from 1 to {most}"
+        )
     x, y, z = (*sizes, 1, 1)[:3]
     return x, y, z
 
 
-def placed(where: str, signature: Signature, given: Sequence[Any]) -> int | None:
-    """The index of the GPU that all tensors are on; None where there is no tensor."""
+def common_device(where: str, signature: Signature, given: Sequence[Any]) -> int | None:
+    """The index of the GPU that holds all tensors; None if no tensor was given."""
     device = None
     for parameter, value in zip(signature.parameters, given, strict=True):
         if not isinstance(value, Tensor):
@@ -59,39 +71,44 @@ def placed(where: str, signature: Signature, given: Sequence[Any]) -> int | None
         elif device != index:
             raise ValueError(
                 f"{where}: {parameter.name}: got a tensor on {value.device}, expected one on"
-                f" cuda:{device}, where the tensors before it are"
+                f" cuda:{device}, the device of the tensors before it"
             )
     return device
 
 
 def pack(where: str, signature: Signature, given: Sequence[Any]) -> list[Any]:
-    """The arguments as ctypes objects."""
+    """The arguments as ctypes objects, checked against the signature.
+
+    Args:
+        where: the kernel, for errors.
+        signature: its parameters.
+        given: the arguments of the call.
+    """
     parameters = signature.parameters
     if len(given) != len(parameters):
         count = f"{len(given)} argument{'s' if len(given) != 1 else ''}"
         raise TypeError(f"{where}: got {count}, expected {len(parameters)}: {signature}")
-    return [pack_one(where, p, v) for p, v in zip(parameters, given, strict=True)]
+    return [_pack_one(where, p, v) for p, v in zip(parameters, given, strict=True)]
 
 
-def pack_one(where: str, parameter: Parameter, value: Any) -> Any:
-    """One argument."""
+def _pack_one(where: str, parameter: Parameter, value: Any) -> Any:
     if parameter.pointer:
-        return pack_pointer(where, parameter, value)
+        return _pack_pointer(where, parameter, value)
     dtype = parameter.dtype
     if dtype is None:
-        return pack_bytes(where, parameter, value)
-    whole = dtype in LIMITS or dtype == torch.bool
-    if not isinstance(value, int if whole else (int, float)):
-        wanted = "an int" if whole else "a number"
+        return _pack_bytes(where, parameter, value)
+    is_integer = dtype in INTEGER_RANGES or dtype == torch.bool
+    if not isinstance(value, int if is_integer else (int, float)):
+        wanted = "an int" if is_integer else "a number"
         got = type(value).__name__
         raise TypeError(f"{where}: {parameter.name}: got {got}, expected {wanted} for {parameter}")
     if dtype == torch.float16:
         return ctypes.c_uint16(struct.unpack("<H", struct.pack("<e", value))[0])
     if dtype not in NUMBERS:
-        bits = torch.tensor([value]).to(dtype).view(torch.uint8).tolist()
-        return (ctypes.c_uint8 * len(bits))(*bits)
-    if dtype in LIMITS:
-        least, most = LIMITS[dtype]
+        data = torch.tensor([value]).to(dtype).view(torch.uint8).tolist()
+        return (ctypes.c_uint8 * len(data))(*data)
+    if dtype in INTEGER_RANGES:
+        least, most = INTEGER_RANGES[dtype]
         if not least <= value <= most:
             raise OverflowError(
                 f"{where}: {parameter.name}: got {value}, expected {least} to {most}"
@@ -100,8 +117,8 @@ def pack_one(where: str, parameter: Parameter, value: Any) -> Any:
     return NUMBERS[dtype](value)
 
 
-def pack_bytes(where: str, parameter: Parameter, value: Any) -> Any:
-    """An argument of a type of the author's."""
+def _pack_bytes(where: str, parameter: Parameter, value: Any) -> Any:
+    """An argument of a struct type of the source: its bytes, or a ctypes object."""
     if isinstance(value, (ctypes.Structure, ctypes.Array, ctypes._SimpleCData)):
         return value
     if isinstance(value, bytes):
@@ -111,8 +128,8 @@ def pack_bytes(where: str, parameter: Parameter, value: Any) -> Any:
     raise TypeError(f"{where}: {parameter.name}: got {got}, expected {wanted}")
 
 
-def pack_pointer(where: str, parameter: Parameter, value: Any) -> ctypes.c_void_p:
-    """The address of a tensor's first element; None is the null pointer."""
+def _pack_pointer(where: str, parameter: Parameter, value: Any) -> ctypes.c_void_p:
+    """The address of a tensor's first element; None gives the null pointer."""
     if value is None:
         return ctypes.c_void_p(None)
     if not isinstance(value, Tensor):
