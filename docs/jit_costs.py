@@ -1,9 +1,8 @@
-"""From an edit to a result: torchkiln.jit beside torch.utils.cpp_extension.load, in one run.
+"""Times from an edit to a result: torchkiln.jit and torch.utils.cpp_extension.load, in one run.
 
-Prints tables. Every start is a process of its own; what is timed begins when
-torch is imported and CUDA has started, and ends when the results of a kernel in three dtypes are
-there. Without a GPU it ends with the machine code. The extension needs nvcc, g++ and ninja, and is
-left out by --without-extension.
+Prints tables. Every start is a new process. A measurement begins after the import of torch and the
+start of CUDA, and ends with the results of a kernel in three dtypes; without a GPU it ends with the
+machine code. The extension needs nvcc, g++ and ninja; --without-extension leaves it out.
 """
 
 from __future__ import annotations
@@ -64,9 +63,9 @@ ROUTES = ("jit.load", "jit.elementwise", "cpp_extension.load")
 TARGETS = {"cold": 1.0, "warm": 0.05, "changed": 0.5}
 STEPS = {
     "cold": "an empty cache",
-    "warm": "another process, the cache is filled",
-    "changed": "then a changed source",
-    "saved": "the same process, the file was saved (reload=True)",
+    "warm": "another process, a filled cache",
+    "changed": "in that process, a changed source",
+    "saved": "in one process, a saved file (reload=True)",
 }
 Run = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -78,7 +77,7 @@ def source(by: float) -> str:
 
 def with_load(folder: Path, by: float, *, reload: bool = False) -> Run:
     """Through torchkiln.jit.load."""
-    from torchkiln import jit  # noqa: PLC0415  what is timed is chosen first
+    from torchkiln import jit  # noqa: PLC0415  the import is timed separately
 
     file = folder / "my.cu"
     file.write_text(source(by))
@@ -96,7 +95,7 @@ def with_load(folder: Path, by: float, *, reload: bool = False) -> Run:
 
 
 def with_elementwise(folder: Path, by: float) -> Run:
-    """Through torchkiln.jit.elementwise, whose results are new tensors."""
+    """Through torchkiln.jit.elementwise, which allocates its results."""
     from torchkiln import jit  # noqa: PLC0415
 
     del folder
@@ -117,12 +116,12 @@ def with_extension(folder: Path, by: float) -> Run:
 
     file = folder / "extension.cu"
     text = source(by) + HOST
-    # It is built anew when the file is newer than the build.
+    # torch builds again if the file is newer than the build.
     if not file.exists() or file.read_text() != text:
         file.write_text(text)
     build = folder / "build"
     build.mkdir(exist_ok=True)
-    # Torch forbids what the kernel does: float(half) and half(float).
+    # torch disables the conversions of the kernel: float(half) and half(float).
     flags = [f"-U__CUDA_NO_{kind}_CONVERSIONS__" for kind in ("HALF", "BFLOAT16")]
     module = cpp_extension.load(
         "scaled_relu", [str(file)], build_directory=str(build), extra_cuda_cflags=flags
@@ -144,7 +143,7 @@ MAKERS: dict[str, Callable[[Path, float], Run]] = {
 
 
 class Problem:
-    """Tensors of the three dtypes, and whether a run was right."""
+    """Tensors of three dtypes, and a check of the results."""
 
     def __init__(self) -> None:
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -156,29 +155,29 @@ class Problem:
         self.wait()
 
     def wait(self) -> None:
-        """For the results."""
+        """Waits for the results."""
         if self.device == "cuda":
             torch.cuda.synchronize()
 
     def solve(self, run: Run) -> None:
-        """Runs all dtypes."""
+        """Runs the kernel for all dtypes."""
         self.results = [run(x, y) for x, y in self.pairs]
         self.wait()
 
     def require(self, by: float) -> None:
-        """Raises for results of another factor."""
+        """Raises unless the results have this factor."""
         for y in self.results:
             if self.device == "cuda" and y.float().tolist() != [2 * by + 1] * 1000:
                 raise RuntimeError(f"jit_costs: got {y[0].item()}, expected {2 * by + 1}")
 
 
 def relu(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-    """An op of torch, for comparison."""
+    """A torch op, for comparison."""
     return torch.relu(x)
 
 
 def host_time(run: Run) -> float:
-    """Microseconds of the host for a call, while the GPU keeps up."""
+    """Host time of a call in microseconds, with a tensor so small that the GPU keeps up."""
     x, y = torch.ones(256, device="cuda"), torch.ones(256, device="cuda")
     times = []
     for _ in range(30):
@@ -192,7 +191,7 @@ def host_time(run: Run) -> float:
 
 
 def start(route: str, folder: Path) -> dict[str, float]:
-    """What one process measures: the first one cold; the second one warm, and a changed source."""
+    """One process: the first measures a cold start, the second a warm one and a changed source."""
     begin = time.perf_counter()
     import_module("torch.utils.cpp_extension" if route == ROUTES[2] else "torchkiln.jit")
     found = {"import": time.perf_counter() - begin}
@@ -211,7 +210,7 @@ def start(route: str, folder: Path) -> dict[str, float]:
 
 
 def saves(folder: Path, rounds: int) -> dict[str, Any]:
-    """From a save to the results, in one process."""
+    """The times from a save to the results, in one process."""
     problem = Problem()
     run = with_load(folder, 0.5, reload=True)
     problem.solve(run)
@@ -225,14 +224,14 @@ def saves(folder: Path, rounds: int) -> dict[str, Any]:
         problem.require(by)
     calls = {}
     if torch.cuda.is_available():
-        time.sleep(0.2)  # the file is settled then
+        time.sleep(0.2)  # after that only time and size of the file are checked
         calls["jit.load, reload=True"] = host_time(run)
         calls["torch.relu"] = host_time(relu)
     return {"seconds": found, "calls": calls}
 
 
 def child(*words: object, folder: Path) -> dict[str, Any]:
-    """What a new process prints."""
+    """The figures that a new process prints."""
     environment = {**os.environ, "TORCHKILN_CACHE": str(folder / "cache")}
     if not torch.cuda.is_available():
         environment.setdefault("TORCH_CUDA_ARCH_LIST", "9.0")
@@ -245,7 +244,7 @@ def child(*words: object, folder: Path) -> dict[str, Any]:
 
 
 def measure(route: str, rounds: int, folder: Path) -> dict[str, list[float]]:
-    """The seconds of every start of a route."""
+    """The times of all starts of a route, in seconds."""
     found: dict[str, list[float]] = defaultdict(list)
     for i in range(rounds):
         own = folder / f"{route}{i}"
@@ -257,17 +256,17 @@ def measure(route: str, rounds: int, folder: Path) -> dict[str, list[float]]:
 
 
 def processor() -> str:
-    """The machine in a few words."""
+    """A short description of the machine."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     return f"{name}, {os.cpu_count()} CPU cores, torch {torch.__version__}"
 
 
 def markdown(found: dict[str, Any]) -> str:
-    """The tables, medians in seconds."""
+    """The tables, with medians."""
     routes = [route for route in ROUTES if route in found["starts"]]
     lines = [found["machine"], "", "| | target | " + " | ".join(routes) + " |"]
     lines.append("|---|---:|" + "---:|" * len(routes))
-    for step, words in {**STEPS, "import": "the import before it"}.items():
+    for step, words in {**STEPS, "import": "the import before that"}.items():
         cells = []
         for route in routes:
             seconds = found["starts"][route].get(step)
@@ -275,7 +274,7 @@ def markdown(found: dict[str, Any]) -> str:
         target = TARGETS.get(step, TARGETS["changed"] if step == "saved" else None)
         lines.append(f"| {words} | {f'{target} s' if target else ''} | {' | '.join(cells)} |")
     if found["calls"]:
-        lines += ["", "| a call's host time | |", "|---|---:|"]
+        lines += ["", "| host time of a call | |", "|---|---:|"]
         lines += [f"| {name} | {us:.1f} us |" for name, us in found["calls"].items()]
     return "\n".join(lines)
 
@@ -284,22 +283,22 @@ def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("--rounds", type=int, default=5, help="starts of ours (default: 5); the extension has one")
-    add("--without-extension", action="store_true", help="ours alone, in seconds")
-    add("--json", type=Path, metavar="FILE", help="write all figures down")
+    add("--rounds", type=int, default=5, help="starts of each JIT route (default: 5)")
+    add("--without-extension", action="store_true", help="measure the JIT alone, in seconds")
+    add("--json", type=Path, metavar="FILE", help="write all figures to a file")
     add("--process", nargs="+", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def process(words: list[str]) -> dict[str, Any]:
-    """One of the processes that main starts."""
+    """The work of a process that main starts."""
     if words[0] == "saves":
         return saves(Path(words[2]), int(words[1]))
     return start(words[0], Path(words[1]))
 
 
 def main() -> None:
-    """Measures all of it, the extension last."""
+    """Measures all routes, the extension last."""
     options = arguments()
     if options.process:
         print(json.dumps(process(options.process)))

@@ -1,6 +1,6 @@
-"""An op of your own, from a formula to the door of a package: clamp(x, lo, hi) * gate.
+"""An op, from a formula to the start of a package: clamp(x, lo, hi) * gate.
 
-Usage: python jit_to_package.py. Without a GPU everything runs but the kernels themselves.
+Usage: python jit_to_package.py. Without a GPU everything but the kernels runs.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from torch import Tensor
 from torchkiln import jit, testing
 from torchkiln.bench import Comparison, bench
 
-# 1. The formula. Forward is one kernel, and so is the gradient of x and gate together.
+# 1. The formula. Forward is one kernel; the gradients of x and gate are one kernel.
 by_formula = jit.elementwise(
     "clamp(x, lo, hi) * gate", "x, gate, lo: float, hi: float", name="clamp_gate"
 )
 
-# 2. The kernels by hand, for what a formula cannot say. This one is here to be compared with 1.
+# 2. Kernels by hand, for ops that no formula describes. These compute the formula of step 1.
 KERNELS = """
 #include <cstdint>
 
@@ -39,7 +39,7 @@ THREADS = 256
 
 
 def launch(x: Tensor, gate: Tensor, lo: float, hi: float) -> Tensor:
-    """Forward on a GPU."""
+    """Computes the result on a GPU."""
     x, gate = x.contiguous(), gate.contiguous()
     y = torch.empty_like(x)
     n = x.numel()
@@ -50,7 +50,7 @@ def launch(x: Tensor, gate: Tensor, lo: float, hi: float) -> Tensor:
 def launch_backward(
     grad: Tensor, x: Tensor, gate: Tensor, lo: float, hi: float
 ) -> tuple[Tensor, Tensor]:
-    """Both gradients on a GPU, from one pass."""
+    """Computes both gradients on a GPU, in one pass."""
     grad, x, gate = grad.contiguous(), x.contiguous(), gate.contiguous()
     grad_x, grad_gate = torch.empty_like(x), torch.empty_like(gate)
     n = x.numel()
@@ -60,12 +60,12 @@ def launch_backward(
 
 
 def formula(x: Tensor, gate: Tensor, lo: float, hi: float) -> Tensor:
-    """What torch computes: the CPU's road, and the truth of the tests."""
+    """The op in torch: it runs on the CPU and is the reference of the tests."""
     return x.clamp(lo, hi) * gate
 
 
 def check(x: Tensor, gate: Tensor, lo: float, hi: float) -> None:
-    """What the kernels cannot do is refused before they are launched."""
+    """Raises for tensors that the kernels do not support, before a launch."""
     del lo, hi
     for name, tensor in (("x", x), ("gate", gate)):
         if tensor.dtype != torch.float32 or tensor.shape != x.shape or tensor.numel() == 0:
@@ -84,7 +84,7 @@ by_hand = jit.op(
 
 
 def compare() -> None:
-    """Values and gradients of both against torch."""
+    """Compares values and gradients of both ops with torch."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     x, gate, grad = torch.randn(3, 1000, device=device).unbind()
     for op in (by_formula, by_hand):
@@ -94,12 +94,12 @@ def compare() -> None:
         torch.testing.assert_close(found, expected)
 
 
-# 3. The contract. That of a formula is complete: inputs, tolerances and bad calls follow from it.
+# 3. The contract. Inputs, tolerances and invalid calls follow from the formula.
 CHECKS = ("values", "strides", "gradient_values", "gradcheck", "gradgradcheck", "bad_input")
 
 
 def hold_to_contract() -> int:
-    """How many checks ran."""
+    """Runs the checks and returns their number."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     cases = [c for c in testing.cases([by_formula.spec()], device) if c.check.name in CHECKS]
     for case in cases:
@@ -107,9 +107,9 @@ def hold_to_contract() -> int:
     return len(cases)
 
 
-# 4. The time, beside what it replaces.
+# 4. The time, beside the torch ops that it replaces.
 def measure(rows: int = 256) -> Comparison:
-    """Of the formula's op, in one run with torch's."""
+    """Times the formula's op and torch's ops in one run."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     x, gate = torch.randn(2, rows, 1024, device=device).unbind()
 
@@ -123,12 +123,12 @@ def measure(rows: int = 256) -> Comparison:
 
 
 def main() -> None:
-    """All steps."""
+    """Runs all steps."""
     compare()
     print("values and gradients agree with torch")
     print(hold_to_contract(), "checks of the contract passed")
     print(measure())
-    print("5. A package of it, with C++ and CUDA that are compiled beforehand: torchkiln new NAME")
+    print("5. For a package with compiled C++ and CUDA, type: torchkiln new NAME")
 
 
 if __name__ == "__main__":

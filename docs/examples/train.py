@@ -1,7 +1,7 @@
-"""Trains a small language model twice, with fused layers and with torch's, from the same weights.
+"""Trains a small language model twice from the same weights: with fused layers and with torch's.
 
-The text is synthetic: each sequence counts on by a step of its own, modulo the vocabulary, so that
-the next token follows from the two before it. Usage: python train.py [STEPS] [DEVICE]
+The text is synthetic: each sequence counts up by its own step, modulo the vocabulary, so the next
+token follows from the two before it. Usage: python train.py [STEPS] [DEVICE]
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SEQUENCES, LENGTH = 32, 24
 
 
 class FusedBlock(nn.Module):
-    """Attention and a gated layer, each behind a norm that takes the residual sum along."""
+    """Attention and a gated layer, each after a norm that also adds the residual."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,14 +36,14 @@ class FusedBlock(nn.Module):
         self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
 
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """The block's output, which the next one adds to the residual sum, and that sum."""
-        normed, residual = self.before(x, residual)  # the sum, and its norm, in one pass
+        """The output, which the next block adds to the residual, and the residual."""
+        normed, residual = self.before(x, residual)  # sum and norm in one pass
         normed, residual = self.between(attention(self, normed), residual)
         return self.down(self.gate(self.up(normed))), residual
 
 
 class PlainBlock(nn.Module):
-    """The same of torch's layers; its parameters have the same names."""
+    """The same block with torch's layers; the parameters have the same names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class PlainBlock(nn.Module):
         self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
 
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """As above."""
+        """The output and the residual."""
         residual = x + residual
         residual = attention(self, self.before(residual)) + residual
         gate, up = self.up(self.between(residual)).chunk(2, dim=-1)
@@ -63,7 +63,7 @@ class PlainBlock(nn.Module):
 
 
 def attention(block: FusedBlock | PlainBlock, x: Tensor) -> Tensor:
-    """Causal, by torch."""
+    """Causal attention, by torch."""
     q, k, v = (
         part.unflatten(-1, (HEADS, -1)).transpose(-3, -2) for part in block.qkv(x).chunk(3, dim=-1)
     )
@@ -72,7 +72,7 @@ def attention(block: FusedBlock | PlainBlock, x: Tensor) -> Tensor:
 
 
 class Model(nn.Module):
-    """Tokens to logits of the next one."""
+    """Maps tokens to the logits of the next token."""
 
     def __init__(self, block: Callable[[], nn.Module], norm: Callable[[int], nn.Module]) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[..., LENGTH] to [..., LENGTH, VOCABULARY]."""
+        """Tokens [..., LENGTH] to logits [..., LENGTH, VOCABULARY]."""
         x = self.embedding(tokens) + self.position
         residual = torch.zeros_like(x)
         for block in self.blocks:
@@ -92,7 +92,7 @@ class Model(nn.Module):
 
 
 def batch(generator: torch.Generator, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Sequences, and what comes next at each place but the first, which nothing tells."""
+    """Sequences, and the next token at each position but the first, where it is unknown."""
     start = torch.randint(VOCABULARY, (SEQUENCES, 1), generator=generator)
     step = torch.randint(1, VOCABULARY, (SEQUENCES, 1), generator=generator)
     tokens = (start + step * torch.arange(LENGTH + 1)) % VOCABULARY
@@ -103,7 +103,7 @@ def batch(generator: torch.Generator, device: torch.device) -> tuple[Tensor, Ten
 
 @dataclass
 class Run:
-    """What came of a training."""
+    """The losses and the time of a training."""
 
     losses: list[float] = field(default_factory=list)
     seconds: float = 0.0
@@ -112,7 +112,7 @@ class Run:
 def train(
     model: Model, loss_of: Callable[[Tensor, Tensor], Tensor], steps: int, device: torch.device
 ) -> Run:
-    """Adam, on the same batches for everyone."""
+    """Trains with Adam, on the same batches in every run."""
     generator = torch.Generator().manual_seed(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
     run, start = Run(), time.perf_counter()
@@ -128,20 +128,20 @@ def train(
 
 
 def main(steps: int = 200, device_name: str = "") -> dict[str, Run]:
-    """Train both, print both."""
+    """Trains both models and prints their losses and times."""
     device = torch.device(device_name or ("cuda" if torch.cuda.is_available() else "cpu"))
     torch.manual_seed(0)
     plain = Model(PlainBlock, nn.RMSNorm).to(device)
     fused = Model(FusedBlock, torchkiln.nn.RMSNorm).to(device)
-    fused.load_state_dict(plain.state_dict())  # the modules have the parameters of torch's
+    fused.load_state_dict(plain.state_dict())  # the parameters have torch's names and shapes
     runs = {
         "torchkiln": train(fused, torchkiln.cross_entropy, steps, device),
         "torch": train(plain, F.cross_entropy, steps, device),
     }
-    print(f"{steps} steps on {device}; a guess would have the loss {math.log(VOCABULARY):.2f}")
+    print(f"{steps} steps on {device}; the loss of a random guess is {math.log(VOCABULARY):.2f}")
     for name, run in runs.items():
         first, last, each = run.losses[0], run.losses[-1], 1e3 * run.seconds / steps
-        print(f"{name:10} loss {first:.3f} -> {last:.3f}, {each:.1f} ms a step")
+        print(f"{name:10} loss {first:.3f} -> {last:.3f}, {each:.1f} ms per step")
     return runs
 
 

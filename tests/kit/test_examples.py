@@ -1,4 +1,4 @@
-"""The programs in docs/examples do what they say."""
+"""The programs in docs/examples run and print what they promise."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "docs" / "examples"
 
 @pytest.fixture
 def example(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
-    """The program of that name, as a module."""
+    """An example program, imported as a module."""
     name = f"example_{request.param}"
     spec = importlib.util.spec_from_file_location(name, FOLDER / f"{request.param}.py")
     assert spec is not None
@@ -39,14 +39,16 @@ def test_both_trainings_are_the_same(example: ModuleType) -> None:
         torch.set_num_threads(threads)
     ours, theirs = runs["torchkiln"].losses, runs["torch"].losses
     assert ours[0] == pytest.approx(theirs[0], abs=1e-5)
-    # Rounding grows from step to step, in the first ones it is still that of single operations.
+    # Rounding differences grow from step to step.
     assert ours[:20] == pytest.approx(theirs[:20], abs=1e-3)
     assert sum(ours[-5:]) < 0.5 * sum(ours[:5])
 
 
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("example", ["jit_to_package"], indirect=True)
-def test_an_op_of_ones_own(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_op_by_formula_and_by_hand(
+    example: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     example.main()
     said = capsys.readouterr().out
     assert "checks of the contract passed" in said

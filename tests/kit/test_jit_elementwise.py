@@ -235,6 +235,14 @@ def test_functions_compile(name: str) -> None:
         kernel.module(dtypes, 16 // dtype.itemsize, ["vector"] * len(dtypes))
 
 
+@pytest.mark.skipif(not has_nvrtc(), reason="no NVRTC")
+def test_infinite_constants_compile() -> None:
+    body = cuda_of({"result0_": parse("clamp(x, -1e999, 1e999)")})
+    assert "0xff800000" in body
+    assert "0x7f800000" in body
+    FormulaKernel(["x"], [], body).module([torch.float64] * 2, 2, ["vector"] * 2)
+
+
 def test_division_by_multiplication() -> None:
     numbers = (0, 1, 2, 6, 7, 1000, 2**16, 2**31 - 1)
     for size, n in itertools.product((1, 2, 3, 7, 10, 641, 2**20 + 7, 2**31 - 1), numbers):

@@ -23,7 +23,7 @@ struct Sum {
 struct Max {
   template <class C>
   static __device__ __forceinline__ C identity() {
-    return -C(INFINITY);
+    return C(__int_as_float(0xff800000));  // minus infinity: NVRTC has no INFINITY
   }
   template <class C>
   __device__ __forceinline__ C operator()(C a, C b) const {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import math
 import textwrap
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -226,6 +227,13 @@ def magnitude(node: Node) -> Node:
     return total
 
 
+def _cuda_number(value: float) -> str:
+    if math.isfinite(value):
+        return f"C({value!r})"
+    bits = "0x7f800000" if value > 0 else "0xff800000"  # NVRTC has no INFINITY
+    return f"C(__int_as_float({bits}))"
+
+
 def cuda_of(nodes: Mapping[str, Node]) -> str:
     """C++ statements that assign each result; equal parts are computed once.
 
@@ -239,7 +247,7 @@ def cuda_of(nodes: Mapping[str, Node]) -> str:
         if isinstance(node, Name):
             return f"{node.name}_"
         if isinstance(node, Number):
-            return f"C({node.value!r})" if abs(node.value) < float("inf") else "C(INFINITY)"
+            return _cuda_number(node.value)
         if node not in known:
             assert isinstance(node, Call)
             arguments = [write(argument) for argument in node.arguments]
