@@ -41,9 +41,8 @@ python_use_unqualified_type_names = True
 nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(torch|collections|functools|nn)\b.*"),  # of other packages
-    (r"py:class", r"Path|Tensor|Argument|Binary|Files|Formula|Node|Signature"),
-    (r"py:class", r"torchkiln\.\w+\.\w+\.\w+"),  # in signatures, but not in the reference
-    (r"py:mod", r"torchkiln\.jit\.functions"),
+    (r"py:class", r"Path|Tensor|Argument|Binary|Files|FormulaKernel|Node|Signature"),
+    (r"py:class", r"torchkiln(\.\w+){3,}"),  # in signatures, but not in the reference
 ]
 
 # Where the files lie that are no pages, such as https://example.org/torchkiln/blob/main
