@@ -23,7 +23,7 @@ MODULES = {name_of(path): path for path in FOLDER.rglob("*.py")}
 
 def imported_by(path: Path) -> set[str]:
     """The package's modules that a module imports: at the top, in functions, or for type checks."""
-    found = set()
+    found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
