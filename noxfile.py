@@ -49,6 +49,10 @@ def install_torch(session: nox.Session, torch: str = TORCH) -> None:
     session.install(f"torch=={torch}", *group("build"))
     toolkit = session.run("python", "-c", TOOLKIT_OF_TORCH, silent=True)
     if toolkit and (version := toolkit.strip()):
+        session.log(
+            f"this torch has CUDA {version}: fetching its compiler, which kernels for GPUs need: "
+            f"cuda-toolkit[{NVCC}]=={version}"
+        )
         session.install(f"torch=={torch}", f"cuda-toolkit[{NVCC}]=={version}")
 
 

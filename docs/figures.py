@@ -1,9 +1,8 @@
 """Writes the tables and pictures of README.md and docs/ that come from runs of the benchmark.
 
-The runs lie in results/NAME.json as `torchkiln bench --json` wrote them, and what comes of them
-between the lines <!-- results:NAME --> and <!-- /results:NAME -->. The first line may name ops:
-<!-- results:NAME add relu --> is a table of these alone, beside their peers. With --check nothing
-is changed, and it fails where a page says something else.
+The runs are results/NAME.json, written by `torchkiln bench --json`. Their tables stand between
+<!-- results:NAME --> and <!-- /results:NAME -->. With ops, <!-- results:NAME add relu --> holds a
+table of these ops beside their peers. --check changes nothing, and fails if a page differs.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from torchkiln.bench import Record, Row
-from torchkiln.bench.table import duration, size
+from torchkiln.bench.report import duration, size
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(
     r"<!-- results:(?P<name>\w+)(?P<ops>(?: \w+)*) -->\n(.*?)<!-- /results:(?P=name) -->", re.DOTALL
 )
-PICTURES = ("roofline", "speedups", "sweep", "host")
+PICTURES = ("share", "speedups", "roofline", "sweep", "host")
 
 
 def cell(row: Row | None) -> str:
-    """Time, spread, share of the floor, and how many times as fast as the best peer."""
+    """Time, spread, share of the floor, and speed-up over the best peer."""
     if row is None:
         return ""
     words = [f"{duration(row.ours.seconds)} ± {row.ours.spread / 2:.1%}"]
@@ -51,7 +50,7 @@ def calls(rows: Sequence[Row]) -> Iterable[str]:
 
 
 def host(rows: Sequence[Row]) -> Iterable[str]:
-    """Microseconds, ours and the peers'."""
+    """Host times in microseconds, ours and the peers'."""
     who = list(dict.fromkeys(name for row in rows for name in row.times))
     beside = list(dict.fromkeys(name for row in rows for name in row.references))
     yield "| host time of one call, us | " + " | ".join([*who, *beside]) + " |"
@@ -63,7 +62,7 @@ def host(rows: Sequence[Row]) -> Iterable[str]:
 
 
 def block(name: str, record: Record, folder: Path) -> str:
-    """What stands between the two lines."""
+    """All large calls and host times of a run, with its pictures."""
     lines = [
         f"{record.environment}. Each cell: the median time of a call, half of the middle half of",
         "its measurements, the share of the speed at which a copy moves as many bytes, how many",
@@ -82,7 +81,7 @@ def block(name: str, record: Record, folder: Path) -> str:
 
 
 def beside(record: Record, ops: Sequence[str]) -> str:
-    """The large calls of some ops in the last dtype, ours and the peers', beside a copy."""
+    """Large calls of some ops in the last dtype: ours, the peers', and a copy."""
     rows = [row for row in in_few_bars(record.rows) if row.op in ops]
     if missing := set(ops) - {row.op for row in rows}:
         raise SystemExit(f"the results have no calls of {', '.join(sorted(missing))}")
@@ -103,7 +102,7 @@ def beside(record: Record, ops: Sequence[str]) -> str:
 
 
 def written(page: str, files: dict[str, Path]) -> str:
-    """A page as it should be."""
+    """The page with new tables."""
 
     def replace(match: re.Match[str]) -> str:
         name, ops = match["name"], match["ops"].split()
@@ -117,7 +116,7 @@ def written(page: str, files: dict[str, Path]) -> str:
 
 
 def require_all(readme: str, files: dict[str, Path]) -> None:
-    """The README has a block for every file, and for nothing else."""
+    """Refuse a README without a block for each file, or with another block."""
     names = {match["name"] for match in BLOCK.finditer(readme)}
     if names != files.keys():
         raise SystemExit(
@@ -127,7 +126,7 @@ def require_all(readme: str, files: dict[str, Path]) -> None:
 
 
 def in_few_bars(rows: Sequence[Row]) -> list[Row]:
-    """The large calls that fit on a page: one of each op, in the last of the dtypes."""
+    """Large calls for a picture: one shape of each op, in the last dtype."""
     calls = [row for row in rows if row.kind == "calls" and not row.variant]
     first: dict[str, tuple[int, int]] = {}
     return [
@@ -138,16 +137,19 @@ def in_few_bars(rows: Sequence[Row]) -> list[Row]:
 
 
 def draw(results: Path) -> None:
-    """The pictures of every file, beside it."""
+    """Replace the pictures of every file, beside it."""
+    from torchkiln.bench.bars import DPI  # noqa: PLC0415
     from torchkiln.bench.charts import charts  # noqa: PLC0415
 
     for path in results.glob("*.json"):
         record = Record.read(path)
+        for old in results.glob(f"{path.stem}-*.png"):
+            old.unlink()
         few = dataclasses.replace(record, rows=tuple(in_few_bars(record.rows)))
         figures = dict(charts(record))
-        figures |= {name: figure for name, figure in charts(few) if name == "speedups"}
+        figures |= {n: figure for n, figure in charts(few) if n in ("share", "speedups")}
         for name, figure in figures.items():
-            figure.savefig(path.with_name(f"{path.stem}-{name}.png"), dpi=90)
+            figure.savefig(path.with_name(f"{path.stem}-{name}.png"), dpi=DPI)
 
 
 def main(given: Sequence[str] | None = None) -> int:

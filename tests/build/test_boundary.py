@@ -41,7 +41,12 @@ def test_the_search_finds(line: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["#include <torchkiln/device/vec.cuh>", "// see torch/csrc", '#include "torchkiln/core/dtype.h"']
+    "line",
+    [
+        "#include <torchkiln/device/vec.cuh>",
+        "// see torch/csrc",
+        '#include "torchkiln/core/dtype.h"',
+    ],
 )
 def test_the_search_spares(line: str) -> None:
     assert torch_includes(line) == []

@@ -1,4 +1,4 @@
-"""The benchmark measures what it says, and writes it down whole."""
+"""Clocks, rows and tables of the benchmark."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchkiln import bench
-from torchkiln.bench import terminal
-from torchkiln.bench.bench_case import BACKWARD, FORWARD, RECORDED, STEP, call_of
-from torchkiln.bench.ceiling import INTENSE, Work, ceilings, written
+from torchkiln.bench import report
+from torchkiln.bench.case import BACKWARD, FORWARD, RECORDED, STEP, call_of
 from torchkiln.bench.clock import FEWEST
-from torchkiln.bench.row import OURS
-from torchkiln.bench.table import duration, plain, size
+from torchkiln.bench.report import duration, plain, size
+from torchkiln.bench.result import OURS
+from torchkiln.bench.roofline import INTENSE, Work, ceilings, written
 from torchkiln.testing import SPECS, OpSpec, Sample, Traffic
 from torchkiln.testing.compare import outputs
 from torchkiln.testing.specs.pointwise import ADD
 
 CPU = torch.device("cpu")
 FUSED = next(spec for spec in SPECS if spec.helpers)
-"""An op with a backward of its own."""
+"""An op with a backward kernel."""
 SHAPE = (8, 16)
 DIRECTIONS = (FORWARD, BACKWARD)
 
@@ -107,7 +107,7 @@ def test_times() -> None:
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_what_is_timed_is_the_op(spec: OpSpec, direction: str) -> None:
-    """The call gives what the op and its gradients are."""
+    """The call returns the results or the gradients of the op."""
     if direction == BACKWARD and not spec.differentiable:
         pytest.skip("has no gradients")
     for case in bench.cases(spec, CPU, torch.float32, SHAPE):
@@ -128,7 +128,7 @@ def test_what_is_timed_is_the_op(spec: OpSpec, direction: str) -> None:
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_rows_are_complete(spec: OpSpec) -> None:
-    """Every op gives rows in which each figure follows from the times."""
+    """Every op has rows, and each figure follows from the times."""
     for direction in DIRECTIONS[: 1 + bool(spec.differentiable)]:
         for case in bench.cases(spec, CPU, torch.float32, SHAPE):
             row = bench.time_case(case, direction, settings("eager"), 1)
@@ -160,7 +160,7 @@ SEVERAL = dataclasses.replace(
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_several_results(direction: str) -> None:
-    """All are read in forward, and all have a gradient that comes in."""
+    """Forward returns all of them, and backward takes a gradient for each."""
     case = a_case(SEVERAL)
     grads = [torch.randn(SHAPE), torch.randn(SHAPE)]
     found = call_of(case, SEVERAL.op, direction, grads)()
@@ -177,7 +177,7 @@ def test_several_results(direction: str) -> None:
 
 
 def test_a_step_is_forward_and_backward() -> None:
-    """Again and again, from the same inputs."""
+    """It can be repeated, from the same inputs."""
     case = a_case(SEVERAL)
     grads = [torch.randn(SHAPE), torch.randn(SHAPE)]
     expected = call_of(case, SEVERAL.op, BACKWARD, grads)()
@@ -187,7 +187,7 @@ def test_a_step_is_forward_and_backward() -> None:
 
 
 def test_gradients_come_in_the_dtype_of_the_result() -> None:
-    """A peer's result may have another than ours."""
+    """The result of a peer may have another dtype than ours."""
 
     def wide(a: Tensor, b: Tensor) -> Tensor:
         return (a + b).double()
@@ -217,7 +217,7 @@ def test_class_indices_have_no_gradient() -> None:
 
 
 def test_the_floor_is_what_the_bytes_take() -> None:
-    """Sixteen million elements cost no less than copying them, but for the noise of the machine."""
+    """A large addition takes about as long as a copy of as many bytes."""
     case = next(bench.cases(ADD, CPU, torch.float32, (2048, 2048)))
     row = bench.time_case(case, FORWARD, bench.Settings(bench.cpu_clock, (), budget=2.0), 1)
     assert row is not None
@@ -239,7 +239,7 @@ def test_what_is_mostly_read_has_two_ceilings() -> None:
 
 
 def test_arithmetic_has_a_ceiling_of_its_own() -> None:
-    """Square matrices whose product takes as many operations; the slower of both is the floor."""
+    """A product of as many operations; the floor is the slower of copy and product."""
     work = Work(3 * 64 * 64 * 4, 2 * 64**3, torch.float32)
     assert work.operations >= INTENSE * work.bytes
     found = ceilings(work, 64 * 64 * 4, CPU)
@@ -266,7 +266,7 @@ def test_one_gradient_of_two_inputs_is_written_once() -> None:
 
 
 def test_peers_take_part_in_turns() -> None:
-    """One clock sees everyone, ours first, then peers, then ceilings."""
+    """One clock measures ours, then the peers, then the ceilings, in every turn."""
     seen: list[object] = []
 
     def clock(call: object) -> float:
@@ -314,7 +314,7 @@ def test_host_rows() -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_small_rows(direction: str) -> None:
-    """In a graph a call of 1 K elements takes the device a few microseconds."""
+    """In a CUDA graph a call of 1 K elements takes a few microseconds."""
     device = torch.device("cuda:0")
     chosen = bench.Settings(bench.device_clock(device), budget=0.5)
     row = bench.time_small(
@@ -379,9 +379,9 @@ def test_figures_have_units() -> None:
 
 
 def test_without_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(terminal, "find_spec", lambda _: None)
+    monkeypatch.setattr(report, "find_spec", lambda _: None)
     row = a_row()
-    terminal.show(bench.tables([row]))
+    report.show(bench.tables([row]))
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith("op ")
     assert lines[2].startswith(FUSED.name)

@@ -1,10 +1,9 @@
-"""A slower op is seen, and noise is not."""
+"""Comparison of two runs: slower ops are found, noise is not."""
 
 from __future__ import annotations
 
 import csv
 import dataclasses
-import importlib
 import json
 import time
 from pathlib import Path
@@ -15,14 +14,14 @@ from torch import Tensor
 
 from torchkiln import bench
 from torchkiln.bench import __main__ as command
-from torchkiln.bench import csvfile
+from torchkiln.bench import case as case_module
 from torchkiln.bench.regression import changes
-from torchkiln.bench.row import OURS
+from torchkiln.bench.report import write_csv
+from torchkiln.bench.result import OURS
 from torchkiln.testing import OpSpec
 from torchkiln.testing.specs.pointwise import ADD
 
 CPU = torch.device("cpu")
-CASES = importlib.import_module("torchkiln.bench.bench_case")  # beside the function of that name
 
 
 def times(seconds: float, spread: float = 0.02) -> bench.Times:
@@ -55,7 +54,7 @@ def record(row: bench.Row, ours: float, floor: float = 1.0, spread: float = 0.02
         (1.0, 1.04, 1.0, 0.02, ""),  # below the threshold
         (1.0, 1.2, 1.0, 0.40, ""),  # within the noise
         (1.0, 1.2, 1.2, 0.02, ""),  # the device has become slower, too
-        (1.0, 1.0, 0.8, 0.02, ""),  # the device has become faster, and nobody is to blame
+        (1.0, 1.0, 0.8, 0.02, ""),  # the device has become faster, the op has not changed
     ],
 )
 def test_what_counts_as_a_change(
@@ -100,7 +99,7 @@ def slowed(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     def find(*_: str) -> OpSpec:
         return dataclasses.replace(ADD, op=op)
 
-    monkeypatch.setattr(CASES, "find", find)
+    monkeypatch.setattr(case_module, "find", find)
     return delay
 
 
@@ -115,7 +114,7 @@ def test_a_slowed_op_is_caught(
     compare = [f"--compare={old}", "--threshold=50"]
     assert command.main([*given, *compare, f"--json={new}"]) == 1
     assert "1 slower and 0 faster by more than 50%" in capsys.readouterr().out
-    # The same from the files alone, and the other way round.
+    # From the files alone, and the other way round.
     assert command.main([f"--read={new}", *compare]) == 1
     assert command.main([f"--read={old}", f"--compare={new}", "--threshold=50"]) == 0
     assert "0 slower and 1 faster" in capsys.readouterr().out
@@ -141,7 +140,7 @@ def test_ctrl_c_keeps_what_was_measured(
             raise KeyboardInterrupt
         return torch.add(a, b)
 
-    monkeypatch.setattr(CASES, "find", lambda *_: dataclasses.replace(ADD, op=op))
+    monkeypatch.setattr(case_module, "find", lambda *_: dataclasses.replace(ADD, op=op))
 
     path = tmp_path / "b.json"
     given = [
@@ -200,7 +199,7 @@ def test_what_an_op_refuses_is_skipped() -> None:
 
 def test_csv(tmp_path: Path, row: bench.Row) -> None:
     found = record(row, 0.5)
-    csvfile.write(tmp_path / "folder" / "b.csv", found)
+    write_csv(tmp_path / "folder" / "b.csv", found)
     with (tmp_path / "folder" / "b.csv").open(newline="") as file:
         lines = list(csv.DictReader(file))
     assert [(line["who"], line["role"]) for line in lines] == [

@@ -31,7 +31,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_what_the_command_takes_when_nothing_is_said() -> None:
-    chosen = command.plan(command.arguments(["--device=cpu"]))
+    chosen = command.plan(options.arguments(["--device=cpu"]))
     assert chosen.specs == tuple(SPECS)
     assert chosen.shapes == ()
     assert chosen.settings.gauge is None
@@ -48,17 +48,17 @@ def test_the_ops_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sys, "path", [*sys.path])
     # Named like a module of Python's own.
     (tmp_path / "json.py").write_text((tmp_path / "theirs.py").read_text())
-    by_file = command.plan(command.arguments(["--device=cpu", f"--specs={tmp_path / 'json.py'}"]))
+    by_file = command.plan(options.arguments(["--device=cpu", f"--specs={tmp_path / 'json.py'}"]))
     assert [spec.name for spec in by_file.specs] == ["theirs"]
     monkeypatch.chdir(tmp_path)
-    chosen = command.plan(command.arguments(["--device=cpu", "--specs=theirs"]))
+    chosen = command.plan(options.arguments(["--device=cpu", "--specs=theirs"]))
     assert [spec.name for spec in chosen.specs] == ["theirs"]
     (tmp_path / "json.py").unlink()
     for wrong in ("nothing", "not_there", "not_there.py"):
         with pytest.raises(ValueError, match=f"--specs: got '{wrong}'"):
-            command.plan(command.arguments(["--device=cpu", f"--specs={wrong}"]))
+            command.plan(options.arguments(["--device=cpu", f"--specs={wrong}"]))
     with pytest.raises(ValueError, match="OP: got 'add', expected one of theirs"):
-        command.plan(command.arguments(["add", "--device=cpu", "--specs=theirs"]))
+        command.plan(options.arguments(["add", "--device=cpu", "--specs=theirs"]))
 
 
 @pytest.mark.parametrize(
@@ -97,11 +97,42 @@ def test_a_malformed_command(given: str, message: str, capsys: pytest.CaptureFix
 def test_a_picture_without_matplotlib(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "find_spec", lambda _: None)
+    monkeypatch.setattr(options, "find_spec", lambda _: None)
     assert command.main(["--device=cpu", "--sweep", "--plot=a.png"]) == 2
     said = capsys.readouterr().err
     assert "--plot: got no module matplotlib" in said
     assert "pip install 'torchkiln[cli]'" in said
+
+
+@pytest.mark.parametrize("name", ["json", "csv", "markdown", "html", "plot"])
+def test_an_output_in_no_folder(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Refused before anything is measured."""
+    if name in options.DRAWN:
+        pytest.importorskip("matplotlib")
+    path = tmp_path / "folder" / "b.out"
+    assert command.main(["add", "--device=cpu", f"--{name}={path}"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert f"torchkiln.bench: --{name}: got {path}, expected a file in a folder that exists" in err
+    assert f"type: mkdir -p {path.parent}" in err
+    assert not path.parent.exists()
+
+
+def test_an_output_that_is_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["add", "--device=cpu", f"--json={tmp_path}"]) == 2
+    assert f"--json: got {tmp_path}, expected a file that can be written" in capsys.readouterr().err
+
+
+def test_a_skip_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """All calls that are skipped for one reason have one line."""
+    given = ["add", "--device=cpu", "--dtype=float32", "--peers=eager", "--within=0.0000001"]
+    assert command.main([*given, "--shape=4x4", "--shape=8x8"]) == 1
+    out, err = capsys.readouterr()
+    calls = "add float32 4 x 4 calls, add float32 8 x 8 calls"
+    assert f"skipped {calls}: no time is left of what --within gives" in out
+    assert (out + err).count("no time is left") == 1
 
 
 def test_a_gpu_that_is_not_there(

@@ -15,9 +15,9 @@ from torch import Tensor
 import torchkiln
 from torchkiln import bench
 from torchkiln.bench import __main__ as command
-from torchkiln.bench import compared
-from torchkiln.bench.pace import LEAST, Pace
-from torchkiln.bench.row import OURS
+from torchkiln.bench import comparison
+from torchkiln.bench.budget import LEAST, Budget
+from torchkiln.bench.result import OURS
 
 CPU = torch.device("cpu")
 
@@ -28,7 +28,7 @@ def slow(x: Tensor) -> Tensor:
 
 
 def test_two_functions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compared, "SECONDS", 0.0)
+    monkeypatch.setattr(comparison, "SECONDS", 0.0)
     x = torch.randn(64, 64)
     found = bench.bench(F.silu, slow, x)
     assert found.names == ("silu", "slow")
@@ -47,7 +47,7 @@ def test_two_functions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_same_name_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compared, "SECONDS", 0.0)
+    monkeypatch.setattr(comparison, "SECONDS", 0.0)
     found = bench.bench(F.silu, torch.nn.functional.silu, torch.randn(8))
     name = "torch.nn.functional.silu"
     assert found.names == (name, f"{name} (baseline)")
@@ -62,39 +62,39 @@ def test_functions_of_no_tensor() -> None:
         bench.bench(slow, slow, 3)
 
 
-def test_a_pace_shares_the_time() -> None:
+def test_a_budget_shares_the_time() -> None:
     now = 0.0
-    pace = Pace(100.0, rows=20, now=lambda: now)
-    pace.begin(10)
-    assert pace.end_of_piece == 50.0
+    budget = Budget(100.0, rows=20, now=lambda: now)
+    budget.begin(10)
+    assert budget.end_of_piece == 50.0
     usual = bench.Settings(bench.cpu_clock, ("eager", "compile"), budget=3.0)
-    first = pace.settings(usual, first=True)
+    first = budget.settings(usual, first=True)
     assert first.peers == usual.peers
     assert first.budget == 3.0
     assert first.left_out == {}
     now = 45.5
-    later = pace.settings(usual, first=False)
+    later = budget.settings(usual, first=False)
     assert later.peers == ("eager",)
     assert later.left_out == {"compile": "left out, to be done within 1.67 minutes"}
     assert later.budget == pytest.approx(4.5 / 9 - 0.3)
-    pace.took(5.0, later)  # rows take longer than thought
-    assert pace.settings(usual, first=False).budget < later.budget
+    budget.took(5.0, later)  # rows take longer than thought
+    assert budget.settings(usual, first=False).budget < later.budget
     now = 60.0  # this piece has had its share, and more
-    assert pace.settings(usual, first=False).budget == LEAST
-    pace.begin(10)
-    assert pace.end_of_piece == 100.0
+    assert budget.settings(usual, first=False).budget == LEAST
+    budget.begin(10)
+    assert budget.end_of_piece == 100.0
     now = 99.9
-    assert pace.settings(usual, first=False).budget == LEAST
-    assert not pace.is_over()
-    assert pace.settings(usual, first=True).peers == ("eager",)  # too late to build anything
+    assert budget.settings(usual, first=False).budget == LEAST
+    assert not budget.is_over()
+    assert budget.settings(usual, first=True).peers == ("eager",)  # too late to build anything
     now = 100.0
-    assert pace.is_over()
+    assert budget.is_over()
 
 
 def test_no_limit_changes_nothing() -> None:
     usual = bench.Settings(bench.cpu_clock)
-    assert Pace().settings(usual, first=False) is usual
-    assert not Pace().is_over()
+    assert Budget().settings(usual, first=False) is usual
+    assert not Budget().is_over()
 
 
 def test_rows_without_time_are_named(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_rows_without_time_are_named(tmp_path: Path) -> None:
 
 
 def test_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """All forms, from one command; pictures of what was measured."""
+    """One command writes every format and the pictures."""
     pytest.importorskip("matplotlib")
     given = ["bias_act", "--device=cpu", "--shape=8x16", "--peers=eager", "--within=1"]
     assert command.main([*given, f"--report={tmp_path}"]) == 0
@@ -117,10 +117,15 @@ def test_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert {row.dtype for row in record.rows if row.kind == "host"} == {"bfloat16"}
     assert not [row for row in record.rows if row.kind == "sweep"]  # which says nothing of it
     page = (tmp_path / "bench.html").read_text()
-    for heading in ("Roofline", "Speed-ups of large calls", "Host time", "Tables"):
+    for heading in (
+        "Share of the speed of a copy",
+        "Speed-ups of large calls",
+        "Host time",
+        "Tables",
+    ):
         assert f"<h2>{heading}</h2>" in page
     assert page.count("<svg") == 3
-    for name in ("roofline", "speedups", "host"):
+    for name in ("share", "speedups", "host"):
         assert (tmp_path / f"bench-{name}.png").read_bytes()[1:4] == b"PNG"
     assert (tmp_path / "bench.md").is_file()
     assert (tmp_path / "bench.csv").is_file()
@@ -135,5 +140,5 @@ def test_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     html = tmp_path / "changed.html"
     read = [f"--read={tmp_path / 'bench.json'}", f"--compare={old}", f"--html={html}"]
     assert command.main(read) == 0
-    assert "What has changed" in html.read_text()
+    assert "Changes since the old run" in html.read_text()
     assert "faster" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Peers are called as their users call them, or are named with the reason why they are not."""
+"""Peers are called as their users call them; a peer that is not called has a reason."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from torchkiln import bench
 from torchkiln.bench import peers
-from torchkiln.bench.bench_case import BACKWARD, FORWARD, Function
+from torchkiln.bench.case import BACKWARD, FORWARD, Function
 from torchkiln.bench.peers import liger, quack
-from torchkiln.bench.row import OURS
+from torchkiln.bench.result import OURS
 from torchkiln.testing import SPECS, OpSpec, Sample, Traffic
 from torchkiln.testing.specs.pointwise import ADD
 
@@ -104,7 +104,7 @@ def test_a_package_is_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def given(*args: Any, **kwargs: Any) -> Any:
-    """A function of a package that tells what it was called with."""
+    """Stands for a function of a package: returns its arguments."""
     return args, kwargs
 
 
@@ -160,11 +160,11 @@ def test_the_loss_is_the_first_of_what_liger_returns() -> None:
 @pytest.mark.parametrize(
     ("adapt", "args", "kwargs", "why"),
     [
-        (liger.gated, (X,), {}, "takes gate and up apart"),
-        (liger.layer_norm, (X, (2, 4), W, B), {}, "normalizes the last dimension alone"),
-        (liger.layer_norm, (X, (4,), W), {}, "asks for weight and bias"),
-        (liger.add_rms_norm, (X, X, (4,)), {}, "asks for a weight"),
-        (liger.softmax, (X, 0), {}, "takes the last dimension alone"),
+        (liger.gated, (X,), {}, "takes gate and up as two tensors"),
+        (liger.layer_norm, (X, (2, 4), W, B), {}, "supports norms of the last dimension only"),
+        (liger.layer_norm, (X, (4,), W), {}, "needs weight and bias"),
+        (liger.add_rms_norm, (X, X, (4,)), {}, "needs a weight"),
+        (liger.softmax, (X, 0), {}, "supports the last dimension only"),
         (quack.softmax, (X, -1), {"causal": True}, "has neither scale nor mask"),
         (quack.softmax, (X, -1), {"scale": 0.5}, "has neither scale nor mask"),
         (liger.cross_entropy, (X, X), {}, "takes class indices"),
@@ -178,7 +178,7 @@ def test_what_a_peer_would_do_otherwise_is_refused(
 
 
 def test_a_gradient_made_in_forward_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such a peer is timed over both, shown with a remark, and not compared with."""
+    """The peer is timed over forward and backward, has a remark, and is not compared with."""
     calls = []
 
     def loss(x: Tensor, target: Tensor) -> Tensor:

@@ -5,19 +5,18 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from torchkiln import bench
 from torchkiln.bench import __main__ as command
-from torchkiln.bench import plan, sweep
-from torchkiln.bench.bench_case import BACKWARD, FORWARD
+from torchkiln.bench import charts, plan
+from torchkiln.bench.case import BACKWARD, FORWARD
 from torchkiln.bench.clock import Call
-from torchkiln.bench.memory import CudaGauge, peaks
-from torchkiln.bench.row import OURS
-from torchkiln.bench.skipped import Skipped
-from torchkiln.bench.small import SHAPES
+from torchkiln.bench.measure import SMALL_SHAPES, CudaGauge, peaks
+from torchkiln.bench.result import OURS, Skipped
 from torchkiln.testing import OpSpec, Sample, Traffic
 from torchkiln.testing.specs.pointwise import ADD
 
@@ -43,7 +42,7 @@ def settings(*names: str) -> bench.Settings:
 
 
 def test_an_op_may_name_its_shapes() -> None:
-    """They are chosen for GPUs; a CPU would swap."""
+    """They hold for GPUs; a CPU would run out of memory."""
     assert plan.shapes_of(SOFTMAX, GPU) == ((8, 16), (4, 32))
     assert plan.shapes_of(ADD, GPU) == ((16384, 8192),)
     assert plan.shapes_of(SOFTMAX, CPU) == ((4096, 4096),)
@@ -66,7 +65,9 @@ def test_shapes_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "expected"), [(SOFTMAX, SOFTMAX.small_shapes), (ADD, SHAPES)], ids=["own", "default"]
+    ("spec", "expected"),
+    [(SOFTMAX, SOFTMAX.small_shapes), (ADD, SMALL_SHAPES)],
+    ids=["own", "default"],
 )
 def test_small_shapes_of_a_run(
     spec: OpSpec,
@@ -86,12 +87,12 @@ def test_small_shapes_of_a_run(
 
 def test_row_lengths() -> None:
     """The number of elements stays within one row of the longest."""
-    shapes = sweep.sweep_shapes(2**27)
+    shapes = plan.sweep_shapes(2**27)
     lengths = [columns for _, columns in shapes]
     assert lengths == sorted(lengths)
     assert {256, 3584, 5120, 12288, 50257, 151936} <= set(lengths)
     assert all(abs(rows * columns - 2**27) <= columns / 2 for rows, columns in shapes)
-    assert sweep.sweep_shapes(1000)[-1] == (1, 151936)
+    assert plan.sweep_shapes(1000)[-1] == (1, 151936)
 
 
 def swept(monkeypatch: pytest.MonkeyPatch) -> list[bench.Row]:
@@ -110,17 +111,23 @@ def test_rows_of_a_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_picture_of_a_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line for each op and direction, over the row length."""
-    rows = swept(monkeypatch)
+    """A line for powers of two, points for other lengths, for each direction."""
+    monkeypatch.setattr(plan, "sweep_shapes", lambda _: [(8, 16), (5, 24), (2, 64)])
+    chosen = bench.Plan((SOFTMAX,), CPU, settings("eager"), kinds=("sweep",), threads=(1,))
+    rows = rows_of(chosen)
     narrow = [row for row in rows if row.dtype == "float32"]
-    found = sweep.lines(narrow)
-    assert set(found) == {("softmax", FORWARD), ("softmax", BACKWARD)}
-    for (_, direction), points in found.items():
+    found = charts.shares_by_length(narrow)
+    assert set(found) == {FORWARD, BACKWARD}
+    for direction, points in found.items():
         shares = {row.shape[1]: row.share for row in narrow if row.direction == direction}
         assert points == sorted(shares.items())
     pytest.importorskip("matplotlib")
-    figure = sweep.draw_sweep(rows, "here")
-    assert [len(axes.lines) for axes in figure.axes] == [3, 3]  # two and that of the copy
+    figure = charts.draw_sweep(rows, "here")
+    assert len(figure.axes) == 2  # a panel for each dtype
+    for axes in figure.axes:
+        lines = [line for line in axes.lines if line.get_marker() != "None"]
+        assert [np.ravel(line.get_xdata()).tolist() for line in lines] == 2 * [[16, 64], [24]]
+        assert [line.get_linestyle() for line in lines] == 2 * ["-", "None"]
 
 
 def test_the_command_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +140,7 @@ def test_the_command_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_peaks_are_of_a_whole_step() -> None:
-    """The gauge sees one call of each: a forward without gradients, or forward and backward."""
+    """The gauge gets one call of each: a forward without gradients, or forward and backward."""
     sums: list[int] = []
 
     def gauge(call: Call) -> int:
@@ -167,7 +174,7 @@ def test_no_peaks_where_none_are_wanted() -> None:
 
 @pytest.mark.cuda
 def test_the_gauge_counts_what_a_call_holds() -> None:
-    """Torch's softmax holds its output, that times the gradient, and what becomes of them."""
+    """Torch's softmax: the output, its product with the gradient, and the result."""
     size = 4 * 2**24
     case = next(bench.cases(SOFTMAX, GPU, torch.float32, (2048, 8192)))
     for direction, tensors in ((FORWARD, 1), (BACKWARD, 3)):

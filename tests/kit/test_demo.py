@@ -1,10 +1,9 @@
-"""The demo agrees with itself, and says so when it does not."""
+"""The demo: errors, speeds, training, and what it prints."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -13,18 +12,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchkiln.demo import accuracy, speed
+from torchkiln import bench
+from torchkiln.demo import accuracy, report, speed
 from torchkiln.demo.train import Outcome, train_both
+from torchkiln.testing import SPECS, OpSpec
 from torchkiln.testing.specs.bias_act import BIAS_ACT
 from torchkiln.testing.specs.pointwise import ADD
 
 CPU = torch.device("cpu")
+MEAN = next(spec for spec in SPECS if spec.name == "mean")
+MULADD = next(spec for spec in SPECS if spec.name == "muladd")
 
 
 @pytest.fixture(scope="module")
 def trained() -> Outcome:
     """How a short training ends."""
-    *_, outcome = train_both(CPU, quick=True)
+    *_, outcome = train_both(CPU, 120)
     return outcome
 
 
@@ -57,27 +60,78 @@ def test_errors_of_every_op(monkeypatch: pytest.MonkeyPatch) -> None:
 
     broken = dataclasses.replace(ADD, op=wrong)
     monkeypatch.setattr(accuracy, "SPECS", (BIAS_ACT, broken))
-    rows = accuracy.all_errors(CPU)
+    rows = list(accuracy.all_errors(CPU))
     assert len(rows) == 2 * 4 * 2
     for row in rows:
         assert (row.complaint is None) == (row.op != broken.name), row
         assert row.ours >= 0
 
 
+@pytest.mark.parametrize("spec", [MULADD, MEAN], ids=lambda spec: spec.name)
+def test_cancellation_and_mixed_dtypes_count_few_steps(
+    spec: OpSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elements near 0 count by the size of their terms, calls of two dtypes by the coarser one."""
+    monkeypatch.setattr(accuracy, "SPECS", (spec,))
+    for row in accuracy.all_errors(CPU):
+        assert row.ours < 4, row
+        assert row.torch < 4, row
+
+
+def test_an_error_is_measured_in_steps_of_its_element() -> None:
+    truth = torch.tensor([1.0, 1e-3, 0.0], dtype=torch.float64)
+    terms = torch.tensor([1.0, 1e-3, 1.0], dtype=torch.float64)
+    step = torch.finfo(torch.float32).eps
+    for index, size in ((0, 1.0), (1, 1e-3), (2, 1.0)):
+        found = truth.clone()
+        found[index] += 2 * step * size
+        steps = accuracy.steps(found, truth, terms, [torch.float32])
+        assert steps == pytest.approx(2, rel=1e-6)
+    infinite = truth.log()
+    assert accuracy.steps(infinite, infinite, terms, [torch.float32]) == 0
+
+
+def errors(dtype: torch.dtype, ours: float, complaint: str | None = None) -> accuracy.Errors:
+    return accuracy.Errors("add", dtype, "forward", ours, 0.0, 5, complaint)
+
+
+def test_the_worst_row_of_an_op() -> None:
+    half, single = errors(torch.float16, 0.5), errors(torch.float32, 0.7)
+    double = errors(torch.float64, 3.0)
+    assert report.worst([half, single, double]) is single
+    wrong = dataclasses.replace(double, complaint="wrong")
+    assert report.worst([half, single, wrong]) is wrong
+
+
 def test_speeds_are_rows_of_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speed, "default_shape", lambda _: (8, 16))
-    monkeypatch.setattr(speed, "SPECS", (BIAS_ACT,))
-    rows = [row for quick in (True, False) for row in speed.all_timings(CPU, quick=quick)]
-    assert {row.op for row in rows} == {BIAS_ACT.name}
-    assert {row.dtype for row in rows} == {"float32", "bfloat16"}
-    assert {row.shape for row in rows} == {(1024, 1024), (8, 16)}
-    assert all(set(row.times) == {"torchkiln", "eager"} for row in rows)
+    monkeypatch.setattr(speed, "SPECS", (BIAS_ACT, ADD))
+    rows = list(speed.all_timings(CPU, (8, 16), 0.0))
+    assert [(row.op, row.dtype) for row in rows] == [
+        *(2 * [("bias_act", "float32")] + 2 * [("bias_act", "bfloat16")]),
+        *(("add", "float32"), ("add", "bfloat16")),
+    ]
+    assert {row.shape for row in rows} == {(8, 16)}
+    timed = [row for row in rows if isinstance(row, bench.Row)]
+    assert all(set(row.times) == {"torchkiln", "eager"} for row in timed)
+    assert {name: len(group) for name, group in speed.by_family(timed).items()} == {
+        "bias_act": 4,
+        "pointwise": 2,
+    }
+
+
+def test_a_call_without_memory_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    def op(*_: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(speed, "SPECS", (dataclasses.replace(ADD, op=op),))
+    rows = list(speed.all_timings(CPU, (8, 16), 0.0))
+    assert len(rows) == 2
+    assert all(isinstance(row, bench.Skipped) for row in rows)
 
 
 def test_the_whole(tmp_path: Path) -> None:
-    for package in ("rich", "matplotlib"):
-        if importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed")
+    """Stages with their times, a line for each op and family, the picture, further commands."""
+    pytest.importorskip("matplotlib")
     done = subprocess.run(
         [sys.executable, "-m", "torchkiln.demo", "--quick", "--out", str(tmp_path)],
         capture_output=True,
@@ -87,4 +141,27 @@ def test_the_whole(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "every result agrees" in done.stdout
-    assert (tmp_path / "torchkiln-demo.png").read_bytes()[1:4] == b"PNG"
+    for stage in ("1/4 errors", "2/4 speed", "3/4 training", "4/4 picture"):
+        assert f"\n{stage}" in done.stdout
+    assert done.stdout.count("  done in ") == 3
+    assert len(done.stdout.splitlines()) < 100
+    assert "torchkiln explain rms_norm" in done.stdout
+    picture = tmp_path / "torchkiln-demo.png"
+    assert picture.read_bytes()[1:4] == b"PNG"
+    assert f"picture: {picture}" in done.stdout
+
+
+def test_all_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    """``--full`` prints a line for each dtype and direction, and all times."""
+    rows = [errors(torch.float32, 0.5), errors(torch.float16, 0.25)]
+    report.errors(rows, full=True)
+    assert capsys.readouterr().out.count("forward") == 2
+    report.errors(rows, full=False)
+    out = capsys.readouterr().out
+    assert "0.50" in out
+    assert "0.25" not in out
+    timed = [row for row in speed.all_timings(CPU, (8, 16), 0.0) if isinstance(row, bench.Row)]
+    report.timings(timed[:3], full=True)
+    assert "Median time of one call" in capsys.readouterr().out
+    report.timings(timed[:3], full=False)
+    assert "geometric mean of each family" in capsys.readouterr().out

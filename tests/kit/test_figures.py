@@ -1,4 +1,4 @@
-"""The README's tables are those of the runs in results/."""
+"""The tables of the README come from the runs in results/."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_writing_and_checking(
     assert "| | float32 forward | float32 backward |" in text
     assert f"| `bias_act` 8 x 16 | {figures.cell(record.rows[0])} | " in text
     assert "| `bias_act` float32 recorded | " in text
-    assert "![roofline](results/here-roofline.png)" in text
+    assert "![share](results/here-share.png)" in text
     assert "out of memory: much" in text
     assert (tmp_path / "results" / "here-host.png").read_bytes()[1:4] == b"PNG"
 

@@ -52,7 +52,11 @@ CPU = (
         *("add", "rounded_to_nearest@bfloat16", "cpp/cpu/pointwise.cpp"),
     ),
     Fault(
-        *("dimensions merged that do not run evenly", "cpu", "cuda/include/torchkiln/core/layout.h"),
+        *(
+            "dimensions merged that do not run evenly",
+            "cpu",
+            "cuda/include/torchkiln/core/layout.h",
+        ),
         "merges = dim.stride[k] == layout.stride[k][inner] * layout.size[inner];",
         "merges = dim.stride[k] >= layout.stride[k][inner] * layout.size[inner];",
         *("add", "strides@float32", "cpp/ops/pointwise.cpp"),
@@ -169,7 +173,11 @@ CUDA = (
         *("add", "values@bfloat16", "cuda/ops/pointwise.cu"),
     ),
     Fault(
-        *("last block taken for a full one", "cuda", "cuda/include/torchkiln/device/elementwise.cuh"),
+        *(
+            "last block taken for a full one",
+            "cuda",
+            "cuda/include/torchkiln/device/elementwise.cuh",
+        ),
         "if ((int64_t{blockIdx.x} + 1) * Access::kBlockElements <= numel)",
         "if (int64_t{blockIdx.x} * Access::kBlockElements <= numel)",
         *("add", "around_the_outputs", "cuda/ops/pointwise.cu"),
@@ -183,7 +191,11 @@ CUDA = (
         times=2,
     ),
     Fault(
-        *("strides of another operand", "cuda", "cuda/include/torchkiln/device/elementwise_any.cuh"),
+        *(
+            "strides of another operand",
+            "cuda",
+            "cuda/include/torchkiln/device/elementwise_any.cuh",
+        ),
         "offset[k] += place * layout.stride[k][d];",
         "offset[k] += place * layout.stride[0][d];",
         *("add", "strides@float32", "cuda/ops/pointwise.cu"),

@@ -1,7 +1,7 @@
-"""Times of every op, beside its peers and beside what the device can do at most.
+"""Times of every op, of its peers, and of a copy of as many bytes.
 
-``torchkiln bench [OP ...]`` measures and prints; ``--help`` lists the choices. What is timed comes
-from the specs of :mod:`torchkiln.testing`. Functions of your own, beside what they replace::
+``torchkiln bench [OP ...]`` measures and prints; ``--help`` lists the choices. The calls that are
+timed come from the specs of :mod:`torchkiln.testing`. Two functions of your own::
 
     bench.bench(mine, torch.nn.functional.silu, x)
 
@@ -15,20 +15,14 @@ Single rows::
         row = bench.time_case(case, "forward", settings)
 """
 
-from torchkiln.bench.bench_case import BenchCase, cases, named
+from torchkiln.bench.case import BenchCase, cases, named
 from torchkiln.bench.clock import CudaClock, HostClock, Times, cpu_clock, device_clock, in_turns
-from torchkiln.bench.compared import Comparison, bench
-from torchkiln.bench.host import time_host
-from torchkiln.bench.machine import default_device
-from torchkiln.bench.measure import Settings, time_case
-from torchkiln.bench.memory import CudaGauge
-from torchkiln.bench.plan import Plan
-from torchkiln.bench.record import Record
+from torchkiln.bench.comparison import Comparison, bench
+from torchkiln.bench.measure import CudaGauge, Settings, time_case, time_host, time_small
+from torchkiln.bench.plan import Plan, default_device
 from torchkiln.bench.regression import Change, Changes, changes
-from torchkiln.bench.row import Row
-from torchkiln.bench.skipped import Skipped
-from torchkiln.bench.small import time_small
-from torchkiln.bench.table import markdown, tables
+from torchkiln.bench.report import markdown, tables
+from torchkiln.bench.result import Record, Row, Skipped
 from torchkiln.testing.environment import Environment, environment, processor
 
 __all__ = [

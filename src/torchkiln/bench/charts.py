@@ -1,189 +1,66 @@
-"""Pictures of a run: roofline, speed-ups, sweeps, host times."""
+"""Pictures of a run: bars, roofline and row lengths."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from torchkiln.bench.bench_case import BACKWARD
-from torchkiln.bench.ceiling import PRODUCT
-from torchkiln.bench.peers import EAGER
-from torchkiln.bench.row import OURS, Row
-from torchkiln.bench.sweep import draw_sweep
+from torchkiln.bench.bars import (
+    COLOURS,
+    DPI,
+    GREY,
+    by_dtype,
+    draw_host,
+    draw_share,
+    draw_speedups,
+    finish,
+    new_figure,
+)
+from torchkiln.bench.case import BACKWARD, FORWARD
+from torchkiln.bench.result import CALLS, HOST, OURS, SMALL, SWEEP, Row
+from torchkiln.bench.roofline import PRODUCT
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from torchkiln.bench.record import Record
+    from torchkiln.bench.result import Record
 
-COLOURS = {OURS: "#d1495b", EAGER: "#30638e", "compile": "#edae49", "liger": "#66a182"}
-GREY = "#888888"
-BAR_INCHES = 0.21
-
-
-def draw_roofline(rows: Sequence[Row], where: str) -> Figure:
-    """Operations a second over operations a byte, below what the device was seen to move and do."""
-    groups = by_dtype(rows)
-    height = max(5.0, 0.2 * max(len(names(group)) for group in groups.values()) + 1.5)
-    figure = new_figure(9.5 * len(groups), height)
-    for axes, (dtype, group) in zip(
-        figure.subplots(1, len(groups), squeeze=False)[0], groups.items(), strict=True
-    ):
-        ops = names(group)
-        bandwidth = max(row.bytes / memory_seconds(row) for row in group)
-        products = [
-            row.operations / row.references[PRODUCT].seconds
-            for row in group
-            if PRODUCT in row.references
-        ]
-        marks = "osD^vP*Xph"
-        for row in group:
-            i = ops.index(label(row, direction=False))
-            axes.plot(
-                row.operations / row.bytes,
-                row.operations / row.ours.seconds,
-                linestyle="none",
-                marker=marks[i // 10 % len(marks)],
-                color=f"C{i % 10}",
-                markerfacecolor="none" if row.direction == BACKWARD else f"C{i % 10}",
-                markersize=7,
-            )
-        low, high = span([row.operations / row.bytes for row in group])
-        high = max(high, max(products, default=0.0) / bandwidth * 4)
-        roof = max(products, default=float("inf"))
-        xs = [low * (high / low) ** (k / 200) for k in range(201)]
-        axes.plot(xs, [min(x * bandwidth, roof) for x in xs], color=GREY, zorder=0)
-        words = f"memory: {bandwidth / 1e9:.4g} GB/s, the best copy of this run"
-        if products:
-            words += f"; arithmetic: {roof / 1e12:.3g} T/s, the best product"
-        axes.set_title(f"{dtype}\n{words}")
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        axes.set_xlim(low, high)
-        axes.set_xlabel("operations for each byte that has to be moved")
-        axes.set_ylabel("operations a second")
-        axes.grid(alpha=0.3, which="both")
-        for i, name in enumerate(ops):
-            axes.plot([], [], marks[i // 10 % len(marks)], color=f"C{i % 10}", label=name)
-        axes.plot([], [], "o", color=GREY, label="forward")
-        axes.plot([], [], "o", color=GREY, markerfacecolor="none", label="backward")
-        axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
-    figure.suptitle(f"Roofline\n{where}")
-    return figure
-
-
-def draw_speedups(rows: Sequence[Row], where: str) -> Figure:
-    """A bar for each call and peer: how many times as fast as it."""
-    groups = by_dtype(rows)
-    peers = list(
-        dict.fromkeys(n for r in rows for n in r.times if n != OURS and n not in r.remarks)
-    )
-    most = max(map(len, groups.values()))
-    figure = new_figure(8.5 * len(groups), 1.8 + BAR_INCHES * most * (0.6 + 0.5 * len(peers)))
-    for axes, (dtype, group) in zip(
-        figure.subplots(1, len(groups), squeeze=False)[0], groups.items(), strict=True
-    ):
-        thick = 0.8 / len(peers)
-        for p, peer in enumerate(peers):
-            for i, row in enumerate(group):
-                if peer not in row.times or peer in row.remarks:
-                    continue
-                ratio = row.times[peer].seconds / row.ours.seconds
-                at = -i + (len(peers) - 1) * thick / 2 - p * thick
-                axes.barh(at, ratio - 1, thick * 0.9, left=1, color=COLOURS.get(peer, f"C{p + 4}"))
-                axes.text(max(ratio, 1) * 1.03, at, f"{ratio:.2f}", va="center", fontsize=6.5)
-        for p, peer in enumerate(peers):
-            axes.bar(0, 0, color=COLOURS.get(peer, f"C{p + 4}"), label=f"than {peer}")
-        axes.axvline(1.0, color="black", linewidth=1)
-        axes.set_xscale("log", base=2)
-        ratios = [r.times[p].seconds / r.ours.seconds for r in group for p in peers if p in r.times]
-        low, high = min(0.5, min(ratios) / 1.2), max(2.0, *ratios) * 1.3
-        axes.set_xlim(low, high)
-        ticks = [2.0**k for k in range(-10, 11) if low <= 2.0**k <= high]
-        axes.set_xticks(ticks, [f"{tick:g} x" for tick in ticks])
-        axes.set_xticks([], minor=True)
-        shapes = {row.shape for row in group}
-        axes.set_yticks(
-            [-i for i in range(len(group))],
-            [label(row, shape=len(shapes) > 1) for row in group],
-            fontsize=8,
-        )
-        axes.set_ylim(-len(group) + 0.4, 0.6)
-        axes.set_title(dtype + ("" if len(shapes) > 1 else f", {shape_of(group[0])}"))
-        axes.grid(alpha=0.3, axis="x")
-        axes.legend(fontsize=8, loc="lower left", bbox_to_anchor=(1.0, 0.0), frameon=False)
-    figure.suptitle(f"Times as fast\n{where}")
-    return figure
-
-
-def draw_host(rows: Sequence[Row], where: str) -> Figure:
-    """How long a call keeps the host, ours and the peers'."""
-    groups = by_dtype(rows)
-    who = list(dict.fromkeys(name for row in rows for name in row.times))
-    most = max(map(len, groups.values()))
-    figure = new_figure(8 * len(groups), 1.8 + BAR_INCHES * most * (0.6 + 0.5 * len(who)))
-    for axes, (dtype, group) in zip(
-        figure.subplots(1, len(groups), squeeze=False)[0], groups.items(), strict=True
-    ):
-        thick = 0.8 / len(who)
-        for w, name in enumerate(who):
-            for i, row in enumerate(group):
-                if name not in row.times:
-                    continue
-                at = -i + (len(who) - 1) * thick / 2 - w * thick
-                micros = row.times[name].seconds * 1e6
-                axes.barh(at, micros, thick * 0.9, color=COLOURS.get(name, f"C{w + 4}"))
-                axes.text(micros, at, f" {micros:.1f}", va="center", fontsize=6.5)
-        for w, name in enumerate(who):
-            axes.bar(0, 0, color=COLOURS.get(name, f"C{w + 4}"), label=name)
-        for style, reference in zip(("-", "--", ":"), group[0].references, strict=False):
-            found = [
-                row.references[reference].seconds
-                for row in group
-                if row.direction == group[0].direction
-            ]
-            axes.axvline(
-                sorted(found)[len(found) // 2] * 1e6,
-                color="black",
-                linestyle=style,
-                linewidth=1,
-                label=f"{reference}, {group[0].direction}",
-            )
-        axes.set_yticks([-i for i in range(len(group))], [label(r) for r in group], fontsize=8)
-        axes.set_ylim(-len(group) + 0.4, 0.6)
-        axes.set_xlim(0, 1.12 * max(t.seconds * 1e6 for r in group for t in r.times.values()))
-        axes.set_xlabel("microseconds")
-        axes.set_title(f"{dtype}, {shape_of(group[0])}")
-        axes.grid(alpha=0.3, axis="x")
-        axes.legend(fontsize=8, loc="lower left", bbox_to_anchor=(1.0, 0.0), frameon=False)
-    figure.suptitle(f"Host time of one call\n{where}")
-    return figure
+HEADINGS = {
+    "share": "Share of the speed of a copy",
+    "speedups": "Speed-ups of large calls",
+    "roofline": "Roofline",
+    "sweep": "Row lengths",
+    "small": "Speed-ups of small calls",
+    "host": "Host time",
+}
+DIRECTIONS = {FORWARD: COLOURS[OURS], BACKWARD: "#4a2c40"}
 
 
 def charts(record: Record) -> Iterator[tuple[str, Figure]]:
-    """Names and pictures of what there is to draw."""
-    where = str(record.environment)
-    kinds: tuple[tuple[str, str, Callable[[Sequence[Row], str], Figure]], ...] = (
-        ("roofline", "calls", draw_roofline),
-        ("speedups", "calls", draw_speedups),
-        ("sweep", "sweep", draw_sweep),
-        ("small", "small", draw_speedups),
-        ("host", "host", draw_host),
-    )
-    for name, kind, draw in kinds:
-        rows = [row for row in record.rows if row.kind == kind]
-        if draw is draw_roofline:
-            rows = [row for row in rows if row.operations and row.floor]
-        elif draw is draw_speedups:
-            rows = [row for row in rows if row.best_peer]
+    """Names and pictures, for the kinds of rows that the record has."""
+    of_kind = {
+        kind: [r for r in record.rows if r.kind == kind] for kind in (CALLS, SWEEP, SMALL, HOST)
+    }
+    computed = [row for row in of_kind[CALLS] if PRODUCT in row.references]
+    found: dict[str, tuple[Callable[[Sequence[Row], str], Figure], list[Row]]] = {
+        "share": (draw_share, [row for row in of_kind[CALLS] if row.share]),
+        "speedups": (draw_speedups, [row for row in of_kind[CALLS] if row.best_peer]),
+        # Without arithmetic every op lies on the slope, where the shares say more.
+        "roofline": (draw_roofline, of_kind[CALLS] if computed else []),
+        "sweep": (draw_sweep, [row for row in of_kind[SWEEP] if row.share]),
+        "small": (draw_speedups, [row for row in of_kind[SMALL] if row.best_peer]),
+        "host": (draw_host, of_kind[HOST]),
+    }
+    for name, (draw, rows) in found.items():
         if rows:
-            yield name, draw(rows, where)
+            yield name, draw(rows, str(record.environment))
 
 
 def write(path: Path, record: Record) -> list[Path]:
-    """Draw all charts: into ``path``, or where there are several, beside it with their names."""
+    """Draw all charts: into ``path``, or if there are several, beside it with their names."""
     found = list(charts(record))
     path.parent.mkdir(parents=True, exist_ok=True)
     paths = [
@@ -191,46 +68,127 @@ def write(path: Path, record: Record) -> list[Path]:
         for name, _ in found
     ]
     for to, (_, figure) in zip(paths, found, strict=True):
-        figure.savefig(to, dpi=110)
+        figure.savefig(to, dpi=DPI)
     return paths
 
 
-def new_figure(width: float, height: float) -> Figure:
-    """An empty one, drawn without a display."""
-    from matplotlib.figure import Figure  # noqa: PLC0415
+def draw_roofline(rows: Sequence[Row], where: str) -> Figure:
+    """Operations per second over operations per byte, below the limits of the device."""
+    groups = by_dtype([row for row in rows if row.operations and row.floor])
+    figure = new_figure(4.2)
+    panels = figure.subplots(1, len(groups), squeeze=False)[0]
+    named = list(dict.fromkeys(r.op for r in rows if r.operations > r.bytes))
+    colours = {op: f"C{i}" for i, op in enumerate(named)}
+    for axes, (dtype, group) in zip(panels, groups.items(), strict=True):
+        bandwidth = max(row.bytes / memory_seconds(row) for row in group)
+        products = [r for r in group if PRODUCT in r.references]
+        peak = max((r.operations / r.references[PRODUCT].seconds for r in products), default=None)
+        for row in group:
+            found = colours.get(row.op, GREY)
+            axes.plot(
+                row.operations / row.bytes,
+                row.operations / row.ours.seconds,
+                "o",
+                color=found,
+                markerfacecolor="none" if row.direction == BACKWARD else found,
+                markersize=6 if row.op in colours else 4,
+            )
+        low, *_, high = sorted(row.operations / row.bytes for row in group)
+        low, high = low / 2, max(high, (peak or 0.0) / bandwidth) * 4
+        xs = [low * (high / low) ** (k / 200) for k in range(201)]
+        axes.plot(xs, [min(x * bandwidth, peak or x * bandwidth) for x in xs], GREY, zorder=0)
+        limits = f"a copy moves {bandwidth / 1e9:.4g} GB/s"
+        if peak:
+            limits += f",\na product computes {peak / 1e12:.3g} T/s"
+        axes.set_title(f"{dtype}: {limits}", fontsize=9)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xlim(low, high)
+        axes.set_xlabel("operations per byte", fontsize=8)
+        axes.tick_params(labelsize=7.5)
+        axes.grid(alpha=0.25)
+    panels[0].set_ylabel("operations per second", fontsize=8)
+    for op, found in colours.items():
+        panels[0].plot([], [], "o", color=found, label=op)
+    others = len({row.op for row in rows} - colours.keys())
+    panels[0].plot([], [], "o", color=GREY, markersize=4, label=f"{others} memory-bound ops")
+    panels[0].plot([], [], "o", color="black", label="forward")
+    panels[0].plot([], [], "o", color="black", markerfacecolor="none", label="backward")
+    title = "Roofline: dots on the line run at the speed of torch's copy or product"
+    finish(figure, panels[0], (title, where), columns=4)
+    return figure
 
-    return Figure(figsize=(width, height), layout="constrained")
 
-
-def by_dtype(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """A panel each."""
-    found: dict[str, list[Row]] = {}
+def draw_sweep(rows: Sequence[Row], where: str) -> Figure:
+    """A panel for each op and dtype: the share of a copy's speed over the row length."""
+    groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
-        found.setdefault(row.dtype, []).append(row)
-    return found
+        groups.setdefault((row.op, row.dtype), []).append(row)
+    lines = -(-len(groups) // 2)
+    figure = new_figure(1.45 * lines + 1.3)
+    grid = figure.subplots(lines, 2, sharex=True, sharey=True, squeeze=False)
+    panels = [axes for line in grid for axes in line]
+    several = len(by_dtype(rows)) > 1
+    for axes, ((op, dtype), group) in zip(panels, groups.items(), strict=False):
+        for direction, points in shares_by_length(group).items():
+            draw_lengths(axes, direction, points)
+        axes.axhline(100, color=GREY, linewidth=0.8)
+        axes.set_title(f"{op} {dtype}" if several else op, fontsize=9)
+        axes.grid(alpha=0.25)
+    for axes in panels[len(groups) :]:
+        axes.set_visible(False)
+    first = panels[0]
+    first.set_ylim(0, max(105.0, first.get_ylim()[1]))
+    first.set_xscale("log", base=2)
+    ticks = [4**k for k in range(4, 9)]
+    first.set_xticks(ticks, [str(n) if n < 1024 else f"{n // 1024} K" for n in ticks])
+    for axes in panels:
+        axes.tick_params(labelsize=7.5, labelbottom=True)
+    figure.supxlabel("row length", fontsize=8)
+    figure.supylabel("speed in % of a copy of as many bytes", fontsize=8)
+    lengths = sorted({row.shape[1] for row in rows if not is_power_of_two(row.shape[1])})
+    title = f"Rows of every length, as many elements in all, {', '.join(by_dtype(rows))}"
+    if lengths:
+        title += f" (other lengths: {', '.join(map(str, lengths))})"
+    complete = max(panels, key=lambda axes: len(axes.get_legend_handles_labels()[1]))
+    finish(figure, complete, (title, where))
+    return figure
 
 
-def names(rows: Sequence[Row]) -> list[str]:
-    """Ops with their variants, each once."""
-    return list(dict.fromkeys(label(row, direction=False) for row in rows))
+def draw_lengths(axes: Axes, direction: str, points: Sequence[tuple[int, float]]) -> None:
+    """Powers of two as a line; other lengths as diamonds, because nothing lies between them."""
+    found = DIRECTIONS[direction]
+    for name, marker, style, chosen in (
+        ("powers of two", "o", "-", [p for p in points if is_power_of_two(p[0])]),
+        ("other lengths", "D", "none", [p for p in points if not is_power_of_two(p[0])]),
+    ):
+        axes.plot(
+            [length for length, _ in chosen],
+            [100 * share for _, share in chosen],
+            color=found,
+            linestyle=style,
+            marker=marker,
+            markersize=3.5 if style == "-" else 4.5,
+            markerfacecolor=found if style == "-" else "none",
+            linewidth=1.2,
+            label=f"{direction}, {name}",
+        )
 
 
-def label(row: Row, *, direction: bool = True, shape: bool = False) -> str:
-    """What a row is called."""
-    words = [row.op, row.variant, row.direction if direction else ""]
-    return " ".join(word for word in [*words, shape_of(row) if shape else ""] if word)
+def is_power_of_two(count: int) -> bool:
+    """Whether a length is round."""
+    return count & (count - 1) == 0
 
 
-def shape_of(row: Row) -> str:
-    """Rows and columns."""
-    return f"{row.shape[0]} x {row.shape[1]}"
+def shares_by_length(rows: Iterable[Row]) -> dict[str, list[tuple[int, float]]]:
+    """Row lengths and shares of the floor, for each direction."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        if row.share is not None:
+            found.setdefault(row.direction, []).append((row.shape[1], row.share))
+    return {name: sorted(points) for name, points in found.items()}
 
 
 def memory_seconds(row: Row) -> float:
-    """What moving as many bytes took."""
+    """Seconds of the copy or read of as many bytes."""
     return min(t.seconds for name, t in row.references.items() if name != PRODUCT)
-
-
-def span(values: Sequence[float]) -> tuple[float, float]:
-    """A little more than the values, for logarithmic axes."""
-    return min(values) / 1.6, max(values) * 1.6

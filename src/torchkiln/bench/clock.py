@@ -1,11 +1,15 @@
-"""Clocks, and how several calls are timed in turns."""
+"""Clocks for the CPU, the GPU and the host, calls in turns, and the load by other processes."""
 
 from __future__ import annotations
 
+import os
+import subprocess
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count, repeat
+from pathlib import Path
 from statistics import quantiles
 
 import torch
@@ -14,24 +18,24 @@ Call = Callable[[], object]
 Clock = Callable[[Call], float]
 
 ROUNDS = 100
-"""Measurements of each call, where the time budget allows them."""
+"""Measurements per call, where the time budget allows them."""
 
 FEWEST = 5
-"""Measurements of each call, whatever the budget."""
+"""Measurements per call, whatever the budget."""
 
 SLEEP = 1_000_000
-"""Clock cycles that a GPU is kept busy with: half a millisecond, in which the host gets ahead."""
+"""Clock cycles for which a GPU is kept busy: half a millisecond, in which the host gets ahead."""
 
 DOUBLINGS = 6
-"""How often the sleep is doubled for a call that takes the host longer."""
+"""Times that the sleep is doubled for a call that takes the host longer."""
 
 
 @dataclass(frozen=True)
 class Times:
-    """What the measurements of one call say, in seconds."""
+    """Summary of the measurements of one call, in seconds."""
 
     seconds: float
-    """The median; for host times the best, because everything else only adds to them."""
+    """The median; for host times the minimum, because interruptions only add to them."""
     low: float
     """The lower quartile."""
     high: float
@@ -40,7 +44,7 @@ class Times:
 
     @property
     def spread(self) -> float:
-        """The interquartile range as a share of the figure."""
+        """The interquartile range divided by :attr:`seconds`."""
         return (self.high - self.low) / self.seconds
 
     @classmethod
@@ -51,10 +55,10 @@ class Times:
 
 
 def cpu_clock(call: Call) -> float:
-    """Seconds of one call; getting and giving back the memory of its result is a part of it.
+    """Seconds of one call, including the allocation and release of its result.
 
-    The same call comes right before: what it leaves in the caches and in the allocator would
-    otherwise be the legacy of whoever had the turn before.
+    An untimed call goes before it, so that caches and allocator are in the state that this call
+    leaves behind, and not the call that had the turn before.
     """
     call()
     start = time.perf_counter()
@@ -63,12 +67,12 @@ def cpu_clock(call: Call) -> float:
 
 
 class CudaClock:
-    """Seconds that one call takes the GPU, with an L2 cache that holds nothing of its tensors.
+    """Seconds that one call takes the GPU, with none of its tensors in the L2 cache.
 
-    The events lie in the stream right before and after the call's kernels. A GPU that waits for
-    the host would put the host's time between them: torch.autograd.grad() takes the host longer
-    than many a kernel runs. So the GPU first flushes its cache and then sleeps, and a measurement
-    counts only if the first event was still ahead of the GPU when the host had queued the last.
+    Events are recorded in the stream before and after the kernels of the call. A GPU that waits
+    for the host would add the host's time, and torch.autograd.grad() takes the host longer than
+    many kernels run. The GPU therefore flushes its cache and sleeps first, and a measurement is
+    valid only if the GPU has not reached the first event when the host has queued the last.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -76,7 +80,7 @@ class CudaClock:
         self.flush = torch.empty(2 * cache, dtype=torch.uint8, device=device)
 
     def __call__(self, call: Call) -> float:
-        """Measure, with longer sleeps for calls that keep the host longer."""
+        """Measure; double the sleep until the host is ahead."""
         for doubling in count():
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             self.flush.zero_()
@@ -92,7 +96,7 @@ class CudaClock:
 
 
 class HostClock:
-    """Seconds that one call keeps the host, on average over many; no device is waited for."""
+    """Seconds that one call occupies the host: the mean of many calls, without a wait for a GPU."""
 
     def __init__(self, device: torch.device, calls: int = 500) -> None:
         self.device = device
@@ -109,22 +113,22 @@ class HostClock:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has nothing to do."""
+    """Wait until the device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def device_clock(device: torch.device) -> Clock:
-    """The clock of large calls."""
+    """The clock for large calls on this device."""
     return CudaClock(device) if device.type == "cuda" else cpu_clock
 
 
 def in_turns(
     clock: Clock, calls: Mapping[str, Call], budget: float, rounds: int = ROUNDS
 ) -> dict[str, list[float]]:
-    """Measure warm calls in turns, so that a busy or throttled machine is unfair to none.
+    """Measure warm calls in turns, so that a busy or throttled machine slows all of them alike.
 
-    There are ``rounds`` of them, or as many as ``budget`` seconds allow.
+    There are ``rounds`` turns, or as many as ``budget`` seconds allow, but at least ``FEWEST``.
     """
     for call in calls.values():
         clock(call)
@@ -136,3 +140,82 @@ def in_turns(
         for name, call in calls.items():
             measured[name].append(clock(call))
     return measured
+
+
+@dataclass(frozen=True)
+class Load:
+    """Use of the machine by other processes."""
+
+    cores: int
+    others: float
+    """CPU cores that other processes kept busy, on average during the run."""
+    gpu: float | None = None
+    """Share of time in which the GPU ran kernels, right before the run."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the others may have slowed the run down."""
+        return self.others > max(0.25, 0.1 * self.cores) or (self.gpu or 0.0) > 0.05
+
+    def __str__(self) -> str:
+        """One sentence."""
+        gpu = "" if self.gpu is None else f", and the GPU {self.gpu:.0%} before the run"
+        return (
+            f"busy machine: others used {self.others:.1f} of {self.cores} CPU cores during the "
+            f"run{gpu}"
+        )
+
+
+class LoadMeter:
+    """Measures the load by others from its creation on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.gpu = gpu_use(device) if device.type == "cuda" else None
+        self.start = time.perf_counter()
+        self.before = seconds_of_others()
+
+    def read(self) -> Load | None:
+        """The load since then; none if the system does not count it, or for less than a second."""
+        after, cores = seconds_of_others(), os.cpu_count()
+        seconds = time.perf_counter() - self.start
+        if self.before is None or after is None or cores is None or seconds < 1.0:
+            return None
+        return Load(cores, max(0.0, round((after - self.before) / seconds, 2)), self.gpu)
+
+
+def seconds_of_others() -> float | None:
+    """CPU seconds of all but this process and its descendants, since the start of the system."""
+    try:
+        ticks = list(map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]))
+        user, nice, system, _idle, _iowait, irq, softirq, steal = ticks
+        busy = user + nice + system + irq + softirq + steal
+        return (busy - own_ticks()) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def own_ticks() -> int:
+    """Clock ticks that this process and its descendants have used: compilers, for example."""
+    found: dict[int, tuple[int, int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # the process has ended
+            words = path.read_text().rpartition(")")[2].split()
+            found[int(path.parent.name)] = int(words[1]), sum(map(int, words[11:15]))
+    total, pending = 0, [os.getpid()]
+    while pending:
+        pid = pending.pop()
+        total += found[pid][1]
+        pending += [child for child, (parent, _) in found.items() if parent == pid]
+    return total
+
+
+def gpu_use(device: torch.device) -> float | None:
+    """Share of time in which a GPU runs kernels; none where nvidia-smi does not say."""
+    uuid = torch.cuda.get_device_properties(device).uuid
+    query = ("--query-gpu=utilization.gpu", "--format=csv,noheader,nounits")
+    command = ("nvidia-smi", f"--id=GPU-{uuid}", *query)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+        return float(done.stdout) / 100
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None

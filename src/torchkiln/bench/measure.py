@@ -1,39 +1,58 @@
-"""Rows of single large calls: the device's time, beside peers and ceilings in the same run."""
+"""Measures one call: on large tensors, on few elements in CUDA graphs, on the host, its memory."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 
 from torchkiln.bench import peers
-from torchkiln.bench.bench_case import BACKWARD, STEP, BenchCase, Function, call_of
-from torchkiln.bench.ceiling import Work, ceilings, written
-from torchkiln.bench.clock import Call, Clock, Times, in_turns
-from torchkiln.bench.memory import Gauge, peaks
-from torchkiln.bench.row import OURS, Row
+from torchkiln.bench.case import (
+    BACKWARD,
+    FORWARD,
+    RECORDED,
+    STEP,
+    BenchCase,
+    Function,
+    call_of,
+    cases,
+)
+from torchkiln.bench.clock import Call, Clock, HostClock, Times, in_turns
+from torchkiln.bench.result import CALLS, HOST, OURS, SMALL, Row
+from torchkiln.bench.roofline import Work, ceilings, written
+from torchkiln.testing import OpSpec
 from torchkiln.testing.compare import outputs
 from torchkiln.testing.contract.repeat import threads
+
+HOST_SHAPE = (4, 64)
+HOST_ROUNDS = 7
+
+GRAPH_CALLS = 128
+SMALL_SHAPES = tuple((2**power // 256, 256) for power in (10, 12, 14, 16, 18, 20))
+
+Gauge = Callable[[Call], int]
+"""Makes a call and returns the peak of its memory, in bytes."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What holds for every row of a run."""
+    """Choices that hold for every row of a run."""
 
     clock: Clock
     peers: tuple[str, ...] = peers.PEERS
     budget: float = 3.0
-    """Seconds for one row, its preparation not counted."""
+    """Seconds for the measurements of one row; preparation comes on top."""
     gauge: Gauge | None = None
-    """What measures the memory of large calls, where that is wanted."""
+    """Measures the memory of large calls, where that is wanted."""
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Peers that take no part, and why."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Warm calls of everyone who takes part in a row."""
+    """Warm calls of the op and its peers, one per case."""
 
     calls: Mapping[str, list[Call]]
     result_bytes: int
@@ -42,10 +61,9 @@ class Prepared:
 
 
 def prepare(batch: list[BenchCase], direction: str, names: tuple[str, ...]) -> Prepared:
-    """Calls of the op and of its peers on each case, which differ in their tensors alone.
+    """Calls of the op and its peers on each case of a batch that differs in its tensors alone.
 
-    A peer that cannot do the call, or cannot be built here, is missing from the row; an op that
-    cannot is an error.
+    A peer that fails is missing from the row; an op that fails is an error.
     """
     case = batch[0]
     results = outputs(case.sample.call(case.spec.op))
@@ -73,7 +91,7 @@ def prepare(batch: list[BenchCase], direction: str, names: tuple[str, ...]) -> P
                 call()
         except peers.Refused as refusal:
             missing[name] = str(refusal)
-        except Exception as error:  # whatever a peer or a compiler raises
+        except Exception as error:  # peers and compilers raise anything
             first = next(iter(str(error).strip().splitlines()), "")
             missing[name] = f"{type(error).__name__}: {first}"
         else:
@@ -89,11 +107,11 @@ def time_case(
     settings: Settings,
     count: int | None = None,
     *,
-    kind: str = "calls",
+    kind: str = CALLS,
 ) -> Row | None:
-    """The row of one call with ``count`` CPU threads; none where nothing is moved."""
+    """The row of one large call with ``count`` CPU threads; none where nothing is moved."""
     size = case.moved(direction)
-    # A gradient that is handed through takes no time that could be compared.
+    # A gradient that is passed on as it came takes no time worth comparing.
     if size == 0:
         return None
     device = case.sample.args[case.sample.positions[0]].device
@@ -115,3 +133,141 @@ def time_case(
         threads=count,
         peaks=memory,
     )
+
+
+def time_host(
+    spec: OpSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    names: tuple[str, ...],
+    *,
+    clock: HostClock | None = None,
+    left_out: Mapping[str, str] | None = None,
+) -> Iterator[Row]:
+    """Rows of the time that a call on 4 x 64 elements occupies the host: forward, and recorded."""
+    case = next(cases(spec, device, dtype, HOST_SHAPE))
+    for direction in (FORWARD, RECORDED) if spec.differentiable else (FORWARD,):
+        with peers.backward_may_repeat():
+            prepared = prepare([case], direction, names)
+            calls = {name: batch[0] for name, batch in prepared.calls.items()}
+            beside = host_references(device, dtype, direction)
+            chosen = clock or HostClock(device)
+            measured = in_turns(chosen, calls | beside, float("inf"), rounds=HOST_ROUNDS)
+        yield Row.of(
+            HOST,
+            case,
+            direction,
+            {name: Times.of(values, best=True) for name, values in measured.items()},
+            references=beside,
+            missing={**prepared.missing, **(left_out or {})},
+        )
+
+
+def host_references(device: torch.device, dtype: torch.dtype, direction: str) -> dict[str, Call]:
+    """Two ops of torch on as many elements, for comparison between machines."""
+    x = torch.randn(HOST_SHAPE, device=device, dtype=dtype, requires_grad=direction == RECORDED)
+    return {
+        "torch.add": lambda: torch.add(x, x),
+        "F.layer_norm": lambda: F.layer_norm(x, HOST_SHAPE[1:]),
+    }
+
+
+def time_small(
+    spec: OpSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    settings: Settings,
+    *,
+    shape: tuple[int, int],
+    direction: str,
+) -> Row | None:
+    """The row of a small call on a GPU: its time in a CUDA graph of many; none if nothing moves.
+
+    A single call of a few microseconds would be timed with the gaps around it; in a graph the
+    kernels follow one another without the host. Each call has tensors of its own, so that none
+    finds its data in the L2 cache, which is flushed before the graph.
+    """
+    batch = [next(cases(spec, device, dtype, shape)) for _ in range(GRAPH_CALLS)]
+    size = batch[0].moved(direction)
+    if size == 0:
+        return None
+    # A failed capture leaves torch's allocator in capture mode, so these peers are not tried.
+    waiting = {
+        name: "waits for the GPU, which a CUDA graph cannot"
+        for name in settings.peers
+        if peers.waits(name, batch[0])
+    }
+    names = tuple(name for name in settings.peers if name not in waiting)
+    # A backward runs on the stream of its forward, which must be the captured one.
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with peers.backward_may_repeat(), torch.cuda.stream(stream):
+        prepared = prepare(batch, direction, names)
+        work = Work(size, batch[0].computed(direction), dtype)
+        beside = [ceilings(work, prepared.result_bytes, device) for _ in batch]
+        references = {name: [calls[name] for calls in beside] for name in beside[0]}
+        for calls in references.values():
+            calls[0]()
+    torch.cuda.synchronize(device)
+    graphs: dict[str, Call] = {}
+    missing = {**prepared.missing, **waiting, **settings.left_out}
+    for name, calls in {**prepared.calls, **references}.items():
+        try:
+            graphs[name] = captured(calls, stream)
+        except Exception as error:  # peers raise anything
+            if name == OURS or name in references:
+                raise
+            missing[name] = f"{type(error).__name__} in a CUDA graph"
+    measured = in_turns(settings.clock, graphs, settings.budget)
+    return Row.of(
+        SMALL,
+        batch[0],
+        direction,
+        {name: Times.of([v / GRAPH_CALLS for v in values]) for name, values in measured.items()},
+        references=references,
+        missing=missing,
+        remarks=prepared.remarks,
+    )
+
+
+def captured(calls: list[Call], stream: torch.cuda.Stream) -> Call:
+    """A call that replays all of ``calls``, each with a result of its own."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        results = [call() for call in calls]  # held, so that no result reuses another's memory
+    del results
+    return graph.replay
+
+
+class CudaGauge:
+    """Peak of the bytes that one call allocates, above the bytes allocated before it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __call__(self, call: Call) -> int:
+        """Make the call; its results count."""
+        torch.cuda.synchronize(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        call()
+        return torch.cuda.max_memory_allocated(self.device) - before
+
+
+def peaks(case: BenchCase, direction: str, names: tuple[str, ...], gauge: Gauge) -> dict[str, int]:
+    """Peaks of the op and its peers: a forward without gradients, or a forward and its backward.
+
+    Inputs and incoming gradients are not counted. Functions are made anew, because torch.compile
+    takes more memory for a function whose graph is kept, as the timed one's is. A peer that fails
+    has no peak; the row says why.
+    """
+    moment = STEP if direction == BACKWARD else FORWARD
+    found = {OURS: gauge(call_of(case, case.spec.op, moment))}
+    for name, make in peers.makers(case, names):
+        try:
+            call = call_of(peers.own_tensors(name, case), make(case), moment)
+            call()  # warm
+            found[name] = gauge(call)
+        except Exception:  # peers and compilers raise anything
+            continue
+    return found

@@ -1,4 +1,4 @@
-"""What a run measures, in the order in which it does."""
+"""The order in which a run measures its rows."""
 
 from __future__ import annotations
 
@@ -11,34 +11,52 @@ from typing import Any
 
 import torch
 
-from torchkiln.bench.bench_case import BACKWARD, FORWARD, cases
-from torchkiln.bench.host import SHAPE as HOST_SHAPE
-from torchkiln.bench.host import time_host
-from torchkiln.bench.measure import Settings, time_case
-from torchkiln.bench.pace import Pace
+import torchkiln
+from torchkiln.bench.budget import Budget
+from torchkiln.bench.case import BACKWARD, FORWARD, cases
+from torchkiln.bench.measure import (
+    HOST_SHAPE,
+    SMALL_SHAPES,
+    Settings,
+    time_case,
+    time_host,
+    time_small,
+)
 from torchkiln.bench.peers import EAGER, knows
-from torchkiln.bench.row import Row
-from torchkiln.bench.skipped import Skipped, reason_of
-from torchkiln.bench.small import SHAPES, time_small
-from torchkiln.bench.sweep import sweep_shapes
+from torchkiln.bench.result import CALLS, HOST, SMALL, SWEEP, Row, Skipped, reason_of
 from torchkiln.testing import OpSpec
 
 Shape = tuple[int, int]
 
-CALLS, SWEEP, SMALL, HOST = "calls", "sweep", "small", "host"
 NO_TIME = "no time is left of what --within gives"
 DTYPES = (torch.float32, torch.bfloat16)
 
+POWERS_OF_TWO = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+MODEL_SIZES = (3584, 5120, 12288, 50257, 151936)
+"""Hidden sizes and vocabularies of language models that are no powers of two."""
+
+
+def default_device() -> torch.device:
+    """The first GPU if there is one and this build has kernels for GPUs, else the CPU."""
+    usable = torchkiln.build_info()["cuda"] and torch.cuda.is_available()
+    return torch.device("cuda:0" if usable else "cpu")
+
 
 def default_shape(device: torch.device) -> Shape:
-    """Enough elements that no cache holds them."""
+    """More elements than any cache holds."""
     return (16384, 8192) if device.type == "cuda" else (4096, 4096)
 
 
 def shapes_of(spec: OpSpec, device: torch.device) -> tuple[Shape, ...]:
-    """Those that the op names, which are chosen for GPUs, or else the default."""
+    """The shapes that the op names for GPUs, else the default."""
     named = spec.bench_shapes if device.type == "cuda" else ()
     return named or (default_shape(device),)
+
+
+def sweep_shapes(elements: int) -> list[Shape]:
+    """Rows and columns of about as many elements, for each row length."""
+    lengths = sorted((*POWERS_OF_TWO, *MODEL_SIZES))
+    return [(max(1, round(elements / length)), length) for length in lengths]
 
 
 @dataclass(frozen=True)
@@ -49,23 +67,23 @@ class Plan:
     device: torch.device
     settings: Settings
     shapes: tuple[Shape, ...] = ()
-    """Of single large calls; none where each op is to choose."""
+    """Shapes of single large calls; empty for those of each op."""
     dtypes: tuple[torch.dtype, ...] = DTYPES
     kinds: tuple[str, ...] = (CALLS,)
     directions: tuple[str, ...] = (FORWARD, BACKWARD)
     threads: tuple[int | None, ...] = (None,)
-    """Of the CPU; ``(None,)`` on a GPU."""
+    """CPU threads; ``(None,)`` on a GPU."""
     within: float | None = None
-    """Seconds for the whole, where there is a limit."""
+    """Limit for the whole run, in seconds."""
     is_report: bool = False
-    """Whether all but large calls are measured in one dtype, and sweeps of those ops alone to which
-    the length of a row means something."""
+    """Whether kinds other than large calls take the last dtype alone, and row lengths are measured
+    for those ops alone that name shapes."""
 
     def pieces(self) -> list[tuple[str, Iterator[Row | Skipped]]]:
-        """What is to be done, in words, and the rows that come of it when it is gone through."""
-        pace = Pace(self.within, sum(self._count(kind, spec) for kind, spec, _ in self._each()))
+        """Titles, and the rows that are measured while they are iterated over."""
+        budget = Budget(self.within, sum(self._count(kind, spec) for kind, spec, _ in self._each()))
         return [
-            (f"{spec.name} {name_of(dtype)}, {kind}", self._rows(pace, kind, spec, dtype))
+            (f"{spec.name} {name_of(dtype)}, {kind}", self._rows(budget, kind, spec, dtype))
             for kind, spec, dtype in self._each()
         ]
 
@@ -73,7 +91,7 @@ class Plan:
         for kind in self.kinds:
             for spec in self.specs:
                 if kind == SWEEP and self.is_report and not spec.bench_shapes:
-                    continue  # the length of a row means nothing to it
+                    continue  # an op whose time does not depend on the row length
                 wanted = [dtype for dtype in self.dtypes if dtype in spec.dtypes]
                 short = kind != CALLS and self.is_report
                 yield from ((kind, spec, dtype) for dtype in (wanted[-1:] if short else wanted))
@@ -87,102 +105,85 @@ class Plan:
         if kind == SWEEP:
             return sweep_shapes(math.prod(default_shape(self.device)))
         if kind == SMALL:
-            return spec.small_shapes or SHAPES
+            return spec.small_shapes or SMALL_SHAPES
         return self.shapes or shapes_of(spec, self.device)
 
     def _count(self, kind: str, spec: OpSpec) -> int:
-        """About how many rows a piece has: those of other strides are not known before."""
+        """Rows of a piece; an estimate, because the number of variants is not known before."""
         if kind == HOST:
             return 1
         return len(self._shapes(kind, spec)) * len(self._directions(spec)) * len(self.threads)
 
     def _rows(
-        self, pace: Pace, kind: str, spec: OpSpec, dtype: torch.dtype
+        self, budget: Budget, kind: str, spec: OpSpec, dtype: torch.dtype
     ) -> Iterator[Row | Skipped]:
         shapes = self._shapes(kind, spec)
-        pace.begin(self._count(kind, spec))
+        budget.begin(self._count(kind, spec))
         others = tuple(name for name in self.settings.peers if knows(name, spec.name))
-        if kind == SWEEP and self.is_report:  # the peers of the same ops are there in other rows
+        if kind == SWEEP and self.is_report:  # rows of large calls have the other peers
             others = (EAGER,)
         usual = replace(self.settings, peers=others)
         for shape in shapes:
             is_first = shape == shapes[0] and kind == CALLS and dtype == self.dtypes[-1]
-            turn = Turn(kind, spec, dtype, shape, is_first)
-            if pace.is_over():
-                yield turn.skipped(None, NO_TIME)
+            skip = partial(Skipped, kind, spec.name, name_of(dtype), shape)
+            if budget.is_over():
+                yield skip(None, NO_TIME)
                 continue
-            for work in guarded(turn, None, self._work(turn)):
+            for work in guarded(skip, None, self._work(kind, spec, dtype, shape)):
                 if isinstance(work, Skipped):
                     yield work
                     continue
                 direction, measure = work
-                if pace.is_over():
-                    yield turn.skipped(direction, NO_TIME)
+                if budget.is_over():
+                    yield skip(direction, NO_TIME)
                     continue
-                chosen = pace.settings(usual, first=is_first)
+                chosen = budget.settings(usual, first=is_first)
                 start = time.perf_counter()
-                yield from guarded(turn, direction, measure(chosen))
-                pace.took(time.perf_counter() - start, chosen)
+                yield from guarded(skip, direction, measure(chosen))
+                budget.took(time.perf_counter() - start, chosen)
 
-    def _work(self, turn: Turn) -> Iterator[tuple[str | None, Callable[[Settings], Iterator[Row]]]]:
-        """Directions and what measures them, one call at a time in memory."""
-        kind, spec, dtype, shape = turn.kind, turn.spec, turn.dtype, turn.shape
+    def _work(
+        self, kind: str, spec: OpSpec, dtype: torch.dtype, shape: Shape
+    ) -> Iterator[tuple[str | None, Callable[[Settings], Iterator[Row]]]]:
+        """Directions and functions that measure them, one case at a time in memory."""
         if kind == HOST:
             yield None, lambda s: time_host(spec, self.device, dtype, s.peers, left_out=s.left_out)
             return
         if kind == SMALL:
-            for d in self._directions(spec):
-                yield (
-                    d,
-                    partial(some, time_small, spec, self.device, dtype, shape=shape, direction=d),
-                )
+            small = partial(some, time_small, spec, self.device, dtype, shape=shape)
+            for direction in self._directions(spec):
+                yield direction, partial(small, direction=direction)
             return
         found = cases(spec, self.device, dtype, shape)
         for case in [next(found)] if kind == SWEEP else found:
             for direction in self._directions(spec):
                 for count in self.threads if kind == CALLS else self.threads[:1]:
-                    yield (
-                        direction,
-                        partial(some, time_case, case, direction, count=count, kind=kind),
-                    )
-
-
-@dataclass(frozen=True)
-class Turn:
-    """What is measured together."""
-
-    kind: str
-    spec: OpSpec
-    dtype: torch.dtype
-    shape: Shape
-    is_first: bool
-
-    def skipped(self, direction: str | None, reason: str) -> Skipped:
-        """It is not."""
-        name = name_of(self.dtype)
-        return Skipped(self.kind, self.spec.name, name, self.shape, direction, reason)
+                    one = partial(some, time_case, case, direction, count=count, kind=kind)
+                    yield direction, one
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Without torch."""
+    """``float32`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
 
 
 def some(function: Callable[..., Row | None], *given: Any, **named: Any) -> Iterator[Row]:
-    """The one row, if there is one."""
+    """The row that ``function`` returns, if any."""
     row = function(*given, **named)
     if row is not None:
         yield row
 
 
-def guarded(turn: Turn, direction: str | None, found: Iterator[Any]) -> Iterator[Any]:
-    """What ``found`` yields; where a call cannot be made here, that it was skipped."""
+def guarded(
+    skip: Callable[[str | None, str], Skipped], direction: str | None, found: Iterator[Any]
+) -> Iterator[Any]:
+    """The items of ``found``, and a skip in place of an error that has a reason."""
     try:
         yield from found
     except Exception as error:
         reason = reason_of(error)
         if reason is None:
             raise
-        yield turn.skipped(direction, reason)
-    if turn.kind != HOST and torch.cuda.is_initialized():
+        yield skip(direction, reason)
+    if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

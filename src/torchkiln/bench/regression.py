@@ -1,22 +1,20 @@
-"""What has changed between two runs, beyond their noise."""
+"""Changes between two runs that are larger than their noise."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from torchkiln.bench.record import Record
-from torchkiln.bench.row import Row
-from torchkiln.bench.table import Table, duration
+from torchkiln.bench.report import Table, duration
+from torchkiln.bench.result import Record, Row
 
 Key = tuple[object, ...]
 
 THRESHOLD = 0.05
-"""A change of less is none."""
+"""Smallest relative change that counts."""
 
 
 def key(row: Row) -> Key:
-    """What two runs have to have in common for a row to be compared."""
+    """The fields that rows of two runs must share to be compared."""
     return row.kind, row.op, row.variant, row.dtype, row.shape, row.direction, row.threads
 
 
@@ -29,27 +27,27 @@ class Change:
 
     @property
     def ratio(self) -> float:
-        """New time by old time: above 1 is slower."""
+        """New time divided by old time: above 1 is slower."""
         return self.new.ours.seconds / self.old.ours.seconds
 
     @property
     def machine(self) -> float:
-        """The same of what the device itself took for as much work: not the op's doing."""
+        """New floor divided by old floor: a change of the device, not of the op."""
         if self.old.floor is None or self.new.floor is None:
             return 1.0
         return self.new.floor / self.old.floor
 
     @property
     def is_beyond_noise(self) -> bool:
-        """Whether the middle halves of the measurements lie apart."""
+        """Whether the interquartile ranges of the measurements do not overlap."""
         return self.new.ours.low > self.old.ours.high or self.new.ours.high < self.old.ours.low
 
     def is_slower(self, threshold: float) -> bool:
-        """By more than the threshold, by the clock and beside the device, beyond the noise."""
+        """Whether absolute and relative to the floor it is slower by more than the threshold."""
         return self.is_beyond_noise and min(self.ratio, self.ratio / self.machine) > 1 + threshold
 
     def is_faster(self, threshold: float) -> bool:
-        """Likewise."""
+        """Whether absolute and relative to the floor it is faster by more than the threshold."""
         most = 1 / (1 + threshold)
         return self.is_beyond_noise and max(self.ratio, self.ratio / self.machine) < most
 
@@ -60,10 +58,10 @@ class Changes:
 
     rows: tuple[Change, ...]
     gone: tuple[Row, ...]
-    """Rows of the old run that the new one does not have."""
+    """Rows of the old run that the new run does not have."""
     threshold: float
     remark: str
-    """What else is different."""
+    """Other differences of the two runs, such as the device."""
 
     @property
     def regressions(self) -> tuple[Change, ...]:
@@ -86,7 +84,7 @@ class Changes:
         return words + self.remark
 
     def table(self) -> Table:
-        """Those that have changed, the worst first."""
+        """The changed rows, slowest first."""
         changed = sorted(
             [*self.regressions, *self.improvements], key=lambda change: change.ratio, reverse=True
         )
@@ -110,7 +108,7 @@ class Changes:
             *("old (spread)", "new (spread)", "change", "device", "verdict"),
         )
         numeric = (False,) * 5 + (True,) * 4 + (False,)
-        return Table("What has changed", headings, numeric, lines, (str(self),))
+        return Table("Changes since the old run", headings, numeric, lines, (str(self),))
 
 
 def changes(old: Record, new: Record, threshold: float = THRESHOLD) -> Changes:
@@ -119,15 +117,11 @@ def changes(old: Record, new: Record, threshold: float = THRESHOLD) -> Changes:
     rows = tuple(Change(before[key(row)], row) for row in new.rows if key(row) in before)
     measured = {key(row) for row in new.rows}
     gone = tuple(row for row in old.rows if key(row) not in measured)
-    return Changes(rows, gone, threshold, _remark(old, new))
-
-
-def _remark(old: Record, new: Record) -> str:
-    def differences() -> Iterable[str]:
-        for name in ("device", "driver", "torch", "cuda"):
-            was, is_ = getattr(old.environment, name), getattr(new.environment, name)
-            if was != is_:
-                yield f"{name} was {was} and is {is_}"
-
-    words = list(differences())
-    return f"; beware: {', '.join(words)}" if words else ""
+    was, now = old.environment, new.environment
+    different = [
+        f"{name} was {getattr(was, name)} and is {getattr(now, name)}"
+        for name in ("device", "driver", "torch", "cuda")
+        if getattr(was, name) != getattr(now, name)
+    ]
+    remark = f"; beware: {', '.join(different)}" if different else ""
+    return Changes(rows, gone, threshold, remark)

@@ -7,10 +7,10 @@ import sys
 
 import torch
 
-from torchkiln.bench.bench_case import BenchCase, cases
+from torchkiln.bench.case import BenchCase, cases
 from torchkiln.bench.options import device_of
 from torchkiln.bench.plan import default_shape
-from torchkiln.bench.skipped import NO_MEMORY, reason_of
+from torchkiln.bench.result import NO_MEMORY, reason_of
 from torchkiln.testing import SPECS
 from torchkiln.testing.registry import find, specs_of
 

@@ -1,1 +1,1 @@
-"""A tour on whatever device is there: ``python -m torchkiln.demo [--out DIR] [--quick]``."""
+"""A tour of the ops on this machine: ``torchkiln demo [--out FOLDER] [--quick | --full]``."""

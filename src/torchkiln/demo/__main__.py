@@ -4,46 +4,109 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
+import torch
+
+from torchkiln.bench import Row
+from torchkiln.bench.plan import default_shape
+from torchkiln.demo import report
 from torchkiln.demo.accuracy import all_errors
 from torchkiln.demo.speed import all_timings
-from torchkiln.demo.train import train_both
+from torchkiln.demo.train import Outcome, train_both
 
-try:
-    from torchkiln.demo import picture, report
-except ModuleNotFoundError as error:
-    if error.name is None or error.name.split(".")[0] not in {"rich", "matplotlib", "numpy"}:
-        raise
-    sys.exit(
-        f"torchkiln.demo: got no module {error.name}, expected the packages that draw and print; "
-        "type: python -m pip install 'torchkiln[cli]'"
-    )
+
+@dataclass(frozen=True)
+class Size:
+    """Amount of work."""
+
+    shape: tuple[int, int]
+    """Rows and columns of the tensors that are timed."""
+    seconds: float
+    """Measurements of each call."""
+    steps: int
+    """Steps of training."""
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="torchkiln demo", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path(), help="folder of the picture")
-    parser.add_argument("--quick", action="store_true", help="smaller sizes and fewer steps")
+    parser.add_argument(
+        "--out", type=Path, default=Path(), metavar="FOLDER", help="folder of the picture"
+    )
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="smaller tensors, fewer steps")
+    size.add_argument(
+        "--full",
+        action="store_true",
+        help="all rows of both tables, an explained call, and larger tensors (minutes)",
+    )
     return parser.parse_args(given)
 
 
+def size_of(options: argparse.Namespace, device: torch.device) -> Size:
+    """About a minute on two CPU cores, unless the options choose less or more."""
+    if options.quick:
+        return Size((512, 512), 0.02, 120)
+    if options.full:
+        return Size(default_shape(device), 1.5, 500)
+    return Size((2048, 512) if device.type == "cpu" else (4096, 8192), 0.1, 500)
+
+
 def main(given: Sequence[str] | None = None) -> int:
-    """Run the tour; 1 where a result is wrong."""
+    """Run the tour; 1 if a result is wrong."""
+    start = time.perf_counter()
     options = arguments(given)
-    device = report.environment()
-    errors = all_errors(device)
-    report.errors(errors)
-    timings = report.with_progress("timing", all_timings(device, quick=options.quick))
-    report.timings(timings)
-    report.explanation(device)
-    outcome = report.training(train_both(device, quick=options.quick))
     options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / "torchkiln-demo.png"
-    picture.draw(path, device, timings, outcome)
-    return report.verdict(path, errors, outcome)
+    device = report.environment()
+    size = size_of(options, device)
+    errors = report.stage(
+        "1/4 errors: every op against float64",
+        all_errors(device),
+        lambda row: f"{row.op} {row.dtype}",
+    )
+    report.errors(errors, full=options.full)
+    shape = f"{size.shape[0]} x {size.shape[1]}"
+    entries = report.stage(
+        f"2/4 speed: every op beside eager torch at {shape}",
+        all_timings(device, size.shape, size.seconds),
+        lambda entry: f"{entry.op} {entry.dtype}",
+    )
+    rows = [entry for entry in entries if isinstance(entry, Row)]
+    for entry in entries:
+        if not isinstance(entry, Row):
+            print(entry)
+    report.timings(rows, full=options.full)
+    if options.full:
+        report.explanation(device)
+    *_, outcome = report.stage(
+        f"3/4 training: {size.steps} steps with torchkiln and with plain torch",
+        train_both(device, size.steps),
+        lambda outcome: f"loss {outcome.runs[0].losses[-1]:.4f}",
+    )
+    report.training(outcome)
+    path = picture_of(options.out, device, rows, outcome)
+    return report.verdict(errors, outcome, path, time.perf_counter() - start)
+
+
+def picture_of(
+    folder: Path, device: torch.device, rows: list[Row], outcome: Outcome
+) -> Path | None:
+    """Draw the picture, if matplotlib is installed; its path."""
+    if find_spec("matplotlib") is None:
+        print("\n4/4 picture: left out, there is no module matplotlib; to draw it, type: ", end="")
+        print("python -m pip install 'torchkiln[cli]'")
+        return None
+    from torchkiln.demo import picture  # noqa: PLC0415
+
+    print("\n4/4 picture ...", flush=True)
+    path = folder / "torchkiln-demo.png"
+    picture.draw(path, device, rows, outcome)
+    return path
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Errors against float64, ours and torch's."""
+"""Errors against float64, ours and eager torch's."""
 
 from __future__ import annotations
 
@@ -18,39 +18,46 @@ from torchkiln.testing.compare import (
     vector_jacobian,
     widened,
 )
+from torchkiln.testing.contract.repeat import threads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+Judged = tuple[float, float, str | None]
+"""Our error, eager torch's, and the complaint of the contract about ours."""
 
 
 @dataclass(frozen=True)
 class Errors:
-    """The largest errors of one op over all samples, in units of the dtype's rounding step."""
+    """The largest errors of one op over all samples, in rounding steps of the dtype."""
 
     op: str
     dtype: torch.dtype
-    what: str
+    direction: str
     ours: float
     torch: float
     samples: int
     complaint: str | None
 
 
-def steps(found: Tensor, truth: Tensor, terms: Tensor, dtype: torch.dtype) -> float:
-    """The largest error beside the largest value, in rounding steps of the coarser dtype.
+def steps(found: Tensor, truth: Tensor, terms: Tensor, dtypes: Iterable[torch.dtype]) -> float:
+    """The largest error of an element, in rounding steps.
 
-    Where the values are nothing but what cancellation has left of their ``terms``, beside those.
+    A step is that of the coarsest of ``dtypes`` and the result's, because a call may mix dtypes, at
+    the size of the true element or of its ``terms``, because cancellation keeps their rounding.
     """
     if found.numel() == 0:
         return 0.0
-    largest = torch.maximum(truth.abs().max(), terms.abs().max())
-    largest = largest.clamp(min=torch.finfo(found.dtype).tiny)
-    step = max(torch.finfo(found.dtype).eps, torch.finfo(dtype).eps) * largest
-    return float((found.double() - truth).abs().max() / step)
+    infos = [torch.finfo(dtype) for dtype in (found.dtype, *dtypes)]
+    # Terms are infinite where a mask or a weight removes them from the result.
+    scale = torch.where(terms.isfinite(), torch.maximum(truth.abs(), terms.abs()), truth.abs())
+    step = max(info.eps for info in infos) * scale.clamp(min=max(info.tiny for info in infos))
+    error = (found.double() - truth).abs() / step
+    return float(torch.where(truth.isfinite(), error, 0.0).max())
 
 
 def complaint(judge: Callable[..., None], *args: object) -> str | None:
-    """What the contract says against a result."""
+    """The failure that a check of the contract raises, if any."""
     try:
         judge(*args)
     except AssertionError as error:
@@ -62,35 +69,28 @@ def largest_steps(
     found: Iterable[Tensor],
     truth: Iterable[Tensor],
     terms: Iterable[Tensor],
-    dtype: torch.dtype | None = None,
+    dtypes: Sequence[torch.dtype],
 ) -> float:
-    """The largest of several tensors."""
+    """The largest error of several tensors."""
     groups = zip(found, truth, terms, strict=True)
-    return max(steps(f, exact, size, dtype or f.dtype) for f, exact, size in groups)
+    return max(steps(f, exact, size, dtypes) for f, exact, size in groups)
 
 
-def worst(rows: Iterable[tuple[float, float, str | None]]) -> tuple[float, float, str | None, int]:
-    """Largest errors, the first complaint, and how many rows there were."""
-    ours, theirs, words = zip(*rows, strict=True)
-    return max(ours), max(theirs), next((w for w in words if w), None), len(ours)
-
-
-def forward(spec: OpSpec, sample: Sample) -> tuple[float, float, str | None]:
-    """Our error, torch's, and the complaint about the output of one call."""
+def forward(spec: OpSpec, sample: Sample, dtype: torch.dtype) -> Judged:
+    """Errors of the outputs of one call."""
     found = sample.call(spec.op)
     truth = outputs(exact(spec, sample).call(spec.reference))
     terms = outputs(exact(spec, sample).call(spec.magnitude))
     words = complaint(require_values, found, sample, Where(spec, "values", sample))
     other = sample.call(spec.composite)
-    ours, theirs = (largest_steps(outputs(result), truth, terms) for result in (found, other))
+    ours, theirs = (largest_steps(outputs(r), truth, terms, [dtype]) for r in (found, other))
     return ours, theirs, words
 
 
-def backward(spec: OpSpec, sample: Sample) -> tuple[float, float, str | None]:
-    """The same for its gradients."""
+def backward(spec: OpSpec, sample: Sample, dtype: torch.dtype) -> Judged:
+    """Errors of the gradients of one call."""
     wanted = spec.wanted(sample)
     grads = list(map(torch.randn_like, outputs(sample.call(spec.op))))
-    dtype = grads[0].dtype
     leaves = spec.leaves(sample)
     found = vector_jacobian(spec.op, leaves, wanted, grads)
     other = vector_jacobian(spec.composite, leaves, wanted, grads)
@@ -101,18 +101,24 @@ def backward(spec: OpSpec, sample: Sample) -> tuple[float, float, str | None]:
     terms = vector_jacobian(spec.gradient_magnitude or spec.reference, leaves, wanted, sizes)
     where = Where(spec, "gradients", sample)
     words = complaint(require_gradients, found, sample, wanted, grads, where)
-    ours, theirs = (largest_steps(result, truth, terms, dtype) for result in (found, other))
+    dtypes = [dtype, *(grad.dtype for grad in grads)]
+    ours, theirs = (largest_steps(r, truth, terms, dtypes) for r in (found, other))
     return ours, theirs, words
 
 
-def all_errors(device: torch.device) -> list[Errors]:
-    """Every op, dtype and direction."""
-    table = []
+def all_errors(device: torch.device) -> Iterator[Errors]:
+    """Errors of every op, dtype and direction.
+
+    One CPU thread: the results are the same for any number, and these calls are small.
+    """
     for spec in SPECS:
         for dtype in spec.dtypes:
             samples = list(spec.samples(device, dtype))
-            for what, judge in (("forward", forward), ("backward", backward)):
-                found = worst(judge(spec, sample) for sample in samples)
-                ours, theirs, words, count = found
-                table.append(Errors(spec.name, dtype, what, ours, theirs, count, words))
-    return table
+            for direction, judge in (("forward", forward), ("backward", backward)):
+                with threads(1):
+                    judged = [judge(spec, sample, dtype) for sample in samples]
+                ours, theirs, words = zip(*judged, strict=True)
+                first = next((w for w in words if w), None)
+                yield Errors(
+                    spec.name, dtype, direction, max(ours), max(theirs), len(judged), first
+                )

@@ -1,136 +1,178 @@
-"""What the demo prints."""
+"""Output of the demo: stages with their times, and tables."""
 
 from __future__ import annotations
 
 import platform
-from typing import TYPE_CHECKING
+import sys
+import time
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 import torchkiln
 from torchkiln.bench import Row, default_device, processor, tables
-from torchkiln.bench.terminal import show
+from torchkiln.bench.case import BACKWARD, FORWARD
+from torchkiln.bench.plan import name_of
+from torchkiln.bench.report import Table, show
+from torchkiln.demo.speed import by_family, mean_speedup
 from torchkiln.demo.train import TOLERANCE, Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from torchkiln.demo.accuracy import Errors
 
-console = Console(width=None if Console().is_terminal else 110)
+T = TypeVar("T")
 
-
-def name(dtype: torch.dtype) -> str:
-    """A dtype without its prefix."""
-    return str(dtype).removeprefix("torch.")
+NEXT = (
+    ("torchkiln doctor", "checks this installation and says which ops run here"),
+    ("torchkiln explain rms_norm", "shows the kernels, bytes and memory of one call"),
+    ("torchkiln bench rms_norm", "times one op beside its peers and a copy"),
+    ("torchkiln new my_op", "writes a package with an op of your own"),
+    ("torchkiln demo --full", "prints every row of these tables, for larger tensors"),
+)
 
 
 def environment() -> torch.device:
-    """Print where this runs; return the device that is used."""
+    """Print versions and hardware; return the device of the demo."""
     info = torchkiln.build_info()
-    kernels = info["cuda"]
     device = default_device()
-    table = Table(title="Environment", show_header=False, title_justify="left")
-    table.add_row("torchkiln", torchkiln.__version__)
-    table.add_row("built with", f"torch {info['torch']}, {info['compiler']}")
-    architectures = ", ".join(info["cuda_architectures"])
-    table.add_row("CUDA kernels", f"CUDA {kernels} for {architectures}" if kernels else "none")
-    table.add_row("torch", f"{torch.__version__}, Python {platform.python_version()}")
-    table.add_row("processor", f"{processor()}, {torch.get_num_threads()} threads")
-    if device.type == "cuda":
-        table.add_row("GPU", torch.cuda.get_device_name(device))
-    table.add_row("device of this run", str(device))
-    console.print(table)
+    kernels = f"for {', '.join(info['cuda_architectures'])}" if info["cuda"] else "not built"
+    print(f"torchkiln {torchkiln.__version__}, built with torch {info['torch']}, CUDA {kernels}")
+    print(f"torch {torch.__version__}, Python {platform.python_version()}")
+    threads = torch.get_num_threads()
+    print(f"CPU: {processor()}, {threads} {'thread' if threads == 1 else 'threads'}")
+    if torch.cuda.is_available():
+        print(f"GPU: {torch.cuda.get_device_name(0)}{gpu_remark(device)}")
+    print(f"the demo runs on {device}", flush=True)
     return device
 
 
-def errors(rows: list[Errors]) -> None:
-    """Errors, ours and torch's."""
-    table = Table(
-        title="Largest error against float64, in rounding steps of the dtype", title_justify="left"
-    )
-    for heading in ("op", "dtype", "direction", "samples", "torchkiln", "eager torch", "verdict"):
-        number = heading in {"samples", "torchkiln", "eager torch"}
-        table.add_column(heading, justify="right" if number else "left")
-    for row in rows:
-        verdict = "[red]wrong" if row.complaint else "[green]ok"
-        figures = (str(row.samples), f"{row.ours:.2f}", f"{row.torch:.2f}")
-        table.add_row(row.op, name(row.dtype), row.what, *figures, verdict)
-    console.print(table)
+def gpu_remark(device: torch.device) -> str:
+    """Why a GPU is not used; empty where it is."""
+    if device.type == "cuda":
+        return ""
+    return ", not used: this torchkiln has no CUDA kernels; type: torchkiln doctor"
 
 
-def timings(rows: list[Row]) -> None:
-    """Times, ours and torch's."""
-    show(tables(rows))
-
-
-def explanation(device: torch.device) -> None:
-    """What one call does, forward and backward: no copy, though its rows lie apart."""
-    x = torch.randn(4096, 2048, device=device)[:, :1024].requires_grad_()
-    weight = torch.ones(1024, device=device, requires_grad=True)
-    console.print(torchkiln.explain(torchkiln.rms_norm, x, 1024, weight))
-
-
-def bar(*columns: TextColumn) -> Progress:
-    """A progress bar that leaves nothing behind."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        *columns,
-        console=console,
-        transient=True,
-    )
-
-
-def with_progress(title: str, rows: Iterable[Row]) -> list[Row]:
-    """Gather ``rows`` and name the one at hand."""
+def stage(title: str, entries: Iterable[T], words: Callable[[T], str]) -> list[T]:
+    """Gather ``entries``: print the title at the start, the current one on a terminal, the time."""
+    start = time.perf_counter()
+    live = sys.stderr.isatty()
+    print(f"\n{title} ...", flush=True)
     found = []
-    with bar() as progress:
-        task = progress.add_task(title, total=None)
-        for row in rows:
-            found.append(row)
-            words = f"{title} {row.op} {row.dtype} {row.direction}"
-            progress.update(task, advance=1, description=words)
+    for entry in entries:
+        found.append(entry)
+        if live:
+            print(f"\r\x1b[K  {len(found)}: {words(entry)}", end="", file=sys.stderr, flush=True)
+    if live:
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+    print(f"  done in {time.perf_counter() - start:.1f} s", flush=True)
     return found
 
 
-def training(steps: Iterator[Outcome]) -> Outcome:
-    """Follow the training; return how it ended."""
-    losses = TextColumn("loss {task.fields[ours]:.4f} and {task.fields[torch]:.4f}")
-    with bar(losses) as progress:
-        task = progress.add_task("training both", total=None, ours=0.0, torch=0.0)
-        for outcome in steps:
-            ours, plain = (run.losses[-1] for run in outcome.runs)
-            progress.update(task, total=outcome.total, advance=1, ours=ours, torch=plain)
-    table = Table(title=f"Training, {outcome.total} steps side by side", title_justify="left")
-    for heading in ("model", "first loss", "last loss", "accuracy", "time"):
-        table.add_column(heading, justify="left" if heading == "model" else "right")
-    for run in outcome.runs:
-        ends = (f"{run.losses[0]:.4f}", f"{run.losses[-1]:.4f}")
-        table.add_row(run.name, *ends, f"{outcome.accuracy(run):.1%}", f"{run.seconds:.2f} s")
-    console.print(table)
-    console.print(
-        f"largest difference of the two loss curves {outcome.difference:.2g}, "
-        f"allowed {TOLERANCE}, at first loss {outcome.runs[0].losses[0]:.2g}"
+def errors(rows: list[Errors], *, full: bool) -> None:
+    """Errors of each op in its worst dtype and direction, or of all."""
+    title = "Largest error against float64, in rounding steps of the dtype"
+    counts = [row.samples for row in rows]
+    if not full:
+        title += ", in the worst dtype"
+        of_op: dict[str, list[Errors]] = {}
+        for row in rows:
+            of_op.setdefault(row.op, []).append(row)
+        counts = [sum(row.samples for row in group) for group in of_op.values()]
+        rows = list(map(worst, of_op.values()))
+    lines = tuple(
+        (
+            row.op,
+            str(count),
+            name_of(row.dtype),
+            row.direction,
+            f"{row.ours:.2f}",
+            f"{row.torch:.2f}",
+            "WRONG" if row.complaint else "ok",
+        )
+        for row, count in zip(rows, counts, strict=True)
     )
-    return outcome
+    headings = ("op", "calls", "dtype", "direction", "torchkiln", "eager torch", "verdict")
+    show([Table(title, headings, (False, True, False, False, True, True, False), lines)])
 
 
-def verdict(path: Path, rows: list[Errors], outcome: Outcome) -> int:
-    """Say what is wrong, if anything; the exit status."""
-    console.print(f"picture: {path.resolve()}", soft_wrap=True)
+def worst(rows: list[Errors]) -> Errors:
+    """The row of the largest error, or of a wrong result.
+
+    Float64 counts for wrong results alone: the truth is rounded as often.
+    """
+    return max(rows, key=lambda row: (bool(row.complaint), row.dtype != torch.float64, row.ours))
+
+
+def timings(rows: list[Row], *, full: bool) -> None:
+    """Speed-ups of each family, or all times."""
+    if full:
+        show(tables(rows))
+        return
+    dtypes = dict.fromkeys(row.dtype for row in rows)
+    columns = [(dtype, direction) for dtype in dtypes for direction in (FORWARD, BACKWARD)]
+
+    def line(name: str, group: list[Row]) -> tuple[str, ...]:
+        means = [mean_speedup([r for r in group if (r.dtype, r.direction) == c]) for c in columns]
+        cells = ["" if mean is None else f"{mean:.2f} x" for mean in means]
+        return (name, str(len({row.op for row in group})), *cells)
+
+    lines = [line(name, group) for name, group in by_family(rows).items()]
+    slowest = min(rows, key=lambda row: row.speedup or 0.0)
+    call = f"{slowest.op} {slowest.dtype} {slowest.direction}"
+    notes = [f"slowest beside eager torch: {call}, {slowest.speedup:.2f} x"]
+    noisy = sum(row.is_noisy for row in rows)
+    if noisy:
+        notes.append(f"busy machine: the times of {noisy} of {len(rows)} calls spread widely")
+    shape = f"{rows[0].shape[0]} x {rows[0].shape[1]}"
+    title = f"Times as fast as eager torch at {shape}, geometric mean of each family of ops"
+    headings = ("family", "ops", *(" ".join(column) for column in columns))
+    numeric = (False, *(True for _ in headings[1:]))
+    table = Table(title, headings, numeric, (*lines, line("all", rows)), tuple(notes))
+    show([table])
+
+
+def explanation(device: torch.device) -> None:
+    """Kernels and memory of a call on rows with a stride: forward and backward, without a copy."""
+    x = torch.randn(4096, 2048, device=device)[:, :1024].requires_grad_()
+    weight = torch.ones(1024, device=device, requires_grad=True)
+    print(f"\n{torchkiln.explain(torchkiln.rms_norm, x, 1024, weight)}", flush=True)
+
+
+def training(outcome: Outcome) -> None:
+    """Both loss curves at a few steps, and how they end."""
+    ours, plain = (run.losses for run in outcome.runs)
+    shown = [0, *(round(outcome.total * k / 8) - 1 for k in range(1, 9))]
+    lines = tuple((str(i + 1), f"{ours[i]:.4f}", f"{plain[i]:.4f}") for i in shown)
+    notes = [
+        f"{run.name}: {outcome.accuracy(run):.1%} of the points are right, {run.seconds:.2f} s"
+        for run in outcome.runs
+    ]
+    notes.append(
+        f"largest difference of the two losses in a step: {outcome.difference:.2g}, "
+        f"allowed: {TOLERANCE}"
+    )
+    headings = ("step", *(run.name for run in outcome.runs))
+    title = "Training loss of a classifier of spirals"
+    show([Table(title, headings, (True, True, True), lines, tuple(notes))])
+
+
+def verdict(rows: list[Errors], outcome: Outcome, picture: Path | None, seconds: float) -> int:
+    """Name wrong results, the picture and further commands; the exit status."""
+    if picture is not None:
+        print(f"\npicture: {picture.resolve()}")
     wrong = [row.complaint for row in rows if row.complaint]
-    for words in wrong:
-        console.print(f"[red]wrong:[/] {words}", soft_wrap=True)
     if not outcome.agree:
-        console.print("[red]wrong:[/] the two trainings disagree, or did not learn")
-    if wrong or not outcome.agree:
-        return 1
-    console.print("[green]every result agrees")
-    return 0
+        wrong.append("the two trainings disagree, or did not learn")
+    for words in wrong:
+        print(f"wrong: {words}")
+    if not wrong:
+        print(f"every result agrees, {seconds:.0f} s in all")
+    print("\nnext:")
+    width = max(len(command) for command, _ in NEXT)
+    for command, words in NEXT:
+        print(f"  {command.ljust(width)}  {words}")
+    return 1 if wrong else 0

@@ -1,30 +1,58 @@
-"""Times beside eager torch: the benchmark's rows, without those peers that take long to build."""
+"""Times beside eager torch: rows of the benchmark."""
 
 from __future__ import annotations
 
+from statistics import geometric_mean
 from typing import TYPE_CHECKING
 
 import torch
 
-from torchkiln.bench import Row, Settings, cases, device_clock, time_case
-from torchkiln.bench.bench_case import BACKWARD, FORWARD
+from torchkiln.bench import Row, Settings, Skipped, cases, device_clock, time_case
+from torchkiln.bench.case import BACKWARD, FORWARD
 from torchkiln.bench.peers import EAGER
-from torchkiln.bench.plan import DTYPES, default_shape
+from torchkiln.bench.plan import DTYPES, name_of
+from torchkiln.bench.result import CALLS, reason_of
 from torchkiln.testing import SPECS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 
-def all_timings(device: torch.device, *, quick: bool) -> Iterator[Row]:
-    """Every op in float32 and bfloat16, forward and backward."""
-    settings = Settings(device_clock(device), (EAGER,), budget=0.2 if quick else 1.5)
-    shape = (1024, 1024) if quick else default_shape(device)
+def all_timings(
+    device: torch.device, shape: tuple[int, int], budget: float
+) -> Iterator[Row | Skipped]:
+    """Every op in float32 and bfloat16, forward and backward, ``budget`` seconds each."""
+    settings = Settings(device_clock(device), (EAGER,), budget)
     count = torch.get_num_threads() if device.type == "cpu" else None
     for spec in SPECS:
         for dtype in DTYPES:
-            case = next(cases(spec, device, dtype, shape))
-            for direction in (FORWARD, BACKWARD) if spec.differentiable else (FORWARD,):
-                row = time_case(case, direction, settings, count)
-                if row is not None:
-                    yield row
+            try:
+                case = next(cases(spec, device, dtype, shape))
+                for direction in (FORWARD, BACKWARD) if spec.differentiable else (FORWARD,):
+                    row = time_case(case, direction, settings, count)
+                    if row is not None:
+                        yield row
+            except Exception as error:
+                reason = reason_of(error)
+                if reason is None:
+                    raise
+                yield Skipped(CALLS, spec.name, name_of(dtype), shape, None, reason)
+
+
+def family(op: str) -> str:
+    """The family of an op: the name of its module."""
+    spec = next(spec for spec in SPECS if spec.name == op)
+    return spec.op.__module__.rpartition(".")[2]
+
+
+def by_family(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows of each family."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(family(row.op), []).append(row)
+    return found
+
+
+def mean_speedup(rows: Sequence[Row]) -> float | None:
+    """Geometric mean of the times of eager torch divided by ours."""
+    return geometric_mean([row.speedup or 0.0 for row in rows]) if rows else None

@@ -1,4 +1,4 @@
-"""A small classifier, trained with the fused module and with plain torch side by side."""
+"""A small classifier, trained with the fused module and with plain torch in turns."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ SCALE = 1.4
 BATCH = 512
 
 TOLERANCE = 0.02
-"""How far apart the losses of one step may be. Both models do the same arithmetic in another order
-of rounding; the steps of training make the difference grow, and this is far below what separates
-a right gradient from a wrong one."""
+"""Largest difference of the losses in one step. The two models round in a different order, and
+training amplifies that; a wrong gradient would differ far more."""
 
 
 class PlainScaleBiasReLU(nn.Module):
-    """The same layer in three ops of torch."""
+    """The layer of three ops of torch."""
 
     def __init__(self, features: int, scale: float) -> None:
         super().__init__()
@@ -51,7 +50,7 @@ def network(activation: type[nn.Module]) -> nn.Sequential:
 
 
 def spirals(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Points on interleaved spiral arms, and the arm of each."""
+    """Points on interleaved spiral arms, and the arm of each point."""
     arm = torch.arange(count) % CLASSES
     radius = torch.rand(count).sqrt()
     angle = 7.0 * radius + arm * (2 * math.pi / CLASSES) + 0.2 * torch.randn(count)
@@ -61,7 +60,7 @@ def spirals(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class Run:
-    """One of the two models and what became of it."""
+    """One of the two models, its losses, and the seconds of its training."""
 
     name: str
     model: nn.Module
@@ -71,7 +70,7 @@ class Run:
 
 @dataclass
 class Outcome:
-    """Both runs on one set of points."""
+    """Both runs, on the same points."""
 
     runs: tuple[Run, Run]
     points: Tensor
@@ -80,31 +79,31 @@ class Outcome:
 
     @property
     def difference(self) -> float:
-        """The largest distance of the two loss curves."""
+        """The largest difference of the losses in one step."""
         pairs = zip(self.runs[0].losses, self.runs[1].losses, strict=True)
         return max(abs(a - b) for a, b in pairs)
 
     @property
     def agree(self) -> bool:
-        """Whether the curves are one within the tolerance, and the model has learned."""
+        """Whether the losses agree within the tolerance, and the model has learned."""
         first, *_, last = self.runs[0].losses
         return self.difference <= TOLERANCE and last < first / 2
 
     @torch.no_grad()
     def accuracy(self, run: Run) -> float:
-        """The share of points on the right arm."""
+        """The fraction of points whose arm is right."""
         return float((run.model(self.points).argmax(1) == self.labels).float().mean())
 
 
-def train_both(device: torch.device, *, quick: bool) -> Iterator[Outcome]:
-    """Yield the growing outcome after each step of both models."""
+def train_both(device: torch.device, steps: int) -> Iterator[Outcome]:
+    """Yield the outcome so far after each step of both models."""
     torch.manual_seed(1)
     points, labels = spirals(8 * BATCH, device)
     runs = (
         Run("torchkiln", network(ScaleBiasReLU).to(device)),
         Run("plain torch", network(PlainScaleBiasReLU).to(device)),
     )
-    outcome = Outcome(runs, points, labels, total=120 if quick else 500)
+    outcome = Outcome(runs, points, labels, total=steps)
     optimisers = [torch.optim.SGD(r.model.parameters(), lr=0.1, momentum=0.9) for r in runs]
     for _ in range(outcome.total):
         chosen = torch.randint(len(points), (BATCH,), device=device)
@@ -115,8 +114,8 @@ def train_both(device: torch.device, *, quick: bool) -> Iterator[Outcome]:
             loss = nn.functional.cross_entropy(run.model(x), y)
             loss.backward()
             optimiser.step()
-            run.losses.append(loss.item())  # waits for the device
-            # The first step loads libraries, at the cost of whichever model comes first.
+            run.losses.append(loss.item())  # synchronizes
+            # The first step loads libraries, which would count for the first model alone.
             if len(run.losses) > 1:
                 run.seconds += time.perf_counter() - start
         yield outcome

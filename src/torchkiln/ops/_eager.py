@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch.compiler import is_compiling
 
@@ -50,9 +50,8 @@ def eager(entry: Callable[..., Any]) -> Callable[[F], F]:
         file = inspect.getfile(traced)
         exec(compile(source, f"<eager route in {file}>", "exec"), traced.__globals__, scope)
         route = scope["routes"](entry, traced, is_compiling)
-        route.__defaults__ = traced.__defaults__  # type: ignore[attr-defined]
-        route.__kwdefaults__ = traced.__kwdefaults__  # type: ignore[attr-defined]
-        routed: F = functools.update_wrapper(route, traced)
-        return routed
+        route.__defaults__ = traced.__defaults__
+        route.__kwdefaults__ = traced.__kwdefaults__
+        return cast("F", functools.update_wrapper(route, traced))
 
     return decorate

@@ -19,12 +19,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
         a: ``[..., m, k]``, or ``[k]`` for one row; float32, float64, float16 or bfloat16.
         b: ``[..., k, n]``, or ``[k]`` for one column; of the dtype of ``a``.
     """
-    if is_compiling():
-        return torch.matmul(a, b)
-    if has_torch_function_variadic(a, b):
-        return torch.ops.torchkiln.matmul.default(a, b)
-        return traced
-    return _C.matmul(a, b)
+    return torch.matmul(a, b)
 
 
 @eager(_C.linear)
@@ -50,4 +45,4 @@ def linear(  # noqa: PLR0917
         scale: a number.
         residual: ``[..., n]``; of the dtype of ``x``.
     """
-    traced: Tensor = torch.ops.torchkiln.linear.default(x, weight, bias, act, scale, residual)
+    return torch.ops.torchkiln.linear.default(x, weight, bias, act, scale, residual)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from torchkiln.bench.bench_case import BenchCase, call_of
+from torchkiln.bench.case import BenchCase, call_of
 from torchkiln.bench.clock import Call, Times, device_clock, in_turns
-from torchkiln.bench.table import duration, size
+from torchkiln.bench.report import duration, size
 from torchkiln.cli import main
 from torchkiln.cli.op_arguments import print_refusal
 from torchkiln.profile import ncu

@@ -7,7 +7,7 @@ import io
 import re
 from dataclasses import dataclass
 
-from torchkiln.bench.table import duration, size
+from torchkiln.bench.report import duration, size
 from torchkiln.trace.kernel_names import pretty
 
 UNITS = {

@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from torchkiln.bench.bench_case import BACKWARD, BenchCase, call_of
+from torchkiln.bench.case import BACKWARD, BenchCase, call_of
 from torchkiln.cli import parsers
 from torchkiln.cli.op_arguments import requested_case
 

@@ -11,7 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from torchkiln.bench.clock import Call, synchronize
-from torchkiln.bench.table import duration
+from torchkiln.bench.report import duration
 from torchkiln.trace.kernel_names import pretty
 
 SHOWN = 8

@@ -119,9 +119,9 @@ def _part(events: Any, device: torch.device, least: int, operations: int | None)
 
 
 def _floor(count: int, device: torch.device) -> float | None:
-    """Seconds for a copy of as many bytes; None without memory for it."""
-    from torchkiln.bench.ceiling import COPY, Work, ceilings  # noqa: PLC0415
+    """Seconds that a copy takes to move as many bytes."""
     from torchkiln.bench.clock import Times, device_clock, in_turns  # noqa: PLC0415
+    from torchkiln.bench.roofline import COPY, Work, ceilings  # noqa: PLC0415
 
     if count == 0:
         return None

@@ -171,7 +171,7 @@ def _times(sizes: tuple[int, ...]) -> str:
 
 
 def _least(part: Part, from_spec: bool) -> str:
-    from torchkiln.bench.table import duration, size  # noqa: PLC0415
+    from torchkiln.bench.report import duration, size  # noqa: PLC0415
 
     words = f"{size(part.bytes)} " + ("at least" if from_spec else "in and out")
     if part.operations:
@@ -180,7 +180,7 @@ def _least(part: Part, from_spec: bool) -> str:
 
 
 def _allocated(part: Part) -> str:
-    from torchkiln.bench.table import size  # noqa: PLC0415
+    from torchkiln.bench.report import size  # noqa: PLC0415
 
     return f"allocated: {size(part.allocated)}"
 

@@ -1,4 +1,4 @@
-"""Who else can do what an op does."""
+"""Other implementations of the ops: eager torch, torch.compile, Liger-Kernel, quack."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch._functorch.config as functorch_config
 
-from torchkiln.bench.bench_case import BACKWARD, BenchCase, Function
+from torchkiln.bench.case import BACKWARD, BenchCase, Function
 from torchkiln.bench.peers import liger, quack
 from torchkiln.bench.peers.package import Refused, Table, function_of
 
@@ -36,15 +36,15 @@ PEERS = (EAGER, COMPILE, LIGER, QUACK)
 
 
 def eager(case: BenchCase) -> Function:
-    """What a user would write."""
+    """The composite of torch's ops that a user would write."""
     return case.spec.composite
 
 
 def compiled(case: BenchCase) -> Function:
-    """The same under torch.compile, for the sizes at hand alone.
+    """The composite under torch.compile, for static sizes.
 
-    Nothing that was compiled for another row is kept: it would count towards the limit of
-    recompilations, after which torch falls back to eager.
+    Code compiled for other rows is dropped: it would count towards the limit of recompilations,
+    after which torch falls back to eager.
     """
     torch.compiler.reset()
     composite = case.spec.composite
@@ -64,32 +64,32 @@ MAKERS: dict[str, Callable[[BenchCase], Function]] = {
 }
 
 TABLES: dict[str, Table] = {LIGER: liger.FUNCTIONS, QUACK: quack.FUNCTIONS}
-"""Of those who do not know every op."""
+"""Functions of the peers that have some ops only."""
 
 
 def knows(name: str, op: str) -> bool:
-    """Whether a peer has the op at all."""
+    """Whether a peer has the op."""
     return name not in TABLES or op in TABLES[name]
 
 
 def makers(
     case: BenchCase, names: tuple[str, ...]
 ) -> Iterator[tuple[str, Callable[[BenchCase], Function]]]:
-    """What makes the function of each peer among ``names`` that knows the op."""
+    """Names and makers of the peers among ``names`` that have the op."""
     for name in names:
         if knows(name, case.spec.name):
             yield name, MAKERS[name]
 
 
 def own_tensors(name: str, case: BenchCase) -> BenchCase:
-    """A copy for a peer that overwrites the inputs, which everyone shares."""
+    """The case, with copies of its tensors for a peer that overwrites its inputs."""
     return replace(case, sample=case.sample.map(torch.clone)) if name == LIGER else case
 
 
 def remark(name: str, case: BenchCase, direction: str) -> str | None:
-    """Why a peer is timed over forward and backward in one call, if it is.
+    """Why a peer is timed over forward and backward in one call; none if it is not.
 
-    That cannot be compared with the others, but leaving it out would hide it.
+    Such a time is shown, and not compared with.
     """
     if name == LIGER and direction == BACKWARD and case.spec.name in liger.GRADIENT_IN_FORWARD:
         return "forward and backward in one call, because its forward makes the gradient"
@@ -97,12 +97,12 @@ def remark(name: str, case: BenchCase, direction: str) -> str | None:
 
 
 def waits(name: str, case: BenchCase) -> bool:
-    """Whether the call of a peer waits for the GPU, so that no graph can be made of it."""
+    """Whether the call of a peer waits for the GPU, which a CUDA graph cannot capture."""
     return name == LIGER and case.spec.name in liger.WAITING
 
 
 @contextmanager
 def backward_may_repeat() -> Iterator[None]:
-    """Keep torch.compile from overwriting in backward what a second backward would need."""
+    """Keep torch.compile from reusing saved tensors in backward, which is timed repeatedly."""
     with functorch_config.patch(donated_buffer=False):
         yield

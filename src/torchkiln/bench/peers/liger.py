@@ -1,4 +1,4 @@
-"""Liger-Kernel, whose kernels are written in Triton."""
+"""Liger-Kernel: kernels in Triton."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from torchkiln.bench.peers.package import Refused, Table, epsilon, require_last,
 PACKAGE = "liger_kernel"
 
 GRADIENT_IN_FORWARD = frozenset({"cross_entropy"})
-"""Ops whose forward makes the gradient, and writes it over the input, where one is recorded."""
+"""Ops whose recorded forward computes the gradient and writes it over the input."""
 
 WAITING = frozenset({"cross_entropy"})
-"""Ops that read numbers back from the GPU, which no CUDA graph can hold."""
+"""Ops that copy numbers from the GPU to the host."""
 
-# Whether backward may overwrite the incoming gradient, which everyone shares here.
+# IN_PLACE would overwrite the incoming gradient in backward, which all peers share here.
 CASTING, IN_PLACE = "llama", False
 
 
 def gated(apply: Callable[..., Any], gate: Tensor, up: Tensor | None = None) -> Any:
-    """Gate and up are two tensors."""
+    """Gated activation of two tensors."""
     if up is None:
-        raise Refused("takes gate and up apart")
+        raise Refused("takes gate and up as two tensors")
     return apply(gate, up)
 
 
-def layer_norm(  # noqa: PLR0917 - those of the op
+def layer_norm(  # noqa: PLR0917 - the arguments of the op
     apply: Callable[..., Any],
     x: Tensor,
     normalized_shape: int | Sequence[int],
@@ -36,10 +36,10 @@ def layer_norm(  # noqa: PLR0917 - those of the op
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Any:
-    """With both parameters."""
+    """Layer norm with weight and bias."""
     require_last(normalized_shape)
     if weight is None or bias is None:
-        raise Refused("asks for weight and bias")
+        raise Refused("needs weight and bias")
     return apply(x, weight, bias, eps)
 
 
@@ -52,12 +52,12 @@ def rms_norm(
     *,
     offset: float = 0.0,
 ) -> Any:
-    """Sums in float32, as everyone's."""
+    """RMS norm with sums in float32."""
     require_last(normalized_shape)
     return apply(x, weight, epsilon(x, eps), offset, CASTING, IN_PLACE)
 
 
-def add_rms_norm(  # noqa: PLR0917 - those of the op
+def add_rms_norm(  # noqa: PLR0917 - the arguments of the op
     apply: Callable[..., Any],
     x: Tensor,
     residual: Tensor,
@@ -67,10 +67,10 @@ def add_rms_norm(  # noqa: PLR0917 - those of the op
     *,
     offset: float = 0.0,
 ) -> Any:
-    """Returns the norm and the sum, as ours."""
+    """RMS norm of a sum; returns both."""
     require_last(normalized_shape)
     if weight is None:
-        raise Refused("asks for a weight")
+        raise Refused("needs a weight")
     return apply(x, residual, weight, epsilon(x, eps), offset, CASTING, IN_PLACE)
 
 
@@ -83,7 +83,7 @@ def softmax(
     mask: Tensor | None = None,
     causal: bool = False,
 ) -> Any:
-    """Of rows as they are."""
+    """Softmax of rows."""
     require_plain(x, dim, scale, mask, causal)
     return apply(x)
 
@@ -99,7 +99,7 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> Any:
-    """The loss is the first of what it returns."""
+    """Cross entropy: the first of the results."""
     if target.is_floating_point():
         raise Refused("takes class indices")
     return apply(logits, target, weight, ignore_index, z_loss, label_smoothing, reduction)[0]

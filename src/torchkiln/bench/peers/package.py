@@ -1,4 +1,4 @@
-"""Peers that are packages: found where they are installed, called as their users call them."""
+"""Peers in packages of their own, used where they are installed."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchkiln.bench.bench_case import BenchCase, Function
+from torchkiln.bench.case import BenchCase, Function
 
 Table = Mapping[str, tuple[str, str, Callable[..., Any]]]
-"""For each op a module, the name of a function in it, and what makes a call of it.
+"""Op to module, function, and adapter.
 
-The last takes the function and then the arguments of the op.
+An adapter takes the function and the arguments of the op, and calls the one with the other.
 """
 
 
-class Refused(Exception):  # noqa: N818 - a peer's choice, not an error
-    """A peer does not do this call; the message says why."""
+class Refused(Exception):  # noqa: N818 - not an error
+    """A peer does not support this call; the message says why."""
 
 
 def function_of(case: BenchCase, package: str, table: Table) -> Function:
@@ -36,20 +36,20 @@ def function_of(case: BenchCase, package: str, table: Table) -> Function:
 
 
 def require_last(normalized_shape: int | Sequence[int]) -> None:
-    """Refuse a normalization over several dimensions."""
+    """Refuse a norm over several dimensions."""
     if not isinstance(normalized_shape, int) and len(normalized_shape) != 1:
-        raise Refused("normalizes the last dimension alone")
+        raise Refused("supports norms of the last dimension only")
 
 
 def require_plain(x: Tensor, dim: int, scale: float, mask: Tensor | None, causal: bool) -> None:
-    """Refuse a softmax over another dimension, of scaled or of masked values."""
+    """Refuse a softmax over another dimension, with a scale or a mask."""
     if dim not in (-1, x.ndim - 1):
-        raise Refused("takes the last dimension alone")
+        raise Refused("supports the last dimension only")
     if scale != 1.0 or mask is not None or causal:
         raise Refused("has neither scale nor mask")
 
 
 def epsilon(x: Tensor, eps: float | None) -> float:
-    """What our RMS norm takes where none is given: that of the type which it computes in."""
+    """``eps``, by default that of our RMS norm: the epsilon of its compute type."""
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
     return torch.finfo(compute).eps if eps is None else eps

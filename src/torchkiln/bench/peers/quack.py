@@ -1,4 +1,4 @@
-"""quack, whose kernels are written in CuTe."""
+"""quack: kernels in CuTe."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def rms_norm(
     *,
     offset: float = 0.0,
 ) -> Any:
-    """Of the last dimension."""
+    """RMS norm of the last dimension."""
     require_last(normalized_shape)
     return function(x, weight, eps=epsilon(x, eps), weight_offset=offset)
 
 
-def add_rms_norm(  # noqa: PLR0917 - those of the op
+def add_rms_norm(  # noqa: PLR0917 - the arguments of the op
     function: Callable[..., Any],
     x: Tensor,
     residual: Tensor,
@@ -36,7 +36,7 @@ def add_rms_norm(  # noqa: PLR0917 - those of the op
     *,
     offset: float = 0.0,
 ) -> Any:
-    """``prenorm`` makes it return the sum, too."""
+    """RMS norm of a sum; ``prenorm`` returns both."""
     require_last(normalized_shape)
     return function(
         x, weight, residual=residual, eps=epsilon(x, eps), prenorm=True, weight_offset=offset
@@ -52,7 +52,7 @@ def softmax(
     mask: Tensor | None = None,
     causal: bool = False,
 ) -> Any:
-    """Of rows as they are."""
+    """Softmax of rows."""
     require_plain(x, dim, scale, mask, causal)
     return function(x)
 
@@ -60,7 +60,7 @@ def softmax(
 def cross_entropy(
     function: Callable[..., Any], logits: Tensor, target: Tensor, **kwargs: Any
 ) -> Any:
-    """The keywords that it has are ours, and it refuses the others."""
+    """Cross entropy: the same keywords as ours; others are refused by the call itself."""
     return function(logits, target, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""What a device can do at most, measured beside the calls that are judged by it."""
+"""The limits of a device: a copy, a read or a product, timed in turns with the calls."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from torchkiln.bench.clock import Call
 COPY, READ, PRODUCT = "copy", "read", "product"
 
 MOSTLY_READ = 0.05
-"""Below this share of written bytes a copy says too little: reading alone may be faster."""
-
+"""Share of written bytes below which a pure read is timed too: it may be faster than a copy."""
 
 INTENSE = 8
-"""Operations for each byte, from which on arithmetic may take longer than moving."""
+"""Operations per byte from which arithmetic may take longer than memory traffic."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a call has to do at least."""
+    """The minimum of bytes and operations of a call."""
 
     bytes: int
     operations: int
@@ -30,26 +29,25 @@ class Work:
 
 
 def written(result: object, known: list[Tensor]) -> int:
-    """Bytes of the tensors in ``result``, each memory once, that are not views of ``known`` ones.
+    """Bytes of the storages of ``result`` that are not storages of ``known`` tensors.
 
-    One tensor may be the gradient of several inputs.
+    Each storage counts once: one tensor may be the gradient of several inputs.
     """
     tensors = result if isinstance(result, tuple | list) else (result,)
-    memories = {
+    storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for tensor in tensors
         if isinstance(tensor, Tensor)
     }
     before = {tensor.untyped_storage().data_ptr() for tensor in known}
-    return sum(size for address, size in memories.items() if address not in before)
+    return sum(size for address, size in storages.items() if address not in before)
 
 
 def ceilings(work: Work, result_bytes: int, device: torch.device) -> dict[str, Call]:
-    """Calls that do as much as the one to be judged, which writes ``result_bytes``.
+    """Calls of torch that do as much work as a call that writes ``result_bytes``.
 
-    The copy goes to new memory, as the results of ops do: on a CPU that is much of their time.
-    Where the work is arithmetic, a product of square matrices computes as much, in torch's words,
-    which is the best that a device is known to do.
+    The copy writes to new memory, as ops do: on a CPU page faults are a large part of its time.
+    For arithmetic there is a product of square matrices with as many operations.
     """
     moved = work.bytes
 

@@ -1,4 +1,4 @@
-"""What is called: samples of a spec, forward and backward."""
+"""The calls that are timed: samples of a spec, forward and backward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from torchkiln.testing import SPECS, OpSpec, Sample, Traffic
 from torchkiln.testing.compare import outputs
 from torchkiln.testing.registry import find
 
-FORWARD, BACKWARD, RECORDED, STEP = "forward", "backward", "recorded", "step"
+FORWARD, BACKWARD = "forward", "backward"
+RECORDED = "recorded"
+"""A forward with inputs that require gradients."""
+STEP = "step"
+"""A recorded forward and its backward in one call."""
 
 Function = Callable[..., Any]
 """Returns a tensor or a tuple of tensors."""
@@ -23,7 +27,7 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class BenchCase:
-    """A call of one op that is worth a row of its own."""
+    """One call of one op, timed in a row of its own."""
 
     spec: OpSpec
     variant: str
@@ -32,11 +36,11 @@ class BenchCase:
     shape: tuple[int, int]
 
     def moved(self, direction: str) -> int:
-        """The least bytes that the call has to move."""
+        """The minimum of bytes that the call has to move."""
         return self._traffic(direction).bytes
 
     def computed(self, direction: str) -> int:
-        """The operations on numbers of the call."""
+        """The arithmetic operations of the call."""
         return self._traffic(direction).operations
 
     def _traffic(self, direction: str) -> Traffic:
@@ -56,23 +60,24 @@ def cases(
 
 
 def named(ops: list[str], specs: Sequence[OpSpec] = SPECS) -> list[OpSpec]:
-    """The specs of these ops; all of them for an empty list."""
+    """The specs of these ops; all specs for an empty list."""
     return [find("torchkiln.bench", "OP", op, specs) for op in ops] or list(specs)
 
 
 def step(
     function: Function, leaves: Sample, inputs: Sequence[Tensor], grads: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """Forward and backward, as in training: nothing is kept for a second backward."""
+    """Forward and backward as in training: the graph is freed."""
     return torch.autograd.grad(outputs(leaves.call(function)), inputs, grads)
 
 
 def call_of(
     case: BenchCase, function: Function, direction: str, grads: Sequence[Tensor] | None = None
 ) -> Call:
-    """The call to be timed, with ``grads`` coming in. A lambda around it would show in host times.
+    """A call of ``function`` with the arguments of ``case``, ready for a clock.
 
-    ``direction`` may be :data:`STEP`, too: forward and backward in one call.
+    ``direction`` is FORWARD, BACKWARD, RECORDED or STEP. ``grads`` are the incoming gradients,
+    random by default. A partial, because the frame of a lambda would show in host times.
     """
     sample = case.sample
     if direction == FORWARD:
@@ -83,7 +88,7 @@ def call_of(
     inputs = [leaves.args[i] for i in case.spec.wanted(leaves)]
     results = outputs(leaves.call(function))
     incoming = list(map(torch.randn_like, results)) if grads is None else grads
-    # A peer's loss may have another dtype; a conversion must not become a part of the call.
+    # A peer's result may have another dtype; the conversion must not be timed.
     incoming = [g.to(r.dtype) for g, r in zip(incoming, results, strict=True)]
     if direction == STEP:
         return partial(step, function, leaves, inputs, incoming)

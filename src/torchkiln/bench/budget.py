@@ -1,4 +1,4 @@
-"""Keeps a run within a time."""
+"""Keeps a run within a time limit."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ BUILDERS = (COMPILE, QUACK)
 """Peers that compile kernels for every new shape."""
 
 LEAST = 0.05
-"""Seconds for a row's measurements, however late it is."""
+"""Seconds for the measurements of a row, however little time is left."""
 
 
-class Pace:
-    """Shares what is left of the time among the pieces that are left, and in them among their rows.
+class Budget:
+    """Divides the remaining time among the remaining pieces, and within a piece among its rows.
 
-    What some peers build for a row takes seconds, more than all measurements of it. So they take
-    part in few: the first call of each op in one dtype, while enough is left for all other rows.
-    Without a limit everything is as usual.
+    Some peers take seconds to compile, more than all measurements of a row. With a limit they take
+    part only in the first call of each op in one dtype, while enough time is left for all other
+    rows. Without a limit, settings stay as they are.
     """
 
     def __init__(
@@ -34,25 +34,25 @@ class Pace:
         self.now = now
         self.begun = now()
         self.rows = rows
-        """Of the pieces that have not begun."""
+        """Rows of the pieces that have not begun."""
         self.end_of_piece = self.begun
         self.rows_of_piece = 0
-        self.beside = 0.3
-        """Seconds that a row takes beside its budget, on average so far."""
+        self.overhead = 0.3
+        """Mean seconds per row beside the measurements: tensors, warm-up."""
         self.compiling = 6.0
-        """The same of rows in which those take part that build."""
+        """Mean seconds per row beside the measurements if BUILDERS take part."""
 
     def is_over(self) -> bool:
         """Whether no time is left."""
         return self.seconds is not None and self.left() <= 0
 
     def left(self) -> float:
-        """Seconds."""
+        """Seconds until the limit."""
         assert self.seconds is not None
         return self.begun + self.seconds - self.now()
 
     def begin(self, rows: int) -> None:
-        """The next piece, of about so many rows: it has its share of what is left."""
+        """Start the next piece, which has about ``rows`` rows."""
         if self.seconds is not None:
             share = rows / max(rows, self.rows)
             self.end_of_piece = self.now() + self.left() * share
@@ -60,13 +60,13 @@ class Pace:
         self.rows_of_piece = rows
 
     def settings(self, usual: Settings, *, first: bool) -> Settings:
-        """For the next row; ``first``: peers that build may take part."""
+        """Settings for the next row; ``first`` allows BUILDERS if there is time."""
         if self.seconds is None:
             return usual
         share = (self.end_of_piece - self.now()) / max(1, self.rows_of_piece)
         self.rows_of_piece -= 1
-        budget = min(usual.budget, max(LEAST, share - self.beside))
-        others = (self.rows + max(0, self.rows_of_piece)) * (self.beside + LEAST)
+        budget = min(usual.budget, max(LEAST, share - self.overhead))
+        others = (self.rows + max(0, self.rows_of_piece)) * (self.overhead + LEAST)
         if first and self.left() - others > self.compiling:
             return replace(usual, budget=budget)
         names = tuple(name for name in usual.peers if name not in BUILDERS)
@@ -75,9 +75,9 @@ class Pace:
         return replace(usual, budget=budget, peers=names, left_out=left_out)
 
     def took(self, seconds: float, settings: Settings) -> None:
-        """Learn from a row."""
-        beside = max(0.0, seconds - settings.budget)
+        """Update the mean overhead with the duration of a row."""
+        overhead = max(0.0, seconds - settings.budget)
         if any(name in BUILDERS for name in settings.peers):
-            self.compiling = 0.8 * self.compiling + 0.2 * beside
+            self.compiling = 0.8 * self.compiling + 0.2 * overhead
         else:
-            self.beside = 0.8 * self.beside + 0.2 * beside
+            self.overhead = 0.8 * self.overhead + 0.2 * overhead

@@ -1,4 +1,4 @@
-"""Any two functions side by side, from Python and in notebooks."""
+"""Times of any two functions, from Python and in notebooks."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchkiln.bench.ceiling import Work, ceilings, written
 from torchkiln.bench.clock import Times, device_clock, in_turns
-from torchkiln.bench.table import Table, duration, plain, size
+from torchkiln.bench.report import Table, duration, html_table, plain, rich_table, size
+from torchkiln.bench.roofline import Work, ceilings, written
 from torchkiln.testing.compare import outputs
 from torchkiln.testing.environment import Environment, environment
 
@@ -20,33 +20,33 @@ SECONDS = 1.0
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
-    """The times of two functions and of moving their tensors once."""
+    """The times of two functions, and of a copy of as many bytes."""
 
     environment: Environment
     names: tuple[str, str]
     times: tuple[Times, Times]
     bytes: int
-    """Of the tensors that go in and come out: the least that has to be moved."""
+    """Bytes of arguments and results: the minimum that has to be moved."""
     floor: float
-    """Seconds that a copy, or mere reading, took to move as many bytes."""
+    """Seconds that a copy, or a pure read, took for as many bytes."""
 
     @property
     def speedup(self) -> float:
-        """How many times as fast the first is as the second."""
+        """Time of the second function divided by the time of the first."""
         return self.times[1].seconds / self.times[0].seconds
 
     @property
     def is_certain(self) -> bool:
-        """Whether the middle halves of the measurements lie apart."""
+        """Whether the interquartile ranges of the measurements do not overlap."""
         first, second = self.times
         return first.high < second.low or second.high < first.low
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, in types that JSON knows."""
+        """All fields and the speed-up, in types of JSON."""
         return asdict(self) | {"speedup": self.speedup, "is_certain": self.is_certain}
 
     def table(self) -> Table:
-        """A line for each function and for the floor."""
+        """A line for each function."""
         lines = [
             (
                 name,
@@ -74,27 +74,23 @@ class Comparison:
     __repr__ = __str__
 
     def __rich__(self) -> Any:
-        """The table, for rich's console."""
+        """The table for rich's console."""
         from rich.console import Group  # noqa: PLC0415
 
-        from torchkiln.bench.terminal import rich_table  # noqa: PLC0415
-
         table = self.table()
-        return Group(rich_table(table), *table.notes)
+        return Group(table.title, rich_table(table), *table.notes)
 
     def _repr_html_(self) -> str:
-        from torchkiln.bench.page import html_table  # noqa: PLC0415
-
         return html_table(self.table())
 
 
 def bench(
     function: Callable[..., Any], baseline: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Comparison:
-    """Time ``function(*args, **kwargs)`` beside ``baseline(*args, **kwargs)``, in turns.
+    """Time ``function(*args, **kwargs)`` and ``baseline(*args, **kwargs)`` in turns, for a second.
 
-    On a GPU its time is taken, with a cold L2 cache; on a CPU the call's. It takes about a second.
-    Fix other arguments with :func:`functools.partial`.
+    On a GPU the device's time counts, with a cold L2 cache; on a CPU the duration of the call.
+    Bind different arguments with :func:`functools.partial`.
     """
     given = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
     if not given:

@@ -1,0 +1,258 @@
+"""Reports of a run: tables for the terminal and Markdown, CSV, and one HTML page."""
+
+from __future__ import annotations
+
+import csv
+import io
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from torchkiln.bench.result import HOST, OURS, Record, Row, Skipped
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rich.table import Table as RichTable
+
+    from torchkiln.bench.clock import Times
+
+TITLES = {
+    "calls": "Median time of one call (floor: a copy of as many bytes, measured in turns)",
+    "sweep": "Median time of one call, as many elements in rows of every length",
+    "small": "Median time of one call in a CUDA graph of 128 on different tensors",
+    "host": "Host time of one call, the best of 7",
+}
+WIDTH = 200
+"""Characters of a table that goes to a file."""
+
+CSV_HEADINGS = (
+    *("date", "device", "torch", "commit", "kind", "op", "variant", "dtype", "rows", "columns"),
+    *("direction", "threads", "bytes", "operations", "who", "role"),
+    *("seconds", "low", "high", "rounds", "peak_bytes"),
+)
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 1400px; padding: 0 1em;
+       color: #222; }
+table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
+td, th { padding: 2px 8px; border-bottom: 1px solid #ddd; text-align: left; white-space: nowrap; }
+td.figure, th.figure { text-align: right; }
+figure { margin: 1em 0; } figure svg { max-width: 100%; height: auto; }
+.wide { overflow-x: auto; }
+"""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Headings, rows of words, and the columns that are figures."""
+
+    title: str
+    headings: tuple[str, ...]
+    numeric: tuple[bool, ...]
+    rows: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...] = ()
+
+
+def duration(seconds: float) -> str:
+    """Four figures and a unit."""
+    if seconds < 1e-2:
+        return f"{seconds * 1e6:.4g} us"
+    return f"{seconds * 1e3:.4g} ms"
+
+
+def size(count: int) -> str:
+    """Bytes with a unit."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= factor:
+            return f"{count / factor:.3g} {unit}"
+    return f"{count} B"
+
+
+def tables(rows: Iterable[Row]) -> list[Table]:
+    """A table for each kind of rows."""
+    by_kind: dict[str, list[Row]] = {}
+    for row in rows:
+        by_kind.setdefault(row.kind, []).append(row)
+    found = []
+    for kind, group in by_kind.items():
+        words = columns(group)
+        title = [TITLES[kind]]
+        for heading in ("dtype", "shape", "direction", "threads"):
+            if len(group) > 1 and len(set(words.get(heading, ()))) == 1:
+                value = words.pop(heading)[0]
+                title.append(f"CPU threads: {value}" if heading == "threads" else value)
+        figures = tuple(heading not in ("op", "dtype", "shape", "direction") for heading in words)
+        lines = tuple(zip(*words.values(), strict=True))
+        found.append(Table(", ".join(title), tuple(words), figures, lines, notes(group)))
+    return found
+
+
+def columns(rows: Sequence[Row]) -> dict[str, list[str]]:
+    """The words of each column under its heading; empty columns are left out."""
+
+    def cell(times: Times | None) -> str:
+        return "" if times is None else duration(times.seconds)
+
+    def names(groups: Iterable[Iterable[str]]) -> list[str]:
+        return list(dict.fromkeys(name for group in groups for name in group if name != OURS))
+
+    on_device = rows[0].kind != HOST
+    found = {
+        "op": [f"{r.op} {r.variant}".strip() for r in rows],
+        "dtype": [r.dtype for r in rows],
+        "shape": [f"{r.shape[0]} x {r.shape[1]}" for r in rows],
+        "direction": [r.direction for r in rows],
+        "threads": ["" if r.threads is None else str(r.threads) for r in rows],
+    }
+    if on_device:
+        found["bytes"] = [size(r.bytes) for r in rows]
+        found["floor"] = ["" if r.floor is None else duration(r.floor) for r in rows]
+    found[OURS] = [cell(r.ours) for r in rows]
+    found["spread"] = [f"{'! ' if r.is_noisy else ''}{r.ours.spread:.1%}" for r in rows]
+    if on_device:
+        found["of floor"] = ["" if r.share is None else f"{r.share:.1%}" for r in rows]
+        found["GB/s"] = [f"{r.rate:.4g}" for r in rows]
+    for name in names(r.times for r in rows):
+        found[name] = [cell(r.times.get(name)) for r in rows]
+    found["faster"] = ["" if r.speedup is None else f"{r.speedup:.2f} x" for r in rows]
+    for name in (OURS, *names(r.peaks for r in rows)):
+        found[f"{name} peak"] = [size(r.peaks[name]) if name in r.peaks else "" for r in rows]
+    if not on_device:
+        for name in names(r.references for r in rows):
+            found[name] = [cell(r.references.get(name)) for r in rows]
+    return {heading: words for heading, words in found.items() if any(words)}
+
+
+def notes(rows: Iterable[Row]) -> tuple[str, ...]:
+    """Peers that are missing or do something else; each reason once, with all its rows."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        words = [f"no {name}: {why}" for name, why in row.missing.items()]
+        words += [f"{name}: {what}" for name, what in row.remarks.items()]
+        for word in words:
+            found.setdefault(word, []).append(f"{row.op} {row.direction}")
+    return tuple(f"{', '.join(dict.fromkeys(who))}: {word}" for word, who in found.items())
+
+
+def skips(skipped: Iterable[Skipped]) -> list[str]:
+    """A line for each reason, with all calls that were skipped for it."""
+    found: dict[str, list[str]] = {}
+    for entry in skipped:
+        found.setdefault(entry.reason, []).append(entry.call)
+    return [f"skipped {', '.join(calls)}: {reason}" for reason, calls in found.items()]
+
+
+def plain(table: Table) -> str:
+    """The table in columns of characters."""
+    everything = [table.headings, *table.rows]
+    widths = [max(map(len, column)) for column in zip(*everything, strict=True)]
+    lines = [
+        "  ".join(
+            word.rjust(width) if numeric else word.ljust(width)
+            for word, width, numeric in zip(cells, widths, table.numeric, strict=True)
+        ).rstrip()
+        for cells in everything
+    ]
+    return "\n".join([f"{table.title}:", *lines, *table.notes])
+
+
+def rich_table(table: Table) -> RichTable:
+    """The table for rich's console, without its title, which rich would break to its width."""
+    from rich.table import Table as Drawn  # noqa: PLC0415
+
+    drawn = Drawn()
+    for heading, numeric in zip(table.headings, table.numeric, strict=True):
+        drawn.add_column(heading, justify="right" if numeric else "left")
+    for cells in table.rows:
+        drawn.add_row(*cells)
+    return drawn
+
+
+def show(tables: Iterable[Table]) -> None:
+    """Print tables on the standard output, with rich if it is installed; empty ones as notes."""
+    if find_spec("rich") is None:
+        for table in tables:
+            print(plain(table) if table.rows else "\n".join(table.notes), end="\n\n")
+        return
+    from rich.console import Console  # noqa: PLC0415
+
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    for table in tables:
+        if table.rows:
+            console.print(f"{table.title}:", soft_wrap=True, markup=False, highlight=False)
+            console.print(rich_table(table))
+        for note in table.notes:
+            console.print(note, soft_wrap=True, markup=False)
+
+
+def markdown(record: Record) -> str:
+    """The tables as a README has them."""
+    parts = [str(record.environment), *(f"\n{words}." for words in record.warnings())]
+    for table in tables(record.rows):
+        rule = ["---:" if numeric else "---" for numeric in table.numeric]
+        lines = [f"| {' | '.join(cells)} |" for cells in (table.headings, rule, *table.rows)]
+        items = [f"- {note}" for note in table.notes]
+        below = ["", *items] if items else []
+        parts += ["", f"{table.title}.", "", *lines, *below, ""]
+    return "\n".join(parts)
+
+
+def write_csv(path: Path, record: Record) -> None:
+    """A line for each time: ours, the peers', remarked ones and the references."""
+    here = record.environment
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        out = csv.writer(file)
+        out.writerow(CSV_HEADINGS)
+        for row in record.rows:
+            call = (row.kind, row.op, row.variant, row.dtype, *row.shape, row.direction)
+            where = (here.date, here.device, here.torch, here.commit, *call, row.threads)
+            for who, times in {**row.times, **row.references}.items():
+                role = "reference" if who in row.references else "peer"
+                role = "ours" if who == OURS else "remarked" if who in row.remarks else role
+                figures = (times.seconds, times.low, times.high, times.rounds, row.peaks.get(who))
+                out.writerow((*where, row.bytes, row.operations, who, role, *figures))
+
+
+def html_table(table: Table) -> str:
+    """The table in HTML, with its title and notes."""
+
+    def cells(words: Iterable[str], tag: str) -> str:
+        return "".join(
+            f"<{tag}{' class=figure' if numeric else ''}>{escape(word)}</{tag}>"
+            for word, numeric in zip(words, table.numeric, strict=True)
+        )
+
+    lines = "\n".join(f"<tr>{cells(row, 'td')}</tr>" for row in table.rows)
+    below = "".join(f"<p>{escape(note)}</p>" for note in table.notes)
+    return (
+        f"<p>{escape(table.title)}.</p><div class=wide><table>"
+        f"<tr>{cells(table.headings, 'th')}</tr>\n{lines}</table></div>{below}"
+    )
+
+
+def html(record: Record, changes: Table | None = None) -> str:
+    """One page with pictures and tables, without other files."""
+    from torchkiln.bench.charts import HEADINGS, charts  # noqa: PLC0415
+
+    head = "".join(f"<p>{escape(words)}</p>" for words in record.warnings())
+    parts = [
+        "<!doctype html><html lang=en><meta charset=utf-8><title>torchkiln bench</title>",
+        f"<style>{STYLE}</style><h1>torchkiln bench</h1>",
+        f"<p>{escape(str(record.environment))}</p>{head}",
+    ]
+    if changes is not None:
+        parts += [f"<h2>{changes.title}</h2>", html_table(changes)]
+    for name, figure in charts(record):
+        drawn = io.StringIO()
+        figure.savefig(drawn, format="svg")
+        svg = drawn.getvalue()
+        parts += [f"<h2>{HEADINGS[name]}</h2><figure>{svg[svg.index('<svg') :]}</figure>"]
+    parts += ["<h2>Tables</h2>", *map(html_table, tables(record.rows))]
+    if record.skipped:
+        items = "".join(f"<li>{escape(line)}</li>" for line in skips(record.skipped))
+        parts.append(f"<h2>Skipped</h2><ul>{items}</ul>")
+    return "\n".join([*parts, "</html>", ""])
