@@ -11,15 +11,15 @@ namespace torchkiln::cpu {
 namespace TORCHKILN_ISA {
 namespace {
 
-// A strip of this many columns and rows is summed in the compute type; where a chunk has more rows,
-// the sums of the strips of a block, and of the blocks of a chunk, are double, as those of
-// reductions. What is added to stays in the first-level cache, and the rounding error of float is
-// that of 16 additions, however many rows there are; that of double grows with rows / 256 + 32.
+// A strip of 1024 columns by 16 rows is summed in the compute type. If a chunk has more rows, the
+// sums of its strips and blocks are added in double. All running sums stay in the L1 cache. The
+// rounding error in float is that of 16 additions, whatever the number of rows; in double it grows
+// with rows / 256 + 32.
 constexpr int64_t kStripColumns = 1024;
 constexpr int64_t kStripRows = 16;
 constexpr int64_t kBlockRows = 256;
 
-/// The gradient of the activation, from what is kept.
+/// The gradient of the activation, computed from the saved tensor.
 template <class Act, class C>
 struct Gradient {
   C scale;
@@ -35,7 +35,7 @@ struct Gradient {
   }
 };
 
-/// One run of one row: grad_x, and the column sums.
+/// One run of one row: writes grad_x, adds to the column sums.
 template <class Act, class C>
 void run_backward(C* grad_x, C* sum, const C* grad, const C* saved, const C* bias,
                   const Gradient<Act, C>& gradient, int64_t count) {
@@ -47,7 +47,7 @@ void run_backward(C* grad_x, C* sum, const C* grad, const C* saved, const C* bia
   }
 }
 
-/// Rows first_row <= row < last_row of the strip that begins at `column`.
+/// The rows first_row <= row < last_row of the strip that begins at `column`.
 template <class T, class Act>
 void strip_backward(const BiasActBackward& p, int64_t first_row, int64_t last_row, int64_t column,
                     int64_t width, Compute<T>* sum) {
@@ -90,25 +90,25 @@ void strip_backward(const BiasActBackward& p, int64_t first_row, int64_t last_ro
 }
 
 int64_t chunk_count(const BiasActBackward& p) {
-  constexpr int64_t kChunkElements = 1 << 15;  // enough to outweigh the hand-over to a thread
-  constexpr int64_t kMostChunks = 64;
+  constexpr int64_t kChunkElements = 1 << 15;  // enough to outweigh the hand-over to another thread
+  constexpr int64_t kMaxChunks = 64;
   return std::clamp<int64_t>(p.rows * p.columns / kChunkElements, 1,
-                             std::clamp<int64_t>(p.rows, 1, kMostChunks));
+                             std::clamp<int64_t>(p.rows, 1, kMaxChunks));
 }
 
-/// How the rows are cut into chunks, each of which has its sums in the workspace: in double, or of
-/// a chunk that is one strip in the compute type.
-struct Partials {
+/// How the rows are split into chunks. Each chunk has its column sums in the workspace: in double,
+/// or in the compute type if the chunk is one strip.
+struct ChunkPlan {
   int64_t chunks;
   int64_t rows_per_chunk;
   bool has_blocks;
 
-  explicit Partials(const BiasActBackward& p)
+  explicit ChunkPlan(const BiasActBackward& p)
       : chunks(chunk_count(p)),
         rows_per_chunk((p.rows + chunks - 1) / chunks),
         has_blocks(rows_per_chunk > kStripRows) {}
 
-  /// The sums of a chunk from a column on; null where they are not wanted.
+  /// The sums of a chunk from a column on; null if no bias gradient is wanted.
   template <class Sum>
   Sum* sums(const BiasActBackward& p, int64_t chunk, int64_t column) const {
     if (p.grad_bias == nullptr) return nullptr;
@@ -117,10 +117,10 @@ struct Partials {
 };
 
 template <class T, class Act>
-void chunk_backward(const BiasActBackward& p, const Partials& cut, int64_t chunk) {
+void chunk_backward(const BiasActBackward& p, const ChunkPlan& plan, int64_t chunk) {
   using C = Compute<T>;
-  const int64_t first = std::min(chunk * cut.rows_per_chunk, p.rows);
-  const int64_t last = std::min(first + cut.rows_per_chunk, p.rows);
+  const int64_t first = std::min(chunk * plan.rows_per_chunk, p.rows);
+  const int64_t last = std::min(first + plan.rows_per_chunk, p.rows);
   C strip_sum[kStripColumns];
   double block_sum[kStripColumns];
   const auto for_strips = [&](const auto& body) {
@@ -131,14 +131,14 @@ void chunk_backward(const BiasActBackward& p, const Partials& cut, int64_t chunk
     std::fill_n(sum, width, C(0));
     strip_backward<T, Act>(p, row, end, column, width, sum);
   };
-  if (!cut.has_blocks) {
+  if (!plan.has_blocks) {
     for_strips([&](int64_t column, int64_t width) {
-      C* const sum = cut.sums<C>(p, chunk, column);
+      C* const sum = plan.sums<C>(p, chunk, column);
       sum_strip(first, last, column, width, sum == nullptr ? strip_sum : sum);
     });
     return;
   }
-  double* const chunk_sum = cut.sums<double>(p, chunk, 0);
+  double* const chunk_sum = plan.sums<double>(p, chunk, 0);
   if (chunk_sum != nullptr) std::fill_n(chunk_sum, p.columns, 0.0);
   for (int64_t block = first; block < last; block += kBlockRows) {
     const int64_t end = std::min(block + kBlockRows, last);
@@ -166,7 +166,7 @@ Status bias_act(const BiasAct& p, int64_t begin, int64_t end) {
         [&](auto act) {
           const BiasActivated<typename decltype(act)::type, ExactMath, C> functor{
               static_cast<C>(p.scale)};
-          // Signs are taken while the outputs are in the first-level cache.
+          // Signs are packed while the outputs are in the L1 cache.
           const int64_t step = p.signs == nullptr ? end - begin : kRun * 8;
           for (int64_t at = begin; at < end; at += step) {
             const int64_t stop = std::min(at + step, end);
@@ -181,14 +181,14 @@ Status bias_act(const BiasAct& p, int64_t begin, int64_t end) {
 }
 
 Status bias_act_backward(const BiasActBackward& p, int64_t begin, int64_t end) {
-  const Partials cut(p);
+  const ChunkPlan plan(p);
   return dispatch_floating(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     with_activation(
         p.activation,
         [&](auto act) {
           for (int64_t chunk = begin; chunk < end; ++chunk)
-            chunk_backward<T, typename decltype(act)::type>(p, cut, chunk);
+            chunk_backward<T, typename decltype(act)::type>(p, plan, chunk);
         },
         Activations{});
     return Status{};
@@ -196,7 +196,7 @@ Status bias_act_backward(const BiasActBackward& p, int64_t begin, int64_t end) {
 }
 
 Status bias_act_backward_finish(const BiasActBackward& p, int64_t begin, int64_t end) {
-  const Partials cut(p);
+  const ChunkPlan plan(p);
   return dispatch_floating(p.bias_dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     using C = Compute<T>;
@@ -207,9 +207,9 @@ Status bias_act_backward_finish(const BiasActBackward& p, int64_t begin, int64_t
       const auto add = [&](const auto* partial) {
         for (int64_t i = 0; i < count; ++i) sum[i] += static_cast<double>(partial[i]);
       };
-      for (int64_t chunk = 0; chunk < cut.chunks; ++chunk) {
-        cut.has_blocks ? add(cut.sums<double>(p, chunk, column))
-                       : add(cut.sums<C>(p, chunk, column));
+      for (int64_t chunk = 0; chunk < plan.chunks; ++chunk) {
+        plan.has_blocks ? add(plan.sums<double>(p, chunk, column))
+                        : add(plan.sums<C>(p, chunk, column));
       }
       T* const to = static_cast<T*>(p.grad_bias) + column;
       for (int64_t i = 0; i < count; ++i) narrow(to + i, sum[i]);
@@ -229,11 +229,11 @@ TORCHKILN_CPU_ENTRY(bias_act_backward_finish,
 #ifdef TORCHKILN_BASELINE
 
 Split split(const BiasActBackward& p) {
-  const TORCHKILN_ISA::Partials cut(p);
-  if (p.grad_bias == nullptr) return {cut.chunks, 0, 0};
-  const bool in_double = cut.has_blocks || p.dtype == Dtype::float64;
-  const auto sums = static_cast<size_t>(cut.chunks * p.columns);
-  return {cut.chunks, sums * (in_double ? sizeof(double) : sizeof(float)), p.columns};
+  const TORCHKILN_ISA::ChunkPlan plan(p);
+  if (p.grad_bias == nullptr) return {plan.chunks, 0, 0};
+  const bool in_double = plan.has_blocks || p.dtype == Dtype::float64;
+  const auto sums = static_cast<size_t>(plan.chunks * p.columns);
+  return {plan.chunks, sums * (in_double ? sizeof(double) : sizeof(float)), p.columns};
 }
 
 #endif

@@ -14,7 +14,8 @@ constexpr Status kOutOfRange{
     "target: a class is out of range; each has to be at least 0 and less than the number of "
     "classes, or ignore_index"};
 
-/// What a row is compared with: q without the share that the target class gets alone.
+/// The target distribution q of a row, without the part 1 - label_smoothing that only the target
+/// class has.
 template <class T>
 class Distribution {
  public:
@@ -23,54 +24,56 @@ class Distribution {
   Distribution(const ClassTarget& target, int64_t classes)
       : target_(target),
         weight_(static_cast<const C*>(target.weight)),
-        own_(1.0 - target.label_smoothing),
-        spread_(target.label_smoothing / static_cast<double>(classes)) {
-    if (is_even()) std::fill_n(even_, std::min(kPiece, classes), static_cast<C>(spread_));
+        confidence_(1.0 - target.label_smoothing),
+        uniform_(target.label_smoothing / static_cast<double>(classes)) {
+    if (is_uniform()) std::fill_n(uniform_q_, std::min(kPiece, classes), static_cast<C>(uniform_));
   }
 
-  /// Whether there is more than the target class.
-  bool is_wide() const { return target_.index == nullptr || target_.label_smoothing != 0; }
-  /// The share that the target class of weight w gets alone, and its q.
-  double own(double w) const { return own_ * w; }
-  double whole(double w) const { return own_ * w + spread_ * w; }
+  /// Whether q is not 0 outside of the target class.
+  bool is_spread() const { return target_.index == nullptr || target_.label_smoothing != 0; }
+  /// For a target class of weight w: the part of q that only it has, and its whole q.
+  double target_share(double w) const { return confidence_ * w; }
+  double target_q(double w) const { return confidence_ * w + uniform_ * w; }
   double weight(int64_t index) const {
     return weight_ == nullptr ? 1.0 : static_cast<double>(weight_[index]);
   }
 
-  /// q of the classes from `at` on, at most kPiece of them.
+  /// Reads q of the classes from `at` on, at most kPiece of them.
   const C* read(C* buffer, int64_t row, int64_t at, int64_t count) const {
-    if (is_even()) return even_;
-    const C own = static_cast<C>(own_);
-    const C spread = static_cast<C>(spread_);
+    if (is_uniform()) return uniform_q_;
+    const C confidence = static_cast<C>(confidence_);
+    const C uniform = static_cast<C>(uniform_);
     if (target_.index == nullptr) {
       const int64_t offset = row * target_.probabilities_row_stride + at;
-      const C* given =
+      const C* probabilities =
           read_run(buffer, target_.probabilities, offset, /*stride=*/1, count, DtypeOf<T>::value);
-      if (weight_ == nullptr && target_.label_smoothing == 0) return given;
-      for (int64_t i = 0; i < count; ++i) buffer[i] = own * given[i] + spread;
+      if (weight_ == nullptr && target_.label_smoothing == 0) return probabilities;
+      for (int64_t i = 0; i < count; ++i) buffer[i] = confidence * probabilities[i] + uniform;
       for (int64_t i = 0; weight_ != nullptr && i < count; ++i) buffer[i] *= weight_[at + i];
     } else {
-      for (int64_t i = 0; i < count; ++i) buffer[i] = spread * weight_[at + i];
+      for (int64_t i = 0; i < count; ++i) buffer[i] = uniform * weight_[at + i];
     }
     return buffer;
   }
 
-  /// The sum of q of the first classes, given as it was added up: that of equal numbers is known.
+  /// The sum of q over the first `classes` classes. `added` is that sum as it was added up; for
+  /// equal numbers it is computed exactly.
   double mass(double added, int64_t classes) const {
-    return is_even() ? spread_ * static_cast<double>(classes) : added;
+    return is_uniform() ? uniform_ * static_cast<double>(classes) : added;
   }
 
  private:
-  bool is_even() const { return target_.index != nullptr && weight_ == nullptr; }
+  bool is_uniform() const { return target_.index != nullptr && weight_ == nullptr; }
 
   const ClassTarget& target_;
   const C* weight_;
-  double own_;
-  double spread_;
-  C even_[kPiece];
+  double confidence_;
+  double uniform_;
+  C uniform_q_[kPiece];
 };
 
-/// The target class, -1 beside probabilities, -2 when the row is ignored. False when it is none.
+/// The target class, or kNoClass if probabilities are given, or kIgnored. Returns false if the
+/// target is not a class.
 constexpr int64_t kNoClass = -1;
 constexpr int64_t kIgnored = -2;
 
@@ -91,7 +94,7 @@ void row_loss(const CrossEntropy& p, const Distribution<T>& distribution, int64_
   const T* logits = static_cast<const T*>(p.logits) + row * p.row_stride;
   C buffer[kPiece], q_buffer[kPiece], powers[kPiece];
   ExponentialSum<C> sum;
-  // The sums of q and of q * (logit - shift), which moves along when the shift does.
+  // The sums of q and of q * (logit - shift); the latter is updated when the shift changes.
   double mass = 0;
   double below = 0;
   for (int64_t at = 0; at < p.classes; at += kPiece) {
@@ -99,7 +102,7 @@ void row_loss(const CrossEntropy& p, const Distribution<T>& distribution, int64_
     with_run(buffer, logits + at, /*stride=*/1, count, [&](const auto* values) {
       const C before = sum.shift();
       sum.add(values, count, powers);
-      if (!distribution.is_wide()) return;
+      if (!distribution.is_spread()) return;
       const C shift = sum.shift();
       if (shift != before)
         below -= mass * (static_cast<double>(shift) - static_cast<double>(before));
@@ -118,9 +121,9 @@ void row_loss(const CrossEntropy& p, const Distribution<T>& distribution, int64_
   const double logarithm = log_of<C>(sum.sum());
   const double log_sum_exp = shift + logarithm;
   const double w = index == kNoClass ? 1.0 : distribution.weight(index);
-  double loss = distribution.is_wide() ? mass * logarithm - below : 0.0;
+  double loss = distribution.is_spread() ? mass * logarithm - below : 0.0;
   if (index != kNoClass) {
-    const double own = distribution.own(w);
+    const double own = distribution.target_share(w);
     C logit;
     widen_run(&logit, logits + index, /*stride=*/1, 1);
     mass += own;
@@ -128,7 +131,7 @@ void row_loss(const CrossEntropy& p, const Distribution<T>& distribution, int64_
   }
   if (p.z_loss != 0) loss += p.z_loss * w * log_sum_exp * log_sum_exp;
   const C stored = static_cast<C>(log_sum_exp);
-  // exp(logit - stored) misses the softmax by this factor.
+  // The rounding of log_sum_exp changes exp(logit - stored) by this factor.
   const double correction = ExactMath::exp((static_cast<double>(stored) - shift) - logarithm);
   static_cast<C*>(p.loss)[row] = static_cast<C>(loss);
   static_cast<C*>(p.log_sum_exp)[row] = stored;
@@ -162,12 +165,12 @@ void row_gradient(const CrossEntropyBackward& p, const Distribution<T>& distribu
   T* grad_logits = static_cast<T*>(p.grad_logits) + row * p.grad_logits_row_stride;
   const C log_sum_exp = static_cast<const C*>(p.log_sum_exp)[row];
   const C factor = static_cast<const C*>(p.mass)[row] * scale;
-  // The gradient may overwrite the logit.
+  // Computed first, because the gradient may overwrite the logits.
   C at_target = 0;
   if (index != kNoClass) {
     C logit;
     widen_run(&logit, logits + index, /*stride=*/1, 1);
-    const C q = static_cast<C>(distribution.whole(distribution.weight(index)));
+    const C q = static_cast<C>(distribution.target_q(distribution.weight(index)));
     at_target = factor * ExactMath::exp_or_zero(logit - log_sum_exp) - scale * q;
   }
   C buffer[kPiece], q_buffer[kPiece], results[kPiece];
@@ -177,7 +180,7 @@ void row_gradient(const CrossEntropyBackward& p, const Distribution<T>& distribu
       const auto softmax = [=](int64_t i) {
         return factor * ExactMath::exp_or_zero(widen(values[i]) - log_sum_exp);
       };
-      if (distribution.is_wide()) {
+      if (distribution.is_spread()) {
         const C* q = distribution.read(q_buffer, row, at, count);
         store_run(grad_logits + at, /*stride=*/1, count, results,
                   [=](int64_t i) { return softmax(i) - scale * q[i]; });

@@ -7,7 +7,7 @@ namespace torchkiln::cpu {
 namespace TORCHKILN_ISA {
 namespace {
 
-/// factor[i] = kept ? scale : 0 for the elements from `at` on, at most kRun of them.
+/// Sets factor[i] = kept ? scale : 0 for `count` elements from `at` on, at most kRun.
 template <class C>
 void draw_run(C* factor, const Dropout& dropout, int64_t at, int64_t count) {
   const RandomState random = dropout.random.resolved();
@@ -17,12 +17,12 @@ void draw_run(C* factor, const Dropout& dropout, int64_t at, int64_t count) {
   C all[kRun + 16];
   for (int64_t g = 0; g < groups; ++g) {
     const Draw drawn = draw(random.seed, random.offset, static_cast<uint64_t>(first + g));
-    for (int i = 0; i < 8; ++i) all[g * 8 + i] = says_yes(drawn, i, dropout.last) ? scale : C(0);
+    for (int i = 0; i < 8; ++i) all[g * 8 + i] = bernoulli(drawn, i, dropout.last) ? scale : C(0);
   }
   std::copy_n(all + at % 8, count, factor);
 }
 
-/// What is dropped is 0 even where x is not finite.
+/// Dropped elements are 0 even if x is not finite.
 template <class C>
 TORCHKILN_FUNCTION C dropped(C x, C factor) {
   return factor == C(0) ? C(0) : x * factor;
@@ -47,7 +47,7 @@ struct ShiftScaleAndAdd {
   }
 };
 
-/// elementwise() in pieces, each with its random factors as the first input.
+/// elementwise() with the random factors as an additional first input.
 template <class Functor, int Inputs>
 Status run(const Functor& functor, const Elementwise<Inputs>& arguments, const Dropout& dropout,
            int64_t begin, int64_t end) {
@@ -64,7 +64,7 @@ Status run(const Functor& functor, const Elementwise<Inputs>& arguments, const D
     C results[kRun];
     for (int64_t at = begin; at < end;) {
       const Layout<Inputs>& layout = arguments.layout;
-      const int64_t row_rest = layout.rank == 0 ? 1 : layout.size[0] - cursor.place[0];
+      const int64_t row_rest = layout.rank == 0 ? 1 : layout.size[0] - cursor.index[0];
       const int64_t count = std::min({end - at, row_rest, kRun});
       const C* in[Inputs + 1];
       draw_run(factors, dropout, at, count);

@@ -10,10 +10,10 @@ namespace torchkiln::cpu {
 namespace TORCHKILN_ISA {
 namespace {
 
-// Rows of columns whose sums are formed in the compute type, a multiple of the four that are added
-// at a time; the sums of blocks are added in double.
+// Rows per block of column sums, formed in the compute type; a multiple of the four rows that are
+// added at a time. The sums of blocks are added in double.
 constexpr int64_t kBlockRows = 64;
-// Rows of up to so many elements are converted together when they are dense.
+// Dense rows of up to this many elements are converted together.
 constexpr int64_t kShort = 31;
 
 /// The sum of the elements begin <= r < end of the row at `offset`.
@@ -52,25 +52,25 @@ void short_rows(const Reduction& p, int64_t begin, int64_t end) {
 }
 
 template <class C, class Out>
-void row_units(const Reduction& p, const Cut& cut, int64_t begin, int64_t end) {
+void row_units(const Reduction& p, const Plan& plan, int64_t begin, int64_t end) {
   const bool is_dense = p.reduced_stride == 1 && (p.outer == 1 || p.outer_stride == p.reduced) &&
                         (p.inner == 1 || p.inner_stride == p.reduced) &&
                         (p.outer == 1 || p.inner == 1);
   if (is_dense && p.reduced <= kShort) return short_rows<C, Out>(p, begin, end);
-  // Counted on: divisions would take as long as a short row.
-  int64_t row = begin / cut.chunks;
-  int64_t chunk = begin % cut.chunks;
+  // Counted up, because divisions would take as long as a short row.
+  int64_t row = begin / plan.chunks;
+  int64_t chunk = begin % plan.chunks;
   int64_t inner = row % p.inner;
   int64_t offset = row / p.inner * p.outer_stride + inner * p.inner_stride;
   for (int64_t unit = begin; unit < end; ++unit) {
-    const int64_t first = chunk * cut.chunk;
-    const double sum = sum_of_row<C>(p, offset, first, std::min(first + cut.chunk, p.reduced));
-    if (cut.has_partials()) {
+    const int64_t first = chunk * plan.chunk;
+    const double sum = sum_of_row<C>(p, offset, first, std::min(first + plan.chunk, p.reduced));
+    if (plan.has_partials()) {
       static_cast<double*>(p.workspace)[unit] = sum;
     } else {
       narrow(static_cast<Out*>(p.out) + row, sum / p.divisor);
     }
-    if (++chunk < cut.chunks) continue;
+    if (++chunk < plan.chunks) continue;
     chunk = 0;
     ++row;
     offset += p.inner_stride;
@@ -80,8 +80,8 @@ void row_units(const Reduction& p, const Cut& cut, int64_t begin, int64_t end) {
   }
 }
 
-/// sum[i] += the elements (r, i) of the rows begin <= r < end, four of which are added at a time.
-/// row(r, k) reads a row; only its results for different k are there at the same time.
+/// Adds the elements (r, i) of the rows begin <= r < end to sum[i], four rows at a time. row(r, k)
+/// reads a row; results for different k must be valid at the same time.
 template <class C, class Row>
 void add_rows(C* sum, int64_t begin, int64_t end, int64_t count, const Row& row) {
   int64_t r = begin;
@@ -98,7 +98,7 @@ void add_rows(C* sum, int64_t begin, int64_t end, int64_t count, const Row& row)
   }
 }
 
-/// The same of the strip at `offset`.
+/// Adds rows of the strip at `offset`.
 template <class C>
 void add_block(const Reduction& p, int64_t offset, int64_t row_stride, int64_t begin, int64_t end,
                int64_t count, C* sum) {
@@ -115,7 +115,7 @@ void add_block(const Reduction& p, int64_t offset, int64_t row_stride, int64_t b
   });
 }
 
-/// The sums of few rows are results.
+/// Stores the sums of few rows as results.
 template <class C, class Out>
 void store_columns(Out* out, C* sum, double divisor, int64_t count) {
   if constexpr (std::is_same_v<C, Compute<Out>>) {
@@ -128,44 +128,44 @@ void store_columns(Out* out, C* sum, double divisor, int64_t count) {
 }
 
 template <class C, class Out>
-void column_units(const Reduction& p, const Cut& cut, int64_t begin, int64_t end) {
-  const int64_t width = p.inner * cut.fold;
-  const int64_t rows = p.reduced / cut.fold;
-  const int64_t row_stride = p.reduced_stride * cut.fold;
+void column_units(const Reduction& p, const Plan& plan, int64_t begin, int64_t end) {
+  const int64_t width = p.inner * plan.fold;
+  const int64_t rows = p.reduced / plan.fold;
+  const int64_t row_stride = p.reduced_stride * plan.fold;
   C block[kStrip];
   double sum[kStrip];
   for (int64_t unit = begin; unit < end; ++unit) {
-    const int64_t column = unit % cut.strips * kStrip;
-    const int64_t chunk = unit / cut.strips % cut.chunks;
-    const int64_t outer = unit / cut.strips / cut.chunks;
+    const int64_t column = unit % plan.strips * kStrip;
+    const int64_t chunk = unit / plan.strips % plan.chunks;
+    const int64_t outer = unit / plan.strips / plan.chunks;
     const int64_t count = std::min(kStrip, width - column);
     const int64_t offset = outer * p.outer_stride + column * p.inner_stride;
-    const int64_t last = std::min((chunk + 1) * cut.chunk, rows);
-    if (rows <= kBlockRows && cut.fold == 1) {
+    const int64_t last = std::min((chunk + 1) * plan.chunk, rows);
+    if (rows <= kBlockRows && plan.fold == 1) {
       std::fill_n(block, count, C(0));
       add_block(p, offset, row_stride, 0, rows, count, block);
       store_columns(static_cast<Out*>(p.out) + outer * p.inner + column, block, p.divisor, count);
       continue;
     }
     std::fill_n(sum, count, 0.0);
-    for (int64_t row = chunk * cut.chunk; row < last; row += kBlockRows) {
+    for (int64_t row = chunk * plan.chunk; row < last; row += kBlockRows) {
       std::fill_n(block, count, C(0));
       add_block(p, offset, row_stride, row, std::min(row + kBlockRows, last), count, block);
       for (int64_t i = 0; i < count; ++i) sum[i] += static_cast<double>(block[i]);
     }
-    // Where rows are folded there is one strip; the elements after the last whole row go to chunk
-    // 0.
-    const int64_t rest = chunk == 0 ? p.reduced % cut.fold * p.inner : 0;
+    // Folded rows have one strip; chunk 0 adds the elements after the last whole group of `fold`
+    // rows.
+    const int64_t rest = chunk == 0 ? p.reduced % plan.fold * p.inner : 0;
     if (rest > 0) {
       std::fill_n(block, rest, C(0));
       add_block(p, offset, row_stride, rows, rows + 1, rest, block);
       for (int64_t i = 0; i < rest; ++i) sum[i] += static_cast<double>(block[i]);
     }
-    for (int64_t folded = 1; folded < cut.fold; ++folded) {
+    for (int64_t folded = 1; folded < plan.fold; ++folded) {
       for (int64_t i = 0; i < p.inner; ++i) sum[i] += sum[folded * p.inner + i];
     }
-    const int64_t stored = cut.fold > 1 ? p.inner : count;
-    if (cut.has_partials()) {
+    const int64_t stored = plan.fold > 1 ? p.inner : count;
+    if (plan.has_partials()) {
       double* partial =
           static_cast<double*>(p.workspace) + (chunk * p.outer + outer) * p.inner + column;
       std::copy_n(sum, stored, partial);
@@ -179,34 +179,34 @@ void column_units(const Reduction& p, const Cut& cut, int64_t begin, int64_t end
 }  // namespace
 
 Status reduce(const Reduction& p, int64_t begin, int64_t end) {
-  const Cut cut = cut_of(p);
-  const int64_t first = begin * cut.units_per_task;
-  const int64_t last = std::min(end * cut.units_per_task, cut.units);
+  const Plan plan = make_plan(p);
+  const int64_t first = begin * plan.units_per_task;
+  const int64_t last = std::min(end * plan.units_per_task, plan.units);
   return dispatch<float, double, Half, BFloat16>(p.out_dtype, [&](auto tag) {
     using Out = typename decltype(tag)::type;
     const bool wide = p.dtype == Dtype::float64 || p.out_dtype == Dtype::float64;
-    if (cut.is_rows) {
-      wide ? row_units<double, Out>(p, cut, first, last)
-           : row_units<float, Out>(p, cut, first, last);
+    if (plan.is_rows) {
+      wide ? row_units<double, Out>(p, plan, first, last)
+           : row_units<float, Out>(p, plan, first, last);
     } else {
-      wide ? column_units<double, Out>(p, cut, first, last)
-           : column_units<float, Out>(p, cut, first, last);
+      wide ? column_units<double, Out>(p, plan, first, last)
+           : column_units<float, Out>(p, plan, first, last);
     }
     return Status{};
   });
 }
 
 Status reduce_finish(const Reduction& p, int64_t begin, int64_t end) {
-  const Cut cut = cut_of(p);
+  const Plan plan = make_plan(p);
   const double* partial = static_cast<const double*>(p.workspace);
-  // Of rows the partial sums are [output, chunk], of columns [chunk, output].
-  const int64_t output_stride = cut.is_rows ? cut.chunks : 1;
-  const int64_t chunk_stride = cut.is_rows ? 1 : p.outer * p.inner;
+  // Row sums have partial sums [output, chunk], column sums [chunk, output].
+  const int64_t output_stride = plan.is_rows ? plan.chunks : 1;
+  const int64_t chunk_stride = plan.is_rows ? 1 : p.outer * p.inner;
   return dispatch<float, double, Half, BFloat16>(p.out_dtype, [&](auto tag) {
     using Out = typename decltype(tag)::type;
     for (int64_t i = begin; i < end; ++i) {
       Cascade sum;
-      for (int64_t chunk = 0; chunk < cut.chunks; ++chunk)
+      for (int64_t chunk = 0; chunk < plan.chunks; ++chunk)
         sum.add(partial[i * output_stride + chunk * chunk_stride]);
       narrow(static_cast<Out*>(p.out) + i, sum.total() / p.divisor);
     }
@@ -223,11 +223,11 @@ TORCHKILN_CPU_ENTRY(reduce_finish, (const Reduction& p, int64_t begin, int64_t e
 #ifdef TORCHKILN_BASELINE
 
 Split split(const Reduction& p) {
-  const TORCHKILN_ISA::Cut cut = TORCHKILN_ISA::cut_of(p);
-  const int64_t tasks = (cut.units + cut.units_per_task - 1) / cut.units_per_task;
-  if (!cut.has_partials()) return {tasks, 0, 0};
+  const TORCHKILN_ISA::Plan plan = TORCHKILN_ISA::make_plan(p);
+  const int64_t tasks = (plan.units + plan.units_per_task - 1) / plan.units_per_task;
+  if (!plan.has_partials()) return {tasks, 0, 0};
   const int64_t outputs = p.outer * p.inner;
-  return {tasks, static_cast<size_t>(cut.chunks * outputs) * sizeof(double), outputs};
+  return {tasks, static_cast<size_t>(plan.chunks * outputs) * sizeof(double), outputs};
 }
 
 #endif

@@ -4,84 +4,48 @@
 #include <memory>
 #include <new>
 
+#include "detail/row_mask.h"
 #include "detail/simd_exp.h"
 #include "detail/simd_row.h"
 #include "detail/softmax_strided.h"
-#include "torchkiln/cpu/elementwise.h"
 #include "torchkiln/cpu/isa.h"
 
 namespace torchkiln::cpu {
 namespace TORCHKILN_ISA {
 namespace {
 
-// Neighbouring rows are computed side by side, as columns, where so many lie along the innermost
-// dimension, or where rows are so short that one alone would not fill the wide instructions.
-constexpr int64_t kFewestColumns = 16;
-constexpr int64_t kFewestNeighbours = 8;
+// Adjacent rows are computed side by side, as columns, if enough of them lie along the innermost
+// dimension, or if rows are too short to fill the registers.
+constexpr int64_t kMinColumns = 16;
+constexpr int64_t kMinNeighbours = 8;
 constexpr int64_t kShort = 16;
-// So many neighbours along the innermost dimension are enough alone.
+// With this many rows along the innermost dimension, a strip stays within it.
 constexpr int64_t kManyNeighbours = 64;
-// Pieces of a row whose exponentials are kept; of more they are computed twice.
-constexpr int64_t kMostPieces = 1024;
+// Pieces of a row whose exponentials are kept; for longer rows they are computed twice.
+constexpr int64_t kMaxPieces = 1024;
 
-/// The elements of a row that take part: those of the first `visible` where `mask`, if there is
-/// one, is not 0. It is read as bytes: no wide instructions come out of loops over bool.
-struct RowPart {
-  int64_t visible;
-  const uint8_t* mask;
-};
-
-/// Walks over the rows and tells the part of each.
-class RowParts {
- public:
-  RowParts(const RowMask& mask, int64_t length, int64_t row)
-      : mask_(mask), length_(length), cursor_(mask.rows, row), row_(row) {}
-
-  RowPart next() {
-    RowPart part{length_, nullptr};
-    if (mask_.causal) part.visible = std::min(length_, row_ % mask_.queries + 1);
-    if (mask_.data != nullptr) {
-      const bool* data = mask_.data + cursor_.offset[0];
-      if (mask_.stride == 1) {
-        part.mask = reinterpret_cast<const uint8_t*>(data);
-      } else if (!*data) {
-        part.visible = 0;
-      }
-      cursor_.advance(mask_.rows, 1);
-    }
-    ++row_;
-    return part;
-  }
-
- private:
-  const RowMask& mask_;
-  int64_t length_;
-  Cursor<1, 1> cursor_;
-  int64_t row_;
-};
-
-/// Both values are computed: a loop with a condition around one would not become wide instructions.
+/// Selects a value. Both are computed, because g++ does not vectorise a loop with a branch.
 template <class C>
 TORCHKILN_FUNCTION C where(bool condition, C yes, C no) {
   return condition ? yes : no;
 }
 
-/// Calls body(values) with a piece of a row of x as it counts: scaled, and -infinity where an
-/// element takes no part.
+/// Calls body(values) with a piece of a row of x: scaled, and -infinity for elements that take no
+/// part.
 template <class T, class Body>
 void with_piece(Compute<T>* buffer, const T* x, int64_t stride, Compute<T> scale,
-                const RowPart& part, int64_t at, int64_t count, const Body& body) {
+                const ActiveRange& range, int64_t at, int64_t count, const Body& body) {
   using C = Compute<T>;
-  const bool as_it_is = part.mask == nullptr && scale == C(1) && stride == 1;
+  const bool is_unchanged = range.mask == nullptr && scale == C(1) && stride == 1;
   const C* values = buffer;
   if constexpr (std::is_same_v<T, BFloat16>) {
-    if (as_it_is) return body(x + at);
+    if (is_unchanged) return body(x + at);
   } else if constexpr (std::is_same_v<T, C>) {
-    if (as_it_is) values = x + at;
+    if (is_unchanged) values = x + at;
   }
   if (values == buffer) widen_run(buffer, x + at * stride, stride, count);
-  if (part.mask != nullptr) {
-    const uint8_t* mask = part.mask + at;
+  if (range.mask != nullptr) {
+    const uint8_t* mask = range.mask + at;
     for (int64_t i = 0; i < count; ++i)
       buffer[i] = where<C>(mask[i] != 0, buffer[i] * scale, -kInfinity<C>);
   } else if (scale != C(1)) {
@@ -90,7 +54,7 @@ void with_piece(Compute<T>* buffer, const T* x, int64_t stride, Compute<T> scale
   body(values);
 }
 
-/// to[i * stride] = value for begin <= i < end
+/// Sets to[i * stride] = value for begin <= i < end.
 template <class T>
 void fill(T* to, int64_t stride, int64_t begin, int64_t end, Compute<T> value) {
   T rounded;
@@ -98,7 +62,7 @@ void fill(T* to, int64_t stride, int64_t begin, int64_t end, Compute<T> value) {
   for (int64_t i = begin; i < end; ++i) to[i * stride] = rounded;
 }
 
-/// to[i * stride] = 0 where mask[i] is. All are written where they are neighbours, as in where().
+/// Sets to[i * stride] = 0 where mask[i] is 0. Adjacent elements are all written, as in where().
 template <class T>
 void clear_masked(T* to, int64_t stride, int64_t count, const uint8_t* mask) {
   if (stride != 1) {
@@ -113,29 +77,30 @@ void clear_masked(T* to, int64_t stride, int64_t count, const uint8_t* mask) {
   }
 }
 
-/// Whether the results of a row can hold its exponentials.
+/// Whether the results of a row have room for its exponentials.
 template <class T, class Arguments>
-bool keeps_in_place(const Arguments& p) {
+bool fits_in_results(const Arguments& p) {
   return std::is_same_v<T, Compute<T>> && p.inner == 1;
 }
 
-/// `beside` is where exponentials are kept that the results cannot hold; null if nowhere.
+/// `power_buffer` holds the exponentials if the results cannot; may be null.
 template <class T>
-void softmax_row(const Softmax& p, const RowPart& part, const T* x, T* y, Compute<T>* beside) {
+void softmax_row(const Softmax& p, const ActiveRange& range, const T* x, T* y,
+                 Compute<T>* power_buffer) {
   using C = Compute<T>;
   const C scale = static_cast<C>(p.scale);
   C buffer[kPiece], scratch[kPiece];
-  // The exponentials relative to the shift of their piece, where they can be kept.
-  C shifts[kMostPieces];
-  C* kept = beside;
+  // Exponentials are kept relative to the shift of their piece.
+  C shifts[kMaxPieces];
+  C* kept = power_buffer;
   if constexpr (std::is_same_v<T, C>) {
-    if (keeps_in_place<T>(p)) kept = y;
+    if (fits_in_results<T>(p)) kept = y;
   }
-  if (p.log || part.visible > kMostPieces * kPiece) kept = nullptr;
+  if (p.log || range.visible > kMaxPieces * kPiece) kept = nullptr;
   const auto for_pieces = [&](const auto& body) {
-    for (int64_t at = 0; at < part.visible; at += kPiece) {
-      const int64_t count = std::min(kPiece, part.visible - at);
-      with_piece(buffer, x, p.stride, scale, part, at, count,
+    for (int64_t at = 0; at < range.visible; at += kPiece) {
+      const int64_t count = std::min(kPiece, range.visible - at);
+      with_piece(buffer, x, p.stride, scale, range, at, count,
                  [&](const auto* values) { body(values, at, count); });
     }
   };
@@ -159,25 +124,25 @@ void softmax_row(const Softmax& p, const RowPart& part, const T* x, T* y, Comput
       });
     });
   } else {
-    for (int64_t at = 0; at < part.visible; at += kPiece) {
+    for (int64_t at = 0; at < range.visible; at += kPiece) {
       C by = factor;
       if (shifts[at / kPiece] != shift) {
-        // Only of a piece without any value above -infinity is the shift not the smaller one.
+        // The piece's shift exceeds the final one only if the piece has nothing above -infinity.
         const double step = static_cast<double>(shifts[at / kPiece]) - static_cast<double>(shift);
         by = static_cast<C>(ExactMath::exp(step < 0 ? step : 0.0) / sum.sum());
       }
       const C* powers = kept + at;
-      store_run(y + at * p.inner, p.inner, std::min(kPiece, part.visible - at), buffer,
+      store_run(y + at * p.inner, p.inner, std::min(kPiece, range.visible - at), buffer,
                 [=](int64_t i) { return powers[i] * by; });
     }
   }
-  // NaN where the sum is.
-  fill(y, p.inner, part.visible, p.length, p.log ? -kInfinity<C> - logarithm : factor * C(0));
+  // NaN if the sum is NaN.
+  fill(y, p.inner, range.visible, p.length, p.log ? -kInfinity<C> - logarithm : factor * C(0));
 }
 
 template <class T>
-void softmax_backward_row(const SoftmaxBackward& p, const RowPart& part, const T* grad, const T* y,
-                          T* grad_x) {
+void softmax_backward_row(const SoftmaxBackward& p, const ActiveRange& range, const T* grad,
+                          const T* y, T* grad_x) {
   using C = Compute<T>;
   const C scale = static_cast<C>(p.scale);
   C grad_buffer[kPiece], y_buffer[kPiece], results[kPiece];
@@ -189,7 +154,7 @@ void softmax_backward_row(const SoftmaxBackward& p, const RowPart& part, const T
     }
   };
   double total = 0;
-  for_pieces(p.log ? p.length : part.visible,
+  for_pieces(p.log ? p.length : range.visible,
              [&](const auto* g, const auto* out, int64_t, int64_t count) {
                double sum[1];
                sum_lanes<C>(sum, count, [&](int64_t i, auto lanes, Lanes<C>* terms) {
@@ -199,7 +164,7 @@ void softmax_backward_row(const SoftmaxBackward& p, const RowPart& part, const T
                total += sum[0];
              });
   const C sum = static_cast<C>(total);
-  for_pieces(part.visible, [&](const auto* g, const auto* out, int64_t at, int64_t count) {
+  for_pieces(range.visible, [&](const auto* g, const auto* out, int64_t at, int64_t count) {
     T* to = grad_x + at * p.inner;
     if (p.log) {
       store_run(to, p.inner, count, results, [=](int64_t i) {
@@ -209,44 +174,44 @@ void softmax_backward_row(const SoftmaxBackward& p, const RowPart& part, const T
       store_run(to, p.inner, count, results,
                 [=](int64_t i) { return (widen(g[i]) - sum) * widen(out[i]) * scale; });
     }
-    if (part.mask != nullptr) clear_masked(to, p.inner, count, part.mask + at);
+    if (range.mask != nullptr) clear_masked(to, p.inner, count, range.mask + at);
   });
-  fill(grad_x, p.inner, part.visible, p.length, C(0));
+  fill(grad_x, p.inner, range.visible, p.length, C(0));
 }
 
-/// Calls row(x_offset, y_offset, part) for each of the rows begin <= row < end or, for as many as
-/// are computed as columns, columns(row, count).
-template <class Arguments, class Row, class Beside>
-void for_rows(const Arguments& p, int64_t begin, int64_t end, const Row& row,
-              const Beside& columns) {
-  const bool has_columns = !p.mask.any() && p.outer * p.inner >= kFewestColumns &&
-                           (p.inner >= kFewestNeighbours || p.length <= kShort);
+/// Calls row(x_offset, y_offset, range) for each of the rows begin <= row < end, or columns(row,
+/// count) for groups of rows that are computed as columns.
+template <class Arguments, class RowBody, class ColumnBody>
+void for_rows(const Arguments& p, int64_t begin, int64_t end, const RowBody& row,
+              const ColumnBody& columns) {
+  const bool has_columns = !p.mask.any() && p.outer * p.inner >= kMinColumns &&
+                           (p.inner >= kMinNeighbours || p.length <= kShort);
   if (has_columns) {
     for (int64_t at = begin; at < end;) {
-      const int64_t most = p.inner < kManyNeighbours ? kColumns : p.inner - at % p.inner;
-      const int64_t count = std::min({kColumns, end - at, most});
+      const int64_t limit = p.inner < kManyNeighbours ? kColumns : p.inner - at % p.inner;
+      const int64_t count = std::min({kColumns, end - at, limit});
       columns(at, count);
       at += count;
     }
     return;
   }
-  RowParts parts(p.mask, p.length, begin);
-  // Counted on: divisions would take as long as a short row.
+  ActiveRangeIterator ranges(p.mask, p.length, begin);
+  // Counted up, because divisions would take as long as a short row.
   int64_t inner = begin % p.inner;
   int64_t outer = begin / p.inner;
   for (int64_t at = begin; at < end; ++at) {
     row(outer * p.outer_stride + inner * p.inner_stride, outer * p.length * p.inner + inner,
-        parts.next());
+        ranges.next());
     if (++inner < p.inner) continue;
     inner = 0;
     ++outer;
   }
 }
 
-/// The rows as columns: of the operand that has strides, and of those that are contiguous.
+/// The rows as columns, for the operand with strides and for contiguous operands.
 template <class T, class Arguments>
 Columns<T> columns_of(const Arguments& p, T* data) {
-  // One group of all rows where each has one element in each row of the innermost dimension.
+  // If inner is 1, all rows are one group.
   if (p.inner == 1) return {data, p.stride, p.outer_stride, 0, p.outer};
   return {data, p.stride, p.inner_stride, p.outer_stride, p.inner};
 }
@@ -265,13 +230,13 @@ Status softmax(const Softmax& p, int64_t begin, int64_t end) {
     T* y = static_cast<T*>(p.y);
     const Columns<const T> x_columns = columns_of(p, x);
     const Columns<T> y_columns = contiguous_columns_of(p, y);
-    std::unique_ptr<Compute<T>[]> beside;
-    if (!p.log && !keeps_in_place<T>(p))
-      beside.reset(new (std::nothrow) Compute<T>[std::min(kMostPieces * kPiece, p.length)]);
+    std::unique_ptr<Compute<T>[]> power_buffer;
+    if (!p.log && !fits_in_results<T>(p))
+      power_buffer.reset(new (std::nothrow) Compute<T>[std::min(kMaxPieces * kPiece, p.length)]);
     for_rows(
         p, begin, end,
-        [&](int64_t x_offset, int64_t y_offset, const RowPart& part) {
-          softmax_row(p, part, x + x_offset, y + y_offset, beside.get());
+        [&](int64_t x_offset, int64_t y_offset, const ActiveRange& range) {
+          softmax_row(p, range, x + x_offset, y + y_offset, power_buffer.get());
         },
         [&](int64_t row, int64_t count) {
           softmax_columns<T>(p, {x_columns, row, count}, {y_columns, row, count}, count);
@@ -291,8 +256,8 @@ Status softmax_backward(const SoftmaxBackward& p, int64_t begin, int64_t end) {
     const Columns<T> grad_x_columns = contiguous_columns_of(p, grad_x);
     for_rows(
         p, begin, end,
-        [&](int64_t grad_offset, int64_t y_offset, const RowPart& part) {
-          softmax_backward_row(p, part, grad + grad_offset, y + y_offset, grad_x + y_offset);
+        [&](int64_t grad_offset, int64_t y_offset, const ActiveRange& range) {
+          softmax_backward_row(p, range, grad + grad_offset, y + y_offset, grad_x + y_offset);
         },
         [&](int64_t row, int64_t count) {
           softmax_backward_columns<T>(p, {grad_columns, row, count}, {y_columns, row, count},

@@ -24,8 +24,8 @@ struct RowEntries {
   }
 };
 
-/// `count` registers of a row of the result, from `column` on: they are kept while all entries of
-/// the row go by.
+/// Computes `count` registers of a row of the result, from `column` on: they are kept while the
+/// loop runs over the entries of the row.
 template <class T, class Index, int count, class Step>
 void row_of_product(const Spmm& p, const RowEntries<Index>& entries, int64_t matrix, int64_t column,
                     T* out, Step step) {
@@ -46,15 +46,15 @@ void row_of_product(const Spmm& p, const RowEntries<Index>& entries, int64_t mat
 
 template <class T, class Index>
 void spmm_rows(const Spmm& p, int64_t begin, int64_t end) {
-  constexpr int kTogether = 4;
-  constexpr int64_t kStep = kTogether * kLanes<Compute<T>>;
+  constexpr int kRegisters = 4;
+  constexpr int64_t kStep = kRegisters * kLanes<Compute<T>>;
   for (int64_t i = begin; i < end; ++i) {
     const int64_t matrix = i / p.pattern.rows;
     const RowEntries<Index> entries(p.pattern, matrix, i % p.pattern.rows);
     T* out = static_cast<T*>(p.out) + i * p.width;
     int64_t column = 0;
     for (; column + kStep <= p.width; column += kStep)
-      row_of_product<T, Index, kTogether>(p, entries, matrix, column, out, Whole{});
+      row_of_product<T, Index, kRegisters>(p, entries, matrix, column, out, FullStep{});
     for_lanes<Compute<T>>(column, p.width, [&](int64_t at, auto step) {
       row_of_product<T, Index, 1>(p, entries, matrix, at, out, step);
     });
@@ -88,7 +88,7 @@ void sampled_rows(const SampledProduct& p, int64_t begin, int64_t end) {
   }
 }
 
-/// Calls body(type, index) with the element type and the type of the indices.
+/// Calls body(type, index) with the element type and the index type.
 template <class Body>
 Status dispatch_sparse(Dtype dtype, bool wide, const Body& body) {
   return dispatch_floating(dtype, [&](auto tag) {
@@ -121,9 +121,9 @@ TORCHKILN_CPU_ENTRY(sampled_product, (const SampledProduct& p, int64_t begin, in
 
 namespace {
 
-// Of integers, which no wide instructions help with.
+// Integer code, which has no vectorised variants.
 
-/// Counts the entries of each column, and takes them in the order of the rows.
+/// Counts the entries of each column, then distributes the entries in the order of the rows.
 template <class Index>
 void transpose(const CsrTranspose& p, int64_t matrix) {
   const int64_t columns = p.pattern.columns;
@@ -144,7 +144,7 @@ void transpose(const CsrTranspose& p, int64_t matrix) {
       order[at] = static_cast<int32_t>(e);
     }
   }
-  // Each column now begins where the next one did.
+  // begin[c] has advanced to the begin of column c + 1.
   std::copy_backward(begin, begin + columns, begin + columns + 1);
   begin[0] = 0;
 }
@@ -155,19 +155,19 @@ int32_t faults_of(const CsrCheck& p, int64_t matrix) {
       static_cast<const Index*>(p.pattern.crow) + matrix * p.pattern.crow_batch_stride;
   const Index* col = static_cast<const Index*>(p.pattern.col) + matrix * p.pattern.col_batch_stride;
   int32_t faults = 0;
-  const auto found = [&](CsrFault fault, bool is_there) {
+  const auto report = [&](CsrFault fault, bool is_there) {
     if (is_there) faults |= static_cast<int32_t>(fault);
   };
-  found(CsrFault::begin, crow[0] != 0);
-  found(CsrFault::end, crow[p.pattern.rows] != p.pattern.entries);
+  report(CsrFault::begin, crow[0] != 0);
+  report(CsrFault::end, crow[p.pattern.rows] != p.pattern.entries);
   for (int64_t row = 0; row < p.pattern.rows; ++row) {
-    found(CsrFault::order, crow[row] > crow[row + 1]);
-    // Ends that are wrong do not lead outside.
+    report(CsrFault::order, crow[row] > crow[row + 1]);
+    // Wrong row ends are clamped to the entries.
     const int64_t begin = std::max<int64_t>(crow[row], 0);
     const int64_t end = std::min<int64_t>(crow[row + 1], p.pattern.entries);
     for (int64_t e = begin; e < end; ++e) {
-      found(CsrFault::column, col[e] < 0 || col[e] >= p.pattern.columns);
-      found(CsrFault::unsorted, e > begin && col[e - 1] >= col[e]);
+      report(CsrFault::column, col[e] < 0 || col[e] >= p.pattern.columns);
+      report(CsrFault::unsorted, e > begin && col[e - 1] >= col[e]);
     }
   }
   return faults;
@@ -178,14 +178,15 @@ int32_t faults_of(const CsrCheck& p, int64_t matrix) {
 Status csr_transpose(const CsrTranspose& p, int64_t begin, int64_t end) {
   if (p.pattern.entries >= int64_t{1} << 31)
     return {"the transposed pattern of 2^31 entries or more is not built, expected fewer"};
-  // Columns may come in any order, and twice; what leads outside would be written to.
+  // Columns may have any order and occur twice, but an index out of range would write out of
+  // bounds.
   constexpr auto kUnsorted = static_cast<int32_t>(CsrFault::unsorted);
   const CsrCheck check{p.pattern, p.batch, nullptr};
   for (int64_t matrix = begin; matrix < end; ++matrix) {
     const int32_t faults =
         p.pattern.wide ? faults_of<int64_t>(check, matrix) : faults_of<int32_t>(check, matrix);
     if ((faults & ~kUnsorted) != 0)
-      return {"the pattern leads outside of its entries or columns; check=True tells where"};
+      return {"the pattern has indices outside of its entries or columns; check=True reports them"};
     p.pattern.wide ? transpose<int64_t>(p, matrix) : transpose<int32_t>(p, matrix);
   }
   return {};

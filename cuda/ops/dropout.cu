@@ -9,7 +9,7 @@ using namespace device;
 using namespace reduce;
 namespace {
 
-/// Whether each of N adjacent elements is kept; the first lies `at` a multiple of N.
+/// Whether each of N adjacent elements is kept. The index of the first, `at`, is a multiple of N.
 template <int N>
 struct Mask {
   Draw drawn;
@@ -21,7 +21,8 @@ struct Mask {
         first(static_cast<int>(at % 8)),
         last(dropout.last) {
     if constexpr (N < 8) {
-      // The words in question come to the front: an array indexed by a variable is no registers.
+      // Moves the words of these elements to the front: a variable index would move the array to
+      // local memory.
 #pragma unroll
       for (int w = 0; w < (N + 1) / 2; ++w) {
 #pragma unroll
@@ -33,13 +34,14 @@ struct Mask {
   }
 
   __device__ __forceinline__ bool kept(int i) const {
-    return N > 1        ? says_yes(drawn, i, last)
-           : first == 0 ? says_yes(drawn, 0, last)
-                        : says_yes(drawn, 1, last);
+    return N > 1        ? bernoulli(drawn, i, last)
+           : first == 0 ? bernoulli(drawn, 0, last)
+                        : bernoulli(drawn, 1, last);
   }
 };
 
-/// (kept ? x * scale : 0) + residual, with x + bias for x where there is a bias.
+/// The body of (kept ? x * scale : 0) + residual, with (x + bias) instead of x if there are three
+/// inputs.
 template <class C>
 struct DropoutAdd {
   Dropout dropout;
@@ -66,12 +68,12 @@ struct DropoutAdd {
   }
 };
 
-/// One pass over grad: writes grad_x, sums the bias gradient.
+/// Column body: one pass over grad writes grad_x and sums the bias gradient.
 template <class T, int Lanes>
 struct GradientBody {
   using C = Compute<T>;
   static constexpr int kLanes = Lanes;
-  // The random numbers take much arithmetic: more threads with fewer rows each in flight.
+  // Philox takes much arithmetic: more threads, with fewer rows in flight per thread.
   static constexpr int kRowsInFlight = Lanes > 1 ? 2 : 4;
   static constexpr int kBlocks = 3;
   using Item = Vec<T, Lanes>;
@@ -93,33 +95,28 @@ struct GradientBody {
                                           C (&sum)[Lanes]) const {
     const int64_t at = row * problem.columns + column;
     const Mask<Lanes> mask(problem.dropout, random, at);
-    C passed[Lanes];
+    C masked[Lanes];
 #pragma unroll
     for (int i = 0; i < Lanes; ++i) {
-      passed[i] = mask.kept(i) ? convert<C>(item.lane[i]) * scale : C(0);
-      sum[i] += passed[i];
+      masked[i] = mask.kept(i) ? convert<C>(item.lane[i]) * scale : C(0);
+      sum[i] += masked[i];
     }
-    if (problem.grad_x != nullptr) store(static_cast<T*>(problem.grad_x) + at, passed);
+    if (problem.grad_x != nullptr) store(static_cast<T*>(problem.grad_x) + at, masked);
   }
 };
 
-bool by_vectors(const DropoutBackward& p) {
-  const int64_t size = static_cast<int64_t>(size_of(p.dtype));
-  return p.columns * size % kVectorBytes == 0 && p.grad_column_stride == 1 &&
-         p.grad_row_stride * size % kVectorBytes == 0 && aligned(p.grad, kVectorBytes) &&
-         aligned(p.grad_x, kVectorBytes);
-}
-
-columns::Plan plan_of(const DropoutBackward& p) {
-  const int lanes = by_vectors(p) ? kVectorBytes / static_cast<int>(size_of(p.dtype)) : 1;
-  return columns::make_plan(p.rows, p.columns, lanes, GradientBody<float, 1>::kBlocks);
+bool uses_vectors(const DropoutBackward& p) {
+  const int lanes = vector_lanes(p.dtype);
+  return p.grad_column_stride == 1 &&
+         rows_in_vectors(p.grad, lanes, {p.columns, p.grad_row_stride}) && aligned(p.grad_x);
 }
 
 template <class T, int Lanes>
-Status both_gradients(const DropoutBackward& p, Allocate allocate, CUstream_st* stream) {
-  const GradientBody<T, Lanes> body{p, static_cast<Compute<T>>(p.dropout.scale), {}};
-  return columns::launch<GradientBody<T, Lanes>::kBlocks>(body, plan_of(p), allocate, p.grad_bias,
-                                                          p.bias_dtype, stream);
+Status launch_gradients(const DropoutBackward& p, Allocate allocate, CUstream_st* stream) {
+  using Body = GradientBody<T, Lanes>;
+  const Body body{p, static_cast<Compute<T>>(p.dropout.scale), {}};
+  const columns::Plan plan = columns::make_plan(p.rows, p.columns, Lanes, Body::kBlocks);
+  return columns::launch<Body::kBlocks>(body, plan, allocate, p.grad_bias, p.bias_dtype, stream);
 }
 
 template <class T, class... In, class Arguments>
@@ -159,8 +156,8 @@ Status bias_dropout_backward(const DropoutBackward& p, Allocate allocate, CUstre
   if (p.columns == 0) return {};
   return dispatch_floating(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    return by_vectors(p) ? both_gradients<T, kVectorLanes<T>>(p, allocate, stream)
-                         : both_gradients<T, 1>(p, allocate, stream);
+    return uses_vectors(p) ? launch_gradients<T, kVectorLanes<T>>(p, allocate, stream)
+                           : launch_gradients<T, 1>(p, allocate, stream);
   });
 }
 

@@ -5,6 +5,7 @@
 
 #include "detail/reduce/columns.cuh"
 #include "detail/reduce/rows.cuh"
+#include "torchkiln/device/alignment.cuh"
 
 namespace torchkiln::cuda {
 
@@ -12,21 +13,22 @@ using namespace device;
 using namespace reduce;
 namespace {
 
-// The body of a sum is light: four blocks with 64 KiB or more on the way fit into the registers.
+// Blocks per SM: a sum needs few registers, so four blocks fit, with 64 KiB or more in flight.
 constexpr int kColumnBlocks = 4;
 
-/// Sums over r of in[offset(column) + r * row_stride].
+/// Column body: the sum over r of in[offset(column) + r * row_stride].
 template <class T, class Sum, int Lanes>
 struct ColumnBody {
   using C = Sum;
   using Item = Vec<T, Lanes>;
   static constexpr int kLanes = Lanes;
-  static constexpr int kRowsInFlight = Lanes > 4 ? 4 : 8;  // each needs Lanes registers of sums
+  static constexpr int kRowsInFlight =
+      Lanes > 4 ? 4 : 8;  // a row in flight takes up to Lanes registers
 
   const T* in;
   Offsets offset;
   int64_t row_stride;
-  // Where rows are folded, the elements after the last whole one.
+  // If rows are folded: the elements after the last group of `fold` rows.
   int64_t rest_begin;
   int64_t rest_length;
   int64_t row_length;
@@ -52,33 +54,30 @@ struct ColumnBody {
   }
 };
 
-/// How columns are read: vectors of `lanes` elements, and `fold` rows as one.
+/// Whether the reduced dimension has the smaller stride, so that rows are summed.
+bool is_rows(const Reduction& p) { return p.inner == 1 || p.reduced_stride <= p.inner_stride; }
+
+/// How columns are read: in vectors of `lanes` elements, and `fold` rows as one.
 struct ColumnAccess {
   int lanes = 1;
   int fold = 1;
 };
 
-/// The widest vectors that every row of a batch begins and ends with. Where they are not the widest
-/// of all, and the rows follow one another without gaps, some rows together are read as one, whose
-/// length vectors divide; their sums are folded at the end.
-ColumnAccess access_of(const Reduction& p) {
-  const int64_t size = static_cast<int64_t>(size_of(p.dtype));
-  const int64_t widest = kVectorBytes / size;
+/// Selects the widest vectors that divide every row of a batch. If these are narrower than 16 bytes
+/// and the rows are dense, reads `fold` rows as one whose length 16-byte vectors divide; their sums
+/// are folded at the end.
+ColumnAccess column_access(const Reduction& p) {
+  if (is_rows(p) || p.inner_stride != 1) return {};
+  const int64_t widest = vector_lanes(p.dtype);
   const int64_t batch_stride = p.outer == 1 ? 0 : p.outer_stride;
-  ColumnAccess access;
-  if (p.inner_stride != 1) return access;
-  int64_t lanes = widest;
-  while (p.inner % lanes != 0 || p.reduced_stride % lanes != 0 || batch_stride % lanes != 0 ||
-         !aligned(p.in, static_cast<size_t>(lanes * size))) {
-    lanes /= 2;
-  }
-  access.lanes = static_cast<int>(lanes);
-  if (lanes == widest || p.reduced_stride != p.inner || batch_stride % widest != 0 ||
-      !aligned(p.in, kVectorBytes)) {
+  const int lanes = widest_lanes(p.in, p.dtype, {p.inner, p.reduced_stride, batch_stride});
+  const ColumnAccess access{lanes};
+  if (lanes == widest || p.reduced_stride != p.inner ||
+      !rows_in_vectors(p.in, widest, {batch_stride})) {
     return access;
   }
-  // Each folded column costs a partial sum, which must be few beside the elements. Narrow rows gain
-  // more: single elements of theirs leave most of a memory access unused.
+  // Each folded column costs a partial sum, so there must be many rows per fold. Narrow rows gain
+  // more from folding: reading them by single elements wastes most of each memory access.
   constexpr int64_t kNarrow = 32;
   int64_t fold = widest / std::gcd(p.inner, widest);
   if (p.reduced < fold * (p.inner < kNarrow ? 4 : 32)) return access;
@@ -99,28 +98,26 @@ template <class T, class C, int Lanes>
 Status sum_columns(const Reduction& p, const ColumnAccess& access, Allocate allocate,
                    cudaStream_t stream) {
   const int64_t length = p.inner * access.fold;
-  const int64_t rest = p.reduced % access.fold;
+  const int64_t remainder = p.reduced % access.fold;
   const ColumnBody<T, C, Lanes> body{static_cast<const T*>(p.in),
                                      Offsets(p.outer, length, p.outer_stride, p.inner_stride),
                                      p.reduced_stride * access.fold,
-                                     (p.reduced - rest) * p.inner,
-                                     rest * p.inner,
+                                     (p.reduced - remainder) * p.inner,
+                                     remainder * p.inner,
                                      length};
   return columns::launch<kColumnBlocks>(body, column_plan(p, access), allocate, p.out, p.out_dtype,
                                         stream, p.divisor);
 }
 
 template <class T, class C, int Lanes>
-Status sum_columns_by(const Reduction& p, const ColumnAccess& access, Allocate allocate,
-                      cudaStream_t stream) {
+Status sum_columns_with_lanes(const Reduction& p, const ColumnAccess& access, Allocate allocate,
+                              cudaStream_t stream) {
   if constexpr (Lanes > 1) {
-    if (access.lanes < Lanes) return sum_columns_by<T, C, Lanes / 2>(p, access, allocate, stream);
+    if (access.lanes < Lanes)
+      return sum_columns_with_lanes<T, C, Lanes / 2>(p, access, allocate, stream);
   }
   return sum_columns<T, C, Lanes>(p, access, allocate, stream);
 }
-
-/// Rows are what is summed along the smaller stride.
-bool is_rows(const Reduction& p) { return p.inner == 1 || p.reduced_stride <= p.inner_stride; }
 
 rows::Shape row_shape(const Reduction& p) {
   return {p.in,           static_cast<int64_t>(size_of(p.dtype)),
@@ -130,23 +127,23 @@ rows::Shape row_shape(const Reduction& p) {
 }
 
 template <class T, class C>
-Status sum(const Reduction& p, Allocate allocate, cudaStream_t stream) {
+Status sum(const Reduction& p, const ColumnAccess& access, Allocate allocate, cudaStream_t stream) {
   if (is_rows(p)) {
     const rows::Shape shape = row_shape(p);
     return rows::launch<T, C>(shape, rows::make_plan(shape), allocate,
                               Result{p.out, p.out_dtype, p.divisor}, stream);
   }
-  return sum_columns_by<T, C, kVectorLanes<T>>(p, access_of(p), allocate, stream);
+  return sum_columns_with_lanes<T, C, kVectorLanes<T>>(p, access, allocate, stream);
 }
 
-/// Calls body(part) for parts of a batch that have fewer than 2^31 rows or columns, which the
-/// kernels find by 32-bit division.
+/// Calls body(part, access) for parts of a batch with fewer than 2^31 rows or columns, because the
+/// kernels locate them by 32-bit division.
 template <class Body>
 Status for_each_part(const Reduction& p, const Body& body) {
-  constexpr int64_t kMost = (int64_t{1} << 31) - 1;
-  const int64_t looked_up = is_rows(p) ? p.inner : p.inner * access_of(p).fold;
+  constexpr int64_t kMax = (int64_t{1} << 31) - 1;
+  const ColumnAccess access = column_access(p);
   const bool is_batch = p.outer > 1 && p.inner > 1;
-  const int64_t step = is_batch ? std::max<int64_t>(kMost / looked_up, 1) : p.outer;
+  const int64_t step = is_batch ? std::max<int64_t>(kMax / (p.inner * access.fold), 1) : p.outer;
   for (int64_t done = 0; done < p.outer; done += step) {
     Reduction part = p;
     part.outer = std::min(step, p.outer - done);
@@ -154,7 +151,7 @@ Status for_each_part(const Reduction& p, const Body& body) {
               done * p.outer_stride * static_cast<int64_t>(size_of(p.dtype));
     part.out =
         static_cast<char*>(p.out) + done * p.inner * static_cast<int64_t>(size_of(p.out_dtype));
-    const Status status = body(part);
+    const Status status = body(part, part.outer == p.outer ? access : column_access(part));
     if (!status.ok()) return status;
   }
   return {};
@@ -165,11 +162,11 @@ Status for_each_part(const Reduction& p, const Body& body) {
 Status reduce(const Reduction& arguments, Allocate allocate, CUstream_st* stream) {
   return dispatch<float, double, __half, __nv_bfloat16>(arguments.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    return for_each_part(arguments, [&](const Reduction& part) {
+    return for_each_part(arguments, [&](const Reduction& part, const ColumnAccess& access) {
       if constexpr (!std::is_same_v<T, double>) {
-        if (part.out_dtype != Dtype::float64) return sum<T, float>(part, allocate, stream);
+        if (part.out_dtype != Dtype::float64) return sum<T, float>(part, access, allocate, stream);
       }
-      return sum<T, double>(part, allocate, stream);
+      return sum<T, double>(part, access, allocate, stream);
     });
   });
 }

@@ -140,22 +140,22 @@ CPU = (
         *("sum", "bad_input"),
     ),
     Fault(
-        *("lanes past the end of a row counted", "cpu", "cpp/cpu/norm.cpp"),
-        "within<C>(load_lanes(block + i, span) - near, span);",
+        *("lanes past the end of a row counted", "cpu", "cpp/cpu/norm/forward.cpp"),
+        "within<C>(load_lanes(block + i, span) - center, span);",
         "(load_lanes(block + i, span) - near);",
         *("layer_norm", "values@float32"),
     ),
     Fault(
-        *("eps outside of the root", "cpu", "cpp/cpu/norm.cpp"),
+        *("eps outside of the root", "cpu", "cpp/cpu/norm/forward.cpp"),
         "std::sqrt(squares / static_cast<double>(p.columns) + p.eps));",
         "(std::sqrt(squares / static_cast<double>(p.columns)) + p.eps));",
         *("layer_norm", "values@float32"),
     ),
     Fault(
-        *("causal mask one short", "cpu", "cpp/cpu/softmax.cpp"),
+        *("causal mask one short", "cpu", "cpp/cpu/detail/row_mask.h"),
         "std::min(length_, row_ % mask_.queries + 1);",
         "std::min(length_, row_ % mask_.queries);",
-        *("softmax", "values@float32"),
+        *("softmax", "values@float32", "cpp/cpu/softmax.cpp"),
     ),
     Fault(
         *("random numbers of another place", "cpu", "cpp/cpu/dropout.cpp"),
@@ -196,8 +196,8 @@ CUDA = (
             "cuda",
             "cuda/include/torchkiln/device/elementwise_any.cuh",
         ),
-        "offset[k] += place * layout.stride[k][d];",
-        "offset[k] += place * layout.stride[0][d];",
+        "offset[k] += index * layout.stride[k][d];",
+        "offset[k] += index * layout.stride[0][d];",
         *("add", "strides@float32", "cuda/ops/pointwise.cu"),
     ),
     Fault(
@@ -243,7 +243,7 @@ CUDA = (
         *("sum", "values@float32", "cuda/ops/reduction.cu"),
     ),
     Fault(
-        *("wrong bits of the mask in backward", "cuda", "cuda/ops/bias_act.cu"),
+        *("wrong bits of the mask in backward", "cuda", "cuda/ops/bias_act/backward.cu"),
         "return signs[at / 8] >> (at % 8);",
         "return signs[at / 8] >> (at % 4);",
         *("bias_act", "gradient_values@float32"),

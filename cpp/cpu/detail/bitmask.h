@@ -1,6 +1,7 @@
 #pragma once
 
-// A bit per element: whether it is positive, as relu leaves it (a positive number or NaN, not 0).
+// One bit per element: whether the output of relu is positive. Outputs of relu are positive, NaN or
+// 0, so the bit is set for everything but 0.
 
 #include <array>
 #include <cstdint>
@@ -15,7 +16,7 @@
 namespace torchkiln::cpu::TORCHKILN_ISA {
 
 #ifdef __SSE2__
-/// A bit for each of eight adjacent elements that is not zero.
+/// One bit per element of eight adjacent ones: whether it is not zero.
 inline uint8_t not_zero(const float* from) {
   const __m128 zero = _mm_setzero_ps();
   const int low = _mm_movemask_ps(_mm_cmpneq_ps(_mm_loadu_ps(from), zero));
@@ -51,7 +52,7 @@ uint8_t not_zero(const T* from) {
 }
 #endif
 
-/// The signs of the elements begin <= i < end; begin is a multiple of 8.
+/// Packs the bits of the elements begin <= i < end; begin is a multiple of 8.
 template <class T>
 void pack_signs(uint8_t* signs, const T* from, int64_t begin, int64_t end) {
   int64_t at = begin;
@@ -62,7 +63,7 @@ void pack_signs(uint8_t* signs, const T* from, int64_t begin, int64_t end) {
   signs[at / 8] = not_zero(last);
 }
 
-/// Eight elements, 1 or 0, for each byte.
+/// The eight elements, 1 or 0, of each byte.
 template <class C>
 inline constexpr auto kUnpacked = [] {
   std::array<std::array<C, 8>, 256> table{};
@@ -71,7 +72,7 @@ inline constexpr auto kUnpacked = [] {
   return table;
 }();
 
-/// to[i] = 1 or 0 for the elements from `at` on.
+/// Sets to[i] = 1 or 0 for `count` elements from index `at` on.
 template <class C>
 void unpack_signs(C* to, const uint8_t* signs, int64_t at, int64_t count) {
   const auto one = [&](int64_t i) {

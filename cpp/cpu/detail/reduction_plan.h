@@ -1,7 +1,7 @@
 #pragma once
 
-// How the CPU cuts a reduction into pieces of work: by its shape and strides alone, so that the
-// order of every addition is the same for any number of threads.
+// How a reduction is split into units of work on the CPU. Depends on shape and strides alone, so
+// that the order of every addition is the same for any number of threads.
 
 #include <algorithm>
 #include <cstdint>
@@ -10,58 +10,59 @@
 
 namespace torchkiln::cpu::TORCHKILN_ISA {
 
-// Elements that outweigh the hand-over to another thread.
+// Elements per unit: enough to outweigh the hand-over to another thread.
 inline constexpr int64_t kUnit = 1 << 16;
-// Columns whose running sums, and four rows of them, stay in the first-level cache.
+// Columns per strip: their running sums, and four rows of them, stay in the L1 cache.
 inline constexpr int64_t kStrip = 4096;
-// Enough pieces for the threads of any machine.
-inline constexpr int64_t kMostChunks = 256;
+// Enough units for the threads of any machine.
+inline constexpr int64_t kMaxChunks = 256;
 
-/// The units of work. Of rows: unit = (row, chunk of the row). Of columns: unit = (outer, chunk of
-/// the rows, strip of columns).
-struct Cut {
+/// The units of work. For row sums, a unit is (row, chunk of the row); for column sums, (outer,
+/// chunk of the rows, strip of columns).
+struct Plan {
   bool is_rows;
   int64_t strips = 1;
-  // Narrow rows without gaps are read as one: their columns' sums are added at the end of a unit.
+  // `fold` narrow dense rows are read as one; the sums of their columns are added at the end of a
+  // unit.
   int64_t fold = 1;
-  int64_t chunk;  // elements of a row, or rows
+  int64_t chunk;  // elements of a row, or rows, per unit
   int64_t chunks;
   int64_t units;
   int64_t units_per_task;
 
-  /// The units of an output are added by reduce_finish().
+  /// Whether an output has several units, whose partial sums reduce_finish() adds.
   bool has_partials() const { return chunks > 1; }
 };
 
-inline Cut cut_of(const Reduction& p) {
+inline Plan make_plan(const Reduction& p) {
   const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
-  Cut cut{};
-  cut.strips = cut.fold = 1;
-  cut.is_rows = p.inner == 1 || p.reduced_stride <= p.inner_stride;
+  Plan plan{};
+  plan.strips = plan.fold = 1;
+  plan.is_rows = p.inner == 1 || p.reduced_stride <= p.inner_stride;
   int64_t unit = p.reduced;
-  if (cut.is_rows) {
-    cut.chunk = p.reduced < 2 * kUnit ? p.reduced : kUnit;
-    cut.chunks = ceil_div(p.reduced, cut.chunk);
-    cut.units = p.outer * p.inner * cut.chunks;
-    unit = cut.chunk;
+  if (plan.is_rows) {
+    plan.chunk = p.reduced < 2 * kUnit ? p.reduced : kUnit;
+    plan.chunks = ceil_div(p.reduced, plan.chunk);
+    plan.units = p.outer * p.inner * plan.chunks;
+    unit = plan.chunk;
   } else {
     if (p.inner_stride == 1 && p.reduced_stride == p.inner && p.inner <= kStrip / 4) {
-      cut.fold = std::min(kStrip / p.inner, p.reduced);
+      plan.fold = std::min(kStrip / p.inner, p.reduced);
     }
-    const int64_t width = std::min(p.inner * cut.fold, kStrip);
-    const int64_t rows = p.reduced / cut.fold;
-    cut.strips = ceil_div(p.inner * cut.fold, kStrip);
-    const int64_t others = p.outer * cut.strips;
-    const int64_t most = std::max<int64_t>(kMostChunks / others, 1);
-    // A chunk of few rows would cost as much in partial sums as in elements.
-    cut.chunks = std::clamp<int64_t>(std::min(rows * width / kUnit, rows / 64), 1, most);
-    cut.chunk = ceil_div(rows, cut.chunks);
-    cut.chunks = ceil_div(rows, cut.chunk);
-    cut.units = others * cut.chunks;
-    unit = cut.chunk * width;
+    const int64_t width = std::min(p.inner * plan.fold, kStrip);
+    const int64_t rows = p.reduced / plan.fold;
+    plan.strips = ceil_div(p.inner * plan.fold, kStrip);
+    const int64_t others = p.outer * plan.strips;
+    const int64_t most = std::max<int64_t>(kMaxChunks / others, 1);
+    // With fewer rows per chunk, the partial sums would cost as much as the elements.
+    plan.chunks = std::clamp<int64_t>(std::min(rows * width / kUnit, rows / 64), 1, most);
+    plan.chunk = ceil_div(rows, plan.chunks);
+    plan.chunks = ceil_div(rows, plan.chunk);
+    plan.units = others * plan.chunks;
+    unit = plan.chunk * width;
   }
-  cut.units_per_task = std::max<int64_t>(kUnit / unit, 1);
-  return cut;
+  plan.units_per_task = std::max<int64_t>(kUnit / unit, 1);
+  return plan;
 }
 
 }  // namespace torchkiln::cpu::TORCHKILN_ISA

@@ -1,6 +1,6 @@
 #pragma once
 
-// The CPU twin of cuda/detail/reduce/common.cuh: how numbers are added up, and how a sum leaves.
+// The CPU counterpart of cuda/detail/reduce/common.cuh: sums of arrays, and rounding of results.
 
 #include <cstring>
 
@@ -8,14 +8,15 @@
 
 namespace torchkiln::cpu::TORCHKILN_ISA {
 
-// 64-byte registers read memory no faster than 32-byte ones, and take longer to sum at the end.
+// Register size in bytes. 64-byte registers read memory no faster than 32-byte ones, and take
+// longer to sum at the end.
 #ifdef __AVX2__
 inline constexpr int64_t kRegister = 32;
 #else
 inline constexpr int64_t kRegister = 16;
 #endif
 
-/// Lanes of C in so many bytes.
+/// A vector of `bytes` bytes of type C.
 template <class C, int64_t bytes>
 struct WideOf {
   typedef C type __attribute__((vector_size(bytes)));
@@ -25,8 +26,8 @@ using Wide = typename WideOf<C, bytes>::type;
 template <class C>
 inline constexpr int64_t kWide = kRegister / sizeof(C);
 
-// Elements whose sum is formed in the compute type, of which each running sum gets 16; the sums of
-// blocks are added in double.
+// Elements per block, whose sum is formed in the compute type: 16 additions per lane of four
+// registers. The sums of blocks are added in double.
 template <class C>
 inline constexpr int64_t kBlock = 16 * 4 * kWide<C>;
 
@@ -37,7 +38,7 @@ W load_wide(const void* from) {
   return wide;
 }
 
-/// The sum of the lanes, by halves.
+/// The sum of the lanes, as a tree.
 template <class C, int64_t bytes = kRegister>
 C lane_sum(const Wide<C, bytes>& lanes) {
   if constexpr (bytes == sizeof(C)) {
@@ -49,7 +50,7 @@ C lane_sum(const Wide<C, bytes>& lanes) {
   }
 }
 
-/// The sum of at most kBlock<C> values, in four times as many running sums as a register holds.
+/// The sum of at most kBlock<C> values, in four registers of running sums.
 template <class C>
 C sum_of(const C* values, int64_t count) {
   constexpr int64_t kStep = kWide<C>;
@@ -67,8 +68,8 @@ C sum_of(const C* values, int64_t count) {
   return lane_sum<C>((a + b) + (c + d)) + rest;
 }
 
-/// The same of bfloat16, without a copy: the two halves of a word are a shift and a mask away from
-/// being floats.
+/// The sum of bfloat16 values, without a converted copy: each half of a 32-bit word becomes a float
+/// by a shift or a mask.
 inline float sum_of(const BFloat16* values, int64_t count) {
   constexpr int64_t kStep = 2 * kWide<uint32_t>;
   Wide<float> a{}, b{}, c{}, d{};
@@ -93,8 +94,8 @@ inline float sum_of(const BFloat16* values, int64_t count) {
   return lane_sum<float>((a + b) + (c + d)) + rest;
 }
 
-/// Adds in groups of 16, and these in groups of 16 ...: the error grows with the logarithm of how
-/// many numbers there are.
+/// Adds numbers in groups of 16, and the sums again in groups of 16, so that the rounding error
+/// grows with the logarithm of their number.
 class Cascade {
  public:
   void add(double number) {
@@ -120,8 +121,8 @@ class Cascade {
   int64_t count_ = 0;
 };
 
-/// A double as a float whose last bit says whether anything was cut off (rounding to odd): it can
-/// be rounded once more without rounding twice.
+/// Rounds a double to float, to odd: the last bit is set if anything was cut off. The result can be
+/// rounded once more without the error of rounding twice.
 inline float sticky_float(double value) {
   const float nearest = static_cast<float>(value);
   const double back = static_cast<double>(nearest);

@@ -1,6 +1,6 @@
 #pragma once
 
-// What softmax and cross-entropy share: the largest value of a row and the sum of the exponentials
+// Common to softmax and cross-entropy: the maximum of a row and the sum of the exponentials
 // relative to it, in one pass.
 
 #include <algorithm>
@@ -11,14 +11,14 @@
 
 namespace torchkiln::cpu::TORCHKILN_ISA {
 
-/// Elements of a row that are converted and computed together: buffers of them stay in the
-/// first-level cache.
+/// Elements of a row that are converted and computed together; their buffers stay in the L1 cache.
 inline constexpr int64_t kPiece = 1024;
 
 template <class C>
 inline constexpr C kInfinity = std::numeric_limits<C>::infinity();
 
-/// Of an empty or NaN-only range: -infinity. NaN is passed over; it shows in the sum.
+/// The maximum; -infinity for a range that is empty or all NaN. NaN is skipped, because it shows in
+/// the sum.
 template <class C>
 C largest(const C* values, int64_t count) {
   constexpr int64_t kStep = kWide<C>;
@@ -41,7 +41,7 @@ C largest(const C* values, int64_t count) {
   return result;
 }
 
-/// The same of bfloat16, by the halves of words as in sum_of.
+/// The maximum of bfloat16 values, converted by halves of words as in sum_of().
 inline float largest(const BFloat16* values, int64_t count) {
   constexpr int64_t kStep = 2 * kWide<uint32_t>;
   const auto larger = [](Wide<float> a, Wide<float> b) { return a > b ? a : b; };
@@ -61,7 +61,7 @@ inline float largest(const BFloat16* values, int64_t count) {
   return result;
 }
 
-/// The sum of a piece, blocked as reductions are.
+/// The sum of a piece, in blocks as for reductions.
 template <class C>
 double piece_sum(const C* values, int64_t count) {
   double sum = 0;
@@ -70,16 +70,17 @@ double piece_sum(const C* values, int64_t count) {
   return sum;
 }
 
-/// The logarithm of a normal number, from the series of the inverse hyperbolic tangent; NaN stays.
-/// Within 2e-9 of it for float, which is a digit more than float has. Not the C library's: loops
-/// over columns need it in wide instructions, and wheels an older glibc.
+/// The logarithm of a normal number, from the series of the inverse hyperbolic tangent; NaN stays
+/// NaN. For float the relative error is at most 2e-9, one digit better than float. Not the C
+/// library's, because loops over columns need a vectorised one, and wheels an older glibc.
 template <class C>
 TORCHKILN_FUNCTION double log_of(double number) {
   constexpr int64_t kRootOfHalfBits = 0x3fe6a09e667f3bcd;
   int64_t bits;
   std::memcpy(&bits, &number, sizeof(bits));
-  // number = mantissa * 2^exponent with a mantissa between the roots of 1/2 and of 2. The exponent
-  // becomes a double by way of 1.5 * 2^52, since not every processor converts integers in lanes.
+  // number = mantissa * 2^exponent, with a mantissa between the square roots of 1/2 and of 2. The
+  // exponent is converted to double by adding 1.5 * 2^52, since not every processor converts
+  // integers in vectors.
   const int64_t exponent = (bits - kRootOfHalfBits) >> 52;
   const int64_t mantissa_bits = bits - exponent * (int64_t{1} << 52);
   const int64_t shifted_bits = exponent + 0x4338000000000000;
@@ -109,20 +110,20 @@ TORCHKILN_FUNCTION double log_of(double number) {
   return number == number ? result : number;
 }
 
-/// max = the largest value and sum = that of exp(value - max), piece by piece: what was summed is
-/// scaled down when a piece has a larger value. A row with NaN or +infinity, or without any value
-/// above -infinity, sums to NaN.
+/// The maximum of a row and the sum of exp(value - maximum), piece by piece: the sum is rescaled
+/// when a piece has a larger maximum. The sum is NaN if the row contains NaN or +infinity, or
+/// nothing above -infinity.
 template <class C>
 class ExponentialSum {
  public:
-  /// powers[i] = exp(values[i] - shift()), where the shift is that after the call.
+  /// Adds a piece, and sets powers[i] = exp(values[i] - shift()) with the new shift().
   template <class T>
   void add(const T* values, int64_t count, C* powers) {
-    const C top = largest(values, count);
-    if (top > max_) {
+    const C maximum = largest(values, count);
+    if (maximum > max_) {
       if (max_ > -kInfinity<C>)
-        sum_ *= ExactMath::exp(static_cast<double>(max_) - static_cast<double>(top));
-      max_ = top;
+        sum_ *= ExactMath::exp(static_cast<double>(max_) - static_cast<double>(maximum));
+      max_ = maximum;
     }
     const C by = shift();
 #pragma GCC ivdep
@@ -130,7 +131,7 @@ class ExponentialSum {
     sum_ += piece_sum(powers, count);
   }
 
-  /// What was subtracted so far: the largest value, or 0 when there is none above -infinity.
+  /// The maximum so far, or 0 if there is nothing above -infinity.
   C shift() const { return max_ == -kInfinity<C> ? C(0) : max_; }
   double sum() const {
     return max_ == -kInfinity<C> ? std::numeric_limits<double>::quiet_NaN() : sum_;

@@ -1,7 +1,7 @@
 #pragma once
 
-// Rows in steps of one register: read as the type they are stored in, computed as another. For
-// kernels that go over a row several times, where a buffer of the converted row would not pay.
+// Rows in steps of one register, converted when they are loaded and stored. For kernels that pass
+// over a row several times, where a converted copy would not pay.
 
 #include <algorithm>
 
@@ -9,34 +9,36 @@
 
 namespace torchkiln::cpu::TORCHKILN_ISA {
 
-/// A register of C.
+/// A register of type C.
 template <class C>
 using Lanes = Wide<C>;
 template <class C>
 inline constexpr int64_t kLanes = kWide<C>;
 
-/// How many lanes a step has: all of them, or the first few at the end of a row.
-struct Whole {};
-struct Part {
+/// A step over all lanes of a register, or over the first few at the end of a row.
+struct FullStep {};
+struct PartialStep {
   int64_t count;
 };
 
-/// All bits of those lanes, as integers of C's size.
+/// A mask of these lanes: all bits set, as integers of C's size.
 template <class C>
-auto mask(Part part) {
+auto mask(PartialStep part) {
   decltype(Lanes<C>{} < Lanes<C>{}) lane{};
   for (int k = 0; k < kLanes<C>; ++k) lane[k] = k;
   return lane < static_cast<std::decay_t<decltype(lane[0])>>(part.count);
 }
 
-inline Lanes<float> load_lanes(const float* from, Whole) { return load_wide<Lanes<float>>(from); }
-inline Lanes<double> load_lanes(const double* from, Whole) {
+inline Lanes<float> load_lanes(const float* from, FullStep) {
+  return load_wide<Lanes<float>>(from);
+}
+inline Lanes<double> load_lanes(const double* from, FullStep) {
   return load_wide<Lanes<double>>(from);
 }
 
-// The conversions of 16 bits are written out where g++ would take registers apart.
+// 16-bit conversions use intrinsics where g++ would split the registers.
 
-inline Lanes<float> load_lanes(const BFloat16* from, Whole) {
+inline Lanes<float> load_lanes(const BFloat16* from, FullStep) {
 #ifdef __AVX2__
   const auto words = (Lanes<uint32_t>)_mm256_cvtepu16_epi32(load_wide<__m128i>(from));
 #else
@@ -46,7 +48,7 @@ inline Lanes<float> load_lanes(const BFloat16* from, Whole) {
   return (Lanes<float>)(words << 16);
 }
 
-inline Lanes<float> load_lanes(const Half* from, Whole) {
+inline Lanes<float> load_lanes(const Half* from, FullStep) {
 #ifdef __F16C__
   return (Lanes<float>)_mm256_cvtph_ps(load_wide<__m128i>(from));
 #else
@@ -56,49 +58,49 @@ inline Lanes<float> load_lanes(const Half* from, Whole) {
 #endif
 }
 
-/// Copies of 4, 2 and 1, each where the count has that bit: a loop would become a call of memcpy,
-/// which takes as long as a short row.
+/// Copies 4, 2 and 1 elements, each if the count has that bit: a loop would become a call of
+/// memcpy, which takes as long as a short row.
 template <int64_t lanes, class T>
-void copy_part(T* to, const T* from, Part part) {
+void copy_partial(T* to, const T* from, PartialStep part) {
   if constexpr (lanes > 1) {
     constexpr int64_t kHalf = lanes / 2;
     const bool has_half = (part.count & kHalf) != 0;
     if (has_half) std::memcpy(to, from, kHalf * sizeof(T));
-    copy_part<kHalf>(has_half ? to + kHalf : to, has_half ? from + kHalf : from, part);
+    copy_partial<kHalf>(has_half ? to + kHalf : to, has_half ? from + kHalf : from, part);
   }
 }
 
-/// The lanes past the end are zeros.
+/// Lanes beyond the end are zero.
 template <class T>
-Lanes<Compute<T>> load_lanes(const T* from, Part part) {
+Lanes<Compute<T>> load_lanes(const T* from, PartialStep part) {
   T buffer[kLanes<Compute<T>>] = {};
 #ifdef __AVX512BW__
   const __m128i all = _mm_maskz_loadu_epi16(static_cast<__mmask8>((1 << part.count) - 1), from);
   std::memcpy(buffer, &all, sizeof(buffer));
 #else
-  copy_part<kLanes<Compute<T>>>(buffer, from, part);
+  copy_partial<kLanes<Compute<T>>>(buffer, from, part);
 #endif
-  return load_lanes(buffer, Whole{});
+  return load_lanes(buffer, FullStep{});
 }
 
 #ifdef __AVX2__
-inline Lanes<float> load_lanes(const float* from, Part part) {
+inline Lanes<float> load_lanes(const float* from, PartialStep part) {
   return (Lanes<float>)_mm256_maskload_ps(from, (__m256i)mask<float>(part));
 }
-inline Lanes<double> load_lanes(const double* from, Part part) {
+inline Lanes<double> load_lanes(const double* from, PartialStep part) {
   return (Lanes<double>)_mm256_maskload_pd(from, (__m256i)mask<double>(part));
 }
 #endif
 
-inline void store_lanes(float* to, const Lanes<float>& lanes, Whole) {
+inline void store_lanes(float* to, const Lanes<float>& lanes, FullStep) {
   std::memcpy(to, &lanes, sizeof(lanes));
 }
-inline void store_lanes(double* to, const Lanes<double>& lanes, Whole) {
+inline void store_lanes(double* to, const Lanes<double>& lanes, FullStep) {
   std::memcpy(to, &lanes, sizeof(lanes));
 }
 
-inline void store_lanes(BFloat16* to, const Lanes<float>& lanes, Whole) {
-  // As narrow_bfloat16().
+inline void store_lanes(BFloat16* to, const Lanes<float>& lanes, FullStep) {
+  // The same rounding as narrow_bfloat16().
   const auto bits = (Lanes<uint32_t>)lanes;
   const Lanes<uint32_t> rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   const Lanes<uint32_t> quiet_nan = (bits >> 16) | 0x40u;
@@ -112,53 +114,54 @@ inline void store_lanes(BFloat16* to, const Lanes<float>& lanes, Whole) {
   std::memcpy(to, &halves, sizeof(halves));
 }
 
-inline void store_lanes(Half* to, const Lanes<float>& lanes, Whole) {
+inline void store_lanes(Half* to, const Lanes<float>& lanes, FullStep) {
   float buffer[kLanes<float>];
   std::memcpy(buffer, &lanes, sizeof(lanes));
   narrow_run(to, buffer, kLanes<float>);
 }
 
 template <class T>
-void store_lanes(T* to, const Lanes<Compute<T>>& lanes, Part part) {
+void store_lanes(T* to, const Lanes<Compute<T>>& lanes, PartialStep part) {
   T buffer[kLanes<Compute<T>>];
-  store_lanes(buffer, lanes, Whole{});
+  store_lanes(buffer, lanes, FullStep{});
 #ifdef __AVX512BW__
   const auto all = load_wide<__m128i>(buffer);
   _mm_mask_storeu_epi16(to, static_cast<__mmask8>((1 << part.count) - 1), all);
 #else
-  copy_part<kLanes<Compute<T>>>(to, buffer, part);
+  copy_partial<kLanes<Compute<T>>>(to, buffer, part);
 #endif
 }
 
 #ifdef __AVX2__
-inline void store_lanes(float* to, const Lanes<float>& lanes, Part part) {
+inline void store_lanes(float* to, const Lanes<float>& lanes, PartialStep part) {
   _mm256_maskstore_ps(to, (__m256i)mask<float>(part), (__m256)lanes);
 }
-inline void store_lanes(double* to, const Lanes<double>& lanes, Part part) {
+inline void store_lanes(double* to, const Lanes<double>& lanes, PartialStep part) {
   _mm256_maskstore_pd(to, (__m256i)mask<double>(part), (__m256d)lanes);
 }
 #endif
 
-/// The lanes with zeros past the end.
+/// The lanes, with zeros beyond the end.
 template <class C>
-Lanes<C> within(const Lanes<C>& lanes, Whole) {
+Lanes<C> within(const Lanes<C>& lanes, FullStep) {
   return lanes;
 }
 template <class C>
-Lanes<C> within(const Lanes<C>& lanes, Part part) {
+Lanes<C> within(const Lanes<C>& lanes, PartialStep part) {
   return mask<C>(part) ? lanes : Lanes<C>{};
 }
 
-/// step(i, Whole or Part) for the steps begin, begin + kLanes<C>, ... of the columns before end.
+/// Calls step(i, FullStep or PartialStep) for the steps begin, begin + kLanes<C>, ... of the
+/// columns before `end`.
 template <class C, class Step>
 void for_lanes(int64_t begin, int64_t end, const Step& step) {
   int64_t i = begin;
-  for (; i + kLanes<C> <= end; i += kLanes<C>) step(i, Whole{});
-  if (i < end) step(i, Part{end - i});
+  for (; i + kLanes<C> <= end; i += kLanes<C>) step(i, FullStep{});
+  if (i < end) step(i, PartialStep{end - i});
 }
 
-/// totals[n] = the sum of what term(i, Whole or Part, sums) adds to sums[n] over all columns: of
-/// blocks in four running sums a lane, of which each gets 16 terms, then in double.
+/// Sets totals[n] to the sum of what term(i, FullStep or PartialStep, sums) adds to sums[n], over
+/// all columns. Blocks are summed in four registers, 16 terms per lane, and then added in double.
 template <class C, int count, class Term>
 void sum_lanes(double (&totals)[count], int64_t columns, const Term& term) {
   constexpr int64_t kAhead = 4;
@@ -170,7 +173,7 @@ void sum_lanes(double (&totals)[count], int64_t columns, const Term& term) {
     int64_t i = begin;
     for (; i + kStep <= end; i += kStep) {
 #pragma GCC unroll 4
-      for (int64_t k = 0; k < kAhead; ++k) term(i + k * kLanes<C>, Whole{}, sums[k]);
+      for (int64_t k = 0; k < kAhead; ++k) term(i + k * kLanes<C>, FullStep{}, sums[k]);
     }
     for_lanes<C>(i, end, [&](int64_t rest, auto part) { term(rest, part, sums[0]); });
     for (int n = 0; n < count; ++n) {

@@ -1,7 +1,7 @@
 #pragma once
 
-// Softmax of rows that lie side by side, one a column: where the dimension is not the innermost
-// one, or where rows are too short to be computed one at a time.
+// Softmax of rows that lie side by side as columns: where the dimension is not the innermost one,
+// or rows are too short to be vectorised one at a time.
 
 #include <algorithm>
 #include <limits>
@@ -12,20 +12,20 @@
 namespace torchkiln::cpu::TORCHKILN_ISA {
 
 inline constexpr int64_t kColumns = 256;
-// Elements of each column that are held at a time, and summed in the compute type.
+// Elements per column that are buffered, and summed in the compute type.
 inline constexpr int64_t kColumnBlock = 32;
 
-/// Columns of an operand, in groups of which each has its columns at one distance.
+/// The columns of an operand, in groups of equally spaced columns.
 template <class T>
 struct Columns {
   T* data;
-  int64_t stride;  // from element to element of a column
+  int64_t stride;  // between the elements of a column
   int64_t column_stride;
   int64_t group_stride;
-  int64_t group;  // columns of one
+  int64_t group;  // columns per group
 };
 
-/// The columns begin <= i < begin + count of an operand, at most kColumns of them.
+/// The columns begin <= i < begin + count of an operand; count is at most kColumns.
 template <class T>
 class Strip {
  public:
@@ -38,21 +38,21 @@ class Strip {
         count_(count),
         first_count_(std::min(count, columns.group - begin % columns.group)) {}
 
-  /// Whether a loop over row(r) becomes wide instructions.
-  bool is_plain() const {
+  /// Whether the compiler can vectorise a loop over row(r).
+  bool is_direct() const {
     return !std::is_same_v<std::remove_const_t<T>, Half> && columns_.column_stride == 1 &&
            first_count_ == count_;
   }
   T* row(int64_t r) const { return data_ + r * columns_.stride; }
 
-  /// to[i] = element r of column i
+  /// Sets to[i] to element r of column i.
   void read(int64_t r, C* to) const {
     for_groups(r, [&](int64_t at, T* from, int64_t count) {
       widen_run(to + at, from, columns_.column_stride, count);
     });
   }
 
-  /// Element r of column i = result(i), rounded.
+  /// Sets element r of column i to result(i), rounded.
   template <class Result>
   void store(int64_t r, C* buffer, const Result& result) const {
     if (first_count_ == count_)
@@ -83,48 +83,48 @@ class Strip {
   const Columns<T>& columns_;
   T* data_;
   int64_t count_;
-  int64_t first_count_;  // of the columns, those in the first group
+  int64_t first_count_;  // columns of the strip in the first group
 };
 
-/// The rows of a strip as numbers, scaled. Where they have to be copied they are held for the next
-/// time if the columns are no longer than a block.
+/// The rows of a strip in the compute type, scaled. Rows that need a copy are kept for later passes
+/// if a column is no longer than a block.
 template <class T>
-class HeldRows {
+class BufferedRows {
  public:
   using C = Compute<T>;
 
-  HeldRows(const Strip<const T>& strip, int64_t length, int64_t count, C scale)
+  BufferedRows(const Strip<const T>& strip, int64_t length, int64_t count, C scale)
       : strip_(strip),
         count_(count),
         scale_(scale),
-        is_plain_(strip.is_plain() && scale == C(1)),
-        holds_(length <= kColumnBlock) {}
+        is_direct_(strip.is_direct() && scale == C(1)),
+        buffers_all_(length <= kColumnBlock) {}
 
-  bool holds() const { return holds_; }
-  C* held(int64_t r) { return rows_[holds_ ? r : 0]; }
-  /// Whether row(r) has the numbers of row r, of which widen() makes them.
-  bool is_plain() const { return is_plain_; }
+  bool buffers_all() const { return buffers_all_; }
+  C* buffer_of(int64_t r) { return rows_[buffers_all_ ? r : 0]; }
+  /// Whether row(r) can be used directly: widen() of its elements yields the numbers.
+  bool is_direct() const { return is_direct_; }
   const T* row(int64_t r) const { return strip_.row(r); }
 
-  /// Row r as numbers, for the first time or once more. As a call of its own it would take a fifth
-  /// of the time of short rows.
+  /// The numbers of row r; `again`: it was read before. Forced inlining, because a call would take
+  /// a fifth of the time of short rows.
   TORCHKILN_FUNCTION const C* numbers(int64_t r, bool again) {
     if constexpr (std::is_same_v<T, C>) {
-      if (is_plain_) return row(r);
+      if (is_direct_) return row(r);
     }
-    C* values = held(r);
-    if (!again || !holds_) {
+    C* values = buffer_of(r);
+    if (!again || !buffers_all_) {
       strip_.read(r, values);
       for (int64_t i = 0; scale_ != C(1) && i < count_; ++i) values[i] *= scale_;
     }
     return values;
   }
 
-  /// Calls body(values) with elements of which widen() makes the numbers of row r.
+  /// Calls body(values) with row r: widen(values[i]) are its numbers.
   template <class Body>
   void with(int64_t r, bool again, const Body& body) {
     if constexpr (std::is_same_v<T, BFloat16>) {
-      if (is_plain_) return body(row(r));
+      if (is_direct_) return body(row(r));
     }
     body(numbers(r, again));
   }
@@ -133,33 +133,33 @@ class HeldRows {
   const Strip<const T>& strip_;
   int64_t count_;
   C scale_;
-  bool is_plain_;
-  bool holds_;
+  bool is_direct_;
+  bool buffers_all_;
   C rows_[kColumnBlock][kColumns];
 };
 
-/// The same as a row, for each column.
+/// Computes the softmax of each column.
 template <class T>
 void softmax_columns(const Softmax& p, const Strip<const T>& x, const Strip<T>& y, int64_t count) {
   using C = Compute<T>;
-  HeldRows<T> rows(x, p.length, count, static_cast<C>(p.scale));
-  C top[kColumns], shift[kColumns], block_sum[kColumns], results[kColumns];
+  BufferedRows<T> rows(x, p.length, count, static_cast<C>(p.scale));
+  C maximum[kColumns], shift[kColumns], block_sum[kColumns], results[kColumns];
   double sum[kColumns];
-  const bool keeps = !p.log && rows.holds();
-  std::fill_n(top, count, -kInfinity<C>);
+  const bool keeps = !p.log && rows.buffers_all();
+  std::fill_n(maximum, count, -kInfinity<C>);
   for (int64_t first = 0; first < p.length; first += kColumnBlock) {
     const int64_t last = std::min(first + kColumnBlock, p.length);
     for (int64_t r = first; r < last; ++r) {
       rows.with(r, /*again=*/false, [&](const auto* values) {
 #pragma GCC ivdep
         for (int64_t i = 0; i < count; ++i)
-          top[i] = widen(values[i]) > top[i] ? widen(values[i]) : top[i];
+          maximum[i] = widen(values[i]) > maximum[i] ? widen(values[i]) : maximum[i];
       });
     }
     for (int64_t i = 0; i < count; ++i) {
-      const C next = top[i] > -kInfinity<C> ? top[i] : C(0);
+      const C next = maximum[i] > -kInfinity<C> ? maximum[i] : C(0);
       if (first > 0) {
-        // Where all was -infinity, the sum is 0 and the shift may grow by anything.
+        // While everything was -infinity, the sum is 0 and the shift may grow by any amount.
         const double step = static_cast<double>(shift[i]) - static_cast<double>(next);
         sum[i] *= ExactMath::exp(step < 0 ? step : 0.0);
       }
@@ -168,7 +168,7 @@ void softmax_columns(const Softmax& p, const Strip<const T>& x, const Strip<T>& 
     std::fill_n(block_sum, count, C(0));
     for (int64_t r = first; r < last; ++r) {
       rows.with(r, /*again=*/true, [&](const auto* values) {
-        C* powers = keeps ? rows.held(r) : results;
+        C* powers = keeps ? rows.buffer_of(r) : results;
 #pragma GCC ivdep
         for (int64_t i = 0; i < count; ++i) {
           powers[i] = ExactMath::exp_or_zero(widen(values[i]) - shift[i]);
@@ -179,27 +179,26 @@ void softmax_columns(const Softmax& p, const Strip<const T>& x, const Strip<T>& 
     for (int64_t i = 0; i < count; ++i)
       sum[i] = static_cast<double>(block_sum[i]) + (first > 0 ? sum[i] : 0.0);
   }
-  C last_step[kColumns];
+  C finish[kColumns];
   constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
-  for (int64_t i = 0; i < count; ++i) sum[i] = top[i] > -kInfinity<C> ? sum[i] : kNan;
+  for (int64_t i = 0; i < count; ++i) sum[i] = maximum[i] > -kInfinity<C> ? sum[i] : kNan;
   if (p.log) {
-    for (int64_t i = 0; i < count; ++i) last_step[i] = static_cast<C>(log_of<C>(sum[i]));
+    for (int64_t i = 0; i < count; ++i) finish[i] = static_cast<C>(log_of<C>(sum[i]));
   } else {
-    for (int64_t i = 0; i < count; ++i) last_step[i] = C(1) / static_cast<C>(sum[i]);
+    for (int64_t i = 0; i < count; ++i) finish[i] = C(1) / static_cast<C>(sum[i]);
   }
   for (int64_t r = 0; r < p.length; ++r) {
     if (keeps) {
-      const C* powers = rows.held(r);
-      y.store(r, results, [&](int64_t i) { return powers[i] * last_step[i]; });
+      const C* powers = rows.buffer_of(r);
+      y.store(r, results, [&](int64_t i) { return powers[i] * finish[i]; });
       continue;
     }
     rows.with(r, /*again=*/true, [&](const auto* values) {
       if (p.log) {
-        y.store(r, results,
-                [&](int64_t i) { return (widen(values[i]) - shift[i]) - last_step[i]; });
+        y.store(r, results, [&](int64_t i) { return (widen(values[i]) - shift[i]) - finish[i]; });
       } else {
         y.store(r, results, [&](int64_t i) {
-          return ExactMath::exp_or_zero(widen(values[i]) - shift[i]) * last_step[i];
+          return ExactMath::exp_or_zero(widen(values[i]) - shift[i]) * finish[i];
         });
       }
     });
@@ -211,13 +210,13 @@ void softmax_backward_columns(const SoftmaxBackward& p, const Strip<const T>& gr
                               const Strip<const T>& y, const Strip<T>& grad_x, int64_t count) {
   using C = Compute<T>;
   const C scale = static_cast<C>(p.scale);
-  HeldRows<T> grads(grad, p.length, count, C(1));
-  HeldRows<T> outputs(y, p.length, count, C(1));
+  BufferedRows<T> grads(grad, p.length, count, C(1));
+  BufferedRows<T> outputs(y, p.length, count, C(1));
   C block_sum[kColumns], total[kColumns], results[kColumns];
   double sum[kColumns];
   const auto with_both = [&](int64_t r, bool again, const auto& body) {
     if constexpr (std::is_same_v<T, BFloat16>) {
-      if (grads.is_plain() && outputs.is_plain()) return body(grads.row(r), outputs.row(r));
+      if (grads.is_direct() && outputs.is_direct()) return body(grads.row(r), outputs.row(r));
     }
     const C* const g = grads.numbers(r, again);
     const C* const out = outputs.numbers(r, again);

@@ -1,12 +1,13 @@
 #pragma once
 
-// What the three roles of matmul_hopper.cuh do: produce(), multiply(), finish().
+// The roles of ops/matmul/sm90.cu: produce(), multiply() and finish().
 
 #include "detail/gemm/sm90_tile.cuh"
 
 namespace torchkiln::gemm::sm90 {
 
-/// Copies kPanelWidth of an operand, from `outer` on, and kTileDepth of k.
+/// Copies a panel of an operand: kPanelWidth rows of A or columns of B from `outer` on, kTileDepth
+/// of k.
 template <Major kMajor, class T>
 __device__ __forceinline__ void copy_panel(T* to, const CUtensorMap& map, int outer, int depth,
                                            int batch, uint64_t* full) {
@@ -22,25 +23,25 @@ __device__ __forceinline__ void copy_panel(T* to, const CUtensorMap& map, int ou
 template <class T, Major kMajorA, Major kMajorB>
 __device__ __forceinline__ void produce(const Parameters& p, Shared<T>& shared) {
   StageRing<kStages> ring(shared.stages);
-  StagePlace<kStages> place;
+  StageCursor<kStages> cursor;
   for (int index = blockIdx.x; index < p.tiles; index += gridDim.x) {
     const Tile tile = tile_at(p, index);
     const int batch_a = p.repeats_a ? 0 : tile.batch;
     const int batch_b = p.repeats_b ? 0 : tile.batch;
-    for (int step = 0; step < p.depth_steps; ++step, place.advance()) {
+    for (int step = 0; step < p.depth_steps; ++step, cursor.advance()) {
       const int depth = step * kTileDepth;
-      uint64_t* full = ring.claim(place, kStageBytes);
-      copy_panel<kMajorA>(shared.a[place.stage], p.a, tile.row, depth, batch_a, full);
+      uint64_t* full = ring.claim(cursor, kStageBytes);
+      copy_panel<kMajorA>(shared.a[cursor.stage], p.a, tile.row, depth, batch_a, full);
 #pragma unroll
       for (int panel = 0; panel < kPanelsOfB; ++panel) {
-        copy_panel<kMajorB>(shared.b[place.stage] + panel * kPanel, p.b,
+        copy_panel<kMajorB>(shared.b[cursor.stage] + panel * kPanel, p.b,
                             tile.column + panel * kPanelWidth, depth, batch_b, full);
       }
     }
   }
 }
 
-/// Of the columns 2 t and 2 t + 1, for thread t of a warpgroup.
+/// The bias of columns 2 t and 2 t + 1, for thread t of a warpgroup; 0 if there is none.
 template <class T>
 __device__ __forceinline__ float2 load_bias(const Parameters& p, int column, int thread) {
   float values[2] = {};
@@ -54,24 +55,24 @@ __device__ __forceinline__ float2 load_bias(const Parameters& p, int column, int
   return {values[0], values[1]};
 }
 
-/// Hands sum * scale + bias over, rounded.
+/// Writes sum * scale + bias to shared memory, rounded to T.
 template <class T>
-__device__ __forceinline__ void hand_over(T (&to)[kSlices][kSlice], const float* bias, float scale,
-                                          int thread, const float (&sums)[wgmma::kSums]) {
+__device__ __forceinline__ void store_sums(T (&to)[kSlices][kSlice], const float* bias, float scale,
+                                           int thread, const float (&sums)[wgmma::kSums]) {
   const int lane = thread % kWarpLanes;
   const int row = thread / kWarpLanes * 16 + lane % 16;
   // Four blocks of 8 by 8 at a time: upper and lower, left and right.
-  constexpr int kAtOnce = 16;
+  constexpr int kColumnsAtOnce = 16;
 #pragma unroll
-  for (int column = 0; column < kTileColumns; column += kAtOnce) {
+  for (int column = 0; column < kTileColumns; column += kColumnsAtOnce) {
     uint32_t blocks[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float2 more =
+      const float2 bias_pair =
           *reinterpret_cast<const float2*>(bias + column + i / 2 * 8 + lane % 4 * 2);
       const int sum = column / 2 + i * 2;
-      const Vec<T, 2> pair{convert<T>(sums[sum] * scale + more.x),
-                           convert<T>(sums[sum + 1] * scale + more.y)};
+      const Vec<T, 2> pair{convert<T>(sums[sum] * scale + bias_pair.x),
+                           convert<T>(sums[sum + 1] * scale + bias_pair.y)};
       blocks[i] = *reinterpret_cast<const uint32_t*>(&pair);
     }
     const int chunk = column % kSliceColumns / 8 + lane / 16;
@@ -83,19 +84,19 @@ __device__ __forceinline__ void hand_over(T (&to)[kSlices][kSlice], const float*
 template <class T, Major kMajorA, Major kMajorB>
 __device__ __forceinline__ void multiply(const Parameters& p, Shared<T>& shared, int multiplier) {
   StageRing<kStages> ring(shared.stages);
-  StagePlace<kStages> place;
+  StageCursor<kStages> cursor;
   const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
   float sums[wgmma::kSums];
-  uint32_t turn = 0;
+  uint32_t parity = 0;
   for (int index = blockIdx.x; index < p.tiles; index += gridDim.x) {
     const Tile tile = tile_at(p, index);
-    const float2 bias = load_bias<T>(p, tile.column, thread);  // needed after the products
+    const float2 bias = load_bias<T>(p, tile.column, thread);  // used after the products
     int last_stage = 0;
-    for (int step = 0; step < p.depth_steps; ++step, place.advance()) {
-      ring.wait_full(place);
-      // Either way of lying, a multiplier's 64 rows of A are one box.
-      const uint64_t a = wgmma::describe<kMajorA>(shared.a[place.stage] + multiplier * kBox, 0);
-      const uint64_t b = wgmma::describe<kMajorB>(shared.b[place.stage], kBox * sizeof(T));
+    for (int step = 0; step < p.depth_steps; ++step, cursor.advance()) {
+      ring.wait_full(cursor);
+      // In both layouts a multiplier's 64 rows of A are one box.
+      const uint64_t a = wgmma::descriptor<kMajorA>(shared.a[cursor.stage] + multiplier * kBox, 0);
+      const uint64_t b = wgmma::descriptor<kMajorB>(shared.b[cursor.stage], kBox * sizeof(T));
       wgmma::fence();
 #pragma unroll
       for (int i = 0; i < kTileDepth / wgmma::kDepth; ++i) {
@@ -103,63 +104,63 @@ __device__ __forceinline__ void multiply(const Parameters& p, Shared<T>& shared,
                                              b + i * wgmma::kNextStep<kMajorB>, step + i > 0);
       }
       wgmma::commit();
-      // These are under way, those of the stage before are done.
+      // The products of this stage are in flight, those of the previous stage are done.
       wgmma::wait<1>();
       if (step > 0 && thread == 0) ring.release(last_stage);
-      last_stage = place.stage;
+      last_stage = cursor.stage;
     }
-    // Written while the last products run. The one of two tiles ago has been read: since then, all
-    // have met.
-    float* const own_bias = shared.bias[multiplier][turn];
+    // Written while the last products run. All threads have read this half, used two tiles ago,
+    // before they passed the barrier of the previous tile.
+    float* const own_bias = shared.bias[multiplier][parity];
     *reinterpret_cast<float2*>(own_bias + thread * 2) = bias;
-    meet(multiplier);
-    wgmma::finish(sums);
+    sync_multiplier(multiplier);
+    wgmma::wait_all(sums);
     if (thread == 0) ring.release(last_stage);
-    wait_for_phase(&shared.sums_empty[multiplier], turn ^ 1);
-    hand_over(shared.sums[multiplier], own_bias, p.scale, thread, sums);
+    wait_for_phase(&shared.sums_empty[multiplier], parity ^ 1);
+    store_sums(shared.sums[multiplier], own_bias, p.scale, thread, sums);
     fence_before_copy();
     ::cuda::ptx::mbarrier_arrive(&shared.sums_full[multiplier]);
-    turn ^= 1;
+    parity ^= 1;
   }
 }
 
-/// What a warp of the finishers takes at once: 16 rows of a slice, of which a lane has 16 bytes of
-/// every fourth.
+/// The unit of work of a finisher warp: 16 rows of a slice. A lane has 16 bytes of every fourth
+/// row.
 template <class T>
 struct Strip {
   static constexpr int kLanes = kVectorLanes<T>;
-  static constexpr int kChunks = kSliceColumns / kLanes;  // of a row
-  static constexpr int kRowsApart = kWarpLanes / kChunks;
-  static constexpr int kItems = kStripRows / kRowsApart;
+  static constexpr int kChunks = kSliceColumns / kLanes;  // per row
+  static constexpr int kRowStep = kWarpLanes / kChunks;
+  static constexpr int kItems = kStripRows / kRowStep;
 
-  T* at;       // its first row; as many elements of shared memory follow as it has
-  Tile place;  // of its first element among the results
+  T* data;      // the first row in shared memory; the others follow
+  Tile origin;  // row, column and batch of its first element
   int lane;
 
-  __device__ __forceinline__ int row(int i) const { return i * kRowsApart + lane / kChunks; }
+  __device__ __forceinline__ int row(int i) const { return i * kRowStep + lane / kChunks; }
   __device__ __forceinline__ int column() const { return lane % kChunks * kLanes; }
   __device__ __forceinline__ T* item(int i) const {
-    // kStripRows are a multiple of the swizzle's eight.
-    return reinterpret_cast<T*>(reinterpret_cast<char*>(at) + swizzled(row(i), lane % kChunks));
+    // kStripRows is a multiple of the eight rows of the swizzle.
+    return reinterpret_cast<T*>(reinterpret_cast<char*>(data) + swizzled(row(i), lane % kChunks));
   }
 };
 
-/// sums = activation(sums) + residual, in place.
+/// Applies activation and residual in place: sums = activation(sums) + residual.
 template <class T>
 __device__ __forceinline__ void finish_strip(const Parameters& p, const Strip<T>& strip) {
   constexpr int kLanes = Strip<T>::kLanes;
   constexpr int kItems = Strip<T>::kItems;
   Vec<T, kLanes> residual[kItems] = {};
   if (p.residual != nullptr) {
-    const int row = strip.place.row + strip.row(0);
-    const int column = strip.place.column + strip.column();
-    const T* from =
-        static_cast<const T*>(p.residual) + (int64_t{strip.place.batch} * p.m + row) * p.n + column;
+    const int row = strip.origin.row + strip.row(0);
+    const int column = strip.origin.column + strip.column();
+    const T* from = static_cast<const T*>(p.residual) +
+                    (int64_t{strip.origin.batch} * p.m + row) * p.n + column;
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
-      const int down = i * Strip<T>::kRowsApart;
-      if (row + down < p.m && column < p.n)
-        residual[i] = load_constant<kLanes>(from + int64_t{down} * p.n);
+      const int row_offset = i * Strip<T>::kRowStep;
+      if (row + row_offset < p.m && column < p.n)
+        residual[i] = load_constant<kLanes>(from + int64_t{row_offset} * p.n);
     }
   }
   float values[kItems][kLanes];
@@ -179,17 +180,17 @@ __device__ __forceinline__ void finish_strip(const Parameters& p, const Strip<T>
   if (p.residual != nullptr) {
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
-      float more[kLanes];
-      widen(residual[i], more);
+      float addend[kLanes];
+      widen(residual[i], addend);
 #pragma unroll
-      for (int lane = 0; lane < kLanes; ++lane) values[i][lane] += more[lane];
+      for (int lane = 0; lane < kLanes; ++lane) values[i][lane] += addend[lane];
     }
   }
 #pragma unroll
   for (int i = 0; i < kItems; ++i) device::store(strip.item(i), values[i]);
 }
 
-/// So that nobody waits for the memory when the sums are there.
+/// Prefetches a tile's residual into L2, so that it is there when the sums are.
 template <class T>
 __device__ __forceinline__ void prefetch_residual(const Parameters& p, const Tile& tile,
                                                   int thread) {
@@ -206,13 +207,13 @@ __device__ __forceinline__ void prefetch_residual(const Parameters& p, const Til
   }
 }
 
-/// One warp: every third strip of each multiplier's sums.
+/// The work of one finisher warp: every third strip of each multiplier's sums.
 template <class T>
 __device__ __forceinline__ void finish(const Parameters& p, Shared<T>& shared, int finisher,
                                        int lane) {
   const bool has_work = p.activation != kActivation<None> || p.residual != nullptr;
-  uint32_t turn = 0;
-  for (int index = blockIdx.x; index < p.tiles; index += gridDim.x, turn ^= 1) {
+  uint32_t parity = 0;
+  for (int index = blockIdx.x; index < p.tiles; index += gridDim.x, parity ^= 1) {
     const Tile tile = tile_at(p, index);
     prefetch_residual<T>(p, tile, finisher * kWarpLanes + lane);
 #pragma unroll 1
@@ -231,9 +232,9 @@ __device__ __forceinline__ void finish(const Parameters& p, Shared<T>& shared, i
       };
       const auto store = [&](const CUtensorMap& map, const Strip<T>& strip) {
         if (lane == 0)
-          store_box(map, strip.place.column, strip.place.row, strip.place.batch, strip.at);
+          store_box(map, strip.origin.column, strip.origin.row, strip.origin.batch, strip.data);
       };
-      wait_for_phase(&shared.sums_full[multiplier], turn);
+      wait_for_phase(&shared.sums_full[multiplier], parity);
       if (p.keeps_preactivation) {
         for_each_strip([&](const Strip<T>& strip) { store(p.preactivation, strip); });
         close_stores();
@@ -249,8 +250,9 @@ __device__ __forceinline__ void finish(const Parameters& p, Shared<T>& shared, i
         store(p.out, strip);
       });
       close_stores();
-      // A multiplier's buffer is given back when the copy engine has read it, which comes to that
-      // behind the panels it has been asked for: the first one's while the second's is finished.
+      // A multiplier's buffer is released once the copy engine has read it. The engine first serves
+      // the panels that were requested earlier, so the wait comes one buffer later: the first
+      // multiplier's buffer is released while the second's is finished.
       if (multiplier > 0) {
         wait_until_read<1>();
         if (lane == 0) ::cuda::ptx::mbarrier_arrive(&shared.sums_empty[multiplier - 1]);

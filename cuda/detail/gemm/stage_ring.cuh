@@ -1,13 +1,17 @@
 #pragma once
 
-// A ring of stages in shared memory that one producer fills by bulk copies and consumers empty.
+// A ring of stages in shared memory. One producer fills them by bulk copies, consumers read them.
+//
+//                 +---------+---------+---------+
+//   producer  ->  | stage 0 | stage 1 | stage 2 |  ->  consumers
+//                 +---------+---------+---------+
+//
 // Each stage has two barriers:
 //
-//   full   the producer announces how many bytes will come, the copy engine counts them as they
-//          arrive
-//   empty  every consumer tells that it has read the stage
+//   full   the producer announces the bytes to come, and the copy engine counts them as they arrive
+//   empty  every consumer arrives once it has read the stage
 //
-// A barrier changes phase each time it completes; whoever waits names the parity of the phase.
+// A barrier changes phase each time it completes; wait_for_phase() takes the parity of the phase.
 
 #include <cuda.h>
 
@@ -16,7 +20,7 @@
 
 namespace torchkiln::gemm {
 
-/// Until the phase of this parity is complete.
+/// Waits until the phase of this parity is complete.
 __device__ __forceinline__ void wait_for_phase(uint64_t* barrier, uint32_t parity) {
   while (!::cuda::ptx::mbarrier_try_wait_parity(barrier, parity)) {
   }
@@ -28,9 +32,9 @@ struct StageBarriers {
   uint64_t empty[kStages];
 };
 
-/// Which stage is next, and which phase its barriers are in.
+/// The next stage, and the parity of its barriers' phase.
 template <int kStages>
-struct StagePlace {
+struct StageCursor {
   int stage = 0;
   uint32_t parity = 0;
 
@@ -46,12 +50,12 @@ template <int kStages>
 class StageRing {
  public:
   using Barriers = StageBarriers<kStages>;
-  using Place = StagePlace<kStages>;
+  using Cursor = StageCursor<kStages>;
 
   __device__ __forceinline__ explicit StageRing(Barriers& barriers) : barriers_(barriers) {}
 
-  /// By one thread, before the block meets for the first time.
-  __device__ __forceinline__ void open(int consumers) {
+  /// Initialises the barriers. One thread calls it before the first __syncthreads() of the block.
+  __device__ __forceinline__ void init(int consumers) {
     for (int stage = 0; stage < kStages; ++stage) {
       ::cuda::ptx::mbarrier_init(&barriers_.full[stage], 1);
       ::cuda::ptx::mbarrier_init(&barriers_.empty[stage], static_cast<uint32_t>(consumers));
@@ -60,21 +64,21 @@ class StageRing {
   }
 
   /// Producer: waits until the stage has been read, then announces the bytes to come. The first
-  /// round does not wait: the phase before the first counts as complete.
-  __device__ __forceinline__ uint64_t* claim(const Place& place, uint32_t bytes) {
-    wait_for_phase(&barriers_.empty[place.stage], place.parity ^ 1);
-    uint64_t* full = &barriers_.full[place.stage];
+  /// round does not wait, because the phase before the first one counts as complete.
+  __device__ __forceinline__ uint64_t* claim(const Cursor& cursor, uint32_t bytes) {
+    wait_for_phase(&barriers_.empty[cursor.stage], cursor.parity ^ 1);
+    uint64_t* full = &barriers_.full[cursor.stage];
     ::cuda::ptx::mbarrier_arrive_expect_tx(::cuda::ptx::sem_release, ::cuda::ptx::scope_cta,
                                            ::cuda::ptx::space_shared, full, bytes);
     return full;
   }
 
   /// Consumer: waits until the stage has been filled.
-  __device__ __forceinline__ void wait_full(const Place& place) {
-    wait_for_phase(&barriers_.full[place.stage], place.parity);
+  __device__ __forceinline__ void wait_full(const Cursor& cursor) {
+    wait_for_phase(&barriers_.full[cursor.stage], cursor.parity);
   }
 
-  /// Consumer: the stage may be written again. By one of its threads.
+  /// Consumer: allows the stage to be overwritten. One of its threads calls it.
   __device__ __forceinline__ void release(int stage) {
     ::cuda::ptx::mbarrier_arrive(&barriers_.empty[stage]);
   }
@@ -83,7 +87,7 @@ class StageRing {
   Barriers& barriers_;
 };
 
-/// Copies a box of a tensor map to shared memory; `full` counts its bytes.
+/// Copies a box of a tensor map to shared memory; the barrier `full` counts its bytes.
 __device__ __forceinline__ void copy_box(void* to, const CUtensorMap& map, int inner, int outer,
                                          int batch, uint64_t* full) {
   const int32_t at[] = {inner, outer, batch};
@@ -91,8 +95,8 @@ __device__ __forceinline__ void copy_box(void* to, const CUtensorMap& map, int i
                                     at, full);
 }
 
-/// Copies shared memory to a box of a tensor map. Writers fence with fence_before_copy() and meet
-/// before one thread calls this.
+/// Copies shared memory to a box of a tensor map. All writers must call fence_before_copy() and
+/// synchronise before one thread calls this.
 __device__ __forceinline__ void store_box(const CUtensorMap& map, int inner, int outer, int batch,
                                           const void* from) {
   const int32_t at[] = {inner, outer, batch};
@@ -100,7 +104,7 @@ __device__ __forceinline__ void store_box(const CUtensorMap& map, int inner, int
                                     from);
 }
 
-/// Closes a batch of store_box() of this thread.
+/// Closes a group of this thread's store_box() calls.
 __device__ __forceinline__ void close_stores() { ::cuda::ptx::cp_async_bulk_commit_group(); }
 
 /// Makes this thread's stores to shared memory visible to the copy engine.
@@ -108,7 +112,8 @@ __device__ __forceinline__ void fence_before_copy() {
   ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
 }
 
-/// Until all but the last kLeft batches of this thread have read their shared memory.
+/// Waits until the copy engine has read the shared memory of all but the last kLeft groups of this
+/// thread.
 template <int kLeft>
 __device__ __forceinline__ void wait_until_read() {
   ::cuda::ptx::cp_async_bulk_wait_group_read(::cuda::ptx::n32_t<kLeft>{});

@@ -1,7 +1,6 @@
 #pragma once
 
-// What the kernels of products share that run on every device: which tile a block has, and what
-// becomes of a sum.
+// Common to the matmul kernels that run on every device: the tile of a block, and the epilogue.
 
 #include "torchkiln/device/launch.cuh"
 #include "torchkiln/device/vec.cuh"
@@ -11,8 +10,8 @@
 namespace torchkiln::gemm {
 using namespace device;
 
-/// Tiles of kRows by kColumns results, one for each block. Blocks that run together have tiles of a
-/// nearly square part of the result, whose rows and columns the second-level cache holds.
+/// Tiles of kRows by kColumns results, one per block. Blocks that run together cover a nearly
+/// square part of the result, whose rows of A and columns of B stay in L2.
 template <int kRows, int kColumns>
 struct Tiles {
   static constexpr int64_t kGroupRows = 8;
@@ -21,7 +20,7 @@ struct Tiles {
   int64_t columns;
   int64_t count;
 
-  struct Place {
+  struct Tile {
     int64_t batch;
     int64_t row;
     int64_t column;
@@ -32,7 +31,7 @@ struct Tiles {
         columns(ceil_div(p.n, kColumns)),
         count(rows * columns * p.batch) {}
 
-  __device__ __forceinline__ Place at(int64_t index) const {
+  __device__ __forceinline__ Tile at(int64_t index) const {
     const int64_t batch = index / (rows * columns);
     index -= batch * (rows * columns);
     const int64_t group = index / (kGroupRows * columns);
@@ -43,7 +42,7 @@ struct Tiles {
   }
 };
 
-/// From sums to results: activation(sum * scale + bias) + residual.
+/// The epilogue: activation(sum * scale + bias) + residual.
 template <class T>
 class MatmulResults {
  public:
@@ -60,8 +59,8 @@ class MatmulResults {
         rows_(p.m),
         columns_(p.n) {}
 
-  /// for_each(body) calls body(row, column, sum) for every sum of this thread, all of whose loops
-  /// are unrolled. What lies outside the result is left out.
+  /// for_each(body) must call body(row, column, sum) for every sum of this thread, in fully
+  /// unrolled loops. Sums outside the result are not stored.
   template <class ForEach>
   __device__ __forceinline__ void store(int64_t batch, const ForEach& for_each) const {
     const int64_t begin = batch * rows_ * columns_;

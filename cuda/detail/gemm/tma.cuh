@@ -1,8 +1,8 @@
 #pragma once
 
-// Tensor maps: what the copy engine of compute capability 9.0 knows of a tensor in memory, so that
-// one thread can copy a whole box of it. The driver makes them; it is asked through the runtime, so
-// that nothing links against it.
+// Tensor maps: descriptions of a tensor in memory, with which one thread asks the copy engine of
+// compute capability 9.0 for a whole box of it. The driver encodes them; its entry point is looked
+// up through the runtime, so that nothing links against the driver.
 
 #include <cudaTypedefs.h>
 #include <cuda_bf16.h>
@@ -13,19 +13,20 @@
 #include <type_traits>
 
 #include "torchkiln/core/status.h"
+#include "torchkiln/device/alignment.cuh"
 
 namespace torchkiln::gemm {
 
-/// Bytes of a row of a box: with the 128-byte swizzle, the 16-byte chunk c of row r lies at chunk
-/// c ^ (r % 8), so that eight rows are read or written without a conflict in either direction.
+/// Bytes per row of a box. In the 128-byte swizzle the 16-byte chunk c of row r lies at position c
+/// ^ (r % 8), so that eight rows are read or written without bank conflicts in either direction.
 inline constexpr int kSwizzleBytes = 128;
 
-/// Where a chunk of 16 bytes of a box lies, counted in bytes from its start.
+/// Offset in bytes of a 16-byte chunk from the start of its box.
 __device__ __forceinline__ int swizzled(int row, int chunk) {
   return row * kSwizzleBytes + ((chunk ^ (row % 8)) * 16);
 }
 
-/// Matrices in memory whose inner dimension is adjacent; strides count elements.
+/// Matrices in memory whose inner dimension is contiguous; strides count elements.
 struct MapShape {
   const void* data;
   int64_t inner;
@@ -35,19 +36,19 @@ struct MapShape {
   int64_t batch_stride;
 };
 
-/// What the copy engine asks for: 16-byte steps, and coordinates of 32 bits.
-inline bool fits_tensor_map(const MapShape& shape, size_t element) {
-  const auto whole = [&](int64_t elements) {
-    const int64_t bytes = elements * static_cast<int64_t>(element);
-    return bytes % 16 == 0 && bytes > 0 && bytes < (int64_t{1} << 40);
+/// Whether the copy engine can access the matrices: 16-byte steps, and 32-bit coordinates.
+inline bool fits_tensor_map(const MapShape& shape, Dtype dtype) {
+  const auto in_range = [&](int64_t stride) {
+    return stride > 0 && stride * static_cast<int64_t>(size_of(dtype)) < (int64_t{1} << 40);
   };
-  return reinterpret_cast<uintptr_t>(shape.data) % 16 == 0 && whole(shape.outer_stride) &&
-         whole(shape.batch_stride) && shape.inner < INT32_MAX && shape.outer < INT32_MAX &&
-         shape.batch < INT32_MAX;
+  return device::rows_in_vectors(shape.data, device::vector_lanes(dtype),
+                                 {shape.outer_stride, shape.batch_stride}) &&
+         in_range(shape.outer_stride) && in_range(shape.batch_stride) && shape.inner < INT32_MAX &&
+         shape.outer < INT32_MAX && shape.batch < INT32_MAX;
 }
 
-/// A map for boxes of kSwizzleBytes by `outer_box`. What lies outside the matrices is read as zero
-/// and not written.
+/// Encodes a map for boxes of kSwizzleBytes by `outer_box`. Elements outside the matrices read as
+/// zero and are not written.
 template <class T>
 Status make_tensor_map(CUtensorMap& map, const MapShape& shape, int outer_box) {
   static const auto encode = [] {

@@ -1,21 +1,21 @@
 #pragma once
 
-// The kernels behind matmul(), each in a file of its name. Which one is taken: matmul.cu.
+// The kernels behind matmul(), each in a file of its name in ops/matmul; choose.cu selects one.
 
 #include "torchkiln/kernels/matmul.h"
 
 namespace torchkiln::gemm {
 
 namespace sm90 {
-/// Whether the operands are laid out as the copy engine reads them. Asks nothing of the device.
+/// Whether the copy engine can read the operands in place. Does not query the device.
 bool fits(const Matmul& arguments);
-/// Only on a device of compute capability 9.0, on this many multiprocessors.
+/// Runs on compute capability 9.0 only, on this many SMs.
 Status matmul(const Matmul& arguments, int multiprocessors, CUstream_st* stream);
 }  // namespace sm90
 
 namespace tensor_core {
-/// Half precision; only where runs() says so.
-bool runs();
+/// Whether the compiled code has these instructions. Half precision only.
+bool is_available();
 Status matmul(const Matmul& arguments, CUstream_st* stream);
 }  // namespace tensor_core
 

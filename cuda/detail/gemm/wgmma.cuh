@@ -1,8 +1,8 @@
 #pragma once
 
-// The product of a warpgroup, four warps that multiply together (compute capability 9.0, code for
-// 90a): 64 rows of A by 256 columns of B, both in shared memory, added to sums in registers. It
-// runs beside the instructions that follow; commit and wait as with asynchronous copies.
+// Products of a warpgroup, four warps that multiply together (compute capability 9.0, compiled for
+// 90a): 64 rows of A by 256 columns of B, both in shared memory, added to sums in registers. They
+// run asynchronously; commit() and wait() work as for asynchronous copies.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -18,27 +18,24 @@ inline constexpr int kRows = 64;
 inline constexpr int kColumns = 256;
 inline constexpr int kDepth = 16;
 
-/// Sums of one thread. Four neighbours, 4 c + i, belong to the columns 8 c and following: thread t
-/// of a warp has columns 8 c + 2 (t % 4) + {0, 1} of its row t / 4 (i = 0, 1) and of the row eight
-/// further down (i = 2, 3). Warp w has the rows from 16 w on.
+/// Sums per thread. Sums 4 c to 4 c + 3 belong to the columns from 8 c on: thread t of a warp has
+/// columns 8 c + 2 (t % 4) + {0, 1}, in row t / 4 for the first two sums and in row t / 4 + 8 for
+/// the other two. Warp w has the rows from 16 w on.
 inline constexpr int kSums = kRows * kColumns / 128;
 
-/// Which dimension of an operand is adjacent in memory: that of the sum (k), or that of the result
-/// (a row of A, a column of B).
+/// The contiguous dimension of an operand: the dimension that is summed (k), or the one that it
+/// shares with the result (rows of A, columns of B).
 enum class Major { k, outer };
 
-/// A panel is a box of swizzled rows, 128 bytes wide. Its operand is described by the distances
-/// between blocks of 8 by 128 bytes:
+/// The descriptor of an operand in a panel of swizzled rows of 128 bytes. It holds the distances
+/// between blocks of 8 rows by 128 bytes, in units of 16 bytes:
 ///
-///   Major::k      rows are rows of the operand, 64 elements of k wide. Eight rows further: 1024
-///                 bytes. Sixteen of k further: 32 bytes, inside the row.
-///   Major::outer  rows are of one k, 64 elements of the operand's other dimension wide. Eight of k
-///                 further: 1024 bytes, so sixteen: 2048. The next 64 columns: a panel of
-///                 `panel_bytes` further.
-///
-/// Addresses count 16 bytes.
+///   Major::k      a panel row is a row of the operand, 64 elements of k. Eight rows further:
+///                 1024 bytes. Sixteen elements of k further: 32 bytes, inside the row.
+///   Major::outer  a panel row is one element of k, 64 elements of the outer dimension. Eight of k
+///                 further: 1024 bytes, sixteen: 2048. The next 64 columns: `panel_bytes` further.
 template <Major kMajor>
-__device__ __forceinline__ uint64_t describe(const void* panel, uint32_t panel_bytes) {
+__device__ __forceinline__ uint64_t descriptor(const void* panel, uint32_t panel_bytes) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
   const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(panel));
   const uint64_t across = kMajor == Major::k ? 1 : panel_bytes >> 4;
@@ -46,12 +43,12 @@ __device__ __forceinline__ uint64_t describe(const void* panel, uint32_t panel_b
   return kSwizzle128 | eight << 32 | across << 16 | ((address & 0x3ffff) >> 4);
 }
 
-/// From one step of kDepth to the next, in the units of a description.
+/// Distance from one step of kDepth to the next, in the units of a descriptor.
 template <Major kMajor>
 inline constexpr uint64_t kNextStep =
     (kMajor == Major::k ? kDepth * 2 : kDepth * kSwizzleBytes) >> 4;
 
-/// Before the first product of a batch: orders it after what wrote the sums.
+/// Before the first product of a batch: orders it after earlier accesses to the sums.
 __device__ __forceinline__ void fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 /// Closes a batch of products.
@@ -59,23 +56,23 @@ __device__ __forceinline__ void commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-/// Until all but the last kLeft batches are done.
+/// Waits for all but the last kLeft batches.
 template <int kLeft>
 __device__ __forceinline__ void wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
 }
 
-/// Until all are done: the sums may be read behind this, and not before.
-__device__ __forceinline__ void finish(float (&sums)[kSums]) {
+/// Waits for all products; the compiler must not move reads of the sums before this call.
+__device__ __forceinline__ void wait_all(float (&sums)[kSums]) {
   wait<0>();
 #pragma unroll
   for (int i = 0; i < kSums; ++i) asm volatile("" : "+f"(sums[i])::"memory");
 }
 
-/// sums = A B, plus sums where `add`.
+/// Computes sums = A B, plus the old sums if `add`.
 template <class T, Major kMajorA, Major kMajorB>
 __device__ __forceinline__ void multiply(float (&sums)[kSums], uint64_t a, uint64_t b, bool add) {
-  // The instruction names each register, and its type in its name.
+  // The instruction lists every register, and its name contains the type.
 #define EIGHT(i)                                                                             \
   "+f"(sums[i]), "+f"(sums[i + 1]), "+f"(sums[i + 2]), "+f"(sums[i + 3]), "+f"(sums[i + 4]), \
       "+f"(sums[i + 5]), "+f"(sums[i + 6]), "+f"(sums[i + 7])
@@ -107,19 +104,19 @@ __device__ __forceinline__ void multiply(float (&sums)[kSums], uint64_t a, uint6
 #undef EIGHT
 }
 
-/// Registers of each thread of the calling warpgroup from here on. A warpgroup that copies gives
-/// its own away to those that multiply.
+/// Sets the registers per thread of the calling warpgroup. A warpgroup that copies releases
+/// registers for the warpgroups that multiply.
 template <int kRegisters>
-__device__ __forceinline__ void keep_registers() {
+__device__ __forceinline__ void decrease_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 template <int kRegisters>
-__device__ __forceinline__ void take_registers() {
+__device__ __forceinline__ void increase_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-/// Stores four blocks of 8 by 8 half-precision elements, held as the sums are; lane l gives the
-/// address of row l % 8 of block l / 8.
+/// Stores four blocks of 8 by 8 half-precision elements, distributed over the lanes like the sums.
+/// Lane l gives the address of row l % 8 of block l / 8.
 __device__ __forceinline__ void store_blocks(void* row, const uint32_t (&blocks)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
                    static_cast<uint32_t>(__cvta_generic_to_shared(row))),

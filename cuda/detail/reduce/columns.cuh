@@ -1,15 +1,18 @@
 #pragma once
 
-// The skeleton of column reductions over a [rows, columns] problem: what a bias or weight gradient
-// is. One pass hands every element to a Body, which may write elementwise results on the way, and
-// sums what the body returns down each column.
+// Skeleton of column reductions over a [rows, columns] problem, such as bias and weight gradients.
+// One pass gives every element to a Body, which may write elementwise results, and sums what the
+// body adds per column.
 //
-//   thread (tx, ty) of block (x, y) owns kLanes adjacent columns of tile x
-//   and the rows  y * threads_y + ty,  + gridDim.y * threads_y, ...
+//               tile 0          tile 1        ...      thread (tx, ty) of block (x, y) has kLanes
+//            +--------------+--------------+--         adjacent columns of tile x and the rows
+//   chunk 0  | block (0, 0) | block (1, 0) |             y * threads_y + ty, then every
+//   chunk 1  | block (0, 1) | block (1, 1) |             chunks * threads_y-th row after it
+//      ...   +--------------+--------------+--
 //
-// The sums stay in registers, are added over ty in shared memory, and leave as one partial row per
-// block row ("chunk"). A second, short kernel adds the chunks, in double. No atomics: the order of
-// every addition is fixed by the shape and the device.
+// The sums stay in registers, are added over ty in shared memory, and leave as one row of partial
+// sums per chunk. A second, short kernel adds the chunks in float64. There are no atomics: shape
+// and device fix the order of every addition.
 
 #include "detail/reduce/common.cuh"
 
@@ -18,30 +21,30 @@ using namespace device;
 namespace columns {
 
 inline constexpr int kThreads = 256;
-// One warp along a row reads 512 bytes of it at a time; the block's other warps take other rows,
-// whose sums meet in shared memory instead of in the partial sums.
+// Threads along a row: one warp reads 512 bytes of it at a time. The other warps of the block take
+// other rows, whose sums are added in shared memory, not as further partial sums.
 inline constexpr int kThreadsX = 32;
-// Of the narrower tiles for few rows: 128 bytes are a whole line of the cache.
-inline constexpr int kFewestThreadsX = 8;
-// Fewer rows a thread, and the partial sums cost more than the parallelism gains.
-inline constexpr int kFewestRows = 4;
-// Up to so many rows a thread, one block does them all: two or three rounds of loads take less time
+// Least threads along a row, in narrow tiles for few rows: 128 bytes are a whole cache line.
+inline constexpr int kMinThreadsX = 8;
+// With fewer rows per thread, the partial sums cost more than the parallelism gains.
+inline constexpr int kMinRows = 4;
+// Up to this many rows per thread one chunk is enough: two or three rounds of loads take less time
 // than a second kernel.
 inline constexpr int kSinglePassRows = 16;
-// Two blocks of 256 threads with eight 16-byte loads in flight each keep 64 KiB on the way per
-// multiprocessor; a third no longer fits into the registers and would run as a second wave.
+// Blocks per SM: 2 x 256 threads x 8 loads x 16 B = 64 KiB in flight. A third block does not fit
+// the registers and would run as a second wave.
 inline constexpr int kBlocksPerMultiprocessor = 2;
 
-/// How a [rows, columns] problem is cut. Depends on shape, vector width and device only.
+/// How a [rows, columns] problem is split. Depends only on shape, vector width and device.
 struct Plan {
   int threads_x;   // threads along a row
   int threads_y;   // rows that a block reads at a time; threads_x * threads_y <= kThreads
   int64_t tiles;   // blocks along a row
-  int64_t chunks;  // blocks down the rows; each leaves one row of partial sums
+  int64_t chunks;  // blocks along the rows; each leaves one row of partial sums
   int64_t rows;
   int64_t columns;
-  // Of a problem whose rows are `fold` shorter ones, one after the other: the sums of the columns
-  // are folded, too. The `period` columns that are folded may repeat.
+  // If fold > 1, a row of the problem is made of `fold` consecutive shorter rows of `period`
+  // columns, whose sums finish() adds. A batch has several such rows side by side.
   int fold = 1;
   int64_t period = 0;
 
@@ -53,39 +56,38 @@ inline Plan make_plan(int64_t rows, int64_t columns, int lanes,
   Plan plan{1, 1, 1, 1, rows, columns};
   const int64_t wave = int64_t{current_device().multiprocessors} * blocks_per_multiprocessor;
   const int64_t vectors = ceil_div(columns, lanes);
-  int64_t across = kThreadsX;
-  // Few rows, and columns enough for every multiprocessor: all threads along the row, each with its
-  // rows' loads in flight, and nothing meets in shared memory.
-  while (across < kThreads && rows < kSinglePassRows * (kThreads / across) &&
-         vectors >= 2 * across * wave) {
-    across *= 2;
+  int64_t threads_x = kThreadsX;
+  // Few rows, and columns enough for every SM: all threads along the row, each with the loads of
+  // its rows in flight, and no sums in shared memory.
+  while (threads_x < kThreads && rows < kSinglePassRows * (kThreads / threads_x) &&
+         vectors >= 2 * threads_x * wave) {
+    threads_x *= 2;
   }
-  plan.tiles = across == kThreads ? ceil_div(vectors, across) : vectors / across;
+  plan.tiles = threads_x == kThreads ? ceil_div(vectors, threads_x) : vectors / threads_x;
   if (plan.tiles < 1) plan.tiles = 1;
-  // Evenly: 33 vectors are one tile of 33 and not one of 32 beside an idle one.
+  // Equal tiles: 33 vectors are one tile of 33, not a tile of 32 and one with a single vector.
   plan.threads_x = static_cast<int>(ceil_div(vectors, plan.tiles));
   plan.threads_y = kThreads / plan.threads_x;
-  // Of so few rows one block would sum several a thread: narrower tiles have more multiprocessors
-  // take part, each thread with fewer of them.
+  // Too few rows for several chunks: narrower tiles occupy more SMs, with fewer rows per thread.
   while (rows > plan.threads_y && rows <= int64_t{plan.threads_y} * kSinglePassRows &&
-         plan.threads_x >= 2 * kFewestThreadsX && plan.tiles * 2 <= wave) {
+         plan.threads_x >= 2 * kMinThreadsX && plan.tiles * 2 <= wave) {
     plan.tiles *= 2;
     plan.threads_x = static_cast<int>(ceil_div(vectors, plan.tiles));
     plan.threads_y = kThreads / plan.threads_x;
   }
   if (rows > int64_t{plan.threads_y} * kSinglePassRows) {
-    const int64_t most = ceil_div(rows, int64_t{plan.threads_y} * kFewestRows);
-    plan.chunks = parts_that_fill(plan.tiles, most, wave);
+    const int64_t most = ceil_div(rows, int64_t{plan.threads_y} * kMinRows);
+    plan.chunks = parts_filling_waves(plan.tiles, most, wave);
   }
   return plan;
 }
 
-/// Bytes of partial sums: none when a single chunk writes the result itself.
+/// Bytes of partial sums: 0 if a single chunk writes the result itself.
 inline size_t partial_bytes(const Plan& plan, size_t size_of_sum) {
   return plan.is_single_pass() ? 0 : static_cast<size_t>(plan.chunks * plan.columns) * size_of_sum;
 }
 
-/// Calls body.begin(column, is_first, sum) where the body has it.
+/// Calls body.begin(column, is_first, sum) if the body has it.
 template <class Body, class Sums>
 __device__ __forceinline__ auto begin(Body& body, int64_t column, bool is_first, Sums& sum, int)
     -> decltype(body.begin(column, is_first, sum)) {
@@ -94,16 +96,19 @@ __device__ __forceinline__ auto begin(Body& body, int64_t column, bool is_first,
 template <class Body, class Sums>
 __device__ __forceinline__ void begin(Body&, int64_t, bool, Sums&, long) {}
 
-/// Body: `C` (type of the sums), `kLanes`, `kRowsInFlight`, `Item`;
+/// Body: `C` (type of the sums), `kLanes`, `kRowsInFlight`, `Item` and
 ///   Item load(row, column)                             reads kLanes elements
-///   void consume(item, row, column, C (&sum)[kLanes])  writes what is elementwise, adds to the
-///                                                      sums
-/// and, if it likes, begin(column, is_first, C (&sum)[kLanes]), which each thread calls once: to
-/// find what depends on the column alone and, in one thread of each column, to add what lies
-/// outside of the rows.
+///   void consume(item, row, column, C (&sum)[kLanes])  writes elementwise results, adds to the
+///   sums
+/// and optionally
+///   void begin(column, is_first, C (&sum)[kLanes])     called once per thread: reads what depends
+///   on
+///                                                      the column alone; in one thread per column
+///                                                      is_first is true, to add elements that lie
+///                                                      outside of the rows
 template <class Body, int kBlocks>
 __global__ void __launch_bounds__(kThreads, kBlocks)
-    walk(Body body, Plan plan, typename Body::C* partial, Result result) {
+    sum_columns(Body body, Plan plan, typename Body::C* partial, Result result) {
   wait_for_previous_kernel();
   using C = typename Body::C;
   constexpr int kLanes = Body::kLanes;
@@ -121,14 +126,14 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     for (; row + (kRows - 1) * step < plan.rows; row += kRows * step) {
 #pragma unroll
       for (int r = 0; r < kRows; ++r) items[r] = body.load(row + r * step, column);
-      // A group's sums first: the rounding error grows with rows / kRows + kRows.
+      // Groups of rows are summed first: the rounding error grows with rows / kRows + kRows.
       C group[kLanes] = {};
 #pragma unroll
       for (int r = 0; r < kRows; ++r) body.consume(items[r], row + r * step, column, group);
 #pragma unroll
       for (int i = 0; i < kLanes; ++i) sum[i] += group[i];
     }
-    // The rest is fewer than kRows rows, whose loads are in flight together, too.
+    // Fewer than kRows rows are left; their loads are in flight together, too.
 #pragma unroll
     for (int r = 0; r < kRows - 1; ++r) {
       if (row + r * step < plan.rows) items[r] = body.load(row + r * step, column);
@@ -140,8 +145,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   }
 
   __shared__ C shared[kThreads * kLanes];
-  // Halving over ty, the middle one of an odd number waits; neighbours in tx keep neighbouring
-  // words, so no two threads of a warp meet in a bank.
+  // Tree over ty; the middle one of an odd number waits. Adjacent tx use adjacent words, so that no
+  // two threads of a warp conflict in a bank.
   for (int count = plan.threads_y; count > 1; count = (count + 1) / 2) {
     const int half = (count + 1) / 2;
 #pragma unroll
@@ -167,12 +172,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 }
 
 inline constexpr int kFinishColumns = 32;
-// Of a block that adds chunks: so many that each thread's few loads are on the way together.
+// Threads per block: enough that each has few loads, all in flight together.
 inline constexpr int kFinishThreads = 1024;
 
-/// The sums of the chunks, and of the folded columns: a warp reads 32 neighbouring columns, the
-/// warps of the block share what is added. A grid of two rows finishes two results, the partial
-/// sums of the second after those of the first.
+/// Adds the chunks, and the folded columns. A warp reads 32 adjacent columns, and the warps of the
+/// block share the terms. A grid of two rows finishes two results; the partial sums of the second
+/// follow those of the first.
 template <class C>
 __global__ void __launch_bounds__(kFinishThreads)
     finish(const C* partial, Plan plan, Result result, Result second) {
@@ -207,20 +212,19 @@ __global__ void __launch_bounds__(kFinishThreads)
   result.store(output, sum);
 }
 
-/// Queues finish() for one result or two.
+/// Queues finish() for one or two results.
 template <class C>
-Status finish(const C* partial, const Plan& plan, const Result& result, const Result* second,
-              cudaStream_t stream) {
+Status queue_finish(const C* partial, const Plan& plan, const Result& result, const Result* second,
+                    cudaStream_t stream) {
   const int64_t blocks = ceil_div(plan.columns / plan.fold, kFinishColumns);
   if (blocks > kMaxGridX) return {"too many columns for one launch"};
   const Grid grid{dim3(static_cast<unsigned>(blocks), second == nullptr ? 1 : 2), kFinishThreads};
-  void (*kernel)(const C*, Plan, Result, Result) = finish<C>;
-  return launch_overlapped(kernel, grid, stream, partial, plan, result,
+  return launch_overlapped(finish<C>, grid, stream, partial, plan, result,
                            second == nullptr ? result : *second);
 }
 
-/// Runs the body over the whole problem; the column sums, divided, arrive in `out`, as `dtype`. The
-/// plan was made for kBlocks blocks a multiprocessor.
+/// Runs the body over the whole problem; writes the column sums, divided by `divisor`, to `out` as
+/// `dtype`. The plan must have been made for kBlocks blocks per SM.
 template <int kBlocks = kBlocksPerMultiprocessor, class Body>
 Status launch(const Body& body, const Plan& plan, Allocate allocate, void* out, Dtype dtype,
               cudaStream_t stream, double divisor = 1) {
@@ -229,10 +233,10 @@ Status launch(const Body& body, const Plan& plan, Allocate allocate, void* out, 
   C* partial = static_cast<C*>(allocate(partial_bytes(plan, sizeof(C))));
   const Result result{out, dtype, divisor};
   const dim3 blocks(static_cast<unsigned>(plan.tiles), static_cast<unsigned>(plan.chunks));
-  const Status status = launch_overlapped(walk<Body, kBlocks>, Grid{blocks, kThreads}, stream, body,
-                                          plan, partial, result);
+  const Status status = launch_overlapped(sum_columns<Body, kBlocks>, Grid{blocks, kThreads},
+                                          stream, body, plan, partial, result);
   if (!status.ok() || plan.is_single_pass()) return status;
-  return finish(static_cast<const C*>(partial), plan, result, nullptr, stream);
+  return queue_finish(static_cast<const C*>(partial), plan, result, nullptr, stream);
 }
 
 }  // namespace columns

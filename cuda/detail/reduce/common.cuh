@@ -1,7 +1,7 @@
 #pragma once
 
-// What row sums and column sums share: where a row begins, into how many parts work is cut, and how
-// a result leaves.
+// Common to row sums and column sums: the offset of each row, the number of parts that work is
+// split into, and how results are stored.
 
 #include "torchkiln/core/workspace.h"
 #include "torchkiln/device/fast_divide.cuh"
@@ -11,7 +11,8 @@
 namespace torchkiln::reduce {
 using namespace device;
 
-/// Offsets of a grid [outer, inner] of places, of which there are fewer than 2^31 unless inner = 1.
+/// Offsets of the elements of a grid [outer, inner], of which there are fewer than 2^31 unless
+/// inner is 1.
 class Offsets {
  public:
   Offsets() = default;
@@ -21,10 +22,10 @@ class Offsets {
         outer_stride_(outer == 1 ? inner_stride : outer_stride),
         inner_stride_(inner_stride) {}
 
-  __device__ __forceinline__ int64_t operator()(int64_t place) const {
-    if (inner_.divisor() == 1) return place * outer_stride_;
-    const uint32_t outer = inner_.quotient(static_cast<uint32_t>(place));
-    const uint32_t inner = static_cast<uint32_t>(place) - outer * inner_.divisor();
+  __device__ __forceinline__ int64_t operator()(int64_t index) const {
+    if (inner_.divisor() == 1) return index * outer_stride_;
+    const uint32_t outer = inner_.quotient(static_cast<uint32_t>(index));
+    const uint32_t inner = static_cast<uint32_t>(index) - outer * inner_.divisor();
     return outer * outer_stride_ + inner * inner_stride_;
   }
 
@@ -34,12 +35,12 @@ class Offsets {
   int64_t inner_stride_ = 0;
 };
 
-/// Into how many parts, `most` at most, each of `tasks` equal pieces of work is cut so that they
-/// fill waves of blocks to nine tenths: 1.1 waves take as long as two.
-inline int64_t parts_that_fill(int64_t tasks, int64_t most, int64_t wave) {
-  constexpr int64_t kMostWaves = 8;  // a rest of a ninth wave is small already
+/// The number of parts, at most `most`, that each of `tasks` equal pieces of work is split into, so
+/// that the last wave of blocks is at least 90 % full: 1.1 waves take as long as 2.
+inline int64_t parts_filling_waves(int64_t tasks, int64_t most, int64_t wave) {
+  constexpr int64_t kMaxWaves = 8;  // beyond, the unused part of the last wave is small anyway
   int64_t parts = 1;
-  for (int64_t waves = 1; waves <= kMostWaves; ++waves) {
+  for (int64_t waves = 1; waves <= kMaxWaves; ++waves) {
     parts = waves * wave / tasks;
     if (parts >= most || parts * tasks * 10 >= waves * wave * 9) break;
   }
@@ -47,7 +48,7 @@ inline int64_t parts_that_fill(int64_t tasks, int64_t most, int64_t wave) {
   return parts < 1 ? 1 : parts;
 }
 
-/// Where results go: sums, divided and rounded to the dtype of the output.
+/// Stores results: sums, divided, and rounded once to the dtype of the output.
 struct Result {
   void* out;
   Dtype dtype;
@@ -72,7 +73,7 @@ struct Result {
   }
 
  private:
-  // From double in one step: rounding to float on the way would round twice.
+  // Directly from double: rounding to float in between would round twice.
   static __device__ __forceinline__ __half to_half(float value) { return __float2half_rn(value); }
   static __device__ __forceinline__ __half to_half(double value) { return __double2half(value); }
   static __device__ __forceinline__ __nv_bfloat16 to_bfloat16(float value) {

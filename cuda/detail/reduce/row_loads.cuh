@@ -1,6 +1,6 @@
 #pragma once
 
-// What one thread of a team reads of a row, and how the team adds it up.
+// How the threads of a team load and add the elements of a row.
 
 #include "torchkiln/device/vec.cuh"
 #include "torchkiln/device/warp.cuh"
@@ -9,7 +9,7 @@ namespace torchkiln::reduce {
 using namespace device;
 namespace rows {
 
-// Loads of one thread that are on the way at a time.
+// Loads in flight per thread.
 inline constexpr int kLoads = 8;
 
 template <class C, class T>
@@ -17,7 +17,7 @@ __device__ __forceinline__ C widened(T value) {
   return static_cast<C>(convert<Compute<T>>(value));
 }
 
-/// The sum of adjacent lanes, as a tree.
+/// The sum of an array, as a tree.
 template <class C, int N>
 __device__ __forceinline__ C tree_sum(C (&sum)[N]) {
 #pragma unroll
@@ -28,10 +28,10 @@ __device__ __forceinline__ C tree_sum(C (&sum)[N]) {
   return sum[0];
 }
 
-/// What thread `rank` of `team` sums of a row of single elements `stride` apart.
+/// The sum of a thread's elements of a row whose elements are `stride` apart.
 template <class C, class T>
-__device__ __forceinline__ C share_of_elements(const T* row, int64_t stride, int64_t length,
-                                               int rank, int team) {
+__device__ __forceinline__ C thread_sum_strided(const T* row, int64_t stride, int64_t length,
+                                                int rank, int team) {
   C sum = 0;
   for (int64_t i = rank; i < length; i += int64_t{kLoads} * team) {
     T items[kLoads];
@@ -48,17 +48,17 @@ __device__ __forceinline__ C share_of_elements(const T* row, int64_t stride, int
   return sum;
 }
 
-/// The same of adjacent elements, by vectors. The one place that knows of alignment: up to the
-/// first 16-byte boundary and after the last one, threads take an element each.
+/// The sum of a thread's elements of a row of adjacent elements, read in vectors. The elements
+/// before the first 16-byte boundary and after the last one are read singly, at most one each per
+/// thread.
 template <class C, class T>
-__device__ __forceinline__ C share_of_vectors(const T* row, int64_t length, int rank, int team) {
+__device__ __forceinline__ C thread_sum_vectors(const T* row, int64_t length, int rank, int team) {
   constexpr int kLanes = kVectorLanes<T>;
-  const int past = static_cast<int>(reinterpret_cast<uintptr_t>(row) / sizeof(T) % kLanes);
-  const int64_t head = min(length, int64_t{(kLanes - past) % kLanes});
+  const int64_t head = min(length, int64_t{(kLanes - elements_past_boundary(row)) % kLanes});
   const int64_t vectors = (length - head) / kLanes;
   const int64_t tail = head + vectors * kLanes;
-  // On the way while the vectors are: the first threads' elements of the head, the last ones' of
-  // the tail.
+  // In flight together with the vectors: the first threads read the head, the last threads the
+  // tail.
   C edge = 0;
   if (rank < head) edge = widened<C>(row[rank]);
   if (team - 1 - rank < length - tail) edge += widened<C>(row[tail + (team - 1 - rank)]);
@@ -71,7 +71,7 @@ __device__ __forceinline__ C share_of_vectors(const T* row, int64_t length, int 
 #pragma unroll
     for (int k = 0; k < kLoads; ++k)
       items[k] = load_vector<kLanes>(body + (at + int64_t{k} * team) * kLanes);
-    // A group's sums first: the rounding error grows with vectors / kLoads + kLoads.
+    // Groups of loads are summed first: the rounding error grows with vectors / kLoads + kLoads.
 #pragma unroll
     for (int i = 0; i < kLanes; ++i) {
       C group = widened<C>(items[0].lane[i]);
@@ -98,12 +98,12 @@ __device__ __forceinline__ C share_of_vectors(const T* row, int64_t length, int 
 }
 
 template <class C, class T, bool kAdjacent>
-__device__ __forceinline__ C share(const T* row, int64_t stride, int64_t length, int rank,
-                                   int team) {
+__device__ __forceinline__ C thread_sum(const T* row, int64_t stride, int64_t length, int rank,
+                                        int team) {
   if constexpr (kAdjacent) {
-    return share_of_vectors<C>(row, length, rank, team);
+    return thread_sum_vectors<C>(row, length, rank, team);
   } else {
-    return share_of_elements<C>(row, stride, length, rank, team);
+    return thread_sum_strided<C>(row, stride, length, rank, team);
   }
 }
 

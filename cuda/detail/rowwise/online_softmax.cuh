@@ -1,7 +1,7 @@
 #pragma once
 
-// Sums of exponentials, as the threads of a team gather them: relative to the largest number that
-// each has seen, so that none overflows.
+// Sums of exponentials relative to a running maximum, so that none overflows. Each thread keeps its
+// own maximum; merging two sums rescales them to the larger one.
 
 #include "detail/rowwise/team.cuh"
 #include "torchkiln/core/scalar_math.h"
@@ -10,8 +10,7 @@
 namespace torchkiln::rowwise {
 using namespace device;
 
-/// The largest of some numbers, and the sum of the exponentials of how far each is below it; what
-/// follows is added.
+/// Operator over arrays {maximum, sum of exp(x - maximum), further sums...}.
 template <class Math>
 struct SumOfExponentials {
   template <class C, int N>
@@ -29,25 +28,25 @@ struct SumOfExponentials {
     for (int i = 2; i < N; ++i) a[i] += b[i];
   }
 
-  /// What numbers are measured from: 0 where there was none but -infinity.
+  /// The number that exponents are relative to: 0 if there was nothing but -infinity.
   template <class C>
   static __device__ __forceinline__ C reference(C largest) {
     return largest == -C(INFINITY) ? C(0) : largest;
   }
-  /// A sum of exponentials relative to `from`, relative to `to`. There is nothing in one relative
-  /// to -infinity, which must not become 0 * infinity where `to` is far below zero.
+  /// Converts a sum of exponentials relative to `from` into one relative to `to`. A sum relative to
+  /// -infinity is 0 and stays 0: scaling it would give 0 * infinity if `to` is far below zero.
   template <class C>
   static __device__ __forceinline__ C rescaled(C sum, C from, C to) {
     return from == to || from == -C(INFINITY) ? sum : sum * Math::exp(from - reference(to));
   }
 };
 
-/// The largest element of some vectors; NaN only where all are.
+/// The largest element of some vectors; NaN only if all are NaN.
 template <class C, class T, int N, int kItems>
-__device__ __forceinline__ C largest_of(const Vec<T, N> (&items)[kItems]) {
+__device__ __forceinline__ C max_of(const Vec<T, N> (&items)[kItems]) {
   Vec<T, N> most = items[0];
 #pragma unroll
-  for (int k = 1; k < kItems; ++k) most = larger(most, items[k]);
+  for (int k = 1; k < kItems; ++k) most = elementwise_max(most, items[k]);
   C lanes[N];
   widen(most, lanes);
   C largest = lanes[0];

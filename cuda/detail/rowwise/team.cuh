@@ -1,7 +1,17 @@
 #pragma once
 
-// Who shares a row: some lanes of a warp, a block, or a cluster of blocks. And how what each of
-// them knows of the row becomes known to all.
+// A team is the threads that reduce one row: part of a warp, a block, or a cluster of blocks.
+//
+// A reduction over a team of more than one warp has three steps and one barrier:
+//
+//   warp 0   x x x ... x  -- shuffles -->  a  --+
+//   warp 1   x x x ... x  -- shuffles -->  b  --+-->  [ a | b | c ]  -->  every warp: lane i reads
+//   warp 2   x x x ... x  -- shuffles -->  c  --+     shared memory       slot i, then shuffles
+//
+//            reduce_in_warp()                   publish()               reduce_published()
+//
+// In a cluster every block has a copy of the slots: lane i of a warp stores the warp's value into
+// the shared memory of block i.
 
 #include <cooperative_groups.h>
 
@@ -14,56 +24,58 @@
 namespace torchkiln::rowwise {
 using namespace device;
 
-inline constexpr int kMostClusterBlocks = 8;    // what every GPU with clusters has room for
-inline constexpr int kLargeClusterBlocks = 16;  // what some have room for, when a kernel asks
-inline constexpr int kMostTeamThreads = 512;    // of a block of a cluster
-inline constexpr int kMostWarps = kMostClusterBlocks * kMostTeamThreads / kWarpLanes;
+inline constexpr int kMaxClusterBlocks = 8;     // every GPU with clusters supports them
+inline constexpr int kLargeClusterBlocks = 16;  // some GPUs support them; the kernel must opt in
+inline constexpr int kMaxTeamThreads = 512;     // per block of a cluster
+inline constexpr int kMaxWarps = kMaxClusterBlocks * kMaxTeamThreads / kWarpLanes;
 
-/// A team is a power of two of threads where that is no more than a warp, else a multiple of a
-/// warp; it may share its block with other teams, or be a cluster of whole blocks.
+/// A team of up to 32 threads has a power of two of them, a larger one whole warps. A team shares
+/// its block with others, has the block, or has all blocks of a cluster.
 struct TeamShape {
-  int threads;      // of the team, in one block
-  int log_threads;  // of teams of a warp or less, else 31: every thread is in the first
-  int log_blocks;   // in a cluster
-  int per_block;    // teams that share a block
+  int threads;      // of the team, per block
+  int log_threads;  // of a team of up to 32 threads; else 31, so that thread >> 31 is 0
+  int log_blocks;   // of a cluster
+  int per_block;    // teams per block
 
   __host__ __device__ int blocks() const { return 1 << log_blocks; }
   __host__ __device__ int size() const { return threads << log_blocks; }
   __host__ __device__ int block_threads() const { return threads * per_block; }
-  /// Whether a team has no need of barriers.
+  /// Whether the team needs no barriers.
   __host__ __device__ bool in_warp() const { return threads <= kWarpLanes; }
 };
 
-inline int log2_from(int64_t least) {
+inline int ceil_log2(int64_t least) {
   int log = 0;
   while (int64_t{1} << log < least) ++log;
   return log;
 }
 
-/// A team of at least so many threads, in blocks of up to `block_threads`, as far as clusters of
-/// `most_blocks` reach; `shared_threads`: up to so many threads of several teams make up a block.
-inline TeamShape team_of(int64_t threads, int block_threads, int shared_threads, int most_blocks) {
-  int log_blocks = log2_from(ceil_div(threads, block_threads));
-  if (1 << log_blocks > most_blocks) log_blocks = log2_from(most_blocks);
+/// A team of at least `threads` threads, or the largest one possible, in blocks of up to
+/// `block_threads` and clusters of up to `max_blocks`. Several small teams share a block of up to
+/// `shared_threads`.
+inline TeamShape make_team(int64_t threads, int block_threads, int shared_threads, int max_blocks) {
+  int log_blocks = ceil_log2(ceil_div(threads, block_threads));
+  if (1 << log_blocks > max_blocks) log_blocks = ceil_log2(max_blocks);
   const int64_t warps = ceil_div(ceil_div(threads, 1 << log_blocks), kWarpLanes);
   int in_block = static_cast<int>(std::min<int64_t>(warps * kWarpLanes, block_threads));
-  if (threads <= kWarpLanes) in_block = 1 << log2_from(threads);
+  if (threads <= kWarpLanes) in_block = 1 << ceil_log2(threads);
   if (2 * in_block > shared_threads) return {in_block, 31, log_blocks, 1};
-  const int log_threads = in_block <= kWarpLanes ? log2_from(in_block) : 31;
+  const int log_threads = in_block <= kWarpLanes ? ceil_log2(in_block) : 31;
   return {in_block, log_threads, log_blocks, shared_threads / in_block};
 }
 
-/// Shared memory through which a team's warps meet. Two halves take turns, so that one barrier
-/// serves: who writes the next value cannot overtake who still reads the last but one.
-template <class C, int kValues, int kSlots = kMostWarps>
-struct TeamStorage {  // of kSlots warps at most
+/// Shared memory through which a team's warps exchange values. Two halves alternate, so that one
+/// barrier per exchange is enough: a warp can write a half again only after every warp has
+/// published the following exchange, and thus has read this one.
+template <class C, int kValues, int kSlots = kMaxWarps>
+struct TeamStorage {
   C slots[2][kValues][kSlots];
   uint64_t arrived[2];
 };
 
-/// A thread's place in its team. kShared: teams of several warps may share a block. A kernel that
-/// allows it takes all of the block's barriers, of which a multiprocessor has 64.
-template <class C, int kValues, bool kShared = false, int kSlots = kMostWarps>
+/// The calling thread's view of its team. kShared: teams of several warps may share a block. Such a
+/// kernel reserves all 16 named barriers per block, and an SM has 64.
+template <class C, int kValues, bool kShared = false, int kSlots = kMaxWarps>
 class Team {
  public:
   __device__ __forceinline__ Team(const TeamShape& shape, TeamStorage<C, kValues, kSlots>& storage)
@@ -74,8 +86,8 @@ class Team {
     block_ = static_cast<int>(blockIdx.x) & (shape.blocks() - 1);
   }
 
-  /// Makes ready to meet. All threads call it, once what they ask of memory is on the way: a
-  /// cluster's blocks wait for each other here.
+  /// Initialises the cluster barriers. Every thread calls it after issuing its first loads, because
+  /// the blocks of a cluster wait for each other here.
   __device__ __forceinline__ void init_barriers() {
 #if __CUDA_ARCH__ >= 900
     namespace ptx = ::cuda::ptx;
@@ -85,27 +97,27 @@ class Team {
       ptx::mbarrier_init(&storage_.arrived[1], 1);
       ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
     }
-    // A block's shared memory may be written to once the block has begun.
+    // Shared memory of another block may be written only once that block has started.
     ptx::barrier_cluster_arrive(ptx::sem_relaxed);
     ptx::barrier_cluster_wait();
 #endif
   }
 
-  /// Which of the block's teams.
+  /// Index of the team in its block.
   __device__ __forceinline__ int index() const { return index_; }
-  /// Which thread of the team.
+  /// Rank of the thread in its team, in its block and in all.
   __device__ __forceinline__ int rank_in_block() const { return rank_in_block_; }
   __device__ __forceinline__ int rank() const { return block_ * shape_.threads + rank_in_block_; }
   __device__ __forceinline__ int size() const { return shape_.size(); }
 
-  /// Which block, or cluster, of how many.
+  /// Index of this block or cluster, and their number.
   __device__ __forceinline__ int64_t group() const { return blockIdx.x >> shape_.log_blocks; }
   __device__ __forceinline__ int64_t groups() const { return gridDim.x >> shape_.log_blocks; }
-  /// The first of the group's teams, and how many teams the grid has.
-  __device__ __forceinline__ int64_t first() const { return group() * shape_.per_block; }
+  /// Index of the block's or cluster's first team, and the number of teams in the grid.
+  __device__ __forceinline__ int64_t first_team() const { return group() * shape_.per_block; }
   __device__ __forceinline__ int64_t teams() const { return groups() * shape_.per_block; }
 
-  /// Combines each of the values over the team; every thread gets the results. All threads of the
+  /// Reduces each of the values over the team; every thread gets the results. All threads of the
   /// block call it.
   template <class Op, int N>
   __device__ __forceinline__ void reduce(C (&values)[N], Op op) {
@@ -114,7 +126,7 @@ class Team {
     reduce_warps(values, op);
   }
 
-  /// The same of values that all lanes of a warp agree upon.
+  /// The second half of reduce(): for values that are equal in all lanes of a warp.
   template <class Op, int N>
   __device__ __forceinline__ void reduce_warps(C (&values)[N], Op op) {
     C own[N];
@@ -127,15 +139,16 @@ class Team {
     });
   }
 
-  /// Each warp tells all of the team what its lanes agree upon. All threads of the block call it.
+  /// Writes the values of each warp, equal in all its lanes, to all blocks of the team. All threads
+  /// of the block call it.
   template <int N>
   __device__ __forceinline__ void publish(const C (&values)[N]) {
     static_assert(N <= kValues, "the storage has no room for so many values");
     if (shape_.in_warp()) return;
     const int lane = rank_in_block_ % kWarpLanes;
     const int warp = rank_in_block_ / kWarpLanes;
-    const int turn = exchanges_ & 1;
-    auto& slots = storage_.slots[turn];
+    const int half = exchanges_ & 1;
+    auto& slots = storage_.slots[half];
     if (shape_.log_blocks == 0) {
       if (lane == 0) {
 #pragma unroll
@@ -147,18 +160,18 @@ class Team {
         __syncthreads();
       }
     } else {
-      publish_to_cluster(values, slots, turn, block_ * warps() + warp, team_warps(), lane);
+      publish_to_cluster(values, slots, half, block_ * warps() + warp, team_warps(), lane);
     }
     ++exchanges_;
   }
 
-  /// Combines what each warp told last, as of(told, values) makes something of it. `own`: what this
-  /// warp told.
-  template <class Op, int N, int M, class Of>
+  /// Reduces what the warps published last: transform(published, values) converts the values of one
+  /// warp before they are combined. `own`: the values that this warp published.
+  template <class Op, int N, int M, class Transform>
   __device__ __forceinline__ void reduce_published(const C (&own)[N], C (&values)[M], Op op,
-                                                   const Of& of) const {
+                                                   const Transform& transform) const {
     if (shape_.in_warp()) {
-      of(own, values);
+      transform(own, values);
       return;
     }
     const auto& slots = storage_.slots[(exchanges_ - 1) & 1];
@@ -166,9 +179,9 @@ class Team {
       C published[N];
 #pragma unroll
       for (int i = 0; i < N; ++i) published[i] = slots[i][first_slot() + at];
-      of(published, to);
+      transform(published, to);
     };
-    // As many exchanges as the next power of two of slots takes.
+    // Lanes beyond the slots are left out, which saves shuffle steps.
     const int count = team_warps();
     int width = kWarpLanes;
     while (width / 2 >= count) width /= 2;
@@ -183,13 +196,13 @@ class Team {
     reduce_warp(values, op, width);
   }
 
-  /// What the team's first warp told last, of value i. `own`: what this warp told.
+  /// Value i that the team's first warp published last. `own`: the values that this warp published.
   template <int N>
   __device__ __forceinline__ C first_published(const C (&own)[N], int i) const {
     return shape_.in_warp() ? own[i] : storage_.slots[(exchanges_ - 1) & 1][i][first_slot()];
   }
 
-  /// The same over the team's lanes of a warp alone.
+  /// Reduces over the team's lanes of one warp only.
   template <class Op, int N>
   __device__ __forceinline__ void reduce_in_warp(C (&values)[N], Op op) {
     if (shape_.in_warp()) {
@@ -201,19 +214,19 @@ class Team {
 
  private:
   __device__ __forceinline__ int warps() const { return shape_.threads / kWarpLanes; }
-  /// Warps of the team.
+  /// Warps of the team in all blocks.
   __device__ __forceinline__ int team_warps() const { return warps() << shape_.log_blocks; }
-  /// Several teams of a block have the slots one after the other.
+  /// The teams of a block have consecutive slots.
   __device__ __forceinline__ int first_slot() const { return index_ * warps(); }
 
-  /// Each warp stores its values in every block of the cluster, whose barrier counts the bytes: a
-  /// barrier of the whole cluster would also wait for all that was stored to global memory.
+  /// Each warp stores its values into every block of the cluster, whose mbarrier counts the bytes.
+  /// A cluster barrier would also wait for all earlier stores to global memory.
   template <class Slots, int N>
-  __device__ __forceinline__ void publish_to_cluster(const C (&values)[N], Slots& slots, int turn,
+  __device__ __forceinline__ void publish_to_cluster(const C (&values)[N], Slots& slots, int half,
                                                      int at, int count, int lane) {
 #if __CUDA_ARCH__ >= 900
     namespace ptx = ::cuda::ptx;
-    uint64_t* arrived = &storage_.arrived[turn];
+    uint64_t* arrived = &storage_.arrived[half];
     if (threadIdx.x == 0) {
       const uint32_t bytes = static_cast<uint32_t>(count * N) * static_cast<uint32_t>(sizeof(C));
       ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, arrived,
@@ -221,16 +234,16 @@ class Team {
     }
     if (lane < shape_.blocks()) {
       const auto cluster = cooperative_groups::this_cluster();
-      uint64_t* theirs = cluster.map_shared_rank(arrived, lane);
+      uint64_t* remote = cluster.map_shared_rank(arrived, lane);
 #pragma unroll
       for (int i = 0; i < N; ++i)
-        ptx::st_async(cluster.map_shared_rank(&slots[i][at], lane), values[i], theirs);
+        ptx::st_async(cluster.map_shared_rank(&slots[i][at], lane), values[i], remote);
     }
     const uint32_t parity = static_cast<uint32_t>(exchanges_ >> 1) & 1u;
     while (!ptx::mbarrier_try_wait_parity(ptx::sem_acquire, ptx::scope_cluster, arrived, parity)) {
     }
 #else
-    (void)values, (void)slots, (void)turn, (void)at, (void)count, (void)lane;
+    (void)values, (void)slots, (void)half, (void)at, (void)count, (void)lane;
 #endif
   }
 

@@ -1,14 +1,15 @@
 #pragma once
 
-// Which elements of a row are a thread's where its team holds all of it in registers, and how many
-// threads such a team has.
+// The elements of a row that a thread holds in registers, and how many threads a team needs to hold
+// the whole row.
 
 #include "detail/rowwise/vectors.cuh"
 
 namespace torchkiln::rowwise {
 using namespace device;
 
-/// kItems vectors of every row. Of rows that are not whole, only a pipeline reads and writes them.
+/// kItems vectors of a row per thread. Vectors at unaligned rows may be partial; only RowPipeline
+/// reads and writes those.
 template <class Access_, int kItems_>
 class RowTile {
  public:
@@ -25,18 +26,19 @@ class RowTile {
       : access_(access), column_(access.column(rank)), step_(size * kLanes) {}
 
   __device__ __forceinline__ const Access& access() const { return access_; }
-  /// How many lanes of item k may belong to a row.
+  /// How many lanes of item k can belong to a row.
   static __device__ constexpr int lanes(int) { return kLanes; }
   /// The column of the first lane of item k.
   __device__ __forceinline__ int column(int k) const { return column_ + k * step_; }
-  /// Whether any, or a certain, lane of item k belongs to the row.
+  /// Whether any lane of item k belongs to the row, or a given one.
   __device__ __forceinline__ bool has_any(int k) const { return column(k) < access_.columns; }
   __device__ __forceinline__ bool has(int k, int) const {
     static_assert(Access::kAligned, "lanes of other rows are asked for one by one");
     return has_any(k);
   }
 
-  /// How many elements of the row the lanes of a warp have, or a team of fewer.
+  /// How many elements of the row belong to a group of `lanes` adjacent threads, in which this
+  /// thread has index `lane`.
   __device__ __forceinline__ int count_of_lanes(int lane, int lanes) const {
     int count = 0;
 #pragma unroll
@@ -47,14 +49,14 @@ class RowTile {
     return count;
   }
 
-  /// The items of a row, `outside` where they do not belong to it.
+  /// Loads the items of a row. Lanes outside the row are set to `outside`.
   __device__ __forceinline__ void load(const T* row, Item (&items)[kItems],
                                        T outside = T(0.0f)) const {
     static_assert(Access::kAligned, "vectors that belong to a row in part");
     access_.load(row, column_, step_, items, outside, true);
   }
 
-  /// Has what load() will read brought to the L2 cache.
+  /// Prefetches into L2 what load() will read.
   __device__ __forceinline__ void prefetch(const T* row) const {
 #pragma unroll
     for (int k = 0; k < kItems; ++k) {
@@ -63,23 +65,22 @@ class RowTile {
     }
   }
 
-  /// Those of item k. Without a branch, behind which everything would wait: of no item, those of
-  /// the first columns.
+  /// Parameters of item k. Branch-free: a thread without item k loads column 0 and ignores it.
   template <class C, class W>
   __device__ __forceinline__ void load_parameters(int k, const W* parameters,
                                                   C (&values)[kLanes]) const {
     access_.load_parameters(has_any(k) ? column(k) : 0, parameters, values);
   }
 
-  /// Stores item k of a row of results where it is `wanted`.
+  /// Stores item k of a row of results if `enabled`.
   template <class C>
-  __device__ __forceinline__ void save(bool wanted, T* row, int k,
+  __device__ __forceinline__ void save(bool enabled, T* row, int k,
                                        const C (&values)[kLanes]) const {
     static_assert(Access::kAligned, "vectors that belong to a row in part");
     if constexpr (kLanes > 1) {
       T* own = row + column_;
-      store_if(wanted && has_any(k), own + k * step_, values);
-    } else if (wanted && has_any(k)) {
+      store_if(enabled && has_any(k), own + k * step_, values);
+    } else if (enabled && has_any(k)) {
       access_.save(row, column(k), values);
     }
   }
@@ -90,10 +91,14 @@ class RowTile {
   int step_;
 };
 
-/// Of rows that begin anywhere between two 16-byte boundaries, but alike in every tensor: kVectors
-/// vectors that belong to the row as a whole. The last item is one of the elements before and
-/// behind all such vectors, of which there are fewer than two vectors: a vector that may belong to
-/// the row in part costs every thread the registers and the code that two of them need.
+/// A tile of a row that begins anywhere between two 16-byte boundaries, at the same offset in every
+/// tensor: kVectors vectors per thread, and one single element per thread at the edges of the row.
+///
+///   memory   |  16 B   |  16 B   |  16 B   |  16 B   |  16 B   |  16 B   |
+///   row          h h h v v v v v v v v v v v v v v v t t t t t t t
+///
+/// The head h and the tail t have fewer elements than two vectors. Partial vectors instead would
+/// cost every thread the registers and the code of two more items.
 template <class T_, int kVectors_>
 class UnalignedRowTile {
  public:
@@ -103,19 +108,19 @@ class UnalignedRowTile {
   static constexpr int kItems = kVectors + 1;
   using Item = Vec<T, kLanes>;
 
-  // So many threads at least have the elements at the edges.
-  static constexpr int kFewestThreads = 2 * kLanes - 1;
-  // Behind these vectors there is one more, so that parameters which begin at a boundary can be
-  // read by vectors, too: those of a vector of the row lie in two.
-  static __host__ __device__ constexpr int64_t vectors_of(int64_t columns) {
+  // At least one thread per element of head and tail.
+  static constexpr int kMinThreads = 2 * kLanes - 1;
+  // Vectors of the row. One whole vector is left to the tail: the parameters of a row vector lie
+  // across two aligned vectors of the parameter array, and the second must not reach beyond its
+  // end.
+  static __host__ __device__ constexpr int64_t inner_vectors(int64_t columns) {
     return columns < kLanes ? 0 : columns / kLanes - 1;
   }
 
   __device__ __forceinline__ UnalignedRowTile(const void* row, int columns, int rank, int size)
       : step_(size * kLanes) {
-    const int past = static_cast<int>(reinterpret_cast<uintptr_t>(row) / sizeof(T) % kLanes);
-    head_ = (kLanes - past) % kLanes;
-    const int inner = static_cast<int>(vectors_of(columns)) * kLanes;
+    head_ = (kLanes - elements_past_boundary(static_cast<const T*>(row))) % kLanes;
+    const int inner = static_cast<int>(inner_vectors(columns)) * kLanes;
     column_ = head_ + rank * kLanes;
     end_ = head_ + inner;
     edges_ = columns - inner;
@@ -162,7 +167,7 @@ class UnalignedRowTile {
                                                   C (&values)[kLanes]) const {
     if (k < kVectors) {
       Vec<W, kLanes> own{};
-      if (has_any(k)) own = load_between<kLanes>(parameters + column(k), head_);
+      if (has_any(k)) own = load_unaligned<kLanes>(parameters + column(k), head_);
       widen(own, values);
     } else {
       values[0] = edge_ >= 0 ? convert<C>(__ldg(parameters + edge_)) : C(0);
@@ -170,11 +175,11 @@ class UnalignedRowTile {
   }
 
   template <class C>
-  __device__ __forceinline__ void save(bool wanted, T* row, int k,
+  __device__ __forceinline__ void save(bool enabled, T* row, int k,
                                        const C (&values)[kLanes]) const {
     if (k < kVectors) {
-      store_if(wanted && has_any(k), row + column_ + k * step_, values);
-    } else if (wanted && edge_ >= 0) {
+      store_if(enabled && has_any(k), row + column_ + k * step_, values);
+    } else if (enabled && edge_ >= 0) {
       row[edge_] = convert<T>(values[0]);
     }
   }
@@ -183,77 +188,77 @@ class UnalignedRowTile {
   int head_;    // elements before the first vector
   int column_;  // of the first lane of item 0
   int step_;
-  int end_;    // the column behind the last vector
-  int edges_;  // elements before and behind the vectors
-  int edge_;   // the column of the thread's one, or -1
+  int end_;    // the column after the last vector
+  int edges_;  // elements of head and tail
+  int edge_;   // the column of the thread's edge element, or -1
 };
 
-/// How a row is shared out where its team holds all of it: kFewItems or kManyItems vectors a
-/// thread. A row that is longer is read again by each step.
+/// How a team holds a row: kFewItems or kManyItems vectors per thread. Longer rows are streamed:
+/// each step of the computation reads the row again.
 inline constexpr int kManyItems = 8;
 struct RowPlan {
   TeamShape team;
-  int items;  // 0: the row is too long
+  int items;  // 0: the row is too long for a team
 };
 
-/// `streams`: how many rows a thread holds at a time. cluster_threads: of the blocks of a cluster,
-/// where so few are enough. Small blocks wait less for a place beside each other, large ones tell
-/// fewer others what they know.
-inline RowPlan make_row_plan(int64_t vectors, int64_t fewest_threads, int streams,
+/// `streams`: rows that a thread holds at once. `cluster_threads`: preferred block size in a
+/// cluster; small blocks are scheduled sooner, large ones exchange less.
+inline RowPlan make_row_plan(int64_t vectors, int64_t min_threads, int streams,
                              int cluster_threads) {
-  // Of a block of several rows.
+  // Block size of teams that share a block.
   constexpr int kSmallBlock = 128;
-  const int most_blocks = current_device().runs_90_code ? kMostClusterBlocks : 1;
+  const int max_blocks = current_device().runs_90_code ? kMaxClusterBlocks : 1;
   const auto plan = [&](int items, int block, int blocks) {
-    const int64_t threads = std::max(ceil_div(vectors, items), fewest_threads);
-    RowPlan found{team_of(threads, block, threads <= kWarpLanes ? kSmallBlock : 0, blocks), items};
+    const int64_t threads = std::max(ceil_div(vectors, items), min_threads);
+    RowPlan found{make_team(threads, block, threads <= kWarpLanes ? kSmallBlock : 0, blocks),
+                  items};
     if (found.team.size() < threads) found.items = 0;
     return found;
   };
   const auto in_cluster = [&](int items) {
-    const RowPlan found = plan(items, cluster_threads, most_blocks);
-    return found.items == 0 ? plan(items, kRowThreads, most_blocks) : found;
+    const RowPlan found = plan(items, cluster_threads, max_blocks);
+    return found.items == 0 ? plan(items, kRowThreads, max_blocks) : found;
   };
-  // What is on the way hides the time that it takes to meet: of one row, as much as the registers
-  // hold. Two rows are as much already.
+  // Loads in flight hide the latency of the reduction. With one row, fill the registers of a block
+  // before using a cluster; two rows fill them already.
   RowPlan found = streams == 1 ? plan(kFewItems, kRowThreads, 1) : in_cluster(kFewItems);
   if (found.items == 0 && streams == 1) found = plan(kManyItems, kRowThreads, 1);
   return found.items == 0 ? in_cluster(kManyItems) : found;
 }
 
-/// Blocks of a multiprocessor: with 64 registers a thread, or with 128 where it holds more than
-/// fits.
+/// Blocks per SM: two with 64 registers per thread, or one with 128 if a thread holds more than
+/// kManyItems vectors.
 template <class Tile, int kStreams = 1>
 inline constexpr int kRowBlocks = Tile::kVectors * kStreams <= kManyItems ? 2 : 1;
 
-/// Calls held(TypeTag<Tile>, team) of the place that fits, or streamed(TypeTag<Access>, team) of
-/// what reads rows that no team holds.
+/// Calls in_registers(TypeTag<Tile>{}, team) with the tile that holds such rows, or
+/// streamed(TypeTag<Access>{}, team) if no team can hold a row.
 template <class T, class InRegisters, class Streamed>
 Status with_tile(Alignment alignment, int64_t columns, int streams, int cluster_threads,
                  const InRegisters& in_registers, const Streamed& streamed) {
   constexpr int kLanes = kVectorLanes<T>;
-  using Whole = RowVectors<T, kLanes, true>;
-  using Apart = RowVectors<T, 1, true>;
-  const auto with_items = [&](int64_t vectors, int64_t fewest_threads, auto launch_few_rows,
-                              auto many, auto access) {
-    const RowPlan plan = make_row_plan(vectors, fewest_threads, streams, cluster_threads);
-    if (plan.items == kFewItems) return in_registers(launch_few_rows, plan.team);
+  using Vectors = RowVectors<T, kLanes, true>;
+  using Elements = RowVectors<T, 1, true>;
+  const auto with_items = [&](int64_t vectors, int64_t min_threads, auto few, auto many,
+                              auto access) {
+    const RowPlan plan = make_row_plan(vectors, min_threads, streams, cluster_threads);
+    if (plan.items == kFewItems) return in_registers(few, plan.team);
     if (plan.items == kManyItems) return in_registers(many, plan.team);
     return streamed(access, plan.team);
   };
   if (alignment == Alignment::vector) {
-    return with_items(ceil_div(columns, kLanes), 1, TypeTag<RowTile<Whole, kFewItems>>{},
-                      TypeTag<RowTile<Whole, kManyItems>>{}, TypeTag<Whole>{});
+    return with_items(ceil_div(columns, kLanes), 1, TypeTag<RowTile<Vectors, kFewItems>>{},
+                      TypeTag<RowTile<Vectors, kManyItems>>{}, TypeTag<Vectors>{});
   }
   if constexpr (sizeof(T) < 8) {
     if (alignment == Alignment::shared_offset) {
       using Few = UnalignedRowTile<T, kFewItems>;
-      return with_items(Few::vectors_of(columns), Few::kFewestThreads, TypeTag<Few>{},
-                        TypeTag<UnalignedRowTile<T, kManyItems>>{}, TypeTag<Apart>{});
+      return with_items(Few::inner_vectors(columns), Few::kMinThreads, TypeTag<Few>{},
+                        TypeTag<UnalignedRowTile<T, kManyItems>>{}, TypeTag<Elements>{});
     }
   }
-  return with_items(columns, 1, TypeTag<RowTile<Apart, kFewItems>>{},
-                    TypeTag<RowTile<Apart, kManyItems>>{}, TypeTag<Apart>{});
+  return with_items(columns, 1, TypeTag<RowTile<Elements, kFewItems>>{},
+                    TypeTag<RowTile<Elements, kManyItems>>{}, TypeTag<Elements>{});
 }
 
 }  // namespace torchkiln::rowwise

@@ -1,17 +1,16 @@
 #pragma once
 
 // Rows of a sparse matrix as pieces of work. A row of up to `size` entries is one piece. A longer
-// one is cut where the entries of the matrix are, every `size` of them, so that one long row does
-// not keep a whole launch waiting:
+// row is split at multiples of `size` entries of the matrix, so that one long row does not delay a
+// whole launch:
 //
 //   entries  |      chunk 0      |      chunk 1      |      chunk 2      |
 //   rows     | r0 | r1 | long row ........................... | r3 | r4  |
 //   pieces     r0   r1   0, tail       1, head          2, head  r3   r4
 //
-// A chunk has a piece of at most two long rows: that of its first entry (head) and another that
-// begins inside of it and goes on (tail). A warp looks after each chunk, a group of threads after
-// each row. Nothing has to be counted before the launch, however the entries are distributed.
-
+// A chunk has pieces of at most two long rows: the row of its first entry (head), and a row that
+// begins inside the chunk and continues after it (tail). A warp works on each chunk, a group of
+// threads on each row. This needs no counting before the launch, whatever the row lengths are.
 #include "torchkiln/device/launch.cuh"
 #include "torchkiln/device/warp.cuh"
 #include "torchkiln/kernels/spmm.h"
@@ -21,20 +20,21 @@ using namespace device;
 
 struct Chunks {
   int64_t size;
-  int64_t count;  // 0 where no row can be long
+  int64_t count;  // 0: no row is long
 };
 
-/// Long is a row of several times the mean length: so the pieces of an even matrix are its rows.
-inline Chunks cut_into_chunks(const CsrPattern& pattern) {
-  constexpr int64_t kLeast = 512;  // entries that outweigh the search for their rows
-  constexpr int64_t kMost = 4096;
-  int64_t size = kLeast;
-  while (size < kMost && size * pattern.rows < 2 * pattern.entries) size *= 2;
+/// A row is long if it has several times the mean length, so that the pieces of an even matrix are
+/// its rows.
+inline Chunks make_chunks(const CsrPattern& pattern) {
+  constexpr int64_t kMin = 512;  // fewer entries take less time than the search for their rows
+  constexpr int64_t kMax = 4096;
+  int64_t size = kMin;
+  while (size < kMax && size * pattern.rows < 2 * pattern.entries) size *= 2;
   return {size, pattern.entries > size ? ceil_div(pattern.entries, size) : 0};
 }
 
-/// Who works on what: the first warps on chunks, the threads of all others on rows, in groups of
-/// 1 << group_log2 within a warp.
+/// Assignment of threads: the first warps have one chunk each; all further threads work on rows, in
+/// groups of 1 << group_log2 threads of a warp.
 struct Units {
   Chunks chunks;
   int group_log2;
@@ -46,13 +46,14 @@ inline int64_t thread_count(const CsrPattern& pattern, const Units& units) {
 
 template <class Index>
 struct Piece {
-  int row = -1;  // -1: there is nothing to do
+  int row = -1;  // -1: no work
   Index begin = 0;
   Index end = 0;
-  int64_t slot = -1;  // of the partial result of a long row; -1: the piece is a row
+  int64_t slot = -1;  // of a long row's partial result; -1: the piece is a whole row
 };
 
-/// The row of an entry: the last that begins at it or before. A warp looks at 32 rows at a time.
+/// The row of an entry: the last row that begins at the entry or before. A warp tests 32 rows at a
+/// time.
 template <class Index>
 __device__ __forceinline__ int row_of(const Index* crow, int rows, int64_t entry) {
   int low = 0;
@@ -67,12 +68,13 @@ __device__ __forceinline__ int row_of(const Index* crow, int rows, int64_t entry
   return low;
 }
 
-/// Where the part of a long row lies that is in this chunk.
+/// The slot for the partial result of a long row in this chunk; the row begins at entry
+/// `row_begin`.
 __device__ __forceinline__ int64_t slot_of(const Chunks& chunks, int64_t chunk, int64_t row_begin) {
   return 2 * chunk + (row_begin > chunk * chunks.size ? 1 : 0);
 }
 
-/// The head or the tail of a chunk, if it has one; a warp asks together.
+/// The head or the tail of a chunk, if it has one. All threads of a warp call it.
 template <class Index>
 __device__ __forceinline__ Piece<Index> piece_of_chunk(const CsrPattern& pattern, const Index* crow,
                                                        const Chunks& chunks, int64_t chunk,
@@ -87,7 +89,7 @@ __device__ __forceinline__ Piece<Index> piece_of_chunk(const CsrPattern& pattern
           slot_of(chunks, chunk, begin)};
 }
 
-/// A row that is not long.
+/// The piece of a row that is not long.
 template <class Index>
 __device__ __forceinline__ Piece<Index> piece_of_row(const CsrPattern& pattern, const Index* crow,
                                                      const Chunks& chunks, int64_t row) {
@@ -98,8 +100,8 @@ __device__ __forceinline__ Piece<Index> piece_of_row(const CsrPattern& pattern, 
   return {static_cast<int>(row), begin, end, -1};
 }
 
-/// Calls body(piece, group_log2) for what the thread has to do; the threads of a warp come
-/// together, whether there is something or not.
+/// Calls body(piece, group_log2) for each piece of the thread. All threads of a warp call body
+/// together, also for empty pieces.
 template <class Index, class Body>
 __device__ __forceinline__ void for_each_piece(const CsrPattern& pattern, const Index* crow,
                                                const Units& units, int64_t thread,

@@ -4,7 +4,7 @@
 namespace torchkiln::cuda {
 namespace {
 
-__device__ __forceinline__ double number(const void* from, Dtype dtype, int64_t at) {
+__device__ __forceinline__ double load_number(const void* from, Dtype dtype, int64_t at) {
   switch (dtype) {
     case Dtype::float32:
       return static_cast<const float*>(from)[at];
@@ -20,10 +20,11 @@ __device__ __forceinline__ double number(const void* from, Dtype dtype, int64_t 
 constexpr int kGradientThreads = 256;
 constexpr int kGradientItems = 4;
 
-/// A block writes a part of a row of gradients; what it needs of the whole row, forward has kept.
+/// A block writes a part of a row of gradients. Forward has saved everything that depends on the
+/// whole row.
 template <class Access, bool kSpread>
 __global__ void __launch_bounds__(kGradientThreads, 4)
-    cross_entropy_gradient(CrossEntropyBackward p, int parts, int vectors_of_part) {
+    cross_entropy_gradient(CrossEntropyBackward p, int parts, int vectors_per_part) {
   using T = typename Access::T;
   using C = Compute<T>;
   using Math = MathFor<T>;
@@ -35,21 +36,21 @@ __global__ void __launch_bounds__(kGradientThreads, 4)
   const T* logits = static_cast<const T*>(p.logits) + row * p.row_stride;
   T* grad_logits = static_cast<T*>(p.grad_logits) + row * p.grad_logits_row_stride;
   const Access access(logits, static_cast<int>(p.classes));
-  const int begin = part * vectors_of_part + static_cast<int>(threadIdx.x);
-  const int end = min(access.vectors(), (part + 1) * vectors_of_part);
-  Access own = access;  // of the row, what is the part's
-  own.columns = min(access.columns, access.column(end));
+  const int begin = part * vectors_per_part + static_cast<int>(threadIdx.x);
+  const int end = min(access.vectors(), (part + 1) * vectors_per_part);
+  Access part_access = access;  // only the columns of this part
+  part_access.columns = min(access.columns, access.column(end));
   const int step = static_cast<int>(blockDim.x);
   Item items[kGradientItems];
-  const bool has_neighbours = Access::has_neighbours(row, p.rows, p.row_stride);
+  const bool can_overread = Access::can_overread(row, p.rows, p.row_stride);
   const auto load = [&](int first) {
-    own.load(logits, access.column(first), step * kLanes, items, T(0.0f), has_neighbours);
+    part_access.load(logits, access.column(first), step * kLanes, items, T(0.0f), can_overread);
   };
   load(begin);
 
   const RowTarget<C> target = target_of<C>(p.target, row, p.classes);
   const bool ignored = p.target.index != nullptr && target.index == p.target.ignore_index;
-  C scale = static_cast<C>(number(p.grad, p.grad_dtype, row * p.grad_stride));
+  C scale = static_cast<C>(load_number(p.grad, p.grad_dtype, row * p.grad_stride));
   if (p.divisor != nullptr) scale /= *static_cast<const C*>(p.divisor);
   const C log_sum_exp = static_cast<const C*>(p.log_sum_exp)[row];
   const C slope = scale * static_cast<const C*>(p.mass)[row];
@@ -88,7 +89,7 @@ __global__ void __launch_bounds__(kGradientThreads, 4)
 
 Status cross_entropy_backward(const CrossEntropyBackward& p, CUstream_st* stream) {
   if (p.rows == 0 || p.classes == 0) return {};
-  if (p.classes > kMostColumns) return {kTooLong};
+  if (p.classes > kMaxColumns) return {kTooLong};
   const TensorRows tensors[] = {{p.logits, p.row_stride},
                                 {p.grad_logits, p.grad_logits_row_stride},
                                 {p.target.probabilities, p.target.probabilities_row_stride}};
@@ -97,7 +98,7 @@ Status cross_entropy_backward(const CrossEntropyBackward& p, CUstream_st* stream
     return with_vectors<T>(alignment_of(tensors, p.dtype, p.rows, p.classes), [&](auto access) {
       using Access = typename std::decay_t<decltype(access)>::type;
       const int64_t vectors = ceil_div(p.classes, Access::kLanes) + (Access::kAligned ? 0 : 1);
-      // Twice what a block has on the way, or all of a shorter row.
+      // A block does two rounds of loads, or all of a shorter row.
       const int64_t longest = int64_t{kGradientThreads} * kGradientItems * 2;
       const int64_t parts = ceil_div(vectors, longest);
       if (p.rows * parts > kMaxGridX) return Status{"too many rows for one launch"};

@@ -7,16 +7,16 @@ namespace torchkiln::cuda {
 using namespace reduce;
 namespace {
 
-// Of a block that reads one row: what it has on the way is all that there is to hide the latency.
+// One block per row: only its own loads in flight hide latency.
 constexpr int kLossThreads = 256;
 constexpr int kSpreadItems = 2;
 constexpr int kLongItems = 4;
 constexpr int kShortItems = 8;
 
-/// A team goes through a row once, with the next kItems vectors of each thread on the way while it
-/// computes with these; kOnce: there are no more. Each thread keeps the largest logit that it has
-/// seen and the sum of exponentials relative to that. kSpread: q does not vanish outside of the
-/// target class.
+/// A team reads a row once; each thread has the loads of its next kItems vectors in flight while it
+/// computes with the current ones. Each thread keeps a running maximum and the sum of exponentials
+/// relative to it. kSpread: q is not 0 outside of the target class. kOnce: kItems vectors per
+/// thread hold the whole row.
 template <class Access, bool kSpread, int kItems, bool kOnce>
 __global__ void __launch_bounds__(kLossThreads, 4)
     cross_entropy_rows(CrossEntropy p, TeamShape shape) {
@@ -30,18 +30,17 @@ __global__ void __launch_bounds__(kLossThreads, 4)
   __shared__ TeamStorage<C, kValues> storage;
   wait_for_previous_kernel();
   Team<C, kValues> team(shape, storage);
-  const int64_t row = team.first() + team.index();
+  const int64_t row = team.first_team() + team.index();
   const bool inside = row < p.rows;
   const T* logits = static_cast<const T*>(p.logits) + row * p.row_stride;
   const Access access(logits, inside ? static_cast<int>(p.classes) : 0);
   const int vectors = access.vectors();
   const int step = kItems * team.size();
-  const bool has_neighbours = Access::has_neighbours(row, p.rows, p.row_stride);
+  const bool can_overread = Access::can_overread(row, p.rows, p.row_stride);
   const auto load = [&](int first, Item(&to)[kItems]) {
-    access.load(logits, access.column(first), team.size() * kLanes, to, T(-INFINITY),
-                has_neighbours);
+    access.load(logits, access.column(first), team.size() * kLanes, to, T(-INFINITY), can_overread);
   };
-  // Ahead of what has to wait for the target.
+  // Before the loads that depend on the target.
   Item items[kItems];
   load(team.rank(), items);
   team.init_barriers();
@@ -49,7 +48,7 @@ __global__ void __launch_bounds__(kLossThreads, 4)
   if (inside && (kSpread || team.rank() == 0)) target = target_of<C>(p.target, row, p.classes);
   const bool ignored = p.target.index != nullptr && target.index == p.target.ignore_index;
   const Distribution<Access, C> distribution(p.target, row, p.classes, target.index);
-  // Sums of q * logits are taken relative to one of them, so that a large offset costs no digits.
+  // Sums of q * logits are relative to the first logit, so that a large offset costs no digits.
   C base = 0, logit = 0;
   if (kSpread) {
     base = inside ? convert<C>(logits[0]) : C(0);
@@ -58,20 +57,20 @@ __global__ void __launch_bounds__(kLossThreads, 4)
     logit = convert<C>(logits[target.index]);
   }
 
-  // The largest logit, the sum of exponentials relative to that, of q * (logits - base), of q.
+  // {maximum, sum of exp(logit - maximum), sum of q * (logit - base), sum of q}
   C values[kValues] = {};
   values[0] = -C(INFINITY);
-  const auto take = [&](int first) {
-    const C largest = fmax(values[0], largest_of<C>(items));
+  const auto accumulate = [&](int first) {
+    const C largest = fmax(values[0], max_of<C>(items));
     const C reference = Sums::reference(largest);
-    // A group's sums first: the rounding error grows with the number of groups.
-    C part = 0, part_of_logits = 0, part_of_q = 0;
+    // Groups are summed first: the rounding error grows with the number of groups.
+    C group_sum = 0, group_logits = 0, group_q = 0;
 #pragma unroll
     for (int k = 0; k < kItems; ++k) {
       C z[kLanes];
       widen(items[k], z);
 #pragma unroll
-      for (int i = 0; i < kLanes; ++i) part += Math::exp(z[i] - reference);
+      for (int i = 0; i < kLanes; ++i) group_sum += Math::exp(z[i] - reference);
       if constexpr (kSpread) {
         const int column = access.column(first + k * team.size());
         if (column >= access.columns) continue;
@@ -80,31 +79,32 @@ __global__ void __launch_bounds__(kLossThreads, 4)
 #pragma unroll
         for (int i = 0; i < kLanes; ++i) {
           if (!access.has(column, i)) continue;
-          part_of_logits += q[i] * (z[i] - base);
-          part_of_q += q[i];
+          group_logits += q[i] * (z[i] - base);
+          group_q += q[i];
         }
       }
     }
     if constexpr (kSpread) {
-      values[2] += part_of_logits;
-      values[3] += part_of_q;
+      values[2] += group_logits;
+      values[3] += group_q;
     }
-    if (values[0] != -C(INFINITY)) part += values[1] * Math::exp(values[0] - reference);
-    values[1] = part;
+    if (values[0] != -C(INFINITY)) group_sum += values[1] * Math::exp(values[0] - reference);
+    values[1] = group_sum;
     values[0] = largest;
   };
   if constexpr (kOnce) {
-    take(team.rank());
+    accumulate(team.rank());
   } else {
     for (int first = team.rank(); first < vectors; first += step) {
       Item next[kItems];
       load(first + step, next);
-      take(first);
+      accumulate(first);
 #pragma unroll
       for (int k = 0; k < kItems; ++k) items[k] = next[k];
     }
   }
-  // A warp's threads agree upon the largest first, which leaves one exponential for each of them.
+  // The threads of a warp first reduce the maximum, which leaves one exponential per thread for the
+  // rescaling.
   C largest[1] = {values[0]};
   team.reduce_in_warp(largest, Max{});
   values[1] = Sums::rescaled(values[1], values[0], largest[0]);
@@ -117,8 +117,8 @@ __global__ void __launch_bounds__(kLossThreads, 4)
   const C reference = Sums::reference(values[0]);
   const C log_sum = log(values[1]);
   const C log_sum_exp = reference + log_sum;
-  // What was lost when that was rounded.
-  const C rest = (reference - log_sum_exp) + log_sum;
+  // The rounding error of log_sum_exp.
+  const C rounding = (reference - log_sum_exp) + log_sum;
   C mass, loss;
   if constexpr (kSpread) {
     mass = values[3];
@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(kLossThreads, 4)
     loss += z_loss * log_sum_exp * log_sum_exp;
     mass += C(2) * z_loss * log_sum_exp;
   }
-  mass *= rest == rest ? exp(-rest) : C(1);
+  mass *= rounding == rounding ? exp(-rounding) : C(1);
   static_cast<C*>(p.loss)[row] = ignored ? C(0) : loss;
   static_cast<C*>(p.log_sum_exp)[row] = log_sum_exp;
   static_cast<C*>(p.mass)[row] = ignored ? C(0) : mass;
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kLossThreads, 4)
 
 constexpr int kSumThreads = 1024;
 
-/// One block adds the losses of all rows, and their weights.
+/// One block adds the losses and the weights of all rows.
 template <class C>
 __global__ void __launch_bounds__(kSumThreads) sum_losses(LossSum p) {
   __shared__ TeamStorage<double, 2> storage;
@@ -152,13 +152,12 @@ __global__ void __launch_bounds__(kSumThreads) sum_losses(LossSum p) {
   double sums[2] = {};
   const auto add = [&](double& sum, const C* values) {
     constexpr int kLanes = kVectorLanes<C>;
-    const bool is_aligned = reinterpret_cast<uintptr_t>(values) % kVectorBytes == 0;
-    const int64_t vectors = is_aligned ? p.rows / kLanes : 0;
+    const int64_t vectors = aligned(values) ? p.rows / kLanes : 0;
 #pragma unroll 8
     for (int64_t at = threadIdx.x; at < vectors; at += kSumThreads) {
-      const Vec<C, kLanes> some = load_vector<kLanes>(values + at * kLanes);
+      const Vec<C, kLanes> vector = load_vector<kLanes>(values + at * kLanes);
 #pragma unroll
-      for (int i = 0; i < kLanes; ++i) sum += static_cast<double>(some.lane[i]);
+      for (int i = 0; i < kLanes; ++i) sum += static_cast<double>(vector.lane[i]);
     }
 #pragma unroll 8
     for (int64_t row = vectors * kLanes + threadIdx.x; row < p.rows; row += kSumThreads)
@@ -176,7 +175,7 @@ __global__ void __launch_bounds__(kSumThreads) sum_losses(LossSum p) {
 
 Status cross_entropy(const CrossEntropy& p, CUstream_st* stream) {
   if (p.rows == 0 || p.classes == 0) return {};
-  if (p.classes > kMostColumns) return {kTooLong};
+  if (p.classes > kMaxColumns) return {kTooLong};
   const TensorRows tensors[] = {{p.logits, p.row_stride},
                                 {p.target.probabilities, p.target.probabilities_row_stride}};
   return dispatch_floating(p.dtype, [&](auto tag) {
@@ -186,27 +185,28 @@ Status cross_entropy(const CrossEntropy& p, CUstream_st* stream) {
       const int64_t vectors = ceil_div(p.classes, Access::kLanes) + (Access::kAligned ? 0 : 1);
       const int64_t threads = ceil_div(vectors, kShortItems);
       const Device device = current_device();
-      TeamShape team = team_of(threads, kLossThreads, threads <= kWarpLanes ? 128 : 0, 1);
-      // Long rows that are too few for all multiprocessors are shared by the blocks of a cluster.
+      TeamShape team = make_team(threads, kLossThreads, threads <= kWarpLanes ? 128 : 0, 1);
+      // Long rows, too few to occupy every SM, are shared by the blocks of a cluster.
       while (device.runs_90_code && team.threads == kLossThreads &&
-             team.blocks() < kMostClusterBlocks &&
+             team.blocks() < kMaxClusterBlocks &&
              p.rows * team.blocks() < 2 * device.multiprocessors && threads > 2 * team.size()) {
         ++team.log_blocks;
       }
       Grid grid;
       const Status status = make_grid(team, p.rows, grid);
       if (!status.ok()) return status;
-      const auto start = [&](auto spread, auto items, auto once) {
+      const auto launch_rows = [&](auto spread, auto items, auto once) {
         return launch_overlapped(cross_entropy_rows<Access, spread, items, once>, grid, stream, p,
                                  team);
       };
       using SpreadItems = std::integral_constant<int, kSpreadItems>;
       using LongItems = std::integral_constant<int, kLongItems>;
       using ShortItems = std::integral_constant<int, kShortItems>;
-      if (is_spread(p.target)) return start(std::true_type{}, SpreadItems{}, std::false_type{});
+      if (is_spread(p.target))
+        return launch_rows(std::true_type{}, SpreadItems{}, std::false_type{});
       if (vectors <= int64_t{kShortItems} * team.size())
-        return start(std::false_type{}, ShortItems{}, std::true_type{});
-      return start(std::false_type{}, LongItems{}, std::false_type{});
+        return launch_rows(std::false_type{}, ShortItems{}, std::true_type{});
+      return launch_rows(std::false_type{}, LongItems{}, std::false_type{});
     });
   });
 }

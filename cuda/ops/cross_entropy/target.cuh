@@ -1,6 +1,6 @@
 #pragma once
 
-// What rows of logits are compared with, as kernels read it.
+// The target of a row of logits, as the kernels read it.
 
 #include <cstdio>
 
@@ -13,14 +13,14 @@ using namespace device;
 using namespace rowwise;
 namespace {
 
-/// What the loss needs of the row's target.
+/// Class and weight of a row's target.
 template <class C>
 struct RowTarget {
-  int64_t index = -1;  // of the class; -1 beside probabilities
-  C weight = 1;        // of the row; 0 where it is ignored
+  int64_t index = -1;  // of the class; -1 if probabilities are given
+  C weight = 1;        // of the row; 0 if it is ignored
 };
 
-__device__ __noinline__ void stop_at(long long target, long long classes, long long row) {
+__device__ __noinline__ void trap_on_target(long long target, long long classes, long long row) {
   printf(
       "torchkiln.cross_entropy: target: got %lld in row %lld, expected 0 to %lld or ignore_index\n",
       target, row, classes - 1);
@@ -38,30 +38,30 @@ __device__ __forceinline__ RowTarget<C> target_of(const ClassTarget& target, int
     return found;
   }
   if (static_cast<uint64_t>(found.index) >= static_cast<uint64_t>(classes))
-    stop_at(found.index, classes, row);
+    trap_on_target(found.index, classes, row);
   if (target.weight != nullptr) found.weight = static_cast<const C*>(target.weight)[found.index];
   return found;
 }
 
-/// q of the lanes of a vector of classes, where it does not vanish outside of one class.
+/// The target distribution q in a vector of classes, if q is spread over several classes.
 template <class Access, class C>
 struct Distribution {
   using T = typename Access::T;
   static constexpr int kLanes = Access::kLanes;
 
-  const T* probabilities;  // of the row; null beside a class
+  const T* probabilities;  // of the row; null if a class is given
   const C* weight;
   int index;
-  C rest;   // 1 - label_smoothing
-  C share;  // label_smoothing / classes
+  C confidence;  // 1 - label_smoothing
+  C uniform;     // label_smoothing / classes
 
   __device__ __forceinline__ Distribution(const ClassTarget& target, int64_t row, int64_t classes,
                                           int64_t index_)
       : probabilities(static_cast<const T*>(target.probabilities)),
         weight(static_cast<const C*>(target.weight)),
         index(static_cast<int>(index_)),
-        rest(static_cast<C>(1 - target.label_smoothing)),
-        share(static_cast<C>(target.label_smoothing / static_cast<double>(classes))) {
+        confidence(static_cast<C>(1 - target.label_smoothing)),
+        uniform(static_cast<C>(target.label_smoothing / static_cast<double>(classes))) {
     if (probabilities != nullptr) probabilities += row * target.probabilities_row_stride;
   }
 
@@ -75,13 +75,13 @@ struct Distribution {
 #pragma unroll
     for (int i = 0; i < kLanes; ++i) {
       if (!access.has(column, i)) continue;
-      q[i] = rest * q[i] + share;
+      q[i] = confidence * q[i] + uniform;
       if (weight != nullptr) q[i] *= weight[column + i];
     }
   }
 };
 
-/// Whether q does not vanish outside of the target class.
+/// Whether q is not 0 outside of the target class.
 inline bool is_spread(const ClassTarget& target) {
   return target.index == nullptr || target.label_smoothing != 0;
 }

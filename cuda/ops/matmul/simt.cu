@@ -1,5 +1,5 @@
-// Products in ordinary arithmetic, for every dtype and every layout: float32 without the short
-// mantissa of the tensor cores, float64, and half precision before compute capability 8.0.
+// Products in ordinary arithmetic, for every dtype and layout: float32 without the short mantissa
+// of the tensor cores, float64, and half precision before compute capability 8.0.
 
 #include "detail/gemm/tiles.cuh"
 #include "detail/gemm/variants.h"
@@ -11,24 +11,25 @@ constexpr int kThreads = 256;
 constexpr int kGridSide = 16;  // threads along a side of the tile
 constexpr int kTileDepth = 8;
 
-/// A thread has kEach by kEach sums. float64 has half as many: they take twice the registers.
+/// Sums per thread along each side. float64 has half as many, because they take twice the
+/// registers.
 template <class C>
 constexpr int kEach = sizeof(C) == 8 ? 4 : 8;
 template <class C>
 constexpr int kTileSide = kEach<C> * kGridSide;
 
-/// The way of an operand's tile from memory to shared memory, through registers: the next tile is
-/// on its way while this one is multiplied.
+/// An operand's tile on its way from global to shared memory, through registers: the loads of the
+/// next tile are in flight while the current one is multiplied.
 template <class T>
 class Operand {
  public:
   using C = Compute<T>;
   static constexpr int kSide = kTileSide<C>;
   static constexpr int kItems = kSide * kTileDepth / kThreads;
-  static constexpr int kPitch = kSide + 4;  // neighbours in k lie in different banks
-  using Tile = C[kTileDepth][kPitch];
+  static constexpr int kPitch = kSide + 4;  // adjacent k lie in different banks
+  using Panel = C[kTileDepth][kPitch];
 
-  /// Neighbouring threads read neighbouring elements, whichever dimension is adjacent.
+  /// Adjacent threads read adjacent elements, whichever dimension is contiguous.
   __device__ __forceinline__ Operand(const void* data, int64_t outer, int64_t depth,
                                      int64_t outer_stride, int64_t depth_stride, int64_t first)
       : data_(static_cast<const T*>(data)),
@@ -44,14 +45,14 @@ class Operand {
     for (int i = 0; i < kItems; ++i) {
       const int64_t outer = first_ + own_outer(i);
       const int64_t k = depth + own_depth(i);
-      held_[i] = outer < outer_ && k < depth_
-                     ? convert<C>(data_[outer * outer_stride_ + k * depth_stride_])
-                     : C(0);
+      loaded_[i] = outer < outer_ && k < depth_
+                       ? convert<C>(data_[outer * outer_stride_ + k * depth_stride_])
+                       : C(0);
     }
   }
-  __device__ __forceinline__ void put(Tile& tile) const {
+  __device__ __forceinline__ void store(Panel& panel) const {
 #pragma unroll
-    for (int i = 0; i < kItems; ++i) tile[own_depth(i)][own_outer(i)] = held_[i];
+    for (int i = 0; i < kItems; ++i) panel[own_depth(i)][own_outer(i)] = loaded_[i];
   }
 
  private:
@@ -71,15 +72,15 @@ class Operand {
   int64_t depth_stride_;
   int64_t first_;
   bool along_depth_;
-  C held_[kItems];
+  C loaded_[kItems];
 };
 
 template <class T>
 using SquareTiles = Tiles<kTileSide<Compute<T>>, kTileSide<Compute<T>>>;
 
-/// Thread (x, y) has the rows 4 y and the columns 4 x of each quarter of the tile: a warp's reads
-/// of shared memory are vectors, next to each other or the same.
-__device__ __forceinline__ int own(int thread, int i) {
+/// Thread (x, y) has rows 4 y and columns 4 x of each part of the tile, four wide: a warp reads
+/// shared memory in vectors that are adjacent or the same.
+__device__ __forceinline__ int own_index(int thread, int i) {
   constexpr int kRun = 4;
   return i / kRun * (kRun * kGridSide) + thread * kRun + i % kRun;
 }
@@ -90,23 +91,23 @@ __global__ void __launch_bounds__(kThreads)
   wait_for_previous_kernel();
   using C = Compute<T>;
   constexpr int kSums = kEach<C>;
-  __shared__ typename Operand<T>::Tile tiles_a[2];
-  __shared__ typename Operand<T>::Tile tiles_b[2];
-  const auto place = tiles.at(blockIdx.x);
-  Operand<T> a(static_cast<const T*>(p.a.data) + place.batch * p.a.batch_stride, p.m, p.k,
-               p.a.row_stride, p.a.column_stride, place.row);
-  Operand<T> b(static_cast<const T*>(p.b.data) + place.batch * p.b.batch_stride, p.n, p.k,
-               p.b.column_stride, p.b.row_stride, place.column);
+  __shared__ typename Operand<T>::Panel tiles_a[2];
+  __shared__ typename Operand<T>::Panel tiles_b[2];
+  const auto tile = tiles.at(blockIdx.x);
+  Operand<T> a(static_cast<const T*>(p.a.data) + tile.batch * p.a.batch_stride, p.m, p.k,
+               p.a.row_stride, p.a.column_stride, tile.row);
+  Operand<T> b(static_cast<const T*>(p.b.data) + tile.batch * p.b.batch_stride, p.n, p.k,
+               p.b.column_stride, p.b.row_stride, tile.column);
   const int x = static_cast<int>(threadIdx.x) % kGridSide;
   const int y = static_cast<int>(threadIdx.x) / kGridSide;
   C sums[kSums][kSums] = {};
   a.load(0);
   b.load(0);
-  int turn = 0;
-  for (int64_t depth = 0; depth < p.k; depth += kTileDepth, turn ^= 1) {
-    // With two tiles of each, one barrier a round is enough.
-    a.put(tiles_a[turn]);
-    b.put(tiles_b[turn]);
+  int buffer = 0;
+  for (int64_t depth = 0; depth < p.k; depth += kTileDepth, buffer ^= 1) {
+    // With two buffers per operand, one barrier per step is enough.
+    a.store(tiles_a[buffer]);
+    b.store(tiles_b[buffer]);
     __syncthreads();
     a.load(depth + kTileDepth);
     b.load(depth + kTileDepth);
@@ -115,8 +116,8 @@ __global__ void __launch_bounds__(kThreads)
       C from_a[kSums], from_b[kSums];
 #pragma unroll
       for (int i = 0; i < kSums; ++i) {
-        from_a[i] = tiles_a[turn][k][own(y, i)];
-        from_b[i] = tiles_b[turn][k][own(x, i)];
+        from_a[i] = tiles_a[buffer][k][own_index(y, i)];
+        from_b[i] = tiles_b[buffer][k][own_index(x, i)];
       }
 #pragma unroll
       for (int i = 0; i < kSums; ++i) {
@@ -125,12 +126,12 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
   }
-  results.store(place.batch, [&](const auto& body) {
+  results.store(tile.batch, [&](const auto& body) {
 #pragma unroll
     for (int i = 0; i < kSums; ++i) {
 #pragma unroll
       for (int j = 0; j < kSums; ++j)
-        body(place.row + own(y, i), place.column + own(x, j), sums[i][j]);
+        body(tile.row + own_index(y, i), tile.column + own_index(x, j), sums[i][j]);
     }
   });
 }

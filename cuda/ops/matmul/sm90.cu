@@ -1,5 +1,5 @@
-// Products of half precision on compute capability 9.0, compiled for 90a alone: the kernel, whose
-// roles are in matmul_hopper_roles.cuh, and its launch.
+// Products of half precision on compute capability 9.0, compiled for 90a only: the kernel, whose
+// roles are in detail/gemm/sm90_roles.cuh, and its launch.
 
 #include <algorithm>
 
@@ -11,27 +11,27 @@ namespace torchkiln::gemm::sm90 {
 namespace {
 
 template <class T>
-__device__ __forceinline__ void open_barriers(Shared<T>& shared) {
+__device__ __forceinline__ void init_barriers(Shared<T>& shared) {
   for (int multiplier = 0; multiplier < kMultipliers; ++multiplier) {
     ::cuda::ptx::mbarrier_init(&shared.sums_full[multiplier], kWarpgroup);
     ::cuda::ptx::mbarrier_init(&shared.sums_empty[multiplier], kFinishers);
   }
-  StageRing<kStages>(shared.stages).open(kMultipliers);
+  StageRing<kStages>(shared.stages).init(kMultipliers);
 }
 
 template <class T, Major kMajorA, Major kMajorB>
 __global__ void __launch_bounds__(kThreads, 1) matmul_kernel(const __grid_constant__ Parameters p) {
   extern __shared__ __align__(1024) unsigned char memory[];
   auto& shared = *reinterpret_cast<Shared<T>*>(memory);
-  if (threadIdx.x == 0) open_barriers(shared);
+  if (threadIdx.x == 0) init_barriers(shared);
   __syncthreads();
   wait_for_previous_kernel();
   const int warpgroup = static_cast<int>(threadIdx.x) / kWarpgroup;
   if (warpgroup < kMultipliers) {
-    wgmma::take_registers<kMultiplierRegisters>();
+    wgmma::increase_registers<kMultiplierRegisters>();
     multiply<T, kMajorA, kMajorB>(p, shared, warpgroup);
   } else {
-    wgmma::keep_registers<kOtherRegisters>();
+    wgmma::decrease_registers<kOtherRegisters>();
     const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
     if (thread >= kWarpLanes) {
       finish(p, shared, thread / kWarpLanes - 1, thread % kWarpLanes);
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kThreads, 1) matmul_kernel(const __grid_consta
   }
 }
 
-/// An operand as the copy engine sees it. `outer` and `depth` are its sizes.
+/// An operand as the copy engine sees it.
 struct Operand {
   Major major;
   MapShape shape;
@@ -50,17 +50,17 @@ struct Operand {
 
 Operand describe(const Matrices& from, int64_t outer, int64_t depth, int64_t outer_stride,
                  int64_t depth_stride, int64_t batch) {
-  // The stride of a dimension of size 1 says nothing; an adjacent one is the better reading.
-  const bool deep = depth_stride == 1 || (depth == 1 && outer_stride != 1);
-  const Major major = deep ? Major::k : Major::outer;
+  // The stride of a dimension of size 1 is arbitrary; prefer to read it as contiguous.
+  const bool k_adjacent = depth_stride == 1 || (depth == 1 && outer_stride != 1);
+  const Major major = k_adjacent ? Major::k : Major::outer;
   MapShape shape{from.data,
-                 deep ? depth : outer,
-                 deep ? outer : depth,
+                 k_adjacent ? depth : outer,
+                 k_adjacent ? outer : depth,
                  batch,
-                 deep ? outer_stride : depth_stride,
+                 k_adjacent ? outer_stride : depth_stride,
                  from.batch_stride};
-  constexpr int64_t kWhole = 8;
-  if (shape.outer == 1) shape.outer_stride = (shape.inner + kWhole - 1) / kWhole * kWhole;
+  constexpr int64_t kLanes = 8;  // per 16-byte vector
+  if (shape.outer == 1) shape.outer_stride = ceil_div(shape.inner, kLanes) * kLanes;
   if (from.batch_stride == 0) shape.batch = 1;
   if (shape.batch == 1) shape.batch_stride = shape.outer * shape.outer_stride;
   return {major, shape};
@@ -83,7 +83,7 @@ bool is_adjacent(const Matrices& matrices, int64_t rows, int64_t columns) {
 template <class T, Major kMajorA, Major kMajorB>
 Status launch(const Parameters& parameters, int multiprocessors, cudaStream_t stream) {
   constexpr int kSharedBytes = sizeof(Shared<T>);
-  static_assert(kSharedBytes <= 227 * 1024, "more shared memory than a block may have");
+  static_assert(kSharedBytes <= 227 * 1024, "more shared memory than a block can have");
   const int blocks = std::min(parameters.tiles, multiprocessors);
   const Grid grid{dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 1, kSharedBytes};
   return launch_kernel(matmul_kernel<T, kMajorA, kMajorB>, grid, /*overlaps=*/true, stream,
@@ -106,9 +106,8 @@ Status matmul_of(const Matmul& p, int multiprocessors, cudaStream_t stream) {
     status = make_tensor_map<T>(parameters.preactivation, describe_result(p, p.preactivation),
                                 kStripRows);
   if (!status.ok()) return status;
-  const auto pieces = [](int64_t size, int64_t piece) { return (size + piece - 1) / piece; };
-  const int64_t tile_rows = pieces(p.m, kTileRows);
-  const int64_t tile_columns = pieces(p.n, kTileColumns);
+  const int64_t tile_rows = ceil_div(p.m, kTileRows);
+  const int64_t tile_columns = ceil_div(p.n, kTileColumns);
   const int64_t tiles = tile_rows * tile_columns * p.batch;
   if (tiles > INT32_MAX / 2) return {"more tiles than a 32-bit number counts"};
   parameters.bias = p.bias;
@@ -121,30 +120,29 @@ Status matmul_of(const Matmul& p, int multiprocessors, cudaStream_t stream) {
   parameters.scale = static_cast<float>(p.scale);
   parameters.m = static_cast<int>(p.m);
   parameters.n = static_cast<int>(p.n);
-  parameters.depth_steps = static_cast<int>(pieces(p.k, kTileDepth));
+  parameters.depth_steps = static_cast<int>(ceil_div(p.k, kTileDepth));
   parameters.tile_rows = static_cast<int>(tile_rows);
   parameters.tile_columns = static_cast<int>(tile_columns);
   parameters.tiles = static_cast<int>(tiles);
-  const bool deep_b = b.major == Major::k;
+  const bool k_major_b = b.major == Major::k;
   if (a.major == Major::k) {
-    return deep_b ? launch<T, Major::k, Major::k>(parameters, multiprocessors, stream)
-                  : launch<T, Major::k, Major::outer>(parameters, multiprocessors, stream);
+    return k_major_b ? launch<T, Major::k, Major::k>(parameters, multiprocessors, stream)
+                     : launch<T, Major::k, Major::outer>(parameters, multiprocessors, stream);
   }
-  return deep_b ? launch<T, Major::outer, Major::k>(parameters, multiprocessors, stream)
-                : launch<T, Major::outer, Major::outer>(parameters, multiprocessors, stream);
+  return k_major_b ? launch<T, Major::outer, Major::k>(parameters, multiprocessors, stream)
+                   : launch<T, Major::outer, Major::outer>(parameters, multiprocessors, stream);
 }
 
 }  // namespace
 
 bool fits(const Matmul& p) {
-  constexpr size_t kElement = 2;
-  return size_of(p.dtype) == kElement && p.k > 0 && is_adjacent(p.a, p.m, p.k) &&
-         is_adjacent(p.b, p.k, p.n) && fits_tensor_map(describe_a(p).shape, kElement) &&
-         fits_tensor_map(describe_b(p).shape, kElement) &&
-         fits_tensor_map(describe_result(p, p.out), kElement) &&
+  return size_of(p.dtype) == 2 && p.k > 0 && is_adjacent(p.a, p.m, p.k) &&
+         is_adjacent(p.b, p.k, p.n) && fits_tensor_map(describe_a(p).shape, p.dtype) &&
+         fits_tensor_map(describe_b(p).shape, p.dtype) &&
+         fits_tensor_map(describe_result(p, p.out), p.dtype) &&
          (p.preactivation == nullptr ||
-          fits_tensor_map(describe_result(p, p.preactivation), kElement)) &&
-         aligned(p.residual, kVectorBytes);
+          fits_tensor_map(describe_result(p, p.preactivation), p.dtype)) &&
+         aligned(p.residual);
 }
 
 Status matmul(const Matmul& p, int multiprocessors, cudaStream_t stream) {

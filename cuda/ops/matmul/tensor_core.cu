@@ -1,20 +1,22 @@
-// Products of half precision on the tensor cores, warp by warp: everywhere from compute capability
-// 8.0 on, for operands of any alignment and any strides.
+// Products of half precision on the tensor cores, by warps: for compute capability 8.0 and later,
+// and for operands of any alignment and any strides.
 //
-// A block has a tile of 128 by 128 results. Its eight warps stand two by four, each has 64 by 32 of
-// them in registers. Panels of A and B, 32 deep, come through a ring of three stages, copied two
-// ahead. A panel lies in shared memory as its operand does in memory:
+// A block computes a tile of 128 by 128 results. Its eight warps form a grid of two by four, and
+// each has 64 by 32 sums in registers. Panels of A and B, 32 deep, go through a ring of three
+// stages, copied two stages ahead. A panel has the same order in shared memory as its operand has
+// in memory:
 //
-//   adjacent k      [128][32], a row a row of A or a column of B
-//   adjacent outer  [32][128], a row an element of k; read transposed
+//   k adjacent      [128][32], each row is a row of A or a column of B
+//   outer adjacent  [32][128], each row is one element of k; read transposed
 //
-// Rows are 16 bytes longer than that, so that eight of them, which are read together, begin in
-// different banks.
+// Rows are padded by 16 bytes, so that the eight rows that are read together begin in different
+// banks.
 
 #include <cuda_pipeline.h>
 
 #include "detail/gemm/tiles.cuh"
 #include "detail/gemm/variants.h"
+#include "torchkiln/device/alignment.cuh"
 
 namespace torchkiln::gemm::tensor_core {
 namespace {
@@ -23,38 +25,39 @@ constexpr int kThreads = 256;
 constexpr int kSide = 128;
 constexpr int kDepth = 32;
 constexpr int kStages = 3;
-// Below compute capability 8.0, which has no such instructions, nothing uses these.
+constexpr int kLanes = 8;  // of a 16-byte vector
+// Unused below compute capability 8.0, which does not have these instructions.
 [[maybe_unused]] constexpr int kWarpRows = 64;
 [[maybe_unused]] constexpr int kWarpColumns = 32;
-// What one instruction multiplies: 16 by 16 of A with 16 by 8 of B.
+// One instruction multiplies 16 by 16 of A with 16 by 8 of B.
 [[maybe_unused]] constexpr int kStepRows = 16;
 [[maybe_unused]] constexpr int kStepColumns = 8;
 [[maybe_unused]] constexpr int kStepDepth = 16;
 
-/// How an operand lies in memory. Elements of a scattered one are loaded one by one, and lie in
-/// shared memory as if k were adjacent.
-enum class Lies { deep, outward, scattered };
+/// Memory order of an operand. The elements of a strided one are loaded one by one; in shared
+/// memory their k is adjacent.
+enum class Order { k_adjacent, outer_adjacent, strided };
 
-/// One operand: where this block's panels begin.
+/// One operand of this block: where its panels begin.
 template <class T>
 struct Source {
   const T* data;
-  int64_t outer;  // how many there are from here on
+  int64_t outer;  // rows of A or columns of B from here on
   int64_t depth;
   int64_t outer_stride;
   int64_t depth_stride;
 };
 
-template <class T, Lies kLies>
+template <class T, Order kOrder>
 struct Panel {
   static constexpr int kChunk = kVectorLanes<T>;
-  static constexpr bool kOutward = kLies == Lies::outward;
-  static constexpr int kRows = kOutward ? kDepth : kSide;
-  static constexpr int kColumns = kOutward ? kSide : kDepth;
+  static constexpr bool kOuterAdjacent = kOrder == Order::outer_adjacent;
+  static constexpr int kRows = kOuterAdjacent ? kDepth : kSide;
+  static constexpr int kColumns = kOuterAdjacent ? kSide : kDepth;
 
   alignas(16) T at[kRows][kColumns + kChunk];
 
-  /// Starts to copy the elements of k from `depth` on; what there is not is zero.
+  /// Starts to copy the elements of k from `depth` on; elements outside the operand are zero.
   __device__ __forceinline__ void fetch(const Source<T>& from, int64_t depth) {
     constexpr int kChunksOfRow = kColumns / kChunk;
     constexpr int kItems = kRows * kChunksOfRow / kThreads;
@@ -64,10 +67,10 @@ struct Panel {
       const int row = item / kChunksOfRow;
       const int column = item % kChunksOfRow * kChunk;
       T* to = &at[row][column];
-      const int64_t outer = kOutward ? column : row;
-      const int64_t k = depth + (kOutward ? row : column);
+      const int64_t outer = kOuterAdjacent ? column : row;
+      const int64_t k = depth + (kOuterAdjacent ? row : column);
       const T* source = from.data + outer * from.outer_stride + k * from.depth_stride;
-      if constexpr (kLies == Lies::scattered) {
+      if constexpr (kOrder == Order::strided) {
         Vec<T, kChunk> chunk;
 #pragma unroll
         for (int lane = 0; lane < kChunk; ++lane) {
@@ -76,8 +79,8 @@ struct Panel {
         }
         *reinterpret_cast<Vec<T, kChunk>*>(to) = chunk;
       } else {
-        const int64_t left = kOutward ? (k < from.depth ? from.outer - outer : 0)
-                                      : (outer < from.outer ? from.depth - k : 0);
+        const int64_t left = kOuterAdjacent ? (k < from.depth ? from.outer - outer : 0)
+                                            : (outer < from.outer ? from.depth - k : 0);
         const int missing = kChunk - static_cast<int>(max(int64_t{0}, min(left, int64_t{kChunk})));
         __pipeline_memcpy_async(to, missing == kChunk ? from.data : source, kVectorBytes,
                                 missing * sizeof(T));
@@ -86,8 +89,9 @@ struct Panel {
   }
 };
 
-/// Four blocks of 8 by 8 elements; lane l gives the address of row l % 8 of block l / 8. Thread t
-/// gets the elements 2 (t % 4) and the next of row t / 4, or of column t / 4 when transposed.
+/// Loads four blocks of 8 by 8 elements. Lane l gives the address of row l % 8 of block l / 8;
+/// thread t gets elements 2 (t % 4) and 2 (t % 4) + 1 of row t / 4 or, if transposed, of column t /
+/// 4.
 template <bool kTransposed>
 __device__ __forceinline__ void load_blocks(uint32_t (&blocks)[4], const void* row) {
   const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
@@ -102,25 +106,25 @@ __device__ __forceinline__ void load_blocks(uint32_t (&blocks)[4], const void* r
   }
 }
 
-/// Blocks at (outer, k), (outer + 8, k), (outer, k + 8) and (outer + 8, k + 8); with kDepthFirst
-/// the second and the third change places.
-template <bool kDepthFirst, class T, Lies kLies>
-__device__ __forceinline__ void load_step(uint32_t (&blocks)[4], const Panel<T, kLies>& panel,
+/// Loads the blocks at (outer, k), (outer + 8, k), (outer, k + 8) and (outer + 8, k + 8);
+/// kDepthFirst exchanges the second and the third.
+template <bool kDepthFirst, class T, Order kOrder>
+__device__ __forceinline__ void load_step(uint32_t (&blocks)[4], const Panel<T, kOrder>& panel,
                                           int outer, int k) {
   const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
   const int odd = lane / 8 % 2 * 8;
   const int high = lane / 16 * 8;
   const int own_outer = outer + (kDepthFirst ? high : odd);
   const int own_k = k + (kDepthFirst ? odd : high);
-  if constexpr (Panel<T, kLies>::kOutward) {
+  if constexpr (Panel<T, kOrder>::kOuterAdjacent) {
     load_blocks<true>(blocks, &panel.at[own_k + lane % 8][own_outer]);
   } else {
     load_blocks<false>(blocks, &panel.at[own_outer + lane % 8][own_k]);
   }
 }
 
-/// sums += A B. Thread t has the columns 2 (t % 4) and the next of the rows t / 4 (first two sums)
-/// and t / 4 + 8.
+/// sums += A B. Thread t has columns 2 (t % 4) and 2 (t % 4) + 1, in row t / 4 for the first two
+/// sums and in row t / 4 + 8 for the other two.
 template <class T>
 __device__ __forceinline__ void multiply(float (&sums)[4], const uint32_t (&a)[4], uint32_t b_low,
                                          uint32_t b_high) {
@@ -137,28 +141,28 @@ __device__ __forceinline__ void multiply(float (&sums)[4], const uint32_t (&a)[4
 #undef MULTIPLY
 }
 
-template <class T, Lies kLiesA, Lies kLiesB>
+template <class T, Order kOrderA, Order kOrderB>
 struct Stage {
-  Panel<T, kLiesA> a;
-  Panel<T, kLiesB> b;
+  Panel<T, kOrderA> a;
+  Panel<T, kOrderB> b;
 };
 
-template <class T, Lies kLiesA, Lies kLiesB>
+template <class T, Order kOrderA, Order kOrderB>
 __global__ void __launch_bounds__(kThreads)
     matmul_kernel(Matmul p, Tiles<kSide, kSide> tiles, MatmulResults<T> results) {
   wait_for_previous_kernel();
 #if __CUDA_ARCH__ >= 800
   extern __shared__ __align__(16) unsigned char memory[];
-  auto* const stages = reinterpret_cast<Stage<T, kLiesA, kLiesB>*>(memory);
-  const auto place = tiles.at(blockIdx.x);
+  auto* const stages = reinterpret_cast<Stage<T, kOrderA, kOrderB>*>(memory);
+  const auto tile = tiles.at(blockIdx.x);
   const auto source = [&](const Matrices& from, int64_t first, int64_t outer, int64_t outer_stride,
                           int64_t depth_stride) {
     const T* data =
-        static_cast<const T*>(from.data) + place.batch * from.batch_stride + first * outer_stride;
+        static_cast<const T*>(from.data) + tile.batch * from.batch_stride + first * outer_stride;
     return Source<T>{data, outer - first, p.k, outer_stride, depth_stride};
   };
-  const Source<T> a = source(p.a, place.row, p.m, p.a.row_stride, p.a.column_stride);
-  const Source<T> b = source(p.b, place.column, p.n, p.b.column_stride, p.b.row_stride);
+  const Source<T> a = source(p.a, tile.row, p.m, p.a.row_stride, p.a.column_stride);
+  const Source<T> b = source(p.b, tile.column, p.n, p.b.column_stride, p.b.row_stride);
   const auto fetch = [&](int64_t step, int stage) {
     if (step * kDepth < p.k) {
       stages[stage].a.fetch(a, step * kDepth);
@@ -170,97 +174,100 @@ __global__ void __launch_bounds__(kThreads)
   const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
   const int warp_row = warp % 2 * kWarpRows;
   const int warp_column = warp / 2 * kWarpColumns;
-  constexpr int kDown = kWarpRows / kStepRows;
-  constexpr int kAcross = kWarpColumns / kStepColumns;
-  float sums[kDown][kAcross][4] = {};
+  constexpr int kRowSteps = kWarpRows / kStepRows;
+  constexpr int kColumnSteps = kWarpColumns / kStepColumns;
+  float sums[kRowSteps][kColumnSteps][4] = {};
 #pragma unroll
   for (int stage = 0; stage < kStages - 1; ++stage) fetch(stage, stage);
   int stage = 0;
   for (int64_t step = 0; step * kDepth < p.k; ++step) {
     __pipeline_wait_prior(kStages - 2);
-    __syncthreads();  // this stage is there, and the one before has been read
+    __syncthreads();  // this stage has arrived, and the one before has been read
     fetch(step + kStages - 1, stage == 0 ? kStages - 1 : stage - 1);
     const auto& panels = stages[stage];
     stage = stage + 1 == kStages ? 0 : stage + 1;
 #pragma unroll
     for (int k = 0; k < kDepth; k += kStepDepth) {
-      uint32_t from_a[kDown][4];
-      uint32_t from_b[kAcross / 2][4];
+      uint32_t from_a[kRowSteps][4];
+      uint32_t from_b[kColumnSteps / 2][4];
 #pragma unroll
-      for (int i = 0; i < kDown; ++i)
+      for (int i = 0; i < kRowSteps; ++i)
         load_step<false>(from_a[i], panels.a, warp_row + i * kStepRows, k);
 #pragma unroll
-      for (int j = 0; j < kAcross / 2; ++j)
+      for (int j = 0; j < kColumnSteps / 2; ++j)
         load_step<true>(from_b[j], panels.b, warp_column + j * 2 * kStepColumns, k);
 #pragma unroll
-      for (int i = 0; i < kDown; ++i) {
+      for (int i = 0; i < kRowSteps; ++i) {
 #pragma unroll
-        for (int j = 0; j < kAcross; ++j)
+        for (int j = 0; j < kColumnSteps; ++j)
           multiply<T>(sums[i][j], from_a[i], from_b[j / 2][j % 2 * 2],
                       from_b[j / 2][j % 2 * 2 + 1]);
       }
     }
   }
   const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
-  const int64_t row = place.row + warp_row + lane / 4;
-  const int64_t column = place.column + warp_column + lane % 4 * 2;
-  results.store(place.batch, [&](const auto& body) {
+  const int64_t row = tile.row + warp_row + lane / 4;
+  const int64_t column = tile.column + warp_column + lane % 4 * 2;
+  results.store(tile.batch, [&](const auto& body) {
 #pragma unroll
-    for (int i = 0; i < kDown; ++i) {
+    for (int i = 0; i < kRowSteps; ++i) {
 #pragma unroll
-      for (int j = 0; j < kAcross; ++j) {
+      for (int j = 0; j < kColumnSteps; ++j) {
 #pragma unroll
-        for (int of = 0; of < 4; ++of)
-          body(row + i * kStepRows + of / 2 * 8, column + j * kStepColumns + of % 2,
-               sums[i][j][of]);
+        for (int s = 0; s < 4; ++s)
+          body(row + i * kStepRows + s / 2 * 8, column + j * kStepColumns + s % 2, sums[i][j][s]);
       }
     }
   });
 #endif
 }
 
-/// `data` and the strides of an operand, of which the one of a dimension of size 1 says nothing.
-Lies lies(const Matrices& from, int64_t outer, int64_t depth, int64_t outer_stride,
-          int64_t depth_stride) {
-  constexpr int64_t kChunk = 8;
-  const auto whole = [](int64_t size, int64_t stride) { return size == 1 || stride % kChunk == 0; };
-  if (!aligned(from.data, kVectorBytes) || from.batch_stride % kChunk != 0) return Lies::scattered;
-  if ((depth_stride == 1 || depth == 1) && whole(outer, outer_stride)) return Lies::deep;
-  if ((outer_stride == 1 || outer == 1) && whole(depth, depth_stride)) return Lies::outward;
-  return Lies::scattered;
+/// The memory order of an operand. The stride of a dimension of size 1 is arbitrary.
+Order order_of(const Matrices& from, int64_t outer, int64_t depth, int64_t outer_stride,
+               int64_t depth_stride) {
+  const auto in_vectors = [&](int64_t size, int64_t stride) {
+    return rows_in_vectors(from.data, kLanes, {from.batch_stride, size == 1 ? 0 : stride});
+  };
+  if ((depth_stride == 1 || depth == 1) && in_vectors(outer, outer_stride))
+    return Order::k_adjacent;
+  if ((outer_stride == 1 || outer == 1) && in_vectors(depth, depth_stride))
+    return Order::outer_adjacent;
+  return Order::strided;
 }
 
-template <class T, Lies kLiesA, Lies kLiesB>
+template <class T, Order kOrderA, Order kOrderB>
 Status launch(const Matmul& p, cudaStream_t stream) {
   const Tiles<kSide, kSide> tiles(p);
   if (tiles.count > kMaxGridX) return {"more tiles than a grid has blocks"};
   Grid grid{dim3(static_cast<unsigned>(tiles.count)), dim3(kThreads)};
-  grid.shared_bytes = kStages * static_cast<int>(sizeof(Stage<T, kLiesA, kLiesB>));
-  return launch_overlapped(matmul_kernel<T, kLiesA, kLiesB>, grid, stream, p, tiles,
+  grid.shared_bytes = kStages * static_cast<int>(sizeof(Stage<T, kOrderA, kOrderB>));
+  return launch_overlapped(matmul_kernel<T, kOrderA, kOrderB>, grid, stream, p, tiles,
                            MatmulResults<T>(p));
 }
 
 template <class T>
 Status matmul_of(const Matmul& p, cudaStream_t stream) {
-  const Lies a = lies(p.a, p.m, p.k, p.a.row_stride, p.a.column_stride);
-  const Lies b = lies(p.b, p.n, p.k, p.b.column_stride, p.b.row_stride);
-  if (a == Lies::scattered || b == Lies::scattered)
-    return launch<T, Lies::scattered, Lies::scattered>(p, stream);
-  if (a == Lies::deep) {
-    return b == Lies::deep ? launch<T, Lies::deep, Lies::deep>(p, stream)
-                           : launch<T, Lies::deep, Lies::outward>(p, stream);
+  const Order a = order_of(p.a, p.m, p.k, p.a.row_stride, p.a.column_stride);
+  const Order b = order_of(p.b, p.n, p.k, p.b.column_stride, p.b.row_stride);
+  if (a == Order::strided || b == Order::strided)
+    return launch<T, Order::strided, Order::strided>(p, stream);
+  if (a == Order::k_adjacent) {
+    return b == Order::k_adjacent ? launch<T, Order::k_adjacent, Order::k_adjacent>(p, stream)
+                                  : launch<T, Order::k_adjacent, Order::outer_adjacent>(p, stream);
   }
-  return b == Lies::deep ? launch<T, Lies::outward, Lies::deep>(p, stream)
-                         : launch<T, Lies::outward, Lies::outward>(p, stream);
+  return b == Order::k_adjacent
+             ? launch<T, Order::outer_adjacent, Order::k_adjacent>(p, stream)
+             : launch<T, Order::outer_adjacent, Order::outer_adjacent>(p, stream);
 }
 
 }  // namespace
 
-bool runs() {
-  // What was compiled counts, not the GPU.
+bool is_available() {
+  // The compiled code counts, not the GPU: a driver may translate code for an older architecture.
   cudaFuncAttributes code;
   constexpr int kSince = 80;
-  if (cudaFuncGetAttributes(&code, matmul_kernel<__half, Lies::deep, Lies::deep>) == cudaSuccess)
+  if (cudaFuncGetAttributes(&code, matmul_kernel<__half, Order::k_adjacent, Order::k_adjacent>) ==
+      cudaSuccess)
     return code.ptxVersion >= kSince;
   (void)cudaGetLastError();
   return false;

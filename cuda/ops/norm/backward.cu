@@ -9,16 +9,16 @@ using namespace rowwise;
 
 Status norm_backward(const NormBackward& p, Allocate allocate, CUstream_st* stream) {
   if (p.rows == 0 || p.columns == 0) return {};
-  if (p.columns > kMostColumns) return {kTooLong};
-  const Alignment alignment = alignment_of(p);
-  const bool is_few = are_few(p, alignment);
-  const StreamPlan plan = is_few ? StreamPlan{} : plan_stream(p, alignment);
+  if (p.columns > kMaxColumns) return {kTooLong};
+  const Alignment alignment = backward_alignment(p);
+  const bool few_rows = has_few_rows(p, alignment);
+  const StreamPlan plan = few_rows ? StreamPlan{} : plan_stream(p, alignment);
   return dispatch_floating(p.dtype, [&](auto tag) {
     return with_vectors<typename decltype(tag)::type>(alignment, [&](auto access) {
       using Access = typename decltype(access)::type;
       using T = typename Access::T;
       if constexpr (Access::kAligned && Access::kLanes > 1) {
-        if (is_few) {
+        if (few_rows) {
           return with_parameter_type<T>(p.weight_dtype, [&](auto parameter) {
             return launch_few_rows<Access, typename decltype(parameter)::type>(p, stream);
           });
@@ -27,7 +27,8 @@ Status norm_backward(const NormBackward& p, Allocate allocate, CUstream_st* stre
       if constexpr (Access::kLanes > 1) {
         if (plan.teams > 0) return launch_stream<Access>(p, plan, allocate, stream);
       }
-      // Too long a row, or it lies apart: where rows are not whole, all are read alike.
+      // Rows that are too long for a cluster, or whose offsets differ. Unaligned rows are read
+      // element by element, whether or not they share an offset.
       using Read = std::conditional_t<Access::kAligned, Access, RowVectors<T, 1, true>>;
       return two_pass<Read>(p, allocate, stream);
     });

@@ -1,6 +1,6 @@
 #pragma once
 
-// What both ways to a gradient of norms need.
+// Common to the three ways to compute gradients of norms.
 
 #include "detail/rowwise/tile.cuh"
 #include "torchkiln/kernels/norm.h"
@@ -11,11 +11,11 @@ using namespace device;
 using namespace rowwise;
 namespace {
 
-// A thread's vectors of a row. The sums of their columns stay in registers: twice 32 of them in
-// half precision.
+// Vectors per thread. Half precision keeps 2 x 32 column sums (weight, bias) in registers.
 constexpr int kItems = 4;
 
-/// What grad is multiplied by before it reaches a normalized element.
+/// Loads the factor of grad in a normalized element's gradient: weight + weight_offset, 0 outside
+/// of the row.
 template <class W, class Access, class C, int kLanes>
 __device__ __forceinline__ void load_weight(const NormBackward& p, const Access& access, int column,
                                             C (&values)[kLanes]) {
@@ -27,7 +27,8 @@ __device__ __forceinline__ void load_weight(const NormBackward& p, const Access&
   for (int i = 0; i < kLanes; ++i) values[i] += static_cast<C>(p.weight_offset);
 }
 
-/// The same, of a type that is looked up: by what reads the weight once, or long rows.
+/// load_weight() with the type of the weight selected at run time, for kernels that read it once or
+/// have long rows.
 template <class Access, class C, int kLanes>
 __device__ __forceinline__ void load_any_weight(const NormBackward& p, const Access& access,
                                                 int column, C (&values)[kLanes]) {

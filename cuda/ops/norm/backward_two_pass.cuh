@@ -1,7 +1,7 @@
 #pragma once
 
-// Gradients of norms of rows that are not walked: they lie apart, or are longer than a cluster
-// holds.
+// Gradients of norms for rows that cannot be streamed: their offsets differ between tensors, or
+// they are longer than a cluster holds.
 
 #include "backward_common.cuh"
 #include "detail/reduce/columns.cuh"
@@ -12,8 +12,7 @@ namespace torchkiln::cuda {
 using namespace reduce;
 namespace {
 
-/// The sums over each row that its gradient needs, for rows that stream_rows() does not take:
-/// of d * n and of d.
+/// The sums of d * n and of d over each row, which its gradient needs.
 template <class Access>
 __global__ void __launch_bounds__(kRowThreads)
     row_sums(NormBackward p, TeamShape shape, Compute<typename Access::T>* out) {
@@ -23,7 +22,7 @@ __global__ void __launch_bounds__(kRowThreads)
   __shared__ TeamStorage<C, 2> storage;
   wait_for_previous_kernel();
   Team<C, 2> team(shape, storage);
-  const int64_t row = team.first() + team.index();
+  const int64_t row = team.first_team() + team.index();
   const bool inside = row < p.rows;
   const T* grad = static_cast<const T*>(p.grad) + row * p.grad_row_stride;
   const T* z = static_cast<const T*>(p.z) + row * p.z_row_stride;
@@ -48,9 +47,9 @@ __global__ void __launch_bounds__(kRowThreads)
 #pragma unroll
     for (int i = 0; i < kLanes; ++i) {
       if (!access.has(access.column(vector), i)) continue;
-      const C passed = convert<C>(item.grad.lane[i]) * weight[i];
-      sums[0] += passed * (convert<C>(item.z.lane[i]) - mean) * rstd;
-      sums[1] += passed;
+      const C d = convert<C>(item.grad.lane[i]) * weight[i];
+      sums[0] += d * (convert<C>(item.z.lane[i]) - mean) * rstd;
+      sums[1] += d;
     }
   });
   team.reduce(sums, Sum{});
@@ -59,9 +58,9 @@ __global__ void __launch_bounds__(kRowThreads)
   out[2 * row + 1] = sums[1];
 }
 
-/// grad_x and the sum of grad * n over the columns, once the sums over the rows are known.
+/// Column body: grad_x and the sum of grad * n, once the sums over the rows are known.
 template <class T>
-struct KnownRows {
+struct RowSumsBody {
   using C = Compute<T>;
   static constexpr int kLanes = 1;
   static constexpr int kRowsInFlight = 8;
@@ -97,13 +96,13 @@ struct KnownRows {
                                           C (&sum)[1]) const {
     const C mean = p.centered ? static_cast<const C*>(p.mean)[row] : C(0);
     const C rstd = static_cast<const C*>(p.rstd)[row];
-    const C passed = convert<C>(item.grad);
-    const C normal = (convert<C>(item.z) - mean) * rstd;
-    sum[0] += passed * normal;
+    const C grad = convert<C>(item.grad);
+    const C n = (convert<C>(item.z) - mean) * rstd;
+    sum[0] += grad * n;
     if (p.grad_x == nullptr) return;
-    const C share = C(1) / static_cast<C>(p.columns);
-    const C level = p.centered ? sums[2 * row + 1] * share : C(0);
-    C result = (passed * weight - level - normal * (sums[2 * row] * share)) * rstd;
+    const C inverse_columns = C(1) / static_cast<C>(p.columns);
+    const C level = p.centered ? sums[2 * row + 1] * inverse_columns : C(0);
+    C result = (grad * weight - level - n * (sums[2 * row] * inverse_columns)) * rstd;
     if (p.grad_sum != nullptr) result += convert<C>(item.grad_sum);
     static_cast<T*>(p.grad_x)[row * p.columns + column] = convert<T>(result);
   }
@@ -124,19 +123,19 @@ Reduction bias_of(const NormBackward& p) {
   return bias;
 }
 
-/// Rows that lie apart or are longer than a cluster holds: what a row's gradient needs of the whole
-/// row first, then gradients and the sums of the columns, then those of the bias.
+/// Three kernels: the sums over each row, then grad_x with the sums of grad * n over the columns,
+/// then those of grad for the bias.
 template <class Access>
 Status two_pass(const NormBackward& p, Allocate allocate, CUstream_st* stream) {
   using T = typename Access::T;
   using C = Compute<T>;
   C* sums = static_cast<C*>(allocate(static_cast<size_t>(2 * p.rows) * sizeof(C)));
   const int64_t vectors = ceil_div(p.columns, Access::kLanes) + 1;
-  const int most_blocks = current_device().runs_90_code ? kMostClusterBlocks : 1;
+  const int max_blocks = current_device().runs_90_code ? kMaxClusterBlocks : 1;
   const int64_t threads = ceil_div(vectors, kItems);
-  constexpr int kSmallBlock = 128;  // threads of a block that has several rows
+  constexpr int kSmallBlock = 128;  // block size of teams that share a block
   const TeamShape team =
-      team_of(threads, kRowThreads, threads <= kWarpLanes ? kSmallBlock : 0, most_blocks);
+      make_team(threads, kRowThreads, threads <= kWarpLanes ? kSmallBlock : 0, max_blocks);
   Grid grid;
   Status status = make_grid(team, p.rows, grid);
   if (!status.ok()) return status;
@@ -145,7 +144,7 @@ Status two_pass(const NormBackward& p, Allocate allocate, CUstream_st* stream) {
   void* grad_weight = p.grad_weight;
   if (grad_weight == nullptr)
     grad_weight = allocate(static_cast<size_t>(p.columns) * size_of(p.weight_dtype));
-  const KnownRows<T> body{p, sums, C(1)};
+  const RowSumsBody<T> body{p, sums, C(1)};
   status = columns::launch(body, columns::make_plan(p.rows, p.columns, 1), allocate, grad_weight,
                            p.weight_dtype, stream);
   if (!status.ok() || p.grad_bias == nullptr) return status;

@@ -1,6 +1,6 @@
 #pragma once
 
-// Softmax of rows that no team holds, or whose elements are not adjacent.
+// Softmax of rows that are too long for a team, or whose elements are not adjacent.
 
 #include <climits>
 
@@ -15,9 +15,9 @@ using namespace device;
 using namespace rowwise;
 namespace {
 
-constexpr float kNothing = -INFINITY;  // what takes no part
+constexpr float kExcluded = -INFINITY;  // excluded by a mask
 
-/// A row's part of a mask.
+/// One row of a mask.
 class MaskRow {
  public:
   __device__ __forceinline__ MaskRow(const RowMask& mask, int64_t row) : data_(mask.data) {
@@ -32,7 +32,7 @@ class MaskRow {
     }
   }
 
-  __device__ __forceinline__ bool takes(int column) const {
+  __device__ __forceinline__ bool allows(int column) const {
     return column <= last_ && (data_ == nullptr || data_[int64_t{column} * stride_]);
   }
 
@@ -48,18 +48,18 @@ __device__ __forceinline__ C gradient(C grad, C y, C total, C scale, C exp_of_y)
   return kLog ? (grad - exp_of_y * total) * scale : (grad - total) * y * scale;
 }
 
-// A block of kColumns x blockDim.y threads takes kColumns neighbouring rows, and each step reads
-// them again.
+// A block of kColumns x blockDim.y threads computes kColumns adjacent rows; each step reads them
+// again.
 constexpr int kColumns = 32;
-constexpr int kMostRows = 32;
+constexpr int kMaxRows = 32;
 
-/// Sums in double: a thread may add a million numbers.
-class Columns {
+/// Reductions over threadIdx.y, in float64 because a thread may add a million numbers.
+class ColumnReducer {
  public:
-  __device__ __forceinline__ explicit Columns(double (&shared)[kMostRows][kColumns])
+  __device__ __forceinline__ explicit ColumnReducer(double (&shared)[kMaxRows][kColumns])
       : shared_(shared) {}
 
-  /// Combines over threadIdx.y.
+  /// Every thread gets the result of its column.
   template <class Op>
   __device__ __forceinline__ double reduce(double value, Op op) {
     __syncthreads();
@@ -71,15 +71,15 @@ class Columns {
   }
 
  private:
-  double (&shared_)[kMostRows][kColumns];
+  double (&shared_)[kMaxRows][kColumns];
 };
 
 template <class T, bool kLog>
-__global__ void __launch_bounds__(kColumns* kMostRows) softmax_columns(Softmax p) {
+__global__ void __launch_bounds__(kColumns* kMaxRows) softmax_columns(Softmax p) {
   using C = Compute<T>;
   using Math = MathFor<T>;
-  __shared__ double shared[kMostRows][kColumns];
-  Columns columns(shared);
+  __shared__ double shared[kMaxRows][kColumns];
+  ColumnReducer columns(shared);
   wait_for_previous_kernel();
   const int64_t row = int64_t{blockIdx.x} * kColumns + threadIdx.x;
   const bool inside = row < p.outer * p.inner;
@@ -91,9 +91,9 @@ __global__ void __launch_bounds__(kColumns* kMostRows) softmax_columns(Softmax p
   const MaskRow mask(p.mask, p.inner == 1 ? outer : 0);
   const C scale = static_cast<C>(p.scale);
   const auto value = [&](int64_t i) {
-    return mask.takes(static_cast<int>(i)) ? convert<C>(x[i * p.stride]) * scale : C(kNothing);
+    return mask.allows(static_cast<int>(i)) ? convert<C>(x[i * p.stride]) * scale : C(kExcluded);
   };
-  C largest = C(kNothing);
+  C largest = C(kExcluded);
 #pragma unroll 4
   for (int64_t i = threadIdx.y; i < length; i += blockDim.y) largest = fmax(largest, value(i));
   largest = static_cast<C>(columns.reduce(largest, Max{}));
@@ -111,11 +111,11 @@ __global__ void __launch_bounds__(kColumns* kMostRows) softmax_columns(Softmax p
 }
 
 template <class T, bool kLog>
-__global__ void __launch_bounds__(kColumns* kMostRows) softmax_backward_columns(SoftmaxBackward p) {
+__global__ void __launch_bounds__(kColumns* kMaxRows) softmax_backward_columns(SoftmaxBackward p) {
   using C = Compute<T>;
   using Math = MathFor<T>;
-  __shared__ double shared[kMostRows][kColumns];
-  Columns columns(shared);
+  __shared__ double shared[kMaxRows][kColumns];
+  ColumnReducer columns(shared);
   wait_for_previous_kernel();
   const int64_t row = int64_t{blockIdx.x} * kColumns + threadIdx.x;
   const bool inside = row < p.outer * p.inner;
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kColumns* kMostRows) softmax_backward_columns(
     const C from = convert<C>(y[i * p.inner]);
     const C result = gradient<kLog>(convert<C>(grad[i * p.stride]), from, total, scale,
                                     kLog ? Math::exp(from) : C(0));
-    grad_x[i * p.inner] = convert<T>(mask.takes(static_cast<int>(i)) ? result : C(0));
+    grad_x[i * p.inner] = convert<T>(mask.allows(static_cast<int>(i)) ? result : C(0));
   }
 }
 

@@ -1,4 +1,4 @@
-// Patterns of sparse matrices: the transposed one, and whether one is sound.
+// Patterns of sparse matrices: transposition and validation.
 
 #include <cub/device/device_radix_sort.cuh>
 
@@ -12,14 +12,14 @@ using namespace sparse;
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kItems = 4;  // entries of a thread
+constexpr int kItems = 4;  // entries per thread
 
-/// What the transposition works on: an array of every entry of every matrix each.
+/// Arrays for the transposition, with one element per entry of every matrix.
 struct Entries {
   uint32_t* key;  // matrix * columns + column
   uint32_t* sorted_key;
-  int32_t* place;  // among all entries
-  int32_t* sorted_place;
+  int32_t* index;  // index among all entries
+  int32_t* sorted_index;
   int32_t* row;
   void* temporary;
   size_t temporary_bytes;
@@ -31,25 +31,25 @@ size_t array_bytes(const CsrTranspose& p) {
   return static_cast<size_t>(ceil_div(p.batch * p.pattern.entries, 64) * 64) * sizeof(int32_t);
 }
 
-/// A radix sort is stable: the entries of a column stay in the order of the rows they come from.
+/// Radix sort is stable, so the entries of a column stay ordered by row.
 cudaError_t sort(const CsrTranspose& p, Entries& entries, cudaStream_t stream) {
   const int64_t most = p.batch * p.pattern.columns;
   int bits = 1;
   while (bits < 32 && int64_t{1} << bits < most) ++bits;
   return cub::DeviceRadixSort::SortPairs(
-      entries.temporary, entries.temporary_bytes, entries.key, entries.sorted_key, entries.place,
-      entries.sorted_place, static_cast<int32_t>(p.batch * p.pattern.entries), 0, bits, stream);
+      entries.temporary, entries.temporary_bytes, entries.key, entries.sorted_key, entries.index,
+      entries.sorted_index, static_cast<int32_t>(p.batch * p.pattern.entries), 0, bits, stream);
 }
 
-/// Writes key, place and row of each entry. A warp takes 32 * kItems of them, finds the rows of the
-/// first and the last, and each thread searches between them.
+/// Writes key, index and row of each entry. A warp takes 32 * kItems entries and finds the rows of
+/// the first and the last; each thread then searches between those.
 template <class Index>
 __global__ void __launch_bounds__(kThreads)
-    label_entries(CsrTranspose p, Entries to, int64_t blocks_of_matrix) {
+    label_entries(CsrTranspose p, Entries to, int64_t blocks_per_matrix) {
   wait_for_previous_kernel();
-  const int64_t matrix = blockIdx.x / blocks_of_matrix;
+  const int64_t matrix = blockIdx.x / blocks_per_matrix;
   const int64_t warp =
-      ((blockIdx.x - matrix * blocks_of_matrix) * kThreads + threadIdx.x) / warpSize;
+      ((blockIdx.x - matrix * blocks_per_matrix) * kThreads + threadIdx.x) / warpSize;
   const int64_t first = warp * warpSize * kItems;
   const int64_t last = min(first + warpSize * kItems, p.pattern.entries);
   if (first >= last) return;
@@ -65,31 +65,31 @@ __global__ void __launch_bounds__(kThreads)
       const int middle = low + (high - low) / 2;
       (crow[middle] <= e ? low : high) = middle;
     }
-    const int64_t place = matrix * p.pattern.entries + e;
-    to.key[place] = static_cast<uint32_t>(matrix * p.pattern.columns + col[e]);
-    to.place[place] = static_cast<int32_t>(place);
-    to.row[place] = low;
+    const int64_t index = matrix * p.pattern.entries + e;
+    to.key[index] = static_cast<uint32_t>(matrix * p.pattern.columns + col[e]);
+    to.index[index] = static_cast<int32_t>(index);
+    to.row[index] = low;
   }
 }
 
-/// Thread i of a matrix writes entry i and finds where row i begins.
+/// Thread i of a matrix writes entry i, and finds where row i begins.
 __global__ void __launch_bounds__(kThreads)
-    pack_transpose(CsrTranspose p, Entries from, int64_t blocks_of_matrix, int64_t size) {
+    pack_transpose(CsrTranspose p, Entries from, int64_t blocks_per_matrix, int64_t size) {
   wait_for_previous_kernel();
-  const int64_t matrix = blockIdx.x / blocks_of_matrix;
-  const int64_t i = (blockIdx.x - matrix * blocks_of_matrix) * kThreads + threadIdx.x;
+  const int64_t matrix = blockIdx.x / blocks_per_matrix;
+  const int64_t i = (blockIdx.x - matrix * blocks_per_matrix) * kThreads + threadIdx.x;
   const int64_t entries = p.pattern.entries;
   const int64_t begin = matrix * entries;
   int32_t* crow = p.out + matrix * size;
   int32_t* col = crow + p.pattern.columns + 1;
   if (i < entries) {
-    const int32_t place = from.sorted_place[begin + i];
-    col[i] = from.row[place];
-    col[entries + i] = static_cast<int32_t>(place - begin);
+    const int32_t index = from.sorted_index[begin + i];
+    col[i] = from.row[index];
+    col[entries + i] = static_cast<int32_t>(index - begin);
   }
   if (i <= p.pattern.columns) {
     const int64_t key = matrix * p.pattern.columns + i;
-    int64_t low = 0;  // entries before it have smaller keys
+    int64_t low = 0;  // entries before `low` have smaller keys
     int64_t high = entries;
     while (low < high) {
       const int64_t middle = (low + high) / 2;
@@ -103,12 +103,12 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-/// A warp looks at a row. Ends that are wrong keep it within the entries.
+/// One warp per row. Row ends that are wrong are clamped to the entries.
 template <class Index>
-__global__ void __launch_bounds__(kThreads) check_rows(CsrCheck p, int64_t blocks_of_matrix) {
+__global__ void __launch_bounds__(kThreads) check_rows(CsrCheck p, int64_t blocks_per_matrix) {
   wait_for_previous_kernel();
-  const int64_t matrix = blockIdx.x / blocks_of_matrix;
-  const int64_t thread = (blockIdx.x - matrix * blocks_of_matrix) * kThreads + threadIdx.x;
+  const int64_t matrix = blockIdx.x / blocks_per_matrix;
+  const int64_t thread = (blockIdx.x - matrix * blocks_per_matrix) * kThreads + threadIdx.x;
   const int64_t row = thread / warpSize;
   if (row > p.pattern.rows) return;
   const auto* crow =
@@ -116,20 +116,20 @@ __global__ void __launch_bounds__(kThreads) check_rows(CsrCheck p, int64_t block
   const auto* col = static_cast<const Index*>(p.pattern.col) + matrix * p.pattern.col_batch_stride;
   const int64_t entries = p.pattern.entries;
   int faults = 0;
-  const auto found = [&](CsrFault fault, bool is_there) {
+  const auto report = [&](CsrFault fault, bool is_there) {
     if (is_there) faults |= static_cast<int>(fault);
   };
   const int64_t begin = crow[row];
   if (row == p.pattern.rows) {
-    found(CsrFault::end, begin != entries);
+    report(CsrFault::end, begin != entries);
   } else {
     const int64_t end = crow[row + 1];
-    found(CsrFault::begin, row == 0 && begin != 0);
-    found(CsrFault::order, begin > end);
+    report(CsrFault::begin, row == 0 && begin != 0);
+    report(CsrFault::order, begin > end);
     const int64_t stop = min(end, entries);
     for (int64_t e = max(begin, int64_t{0}) + threadIdx.x % warpSize; e < stop; e += warpSize) {
-      found(CsrFault::column, col[e] < 0 || col[e] >= p.pattern.columns);
-      found(CsrFault::unsorted, e > begin && e > 0 && col[e - 1] >= col[e]);
+      report(CsrFault::column, col[e] < 0 || col[e] >= p.pattern.columns);
+      report(CsrFault::unsorted, e > begin && e > 0 && col[e - 1] >= col[e]);
     }
   }
   if (faults != 0) atomicOr(p.faults, faults);
@@ -142,7 +142,7 @@ Status with_index(bool wide, const Body& body) {
 
 Status status_of(cudaError_t error) {
   if (error == cudaSuccess) return {};
-  (void)cudaGetLastError();  // reported once, here
+  (void)cudaGetLastError();  // cleared, because the status reports it
   return {cudaGetErrorString(error)};
 }
 
@@ -160,8 +160,8 @@ Status csr_transpose(const CsrTranspose& p, Allocate allocate, CUstream_st* stre
   char* memory = static_cast<char*>(allocate(kArrays * bytes + entries.temporary_bytes));
   entries.key = reinterpret_cast<uint32_t*>(memory);
   entries.sorted_key = reinterpret_cast<uint32_t*>(memory + bytes);
-  entries.place = reinterpret_cast<int32_t*>(memory + 2 * bytes);
-  entries.sorted_place = reinterpret_cast<int32_t*>(memory + 3 * bytes);
+  entries.index = reinterpret_cast<int32_t*>(memory + 2 * bytes);
+  entries.sorted_index = reinterpret_cast<int32_t*>(memory + 3 * bytes);
   entries.row = reinterpret_cast<int32_t*>(memory + 4 * bytes);
   entries.temporary = memory + kArrays * bytes;
   if (all > 0) {

@@ -7,43 +7,43 @@ using namespace sparse;
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kUnroll = 8;  // rows of the dense matrix that a thread waits for together
+constexpr int kUnroll = 8;  // rows of the dense matrix in flight per thread
 
-/// Blocks of a multiprocessor: 64 registers a thread, or as many as 8 rows of 16 bytes take that
-/// are computed as 32 or have weights of 64 bits.
+/// Blocks per SM: 64 registers per thread for float32. Other types need more: 2-byte types widen 8
+/// rows of 16 bytes to 32 bytes each, float64 has 64-bit weights.
 template <class T>
 constexpr int kBlocks = sizeof(T) == sizeof(float) ? 8 : 6;
 
-/// How a piece is shared among threads, and the blocks of a launch, innermost first. A group of
-/// lanes reads a row of the dense matrix, each a vector; where rows are narrow, several groups take
-/// turns with the entries and their sums are added at the end, in a fixed order:
+/// How a piece is divided among threads, and the blocks of a launch, innermost first. A group of
+/// lanes reads a row of the dense matrix, one vector per lane. If rows are narrow, several groups
+/// (splits) alternate over the entries, and their sums are added at the end in a fixed order:
 ///
 ///   entries      e0     e1     e2     e3          splits = 2, lanes = 4
 ///   thread     0 1 2 3       0 1 2 3                (lane 0 ... 3 of split 0)
 ///                     4 5 6 7       4 5 6 7         (lane 0 ... 3 of split 1)
 ///
-/// All pieces of one tile of columns are under way before those of the next: rows of the dense
+/// All pieces of one tile of columns start before those of the next tile, so that rows of the dense
 /// matrix that they share are found in the caches.
 struct Plan {
   int lanes_log2;
   Units units;
-  int64_t blocks_of_tile;
+  int64_t blocks_per_tile;
   int64_t tiles;
 };
 
 Plan make_plan(const Spmm& p, int vector) {
   Plan plan{};
-  plan.units.chunks = cut_into_chunks(p.pattern);
+  plan.units.chunks = make_chunks(p.pattern);
   const int64_t vectors = ceil_div(p.width, vector);
   while (plan.lanes_log2 < 5 && 1 << plan.lanes_log2 < vectors) ++plan.lanes_log2;
   plan.tiles = ceil_div(vectors, 1 << plan.lanes_log2);
-  // Rows of different lengths do not wait for each other where each has a warp; a split should
-  // have a few entries.
+  // One warp per row if a split still has a few entries: rows of different lengths then do not wait
+  // for each other.
   const int64_t mean = p.pattern.entries / p.pattern.rows;
   int splits_log2 = 0;
   while (plan.lanes_log2 + splits_log2 < 5 && 4 << splits_log2 <= mean) ++splits_log2;
   plan.units.group_log2 = plan.lanes_log2 + splits_log2;
-  plan.blocks_of_tile = ceil_div(thread_count(p.pattern, plan.units), kThreads);
+  plan.blocks_per_tile = ceil_div(thread_count(p.pattern, plan.units), kThreads);
   return plan;
 }
 
@@ -56,8 +56,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>) spmm_pieces(Spmm p, Plan
   using C = Compute<T>;
   constexpr int U = kUnroll;
   wait_for_previous_kernel();
-  const int64_t block = blockIdx.x / plan.blocks_of_tile;
-  const int64_t in_tile = blockIdx.x - block * plan.blocks_of_tile;
+  const int64_t block = blockIdx.x / plan.blocks_per_tile;
+  const int64_t in_tile = blockIdx.x - block * plan.blocks_per_tile;
   const int64_t batch = block / plan.tiles;
   const int64_t tile = block - batch * plan.tiles;
   const auto* crow =
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>) spmm_pieces(Spmm p, Plan
   const int lane = threadIdx.x & ((1 << plan.lanes_log2) - 1);
   const int64_t column = ((tile << plan.lanes_log2) + lane) * V;
   const bool inside = column < p.width;
-  // A lane beyond the end reads the first columns, so that no load depends on it.
+  // A lane beyond the end reads the first columns, so that the loads need no condition.
   const T* dense =
       static_cast<const T*>(p.dense.data) + batch * p.dense.batch_stride + (inside ? column : 0);
   const int row_stride = static_cast<int>(p.dense.row_stride);
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>) spmm_pieces(Spmm p, Plan
     const int splits = 1 << (group_log2 - plan.lanes_log2);
     const int split = threadIdx.x >> plan.lanes_log2 & (splits - 1);
     C sum[V] = {};
-    int at[U];
+    int row_index[U];
     C weight[U];
     Vec<T, V> rows[U];
     const auto add = [&] {
@@ -96,8 +96,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>) spmm_pieces(Spmm p, Plan
     Index e = piece.begin + split;
     for (; e + (U - 1) * splits < piece.end; e += U * splits) {
 #pragma unroll
-      for (int u = 0; u < U; ++u) at[u] = static_cast<int>(__ldg(col + e + u * splits));
-      load_rows<V>(dense, row_stride, at, rows);
+      for (int u = 0; u < U; ++u) row_index[u] = static_cast<int>(__ldg(col + e + u * splits));
+      load_rows<V>(dense, row_stride, row_index, rows);
 #pragma unroll
       for (int u = 0; u < U; ++u) weight[u] = value_at(e + u * splits);
       add();
@@ -106,10 +106,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>) spmm_pieces(Spmm p, Plan
 #pragma unroll
       for (int u = 0; u < U; ++u) {
         const Index one = e + u * splits;
-        at[u] = one < piece.end ? static_cast<int>(__ldg(col + one)) : -1;
+        row_index[u] = one < piece.end ? static_cast<int>(__ldg(col + one)) : -1;
         weight[u] = one < piece.end ? value_at(one) : C(0);
       }
-      load_rows<V>(dense, row_stride, at, rows);
+      load_rows<V>(dense, row_stride, row_index, rows);
       add();
     }
     for (int s = splits / 2; s > 0; s /= 2) {
@@ -131,7 +131,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>) spmm_pieces(Spmm p, Plan
   for_each_piece(p.pattern, crow, plan.units, in_tile * kThreads + threadIdx.x, multiply);
 }
 
-/// A block adds up the parts of the long row that begins in its chunk and goes on, if there is one.
+/// A block adds the partial results of the long row that begins in its chunk and continues after
+/// it, if there is one.
 template <class T, class Index>
 __global__ void __launch_bounds__(kThreads) add_parts(Spmm p, Chunks chunks) {
   using C = Compute<T>;
@@ -157,12 +158,12 @@ __global__ void __launch_bounds__(kThreads) add_parts(Spmm p, Chunks chunks) {
   }
 }
 
-/// How the work is shared among threads, for torchkiln.explain().
-const char* words_of(const Plan& plan) {
-  const bool is_cut = plan.units.chunks.count > 0;
+/// Division of work, as words for torchkiln.explain().
+const char* describe(const Plan& plan) {
+  const bool is_split = plan.units.chunks.count > 0;
   if (plan.units.group_log2 == 5)
-    return is_cut ? "a warp for each row, long rows cut" : "a warp for each row";
-  return is_cut ? "several rows for each warp, long rows cut" : "several rows for each warp";
+    return is_split ? "one warp per row, long rows split" : "one warp per row";
+  return is_split ? "several rows per warp, long rows split" : "several rows per warp";
 }
 
 }  // namespace
@@ -178,9 +179,9 @@ Status spmm(const Spmm& arguments, Allocate allocate, CUstream_st* stream) {
         using Index = typename decltype(index)::type;
         Spmm p = arguments;
         const Plan plan = make_plan(p, vector);
-        if (trace::Listener* listener = trace::listening()) listener->noted(words_of(plan));
+        if (trace::Listener* listener = trace::listening()) listener->noted(describe(plan));
         const int64_t chunks = plan.units.chunks.count * p.batch;
-        const int64_t blocks = plan.blocks_of_tile * plan.tiles * p.batch;
+        const int64_t blocks = plan.blocks_per_tile * plan.tiles * p.batch;
         if (blocks > kMaxGridX || chunks > kMaxGridX) return Status{"too many rows for one launch"};
         p.workspace = allocate(static_cast<size_t>(2 * chunks * p.width) * sizeof(Compute<T>));
         const Status status = launch_overlapped(

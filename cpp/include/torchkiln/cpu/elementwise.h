@@ -1,8 +1,8 @@
 #pragma once
 
-// The CPU twin of cuda/include/torchkiln/device/elementwise.cuh: outputs = functor(inputs...) for a
-// range of the iteration space. The range is cut where a row of the innermost dimension ends, and
-// the rows into runs that stay in the first-level cache while they are converted, computed and
+// The CPU counterpart of cuda/include/torchkiln/device/elementwise.cuh: outputs =
+// functor(inputs...) for a range of the iteration space. The range is split at the ends of
+// innermost rows, and into runs that stay in the L1 cache while they are converted, computed and
 // converted back.
 
 #include <algorithm>
@@ -14,30 +14,31 @@
 
 namespace torchkiln::cpu::TORCHKILN_ISA {
 
+// Elements per run.
 inline constexpr int64_t kRun = 512;
 
-/// A position in the iteration space of a layout.
+/// A position in the iteration space of a layout, and its offset in each operand.
 template <int Inputs, int Outputs>
 struct Cursor {
-  int64_t place[kMaxRank] = {};
+  int64_t index[kMaxRank] = {};
   int64_t offset[Inputs] = {};
   int64_t out_offset[Outputs] = {};
 
   Cursor(const Layout<Inputs, Outputs>& layout, int64_t at) {
     for (int d = 0; d < layout.rank; ++d) {
-      place[d] = at % layout.size[d];
+      index[d] = at % layout.size[d];
       at /= layout.size[d];
-      move(layout, d, place[d]);
+      move(layout, d, index[d]);
     }
   }
 
-  /// Moves on by `count`, which does not lead past the end of the current row.
+  /// Advances by `count` elements, at most to the end of the current row.
   void advance(const Layout<Inputs, Outputs>& layout, int64_t count) {
-    place[0] += count;
+    index[0] += count;
     move(layout, 0, count);
-    for (int d = 0; d + 1 < layout.rank && place[d] == layout.size[d]; ++d) {
-      place[d] = 0;
-      ++place[d + 1];
+    for (int d = 0; d + 1 < layout.rank && index[d] == layout.size[d]; ++d) {
+      index[d] = 0;
+      ++index[d + 1];
       move(layout, d, -layout.size[d]);
       move(layout, d + 1, 1);
     }
@@ -80,7 +81,7 @@ Status elementwise(const Functor& functor, const Elementwise<Inputs, Outputs>& a
   C buffers[Inputs][kRun];
   C results[Outputs][kRun];
   for (int64_t at = begin; at < end;) {
-    const int64_t row_rest = layout.rank == 0 ? 1 : layout.size[0] - cursor.place[0];
+    const int64_t row_rest = layout.rank == 0 ? 1 : layout.size[0] - cursor.index[0];
     const int64_t count = std::min({end - at, row_rest, kRun});
     const C* in[Inputs];
     for (int k = 0; k < Inputs; ++k) {
@@ -112,7 +113,7 @@ Status elementwise(const Functor& functor, const Elementwise<Inputs, Outputs>& a
   return {};
 }
 
-/// outputs = Functor<Activation, ExactMath>(inputs...), for the activations of a list.
+/// Computes outputs = Functor<Activation, ExactMath>(inputs...), for the activations of a list.
 template <class Out, template <class, class> class Functor, int Inputs, int Outputs, class List>
 Status elementwise_activated(Activation activation, const Elementwise<Inputs, Outputs>& arguments,
                              int64_t begin, int64_t end, List list) {

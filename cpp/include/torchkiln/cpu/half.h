@@ -1,7 +1,7 @@
 #pragma once
 
-// The half precisions on the host: storage only. Conversions work on runs of elements, so that they
-// become wide instructions; all of them round to nearest, ties to even.
+// Half-precision types on the host, for storage only. Conversions work on runs of elements, so that
+// they can be vectorised; all round to nearest even.
 
 #include <cstdint>
 #include <cstring>
@@ -63,9 +63,9 @@ inline float widen(Half value) {
 #ifdef __F16C__
   return _cvtsh_ss(value.bits);
 #else
-  // Exponent and mantissa are moved into place and the bias is corrected by a multiplication.
-  // Subnormal halves are converted as integers, since the processor may be set to flush subnormal
-  // floats to zero. Infinity and NaN need the largest exponent.
+  // Shifts exponent and mantissa into place and corrects the exponent bias by a multiplication.
+  // Subnormal halves are converted as integers, because the processor may flush subnormal floats to
+  // zero. Infinity and NaN get the largest exponent.
   const uint32_t magnitude = (value.bits & 0x7fffu) << 13;
   const float subnormal = static_cast<float>(static_cast<int32_t>(value.bits & 0x3ffu)) * 0x1p-24f;
   const float result = magnitude < 0x00800000u ? subnormal : float_of(magnitude) * 0x1p112f;
@@ -84,7 +84,7 @@ inline Half narrow_half(float value) {
     return {static_cast<uint16_t>(sign | 0x7e00u | (magnitude >> 13 & 0x3ffu))};
   if (magnitude >= 0x477ff000u) return {static_cast<uint16_t>(sign | 0x7c00u)};  // from 65520 on
   if (magnitude < 0x38800000u) {
-    // Below 2^-14: adding 1/2 leaves the mantissa of the subnormal result, rounded by the adder.
+    // Below 2^-14: adding 1/2 leaves the mantissa of the subnormal result, rounded by the addition.
     const uint32_t rounded = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
     return {static_cast<uint16_t>(sign | rounded)};
   }
@@ -93,7 +93,7 @@ inline Half narrow_half(float value) {
 #endif
 }
 
-/// to[i] = from[i * stride]
+/// Sets to[i] = from[i * stride].
 template <class C, class T>
 void widen_run(C* to, const T* from, int64_t stride, int64_t count) {
   if constexpr (sizeof(T) >= 4) {
@@ -137,7 +137,7 @@ void narrow_run(C* to, const C* from, int64_t count) {
   std::memcpy(to, from, static_cast<size_t>(count) * sizeof(C));
 }
 
-/// to[i * stride] = from[i], rounded.
+/// Sets to[i * stride] = from[i], rounded.
 template <class T, class C>
 void scatter_run(T* to, int64_t stride, const C* from, int64_t count) {
   constexpr int64_t kPiece = 64;
@@ -149,14 +149,14 @@ void scatter_run(T* to, int64_t stride, const C* from, int64_t count) {
   }
 }
 
-/// dispatch for the types that the elementwise kernels are made for.
+/// dispatch() over the types that the elementwise kernels are compiled for.
 template <class Body>
 Status dispatch_floating(Dtype dtype, const Body& body) {
   return dispatch<float, double, Half, BFloat16>(dtype, body);
 }
 
-/// A run of an input as the type it is computed in: the input itself where it is that already, else
-/// a copy in `buffer`.
+/// A run of an input in the compute type: the input itself if it has that type, else a copy in
+/// `buffer`.
 template <class C>
 const C* read_run(C* buffer, const void* from, int64_t offset, int64_t stride, int64_t count,
                   Dtype dtype) {
@@ -178,9 +178,9 @@ const C* read_run(C* buffer, const void* from, int64_t offset, int64_t stride, i
   return buffer;
 }
 
-/// Calls body(run) with a run of elements of which widen() makes the numbers to compute with: the
-/// elements themselves where a loop over them becomes wide instructions, else a copy in `buffer`.
-/// The body is called in one place for each type of element: each place has its machine code again.
+/// Calls body(run) with a run of elements that widen() converts to the compute type: the elements
+/// themselves if a loop over them can be vectorised, else a copy in `buffer`. Calls body in one
+/// place per element type, because each call is inlined.
 template <class T, class Body>
 auto with_run(Compute<T>* buffer, const T* from, int64_t stride, int64_t count, const Body& body) {
   const Compute<T>* run = buffer;
@@ -193,7 +193,7 @@ auto with_run(Compute<T>* buffer, const T* from, int64_t stride, int64_t count, 
   return body(run);
 }
 
-/// The same of two, and body(first, second).
+/// with_run() for two operands: calls body(first, second).
 template <class T, class Body>
 auto with_runs(Compute<T>* first_buffer, const T* first, int64_t first_stride,
                Compute<T>* second_buffer, const T* second, int64_t second_stride, int64_t count,
@@ -212,7 +212,7 @@ auto with_runs(Compute<T>* first_buffer, const T* first, int64_t first_stride,
   }
 }
 
-/// to[i * stride] = result(i), rounded; `buffer` is for results that are rounded together.
+/// Sets to[i * stride] = result(i), rounded; `buffer` holds results that are rounded together.
 template <class T, class Result>
 void store_run(T* to, int64_t stride, int64_t count, Compute<T>* buffer, const Result& result) {
   Compute<T>* results = buffer;

@@ -1,11 +1,11 @@
 #pragma once
 
-// CPU kernels are compiled once per instruction set, as TORCHKILN_ISA = baseline, avx2 or avx512,
-// into a namespace of that name: every file of cpp/cpu but isa.cpp, and the CPU_KERNELS of another
-// package. The baseline instance also defines the public function, which picks the widest variant
-// that this machine runs. What they call lies in that namespace, too, or is inlined by the
-// optimiser (std::min, std::fill_n): an out-of-line copy of a function outside of it would be
-// merged by the linker across instruction sets.
+// CPU kernels are compiled once per instruction set, with TORCHKILN_ISA = baseline, avx2 or avx512,
+// into a namespace of that name: every file of cpp/cpu except isa.cpp, and the CPU_KERNELS of other
+// packages. The baseline instance also defines the public function, which calls the widest variant
+// that the machine supports. Everything that a kernel calls must be in that namespace, too, or be
+// inlined (std::min, std::fill_n): the linker would merge out-of-line copies from different
+// instruction sets.
 
 #include "torchkiln/core/status.h"
 
@@ -13,11 +13,11 @@ namespace torchkiln::cpu {
 
 enum class Isa { baseline, avx2, avx512 };
 
-/// The widest instruction set of this machine; TORCHKILN_CPU_ISA=baseline|avx2 in the environment
-/// narrows it.
+/// The widest instruction set of this machine. The environment variable
+/// TORCHKILN_CPU_ISA=baseline|avx2 limits it.
 TORCHKILN_EXPORT Isa isa();
 
-/// The same, on behalf of a kernel that is about to run: torchkiln.explain() hears of it.
+/// isa() for a kernel that is about to run; reports it to torchkiln.explain().
 TORCHKILN_EXPORT Isa isa_for(const char* kernel);
 
 #ifdef TORCHKILN_HAS_X86_ISAS
@@ -51,7 +51,7 @@ Function* best_variant(const char* kernel, Function* baseline, Function* avx2, F
 #endif
 
 /// Defines the public function `name`, which calls the variant for the widest instruction set of
-/// the machine. Follows the namespace TORCHKILN_ISA, which has a function of that name:
+/// the machine. Place it after the namespace TORCHKILN_ISA, which has a function of that name:
 ///
 ///     TORCHKILN_CPU_ENTRY(add, (const Elementwise<2>& p, int64_t begin, int64_t end),
 ///                         (p, begin, end))

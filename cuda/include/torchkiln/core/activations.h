@@ -1,7 +1,7 @@
 #pragma once
 
-// The activations. To add one: its functor here, and its name at the end of the list. Everything
-// that takes an activation - bias_act, the op of its name, on the CPU and on the GPU - has it then.
+// Activations. To add one, write its functor here and append its name to the list Activations:
+// bias_act, matmul and the op of its own name then support it on the CPU and on the GPU.
 
 #include <cstdint>
 #include <type_traits>
@@ -11,10 +11,10 @@
 
 namespace torchkiln {
 
-/// What an activation's derivative is computed from.
+/// The tensor that an activation's derivative is computed from.
 enum class Saved {
-  nothing,  // it is constant
-  sign,     // whether the output is positive: the output, or a bit of it
+  nothing,  // the derivative is constant
+  sign,     // only whether the output is positive: the output itself or one bit of it
   input,
   output
 };
@@ -49,7 +49,7 @@ struct Square {
   }
 };
 
-/// max(z, 0); NaN goes through, and -0 becomes +0.
+/// max(z, 0). NaN passes through, and -0 becomes +0.
 struct Relu {
   static constexpr const char* kName = "relu";
   static constexpr Saved kSaved = Saved::sign;
@@ -64,7 +64,7 @@ struct Relu {
   }
 };
 
-/// z F(z), F the cumulative normal distribution
+/// z F(z), with F the cumulative normal distribution
 struct Gelu {
   static constexpr const char* kName = "gelu";
   static constexpr Saved kSaved = Saved::input;
@@ -80,8 +80,8 @@ struct Gelu {
   }
 };
 
-/// z (1 + tanh(u)) / 2 with u = sqrt(2 / pi) (z + 0.044715 z^3), which is z sigmoid(2 u): no
-/// cancellation, and one exponential.
+/// z (1 + tanh(u)) / 2 with u = sqrt(2 / pi) (z + 0.044715 z^3). Computed as z sigmoid(2 u), which
+/// needs one exponential and has no cancellation.
 struct GeluTanh {
   static constexpr const char* kName = "gelu_tanh";
   static constexpr Saved kSaved = Saved::input;
@@ -154,25 +154,25 @@ struct TypeList {};
 
 using Activations = TypeList<None, Square, Relu, Gelu, GeluTanh, Silu, Sigmoid, Tanh>;
 
-/// Those that gate: swiglu, geglu.
+/// Activations that gate: swiglu and geglu are made from these.
 using Gates = TypeList<Silu, Gelu, GeluTanh>;
 
-/// An activation as a value: the place of its functor in the list.
+/// An activation as a value: the index of its functor in the list Activations.
 enum class Activation : int32_t {};
 
 namespace detail {
 template <class Functor, class... Functors>
-constexpr Activation place_of(TypeList<Functors...>) {
-  int32_t place = 0;
-  (void)((std::is_same_v<Functor, Functors> || (++place, false)) || ...);
-  return static_cast<Activation>(place);
+constexpr Activation index_of(TypeList<Functors...>) {
+  int32_t index = 0;
+  (void)((std::is_same_v<Functor, Functors> || (++index, false)) || ...);
+  return static_cast<Activation>(index);
 }
 }  // namespace detail
 
 template <class Functor>
-inline constexpr Activation kActivation = detail::place_of<Functor>(Activations{});
+inline constexpr Activation kActivation = detail::index_of<Functor>(Activations{});
 
-/// Calls body(TypeTag<Functor>{}) for the functor of the list that `activation` stands for.
+/// Calls body(TypeTag<Functor>{}) for the functor whose index is `activation`.
 #ifdef __CUDACC__
 #pragma nv_exec_check_disable
 #endif
@@ -188,7 +188,7 @@ void for_each_activation(const Body& body, TypeList<Functors...>) {
   (body(TypeTag<Functors>{}), ...);
 }
 
-/// The gradient from the input, for activations that save the output, too.
+/// The gradient computed from the input, also for activations that save their output.
 template <class Functor, class Math, class C>
 TORCHKILN_FUNCTION C gradient_from_input(C grad, C z) {
   if constexpr (Functor::kSaved == Saved::output || Functor::kSaved == Saved::sign) {
@@ -198,7 +198,7 @@ TORCHKILN_FUNCTION C gradient_from_input(C grad, C z) {
   }
 }
 
-/// What the derivative of an activation is computed from.
+/// The tensor that the derivative of `activation` is computed from.
 inline Saved saved_by(Activation activation) {
   Saved saved = Saved::nothing;
   with_activation(

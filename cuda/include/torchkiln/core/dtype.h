@@ -15,7 +15,7 @@ constexpr size_t size_of(Dtype dtype) {
 }
 
 /// The Dtype of a C++ type. float16 and bfloat16 have different C++ types on the host and on the
-/// device, so each side specialises this for its own.
+/// device, so each side specialises this for its own types.
 template <class T>
 struct DtypeOf;
 template <>
@@ -27,7 +27,7 @@ struct DtypeOf<double> {
   static constexpr Dtype value = Dtype::float64;
 };
 
-/// The type that T is computed in: everything is rounded once, when it is stored.
+/// The type in which values of type T are computed. Results are rounded once, when they are stored.
 template <class T>
 struct ComputeOf {
   using type = float;
@@ -44,7 +44,7 @@ struct TypeTag {
   using type = T;
 };
 
-/// Calls body(TypeTag<T>{}) for the T among Types whose Dtype is the given one.
+/// Calls body(TypeTag<T>{}) for the one of Types whose Dtype is `dtype`.
 template <class... Types, class Body>
 Status dispatch(Dtype dtype, Body&& body) {
   Status status{"dtype not supported by this kernel"};

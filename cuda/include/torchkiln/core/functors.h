@@ -1,14 +1,14 @@
 #pragma once
 
-// The scalar formulas, each written once: g++ compiles them for the CPU loops, nvcc (and NVRTC) for
-// the kernels. They are templates over the type that is computed in, never over the type that is
-// stored. Activations have a header of their own.
+// Scalar formulas, each written once: g++ compiles them for the CPU loops, nvcc and NVRTC for the
+// GPU kernels. They are templates over the compute type, not over the storage type. Activations are
+// in activations.h.
 
 #include "torchkiln/core/activations.h"
 
 namespace torchkiln {
 
-/// What a functor with two outputs returns.
+/// The result of a functor with two outputs.
 template <class C>
 struct Pair {
   C first;
@@ -30,7 +30,7 @@ struct MultiplyAdd {
   }
 };
 
-/// x * factor + c, with a number as factor
+/// x * factor + c, where factor is a number
 template <class C>
 struct ScaleAdd {
   C factor;
@@ -38,7 +38,7 @@ struct ScaleAdd {
   TORCHKILN_FUNCTION C operator()(C x, C c) const { return x * factor + c; }
 };
 
-/// a * b + shift, with a number as shift
+/// a * b + shift, where shift is a number
 template <class C>
 struct MultiplyShift {
   C shift;
@@ -46,7 +46,7 @@ struct MultiplyShift {
   TORCHKILN_FUNCTION C operator()(C a, C b) const { return a * b + shift; }
 };
 
-/// x * factor + shift, with numbers as both
+/// x * factor + shift, where both are numbers
 template <class C>
 struct ScaleShift {
   C factor;
@@ -55,7 +55,7 @@ struct ScaleShift {
   TORCHKILN_FUNCTION C operator()(C x) const { return x * factor + shift; }
 };
 
-/// The gradients of a * b for a and b.
+/// The gradients of a * b with respect to a and b.
 struct MultiplyGradient {
   template <class C>
   TORCHKILN_FUNCTION Pair<C> operator()(C grad, C a, C b) const {
@@ -72,7 +72,8 @@ struct Activated {
   }
 };
 
-/// The gradient for x of activation(x), from what the activation has saved.
+/// The gradient of activation(x) with respect to x, computed from the tensor that the activation
+/// saves.
 template <class Act, class Math>
 struct ActivatedGradient {
   template <class C>
@@ -91,7 +92,7 @@ struct BiasActivated {
   }
 };
 
-/// The gradient for x of activation(x * scale + bias), from the gradient and the inputs.
+/// The gradient of activation(x * scale + bias) with respect to x, computed from the inputs.
 template <class Act, class Math, class C>
 struct BiasActivatedGradient {
   C scale;
@@ -110,7 +111,7 @@ struct Gated {
   }
 };
 
-/// The gradients of activation(gate) * up for gate and up.
+/// The gradients of activation(gate) * up with respect to gate and up.
 template <class Act, class Math>
 struct GatedGradient {
   template <class C>

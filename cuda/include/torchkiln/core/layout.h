@@ -6,13 +6,13 @@
 
 namespace torchkiln {
 
-/// Dimensions that are left after neighbours were merged. Eight that cannot be merged do not occur
-/// in practice; the tensor layer copies such an operand.
+/// The largest number of dimensions after merging. Operands with more than eight dimensions that
+/// cannot be merged do not occur in practice; the tensor layer copies them.
 inline constexpr int kMaxRank = 8;
 
-/// The iteration space of an elementwise op, in the order in which its first output lies in memory:
-/// dimension 0 is the innermost one, and where that output is dense, element i of the space is
-/// out[i]. Strides count elements; an input's 0 repeats an element (broadcasting).
+/// The iteration space of an elementwise op, ordered by the memory layout of its first output:
+/// dimension 0 is the innermost one, and if that output is dense, element i of the space is out[i].
+/// Strides count elements; an input stride of 0 repeats an element (broadcasting).
 template <int Inputs, int Outputs = 1>
 struct Layout {
   int rank = 0;
@@ -21,13 +21,13 @@ struct Layout {
   int64_t stride[Inputs][kMaxRank] = {};
   int64_t out_stride[Outputs][kMaxRank] = {};
 
-  /// Whether input k is read in the very order of the space, without gaps.
-  bool linear(int k) const { return runs_evenly(stride[k]); }
-  /// Whether output k is written so.
-  bool out_linear(int k) const { return runs_evenly(out_stride[k]); }
+  /// Whether element i of the space is element i of input k, so that no index has to be computed.
+  bool linear(int k) const { return is_linear(stride[k]); }
+  /// The same for output k.
+  bool out_linear(int k) const { return is_linear(out_stride[k]); }
 
  private:
-  bool runs_evenly(const int64_t (&strides)[kMaxRank]) const {
+  bool is_linear(const int64_t (&strides)[kMaxRank]) const {
     int64_t run = 1;
     for (int d = 0; d < rank; ++d) {
       if (size[d] != 1 && strides[d] != run) return false;
@@ -45,12 +45,12 @@ struct Dimension {
   int64_t stride[Inputs];
 };
 
-/// Orders the dimensions as the first output lies in memory, drops those of size 1 and merges
-/// neighbours through which every operand runs evenly. False when more than kMaxRank dimensions are
-/// left.
+/// Sorts the dimensions by the strides of the first output, drops dimensions of size 1 and merges
+/// neighbours that are contiguous to each other in every operand. Returns false if more than
+/// kMaxRank dimensions are left.
 template <int Inputs, int Outputs>
 bool make_layout(Dimension<Inputs, Outputs>* dims, int rank, Layout<Inputs, Outputs>& layout) {
-  // By insertion: there are few dimensions, and they mostly come in order.
+  // Insertion sort: there are few dimensions, and most are sorted already.
   for (int d = 1; d < rank; ++d) {
     const Dimension<Inputs, Outputs> moved = dims[d];
     int to = d;
@@ -82,8 +82,8 @@ bool make_layout(Dimension<Inputs, Outputs>* dims, int rank, Layout<Inputs, Outp
   return true;
 }
 
-/// Everything an elementwise kernel needs to know. All outputs have the dtype that is computed for;
-/// each input may have a dtype of its own.
+/// The arguments of an elementwise kernel. All outputs have the dtype `dtype`; each input may have
+/// a dtype of its own.
 template <int Inputs, int Outputs = 1>
 struct Elementwise {
   void* out[Outputs];
@@ -91,7 +91,7 @@ struct Elementwise {
   const void* in[Inputs];
   Dtype in_dtype[Inputs];
   Layout<Inputs, Outputs> layout;
-  bool overlaps = true;  // begins beside the kernel before it, as launch_overlapped() says
+  bool overlaps = true;  // the launch may overlap the kernel before it, see launch_overlapped()
 };
 
 }  // namespace torchkiln

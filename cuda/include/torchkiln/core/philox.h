@@ -1,7 +1,7 @@
 #pragma once
 
-// Random numbers that depend on nothing but a seed, an offset and a position: Philox 4x32-10
-// (Salmon, Moraes, Dror, Shaw, 2011). What forward has drawn, backward draws again.
+// Counter-based random numbers: a word depends only on seed, offset and position, so backward draws
+// the same numbers as forward. Philox 4x32-10 (Salmon, Moraes, Dror, Shaw, 2011).
 
 #include <cstdint>
 
@@ -9,16 +9,16 @@
 
 namespace torchkiln {
 
-/// Where a kernel's random numbers come from: values, or memory that is read when the kernel runs
-/// (under a CUDA graph, whose replays move the generator on).
+/// The source of a kernel's random numbers: two values, or device memory that is read when the
+/// kernel runs. A CUDA graph needs the latter, because each replay advances the generator.
 struct RandomState {
   uint64_t seed = 0;
-  uint64_t offset = 0;                   // added to *offset_from
-  const int64_t* seed_from = nullptr;    // instead of `seed`
-  const int64_t* offset_from = nullptr;  // read where seed_from is
-  int64_t* record = nullptr;             // where {seed, offset} are left for backward
+  uint64_t offset = 0;                   // added to *offset_from, if that is set
+  const int64_t* seed_from = nullptr;    // read instead of `seed`
+  const int64_t* offset_from = nullptr;  // read if seed_from is set
+  int64_t* record = nullptr;             // the kernel writes {seed, offset} here for backward
 
-  /// The values themselves, read from memory where they lie there.
+  /// A copy in which seed and offset are values, read from memory if necessary.
   TORCHKILN_FUNCTION RandomState resolved() const {
     RandomState state = *this;
     if (seed_from != nullptr) {
@@ -34,10 +34,10 @@ struct Draw {
   uint32_t word[4];
 };
 
-/// The words at a position of the sequence that seed and offset stand for.
+/// The four random words at `position` of the sequence that seed and offset select.
 TORCHKILN_FUNCTION Draw draw(uint64_t seed, uint64_t offset, uint64_t position) {
   uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
-  // A generator's offset counts words; four of them come from one counter.
+  // A generator's offset counts words, and one Philox counter yields four of them.
   uint32_t c0 = static_cast<uint32_t>(offset >> 2), c1 = static_cast<uint32_t>(offset >> 34);
   uint32_t c2 = static_cast<uint32_t>(position), c3 = static_cast<uint32_t>(position >> 32);
 #ifdef __CUDA_ARCH__
@@ -58,16 +58,17 @@ TORCHKILN_FUNCTION Draw draw(uint64_t seed, uint64_t offset, uint64_t position) 
   return {{c0, c1, c2, c3}};
 }
 
-/// The largest of the 32-bit words that stand for "yes" with the given probability, which is not 0.
+/// The largest 32-bit word that counts as success, for a probability of success above 0.
 inline uint32_t last_word(double probability) {
   const double words = probability * 4294967296.0;
   return words >= 4294967295.5 ? 0xffffffffu : words < 1.5 ? 0 : static_cast<uint32_t>(words - 0.5);
 }
 
-/// Whether element i of the eight at a position is a "yes". Eight from four words: one takes a word
-/// as it is, its neighbour the word with its halves exchanged. Each has its probability to 32 bits;
-/// that one of the two is decided by bits of the other happens once in 2^16.
-TORCHKILN_FUNCTION bool says_yes(const Draw& drawn, int i, uint32_t last) {
+/// Draws success or failure for element i of the eight elements at a position. Four words serve
+/// eight elements: an even element takes a word as it is, the odd one beside it the same word with
+/// its 16-bit halves swapped. Each has its probability to 32 bits. The two draws depend on each
+/// other only if the upper half of one equals the upper half of `last`, one case in 2^16.
+TORCHKILN_FUNCTION bool bernoulli(const Draw& drawn, int i, uint32_t last) {
   const uint32_t word = drawn.word[i / 2];
   return (i % 2 == 0 ? word : word << 16 | word >> 16) <= last;
 }

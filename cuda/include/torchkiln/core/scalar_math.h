@@ -1,19 +1,19 @@
 #pragma once
 
-// The transcendental functions that the formulas need, for every place where they are computed:
+// Transcendental functions of the formulas, for each compiler:
 //
-//   nvcc, ExactMath  CUDA's own functions, within one or two units in the last place
-//   nvcc, FastMath   the hardware's exp2 and reciprocal, for results that are stored in sixteen
-//                    bits: their error is a hundredth of that rounding, and the full functions
-//                    take more time than the memory
-//   g++,  ExactMath  float: branch-free polynomials, which the compiler turns into wide
-//                    instructions; double: the C library, and a series for exp
+//   nvcc, ExactMath  CUDA's functions, accurate to 1 or 2 units in the last place
+//   nvcc, FastMath   the hardware's exp2 and reciprocal, for results that are stored in 16 bits.
+//                    Their error is a hundredth of that rounding, whereas the full functions would
+//                    take longer than the memory accesses
+//   g++,  ExactMath  float: branch-free polynomials, which the compiler vectorises;
+//                    double: the C library, and a series for exp
 
 #ifdef __CUDACC__
 #define TORCHKILN_FUNCTION __host__ __device__ __forceinline__
 #else
-// Forced, because the CPU loops are compiled for several instruction sets: an out-of-line copy made
-// for a wide one could be picked by the linker for all of them.
+// Forced inlining: the CPU loops are compiled for several instruction sets, and the linker could
+// pick an out-of-line copy compiled for a wide one for all of them.
 #define TORCHKILN_FUNCTION inline __attribute__((always_inline))
 #endif
 
@@ -39,8 +39,8 @@ inline constexpr double kDensityAtZero = 0.398942280401432677939946059934;  // 1
 
 #ifdef __CUDACC__
 
-/// Of double precision a call each: inlined for every element that a thread has on the way, they
-/// double what activations in it have of machine code.
+/// float64 functions stay out of line: inlined for every element that a thread has in flight, they
+/// double the machine code of kernels with activations.
 namespace called {
 static __host__ __device__ __noinline__ double exp(double x) { return ::exp(x); }
 static __host__ __device__ __noinline__ double erf(double x) { return ::erf(x); }
@@ -73,14 +73,14 @@ struct ExactMath {
 
 struct FastMath {
   __device__ __forceinline__ static float exp(float x) { return exp2(x * kLog2OfE); }
-  /// Subnormal results included: silu multiplies them by a large number.
+  /// Keeps subnormal results, because silu multiplies them by a large number.
   __device__ __forceinline__ static float reciprocal(float x) {
     float result;
     asm("rcp.approx.f32 %0, %1;" : "=f"(result) : "f"(x));
     return result;
   }
-  /// The upper tail is the density times a polynomial in t = 1 / (1 + 0.2316419 |x|), within 8e-8
-  /// (Abramowitz and Stegun, 26.2.17): gradients are summed, also into float32.
+  /// The upper tail is the density times a polynomial in t = 1 / (1 + 0.2316419 |x|), with an error
+  /// below 8e-8 (Abramowitz and Stegun, 26.2.17): gradients may be summed into float32.
   __device__ __forceinline__ static Slope<float> normal(float x) {
     const float density = static_cast<float>(kDensityAtZero) * exp2(x * x * (-0.5f * kLog2OfE));
     const float t = inverse(1.0f + 0.2316419f * fabsf(x));
@@ -92,8 +92,9 @@ struct FastMath {
     const float tail = density * (p * t);
     return {x < 0.0f ? tail : 1.0f - tail, density};
   }
-  /// Here the tail is e^(-x^2 / 2) times a polynomial in t = 1 / (1 + 0.36 |x|), fitted to one part
-  /// in 100,000 as far as half precision reaches: results far below zero are nothing but tail.
+  /// The upper tail is e^(-x^2 / 2) times a polynomial in t = 1 / (1 + 0.36 |x|), fitted to a
+  /// relative error of 1e-5 over the range of half precision: far below zero the tail alone
+  /// determines the result.
   __device__ __forceinline__ static float gelu(float x) {
     const float t = inverse(1.0f + 0.36f * fabsf(x));
     float p = -0.09657981f;
@@ -104,10 +105,10 @@ struct FastMath {
     const float tail = exp2(x * x * (-0.5f * kLog2OfE)) * (p * t);
     return x * (x > 0.0f ? 1.0f - tail : tail);
   }
-  /// 2 / (1 + e^-2x) - 1, and three terms of the series where that would cancel.
+  /// 2 / (1 + e^-2x) - 1; near 0, where that cancels, three terms of the series.
   __device__ __forceinline__ static float tanh(float x) {
     const float square = x * x;
-    const float series = x * (square * (square * 0.13333333f - 0.33333333f) + 1.0f);  // -0: -0
+    const float series = x * (square * (square * 0.13333333f - 0.33333333f) + 1.0f);  // keeps -0
     const float large = 2.0f * inverse(1.0f + exp2(x * (-2.0f * kLog2OfE))) - 1.0f;
     return square < 0.0625f ? series : large;
   }
@@ -120,7 +121,7 @@ struct FastMath {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
     return result;
   }
-  /// reciprocal() where the result is not tiny.
+  /// reciprocal() for arguments whose result is not subnormal.
   __device__ __forceinline__ static float inverse(float x) {
     float result;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
@@ -128,7 +129,7 @@ struct FastMath {
   }
 };
 
-/// The arithmetic for results that are stored as Out.
+/// The math for results that are stored as Out.
 template <class Out>
 using MathFor = std::conditional_t<sizeof(Out) == 2, FastMath, ExactMath>;
 
@@ -141,12 +142,12 @@ struct ExactMath {
   }
   TORCHKILN_FUNCTION static double tanh(double x) { return std::tanh(x); }
 
-  /// 2^n e^r with |r| <= ln(2) / 2; n goes into the exponent in two halves, so that results below
-  /// the smallest normal number come out right.
+  /// 2^n e^r with |r| <= ln(2) / 2. n is applied to the exponent in two halves, so that subnormal
+  /// results are correct.
   TORCHKILN_FUNCTION static float exp(float x) {
     const float bounded = x < -104.0f ? -104.0f : x > 89.0f ? 89.0f : x;
-    // 1.5 * 2^23: adding it rounds to an integer, which is then what the bits have more than its
-    // own. A conversion has no result for NaN.
+    // Adding 1.5 * 2^23 rounds to an integer n, whose value is the difference of the bit patterns.
+    // A conversion to an integer would be undefined for NaN.
     constexpr float kRound = 12582912.0f;
     constexpr int32_t kRoundBits = 0x4b400000;
     const float shifted = bounded * 1.44269504f + kRound;
@@ -158,8 +159,8 @@ struct ExactMath {
     return p * power_of_two(half) * power_of_two(whole - half);
   }
 
-  /// The same for what is at most 88, in two thirds of the time: 0 where the result is below the
-  /// smallest normal number. Then n + 127 is 0, and it is an exponent as it stands.
+  /// exp for arguments up to 88, in two thirds of the time. Results below the smallest normal
+  /// number are 0: the biased exponent n + 127 is 0 there, so its bits can be used as they are.
   TORCHKILN_FUNCTION static float exp_or_zero(float x) {
     const float bounded = x < -88.0f ? -88.0f : x;
     constexpr float kRound = 12582912.0f + 127.0f;
@@ -173,8 +174,8 @@ struct ExactMath {
   }
   TORCHKILN_FUNCTION static double exp_or_zero(double x) { return exp(x); }
 
-  /// exp of double, the same with the series to the thirteenth power. Not the C library's, whose
-  /// exp is bound to a newer glibc than wheels may ask for.
+  /// exp of double, by the same method with a series up to the 13th power. Not the C library's exp,
+  /// whose symbol version needs a newer glibc than wheels may require.
   TORCHKILN_FUNCTION static double exp(double x) {
     const double bounded = x < -746.0 ? -746.0 : x > 710.0 ? 710.0 : x;
     constexpr double kRound = 6755399441055744.0;  // 1.5 * 2^52
@@ -203,8 +204,8 @@ struct ExactMath {
   }
 
   /// The cumulative normal distribution and its density, from one exponential: the upper tail is
-  /// the density times a polynomial in 1 / (1 + 0.2316419 |x|), within 8e-8 (Abramowitz and Stegun,
-  /// 26.2.17).
+  /// the density times a polynomial in 1 / (1 + 0.2316419 |x|), with an error below 8e-8
+  /// (Abramowitz and Stegun, 26.2.17).
   TORCHKILN_FUNCTION static Slope<float> normal(float x) {
     const float density = static_cast<float>(kDensityAtZero) * exp(-0.5f * x * x);
     const float t = 1.0f / (1.0f + 0.2316419f * (x < 0.0f ? -x : x));
@@ -225,7 +226,7 @@ struct ExactMath {
     return x * normal(x).value;
   }
 
-  /// x (1 + x^2 P(x^2)) below 0.6; above, 1 - 2 / (e^2x + 1).
+  /// x (1 + x^2 P(x^2)) for |x| < 0.6, otherwise 1 - 2 / (e^2|x| + 1) with the sign of x.
   TORCHKILN_FUNCTION static float tanh(float x) {
     const float size = x < 0.0f ? -x : x;
     const float s = x * x;
@@ -235,11 +236,11 @@ struct ExactMath {
     p = p * s + 1.3331958e-1f;
     p = p * s - 3.3333299e-1f;
     const float large = 1.0f - 2.0f / (exp(size + size) + 1.0f);
-    return size < 0.6f ? x * (s * p + 1.0f) : x < 0.0f ? -large : large;  // -0 stays -0
+    return size < 0.6f ? x * (s * p + 1.0f) : x < 0.0f ? -large : large;  // keeps -0
   }
 
  private:
-  /// e^(x - n ln(2)), where that is at most the root of 2 and at least that of 1/2.
+  /// e^(x - n ln(2)), for a result between the square roots of 1/2 and of 2.
   TORCHKILN_FUNCTION static float exp_of_rest(float x, float n) {
     const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
     float p = 1.3950486e-3f;
@@ -271,7 +272,7 @@ TORCHKILN_FUNCTION C sigmoid(C x) {
   return Math::reciprocal(C(1) + Math::exp(-x));
 }
 
-/// The same and its derivative s (1 - s), which is taken from e^-|x|: 1 - s would cancel.
+/// sigmoid(x) and its derivative s (1 - s), computed from e^-|x| because 1 - s would cancel.
 template <class Math, class C>
 TORCHKILN_FUNCTION Slope<C> sigmoid_and_slope(C x) {
   const C e = Math::exp(x < C(0) ? x : -x);

@@ -2,16 +2,16 @@
 
 #define TORCHKILN_EXPORT __attribute__((visibility("default")))
 
-/// What messages begin with; a package with operators of its own defines its name.
+/// Prefix of error messages. A package with operators of its own defines its own name.
 #ifndef TORCHKILN_PACKAGE
 #define TORCHKILN_PACKAGE "torchkiln"
 #endif
 
 namespace torchkiln {
 
-/// What a launcher returns. Launchers never throw: they are called from code without torch, too.
+/// The result of a launcher. Launchers never throw, because code without torch calls them, too.
 struct [[nodiscard]] Status {
-  /// Null when the call succeeded, else a string with static lifetime.
+  /// Null if the call succeeded, else a string with static lifetime.
   const char* error = nullptr;
 
   bool ok() const { return error == nullptr; }

@@ -1,7 +1,7 @@
 #pragma once
 
-// What torchkiln.explain() hears of a call. Whoever launches a kernel tells it here, with what was
-// just decided; where nobody listens, that is one load and a test.
+// Events of a call for torchkiln.explain(). The code that launches a kernel reports it here;
+// without a listener this costs one load and one test.
 
 #include <cstdint>
 
@@ -9,39 +9,39 @@
 
 namespace torchkiln::trace {
 
-/// A kernel that has been queued on a GPU.
+/// A kernel that was queued on a GPU.
 struct GpuLaunch {
-  const char* kernel;  // mangled; null where the runtime does not know it
+  const char* kernel;  // mangled name; null if the runtime cannot resolve it
   unsigned blocks[3];
   unsigned threads[3];
-  int cluster;                    // blocks of a cluster
-  int dynamic_shared_bytes;       // of a block
-  int static_shared_bytes;        // of a block
-  int registers;                  // of a thread
-  int local_bytes;                // of a thread: spilled registers and arrays
-  int blocks_per_multiprocessor;  // as many as fit
+  int cluster;                    // blocks per cluster
+  int dynamic_shared_bytes;       // per block
+  int static_shared_bytes;        // per block
+  int registers;                  // per thread
+  int local_bytes;                // per thread: spilled registers and local arrays
+  int blocks_per_multiprocessor;  // occupancy limit
   int multiprocessors;
-  int most_threads;  // that a multiprocessor holds
+  int most_threads;  // per multiprocessor
 };
 
 class Listener {
  public:
   virtual void launched(const GpuLaunch& launch) = 0;
-  /// A part of a kernel runs on a CPU, in the variant for an instruction set.
+  /// A part of a kernel runs on the CPU, compiled for this instruction set.
   virtual void ran(const char* kernel, const char* instruction_set) = 0;
-  /// Something was decided that a user may want to know.
+  /// A decision that a user may want to see, as a sentence.
   virtual void noted(const char* words) = 0;
 
  protected:
   ~Listener() = default;
 };
 
-/// The process has one, so that kernels are heard on whichever thread they are launched.
+/// One listener per process, so that launches on every thread are reported.
 inline TORCHKILN_EXPORT Listener* listener = nullptr;
 
 inline Listener* listening() { return __atomic_load_n(&listener, __ATOMIC_ACQUIRE); }
 
-/// Takes the place of the one before; null ends it.
+/// Replaces the listener; null removes it.
 inline void listen(Listener* next) { __atomic_store_n(&listener, next, __ATOMIC_RELEASE); }
 
 }  // namespace torchkiln::trace

@@ -5,9 +5,9 @@
 
 namespace torchkiln {
 
-/// Where a launcher takes temporary device memory from: a reference to a callable
-/// `void* (size_t bytes)`, which must outlive the call. The memory is aligned to 16 bytes, and
-/// stays valid for all that the launcher queues.
+/// Allocates temporary device memory for a launcher: a reference to a callable void*(size_t bytes),
+/// which must outlive the call. The memory is aligned to 16 bytes and stays valid for all kernels
+/// that the launcher queues.
 class Allocate {
  public:
   template <class Callable>
@@ -16,7 +16,7 @@ class Allocate {
           return (*static_cast<const Callable*>(callable))(bytes);
         }) {}
 
-  /// Null for 0 bytes.
+  /// Returns null for 0 bytes.
   void* operator()(size_t bytes) const { return bytes == 0 ? nullptr : call_(callable_, bytes); }
 
  private:
@@ -26,12 +26,12 @@ class Allocate {
 
 namespace cpu {
 
-/// How a kernel that sums over rows is cut: by the shape alone, so that results do not depend on
-/// the number of threads.
+/// How a kernel that sums over rows is split into tasks. Depends on the shape alone, so that
+/// results do not depend on the number of threads.
 struct Split {
-  int64_t tasks;           // for the kernel
-  size_t workspace_bytes;  // of partial sums, aligned to 16 bytes
-  int64_t results;         // for its _finish function, which adds the partial sums; 0: none to add
+  int64_t tasks;           // of the kernel
+  size_t workspace_bytes;  // for partial sums, aligned to 16 bytes
+  int64_t results;         // of the _finish function, which adds the partial sums; 0: no such step
 };
 
 }  // namespace cpu

@@ -1,20 +1,21 @@
 #pragma once
 
-// One number of all threads of a block: shuffles within each warp, then one warp over the results
-// of the warps. The order of the operations depends on the number of threads alone.
+// Reduction over the threads of a block: shuffles within each warp, then every warp reduces the
+// results of all warps. The order of the operations depends only on the number of threads.
 
 #include "torchkiln/device/warp.cuh"
 
 namespace torchkiln::device {
 
-/// Combines `value` of all threads of a block of whole warps along x; each thread gets the result.
+/// Combines `value` over all threads of a block of whole warps along x; each thread gets the
+/// result.
 template <class C, class Op = Sum>
 __device__ C reduce_block(C value, const Op& op = {}) {
   __shared__ C of_warps[kWarpLanes];
   const int lane = threadIdx.x % kWarpLanes, warp = threadIdx.x / kWarpLanes;
   const int warps = static_cast<int>(blockDim.x) / kWarpLanes;
   value = reduce_warp(value, op);
-  __syncthreads();  // until all threads have read the results of an earlier call
+  __syncthreads();  // the slots of an earlier call have been read
   if (lane == 0) of_warps[warp] = value;
   __syncthreads();
   return reduce_warp(lane < warps ? of_warps[lane] : Op::template identity<C>(), op);

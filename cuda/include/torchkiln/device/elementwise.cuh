@@ -1,14 +1,15 @@
 #pragma once
 
-// The one skeleton of all elementwise kernels: out_0[...], out_1[...] = body(in_0[...], in_1[...],
-// ...), operands anywhere; elementwise_access.cuh says how they are reached.
+// Skeleton of all elementwise kernels: out_0[...], out_1[...] = body(in_0[...], in_1[...], ...),
+// for operands of any layout; elementwise_access.cuh has the accessors.
 //
-// A thread owns one or two vectors of 16 bytes (or single elements, where they lie anyhow), all of
-// which are loaded before the first is used. More of them measured slower: their registers cost
-// threads, and threads are what keeps bytes on the way.
+// A thread owns one or two 16-byte vectors, or a few single elements where vectors do not fit, and
+// issues all loads before it uses the first. More vectors per thread measured slower: their
+// registers lower the occupancy, and with it the bytes in flight.
 //
-// A body computes a vector: body.run<Full>(packet, at, numel, results), for the elements from `at`
-// on; all threads of a warp call it together. Each<Functor> makes one of a scalar functor.
+// A body computes one vector: body.run<Full>(packet, at, numel, results) computes the elements from
+// index `at` on; all threads of a warp call it together. Each<Functor> turns a scalar functor into
+// a body.
 
 #include <type_traits>
 #include <utility>
@@ -19,7 +20,7 @@
 namespace torchkiln::device {
 namespace elementwise {
 
-/// Whether eight threads write to one byte together; the body says so by a kSharesBytes of its own.
+/// Whether eight threads write one byte together. A body declares it by a member kSharesBytes.
 template <class Body, class = void>
 inline constexpr bool kSharesBytes = false;
 template <class Body>
@@ -27,16 +28,16 @@ inline constexpr bool kSharesBytes<Body, std::void_t<decltype(Body::kSharesBytes
     Body::kSharesBytes;
 
 template <class C, int N>
-__device__ __forceinline__ void put(C (&results)[1][N], int lane, C value) {
+__device__ __forceinline__ void assign(C (&results)[1][N], int lane, C value) {
   results[0][lane] = value;
 }
 template <class C, int N>
-__device__ __forceinline__ void put(C (&results)[2][N], int lane, Pair<C> value) {
+__device__ __forceinline__ void assign(C (&results)[2][N], int lane, Pair<C> value) {
   results[0][lane] = value.first;
   results[1][lane] = value.second;
 }
 
-/// One element at a time: results = functor(inputs...).
+/// The body of a scalar functor: results[i] = functor(inputs[i]...).
 template <class Functor>
 struct Each {
   Functor functor;
@@ -45,11 +46,11 @@ struct Each {
   __device__ __forceinline__ void run(const Packet& packet, int64_t, int64_t,
                                       C (&results)[Outputs][N], std::index_sequence<K...>) const {
 #pragma unroll
-    for (int i = 0; i < N; ++i) put(results, i, functor(packet.template get<K>(i)...));
+    for (int i = 0; i < N; ++i) assign(results, i, functor(packet.template get<K>(i)...));
   }
 };
 
-/// Gives Functor<Activation, Math> for an activation.
+/// Makes Functor<Activation, Math> for an activation.
 template <template <class, class> class Functor, class Math>
 struct Make {
   template <class Activation>
@@ -58,7 +59,7 @@ struct Make {
   }
 };
 
-/// The same for functors that hold a scale.
+/// Makes a functor that holds a scale.
 template <template <class, class, class> class Functor, class Math, class C>
 struct MakeScaled {
   C scale;
@@ -69,7 +70,7 @@ struct MakeScaled {
   }
 };
 
-/// A vector of each input, as it is computed with.
+/// One vector of each input, converted to the compute type.
 template <class C, int Arity, int N>
 struct Computed {
   C values[Arity][N];
@@ -80,8 +81,8 @@ struct Computed {
   }
 };
 
-/// The functor of an activation, chosen once a vector: for the accesses that are rare or slow
-/// anyway, one kernel serves all activations. make(TypeTag<Activation>{}) gives the functor.
+/// A body that selects the activation at run time, once per vector: accesses that are rare or slow
+/// anyway share one kernel for all activations. make(TypeTag<Activation>{}) returns the functor.
 template <class Make, class List>
 struct Switched {
   Activation activation;
@@ -91,7 +92,8 @@ struct Switched {
   __device__ __forceinline__ void run(const Packet& packet, int64_t at, int64_t numel,
                                       C (&results)[Outputs][N],
                                       std::index_sequence<K...> each) const {
-    // Once for all activations: what a packet has to look up is not repeated for each.
+    // Conversion once before the switch: inside, the code of packet.get() would be repeated per
+    // activation.
     Computed<C, sizeof...(K), N> inputs;
 #pragma unroll
     for (int i = 0; i < N; ++i) ((inputs.values[K][i] = packet.template get<K>(i)), ...);
@@ -113,12 +115,12 @@ __device__ __forceinline__ void run(const Body& body, const Access& access, int6
   typename Access::template Packet<C> packets[kUnroll];
 #pragma unroll
   for (int u = 0; u < kUnroll; ++u) {
-    const int64_t at = access.place(u, numel);
+    const int64_t at = access.begin(u, numel);
     if (Full || at < numel) access.template load<Full>(packets[u], at, numel, u, staged);
   }
 #pragma unroll
   for (int u = 0; u < kUnroll; ++u) {
-    const int64_t at = access.place(u, numel);
+    const int64_t at = access.begin(u, numel);
     C results[Access::kOutputs][Access::kLanes];
     body.template run<Full>(packets[u], at, numel, results,
                             std::make_index_sequence<Access::kArity>{});
@@ -137,9 +139,9 @@ __global__ void __launch_bounds__(Access::kThreads)
   run<false>(body, access, numel);
 }
 
-/// Runs `body` where the operands are linear or lie in rows beside a linear first input, and
-/// `general`, which computes the same, for all other accesses. Inputs of exactly the types In are
-/// reached by whole vectors.
+/// Launches `body` if the operands are linear, or in rows beside a linear first input; launches
+/// `general`, which computes the same, for all other layouts. Vector access needs inputs of exactly
+/// the types In.
 template <class Out, class... In, class Body, class General, int Outputs>
 Status launch_bodies(const Body& body, const General& general,
                      const Elementwise<sizeof...(In), Outputs>& arguments, cudaStream_t stream) {
@@ -147,7 +149,7 @@ Status launch_bodies(const Body& body, const General& general,
   constexpr int kLanes = kVectorLanes<Out>;
   const int64_t numel = arguments.layout.numel;
   if (numel == 0) return {};
-  const auto start = [&](const auto& chosen, const auto& access) -> Status {
+  const auto launch_with = [&](const auto& chosen, const auto& access) -> Status {
     using Chosen = std::decay_t<decltype(chosen)>;
     using Access = std::decay_t<decltype(access)>;
     const int64_t blocks = access.blocks(numel);
@@ -156,11 +158,11 @@ Status launch_bodies(const Body& body, const General& general,
     grid.overlaps = arguments.overlaps;
     return launch_overlapped(kernel<Chosen, Access>, grid, stream, chosen, access, numel);
   };
-  if (Accessors::all_linear(arguments)) return start(body, Accessors::linear(arguments));
+  if (Accessors::all_linear(arguments)) return launch_with(body, Accessors::linear(arguments));
   if (!Accessors::all_rows(arguments, kLanes)) {
     if (Accessors::is_transposed(arguments, kSharesBytes<General>))
-      return start(general, Accessors::transposed(arguments));
-    return start(general, Accessors::any(arguments));
+      return launch_with(general, Accessors::transposed(arguments));
+    return launch_with(general, Accessors::any(arguments));
   }
   bool first_is_linear = sizeof...(In) > 1 && arguments.layout.linear(0);
   for (int o = 0; o < Outputs; ++o)
@@ -168,12 +170,13 @@ Status launch_bodies(const Body& body, const General& general,
   for (size_t k = 1; k < sizeof...(In); ++k)
     first_is_linear = first_is_linear && !Accessors::is_repeated(arguments.layout, k);
   if constexpr (sizeof...(In) > 1) {
-    if (first_is_linear) return start(body, Accessors::template rows<true>(arguments, kLanes));
+    if (first_is_linear)
+      return launch_with(body, Accessors::template rows<true>(arguments, kLanes));
   }
-  return start(general, Accessors::template rows<false>(arguments, kLanes));
+  return launch_with(general, Accessors::template rows<false>(arguments, kLanes));
 }
 
-/// outputs = functor(inputs...)
+/// Launches outputs = functor(inputs...).
 template <class Out, class... In, class Functor, int Outputs>
 Status launch(const Functor& functor, const Elementwise<sizeof...(In), Outputs>& arguments,
               cudaStream_t stream) {
@@ -181,13 +184,13 @@ Status launch(const Functor& functor, const Elementwise<sizeof...(In), Outputs>&
   return launch_bodies<Out, In...>(body, body, arguments, stream);
 }
 
-/// outputs = make(activation)(inputs...), for the activations of a list.
+/// Launches outputs = make(activation)(inputs...), for the activations of a list.
 template <class Out, class... In, class Make, int Outputs, class List = Activations>
 Status launch_activated(Activation activation, const Make& make,
                         const Elementwise<sizeof...(In), Outputs>& arguments, cudaStream_t stream,
                         List list = {}) {
   const Switched<Make, List> general{activation, make};
-  // The long code of double precision is not repeated for every activation.
+  // float64 has one kernel for all activations, because its code is long.
   if constexpr (sizeof(Out) == 8) {
     return launch_bodies<Out, In...>(general, general, arguments, stream);
   } else {

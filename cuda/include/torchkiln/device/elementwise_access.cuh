@@ -1,19 +1,23 @@
 #pragma once
 
-// How the elementwise kernels reach their operands, from the narrowest case to the widest:
+// Accessors: how elementwise kernels load and store their operands, from the narrowest case to the
+// widest:
 //
-//   LinearAccess  every operand lies in the order of the iteration space: pure streaming, no index
-//                 arithmetic
-//   RowAccess     every operand is contiguous along the innermost dimension, or an input the same
-//                 all along it: one offset a vector (row-strided tensors, a bias along the last
-//                 dimension, a number for each row, halves of a packed tensor)
-//   TransposedAccess  an input is transposed beside the output: squares through shared memory
-//   AnyAccess     every other stride, alignment and mix of dtypes: an element at a time
+//   LinearAccess      every operand has the order of the iteration space: no index arithmetic
+//   RowAccess         every operand is contiguous along the innermost dimension, or an input is
+//                     constant along it: one offset per vector (row-strided tensors, a bias along
+//                     the last dimension, a number per row, halves of a packed tensor)
+//   TransposedAccess  an input is transposed relative to the output: 32 x 32 squares through shared
+//                     memory
+//   AnyAccess         all other strides, alignments and mixed dtypes: one element at a time
 //
-// An accessor is a kernel parameter. load<Full>(packet, at, numel) reads what belongs to the kLanes
-// elements from `at` on, all of which exist when Full; packet.get<K>(lane) is the value of input K;
-// store<Full>(packet, results, at, numel, u) rounds and writes. place(u, numel) is where the
-// thread's u-th run of them begins; stage() runs before all that, in all threads of a block.
+// An accessor is a kernel parameter. In a kernel:
+//   stage(staged, numel)                      fills shared memory; all threads of the block call it
+//   begin(u, numel)                           the first element of the thread's u-th vector
+//   load<Full>(packet, at, numel, u, staged)  reads kLanes elements from index `at` on
+//   packet.get<K>(lane)                       the value of input K
+//   store<Full>(packet, results, at, numel, u)  rounds and writes the results
+// Full: all kLanes elements exist, so that no bounds are checked.
 
 #include <cuda/std/tuple>
 #include <utility>
@@ -26,8 +30,7 @@
 namespace torchkiln::device {
 namespace elementwise {
 
-/// What one thread has loaded: N elements of each input, as they lie in memory and are widened at
-/// their use.
+/// The loads of one thread: N elements of each input, converted when they are used.
 template <class C, int N, class... In>
 struct Packet {
   ::cuda::std::tuple<Vec<In, N>...> vectors;
@@ -40,18 +43,17 @@ struct Packet {
 
 struct NoStage {};
 
-/// Vectors of a thread. With a block of 256 of them, a tensor of some megabytes is one wave of
-/// blocks. With two-byte elements, whose eight lanes take more arithmetic, a thread has enough to
-/// do with one.
+/// Vectors per thread. Blocks cover 256 vectors, so that a tensor of a few MB is one wave of
+/// blocks. 2-byte types have eight lanes per vector: one vector is enough arithmetic per thread.
 template <class Out>
 inline constexpr int kUnroll = kVectorLanes<Out> > 4 ? 1 : 2;
 
-/// Whether blocks whose elements all exist are worth code of their own: not the long code of double
-/// precision.
+/// Whether blocks that lie entirely within the tensor have code of their own. Not for float64,
+/// whose code is long.
 template <class Out>
 inline constexpr bool kHasFullBlocks = sizeof(Out) < 8;
 
-/// Stores N adjacent elements, or those of them that lie below numel.
+/// Stores N adjacent elements, except those at or beyond numel.
 template <bool Full, class Out, class C, int N>
 __device__ __forceinline__ void store_vector(Out* out, const C (&result)[N], int64_t at,
                                              int64_t numel) {
@@ -86,8 +88,8 @@ struct LinearAccess {
 
   static int64_t blocks(int64_t numel) { return ceil_div(numel, kBlockElements); }
 
-  /// Where the thread's vector u begins.
-  __device__ __forceinline__ static int64_t place(int u, int64_t) {
+  /// The first element of the thread's vector u.
+  __device__ __forceinline__ static int64_t begin(int u, int64_t) {
     return blockIdx.x * kBlockElements + (threadIdx.x + u * kThreads) * kLanes;
   }
 
@@ -122,12 +124,12 @@ struct LinearAccess {
   }
 };
 
-/// Up to three dimensions, counted in whole vectors: the innermost size and all strides are
-/// multiples of one, so that 32 bits reach far and no vector is cut. An input that is the same all
-/// along a row is counted in elements. Where the first input and the outputs lie in the order of
-/// the space and nothing is repeated along it (an activation beside its bias), that input is loaded
-/// before any index is computed. The code is straight, since small tensors wait for every
-/// instruction.
+/// Rows of up to three dimensions. The innermost size and all strides are multiples of a vector, so
+/// they count vectors: no vector is cut, and 32 bits reach far. The strides of an input that is
+/// constant along a row count elements. FirstIsLinear: the first input and the outputs have the
+/// order of the iteration space, and no input is constant along a row (a tensor beside its bias);
+/// that input is loaded before any index is computed. The code is straight-line, because small
+/// tensors are bound by latency.
 template <bool FirstIsLinear, class OutType, int Outputs, class... In>
 struct RowAccess {
   using Out = OutType;
@@ -147,15 +149,15 @@ struct RowAccess {
   Divisor size[kRank - 1];
   uint32_t stride[kArity][kRank];
   uint32_t out_stride[Outputs][kRank];
-  bool repeated[kArity];  // along dimension 0
+  bool repeated[kArity];  // the input is constant along dimension 0
 
   using Stage = NoStage;
   __device__ __forceinline__ static void stage(Stage&, int64_t) {}
 
   static int64_t blocks(int64_t numel) { return ceil_div(numel, kBlockElements); }
 
-  /// Where the thread's vector u begins.
-  __device__ __forceinline__ static int64_t place(int u, int64_t) {
+  /// The first element of the thread's vector u.
+  __device__ __forceinline__ static int64_t begin(int u, int64_t) {
     return blockIdx.x * kBlockElements + (threadIdx.x + u * kThreads) * kLanes;
   }
 
@@ -169,7 +171,7 @@ struct RowAccess {
   __device__ __forceinline__ void load_each(elementwise::Packet<C, N, In...>& packet, int64_t at,
                                             std::index_sequence<K...>) const {
     (load_run<K>(::cuda::std::get<K>(packet.vectors), static_cast<const In*>(inputs[K]), at), ...);
-    // Behind the others: to fill a vector is to wait for its element.
+    // Last, because filling a vector waits for its element.
     if constexpr (!FirstIsLinear)
       (fill<K>(::cuda::std::get<K>(packet.vectors), static_cast<const In*>(inputs[K]), at), ...);
   }
@@ -202,17 +204,17 @@ struct RowAccess {
     }
   }
 
-  /// In the unit of the strides.
+  /// The offset of element `at`, in the unit of the strides.
   __device__ __forceinline__ uint32_t offset(const uint32_t (&strides)[kRank], int64_t at,
                                              int lanes) const {
     const uint32_t vector = static_cast<uint32_t>(at / lanes);
     const uint32_t row = size[0].quotient(vector);
     const uint32_t slab = size[1].quotient(row);
-    const uint32_t place[kRank] = {vector - row * size[0].divisor(), row - slab * size[1].divisor(),
+    const uint32_t index[kRank] = {vector - row * size[0].divisor(), row - slab * size[1].divisor(),
                                    slab};
     uint32_t offset = 0;
 #pragma unroll
-    for (int d = 0; d < kRank; ++d) offset += place[d] * strides[d];
+    for (int d = 0; d < kRank; ++d) offset += index[d] * strides[d];
     return offset;
   }
 };

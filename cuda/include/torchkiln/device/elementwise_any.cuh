@@ -1,13 +1,13 @@
 #pragma once
 
-// Access to operands of any strides, alignment and mix of dtypes.
+// Accessor for operands of any strides, alignment and mix of dtypes.
 
 #include "torchkiln/device/elementwise_access.cuh"
 
 namespace torchkiln::device {
 namespace elementwise {
 
-/// One element of each input, as it lies in memory, and where the results go.
+/// One element of each input as raw bits, and the offsets of the results.
 template <class C, int Outputs, int Arity>
 struct AnyPacket {
   uint64_t raw[Arity];
@@ -29,12 +29,13 @@ struct AnyPacket {
   }
 };
 
-// Not inlined: a hundred instructions, for tensors of more than 2^31 elements.
+// Out of line: a 64-bit division takes a hundred instructions, and only tensors of 2^31 or more
+// elements need it.
 inline __device__ __noinline__ int64_t divide(uint64_t a, uint64_t b) { return a / b; }
 
-/// A thread owns single elements, and a warp adjacent ones: whatever lies evenly is still read
-/// together. Indices are divided once for all operands; what is loaded keeps its bits until all
-/// loads are on the way.
+/// A thread owns single elements and a warp adjacent ones, so that contiguous operands are still
+/// read in full lines. One index computation serves all operands. Elements keep their bits until
+/// all loads are issued.
 template <class OutType, int Outputs, int Arity>
 struct AnyAccess {
   using Out = OutType;
@@ -50,30 +51,30 @@ struct AnyAccess {
   using Stage = NoStage;
 
   Elementwise<Arity, Outputs> arguments;
-  bool narrow;             // fewer than 2^31 elements: indices are divided by
-  Divisor size[kMaxRank];  // these, since a 64-bit division costs a hundred instructions
+  bool narrow;  // fewer than 2^31 elements: 32-bit indices, divided by `size`
+  Divisor size[kMaxRank];
 
   static int64_t blocks(int64_t numel) { return ceil_div(numel, kBlockElements); }
   __device__ __forceinline__ static void stage(Stage&, int64_t) {}
 
-  __device__ __forceinline__ static int64_t place(int u, int64_t) {
+  __device__ __forceinline__ static int64_t begin(int u, int64_t) {
     return blockIdx.x * kBlockElements + threadIdx.x + u * kThreads;
   }
 
-  /// Calls body(d, place along dimension d) for element `at`.
+  /// Calls body(d, index along dimension d) for element `at`.
   template <class Body>
   __device__ __forceinline__ void locate(int64_t at, const Body& body) const {
     const auto& layout = arguments.layout;
 #pragma unroll 1
     for (int d = 0; d < layout.rank; ++d) {
-      int64_t place = at;
+      int64_t index = at;
       if (d + 1 < layout.rank) {
         const int64_t rest =
             narrow ? size[d].quotient(static_cast<uint32_t>(at)) : divide(at, layout.size[d]);
-        place = at - rest * layout.size[d];
+        index = at - rest * layout.size[d];
         at = rest;
       }
-      body(d, place);
+      body(d, index);
     }
   }
 
@@ -95,11 +96,11 @@ struct AnyAccess {
     int64_t offset[Arity] = {};
 #pragma unroll
     for (int o = 0; o < Outputs; ++o) packet.out_offset[o] = 0;
-    locate(at, [&](int d, int64_t place) {
+    locate(at, [&](int d, int64_t index) {
 #pragma unroll
-      for (int k = 0; k < Arity; ++k) offset[k] += place * layout.stride[k][d];
+      for (int k = 0; k < Arity; ++k) offset[k] += index * layout.stride[k][d];
 #pragma unroll
-      for (int o = 0; o < Outputs; ++o) packet.out_offset[o] += place * layout.out_stride[o][d];
+      for (int o = 0; o < Outputs; ++o) packet.out_offset[o] += index * layout.out_stride[o][d];
     });
 #pragma unroll
     for (int k = 0; k < Arity; ++k) {

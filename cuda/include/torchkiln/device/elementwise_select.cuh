@@ -1,7 +1,8 @@
 #pragma once
 
-// Which access a problem allows, and how it is made.
+// Selects the narrowest accessor that fits a problem, and makes it.
 
+#include "torchkiln/device/alignment.cuh"
 #include "torchkiln/device/elementwise_any.cuh"
 #include "torchkiln/device/elementwise_transposed.cuh"
 
@@ -11,37 +12,35 @@ namespace elementwise {
 template <class In, int Inputs, int Outputs>
 bool reads_linearly(const Elementwise<Inputs, Outputs>& arguments, int k) {
   return arguments.in_dtype[k] == DtypeOf<In>::value && arguments.layout.linear(k) &&
-         aligned(arguments.in[k], kVectorBytes);
+         aligned(arguments.in[k]);
 }
 
 template <int Inputs, int Outputs>
 bool writes_linearly(const Elementwise<Inputs, Outputs>& arguments, int o) {
-  return arguments.layout.out_linear(o) && aligned(arguments.out[o], kVectorBytes);
+  return arguments.layout.out_linear(o) && aligned(arguments.out[o]);
 }
 
-/// Whether the iteration space has rows of whole vectors, counted in 32 bits.
+/// Whether the rows of the iteration space are whole vectors, and their number has 31 bits.
 template <int Inputs, int Outputs>
 bool has_rows(const Layout<Inputs, Outputs>& layout, int lanes) {
-  constexpr int kRank = 3;  // of RowAccess
+  constexpr int kRank = 3;  // same as in RowAccess
   return layout.rank > 0 && layout.rank <= kRank && layout.size[0] % lanes == 0 &&
          layout.numel / lanes < int64_t{1} << 31;
 }
 
-/// Whether these strides lead to whole vectors along dimension 0 or, of `unit` 1, to elements that
-/// are the same along it; counted in 32 bits.
+/// Whether an operand has whole vectors of `unit` elements along dimension 0 or, for unit 1, is
+/// constant along it; and its offsets, in units, have 32 bits.
 template <int Inputs, int Outputs>
-bool lies_in_rows(const Layout<Inputs, Outputs>& layout, const int64_t (&strides)[kMaxRank],
-                  const void* data, int unit) {
-  if (unit > 1 && (strides[0] != 1 || !aligned(data, kVectorBytes))) return false;
+bool fits_rows(const Layout<Inputs, Outputs>& layout, const int64_t (&strides)[kMaxRank],
+               const void* data, int unit) {
+  if (unit > 1 && (strides[0] != 1 || !rows_in_vectors(data, unit, {strides[1], strides[2]})))
+    return false;
   int64_t reach = layout.size[0] / unit;
-  for (int d = 1; d < layout.rank; ++d) {
-    if (strides[d] % unit != 0) return false;
-    reach += (layout.size[d] - 1) * (strides[d] / unit);
-  }
+  for (int d = 1; d < layout.rank; ++d) reach += (layout.size[d] - 1) * (strides[d] / unit);
   return reach < int64_t{1} << 32;
 }
 
-/// The accessors of one problem: inputs of exactly the types In are reached fast.
+/// Makes the accessors of a problem. Vector access needs inputs of exactly the types In.
 template <class Out, class... In>
 struct Accessors {
   static constexpr int kInputs = sizeof...(In);
@@ -59,11 +58,11 @@ struct Accessors {
     const auto& layout = arguments.layout;
     if (!has_rows(layout, lanes)) return false;
     for (int o = 0; o < Outputs; ++o)
-      if (!lies_in_rows(layout, layout.out_stride[o], arguments.out[o], lanes)) return false;
+      if (!fits_rows(layout, layout.out_stride[o], arguments.out[o], lanes)) return false;
     return all_inputs_rows(arguments, lanes, kEach);
   }
 
-  /// Whether input k is the same all along dimension 0.
+  /// Whether input k is constant along dimension 0.
   template <class Layout>
   static bool is_repeated(const Layout& layout, int k) {
     return layout.stride[k][0] == 0;
@@ -100,9 +99,9 @@ struct Accessors {
     return access;
   }
 
-  /// Whether some input runs along dimension 1 while the output runs along dimension 0, in planes
-  /// that are worth squares. Where threads share bytes of a mask, eight neighbours along dimension
-  /// 0 have to be one byte.
+  /// Whether some input is contiguous along dimension 1 while the output is contiguous along
+  /// dimension 0, in planes large enough for squares. `whole_bytes`: threads share bytes of a mask,
+  /// so eight elements along dimension 0 must be one byte.
   template <int Outputs>
   static bool is_transposed(const Elementwise<kInputs, Outputs>& arguments, bool whole_bytes) {
     const auto& layout = arguments.layout;
@@ -175,8 +174,8 @@ struct Accessors {
   static bool all_inputs_rows(const Elementwise<kInputs, Outputs>& arguments, int lanes,
                               std::index_sequence<K...>) {
     return ((arguments.in_dtype[K] == DtypeOf<In>::value &&
-             lies_in_rows(arguments.layout, arguments.layout.stride[K], arguments.in[K],
-                          is_repeated(arguments.layout, K) ? 1 : lanes)) &&
+             fits_rows(arguments.layout, arguments.layout.stride[K], arguments.in[K],
+                       is_repeated(arguments.layout, K) ? 1 : lanes)) &&
             ...);
   }
 };

@@ -1,15 +1,19 @@
 #pragma once
 
-// Access to operands one of which is transposed beside the output.
+// Accessor for operands one of which is transposed relative to the output.
 
 #include "torchkiln/device/elementwise_access.cuh"
 
 namespace torchkiln::device {
 namespace elementwise {
 
-/// Squares of 32 x 32 elements along dimensions 0 and 1, for inputs that are contiguous along
-/// dimension 1 (transposed beside the output): a warp reads them along that one, and shared memory
-/// turns them. A third dimension may count such planes.
+/// Squares of 32 x 32 elements along dimensions 0 and 1. An input that is contiguous along
+/// dimension 1 is read along dimension 1 and transposed in shared memory; every other operand is
+/// read along dimension 0. A third dimension, if there is one, counts planes of squares.
+///
+///      memory                          shared memory                    registers
+///   a warp reads 32 elements along  ->  column of a square, rows of  ->  a warp reads a row
+///   dimension 1                         33 elements                      of the square
 template <class OutType, int Outputs, class... In>
 struct TransposedAccess {
   using Out = OutType;
@@ -25,7 +29,7 @@ struct TransposedAccess {
   static_assert(kBlockElements == kSide * kSide);
   template <class C>
   using Packet = elementwise::Packet<C, 1, In...>;
-  /// A square of each input; the odd length of its rows keeps columns out of one bank.
+  /// A square of each input. Rows of 33 elements put the elements of a column into different banks.
   struct Stage {
     alignas(8) unsigned char bytes[kArity][kSide * (kSide + 1) * 8];
   };
@@ -37,34 +41,34 @@ struct TransposedAccess {
   int64_t out_stride[Outputs][kRank];
   uint32_t size[2];
   Divisor across, down;  // squares along dimensions 0 and 1
-  int64_t count;         // of squares
+  int64_t count;         // squares in all
 
   int64_t blocks(int64_t) const { return count; }
 
-  /// Element (i0, i1) of the block's square.
-  struct Place {
+  /// Element (i0, i1) of the block's square, as indices along the dimensions.
+  struct Position {
     uint32_t at[kRank];
 
     __device__ __forceinline__ int64_t offset(const int64_t (&strides)[kRank]) const {
       return at[0] * strides[0] + at[1] * strides[1] + at[2] * strides[2];
     }
   };
-  __device__ __forceinline__ Place locate(int i0, int i1) const {
+  __device__ __forceinline__ Position locate(int i0, int i1) const {
     const uint32_t row_of_squares = across.quotient(blockIdx.x);
     const uint32_t plane = down.quotient(row_of_squares);
     return {{(blockIdx.x - row_of_squares * across.divisor()) * kSide + i0,
              (row_of_squares - plane * down.divisor()) * kSide + i1, plane}};
   }
 
-  // A thread is in column lane() of the square and in rows row() + u * kRowStep: read along the
-  // other dimension, what is a row becomes a column.
+  // A thread owns column lane() of the square and rows row() + u * kRowStep. Reading along the
+  // other dimension, it owns the transposed elements.
   static constexpr int kRowStep = kThreads / kSide;
   __device__ __forceinline__ static int row() { return threadIdx.x / kSide; }
   __device__ __forceinline__ static int lane() { return threadIdx.x % kSide; }
 
-  /// The place in the iteration space, or numel where the square reaches beyond it.
-  __device__ __forceinline__ int64_t place(int u, int64_t numel) const {
-    const Place here = locate(lane(), row());
+  /// The index in the iteration space, or numel if the square reaches beyond it.
+  __device__ __forceinline__ int64_t begin(int u, int64_t numel) const {
+    const Position here = locate(lane(), row());
     const uint32_t at1 = here.at[1] + u * kRowStep;
     if (here.at[0] >= size[0] || at1 >= size[1]) return numel;
     return (int64_t{here.at[2]} * size[1] + at1) * size[0] + here.at[0];
@@ -82,7 +86,7 @@ struct TransposedAccess {
   __device__ __forceinline__ void stage_one(Stage& staged) const {
     if (!transposed[K]) return;
     T* square = reinterpret_cast<T*>(staged.bytes[K]);
-    const Place here = locate(row(), lane());
+    const Position here = locate(row(), lane());
     const T* from = static_cast<const T*>(inputs[K]) + here.offset(stride[K]);
     T loaded[kUnroll];
 #pragma unroll
@@ -103,7 +107,7 @@ struct TransposedAccess {
   template <class C, size_t... K>
   __device__ __forceinline__ void load_each(elementwise::Packet<C, 1, In...>& packet, int u,
                                             const Stage& staged, std::index_sequence<K...>) const {
-    const Place here = locate(lane(), row());
+    const Position here = locate(lane(), row());
     const int at = (row() + u * kRowStep) * (kSide + 1) + lane();
     ((::cuda::std::get<K>(packet.vectors).lane[0] =
           transposed[K] ? reinterpret_cast<const In*>(staged.bytes[K])[at]
@@ -116,7 +120,7 @@ struct TransposedAccess {
   __device__ __forceinline__ void store(const Packet<C>&, const C (&results)[Outputs][1],
                                         int64_t at, int64_t numel, int u) const {
     if (at >= numel) return;
-    const Place here = locate(lane(), row());
+    const Position here = locate(lane(), row());
 #pragma unroll
     for (int o = 0; o < Outputs; ++o)
       outputs[o][here.offset(out_stride[o]) + u * kRowStep * out_stride[o][1]] =

@@ -4,9 +4,9 @@
 
 namespace torchkiln::device {
 
-/// Division of numbers below 2^31 by one that the host knows: a multiplication and a shift instead
-/// of some twenty instructions. With l = ceil(log2 d), n / d = n * (floor(2^(31 + l) / d) + 1) >>
-/// (31 + l) for every such n.
+/// Division of numbers below 2^31 by a divisor that the host knows: a multiplication and a shift
+/// instead of some 20 instructions. With l = ceil(log2 d), n / d = n * (floor(2^(31 + l) / d) + 1)
+/// >> (31 + l) for every such n.
 class Divisor {
  public:
   Divisor() = default;

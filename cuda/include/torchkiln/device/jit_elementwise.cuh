@@ -1,11 +1,11 @@
 #pragma once
 
-// Elementwise kernels of formulas that are known at run time only, for torchkiln.jit: a few types
-// and one kernel, so that they compile in a tenth of a second, without CUDA's C++ library.
+// Elementwise kernels of formulas that are known at run time only, for torchkiln.jit. A few types
+// and one kernel without CUDA's C++ library, so that they compile in 0.1 s.
 //
 // A thread owns kUnroll vectors of kLanes elements along the innermost dimension, a warp adjacent
-// ones. Each operand lies there without gaps (kVector), or is the same all along (kOne), or lies
-// anyhow; then kLanes is 1.
+// ones. An operand is contiguous there (Reach::vector), constant (Reach::one), or has any stride
+// (Reach::any), in which case kLanes is 1.
 
 #include "torchkiln/core/functors.h"
 #include "torchkiln/core/layout.h"
@@ -14,7 +14,7 @@
 
 namespace torchkiln::device {
 
-// NaN goes through both, as in torch.
+// Both return NaN if either argument is NaN, as in torch.
 template <class C>
 TORCHKILN_FUNCTION C maximum(C a, C b) {
   return a > b || a != a ? a : b;
@@ -35,21 +35,21 @@ inline constexpr int kUnroll = 2;
 
 enum class Reach { vector, one, any };
 
-/// An operand: its type and how it is reached.
+/// An operand: its element type and how it is read.
 template <class Type, Reach kHow>
 struct Operand {
   using T = Type;
   static constexpr Reach kReach = kHow;
 };
 
-/// What the host says, laid out as it packs it. Dimension 0 is the innermost one; its size counts
-/// vectors, and so do the strides of operands that are read by vectors there.
+/// The iteration space, in the binary layout that the host packs. Dimension 0 is the innermost one.
+/// Its size counts vectors, and so does its stride for operands that are read in vectors.
 template <int kOperands>
 struct Space {
-  int64_t count;     // of vectors
-  int64_t elements;  // along the innermost dimension, which the last vector may overrun
+  int64_t count;     // vectors in all
+  int64_t elements;  // along the innermost dimension; the last vector may reach beyond them
   int32_t rank;
-  int32_t narrow;  // fewer than 2^31: a multiplication instead of a division
+  int32_t narrow;  // fewer than 2^31 vectors: multiplication and shift instead of division
   uint32_t divisor[kMaxRank];
   uint32_t multiplier[kMaxRank];
   uint32_t shift[kMaxRank];
@@ -57,14 +57,14 @@ struct Space {
   int64_t stride[kOperands][kMaxRank];
   void* data[kOperands];
 
-  /// Where vector `at` of each operand lies.
+  /// Computes the offset of vector `at` in each operand, and its index along dimension 0.
   __device__ __forceinline__ void locate(int64_t at, int64_t (&offset)[kOperands],
                                          int64_t& innermost) const {
 #pragma unroll
     for (int k = 0; k < kOperands; ++k) offset[k] = 0;
 #pragma unroll 1
     for (int d = 0; d < rank; ++d) {
-      int64_t place = at;
+      int64_t index = at;
       if (d + 1 < rank) {
         int64_t rest;
         if (narrow) {
@@ -73,17 +73,17 @@ struct Space {
         } else {
           rest = static_cast<int64_t>(static_cast<uint64_t>(at) / static_cast<uint64_t>(size[d]));
         }
-        place = at - rest * size[d];
+        index = at - rest * size[d];
         at = rest;
       }
-      if (d == 0) innermost = place;
+      if (d == 0) innermost = index;
 #pragma unroll
-      for (int k = 0; k < kOperands; ++k) offset[k] += place * stride[k][d];
+      for (int k = 0; k < kOperands; ++k) offset[k] += index * stride[k][d];
     }
   }
 };
 
-/// The elements of one input, as they are computed with.
+/// Loads a vector of one input as the compute type. Lanes from `valid` on do not exist.
 template <class In, int kLanes, class C>
 __device__ __forceinline__ void fetch(const void* data, int64_t offset, int valid,
                                       C (&to)[kLanes]) {

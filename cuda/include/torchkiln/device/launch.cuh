@@ -13,32 +13,32 @@ namespace torchkiln::device {
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-#ifndef __CUDACC_RTC__  // which compiles nothing that launches
+#ifndef __CUDACC_RTC__  // NVRTC compiles no host code
 
-/// The largest grid along x: 2^31 blocks of at least 512 elements. More are refused.
+/// The largest grid along x: 2^31 - 1 blocks of at least 512 elements. Larger problems are refused.
 inline constexpr int64_t kMaxGridX = (int64_t{1} << 31) - 1;
 
-/// What launches need to know of the current device, asked of the driver once a device.
+/// Properties of the current device that launches depend on; queried once per device.
 struct Device {
   int multiprocessors = 1;
-  // Whether kernels may overlap, and blocks form clusters.
+  // Whether launches may overlap and blocks may form clusters.
   bool runs_90_code = false;
-  // Of one block, once it is asked for.
+  // Shared memory that one block may opt in to.
   int shared_bytes = 48 * 1024;
 };
 
-/// Stands for all kernels of the library, which are compiled for the same architectures.
+/// Empty kernel, queried for the architectures this library was compiled for.
 template <int = 0>
 __global__ void probe() {}
 
 inline Device current_device() {
   constexpr int kDevices = 64;
-  // shared_bytes << 32 | multiprocessors << 1 | runs_90_code. Two threads that both ask write the
-  // same.
-  static int64_t known[kDevices] = {};
+  // shared_bytes << 32 | multiprocessors << 1 | runs_90_code. A race is harmless: all threads write
+  // the same value.
+  static int64_t cached[kDevices] = {};
   int device = 0;
   if (cudaGetDevice(&device) != cudaSuccess || device >= kDevices) return {};
-  int64_t packed = __atomic_load_n(&known[device], __ATOMIC_RELAXED);
+  int64_t packed = __atomic_load_n(&cached[device], __ATOMIC_RELAXED);
   if (packed == 0) {
     int multiprocessors = 1;
     int shared_bytes = 0;
@@ -50,25 +50,26 @@ inline Device current_device() {
         cudaFuncGetAttributes(&code, probe<>) != cudaSuccess) {
       return {};
     }
-    // What was compiled counts, not the GPU: code for an older architecture, which the driver
-    // translates, does not wait in wait_for_previous_kernel() and knows no clusters.
+    // The compiled code counts, not the GPU: code for an older architecture, translated by the
+    // driver, has no wait in wait_for_previous_kernel() and no clusters.
     packed = int64_t{shared_bytes} << 32 | multiprocessors << 1 | (code.ptxVersion >= 90 ? 1 : 0);
-    __atomic_store_n(&known[device], packed, __ATOMIC_RELAXED);
+    __atomic_store_n(&cached[device], packed, __ATOMIC_RELAXED);
   }
   return {static_cast<int>(packed & 0xffffffff) >> 1, (packed & 1) != 0,
           static_cast<int>(packed >> 32)};
 }
 
-/// What a kernel is launched with.
+/// Launch configuration of a kernel.
 struct Grid {
   dim3 blocks;
   dim3 threads;
-  int cluster = 1;       // blocks of a cluster, along x
-  int shared_bytes = 0;  // of dynamic shared memory
+  int cluster = 1;       // blocks per cluster, along x
+  int shared_bytes = 0;  // dynamic shared memory
   bool overlaps = true;
 };
 
-/// Reports a launch to torchkiln.explain(), with the resources that the compiler gave the kernel.
+/// Reports a launch to torchkiln.explain(), with the resources that the compiler assigned to the
+/// kernel.
 inline void trace_launch(trace::Listener& listener, const void* kernel, const Grid& grid) {
   trace::GpuLaunch launch{};
   cudaFuncAttributes code{};
@@ -99,14 +100,14 @@ inline void trace_launch(trace::Listener& listener, const void* kernel, const Gr
   listener.launched(launch);
 }
 
-/// Queues a kernel. `overlaps`: its blocks may start while the kernel before it still runs; then it
-/// must begin with wait_for_previous_kernel(). Asks nothing of current_device(), so that files
-/// compiled for one architecture alone can call it: current_device() is an inline function that
-/// exists once in the library, with the architectures of any one file.
+/// Queues a kernel. `overlaps`: its blocks may start while the previous kernel still runs, so the
+/// kernel must begin with wait_for_previous_kernel(). Does not call current_device(): that inline
+/// function exists once in the library, with the architectures of an arbitrary file, so a file
+/// compiled for a single architecture must not instantiate it.
 template <class... Parameters, class... Arguments>
 Status launch_kernel(void (*kernel)(Parameters...), const Grid& grid, bool overlaps,
                      cudaStream_t stream, const Arguments&... arguments) {
-  constexpr int kAlwaysAllowed = 32 * 1024;  // beside static shared memory
+  constexpr int kAlwaysAllowed = 32 * 1024;  // together with static shared memory
   cudaError_t error = cudaSuccess;
   if (grid.shared_bytes > kAlwaysAllowed) {
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -140,9 +141,9 @@ Status launch_kernel(void (*kernel)(Parameters...), const Grid& grid, bool overl
   return {cudaGetErrorString(error)};
 }
 
-/// Queues a kernel that begins with wait_for_previous_kernel(). From compute capability 9.0 on its
-/// launch overlaps the end of the kernel before it, unless grid.overlaps is false: behind cuBLAS,
-/// which never triggers an early start, overlapping costs 0.5 us in a CUDA graph.
+/// Queues a kernel that begins with wait_for_previous_kernel(). On compute capability 9.0 and later
+/// the launch overlaps the end of the previous kernel, unless grid.overlaps is false. Behind
+/// cuBLAS, which never triggers early, overlapping costs 0.5 us in a CUDA graph.
 template <class... Parameters, class... Arguments>
 Status launch_overlapped(void (*kernel)(Parameters...), const Grid& grid, cudaStream_t stream,
                          const Arguments&... arguments) {
@@ -153,9 +154,9 @@ Status launch_overlapped(void (*kernel)(Parameters...), const Grid& grid, cudaSt
 #endif
 
 #ifdef __CUDACC__
-/// Waits until the kernel before this one has finished and its results are visible, then lets the
-/// next one be started. In this order: a kernel that has begun thereby knows that all before its
-/// predecessor are done, too, and memory that they used may be written.
+/// Waits until the previous kernel has finished and its results are visible, then allows the next
+/// kernel to start. The order matters: a running kernel can rely on all kernels before its
+/// predecessor having finished, so it may reuse their memory.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   cudaGridDependencySynchronize();

@@ -23,14 +23,14 @@ struct DtypeOf<__nv_bfloat16> {
 
 namespace torchkiln::device {
 
-/// dispatch for the types that the elementwise kernels are made for.
+/// dispatch() over the types that the elementwise kernels are compiled for.
 template <class Body>
 Status dispatch_floating(Dtype dtype, const Body& body) {
   return dispatch<float, double, __half, __nv_bfloat16>(dtype, body);
 }
 
-/// Calls body(TypeTag<W>) of the type of parameters, or of a bias, beside elements of T: the same
-/// or, beside half precision, float32.
+/// Calls body(TypeTag<W>{}) with the type of a weight or bias beside elements of type T: T or,
+/// beside half precision, float32.
 #pragma nv_exec_check_disable
 template <class T, class Body>
 __host__ __device__ __forceinline__ auto with_parameter_type(Dtype dtype, const Body& body) {
@@ -40,21 +40,27 @@ __host__ __device__ __forceinline__ auto with_parameter_type(Dtype dtype, const 
   return body(TypeTag<T>{});
 }
 
-/// The widest access of one thread.
+/// The widest load or store of one thread.
 inline constexpr int kVectorBytes = 16;
 
-/// How many T one 16-byte access holds.
+/// Elements of type T per 16-byte vector.
 template <class T>
 inline constexpr int kVectorLanes = kVectorBytes / static_cast<int>(sizeof(T));
 
-/// N elements that move in accesses of up to 16 bytes.
+/// How many elements `row` begins after a 16-byte boundary.
+template <class T>
+__device__ __forceinline__ int elements_past_boundary(const T* row) {
+  return static_cast<int>(reinterpret_cast<uintptr_t>(row) / sizeof(T) % kVectorLanes<T>);
+}
+
+/// N elements that are loaded and stored in accesses of up to 16 bytes.
 template <class T, int N>
 struct alignas(N * sizeof(T) < kVectorBytes ? N * sizeof(T) : kVectorBytes) Vec {
   T lane[N];
 };
 
-/// Sets all lanes. Of half precision two at a time: a compiler that has seen single halfs keeps
-/// each in a register of its own.
+/// Sets all lanes, in half precision two per 32-bit register: nvcc would keep single halfs in a
+/// register each.
 template <class T, int N>
 __device__ __forceinline__ void fill(Vec<T, N>& vector, T value) {
   if constexpr (sizeof(T) == 2 && N % 2 == 0) {
@@ -80,13 +86,14 @@ __device__ __forceinline__ __half convert<__half, float>(float value) {
   return __float2half_rn(value);
 }
 
-/// Loads N adjacent elements, `from` aligned to 16 bytes or, where they are fewer, to themselves.
+/// Loads N adjacent elements. `from` is aligned to the size of the vector, at most 16 bytes.
 template <int N, class T>
 __device__ __forceinline__ Vec<T, N> load_vector(const T* from) {
   return *reinterpret_cast<const Vec<T, N>*>(from);
 }
 
-/// The same of what no kernel writes while this one runs: such loads may be moved before stores.
+/// load_vector() through the read-only path: for memory that no kernel writes meanwhile. The
+/// compiler may hoist it above stores.
 template <int N, class T>
 __device__ __forceinline__ Vec<T, N> load_constant(const T* from) {
   if constexpr (N * sizeof(T) == kVectorBytes) {
@@ -100,10 +107,10 @@ __device__ __forceinline__ Vec<T, N> load_constant(const T* from) {
   }
 }
 
-/// N elements of what no kernel writes while this one runs, which begin `past` elements behind a
-/// 16-byte boundary, modulo a vector. One vector more is read than they fill.
+/// Loads N elements that begin `past` elements (modulo a vector) after a 16-byte boundary, through
+/// the read-only path. Reads aligned vectors, one more than N elements fill.
 template <int N, class T>
-__device__ __forceinline__ Vec<T, N> load_between(const T* from, int past) {
+__device__ __forceinline__ Vec<T, N> load_unaligned(const T* from, int past) {
   constexpr int kEach = kVectorLanes<T>;
   constexpr int kWords = N * static_cast<int>(sizeof(T)) / 4;
   static_assert(N % kEach == 0, "whole vectors");
@@ -117,8 +124,8 @@ __device__ __forceinline__ Vec<T, N> load_between(const T* from, int past) {
     words[4 * part + 2] = some.z;
     words[4 * part + 3] = some.w;
   }
-  // Moved down by what is before them: by two words or not, by one, by half of one. An index that
-  // is not known to the compiler would put them into local memory.
+  // Shifts the words down by `past`: by two words if bit 3 of the byte count is set, by one if bit
+  // 2 is, by half a word if bit 1 is. A variable array index would move the array to local memory.
   const int bytes = past * static_cast<int>(sizeof(T));
 #pragma unroll
   for (int i = 0; i < kWords + 2; ++i) words[i] = (bytes & 8) != 0 ? words[i + 2] : words[i];
@@ -136,8 +143,8 @@ __device__ __forceinline__ Vec<T, N> load_between(const T* from, int past) {
   return result;
 }
 
-/// The elements of a vector as they are computed with. A bfloat16 is the upper half of a float: one
-/// shift or one mask for each.
+/// Converts a vector to the compute type. A bfloat16 is the upper half of a float: one shift or
+/// mask per element.
 template <class C, class T, int N>
 __device__ __forceinline__ void widen(const Vec<T, N>& from, C (&to)[N]) {
   if constexpr (std::is_same_v<T, __nv_bfloat16> && std::is_same_v<C, float> && N % 2 == 0) {
@@ -163,10 +170,10 @@ __device__ __forceinline__ void widen(const Vec<T, N>& from, C (&to)[N]) {
   }
 }
 
-/// Has the compiler widen() the vectors anew from here on: floats of half precision that it keeps
-/// from one use to the next take twice the registers, which it does not have.
+/// Forces re-conversion after this point: the converted floats of half precision take twice the
+/// registers of the vectors, too many to keep alive.
 template <class T, int N, int kItems>
-__device__ __forceinline__ void widen_anew(Vec<T, N> (&items)[kItems]) {
+__device__ __forceinline__ void force_reconversion(Vec<T, N> (&items)[kItems]) {
   if constexpr (sizeof(Vec<T, N>) % sizeof(uint32_t) == 0) {
 #pragma unroll
     for (int k = 0; k < kItems; ++k) {
@@ -178,9 +185,9 @@ __device__ __forceinline__ void widen_anew(Vec<T, N> (&items)[kItems]) {
   }
 }
 
-/// The larger of each two elements, two at a time in half precision; NaN only where both are.
+/// The elementwise maximum, two elements at a time in half precision. NaN only if both are NaN.
 template <class T, int N>
-__device__ __forceinline__ Vec<T, N> larger(const Vec<T, N>& a, const Vec<T, N>& b) {
+__device__ __forceinline__ Vec<T, N> elementwise_max(const Vec<T, N>& a, const Vec<T, N>& b) {
   Vec<T, N> result;
   if constexpr (sizeof(T) == 2 && N % 2 == 0) {
     using Two = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
@@ -208,27 +215,23 @@ __device__ __forceinline__ void store(T* to, const C (&from)[N]) {
   *reinterpret_cast<Vec<T, N>*>(to) = vector;
 }
 
-/// store() of one 16-byte vector where `wanted`, without a branch: what follows need not wait for
-/// it.
+/// Predicated store() of one 16-byte vector: without a branch, so that the code after it need not
+/// wait.
 template <int N, class C, class T>
-__device__ __forceinline__ void store_if(bool wanted, T* to, const C (&from)[N]) {
+__device__ __forceinline__ void store_if(bool condition, T* to, const C (&from)[N]) {
   static_assert(N * sizeof(T) == kVectorBytes, "one whole vector");
   Vec<T, N> vector;
 #pragma unroll
   for (int i = 0; i < N; ++i) vector.lane[i] = convert<T>(from[i]);
   const uint4 words = *reinterpret_cast<const uint4*>(&vector);
   asm volatile(
-      "{.reg .pred wanted;\n"
-      "setp.ne.s32 wanted, %5, 0;\n"
-      "@wanted st.global.v4.b32 [%0], {%1, %2, %3, %4};}"
+      "{.reg .pred condition;\n"
+      "setp.ne.s32 condition, %5, 0;\n"
+      "@condition st.global.v4.b32 [%0], {%1, %2, %3, %4};}"
       :
       : "l"(to), "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w),
-        "r"(static_cast<int>(wanted))
+        "r"(static_cast<int>(condition))
       : "memory");
-}
-
-inline bool aligned(const void* pointer, size_t bytes) {
-  return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
 }
 
 }  // namespace torchkiln::device

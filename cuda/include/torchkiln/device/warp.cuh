@@ -1,13 +1,13 @@
 #pragma once
 
 // Reductions over the lanes of a warp, by shuffles. Includes no header, so that torchkiln.jit
-// compiles it in milliseconds.
+// compiles this file in milliseconds.
 
 namespace torchkiln::device {
 
 inline constexpr int kWarpLanes = 32;
 
-/// The sum of two numbers, for reductions.
+/// Reduction operator: the sum of two numbers.
 struct Sum {
   template <class C>
   static __device__ __forceinline__ C identity() {
@@ -19,7 +19,7 @@ struct Sum {
   }
 };
 
-/// The larger of two numbers; NaN only if both are.
+/// Reduction operator: the maximum of two numbers; NaN only if both are NaN.
 struct Max {
   template <class C>
   static __device__ __forceinline__ C identity() {
@@ -31,10 +31,10 @@ struct Max {
   }
 };
 
-// A reduction's `op` has identity() and combines two numbers, as Sum does, or it has clear() and
-// combines two arrays. combine() and clear() hide the difference.
+// An operator either has identity() and combines two numbers, as Sum does, or has clear() and
+// combines two arrays. combine() and clear() below accept both.
 
-/// a = op(a, b)
+/// Sets a = op(a, b).
 template <class Op, class C, int N>
 __device__ __forceinline__ auto combine(const Op& op, C (&a)[N], const C (&b)[N], int)
     -> decltype(static_cast<void>(op(a[0], b[0]))) {
@@ -46,7 +46,7 @@ __device__ __forceinline__ void combine(const Op& op, C (&a)[N], const C (&b)[N]
   op(a, b);
 }
 
-/// a[i] = the value that changes no other.
+/// Sets a to the identity of the operator.
 template <class Op, class C, int N>
 __device__ __forceinline__ auto clear(const Op&, C (&a)[N], int)
     -> decltype(static_cast<void>(Op::template identity<C>())) {
@@ -58,7 +58,8 @@ __device__ __forceinline__ void clear(const Op&, C (&a)[N], long) {
   Op::clear(a);
 }
 
-/// One step of a reduction: combines each lane's values with those of the lane `offset` away.
+/// One step of a reduction: combines the values of each lane with those of the lane whose index
+/// differs by `offset`.
 template <class C, int N, class Op>
 __device__ __forceinline__ void exchange(C (&values)[N], int offset, const Op& op) {
   C others[N];
@@ -67,8 +68,8 @@ __device__ __forceinline__ void exchange(C (&values)[N], int offset, const Op& o
   combine(op, values, others, 0);
 }
 
-/// Combines values[i] of `lanes` adjacent lanes, a power of two; each lane gets the results. All 32
-/// lanes call it.
+/// Combines values[i] over groups of `lanes` adjacent lanes, a power of two; each lane gets the
+/// results. All 32 lanes must call it.
 template <class C, int N, class Op>
 __device__ __forceinline__ void reduce_warp(C (&values)[N], const Op& op, int lanes = kWarpLanes) {
   for (int offset = lanes / 2; offset > 0; offset /= 2) exchange(values, offset, op);

@@ -12,8 +12,8 @@ namespace cpu {
 TORCHKILN_EXPORT Status activation(const Elementwise<1>& arguments, Activation activation,
                                    int64_t begin, int64_t end);
 
-/// The gradient for x; the inputs are {grad, saved}, where saved is x or the output, as
-/// saved_by(activation) says.
+/// The gradient with respect to x; the inputs are {grad, saved}, where saved is x or the output,
+/// see saved_by(activation).
 TORCHKILN_EXPORT Status activation_backward(const Elementwise<2>& arguments, Activation activation,
                                             int64_t begin, int64_t end);
 
@@ -21,7 +21,7 @@ TORCHKILN_EXPORT Status activation_backward(const Elementwise<2>& arguments, Act
 
 namespace cuda {
 
-/// As their namesakes above, on the current device, queued on `stream`.
+/// The same functions on the current device, queued on `stream`.
 TORCHKILN_EXPORT Status activation(const Elementwise<1>& arguments, Activation activation,
                                    CUstream_st* stream);
 TORCHKILN_EXPORT Status activation_backward(const Elementwise<2>& arguments, Activation activation,

@@ -10,8 +10,8 @@ struct CUstream_st;
 
 namespace torchkiln {
 
-/// What backward reads beside the gradient. Never the output: a rounded one would cost the
-/// derivative of tanh near 1 all its digits in half precision.
+/// The tensor that backward reads besides the gradient. Never the output: in half precision its
+/// rounding would cost the derivative of tanh near 1 all digits.
 inline Saved kept_by_bias_act(Activation activation) {
   const Saved saved = saved_by(activation);
   return saved == Saved::output ? Saved::input : saved;
@@ -22,8 +22,8 @@ struct BiasAct {
   Elementwise<2> elements;
   Activation activation;
   double scale;
-  /// Where backward needs no more than the sign of the output, it may be kept: bit i % 8 of byte
-  /// i / 8 tells whether out[i] is not <= 0. Null when nobody wants it.
+  /// If backward needs only the sign of the output: bit i % 8 of byte i / 8 is set if out[i] is not
+  /// <= 0. Null if backward does not need it.
   uint8_t* signs;
 };
 
@@ -33,12 +33,12 @@ struct BiasAct {
 ///   grad_bias = sum over the rows of grad * activation'(x * scale + bias)
 struct BiasActBackward {
   const void* grad;   // [rows, columns], any strides
-  const void* saved;  // x, the signs of the output, or nothing, as kept_by_bias_act says
-  const void* bias;   // [columns]; read beside x; null for none, where grad_bias is wanted
-  void* grad_x;       // [rows, columns], contiguous; null when not wanted
-  void* grad_bias;    // [columns]; null when not wanted
-  Dtype dtype;        // of all but bias and grad_bias
-  Dtype bias_dtype;   // dtype, or float32 beside a half precision
+  const void* saved;  // x, the signs of the output, or nothing, see kept_by_bias_act()
+  const void* bias;   // [columns]; only used if `saved` is x; null if there is none
+  void* grad_x;       // [rows, columns], contiguous; null if not wanted
+  void* grad_bias;    // [columns]; null if not wanted
+  Dtype dtype;        // of all tensors except bias and grad_bias
+  Dtype bias_dtype;   // dtype, or float32 beside half precision
   Activation activation;
   double scale;
   int64_t rows;
@@ -48,22 +48,23 @@ struct BiasActBackward {
   int64_t saved_row_stride;
   int64_t saved_column_stride;
   int64_t bias_stride;
-  void* workspace;  // of cpu::split(); CUDA launchers allocate theirs
+  void* workspace;  // of the size that cpu::split() returns; CUDA launchers allocate theirs
 };
 
 namespace cpu {
 
-/// For the elements begin <= i < end; where signs are wanted, begin is a multiple of 8.
+/// Computes the elements begin <= i < end; if signs are wanted, begin is a multiple of 8.
 TORCHKILN_EXPORT Status bias_act(const BiasAct& arguments, int64_t begin, int64_t end);
 
-/// The rows in chunks; the results are the columns, where grad_bias is wanted.
+/// Tasks are chunks of rows; results are the columns, if grad_bias is wanted.
 TORCHKILN_EXPORT Split split(const BiasActBackward& arguments);
 
-/// grad_x of the chunks begin <= chunk < end, and their partial sums into the workspace.
+/// Computes grad_x for the chunks begin <= chunk < end, and writes their partial sums to the
+/// workspace.
 TORCHKILN_EXPORT Status bias_act_backward(const BiasActBackward& arguments, int64_t begin,
                                           int64_t end);
 
-/// grad_bias of the columns begin <= column < end, from the partial sums of all chunks.
+/// Computes grad_bias for the columns begin <= column < end, from the partial sums of all chunks.
 TORCHKILN_EXPORT Status bias_act_backward_finish(const BiasActBackward& arguments, int64_t begin,
                                                  int64_t end);
 
@@ -74,8 +75,8 @@ namespace cuda {
 /// On the current device, queued on `stream`.
 TORCHKILN_EXPORT Status bias_act(const BiasAct& arguments, CUstream_st* stream);
 
-/// Both gradients, in one pass over grad and what was saved, and a short second one over partial
-/// sums. No atomics: the result is the same, bit for bit, from run to run.
+/// Both gradients in one pass over grad and the saved tensor, and a short second one over partial
+/// sums. No atomics: results are bitwise reproducible.
 TORCHKILN_EXPORT Status bias_act_backward(const BiasActBackward& arguments, Allocate allocate,
                                           CUstream_st* stream);
 

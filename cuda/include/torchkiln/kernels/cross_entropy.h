@@ -6,23 +6,23 @@ struct CUstream_st;
 
 namespace torchkiln {
 
-/// What a row of logits is compared with: the distribution q over the classes
+/// The target of a row of logits: the distribution q over the classes
 ///   q[c] = weight[c] * ((1 - label_smoothing) * p[c] + label_smoothing / classes)
-/// where p is given, or is 1 at the target class and 0 elsewhere.
 struct ClassTarget {
-  const int64_t* index;       // [rows]; null where probabilities are given
-  const void* probabilities;  // [rows, classes] of the logits' dtype; null where classes are
+  const int64_t* index;       // [rows]; null if probabilities are given
+  const void* probabilities;  // [rows, classes] of the logits' dtype; null if classes are given
   int64_t probabilities_row_stride;
   const void* weight;    // [classes] of the compute type; null for ones
-  int64_t ignore_index;  // rows of this class count for nothing
+  int64_t ignore_index;  // rows of this class are ignored
   double label_smoothing;
 };
 
-/// For each row, with lse = log(sum of exp(logits)) and w the weight of its target class, 0 where
-/// the row is ignored and 1 beside probabilities:
+/// For each row, with lse = log(sum of exp(logits)) and w the weight of its target class (0 if the
+/// row is ignored, 1 if probabilities are given):
 ///   loss = sum over the classes of q * (lse - logits) + z_loss * w * lse^2
-///   mass = (sum of q + 2 * z_loss * w * lse) * exp(log_sum_exp - lse), 0 where the row is ignored
-/// mass makes up for log_sum_exp, which is lse rounded: of large logits the rounding would show.
+///   mass = (sum of q + 2 * z_loss * w * lse) * exp(log_sum_exp - lse), 0 if the row is ignored
+/// The last factor of mass compensates for the rounding of lse to log_sum_exp, which would show for
+/// large logits.
 struct CrossEntropy {
   const void* logits;  // [rows, classes], classes adjacent
   Dtype dtype;
@@ -31,15 +31,15 @@ struct CrossEntropy {
   int64_t rows;
   int64_t classes;
   int64_t row_stride;
-  // All of the compute type:
+  // all of the compute type:
   void* loss;           // [rows]
   void* log_sum_exp;    // [rows]
-  void* mass;           // [rows]: what exp(logits - log_sum_exp) counts for in the gradient
+  void* mass;           // [rows]: the factor of exp(logits - log_sum_exp) in the gradient
   void* target_weight;  // [rows]: w
 };
 
-/// grad_logits = scale * (mass * exp(logits - log_sum_exp) - q), 0 where the row is ignored; scale
-/// is the row's grad, divided by `divisor` where there is one.
+/// grad_logits = scale * (mass * exp(logits - log_sum_exp) - q), 0 if the row is ignored; scale is
+/// the row's grad, divided by `divisor` if that is not null.
 struct CrossEntropyBackward {
   const void* grad;  // [rows] of grad_dtype
   Dtype grad_dtype;
@@ -52,28 +52,28 @@ struct CrossEntropyBackward {
   int64_t rows;
   int64_t classes;
   int64_t row_stride;
-  const void* log_sum_exp;  // as forward stored them
+  const void* log_sum_exp;  // these three as forward stored them
   const void* mass;
   const void* target_weight;
   void* grad_logits;  // [rows, classes], classes adjacent; may be the logits
   int64_t grad_logits_row_stride;
 };
 
-/// out = sum of the losses, divided by that of the target weights where the mean is wanted.
+/// out = sum of the losses, divided by the sum of the target weights if `mean`.
 struct LossSum {
   const void* loss;           // [rows] of the compute type
-  const void* target_weight;  // likewise
-  Dtype dtype;                // that of the logits, from which the compute type follows
+  const void* target_weight;  // [rows] of the compute type
+  Dtype dtype;                // of the logits; determines the compute type
   int64_t rows;
   bool mean;
   void* out;  // one number
   Dtype out_dtype;
-  void* divisor;  // one number of the compute type: the sum of the weights; null unless mean
+  void* divisor;  // one number of the compute type: the sum of the weights; null unless `mean`
 };
 
 namespace cpu {
 
-/// The rows begin <= row < end. A target that is no class stops with an error.
+/// Computes the rows begin <= row < end. Returns an error if a target is not a class.
 TORCHKILN_EXPORT Status cross_entropy(const CrossEntropy& arguments, int64_t begin, int64_t end);
 TORCHKILN_EXPORT Status cross_entropy_backward(const CrossEntropyBackward& arguments, int64_t begin,
                                                int64_t end);
@@ -83,8 +83,8 @@ TORCHKILN_EXPORT Status loss_sum(const LossSum& arguments);
 
 namespace cuda {
 
-/// On the current device, queued on `stream`. A target that is no class stops the kernel and with
-/// it the process's use of the GPU, as in torch.
+/// On the current device, queued on `stream`. A target that is not a class stops the kernel with a
+/// trap, after which the process cannot use the GPU any more, as in torch.
 TORCHKILN_EXPORT Status cross_entropy(const CrossEntropy& arguments, CUstream_st* stream);
 TORCHKILN_EXPORT Status cross_entropy_backward(const CrossEntropyBackward& arguments,
                                                CUstream_st* stream);

@@ -10,22 +10,22 @@ struct CUstream_st;
 
 namespace torchkiln {
 
-/// Which elements are kept, by random words. They belong to the place of the element in the
-/// contiguous output, whatever the strides, the dtype and the device.
+/// Selects the kept elements by random words. A word belongs to an index of the contiguous output,
+/// whatever the strides, the dtype and the device.
 struct Dropout {
   RandomState random;
   uint32_t last;  // last_word(1 - p)
-  double scale;   // of what is kept: 1 / (1 - p)
+  double scale;   // of kept elements: 1 / (1 - p)
 };
 
-/// grad_x = kept ? grad * scale : 0, and grad_bias = sum of grad_x over the rows; grad seen as
+/// grad_x = kept ? grad * scale : 0, and grad_bias = sum of grad_x over the rows, with grad seen as
 /// [rows, columns].
 struct DropoutBackward {
   const void* grad;  // [rows, columns], any strides
-  void* grad_x;      // [rows, columns], contiguous; null when not wanted
+  void* grad_x;      // [rows, columns], contiguous; null if not wanted
   void* grad_bias;   // [columns]
-  Dtype dtype;       // of all but grad_bias
-  Dtype bias_dtype;  // dtype, or float32 beside a half precision
+  Dtype dtype;       // of all tensors except grad_bias
+  Dtype bias_dtype;  // dtype, or float32 beside half precision
   int64_t rows;
   int64_t columns;
   int64_t grad_row_stride;
@@ -36,7 +36,7 @@ struct DropoutBackward {
 namespace cpu {
 
 /// out = (kept ? x * scale : 0) + residual for the elements begin <= i < end of the contiguous
-/// output; the inputs are {x, residual}, or {x, bias, residual} for (x + bias) in the place of x.
+/// output; the inputs are {x, residual}, or {x, bias, residual} with (x + bias) instead of x.
 TORCHKILN_EXPORT Status dropout_add(const Elementwise<2>& arguments, const Dropout& dropout,
                                     int64_t begin, int64_t end);
 TORCHKILN_EXPORT Status bias_dropout_add(const Elementwise<3>& arguments, const Dropout& dropout,
@@ -50,7 +50,7 @@ TORCHKILN_EXPORT Status dropout_backward(const Elementwise<1>& arguments, const 
 
 namespace cuda {
 
-/// As their namesakes above, on the current device, queued on `stream`.
+/// The same functions on the current device, queued on `stream`.
 TORCHKILN_EXPORT Status dropout_add(const Elementwise<2>& arguments, const Dropout& dropout,
                                     CUstream_st* stream);
 TORCHKILN_EXPORT Status bias_dropout_add(const Elementwise<3>& arguments, const Dropout& dropout,

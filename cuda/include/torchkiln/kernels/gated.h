@@ -13,7 +13,7 @@ namespace cpu {
 TORCHKILN_EXPORT Status gated(const Elementwise<2>& arguments, Activation activation, int64_t begin,
                               int64_t end);
 
-/// The gradients {for gate, for up}; the inputs are {grad, gate, up}.
+/// The gradients with respect to {gate, up}; the inputs are {grad, gate, up}.
 TORCHKILN_EXPORT Status gated_backward(const Elementwise<3, 2>& arguments, Activation activation,
                                        int64_t begin, int64_t end);
 
@@ -21,7 +21,7 @@ TORCHKILN_EXPORT Status gated_backward(const Elementwise<3, 2>& arguments, Activ
 
 namespace cuda {
 
-/// As their namesakes above, on the current device, queued on `stream`.
+/// The same functions on the current device, queued on `stream`.
 TORCHKILN_EXPORT Status gated(const Elementwise<2>& arguments, Activation activation,
                               CUstream_st* stream);
 TORCHKILN_EXPORT Status gated_backward(const Elementwise<3, 2>& arguments, Activation activation,

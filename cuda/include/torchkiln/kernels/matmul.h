@@ -9,8 +9,8 @@ struct CUstream_st;
 
 namespace torchkiln {
 
-/// Matrices [batch, rows, columns] at any non-negative strides, which count elements. A batch
-/// stride of 0 repeats one matrix.
+/// Matrices [batch, rows, columns] with any non-negative strides, in elements. A batch stride of 0
+/// repeats one matrix.
 struct Matrices {
   const void* data;
   int64_t row_stride;
@@ -19,16 +19,16 @@ struct Matrices {
 };
 
 /// out = activation(a b * scale + bias) + residual, accumulated in float32 (float64 for float64).
-/// What the activation gets may have been rounded to the dtype of the result.
+/// The argument of the activation may have been rounded to the dtype of the result.
 struct Matmul {
   Matrices a;            // [batch, m, k]
   Matrices b;            // [batch, k, n]
-  const void* bias;      // [n], contiguous; null when there is none
-  const void* residual;  // [batch, m, n], contiguous; null when there is none
+  const void* bias;      // [n], contiguous; null if there is none
+  const void* residual;  // [batch, m, n], contiguous; null if there is none
   void* out;             // [batch, m, n], contiguous
-  void* preactivation;   // a b * scale + bias, likewise; null when not wanted
-  Dtype dtype;           // of all but bias
-  Dtype bias_dtype;      // dtype, or float32 beside a half precision
+  void* preactivation;   // a b * scale + bias, [batch, m, n], contiguous; null if not wanted
+  Dtype dtype;           // of all tensors except bias
+  Dtype bias_dtype;      // dtype, or float32 beside half precision
   Activation activation;
   double scale;
   int64_t batch;
@@ -37,12 +37,12 @@ struct Matmul {
   int64_t k;
 };
 
-/// Who multiplies.
+/// The implementations.
 enum class MatmulKernel : int32_t {
   sm90,         // warpgroup products and bulk copies, compute capability 9.0
   tensor_core,  // warp products of half precision, from compute capability 8.0 on
   simt,         // ordinary arithmetic, everywhere
-  library       // cuBLAS is faster: not of this library, the caller calls it
+  library       // cuBLAS, which is faster; the caller has to call it
 };
 
 inline const char* name_of(MatmulKernel kernel) {
@@ -52,12 +52,12 @@ inline const char* name_of(MatmulKernel kernel) {
 
 namespace cuda {
 
-/// Which of the kernels is the fastest for this product on the current device, by what was
-/// measured. `beside_library`: whether the caller can call cuBLAS; else it is never the answer.
-TORCHKILN_EXPORT MatmulKernel choose(const Matmul& arguments, bool beside_library);
+/// The fastest kernel for this product on the current device, according to measurements.
+/// `has_library`: whether the caller can call cuBLAS; otherwise `library` is never returned.
+TORCHKILN_EXPORT MatmulKernel choose(const Matmul& arguments, bool has_library);
 
-/// On the current device, queued on `stream`, by a kernel that choose() named. No split sums: the
-/// result is the same, bit for bit, from run to run.
+/// Runs on the current device, queued on `stream`, with a kernel that choose() returned. k is not
+/// split over blocks, so results are bitwise reproducible.
 TORCHKILN_EXPORT Status matmul(const Matmul& arguments, MatmulKernel kernel, CUstream_st* stream);
 
 }  // namespace cuda

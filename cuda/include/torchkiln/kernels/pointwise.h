@@ -10,14 +10,14 @@ namespace cpu {
 /// out[i] = a[i] + b[i] for begin <= i < end. Ranges may run on different threads.
 TORCHKILN_EXPORT Status add(const Elementwise<2>& arguments, int64_t begin, int64_t end);
 
-// a * b + c, where each may be a number: four functions, by which of them are.
+// a * b + c has four functions, because each operand may be a tensor or a number.
 
-/// out[i] = a[i] * b[i] + c[i] for begin <= i < end.
+/// out[i] = a[i] * b[i] + c[i] for begin <= i < end
 TORCHKILN_EXPORT Status multiply_add(const Elementwise<3>& arguments, int64_t begin, int64_t end);
-/// x * factor + c; the inputs are {x, c}.
+/// x * factor + c; the inputs are {x, c}
 TORCHKILN_EXPORT Status scale_add(const Elementwise<2>& arguments, double factor, int64_t begin,
                                   int64_t end);
-/// a * b + shift; the inputs are {a, b}.
+/// a * b + shift; the inputs are {a, b}
 TORCHKILN_EXPORT Status multiply_shift(const Elementwise<2>& arguments, double shift, int64_t begin,
                                        int64_t end);
 TORCHKILN_EXPORT Status scale_shift(const Elementwise<1>& arguments, double factor, double shift,

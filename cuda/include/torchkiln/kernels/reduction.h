@@ -10,32 +10,33 @@ struct CUstream_st;
 namespace torchkiln {
 
 /// out[o, i] = (sum over r of in[o * outer_stride + r * reduced_stride + i * inner_stride]) /
-/// divisor, accumulated in float32, or in float64 where in or out is, and rounded once. Strides
-/// count elements and may be anything; fast are reduced_stride = 1 and inner_stride = 1.
+/// divisor, accumulated in float32, or in float64 if in or out is float64, and rounded once.
+/// Strides count elements and may have any value; reduced_stride = 1 and inner_stride = 1 are fast.
 struct Reduction {
   const void* in;
   void* out;  // [outer, inner], contiguous
   Dtype dtype;
   Dtype out_dtype;
-  int64_t outer;  // none of the three is 0
+  int64_t outer;  // these three are at least 1
   int64_t reduced;
   int64_t inner;
   int64_t outer_stride;
   int64_t reduced_stride;
   int64_t inner_stride;
   double divisor;   // 1 for a sum, the number of terms for a mean
-  void* workspace;  // of cpu::split(); CUDA launchers allocate theirs
+  void* workspace;  // of the size that cpu::split() returns; CUDA launchers allocate theirs
 };
 
 namespace cpu {
 
-/// The results are the outputs, where tasks leave partial sums.
+/// Results are the outputs, if tasks write partial sums.
 TORCHKILN_EXPORT Split split(const Reduction& arguments);
 
-/// The tasks begin <= task < end; each stores its results, or partial sums into the workspace.
+/// Runs the tasks begin <= task < end; each stores its results, or partial sums into the workspace.
 TORCHKILN_EXPORT Status reduce(const Reduction& arguments, int64_t begin, int64_t end);
 
-/// When there is a workspace: the outputs begin <= i < end, from the partial sums of all tasks.
+/// If there is a workspace: computes the outputs begin <= i < end from the partial sums of all
+/// tasks.
 TORCHKILN_EXPORT Status reduce_finish(const Reduction& arguments, int64_t begin, int64_t end);
 
 }  // namespace cpu
@@ -43,7 +44,7 @@ TORCHKILN_EXPORT Status reduce_finish(const Reduction& arguments, int64_t begin,
 namespace cuda {
 
 /// On the current device, queued on `stream`: one pass over the input, and a short one over partial
-/// sums where the work of an output is spread over several blocks. No atomics.
+/// sums if several blocks share an output. No atomics.
 TORCHKILN_EXPORT Status reduce(const Reduction& arguments, Allocate allocate, CUstream_st* stream);
 
 }  // namespace cuda

@@ -6,13 +6,13 @@ struct CUstream_st;
 
 namespace torchkiln {
 
-/// Which elements of a row take part: those where the mask is true and, if it is causal, whose
-/// place is not beyond the row's own. What takes no part counts as -infinity.
+/// The elements of a row that take part: mask is true and, if the mask is causal, the index is not
+/// beyond the row's own. Others count as -infinity.
 struct RowMask {
-  const bool* data;  // null: every element takes part
-  Layout<1> rows;    // of the rows in order, with the strides of the mask
+  const bool* data;  // null: no mask
+  Layout<1> rows;    // of the rows, in order, with the strides of the mask
   int64_t stride;    // of the mask along a row: 0 or 1
-  bool causal;       // element i of row r takes part when i <= r % queries
+  bool causal;       // only elements i <= r % queries of row r take part
   int64_t queries;
 
   bool any() const { return data != nullptr || causal; }
@@ -28,14 +28,14 @@ struct Softmax {
   int64_t outer;
   int64_t length;
   int64_t inner;
-  int64_t outer_stride;  // of x, in elements; fast are stride = 1 and inner_stride = 1
+  int64_t outer_stride;  // of x, in elements; stride = 1 and inner_stride = 1 are fast
   int64_t stride;
-  int64_t inner_stride;  // any where inner is 1
-  RowMask mask;          // of the `outer` rows; only where inner is 1
+  int64_t inner_stride;  // ignored if inner is 1
+  RowMask mask;          // of the `outer` rows; only if inner is 1
 };
 
-/// grad_x = (grad - sum of (grad * y)) * y * scale or, of the logarithm,
-/// (grad - exp(y) * sum of grad) * scale; 0 where an element took no part.
+/// grad_x = (grad - sum of (grad * y)) * y * scale; for the logarithm, (grad - exp(y) * sum of
+/// grad) * scale. 0 for elements that took no part.
 struct SoftmaxBackward {
   const void* grad;
   const void* y;  // contiguous
@@ -54,7 +54,7 @@ struct SoftmaxBackward {
 
 namespace cpu {
 
-/// The rows begin <= row < end of outer * inner.
+/// Computes the rows begin <= row < end of outer * inner.
 TORCHKILN_EXPORT Status softmax(const Softmax& arguments, int64_t begin, int64_t end);
 TORCHKILN_EXPORT Status softmax_backward(const SoftmaxBackward& arguments, int64_t begin,
                                          int64_t end);

@@ -7,14 +7,14 @@ struct CUstream_st;
 
 namespace torchkiln {
 
-/// A batch of sparse matrices in compressed rows. A stride of 0 is a pattern that all share.
+/// A batch of sparse matrices in compressed rows. Batch stride 0: all matrices share the pattern.
 struct CsrPattern {
-  const void* crow;  // [batch, rows + 1]: where each row begins and ends among the entries
+  const void* crow;  // [batch, rows + 1]: row r has the entries crow[r] to crow[r + 1]
   const void* col;   // [batch, entries], in any order within a row
-  bool wide;         // whether both are int64; else they are int32
+  bool wide;         // both are int64; else both are int32
   int64_t rows;
   int64_t columns;
-  int64_t entries;  // of one matrix
+  int64_t entries;  // per matrix
   int64_t crow_batch_stride;
   int64_t col_batch_stride;
 };
@@ -23,14 +23,14 @@ struct CsrPattern {
 struct DenseRows {
   const void* data;
   int64_t row_stride;
-  int64_t batch_stride;  // 0 is a matrix that all share
+  int64_t batch_stride;  // 0: all batches share one matrix
 };
 
-/// out[b] = A[b] dense[b], or with the values taken in the order that a transposed pattern gives.
+/// out[b] = A[b] dense[b]. `order` selects the value of each entry, for transposed patterns.
 struct Spmm {
   CsrPattern pattern;
   const void* values;    // [batch, entries]
-  const int32_t* order;  // [batch, entries]: which value each entry has; null: its own
+  const int32_t* order;  // [batch, entries]: index of each entry's value; null: entry e has value e
   DenseRows dense;       // [batch, columns, width]
   void* out;             // [batch, rows, width], contiguous
   Dtype dtype;
@@ -41,36 +41,36 @@ struct Spmm {
   void* workspace;  // set by the CUDA launcher
 };
 
-/// out[b, e] = the product of row i of left[b] and row j of right[b], where entry e lies at (i, j);
-/// summed over the batch where `summed`.
+/// out[b, e] = the dot product of row i of left[b] and row j of right[b], for entry e at (i, j);
+/// `summed`: added over the batch.
 struct SampledProduct {
   CsrPattern pattern;
   DenseRows left;   // [batch, rows, width]
   DenseRows right;  // [batch, columns, width]
-  void* out;        // [batch, entries] or, summed, [entries]; contiguous
+  void* out;        // [batch, entries] or, if summed, [entries]; contiguous
   Dtype dtype;
   int64_t batch;
   int64_t width;
-  bool summed;  // only of a pattern that all share
+  bool summed;  // only for a pattern that all batches share
 };
 
-/// The pattern of the transposed matrix, its entries in the order of the rows they come from and,
-/// within one, of the entries. It is packed: for each matrix where its rows begin (columns + 1),
-/// the columns (entries) and the order of the values (entries).
+/// Builds the pattern of the transposed matrix. Its entries are ordered by column and, within a
+/// column, by their order in the original. The result is packed: per matrix the begin of each row
+/// (columns + 1), the column of each entry (entries) and the index of each entry's value (entries).
 struct CsrTranspose {
   CsrPattern pattern;
   int64_t batch;  // of patterns
   int32_t* out;   // [batch, columns + 1 + 2 * entries]
 };
 
-/// The parts of a packed transposed pattern.
+/// The number of elements of a packed transposed pattern.
 inline int64_t packed_size(int64_t columns, int64_t entries) { return columns + 1 + 2 * entries; }
 
-/// What a check of patterns found, a bit each. Columns that do not ascend within a row are no
-/// fault, but in the transposed pattern they are entries that lie at one place.
+/// Faults of a pattern, one bit each. `unsorted` means that the columns of a row do not ascend:
+/// allowed, except in a transposed pattern, where it means duplicate entries.
 enum class CsrFault : int32_t { begin = 1, end = 2, order = 4, column = 8, unsorted = 16 };
 
-/// Ors the faults of the patterns into *faults.
+/// Sets the bits of the patterns' faults in *faults.
 struct CsrCheck {
   CsrPattern pattern;
   int64_t batch;  // of patterns
@@ -79,14 +79,14 @@ struct CsrCheck {
 
 namespace cpu {
 
-/// The rows begin <= row < end of batch * rows.
+/// Computes the rows begin <= row < end of batch * rows.
 TORCHKILN_EXPORT Status spmm(const Spmm& arguments, int64_t begin, int64_t end);
 
-/// The rows begin <= row < end of batch * rows, or of rows where they are summed.
+/// Computes the rows begin <= row < end of batch * rows, or of rows if summed.
 TORCHKILN_EXPORT Status sampled_product(const SampledProduct& arguments, int64_t begin,
                                         int64_t end);
 
-/// The matrices begin <= matrix < end.
+/// Processes the matrices begin <= matrix < end.
 TORCHKILN_EXPORT Status csr_transpose(const CsrTranspose& arguments, int64_t begin, int64_t end);
 TORCHKILN_EXPORT Status csr_check(const CsrCheck& arguments, int64_t begin, int64_t end);
 

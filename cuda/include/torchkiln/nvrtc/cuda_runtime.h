@@ -1,6 +1,6 @@
 #pragma once
 
-// NVRTC knows most of the device's part of it without a header.
+// NVRTC declares most of the device runtime without a header.
 
 #if __CUDA_ARCH__ >= 900
 inline __device__ void cudaGridDependencySynchronize() {

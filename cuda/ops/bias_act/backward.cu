@@ -1,6 +1,7 @@
 #include "torchkiln/kernels/bias_act.h"
 
 #include "detail/reduce/columns.cuh"
+#include "torchkiln/device/alignment.cuh"
 #include "torchkiln/device/elementwise.cuh"
 
 namespace torchkiln::cuda {
@@ -9,40 +10,12 @@ using namespace device;
 using namespace reduce;
 namespace {
 
-/// Each<Functor>, and a bit for every result that is not <= 0 as it will be stored.
-template <class Functor, class Out>
-struct WithSigns {
-  static constexpr bool kSharesBytes = true;
-
-  Functor functor;
-  uint8_t* signs;
-
-  template <bool Full, class Packet, class C, int N, size_t... K>
-  __device__ __forceinline__ void run(const Packet& packet, int64_t at, int64_t numel,
-                                      C (&results)[1][N], std::index_sequence<K...> each) const {
-    elementwise::Each<Functor>{functor}.template run<Full>(packet, at, numel, results, each);
-    uint32_t bits = 0;
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      const bool positive = !(convert<C>(convert<Out>(results[0][i])) <= C(0));
-      if (positive && (Full || at + i < numel)) bits |= 1u << i;
-    }
-    // A byte belongs to as many neighbouring threads; a block begins with a whole one.
-    constexpr int kGroup = 8 / N;
-    const int place = threadIdx.x % kGroup;
-    bits <<= place * N;
-#pragma unroll
-    for (int step = 1; step < kGroup; step *= 2) bits |= __shfl_xor_sync(~0u, bits, step);
-    if (place == 0 && (Full || at < numel)) signs[at / 8] = static_cast<uint8_t>(bits);
-  }
-};
-
-/// The signs of `lanes` adjacent outputs, the first of which lies `at` a multiple of lanes.
+/// The sign bits from output `at` on, at most up to the end of its byte.
 __device__ __forceinline__ uint32_t load_signs(const uint8_t* signs, int64_t at) {
   return signs[at / 8] >> (at % 8);
 }
 
-/// grad_x from signs, where no bias gradient is wanted.
+/// grad_x from the sign bits, if no bias gradient is wanted.
 template <class Act, class Math, class C>
 struct FromSigns {
   C scale;
@@ -60,9 +33,9 @@ struct FromSigns {
   }
 };
 
-/// How many blocks a multiprocessor holds, and how many rows a thread has in flight. Where the
-/// derivative is computed from x, its arithmetic wants more threads, which leaves each of them
-/// fewer registers: measured on compute capability 9.0.
+/// Blocks per SM and rows in flight per thread. A derivative computed from x has more arithmetic,
+/// which needs more threads; that leaves fewer registers per thread. Measured on compute capability
+/// 9.0.
 struct Tuning {
   int blocks;
   int rows;
@@ -73,9 +46,9 @@ constexpr Tuning tuning(bool from_input, size_t element, int lanes) {
   return element == 2 ? Tuning{3, 2} : Tuning{3, 3};
 }
 
-/// The derivative of one activation, from what is kept.
+/// The derivative of an activation that is known at compile time.
 template <class Act, class Math>
-struct Fixed {
+struct FixedDerivative {
   static constexpr bool kFromInput = Act::kSaved == Saved::input || Act::kSaved == Saved::output;
 
   __device__ __forceinline__ static constexpr Saved kept() {
@@ -83,37 +56,39 @@ struct Fixed {
   }
 
   template <class C>
-  __device__ __forceinline__ C operator()(C grad, C from) const {
+  __device__ __forceinline__ C operator()(C grad, C argument) const {
     if constexpr (kept() == Saved::input) {
-      return gradient_from_input<Act, Math>(grad, from);
+      return gradient_from_input<Act, Math>(grad, argument);
     } else {
-      return Act::template gradient<Math>(grad, from);
+      return Act::template gradient<Math>(grad, argument);
     }
   }
 };
 
-/// The derivative of any activation.
+/// The derivative of an activation that is selected at run time.
 template <class Math>
-struct Chosen {
+struct SelectedDerivative {
   static constexpr bool kFromInput = true;
 
   Activation activation;
-  Saved keeps;
+  Saved kept_tensor;
 
-  __device__ __forceinline__ Saved kept() const { return keeps; }
+  __device__ __forceinline__ Saved kept() const { return kept_tensor; }
 
   template <class C>
-  __device__ __forceinline__ C operator()(C grad, C from) const {
+  __device__ __forceinline__ C operator()(C grad, C argument) const {
     C result{};
     with_activation(
         activation,
-        [&](auto tag) { result = Fixed<typename decltype(tag)::type, Math>{}(grad, from); },
+        [&](auto tag) {
+          result = FixedDerivative<typename decltype(tag)::type, Math>{}(grad, argument);
+        },
         Activations{});
     return result;
   }
 };
 
-/// One pass over grad and what was saved: writes grad_x, sums the bias gradient.
+/// Column body: one pass over grad and the saved tensor writes grad_x and sums the bias gradient.
 template <class Gradient, class T, int Lanes>
 struct GradientBody {
   using C = Compute<T>;
@@ -130,7 +105,7 @@ struct GradientBody {
   BiasActBackward problem;
   Gradient gradient;
   C scale;
-  C bias[Lanes];  // of the thread's columns; zeros where there is none
+  C bias[Lanes];  // of the thread's columns; zeros if there is no bias
 
   __device__ __forceinline__ void begin(int64_t column, bool, C (&)[Lanes]) {
     if (gradient.kept() == Saved::input && problem.bias != nullptr) {
@@ -163,53 +138,43 @@ struct GradientBody {
     C scaled[Lanes];
 #pragma unroll
     for (int i = 0; i < Lanes; ++i) {
-      C from{};
+      C argument{};
       if (gradient.kept() == Saved::sign) {
-        from = (item.signs >> i) & 1u ? C(1) : C(0);
+        argument = (item.signs >> i) & 1u ? C(1) : C(0);
       } else if (gradient.kept() == Saved::input) {
-        from = convert<C>(item.saved.lane[i]) * scale + bias[i];
+        argument = convert<C>(item.saved.lane[i]) * scale + bias[i];
       }
-      const C passed = gradient(convert<C>(item.grad.lane[i]), from);
-      sum[i] += passed;
-      scaled[i] = passed * scale;
+      const C grad_z = gradient(convert<C>(item.grad.lane[i]), argument);
+      sum[i] += grad_z;
+      scaled[i] = grad_z * scale;
     }
     if (problem.grad_x != nullptr)
       store(static_cast<T*>(problem.grad_x) + row * problem.columns + column, scaled);
   }
 };
 
-/// Whether rows of grad, of what was saved and of grad_x move by whole vectors.
-bool by_vectors(const BiasActBackward& p) {
-  const int64_t size = static_cast<int64_t>(size_of(p.dtype));
-  const auto in_rows = [&](const void* data, int64_t row_stride, int64_t column_stride) {
-    return column_stride == 1 && row_stride * size % kVectorBytes == 0 &&
-           aligned(data, kVectorBytes);
-  };
-  return p.columns * size % kVectorBytes == 0 && aligned(p.grad_x, kVectorBytes) &&
-         in_rows(p.grad, p.grad_row_stride, p.grad_column_stride) &&
+/// Whether rows of grad, of the saved tensor and of grad_x consist of whole 16-byte vectors.
+bool uses_vectors(const BiasActBackward& p) {
+  const int lanes = vector_lanes(p.dtype);
+  return rows_in_vectors(p.grad_x, lanes, {p.columns}) && p.grad_column_stride == 1 &&
+         rows_in_vectors(p.grad, lanes, {p.grad_row_stride}) &&
          (kept_by_bias_act(p.activation) != Saved::input ||
-          in_rows(p.saved, p.saved_row_stride, p.saved_column_stride));
-}
-
-columns::Plan plan_of(const BiasActBackward& p) {
-  const int lanes = by_vectors(p) ? kVectorBytes / static_cast<int>(size_of(p.dtype)) : 1;
-  const bool from_input = kept_by_bias_act(p.activation) == Saved::input;
-  return columns::make_plan(p.rows, p.columns, lanes,
-                            tuning(from_input, size_of(p.dtype), lanes).blocks);
+          (p.saved_column_stride == 1 && rows_in_vectors(p.saved, lanes, {p.saved_row_stride})));
 }
 
 template <class T, int Lanes, class Gradient>
-Status both_gradients(const BiasActBackward& p, const Gradient& gradient, Allocate allocate,
-                      CUstream_st* stream) {
+Status launch_gradients(const BiasActBackward& p, const Gradient& gradient, Allocate allocate,
+                        CUstream_st* stream) {
   using Body = GradientBody<Gradient, T, Lanes>;
+  constexpr int kBlocks = Body::kTuning.blocks;
   const Body body{p, gradient, static_cast<Compute<T>>(p.scale), {}};
-  return columns::launch<Body::kTuning.blocks>(body, plan_of(p), allocate, p.grad_bias,
-                                               p.bias_dtype, stream);
+  const columns::Plan plan = columns::make_plan(p.rows, p.columns, Lanes, kBlocks);
+  return columns::launch<kBlocks>(body, plan, allocate, p.grad_bias, p.bias_dtype, stream);
 }
 
-/// Without a bias gradient there is nothing to sum: the elementwise skeleton does it.
+/// grad_x without a bias gradient is elementwise.
 template <class T>
-Status grad_x_alone(const BiasActBackward& p, CUstream_st* stream) {
+Status grad_x_only(const BiasActBackward& p, CUstream_st* stream) {
   using C = Compute<T>;
   using Math = MathFor<T>;
   const C scale = static_cast<C>(p.scale);
@@ -253,51 +218,27 @@ Status grad_x_alone(const BiasActBackward& p, CUstream_st* stream) {
   });
 }
 
-template <class T, class Bias>
-Status forward(const BiasAct& p, CUstream_st* stream) {
-  using C = Compute<T>;
-  using Math = MathFor<T>;
-  const C scale = static_cast<C>(p.scale);
-  if (p.signs != nullptr) {
-    // Relu alone saves signs.
-    const BiasActivated<Relu, Math, C> functor{scale};
-    const WithSigns<BiasActivated<Relu, Math, C>, T> body{functor, p.signs};
-    return elementwise::launch_bodies<T, T, Bias>(body, body, p.elements, stream);
-  }
-  return elementwise::launch_activated<T, T, Bias>(
-      p.activation, elementwise::MakeScaled<BiasActivated, Math, C>{scale}, p.elements, stream);
-}
-
 }  // namespace
-
-Status bias_act(const BiasAct& p, CUstream_st* stream) {
-  return dispatch_floating(p.elements.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    return with_parameter_type<T>(p.elements.in_dtype[1], [&](auto bias) {
-      return forward<T, typename decltype(bias)::type>(p, stream);
-    });
-  });
-}
 
 Status bias_act_backward(const BiasActBackward& p, Allocate allocate, CUstream_st* stream) {
   if (p.columns == 0) return {};
   return dispatch_floating(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     using Math = MathFor<T>;
-    if (p.grad_bias == nullptr) return grad_x_alone<T>(p, stream);
-    const Chosen<Math> chosen{p.activation, kept_by_bias_act(p.activation)};
-    if (!by_vectors(p)) return both_gradients<T, 1>(p, chosen, allocate, stream);
+    if (p.grad_bias == nullptr) return grad_x_only<T>(p, stream);
+    const SelectedDerivative<Math> chosen{p.activation, kept_by_bias_act(p.activation)};
+    if (!uses_vectors(p)) return launch_gradients<T, 1>(p, chosen, allocate, stream);
     constexpr int kLanes = kVectorLanes<T>;
-    // The long code of double precision is not repeated for every activation.
+    // float64 has one kernel for all activations, because its code is long.
     if constexpr (sizeof(T) == 8) {
-      return both_gradients<T, kLanes>(p, chosen, allocate, stream);
+      return launch_gradients<T, kLanes>(p, chosen, allocate, stream);
     } else {
       Status status{"unknown activation"};
       with_activation(
           p.activation,
           [&](auto act) {
-            const Fixed<typename decltype(act)::type, Math> gradient;
-            status = both_gradients<T, kLanes>(p, gradient, allocate, stream);
+            const FixedDerivative<typename decltype(act)::type, Math> gradient;
+            status = launch_gradients<T, kLanes>(p, gradient, allocate, stream);
           },
           Activations{});
       return status;

@@ -1,0 +1,114 @@
+#include "torchkiln/kernels/norm.h"
+
+#include <cmath>
+
+#include "norm/common.h"
+#include "torchkiln/cpu/isa.h"
+
+namespace torchkiln::cpu {
+namespace TORCHKILN_ISA {
+namespace {
+
+// Columns per block, which stay in the L1 cache between two passes.
+constexpr int64_t kBlockColumns = 2048;
+
+/// Mean and reciprocal standard deviation of a row. The mean has two parts, because far from 0 its
+/// rounding error shows in the differences to it.
+template <class C>
+struct Moments {
+  C mean;
+  C remainder;
+  C rstd;
+};
+
+/// Mean and variance are computed per block, in two passes over the L1 cache, and merged in double:
+/// merging two blocks adds the squared distance of their means, times n1 n2 / (n1 + n2), to the sum
+/// of squares.
+template <class T>
+Moments<Compute<T>> moments(const T* z, const Norm& p) {
+  using C = Compute<T>;
+  double origin = 0;
+  double mean = 0;  // relative to the origin
+  double squares = 0;
+  for (int64_t begin = 0; begin < p.columns; begin += kBlockColumns) {
+    const int64_t count = std::min(kBlockColumns, p.columns - begin);
+    const double inverse_count = 1 / static_cast<double>(count);
+    const T* const block = z + begin;
+    double total[1];
+    double totals[2];
+    C center = 0;
+    if (p.centered) {
+      sum_lanes<C>(total, count, [&](int64_t i, auto span, auto& sums) {
+        sums[0] += load_lanes(block + i, span);
+      });
+      center = static_cast<C>(total[0] * inverse_count);
+    }
+    sum_lanes<C>(totals, count, [&](int64_t i, auto span, auto& sums) {
+      const Lanes<C> centered = within<C>(load_lanes(block + i, span) - center, span);
+      sums[0] += centered;
+      sums[1] += centered * centered;
+    });
+    squares += totals[1];
+    if (!p.centered) continue;
+    const double remainder = totals[0] * inverse_count;
+    squares -= remainder * totals[0];
+    if (begin == 0) {
+      origin = static_cast<double>(center);
+      mean = remainder;
+      continue;
+    }
+    const double distance = static_cast<double>(center) - origin + remainder - mean;
+    const double weight = static_cast<double>(count) / static_cast<double>(begin + count);
+    mean += distance * weight;
+    squares += distance * distance * weight * static_cast<double>(begin);
+  }
+  Moments<C> m{};
+  m.mean = static_cast<C>(origin + mean);
+  m.remainder = static_cast<C>(origin - static_cast<double>(m.mean) + mean);
+  m.rstd = static_cast<C>(1 / std::sqrt(squares / static_cast<double>(p.columns) + p.eps));
+  return m;
+}
+
+template <class T, class W>
+void norm_row(const Norm& p, int64_t row) {
+  using C = Compute<T>;
+  const T* z = static_cast<const T*>(p.x) + row * p.x_row_stride;
+  if (p.residual != nullptr) {
+    const T* x = z;
+    const T* residual = static_cast<const T*>(p.residual) + row * p.residual_row_stride;
+    T* sum = static_cast<T*>(p.sum) + row * p.columns;
+    for_lanes<C>(0, p.columns, [&](int64_t i, auto span) {
+      store_lanes(sum + i, load_lanes(x + i, span) + load_lanes(residual + i, span), span);
+    });
+    z = sum;
+  }
+  const Moments<C> m = moments(z, p);
+  if (p.mean != nullptr) static_cast<C*>(p.mean)[row] = m.mean + m.remainder;
+  if (p.rstd != nullptr) static_cast<C*>(p.rstd)[row] = m.rstd;
+
+  const PerColumn<W> weight(p.weight, 1);
+  const PerColumn<W> bias(p.bias, 0);
+  const C offset = p.weight == nullptr ? C(0) : static_cast<C>(p.weight_offset);
+  const C shift = -m.remainder * m.rstd;
+  T* y = static_cast<T*>(p.y) + row * p.columns;
+  for_lanes<C>(0, p.columns, [&](int64_t i, auto span) {
+    const Lanes<C> n = (load_lanes(z + i, span) - m.mean) * m.rstd + shift;
+    store_lanes(y + i, n * (weight.load(i, span) + offset) + bias.load(i, span), span);
+  });
+}
+
+}  // namespace
+
+Status norm(const Norm& p, int64_t begin, int64_t end) {
+  return dispatch_weighted(p.dtype, p.weight_dtype, [&](auto tag, auto weight_tag) {
+    for (int64_t row = begin; row < end; ++row)
+      norm_row<typename decltype(tag)::type, typename decltype(weight_tag)::type>(p, row);
+    return Status{};
+  });
+}
+
+}  // namespace TORCHKILN_ISA
+
+TORCHKILN_CPU_ENTRY(norm, (const Norm& p, int64_t begin, int64_t end), (p, begin, end))
+
+}  // namespace torchkiln::cpu

@@ -1,0 +1,206 @@
+#pragma once
+
+// Gradients of norms, for rows with the same offset in all tensors. Every element is read once: a
+// team takes one row after another, and a thread has the same columns in each of them.
+//
+//   shared     |  stage 0: row i  | stage 1: row i+s | stage 2: row i+2s|   s: number of teams
+//   memory     |  grad, z         | in flight        | in flight        |
+//                       |
+//   registers  n = (z - mean) * rstd, d = grad * weight
+//              weight_sum[column] += grad * n, bias_sum[column] += grad    kept over all rows
+//              sums of d * n and of d over the row  -- team.reduce() -->   grad_x of row i
+//
+// At the end weight_sum and bias_sum leave as one row of partial sums per block or cluster, which a
+// second kernel adds.
+
+#include "backward_common.cuh"
+#include "detail/rowwise/pipeline.cuh"
+
+namespace torchkiln::cuda {
+
+namespace {
+
+// Threads per block. With 128 registers per thread one block fills an SM. Small teams share a block
+// and its column parameters, which leaves room for one more stage.
+constexpr int kThreads = 512;
+
+// Warps per block in clusters above 8: with more, two stages leave too little L1 for spilled
+// registers.
+constexpr int kLargeBlockWarps = 11;
+constexpr int kLargeClusterWarps = kLargeClusterBlocks * kLargeBlockWarps;
+
+template <class Access>
+using Parameters = ColumnParameters<Compute<typename Access::T>, Access::kLanes, kItems>;
+
+/// (x - mean) * rstd, for half precision as one multiply-add: its error is far below the rounding
+/// of x.
+template <class T, class C>
+__device__ __forceinline__ C normalized(C x, C mean, C rstd) {
+  return sizeof(T) == 2 ? x * rstd - mean * rstd : (x - mean) * rstd;
+}
+
+/// The teams of a block or cluster take rows that are a multiple of the vector's lanes apart, so
+/// that all have the same offset from a 16-byte boundary: the column sums and parameters of a
+/// thread belong to the same columns in every row.
+template <class Access, bool kCentered, bool kAdds, int kStages>
+__global__ void __launch_bounds__(kThreads)
+    stream_rows(NormBackward p, TeamShape shape, Compute<typename Access::T>* partial) {
+  using T = typename Access::T;
+  using C = Compute<T>;
+  constexpr int kLanes = Access::kLanes;
+  constexpr int kSlots = kStages == 3 ? kMaxWarps : kLargeClusterWarps;
+  __shared__ TeamStorage<C, 2, kSlots> storage;
+  extern __shared__ uint4 memory[];
+  Team<C, 2, true, kSlots> team(shape, storage);
+  // The teams of a block share the parameters, so their rows must have the same offset, too.
+  const int64_t base = team.group();
+  const int64_t step = team.teams();
+  int64_t row = base + team.index() * team.groups();
+  const T* grad = static_cast<const T*>(p.grad);
+  const T* grad_sum = static_cast<const T*>(p.grad_sum);
+  const T* z = static_cast<const T*>(p.z);
+  const Access access(grad + row * p.grad_row_stride, static_cast<int>(p.columns));
+  using Pipeline = RowPipeline<Access, kItems, 2, kStages, kThreads>;
+  Pipeline rows(memory, access, team.rank(), team.size());
+  Parameters<Access> weights(reinterpret_cast<unsigned char*>(memory) + Pipeline::kBytes,
+                             team.rank_in_block(), shape.threads);
+  wait_for_previous_kernel();
+
+  rows.start(0, grad + row * p.grad_row_stride, p.grad_row_stride, step);
+  rows.start(1, z + row * p.z_row_stride, p.z_row_stride, step);
+  if constexpr (kAdds) rows.add_stride(p.grad_sum_row_stride);
+#pragma unroll
+  for (int ahead = 0; ahead + 1 < kStages; ++ahead) rows.fetch(row + ahead * step, p.rows);
+  team.init_barriers();
+  if (team.index() == 0) {
+#pragma unroll
+    for (int k = 0; k < kItems; ++k) {
+      C values[kLanes] = {};
+      if (rows.has_any(k)) load_any_weight(p, access, rows.column(k), values);
+      weights.set(k, values);
+    }
+  }
+  if (shape.per_block > 1) __syncthreads();
+
+  C weight_sum[kItems][kLanes] = {};
+  C bias_sum[kCentered ? kItems : 1][kLanes] = {};
+  const C* means = static_cast<const C*>(p.mean);
+  const C* rstds = static_cast<const C*>(p.rstd);
+  C next_mean = kCentered && row < p.rows ? means[row] : C(0);
+  C next_rstd = row < p.rows ? rstds[row] : C(0);
+  const C inverse_columns = C(1) / static_cast<C>(p.columns);
+
+  for (int64_t first = base; first < p.rows; first += step, row += step) {
+    const bool inside = row < p.rows;
+    rows.fetch(row + (kStages - 1) * step, p.rows);
+    const C mean = next_mean;
+    const C rstd = next_rstd;
+    if (row + step < p.rows) {
+      if constexpr (kCentered) next_mean = means[row + step];
+      next_rstd = rstds[row + step];
+    }
+    if constexpr (kAdds) {
+      if (inside) rows.prefetch(grad_sum + row * p.grad_sum_row_stride);
+    }
+    rows.wait();
+
+    C sums[kCentered ? 2 : 1] = {};
+    if (inside) {
+#pragma unroll
+      for (int k = 0; k < kItems; ++k) {
+        C g[kLanes], n[kLanes], weight[kLanes];
+        rows.read(0, k, g);
+        rows.read(1, k, n);
+        weights.read(k, weight);
+#pragma unroll
+        for (int i = 0; i < kLanes; ++i) {
+          n[i] = normalized<T>(n[i], mean, rstd);
+          weight_sum[k][i] += g[i] * n[i];
+          const C d = g[i] * weight[i];
+          sums[0] += d * n[i];
+          if constexpr (kCentered) {
+            bias_sum[k][i] += g[i];
+            sums[1] += d;
+          }
+        }
+      }
+    }
+    if (p.grad_x != nullptr) {
+      team.reduce(sums, Sum{});
+      const C slope = -rstd * inverse_columns * sums[0];
+      const C level = kCentered ? -rstd * inverse_columns * sums[kCentered ? 1 : 0] : C(0);
+      // For half precision, normalized(x) * slope + level as one multiply-add.
+      const C x_slope = rstd * slope;
+      const C x_level = level - mean * x_slope;
+      T* grad_x = static_cast<T*>(p.grad_x) + row * p.columns;
+      typename Access::Item others[kItems];
+      const bool can_overread = rows.can_overread(row, p.rows);
+      if constexpr (kAdds) {
+        if (inside) rows.load(grad_sum + row * p.grad_sum_row_stride, can_overread, others);
+      }
+#pragma unroll
+      for (int k = 0; k < kItems; ++k) {
+        C g[kLanes], n[kLanes], weight[kLanes];
+        rows.read(0, k, g);
+        rows.read(1, k, n);
+        weights.read(k, weight);
+#pragma unroll
+        for (int i = 0; i < kLanes; ++i) {
+          const C projection = sizeof(T) == 2 ? n[i] * x_slope + x_level
+                                              : normalized<T>(n[i], mean, rstd) * slope + level;
+          g[i] = g[i] * weight[i] * rstd + projection;
+        }
+        if constexpr (kAdds) {
+          if (inside)
+            rows.complete(grad_sum + row * p.grad_sum_row_stride, can_overread, k, others[k]);
+          C other[kLanes];
+          widen(others[k], other);
+#pragma unroll
+          for (int i = 0; i < kLanes; ++i) g[i] += other[i];
+        }
+        rows.save(inside, grad_x, k, g);
+      }
+      rows.save_partials(inside, grad_x);
+    }
+    rows.advance();
+  }
+
+  // One row of partial sums per block or cluster.
+  const int teams_per_block = shape.per_block;
+  const int64_t chunk = team.group();
+  const int64_t chunks = team.groups();
+  const auto store_partial = [&](const auto& own_sums, C* to) {
+    C* shared = reinterpret_cast<C*>(memory);
+    if (teams_per_block > 1) __syncthreads();
+#pragma unroll
+    for (int k = 0; k < kItems; ++k) {
+      if (!rows.has_any(k)) continue;
+      const int column = rows.column(k);
+#pragma unroll
+      for (int i = 0; i < kLanes; ++i) {
+        if (!access.has(column, i)) continue;
+        if (teams_per_block > 1) {
+          shared[team.index() * access.columns + column + i] = own_sums[k][i];
+        } else {
+          to[chunk * p.columns + column + i] = own_sums[k][i];
+        }
+      }
+    }
+    if (teams_per_block == 1) return;
+    __syncthreads();
+    for (int column = static_cast<int>(threadIdx.x); column < access.columns;
+         column += blockDim.x) {
+      C sum = 0;
+      for (int t = 0; t < teams_per_block; ++t) sum += shared[t * access.columns + column];
+      to[chunk * p.columns + column] = sum;
+    }
+  };
+  if (p.grad_weight != nullptr) store_partial(weight_sum, partial);
+  if constexpr (kCentered) {
+    if (p.grad_bias != nullptr)
+      store_partial(bias_sum, p.grad_weight == nullptr ? partial : partial + chunks * p.columns);
+  }
+}
+
+}  // namespace
+}  // namespace torchkiln::cuda
