@@ -126,7 +126,8 @@ struct Dims {
 
 inline Dims read_dims(const Argument& argument) {
   if (argument.value == Py_None) return {};
-  Dims dims{{{}}};
+  Dims dims;
+  dims.values.emplace();
   for_each_item(argument, [&](const Argument& item) {
     dims.values->push_back(read_integer(item, "an int, a tuple of ints or None"));
   });

@@ -64,11 +64,11 @@ inline py::object as_schema(const Argument& argument, const c10::Type& type) {
 /// Calls torch.ops, which dispatches to __torch_function__ and to modes.
 inline PyObject* call_by_schema(const char* name, PyObject* const* given) {
   const std::string qualified = std::string(TORCHKILN_PACKAGE "::") + name;
-  const c10::FunctionSchema& schema =
-      c10::Dispatcher::singleton().findSchemaOrThrow(qualified.c_str(), "").schema();
+  const c10::OperatorHandle op =
+      c10::Dispatcher::singleton().findSchemaOrThrow(qualified.c_str(), "");
   py::list positional;
   py::dict named;
-  for (const c10::Argument& argument : schema.arguments()) {
+  for (const c10::Argument& argument : op.schema().arguments()) {
     const py::object value = as_schema({name, argument.name().c_str(), *given++}, *argument.type());
     if (argument.kwarg_only()) {
       named[argument.name().c_str()] = value;
