@@ -120,7 +120,7 @@ struct Entry {
 
 }  // namespace bind_detail
 
-class Binder {
+class __attribute__((visibility("hidden"))) Binder {
  public:
   explicit Binder(py::module_& module) : module_(module) {}
 

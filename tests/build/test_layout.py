@@ -1,0 +1,112 @@
+"""The layout of the sources: one name for a family in all layers, namespaces, private headers."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import torchkiln
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = {".h", ".cuh", ".cu", ".cpp"}
+
+# Files in folders of families that belong to no family.
+SHARED = {
+    "cuda/ops": set(),
+    "cuda/include/torchkiln/kernels": set(),
+    "cpp/cpu": {"CMakeLists", "isa", "detail"},
+    "cpp/ops": {"cuda_bridge", "cuda_loader", "detail"},
+    "src/torchkiln/ops": {"__init__", "_eager", "names"},
+    "src/torchkiln/testing/specs": {"__init__"},
+}
+NAMESPACES = {
+    "cuda/include/torchkiln/core": "torchkiln",
+    "cuda/include/torchkiln/kernels": "torchkiln",
+    "cuda/include/torchkiln/device": "torchkiln::device",
+    "cuda/detail/gemm": "torchkiln::gemm",
+    "cuda/detail/reduce": "torchkiln::reduce",
+    "cuda/detail/rowwise": "torchkiln::rowwise",
+    "cuda/detail/sparse": "torchkiln::sparse",
+    "cpp/include/torchkiln/torch": "torchkiln",
+    "cpp/include/torchkiln/cpu": "torchkiln",
+    "cpp/cpu": "torchkiln::cpu",
+}
+# Files that also define names for the rest of the library.
+ELSEWHERE = {"cpp/cpu/isa.cpp", "cuda/include/torchkiln/device/jit_elementwise.cuh"}
+
+
+def families() -> set[str]:
+    """The list in the root CMakeLists.txt, from which the build takes sources."""
+    found = re.search(r"torchkiln_families\n([^)]*)\)", (ROOT / "CMakeLists.txt").read_text())
+    assert found is not None
+    return set(found[1].split())
+
+
+def stems(folder: str) -> set[str]:
+    """The names of the files and folders in a folder, without endings."""
+    paths = (ROOT / folder).iterdir()
+    return {path.stem for path in paths if path.name != "__pycache__"}
+
+
+def sources(*folders: str) -> list[Path]:
+    return [p for folder in folders for p in (ROOT / folder).rglob("*") if p.suffix in SOURCES]
+
+
+@pytest.mark.parametrize("folder", SHARED)
+def test_a_family_has_one_name_in_every_layer(folder: str) -> None:
+    missing = {"matmul"} if folder == "cpp/cpu" else set()  # on the CPU it is torch's product
+    assert stems(folder) - SHARED[folder] == families() - missing
+
+
+@pytest.mark.parametrize(
+    ("folder", "suffix"), [("cuda/ops", ".cu"), ("cpp/ops", ".cpp"), ("cpp/cpu", ".cpp")]
+)
+def test_every_source_is_compiled(folder: str, suffix: str) -> None:
+    """CMake takes FAMILY.ext and FAMILY/*.ext; a CMakeLists.txt has to name all other sources."""
+    lists = [ROOT / name / "CMakeLists.txt" for name in ("cuda", "cpp", "cpp/cpu")]
+    text = "\n".join(path.read_text() for path in lists)
+    named = {Path(name).name for name in re.findall(r"[\w/]+\.(?:cu|cpp)\b", text)}
+    found = [path for path in sources(folder) if path.suffix == suffix]
+    assert len(found) > 10
+    for path in found:
+        parts = path.relative_to(ROOT / folder).parts
+        in_family = len(parts) <= 2 and parts[0].removesuffix(suffix) in families()
+        assert in_family or path.name in named, path
+
+
+def test_modules_belong_to_families() -> None:
+    assert stems("src/torchkiln/nn") - {"__init__", "bias"} <= families()
+
+
+@pytest.mark.parametrize("folder", NAMESPACES)
+def test_the_folder_is_the_namespace(folder: str) -> None:
+    expected = NAMESPACES[folder]
+    for path in sources(folder):
+        if str(path.relative_to(ROOT)) in ELSEWHERE:
+            continue
+        opened = re.findall(r"^namespace (torchkiln\S*) \{", path.read_text(), re.MULTILINE)
+        assert not opened or any(name.startswith(expected) for name in opened), path
+
+
+def test_the_namespace_of_an_op_is_its_family() -> None:
+    for path in sources("cpp/ops"):
+        family = path.relative_to(ROOT / "cpp" / "ops").parts[0].removesuffix(path.suffix)
+        ops = set(re.findall(r"^namespace torchkiln::(\w+)_ops \{", path.read_text(), re.MULTILINE))
+        assert ops <= {family, path.stem}, path
+
+
+def test_public_headers_include_no_private_ones() -> None:
+    for path in sources("cuda/include", "cpp/include"):
+        private = re.findall(r'#include ["<](?:detail/|[^">]*/detail/)', path.read_text())
+        assert not private, path
+
+
+def test_no_private_header_is_installed() -> None:
+    installed = Path(torchkiln.__file__).parent / "include" / "torchkiln"
+    headers = {str(p.relative_to(installed)) for p in installed.rglob("*.*h")}
+    assert "kernels/norm.h" in headers
+    assert not [name for name in headers if "detail" in name]
+    private = {p.name for p in sources("cuda/detail", "cpp/cpu/detail", "cpp/ops/detail")}
+    assert not {Path(name).name for name in headers} & private
