@@ -104,12 +104,12 @@ int64_t batch_stride(const Tensor& tensor, int64_t rank) {
 }
 
 /// The kernels' pattern; borrows the tensors that it is made from.
-struct Pattern {
+struct CsrArguments {
   MaybeCopy crow;
   MaybeCopy col;
   CsrPattern arguments{};
 
-  Pattern(const Tensor& rows, const Tensor& columns_of_entries, int64_t columns)
+  CsrArguments(const Tensor& rows, const Tensor& columns_of_entries, int64_t columns)
       : crow(adjacent(rows)), col(adjacent(columns_of_entries)) {
     arguments.crow = crow->const_data_ptr();
     arguments.col = col->const_data_ptr();
@@ -134,7 +134,7 @@ int64_t row_grain(const CsrPattern& pattern, int64_t width) {
 }
 
 /// out = the sparse matrices times b; order[e] is the index of entry e's value.
-void multiply(const char* op, const Pattern& pattern, const Tensor& values, const Tensor& order,
+void multiply(const char* op, const CsrArguments& pattern, const Tensor& values, const Tensor& order,
               const Tensor& b, const Tensor& out) {
   if (out.numel() == 0) return;
   if (pattern.arguments.entries == 0) {
@@ -162,7 +162,7 @@ void multiply(const char* op, const Pattern& pattern, const Tensor& values, cons
 }
 
 int32_t faults_of(const Tensor& crow, const Tensor& col, int64_t columns) {
-  const Pattern pattern(crow, col, columns);
+  const CsrArguments pattern(crow, col, columns);
   const Tensor faults = at::zeros({1}, crow.options().dtype(at::kInt));
   CsrCheck arguments{};
   arguments.pattern = pattern.arguments;
@@ -248,7 +248,7 @@ Tensor CsrOp::kernel(const Tensor& values, const Tensor& b, const Tensor& crow, 
                      at::OptionalSymIntArrayRef shape, const MaybeTensor& transpose, bool check) {
   Tensor out = meta(values, b, crow, col, shape, transpose, check);
   if (check) check_pattern(crow, col, b.size(-2));
-  multiply(kSpmm, Pattern(crow, col, b.size(-2)), values, Tensor(), b, out);
+  multiply(kSpmm, CsrArguments(crow, col, b.size(-2)), values, Tensor(), b, out);
   return out;
 }
 
@@ -260,7 +260,7 @@ Tensor TransposedOp::kernel(const Tensor& crow, const Tensor& col, const Tensor&
   const int64_t entries = col.size(-1);
   const auto part = [&](int64_t begin, int64_t size) { return packed->narrow(-1, begin, size); };
   const Tensor begins = part(0, columns + 1), rows = part(columns + 1, entries);
-  const Pattern pattern(begins, rows, x.size(-2));
+  const CsrArguments pattern(begins, rows, x.size(-2));
   multiply(kTransposed, pattern, values, part(columns + 1 + entries, entries), x, out);
   return out;
 }
@@ -275,7 +275,7 @@ Tensor SampledOp::kernel(const Tensor& crow, const Tensor& col, const Tensor& le
         .to(left.scalar_type());
   Tensor out = meta(crow, col, left, right, transpose, summed);
   if (out.numel() == 0) return out;
-  const Pattern pattern(crow, col, right.size(-2));
+  const CsrArguments pattern(crow, col, right.size(-2));
   const MaybeCopy rows = adjacent(left);
   const MaybeCopy columns = adjacent(right);
   SampledProduct arguments{};
@@ -309,7 +309,7 @@ Tensor TransposeOp::meta(const Tensor& crow, const Tensor& col, SymInt columns) 
 
 Tensor TransposeOp::kernel(const Tensor& crow, const Tensor& col, SymInt columns) {
   Tensor out = meta(crow, col, columns);
-  const Pattern pattern(crow, col, columns.expect_int());
+  const CsrArguments pattern(crow, col, columns.expect_int());
   CsrTranspose arguments{};
   arguments.pattern = pattern.arguments;
   arguments.batch = pattern.matrices();
