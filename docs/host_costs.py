@@ -1,4 +1,4 @@
-"""What a call costs the host: handles and memory from torch's pools, or made and destroyed.
+"""Measures the host time of handles and memory: from torch's pools, or created in each call.
 
 Needs a GPU and torch with CUDA. Prints the table of docs/sdk.md; each figure is the median time of
 a call, in microseconds, the call through ctypes or Python included.
@@ -101,7 +101,7 @@ def main() -> None:
         ("workspace of 256 MiB", allocated(256 * MIB), cached(256 * MIB)),
     ]
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}")
-    print("| what | made and destroyed | from torch's pool |")
+    print("| what | created and destroyed | from torch's pool |")
     print("|---|---|---|")
     for name, own, pool in rows:
         print(f"| {name} | {microseconds(own, 20):.1f} us | {microseconds(pool, 200):.1f} us |")
