@@ -1,4 +1,4 @@
-"""Operators for PyTorch, each one pass over memory, on CPU and CUDA."""
+"""Fused operators for PyTorch on CPU and CUDA."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ __version__: str = _record["version"]
 
 require_torch = _loader.require_torch
 cmake_prefix_path = str(_package / "share" / "cmake")
-"""Where CMake finds the package: -DCMAKE_PREFIX_PATH=$(python -c "import torchkiln; ...")."""
+"""Folder of the CMake package, for ``-DCMAKE_PREFIX_PATH=``."""
 
 
 def build_info() -> dict[str, Any]:
-    """What this build was compiled with and for: torch, CUDA, GPU architectures, compiler, ..."""
+    """Returns the versions of the build: torch, CUDA, GPU architectures, compiler and others."""
     return dict(_record)
 
 

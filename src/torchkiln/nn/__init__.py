@@ -1,4 +1,4 @@
-"""Modules, in the manner of :mod:`torch.nn`."""
+"""Modules of the ops, with the interface of :mod:`torch.nn`."""
 
 from torchkiln.nn.activation import GELU, ReLU, Sigmoid, SiLU, Tanh
 from torchkiln.nn.bias_act import BiasAct, ScaleBiasReLU

@@ -1,4 +1,4 @@
-"""Modules of the activations, with the arguments of their namesakes in :mod:`torch.nn`."""
+"""Modules of the activations, with the names and arguments of :mod:`torch.nn`."""
 
 from torch import Tensor, nn
 

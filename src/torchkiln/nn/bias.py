@@ -1,11 +1,11 @@
-"""What modules with a bias along the last dimension have in common."""
+"""Base class of modules with a bias along the last dimension."""
 
 import torch
 from torch import nn
 
 
 class WithBias(nn.Module):
-    """A trainable bias of ``features`` elements, zero at first."""
+    """A trainable bias of ``features`` elements, initially zero."""
 
     def __init__(
         self, features: int, device: torch.device | str | None, dtype: torch.dtype | None

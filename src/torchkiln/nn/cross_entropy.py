@@ -1,4 +1,4 @@
-"""Modules of losses."""
+"""Module of the cross-entropy loss."""
 
 import torch
 from torch import Tensor, nn
@@ -9,22 +9,22 @@ from torchkiln.ops.cross_entropy import cross_entropy
 class CrossEntropyLoss(nn.Module):
     """The cross-entropy of logits and classes or probabilities.
 
-    As :class:`torch.nn.CrossEntropyLoss`, and with the same ``state_dict``; the arguments beyond
-    are those of :func:`torchkiln.cross_entropy`.
+    Has the interface and the ``state_dict`` of :class:`torch.nn.CrossEntropyLoss`, and the
+    additional arguments of :func:`torchkiln.cross_entropy`.
 
     Args:
         weight: ``[classes]``, or None for ones; a buffer.
-        ignore_index: the target class of rows that count for nothing.
+        ignore_index: rows with this target class have no loss and no gradient.
         reduction: none, mean or sum.
-        label_smoothing: the share that is spread evenly over the classes.
+        label_smoothing: the share of the probability that is distributed evenly over the classes.
         z_loss: the factor of ``log(sum(exp(logits)))**2``.
         dtype: of the loss.
-        check_target: whether to name a target that is no class; it waits for the GPU.
-        inplace_backward: whether the gradient takes the place of the logits.
+        check_target: whether to validate the target first, which waits for the GPU.
+        inplace_backward: whether backward writes the gradient into the memory of the logits.
 
     Shape:
-        logits ``[classes]``, ``[rows, classes]`` or ``[rows, classes, ...]``; target the same
-        without the classes, or the same for probabilities.
+        logits ``[classes]``, ``[rows, classes]`` or ``[rows, classes, ...]``. The target has this
+        shape for probabilities, and this shape without the classes for class indices.
     """
 
     weight: Tensor | None

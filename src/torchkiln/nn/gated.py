@@ -10,8 +10,8 @@ class SwiGLU(nn.Module):
     """``silu(gate) * up``.
 
     Shape:
-        gate and up of any one shape, which is the output's; or gate alone, ``[..., 2 * columns]``,
-        whose halves along the last dimension are gate and up.
+        gate, up and output of one shape. Without up, gate is ``[..., 2 * columns]``: the first
+        half of its last dimension is the gate, the second half is up.
     """
 
     def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:

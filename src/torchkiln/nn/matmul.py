@@ -7,20 +7,19 @@ from torchkiln.ops.matmul import linear
 
 
 class Linear(nn.Linear):
-    """``act(x @ weight.T * scale + bias) + residual``: torch's module with what follows it fused.
+    """``act(x @ weight.T * scale + bias) + residual``, fused.
 
-    Its parameters, their initial values and its ``state_dict`` are those of ``torch.nn.Linear``.
+    Parameters, initial values and ``state_dict`` are the same as in :class:`torch.nn.Linear`.
 
     Args:
         in_features: size of the last dimension of the input.
         out_features: size of the last dimension of the output.
-        bias: whether there is one.
+        bias: whether the layer has a bias.
         act: one of none, square, relu, gelu, gelu_tanh, silu, sigmoid, tanh.
         scale: a fixed factor.
 
     Shape:
-        input ``[..., in_features]``; residual, which may be left out, and output
-        ``[..., out_features]``.
+        input ``[..., in_features]``; output and optional residual ``[..., out_features]``.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Modules of the norms. They are torch's own, state and settings included, with another forward."""
+"""Modules of the norms: subclasses of torch's modules that replace ``forward`` only."""
 
 from collections.abc import Sequence
 
@@ -14,8 +14,8 @@ class LayerNorm(nn.LayerNorm):
     Args:
         normalized_shape: the last sizes of the input, or the last one.
         eps: a number greater than 0.
-        elementwise_affine: whether there are a weight, 1 at first, and a bias, 0 at first.
-        bias: whether there is a bias.
+        elementwise_affine: whether the module has a weight, initially 1, and a bias, initially 0.
+        bias: whether the module has a bias.
         device: of the parameters.
         dtype: of the parameters.
 
@@ -53,11 +53,11 @@ class RMSNorm(nn.RMSNorm):
 
     Args:
         normalized_shape: the last sizes of the input, or the last one.
-        eps: a number greater than 0; if None, that of the precision of computation.
-        elementwise_affine: whether there is a weight, ``1 - offset`` at first.
+        eps: a number greater than 0; None for the machine epsilon of the dtype of computation.
+        elementwise_affine: whether the module has a weight, initially ``1 - offset``.
         device: of the parameters.
         dtype: of the parameters.
-        offset: what is added to the weight.
+        offset: a number that is added to the weight.
 
     Shape:
         input and output ``[..., *normalized_shape]``.
@@ -77,7 +77,7 @@ class RMSNorm(nn.RMSNorm):
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
 
     def reset_parameters(self) -> None:
-        """Sets the weight so that it counts as 1."""
+        """Sets ``offset + weight`` to 1."""
         if self.elementwise_affine:
             nn.init.constant_(self.weight, 1 - self.offset)
 

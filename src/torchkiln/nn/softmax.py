@@ -6,15 +6,15 @@ from torchkiln.ops.softmax import log_softmax, softmax
 
 
 class Softmax(nn.Module):
-    """``exp(x * scale) / sum(exp(x * scale))`` over ``dim``, of what takes part.
+    """``exp(x * scale) / sum(exp(x * scale))`` over ``dim``, without the masked elements.
 
     Args:
         dim: the dimension that is summed over.
         scale: a fixed factor.
-        causal: whether element ``[..., q, k]`` takes part only where ``k <= q``.
+        causal: whether elements ``[..., q, k]`` with ``k > q`` are masked.
 
     Shape:
-        input and output of any one shape; ``mask`` broadcasts to it.
+        input and output of one shape; ``mask`` broadcasts to it.
     """
 
     def __init__(self, dim: int, *, scale: float = 1.0, causal: bool = False) -> None:
@@ -24,7 +24,7 @@ class Softmax(nn.Module):
         self.causal = causal
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Applies the op to ``x``, of which only what is True in ``mask`` takes part."""
+        """Applies the op to the elements of ``x`` where ``mask`` is True."""
         return softmax(x, self.dim, scale=self.scale, mask=mask, causal=self.causal)
 
     def extra_repr(self) -> str:
@@ -36,5 +36,5 @@ class LogSoftmax(Softmax):
     """The logarithm of :class:`Softmax`, with the same arguments and shapes."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Applies the op to ``x``, of which only what is True in ``mask`` takes part."""
+        """Applies the op to the elements of ``x`` where ``mask`` is True."""
         return log_softmax(x, self.dim, scale=self.scale, mask=mask, causal=self.causal)

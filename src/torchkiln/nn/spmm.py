@@ -11,7 +11,10 @@ from torchkiln.ops.spmm import csr_transpose, spmm_csr
 
 
 def _random_pattern(columns: int, rows: int, count: int) -> tuple[Tensor, Tensor]:
-    """So many entries in each row, ascending; drawn for some rows at a time, as numbers in full."""
+    """A random pattern with ``count`` entries per row, columns ascending.
+
+    Draws up to 2**24 numbers at a time, which limits the memory.
+    """
     together = max(1, 2**24 // max(columns, 1))
     drawn = [
         torch.rand(min(together, rows - row), columns).argsort(dim=1)[:, :count].sort(dim=1).values
@@ -24,8 +27,8 @@ def _random_pattern(columns: int, rows: int, count: int) -> tuple[Tensor, Tensor
 class SparseLinear(nn.Module):
     """``x @ weight.T + bias`` with the entries of a sparse weight as the trainable parameter.
 
-    The pattern does not change. It is drawn at random, each row with as many entries, or taken from
-    a matrix by :meth:`from_dense`.
+    The pattern is fixed: random with the same number of entries in each row, or that of a matrix
+    given to :meth:`from_dense`.
 
     Args:
         in_features: columns of the weight.
@@ -70,7 +73,7 @@ class SparseLinear(nn.Module):
         self.reset_parameters()
 
     def _set_pattern(self, crow: Tensor, col: Tensor, device: torch.device | str | None) -> None:
-        """The pattern belongs to the state; what is derived from it does not."""
+        """Registers the pattern as buffers. The transposed pattern is not in the state_dict."""
         self.register_buffer("crow", crow.to(device))
         self.register_buffer("col", col.to(device))
         packed = csr_transpose(self.crow, self.col, self.in_features)
@@ -78,7 +81,7 @@ class SparseLinear(nn.Module):
         self.register_load_state_dict_post_hook(_derive_transpose)  # type: ignore[no-untyped-call]
 
     def reset_parameters(self) -> None:
-        """Uniform values, of the scale of :class:`torch.nn.Linear` at as many entries a row."""
+        """Uniform values in the range of a :class:`torch.nn.Linear` with as many inputs per row."""
         mean = self.values.numel() / max(self.out_features, 1)
         bound = 1 / math.sqrt(mean) if mean > 0 else 0.0
         nn.init.uniform_(self.values, -bound, bound)
@@ -89,7 +92,7 @@ class SparseLinear(nn.Module):
     def from_dense(cls, weight: Tensor, bias: Tensor | None = None) -> SparseLinear:
         """A layer with the non-zero elements of ``weight [out_features, in_features]``."""
         rows, columns = weight.shape
-        sparse = 1 / max(columns, 1)  # of a pattern that is replaced below
+        sparse = 1 / max(columns, 1)  # the smallest pattern, which is replaced below
         layer = cls(
             columns, rows, density=sparse, bias=False, device=weight.device, dtype=weight.dtype
         )
@@ -134,6 +137,6 @@ class SparseLinear(nn.Module):
 
 
 def _derive_transpose(module: nn.Module, _: object) -> None:
-    """After another pattern was loaded."""
+    """Computes the transposed pattern after a state_dict was loaded."""
     if isinstance(module, SparseLinear):
         module.transpose = csr_transpose(module.crow, module.col, module.in_features)

@@ -1,1 +1,1 @@
-"""The operators, a file per family."""
+"""The operators, one file per family."""

@@ -1,4 +1,4 @@
-"""The route of a call: into C++ where ops run one by one, into the graph where they are traced."""
+"""Routes a call: to C++ in eager mode, to an op in the graph under torch.compile and export."""
 
 import functools
 import inspect
@@ -22,11 +22,11 @@ def routes(entry, traced, is_compiling):
 def eager(entry: Callable[..., Any]) -> Callable[[F], F]:
     """Makes a function call ``entry`` in eager mode; its body is for torch.compile and export.
 
-    The function is generated once, with the signature of the body, so that a call has no frame but
-    its own. Tensor subclasses and torch-function modes are the entry's to see to.
+    The function is generated once, with the signature of the body, so that a call adds a single
+    Python frame. The entry handles tensor subclasses and torch-function modes.
 
     Args:
-        entry: of ``_C``; takes all arguments of the body by position.
+        entry: function of ``_C`` that takes all arguments of the body by position.
     """
 
     def decorate(traced: F) -> F:

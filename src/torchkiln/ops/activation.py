@@ -1,4 +1,4 @@
-"""Activations, each one pass over memory; five of them in place, too."""
+"""Activations, each in one pass over memory. Five also exist in place."""
 
 import torch
 from torch import Tensor
@@ -13,9 +13,9 @@ def square(x: Tensor) -> Tensor:
     """Returns ``x * x``.
 
     Args:
-        x: any shape; float32, float64, float16 or bfloat16, as for every activation. A half
-            precision is computed in float32 and rounded once. The result keeps the layout of a
-            dense ``x``.
+        x: any shape; float32, float64, float16 or bfloat16. Half precision is computed in float32
+            and rounded once. The result has the strides of ``x`` if ``x`` is dense. All of this
+            holds for every activation.
     """
     return torch.square(x)
 

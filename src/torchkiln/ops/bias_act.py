@@ -11,12 +11,12 @@ from torchkiln.ops._eager import eager
 def bias_act(x: Tensor, bias: Tensor, scale: float = 1.0, act: str = "relu") -> Tensor:
     """Returns ``act(x * scale + bias)``, contiguous and of the dtype of ``x``.
 
-    It is computed in float32 (float64 for float64) and rounded once. Gradients of ``x`` and
-    ``bias`` come from one pass; that of ``bias`` is bitwise the same from run to run.
+    The result is computed in float32 (float64 for float64) and rounded once. One pass computes the
+    gradients of ``x`` and ``bias``; the gradient of ``bias`` is bitwise reproducible.
 
     Args:
         x: ``[..., columns]``; float32, float64, float16 or bfloat16.
-        bias: ``[columns]``; of the dtype of ``x``, or float32 beside a half precision.
+        bias: ``[columns]``; of the dtype of ``x``, or float32 if ``x`` has half precision.
         scale: a number.
         act: one of none, square, relu, gelu, gelu_tanh, silu, sigmoid, tanh.
     """
@@ -24,5 +24,11 @@ def bias_act(x: Tensor, bias: Tensor, scale: float = 1.0, act: str = "relu") -> 
 
 
 def scale_bias_relu(x: Tensor, bias: Tensor, scale: float = 1.0) -> Tensor:
-    """Returns ``relu(x * scale + bias)``: :func:`bias_act` under another name, for ``[..., n]``."""
+    """Returns ``relu(x * scale + bias)``, which is :func:`bias_act` with ``act="relu"``.
+
+    Args:
+        x: as for :func:`bias_act`.
+        bias: as for :func:`bias_act`.
+        scale: a number.
+    """
     return bias_act(x, bias, scale, "relu")

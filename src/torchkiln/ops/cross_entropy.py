@@ -21,41 +21,46 @@ def cross_entropy(
     check_target: bool = False,
     inplace_backward: bool = False,
 ) -> Tensor:
-    """Returns the cross-entropy of ``logits`` and ``target``, of each row or reduced.
+    """Returns the cross-entropy of ``logits`` and ``target``, per row or reduced.
 
-    With ``lse = log(sum(exp(logits)))`` over the classes, the loss of a row is
-    ``sum(q * (lse - logits)) + z_loss * w * lse**2``, where ``q`` is ``weight * ((1 -
-    label_smoothing) * p + label_smoothing / classes)``, ``p`` the probabilities, or 1 at the target
-    class and 0 elsewhere, and ``w`` the weight of the target class, or 1 beside probabilities. The
-    mean is over the sum of ``w``: rows that are ignored have none. The mean of no rows is NaN.
+    The loss of a row is ``sum(q * (lse - logits)) + z_loss * w * lse**2``, with sums over the
+    classes and
 
-    Nothing of the size of ``logits`` is stored beside their gradient: backward computes the softmax
-    again from the logits and ``lse``. A half precision is read as it is and computed in float32.
+    - ``lse = log(sum(exp(logits)))``;
+    - ``p``: the target probabilities, or 1 at the target class and 0 elsewhere;
+    - ``q = weight * ((1 - label_smoothing) * p + label_smoothing / classes)``;
+    - ``w``: the weight of the target class, or 1 if the target has probabilities.
+
+    The mean is the sum of the losses divided by the sum of ``w``; ignored rows have ``w = 0``. The
+    mean of no rows is NaN.
+
+    The only tensor of the size of ``logits`` that is stored is their gradient: backward computes
+    the softmax again from the logits and ``lse``. Half precision is computed in float32.
 
     Args:
         logits: ``[classes]``, ``[rows, classes]`` or ``[rows, classes, ...]``; float32, float64,
-            float16 or bfloat16. Where classes are not adjacent in memory, they are copied for the
-            time of the call; in backward the gradient takes the place of the copy.
-        target: int64 classes, one for each row: the shape of ``logits`` without its classes. Or
-            probabilities, of the shape and dtype of ``logits``; they get a gradient if they need
-            one. A class that does not exist is an IndexError on the CPU; on CUDA it stops the
-            kernel, and with it the process's use of the GPU, as torch's own assertion does: see
-            ``check_target``.
-        weight: ``[classes]``, of the dtype of ``logits`` or float32 beside a half precision; ones
-            when it is None. It gets no gradient.
-        ignore_index: the target class of rows that count for nothing.
+            float16 or bfloat16. If the classes of a row are not adjacent in memory, the call
+            copies the logits; backward writes the gradient into its copy.
+        target: int64 class indices in the shape of ``logits`` without the classes, or
+            probabilities of the shape and dtype of ``logits``, which may require a gradient. An
+            index out of range raises an IndexError on the CPU. On CUDA it fails an assertion in
+            the kernel, after which the process cannot use the GPU; see ``check_target``.
+        weight: ``[classes]``, of the dtype of ``logits``, or float32 if those have half precision;
+            None for ones. It has no gradient.
+        ignore_index: rows with this target class have no loss and no gradient.
         reduction: none, mean or sum.
-        label_smoothing: the share, between 0 and 1, that is spread evenly over the classes.
-        z_loss: the factor of ``lse**2``, which keeps logits from drifting.
-        dtype: of the loss; that of ``logits`` when it is None, but float32 for a half precision
-            under autocast, which leaves the logits as they are.
-        check_target: whether to look at the target before anything else and name the first value
-            that is no class. It waits for the GPU.
-        inplace_backward: whether backward writes the gradient over the memory of ``logits``, whose
-            rows must be of adjacent classes. What made the logits must not need them in its own
-            backward - a linear layer does not - and any later use of them in autograd is an error.
-            A backward that is differentiated again is refused. Under torch.compile and torch.func
-            the gradient gets memory of its own.
+        label_smoothing: the share of the probability, between 0 and 1, that is distributed evenly
+            over the classes.
+        z_loss: the factor of ``lse**2``, a penalty that keeps the logits small.
+        dtype: dtype of the loss; None for the dtype of ``logits``. Under autocast None is float32
+            for half precision logits, which are not converted.
+        check_target: whether to validate the target first and raise an error with the first class
+            that is out of range. This waits for the GPU.
+        inplace_backward: whether backward writes the gradient into the memory of ``logits``. The
+            classes of a row must be adjacent. The op that computed the logits must not need them
+            in its backward (a linear layer does not), and any later use of them in autograd is an
+            error, as is a second derivative. Under torch.compile and torch.func the gradient is a
+            new tensor.
     """
     return torch.ops.torchkiln.cross_entropy.default(
         logits,

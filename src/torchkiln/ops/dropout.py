@@ -1,4 +1,4 @@
-"""Dropout and the residual sum that follows it, in one pass over memory."""
+"""Dropout and the following residual sum, in one pass over memory."""
 
 import torch
 from torch import Tensor
@@ -11,16 +11,16 @@ from torchkiln.ops._eager import eager
 def dropout_add(x: Tensor, residual: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
     """Returns ``x * mask / (1 - p) + residual``, contiguous; ``x + residual`` unless ``training``.
 
-    Each element of ``mask`` is 0 with probability ``p``, else 1. It comes from torch's generator of
-    the device, and depends on nothing but that, ``p`` and the place of the element in row-major
-    order; it is not kept for backward, but drawn again.
+    Each element of ``mask`` is 0 with probability ``p``, else 1. It depends only on the state of
+    torch's generator for the device, on ``p``, and on the row-major index of the element. Backward
+    computes the mask again instead of reading it from memory.
 
     Args:
-        x: any shape; float32, float64, float16 or bfloat16. A half precision is computed in
-            float32 and rounded once.
+        x: any shape; float32, float64, float16 or bfloat16. Half precision is computed in float32
+            and rounded once.
         residual: of the shape and dtype of ``x``.
-        p: between 0 and 1.
-        training: whether to drop anything.
+        p: the probability that an element is dropped, between 0 and 1.
+        training: whether to drop elements.
     """
     return torch.ops.torchkiln.dropout_add.default(x, residual, p, training)
 
@@ -32,8 +32,8 @@ def bias_dropout_add(
     """Returns ``(x + bias) * mask / (1 - p) + residual``, contiguous.
 
     Args:
-        x: ``[..., columns]``, else as for :func:`dropout_add`.
-        bias: ``[columns]``; of the dtype of ``x``, or float32 beside a half precision.
+        x: ``[..., columns]``; dtypes as for :func:`dropout_add`.
+        bias: ``[columns]``; of the dtype of ``x``, or float32 if ``x`` has half precision.
         residual: as for :func:`dropout_add`.
         p: as for :func:`dropout_add`.
         training: as for :func:`dropout_add`.

@@ -1,4 +1,4 @@
-"""Gated linear units: an activation of one half times the other, in one pass over memory."""
+"""Gated linear units: ``act(gate) * up`` in one pass over memory."""
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -13,9 +13,9 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """Returns ``silu(gate) * up``, contiguous, where ``silu(x)`` is ``x / (1 + exp(-x))``.
 
     Args:
-        gate: any shape, or ``[..., 2 * columns]`` without ``up``: its last dimension is then split
-            in two, and the result is ``[..., columns]``. float32, float64, float16 or bfloat16; a
-            half precision is computed in float32 and rounded once.
+        gate: any shape; float32, float64, float16 or bfloat16. Half precision is computed in
+            float32 and rounded once. Without ``up`` the shape is ``[..., 2 * columns]``, the
+            halves of the last dimension are gate and up, and the result is ``[..., columns]``.
         up: of the shape and dtype of ``gate``.
     """
     first, second = _halves("swiglu", gate, up)
@@ -47,7 +47,7 @@ def geglu_tanh(gate: Tensor, up: Tensor | None = None) -> Tensor:
 
 
 def _halves(op: str, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Gate and up in a graph; two halves of an odd size would broadcast."""
+    """Gate and up as two tensors. Rejects odd sizes, whose unequal halves might broadcast."""
     if up is not None:
         return gate, up
     size = gate.shape[-1]

@@ -1,4 +1,4 @@
-"""Products of matrices, and what follows them, fused into the product."""
+"""Matrix products, optionally fused with bias, activation, scale and residual."""
 
 import torch
 from torch import Tensor
@@ -11,9 +11,9 @@ from torchkiln.ops._eager import eager
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Returns the product of matrices ``a @ b``, contiguous, with torch's broadcasting.
 
-    It is torch's own product, which was measured to be no slower than the kernels of this package.
-    Sums are taken in float32 (float64 for float64); TensorFloat-32 is used where torch allows it.
-    Under ``torch.compile`` it is torch's own op, which Inductor fuses with its neighbours.
+    Calls torch's product, which was measured to be no slower than the kernels of this package.
+    Products are accumulated in float32 (float64 for float64), with TensorFloat-32 inputs if torch
+    allows it. Under ``torch.compile`` the graph contains torch's op, which Inductor can fuse.
 
     Args:
         a: ``[..., m, k]``, or ``[k]`` for one row; float32, float64, float16 or bfloat16.
@@ -33,14 +33,15 @@ def linear(  # noqa: PLR0917
 ) -> Tensor:
     """Returns ``act(x @ weight.T * scale + bias) + residual``, contiguous.
 
-    Sums are taken in float32 (float64 for float64). What the activation gets may have been rounded
-    to the dtype of ``x``, as in eager torch. Where a product of torch's own with the rest behind it
-    is faster, that is what is called. The gradient of ``bias`` is bitwise the same from run to run.
+    Products are accumulated in float32 (float64 for float64). The argument of the activation may
+    be rounded to the dtype of ``x``, as in eager torch. Where torch's product followed by one more
+    kernel was measured to be faster, the op runs those. The gradient of ``bias`` is bitwise
+    reproducible.
 
     Args:
         x: ``[..., k]``; float32, float64, float16 or bfloat16.
         weight: ``[n, k]``; of the dtype of ``x``.
-        bias: ``[n]``; of the dtype of ``x``, or float32 beside a half precision.
+        bias: ``[n]``; of the dtype of ``x``, or float32 if ``x`` has half precision.
         act: one of none, square, relu, gelu, gelu_tanh, silu, sigmoid, tanh.
         scale: a number.
         residual: ``[..., n]``; of the dtype of ``x``.

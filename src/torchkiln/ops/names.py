@@ -15,9 +15,9 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "sparse": ("spmm_csr",),
     "products": ("matmul", "linear"),
 }
-"""A test compares them with the specs of :mod:`torchkiln.testing`."""
+"""Ops by family. A test compares them with the specs of :mod:`torchkiln.testing`."""
 
 OPS = tuple(name for family in FAMILIES.values() for name in family)
 
 ALIASES = {"spmm": "spmm_csr"}
-"""Functions that are an op under another name: ``spmm`` takes the same matrix as one argument."""
+"""Functions without a spec of their own: ``spmm`` calls ``spmm_csr`` with the parts of a matrix."""

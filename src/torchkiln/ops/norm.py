@@ -1,4 +1,4 @@
-"""Norms of rows: layer norm and RMS norm, alone or behind a residual sum."""
+"""Layer norm and RMS norm, alone or after a residual sum."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from torchkiln.ops._eager import eager
 
 
 def as_sizes(normalized_shape: int | Sequence[int]) -> Sequence[int]:
-    """Several sizes, for torch.ops, which takes no single number."""
+    """The sizes as a sequence: torch.ops does not accept a single number."""
     return (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
 
 
@@ -24,16 +24,15 @@ def layer_norm(
 ) -> Tensor:
     """Returns ``(x - mean) / sqrt(variance + eps) * weight + bias``, contiguous.
 
-    Mean and variance are those of the last dimensions of ``x``. They and the result are computed in
-    float32 (float64 for float64), and the result is rounded once. All gradients come from one pass
-    over rows that a GPU's registers hold, and those of ``weight`` and ``bias`` are bitwise the same
-    from run to run.
+    Mean and variance are taken over the last dimensions of ``x``. All are computed in float32
+    (float64 for float64), and the result is rounded once. If a row fits in registers, one pass
+    computes all gradients. The gradients of ``weight`` and ``bias`` are bitwise reproducible.
 
     Args:
         x: ``[..., *normalized_shape]``; float32, float64, float16 or bfloat16.
         normalized_shape: the last sizes of ``x``, or the last one.
-        weight: of that shape; of the dtype of ``x``, or float32 beside a half precision.
-        bias: likewise, and of the dtype of ``weight``.
+        weight: of that shape; of the dtype of ``x``, or float32 if ``x`` has half precision.
+        bias: of the shape and dtype of ``weight``.
         eps: a number greater than 0.
     """
     return torch.ops.torchkiln.layer_norm.default(x, as_sizes(normalized_shape), weight, bias, eps)
@@ -48,16 +47,18 @@ def rms_norm(
     *,
     offset: float = 0.0,
 ) -> Tensor:
-    """Returns ``x / sqrt(mean(x**2) + eps) * (offset + weight)``, else as :func:`layer_norm`.
+    """Returns ``x / sqrt(mean(x**2) + eps) * (offset + weight)``, contiguous.
+
+    Precision and gradients are as for :func:`layer_norm`.
 
     Args:
         x: as for :func:`layer_norm`.
         normalized_shape: as for :func:`layer_norm`.
         weight: as for :func:`layer_norm`.
-        eps: a number greater than 0; if None, ``torch.finfo(torch.float32).eps``, or that of
-            float64 for a float64 ``x``.
-        offset: what is added to ``weight``: 1.0 for models whose weights are kept around 0. It
-            counts for nothing without a weight.
+        eps: a number greater than 0; None for ``torch.finfo(torch.float32).eps``, or for
+            ``torch.finfo(torch.float64).eps`` if ``x`` is float64.
+        offset: a number that is added to ``weight``: 1.0 for models that store ``weight - 1``.
+            Ignored without a weight.
     """
     return torch.ops.torchkiln.rms_norm.default(
         x, as_sizes(normalized_shape), weight, eps, offset=offset
@@ -75,8 +76,8 @@ def add_layer_norm(  # noqa: PLR0917
 ) -> tuple[Tensor, Tensor]:
     """Returns ``(layer_norm(total), total)`` with ``total = x + residual``, in one pass.
 
-    The sum is rounded to the dtype of ``x``, and the rounded one is normalized. Gradients flow
-    through both results.
+    The sum is rounded to the dtype of ``x`` before it is normalized. Both results are
+    differentiable.
 
     Args:
         x: as for :func:`layer_norm`.

@@ -1,4 +1,4 @@
-"""Sums and products of elements, with broadcasting and dtype promotion."""
+"""Elementwise sums and products, with broadcasting and dtype promotion."""
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ def muladd(a: Tensor | float, b: Tensor | float, c: Tensor | float) -> Tensor:
     """Returns ``a * b + c``, rounded once.
 
     Shapes, dtypes and layout follow :func:`torch.add`: all three broadcast, and their dtypes are
-    promoted; a number takes part as in ``tensor + number``. The promoted dtype must be float32,
+    promoted; a number promotes as in ``tensor + number``. The promoted dtype must be float32,
     float64, float16 or bfloat16.
 
     Args:

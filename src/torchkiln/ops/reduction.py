@@ -17,9 +17,9 @@ def sum(
 ) -> Tensor:
     """Returns the sum of ``x`` over ``dim``, contiguous.
 
-    It is accumulated in float32 (float64 when ``x`` or ``dtype`` is float64), in blocks, so that
-    2**31 ones add up to 2**31, and rounded once. It is bitwise the same from run to run, and on the
-    CPU for any number of threads. The sum of no elements is 0.
+    Elements are accumulated in float32 (float64 if ``x`` or ``dtype`` is float64) in blocks, and
+    the result is rounded once: the sum of 2**31 ones is exact. Results are bitwise reproducible,
+    on the CPU for any number of threads. The sum of no elements is 0.
 
     Args:
         x: any shape; float32, float64, float16 or bfloat16.

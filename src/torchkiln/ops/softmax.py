@@ -18,18 +18,19 @@ def softmax(
 ) -> Tensor:
     """Returns ``exp(x * scale) / sum(exp(x * scale))``, the sum over ``dim``; contiguous.
 
-    What takes no part counts as -infinity: its result and its gradient are 0. A row in which
-    nothing takes part is NaN, as in torch, and its gradient is 0. The masked ``x`` is never stored.
+    Masked elements count as -infinity: their result and their gradient are 0. If all elements of a
+    row are masked, its result is NaN, as in torch, and its gradient is 0. The masked ``x`` is never
+    stored.
 
     Args:
-        x: any shape; float32, float64, float16 or bfloat16. A half precision is computed in float32
+        x: any shape; float32, float64, float16 or bfloat16. Half precision is computed in float32
             and rounded once.
         dim: the dimension that is summed over.
         scale: a number that ``x`` is multiplied by.
-        mask: bool, of a shape that broadcasts to that of ``x``; True where an element takes part.
-            On the device of ``x``.
-        causal: whether element ``[..., q, k]`` takes part only where ``k <= q``; ``dim`` must be
-            the last of at least two dimensions. A mask can be given, too.
+        mask: bool tensor on the device of ``x`` that broadcasts to its shape. Elements where it is
+            False are masked.
+        causal: whether elements ``[..., q, k]`` with ``k > q`` are masked; ``dim`` must be the last
+            of at least two dimensions. Can be combined with ``mask``.
     """
     return torch.ops.torchkiln.softmax.default(x, dim, scale=scale, mask=mask, causal=causal)
 
@@ -45,7 +46,7 @@ def log_softmax(
 ) -> Tensor:
     """Returns ``x * scale - log(sum(exp(x * scale)))``, the sum over ``dim``; contiguous.
 
-    What takes no part is -infinity, and its gradient is 0; a row of nothing else is NaN.
+    Masked elements are -infinity with gradient 0. If all elements of a row are masked, it is NaN.
 
     Args:
         x: as for :func:`softmax`.

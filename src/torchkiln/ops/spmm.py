@@ -1,4 +1,4 @@
-"""Products of sparse matrices in compressed rows with dense ones, of one or of a batch."""
+"""Products of sparse CSR matrices and dense matrices, with optional batches."""
 
 from collections.abc import Sequence
 
@@ -9,31 +9,31 @@ from torchkiln import _C
 from torchkiln.ops._eager import eager
 
 Csr = Tensor | tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Sequence[int]]
-"""A sparse CSR tensor of torch's, or its ``(crow, col, values)``, or those and its ``[rows,
-columns]``."""
+"""A sparse CSR tensor of torch, or ``(crow, col, values)``, or ``(crow, col, values, [rows,
+columns])``."""
 
 
 def spmm(a: Csr, b: Tensor, *, transpose: Tensor | None = None, check: bool = False) -> Tensor:
-    """Returns ``a @ b``; contiguous, no bit of which depends on the run.
+    """Returns ``a @ b``, contiguous and bitwise reproducible.
 
-    Row ``r`` of ``a`` has the entries ``crow[r] <= e < crow[r + 1]``: ``values[e]`` in column
-    ``col[e]``, in any order; those at one place are added. Each of ``crow [rows + 1]``,
-    ``col [entries]``, ``values [entries]`` and ``b`` may have a batch as its first dimension. What
-    has none is the same for the whole batch, and is not copied.
+    Row ``r`` of ``a`` has the entries ``e`` with ``crow[r] <= e < crow[r + 1]``: ``values[e]`` in
+    column ``col[e]``, in any order. Entries with equal indices are added. Each of
+    ``crow [rows + 1]``, ``col [entries]``, ``values [entries]`` and ``b`` may have a batch as its
+    first dimension. Operands without one are shared by the batch and are not copied.
 
     Args:
-        a: a tensor in layout ``torch.sparse_csr``, batched or not, or a tuple of its parts, of
-            which a batch may share some. Indices are int32 or int64. Other layouts:
-            ``.to_sparse_csr()`` converts COO and CSC.
+        a: a tensor in layout ``torch.sparse_csr``, or a tuple of its parts. Indices are int32 or
+            int64. ``.to_sparse_csr()`` converts COO and CSC.
         b: ``[columns, width]`` or ``[batch, columns, width]``; float32, float64, float16 or
-            bfloat16, as the values. A half precision is computed in float32 and rounded once.
-        transpose: :func:`csr_transpose` of the pattern. Backward for ``b`` builds it, which takes
-            about as long as a product of 64 columns; given here it is built once.
-        check: whether to refuse a pattern that begins or ends elsewhere than the entries, that goes
-            back, that has columns outside of ``a``, or an entry twice. Reads the indices once (and
-            where columns do not ascend within a row, builds the transposed pattern), and waits for
-            the GPU. Without it such a pattern reads and, in backward,
-            writes memory that is not its own.
+            bfloat16, of the dtype of the values. Half precision is computed in float32 and rounded
+            once.
+        transpose: :func:`csr_transpose` of the pattern. Without it, backward for ``b`` computes the
+            transposed pattern in every call, which takes about as long as a product with
+            ``width = 64``.
+        check: whether to validate the pattern: ``crow`` ascends from 0 to the number of entries,
+            ``col`` is in range, and no entry occurs twice. The check reads the indices once, builds
+            the transposed pattern if the columns of a row do not ascend, and waits for the GPU.
+            Without it an invalid pattern reads and, in backward, writes out of bounds.
     """
     if isinstance(a, Tensor):
         if a.layout != torch.sparse_csr:
@@ -75,14 +75,14 @@ def spmm_csr(
     transpose: Tensor | None = None,
     check: bool = False,
 ) -> Tensor:
-    """:func:`spmm` of the parts of a sparse matrix, those with gradients first.
+    """Computes :func:`spmm` from the parts of a sparse matrix.
 
     Args:
         values: ``[entries]`` or ``[batch, entries]``.
         b: as for :func:`spmm`.
         crow: ``[rows + 1]`` or ``[batch, rows + 1]``; int32 or int64.
-        col: ``[entries]`` or ``[batch, entries]``, of that dtype.
-        shape: ``[rows, columns]`` that ``crow`` and ``b`` are held to.
+        col: ``[entries]`` or ``[batch, entries]``, of the dtype of ``crow``.
+        shape: ``[rows, columns]``, which ``crow`` and ``b`` are checked against.
         transpose: as for :func:`spmm`.
         check: as for :func:`spmm`.
     """
@@ -92,15 +92,16 @@ def spmm_csr(
 
 
 def csr_transpose(crow: Tensor, col: Tensor, columns: int) -> Tensor:
-    """The transposed pattern, for the ``transpose`` of :func:`spmm`: int32, in one tensor.
+    """Computes the transposed pattern for the argument ``transpose`` of :func:`spmm`.
 
-    Its entries are in the order of the rows they come from, which a stable sort gives: nothing
-    depends on the run. Its size is ``columns + 1 + 2 * entries``, with the batch of the pattern in
-    front if there is one; fewer than ``2**31`` entries in all.
+    The result is one int32 tensor of shape ``[columns + 1 + 2 * entries]``, or
+    ``[batch, columns + 1 + 2 * entries]`` for a pattern with a batch. A stable sort keeps the
+    entries in the order of their rows, so the result is deterministic. There must be fewer than
+    ``2**31`` entries in total.
 
     Args:
         crow: as for :func:`spmm_csr`.
         col: as for :func:`spmm_csr`.
-        columns: of the sparse matrix.
+        columns: number of columns of the sparse matrix.
     """
     return torch.ops.torchkiln.spmm_transpose.default(crow, col, columns)
