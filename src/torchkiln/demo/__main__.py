@@ -1,4 +1,4 @@
-"""Compare every op with float64 and with eager torch, train a classifier both ways, draw both."""
+"""Compare every op with float64 and eager torch, train a classifier with both, plot the results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors against float64, ours and eager torch's."""
+"""Errors of torchkiln and of eager torch against float64."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
 Judged = tuple[float, float, str | None]
-"""Our error, eager torch's, and the complaint of the contract about ours."""
+"""Errors of torchkiln and of eager torch, and the contract's message if the first is too large."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,9 @@ class Errors:
 def steps(found: Tensor, truth: Tensor, terms: Tensor, dtypes: Iterable[torch.dtype]) -> float:
     """The largest error of an element, in rounding steps.
 
-    A step is that of the coarsest of ``dtypes`` and the result's, because a call may mix dtypes, at
-    the size of the true element or of its ``terms``, because cancellation keeps their rounding.
+    The step is that of the coarsest dtype among ``dtypes`` and the result, because a call may mix
+    dtypes. It is taken at the larger of the true element and its ``terms``, because the rounding
+    errors of the terms remain when the terms cancel.
     """
     if found.numel() == 0:
         return 0.0

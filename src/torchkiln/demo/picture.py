@@ -25,7 +25,7 @@ ARMS = ListedColormap(["#d1495b", "#30638e", "#edae49"])
 
 @torch.no_grad()
 def regions(axes: Axes, outcome: Outcome) -> None:
-    """The class that our model gives to every point of the square, and the data."""
+    """Draw the class that torchkiln's model predicts for each point of the square, and the data."""
     run = outcome.runs[0]
     line = torch.linspace(-1.25, 1.25, 300, device=outcome.points.device)
     y, x = torch.meshgrid(line, line, indexing="ij")
@@ -41,7 +41,7 @@ def regions(axes: Axes, outcome: Outcome) -> None:
 
 
 def curves(axes: Axes, outcome: Outcome) -> None:
-    """Both loss curves, ours wide below eager torch's."""
+    """Draw both loss curves: torchkiln's as a wide line below that of eager torch."""
     styles: tuple[dict[str, Any], ...] = (
         {"color": COLOURS[OURS], "linewidth": 3, "alpha": 0.6},
         {"color": COLOURS[EAGER], "linewidth": 0.8},

@@ -50,7 +50,7 @@ def environment() -> torch.device:
 
 
 def gpu_remark(device: torch.device) -> str:
-    """Why a GPU is not used; empty where it is."""
+    """The reason why the GPU is not used; empty if it is used."""
     if device.type == "cuda":
         return ""
     return ", not used: this torchkiln has no CUDA kernels; type: torchkiln doctor"
@@ -73,7 +73,7 @@ def stage(title: str, entries: Iterable[T], words: Callable[[T], str]) -> list[T
 
 
 def errors(rows: list[Errors], *, full: bool) -> None:
-    """Errors of each op in its worst dtype and direction, or of all."""
+    """Errors of each op in its worst dtype and direction, or in all of them."""
     title = "Largest error against float64, in rounding steps of the dtype"
     counts = [row.samples for row in rows]
     if not full:
@@ -102,7 +102,7 @@ def errors(rows: list[Errors], *, full: bool) -> None:
 def worst(rows: list[Errors]) -> Errors:
     """The row of the largest error, or of a wrong result.
 
-    Float64 counts for wrong results alone: the truth is rounded as often.
+    Float64 rows are used only for wrong results, because the truth has the same rounding errors.
     """
     return max(rows, key=lambda row: (bool(row.complaint), row.dtype != torch.float64, row.ours))
 

@@ -1,8 +1,8 @@
 """The contract of an op, as data and as generated checks.
 
-An :class:`OpSpec` is the contract of one op, of this package or of any other. :func:`cases` turns
-specs into named checks, :func:`run_contract` runs all checks of one spec, and
-``torchkiln.testing.plugin`` makes them tests of pytest::
+An :class:`OpSpec` is the contract of one op of any package. :func:`cases` makes named checks from
+specs, :func:`run_contract` runs all checks of one spec, and the plug-in
+``torchkiln.testing.plugin`` makes a pytest test of each check::
 
     @pytest.mark.contract([MY_SPEC])
     def test_contract(contract_case):

@@ -17,7 +17,7 @@ class UnavailableError(Exception):
 
 
 class ExcludedError(UnavailableError):
-    """A check cannot hold for an op, as its spec says; the message gives the reason."""
+    """The spec excludes a check that cannot hold for its op; the message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Check:
     slow: bool
     large: bool
     needs: str | None
-    """The field of the spec that the check is about; None in it means nothing to check."""
+    """The field of the spec that the check needs; the check is left out if the field is None."""
 
     @property
     def promise(self) -> str:
@@ -39,7 +39,7 @@ class Check:
         return " ".join((self.run.__doc__ or "").split())
 
     def applies(self, spec: OpSpec, device: torch.device) -> bool:
-        """Whether there is something to check."""
+        """Whether the check applies to the spec."""
         wanted = self.needs is None or getattr(spec, self.needs) is not None
         return wanted and self.device in (None, device.type)
 

@@ -38,7 +38,7 @@ class Where:
 
 @contextmanager
 def noted(where: Where) -> Iterator[None]:
-    """Add the place to an error of another tool."""
+    """Add the op, check and sample to an error of another tool."""
     try:
         yield
     except Exception as error:
@@ -64,13 +64,13 @@ def each(results: Sequence[Result], where: Where) -> list[tuple[tuple[Tensor, ..
 
 
 def require(condition: bool, where: Where, message: str) -> None:
-    """Raise AssertionError with the place and the message."""
+    """Raise AssertionError with the op, check, sample and message."""
     if not condition:
         raise AssertionError(f"{where}: {message}")
 
 
 def inside(dtype: torch.dtype) -> torch.finfo:
-    """Limits of the dtype that an op computes in, which is float32 for a half precision."""
+    """``finfo`` of the dtype that an op computes in: float32 for half precision."""
     return torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32)
 
 
@@ -82,13 +82,14 @@ def compute_eps(dtype: torch.dtype) -> float:
 def allowed_error(
     truth: Tensor, other: Tensor, magnitude: Tensor, dtype: torch.dtype, lost: float = 0.0
 ) -> Tensor:
-    """Twice the error of torch's own composite, and one rounding of the result and of its terms.
+    """Twice the error of torch's composite, plus one rounding of the result and of its terms.
 
-    A float64 truth is rounded as often as a float64 result. A result below the smallest normal
-    number may be zero; so may an intermediate number, whose loss changes the result ``lost`` times.
+    In float64 the truth has rounding errors of its own. A result below the smallest normal number
+    may be flushed to zero. So may an intermediate number, which changes the result by ``lost``
+    times that number.
     """
     info = torch.finfo(dtype)
-    # An infinite term that does not reach the result says nothing about its rounding.
+    # An infinite term that does not reach the result does not bound its rounding error.
     magnitude = torch.where(magnitude.isfinite(), magnitude, truth.abs())
     rounded = info.eps * truth.abs() + 2 * compute_eps(dtype) * magnitude
     tiny = info.smallest_normal + lost * inside(dtype).smallest_normal
@@ -109,7 +110,7 @@ def require_close(  # noqa: PLR0917
     where: Where,
     lost: float = 0.0,
 ) -> None:
-    """Judge ``found`` by the float64 ``truth`` and the error of torch's own result ``other``."""
+    """Compare ``found`` with the float64 ``truth``, given torch's result ``other``."""
     require_same_meta(found, other, where)
     if found.numel() == 0:
         return
@@ -146,7 +147,7 @@ def require_same(found: Result, expected: Result, where: Where) -> None:
 
 
 def require_identical(found: Tensor, expected: Tensor, where: Where) -> None:
-    """Bitwise equality, NaN payloads and signs of zero included."""
+    """Check bitwise equality, including NaN payloads and signs of zero."""
     require_same_meta(found, expected, where)
     left, right = bits(found), bits(expected)
     if torch.equal(left, right):
@@ -175,7 +176,7 @@ def exact(spec: OpSpec, sample: Sample) -> Sample:
 
 
 def require_values(found: Result, sample: Sample, where: Where) -> None:
-    """Judge the outputs of one call."""
+    """Check the outputs of one call."""
     spec = where.spec
     with torch.no_grad():
         plain = sample.map(Tensor.detach)
@@ -213,28 +214,28 @@ def widened(grads: Grads) -> list[Tensor | None]:
 
 
 def half_step(dtype: torch.dtype) -> float:
-    """Half a rounding step of a saved output, in the units of `allowed_error`."""
+    """Half a rounding step of a saved output, in the unit of `allowed_error`."""
     return torch.finfo(dtype).eps / 2 / (2 * compute_eps(dtype))
 
 
 def steps(terms: int) -> float:
-    """Growth of the rounding errors of a sum that is rounded after each of its terms.
+    """Growth of the rounding errors of a sum that is rounded after each term.
 
-    In units of two steps, as `allowed_error` counts: the square root of the number of terms for
-    random errors, half a step per term where all terms are equal.
+    The unit is two rounding steps, as in `allowed_error`. Random errors grow with the square root
+    of the number of terms; if all terms are equal, errors add up to half a step per term.
     """
     return max(1.0, min(terms / 4, 4 * terms**0.5))
 
 
 def depth(terms: int) -> float:
-    """Growth of the rounding errors of a pairwise sum of so many terms."""
+    """Growth of the rounding errors of a pairwise sum of ``terms`` terms."""
     return max(1.0, math.log2(max(terms, 1)) / 2)
 
 
 def require_gradients(
     found: Sequence[Tensor], sample: Sample, positions: Sequence[int], grads: Grads, where: Where
 ) -> None:
-    """Judge the gradients of one call for the incoming gradients ``grads``."""
+    """Check the gradients of one call for the incoming gradients ``grads``."""
     spec = where.spec
     plain = spec.leaves(sample, tuple(positions))
     truth = spec.leaves(exact(spec, sample), tuple(positions))
@@ -246,8 +247,8 @@ def require_gradients(
     other = vector_jacobian(spec.composite, plain, positions, grads)
     used = [grad for grad in size if grad is not None and grad.numel() > 0]
     count = max((grad.numel() for grad in used), default=0)
-    # A derivative that is lost as zero is missed times the incoming gradient, and once more where a
-    # mean of it is subtracted.
+    # A derivative flushed to zero changes the gradient by the incoming gradient times the lost
+    # value, and by the same again if the op subtracts a mean of it.
     lost = 2 * max((float(grad.max()) for grad in used), default=0.0)
     for i, position in enumerate(positions):
         place = where.at(f"gradient of argument {position}")

@@ -27,7 +27,7 @@ def normal(
 
 
 def scaled(tensor: Tensor, factor: float) -> Tensor:
-    """The tensor times a factor; classes and masks stay as they are."""
+    """The tensor times a factor; integer and boolean tensors are returned unchanged."""
     return tensor * factor if tensor.is_floating_point() else tensor
 
 
@@ -36,15 +36,14 @@ LARGE = (2**16 + 1, 2**15 + 1)
 
 
 def cycle(count: int, length: int, device: torch.device) -> Tensor:
-    """A bfloat16 vector of ``count`` elements: 0, 1 / length, 2 / length, ..., again and again."""
+    """A bfloat16 vector of ``count`` elements that repeats 0, 1 / length, 2 / length, ..."""
     return torch.arange(count, device=device).remainder(length).to(torch.bfloat16) / length
 
 
 def large_matrix(device: torch.device) -> Tensor:
     """A bfloat16 matrix of more than 2**31 elements from -16 to 25.
 
-    Rows differ by more than an offset and a factor, columns likewise: an element from a wrong
-    address shows.
+    No row or column is a scaled or shifted copy of another, so a wrong address changes the result.
     """
     rows, columns = LARGE
     factors = 10 * cycle(rows, 251, device) - 4
@@ -80,7 +79,7 @@ def place(name: str, values: Tensor, strides: Sequence[int], offset: int) -> Pla
     size = offset + reach + 1 + margin
     buffer = torch.full((size,), fill, dtype=values.dtype, device=values.device)
     view = buffer.as_strided(values.shape, strides, offset)
-    # A stride of 0 maps many elements to one, which gets the value of the first.
+    # A stride of 0 maps many elements to one address, which stores the value of the first.
     first = tuple(slice(1) if s == 0 else slice(None) for s in strides)
     view[first].copy_(values[first])
     return Placed(name, view, buffer)

@@ -1,6 +1,6 @@
-"""Fields of a spec that are computed from its schema and samples where they are left out.
+"""Default values of the fields of a spec, derived from its schema and samples.
 
-:class:`torchkiln.testing.OpSpec` says which they are and how to override each.
+:class:`torchkiln.testing.OpSpec` lists these fields and how to override each.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def arguments(spec: OpSpec) -> dict[str, Any]:
 
 
 def find_name(spec: OpSpec) -> str:
-    """The name of the function; empty where it has none."""
+    """The name of the function; empty if it has none."""
     return getattr(spec.op, "__name__", "")
 
 
 def overload_of(function: Any, name: str) -> Any:
-    """The op of this name in the namespace of the function's package; None where there is none."""
+    """The op of this name in the namespace of the function's package, or None."""
     package = (getattr(function, "__module__", None) or "").partition(".")[0]
     found = getattr(getattr(torch.ops, package), name, None) if package else None
     return None if found is None else found.default
@@ -77,7 +77,7 @@ def results(spec: OpSpec, sample: Sample) -> tuple[Tensor, ...]:
 
 
 def operations(spec: OpSpec, sample: Sample, elements: int) -> tuple[int, int]:
-    """Operations of forward and backward, for a first output of so many elements."""
+    """Operations of forward and backward for a first output of ``elements`` elements."""
     if callable(spec.operations):
         return spec.operations(sample)
     forward, backward = spec.operations
@@ -142,7 +142,7 @@ def matrix_call(
 
 
 def without_defaults(spec: OpSpec, sample: Sample) -> dict[str, Any]:
-    """Keywords of the call that differ from the defaults of the schema."""
+    """Keyword arguments of the call that differ from the defaults of the schema."""
     known = arguments(spec)
     return {
         name: value
@@ -176,7 +176,7 @@ def large(spec: OpSpec, device: torch.device) -> Sample:
 
 
 def module_inputs(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Tensors of the typical call, but for those of the names of the module's parameters."""
+    """Tensors of the typical call, except those with the names of the module's parameters."""
     if spec.module is None:
         return ()
     owned = {name for name, _ in spec.module(device, dtype).named_parameters()}
@@ -188,10 +188,11 @@ def module_inputs(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> tup
 def layer(
     make: Callable[..., nn.Module], *args: Any, **kwargs: Any
 ) -> Callable[[torch.device, torch.dtype], nn.Module]:
-    """The field ``module`` for ``make(*args, **kwargs)``, which has its parameters filled.
+    """A value for the field ``module``: calls ``make(*args, **kwargs)`` and fills the parameters.
 
-    ``make`` gets device and dtype if it takes them. Parameters are normal deviates that depend on
-    their names: layers start many of them at 0 or 1, where a lost parameter does not show.
+    ``make`` is called with device and dtype if it accepts them. Parameters are normal deviates
+    seeded by their names, because a lost parameter would not show at the usual initial values 0
+    and 1.
     """
 
     def module(device: torch.device, dtype: torch.dtype) -> nn.Module:

@@ -15,7 +15,7 @@ import torchkiln
 
 @dataclass(frozen=True)
 class Environment:
-    """The facts without which a result or a time means nothing."""
+    """The hardware and versions that a result or a time depends on."""
 
     date: str
     device: str
@@ -24,7 +24,7 @@ class Environment:
     cuda: str | None
     torchkiln: str
     commit: str | None
-    """The commit of the checkout of torchkiln in which the run was started; None elsewhere."""
+    """The commit of the torchkiln checkout in the current folder; None outside of a checkout."""
 
     def __str__(self) -> str:
         """One line for the head of a table."""
@@ -38,7 +38,7 @@ class Environment:
 
 
 def environment(device: torch.device) -> Environment:
-    """This machine, today."""
+    """The facts of this machine, with today's date."""
     gpu = device.type == "cuda"
     return Environment(
         date=dt.datetime.now(dt.UTC).date().isoformat(),

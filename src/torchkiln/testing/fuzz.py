@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 # Sizes around the widths of vectors, warps and blocks of rows.
 EDGES = tuple(n + k for n in (16, 32, 64, 128, 256, 512, 1024, 2048) for k in (-1, 0, 1))
 MOST = 1 << 15
-"""The most elements of a drawn matrix."""
+"""Maximum number of elements of a drawn matrix."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,13 @@ class Layout:
 
 @functools.lru_cache(maxsize=8)
 def small_samples(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> dict[str, Sample]:
-    """The spec's samples that do not take long."""
+    """The small samples of a spec."""
     return {s.name: s for s in spec.samples(device, dtype) if s.numel <= SMALL}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The numbers that make a call; they are printed when it fails."""
+    """The drawn numbers that define a call; hypothesis prints them when it fails."""
 
     dtype: torch.dtype
     source: str | tuple[int, int]

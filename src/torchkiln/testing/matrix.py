@@ -46,7 +46,7 @@ class Run:
 
 
 class Notes:
-    """Numbers for the reasons below the table, each reason once."""
+    """Footnotes below the table: each reason has one number."""
 
     def __init__(self) -> None:
         self.reasons: list[str] = []
@@ -112,7 +112,7 @@ def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("results", type=Path, nargs="+", help="files of --contract-results")
-    parser.add_argument("--page", type=Path, help="where the marks are; else it is printed")
+    parser.add_argument("--page", type=Path, help="page with the marks; default: print the tables")
     options = parser.parse_args()
     runs = [Run.read(path) for path in options.results]
     if options.page is None:

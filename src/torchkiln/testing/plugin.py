@@ -1,4 +1,4 @@
-"""The pytest plug-in: a list of specs becomes named tests.
+"""The pytest plug-in: makes named tests from a list of specs.
 
 In ``conftest.py`` at the root of the tests::
 
@@ -55,7 +55,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def marks(case: Case) -> list[pytest.MarkDecorator]:
-    """Markers for the needs of the case."""
+    """Markers for what the case needs: a GPU, much memory or time."""
     wanted = {
         "cuda": case.device.type == "cuda",
         "slow": case.check.slow,
@@ -65,7 +65,7 @@ def marks(case: Case) -> list[pytest.MarkDecorator]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make one test for each case; specs with wrong fields end the collection."""
+    """Make one test for each case; specs with wrong fields abort the collection."""
     if "contract_case" not in metafunc.fixturenames:
         return
     marker = metafunc.definition.get_closest_marker("contract")

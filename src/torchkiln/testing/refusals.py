@@ -1,8 +1,8 @@
 """Calls that an op must refuse, derived from its schema and samples.
 
-Every message reads ``<package>.<op>: <argument>: got ..., expected ...``. The words are those of
-``torchkiln/torch/checks.h`` (dtypes, layouts, devices, shapes) and of torchkiln's Python bindings
-(kinds of arguments).
+Every message reads ``<package>.<op>: <argument>: got ..., expected ...``. The texts are the same as
+in ``torchkiln/torch/checks.h`` (dtypes, layouts, devices, shapes) and in torchkiln's Python
+bindings (kinds of arguments).
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ KINDS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "SymInt[]": ("an int or a sequence of ints", (None, "4", (4.0,), [None])),
     "SymInt[]?": ("an int or a sequence of ints", ("4", (4.0,), [None])),
 }
-"""For each type of a schema the words of the refusal, and values of other kinds."""
+"""For each type of a schema, the text of the error and values of other kinds."""
 
 
 @dataclass(frozen=True)
 class Refusals:
-    """How the arguments of a call depend on each other, in a few tables.
+    """How the arguments of a call depend on each other.
 
-    From them, the schema and the samples, calls are derived in which one argument is wrong:
+    Calls with one wrong argument are derived from these fields, the schema and the samples:
 
-    - each argument: a value of another kind (None, a number or a word for a tensor; a tensor for a
-      number; a number for a flag; and so on);
-    - each tensor: a sparse layout; another device than the first one's;
+    - each argument: a value of another type (None, a number or a string for a tensor; a tensor for
+      a number; a number for a flag; and so on);
+    - each tensor: a sparse layout; a device other than that of the first tensor;
     - the first tensor: a dtype that is not floating point;
-    - each tensor of ``like``, ``dtypes`` and ``parameters``: dtypes that do not go with the other
-      argument's;
+    - each tensor of ``like``, ``dtypes`` and ``parameters``: dtypes that are not allowed for the
+      dtype of the other argument;
     - each tensor of ``like`` and ``shapes``: other sizes and ranks;
     - each argument of ``words`` and ``dims``, and each dtype: values out of range.
     """
@@ -68,9 +68,9 @@ class Refusals:
     dtypes: Mapping[str, str] = field(default_factory=dict)
     """Tensors that have the dtype of another."""
     parameters: Mapping[str, str] = field(default_factory=dict)
-    """Tensors that have the dtype of another, or float32 beside a half precision."""
+    """Tensors that have the dtype of another, or float32 if the other has half precision."""
     shapes: Mapping[str, str] = field(default_factory=dict)
-    """Tensors of one shape, and the words for it: ``{"bias": "the last dimension of x"}``."""
+    """Tensors of one shape, with its description: ``{"bias": "the last dimension of x"}``."""
     words: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """The values that a string may have."""
     dims: Mapping[str, str] = field(default_factory=dict)
@@ -78,14 +78,14 @@ class Refusals:
     promotes: bool = False
     """Whether tensors of several dtypes are promoted to a common one."""
     numbers: tuple[str, ...] = ()
-    """Tensors for which a number may stand."""
+    """Tensor arguments that may be numbers."""
     first: str = ""
-    """The tensor whose device messages name; empty for the first of the schema."""
+    """The tensor that other devices are compared with; empty for the first of the schema."""
     called: str = ""
-    """The name of the op in messages, where it is not that of the schema."""
+    """The name of the op in messages, if it differs from the name in the schema."""
     kinds: bool = True
-    """Whether values of another kind are refused in torchkiln's words; bindings that are made by
-    pybind11 have words of their own."""
+    """Whether values of another type raise torchkiln's errors; bindings made with pybind11 raise
+    those of pybind11."""
 
 
 def kinds_of(overload: Any) -> dict[str, str]:
@@ -97,21 +97,21 @@ def kinds_of(overload: Any) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class GoodCall:
-    """A valid call, of which changed ones are refused."""
+    """A valid call, from which refused calls are made by changing arguments."""
 
     overload: Any
-    """The op, as ``torch.ops`` reaches it."""
+    """The op in ``torch.ops``."""
     sample: Sample
     called: str = ""
     """As in :class:`Refusals`."""
 
     def position(self, name: str) -> int | None:
-        """The position of an argument; None where the sample gives it by keyword or not at all."""
+        """The position of an argument; None if it is a keyword argument or missing."""
         at = list(kinds_of(self.overload)).index(name)
         return at if at < len(self.sample.args) else None
 
     def __getitem__(self, name: str) -> Any:
-        """The value of an argument; None where the sample does not give it."""
+        """The value of an argument; None if the sample does not have it."""
         at = self.position(name)
         return self.sample.kwargs.get(name) if at is None else self.sample.args[at]
 
@@ -136,7 +136,7 @@ class GoodCall:
         return Invalid(message, call.args, error, words, call.kwargs)
 
     def cast(self, dtype: torch.dtype) -> GoodCall:
-        """The same with all floating point tensors in ``dtype``."""
+        """The call with all floating point tensors in ``dtype``."""
         call = self.sample.map(lambda t: t.to(dtype) if t.is_floating_point() else t)
         return replace(self, sample=call)
 
@@ -156,7 +156,7 @@ class Deriver:
         self.first = self.rules.first or self.tensors[0]
 
     def good(self, name: str) -> GoodCall | None:
-        """The first sample that gives a tensor for this argument; None where no sample does."""
+        """The first sample with a tensor for this argument; None if no sample has one."""
         known = 0
         while True:
             if known == len(self.samples):
@@ -170,7 +170,7 @@ class Deriver:
             known += 1
 
     def calls(self) -> Iterator[Invalid]:
-        """All of them."""
+        """All derived calls."""
         for name, kind in self.kinds.items():
             if self.rules.kinds:
                 yield from self.wrong_kinds(name, kind)
@@ -189,14 +189,14 @@ class Deriver:
             yield from self.wrong_dims(name, of)
 
     def typical(self) -> GoodCall:
-        """The first sample that has the first tensor, which all samples have."""
+        """The first sample with the first tensor."""
         good = self.good(self.tensors[0])
         if good is None:
             raise ValueError(f"{self.spec.name}: got no sample with {self.tensors[0]}")
         return good
 
     def wrong_kinds(self, name: str, kind: str) -> Iterator[Invalid]:
-        """Values of other Python types than that of the schema."""
+        """Values of Python types other than that of the schema."""
         expected, values = KINDS.get(kind.replace("[1]", "[]"), ("", ()))
         good = (self.good(name) if name in self.tensors else None) or self.typical()
         for value in values:
@@ -229,7 +229,7 @@ class Deriver:
             yield good.changed(words, **{name: tensor.to(device)})
 
     def wrong_dtypes(self, name: str, good: GoodCall) -> Iterator[Invalid]:
-        """Dtypes without kernels, and those that do not go with another argument's."""
+        """Dtypes without kernels, and dtypes that are not allowed beside another argument."""
         rules = self.rules
         same = {**rules.like, **rules.dtypes}
         if name == self.tensors[0] and not rules.promotes:
@@ -295,11 +295,11 @@ PAIRS = (
     (torch.float16, torch.bfloat16),
     (torch.float32, torch.float64),
 )
-"""Dtypes of an argument beside dtypes of the other arguments, which are refused."""
+"""Combinations of dtypes of two arguments that must be refused."""
 
 
 def refused_calls(spec: OpSpec, device: torch.device) -> Iterator[Invalid]:
-    """All calls that an op must refuse: derived ones, and those of its spec."""
+    """All calls that an op must refuse: the derived ones, then those in its spec."""
     if spec.refusals is not None or spec.invalid is None:
         yield from Deriver(spec, device).calls()
     if spec.invalid is not None:

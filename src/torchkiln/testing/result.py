@@ -1,4 +1,4 @@
-"""Results of checks, to print, to keep in a file and to make tables of."""
+"""Results of checks, which can be printed, saved in a file and shown in tables."""
 
 from __future__ import annotations
 
@@ -99,5 +99,5 @@ def write(outcomes: Iterable[Outcome], environment: dict[str, Any], path: Path) 
 
 
 def as_dict(one: Outcome) -> dict[str, Any]:
-    """The outcome as a report carries it from process to process."""
+    """The outcome in a form that a pytest report can pass between processes."""
     return dataclasses.asdict(one)

@@ -21,11 +21,11 @@ FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 class Sample:
     """One named call. An argument that is a tensor in every call is positional.
 
-    Keyword tensors (masks, weights) move between devices with the others, but only positional ones
-    are laid out anew, differentiated and traced as inputs.
+    All tensors move between devices. Only positional tensors are tested at other strides,
+    differentiated, and traced as inputs; keyword tensors, such as masks and weights, are not.
 
-    An op that draws random numbers has a ``seed`` in its samples: every call of such a sample
-    starts torch's generators from it, so that the op and its reference draw the same numbers.
+    Samples of an op that draws random numbers have a ``seed``. Every call of such a sample seeds
+    torch's generators with it, so that the op and its reference draw the same numbers.
     """
 
     name: str
@@ -88,7 +88,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Invalid:
-    """One call that must be refused, with the kind of error and a pattern of its message."""
+    """One call that must be refused, with the type of the error and a pattern of its message."""
 
     name: str
     args: tuple[Any, ...]
@@ -99,7 +99,7 @@ class Invalid:
 
 @dataclass(frozen=True)
 class Traffic:
-    """The least bytes an op has to move and operations it has to compute, for roofline figures."""
+    """The minimum bytes that an op moves and operations that it computes, for roofline figures."""
 
     bytes: int
     operations: int

@@ -1,31 +1,31 @@
 """The contract of one op, from which checks, benchmarks and documents are generated.
 
-A spec has to have the function (``op``), its truth (``reference``, ``magnitude``) and its samples
-(``inputs``). Other fields are derived from the schema of the op and from the samples where they are
-left out; a field that is given is used as it is:
+A spec requires the function (``op``), its truth (``reference``, ``magnitude``) and its samples
+(``inputs``). The following fields have defaults, which are derived from the schema of the op and
+from the samples:
 
-- ``name``: that of the function. ``overload``: ``torch.ops.<package>.<name>.default``, where
-  <package> is that of the function. ``inplace_overload``: the same for ``inplace``.
+- ``name``: the name of the function. ``overload``: ``torch.ops.<package>.<name>.default``, where
+  <package> is the package of the function. ``inplace_overload``: the same for ``inplace``.
 - ``composite``: the reference. ``differentiable``: all tensors that are positional arguments.
-- **Refused calls**: for each argument the values of other kinds, for each tensor a sparse layout
-  and another device, for the first tensor the dtypes that are not floating point. ``refusals`` adds
-  how arguments depend on each other, as in ``Refusals(like={"up": "gate"})``, from which wrong
-  dtypes and shapes are derived; ``invalid`` adds calls that are special to the op. ``invalid``
-  without ``refusals`` is the whole list: for an op whose messages have words of its own.
+- **Refused calls**: values of other kinds for each argument, a sparse layout and another device for
+  each tensor, and dtypes other than floating point for the first tensor. ``refusals`` states how
+  arguments depend on each other, as in ``Refusals(like={"up": "gate"})``; wrong dtypes and shapes
+  are derived from it. ``invalid`` adds calls that are specific to the op. ``invalid`` without
+  ``refusals`` replaces the derived calls, for ops with other messages.
 - ``traffic``: reads all tensors of the call, writes its outputs. ``backward_traffic``: reads all
   tensors and the incoming gradients, writes the gradients. Sizes of outputs come from a call on the
-  meta device. ``operations`` are those for each element of the first output, or a function of the
-  sample. An op that moves less gives a function of the sample that returns :class:`Traffic`.
-- ``bench``: the typical sample with the rows and columns that are to be timed. Its first tensor has
-  to be a matrix, the others have its rows and columns or size 1. An op whose calls have integer
-  tensors, sequences of sizes or other sizes gives a function.
-- ``large``: the same with more than 2**31 elements; ``large=None`` where no output of the op is as
+  meta device. ``operations`` is a number per element of the first output, or a function of the
+  sample. An op that moves fewer bytes needs a function of the sample that returns :class:`Traffic`.
+- ``bench``: the typical sample with the rows and columns to be timed. Its first tensor must be a
+  matrix, and the sizes of the others must be its rows, its columns or 1. An op with integer
+  tensors, sequences of sizes or other sizes needs a function.
+- ``large``: the same with more than 2**31 elements; ``large=None`` if no output of the op is as
   large as its first tensor.
-- ``module_inputs``: the tensors of the typical sample, but for those that the module has as
-  parameters. :func:`torchkiln.testing.layer` makes ``module`` of a class.
+- ``module_inputs``: the tensors of the typical sample, except those that are parameters of the
+  module. :func:`torchkiln.testing.layer` makes ``module`` from a class.
 
 ``dataclasses.replace`` keeps the names, the overloads, ``composite`` and ``differentiable`` of a
-spec, and derives the others anew.
+spec, and derives the other fields again.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ class Derived:
 class OpSpec:
     """The contract of one op.
 
-    The first sample that ``inputs`` yields is the typical case: checks that need only one
-    (export, vmap, CUDA graphs) take it, so it has at least two rows and fits in a few kilobytes.
-    The module says which fields are derived where they are left out.
+    The first sample that ``inputs`` yields is the typical sample. Checks that need only one
+    (export, vmap, CUDA graphs) use it, so it must have at least two rows and fit in a few
+    kilobytes. The docstring of the module lists the fields with derived defaults.
     """
 
     op: Callable[..., Any]
@@ -87,25 +87,25 @@ class OpSpec:
     overload: torch._ops.OpOverload[..., Any] = LEFT_OUT
     """The same op in ``torch.ops``."""
     reference: Callable[..., Any]
-    """Plain torch; the truth when it is given float64 tensors."""
+    """The formula in plain torch; with float64 tensors it is the truth."""
     composite: Callable[..., Any] = LEFT_OUT
-    """The code that a user would write in eager torch, in the dtype at hand."""
+    """The code that a user would write in eager torch, in the dtype of the call."""
     magnitude: Callable[..., Any]
     """The sum of the absolute values of the terms of each output element: rounding inside the op
     is proportional to it even where the terms cancel."""
     inputs: Callable[[torch.device, torch.dtype], Iterable[Sample]]
-    """Valid calls, one of each shape that takes a path of its own."""
+    """Valid calls, with a shape for each code path."""
     differentiable: tuple[int, ...] = LEFT_OUT
     """Positions of the arguments that have gradients."""
     refusals: Refusals | None = None
-    """How arguments depend on each other, to derive refused calls from."""
+    """How arguments depend on each other; refused calls are derived from it."""
     invalid: Callable[[torch.device], Iterable[Invalid]] | None = None
-    """Refused calls that are special to the op; without ``refusals`` all there are."""
+    """Refused calls that are specific to the op; without ``refusals``, all refused calls."""
     bench: Callable[[torch.device, torch.dtype, tuple[int, int]], Sample] = Derived(derive.bench)
     """A call of the given rows and columns, for timing."""
     large: Callable[[torch.device], Sample] | None = Derived(derive.large)
-    """A call whose output has more than 2**31 elements and as many rows as its arguments; None
-    where an op has no such output, and a test of its own for many elements."""
+    """A call whose output has more than 2**31 elements and as many rows as its arguments; None for
+    an op without such an output, which needs its own test of many elements."""
     operations: Operations = (1, 1)
     """Operations of forward and backward for each element of the first output, or a function that
     counts those of a call."""
@@ -114,34 +114,33 @@ class OpSpec:
     backward_traffic: Callable[[Sample], Traffic] = Derived(derive.backward_traffic)
     """Bytes and operations of the backward of a call."""
     gradient_magnitude: Callable[..., Any] | None = None
-    """A function whose gradients are the sums of the absolute values of the terms of each gradient;
-    None where all terms of each have one sign, so that the gradients of the reference serve."""
+    """A function whose gradients are the sums of the absolute values of the terms of each gradient.
+    None if all terms of a gradient have the same sign: then the reference's gradients are used."""
     output_sensitivity: Callable[..., Any] | None = None
-    """For an op whose backward starts from its rounded output, as torch's does: a function whose
-    gradients say how far each gradient moves with the relative error of that output."""
+    """For an op whose backward uses its rounded output, as torch's does: a function whose gradients
+    are the change of each gradient per relative error of that output."""
     indices: tuple[int, ...] = ()
-    """Positions of arguments whose integers are not numbers to compute with: no check converts
-    them."""
+    """Positions of integer arguments that are indices or masks, which no check converts."""
     grown: Callable[[Sample], Sample] = doubled
-    """A call of larger sizes, all of which a graph with dynamic sizes has to serve."""
+    """A call with larger sizes, which a graph with dynamic sizes must support."""
     bench_variants: (
         Callable[[torch.device, torch.dtype, tuple[int, int]], Iterable[tuple[str, Sample]]] | None
     ) = None
-    """Labels and calls that are timed beside that of ``bench``."""
+    """Labels and calls that are timed in addition to ``bench``."""
     dtypes: tuple[torch.dtype, ...] = FLOATING
     autocast: tuple[int, ...] = ()
-    """Positions that autocast converts; none means that the op follows its inputs."""
+    """Positions of arguments that autocast converts; empty if it converts none."""
     bench_shapes: tuple[tuple[int, int], ...] = ()
-    """Rows and columns that a GPU is timed with; none for the shapes of the benchmark itself."""
+    """Rows and columns for timing on a GPU; empty for the default shapes of the benchmark."""
     small_shapes: tuple[tuple[int, int], ...] = ()
-    """Rows and columns of calls that do not fill a GPU; none likewise."""
+    """Rows and columns of calls that do not fill a GPU; empty for the default shapes."""
     opaque: bool | None = None
-    """Whether a graph of torch.compile holds the op, or ATen's ops that Inductor fuses; None where
-    the spec promises neither."""
+    """Whether a graph of torch.compile contains the op (True) or ATen ops that Inductor fuses
+    (False); None if the spec promises neither."""
     helpers: tuple[str, ...] = ()
-    """Ops in the same namespace that exist for this one (its backward) and have no spec."""
+    """Helper ops in the same namespace, such as the backward, which have no spec."""
     waits_for: tuple[str, ...] = ()
-    """Arguments that make the host wait for the device where they are set."""
+    """Arguments that make the host wait for the device if they are set."""
     inplace: Callable[..., Tensor] | None = None
     """The public Python function that writes its result into the first argument."""
     inplace_overload: torch._ops.OpOverload[..., Any] | None = None
@@ -153,14 +152,14 @@ class OpSpec:
     )
     """Arguments of a call of the module."""
     threads_matter: bool = False
-    """Whether the last bits of a result depend on the number of threads on the CPU, as those of
-    torch's products do. From run to run they must not."""
+    """Whether a result may depend on the number of CPU threads, as in torch's matrix products.
+    Results must be equal from run to run in any case."""
     excluded: Mapping[str, str] = field(default_factory=dict)
-    """Checks that cannot hold for this op, each with the reason. Their cases are made, and say the
-    reason when they are run."""
+    """Checks that cannot hold for this op, each with the reason. Their cases are skipped with that
+    reason."""
 
     def __new__(cls, **given: Any) -> Self:
-        """Name the op in the error where a field is missing; a copy is made without arguments."""
+        """Name the op in errors about missing fields. Copies are made without arguments."""
         required = [f.name for f in fields(cls) if f.default is f.default_factory is MISSING]
         missing = [name for name in required if name not in given]
         if given and missing:
@@ -169,7 +168,7 @@ class OpSpec:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        """Fill in the fields that are left out, and bind derived functions to this spec."""
+        """Compute the missing fields, and bind derived functions to this spec."""
         for name, find in derive.VALUES.items():
             if getattr(self, name) is LEFT_OUT:
                 object.__setattr__(self, name, find(self))

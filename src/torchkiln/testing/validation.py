@@ -1,4 +1,4 @@
-"""What is wrong with a spec, found before any check runs."""
+"""Errors in a spec, found before any check runs."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ OPTIONAL = (
 PAIRS = (("inplace", "inplace_overload"), ("module", "module_inputs"))
 POSITIONS = ("differentiable", "indices", "autocast")
 TYPICAL = 4096
-"""Elements of the typical sample at most."""
+"""Maximum number of elements of the typical sample."""
 
 CPU = torch.device("cpu")
 
 
 def validate(specs: Iterable[OpSpec]) -> None:
-    """Raise SpecError with a line for each field of a spec that cannot be right."""
+    """Raise SpecError with a line for each invalid field of a spec."""
     known = tuple(specs)
     names = Counter(spec.name for spec in known)
     problems = [
@@ -50,8 +50,8 @@ def validate(specs: Iterable[OpSpec]) -> None:
 
 @functools.lru_cache(maxsize=256)
 def problems_of(spec: OpSpec) -> list[str]:
-    """Those of one spec, each with the field in front."""
-    # Each step uses the fields that the one before has found to be right.
+    """Errors of one spec, each with the name of the field."""
+    # Each step uses only fields that the previous step has validated.
     if found := list(wrong_types(spec)):
         return found
     found = list(wrong_samples(spec))
@@ -59,7 +59,7 @@ def problems_of(spec: OpSpec) -> list[str]:
 
 
 def wrong_types(spec: Any) -> Iterator[str]:
-    """Fields that are not of their kind."""
+    """Fields of a wrong type."""
     if not isinstance(spec.name, str) or not spec.name:
         yield f"name: got {spec.name!r}, expected the name of the op"
     for name in FUNCTIONS:
@@ -84,7 +84,7 @@ def wrong_types(spec: Any) -> Iterator[str]:
 
 
 def contradictions(spec: OpSpec) -> Iterator[str]:
-    """Fields that do not go with each other or with the op's schema."""
+    """Fields that contradict each other or the op's schema."""
     schema = spec.overload._schema
     namespace = spec.overload.namespace
     for name in POSITIONS:
@@ -116,7 +116,7 @@ def contradictions(spec: OpSpec) -> Iterator[str]:
 
 
 def wrong_samples(spec: OpSpec) -> Iterator[str]:
-    """Samples that the checks cannot use."""
+    """Errors in samples."""
     try:
         samples: list[Any] = list(spec.inputs(CPU, spec.dtypes[0]))
     except Exception as error:
@@ -148,7 +148,7 @@ def wrong_samples(spec: OpSpec) -> Iterator[str]:
 
 
 def wrong_refusals(spec: OpSpec) -> Iterator[str]:
-    """Invalid calls that cannot be judged."""
+    """Errors in the list of invalid calls."""
     try:
         refusals: list[Any] = list(refused_calls(spec, CPU))
     except Exception as error:

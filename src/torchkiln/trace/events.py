@@ -38,12 +38,12 @@ class _Frame:
     overload: str
     inputs: list[_Tensor]
     has_steps: bool = False
-    """Whether it, or an op that it called, was reported as a step."""
+    """Whether the op, or an op that it called, was reported as a step."""
     allocated: int = 0
 
     @property
     def is_step(self) -> bool:
-        """Whether it computes or copies itself, instead of only calling other ops."""
+        """Whether the op computes or copies itself, instead of only calling other ops."""
         if not self.name.startswith("aten::"):
             return False
         full = f"{self.name}.{self.overload}" if self.overload else self.name
@@ -104,7 +104,7 @@ def _left(frame: _Frame, stack: list[_Frame], outputs: list[_Tensor]) -> Iterato
         if step is not None:
             yield step
             frame.has_steps = True
-            if step.kind == FALLBACK:  # it may allocate without the dispatcher
+            if step.kind == FALLBACK:  # the op may allocate without the dispatcher
                 known = {t.memory for t in frame.inputs}
                 new = sum(t.bytes for t in outputs if t.memory not in known)
                 frame.allocated = max(frame.allocated, new)

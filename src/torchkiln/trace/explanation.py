@@ -14,9 +14,9 @@ class Kernel:
 
     name: str
     variant: str = ""
-    """Its template arguments: the types and numbers that it was compiled for."""
+    """Template arguments: the types and numbers that the kernel was compiled for."""
     access: str = ""
-    """How it accesses memory, if its name tells."""
+    """How it accesses memory, if that can be derived from its name."""
     vector_bytes: int | None = None
     """Bytes per access to memory."""
     items: int | None = None
@@ -73,7 +73,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Step:
-    """Anything else that read or wrote memory: an op of torch, called by an op of torchkiln."""
+    """An op of torch that read or wrote memory, called by an op of torchkiln."""
 
     kind: str
     """``copy``, ``cast``, ``transfer`` (between devices), ``fill``, ``wait`` (for the device) or
@@ -102,7 +102,7 @@ class Part:
     allocated: int
     """Bytes allocated, results included."""
     bytes: int
-    """Bytes that have to be moved at least."""
+    """The minimum number of bytes to move."""
     operations: int | None
     """Arithmetic operations, if the op's spec counts them."""
     floor: float | None

@@ -1,4 +1,4 @@
-"""The name of a CUDA kernel in C++ tells how it accesses memory and what it was compiled for."""
+"""Reads the memory access and the template arguments of a CUDA kernel from its C++ name."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ NAMESPACES = (
 )
 ENUMERATORS = {"Major": ("k", "outer")}
 SHOWN_NAMESPACES = ("elementwise", "rows", "columns", "sm90", "tensor_core", "simt")
-"""Kernels in these have equal names: ``rows::finish`` and ``columns::finish``."""
+"""Namespaces that stay in a name, because they contain kernels of the same name."""
 
 
 class Access(NamedTuple):
     """A class or a kernel that reads and writes memory in one way."""
 
     name: str
-    """In C++, below ``torchkiln::``. A test looks all of them up in the sources."""
+    """Its C++ name below ``torchkiln::``. A test searches the sources for each name."""
     arguments: str
     """Pattern of its template arguments, with the element type and the lanes, if they vary."""
     words: str
@@ -65,7 +65,7 @@ ITEMS = re.compile(r"rowwise::(?:RowTile<.*?>|UnalignedRowTile<\w+), (\d+)>")
 
 
 def access_of(demangled: str) -> tuple[str, int | None, int | None]:
-    """How a kernel accesses memory, bytes per access, and vectors per thread, if its name tells."""
+    """Memory access, bytes per access, and vectors per thread; None if the name is not known."""
     kernel = _without_parameters(demangled)
     for access in ACCESSES:
         match = re.search(rf"\btorchkiln::{access.name}<{access.arguments}\b", kernel)
@@ -108,7 +108,7 @@ def _enumerator(cast: re.Match[str]) -> str:
 
 
 def _without_parameters(demangled: str) -> str:
-    """Cut return type, parameters, casts of numbers and unnamed namespaces off."""
+    """Remove the return type, parameters, casts of numbers and unnamed namespaces."""
     # Nsight Compute writes unnamed>:: and omits the namespaces before it.
     kernel = re.sub(r"\(anonymous namespace\)::|<?unnamed>::", "", demangled.removeprefix("void "))
     kernel = re.sub(r"\((?:int|bool|long)\)", "", kernel)

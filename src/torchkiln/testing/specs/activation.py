@@ -20,29 +20,29 @@ from torchkiln.testing.spec import OpSpec
 
 @dataclass(frozen=True)
 class Formula:
-    """An activation in plain torch, and what rounding inside it is proportional to."""
+    """An activation in plain torch, with bounds of its rounding errors."""
 
     value: Callable[[Tensor], Tensor]
     """Torch's function."""
     exact: Callable[[Tensor], Tensor]
-    """The same, as precise as float64 allows in the tails, too."""
+    """The same function with full float64 precision, also in the tails."""
     terms: Callable[[Tensor], Tensor]
     """The sum of the absolute values of the terms of the result."""
     slope_terms: Callable[[Tensor], Tensor]
     """The sum of the absolute values of the terms of the derivative."""
     curvature: float
-    """A bound of the second derivative, by which an error of the argument moves the first."""
+    """A bound of the second derivative: the change of the first per error of the argument."""
     output_slope: Callable[[Tensor], Tensor] | None = None
-    """|y| times the change of the derivative with y, where it is computed from the output y."""
+    """|y| times the change of the derivative with y, if it is computed from the output y."""
 
 
 def exact_gelu(z: Tensor) -> Tensor:
-    """The complement of the error function keeps its digits where erf is near -1."""
+    """Uses erfc, which is precise where erf is near -1."""
     return z * torch.special.erfc(z * -math.sqrt(0.5)) / 2
 
 
 def exact_gelu_tanh(z: Tensor) -> Tensor:
-    """The sigmoid keeps its digits where tanh is near -1."""
+    """Uses the sigmoid, which is precise where tanh is near -1."""
     return z * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))
 
 
@@ -52,7 +52,7 @@ def density(z: Tensor) -> Tensor:
 
 
 def gelu_tanh_slope_terms(z: Tensor) -> Tensor:
-    """1 + tanh, as torch computes it, and the argument's slope times z s (1 - s)."""
+    """1 + tanh as torch computes it, and the derivative of the argument times z s (1 - s)."""
     slope = 2 * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * z * z)
     return 1 + slope * exact_gelu_tanh(z).abs()
 
@@ -101,7 +101,7 @@ SHAPES: Mapping[str, tuple[int, ...]] = (
 
 
 def away_from_zero(x: Tensor) -> Tensor:
-    """``x`` in a wider range, and at a distance from 0, where relu has no derivative."""
+    """``x`` in a wider range and away from 0, where relu has no derivative."""
     return 2 * x + torch.where(x < 0, -0.25, 0.25).to(x.dtype)
 
 

@@ -70,7 +70,7 @@ def bias_act_inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample
 
 
 def bias_act_invalid(device: torch.device) -> Iterator[Invalid]:
-    """Shapes that do not go together."""
+    """Shapes that do not match."""
     x, bias = torch.ones(2, 4, device=device), torch.ones(4, device=device)
     good = GoodCall(torch.ops.torchkiln.bias_act.default, Sample("good", (x, bias)))
     for size in (3, 1):
@@ -94,7 +94,7 @@ def bias_act_composite(x: Tensor, bias: Tensor, scale: float = 1.0, act: str = "
 
 
 def bias_act_magnitude(x: Tensor, bias: Tensor, scale: float = 1.0, act: str = "relu") -> Tensor:
-    """|x * scale| + |bias|, which no activation but the square amplifies."""
+    """|x * scale| + |bias|; the square is the only activation that amplifies it."""
     terms = (x * scale).abs() + bias.abs()
     return terms * terms if act == "square" else terms
 
@@ -106,14 +106,14 @@ ROUNDING = 2.0**-21
 def bias_act_gradient_magnitude(
     x: Tensor, bias: Tensor, scale: float = 1.0, act: str = "relu"
 ) -> Tensor:
-    """The activation's own terms, and the effect of its argument's rounding on the derivative."""
+    """Terms of the activation, and the effect of the rounded argument on the derivative."""
     formula = FORMULAS[act]
     z = x * abs(scale) + bias
     with torch.no_grad():
         terms = (x * scale).abs() + bias.abs()
         argument = x * scale + bias
         slope = formula.slope_terms(argument) + formula.curvature * terms
-        if act == "relu":  # within its rounding of 0 either derivative is right
+        if act == "relu":  # within the rounding error of 0 either derivative is right
             slope = torch.where(argument.abs() <= ROUNDING * terms, 2.0**52, slope)
     return z * slope
 

@@ -25,7 +25,7 @@ SHAPES: Mapping[str, tuple[int, ...]] = (
     | {"long rows": (3, 17001), "very long row": (1, 140001)}
 )
 
-# One at a time at a few shapes; tests/ops/test_cross_entropy.py combines them.
+# Options, one at a time at a few shapes. tests/ops/test_cross_entropy.py combines them.
 OPTIONS: dict[str, dict[str, Any]] = {
     "sum": {"reduction": "sum"},
     "none": {"reduction": "none"},
@@ -39,7 +39,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def classes(logits: Tensor, ignored: int | None = None) -> Tensor:
-    """A class for each row, which may be ignored but for the first."""
+    """A class for each row. Every row except the first may be ignored."""
     dim = 0 if logits.dim() == 1 else 1
     shape = (*logits.shape[:dim], *logits.shape[dim + 1 :])
     rows = torch.arange(math.prod(shape), device=logits.device)
@@ -57,7 +57,7 @@ def probabilities(logits: Tensor) -> Tensor:
 
 
 def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Shapes, then options, of classes and of probabilities."""
+    """Shapes, then options, for classes and for probabilities."""
 
     def logits(*shape: int) -> Tensor:
         return 2 * normal("logits", shape, device, dtype)
@@ -92,7 +92,7 @@ def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     for out in dict.fromkeys((dtype, torch.float32, torch.float16, torch.bfloat16)):
         yield Sample(f"to {out}", (x, classes(x)), {"dtype": out})
         yield Sample(f"to {out}, none", (x, probabilities(x)), {"dtype": out, "reduction": "none"})
-    # More elements than opcheck gets, which takes NaN for a difference.
+    # More elements than samples for opcheck, which reports NaN as a difference.
     yield Sample("all ignored", (x, torch.full_like(classes(x), -100)), {"label_smoothing": 0.1})
 
 
@@ -109,7 +109,7 @@ def reference(logits: Tensor, target: Tensor, *, z_loss: float = 0.0, **kwargs: 
 
 
 def composite(logits: Tensor, target: Tensor, **kwargs: Any) -> Tensor:
-    """The reference in the dtype that the call names."""
+    """The reference in the dtype of the call's argument ``dtype``."""
     return reference(logits, target, **kwargs).to(kwargs.get("dtype") or logits.dtype)
 
 
@@ -119,7 +119,7 @@ def log_sum_exp(logits: Tensor) -> Tensor:
 
 
 def row_weights(logits: Tensor, target: Tensor, **kwargs: Any) -> Tensor:
-    """The weight of each row's target; 0 where it is ignored."""
+    """The weight of each row's target; 0 for ignored rows."""
     if target.is_floating_point():
         return torch.ones_like(log_sum_exp(logits))
     counts = target != kwargs.get("ignore_index", -100)
@@ -129,7 +129,7 @@ def row_weights(logits: Tensor, target: Tensor, **kwargs: Any) -> Tensor:
 
 
 def reduced(rows: Tensor, logits: Tensor, target: Tensor, **kwargs: Any) -> Tensor:
-    """A number for each row, summed or averaged as the losses are."""
+    """Reduce a number per row in the same way as the losses."""
     reduction = kwargs.get("reduction", "mean")
     if reduction != "mean":
         return rows if reduction == "none" else rows.sum()
@@ -203,7 +203,7 @@ def module(device: torch.device, dtype: torch.dtype) -> nn.Module:
 
 
 def invalid(device: torch.device) -> Iterator[Invalid]:
-    """Targets and weights that do not go with the logits, numbers out of range."""
+    """Targets and weights that do not match the logits, numbers out of range."""
     x, target = torch.ones(2, 4, device=device), torch.tensor([1, 3], device=device)
     good = GoodCall(torch.ops.torchkiln.cross_entropy.default, Sample("good", (x, target)))
     words = "[classes], [rows, classes] or [rows, classes, ...]"

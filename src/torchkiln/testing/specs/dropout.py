@@ -18,7 +18,7 @@ from torchkiln.testing.refusals import GoodCall, Refusals
 from torchkiln.testing.sample import Invalid, Sample, Traffic
 from torchkiln.testing.spec import OpSpec
 
-# Shapes of x, from the scalar loop to several threads or blocks, and probabilities with them.
+# Shapes of x, from the scalar loop to several threads or blocks, each with a probability.
 SHAPES: Mapping[str, tuple[tuple[int, ...], float]] = (
     {"typical": ((6, 10), 0.4), "one": ((1,), 0.5), "empty": ((0,), 0.5)}
     | {"no rows": ((0, 5), 0.5), "no columns": ((5, 0), 0.5), "prime": ((7, 13), 0.1)}
@@ -53,7 +53,7 @@ def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def bias_inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """The same with a bias, and with a float32 bias beside a half precision."""
+    """The same with a bias, which is float32 in some calls with half precision."""
     for sample in inputs(device, dtype):
         yield with_bias(sample, dtype)
     if dtype in (torch.float16, torch.bfloat16):
@@ -73,10 +73,10 @@ def with_bias(sample: Sample, dtype: torch.dtype) -> Sample:
 
 
 def kept(x: Tensor, p: float, training: bool) -> Tensor:
-    """``x`` where the op keeps it, divided by 1 - p, at the present state of the generators.
+    """``x`` where the op keeps it, divided by 1 - p, at the current state of the generators.
 
-    The op itself gives the mask, which depends on the state, p and the place of an element alone;
-    tests/ops/test_dropout.py looks at its distribution.
+    A call of the op itself returns the mask, which depends only on that state, on p and on the
+    index of an element. tests/ops/test_dropout.py tests its distribution.
     """
     if not training:
         return x
@@ -109,7 +109,7 @@ def bias_magnitude(x: Tensor, bias: Tensor, *others: Any, **kwargs: Any) -> Tens
 
 
 def invalid(has_bias: bool, device: torch.device) -> Iterator[Invalid]:
-    """Numbers that are no probabilities, in training and out of it; rows without a bias."""
+    """Numbers that are not probabilities, with and without training; rows without a bias."""
     x = torch.ones(2, 4, device=device)
     good = GoodCall(torch.ops.torchkiln.dropout_add.default, Sample("good", (x, x)))
     if has_bias:
@@ -133,7 +133,7 @@ def bench(
 
 
 def backward_traffic(sample: Sample) -> Traffic:
-    """Reads the incoming gradient, which is that of residual; writes those of x and bias."""
+    """Reads the incoming gradient, which is also that of residual; writes those of x and bias."""
     x, *bias, _ = sample.take(sample.positions)
     return Traffic(2 * x.nbytes + sum(t.nbytes for t in bias), 2 * x.numel())
 

@@ -27,7 +27,7 @@ SHAPES: Mapping[str, tuple[int, ...]] = (
 
 
 def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Each shape as two tensors, some packed into one."""
+    """Each shape as two tensors, and some shapes as one packed tensor."""
     for name, shape in SHAPES.items():
         gate = 2 * normal("gate", shape, device, dtype)
         up = normal("up", shape, device, dtype)
@@ -60,7 +60,7 @@ def halves(gate: Tensor, up: Tensor | None = None) -> tuple[Tensor, Tensor]:
 
 
 def reference(act: str, gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """The formula, without cancellation in its tails."""
+    """The formula, computed without cancellation in its tails."""
     first, second = halves(gate, up)
     return FORMULAS[act].exact(first) * second
 

@@ -20,8 +20,8 @@ from torchkiln.testing.specs.activation import FORMULAS
 
 FLAT = "got a 0-dimensional tensor, expected at least 1 dimension"
 
-# Shapes of both: matrices, one row, one column, no elements, no terms, odd and even sizes around
-# the tiles of the kernels, vectors, batches of each kind of broadcasting.
+# Shapes of a and b: matrices, one row, one column, no elements, no terms, odd and even sizes around
+# the tiles of the kernels, vectors, batches with each kind of broadcasting.
 SHAPES: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = (
     {"typical": ((6, 10), (10, 8)), "one": ((1, 1), (1, 1)), "one row": ((1, 37), (37, 5))}
     | {"one column": ((5, 37), (37, 1)), "one term": ((7, 1), (1, 9)), "no rows": ((0, 5), (5, 3))}
@@ -43,12 +43,12 @@ def matmul_inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def absolute_product(a: Tensor, b: Tensor) -> Tensor:
-    """The sums of |a| |b|, and how often they are rounded."""
+    """The sums of |a| |b|, times the number of roundings."""
     return torch.matmul(a.abs(), b.abs()) * steps(a.shape[-1])
 
 
 def matmul_bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Sample:
-    """A matrix times a square one."""
+    """A matrix times a square matrix."""
     sizes = (shape, (shape[1], shape[1]))
     return Sample("bench", tuple(torch.randn(s, device=device, dtype=dtype) for s in sizes))
 
@@ -60,7 +60,7 @@ def products(a: Tensor, b: Tensor) -> tuple[int, int]:
 
 
 def matmul_invalid(device: torch.device) -> Iterator[Invalid]:
-    """Shapes that have no product."""
+    """Shapes whose product is not defined."""
     a, b = torch.ones(2, 4, device=device), torch.ones(4, 3, device=device)
     good = GoodCall(torch.ops.torchkiln.matmul.default, Sample("good", (a, b)))
     yield good.changed(f"a: {FLAT}; multiply with *", a=a[0, 0])
@@ -75,7 +75,7 @@ def matmul_invalid(device: torch.device) -> Iterator[Invalid]:
 
 
 def wide(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Factors of a product of more than 2**31 elements, of few terms of small whole numbers."""
+    """Factors of a product with more than 2**31 elements, each a sum of few small integers."""
     rows, columns = LARGE
     terms = 8
     left = torch.arange(rows * terms, device=device).remainder(13).sub(6)
@@ -111,7 +111,7 @@ def linear_sample(
 
 
 def linear_inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Every activation, alone and beside a residual; every shape; scales, mixed dtypes."""
+    """Every activation, with and without a residual; every shape; scales, mixed dtypes."""
     x = normal("x", (6, 10), device, dtype)
     acts = ["gelu", *(act for act in FORMULAS if act != "gelu")]
     for act in acts:
@@ -133,7 +133,7 @@ def linear_inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def preactivation(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """As torch rounds it: once, where bias and product have one dtype."""
+    """The sum with torch's rounding: once if bias and product have the same dtype."""
     if bias is None:
         return F.linear(x, weight) * scale
     if bias.dtype != x.dtype:
@@ -146,7 +146,7 @@ def preactivation(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float) 
 
 
 class Call(NamedTuple):
-    """The arguments of linear by their names."""
+    """The arguments of linear by name."""
 
     x: Tensor
     weight: Tensor
@@ -163,7 +163,7 @@ class Call(NamedTuple):
 
     @property
     def terms(self) -> Tensor:
-        """The sum of the absolute values of its terms, and how often they are rounded."""
+        """The sum of the absolute values of its terms, times the number of roundings."""
         factor = abs(self.scale) * steps(self.x.shape[-1])
         terms = F.linear(self.x.abs(), self.weight.abs()) * factor
         return terms if self.bias is None else terms + self.bias.abs()
@@ -184,14 +184,14 @@ def linear_reference(*args: Any) -> Tensor:
 
 
 def linear_magnitude(*args: Any) -> Tensor:
-    """The terms of the sums, which no activation but the square amplifies."""
+    """The terms of the sums; the square is the only activation that amplifies them."""
     call = Call(*args)
     terms = call.terms * call.terms if call.act == "square" else call.terms
     return terms if call.residual is None else terms + call.residual.abs()
 
 
 def linear_gradient_magnitude(*args: Any) -> Tensor:
-    """The terms of the sums, the activation's own, and what rounding does to its derivative."""
+    """Terms of the sums and of the activation, and the effect of rounding on its derivative."""
     call = Call(*args)
     formula = FORMULAS[call.act]
     terms = call.terms
@@ -222,7 +222,7 @@ def linear_backward_traffic(sample: Sample) -> Traffic:
 
 
 def linear_invalid(device: torch.device) -> Iterator[Invalid]:
-    """Shapes that do not go together."""
+    """Shapes that do not match."""
     x, weight = torch.ones(2, 4, device=device), torch.ones(3, 4, device=device)
     good = GoodCall(torch.ops.torchkiln.linear.default, Sample("good", (x, weight)))
     yield good.changed(f"x: {FLAT}", x=x[0, 0])
@@ -257,7 +257,7 @@ LINEAR = OpSpec(
     composite=linear_composite,
     magnitude=linear_magnitude,
     gradient_magnitude=linear_gradient_magnitude,
-    # The gradient of what the activation got is rounded before it is multiplied.
+    # The gradient of the activation's argument is rounded before it is multiplied.
     output_sensitivity=linear_gradient_magnitude,
     inputs=linear_inputs,
     refusals=Refusals(

@@ -34,7 +34,7 @@ SHAPES: Mapping[str, tuple[tuple[int, ...], int]] = (
 )
 
 
-# Rows of 2 to 64 KiB in half precision, and from one row to as many as still leave a GPU unfilled.
+# Rows of 2 to 64 KiB in half precision, in numbers that do not fill a GPU.
 BENCH_SHAPES = ((32768, 1024), (32768, 4096), (16384, 8192), (8192, 32768))
 SMALL_SHAPES = tuple((rows, 4096) for rows in (1, 8, 64, 512))
 
@@ -48,17 +48,17 @@ class Kind(NamedTuple):
 
     @property
     def first(self) -> int:
-        """The position of normalized_shape, behind x and residual."""
+        """The position of normalized_shape, after x and residual."""
         return 1 + self.residual
 
     @property
     def owned(self) -> tuple[str, ...]:
-        """The parameters: weight, and bias with a mean."""
+        """The parameters: weight, and bias for the norms with a mean."""
         return ("weight", "bias") if self.centered else ("weight",)
 
 
 class Arguments:
-    """The arguments of a call of one of the four by their names."""
+    """The arguments of a call by name."""
 
     def __init__(self, kind: Kind, *args: Any, **kwargs: Any) -> None:
         names = (*("x", "residual")[: kind.first], "normalized_shape", *kind.owned, "eps")
@@ -69,7 +69,7 @@ class Arguments:
         self.weight: Tensor | None = given.get("weight")
         self.bias: Tensor | None = given.get("bias")
         self.offset: float = given.get("offset", 0.0)
-        # The default of a float64 copy is not that of the call: see `inputs`.
+        # A float64 copy of a call has another default for eps: see `inputs`.
         inside = torch.float64 if self.x.dtype == torch.float64 else torch.float32
         eps = given.get("eps", 1e-5 if kind.centered else None)
         self.eps: float = torch.finfo(inside).eps if eps is None else eps
@@ -91,7 +91,7 @@ class Arguments:
 
 
 def with_sum(a: Arguments, y: Tensor, z: Tensor) -> Result:
-    """The outputs of the op: the sum only where there is a residual."""
+    """The outputs of the op, with the sum if there is a residual."""
     return y if a.residual is None else (y, z)
 
 
@@ -114,7 +114,7 @@ def composite(kind: Kind, *args: Any, **kwargs: Any) -> Result:
     z, weight, bias = a.z, a.weight if a.offset == 0 else a.factor, a.bias
     shape = [z.shape[d] for d in a.dims]
     parameter = weight if weight is not None else bias
-    # Torch's CUDA kernels take one dtype.
+    # Torch's CUDA kernels require the same dtype for all arguments.
     wide = z if parameter is None else z.to(parameter.dtype)
     if kind.centered:
         y = F.layer_norm(wide, shape, weight, bias, a.eps)
@@ -132,7 +132,7 @@ class Terms(NamedTuple):
 
 
 def terms_of(kind: Kind, a: Arguments) -> Terms:
-    """Rounding errors in rounding steps: a difference from the mean has that of its terms."""
+    """Rounding errors in steps. A difference from the mean has the errors of its terms."""
     with torch.no_grad():
         z = a.sizes
         mean = a.z.mean(a.dims, keepdim=True)
@@ -158,7 +158,7 @@ def magnitude(kind: Kind, *args: Any, **kwargs: Any) -> Result:
 def gradient_magnitude(kind: Kind, *args: Any, **kwargs: Any) -> Result:
     """A function whose gradients are |d| + mean |d| + |n| mean |d n|, for d the gradient of n.
 
-    One n at a time has its rounding error.
+    The rounding errors of n are applied to one factor n at a time.
     """
     a = Arguments(kind, *args, **kwargs)
     n = terms_of(kind, a)
@@ -177,7 +177,7 @@ def gradient_magnitude(kind: Kind, *args: Any, **kwargs: Any) -> Result:
 
 
 def sensitivity(kind: Kind, *args: Any, **kwargs: Any) -> Result:
-    """Gradients move with the rounded sum; the gradient that the sum passes on does not move."""
+    """Gradients change with the rounded sum, except the gradient that passes through the sum."""
     y, total = gradient_magnitude(kind, *args, **kwargs)
     return y, 0 * total
 
@@ -199,8 +199,8 @@ def arguments(
 
 def inputs(kind: Kind, device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     """Every shape with all parameters, then fewer of them, settings, and mixed dtypes."""
-    # The default eps of RMS norm depends on the dtype, and the truth is computed in float64: each
-    # call but one gives it.
+    # The default eps of RMS norm depends on the dtype, and the truth is computed in float64, so all
+    # calls except one pass eps.
     eps = {} if kind.centered else {"eps": torch.finfo(torch.float32).eps}
     for name, (shape, count) in SHAPES.items():
         yield Sample(name, arguments(kind, shape, device, dtype, count=count), eps)
@@ -228,7 +228,7 @@ def grown(kind: Kind, sample: Sample) -> Sample:
 
 
 def bench(kind: Kind, device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Sample:
-    """A matrix, and as many parameters as the op takes."""
+    """A matrix and the parameters of the op."""
     draw = partial(torch.randn, device=device, dtype=dtype)
     rows, owned = [draw(shape) for _ in range(kind.first)], [draw(shape[1:]) for _ in kind.owned]
     return Sample("bench", (*rows, shape[1:], *owned))
@@ -237,7 +237,7 @@ def bench(kind: Kind, device: torch.device, dtype: torch.dtype, shape: tuple[int
 def bench_variants(
     kind: Kind, device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
 ) -> Iterator[tuple[str, Sample]]:
-    """Half precision beside parameters in float32, as in training with a master copy."""
+    """Half precision inputs with float32 parameters, as in training with master weights."""
     if dtype in (torch.float16, torch.bfloat16):
         *rows, columns = bench(kind, device, dtype, shape).args[: kind.first + 1]
         owned = (torch.randn(columns, device=device) for _ in kind.owned)
@@ -261,7 +261,7 @@ def backward_traffic(kind: Kind, sample: Sample) -> Traffic:
 
 
 def invalid(kind: Kind, device: torch.device) -> Iterator[Invalid]:
-    """Shapes that are not the last sizes of x, numbers out of range, two dtypes of parameters."""
+    """Shapes that are not the last sizes of x, numbers out of range, parameters of two dtypes."""
     x, row = torch.ones(2, 3, 4, device=device), torch.ones(4, device=device)
     args = (*[x] * kind.first, (4,), *[row] * len(kind.owned))
     good = GoodCall(getattr(torch.ops.torchkiln, kind.name).default, Sample("good", args))
@@ -285,7 +285,7 @@ def invalid(kind: Kind, device: torch.device) -> Iterator[Invalid]:
 
 
 def norm(name: str, module: type[nn.Module], *, centered: bool, residual: bool) -> OpSpec:
-    """The contract of one of the four."""
+    """The contract of one of the four norms."""
     kind = Kind(name, centered, residual)
     offset = {} if centered else {"offset": 0.5}
     return OpSpec(

@@ -84,7 +84,7 @@ def muladd_inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def unpromotable(good: GoodCall, names: str, *cases: tuple[torch.dtype, ...]) -> Iterator[Invalid]:
-    """Calls whose dtypes promote to one without kernels."""
+    """Calls whose dtypes promote to a dtype without kernels."""
     for dtypes in cases:
         *first, last = map(name_of, dtypes)
         said = f"{', '.join(first)} and {last}"
@@ -157,7 +157,7 @@ def muladd(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def muladd_gradient_magnitude(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """Where an argument is broadcast its gradient is a sum, whose terms may cancel."""
+    """The gradient of a broadcast argument is a sum, whose terms may cancel."""
     return a * b.detach().abs() + a.detach().abs() * b + c
 
 

@@ -35,7 +35,7 @@ SHAPES: Mapping[str, tuple[tuple[int, ...], Any]] = (
 )
 
 
-# Sums of nothing are 0. A mean of nothing is NaN, which torch's own opcheck takes for a difference.
+# The sum of no elements is 0. The mean is NaN, which torch's opcheck reports as a difference.
 OF_NOTHING: dict[str, tuple[tuple[int, ...], Any]] = {
     "empty": ((0,), None),
     "no rows to sum": ((0, 5), 0),
@@ -44,7 +44,7 @@ OF_NOTHING: dict[str, tuple[tuple[int, ...], Any]] = {
 
 
 def sum_inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Those of both, and sums of nothing."""
+    """Shapes for sum and mean, and sums of no elements."""
     yield from inputs(device, dtype)
     for name, (shape, dim) in OF_NOTHING.items():
         yield Sample(name, (normal("x", shape, device, dtype),), {"dim": dim})
