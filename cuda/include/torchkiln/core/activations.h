@@ -75,8 +75,7 @@ struct Gelu {
   }
   template <class Math, class C>
   TORCHKILN_FUNCTION static C gradient(C grad, C z) {
-    const Slope<C> normal = Math::normal(z);
-    return grad * (normal.value + z * normal.slope);
+    return grad * gelu_slope<Math>(z);
   }
 };
 
@@ -92,16 +91,18 @@ struct GeluTanh {
   }
   template <class Math, class C>
   TORCHKILN_FUNCTION static C gradient(C grad, C z) {
-    const Slope<C> s = torchkiln::sigmoid_and_slope<Math>(z * (kLinear<C> + kCubic<C> * z * z));
-    const C inner = kLinear<C> + C(3) * kCubic<C> * z * z;
-    return grad * (s.value + z * inner * s.slope);
+    const C size = z < C(0) ? -z : z;
+    // Bounded where the derivative is 0 or 1, because z^2 overflows.
+    const C square = size < C(64) ? z * z : C(4096);
+    return grad * sigmoid_gate_slope<Math>(z, size * (kLinear<C> + kCubic<C> * square),
+                                           kLinear<C> + C(3) * kCubic<C> * square);
   }
 
  private:
   template <class C>
   static constexpr C kLinear = C(1.59576912160573071175978423974);  // 2 sqrt(2 / pi)
   template <class C>
-  static constexpr C kCubic = C(0.0713548162726009087763387422823);
+  static constexpr C kCubic = C(0.0713548162726002487763387422823);
 };
 
 /// z sigmoid(z)
@@ -115,8 +116,7 @@ struct Silu {
   }
   template <class Math, class C>
   TORCHKILN_FUNCTION static C gradient(C grad, C z) {
-    const Slope<C> s = torchkiln::sigmoid_and_slope<Math>(z);
-    return grad * (s.value + z * s.slope);
+    return grad * sigmoid_gate_slope<Math>(z, z < C(0) ? -z : z, C(1));
   }
 };
 

@@ -37,6 +37,28 @@ struct Slope {
 inline constexpr double kRootOfHalf = 0.707106781186547524400844362105;
 inline constexpr double kDensityAtZero = 0.398942280401432677939946059934;  // 1 / sqrt(2 pi)
 
+/// The upper tail of the normal distribution at |x|, as root^2 ratio. The factor e^(-x^2 / 2) is
+/// taken twice as its root, because it underflows where its product with |x| is still a number.
+struct NormalTail {
+  float root;   // e^(-x^2 / 4)
+  float ratio;  // the tail over e^(-x^2 / 2)
+};
+
+/// The ratio is a polynomial in 1 / (1 + 0.35 |x|). Its error is below 1.7e-7 of its difference to
+/// |x| / sqrt(2 pi), which is a factor of gelu's derivative, wherever that is not near 0.
+template <class Math>
+TORCHKILN_FUNCTION NormalTail normal_tail(float x) {
+  const float t = Math::inverse(1.0f + 0.35f * (x < 0.0f ? -x : x));
+  float p = 0.0450796410f;
+  p = p * t - 0.185933307f;
+  p = p * t + 0.212833866f;
+  p = p * t + 0.00815031398f;
+  p = p * t + 0.143136889f;
+  p = p * t + 0.136975557f;
+  p = p * t + 0.139757127f;
+  return {Math::exp_or_zero(-0.25f * x * x), p * t};
+}
+
 #ifdef __CUDACC__
 
 /// float64 functions stay out of line: inlined for every element that a thread has in flight, they
@@ -50,47 +72,44 @@ static __host__ __device__ __noinline__ double tanh(double x) { return ::tanh(x)
 struct ExactMath {
   TORCHKILN_FUNCTION static float exp(float x) { return ::exp(x); }
   TORCHKILN_FUNCTION static double exp(double x) { return called::exp(x); }
+  /// exp for arguments up to 88, which may be 0 where the result is subnormal.
+  template <class C>
+  TORCHKILN_FUNCTION static C exp_or_zero(C x) {
+    return exp(x);
+  }
   template <class C>
   TORCHKILN_FUNCTION static C reciprocal(C x) {
     return C(1) / x;
   }
-  /// The cumulative normal distribution and its density.
+  /// reciprocal() for arguments whose result is not subnormal.
   template <class C>
-  TORCHKILN_FUNCTION static Slope<C> normal(C x) {
-    return {C(0.5) + C(0.5) * erf(x * C(kRootOfHalf)), C(kDensityAtZero) * exp(C(-0.5) * x * x)};
+  TORCHKILN_FUNCTION static C inverse(C x) {
+    return C(1) / x;
   }
   template <class C>
   TORCHKILN_FUNCTION static C gelu(C x) {
-    return x * normal(x).value;
+    return x * (C(0.5) + C(0.5) * erf(x * C(kRootOfHalf)));
   }
   TORCHKILN_FUNCTION static float tanh(float x) { return ::tanh(x); }
   TORCHKILN_FUNCTION static double tanh(double x) { return called::tanh(x); }
-
- private:
   TORCHKILN_FUNCTION static float erf(float x) { return ::erf(x); }
   TORCHKILN_FUNCTION static double erf(double x) { return called::erf(x); }
 };
 
 struct FastMath {
   __device__ __forceinline__ static float exp(float x) { return exp2(x * kLog2OfE); }
+  __device__ __forceinline__ static float exp_or_zero(float x) { return exp(x); }
   /// Keeps subnormal results, because silu multiplies them by a large number.
   __device__ __forceinline__ static float reciprocal(float x) {
     float result;
     asm("rcp.approx.f32 %0, %1;" : "=f"(result) : "f"(x));
     return result;
   }
-  /// The upper tail is the density times a polynomial in t = 1 / (1 + 0.2316419 |x|), with an error
-  /// below 8e-8 (Abramowitz and Stegun, 26.2.17): gradients may be summed into float32.
-  __device__ __forceinline__ static Slope<float> normal(float x) {
-    const float density = static_cast<float>(kDensityAtZero) * exp2(x * x * (-0.5f * kLog2OfE));
-    const float t = inverse(1.0f + 0.2316419f * fabsf(x));
-    float p = 1.330274429f;
-    p = p * t - 1.821255978f;
-    p = p * t + 1.781477937f;
-    p = p * t - 0.356563782f;
-    p = p * t + 0.319381530f;
-    const float tail = density * (p * t);
-    return {x < 0.0f ? tail : 1.0f - tail, density};
+  /// reciprocal() for arguments whose result is not subnormal.
+  __device__ __forceinline__ static float inverse(float x) {
+    float result;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
   }
   /// The upper tail is e^(-x^2 / 2) times a polynomial in t = 1 / (1 + 0.36 |x|), fitted to a
   /// relative error of 1e-5 over the range of half precision: far below zero the tail alone
@@ -121,12 +140,6 @@ struct FastMath {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
     return result;
   }
-  /// reciprocal() for arguments whose result is not subnormal.
-  __device__ __forceinline__ static float inverse(float x) {
-    float result;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-    return result;
-  }
 };
 
 /// The math for results that are stored as Out.
@@ -140,6 +153,11 @@ struct ExactMath {
   TORCHKILN_FUNCTION static C reciprocal(C x) {
     return C(1) / x;
   }
+  template <class C>
+  TORCHKILN_FUNCTION static C inverse(C x) {
+    return C(1) / x;
+  }
+  TORCHKILN_FUNCTION static double erf(double x) { return std::erf(x); }
   TORCHKILN_FUNCTION static double tanh(double x) { return std::tanh(x); }
 
   /// 2^n e^r with |r| <= ln(2) / 2. n is applied to the exponent in two halves, so that subnormal
@@ -203,28 +221,12 @@ struct ExactMath {
     return p * power_of_two(half) * power_of_two(whole - half);
   }
 
-  /// The cumulative normal distribution and its density, from one exponential: the upper tail is
-  /// the density times a polynomial in 1 / (1 + 0.2316419 |x|), with an error below 8e-8
-  /// (Abramowitz and Stegun, 26.2.17).
-  TORCHKILN_FUNCTION static Slope<float> normal(float x) {
-    const float density = static_cast<float>(kDensityAtZero) * exp(-0.5f * x * x);
-    const float t = 1.0f / (1.0f + 0.2316419f * (x < 0.0f ? -x : x));
-    float p = 1.330274429f;
-    p = p * t - 1.821255978f;
-    p = p * t + 1.781477937f;
-    p = p * t - 0.356563782f;
-    p = p * t + 0.319381530f;
-    const float tail = density * (p * t);
-    return {x < 0.0f ? tail : 1.0f - tail, density};
+  TORCHKILN_FUNCTION static float gelu(float x) {
+    const NormalTail tail = normal_tail<ExactMath>(x);
+    const float above = tail.root * (tail.root * tail.ratio);
+    return x * (x < 0.0f ? above : 1.0f - above);
   }
-  TORCHKILN_FUNCTION static Slope<double> normal(double x) {
-    return {0.5 + 0.5 * std::erf(x * kRootOfHalf), kDensityAtZero * exp(-0.5 * x * x)};
-  }
-
-  template <class C>
-  TORCHKILN_FUNCTION static C gelu(C x) {
-    return x * normal(x).value;
-  }
+  TORCHKILN_FUNCTION static double gelu(double x) { return x * (0.5 + 0.5 * erf(x * kRootOfHalf)); }
 
   /// x (1 + x^2 P(x^2)) for |x| < 0.6, otherwise 1 - 2 / (e^2|x| + 1) with the sign of x.
   TORCHKILN_FUNCTION static float tanh(float x) {
@@ -279,6 +281,37 @@ TORCHKILN_FUNCTION Slope<C> sigmoid_and_slope(C x) {
   const C r = Math::reciprocal(C(1) + e);
   const C s = x < C(0) ? e * r : r;
   return {s, e * r * r};
+}
+
+/// The derivative of z s(a(z)), with s the sigmoid and a(z) odd and increasing: `a` is a(|z|),
+/// `slope` is a'(z).
+///
+/// Below 0 this is e^-a r (1 - |z| a' r) with r = 1 / (1 + e^-a), above 0 its difference to 1. The
+/// factor e^-a is taken twice as its root, because it underflows where its product with |z| is
+/// still a number. The root multiplies `slope` first, so that |z| a' does not overflow.
+template <class Math, class C>
+TORCHKILN_FUNCTION C sigmoid_gate_slope(C z, C a, C slope) {
+  const C size = z < C(0) ? -z : z;
+  const C root = Math::exp_or_zero(C(-0.5) * a);
+  const C r = Math::inverse(C(1) + root * root);
+  const C below = root * r * (root - size * (root * slope * r));
+  return z < C(0) ? below : C(1) - below;
+}
+
+/// The derivative of z F(z), with F the cumulative normal distribution.
+template <class Math>
+TORCHKILN_FUNCTION float gelu_slope(float z) {
+  const NormalTail tail = normal_tail<Math>(z);
+  const float size = z < 0.0f ? -z : z;
+  const float density = static_cast<float>(kDensityAtZero) * size;
+  const float below = tail.root * (tail.root * (tail.ratio - density));
+  return z < 0.0f ? below : 1.0f - below;
+}
+
+template <class Math>
+TORCHKILN_FUNCTION double gelu_slope(double z) {
+  const double density = kDensityAtZero * Math::exp(-0.5 * z * z);
+  return 0.5 + 0.5 * Math::erf(z * kRootOfHalf) + z * density;
 }
 
 }  // namespace torchkiln

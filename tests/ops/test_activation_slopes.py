@@ -1,0 +1,113 @@
+"""Derivatives of the activations against float64, over all numbers of 16 bits and in the tails."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchkiln
+
+HALF = (torch.bfloat16, torch.float16)
+CUBIC = 0.044715
+LARGE = (1e10, 1e13, 1e15, 1e19, 1e20, 1e30, 3.4e38)
+
+
+def sigmoid_gate(z: Tensor, argument: Tensor, slope: Tensor) -> Tensor:
+    """The derivative of z sigmoid(argument(z))."""
+    return torch.sigmoid(argument) * (1 + z * slope * torch.sigmoid(-argument))
+
+
+def gelu(z: Tensor) -> Tensor:
+    density = torch.exp(z * z / -2) / math.sqrt(2 * math.pi)
+    return torch.special.erfc(z * -math.sqrt(0.5)) / 2 + z * density
+
+
+def gelu_tanh(z: Tensor) -> Tensor:
+    z = z.clamp(-30, 30)  # where it is 0 and 1 in float64
+    linear = 2 * math.sqrt(2 / math.pi)
+    return sigmoid_gate(z, linear * (z + CUBIC * z**3), linear * (1 + 3 * CUBIC * z * z))
+
+
+def silu(z: Tensor) -> Tensor:
+    return sigmoid_gate(z, z, torch.ones_like(z))
+
+
+SLOPES: dict[str, Callable[[Tensor], Tensor]] = {"gelu": gelu, "gelu_tanh": gelu_tanh, "silu": silu}
+every_slope = pytest.mark.parametrize("name", SLOPES)
+
+
+def derivative(name: str, x: Tensor) -> Tensor:
+    leaf = x.clone().requires_grad_()
+    getattr(torchkiln, name)(leaf).sum().backward()
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+def error_and_truth(name: str, x: Tensor) -> tuple[Tensor, Tensor]:
+    truth = SLOPES[name](x.cpu().double())
+    return (derivative(name, x).cpu().double() - truth).abs(), truth
+
+
+def rounding_of_terms(x: Tensor) -> Tensor:
+    """The error of float32 terms near 1, whose sum cancels; none where the tail is alone."""
+    return torch.where(x.abs() < 4, 3e-7, 0.0).cpu()
+
+
+@every_slope
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_all_numbers_of_16_bits(device: torch.device, name: str, dtype: torch.dtype) -> None:
+    """Rounded to the nearest number, subnormal results included."""
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    x = bits.view(dtype)[bits.view(dtype).isfinite()].to(device)
+    error, truth = error_and_truth(name, x)
+    info = torch.finfo(dtype)
+    size = truth.abs().clamp(min=info.smallest_normal)
+    step = info.eps * torch.exp2(torch.floor(torch.log2(size)))
+    wrong = ~(error <= 0.51 * step + rounding_of_terms(x))
+    assert not wrong.any(), (x.cpu()[wrong], (error / step)[wrong])
+
+
+@every_slope
+def test_tails_of_float32(device: torch.device, name: str) -> None:
+    """The error of an exponential is that of its argument; subnormal results keep their digits."""
+    x = torch.cat([torch.linspace(-limit, limit, 20001) for limit in (15, 110)]).to(device)
+    error, truth = error_and_truth(name, x)
+    info = torch.finfo(torch.float32)
+    exponent = truth.abs().clamp(min=info.smallest_normal * info.eps).log().abs()
+    allowed = info.eps * (4 + 2 * exponent) * truth.abs() + rounding_of_terms(x)
+    wrong = ~(error <= allowed + 2 * info.smallest_normal * info.eps)
+    assert not wrong.any(), (x.cpu()[wrong], error[wrong], truth[wrong])
+
+
+@every_slope
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_0_and_1_far_from_zero(device: torch.device, name: str, dtype: torch.dtype) -> None:
+    """Up to the largest number, where the square and the cube of x overflow."""
+    x = torch.tensor(LARGE, dtype=torch.float64).to(dtype).to(device).repeat(9)
+    x = x[x.isfinite()]
+    assert (derivative(name, x) == 1).all()
+    assert (derivative(name, -x) == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_ops_that_contain_gelu_tanh(device: torch.device, dtype: torch.dtype) -> None:
+    """Their gradients are finite where the cube of the argument overflows."""
+    x = torch.tensor([1e15, -1e15, 1e30, -1e30], device=device).to(dtype).repeat(3, 1)
+    slope = torch.tensor([1.0, 0, 1, 0], device=device, dtype=dtype).repeat(3, 1)
+    one = torch.ones_like(x)
+    bias = torch.zeros(4, device=device, dtype=dtype)
+    weight = torch.eye(4, device=device, dtype=dtype)
+    calls = {
+        "bias_act": lambda t: torchkiln.bias_act(t, bias, act="gelu_tanh"),
+        "geglu_tanh": lambda t: torchkiln.geglu_tanh(t, one),
+        "linear": lambda t: torchkiln.linear(t, weight, act="gelu_tanh"),
+    }
+    for name, call in calls.items():
+        leaf = x.clone().requires_grad_()
+        call(leaf).sum().backward()
+        assert leaf.grad is not None
+        assert torch.equal(leaf.grad, slope), name
