@@ -31,8 +31,18 @@ def some(device: torch.device) -> tuple[Tensor, Tensor]:
     return logits, torch.randint(21, (9,), device=device)
 
 
+def result(logits: Tensor) -> Tensor:
+    """The same memory as the result of an operation, because leaves are not overwritten."""
+    return logits.detach().add_(torch.zeros((), device=logits.device, requires_grad=True))
+
+
 def gradient(loss: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
     return torch.autograd.grad(loss, inputs, torch.ones_like(loss))
+
+
+def gradient_again(loss: Tensor, logits: Tensor) -> Tensor:
+    """A copy of the gradient, from a graph that is retained."""
+    return torch.autograd.grad(loss, logits, retain_graph=True)[0].clone()
 
 
 def peak_bytes(device: torch.device, function: Callable[[], object]) -> int:
@@ -73,7 +83,7 @@ def test_peak_memory(device: torch.device, dtype: torch.dtype, kind: str) -> Non
     little = 64 * rows + (8 * count if kind == "weighted" else 0) + 16 * 512
 
     def step(inplace: bool) -> None:
-        logits = x.detach().requires_grad_()
+        logits = result(x)
         with torch.autocast(device.type, torch.bfloat16, enabled=kind == "autocast"):
             loss = torchkiln.cross_entropy(logits, target, inplace_backward=inplace, **options)
         gradient(loss, logits)
@@ -111,7 +121,7 @@ def test_in_place(device: torch.device, dtype: torch.dtype, kind: str) -> None:
     before = whole.clone()
     leaf = logits.clone().requires_grad_()
     (expected,) = gradient(torchkiln.cross_entropy(leaf, target, reduction="sum", z_loss=0.1), leaf)
-    x = logits.requires_grad_()
+    x = result(logits)
     version = x._version
     loss = torchkiln.cross_entropy(x, target, reduction="sum", z_loss=0.1, inplace_backward=True)
     assert torch.equal(x.detach(), leaf.detach())
@@ -132,27 +142,60 @@ def test_in_place(device: torch.device, dtype: torch.dtype, kind: str) -> None:
 
 def test_in_place_needs_rows(device: torch.device) -> None:
     prefix = r"^torchkiln\.cross_entropy: inplace_backward: got logits of shape \[{}\] and strides "
-    rows = torch.randn(4, 6, device=device)
+    rows = torch.randn(4, 6, device=device, requires_grad=True) * 1
     for logits in (
         rows.t(),
         rows[:1].expand(4, 6),
         rows[:, ::2],
         rows.as_strided((3, 6), (4, 1)),
-        torch.randn(2, 5, 3, device=device),
+        torch.randn(2, 5, 3, device=device, requires_grad=True) * 1,
     ):
-        leaf = logits.detach().requires_grad_()
-        target = torch.zeros(leaf.shape[:1] + leaf.shape[2:], dtype=torch.int64, device=device)
-        words = prefix.format(", ".join(map(str, leaf.shape)))
+        target = torch.zeros(logits.shape[:1] + logits.shape[2:], dtype=torch.int64, device=device)
+        words = prefix.format(", ".join(map(str, logits.shape)))
         with pytest.raises(RuntimeError, match=words):
-            torchkiln.cross_entropy(leaf, target, inplace_backward=True)
+            torchkiln.cross_entropy(logits, target, inplace_backward=True)
         # Without a backward there is nothing to write.
-        torchkiln.cross_entropy(logits, target, inplace_backward=True)
+        torchkiln.cross_entropy(logits.detach(), target, inplace_backward=True)
+
+
+def test_in_place_refuses_leaves(device: torch.device) -> None:
+    """As torch's in-place operations do: the gradient would take the place of a parameter."""
+    leaf, target = some(device)
+    before = leaf.detach().clone()
+    words = (
+        r"^torchkiln\.cross_entropy: inplace_backward: got logits that are a leaf, or a view of a"
+        " leaf, that requires a gradient, expected the result of an operation"
+    )
+    for logits in (leaf, leaf[2:], leaf[3], leaf.view(3, 3, 21)[0]):
+        rows = target[: logits.shape[0]] if logits.dim() > 1 else target[0]
+        with pytest.raises(RuntimeError, match=words):
+            torchkiln.cross_entropy(logits, rows, inplace_backward=True)
+        with torch.no_grad():
+            torchkiln.cross_entropy(logits, rows, inplace_backward=True)
+    assert torch.equal(leaf.detach(), before)
+
+
+def test_in_place_with_packed_logits(device: torch.device) -> None:
+    """A hook may pack the logits themselves: a second backward is right, or it is refused."""
+    leaf, target = some(device)
+    (expected,) = gradient(torchkiln.cross_entropy(leaf, target), leaf)
+    with torch.autograd.graph.save_on_cpu():
+        logits = leaf * 1
+        losses = [torchkiln.cross_entropy(logits, target, inplace_backward=True) for _ in "ab"]
+    torch.testing.assert_close(gradient_again(losses[0], logits), expected)
+    for loss in losses:
+        if device.type == "cpu":
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                gradient_again(loss, logits)
+        else:  # backward reads a copy
+            torch.testing.assert_close(gradient_again(loss, logits), expected)
 
 
 def test_in_place_is_noticed_by_autograd(device: torch.device) -> None:
     """What needs the logits afterwards is an error and not a wrong number."""
     used = "modified by an inplace operation"
     logits, target = some(device)
+    logits = result(logits)
     loss = torchkiln.cross_entropy(logits, target, inplace_backward=True)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match=used):
@@ -171,7 +214,8 @@ def test_in_place_is_noticed_by_autograd(device: torch.device) -> None:
 
 
 def test_in_place_is_not_differentiated_twice(device: torch.device) -> None:
-    logits, target = some(device)
+    leaf, target = some(device)
+    logits = leaf * 1
     before = logits.detach().clone()
     loss = torchkiln.cross_entropy(logits, target, inplace_backward=True)
     with pytest.raises(
@@ -189,7 +233,7 @@ def test_in_place_with_a_gradient_of_probabilities(device: torch.device) -> None
     logits, _ = some(device)
     target = probabilities(logits.detach())
     for inplace, grads in ((False, expected), (True, found)):
-        inputs = logits.detach().clone().requires_grad_(), target.clone().requires_grad_()
+        inputs = result(logits.detach().clone()), target.clone().requires_grad_()
         loss = torchkiln.cross_entropy(*inputs, inplace_backward=inplace)
         grads.extend(gradient(loss, *inputs))
     for one, other in zip(found, expected, strict=True):
@@ -209,12 +253,9 @@ def test_in_place_has_memory_of_its_own_where_it_is_traced(device: torch.device)
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(gradient(compiled(logits), logits)[0], expected)
     torch.testing.assert_close(torch.func.grad(loss)(logits.detach()), expected)
-    torch.testing.assert_close(
-        torch.autograd.grad(
-            loss(logits), logits, torch.ones(2, device=device), is_grads_batched=True
-        )[0][1],
-        expected,
-    )
+    scaled, two = logits * 1, torch.ones(2, device=device)
+    (batched,) = torch.autograd.grad(loss(scaled), scaled, two, is_grads_batched=True)
+    torch.testing.assert_close(batched[1], expected)
     assert torch.equal(logits.detach(), before)
 
 

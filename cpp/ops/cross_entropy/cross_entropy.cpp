@@ -149,8 +149,20 @@ bool is_plain(const Tensor& tensor) {
          !c10::impl::TorchDispatchModeTLS::any_modes_set();
 }
 
+/// Refuses logits whose memory is a leaf's, as torch's in-place operations do.
+void check_is_no_leaf(const Tensor& logits) {
+  const bool is_view = logits.is_view() && logits._base().requires_grad();
+  TORCH_CHECK(
+      !logits.is_leaf() && !(is_view && logits._base().is_leaf()), "torchkiln.", kName,
+      ": inplace_backward: got logits that are a leaf, or a view of a leaf, that requires a "
+      "gradient, expected the result of an operation: the gradient would overwrite the "
+      "leaf; leave inplace_backward out");
+}
+
 void check_overwritable(const Tensor& logits) {
-  if (!is_plain(logits) || logits.numel() == 0) return;
+  if (!is_plain(logits)) return;
+  if (logits.requires_grad()) check_is_no_leaf(logits);
+  if (logits.numel() == 0) return;
   const Tensor last = classes_last(logits);
   const auto rows = rows_without_copy(last);
   TORCH_CHECK(rows && ((*rows)->size(0) == 1 || (*rows)->stride(0) >= (*rows)->size(1)),
@@ -159,6 +171,36 @@ void check_overwritable(const Tensor& logits) {
               ", expected rows of adjacent classes that do not overlap, for the gradient to be "
               "written over them; call .contiguous(), or leave inplace_backward out");
 }
+
+/// The memory of logits and its version, without a share in it. Autograd compares versions itself,
+/// but not of tensors that a hook packs (torch.autograd.graph.save_on_cpu), which may be the logits
+/// themselves.
+class Version {
+ public:
+  explicit Version(const Tensor& logits)
+      : storage_(logits.storage().getWeakStorageImpl()),
+        counter_(logits.unsafeGetTensorImpl()->version_counter()),
+        saved_(counter_.current_version()) {}
+
+  void check(const Tensor& unpacked) const {
+    TORCH_CHECK(!is_of(unpacked) || counter_.current_version() == saved_, "torchkiln.", kName,
+                ": inplace_backward: got logits that have been modified by an inplace operation, "
+                "expected them as they were: an earlier backward may have written the gradient "
+                "over them; compute the loss again, or leave inplace_backward out");
+  }
+  void increment(const Tensor& written) {
+    if (is_of(written)) counter_.bump();
+  }
+
+ private:
+  bool is_of(const Tensor& tensor) const {
+    return storage_._unsafe_get_target() == tensor.storage().unsafeGetStorageImpl();
+  }
+
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage_;
+  c10::VariableVersion counter_;
+  uint32_t saved_;
+};
 
 /// Increments the version of the logits: autograd then reports a later use of their values.
 Tensor overwrite(const Tensor& grad, const Tensor& logits, const Tensor& target,
@@ -197,14 +239,20 @@ Tensor recorded_loss(const Below& below, const Tensor& logits, const Tensor& tar
   auto [loss, state] =
       below.call<Forward>(logits, target, call.weight, call.ignore_index, call.reduction,
                           call.label_smoothing, call.z_loss, options.dtype, options.check_target);
-  if (options.inplace_backward) check_overwritable(logits);
+  std::optional<Version> version;
+  if (options.inplace_backward) {
+    check_overwritable(logits);
+    if (is_plain(logits)) version.emplace(logits);
+  }
   LossCall numbers = call;
   numbers.weight = std::nullopt;  // saved by keep() instead
   return record(
       kName, {logits, target}, loss, keep(logits, target, state, tensor_or_undefined(call.weight)),
-      [numbers, dtype = loss.scalar_type(), in_place = options.inplace_backward](
-          const Incoming& in, const Kept<4>& kept) {
+      [numbers, version, dtype = loss.scalar_type(), in_place = options.inplace_backward](
+          const Incoming& in, const Kept<4>& kept) mutable {
         const auto& [logits, target, state, weight] = kept;
+        const bool overwrites = in_place && is_plain(in[0]) && is_plain(logits);
+        if (version && overwrites) version->check(logits);
         LossCall call = numbers;
         call.weight = maybe(weight);
         if (in.needs_composite()) {
@@ -219,11 +267,11 @@ Tensor recorded_loss(const Below& below, const Tensor& logits, const Tensor& tar
         Tensor of_logits, of_target;
         if (in.wants(1)) of_target = probability_gradient(in[0], logits, target, call);
         if (in.wants(0)) {
-          of_logits = in_place && is_plain(in[0]) && is_plain(logits)
-                          ? overwrite(in[0], logits, target, state, call)
-                          : call_below<Backward>(in[0], logits, target, call.weight, state,
-                                                 call.ignore_index, call.reduction,
-                                                 call.label_smoothing, call.z_loss);
+          of_logits = overwrites ? overwrite(in[0], logits, target, state, call)
+                                 : call_below<Backward>(in[0], logits, target, call.weight, state,
+                                                        call.ignore_index, call.reduction,
+                                                        call.label_smoothing, call.z_loss);
+          if (version && overwrites) version->increment(logits);
         }
         return variable_list{of_logits, of_target};
       });

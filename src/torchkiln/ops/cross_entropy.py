@@ -57,7 +57,8 @@ def cross_entropy(
         check_target: whether to validate the target first and raise an error with the first class
             that is out of range. This waits for the GPU.
         inplace_backward: whether backward writes the gradient into the memory of ``logits``. The
-            classes of a row must be adjacent. The op that computed the logits must not need them
+            classes of a row must be adjacent; a leaf that requires a gradient, or a view of one, is
+            refused. The op that computed the logits must not need them
             in its backward (a linear layer does not), and any later use of them in autograd is an
             error, as is a second derivative. Under torch.compile and torch.func the gradient is a
             new tensor.
