@@ -72,6 +72,43 @@ def test_a_spread_of_one_beside_a_large_mean(
     assert errors(found[0], truth[0]) <= step * (8 + abs(mean) / 16)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [6, 3001])
+@pytest.mark.parametrize("eps", [1e-5, 1e-10])
+def test_half_precision_far_from_zero(
+    device: torch.device, dtype: torch.dtype, rows: int, eps: float
+) -> None:
+    """Rows of equal or nearly equal numbers near 1e4: the distance to the mean keeps its digits."""
+    x = torch.randn(rows, 64, dtype=torch.float64).mul(20).add(1e4)
+    x[::2] = 1e4
+    x = x.to(dtype).to(device)
+    grad = torch.randn(x.shape, device=device).mul(1e-3).to(dtype)
+    weight, bias = torch.randn(2, 64, device=device)
+    found = with_gradients(torchkiln.layer_norm, grad, x, weight, bias, eps=eps)
+    wide = [t.double() for t in (x, weight, bias)]
+    truth = with_gradients(F.layer_norm, grad.double(), *wide, eps=eps)
+    for one, expected in zip(found[:2], truth[:2], strict=True):
+        scale = expected.abs().amax(-1, keepdim=True)
+        assert ((one.double() - expected).abs() <= 4 * torch.finfo(dtype).eps * scale).all()
+    for one, expected in zip(found[2:], truth[2:], strict=True):
+        assert errors(one, expected) <= 1e-3
+
+
+@every_dtype
+@pytest.mark.parametrize("rows", [6, 3001])
+def test_one_column_has_no_gradient(device: torch.device, dtype: torch.dtype, rows: int) -> None:
+    """A single number has no distance to its mean: its gradient is 0, however small eps is."""
+    x = torch.randn(rows, 1, device=device).mul(1e4).to(dtype)
+    weight, bias = torch.randn(2, 1, device=device).to(dtype)
+    out, of_x, of_weight, of_bias = with_gradients(
+        torchkiln.layer_norm, torch.randn_like(x), x, weight, bias, eps=1e-12
+    )
+    assert torch.equal(out, bias.expand(rows, 1))
+    assert not of_x.any()
+    assert not of_weight.any()
+    assert of_bias.isfinite().all()
+
+
 @every_dtype
 @both
 @pytest.mark.parametrize("columns", [3, 64, 1000, 40001])

@@ -35,6 +35,7 @@ void rows_backward(const NormBackward& p, int64_t row, Compute<T>* grad_weight,
   T* grad_x[rows] = {};
   C mean[rows];
   C rstd[rows];
+  C scale[rows];
   C mean_d[rows] = {};
   C mean_dn[rows] = {};
   const bool has_grad_x = p.grad_x != nullptr;
@@ -44,6 +45,9 @@ void rows_backward(const NormBackward& p, int64_t row, Compute<T>* grad_weight,
     z[r] = static_cast<const T*>(p.z) + (row + r) * p.z_row_stride;
     mean[r] = p.centered ? static_cast<const C*>(p.mean)[row + r] : C(0);
     rstd[r] = static_cast<const C*>(p.rstd)[row + r];
+    // The distance of a single column to its mean is always 0, and so is its gradient.
+    // Multiply-adds would leave a rounding error of g * w, times rstd.
+    scale[r] = p.centered && columns == 1 ? C(0) : rstd[r];
     if (has_grad_sum)
       grad_sum[r] = static_cast<const T*>(p.grad_sum) + (row + r) * p.grad_sum_row_stride;
     if (!has_grad_x) continue;
@@ -69,7 +73,7 @@ void rows_backward(const NormBackward& p, int64_t row, Compute<T>* grad_weight,
       weight_sum += g * n;
       bias_sum += g;
       if (!has_grad_x) continue;
-      Lanes<C> gx = (g * w - mean_d[r] - n * mean_dn[r]) * rstd[r];
+      Lanes<C> gx = (g * w - mean_d[r] - n * mean_dn[r]) * scale[r];
       if (has_grad_sum) gx += load_lanes(grad_sum[r] + i, span);
       store_lanes(grad_x[r] + i, gx, span);
     }

@@ -37,6 +37,13 @@ __device__ __forceinline__ void load_any_weight(const NormBackward& p, const Acc
   });
 }
 
+/// The factor of a row's gradient: rstd, but 0 for a single column, whose distance to its mean is
+/// always 0. Multiply-adds would leave a rounding error of grad * weight, times rstd.
+template <bool kCentered, class C>
+__device__ __forceinline__ C factor_of_gradient(const NormBackward& p, C rstd) {
+  return kCentered && p.columns == 1 ? C(0) : rstd;
+}
+
 size_t sum_bytes(const NormBackward& p) { return p.dtype == Dtype::float64 ? 8 : 4; }
 
 }  // namespace

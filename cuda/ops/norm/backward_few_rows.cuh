@@ -65,14 +65,15 @@ __device__ __forceinline__ void gradients_of_rows(const NormBackward& p, const T
   if constexpr (kAdds) tile.load(grad_sum, others);
   team.reduce(sums, Sum{});
   const C inverse_columns = C(1) / static_cast<C>(p.columns);
-  const C slope = -rstd * inverse_columns * sums[0];
-  const C level = kCentered ? -rstd * inverse_columns * sums[kCentered ? 1 : 0] : C(0);
+  const C scale = factor_of_gradient<kCentered>(p, rstd);
+  const C slope = -scale * inverse_columns * sums[0];
+  const C level = kCentered ? -scale * inverse_columns * sums[kCentered ? 1 : 0] : C(0);
 #pragma unroll
   for (int k = 0; k < kItems; ++k) {
     C result[kLanes], n[kLanes];
     read(k, result, n);
 #pragma unroll
-    for (int i = 0; i < kLanes; ++i) result[i] = result[i] * rstd + (n[i] * slope + level);
+    for (int i = 0; i < kLanes; ++i) result[i] = result[i] * scale + (n[i] * slope + level);
     if constexpr (kAdds) {
       C other[kLanes];
       widen(others[k], other);

@@ -32,13 +32,6 @@ constexpr int kLargeClusterWarps = kLargeClusterBlocks * kLargeBlockWarps;
 template <class Access>
 using Parameters = ColumnParameters<Compute<typename Access::T>, Access::kLanes, kItems>;
 
-/// (x - mean) * rstd, for half precision as one multiply-add: its error is far below the rounding
-/// of x.
-template <class T, class C>
-__device__ __forceinline__ C normalized(C x, C mean, C rstd) {
-  return sizeof(T) == 2 ? x * rstd - mean * rstd : (x - mean) * rstd;
-}
-
 /// The teams of a block or cluster take rows that are a multiple of the vector's lanes apart, so
 /// that all have the same offset from a 16-byte boundary: the column sums and parameters of a
 /// thread belong to the same columns in every row.
@@ -114,7 +107,7 @@ __global__ void __launch_bounds__(kThreads)
         weights.read(k, weight);
 #pragma unroll
         for (int i = 0; i < kLanes; ++i) {
-          n[i] = normalized<T>(n[i], mean, rstd);
+          n[i] = (n[i] - mean) * rstd;
           weight_sum[k][i] += g[i] * n[i];
           const C d = g[i] * weight[i];
           sums[0] += d * n[i];
@@ -127,11 +120,11 @@ __global__ void __launch_bounds__(kThreads)
     }
     if (p.grad_x != nullptr) {
       team.reduce(sums, Sum{});
-      const C slope = -rstd * inverse_columns * sums[0];
-      const C level = kCentered ? -rstd * inverse_columns * sums[kCentered ? 1 : 0] : C(0);
-      // For half precision, normalized(x) * slope + level as one multiply-add.
+      const C scale = factor_of_gradient<kCentered>(p, rstd);
+      const C slope = -scale * inverse_columns * sums[0];
+      const C level = kCentered ? -scale * inverse_columns * sums[kCentered ? 1 : 0] : C(0);
+      // Half precision saves a product; in float32 rstd^2 could overflow.
       const C x_slope = rstd * slope;
-      const C x_level = level - mean * x_slope;
       T* grad_x = static_cast<T*>(p.grad_x) + row * p.columns;
       typename Access::Item others[kItems];
       const bool can_overread = rows.can_overread(row, p.rows);
@@ -146,9 +139,10 @@ __global__ void __launch_bounds__(kThreads)
         weights.read(k, weight);
 #pragma unroll
         for (int i = 0; i < kLanes; ++i) {
-          const C projection = sizeof(T) == 2 ? n[i] * x_slope + x_level
-                                              : normalized<T>(n[i], mean, rstd) * slope + level;
-          g[i] = g[i] * weight[i] * rstd + projection;
+          const C distance = n[i] - mean;
+          const C projection =
+              sizeof(T) == 2 ? distance * x_slope + level : distance * rstd * slope + level;
+          g[i] = g[i] * weight[i] * scale + projection;
         }
         if constexpr (kAdds) {
           if (inside)
