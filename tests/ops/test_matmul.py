@@ -48,6 +48,27 @@ def test_relu_beside_a_residual_is_not_judged_by_the_sum(device: torch.device) -
     assert x.grad.tolist() == [[1.0, -1.0], [0.0, 0.0]]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("act", ["gelu_tanh", "silu", "tanh", "square"])
+def test_a_float32_bias_beside_half_precision(dtype: torch.dtype, act: str) -> None:
+    """On the CPU the bias is added to the rounded product without a further rounding.
+
+    The gradient of the bias is then as exact as the one that torch's ops compute in float32.
+    """
+    torch.manual_seed(2)
+    x, weight = torch.randn(4096, 64).to(dtype), torch.randn(32, 64).div(8).to(dtype)
+    bias, grad = torch.randn(32, requires_grad=True), torch.randn(4096, 32).to(dtype)
+
+    def gradient(out: torch.Tensor, again: bool = False) -> torch.Tensor:
+        return torch.autograd.grad(out, bias, grad.to(out.dtype), create_graph=again)[0].double()
+
+    z = x.double() @ weight.double().t() + bias.double()
+    truth = gradient(FORMULAS[act].value(z))
+    recorded = gradient(torchkiln.linear(x, weight, bias, act)) - truth
+    by_torch = gradient(torchkiln.linear(x, weight, bias, act), again=True) - truth
+    assert recorded.norm() <= 1.05 * by_torch.norm()
+
+
 def test_matmul_is_torch_matmul(device: torch.device) -> None:
     a = torch.randn(3, 1, 4, 5, device=device)
     b = torch.randn(2, 5, 6, device=device)

@@ -20,6 +20,14 @@ Saved kept_by_linear(Activation act, bool has_residual) {
   return saved == Saved::sign && !has_residual ? Saved::output : Saved::input;
 }
 
+/// Whether the product is saved without the bias. On the CPU torch's matrix product is rounded to
+/// half precision, and the sum with a float32 bias would be rounded again. Our CUDA kernels round
+/// once, behind the bias. A sign is that of the sum.
+bool keeps_product(const Tensor& x, const MaybeTensor& bias, Activation act) {
+  return x.is_cpu() && bias && bias->scalar_type() != x.scalar_type() &&
+         saved_by(act) != Saved::sign;
+}
+
 Tensor checked_output(const Tensor& x, const Tensor& weight, const MaybeTensor& bias,
                       const MaybeTensor& residual) {
   check_tensors(kName, {{"x", x}, {"weight", weight}});
@@ -69,6 +77,10 @@ void run_library(const Tensor& x, const Tensor& weight, const MaybeTensor& bias,
   if (out.is_cuda() && act == kActivation<Relu> && scale == 1 && !preactivation.defined() && bias &&
       bias->scalar_type() == out.scalar_type() && x.sym_size(-1) > 0) {
     at::_addmm_activation_out(rows, *bias, x, weight.t());
+  } else if (keeps_product(x, bias, act)) {
+    const Tensor& product = preactivation.defined() ? preactivation : out;
+    run_preactivation(x, weight, std::nullopt, scale, as_matrix(product));
+    out.copy_(bias_act(product, *bias, 1.0, name_of(act)));
   } else if (act == kActivation<None>) {
     run_preactivation(x, weight, bias, scale, rows);
   } else {
@@ -116,7 +128,8 @@ Tensor composite_in(at::ScalarType product, const Tensor& x, const Tensor& weigh
   return z.to(x.scalar_type());
 }
 
-/// Returns the output and the preactivation, which is empty if backward does not need it.
+/// Returns the output and the preactivation, without the bias if keeps_product(). It is empty if
+/// backward does not need it.
 struct Forward {
   static constexpr const char* kSchema =
       "torchkiln::linear_forward(Tensor x, Tensor weight, Tensor? bias, str act, float scale, "
@@ -139,14 +152,15 @@ struct Forward {
   }
 };
 
-/// The gradient of the preactivation and, if the same pass computes it, of the bias.
-Two pass_activation(const Incoming& in, const Tensor& kept, Activation act,
-                    const std::optional<at::ScalarType>& bias_dtype, bool wants_bias) {
+/// The gradient of the preactivation and, if the same pass computes it, of the bias. `missing` is a
+/// bias that `kept` does not include.
+Two pass_activation(const Incoming& in, const Tensor& kept, const MaybeTensor& missing,
+                    Activation act, const std::optional<at::ScalarType>& bias_dtype,
+                    bool wants_bias) {
   if (act == kActivation<None>) return {in[0], Tensor()};
   if (saved_by(act) == Saved::sign) return {call_below<ActivationBackward>(in[0], kept, act), {}};
-  // The saved preactivation includes the bias.
   auto [passed, grad_bias] = call_below<bias_act_ops::Backward>(
-      in[0], kept, std::nullopt, 1.0, act, bias_dtype.value_or(in[0].scalar_type()),
+      in[0], kept, missing, 1.0, act, bias_dtype.value_or(in[0].scalar_type()),
       bias_act_ops::Backward::Wanted{true, wants_bias});
   return {passed, wants_bias ? grad_bias : Tensor()};
 }
@@ -208,8 +222,10 @@ struct Op {
           }
           Tensor grad_x, grad_weight, grad_bias;
           if (in.wants(0) || in.wants(1) || in.wants(2)) {
+            const MaybeTensor shift = maybe(bias);
             const auto [passed, passed_bias] =
-                pass_activation(in, kept, act, bias_dtype, in.wants(2));
+                pass_activation(in, kept, keeps_product(x, shift, act) ? shift : std::nullopt, act,
+                                bias_dtype, in.wants(2));
             const Tensor rows = as_matrix(passed);
             if (in.wants(0)) grad_x = linear(passed, weight.t(), std::nullopt, "none", scale);
             if (in.wants(1))
