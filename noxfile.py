@@ -139,7 +139,7 @@ def lint(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """The test suite on all CPU cores; `-- --full` runs every combination of the contract."""
     install(session, "build", "test")
-    session.run("pytest", *arguments(session))
+    session.run("pytest", "-q", "-n", "auto", *arguments(session), env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session(default=False)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sampling
 import torch
 
 import torchkiln
@@ -17,13 +18,34 @@ collect_ignore = ["foreign_package"]  # a project with a root and plug-ins of it
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """What nox -s fuzz sets."""
+    """Add the options of the sample and of nox -s fuzz."""
+    sampling.add_options(parser)
     parser.addoption("--fuzz-cases", type=int, default=25, metavar="N", help="drawn calls an op")
     parser.addoption("--fuzz-device", default="cpu", metavar="DEVICE", help="where they run")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Report what needs a GPU as skipped, with the reason, where there is none."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose the sample; workers share the cores, so each has one thread of torch."""
+    sampling.choose_day(config)
+    if hasattr(config, "workerinput"):
+        torch.set_num_threads(1)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """Name the sample."""
+    return sampling.header(config)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Count skips by reason, in place of a line for each."""
+    for line in sampling.skips(terminalreporter):
+        terminalreporter.write_line(line)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Apply the sample; skip tests that need a GPU, with the reason, where there is none."""
+    sampling.select(config, items)
     if not torch.cuda.is_available():
         reason = "no CUDA device"
     elif torchkiln.build_info()["cuda"] is None:

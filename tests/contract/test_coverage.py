@@ -96,10 +96,10 @@ def test_public_functions_are_documented() -> None:
 
 
 def test_stub_and_extension_agree() -> None:
-    """What type checkers are told is what the extension has."""
+    """The stub names the functions that are no ops; __getattr__ stands for the ops."""
     stub = ast.parse((ROOT / "src" / "torchkiln" / "_C.pyi").read_text())
     told = {node.name for node in stub.body if isinstance(node, ast.FunctionDef)}
     exported = {name for name in dir(_C) if not name.startswith("_")}
-    assert told == exported
+    assert told - {"__getattr__"} <= exported
     ops = {spec.op.__name__ for spec in SPECS} | {function.__name__ for function, _ in IN_PLACE}
     assert ops <= exported

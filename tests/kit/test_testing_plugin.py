@@ -24,7 +24,8 @@ FOLDER = str(Path(torchkiln.__path__[-1]).parent)
 
 def pytest_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run pytest there, in a process of its own."""
-    paths = os.pathsep.join(path for path in (FOLDER, os.environ.get("PYTHONPATH")) if path)
+    known = (FOLDER, str(folder), os.environ.get("PYTHONPATH"))
+    paths = os.pathsep.join(path for path in known if path)
     command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir=.", *arguments)
     return subprocess.run(
         [sys.executable, "-W", "ignore", *command],
@@ -121,3 +122,25 @@ def test_the_contract_needs_specs(tmp_path: Path) -> None:
     done = pytest_in(folder)
     assert done.returncode != 0
     assert "contract_case needs @pytest.mark.contract" in done.stdout + done.stderr
+
+
+BENCHMARK = """
+import warnings
+
+def pytest_addoption(parser):
+    parser.addoption("--benchmark-disable", action="store_true")
+
+def pytest_configure(config):
+    if config.getoption("dist", "no") != "no" and not config.option.benchmark_disable:
+        warnings.warn("Benchmarks are automatically disabled", stacklevel=1)
+"""
+
+
+def test_workers_start_beside_pytest_benchmark(tmp_path: Path) -> None:
+    """Its warning at start is an INTERNALERROR if warnings are errors, so it must not come."""
+    (tmp_path / "benchmark_stand_in.py").write_text(BENCHMARK)
+    (tmp_path / "conftest.py").write_text('pytest_plugins = ["torchkiln.testing.plugin"]\n')
+    (tmp_path / "test_one.py").write_text("def test_one():\n    pass\n")
+    done = pytest_in(tmp_path, "-p", "benchmark_stand_in", "-n", "1", "-W", "error")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 passed" in done.stdout

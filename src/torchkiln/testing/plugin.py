@@ -45,8 +45,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--contract-results", metavar="FILE", help="write op x check as JSON")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Add markers, and the collector of results to the process that reports."""
+    # Under -n, pytest-benchmark up to 5.1 warns at start that it disables itself, which is an
+    # INTERNALERROR if warnings are errors. Disabling it first leaves nothing to warn about.
+    if config.getoption("dist", "no") != "no" and hasattr(config.option, "benchmark_disable"):
+        config.option.benchmark_disable = True
     for name, meaning in MARKERS.items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
     path = config.getoption("--contract-results")

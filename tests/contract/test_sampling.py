@@ -1,0 +1,42 @@
+"""The sample of a day: every quick check of every op, and all cases within nine days."""
+
+from __future__ import annotations
+
+import sampling
+import torch
+
+from torchkiln import testing
+
+CASES = [
+    case
+    for device in ("cpu", "cuda:0")
+    for case in testing.cases(testing.SPECS, torch.device(device))
+]
+DAY = 739_900
+
+
+def test_nine_days_run_every_case() -> None:
+    days = [{str(c) for c in CASES if sampling.in_sample(c, DAY + i)} for i in range(sampling.DAYS)]
+    assert set().union(*days) == set(map(str, CASES))
+
+
+def test_each_day_has_every_check_and_every_quick_check_of_each_op() -> None:
+    for day in range(DAY, DAY + sampling.DAYS):
+        found = [case for case in CASES if sampling.in_sample(case, day)]
+        assert {case.check.name for case in found} == {case.check.name for case in CASES}
+        quick = {
+            (case.spec.name, case.check.name)
+            for case in CASES
+            if not case.check.slow and not case.check.large
+        }
+        assert quick <= {(case.spec.name, case.check.name) for case in found}
+
+
+def test_long_checks_run_for_three_or_four_ops_a_day() -> None:
+    slow = [case for case in CASES if case.check.slow and case.device.type == "cpu"]
+    counts = [
+        sum(sampling.in_sample(case, day) for case in slow if case.check.name == "aot_inductor")
+        for day in range(DAY, DAY + sampling.DAYS)
+    ]
+    assert min(counts) > 0
+    assert max(counts) <= 4

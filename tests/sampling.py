@@ -1,0 +1,92 @@
+"""The part of the contract that one run of the suite covers; docs/contract.md has the rule.
+
+A day's sample keeps every check that is quick. Checks that are marked slow or large run for one op
+in nine, gradient_strides in float32 and one other dtype. Days take turns: nine days in a row run
+every case. ``--full`` runs all cases, ``--shard=I/N`` each N-th test from the I-th on.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections import Counter
+
+import pytest
+import torch
+
+from torchkiln import testing
+from torchkiln.testing.contract import CHECKS
+
+DAYS = 9
+IN_SOME_DTYPES = ("gradient_strides",)
+REASONS = 12
+"""Lines of the summary of skips."""
+
+
+def add_options(parser: pytest.Parser) -> None:
+    """Add --full, --day and --shard."""
+    add = parser.addoption
+    add("--full", action="store_true", help="run every case of the contract")
+    add("--day", type=int, help="the day whose sample is run (default: today's number)")
+    add("--shard", metavar="I/N", help="run each N-th test from the I-th on")
+
+
+def choose_day(config: pytest.Config) -> None:
+    """Set the day once, before xdist copies the options to its workers."""
+    if config.option.day is None:
+        config.option.day = dt.datetime.now(dt.UTC).date().toordinal()
+
+
+def header(config: pytest.Config) -> str:
+    """The line that tells how to repeat the run."""
+    if config.option.full:
+        return "contract: every case"
+    return f"contract: the sample of day {config.option.day} (--day), --full runs every case"
+
+
+def in_sample(case: testing.Case, day: int) -> bool:
+    """Whether the sample of a day has the case."""
+    op = testing.SPECS.index(case.spec)
+    if case.check.slow or case.check.large:
+        checks = list(CHECKS)
+        return (op + checks.index(case.check.name) + day) % DAYS == 0
+    if case.check.name in IN_SOME_DTYPES and case.dtype != torch.float32:
+        others = [dtype for dtype in case.check.dtypes if dtype != torch.float32]
+        return case.dtype == others[(op + day) % len(others)]
+    return True
+
+
+def select(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what the sample and the shard do not have; tests that were named all run."""
+    named = config.option.keyword or any("::" in argument for argument in config.args)
+    kept = items
+    if not (config.option.full or named):
+        kept = [item for item in kept if runs_today(item, config.option.day)]
+    if config.option.shard:
+        first, count = map(int, config.option.shard.split("/"))
+        kept = kept[first - 1 :: count]
+    if len(kept) < len(items):
+        left = set(map(id, kept))
+        config.hook.pytest_deselected(items=[item for item in items if id(item) not in left])
+        items[:] = kept
+
+
+def runs_today(item: pytest.Item, day: int) -> bool:
+    """Whether a test is in the sample; all tests but those of the contract are."""
+    case = getattr(getattr(item, "callspec", None), "params", {}).get("contract_case")
+    return case is None or case.spec not in testing.SPECS or in_sample(case, day)
+
+
+def skips(reporter: pytest.TerminalReporter) -> list[str]:
+    """The skipped tests by reason, the most frequent first."""
+    counts: Counter[str] = Counter()
+    for report in reporter.stats.get("skipped", []):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        reason = reason.removeprefix("Skipped: ")
+        if reason.startswith("not for "):
+            reason = "a check that the spec of the op excludes, with its reason there"
+        counts[reason] += 1
+    lines = [f"{count:6} skipped: {reason}" for reason, count in counts.most_common(REASONS)]
+    if len(counts) > REASONS:
+        rest = sum(count for _, count in counts.most_common()[REASONS:])
+        lines.append(f"{rest:6} skipped for {len(counts) - REASONS} other reasons (-rs lists them)")
+    return lines
