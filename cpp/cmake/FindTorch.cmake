@@ -1,8 +1,7 @@
 # find_package(Torch [version]): the target torchkiln::torch with torch's headers and libraries.
-#
-# Torch has a CMake package of its own, TorchConfig.cmake. This module stands in for it, because that package demands a
+# Torch has its own CMake package, TorchConfig.cmake. This module replaces it, because that package requires a
 # complete CUDA toolkit wherever torch has CUDA, appends to CMAKE_CUDA_FLAGS, and can be loaded once per project, while a
-# wheel is built against five torches. Projects that load both are fine: the targets have different names and link the
+# wheel is built against five torch versions. A project may load both: the targets have different names and link the
 # same files. -DTORCHKILN_TORCH_CONFIG=ON forwards to torch's package: torchkiln::torch then links its target `torch`.
 #
 # Hints: Torch_ROOT (the folder of the Python package or of a libtorch archive), Torch_DIR, CMAKE_PREFIX_PATH.

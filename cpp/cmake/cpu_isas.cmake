@@ -1,5 +1,5 @@
-# The instruction sets that CPU kernels are compiled for, each file once for each; cpp/include/torchkiln/cpu/isa.h chooses among them at run
-# time. torchkiln_isas has their names, torchkiln_flags_<name> the compiler's options.
+# The instruction sets for which each file of CPU kernels is compiled. cpp/include/torchkiln/cpu/isa.h selects one at run
+# time. torchkiln_isas lists their names; torchkiln_flags_<name> has the compiler options.
 set(torchkiln_isas baseline)
 set(torchkiln_flags_baseline "")
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
@@ -16,7 +16,7 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
   )
 endif()
 
-# A target of objects that is compiled for one of them; no name for what is compiled once.
+# An object library for one instruction set; an empty name stands for files that are compiled once.
 function(torchkiln_for_instruction_set target isa)
   target_compile_options(
     ${target}

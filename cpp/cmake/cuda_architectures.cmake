@@ -26,10 +26,10 @@ function(torchkiln_cuda_architectures nvcc gpu_visible result)
   )
   string(REGEX MATCHALL "[0-9]+" known "${listed}")
   if(wanted STREQUAL "all")
-    # GPUs of 8.6 and 8.9 run the code for 8.0. Code of their own is as long to half a percent, in another order.
+    # GPUs of 8.6 and 8.9 run the code for 8.0. Code built for them has the same size within 0.5 %.
     list(FILTER known INCLUDE REGEX "^(75|80|90|100|120)$")
     list(TRANSFORM known APPEND "-real" OUTPUT_VARIABLE wanted)
-    # GPUs that are newer than this nvcc compile the newest one's PTX when they load it.
+    # For GPUs newer than this nvcc, the driver compiles the PTX of the newest architecture at load time.
     list(GET known -1 newest)
     list(APPEND wanted ${newest}-virtual)
   endif()

@@ -46,7 +46,7 @@ execute_process(
 configure_file(cpp/cmake/package/build_info.json.in _build_info.json @ONLY)
 install(FILES "${PROJECT_BINARY_DIR}/_build_info.json" DESTINATION .)
 
-# The kernels have an export of their own: linking them needs no torch.
+# The kernels have a separate export, because linking them does not need torch.
 set(config_folder share/cmake/torchkiln)
 install(
   TARGETS torchkiln_kernels

@@ -1,8 +1,7 @@
 # Decides whether CUDA kernels are built and with which nvcc, then enables the language. Sets TORCHKILN_WITH_CUDA.
-#
-# Looked at, in this order: the compiler that the user names (CMAKE_CUDA_COMPILER, CUDACXX) and then no other; the
-# toolkits that variables name (CUDAToolkit_ROOT, CUDA_HOME, CUDA_PATH); that of Python's own prefix, as conda has it;
-# the system's; the registry's beside torch. The first whose version equals that of torch's CUDA is taken.
+# The search order: the compiler that the user names (CMAKE_CUDA_COMPILER, CUDACXX), after which no other is tried; the
+# toolkits in CUDAToolkit_ROOT, CUDA_HOME and CUDA_PATH; Python's prefix, where conda installs it; the system; the wheels
+# in the Python environment. The first one with the version of torch's CUDA is used.
 include("${CMAKE_CURRENT_LIST_DIR}/cuda_architectures.cmake")
 set(
   TORCHKILN_CUDA
@@ -40,8 +39,8 @@ function(torchkiln_gpu_visible result)
   endif()
 endfunction()
 
-# Every nvcc in the order of preference; `named` tells which variable names the only one. The choice of an earlier run
-# holds as long as it is there: with build isolation, it is gone by now.
+# Every nvcc in the order of preference; `named` is the variable that names the only one, if any. The choice of an
+# earlier run is kept while the file exists; with build isolation it may have been deleted.
 function(list_nvccs result named_result)
   set(named "")
   if(CMAKE_CUDA_COMPILER)
@@ -76,7 +75,7 @@ function(list_nvccs result named_result)
     list(REMOVE_DUPLICATES nvccs)
   endif()
   if(named)
-    # Perhaps the name of a program on PATH.
+    # It may be the name of a program on PATH.
     find_program(program "${nvccs}" NO_CACHE)
     if(program)
       set(nvccs "${program}")
@@ -86,11 +85,11 @@ function(list_nvccs result named_result)
   set(${named_result} "${named}" PARENT_SCOPE)
 endfunction()
 
-# The variables that name a toolkit, as variables of that name in the caller's scope.
+# Sets the values of the variables that name a toolkit in the caller's scope.
 macro(toolkit_variables result)
   set(${result} "")
   foreach(variable IN ITEMS CUDAToolkit_ROOT CUDA_HOME CUDA_PATH)
-    # Only the first of them is one of CMake's, too.
+    # Only the first is also a CMake variable.
     if(NOT (variable STREQUAL "CUDAToolkit_ROOT" AND CUDAToolkit_ROOT))
       set(${variable} "$ENV{${variable}}")
     endif()
@@ -100,8 +99,8 @@ macro(toolkit_variables result)
   endforeach()
 endmacro()
 
-# What the registry's toolkit in `root` lacks: its parts are wheels of their own, which pip may leave out or take from
-# another version. They tell their version only in their records, beside the package.
+# The parts that the toolkit from wheels in `root` lacks. Each part is a separate wheel, so one may be missing or have
+# another version. The versions are recorded only in the metadata beside the package.
 function(find_registry_gaps root version result)
   set(gaps "")
   foreach(part IN ITEMS nvidia_cuda_runtime nvidia_nvvm nvidia_cuda_crt nvidia_cuda_cccl)
@@ -117,8 +116,8 @@ function(find_registry_gaps root version result)
   set(${result} "${gaps}" PARENT_SCOPE)
 endfunction()
 
-# The registry's wheels do not have the shape that nvcc and CMake look for. `bin` must be a real folder, since nvcc
-# looks for its neighbours in bin/.., and the libraries need names without a version.
+# The wheels do not have the folder layout that nvcc and CMake expect. `bin` must be a real folder, since nvcc
+# searches bin/.. for its other parts, and the libraries need names without a version.
 function(link_toolkit_together root shadow)
   file(REMOVE_RECURSE "${shadow}")
   file(MAKE_DIRECTORY "${shadow}/bin" "${shadow}/lib64")
@@ -141,7 +140,7 @@ function(link_toolkit_together root shadow)
   endforeach()
 endfunction()
 
-# nvcc names in its own header the newest g++ that it takes, and stops at any other with a page of its own words.
+# nvcc's headers state the newest g++ that it supports. Checked here, because nvcc's error is a page long.
 function(check_host_compiler nvcc)
   cmake_path(GET nvcc PARENT_PATH root)
   cmake_path(GET root PARENT_PATH root)
@@ -167,7 +166,7 @@ function(check_host_compiler nvcc)
   endif()
 endfunction()
 
-# Chooses among the compilers. `found` tells, for the message, what was looked at and why it was not taken.
+# Selects a compiler. `found` lists the rejected ones with the reasons, for the message.
 function(choose_nvcc nvcc_result found_result)
   set(found "")
   set(note "")
@@ -183,7 +182,7 @@ function(choose_nvcc nvcc_result found_result)
     endforeach()
   endif()
   foreach(nvcc IN LISTS nvccs)
-    # nvcc looks for its parts beside the name that it is called by.
+    # nvcc searches for its parts beside the path by which it is called.
     cmake_path(GET nvcc PARENT_PATH root)
     if(IS_SYMLINK "${nvcc}" AND NOT EXISTS "${root}/nvcc.profile")
       file(REAL_PATH "${nvcc}" nvcc)
@@ -292,8 +291,8 @@ if(TORCHKILN_WITH_CUDA)
   if(NOT CMAKE_CUDA_HOST_COMPILER)
     set(CMAKE_CUDA_HOST_COMPILER "${CMAKE_CXX_COMPILER}")
   endif()
-  # A runtime of our own, as cuBLAS has one: the kernels then load beside a torch without CUDA and beside one of a newer
-  # CUDA. Streams, memory and the current device are the driver's, and so the same for all.
+  # Links the CUDA runtime statically, as cuBLAS does, so that the kernels load beside a torch without CUDA or with a
+  # newer one. Streams, memory and the current device belong to the driver and are shared by all runtimes.
   set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
   enable_language(CUDA)
   find_package(CUDAToolkit REQUIRED)

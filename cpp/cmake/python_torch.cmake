@@ -3,9 +3,9 @@
 #
 #   torchkiln_torches            minor versions, such as 2.13; for each of them:
 #   torchkiln_torch_<fact>_2.13    VERSION 2.13.0, CUDA 13.0 or empty, FOLDER of the Python package
-#   TORCHKILN_TORCH_<fact>       the same facts for the torch with the oldest CUDA: what is compiled for that version also
-#                                runs with newer ones
-#   TORCHKILN_NVIDIA_ROOTS       folders of the registry's CUDA wheels
+#   TORCHKILN_TORCH_<fact>       the same facts for the torch with the oldest CUDA version, since code compiled for it
+#                                also runs with newer ones
+#   TORCHKILN_NVIDIA_ROOTS       folders of NVIDIA's CUDA wheels
 find_package(Python 3.11 COMPONENTS Interpreter Development.Module)
 if(NOT Python_Interpreter_FOUND)
   message(

@@ -1,4 +1,4 @@
-# Settings that all our own targets share.
+# Settings of all targets of this project.
 
 find_program(CCACHE ccache)
 if(CCACHE)
@@ -33,8 +33,8 @@ endfunction()
 function(torchkiln_target_defaults target)
   set(werror $<$<BOOL:${TORCHKILN_WERROR}>:-Werror>)
   set(nvcc_werror $<$<BOOL:${TORCHKILN_WERROR}>:-Werror=all-warnings>)
-  # Compression leaves an eighth of the machine code, at no measurable cost at run time; in a wheel, where compiling may
-  # take longer, a twelfth.
+  # Compression reduces the machine code to an eighth, without a measurable cost at run time. Wheels use the slower mode,
+  # which reduces it to a twelfth.
   set(compress -Xfatbin=-compress-all $<$<BOOL:${TORCHKILN_TORCHES}>:--compress-mode=size>)
   target_compile_options(
     ${target}
@@ -50,8 +50,8 @@ function(torchkiln_target_defaults target)
     )
     target_link_options(${target} PRIVATE ${sanitize})
   endif()
-  # Symbols are resolved when a library is loaded: one that this torch lacks becomes an ImportError. With lazy binding the
-  # process would end in the middle of a call.
+  # Symbols are resolved when a library is loaded, so a symbol that torch lacks becomes an ImportError. With lazy binding
+  # the process would be terminated in the middle of a call.
   target_link_options(${target} PRIVATE LINKER:-z,now LINKER:--as-needed)
   set(exports "${PROJECT_SOURCE_DIR}/cpp/cmake/package/exports.map")
   target_link_options(${target} PRIVATE "LINKER:--version-script=${exports}")

@@ -1,15 +1,15 @@
-# For packages with operators of their own, after find_package(torchkiln COMPONENTS torchkiln) in the project's top folder:
+# For other packages with operators, after find_package(torchkiln COMPONENTS torchkiln) in the project's top folder:
 #
-#   torchkiln_find_cuda()                    sets TORCHKILN_WITH_CUDA, and enables the language where it is on
-#   torchkiln_add_module(name SOURCES ...    a Python module of C++ and, where there is CUDA, of .cu files,
-#     CPU_KERNELS ...)                       and of C++ that is compiled once for each instruction set (torchkiln/cpu/isa.h)
+#   torchkiln_find_cuda()                    sets TORCHKILN_WITH_CUDA, and enables the CUDA language if it is on
+#   torchkiln_add_module(name SOURCES ...    a Python module of C++ files and, with CUDA, .cu files. CPU_KERNELS are C++
+#     CPU_KERNELS ...)                       files that are compiled once per instruction set (torchkiln/cpu/isa.h)
 #
-# TORCHKILN_CUDA, TORCHKILN_CUDA_ARCHITECTURES and TORCHKILN_ALLOW_CUDA_MISMATCH are those of torchkiln's own build.
+# TORCHKILN_CUDA, TORCHKILN_CUDA_ARCHITECTURES and TORCHKILN_ALLOW_CUDA_MISMATCH work as in torchkiln's own build.
 include_guard(GLOBAL)
 set(torchkiln_CMAKE_DIR "${CMAKE_CURRENT_LIST_DIR}")
 include("${CMAKE_CURRENT_LIST_DIR}/cpu_isas.cmake")
 
-# A macro: languages are enabled, and variables set, for the project.
+# A macro, because it enables languages and sets variables in the scope of the project.
 macro(torchkiln_find_cuda)
   set(TORCHKILN_TORCH_FOLDER "${torchkiln_TORCH_FOLDER}")
   set(TORCHKILN_TORCH_VERSION "${torchkiln_TORCH_VERSION}")
@@ -25,7 +25,7 @@ function(torchkiln_add_module name)
     list(FILTER arg_SOURCES EXCLUDE REGEX "\\.cu$")
   endif()
   python_add_library(${name} MODULE WITH_SOABI ${arg_SOURCES})
-  # pybind11 is the one that torch was built with: modules share types only within one.
+  # Uses torch's version of pybind11, because modules can share types only if their versions are equal.
   target_link_libraries(
     ${name}
     PRIVATE torchkiln::torchkiln "${torchkiln_TORCH_FOLDER}/lib/libtorch_python.so"
@@ -36,13 +36,13 @@ function(torchkiln_add_module name)
     target_link_libraries(${name} PRIVATE CUDA::cudart)
     set_target_properties(${name} PROPERTIES CUDA_STANDARD 17 CUDA_STANDARD_REQUIRED ON)
   else()
-    # Which a torchkiln with CUDA asks for.
+    # A build of torchkiln with CUDA requires it.
     target_compile_options(${name} PRIVATE -UTORCHKILN_WITH_CUDA)
   endif()
-  # at::parallel_for is a header that runs in parallel only where OpenMP is on.
+  # at::parallel_for is a header and needs OpenMP to run in parallel.
   target_compile_options(${name} PRIVATE "$<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra;-fopenmp>")
-  # Every symbol is resolved when the module is loaded, so that one that is missing becomes an ImportError. What comes of
-  # archives is the module's own: of a static libstdc++, half would be taken from the shared one of other libraries.
+  # Symbols are resolved when the module is loaded, so that a missing one becomes an ImportError. Symbols from archives
+  # stay local: half of a static libstdc++ would otherwise be resolved to the shared one of other libraries.
   target_link_options(${name} PRIVATE -fopenmp LINKER:-z,now LINKER:--exclude-libs,ALL)
   set_target_properties(
     ${name}
@@ -55,10 +55,10 @@ function(torchkiln_add_module name)
       LINKER_LANGUAGE CXX
       INSTALL_RPATH "$ORIGIN/../torchkiln/lib;$ORIGIN/../torch/lib"
   )
-  # What torchkiln.require_torch() reads.
+  # torchkiln.require_torch() reads this file.
   file(WRITE "${CMAKE_CURRENT_BINARY_DIR}/_torch.txt" "${torchkiln_TORCH_VERSION}\n")
   install(FILES "${CMAKE_CURRENT_BINARY_DIR}/_torch.txt" DESTINATION .)
-  # What a project adds to the module's own, it means for these, too.
+  # Compile options that the project sets for the module also apply to the CPU kernels.
   if(arg_CPU_KERNELS)
     foreach(isa IN LISTS torchkiln_isas)
       set(kernels ${name}_${isa})

@@ -1,4 +1,4 @@
-"""What the build asks Python about torch.
+"""Facts about the installed torch, for the build.
 
 As a scikit-build-core provider it writes the dependency on torch; run as a script it answers CMake.
 Torch is never imported: that takes seconds, and fails without torch's libraries.
@@ -31,7 +31,7 @@ class TorchRequirement:
         return {"dependencies": True}
 
     def dynamic_metadata(self, _settings: dict[str, Any], _project: dict[str, Any]) -> Any:
-        # pip would replace a torch that the wheel is not for; the loader tells what to type.
+        # A requirement would make pip replace a torch that does not match; the loader reports it.
         if self.state == "sdist" or os.environ.get("TORCHKILN_TORCHES"):
             return {"dependencies": []}
         return {"dependencies": [f"torch=={torch_here().minor}.*"]}
@@ -42,7 +42,7 @@ def torch_here() -> Any:
     pip = f"{sys.executable} -m pip install"
     try:
         found = find_torch()
-    except Exception as error:  # whatever it may be that a damaged file raises
+    except Exception as error:  # a damaged file may raise any error
         raise SystemExit(
             f"torchkiln: the torch in {sys.executable} is damaged: {type(error).__name__}: {error}."
             f" Type:\n  {pip} --force-reinstall torch"
@@ -56,7 +56,7 @@ def torch_here() -> Any:
 
 
 def nvidia_folders() -> list[str]:
-    """Where the registry's CUDA wheels are unpacked: all of them share one namespace package."""
+    """Folders with the files of NVIDIA's CUDA wheels, which share one namespace package."""
     spec = importlib.util.find_spec("nvidia")
     return list(spec.submodule_search_locations or []) if spec else []
 

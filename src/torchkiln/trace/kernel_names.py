@@ -15,7 +15,7 @@ NAMESPACES = (
 )
 ENUMERATORS = {"Major": ("k", "outer")}
 SHOWN_NAMESPACES = ("elementwise", "rows", "columns", "sm90", "tensor_core", "simt")
-"""Namespaces that stay in a name, because they contain kernels of the same name."""
+"""Namespaces shown in kernel names, because several contain kernels of the same name."""
 
 
 class Access(NamedTuple):

@@ -97,7 +97,7 @@ def tangents(spec: OpSpec, sample: Sample) -> tuple[Tensor, ...]:
 
 
 def require_tangents(found: Result, sample: Sample, where: Where) -> None:
-    """Judge Jacobian-vector products by the double backward of the float64 reference."""
+    """Compare Jacobian-vector products with the double backward of the float64 reference."""
     spec = where.spec
     directions = tangents(spec, sample)
 

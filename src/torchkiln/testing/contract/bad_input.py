@@ -40,7 +40,7 @@ ACCEPTED: dict[str, tuple[type, ...]] = {
     "str": (str,),
     "ScalarType": (torch.dtype,),
 }
-"""Python types that torch.ops takes for a type of a schema; it refuses others in its own words."""
+"""Python types that torch.ops accepts for a type of a schema; others raise its own errors."""
 
 
 def reaches_the_op(spec: OpSpec, sample: Sample) -> bool:
@@ -51,12 +51,12 @@ def reaches_the_op(spec: OpSpec, sample: Sample) -> bool:
 
 
 def accepts(kind: str, value: object) -> bool:
-    """Whether torch.ops takes a value for an argument of this type."""
-    if value is None:  # for a tensor it gives the op an undefined one
+    """Whether torch.ops accepts a value for an argument of this type."""
+    if value is None:  # torch.ops passes None to the op as an undefined tensor
         return kind.endswith("?") or kind == "Tensor"
     kind, is_list, size = kind.removesuffix("?").partition("[")
     if is_list and not isinstance(value, (tuple, list)):
-        return size == "1]" and accepts(kind, value)  # a number stands for a list of it
+        return size == "1]" and accepts(kind, value)  # becomes a list of one
     items = value if isinstance(value, (tuple, list)) and is_list else [value]
     types = ACCEPTED.get(kind, ())
     return all(
@@ -90,7 +90,7 @@ def under_autocast(op: Callable[..., object], *args: object, **kwargs: object) -
 
 
 def ways_to_refuse(spec: OpSpec, case: Invalid) -> dict[str, Callable[..., object]]:
-    """The ways to the op, each of which has to refuse the call."""
+    """All entries of the op; each of them must refuse the call."""
     sample = Sample(case.name, case.args, case.kwargs)
     found = entries(spec, sample)
     # A cast makes a call with a wrong dtype valid, and no other call.

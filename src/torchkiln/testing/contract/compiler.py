@@ -59,7 +59,7 @@ def flattened(groups: Sequence[Sequence[Tensor]]) -> list[Tensor]:
 def require_compiled_together(
     spec: OpSpec, backend: str, samples: Sequence[Sample], check_name: str
 ) -> None:
-    """Check many samples in one graph: compiling takes longer than the calls."""
+    """Check many samples in one graph, because compilation takes longer than the calls."""
 
     def every(calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Result]:
         return [spec.op(*args, **kwargs) for args, kwargs in calls]
@@ -100,7 +100,7 @@ def compile_aot_eager(spec: OpSpec, device: torch.device, dtype: torch.dtype) ->
     """torch.compile(fullgraph=True, dynamic=True) is right, forward and backward, at new sizes."""
     require_dynamic(spec, device, dtype, "aot_eager", "compile_aot_eager")
     small = [sample for sample in spec.samples(device, dtype) if sample.numel <= TINY]
-    # A second call in a graph draws other random numbers than a single call: few graphs, one call.
+    # The second random op in a graph draws other numbers than a single call, so use one per graph.
     groups = [small] if all(s.seed is None for s in small) else [[s] for s in small[:3]]
     for group in groups:
         require_compiled_together(spec, "aot_eager", group, "compile_aot_eager")

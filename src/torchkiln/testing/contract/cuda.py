@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torchkiln.testing.spec import OpSpec
 
 DELAY = 100_000_000
-"""Clock cycles of sleep of a stream: tens of milliseconds, far more than a launch."""
+"""Clock cycles that a stream sleeps: tens of milliseconds, much longer than a launch."""
 
 
 def forward_and_backward(
@@ -59,7 +59,7 @@ def side_stream(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        # Before the delay, so that neither allocation nor loading of kernels waits behind it.
+        # Called once before the delay, so that allocation and kernel loading do not wait for it.
         forward_and_backward(spec, late, late_grads)
         torch._foreach_copy_(late_grads, list(map(torch.zeros_like, grads)))
         torch.cuda._sleep(DELAY)
@@ -152,7 +152,7 @@ def no_synchronisation(spec: OpSpec, device: torch.device, dtype: torch.dtype) -
             torch.cuda._sleep(DELAY)
             forward_and_backward(spec, sample, grads)
             done.record()
-        # The debug mode reports torch's own waits; the event behind a delay shows any wait.
+        # The debug mode reports torch's waits only; the event after a delay detects any wait.
         where = Where(spec, "no_synchronisation", sample)
         require(not done.query(), where, "the call waited for the device")
 
@@ -176,7 +176,7 @@ def only_the_caching_allocator(spec: OpSpec, device: torch.device, dtype: torch.
     gc.collect()  # cycles of other tests
     allocated = torch.cuda.memory_allocated(device)
     grown = 0
-    # Other processes may take memory of the device in one try; the op would in every try.
+    # Other processes may allocate device memory in one try; the op would in every try.
     for _ in range(3):
         before = outside_torch()
         for _ in range(5):
@@ -240,7 +240,7 @@ def around_the_outputs(spec: OpSpec, device: torch.device, dtype: torch.dtype) -
                 wrong = int((rest_of_block(output) != SENTINEL).sum())
                 require(wrong == 0, where, f"{wrong} bytes behind the end were written to")
         found.clear()
-        del output, storage, pool  # in this order: the pool after its memory
+        del output, storage, pool  # in this order: the pool must be freed after its memory
     if not seen:
         raise UnavailableError("the allocator puts no output where the sentinels are")
 
@@ -298,7 +298,7 @@ def fork_of_a_cpu_only_parent(spec: OpSpec, device: torch.device, dtype: torch.d
     try:
         message = base64.b64encode(pickle.dumps((spec.op, spec.composite, spec.inputs))).decode()
     except Exception as error:
-        # No other process can import an op that is made at run time, as those of torchkiln.jit.
+        # Other processes cannot import ops made at run time, such as those of torchkiln.jit.
         raise UnavailableError(f"the op cannot be pickled: {error}") from error
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", CHILD, message],

@@ -42,7 +42,7 @@ def values(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
 
 
 MANY = 1000
-"""Elements of a mean rounding error, which for so many random errors is 0.01 steps."""
+"""Elements in the mean of rounding errors; the mean of this many random errors is 0.01 steps."""
 BIAS = 0.1
 FEW = 3
 
@@ -70,7 +70,7 @@ def rounded_to_nearest(spec: OpSpec, device: torch.device, dtype: torch.dtype) -
                 continue
             step = info.eps * torch.exp2(torch.floor(torch.log2(size[usual])))
             error = (found.double().abs()[usual] - size[usual]) / step
-            bias = float(error.clamp(-1, 1).mean())  # where terms cancel an error has many steps
+            bias = float(error.clamp(-1, 1).mean())  # if terms cancel, the error is many steps
             where = Where(spec, "rounded_to_nearest", sample)
             require(abs(bias) <= BIAS, where, f"mean error {bias:.2g} steps, allowed {BIAS}")
             seen = True
@@ -94,7 +94,7 @@ def not_finite(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
 def relaid(sample: Sample) -> Iterator[tuple[Sample, list[Placed]]]:
     """The sample with one tensor at a time, then all of them, at each kind of strides.
 
-    In float64 and float16, whose code is that of the other two, only with all of them.
+    In float64 and float16 only with all tensors: their code is that of the other two dtypes.
     """
     choices = {i: list(layouts(sample.args[i])) for i in sample.positions}
     alone = {sample.args[i].dtype for i in sample.positions} - {torch.float64, torch.float16}

@@ -71,20 +71,20 @@ def invalid(name: str, device: torch.device) -> Iterator[Invalid]:
 
 
 def exact(function: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """``function`` in the dtype of ``x``: of float64, a result that no ``dtype`` has rounded."""
+    """``function`` without its ``dtype``, so that the truth is not rounded to it."""
     kwargs.pop("dtype", None)
     return function(x, *args, **kwargs)
 
 
 def magnitude(function: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """The sum, or mean, of the absolute values, at the depth of a pairwise sum of as many."""
+    """The sum or mean of the absolute values, times the error growth of a pairwise sum."""
     result = exact(function, x.abs(), *args, **kwargs)
     terms = x.numel() // max(result.numel(), 1)
     return result * depth(terms)
 
 
 def backward_traffic(sample: Sample) -> Traffic:
-    """The gradient is a view of the incoming one, which at most is read once and written once."""
+    """The gradient is an expanded view of the incoming one; a copy reads and writes it once."""
     (out,) = results(SUM, sample)
     return Traffic(2 * out.nbytes, 0)
 
@@ -94,7 +94,7 @@ def spec(
     function: Callable[..., Tensor],
     samples: Callable[[torch.device, torch.dtype], Iterator[Sample]],
 ) -> OpSpec:
-    """The contract of a reduction that does what torch's ``function`` does."""
+    """The contract of a reduction with torch's ``function`` as its reference."""
     return OpSpec(
         op=getattr(torchkiln, name),
         reference=functools.partial(exact, function),

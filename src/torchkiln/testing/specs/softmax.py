@@ -20,8 +20,7 @@ from torchkiln.testing.spec import OpSpec
 
 Softmax = Callable[[Tensor, int], Tensor]
 
-# Shapes and dimensions: rows of every kind that kernels treat differently, columns, dimensions in
-# the middle.
+# Shapes and dimensions: rows for each kind of kernel, columns, dimensions in the middle.
 SHAPES: Mapping[str, tuple[tuple[int, ...], int]] = (
     {"typical": ((6, 10), 1), "columns": ((6, 10), 0), "one": ((1,), 0), "0-dim": ((), -1)}
     | {"of one": ((5, 1), 1), "no rows": ((0, 5), 1), "no columns": ((5, 0), 1)}
@@ -36,7 +35,7 @@ SHAPES: Mapping[str, tuple[tuple[int, ...], int]] = (
 
 
 def mask(key: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """True in most places."""
+    """A mask that is mostly True."""
     return normal(key, shape, device) > -0.5
 
 
@@ -51,7 +50,7 @@ def inputs(log: bool, device: torch.device, dtype: torch.dtype) -> Iterator[Samp
     x = values(4, 5, 6)
     for scale in (0.25, -1.5):
         yield Sample(f"times {scale}", (x, 2), {"scale": scale})
-    # The first element of each row takes part, so that no row is empty.
+    # The first element of each row is not masked, so that no row is empty.
     for name, shape in {"whole": (4, 5, 6), "broadcast": (5, 6), "each row": (4, 1, 6)}.items():
         kept = mask("mask", shape, device)
         kept[..., 0] = True
@@ -67,7 +66,7 @@ def inputs(log: bool, device: torch.device, dtype: torch.dtype) -> Iterator[Samp
     both = mask("mask", (5, 6), device)
     both[:, 0] = True
     yield Sample("causal and mask", (x, 2), {"causal": True, "mask": both})
-    # More elements than opcheck gets, which takes NaN for a difference.
+    # More elements than samples for opcheck, which reports NaN as a difference.
     none = mask("mask", (9, 21), device)
     none[3] = False
     yield Sample("a row without any", (values(9, 21), 1), {"mask": none})
@@ -77,7 +76,7 @@ def inputs(log: bool, device: torch.device, dtype: torch.dtype) -> Iterator[Samp
 
 
 def invalid(name: str, device: torch.device) -> Iterator[Invalid]:
-    """Masks that do not fit, and calls that cannot be causal."""
+    """Masks of wrong shapes and dtypes, and causal calls with a wrong dimension."""
     x = torch.ones(2, 4, device=device)
     good = GoodCall(getattr(torch.ops.torchkiln, name).default, Sample("good", (x, 1)))
     expected = "expected one that broadcasts to [2, 4], the shape of x"
@@ -95,7 +94,7 @@ def invalid(name: str, device: torch.device) -> Iterator[Invalid]:
 
 
 def masked(x: Tensor, *, scale: float = 1.0, mask: Any = None, causal: bool = False) -> Tensor:
-    """``x * scale``, and -infinity where an element takes no part."""
+    """``x * scale``, with -infinity for masked elements."""
     z = x * scale if scale != 1.0 else x
     if mask is not None:
         z = z.masked_fill(~mask, -math.inf)
@@ -111,7 +110,7 @@ def reference(function: Softmax, x: Tensor, dim: int, **kwargs: Any) -> Tensor:
 
 
 def shares(x: Tensor, dim: int, **kwargs: Any) -> tuple[Tensor, Tensor, float]:
-    """The softmax, its terms (an exponent is rounded by its size), and the roundings of a sum."""
+    """The softmax, the rounding errors of its exponents, and those of the sum."""
     with torch.no_grad():
         z = masked(x, **kwargs)
         sizes = torch.where(z.isinf(), 0.0, z.abs())
@@ -122,7 +121,7 @@ def shares(x: Tensor, dim: int, **kwargs: Any) -> tuple[Tensor, Tensor, float]:
 
 
 def magnitude(log: bool, x: Tensor, dim: int, **kwargs: Any) -> Tensor:
-    """The exponent's size and the sum's roundings move a softmax relatively, its log absolutely."""
+    """Errors of exponents and sum change a softmax relatively and its logarithm absolutely."""
     share, terms, roundings = shares(x, dim, **kwargs)
     moved = terms + share * roundings
     return torch.where(share > 0, moved / share, 0.0) if log else moved
@@ -137,7 +136,7 @@ def gradient_magnitude(log: bool, x: Tensor, dim: int, **kwargs: Any) -> Tensor:
 
 
 def output_sensitivity(log: bool, x: Tensor, dim: int, **kwargs: Any) -> Tensor:
-    """How far each gradient moves with a relative error of the output that it is computed from."""
+    """The change of each gradient per relative error of the output that it is computed from."""
     share, _, _ = shares(x, dim, **kwargs)
     moved = x * abs(kwargs.get("scale", 1.0))
     if log:
@@ -147,7 +146,7 @@ def output_sensitivity(log: bool, x: Tensor, dim: int, **kwargs: Any) -> Tensor:
 
 
 def spec(name: str, function: Softmax, log: bool, module: type[nn.Module]) -> OpSpec:
-    """The contract of torch's ``function`` with a scale and masks."""
+    """The contract of a softmax with torch's ``function``, a scale and masks as its reference."""
     return OpSpec(
         op=getattr(torchkiln, name),
         reference=functools.partial(reference, function),

@@ -17,8 +17,8 @@ from torchkiln.testing.refusals import GoodCall, Refusals
 from torchkiln.testing.sample import Invalid, Sample
 from torchkiln.testing.spec import OpSpec
 
-# Rows, columns and width: rows and widths of every kind that kernels treat differently (one lane of
-# a thread, a vector and its neighbours, several tiles), rows of many entries and without any.
+# Rows, columns and width for each kind of kernel: one element per thread, a vector and the sizes
+# around it, several tiles; rows with many entries and with none.
 SHAPES: Mapping[str, tuple[int, int, int]] = (
     {"typical": (4, 5, 8), "one": (1, 1, 1)}
     | {"no rows": (0, 5, 4), "no columns": (5, 0, 4), "no width": (5, 4, 0)}
@@ -43,7 +43,7 @@ def pattern(
 
 
 def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Shapes, options, then batches of all, some or no parts."""
+    """Shapes, options, then batches of all or some parts."""
 
     def sample(
         name: str,
@@ -70,7 +70,7 @@ def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("batch of values and of matrices", shape, *short, ((2,), (2,)))
     yield sample("batch of matrices", shape, *short, ((), (2,)))
     yield sample("batch of values", shape, *short, ((2,), ()))
-    # Two patterns of as many entries.
+    # Two patterns with the same number of entries.
     second = (short[0], (short[1] + 1) % 4)
     crow, col = (torch.stack(pair) for pair in zip(short, second, strict=True))
     yield sample("batch of patterns", shape, crow, col, ((2,), (2,)))
@@ -80,7 +80,7 @@ def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     shared = crow[:1].expand(3, -1), col[:1].expand(3, -1)
     yield sample("pattern expanded to a batch", shape, *shared, ((3,), ()))
     yield sample("no batch", shape, *short, ((0,), (0,)))
-    # Entries in no order, one twice.
+    # Entries in random order, one of them twice.
     begins = torch.tensor([0, 3, 3, 7], device=device)
     places = torch.tensor([2, 0, 2, 3, 1, 0, 4], device=device)
     yield sample("in no order", (3, 5, 4), begins, places)
@@ -106,7 +106,7 @@ def reference(values: Tensor, b: Tensor, *, crow: Tensor, col: Tensor, **_: Any)
 
 
 def composite(values: Tensor, b: Tensor, *, crow: Tensor, col: Tensor, **_: Any) -> Tensor:
-    """Torch's sparse product for large matrices, where it has one, else the dense product."""
+    """Torch's sparse product for large matrices if it exists, else the dense product."""
     sizes = crow.shape[-1] - 1, b.shape[-2]
     is_batch = values.dim() > 1 or crow.dim() > 1
     has_none = values.dtype in (torch.float16, torch.bfloat16) and not values.is_cuda
@@ -119,7 +119,7 @@ def composite(values: Tensor, b: Tensor, *, crow: Tensor, col: Tensor, **_: Any)
 
 
 def magnitude(values: Tensor, b: Tensor, **kwargs: Any) -> Tensor:
-    """The sum of the absolute values times the roundings of the longest row."""
+    """The sums of the absolute values, times the number of roundings in the longest row."""
     crow = kwargs["crow"]
     longest = int(crow.diff(dim=-1).max()) if crow.shape[-1] > 1 and crow.numel() else 0
     return reference(values.abs(), b.abs(), **kwargs) * steps(longest)
@@ -135,13 +135,13 @@ def gradient_magnitude(values: Tensor, b: Tensor, **kwargs: Any) -> Tensor:
 
 
 def wider(sample: Sample) -> Sample:
-    """Twice as many columns of b: a pattern is no input of a graph."""
+    """Twice as many columns of b. The pattern stays: it is not an input of the graph."""
     values, b = sample.args
     return replace(sample, args=(values, torch.cat([b, b], dim=-1)))
 
 
 def bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Sample:
-    """A square matrix with 1 % of its elements (0.1 % of a large one) times so many columns."""
+    """A square matrix with 1 % of its elements (0.1 % if it is large) times a dense matrix."""
     rows, width = shape
     entries = int(rows * rows * (0.01 if rows <= 16384 else 0.001))
     places = torch.randint(rows * rows, (max(1, entries),), device=device).unique()
@@ -160,7 +160,7 @@ def operations(sample: Sample) -> tuple[int, int]:
 
 
 def invalid(device: torch.device) -> Iterator[Invalid]:
-    """Sizes and patterns that do not go together, but for those that ``check`` finds."""
+    """Sizes and patterns that do not match, except the errors that only ``check`` finds."""
     values, b = torch.ones(3, device=device), torch.ones(4, 2, device=device)
     crow, col = torch.tensor([0, 2, 3], device=device), torch.tensor([0, 3, 1], device=device)
     sample = Sample("good", (values, b), {"crow": crow, "col": col})
