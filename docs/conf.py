@@ -1,7 +1,7 @@
-"""How Sphinx makes a site of these pages: `nox -s docs`.
+"""Sphinx configuration of the documentation site: `nox -s docs`.
 
-A page is plain Markdown that also reads well where the repository is looked at. The word behind a
-block's language, which tests/kit/test_pages.py goes by, becomes its caption here.
+Pages are plain Markdown, readable on GitHub too. The word after a block's language, which selects
+how tests/kit/test_pages.py runs the block, becomes its caption.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ nitpick_ignore_regex = [
     (r"py:class", r"torchkiln(\.\w+){3,}"),  # in signatures, but not in the reference
 ]
 
-# Where the files lie that are no pages, such as https://example.org/torchkiln/blob/main
+# Base address of files that are not pages, such as https://example.org/torchkiln/blob/main
 REPOSITORY = os.environ.get("TORCHKILN_REPOSITORY", "").rstrip("/")
 
 FENCE = re.compile(r"^```(\w+) (\S+)\n", re.MULTILINE)
@@ -92,9 +92,9 @@ def read(_: Sphinx, page: str, source: list[str]) -> None:
 
 
 def keep_whole(_: Sphinx, what: str, *rest: list[str]) -> None:
-    """Docstrings of attributes have colons that part no type from a description.
+    """Hide colons in docstrings of attributes, which do not separate a type from a description.
 
-    Napoleon looks for one in the first line, so that becomes one that prints nothing.
+    Napoleon searches the first line for a type, so the first line gets an empty one.
     """
     if what in ("attribute", "data", "property"):
         rest[-1].insert(0, "\\ ")

@@ -24,7 +24,7 @@ def library(name: str) -> ctypes.CDLL:
 
 
 def microseconds(call: Callable[[], object], count: int) -> float:
-    """The median of so many calls, after a few."""
+    """The median time of ``count`` calls, after three warm-up calls."""
     for _ in range(3):
         call()
     torch.cuda.synchronize()

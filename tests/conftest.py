@@ -14,7 +14,7 @@ import torchkiln
 from torchkiln.jit.compile import toolkit
 
 pytest_plugins = ["torchkiln.testing.plugin"]
-collect_ignore = ["foreign_package"]  # a project with a root and plug-ins of its own
+collect_ignore = ["foreign_package"]  # a project with its own root and plug-ins
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -65,19 +65,19 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture(autouse=True)
 def seed() -> None:
-    """The same random numbers for every test, whatever ran before."""
+    """Seed the random numbers of every test, so that they do not depend on earlier tests."""
     torch.manual_seed(2026)
 
 
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder of the test's own for what torchkiln.jit keeps."""
+    """A separate cache folder of torchkiln.jit for each test."""
     monkeypatch.setenv("TORCHKILN_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture
 def nvrtc() -> toolkit.Toolkit:
-    """What torchkiln.jit compiles with, if it is here."""
+    """The NVRTC that torchkiln.jit compiles with; skips if there is none."""
     try:
         return toolkit.find()
     except RuntimeError as error:

@@ -24,7 +24,7 @@ TRIAL = "import torch, torchkiln; assert torchkiln.relu(-torch.ones(3)).tolist()
 
 def run(*command: str | Path, **environment: str) -> None:
     start = time.perf_counter()
-    # Fewer come from the compiler's cache in a folder of another name, if it is not told of it.
+    # ccache finds fewer files for a folder with another name unless it knows the base folder.
     cache = {"CCACHE_BASEDIR": str(ROOT), "CCACHE_NOHASHDIR": "1"}
     done = subprocess.run(command, env=os.environ | cache | environment, check=False)
     print(f"=== {command[0]} ...: {time.perf_counter() - start:.0f} s", flush=True)

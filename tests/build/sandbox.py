@@ -1,5 +1,5 @@
-"""A place to configure a build in: a Python of its own, a torch of a few files, toolkits that only
-tell a version, and no network. Its path has a space in it."""
+"""A folder to configure a build in: its own Python, a torch of a few files, fake toolkits that only
+print a version, and no network. Its path contains a space."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-CUDA = "13.9"  # which no machine has, so that none of its own toolkits is taken for the test's
+CUDA = "13.9"  # a version that no machine has, so that its own toolkits never match
 PARTS = ("nvidia_cuda_runtime", "nvidia_nvvm", "nvidia_cuda_crt", "nvidia_cuda_cccl")
 NOWHERE = "http://127.0.0.1:9"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a configuration ended."""
+    """The result of a configuration."""
 
     ended_well: bool
     text: str
 
     def says(self, *parts: str) -> bool:
-        """Whether it says all of this, wherever CMake breaks its lines."""
+        """Whether the output contains all of these texts, ignoring line breaks."""
         words = " ".join(self.text.split())
         missing = [part for part in parts if " ".join(part.split()) not in words]
         assert not missing, f"does not say {missing}:\n{self.text}"
@@ -35,7 +35,7 @@ class Outcome:
 
 @dataclass
 class Ground:
-    """In a folder, with a compiler for C++ and nothing else at first."""
+    """The folder, which initially contains a C++ compiler only."""
 
     folder: Path
     variables: dict[str, str] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Ground:
         return path
 
     def torch(self, cuda: str | None = CUDA, version: str = "2.13.0") -> Path:
-        """What CMake reads of a torch."""
+        """The files of a torch that CMake reads."""
         folder = self.site / "torch"
         for name in ("__init__.py", "include/torch/csrc/api/include/torch/torch.h"):
             self.write(folder / name)
@@ -67,13 +67,13 @@ class Ground:
         return folder
 
     def nvcc(self, path: Path, version: str = CUDA) -> Path:
-        """One that tells its version and what it compiles for, and compiles nothing."""
+        """A fake nvcc that prints its version and architectures and compiles nothing."""
         answers = f"--version) echo 'release {version}, V{version}.7' ;;"
         listed = "--list-gpu-arch) printf 'compute_80\\ncompute_90\\n' ;;"
         return self.program(path, f"case $1 in {answers} {listed} *) exit 1 ;; esac")
 
     def registry(self, **versions: str | None) -> Path:
-        """The toolkit as pip unpacks it: wheels of their own that share a folder."""
+        """The toolkit as pip unpacks it: separate wheels that share a folder."""
         root = self.site / "nvidia" / "cu13"
         for name in ("include/cuda.h", "nvvm/bin/cicc", "lib/libcudart.so.13", "bin/nvcc.profile"):
             self.write(root / name)
@@ -117,7 +117,7 @@ class Ground:
         return self.prefix / "bin" / "python"
 
     def files(self) -> set[tuple[str, int, int]]:
-        """Everything that is installed, as it lies there."""
+        """All installed files with their contents."""
         paths = [path for path in self.prefix.rglob("*") if "__pycache__" not in path.parts]
         found = [(str(path), path.lstat()) for path in paths]
         return {(name, status.st_mtime_ns, status.st_size) for name, status in found}
@@ -138,7 +138,7 @@ class Toolkit:
 
 
 def real_toolkit() -> Toolkit | None:
-    """A toolkit of this machine or this Python, with what CMake needs of it."""
+    """A real toolkit of this machine or this Python, with the parts that CMake needs."""
     folders = [Path(folder).parent for folder in os.environ["PATH"].split(os.pathsep)]
     folders += [Path("/usr/local/cuda"), *Path("/usr/local").glob("cuda-*")]
     folders += [path for site in sys.path for path in Path(site).glob("nvidia/cu*")]

@@ -1,4 +1,4 @@
-"""Kernels know nothing of torch: they are used without it."""
+"""Kernels do not depend on torch: no file of theirs includes its headers."""
 
 from __future__ import annotations
 

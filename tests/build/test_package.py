@@ -1,5 +1,5 @@
-"""The CMake package as others find it: moved away from torch, asked for what it has not, or as a
-part of their own build."""
+"""The CMake package in other projects: moved away from torch, asked for missing components, or
+included in their build."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def ground(tmp_path: Path) -> Ground:
 
 @pytest.fixture
 def moved(ground: Ground) -> Path:
-    """What was installed, in a folder where nothing of torch is near."""
+    """The installed package, copied to a folder away from torch."""
     prefix = ground.folder / "moved"
     installed = Path(torchkiln.cmake_prefix_path).parents[1]
     for name in ("include", "lib", "share"):
@@ -111,7 +111,7 @@ def test_another_version(ground: Ground, moved: Path) -> None:
 
 
 def test_as_a_part_of_another_project(ground: Ground) -> None:
-    """Its targets have the package's names, and nothing of it is installed or built unasked."""
+    """The targets have the package's names, and only linked ones are built; none is installed."""
     ground.torch(cuda=None)
     outcome = ground.configure(f"-DTORCHKILN_SOURCES={ROOT}", sources=KERNELS)
     assert outcome.ended_well, outcome.text

@@ -39,7 +39,7 @@ def compiler() -> str:
 
 
 def check_syntax(compiler: str, included: list[str], folder: Path, *options: str) -> None:
-    """Compiles a unit that includes the headers and nothing else."""
+    """Compiles a file that includes only these headers."""
     source = folder / "unit.cpp"
     source.write_text("".join(f"#include <{header}>\n" for header in included))
     command = [compiler, "-fsyntax-only", "-Wall", "-Werror", f"-I{INCLUDE}", *options, str(source)]

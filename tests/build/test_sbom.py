@@ -1,4 +1,4 @@
-"""The list of what a build took from others, made of what ninja has recorded."""
+"""The SBOM: third-party files in a build, from ninja's record of the compilation."""
 
 from __future__ import annotations
 

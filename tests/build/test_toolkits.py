@@ -1,4 +1,4 @@
-"""What a build from source makes of each toolkit that there may be: docs/building.md lists it."""
+"""Selection of nvcc in a build from source, and its errors, as docs/building.md lists them."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_several(ground: Ground) -> None:
 
 
 def test_registry_toolkit_beside_torch(ground: Ground) -> None:
-    """It is put together in the build folder: nothing is written where packages are installed."""
+    """The toolkit is assembled in the build folder; site-packages is not written to."""
     ground.torch()
     nvcc = ground.registry()
     before = ground.files()
@@ -271,7 +271,7 @@ def test_cxx_too_old(ground: Ground) -> None:
 
 
 def test_cmake_too_old(ground: Ground) -> None:
-    """Told before CMake's own words, which do not say where a newer one comes from."""
+    """Reported before CMake's own error, which does not say how to install a newer CMake."""
     sources = ground.folder / "sources"
     top = (ROOT / "CMakeLists.txt").read_text().partition("project(")[0]
     ground.write(sources / "CMakeLists.txt", "set(CMAKE_VERSION 3.25.1)\n" + top)
@@ -281,7 +281,7 @@ def test_cmake_too_old(ground: Ground) -> None:
 
 
 def test_no_network(ground: Ground) -> None:
-    """All of these have proxies that answer nothing; this one has no interface at all."""
+    """The sandbox sets proxies that refuse connections; here there is no network interface."""
     ground.torch(cuda=None)
     isolated = subprocess.run(["unshare", "-rn", "true"], capture_output=True, check=False)
     if isolated.returncode == 0:

@@ -1,4 +1,4 @@
-"""Nothing is public without a contract."""
+"""Every public function has a contract."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_an_op_in_place_has_the_name_of_its_op() -> None:
 
 
 def test_functions_are_reachable_where_they_are_written() -> None:
-    """As torchkiln.<name> and as torchkiln.<family>.<name>."""
+    """Both as torchkiln.<name> and as torchkiln.<family>.<name>."""
     for spec in SPECS:
         module = importlib.import_module(spec.op.__module__)
         assert getattr(module, spec.name) is spec.op

@@ -27,7 +27,7 @@ TOOLKIT = "python -m pip install 'cuda-toolkit[nvcc,nvvm,crt,cccl]==13.0.*'"
 
 
 def registry_toolkit(machine: Machine, **versions: str) -> Path:
-    """As pip installs it: four wheels, three of which have their version only in their records."""
+    """The toolkit as pip installs it: four wheels, three with the version only in the metadata."""
     parts = {"nvidia_nvvm": "13.0.88", "nvidia_cuda_crt": "13.0.88", "nvidia_cuda_cccl": "13.0.85"}
     parts["nvidia_cuda_runtime"] = "13.0.96"
     for part, version in (parts | versions).items():

@@ -175,7 +175,7 @@ sys.exit(main())
 
 @pytest.mark.parametrize("words", ["--help", "explain --help", "doctor"])
 def test_a_closed_pipe(words: str) -> None:
-    """As ``| head -1`` leaves it."""
+    """A pipe closed after the first line, as by ``| head -1``."""
     reader, writer = os.pipe()
     os.close(reader)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}

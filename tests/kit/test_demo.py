@@ -26,7 +26,7 @@ MULADD = next(spec for spec in SPECS if spec.name == "muladd")
 
 @pytest.fixture(scope="module")
 def trained() -> Outcome:
-    """How a short training ends."""
+    """The result of a short training."""
     *_, outcome = train_both(CPU, 120)
     return outcome
 

@@ -186,7 +186,7 @@ def test_rich_draws_a_tree() -> None:
     assert "cast: aten::copy_" in captured.get()
 
 
-# As `nm -C` prints them from the objects of the CUDA kernels.
+# Names in the form that `nm -C` prints for the object files of the CUDA kernels.
 ACCESS = "torchkiln::device::elementwise::LinearAccess<double, 1, double>"
 EACH = "torchkiln::device::elementwise::Each<torchkiln::ScaleShift<double> >"
 LINEAR = f"void torchkiln::device::elementwise::kernel<{EACH}, {ACCESS} >({EACH}, {ACCESS}, long)"

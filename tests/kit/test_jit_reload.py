@@ -30,7 +30,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 def save(path: Path, text: str, *, ago: float = 0) -> None:
-    """Writes a file, and dates it so many seconds back."""
+    """Writes a file with a modification time ``seconds`` in the past."""
     path.write_text(text)
     if ago:
         then = time.time() - ago

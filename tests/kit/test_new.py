@@ -1,4 +1,4 @@
-"""What `torchkiln new` writes; nox -s new builds it and runs its tests."""
+"""Files that `torchkiln new` writes; nox -s new builds them and runs their tests."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
 """The code of README.md and of the pages in docs/ runs.
 
-What becomes of a block says the word behind its language:
+The word after a block's language selects what the test does with it:
 
-    python           runs, on the CPU, too; the blocks of a page share their names, top to bottom
-    python gpu       runs where there is a GPU; else it has to come as far as the first launch
+    python           runs, also on the CPU; the blocks of a page share one namespace
+    python gpu       runs on a GPU; on other machines it must reach the first launch
     sh               every line runs
-    cuda NAME.cu     NVRTC compiles it; the file lies beside what follows on the page
-    ... PATH         has the lines of that file of the repository, but for those left out at `...`
-    ... shown        is for reading; these are counted
-    ... patch        a change to the sources, which nox -s addition makes
+    cuda NAME.cu     NVRTC compiles it; later blocks of the page can use the file
+    ... PATH         consists of lines of that file of the repository; `...` marks omitted lines
+    ... shown        is not run; the test counts these blocks
+    ... patch        a change to the sources, which nox -s addition applies
 
 Blocks of text are drawings and output.
 """
@@ -48,7 +48,7 @@ SHOWN = {
     "docs/sdk.md": 1,
     "docs/shipping.md": 5,
 }
-"""How many blocks of a page nobody runs."""
+"""Number of blocks per page that are not run."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Runner:
             self.python(block)
 
     def python(self, block: Block) -> None:
-        """Runs it; what needs a GPU and has none must have done all that comes before a launch."""
+        """Runs it. Without a GPU a GPU block must fail at its first launch, not earlier."""
         lines = "\n" * block.line + block.code  # tracebacks have the page's lines
         code = compile(lines, str(ROOT / block.page), "exec")
         if block.word == "gpu" and not torch.cuda.is_available():

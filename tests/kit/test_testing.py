@@ -152,7 +152,7 @@ def reads_a_value(a: Tensor, b: Tensor) -> Tensor:
 
 
 class LeavesTheLast(torch.autograd.Function):
-    """An element that is whatever was there."""
+    """Leaves one element uninitialised."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
@@ -215,7 +215,7 @@ CALLS = itertools.count()
 
 
 def changes_rarely(a: Tensor, b: Tensor) -> Tensor:
-    """As a race does."""
+    """Changes a result at random, as a race does."""
     out = add(a, b)
     return out * (1 + 1e-6) if next(CALLS) % 13 == 12 else out
 
@@ -262,7 +262,7 @@ def on_the_default_stream(a: Tensor, b: Tensor) -> Tensor:
         return add(a, b)
 
 
-# Check, broken op, dtype, and what is said.
+# Check, broken op, dtype, and the expected message.
 Row = tuple[str, Op, torch.dtype, str]
 BROKEN: list[Row] = [
     ("values", off_by_a_thousandth, torch.float32, "elements are wrong"),
@@ -317,7 +317,7 @@ def title(row: Row) -> str:
 
 
 def show(row: Row, device: torch.device, good: testing.OpSpec = ADD) -> None:
-    """Run the check on the broken op and look at what it says."""
+    """Run the check on the broken op and compare its message."""
     name, op, dtype, words = row
     case = testing.Case(dataclasses.replace(good, op=op), CHECKS[name], device, dtype)
     with pytest.raises(Exception, match=re.compile(words, re.DOTALL)) as caught:

@@ -33,7 +33,7 @@ def draws_from_its_own_generator(x: Tensor, p: float, train: bool) -> Tensor:
 
 
 def masked(x: Tensor, p: float, train: bool) -> Tensor:
-    """The same with the mask that the op itself draws from the same state."""
+    """The reference with the mask that the op draws from the same generator state."""
     with torch.no_grad():
         mask = dropout(torch.ones_like(x), p, train)
     return x * mask
@@ -160,5 +160,5 @@ def test_none_numbers_and_text_pass_through(case: testing.Case) -> None:
     ],
 )
 def test_what_torch_refuses_by_itself_is_left_to_it(args: tuple[Any, ...], reaches: bool) -> None:
-    """The words of such an error are torch's, and no part of a contract."""
+    """Torch raises this error, so its message is not part of the contract."""
     assert reaches_the_op(SCALED, testing.Sample("call", args)) == reaches

@@ -1,4 +1,4 @@
-"""The page of the contract says what the result files say, and nothing failed."""
+"""The page of the contract agrees with the result files, which have no failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plug-in, in a package of its own and where it is used wrongly."""
+"""The plug-in in another package, and its errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchkiln.testing.specs.pointwise import ADD
 
 CPU = torch.device("cpu")
 PACKAGE = Path(__file__).parents[1] / "foreign_package"
-# Where this torchkiln is: another process may not have the path that leads to it.
+# The folder of this torchkiln, for processes that do not have it on their path.
 FOLDER = str(Path(torchkiln.__path__[-1]).parent)
 
 

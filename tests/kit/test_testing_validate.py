@@ -1,4 +1,4 @@
-"""Specs that cannot be right are told by name and field, all of them, before any check runs."""
+"""Invalid specs raise one error with all names and fields before any check runs."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def source(tmp_path: Path) -> Path:
 
 
 class Watch:
-    """The command in a process of its own."""
+    """The command in a separate process."""
 
     def __init__(self, *arguments: object) -> None:
         self.process = subprocess.Popen(
@@ -65,7 +65,7 @@ class Watch:
         return [self.lines.get() for _ in range(self.lines.qsize())]
 
     def until(self, words: str, seconds: float = 120) -> str:
-        """Output up to a line with these words."""
+        """Output up to a line with this text."""
         end, found = time.monotonic() + seconds, ""
         while not re.search(words, found):
             try:

@@ -1,10 +1,10 @@
-"""Plants each fault in a copy of the sources and looks whether the suite finds it.
+"""Plants each fault in a copy of the sources and checks that a test fails.
 
     python tests/mutation --build build/nox/tests --package <where torchkiln is installed>
 
-needs a build folder of Ninja and what was installed from it. For each fault only the file that it
-touches is compiled, by the build's own command, and only the library with it is linked; the sources
-and the build stay as they are. Faults that the machine cannot show are left out.
+needs a Ninja build folder and the package installed from it. For each fault it compiles only the
+changed file, with the command of the build, and links only its library. It does not change the
+sources or the build. Faults that need other hardware are left out.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ PAGE = ROOT / "docs" / "mutation.md"
 
 
 class Finding(NamedTuple):
-    """What came of one fault."""
+    """The result of one fault."""
 
     fault: Fault
     result: str
-    """caught, missed, or what went wrong."""
+    """caught, missed, or an error."""
     by: str
     seconds: float
 
@@ -172,7 +172,7 @@ def find(build: Build, fault: Fault, scratch: Path, device: str) -> Finding:
 
 
 def control(build: Build, fault: Fault, device: str) -> str:
-    """What the tests of a fault say where there is none: empty if they pass."""
+    """Failures of the selected tests without the fault; empty if they pass."""
     status, said = test(build.package.parent, fault, device)
     return "" if status == 0 and "passed" in said else f"without the fault: {said}"
 
@@ -262,7 +262,7 @@ def main() -> int:
 
 
 def gpu_name() -> str:
-    """The GPU in words."""
+    """The name of the GPU."""
     import torch  # noqa: PLC0415
 
     return torch.cuda.get_device_name(0)

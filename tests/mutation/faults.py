@@ -1,4 +1,4 @@
-"""The planted faults: what is replaced, what has to be compiled again, which tests have to fail."""
+"""The planted faults: the replaced text, the file to compile again, the tests that must fail."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class Fault(NamedTuple):
 
     name: str
     device: str
-    """What can show it: cpu, cuda, or 2 x cuda."""
+    """Devices needed to detect it: cpu, cuda, or 2 x cuda."""
     file: str
     old: str
     new: str
@@ -22,7 +22,7 @@ class Fault(NamedTuple):
     """The source file that is compiled again; none for Python, the file itself where it is one."""
     tests: str = "tests/contract/test_contract.py"
     times: int = 1
-    """How often the old text occurs, and is replaced."""
+    """Number of occurrences of the old text, all of which are replaced."""
 
 
 ELEMENTWISE = "cpp/include/torchkiln/cpu/elementwise.h"

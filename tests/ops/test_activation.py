@@ -1,4 +1,4 @@
-"""What is special to the activations: special values, tails, layouts, modules, graphs."""
+"""Activations beyond the contract: special values, tails, layouts, modules, graphs."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_digits_are_kept_where_the_result_is_small(
 
 @every_dtype
 def test_gelu_from_5_to_13(device: torch.device, dtype: torch.dtype) -> None:
-    """Where the exact result leaves the range of digits of 1 + erf: never worse than torch."""
+    """In the tails, where 1 + erf has no correct digits left, errors are not above torch's."""
     x = torch.linspace(-13, -5, 513, dtype=torch.float64).to(dtype).to(device)
     exact = FORMULAS["gelu"].exact(x.double())
     ours = (torchkiln.gelu(x).double() - exact).abs()
@@ -141,7 +141,7 @@ def test_modules_are_torchs(device: torch.device, pair: tuple[nn.Module, nn.Modu
 
 @every_op
 def test_a_graph_has_torchs_op(spec: OpSpec, traced: Callable[..., set[str]]) -> None:
-    """So that Inductor fuses it with what is around it."""
+    """A graph contains ATen's op, which Inductor fuses with its neighbours."""
     x = torch.randn(4, 6)
     functions = [spec.op] if spec.inplace is None else [spec.op, spec.inplace]
     for function in functions:

@@ -1,4 +1,4 @@
-"""What is special to bias_act: special values, mixed dtypes, and the sum over rows."""
+"""bias_act beyond the contract: special values, mixed dtypes, and the sum over rows."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_special_values(device: torch.device, dtype: torch.dtype) -> None:
 
 @every_dtype
 def test_gradient_at_special_values(device: torch.device, dtype: torch.dtype) -> None:
-    """As torch.relu: nothing where the output is 0, everything where it is NaN or infinite."""
+    """As in torch.relu, the gradient is 0 at output 0, and passes at outputs NaN and infinity."""
     x = torch.tensor([[0.0, -0.0, -1.0, 1.0, math.inf, -math.inf, math.nan]], dtype=dtype)
     x = x.repeat(3, 5).to(device)
     bias = torch.zeros(35, dtype=dtype, device=device)
@@ -85,7 +85,7 @@ def test_half_precision_is_rounded_once(
     wide = torch.relu(x.double() * 0.37 + bias.double())
     exact = wide.to(dtype)
     step = torch.finfo(dtype).eps * wide
-    # Double rounding through float32 moves a result that lies on a tie, and then by one step.
+    # Double rounding through float32 changes only results on a tie, by one step.
     different = found != exact
     assert (found.double() - wide).abs().le(0.501 * step + 1e-7).all()
     assert different.sum() <= found.numel() // 1000
@@ -93,7 +93,7 @@ def test_half_precision_is_rounded_once(
 
 @every_dtype
 def test_bias_gradient_of_integers_is_exact(device: torch.device, dtype: torch.dtype) -> None:
-    """Sums that float32 holds exactly come out exactly, whatever the order of the terms."""
+    """Sums that float32 represents exactly are exact for any order of the terms."""
     rows, columns = 2053, 71
     grad = torch.randint(-3, 4, (rows, columns), device=device).to(dtype)
     x = torch.randint(0, 2, (rows, columns), device=device).to(dtype)
@@ -175,7 +175,7 @@ def test_bias_gradient_of_more_than_2_to_the_31_elements() -> None:
 
 @pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)])
 def test_backward_computes_what_is_wanted(device: torch.device, wanted: tuple[bool, bool]) -> None:
-    """The kernel is told which gradients to leave out."""
+    """The kernel computes only the required gradients."""
     x = torch.randn(4, 6, device=device, requires_grad=wanted[0])
     bias = torch.randn(6, device=device, requires_grad=wanted[1])
     recorder = Recorder({"torchkiln::bias_act_backward"})
@@ -186,7 +186,7 @@ def test_backward_computes_what_is_wanted(device: torch.device, wanted: tuple[bo
 
 
 def test_what_is_kept_for_backward(device: torch.device) -> None:
-    """Nothing without a gradient to compute; a bit for each element for relu; else the inputs."""
+    """Saves nothing without a gradient, one bit per element for relu, else the inputs."""
     x = torch.randn(8, 6, device=device)
     bias = torch.randn(6, device=device)
     assert torchkiln.bias_act(x, bias).grad_fn is None
@@ -210,7 +210,7 @@ def test_what_is_kept_for_backward(device: torch.device) -> None:
 
 @pytest.mark.parametrize("act", FORMULAS)
 def test_inputs_changed_in_place_are_noticed(device: torch.device, act: str) -> None:
-    """Where backward reads them, writing to them must be an error and not a wrong gradient."""
+    """Writing to an input that backward reads raises an error."""
     x, bias = torch.randn(8, 6, device=device), torch.zeros(6, device=device)
     leaf = x.clone().requires_grad_()
     output = torchkiln.bias_act(leaf, bias, act=act)
@@ -235,7 +235,7 @@ def test_every_activation_is_the_op_of_its_name(device: torch.device, act: str) 
 
 
 def test_a_graph_keeps_the_op(traced: Callable[..., set[str]]) -> None:
-    """Its kernels are faster than what Inductor makes of the composite."""
+    """A graph contains the op, which is faster than Inductor's code for the composite."""
     for function in (torchkiln.bias_act, torchkiln.scale_bias_relu):
         found = traced(function, torch.ones(2, 3), torch.ones(3))
         assert found == {"torchkiln.bias_act.default"}

@@ -1,4 +1,4 @@
-"""What is special to cross_entropy: its options together, special values, and bad targets."""
+"""cross_entropy beyond the contract: combined options, special values, invalid targets."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_every_combination(
 @every_dtype
 @pytest.mark.parametrize("count", [7, 1025])
 def test_all_rows_ignored(device: torch.device, dtype: torch.dtype, count: int) -> None:
-    """A mean of nothing is NaN, a sum is 0, and the gradient is 0."""
+    """The mean of no rows is NaN, their sum is 0, and the gradient is 0."""
     logits = torch.randn(5, count, device=device).to(dtype).requires_grad_()
     target = torch.full((5,), 2, device=device)
     for reduction, expected in (("none", [0.0] * 5), ("sum", 0.0), ("mean", math.nan)):
@@ -120,7 +120,7 @@ def test_weights_of_zero(device: torch.device) -> None:
 
 @every_dtype
 def test_large_offsets(device: torch.device, dtype: torch.dtype) -> None:
-    """What counts are the differences of the logits, which are exact in the dtype."""
+    """The loss depends only on differences of logits, which are exact in the dtype."""
     for offset in (1e4, -1e4, 5e4):
         logits = (offset + torch.randn(33, 300, device=device)).to(dtype).requires_grad_()
         wide = logits.detach().double().requires_grad_()
@@ -138,7 +138,7 @@ def test_large_offsets(device: torch.device, dtype: torch.dtype) -> None:
 @every_dtype
 @pytest.mark.parametrize("count", [3, 300, 1200, 5000, 33000])
 def test_logits_far_below_zero(device: torch.device, dtype: torch.dtype, count: int) -> None:
-    """Nothing overflows, whatever of a row lies where: it is measured from its largest logit."""
+    """No position of the largest logit overflows: the row is shifted by it first."""
     lowest = -60000.0 if dtype == torch.float16 else torch.finfo(dtype).min
     for value in (-100.0, -1000.0, lowest):
         logits = torch.full((2, count), value, device=device, dtype=dtype)
@@ -153,7 +153,7 @@ def test_logits_far_below_zero(device: torch.device, dtype: torch.dtype, count: 
 @pytest.mark.parametrize("count", [6, 300, 5000])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_special_values(device: torch.device, count: int, smoothing: float) -> None:
-    """What torch gives, but that an ignored row is 0 whatever it holds."""
+    """Same as torch, except that the loss of an ignored row is 0 even if it contains NaN."""
     logits = torch.randn(8, count, device=device)
     logits[0, 2] = -INF  # of another class
     logits[1, 1] = -INF  # of the target
@@ -197,7 +197,7 @@ def test_long_rows(device: torch.device, dtype: torch.dtype, count: int) -> None
 @pytest.mark.large
 @pytest.mark.cuda
 def test_more_than_2_to_the_31_elements() -> None:
-    """Rows on both sides of element 2**31 are what they are in a call of their own."""
+    """Rows on both sides of element 2**31 equal those of a separate call."""
     device = torch.device("cuda", 0)
     rows, count = 2**16 + 1, 2**15 + 1
     row = torch.arange(count, device=device).remainder(241).div(60).bfloat16()
@@ -260,7 +260,7 @@ def test_only_the_gradients_that_are_wanted(device: torch.device) -> None:
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("kind", ["classes", "probabilities"])
 def test_second_gradients(device: torch.device, reduction: str, kind: str) -> None:
-    """Those of torch's composite in float64."""
+    """Gradients agree with torch's composite in float64."""
     logits = torch.randn(6, 5, device=device, dtype=torch.float64, requires_grad=True)
     inputs = [logits]
     target = torch.tensor([0, 4, -100, 2, 2, 1], device=device)
@@ -302,7 +302,7 @@ def test_targets_of_any_strides(device: torch.device) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name)
 def test_autocast(device: torch.device, dtype: torch.dtype) -> None:
-    """The loss of half precision is float32, its gradient is not; a dtype can be asked for."""
+    """Half precision has a float32 loss and a half precision gradient, unless dtype is given."""
     logits, target = some(device)
     half = logits.detach().to(dtype).requires_grad_()
     with torch.autocast(device.type, dtype):

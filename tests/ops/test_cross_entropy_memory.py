@@ -1,4 +1,4 @@
-"""What memory cross_entropy needs, and the gradient in place of the logits."""
+"""Memory of cross_entropy, and the gradient in place of the logits."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def gradient_again(loss: Tensor, logits: Tensor) -> Tensor:
 
 
 def peak_bytes(device: torch.device, function: Callable[[], object]) -> int:
-    """The most memory that the call has at a time, beyond what was there before."""
+    """Peak memory of the call, without the memory allocated before."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -69,7 +69,7 @@ def peak_bytes(device: torch.device, function: Callable[[], object]) -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name)
 @pytest.mark.parametrize("kind", ["rows", "images", "probabilities", "weighted", "autocast"])
 def test_peak_memory(device: torch.device, dtype: torch.dtype, kind: str) -> None:
-    """Forward and backward need the gradient and a few numbers for each row; in place those."""
+    """Allocates the gradient and a few numbers per row; in place only the numbers."""
     rows, count = 64, 8192
     shape = (4, count, 16) if kind == "images" else (rows, count)
     x = torch.randn(shape, device=device).to(dtype)
@@ -115,7 +115,7 @@ def layouts(device: torch.device, dtype: torch.dtype) -> dict[str, tuple[Tensor,
 @every_dtype
 @pytest.mark.parametrize("kind", list(layouts(torch.device("cpu"), torch.float32)))
 def test_in_place(device: torch.device, dtype: torch.dtype, kind: str) -> None:
-    """The gradient is that of its own memory, and nothing around the logits is written."""
+    """The gradient has the right values, and no memory around the logits is written."""
     logits, whole = layouts(device, dtype)[kind]
     target = contract.classes(logits, -100)
     before = whole.clone()
@@ -154,7 +154,7 @@ def test_in_place_needs_rows(device: torch.device) -> None:
         words = prefix.format(", ".join(map(str, logits.shape)))
         with pytest.raises(RuntimeError, match=words):
             torchkiln.cross_entropy(logits, target, inplace_backward=True)
-        # Without a backward there is nothing to write.
+        # A call without a backward does not write to the logits.
         torchkiln.cross_entropy(logits.detach(), target, inplace_backward=True)
 
 
@@ -192,7 +192,7 @@ def test_in_place_with_packed_logits(device: torch.device) -> None:
 
 
 def test_in_place_is_noticed_by_autograd(device: torch.device) -> None:
-    """What needs the logits afterwards is an error and not a wrong number."""
+    """Later use of the logits in autograd raises an error."""
     used = "modified by an inplace operation"
     logits, target = some(device)
     logits = result(logits)
@@ -260,7 +260,7 @@ def test_in_place_has_memory_of_its_own_where_it_is_traced(device: torch.device)
 
 
 def test_training_in_place(device: torch.device) -> None:
-    """A linear layer does not need its output: the steps are those of torch's loss."""
+    """A linear layer does not need its output: training equals that with torch's loss."""
     torch.manual_seed(0)
     x = torch.randn(64, 8, device=device)
     y = x[:, :3].argmax(1)

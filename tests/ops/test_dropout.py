@@ -1,4 +1,4 @@
-"""What is special to dropout: masks, generators, and what the mask depends on."""
+"""Dropout beyond the contract: masks, generators, and reproducibility of the mask."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def draw(
 
 
 def state(device: torch.device) -> Tensor:
-    """Where the device's generator stands."""
+    """The state of the device's generator."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
@@ -51,7 +51,7 @@ def test_share_of_kept_elements(device: torch.device, p: float) -> None:
 
 
 def test_neighbours_are_independent(device: torch.device) -> None:
-    """No correlation between an element and those at the distances that kernels work in."""
+    """Elements at the strides that kernels use are not correlated."""
     kept = draw((1 << 20,), 0.5, device, seed=2).double() - 0.5
     for distance in (1, 2, 3, 4, 7, 8, 16, 32, 64, 128, 256, 1024, 4096, 1 << 15, 1 << 18):
         product = (kept[distance:] * kept[:-distance]).mean() * 4
@@ -159,7 +159,7 @@ def test_nothing_is_drawn_without_need(device: torch.device) -> None:
 
 
 def test_dropped_infinities_leave_no_nan(device: torch.device) -> None:
-    """What is dropped is dropped, whatever it was."""
+    """Dropped elements are 0 even if they were NaN or infinite."""
     x = torch.full((1000,), math.inf, device=device)
     found = torchkiln.dropout_add(x, torch.zeros_like(x), 0.5)
     assert not found.isnan().any()
@@ -214,7 +214,7 @@ def test_compiled_calls_draw_anew(device: torch.device, backend: str) -> None:
 
 
 def test_vmap_asks_how_to_draw(device: torch.device) -> None:
-    """As torch's dropout: an error unless told, one mask for all, or one for each."""
+    """As in torch's dropout: an error by default, one mask for all, or one mask per call."""
     x = torch.ones(3, 4000, device=device)
     call = torchkiln.dropout_add
     zeros = torch.zeros_like(x)

@@ -1,4 +1,4 @@
-"""What is special to the gated linear units: one tensor or two, layouts, modules, graphs."""
+"""Gated linear units beyond the contract: one tensor or two, layouts, modules, graphs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ every_op = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 @every_op
 @pytest.mark.parametrize("shape", [(6,), (5, 8), (3, 4, 130), (2, 0), (0, 4)])
 def test_packed_is_two(device: torch.device, spec: OpSpec, shape: tuple[int, ...]) -> None:
-    """The halves of one tensor give what they give as two, gradients included."""
+    """A packed tensor and its two halves give equal results and gradients."""
     packed = torch.randn(shape, device=device, requires_grad=True)
     gate, up = (t.detach().requires_grad_() for t in packed.chunk(2, -1))
     one, two = spec.op(packed), spec.op(gate, up)
@@ -51,7 +51,7 @@ def test_gate_and_up_may_be_one_tensor(device: torch.device, spec: OpSpec) -> No
 
 @every_op
 def test_layouts_differ(device: torch.device, spec: OpSpec) -> None:
-    """Each operand has strides of its own, and the result is contiguous."""
+    """Operands may have different strides; the result is contiguous."""
     gate = torch.randn(2, 3, 5, 7, device=device).to(memory_format=torch.channels_last)
     up = torch.randn(7, 5, 3, 2, device=device).permute(3, 2, 1, 0)
     found = spec.op(gate, up)

@@ -12,7 +12,7 @@ import pytest
 
 from torchkiln.testing.specs import FAMILIES
 
-# What a kernel can break. How gradients reach it, and how often it runs, is the same for all sets.
+# Checks that depend on the kernel. Autograd and dispatch are the same for all instruction sets.
 CHECKS = """
 import torch
 from torchkiln import testing
@@ -35,7 +35,7 @@ print(torchkiln.scale_bias_relu(x, bias, 0.1).sum(0).tolist())
 
 
 def run(code: str, instructions: str) -> str:
-    """What a new interpreter prints that may use these instructions at most."""
+    """Output of a new interpreter that is limited to this instruction set."""
     environment = {**os.environ, "TORCHKILN_CPU_ISA": instructions}
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code],

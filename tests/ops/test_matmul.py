@@ -1,4 +1,4 @@
-"""Products: what the contract does not say."""
+"""Matrix products beyond the contract."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchkiln.testing.specs.activation import FORMULAS
 
 
 def saved_bytes(function: object, *args: object) -> int:
-    """Bytes of what is kept for backward beside the arguments."""
+    """Bytes that are saved for backward in addition to the arguments."""
     kept: dict[int, int] = {}
     given = {a.data_ptr() for a in args if isinstance(a, torch.Tensor)}
 
@@ -39,7 +39,7 @@ def test_the_preactivation_is_kept_only_where_it_is_needed(
 
 
 def test_relu_beside_a_residual_is_not_judged_by_the_sum(device: torch.device) -> None:
-    """A residual hides the sign of what relu gave."""
+    """With a residual the output does not show the sign of relu's argument."""
     x = torch.eye(2, device=device, requires_grad=True)
     weight = torch.tensor([[1.0, -1.0]], device=device)
     residual = torch.tensor([[-5.0], [5.0]], device=device)
@@ -112,7 +112,7 @@ def test_no_bias(device: torch.device) -> None:
     torch.testing.assert_close(layer(x), F.linear(x, layer.weight) * 0.5)
 
 
-# What the library fuses itself, nothing or a relu, is left to it.
+# cuBLAS fuses no activation or a relu itself, so these are left to it.
 FUSED = [
     (act, has_residual)
     for act in FORMULAS

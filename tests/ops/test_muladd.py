@@ -1,4 +1,4 @@
-"""What is special to muladd: numbers, promotion, layout, one rounding."""
+"""muladd beyond the contract: numbers, promotion, layout, one rounding."""
 
 from __future__ import annotations
 

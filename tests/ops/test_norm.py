@@ -1,4 +1,4 @@
-"""What is special to the norms: spread beside a large mean, special values, what is kept."""
+"""Norms beyond the contract: small variance beside a large mean, special values, saved tensors."""
 
 from __future__ import annotations
 
@@ -56,16 +56,16 @@ def with_gradients(function: Norm, grad: Tensor, *leaves: Tensor, **options: Any
 def test_a_spread_of_one_beside_a_large_mean(
     device: torch.device, mean: float, columns: int
 ) -> None:
-    """The spread is that of the differences from the mean, not a difference of two large numbers.
+    """The variance is computed from differences from the mean, which do not cancel.
 
-    What is left is the rounding of x itself, which float64 sees, too.
+    The remaining error is the rounding of x, which is also in the float64 reference.
     """
     x = torch.randn(3, columns, dtype=torch.float64).add(mean).float().to(device)
     weight, bias = torch.randn(columns, device=device), torch.randn(columns, device=device)
     grad = torch.randn_like(x)
     found = with_gradients(torchkiln.layer_norm, grad, x, weight, bias)
     truth = with_gradients(F.layer_norm, grad, *(t.double() for t in (x, weight, bias)))
-    # A row's mean is off by half a rounding step of it, at most; that is what every element shows.
+    # The mean has an error of at most half a rounding step, which shifts every element.
     step = torch.finfo(torch.float32).eps
     for one, expected in zip(found, truth, strict=True):
         assert errors(one, expected) <= step * (20 + abs(mean))
@@ -115,9 +115,9 @@ def test_one_column_has_no_gradient(device: torch.device, dtype: torch.dtype, ro
 def test_special_values(
     device: torch.device, dtype: torch.dtype, ours: Norm, torchs: Norm, columns: int
 ) -> None:
-    """Rows with infinities and NaN come out as torch's on the CPU, and no other row notices.
+    """Rows with infinities and NaN equal those of torch on the CPU; other rows are not affected.
 
-    Its RMS norm for GPUs makes all of a row with an infinity NaN, instead of that element.
+    On GPUs torch's RMS norm sets a whole row with an infinity to NaN, not just that element.
     """
     x = torch.randn(7, columns, dtype=dtype, device=device)
     for row, value in ((1, math.inf), (2, -math.inf), (3, math.nan)):
@@ -161,7 +161,7 @@ def test_lengths_of_rows(device: torch.device, ours: Norm, torchs: Norm, columns
     x = torch.randn(3, columns, device=device)
     weight = torch.randn(columns, device=device)
     grad = torch.randn_like(x)
-    # With a single column a row is its mean, and what is left of it nothing but eps.
+    # A row of one column equals its mean, so only eps is left of the variance.
     found = with_gradients(ours, grad, x, weight, eps=1e-3)
     wide = with_gradients(torchs, grad, x.double(), weight.double(), eps=1e-3)
     for one, expected in zip(found, wide, strict=True):
@@ -171,7 +171,7 @@ def test_lengths_of_rows(device: torch.device, ours: Norm, torchs: Norm, columns
 
 @every_op
 def test_nothing_to_normalize(device: torch.device, spec: Any) -> None:
-    """Without rows the gradients of the parameters are 0; without columns nothing is left."""
+    """Without rows the gradients of the parameters are 0; without columns all are empty."""
     for shape in ((0, 5), (5, 0), (2, 0, 3)):
         sample = spec.bench(device, torch.float32, shape[-2:])
         x = torch.empty(shape, device=device)
@@ -288,7 +288,7 @@ def test_a_size_may_be_a_number(device: torch.device) -> None:
 def test_backward_computes_what_is_wanted(
     device: torch.device, wanted: tuple[int, int, int]
 ) -> None:
-    """The kernel is told which gradients to leave out; that of the sum is wanted by either term."""
+    """The kernel computes only the required gradients; both addends need that of the sum."""
     flags = [bool(w) for w in wanted]
     x, weight, bias = (
         torch.randn(shape, device=device, requires_grad=flag)
@@ -329,7 +329,7 @@ def test_what_is_kept_for_backward(device: torch.device, spec: Any) -> None:
 
 @every_op
 def test_inputs_changed_in_place_are_noticed(device: torch.device, spec: Any) -> None:
-    """Writing to what backward reads must be an error and not a wrong gradient."""
+    """Writing to a tensor that backward reads raises an error."""
     for position in range(2):
         sample = spec.leaves(spec.bench(device, torch.float32, (8, 6)))
         result = sample.call(spec.op)
@@ -371,7 +371,7 @@ def test_outputs_are_contiguous(device: torch.device, spec: Any) -> None:
 
 @every_op
 def test_a_graph_keeps_the_op(spec: Any, traced: Callable[..., set[str]]) -> None:
-    """Its kernels are faster than what Inductor makes of the composite."""
+    """A graph contains the op, which is faster than Inductor's code for the composite."""
     sample = spec.typical(torch.device("cpu"), torch.float32)
     found = traced(spec.op, *sample.args)
     assert {f for f in found if "torchkiln" in f} == {f"torchkiln.{spec.name}.default"}
@@ -380,7 +380,7 @@ def test_a_graph_keeps_the_op(spec: Any, traced: Callable[..., set[str]]) -> Non
 
 @every_op
 def test_one_graph_serves_rows_of_all_lengths(device: torch.device, spec: Any) -> None:
-    """Where the shape that is normalized is taken from x, it is dynamic as x is."""
+    """A normalized shape that is taken from x is dynamic if x is."""
 
     def function(*tensors: Tensor) -> Any:
         rows = 2 if spec.name.startswith("add_") else 1
@@ -410,7 +410,7 @@ def test_shapes_may_be_symbols() -> None:
 @pytest.mark.cuda
 @every_op
 def test_memory_of_forward_and_backward(spec: Any) -> None:
-    """Nothing of the size of x but results and gradients."""
+    """Allocates only results and gradients in the size of x."""
     device = torch.device("cuda", 0)
     sample = spec.leaves(spec.bench(device, torch.bfloat16, (4096, 4096)))
     whole = sample.args[0].nbytes

@@ -1,4 +1,4 @@
-"""Modules of the norms beside those of torch.nn."""
+"""Modules of the norms compared with those of torch.nn."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def modules(**options: Any) -> list[tuple[nn.Module, nn.Module]]:
     ids=str,
 )
 def test_modules_are_those_of_torch(options: dict[str, Any]) -> None:
-    """The same state, which either loads from the other, and the same function."""
+    """The state dicts are interchangeable, and the results agree."""
     dtype = options.get("dtype", torch.float32)
     for ours, torchs in modules(**options):
         assert isinstance(ours, type(torchs))

@@ -1,4 +1,4 @@
-"""What is special to add: torch.add's rules of promotion, layout and special values."""
+"""add beyond the contract: promotion, layout and special values as in torch.add."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_promotion(device: torch.device, pair: tuple[torch.dtype, torch.dtype]) 
             .reshape(right or ())
         )
         if not torch.result_type(a, b).is_floating_point:
-            # A 0-dim float beside integers promotes to the default dtype; nothing else is left out.
+            # Only a 0-dim float with integers promotes to the default dtype, and is left out.
             raise AssertionError(f"{pair} does not promote to a float")
         expected = torch.add(a, b)
         found = torchkiln.add(a, b)
@@ -144,7 +144,7 @@ def test_the_same_tensor_twice(device: torch.device) -> None:
 
 
 def test_inputs_may_overlap(device: torch.device) -> None:
-    """Views of one storage are inputs like others; the result is memory of its own."""
+    """Inputs may share a storage; the result has a new one."""
     base = torch.arange(12.0, device=device)
     found = torchkiln.add(base[:-1], base[1:])
     assert found.tolist() == [2.0 * i + 1 for i in range(11)]
@@ -152,7 +152,7 @@ def test_inputs_may_overlap(device: torch.device) -> None:
 
 
 def test_a_graph_has_torchs_op(traced: Callable[..., set[str]]) -> None:
-    """So that Inductor fuses it with what is around it."""
+    """A graph contains ATen's op, which Inductor fuses with its neighbours."""
     found = traced(torchkiln.add, torch.ones(3), torch.ones(3))
     assert len(found) == 1
     assert not any("torchkiln" in target for target in found)

@@ -1,4 +1,4 @@
-"""What is special to sum and mean: exact counts, accuracy, dimensions, layouts, torch's rules."""
+"""sum and mean beyond the contract: exact counts, accuracy, dimensions, layouts."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_expanded_ones_are_counted(device: torch.device, shape: tuple[int, ...])
 @pytest.mark.large
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name)
 def test_more_than_2_to_the_31_elements(device: torch.device, dtype: torch.dtype) -> None:
-    """Over all, along rows and along columns: what lies beyond element 2**31 is read, and once."""
+    """Full sums, row sums and column sums read each element beyond 2**31 once."""
     rows, columns = 2**16 + 1, 2**15 + 1
     need(rows * columns * dtype.itemsize + 2**30, device)
     x = torch.ones((rows, columns), dtype=dtype, device=device)
@@ -183,7 +183,7 @@ def test_wrong_types(op: Any, torchs: Any) -> None:
 
 @every_op
 def test_autocast_does_what_torch_does(device: torch.device, op: Any, torchs: Any) -> None:
-    """On CUDA a sum of half precision becomes float32, unless a dtype is asked for."""
+    """Autocast on CUDA makes the sum of half precision float32, unless a dtype is given."""
     for low, dtype, out in itertools.product(FLOATING[2:], FLOATING, (None, torch.float16)):
         x = torch.full((4, 3), 0.5, device=device, dtype=dtype, requires_grad=True)
         with torch.autocast(device.type, low):
@@ -197,7 +197,7 @@ def test_autocast_does_what_torch_does(device: torch.device, op: Any, torchs: An
 
 @every_dtype
 def test_special_values(device: torch.device, dtype: torch.dtype) -> None:
-    """NaN and infinities go through, wherever in a row they stand."""
+    """NaN and infinities reach the result from any position in a row."""
     for shape, dim in (((5, 300), 1), ((300, 5), 0), ((3, 70000), 1), ((9, 3), 1)):
         x = torch.ones(shape, device=device, dtype=dtype)
         rows = x if dim == 1 else x.t()
@@ -234,7 +234,7 @@ def test_the_number_of_threads_does_not_matter(dtype: torch.dtype) -> None:
 
 @every_op
 def test_gradient_is_a_view_of_the_incoming_one(device: torch.device, op: Any, torchs: Any) -> None:
-    """Nothing of x's size is written, and the divided gradient is what torch gives."""
+    """No tensor of the size of x is written, and the gradient of the mean equals torch's."""
     x = torch.randn(7, 5, 3, device=device, requires_grad=True)
     grad = torch.randn(5, device=device)
     (found,) = torch.autograd.grad(op(x, (0, -1)), x, grad)

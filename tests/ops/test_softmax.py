@@ -1,4 +1,4 @@
-"""What is special to softmax and its logarithm: masks, special values, long rows and layouts."""
+"""Softmax and its logarithm beyond the contract: masks, special values, long rows, layouts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def tolerances(dtype: torch.dtype) -> dict[str, Any]:
 def require_same(
     op: Any, torchs: Any, x: Tensor, dim: int, kept: Tensor | None = None, **kwargs: Any
 ) -> None:
-    """Values and gradients are those of torch on the masked tensor in float64; masked are 0."""
+    """Values and gradients equal torch's on the masked float64 tensor; masked elements are 0."""
 
     def by_torch(wide: Tensor) -> Tensor:
         z = wide * kwargs.get("scale", 1.0)
@@ -91,7 +91,7 @@ def test_special_values(
 @every_op
 @every_dtype
 def test_large_offsets(device: torch.device, dtype: torch.dtype, op: Any, torchs: Any) -> None:
-    """What counts are the differences, which are exact in the dtype."""
+    """The result depends only on differences, which are exact in the dtype."""
     for offset in (1e4, -1e4, 6e4, -6e4):
         x = (offset + 64 * torch.randn(33, 300, device=device).clamp(-4, 4)).to(dtype)
         for dim in (0, 1):
@@ -115,7 +115,7 @@ def test_half_precision_beyond_its_range(device: torch.device) -> None:
 def test_rows_far_below_zero(
     device: torch.device, dtype: torch.dtype, length: int, op: Any, torchs: Any
 ) -> None:
-    """Nothing overflows, whatever of a row lies where: it is measured from its largest number."""
+    """No position of the largest element overflows: the row is shifted by it first."""
     lowest = -60000.0 if dtype == torch.float16 else torch.finfo(dtype).min
     for value in (-100.0, -1000.0, lowest):
         x = torch.full((2, length), value, device=device, dtype=dtype)
@@ -145,7 +145,7 @@ def test_fully_masked_rows(device: torch.device, length: int, op: Any, torchs: A
 def test_causal(
     device: torch.device, dtype: torch.dtype, sizes: tuple[int, int], op: Any, torchs: Any
 ) -> None:
-    """From the top left corner, whatever the sizes; with a mask both count."""
+    """The causal mask starts at the top left for all sizes, and combines with another mask."""
     queries, keys = sizes
     x = torch.randn(2, 3, queries, keys, device=device).to(dtype)
     kept = torch.ones(queries, keys, dtype=torch.bool, device=device).tril()
@@ -258,7 +258,7 @@ def test_it_stays_an_op_when_compiled(traced: Callable[..., set[str]]) -> None:
 
 @every_op
 def test_second_gradients_of_masked_rows(device: torch.device, op: Any, torchs: Any) -> None:
-    """Those of torch's composite in float64."""
+    """Gradients agree with torch's composite in float64."""
     x = torch.randn(4, 9, device=device, dtype=torch.float64, requires_grad=True)
     kept = torch.rand(4, 9, device=device) > 0.4
     kept[:, 2] = True

@@ -45,7 +45,7 @@ def test_a_torch_tensor(device: torch.device, index: torch.dtype) -> None:
 
 
 def test_what_is_stored_spreads_nan(device: torch.device) -> None:
-    """And what is not stored does not: as torch.sparse has it."""
+    """Only stored elements spread NaN and infinities, as in torch.sparse."""
     crow = torch.tensor([0, 2, 2, 3], device=device)
     col = torch.tensor([0, 2, 1], device=device)
     values = torch.tensor([1.0, torch.nan, torch.inf], device=device)
@@ -133,7 +133,7 @@ def test_columns_in_any_order_are_sound(device: torch.device) -> None:
 
 @pytest.mark.parametrize("index", INDICES)
 def test_transposed_pattern(device: torch.device, index: torch.dtype) -> None:
-    """Its entries are those of the transposed matrix, in the order of the rows they come from."""
+    """The entries are those of the transposed matrix, in the order of their original rows."""
     crow, col, values = matrix(31, 7, device, index)
     packed = torchkiln.csr_transpose(crow, col, 7)
     entries = col.numel()
@@ -193,7 +193,7 @@ def test_one_row_longer_than_all_others(device: torch.device, dtype: torch.dtype
 
 
 def test_a_shared_matrix_is_not_copied(device: torch.device) -> None:
-    """Nor is a pattern that a batch shares: an expanded tensor is read where it lies."""
+    """Neither is a pattern that a batch shares: expanded tensors are read in place."""
     crow, col, values = matrix(12, 6, device)
     b = torch.randn(5, 6, 4, device=device)
     expected = torchkiln.spmm((crow, col, values), b)

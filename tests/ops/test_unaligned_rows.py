@@ -1,4 +1,4 @@
-"""Rows that begin anywhere: what lies beside a row in memory stays out of its results."""
+"""Rows at any alignment: results do not depend on memory beside a row."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def between(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -
 
 
 def require_close(op: str, x: Tensor, grad: Tensor, every: int = 1) -> None:
-    """Of every so many-th row, values and gradients are those of float64."""
+    """Values and gradients of every ``every``-th row agree with float64."""
     ours, torchs = OPS[op]
     weight = torch.randn(x.shape[1], device=x.device).to(x.dtype)
     leaf, wide = x.detach().requires_grad_(), x.detach().double().requires_grad_()
     found, expected = ours(leaf, weight), torchs(wide, weight.double())
     (grad_x,) = torch.autograd.grad(found, leaf, grad)
     (grad_wide,) = torch.autograd.grad(expected, wide, grad.double())
-    # Results are rounded once, and gradients taken from that: some steps of the largest of them.
+    # Results are rounded once, and gradients are computed from them: allow a few rounding steps.
     limit = 16 * torch.finfo(x.dtype).eps
     for one, truth in ((found, expected), (grad_x, grad_wide)):
         torch.testing.assert_close(one[::every].double(), truth[::every], rtol=limit, atol=limit)
@@ -92,7 +92,7 @@ def test_neighbours_stay_out(
 def test_one_row_many_times(
     device: torch.device, dtype: torch.dtype, columns: int, op: str
 ) -> None:
-    """Expanded rows are one row of memory, with nothing before or behind it."""
+    """All expanded rows are one row in memory, without neighbours."""
     x = torch.randn(columns, device=device).to(dtype).expand(40, columns)
     shape = result_shape(op, x)
     require_close(op, x, torch.randn(shape[1:], device=device).to(dtype).expand(shape))

@@ -1,9 +1,8 @@
 """Usage: check_addition.py
 
-Does what docs/adding-an-activation.md says to a copy of the sources, adds ops to it by `torchkiln
-new --op`, builds it without CUDA, and holds the new ops, and bias_act with the new activation, to
-their contracts on the CPU. Where a CUDA compiler that fits torch is at hand, it compiles the
-kernels, too.
+Applies docs/adding-an-activation.md to a copy of the sources, adds ops to it with `torchkiln new
+--op`, builds it without CUDA, and checks the contracts of the new ops, and of bias_act with the new
+activation, on the CPU. Also compiles the CUDA kernels if there is a compiler that matches torch.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ def changed(page: str, root: Path) -> dict[str, str]:
 
 
 def copy_sources(target: Path) -> None:
-    """What git tracks, as it is in the working tree, with the changes of the page."""
+    """A copy of all tracked files of the working tree, with the changes of the page."""
     listed = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -103,7 +102,7 @@ def copy_sources(target: Path) -> None:
 
 
 def run(folder: Path, *command: str | Path, **environment: str) -> None:
-    """Run a command; the compiler's cache knows files by their place below ``folder``."""
+    """Run a command; ccache stores paths relative to ``folder``."""
     cache = {"CCACHE_BASEDIR": str(folder), "CCACHE_NOHASHDIR": "1"}
     start = time.perf_counter()
     done = subprocess.run(command, env=os.environ | cache | environment, check=False)
@@ -123,7 +122,7 @@ def configure(sources: Path, build: Path, *options: str) -> tuple[str, ...]:
 
 
 def has_cuda_compiler() -> bool:
-    """Whether there is an nvcc of the version of torch's CUDA."""
+    """Whether there is an nvcc of torch's CUDA version."""
     import torch  # noqa: PLC0415
 
     if torch.version.cuda is None:

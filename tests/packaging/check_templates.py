@@ -1,7 +1,7 @@
 """Usage: check_templates.py FOLDER
 
 Writes a package from each template of `torchkiln new` into FOLDER, installs it beside torchkiln,
-and runs its own `nox -s tests` in this environment, since one of its own would have another torch.
+and runs its `nox -s tests` in this environment, since a new one might have another torch.
 """
 
 from __future__ import annotations

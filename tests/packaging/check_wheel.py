@@ -1,9 +1,9 @@
 """Usage: check_wheel.py WHEEL [FOLDER...]
 
-Checks a wheel against every torch that it is for, without importing any: contents, metadata, list
-of parts, libraries. Each FOLDER has one of those torches in it; without any, it is the torch of
-this environment. TORCHKILN_CUDA_ARCHITECTURES, where it is a list, is what there has to be GPU code
-for. Prints a line for each check, and fails at the end.
+Checks contents, metadata, SBOM and libraries of a wheel against every torch version that it
+supports, without importing torch. Each FOLDER contains one of these versions; the default is the
+torch of this environment. If TORCHKILN_CUDA_ARCHITECTURES is a list, the wheel must have GPU code
+for each entry. Prints a line per check, and fails at the end if one failed.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def check_metadata(checks: Checks, root: Path, record: dict[str, Any]) -> None:
 
 
 def wrong(extra: Requirement, torches: list[str]) -> Iterable[str]:
-    """What the extra asks for and the wheel has not; just outside, pip has to stop."""
+    """The extra requires torch, the wheel does not; pip must reject versions outside the bounds."""
     takes = extra.specifier.contains
     yield from (f"not for torch {version}" for version in torches if not takes(f"{version}.0"))
     numbers = sorted(tuple(map(int, version.split("."))) for version in torches)
@@ -145,7 +145,7 @@ def wrong(extra: Requirement, torches: list[str]) -> Iterable[str]:
 
 
 def check_bill(checks: Checks, root: Path, record: dict[str, Any]) -> None:
-    """The list of what is inside is valid, and as long as it has to be."""
+    """The SBOM is valid and lists all expected components."""
     for path in root.glob("*.dist-info/sboms/torchkiln.cdx.json"):
         text = path.read_text()
         invalid = JsonStrictValidator(SchemaVersion.V1_6).validate_str(text)

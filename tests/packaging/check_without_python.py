@@ -1,7 +1,7 @@
 """Usage: check_without_python.py PROGRAM ARGUMENT...
 
-Runs a program where no Python is to be found, and fails when the loader was asked for a library of
-Python's, at the start or later.
+Runs a program in an environment without Python, and fails if the dynamic loader searches for one of
+Python's libraries, at the start or later.
 """
 
 from __future__ import annotations

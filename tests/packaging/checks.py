@@ -1,4 +1,4 @@
-"""What a script of checks prints, and whether it fails at its end."""
+"""Output and exit status of a script of checks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Checks:
         self.failed = False
 
     def none(self, what: str, offending: Iterable[str]) -> None:
-        """Passes when nothing offends."""
+        """Passes if the list of offenders is empty."""
         found = sorted(offending)
         print(f"{'FAILED' if found else 'ok    '} {what}")
         for line in found[:20]:

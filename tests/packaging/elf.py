@@ -1,4 +1,4 @@
-"""The few things that the packaging checks want to know of a shared library."""
+"""Reads the facts about a shared library that the packaging checks need."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from elftools.elf.elffile import ELFFile
 
 @dataclass(frozen=True)
 class Library:
-    """A shared library's dynamic section: what it needs, wants and offers."""
+    """The dynamic section of a shared library: needed libraries, undefined and defined symbols."""
 
     path: Path
     soname: str | None

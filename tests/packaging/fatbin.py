@@ -1,8 +1,8 @@
-"""The GPU code in a library, read from the section in which nvcc leaves it.
+"""The GPU code in a library, read from the section that nvcc writes.
 
-The section is a row of containers, one for each source file; each holds machine code and PTX, with
-a header that tells the architecture. The layout is not documented, but has not changed since CUDA
-5; what does not fit it is an error here.
+The section is a sequence of containers, one per source file. Each contains machine code and PTX
+with a header that states the architecture. The layout is not documented, but has not changed since
+CUDA 5. Other layouts raise an error here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from elftools.elf.elffile import ELFFile
 
 MAGIC = 0xBA55ED50
 PTX, MACHINE_CODE = 1, 2
-# Of an entry's flags: for the architecture itself and no later one, as 90a.
+# Flag of an entry: only for this architecture and no later one, as for 90a.
 SPECIFIC = 1 << 20
 
 

@@ -1,4 +1,4 @@
-"""What the packaging checks look for in the shared libraries of a wheel."""
+"""Checks of the shared libraries in a wheel."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ import elf
 import fatbin
 from checks import Checks
 
-# What manylinux_2_28 allows, by the newest version of each family of symbols. A wheel that says so
-# in its name may ask for a newer glibc.
+# The newest version of each family of symbols that manylinux_2_28 allows. A wheel with another
+# platform tag may require a newer glibc.
 NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}
 
-# Defined by every C++ library, under names that no other one has a use for.
+# Our own symbols, and symbols that every C++ library defines for its classes.
 OURS = re.compile(
     r"torchkiln|^(typeinfo|vtable|guard variable|construction vtable|VTT|(non-)?virtual thunk)"
 )
 
-# Loaded by whoever loads us: torch, CUDA's runtime, the system.
+# Libraries that the process loads otherwise: torch, the CUDA runtime, the system.
 OUTSIDE = re.compile(
     r"^(libtorch|libc10|libcudart\.so|lib(c|m|dl|rt|gomp|pthread|stdc\+\+|gcc_s)\.so|ld-linux)"
 )
 
 KERNELS = "libtorchkiln_kernels.so"
-# What may name torch's CUDA half, and is only loaded where there is one.
+# The library that may link torch's CUDA library, and is loaded only beside a torch with CUDA.
 CUDA_PART = "libtorchkiln_cuda.so"
 OF_CUDA = re.compile(r"^lib(torch_cuda|c10_cuda|cudart|cu[a-z]+|nv[a-z]+)[.\d]*\.so")
 OF_TORCH = re.compile(r"^lib(torch|c10)")
 TORCH_NAMES = re.compile(r"\b(at|c10|torch)::")
-# A name of an error, which is found where the CUDA runtime is linked in, and nowhere else.
+# The name of an error, which only the CUDA runtime contains.
 OF_RUNTIME = b"cudaErrorInvalidValue"
 
 
@@ -84,7 +84,7 @@ def for_one_torch(folder: Path) -> list[Path]:
 
 
 def others(root: Path, known: set[Path]) -> list[Path]:
-    """Such as those that auditwheel has copied because it was not told to leave them out."""
+    """Libraries of other projects, such as copies that auditwheel makes by default."""
     return [path.relative_to(root) for path in root.rglob("*.so*") if path not in known]
 
 
@@ -94,7 +94,7 @@ def check_gpu_code(checks: Checks, kernels: Path, record: dict[str, Any]) -> Non
         for architecture, taken in sorted(found.items()):
             print(f"       {taken / 1024:8.0f} KiB {kind} of {architecture}")
     wanted = set(record["cuda_architectures"])
-    # The products of a warpgroup, which no other architecture has.
+    # Code for 90a is added for warpgroup products (wgmma).
     extra = {"90a"} if any(name.startswith("90") for name in wanted) else set()
     checks.none(
         f"machine code of {', '.join(sorted(wanted)) or 'no GPU'}",

@@ -1,10 +1,9 @@
 """Usage: run_dockerfile.py DOCKERFILE FOLDER [--target=STAGE] [--volume=HERE:THERE]
        [--certificates]
 
-Does in FOLDER what the Dockerfile says, as root but without any engine: a fresh Debian from
-mmdebstrap, then its steps one by one in a root of its own, read from the file and not repeated
-here. At last it runs the command of the image. --certificates lends it the certificates of this
-machine, for networks that have their own.
+Runs the steps of a Dockerfile in FOLDER, as root and without a container engine: creates a new
+Debian root with mmdebstrap, runs each step from the file in it, then the command of the image.
+--certificates copies the certificates of this machine into it, for networks with their own.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ def _stage(steps: list[Step]) -> str:
 
 @dataclass
 class Image:
-    """A root, and what is kept for the steps after."""
+    """A root folder, and the state that later steps need."""
 
     root: Path
     certificates: bool
