@@ -13,7 +13,7 @@ namespace {
 
 // A strip of 1024 columns by 16 rows is summed in the compute type. If a chunk has more rows, the
 // sums of its strips and blocks are added in double. All running sums stay in the L1 cache. The
-// rounding error in float is that of 16 additions, whatever the number of rows; in double it grows
+// rounding error in float is that of 16 additions for any number of rows; in double it grows
 // with rows / 256 + 32.
 constexpr int64_t kStripColumns = 1024;
 constexpr int64_t kStripRows = 16;

@@ -1,5 +1,5 @@
-// What happens in a call: the dispatcher's ops, from torch's own observers, and what our launchers
-// and ops tell. A recording is a flat list of events, which Python reads.
+// Records the events of a call: the dispatcher's ops, from torch's observers, and the launches and
+// notes that torchkiln's code reports. A recording is a flat list of events, which Python reads.
 
 #include "trace.h"
 

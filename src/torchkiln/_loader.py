@@ -135,7 +135,7 @@ def module_folder(folder: Path, record: dict[str, Any]) -> str:
 
 
 def torches(record: dict[str, Any]) -> str:
-    """The versions of torch that a build supports, in words: 2.12, 2.13 and 2.14."""
+    """The versions of torch that a build supports, as text: 2.12, 2.13 and 2.14."""
     versions = [built["version"] for built in record["torches"]]
     if len(versions) == 1:
         return str(versions[0])
@@ -157,7 +157,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 class Mismatch(NamedTuple):
-    """Why a build cannot be loaded, in words."""
+    """The reason why a build cannot be loaded, as text."""
 
     built: str
     here: str

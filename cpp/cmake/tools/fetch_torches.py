@@ -1,8 +1,8 @@
 """Usage: fetch_torches.py FOLDER
 
-Unpacks every torch that the published wheel is for into FOLDER/<minor version>, unless it is there,
-and prints those folders as TORCHKILN_TORCHES wants them. They are of the Python that runs this.
-TORCHKILN_WHEEL_TORCHES="2.11 2.15" takes these alone.
+Unpacks every torch version that the published wheel supports into FOLDER/<minor version>, unless it
+exists, and prints these folders in the format of TORCHKILN_TORCHES. The wheels are those for the
+Python that runs the script. TORCHKILN_WHEEL_TORCHES="2.11 2.15" limits the versions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Usage: sbom.py NINJA BUILD VERSION COMPILER OUT
 
-Writes a CycloneDX list of what a build has put into its libraries: whose headers were compiled in,
-as ninja has recorded it of every object, and the CUDA runtime where it is linked in.
+Writes a CycloneDX list of the third-party code in the libraries of a build: the projects whose
+headers were compiled in, from ninja's records, and the CUDA runtime if it is linked in.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 
 class Part(NamedTuple):
-    """Something of somebody else's."""
+    """A third-party component."""
 
     name: str
     version: str
@@ -28,12 +28,12 @@ class Part(NamedTuple):
 
 
 def compiled_in(deps: str) -> list[Path]:
-    """The files in the answer of `ninja -t deps`."""
+    """The files in the output of `ninja -t deps`."""
     return sorted({Path(line.strip()) for line in deps.splitlines() if line.startswith("  ")})
 
 
 def parts(files: Iterable[Path]) -> set[Part]:
-    """Whose they are: those of our own, of the C library and of Linux are left out."""
+    """The components of the files, without torchkiln, the C library and Linux."""
     found: dict[str, Part | None] = {}
     for file in map(str, files):
         for pattern, describe in OWNERS:

@@ -27,7 +27,7 @@ class TorchRequirement:
         self.state = state
 
     def dynamic_wheel(self, _settings: dict[str, Any]) -> dict[str, bool]:
-        """Only the wheel knows its torch, so the sdist leaves the field open."""
+        """A wheel requires the torch of its build; the field is dynamic in the sdist."""
         return {"dependencies": True}
 
     def dynamic_metadata(self, _settings: dict[str, Any], _project: dict[str, Any]) -> Any:

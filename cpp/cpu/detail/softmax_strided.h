@@ -159,7 +159,8 @@ void softmax_columns(const Softmax& p, const Strip<const T>& x, const Strip<T>& 
     for (int64_t i = 0; i < count; ++i) {
       const C next = maximum[i] > -kInfinity<C> ? maximum[i] : C(0);
       if (first > 0) {
-        // While everything was -infinity, the sum is 0 and the shift may grow by any amount.
+        // The sum is 0 while all elements are -infinity, and the shift may grow by any amount: the
+        // clamp keeps exp() finite.
         const double step = static_cast<double>(shift[i]) - static_cast<double>(next);
         sum[i] *= ExactMath::exp(step < 0 ? step : 0.0);
       }

@@ -17,8 +17,8 @@ namespace {
 constexpr int64_t kGroup = 4;
 constexpr int64_t kShort = 1024;
 // Rows, or groups of rows, per block: their sums are formed separately and then added to the sums
-// of a chunk in double, as for reductions. The rounding error in float is that of 16 additions,
-// whatever the number of rows.
+// of a chunk in double, as for reductions. The rounding error in float is that of 16 additions
+// for any number of rows.
 constexpr int64_t kBlockAdditions = 16;
 /// Computes grad_x of the rows row, row + 1, ..., and adds to the gradients of weight and bias.
 template <class T, class W, int rows>
@@ -27,7 +27,7 @@ void rows_backward(const NormBackward& p, int64_t row, Compute<T>* grad_weight,
   using C = Compute<T>;
   const PerColumn<W> weight(p.weight, 1);
   const C offset = p.weight == nullptr ? C(0) : static_cast<C>(p.weight_offset);
-  // Local copies of pointers and strides: a store could change those in p, as far as g++ can tell.
+  // Local copies of pointers and strides: g++ must assume that a store changes those in p.
   const int64_t columns = p.columns;
   const T* grad[rows];
   const T* z[rows];

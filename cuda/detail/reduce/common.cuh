@@ -73,7 +73,7 @@ struct Result {
   }
 
  private:
-  // Directly from double: rounding to float in between would round twice.
+  // Converts double directly: a conversion by way of float would round twice.
   static __device__ __forceinline__ __half to_half(float value) { return __float2half_rn(value); }
   static __device__ __forceinline__ __half to_half(double value) { return __double2half(value); }
   static __device__ __forceinline__ __nv_bfloat16 to_bfloat16(float value) {

@@ -196,7 +196,7 @@ class Team {
     reduce_warp(values, op, width);
   }
 
-  /// Value i that the team's first warp published last. `own`: the values that this warp published.
+  /// Value i of the latest ones that the team's first warp published. `own` has this warp's values.
   template <int N>
   __device__ __forceinline__ C first_published(const C (&own)[N], int i) const {
     return shape_.in_warp() ? own[i] : storage_.slots[(exchanges_ - 1) & 1][i][first_slot()];

@@ -84,7 +84,7 @@ class Lines:
 
 
 def sentence(row: Row) -> str:
-    """A row in words."""
+    """A row as text."""
     share = "" if row.share is None else f", {row.share:.1%} of the floor"
     others = "" if row.speedup is None else f", {row.speedup:.2f} x as fast as {row.best_peer}"
     noise = f", spread {row.ours.spread:.0%} !" if row.is_noisy else ""

@@ -39,7 +39,7 @@ Values = dict[str, float]
 
 @dataclass(frozen=True)
 class Style:
-    """How figures become bars."""
+    """Scale and format of the numbers on a bar chart."""
 
     unit: str
     decimals: int
@@ -83,7 +83,7 @@ RATIOS = Style(" x", 2, 1.0, 1.0)
 
 
 def ratios(row: Row) -> Values:
-    """The time of each peer that does the same, divided by ours."""
+    """The time of each peer that computes the same result, divided by torchkiln's."""
     times = {n: t for n, t in row.times.items() if n != OURS and n not in row.remarks}
     return {name: found.seconds / row.ours.seconds for name, found in times.items()}
 

@@ -40,7 +40,7 @@ class Budget:
         self.overhead = 0.3
         """Mean seconds per row beside the measurements: tensors, warm-up."""
         self.compiling = 6.0
-        """Mean seconds per row beside the measurements if BUILDERS take part."""
+        """Mean seconds per row in addition to the measurements, if BUILDERS are among the peers."""
 
     def is_over(self) -> bool:
         """Whether no time is left."""

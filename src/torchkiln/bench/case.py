@@ -27,7 +27,7 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class BenchCase:
-    """One call of one op, timed in a row of its own."""
+    """One call of one op, which is timed for one row of the table."""
 
     spec: OpSpec
     variant: str

@@ -21,7 +21,7 @@ ROUNDS = 100
 """Measurements per call, where the time budget allows them."""
 
 FEWEST = 5
-"""Measurements per call, whatever the budget."""
+"""Minimum number of measurements per call, for any budget."""
 
 SLEEP = 1_000_000
 """Clock cycles for which a GPU is kept busy: half a millisecond, in which the host gets ahead."""
@@ -57,8 +57,8 @@ class Times:
 def cpu_clock(call: Call) -> float:
     """Seconds of one call, including the allocation and release of its result.
 
-    An untimed call goes before it, so that caches and allocator are in the state that this call
-    leaves behind, and not the call that had the turn before.
+    An untimed call precedes each timed one, so that caches and allocator are in the state after
+    the same call, not after a different call.
     """
     call()
     start = time.perf_counter()

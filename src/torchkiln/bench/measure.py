@@ -47,7 +47,7 @@ class Settings:
     gauge: Gauge | None = None
     """Measures the memory of large calls, where that is wanted."""
     left_out: Mapping[str, str] = field(default_factory=dict)
-    """Peers that take no part, and why."""
+    """Peers that are left out, with the reason."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def time_case(
     *,
     kind: str = CALLS,
 ) -> Row | None:
-    """The row of one large call with ``count`` CPU threads; none where nothing is moved."""
+    """The row of one large call with ``count`` CPU threads; none for a call that moves no bytes."""
     size = case.moved(direction)
     # A gradient that is passed on as it came takes no time worth comparing.
     if size == 0:
@@ -181,11 +181,11 @@ def time_small(
     shape: tuple[int, int],
     direction: str,
 ) -> Row | None:
-    """The row of a small call on a GPU: its time in a CUDA graph of many; none if nothing moves.
+    """The row of a small call on a GPU, timed in a CUDA graph of many calls.
 
     A single call of a few microseconds would be timed with the gaps around it; in a graph the
-    kernels follow one another without the host. Each call has tensors of its own, so that none
-    finds its data in the L2 cache, which is flushed before the graph.
+    kernels follow one another without the host. Each call has separate tensors, so that no data
+    is in the L2 cache, which is flushed before the graph. Calls that move no bytes have no row.
     """
     batch = [next(cases(spec, device, dtype, shape)) for _ in range(GRAPH_CALLS)]
     size = batch[0].moved(direction)
@@ -231,7 +231,7 @@ def time_small(
 
 
 def captured(calls: list[Call], stream: torch.cuda.Stream) -> Call:
-    """A call that replays all of ``calls``, each with a result of its own."""
+    """A call that replays all of ``calls``, each with a separate result."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         results = [call() for call in calls]  # held, so that no result reuses another's memory

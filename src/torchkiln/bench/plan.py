@@ -177,7 +177,7 @@ def some(function: Callable[..., Row | None], *given: Any, **named: Any) -> Iter
 def guarded(
     skip: Callable[[str | None, str], Skipped], direction: str | None, found: Iterator[Any]
 ) -> Iterator[Any]:
-    """The items of ``found``, and a skip in place of an error that has a reason."""
+    """Yield the items of ``found``. An error with a known reason becomes a skip."""
     try:
         yield from found
     except Exception as error:

@@ -160,7 +160,7 @@ def plain(table: Table) -> str:
 
 
 def rich_table(table: Table) -> RichTable:
-    """The table for rich's console, without its title, which rich would break to its width."""
+    """The table for rich's console. The title is left out, because rich would wrap it."""
     from rich.table import Table as Drawn  # noqa: PLC0415
 
     drawn = Drawn()

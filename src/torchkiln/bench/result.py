@@ -52,7 +52,7 @@ class Row:
     remarks: Mapping[str, str] = field(default_factory=dict)
     """Peers whose call does something else, and what: shown, but not compared with."""
     peaks: Mapping[str, int] = field(default_factory=dict)
-    """Peak of allocated bytes, ours and the peers'; backward includes its forward."""
+    """Peak of allocated bytes, for torchkiln and the peers. Backward includes its forward."""
 
     @classmethod
     def of(
@@ -68,7 +68,7 @@ class Row:
         threads: int | None = None,
         peaks: Mapping[str, int] | None = None,
     ) -> Row:
-        """The row of a case; ``references`` are the names in ``times`` that are no peers."""
+        """The row of a case; ``references`` are the names in ``times`` that are not peers."""
         beside = tuple(references)
         return cls(
             kind=kind,
@@ -113,7 +113,7 @@ class Row:
 
     @property
     def best_peer(self) -> str | None:
-        """The fastest peer that does the same."""
+        """The fastest peer that computes the same result."""
         beside = {OURS, *self.remarks}
         peers = {name: t.seconds for name, t in self.times.items() if name not in beside}
         return min(peers, key=peers.__getitem__) if peers else None

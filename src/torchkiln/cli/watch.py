@@ -121,8 +121,8 @@ def run(options: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return 1
     if options.test and has_tests(options.test):
-        # Once, for all forks. Pytest imports hypothesis at the end of each run, if it is installed,
-        # which takes longer than the test.
+        # Imported before forking, so that it happens once. Pytest imports hypothesis at the end of
+        # each run, if it is installed, which takes longer than the test.
         for name in ("pytest", "hypothesis"):
             if find_spec(name):
                 import_module(name)

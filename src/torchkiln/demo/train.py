@@ -26,7 +26,7 @@ training amplifies that; a wrong gradient would differ far more."""
 
 
 class PlainScaleBiasReLU(nn.Module):
-    """The layer of three ops of torch."""
+    """The layer as three ops of torch."""
 
     def __init__(self, features: int, scale: float) -> None:
         super().__init__()

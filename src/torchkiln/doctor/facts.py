@@ -54,7 +54,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Driver:
-    """The answers of libcuda and nvidia-smi."""
+    """Facts from libcuda and nvidia-smi."""
 
     version: str | None = None
     """By nvidia-smi, such as 580.159.04."""
@@ -79,7 +79,7 @@ class Driver:
 
 @dataclass(frozen=True)
 class Trial:
-    """The result of importing torchkiln and running a kernel, in a process of its own."""
+    """The result of importing torchkiln and running a kernel in a separate process."""
 
     torch_error: str | None = None
     """Why ``import torch`` fails."""
@@ -194,7 +194,7 @@ def _query_smi(environment: Environment) -> tuple[str | None, tuple[str, ...], s
 
 
 def try_import(environment: Environment) -> Trial:
-    """Import torchkiln in a process of its own, which may crash, and run a kernel per device."""
+    """Import torchkiln in a separate process, which may crash, and run a kernel per device."""
     # -P keeps files of the current folder from being imported.
     answer = environment.run(environment.python, "-P", "-c", PROGRAM, timeout=IMPORT_SECONDS)
     if answer.status == 0:

@@ -11,7 +11,7 @@ from torchkiln.doctor.environment import Environment
 from torchkiln.doctor.facts import NO_DEVICE, Facts
 
 REBOOT = "sudo reboot"
-# Error codes of cuInit, in words, with the commands that help.
+# Descriptions of cuInit's error codes, with the commands that help.
 INIT_ERRORS = {
     34: ("libcuda.so.1 is a stub, made for linking only", "unset LD_LIBRARY_PATH"),
     802: (

@@ -43,7 +43,7 @@ WIDTH = 100
 
 @dataclass(frozen=True)
 class Verdict:
-    """Where one op runs."""
+    """The device and kernel that one op runs on."""
 
     devices: tuple[str, ...]
     """Torch's names of the devices."""

@@ -53,7 +53,7 @@ def tensor_traffic(sample: Sample, factor: int, operations: int) -> Traffic:
 
 
 def opaque_spec(**fields: Any) -> OpSpec:
-    """The spec of an op that a graph holds as one node; ``fields`` replace the defaults."""
+    """The spec of an op that is one node in a graph; ``fields`` replace the defaults."""
     defaults: dict[str, Any] = {
         "large": None,
         "traffic": lambda sample: tensor_traffic(sample, 1, 1),

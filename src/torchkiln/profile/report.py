@@ -93,7 +93,7 @@ class Figures:
     """The most frequent reason for which warps wait."""
 
     def lines(self) -> list[str]:
-        """The figures in words, a line each."""
+        """The figures as text, one line each."""
         name, variant = pretty(self.kernel)
         words = [f"{name}{variant}"]
         if self.seconds is not None:

@@ -35,7 +35,7 @@ class Check:
 
     @property
     def promise(self) -> str:
-        """The clause in words."""
+        """The promise that the check verifies, as text for tables."""
         return " ".join((self.run.__doc__ or "").split())
 
     def applies(self, spec: OpSpec, device: torch.device) -> bool:

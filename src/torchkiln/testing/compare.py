@@ -84,7 +84,7 @@ def allowed_error(
 ) -> Tensor:
     """Twice the error of torch's composite, plus one rounding of the result and of its terms.
 
-    In float64 the truth has rounding errors of its own. A result below the smallest normal number
+    In float64 the truth itself has rounding errors. A result below the smallest normal number
     may be flushed to zero. So may an intermediate number, which changes the result by ``lost``
     times that number.
     """

@@ -79,7 +79,7 @@ def driver() -> str | None:
 
 
 def commit() -> str | None:
-    """The commit of torchkiln's checkout around the current folder, marked where it was changed."""
+    """The commit of the torchkiln checkout, with a mark if the working tree has changes."""
     root = output_of("git", "rev-parse", "--show-toplevel")
     if root is None or not Path(root, "src", "torchkiln", "bench").is_dir():
         return None

@@ -104,7 +104,7 @@ class Plan:
         return replace(scaled, name=str(self))
 
     def place(self, tensors: Sequence[Tensor], turn: int) -> list[Placed]:
-        """Each tensor at a layout of its own."""
+        """The call with each tensor at its own drawn layout."""
         if not self.layouts:
             return [place("dense", t, contiguous_strides(t.shape), 16) for t in tensors]
         count = len(self.layouts)

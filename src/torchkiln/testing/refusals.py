@@ -103,7 +103,7 @@ class GoodCall:
     """The op in ``torch.ops``."""
     sample: Sample
     called: str = ""
-    """As in :class:`Refusals`."""
+    """The name of the op in messages, as in :class:`Refusals`."""
 
     def position(self, name: str) -> int | None:
         """The position of an argument; None if it is a keyword argument or missing."""

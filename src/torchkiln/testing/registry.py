@@ -1,4 +1,4 @@
-"""Specs by the names of their ops, and those of other packages."""
+"""Finds specs by the names of their ops, also in other packages."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 #pragma once
 
 // Alignment rules for access in 16-byte vectors. Every launcher that chooses between vectors and
-// single elements asks here.
+// single elements calls these functions.
 
 #include <cstddef>
 #include <cstdint>

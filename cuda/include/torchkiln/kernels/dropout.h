@@ -10,8 +10,8 @@ struct CUstream_st;
 
 namespace torchkiln {
 
-/// Selects the kept elements by random words. A word belongs to an index of the contiguous output,
-/// whatever the strides, the dtype and the device.
+/// Selects the kept elements by random words. A word belongs to an index of the contiguous output
+/// and does not depend on strides, dtype and device.
 struct Dropout {
   RandomState random;
   uint32_t last;  // last_word(1 - p)

@@ -1,4 +1,4 @@
-"""Peers in packages of their own, used where they are installed."""
+"""Peers in other packages, used if they are installed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchkiln.bench.case import BenchCase, Function
 Table = Mapping[str, tuple[str, str, Callable[..., Any]]]
 """Op to module, function, and adapter.
 
-An adapter takes the function and the arguments of the op, and calls the one with the other.
+An adapter converts the arguments of the op and calls the peer's function with them.
 """
 
 

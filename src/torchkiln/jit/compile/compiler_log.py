@@ -1,4 +1,4 @@
-"""What to show of NVRTC's log, and what to do about common errors."""
+"""Selects the errors from NVRTC's log, and adds advice about common ones."""
 
 from __future__ import annotations
 

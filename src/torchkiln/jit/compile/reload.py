@@ -25,7 +25,7 @@ Stamp = tuple[int, int, int] | None
 
 
 def stamp(path: str) -> Stamp:
-    """What changes when a file is saved: its time, its size or, if it is replaced, its inode."""
+    """Facts that change when a file is saved: time, size or, if it is replaced, inode."""
     try:
         facts = os.stat(path)  # noqa: PTH116  twice as fast as Path.stat
     except OSError:

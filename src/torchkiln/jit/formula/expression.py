@@ -30,7 +30,7 @@ COMPARISONS = {
 FUNCTION_LIST = textwrap.fill(
     ", ".join(NAMED), width=80, initial_indent="  ", subsequent_indent="  "
 )
-"""All functions on lines of their own, for errors."""
+"""All functions, one per line, for error messages."""
 
 
 class Node:

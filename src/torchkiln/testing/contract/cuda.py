@@ -176,7 +176,7 @@ def only_the_caching_allocator(spec: OpSpec, device: torch.device, dtype: torch.
     gc.collect()  # cycles of other tests
     allocated = torch.cuda.memory_allocated(device)
     grown = 0
-    # Other processes may allocate device memory in one try; the op would in every try.
+    # Repeated, because another process may allocate device memory during one try.
     for _ in range(3):
         before = outside_torch()
         for _ in range(5):
@@ -193,7 +193,7 @@ def only_the_caching_allocator(spec: OpSpec, device: torch.device, dtype: torch.
 SEGMENT = 2 << 20
 """Bytes of a segment of small blocks of the caching allocator; half of it is the largest block."""
 BLOCK = 512
-"""The size of a block is a multiple of so many bytes."""
+"""Block sizes are multiples of this number of bytes."""
 
 
 class Bytes:

@@ -144,7 +144,7 @@ def autocast(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
 
 
 class Tagged(Tensor):
-    """A subclass without code of its own."""
+    """A subclass that adds no code."""
 
 
 @check()

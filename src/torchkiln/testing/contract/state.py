@@ -105,7 +105,7 @@ def no_memory_growth(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> 
     for _ in range(CALLS // 10):
         forward_and_backward(spec, sample)
     grown: dict[str, int] = {}
-    # Other code may keep memory in one try; the op would in every try.
+    # Repeated, because other code may keep memory during one try. A leak of the op is in every try.
     for _ in range(3):
         before = in_use(device)
         for _ in range(CALLS):

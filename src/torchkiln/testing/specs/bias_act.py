@@ -119,9 +119,9 @@ def bias_act_gradient_magnitude(
 
 
 def bias_act_backward_traffic(sample: Sample) -> Traffic:
-    """Reads the incoming gradient, writes those of x and bias; the derivative reads more.
+    """Reads the incoming gradient and writes the gradients of x and bias.
 
-    It reads one bit per element for relu, x and bias for others, and nothing without activation.
+    The derivative also reads one bit per element for relu, or x and bias for other activations.
     """
     x, bias = sample.args[:2]
     act = sample.args[3] if len(sample.args) > 3 else sample.kwargs.get("act", "relu")

@@ -22,8 +22,8 @@ ALIKE: Mapping[str, tuple[int, ...]] = (
     | {"prime": (17,), "vector less one": (127,), "vector": (128,), "vector and one": (129,)}
     | {"power of two and one": (1025,)}
 )
-# And broadcasting along either side and in the middle, more dimensions than collapse, and enough
-# elements for several threads or blocks.
+# Shapes that broadcast on either side and in the middle, that have more dimensions than collapse,
+# and that have enough elements for several threads or blocks.
 ADD_SHAPES: Shapes = (
     {name: (shape, shape) for name, shape in ALIKE.items()}
     | {"0-dim beside 1-D": ((), (5,)), "empty in the middle": ((3, 0, 2), (3, 1, 2))}
