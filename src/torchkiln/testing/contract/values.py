@@ -79,15 +79,47 @@ def rounded_to_nearest(spec: OpSpec, device: torch.device, dtype: torch.dtype) -
         raise UnavailableError(f"needs a sample with {MANY} outputs")
 
 
+NOT_FINITE = (math.nan, math.inf, -math.inf)
+LONG = 2**16
+"""The most elements of a sample that gets not-finite values in many rows."""
+
+
+def with_special_rows(values: Tensor, first: int) -> Tensor:
+    """A copy with a not-finite value in every second row of the last dimension.
+
+    The rows take turns: NaN and both infinities, each at the first, second, middle and last column,
+    which vectors and the tails of rows hold. Counting begins at ``first``.
+    """
+    filled = values.clone(memory_format=torch.contiguous_format)
+    rows = filled.view(-1, filled.shape[-1] if filled.dim() else 1)
+    columns = rows.shape[1]
+    places = (0, min(1, columns - 1), columns // 2, columns - 1)
+    for turn, row in enumerate(range(0, len(rows), 2), start=first):
+        rows[row, places[turn // 3 % 4]] = NOT_FINITE[turn % 3]
+    return filled
+
+
 @check(dtypes=FLOATING)
 def not_finite(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """NaN and infinities in each argument give the results of the formula."""
+    """NaN and infinities in each argument give the results of the formula.
+
+    One at a time in the typical sample; then in rows of all lengths, beside rows without any.
+    """
     sample = spec.typical(device, dtype)
     for position in spec.wanted(sample):
-        for value in (math.nan, math.inf, -math.inf):
+        for value in NOT_FINITE:
             tensor = sample.args[position].clone()
             tensor.view(-1)[3 % tensor.numel()] = value
             moved = sample.substitute(position, tensor, f", {value} in argument {position}")
+            require_values(moved.call(spec.op), moved, Where(spec, "not_finite", moved))
+    positions = spec.wanted(sample)
+    for turn, sample in enumerate(spec.samples(device, dtype)):
+        for position in set(positions) & set(spec.wanted(sample)):
+            # A parameter meets differences that are 0 but for rounding, whose sign is not defined.
+            if not 0 < sample.args[position].numel() == sample.numel <= LONG:
+                continue
+            tensor = with_special_rows(sample.args[position], 5 * turn)
+            moved = sample.substitute(position, tensor, f", special rows in argument {position}")
             require_values(moved.call(spec.op), moved, Where(spec, "not_finite", moved))
 
 

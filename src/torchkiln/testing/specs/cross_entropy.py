@@ -157,6 +157,7 @@ def magnitude(logits: Tensor, target: Tensor, *, z_loss: float = 0.0, **kwargs: 
     """The terms of the differences of logarithms, and of the sum over the rows."""
     share, row = terms(logits, target, **kwargs)
     classes = logits.movedim(0 if logits.dim() == 1 else 1, -1).abs()
+    classes = classes.where(classes.isfinite(), 0)  # -inf beside finite logits adds nothing
     sizes = log_sum_exp(logits).abs() + classes.amax(-1) if classes.numel() else row
     rows = (share * (classes + 2 * sizes.unsqueeze(-1))).sum(-1) + 4 * z_loss * row * sizes**2
     return reduced(rows, logits, target, **kwargs)
