@@ -126,8 +126,10 @@ void row_loss(const CrossEntropy& p, const Distribution<T>& distribution, int64_
     const double own = distribution.target_share(w);
     C logit;
     widen_run(&logit, logits + index, /*stride=*/1, 1);
+    const double alone = logarithm - (static_cast<double>(logit) - shift);
     mass += own;
-    loss += own * (logarithm - (static_cast<double>(logit) - shift));
+    // A share of 0 makes an overflow of the compute type NaN, as in torch's formula.
+    loss += own * (own == 0 ? static_cast<double>(static_cast<C>(alone)) : alone);
   }
   if (p.z_loss != 0) loss += p.z_loss * w * log_sum_exp * log_sum_exp;
   const C stored = static_cast<C>(log_sum_exp);

@@ -319,3 +319,17 @@ def test_other_numbers_are_scales() -> None:
     for scale in scales:
         expected = torch.relu(x * float(scale))
         assert torch.equal(torchkiln.scale_bias_relu(x, bias, scale), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_gradient_penalty_of_relu_is_0(device: torch.device, dtype: torch.dtype) -> None:
+    """The derivative of relu is constant, but its gradient stays in the graph, as torch's does."""
+    for op in (torchkiln.bias_act, torchkiln.scale_bias_relu):
+        x = torch.randn(4, 5, device=device).to(dtype).requires_grad_()
+        bias = torch.randn(5, device=device).to(dtype).requires_grad_()
+        (grad,) = torch.autograd.grad(op(x, bias).sum(), x, create_graph=True)
+        assert grad.grad_fn is not None
+        grad.square().sum().backward()
+        for leaf in (x, bias):
+            assert leaf.grad is not None
+            assert not leaf.grad.any()

@@ -383,3 +383,14 @@ def test_the_module_has_the_state_of_torchs(device: torch.device) -> None:
         layer.load_state_dict(plain.state_dict())
         torch.testing.assert_close(layer(logits, target), plain(logits, target))
     assert "label_smoothing=0.1" in repr(layer)
+
+
+def test_an_overflow_without_a_share_is_nan(device: torch.device) -> None:
+    """With label_smoothing 1 the own loss of the target is multiplied by 0, as in torch."""
+    largest = torch.finfo(torch.float32).max
+    logits = torch.tensor([[largest, -largest, 0.0], [1.0, 2.0, 3.0]], device=device)
+    target = torch.tensor([1, 2], device=device)
+    found = torchkiln.cross_entropy(logits, target, label_smoothing=1.0, reduction="none")
+    expected = F.cross_entropy(logits, target, label_smoothing=1.0, reduction="none")
+    torch.testing.assert_close(found, expected, equal_nan=True)
+    assert found.isnan().tolist() == [True, False]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import torchkiln
 
@@ -75,3 +78,19 @@ def test_training_is_that_of_plain_torch(device: torch.device) -> None:
 def test_wrong_width_names_the_argument() -> None:
     with pytest.raises(RuntimeError, match=r"bias: got shape \[4\], expected \[5\]"):
         torchkiln.nn.ScaleBiasReLU(4)(torch.ones(2, 5))
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("kind", [nn.Linear, torchkiln.nn.Linear])
+def test_a_pruned_layer_is_copied_as_torchs(kind: type[nn.Linear], recorded: bool) -> None:
+    """A pruned weight is the result of an op: torch copies it where that was not recorded."""
+    layer = kind(4, 3)
+    prune.l1_unstructured(layer, "weight", 0.5)
+    x = torch.randn(2, 4)
+    with torch.set_grad_enabled(recorded):
+        layer(x)
+    if recorded:
+        with pytest.raises(RuntimeError, match="deepcopy protocol"):
+            copy.deepcopy(layer)
+    else:
+        assert torch.equal(copy.deepcopy(layer)(x), layer(x))

@@ -123,6 +123,9 @@ __global__ void __launch_bounds__(kLossThreads, 4)
   if constexpr (kSpread) {
     mass = values[3];
     loss = mass * ((reference - base) + log_sum) - values[2];
+    // With label_smoothing 1 the target's own share is 0, which makes an overflow NaN.
+    if (p.target.label_smoothing == 1 && p.target.index != nullptr && !ignored)
+      loss += C(0) * (log_sum_exp - convert<C>(logits[target.index]));
   } else {
     mass = target.weight;
     loss = mass * ((reference - logit) + log_sum);
