@@ -72,6 +72,15 @@ def test_derivatives_equal_torchs(name: str) -> None:
         torch.testing.assert_close(found.expand(527), gradient, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "silu"])
+def test_derivatives_are_0_and_1_far_from_zero(name: str) -> None:
+    """Where the square and the cube of x overflow."""
+    x = torch.tensor([1e10, 1e13, 1e20, 3e38])
+    for values, expected in ((x, 1.0), (-x, 0.0)):
+        found = compute(slope(node_of(name), "x"), {"x": values}, torch.float32, "cpu")
+        assert found.tolist() == [expected] * len(x)
+
+
 @pytest.mark.parametrize("text", ["x ** 3 - 2 / (1 + exp(-y))", "x if x > y else sin(x * y)"])
 def test_chain_rule(text: str) -> None:
     op = jit.elementwise(text)

@@ -42,8 +42,11 @@ def _clamp(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return torch.clamp(a, b, c)
 
 
-_INNER = "(1.5957691216057308 * a + 0.0713548162726009 * a * a * a)"
-_INNER_SLOPE = "(1.5957691216057308 + 0.2140644488178027 * a * a)"
+# Bounded where gelu_tanh's derivative is 0 or 1, because the cube overflows.
+_BOUNDED = "clamp(a, -64, 64)"
+_SQUARE = f"({_BOUNDED} * {_BOUNDED})"
+_INNER = f"({_BOUNDED} * (1.5957691216057308 + 0.07135481627260025 * {_SQUARE}))"
+_INNER_SLOPE = f"(1.5957691216057308 + 0.21406444881780074 * {_SQUARE})"
 _DENSITY = "(0.3989422804014327 * exp(-0.5 * a * a))"
 _MATH = "::torchkiln::{}::template value<Math>({{0}})"
 
@@ -122,7 +125,7 @@ FUNCTIONS = {
     "gelu_tanh": Function(
         _MATH.format("GeluTanh"),
         _gelu_tanh,
-        (f"sigmoid({_INNER}) + a * {_INNER_SLOPE} * (sigmoid({_INNER}) * sigmoid(-{_INNER}))",),
+        (f"sigmoid({_INNER}) + a * ({_INNER_SLOPE} * (sigmoid({_INNER}) * sigmoid(-{_INNER})))",),
     ),
 }
 OPERATORS = {"add", "sub", "mul", "div", "neg", "lt", "le", "gt", "ge", "eq", "ne"}
