@@ -101,7 +101,7 @@ def test_ops_that_contain_gelu_tanh(device: torch.device, dtype: torch.dtype) ->
     one = torch.ones_like(x)
     bias = torch.zeros(4, device=device, dtype=dtype)
     weight = torch.eye(4, device=device, dtype=dtype)
-    calls = {
+    calls: dict[str, Callable[[Tensor], Tensor]] = {
         "bias_act": lambda t: torchkiln.bias_act(t, bias, act="gelu_tanh"),
         "geglu_tanh": lambda t: torchkiln.geglu_tanh(t, one),
         "linear": lambda t: torchkiln.linear(t, weight, act="gelu_tanh"),
