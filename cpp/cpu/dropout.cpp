@@ -54,10 +54,7 @@ Status run(const Functor& functor, const Elementwise<Inputs>& arguments, const D
   return dispatch_floating(arguments.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     using C = Compute<T>;
-    if (begin == 0 && dropout.random.record != nullptr) {
-      dropout.random.record[0] = static_cast<int64_t>(dropout.random.seed);
-      dropout.random.record[1] = static_cast<int64_t>(dropout.random.offset);
-    }
+    if (begin == 0 && dropout.random.record != nullptr) dropout.random.resolved().write_record();
     Cursor<Inputs, 1> cursor(arguments.layout, begin);
     C buffers[Inputs][kRun];
     C factors[kRun];

@@ -23,7 +23,7 @@ void check_p(const char* op, double p) {
                     ", expected a probability between 0 and 1");
 }
 
-Tensor checked_output(const Tensor& x, const MaybeTensor& bias, const Tensor& residual, double p) {
+void check_inputs(const Tensor& x, const MaybeTensor& bias, const Tensor& residual, double p) {
   const char* op = bias.has_value() ? "bias_dropout_add" : "dropout_add";
   check_tensor(op, "x", x);
   check_dtype(op, "x", x);
@@ -35,6 +35,10 @@ Tensor checked_output(const Tensor& x, const MaybeTensor& bias, const Tensor& re
     check_vector(op, "bias", *bias, x.sym_size(-1), "the last dimension of x");
   }
   check_p(op, p);
+}
+
+Tensor checked_output(const Tensor& x, const MaybeTensor& bias, const Tensor& residual, double p) {
+  check_inputs(x, bias, residual, p);
   return empty_contiguous(x);
 }
 
@@ -76,29 +80,47 @@ void run(const Tensor& x, const MaybeTensor& bias, const Tensor& residual, const
   }
 }
 
-/// Returns the output and {seed, offset}, from which backward generates the same mask. They are on
-/// the device, because each replay of a CUDA graph has its own.
-struct Forward {
-  static constexpr const char* kSchema =
-      "torchkiln::dropout_add_forward(Tensor x, Tensor? bias, Tensor residual, float p) -> "
-      "(Tensor, Tensor)";
+/// Draws {seed, offset}, from which every op below generates the same mask. It is on the device,
+/// because each replay of a CUDA graph has its own. Traced graphs contain this op, so that they can
+/// save its result and compute the rest again.
+struct State {
+  static constexpr const char* kSchema = "torchkiln::dropout_state(Tensor x) -> Tensor";
+  static constexpr const char* kName = "dropout_state";
   static constexpr bool kRandom = true;
 
-  static Two meta(const Tensor& x, const MaybeTensor& bias, const Tensor& residual, double p) {
-    Tensor out = checked_output(x, bias, residual, p);
-    return {std::move(out), at::empty({2}, x.options().dtype(at::kLong))};
+  static Tensor meta(const Tensor& x) { return at::empty({2}, x.options().dtype(at::kLong)); }
+
+  static Tensor kernel(const Tensor& x) {
+    check_tensor(kName, "x", x);
+    Tensor state = meta(x);
+    RandomState random = next_state(x);
+    random.record = state.data_ptr<int64_t>();
+    launch(
+        kName, x, 1, 1, [&](auto stream) { return cuda::record_random(random, stream); },
+        [&](int64_t, int64_t) {
+          random.write_record();
+          return Status{};
+        });
+    return state;
   }
 
-  static Two kernel(const Tensor& x, const MaybeTensor& bias, const Tensor& residual, double p) {
-    auto [out, state] = meta(x, bias, residual, p);
-    if (p == 1) return {out.copy_(residual), state.zero_()};
-    Dropout dropout = dropout_of(p);
-    dropout.random = next_state(x);
-    dropout.random.record = state.data_ptr<int64_t>();
-    run(x, bias, residual, dropout, out);
-    return {out, state};
-  }
+  /// Under vmap, the op that takes the state draws by vmap's rules and ignores it.
+  static Tensor composite(const Tensor& x) { return at::zeros({2}, x.options().dtype(at::kLong)); }
 };
+
+void check_state(const char* op, const Tensor& state) {
+  TORCH_CHECK(state.scalar_type() == at::kLong && state.is_contiguous() && state.sym_numel() == 2,
+              "torchkiln.", op, ": state: got ", dtype_name(state.scalar_type()), " ",
+              state.sym_sizes(), ", expected int64 [2], {seed, offset} of dropout_state");
+}
+
+/// The parameters for the mask of a state, for p < 1.
+Dropout dropout_of(double p, const Tensor& state) {
+  Dropout dropout = dropout_of(p);
+  dropout.random.seed_from = state.const_data_ptr<int64_t>();
+  dropout.random.offset_from = state.const_data_ptr<int64_t>() + 1;
+  return dropout;
+}
 
 /// The wanted gradients of x and bias.
 struct Backward {
@@ -112,9 +134,7 @@ struct Backward {
                   Wanted wanted) {
     check_tensors(kName, {{"grad", grad}, {"state", state}});
     check_dtype(kName, "grad", grad);
-    TORCH_CHECK(state.scalar_type() == at::kLong && state.is_contiguous() && state.sym_numel() == 2,
-                "torchkiln.", kName, ": state: got ", dtype_name(state.scalar_type()), " ",
-                state.sym_sizes(), ", expected int64 [2], {seed, offset} of the forward");
+    check_state(kName, state);
     check_p(kName, p);
     return {wanted[0] ? empty_contiguous(grad) : no_output(grad),
             wanted[1] ? empty_of({grad.sym_size(-1)}, grad.options().dtype(bias_dtype))
@@ -125,9 +145,7 @@ struct Backward {
                     Wanted wanted) {
     auto [grad_x, grad_bias] = meta(grad, state, p, bias_dtype, wanted);
     if (grad.numel() == 0 || p == 1) return {grad_x.zero_(), grad_bias.zero_()};
-    Dropout dropout = dropout_of(p);
-    dropout.random.seed_from = state.data_ptr<int64_t>();
-    dropout.random.offset_from = state.data_ptr<int64_t>() + 1;
+    const Dropout dropout = dropout_of(p, state);
     if (wanted[1] && grad.is_cuda()) {
       run_with_bias(grad, dropout, grad_x, grad_bias);
       return {grad_x, grad_bias};
@@ -175,12 +193,14 @@ struct Backward {
   }
 };
 
-Tensor kernel(const Tensor& x, const MaybeTensor& bias, const Tensor& residual, double p,
-              bool training) {
+/// The op with a new mask if `training`. `record` points to where its state is written, or is null.
+Tensor computed(const Tensor& x, const MaybeTensor& bias, const Tensor& residual, double p,
+                bool training, int64_t* record = nullptr) {
   Tensor out = checked_output(x, bias, residual, p);
   if (training && p == 1) return out.copy_(residual);
   Dropout dropout = dropout_of(training ? p : 0);
   if (training && p > 0) dropout.random = next_state(x);
+  dropout.random.record = record;
   run(x, bias, residual, dropout, out);
   return out;
 }
@@ -195,31 +215,17 @@ Tensor composite_with(const Tensor& x, const MaybeTensor& bias, const Tensor& re
   return (scaled(sum) + residual.to(compute)).to(x.scalar_type());
 }
 
-/// The mask as factors 0 and 1 / (1 - p), which transforms can differentiate through.
-Tensor mask_factors(const Tensor& like, double p);
-
-/// The op with torch's own ops and the kernels' mask.
-Tensor composite(const Tensor& x, const MaybeTensor& bias, const Tensor& residual, double p,
-                 bool training) {
-  checked_output(x, bias, residual, p);
-  return composite_with(x, bias, residual, [&](const Tensor& sum) {
-    if (!training || p == 0) return sum;
-    return sum * mask_factors(sum.detach(), p);
-  });
-}
-
 /// The op under vmap: torch's dropout, which follows vmap's randomness rules.
-Tensor batched(const Tensor& x, const MaybeTensor& bias, const Tensor& residual, double p,
-               bool training) {
-  checked_output(x, bias, residual, p);
+Tensor batched_with(const Tensor& x, const MaybeTensor& bias, const Tensor& residual, double p,
+                    bool training) {
+  check_inputs(x, bias, residual, p);
   return composite_with(x, bias, residual,
                         [&](const Tensor& sum) { return at::dropout(sum, p, training); });
 }
 
-Tensor recorded(const Below& below, const Tensor& x, const MaybeTensor& bias,
-                const Tensor& residual, double p, bool training) {
-  if (!training || p == 0) return composite(x, bias, residual, p, training);
-  auto [out, state] = below.call<Forward>(x, bias, residual, p);
+/// Connects `out` to its inputs; backward generates the mask of `state` again.
+Tensor record_mask(const Tensor& x, const MaybeTensor& bias, const Tensor& residual, double p,
+                   const Tensor& out, const Tensor& state) {
   const at::ScalarType bias_dtype = bias.has_value() ? bias->scalar_type() : x.scalar_type();
   return record("dropout_add", {x, tensor_or_undefined(bias), residual}, out, keep(state),
                 [=](const Incoming& in, const Kept<1>& kept) {
@@ -244,8 +250,90 @@ Tensor recorded(const Below& below, const Tensor& x, const MaybeTensor& bias,
                 });
 }
 
+/// The op with a state that was drawn before, or without a mask if there is no state. It draws no
+/// random numbers, so a graph may compute it twice: activation checkpointing does.
+struct WithState {
+  static constexpr const char* kSchema =
+      "torchkiln::dropout_add_with_state(Tensor x, Tensor? bias, Tensor residual, Tensor? state, "
+      "float p) -> Tensor";
+
+  static Tensor meta(const Tensor& x, const MaybeTensor& bias, const Tensor& residual,
+                     const MaybeTensor& state, double p) {
+    Tensor out = checked_output(x, bias, residual, p);
+    if (state.has_value()) {
+      check_tensors("dropout_add_with_state", {{"x", x}, {"state", *state}});
+      check_state("dropout_add_with_state", *state);
+    }
+    return out;
+  }
+
+  static Tensor kernel(const Tensor& x, const MaybeTensor& bias, const Tensor& residual,
+                       const MaybeTensor& state, double p) {
+    if (!state.has_value()) return computed(x, bias, residual, p, /*training=*/false);
+    Tensor out = meta(x, bias, residual, state, p);
+    if (p == 1) return out.copy_(residual);
+    run(x, bias, residual, dropout_of(p, *state), out);
+    return out;
+  }
+
+  static Tensor composite(const Tensor& x, const MaybeTensor& bias, const Tensor& residual,
+                          const MaybeTensor& state, double p) {
+    check_inputs(x, bias, residual, p);
+    return composite_with(x, bias, residual, [&](const Tensor& sum) {
+      return state.has_value() ? sum * mask_factors(sum.detach(), state, p) : sum;
+    });
+  }
+
+  /// The mask as factors 0 and 1 / (1 - p), which transforms can differentiate through.
+  static Tensor mask_factors(const Tensor& like, const MaybeTensor& state, double p) {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    return call<WithState>(at::ones_like(like), std::nullopt, at::zeros_like(like), state, p);
+  }
+
+  static Tensor batched(const Tensor& x, const MaybeTensor& bias, const Tensor& residual,
+                        const MaybeTensor& state, double p) {
+    return batched_with(x, bias, residual, p, state.has_value());
+  }
+
+  static Tensor recorded(const Below& below, const Tensor& x, const MaybeTensor& bias,
+                         const Tensor& residual, const MaybeTensor& state, double p) {
+    if (!state.has_value()) return composite(x, bias, residual, state, p);
+    const Tensor out = below.call<WithState>(x, bias, residual, state, p);
+    return record_mask(x, bias, residual, p, out, *state);
+  }
+};
+
 Tensor meta(const Tensor& x, const MaybeTensor& bias, const Tensor& residual, double p, bool) {
   return checked_output(x, bias, residual, p);
+}
+
+Tensor kernel(const Tensor& x, const MaybeTensor& bias, const Tensor& residual, double p,
+              bool training) {
+  return computed(x, bias, residual, p, training);
+}
+
+Tensor composite(const Tensor& x, const MaybeTensor& bias, const Tensor& residual, double p,
+                 bool training) {
+  check_inputs(x, bias, residual, p);
+  MaybeTensor state;
+  if (training && p == 1) state = State::composite(x);
+  if (training && p > 0 && p < 1) state = call<State>(x.detach());
+  return WithState::composite(x, bias, residual, state, p);
+}
+
+Tensor recorded(const Below& below, const Tensor& x, const MaybeTensor& bias,
+                const Tensor& residual, double p, bool training) {
+  if (!training || p == 0) return WithState::composite(x, bias, residual, std::nullopt, p);
+  if (below.is_plain()) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    const Tensor state = at::empty({2}, at::TensorOptions(at::kLong).device(x.device()));
+    const Tensor out = computed(x, bias, residual, p, training, state.data_ptr<int64_t>());
+    return record_mask(x, bias, residual, p, out, state);
+  }
+  // A tracer or a mode gets two ops, of which only the small one is random.
+  check_inputs(x, bias, residual, p);
+  const Tensor state = below.call<State>(x);
+  return WithState::recorded(below, x, bias, residual, state, p);
 }
 
 struct DropoutAdd {
@@ -262,17 +350,12 @@ struct DropoutAdd {
   static constexpr auto meta = without_bias<dropout_ops::meta>;
   static constexpr auto kernel = without_bias<dropout_ops::kernel>;
   static constexpr auto composite = without_bias<dropout_ops::composite>;
-  static constexpr auto batched = without_bias<dropout_ops::batched>;
+  static constexpr auto batched = without_bias<batched_with>;
   static Tensor recorded(const Below& below, const Tensor& x, const Tensor& residual, double p,
                          bool training) {
     return dropout_ops::recorded(below, x, std::nullopt, residual, p, training);
   }
 };
-
-Tensor mask_factors(const Tensor& like, double p) {
-  const at::AutoDispatchBelowADInplaceOrView below;
-  return call<DropoutAdd>(at::ones_like(like), at::zeros_like(like), p, /*training=*/true);
-}
 
 struct BiasDropoutAdd {
   static constexpr const char* kSchema =
@@ -289,7 +372,7 @@ struct BiasDropoutAdd {
   static constexpr auto meta = with_bias<dropout_ops::meta>;
   static constexpr auto kernel = with_bias<dropout_ops::kernel>;
   static constexpr auto composite = with_bias<dropout_ops::composite>;
-  static constexpr auto batched = with_bias<dropout_ops::batched>;
+  static constexpr auto batched = with_bias<batched_with>;
   static Tensor recorded(const Below& below, const Tensor& x, const Tensor& bias,
                          const Tensor& residual, double p, bool training) {
     return dropout_ops::recorded(below, x, bias, residual, p, training);
@@ -298,7 +381,9 @@ struct BiasDropoutAdd {
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(torchkiln, m) { define<Forward, Backward, DropoutAdd, BiasDropoutAdd>(m); }
+TORCH_LIBRARY_FRAGMENT(torchkiln, m) {
+  define<State, Backward, WithState, DropoutAdd, BiasDropoutAdd>(m);
+}
 
 }  // namespace torchkiln::dropout_ops
 

@@ -52,10 +52,7 @@ struct DropoutAdd {
                                       std::index_sequence<K...>) const {
     constexpr int kInputs = sizeof...(K);
     const RandomState random = dropout.random.resolved();
-    if (at == 0 && random.record != nullptr) {
-      random.record[0] = static_cast<int64_t>(random.seed);
-      random.record[1] = static_cast<int64_t>(random.offset);
-    }
+    if (at == 0 && random.record != nullptr) random.write_record();
     const Mask<N> mask(dropout, random, at);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
@@ -119,6 +116,11 @@ Status launch_gradients(const DropoutBackward& p, Allocate allocate, CUstream_st
   return columns::launch<Body::kBlocks>(body, plan, allocate, p.grad_bias, p.bias_dtype, stream);
 }
 
+__global__ void record_state(const RandomState random) {
+  wait_for_previous_kernel();
+  random.resolved().write_record();
+}
+
 template <class T, class... In, class Arguments>
 Status run(const Arguments& arguments, const Dropout& dropout, CUstream_st* stream) {
   const DropoutAdd<Compute<T>> body{dropout, static_cast<Compute<T>>(dropout.scale)};
@@ -126,6 +128,10 @@ Status run(const Arguments& arguments, const Dropout& dropout, CUstream_st* stre
 }
 
 }  // namespace
+
+Status record_random(const RandomState& random, CUstream_st* stream) {
+  return launch_overlapped(record_state, Grid{dim3(1), dim3(1)}, stream, random);
+}
 
 Status dropout_add(const Elementwise<2>& arguments, const Dropout& dropout, CUstream_st* stream) {
   return dispatch_floating(arguments.dtype, [&](auto tag) {

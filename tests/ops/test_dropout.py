@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import torchkiln
 from torchkiln.testing.specs import FAMILIES
@@ -190,9 +200,121 @@ def test_modules(device: torch.device) -> None:
 
 @pytest.mark.parametrize("spec", FAMILIES["dropout"], ids=lambda spec: spec.name)
 def test_a_graph_keeps_the_op(spec: Any, traced: Callable[..., set[str]]) -> None:
-    """Its random numbers are its own, so a graph must not take it apart."""
+    """A graph has an op that draws a state, and one that takes it; without a mask the latter."""
     sample = spec.typical(torch.device("cpu"), torch.float32)
-    assert traced(spec.op, *sample.args) == {f"torchkiln.{spec.name}.default"}
+    op = "torchkiln.dropout_add_with_state.default"
+    assert traced(spec.op, *sample.args) == {"torchkiln.dropout_state.default", op}
+    assert traced(spec.op, *sample.args[:-1], 0.0) == {op}
+    assert traced(spec.op, *sample.args[:-1], 0.5, False) == {op}
+
+
+def save_products(_: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    """A policy of selective checkpoints that computes all again but matrix products."""
+    is_product = op is torch.ops.aten.mm.default
+    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+CHECKPOINTS: dict[str, dict[str, Any] | None] = {
+    "none": None,
+    "all": {},
+    "generators kept": {"preserve_rng_state": True},
+    "selective": {"context_fn": partial(create_selective_checkpoint_contexts, save_products)},
+}
+
+
+def block(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Two masks around a product."""
+    y = torchkiln.dropout_add(x @ weight, x.sin(), 0.3)
+    return torchkiln.bias_dropout_add(y.cos(), bias, y, 0.5).sin()
+
+
+@pytest.mark.parametrize(
+    ("backend", "kind"),
+    [*product((None, "aot_eager"), CHECKPOINTS), ("inductor", "none"), ("inductor", "selective")],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_equal_seeds_give_equal_masks(device: torch.device, backend: str | None, kind: str) -> None:
+    """In results and gradients, as eager, compiled, and where backward computes the op again."""
+    if backend == "inductor" and device.type == "cpu" and shutil.which("g++") is None:
+        pytest.skip("inductor needs g++")
+    x, weight, bias = (
+        torch.randn(shape, device=device, requires_grad=True) for shape in ((64, 32), (32, 32), 32)
+    )
+    options = CHECKPOINTS[kind]
+
+    def step(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        if options is None:
+            return block(x, weight, bias)
+        return checkpoint(block, x, weight, bias, use_reentrant=False, **options)
+
+    torch.compiler.reset()
+    function: Any = step
+    if backend is not None:
+        function = torch.compile(step, fullgraph=True, backend=backend)
+
+    def run(function: Any, seed: int) -> tuple[Tensor, ...]:
+        torch.manual_seed(seed)
+        out = function(x, weight, bias)
+        torch.rand(5, device=device)  # backward does not depend on the present state
+        return out, *torch.autograd.grad(out.square().sum(), (x, weight, bias))
+
+    expected = run(block, 5)
+    first = run(function, 5)
+    torch.testing.assert_close(first, expected, rtol=1e-4, atol=1e-4)
+    assert not torch.equal(run(function, 6)[0], first[0])
+    for found, wanted in zip(run(function, 5), first, strict=True):
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_a_checkpoint_saves_the_state(train: bool) -> None:
+    """Torch would replay another op's draw, on a GPU with generators that no seed reaches."""
+    seen: list[str] = []
+
+    def compiler(graph: torch.fx.GraphModule, _: Any) -> Any:
+        seen.extend(str(node.target) for node in graph.graph.nodes)
+        return make_boxed_func(graph.forward)
+
+    def step(x: Tensor) -> Tensor:
+        return checkpoint(torchkiln.dropout_add, x.sin(), x, 0.5, train, use_reentrant=False).sin()
+
+    torch.compiler.reset()
+    backend = aot_autograd(fw_compiler=compiler, partition_fn=min_cut_rematerialization_partition)
+    x = torch.randn(8, requires_grad=True)
+    torch.compile(step, fullgraph=True, backend=backend)(x).sum().backward()
+    assert seen.count("torchkiln.dropout_state.default") == train
+    assert ("torchkiln.dropout_add_with_state.default" in seen) == train
+    assert not any("rng" in target for target in seen)
+
+
+@pytest.mark.cuda
+def test_compiled_replays_of_a_graph() -> None:
+    """With CUDA graphs, equal seeds give equal masks, and calls draw anew."""
+    x = torch.ones(4096, device="cuda", requires_grad=True)
+
+    def step(x: Tensor) -> Tensor:
+        return checkpoint(
+            torchkiln.dropout_add, x, torch.zeros_like(x), 0.5, use_reentrant=False
+        ).clone()
+
+    torch.compiler.reset()
+    compiled: Any = torch.compile(step, fullgraph=True, mode="reduce-overhead")
+
+    def run(seed: int | None) -> Tensor:
+        if seed is not None:
+            torch.manual_seed(seed)
+        torch.compiler.cudagraph_mark_step_begin()
+        out = compiled(x)
+        (grad,) = torch.autograd.grad(out.sum(), x)
+        assert torch.equal(out, grad)
+        return out.detach().clone()
+
+    for _ in range(3):
+        run(None)
+    first, second = run(1), run(None)
+    assert not torch.equal(first, second)
+    assert torch.equal(run(1), first)
+    assert torch.equal(run(None), second)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

@@ -1,7 +1,11 @@
 """Dropout and the following residual sum, in one pass over memory."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, get_proxy_mode
+from torch.utils.checkpoint import CheckpointPolicy, _CachingTorchDispatchMode
 
 from torchkiln import _C
 from torchkiln.ops._eager import eager
@@ -22,7 +26,7 @@ def dropout_add(x: Tensor, residual: Tensor, p: float = 0.5, training: bool = Tr
         p: the probability that an element is dropped, between 0 and 1.
         training: whether to drop elements.
     """
-    return torch.ops.torchkiln.dropout_add.default(x, residual, p, training)
+    return _traced(x, None, residual, p, training)
 
 
 @eager(_C.bias_dropout_add)
@@ -38,4 +42,34 @@ def bias_dropout_add(
         p: as for :func:`dropout_add`.
         training: as for :func:`dropout_add`.
     """
-    return torch.ops.torchkiln.bias_dropout_add.default(x, bias, residual, p, training)
+    return _traced(x, bias, residual, p, training)
+
+
+def _traced(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, training: bool) -> Tensor:
+    """The op in a graph: a state of two numbers is drawn and kept; the rest can be computed again.
+
+    The state is the one that an eager call draws, so equal seeds give equal masks.
+    """
+    state = torch.ops.torchkiln.dropout_state.default(x) if training and 0 < p < 1 else None
+    if training and p == 1:
+        state = torch.zeros(2, dtype=torch.int64, device=x.device)
+    return torch.ops.torchkiln.dropout_add_with_state.default(x, bias, residual, state, p)
+
+
+def _save_state(mode: Any, x: Tensor) -> Tensor:
+    """Draws a state under a mode that traces; marks it as saved for backward.
+
+    An activation checkpoint would otherwise draw it again in backward. On a GPU torch does so with
+    a generator of its own, for the forward pass, too, which ``torch.manual_seed`` does not reach.
+    """
+    op = torch.ops.torchkiln.dropout_state.default
+    state: Tensor = mode.__torch_dispatch__(op, (), (x,), {})
+    tracing = mode if isinstance(mode, ProxyTorchDispatchMode) else get_proxy_mode()
+    if tracing is not None:
+        draws = tracing.tracer.graph.find_nodes(op="call_function", target=op)
+        draws[-1].meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    return state
+
+
+for _mode in (ProxyTorchDispatchMode, _CachingTorchDispatchMode):  # the second: of checkpoints
+    torch.ops.torchkiln.dropout_state.default.py_impl(_mode)(_save_state)

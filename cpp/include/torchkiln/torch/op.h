@@ -180,6 +180,9 @@ class Below {
  public:
   explicit Below(c10::DispatchKeySet keys) : plain_(detail::is_plain(keys)) {}
 
+  /// Whether call() runs a kernel without the dispatcher.
+  bool is_plain() const { return plain_; }
+
   template <class Op, class... Args>
   decltype(auto) call(Args&&... args) const {
     const at::AutoDispatchBelowADInplaceOrView below;

@@ -27,6 +27,12 @@ struct RandomState {
     }
     return state;
   }
+
+  /// Writes the values of a resolved state to `record`.
+  TORCHKILN_FUNCTION void write_record() const {
+    record[0] = static_cast<int64_t>(seed);
+    record[1] = static_cast<int64_t>(offset);
+  }
 };
 
 /// Four random words.

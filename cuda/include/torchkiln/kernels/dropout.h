@@ -50,6 +50,9 @@ TORCHKILN_EXPORT Status dropout_backward(const Elementwise<1>& arguments, const 
 
 namespace cuda {
 
+/// Writes {seed, offset} to random.record.
+TORCHKILN_EXPORT Status record_random(const RandomState& random, CUstream_st* stream);
+
 /// The same functions on the current device, queued on `stream`.
 TORCHKILN_EXPORT Status dropout_add(const Elementwise<2>& arguments, const Dropout& dropout,
                                     CUstream_st* stream);

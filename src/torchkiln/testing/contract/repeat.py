@@ -1,4 +1,4 @@
-"""Determinism."""
+"""Determinism, also of what a checkpoint computes again."""
 
 from __future__ import annotations
 
@@ -7,15 +7,25 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from torchkiln.testing.check import check
-from torchkiln.testing.compare import Where, require_identical, require_same, vector_jacobian
+from torchkiln.testing.compare import (
+    Where,
+    outputs,
+    require_gradients,
+    require_identical,
+    require_same,
+    require_values,
+    vector_jacobian,
+)
 from torchkiln.testing.contract.gradients import incoming
 from torchkiln.testing.sample import FLOATING, Result
 from torchkiln.testing.spec import OpSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from typing import Any
 
 RUNS = 20
 """Runs of the typical and the largest sample: most checks find a change in one run of ten."""
@@ -55,3 +65,31 @@ def determinism(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
                     require_same(result, expected, place)
                     for i, (one, other) in enumerate(zip(grads, first, strict=True)):
                         require_identical(one, other, place.at(f"gradient of argument {wanted[i]}"))
+
+
+@check()
+def checkpointed(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
+    """In an activation checkpoint, eager and compiled, an equal seed gives equal bits again."""
+    sample = spec.typical(device, dtype)
+    wanted = spec.wanted(sample)
+
+    def again(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(spec.op, *args, use_reentrant=False, **kwargs)
+
+    torch.compiler.reset()
+    compiled = torch.compile(again, fullgraph=True, backend="aot_eager")
+    for name, function in (("eager", again), ("compiled", compiled)):
+        where = Where(spec, "checkpointed", sample).at(name)
+        before: tuple[Result, tuple[Tensor, ...]] | None = None
+        for _ in range(3):
+            leaves = spec.leaves(sample)
+            result = leaves.call(function)
+            results = outputs(result)
+            grads = torch.autograd.grad(results, leaves.take(wanted), incoming(results))
+            if before is None:
+                require_values(results, sample, where)
+                require_gradients(grads, sample, wanted, incoming(results), where)
+                before = results, grads
+            require_same(results, before[0], where)
+            for i, (one, other) in enumerate(zip(grads, before[1], strict=True)):
+                require_identical(one, other, where.at(f"gradient of argument {wanted[i]}"))
