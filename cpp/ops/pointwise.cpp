@@ -1,5 +1,7 @@
 #include "torchkiln/kernels/pointwise.h"
 
+#include <ATen/ScalarOps.h>
+
 #include "detail/promotion.h"
 #include "torchkiln/torch/elementwise.h"
 #include "torchkiln/torch/empty.h"
@@ -72,6 +74,7 @@ struct Muladd {
   static constexpr const char* kSchema =
       "torchkiln::muladd(Tensor a, Tensor b, Tensor c) -> Tensor";
   static constexpr const char* kName = "muladd";
+  static constexpr bool kTakesNumbers = true;
 
   static Tensor meta(const Tensor& a, const Tensor& b, const Tensor& c) {
     return promoted_output(kName, {{"a", a}, {"b", b}, {"c", c}});
@@ -131,7 +134,29 @@ struct Muladd {
     const at::ScalarType dtype = check_promotion(kName, operands);
     check_broadcast(kName, operands);
     const at::ScalarType compute = compute_dtype(dtype);
-    return (a.to(compute) * b.to(compute) + c.to(compute)).to(dtype);
+    return plus(times(a, b, compute), c, compute).to(dtype);
+  }
+
+  /// The product and the sum with torch's ops, to which a number is passed as a number.
+  static Tensor times(const Tensor& a, const Tensor& b, at::ScalarType compute) {
+    const auto x = number_of(a), y = number_of(b);
+    if (x && y) return at::native::wrapped_scalar_tensor(*x * *y);
+    if (y) return a.to(compute).mul(*y);
+    return x ? b.to(compute).mul(*x) : a.to(compute) * b.to(compute);
+  }
+  static Tensor plus(const Tensor& product, const Tensor& c, at::ScalarType compute) {
+    if (const auto shift = number_of(c)) return product.to(compute).add(*shift);
+    const auto shift = number_of(product);
+    return shift ? c.to(compute).add(*shift) : product + c.to(compute);
+  }
+
+  /// The value of a wrapped number, read without the dispatcher, where a mode would intervene.
+  static std::optional<double> number_of(const Tensor& tensor) {
+    if (!tensor.unsafeGetTensorImpl()->is_wrapped_number()) return std::nullopt;
+    if (tensor.scalar_type() == at::kBool) return *tensor.const_data_ptr<bool>() ? 1.0 : 0.0;
+    if (tensor.scalar_type() == at::kLong)
+      return static_cast<double>(*tensor.const_data_ptr<int64_t>());
+    return *tensor.const_data_ptr<double>();
   }
 
   static Tensor recorded(const Below& below, const Tensor& a, const Tensor& b, const Tensor& c) {

@@ -92,3 +92,39 @@ def test_an_entry_counts_its_arguments() -> None:
         TypeError, match=r"torchkiln\.add: got 1 arguments, expected 2: add\(a, b\)"
     ):
         _C.add(torch.ones(2))
+
+
+ONES = torch.ones(2, 4)
+INTEGERS = torch.ones(2, 4, dtype=torch.int64)
+REFUSED: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
+    (torchkiln.swiglu, (ONES, ONES[:, :1])),
+    (torchkiln.geglu, (ONES, ONES.double())),
+    (torchkiln.geglu_tanh, (INTEGERS, INTEGERS)),
+    (torchkiln.sum, (INTEGERS,)),
+    (torchkiln.mean, (ONES.to(torch.complex64),)),
+    (torchkiln.relu, (INTEGERS,)),
+    (torchkiln.relu_, (INTEGERS,)),
+    (torchkiln.gelu, (INTEGERS,)),
+    (torchkiln.square, (ONES.to(torch.complex64),)),
+    (torchkiln.matmul, (INTEGERS, INTEGERS.T)),
+    (torchkiln.matmul, (ONES, ONES.T.double())),
+    (torchkiln.add, (INTEGERS, INTEGERS)),
+    (torchkiln.muladd, (INTEGERS, 2, True)),
+    (torchkiln.muladd, (ONES, 2.0, ONES.to(torch.complex64))),
+]
+
+
+@pytest.mark.parametrize(("op", "args"), REFUSED)
+def test_compiled_calls_refuse_what_eager_ones_refuse(
+    op: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    """With the same message, though ATen's ops would take the arguments."""
+    with pytest.raises(RuntimeError) as eager:
+        op(*args)
+    torch.compiler.reset()
+    with pytest.raises(RuntimeError) as compiled:
+        torch.compile(op, fullgraph=True, backend="eager")(*args)
+    assert str(eager.value).split("\n")[0] in str(compiled.value)
+    with pytest.raises(RuntimeError) as broken:
+        torch.compile(op, backend="eager")(*args)
+    assert str(broken.value) == str(eager.value)

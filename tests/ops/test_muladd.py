@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import torchkiln
 
@@ -154,6 +163,85 @@ def test_subclasses_beside_numbers() -> None:
     found = torchkiln.muladd(x, 2, 1)
     assert type(found) is Tagged
     assert found.tolist() == [3.0, 3.0]
+
+
+TRIPLES: list[tuple[Any, ...]] = [
+    (torch.ones(2, dtype=torch.int32), torch.tensor(2.0, dtype=torch.float64), torch.ones(2)),
+    (torch.ones(2, dtype=torch.int64), 0.1, torch.tensor(1.0, dtype=torch.float16)),
+    (torch.ones(2, dtype=torch.bool), 0.5, torch.ones(2, dtype=torch.bfloat16)),
+    (torch.tensor(257.0), torch.full((2,), 3.0, dtype=torch.bfloat16), torch.full((2,), -770.0)),
+    (torch.tensor([70000]), 0.5, torch.tensor([-30000.0], dtype=torch.float16)),
+    (torch.tensor([65504.0], dtype=torch.float16), 4, -3.0e5),
+    (3, 0.1, torch.ones(2, dtype=torch.float64)),
+]
+
+
+@pytest.mark.parametrize(
+    "args", TRIPLES, ids=lambda args: str([getattr(a, "dtype", a) for a in args])
+)
+def test_compiled_calls_promote_as_eager_ones(args: tuple[Any, ...]) -> None:
+    """All three operands at once, in the compute dtype, rounded once."""
+    found = torchkiln.muladd(*args)
+    wide = [a.double() if isinstance(a, Tensor) else a for a in args]
+    truth = composed(*wide).expand(found.shape)
+    torch.testing.assert_close(found.double(), truth.to(found.dtype).double(), rtol=1e-6, atol=0)
+    torch.compiler.reset()
+    graph: Any = torch.compile(torchkiln.muladd, fullgraph=True, backend="aot_eager")
+    compiled = graph(*args)
+    assert compiled.dtype == found.dtype
+    torch.testing.assert_close(compiled, found)
+
+
+class Wrapper(Tensor):
+    """A subclass that sees ops through the dispatcher and holds a tensor."""
+
+    elem: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, elem: Tensor) -> Wrapper:  # noqa: PYI034
+        wrapper: Any = Tensor._make_wrapper_subclass(cls, elem.shape, dtype=elem.dtype)
+        wrapper.elem = elem
+        return wrapper  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = tree_map_only(Wrapper, lambda t: t.elem, (args, kwargs or {}))
+        return tree_map_only(Tensor, cls, op(*plain[0], **plain[1]))
+
+
+class Seeing(TorchDispatchMode):
+    """A mode that calls what it sees."""
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("numbers", [(2, 0.5), (0.1, True)], ids=str)
+def test_numbers_in_modes_and_subclasses(numbers: tuple[float, float]) -> None:
+    """Meta and fake tensors, a dispatch mode, a wrapper, a selective checkpoint."""
+    factor, shift = numbers
+    x = torch.arange(4.0, requires_grad=True)
+    expected = torchkiln.muladd(x, factor, shift)
+    meta = torchkiln.muladd(x.to("meta"), factor, shift)
+    assert (meta.shape, meta.dtype, meta.is_meta) == (x.shape, x.dtype, True)
+    with FakeTensorMode() as mode:
+        for fake in (torchkiln.muladd(mode.from_tensor(x), factor, shift), mode.from_tensor(x)):
+            assert (fake.shape, fake.dtype) == (x.shape, x.dtype)
+    with Seeing():
+        assert torch.equal(torchkiln.muladd(x, factor, shift), expected)
+    wrapped: Any = torchkiln.muladd(Wrapper(x.detach()), factor, shift)
+    assert type(wrapped) is Wrapper
+    assert torch.equal(wrapped.elem, expected)
+
+    def save(*_: Any, **__: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = partial(create_selective_checkpoint_contexts, save)
+    again = checkpoint(torchkiln.muladd, x, factor, shift, use_reentrant=False, context_fn=contexts)
+    assert torch.equal(again, expected)
+    (grad,) = torch.autograd.grad(again.sum(), x)
+    torch.testing.assert_close(grad, torch.full_like(grad, factor))
 
 
 def test_a_graph_has_torchs_ops(traced: Callable[..., set[str]]) -> None:

@@ -36,10 +36,10 @@ inline at::ScalarType check_promotion(const char* op, Operands operands) {
   for (const Operand& operand : operands) check_tensor(op, operand.name, operand.tensor);
   const Operand* first = operands.begin();
   for (const Operand& operand : operands) {
-    // A CPU scalar goes to the device of a CUDA tensor beside it.
+    // A CPU scalar goes to the device of a CUDA or meta tensor beside it.
     if (operand.tensor.device() == first->tensor.device()) continue;
-    if (is_cpu_scalar(operand.tensor) && first->tensor.is_cuda()) continue;
-    if (is_cpu_scalar(first->tensor) && operand.tensor.is_cuda()) {
+    if (is_cpu_scalar(operand.tensor) && !first->tensor.is_cpu()) continue;
+    if (is_cpu_scalar(first->tensor) && !operand.tensor.is_cpu()) {
       first = &operand;
       continue;
     }
@@ -97,16 +97,15 @@ inline at::Tensor promoted_output(const char* op, Operands operands) {
   return at::empty_symint(shape, options);
 }
 
-/// An operand on the output's device and of a dtype that kernels support. A CPU scalar keeps the
-/// compute dtype; at::full() passes it as a kernel argument, which does not synchronise.
+/// An operand on the output's device and of a dtype that kernels support. Others are cast to the
+/// compute dtype. at::full() passes a CPU scalar as a kernel argument, which does not synchronise.
 inline at::Tensor readable(const at::Tensor& input, const at::Tensor& out) {
-  if (input.device() != out.device()) {
-    const at::ScalarType compute = compute_dtype(out.scalar_type());
+  const at::ScalarType compute = compute_dtype(out.scalar_type());
+  if (input.device() != out.device())
     return at::full({}, input.item(), out.options().dtype(compute));
-  }
   if (is_supported_dtype(input.scalar_type())) return input;
   trace::note("cast: no kernel reads ", dtype_name(input.scalar_type()));
-  return input.to(out.scalar_type());
+  return input.to(compute);
 }
 
 }  // namespace torchkiln

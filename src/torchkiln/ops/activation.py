@@ -6,6 +6,7 @@ from torch.nn import functional as F
 
 from torchkiln import _C
 from torchkiln.ops._eager import eager
+from torchkiln.ops._traced import check_dtype
 
 
 @eager(_C.square)
@@ -17,24 +18,28 @@ def square(x: Tensor) -> Tensor:
             and rounded once. The result has the strides of ``x`` if ``x`` is dense. All of this
             holds for every activation.
     """
+    check_dtype("square", "x", x)
     return torch.square(x)
 
 
 @eager(_C.square_)
 def square_(x: Tensor) -> Tensor:
     """Writes :func:`square` of ``x`` into it and returns it."""
+    check_dtype("square_", "x", x)
     return torch.square_(x)
 
 
 @eager(_C.relu)
 def relu(x: Tensor) -> Tensor:
     """Returns ``max(x, 0)``, of any shape; NaN stays NaN."""
+    check_dtype("relu", "x", x)
     return torch.relu(x)
 
 
 @eager(_C.relu_)
 def relu_(x: Tensor) -> Tensor:
     """Writes :func:`relu` of ``x`` into it and returns it."""
+    check_dtype("relu_", "x", x)
     return torch.relu_(x)
 
 
@@ -50,6 +55,7 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
 
 @eager(_C.gelu)
 def _gelu(x: Tensor) -> Tensor:
+    check_dtype("gelu", "x", x)
     return F.gelu(x)
 
 
@@ -60,42 +66,49 @@ def gelu_tanh(x: Tensor) -> Tensor:
     Args:
         x: any shape.
     """
+    check_dtype("gelu_tanh", "x", x)
     return F.gelu(x, approximate="tanh")
 
 
 @eager(_C.silu)
 def silu(x: Tensor) -> Tensor:
     """Returns ``x / (1 + exp(-x))``, of any shape."""
+    check_dtype("silu", "x", x)
     return F.silu(x)
 
 
 @eager(_C.silu_)
 def silu_(x: Tensor) -> Tensor:
     """Writes :func:`silu` of ``x`` into it and returns it."""
+    check_dtype("silu_", "x", x)
     return F.silu(x, inplace=True)
 
 
 @eager(_C.sigmoid)
 def sigmoid(x: Tensor) -> Tensor:
     """Returns ``1 / (1 + exp(-x))``, of any shape."""
+    check_dtype("sigmoid", "x", x)
     return torch.sigmoid(x)
 
 
 @eager(_C.sigmoid_)
 def sigmoid_(x: Tensor) -> Tensor:
     """Writes :func:`sigmoid` of ``x`` into it and returns it."""
+    check_dtype("sigmoid_", "x", x)
     return torch.sigmoid_(x)
 
 
 @eager(_C.tanh)
 def tanh(x: Tensor) -> Tensor:
     """Returns the hyperbolic tangent of ``x``, of any shape."""
+    check_dtype("tanh", "x", x)
     return torch.tanh(x)
 
 
 @eager(_C.tanh_)
 def tanh_(x: Tensor) -> Tensor:
     """Writes :func:`tanh` of ``x`` into it and returns it."""
+    check_dtype("tanh_", "x", x)
     return torch.tanh_(x)
 
 

@@ -5,6 +5,7 @@ from torch.nn import functional as F
 
 from torchkiln import _C
 from torchkiln.ops._eager import eager
+from torchkiln.ops._traced import check_dtype, check_like
 from torchkiln.ops.activation import is_tanh
 
 
@@ -48,7 +49,9 @@ def geglu_tanh(gate: Tensor, up: Tensor | None = None) -> Tensor:
 
 def _halves(op: str, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
     """Gate and up as two tensors. Rejects odd sizes, whose unequal halves might broadcast."""
+    check_dtype(op, "gate", gate)
     if up is not None:
+        check_like(op, "up", up, "gate", gate)
         return gate, up
     size = gate.shape[-1]
     if size % 2:

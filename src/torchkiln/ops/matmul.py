@@ -5,6 +5,7 @@ from torch import Tensor
 
 from torchkiln import _C
 from torchkiln.ops._eager import eager
+from torchkiln.ops._traced import check_dtype, check_same_dtype
 
 
 @eager(_C.matmul)
@@ -19,6 +20,9 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
         a: ``[..., m, k]``, or ``[k]`` for one row; float32, float64, float16 or bfloat16.
         b: ``[..., k, n]``, or ``[k]`` for one column; of the dtype of ``a``.
     """
+    check_dtype("matmul", "a", a)
+    if not torch.is_autocast_enabled(a.device.type):
+        check_same_dtype("matmul", "b", b, "a", a)
     return torch.matmul(a, b)
 
 

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from torchkiln import _C
 from torchkiln.ops._eager import eager
+from torchkiln.ops._traced import promoted_dtype
 
 
 @eager(_C.add)
@@ -18,6 +19,7 @@ def add(a: Tensor, b: Tensor) -> Tensor:
         a: any shape.
         b: any shape that broadcasts with that of ``a``.
     """
+    promoted_dtype("add", {"a": a, "b": b})
     return torch.add(a, b)
 
 
@@ -34,4 +36,10 @@ def muladd(a: Tensor | float, b: Tensor | float, c: Tensor | float) -> Tensor:
         b: any shape that broadcasts with that of ``a``, or a number.
         c: any shape that broadcasts with that of ``a * b``, or a number.
     """
-    return a * b + c  # type: ignore[return-value]
+    dtype = promoted_dtype("muladd", {"a": a, "b": b, "c": c})
+    compute = torch.float64 if dtype == torch.float64 else torch.float32
+    x, y, z = (t.to(compute) if isinstance(t, Tensor) else t for t in (a, b, c))
+    total = x * y + z
+    if not isinstance(total, Tensor):  # of numbers alone
+        total = torch.tensor(total, dtype=dtype)
+    return total.to(dtype)

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from torchkiln import _C
 from torchkiln.ops._eager import eager
+from torchkiln.ops._traced import check_dtype
 
 
 @eager(_C.sum)
@@ -27,6 +28,7 @@ def sum(
         keepdim: whether these dimensions stay, with size 1.
         dtype: of the result, one of the four; that of ``x`` when it is None.
     """
+    check_dtype("sum", "x", x)
     return torch.sum(x, dim, keepdim, dtype=dtype)
 
 
@@ -48,4 +50,5 @@ def mean(
         keepdim: whether these dimensions stay, with size 1.
         dtype: of the result, one of the four; that of ``x`` when it is None.
     """
+    check_dtype("mean", "x", x)
     return torch.mean(x, dim, keepdim, dtype=dtype)

@@ -28,6 +28,7 @@
 //       static Tensor batched(...);                         // for vmap instead of composite()
 //       static Tensor autocast(const Autocast& cast, ...);  // calls the op with cast(x), ...
 //       static constexpr bool kRandom = true;               // the op draws random numbers
+//       static constexpr bool kTakesNumbers = true;         // tensors may be wrapped numbers
 
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
@@ -233,6 +234,11 @@ constexpr bool kIsRandom = false;
 template <class Op>
 constexpr bool kIsRandom<Op, std::void_t<decltype(Op::kRandom)>> = Op::kRandom;
 
+template <class Op, class = void>
+constexpr bool kTakesNumbers = false;
+template <class Op>
+constexpr bool kTakesNumbers<Op, std::void_t<decltype(Op::kTakesNumbers)>> = Op::kTakesNumbers;
+
 /// A list of gradients from a tensor, a tuple or a list.
 inline variable_list as_list(at::Tensor gradient) { return {std::move(gradient)}; }
 inline variable_list as_list(variable_list gradients) { return gradients; }
@@ -302,6 +308,17 @@ struct Entry<Op, function, R (*)(Args...)> {
     for_each_tensor(look_into, args...);
     if (transformed) return Op::composite(detail::read<Args>(name_of_op<Op>(), args)...);
     const Below below(keys);
+    if constexpr (kTakesNumbers<Op>) {
+      // Modes and tensor subclasses receive a wrapped number as a Python number, which the schema
+      // does not accept; torch's own ops do.
+      bool has_number = false;
+      const auto look_for_number = [&](const at::Tensor& tensor) {
+        has_number = has_number || tensor.unsafeGetTensorImpl()->is_wrapped_number();
+      };
+      for_each_tensor(look_for_number, args...);
+      if (has_number && !below.is_plain())
+        return Op::composite(detail::read<Args>(name_of_op<Op>(), args)...);
+    }
     // An undefined tensor is not recorded: the op's checks reject it.
     if (any_requires_grad && all_defined && at::GradMode::is_enabled()) {
       if constexpr (kHasRecorded<Op>) {

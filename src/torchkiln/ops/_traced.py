@@ -1,0 +1,90 @@
+"""What the bodies of ops check and promote in a graph, where ATen's ops stand for a kernel.
+
+The rules and the messages are those of the C++ side (checks.h, promotion.h).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+EXPECTED = "expected one of float32, float64, float16, bfloat16"
+
+
+def check_dtype(op: str, name: str, tensor: Tensor) -> None:
+    """Refuses a tensor that is not floating point."""
+    if tensor.dtype not in FLOATING:
+        raise RuntimeError(f"torchkiln.{op}: {name}: got dtype {name_of(tensor.dtype)}, {EXPECTED}")
+
+
+def check_same_dtype(op: str, name: str, tensor: Tensor, like: str, x: Tensor) -> None:
+    """Refuses a tensor whose dtype is not that of ``x``."""
+    if tensor.dtype != x.dtype:
+        raise RuntimeError(
+            f"torchkiln.{op}: {name}: got dtype {name_of(tensor.dtype)}, expected "
+            f"{name_of(x.dtype)}, the dtype of {like}"
+        )
+
+
+def check_like(op: str, name: str, tensor: Tensor, like: str, x: Tensor) -> None:
+    """Refuses a tensor whose dtype or shape is not that of ``x``."""
+    check_same_dtype(op, name, tensor, like, x)
+    if tensor.shape != x.shape:
+        raise RuntimeError(
+            f"torchkiln.{op}: {name}: got shape {list(tensor.shape)}, expected {list(x.shape)}, "
+            f"the shape of {like}"
+        )
+
+
+def promoted_dtype(op: str, operands: Mapping[str, Tensor | float]) -> torch.dtype:
+    """The dtype of an elementwise result, from all operands at once, as in torch.
+
+    Tensors with dimensions come first, 0-dimensional ones next, numbers last: a later one counts
+    only where its kind of dtype (bool, integer, floating point) is a higher one.
+    """
+    groups: list[torch.dtype | None] = [None, None, None]
+    given: list[torch.dtype] = []
+    for operand in operands.values():
+        if isinstance(operand, Tensor):
+            dtype, group = operand.dtype, 0 if operand.dim() > 0 else 1
+            given.append(dtype)
+        else:
+            kind = type(operand)
+            dtype = torch.get_default_dtype() if kind is float else torch.int64
+            dtype, group = torch.bool if kind is bool else dtype, 2
+            given.append(torch.float64 if kind is float else dtype)
+        before = groups[group]
+        groups[group] = dtype if before is None else torch.promote_types(before, dtype)
+    result = combined(groups[0], combined(groups[1], groups[2]))
+    if result not in FLOATING or result is None:
+        names = [name_of(dtype) for dtype in given]
+        dtypes = f"{', '.join(names[:-1])} and {names[-1]}"
+        raise RuntimeError(
+            f"torchkiln.{op}: {', '.join(operands)}: got dtypes {dtypes}, which "
+            f"promote to {name_of(result or torch.int64)}, {EXPECTED}"
+        )
+    return result
+
+
+def combined(first: torch.dtype | None, later: torch.dtype | None) -> torch.dtype | None:
+    """The dtype of a group of operands beside a later group."""
+    if first is None or later is None:
+        return later if first is None else first
+    if kind_of(later) > kind_of(first):
+        return torch.promote_types(first, later)
+    return first
+
+
+def kind_of(dtype: torch.dtype) -> int:
+    """The rank of bool, integers, floating point and complex dtypes in a promotion."""
+    if dtype.is_complex:
+        return 3
+    return 2 if dtype.is_floating_point else int(dtype != torch.bool)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """The dtype as messages name it."""
+    return str(dtype).removeprefix("torch.")
