@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import prune
+from torch.utils.flop_counter import FlopCounterMode
 
 import torchkiln
 
@@ -94,3 +96,61 @@ def test_a_pruned_layer_is_copied_as_torchs(kind: type[nn.Linear], recorded: boo
             copy.deepcopy(layer)
     else:
         assert torch.equal(copy.deepcopy(layer)(x), layer(x))
+
+
+@pytest.mark.parametrize("name", ["ReLU", "SiLU", "GELU", "Sigmoid", "Tanh", "CrossEntropyLoss"])
+def test_modules_are_instances_of_torchs(name: str) -> None:
+    """So that code which looks for torch's classes finds them."""
+    ours, theirs = getattr(torchkiln.nn, name), getattr(nn, name)
+    assert isinstance(ours(), theirs)
+    assert vars(ours()).keys() >= vars(theirs()).keys()
+
+
+@pytest.mark.parametrize("name", ["Softmax", "LogSoftmax"])
+def test_softmax_modules_are_instances_of_torchs(name: str) -> None:
+    ours, theirs = getattr(torchkiln.nn, name)(1), getattr(nn, name)(1)
+    assert isinstance(ours, type(theirs))
+    x = torch.randn(2, 3)
+    torch.testing.assert_close(ours(x), theirs(x))
+
+
+def test_linear_takes_torchs_positional_arguments() -> None:
+    """A device and a dtype may follow bias; our own order holds, too."""
+    for device in ("cpu", torch.device("meta"), None):
+        layer = torchkiln.nn.Linear(3, 4, True, device, torch.float64)
+        theirs = nn.Linear(3, 4, True, device, torch.float64)
+        assert (layer.weight.device, layer.weight.dtype) == (theirs.weight.device, torch.float64)
+        assert (layer.act, layer.scale) == ("none", 1.0)
+    layer = torchkiln.nn.Linear(3, 4, False, "gelu", 2.0)
+    assert (layer.act, layer.scale) == ("gelu", 2.0)
+    assert layer.bias is None
+
+
+def test_modules_refuse_bad_settings_when_made() -> None:
+    expected = "act: got 'swish', expected one of none, square, relu"
+    with pytest.raises(ValueError, match=f"torchkiln.nn.Linear: {expected}"):
+        torchkiln.nn.Linear(3, 4, act="swish")
+    with pytest.raises(ValueError, match=f"torchkiln.nn.BiasAct: {expected}"):
+        torchkiln.nn.BiasAct(3, "swish")
+    for make in (torchkiln.nn.DropoutAdd, partial(torchkiln.nn.BiasDropoutAdd, 3)):
+        with pytest.raises(ValueError, match=r"p: got 1.5, expected a probability"):
+            make(1.5)
+
+
+def test_flops_of_products_are_counted() -> None:
+    """Forward and backward, as for torch's own linear."""
+    x, weight = torch.randn(2, 5, 3, requires_grad=True), torch.randn(4, 3, requires_grad=True)
+    totals = []
+    for call in (
+        lambda: nn.functional.linear(x, weight),
+        lambda: torchkiln.linear(x, weight),
+        lambda: torchkiln.linear(x, weight, act="gelu"),
+        lambda: torchkiln.matmul(x, weight.T),
+    ):
+        with FlopCounterMode(display=False) as counter:
+            call()  # type: ignore[no-untyped-call]
+        totals.append(counter.get_total_flops())
+    assert totals == [2 * 2 * 5 * 3 * 4] * 4
+    with FlopCounterMode(display=False) as counter:
+        torchkiln.linear(x, weight, act="gelu").sum().backward()
+    assert counter.get_total_flops() == 3 * totals[0]

@@ -196,16 +196,18 @@ class Wrapper(Tensor):
     """A subclass that sees ops through the dispatcher and holds a tensor."""
 
     elem: Tensor
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, elem: Tensor) -> Wrapper:  # noqa: PYI034
         wrapper: Any = Tensor._make_wrapper_subclass(cls, elem.shape, dtype=elem.dtype)
         wrapper.elem = elem
-        return wrapper  # type: ignore[no-any-return]
+        return wrapper
 
     @classmethod
-    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, op: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         plain = tree_map_only(Wrapper, lambda t: t.elem, (args, kwargs or {}))
         return tree_map_only(Tensor, cls, op(*plain[0], **plain[1]))
 
@@ -228,7 +230,7 @@ def test_numbers_in_modes_and_subclasses(numbers: tuple[float, float]) -> None:
     with FakeTensorMode() as mode:
         for fake in (torchkiln.muladd(mode.from_tensor(x), factor, shift), mode.from_tensor(x)):
             assert (fake.shape, fake.dtype) == (x.shape, x.dtype)
-    with Seeing():
+    with Seeing():  # type: ignore[no-untyped-call]
         assert torch.equal(torchkiln.muladd(x, factor, shift), expected)
     wrapped: Any = torchkiln.muladd(Wrapper(x.detach()), factor, shift)
     assert type(wrapped) is Wrapper

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torchkiln.ops.activation import gelu, is_tanh, relu, relu_, sigmoid, silu, silu_, tanh
 
 
-class ReLU(nn.Module):
+class ReLU(nn.ReLU):
     """``max(x, 0)``.
 
     Args:
@@ -14,10 +14,6 @@ class ReLU(nn.Module):
     Shape:
         any.
     """
-
-    def __init__(self, inplace: bool = False) -> None:
-        super().__init__()
-        self.inplace = inplace
 
     def forward(self, x: Tensor) -> Tensor:
         """Applies the op to ``x``."""
@@ -28,7 +24,7 @@ class ReLU(nn.Module):
         return "inplace=True" if self.inplace else ""
 
 
-class SiLU(nn.Module):
+class SiLU(nn.SiLU):
     """``x / (1 + exp(-x))``.
 
     Args:
@@ -37,10 +33,6 @@ class SiLU(nn.Module):
     Shape:
         any.
     """
-
-    def __init__(self, inplace: bool = False) -> None:
-        super().__init__()
-        self.inplace = inplace
 
     def forward(self, x: Tensor) -> Tensor:
         """Applies the op to ``x``."""
@@ -51,7 +43,7 @@ class SiLU(nn.Module):
         return "inplace=True" if self.inplace else ""
 
 
-class GELU(nn.Module):
+class GELU(nn.GELU):
     """``x * F(x)``, where ``F`` is the cumulative normal distribution.
 
     Args:
@@ -62,9 +54,8 @@ class GELU(nn.Module):
     """
 
     def __init__(self, approximate: str = "none") -> None:
-        super().__init__()
         is_tanh(approximate, "nn.GELU")
-        self.approximate = approximate
+        super().__init__(approximate)
 
     def forward(self, x: Tensor) -> Tensor:
         """Applies the op to ``x``."""
@@ -75,7 +66,7 @@ class GELU(nn.Module):
         return f"approximate={self.approximate!r}"
 
 
-class Sigmoid(nn.Module):
+class Sigmoid(nn.Sigmoid):
     """``1 / (1 + exp(-x))``, of any shape."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -83,7 +74,7 @@ class Sigmoid(nn.Module):
         return sigmoid(x)
 
 
-class Tanh(nn.Module):
+class Tanh(nn.Tanh):
     """The hyperbolic tangent, of any shape."""
 
     def forward(self, x: Tensor) -> Tensor:

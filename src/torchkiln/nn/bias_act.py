@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from torchkiln.nn.bias import WithBias
+from torchkiln.nn.checks import check_act
 from torchkiln.ops.bias_act import bias_act
 
 
@@ -29,7 +30,7 @@ class BiasAct(WithBias):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(features, device, dtype)
-        self.act = act
+        self.act = check_act("nn.BiasAct", act)
         self.scale = scale
 
     def forward(self, x: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torchkiln.ops.cross_entropy import cross_entropy
 
 
-class CrossEntropyLoss(nn.Module):
+class CrossEntropyLoss(nn.CrossEntropyLoss):
     """The cross-entropy of logits and classes or probabilities.
 
     Has the interface and the ``state_dict`` of :class:`torch.nn.CrossEntropyLoss`, and the
@@ -41,11 +41,12 @@ class CrossEntropyLoss(nn.Module):
         check_target: bool = False,
         inplace_backward: bool = False,
     ) -> None:
-        super().__init__()
-        self.register_buffer("weight", weight)
-        self.ignore_index = ignore_index
-        self.reduction = reduction
-        self.label_smoothing = label_smoothing
+        super().__init__(
+            weight,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+        )
         self.z_loss = z_loss
         self.dtype = dtype
         self.check_target = check_target

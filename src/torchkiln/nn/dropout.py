@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from torchkiln.nn.bias import WithBias
+from torchkiln.nn.checks import check_p
 from torchkiln.ops.dropout import bias_dropout_add, dropout_add
 
 
@@ -19,7 +20,7 @@ class DropoutAdd(nn.Module):
 
     def __init__(self, p: float = 0.5) -> None:
         super().__init__()
-        self.p = p
+        self.p = check_p("nn.DropoutAdd", p)
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         """Applies the op."""
@@ -50,7 +51,7 @@ class BiasDropoutAdd(WithBias):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(features, device, dtype)
-        self.p = p
+        self.p = check_p("nn.BiasDropoutAdd", p)
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         """Applies the op."""

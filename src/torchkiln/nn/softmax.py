@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torchkiln.ops.softmax import log_softmax, softmax
 
 
-class Softmax(nn.Module):
+class Softmax(nn.Softmax):
     """``exp(x * scale) / sum(exp(x * scale))`` over ``dim``, without the masked elements.
 
     Args:
@@ -17,9 +17,10 @@ class Softmax(nn.Module):
         input and output of one shape; ``mask`` broadcasts to it.
     """
 
+    dim: int
+
     def __init__(self, dim: int, *, scale: float = 1.0, causal: bool = False) -> None:
-        super().__init__()
-        self.dim = dim
+        super().__init__(dim)
         self.scale = scale
         self.causal = causal
 
@@ -32,9 +33,20 @@ class Softmax(nn.Module):
         return f"dim={self.dim}, scale={self.scale}, causal={self.causal}"
 
 
-class LogSoftmax(Softmax):
+class LogSoftmax(nn.LogSoftmax):
     """The logarithm of :class:`Softmax`, with the same arguments and shapes."""
+
+    dim: int
+
+    def __init__(self, dim: int, *, scale: float = 1.0, causal: bool = False) -> None:
+        super().__init__(dim)
+        self.scale = scale
+        self.causal = causal
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Applies the op to the elements of ``x`` where ``mask`` is True."""
         return log_softmax(x, self.dim, scale=self.scale, mask=mask, causal=self.causal)
+
+    def extra_repr(self) -> str:
+        """The settings, for ``repr``."""
+        return f"dim={self.dim}, scale={self.scale}, causal={self.causal}"

@@ -59,7 +59,7 @@ def promoted_dtype(op: str, operands: Mapping[str, Tensor | float]) -> torch.dty
         before = groups[group]
         groups[group] = dtype if before is None else torch.promote_types(before, dtype)
     result = combined(groups[0], combined(groups[1], groups[2]))
-    if result not in FLOATING or result is None:
+    if result is None or result not in FLOATING:
         names = [name_of(dtype) for dtype in given]
         dtypes = f"{', '.join(names[:-1])} and {names[-1]}"
         raise RuntimeError(

@@ -1,0 +1,19 @@
+"""Checks of settings when a module is made, in the words of the ops."""
+
+ACTIVATIONS = ("none", "square", "relu", "gelu", "gelu_tanh", "silu", "sigmoid", "tanh")
+
+
+def check_act(module: str, act: object) -> str:
+    """Returns the name of an activation; refuses other values."""
+    if not isinstance(act, str) or act not in ACTIVATIONS:
+        raise ValueError(
+            f"torchkiln.{module}: act: got {act!r}, expected one of {', '.join(ACTIVATIONS)}"
+        )
+    return act
+
+
+def check_p(module: str, p: float) -> float:
+    """Returns a probability; refuses numbers that are none."""
+    if not 0 <= p <= 1:
+        raise ValueError(f"torchkiln.{module}: p: got {p}, expected a probability between 0 and 1")
+    return p
