@@ -54,7 +54,7 @@ def promoted_dtype(op: str, operands: Mapping[str, Tensor | float]) -> torch.dty
         else:
             kind = type(operand)
             dtype = torch.get_default_dtype() if kind is float else torch.int64
-            dtype, group = torch.bool if kind is bool else dtype, 2
+            dtype, group = torch.bool if isinstance(operand, bool) else dtype, 2
             given.append(torch.float64 if kind is float else dtype)
         before = groups[group]
         groups[group] = dtype if before is None else torch.promote_types(before, dtype)
