@@ -131,7 +131,8 @@ def pytest_addoption(parser):
     parser.addoption("--benchmark-disable", action="store_true")
 
 def pytest_configure(config):
-    if config.getoption("dist", "no") != "no" and not config.option.benchmark_disable:
+    in_parallel = config.getoption("dist", "no") != "no" or hasattr(config, "workerinput")
+    if in_parallel and not config.option.benchmark_disable:
         warnings.warn("Benchmarks are automatically disabled", stacklevel=1)
 """
 

@@ -2,7 +2,8 @@
 
     python tests/mutation --build build/nox/tests --package <where torchkiln is installed>
 
-needs a Ninja build folder and the package installed from it. For each fault it compiles only the
+needs a Ninja build folder without batches of files (-DTORCHKILN_UNITY=OFF) and the package
+installed from it. For each fault it compiles only the
 changed file, with the command of the build, and links only its library. It does not change the
 sources or the build. Faults that need other hardware are left out.
 """
@@ -17,6 +18,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -26,7 +28,8 @@ from typing import NamedTuple
 from faults import FAULTS, Fault
 
 ROOT = Path(__file__).resolve().parents[2]
-LIBRARIES = ("cuda/libtorchkiln_kernels.so", "cpp/libtorchkiln.so")
+MODULE = f"cpp/_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+LIBRARIES = ("cuda/libtorchkiln_kernels.so", "cpp/libtorchkiln.so", MODULE)
 PAGE = ROOT / "docs" / "mutation.md"
 
 
@@ -109,7 +112,7 @@ def build_fault(build: Build, fault: Fault, folder: Path) -> Path:
         words = build.links(library)
         if not any(f" {old} " in words for old in objects):
             continue
-        target = package / "lib" / Path(library).name
+        target = package / ("" if library == MODULE else "lib") / Path(library).name
         target.unlink()
         # In front: of a function of a header that several objects have, the linker takes the first.
         for old in objects:

@@ -48,9 +48,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Add markers, and the collector of results to the process that reports."""
-    # Under -n, pytest-benchmark up to 5.1 warns at start that it disables itself, which is an
-    # INTERNALERROR if warnings are errors. Disabling it first leaves nothing to warn about.
-    if config.getoption("dist", "no") != "no" and hasattr(config.option, "benchmark_disable"):
+    # Under -n, pytest-benchmark warns at start that it disables itself, which is an INTERNALERROR
+    # if warnings are errors. Disabling it first leaves nothing to warn about.
+    in_parallel = config.getoption("dist", "no") != "no" or hasattr(config, "workerinput")
+    if in_parallel and hasattr(config.option, "benchmark_disable"):
         config.option.benchmark_disable = True
     for name, meaning in MARKERS.items():
         config.addinivalue_line("markers", f"{name}: {meaning}")

@@ -73,12 +73,9 @@ def bias_act_invalid(device: torch.device) -> Iterator[Invalid]:
     """Shapes that do not match."""
     x, bias = torch.ones(2, 4, device=device), torch.ones(4, device=device)
     good = GoodCall(torch.ops.torchkiln.bias_act.default, Sample("good", (x, bias)))
-    for size in (3, 1):
-        words = f"bias: got shape [{size}], expected [4], the last dimension of x"
-        yield good.changed(words, bias=bias[:size])
-    words = "bias: got shape {}, expected 1 dimension"
-    yield good.changed(words.format("[2, 4]"), bias=x)
-    yield good.changed(words.format("[]"), bias=bias[0])
+    words = "bias: got shape {}, expected [4], the last dimension of x"
+    for shape, wrong in {"[3]": bias[:3], "[1]": bias[:1], "[2, 4]": x, "[]": bias[0]}.items():
+        yield good.changed(words.format(shape), bias=wrong)
     words = "x: got a 0-dimensional tensor, expected at least 1 dimension"
     yield good.changed(words, x=bias[0])
 
