@@ -1,8 +1,14 @@
-"""Writes the tables and pictures of README.md and docs/ that come from runs of the benchmark.
+"""Writes what is generated in README.md and docs/: tables of measurements, of ops, pictures.
 
-The runs are results/NAME.json, written by `torchkiln bench --json`. Their tables stand between
-<!-- results:NAME --> and <!-- /results:NAME -->. With ops, <!-- results:NAME add relu --> holds a
-table of these ops beside their peers. --check changes nothing, and fails if a page differs.
+The runs are docs/results/NAME.json, written by `torchkiln bench --json`. Pages have these blocks:
+
+    <!-- results:NAME -->           all calls of a run, its host times and pictures
+    <!-- results:NAME add relu -->  large calls of these ops beside their peers
+    <!-- headlines -->              the calls in HEADLINES, and those in LOSSES
+    <!-- ops:FAMILY -->             calls, formulas and schemas of a family; ops:all the contract
+
+A block ends with <!-- /results:NAME -->, <!-- /headlines --> or <!-- /ops:FAMILY -->. --check
+changes nothing, and fails if a page differs.
 """
 
 from __future__ import annotations
@@ -14,14 +20,45 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import op_reference
+
 from torchkiln.bench import Record, Row
 from torchkiln.bench.report import duration, size
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(
-    r"<!-- results:(?P<name>\w+)(?P<ops>(?: \w+)*) -->\n(.*?)<!-- /results:(?P=name) -->", re.DOTALL
+    r"<!-- (?P<kind>results|ops|headlines)(?::(?P<name>\w+))?(?P<ops>(?: \w+)*) -->\n"
+    r"(?:.*?)(?P<end><!-- /(?P=kind)(?::(?P=name))? -->)",
+    re.DOTALL,
 )
-PICTURES = ("share", "speedups", "roofline", "sweep", "host")
+PICTURES = ("speedups", "share", "roofline", "sweep", "host")
+
+Call = tuple[str, str, str, int, int, str, str]
+"""Run, op, variant, rows, columns, dtype and direction."""
+
+HEADLINES: tuple[Call, ...] = (
+    ("h200_rows", "rms_norm", "", 32768, 4096, "bfloat16", "backward"),
+    ("h200_rows", "add_layer_norm", "", 16384, 8192, "bfloat16", "backward"),
+    ("h200_rows", "softmax", "", 8192, 131072, "bfloat16", "backward"),
+    ("h200_rows", "cross_entropy", "", 8192, 131072, "bfloat16", "forward"),
+    ("h200", "dropout_add", "", 16384, 8192, "bfloat16", "forward"),
+    ("h200", "bias_act", "", 16384, 8192, "bfloat16", "backward"),
+)
+LOSSES: tuple[Call, ...] = (
+    ("h200", "relu", "", 16384, 8192, "bfloat16", "backward"),
+    ("h200_rows", "rms_norm", "float32 weight", 32768, 1024, "bfloat16", "backward"),
+    ("h200_rows", "layer_norm", "", 16384, 8192, "float32", "forward"),
+    ("h200_rows", "add_rms_norm", "", 8192, 32768, "bfloat16", "forward"),
+    ("h200", "sum", "", 16384, 8192, "bfloat16", "forward"),
+)
+
+
+def read(path: Path) -> Record:
+    """A run, without its commit: the pages name the file, which has the commit."""
+    record = Record.read(path)
+    return dataclasses.replace(
+        record, environment=dataclasses.replace(record.environment, commit=None)
+    )
 
 
 def cell(row: Row | None) -> str:
@@ -64,9 +101,9 @@ def host(rows: Sequence[Row]) -> Iterable[str]:
 def block(name: str, record: Record, folder: Path) -> str:
     """All large calls and host times of a run, with its pictures."""
     lines = [
-        f"{record.environment}. Each cell: the median time of a call, half of the middle half of",
-        "its measurements, the share of the speed at which a copy moves as many bytes, how many",
-        "times as fast as the best peer, and which that is.",
+        f"{record.environment}. Source: `docs/results/{name}.json`.",
+        "Each cell: median time of a call ± half the interquartile range, speed in % of the",
+        "ceiling, speed-up over the fastest peer (above 1: torchkiln is faster), and that peer.",
         "",
         *calls([row for row in record.rows if row.kind == "calls"]),
     ]
@@ -101,27 +138,54 @@ def beside(record: Record, ops: Sequence[str]) -> str:
     return "\n".join([*lines, ""])
 
 
+def headlines(files: dict[str, Path]) -> str:
+    """The calls of HEADLINES and LOSSES beside their fastest peer."""
+    records = {name: read(path) for name, path in files.items()}
+    lines = ["| | call | time | ceiling | beside the fastest peer |", "|---|---|---:|---:|---|"]
+    for words, chosen in (("faster", HEADLINES), ("slower", LOSSES)):
+        for run, op, variant, rows, columns, dtype, direction in chosen:
+            key = (op, variant, (rows, columns), dtype, direction)
+            row = next(
+                r
+                for r in records[run].rows
+                if r.kind == "calls" and (r.op, r.variant, r.shape, r.dtype, r.direction) == key
+            )
+            if row.share is None or row.speedup is None:
+                raise SystemExit(f"the run {run} has no ceiling or no peer of {key}")
+            call = f"`{op}` {direction}, {rows} x {columns}, {dtype}{variant and f', {variant}'}"
+            lines.append(
+                f"| {words} | {call} | {duration(row.ours.seconds)} | {row.share:.0%} | "
+                f"{row.speedup:.2f} x {row.best_peer} |"
+            )
+    return "\n".join([*lines, ""])
+
+
 def written(page: str, files: dict[str, Path]) -> str:
     """The page with new tables."""
 
     def replace(match: re.Match[str]) -> str:
         name, ops = match["name"], match["ops"].split()
-        path = files[name]
-        record = Record.read(path)
-        text = beside(record, ops) if ops else block(name, record, path.parent)
-        begin = " ".join([name, *ops])
-        return f"<!-- results:{begin} -->\n{text}<!-- /results:{name} -->"
+        if match["kind"] == "ops":
+            text = op_reference.block(name)
+        elif match["kind"] == "headlines":
+            text = headlines(files)
+        elif ops:
+            text = beside(read(files[name]), ops)
+        else:
+            text = block(name, read(files[name]), files[name].parent)
+        begin = match[0].partition("\n")[0]
+        return f"{begin}\n{text}{match['end']}"
 
     return BLOCK.sub(replace, page)
 
 
-def require_all(readme: str, files: dict[str, Path]) -> None:
-    """Refuse a README without a block for each file, or with another block."""
-    names = {match["name"] for match in BLOCK.finditer(readme)}
-    if names != files.keys():
+def require_all(page: str, kind: str, expected: Iterable[str]) -> None:
+    """Refuse a page without a block of this kind for each name, or with another block."""
+    names = {m["name"] for m in BLOCK.finditer(page) if m["kind"] == kind and not m["ops"]}
+    if names != set(expected):
         raise SystemExit(
-            f"README.md has the blocks {sorted(names)} and the folder of results the files "
-            f"{sorted(files)}: expected a block <!-- results:NAME --> for each NAME.json"
+            f"got the blocks {sorted(names)}, expected {sorted(expected)}: "
+            f"a block <!-- {kind}:NAME --> for each"
         )
 
 
@@ -142,7 +206,7 @@ def draw(results: Path) -> None:
     from torchkiln.bench.charts import charts  # noqa: PLC0415
 
     for path in results.glob("*.json"):
-        record = Record.read(path)
+        record = read(path)
         for old in results.glob(f"{path.stem}-*.png"):
             old.unlink()
         few = dataclasses.replace(record, rows=tuple(in_few_bars(record.rows)))
@@ -156,22 +220,25 @@ def main(given: Sequence[str] | None = None) -> int:
     """Write or check."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing; 1 where it differs")
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
-    parser.add_argument("--results", type=Path, default=ROOT / "results")
+    parser.add_argument("--root", type=Path, default=ROOT, help="folder of README.md and docs/")
     options = parser.parse_args(given)
+    docs = options.root / "docs"
+    files = {path.stem: path for path in sorted((docs / "results").glob("*.json"))}
+    require_all((docs / "performance.md").read_text(encoding="utf-8"), "results", files)
+    require_all((docs / "ops.md").read_text(encoding="utf-8"), "ops", op_reference.BLOCKS)
     if not options.check:
-        draw(options.results)
-    files = {path.stem: path for path in options.results.glob("*.json")}
-    require_all(options.readme.read_text(encoding="utf-8"), files)
+        draw(docs / "results")
     differs = 0
-    for page in [options.readme, *sorted((options.readme.parent / "docs").glob("*.md"))]:
+    for page in [options.root / "README.md", *sorted(docs.glob("*.md"))]:
         text = page.read_text(encoding="utf-8")
         expected = written(text, files)
         if expected == text:
             continue
         if options.check:
             differs = 1
-            print(f"{page.name} differs from results/: type nox -s figures", file=sys.stderr)
+            print(
+                f"{page.name} differs from what is generated: type nox -s figures", file=sys.stderr
+            )
         else:
             page.write_text(expected, encoding="utf-8")
     return differs

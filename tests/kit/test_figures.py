@@ -1,18 +1,23 @@
-"""The tables of the README come from the runs in results/."""
+"""The generated parts of README.md and docs/ come from docs/results, schemas and specs."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
 import json
+import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from statistics import geometric_mean
 from types import ModuleType
 
 import pytest
 import torch
 
+import torchkiln
 from torchkiln import bench
+from torchkiln.testing.specs import FAMILIES
 from torchkiln.testing.specs.bias_act import BIAS_ACT
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,14 +25,16 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def figures() -> ModuleType:
+def figures() -> Iterator[ModuleType]:
     spec = importlib.util.spec_from_file_location("figures", ROOT / "docs" / "figures.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["figures"] = module
+    sys.path.insert(0, str(ROOT / "docs"))  # as for a script: figures imports op_reference
     spec.loader.exec_module(module)
-    return module
+    yield module
+    sys.path.remove(str(ROOT / "docs"))
 
 
 @pytest.fixture(scope="module")
@@ -45,14 +52,18 @@ def record() -> bench.Record:
 
 @pytest.fixture
 def page(tmp_path: Path, record: bench.Record) -> list[str]:
-    """Arguments for a README and results of their own."""
-    record.write(tmp_path / "results" / "here.json")
-    readme = tmp_path / "README.md"
-    readme.write_text("# Title\n\n<!-- results:here -->\n<!-- /results:here -->\n\nEnd.\n")
-    return [f"--readme={readme}", f"--results={tmp_path / 'results'}"]
+    """Arguments for pages and results of their own."""
+    docs = tmp_path / "docs"
+    record.write(docs / "results" / "here.json")
+    (tmp_path / "README.md").write_text("# Title\n")
+    text = "# Title\n\n<!-- results:here -->\n<!-- /results:here -->\n\nEnd.\n"
+    (docs / "performance.md").write_text(text)
+    blocks = [f"<!-- ops:{name} -->\n<!-- /ops:{name} -->\n" for name in (*FAMILIES, "all")]
+    (docs / "ops.md").write_text("\n".join(blocks))
+    return [f"--root={tmp_path}"]
 
 
-def test_the_readme_is_that_of_the_results(figures: ModuleType) -> None:
+def test_pages_are_up_to_date(figures: ModuleType) -> None:
     assert figures.main(["--check"]) == 0
 
 
@@ -63,31 +74,88 @@ def test_writing_and_checking(
     assert figures.main(["--check", *page]) == 1
     assert figures.main(page) == 0
     assert figures.main(["--check", *page]) == 0
-    text = (tmp_path / "README.md").read_text()
+    docs = tmp_path / "docs"
+    text = (docs / "performance.md").read_text()
     assert text.startswith("# Title\n")
     assert text.endswith("\nEnd.\n")
-    assert str(record.environment) in text
+    assert str(dataclasses.replace(record.environment, commit=None)) in text
     assert "| | float32 forward | float32 backward |" in text
     assert f"| `bias_act` 8 x 16 | {figures.cell(record.rows[0])} | " in text
     assert "| `bias_act` float32 recorded | " in text
     assert "![share](results/here-share.png)" in text
     assert "out of memory: much" in text
-    assert (tmp_path / "results" / "here-host.png").read_bytes()[1:4] == b"PNG"
+    assert (docs / "results" / "here-host.png").read_bytes()[1:4] == b"PNG"
+    ops = (docs / "ops.md").read_text()
+    assert (
+        "| `torchkiln.rms_norm(x, normalized_shape, weight=None, eps=None, *, offset=0.0)` |" in ops
+    )
 
 
 def test_another_figure_is_noticed(figures: ModuleType, page: list[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     assert figures.main(page) == 0
-    path = tmp_path / "results" / "here.json"
+    path = tmp_path / "docs" / "results" / "here.json"
     content = json.loads(path.read_text())
     content["rows"][0]["times"]["torchkiln"]["seconds"] *= 1.5
     path.write_text(json.dumps(content))
     assert figures.main(["--check", *page]) == 1
 
 
+def test_another_signature_is_noticed(figures: ModuleType, page: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert figures.main(page) == 0
+    path = tmp_path / "docs" / "ops.md"
+    path.write_text(path.read_text().replace("eps=None", "eps=1.0"))
+    assert figures.main(["--check", *page]) == 1
+
+
 def test_every_file_has_its_place(
     figures: ModuleType, page: list[str], tmp_path: Path, record: bench.Record
 ) -> None:
-    dataclasses.replace(record).write(tmp_path / "results" / "elsewhere.json")
-    with pytest.raises(SystemExit, match=r"blocks \['here'\] .*files \['elsewhere', 'here'\]"):
+    dataclasses.replace(record).write(tmp_path / "docs" / "results" / "elsewhere.json")
+    with pytest.raises(SystemExit, match=r"blocks \['here'\], expected \['elsewhere', 'here'\]"):
         figures.main(["--check", *page])
+
+
+def test_every_public_function_and_module_is_on_the_page_of_ops() -> None:
+    text = (ROOT / "docs" / "ops.md").read_text(encoding="utf-8")
+    others = {"build_info", "explain", "require_torch", "nn", "cmake_prefix_path", "__version__"}
+    for name in set(torchkiln.__all__) - others:
+        assert f"| `torchkiln.{name}(" in text, name
+    for name in torchkiln.nn.__all__:
+        assert f"| `torchkiln.nn.{name}(" in text, name
+
+
+def test_pictures_are_shown() -> None:
+    """Each picture in docs/results is on a page, and each picture of a page exists."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    shown = {
+        (page.parent / path).resolve()
+        for page in pages
+        for path in re.findall(r"!\[[^\]]*\]\(([^)]+\.png)\)", page.read_text(encoding="utf-8"))
+    }
+    assert shown == set((ROOT / "docs" / "results").glob("*.png"))
+
+
+def test_the_facts_of_the_readme_are_measured() -> None:
+    """The sentences below its picture, which no block holds."""
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    rows = bench.Record.read(ROOT / "docs" / "results" / "h200_rows.json").rows
+    norms = [
+        row.speedup
+        for row in rows
+        if row.kind == "calls" and "norm" in row.op and row.direction == "backward" and row.speedup
+    ]
+    assert f"the {len(norms)} measured backward calls" in readme
+    assert f"are {geometric_mean(norms):.2f} times" in readme
+    assert f"(geometric mean; {min(norms):.2f} to {max(norms):.2f} times)" in readme
+    for run in ("cpu", "cuda"):
+        ops = json.loads((ROOT / "docs" / "contract" / f"{run}.json").read_text())["ops"]
+        found = [check["status"] for checks in ops.values() for check in checks.values()]
+        assert f"{found.count('passed'):,} of {len(found):,}" in readme
+        assert "failed" not in found
+        assert f"each of {len(ops)} ops" in readme
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
