@@ -40,8 +40,8 @@ autodoc_preserve_defaults = True
 python_use_unqualified_type_names = True
 nitpicky = True
 nitpick_ignore_regex = [
-    (r"py:.*", r"(torch|collections|functools|nn)\b.*"),  # of other packages
-    (r"py:class", r"Path|Tensor|Argument|Binary|Files|FormulaKernel|Node|Signature"),
+    (r"py:.*", r"(torch|collections|functools|nn|pathlib)\b.*"),  # of other packages
+    (r"py:class", r"Path|Tensor|Argument|Binary|Files|FormulaKernel|Node|Operations|Signature"),
     (r"py:class", r"torchkiln(\.\w+){3,}"),  # in signatures, but not in the reference
 ]
 

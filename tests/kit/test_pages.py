@@ -219,3 +219,31 @@ def test_sessions_exist() -> None:
     noxfile = (ROOT / "noxfile.py").read_text()
     for session in sessions:
         assert re.search(rf"^def {session}\(", noxfile, re.MULTILINE), session
+
+
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+
+
+def test_paths_of_the_architecture_exist() -> None:
+    folders = "|".join(("cpp", "cuda", "src", "tests", "docs"))
+    paths = set(re.findall(rf"(?<![\w./])(?:{folders})/[\w./-]*\w", ARCHITECTURE))
+    assert {"cpp/ops/norm/norm.cpp", "cuda/ops/norm/forward.cu"} <= paths
+    assert {path for path in paths if not (ROOT / path).exists()} == set()
+
+
+STEP = re.compile(r"^\| \d \| `([^`]+)` \| `([^`]+)` \|", re.MULTILINE)
+
+
+@pytest.mark.parametrize(("path", "function"), STEP.findall(ARCHITECTURE))
+def test_functions_of_the_architecture_exist(path: str, function: str) -> None:
+    words = re.findall(r"\w+", function)
+    assert re.search(rf"\b{words[-1]}\b", (ROOT / path).read_text(encoding="utf-8"))
+
+
+def test_the_navigation_has_every_page() -> None:
+    """Each page is in one list of docs/index.md; a page without one is an error of Sphinx, too."""
+    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    lists = re.findall(r"^```\{toctree\}\n(?::[^\n]*\n)+\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    named = [name for found in lists for name in found.split()]
+    pages = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
+    assert sorted(named) == sorted(pages)

@@ -145,7 +145,8 @@ def draw_sweep(rows: Sequence[Row], where: str) -> Figure:
     for axes in panels:
         axes.tick_params(labelsize=7.5, labelbottom=True)
     figure.supxlabel("row length", fontsize=8)
-    figure.supylabel("speed in % of a copy of as many bytes", fontsize=8)
+    product = " or product" if any(PRODUCT in row.references for row in rows) else ""
+    figure.supylabel(f"speed in % of a copy{product} of as much work", fontsize=8)
     lengths = sorted({row.shape[1] for row in rows if not is_power_of_two(row.shape[1])})
     title = f"Rows of every length, as many elements in all, {', '.join(by_dtype(rows))}"
     if lengths:
