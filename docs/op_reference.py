@@ -112,7 +112,7 @@ def plain(text: str) -> str:
 
 def call_of(function: Callable[..., Any]) -> str:
     """Name, arguments and defaults, without types."""
-    if inspect.isclass(function) and "__init__" not in vars(function):
+    if inspect.isclass(function) and function.__init__ is torch.nn.Module.__init__:
         return f"{function.__name__}()"
     signature = inspect.signature(function)
     parameters = [
