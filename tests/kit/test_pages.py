@@ -41,6 +41,7 @@ SHOWN = {
     "docs/debugging.md": 6,
     "docs/docker.md": 4,
     "docs/examples.md": 2,
+    "docs/install.md": 2,
     "docs/mutation.md": 1,
     "docs/new.md": 3,
     "docs/profiling.md": 3,
