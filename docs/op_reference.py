@@ -97,8 +97,8 @@ COLUMNS = (
     "bitwise equal from run to run",
     "waits for the device",
 )
-BLOCKS = (*FAMILIES, "all")
-"""Names of the blocks of docs/ops.md."""
+LAST = "## The contract of a family\n"
+"""The last heading of docs/ops.md."""
 INDUCTOR = "yes, seen on the CPU, from C++ too"
 NONE = "-"
 
@@ -198,7 +198,7 @@ def table() -> Iterable[str]:
     yield f"| {' | '.join(COLUMNS)} |"
     yield "|---" * len(COLUMNS) + "|"
     for family, specs in FAMILIES.items():
-        notes = NOTES[family]
+        notes = NOTES.get(family, Notes())
         cells = (
             ", ".join(f"`{spec.name}`" for spec in specs),
             joined(per_op(specs, dtypes), notes.beside),
@@ -242,3 +242,13 @@ def calls(family: str) -> Iterable[str]:
 def block(family: str) -> str:
     """The generated part of a family, or the table of all."""
     return "\n".join([*(table() if family == "all" else calls(family)), ""])
+
+
+def with_all_families(page: str) -> str:
+    """The page docs/ops.md with a section for each family that has none."""
+    for family in FAMILIES:
+        begin = f"<!-- ops:{family} -->\n"
+        if begin not in page:
+            section = f"## {family}\n\n{begin}<!-- /ops:{family} -->\n\n"
+            page = page.replace(LAST, section + LAST)
+    return page
