@@ -1,35 +1,28 @@
-"""One spec for each op, by family."""
+"""One spec for each op. A module of this folder holds the specs of a family and is found here."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from pkgutil import iter_modules
+
+from torchkiln.ops.names import OPS
 from torchkiln.testing.spec import OpSpec
-from torchkiln.testing.specs import activation, dropout, gated, norm
-from torchkiln.testing.specs.bias_act import BIAS_ACT
-from torchkiln.testing.specs.cross_entropy import CROSS_ENTROPY
-from torchkiln.testing.specs.matmul import LINEAR, MATMUL
-from torchkiln.testing.specs.pointwise import ADD, MULADD
-from torchkiln.testing.specs.reduction import MEAN, SUM
-from torchkiln.testing.specs.softmax import LOG_SOFTMAX, SOFTMAX
-from torchkiln.testing.specs.spmm import SPMM_CSR
 
-FAMILIES: dict[str, tuple[OpSpec, ...]] = {
-    "pointwise": (ADD, MULADD),
-    "activation": (
-        activation.SQUARE,
-        activation.RELU,
-        activation.GELU,
-        activation.GELU_TANH,
-        activation.SILU,
-        activation.SIGMOID,
-        activation.TANH,
-    ),
-    "bias_act": (BIAS_ACT,),
-    "gated": (gated.SWIGLU, gated.GEGLU, gated.GEGLU_TANH),
-    "dropout": (dropout.DROPOUT_ADD, dropout.BIAS_DROPOUT_ADD),
-    "reduction": (SUM, MEAN),
-    "norm": (norm.LAYER_NORM, norm.RMS_NORM, norm.ADD_LAYER_NORM, norm.ADD_RMS_NORM),
-    "softmax": (SOFTMAX, LOG_SOFTMAX),
-    "cross_entropy": (CROSS_ENTROPY,),
-    "spmm": (SPMM_CSR,),
-    "matmul": (MATMUL, LINEAR),
-}
+
+def _order(spec: OpSpec) -> int:
+    """The place of an op among the names of all ops."""
+    return OPS.index(spec.name) if spec.name in OPS else len(OPS)
+
+
+def _family(module: str) -> tuple[OpSpec, ...]:
+    """The specs of a module."""
+    values = vars(import_module(f"{__name__}.{module}")).values()
+    return tuple(sorted({value for value in values if isinstance(value, OpSpec)}, key=_order))
+
+
+_FOUND = {module.name: _family(module.name) for module in iter_modules(__path__)}
+
+FAMILIES = dict(sorted(_FOUND.items(), key=lambda found: _order(found[1][0])))
+"""Specs by the name of their module, in the order of :mod:`torchkiln.ops.names`."""
 
 SPECS = tuple(spec for family in FAMILIES.values() for spec in family)

@@ -1,5 +1,0 @@
-from torch import Tensor
-
-has_cuda: bool
-
-def OPNAME(x: Tensor, /) -> Tensor: ...
