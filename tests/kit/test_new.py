@@ -18,7 +18,7 @@ import torchkiln
 from torchkiln.new import TEMPLATES, check, write_package
 from torchkiln.new.__main__ import main
 from torchkiln.new.addition import add_op
-from torchkiln.new.edit import Before, EditError, End, Listed, applied
+from torchkiln.new.edit import Before, Edit, EditError, Listed, applied
 from torchkiln.new.template import FOLDER, PLACEHOLDER
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,16 +46,16 @@ def test_a_package_is_complete(package: Path) -> None:
         "CMakeLists.txt",
         "README.md",
         f"cpp/cpu/{NAME}.cpp",
-        f"cpp/include/{NAME}/ops.h",
+        f"cpp/include/{NAME}/torch/ops.h",
         f"cpp/ops/{NAME}.cpp",
         "cpp/python/module.cpp",
-        f"cuda/{NAME}.cu",
         f"cuda/include/{NAME}/kernels/{NAME}.h",
+        f"cuda/ops/{NAME}.cu",
         "noxfile.py",
         "pyproject.toml",
         f"src/{NAME}/_C.pyi",
         f"src/{NAME}/__init__.py",
-        f"src/{NAME}/{NAME}.py",
+        f"src/{NAME}/ops.py",
         f"src/{NAME}/py.typed",
         f"src/{NAME}/spec.py",
         "tests/conftest.py",
@@ -80,7 +80,7 @@ def test_a_package_needs_this_version(package: Path) -> None:
     assert f"find_package(torchkiln {version} REQUIRED" in (package / "CMakeLists.txt").read_text()
 
 
-def test_the_kernels_of_a_package_know_nothing_of_torch(package: Path) -> None:
+def test_kernels_of_a_package_do_not_include_torch(package: Path) -> None:
     for path, text in texts(package).items():
         if path.startswith(("cuda/", "cpp/cpu/")):
             assert not re.search(r'#include\s*[<"](torch|ATen|c10)/', text), path
@@ -97,8 +97,7 @@ def test_files_are_formatted(package: Path) -> None:
         assert done.returncode == 0, done.stdout
 
 
-def test_templates_share_what_they_can() -> None:
-    """No file of a template has a twin in another one."""
+def test_no_two_templates_have_the_same_file() -> None:
     seen: dict[str, Path] = {}
     for path in FOLDER.rglob("*"):
         if path.is_file() and path.stat().st_size and "__pycache__" not in path.parts:
@@ -173,12 +172,11 @@ FILE = "one\n  two\nfour\n"
     ("edit", "expected"),
     [
         (Before("f", "  two", "new\n"), "one\nnew\n  two\nfour\n"),
-        (End("f", "new\n"), FILE + "new\n"),
         (Listed("f", r"(\w+)$", "new"), "new\none\n  two\nfour\n"),
         (Listed("f", r"(\w+)$", "zero"), "one\n  two\nfour\nzero\n"),
     ],
 )
-def test_a_line_finds_its_place(edit: Before | End | Listed, expected: str) -> None:
+def test_a_line_finds_its_place(edit: Edit, expected: str) -> None:
     assert applied([edit], {"f": FILE}) == {"f": expected}
 
 
@@ -188,28 +186,28 @@ def test_a_line_finds_its_place(edit: Before | End | Listed, expected: str) -> N
         (Before("f", "three", "new\n"), "f: got 0 lines 'three', expected 1; nothing was written"),
         (Before("f", "two", "new\n"), "f: got 0 lines 'two', expected 1"),
         (Listed("f", r"    (\w+)$", "    new"), "expected a list"),
-        (Listed("f", r"(\w+)$", "one"), "got 'one' already"),
+        (Listed("f", r"(\w+)$", "one"), "got 'one' in the list, expected a new name"),
     ],
 )
-def test_a_line_that_has_no_place(edit: Before | Listed, message: str) -> None:
+def test_a_line_that_has_no_place(edit: Edit, message: str) -> None:
     with pytest.raises(EditError, match=re.escape(message)):
         edit.apply(FILE)
 
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """The sources, without what is built and measured."""
+    """The sources that are compiled, and the list of their families."""
     folder = tmp_path / "checkout"
     left_out = shutil.ignore_patterns("__pycache__", "templates")
     for name in ("cpp", "cuda", "src"):
         shutil.copytree(ROOT / name, folder / name, ignore=left_out)
-    for name in ("CHANGELOG.md", "README.md", "pyproject.toml"):
+    for name in (".clang-format", "CMakeLists.txt", "pyproject.toml"):
         shutil.copy(ROOT / name, folder / name)
     return folder
 
 
-# CPU kernels, and what the function that picks one of an instruction set gives it.
-PICKED = {
+# Public functions of the CPU kernels, with the arguments that each passes to its variants.
+ENTRIES = {
     "elementwise": dict.fromkeys((NAME, f"{NAME}_backward"), "arguments, scale, begin, end"),
     "reduction": dict.fromkeys((NAME, f"{NAME}_backward"), "arguments, begin, end"),
     "custom": {NAME: "arguments, begin, end"},
@@ -225,25 +223,32 @@ def test_an_op_of_this_repository(template: str, checkout: Path) -> None:
     assert new == {
         f"cpp/cpu/{NAME}.cpp",
         f"cpp/ops/{NAME}.cpp",
-        f"cuda/{NAME}.cu",
         f"cuda/include/torchkiln/kernels/{NAME}.h",
-        f"src/torchkiln/{NAME}.py",
+        f"cuda/ops/{NAME}.cu",
+        f"src/torchkiln/ops/{NAME}.py",
         f"src/torchkiln/testing/specs/{NAME}.py",
-        f"tests/test_{NAME}.py",
     }
     changed = {path for path in before if before[path] != after[path]}
+    assert changed == {
+        "CMakeLists.txt",
+        "cpp/include/torchkiln/torch/ops.h",
+        "cpp/python/module.cpp",
+        "src/torchkiln/__init__.py",
+        "src/torchkiln/ops/names.py",
+    }
     assert {path.relative_to(checkout).as_posix() for path in written} == new | changed
     for path in new | changed:
-        assert NAME in after[path].lower(), path
-        assert not PLACEHOLDER.search(after[path]), path
-    for path in changed:  # lines were added, and none was touched
+        assert NAME in after[path], path
+        assert not PLACEHOLDER.search(after[path].replace("TORCHKILN_PACKAGE", "")), path
+    for path in changed:  # lines were added, no line was changed
         rest = iter(after[path].splitlines())
         assert all(line in rest for line in before[path].splitlines()), path
-    assert f"- `torchkiln.{NAME}(x" in after["README.md"]
-    kernels = " ".join(after[f"cpp/cpu/{NAME}.cpp"].split())  # in lines as they come
-    assert dict(re.findall(r"BEST_VARIANT\((\w+)\)\((.*?)\);", kernels)) == PICKED[template]
-    assert re.findall(r"DECLARE_VARIANTS\((\w+)\)", kernels) == list(PICKED[template])
-    assert "loops" not in kernels
+    kernels = " ".join(after[f"cpp/cpu/{NAME}.cpp"].split())
+    entries = re.findall(r"TORCHKILN_CPU_ENTRY\((\w+), \(.*?\), \((.*?)\)\)", kernels)
+    assert dict(entries) == ENTRIES[template]
+    for path in new:
+        assert not re.search(rf"(?<!namespace )torchkiln::(?!{NAME})", after[path]), path
+        assert "using namespace torchkiln" not in after[path], path
 
 
 def test_an_op_that_cannot_be_added(
@@ -253,16 +258,18 @@ def test_an_op_that_cannot_be_added(
     assert "expected a checkout of torchkiln" in capsys.readouterr().err
     assert main(["swiglu", "--op", "--into", str(checkout)]) == 2
     assert "which is a name of torch or torchkiln" in capsys.readouterr().err
-    cmake = checkout / "cuda" / "CMakeLists.txt"
-    cmake.write_text(cmake.read_text().replace(".cu\n", ".cc\n"))
+    assert main(["norm", "--op", "--into", str(checkout)]) == 2
+    assert "which is a name of torch or torchkiln" in capsys.readouterr().err
+    cmake = checkout / "CMakeLists.txt"
+    cmake.write_text(cmake.read_text().replace("\n  ", "\n    "))
     before = texts(checkout)
     assert main([NAME, "--op", "--into", str(checkout)]) == 2
-    assert "cuda/CMakeLists.txt: got 0 lines like" in capsys.readouterr().err
+    assert "CMakeLists.txt: got 0 lines like" in capsys.readouterr().err
     assert texts(checkout) == before
 
 
 def commands_of_the_page() -> list[list[str]]:
-    """The arguments of `torchkiln new` on its page."""
+    """The arguments of each `torchkiln new` on its page."""
     page = (ROOT / "docs" / "new.md").read_text()
     blocks = re.findall(r"^```sh shown\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     words = [shlex.split(line, comments=True) for block in blocks for line in block.splitlines()]
@@ -282,7 +289,7 @@ def test_a_command_of_the_page(
         assert tomllib.loads(project.read_text())["project"]["name"] == command[0]
 
 
-def test_the_page_tells_of_every_template() -> None:
+def test_the_page_describes_every_template() -> None:
     page = (ROOT / "docs" / "new.md").read_text()
     for template in TEMPLATES:
         assert f"| `{template}` |" in page

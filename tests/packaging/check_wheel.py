@@ -33,7 +33,7 @@ CONTENTS = (
     r"torchkiln/_build_info\.json",
     r"torchkiln/new/templates/common/CMakeLists\.txt",
     r"torchkiln/new/templates/common/dot_gitignore",
-    r"torchkiln/new/templates/elementwise/cuda/OPNAME\.cu",
+    r"torchkiln/new/templates/elementwise/cuda/ops/OPNAME\.cu",
     r"torchkiln/lib/libtorchkiln_kernels\.so",
     r"torchkiln/include/torchkiln/version\.h",
     r"torchkiln/include/torchkiln/core/trace\.h",

@@ -1,9 +1,8 @@
-"""``torchkiln new``: a package, or an op of this repository, that works before the first edit.
+"""``torchkiln new``: writes a package, or an op of this repository, that works before any edit.
 
-The files lie in ``templates``: ``common`` has those of every package, a folder of its own has what
-makes a template, ``checkout`` what an op of this repository has besides. They are read as what they
-become, with ``PACKAGE``, ``OPNAME`` and ``KILN_VERSION`` in place of names; ``dot_`` begins the
-names of those that begin with a dot.
+Templates lie in ``templates``: ``common`` has the files of every package, the other folders what
+differs between templates. Names in capitals, such as ``PACKAGE`` and ``OPNAME``, stand for words
+that are filled in; file names that begin with ``dot_`` begin with a dot in the package.
 """
 
 from torchkiln.new.template import TEMPLATES, files

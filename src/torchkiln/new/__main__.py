@@ -1,4 +1,4 @@
-"""Write a package with an operator of your own, or an operator into this repository."""
+"""Write a package with an operator of your own, or add an operator to a checkout of torchkiln."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ python -m pytest -m "not slow"     # or nox -s tests, in an environment of its o
 """
 
 NEXT_OP = """
-nox -s tests -- tests/contract/test_contract.py tests/contract/test_coverage.py tests/test_{name}.py -k {name}
-Write your formula, and the row of the README's table.
+nox -s tests -- tests/contract/test_contract.py tests/contract/test_coverage.py -k {name}
+Write your formula, its contract and a line of CHANGELOG.md; nox -s figures updates docs/ops.md.
 """
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     lines = [f"  {name:<12} {words}" for name, words in TEMPLATES.items()]
     parser = argparse.ArgumentParser(
         prog="torchkiln new",
@@ -34,20 +34,20 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("name", metavar="NAME", help="of the package and of its operator: small letters")
+    add("name", metavar="NAME", help="of the package and its operator: small letters")
     add("--template", choices=TEMPLATES, default="elementwise", help="default: elementwise")
     add("--op", action="store_true", help="add the operator to this checkout of torchkiln")
     add(
         "--into",
         type=Path,
         metavar="FOLDER",
-        help="a new folder (default: NAME, here); of --op: the checkout",
+        help="a new folder (default: NAME), or with --op the checkout (default: .)",
     )
     return parser.parse_args(given)
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Write, and tell what and how to go on."""
+    """Writes the files, prints their paths and the next commands."""
     options = arguments(given)
     into = options.into or Path() if options.op else options.into or Path(options.name)
     write = add_op if options.op else write_package

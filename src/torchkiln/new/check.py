@@ -1,4 +1,4 @@
-"""Names and folders that will not do. Torch is not asked: a package is written without it."""
+"""Refuses names and folders that cannot be used, without importing torch."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from pathlib import Path
 WHERE = "torchkiln.new"
 API = Path(__file__).parents[1] / "__init__.py"
 
-# What cannot be the name of a function or of a namespace in C++.
+# Words that cannot name a function or a namespace in C++.
 CPP = """alignas alignof asm auto bool case catch char const constexpr decltype default delete do
 double enum explicit export extern false float friend goto inline int long mutable namespace new
 noexcept nullptr operator private protected public register requires short signed sizeof static std
 struct switch template this throw true typedef typename union unsigned using virtual void volatile
 """
-# Namespaces of torch, of its ops and of ours.
+# Namespaces of torch and of its ops, then names in the headers that templates include.
 TORCH = {"at", "aten", "c10", "caffe2", "prim", "prims", "pybind11", "quantized", "torch"}
-OURS = {"cpu", "cuda", "meta", "forward", "backward", "spec", "torchkiln"}
+OURS = {"backward", "call", "composite", "core", "cpu", "cuda", "define", "describe", "device"}
+OURS |= {"elementwise", "forward", "kernel", "kernels", "launch", "meta", "spec", "torchkiln"}
 
 
 def name(given: str, api: Path = API) -> str:
-    """The name itself, where it can be that of a module, a function and a C++ namespace."""
+    """Returns the name if a module, a function and a C++ namespace can have it."""
 
     def refuse(words: str) -> ValueError:
         return ValueError(f"{WHERE}: NAME: got {given!r}, {words}")
@@ -43,8 +44,9 @@ def name(given: str, api: Path = API) -> str:
 
 
 def public(api: Path) -> set[str]:
-    """What torchkiln offers under its name: functions and modules."""
-    modules = {path.stem for path in api.parent.iterdir() if not path.name.startswith("_")}
+    """The public functions and modules of torchkiln, and the families of its ops."""
+    paths = [*api.parent.iterdir(), *(api.parent / "ops").iterdir()]
+    modules = {path.stem for path in paths if not path.name.startswith("_")}
     for node in ast.parse(api.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return modules | set(ast.literal_eval(node.value))
@@ -52,7 +54,7 @@ def public(api: Path) -> set[str]:
 
 
 def folder(given: Path) -> Path:
-    """The folder itself, where it is empty or not there."""
+    """Returns the folder if it is empty or does not exist."""
     if given.exists() and not given.is_dir():
         raise FileExistsError(f"{WHERE}: --into: got {given}, a file, expected a new folder")
     if given.is_dir() and any(given.iterdir()):

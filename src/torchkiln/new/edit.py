@@ -1,4 +1,4 @@
-"""Lines that go into files which exist; each has to find its place."""
+"""Edits of existing files. An edit without a place in its file is an error."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class EditError(ValueError):
-    """A file is not as an edit expects it."""
+    """A file that an edit does not fit."""
 
     def __init__(self, path: str, got: str, expected: str) -> None:
         super().__init__(
@@ -17,14 +17,14 @@ class EditError(ValueError):
 
 @dataclass(frozen=True)
 class Before:
-    """Text that goes before a line, which the file has once."""
+    """Inserts text before a line that occurs once in the file."""
 
     path: str
     line: str
     text: str
 
     def apply(self, content: str) -> str:
-        """The file with the text."""
+        """Returns the file with the text."""
         lines = content.splitlines(keepends=True)
         places = [i for i, line in enumerate(lines) if line.rstrip("\n") == self.line]
         if len(places) != 1:
@@ -34,44 +34,32 @@ class Before:
 
 @dataclass(frozen=True)
 class Listed:
-    """A line of a list in alphabetical order."""
+    """Inserts a line into a list in alphabetical order."""
 
     path: str
     pattern: str
-    """Matches a line of the list, its group what the list is sorted by."""
+    """Matches the lines of the list; its group is what they are sorted by."""
     line: str
 
     def apply(self, content: str) -> str:
-        """The file with the line, before the first that comes after it or else after the last."""
+        """Returns the file with the line."""
         lines = content.splitlines(keepends=True)
         own = re.match(self.pattern, self.line)
         entries = [(i, m[1]) for i, line in enumerate(lines) if (m := re.match(self.pattern, line))]
         if own is None or len(entries) < 2:
             raise EditError(self.path, f"{len(entries)} lines like {self.pattern!r}", "a list")
         if own[1] in {key for _, key in entries}:
-            raise EditError(self.path, f"{own[1]!r} already", "it not to be there")
+            raise EditError(self.path, f"{own[1]!r} in the list", "a new name")
         after = [i for i, key in entries if key > own[1]]
         place = after[0] if after else entries[-1][0] + 1
         return "".join([*lines[:place], self.line + "\n", *lines[place:]])
 
 
-@dataclass(frozen=True)
-class End:
-    """Text that goes to the end."""
-
-    path: str
-    text: str
-
-    def apply(self, content: str) -> str:
-        """The file with the text."""
-        return content + self.text
-
-
-Edit = Before | Listed | End
+Edit = Before | Listed
 
 
 def applied(edits: list[Edit], read: dict[str, str]) -> dict[str, str]:
-    """The files after all edits; ``read`` has them before."""
+    """Returns the files after all edits; ``read`` has them before."""
     files = dict(read)
     for edit in edits:
         files[edit.path] = edit.apply(files[edit.path])

@@ -1,21 +1,49 @@
-"""What a template makes of a name: files by their path."""
+"""Fills in templates: from the name of an op to files by their path."""
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path, PurePosixPath
 
 FOLDER = Path(__file__).parent / "templates"
 COMMON = "common"
 
+FUNCTION = "src/PACKAGE/ops.py"
+"""The function in Python, in the folder of each template."""
+
 TEMPLATES = {
-    "elementwise": "a formula and its derivative in torchkiln's skeleton: any strides, two inputs",
-    "reduction": "one number for each row: a kernel for rows, a broadcast formula as backward",
+    "elementwise": "a formula and its gradients; any strides, vector access, two inputs",
+    "reduction": "one number per row: a kernel over rows, an elementwise backward",
     "custom": "a kernel of your own, with dynamic shared memory",
 }
-"""By name, and in words."""
+"""Descriptions by name."""
 
-PLACEHOLDER = re.compile("PACKAGE|OPNAME|KILN_VERSION")
+PLACEHOLDER = re.compile("PACKAGE|OPNAME|KILN_VERSION|ARGUMENTS|PARAMETERS|FORMULA")
+CPP_TYPES = {"Tensor": "const at::Tensor&", "float": "double", "int": "int64_t"}
+
+
+def words_of(template: str, package: str, name: str, version: str) -> dict[str, str]:
+    """The text for each placeholder. Shared C++ files have the parameters of the Python function.
+
+    Args:
+        template: one of :data:`TEMPLATES`.
+        package: of the op: its namespace in Python and C++.
+        name: of the op.
+        version: of torchkiln, such as 0.1.
+    """
+    text = (FOLDER / template / FUNCTION).read_text(encoding="utf-8")
+    function = next(node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef))
+    types = {arg.arg: ast.unparse(arg.annotation or arg) for arg in function.args.args}
+    returns = (ast.get_docstring(function) or "").splitlines()[0].removeprefix("Returns ")
+    return {
+        "PACKAGE": package,
+        "OPNAME": name,
+        "KILN_VERSION": version,
+        "ARGUMENTS": ", ".join(f'"{argument}"' for argument in types),
+        "PARAMETERS": ", ".join(f"{CPP_TYPES[kind]} {arg}" for arg, kind in types.items()),
+        "FORMULA": returns.replace("``", ""),
+    }
 
 
 def filled(text: str, words: dict[str, str]) -> str:
@@ -23,20 +51,15 @@ def filled(text: str, words: dict[str, str]) -> str:
     return PLACEHOLDER.sub(lambda match: words[match[0]], text)
 
 
-def place(path: PurePosixPath, words: dict[str, str]) -> str:
-    """Where a file of a template goes."""
-    parts = [re.sub("^dot_", ".", part) for part in path.parts]
-    return filled("/".join(parts), words)
-
-
 def files(folders: tuple[str, ...], words: dict[str, str]) -> dict[str, str]:
-    """The files of some folders of templates, filled in; later folders replace earlier ones'."""
+    """The files of folders of templates, filled in, by their path in the package."""
     found = {}
     for folder in folders:
         root = FOLDER / folder
         for file in sorted(root.rglob("*")):
             path = PurePosixPath(file.relative_to(root).as_posix())
             if file.is_file() and not path.match("__pycache__/*"):
-                to = place(path, words)
-                found[to] = filled(file.read_text(encoding="utf-8"), words)
+                parts = [re.sub("^dot_", ".", part) for part in path.parts]
+                text = file.read_text(encoding="utf-8")
+                found[filled("/".join(parts), words)] = filled(text, words)
     return found

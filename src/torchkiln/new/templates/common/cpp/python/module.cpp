@@ -1,10 +1,7 @@
-// The eager fast path: a Python call straight into the C++ dispatcher, half the host time of
-// torch.ops. Loading the module registers the operator.
+// The Python module _C. Loading it registers the ops with torch.
 
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/utils/pybind.h>
-
-#include "PACKAGE/ops.h"
+#include "PACKAGE/torch/ops.h"
+#include "torchkiln/torch/bind.h"
 
 #ifdef TORCHKILN_WITH_CUDA
 constexpr bool kHasCuda = true;
@@ -14,5 +11,8 @@ constexpr bool kHasCuda = false;
 
 PYBIND11_MODULE(_C, module) {
   module.attr("has_cuda") = kHasCuda;
-  module.def("OPNAME", torch::wrap_pybind_function_no_gil(PACKAGE::OPNAME));
+  // A bound function checks the types of its arguments and calls the dispatcher, in half the host
+  // time of torch.ops.
+  const torchkiln::Binder ops(module);
+  ops.bind<&PACKAGE::OPNAME>("OPNAME", {ARGUMENTS});
 }

@@ -1,9 +1,9 @@
 """The operator OPNAME for PyTorch, on CPU and CUDA."""
 
-import torchkiln as _torchkiln  # brings the libraries of _C
+import torchkiln as _torchkiln  # loads the libraries that _C is linked to
 
 _torchkiln.require_torch(__file__)
 
-from PACKAGE.OPNAME import OPNAME  # noqa: E402
+from PACKAGE.ops import OPNAME  # noqa: E402
 
 __all__ = ["OPNAME"]

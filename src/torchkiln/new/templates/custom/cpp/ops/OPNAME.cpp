@@ -1,74 +1,89 @@
-#include <ATen/ATen.h>
-#include <torch/library.h>
+// The op for torch: schema, checks, outputs, gradients. Torch's headers are included here, not in
+// the kernels, which compile much faster without them.
 
 #include "PACKAGE/kernels/OPNAME.h"
-#include "PACKAGE/ops.h"
+#include "PACKAGE/torch/ops.h"
 #include "torchkiln/torch/checks.h"
 #include "torchkiln/torch/elementwise.h"
-#include "torchkiln/torch/launch.h"
+#include "torchkiln/torch/empty.h"
 #include "torchkiln/torch/op.h"
 
 namespace PACKAGE::OPNAME_ops {
 namespace {
 
+using namespace torchkiln;
 using at::Tensor;
 
-constexpr int64_t kMostDimensions = 64;
-
-/// The checked, empty output; on Meta and symbolic tensors, too.
-Tensor meta(const Tensor& x, int64_t window) {
-  constexpr const char* kOp = "OPNAME";
-  torchkiln::check_tensor(kOp, "x", x);
-  torchkiln::check_dtype(kOp, "x", x);
-  torchkiln::check_rank(kOp, "x", x, 1, kMostDimensions, "[..., columns]");
-  TORCH_CHECK_VALUE(window >= 1, "PACKAGE.OPNAME: window: got ", window, ", expected at least 1");
-  return at::empty_symint(x.sym_sizes(), x.options().memory_format(at::MemoryFormat::Contiguous));
+void check_inputs(const char* op, const Tensor& x, int64_t window) {
+  check_tensor(op, "x", x);
+  check_dtype(op, "x", x);
+  check_not_0_dim(op, "x", x);
+  TORCH_CHECK_VALUE(window >= 1, "PACKAGE.", op, ": window: got ", window,
+                    ", expected at least 1");
 }
 
-/// `before` elements of each window lie before the one that it is the sum for.
-Tensor run(const char* op, const Tensor& x, int64_t window, int64_t before) {
-  Tensor out = meta(x, window);
-  if (out.numel() == 0) return out;
-  const Tensor rows = x.contiguous();
-  const int64_t columns = x.size(-1), count = x.numel() / columns;
-  const OPNAME_parts::Windows arguments{rows.const_data_ptr(),
+/// Writes the sums to `out`. `before` elements of each window precede the element that it is for.
+void sum_windows(const char* op, const Tensor& out, const Tensor& x, int64_t window,
+                 int64_t before) {
+  if (out.numel() == 0) return;
+  const Tensor matrix = x.contiguous();
+  const int64_t columns = x.size(-1), rows = x.numel() / columns;
+  const OPNAME_parts::Windows arguments{matrix.const_data_ptr(),
                                         out.mutable_data_ptr(),
-                                        torchkiln::dtype_of(x),
-                                        count,
+                                        dtype_of(x),
+                                        rows,
                                         columns,
                                         window,
                                         before};
-  const int64_t grain = std::max<int64_t>(1, torchkiln::kElementwiseGrain / columns);
-  torchkiln::launch(
-      op, out, count, grain, [&](auto stream) { return cuda::OPNAME(arguments, stream); },
+  const int64_t grain = std::max<int64_t>(1, kElementwiseGrain / columns);  // in rows
+  launch(
+      op, out, rows, grain, [&](auto stream) { return cuda::OPNAME(arguments, stream); },
       [&](int64_t begin, int64_t end) { return cpu::OPNAME(arguments, begin, end); });
-  return out;
 }
 
-Tensor forward(const Tensor& x, int64_t window) { return run("OPNAME", x, window, window - 1); }
+/// The gradient of x: each element is in its own sum and in the `window - 1` sums after it.
+struct Backward {
+  static constexpr const char* kName = "OPNAME_backward";
+  static constexpr const char* kSchema =
+      "PACKAGE::OPNAME_backward(Tensor grad, Tensor x, int window) -> Tensor";
 
-std::vector<Tensor> backward_meta(const Tensor& grad, const Tensor& x, int64_t window) {
-  constexpr const char* kOp = "OPNAME_backward";
-  torchkiln::check_tensors(kOp, {{"x", x}, {"grad", grad}});
-  torchkiln::check_same_dtype(kOp, "grad", grad, "x", x);
-  torchkiln::check_same_shape(kOp, "grad", grad, "x", x);
-  return {meta(grad, window)};
-}
+  static Tensor meta(const Tensor& grad, const Tensor& x, int64_t window) {
+    check_inputs(kName, x, window);
+    check_like(kName, "grad", grad, "x", x);
+    return empty_contiguous(x);
+  }
 
-/// Each element counted in its own sum and in the `window - 1` after it.
-std::vector<Tensor> backward(const Tensor& grad, const Tensor& x, int64_t window) {
-  backward_meta(grad, x, window);
-  return {run("OPNAME_backward", grad, window, 0)};
-}
+  static Tensor kernel(const Tensor& grad, const Tensor& x, int64_t window) {
+    Tensor grad_x = meta(grad, x, window);
+    sum_windows(kName, grad_x, grad, window, /*before=*/0);
+    return grad_x;
+  }
+};
 
 struct Op {
-  static constexpr const char* kName = "PACKAGE::OPNAME";
-  static constexpr const char* kBackward = "PACKAGE::OPNAME_backward";
+  static constexpr const char* kName = "OPNAME";
+  static constexpr const char* kSchema = "PACKAGE::OPNAME(Tensor x, int window=4) -> Tensor";
+  /// Called with the incoming gradient and the arguments of the op.
+  using BackwardOp = Backward;
 
-  /// In torch's own ops, and as precise: for transforms and for second derivatives.
+  /// The output without data, after the checks. torch.compile calls it to learn sizes and dtypes.
+  static Tensor meta(const Tensor& x, int64_t window) {
+    check_inputs(kName, x, window);
+    return empty_contiguous(x);
+  }
+
+  /// The computation, on the CPU or a GPU.
+  static Tensor kernel(const Tensor& x, int64_t window) {
+    Tensor out = meta(x, window);
+    sum_windows(kName, out, x, window, window - 1);
+    return out;
+  }
+
+  /// The formula in torch's own ops, in the same precision: for vmap, torch.func and the gradients
+  /// of gradients, which torch derives from it.
   static Tensor composite(const Tensor& x, int64_t window) {
-    meta(x, window);
-    const at::ScalarType compute = torchkiln::compute_dtype(x.scalar_type());
+    check_inputs(kName, x, window);
+    const at::ScalarType compute = compute_dtype(x.scalar_type());
     const Tensor padded = at::constant_pad_nd(x.to(compute), {window - 1, 0});
     Tensor sum = at::zeros_like(x, x.options().dtype(compute));
     for (int64_t at = 0; at < window; ++at)
@@ -77,38 +92,16 @@ struct Op {
   }
 };
 
-const auto& op() {
-  static const auto op = torchkiln::find_op<Tensor(const Tensor&, int64_t)>(Op::kName);
-  return op;
-}
-
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(PACKAGE, m) {
-  m.def("OPNAME(Tensor x, int window=4) -> Tensor", {at::Tag::pt2_compliant_tag});
-  m.def("OPNAME_backward(Tensor grad, Tensor x, int window) -> Tensor[]",
-        {at::Tag::pt2_compliant_tag});
-}
-
-// For all backends, so that what has no kernel (sparse, other devices) meets the checks and not a
-// missing entry.
-TORCH_LIBRARY_IMPL(PACKAGE, CompositeExplicitAutograd, m) {
-  m.impl("OPNAME", TORCH_FN(forward));
-  m.impl("OPNAME_backward", TORCH_FN(backward));
-}
-TORCH_LIBRARY_IMPL(PACKAGE, Meta, m) {
-  m.impl("OPNAME", TORCH_FN(meta));
-  m.impl("OPNAME_backward", TORCH_FN(backward_meta));
-}
-TORCH_LIBRARY_IMPL(PACKAGE, Autograd, m) {
-  m.impl("OPNAME", TORCH_FN(torchkiln::Differentiable<Op>::call));
-}
-TORCH_LIBRARY_IMPL(PACKAGE, FuncTorchBatched, m) { m.impl("OPNAME", TORCH_FN(Op::composite)); }
+TORCH_LIBRARY_FRAGMENT(PACKAGE, m) { define<Backward, Op>(m); }
 
 }  // namespace PACKAGE::OPNAME_ops
 
 namespace PACKAGE {
 
-at::Tensor OPNAME(const at::Tensor& x, int64_t window) { return OPNAME_ops::op().call(x, window); }
+at::Tensor OPNAME(const at::Tensor& x, int64_t window) {
+  return torchkiln::call<OPNAME_ops::Op>(x, window);
+}
 
 }  // namespace PACKAGE

@@ -1,4 +1,4 @@
-"""What the op is judged by: its formula in plain torch, calls, refusals, bytes."""
+"""The contract of OPNAME. Tests, refused calls and benchmarks are derived from it."""
 
 from __future__ import annotations
 
@@ -7,49 +7,46 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torchkiln.testing import Invalid, OpSpec, Sample, Traffic
+from torchkiln.testing import GoodCall, Invalid, OpSpec, Refusals, Sample
 from torchkiln.testing.compare import steps
 from torchkiln.testing.data import normal
 
 from PACKAGE import OPNAME
 
-# The first is the typical call; the others have every shape that takes a path of its own: rows of
-# less than a tile, of a tile, of several.
+# The first is the typical call. The others take other paths: no rows, no columns, rows of less
+# than a tile, of a tile, and of several.
 SHAPES: dict[str, tuple[int, ...]] = {
     "typical": (6, 10),
-    "one": (1,),
     "one row": (37,),
     "one column": (41, 1),
     "no rows": (0, 5),
     "no columns": (5, 0),
     "tile": (3, 2048),
     "tile and one": (3, 2049),
-    "runs": (2, 1025),
-    "images": (2, 3, 5, 7),
     "rank 9": (2, 1, 2, 3, 1, 2, 1, 2, 3),
     "many rows": (4099, 3),
 }
 
 
 def reference(x: Tensor, window: int = 4) -> Tensor:
-    """The formula; the truth where the tensors are float64."""
+    """The formula. Results of the op are compared with it in float64."""
     padded = F.pad(x, (window - 1, 0))
     columns = x.shape[-1]
     return sum((padded.narrow(-1, at, columns) for at in range(window)), torch.zeros_like(x))
 
 
 def magnitude(x: Tensor, window: int = 4) -> Tensor:
-    """Sizes of the terms that are rounded, one after the other."""
+    """The scale of rounding errors: the sum is rounded after each term."""
     return reference(x.abs(), window) * steps(window)
 
 
 def gradient_magnitude(x: Tensor, window: int = 4) -> Tensor:
-    """A function whose gradients are the sizes of the terms of the gradients."""
+    """The same for gradients: those of this function are the scale of their rounding errors."""
     return reference(x, window) * steps(window)
 
 
 def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Shapes, and other windows."""
+    """Valid calls."""
     for name, shape in SHAPES.items():
         yield Sample(name, (normal("x", shape, device, dtype),), {"window": 3})
     x = normal("x", (3, 300), device, dtype)
@@ -60,48 +57,23 @@ def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def invalid(device: torch.device) -> Iterator[Invalid]:
-    """Every refusal."""
+    """Calls that the op refuses, beside those derived from its schema."""
     x = torch.ones(2, 4, device=device)
-    prefix = r"PACKAGE\.OPNAME: "
-
-    def case(name: str, x: Tensor, message: str) -> Invalid:
-        return Invalid(name, (x,), RuntimeError, f"{prefix}x: {message}")
-
-    known = "expected one of float32, float64, float16, bfloat16"
-    yield case("integers", x.long(), f"got dtype int64, {known}")
-    yield case("0-dim", x[0, 0], r"got shape \[\], expected \[\.\.\., columns\]")
-    sparse = r"got layout Sparse, expected Strided; call \.to_dense\(\) first"
-    yield case("sparse", x.to_sparse(), sparse)
-    window = f"{prefix}window: got 0, expected at least 1"
-    yield Invalid("window", (x,), ValueError, window, {"window": 0})
-
-
-def bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Sample:
-    """A matrix."""
-    return Sample("bench", (torch.randn(shape, device=device, dtype=dtype),))
-
-
-def traffic(sample: Sample) -> Traffic:
-    """Reads x, writes as much."""
-    x = sample.args[0]
-    return Traffic(2 * x.numel() * x.itemsize, 4 * x.numel())
+    good = GoodCall(torch.ops.PACKAGE.OPNAME.default, Sample("good", (x,)))
+    words = "x: got a 0-dimensional tensor, expected at least 1 dimension"
+    yield good.changed(words, x=x[0, 0])
+    yield good.changed("window: got 0, expected at least 1", ValueError, window=0)
 
 
 SPEC = OpSpec(
-    name="OPNAME",
     op=OPNAME,
-    overload=torch.ops.PACKAGE.OPNAME.default,
     reference=reference,
-    composite=reference,
     magnitude=magnitude,
     gradient_magnitude=gradient_magnitude,
     inputs=inputs,
+    refusals=Refusals(),
     invalid=invalid,
-    bench=bench,
-    large=None,
-    traffic=traffic,
-    backward_traffic=traffic,
-    differentiable=(0,),
+    operations=(4, 4),
     opaque=True,
     helpers=("OPNAME_backward",),
 )

@@ -5,32 +5,30 @@
 
 namespace PACKAGE::cpu {
 
-using torchkiln::Compute;
-using torchkiln::Elementwise;
-using torchkiln::ExactMath;
-using torchkiln::Status;
+using namespace torchkiln;
 
-// Compiled once for each instruction set; the widest that the machine has is taken at run time.
+// This file is compiled once per instruction set (baseline, AVX2, AVX-512), into a namespace of
+// that name. TORCHKILN_CPU_ENTRY defines the function that calls the widest one of the machine.
 namespace TORCHKILN_ISA {
 
-namespace loops = torchkiln::cpu::TORCHKILN_ISA;
+using namespace torchkiln::cpu::TORCHKILN_ISA;
 
 Status OPNAME(const Elementwise<2>& arguments, double scale, int64_t begin, int64_t end) {
-  return loops::dispatch_floating(arguments.dtype, [&](auto tag) {
+  return dispatch_floating(arguments.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     using C = Compute<T>;
     const OPNAME_parts::Formula<ExactMath, C> formula{static_cast<C>(scale)};
-    return loops::elementwise<T>(formula, arguments, begin, end);
+    return elementwise<T>(formula, arguments, begin, end);
   });
 }
 
 Status OPNAME_backward(const Elementwise<3, 2>& arguments, double scale, int64_t begin,
                        int64_t end) {
-  return loops::dispatch_floating(arguments.dtype, [&](auto tag) {
+  return dispatch_floating(arguments.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     using C = Compute<T>;
     const OPNAME_parts::Gradients<ExactMath, C> gradients{static_cast<C>(scale)};
-    return loops::elementwise<T>(gradients, arguments, begin, end);
+    return elementwise<T>(gradients, arguments, begin, end);
   });
 }
 

@@ -1,111 +1,95 @@
-#include <ATen/ATen.h>
-#include <torch/library.h>
+// The op for torch: schema, checks, outputs, gradients. Torch's headers are included here, not in
+// the kernels, which compile much faster without them.
 
 #include "PACKAGE/kernels/OPNAME.h"
-#include "PACKAGE/ops.h"
+#include "PACKAGE/torch/ops.h"
 #include "torchkiln/torch/checks.h"
 #include "torchkiln/torch/elementwise.h"
-#include "torchkiln/torch/launch.h"
+#include "torchkiln/torch/empty.h"
 #include "torchkiln/torch/op.h"
 
 namespace PACKAGE::OPNAME_ops {
 namespace {
 
+using namespace torchkiln;
 using at::Tensor;
 
-/// The checked, empty output; on Meta and symbolic tensors, too.
-Tensor meta(const Tensor& x, const Tensor& gate, double) {
-  constexpr const char* kOp = "OPNAME";
-  torchkiln::check_tensors(kOp, {{"x", x}, {"gate", gate}});
-  torchkiln::check_dtype(kOp, "x", x);
-  torchkiln::check_same_dtype(kOp, "gate", gate, "x", x);
-  torchkiln::check_same_shape(kOp, "gate", gate, "x", x);
-  return at::empty_symint(x.sym_sizes(), x.options().memory_format(at::MemoryFormat::Contiguous));
+void check_inputs(const char* op, const Tensor& x, const Tensor& gate) {
+  check_tensor(op, "x", x);
+  check_dtype(op, "x", x);
+  check_like(op, "gate", gate, "x", x);
 }
 
-Tensor forward(const Tensor& x, const Tensor& gate, double scale) {
-  Tensor out = meta(x, gate, scale);
-  if (out.numel() == 0) return out;
-  std::array<Tensor, 2> inputs{x, gate};
-  const auto arguments = torchkiln::describe(std::array<Tensor, 1>{out}, inputs);
-  torchkiln::launch(
-      "OPNAME", out, out.numel(), torchkiln::kElementwiseGrain,
-      [&](auto stream) { return cuda::OPNAME(arguments, scale, stream); },
-      [&](int64_t begin, int64_t end) { return cpu::OPNAME(arguments, scale, begin, end); });
-  return out;
-}
+/// The gradients of x and gate.
+struct Backward {
+  static constexpr const char* kName = "OPNAME_backward";
+  static constexpr const char* kSchema =
+      "PACKAGE::OPNAME_backward(Tensor grad, Tensor x, Tensor gate, float scale) -> "
+      "(Tensor, Tensor)";
+  using Gradients = std::tuple<Tensor, Tensor>;
 
-std::vector<Tensor> backward_meta(const Tensor& grad, const Tensor& x, const Tensor& gate,
-                                  double scale) {
-  constexpr const char* kOp = "OPNAME_backward";
-  torchkiln::check_tensors(kOp, {{"x", x}, {"grad", grad}});
-  torchkiln::check_same_dtype(kOp, "grad", grad, "x", x);
-  torchkiln::check_same_shape(kOp, "grad", grad, "x", x);
-  return {meta(x, gate, scale), meta(x, gate, scale)};
-}
+  static Gradients meta(const Tensor& grad, const Tensor& x, const Tensor& gate, double) {
+    check_inputs(kName, x, gate);
+    check_like(kName, "grad", grad, "x", x);
+    return {empty_contiguous(x), empty_contiguous(gate)};
+  }
 
-std::vector<Tensor> backward(const Tensor& grad, const Tensor& x, const Tensor& gate,
-                             double scale) {
-  const std::vector<Tensor> out = backward_meta(grad, x, gate, scale);
-  if (x.numel() == 0) return out;
-  std::array<Tensor, 3> inputs{grad, x, gate};
-  const auto arguments = torchkiln::describe(std::array<Tensor, 2>{out[0], out[1]}, inputs);
-  torchkiln::launch(
-      "OPNAME_backward", x, x.numel(), torchkiln::kElementwiseGrain,
-      [&](auto stream) { return cuda::OPNAME_backward(arguments, scale, stream); },
-      [&](int64_t begin, int64_t end) {
-        return cpu::OPNAME_backward(arguments, scale, begin, end);
-      });
-  return out;
-}
+  static Gradients kernel(const Tensor& grad, const Tensor& x, const Tensor& gate, double scale) {
+    auto [grad_x, grad_gate] = meta(grad, x, gate, scale);
+    launch_elementwise(
+        kName, std::array{grad_x, grad_gate}, std::array{grad, x, gate},
+        [&](const auto& p, auto stream) { return cuda::OPNAME_backward(p, scale, stream); },
+        [&](const auto& p, int64_t begin, int64_t end) {
+          return cpu::OPNAME_backward(p, scale, begin, end);
+        });
+    return {grad_x, grad_gate};
+  }
+};
 
 struct Op {
-  static constexpr const char* kName = "PACKAGE::OPNAME";
-  static constexpr const char* kBackward = "PACKAGE::OPNAME_backward";
+  static constexpr const char* kName = "OPNAME";
+  static constexpr const char* kSchema =
+      "PACKAGE::OPNAME(Tensor x, Tensor gate, float scale=1.0) -> Tensor";
+  /// Called with the incoming gradient and the arguments of the op.
+  using BackwardOp = Backward;
 
-  /// In torch's own ops, and as precise: for transforms and for second derivatives.
+  /// The output without data, after the checks. torch.compile calls it to learn sizes and dtypes.
+  static Tensor meta(const Tensor& x, const Tensor& gate, double) {
+    check_inputs(kName, x, gate);
+    return empty_contiguous(x);
+  }
+
+  /// The computation, on the CPU or a GPU. Strides and ranges are up to launch_elementwise().
+  static Tensor kernel(const Tensor& x, const Tensor& gate, double scale) {
+    Tensor out = meta(x, gate, scale);
+    launch_elementwise(
+        kName, std::array{out}, std::array{x, gate},
+        [&](const auto& p, auto stream) { return cuda::OPNAME(p, scale, stream); },
+        [&](const auto& p, int64_t begin, int64_t end) {
+          return cpu::OPNAME(p, scale, begin, end);
+        });
+    return out;
+  }
+
+  /// The formula in torch's own ops, in the same precision: for vmap, torch.func and the gradients
+  /// of gradients, which torch derives from it.
   static Tensor composite(const Tensor& x, const Tensor& gate, double scale) {
-    meta(x, gate, scale);
-    const at::ScalarType compute = torchkiln::compute_dtype(x.scalar_type());
+    check_inputs(kName, x, gate);
+    const at::ScalarType compute = compute_dtype(x.scalar_type());
     return (x.to(compute) * at::sigmoid(gate.to(compute) * scale)).to(x.scalar_type());
   }
 };
 
-const auto& op() {
-  static const auto op =
-      torchkiln::find_op<Tensor(const Tensor&, const Tensor&, double)>(Op::kName);
-  return op;
-}
-
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(PACKAGE, m) {
-  m.def("OPNAME(Tensor x, Tensor gate, float scale=1.0) -> Tensor", {at::Tag::pt2_compliant_tag});
-  m.def("OPNAME_backward(Tensor grad, Tensor x, Tensor gate, float scale) -> Tensor[]",
-        {at::Tag::pt2_compliant_tag});
-}
-
-// For all backends, so that what has no kernel (sparse, other devices) meets the checks and not a
-// missing entry.
-TORCH_LIBRARY_IMPL(PACKAGE, CompositeExplicitAutograd, m) {
-  m.impl("OPNAME", TORCH_FN(forward));
-  m.impl("OPNAME_backward", TORCH_FN(backward));
-}
-TORCH_LIBRARY_IMPL(PACKAGE, Meta, m) {
-  m.impl("OPNAME", TORCH_FN(meta));
-  m.impl("OPNAME_backward", TORCH_FN(backward_meta));
-}
-TORCH_LIBRARY_IMPL(PACKAGE, Autograd, m) {
-  m.impl("OPNAME", TORCH_FN(torchkiln::Differentiable<Op>::call));
-}
-TORCH_LIBRARY_IMPL(PACKAGE, FuncTorchBatched, m) { m.impl("OPNAME", TORCH_FN(Op::composite)); }
+TORCH_LIBRARY_FRAGMENT(PACKAGE, m) { define<Backward, Op>(m); }
 
 }  // namespace PACKAGE::OPNAME_ops
 
 namespace PACKAGE {
 
 at::Tensor OPNAME(const at::Tensor& x, const at::Tensor& gate, double scale) {
-  return OPNAME_ops::op().call(x, gate, scale);
+  return torchkiln::call<OPNAME_ops::Op>(x, gate, scale);
 }
 
 }  // namespace PACKAGE

@@ -7,21 +7,21 @@
 
 namespace PACKAGE::cpu {
 
+using namespace torchkiln;
 using OPNAME_parts::Gradient;
 using OPNAME_parts::Rows;
 using OPNAME_parts::Term;
-using torchkiln::Compute;
-using torchkiln::Elementwise;
-using torchkiln::Status;
 
-// Compiled once for each instruction set; the widest that the machine has is taken at run time.
+// This file is compiled once per instruction set (baseline, AVX2, AVX-512), into a namespace of
+// that name. TORCHKILN_CPU_ENTRY defines the function that calls the widest one of the machine.
 namespace TORCHKILN_ISA {
 
-namespace loops = torchkiln::cpu::TORCHKILN_ISA;
+using namespace torchkiln::cpu::TORCHKILN_ISA;
 
 namespace {
 
-/// In double, and in several sums, which become the lanes of wide instructions.
+/// Eight independent sums, which the compiler keeps in vector registers; in double, because a long
+/// sum in float loses digits.
 template <class C>
 double total_of(const C* values, int64_t count) {
   constexpr int64_t kSums = 8;
@@ -32,36 +32,36 @@ double total_of(const C* values, int64_t count) {
   }
   for (; at < count; ++at) sums[0] += Term{}(static_cast<double>(values[at]));
   double total = 0;
-  for (const double one : sums) total += one;
+  for (const double sum : sums) total += sum;
   return total;
 }
 
 }  // namespace
 
 Status OPNAME(const Rows& arguments, int64_t begin, int64_t end) {
-  return loops::dispatch_floating(arguments.dtype, [&](auto tag) -> Status {
+  return dispatch_floating(arguments.dtype, [&](auto tag) -> Status {
     using T = typename decltype(tag)::type;
     using C = Compute<T>;
-    C buffer[loops::kRun];
+    C buffer[kRun];
     for (int64_t row = begin; row < end; ++row) {
       double total = 0;
-      for (int64_t at = 0; at < arguments.columns; at += loops::kRun) {
-        const int64_t count = std::min(loops::kRun, arguments.columns - at);
-        const C* x = loops::read_run(buffer, arguments.x, row * arguments.columns + at, 1, count,
-                                     arguments.dtype);
-        total += total_of(x, count);
+      for (int64_t at = 0; at < arguments.columns; at += kRun) {
+        const int64_t count = std::min(kRun, arguments.columns - at);
+        total += total_of(read_run(buffer, arguments.x, row * arguments.columns + at, 1, count,
+                                   arguments.dtype),
+                          count);
       }
       const C result = static_cast<C>(total);
-      loops::narrow_run(static_cast<T*>(arguments.out) + row, &result, 1);
+      narrow_run(static_cast<T*>(arguments.out) + row, &result, 1);
     }
     return {};
   });
 }
 
 Status OPNAME_backward(const Elementwise<2>& arguments, int64_t begin, int64_t end) {
-  return loops::dispatch_floating(arguments.dtype, [&](auto tag) {
+  return dispatch_floating(arguments.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    return loops::elementwise<T>(Gradient{}, arguments, begin, end);
+    return elementwise<T>(Gradient{}, arguments, begin, end);
   });
 }
 

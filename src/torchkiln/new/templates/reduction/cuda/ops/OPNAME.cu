@@ -1,87 +1,84 @@
 #include "PACKAGE/kernels/OPNAME.h"
 
+#include "torchkiln/device/alignment.cuh"
 #include "torchkiln/device/block_reduce.cuh"
 #include "torchkiln/device/elementwise.cuh"
 #include "torchkiln/device/launch.cuh"
 
 namespace PACKAGE::cuda {
 
+using namespace torchkiln;
+using namespace torchkiln::device;
 using OPNAME_parts::Gradient;
 using OPNAME_parts::Rows;
 using OPNAME_parts::Term;
-using torchkiln::Compute;
-using torchkiln::Elementwise;
-using torchkiln::Status;
 
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kWarp = 32;
-// A warp's row is at most 16 vectors of each lane.
-constexpr int64_t kWarpRowBytes = 16 * 16 * kWarp;
+// A warp sums rows of up to 8 KiB: 16 vectors of 16 bytes per lane. A block sums longer ones.
+constexpr int64_t kWarpRowBytes = 16 * 16 * kWarpLanes;
 
-/// A team, which is a warp or the block, sums a row; its threads take vectors of kLanes elements in
-/// turns. The order of the additions depends on the length of the row alone.
+/// kTeam threads, a warp or the block, sum a row in vectors of kLanes elements. The order of the
+/// additions depends only on the length of the row, so results are bitwise reproducible.
 template <class T, int kTeam, int kLanes>
 __global__ void __launch_bounds__(kThreads)
     sum_rows(const T* x, T* out, int64_t rows, int64_t columns) {
   using C = Compute<T>;
-  torchkiln::device::wait_for_previous_kernel();
+  wait_for_previous_kernel();
   const int rank = threadIdx.x % kTeam;
   const int64_t row = int64_t{blockIdx.x} * (kThreads / kTeam) + threadIdx.x / kTeam;
-  if (row >= rows) return;  // the whole team
+  if (row >= rows) return;  // the same for all threads of a team
   const T* from = x + row * columns;
   C sums[kLanes] = {};
 #pragma unroll 4
   for (int64_t at = int64_t{rank} * kLanes; at < columns; at += int64_t{kTeam} * kLanes) {
     C lanes[kLanes];
-    torchkiln::device::widen(torchkiln::device::load_vector<kLanes>(from + at), lanes);
+    widen(load_vector<kLanes>(from + at), lanes);
 #pragma unroll
     for (int i = 0; i < kLanes; ++i) sums[i] += Term{}(lanes[i]);
   }
   C sum = 0;
 #pragma unroll
   for (int i = 0; i < kLanes; ++i) sum += sums[i];
-  if constexpr (kTeam == kWarp) {
-    sum = torchkiln::device::reduce_warp(sum);
+  if constexpr (kTeam == kWarpLanes) {
+    sum = reduce_warp(sum);
   } else {
-    sum = torchkiln::device::reduce_block(sum);
+    sum = reduce_block(sum);
   }
-  if (rank == 0) out[row] = torchkiln::device::convert<T>(sum);
+  if (rank == 0) out[row] = convert<T>(sum);
 }
 
 template <class T, int kTeam, int kLanes>
-Status launch(const Rows& arguments, CUstream_st* stream) {
-  const int64_t blocks = torchkiln::device::ceil_div(arguments.rows, kThreads / kTeam);
-  if (blocks > torchkiln::device::kMaxGridX) return {"too many rows for one launch"};
-  const torchkiln::device::Grid grid{dim3(static_cast<unsigned>(blocks)), kThreads};
-  return torchkiln::device::launch_overlapped(
-      sum_rows<T, kTeam, kLanes>, grid, stream, static_cast<const T*>(arguments.x),
-      static_cast<T*>(arguments.out), arguments.rows, arguments.columns);
+Status launch_rows(const Rows& arguments, CUstream_st* stream) {
+  const int64_t blocks = ceil_div(arguments.rows, kThreads / kTeam);
+  if (blocks > kMaxGridX) return {"too many rows for one launch"};
+  const Grid grid{dim3(static_cast<unsigned>(blocks)), kThreads};
+  return launch_overlapped(sum_rows<T, kTeam, kLanes>, grid, stream,
+                           static_cast<const T*>(arguments.x), static_cast<T*>(arguments.out),
+                           arguments.rows, arguments.columns);
 }
 
 }  // namespace
 
 Status OPNAME(const Rows& arguments, CUstream_st* stream) {
-  return torchkiln::device::dispatch_floating(arguments.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    constexpr int kLanes = torchkiln::device::kVectorLanes<T>;
-    // Every row then begins and ends where a vector does.
-    const bool by_vectors =
-        arguments.columns % kLanes == 0 && torchkiln::device::aligned(arguments.x, torchkiln::device::kVectorBytes);
+  return dispatch_floating(arguments.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;  // float, double, __half or __nv_bfloat16
+    constexpr int kLanes = kVectorLanes<T>;
+    const bool in_vectors = rows_in_vectors(arguments.x, kLanes, {arguments.columns});
     const bool is_short = arguments.columns * int64_t{sizeof(T)} <= kWarpRowBytes;
-    if (by_vectors)
-      return is_short ? launch<T, kWarp, kLanes>(arguments, stream)
-                      : launch<T, kThreads, kLanes>(arguments, stream);
-    return is_short ? launch<T, kWarp, 1>(arguments, stream)
-                    : launch<T, kThreads, 1>(arguments, stream);
+    if (in_vectors)
+      return is_short ? launch_rows<T, kWarpLanes, kLanes>(arguments, stream)
+                      : launch_rows<T, kThreads, kLanes>(arguments, stream);
+    return is_short ? launch_rows<T, kWarpLanes, 1>(arguments, stream)
+                    : launch_rows<T, kThreads, 1>(arguments, stream);
   });
 }
 
 Status OPNAME_backward(const Elementwise<2>& arguments, CUstream_st* stream) {
-  return torchkiln::device::dispatch_floating(arguments.dtype, [&](auto tag) {
+  return dispatch_floating(arguments.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    return torchkiln::device::elementwise::launch<T, T, T>(Gradient{}, arguments, stream);
+    return elementwise::launch<T, T, T>(Gradient{}, arguments, stream);
   });
 }
 

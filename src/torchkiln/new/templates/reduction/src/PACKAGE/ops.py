@@ -1,9 +1,8 @@
-"""One number for each row, in one pass over memory."""
+"""One number per row, in one pass over memory."""
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
-from torch.overrides import has_torch_function_unary
 
 from PACKAGE import _C
 
@@ -12,10 +11,10 @@ def OPNAME(x: Tensor) -> Tensor:
     """Returns ``(x * x).sum(-1)``, contiguous.
 
     Args:
-        x: ``[..., columns]``; float32, float64, float16 or bfloat16. A half precision is summed
-            in float32 and rounded once.
+        x: ``[..., columns]``; float32, float64, float16 or bfloat16. Half precision is summed in
+            float32 and rounded once.
     """
-    if is_compiling() or has_torch_function_unary(x):
-        seen: Tensor = torch.ops.PACKAGE.OPNAME.default(x)
-        return seen
-    return _C.OPNAME(x)
+    # torch.compile and torch.export need the op itself; _C calls it in half the host time.
+    op = torch.ops.PACKAGE.OPNAME.default if is_compiling() else _C.OPNAME
+    out: Tensor = op(x)
+    return out

@@ -1,6 +1,7 @@
 #pragma once
 
-// Sums over a moving window of each row: parameters and launchers, for the CPU and for CUDA.
+// Sums over a moving window of each row: the parameters, and the launchers for the CPU and for
+// CUDA. No torch: kernels take pointers and sizes.
 
 #include "torchkiln/core/dtype.h"
 
@@ -9,8 +10,9 @@ struct CUstream_st;
 namespace PACKAGE {
 namespace OPNAME_parts {
 
-/// `rows` rows without gaps. out[i] is the sum of `window` adjacent elements of x, of which the
-/// first is x[i - before]; what lies outside of the row counts as 0.
+/// Two contiguous matrices. out[i] is the sum of `window` adjacent elements of a row of x, the first
+/// of which is x[i - before]. Elements beyond the ends of the row count as 0. `dtype` is that of
+/// both; half precision is summed in float and rounded once.
 struct Windows {
   const void* x;
   void* out;
@@ -25,7 +27,7 @@ struct Windows {
 
 namespace cpu {
 
-/// For the rows begin <= row < end.
+/// Computes the rows begin <= row < end.
 TORCHKILN_EXPORT torchkiln::Status OPNAME(const OPNAME_parts::Windows& arguments, int64_t begin,
                                           int64_t end);
 
@@ -33,7 +35,7 @@ TORCHKILN_EXPORT torchkiln::Status OPNAME(const OPNAME_parts::Windows& arguments
 
 namespace cuda {
 
-/// The same on the current device, queued on `stream`.
+/// Computes all rows on the current device, queued on `stream`.
 TORCHKILN_EXPORT torchkiln::Status OPNAME(const OPNAME_parts::Windows& arguments,
                                           CUstream_st* stream);
 

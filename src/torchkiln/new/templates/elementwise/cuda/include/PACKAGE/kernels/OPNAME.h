@@ -1,6 +1,7 @@
 #pragma once
 
-// x * sigmoid(scale * gate): the formula, once for the CPU and for CUDA, and its launchers.
+// x * sigmoid(scale * gate): the functors, which compute one element, and the launchers, which
+// apply a functor to whole tensors. No torch: kernels take pointers, sizes and strides.
 
 #include "torchkiln/core/functors.h"
 #include "torchkiln/core/layout.h"
@@ -10,7 +11,9 @@ struct CUstream_st;
 namespace PACKAGE {
 namespace OPNAME_parts {
 
-/// Math has the transcendental functions, C is the type that is computed in.
+/// The formula. g++ compiles it for the CPU, nvcc for the GPU. C is the type of the computation:
+/// double for float64, else float. Half precision is computed in float and rounded once, when the
+/// result is stored. Math has exp, log, tanh ... for that type and device.
 template <class Math, class C>
 struct Formula {
   C scale;
@@ -20,7 +23,7 @@ struct Formula {
   }
 };
 
-/// The gradients for x and gate.
+/// The gradients of x and gate, from the incoming gradient and the inputs.
 template <class Math, class C>
 struct Gradients {
   C scale;
@@ -35,7 +38,8 @@ struct Gradients {
 
 namespace cpu {
 
-/// For the elements begin <= i < end. The inputs are {x, gate}, of the backward {grad, x, gate}.
+/// Computes the elements begin <= i < end. The inputs are {x, gate}; those of the backward are
+/// {grad, x, gate}, and it has two outputs.
 TORCHKILN_EXPORT torchkiln::Status OPNAME(const torchkiln::Elementwise<2>& arguments, double scale,
                                           int64_t begin, int64_t end);
 TORCHKILN_EXPORT torchkiln::Status OPNAME_backward(const torchkiln::Elementwise<3, 2>& arguments,
@@ -45,7 +49,7 @@ TORCHKILN_EXPORT torchkiln::Status OPNAME_backward(const torchkiln::Elementwise<
 
 namespace cuda {
 
-/// As their namesakes above, on the current device, queued on `stream`.
+/// The same functions on the current device, for all elements, queued on `stream`.
 TORCHKILN_EXPORT torchkiln::Status OPNAME(const torchkiln::Elementwise<2>& arguments, double scale,
                                           CUstream_st* stream);
 TORCHKILN_EXPORT torchkiln::Status OPNAME_backward(const torchkiln::Elementwise<3, 2>& arguments,

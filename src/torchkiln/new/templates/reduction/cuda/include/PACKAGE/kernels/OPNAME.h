@@ -1,7 +1,7 @@
 #pragma once
 
-// The sum of the squares of each row: the formulas, once for the CPU and for CUDA, and their
-// launchers.
+// The sum of the squares of each row: the functors, which compute one element, and the launchers,
+// which apply them to whole tensors. No torch: kernels take pointers, sizes and strides.
 
 #include "torchkiln/core/functors.h"
 #include "torchkiln/core/layout.h"
@@ -11,7 +11,8 @@ struct CUstream_st;
 namespace PACKAGE {
 namespace OPNAME_parts {
 
-/// What is summed over a row.
+/// The term of the sum for one element. g++ compiles it for the CPU, nvcc for the GPU. C is the
+/// type of the computation: float for half precision, whose sums would otherwise lose most digits.
 struct Term {
   template <class C>
   TORCHKILN_FUNCTION C operator()(C x) const {
@@ -19,7 +20,7 @@ struct Term {
   }
 };
 
-/// The gradient for x, of the incoming one of its row.
+/// The gradient of x; `grad` is the incoming gradient of its row.
 struct Gradient {
   template <class C>
   TORCHKILN_FUNCTION C operator()(C grad, C x) const {
@@ -27,7 +28,7 @@ struct Gradient {
   }
 };
 
-/// `rows` rows without gaps.
+/// A contiguous matrix x, and one output per row.
 struct Rows {
   const void* x;
   void* out;
@@ -40,10 +41,10 @@ struct Rows {
 
 namespace cpu {
 
-/// For the rows begin <= row < end.
+/// Sums the rows begin <= row < end.
 TORCHKILN_EXPORT torchkiln::Status OPNAME(const OPNAME_parts::Rows& arguments, int64_t begin,
                                           int64_t end);
-/// For some elements; the inputs are {grad, x}, where grad has one element for each row.
+/// Computes the elements begin <= i < end. The inputs are {grad, x}; grad has stride 0 in a row.
 TORCHKILN_EXPORT torchkiln::Status OPNAME_backward(const torchkiln::Elementwise<2>& arguments,
                                                    int64_t begin, int64_t end);
 
@@ -51,7 +52,7 @@ TORCHKILN_EXPORT torchkiln::Status OPNAME_backward(const torchkiln::Elementwise<
 
 namespace cuda {
 
-/// As their namesakes above, on the current device, queued on `stream`.
+/// The same functions on the current device, for all rows and elements, queued on `stream`.
 TORCHKILN_EXPORT torchkiln::Status OPNAME(const OPNAME_parts::Rows& arguments, CUstream_st* stream);
 TORCHKILN_EXPORT torchkiln::Status OPNAME_backward(const torchkiln::Elementwise<2>& arguments,
                                                    CUstream_st* stream);

@@ -1,0 +1,15 @@
+#pragma once
+
+// The ops as C++ functions. Each call goes through torch's dispatcher, so that autograd, vmap and
+// tracing apply.
+
+#include <ATen/core/Tensor.h>
+
+#include "torchkiln/core/status.h"
+
+namespace PACKAGE {
+
+/// FORMULA
+TORCHKILN_EXPORT at::Tensor OPNAME(PARAMETERS);
+
+}  // namespace PACKAGE
