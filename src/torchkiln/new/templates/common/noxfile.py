@@ -1,8 +1,8 @@
-"""What there is to run: ``nox -s tests``, ``nox -s lint``, ``nox -s bench``.
+"""Sessions: ``nox -s tests``, ``nox -s lint``, ``nox -s bench``.
 
-TORCHKILN says what pip installs as torchkiln, such as the file of a wheel; TORCHKILN_TORCH names
-a version of torch. ``nox --no-venv --no-install -s tests`` runs in the environment at hand, where
-the package has been installed.
+TORCHKILN is what pip installs as torchkiln, such as the file of a wheel; TORCHKILN_TORCH is a
+version of torch. ``nox --no-venv --no-install -s tests`` runs in the current environment, in which
+the package must be installed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def group(name: str) -> list[str]:
 
 def install_package(session: nox.Session) -> None:
     """Builds against the session's torchkiln and torch; the build folder is kept between runs."""
-    # Files come first: pip then does not look elsewhere for what has the same name.
+    # A file must come first, else pip takes torchkiln from its index.
     chosen = [TORCHKILN] if TORCHKILN else []
     if TORCH:
         chosen.append(f"torch=={TORCH}")
@@ -36,7 +36,7 @@ def install_package(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """The contract of the op, on the CPU and where there is one on a GPU."""
+    """The contract of the op, on the CPU and on a GPU if there is one."""
     install_package(session)
     session.install(*group("test"))
     session.run("python", "-m", "pytest", *session.posargs)
@@ -54,7 +54,7 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Times of the op beside eager torch, torch.compile and what the device can do at most."""
+    """Times of the op beside eager torch, torch.compile and the limits of the device."""
     install_package(session)
     module = f"--specs={PYPROJECT['project']['name']}.spec"
     session.run("python", "-m", "torchkiln", "bench", module, *session.posargs)

@@ -1,4 +1,4 @@
-"""The op keeps its contract: pytest -k strides runs one check, -m "not slow" the quick ones."""
+"""The contract of the op. -k strides selects one check, -m "not slow" leaves out slow ones."""
 
 from __future__ import annotations
 
