@@ -134,8 +134,8 @@ int64_t row_grain(const CsrPattern& pattern, int64_t width) {
 }
 
 /// out = the sparse matrices times b; order[e] is the index of entry e's value.
-void multiply(const char* op, const CsrArguments& pattern, const Tensor& values, const Tensor& order,
-              const Tensor& b, const Tensor& out) {
+void multiply(const char* op, const CsrArguments& pattern, const Tensor& values,
+              const Tensor& order, const Tensor& b, const Tensor& out) {
   if (out.numel() == 0) return;
   if (pattern.arguments.entries == 0) {
     out.zero_();

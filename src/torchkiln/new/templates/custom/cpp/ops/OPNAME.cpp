@@ -18,8 +18,7 @@ void check_inputs(const char* op, const Tensor& x, int64_t window) {
   check_tensor(op, "x", x);
   check_dtype(op, "x", x);
   check_not_0_dim(op, "x", x);
-  TORCH_CHECK_VALUE(window >= 1, "PACKAGE.", op, ": window: got ", window,
-                    ", expected at least 1");
+  TORCH_CHECK_VALUE(window >= 1, "PACKAGE.", op, ": window: got ", window, ", expected at least 1");
 }
 
 /// Writes the sums to `out`. `before` elements of each window precede the element that it is for.
@@ -28,13 +27,8 @@ void sum_windows(const char* op, const Tensor& out, const Tensor& x, int64_t win
   if (out.numel() == 0) return;
   const Tensor matrix = x.contiguous();
   const int64_t columns = x.size(-1), rows = x.numel() / columns;
-  const OPNAME_parts::Windows arguments{matrix.const_data_ptr(),
-                                        out.mutable_data_ptr(),
-                                        dtype_of(x),
-                                        rows,
-                                        columns,
-                                        window,
-                                        before};
+  const OPNAME_parts::Windows arguments{
+      matrix.const_data_ptr(), out.mutable_data_ptr(), dtype_of(x), rows, columns, window, before};
   const int64_t grain = std::max<int64_t>(1, kElementwiseGrain / columns);  // in rows
   launch(
       op, out, rows, grain, [&](auto stream) { return cuda::OPNAME(arguments, stream); },

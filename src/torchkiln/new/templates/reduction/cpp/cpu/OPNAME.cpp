@@ -47,9 +47,9 @@ Status OPNAME(const Rows& arguments, int64_t begin, int64_t end) {
       double total = 0;
       for (int64_t at = 0; at < arguments.columns; at += kRun) {
         const int64_t count = std::min(kRun, arguments.columns - at);
-        total += total_of(read_run(buffer, arguments.x, row * arguments.columns + at, 1, count,
-                                   arguments.dtype),
-                          count);
+        total += total_of(
+            read_run(buffer, arguments.x, row * arguments.columns + at, 1, count, arguments.dtype),
+            count);
       }
       const C result = static_cast<C>(total);
       narrow_run(static_cast<T*>(arguments.out) + row, &result, 1);

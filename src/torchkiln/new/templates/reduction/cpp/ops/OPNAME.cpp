@@ -66,8 +66,8 @@ struct Op {
     if (out.numel() == 0) return out;
     const Tensor matrix = x.contiguous();
     const int64_t columns = x.size(-1);
-    const OPNAME_parts::Rows arguments{matrix.const_data_ptr(), out.mutable_data_ptr(),
-                                       dtype_of(x), out.numel(), columns};
+    const OPNAME_parts::Rows arguments{matrix.const_data_ptr(), out.mutable_data_ptr(), dtype_of(x),
+                                       out.numel(), columns};
     const int64_t grain = std::max<int64_t>(1, kElementwiseGrain / (columns + 1));  // in rows
     launch(
         kName, out, out.numel(), grain,

@@ -10,9 +10,9 @@ struct CUstream_st;
 namespace PACKAGE {
 namespace OPNAME_parts {
 
-/// Two contiguous matrices. out[i] is the sum of `window` adjacent elements of a row of x, the first
-/// of which is x[i - before]. Elements beyond the ends of the row count as 0. `dtype` is that of
-/// both; half precision is summed in float and rounded once.
+/// Two contiguous matrices. out[i] is the sum of `window` adjacent elements of a row of x, the
+/// first of which is x[i - before]. Elements beyond the ends of the row count as 0. `dtype` is that
+/// of both; half precision is summed in float and rounded once.
 struct Windows {
   const void* x;
   void* out;
