@@ -67,17 +67,13 @@ void run_preactivation(const Tensor& x, const Tensor& weight, const MaybeTensor&
   if (bias) to.copy_(bias_act(to, *bias, 1.0, "none"));
 }
 
-/// The op with torch's matrix product. `preactivation` is defined if it is saved. cuBLASLt fuses a
-/// bias with relu.
+/// The op with torch's matrix product. `preactivation` is defined if it is saved. The relu that
+/// cuBLASLt fuses is not used: it turns NaN into 0.
 void run_library(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, Activation act,
                  double scale, const MaybeTensor& residual, const Tensor& out,
                  const Tensor& preactivation) {
   Tensor rows = as_matrix(out);
-  // For k == 0, ATen's fused op returns the bias without the activation.
-  if (out.is_cuda() && act == kActivation<Relu> && scale == 1 && !preactivation.defined() && bias &&
-      bias->scalar_type() == out.scalar_type() && x.sym_size(-1) > 0) {
-    at::_addmm_activation_out(rows, *bias, x, weight.t());
-  } else if (keeps_product(x, bias, act)) {
+  if (keeps_product(x, bias, act)) {
     const Tensor& product = preactivation.defined() ? preactivation : out;
     run_preactivation(x, weight, std::nullopt, scale, as_matrix(product));
     out.copy_(bias_act(product, *bias, 1.0, name_of(act)));

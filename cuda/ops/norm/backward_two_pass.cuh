@@ -102,7 +102,8 @@ struct RowSumsBody {
     if (p.grad_x == nullptr) return;
     const C inverse_columns = C(1) / static_cast<C>(p.columns);
     const C level = p.centered ? sums[2 * row + 1] * inverse_columns : C(0);
-    C result = (grad * weight - level - n * (sums[2 * row] * inverse_columns)) * rstd;
+    const C scale = p.centered ? factor_of_gradient<true>(p, rstd) : rstd;
+    C result = (grad * weight - level - n * (sums[2 * row] * inverse_columns)) * scale;
     if (p.grad_sum != nullptr) result += convert<C>(item.grad_sum);
     static_cast<T*>(p.grad_x)[row * p.columns + column] = convert<T>(result);
   }
