@@ -144,7 +144,7 @@ void transpose(const CsrTranspose& p, int64_t matrix) {
       order[at] = static_cast<int32_t>(e);
     }
   }
-  // begin[c] has advanced to the begin of column c + 1.
+  // Now begin[c] is the start of column c + 1.
   std::copy_backward(begin, begin + columns, begin + columns + 1);
   begin[0] = 0;
 }

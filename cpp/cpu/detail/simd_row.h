@@ -160,8 +160,9 @@ void for_lanes(int64_t begin, int64_t end, const Step& step) {
   if (i < end) step(i, PartialStep{end - i});
 }
 
-/// Sets totals[n] to the sum of what term(i, FullStep or PartialStep, sums) adds to sums[n], over
-/// all columns. Blocks are summed in four registers, 16 terms per lane, and then added in double.
+/// Calls term(i, FullStep or PartialStep, sums) for all columns i. The term adds to sums[n];
+/// totals[n] receives the total. A block is summed in four registers with 16 terms per lane, and
+/// the sums of blocks are added in double.
 template <class C, int count, class Term>
 void sum_lanes(double (&totals)[count], int64_t columns, const Term& term) {
   constexpr int64_t kAhead = 4;

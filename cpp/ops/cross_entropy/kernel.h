@@ -94,7 +94,7 @@ inline TargetView view_target(const at::Tensor& target, const LossCall& call,
   return view;
 }
 
-/// Fewest rows per CPU thread: below, the hand-over to another thread takes longer.
+/// Fewest rows per CPU thread. With fewer, a thread starts more slowly than it computes.
 inline int64_t row_grain(int64_t classes) { return std::max<int64_t>((1 << 13) / classes, 1); }
 
 /// Computes the loss and the state of each row.

@@ -12,7 +12,7 @@ namespace {
 
 using at::Tensor;
 
-/// Fewest rows per CPU thread: below, the hand-over to another thread takes longer.
+/// Fewest rows per CPU thread. With fewer, a thread starts more slowly than it computes.
 int64_t row_grain(int64_t length) { return std::max<int64_t>((1 << 13) / length, 1); }
 
 void check_mask(const char* op, const char* name, const Tensor& tensor, int64_t dim,

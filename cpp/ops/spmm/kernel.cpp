@@ -18,7 +18,7 @@ constexpr const char* kTransposed = "spmm_transposed";
 constexpr const char* kSampled = "spmm_sampled";
 constexpr const char* kTranspose = "spmm_transpose";
 
-/// Fewest multiplications per CPU thread: below, the hand-over to another thread takes longer.
+/// Fewest multiplications per CPU thread. With fewer, a thread starts more slowly than it computes.
 constexpr int64_t kGrain = 1 << 14;
 
 void check_indices(const char* op, const Tensor& crow, const Tensor& col) {

@@ -93,7 +93,8 @@ StreamPlan plan_stream(const NormBackward& p, Alignment alignment) {
   plan.stages = fits(3) ? 3 : 2;
   plan.shared_bytes = shared_bytes(plan.stages);
   plan.teams = std::min(resident_clusters(plan), ceil_div(p.rows, plan.team.per_block));
-  // A multiple of the lanes, so that all rows of a block have the same offset.
+  // A multiple of the number of lanes: all rows of a block then have the same offset from a
+  // 16-byte boundary.
   if (alignment == Alignment::shared_offset && plan.teams > 0)
     plan.teams = std::max<int64_t>(plan.teams / lanes, 1) * lanes;
   return plan;

@@ -38,7 +38,7 @@ class Budget:
         self.end_of_piece = self.begun
         self.rows_of_piece = 0
         self.overhead = 0.3
-        """Mean seconds per row beside the measurements: tensors, warm-up."""
+        """Mean seconds per row outside the measurements, for tensors and warm-up."""
         self.compiling = 6.0
         """Mean seconds per row in addition to the measurements, if BUILDERS are among the peers."""
 

@@ -40,7 +40,7 @@ DIRECTIONS = {FORWARD: COLOURS[OURS], BACKWARD: "#4a2c40"}
 
 
 def charts(record: Record) -> Iterator[tuple[str, Figure]]:
-    """Names and pictures, for the kinds of rows that the record has."""
+    """The name and the picture of each chart, for the kinds of rows in the record."""
     of_kind = {
         kind: [r for r in record.rows if r.kind == kind] for kind in (CALLS, SWEEP, SMALL, HOST)
     }

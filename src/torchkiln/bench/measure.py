@@ -246,7 +246,7 @@ class CudaGauge:
         self.device = device
 
     def __call__(self, call: Call) -> int:
-        """Make the call; its results count."""
+        """Peak memory of one call in bytes, results included."""
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)

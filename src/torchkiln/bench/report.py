@@ -72,7 +72,7 @@ def size(count: int) -> str:
 
 
 def tables(rows: Iterable[Row]) -> list[Table]:
-    """A table for each kind of rows."""
+    """A table for each kind of row."""
     by_kind: dict[str, list[Row]] = {}
     for row in rows:
         by_kind.setdefault(row.kind, []).append(row)

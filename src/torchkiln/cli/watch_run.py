@@ -39,7 +39,7 @@ Times = dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]]
 
 
 def has_tests(test: Path) -> bool:
-    """Whether a file has test functions, for pytest; without them it is a script."""
+    """Whether a file has test functions, which pytest runs; other files run as scripts."""
     return TESTS.search(test.read_text(encoding="utf-8")) is not None
 
 

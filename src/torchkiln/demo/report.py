@@ -100,9 +100,9 @@ def errors(rows: list[Errors], *, full: bool) -> None:
 
 
 def worst(rows: list[Errors]) -> Errors:
-    """The row of the largest error, or of a wrong result.
+    """The row with a wrong result, if there is one, else the row with the largest error.
 
-    Float64 rows are used only for wrong results, because the truth has the same rounding errors.
+    Float64 rows count only if they are wrong, because the reference is rounded to float64, too.
     """
     return max(rows, key=lambda row: (bool(row.complaint), row.dtype != torch.float64, row.ours))
 

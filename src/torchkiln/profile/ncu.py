@@ -26,7 +26,7 @@ TIMEOUT = 300
 
 
 class Unavailable(Exception):  # noqa: N818 - a state of the machine
-    """Counters cannot be read; the message has the reason and the ways out."""
+    """Counters cannot be read; the message has the reason and the remedies."""
 
 
 def find() -> str:

@@ -70,7 +70,7 @@ class Refusals:
     parameters: Mapping[str, str] = field(default_factory=dict)
     """Tensors that have the dtype of another, or float32 if the other has half precision."""
     shapes: Mapping[str, str] = field(default_factory=dict)
-    """Tensors of one shape, with its description: ``{"bias": "the last dimension of x"}``."""
+    """Arguments that must have one shape, with words for it: ``{"bias": "the size of x"}``."""
     words: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """The values that a string may have."""
     dims: Mapping[str, str] = field(default_factory=dict)

@@ -47,7 +47,7 @@ def _imported(module: str) -> ModuleType:
 
 
 def specs_of(where: str, argument: str, module: str) -> tuple[OpSpec, ...]:
-    """The specs of another package: SPECS of a module, by the name of the module or its file."""
+    """Load the variable SPECS of a module of another package, by module name or file path."""
     try:
         found = tuple(_imported(module).SPECS)
     except (ImportError, FileNotFoundError, AttributeError, TypeError) as error:

@@ -12,7 +12,7 @@
 
 namespace torchkiln {
 
-/// Fewest elements per CPU thread: below, the hand-over to another thread takes longer.
+/// Fewest elements per CPU thread. With fewer, a thread starts more slowly than it computes.
 inline constexpr int64_t kElementwiseGrain = 1 << 15;
 
 inline Dtype dtype_of(at::ScalarType dtype) {

@@ -346,7 +346,7 @@ struct Entry<Op, function, R (*)(Args...)> {
   /// The function for the keys AutocastCPU and AutocastCUDA.
   template <at::DeviceType device>
   static R autocast(SchemaType<Args>... args) {
-    // Excludes autocast of every device, so that the call does not return here.
+    // Excludes the autocast keys of every device, so that the dispatcher does not call this again.
     const c10::impl::ExcludeDispatchKeyGuard outside(c10::autocast_dispatch_keyset);
     return Op::autocast(Autocast(device), detail::read<Args>(name_of_op<Op>(), args)...);
   }

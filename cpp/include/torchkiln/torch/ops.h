@@ -116,10 +116,10 @@ TORCHKILN_EXPORT std::tuple<at::Tensor, at::Tensor> add_rms_norm(
     const std::optional<at::Tensor>& weight = std::nullopt,
     std::optional<double> eps = std::nullopt, double offset = 0.0);
 
-/// softmax(x * scale) over dimension `dim`. An element is masked, i.e. treated as -infinity, where
-/// `mask`, which broadcasts to x, is false, and, if `causal`, where its index in the last dimension
-/// is greater than in the one before. A row with all elements masked is NaN and has gradient 0. The
-/// result is contiguous and has x's shape and dtype.
+/// softmax(x * scale) over dimension `dim`. Masked elements count as -infinity: those for which
+/// `mask`, which broadcasts to x, is false, and, if `causal`, those whose column (last dimension)
+/// is greater than their row (the dimension before). A row with all elements masked is NaN and has
+/// gradient 0. The result is contiguous and has x's shape and dtype.
 TORCHKILN_EXPORT at::Tensor softmax(const at::Tensor& x, int64_t dim, double scale = 1.0,
                                     const std::optional<at::Tensor>& mask = std::nullopt,
                                     bool causal = false);

@@ -117,8 +117,8 @@ class Function:
             require(status, f"{self.name}: {shared_bytes} bytes of shared memory")
             self._shared_bytes = shared_bytes
         addresses = (c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
-        # Without argtypes, whose conversions take half of the call's time: integers pass as C int,
-        # so pointers are c_void_p.
+        # argtypes is not set: its conversions take half of the call's time. ctypes then passes a
+        # Python int as a C int, so pointers are wrapped in c_void_p.
         status = driver.cuLaunchKernel(
             self._handle, *grid, *block, shared_bytes, c_void_p(stream), addresses, None
         )

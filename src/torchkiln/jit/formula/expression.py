@@ -53,7 +53,7 @@ class Number(Node):
 
 @dataclass(frozen=True)
 class Call(Node):
-    """A function of parts; operators such as + and < are functions, too."""
+    """A function of subexpressions. Operators such as + and < are functions, too."""
 
     function: str
     arguments: tuple[Node, ...]
@@ -183,7 +183,7 @@ def _slopes(function: str) -> tuple[Node, ...]:
 
 
 def substitute(node: Node, parts: Mapping[str, Node]) -> Node:
-    """The formula with parts put in for its names."""
+    """The formula with its names replaced by the given expressions."""
     if isinstance(node, Name):
         return parts.get(node.name, node)
     if isinstance(node, Call):

@@ -36,7 +36,7 @@ def reference(x: Tensor, window: int = 4) -> Tensor:
 
 
 def magnitude(x: Tensor, window: int = 4) -> Tensor:
-    """The scale of rounding errors: the sum is rounded after each term."""
+    """The size of the rounding errors: the sum of the magnitudes, times the additions."""
     return reference(x.abs(), window) * steps(window)
 
 
