@@ -86,13 +86,24 @@ def test_kernels_of_a_package_do_not_include_torch(package: Path) -> None:
             assert not re.search(r'#include\s*[<"](torch|ATen|c10)/', text), path
 
 
-def test_files_are_formatted(package: Path) -> None:
-    ruff = shutil.which("ruff") or str(Path(sys.executable).with_name("ruff"))
-    if not Path(ruff).is_file():
+@pytest.mark.parametrize("name", ["gate", NAME, "exponential_linear_gate"])
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_files_are_formatted(
+    template: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names of all lengths: a long one breaks lines of the template."""
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+    if shutil.which("ruff") is None:
         pytest.skip("needs ruff")
+    package = tmp_path / "made"
+    write_package(name, template, package)
     for command in (["check"], ["format", "--check"]):
         done = subprocess.run(
-            [ruff, *command, "--no-cache"], cwd=package, capture_output=True, text=True, check=False
+            ["ruff", *command, "--no-cache"],
+            cwd=package,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert done.returncode == 0, done.stdout
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 from typing import TYPE_CHECKING
 
 from torchkiln.new import check
 from torchkiln.new.edit import Before, Edit, Listed, applied
 from torchkiln.new.template import COMMON, FOLDER, FUNCTION, files, filled, words_of
-from torchkiln.new.write import known, store
+from torchkiln.new.write import known, store, tidy
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -88,16 +86,3 @@ def edits(words: dict[str, str]) -> list[Edit]:
         Listed(python, r'    "([a-z]\w*)",$', f'    "{name}",'),
         Before("src/torchkiln/ops/names.py", "}", f'    "{name}": ("{name}",),\n'),
     ]
-
-
-def tidy(root: Path, paths: list[str]) -> None:
-    """Format files with the tools that are installed: names of other lengths break other lines."""
-    commands = {
-        ("clang-format", "-i"): (".cpp", ".cu", ".h"),
-        ("ruff", "check", "--no-cache", "--quiet", "--select=I,RUF022", "--fix"): (".py",),
-        ("ruff", "format", "--no-cache", "--quiet"): (".py", ".pyi"),
-    }
-    for command, suffixes in commands.items():
-        wanted = [path for path in paths if path.endswith(suffixes)]
-        if shutil.which(command[0]) and wanted:
-            subprocess.run([*command, *wanted], cwd=root, check=False)

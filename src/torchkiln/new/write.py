@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from typing import TYPE_CHECKING
 
 import torchkiln
@@ -27,7 +29,10 @@ def write_package(name: str, template: str, into: Path) -> list[Path]:
     built = _loader.read_record(_loader.find_package(torchkiln.__path__))
     version = _loader.minor(built["version"])
     words = words_of(template, name, name, version)
-    return [store(into / path, text) for path, text in files((COMMON, template), words).items()]
+    made = files((COMMON, template), words)
+    written = [store(into / path, text) for path, text in made.items()]
+    tidy(into, list(made))
+    return written
 
 
 def known(template: str) -> str:
@@ -43,3 +48,20 @@ def store(path: Path, text: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     return path
+
+
+def tidy(root: Path, paths: list[str]) -> None:
+    """Formats files with the tools that are installed, as lines break where a name makes them long.
+
+    clang-format needs the style of a checkout; a package has none.
+    """
+    commands = {
+        ("clang-format", "-i"): (".cpp", ".cu", ".h"),
+        ("ruff", "check", "--no-cache", "--quiet", "--select=I,RUF022", "--fix"): (".py",),
+        ("ruff", "format", "--no-cache", "--quiet"): (".py", ".pyi"),
+    }
+    for command, suffixes in commands.items():
+        wanted = [path for path in paths if path.endswith(suffixes)]
+        styled = command[0] == "ruff" or (root / ".clang-format").is_file()
+        if shutil.which(command[0]) and wanted and styled:
+            subprocess.run([*command, *wanted], cwd=root, check=False)

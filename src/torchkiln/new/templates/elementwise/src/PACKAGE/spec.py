@@ -1,4 +1,4 @@
-"""The contract of OPNAME. Tests, refused calls and benchmarks are derived from it."""
+"""The contract of OPNAME, from which its tests and benchmarks are derived."""
 
 from __future__ import annotations
 
