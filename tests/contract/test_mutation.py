@@ -28,7 +28,9 @@ def test_a_fault_can_be_planted(fault: faults.Fault) -> None:  # type: ignore[na
     text = (ROOT / fault.file).read_text()
     assert text.count(fault.old) == fault.times
     assert fault.old != fault.new
-    assert (ROOT / (fault.unit or fault.file)).suffix in (".cpp", ".cu", ".py")
+    unit = ROOT / (fault.unit or fault.file)
+    assert unit.is_file()
+    assert unit.suffix in (".cpp", ".cu", ".py")
     assert fault.op in NAMES
     for name, at, dtype in (check.partition("@") for check in fault.checks.split(" or ")):
         known = [str(one).removeprefix("torch.") for one in CHECKS[name].dtypes]

@@ -77,7 +77,7 @@ CPU = (
         *("gradients of a and b exchanged", "cpu", FUNCTORS),
         "return {grad * b, grad * a};",
         "return {grad * a, grad * b};",
-        *("muladd", "gradient_values@float32", "cpp/cpu/muladd.cpp"),
+        *("muladd", "gradient_values@float32", "cpp/cpu/pointwise.cpp"),
     ),
     Fault(
         *("gradient of the gate for up", "cpu", FUNCTORS),
@@ -106,7 +106,7 @@ CPU = (
     Fault(
         *("scale forgotten in the second order", "cpu", "cpp/ops/bias_act.cpp"),
         "if (in.wants(0)) grad_x = (passed * scale).to(grad.scalar_type());",
-        "if (in.wants(0)) grad_x = passed.to(grad.scalar_type());",
+        "if (in.wants(0)) grad_x = (passed * (scale - scale + 1)).to(grad.scalar_type());",
         *("bias_act", "gradients_that_are_recorded@float32"),
     ),
     Fault(
@@ -142,7 +142,7 @@ CPU = (
     Fault(
         *("lanes past the end of a row counted", "cpu", "cpp/cpu/norm/forward.cpp"),
         "within<C>(load_lanes(block + i, span) - center, span);",
-        "(load_lanes(block + i, span) - near);",
+        "(load_lanes(block + i, span) - center);",
         *("layer_norm", "values@float32"),
     ),
     Fault(
