@@ -83,6 +83,9 @@ install(
     cpp/cmake/FindTorch.cmake
     cpp/cmake/package/torchkiln_package.cmake
     cpp/cmake/cpu_isas.cmake
+    cpp/cmake/formula/formula.cmake
+    cpp/cmake/formula/formula.cpp.in
+    cpp/cmake/formula/formula.cu.in
     cpp/cmake/nvcc.cmake
     cpp/cmake/cuda_architectures.cmake
   DESTINATION ${config_folder}

@@ -283,3 +283,15 @@ def test_a_changed_call_keeps_positions_and_keywords() -> None:
     assert case.message == r"torchkiln_derived\.scaled: bias: got 2 \(of \[1\]\)"
     half = good.cast(torch.float16)
     assert half["bias"].dtype == torch.float16
+
+
+def test_samples_of_tensors_of_one_shape() -> None:
+    made = list(testing.alike("x", "gate", scale=2.0)(CPU, torch.float64))
+    assert made[0].name == "typical"
+    assert made[0].kwargs == {"scale": 2.0}
+    for sample in made:
+        x, gate = sample.tensors
+        assert x.shape == gate.shape
+        assert x.numel() < 2 or not torch.equal(x, gate)
+    assert [(sample.args[2:], sample.kwargs) for sample in made[-2:]] == [((), {}), ((-0.6,), {})]
+    assert len(list(testing.alike("x")(CPU, torch.float32))) == len(made) - 2

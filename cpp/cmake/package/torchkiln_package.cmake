@@ -2,12 +2,15 @@
 #
 #   torchkiln_find_cuda()                    sets TORCHKILN_WITH_CUDA, and enables the CUDA language if it is on
 #   torchkiln_add_module(name SOURCES ...    a Python module of C++ files and, with CUDA, .cu files. CPU_KERNELS are C++
-#     CPU_KERNELS ...)                       files that are compiled once per instruction set (torchkiln/cpu/isa.h)
+#     CPU_KERNELS ... FORMULAS ...)          files that are compiled once per instruction set (torchkiln/cpu/isa.h).
+#                                            FORMULAS are names of elementwise ops without kernels of their own: their
+#                                            formula is in <project>/kernels/<name>.h (torchkiln/core/formula.h)
 #
 # TORCHKILN_CUDA, TORCHKILN_CUDA_ARCHITECTURES and TORCHKILN_ALLOW_CUDA_MISMATCH work as in torchkiln's own build.
 include_guard(GLOBAL)
 set(torchkiln_CMAKE_DIR "${CMAKE_CURRENT_LIST_DIR}")
 include("${CMAKE_CURRENT_LIST_DIR}/cpu_isas.cmake")
+include("${CMAKE_CURRENT_LIST_DIR}/formula.cmake")
 
 # A macro, because it enables languages and sets variables in the scope of the project.
 macro(torchkiln_find_cuda)
@@ -20,7 +23,9 @@ macro(torchkiln_find_cuda)
 endmacro()
 
 function(torchkiln_add_module name)
-  cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "SOURCES;CPU_KERNELS")
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "SOURCES;CPU_KERNELS;FORMULAS")
+  torchkiln_formula_sources(arg_CPU_KERNELS cpp "${PROJECT_NAME}" ${arg_FORMULAS})
+  torchkiln_formula_sources(arg_SOURCES cu "${PROJECT_NAME}" ${arg_FORMULAS})
   if(NOT TORCHKILN_WITH_CUDA)
     list(FILTER arg_SOURCES EXCLUDE REGEX "\\.cu$")
   endif()

@@ -71,11 +71,10 @@ def edits(words: dict[str, str]) -> list[Edit]:
         found = [line for line in text.splitlines() if re.search(pattern, line)]
         return filled("".join(f"{line}\n" for line in found), words)
 
-    header = lines_of("cpp/include/PACKAGE/torch/ops.h", "FORMULA|PARAMETERS")
+    header = lines_of("cpp/include/PACKAGE/torch/ops.h", "SUMMARY|PARAMETERS")
     python = "src/torchkiln/__init__.py"
     imported = f"from torchkiln.ops.{name} import {name}  # noqa: E402"
     return [
-        Listed("CMakeLists.txt", r"  (?!torchkiln)(\w+)$", f"  {name}"),
         Before("cpp/include/torchkiln/torch/ops.h", "}  // namespace torchkiln", f"{header}\n"),
         Before(
             "cpp/python/module.cpp",
@@ -84,5 +83,4 @@ def edits(words: dict[str, str]) -> list[Edit]:
         ),
         Listed(python, r"from torchkiln\.ops\.(\w+) import .*noqa: E402$", imported),
         Listed(python, r'    "([a-z]\w*)",$', f'    "{name}",'),
-        Before("src/torchkiln/ops/names.py", "}", f'    "{name}": ("{name}",),\n'),
     ]

@@ -19,7 +19,22 @@ TEMPLATES = {
 }
 """Descriptions by name."""
 
-PLACEHOLDER = re.compile("PACKAGE|OPNAME|KILN_VERSION|ARGUMENTS|PARAMETERS|FORMULA")
+PLACEHOLDER = re.compile(
+    "PACKAGE|OPNAME|TYPENAME|KILN_VERSION|KERNELS_CMAKE|KERNELS_README|ARGUMENTS|PARAMETERS|SUMMARY"
+)
+
+# Lines of common files: a template without kernels of its own is a formula.
+FORMULA_LINES = {
+    "KERNELS_CMAKE": "  FORMULAS\n    {name}",
+    "KERNELS_README": "| `cuda/include/{package}/kernels/{name}.h` | the formula and its "
+    "gradients, for the CPU and the GPU; no torch |",
+}
+KERNEL_LINES = {
+    "KERNELS_CMAKE": "    cuda/ops/{name}.cu\n  CPU_KERNELS\n    cpp/cpu/{name}.cpp",
+    "KERNELS_README": "| `cuda/include/{package}/kernels/{name}.h` | parameters and launchers; no "
+    "torch |\n| `cuda/ops/{name}.cu`, `cpp/cpu/{name}.cpp` | kernels, those for the CPU compiled "
+    "once per instruction set; no torch |",
+}
 CPP_TYPES = {"Tensor": "const at::Tensor&", "float": "double", "int": "int64_t"}
 
 
@@ -36,13 +51,16 @@ def words_of(template: str, package: str, name: str, version: str) -> dict[str, 
     function = next(node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef))
     types = {arg.arg: ast.unparse(arg.annotation or arg) for arg in function.args.args}
     returns = (ast.get_docstring(function) or "").splitlines()[0].removeprefix("Returns ")
-    return {
+    has_kernels = (FOLDER / template / "cuda" / "ops").is_dir()
+    lines = KERNEL_LINES if has_kernels else FORMULA_LINES
+    return {key: line.format(name=name, package=package) for key, line in lines.items()} | {
         "PACKAGE": package,
         "OPNAME": name,
+        "TYPENAME": "".join(word.capitalize() for word in name.split("_")),
         "KILN_VERSION": version,
         "ARGUMENTS": ", ".join(f'"{argument}"' for argument in types),
         "PARAMETERS": ", ".join(f"{CPP_TYPES[kind]} {arg}" for arg, kind in types.items()),
-        "FORMULA": returns.replace("``", ""),
+        "SUMMARY": returns.replace("``", ""),
     }
 
 

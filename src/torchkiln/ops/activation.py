@@ -5,8 +5,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torchkiln import _C
-from torchkiln.ops._eager import eager
 from torchkiln.ops._traced import check_dtype
+from torchkiln.ops.eager import eager
 
 
 @eager(_C.square)

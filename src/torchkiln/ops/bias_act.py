@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from torchkiln import _C
-from torchkiln.ops._eager import eager
+from torchkiln.ops.eager import eager
 
 
 @eager(_C.bias_act)

@@ -8,7 +8,7 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, get_proxy
 from torch.utils.checkpoint import CheckpointPolicy, _CachingTorchDispatchMode
 
 from torchkiln import _C
-from torchkiln.ops._eager import eager
+from torchkiln.ops.eager import eager
 
 
 @eager(_C.dropout_add)

@@ -4,9 +4,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torchkiln import _C
-from torchkiln.ops._eager import eager
 from torchkiln.ops._traced import check_dtype, check_like
 from torchkiln.ops.activation import is_tanh
+from torchkiln.ops.eager import eager
 
 
 @eager(_C.swiglu)

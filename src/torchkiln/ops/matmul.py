@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from torchkiln import _C
-from torchkiln.ops._eager import eager
 from torchkiln.ops._traced import check_dtype, check_same_dtype
+from torchkiln.ops.eager import eager
 
 
 @eager(_C.matmul)

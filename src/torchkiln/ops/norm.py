@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from torchkiln import _C
-from torchkiln.ops._eager import eager
+from torchkiln.ops.eager import eager
 
 
 def as_sizes(normalized_shape: int | Sequence[int]) -> Sequence[int]:

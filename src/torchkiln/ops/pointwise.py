@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from torchkiln import _C
-from torchkiln.ops._eager import eager
 from torchkiln.ops._traced import promoted_dtype
+from torchkiln.ops.eager import eager
 
 
 @eager(_C.add)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from torchkiln import _C
-from torchkiln.ops._eager import eager
+from torchkiln.ops.eager import eager
 
 Csr = Tensor | tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Sequence[int]]
 """A sparse CSR tensor of torch, or ``(crow, col, values)``, or ``(crow, col, values, [rows,

@@ -15,6 +15,7 @@ from torchkiln.testing.derive import layer
 from torchkiln.testing.refusals import GoodCall, Refusals
 from torchkiln.testing.result import Outcome, run_contract
 from torchkiln.testing.sample import Invalid, Sample, Traffic
+from torchkiln.testing.shapes import alike
 from torchkiln.testing.spec import OpSpec, SpecError
 from torchkiln.testing.specs import SPECS
 from torchkiln.testing.validation import validate
@@ -33,6 +34,7 @@ __all__ = [
     "SpecError",
     "Traffic",
     "UnavailableError",
+    "alike",
     "cases",
     "layer",
     "run_contract",

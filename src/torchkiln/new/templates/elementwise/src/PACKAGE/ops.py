@@ -2,11 +2,12 @@
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torchkiln.ops.eager import eager
 
 from PACKAGE import _C
 
 
+@eager(_C.OPNAME)
 def OPNAME(x: Tensor, gate: Tensor, scale: float = 1.0) -> Tensor:
     """Returns ``x * sigmoid(scale * gate)``, contiguous.
 
@@ -16,7 +17,5 @@ def OPNAME(x: Tensor, gate: Tensor, scale: float = 1.0) -> Tensor:
         gate: of the shape and dtype of ``x``.
         scale: a number.
     """
-    # torch.compile and torch.export need the op itself; _C calls it in half the host time.
-    op = torch.ops.PACKAGE.OPNAME.default if is_compiling() else _C.OPNAME
-    out: Tensor = op(x, gate, scale)
+    out: Tensor = torch.ops.PACKAGE.OPNAME.default(x, gate, scale)
     return out

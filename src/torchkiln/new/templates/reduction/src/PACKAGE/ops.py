@@ -2,11 +2,12 @@
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torchkiln.ops.eager import eager
 
 from PACKAGE import _C
 
 
+@eager(_C.OPNAME)
 def OPNAME(x: Tensor) -> Tensor:
     """Returns ``(x * x).sum(-1)``, contiguous.
 
@@ -14,7 +15,5 @@ def OPNAME(x: Tensor) -> Tensor:
         x: ``[..., columns]``; float32, float64, float16 or bfloat16. Half precision is summed in
             float32 and rounded once.
     """
-    # torch.compile and torch.export need the op itself; _C calls it in half the host time.
-    op = torch.ops.PACKAGE.OPNAME.default if is_compiling() else _C.OPNAME
-    out: Tensor = op(x)
+    out: Tensor = torch.ops.PACKAGE.OPNAME.default(x)
     return out

@@ -9,7 +9,7 @@
 
 namespace PACKAGE {
 
-/// FORMULA
+/// SUMMARY
 TORCHKILN_EXPORT at::Tensor OPNAME(PARAMETERS);
 
 }  // namespace PACKAGE
