@@ -29,7 +29,12 @@ from faults import FAULTS, Fault
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULE = f"cpp/_C{sysconfig.get_config_var('EXT_SUFFIX')}"
-LIBRARIES = ("cuda/libtorchkiln_kernels.so", "cpp/libtorchkiln.so", MODULE)
+LIBRARIES = (
+    "cuda/libtorchkiln_kernels.so",
+    "cpp/libtorchkiln.so",
+    "cpp/libtorchkiln_cuda.so",
+    MODULE,
+)
 PAGE = ROOT / "docs" / "mutation.md"
 
 
