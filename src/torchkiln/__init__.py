@@ -38,7 +38,7 @@ from torchkiln.ops.norm import (  # noqa: E402
     layer_norm,
     rms_norm,
 )
-from torchkiln.ops.pointwise import add, muladd  # noqa: E402
+from torchkiln.ops.pointwise import add, addcmul, muladd  # noqa: E402
 from torchkiln.ops.reduction import mean, sum  # noqa: E402
 from torchkiln.ops.softmax import log_softmax, softmax  # noqa: E402
 from torchkiln.ops.spmm import csr_transpose, spmm, spmm_csr  # noqa: E402
@@ -61,6 +61,7 @@ __all__ = [
     "add",
     "add_layer_norm",
     "add_rms_norm",
+    "addcmul",
     "bias_act",
     "bias_dropout_add",
     "build_info",

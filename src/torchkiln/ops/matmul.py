@@ -11,7 +11,7 @@ from torchkiln.ops._traced import check_dtype, check_same_dtype
 from torchkiln.ops.eager import eager
 
 
-@eager(_C.matmul)
+@eager(_C.matmul, input="a", other="b")
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Returns the product of matrices ``a @ b``, contiguous, with torch's broadcasting.
 
@@ -29,7 +29,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     return torch.matmul(a, b)
 
 
-@eager(_C.linear)
+@eager(_C.linear, input="x")
 def linear(  # noqa: PLR0917
     x: Tensor,
     weight: Tensor,
