@@ -53,8 +53,12 @@ def main(given: Sequence[str] | None = None) -> int:
     write = add_op if options.op else write_package
     try:
         written = write(options.name, options.template, into)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         print(error, file=sys.stderr)
+        return 2
+    except OSError as error:
+        refused = f"torchkiln.new: --into: got {into} ({error.strerror})"
+        print(f"{refused}, expected a folder that can be written", file=sys.stderr)
         return 2
     for path in written:
         print(path)

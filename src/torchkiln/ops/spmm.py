@@ -9,7 +9,7 @@ from torchkiln import _C
 from torchkiln.ops.eager import eager
 
 Sparse = Tensor | tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Sequence[int]]
-"""A sparse tensor of torch, or ``(crow, col, values)``, or ``(crow, col, values, [rows, columns])``."""
+"""A sparse tensor of torch, or ``(crow, col, values)``, or these and ``[rows, columns]``."""
 
 
 def spmm(a: Sparse, b: Tensor, *, transpose: Tensor | None = None, check: bool = False) -> Tensor:
