@@ -13,6 +13,7 @@ __path__.append(_loader.module_folder(_package, _record))  # where _C is found
 import torch as _torch  # noqa: E402, F401  brings the libraries that _C is linked to
 
 from torchkiln import nn  # noqa: E402
+from torchkiln.ops import _flops  # noqa: E402
 from torchkiln.ops.activation import (  # noqa: E402
     gelu,
     gelu_tanh,
@@ -43,6 +44,8 @@ from torchkiln.ops.reduction import mean, sum  # noqa: E402
 from torchkiln.ops.softmax import log_softmax, softmax  # noqa: E402
 from torchkiln.ops.spmm import csr_transpose, spmm, spmm_csr  # noqa: E402
 from torchkiln.trace import explain  # noqa: E402
+
+_flops.register_on_import()
 
 __version__: str = _record["version"]
 

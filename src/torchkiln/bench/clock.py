@@ -143,8 +143,8 @@ def in_turns(
 
 
 SHORTEST_LOAD = 0.2
-"""Shortest run, in seconds, whose load is known. The system counts in steps of 10 ms per core, which
-is a tenth of a core in this time."""
+"""Shortest run, in seconds, whose load is known. The system counts in steps of 10 ms per core,
+which is a tenth of a core in this time."""
 
 
 @dataclass(frozen=True)
