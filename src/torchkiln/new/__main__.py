@@ -57,8 +57,9 @@ def main(given: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     except OSError as error:
-        refused = f"torchkiln.new: --into: got {into} ({error.strerror})"
-        print(f"{refused}, expected a folder that can be written", file=sys.stderr)
+        refused = f"torchkiln.new: --into: got {into} ({error.strerror}), expected a folder that "
+        # Errors of torchkiln have a message, those of the system a number.
+        print(f"{refused}can be written" if error.strerror else error, file=sys.stderr)
         return 2
     for path in written:
         print(path)
