@@ -56,7 +56,11 @@ NOTES = {
         beside="float32 bias beside half precision",
         gradients="vmap by torch's rules for random ops",
     ),
-    "reduction": Notes(beside="`dtype=` any of them", autocast="as torch's"),
+    "reduction": Notes(
+        beside="`dtype=` any of them",
+        other="`sum` of integers and bools in int64, `mean` of them with `dtype=`; else an error",
+        autocast="as torch's",
+    ),
     "norm": Notes(
         beside="float32 weight and bias beside half precision",
         strides="any; evenly spaced rows are not copied",

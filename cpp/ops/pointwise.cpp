@@ -14,8 +14,22 @@ namespace {
 using at::Tensor;
 using Two = std::tuple<Tensor, Tensor>;
 
+/// out = input * factor + shift, with the numbers as arguments of the kernel.
+void scale_shift(const char* op, const Tensor& out, const Tensor& input, double factor,
+                 double shift) {
+  launch_elementwise(
+      op, std::array{out}, std::array{readable(input, out)},
+      [&](const auto& p, auto stream) { return cuda::scale_shift(p, factor, shift, stream); },
+      [&](const auto& p, int64_t begin, int64_t end) {
+        return cpu::scale_shift(p, factor, shift, begin, end);
+      });
+}
+
+double number_in(const Tensor& scalar) { return scalar.item().toDouble(); }
+
 struct Add {
   static constexpr const char* kSchema = "torchkiln::add(Tensor a, Tensor b) -> Tensor";
+  static constexpr bool kTakesNumbers = true;
 
   static Tensor meta(const Tensor& a, const Tensor& b) {
     return promoted_output("add", {{"a", a}, {"b", b}});
@@ -24,6 +38,11 @@ struct Add {
   static Tensor kernel(const Tensor& a, const Tensor& b) {
     Tensor out = meta(a, b);
     if (out.numel() == 0) return out;
+    if (out.is_cuda() && (is_cpu_scalar(a) || is_cpu_scalar(b))) {
+      const bool a_is_number = is_cpu_scalar(a);
+      scale_shift("add", out, a_is_number ? b : a, 1.0, number_in(a_is_number ? a : b));
+      return out;
+    }
     launch_elementwise(
         "add", std::array{out}, std::array{readable(a, out), readable(b, out)},
         [](const auto& p, auto stream) { return cuda::add(p, stream); },
@@ -84,43 +103,33 @@ struct Muladd {
   static Tensor kernel(const Tensor& a, const Tensor& b, const Tensor& c) {
     Tensor out = meta(a, b, c);
     if (out.numel() == 0) return out;
-    const std::array outs{out};
     const bool b_first = is_cpu_scalar(a) && !is_cpu_scalar(b);
     const Tensor& x = b_first ? b : a;
     const Tensor& y = b_first ? a : b;
     const bool y_is_number = is_cpu_scalar(y), c_is_number = is_cpu_scalar(c);
-    const auto number = [](const Tensor& scalar) { return scalar.item().toDouble(); };
-    const auto scale_shift = [&](const Tensor& input, double factor, double shift) {
+    if (is_cpu_scalar(x) && !c_is_number) {
+      scale_shift(kName, out, c, 1.0, number_in(x) * number_in(y));
+    } else if (y_is_number && c_is_number && !is_cpu_scalar(x)) {
+      scale_shift(kName, out, x, number_in(y), number_in(c));
+    } else if (y_is_number && !c_is_number) {
+      const double factor = number_in(y);
       launch_elementwise(
-          kName, outs, std::array{readable(input, out)},
-          [&](const auto& p, auto stream) { return cuda::scale_shift(p, factor, shift, stream); },
-          [&](const auto& p, int64_t begin, int64_t end) {
-            return cpu::scale_shift(p, factor, shift, begin, end);
-          });
-      return out;
-    };
-    if (is_cpu_scalar(x) && !c_is_number) return scale_shift(c, 1.0, number(x) * number(y));
-    if (y_is_number && c_is_number && !is_cpu_scalar(x))
-      return scale_shift(x, number(y), number(c));
-    if (y_is_number && !c_is_number) {
-      const double factor = number(y);
-      launch_elementwise(
-          kName, outs, std::array{readable(x, out), readable(c, out)},
+          kName, std::array{out}, std::array{readable(x, out), readable(c, out)},
           [&](const auto& p, auto stream) { return cuda::scale_add(p, factor, stream); },
           [&](const auto& p, int64_t begin, int64_t end) {
             return cpu::scale_add(p, factor, begin, end);
           });
     } else if (c_is_number && !y_is_number) {
-      const double shift = number(c);
+      const double shift = number_in(c);
       launch_elementwise(
-          kName, outs, std::array{readable(x, out), readable(y, out)},
+          kName, std::array{out}, std::array{readable(x, out), readable(y, out)},
           [&](const auto& p, auto stream) { return cuda::multiply_shift(p, shift, stream); },
           [&](const auto& p, int64_t begin, int64_t end) {
             return cpu::multiply_shift(p, shift, begin, end);
           });
     } else {
       launch_elementwise(
-          kName, outs, std::array{readable(x, out), readable(y, out), readable(c, out)},
+          kName, std::array{out}, std::array{readable(x, out), readable(y, out), readable(c, out)},
           [](const auto& p, auto stream) { return cuda::multiply_add(p, stream); },
           [](const auto& p, int64_t begin, int64_t end) {
             return cpu::multiply_add(p, begin, end);

@@ -14,9 +14,13 @@ using at::Tensor;
 using MaybeTensor = std::optional<Tensor>;
 
 /// Numbers become tensors here, once, so that every dispatch key sees the same operands.
+Tensor add(const torchkiln::TensorOrNumber& a, const torchkiln::TensorOrNumber& b) {
+  return torchkiln::add(*a.tensor, *b.tensor);
+}
+
 Tensor muladd(const torchkiln::TensorOrNumber& a, const torchkiln::TensorOrNumber& b,
               const torchkiln::TensorOrNumber& c) {
-  return torchkiln::muladd(a.tensor, b.tensor, c.tensor);
+  return torchkiln::muladd(*a.tensor, *b.tensor, *c.tensor);
 }
 
 template <class Act>
@@ -63,7 +67,7 @@ Tensor spmm_csr(const Tensor& values, const Tensor& b, const Tensor& crow, const
 
 PYBIND11_MODULE(_C, module) {
   const torchkiln::Binder ops(module);
-  ops.bind<&torchkiln::add>("add", {"a", "b"});
+  ops.bind<&add>("add", {"a", "b"});
   ops.bind<&muladd>("muladd", {"a", "b", "c"});
   bind_activations(ops);
   ops.bind<&torchkiln::bias_act>("bias_act", {"x", "bias", "scale", "act"});

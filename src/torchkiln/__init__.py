@@ -13,6 +13,7 @@ __path__.append(_loader.module_folder(_package, _record))  # where _C is found
 import torch as _torch  # noqa: E402, F401  brings the libraries that _C is linked to
 
 from torchkiln import nn  # noqa: E402
+from torchkiln.ops import _flops  # noqa: E402
 from torchkiln.ops.activation import (  # noqa: E402
     gelu,
     gelu_tanh,
@@ -38,11 +39,13 @@ from torchkiln.ops.norm import (  # noqa: E402
     layer_norm,
     rms_norm,
 )
-from torchkiln.ops.pointwise import add, muladd  # noqa: E402
+from torchkiln.ops.pointwise import add, addcmul, muladd  # noqa: E402
 from torchkiln.ops.reduction import mean, sum  # noqa: E402
 from torchkiln.ops.softmax import log_softmax, softmax  # noqa: E402
 from torchkiln.ops.spmm import csr_transpose, spmm, spmm_csr  # noqa: E402
 from torchkiln.trace import explain  # noqa: E402
+
+_flops.register_on_import()
 
 __version__: str = _record["version"]
 
@@ -61,6 +64,7 @@ __all__ = [
     "add",
     "add_layer_norm",
     "add_rms_norm",
+    "addcmul",
     "bias_act",
     "bias_dropout_add",
     "build_info",

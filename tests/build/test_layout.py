@@ -17,7 +17,7 @@ SHARED = {
     "cuda/ops": set(),
     "cpp/cpu": {"CMakeLists", "isa", "detail"},
     "cpp/ops": {"cuda_bridge", "cuda_loader", "detail"},
-    "src/torchkiln/ops": {"__init__", "eager", "_traced", "names"},
+    "src/torchkiln/ops": {"__init__", "_flops", "_traced", "eager", "names"},
     "src/torchkiln/testing/specs": {"__init__"},
 }
 NAMESPACES = {

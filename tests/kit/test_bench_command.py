@@ -11,6 +11,7 @@ import torch
 from torchkiln import bench
 from torchkiln.bench import __main__ as command
 from torchkiln.bench import options
+from torchkiln.cli import bench_parser
 from torchkiln.testing import SPECS
 
 CPU = torch.device("cpu")
@@ -31,7 +32,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_what_the_command_takes_when_nothing_is_said() -> None:
-    chosen = command.plan(options.arguments(["--device=cpu"]))
+    chosen = command.plan(bench_parser.bench(["--device=cpu"]))
     assert chosen.specs == tuple(SPECS)
     assert chosen.shapes == ()
     assert chosen.settings.gauge is None
@@ -48,17 +49,17 @@ def test_the_ops_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sys, "path", [*sys.path])
     # Named like a module of Python's own.
     (tmp_path / "json.py").write_text((tmp_path / "theirs.py").read_text())
-    by_file = command.plan(options.arguments(["--device=cpu", f"--specs={tmp_path / 'json.py'}"]))
+    by_file = command.plan(bench_parser.bench(["--device=cpu", f"--specs={tmp_path / 'json.py'}"]))
     assert [spec.name for spec in by_file.specs] == ["theirs"]
     monkeypatch.chdir(tmp_path)
-    chosen = command.plan(options.arguments(["--device=cpu", "--specs=theirs"]))
+    chosen = command.plan(bench_parser.bench(["--device=cpu", "--specs=theirs"]))
     assert [spec.name for spec in chosen.specs] == ["theirs"]
     (tmp_path / "json.py").unlink()
     for wrong in ("nothing", "not_there", "not_there.py"):
         with pytest.raises(ValueError, match=f"--specs: got '{wrong}'"):
-            command.plan(options.arguments(["--device=cpu", f"--specs={wrong}"]))
+            command.plan(bench_parser.bench(["--device=cpu", f"--specs={wrong}"]))
     with pytest.raises(ValueError, match="OP: got 'add', expected one of theirs"):
-        command.plan(options.arguments(["add", "--device=cpu", "--specs=theirs"]))
+        command.plan(bench_parser.bench(["add", "--device=cpu", "--specs=theirs"]))
 
 
 @pytest.mark.parametrize(
@@ -109,7 +110,7 @@ def test_an_output_in_no_folder(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Refused before anything is measured."""
-    if name in options.DRAWN:
+    if name in bench_parser.DRAWN:
         pytest.importorskip("matplotlib")
     path = tmp_path / "folder" / "b.out"
     assert command.main(["add", "--device=cpu", f"--{name}={path}"]) == 2

@@ -64,11 +64,13 @@ def test_a_busy_machine_is_named(tmp_path: Path) -> None:
     assert Load(64, 0.1, 0.9).is_busy
 
 
-def test_the_load_is_that_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = iter([100.0, 103.0])
+@pytest.mark.parametrize("length", [0.4, 2.0])
+def test_the_load_is_that_of_others(monkeypatch: pytest.MonkeyPatch, length: float) -> None:
+    """Also for a run of one row, which takes less than a second."""
+    seconds = iter([100.0, 100.0 + 1.5 * length])
     monkeypatch.setattr(clock, "seconds_of_others", lambda: next(seconds))
     meter = LoadMeter(CPU)
-    meter.start -= 2.0
+    meter.start -= length
     load = meter.read()
     assert load is not None
     assert 1.4 < load.others <= 1.5

@@ -8,10 +8,13 @@ import subprocess
 import sys
 from argparse import ArgumentTypeError
 from importlib import import_module
+from pathlib import Path
 
 import pytest
+import torch
 
-from torchkiln.cli import COMMANDS, WITHOUT_TORCH, main
+from torchkiln.bench import case, peers, plan, regression, result
+from torchkiln.cli import COMMANDS, bench_parser, main
 from torchkiln.cli.options import DTYPES, dtype_name, shape
 from torchkiln.ops.names import ALIASES, FAMILIES, OPS
 from torchkiln.testing import SPECS
@@ -45,9 +48,6 @@ def test_every_command_can_run(name: str) -> None:
 
 @pytest.mark.parametrize("words", ["", "--help", "--version", *(f"{c} --help" for c in COMMANDS)])
 def test_help_does_not_wait_for_torch(words: str) -> None:
-    name = words.partition(" ")[0]
-    if name in COMMANDS and not COMMANDS[name].parser and name not in WITHOUT_TORCH:
-        pytest.skip(f"{name} parses its options itself, with torch")
     code = (
         f"import sys; sys.argv = ['torchkiln', *{words.split()}]\n"
         "from torchkiln_command import main\n"
@@ -78,7 +78,7 @@ def test_examples_are_parsed(name: str) -> None:
     command.parser(command.example.split()[2:])
 
 
-@pytest.mark.parametrize("name", ["explain", "profile"])
+@pytest.mark.parametrize("name", ["bench", "explain", "profile"])
 def test_help_lists_the_ops(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([name, "--help"])
@@ -92,6 +92,19 @@ def test_help_lists_the_ops(name: str, capsys: pytest.CaptureFixture[str]) -> No
 def test_the_listed_ops_are_those_of_the_specs() -> None:
     assert sorted(OPS) == sorted(spec.name for spec in SPECS)
     assert set(ALIASES.values()) <= set(OPS)
+
+
+def test_the_words_of_bench_are_those_of_its_records() -> None:
+    """The parser has copies, because the originals are in modules that import torch."""
+    assert bench_parser.PEERS == peers.PEERS
+    assert tuple(getattr(torch, name) for name in bench_parser.DEFAULT_DTYPES) == plan.DTYPES
+    kinds = (result.CALLS, result.SWEEP, result.SMALL, result.HOST)
+    directions = (case.FORWARD, case.BACKWARD)
+    found = bench_parser.bench([f"--{word}" for word in (*kinds, *directions)])
+    assert tuple(found.kinds) == kinds
+    assert tuple(found.directions) == directions
+    assert set(bench_parser.REPORT_KINDS) < set(kinds)
+    assert found.threshold == regression.THRESHOLD
 
 
 def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,6 +151,32 @@ def test_as_a_module() -> None:
     done = run_python(code)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().count(".") == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("explain add --device=cpu --shape=4x4 --json", "torchkiln.explain: --json: got "),
+        ("profile add --device=cpu --shape=4x4 --json", "torchkiln.profile: --json: got "),
+        ("bench add --device=cpu --json", "torchkiln.bench: --json: got "),
+        ("bench add --device=cpu --report", "torchkiln.bench: --report: got "),
+        ("demo --out", "torchkiln.demo: --out: got "),
+        ("new mine --into", "torchkiln.new: --into: got "),
+    ],
+)
+def test_an_output_that_cannot_be_written(
+    words: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if words.startswith("demo"):
+        pytest.importorskip("rich")
+        pytest.importorskip("matplotlib")
+    (tmp_path / "file").touch()
+    place = tmp_path / "file" / "below"
+    path = place if words.endswith(("report", "out", "into")) else place / "x.json"
+    assert main([*words.split(), str(path)]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert "expected a f" in error
 
 
 def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -139,3 +139,22 @@ def test_the_fused_kernel(act: str, has_residual: bool) -> None:
         truth = truth + residual.double()
     for found, right in zip((out, *grads), (truth, *expected), strict=True):
         assert ((found.double() - right).norm() / right.norm()).item() < 6e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_float32_layer_without_autocast(device: torch.device, dtype: torch.dtype) -> None:
+    """The error says how to call the layer; both ways work, and a graph has the same error."""
+    layer = torchkiln.nn.Linear(6, 4, bias=False, device=device)
+    x = torch.randn(3, 6, device=device, dtype=dtype)
+    name = str(dtype).removeprefix("torch.")
+    words = (
+        rf"linear: weight: got dtype float32, expected {name}, the dtype of x; cast the layer with "
+        rf"\.to\({dtype}\), or call it under torch\.autocast\(x\.device\.type, {dtype}\)"
+    )
+    torch.compiler.reset()
+    for call in (layer, torch.compile(layer, fullgraph=True, backend="eager")):
+        with pytest.raises(RuntimeError, match=words):
+            call(x)
+    with torch.autocast(device.type, dtype):
+        expected = layer(x)
+    assert torch.equal(layer.to(dtype)(x), expected)

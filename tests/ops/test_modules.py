@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -154,3 +156,22 @@ def test_flops_of_products_are_counted() -> None:
     with FlopCounterMode(display=False) as counter:
         torchkiln.linear(x, weight, act="gelu").sum().backward()
     assert counter.get_total_flops() == 3 * totals[0]
+
+
+@pytest.mark.parametrize("first", ["torchkiln", "torch.utils.flop_counter"])
+def test_flops_are_counted_whatever_is_imported_first(first: str) -> None:
+    """Importing torchkiln does not import torch's counter, which takes time and may warn."""
+    code = f"""
+import sys, {first}
+import torch, torchkiln
+assert ("torch.utils.flop_counter" in sys.modules) == ({first!r} != "torchkiln")
+from torch.utils.flop_counter import FlopCounterMode
+with FlopCounterMode(display=False) as counter:
+    torchkiln.linear(torch.ones(3, 4), torch.ones(5, 4))
+    torchkiln.matmul(torch.ones(3, 4), torch.ones(4, 5))
+assert counter.get_total_flops() == 2 * 2 * 3 * 4 * 5
+assert not any(type(finder).__name__ == "OnImport" for finder in sys.meta_path)
+"""
+    given = [sys.executable, "-W", "error", "-c", code]
+    done = subprocess.run(given, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

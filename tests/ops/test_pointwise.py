@@ -164,3 +164,84 @@ def test_a_graph_has_torchs_op(traced: Callable[..., set[str]]) -> None:
 def test_keywords(call: object) -> None:
     assert callable(call)
     assert call(b=torch.ones(2), a=torch.zeros(2)).tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("dtype", FLOATING, ids=name)
+@pytest.mark.parametrize("number", [2, -0.75, 1e-3, 70000.0, True], ids=str)
+def test_numbers(device: torch.device, dtype: torch.dtype, number: float) -> None:
+    """A number is not rounded to the dtype of the tensor, and promotes as in torch."""
+    a = torch.randn(7, 9, device=device).to(dtype)
+    assert torch.equal(torchkiln.add(a, number), torch.add(a, number))
+    assert torch.equal(torchkiln.add(number, a), torch.add(a, number))
+    leaf = a.clone().requires_grad_()
+    torchkiln.add(leaf, number).sum().backward()
+    assert leaf.grad is not None
+    assert (leaf.grad == 1).all()
+
+
+def test_numbers_beside_other_dtypes(device: torch.device) -> None:
+    integers = torch.arange(3, device=device)
+    assert torchkiln.add(integers, 0.5).tolist() == [0.5, 1.5, 2.5]
+    assert torchkiln.add(integers, 0.5).dtype == torch.float32
+    total = torchkiln.add(2.0, 3)
+    assert total.item() == 5.0
+    assert total.dtype == torch.float32
+    with pytest.raises(RuntimeError, match=r"add: a, b: got dtypes int64 and int64, which promote"):
+        torchkiln.add(integers, 2)
+
+
+def test_numbers_under_transformations(device: torch.device) -> None:
+    a = torch.randn(4, 5, device=device)
+    assert torch.equal(torch.vmap(lambda row: torchkiln.add(row, 2.5))(a), a + 2.5)
+    assert torch.equal(
+        torch.func.grad(lambda x: torchkiln.add(2.5, x).sum())(a), torch.ones_like(a)
+    )
+    _, tangent = torch.func.jvp(lambda x: torchkiln.add(x, 2.5), (a,), (a,))
+    assert torch.equal(tangent, a)
+    assert torchkiln.add(a.to("meta"), 2.5).shape == a.shape
+
+
+@pytest.mark.parametrize("dtype", FLOATING, ids=name)
+@pytest.mark.parametrize("alpha", [2, -0.3, 0, 1.0], ids=str)
+def test_alpha(device: torch.device, dtype: torch.dtype, alpha: float) -> None:
+    """``a + alpha * b`` is rounded once."""
+    a, b = (torch.randn(5, 9, device=device).to(dtype).requires_grad_() for _ in range(2))
+    found = torchkiln.add(a, b, alpha=alpha)
+    assert found.dtype == dtype
+    exact = a.double() + alpha * b.double()
+    rtol = torch.finfo(dtype).eps / (1 if dtype == torch.float64 else 2) * 1.001
+    torch.testing.assert_close(found.double(), exact, rtol=rtol, atol=1e-7)
+    grads = torch.autograd.grad(found.sum(), (a, b))
+    expected = torch.autograd.grad(torch.add(a, b, alpha=alpha).sum(), (a, b))
+    torch.testing.assert_close(grads, expected)
+    assert torchkiln.add(a[0], b, alpha=alpha).shape == b.shape
+    assert torchkiln.add(a, 2.0, alpha=alpha).dtype == dtype
+
+
+def test_alpha_that_is_no_number(device: torch.device) -> None:
+    x = torch.ones(3, device=device)
+    for alpha in (torch.tensor(2.0), "2", 2j):
+        with pytest.raises(
+            TypeError, match=r"add: alpha: got \w+, expected a number; for a tensor"
+        ):
+            torchkiln.add(x, x, alpha=alpha)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match=r"add: a, b: got dtypes int64 and int64"):
+        torchkiln.add(x.long(), x.long(), alpha=0.5)
+
+
+@pytest.mark.parametrize("dtype", FLOATING, ids=name)
+@pytest.mark.parametrize("value", [1, 0.5, -3], ids=str)
+def test_addcmul(device: torch.device, dtype: torch.dtype, value: float) -> None:
+    x, y = (torch.randn(5, 9, device=device).to(dtype).requires_grad_() for _ in range(2))
+    row = torch.randn(9, device=device).to(dtype).requires_grad_()
+    found = torchkiln.addcmul(x, y, row, value=value)
+    exact = x.double() + value * y.double() * row.double()
+    size = x.double().abs() + (value * y.double() * row.double()).abs()
+    assert ((found.double() - exact).abs() <= torch.finfo(dtype).eps * size).all()
+    assert found.dtype == dtype
+    grads = torch.autograd.grad(found.sum(), (x, y, row))
+    expected = torch.autograd.grad(torch.addcmul(x, y, row, value=value).sum(), (x, y, row))
+    for grad, due in zip(grads, expected, strict=True):
+        torch.testing.assert_close(grad, due, rtol=4 * torch.finfo(dtype).eps, atol=1e-2)
+    with pytest.raises(RuntimeError, match=r"addcmul: input, tensor1, tensor2: got dtypes int64"):
+        torchkiln.addcmul(*(t.long() for t in (x, y, row)), value=2)

@@ -256,3 +256,46 @@ def test_gradient_of_another_dtype(device: torch.device) -> None:
 def test_keywords(call: Callable[..., Tensor]) -> None:
     x = torch.arange(6.0).reshape(2, 3)
     assert call(x=x, dim=1, keepdim=True, dtype=torch.float64).tolist() == [[3.0], [12.0]]
+
+
+INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+@pytest.mark.parametrize("dtype", INTEGERS, ids=name)
+def test_integers_are_summed_as_in_torch(device: torch.device, dtype: torch.dtype) -> None:
+    x = torch.randint(-100, 100, (3, 5, 7), device=device).to(dtype)
+    calls: list[dict[str, Any]] = [
+        {},
+        {"dim": 1},
+        {"dim": (0, -1), "keepdim": True},
+        {"dim": 2, "dtype": torch.int32},
+        {"dtype": torch.float16},
+        {"dim": (), "dtype": torch.bool},
+    ]
+    for arguments in calls:
+        for given in (x, x.transpose(0, 2), x[:0], x[0, 0, 0]):
+            if given.dim() == 0 and arguments.get("dim"):
+                continue
+            found, expected = (f(given, **arguments) for f in (torchkiln.sum, torch.sum))
+            assert found.dtype == expected.dtype
+            assert found.is_contiguous()
+            assert torch.equal(found, expected)
+    assert torch.equal(torchkiln.mean(x, 1, dtype=torch.float64), x.double().mean(1))
+    meta = torchkiln.sum(x.to("meta"), 1)
+    assert (meta.dtype, meta.shape) == (torch.int64, (3, 7))
+    assert torch.equal(torch.vmap(torchkiln.sum)(x), x.sum((1, 2)))
+
+
+def test_floats_are_summed_in_integers_as_in_torch(device: torch.device) -> None:
+    x = torch.tensor([1.5, 1.5, -0.5], device=device)
+    assert torchkiln.sum(x, dtype=torch.int64).item() == torch.sum(x, dtype=torch.int64).item() == 2
+    assert not torchkiln.sum(x.requires_grad_(), dtype=torch.int64).requires_grad
+
+
+def test_the_mean_of_integers_needs_a_dtype(device: torch.device) -> None:
+    for x in (torch.arange(3, device=device), torch.ones(3, dtype=torch.bool, device=device)):
+        words = rf"mean: x: got dtype {name(x.dtype)}, expected one of .*; pass dtype=torch.float32"
+        with pytest.raises(RuntimeError, match=words):
+            torchkiln.mean(x)
+    with pytest.raises(RuntimeError, match=r"mean: dtype: got int64, expected one of float32"):
+        torchkiln.mean(torch.arange(3, device=device), dtype=torch.int64)

@@ -79,18 +79,77 @@ def test_a_batch_of_torch(device: torch.device) -> None:
     close(torchkiln.spmm(a, b, check=True), a.to_dense() @ b)
 
 
-@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csc, torch.strided])
-def test_other_layouts_say_what_to_call(layout: torch.layout) -> None:
-    full = torch.eye(3)
-    a = full if layout == torch.strided else full.to_sparse(layout=layout)
-    message = r"spmm: a: got layout .*, expected torch.sparse_csr; call \.to_sparse_csr\(\) first"
-    with pytest.raises(TypeError, match=message):
-        torchkiln.spmm(a, full)
-    close(torchkiln.spmm(a.to_sparse_csr(), full), full)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csc])
+def test_coo_and_csc_are_converted(
+    device: torch.device, layout: torch.layout, dtype: torch.dtype
+) -> None:
+    """The result has the bits of CSR, and the gradient the layout of the matrix."""
+    crow, col, values = matrix(13, 9, device)
+    csr = torch.sparse_csr_tensor(crow, col, values.to(dtype), (13, 9))
+    full = csr.to_dense()
+    a = full.to_sparse(layout=layout).requires_grad_()
+    b = torch.randn(9, 6, device=device).to(dtype).requires_grad_()
+    y = torchkiln.spmm(a, b, check=True)
+    assert torch.equal(y, torchkiln.spmm(full.to_sparse_csr(), b))
+    grad = torch.randn_like(y)
+    found = torch.autograd.grad(y, (a, b), grad)
+    assert found[0].layout == layout
+    expected = (grad.double() @ b.double().t()) * (full != 0)
+    tolerance = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(
+        found[0].to_dense().double(), expected, rtol=tolerance, atol=20 * tolerance
+    )
+    assert torch.equal(found[1], torch.autograd.grad(torchkiln.spmm(csr, b), b, grad)[0])
+
+
+def test_coo_with_equal_indices(device: torch.device) -> None:
+    """They are added, and each has the gradient of the sum."""
+    places = torch.tensor([[1, 0, 1], [2, 1, 2]], device=device)
+    values = torch.tensor([1.0, 2.0, 3.0], device=device, requires_grad=True)
+    b = torch.randn(4, 5, device=device)
+    y = torchkiln.spmm(torch.sparse_coo_tensor(places, values, (3, 4)), b)
+    close(y, torch.stack([2 * b[1], 4 * b[2], 0 * b[0]]))
+    (found,) = torch.autograd.grad(y.sum(), values)
+    close(found, b.sum(1)[places[1]])
+
+
+def test_a_vector(device: torch.device) -> None:
+    crow, col, values = matrix(13, 9, device)
+    values.requires_grad_()
+    b = torch.randn(9, device=device, requires_grad=True)
+    y = torchkiln.spmm((crow, col, values, (13, 9)), b)
+    assert y.shape == (13,)
+    expected = dense(values, crow, col, 9) @ b
+    close(y, expected)
+    grad = torch.randn_like(y)
+    pairs = zip(*(torch.autograd.grad(t, (values, b), grad) for t in (y, expected)), strict=True)
+    for found, due in pairs:
+        close(found, due)
+    every = values.detach().expand(3, -1)
+    assert torch.equal(torchkiln.spmm((crow, col, every), b), y.expand(3, -1))
+    with pytest.raises(RuntimeError, match=r"spmm: b: got size 8 in dimension 0"):
+        torchkiln.spmm((crow, col, values, (13, 9)), b[:8])
+
+
+def test_other_layouts_say_what_to_call() -> None:
+    full = torch.eye(4)
+    message = (
+        r"spmm: a: got layout torch.{}, expected torch.sparse_csr, torch.sparse_csc or "
+        r"torch.sparse_coo; call \.to_sparse_csr\(\) first"
+    )
+    for a, layout in ((full, "strided"), (full.to_sparse_bsr((2, 2)), "sparse_bsr")):
+        with pytest.raises(TypeError, match=message.format(layout)):
+            torchkiln.spmm(a, full)
+    close(torchkiln.spmm(full.to_sparse_csr(), full), full)
+    with pytest.raises(ValueError, match=r"spmm: a: got 3 sparse dimensions of a COO tensor"):
+        torchkiln.spmm(torch.stack([full, full]).to_sparse(), full)
+    batch = torch.stack([full, 2 * full])
+    close(torchkiln.spmm(batch.to_sparse_csc(), full), batch)
 
 
 def test_what_is_no_matrix() -> None:
-    with pytest.raises(TypeError, match="spmm: a: got int, expected a sparse CSR tensor or"):
+    with pytest.raises(TypeError, match="spmm: a: got int, expected a sparse tensor or a"):
         torchkiln.spmm(3, torch.ones(2, 2))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="spmm: a: got tuple"):
         torchkiln.spmm((torch.ones(2),), torch.ones(2, 2))  # type: ignore[arg-type]

@@ -14,12 +14,35 @@ using at::OptionalIntArrayRef;
 using at::Tensor;
 using OptionalDtype = std::optional<at::ScalarType>;
 
+/// Whether torch sums the dtype and a result may have it: all but complex numbers.
+bool is_summable(at::ScalarType dtype) {
+  return is_supported_dtype(dtype) || at::isIntegralType(dtype, /*includeBool=*/true);
+}
+
+/// Whether torch's op computes the result: kernels neither read nor write integers and bools.
+bool is_for_torch(const Tensor& x, OptionalDtype dtype) {
+  return !is_supported_dtype(x.scalar_type()) || (dtype && !is_supported_dtype(*dtype));
+}
+
+/// The dtype of a result, int64 for integers and bools, as in torch.
+at::ScalarType result_dtype(const Tensor& x, OptionalDtype dtype) {
+  return dtype.value_or(is_supported_dtype(x.scalar_type()) ? x.scalar_type() : at::kLong);
+}
+
 struct Sum {
   static constexpr const char* kSchema =
       "torchkiln::sum(Tensor x, int[1]? dim=None, bool keepdim=False, *, ScalarType? dtype=None) "
       "-> Tensor";
   static constexpr bool kDivides = false;
   static constexpr double kOfNothing = 0;
+
+  static void check_dtypes(const Tensor& x, OptionalDtype dtype) {
+    constexpr const char* kExpected = ", an integer dtype or bool";
+    TORCH_CHECK(is_summable(x.scalar_type()), "torchkiln.sum: x: got dtype ",
+                dtype_name(x.scalar_type()), ", expected ", kSupportedDtypes, kExpected);
+    TORCH_CHECK(!dtype || is_summable(*dtype), "torchkiln.sum: dtype: got ",
+                dtype_name(dtype.value_or(at::kFloat)), ", expected ", kSupportedDtypes, kExpected);
+  }
   static Tensor by_torch(const Tensor& x, OptionalIntArrayRef dim, bool keepdim,
                          OptionalDtype dtype) {
     return at::sum(x, dim, keepdim, dtype);
@@ -32,6 +55,17 @@ struct Mean {
       "-> Tensor";
   static constexpr bool kDivides = true;
   static constexpr double kOfNothing = std::numeric_limits<double>::quiet_NaN();
+
+  /// Integers have a mean in a given dtype; there is no default, as in torch.
+  static void check_dtypes(const Tensor& x, OptionalDtype dtype) {
+    const at::ScalarType given = x.scalar_type();
+    TORCH_CHECK(is_supported_dtype(given) || (is_summable(given) && dtype),
+                "torchkiln.mean: x: got dtype ", dtype_name(given), ", expected ", kSupportedDtypes,
+                is_summable(given) ? "; pass dtype=torch.float32 to average integers" : "");
+    TORCH_CHECK(!dtype || is_supported_dtype(*dtype), "torchkiln.mean: dtype: got ",
+                dtype_name(dtype.value_or(at::kFloat)), ", expected ", kSupportedDtypes);
+  }
+
   static Tensor by_torch(const Tensor& x, OptionalIntArrayRef dim, bool keepdim,
                          OptionalDtype dtype) {
     return at::mean(x, dim, keepdim, dtype);
@@ -70,10 +104,7 @@ struct Reduce : Kind {
 
   static Mask check(const Tensor& x, OptionalIntArrayRef dim, OptionalDtype dtype) {
     check_tensor(name(), "x", x);
-    check_dtype(name(), "x", x);
-    TORCH_CHECK(!dtype.has_value() || is_supported_dtype(*dtype), "torchkiln.", name(),
-                ": dtype: got ", dtype_name(dtype.value_or(at::kFloat)), ", expected ",
-                kSupportedDtypes);
+    Kind::check_dtypes(x, dtype);
     return reduced_dims(name(), x, dim);
   }
 
@@ -84,13 +115,14 @@ struct Reduce : Kind {
       if (!mask[d]) shape.push_back(x.sym_size(d));
       if (mask[d] && keepdim) shape.push_back(1);
     }
-    return empty_of(shape, x.options().dtype(dtype.value_or(x.scalar_type())));
+    return empty_of(shape, x.options().dtype(result_dtype(x, dtype)));
   }
 
   static Tensor kernel(const Tensor& x, OptionalIntArrayRef dim, bool keepdim,
                        OptionalDtype dtype) {
     Tensor out = meta(x, dim, keepdim, dtype);
     if (out.numel() == 0) return out;
+    if (is_for_torch(x, dtype)) return Kind::by_torch(x, dim, keepdim, dtype).contiguous();
     if (x.numel() == 0) return out.fill_(Kind::kOfNothing);
     if (x.numel() == out.numel()) {
       out.view(x.sizes()).copy_(x);
@@ -114,6 +146,7 @@ struct Reduce : Kind {
   static Tensor recorded(const Below& below, const Tensor& x, OptionalIntArrayRef dim, bool keepdim,
                          OptionalDtype dtype) {
     const Tensor out = below.call<Reduce>(x, dim, keepdim, dtype);
+    if (!at::isFloatingType(out.scalar_type())) return out;  // integers have no gradient
     const Mask mask = reduced_dims(name(), x, dim);
     c10::SmallVector<int64_t, 8> removed;
     c10::SymInt count = 1;

@@ -16,10 +16,11 @@ from torchkiln.bench import report
 from torchkiln.bench.case import BACKWARD, FORWARD, named
 from torchkiln.bench.clock import LoadMeter, device_clock
 from torchkiln.bench.measure import CudaGauge, Settings
-from torchkiln.bench.options import arguments, device_of, require_outputs
+from torchkiln.bench.options import device_of, require_outputs
 from torchkiln.bench.plan import Plan
 from torchkiln.bench.regression import Changes, changes
 from torchkiln.bench.result import CALLS, SMALL, Record, Row, Skipped
+from torchkiln.cli import bench_parser
 from torchkiln.testing import SPECS
 from torchkiln.testing.environment import Environment, environment
 from torchkiln.testing.registry import specs_of
@@ -47,7 +48,7 @@ def plan(options: argparse.Namespace) -> Plan:
         device=device,
         settings=Settings(device_clock(device), options.peers, gauge=gauge),
         shapes=tuple(options.shape or ()),
-        dtypes=options.dtype,
+        dtypes=tuple(getattr(torch, name) for name in options.dtype),
         kinds=kinds,
         directions=tuple(options.directions or [FORWARD, BACKWARD]),
         threads=on_cpu if device.type == "cpu" else (None,),
@@ -171,8 +172,12 @@ def read(argument: str, path: Path) -> Record:
 
 
 def main(given: Sequence[str] | None = None) -> int:
+    """Parse the command line and run it."""
+    return run(bench_parser.bench(given))
+
+
+def run(options: argparse.Namespace) -> int:
     """Measure, print, write; 1 for a regression or for no rows at all, 130 after Ctrl-C."""
-    options = arguments(given, __doc__)
     try:
         require_outputs(options)
         old = read("--compare", options.compare) if options.compare else None

@@ -142,6 +142,11 @@ def in_turns(
     return measured
 
 
+SHORTEST_LOAD = 0.2
+"""Shortest run, in seconds, whose load is known. The system counts in steps of 10 ms per core,
+which is a tenth of a core in this time."""
+
+
 @dataclass(frozen=True)
 class Load:
     """Use of the machine by other processes."""
@@ -175,10 +180,10 @@ class LoadMeter:
         self.before = seconds_of_others()
 
     def read(self) -> Load | None:
-        """The load since then; none if the system does not count it, or for less than a second."""
+        """The load since then; none if the system does not count it, or for too short a run."""
         after, cores = seconds_of_others(), os.cpu_count()
         seconds = time.perf_counter() - self.start
-        if self.before is None or after is None or cores is None or seconds < 1.0:
+        if self.before is None or after is None or cores is None or seconds < SHORTEST_LOAD:
             return None
         return Load(cores, max(0.0, round((after - self.before) / seconds, 2)), self.gpu)
 

@@ -1,68 +1,17 @@
-"""The command line: types of options, shared with other commands, and the parser of bench."""
+"""Options of the command line that need torch or the file system."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import re
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
-from torchkiln.bench.case import BACKWARD, FORWARD
-from torchkiln.bench.peers import PEERS
-from torchkiln.bench.plan import DTYPES, default_device
-from torchkiln.bench.regression import THRESHOLD
-from torchkiln.bench.result import CALLS, HOST, SMALL, SWEEP
-from torchkiln.cli.options import dtype_name, shape
-
-REPORT_SECONDS = 8 * 60
-REPORT_KINDS = (HOST, CALLS, SWEEP)
-SUFFIXES = {"json": "json", "csv": "csv", "markdown": "md", "html": "html", "plot": "png"}
-DRAWN = ("html", "plot")
-
-
-def dtypes(text: str) -> tuple[torch.dtype, ...]:
-    """Names of dtypes, separated by commas."""
-    return tuple(getattr(torch, dtype_name(name)) for name in text.split(","))
-
-
-def counts(text: str) -> tuple[int, ...]:
-    """Positive integers, separated by commas."""
-    if re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text) is None:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected numbers, such as 1,2")
-    return tuple(int(number) for number in text.split(","))
-
-
-def minutes(text: str) -> float:
-    """Minutes, as seconds."""
-    return 60 * positive(text)
-
-
-def percent(text: str) -> float:
-    """A percentage, as a fraction."""
-    return positive(text.removesuffix("%")) / 100
-
-
-def positive(text: str) -> float:
-    """A number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number above 0")
-    return value
-
-
-def peers(text: str) -> tuple[str, ...]:
-    """Names of peers, separated by commas."""
-    for name in text.split(","):
-        if name not in PEERS:
-            raise argparse.ArgumentTypeError(f"got {name!r}, expected one of {', '.join(PEERS)}")
-    return tuple(text.split(","))
+from torchkiln.bench.plan import default_device
+from torchkiln.cli.bench_parser import DRAWN, SUFFIXES
+from torchkiln.cli.options import make_folder
 
 
 def device_of(where: str, name: str | None) -> torch.device:
@@ -76,75 +25,10 @@ def device_of(where: str, name: str | None) -> torch.device:
     return torch.device("cpu") if name == "cpu" else usable
 
 
-def arguments(given: Sequence[str] | None, description: str | None = None) -> argparse.Namespace:
-    """The command line of ``torchkiln bench``."""
-    parser = argparse.ArgumentParser(prog="torchkiln bench", description=description)
-    add = parser.add_argument
-    add("ops", nargs="*", metavar="OP", help="names of ops (default: all)")
-    add("--specs", metavar="MODULE", help="take the ops of SPECS in a module or a .py file")
-    add("--device", choices=("cpu", "cuda"), help="default: a GPU where there is one")
-    add("--dtype", type=dtypes, default=DTYPES, help="default: float32,bfloat16")
-    add(
-        "--shape",
-        type=shape,
-        action="append",
-        metavar="RxC",
-        help="rows and columns; repeatable (default: chosen for each op)",
-    )
-    add("--peers", type=peers, default=PEERS, help=f"default: {','.join(PEERS)}, where installed")
-    add("--threads", type=counts, help="CPU threads, such as 1,2 (default: torch's number)")
-    direction = parser.add_argument_group("direction (default: both)")
-    for name in (FORWARD, BACKWARD):
-        direction.add_argument(f"--{name}", dest="directions", action="append_const", const=name)
-    kinds = parser.add_argument_group("calls to time (default: --calls)")
-    for name, words in (
-        (CALLS, "single calls on large tensors"),
-        (SWEEP, "single calls on as many elements in rows of 256 ... 151936"),
-        (SMALL, "calls on 1 K ... 1 M elements, or on few rows, in CUDA graphs"),
-        (HOST, "time that calls on 4 x 64 elements occupy the host, with and without gradients"),
-    ):
-        kinds.add_argument(f"--{name}", dest="kinds", action="append_const", const=name, help=words)
-    add("--memory", action="store_true", help="peak memory of large calls, too (GPU)")
-    add("--within", type=minutes, metavar="MINUTES", help="time limit for the whole run")
-    add(
-        "--report",
-        type=Path,
-        metavar="FOLDER",
-        help="large calls, host times and row lengths within 8 minutes, in every output format",
-    )
-    outputs = parser.add_argument_group("output files")
-    for name, words in (
-        ("json", "all rows"),
-        ("csv", "a line for each time"),
-        ("markdown", "the tables"),
-        ("html", "pictures and tables"),
-        ("plot", "the pictures, each as FILE-<its name>.png"),
-    ):
-        outputs.add_argument(f"--{name}", type=Path, metavar="FILE", help=words)
-    before = parser.add_argument_group("other runs")
-    before.add_argument(
-        "--compare", type=Path, metavar="OLD.json", help="print what has changed; 1 if slower"
-    )
-    before.add_argument(
-        "--threshold", type=percent, default=THRESHOLD, metavar="%", help="default: 5 %%"
-    )
-    before.add_argument(
-        "--read", type=Path, metavar="FILE.json", help="take the rows of a file, measure nothing"
-    )
-    options = parser.parse_args(given)
-    if options.report:
-        options.within = options.within or REPORT_SECONDS
-        options.kinds = options.kinds or list(REPORT_KINDS)
-        for name, suffix in SUFFIXES.items():
-            if getattr(options, name) is None and (name not in DRAWN or find_spec("matplotlib")):
-                setattr(options, name, options.report / f"bench.{suffix}")
-    return options
-
-
 def require_outputs(options: argparse.Namespace) -> None:
     """Refuse output files that could not be written, before anything is measured."""
     if options.report:
-        options.report.mkdir(parents=True, exist_ok=True)
+        make_folder("torchkiln.bench", "--report", options.report)
     for name in SUFFIXES:
         path: Path | None = getattr(options, name)
         if path is None:

@@ -1,11 +1,13 @@
 """The command ``torchkiln``: a table of commands, each imported only when it is called.
 
-Parsers are in :mod:`torchkiln.cli.parsers` and need no torch: ``--help`` answers at once.
+Parsers are in :mod:`torchkiln.cli.parsers` and :mod:`torchkiln.cli.bench_parser`. They need no
+torch, so ``--help`` answers at once.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -14,7 +16,7 @@ from importlib import import_module
 from typing import NamedTuple
 
 from torchkiln import _loader
-from torchkiln.cli import parsers
+from torchkiln.cli import bench_parser, parsers
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C: 128 + SIGINT."""
@@ -37,11 +39,13 @@ COMMANDS = {
         "time ops beside their peers and the device's limits",
         "torchkiln bench rms_norm --dtype bf16",
         "torchkiln.bench.__main__",
+        bench_parser.bench,
     ),
     "demo": Command(
         "errors, times and a training run on this machine",
         "torchkiln demo --quick",
         "torchkiln.demo.__main__",
+        parsers.demo,
     ),
     "doctor": Command(
         "what works here, what does not, and what to type",
@@ -155,4 +159,9 @@ def load_package() -> None:
     if "build_info" not in vars(package):
         assert package.__spec__ is not None
         assert package.__spec__.loader is not None
-        package.__spec__.loader.exec_module(package)
+        # Torch's module aborts the process if Ctrl-C raises an exception in its initialisation.
+        before = signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
+        try:
+            package.__spec__.loader.exec_module(package)
+        finally:
+            signal.signal(signal.SIGINT, before)

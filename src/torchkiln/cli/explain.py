@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from torchkiln.cli.op_arguments import print_refusal, requested_case
+from torchkiln.cli.options import write_file
 from torchkiln.trace import Explanation, explain
 
 WHERE = "torchkiln.explain"
@@ -21,15 +22,14 @@ def run(options: argparse.Namespace) -> int:
         sample = case.sample if options.forward else case.spec.leaves(case.sample)
         sample.start_generators()
         found = explain(case.spec.op, *sample.args, **sample.kwargs)
+        text = json.dumps(found.as_dict(), indent=1)
+        if options.json == Path("-"):
+            print(text)
+            return 0
+        if options.json:
+            write_file(WHERE, "--json", options.json, text + "\n")
     except (ValueError, RuntimeError, MemoryError) as error:
         return print_refusal(WHERE, options, error)
-    text = json.dumps(found.as_dict(), indent=1)
-    if options.json == Path("-"):
-        print(text)
-        return 0
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(text + "\n", encoding="utf-8")
     show(found)
     return 0
 

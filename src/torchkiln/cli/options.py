@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from pathlib import Path
 
 Shape = tuple[int, int]
 """Rows and columns."""
@@ -34,3 +35,25 @@ def shape(text: str) -> Shape:
             f"got {text!r}, expected rows and columns of at least 1, such as 4096x4096"
         )
     return int(match[1]), int(match[2])
+
+
+def make_folder(where: str, option: str, folder: Path) -> None:
+    """Create a folder that an option names; ValueError if that fails."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"{where}: {option}: got {folder} ({error.strerror}), expected a folder that can be "
+            "created"
+        ) from error
+
+
+def write_file(where: str, option: str, path: Path, text: str) -> None:
+    """Write a file that an option names, and its folder; ValueError if that fails."""
+    make_folder(where, option, path.absolute().parent)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(
+            f"{where}: {option}: got {path} ({error.strerror}), expected a file that can be written"
+        ) from error

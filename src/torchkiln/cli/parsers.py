@@ -48,6 +48,25 @@ def add_call(options: argparse.ArgumentParser) -> None:
     add("--variant", help="another call of the op's benchmark, such as one with other strides")
 
 
+def demo(given: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the options of ``torchkiln demo``."""
+    words = (
+        "Compare every op with float64 and eager torch, train a classifier with both, plot the "
+        "results."
+    )
+    options = parser("demo", words)
+    add = options.add_argument
+    add("--out", type=Path, default=Path(), metavar="FOLDER", help="folder of the picture")
+    size = options.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="smaller tensors, fewer steps")
+    size.add_argument(
+        "--full",
+        action="store_true",
+        help="all rows of both tables, an explained call, and larger tensors (minutes)",
+    )
+    return options.parse_args(given)
+
+
 def explain(given: Sequence[str]) -> argparse.Namespace:
     """Parse the options of ``torchkiln explain``."""
     words = "Print the kernels that a call runs, and each copy, cast or fallback with its reason."

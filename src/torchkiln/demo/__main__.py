@@ -14,6 +14,8 @@ import torch
 
 from torchkiln.bench import Row
 from torchkiln.bench.plan import default_shape
+from torchkiln.cli import parsers
+from torchkiln.cli.options import make_folder
 from torchkiln.demo import report
 from torchkiln.demo.accuracy import all_errors
 from torchkiln.demo.speed import all_timings
@@ -32,22 +34,6 @@ class Size:
     """Steps of training."""
 
 
-def arguments(given: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="torchkiln demo", description=__doc__)
-    parser.add_argument(
-        "--out", type=Path, default=Path(), metavar="FOLDER", help="folder of the picture"
-    )
-    size = parser.add_mutually_exclusive_group()
-    size.add_argument("--quick", action="store_true", help="smaller tensors, fewer steps")
-    size.add_argument(
-        "--full",
-        action="store_true",
-        help="all rows of both tables, an explained call, and larger tensors (minutes)",
-    )
-    return parser.parse_args(given)
-
-
 def size_of(options: argparse.Namespace, device: torch.device) -> Size:
     """About a minute on two CPU cores, unless the options choose less or more."""
     if options.quick:
@@ -58,10 +44,18 @@ def size_of(options: argparse.Namespace, device: torch.device) -> Size:
 
 
 def main(given: Sequence[str] | None = None) -> int:
+    """Parse the command line and run it."""
+    return run(parsers.demo(given))
+
+
+def run(options: argparse.Namespace) -> int:
     """Run the tour; 1 if a result is wrong."""
     start = time.perf_counter()
-    options = arguments(given)
-    options.out.mkdir(parents=True, exist_ok=True)
+    try:
+        make_folder("torchkiln.demo", "--out", options.out)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
     device = report.environment()
     size = size_of(options, device)
     errors = report.stage(

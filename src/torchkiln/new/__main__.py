@@ -53,8 +53,13 @@ def main(given: Sequence[str] | None = None) -> int:
     write = add_op if options.op else write_package
     try:
         written = write(options.name, options.template, into)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         print(error, file=sys.stderr)
+        return 2
+    except OSError as error:
+        refused = f"torchkiln.new: --into: got {into} ({error.strerror}), expected a folder that "
+        # Errors of torchkiln have a message, those of the system a number.
+        print(f"{refused}can be written" if error.strerror else error, file=sys.stderr)
         return 2
     for path in written:
         print(path)

@@ -9,7 +9,7 @@ from torchkiln.ops._traced import check_dtype
 from torchkiln.ops.eager import eager
 
 
-@eager(_C.square)
+@eager(_C.square, input="x")
 def square(x: Tensor) -> Tensor:
     """Returns ``x * x``.
 
@@ -22,27 +22,35 @@ def square(x: Tensor) -> Tensor:
     return torch.square(x)
 
 
-@eager(_C.square_)
+@eager(_C.square_, input="x")
 def square_(x: Tensor) -> Tensor:
     """Writes :func:`square` of ``x`` into it and returns it."""
     check_dtype("square_", "x", x)
     return torch.square_(x)
 
 
-@eager(_C.relu)
-def relu(x: Tensor) -> Tensor:
-    """Returns ``max(x, 0)``, of any shape; NaN stays NaN."""
+@eager(_C.relu, beside=("inplace",), input="x")
+def relu(x: Tensor, inplace: bool = False) -> Tensor:
+    """Returns ``max(x, 0)``, of any shape; NaN stays NaN.
+
+    Args:
+        x: any shape.
+        inplace: whether ``x`` is overwritten, as by :func:`relu_`.
+    """
+    if inplace:
+        return relu_(x)
     check_dtype("relu", "x", x)
     return torch.relu(x)
 
 
-@eager(_C.relu_)
+@eager(_C.relu_, input="x")
 def relu_(x: Tensor) -> Tensor:
     """Writes :func:`relu` of ``x`` into it and returns it."""
     check_dtype("relu_", "x", x)
     return torch.relu_(x)
 
 
+@eager(_C.gelu, beside=("approximate",), input="x")
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     """Returns ``x * F(x)``, of any shape, where ``F`` is the cumulative normal distribution.
 
@@ -50,16 +58,13 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
         x: any shape.
         approximate: ``"none"``, or ``"tanh"`` for :func:`gelu_tanh`.
     """
-    return gelu_tanh(x) if is_tanh(approximate, "gelu") else _gelu(x)
-
-
-@eager(_C.gelu)
-def _gelu(x: Tensor) -> Tensor:
+    if is_tanh(approximate, "gelu"):
+        return gelu_tanh(x)
     check_dtype("gelu", "x", x)
     return F.gelu(x)
 
 
-@eager(_C.gelu_tanh)
+@eager(_C.gelu_tanh, input="x")
 def gelu_tanh(x: Tensor) -> Tensor:
     """Returns ``x * (1 + tanh(u)) / 2`` with ``u = sqrt(2 / pi) * (x + 0.044715 * x**3)``.
 
@@ -70,42 +75,49 @@ def gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-@eager(_C.silu)
-def silu(x: Tensor) -> Tensor:
-    """Returns ``x / (1 + exp(-x))``, of any shape."""
+@eager(_C.silu, beside=("inplace",), input="x")
+def silu(x: Tensor, inplace: bool = False) -> Tensor:
+    """Returns ``x / (1 + exp(-x))``, of any shape.
+
+    Args:
+        x: any shape.
+        inplace: whether ``x`` is overwritten, as by :func:`silu_`.
+    """
+    if inplace:
+        return silu_(x)
     check_dtype("silu", "x", x)
     return F.silu(x)
 
 
-@eager(_C.silu_)
+@eager(_C.silu_, input="x")
 def silu_(x: Tensor) -> Tensor:
     """Writes :func:`silu` of ``x`` into it and returns it."""
     check_dtype("silu_", "x", x)
     return F.silu(x, inplace=True)
 
 
-@eager(_C.sigmoid)
+@eager(_C.sigmoid, input="x")
 def sigmoid(x: Tensor) -> Tensor:
     """Returns ``1 / (1 + exp(-x))``, of any shape."""
     check_dtype("sigmoid", "x", x)
     return torch.sigmoid(x)
 
 
-@eager(_C.sigmoid_)
+@eager(_C.sigmoid_, input="x")
 def sigmoid_(x: Tensor) -> Tensor:
     """Writes :func:`sigmoid` of ``x`` into it and returns it."""
     check_dtype("sigmoid_", "x", x)
     return torch.sigmoid_(x)
 
 
-@eager(_C.tanh)
+@eager(_C.tanh, input="x")
 def tanh(x: Tensor) -> Tensor:
     """Returns the hyperbolic tangent of ``x``, of any shape."""
     check_dtype("tanh", "x", x)
     return torch.tanh(x)
 
 
-@eager(_C.tanh_)
+@eager(_C.tanh_, input="x")
 def tanh_(x: Tensor) -> Tensor:
     """Writes :func:`tanh` of ``x`` into it and returns it."""
     check_dtype("tanh_", "x", x)

@@ -7,7 +7,7 @@ from torchkiln import _C
 from torchkiln.ops.eager import eager
 
 
-@eager(_C.cross_entropy)
+@eager(_C.cross_entropy, input="logits")
 def cross_entropy(
     logits: Tensor,
     target: Tensor,

@@ -1,17 +1,14 @@
 """Matrix products, optionally fused with bias, activation, scale and residual."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from torchkiln import _C
 from torchkiln.ops._traced import check_dtype, check_same_dtype
 from torchkiln.ops.eager import eager
 
 
-@eager(_C.matmul)
+@eager(_C.matmul, input="a", other="b")
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Returns the product of matrices ``a @ b``, contiguous, with torch's broadcasting.
 
@@ -29,7 +26,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     return torch.matmul(a, b)
 
 
-@eager(_C.linear)
+@eager(_C.linear, input="x")
 def linear(  # noqa: PLR0917
     x: Tensor,
     weight: Tensor,
@@ -54,15 +51,3 @@ def linear(  # noqa: PLR0917
         residual: ``[..., n]``; of the dtype of ``x``.
     """
     return torch.ops.torchkiln.linear.default(x, weight, bias, act, scale, residual)
-
-
-@register_flop_formula(torch.ops.torchkiln.matmul, get_raw=True)
-def _matmul_flops(a: Tensor, _b: Tensor, *, out_val: Tensor) -> int:
-    """Operations of a product, for :class:`torch.utils.flop_counter.FlopCounterMode`."""
-    return 2 * out_val.numel() * a.shape[-1]
-
-
-@register_flop_formula([torch.ops.torchkiln.linear, torch.ops.torchkiln.linear_forward], True)
-def _linear_flops(x: Tensor, weight: Tensor, *_args: Any, **_kwargs: Any) -> int:
-    """Operations of the product of a linear layer; as in torch, the rest does not count."""
-    return 2 * x.numel() * weight.shape[0]

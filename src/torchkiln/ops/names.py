@@ -8,7 +8,7 @@ from pathlib import Path
 ALIASES = {"spmm": "spmm_csr"}
 """Functions without a spec of their own: ``spmm`` calls ``spmm_csr`` with the parts of a matrix."""
 
-OTHER_FUNCTIONS = {"csr_transpose", "scale_bias_relu", *ALIASES}
+OTHER_FUNCTIONS = {"addcmul", "csr_transpose", "scale_bias_relu", *ALIASES}
 """Public functions of families that are no ops with a spec."""
 
 

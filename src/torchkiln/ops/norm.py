@@ -14,7 +14,7 @@ def as_sizes(normalized_shape: int | Sequence[int]) -> Sequence[int]:
     return (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
 
 
-@eager(_C.layer_norm)
+@eager(_C.layer_norm, input="x")
 def layer_norm(
     x: Tensor,
     normalized_shape: int | Sequence[int],
@@ -38,7 +38,7 @@ def layer_norm(
     return torch.ops.torchkiln.layer_norm.default(x, as_sizes(normalized_shape), weight, bias, eps)
 
 
-@eager(_C.rms_norm)
+@eager(_C.rms_norm, input="x")
 def rms_norm(
     x: Tensor,
     normalized_shape: int | Sequence[int],

@@ -8,19 +8,30 @@ from torchkiln.ops._traced import promoted_dtype
 from torchkiln.ops.eager import eager
 
 
-@eager(_C.add)
-def add(a: Tensor, b: Tensor) -> Tensor:
-    """Returns ``a + b``.
+@eager(_C.add, beside=("alpha",), input="a", other="b")
+def add(a: Tensor | float, b: Tensor | float, *, alpha: float = 1) -> Tensor:
+    """Returns ``a + alpha * b``, rounded once.
 
-    Shapes and dtypes follow :func:`torch.add`: ``a`` and ``b`` broadcast, and their dtypes are
-    promoted. The promoted dtype must be float32, float64, float16 or bfloat16.
+    Shapes, dtypes and layout follow :func:`torch.add`: ``a`` and ``b`` broadcast, and their dtypes
+    are promoted; a number promotes as in ``tensor + number``. The promoted dtype must be float32,
+    float64, float16 or bfloat16.
 
     Args:
-        a: any shape.
-        b: any shape that broadcasts with that of ``a``.
+        a: any shape, or a number.
+        b: any shape that broadcasts with that of ``a``, or a number.
+        alpha: a number.
     """
-    promoted_dtype("add", {"a": a, "b": b})
-    return torch.add(a, b)
+    dtype = promoted_dtype("add", {"a": a, "b": b})
+    if not isinstance(alpha, (int, float, torch.SymInt, torch.SymFloat)):
+        raise TypeError(
+            f"torchkiln.add: alpha: got {type(alpha).__name__}, expected a number; for a tensor "
+            "call torchkiln.muladd(b, alpha, a)"
+        )
+    if alpha != 1:
+        return muladd(b, alpha, a)
+    if isinstance(a, Tensor):
+        return torch.add(a, b)
+    return torch.add(b, a) if isinstance(b, Tensor) else torch.tensor(a + b, dtype=dtype)
 
 
 @eager(_C.muladd)
@@ -43,3 +54,22 @@ def muladd(a: Tensor | float, b: Tensor | float, c: Tensor | float) -> Tensor:
     if not isinstance(total, Tensor):  # of numbers alone
         total = torch.tensor(total, dtype=dtype)
     return total.to(dtype)
+
+
+def addcmul(input: Tensor, tensor1: Tensor, tensor2: Tensor, *, value: float = 1) -> Tensor:
+    """Returns ``input + value * tensor1 * tensor2``.
+
+    With ``value=1`` this is :func:`muladd`, which rounds once. Other values go to
+    :func:`torch.addcmul`, which is one pass, too.
+
+    Args:
+        input: any shape.
+        tensor1: as ``a`` of :func:`muladd`.
+        tensor2: as ``b`` of :func:`muladd`.
+        value: a number.
+    """
+    if value == 1:
+        return muladd(tensor1, tensor2, input)
+    operands = {"input": input, "tensor1": tensor1, "tensor2": tensor2}
+    promoted_dtype("addcmul", operands)
+    return torch.addcmul(*operands.values(), value=value)

@@ -7,7 +7,7 @@ from torchkiln import _C
 from torchkiln.ops.eager import eager
 
 
-@eager(_C.softmax)
+@eager(_C.softmax, input="x")
 def softmax(
     x: Tensor,
     dim: int,
@@ -35,7 +35,7 @@ def softmax(
     return torch.ops.torchkiln.softmax.default(x, dim, scale=scale, mask=mask, causal=causal)
 
 
-@eager(_C.log_softmax)
+@eager(_C.log_softmax, input="x")
 def log_softmax(
     x: Tensor,
     dim: int,

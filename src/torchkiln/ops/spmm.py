@@ -1,4 +1,4 @@
-"""Products of sparse CSR matrices and dense matrices, with optional batches."""
+"""Products of sparse and dense matrices, with optional batches."""
 
 from collections.abc import Sequence
 
@@ -8,12 +8,11 @@ from torch import Tensor
 from torchkiln import _C
 from torchkiln.ops.eager import eager
 
-Csr = Tensor | tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Sequence[int]]
-"""A sparse CSR tensor of torch, or ``(crow, col, values)``, or ``(crow, col, values, [rows,
-columns])``."""
+Sparse = Tensor | tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Sequence[int]]
+"""A sparse tensor of torch, or ``(crow, col, values)``, or these and ``[rows, columns]``."""
 
 
-def spmm(a: Csr, b: Tensor, *, transpose: Tensor | None = None, check: bool = False) -> Tensor:
+def spmm(a: Sparse, b: Tensor, *, transpose: Tensor | None = None, check: bool = False) -> Tensor:
     """Returns ``a @ b``, contiguous and bitwise reproducible.
 
     Row ``r`` of ``a`` has the entries ``e`` with ``crow[r] <= e < crow[r + 1]``: ``values[e]`` in
@@ -23,10 +22,11 @@ def spmm(a: Csr, b: Tensor, *, transpose: Tensor | None = None, check: bool = Fa
 
     Args:
         a: a tensor in layout ``torch.sparse_csr``, or a tuple of its parts. Indices are int32 or
-            int64. ``.to_sparse_csr()`` converts COO and CSC.
+            int64. COO and CSC are accepted, too, and converted in every call, which sorts the
+            entries: call ``.to_sparse_csr()`` once if ``a`` is used often.
         b: ``[columns, width]`` or ``[batch, columns, width]``; float32, float64, float16 or
             bfloat16, of the dtype of the values. Half precision is computed in float32 and rounded
-            once.
+            once. A vector ``[columns]`` is one column, which the result does not have either.
         transpose: :func:`csr_transpose` of the pattern. Without it, backward for ``b`` computes the
             transposed pattern in every call, which takes about as long as a product with
             ``width = 64``.
@@ -36,32 +36,47 @@ def spmm(a: Csr, b: Tensor, *, transpose: Tensor | None = None, check: bool = Fa
             Without it an invalid pattern reads and, in backward, writes out of bounds.
     """
     if isinstance(a, Tensor):
-        if a.layout != torch.sparse_csr:
-            raise TypeError(
-                f"torchkiln.spmm: a: got layout {a.layout}, expected torch.sparse_csr; call "
-                ".to_sparse_csr() first"
-            )
-        if a.dim() > 3:
-            raise ValueError(
-                f"torchkiln.spmm: a: got shape {list(a.shape)}, expected [rows, columns] or "
-                "[batch, rows, columns]"
-            )
-        crow, col, values = a.crow_indices(), a.col_indices(), a.values()
-        shape: Sequence[int] | None = a.shape[-2:]
-        if values.dim() != crow.dim():
-            raise ValueError(
-                f"torchkiln.spmm: a: got values of shape {list(values.shape)}, expected a number "
-                "for each entry"
-            )
+        crow, col, values, shape = parts(a)
     elif isinstance(a, tuple) and len(a) in (3, 4):  # type: ignore[redundant-expr]
         crow, col, values = a[:3]
         shape = a[3] if len(a) == 4 else None
     else:
         raise TypeError(
-            f"torchkiln.spmm: a: got {type(a).__name__}, expected a sparse CSR tensor or a tuple "
+            f"torchkiln.spmm: a: got {type(a).__name__}, expected a sparse tensor or a tuple "
             "(crow, col, values, shape)"
         )
+    if isinstance(b, Tensor) and b.dim() == 1:
+        b = b.unsqueeze(1)
+        y = spmm_csr(values, b, crow, col, shape=shape, transpose=transpose, check=check)
+        return y.squeeze(-1)
     return spmm_csr(values, b, crow, col, shape=shape, transpose=transpose, check=check)
+
+
+def parts(a: Tensor) -> tuple[Tensor, Tensor, Tensor, Sequence[int] | None]:
+    """The pattern, values and shape of a sparse tensor, by CSR. COO and CSC are converted."""
+    if a.layout not in (torch.sparse_csr, torch.sparse_coo, torch.sparse_csc):
+        raise TypeError(
+            f"torchkiln.spmm: a: got layout {a.layout}, expected torch.sparse_csr, "
+            "torch.sparse_csc or torch.sparse_coo; call .to_sparse_csr() first"
+        )
+    if a.dim() > 3:
+        raise ValueError(
+            f"torchkiln.spmm: a: got shape {list(a.shape)}, expected [rows, columns] or "
+            "[batch, rows, columns]"
+        )
+    if a.layout == torch.sparse_coo and a.sparse_dim() != 2:
+        raise ValueError(
+            f"torchkiln.spmm: a: got {a.sparse_dim()} sparse dimensions of a COO tensor, expected "
+            "2; for a batch pass a tensor in layout torch.sparse_csr"
+        )
+    csr = a if a.layout == torch.sparse_csr else a.to_sparse_csr()
+    crow, col, values = csr.crow_indices(), csr.col_indices(), csr.values()
+    if values.dim() != crow.dim():
+        raise ValueError(
+            f"torchkiln.spmm: a: got values of shape {list(values.shape)}, expected a number "
+            "for each entry"
+        )
+    return crow, col, values, a.shape[-2:]
 
 
 @eager(_C.spmm_csr)

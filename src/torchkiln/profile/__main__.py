@@ -15,6 +15,7 @@ from torchkiln.bench.clock import Call, Times, device_clock, in_turns
 from torchkiln.bench.report import duration, size
 from torchkiln.cli import main
 from torchkiln.cli.op_arguments import print_refusal
+from torchkiln.cli.options import write_file
 from torchkiln.profile import ncu
 from torchkiln.profile.report import Figures, read
 from torchkiln.profile.target import WHERE, profiled_case
@@ -69,8 +70,11 @@ def run(options: argparse.Namespace) -> int:
             "kernels": [asdict(entry) for entry in figures],
             "missing": missing,
         }
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        try:
+            write_file(WHERE, "--json", options.json, json.dumps(content, indent=1) + "\n")
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            return 2
     return 0
 
 

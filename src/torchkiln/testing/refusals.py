@@ -79,6 +79,8 @@ class Refusals:
     """Whether tensors of several dtypes are promoted to a common one."""
     numbers: tuple[str, ...] = ()
     """Tensor arguments that may be numbers."""
+    integers: bool = False
+    """Whether the first tensor and the result may have an integer dtype or bool."""
     first: str = ""
     """The tensor that other devices are compared with; empty for the first of the schema."""
     called: str = ""
@@ -213,9 +215,19 @@ class Deriver:
 
     def wrong_dtype_arguments(self, name: str) -> Iterator[Invalid]:
         """Dtypes that a result cannot have."""
-        for dtype in NOT_FLOATING:
-            words = f"{name}: got {name_of(dtype)}, {KNOWN_DTYPES}"
+        for dtype in self.refused_dtypes():
+            words = f"{name}: got {name_of(dtype)}, {self.known_dtypes()}"
             yield self.typical().changed(words, **{name: dtype})
+
+    def refused_dtypes(self) -> Iterator[torch.dtype]:
+        """Dtypes that the op does not accept."""
+        for dtype in NOT_FLOATING:
+            if dtype.is_complex or not self.rules.integers:
+                yield dtype
+
+    def known_dtypes(self) -> str:
+        """The dtypes that the op accepts, as messages name them."""
+        return f"{KNOWN_DTYPES}, an integer dtype or bool" if self.rules.integers else KNOWN_DTYPES
 
     def wrong_places(self, name: str, good: GoodCall) -> Iterator[Invalid]:
         """A sparse layout, and other devices."""
@@ -234,16 +246,17 @@ class Deriver:
         same = {**rules.like, **rules.dtypes}
         if name == self.tensors[0] and not rules.promotes:
             together = [name, *(other for other, of in same.items() if of == name)]
-            for dtype in NOT_FLOATING:
-                words = f"{name}: got dtype {name_of(dtype)}, {KNOWN_DTYPES}"
+            for dtype in self.refused_dtypes():
+                words = f"{name}: got dtype {name_of(dtype)}, {self.known_dtypes()}"
                 found = {n: good[n].detach().to(dtype) for n in together if good[n] is not None}
-                yield good.changed(words, **found)
+                yield with_remedy(good.changed(words, **found))
         of = same.get(name)
         for dtype, beside in PAIRS if of is not None else ():
             words = f"{name}: got dtype {name_of(dtype)}, expected {name_of(beside)}"
             changed = {name: good[name].detach().to(dtype)}
             if beside in self.spec.dtypes:
-                yield good.cast(beside).changed(f"{words}, the dtype of {of}", **changed)
+                refused = good.cast(beside).changed(f"{words}, the dtype of {of}", **changed)
+                yield with_remedy(refused)
         of = rules.parameters.get(name)
         for dtype, beside in PAIRS if of is not None else ():
             is_half = beside in (torch.float16, torch.bfloat16)
@@ -284,6 +297,11 @@ class Deriver:
             is_second = "[" in self.kinds[name] and value < 0
             given = {name: (0, value) if is_second else value, of: x}
             yield good.changed(f"{name}: got {value}, {words}", IndexError, **given)
+
+
+def with_remedy(call: Invalid) -> Invalid:
+    """The refused call, whose message may say what to do at its end."""
+    return replace(call, message=f"{call.message}(; .+)?")
 
 
 PAIRS = (

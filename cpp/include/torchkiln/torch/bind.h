@@ -54,7 +54,8 @@ inline py::object as_schema(const Argument& argument, const c10::Type& type) {
   const auto value = py::reinterpret_borrow<py::object>(argument.value);
   if (type.kind() == c10::TypeKind::TensorType &&
       (PyFloat_Check(argument.value) || PyLong_Check(argument.value)))
-    return py::reinterpret_steal<py::object>(wrap(read_tensor_or_number(argument).tensor));
+    return py::reinterpret_steal<py::object>(
+        wrap(at::Tensor(*read_tensor_or_number(argument).tensor)));
   if (type.kind() == c10::TypeKind::ListType &&
       (is_integer(argument.value) || torch::is_symint(argument.value)))
     return py::make_tuple(value);

@@ -63,9 +63,9 @@ TORCHKILN_EXPORT at::Tensor bias_dropout_add(const at::Tensor& x, const at::Tens
                                              bool training = true);
 
 /// The sum over the given dimensions of x, or over all. `keepdim` keeps them with size 1. `dtype`
-/// is the dtype of the result, by default that of x. Sums are accumulated in float32 (float64 if x
-/// or `dtype` is float64) and rounded once. The result is contiguous and bitwise reproducible, on
-/// the CPU for any number of threads.
+/// is the dtype of the result, by default that of x, or int64 for integers and bools, which at::sum
+/// adds. Sums are accumulated in float32 (float64 if x or `dtype` is float64) and rounded once. The
+/// result is contiguous and bitwise reproducible, on the CPU for any number of threads.
 TORCHKILN_EXPORT at::Tensor sum(const at::Tensor& x, at::OptionalIntArrayRef dim = std::nullopt,
                                 bool keepdim = false,
                                 std::optional<at::ScalarType> dtype = std::nullopt);

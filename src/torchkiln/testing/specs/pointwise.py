@@ -166,7 +166,7 @@ ADD = OpSpec(
     reference=torch.add,
     magnitude=lambda a, b: a.abs() + b.abs(),
     inputs=add_inputs,
-    refusals=Refusals(promotes=True),
+    refusals=Refusals(promotes=True, numbers=("a", "b")),
     invalid=add_invalid,
     backward_traffic=add_backward_traffic,
     opaque=False,

@@ -93,6 +93,8 @@ def spec(
     name: str,
     function: Callable[..., Tensor],
     samples: Callable[[torch.device, torch.dtype], Iterator[Sample]],
+    *,
+    integers: bool = False,
 ) -> OpSpec:
     """The contract of a reduction with torch's ``function`` as its reference."""
     return OpSpec(
@@ -101,7 +103,7 @@ def spec(
         composite=function,
         magnitude=functools.partial(magnitude, function),
         inputs=samples,
-        refusals=Refusals(dims={"dim": "x"}),
+        refusals=Refusals(dims={"dim": "x"}, integers=integers),
         invalid=functools.partial(invalid, name),
         large=None,
         operations=lambda sample: (sample.numel, 0),
@@ -110,5 +112,5 @@ def spec(
     )
 
 
-SUM = spec("sum", torch.sum, sum_inputs)
+SUM = spec("sum", torch.sum, sum_inputs, integers=True)
 MEAN = spec("mean", torch.mean, inputs)

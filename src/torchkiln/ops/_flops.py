@@ -1,0 +1,62 @@
+"""Operation counts of matrix products for :class:`torch.utils.flop_counter.FlopCounterMode`.
+
+That module takes time to import, and warns beside a CUDA torch without Triton. So the formulas are
+registered when it is imported, not when torchkiln is.
+"""
+
+import sys
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MODULE = "torch.utils.flop_counter"
+
+
+class OnImport(MetaPathFinder):
+    """Finds the module as Python does, and registers the formulas when it has been executed."""
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        """The module's spec; None for all other modules."""
+        if fullname != MODULE:
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def execute_and_register(module: ModuleType) -> None:
+            execute(module)
+            register(module)
+            sys.meta_path.remove(self)
+
+        spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
+        return spec
+
+
+def matmul_flops(a: Tensor, _b: Tensor, *, out_val: Tensor) -> int:
+    """Operations of a product."""
+    return 2 * out_val.numel() * a.shape[-1]
+
+
+def linear_flops(x: Tensor, weight: Tensor, *_args: Any, **_kwargs: Any) -> int:
+    """Operations of the product of a linear layer; as in torch, the rest does not count."""
+    return 2 * x.numel() * weight.shape[0]
+
+
+def register(module: ModuleType) -> None:
+    """Registers the formulas with torch's module."""
+    ops = torch.ops.torchkiln
+    module.register_flop_formula(ops.matmul, get_raw=True)(matmul_flops)
+    module.register_flop_formula([ops.linear, ops.linear_forward], get_raw=True)(linear_flops)
+
+
+def register_on_import() -> None:
+    """Registers the formulas now if torch's module is imported, else when it will be."""
+    if MODULE in sys.modules:
+        register(sys.modules[MODULE])
+    else:
+        sys.meta_path.insert(0, OnImport())
