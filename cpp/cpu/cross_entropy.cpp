@@ -72,11 +72,13 @@ class Distribution {
   C uniform_q_[kPiece];
 };
 
-/// The target class, or kNoClass if probabilities are given, or kIgnored. Returns false if the
-/// target is not a class.
+/// Values of a target index that stand for no class: the target is a row of probabilities, or the
+/// row is ignored.
 constexpr int64_t kNoClass = -1;
 constexpr int64_t kIgnored = -2;
 
+/// Sets `index` to the target class of a row, to kNoClass or to kIgnored. Returns false if the
+/// target is not a class.
 bool read_target(const ClassTarget& target, int64_t row, int64_t classes, int64_t& index) {
   index = target.index == nullptr ? kNoClass : target.index[row];
   if (target.index == nullptr) return true;

@@ -74,7 +74,7 @@ struct TeamStorage {
 };
 
 /// The calling thread's view of its team. kShared: teams of several warps may share a block. Such a
-/// kernel reserves all 16 named barriers per block, and an SM has 64.
+/// kernel reserves the 16 named barriers of a block; an SM has 64, so 4 such blocks fit.
 template <class C, int kValues, bool kShared = false, int kSlots = kMaxWarps>
 class Team {
  public:

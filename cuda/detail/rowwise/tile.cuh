@@ -186,7 +186,7 @@ class UnalignedRowTile {
 
  private:
   int head_;    // elements before the first vector
-  int column_;  // of the first lane of item 0
+  int column_;  // the column of the first lane of item 0
   int step_;
   int end_;    // the column after the last vector
   int edges_;  // elements of head and tail
