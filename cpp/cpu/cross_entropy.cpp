@@ -31,8 +31,9 @@ class Distribution {
 
   /// Whether q is not 0 outside of the target class.
   bool is_spread() const { return target_.index == nullptr || target_.label_smoothing != 0; }
-  /// For a target class of weight w: the part of q that only it has, and its whole q.
+  /// The part of q that only a target class of weight w has.
   double target_share(double w) const { return confidence_ * w; }
+  /// The whole q of a target class of weight w.
   double target_q(double w) const { return confidence_ * w + uniform_ * w; }
   double weight(int64_t index) const {
     return weight_ == nullptr ? 1.0 : static_cast<double>(weight_[index]);

@@ -19,7 +19,7 @@ namespace {
 constexpr int64_t kMinColumns = 16;
 constexpr int64_t kMinNeighbours = 8;
 constexpr int64_t kShort = 16;
-// With this many rows along the innermost dimension, a strip stays within it.
+// From this many rows along the innermost dimension on, a strip does not leave that dimension.
 constexpr int64_t kManyNeighbours = 64;
 // Pieces of a row whose exponentials are kept; for longer rows they are computed twice.
 constexpr int64_t kMaxPieces = 1024;

@@ -342,7 +342,7 @@ struct DropoutAdd {
       "Tensor";
   static constexpr bool kRandom = true;
 
-  /// Adapts a function above to this schema.
+  /// Adapts a function of dropout_ops, which also takes a bias, to this schema.
   template <Tensor (*function)(const Tensor&, const MaybeTensor&, const Tensor&, double, bool)>
   static Tensor without_bias(const Tensor& x, const Tensor& residual, double p, bool training) {
     return function(x, std::nullopt, residual, p, training);
@@ -363,7 +363,7 @@ struct BiasDropoutAdd {
       "bool training=True) -> Tensor";
   static constexpr bool kRandom = true;
 
-  /// Adapts a function above to this schema.
+  /// Adapts a function of dropout_ops, whose bias is optional, to this schema.
   template <Tensor (*function)(const Tensor&, const MaybeTensor&, const Tensor&, double, bool)>
   static Tensor with_bias(const Tensor& x, const Tensor& bias, const Tensor& residual, double p,
                           bool training) {

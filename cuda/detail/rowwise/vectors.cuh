@@ -176,7 +176,7 @@ class RowPasses {
 
 // Threads of a one-row block; at 64 registers per thread two blocks fit an SM.
 inline constexpr int kRowThreads = 512;
-/// Vectors in flight per thread, unless a thread holds more.
+/// Vectors of a row that a thread loads together; kManyItems for longer rows.
 inline constexpr int kFewItems = 4;
 
 /// Calls body(TypeTag<RowVectors<T, ...>>{}) with the access for `alignment`.

@@ -189,7 +189,7 @@ def show(tables: Iterable[Table]) -> None:
 
 
 def markdown(record: Record) -> str:
-    """The tables as a README has them."""
+    """The environment, warnings and tables in Markdown."""
     parts = [str(record.environment), *(f"\n{words}." for words in record.warnings())]
     for table in tables(record.rows):
         rule = ["---:" if numeric else "---" for numeric in table.numeric]

@@ -49,7 +49,7 @@ template <class Out>
 inline constexpr int kUnroll = kVectorLanes<Out> > 4 ? 1 : 2;
 
 /// Whether blocks that lie entirely within the tensor have a separate loop without bounds checks.
-/// Not for float64, whose code is long.
+/// float64 has none, because its code is long.
 template <class Out>
 inline constexpr bool kHasFullBlocks = sizeof(Out) < 8;
 

@@ -52,10 +52,10 @@ struct CrossEntropyBackward {
   int64_t rows;
   int64_t classes;
   int64_t row_stride;
-  const void* log_sum_exp;  // these three as forward stored them
-  const void* mass;
-  const void* target_weight;
-  void* grad_logits;  // [rows, classes], classes adjacent; may be the logits
+  const void* log_sum_exp;    // from forward
+  const void* mass;           // from forward
+  const void* target_weight;  // from forward
+  void* grad_logits;          // [rows, classes], classes adjacent; may be the logits
   int64_t grad_logits_row_stride;
 };
 

@@ -53,7 +53,7 @@ def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def bias_inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """The same with a bias, which is float32 in some calls with half precision."""
+    """The calls of ``inputs`` with a bias, which is float32 in some calls with half precision."""
     for sample in inputs(device, dtype):
         yield with_bias(sample, dtype)
     if dtype in (torch.float16, torch.bfloat16):
