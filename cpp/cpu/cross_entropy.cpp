@@ -57,8 +57,8 @@ class Distribution {
     return buffer;
   }
 
-  /// The sum of q over the first `classes` classes. `added` is that sum as it was added up; for
-  /// equal numbers it is computed exactly.
+  /// The sum of q over the first `classes` classes: exact if all q are equal, else `added`, the sum
+  /// as the caller accumulated it.
   double mass(double added, int64_t classes) const {
     return is_uniform() ? uniform_ * static_cast<double>(classes) : added;
   }

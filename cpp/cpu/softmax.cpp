@@ -196,7 +196,7 @@ void for_rows(const Arguments& p, int64_t begin, int64_t end, const RowBody& row
     return;
   }
   ActiveRangeIterator ranges(p.mask, p.length, begin);
-  // Counted up, because divisions would take as long as a short row.
+  // The indices are counted up, because divisions would take as long as a short row.
   int64_t inner = begin % p.inner;
   int64_t outer = begin / p.inner;
   for (int64_t at = begin; at < end; ++at) {

@@ -104,7 +104,7 @@ struct State {
     return state;
   }
 
-  /// Under vmap, the op that takes the state draws by vmap's rules and ignores it.
+  /// Under vmap the state is not used: the op that takes it draws by vmap's rules.
   static Tensor composite(const Tensor& x) { return at::zeros({2}, x.options().dtype(at::kLong)); }
 };
 

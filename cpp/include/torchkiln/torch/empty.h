@@ -6,7 +6,7 @@
 
 namespace torchkiln {
 
-/// Contiguous, on the device of `like`.
+/// A contiguous tensor on the device of `like`.
 inline at::Tensor empty_of(c10::SymIntArrayRef sizes, const at::TensorOptions& like) {
   return at::empty_symint(sizes, like.memory_format(at::MemoryFormat::Contiguous));
 }

@@ -83,8 +83,8 @@ TORCHKILN_EXPORT Status loss_sum(const LossSum& arguments);
 
 namespace cuda {
 
-/// On the current device, queued on `stream`. A target that is not a class stops the kernel with a
-/// trap, after which the process cannot use the GPU any more, as in torch.
+/// Runs on the current device, queued on `stream`. A target that is not a class stops the kernel
+/// with a trap, after which the process cannot use the GPU any more, as in torch.
 TORCHKILN_EXPORT Status cross_entropy(const CrossEntropy& arguments, CUstream_st* stream);
 TORCHKILN_EXPORT Status cross_entropy_backward(const CrossEntropyBackward& arguments,
                                                CUstream_st* stream);

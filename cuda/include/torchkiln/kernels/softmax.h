@@ -63,7 +63,7 @@ TORCHKILN_EXPORT Status softmax_backward(const SoftmaxBackward& arguments, int64
 
 namespace cuda {
 
-/// On the current device, queued on `stream`.
+/// Runs on the current device, queued on `stream`.
 TORCHKILN_EXPORT Status softmax(const Softmax& arguments, CUstream_st* stream);
 TORCHKILN_EXPORT Status softmax_backward(const SoftmaxBackward& arguments, CUstream_st* stream);
 
