@@ -57,7 +57,7 @@ class Table:
 
 
 def duration(seconds: float) -> str:
-    """Four figures and a unit."""
+    """Seconds with four significant digits and a unit: ``12.35 us``."""
     if seconds < 1e-2:
         return f"{seconds * 1e6:.4g} us"
     return f"{seconds * 1e3:.4g} ms"

@@ -55,7 +55,7 @@ def require_written(
 
 
 def on_clone(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The op on an intermediate result, which can be differentiated."""
+    """Applies an in-place op to a copy of ``x``, since ``x`` may be a leaf; returns the copy."""
 
     def call(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         y = x.clone()
