@@ -113,7 +113,7 @@ def block(name: str, record: Record, folder: Path) -> str:
     pictures = [p for p in PICTURES if (folder / f"{name}-{p}.png").is_file()]
     lines += ["", *(f"![{p}]({folder.name}/{name}-{p}.png)" for p in pictures)] if pictures else []
     if record.skipped:
-        lines += ["", *(f"- {entry}" for entry in record.skipped)]
+        lines += ["", *(f"- {'. '.join(str(entry).split('. ')[:2])}" for entry in record.skipped)]
     return "\n".join([*lines, ""])
 
 

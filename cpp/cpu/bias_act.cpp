@@ -35,7 +35,7 @@ struct Gradient {
   }
 };
 
-/// One run of one row: writes grad_x, adds to the column sums.
+/// Processes a run of a row: writes grad_x and adds to the column sums.
 template <class Act, class C>
 void run_backward(C* grad_x, C* sum, const C* grad, const C* saved, const C* bias,
                   const Gradient<Act, C>& gradient, int64_t count) {

@@ -31,8 +31,9 @@ class Distribution {
 
   /// Whether q is not 0 outside of the target class.
   bool is_spread() const { return target_.index == nullptr || target_.label_smoothing != 0; }
-  /// For a target class of weight w: the part of q that only it has, and its whole q.
+  /// The part of q that only a target class of weight w has.
   double target_share(double w) const { return confidence_ * w; }
+  /// The whole q of a target class of weight w.
   double target_q(double w) const { return confidence_ * w + uniform_ * w; }
   double weight(int64_t index) const {
     return weight_ == nullptr ? 1.0 : static_cast<double>(weight_[index]);
@@ -56,8 +57,8 @@ class Distribution {
     return buffer;
   }
 
-  /// The sum of q over the first `classes` classes. `added` is that sum as it was added up; for
-  /// equal numbers it is computed exactly.
+  /// The sum of q over the first `classes` classes: exact if all q are equal, else `added`, the sum
+  /// as the caller accumulated it.
   double mass(double added, int64_t classes) const {
     return is_uniform() ? uniform_ * static_cast<double>(classes) : added;
   }
@@ -72,11 +73,13 @@ class Distribution {
   C uniform_q_[kPiece];
 };
 
-/// The target class, or kNoClass if probabilities are given, or kIgnored. Returns false if the
-/// target is not a class.
+/// Values of a target index that stand for no class: the target is a row of probabilities, or the
+/// row is ignored.
 constexpr int64_t kNoClass = -1;
 constexpr int64_t kIgnored = -2;
 
+/// Sets `index` to the target class of a row, to kNoClass or to kIgnored. Returns false if the
+/// target is not a class.
 bool read_target(const ClassTarget& target, int64_t row, int64_t classes, int64_t& index) {
   index = target.index == nullptr ? kNoClass : target.index[row];
   if (target.index == nullptr) return true;

@@ -57,7 +57,7 @@ void row_units(const Reduction& p, const Plan& plan, int64_t begin, int64_t end)
                         (p.inner == 1 || p.inner_stride == p.reduced) &&
                         (p.outer == 1 || p.inner == 1);
   if (is_dense && p.reduced <= kShort) return short_rows<C, Out>(p, begin, end);
-  // Counted up, because divisions would take as long as a short row.
+  // The indices are counted up, because divisions would take as long as a short row.
   int64_t row = begin / plan.chunks;
   int64_t chunk = begin % plan.chunks;
   int64_t inner = row % p.inner;

@@ -19,7 +19,7 @@ namespace {
 constexpr int64_t kMinColumns = 16;
 constexpr int64_t kMinNeighbours = 8;
 constexpr int64_t kShort = 16;
-// With this many rows along the innermost dimension, a strip stays within it.
+// From this many rows along the innermost dimension on, a strip does not leave that dimension.
 constexpr int64_t kManyNeighbours = 64;
 // Pieces of a row whose exponentials are kept; for longer rows they are computed twice.
 constexpr int64_t kMaxPieces = 1024;
@@ -196,7 +196,7 @@ void for_rows(const Arguments& p, int64_t begin, int64_t end, const RowBody& row
     return;
   }
   ActiveRangeIterator ranges(p.mask, p.length, begin);
-  // Counted up, because divisions would take as long as a short row.
+  // The indices are counted up, because divisions would take as long as a short row.
   int64_t inner = begin % p.inner;
   int64_t outer = begin / p.inner;
   for (int64_t at = begin; at < end; ++at) {

@@ -48,7 +48,7 @@ namespace {
 
 using at::Tensor;
 
-/// The activations with an in-place op, which are torch's in-place ones.
+/// The activations that have an in-place op, as in torch.
 using InPlaceFunctions = TypeList<Square, Relu, Silu, Sigmoid, Tanh>;
 
 /// "torchkiln::relu(Tensor x) -> Tensor", or "torchkiln::relu_(Tensor(a!) x) -> Tensor(a!)".

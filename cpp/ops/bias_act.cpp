@@ -48,7 +48,7 @@ Two Backward::kernel(const Tensor& grad, const Tensor& saved, const MaybeTensor&
   const Tensor grad_rows = grad.reshape({rows, columns});  // a view where rows are evenly spaced
   BiasActBackward arguments{};
   Tensor saved_rows = saved;
-  Tensor shift;  // may be undefined only for kernels that sum the bias gradient
+  Tensor shift;  // the bias; if undefined, the kernel must be one that sums the bias gradient
   if (kept_by_bias_act(act) == Saved::input) {
     if (bias) shift = *bias;
     if (!bias && !wanted[1]) shift = at::zeros({columns}, grad.options().dtype(bias_dtype));

@@ -104,7 +104,7 @@ struct State {
     return state;
   }
 
-  /// Under vmap, the op that takes the state draws by vmap's rules and ignores it.
+  /// Under vmap the state is not used: the op that takes it draws by vmap's rules.
   static Tensor composite(const Tensor& x) { return at::zeros({2}, x.options().dtype(at::kLong)); }
 };
 
@@ -342,7 +342,7 @@ struct DropoutAdd {
       "Tensor";
   static constexpr bool kRandom = true;
 
-  /// Adapts a function above to this schema.
+  /// Adapts a function of dropout_ops, which also takes a bias, to this schema.
   template <Tensor (*function)(const Tensor&, const MaybeTensor&, const Tensor&, double, bool)>
   static Tensor without_bias(const Tensor& x, const Tensor& residual, double p, bool training) {
     return function(x, std::nullopt, residual, p, training);
@@ -363,7 +363,7 @@ struct BiasDropoutAdd {
       "bool training=True) -> Tensor";
   static constexpr bool kRandom = true;
 
-  /// Adapts a function above to this schema.
+  /// Adapts a function of dropout_ops, whose bias is optional, to this schema.
   template <Tensor (*function)(const Tensor&, const MaybeTensor&, const Tensor&, double, bool)>
   static Tensor with_bias(const Tensor& x, const Tensor& bias, const Tensor& residual, double p,
                           bool training) {

@@ -115,7 +115,7 @@ class Recording final : public torchkiln::trace::Listener {
   std::vector<Event> events_;
 };
 
-/// Never destroyed: a thread may be about to speak to it when a recording ends.
+/// The recorder, which is never destroyed: a thread may be about to call it when a recording ends.
 Recording& recording() {
   static auto* one = new Recording;
   return *one;

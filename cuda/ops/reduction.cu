@@ -28,7 +28,7 @@ struct ColumnBody {
   const T* in;
   Offsets offset;
   int64_t row_stride;
-  // If rows are folded: the elements after the last group of `fold` rows.
+  // The elements after the last group of `fold` rows, if rows are folded; else rest_length is 0.
   int64_t rest_begin;
   int64_t rest_length;
   int64_t row_length;

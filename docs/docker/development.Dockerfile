@@ -1,11 +1,10 @@
-# torchkiln for those who work on it: compilers, nox, ccache. CUDA's compiler comes with the sessions of nox, in the version
-# of their torch.
+# Development of torchkiln: compilers, nox, ccache. The sessions of nox install the CUDA compiler of their torch's version.
 #
 #   docker build --file docs/docker/development.Dockerfile --target development --tag torchkiln-development .
 #   docker run --rm --gpus all --volume "$PWD:/work" torchkiln-development nox -s tests
 FROM debian:bookworm-slim AS development
 
-# Debian keeps one version of each, so that a pinned one is gone with the next fix of security.
+# Packages are not pinned: Debian removes a version when its next security fix appears.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends \
@@ -19,7 +18,7 @@ ENV PATH=/opt/nox/bin:$PATH
 ENV NVIDIA_VISIBLE_DEVICES=all
 ENV NVIDIA_DRIVER_CAPABILITIES=compute,utility
 
-# Who has another number on the host says so: docker build --build-arg USER_ID=$(id -u)
+# For another user id on the host: docker build --build-arg USER_ID=$(id -u)
 ARG USER_ID=1000
 RUN useradd --create-home --uid "$USER_ID" developer \
     && git config --system --add safe.directory /work
@@ -27,8 +26,8 @@ USER developer
 WORKDIR /work
 CMD ["nox", "--list"]
 
-# Nsight Compute, Nsight Systems and compute-sanitizer, from NVIDIA's repository. As root, since only root is given what
-# --cap-add adds.
+# Nsight Compute, Nsight Systems and compute-sanitizer, from NVIDIA's repository. The user is root, because --cap-add applies
+# to root only.
 #
 #   docker build --file docs/docker/development.Dockerfile --tag torchkiln-profiling .
 #   docker run --rm --gpus all --cap-add SYS_ADMIN --volume "$PWD:/work" torchkiln-profiling ncu --version

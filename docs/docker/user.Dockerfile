@@ -1,11 +1,11 @@
-# torchkiln for those who use it. The base knows nothing of CUDA: torch brings its libraries, the host its driver.
+# torchkiln for use. The base image has no CUDA: its libraries come with torch, the driver is the host's.
 #
 #   nox -s build      (or put a wheel for Python 3.11 into dist/)
 #   docker build --file docs/docker/user.Dockerfile --tag torchkiln .
 #   docker run --rm --gpus all torchkiln
 FROM debian:bookworm-slim
 
-# Debian keeps one version of each, so that a pinned one is gone with the next fix of security.
+# Packages are not pinned: Debian removes a version when its next security fix appears.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends python3 python3-venv \
@@ -14,13 +14,13 @@ RUN apt-get update \
 RUN python3 -m venv /opt/torchkiln
 ENV PATH=/opt/torchkiln/bin:$PATH
 
-# The wheel tells the versions of torch that it is for.
+# The extra `torch` of the wheel requires a torch version that the wheel supports.
 COPY dist/torchkiln-*.whl /opt/wheels/
 # hadolint ignore=DL3013
 RUN pip install --no-cache-dir --find-links=/opt/wheels 'torchkiln[torch]' \
     && rm -r /opt/wheels
 
-# What --gpus hands to the container.
+# GPUs and driver libraries that --gpus adds to the container.
 ENV NVIDIA_VISIBLE_DEVICES=all
 ENV NVIDIA_DRIVER_CAPABILITIES=compute,utility
 

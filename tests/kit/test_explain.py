@@ -70,6 +70,18 @@ def test_a_copy_that_has_steps_of_its_own() -> None:
     assert "no evenly spaced rows" in found.forward.notes[0]
 
 
+def test_a_copy_of_a_reduction() -> None:
+    """Strides that no sequence of kernels reads, then kept dimensions whose order is exchanged."""
+    spread = torch.randn(4, 5, 6, 7, 8)[:, ::2, :, ::2, ::2]
+    found = explain(torchkiln.sum, spread, [0, 2, 4])
+    assert kinds(found.forward.steps)[0] == "copy"
+    assert "more dimensions that do not merge" in found.forward.notes[0]
+    exchanged = explain(torchkiln.sum, torch.randn(3, 4, 5).permute(1, 0, 2), [2])
+    assert kinds(exchanged.forward.steps) == ["reduce", "copy"]
+    assert "in memory order" in exchanged.forward.notes[0]
+    assert explain(torchkiln.sum, torch.randn(3, 4, 5), [1]).forward.notes == ()
+
+
 def test_a_cast() -> None:
     found = explain(torchkiln.add, torch.randn(3, 5), torch.arange(5))
     cast = found.forward.extra[0]

@@ -17,6 +17,7 @@ import torch
 
 import torchkiln
 from torchkiln import bench
+from torchkiln.testing.contract import CHECKS
 from torchkiln.testing.specs import FAMILIES
 from torchkiln.testing.specs.bias_act import BIAS_ACT
 
@@ -156,6 +157,7 @@ def test_the_facts_of_the_readme_are_measured() -> None:
         found = [check["status"] for checks in ops.values() for check in checks.values()]
         assert f"{found.count('passed'):,} of {len(found):,}" in readme
         assert "failed" not in found
+        assert f"Up to {len(CHECKS)} kinds of checks" in readme
         assert f"each of {len(ops)} ops" in readme
 
 

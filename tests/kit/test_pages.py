@@ -35,7 +35,7 @@ FENCE = re.compile(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL
 
 SHOWN = {
     "README.md": 1,
-    "docs/abi.md": 3,
+    "docs/abi.md": 2,
     "docs/contract.md": 1,
     "docs/cpp.md": 1,
     "docs/debugging.md": 6,

@@ -118,7 +118,7 @@ OWNERS = (
 
 
 def bill(version: str, compiler: str, found: set[Part]) -> dict[str, Any]:
-    """The document, the same for the same build."""
+    """The document; equal builds give equal documents."""
     ours = f"pkg:pypi/torchkiln@{version}"
     components = [
         {

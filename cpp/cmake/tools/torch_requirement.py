@@ -18,7 +18,7 @@ find_torch = runpy.run_path(str(LOADER))["find_torch"]
 
 
 class TorchRequirement:
-    """Requires-Dist: torch of the minor version that is compiled against, if it is one."""
+    """Requires-Dist: torch of the minor version that a build from source is compiled against."""
 
     def __init__(self) -> None:
         self.state = "sdist"
@@ -38,7 +38,7 @@ class TorchRequirement:
 
 
 def torch_here() -> Any:
-    """The torch to build against, or words instead of it."""
+    """The torch to build against; exits with a message if it is missing or damaged."""
     pip = f"{sys.executable} -m pip install"
     try:
         found = find_torch()

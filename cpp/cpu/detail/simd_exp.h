@@ -71,8 +71,9 @@ double piece_sum(const C* values, int64_t count) {
 }
 
 /// The logarithm of a normal number, from the series of the inverse hyperbolic tangent; NaN stays
-/// NaN. For float the relative error is at most 2e-9, one digit better than float. Not the C
-/// library's, because loops over columns need a vectorised one, and wheels an older glibc.
+/// NaN. For float the relative error is at most 2e-9, one digit better than float. The C
+/// library's log is not used: loops over columns need a vectorised one, and its symbol version
+/// needs a newer glibc than wheels may require.
 template <class C>
 TORCHKILN_FUNCTION double log_of(double number) {
   constexpr int64_t kRootOfHalfBits = 0x3fe6a09e667f3bcd;

@@ -100,7 +100,7 @@ inline void store_lanes(double* to, const Lanes<double>& lanes, FullStep) {
 }
 
 inline void store_lanes(BFloat16* to, const Lanes<float>& lanes, FullStep) {
-  // The same rounding as narrow_bfloat16().
+  // Rounds as narrow_bfloat16() does.
   const auto bits = (Lanes<uint32_t>)lanes;
   const Lanes<uint32_t> rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   const Lanes<uint32_t> quiet_nan = (bits >> 16) | 0x40u;

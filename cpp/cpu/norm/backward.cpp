@@ -12,8 +12,9 @@ namespace {
 // Rows whose gradients of weight and bias are formed together in registers, before they are added
 // to the running sums. The running sums are as long as a row; otherwise they would be read and
 // written once per row. Short float32 rows go one by one: their sums stay in the L1 cache, and
-// memory is written faster in one stream than in several. Not for 16-bit types, whose conversions
-// take longer, and not for float64, whose blocks have no wider type to be added in.
+// memory is written faster in one stream than in several. Short rows of 16-bit types are grouped,
+// because their conversions take longer, and so are those of float64, whose blocks have no wider
+// type to be added in.
 constexpr int64_t kGroup = 4;
 constexpr int64_t kShort = 1024;
 // Rows, or groups of rows, per block: their sums are formed separately and then added to the sums

@@ -172,9 +172,9 @@ void check_overwritable(const Tensor& logits) {
               "written over them; call .contiguous(), or leave inplace_backward out");
 }
 
-/// The memory of logits and its version, without a share in it. Autograd compares versions itself,
-/// but not of tensors that a hook packs (torch.autograd.graph.save_on_cpu), which may be the logits
-/// themselves.
+/// The memory of logits, not owned, and its version. Autograd compares the versions of saved
+/// tensors itself, except of those that a hook packs (torch.autograd.graph.save_on_cpu), which may
+/// be the logits.
 class Version {
  public:
   explicit Version(const Tensor& logits)
@@ -277,7 +277,7 @@ Tensor recorded_loss(const Below& below, const Tensor& logits, const Tensor& tar
       });
 }
 
-/// Adapts a function above to the arguments of the schema.
+/// Adapts a function on LossCall and Options to the arguments of the schema.
 template <Tensor (*function)(const Tensor&, const Tensor&, const LossCall&, const Options&)>
 Tensor of_op(const Tensor& logits, const Tensor& target, const MaybeTensor& weight,
              int64_t ignore_index, LossReduction reduction, double label_smoothing, double z_loss,

@@ -97,7 +97,8 @@ double default_eps(const Tensor& x) {
 
 const MaybeTensor kNone;
 
-// The four ops share one implementation. These build its Call from the arguments of each schema.
+// The four ops share one implementation. The functions below build its Call from the arguments of
+// each schema.
 
 Call layer_norm_call(const Tensor& x, const Tensor* residual, SymIntArrayRef shape,
                      const MaybeTensor& weight, const MaybeTensor& bias, double eps) {

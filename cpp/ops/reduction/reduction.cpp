@@ -170,7 +170,8 @@ struct Reduce : Kind {
 };
 
 struct SumOp : Reduce<Sum> {
-  /// The sum of half precision is float32 unless a dtype is given, as in torch on CUDA.
+  /// Under autocast on CUDA the sum of half precision is float32 unless a dtype is given, as in
+  /// torch.
   static Tensor autocast(const Autocast& cast, const Tensor& x, OptionalIntArrayRef dim,
                          bool keepdim, OptionalDtype dtype) {
     check_tensor(name(), "x", x);

@@ -16,6 +16,7 @@
 
 #include "torchkiln/kernels/reduction.h"
 #include "torchkiln/torch/elementwise.h"
+#include "torchkiln/torch/note.h"
 
 namespace torchkiln {
 
@@ -137,6 +138,8 @@ void reduce_in_steps(const at::Tensor& x, const Mask& mask, const at::Tensor& ou
     size_t at = 0;
     std::optional<Reduction> step = best_step(axes, at);
     if (!step) {
+      trace::note("copied: strides ", from.strides(),
+                  " have more dimensions that do not merge than the kernels read");
       c10::SmallVector<int64_t, 8> sizes, strides;
       for (const Axis& axis : axes) sizes.push_back(axis.size), strides.push_back(axis.stride);
       from = from.as_strided(sizes, strides).clone(at::MemoryFormat::Contiguous);
@@ -155,6 +158,7 @@ void reduce_in_steps(const at::Tensor& x, const Mask& mask, const at::Tensor& ou
     from = to;
   }
   if (in_order) return;
+  trace::note("copied: the sums are in memory order, the result in the order of dimensions");
   c10::SmallVector<int64_t, 8> order(kept.size());
   std::iota(order.begin(), order.end(), 0);
   std::sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return kept[a] < kept[b]; });

@@ -48,7 +48,8 @@ template <Major kMajor>
 inline constexpr uint64_t kNextStep =
     (kMajor == Major::k ? kDepth * 2 : kDepth * kSwizzleBytes) >> 4;
 
-/// Before the first product of a batch: orders it after earlier accesses to the sums.
+/// Call it before the first product of a batch: orders the product after earlier accesses to the
+/// sums.
 __device__ __forceinline__ void fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 /// Closes a batch of products.

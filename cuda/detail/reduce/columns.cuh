@@ -24,7 +24,7 @@ inline constexpr int kThreads = 256;
 // Threads along a row: one warp reads 512 bytes of it at a time. The other warps of the block take
 // other rows, whose sums are added in shared memory, not as further partial sums.
 inline constexpr int kThreadsX = 32;
-// Least threads along a row, in narrow tiles for few rows: 128 bytes are a whole cache line.
+// Fewest threads along a row, in narrow tiles for few rows: 128 bytes are a whole cache line.
 inline constexpr int kMinThreadsX = 8;
 // With fewer rows per thread, the partial sums cost more than the parallelism gains.
 inline constexpr int kMinRows = 4;

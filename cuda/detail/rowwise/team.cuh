@@ -74,7 +74,7 @@ struct TeamStorage {
 };
 
 /// The calling thread's view of its team. kShared: teams of several warps may share a block. Such a
-/// kernel reserves all 16 named barriers per block, and an SM has 64.
+/// kernel reserves the 16 named barriers of a block; an SM has 64, so 4 such blocks fit.
 template <class C, int kValues, bool kShared = false, int kSlots = kMaxWarps>
 class Team {
  public:
@@ -105,7 +105,8 @@ class Team {
 
   /// Index of the team in its block.
   __device__ __forceinline__ int index() const { return index_; }
-  /// Rank of the thread in its team, in its block and in all.
+  /// Rank of the thread among those of its team: in its own block, and in all blocks; number of
+  /// threads of the team.
   __device__ __forceinline__ int rank_in_block() const { return rank_in_block_; }
   __device__ __forceinline__ int rank() const { return block_ * shape_.threads + rank_in_block_; }
   __device__ __forceinline__ int size() const { return shape_.size(); }

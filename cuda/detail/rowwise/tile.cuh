@@ -30,10 +30,10 @@ class RowTile {
   static __device__ constexpr int lanes(int) { return kLanes; }
   /// The column of the first lane of item k.
   __device__ __forceinline__ int column(int k) const { return column_ + k * step_; }
-  /// Whether any lane of item k belongs to the row, or a given one.
+  /// Whether any lane, or the given lane, of item k belongs to the row.
   __device__ __forceinline__ bool has_any(int k) const { return column(k) < access_.columns; }
   __device__ __forceinline__ bool has(int k, int) const {
-    static_assert(Access::kAligned, "lanes of other rows are asked for one by one");
+    static_assert(Access::kAligned, "lanes of other rows are tested one by one");
     return has_any(k);
   }
 
@@ -186,7 +186,7 @@ class UnalignedRowTile {
 
  private:
   int head_;    // elements before the first vector
-  int column_;  // of the first lane of item 0
+  int column_;  // the column of the first lane of item 0
   int step_;
   int end_;    // the column after the last vector
   int edges_;  // elements of head and tail

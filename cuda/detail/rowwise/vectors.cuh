@@ -176,7 +176,7 @@ class RowPasses {
 
 // Threads of a one-row block; at 64 registers per thread two blocks fit an SM.
 inline constexpr int kRowThreads = 512;
-/// Vectors in flight per thread, unless a thread holds more.
+/// Vectors of a row that a thread loads together; kManyItems for longer rows.
 inline constexpr int kFewItems = 4;
 
 /// Calls body(TypeTag<RowVectors<T, ...>>{}) with the access for `alignment`.
@@ -190,7 +190,8 @@ Status with_vectors(Alignment alignment, const Body& body) {
   return body(TypeTag<RowVectors<T, 1, true>>{});
 }
 
-/// Longest row: column numbers, and those shortly beyond the last one, have 32 bits.
+/// Longest row: its column numbers, and those that a loop computes beyond the last one, fit in 32
+/// bits.
 inline constexpr int64_t kMaxColumns = (int64_t{1} << 31) - (int64_t{1} << 20);
 inline constexpr const char* kTooLong = "a row has more than 2^31 - 2^20 elements";
 

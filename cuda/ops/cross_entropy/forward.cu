@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kLossThreads, 4)
   const auto load = [&](int first, Item(&to)[kItems]) {
     access.load(logits, access.column(first), team.size() * kLanes, to, T(-INFINITY), can_overread);
   };
-  // Before the loads that depend on the target.
+  // The first vectors are requested before the loads that depend on the target.
   Item items[kItems];
   load(team.rank(), items);
   team.init_barriers();

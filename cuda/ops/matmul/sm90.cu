@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kThreads, 1) matmul_kernel(const __grid_consta
   }
 }
 
-/// An operand as the copy engine sees it.
+/// An operand as a matrix for the copy engine.
 struct Operand {
   Major major;
   MapShape shape;

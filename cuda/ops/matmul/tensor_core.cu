@@ -263,7 +263,8 @@ Status matmul_of(const Matmul& p, cudaStream_t stream) {
 }  // namespace
 
 bool is_available() {
-  // The compiled code counts, not the GPU: a driver may translate code for an older architecture.
+  // Decided by the compiled code, not by the GPU: a driver may translate code for an older
+  // architecture.
   cudaFuncAttributes code;
   constexpr int kSince = 80;
   if (cudaFuncGetAttributes(&code, matmul_kernel<__half, Order::k_adjacent, Order::k_adjacent>) ==

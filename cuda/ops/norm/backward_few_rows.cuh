@@ -61,7 +61,7 @@ __device__ __forceinline__ void gradients_of_rows(const NormBackward& p, const T
       if constexpr (kCentered) sums[1] += d[i];
     }
   }
-  // In flight during the reduction.
+  // These loads are in flight during the reduction.
   if constexpr (kAdds) tile.load(grad_sum, others);
   team.reduce(sums, Sum{});
   const C inverse_columns = C(1) / static_cast<C>(p.columns);
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(kFewThreads, 2)
     few_rows_kernel(NormBackward p, TeamShape shape, int strips) {
   wait_for_previous_kernel();
   const int block = static_cast<int>(blockIdx.x);
-  if (block < strips) {  // first, because they take longer
+  if (block < strips) {  // the column sums begin first, because they take longer
     sums_of_columns<Access, W, kCentered>(p, block);
   } else {
     gradients_of_rows<Access, W, kCentered, kAdds>(p, shape, block - strips);

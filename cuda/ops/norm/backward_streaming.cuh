@@ -41,7 +41,7 @@ int64_t resident_clusters(const StreamPlan& plan) {
   int& entry = cached[device][blocks];
   int found = __atomic_load_n(&entry, __ATOMIC_RELAXED);
   if (found == 0) {
-    // Stands for all instances: a block of each takes all registers of an SM.
+    // One instance is queried for all: a block of each takes all registers of an SM.
     const auto kernel = stream_rows<RowVectors<float, kVectorLanes<float>, true>, false, false, 2>;
     cudaLaunchAttribute cluster{};
     cluster.id = cudaLaunchAttributeClusterDimension;

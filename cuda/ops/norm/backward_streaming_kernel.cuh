@@ -123,7 +123,8 @@ __global__ void __launch_bounds__(kThreads)
       const C scale = factor_of_gradient<kCentered>(p, rstd);
       const C slope = -scale * inverse_columns * sums[0];
       const C level = kCentered ? -scale * inverse_columns * sums[kCentered ? 1 : 0] : C(0);
-      // Half precision saves a product; in float32 rstd^2 could overflow.
+      // Precomputed for half precision, which saves a product per element. With rows of float32,
+      // rstd^2 could overflow.
       const C x_slope = rstd * slope;
       T* grad_x = static_cast<T*>(p.grad_x) + row * p.columns;
       typename Access::Item others[kItems];

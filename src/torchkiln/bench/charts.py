@@ -48,7 +48,7 @@ def charts(record: Record) -> Iterator[tuple[str, Figure]]:
     found: dict[str, tuple[Callable[[Sequence[Row], str], Figure], list[Row]]] = {
         "share": (draw_share, [row for row in of_kind[CALLS] if row.share]),
         "speedups": (draw_speedups, [row for row in of_kind[CALLS] if row.best_peer]),
-        # Without arithmetic every op lies on the slope, where the shares say more.
+        # Only with a matrix product: all other ops lie on the slope, which `share` shows, too.
         "roofline": (draw_roofline, of_kind[CALLS] if computed else []),
         "sweep": (draw_sweep, [row for row in of_kind[SWEEP] if row.share]),
         "small": (draw_speedups, [row for row in of_kind[SMALL] if row.best_peer]),

@@ -80,7 +80,7 @@ class CudaClock:
         self.flush = torch.empty(2 * cache, dtype=torch.uint8, device=device)
 
     def __call__(self, call: Call) -> float:
-        """Measure; double the sleep until the host is ahead."""
+        """Measure a call; double the GPU's sleep until the host queues the call in that time."""
         for doubling in count():
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             self.flush.zero_()

@@ -80,7 +80,7 @@ class Plan:
     for those ops alone that name shapes."""
 
     def pieces(self) -> list[tuple[str, Iterator[Row | Skipped]]]:
-        """Titles, and the rows that are measured while they are iterated over."""
+        """Pairs of a title and its rows, which are measured when they are iterated over."""
         budget = Budget(self.within, sum(self._count(kind, spec) for kind, spec, _ in self._each()))
         return [
             (f"{spec.name} {name_of(dtype)}, {kind}", self._rows(budget, kind, spec, dtype))

@@ -43,11 +43,11 @@ class Change:
         return self.new.ours.low > self.old.ours.high or self.new.ours.high < self.old.ours.low
 
     def is_slower(self, threshold: float) -> bool:
-        """Whether absolute and relative to the floor it is slower by more than the threshold."""
+        """Whether the time rose by more than the threshold, and relative to the floor, too."""
         return self.is_beyond_noise and min(self.ratio, self.ratio / self.machine) > 1 + threshold
 
     def is_faster(self, threshold: float) -> bool:
-        """Whether absolute and relative to the floor it is faster by more than the threshold."""
+        """Whether the time fell by more than the threshold, and relative to the floor, too."""
         most = 1 / (1 + threshold)
         return self.is_beyond_noise and max(self.ratio, self.ratio / self.machine) < most
 

@@ -57,7 +57,7 @@ class Table:
 
 
 def duration(seconds: float) -> str:
-    """Four figures and a unit."""
+    """Seconds with four significant digits and a unit: ``12.35 us``."""
     if seconds < 1e-2:
         return f"{seconds * 1e6:.4g} us"
     return f"{seconds * 1e3:.4g} ms"
@@ -189,7 +189,7 @@ def show(tables: Iterable[Table]) -> None:
 
 
 def markdown(record: Record) -> str:
-    """The tables as a README has them."""
+    """The environment, warnings and tables in Markdown."""
     parts = [str(record.environment), *(f"\n{words}." for words in record.warnings())]
     for table in tables(record.rows):
         rule = ["---:" if numeric else "---" for numeric in table.numeric]

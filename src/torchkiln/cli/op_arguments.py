@@ -1,4 +1,4 @@
-"""From the options of :func:`torchkiln.cli.parsers.add_call` to a call of an op."""
+"""Makes a call of an op from the options of :func:`torchkiln.cli.parsers.add_call`."""
 
 from __future__ import annotations
 

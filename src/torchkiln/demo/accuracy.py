@@ -110,7 +110,7 @@ def backward(spec: OpSpec, sample: Sample, dtype: torch.dtype) -> Judged:
 def all_errors(device: torch.device) -> Iterator[Errors]:
     """Errors of every op, dtype and direction.
 
-    One CPU thread: the results are the same for any number, and these calls are small.
+    Runs on one CPU thread: the calls are small, and more threads do not change the results.
     """
     for spec in SPECS:
         for dtype in spec.dtypes:

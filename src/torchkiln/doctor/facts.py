@@ -57,7 +57,7 @@ class Driver:
     """Facts from libcuda and nvidia-smi."""
 
     version: str | None = None
-    """By nvidia-smi, such as 580.159.04."""
+    """The driver's version from nvidia-smi, such as 580.159.04."""
     cuda: str | None = None
     """Newest CUDA version that the driver supports, such as 13.0."""
     gpus: tuple[Gpu, ...] = ()

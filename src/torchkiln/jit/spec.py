@@ -82,7 +82,7 @@ def formula_fields(
     tensors = [argument.name for argument in arguments if not argument.is_number]
 
     def arrange(values: Callable[[int, str], Tensor]) -> tuple[Any, ...]:
-        """The arguments of a call; ``values`` gets each tensor's index among tensors and name."""
+        """The arguments of a call: ``values(i, name)`` makes the i-th tensor."""
         index = itertools.count()
         return tuple(
             (0.75 if a.default is None else a.default)

@@ -66,7 +66,7 @@ def edits(words: dict[str, str]) -> list[Edit]:
     name = words["OPNAME"]
 
     def lines_of(path: str, pattern: str) -> str:
-        """The lines of a common file that are about the op."""
+        """The lines of a template file that match ``pattern``, filled in."""
         text = (FOLDER / COMMON / path).read_text(encoding="utf-8")
         found = [line for line in text.splitlines() if re.search(pattern, line)]
         return filled("".join(f"{line}\n" for line in found), words)

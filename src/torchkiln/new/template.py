@@ -10,7 +10,7 @@ FOLDER = Path(__file__).parent / "templates"
 COMMON = "common"
 
 FUNCTION = "src/PACKAGE/ops.py"
-"""The function in Python, in the folder of each template."""
+"""The file with the Python function, relative to the folder of a template."""
 
 TEMPLATES = {
     "elementwise": "a formula and its gradients; any strides, vector access, two inputs",

@@ -13,7 +13,7 @@ def check_act(module: str, act: object) -> str:
 
 
 def check_p(module: str, p: float) -> float:
-    """Returns a probability; refuses numbers that are none."""
+    """Returns a probability; refuses numbers outside of [0, 1]."""
     if not 0 <= p <= 1:
         raise ValueError(f"torchkiln.{module}: p: got {p}, expected a probability between 0 and 1")
     return p

@@ -1,4 +1,4 @@
-"""What the bodies of ops check and promote in a graph, where ATen's ops stand for a kernel.
+"""Checks and type promotion of the bodies of ops in a graph, where ATen's ops stand for a kernel.
 
 The rules and the messages are those of the C++ side (checks.h, promotion.h).
 """

@@ -1,4 +1,4 @@
-"""Without counters: the kernels of a call and their times, by torch's profiler."""
+"""The kernels of a call and their times by torch's profiler, for use without counters."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Layout:
             order = order[turn:] + order[:turn]
         if self.order < 0:
             order.reverse()
-        # Strides of a shape with gaps, in the drawn order, then in that of the tensor.
+        # Contiguous strides of the sizes plus gaps, with the dimensions in the drawn order.
         wide = [values.shape[d] + self.gaps[1] * (i > 0) for i, d in enumerate(order)]
         strides = [0] * rank
         for d, stride in zip(order, contiguous_strides(wide), strict=True):
@@ -89,7 +89,7 @@ class Plan:
     """The power of two that scales the values."""
     seed: int
     layouts: tuple[Layout, ...]
-    """Layouts of the arguments, then of the incoming gradients, in turns; none for dense ones."""
+    """Layouts of arguments, then of incoming gradients, taken in turns; empty if all are dense."""
 
     def sample(self, spec: OpSpec, device: torch.device) -> Sample:
         """The call with dense tensors."""

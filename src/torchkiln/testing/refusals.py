@@ -44,7 +44,7 @@ KINDS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "SymInt[]": ("an int or a sequence of ints", (None, "4", (4.0,), [None])),
     "SymInt[]?": ("an int or a sequence of ints", ("4", (4.0,), [None])),
 }
-"""For each type of a schema, the text of the error and values of other kinds."""
+"""The text of the error and values of wrong types, by the argument's type in the schema."""
 
 
 @dataclass(frozen=True)

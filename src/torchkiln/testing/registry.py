@@ -26,9 +26,9 @@ def find(where: str, argument: str, name: str, specs: Sequence[OpSpec] = SPECS) 
 
 
 def _imported(module: str) -> ModuleType:
-    """A module by its name, in the current folder, too, or by its file.
+    """Imports a module by its file or by its name, which the current folder may have, too.
 
-    As with ``python -m`` and ``python FILE``, modules in the same folder can be imported then.
+    As with ``python FILE`` and ``python -m``, it may import modules beside it.
     """
     file = Path(module).resolve()
     is_file = file.suffix == ".py"

@@ -117,8 +117,8 @@ class OpSpec:
     """A function whose gradients are the sums of the absolute values of the terms of each gradient.
     None if all terms of a gradient have the same sign: then the reference's gradients are used."""
     output_sensitivity: Callable[..., Any] | None = None
-    """For an op whose backward uses its rounded output, as torch's does: a function whose gradients
-    are the change of each gradient per relative error of that output."""
+    """A function whose gradients are the change of each gradient per relative error of the output;
+    for an op whose backward uses its rounded output, as torch's backward does."""
     indices: tuple[int, ...] = ()
     """Positions of integer arguments that are indices or masks, which no check converts."""
     grown: Callable[[Sample], Sample] = doubled

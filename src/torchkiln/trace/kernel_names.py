@@ -60,7 +60,7 @@ ACCESSES = (
     Access("cuda::GradientBody", r"(?:.*, )?(?P<type>\w+), (?P<lanes>\d+)", "columns, in vectors"),
     Access("gemm::sm90::matmul_kernel", "", "tiles copied by the tensor memory accelerator"),
 )
-# Vectors of a row that a thread keeps in registers.
+# Matches the number of vectors of a row that a thread keeps in registers.
 ITEMS = re.compile(r"rowwise::(?:RowTile<.*?>|UnalignedRowTile<\w+), (\d+)>")
 
 

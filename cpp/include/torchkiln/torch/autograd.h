@@ -92,7 +92,7 @@ namespace detail {
 
 using NodePointer = decltype(torch::autograd::Edge::function);
 
-/// From torch 2.13 on, nodes have intrusive reference counts.
+/// Makes a node. From torch 2.13 on, nodes have intrusive reference counts.
 template <class Node, class... Arguments>
 auto make_node(Arguments&&... arguments) {
 #if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 13
@@ -234,7 +234,8 @@ variable_list composite_gradients(const Incoming& in, std::array<at::Tensor, N> 
   return gradients;
 }
 
-/// The same for `inputs` that are the first inputs of record(), in the same order.
+/// Computes the gradients that backward wants, for `inputs` that are the first inputs of record()
+/// in the same order.
 template <size_t N, class Composite>
 variable_list composite_gradients(const Incoming& in, const std::array<at::Tensor, N>& inputs,
                                   const Composite& composite) {

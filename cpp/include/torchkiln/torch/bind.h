@@ -44,7 +44,7 @@ PyObject* wrap(std::tuple<Tensors...>&& results) {
       results);
 }
 
-/// Whether this argument is a tensor subclass, whose __torch_function__ must see the call.
+/// Whether this argument is a tensor subclass, whose __torch_function__ must be called.
 inline bool is_overridden(PyObject* argument) {
   return THPVariable_Check(argument) && !THPVariable_CheckExact(argument);
 }

@@ -177,7 +177,7 @@ inline int64_t check_dim(const char* op, const char* name, const at::Tensor& ten
   return dim < 0 ? dim + range : dim;
 }
 
-/// For kernels that do not read strides.
+/// Checks that a tensor is contiguous, for kernels that do not read strides.
 inline void check_contiguous(const char* op, const char* name, const at::Tensor& tensor) {
   TORCH_CHECK(tensor.is_contiguous(), TORCHKILN_PACKAGE ".", op, ": ", name, ": got strides ",
               tensor.sym_strides(), " of shape ", tensor.sym_sizes(),

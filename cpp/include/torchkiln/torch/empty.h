@@ -6,7 +6,7 @@
 
 namespace torchkiln {
 
-/// Contiguous, on the device of `like`.
+/// A contiguous tensor on the device of `like`.
 inline at::Tensor empty_of(c10::SymIntArrayRef sizes, const at::TensorOptions& like) {
   return at::empty_symint(sizes, like.memory_format(at::MemoryFormat::Contiguous));
 }
@@ -14,10 +14,11 @@ inline at::Tensor empty_of(c10::SymIntArrayRef sizes, const at::Tensor& like) {
   return empty_of(sizes, like.options());
 }
 
-/// Contiguous, of x's shape.
+/// A contiguous tensor of x's shape.
 inline at::Tensor empty_contiguous(const at::Tensor& x) { return empty_of(x.sym_sizes(), x); }
 
-/// With the strides of `x` if x is dense, as torch's elementwise ops do it; else contiguous.
+/// A tensor of x's shape: with the strides of `x` if x is dense, as in torch's elementwise ops,
+/// else contiguous.
 inline at::Tensor empty_in_layout_of(const at::Tensor& x) {
   return x.is_non_overlapping_and_dense() ? at::empty_like(x)
                                           : at::empty_symint(x.sym_sizes(), x.options());

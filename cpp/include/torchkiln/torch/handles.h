@@ -19,7 +19,7 @@ class Handles {
  public:
   explicit Handles(const at::Tensor& where) : guard_(where.device()) {}
 
-  /// With a workspace from torch's allocator, and TF32 if torch allows it.
+  /// Has a workspace from torch's allocator, and uses TF32 if torch allows it.
   cublasHandle_t cublas() const { return at::cuda::getCurrentCUDABlasHandle(); }
 
   /// cuBLASLt handles have no stream: pass stream() to each call.

@@ -18,7 +18,7 @@ namespace torchkiln {
 /// a + b with torch's broadcasting and dtype promotion. The promoted dtype must be one of the four.
 TORCHKILN_EXPORT at::Tensor add(const at::Tensor& a, const at::Tensor& b);
 
-/// a * b + c in one pass, with the same rules. A number is a 0-dimensional CPU tensor.
+/// a * b + c in one pass, with the rules of add(). A number is a 0-dimensional CPU tensor.
 TORCHKILN_EXPORT at::Tensor muladd(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c);
 
 /// An activation by its name in core/activations.h: "relu", "gelu", ... The result has x's shape

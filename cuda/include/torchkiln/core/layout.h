@@ -23,7 +23,7 @@ struct Layout {
 
   /// Whether element i of the space is element i of input k, so that no index has to be computed.
   bool linear(int k) const { return is_linear(stride[k]); }
-  /// The same for output k.
+  /// Whether element i of the space is element i of output k.
   bool out_linear(int k) const { return is_linear(out_stride[k]); }
 
  private:

@@ -72,8 +72,9 @@ inline uint32_t last_word(double probability) {
 
 /// Draws success or failure for element i of the eight elements at a position. Four words serve
 /// eight elements: an even element takes a word as it is, the odd one beside it the same word with
-/// its 16-bit halves swapped. Each has its probability to 32 bits. The two draws depend on each
-/// other only if the upper half of one equals the upper half of `last`, one case in 2^16.
+/// its 16-bit halves swapped. The probability of success is (last + 1) / 2^32. The two draws of a
+/// word depend on each other only if its upper half, before or after the swap, equals the upper
+/// half of `last`: one case in 2^16.
 TORCHKILN_FUNCTION bool bernoulli(const Draw& drawn, int i, uint32_t last) {
   const uint32_t word = drawn.word[i / 2];
   return (i % 2 == 0 ? word : word << 16 | word >> 16) <= last;

@@ -41,7 +41,7 @@ inline constexpr double kDensityAtZero = 0.398942280401432677939946059934;  // 1
 /// taken twice as its root, because it underflows where its product with |x| is still a number.
 struct NormalTail {
   float root;   // e^(-x^2 / 4)
-  float ratio;  // the tail over e^(-x^2 / 2)
+  float ratio;  // the tail divided by e^(-x^2 / 2)
 };
 
 /// The ratio is a polynomial in 1 / (1 + 0.35 |x|). Its error is below 1.7e-7 of its difference to

@@ -11,7 +11,7 @@
 
 namespace torchkiln::device {
 
-/// Whether an address is a multiple of `bytes`; null is.
+/// Whether an address is a multiple of `bytes`, as a null pointer is.
 __host__ __device__ inline bool aligned(const void* pointer, size_t bytes = kVectorBytes) {
   return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
 }
@@ -55,7 +55,7 @@ struct TensorRows {
 /// How the rows of all tensors of a call can be accessed.
 ///   vector         every row begins and ends at a 16-byte boundary
 ///   shared_offset  row i has the same offset from a boundary in every tensor
-///   scalar         none of the two: element by element
+///   scalar         neither: element by element
 enum class Alignment { vector, shared_offset, scalar };
 
 /// The alignment of rows with a shared offset. 8-byte types, with two lanes per vector, take the

@@ -92,8 +92,8 @@ struct Switched {
   __device__ __forceinline__ void run(const Packet& packet, int64_t at, int64_t numel,
                                       C (&results)[Outputs][N],
                                       std::index_sequence<K...> each) const {
-    // Conversion once before the switch: inside, the code of packet.get() would be repeated per
-    // activation.
+    // The inputs are converted once, before the switch: inside, the code of packet.get() would be
+    // repeated per activation.
     Computed<C, sizeof...(K), N> inputs;
 #pragma unroll
     for (int i = 0; i < N; ++i) ((inputs.values[K][i] = packet.template get<K>(i)), ...);

@@ -49,7 +49,7 @@ template <class Out>
 inline constexpr int kUnroll = kVectorLanes<Out> > 4 ? 1 : 2;
 
 /// Whether blocks that lie entirely within the tensor have a separate loop without bounds checks.
-/// Not for float64, whose code is long.
+/// float64 has none, because its code is long.
 template <class Out>
 inline constexpr bool kHasFullBlocks = sizeof(Out) < 8;
 
@@ -171,7 +171,7 @@ struct RowAccess {
   __device__ __forceinline__ void load_each(elementwise::Packet<C, N, In...>& packet, int64_t at,
                                             std::index_sequence<K...>) const {
     (load_run<K>(::cuda::std::get<K>(packet.vectors), static_cast<const In*>(inputs[K]), at), ...);
-    // Last, because filling a vector waits for its element.
+    // Constant inputs come last, because filling a vector with the element waits for its load.
     if constexpr (!FirstIsLinear)
       (fill<K>(::cuda::std::get<K>(packet.vectors), static_cast<const In*>(inputs[K]), at), ...);
   }

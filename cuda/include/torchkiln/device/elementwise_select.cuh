@@ -29,7 +29,7 @@ bool has_rows(const Layout<Inputs, Outputs>& layout, int lanes) {
 }
 
 /// Whether an operand has whole vectors of `unit` elements along dimension 0 or, for unit 1, is
-/// constant along it; and its offsets, in units, have 32 bits.
+/// constant along it; and whether its offsets, in units, fit in 32 bits.
 template <int Inputs, int Outputs>
 bool fits_rows(const Layout<Inputs, Outputs>& layout, const int64_t (&strides)[kMaxRank],
                const void* data, int unit) {

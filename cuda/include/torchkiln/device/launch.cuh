@@ -50,8 +50,8 @@ inline Device current_device() {
         cudaFuncGetAttributes(&code, probe<>) != cudaSuccess) {
       return {};
     }
-    // The compiled code counts, not the GPU: code for an older architecture, translated by the
-    // driver, has no wait in wait_for_previous_kernel() and no clusters.
+    // Decided by the compiled code, not by the GPU: code for an older architecture, translated by
+    // the driver, has no wait in wait_for_previous_kernel() and no clusters.
     packed = int64_t{shared_bytes} << 32 | multiprocessors << 1 | (code.ptxVersion >= 90 ? 1 : 0);
     __atomic_store_n(&cached[device], packed, __ATOMIC_RELAXED);
   }

@@ -21,7 +21,7 @@ TORCHKILN_EXPORT Status activation_backward(const Elementwise<2>& arguments, Act
 
 namespace cuda {
 
-/// The same functions on the current device, queued on `stream`.
+/// The functions of namespace cpu on the current device, queued on `stream`.
 TORCHKILN_EXPORT Status activation(const Elementwise<1>& arguments, Activation activation,
                                    CUstream_st* stream);
 TORCHKILN_EXPORT Status activation_backward(const Elementwise<2>& arguments, Activation activation,

@@ -10,8 +10,8 @@ struct CUstream_st;
 
 namespace torchkiln {
 
-/// The tensor that backward reads besides the gradient. Never the output: in half precision its
-/// rounding would cost the derivative of tanh near 1 all digits.
+/// The tensor that backward reads besides the gradient. It is never the output: in half precision
+/// its rounding would cost the derivative of tanh near 1 all digits.
 inline Saved kept_by_bias_act(Activation activation) {
   const Saved saved = saved_by(activation);
   return saved == Saved::output ? Saved::input : saved;
@@ -72,11 +72,11 @@ TORCHKILN_EXPORT Status bias_act_backward_finish(const BiasActBackward& argument
 
 namespace cuda {
 
-/// On the current device, queued on `stream`.
+/// Runs on the current device, queued on `stream`.
 TORCHKILN_EXPORT Status bias_act(const BiasAct& arguments, CUstream_st* stream);
 
-/// Both gradients in one pass over grad and the saved tensor, and a short second one over partial
-/// sums. No atomics: results are bitwise reproducible.
+/// Computes both gradients in one pass over grad and the saved tensor, and a short second one over
+/// partial sums. No atomics: results are bitwise reproducible.
 TORCHKILN_EXPORT Status bias_act_backward(const BiasActBackward& arguments, Allocate allocate,
                                           CUstream_st* stream);
 

@@ -52,10 +52,10 @@ struct CrossEntropyBackward {
   int64_t rows;
   int64_t classes;
   int64_t row_stride;
-  const void* log_sum_exp;  // these three as forward stored them
-  const void* mass;
-  const void* target_weight;
-  void* grad_logits;  // [rows, classes], classes adjacent; may be the logits
+  const void* log_sum_exp;    // from forward
+  const void* mass;           // from forward
+  const void* target_weight;  // from forward
+  void* grad_logits;          // [rows, classes], classes adjacent; may be the logits
   int64_t grad_logits_row_stride;
 };
 
@@ -83,8 +83,8 @@ TORCHKILN_EXPORT Status loss_sum(const LossSum& arguments);
 
 namespace cuda {
 
-/// On the current device, queued on `stream`. A target that is not a class stops the kernel with a
-/// trap, after which the process cannot use the GPU any more, as in torch.
+/// Runs on the current device, queued on `stream`. A target that is not a class stops the kernel
+/// with a trap, after which the process cannot use the GPU any more, as in torch.
 TORCHKILN_EXPORT Status cross_entropy(const CrossEntropy& arguments, CUstream_st* stream);
 TORCHKILN_EXPORT Status cross_entropy_backward(const CrossEntropyBackward& arguments,
                                                CUstream_st* stream);

@@ -53,7 +53,7 @@ namespace cuda {
 /// Writes {seed, offset} to random.record.
 TORCHKILN_EXPORT Status record_random(const RandomState& random, CUstream_st* stream);
 
-/// The same functions on the current device, queued on `stream`.
+/// The functions of namespace cpu on the current device, queued on `stream`.
 TORCHKILN_EXPORT Status dropout_add(const Elementwise<2>& arguments, const Dropout& dropout,
                                     CUstream_st* stream);
 TORCHKILN_EXPORT Status bias_dropout_add(const Elementwise<3>& arguments, const Dropout& dropout,
@@ -61,7 +61,7 @@ TORCHKILN_EXPORT Status bias_dropout_add(const Elementwise<3>& arguments, const 
 TORCHKILN_EXPORT Status dropout_backward(const Elementwise<1>& arguments, const Dropout& dropout,
                                          CUstream_st* stream);
 
-/// Both gradients in one pass over grad, and a short second one over partial sums.
+/// Computes both gradients in one pass over grad, and a short second one over partial sums.
 TORCHKILN_EXPORT Status bias_dropout_backward(const DropoutBackward& arguments, Allocate allocate,
                                               CUstream_st* stream);
 

@@ -21,7 +21,7 @@ TORCHKILN_EXPORT Status gated_backward(const Elementwise<3, 2>& arguments, Activ
 
 namespace cuda {
 
-/// The same functions on the current device, queued on `stream`.
+/// The functions of namespace cpu on the current device, queued on `stream`.
 TORCHKILN_EXPORT Status gated(const Elementwise<2>& arguments, Activation activation,
                               CUstream_st* stream);
 TORCHKILN_EXPORT Status gated_backward(const Elementwise<3, 2>& arguments, Activation activation,

@@ -81,11 +81,11 @@ TORCHKILN_EXPORT Status norm_backward_finish(const NormBackward& arguments, int6
 
 namespace cuda {
 
-/// On the current device, queued on `stream`. Rows that fit into the registers of a block or a
+/// Runs on the current device, queued on `stream`. Rows that fit into the registers of a block or a
 /// cluster are read once; longer rows are read once per step.
 TORCHKILN_EXPORT Status norm(const Norm& arguments, CUstream_st* stream);
 
-/// All gradients. No atomics: results are bitwise reproducible.
+/// Computes all gradients. No atomics: results are bitwise reproducible.
 TORCHKILN_EXPORT Status norm_backward(const NormBackward& arguments, Allocate allocate,
                                       CUstream_st* stream);
 

@@ -30,7 +30,7 @@ TORCHKILN_EXPORT Status multiply_gradient(const Elementwise<3, 2>& arguments, in
 
 namespace cuda {
 
-/// The same functions on the current device, queued on `stream`.
+/// The functions of namespace cpu on the current device, queued on `stream`.
 TORCHKILN_EXPORT Status add(const Elementwise<2>& arguments, CUstream_st* stream);
 TORCHKILN_EXPORT Status multiply_add(const Elementwise<3>& arguments, CUstream_st* stream);
 TORCHKILN_EXPORT Status scale_add(const Elementwise<2>& arguments, double factor,

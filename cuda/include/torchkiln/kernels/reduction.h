@@ -43,8 +43,8 @@ TORCHKILN_EXPORT Status reduce_finish(const Reduction& arguments, int64_t begin,
 
 namespace cuda {
 
-/// On the current device, queued on `stream`: one pass over the input, and a short one over partial
-/// sums if several blocks share an output. No atomics.
+/// Runs on the current device, queued on `stream`: one pass over the input, and a short one over
+/// partial sums if several blocks share an output. No atomics.
 TORCHKILN_EXPORT Status reduce(const Reduction& arguments, Allocate allocate, CUstream_st* stream);
 
 }  // namespace cuda

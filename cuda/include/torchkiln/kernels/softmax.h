@@ -10,8 +10,8 @@ namespace torchkiln {
 /// beyond the row's own. Others count as -infinity.
 struct RowMask {
   const bool* data;  // null: no mask
-  Layout<1> rows;    // of the rows, in order, with the strides of the mask
-  int64_t stride;    // of the mask along a row: 0 or 1
+  Layout<1> rows;    // sizes of the row dimensions, in the order of the rows; strides of the mask
+  int64_t stride;    // stride of the mask along a row: 0 or 1
   bool causal;       // only elements i <= r % queries of row r take part
   int64_t queries;
 
@@ -63,7 +63,7 @@ TORCHKILN_EXPORT Status softmax_backward(const SoftmaxBackward& arguments, int64
 
 namespace cuda {
 
-/// On the current device, queued on `stream`.
+/// Runs on the current device, queued on `stream`.
 TORCHKILN_EXPORT Status softmax(const Softmax& arguments, CUstream_st* stream);
 TORCHKILN_EXPORT Status softmax_backward(const SoftmaxBackward& arguments, CUstream_st* stream);
 

@@ -94,7 +94,7 @@ TORCHKILN_EXPORT Status csr_check(const CsrCheck& arguments, int64_t begin, int6
 
 namespace cuda {
 
-/// On the current device, queued on `stream`.
+/// Runs on the current device, queued on `stream`.
 TORCHKILN_EXPORT Status spmm(const Spmm& arguments, Allocate allocate, CUstream_st* stream);
 TORCHKILN_EXPORT Status sampled_product(const SampledProduct& arguments, CUstream_st* stream);
 TORCHKILN_EXPORT Status csr_transpose(const CsrTranspose& arguments, Allocate allocate,

@@ -25,7 +25,7 @@ class Layout:
     lanes: int
     """Elements per vector."""
     reaches: tuple[str, ...]
-    """For each operand how a thread reads its elements: vector, one or any."""
+    """How a thread reads the elements of each operand: ``vector``, ``one`` or ``any``."""
     blocks: int
     space: bytes
 

@@ -1,1 +1,1 @@
-"""From a source to a loaded kernel: toolkit look-up, NVRTC, cache, driver, reloading."""
+"""Compiles and loads kernels: toolkit look-up, NVRTC, cache, driver, reloading."""

@@ -1,4 +1,4 @@
-"""From a source to machine code: read from the cache, else compiled by NVRTC."""
+"""Machine code of a source: read from the cache, else compiled by NVRTC."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ def build(
         if binary := cache.read(name):
             return binary
     binary = Binary(*nvrtc.compile_program(tools.library, source, path, settings, names))
-    # The compiler read the headers later: one saved in between belongs to another cache name.
+    # The name is a hash of the headers as they were read above. A header that was saved after that
+    # and before the compilation makes the name wrong, so nothing is stored.
     if name is not None and included(source, beside, search) == files:
         cache.write(name, binary)
     return binary

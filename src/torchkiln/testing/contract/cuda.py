@@ -225,7 +225,7 @@ def around_the_outputs(spec: OpSpec, device: torch.device, dtype: torch.dtype) -
             continue
         pool = torch.cuda.MemPool()
         with torch.cuda.use_mem_pool(pool):
-            # Two blocks that fill a segment, and merge into one free block.
+            # Fills a segment with sentinels: two blocks, which merge into one free block.
             half = torch.full((SEGMENT // 2,), SENTINEL, dtype=torch.uint8, device=device)
             other = half.clone()
             begin, second = sorted((half.data_ptr(), other.data_ptr()))

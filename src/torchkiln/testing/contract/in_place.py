@@ -55,7 +55,7 @@ def require_written(
 
 
 def on_clone(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The op on an intermediate result, which can be differentiated."""
+    """Applies an in-place op to a copy of ``x``, since ``x`` may be a leaf; returns the copy."""
 
     def call(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         y = x.clone()
@@ -66,7 +66,7 @@ def on_clone(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def on_first_row(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The op on a view of an intermediate result."""
+    """Applies an in-place op to the first row of a copy of ``x``, and returns the copy."""
 
     def call(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         y = x.clone()
@@ -77,7 +77,7 @@ def on_first_row(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def with_first_row(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The same, for a function that returns its result."""
+    """``on_first_row`` for a function that returns its result instead of writing it into ``x``."""
 
     def call(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return torch.cat([function(x[:1], *args, **kwargs), x[1:]])

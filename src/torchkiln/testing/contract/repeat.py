@@ -1,4 +1,4 @@
-"""Determinism, also of what a checkpoint computes again."""
+"""Determinism of repeated calls, and of forward passes that a checkpoint computes again."""
 
 from __future__ import annotations
 

@@ -115,7 +115,8 @@ def not_finite(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     positions = spec.wanted(sample)
     for turn, sample in enumerate(spec.samples(device, dtype)):
         for position in set(positions) & set(spec.wanted(sample)):
-            # A parameter meets differences that are 0 but for rounding, whose sign is not defined.
+            # Parameters are left out: an infinite weight times a difference that is 0 up to
+            # rounding has no defined sign.
             if not 0 < sample.args[position].numel() == sample.numel <= LONG:
                 continue
             tensor = with_special_rows(sample.args[position], 5 * turn)

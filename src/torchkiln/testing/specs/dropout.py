@@ -28,14 +28,23 @@ SHAPES: Mapping[str, tuple[tuple[int, ...], float]] = (
     | {"many narrow rows": ((4099, 3), 0.3), "threads": ((257, 261), 0.2)}
 )
 
+BY_RANDOMNESS = (
+    "the argument `randomness` of vmap decides how random numbers are drawn; "
+    "tests/ops/test_dropout.py tests each choice"
+)
+BY_INDEX = (
+    "the mask of an element depends on its index, so the rows of a large call have another mask in "
+    "a small call; tests/ops/test_dropout.py tests the mask"
+)
 EXCLUDED = {
-    "vmap": "each vmap says how random numbers are drawn; test_dropout has a test for each way",
-    "vmap_of_grad": "as vmap",
-    "graph_capture": "a generator cannot be seeded in a graph; test_dropout replays one",
-    "more_than_2_to_the_31_elements": "a few rows have another mask in a call of their own than "
-    "in a larger one; test_dropout checks the mask",
-    "gradients_of_more_than_2_to_the_31_elements": "as the values",
-    "calls_from_several_threads": "threads share torch's generator and its numbers",
+    "vmap": BY_RANDOMNESS,
+    "vmap_of_grad": BY_RANDOMNESS,
+    "graph_capture": "a generator cannot be seeded while a graph is captured; "
+    "tests/ops/test_dropout.py replays a graph",
+    "more_than_2_to_the_31_elements": BY_INDEX,
+    "gradients_of_more_than_2_to_the_31_elements": BY_INDEX,
+    "calls_from_several_threads": "threads draw from one generator, so the results of each depend "
+    "on their order",
 }
 
 
@@ -53,7 +62,7 @@ def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def bias_inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """The same with a bias, which is float32 in some calls with half precision."""
+    """The calls of ``inputs`` with a bias, which is float32 in some calls with half precision."""
     for sample in inputs(device, dtype):
         yield with_bias(sample, dtype)
     if dtype in (torch.float16, torch.bfloat16):

@@ -78,7 +78,10 @@ def magnitude(act: str, gate: Tensor, up: Tensor | None = None) -> Tensor:
 
 
 def gradient_magnitude(act: str, gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """Gradients are |up| times the terms of the derivative, and the terms of the activation."""
+    """A function with these gradients, the scale of the rounding errors of the op's.
+
+    Of ``gate``: |up| times the terms of the derivative. Of ``up``: the terms of the activation.
+    """
     first, second = halves(gate, up)
     formula = FORMULAS[act]
     slope = formula.slope_terms(first.detach()) * second.detach().abs()

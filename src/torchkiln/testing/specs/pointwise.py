@@ -112,7 +112,7 @@ def add_invalid(device: torch.device) -> Iterator[Invalid]:
 
 
 def muladd_invalid(device: torch.device) -> Iterator[Invalid]:
-    """The same for three tensors."""
+    """Three dtypes that do not promote, shapes that do not broadcast."""
     x, matrix = torch.ones(4, device=device), torch.ones(4, 4, device=device)
     good = GoodCall(torch.ops.torchkiln.muladd.default, Sample("good", (x, x, x)))
     yield from unpromotable(

@@ -121,7 +121,7 @@ def shares(x: Tensor, dim: int, **kwargs: Any) -> tuple[Tensor, Tensor, float]:
 
 
 def magnitude(log: bool, x: Tensor, dim: int, **kwargs: Any) -> Tensor:
-    """Errors of exponents and sum change a softmax relatively and its logarithm absolutely."""
+    """Rounding of exponents and sum: relative errors of softmax, absolute ones of log_softmax."""
     share, terms, roundings = shares(x, dim, **kwargs)
     moved = terms + share * roundings
     return torch.where(share > 0, moved / share, 0.0) if log else moved

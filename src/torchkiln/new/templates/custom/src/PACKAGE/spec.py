@@ -41,7 +41,7 @@ def magnitude(x: Tensor, window: int = 4) -> Tensor:
 
 
 def gradient_magnitude(x: Tensor, window: int = 4) -> Tensor:
-    """The same for gradients: those of this function are the scale of their rounding errors."""
+    """A function whose gradients are the scale of the rounding errors of the op's gradients."""
     return reference(x, window) * steps(window)
 
 

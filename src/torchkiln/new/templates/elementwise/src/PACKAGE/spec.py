@@ -18,7 +18,7 @@ def magnitude(x: Tensor, gate: Tensor, scale: float = 1.0) -> Tensor:
 
 
 def gradient_magnitude(x: Tensor, gate: Tensor, scale: float = 1.0) -> Tensor:
-    """Its gradients are the scale of the rounding errors of the gradients."""
+    """A function whose gradients are the scale of the rounding errors of the op's gradients."""
     z = scale * gate.detach()
     s = torch.sigmoid(z) * (1 + z.abs())
     return x * s + gate * x.detach().abs() * s * abs(scale)

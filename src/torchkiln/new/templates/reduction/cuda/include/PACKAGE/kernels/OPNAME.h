@@ -52,7 +52,8 @@ TORCHKILN_EXPORT torchkiln::Status OPNAME_backward(const torchkiln::Elementwise<
 
 namespace cuda {
 
-/// The same functions on the current device, for all rows and elements, queued on `stream`.
+/// The functions of namespace cpu on the current device, for all rows and elements, queued on
+/// `stream`.
 TORCHKILN_EXPORT torchkiln::Status OPNAME(const OPNAME_parts::Rows& arguments, CUstream_st* stream);
 TORCHKILN_EXPORT torchkiln::Status OPNAME_backward(const torchkiln::Elementwise<2>& arguments,
                                                    CUstream_st* stream);
