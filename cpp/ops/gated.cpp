@@ -12,10 +12,22 @@ namespace {
 using at::Tensor;
 using Two = std::tuple<Tensor, Tensor>;
 
+/// The kernel reads gate and up in one order. Shapes that broadcast are refused with a remedy.
+void check_shapes(const char* op, const Tensor& gate, const Tensor& up) {
+  TORCH_CHECK(up.sym_sizes().equals(gate.sym_sizes()), "torchkiln.", op, ": up: got shape ",
+              up.sym_sizes(), ", expected ", gate.sym_sizes(),
+              ", the shape of gate; torch.broadcast_tensors(gate, up) makes shapes that broadcast "
+              "equal");
+}
+
 void check_inputs(const char* op, const Tensor& gate, const MaybeTensor& up) {
   check_tensor(op, "gate", gate);
   check_dtype(op, "gate", gate);
-  if (up.has_value()) return check_like(op, "up", *up, "gate", gate);
+  if (up.has_value()) {
+    check_strided(op, "up", *up);
+    check_shapes(op, gate, *up);
+    return check_like(op, "up", *up, "gate", gate);
+  }
   TORCH_CHECK(gate.dim() >= 1, "torchkiln.", op,
               ": gate: got a 0-dimensional tensor, expected at least 1 dimension, to be split "
               "into gate and up");

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -131,3 +132,21 @@ def test_what_does_not_divide_is_refused_in_a_graph(spec: OpSpec) -> None:
     compiled = torch.compile(spec.op, backend="eager")
     with pytest.raises(RuntimeError, match=f"{spec.name}: gate: got a last dimension of size 3"):
         compiled(torch.randn(2, 3))
+
+
+@pytest.mark.parametrize("op", [torchkiln.swiglu, torchkiln.geglu, torchkiln.geglu_tanh])
+def test_shapes_that_would_broadcast(device: torch.device, op: Any) -> None:
+    """The error names the call that makes them equal, and that call works with gradients."""
+    gate = torch.randn(3, 4, device=device, requires_grad=True)
+    up = torch.randn(4, device=device, requires_grad=True)
+    words = (
+        rf"{op.__name__.lstrip('_')}: up: got shape \[4\], expected \[3, 4\], the shape of gate; "
+        r"torch\.broadcast_tensors\(gate, up\) makes shapes that broadcast equal"
+    )
+    with pytest.raises(RuntimeError, match=words):
+        op(gate, up)
+    y = op(*torch.broadcast_tensors(gate, up))
+    assert torch.equal(y, op(gate, up.repeat(3, 1)))
+    y.sum().backward()
+    assert up.grad is not None
+    torch.testing.assert_close(up.grad, (op(gate, torch.ones_like(gate))).sum(0))

@@ -29,14 +29,16 @@ def check_same_dtype(op: str, name: str, tensor: Tensor, like: str, x: Tensor) -
         )
 
 
-def check_like(op: str, name: str, tensor: Tensor, like: str, x: Tensor) -> None:
+def check_like(  # noqa: PLR0917
+    op: str, name: str, tensor: Tensor, like: str, x: Tensor, remedy: str = ""
+) -> None:
     """Refuses a tensor whose dtype or shape is not that of ``x``."""
-    check_same_dtype(op, name, tensor, like, x)
     if tensor.shape != x.shape:
         raise RuntimeError(
             f"torchkiln.{op}: {name}: got shape {list(tensor.shape)}, expected {list(x.shape)}, "
-            f"the shape of {like}"
+            f"the shape of {like}{remedy}"
         )
+    check_same_dtype(op, name, tensor, like, x)
 
 
 def promoted_dtype(op: str, operands: Mapping[str, Tensor | float]) -> torch.dtype:

@@ -8,6 +8,8 @@ from torchkiln.ops._traced import check_dtype, check_like
 from torchkiln.ops.activation import is_tanh
 from torchkiln.ops.eager import eager
 
+BROADCAST = "; torch.broadcast_tensors(gate, up) makes shapes that broadcast equal"
+
 
 @eager(_C.swiglu)
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
@@ -51,7 +53,7 @@ def _halves(op: str, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
     """Gate and up as two tensors. Rejects odd sizes, whose unequal halves might broadcast."""
     check_dtype(op, "gate", gate)
     if up is not None:
-        check_like(op, "up", up, "gate", gate)
+        check_like(op, "up", up, "gate", gate, BROADCAST)
         return gate, up
     size = gate.shape[-1]
     if size % 2:

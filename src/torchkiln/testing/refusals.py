@@ -284,7 +284,7 @@ class Deriver:
         )
         for shape, other in {tuple(other.shape): other for other in others}.items():
             said = f"{name}: got shape {list(shape)}, expected {right}, {words}"
-            yield good.changed(said, **{name: other})
+            yield with_remedy(good.changed(said, **{name: other}))
 
     def wrong_dims(self, name: str, of: str) -> Iterator[Invalid]:
         """Dimensions that the tensor does not have."""
