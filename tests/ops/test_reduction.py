@@ -299,3 +299,52 @@ def test_the_mean_of_integers_needs_a_dtype(device: torch.device) -> None:
             torchkiln.mean(x)
     with pytest.raises(RuntimeError, match=r"mean: dtype: got int64, expected one of float32"):
         torchkiln.mean(torch.arange(3, device=device), dtype=torch.int64)
+
+
+LARGE = {
+    "alternating": lambda n: torch.tensor([1.0, -1.0]).repeat(n // 2),
+    "halves": lambda n: torch.tensor([1.0, -1.0]).repeat_interleave(n // 2),
+    "pairs": lambda n: torch.tensor([1.0, 1.0, -1.0, -1.0]).repeat(n // 4),
+    "random": lambda n: torch.tensor([1.0, -1.0]).repeat(n // 2)[torch.randperm(n)],
+}
+
+
+@pytest.mark.parametrize("order", LARGE)
+@pytest.mark.parametrize("count", [4, 8, 64, 1000, 140000])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=name)
+def test_sums_near_the_largest_number(dtype: torch.dtype, count: int, order: str) -> None:
+    """On the CPU the sum of a part of the terms may exceed the largest number, in any order."""
+    largest = torch.finfo(dtype).max
+    terms = (LARGE[order](count).double() * largest * 0.75).to(dtype)
+    first = terms[0].item()  # the sum of the others is -first
+    terms[0] = first * 1.25
+    expected = terms[0].item() - first
+
+    def require(found: Tensor, due: float) -> None:
+        rtol = max(torch.finfo(dtype).eps, 1e-6)
+        exact = torch.full(found.shape, due, dtype=torch.float64)
+        torch.testing.assert_close(found.double(), exact, rtol=rtol, atol=0)
+
+    require(torchkiln.sum(terms), expected)
+    require(torchkiln.sum(terms[:, None].repeat(1, 3), 0), expected)
+    require(torchkiln.sum(terms.repeat(2, 1), 1), expected)
+    require(torchkiln.sum(terms.reshape(2, 1, -1).repeat(1, 2, 1), (0, 2)), expected)
+    same = torch.full((count, 2), largest / 2, dtype=dtype)
+    require(torchkiln.mean(same), same[0, 0].item())
+    require(torchkiln.mean(same, 0), same[0, 0].item())
+    assert torchkiln.sum(same).item() == math.inf
+
+
+def test_infinite_terms_stay_infinite() -> None:
+    """The second pass for sums near the largest number changes no other result."""
+    x = torch.full((5, 4), 1e308, dtype=torch.float64)
+    x[1, 2] = math.inf
+    x[2, 0], x[2, 1] = math.inf, -math.inf
+    x[3, 3] = math.nan
+    x[4] = torch.tensor([1e308, 1e308, -1e308, 5e-324], dtype=torch.float64)
+    found = torchkiln.sum(x, 1).tolist()
+    assert found[:2] == [math.inf, math.inf]
+    assert math.isnan(found[2])
+    assert math.isnan(found[3])
+    assert found[4] == 1e308
+    assert torchkiln.mean(x[0]).item() == 1e308

@@ -1,3 +1,5 @@
+#include <atomic>
+#include <cfenv>
 #include <limits>
 
 #include "reduction/steps.h"
@@ -89,13 +91,58 @@ Mask reduced_dims(const char* op, const Tensor& x, OptionalIntArrayRef dim) {
   return rank > 0 ? named : mask;
 }
 
-void run(const char* op, Reduction arguments, const Tensor& where) {
+/// Whether floating point operations of the threads of a reduction on the CPU overflowed or made a
+/// NaN of infinities. The processor keeps flags, so the loops cost nothing.
+class OverflowFlag {
+ public:
+  /// Runs a part of the work on the current thread.
+  template <class Body>
+  Status watch(const Body& body) {
+    if (std::fetestexcept(kFlags) != 0) std::feclearexcept(kFlags);
+    const Status status = body();
+    if (std::fetestexcept(kFlags) != 0) is_set_ = true;
+    return status;
+  }
+  bool is_set() const { return is_set_; }
+
+ private:
+  static constexpr int kFlags = FE_OVERFLOW | FE_INVALID;
+  std::atomic<bool> is_set_ = false;
+};
+
+void run(const char* op, Reduction arguments, const Tensor& where, OverflowFlag& overflow) {
   constexpr int64_t kGrain = 1 << 12;  // outputs
   launch_split(
       op, where, arguments, kGrain, [&] { return cpu::split(arguments); },
       [&](Allocate allocate, auto stream) { return cuda::reduce(arguments, allocate, stream); },
-      [&](int64_t begin, int64_t end) { return cpu::reduce(arguments, begin, end); },
-      [&](int64_t begin, int64_t end) { return cpu::reduce_finish(arguments, begin, end); });
+      [&](int64_t begin, int64_t end) {
+        return overflow.watch([&] { return cpu::reduce(arguments, begin, end); });
+      },
+      [&](int64_t begin, int64_t end) {
+        return overflow.watch([&] { return cpu::reduce_finish(arguments, begin, end); });
+      });
+}
+
+/// Writes the sum of x divided by `divisor` to `out`. Returns whether the sum of a part of the
+/// terms may have overflowed; false on a GPU, where the host would have to wait for the answer.
+bool reduce_into(const char* op, const Tensor& x, const Mask& mask, const Tensor& out,
+                 double divisor) {
+  OverflowFlag overflow;
+  reduce_in_steps(x, mask, out, [&](Reduction step, bool is_last) {
+    step.divisor = is_last ? divisor : 1;
+    run(op, step, x, overflow);
+  });
+  return overflow.is_set();
+}
+
+/// Computes the elements of `out` that are infinite or NaN again, in a range that no sum exceeds.
+void reduce_widely(const char* op, const Tensor& x, const Mask& mask, const Tensor& out,
+                   double divisor) {
+  constexpr double kScale = 0x1p-64;  // sums of 2^64 float64 numbers stay finite
+  const double scale = x.scalar_type() == at::kDouble ? kScale : 1;
+  const Tensor wide = at::empty_like(out, out.options().dtype(at::kDouble));
+  reduce_into(op, scale == 1 ? x : x * scale, mask, wide, divisor);
+  out.copy_(at::where(at::isfinite(out), out.to(at::kDouble), wide / scale));
 }
 
 template <class Kind>
@@ -130,10 +177,7 @@ struct Reduce : Kind {
     }
     const double divisor = Kind::kDivides ? static_cast<double>(x.numel() / out.numel()) : 1;
     const Mask mask = reduced_dims(name(), x, dim);
-    reduce_in_steps(x, mask, out, [&](Reduction step, bool is_last) {
-      step.divisor = is_last ? divisor : 1;
-      run(name(), step, x);
-    });
+    if (reduce_into(name(), x, mask, out, divisor)) reduce_widely(name(), x, mask, out, divisor);
     return out;
   }
 

@@ -20,7 +20,9 @@ def sum(
 
     Elements are accumulated in float32 (float64 if ``x`` or ``dtype`` is float64) in blocks, and
     the result is rounded once: the sum of 2**31 ones is exact. Results are bitwise reproducible,
-    on the CPU for any number of threads. The sum of no elements is 0.
+    on the CPU for any number of threads. The sum of no elements is 0. On the CPU the result is
+    right, too, where the sum of a part of the terms exceeds the largest number. On CUDA it is then
+    infinite or NaN, as in torch.
 
     Integers and bools are summed by :func:`torch.sum`, in int64 or in ``dtype``.
 
