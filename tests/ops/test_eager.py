@@ -71,6 +71,7 @@ OF_TORCH: list[tuple[Callable[..., Any], Callable[..., Any], dict[str, Any]]] = 
     (torchkiln.sum, torch.sum, {"input": X, "dim": 1}),
     (torchkiln.sum, torch.sum, {"input": X > 0, "dim": (0, 1), "keepdim": True}),
     (torchkiln.mean, torch.mean, {"input": X, "dim": 0}),
+    (torchkiln.mean, torch.mean, {"input": X, "axis": (0, 1)}),
     (torchkiln.softmax, F.softmax, {"input": X, "dim": 1}),
     (torchkiln.log_softmax, F.log_softmax, {"input": X, "dim": 1}),
     (torchkiln.layer_norm, F.layer_norm, {"input": X, "normalized_shape": (5,), "weight": ROW}),

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 
@@ -177,6 +178,20 @@ def test_numbers(device: torch.device, dtype: torch.dtype, number: float) -> Non
     torchkiln.add(leaf, number).sum().backward()
     assert leaf.grad is not None
     assert (leaf.grad == 1).all()
+
+
+def test_numbers_of_numpy(device: torch.device) -> None:
+    """As in torch: scalars are numbers, arrays are refused."""
+    x = torch.arange(3.0, device=device)
+    for number in (np.float32(0.5), np.float64(0.5), np.float16(0.5), np.int64(2), np.uint8(2)):
+        found = torchkiln.add(x, number)  # type: ignore[arg-type]
+        assert torch.equal(found, torch.add(x, float(number)))
+        assert torch.equal(torchkiln.muladd(x, number, 1.0), x * float(number) + 1)  # type: ignore[arg-type]
+    assert torchkiln.add(x.long(), np.float32(0.5)).dtype == torch.float32  # type: ignore[arg-type]
+    for array in (np.ones(3), np.array(2.0), [1.0], "x", 2j):
+        words = rf"add: b: got [\w.]*{type(array).__name__}, expected a torch.Tensor or a number"
+        with pytest.raises(TypeError, match=words):
+            torchkiln.add(x, array)  # type: ignore[arg-type]
 
 
 def test_numbers_beside_other_dtypes(device: torch.device) -> None:

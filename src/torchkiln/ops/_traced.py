@@ -54,10 +54,10 @@ def promoted_dtype(op: str, operands: Mapping[str, Tensor | float]) -> torch.dty
             dtype, group = operand.dtype, 0 if operand.dim() > 0 else 1
             given.append(dtype)
         else:
-            kind = type(operand)
-            dtype = torch.get_default_dtype() if kind is float else torch.int64
+            is_float = isinstance(operand, (float, torch.SymFloat))
+            dtype = torch.get_default_dtype() if is_float else torch.int64
             dtype, group = torch.bool if isinstance(operand, bool) else dtype, 2
-            given.append(torch.float64 if kind is float else dtype)
+            given.append(torch.float64 if is_float else dtype)
         before = groups[group]
         groups[group] = dtype if before is None else torch.promote_types(before, dtype)
     result = combined(groups[0], combined(groups[1], groups[2]))

@@ -8,7 +8,7 @@ from torchkiln.ops._traced import EXPECTED, FLOATING, check_dtype, kind_of, name
 from torchkiln.ops.eager import eager
 
 
-@eager(_C.sum, input="x")
+@eager(_C.sum, input="x", axis="dim")
 def sum(
     x: Tensor,
     dim: int | tuple[int, ...] | list[int] | None = None,
@@ -39,7 +39,7 @@ def sum(
     return torch.sum(x, dim, keepdim, dtype=dtype)
 
 
-@eager(_C.mean, input="x")
+@eager(_C.mean, input="x", axis="dim")
 def mean(
     x: Tensor,
     dim: int | tuple[int, ...] | list[int] | None = None,

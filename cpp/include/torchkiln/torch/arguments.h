@@ -66,30 +66,34 @@ inline int64_t read_integer(const Argument& argument, const char* expected = "an
   return value;
 }
 
-inline double read_number(const Argument& argument) {
+inline double read_number(const Argument& argument, const char* expected = "a number") {
   const PyNumberMethods* methods = Py_TYPE(argument.value)->tp_as_number;
   const bool is_number = methods != nullptr &&
                          (methods->nb_float != nullptr || methods->nb_index != nullptr) &&
                          !THPVariable_Check(argument.value);
-  if (!is_number) refuse(argument, "a number");
+  if (!is_number) refuse(argument, expected);
   const double value = PyFloat_AsDouble(argument.value);
   if (value == -1.0) raise_python_error();
   return value;
 }
 
+/// A number may be one of NumPy. Its arrays have numeric methods, too, but are sequences.
 inline TensorOrNumber read_tensor_or_number(const Argument& argument) {
-  using Held = c10::MaybeOwned<at::Tensor>;
-  if (THPVariable_Check(argument.value))
-    return {Held::borrowed(THPVariable_Unpack(argument.value))};
-  if (PyBool_Check(argument.value))
-    return {Held::owned(at::native::wrapped_scalar_tensor(argument.value == Py_True))};
-  if (PyLong_Check(argument.value)) {
-    const int64_t value = PyLong_AsLongLong(argument.value);
-    if (value == -1) raise_python_error();
-    return {Held::owned(at::native::wrapped_scalar_tensor(value))};
+  PyObject* const value = argument.value;
+  const auto wrapped = [](auto number) -> TensorOrNumber {
+    return {c10::MaybeOwned<at::Tensor>::owned(at::native::wrapped_scalar_tensor(number))};
+  };
+  if (THPVariable_Check(value))
+    return {c10::MaybeOwned<at::Tensor>::borrowed(THPVariable_Unpack(value))};
+  if (PyBool_Check(value)) return wrapped(value == Py_True);
+  if (PyLong_Check(value)) {
+    const int64_t number = PyLong_AsLongLong(value);
+    if (number == -1) raise_python_error();
+    return wrapped(number);
   }
-  if (!PyFloat_Check(argument.value)) refuse(argument, "a torch.Tensor or a number");
-  return {Held::owned(at::native::wrapped_scalar_tensor(PyFloat_AsDouble(argument.value)))};
+  if (PySequence_Check(value)) refuse(argument, "a torch.Tensor or a number");
+  if (is_integer(value)) return wrapped(read_integer(argument));
+  return wrapped(read_number(argument, "a torch.Tensor or a number"));
 }
 
 inline bool read_flag(const Argument& argument) {

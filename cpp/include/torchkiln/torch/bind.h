@@ -52,8 +52,8 @@ inline bool is_overridden(PyObject* argument) {
 /// The argument as torch.ops accepts it: a number becomes a tensor or a list where those are due.
 inline py::object as_schema(const Argument& argument, const c10::Type& type) {
   const auto value = py::reinterpret_borrow<py::object>(argument.value);
-  if (type.kind() == c10::TypeKind::TensorType &&
-      (PyFloat_Check(argument.value) || PyLong_Check(argument.value)))
+  if (type.kind() == c10::TypeKind::TensorType && PyNumber_Check(argument.value) &&
+      !THPVariable_Check(argument.value))
     return py::reinterpret_steal<py::object>(
         wrap(at::Tensor(*read_tensor_or_number(argument).tensor)));
   if (type.kind() == c10::TypeKind::ListType &&
