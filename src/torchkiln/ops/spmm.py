@@ -45,7 +45,7 @@ def spmm(a: Sparse, b: Tensor, *, transpose: Tensor | None = None, check: bool =
             f"torchkiln.spmm: a: got {type(a).__name__}, expected a sparse tensor or a tuple "
             "(crow, col, values, shape)"
         )
-    if isinstance(b, Tensor) and b.dim() == 1:
+    if isinstance(b, Tensor) and b.dim() == 1:  # type: ignore[redundant-expr]
         b = b.unsqueeze(1)
         y = spmm_csr(values, b, crow, col, shape=shape, transpose=transpose, check=check)
         return y.squeeze(-1)
