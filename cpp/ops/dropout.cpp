@@ -256,6 +256,7 @@ struct WithState {
   static constexpr const char* kSchema =
       "torchkiln::dropout_add_with_state(Tensor x, Tensor? bias, Tensor residual, Tensor? state, "
       "float p) -> Tensor";
+  static constexpr std::array<size_t, 2> kPromotedBy{0, 2};
 
   static Tensor meta(const Tensor& x, const MaybeTensor& bias, const Tensor& residual,
                      const MaybeTensor& state, double p) {
@@ -341,6 +342,7 @@ struct DropoutAdd {
       "torchkiln::dropout_add(Tensor x, Tensor residual, float p=0.5, bool training=True) -> "
       "Tensor";
   static constexpr bool kRandom = true;
+  static constexpr std::array<size_t, 2> kPromotedBy{0, 1};
 
   /// Adapts a function of dropout_ops, which also takes a bias, to this schema.
   template <Tensor (*function)(const Tensor&, const MaybeTensor&, const Tensor&, double, bool)>
@@ -362,6 +364,7 @@ struct BiasDropoutAdd {
       "torchkiln::bias_dropout_add(Tensor x, Tensor bias, Tensor residual, float p=0.5, "
       "bool training=True) -> Tensor";
   static constexpr bool kRandom = true;
+  static constexpr std::array<size_t, 2> kPromotedBy{0, 2};
 
   /// Adapts a function of dropout_ops, whose bias is optional, to this schema.
   template <Tensor (*function)(const Tensor&, const MaybeTensor&, const Tensor&, double, bool)>

@@ -89,6 +89,7 @@ struct Schema<GeluTanh> {
 template <class Act>
 struct Gated : Schema<Act> {
   static constexpr Activation kAct = kActivation<Act>;
+  static constexpr std::array<size_t, 2> kPromotedBy{0, 1};
 
   static Tensor meta(const Tensor& gate, const MaybeTensor& up) {
     check_inputs(name_of_op<Gated>(), gate, up);

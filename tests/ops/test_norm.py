@@ -16,6 +16,7 @@ import torchkiln
 from torchkiln.testing.compare import bits
 from torchkiln.testing.contract.dispatch import Recorder
 from torchkiln.testing.contract.repeat import threads
+from torchkiln.testing.data import normal
 from torchkiln.testing.specs import FAMILIES
 from torchkiln.testing.specs.norm import ADD_LAYER_NORM, LAYER_NORM
 
@@ -426,3 +427,38 @@ def test_memory_of_forward_and_backward(spec: Any) -> None:
     backward = torch.cuda.max_memory_allocated(device) - before
     assert forward <= 1.02 * len(outs) * whole
     assert backward <= 1.1 * (2 * len(outs) + 1) * whole
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_an_eps_of_0(dtype: torch.dtype) -> None:
+    """As in torch: a row of equal elements has no variance, a row of zeros no size."""
+    x = normal("x", (5, 37), torch.device("cpu"), dtype)
+    x[1] = 0
+    x[2] = 3
+    for found, expected in (
+        (torchkiln.layer_norm(x, 37, eps=0.0), F.layer_norm(x, [37], eps=0.0)),
+        (torchkiln.rms_norm(x, 37, eps=0.0), F.rms_norm(x, [37], eps=0.0)),
+    ):
+        torch.testing.assert_close(found, expected, equal_nan=True)
+        assert found[1].isnan().all()
+
+
+@pytest.mark.parametrize("centered", [False, True])
+def test_a_float32_residual_beside_half_precision(centered: bool) -> None:
+    """The sum and the norm have the dtype of torch's formula; gradients that of their argument."""
+    cpu = torch.device("cpu")
+    x, residual = normal("x", (9, 64), cpu, torch.bfloat16), normal("residual", (9, 64), cpu)
+    weight = normal("weight", (64,), cpu, torch.bfloat16)
+    inputs = [t.requires_grad_() for t in (x, residual, weight)]
+    op = torchkiln.add_layer_norm if centered else torchkiln.add_rms_norm
+    norm = F.layer_norm if centered else F.rms_norm
+    total = x + residual
+    expected = norm(total, [64], weight.float(), eps=1e-6), total
+    found = op(x, residual, 64, weight, eps=1e-6)
+    with torch.inference_mode():
+        below = op(x, residual, 64, weight, eps=1e-6)
+    for results in (found, below):
+        torch.testing.assert_close(results, expected)
+    grads = [torch.autograd.grad([r.square().sum() for r in y], inputs) for y in (found, expected)]
+    assert [grad.dtype for grad in grads[0]] == [t.dtype for t in inputs]
+    torch.testing.assert_close(*grads)

@@ -39,8 +39,8 @@ void check(const Call& call) {
   check_parameter(call, "bias", call.bias);
   if (call.weight && call.bias)
     check_same_dtype(call.op(), "bias", *call.bias, "weight", *call.weight);
-  TORCH_CHECK_VALUE(call.eps > 0, "torchkiln.", call.op(), ": eps: got ", call.eps,
-                    ", expected a number greater than 0");
+  TORCH_CHECK_VALUE(call.eps >= 0, "torchkiln.", call.op(), ": eps: got ", call.eps,
+                    ", expected a number of at least 0");
 }
 
 Tensor contiguous(const MaybeTensor& tensor) { return tensor ? tensor->contiguous() : Tensor(); }

@@ -136,6 +136,8 @@ struct NormOp {
 /// An op with a residual, which also returns the sum.
 template <class Derived, class... Args>
 struct AddNormOp {
+  static constexpr std::array<size_t, 2> kPromotedBy{0, 1};
+
   static Two meta(const Tensor& x, const Tensor& residual, Args... args) {
     auto [y, sum, stats] = outputs(Derived::make(x, &residual, args...), /*wants_stats=*/false);
     return {y, sum};

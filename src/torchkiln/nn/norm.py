@@ -13,7 +13,7 @@ class LayerNorm(nn.LayerNorm):
 
     Args:
         normalized_shape: the last sizes of the input, or the last one.
-        eps: a number greater than 0.
+        eps: a number of at least 0.
         elementwise_affine: whether the module has a weight, initially 1, and a bias, initially 0.
         bias: whether the module has a bias.
         device: of the parameters.
@@ -53,7 +53,7 @@ class RMSNorm(nn.RMSNorm):
 
     Args:
         normalized_shape: the last sizes of the input, or the last one.
-        eps: a number greater than 0; None for the machine epsilon of the dtype of computation.
+        eps: a number of at least 0; None for the machine epsilon of the dtype of computation.
         elementwise_affine: whether the module has a weight, initially ``1 - offset``.
         device: of the parameters.
         dtype: of the parameters.

@@ -33,12 +33,19 @@ def check_like(  # noqa: PLR0917
     op: str, name: str, tensor: Tensor, like: str, x: Tensor, remedy: str = ""
 ) -> None:
     """Refuses a tensor whose dtype or shape is not that of ``x``."""
+    check_shape(op, name, tensor, like, x, remedy)
+    check_same_dtype(op, name, tensor, like, x)
+
+
+def check_shape(  # noqa: PLR0917
+    op: str, name: str, tensor: Tensor, like: str, x: Tensor, remedy: str = ""
+) -> None:
+    """Refuses a tensor whose shape is not that of ``x``."""
     if tensor.shape != x.shape:
         raise RuntimeError(
             f"torchkiln.{op}: {name}: got shape {list(tensor.shape)}, expected {list(x.shape)}, "
             f"the shape of {like}{remedy}"
         )
-    check_same_dtype(op, name, tensor, like, x)
 
 
 def promoted_dtype(op: str, operands: Mapping[str, Tensor | float]) -> torch.dtype:

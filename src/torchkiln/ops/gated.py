@@ -1,10 +1,11 @@
 """Gated linear units: ``act(gate) * up`` in one pass over memory."""
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from torchkiln import _C
-from torchkiln.ops._traced import check_dtype, check_like
+from torchkiln.ops._traced import check_dtype, check_shape
 from torchkiln.ops.activation import is_tanh
 from torchkiln.ops.eager import eager
 
@@ -19,7 +20,8 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
         gate: any shape; float32, float64, float16 or bfloat16. Half precision is computed in
             float32 and rounded once. Without ``up`` the shape is ``[..., 2 * columns]``, the
             halves of the last dimension are gate and up, and the result is ``[..., columns]``.
-        up: of the shape and dtype of ``gate``.
+        up: of the shape of ``gate``. If it has another floating dtype, both are cast to the wider
+            one, which the result has.
     """
     first, second = _halves("swiglu", gate, up)
     return F.silu(first) * second
@@ -53,8 +55,10 @@ def _halves(op: str, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
     """Gate and up as two tensors. Rejects odd sizes, whose unequal halves might broadcast."""
     check_dtype(op, "gate", gate)
     if up is not None:
-        check_like(op, "up", up, "gate", gate, BROADCAST)
-        return gate, up
+        check_dtype(op, "up", up)
+        check_shape(op, "up", up, "gate", gate, BROADCAST)
+        dtype = torch.promote_types(gate.dtype, up.dtype)
+        return gate.to(dtype), up.to(dtype)
     size = gate.shape[-1]
     if size % 2:
         raise RuntimeError(

@@ -33,7 +33,7 @@ def layer_norm(
         normalized_shape: the last sizes of ``x``, or the last one.
         weight: of that shape; of the dtype of ``x``, or float32 if ``x`` has half precision.
         bias: of the shape and dtype of ``weight``.
-        eps: a number greater than 0.
+        eps: a number of at least 0.
     """
     return torch.ops.torchkiln.layer_norm.default(x, as_sizes(normalized_shape), weight, bias, eps)
 
@@ -55,7 +55,7 @@ def rms_norm(
         x: as for :func:`layer_norm`.
         normalized_shape: as for :func:`layer_norm`.
         weight: as for :func:`layer_norm`.
-        eps: a number greater than 0; None for ``torch.finfo(torch.float32).eps``, or for
+        eps: a number of at least 0; None for ``torch.finfo(torch.float32).eps``, or for
             ``torch.finfo(torch.float64).eps`` if ``x`` is float64.
         offset: a number that is added to ``weight``: 1.0 for models that store ``weight - 1``.
             Ignored without a weight.
@@ -76,12 +76,13 @@ def add_layer_norm(  # noqa: PLR0917
 ) -> tuple[Tensor, Tensor]:
     """Returns ``(layer_norm(total), total)`` with ``total = x + residual``, in one pass.
 
-    The sum is rounded to the dtype of ``x`` before it is normalized. Both results are
-    differentiable.
+    The sum is rounded to its dtype before it is normalized. Both results are differentiable.
 
     Args:
         x: as for :func:`layer_norm`.
-        residual: of the shape and dtype of ``x``.
+        residual: of the shape of ``x``. If it has another floating dtype, such as float32 beside a
+            bfloat16 ``x``, the narrower tensors are cast to the wider dtype, which both results
+            have.
         normalized_shape: as for :func:`layer_norm`.
         weight: as for :func:`layer_norm`.
         bias: as for :func:`layer_norm`.

@@ -75,6 +75,8 @@ class Refusals:
     """The values that a string may have."""
     dims: Mapping[str, str] = field(default_factory=dict)
     """Arguments that name dimensions of a tensor."""
+    mixes: tuple[str, ...] = ()
+    """Tensors of ``like`` that may have another floating dtype: both are cast to the wider one."""
     promotes: bool = False
     """Whether tensors of several dtypes are promoted to a common one."""
     numbers: tuple[str, ...] = ()
@@ -254,6 +256,8 @@ class Deriver:
         for dtype, beside in PAIRS if of is not None else ():
             words = f"{name}: got dtype {name_of(dtype)}, expected {name_of(beside)}"
             changed = {name: good[name].detach().to(dtype)}
+            if name in rules.mixes and dtype.is_floating_point:
+                continue
             if beside in self.spec.dtypes:
                 refused = good.cast(beside).changed(f"{words}, the dtype of {of}", **changed)
                 yield with_remedy(refused)

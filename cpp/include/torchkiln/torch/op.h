@@ -29,12 +29,15 @@
 //       static Tensor autocast(const Autocast& cast, ...);  // calls the op with cast(x), ...
 //       static constexpr bool kRandom = true;               // the op draws random numbers
 //       static constexpr bool kTakesNumbers = true;         // tensors may be wrapped numbers
+//       static constexpr std::array<size_t, 2> kPromotedBy{0, 1};
+//           // if these arguments have two floating dtypes, all tensors are cast to the wider one
 
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
+#include <array>
 #include <string>
 #include <string_view>
 #include <tuple>
@@ -43,6 +46,8 @@
 #include <vector>
 
 #include "torchkiln/torch/autograd.h"
+#include "torchkiln/torch/checks.h"
+#include "torchkiln/torch/note.h"
 
 namespace torchkiln {
 
@@ -239,6 +244,52 @@ constexpr bool kTakesNumbers = false;
 template <class Op>
 constexpr bool kTakesNumbers<Op, std::void_t<decltype(Op::kTakesNumbers)>> = Op::kTakesNumbers;
 
+template <class Op, class = void>
+constexpr bool kPromotes = false;
+template <class Op>
+constexpr bool kPromotes<Op, std::void_t<decltype(Op::kPromotedBy)>> = true;
+
+/// The common dtype of the two arguments that decide it, or null if they have one dtype or a dtype
+/// that the op's checks reject.
+template <class Op, class... Args>
+std::optional<at::ScalarType> mixed_dtype(const Args&... args) {
+  std::array<at::ScalarType, sizeof...(Args)> dtypes;
+  size_t count = 0;
+  const auto add = [&](const auto& value) {
+    dtypes[count] = at::ScalarType::Undefined;
+    for_each_tensor(
+        [&](const at::Tensor& tensor) {
+          if (tensor.defined()) dtypes[count] = tensor.scalar_type();
+        },
+        value);
+    ++count;
+  };
+  (add(args), ...);
+  const at::ScalarType left = dtypes[Op::kPromotedBy[0]], right = dtypes[Op::kPromotedBy[1]];
+  if (left == right || !is_supported_dtype(left) || !is_supported_dtype(right)) return std::nullopt;
+  return at::promote_types(left, right);
+}
+
+/// The argument, cast to `dtype` if it is a tensor of a narrower floating dtype.
+template <class T>
+T promoted(const T& value, at::ScalarType dtype) {
+  const auto cast = [&](const at::Tensor& tensor) {
+    const bool narrower = is_supported_dtype(tensor.scalar_type()) &&
+                          c10::elementSize(tensor.scalar_type()) < c10::elementSize(dtype);
+    if (!narrower) return tensor;
+    trace::note("cast: ", dtype_name(tensor.scalar_type()), " to ", dtype_name(dtype),
+                ", the dtype of another argument");
+    return tensor.to(dtype);
+  };
+  if constexpr (std::is_same_v<T, at::Tensor>) {
+    return value.defined() ? cast(value) : value;
+  } else if constexpr (std::is_same_v<T, MaybeTensor>) {
+    return value ? MaybeTensor(cast(*value)) : value;
+  } else {
+    return value;
+  }
+}
+
 /// A list of gradients from a tensor, a tuple or a list.
 inline variable_list as_list(at::Tensor gradient) { return {std::move(gradient)}; }
 inline variable_list as_list(variable_list gradients) { return gradients; }
@@ -289,11 +340,19 @@ auto record_all(const Below& below, const Args&... args) {
 template <class Op, auto function, class R, class... Args>
 struct Entry<Op, function, R (*)(Args...)> {
   static R call(SchemaType<Args>... args) {
+    if constexpr (kPromotes<Op>) {
+      if (const auto dtype = mixed_dtype<Op>(args...))
+        return function(detail::read<Args>(name_of_op<Op>(), promoted(args, *dtype))...);
+    }
     return function(detail::read<Args>(name_of_op<Op>(), args)...);
   }
 
   /// The function for the key Autograd.
   static R autograd(c10::DispatchKeySet keys, SchemaType<Args>... args) {
+    if constexpr (kPromotes<Op>) {  // autograd records the casts
+      if (const auto dtype = mixed_dtype<Op>(args...))
+        return torchkiln::call<Op>(promoted(args, *dtype)...);
+    }
     bool transformed = is_transformed(), all_defined = true, any_requires_grad = false;
     const auto look = [&](const auto& value) {
       using T = std::decay_t<decltype(value)>;

@@ -59,6 +59,9 @@ def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("all dropped", (*pair, 1.0), seed=42)
     yield Sample("not training", (*pair, 0.4, False), seed=43)
     yield Sample("not training by keyword", pair, {"p": 0.4, "training": False}, seed=44)
+    other = torch.float32 if dtype.itemsize == 2 else torch.bfloat16
+    mixed = normal("x", (9, 21), device, dtype), normal("residual", (9, 21), device, other)
+    yield Sample("two dtypes", (*mixed, 0.3), seed=47)
 
 
 def bias_inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -104,7 +107,8 @@ def bias_dropout_add(
     x: Tensor, bias: Tensor, residual: Tensor, p: float = 0.5, training: bool = True
 ) -> Tensor:
     """The formula."""
-    return dropout_add(x + bias, residual, p, training).to(x.dtype)
+    dtype = torch.promote_types(x.dtype, residual.dtype)
+    return dropout_add(x + bias, residual, p, training).to(dtype)
 
 
 def magnitude(x: Tensor, residual: Tensor, *options: Any, **kwargs: Any) -> Tensor:
@@ -160,7 +164,7 @@ DROPOUT_ADD = OpSpec(
     reference=dropout_add,
     magnitude=magnitude,
     inputs=inputs,
-    refusals=Refusals(like={"residual": "x"}),
+    refusals=Refusals(like={"residual": "x"}, mixes=("residual",)),
     invalid=partial(invalid, False),
     bench=partial(bench, False),
     module=layer(torchkiln.nn.DropoutAdd, 0.3),
@@ -174,6 +178,7 @@ BIAS_DROPOUT_ADD = OpSpec(
     inputs=bias_inputs,
     refusals=Refusals(
         like={"residual": "x"},
+        mixes=("residual",),
         parameters={"bias": "x"},
         shapes={"bias": "the last dimension of x"},
     ),

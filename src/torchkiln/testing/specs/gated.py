@@ -37,6 +37,9 @@ def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     scalar = normal("gate", (), device, dtype)
     yield Sample("0-dim", (scalar, normal("up", (), device, dtype)))
     yield Sample("None for up", (normal("gate", (4, 6), device, dtype), None))
+    other = torch.float32 if dtype.itemsize == 2 else torch.bfloat16
+    mixed = normal("gate", (9, 21), device, dtype), normal("up", (9, 21), device, other)
+    yield Sample("two dtypes", mixed)
 
 
 def invalid(name: str, device: torch.device) -> Iterator[Invalid]:
@@ -103,7 +106,7 @@ def gated(name: str, act: str, module: Callable[..., nn.Module]) -> OpSpec:
         magnitude=partial(magnitude, act),
         gradient_magnitude=partial(gradient_magnitude, act),
         inputs=inputs,
-        refusals=Refusals(like={"up": "gate"}),
+        refusals=Refusals(like={"up": "gate"}, mixes=("up",)),
         invalid=partial(invalid, name),
         large=large,
         operations=(2, 4),

@@ -219,6 +219,9 @@ def inputs(kind: Kind, device: torch.device, dtype: torch.dtype) -> Iterator[Sam
     if dtype in (torch.float16, torch.bfloat16):
         for name, shape in (("float32 weight", (9, 21)), ("float32 weight, rows", (1031, 67))):
             yield Sample(name, arguments(kind, shape, device, dtype, owned=torch.float32), eps)
+        if kind.residual:
+            x, residual, *others = arguments(kind, (9, 21), device, dtype)
+            yield Sample("float32 residual", (x, residual.float(), *others), eps)
 
 
 def grown(kind: Kind, sample: Sample) -> Sample:
@@ -275,10 +278,8 @@ def invalid(kind: Kind, device: torch.device) -> Iterator[Invalid]:
     ):
         words = f"normalized_shape: got {list(shape)}, expected {expected}"
         yield good.changed(words, normalized_shape=shape)
-    for eps, said in ((0.0, "0"), (-1e-5, "-1e-05"), (math.nan, "nan"), (-math.inf, "-inf")):
-        yield good.changed(
-            f"eps: got {said}, expected a number greater than 0", ValueError, eps=eps
-        )
+    for eps, said in ((-1e-5, "-1e-05"), (math.nan, "nan"), (-math.inf, "-inf")):
+        yield good.changed(f"eps: got {said}, expected a number of at least 0", ValueError, eps=eps)
     if kind.centered:
         words = "bias: got dtype float32, expected bfloat16, the dtype of weight"
         yield good.cast(torch.bfloat16).changed(words, bias=row)
@@ -298,6 +299,7 @@ def norm(name: str, module: type[nn.Module], *, centered: bool, residual: bool) 
         inputs=partial(inputs, kind),
         refusals=Refusals(
             like={"residual": "x"} if residual else {},
+            mixes=("residual",),
             parameters=dict.fromkeys(kind.owned, "x"),
             shapes=dict.fromkeys(kind.owned, "the normalized_shape"),
         ),
