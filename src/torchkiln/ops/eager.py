@@ -96,7 +96,7 @@ def chosen(op: str, name: str, ours: Any, torchs_name: str, torchs: Any) -> Any:
     """The value of an argument that was given under torch's name; TypeError if under both."""
     if ours is not None:
         raise TypeError(
-            f"torchkiln.{op}: {torchs_name}: got a value beside {name}, expected one of them, because "
-            "they name one argument; pass options by keyword"
+            f"torchkiln.{op}: {torchs_name}: got a value beside {name}, expected one of the "
+            "two, which name one argument; pass options by keyword"
         )
     return torchs
