@@ -10,7 +10,7 @@ import torch
 
 from torchkiln import bench
 from torchkiln.bench import __main__ as command
-from torchkiln.bench import options
+from torchkiln.bench import options, report
 from torchkiln.cli import bench_parser
 from torchkiln.testing import SPECS
 
@@ -29,6 +29,21 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         *(("add", "forward", 1), ("add", "forward", 2))
     ]
     assert (tmp_path / "b.md").read_text() == bench.markdown(record)
+
+
+def test_a_closed_pipe_loses_no_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rich ends the process when the reader of its output is gone."""
+
+    def end(_: object) -> None:
+        raise SystemExit(1)
+
+    monkeypatch.setattr(report, "show", end)
+    given = ["add", "--device=cpu", "--shape=8x16", "--peers=eager", "--forward", "--dtype=fp32"]
+    with pytest.raises(SystemExit):
+        command.main([*given, f"--json={tmp_path / 'b.json'}"])
+    assert len(bench.Record.read(tmp_path / "b.json").rows) == 1
 
 
 def test_what_the_command_takes_when_nothing_is_said() -> None:

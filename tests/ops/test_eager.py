@@ -96,10 +96,26 @@ def test_the_keywords_of_torch_are_accepted(
 
 
 def test_an_argument_under_both_names() -> None:
-    with pytest.raises(TypeError, match=r"relu: input: got input and x, expected one of them"):
+    with pytest.raises(TypeError, match=r"relu: input: got a value beside x, expected one"):
         torchkiln.relu(X, input=X)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match=r"matmul: other: got other and b, expected one of them"):
+    with pytest.raises(TypeError, match=r"matmul: other: got a value beside b, expected one"):
         torchkiln.matmul(X, X.t(), other=X)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("op", "args"),
+    [
+        ("sum", (X, 0, False, torch.float32)),
+        ("softmax", (X, 1, 2.0)),
+        ("softmax", (X, 1, None, 2.0)),
+        ("add", (X, X, 2)),
+    ],
+)
+def test_one_argument_by_position_too_many(op: str, args: tuple[Any, ...]) -> None:
+    """Arguments that only keywords may name stay so."""
+    words = r"input: got a value beside \w, expected one .*; pass options by keyword"
+    with pytest.raises(TypeError, match=words):
+        getattr(torchkiln, op)(*args)
 
 
 def test_an_argument_that_is_left_out() -> None:

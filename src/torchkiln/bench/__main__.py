@@ -192,15 +192,15 @@ def run(options: argparse.Namespace) -> int:
         print(here)
         record, whole = measure(chosen, here)
     assert record is not None
+    changed = changes(old, record, options.threshold) if old else None
+    write(options, record, changed)  # before the tables: a closed pipe ends the process there
     report.show(report.tables(record.rows))
     for line in [*report.skips(record.skipped), *record.warnings()]:
         print(line)
     if options.report and not options.html:
         print("no pictures: there is no module matplotlib; --read draws them where there is one")
-    changed = changes(old, record, options.threshold) if old else None
     if changed is not None:
         report.show([changed.table()])
-    write(options, record, changed)
     if not whole:
         print(f"stopped: {len(record.rows)} rows were measured, and written", file=sys.stderr)
         return 130

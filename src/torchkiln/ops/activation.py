@@ -58,8 +58,9 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
         x: any shape.
         approximate: ``"none"``, or ``"tanh"`` for :func:`gelu_tanh`.
     """
-    if is_tanh(approximate, "gelu"):
+    if approximate == "tanh":
         return gelu_tanh(x)
+    is_tanh(approximate, "gelu")
     check_dtype("gelu", "x", x)
     return F.gelu(x)
 

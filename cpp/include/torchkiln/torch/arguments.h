@@ -83,6 +83,9 @@ inline TensorOrNumber read_tensor_or_number(const Argument& argument) {
   const auto wrapped = [](auto number) -> TensorOrNumber {
     return {c10::MaybeOwned<at::Tensor>::owned(at::native::wrapped_scalar_tensor(number))};
   };
+  // Floats come before tensor subclasses, because the check for those is slow.
+  if (!THPVariable_CheckExact(value) && PyFloat_Check(value))
+    return wrapped(PyFloat_AS_DOUBLE(value));
   if (THPVariable_Check(value))
     return {c10::MaybeOwned<at::Tensor>::borrowed(THPVariable_Unpack(value))};
   if (PyBool_Check(value)) return wrapped(value == Py_True);
