@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+import torchkiln
 from torchkiln import testing
 from torchkiln.testing.contract import CHECKS
 from torchkiln.testing.contract.cuda import rest_of_block
@@ -227,7 +228,7 @@ def changes_from_run_to_run(a: Tensor, b: Tensor) -> Tensor:
 
 def vague(a: Tensor, b: Tensor) -> Tensor:
     try:
-        return testing.SPECS[0].op(a, b)
+        return torchkiln.add(a, b)
     except RuntimeError as error:
         raise RuntimeError("torchkiln.add: wrong input") from error
 

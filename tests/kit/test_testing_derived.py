@@ -237,6 +237,14 @@ RULES: list[tuple[Refusals, list[str], list[str]]] = [
         ["x: got float, expected a torch.Tensor"],
     ),
     (
+        Refusals(integers=True),
+        [
+            "x: got dtype complex64, expected one of float32, float64, float16, bfloat16, "
+            "an integer dtype or bool"
+        ],
+        ["x: got dtype int64, expected one of float32, float64, float16, bfloat16"],
+    ),
+    (
         Refusals(first="bias"),
         ["x: got device meta, expected cpu, the device of bias"],
         ["bias: got device meta, expected cpu, the device of x"],

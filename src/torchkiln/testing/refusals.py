@@ -251,7 +251,7 @@ class Deriver:
             for dtype in self.refused_dtypes():
                 words = f"{name}: got dtype {name_of(dtype)}, {self.known_dtypes()}"
                 found = {n: good[n].detach().to(dtype) for n in together if good[n] is not None}
-                yield with_remedy(good.changed(words, **found))
+                yield replace(good.changed(words, **found), advises=True)
         of = same.get(name)
         for dtype, beside in PAIRS if of is not None else ():
             words = f"{name}: got dtype {name_of(dtype)}, expected {name_of(beside)}"
@@ -260,7 +260,7 @@ class Deriver:
                 continue
             if beside in self.spec.dtypes:
                 refused = good.cast(beside).changed(f"{words}, the dtype of {of}", **changed)
-                yield with_remedy(refused)
+                yield replace(refused, advises=True)
         of = rules.parameters.get(name)
         for dtype, beside in PAIRS if of is not None else ():
             is_half = beside in (torch.float16, torch.bfloat16)
@@ -288,7 +288,7 @@ class Deriver:
         )
         for shape, other in {tuple(other.shape): other for other in others}.items():
             said = f"{name}: got shape {list(shape)}, expected {right}, {words}"
-            yield with_remedy(good.changed(said, **{name: other}))
+            yield replace(good.changed(said, **{name: other}), advises=True)
 
     def wrong_dims(self, name: str, of: str) -> Iterator[Invalid]:
         """Dimensions that the tensor does not have."""
@@ -301,11 +301,6 @@ class Deriver:
             is_second = "[" in self.kinds[name] and value < 0
             given = {name: (0, value) if is_second else value, of: x}
             yield good.changed(f"{name}: got {value}, {words}", IndexError, **given)
-
-
-def with_remedy(call: Invalid) -> Invalid:
-    """The refused call, whose message may say what to do at its end."""
-    return replace(call, message=f"{call.message}(; .+)?")
 
 
 PAIRS = (

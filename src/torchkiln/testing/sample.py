@@ -95,6 +95,8 @@ class Invalid:
     error: type[Exception]
     message: str
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    advises: bool = False
+    """Whether the message may go on with a remedy, after a semicolon."""
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ def require_refused(
     spec: OpSpec, case: Invalid, name: str, entry: Callable[..., object], where: Where
 ) -> None:
     """The call raises the error of the case, with its message."""
-    words = case.message
+    words = f"{case.message}(; .+)?" if case.advises else case.message
     if entry is spec.inplace:  # its messages name the function in place
         words = words.replace(f"{spec.name}: ", f"{spec.name}_: ")
     try:
