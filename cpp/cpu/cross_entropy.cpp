@@ -1,6 +1,7 @@
 #include "torchkiln/kernels/cross_entropy.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "detail/simd_exp.h"
 #include "detail/simd_row.h"
@@ -125,6 +126,8 @@ void row_loss(const CrossEntropy& p, const Distribution<T>& distribution, int64_
   const double log_sum_exp = shift + logarithm;
   const double w = index == kNoClass ? 1.0 : distribution.weight(index);
   double loss = distribution.is_spread() ? mass * logarithm - below : 0.0;
+  // An infinite probability, whose product with a distance of 0 is NaN.
+  if (std::isinf(mass) && logarithm > 0) loss = mass;
   if (index != kNoClass) {
     const double own = distribution.target_share(w);
     C logit;

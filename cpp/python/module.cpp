@@ -79,8 +79,9 @@ PYBIND11_MODULE(_C, module) {
                                          {"x", "bias", "residual", "p", "training"});
   ops.bind<&torchkiln::sum>("sum", {"x", "dim", "keepdim", "dtype"});
   ops.bind<&torchkiln::mean>("mean", {"x", "dim", "keepdim", "dtype"});
-  ops.bind<&torchkiln::softmax>("softmax", {"x", "dim", "scale", "mask", "causal"});
-  ops.bind<&torchkiln::log_softmax>("log_softmax", {"x", "dim", "scale", "mask", "causal"});
+  ops.bind<&torchkiln::softmax>("softmax", {"x", "dim", "scale", "mask", "causal", "dtype"});
+  ops.bind<&torchkiln::log_softmax>("log_softmax",
+                                    {"x", "dim", "scale", "mask", "causal", "dtype"});
   ops.bind<&torchkiln::layer_norm>("layer_norm",
                                    {"x", "normalized_shape", "weight", "bias", "eps"});
   ops.bind<&torchkiln::rms_norm>("rms_norm", {"x", "normalized_shape", "weight", "eps", "offset"});

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import torchkiln
 from torchkiln.testing.compare import bits
 from torchkiln.testing.contract.repeat import threads
+from torchkiln.testing.data import normal
 from torchkiln.testing.specs import cross_entropy as contract
 from torchkiln.testing.specs.cross_entropy import probabilities
 
@@ -244,13 +245,12 @@ def test_the_check_spares_what_is_ignored(device: torch.device) -> None:
 def test_only_the_gradients_that_are_wanted(device: torch.device) -> None:
     logits, _ = some(device)
     target = probabilities(logits.detach()).requires_grad_()
-    weight = torch.rand(21, device=device, requires_grad=True)
+    weight = torch.rand(21, device=device)
     loss = torchkiln.cross_entropy(logits.detach(), target, weight=weight, label_smoothing=0.1)
     loss.backward()
     assert logits.grad is None
-    assert weight.grad is None
     plain = target.detach().requires_grad_()
-    expected = F.cross_entropy(logits.detach(), plain, weight=weight.detach(), label_smoothing=0.1)
+    expected = F.cross_entropy(logits.detach(), plain, weight=weight, label_smoothing=0.1)
     assert target.grad is not None
     torch.testing.assert_close(target.grad, gradient(expected, plain)[0])
     alone = torchkiln.cross_entropy(logits.detach(), target.detach(), weight=weight)
@@ -396,3 +396,47 @@ def test_an_overflow_without_a_share_is_nan(device: torch.device) -> None:
     expected = F.cross_entropy(logits, target, label_smoothing=1.0, reduction="none")
     torch.testing.assert_close(found, expected, equal_nan=True)
     assert found.isnan().tolist() == [True, False]
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled", "inference"])
+def test_half_precision_logits_beside_float32_probabilities(how: str) -> None:
+    """The loss is that of torch, in float32; gradients have the dtype of their argument."""
+    cpu = torch.device("cpu")
+    logits = normal("logits", (6, 9), cpu, torch.bfloat16).requires_grad_()
+    target = torch.softmax(normal("target", (6, 9), cpu), -1).requires_grad_()
+    weight = normal("weight", (9,), cpu, torch.bfloat16).abs() + 0.1
+    expected = F.cross_entropy(logits.float(), target, weight.float())
+    if how == "inference":
+        with torch.inference_mode():
+            found = torchkiln.cross_entropy(logits, target, weight)
+    else:
+        op = torchkiln.cross_entropy
+        call = torch.compile(op, backend="aot_eager") if how == "compiled" else op
+        found = call(logits, target, weight)
+        torch.testing.assert_close(
+            torch.autograd.grad(found, (logits, target)),
+            torch.autograd.grad(expected, (logits, target)),
+        )
+    torch.testing.assert_close(found, expected)
+
+
+def test_class_weights_that_require_a_gradient() -> None:
+    weight = torch.ones(4, requires_grad=True)
+    words = r"cross_entropy: weight: got a tensor that requires a gradient, .*weight\.detach\(\)"
+    for target in (torch.tensor([1, 3]), torch.full((2, 4), 0.25)):
+        with pytest.raises(RuntimeError, match=words):
+            torchkiln.cross_entropy(torch.zeros(2, 4), target, weight)
+        torchkiln.cross_entropy(torch.zeros(2, 4), target, weight.detach())
+
+
+def test_an_infinite_probability() -> None:
+    """As in torch."""
+    logits = normal("logits", (4, 5), torch.device("cpu"))
+    for value in (math.inf, -math.inf, math.nan):
+        target = torch.softmax(logits, -1)
+        target[1, 2] = value
+        for smoothing in (0.0, 0.1):
+            options = {"reduction": "none", "label_smoothing": smoothing}
+            found = torchkiln.cross_entropy(logits, target, **options)
+            expected = F.cross_entropy(logits, target, **options)
+            torch.testing.assert_close(found, expected, equal_nan=True)

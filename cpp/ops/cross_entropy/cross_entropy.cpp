@@ -236,6 +236,9 @@ Tensor composite(const Tensor& logits, const Tensor& target, const LossCall& cal
 
 Tensor recorded_loss(const Below& below, const Tensor& logits, const Tensor& target,
                      const LossCall& call, const Options& options) {
+  TORCH_CHECK(!(call.weight.has_value() && call.weight->requires_grad()), "torchkiln.", kName,
+              ": weight: got a tensor that requires a gradient, expected one that does not: the "
+              "loss has none with respect to class weights; pass weight.detach()");
   auto [loss, state] =
       below.call<Forward>(logits, target, call.weight, call.ignore_index, call.reduction,
                           call.label_smoothing, call.z_loss, options.dtype, options.check_target);
@@ -288,9 +291,10 @@ Tensor of_op(const Tensor& logits, const Tensor& target, const MaybeTensor& weig
 
 struct Op {
   static constexpr const char* kSchema =
-      "torchkiln::cross_entropy(Tensor logits, Tensor target, *, Tensor? weight=None, "
+      "torchkiln::cross_entropy(Tensor logits, Tensor target, Tensor? weight=None, *, "
       "int ignore_index=-100, str reduction='mean', float label_smoothing=0.0, float z_loss=0.0, "
       "ScalarType? dtype=None, bool check_target=False, bool inplace_backward=False) -> Tensor";
+  static constexpr std::array<size_t, 2> kPromotedBy{0, 1};  // logits and probabilities
   static constexpr auto meta = of_op<output>;
   static constexpr auto kernel = of_op<cross_entropy_ops::kernel>;
   static constexpr auto composite = of_op<cross_entropy_ops::composite>;

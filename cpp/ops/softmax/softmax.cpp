@@ -1,3 +1,5 @@
+#include <ATen/ScalarOps.h>
+
 #include <limits>
 
 #include "softmax/view.h"
@@ -11,9 +13,21 @@ namespace torchkiln::softmax_ops {
 namespace {
 
 using at::Tensor;
+using MaybeDtype = std::optional<at::ScalarType>;
 
 /// Fewest rows per CPU thread. With fewer, a thread starts more slowly than it computes.
 int64_t row_grain(int64_t length) { return std::max<int64_t>((1 << 13) / length, 1); }
+
+void check_mask_shape(const char* op, const char* name, const Tensor& tensor, const Tensor& mask) {
+  check_tensors(op, {{name, tensor}, {"mask", mask}});
+  const int64_t missing = tensor.dim() - mask.dim();
+  bool fits = missing >= 0;
+  for (int64_t d = 0; fits && d < mask.dim(); ++d) {
+    fits = mask.sym_size(d) == 1 || mask.sym_size(d) == tensor.sym_size(missing + d);
+  }
+  TORCH_CHECK(fits, "torchkiln.", op, ": mask: got shape ", mask.sym_sizes(),
+              ", expected one that broadcasts to ", tensor.sym_sizes(), ", the shape of ", name);
+}
 
 void check_mask(const char* op, const char* name, const Tensor& tensor, int64_t dim,
                 const MaybeTensor& mask, bool causal) {
@@ -24,16 +38,11 @@ void check_mask(const char* op, const char* name, const Tensor& tensor, int64_t 
                     ", expected ", rank - 1, ", the last dimension of ", name,
                     ", that of the keys");
   if (!mask.has_value()) return;
-  check_tensors(op, {{name, tensor}, {"mask", *mask}});
   TORCH_CHECK(mask->scalar_type() == at::kBool, "torchkiln.", op, ": mask: got dtype ",
-              dtype_name(mask->scalar_type()), ", expected bool, true where an element takes part");
-  const int64_t missing = rank - mask->dim();
-  bool fits = missing >= 0;
-  for (int64_t d = 0; fits && d < mask->dim(); ++d) {
-    fits = mask->sym_size(d) == 1 || mask->sym_size(d) == tensor.sym_size(missing + d);
-  }
-  TORCH_CHECK(fits, "torchkiln.", op, ": mask: got shape ", mask->sym_sizes(),
-              ", expected one that broadcasts to ", tensor.sym_sizes(), ", the shape of ", name);
+              dtype_name(mask->scalar_type()),
+              ", expected bool, true where an element takes part, or a floating dtype, of numbers "
+              "to add");
+  check_mask_shape(op, name, tensor, *mask);
 }
 
 /// The mask for a tensor whose dimension `dim` is moved to the end.
@@ -129,13 +138,13 @@ template <bool kLog>
 struct Schema {
   static constexpr const char* kSchema =
       "torchkiln::softmax(Tensor x, int dim, *, float scale=1.0, Tensor? mask=None, "
-      "bool causal=False) -> Tensor";
+      "bool causal=False, ScalarType? dtype=None) -> Tensor";
 };
 template <>
 struct Schema<true> {
   static constexpr const char* kSchema =
       "torchkiln::log_softmax(Tensor x, int dim, *, float scale=1.0, Tensor? mask=None, "
-      "bool causal=False) -> Tensor";
+      "bool causal=False, ScalarType? dtype=None) -> Tensor";
 };
 
 template <bool kLog>
@@ -150,17 +159,37 @@ struct Op : Schema<kLog> {
     return at;
   }
 
-  static Tensor meta(const Tensor& x, int64_t dim, double, const MaybeTensor& mask, bool causal) {
+  /// Casts x to a given dtype first, as torch does, and adds a floating mask: both in a pass of
+  /// their own, which the gradients of x and of the mask take, too.
+  static std::optional<Tensor> rewritten(const Tensor& x, int64_t dim, double scale,
+                                         const MaybeTensor& mask, bool causal, MaybeDtype dtype) {
+    const bool adds = mask.has_value() && mask->defined() && mask->is_floating_point();
+    if (!dtype.has_value() && !adds) return std::nullopt;
+    check_tensor(name(), "x", x);
+    if (!dtype.has_value()) check_dtype(name(), "x", x);
+    TORCH_CHECK(!dtype.has_value() || is_supported_dtype(*dtype), "torchkiln.", name(),
+                ": dtype: got ", dtype_name(*dtype), ", expected ", kSupportedDtypes);
+    const Tensor cast = dtype.has_value() ? x.to(*dtype) : x;
+    if (!adds) return call<Op>(cast, dim, scale, mask, causal, std::nullopt);
+    check_mask_shape(name(), "x", x, *mask);
+    trace::note("a pass more: adds the mask, which has numbers");
+    const Tensor sum = muladd(cast, at::native::wrapped_scalar_tensor(scale), *mask);
+    return call<Op>(sum, dim, 1.0, std::nullopt, causal, std::nullopt);
+  }
+
+  static Tensor meta(const Tensor& x, int64_t dim, double, const MaybeTensor& mask, bool causal,
+                     MaybeDtype) {
     check(x, dim, mask, causal);
     return empty_contiguous(x);
   }
 
   static Tensor kernel(const Tensor& x, int64_t dim, double scale, const MaybeTensor& mask,
-                       bool causal) {
+                       bool causal, MaybeDtype dtype) {
     const int64_t at = check(x, dim, mask, causal);
     if (mask.has_value() && has_inner(x, at)) {
       trace::note("with a mask dimension ", at, " goes last: the kernels mask adjacent elements");
-      return kernel(x.movedim(at, -1), -1, scale, with_dim_last(mask, x, at), /*causal=*/false)
+      return kernel(x.movedim(at, -1), -1, scale, with_dim_last(mask, x, at), /*causal=*/false,
+                    dtype)
           .movedim(-1, at)
           .contiguous();
     }
@@ -179,7 +208,7 @@ struct Op : Schema<kLog> {
   }
 
   static Tensor composite(const Tensor& x, int64_t dim, double scale, const MaybeTensor& mask,
-                          bool causal) {
+                          bool causal, MaybeDtype) {
     const int64_t at = check(x, dim, mask, causal);
     Tensor wide = x.to(compute_dtype(x.scalar_type())) * scale;
     const Tensor out = left_out(x, mask, causal);
@@ -188,8 +217,8 @@ struct Op : Schema<kLog> {
   }
 
   static Tensor recorded(const Below& below, const Tensor& x, int64_t dim, double scale,
-                         const MaybeTensor& mask, bool causal) {
-    const Tensor y = below.call<Op>(x, dim, scale, mask, causal);
+                         const MaybeTensor& mask, bool causal, MaybeDtype dtype) {
+    const Tensor y = below.call<Op>(x, dim, scale, mask, causal, dtype);
     return record(
         name(), {x}, y, keep(y, tensor_or_undefined(mask)),
         [at = check_dim(name(), "x", x, dim), scale, causal](const Incoming& in,
@@ -214,13 +243,15 @@ TORCH_LIBRARY_FRAGMENT(torchkiln, m) { define<Backward, Op<false>, Op<true>>(m);
 namespace torchkiln {
 
 at::Tensor softmax(const at::Tensor& x, int64_t dim, double scale,
-                   const std::optional<at::Tensor>& mask, bool causal) {
-  return call<softmax_ops::Op<false>>(x, dim, scale, mask, causal);
+                   const std::optional<at::Tensor>& mask, bool causal,
+                   std::optional<at::ScalarType> dtype) {
+  return call<softmax_ops::Op<false>>(x, dim, scale, mask, causal, dtype);
 }
 
 at::Tensor log_softmax(const at::Tensor& x, int64_t dim, double scale,
-                       const std::optional<at::Tensor>& mask, bool causal) {
-  return call<softmax_ops::Op<true>>(x, dim, scale, mask, causal);
+                       const std::optional<at::Tensor>& mask, bool causal,
+                       std::optional<at::ScalarType> dtype) {
+  return call<softmax_ops::Op<true>>(x, dim, scale, mask, causal, dtype);
 }
 
 }  // namespace torchkiln

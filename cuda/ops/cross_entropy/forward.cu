@@ -123,6 +123,8 @@ __global__ void __launch_bounds__(kLossThreads, 4)
   if constexpr (kSpread) {
     mass = values[3];
     loss = mass * ((reference - base) + log_sum) - values[2];
+    // An infinite probability, whose product with a distance of 0 is NaN.
+    if (isinf(mass) && log_sum > C(0)) loss = mass;
     // With label_smoothing 1 the target's own share is 0, which makes an overflow NaN.
     if (p.target.label_smoothing == 1 && p.target.index != nullptr && !ignored)
       loss += C(0) * (log_sum_exp - convert<C>(logits[target.index]));

@@ -11,8 +11,8 @@ from torchkiln.ops.eager import eager
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
-    *,
     weight: Tensor | None = None,
+    *,
     ignore_index: int = -100,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
@@ -42,11 +42,12 @@ def cross_entropy(
             float16 or bfloat16. If the classes of a row are not adjacent in memory, the call
             copies the logits; backward writes the gradient into its copy.
         target: int64 class indices in the shape of ``logits`` without the classes, or
-            probabilities of the shape and dtype of ``logits``, which may require a gradient. An
+            probabilities of the shape of ``logits``, which may require a gradient. Logits and
+            probabilities of two dtypes are cast to the wider one, which the loss then has. An
             index out of range raises an IndexError on the CPU. On CUDA it fails an assertion in
             the kernel, after which the process cannot use the GPU; see ``check_target``.
         weight: ``[classes]``, of the dtype of ``logits``, or float32 if those have half precision;
-            None for ones. It has no gradient.
+            None for ones. It may not require a gradient.
         ignore_index: rows with this target class have no loss and no gradient.
         reduction: none, mean or sum.
         label_smoothing: the share of the probability, between 0 and 1, that is distributed evenly
@@ -66,7 +67,7 @@ def cross_entropy(
     return torch.ops.torchkiln.cross_entropy.default(
         logits,
         target,
-        weight=weight,
+        weight,
         ignore_index=ignore_index,
         reduction=reduction,
         label_smoothing=label_smoothing,

@@ -15,6 +15,7 @@ def softmax(
     scale: float = 1.0,
     mask: Tensor | None = None,
     causal: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Returns ``exp(x * scale) / sum(exp(x * scale))``, the sum over ``dim``; contiguous.
 
@@ -27,12 +28,16 @@ def softmax(
             and rounded once.
         dim: the dimension that is summed over.
         scale: a number that ``x`` is multiplied by.
-        mask: bool tensor on the device of ``x`` that broadcasts to its shape. Elements where it is
-            False are masked.
+        mask: tensor on the device of ``x`` that broadcasts to its shape. If it is bool, elements
+            where it is False are masked. If it has a floating dtype, it is added to ``x * scale``,
+            in a pass more, and the result has the promoted dtype.
         causal: whether elements ``[..., q, k]`` with ``k > q`` are masked; ``dim`` must be the last
             of at least two dimensions. Can be combined with ``mask``.
+        dtype: if given, ``x`` is cast to it first.
     """
-    return torch.ops.torchkiln.softmax.default(x, dim, scale=scale, mask=mask, causal=causal)
+    return torch.ops.torchkiln.softmax.default(
+        x, dim, scale=scale, mask=mask, causal=causal, dtype=dtype
+    )
 
 
 @eager(_C.log_softmax, input="x")
@@ -43,6 +48,7 @@ def log_softmax(
     scale: float = 1.0,
     mask: Tensor | None = None,
     causal: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Returns ``x * scale - log(sum(exp(x * scale)))``, the sum over ``dim``; contiguous.
 
@@ -54,5 +60,8 @@ def log_softmax(
         scale: as for :func:`softmax`.
         mask: as for :func:`softmax`.
         causal: as for :func:`softmax`.
+        dtype: as for :func:`softmax`.
     """
-    return torch.ops.torchkiln.log_softmax.default(x, dim, scale=scale, mask=mask, causal=causal)
+    return torch.ops.torchkiln.log_softmax.default(
+        x, dim, scale=scale, mask=mask, causal=causal, dtype=dtype
+    )

@@ -31,6 +31,7 @@
 //       static constexpr bool kTakesNumbers = true;         // tensors may be wrapped numbers
 //       static constexpr std::array<size_t, 2> kPromotedBy{0, 1};
 //           // if these arguments have two floating dtypes, all tensors are cast to the wider one
+//       static std::optional<Tensor> rewritten(...);        // the result, if other calls give it
 
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
@@ -249,6 +250,11 @@ constexpr bool kPromotes = false;
 template <class Op>
 constexpr bool kPromotes<Op, std::void_t<decltype(Op::kPromotedBy)>> = true;
 
+template <class Op, class = void>
+constexpr bool kIsRewritten = false;
+template <class Op>
+constexpr bool kIsRewritten<Op, std::void_t<decltype(Op::rewritten)>> = true;
+
 /// The common dtype of the two arguments that decide it, or null if they have one dtype or a dtype
 /// that the op's checks reject.
 template <class Op, class... Args>
@@ -344,6 +350,10 @@ struct Entry<Op, function, R (*)(Args...)> {
       if (const auto dtype = mixed_dtype<Op>(args...))
         return function(detail::read<Args>(name_of_op<Op>(), promoted(args, *dtype))...);
     }
+    if constexpr (kIsRewritten<Op>) {
+      if (auto result = Op::rewritten(detail::read<Args>(name_of_op<Op>(), args)...))
+        return *std::move(result);
+    }
     return function(detail::read<Args>(name_of_op<Op>(), args)...);
   }
 
@@ -352,6 +362,10 @@ struct Entry<Op, function, R (*)(Args...)> {
     if constexpr (kPromotes<Op>) {  // autograd records the casts
       if (const auto dtype = mixed_dtype<Op>(args...))
         return torchkiln::call<Op>(promoted(args, *dtype)...);
+    }
+    if constexpr (kIsRewritten<Op>) {
+      if (auto result = Op::rewritten(detail::read<Args>(name_of_op<Op>(), args)...))
+        return *std::move(result);
     }
     bool transformed = is_transformed(), all_defined = true, any_requires_grad = false;
     const auto look = [&](const auto& value) {

@@ -119,15 +119,18 @@ TORCHKILN_EXPORT std::tuple<at::Tensor, at::Tensor> add_rms_norm(
 /// softmax(x * scale) over dimension `dim`. Masked elements count as -infinity: those for which
 /// `mask`, which broadcasts to x, is false, and, if `causal`, those whose column (last dimension)
 /// is greater than their row (the dimension before). A row with all elements masked is NaN and has
-/// gradient 0. The result is contiguous and has x's shape and dtype.
+/// gradient 0. A floating mask is added to x * scale instead. x is cast to `dtype` first, if given.
+/// The result is contiguous and has x's shape.
 TORCHKILN_EXPORT at::Tensor softmax(const at::Tensor& x, int64_t dim, double scale = 1.0,
                                     const std::optional<at::Tensor>& mask = std::nullopt,
-                                    bool causal = false);
+                                    bool causal = false,
+                                    std::optional<at::ScalarType> dtype = std::nullopt);
 
 /// The logarithm of softmax().
 TORCHKILN_EXPORT at::Tensor log_softmax(const at::Tensor& x, int64_t dim, double scale = 1.0,
                                         const std::optional<at::Tensor>& mask = std::nullopt,
-                                        bool causal = false);
+                                        bool causal = false,
+                                        std::optional<at::ScalarType> dtype = std::nullopt);
 
 struct CrossEntropyOptions {
   std::optional<at::Tensor> weight;  // [classes], of the logits' dtype, or float32 for half logits

@@ -212,7 +212,7 @@ def invalid(device: torch.device) -> Iterator[Invalid]:
     words = "logits: got shape [2, 0], expected at least 1 class"
     yield good.changed(words, logits=x[:, :0])
     words = "expected int64, of classes, or float32, of probabilities, the dtype of logits"
-    for dtype in (torch.int32, torch.uint8, torch.float64, torch.bfloat16):
+    for dtype in (torch.int32, torch.uint8):
         said = f"target: got dtype {name_of(dtype)}, {words}"
         yield good.changed(said, target=target.to(dtype))
     yield from wrong_targets(good)
@@ -250,6 +250,7 @@ CROSS_ENTROPY = OpSpec(
     magnitude=magnitude,
     gradient_magnitude=gradient_magnitude,
     inputs=inputs,
+    differentiable=(0, 1),
     refusals=Refusals(
         parameters={"weight": "logits"},
         shapes={"weight": "the classes of logits"},

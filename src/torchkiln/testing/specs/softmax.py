@@ -83,8 +83,11 @@ def invalid(name: str, device: torch.device) -> Iterator[Invalid]:
     for shape in ((3,), (2, 1, 4), (2, 3), (4, 2)):
         mask = torch.ones(shape, device=device, dtype=torch.bool)
         yield good.changed(f"mask: got shape {list(shape)}, {expected}", mask=mask)
-    expected = "expected bool, true where an element takes part"
-    for dtype in (torch.float32, torch.uint8):
+        yield good.changed(f"mask: got shape {list(shape)}, {expected}", mask=mask.float())
+    expected = (
+        "expected bool, true where an element takes part, or a floating dtype, of numbers to add"
+    )
+    for dtype in (torch.int64, torch.uint8):
         yield good.changed(f"mask: got dtype {name_of(dtype)}, {expected}", mask=x.to(dtype))
     words = "causal: got dim 0, expected 1, the last dimension of x, that of the keys"
     yield good.changed(words, ValueError, dim=0, causal=True)
