@@ -239,8 +239,10 @@ RULES: list[tuple[Refusals, list[str], list[str]]] = [
     (
         Refusals(integers=True),
         [
-            "x: got dtype complex64, expected one of float32, float64, float16, bfloat16, "
-            "an integer dtype or bool"
+            (
+                "x: got dtype complex64, expected one of float32, float64, float16, bfloat16, "
+                "an integer dtype or bool"
+            )
         ],
         ["x: got dtype int64, expected one of float32, float64, float16, bfloat16"],
     ),

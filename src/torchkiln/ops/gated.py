@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torchkiln import _C
-from torchkiln.ops._traced import check_dtype, check_shape
+from torchkiln.ops._traced import FLOATING, check_dtype, check_same_dtype, check_shape
 from torchkiln.ops.activation import is_tanh
 from torchkiln.ops.eager import eager
 
@@ -55,7 +55,8 @@ def _halves(op: str, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
     """Gate and up as two tensors. Rejects odd sizes, whose unequal halves might broadcast."""
     check_dtype(op, "gate", gate)
     if up is not None:
-        check_dtype(op, "up", up)
+        if up.dtype not in FLOATING:
+            check_same_dtype(op, "up", up, "gate", gate)
         check_shape(op, "up", up, "gate", gate, BROADCAST)
         dtype = torch.promote_types(gate.dtype, up.dtype)
         return gate.to(dtype), up.to(dtype)
