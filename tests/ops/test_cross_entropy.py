@@ -372,7 +372,7 @@ def test_wrong_types() -> None:
     with pytest.raises(
         TypeError, match=r"input: got a value beside logits, .*; pass options by key"
     ):
-        calls(logits, target, None)
+        calls(logits, target, None, -100)
 
 
 def test_the_module_has_the_state_of_torchs(device: torch.device) -> None:

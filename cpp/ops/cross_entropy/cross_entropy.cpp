@@ -236,12 +236,12 @@ Tensor composite(const Tensor& logits, const Tensor& target, const LossCall& cal
 
 Tensor recorded_loss(const Below& below, const Tensor& logits, const Tensor& target,
                      const LossCall& call, const Options& options) {
-  TORCH_CHECK(!(call.weight.has_value() && call.weight->requires_grad()), "torchkiln.", kName,
-              ": weight: got a tensor that requires a gradient, expected one that does not: the "
-              "loss has none with respect to class weights; pass weight.detach()");
   auto [loss, state] =
       below.call<Forward>(logits, target, call.weight, call.ignore_index, call.reduction,
                           call.label_smoothing, call.z_loss, options.dtype, options.check_target);
+  TORCH_CHECK(!(call.weight.has_value() && call.weight->requires_grad()), "torchkiln.", kName,
+              ": weight: got a tensor that requires a gradient, expected one that does not: the "
+              "loss has none with respect to class weights; pass weight.detach()");
   std::optional<Version> version;
   if (options.inplace_backward) {
     check_overwritable(logits);
