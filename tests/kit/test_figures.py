@@ -161,5 +161,14 @@ def test_the_facts_of_the_readme_are_measured() -> None:
         assert f"each of {len(ops)} ops" in readme
 
 
+def test_the_readme_names_every_op() -> None:
+    """Every function and module of docs/ops.md, which is generated; in-place ones are counted."""
+    calls = (ROOT / "docs" / "ops.md").read_text(encoding="utf-8")
+    names = set(re.findall(r"^\| `torchkiln\.(?:nn\.)?(\w+)\(", calls, re.MULTILINE))
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = readme[readme.index("## Operators") : readme.index("## The kit")]
+    assert {name for name in names if not name.endswith("_")} <= set(re.findall(r"`(\w+)`", table))
+
+
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150

@@ -153,8 +153,8 @@ class RowPipeline : public RowTile<Access, kItems> {
   __device__ __forceinline__ bool is_partial(int k) const {
     return !Access::kAligned && (partial_ >> k & 1u) != 0;
   }
-  /// Calls body(k) for the partial items. A loop over slots in shared memory: registers for lanes
-  /// that few threads have would be allocated in all threads.
+  /// Calls body(k) for the partial items, in a loop over their slots in shared memory. Registers
+  /// for these items, which few threads have, would be allocated in all threads.
   template <class Body>
   __device__ __forceinline__ void for_each_partial(const Body& body) const {
     if constexpr (!Access::kAligned) {

@@ -193,7 +193,7 @@ class Deriver:
             yield from self.wrong_dims(name, of)
 
     def typical(self) -> GoodCall:
-        """The first sample with the first tensor."""
+        """The first sample that has the op's first tensor argument."""
         good = self.good(self.tensors[0])
         if good is None:
             raise ValueError(f"{self.spec.name}: got no sample with {self.tensors[0]}")

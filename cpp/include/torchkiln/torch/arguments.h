@@ -77,7 +77,7 @@ inline double read_number(const Argument& argument, const char* expected = "a nu
   return value;
 }
 
-/// A number may be one of NumPy. Its arrays have numeric methods, too, but are sequences.
+/// A number may be a NumPy scalar. NumPy's arrays have numeric methods, too, but are sequences.
 inline TensorOrNumber read_tensor_or_number(const Argument& argument) {
   PyObject* const value = argument.value;
   const auto wrapped = [](auto number) -> TensorOrNumber {

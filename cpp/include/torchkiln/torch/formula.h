@@ -26,7 +26,7 @@
 namespace torchkiln {
 namespace detail {
 
-/// T, whatever the index: Repeat<T, I>... is T as often as there are indices.
+/// T. The index is ignored, so that Repeat<T, I>... lists T once per index.
 template <class T, size_t>
 using Repeat = T;
 
@@ -48,7 +48,8 @@ constexpr auto kBackwardSchema = [] {
   return schema;
 }();
 
-/// Checks that all tensors are like the first one. The names of the tensors are in the schema.
+/// Checks that all tensors have the device, dtype and shape of the first one. Their names are in
+/// the schema.
 template <class Op>
 void check_alike(std::initializer_list<std::reference_wrapper<const at::Tensor>> tensors) {
   static const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(
@@ -73,7 +74,7 @@ struct FormulaOp;
 
 template <class Op, class F, size_t... T, size_t... N>
 struct FormulaOp<Op, F, std::index_sequence<T...>, std::index_sequence<N...>> {
-  /// One gradient per tensor.
+  /// One result per tensor: its gradient.
   struct Backward {
     static constexpr const char* kSchema = detail::kBackwardSchema<Op, sizeof...(T)>.data();
     using Gradients = std::conditional_t<sizeof...(T) == 1, at::Tensor,

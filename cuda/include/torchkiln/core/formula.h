@@ -85,7 +85,7 @@ struct TORCHKILN_EXPORT FormulaKernels {
 
 namespace cuda {
 
-/// The same functions on the current device, queued on `stream`.
+/// The functions of namespace cpu on the current device, for all elements, queued on `stream`.
 template <class F>
 struct TORCHKILN_EXPORT FormulaKernels {
   static Status value(const Elementwise<F::kTensors>& arguments, const NumbersOf<F>& numbers,

@@ -86,7 +86,7 @@ class Arguments:
 
     @property
     def factor(self) -> Tensor | None:
-        """The factor of the normalized rows."""
+        """The factor of the normalized rows: ``weight + offset``; None without a weight."""
         return None if self.weight is None else self.weight + self.offset
 
 
