@@ -436,7 +436,7 @@ def test_an_infinite_probability() -> None:
         target = torch.softmax(logits, -1)
         target[1, 2] = value
         for smoothing in (0.0, 0.1):
-            options = {"reduction": "none", "label_smoothing": smoothing}
+            options: dict[str, Any] = {"reduction": "none", "label_smoothing": smoothing}
             found = torchkiln.cross_entropy(logits, target, **options)
             expected = F.cross_entropy(logits, target, **options)
             torch.testing.assert_close(found, expected, equal_nan=True)
