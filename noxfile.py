@@ -115,10 +115,8 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")
     session.run("mypy")
-    tracked = session.run(
-        "git", "ls-files", "-co", "--exclude-standard", external=True, silent=True
-    )
-    files = [name for name in (tracked or "").split() if Path(name).is_file()]
+    found = session.run("git", "ls-files", "-co", "--exclude-standard", external=True, silent=True)
+    files = [name for name in (found or "").split() if Path(name).is_file()]
 
     def named(*endings: str, folder: str = "") -> list[str]:
         return [name for name in files if name.endswith(endings) and name.startswith(folder)]

@@ -10,7 +10,7 @@ import torch
 
 from torchkiln import bench
 from torchkiln.bench import __main__ as command
-from torchkiln.bench import options, report
+from torchkiln.bench import plan, report
 from torchkiln.cli import bench_parser
 from torchkiln.testing import SPECS
 
@@ -113,7 +113,7 @@ def test_a_malformed_command(given: str, message: str, capsys: pytest.CaptureFix
 def test_a_picture_without_matplotlib(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(options, "find_spec", lambda _: None)
+    monkeypatch.setattr(bench_parser, "find_spec", lambda _: None)
     assert command.main(["--device=cpu", "--sweep", "--plot=a.png"]) == 2
     said = capsys.readouterr().err
     assert "--plot: got no module matplotlib" in said
@@ -154,6 +154,6 @@ def test_a_skip_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_gpu_that_is_not_there(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(options, "default_device", lambda: CPU)
+    monkeypatch.setattr(plan, "default_device", lambda: CPU)
     assert command.main(["--device=cuda"]) == 2
     assert "torchkiln.bench: --device: got cuda, expected a GPU" in capsys.readouterr().err

@@ -12,7 +12,7 @@ import torch
 
 import torchkiln
 from torchkiln import _C
-from torchkiln.bench import options
+from torchkiln.bench import plan
 from torchkiln.cli import main
 from torchkiln.testing import SPECS, OpSpec
 from torchkiln.trace import Kernel, Step, explain
@@ -441,7 +441,7 @@ def test_a_refused_command(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(options, "default_device", lambda: CPU)
+    monkeypatch.setattr(plan, "default_device", lambda: CPU)
     assert main(["explain", "--device=cpu", "--shape=4x8", *given]) == 2
     assert message in capsys.readouterr().err
 

@@ -16,8 +16,7 @@ from torchkiln.bench import report
 from torchkiln.bench.case import BACKWARD, FORWARD, named
 from torchkiln.bench.clock import LoadMeter, device_clock
 from torchkiln.bench.measure import CudaGauge, Settings
-from torchkiln.bench.options import device_of, require_outputs
-from torchkiln.bench.plan import Plan
+from torchkiln.bench.plan import Plan, device_of
 from torchkiln.bench.regression import Changes, changes
 from torchkiln.bench.result import CALLS, SMALL, Record, Row, Skipped
 from torchkiln.cli import bench_parser
@@ -179,7 +178,7 @@ def main(given: Sequence[str] | None = None) -> int:
 def run(options: argparse.Namespace) -> int:
     """Measure, print, write; 1 for a regression or for no rows at all, 130 after Ctrl-C."""
     try:
-        require_outputs(options)
+        bench_parser.require_outputs(options)
         old = read("--compare", options.compare) if options.compare else None
         record = read("--read", options.read) if options.read else None
         chosen = None if record else plan(options)

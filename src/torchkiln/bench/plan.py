@@ -42,6 +42,17 @@ def default_device() -> torch.device:
     return torch.device("cuda:0" if usable else "cpu")
 
 
+def device_of(where: str, name: str | None) -> torch.device:
+    """The device that ``--device`` names; by default a GPU if one is usable."""
+    usable = default_device()
+    if name == "cuda" and usable.type == "cpu":
+        raise ValueError(
+            f"{where}: --device: got cuda, expected a GPU and a build with kernels for it; "
+            "torchkiln.build_info() and torch.cuda.is_available() say which is missing"
+        )
+    return torch.device("cpu") if name == "cpu" else usable
+
+
 def default_shape(device: torch.device) -> Shape:
     """More elements than any cache holds."""
     return (16384, 8192) if device.type == "cuda" else (4096, 4096)

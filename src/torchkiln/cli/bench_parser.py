@@ -6,12 +6,13 @@ The words are those of :mod:`torchkiln.bench`, which imports torch; a test compa
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from torchkiln.cli.options import DTYPES, dtype_name, shape
+from torchkiln.cli.options import DTYPES, dtype_name, make_folder, shape
 from torchkiln.cli.parsers import parser
 
 DEFAULT_DTYPES = ("float32", "bfloat16")
@@ -139,3 +140,28 @@ def set_report(found: argparse.Namespace) -> None:
     for name, suffix in SUFFIXES.items():
         if getattr(found, name) is None and (name not in DRAWN or find_spec("matplotlib")):
             setattr(found, name, found.report / f"bench.{suffix}")
+
+
+def require_outputs(options: argparse.Namespace) -> None:
+    """Refuse output files that could not be written, before anything is measured."""
+    if options.report:
+        make_folder("torchkiln.bench", "--report", options.report)
+    for name in SUFFIXES:
+        path: Path | None = getattr(options, name)
+        if path is None:
+            continue
+        if name in DRAWN and find_spec("matplotlib") is None:
+            raise ValueError(
+                f"torchkiln.bench: --{name}: got no module matplotlib, expected the packages that "
+                "draw; type: python -m pip install 'torchkiln[cli]'"
+            )
+        folder = path.absolute().parent
+        if not folder.is_dir():
+            raise ValueError(
+                f"torchkiln.bench: --{name}: got {path}, expected a file in a folder that exists; "
+                f"type: mkdir -p {folder}"
+            )
+        if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+            raise ValueError(
+                f"torchkiln.bench: --{name}: got {path}, expected a file that can be written"
+            )

@@ -8,8 +8,7 @@ import sys
 import torch
 
 from torchkiln.bench.case import BenchCase, cases
-from torchkiln.bench.options import device_of
-from torchkiln.bench.plan import default_shape
+from torchkiln.bench.plan import default_shape, device_of
 from torchkiln.bench.result import NO_MEMORY, reason_of
 from torchkiln.testing import SPECS
 from torchkiln.testing.registry import find, specs_of
