@@ -52,10 +52,10 @@ void bind_activations(const torchkiln::Binder& ops) {
 Tensor cross_entropy(const Tensor& logits, const Tensor& target, const MaybeTensor& weight,
                      int64_t ignore_index, std::string_view reduction, double label_smoothing,
                      double z_loss, std::optional<at::ScalarType> dtype, bool check_target,
-                     bool inplace_backward) {
+                     bool inplace_backward, std::optional<double> softcap) {
   return torchkiln::cross_entropy(logits, target,
                                   {weight, ignore_index, reduction, label_smoothing, z_loss, dtype,
-                                   check_target, inplace_backward});
+                                   check_target, inplace_backward, softcap});
 }
 
 Tensor spmm_csr(const Tensor& values, const Tensor& b, const Tensor& crow, const Tensor& col,
@@ -89,9 +89,9 @@ PYBIND11_MODULE(_C, module) {
       "add_layer_norm", {"x", "residual", "normalized_shape", "weight", "bias", "eps"});
   ops.bind<&torchkiln::add_rms_norm>(
       "add_rms_norm", {"x", "residual", "normalized_shape", "weight", "eps", "offset"});
-  ops.bind<&cross_entropy>(
-      "cross_entropy", {"logits", "target", "weight", "ignore_index", "reduction",
-                        "label_smoothing", "z_loss", "dtype", "check_target", "inplace_backward"});
+  ops.bind<&cross_entropy>("cross_entropy", {"logits", "target", "weight", "ignore_index",
+                                             "reduction", "label_smoothing", "z_loss", "dtype",
+                                             "check_target", "inplace_backward", "softcap"});
   ops.bind<&torchkiln::matmul>("matmul", {"a", "b"});
   ops.bind<&torchkiln::linear>("linear", {"x", "weight", "bias", "act", "scale", "residual"});
   ops.bind<&spmm_csr>("spmm_csr", {"values", "b", "crow", "col", "shape", "transpose", "check"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -440,3 +441,38 @@ def test_an_infinite_probability() -> None:
             found = torchkiln.cross_entropy(logits, target, **options)
             expected = F.cross_entropy(logits, target, **options)
             torch.testing.assert_close(found, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("how", ["eager", "compiled", "inference"])
+def test_a_softcap(how: str, dtype: torch.dtype) -> None:
+    """The loss of bounded logits, which half precision computes in float32."""
+    cpu = torch.device("cpu")
+    logits = (9 * normal("logits", (6, 9), cpu)).to(dtype).requires_grad_()
+    target, weight = torch.arange(6), (normal("weight", (9,), cpu).abs() + 0.1).to(dtype)
+    call = functools.partial(torchkiln.cross_entropy, softcap=5.0, z_loss=0.01)
+    wide = logits.to(torch.float64)
+    capped = 5 * torch.tanh(wide / 5)
+    expected = F.cross_entropy(capped, target, weight.double())
+    share = weight.double()[target] / weight.double()[target].sum()
+    expected = expected + 0.01 * (share * torch.logsumexp(capped, 1).square()).sum()
+    if how == "inference":
+        with torch.inference_mode():
+            found = call(logits, target, weight)
+    else:
+        made = torch.compile(call, backend="aot_eager") if how == "compiled" else call
+        found = made(logits, target, weight)
+        (grad,) = torch.autograd.grad(found, logits)
+        (wanted,) = torch.autograd.grad(expected, logits)
+        torch.testing.assert_close(grad, wanted)
+    torch.testing.assert_close(found, expected.to(dtype))
+
+
+def test_a_softcap_that_is_refused() -> None:
+    logits, target = torch.zeros(2, 4), torch.tensor([1, 3])
+    words = r"cross_entropy: softcap: got 0, expected a number greater than 0, or None"
+    with pytest.raises(ValueError, match=words):
+        torchkiln.cross_entropy(logits, target, softcap=0.0)
+    module = torchkiln.nn.CrossEntropyLoss(softcap=2.0)
+    expected = torchkiln.cross_entropy(logits, target, softcap=2.0)
+    torch.testing.assert_close(module(logits, target), expected)

@@ -284,7 +284,7 @@ Tensor recorded_loss(const Below& below, const Tensor& logits, const Tensor& tar
 template <Tensor (*function)(const Tensor&, const Tensor&, const LossCall&, const Options&)>
 Tensor of_op(const Tensor& logits, const Tensor& target, const MaybeTensor& weight,
              int64_t ignore_index, LossReduction reduction, double label_smoothing, double z_loss,
-             MaybeDtype dtype, bool check_target, bool inplace_backward) {
+             MaybeDtype dtype, bool check_target, bool inplace_backward, std::optional<double>) {
   return function(logits, target, {weight, ignore_index, reduction, label_smoothing, z_loss},
                   {dtype, check_target, inplace_backward});
 }
@@ -293,7 +293,8 @@ struct Op {
   static constexpr const char* kSchema =
       "torchkiln::cross_entropy(Tensor logits, Tensor target, Tensor? weight=None, *, "
       "int ignore_index=-100, str reduction='mean', float label_smoothing=0.0, float z_loss=0.0, "
-      "ScalarType? dtype=None, bool check_target=False, bool inplace_backward=False) -> Tensor";
+      "ScalarType? dtype=None, bool check_target=False, bool inplace_backward=False, "
+      "float? softcap=None) -> Tensor";
   static constexpr std::array<size_t, 2> kPromotedBy{0, 1};  // logits and probabilities
   static constexpr auto meta = of_op<output>;
   static constexpr auto kernel = of_op<cross_entropy_ops::kernel>;
@@ -302,7 +303,7 @@ struct Op {
   static Tensor recorded(const Below& below, const Tensor& logits, const Tensor& target,
                          const MaybeTensor& weight, int64_t ignore_index, LossReduction reduction,
                          double label_smoothing, double z_loss, MaybeDtype dtype, bool check_target,
-                         bool inplace_backward) {
+                         bool inplace_backward, std::optional<double>) {
     return recorded_loss(below, logits, target,
                          {weight, ignore_index, reduction, label_smoothing, z_loss},
                          {dtype, check_target, inplace_backward});
@@ -313,14 +314,34 @@ struct Op {
   static Tensor autocast(const Autocast&, const Tensor& logits, const Tensor& target,
                          const MaybeTensor& weight, int64_t ignore_index, LossReduction reduction,
                          double label_smoothing, double z_loss, MaybeDtype dtype, bool check_target,
-                         bool inplace_backward) {
+                         bool inplace_backward, std::optional<double> softcap) {
     check_tensors(kName, {{"logits", logits}, {"target", target}});
     const at::ScalarType left = logits.scalar_type(), right = target.scalar_type();
     if (is_half(left) && !dtype.has_value()) dtype = at::kFloat;
     const bool differ = is_supported_dtype(left) && is_supported_dtype(right) && left != right;
     const at::ScalarType wider = differ ? at::promote_types(left, right) : left;
     return call<Op>(logits.to(wider), differ ? target.to(wider) : target, weight, ignore_index,
-                    reduction, label_smoothing, z_loss, dtype, check_target, inplace_backward);
+                    reduction, label_smoothing, z_loss, dtype, check_target, inplace_backward,
+                    softcap);
+  }
+
+  /// A softcap is applied with torch's ops, in the compute dtype.
+  static std::optional<Tensor> rewritten(const Tensor& logits, const Tensor& target,
+                                         const MaybeTensor& weight, int64_t ignore_index,
+                                         LossReduction reduction, double label_smoothing,
+                                         double z_loss, MaybeDtype dtype, bool check_target,
+                                         bool inplace_backward, std::optional<double> softcap) {
+    if (!softcap.has_value()) return std::nullopt;
+    check_loss(kName, logits, target, {weight, ignore_index, reduction, label_smoothing, z_loss},
+               dtype);
+    TORCH_CHECK_VALUE(*softcap > 0, "torchkiln.", kName, ": softcap: got ", *softcap,
+                      ", expected a number greater than 0, or None");
+    trace::note("passes more: the softcap is applied before the loss");
+    const at::ScalarType compute = compute_dtype(logits.scalar_type());
+    const Tensor capped = at::tanh(logits.to(compute) / *softcap) * *softcap;
+    const MaybeTensor wide = weight.has_value() ? MaybeTensor(weight->to(compute)) : weight;
+    return call<Op>(capped, target, wide, ignore_index, reduction, label_smoothing, z_loss,
+                    dtype_of_loss(logits, dtype), check_target, inplace_backward, std::nullopt);
   }
 };
 
@@ -337,7 +358,8 @@ at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& target,
   return call<cross_entropy_ops::Op>(
       logits, target, options.weight, options.ignore_index,
       InSchema<LossReduction>::read("cross_entropy", options.reduction), options.label_smoothing,
-      options.z_loss, options.dtype, options.check_target, options.inplace_backward);
+      options.z_loss, options.dtype, options.check_target, options.inplace_backward,
+      options.softcap);
 }
 
 }  // namespace torchkiln

@@ -21,6 +21,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         dtype: of the loss.
         check_target: whether to validate the target first, which waits for the GPU.
         inplace_backward: whether backward writes the gradient into the memory of the logits.
+        softcap: the bound of ``softcap * tanh(logits / softcap)``, or None.
 
     Shape:
         logits ``[classes]``, ``[rows, classes]`` or ``[rows, classes, ...]``. The target has this
@@ -40,6 +41,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         dtype: torch.dtype | None = None,
         check_target: bool = False,
         inplace_backward: bool = False,
+        softcap: float | None = None,
     ) -> None:
         super().__init__(
             weight,
@@ -51,6 +53,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         self.dtype = dtype
         self.check_target = check_target
         self.inplace_backward = inplace_backward
+        self.softcap = softcap
 
     def forward(self, logits: Tensor, target: Tensor) -> Tensor:
         """Returns the loss."""
@@ -65,6 +68,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
             dtype=self.dtype,
             check_target=self.check_target,
             inplace_backward=self.inplace_backward,
+            softcap=self.softcap,
         )
 
     def extra_repr(self) -> str:
@@ -72,5 +76,6 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         return (
             f"ignore_index={self.ignore_index}, reduction={self.reduction!r}, "
             f"label_smoothing={self.label_smoothing}, z_loss={self.z_loss}, dtype={self.dtype}, "
-            f"check_target={self.check_target}, inplace_backward={self.inplace_backward}"
+            f"check_target={self.check_target}, inplace_backward={self.inplace_backward}, "
+            f"softcap={self.softcap}"
         )

@@ -20,6 +20,7 @@ def cross_entropy(
     dtype: torch.dtype | None = None,
     check_target: bool = False,
     inplace_backward: bool = False,
+    softcap: float | None = None,
 ) -> Tensor:
     """Returns the cross-entropy of ``logits`` and ``target``, per row or reduced.
 
@@ -63,6 +64,8 @@ def cross_entropy(
             in its backward (a linear layer does not), and any later use of them in autograd is an
             error, as is a second derivative. Under torch.compile and torch.func the gradient is a
             new tensor.
+        softcap: a number greater than 0: the loss is that of ``softcap * tanh(logits / softcap)``.
+            The capped logits are a tensor of their own, float32 for half precision.
     """
     return torch.ops.torchkiln.cross_entropy.default(
         logits,
@@ -75,4 +78,5 @@ def cross_entropy(
         dtype=dtype,
         check_target=check_target,
         inplace_backward=inplace_backward,
+        softcap=softcap,
     )

@@ -141,6 +141,7 @@ struct CrossEntropyOptions {
   std::optional<at::ScalarType> dtype;  // of the loss; by default that of the logits
   bool check_target = false;            // checks the target's classes first; synchronises
   bool inplace_backward = false;        // backward writes the gradient over the logits
+  std::optional<double> softcap;        // replaces logits by softcap * tanh(logits / softcap)
 };
 
 /// Cross-entropy of logits [classes], [rows, classes] or [rows, classes, ...] and a target: one
