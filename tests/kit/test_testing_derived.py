@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -307,3 +308,7 @@ def test_samples_of_tensors_of_one_shape() -> None:
         assert x.numel() < 2 or not torch.equal(x, gate)
     assert [(sample.args[2:], sample.kwargs) for sample in made[-2:]] == [((), {}), ((-0.6,), {})]
     assert len(list(testing.alike("x")(CPU, torch.float32))) == len(made) - 2
+    assert pickle.loads(pickle.dumps(testing.alike("x", scale=1.0))).args == (
+        ("x",),
+        {"scale": 1.0},
+    )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torchkiln.testing.data import normal
 from torchkiln.testing.sample import Sample
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import torch
 
@@ -32,16 +33,23 @@ def alike(*names: str, **numbers: float) -> Callable[[torch.device, torch.dtype]
         names: of the tensors, the first arguments of the op; each is filled with normal deviates.
         numbers: the other arguments by name. They are passed by name, by position and left out.
     """
+    return partial(samples, names, numbers)  # which can be pickled, unlike a local function
 
-    def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-        def tensors(shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
-            return tuple(normal(name, shape, device, dtype) for name in names)
 
-        for name, shape in SHAPES.items():
-            yield Sample(name, tensors(shape), dict(numbers))
-        if numbers:
-            yield Sample("defaults", tensors((9, 21)))
-            negative = (-0.3 * value for value in numbers.values())
-            yield Sample("by position", (*tensors((9, 21)), *negative))
+def samples(
+    names: Sequence[str],
+    numbers: Mapping[str, float],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Iterator[Sample]:
+    """The calls that :func:`alike` describes."""
 
-    return inputs
+    def tensors(shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+        return tuple(normal(name, shape, device, dtype) for name in names)
+
+    for name, shape in SHAPES.items():
+        yield Sample(name, tensors(shape), dict(numbers))
+    if numbers:
+        yield Sample("defaults", tensors((9, 21)))
+        negative = (-0.3 * value for value in numbers.values())
+        yield Sample("by position", (*tensors((9, 21)), *negative))
