@@ -1,37 +1,13 @@
-#include "torchkiln/kernels/bias_act.h"
-
+#include "backward.cuh"
 #include "detail/reduce/columns.cuh"
+#include "torchkiln/core/activations.h"
 #include "torchkiln/device/alignment.cuh"
-#include "torchkiln/device/elementwise.cuh"
 
 namespace torchkiln::cuda {
 
 using namespace device;
 using namespace reduce;
 namespace {
-
-/// The sign bits from output `at` on, at most up to the end of its byte.
-__device__ __forceinline__ uint32_t load_signs(const uint8_t* signs, int64_t at) {
-  return signs[at / 8] >> (at % 8);
-}
-
-/// grad_x from the sign bits, if no bias gradient is wanted.
-template <class Act, class Math, class C>
-struct FromSigns {
-  C scale;
-  const uint8_t* signs;
-
-  template <bool Full, class Packet, int N, size_t... K>
-  __device__ __forceinline__ void run(const Packet& packet, int64_t at, int64_t numel,
-                                      C (&results)[1][N], std::index_sequence<K...>) const {
-    const uint32_t bits = Full || at < numel ? load_signs(signs, at) : 0;
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      const C output = (bits >> i) & 1u ? C(1) : C(0);
-      results[0][i] = Act::template gradient<Math>(packet.template get<0>(i), output) * scale;
-    }
-  }
-};
 
 /// Blocks per SM and rows in flight per thread. A derivative computed from x has more arithmetic,
 /// which needs more threads; that leaves fewer registers per thread. Measured on compute capability
@@ -172,60 +148,14 @@ Status launch_gradients(const BiasActBackward& p, const Gradient& gradient, Allo
   return columns::launch<kBlocks>(body, plan, allocate, p.grad_bias, p.bias_dtype, stream);
 }
 
-/// grad_x without a bias gradient is elementwise.
-template <class T>
-Status grad_x_only(const BiasActBackward& p, CUstream_st* stream) {
-  using C = Compute<T>;
-  using Math = MathFor<T>;
-  const C scale = static_cast<C>(p.scale);
-  const Saved kept = kept_by_bias_act(p.activation);
-  const int64_t row_strides[] = {p.grad_row_stride, p.saved_row_stride, 0};
-  const int64_t column_strides[] = {p.grad_column_stride, p.saved_column_stride, p.bias_stride};
-  const auto describe = [&](auto& arguments) {
-    constexpr int kInputs = std::extent_v<decltype(arguments.in)>;
-    const void* inputs[] = {p.grad, p.saved, p.bias};
-    const Dtype dtypes[] = {p.dtype, p.dtype, p.bias_dtype};
-    Dimension<kInputs> dims[2] = {{p.columns, {1}, {}}, {p.rows, {p.columns}, {}}};
-    arguments.out[0] = p.grad_x;
-    arguments.dtype = p.dtype;
-    for (int k = 0; k < kInputs; ++k) {
-      arguments.in[k] = inputs[k];
-      arguments.in_dtype[k] = dtypes[k];
-      dims[0].stride[k] = column_strides[k];
-      dims[1].stride[k] = row_strides[k];
-    }
-    (void)make_layout(dims, 2, arguments.layout);  // two dimensions always fit
-  };
-
-  if (kept == Saved::nothing) {
-    Elementwise<1> arguments{};
-    describe(arguments);
-    return elementwise::launch<T, T>(ScaleShift<C>{scale, C(0)}, arguments, stream);
-  }
-  if (kept == Saved::sign) {
-    Elementwise<1> arguments{};
-    describe(arguments);
-    const FromSigns<Relu, Math, C> body{scale, static_cast<const uint8_t*>(p.saved)};
-    return elementwise::launch_bodies<T, T>(body, body, arguments, stream);
-  }
-  using Make = elementwise::MakeScaled<BiasActivatedGradient, Math, C>;
-  const elementwise::Switched<Make, Activations> body{p.activation, Make{scale}};
-  Elementwise<3> arguments{};
-  describe(arguments);
-  return with_parameter_type<T>(p.bias_dtype, [&](auto bias) {
-    using Bias = typename decltype(bias)::type;
-    return elementwise::launch_bodies<T, T, T, Bias>(body, body, arguments, stream);
-  });
-}
-
 }  // namespace
 
 Status bias_act_backward(const BiasActBackward& p, Allocate allocate, CUstream_st* stream) {
   if (p.columns == 0) return {};
+  if (p.grad_bias == nullptr) return bias_act_grad_x(p, stream);
   return dispatch_floating(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     using Math = MathFor<T>;
-    if (p.grad_bias == nullptr) return grad_x_only<T>(p, stream);
     const SelectedDerivative<Math> chosen{p.activation, kept_by_bias_act(p.activation)};
     if (!uses_vectors(p)) return launch_gradients<T, 1>(p, chosen, allocate, stream);
     constexpr int kLanes = kVectorLanes<T>;

@@ -1,37 +1,34 @@
 #include "backward_few_rows.cuh"
-#include "backward_streaming.cuh"
+#include "backward_streaming_plan.cuh"
 #include "backward_two_pass.cuh"
 
 namespace torchkiln::cuda {
 
-using namespace device;
-using namespace rowwise;
+using namespace norm_gradients;
+namespace {
+
+Alignment backward_alignment(const NormBackward& p) {
+  const TensorRows tensors[] = {{p.grad, p.grad_row_stride},
+                                {p.z, p.z_row_stride},
+                                {p.grad_sum, p.grad_sum_row_stride},
+                                {p.grad_x, p.columns}};
+  const Alignment alignment = alignment_of(tensors, p.dtype, p.rows, p.columns);
+  return alignment == Alignment::vector && !aligned(p.weight) ? alignment_with_offset(p.dtype)
+                                                              : alignment;
+}
+
+}  // namespace
 
 Status norm_backward(const NormBackward& p, Allocate allocate, CUstream_st* stream) {
   if (p.rows == 0 || p.columns == 0) return {};
   if (p.columns > kMaxColumns) return {kTooLong};
   const Alignment alignment = backward_alignment(p);
-  const bool few_rows = has_few_rows(p, alignment);
-  const StreamPlan plan = few_rows ? StreamPlan{} : plan_stream(p, alignment);
+  if (has_few_rows(p, alignment)) return few_rows(p, stream);
+  const StreamPlan plan = plan_stream(p, alignment);
+  if (plan.teams == 0) return two_pass(p, alignment, allocate, stream);
   return dispatch_floating(p.dtype, [&](auto tag) {
-    return with_vectors<typename decltype(tag)::type>(alignment, [&](auto access) {
-      using Access = typename decltype(access)::type;
-      using T = typename Access::T;
-      if constexpr (Access::kAligned && Access::kLanes > 1) {
-        if (few_rows) {
-          return with_parameter_type<T>(p.weight_dtype, [&](auto parameter) {
-            return launch_few_rows<Access, typename decltype(parameter)::type>(p, stream);
-          });
-        }
-      }
-      if constexpr (Access::kLanes > 1) {
-        if (plan.teams > 0) return launch_stream<Access>(p, plan, allocate, stream);
-      }
-      // Rows that are too long for a cluster, or whose offsets differ. Unaligned rows are read
-      // element by element, whether or not they share an offset.
-      using Read = std::conditional_t<Access::kAligned, Access, RowVectors<T, 1, true>>;
-      return two_pass<Read>(p, allocate, stream);
-    });
+    return norm_gradients::stream<typename decltype(tag)::type>(p, alignment, plan, allocate,
+                                                                stream);
   });
 }
 

@@ -5,7 +5,7 @@
 #include "detail/rowwise/tile.cuh"
 #include "torchkiln/kernels/norm.h"
 
-namespace torchkiln::cuda {
+namespace torchkiln::cuda::norm_gradients {
 
 using namespace device;
 using namespace rowwise;
@@ -47,4 +47,4 @@ __device__ __forceinline__ C factor_of_gradient(const NormBackward& p, C rstd) {
 size_t sum_bytes(const NormBackward& p) { return p.dtype == Dtype::float64 ? 8 : 4; }
 
 }  // namespace
-}  // namespace torchkiln::cuda
+}  // namespace torchkiln::cuda::norm_gradients

@@ -10,7 +10,7 @@
 
 #include "backward_common.cuh"
 
-namespace torchkiln::cuda {
+namespace torchkiln::cuda::norm_gradients {
 namespace {
 
 constexpr int kFewThreads = 512;
@@ -181,5 +181,15 @@ Status launch_few_rows(const NormBackward& p, CUstream_st* stream) {
   return p.centered ? launch_centered(std::true_type{}) : launch_centered(std::false_type{});
 }
 
+Status few_rows(const NormBackward& p, CUstream_st* stream) {
+  return dispatch_floating(p.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    using Access = RowVectors<T, kVectorLanes<T>, true>;
+    return with_parameter_type<T>(p.weight_dtype, [&](auto parameter) {
+      return launch_few_rows<Access, typename decltype(parameter)::type>(p, stream);
+    });
+  });
+}
+
 }  // namespace
-}  // namespace torchkiln::cuda
+}  // namespace torchkiln::cuda::norm_gradients

@@ -16,7 +16,20 @@
 #include "backward_common.cuh"
 #include "detail/rowwise/pipeline.cuh"
 
-namespace torchkiln::cuda {
+namespace torchkiln::cuda::norm_gradients {
+
+/// How rows are streamed. teams is 0 if they cannot be: too long, or without a shared offset.
+struct StreamPlan {
+  TeamShape team;
+  int stages;  // rows in shared memory or in flight
+  int shared_bytes;
+  int64_t teams;  // blocks, or clusters
+};
+
+/// Compiled once per dtype, in files of their own.
+template <class T>
+Status stream(const NormBackward& p, Alignment alignment, const StreamPlan& plan, Allocate allocate,
+              CUstream_st* stream);
 
 namespace {
 
@@ -198,4 +211,4 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 }  // namespace
-}  // namespace torchkiln::cuda
+}  // namespace torchkiln::cuda::norm_gradients

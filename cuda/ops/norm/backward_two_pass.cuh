@@ -7,7 +7,7 @@
 #include "detail/reduce/columns.cuh"
 #include "torchkiln/kernels/reduction.h"
 
-namespace torchkiln::cuda {
+namespace torchkiln::cuda::norm_gradients {
 
 using namespace reduce;
 namespace {
@@ -127,7 +127,7 @@ Reduction bias_of(const NormBackward& p) {
 /// Three kernels: the sums over each row, then grad_x with the sums of grad * n over the columns,
 /// then those of grad for the bias.
 template <class Access>
-Status two_pass(const NormBackward& p, Allocate allocate, CUstream_st* stream) {
+Status launch_two_pass(const NormBackward& p, Allocate allocate, CUstream_st* stream) {
   using T = typename Access::T;
   using C = Compute<T>;
   C* sums = static_cast<C*>(allocate(static_cast<size_t>(2 * p.rows) * sizeof(C)));
@@ -152,5 +152,16 @@ Status two_pass(const NormBackward& p, Allocate allocate, CUstream_st* stream) {
   return reduce(bias_of(p), allocate, stream);
 }
 
+Status two_pass(const NormBackward& p, Alignment alignment, Allocate allocate,
+                CUstream_st* stream) {
+  return dispatch_floating(p.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    if (alignment == Alignment::vector)
+      return launch_two_pass<RowVectors<T, kVectorLanes<T>, true>>(p, allocate, stream);
+    // Rows with an offset are read element by element, whether or not they share it.
+    return launch_two_pass<RowVectors<T, 1, true>>(p, allocate, stream);
+  });
+}
+
 }  // namespace
-}  // namespace torchkiln::cuda
+}  // namespace torchkiln::cuda::norm_gradients

@@ -1,0 +1,72 @@
+#include "detail/reduce/columns.cuh"
+#include "mask.cuh"
+#include "torchkiln/device/alignment.cuh"
+
+namespace torchkiln::cuda {
+
+using namespace reduce;
+namespace {
+
+/// Column body: one pass over grad writes grad_x and sums the bias gradient.
+template <class T, int Lanes>
+struct GradientBody {
+  using C = Compute<T>;
+  static constexpr int kLanes = Lanes;
+  // Philox takes much arithmetic: more threads, with fewer rows in flight per thread.
+  static constexpr int kRowsInFlight = Lanes > 1 ? 2 : 4;
+  static constexpr int kBlocks = 3;
+  using Item = Vec<T, Lanes>;
+
+  DropoutBackward problem;
+  C scale;
+  RandomState random;
+
+  __device__ __forceinline__ void begin(int64_t, bool, C (&)[Lanes]) {
+    random = problem.dropout.random.resolved();
+  }
+
+  __device__ __forceinline__ Item load(int64_t row, int64_t column) const {
+    return load_vector<Lanes>(static_cast<const T*>(problem.grad) + row * problem.grad_row_stride +
+                              column * problem.grad_column_stride);
+  }
+
+  __device__ __forceinline__ void consume(const Item& item, int64_t row, int64_t column,
+                                          C (&sum)[Lanes]) const {
+    const int64_t at = row * problem.columns + column;
+    const Mask<Lanes> mask(problem.dropout, random, at);
+    C masked[Lanes];
+#pragma unroll
+    for (int i = 0; i < Lanes; ++i) {
+      masked[i] = mask.kept(i) ? convert<C>(item.lane[i]) * scale : C(0);
+      sum[i] += masked[i];
+    }
+    if (problem.grad_x != nullptr) store(static_cast<T*>(problem.grad_x) + at, masked);
+  }
+};
+
+bool uses_vectors(const DropoutBackward& p) {
+  const int lanes = vector_lanes(p.dtype);
+  return p.grad_column_stride == 1 &&
+         rows_in_vectors(p.grad, lanes, {p.columns, p.grad_row_stride}) && aligned(p.grad_x);
+}
+
+template <class T, int Lanes>
+Status launch_gradients(const DropoutBackward& p, Allocate allocate, CUstream_st* stream) {
+  using Body = GradientBody<T, Lanes>;
+  const Body body{p, static_cast<Compute<T>>(p.dropout.scale), {}};
+  const columns::Plan plan = columns::make_plan(p.rows, p.columns, Lanes, Body::kBlocks);
+  return columns::launch<Body::kBlocks>(body, plan, allocate, p.grad_bias, p.bias_dtype, stream);
+}
+
+}  // namespace
+
+Status bias_dropout_backward(const DropoutBackward& p, Allocate allocate, CUstream_st* stream) {
+  if (p.columns == 0) return {};
+  return dispatch_floating(p.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    return uses_vectors(p) ? launch_gradients<T, kVectorLanes<T>>(p, allocate, stream)
+                           : launch_gradients<T, 1>(p, allocate, stream);
+  });
+}
+
+}  // namespace torchkiln::cuda

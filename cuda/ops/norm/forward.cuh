@@ -1,0 +1,44 @@
+#pragma once
+
+#include "forward_one_pass.cuh"
+#include "forward_streamed.cuh"
+
+namespace torchkiln::cuda {
+
+using namespace device;
+using namespace rowwise;
+namespace {
+
+template <class Tile, class W>
+Status launch_one_pass(const Norm& p, const TeamShape& team, CUstream_st* stream) {
+  Grid grid;
+  const Status status = make_grid(team, p.rows, grid);
+  if (!status.ok()) return status;
+  return p.centered ? launch_overlapped(norm_rows<Tile, W, true>, grid, stream, p, team)
+                    : launch_overlapped(norm_rows<Tile, W, false>, grid, stream, p, team);
+}
+
+}  // namespace
+
+/// Half precision is compiled in files of its own, to keep each below 15 s.
+template <class T>
+Status norm_rows_of(const Norm& p, Alignment alignment, CUstream_st* stream) {
+  const bool lacks_parameters = p.weight == nullptr || (p.centered && p.bias == nullptr);
+  const auto in_registers = [&](auto tag, const TeamShape& team) {
+    using Tile = typename decltype(tag)::type;
+    if (lacks_parameters) return launch_one_pass<Tile, void>(p, team, stream);
+    return with_parameter_type<T>(p.weight_dtype, [&](auto parameter) {
+      return launch_one_pass<Tile, typename decltype(parameter)::type>(p, team, stream);
+    });
+  };
+  const auto streamed = [&](auto tag, const TeamShape& team) {
+    using Access = typename decltype(tag)::type;
+    Grid grid;
+    const Status status = make_grid(team, p.rows, grid);
+    if (!status.ok()) return status;
+    return launch_overlapped(norm_streamed_rows<Access>, grid, stream, p, team);
+  };
+  return with_tile<T>(alignment, p.columns, 1, kRowThreads, in_registers, streamed);
+}
+
+}  // namespace torchkiln::cuda

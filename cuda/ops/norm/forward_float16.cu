@@ -1,0 +1,5 @@
+#include "forward.cuh"
+
+namespace torchkiln::cuda {
+template Status norm_rows_of<__half>(const Norm&, Alignment, CUstream_st*);
+}

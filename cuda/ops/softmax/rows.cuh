@@ -1,0 +1,86 @@
+#pragma once
+
+// Common to softmax and its gradient: which elements count, and the choice of a kernel.
+
+#include "detail/rowwise/tile.cuh"
+#include "strided.cuh"
+
+namespace torchkiln::cuda {
+namespace {
+
+/// One bit per lane of each of a thread's items: the lane belongs to the row and is not masked.
+template <bool kMasked, class Tile>
+class ActiveLanes {
+ public:
+  __device__ __forceinline__ ActiveLanes(const Tile& tile, const RowMask& mask, int64_t row)
+      : tile_(tile) {
+    if constexpr (kMasked) {
+      const MaskRow mask_row(mask, row);
+#pragma unroll
+      for (int k = 0; k < Tile::kItems; ++k) {
+        bits_[k] = 0;
+#pragma unroll
+        for (int i = 0; i < Tile::lanes(k); ++i) {
+          if (tile.has(k, i) && mask_row.allows(tile.column(k) + i)) bits_[k] |= 1u << i;
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ bool has(int k, int lane) const {
+    if constexpr (kMasked) {
+      return (bits_[k] >> lane & 1u) != 0;
+    } else {
+      return tile_.has(k, lane);
+    }
+  }
+
+ private:
+  const Tile& tile_;
+  uint32_t bits_[kMasked ? Tile::kItems : 1];
+};
+
+/// Calls body(log, masked) with both flags as types. Masked kernels read the log flag at run time.
+template <class Body>
+Status with_flags(bool is_log, bool is_masked, const Body& body) {
+  if (is_masked) return body(std::false_type{}, std::true_type{});
+  return is_log ? body(std::true_type{}, std::false_type{})
+                : body(std::false_type{}, std::false_type{});
+}
+
+/// Queues rows(tile, log, masked) if the elements of a row are adjacent and a team can hold it,
+/// else columns(type, log).
+template <class Problem, int N, class RowKernel, class ColumnKernel>
+Status queue(const Problem& p, const TensorRows (&tensors)[N], bool masked, const RowKernel& rows,
+             const ColumnKernel& columns, CUstream_st* stream) {
+  if (p.outer * p.length * p.inner == 0) return {};
+  if (p.length > kMaxColumns) return {kTooLong};
+  const bool adjacent = p.inner == 1 && (p.stride == 1 || p.length == 1);
+  return dispatch_floating(p.dtype, [&](auto tag) {
+    using T = typename std::decay_t<decltype(tag)>::type;
+    const auto by_columns = [&] {
+      const int64_t blocks = ceil_div(p.outer * p.inner, kColumns);
+      if (blocks > kMaxGridX) return Status{"too many rows for one launch"};
+      const unsigned depth = p.length >= 1024 ? kMaxRows : p.length >= 64 ? 8 : 2;
+      const Grid grid{dim3(static_cast<unsigned>(blocks)), dim3(kColumns, depth)};
+      return with_flags(p.log, false, [&](auto log, auto) {
+        return launch_overlapped(columns(tag, log), grid, stream, p);
+      });
+    };
+    if (!adjacent) return by_columns();
+    const auto in_registers = [&](auto tile, const TeamShape& team) {
+      Grid grid;
+      const Status status = make_grid(team, p.outer, grid);
+      if (!status.ok()) return status;
+      return with_flags(p.log, masked, [&](auto log, auto is_masked) {
+        return launch_overlapped(rows(tile, log, is_masked), grid, stream, p, team);
+      });
+    };
+    const Alignment alignment = alignment_of(tensors, p.dtype, p.outer, p.length);
+    return with_tile<T>(alignment, p.length, N - 1, kRowThreads / 2, in_registers,
+                        [&](auto, auto) { return by_columns(); });
+  });
+}
+
+}  // namespace
+}  // namespace torchkiln::cuda
