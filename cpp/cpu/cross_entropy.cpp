@@ -47,8 +47,8 @@ class Distribution {
     const C uniform = static_cast<C>(uniform_);
     if (target_.index == nullptr) {
       const int64_t offset = row * target_.probabilities_row_stride + at;
-      const C* probabilities =
-          read_run(buffer, target_.probabilities, offset, /*stride=*/1, count, DtypeOf<T>::value);
+      const C* probabilities = read_run(buffer, target_.probabilities, offset, /*stride=*/1, count,
+                                        target_.probabilities_dtype);
       if (weight_ == nullptr && target_.label_smoothing == 0) return probabilities;
       for (int64_t i = 0; i < count; ++i) buffer[i] = confidence * probabilities[i] + uniform;
       for (int64_t i = 0; weight_ != nullptr && i < count; ++i) buffer[i] *= weight_[at + i];

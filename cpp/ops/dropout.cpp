@@ -27,7 +27,7 @@ void check_inputs(const Tensor& x, const MaybeTensor& bias, const Tensor& residu
   const char* op = bias.has_value() ? "bias_dropout_add" : "dropout_add";
   check_tensor(op, "x", x);
   check_dtype(op, "x", x);
-  check_like(op, "residual", residual, "x", x);
+  check_like_or_mixed(op, "residual", residual, "x", x);
   if (bias.has_value()) {
     check_tensors(op, {{"x", x}, {"bias", *bias}});
     check_parameter_dtype(op, "bias", bias->scalar_type(), "x", x.scalar_type());
@@ -37,9 +37,14 @@ void check_inputs(const Tensor& x, const MaybeTensor& bias, const Tensor& residu
   check_p(op, p);
 }
 
+/// The dtype of the result: the wider one of x and residual.
+at::ScalarType result_dtype(const Tensor& x, const Tensor& residual) {
+  return at::promote_types(x.scalar_type(), residual.scalar_type());
+}
+
 Tensor checked_output(const Tensor& x, const MaybeTensor& bias, const Tensor& residual, double p) {
   check_inputs(x, bias, residual, p);
-  return empty_contiguous(x);
+  return empty_of(x.sym_sizes(), x.options().dtype(result_dtype(x, residual)));
 }
 
 /// The kernels' parameters for a drop probability p < 1.
@@ -127,26 +132,28 @@ struct Backward {
   using Wanted = std::array<bool, 2>;
   static constexpr const char* kSchema =
       "torchkiln::dropout_add_backward(Tensor grad, Tensor state, float p, ScalarType bias_dtype, "
-      "bool[2] wanted) -> (Tensor, Tensor)";
+      "bool[2] wanted, ScalarType? x_dtype=None) -> (Tensor, Tensor)";
   static constexpr const char* kName = "dropout_add_backward";
 
   static Two meta(const Tensor& grad, const Tensor& state, double p, at::ScalarType bias_dtype,
-                  Wanted wanted) {
+                  Wanted wanted, std::optional<at::ScalarType> x_dtype) {
     check_tensors(kName, {{"grad", grad}, {"state", state}});
     check_dtype(kName, "grad", grad);
     check_state(kName, state);
     check_p(kName, p);
-    return {wanted[0] ? empty_contiguous(grad) : no_output(grad),
+    const at::ScalarType grad_x_dtype = x_dtype.value_or(grad.scalar_type());
+    return {wanted[0] ? empty_of(grad.sym_sizes(), grad.options().dtype(grad_x_dtype))
+                      : no_output(grad),
             wanted[1] ? empty_of({grad.sym_size(-1)}, grad.options().dtype(bias_dtype))
                       : no_output(grad)};
   }
 
   static Two kernel(const Tensor& grad, const Tensor& state, double p, at::ScalarType bias_dtype,
-                    Wanted wanted) {
-    auto [grad_x, grad_bias] = meta(grad, state, p, bias_dtype, wanted);
+                    Wanted wanted, std::optional<at::ScalarType> x_dtype) {
+    auto [grad_x, grad_bias] = meta(grad, state, p, bias_dtype, wanted, x_dtype);
     if (grad.numel() == 0 || p == 1) return {grad_x.zero_(), grad_bias.zero_()};
     const Dropout dropout = dropout_of(p, state);
-    if (wanted[1] && grad.is_cuda()) {
+    if (wanted[1] && grad.is_cuda() && grad_x.scalar_type() == grad.scalar_type()) {
       run_with_bias(grad, dropout, grad_x, grad_bias);
       return {grad_x, grad_bias};
     }
@@ -212,7 +219,7 @@ Tensor composite_with(const Tensor& x, const MaybeTensor& bias, const Tensor& re
   const at::ScalarType compute = compute_dtype(x.scalar_type());
   const Tensor wide = x.to(compute);
   const Tensor sum = bias.has_value() ? wide + bias->to(compute) : wide;
-  return (scaled(sum) + residual.to(compute)).to(x.scalar_type());
+  return (scaled(sum) + residual.to(compute)).to(result_dtype(x, residual));
 }
 
 /// The op under vmap: torch's dropout, which follows vmap's randomness rules.
@@ -226,7 +233,8 @@ Tensor batched_with(const Tensor& x, const MaybeTensor& bias, const Tensor& resi
 /// Connects `out` to its inputs; backward generates the mask of `state` again.
 Tensor record_mask(const Tensor& x, const MaybeTensor& bias, const Tensor& residual, double p,
                    const Tensor& out, const Tensor& state) {
-  const at::ScalarType bias_dtype = bias.has_value() ? bias->scalar_type() : x.scalar_type();
+  const at::ScalarType x_dtype = x.scalar_type();
+  const at::ScalarType bias_dtype = bias.has_value() ? bias->scalar_type() : x_dtype;
   return record("dropout_add", {x, tensor_or_undefined(bias), residual}, out, keep(state),
                 [=](const Incoming& in, const Kept<1>& kept) {
                   const Tensor& grad = in[0];
@@ -234,16 +242,18 @@ Tensor record_mask(const Tensor& x, const MaybeTensor& bias, const Tensor& resid
                   Tensor grad_x, grad_bias;
                   if (in.needs_composite()) {
                     // The gradient times the mask as factors is differentiable again.
-                    const Tensor wide = grad.to(compute_dtype(grad.scalar_type()));
+                    const at::ScalarType compute = compute_dtype(grad.scalar_type());
+                    const Tensor wide = grad.to(compute);
                     const Tensor ones = at::ones_like(wide, at::MemoryFormat::Contiguous);
                     const Tensor factor = std::get<0>(call_below<Backward>(
-                        ones, kept[0], p, bias_dtype, Backward::Wanted{true, false}));
+                        ones, kept[0], p, bias_dtype, Backward::Wanted{true, false}, std::nullopt));
                     const Tensor passed = wide * factor;
-                    grad_x = passed.to(grad.scalar_type());
+                    grad_x = passed.to(x_dtype);
                     if (in.wants(1)) grad_bias = sum_to_last(passed, 1, bias_dtype);
                   } else {
-                    std::tie(grad_x, grad_bias) = call_below<Backward>(
-                        grad, kept[0], p, bias_dtype, Backward::Wanted{in.wants(0), in.wants(1)});
+                    std::tie(grad_x, grad_bias) =
+                        call_below<Backward>(grad, kept[0], p, bias_dtype,
+                                             Backward::Wanted{in.wants(0), in.wants(1)}, x_dtype);
                   }
                   return variable_list{in.wants(0) ? grad_x : Tensor(),
                                        in.wants(1) ? grad_bias : Tensor(), grad};
@@ -257,6 +267,7 @@ struct WithState {
       "torchkiln::dropout_add_with_state(Tensor x, Tensor? bias, Tensor residual, Tensor? state, "
       "float p) -> Tensor";
   static constexpr std::array<size_t, 2> kPromotedBy{0, 2};
+  static constexpr std::array<size_t, 3> kReadsMixed{0, 1, 2};
 
   static Tensor meta(const Tensor& x, const MaybeTensor& bias, const Tensor& residual,
                      const MaybeTensor& state, double p) {
@@ -343,6 +354,7 @@ struct DropoutAdd {
       "Tensor";
   static constexpr bool kRandom = true;
   static constexpr std::array<size_t, 2> kPromotedBy{0, 1};
+  static constexpr std::array<size_t, 2> kReadsMixed{0, 1};
 
   /// Adapts a function of dropout_ops, which also takes a bias, to this schema.
   template <Tensor (*function)(const Tensor&, const MaybeTensor&, const Tensor&, double, bool)>
@@ -365,6 +377,7 @@ struct BiasDropoutAdd {
       "bool training=True) -> Tensor";
   static constexpr bool kRandom = true;
   static constexpr std::array<size_t, 2> kPromotedBy{0, 2};
+  static constexpr std::array<size_t, 3> kReadsMixed{0, 1, 2};
 
   /// Adapts a function of dropout_ops, whose bias is optional, to this schema.
   template <Tensor (*function)(const Tensor&, const MaybeTensor&, const Tensor&, double, bool)>

@@ -26,13 +26,19 @@ void check_inputs(const char* op, const Tensor& gate, const MaybeTensor& up) {
   if (up.has_value()) {
     check_strided(op, "up", *up);
     check_shapes(op, gate, *up);
-    return check_like(op, "up", *up, "gate", gate);
+    return check_like_or_mixed(op, "up", *up, "gate", gate);
   }
   TORCH_CHECK(gate.dim() >= 1, "torchkiln.", op,
               ": gate: got a 0-dimensional tensor, expected at least 1 dimension, to be split "
               "into gate and up");
   TORCH_CHECK(gate.sym_size(-1) % 2 == 0, "torchkiln.", op, ": gate: got a last dimension of size ",
               gate.sym_size(-1), ", expected an even one, to be split into gate and up");
+}
+
+/// The dtype of the result: the wider one of gate and up.
+at::ScalarType result_dtype(const Tensor& gate, const MaybeTensor& up) {
+  return up.has_value() ? at::promote_types(gate.scalar_type(), up->scalar_type())
+                        : gate.scalar_type();
 }
 
 /// Gate and up: two tensors, or the halves of one.
@@ -42,7 +48,8 @@ std::array<Tensor, 2> halves(const Tensor& gate, const MaybeTensor& up) {
   return {gate.narrow_symint(-1, 0, half), gate.narrow_symint(-1, half, half)};
 }
 
-/// The gradients of gate and up. For a packed tensor, the first is its gradient, the second empty.
+/// The gradients of gate and up, in the dtype of `grad`. For a packed tensor, the first is its
+/// gradient, the second empty.
 struct GatedBackward {
   static constexpr const char* kSchema =
       "torchkiln::gated_backward(Tensor grad, Tensor gate, Tensor? up, str act) -> "
@@ -51,8 +58,15 @@ struct GatedBackward {
 
   static Two meta(const Tensor& grad, const Tensor& gate, const MaybeTensor& up, Activation) {
     check_inputs(kName, gate, up);
-    check_like(kName, "grad", grad, "gate", halves(gate, up)[0]);
-    return {empty_contiguous(gate), up.has_value() ? empty_contiguous(gate) : no_output(gate)};
+    const bool up_is_wider = up.has_value() && up->scalar_type() != gate.scalar_type() &&
+                             up->scalar_type() == result_dtype(gate, up);
+    if (up_is_wider) {
+      check_like(kName, "grad", grad, "up", *up);
+    } else {
+      check_like(kName, "grad", grad, "gate", halves(gate, up)[0]);
+    }
+    return {empty_of(gate.sym_sizes(), grad.options()),
+            up.has_value() ? empty_of(gate.sym_sizes(), grad.options()) : no_output(gate)};
   }
 
   static Two kernel(const Tensor& grad, const Tensor& gate, const MaybeTensor& up, Activation act) {
@@ -90,12 +104,13 @@ template <class Act>
 struct Gated : Schema<Act> {
   static constexpr Activation kAct = kActivation<Act>;
   static constexpr std::array<size_t, 2> kPromotedBy{0, 1};
+  static constexpr std::array<size_t, 2> kReadsMixed{0, 1};
 
   static Tensor meta(const Tensor& gate, const MaybeTensor& up) {
     check_inputs(name_of_op<Gated>(), gate, up);
     c10::SymDimVector shape(gate.sym_sizes());
     if (!up.has_value()) shape.back() = shape.back() / 2;
-    return empty_of(shape, gate);
+    return empty_of(shape, gate.options().dtype(result_dtype(gate, up)));
   }
 
   static Tensor kernel(const Tensor& gate, const MaybeTensor& up) {
@@ -111,7 +126,8 @@ struct Gated : Schema<Act> {
     check_inputs(name_of_op<Gated>(), gate, up);
     const at::ScalarType compute = compute_dtype(gate.scalar_type());
     const auto [gates, ups] = halves(gate, up);
-    return (composite_activation(kAct, gates.to(compute)) * ups.to(compute)).to(gate.scalar_type());
+    return (composite_activation(kAct, gates.to(compute)) * ups.to(compute))
+        .to(result_dtype(gate, up));
   }
 
   static Tensor recorded(const Below& below, const Tensor& gate, const MaybeTensor& up) {

@@ -228,7 +228,7 @@ CUDA = (
         *("second kernel does not wait for the first", "cuda", COLUMNS),
         "  double sum = 0;\n  wait_for_previous_kernel();\n",
         "  double sum = 0;\n",
-        *("sum", "values@float32 or determinism@float32", "cuda/ops/reduction.cu"),
+        *("sum", "every_element_is_written@float32 or values@float32", "cuda/ops/reduction.cu"),
     ),
     Fault(
         *("output never written", "cuda", COLUMNS),
@@ -243,13 +243,13 @@ CUDA = (
         *("sum", "values@float32", "cuda/ops/reduction.cu"),
     ),
     Fault(
-        *("wrong bits of the mask in backward", "cuda", "cuda/ops/bias_act/backward.cu"),
+        *("wrong bits of the mask in backward", "cuda", "cuda/ops/bias_act/backward.cuh"),
         "return signs[at / 8] >> (at % 8);",
         "return signs[at / 8] >> (at % 4);",
-        *("bias_act", "gradient_values@float32"),
+        *("bias_act", "gradient_values@float32", "cuda/ops/bias_act/backward.cu"),
     ),
     Fault(
-        *("other random numbers in backward", "cuda", "cuda/ops/dropout.cu"),
+        *("other random numbers in backward", "cuda", "cuda/ops/dropout/bias_backward.cu"),
         "const Mask<Lanes> mask(problem.dropout, random, at);",
         "const Mask<Lanes> mask(problem.dropout, random, at + 8);",
         *("bias_dropout_add", "gradient_values@float32"),

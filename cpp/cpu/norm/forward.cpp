@@ -69,16 +69,30 @@ Moments<Compute<T>> moments(const T* z, const Norm& p) {
   return m;
 }
 
+/// Calls body(the row of the residual), which is T*, or half precision beside float32.
+template <class T, class Body>
+void with_residual(const Norm& p, int64_t row, const Body& body) {
+  const auto call = [&](auto tag) {
+    using R = typename decltype(tag)::type;
+    body(static_cast<const R*>(p.residual) + row * p.residual_row_stride);
+  };
+  if constexpr (sizeof(T) == 4) {
+    if (p.residual_dtype == Dtype::float16) return call(TypeTag<Half>{});
+    if (p.residual_dtype == Dtype::bfloat16) return call(TypeTag<BFloat16>{});
+  }
+  call(TypeTag<T>{});
+}
+
 template <class T, class W>
 void norm_row(const Norm& p, int64_t row) {
   using C = Compute<T>;
   const T* z = static_cast<const T*>(p.x) + row * p.x_row_stride;
   if (p.residual != nullptr) {
-    const T* x = z;
-    const T* residual = static_cast<const T*>(p.residual) + row * p.residual_row_stride;
     T* sum = static_cast<T*>(p.sum) + row * p.columns;
-    for_lanes<C>(0, p.columns, [&](int64_t i, auto span) {
-      store_lanes(sum + i, load_lanes(x + i, span) + load_lanes(residual + i, span), span);
+    with_residual<T>(p, row, [&](const auto* residual) {
+      for_lanes<C>(0, p.columns, [&](int64_t i, auto span) {
+        store_lanes(sum + i, load_lanes(z + i, span) + load_lanes(residual + i, span), span);
+      });
     });
     z = sum;
   }

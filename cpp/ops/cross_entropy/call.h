@@ -71,7 +71,8 @@ inline void check_loss_target(const char* op, const at::Tensor& logits, const at
                               int64_t ignore_index) {
   check_tensors(op, {{"logits", logits}, {"target", target}});
   const at::ScalarType dtype = logits.scalar_type();
-  TORCH_CHECK(target.scalar_type() == at::kLong || target.scalar_type() == dtype, "torchkiln.", op,
+  const bool matches = target.scalar_type() == dtype || is_mixed(target.scalar_type(), dtype);
+  TORCH_CHECK(target.scalar_type() == at::kLong || matches, "torchkiln.", op,
               ": target: got dtype ", dtype_name(target.scalar_type()),
               ", expected int64, of classes, or ", dtype_name(dtype),
               ", of probabilities, the dtype of logits");

@@ -23,8 +23,11 @@ struct Options {
   bool inplace_backward;
 };
 
-at::ScalarType dtype_of_loss(const Tensor& logits, const MaybeDtype& dtype) {
-  return dtype.value_or(logits.scalar_type());
+/// `dtype`, or that of the wider one of logits and probabilities.
+at::ScalarType dtype_of_loss(const Tensor& logits, const Tensor& target, const MaybeDtype& dtype) {
+  if (dtype.has_value() || target.scalar_type() == at::kLong)
+    return dtype.value_or(logits.scalar_type());
+  return at::promote_types(logits.scalar_type(), target.scalar_type());
 }
 
 void check_classes_if_asked(const Tensor& logits, const Tensor& target, const LossCall& call,
@@ -40,7 +43,8 @@ Two forward_outputs(const Tensor& logits, const Tensor& target, const LossCall& 
   check_loss(kName, logits, target, call, options.dtype);
   const auto with = [&](at::ScalarType dtype) { return logits.options().dtype(dtype); };
   return {
-      empty_of(loss_shape(logits, call.reduction), with(dtype_of_loss(logits, options.dtype))),
+      empty_of(loss_shape(logits, call.reduction),
+               with(dtype_of_loss(logits, target, options.dtype))),
       empty_of({state_size(logits, call.reduction)}, with(compute_dtype(logits.scalar_type())))};
 }
 
@@ -231,7 +235,7 @@ Tensor composite(const Tensor& logits, const Tensor& target, const LossCall& cal
                  const Options& options) {
   check_loss(kName, logits, target, call, options.dtype);
   if (!target.is_meta()) check_classes_if_asked(logits, target, call, options.check_target);
-  return composite_loss(logits, target, call, dtype_of_loss(logits, options.dtype));
+  return composite_loss(logits, target, call, dtype_of_loss(logits, target, options.dtype));
 }
 
 Tensor recorded_loss(const Below& below, const Tensor& logits, const Tensor& target,
@@ -296,6 +300,7 @@ struct Op {
       "ScalarType? dtype=None, bool check_target=False, bool inplace_backward=False, "
       "float? softcap=None) -> Tensor";
   static constexpr std::array<size_t, 2> kPromotedBy{0, 1};  // logits and probabilities
+  static constexpr std::array<size_t, 2> kReadsMixed{0, 1};
   static constexpr auto meta = of_op<output>;
   static constexpr auto kernel = of_op<cross_entropy_ops::kernel>;
   static constexpr auto composite = of_op<cross_entropy_ops::composite>;
@@ -310,19 +315,14 @@ struct Op {
   }
 
   /// The loss of half-precision logits is float32 unless a dtype is given; the logits are not cast.
-  /// Logits and probabilities of different dtypes are cast to the wider one.
   static Tensor autocast(const Autocast&, const Tensor& logits, const Tensor& target,
                          const MaybeTensor& weight, int64_t ignore_index, LossReduction reduction,
                          double label_smoothing, double z_loss, MaybeDtype dtype, bool check_target,
                          bool inplace_backward, std::optional<double> softcap) {
     check_tensors(kName, {{"logits", logits}, {"target", target}});
-    const at::ScalarType left = logits.scalar_type(), right = target.scalar_type();
-    if (is_half(left) && !dtype.has_value()) dtype = at::kFloat;
-    const bool differ = is_supported_dtype(left) && is_supported_dtype(right) && left != right;
-    const at::ScalarType wider = differ ? at::promote_types(left, right) : left;
-    return call<Op>(logits.to(wider), differ ? target.to(wider) : target, weight, ignore_index,
-                    reduction, label_smoothing, z_loss, dtype, check_target, inplace_backward,
-                    softcap);
+    if (is_half(logits.scalar_type()) && !dtype.has_value()) dtype = at::kFloat;
+    return call<Op>(logits, target, weight, ignore_index, reduction, label_smoothing, z_loss, dtype,
+                    check_target, inplace_backward, softcap);
   }
 
   /// A softcap is applied with torch's ops, in the compute dtype.
@@ -341,7 +341,8 @@ struct Op {
     const Tensor capped = at::tanh(logits.to(compute) / *softcap) * *softcap;
     const MaybeTensor wide = weight.has_value() ? MaybeTensor(weight->to(compute)) : weight;
     return call<Op>(capped, target, wide, ignore_index, reduction, label_smoothing, z_loss,
-                    dtype_of_loss(logits, dtype), check_target, inplace_backward, std::nullopt);
+                    dtype_of_loss(logits, target, dtype), check_target, inplace_backward,
+                    std::nullopt);
   }
 };
 

@@ -85,6 +85,7 @@ inline TargetView view_target(const at::Tensor& target, const LossCall& call,
   } else {
     view.target = class_rows(target);
     view.arguments.probabilities = view.target->const_data_ptr();
+    view.arguments.probabilities_dtype = dtype_of(*view.target);
     view.arguments.probabilities_row_stride = view.target->stride(0);
   }
   if (call.weight.has_value()) {

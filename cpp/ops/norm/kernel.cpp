@@ -24,7 +24,8 @@ void check_shape(const Call& call) {
 void check_parameter(const Call& call, const char* name, const MaybeTensor& parameter) {
   if (!parameter) return;
   check_tensors(call.op(), {{"x", call.x}, {name, *parameter}});
-  check_parameter_dtype(call.op(), name, parameter->scalar_type(), "x", call.x.scalar_type());
+  check_parameter_dtype(call.op(), name, parameter->scalar_type(),
+                        call.residual_is_wider() ? "residual" : "x", call.wider().scalar_type());
   TORCH_CHECK(parameter->sym_sizes().equals(call.shape), "torchkiln.", call.op(), ": ", name,
               ": got shape ", parameter->sym_sizes(), ", expected ", call.shape,
               ", the normalized_shape");
@@ -33,7 +34,7 @@ void check_parameter(const Call& call, const char* name, const MaybeTensor& para
 void check(const Call& call) {
   check_tensor(call.op(), "x", call.x);
   check_dtype(call.op(), "x", call.x);
-  if (call.residual) check_like(call.op(), "residual", *call.residual, "x", call.x);
+  if (call.residual) check_like_or_mixed(call.op(), "residual", *call.residual, "x", call.x);
   check_shape(call);
   check_parameter(call, "weight", call.weight);
   check_parameter(call, "bias", call.bias);
@@ -66,7 +67,8 @@ Three outputs(const Call& call, bool wants_stats) {
     for (int64_t d = 0; d < leading; ++d) sizes.push_back(call.x.sym_size(d));
     stats = empty_of(sizes, call.x.options().dtype(compute_dtype(call.x.scalar_type())));
   }
-  return {empty_contiguous(call.x), call.residual ? empty_contiguous(call.x) : Tensor(), stats};
+  const Tensor& like = call.wider();
+  return {empty_contiguous(like), call.residual ? empty_contiguous(like) : Tensor(), stats};
 }
 
 Three run(const Call& call, bool wants_stats) {
@@ -75,8 +77,8 @@ Three run(const Call& call, bool wants_stats) {
   const int64_t columns =
       c10::multiply_integers(y.sizes().slice(y.dim() - static_cast<int64_t>(call.shape.size())));
   const int64_t rows = y.numel() / columns;
-  const RowsView x = view_as_rows(call.x, rows, columns);
-  const RowsView residual = call.residual ? view_as_rows(*call.residual, rows, columns) : x;
+  const RowsView x = view_as_rows(call.wider(), rows, columns);
+  const RowsView residual = call.residual ? view_as_rows(call.narrower(), rows, columns) : x;
   const Tensor weight = contiguous(call.weight);
   const Tensor bias = contiguous(call.bias);
   const Tensor& parameter = weight.defined() ? weight : bias.defined() ? bias : y;
@@ -92,6 +94,7 @@ Three run(const Call& call, bool wants_stats) {
     if (call.centered) arguments.mean = stats.data_ptr();
   }
   arguments.dtype = dtype_of(y);
+  arguments.residual_dtype = dtype_of(*residual.tensor);
   arguments.weight_dtype = dtype_of(parameter);
   arguments.centered = call.centered;
   arguments.eps = call.eps;

@@ -25,7 +25,7 @@ Tensor composite_norm(const Tensor& z, int64_t dims, const Tensor& weight, const
 
 Two composite(const Call& call) {
   outputs(call, /*wants_stats=*/false);  // checks
-  const at::ScalarType dtype = call.x.scalar_type();
+  const at::ScalarType dtype = call.wider().scalar_type();
   const Tensor sum = call.residual ? call.x + *call.residual : Tensor();
   const Tensor z = (call.residual ? sum : call.x).to(compute_dtype(dtype));
   const Tensor y =
@@ -42,7 +42,7 @@ Two recorded(const Below& below, const Call& call) {
   const auto bias_dtype = bias.defined() ? std::optional(bias.scalar_type()) : std::nullopt;
   const at::ScalarType weight_dtype = weight.defined() ? weight.scalar_type()
                                       : bias.defined() ? bias.scalar_type()
-                                                       : call.x.scalar_type();
+                                                       : call.wider().scalar_type();
   // Returns the gradients of z, weight and bias. The gradient of z includes that of the sum.
   const auto gradients = [=, dims = static_cast<int64_t>(call.shape.size()), eps = call.eps,
                           offset = call.offset, centered = call.centered](
@@ -81,7 +81,8 @@ Two recorded(const Below& below, const Call& call) {
                                                 call.bias, call.eps, call.offset, call.centered);
   return record(call.op(), {call.x, *call.residual, weight, bias}, Two{y, sum},
                 keep(sum, stats, weight), [=](const Incoming& in, const Kept<3>& kept) {
-                  // x and residual have the same gradient; if y was not used, that of the sum.
+                  // x and residual have the same gradient, which autograd casts to the dtype of
+                  // each; if y was not used, that of the sum.
                   if (!in[0].defined()) return variable_list{in[1], in[1], Tensor(), Tensor()};
                   const variable_list found = gradients(
                       in, in[1], kept, {in.wants(0) || in.wants(1), in.wants(2), in.wants(3)});
@@ -137,6 +138,7 @@ struct NormOp {
 template <class Derived, class... Args>
 struct AddNormOp {
   static constexpr std::array<size_t, 2> kPromotedBy{0, 1};
+  static constexpr std::array<size_t, 2> kReadsMixed{0, 1};
 
   static Two meta(const Tensor& x, const Tensor& residual, Args... args) {
     auto [y, sum, stats] = outputs(Derived::make(x, &residual, args...), /*wants_stats=*/false);

@@ -21,6 +21,15 @@ struct Call {
   double offset;
   bool centered;  // layer norm; else RMS norm
 
+  /// Whether the residual is float32 beside an x of half precision. The kernels add the narrower of
+  /// the two to the wider one, whose dtype the results have.
+  bool residual_is_wider() const {
+    return residual != nullptr && is_mixed(x.scalar_type(), residual->scalar_type()) &&
+           residual->scalar_type() == at::kFloat;
+  }
+  const Tensor& wider() const { return residual_is_wider() ? *residual : x; }
+  const Tensor& narrower() const { return residual_is_wider() ? x : *residual; }
+
   const char* op() const {
     if (residual) return centered ? "add_layer_norm" : "add_rms_norm";
     return centered ? "layer_norm" : "rms_norm";

@@ -92,10 +92,12 @@ Status cross_entropy_backward(const CrossEntropyBackward& p, CUstream_st* stream
   if (p.classes > kMaxColumns) return {kTooLong};
   const TensorRows tensors[] = {{p.logits, p.row_stride},
                                 {p.grad_logits, p.grad_logits_row_stride},
-                                {p.target.probabilities, p.target.probabilities_row_stride}};
+                                probability_rows(p.target, p.dtype)};
+  const Alignment alignment = with_probabilities(alignment_of(tensors, p.dtype, p.rows, p.classes),
+                                                 p.target, p.dtype, p.classes);
   return dispatch_floating(p.dtype, [&](auto tag) {
     using T = typename std::decay_t<decltype(tag)>::type;
-    return with_vectors<T>(alignment_of(tensors, p.dtype, p.rows, p.classes), [&](auto access) {
+    return with_vectors<T>(alignment, [&](auto access) {
       using Access = typename std::decay_t<decltype(access)>::type;
       const int64_t vectors = ceil_div(p.classes, Access::kLanes) + (Access::kAligned ? 0 : 1);
       // A block does two rounds of loads, or all of a shorter row.

@@ -181,11 +181,12 @@ __global__ void __launch_bounds__(kSumThreads) sum_losses(LossSum p) {
 Status cross_entropy(const CrossEntropy& p, CUstream_st* stream) {
   if (p.rows == 0 || p.classes == 0) return {};
   if (p.classes > kMaxColumns) return {kTooLong};
-  const TensorRows tensors[] = {{p.logits, p.row_stride},
-                                {p.target.probabilities, p.target.probabilities_row_stride}};
+  const TensorRows tensors[] = {{p.logits, p.row_stride}, probability_rows(p.target, p.dtype)};
+  const Alignment alignment = with_probabilities(alignment_of(tensors, p.dtype, p.rows, p.classes),
+                                                 p.target, p.dtype, p.classes);
   return dispatch_floating(p.dtype, [&](auto tag) {
     using T = typename std::decay_t<decltype(tag)>::type;
-    return with_vectors<T>(alignment_of(tensors, p.dtype, p.rows, p.classes), [&](auto access) {
+    return with_vectors<T>(alignment, [&](auto access) {
       using Access = typename std::decay_t<decltype(access)>::type;
       const int64_t vectors = ceil_div(p.classes, Access::kLanes) + (Access::kAligned ? 0 : 1);
       const int64_t threads = ceil_div(vectors, kShortItems);

@@ -49,7 +49,9 @@ struct Distribution {
   using T = typename Access::T;
   static constexpr int kLanes = Access::kLanes;
 
-  const T* probabilities;  // of the row; null if a class is given
+  const void* probabilities;  // null if a class is given
+  Dtype dtype;                // of the probabilities
+  int64_t row_begin;          // of the row in them, in elements
   const C* weight;
   int index;
   C confidence;  // 1 - label_smoothing
@@ -57,17 +59,37 @@ struct Distribution {
 
   __device__ __forceinline__ Distribution(const ClassTarget& target, int64_t row, int64_t classes,
                                           int64_t index_)
-      : probabilities(static_cast<const T*>(target.probabilities)),
+      : probabilities(target.probabilities),
+        dtype(target.probabilities_dtype),
+        row_begin(row * target.probabilities_row_stride),
         weight(static_cast<const C*>(target.weight)),
         index(static_cast<int>(index_)),
         confidence(static_cast<C>(1 - target.label_smoothing)),
-        uniform(static_cast<C>(target.label_smoothing / static_cast<double>(classes))) {
-    if (probabilities != nullptr) probabilities += row * target.probabilities_row_stride;
+        uniform(static_cast<C>(target.label_smoothing / static_cast<double>(classes))) {}
+
+  template <class P>
+  __device__ __forceinline__ const P* row() const {
+    return static_cast<const P*>(probabilities) + row_begin;
+  }
+
+  /// Loads probabilities of the logits' dtype, or half precision and float32 together.
+  __device__ __forceinline__ void load_row(const Access& access, int column, C (&q)[kLanes]) const {
+    if (dtype == DtypeOf<T>::value) {
+      widen(access.load(row<T>(), column), q);
+    } else if constexpr (sizeof(T) == 2) {
+      access.load_parameters(column, row<float>(), q);
+    } else if constexpr (sizeof(T) == 4) {
+      if (dtype == Dtype::float16) {
+        access.load_parameters(column, row<__half>(), q);
+      } else {
+        access.load_parameters(column, row<__nv_bfloat16>(), q);
+      }
+    }
   }
 
   __device__ __forceinline__ void load(const Access& access, int column, C (&q)[kLanes]) const {
     if (probabilities != nullptr) {
-      widen(access.load(probabilities, column), q);
+      load_row(access, column, q);
     } else {
 #pragma unroll
       for (int i = 0; i < kLanes; ++i) q[i] = column + i == index ? C(1) : C(0);
@@ -80,6 +102,21 @@ struct Distribution {
     }
   }
 };
+
+/// The alignment for logits and probabilities, given that of all tensors of the logits' dtype.
+inline Alignment with_probabilities(Alignment alignment, const ClassTarget& target, Dtype dtype,
+                                    int64_t classes) {
+  const bool mixed = target.probabilities != nullptr && target.probabilities_dtype != dtype;
+  const bool fits = rows_in_vectors(target.probabilities, vector_lanes(dtype),
+                                    {classes, target.probabilities_row_stride});
+  return mixed && alignment == Alignment::vector && !fits ? Alignment::scalar : alignment;
+}
+
+/// The rows of probabilities of the logits' dtype.
+inline TensorRows probability_rows(const ClassTarget& target, Dtype dtype) {
+  return {target.probabilities_dtype == dtype ? target.probabilities : nullptr,
+          target.probabilities_row_stride};
+}
 
 /// Whether q is not 0 outside of the target class.
 inline bool is_spread(const ClassTarget& target) {

@@ -32,5 +32,18 @@ __device__ __forceinline__ void load_affine(const Norm& p, const Source& source,
   });
 }
 
+/// Calls body(the row of the residual), which is T*, or half precision beside float32.
+template <class T, class Body>
+__device__ __forceinline__ void with_residual(const Norm& p, int64_t row, const Body& body) {
+  const int64_t begin = row * p.residual_row_stride;
+  if constexpr (sizeof(T) == 4) {
+    if (p.residual_dtype == Dtype::float16)
+      return body(static_cast<const __half*>(p.residual) + begin);
+    if (p.residual_dtype == Dtype::bfloat16)
+      return body(static_cast<const __nv_bfloat16*>(p.residual) + begin);
+  }
+  body(static_cast<const T*>(p.residual) + begin);
+}
+
 }  // namespace
 }  // namespace torchkiln::cuda

@@ -49,7 +49,25 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Tile>)
   tile.load(x, items);
   if (p.residual != nullptr) {
     typename Tile::Item others[kItems];
-    tile.load(static_cast<const T*>(p.residual) + row * p.residual_row_stride, others);
+    with_residual<T>(p, inside ? row : 0, [&](auto* residual) {
+      if constexpr (std::is_same_v<decltype(residual), const T*>) {
+        tile.load(residual, others);
+      } else {
+        constexpr bool kVectors = Tile::lanes(kItems - 1) == kLanes;
+#pragma unroll
+        for (int k = 0; k < kItems; ++k) {
+          C other[kLanes] = {};
+          if constexpr (kVectors) {
+            if (tile.has_any(k)) tile.load_parameters(k, residual, other);
+          }
+#pragma unroll
+          for (int i = 0; i < Tile::lanes(k); ++i) {
+            if (!kVectors && tile.has(k, i)) other[i] = convert<C>(residual[tile.column(k) + i]);
+            others[k].lane[i] = other[i];
+          }
+        }
+      }
+    });
 #pragma unroll
     for (int k = 0; k < kItems; ++k) {
       C both[kLanes], other[kLanes];

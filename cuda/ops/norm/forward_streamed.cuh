@@ -22,7 +22,6 @@ __global__ void __launch_bounds__(kRowThreads) norm_streamed_rows(Norm p, TeamSh
   const int64_t row = team.first_team() + team.index();
   const bool inside = row < p.rows;
   const T* x = static_cast<const T*>(p.x) + row * p.x_row_stride;
-  const T* residual = static_cast<const T*>(p.residual) + row * p.residual_row_stride;
   T* sum = static_cast<T*>(p.sum) + row * p.columns;
   T* y = static_cast<T*>(p.y) + row * p.columns;
   const Access access(x, inside ? static_cast<int>(p.columns) : 0);
@@ -31,10 +30,17 @@ __global__ void __launch_bounds__(kRowThreads) norm_streamed_rows(Norm p, TeamSh
     const int column = access.column(vector);
     Item item = access.load(x, column);
     if (p.residual == nullptr) return item;
-    const Item other = access.load(residual, column);
+    with_residual<T>(p, row, [&](auto* residual) {
+      C other[kLanes];
+      if constexpr (std::is_same_v<decltype(residual), const T*>) {
+        widen(access.load(residual, column), other);
+      } else {
+        access.load_parameters(column, residual, other);
+      }
 #pragma unroll
-    for (int i = 0; i < kLanes; ++i)
-      item.lane[i] = convert<T>(convert<C>(item.lane[i]) + convert<C>(other.lane[i]));
+      for (int i = 0; i < kLanes; ++i)
+        item.lane[i] = convert<T>(convert<C>(item.lane[i]) + other[i]);
+    });
     return item;
   };
   const RowPasses<kFewItems, decltype(load)> passes(load, team.rank(), team.size(),

@@ -43,10 +43,11 @@ def cross_entropy(
             float16 or bfloat16. If the classes of a row are not adjacent in memory, the call
             copies the logits; backward writes the gradient into its copy.
         target: int64 class indices in the shape of ``logits`` without the classes, or
-            probabilities of the shape of ``logits``, which may require a gradient. Logits and
-            probabilities of two dtypes are cast to the wider one, which the loss then has. An
-            index out of range raises an IndexError on the CPU. On CUDA it fails an assertion in
-            the kernel, after which the process cannot use the GPU; see ``check_target``.
+            probabilities of the shape of ``logits``, which may require a gradient. Beside
+            probabilities of a wider dtype the loss has that dtype; half precision and float32 are
+            read together, without a copy. An index out of range raises an IndexError on the
+            CPU. On CUDA it fails an assertion in the kernel, after which the process cannot use the
+            GPU; see ``check_target``.
         weight: ``[classes]``, of the dtype of ``logits``, or float32 if those have half precision;
             None for ones. It may not require a gradient.
         ignore_index: rows with this target class have no loss and no gradient.

@@ -22,8 +22,8 @@ def dropout_add(x: Tensor, residual: Tensor, p: float = 0.5, training: bool = Tr
     Args:
         x: any shape; float32, float64, float16 or bfloat16. Half precision is computed in float32
             and rounded once.
-        residual: of the shape of ``x``. If it has another floating dtype, such as float32 beside a
-            bfloat16 ``x``, the narrower tensors are cast to the wider dtype, which the result has.
+        residual: of the shape of ``x``. The result has the wider dtype of the two; half precision
+            and float32 are read together, without a copy.
         p: the probability that an element is dropped, between 0 and 1.
         training: whether to drop elements.
     """

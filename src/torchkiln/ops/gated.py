@@ -20,8 +20,8 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
         gate: any shape; float32, float64, float16 or bfloat16. Half precision is computed in
             float32 and rounded once. Without ``up`` the shape is ``[..., 2 * columns]``, the
             halves of the last dimension are gate and up, and the result is ``[..., columns]``.
-        up: of the shape of ``gate``. If it has another floating dtype, both are cast to the wider
-            one, which the result has.
+        up: of the shape of ``gate``. The result has the wider dtype of the two; half precision and
+            float32 are read together, without a copy.
     """
     first, second = _halves("swiglu", gate, up)
     return F.silu(first) * second

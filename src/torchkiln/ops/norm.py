@@ -80,9 +80,8 @@ def add_layer_norm(  # noqa: PLR0917
 
     Args:
         x: as for :func:`layer_norm`.
-        residual: of the shape of ``x``. If it has another floating dtype, such as float32 beside a
-            bfloat16 ``x``, the narrower tensors are cast to the wider dtype, which both results
-            have.
+        residual: of the shape of ``x``. Both results have the wider dtype of the two; half
+            precision and float32 are read together, without a copy.
         normalized_shape: as for :func:`layer_norm`.
         weight: as for :func:`layer_norm`.
         bias: as for :func:`layer_norm`.

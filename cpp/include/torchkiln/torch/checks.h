@@ -138,6 +138,21 @@ inline void check_like(const char* op, const char* name, const at::Tensor& tenso
   check_same_shape(op, name, tensor, name_of_x, x);
 }
 
+/// Half precision beside float32, which some kernels read together.
+inline bool is_mixed(at::ScalarType a, at::ScalarType b) {
+  return (is_half(a) && b == at::kFloat) || (a == at::kFloat && is_half(b));
+}
+
+/// As check_like(), but allows half precision beside float32.
+inline void check_like_or_mixed(const char* op, const char* name, const at::Tensor& tensor,
+                                const char* name_of_x, const at::Tensor& x) {
+  check_tensor(op, name, tensor);
+  check_same_device(op, name, tensor, name_of_x, x);
+  if (!is_mixed(tensor.scalar_type(), x.scalar_type()))
+    check_same_dtype(op, name, tensor, name_of_x, x);
+  check_same_shape(op, name, tensor, name_of_x, x);
+}
+
 /// Checks for `least` to `most` dimensions; `what` describes them: "[rows, columns]".
 inline void check_rank(const char* op, const char* name, const at::Tensor& tensor, int64_t least,
                        int64_t most, const char* what) {

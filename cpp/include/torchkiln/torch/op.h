@@ -31,6 +31,8 @@
 //       static constexpr bool kTakesNumbers = true;         // tensors may be wrapped numbers
 //       static constexpr std::array<size_t, 2> kPromotedBy{0, 1};
 //           // if these arguments have two floating dtypes, all tensors are cast to the wider one
+//       static constexpr std::array<size_t, 2> kReadsMixed{0, 1};
+//           // except these, if the dtypes are float32 and half precision: the kernels read both
 //       static std::optional<Tensor> rewritten(...);        // the result, if other calls give it
 
 #include <ATen/ATen.h>
@@ -251,14 +253,41 @@ template <class Op>
 constexpr bool kPromotes<Op, std::void_t<decltype(Op::kPromotedBy)>> = true;
 
 template <class Op, class = void>
+constexpr bool kHasMixed = false;
+template <class Op>
+constexpr bool kHasMixed<Op, std::void_t<decltype(Op::kReadsMixed)>> = true;
+
+/// Whether the kernels read argument `index` of the op in half precision beside float32.
+template <class Op>
+constexpr bool is_read_mixed(size_t index) {
+  if constexpr (kHasMixed<Op>) {
+    for (const size_t each : Op::kReadsMixed)
+      if (each == index) return true;
+  }
+  return false;
+}
+
+template <class Op, class = void>
 constexpr bool kIsRewritten = false;
 template <class Op>
 constexpr bool kIsRewritten<Op, std::void_t<decltype(Op::rewritten)>> = true;
 
-/// The common dtype of the two arguments that decide it, or null if they have one dtype or a dtype
-/// that the op's checks reject.
+/// How arguments of two floating dtypes are brought together.
+struct Promotion {
+  at::ScalarType dtype = at::ScalarType::Undefined;
+  bool reads_mixed = false;  // the arguments of kReadsMixed keep their dtypes
+
+  template <class Op>
+  bool casts(size_t index, at::ScalarType argument) const {
+    return is_supported_dtype(argument) && c10::elementSize(argument) < c10::elementSize(dtype) &&
+           !(reads_mixed && is_read_mixed<Op>(index));
+  }
+};
+
+/// The promotion that a call needs, or null if no argument has to be cast. Dtypes that the op's
+/// checks reject are left alone.
 template <class Op, class... Args>
-std::optional<at::ScalarType> mixed_dtype(const Args&... args) {
+std::optional<Promotion> promotion_of(const Args&... args) {
   std::array<at::ScalarType, sizeof...(Args)> dtypes;
   size_t count = 0;
   const auto add = [&](const auto& value) {
@@ -273,19 +302,20 @@ std::optional<at::ScalarType> mixed_dtype(const Args&... args) {
   (add(args), ...);
   const at::ScalarType left = dtypes[Op::kPromotedBy[0]], right = dtypes[Op::kPromotedBy[1]];
   if (left == right || !is_supported_dtype(left) || !is_supported_dtype(right)) return std::nullopt;
-  return at::promote_types(left, right);
+  const Promotion promotion{at::promote_types(left, right), is_mixed(left, right)};
+  for (size_t i = 0; i < sizeof...(Args); ++i)
+    if (promotion.casts<Op>(i, dtypes[i])) return promotion;
+  return std::nullopt;
 }
 
-/// The argument, cast to `dtype` if it is a tensor of a narrower floating dtype.
-template <class T>
-T promoted(const T& value, at::ScalarType dtype) {
+/// Argument `index` of an op, cast if the promotion asks for it.
+template <class Op, class T>
+T promoted(size_t index, const T& value, const Promotion& promotion) {
   const auto cast = [&](const at::Tensor& tensor) {
-    const bool narrower = is_supported_dtype(tensor.scalar_type()) &&
-                          c10::elementSize(tensor.scalar_type()) < c10::elementSize(dtype);
-    if (!narrower) return tensor;
-    trace::note("cast: ", dtype_name(tensor.scalar_type()), " to ", dtype_name(dtype),
+    if (!promotion.casts<Op>(index, tensor.scalar_type())) return tensor;
+    trace::note("cast: ", dtype_name(tensor.scalar_type()), " to ", dtype_name(promotion.dtype),
                 ", the dtype of another argument");
-    return tensor.to(dtype);
+    return tensor.to(promotion.dtype);
   };
   if constexpr (std::is_same_v<T, at::Tensor>) {
     return value.defined() ? cast(value) : value;
@@ -345,10 +375,20 @@ auto record_all(const Below& below, const Args&... args) {
 
 template <class Op, auto function, class R, class... Args>
 struct Entry<Op, function, R (*)(Args...)> {
+  template <class Body, size_t... I>
+  static R with_promoted(const Body& body, const Promotion& promotion, std::index_sequence<I...>,
+                         const SchemaType<Args>&... args) {
+    return body(promoted<Op>(I, args, promotion)...);
+  }
+
   static R call(SchemaType<Args>... args) {
     if constexpr (kPromotes<Op>) {
-      if (const auto dtype = mixed_dtype<Op>(args...))
-        return function(detail::read<Args>(name_of_op<Op>(), promoted(args, *dtype))...);
+      if (const auto promotion = promotion_of<Op>(args...)) {
+        const auto with = [&](const auto&... all) {
+          return function(detail::read<Args>(name_of_op<Op>(), all)...);
+        };
+        return with_promoted(with, *promotion, std::index_sequence_for<Args...>{}, args...);
+      }
     }
     if constexpr (kIsRewritten<Op>) {
       if (auto result = Op::rewritten(detail::read<Args>(name_of_op<Op>(), args)...))
@@ -360,8 +400,10 @@ struct Entry<Op, function, R (*)(Args...)> {
   /// The function for the key Autograd.
   static R autograd(c10::DispatchKeySet keys, SchemaType<Args>... args) {
     if constexpr (kPromotes<Op>) {  // autograd records the casts
-      if (const auto dtype = mixed_dtype<Op>(args...))
-        return torchkiln::call<Op>(promoted(args, *dtype)...);
+      if (const auto promotion = promotion_of<Op>(args...)) {
+        const auto with = [](const auto&... all) { return torchkiln::call<Op>(all...); };
+        return with_promoted(with, *promotion, std::index_sequence_for<Args...>{}, args...);
+      }
     }
     if constexpr (kIsRewritten<Op>) {
       if (auto result = Op::rewritten(detail::read<Args>(name_of_op<Op>(), args)...))

@@ -10,7 +10,8 @@ namespace torchkiln {
 ///   q[c] = weight[c] * ((1 - label_smoothing) * p[c] + label_smoothing / classes)
 struct ClassTarget {
   const int64_t* index;       // [rows]; null if probabilities are given
-  const void* probabilities;  // [rows, classes] of the logits' dtype; null if classes are given
+  const void* probabilities;  // [rows, classes]; null if classes are given
+  Dtype probabilities_dtype;  // that of the logits, or half precision and float32 together
   int64_t probabilities_row_stride;
   const void* weight;    // [classes] of the compute type; null for ones
   int64_t ignore_index;  // rows of this class are ignored

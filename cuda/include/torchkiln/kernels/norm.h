@@ -14,7 +14,7 @@ namespace torchkiln {
 /// with rstd = 1 / sqrt(mean of (z - mean)^2 + eps), and mean = 0 for RMS norm.
 struct Norm {
   const void* x;         // [rows, columns], columns adjacent
-  const void* residual;  // like x; null if there is none
+  const void* residual;  // as x; null if there is none
   const void* weight;    // [columns], contiguous; null for ones, without weight_offset
   const void* bias;      // [columns], contiguous; null for zeros
   void* y;               // [rows, columns], contiguous
@@ -22,7 +22,8 @@ struct Norm {
                          // normalized; null without a residual
   void* mean;            // [rows] of the compute type; null for RMS norm or if not wanted
   void* rstd;            // [rows] of the compute type; null if not wanted
-  Dtype dtype;           // of x, residual, y and sum
+  Dtype dtype;           // of x, y and sum
+  Dtype residual_dtype;  // dtype, or half precision beside float32
   Dtype weight_dtype;    // of weight and bias: dtype, or float32 beside half precision
   bool centered;         // layer norm; else RMS norm
   double eps;

@@ -222,6 +222,9 @@ def inputs(kind: Kind, device: torch.device, dtype: torch.dtype) -> Iterator[Sam
         if kind.residual:
             x, residual, *others = arguments(kind, (9, 21), device, dtype)
             yield Sample("float32 residual", (x, residual.float(), *others), eps)
+            yield Sample("float32 x", (x.float(), residual, *others), eps)
+            x, residual, *others = arguments(kind, (9, 64), device, dtype, owned=torch.float32)
+            yield Sample("float32 residual in vectors", (x, residual.float(), *others), eps)
 
 
 def grown(kind: Kind, sample: Sample) -> Sample:
