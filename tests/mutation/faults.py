@@ -155,7 +155,7 @@ CPU = (
         *("causal mask one short", "cpu", "cpp/cpu/detail/row_mask.h"),
         "std::min(length_, row_ % mask_.queries + 1);",
         "std::min(length_, row_ % mask_.queries);",
-        *("softmax", "values@float32", "cpp/cpu/softmax.cpp"),
+        *("softmax", "values@float32", "cpp/cpu/softmax/forward.cpp"),
     ),
     Fault(
         *("random numbers of another place", "cpu", "cpp/cpu/dropout.cpp"),
