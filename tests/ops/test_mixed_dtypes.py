@@ -49,7 +49,8 @@ PAIRS = {
 
 def casts(call: Callable[[], object]) -> list[str]:
     """The copies to another dtype that a call makes."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    kind = torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[kind], acc_events=True) as profile:
         call()
     return [event.name for event in profile.events() if event.name == "aten::_to_copy"]
 

@@ -2,6 +2,8 @@
 
 // Temporary memory for one call, from torch's allocator for the device.
 
+#include <ATen/Context.h>
+#include <ATen/Functions.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/Device.h>
 #include <c10/core/DeviceGuard.h>
@@ -21,6 +23,14 @@ class Workspace {
     if (bytes == 0) return;
     const c10::OptionalDeviceGuard guard(device);
     memory_ = c10::GetAllocator(device.type())->allocate(bytes);
+    // As torch fills new tensors under torch.use_deterministic_algorithms(), so that tests see a
+    // kernel that reads what no other has written.
+    const at::Context& context = at::globalContext();
+    if (context.deterministicAlgorithms() && context.deterministicFillUninitializedMemory()) {
+      constexpr int kNan = 0xff;  // in each byte
+      at::from_blob(data(), {static_cast<int64_t>(bytes)}, at::device(device).dtype(at::kByte))
+          .fill_(kNan);
+    }
   }
 
   /// Aligned to at least 16 bytes (512 on a GPU); null for 0 bytes.
