@@ -91,6 +91,22 @@ bool read_target(const ClassTarget& target, int64_t row, int64_t classes, int64_
   return index >= 0 && index < classes;
 }
 
+/// 1 if no logit exceeds logits[index], else 0, as it is if there is a NaN.
+template <class T>
+Compute<T> is_largest(const T* logits, int64_t classes, int64_t index) {
+  using C = Compute<T>;
+  C own;
+  widen_run(&own, logits + index, /*stride=*/1, 1);
+  C buffer[kPiece];
+  int64_t larger = 0;
+  for (int64_t at = 0; at < classes; at += kPiece) {
+    const int64_t count = std::min(kPiece, classes - at);
+    widen_run(buffer, logits + at, /*stride=*/1, count);
+    for (int64_t i = 0; i < count; ++i) larger += !(buffer[i] <= own);
+  }
+  return larger == 0 ? C(1) : C(0);
+}
+
 template <class T>
 void row_loss(const CrossEntropy& p, const Distribution<T>& distribution, int64_t row,
               int64_t index) {
@@ -146,6 +162,7 @@ void row_loss(const CrossEntropy& p, const Distribution<T>& distribution, int64_
   static_cast<C*>(p.mass)[row] =
       static_cast<C>((mass + 2 * p.z_loss * w * log_sum_exp) * correction);
   static_cast<C*>(p.target_weight)[row] = static_cast<C>(w);
+  if (p.correct != nullptr) static_cast<C*>(p.correct)[row] = is_largest(logits, p.classes, index);
 }
 
 template <class T>
@@ -156,8 +173,8 @@ Status losses(const CrossEntropy& p, int64_t begin, int64_t end) {
     int64_t index;
     if (!read_target(p.target, row, p.classes, index)) return kOutOfRange;
     if (index == kIgnored) {
-      for (void* out : {p.loss, p.log_sum_exp, p.mass, p.target_weight})
-        static_cast<C*>(out)[row] = C(0);
+      for (void* out : {p.loss, p.log_sum_exp, p.mass, p.target_weight, p.correct})
+        if (out != nullptr) static_cast<C*>(out)[row] = C(0);
     } else {
       row_loss(p, distribution, row, index);
     }

@@ -16,7 +16,13 @@ from torchkiln import _C
 
 OPS = [name for name in torchkiln.__all__ if hasattr(_C, name)]
 COMPOSED = {"geglu"}  # a Python function that chooses between two ops
-BESIDE = {"add": ["alpha"], "gelu": ["approximate"], "relu": ["inplace"], "silu": ["inplace"]}
+BESIDE = {
+    "add": ["alpha"],
+    "cross_entropy": ["return_z_loss", "return_accuracy"],
+    "gelu": ["approximate"],
+    "relu": ["inplace"],
+    "silu": ["inplace"],
+}
 """Arguments that the Python function has beside those of the schema."""
 
 

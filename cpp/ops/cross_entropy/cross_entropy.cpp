@@ -4,6 +4,7 @@
 
 #include "cross_entropy/composite.h"
 #include "cross_entropy/kernel.h"
+#include "cross_entropy/metrics.h"
 #include "torchkiln/torch/empty.h"
 #include "torchkiln/torch/ops.h"
 
@@ -21,6 +22,7 @@ struct Options {
   MaybeDtype dtype;
   bool check_target;
   bool inplace_backward;
+  bool accuracy = false;  // the state has whether each target class has the largest logit
 };
 
 /// `dtype`, or that of the wider one of logits and probabilities.
@@ -41,11 +43,13 @@ void check_classes_if_asked(const Tensor& logits, const Tensor& target, const Lo
 Two forward_outputs(const Tensor& logits, const Tensor& target, const LossCall& call,
                     const Options& options) {
   check_loss(kName, logits, target, call, options.dtype);
+  TORCH_CHECK(!options.accuracy || target.scalar_type() == at::kLong, "torchkiln.", kName,
+              ": return_accuracy: got True beside probabilities, expected it with int64 classes");
   const auto with = [&](at::ScalarType dtype) { return logits.options().dtype(dtype); };
-  return {
-      empty_of(loss_shape(logits, call.reduction),
-               with(dtype_of_loss(logits, target, options.dtype))),
-      empty_of({state_size(logits, call.reduction)}, with(compute_dtype(logits.scalar_type())))};
+  return {empty_of(loss_shape(logits, call.reduction),
+                   with(dtype_of_loss(logits, target, options.dtype))),
+          empty_of({state_size(logits, call.reduction, options.accuracy)},
+                   with(compute_dtype(logits.scalar_type())))};
 }
 
 Two forward(const Tensor& logits, const Tensor& target, const LossCall& call,
@@ -59,7 +63,7 @@ Two forward(const Tensor& logits, const Tensor& target, const LossCall& call,
   }
   const bool direct = each && loss.scalar_type() == state.scalar_type();
   const Tensor losses = direct ? loss : at::empty({row_count(logits)}, state.options());
-  run_forward(kName, logits, target, call, losses, state);
+  run_forward(kName, logits, target, call, losses, state, options.accuracy);
   if (each && !direct) loss.copy_(losses.view(loss.sizes()));
   if (!each) run_sum(kName, logits, call, losses, state, loss);
   return {loss, state};
@@ -68,16 +72,16 @@ Two forward(const Tensor& logits, const Tensor& target, const LossCall& call,
 template <Two (*function)(const Tensor&, const Tensor&, const LossCall&, const Options&)>
 Two of_forward(const Tensor& logits, const Tensor& target, const MaybeTensor& weight,
                int64_t ignore_index, LossReduction reduction, double label_smoothing, double z_loss,
-               MaybeDtype dtype, bool check_target) {
+               MaybeDtype dtype, bool check_target, bool accuracy) {
   return function(logits, target, {weight, ignore_index, reduction, label_smoothing, z_loss},
-                  {dtype, check_target, /*inplace_backward=*/false});
+                  {dtype, check_target, /*inplace_backward=*/false, accuracy});
 }
 
 struct Forward {
   static constexpr const char* kSchema =
       "torchkiln::cross_entropy_forward(Tensor logits, Tensor target, Tensor? weight, "
       "int ignore_index, str reduction, float label_smoothing, float z_loss, ScalarType? dtype, "
-      "bool check_target) -> (Tensor, Tensor)";
+      "bool check_target, bool accuracy=False) -> (Tensor, Tensor)";
   static constexpr auto meta = of_forward<forward_outputs>;
   static constexpr auto kernel = of_forward<forward>;
 };
@@ -101,11 +105,11 @@ void check_backward(const Tensor& grad, const Tensor& logits, const Tensor& targ
               ", the shape of the loss");
   const c10::SymInt size = state_size(logits, call.reduction);
   const at::ScalarType compute = compute_dtype(logits.scalar_type());
-  TORCH_CHECK(state.scalar_type() == compute && state.dim() == 1 && state.sym_size(0) == size &&
-                  state.is_contiguous(),
-              "torchkiln.", kBackward, ": state: got ", dtype_name(state.scalar_type()), " ",
-              state.sym_sizes(), ", expected that of the forward, ", dtype_name(compute), " [",
-              size, "]");
+  const bool fits = state.dim() == 1 && (state.sym_size(0) == size ||
+                                         state.sym_size(0) == size + sym_row_count(logits));
+  TORCH_CHECK(state.scalar_type() == compute && fits && state.is_contiguous(), "torchkiln.",
+              kBackward, ": state: got ", dtype_name(state.scalar_type()), " ", state.sym_sizes(),
+              ", expected that of the forward, ", dtype_name(compute), " [", size, "]");
 }
 
 struct Backward {
@@ -238,11 +242,12 @@ Tensor composite(const Tensor& logits, const Tensor& target, const LossCall& cal
   return composite_loss(logits, target, call, dtype_of_loss(logits, target, options.dtype));
 }
 
-Tensor recorded_loss(const Below& below, const Tensor& logits, const Tensor& target,
+/// The recorded loss and its state.
+Two recorded_forward(const Below& below, const Tensor& logits, const Tensor& target,
                      const LossCall& call, const Options& options) {
-  auto [loss, state] =
-      below.call<Forward>(logits, target, call.weight, call.ignore_index, call.reduction,
-                          call.label_smoothing, call.z_loss, options.dtype, options.check_target);
+  auto [loss, state] = below.call<Forward>(logits, target, call.weight, call.ignore_index,
+                                           call.reduction, call.label_smoothing, call.z_loss,
+                                           options.dtype, options.check_target, options.accuracy);
   TORCH_CHECK(!(call.weight.has_value() && call.weight->requires_grad()), "torchkiln.", kName,
               ": weight: got a tensor that requires a gradient, expected one that does not: the "
               "loss has none with respect to class weights; pass weight.detach()");
@@ -253,7 +258,7 @@ Tensor recorded_loss(const Below& below, const Tensor& logits, const Tensor& tar
   }
   LossCall numbers = call;
   numbers.weight = std::nullopt;  // saved by keep() instead
-  return record(
+  Tensor recorded = record(
       kName, {logits, target}, loss, keep(logits, target, state, tensor_or_undefined(call.weight)),
       [numbers, version, dtype = loss.scalar_type(), in_place = options.inplace_backward](
           const Incoming& in, const Kept<4>& kept) mutable {
@@ -282,6 +287,7 @@ Tensor recorded_loss(const Below& below, const Tensor& logits, const Tensor& tar
         }
         return variable_list{of_logits, of_target};
       });
+  return {recorded, state};
 }
 
 /// Adapts a function on LossCall and Options to the arguments of the schema.
@@ -291,6 +297,17 @@ Tensor of_op(const Tensor& logits, const Tensor& target, const MaybeTensor& weig
              MaybeDtype dtype, bool check_target, bool inplace_backward, std::optional<double>) {
   return function(logits, target, {weight, ignore_index, reduction, label_smoothing, z_loss},
                   {dtype, check_target, inplace_backward});
+}
+
+/// The logits with a softcap, which is applied with torch's ops, in the compute dtype.
+Tensor capped(const Tensor& logits, double softcap) {
+  TORCH_CHECK_VALUE(softcap > 0, "torchkiln.", kName, ": softcap: got ", softcap,
+                    ", expected a number greater than 0, or None");
+  trace::note("passes more: the softcap is applied before the loss");
+  return at::tanh(logits.to(compute_dtype(logits.scalar_type())) / softcap) * softcap;
+}
+MaybeTensor widened(const MaybeTensor& weight, const Tensor& logits) {
+  return weight.has_value() ? MaybeTensor(weight->to(compute_dtype(logits.scalar_type()))) : weight;
 }
 
 struct Op {
@@ -309,9 +326,9 @@ struct Op {
                          const MaybeTensor& weight, int64_t ignore_index, LossReduction reduction,
                          double label_smoothing, double z_loss, MaybeDtype dtype, bool check_target,
                          bool inplace_backward, std::optional<double>) {
-    return recorded_loss(below, logits, target,
-                         {weight, ignore_index, reduction, label_smoothing, z_loss},
-                         {dtype, check_target, inplace_backward});
+    return std::get<0>(recorded_forward(below, logits, target,
+                                        {weight, ignore_index, reduction, label_smoothing, z_loss},
+                                        {dtype, check_target, inplace_backward}));
   }
 
   /// The loss of half-precision logits is float32 unless a dtype is given; the logits are not cast.
@@ -325,7 +342,6 @@ struct Op {
                     check_target, inplace_backward, softcap);
   }
 
-  /// A softcap is applied with torch's ops, in the compute dtype.
   static std::optional<Tensor> rewritten(const Tensor& logits, const Tensor& target,
                                          const MaybeTensor& weight, int64_t ignore_index,
                                          LossReduction reduction, double label_smoothing,
@@ -334,21 +350,97 @@ struct Op {
     if (!softcap.has_value()) return std::nullopt;
     check_loss(kName, logits, target, {weight, ignore_index, reduction, label_smoothing, z_loss},
                dtype);
-    TORCH_CHECK_VALUE(*softcap > 0, "torchkiln.", kName, ": softcap: got ", *softcap,
-                      ", expected a number greater than 0, or None");
-    trace::note("passes more: the softcap is applied before the loss");
-    const at::ScalarType compute = compute_dtype(logits.scalar_type());
-    const Tensor capped = at::tanh(logits.to(compute) / *softcap) * *softcap;
-    const MaybeTensor wide = weight.has_value() ? MaybeTensor(weight->to(compute)) : weight;
-    return call<Op>(capped, target, wide, ignore_index, reduction, label_smoothing, z_loss,
-                    dtype_of_loss(logits, target, dtype), check_target, inplace_backward,
-                    std::nullopt);
+    return call<Op>(capped(logits, *softcap), target, widened(weight, logits), ignore_index,
+                    reduction, label_smoothing, z_loss, dtype_of_loss(logits, target, dtype),
+                    check_target, inplace_backward, std::nullopt);
+  }
+};
+
+// ---- the op with numbers for the log of a training run ----
+
+using Three = std::tuple<Tensor, Tensor, Tensor>;
+
+struct WithMetrics {
+  static constexpr const char* kSchema =
+      "torchkiln::cross_entropy_with_metrics(Tensor logits, Tensor target, Tensor? weight=None, *, "
+      "int ignore_index=-100, str reduction='mean', float label_smoothing=0.0, float z_loss=0.0, "
+      "ScalarType? dtype=None, bool check_target=False, bool inplace_backward=False, "
+      "float? softcap=None, bool accuracy=False) -> (Tensor, Tensor, Tensor)";
+  static constexpr std::array<size_t, 2> kPromotedBy = Op::kPromotedBy;
+  static constexpr std::array<size_t, 2> kReadsMixed = Op::kReadsMixed;
+
+  static Three with(const Two& outputs, const Tensor& logits, const Tensor& target,
+                    const LossCall& call, bool accuracy) {
+    const auto& [loss, state] = outputs;
+    const at::NoGradGuard without_gradients;
+    const auto [z, correct] =
+        reduced_metrics(metrics_of_state(logits, target, state, call, accuracy), loss, call);
+    return {loss, z, correct};
+  }
+
+  template <Two (*function)(const Tensor&, const Tensor&, const LossCall&, const Options&)>
+  static Three of(const Tensor& logits, const Tensor& target, const MaybeTensor& weight,
+                  int64_t ignore_index, LossReduction reduction, double label_smoothing,
+                  double z_loss, MaybeDtype dtype, bool check_target, bool inplace_backward,
+                  std::optional<double>, bool accuracy) {
+    const LossCall call{weight, ignore_index, reduction, label_smoothing, z_loss};
+    const Options options{dtype, check_target, inplace_backward, accuracy};
+    return with(function(logits, target, call, options), logits, target, call, accuracy);
+  }
+  static constexpr auto meta = of<forward_outputs>;
+  static constexpr auto kernel = of<forward>;
+
+  static Three composite(const Tensor& logits, const Tensor& target, const MaybeTensor& weight,
+                         int64_t ignore_index, LossReduction reduction, double label_smoothing,
+                         double z_loss, MaybeDtype dtype, bool check_target, bool inplace_backward,
+                         std::optional<double>, bool accuracy) {
+    const LossCall call{weight, ignore_index, reduction, label_smoothing, z_loss};
+    const Tensor loss = cross_entropy_ops::composite(
+        logits, target, call, {dtype, check_target, inplace_backward, accuracy});
+    const auto [z, correct] = reduced_metrics(
+        composite_metrics(logits.detach(), target, call, accuracy), loss.detach(), call);
+    return {loss, z, correct};
+  }
+
+  static Three recorded(const Below& below, const Tensor& logits, const Tensor& target,
+                        const MaybeTensor& weight, int64_t ignore_index, LossReduction reduction,
+                        double label_smoothing, double z_loss, MaybeDtype dtype, bool check_target,
+                        bool inplace_backward, std::optional<double>, bool accuracy) {
+    const LossCall call{weight, ignore_index, reduction, label_smoothing, z_loss};
+    const Options options{dtype, check_target, inplace_backward, accuracy};
+    return with(recorded_forward(below, logits, target, call, options), logits, target, call,
+                accuracy);
+  }
+
+  static Three autocast(const Autocast&, const Tensor& logits, const Tensor& target,
+                        const MaybeTensor& weight, int64_t ignore_index, LossReduction reduction,
+                        double label_smoothing, double z_loss, MaybeDtype dtype, bool check_target,
+                        bool inplace_backward, std::optional<double> softcap, bool accuracy) {
+    check_tensors(kName, {{"logits", logits}, {"target", target}});
+    if (is_half(logits.scalar_type()) && !dtype.has_value()) dtype = at::kFloat;
+    return call<WithMetrics>(logits, target, weight, ignore_index, reduction, label_smoothing,
+                             z_loss, dtype, check_target, inplace_backward, softcap, accuracy);
+  }
+
+  static std::optional<Three> rewritten(const Tensor& logits, const Tensor& target,
+                                        const MaybeTensor& weight, int64_t ignore_index,
+                                        LossReduction reduction, double label_smoothing,
+                                        double z_loss, MaybeDtype dtype, bool check_target,
+                                        bool inplace_backward, std::optional<double> softcap,
+                                        bool accuracy) {
+    if (!softcap.has_value()) return std::nullopt;
+    check_loss(kName, logits, target, {weight, ignore_index, reduction, label_smoothing, z_loss},
+               dtype);
+    return call<WithMetrics>(capped(logits, *softcap), target, widened(weight, logits),
+                             ignore_index, reduction, label_smoothing, z_loss,
+                             dtype_of_loss(logits, target, dtype), check_target, inplace_backward,
+                             std::nullopt, accuracy);
   }
 };
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(torchkiln, m) { define<Forward, Backward, Op>(m); }
+TORCH_LIBRARY_FRAGMENT(torchkiln, m) { define<Forward, Backward, Op, WithMetrics>(m); }
 
 }  // namespace torchkiln::cross_entropy_ops
 

@@ -29,11 +29,17 @@ inline int64_t row_count(const at::Tensor& logits) {
   return logits.numel() / logits.size(class_dim(logits));
 }
 
+inline c10::SymInt sym_row_count(const at::Tensor& logits) {
+  return logits.sym_numel() / logits.sym_size(class_dim(logits));
+}
+
 /// The size of the state that backward needs, one tensor of the compute dtype: log-sum-exp of all
-/// rows, mass of all rows, target weight of all rows and, for a mean, its divisor.
-inline c10::SymInt state_size(const at::Tensor& logits, LossReduction reduction) {
-  const c10::SymInt rows = logits.sym_numel() / logits.sym_size(class_dim(logits));
-  return rows * 3 + (reduction == LossReduction::mean ? 1 : 0);
+/// rows, mass of all rows, target weight of all rows and, for a mean, its divisor. If `accuracy` is
+/// wanted, whether the target class has the largest logit, of all rows, follows.
+inline c10::SymInt state_size(const at::Tensor& logits, LossReduction reduction,
+                              bool accuracy = false) {
+  const c10::SymInt mean = reduction == LossReduction::mean ? 1 : 0;
+  return sym_row_count(logits) * (accuracy ? 4 : 3) + mean;
 }
 
 struct RowState {
@@ -41,13 +47,16 @@ struct RowState {
   void* mass;
   void* target_weight;
   void* divisor;  // null unless mean
+  void* correct;  // of a state with accuracy
 };
 
 inline RowState row_state(const at::Tensor& state, int64_t rows, LossReduction reduction) {
   char* first = static_cast<char*>(state.data_ptr());
   const int64_t bytes = rows * static_cast<int64_t>(state.element_size());
   const bool mean = reduction == LossReduction::mean;
-  return {first, first + bytes, first + 2 * bytes, mean ? first + 3 * bytes : nullptr};
+  char* last = first + 3 * bytes;
+  return {first, first + bytes, first + 2 * bytes, mean ? last : nullptr,
+          mean ? last + state.element_size() : last};
 }
 
 /// The tensor under torch.func.vmap's batch wrappers.
@@ -100,7 +109,8 @@ inline int64_t row_grain(int64_t classes) { return std::max<int64_t>((1 << 13) /
 
 /// Computes the loss and the state of each row.
 inline void run_forward(const char* op, const at::Tensor& logits, const at::Tensor& target,
-                        const LossCall& call, const at::Tensor& losses, const at::Tensor& state) {
+                        const LossCall& call, const at::Tensor& losses, const at::Tensor& state,
+                        bool accuracy) {
   const MaybeCopy logit_rows = class_rows(logits);
   const at::Tensor& rows = *logit_rows;
   const TargetView view = view_target(target, call, state.scalar_type());
@@ -117,6 +127,7 @@ inline void run_forward(const char* op, const at::Tensor& logits, const at::Tens
   arguments.log_sum_exp = kept.log_sum_exp;
   arguments.mass = kept.mass;
   arguments.target_weight = kept.target_weight;
+  if (accuracy) arguments.correct = kept.correct;
   std::atomic<const char*> error{nullptr};  // from CPU threads, without the bad value
   launch(
       op, rows, arguments.rows, row_grain(arguments.classes),

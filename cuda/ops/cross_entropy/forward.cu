@@ -142,6 +142,9 @@ __global__ void __launch_bounds__(kLossThreads, 4)
   static_cast<C*>(p.log_sum_exp)[row] = log_sum_exp;
   static_cast<C*>(p.mass)[row] = ignored ? C(0) : mass;
   static_cast<C*>(p.target_weight)[row] = target.weight;
+  if (p.correct == nullptr) return;
+  const bool correct = !ignored && convert<C>(logits[target.index]) >= values[0];
+  static_cast<C*>(p.correct)[row] = correct ? C(1) : C(0);
 }
 
 constexpr int kSumThreads = 1024;

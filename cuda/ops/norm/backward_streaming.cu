@@ -3,8 +3,10 @@
 #include "backward_streaming.cuh"
 
 namespace torchkiln::cuda::norm_gradients {
+
 template Status stream<float>(const NormBackward&, Alignment, const StreamPlan&, Allocate,
                               CUstream_st*);
 template Status stream<double>(const NormBackward&, Alignment, const StreamPlan&, Allocate,
                                CUstream_st*);
+
 }  // namespace torchkiln::cuda::norm_gradients

@@ -1,5 +1,7 @@
 #include "forward.cuh"
 
 namespace torchkiln::cuda {
+
 template Status norm_rows_of<__half>(const Norm&, Alignment, CUstream_st*);
-}
+
+}  // namespace torchkiln::cuda

@@ -22,6 +22,8 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         check_target: whether to validate the target first, which waits for the GPU.
         inplace_backward: whether backward writes the gradient into the memory of the logits.
         softcap: the bound of ``softcap * tanh(logits / softcap)``, or None.
+        return_z_loss: whether to return the z-loss after the loss.
+        return_accuracy: whether to return the accuracy after them.
 
     Shape:
         logits ``[classes]``, ``[rows, classes]`` or ``[rows, classes, ...]``. The target has this
@@ -42,6 +44,8 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         check_target: bool = False,
         inplace_backward: bool = False,
         softcap: float | None = None,
+        return_z_loss: bool = False,
+        return_accuracy: bool = False,
     ) -> None:
         super().__init__(
             weight,
@@ -54,9 +58,11 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         self.check_target = check_target
         self.inplace_backward = inplace_backward
         self.softcap = softcap
+        self.return_z_loss = return_z_loss
+        self.return_accuracy = return_accuracy
 
-    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
-        """Returns the loss."""
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor | tuple[Tensor, ...]:  # type: ignore[override]
+        """Returns the loss, followed by what else was asked for."""
         return cross_entropy(
             logits,
             target,
@@ -69,6 +75,8 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
             check_target=self.check_target,
             inplace_backward=self.inplace_backward,
             softcap=self.softcap,
+            return_z_loss=self.return_z_loss,
+            return_accuracy=self.return_accuracy,
         )
 
     def extra_repr(self) -> str:
@@ -77,5 +85,6 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
             f"ignore_index={self.ignore_index}, reduction={self.reduction!r}, "
             f"label_smoothing={self.label_smoothing}, z_loss={self.z_loss}, dtype={self.dtype}, "
             f"check_target={self.check_target}, inplace_backward={self.inplace_backward}, "
-            f"softcap={self.softcap}"
+            f"softcap={self.softcap}, return_z_loss={self.return_z_loss}, "
+            f"return_accuracy={self.return_accuracy}"
         )

@@ -1,5 +1,7 @@
 """Cross-entropy of logits and classes or probabilities."""
 
+from typing import Literal, overload
+
 import torch
 from torch import Tensor
 
@@ -7,7 +9,7 @@ from torchkiln import _C
 from torchkiln.ops.eager import eager
 
 
-@eager(_C.cross_entropy, input="logits")
+@overload
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
@@ -21,7 +23,43 @@ def cross_entropy(
     check_target: bool = False,
     inplace_backward: bool = False,
     softcap: float | None = None,
-) -> Tensor:
+    return_z_loss: Literal[False] = False,
+    return_accuracy: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    dtype: torch.dtype | None = None,
+    check_target: bool = False,
+    inplace_backward: bool = False,
+    softcap: float | None = None,
+    return_z_loss: bool = False,
+    return_accuracy: bool = False,
+) -> Tensor | tuple[Tensor, ...]: ...
+@eager(_C.cross_entropy, beside=("return_z_loss", "return_accuracy"), input="logits")
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    dtype: torch.dtype | None = None,
+    check_target: bool = False,
+    inplace_backward: bool = False,
+    softcap: float | None = None,
+    return_z_loss: bool = False,
+    return_accuracy: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """Returns the cross-entropy of ``logits`` and ``target``, per row or reduced.
 
     The loss of a row is ``sum(q * (lse - logits)) + z_loss * w * lse**2``, with sums over the
@@ -67,7 +105,29 @@ def cross_entropy(
             new tensor.
         softcap: a number greater than 0: the loss is that of ``softcap * tanh(logits / softcap)``.
             The capped logits are a tensor of their own, float32 for half precision.
+        return_z_loss: whether to return ``(loss, z_loss)``, with the part of the loss that
+            ``z_loss`` adds, reduced as the loss. It has no gradient of its own.
+        return_accuracy: whether to return ``(loss, accuracy)``, or ``(loss, z_loss, accuracy)``:
+            1 for each row with no logit above that of the target class, else 0, reduced as the
+            loss; the mean is that of the rows that are not ignored. Needs class indices. Neither
+            reads the logits again.
     """
+    if return_z_loss or return_accuracy:
+        loss, z, accuracy = torch.ops.torchkiln.cross_entropy_with_metrics.default(
+            logits,
+            target,
+            weight,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            dtype=dtype,
+            check_target=check_target,
+            inplace_backward=inplace_backward,
+            softcap=softcap,
+            accuracy=return_accuracy,
+        )
+        return (loss, *([z] if return_z_loss else []), *([accuracy] if return_accuracy else []))
     return torch.ops.torchkiln.cross_entropy.default(
         logits,
         target,

@@ -37,6 +37,8 @@ struct CrossEntropy {
   void* log_sum_exp;    // [rows]
   void* mass;           // [rows]: the factor of exp(logits - log_sum_exp) in the gradient
   void* target_weight;  // [rows]: w
+  void* correct;  // [rows]: 1 if no logit exceeds that of the target class, else 0; null if not
+                  // wanted
 };
 
 /// grad_logits = scale * (mass * exp(logits - log_sum_exp) - q), 0 if the row is ignored; scale is

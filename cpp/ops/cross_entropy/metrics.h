@@ -1,0 +1,61 @@
+#pragma once
+
+// Numbers beside the loss, for the log of a training run.
+
+#include "cross_entropy/composite.h"
+#include "cross_entropy/kernel.h"
+#include "torchkiln/torch/empty.h"
+
+namespace torchkiln {
+
+/// One number per row each, in any shape.
+struct RowMetrics {
+  at::Tensor log_sum_exp;
+  at::Tensor weight;   // of the target class, 0 if the row is ignored
+  at::Tensor ignored;  // undefined with probabilities
+  at::Tensor correct;  // whether the target class has the largest logit; undefined if not wanted
+};
+
+/// From the state that backward saves: the logits are not read again.
+inline RowMetrics metrics_of_state(const at::Tensor& logits, const at::Tensor& target,
+                                   const at::Tensor& state, const LossCall& call, bool accuracy) {
+  const c10::SymInt rows = sym_row_count(logits);
+  const int64_t divisors = call.reduction == LossReduction::mean ? 1 : 0;
+  RowMetrics metrics;
+  metrics.log_sum_exp = state.narrow_symint(0, 0, rows);
+  metrics.weight = state.narrow_symint(0, rows * 2, rows);
+  if (target.scalar_type() == at::kLong)
+    metrics.ignored = target.reshape({-1}).eq(call.ignore_index);
+  if (accuracy) metrics.correct = state.narrow_symint(0, rows * 3 + divisors, rows);
+  return metrics;
+}
+
+/// With torch's own ops.
+inline RowMetrics composite_metrics(const at::Tensor& logits, const at::Tensor& target,
+                                    const LossCall& call, bool accuracy) {
+  const WideLoss wide = widen(logits, target, call);
+  RowMetrics metrics{wide.log_sum_exp, wide.row_weight, wide.ignored, at::Tensor()};
+  if (!accuracy) return metrics;
+  const at::Tensor own = wide.logits.gather(-1, wide.index.unsqueeze(-1)).squeeze(-1);
+  metrics.correct = own.ge(wide.logits.amax(-1)).logical_and(wide.ignored.logical_not());
+  metrics.correct = metrics.correct.to(wide.logits.scalar_type());
+  return metrics;
+}
+
+/// The z-loss and the accuracy, reduced as the loss; the mean of the accuracy is that of the rows
+/// that are not ignored.
+inline std::array<at::Tensor, 2> reduced_metrics(const RowMetrics& metrics, const at::Tensor& loss,
+                                                 const LossCall& call) {
+  const auto reduced = [&](const at::Tensor& each, const auto& count) {
+    if (call.reduction == LossReduction::none) return each.view_symint(loss.sym_sizes());
+    return call.reduction == LossReduction::mean ? each.sum() / count() : each.sum();
+  };
+  at::Tensor z = metrics.log_sum_exp.square() * metrics.weight * call.z_loss;
+  if (metrics.ignored.defined()) z = z.masked_fill(metrics.ignored, 0);
+  z = reduced(z, [&] { return metrics.weight.sum(); });
+  if (z.scalar_type() != loss.scalar_type()) z = z.to(loss.scalar_type());
+  if (!metrics.correct.defined()) return {z, no_output(z)};
+  return {z, reduced(metrics.correct, [&] { return metrics.ignored.logical_not().sum(); })};
+}
+
+}  // namespace torchkiln
