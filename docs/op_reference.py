@@ -65,6 +65,11 @@ NOTES = {
         beside="float32 weight and bias beside half precision",
         strides="any; evenly spaced rows are not copied",
     ),
+    "rope": Notes(
+        beside="float32 `cos` and `sin` beside half precision; int64 and int32 positions",
+        strides="any; a copy if the elements of a head are not adjacent; fewer than 2^31 tokens",
+        layout="without gaps, heads and tokens in the order of the input",
+    ),
     "softmax": Notes(strides="any; a mask broadcasts"),
     "cross_entropy": Notes(
         beside="float32 weight beside half precision; `dtype=` any of them",

@@ -58,6 +58,12 @@ Tensor cross_entropy(const Tensor& logits, const Tensor& target, const MaybeTens
                                    check_target, inplace_backward, softcap});
 }
 
+std::tuple<Tensor, Tensor> rope(const Tensor& q, const MaybeTensor& k, const Tensor& cos,
+                                const Tensor& sin, bool interleaved, const MaybeTensor& positions,
+                                std::optional<int64_t> partial, int64_t heads_dim, bool inverse) {
+  return torchkiln::rope(q, k, cos, sin, {interleaved, positions, partial, heads_dim, inverse});
+}
+
 Tensor spmm_csr(const Tensor& values, const Tensor& b, const Tensor& crow, const Tensor& col,
                 at::OptionalSymIntArrayRef shape, const MaybeTensor& transpose, bool check) {
   return torchkiln::spmm(values, b, crow, col, {shape, transpose, check});
@@ -89,6 +95,8 @@ PYBIND11_MODULE(_C, module) {
       "add_layer_norm", {"x", "residual", "normalized_shape", "weight", "bias", "eps"});
   ops.bind<&torchkiln::add_rms_norm>(
       "add_rms_norm", {"x", "residual", "normalized_shape", "weight", "eps", "offset"});
+  ops.bind<&rope>("rope", {"q", "k", "cos", "sin", "interleaved", "positions", "partial",
+                           "heads_dim", "inverse"});
   ops.bind<&cross_entropy>("cross_entropy", {"logits", "target", "weight", "ignore_index",
                                              "reduction", "label_smoothing", "z_loss", "dtype",
                                              "check_target", "inplace_backward", "softcap"});

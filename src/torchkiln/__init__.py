@@ -41,6 +41,7 @@ from torchkiln.ops.norm import (  # noqa: E402
 )
 from torchkiln.ops.pointwise import add, addcmul, muladd  # noqa: E402
 from torchkiln.ops.reduction import mean, sum  # noqa: E402
+from torchkiln.ops.rope import rope  # noqa: E402
 from torchkiln.ops.softmax import log_softmax, softmax  # noqa: E402
 from torchkiln.ops.spmm import csr_transpose, spmm, spmm_csr  # noqa: E402
 from torchkiln.trace import explain  # noqa: E402
@@ -88,6 +89,7 @@ __all__ = [
     "relu_",
     "require_torch",
     "rms_norm",
+    "rope",
     "scale_bias_relu",
     "sigmoid",
     "sigmoid_",

@@ -7,6 +7,7 @@ from torchkiln.nn.dropout import BiasDropoutAdd, DropoutAdd
 from torchkiln.nn.gated import GEGLU, SwiGLU
 from torchkiln.nn.matmul import Linear
 from torchkiln.nn.norm import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
+from torchkiln.nn.rope import RotaryEmbedding
 from torchkiln.nn.softmax import LogSoftmax, Softmax
 from torchkiln.nn.spmm import SparseLinear
 
@@ -24,6 +25,7 @@ __all__ = [
     "LogSoftmax",
     "RMSNorm",
     "ReLU",
+    "RotaryEmbedding",
     "ScaleBiasReLU",
     "SiLU",
     "Sigmoid",

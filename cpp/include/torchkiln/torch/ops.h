@@ -132,6 +132,25 @@ TORCHKILN_EXPORT at::Tensor log_softmax(const at::Tensor& x, int64_t dim, double
                                         bool causal = false,
                                         std::optional<at::ScalarType> dtype = std::nullopt);
 
+struct RopeOptions {
+  bool interleaved = false;             // pairs are (2i, 2i + 1), else (i, i + rotated / 2)
+  std::optional<at::Tensor> positions;  // of tokens, int64 or int32: rows of cos and sin
+  std::optional<int64_t> partial;       // elements of a head that are rotated; by default all
+  int64_t heads_dim = -3;               // or -2 for [..., tokens, heads, head_dim]
+  bool inverse = false;                 // rotates by the negative angles
+};
+
+/// Rotary embedding of q and k, [..., heads, tokens, head_dim], with any number of heads each: the
+/// pair (a, b) becomes (a cos - b sin, b cos + a sin). cos and sin are [tokens, pairs],
+/// [batch, tokens, pairs] or, with positions, a table [rows, pairs]; they may have each factor
+/// twice. Their dtype is q's, or float32 if q has half precision. A position outside of the table
+/// gives NaN. Without k the second result is empty.
+TORCHKILN_EXPORT std::tuple<at::Tensor, at::Tensor> rope(const at::Tensor& q,
+                                                         const std::optional<at::Tensor>& k,
+                                                         const at::Tensor& cos,
+                                                         const at::Tensor& sin,
+                                                         const RopeOptions& options = {});
+
 struct CrossEntropyOptions {
   std::optional<at::Tensor> weight;  // [classes], of the logits' dtype, or float32 for half logits
   int64_t ignore_index = -100;

@@ -1,0 +1,60 @@
+"""Rotary position embedding of queries and keys."""
+
+import torch
+from torch import Tensor
+
+from torchkiln import _C
+from torchkiln.ops.eager import eager
+
+
+@eager(_C.rope)
+def rope(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    interleaved: bool = False,
+    positions: Tensor | None = None,
+    partial: int | None = None,
+    heads_dim: int = -3,
+    inverse: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Returns ``q`` and ``k`` with each pair (a, b) as ``(a cos - b sin, b cos + a sin)``.
+
+    One kernel rotates both tensors. Strided views, such as the parts of a packed projection, are
+    read without a copy if the elements of a head are adjacent; results have no gaps and keep the
+    order of heads and tokens in memory. Half precision is computed in float32 and rounded once. The
+    gradient is the rotation by the negative angle, so only ``cos``, ``sin`` and ``positions`` are
+    saved. If ``cos`` or ``sin`` requires a gradient, torch's own ops compute the result.
+
+    Args:
+        q: ``[batch, heads, tokens, head_dim]`` or ``[heads, tokens, head_dim]``; float32, float64,
+            float16 or bfloat16.
+        k: as ``q``, with any number of heads. With None the second result is an empty tensor.
+        cos: ``[tokens, pairs]`` or ``[batch, tokens, pairs]``: a factor for each pair, or
+            ``2 * pairs`` columns with each factor twice, of which the first is read. With
+            ``positions`` it is a table ``[rows, pairs]``. Of the dtype of ``q``, or float32 if
+            ``q`` has half precision.
+        sin: of the shape and dtype of ``cos``.
+        interleaved: whether the pairs are elements ``(2i, 2i + 1)``, as in GPT-J, and not
+            ``(i, i + pairs)``, as in GPT-NeoX and Llama. Doubled factors are then in pairs, too.
+        positions: ``[tokens]`` or ``[batch, tokens]``, int64 or int32: the rows of ``cos`` and
+            ``sin`` for each token. A position outside of the table gives NaN.
+        partial: how many elements at the begin of each head are rotated, an even number; None for
+            all. The other elements are copied.
+        heads_dim: -3, or -2 for ``[..., tokens, heads, head_dim]``. A number from the front, such
+            as ``unsqueeze_dim=1`` of Hugging Face, is accepted, too.
+        inverse: whether to rotate by the negative angles.
+    """
+    return torch.ops.torchkiln.rope.default(
+        q,
+        k,
+        cos,
+        sin,
+        interleaved=interleaved,
+        positions=positions,
+        partial=partial,
+        heads_dim=heads_dim,
+        inverse=inverse,
+    )
