@@ -96,10 +96,10 @@ def test_inverse_undoes_it_and_is_the_gradient(device: torch.device, interleaved
     cos, sin = tables(device, 5, 6, dtype=torch.float64)
     rest: dict[str, Any] = {"interleaved": interleaved, "partial": 12}
     found = torchkiln.rope(q, k, cos, sin, **rest)
-    back = torchkiln.rope(*found, cos, sin, inverse=True, **rest)
+    back = torchkiln.rope(found[0], found[1], cos, sin, inverse=True, **rest)
     torch.testing.assert_close(back, (q, k))
     grads = [torch.randn_like(y) for y in found]
-    turned = torchkiln.rope(*grads, cos, sin, inverse=True, **rest)
+    turned = torchkiln.rope(grads[0], grads[1], cos, sin, inverse=True, **rest)
     assert all(map(torch.equal, torch.autograd.grad(found, (q, k), grads), turned))
 
 

@@ -66,7 +66,7 @@ class RotaryEmbedding(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Moves the module; tables of another dtype are computed again."""
         before = self.cos.dtype
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.cos.dtype != before:
             self._set_tables(self.cos.device, self.cos.dtype)
         return self
