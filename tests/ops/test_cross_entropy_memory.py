@@ -54,7 +54,7 @@ def peak_bytes(device: torch.device, function: Callable[[], object]) -> int:
         function()
         return torch.cuda.max_memory_allocated(device) - before
     kind = torch.profiler.ProfilerActivity.CPU
-    with torch.profiler.profile(activities=[kind], profile_memory=True) as profile:
+    with torch.profiler.profile(activities=[kind], profile_memory=True, acc_events=True) as profile:
         function()
     assert profile.profiler is not None
     assert profile.profiler.kineto_results is not None
