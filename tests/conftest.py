@@ -27,6 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the sample; workers share the cores, so each has one thread of torch."""
+    config.addinivalue_line("markers", sampling.ROTATES)
     sampling.choose_day(config)
     if hasattr(config, "workerinput"):
         torch.set_num_threads(1)

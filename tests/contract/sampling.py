@@ -1,8 +1,9 @@
 """The part of the contract that one run of the suite covers; docs/contract.md has the rule.
 
 A day's sample keeps every check that is quick. Checks that are marked slow or large run for one op
-in nine, gradient_strides in float32 and one other dtype. Days take turns: nine days in a row run
-every case. ``--full`` runs all cases, ``--shard=I/N`` each N-th test from the I-th on.
+in nine, gradient_strides in float32 and one other dtype, checks that trace in one dtype. Of the
+values of a parameter that ``pytest.mark.rotates`` names, one runs. Days take turns: nine days in a
+row run every case. ``--full`` runs all cases, ``--shard=I/N`` each N-th test from the I-th on.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from torchkiln.testing.contract import CHECKS
 
 DAYS = 9
 IN_SOME_DTYPES = ("gradient_strides",)
+IN_ONE_DTYPE = ("compile_aot_eager", "opcheck", "opcheck_helpers")
+ROTATES = "rotates(name, count): one of the `count` values of a parameter runs a day"
 REASONS = 12
 """Lines of the summary of skips."""
 
@@ -49,6 +52,9 @@ def in_sample(case: testing.Case, day: int) -> bool:
     if case.check.slow or case.check.large:
         checks = list(CHECKS)
         return (op + checks.index(case.check.name) + day) % DAYS == 0
+    if case.check.name in IN_ONE_DTYPE:
+        dtypes = [dtype for dtype in case.check.dtypes if dtype in case.spec.dtypes]
+        return case.dtype == dtypes[(op + day) % len(dtypes)]
     if case.check.name in IN_SOME_DTYPES and case.dtype != torch.float32:
         others = [dtype for dtype in case.check.dtypes if dtype != torch.float32]
         return case.dtype == others[(op + day) % len(others)]
@@ -71,8 +77,13 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def runs_today(item: pytest.Item, day: int) -> bool:
-    """Whether a test is in the sample; all tests but those of the contract are."""
-    case = getattr(getattr(item, "callspec", None), "params", {}).get("contract_case")
+    """Whether a test is in the sample; all tests are that no rule leaves out."""
+    callspec = getattr(item, "callspec", None)
+    if mark := item.get_closest_marker("rotates"):
+        name, count = mark.args
+        others = sum(index for key, index in callspec.indices.items() if key != name)
+        return callspec.indices[name] == (others + day) % count
+    case = getattr(callspec, "params", {}).get("contract_case")
     return case is None or case.spec not in testing.SPECS or in_sample(case, day)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import sampling
 import torch
 
@@ -40,3 +43,14 @@ def test_long_checks_run_for_three_or_four_ops_a_day() -> None:
     ]
     assert min(counts) > 0
     assert max(counts) <= 4
+
+
+def test_a_parameter_that_rotates_has_each_value_in_turn() -> None:
+    def item(number: int, letter: int) -> Any:
+        mark = SimpleNamespace(args=("letter", 2))
+        callspec = SimpleNamespace(indices={"number": number, "letter": letter}, params={})
+        return SimpleNamespace(callspec=callspec, get_closest_marker=lambda _: mark)
+
+    places = [(number, letter) for number in range(2) for letter in range(2)]
+    seen = [[p for p in places if sampling.runs_today(item(*p), DAY + i)] for i in range(2)]
+    assert seen == [[(0, 0), (1, 1)], [(0, 1), (1, 0)]]

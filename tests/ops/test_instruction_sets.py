@@ -49,6 +49,7 @@ def run(code: str, instructions: str) -> str:
     return done.stdout
 
 
+@pytest.mark.rotates("instructions", 2)
 @pytest.mark.parametrize("instructions", ["baseline", "avx2"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_contract(family: str, instructions: str) -> None:

@@ -56,6 +56,7 @@ def test_expanded_ones_are_counted(device: torch.device, shape: tuple[int, ...])
 
 
 @pytest.mark.large
+@pytest.mark.rotates("dtype", 2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name)
 def test_more_than_2_to_the_31_elements(device: torch.device, dtype: torch.dtype) -> None:
     """Full sums, row sums and column sums read each element beyond 2**31 once."""
