@@ -44,6 +44,7 @@ from torchkiln.ops.reduction import mean, sum  # noqa: E402
 from torchkiln.ops.rope import rope  # noqa: E402
 from torchkiln.ops.softmax import log_softmax, softmax  # noqa: E402
 from torchkiln.ops.spmm import csr_transpose, spmm, spmm_csr  # noqa: E402
+from torchkiln.patch import replace, replaced  # noqa: E402
 from torchkiln.trace import explain  # noqa: E402
 
 _flops.register_on_import()
@@ -87,6 +88,8 @@ __all__ = [
     "nn",
     "relu",
     "relu_",
+    "replace",
+    "replaced",
     "require_torch",
     "rms_norm",
     "rope",

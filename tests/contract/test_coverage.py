@@ -17,7 +17,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # What the package offers beside ops: spmm is spmm_csr of the parts of a tensor, csr_transpose its
 # helper.
-OTHER_FUNCTIONS = {"addcmul", "build_info", "explain", "csr_transpose", "require_torch", "spmm"}
+OTHER_FUNCTIONS = {
+    "addcmul",
+    "build_info",
+    "explain",
+    "csr_transpose",
+    "replaced",
+    "require_torch",
+    "spmm",
+}
 
 # Other names of an op with some of its arguments given, and their modules.
 ALIASES = {"scale_bias_relu": "ScaleBiasReLU"}

@@ -110,7 +110,7 @@ def test_the_words_of_bench_are_those_of_its_records() -> None:
 def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bnech"]) == 2
     expected = "torchkiln: COMMAND: got 'bnech', expected one of bench, demo, doctor, explain, "
-    assert f"{expected}new, profile, watch; did you mean bench?" in capsys.readouterr().err
+    assert f"{expected}new, profile, replace, watch; did you mean bench?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

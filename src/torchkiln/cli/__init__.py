@@ -69,6 +69,12 @@ COMMANDS = {
         "torchkiln.profile.__main__",
         parsers.profile,
     ),
+    "replace": Command(
+        "which modules of a model get a forward of torchkiln",
+        "torchkiln replace torchvision.models:resnet50 --dry-run",
+        "torchkiln.patch.__main__",
+        parsers.replace,
+    ),
     "watch": Command(
         "compile and test a file of kernels at every save",
         "torchkiln watch my.cu --test test_my.py",

@@ -99,6 +99,21 @@ def profile(given: Sequence[str]) -> argparse.Namespace:
     return options.parse_args(given, argparse.Namespace(words=list(given)))  # words: for ncu
 
 
+def replace(given: Sequence[str]) -> argparse.Namespace:
+    """Parse the options of ``torchkiln replace``."""
+    words = "Make a model, replace forwards of its modules, print the report."
+    options = parser("replace", words)
+    add = options.add_argument
+    add("factory", metavar="MODULE:FACTORY", help="a function without arguments, or a class")
+    add("--dry-run", action="store_true", help="make the model on the meta device, without memory")
+    add("--exact", action="store_true", help="only what is bitwise equal")
+    add("--only", action="append", metavar="KIND", help="norm, activation, glu, ...; repeatable")
+    add("--skip", action="append", default=[], metavar="NAME", help="a pattern; repeatable")
+    add("--dtype", type=dtype_name, metavar="DTYPE", help=f"of the model: {', '.join(DTYPES)}")
+    add("--json", type=Path, metavar="FILE", help="write JSON to a file; - is standard output")
+    return options.parse_args(given)
+
+
 def watch(given: Sequence[str]) -> argparse.Namespace:
     """Parse the options of ``torchkiln watch``."""
     words = "Compile a file of kernels and run its test at every save, until Ctrl-C."

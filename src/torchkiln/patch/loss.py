@@ -1,0 +1,107 @@
+"""The loss of a language model, in an attribute ``loss_function`` as Hugging Face's models have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchkiln.ops.cross_entropy import cross_entropy
+from torchkiln.patch.probe import numbers
+
+CLASSES = 11
+
+
+def masked_lm_loss(
+    logits: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    **_: Any,
+) -> Tensor:
+    """The mean cross-entropy of all tokens, in float32, without a float32 copy of the logits.
+
+    Args:
+        logits: ``[..., vocab_size]``.
+        labels: the classes, of the shape of the logits without the last size.
+        vocab_size: the number of classes.
+        num_items_in_batch: divides the sum of the losses; None for the number of labels.
+        ignore_index: the label of a token without a loss.
+    """
+    loss = cross_entropy(
+        logits.reshape(-1, vocab_size),
+        labels.reshape(-1).to(logits.device),
+        ignore_index=ignore_index,
+        reduction="mean" if num_items_in_batch is None else "sum",
+        dtype=torch.float32,
+    )
+    if num_items_in_batch is None:
+        return loss
+    if isinstance(num_items_in_batch, Tensor):
+        num_items_in_batch = num_items_in_batch.to(loss.device)
+    return loss / num_items_in_batch
+
+
+def causal_lm_loss(  # noqa: PLR0917  the arguments of Hugging Face
+    logits: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """:func:`masked_lm_loss` of each token's logits and the label of the next token.
+
+    Args:
+        logits: as for :func:`masked_lm_loss`.
+        labels: as for :func:`masked_lm_loss`.
+        vocab_size: as for :func:`masked_lm_loss`.
+        num_items_in_batch: as for :func:`masked_lm_loss`.
+        ignore_index: as for :func:`masked_lm_loss`.
+        shift_labels: the labels of the next tokens, if the caller has shifted them.
+    """
+    if shift_labels is None:
+        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    return masked_lm_loss(logits, shift_labels, vocab_size, num_items_in_batch, ignore_index)
+
+
+LOSSES: tuple[Callable[..., Tensor], ...] = (causal_lm_loss, masked_lm_loss)
+
+
+def find(model: nn.Module) -> Callable[..., Tensor] | str | None:
+    """The function that computes the model's ``loss_function``; the reason if there is none."""
+    try:
+        current: object = model.loss_function
+    except AttributeError:
+        return None
+    if not callable(current):
+        return None
+    if current in LOSSES:
+        return "replaced before"
+    for ours in LOSSES:
+        if all(agree(current, ours, options) for options in calls()):
+            return ours
+    return "its loss is no cross-entropy of tokens"
+
+
+def calls() -> list[dict[str, Any]]:
+    """Options that the function has to follow."""
+    return [{}, {"num_items_in_batch": 7}, {"ignore_index": 3}]
+
+
+@torch.no_grad()
+def agree(current: Callable[..., Any], ours: Callable[..., Tensor], options: Any) -> bool:
+    """Whether both functions compute the same loss of drawn logits and labels."""
+    logits = numbers(2, 5, CLASSES).float() * 4
+    labels = torch.arange(10).reshape(2, 5) % CLASSES
+    labels[1, 2] = -100 if "ignore_index" not in options else 3
+    expected = ours(logits, labels, CLASSES, **options)
+    try:
+        found = current(logits=logits, labels=labels, vocab_size=CLASSES, **options)
+    except Exception:
+        return False
+    return isinstance(found, Tensor) and bool(torch.allclose(found, expected, rtol=1e-5))

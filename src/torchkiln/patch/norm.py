@@ -1,0 +1,109 @@
+"""Norms over the last dimension, found by their formula."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor, nn
+
+from torchkiln.ops.norm import layer_norm, rms_norm
+from torchkiln.patch.plan import Match, Plan
+from torchkiln.patch.probe import is_close, numbers, random_copy, run
+
+EPS = (1e-5, 1e-6, 1e-8, 1e-12, 0.0)
+"""Values to try for a module without an attribute that holds eps."""
+
+CHANGED_EPS = 0.5
+"""Shows that an attribute is eps: the result has to follow it."""
+
+LARGEST_EPS = 1e-2
+
+
+@dataclass(frozen=True)
+class Norm(Plan):
+    """``rms_norm`` or ``layer_norm`` with the parameters and the eps of the module."""
+
+    kind = "norm"
+    op: str
+    weight: str | None
+    bias: str | None
+    eps: str | float
+    """The name of the attribute, or the number."""
+    offset: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.op}(offset={self.offset:g})" if self.offset else self.op
+
+    def fits(self, module: nn.Module, *args: Tensor) -> bool:
+        """Whether x and the weight have one dtype: the dtype of other results differs by module."""
+        return self.weight is None or getattr(module, self.weight).dtype == args[0].dtype
+
+    def forward(self, module: nn.Module, x: Tensor) -> Tensor:
+        """The op with the parameters of the module."""
+        eps = getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
+        weight = None if self.weight is None else getattr(module, self.weight)
+        if self.op == "rms_norm":
+            return rms_norm(x, x.shape[-1:], weight, eps, offset=self.offset)
+        bias = None if self.bias is None else getattr(module, self.bias)
+        return layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def inputs(columns: int) -> Tensor:
+    """Rows of all magnitudes that show eps, beside usual ones and some with a large mean."""
+    scale = torch.tensor([1.0, 1.0, 30.0, 1e-2, 1e-3, 1e-4, 1e-6], dtype=torch.float64)
+    mean = torch.tensor([0.0, 3.0, 0.0, 0.0, 0.0, 0.0, 0.0], dtype=torch.float64)
+    return numbers(2, len(scale), columns) * scale[:, None] + mean[:, None]
+
+
+def eps_of(module: nn.Module) -> list[tuple[str | float, float]]:
+    """Possible eps: attributes first, then numbers."""
+    attributes = {
+        name: value
+        for name, value in vars(module).items()
+        if type(value) is float and 0 <= value <= LARGEST_EPS
+    }
+    return [*attributes.items(), *((value, value) for value in EPS)]
+
+
+def find(module: nn.Module) -> Match | str | None:
+    """The norm that a leaf with at most a weight and a bias computes."""
+    parameters = dict(module.named_parameters(recurse=False))
+    vectors = [name for name, value in parameters.items() if value.dim() == 1]
+    if next(module.children(), None) is not None or len(vectors) != len(parameters):
+        return None
+    if next(module.buffers(recurse=False), None) is not None or len(vectors) > 2:
+        return None
+    sizes = {parameters[name].shape[0] for name in vectors}
+    if len(sizes) > 1:
+        return None
+    copy = random_copy(module)
+    x = inputs(sizes.pop() if sizes else 64)
+    result = run(copy, x)
+    if not isinstance(result, Tensor) or result.shape != x.shape:
+        return None
+    for eps, value in eps_of(module):
+        for op, offset, names in product(
+            ("rms_norm", "layer_norm"), (0.0, 1.0), {tuple(vectors), tuple(vectors[::-1])}
+        ):
+            weight, bias = (*names, None, None)[:2]
+            if (op == "rms_norm") == (bias is not None) or (op == "layer_norm" and offset):
+                continue
+            plan = Norm(op, weight, bias, value, offset)
+            if is_close(result, plan.forward(copy, x)):
+                return Match(with_eps(plan, copy, eps, x), copy, (x,))
+    return None
+
+
+def with_eps(plan: Norm, copy: nn.Module, eps: str | float, x: Tensor) -> Norm:
+    """The plan that reads eps from the attribute, if the module reads it from there, too."""
+    if not isinstance(eps, str):
+        return plan
+    before = getattr(copy, eps)
+    setattr(copy, eps, CHANGED_EPS)
+    named = Norm(plan.op, plan.weight, plan.bias, eps, plan.offset)
+    result = run(copy, x)
+    follows = is_close(result, named.forward(copy, x))
+    setattr(copy, eps, before)
+    return named if follows else plan

@@ -1,0 +1,88 @@
+"""The parts of a replacement: a plan, a found match, and the made class of a module."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+
+class Plan(ABC):
+    """Another forward for the modules of one formula; a frozen dataclass of picklable fields."""
+
+    kind: ClassVar[str]
+
+    @abstractmethod
+    def __str__(self) -> str:
+        """The call that the new forward makes, for the report."""
+
+    @abstractmethod
+    def forward(self, module: Any, *args: Any, **options: Any) -> Any:
+        """The new forward."""
+
+    def fits(self, _: Any, *__: Any) -> bool:
+        """Whether the op takes this call; the original forward runs otherwise."""
+        return True
+
+
+@dataclass(frozen=True)
+class Match:
+    """A plan for a module, with what a comparison of both forwards needs."""
+
+    plan: Plan
+    copy: nn.Module
+    """The module with random parameters, in float64."""
+    inputs: tuple[Tensor, ...]
+    """Arguments for separate calls, in float64."""
+
+
+Found = Match | str | None
+"""A match; or the reason to leave the module alone; or None: the module is of another kind."""
+
+Finder = Callable[[nn.Module], Found]
+
+MADE: dict[tuple[type[nn.Module], Plan], type[nn.Module]] = {}
+
+
+def made_class(original: type[nn.Module], plan: Plan) -> type[nn.Module]:
+    """A subclass of ``original`` with the forward of ``plan``, always the same one."""
+    key = (original, plan)
+    if key not in MADE:
+        MADE[key] = make_class(original, plan)
+    return MADE[key]
+
+
+def make_class(original: type[nn.Module], plan: Plan) -> type[nn.Module]:
+    """A new subclass of ``original`` with the forward of ``plan``."""
+
+    def forward(self: nn.Module, *args: Any, **options: Any) -> Any:
+        if options or not plan.fits(self, *args):
+            return original.forward(self, *args, **options)
+        return plan.forward(self, *args)
+
+    def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
+        """Pickles and copies name the original class and the plan: the made class has no module."""
+        parts = original.__reduce_ex__(self, protocol)
+        assert isinstance(parts, tuple)  # a string names a global, which a module is not
+        return (new_module, (original, plan), *parts[2:])
+
+    return type(
+        f"Kiln{original.__name__}",
+        (original,),
+        {
+            "__module__": original.__module__,
+            "__doc__": original.__doc__,
+            "forward": forward,
+            "__reduce_ex__": reduce,
+            "_kiln_plan": plan,
+        },
+    )
+
+
+def new_module(original: type[nn.Module], plan: Plan) -> nn.Module:
+    """An empty module of the made class, which unpickling fills."""
+    made = made_class(original, plan)
+    return made.__new__(made)

@@ -1,0 +1,77 @@
+"""Copies of a module with random parameters, and calls of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith(("_hooks", "_hooks_with_kwargs")))
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    """Normally distributed float64 numbers, without a change to torch's random state."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def shallow_copy(module: nn.Module) -> nn.Module:
+    """A module of the same class and attributes, in evaluation mode, without hooks."""
+    new = object.__new__(type(module))
+    new.__dict__ = dict(vars(module))
+    for name in ("_parameters", "_buffers", "_modules"):
+        new.__dict__[name] = dict(vars(module)[name])
+    for name in HOOKS:
+        new.__dict__[name] = type(vars(module)[name])()
+    new.__dict__["training"] = False
+    return new
+
+
+def random_copy(module: nn.Module) -> nn.Module:
+    """A leaf with random float64 parameters on the CPU; the module may be on the meta device."""
+    new = shallow_copy(module)
+    for seed, (name, parameter) in enumerate(module.named_parameters(recurse=False)):
+        random = numbers(*parameter.shape, seed=seed + 1)
+        new._parameters[name] = nn.Parameter(random, requires_grad=False)
+    return new
+
+
+def cast(module: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """A copy of a copy, in another dtype and on another device."""
+    return copy.deepcopy(module).to(device=device, dtype=dtype)
+
+
+@torch.no_grad()
+def run(module: nn.Module, *args: Any) -> Any:
+    """The result of a module's forward, without its hooks; None if it raises."""
+    device = next((x.device.type for x in args if isinstance(x, Tensor)), "cpu")
+    try:
+        with torch.autocast(device, enabled=False):
+            return type(module).forward(module, *args)
+    except Exception:
+        return None
+
+
+def is_close(found: Any, expected: Tensor, scale: Tensor | None = None) -> bool:
+    """Whether results are equal up to the precision of float32, which a module may compute in.
+
+    The error is relative to ``scale``, by default the largest number of a row.
+    """
+    if not isinstance(found, Tensor) or found.shape != expected.shape:
+        return False
+    if scale is None:
+        scale = expected.abs().amax(-1, keepdim=True)
+    return bool(((found.double() - expected).abs() <= 1e-5 * scale.clamp_min(1e-30)).all())
+
+
+def relative_error(found: Tensor, truth: Tensor) -> float:
+    """The root mean square of the error, divided by that of the truth."""
+    return float((found.double() - truth).norm() / truth.norm().clamp_min(1e-300))
+
+
+def first_dtype(tensors: Iterable[Tensor]) -> torch.dtype | None:
+    """The dtype of the first tensor of floating-point numbers."""
+    return next((x.dtype for x in tensors if x.is_floating_point()), None)

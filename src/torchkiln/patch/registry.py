@@ -1,0 +1,51 @@
+"""Forwards of other authors for classes of modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from torchkiln.patch.plan import Match, Plan
+from torchkiln.patch.probe import random_copy
+
+
+@dataclass(frozen=True)
+class Registered(Plan):
+    """A forward that an author has registered."""
+
+    kind = "registered"
+    function: Callable[..., Any]
+
+    def __str__(self) -> str:
+        return self.function.__qualname__
+
+    def forward(self, module: nn.Module, *args: Any) -> Any:
+        """The registered function."""
+        return self.function(module, *args)
+
+
+class Registry:
+    """The registered forwards by class."""
+
+    def __init__(self) -> None:
+        self.entries: dict[type[nn.Module], tuple[Plan, Callable[[Any], Tensor]]] = {}
+
+    def add(
+        self,
+        cls: type[nn.Module],
+        forward: Callable[..., Any],
+        inputs: Callable[[Any], Tensor],
+    ) -> None:
+        """Add a forward, or replace that of the class."""
+        self.entries[cls] = (Registered(forward), inputs)
+
+    def find(self, module: nn.Module) -> Match | None:
+        """The forward for exactly the class of a module."""
+        entry = self.entries.get(type(module))
+        if entry is None:
+            return None
+        plan, inputs = entry
+        return Match(plan, random_copy(module), (inputs(module),))

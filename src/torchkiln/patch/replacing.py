@@ -1,0 +1,197 @@
+"""``torchkiln.replace``: forwards of torchkiln for the modules of a model."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchkiln.patch import loss
+from torchkiln.patch.plan import Match, made_class
+from torchkiln.patch.probe import first_dtype
+from torchkiln.patch.registry import Registry
+from torchkiln.patch.report import Report, Row
+from torchkiln.patch.search import Search
+
+KINDS = ("norm", "activation", "glu", "softmax", "loss", "registered")
+
+Skip = Callable[[str, nn.Module], bool] | Sequence[str]
+"""A condition on name and module, or patterns of names as for :mod:`fnmatch`."""
+
+
+class Replace:
+    """The type of :func:`torchkiln.replace`, which is called as a function."""
+
+    def __init__(self) -> None:
+        self.registry = Registry()
+
+    def register(
+        self,
+        cls: type[nn.Module],
+        forward: Callable[..., Any],
+        *,
+        inputs: Callable[[Any], Tensor],
+    ) -> None:
+        """Replace the forward of another class, if the result is right.
+
+        Args:
+            cls: a class of modules; subclasses are not replaced.
+            forward: a function of the module and the arguments of its forward, at the top level of
+                a Python module, so that replaced modules can be pickled.
+            inputs: returns the argument for a comparison, given a module: a float64 tensor.
+        """
+        self.registry.add(cls, forward, inputs)
+
+    def __call__(
+        self,
+        model: nn.Module,
+        *,
+        only: Iterable[str] | None = None,
+        skip: Skip = (),
+        exact: bool = False,
+        dry_run: bool = False,
+        example: Any = None,
+    ) -> Report:
+        """Gives modules of ``model`` a forward of torchkiln, in place; returns the report.
+
+        Modules are found by their formula: a copy with random parameters is run and compared with
+        the ops in float64 and in the module's dtype. Names of classes are not used. A found module
+        gets a subclass of its class, so parameters, names, hooks, ``state_dict`` and
+        ``isinstance`` stay as they are. ``report.undo()`` takes all back.
+
+        Replaced are norms, activations of several kernels, gated linear units between their
+        projections, softmax, losses, and classes given to ``replace.register``.
+
+        Args:
+            model: any module; it may be on the meta device.
+            only: kinds to replace, of ``norm``, ``activation``, ``glu``, ``softmax``, ``loss`` and
+                ``registered``; all by default.
+            skip: patterns of names to leave alone, or a function of name and module.
+            exact: whether to replace only what is bitwise equal in the module's dtype.
+            dry_run: whether to return the report without a change.
+            example: a batch for the model: a tensor, a tuple of arguments, or a dict of keyword
+                arguments. The model is run once, and the report has errors on the real inputs and
+                the times of both forwards.
+        """
+        kinds = checked_kinds(only)
+        search = Search(self.registry, exact=exact)
+        rows: list[Row] = []
+        matches: list[tuple[Row, nn.Module, Match]] = []
+        default = first_dtype(model.parameters()) or torch.float32
+        parts: set[nn.Module] = set()
+        for name, module in model.named_modules():
+            row = Row(name, type(module).__name__)
+            if is_skipped(name, module, skip):
+                row.why = "skip"
+            elif module in parts:
+                row.why = "the new forward of its parent has its formula"
+            else:
+                found = search.find(module, default, row, kinds)
+                if found is not None:
+                    matches.append((row, module, found))
+                    if found.plan.kind == "glu":
+                        parts.update(leaves_without_parameters(module))
+                elif not row.why:
+                    continue
+            rows.append(row)
+        report = Report(rows, dry_run=dry_run)
+        if example is not None:
+            from torchkiln.patch.measure import measure  # noqa: PLC0415  imports the benchmark
+
+            measure(model, matches, example)
+        for row, module, match in matches:
+            row.replaced = True
+            if not dry_run:
+                swap(report, module, match)
+        if "loss" in kinds:
+            replace_loss(report, model)
+        return report
+
+
+def checked_kinds(only: Iterable[str] | None) -> tuple[str, ...]:
+    """The kinds to replace."""
+    kinds = KINDS if only is None else tuple([only] if isinstance(only, str) else only)
+    for kind in kinds:
+        if kind not in KINDS:
+            raise ValueError(
+                f"torchkiln.replace: only: got {kind!r}, expected one of {', '.join(KINDS)}"
+            )
+    return kinds
+
+
+def is_skipped(name: str, module: nn.Module, skip: Skip) -> bool:
+    """Whether the caller wants a module left alone."""
+    if callable(skip):
+        return skip(name, module)
+    patterns = [skip] if isinstance(skip, str) else skip
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def leaves_without_parameters(module: nn.Module) -> list[nn.Module]:
+    """The activations among the children."""
+    return [
+        child
+        for child in module.children()
+        if next(child.parameters(), None) is None and not isinstance(child, nn.Dropout)
+    ]
+
+
+def swap(report: Report, module: nn.Module, match: Match) -> None:
+    """Give a module the made class."""
+    original = type(module)
+    made = made_class(original, match.plan)
+
+    def undo() -> None:
+        if type(module) is not made:
+            raise RuntimeError(
+                f"torchkiln.replace: undo: got a module of {type(module).__name__}, expected "
+                f"{made.__name__}; call undo() before the library that changed the class"
+            )
+        module.__class__ = original
+
+    module.__class__ = made
+    report.on_undo(undo)
+
+
+def replace_loss(report: Report, model: nn.Module) -> None:
+    """Set ``loss_function`` of a model that computes a cross-entropy with it."""
+    found = loss.find(model)
+    if found is None:
+        return
+    row = Row("loss_function", getattr(model.loss_function, "__name__", "function"), "loss")
+    report.rows.append(row)
+    if isinstance(found, str):
+        row.why = found
+        return
+    row.now, row.replaced = f"{found.__name__} in the dtype of the logits", True
+    if report.dry_run:
+        return
+    before = dict(vars(model))
+    model.loss_function = found  # type: ignore[assignment]
+    changed = [name for name, value in vars(model).items() if before.get(name) is not value]
+
+    def undo() -> None:
+        for name in changed:
+            if name in before:
+                vars(model)[name] = before[name]
+            else:
+                vars(model).pop(name, None)
+
+    report.on_undo(undo)
+
+
+replace = Replace()
+
+
+@contextmanager
+def replaced(model: nn.Module, **options: Any) -> Iterator[Report]:
+    """:func:`torchkiln.replace` with the same arguments, taken back at the end of the block."""
+    report = replace(model, **options)
+    try:
+        yield report
+    finally:
+        report.undo()

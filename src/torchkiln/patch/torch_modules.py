@@ -1,0 +1,97 @@
+"""Modules of torch.nn with an op of the same arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from torchkiln.ops.activation import gelu
+from torchkiln.ops.cross_entropy import cross_entropy
+from torchkiln.ops.norm import layer_norm, rms_norm
+from torchkiln.ops.softmax import log_softmax, softmax
+from torchkiln.patch.plan import Match, Plan
+from torchkiln.patch.probe import numbers, random_copy, shallow_copy
+
+
+def _cross_entropy(m: nn.CrossEntropyLoss, logits: Tensor, target: Tensor) -> Any:
+    return cross_entropy(
+        logits,
+        target,
+        m.weight,
+        ignore_index=m.ignore_index,
+        reduction=m.reduction,
+        label_smoothing=m.label_smoothing,
+    )
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The op of a class of torch."""
+
+    kind: str
+    op: str
+    forward: Callable[..., Any]
+
+
+ENTRIES: dict[type[nn.Module], Entry] = {
+    nn.LayerNorm: Entry(
+        "norm",
+        "layer_norm",
+        lambda m, x: layer_norm(x, m.normalized_shape, m.weight, m.bias, m.eps),
+    ),
+    nn.RMSNorm: Entry(
+        "norm", "rms_norm", lambda m, x: rms_norm(x, m.normalized_shape, m.weight, m.eps)
+    ),
+    nn.GELU: Entry("activation", "gelu", lambda m, x: gelu(x, m.approximate)),
+    nn.Softmax: Entry("softmax", "softmax", lambda m, x: softmax(x, m.dim)),
+    nn.LogSoftmax: Entry("softmax", "log_softmax", lambda m, x: log_softmax(x, m.dim)),
+    nn.CrossEntropyLoss: Entry("loss", "cross_entropy", _cross_entropy),
+}
+
+LEFT: dict[type[nn.Module], str] = {
+    nn.Linear: "torch's product is as fast",
+    nn.Embedding: "no op of torchkiln",
+    nn.Dropout: "no op of torchkiln without a residual",
+    nn.Identity: "computes nothing",
+}
+"""Frequent classes of torch without a replacement, with the reason."""
+
+
+@dataclass(frozen=True)
+class TorchModule(Plan):
+    """The op with the attributes of a module of torch."""
+
+    original: type[nn.Module]
+
+    @property
+    def kind(self) -> str:  # type: ignore[override]
+        """The kind of the op."""
+        return ENTRIES[self.original].kind
+
+    def __str__(self) -> str:
+        return ENTRIES[self.original].op
+
+    def forward(self, module: nn.Module, *args: Tensor) -> Any:
+        """The op with the attributes of the module."""
+        return ENTRIES[self.original].forward(module, *args)
+
+
+def find(module: nn.Module) -> Match | str | None:
+    """The op for a module whose class is exactly one of torch's."""
+    original = type(module)
+    if original in LEFT:
+        return LEFT[original]
+    if original not in ENTRIES:
+        return None
+    plan = TorchModule(original)
+    if isinstance(module, nn.CrossEntropyLoss):
+        if getattr(module, "reduction", "") not in ("none", "mean", "sum"):
+            return "its reduction has no op"
+        return Match(plan, shallow_copy(module), ())
+    if isinstance(module, (nn.Softmax, nn.LogSoftmax)) and module.dim is None:
+        return "dim is None: torch chooses it by the shape of the input"
+    shape = getattr(module, "normalized_shape", (64,))
+    return Match(plan, random_copy(module), (numbers(4, *shape) * 3,))
