@@ -64,6 +64,14 @@ std::tuple<Tensor, Tensor> rope(const Tensor& q, const MaybeTensor& k, const Ten
   return torchkiln::rope(q, k, cos, sin, {interleaved, positions, partial, heads_dim, inverse});
 }
 
+std::tuple<Tensor, Tensor, Tensor> qkv_norm_rope(
+    const Tensor& qkv, const Tensor& cos, const Tensor& sin, const MaybeTensor& q_weight,
+    const MaybeTensor& k_weight, int64_t heads, int64_t kv_heads, double eps, std::string_view norm,
+    double offset, bool interleaved, const MaybeTensor& positions, std::optional<int64_t> partial) {
+  return torchkiln::qkv_norm_rope(qkv, cos, sin, q_weight, k_weight, heads, kv_heads,
+                                  {eps, norm, offset, interleaved, positions, partial});
+}
+
 Tensor spmm_csr(const Tensor& values, const Tensor& b, const Tensor& crow, const Tensor& col,
                 at::OptionalSymIntArrayRef shape, const MaybeTensor& transpose, bool check) {
   return torchkiln::spmm(values, b, crow, col, {shape, transpose, check});
@@ -97,6 +105,9 @@ PYBIND11_MODULE(_C, module) {
       "add_rms_norm", {"x", "residual", "normalized_shape", "weight", "eps", "offset"});
   ops.bind<&rope>("rope", {"q", "k", "cos", "sin", "interleaved", "positions", "partial",
                            "heads_dim", "inverse"});
+  ops.bind<&qkv_norm_rope>("qkv_norm_rope",
+                           {"qkv", "cos", "sin", "q_weight", "k_weight", "heads", "kv_heads", "eps",
+                            "norm", "offset", "interleaved", "positions", "partial"});
   ops.bind<&cross_entropy>("cross_entropy", {"logits", "target", "weight", "ignore_index",
                                              "reduction", "label_smoothing", "z_loss", "dtype",
                                              "check_target", "inplace_backward", "softcap"});

@@ -41,7 +41,7 @@ from torchkiln.ops.norm import (  # noqa: E402
 )
 from torchkiln.ops.pointwise import add, addcmul, muladd  # noqa: E402
 from torchkiln.ops.reduction import mean, sum  # noqa: E402
-from torchkiln.ops.rope import rope  # noqa: E402
+from torchkiln.ops.rope import qkv_norm_rope, rope  # noqa: E402
 from torchkiln.ops.softmax import log_softmax, softmax  # noqa: E402
 from torchkiln.ops.spmm import csr_transpose, spmm, spmm_csr  # noqa: E402
 from torchkiln.patch import replace, replaced  # noqa: E402
@@ -86,6 +86,7 @@ __all__ = [
     "mean",
     "muladd",
     "nn",
+    "qkv_norm_rope",
     "relu",
     "relu_",
     "replace",

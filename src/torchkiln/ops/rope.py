@@ -58,3 +58,65 @@ def rope(
         heads_dim=heads_dim,
         inverse=inverse,
     )
+
+
+@eager(_C.qkv_norm_rope)
+def qkv_norm_rope(  # noqa: PLR0917
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    heads: int,
+    kv_heads: int,
+    *,
+    eps: float = 1e-6,
+    norm: str = "head",
+    offset: float = 0.0,
+    interleaved: bool = False,
+    positions: Tensor | None = None,
+    partial: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns ``(rope(norm(q)), rope(norm(k)), v)`` of a packed projection, in one pass.
+
+    The norm of a head is ``x / sqrt(mean(x**2) + eps) * (offset + weight)``. Norm and rotation are
+    computed in float32 (float64 for float64) and rounded once, where models of Hugging Face round
+    between them. The results are what attention reads without a copy: ``[batch, heads, tokens,
+    head_dim]`` with the heads of a token adjacent in memory. Values are copied, so that backward
+    writes the gradient of the whole projection in one pass. Backward saves the arguments alone. The
+    gradients of the weights are bitwise reproducible. If ``cos`` or ``sin`` requires a gradient,
+    torch's own ops compute the gradients.
+
+    Args:
+        qkv: ``[batch, tokens, (heads + 2 * kv_heads) * head_dim]`` or without the batch: the heads
+            of the queries, the keys, the values; float32, float64, float16 or bfloat16; a head has
+            at most 1024 elements.
+        cos: as for :func:`rope`.
+        sin: as for :func:`rope`.
+        q_weight: ``[head_dim]``, of the dtype of ``qkv``, or float32 if ``qkv`` has half precision;
+            None for ones, without ``offset``.
+        k_weight: as ``q_weight``, of its dtype.
+        heads: heads of the queries.
+        kv_heads: heads of the keys, and of the values.
+        eps: a number of at least 0.
+        norm: ``"head"``, or ``"none"`` for the rotation alone.
+        offset: a number that is added to the weights: 1.0 for models that store ``weight - 1``.
+        interleaved: as for :func:`rope`.
+        positions: as for :func:`rope`.
+        partial: as for :func:`rope`.
+    """
+    return torch.ops.torchkiln.qkv_norm_rope.default(
+        qkv,
+        cos,
+        sin,
+        q_weight,
+        k_weight,
+        heads,
+        kv_heads,
+        eps=eps,
+        norm=norm,
+        offset=offset,
+        interleaved=interleaved,
+        positions=positions,
+        partial=partial,
+    )

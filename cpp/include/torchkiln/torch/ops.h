@@ -151,6 +151,25 @@ TORCHKILN_EXPORT std::tuple<at::Tensor, at::Tensor> rope(const at::Tensor& q,
                                                          const at::Tensor& sin,
                                                          const RopeOptions& options = {});
 
+struct QkvNormRopeOptions {
+  double eps = 1e-6;
+  std::string_view norm = "head";  // or none
+  double offset = 0.0;             // added to the weights
+  bool interleaved = false;        // the last three as in RopeOptions
+  std::optional<at::Tensor> positions;
+  std::optional<int64_t> partial;
+};
+
+/// Queries [..., heads, tokens, head_dim], keys and values [..., kv_heads, tokens, head_dim] of a
+/// packed projection [..., tokens, (heads + 2 * kv_heads) * head_dim]. RMS norm of each head of the
+/// queries and keys, times weights [head_dim], then the rotation of rope(), rounded once.
+/// The heads of a token are adjacent in the results. The gradients of the weights are bitwise
+/// reproducible.
+TORCHKILN_EXPORT std::tuple<at::Tensor, at::Tensor, at::Tensor> qkv_norm_rope(
+    const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin,
+    const std::optional<at::Tensor>& q_weight, const std::optional<at::Tensor>& k_weight,
+    int64_t heads, int64_t kv_heads, const QkvNormRopeOptions& options = {});
+
 struct CrossEntropyOptions {
   std::optional<at::Tensor> weight;  // [classes], of the logits' dtype, or float32 for half logits
   int64_t ignore_index = -100;

@@ -1,10 +1,39 @@
 #pragma once
 
+#include <cstddef>
+
 #include "torchkiln/core/dtype.h"
+#include "torchkiln/core/workspace.h"
 
 struct CUstream_st;
 
 namespace torchkiln {
+
+/// Factors of the pairs: row [batch, token] of a tensor, or row positions[batch, token] of a table.
+struct RopeFactors {
+  const void* data;
+  int64_t batch_stride;  // 0 for a table
+  int64_t row_stride;
+};
+
+/// The rotation of a head: with c = cos[i] and s = sin[i], or -sin[i] if `inverse`,
+///   y[a] = x[a] * c - x[b] * s
+///   y[b] = x[b] * c + x[a] * s
+/// for the pairs i < rotary / 2, which are (a, b) = (i, i + rotary / 2), or (2i, 2i + 1) if
+/// `interleaved`. Elements from `rotary` on are copied.
+struct RopeAngles {
+  RopeFactors cos;
+  RopeFactors sin;
+  int64_t factor_step;    // from pair to pair
+  const void* positions;  // null: factors are found by batch and token
+  bool are_64_bit;        // positions: int64, else int32
+  int64_t position_stride[2];
+  int64_t table_rows;  // a position outside of the table gives NaN
+  Dtype factor_dtype;  // the dtype of the heads, or float32 beside half precision
+  bool interleaved;
+  bool inverse;
+  int64_t rotary;  // even
+};
 
 /// The heads of the queries or of the keys. Strides count elements; the elements of a head are
 /// adjacent.
@@ -16,48 +45,81 @@ struct RopeHeads {
   int64_t y_stride[3];
 };
 
-/// Factors of the pairs: row [batch, token] of a tensor, or row positions[batch, token] of a table.
-struct RopeFactors {
-  const void* data;
-  int64_t batch_stride;  // 0 for a table
-  int64_t row_stride;
-};
-
-/// Rotary embedding of two tensors: with c = cos[i] and s = sin[i], or -sin[i] if `inverse`,
-///   y[a] = x[a] * c - x[b] * s
-///   y[b] = x[b] * c + x[a] * s
-/// for the pairs i < rotary / 2 of a head, which are (a, b) = (i, i + rotary / 2), or (2i, 2i + 1)
-/// if `interleaved`. Elements from `rotary` on are copied.
+/// The rotation of two tensors.
 struct Rope {
   RopeHeads tensors[2];
-  RopeFactors cos;
-  RopeFactors sin;
-  int64_t factor_step;    // from pair to pair
-  const void* positions;  // null: factors are found by batch and token
-  bool are_64_bit;        // positions: int64, else int32
-  int64_t position_stride[2];
-  int64_t table_rows;  // a position outside of the table gives NaN
+  RopeAngles angles;
   Dtype dtype;
-  Dtype factor_dtype;  // dtype, or float32 beside half precision
-  bool interleaved;
-  bool inverse;
   int64_t batch;
   int64_t tokens;  // batch * tokens is less than 2^31
   int64_t head_dim;
-  int64_t rotary;  // even
+};
+
+/// The most elements of a head in a QkvNormRope.
+inline constexpr int64_t kMostHeadElements = 1024;
+
+/// Queries, keys and values of a packed projection. Each head of the queries and keys is normalized
+/// and rotated:
+///   y = rotation of x * rstd * (weight + weight_offset), with rstd = 1 / sqrt(mean of x^2 + eps)
+/// or of x if there is no norm. Values are copied.
+struct QkvNormRope {
+  const void* qkv;        // [batch, tokens, heads + 2 * kv_heads, head_dim], heads adjacent
+  int64_t qkv_stride[2];  // from batch to batch, from token to token
+  const void* weight[2];  // of queries and keys: [head_dim], contiguous; null for ones
+  void* out[3];           // q, k, v: [batch, tokens, (kv_)heads, head_dim], contiguous
+  RopeAngles angles;
+  Dtype dtype;
+  Dtype weight_dtype;  // dtype, or float32 beside half precision
+  bool normalizes;
+  double eps;
+  double weight_offset;  // added to weights that are not null
+  int64_t batch;
+  int64_t tokens;  // batch * tokens is less than 2^31
+  int64_t heads;
+  int64_t kv_heads;
+  int64_t head_dim;  // at most kMostHeadElements
+};
+
+/// Gradients of QkvNormRope, whose `out` is not used.
+struct QkvNormRopeBackward {
+  QkvNormRope forward;
+  const void* grad[3];        // of q, k, v; null for zeros
+  int64_t grad_stride[3][3];  // from batch to batch, token to token and head to head
+  void* grad_qkv;             // [batch, tokens, heads + 2 * kv_heads, head_dim], contiguous
+  void* grad_weight[2];       // [head_dim] of weight_dtype; null if not wanted
+  void* workspace;  // of the size that cpu::split() returns; CUDA launchers allocate theirs
 };
 
 namespace cpu {
 
 /// Computes the tokens begin <= token < end of batch * tokens.
 TORCHKILN_EXPORT Status rope(const Rope& arguments, int64_t begin, int64_t end);
+TORCHKILN_EXPORT Status qkv_norm_rope(const QkvNormRope& arguments, int64_t begin, int64_t end);
+
+/// Tasks are chunks of tokens; results are the elements of the gradients of both weights.
+TORCHKILN_EXPORT Split split(const QkvNormRopeBackward& arguments);
+
+/// Computes grad_qkv for the chunks begin <= chunk < end, and writes their sums for the weights to
+/// the workspace.
+TORCHKILN_EXPORT Status qkv_norm_rope_backward(const QkvNormRopeBackward& arguments, int64_t begin,
+                                               int64_t end);
+
+/// Adds the sums of all chunks.
+TORCHKILN_EXPORT Status qkv_norm_rope_backward_finish(const QkvNormRopeBackward& arguments,
+                                                      int64_t begin, int64_t end);
 
 }  // namespace cpu
 
 namespace cuda {
 
-/// Runs on the current device, queued on `stream`: one kernel for both tensors.
+/// Runs on the current device, queued on `stream`: one kernel for all heads.
 TORCHKILN_EXPORT Status rope(const Rope& arguments, CUstream_st* stream);
+TORCHKILN_EXPORT Status qkv_norm_rope(const QkvNormRope& arguments, CUstream_st* stream);
+
+/// Computes all gradients in one pass; a second kernel adds the sums of its blocks for the weights.
+/// No atomics: results are bitwise reproducible.
+TORCHKILN_EXPORT Status qkv_norm_rope_backward(const QkvNormRopeBackward& arguments,
+                                               Allocate allocate, CUstream_st* stream);
 
 }  // namespace cuda
 }  // namespace torchkiln

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -235,4 +236,211 @@ ROPE = OpSpec(
     opaque=True,
     module=layer(torchkiln.nn.RotaryEmbedding, 8, 16),
     module_inputs=lambda device, dtype: next(iter(inputs(device, dtype))).args[:2],
+)
+
+
+def qkv_call(
+    name: str,
+    leading: tuple[int, ...],
+    counts: tuple[int, int, int],
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    cos: tuple[int, ...],
+    weights: torch.dtype | None = None,
+    factors: torch.dtype | None = None,
+    has_weights: bool = True,
+    **options: Any,
+) -> Sample:
+    """A call with these numbers of heads, of heads of the keys, and of elements of a head."""
+    heads, kv_heads, size = counts
+    shape = (*leading, (heads + 2 * kv_heads) * size)
+    tables = [normal(each, cos, device, factors or dtype) for each in ("cos", "sin")]
+    owned = [normal(each, (size,), device, weights or dtype) for each in ("q_weight", "k_weight")]
+    given = owned if has_weights else [None, None]
+    args = (normal("qkv", shape, device, dtype), *tables, *given, heads, kv_heads)
+    return Sample(name, args, options)
+
+
+def qkv_inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    """Widths of heads with every team of threads, parts, tables, with and without norm."""
+
+    def sample(name: str, lead: tuple[int, ...], counts: tuple[int, int, int], **r: Any) -> Sample:
+        return qkv_call(name, lead, counts, device, dtype, **r)
+
+    yield sample("typical", (2, 4), (3, 1, 8), cos=(4, 4))
+    yield sample("no batch", (5,), (4, 2, 64), cos=(5, 32))
+    yield sample("doubled", (2, 3), (5, 2, 128), cos=(3, 128))
+    yield sample("interleaved", (2, 3), (2, 1, 96), cos=(1, 3, 48), interleaved=True)
+    yield sample("no weights", (2, 3), (2, 1, 16), cos=(2, 3, 8), has_weights=False)
+    yield sample("no norm", (2, 3), (2, 3, 32), cos=(3, 16), has_weights=False, norm="none")
+    yield sample("offset", (2, 3), (2, 1, 80), cos=(3, 40), offset=1.0, eps=1e-5)
+    yield sample("part", (1, 5), (2, 1, 80), cos=(5, 16), partial=32)
+    yield sample("odd heads", (1, 3), (3, 2, 21), cos=(3, 5), partial=10)
+    yield sample("wide", (2,), (1, 1, 320), cos=(2, 160))
+    yield sample("one pair", (2, 3), (2, 1, 2), cos=(3, 1))
+    yield sample("no tokens", (2, 0), (2, 1, 8), cos=(0, 4))
+    yield sample("many tokens", (3, 171), (2, 1, 16), cos=(171, 8))
+    rows = torch.tensor([[4, 0, 2, 10], [10, 3, 3, 9]], device=device)
+    yield sample("positions", (2, 4), (2, 1, 8), cos=(11, 4), positions=rows)
+    if dtype in (torch.float16, torch.bfloat16):
+        wide = {"weights": torch.float32, "factors": torch.float32}
+        yield sample("float32 weights and factors", (2, 3), (4, 1, 128), cos=(3, 64), **wide)
+        yield sample("float32 weights, odd", (2, 3), (2, 1, 18), cos=(3, 9), **wide)
+
+
+class Projection:
+    """The heads of a packed projection, and the rotation of its queries and keys."""
+
+    def __init__(  # noqa: PLR0917
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        heads: int,
+        kv_heads: int,
+        **rest: Any,
+    ) -> None:
+        packed = qkv.unflatten(-1, (heads + 2 * kv_heads, -1)).transpose(-2, -3)
+        self.q, self.k, self.v = packed.split([heads, kv_heads, kv_heads], -3)
+        self.eps: float = rest.pop("eps", 1e-6)
+        self.has_norm: bool = rest.pop("norm", "head") == "head"
+        self.offset: float = rest.pop("offset", 0.0)
+        self.weights = q_weight, k_weight
+        self.rotation = cos, sin, rest
+
+    def factor(self, index: int) -> Tensor | float:
+        """The factor of the normalized queries or keys."""
+        weight = self.weights[index]
+        return 1.0 if weight is None else weight + self.offset
+
+    def rstd(self, x: Tensor) -> Tensor | float:
+        """The factor that normalizes heads."""
+        return ((x * x).mean(-1, keepdim=True) + self.eps).rsqrt() if self.has_norm else 1.0
+
+    def normalized(self, x: Tensor, index: int) -> Tensor:
+        """The norm of heads."""
+        return x * self.rstd(x) * self.factor(index)
+
+    def results(self, rotate: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """Rotated queries and keys, and values."""
+        cos, sin, rest = self.rotation
+        dtype = self.q.dtype
+        q, k = rotate(q, k, cos, sin, **rest)
+        return q.to(dtype), k.to(dtype), v
+
+
+def qkv_reference(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    """The formula."""
+    p = Projection(*args, **kwargs)
+    return p.results(reference, p.normalized(p.q, 0), p.normalized(p.k, 1), p.v)
+
+
+def qkv_magnitude(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    """The terms of each element; the sum of squares adds a rounding error to each."""
+    p = Projection(*args, **kwargs)
+    return p.results(magnitude, 3 * p.normalized(p.q, 0), 3 * p.normalized(p.k, 1), p.v.abs())
+
+
+def qkv_gradient_magnitude(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    """A function whose gradients are the terms: |d| + |n| mean |d n|, for d the gradient of n."""
+    p = Projection(*args, **kwargs)
+
+    def normalized(x: Tensor, index: int) -> Tensor:
+        factor = p.factor(index)
+        size = factor.detach().abs() if isinstance(factor, Tensor) else factor
+        if not p.has_norm:
+            return x * size
+        rstd = torch.as_tensor(p.rstd(x.detach()))
+        n = (x.detach() * rstd).abs()
+        y = 3 * (x + n * (n * x).mean(-1, keepdim=True)) * rstd * size
+        return y + 3 * n * (factor - factor.detach()) if isinstance(factor, Tensor) else y
+
+    def rotate(q: Tensor, k: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        return gradient_magnitude(q, k, *rest, **options)
+
+    return p.results(rotate, normalized(p.q, 0), normalized(p.k, 1), p.v)
+
+
+def qkv_bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Sample:
+    """A projection with a quarter as many heads for the keys, float32 factors and weights."""
+    tokens, elements = shape
+    heads = max(elements // HEAD_DIM, 1)
+    few = max(heads // 4, 1)
+    qkv = torch.randn(1, tokens, (heads + 2 * few) * HEAD_DIM, device=device, dtype=dtype)
+    angles = torch.randn(tokens, HEAD_DIM // 2, device=device)
+    wide = torch.promote_types(dtype, torch.float32)
+    owned = [torch.randn(HEAD_DIM, device=device, dtype=dtype) for _ in range(2)]
+    return Sample("bench", (qkv, angles.cos().to(wide), angles.sin().to(wide), *owned, heads, few))
+
+
+def qkv_large(device: torch.device) -> Sample:
+    """Queries of more than 2**31 elements."""
+    tokens, heads = 2**18 + 1, 65
+    row = cycle((heads + 2) * HEAD_DIM, 251, device)
+    steps = cycle(tokens, 241, device) + 1
+    factors = [cycle(tokens * 64, length, device).view(tokens, 64) for length in (113, 127)]
+    owned = [cycle(HEAD_DIM, length, device) for length in (17, 19)]
+    qkv = (row * steps.unsqueeze(-1)).unsqueeze(0)
+    return Sample("large", (qkv, *factors, *owned, heads, 1))
+
+
+def qkv_traffic(sample: Sample) -> Traffic:
+    """Reads the projection and the factors, writes the heads."""
+    qkv, cos, sin = sample.args[:3]
+    return Traffic(2 * qkv.nbytes + cos.nbytes + sin.nbytes, 6 * qkv.numel())
+
+
+def qkv_backward_traffic(sample: Sample) -> Traffic:
+    """Reads gradients and the heads of queries and keys, writes the gradient of the projection."""
+    qkv, cos, sin, *_, heads, kv_heads = sample.args
+    values = qkv.nbytes * kv_heads // (heads + 2 * kv_heads)
+    return Traffic(3 * qkv.nbytes - values + cos.nbytes + sin.nbytes, 12 * qkv.numel())
+
+
+def qkv_invalid(device: torch.device) -> Iterator[Invalid]:
+    """Numbers of heads that do not divide the projection, weights without a norm."""
+    x, table = torch.ones(2, 4, 40, device=device), torch.ones(4, 4, device=device)
+    row = torch.ones(8, device=device)
+    args = (x, table, table, row, row, 3, 1)
+    good = GoodCall(torch.ops.torchkiln.qkv_norm_rope.default, Sample("good", args))
+    for qkv in (x[0, 0], x[None]):
+        words = "expected [tokens, elements] or [batch, tokens, elements]"
+        yield good.changed(f"qkv: got shape {list(qkv.shape)}, {words}", qkv=qkv)
+    for name in ("heads", "kv_heads"):
+        words = f"{name}: got 0, expected a number of at least 1"
+        yield good.changed(words, ValueError, **{name: 0})
+    words = "qkv: got 40 elements per token, expected a multiple of 6, heads + 2 * kv_heads"
+    yield good.changed(words, heads=4)
+    words = "q_weight: got a tensor beside norm='none', expected None"
+    yield good.changed(words, ValueError, norm="none")
+    for eps, said in ((-1e-5, "-1e-05"), (math.nan, "nan")):
+        words = f"eps: got {said}, expected a number of at least 0"
+        yield good.changed(words, ValueError, eps=eps)
+
+
+QKV_NORM_ROPE = OpSpec(
+    op=torchkiln.qkv_norm_rope,
+    reference=qkv_reference,
+    magnitude=qkv_magnitude,
+    gradient_magnitude=qkv_gradient_magnitude,
+    inputs=qkv_inputs,
+    differentiable=(0, 1, 2, 3, 4),
+    refusals=Refusals(
+        parameters={"cos": "qkv", "q_weight": "qkv"},
+        like={"sin": "cos"},
+        shapes=dict.fromkeys(("q_weight", "k_weight"), "the elements of a head"),
+        words={"norm": ("head", "none")},
+    ),
+    invalid=qkv_invalid,
+    bench=qkv_bench,
+    bench_shapes=BENCH_SHAPES,
+    small_shapes=SMALL_SHAPES,
+    large=qkv_large,
+    traffic=qkv_traffic,
+    backward_traffic=qkv_backward_traffic,
+    opaque=True,
+    helpers=("qkv_norm_rope_backward",),
 )

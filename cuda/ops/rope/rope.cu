@@ -1,8 +1,8 @@
 #include "torchkiln/kernels/rope.h"
 
 #include <algorithm>
-#include <cmath>
 
+#include "ops/rope/angles.cuh"
 #include "torchkiln/device/alignment.cuh"
 #include "torchkiln/device/fast_divide.cuh"
 #include "torchkiln/device/launch.cuh"
@@ -29,74 +29,6 @@ struct Plan {
   uint32_t pair_vectors;
   bool factors_in_vectors;
 };
-
-/// The row of the factors of a token; -1 for a position outside of the table.
-__device__ __forceinline__ int64_t row_of(const Rope& p, int64_t batch, int64_t token) {
-  if (p.positions == nullptr) return token;
-  const int64_t at = batch * p.position_stride[0] + token * p.position_stride[1];
-  const int64_t row = p.are_64_bit ? static_cast<const int64_t*>(p.positions)[at]
-                                   : static_cast<const int32_t*>(p.positions)[at];
-  return 0 <= row && row < p.table_rows ? row : -1;
-}
-
-template <class C, int N, class S>
-__device__ __forceinline__ void load_run(const S* from, int64_t step, bool in_vectors, C (&to)[N]) {
-  constexpr int kEach = N < kVectorLanes<S> ? N : kVectorLanes<S>;
-  if (in_vectors) {
-#pragma unroll
-    for (int part = 0; part < N / kEach; ++part) {
-      const Vec<S, kEach> some = load_constant<kEach>(from + part * kEach);
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) to[part * kEach + i] = convert<C>(some.lane[i]);
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < N; ++i) to[i] = convert<C>(__ldg(from + i * step));
-  }
-}
-
-template <class T, class C, int N>
-__device__ __forceinline__ void load_factors(const Plan& plan, const RopeFactors& factors,
-                                             int64_t batch, int64_t row, int64_t pair, C (&to)[N]) {
-  const Rope& p = plan.rope;
-  if (row < 0) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) to[i] = C(NAN);
-    return;
-  }
-  const int64_t at = batch * factors.batch_stride + row * factors.row_stride + pair * p.factor_step;
-  with_parameter_type<T>(p.factor_dtype, [&](auto tag) {
-    using S = typename decltype(tag)::type;
-    load_run(static_cast<const S*>(factors.data) + at, p.factor_step, plan.factors_in_vectors, to);
-  });
-}
-
-/// Rotates the pair of `a` and `b`.
-template <class C>
-__device__ __forceinline__ void rotate(C& a, C& b, C cos, C sin) {
-  const C rotated = a * cos - b * sin;
-  b = b * cos + a * sin;
-  a = rotated;
-}
-
-/// Rotates kLanes pairs: those of a[i] and b[i], or of neighbours in a, then in b.
-template <class C, int kLanes>
-__device__ __forceinline__ void rotate(bool interleaved, C (&a)[kLanes], C (&b)[kLanes],
-                                       const C (&cos)[kLanes], const C (&sin)[kLanes]) {
-  if constexpr (kLanes > 1) {
-    if (interleaved) {
-      constexpr int kHalf = kLanes / 2;
-#pragma unroll
-      for (int i = 0; i < kHalf; ++i) {
-        rotate(a[2 * i], a[2 * i + 1], cos[i], sin[i]);
-        rotate(b[2 * i], b[2 * i + 1], cos[kHalf + i], sin[kHalf + i]);
-      }
-      return;
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < kLanes; ++i) rotate(a[i], b[i], cos[i], sin[i]);
-}
 
 /// The addresses of the heads of one item.
 template <class T>
@@ -130,8 +62,8 @@ __device__ __forceinline__ void rotate_item(const Plan& plan, const Items<T>& he
   using C = Compute<T>;
   const Rope& p = plan.rope;
   const int64_t pair = int64_t{vector} * kLanes;
-  const int64_t first = p.interleaved ? 2 * pair : pair;
-  const int64_t second = p.interleaved ? first + kLanes : first + p.rotary / 2;
+  const int64_t first = p.angles.interleaved ? 2 * pair : pair;
+  const int64_t second = p.angles.interleaved ? first + kLanes : first + p.angles.rotary / 2;
   Vec<T, kLanes> a[kHeads], b[kHeads];
 #pragma unroll
   for (int j = 0; j < kHeads; ++j) {
@@ -140,20 +72,17 @@ __device__ __forceinline__ void rotate_item(const Plan& plan, const Items<T>& he
     b[j] = load_constant<kLanes>(heads.from[j] + second);
   }
   C cos[kLanes], sin[kLanes];
-  const int64_t row = row_of(p, batch, token);
-  load_factors<T>(plan, p.cos, batch, row, pair, cos);
-  load_factors<T>(plan, p.sin, batch, row, pair, sin);
-  if (p.inverse) {
-#pragma unroll
-    for (int i = 0; i < kLanes; ++i) sin[i] = -sin[i];
-  }
+  const int64_t row = row_of(p.angles, batch, token);
+  load_factors<T>(p.angles, p.angles.cos, batch, row, pair, plan.factors_in_vectors, cos);
+  load_factors<T>(p.angles, p.angles.sin, batch, row, pair, plan.factors_in_vectors, sin);
+  if (p.angles.inverse) negate(sin);
 #pragma unroll
   for (int j = 0; j < kHeads; ++j) {
     if (!heads.exists[j]) continue;
     C wide_a[kLanes], wide_b[kLanes];
     widen(a[j], wide_a);
     widen(b[j], wide_b);
-    rotate(p.interleaved, wide_a, wide_b, cos, sin);
+    rotate(p.angles.interleaved, wide_a, wide_b, cos, sin);
     store(heads.to[j] + first, wide_a);
     store(heads.to[j] + second, wide_b);
   }
@@ -162,7 +91,7 @@ __device__ __forceinline__ void rotate_item(const Plan& plan, const Items<T>& he
 template <class T, int kLanes>
 __device__ __forceinline__ void copy_item(const Plan& plan, const Items<T>& heads,
                                           uint32_t vector) {
-  const int64_t at = plan.rope.rotary + int64_t{vector - plan.pair_vectors} * kLanes;
+  const int64_t at = plan.rope.angles.rotary + int64_t{vector - plan.pair_vectors} * kLanes;
   Vec<T, kLanes> some[kHeads];
 #pragma unroll
   for (int j = 0; j < kHeads; ++j)
@@ -195,7 +124,7 @@ __global__ void __launch_bounds__(kMostThreads) rope_heads(const Plan plan) {
 
 /// Whether all parts of all heads are whole 16-byte vectors.
 bool heads_in_vectors(const Rope& p, int64_t lanes) {
-  if (!in_steps_of(lanes, {p.rotary / 2, p.head_dim - p.rotary})) return false;
+  if (!in_steps_of(lanes, {p.angles.rotary / 2, p.head_dim - p.angles.rotary})) return false;
   const auto fits = [&](const void* data, const int64_t (&stride)[3], int64_t heads) {
     return rows_in_vectors(
         data, lanes,
@@ -207,14 +136,6 @@ bool heads_in_vectors(const Rope& p, int64_t lanes) {
       return false;
   }
   return true;
-}
-
-bool are_factors_in_vectors(const Rope& p) {
-  const int64_t lanes = vector_lanes(p.factor_dtype);
-  const auto fits = [&](const RopeFactors& factors) {
-    return rows_in_vectors(factors.data, lanes, {factors.batch_stride, factors.row_stride});
-  };
-  return p.factor_step == 1 && fits(p.cos) && fits(p.sin);
 }
 
 /// How many tokens a block gets: as many as leave the fewest threads of its last warp idle. Few
@@ -235,8 +156,8 @@ uint32_t tokens_per_block(int64_t items_per_token, int64_t all_tokens) {
 template <class T, int kLanes>
 Status run(const Rope& p, CUstream_st* stream) {
   const int64_t all_tokens = p.batch * p.tokens;
-  const int64_t pair_vectors = p.rotary / 2 / kLanes;
-  const int64_t vectors = pair_vectors + (p.head_dim - p.rotary) / kLanes;
+  const int64_t pair_vectors = p.angles.rotary / 2 / kLanes;
+  const int64_t vectors = pair_vectors + (p.head_dim - p.angles.rotary) / kLanes;
   const int64_t groups = ceil_div(p.tensors[0].heads + p.tensors[1].heads, kHeads);
   if (vectors * groups >= int64_t{1} << 30) return {"more than 2^32 elements per token"};
   Plan plan{};
@@ -248,7 +169,7 @@ Status run(const Rope& p, CUstream_st* stream) {
   plan.items = plan.block_tokens * static_cast<uint32_t>(vectors * groups);
   plan.all_tokens = static_cast<uint32_t>(all_tokens);
   plan.pair_vectors = static_cast<uint32_t>(pair_vectors);
-  plan.factors_in_vectors = kLanes > 1 && are_factors_in_vectors(p);
+  plan.factors_in_vectors = kLanes > 1 && are_factors_in_vectors(p.angles);
   const int64_t threads = std::min<int64_t>(kMostThreads, ceil_div(plan.items, 32) * 32);
   Grid grid{};
   grid.blocks = dim3(static_cast<unsigned>(ceil_div(all_tokens, plan.block_tokens)));

@@ -1,0 +1,141 @@
+#pragma once
+
+// The parts that forward and backward of qkv_norm_rope share: teams of threads and their heads.
+
+#include "ops/rope/angles.cuh"
+#include "torchkiln/device/fast_divide.cuh"
+#include "torchkiln/device/launch.cuh"
+#include "torchkiln/device/warp.cuh"
+
+namespace torchkiln::cuda {
+
+// A team of 2^n threads of a warp processes kHeads adjacent heads of a token. Each thread holds
+// kItems pieces of a head; a piece is two vectors of kLanes elements, which are kLanes pairs, or
+// adjacent elements that are not rotated.
+constexpr int kQkvThreads = 256;
+
+/// Queries, keys, values.
+constexpr int kQueries = 0;
+constexpr int kValues = 2;
+
+struct QkvPlan {
+  QkvNormRope p;
+  Divisor groups;  // of heads: those of the queries, the keys, the values
+  Divisor tokens;  // per batch
+  uint32_t all_groups;
+  uint32_t query_groups;
+  uint32_t key_groups;
+  uint32_t all_tokens;
+  uint32_t token_blocks;
+  uint32_t team;    // threads
+  uint32_t teams;   // per block
+  uint32_t pieces;  // per head
+  uint32_t pair_pieces;
+  bool factors_in_vectors;
+  bool weights_in_vectors;
+};
+
+/// The heads of a block: of one kind, so that a thread holds one weight.
+struct HeadGroup {
+  uint32_t token_block;
+  uint32_t of_kind;  // the index among the groups of this kind
+  int kind;
+  int64_t first;   // head
+  int64_t heads;   // of this kind
+  int64_t packed;  // the position of `first` in a packed row
+
+  __device__ __forceinline__ HeadGroup(const QkvPlan& plan, int heads_per_group) {
+    token_block = plan.groups.quotient(blockIdx.x);
+    of_kind = blockIdx.x - token_block * plan.groups.divisor();
+    kind = kQueries;
+    heads = plan.p.heads;
+    packed = 0;
+    if (of_kind >= plan.query_groups) {
+      of_kind -= plan.query_groups;
+      packed = plan.p.heads;
+      heads = plan.p.kv_heads;
+      kind = 1;
+      if (of_kind >= plan.key_groups) {
+        of_kind -= plan.key_groups;
+        packed += plan.p.kv_heads;
+        kind = kValues;
+      }
+    }
+    first = int64_t{of_kind} * heads_per_group;
+    packed += first;
+  }
+};
+
+/// Where the two vectors of a piece begin in a head.
+struct Piece {
+  bool is_rotated;
+  int64_t pair;
+  int64_t first;
+  int64_t second;
+
+  __device__ __forceinline__ Piece(const QkvPlan& plan, uint32_t piece, int lanes) {
+    const RopeAngles& angles = plan.p.angles;
+    is_rotated = piece < plan.pair_pieces;
+    pair = int64_t{piece} * lanes;
+    first = is_rotated && !angles.interleaved ? pair : 2 * pair;
+    second = is_rotated && !angles.interleaved ? pair + angles.rotary / 2 : first + lanes;
+  }
+};
+
+/// Sets the factors of a weight; ones without a weight.
+template <class T, class C, int N>
+__device__ __forceinline__ void load_weight(const QkvPlan& plan, int kind, int64_t at, C (&to)[N]) {
+  const void* weight = plan.p.weight[kind];
+  if (weight == nullptr) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) to[i] = C(1);
+    return;
+  }
+  with_parameter_type<T>(plan.p.weight_dtype, [&](auto tag) {
+    using S = typename decltype(tag)::type;
+    load_run(static_cast<const S*>(weight) + at, 1, plan.weights_in_vectors, to);
+  });
+#pragma unroll
+  for (int i = 0; i < N; ++i) to[i] += static_cast<C>(plan.p.weight_offset);
+}
+
+template <class C>
+__device__ __forceinline__ C rstd_of(C sum_of_squares, const QkvNormRope& p) {
+  const C mean = sum_of_squares / static_cast<C>(p.head_dim) + static_cast<C>(p.eps);
+  return C(1) / sqrt(mean);
+}
+
+inline bool pieces_in_vectors(const QkvNormRope& p, int64_t lanes) {
+  constexpr int64_t kMostPieces = 32;
+  const auto fits = [&](const void* data) { return rows_in_vectors(data, lanes, {p.head_dim}); };
+  return in_steps_of(lanes, {p.angles.rotary / 2}) &&
+         in_steps_of(2 * lanes, {p.head_dim - p.angles.rotary}) &&
+         p.head_dim / (2 * lanes) <= kMostPieces &&
+         rows_in_vectors(p.qkv, lanes,
+                         {p.batch == 1 ? 0 : p.qkv_stride[0], p.tokens == 1 ? 0 : p.qkv_stride[1],
+                          p.head_dim}) &&
+         fits(p.out[0]) && fits(p.out[1]) && fits(p.out[2]);
+}
+
+/// The plan of a launch; `token_blocks` is set by the caller.
+template <int kLanes, int kHeads>
+QkvPlan make_qkv_plan(const QkvNormRope& p) {
+  QkvPlan plan{};
+  plan.p = p;
+  plan.pieces = static_cast<uint32_t>(p.head_dim / 2 / kLanes);
+  plan.pair_pieces = static_cast<uint32_t>(p.angles.rotary / 2 / kLanes);
+  plan.team = 1;
+  while (plan.team < plan.pieces && plan.team < kWarpLanes) plan.team *= 2;
+  plan.teams = kQkvThreads / plan.team;
+  plan.query_groups = static_cast<uint32_t>(ceil_div(p.heads, kHeads));
+  plan.key_groups = static_cast<uint32_t>(ceil_div(p.kv_heads, kHeads));
+  plan.all_groups = plan.query_groups + 2 * plan.key_groups;
+  plan.groups = Divisor(plan.all_groups);
+  plan.tokens = Divisor(static_cast<uint32_t>(p.tokens));
+  plan.all_tokens = static_cast<uint32_t>(p.batch * p.tokens);
+  plan.factors_in_vectors = kLanes > 1 && are_factors_in_vectors(p.angles);
+  plan.weights_in_vectors = kLanes > 1 && aligned(p.weight[0]) && aligned(p.weight[1]);
+  return plan;
+}
+
+}  // namespace torchkiln::cuda

@@ -1,0 +1,307 @@
+#include <algorithm>
+
+#include "ops/rope/qkv.cuh"
+
+namespace torchkiln::cuda {
+namespace {
+
+struct QkvBackwardPlan {
+  QkvPlan plan;  // of the forward
+  const void* grad[3];
+  int64_t grad_stride[3][3];
+  void* grad_qkv;
+  void*
+      sums[2];  // for each weight [token_blocks * groups of this kind, head_dim]; null: not wanted
+};
+
+/// Adds the sums of the teams of a block, in a fixed order, and writes them to one row.
+template <class C, int kLanes, int kItems>
+__device__ __forceinline__ void write_sums(const QkvPlan& plan, C (&sum_a)[kItems][kLanes],
+                                           C (&sum_b)[kItems][kLanes], C* row) {
+  __shared__ C shared[kMostHeadElements];
+  const uint32_t lane_in_warp = threadIdx.x % kWarpLanes;
+#pragma unroll
+  for (int k = 0; k < kItems; ++k) {
+    for (uint32_t offset = plan.team; offset < kWarpLanes; offset *= 2) {
+      exchange(sum_a[k], static_cast<int>(offset), Sum{});
+      exchange(sum_b[k], static_cast<int>(offset), Sum{});
+    }
+  }
+  for (uint32_t warp = 0; warp < kQkvThreads / kWarpLanes; ++warp) {
+    if (threadIdx.x / kWarpLanes == warp && lane_in_warp < plan.team) {
+#pragma unroll
+      for (int k = 0; k < kItems; ++k) {
+        if (lane_in_warp + k * plan.team >= plan.pieces) continue;
+        const Piece piece(plan, lane_in_warp + k * plan.team, kLanes);
+#pragma unroll
+        for (int i = 0; i < kLanes; ++i) {
+          C& a = shared[piece.first + i];
+          C& b = shared[piece.second + i];
+          a = warp == 0 ? sum_a[k][i] : a + sum_a[k][i];
+          b = warp == 0 ? sum_b[k][i] : b + sum_b[k][i];
+        }
+      }
+    }
+    __syncthreads();
+  }
+  for (int64_t i = threadIdx.x; i < plan.p.head_dim; i += kQkvThreads) row[i] = shared[i];
+}
+
+template <class T, int kLanes, int kItems, int kHeads>
+__global__ void __launch_bounds__(kQkvThreads, 2)
+    qkv_norm_rope_gradients(const QkvBackwardPlan backward) {
+  using C = Compute<T>;
+  wait_for_previous_kernel();
+  const QkvPlan& plan = backward.plan;
+  const QkvNormRope& p = plan.p;
+  const HeadGroup group(plan, kHeads);
+  const bool is_value = group.kind == kValues;
+  const uint32_t lane = threadIdx.x & (plan.team - 1);
+  const int64_t row_heads = p.heads + 2 * p.kv_heads;
+  const T* const grads = static_cast<const T*>(backward.grad[group.kind]);
+  const int64_t (&stride)[3] = backward.grad_stride[group.kind];
+  C sum_a[kItems][kLanes] = {}, sum_b[kItems][kLanes] = {};
+
+  for (uint32_t block = group.token_block; block * plan.teams < plan.all_tokens;
+       block += plan.token_blocks) {
+    const uint32_t index = block * plan.teams + threadIdx.x / plan.team;
+    const bool is_token = index < plan.all_tokens;
+    const uint32_t batch = plan.tokens.quotient(index);
+    const uint32_t token = index - batch * plan.tokens.divisor();
+    const T* const from = static_cast<const T*>(p.qkv) + batch * p.qkv_stride[0] +
+                          token * p.qkv_stride[1] + group.packed * p.head_dim;
+    const T* const grad_from =
+        grads + batch * stride[0] + token * stride[1] + group.first * stride[2];
+    T* const to =
+        static_cast<T*>(backward.grad_qkv) + (index * row_heads + group.packed) * p.head_dim;
+    const auto exists = [&](int k, int j) {
+      return is_token && lane + k * plan.team < plan.pieces && group.first + j < group.heads;
+    };
+    Vec<T, kLanes> x_a[kHeads][kItems], x_b[kHeads][kItems];
+    Vec<T, kLanes> grad_a[kHeads][kItems], grad_b[kHeads][kItems];
+#pragma unroll
+    for (int j = 0; j < kHeads; ++j) {
+#pragma unroll
+      for (int k = 0; k < kItems; ++k) {
+        const Piece piece(plan, lane + k * plan.team, kLanes);
+        fill(x_a[j][k], convert<T>(C(0)));
+        fill(x_b[j][k], convert<T>(C(0)));
+        fill(grad_a[j][k], convert<T>(C(0)));
+        fill(grad_b[j][k], convert<T>(C(0)));
+        if (!exists(k, j)) continue;
+        if (grads != nullptr) {
+          grad_a[j][k] = load_constant<kLanes>(grad_from + j * stride[2] + piece.first);
+          grad_b[j][k] = load_constant<kLanes>(grad_from + j * stride[2] + piece.second);
+        }
+        if (is_value || !p.normalizes) continue;
+        x_a[j][k] = load_constant<kLanes>(from + j * p.head_dim + piece.first);
+        x_b[j][k] = load_constant<kLanes>(from + j * p.head_dim + piece.second);
+      }
+    }
+    if (is_value) {
+#pragma unroll
+      for (int j = 0; j < kHeads; ++j) {
+#pragma unroll
+        for (int k = 0; k < kItems; ++k) {
+          if (!exists(k, j)) continue;
+          const Piece piece(plan, lane + k * plan.team, kLanes);
+          T* const head = to + j * p.head_dim;
+          *reinterpret_cast<Vec<T, kLanes>*>(head + piece.first) = grad_a[j][k];
+          *reinterpret_cast<Vec<T, kLanes>*>(head + piece.second) = grad_b[j][k];
+        }
+      }
+      continue;
+    }
+
+    // The gradient of the normalized and weighted head is the gradient, rotated back.
+    const int64_t row = is_token ? row_of(p.angles, batch, token) : 0;
+    C wide_a[kHeads][kItems][kLanes], wide_b[kHeads][kItems][kLanes];
+    C sums[2 * kHeads] = {};  // of squares, and of x times the gradient of the normalized head
+#pragma unroll
+    for (int k = 0; k < kItems; ++k) {
+      const Piece piece(plan, lane + k * plan.team, kLanes);
+      const bool rotates = piece.is_rotated && exists(k, 0);
+      C cos[kLanes], sin[kLanes], weight_a[kLanes], weight_b[kLanes];
+      if (rotates) {
+        load_factors<T>(p.angles, p.angles.cos, batch, row, piece.pair, plan.factors_in_vectors,
+                        cos);
+        load_factors<T>(p.angles, p.angles.sin, batch, row, piece.pair, plan.factors_in_vectors,
+                        sin);
+        negate(sin);
+      }
+      if (exists(k, 0)) {
+        load_weight<T>(plan, group.kind, piece.first, weight_a);
+        load_weight<T>(plan, group.kind, piece.second, weight_b);
+      }
+#pragma unroll
+      for (int j = 0; j < kHeads; ++j) {
+        widen(grad_a[j][k], wide_a[j][k]);
+        widen(grad_b[j][k], wide_b[j][k]);
+        if (rotates) rotate(p.angles.interleaved, wide_a[j][k], wide_b[j][k], cos, sin);
+        if (!exists(k, j)) continue;
+        C values_a[kLanes], values_b[kLanes];
+        widen(x_a[j][k], values_a);
+        widen(x_b[j][k], values_b);
+#pragma unroll
+        for (int i = 0; i < kLanes; ++i) {
+          sums[j] += values_a[i] * values_a[i] + values_b[i] * values_b[i];
+          sums[kHeads + j] += values_a[i] * wide_a[j][k][i] * weight_a[i] +
+                              values_b[i] * wide_b[j][k][i] * weight_b[i];
+        }
+      }
+    }
+    C rstd[kHeads], pull[kHeads];
+    if (p.normalizes) reduce_warp(sums, Sum{}, static_cast<int>(plan.team));
+#pragma unroll
+    for (int j = 0; j < kHeads; ++j) {
+      rstd[j] = p.normalizes ? rstd_of(sums[j], p) : C(1);
+      pull[j] = sums[kHeads + j] * rstd[j] * rstd[j] / static_cast<C>(p.head_dim);
+    }
+#pragma unroll
+    for (int k = 0; k < kItems; ++k) {
+      if (!exists(k, 0)) continue;
+      const Piece piece(plan, lane + k * plan.team, kLanes);
+      C weight_a[kLanes], weight_b[kLanes];
+      load_weight<T>(plan, group.kind, piece.first, weight_a);
+      load_weight<T>(plan, group.kind, piece.second, weight_b);
+#pragma unroll
+      for (int j = 0; j < kHeads; ++j) {
+        if (!exists(k, j)) continue;
+        C values_a[kLanes], values_b[kLanes];
+        widen(x_a[j][k], values_a);
+        widen(x_b[j][k], values_b);
+#pragma unroll
+        for (int i = 0; i < kLanes; ++i) {
+          C& a = wide_a[j][k][i];
+          C& b = wide_b[j][k][i];
+          sum_a[k][i] += a * (values_a[i] * rstd[j]);
+          sum_b[k][i] += b * (values_b[i] * rstd[j]);
+          a = rstd[j] * (a * weight_a[i] - values_a[i] * pull[j]);
+          b = rstd[j] * (b * weight_b[i] - values_b[i] * pull[j]);
+        }
+        store(to + j * p.head_dim + piece.first, wide_a[j][k]);
+        store(to + j * p.head_dim + piece.second, wide_b[j][k]);
+      }
+    }
+  }
+  if (is_value || backward.sums[group.kind] == nullptr) return;
+  const int64_t groups = group.kind == kQueries ? plan.query_groups : plan.key_groups;
+  write_sums(plan, sum_a, sum_b,
+             static_cast<C*>(backward.sums[group.kind]) +
+                 (group.token_block * groups + group.of_kind) * p.head_dim);
+}
+
+/// The sums of both weights over the blocks; blockIdx.y is the weight.
+struct QkvFinish {
+  const void* sums[2];
+  int64_t rows[2];
+  void* grad[2];
+  int64_t head_dim;
+};
+
+constexpr int kFinishRows = 32;
+
+template <class C, class W>
+__global__ void __launch_bounds__(kWarpLanes* kFinishRows) add_weight_sums(const QkvFinish finish) {
+  wait_for_previous_kernel();
+  __shared__ C shared[kFinishRows][kWarpLanes];
+  const int kind = static_cast<int>(blockIdx.y);
+  if (finish.grad[kind] == nullptr) return;
+  const int64_t column = int64_t{blockIdx.x} * kWarpLanes + threadIdx.x;
+  C sum = C(0);
+  if (column < finish.head_dim) {
+    const C* const from = static_cast<const C*>(finish.sums[kind]) + column;
+    for (int64_t row = threadIdx.y; row < finish.rows[kind]; row += kFinishRows)
+      sum += from[row * finish.head_dim];
+  }
+  shared[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.y > 0 || column >= finish.head_dim) return;
+#pragma unroll
+  for (int i = 1; i < kFinishRows; ++i) sum += shared[i][threadIdx.x];
+  static_cast<W*>(finish.grad[kind])[column] = convert<W>(sum);
+}
+
+template <class T>
+Status add_sums(const QkvNormRopeBackward& arguments, const QkvBackwardPlan& backward,
+                CUstream_st* stream) {
+  using C = Compute<T>;
+  const QkvPlan& plan = backward.plan;
+  QkvFinish finish{};
+  finish.head_dim = plan.p.head_dim;
+  for (int kind = 0; kind < 2; ++kind) {
+    finish.sums[kind] = backward.sums[kind];
+    finish.grad[kind] = arguments.grad_weight[kind];
+    finish.rows[kind] =
+        int64_t{plan.token_blocks} * (kind == kQueries ? plan.query_groups : plan.key_groups);
+  }
+  Grid grid{};
+  grid.blocks = dim3(static_cast<unsigned>(ceil_div(plan.p.head_dim, kWarpLanes)), 2);
+  grid.threads = dim3(kWarpLanes, kFinishRows);
+  return with_parameter_type<T>(plan.p.weight_dtype, [&](auto tag) {
+    using W = typename decltype(tag)::type;
+    return launch_overlapped(add_weight_sums<C, W>, grid, stream, finish);
+  });
+}
+
+template <class T, int kLanes, int kItems, int kHeads>
+Status run(const QkvNormRopeBackward& arguments, Allocate allocate, CUstream_st* stream) {
+  constexpr int64_t kBlocksPerMultiprocessor = 4;
+  QkvBackwardPlan backward{};
+  QkvPlan& plan = backward.plan;
+  plan = make_qkv_plan<kLanes, kHeads>(arguments.forward);
+  const int64_t groups = plan.all_groups;
+  const int64_t wanted =
+      ceil_div(kBlocksPerMultiprocessor * current_device().multiprocessors, groups);
+  plan.token_blocks = static_cast<uint32_t>(
+      std::min(wanted, ceil_div(plan.all_tokens, static_cast<int64_t>(plan.teams))));
+  backward.grad_qkv = arguments.grad_qkv;
+  for (int kind = 0; kind < 3; ++kind) {
+    backward.grad[kind] = arguments.grad[kind];
+    for (int d = 0; d < 3; ++d) backward.grad_stride[kind][d] = arguments.grad_stride[kind][d];
+  }
+  const bool wants_weights =
+      arguments.grad_weight[0] != nullptr || arguments.grad_weight[1] != nullptr;
+  if (wants_weights) {
+    using C = Compute<T>;
+    const int64_t row = plan.p.head_dim;
+    const int64_t query_rows = int64_t{plan.token_blocks} * plan.query_groups;
+    const int64_t rows = query_rows + int64_t{plan.token_blocks} * plan.key_groups;
+    C* const sums = static_cast<C*>(allocate(static_cast<size_t>(rows * row) * sizeof(C)));
+    if (arguments.grad_weight[0] != nullptr) backward.sums[0] = sums;
+    if (arguments.grad_weight[1] != nullptr) backward.sums[1] = sums + query_rows * row;
+  }
+  Grid grid{};
+  grid.blocks = dim3(static_cast<unsigned>(plan.token_blocks * groups));
+  grid.threads = dim3(kQkvThreads);
+  const Status status =
+      launch_overlapped(qkv_norm_rope_gradients<T, kLanes, kItems, kHeads>, grid, stream, backward);
+  if (!status.ok() || !wants_weights) return status;
+  return add_sums<T>(arguments, backward, stream);
+}
+
+bool gradients_in_vectors(const QkvNormRopeBackward& arguments, int64_t lanes) {
+  const QkvNormRope& p = arguments.forward;
+  for (int kind = 0; kind < 3; ++kind) {
+    const int64_t (&stride)[3] = arguments.grad_stride[kind];
+    if (!rows_in_vectors(arguments.grad[kind], lanes, {stride[0], stride[1], stride[2]}))
+      return false;
+  }
+  return rows_in_vectors(arguments.grad_qkv, lanes, {p.head_dim});
+}
+
+}  // namespace
+
+Status qkv_norm_rope_backward(const QkvNormRopeBackward& arguments, Allocate allocate,
+                              CUstream_st* stream) {
+  return dispatch_floating(arguments.forward.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    constexpr int kLanes = kVectorLanes<T>;
+    constexpr int kScalarItems = kMostHeadElements / 2 / kWarpLanes;
+    return pieces_in_vectors(arguments.forward, kLanes) && gradients_in_vectors(arguments, kLanes)
+               ? run<T, kLanes, 1, 2>(arguments, allocate, stream)
+               : run<T, 1, kScalarItems, 1>(arguments, allocate, stream);
+  });
+}
+
+}  // namespace torchkiln::cuda

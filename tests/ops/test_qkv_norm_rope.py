@@ -1,0 +1,126 @@
+"""Packed projections beyond the contract: the ops it stands for, attention, gradients, launches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import torchkiln
+
+HEADS, KV_HEADS, SIZE = 4, 2, 64
+
+
+def arguments(device: torch.device, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Projection, cos, sin and both weights."""
+    shapes = (
+        (2, 7, (HEADS + 2 * KV_HEADS) * SIZE),
+        (7, SIZE // 2),
+        (7, SIZE // 2),
+        (SIZE,),
+        (SIZE,),
+    )
+    return [torch.randn(shape, device=device, dtype=dtype) for shape in shapes]
+
+
+def parts(qkv: Tensor) -> tuple[Tensor, ...]:
+    """Queries, keys and values as [batch, heads, tokens, head_dim]."""
+    rows = qkv.unflatten(-1, (-1, SIZE)).transpose(1, 2)
+    return rows.split([HEADS, KV_HEADS, KV_HEADS], 1)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_is_rms_norm_and_rope(device: torch.device, offset: float) -> None:
+    qkv, cos, sin, *weights = arguments(device)
+    q, k, v = parts(qkv)
+    q, k = (
+        torchkiln.rms_norm(x, SIZE, weight, 1e-6, offset=offset)
+        for x, weight in zip((q, k), weights, strict=True)
+    )
+    expected = (*torchkiln.rope(q, k, cos, sin), v)
+    found = torchkiln.qkv_norm_rope(qkv, cos, sin, *weights, HEADS, KV_HEADS, offset=offset)
+    torch.testing.assert_close(found, expected)
+
+
+def test_without_norm_is_rope(device: torch.device) -> None:
+    qkv, cos, sin, *_ = arguments(device)
+    q, k, v = parts(qkv)
+    expected = (*torchkiln.rope(q, k, cos, sin), v)
+    found = torchkiln.qkv_norm_rope(qkv, cos, sin, None, None, HEADS, KV_HEADS, norm="none")
+    assert all(map(torch.equal, found, expected))
+
+
+def test_results_have_the_heads_of_a_token_together(device: torch.device) -> None:
+    """Attention reads them without a copy, and its result is a contiguous row per token."""
+    found = torchkiln.qkv_norm_rope(*arguments(device), HEADS, KV_HEADS)
+    for x in found:
+        assert x.transpose(1, 2).is_contiguous()
+    y = F.scaled_dot_product_attention(*found, is_causal=True, enable_gqa=True)
+    assert y.shape == (2, HEADS, 7, SIZE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_those_of_the_parts(device: torch.device, dtype: torch.dtype) -> None:
+    given = arguments(device, dtype)
+    leaves = [given[0], given[3], given[4]]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    found = torchkiln.qkv_norm_rope(*given, HEADS, KV_HEADS)
+    grads = [torch.randn_like(x) for x in found]
+    once, again = (torch.autograd.grad(found, leaves, grads, retain_graph=True) for _ in range(2))
+    assert all(map(torch.equal, once, again))
+    qkv, cos, sin, *weights = (x.detach().double() for x in given)
+    wide = [x.requires_grad_() for x in (qkv, *weights)]
+    q, k, v = parts(qkv)
+    normed = [F.rms_norm(x, (SIZE,), w, 1e-6) for x, w in zip((q, k), weights, strict=True)]
+    rotated = torchkiln.rope(normed[0], normed[1], cos, sin)
+    expected = torch.autograd.grad((*rotated, v), wide, [g.double() for g in grads])
+    close = {"atol": 2e-4, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 0.1, "rtol": 2e-2}
+    for x, y in zip(once, expected, strict=True):
+        torch.testing.assert_close(x.double(), y, **close)
+
+
+@pytest.mark.parametrize("used", range(3))
+def test_unused_results_have_gradient_zero(device: torch.device, used: int) -> None:
+    given = arguments(device)
+    given[0].requires_grad_()
+    found = torchkiln.qkv_norm_rope(*given, HEADS, KV_HEADS)
+    (one,) = torch.autograd.grad(found[used].sum(), given[0], retain_graph=True)
+    zeros = [torch.ones_like(x) if i == used else torch.zeros_like(x) for i, x in enumerate(found)]
+    (all_given,) = torch.autograd.grad(found, given[0], zeros)
+    assert torch.equal(one, all_given)
+
+
+def test_projection_may_be_a_part_of_wider_rows(device: torch.device) -> None:
+    qkv, *rest = arguments(device)
+    wide = torch.cat([qkv, qkv], -1)[..., : qkv.shape[-1]]
+    expected = torchkiln.qkv_norm_rope(qkv, *rest, HEADS, KV_HEADS)
+    found = torchkiln.qkv_norm_rope(wide, *rest, HEADS, KV_HEADS)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_heads_of_more_than_1024_elements_are_refused(device: torch.device) -> None:
+    qkv, table = torch.ones(2, 3 * 1026, device=device), torch.ones(2, 513, device=device)
+    words = "qkv_norm_rope: qkv: got heads of 1026 elements, expected at most 1024"
+    with pytest.raises(RuntimeError, match=words):
+        torchkiln.qkv_norm_rope(qkv, table, table, None, None, 1, 1)
+
+
+@pytest.mark.parametrize("size", [64, 80, 96, 128, 192, 256, 1024])
+def test_many_tokens(device: torch.device, size: int) -> None:
+    """More tokens than one round of blocks has."""
+    tokens = 3001 if size < 256 else 301
+    qkv = torch.randn(tokens, 3 * size, device=device, dtype=torch.float64)
+    cos, sin = (torch.randn(tokens, size // 2, device=device, dtype=torch.float64) for _ in "cs")
+    weight = torch.randn(size, device=device, dtype=torch.float64)
+    leaves = [x.requires_grad_() for x in (qkv, weight)]
+    found = torchkiln.qkv_norm_rope(qkv, cos, sin, weight, weight, 1, 1)
+    rows = qkv.unflatten(-1, (3, size)).transpose(0, 1)
+    normed = F.rms_norm(rows[:2], (size,), weight, 1e-6)
+    expected = (*torchkiln.rope(normed, None, cos, sin)[0].split(1), rows[2:])
+    torch.testing.assert_close(found, expected)
+    grads = [torch.randn_like(x) for x in found]
+    torch.testing.assert_close(
+        torch.autograd.grad(found, leaves, grads), torch.autograd.grad(expected, leaves, grads)
+    )
