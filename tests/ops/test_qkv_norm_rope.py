@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -24,6 +26,11 @@ def arguments(device: torch.device, dtype: torch.dtype = torch.float32) -> list[
     return [torch.randn(shape, device=device, dtype=dtype) for shape in shapes]
 
 
+def projected(given: list[Tensor], **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    qkv, cos, sin, q_weight, k_weight = given
+    return torchkiln.qkv_norm_rope(qkv, cos, sin, q_weight, k_weight, HEADS, KV_HEADS, **options)
+
+
 def parts(qkv: Tensor) -> tuple[Tensor, ...]:
     """Queries, keys and values as [batch, heads, tokens, head_dim]."""
     rows = qkv.unflatten(-1, (-1, SIZE)).transpose(1, 2)
@@ -39,7 +46,7 @@ def test_is_rms_norm_and_rope(device: torch.device, offset: float) -> None:
         for x, weight in zip((q, k), weights, strict=True)
     )
     expected = (*torchkiln.rope(q, k, cos, sin), v)
-    found = torchkiln.qkv_norm_rope(qkv, cos, sin, *weights, HEADS, KV_HEADS, offset=offset)
+    found = projected([qkv, cos, sin, *weights], offset=offset)
     torch.testing.assert_close(found, expected)
 
 
@@ -53,7 +60,7 @@ def test_without_norm_is_rope(device: torch.device) -> None:
 
 def test_results_have_the_heads_of_a_token_together(device: torch.device) -> None:
     """Attention reads them without a copy, and its result is a contiguous row per token."""
-    found = torchkiln.qkv_norm_rope(*arguments(device), HEADS, KV_HEADS)
+    found = projected(arguments(device))
     for x in found:
         assert x.transpose(1, 2).is_contiguous()
     y = F.scaled_dot_product_attention(*found, is_causal=True, enable_gqa=True)
@@ -66,7 +73,7 @@ def test_gradients_are_those_of_the_parts(device: torch.device, dtype: torch.dty
     leaves = [given[0], given[3], given[4]]
     for leaf in leaves:
         leaf.requires_grad_()
-    found = torchkiln.qkv_norm_rope(*given, HEADS, KV_HEADS)
+    found = projected(given)
     grads = [torch.randn_like(x) for x in found]
     once, again = (torch.autograd.grad(found, leaves, grads, retain_graph=True) for _ in range(2))
     assert all(map(torch.equal, once, again))
@@ -76,7 +83,9 @@ def test_gradients_are_those_of_the_parts(device: torch.device, dtype: torch.dty
     normed = [F.rms_norm(x, (SIZE,), w, 1e-6) for x, w in zip((q, k), weights, strict=True)]
     rotated = torchkiln.rope(normed[0], normed[1], cos, sin)
     expected = torch.autograd.grad((*rotated, v), wide, [g.double() for g in grads])
-    close = {"atol": 2e-4, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 0.1, "rtol": 2e-2}
+    close: dict[str, Any] = (
+        {"atol": 2e-4, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 0.1, "rtol": 2e-2}
+    )
     for x, y in zip(once, expected, strict=True):
         torch.testing.assert_close(x.double(), y, **close)
 
@@ -85,7 +94,7 @@ def test_gradients_are_those_of_the_parts(device: torch.device, dtype: torch.dty
 def test_unused_results_have_gradient_zero(device: torch.device, used: int) -> None:
     given = arguments(device)
     given[0].requires_grad_()
-    found = torchkiln.qkv_norm_rope(*given, HEADS, KV_HEADS)
+    found = projected(given)
     (one,) = torch.autograd.grad(found[used].sum(), given[0], retain_graph=True)
     zeros = [torch.ones_like(x) if i == used else torch.zeros_like(x) for i, x in enumerate(found)]
     (all_given,) = torch.autograd.grad(found, given[0], zeros)
@@ -95,8 +104,8 @@ def test_unused_results_have_gradient_zero(device: torch.device, used: int) -> N
 def test_projection_may_be_a_part_of_wider_rows(device: torch.device) -> None:
     qkv, *rest = arguments(device)
     wide = torch.cat([qkv, qkv], -1)[..., : qkv.shape[-1]]
-    expected = torchkiln.qkv_norm_rope(qkv, *rest, HEADS, KV_HEADS)
-    found = torchkiln.qkv_norm_rope(wide, *rest, HEADS, KV_HEADS)
+    expected = projected([qkv, *rest])
+    found = projected([wide, *rest])
     assert all(map(torch.equal, found, expected))
 
 
@@ -124,3 +133,23 @@ def test_many_tokens(device: torch.device, size: int) -> None:
     torch.testing.assert_close(
         torch.autograd.grad(found, leaves, grads), torch.autograd.grad(expected, leaves, grads)
     )
+
+
+@pytest.mark.parametrize("options", [{}, {"interleaved": True}, {"partial": 32}])
+def test_cos_and_sin_have_gradients(device: torch.device, options: dict[str, Any]) -> None:
+    """Learned angles: first and second derivatives, beside those of the other arguments."""
+    given = [x.double() for x in arguments(device)]
+    if "partial" in options:
+        given[1:3] = [x[:, :16].contiguous() for x in given[1:3]]
+    qkv, cos, sin, *weights = leaves = [x.requires_grad_() for x in given]
+    q, k, v = parts(qkv)
+    normed = [F.rms_norm(x, (SIZE,), w, 1e-6) for x, w in zip((q, k), weights, strict=True)]
+    expected = (*torchkiln.rope(normed[0], normed[1], cos, sin, **options), v)
+    found = projected(leaves, **options)
+    grads = [torch.randn_like(x) for x in found]
+
+    def derivatives(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        first = torch.autograd.grad(outputs, leaves, grads, create_graph=True)
+        return *first, *torch.autograd.grad(sum((g * g).sum() for g in first), leaves)
+
+    torch.testing.assert_close(derivatives(found), derivatives(expected))
