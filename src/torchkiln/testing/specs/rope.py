@@ -377,13 +377,13 @@ def qkv_bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) 
 
 
 def qkv_large(device: torch.device) -> Sample:
-    """Queries of more than 2**31 elements."""
-    tokens, heads = 2**18 + 1, 65
+    """Queries of more than 2**31 elements, one token per batch."""
+    batch, heads = 2**18 + 1, 65
     row = cycle((heads + 2) * HEAD_DIM, 251, device)
-    steps = cycle(tokens, 241, device) + 1
-    factors = [cycle(tokens * 64, length, device).view(tokens, 64) for length in (113, 127)]
+    steps = cycle(batch, 241, device) + 1
+    factors = [cycle(batch * 64, length, device).view(batch, 1, 64) for length in (113, 127)]
     owned = [cycle(HEAD_DIM, length, device) for length in (17, 19)]
-    qkv = (row * steps.unsqueeze(-1)).unsqueeze(0)
+    qkv = (row * steps.unsqueeze(-1)).unsqueeze(1)
     return Sample("large", (qkv, *factors, *owned, heads, 1))
 
 
