@@ -9,7 +9,7 @@ namespace {
 using Three = std::tuple<Tensor, Tensor, Tensor>;
 
 /// Fewest elements per CPU thread.
-constexpr int64_t kGrain = 1 << 13;
+constexpr int64_t kProjectionGrain = 1 << 13;
 
 struct QkvCall {
   const char* op;
@@ -151,7 +151,7 @@ Three run(const QkvCall& call) {
   arguments.out[1] = k.data_ptr();
   arguments.out[2] = v.data_ptr();
   launch(
-      call.op, q, tokens, std::max<int64_t>(1, kGrain / call.qkv.size(-1)),
+      call.op, q, tokens, std::max<int64_t>(1, kProjectionGrain / call.qkv.size(-1)),
       [&](auto stream) { return cuda::qkv_norm_rope(arguments, stream); },
       [&](int64_t begin, int64_t end) { return cpu::qkv_norm_rope(arguments, begin, end); });
   return {q, k, v};
@@ -250,7 +250,7 @@ struct QkvBackward {
     if (grad_q_weight.numel() > 0) arguments.grad_weight[0] = grad_q_weight.data_ptr();
     if (grad_k_weight.numel() > 0) arguments.grad_weight[1] = grad_k_weight.data_ptr();
     launch_split(
-        kName, qkv, arguments, kGrain, [&] { return cpu::split(arguments); },
+        kName, qkv, arguments, kProjectionGrain, [&] { return cpu::split(arguments); },
         [&](Allocate allocate, auto stream) {
           return cuda::qkv_norm_rope_backward(arguments, allocate, stream);
         },
