@@ -20,27 +20,38 @@ __device__ __forceinline__ double load_number(const void* from, Dtype dtype, int
 constexpr int kGradientThreads = 256;
 constexpr int kGradientItems = 4;
 
-/// A block writes a part of a row of gradients. Forward has saved everything that depends on the
-/// whole row.
+/// The work of a block: a part of a row of gradients, or several short rows.
+struct GradientShape {
+  int parts;  // blocks per row
+  int vectors_per_part;
+  TeamShape team;  // the threads of a row in a block
+};
+
+/// Writes gradients. Forward has saved everything that depends on the whole row.
 template <class Access, bool kSpread>
 __global__ void __launch_bounds__(kGradientThreads, 4)
-    cross_entropy_gradient(CrossEntropyBackward p, int parts, int vectors_per_part) {
+    cross_entropy_gradient(CrossEntropyBackward p, GradientShape shape) {
   using T = typename Access::T;
   using C = Compute<T>;
   using Math = MathFor<T>;
   using Item = typename Access::Item;
   constexpr int kLanes = Access::kLanes;
   wait_for_previous_kernel();
-  const int64_t row = parts == 1 ? blockIdx.x : blockIdx.x / static_cast<unsigned>(parts);
-  const int part = static_cast<int>(blockIdx.x - row * parts);
+  const unsigned parts = static_cast<unsigned>(shape.parts);
+  const unsigned group = parts == 1 ? blockIdx.x : blockIdx.x / parts;
+  const int part = static_cast<int>(blockIdx.x - group * parts);
+  const int step = shape.team.threads;
+  const int row_in_block = static_cast<int>(threadIdx.x) >> shape.team.log_threads;
+  const int rank = static_cast<int>(threadIdx.x) - row_in_block * step;
+  const int64_t row = int64_t{group} * shape.team.per_block + row_in_block;
+  if (row >= p.rows) return;
   const T* logits = static_cast<const T*>(p.logits) + row * p.row_stride;
   T* grad_logits = static_cast<T*>(p.grad_logits) + row * p.grad_logits_row_stride;
   const Access access(logits, static_cast<int>(p.classes));
-  const int begin = part * vectors_per_part + static_cast<int>(threadIdx.x);
-  const int end = min(access.vectors(), (part + 1) * vectors_per_part);
+  const int begin = part * shape.vectors_per_part + rank;
+  const int end = min(access.vectors(), (part + 1) * shape.vectors_per_part);
   Access part_access = access;  // only the columns of this part
   part_access.columns = min(access.columns, access.column(end));
-  const int step = static_cast<int>(blockDim.x);
   Item items[kGradientItems];
   const bool can_overread = Access::can_overread(row, p.rows, p.row_stride);
   const auto load = [&](int first) {
@@ -103,18 +114,18 @@ Status cross_entropy_backward(const CrossEntropyBackward& p, CUstream_st* stream
       // A block does two rounds of loads, or all of a shorter row.
       const int64_t longest = int64_t{kGradientThreads} * kGradientItems * 2;
       const int64_t parts = ceil_div(vectors, longest);
-      if (p.rows * parts > kMaxGridX) return Status{"too many rows for one launch"};
-      const int64_t warps = std::min<int64_t>(ceil_div(vectors, kGradientItems * kWarpLanes),
-                                              kGradientThreads / kWarpLanes);
-      const Grid grid{dim3(static_cast<unsigned>(p.rows * parts)),
-                      dim3(static_cast<unsigned>(warps * kWarpLanes))};
-      const int count = static_cast<int>(parts);
-      const int length =
-          static_cast<int>(ceil_div(ceil_div(vectors, parts), kWarpLanes)) * kWarpLanes;
-      return is_spread(p.target) ? launch_overlapped(cross_entropy_gradient<Access, true>, grid,
-                                                     stream, p, count, length)
-                                 : launch_overlapped(cross_entropy_gradient<Access, false>, grid,
-                                                     stream, p, count, length);
+      const int64_t length = ceil_div(ceil_div(vectors, parts), kWarpLanes) * kWarpLanes;
+      const int64_t threads = ceil_div(vectors, kGradientItems);
+      const TeamShape team =
+          make_team(threads, kGradientThreads, threads <= kWarpLanes ? kGradientThreads : 0, 1);
+      const int64_t blocks = ceil_div(p.rows, team.per_block) * parts;
+      if (blocks > kMaxGridX) return Status{"too many rows for one launch"};
+      const Grid grid{dim3(static_cast<unsigned>(blocks)),
+                      dim3(static_cast<unsigned>(team.block_threads()))};
+      const GradientShape shape{static_cast<int>(parts), static_cast<int>(length), team};
+      return is_spread(p.target)
+                 ? launch_overlapped(cross_entropy_gradient<Access, true>, grid, stream, p, shape)
+                 : launch_overlapped(cross_entropy_gradient<Access, false>, grid, stream, p, shape);
     });
   });
 }

@@ -67,6 +67,7 @@ __global__ void __launch_bounds__(kLossThreads, 4)
     C group_sum = 0, group_logits = 0, group_q = 0;
 #pragma unroll
     for (int k = 0; k < kItems; ++k) {
+      if (kOnce && team.rank() + k * team.size() >= vectors) break;
       C z[kLanes];
       widen(items[k], z);
 #pragma unroll
@@ -148,13 +149,17 @@ __global__ void __launch_bounds__(kLossThreads, 4)
 }
 
 constexpr int kSumThreads = 1024;
+constexpr TeamShape kSumBlock{kSumThreads, 31, 0, 1};
+constexpr TeamShape kSumCluster{kMaxTeamThreads, 31, 3, 1};
+constexpr int64_t kFewestRowsOfCluster = 16384;
 
-/// One block adds the losses and the weights of all rows.
+/// One team, a block or a cluster, adds the losses and the weights of all rows.
 template <class C>
-__global__ void __launch_bounds__(kSumThreads) sum_losses(LossSum p) {
+__global__ void __launch_bounds__(kSumThreads) sum_losses(LossSum p, TeamShape shape) {
   __shared__ TeamStorage<double, 2> storage;
   wait_for_previous_kernel();
-  Team<double, 2> team({kSumThreads, 31, 0, 1}, storage);
+  Team<double, 2> team(shape, storage);
+  team.init_barriers();
   const C* losses = static_cast<const C*>(p.loss);
   const C* weights = static_cast<const C*>(p.target_weight);
   double sums[2] = {};
@@ -162,19 +167,19 @@ __global__ void __launch_bounds__(kSumThreads) sum_losses(LossSum p) {
     constexpr int kLanes = kVectorLanes<C>;
     const int64_t vectors = aligned(values) ? p.rows / kLanes : 0;
 #pragma unroll 8
-    for (int64_t at = threadIdx.x; at < vectors; at += kSumThreads) {
+    for (int64_t at = team.rank(); at < vectors; at += team.size()) {
       const Vec<C, kLanes> vector = load_vector<kLanes>(values + at * kLanes);
 #pragma unroll
       for (int i = 0; i < kLanes; ++i) sum += static_cast<double>(vector.lane[i]);
     }
 #pragma unroll 8
-    for (int64_t row = vectors * kLanes + threadIdx.x; row < p.rows; row += kSumThreads)
+    for (int64_t row = vectors * kLanes + team.rank(); row < p.rows; row += team.size())
       sum += static_cast<double>(values[row]);
   };
   add(sums[0], losses);
   if (p.mean) add(sums[1], weights);
   team.reduce(sums, Sum{});
-  if (threadIdx.x > 0) return;
+  if (team.rank() > 0) return;
   Result{p.out, p.out_dtype, 1}.store(0, p.mean ? sums[0] / sums[1] : sums[0]);
   if (p.mean) *static_cast<C*>(p.divisor) = static_cast<C>(sums[1]);
 }
@@ -221,9 +226,13 @@ Status cross_entropy(const CrossEntropy& p, CUstream_st* stream) {
 }
 
 Status loss_sum(const LossSum& p, CUstream_st* stream) {
-  const Grid grid{dim3(1), dim3(kSumThreads)};
-  if (p.dtype == Dtype::float64) return launch_overlapped(sum_losses<double>, grid, stream, p);
-  return launch_overlapped(sum_losses<float>, grid, stream, p);
+  const bool uses_cluster = current_device().runs_90_code && p.rows >= kFewestRowsOfCluster;
+  const TeamShape team = uses_cluster ? kSumCluster : kSumBlock;
+  Grid grid;
+  const Status status = make_grid(team, 1, grid);
+  if (!status.ok()) return status;
+  return p.dtype == Dtype::float64 ? launch_overlapped(sum_losses<double>, grid, stream, p, team)
+                                   : launch_overlapped(sum_losses<float>, grid, stream, p, team);
 }
 
 }  // namespace torchkiln::cuda

@@ -56,8 +56,9 @@ __device__ __forceinline__ void load_factors(const RopeAngles& p, const RopeFact
 /// Rotates the pair of `a` and `b`.
 template <class C>
 __device__ __forceinline__ void rotate(C& a, C& b, C cos, C sin) {
-  const C rotated = a * cos - b * sin;
-  b = b * cos + a * sin;
+  // Explicit, so that every kernel rounds alike.
+  const C rotated = fma(a, cos, -(b * sin));
+  b = fma(b, cos, a * sin);
   a = rotated;
 }
 

@@ -66,9 +66,11 @@ struct HeadGroup {
   }
 };
 
-/// Where the two vectors of a piece begin in a head.
+/// Where the two vectors of a piece begin in a head. The last piece of an odd number of elements
+/// has one; `second` is then a valid address, too.
 struct Piece {
   bool is_rotated;
+  bool has_second;
   int64_t pair;
   int64_t first;
   int64_t second;
@@ -79,6 +81,8 @@ struct Piece {
     pair = int64_t{piece} * lanes;
     first = is_rotated && !angles.interleaved ? pair : 2 * pair;
     second = is_rotated && !angles.interleaved ? pair + angles.rotary / 2 : first + lanes;
+    has_second = lanes > 1 || second < plan.p.head_dim;
+    if (!has_second) second = first;
   }
 };
 
@@ -98,6 +102,29 @@ __device__ __forceinline__ void load_weight(const QkvPlan& plan, int kind, int64
 #pragma unroll
   for (int i = 0; i < N; ++i) to[i] += static_cast<C>(plan.p.weight_offset);
 }
+
+/// What a thread needs for a piece, beside the heads.
+template <class C, int kLanes>
+struct Factors {
+  C cos[kLanes];
+  C sin[kLanes];
+  C weight_a[kLanes];
+  C weight_b[kLanes];
+
+  template <class T>
+  __device__ __forceinline__ void load_angles(const QkvPlan& plan, const Piece& piece,
+                                              int64_t batch, int64_t row) {
+    const RopeAngles& angles = plan.p.angles;
+    load_factors<T>(angles, angles.cos, batch, row, piece.pair, plan.factors_in_vectors, cos);
+    load_factors<T>(angles, angles.sin, batch, row, piece.pair, plan.factors_in_vectors, sin);
+  }
+
+  template <class T>
+  __device__ __forceinline__ void load_weights(const QkvPlan& plan, const Piece& piece, int kind) {
+    load_weight<T>(plan, kind, piece.first, weight_a);
+    load_weight<T>(plan, kind, piece.second, weight_b);
+  }
+};
 
 template <class C>
 __device__ __forceinline__ C rstd_of(C sum_of_squares, const QkvNormRope& p) {
@@ -122,7 +149,7 @@ template <int kLanes, int kHeads>
 QkvPlan make_qkv_plan(const QkvNormRope& p) {
   QkvPlan plan{};
   plan.p = p;
-  plan.pieces = static_cast<uint32_t>(p.head_dim / 2 / kLanes);
+  plan.pieces = static_cast<uint32_t>(ceil_div(p.head_dim, 2 * kLanes));
   plan.pair_pieces = static_cast<uint32_t>(p.angles.rotary / 2 / kLanes);
   plan.team = 1;
   while (plan.team < plan.pieces && plan.team < kWarpLanes) plan.team *= 2;

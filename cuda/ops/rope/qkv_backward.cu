@@ -38,7 +38,7 @@ __device__ __forceinline__ void write_sums(const QkvPlan& plan, C (&sum_a)[kItem
           C& a = shared[piece.first + i];
           C& b = shared[piece.second + i];
           a = warp == 0 ? sum_a[k][i] : a + sum_a[k][i];
-          b = warp == 0 ? sum_b[k][i] : b + sum_b[k][i];
+          if (piece.has_second) b = warp == 0 ? sum_b[k][i] : b + sum_b[k][i];
         }
       }
     }
@@ -48,7 +48,9 @@ __device__ __forceinline__ void write_sums(const QkvPlan& plan, C (&sum_a)[kItem
 }
 
 template <class T, int kLanes, int kItems, int kHeads>
-__global__ void __launch_bounds__(kQkvThreads, 2)
+__global__ void __launch_bounds__(kQkvThreads, kItems > 1       ? 1
+                                               : sizeof(T) == 2 ? 3
+                                                                : 2)
     qkv_norm_rope_gradients(const QkvBackwardPlan backward) {
   using C = Compute<T>;
   wait_for_previous_kernel();
@@ -61,6 +63,12 @@ __global__ void __launch_bounds__(kQkvThreads, 2)
   const T* const grads = static_cast<const T*>(backward.grad[group.kind]);
   const int64_t (&stride)[3] = backward.grad_stride[group.kind];
   C sum_a[kItems][kLanes] = {}, sum_b[kItems][kLanes] = {};
+  Factors<C, kLanes> factors;
+  const auto load_weights = [&](int k) {
+    if (lane + k * plan.team >= plan.pieces) return;
+    const Piece piece(plan, lane + k * plan.team, kLanes);
+    factors.template load_weights<T>(plan, piece, group.kind);
+  };
 
   for (uint32_t block = group.token_block; block * plan.teams < plan.all_tokens;
        block += plan.token_blocks) {
@@ -91,11 +99,13 @@ __global__ void __launch_bounds__(kQkvThreads, 2)
         if (!exists(k, j)) continue;
         if (grads != nullptr) {
           grad_a[j][k] = load_constant<kLanes>(grad_from + j * stride[2] + piece.first);
-          grad_b[j][k] = load_constant<kLanes>(grad_from + j * stride[2] + piece.second);
+          if (piece.has_second)
+            grad_b[j][k] = load_constant<kLanes>(grad_from + j * stride[2] + piece.second);
         }
         if (is_value || !p.normalizes) continue;
         x_a[j][k] = load_constant<kLanes>(from + j * p.head_dim + piece.first);
-        x_b[j][k] = load_constant<kLanes>(from + j * p.head_dim + piece.second);
+        if (piece.has_second)
+          x_b[j][k] = load_constant<kLanes>(from + j * p.head_dim + piece.second);
       }
     }
     if (is_value) {
@@ -107,7 +117,8 @@ __global__ void __launch_bounds__(kQkvThreads, 2)
           const Piece piece(plan, lane + k * plan.team, kLanes);
           T* const head = to + j * p.head_dim;
           *reinterpret_cast<Vec<T, kLanes>*>(head + piece.first) = grad_a[j][k];
-          *reinterpret_cast<Vec<T, kLanes>*>(head + piece.second) = grad_b[j][k];
+          if (piece.has_second)
+            *reinterpret_cast<Vec<T, kLanes>*>(head + piece.second) = grad_b[j][k];
         }
       }
       continue;
@@ -121,23 +132,21 @@ __global__ void __launch_bounds__(kQkvThreads, 2)
     for (int k = 0; k < kItems; ++k) {
       const Piece piece(plan, lane + k * plan.team, kLanes);
       const bool rotates = piece.is_rotated && exists(k, 0);
-      C cos[kLanes], sin[kLanes], weight_a[kLanes], weight_b[kLanes];
       if (rotates) {
-        load_factors<T>(p.angles, p.angles.cos, batch, row, piece.pair, plan.factors_in_vectors,
-                        cos);
-        load_factors<T>(p.angles, p.angles.sin, batch, row, piece.pair, plan.factors_in_vectors,
-                        sin);
-        negate(sin);
-      }
-      if (exists(k, 0)) {
-        load_weight<T>(plan, group.kind, piece.first, weight_a);
-        load_weight<T>(plan, group.kind, piece.second, weight_b);
+        factors.template load_angles<T>(plan, piece, batch, row);
+        negate(factors.sin);
       }
 #pragma unroll
       for (int j = 0; j < kHeads; ++j) {
         widen(grad_a[j][k], wide_a[j][k]);
         widen(grad_b[j][k], wide_b[j][k]);
-        if (rotates) rotate(p.angles.interleaved, wide_a[j][k], wide_b[j][k], cos, sin);
+        if (rotates) {
+          rotate(p.angles.interleaved, wide_a[j][k], wide_b[j][k], factors.cos, factors.sin);
+        }
+      }
+      load_weights(k);
+#pragma unroll
+      for (int j = 0; j < kHeads; ++j) {
         if (!exists(k, j)) continue;
         C values_a[kLanes], values_b[kLanes];
         widen(x_a[j][k], values_a);
@@ -145,8 +154,8 @@ __global__ void __launch_bounds__(kQkvThreads, 2)
 #pragma unroll
         for (int i = 0; i < kLanes; ++i) {
           sums[j] += values_a[i] * values_a[i] + values_b[i] * values_b[i];
-          sums[kHeads + j] += values_a[i] * wide_a[j][k][i] * weight_a[i] +
-                              values_b[i] * wide_b[j][k][i] * weight_b[i];
+          sums[kHeads + j] += values_a[i] * wide_a[j][k][i] * factors.weight_a[i] +
+                              values_b[i] * wide_b[j][k][i] * factors.weight_b[i];
         }
       }
     }
@@ -161,9 +170,7 @@ __global__ void __launch_bounds__(kQkvThreads, 2)
     for (int k = 0; k < kItems; ++k) {
       if (!exists(k, 0)) continue;
       const Piece piece(plan, lane + k * plan.team, kLanes);
-      C weight_a[kLanes], weight_b[kLanes];
-      load_weight<T>(plan, group.kind, piece.first, weight_a);
-      load_weight<T>(plan, group.kind, piece.second, weight_b);
+      if constexpr (kItems > 1) load_weights(k);
 #pragma unroll
       for (int j = 0; j < kHeads; ++j) {
         if (!exists(k, j)) continue;
@@ -176,11 +183,11 @@ __global__ void __launch_bounds__(kQkvThreads, 2)
           C& b = wide_b[j][k][i];
           sum_a[k][i] += a * (values_a[i] * rstd[j]);
           sum_b[k][i] += b * (values_b[i] * rstd[j]);
-          a = rstd[j] * (a * weight_a[i] - values_a[i] * pull[j]);
-          b = rstd[j] * (b * weight_b[i] - values_b[i] * pull[j]);
+          a = rstd[j] * (a * factors.weight_a[i] - values_a[i] * pull[j]);
+          b = rstd[j] * (b * factors.weight_b[i] - values_b[i] * pull[j]);
         }
         store(to + j * p.head_dim + piece.first, wide_a[j][k]);
-        store(to + j * p.head_dim + piece.second, wide_b[j][k]);
+        if (piece.has_second) store(to + j * p.head_dim + piece.second, wide_b[j][k]);
       }
     }
   }
@@ -246,7 +253,8 @@ Status add_sums(const QkvNormRopeBackward& arguments, const QkvBackwardPlan& bac
 
 template <class T, int kLanes, int kItems, int kHeads>
 Status run(const QkvNormRopeBackward& arguments, Allocate allocate, CUstream_st* stream) {
-  constexpr int64_t kBlocksPerMultiprocessor = 4;
+  // Several waves, because blocks of the values finish earlier than the others.
+  constexpr int64_t kBlocksPerMultiprocessor = 12;
   QkvBackwardPlan backward{};
   QkvPlan& plan = backward.plan;
   plan = make_qkv_plan<kLanes, kHeads>(arguments.forward);
@@ -296,7 +304,8 @@ Status qkv_norm_rope_backward(const QkvNormRopeBackward& arguments, Allocate all
                               CUstream_st* stream) {
   return dispatch_floating(arguments.forward.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    constexpr int kLanes = kVectorLanes<T>;
+    // 8 bytes of half precision: sums, factors and weights are in float32 registers.
+    constexpr int kLanes = sizeof(T) == 2 ? 4 : kVectorLanes<T>;
     constexpr int kScalarItems = kMostHeadElements / 2 / kWarpLanes;
     return pieces_in_vectors(arguments.forward, kLanes) && gradients_in_vectors(arguments, kLanes)
                ? run<T, kLanes, 1, 2>(arguments, allocate, stream)

@@ -32,13 +32,23 @@ __global__ void __launch_bounds__(kQkvThreads) qkv_norm_rope_heads(const QkvPlan
       if (!exists(k, j)) continue;
       const Piece piece(plan, lane + k * plan.team, kLanes);
       a[j][k] = load_constant<kLanes>(from + j * p.head_dim + piece.first);
-      b[j][k] = load_constant<kLanes>(from + j * p.head_dim + piece.second);
+      if (piece.has_second) b[j][k] = load_constant<kLanes>(from + j * p.head_dim + piece.second);
     }
   }
+  const bool is_value = group.kind == kValues;
+  const int64_t row = is_token ? row_of(p.angles, batch, token) : 0;
+  const auto load = [&](int k, Factors<C, kLanes>& factors) {
+    if (is_value || !exists(k, 0)) return;
+    const Piece piece(plan, lane + k * plan.team, kLanes);
+    if (piece.is_rotated) factors.template load_angles<T>(plan, piece, batch, row);
+    factors.template load_weights<T>(plan, piece, group.kind);
+  };
+  // In flight during the reduction, if they fit in registers.
+  Factors<C, kLanes> factors;
+  if constexpr (kItems == 1) load(0, factors);
   C scale[kHeads];
 #pragma unroll
   for (int j = 0; j < kHeads; ++j) scale[j] = C(1);
-  const bool is_value = group.kind == kValues;
   if (p.normalizes && !is_value) {
 #pragma unroll
     for (int j = 0; j < kHeads; ++j) {
@@ -56,21 +66,11 @@ __global__ void __launch_bounds__(kQkvThreads) qkv_norm_rope_heads(const QkvPlan
 #pragma unroll
     for (int j = 0; j < kHeads; ++j) scale[j] = rstd_of(scale[j], p);
   }
-  const int64_t row = is_token ? row_of(p.angles, batch, token) : 0;
 #pragma unroll
   for (int k = 0; k < kItems; ++k) {
     if (!exists(k, 0)) continue;
     const Piece piece(plan, lane + k * plan.team, kLanes);
-    const bool rotates = piece.is_rotated && !is_value;
-    C cos[kLanes], sin[kLanes], weight_a[kLanes], weight_b[kLanes];
-    if (rotates) {
-      load_factors<T>(p.angles, p.angles.cos, batch, row, piece.pair, plan.factors_in_vectors, cos);
-      load_factors<T>(p.angles, p.angles.sin, batch, row, piece.pair, plan.factors_in_vectors, sin);
-    }
-    if (!is_value) {
-      load_weight<T>(plan, group.kind, piece.first, weight_a);
-      load_weight<T>(plan, group.kind, piece.second, weight_b);
-    }
+    if constexpr (kItems > 1) load(k, factors);
 #pragma unroll
     for (int j = 0; j < kHeads; ++j) {
       if (!exists(k, j)) continue;
@@ -80,13 +80,14 @@ __global__ void __launch_bounds__(kQkvThreads) qkv_norm_rope_heads(const QkvPlan
       if (!is_value) {
 #pragma unroll
         for (int i = 0; i < kLanes; ++i) {
-          wide_a[i] *= scale[j] * weight_a[i];
-          wide_b[i] *= scale[j] * weight_b[i];
+          wide_a[i] *= scale[j] * factors.weight_a[i];
+          wide_b[i] *= scale[j] * factors.weight_b[i];
         }
       }
-      if (rotates) rotate(p.angles.interleaved, wide_a, wide_b, cos, sin);
+      if (piece.is_rotated && !is_value)
+        rotate(p.angles.interleaved, wide_a, wide_b, factors.cos, factors.sin);
       store(to + j * p.head_dim + piece.first, wide_a);
-      store(to + j * p.head_dim + piece.second, wide_b);
+      if (piece.has_second) store(to + j * p.head_dim + piece.second, wide_b);
     }
   }
 }
