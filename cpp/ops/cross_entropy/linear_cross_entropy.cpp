@@ -73,6 +73,11 @@ void check(const char* op, const Call& call) {
   if (softcap) check_softcap(op, *softcap);
 }
 
+void check_classes_if_asked(const Call& call) {
+  if (call.check_target && !call.target.is_meta())
+    check_classes(kName, call.target, call.layer.weight.size(0), call.loss.ignore_index);
+}
+
 /// The same call with x and target as rows, and class weights that the kernels need not convert.
 Call in_rows(const Call& call) {
   Call flat = call;
@@ -83,7 +88,7 @@ Call in_rows(const Call& call) {
   return flat;
 }
 
-/// Uninitialised gradients; a wanted one of `sums` has the compute dtype, to which chunks add.
+/// Uninitialised gradients of x, weight and bias. Chunks add to the last two in the compute dtype.
 Three empty_gradients(const LogitLayer& layer, Wanted wanted) {
   const at::TensorOptions sums = layer.x.options().dtype(compute_dtype(layer.x.scalar_type()));
   const auto sum_like = [&](bool is_wanted, const Tensor& parameter) {
@@ -119,8 +124,7 @@ Five forward(const Call& call, Wanted wanted) {
   const Five outputs = forward_outputs(call, wanted);
   const auto& [loss, state, grad_x, grad_weight, grad_bias] = outputs;
   const LossReduction reduction = call.loss.reduction;
-  if (call.check_target)
-    check_classes(kName, call.target, call.layer.weight.size(0), call.loss.ignore_index);
+  check_classes_if_asked(call);
   const int64_t rows = call.target.numel();
   if (rows == 0) {
     for (const Tensor& each : {state, grad_x, grad_weight, grad_bias}) each.zero_();
@@ -213,6 +217,7 @@ Tensor scaled(const Tensor& gradient, const Tensor& factor, at::ScalarType dtype
 /// The op with torch's own ops; `product` is the dtype of the matrix product.
 Tensor composite_in(at::ScalarType product, const Call& call) {
   check(kName, call);
+  check_classes_if_asked(call);
   const auto& [x, weight, bias, softcap] = call.layer;
   const bool adds = bias && bias->scalar_type() == product;
   Tensor logits = at::linear(x.to(product), weight.to(product), adds ? bias : std::nullopt);
