@@ -8,6 +8,7 @@
 
 #include "cross_entropy/kernel.h"
 #include "torchkiln/torch/autograd.h"
+#include "torchkiln/torch/note.h"
 #include "torchkiln/torch/ops.h"
 
 namespace torchkiln {
@@ -45,6 +46,7 @@ struct Rows {
 template <class Body>
 void for_each_chunk(const LogitLayer& layer, const Body& body) {
   const int64_t all = layer.x.size(0), size = rows_per_chunk(layer);
+  trace::note("logits of ", size, " rows at a time");
   for (int64_t begin = 0; begin < all; begin += size)
     body(Rows{begin, std::min(size, all - begin)});
 }
@@ -102,7 +104,7 @@ inline void add_product(at::Tensor sum, const at::Tensor& a, const at::Tensor& b
     at::addmm_out(sum, sum, a, b, dtype, beta);
   } else {
     // Torch's CPU product rounds to half precision. A block of the factors is converted at a time.
-    constexpr int64_t kBlock = 1024;
+    constexpr int64_t kBlock = 256;
     const at::Tensor wide = b.to(dtype);
     for (int64_t begin = 0; begin < a.size(0); begin += kBlock) {
       const Rows block{begin, std::min(kBlock, a.size(0) - begin)};

@@ -86,8 +86,9 @@ def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     if dtype in (torch.float16, torch.bfloat16):
         # The gradient of a float32 bias is a sum of terms of half precision, which no clause of the
         # contract expects: tests/ops/test_linear_cross_entropy.py compares it.
-        weights = {"parameters": torch.float32, "class_weight": True}
-        yield call("float32 class weights", x(7, 9), 33, has_bias=False, **weights)
+        rows, wide = x(7, 9), torch.float32
+        given = {"has_bias": False, "class_weight": True}
+        yield call("float32 class weights", rows, 33, parameters=wide, **given)
     for out in dict.fromkeys((dtype, torch.float32, torch.float16, torch.bfloat16)):
         yield call(f"to {out}", x(9, 8), 21, dtype=out)
     some = call("all ignored", x(9, 8), 21, label_smoothing=0.1)
@@ -296,6 +297,7 @@ LINEAR_CROSS_ENTROPY = OpSpec(
     opaque=True,
     indices=(2,),
     waits_for=("check_target",),
+    autocast=(0, 1),
     threads_matter=True,
     bench_shapes=((8192, 32768), (8192, 131072)),
     small_shapes=((1, 4096), (8, 4096), (64, 4096), (512, 4096)),
