@@ -72,12 +72,12 @@ NOTES = {
     ),
     "softmax": Notes(strides="any; a mask broadcasts"),
     "cross_entropy": Notes(
-        beside="float32 weight beside half precision; `dtype=` any of them",
+        beside="float32 weight of classes and bias beside half precision; `dtype=` any of them",
         other="an error; int64 target",
         strides="any; a copy if classes are not adjacent",
         layout="contiguous; classes adjacent in the gradient",
         gradients="the gradient may take the place of the logits (`inplace_backward=True`)",
-        autocast="a loss in float32, of the logits as they are",
+        autocast="a loss in float32; logits and a float32 bias are read as they are",
     ),
     "spmm": Notes(
         beside="int32 and int64 indices",

@@ -58,6 +58,17 @@ Tensor cross_entropy(const Tensor& logits, const Tensor& target, const MaybeTens
                                    check_target, inplace_backward, softcap});
 }
 
+Tensor linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor& target,
+                            const MaybeTensor& bias, const MaybeTensor& class_weight,
+                            int64_t ignore_index, std::string_view reduction,
+                            double label_smoothing, double z_loss,
+                            std::optional<at::ScalarType> dtype, bool check_target,
+                            std::optional<double> softcap) {
+  return torchkiln::linear_cross_entropy(x, weight, target, bias,
+                                         {class_weight, ignore_index, reduction, label_smoothing,
+                                          z_loss, dtype, check_target, softcap});
+}
+
 std::tuple<Tensor, Tensor> rope(const Tensor& q, const MaybeTensor& k, const Tensor& cos,
                                 const Tensor& sin, bool interleaved, const MaybeTensor& positions,
                                 std::optional<int64_t> partial, int64_t heads_dim, bool inverse) {
@@ -111,6 +122,10 @@ PYBIND11_MODULE(_C, module) {
   ops.bind<&cross_entropy>("cross_entropy", {"logits", "target", "weight", "ignore_index",
                                              "reduction", "label_smoothing", "z_loss", "dtype",
                                              "check_target", "inplace_backward", "softcap"});
+  ops.bind<&linear_cross_entropy>(
+      "linear_cross_entropy",
+      {"x", "weight", "target", "bias", "class_weight", "ignore_index", "reduction",
+       "label_smoothing", "z_loss", "dtype", "check_target", "softcap"});
   ops.bind<&torchkiln::matmul>("matmul", {"a", "b"});
   ops.bind<&torchkiln::linear>("linear", {"x", "weight", "bias", "act", "scale", "residual"});
   ops.bind<&spmm_csr>("spmm_csr", {"values", "b", "crow", "col", "shape", "transpose", "check"},

@@ -29,7 +29,7 @@ from torchkiln.ops.activation import (  # noqa: E402
     tanh_,
 )
 from torchkiln.ops.bias_act import bias_act, scale_bias_relu  # noqa: E402
-from torchkiln.ops.cross_entropy import cross_entropy  # noqa: E402
+from torchkiln.ops.cross_entropy import cross_entropy, linear_cross_entropy  # noqa: E402
 from torchkiln.ops.dropout import bias_dropout_add, dropout_add  # noqa: E402
 from torchkiln.ops.gated import geglu, geglu_tanh, swiglu  # noqa: E402
 from torchkiln.ops.matmul import linear, matmul  # noqa: E402
@@ -81,6 +81,7 @@ __all__ = [
     "gelu_tanh",
     "layer_norm",
     "linear",
+    "linear_cross_entropy",
     "log_softmax",
     "matmul",
     "mean",

@@ -95,6 +95,26 @@ def test_peak_memory(device: torch.device, dtype: torch.dtype, kind: str) -> Non
         assert peak_bytes(device, lambda: step(True)) <= little
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_peak_memory_of_a_linear_layer(
+    device: torch.device, dtype: torch.dtype, reduction: str
+) -> None:
+    """Never more than a third of the logits, of which a chunk has a fifth."""
+    rows, features, count = 5 * 8192, 4, 1024
+    x = torch.randn(rows, features, device=device).to(dtype).requires_grad_()
+    weight = torch.randn(count, features, device=device).to(dtype).requires_grad_()
+    target = torch.randint(count, (rows,), device=device)
+
+    def step() -> None:
+        loss = torchkiln.linear_cross_entropy(x, weight, target, reduction=reduction)
+        gradient(loss, x, weight)
+
+    step()
+    logits = rows * count * dtype.itemsize
+    assert logits / 5 <= peak_bytes(device, step) <= logits / 3
+
+
 def layouts(device: torch.device, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
     """Logits whose gradient can take their place, and the whole of their memory."""
     rows = torch.randn(9, 21, device=device).to(dtype)

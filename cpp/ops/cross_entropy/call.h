@@ -91,6 +91,20 @@ inline void check_loss_target(const char* op, const at::Tensor& logits, const at
                     "could be ignored; leave it out");
 }
 
+inline void check_loss_numbers(const char* op, const LossCall& call,
+                               std::optional<at::ScalarType> dtype) {
+  TORCH_CHECK_VALUE(call.label_smoothing >= 0 && call.label_smoothing <= 1, "torchkiln.", op,
+                    ": label_smoothing: got ", call.label_smoothing,
+                    ", expected a number between 0 and 1");
+  TORCH_CHECK(!dtype.has_value() || is_supported_dtype(*dtype), "torchkiln.", op, ": dtype: got ",
+              dtype_name(dtype.value_or(at::kFloat)), ", expected ", kSupportedDtypes);
+}
+
+inline void check_softcap(const char* op, double softcap) {
+  TORCH_CHECK_VALUE(softcap > 0, "torchkiln.", op, ": softcap: got ", softcap,
+                    ", expected a number greater than 0, or None");
+}
+
 inline void check_loss(const char* op, const at::Tensor& logits, const at::Tensor& target,
                        const LossCall& call, std::optional<at::ScalarType> dtype = std::nullopt) {
   check_tensor(op, "logits", logits);
@@ -102,11 +116,7 @@ inline void check_loss(const char* op, const at::Tensor& logits, const at::Tenso
   TORCH_CHECK(logits.sym_size(class_dim(logits)) != 0, "torchkiln.", op, ": logits: got shape ",
               logits.sym_sizes(), ", expected at least 1 class");
   if (call.weight.has_value()) check_loss_weight(op, logits, *call.weight);
-  TORCH_CHECK_VALUE(call.label_smoothing >= 0 && call.label_smoothing <= 1, "torchkiln.", op,
-                    ": label_smoothing: got ", call.label_smoothing,
-                    ", expected a number between 0 and 1");
-  TORCH_CHECK(!dtype.has_value() || is_supported_dtype(*dtype), "torchkiln.", op, ": dtype: got ",
-              dtype_name(dtype.value_or(at::kFloat)), ", expected ", kSupportedDtypes);
+  check_loss_numbers(op, call, dtype);
 }
 
 }  // namespace torchkiln

@@ -5,8 +5,16 @@
 #include <ATen/ATen.h>
 
 #include "cross_entropy/call.h"
+#include "torchkiln/torch/note.h"
 
 namespace torchkiln {
+
+/// The logits with a softcap, which is applied with torch's ops, in the compute dtype.
+inline at::Tensor capped(const char* op, const at::Tensor& logits, double softcap) {
+  check_softcap(op, softcap);
+  trace::note("passes more: the softcap is applied before the loss");
+  return at::tanh(logits.to(compute_dtype(logits.scalar_type())) / softcap) * softcap;
+}
 
 /// The tensors of a call in the compute dtype, with classes last; [...] are the rows.
 struct WideLoss {

@@ -63,9 +63,10 @@ Two forward(const Tensor& logits, const Tensor& target, const LossCall& call,
   }
   const bool direct = each && loss.scalar_type() == state.scalar_type();
   const Tensor losses = direct ? loss : at::empty({row_count(logits)}, state.options());
-  run_forward(kName, logits, target, call, losses, state, options.accuracy);
+  const RowState rows = row_state(state, losses.numel(), call.reduction);
+  run_forward(kName, logits, target, call, losses, rows, options.accuracy);
   if (each && !direct) loss.copy_(losses.view(loss.sizes()));
-  if (!each) run_sum(kName, logits, call, losses, state, loss);
+  if (!each) run_sum(kName, logits, call, losses, rows, loss);
   return {loss, state};
 }
 
@@ -134,13 +135,14 @@ struct Backward {
     if (logits.numel() == 0) return empty_gradient(logits);
     const MaybeCopy logit_rows = class_rows(logits);
     const Tensor& rows = *logit_rows;
+    const RowState kept = row_state(state, rows.size(0), reduction);
     if (!rows.is_alias_of(logits)) {
       // The rows are a copy that is not read again: the gradient overwrites it.
-      run_backward("cross_entropy_backward", grad, rows, target, call, state, rows);
+      run_backward("cross_entropy_backward", grad, rows, target, call, kept, rows);
       return classes_back(rows.view(classes_last(logits).sizes()));
     }
     Tensor found = empty_gradient(logits);
-    run_backward("cross_entropy_backward", grad, rows, target, call, state, *class_rows(found));
+    run_backward("cross_entropy_backward", grad, rows, target, call, kept, *class_rows(found));
     return found;
   }
 };
@@ -217,7 +219,8 @@ Tensor overwrite(const Tensor& grad, const Tensor& logits, const Tensor& target,
   const Tensor found = logits.detach();  // shares the version counter
   if (found.numel() > 0) {
     const MaybeCopy rows = class_rows(found);
-    run_backward(kName, grad, *rows, target, call, state, *rows);
+    const RowState kept = row_state(state, rows->size(0), call.reduction);
+    run_backward(kName, grad, *rows, target, call, kept, *rows);
   }
   found.unsafeGetTensorImpl()->bump_version();
   return found;
@@ -299,13 +302,6 @@ Tensor of_op(const Tensor& logits, const Tensor& target, const MaybeTensor& weig
                   {dtype, check_target, inplace_backward});
 }
 
-/// The logits with a softcap, which is applied with torch's ops, in the compute dtype.
-Tensor capped(const Tensor& logits, double softcap) {
-  TORCH_CHECK_VALUE(softcap > 0, "torchkiln.", kName, ": softcap: got ", softcap,
-                    ", expected a number greater than 0, or None");
-  trace::note("passes more: the softcap is applied before the loss");
-  return at::tanh(logits.to(compute_dtype(logits.scalar_type())) / softcap) * softcap;
-}
 MaybeTensor widened(const MaybeTensor& weight, const Tensor& logits) {
   return weight.has_value() ? MaybeTensor(weight->to(compute_dtype(logits.scalar_type()))) : weight;
 }
@@ -350,7 +346,7 @@ struct Op {
     if (!softcap.has_value()) return std::nullopt;
     check_loss(kName, logits, target, {weight, ignore_index, reduction, label_smoothing, z_loss},
                dtype);
-    return call<Op>(capped(logits, *softcap), target, widened(weight, logits), ignore_index,
+    return call<Op>(capped(kName, logits, *softcap), target, widened(weight, logits), ignore_index,
                     reduction, label_smoothing, z_loss, dtype_of_loss(logits, target, dtype),
                     check_target, inplace_backward, std::nullopt);
   }
@@ -431,7 +427,7 @@ struct WithMetrics {
     if (!softcap.has_value()) return std::nullopt;
     check_loss(kName, logits, target, {weight, ignore_index, reduction, label_smoothing, z_loss},
                dtype);
-    return call<WithMetrics>(capped(logits, *softcap), target, widened(weight, logits),
+    return call<WithMetrics>(capped(kName, logits, *softcap), target, widened(weight, logits),
                              ignore_index, reduction, label_smoothing, z_loss,
                              dtype_of_loss(logits, target, dtype), check_target, inplace_backward,
                              std::nullopt, accuracy);

@@ -50,13 +50,17 @@ struct RowState {
   void* correct;  // of a state with accuracy
 };
 
-inline RowState row_state(const at::Tensor& state, int64_t rows, LossReduction reduction) {
+/// The state of `rows` rows, as seen by a kernel that begins with row `begin`.
+inline RowState row_state(const at::Tensor& state, int64_t rows, LossReduction reduction,
+                          int64_t begin = 0) {
+  const auto size = static_cast<int64_t>(state.element_size());
   char* first = static_cast<char*>(state.data_ptr());
-  const int64_t bytes = rows * static_cast<int64_t>(state.element_size());
   const bool mean = reduction == LossReduction::mean;
-  char* last = first + 3 * bytes;
-  return {first, first + bytes, first + 2 * bytes, mean ? last : nullptr,
-          mean ? last + state.element_size() : last};
+  char* divisor = first + 3 * rows * size;
+  char* correct = mean ? divisor + size : divisor;
+  const auto at_begin = [&](char* part) { return part + begin * size; };
+  return {at_begin(first), at_begin(first + rows * size), at_begin(first + 2 * rows * size),
+          mean ? divisor : nullptr, at_begin(correct)};
 }
 
 /// The tensor under torch.func.vmap's batch wrappers.
@@ -109,12 +113,11 @@ inline int64_t row_grain(int64_t classes) { return std::max<int64_t>((1 << 13) /
 
 /// Computes the loss and the state of each row.
 inline void run_forward(const char* op, const at::Tensor& logits, const at::Tensor& target,
-                        const LossCall& call, const at::Tensor& losses, const at::Tensor& state,
+                        const LossCall& call, const at::Tensor& losses, const RowState& kept,
                         bool accuracy) {
   const MaybeCopy logit_rows = class_rows(logits);
   const at::Tensor& rows = *logit_rows;
-  const TargetView view = view_target(target, call, state.scalar_type());
-  const RowState kept = row_state(state, rows.size(0), call.reduction);
+  const TargetView view = view_target(target, call, losses.scalar_type());
   CrossEntropy arguments{};
   arguments.logits = rows.const_data_ptr();
   arguments.dtype = dtype_of(rows);
@@ -146,8 +149,7 @@ inline void run_forward(const char* op, const at::Tensor& logits, const at::Tens
 
 /// Computes the sum of the losses, or their mean and its divisor.
 inline void run_sum(const char* op, const at::Tensor& logits, const LossCall& call,
-                    const at::Tensor& losses, const at::Tensor& state, const at::Tensor& out) {
-  const RowState kept = row_state(state, losses.numel(), call.reduction);
+                    const at::Tensor& losses, const RowState& kept, const at::Tensor& out) {
   LossSum arguments{};
   arguments.loss = losses.const_data_ptr();
   arguments.target_weight = kept.target_weight;
@@ -164,10 +166,9 @@ inline void run_sum(const char* op, const at::Tensor& logits, const LossCall& ca
 
 /// Computes the gradient of the logits into `out`, which may be `rows` itself.
 inline void run_backward(const char* op, const at::Tensor& grad, const at::Tensor& rows,
-                         const at::Tensor& target, const LossCall& call, const at::Tensor& state,
+                         const at::Tensor& target, const LossCall& call, const RowState& kept,
                          const at::Tensor& out) {
-  const TargetView view = view_target(target, call, state.scalar_type());
-  const RowState kept = row_state(state, rows.size(0), call.reduction);
+  const TargetView view = view_target(target, call, compute_dtype(rows.scalar_type()));
   const bool each = call.reduction == LossReduction::none;
   const at::Tensor grads = each ? grad.reshape({rows.size(0)}) : grad;
   CrossEntropyBackward arguments{};

@@ -1,6 +1,6 @@
 #include "bias_act.h"
+#include "detail/check_linear.h"
 #include "matmul/kernel.h"
-#include "torchkiln/torch/checks.h"
 #include "torchkiln/torch/empty.h"
 #include "torchkiln/torch/ops.h"
 
@@ -28,34 +28,9 @@ bool keeps_product(const Tensor& x, const MaybeTensor& bias, Activation act) {
          saved_by(act) != Saved::sign;
 }
 
-/// Names autocast if a float32 weight has an x of half precision beside it.
-void check_weight_dtype(const Tensor& x, const Tensor& weight) {
-  const at::ScalarType from = weight.scalar_type(), to = x.scalar_type();
-  if (is_half(to) && from == at::kFloat) {
-    const std::string dtype = "torch." + dtype_name(to);
-    TORCH_CHECK(false, "torchkiln.", kName, ": weight: got dtype float32, expected ",
-                dtype_name(to), ", the dtype of x; cast the layer with .to(", dtype,
-                "), or call it under torch.autocast(x.device.type, ", dtype, ")");
-  }
-  check_same_dtype(kName, "weight", weight, "x", x);
-}
-
 Tensor checked_output(const Tensor& x, const Tensor& weight, const MaybeTensor& bias,
                       const MaybeTensor& residual) {
-  check_tensors(kName, {{"x", x}, {"weight", weight}});
-  check_dtype(kName, "x", x);
-  check_weight_dtype(x, weight);
-  check_not_0_dim(kName, "x", x);
-  TORCH_CHECK(weight.dim() == 2, "torchkiln.", kName, ": weight: got ", weight.dim(),
-              " dimensions (shape ", weight.sym_sizes(), "), expected 2");
-  TORCH_CHECK(weight.sym_size(1) == x.sym_size(-1), "torchkiln.", kName, ": weight: got shape ",
-              weight.sym_sizes(), ", expected ", x.sym_size(-1),
-              " as the second size, the last size of x");
-  if (bias) {
-    check_tensors(kName, {{"x", x}, {"bias", *bias}});
-    check_parameter_dtype(kName, "bias", bias->scalar_type(), "x", x.scalar_type());
-    check_vector(kName, "bias", *bias, weight.sym_size(0), "the first size of weight");
-  }
+  check_linear(kName, x, weight, bias);
   c10::SymDimVector sizes(x.sym_sizes());
   sizes.back() = weight.sym_size(0);
   Tensor out = empty_of(sizes, x);

@@ -2,7 +2,7 @@
 
 from torchkiln.nn.activation import GELU, ReLU, Sigmoid, SiLU, Tanh
 from torchkiln.nn.bias_act import BiasAct, ScaleBiasReLU
-from torchkiln.nn.cross_entropy import CrossEntropyLoss
+from torchkiln.nn.cross_entropy import CrossEntropyLoss, LinearCrossEntropyLoss
 from torchkiln.nn.dropout import BiasDropoutAdd, DropoutAdd
 from torchkiln.nn.gated import GEGLU, SwiGLU
 from torchkiln.nn.matmul import Linear
@@ -22,6 +22,7 @@ __all__ = [
     "DropoutAdd",
     "LayerNorm",
     "Linear",
+    "LinearCrossEntropyLoss",
     "LogSoftmax",
     "RMSNorm",
     "ReLU",

@@ -1,9 +1,9 @@
-"""Module of the cross-entropy loss."""
+"""Modules of the cross-entropy loss."""
 
 import torch
 from torch import Tensor, nn
 
-from torchkiln.ops.cross_entropy import cross_entropy
+from torchkiln.ops.cross_entropy import cross_entropy, linear_cross_entropy
 
 
 class CrossEntropyLoss(nn.CrossEntropyLoss):
@@ -87,4 +87,86 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
             f"check_target={self.check_target}, inplace_backward={self.inplace_backward}, "
             f"softcap={self.softcap}, return_z_loss={self.return_z_loss}, "
             f"return_accuracy={self.return_accuracy}"
+        )
+
+
+class LinearCrossEntropyLoss(nn.Linear):
+    """A linear layer and the cross-entropy of its outputs, which are never in memory as a whole.
+
+    Parameters, initial values and ``state_dict`` are those of :class:`torch.nn.Linear`. To share
+    the weight with an embedding, assign it: ``loss.weight = embedding.weight``. See
+    :func:`torchkiln.linear_cross_entropy` for memory and cost.
+
+    Args:
+        features: size of the last dimension of the input.
+        classes: number of classes.
+        bias: whether the layer has a bias.
+        class_weight: ``[classes]``, or None for ones; a buffer.
+        ignore_index: rows with this target class have no loss and no gradient.
+        reduction: none, mean or sum.
+        label_smoothing: the share of the probability that is distributed evenly over the classes.
+        z_loss: the factor of ``log(sum(exp(logits)))**2``.
+        loss_dtype: of the loss.
+        check_target: whether to validate the target first, which waits for the GPU.
+        softcap: the bound of ``softcap * tanh(logits / softcap)``, or None.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Shape:
+        input ``[..., features]``; target ``[...]``, int64.
+    """
+
+    class_weight: Tensor | None
+
+    def __init__(
+        self,
+        features: int,
+        classes: int,
+        bias: bool = False,
+        *,
+        class_weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        loss_dtype: torch.dtype | None = None,
+        check_target: bool = False,
+        softcap: float | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(features, classes, bias, device=device, dtype=dtype)
+        self.register_buffer("class_weight", class_weight)
+        self.ignore_index = ignore_index
+        self.reduction = reduction
+        self.label_smoothing = label_smoothing
+        self.z_loss = z_loss
+        self.loss_dtype = loss_dtype
+        self.check_target = check_target
+        self.softcap = softcap
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
+        """Returns the loss."""
+        return linear_cross_entropy(
+            input,
+            self.weight,
+            target,
+            self.bias,
+            class_weight=self.class_weight,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+            z_loss=self.z_loss,
+            dtype=self.loss_dtype,
+            check_target=self.check_target,
+            softcap=self.softcap,
+        )
+
+    def extra_repr(self) -> str:
+        """The settings, for ``repr``."""
+        return (
+            f"{super().extra_repr()}, ignore_index={self.ignore_index}, "
+            f"reduction={self.reduction!r}, label_smoothing={self.label_smoothing}, "
+            f"z_loss={self.z_loss}, loss_dtype={self.loss_dtype}, "
+            f"check_target={self.check_target}, softcap={self.softcap}"
         )

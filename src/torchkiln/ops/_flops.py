@@ -47,11 +47,23 @@ def linear_flops(x: Tensor, weight: Tensor, *_args: Any, **_kwargs: Any) -> int:
     return 2 * x.numel() * weight.shape[0]
 
 
+def chunk_flops(x: Tensor, weight: Tensor, *args: Any, **_kwargs: Any) -> int:
+    """Operations of the logits and of the gradients of x and weight, as far as they are wanted."""
+    wanted = args[-1] if args and isinstance(args[-1], (list, tuple)) else ()
+    return 2 * x.numel() * weight.shape[0] * (1 + sum(wanted[:2]))
+
+
 def register(module: ModuleType) -> None:
     """Registers the formulas with torch's module."""
     ops = torch.ops.torchkiln
     module.register_flop_formula(ops.matmul, get_raw=True)(matmul_flops)
     module.register_flop_formula([ops.linear, ops.linear_forward], get_raw=True)(linear_flops)
+    losses = [
+        ops.linear_cross_entropy,
+        ops.linear_cross_entropy_forward,
+        ops.linear_cross_entropy_backward,
+    ]
+    module.register_flop_formula(losses, get_raw=True)(chunk_flops)
 
 
 def register_on_import() -> None:

@@ -1,4 +1,4 @@
-"""Cross-entropy of logits and classes or probabilities."""
+"""Cross-entropy of logits, or of the outputs of a linear layer."""
 
 from typing import Literal, overload
 
@@ -139,5 +139,71 @@ def cross_entropy(
         dtype=dtype,
         check_target=check_target,
         inplace_backward=inplace_backward,
+        softcap=softcap,
+    )
+
+
+@eager(_C.linear_cross_entropy, input="x")
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    dtype: torch.dtype | None = None,
+    check_target: bool = False,
+    softcap: float | None = None,
+) -> Tensor:
+    """Returns ``cross_entropy(x @ weight.T + bias, target)`` without all logits in memory.
+
+    Logits are computed for a chunk of rows at a time: as many rows as fit in 1 GiB, at least 2048
+    and at most 8192. Their gradient replaces them at once, and from it the gradients of ``x``,
+    ``weight`` and ``bias`` are made, in the same pass as the loss; backward multiplies them by the
+    incoming gradient. So a loss that requires a gradient costs three products in forward, without
+    gradients one. The host never waits for the GPU.
+
+    Memory, beside the gradients: the logits of one chunk. For half precision the gradients of
+    ``weight`` and ``bias`` are added in float32, kept so until backward, and rounded once, which is
+    twice the memory of ``weight``. Losses per row (``reduction="none"``) keep no gradients: their
+    backward computes the logits again. Second derivatives, ``torch.func`` and forward mode compute
+    all logits with torch's own ops.
+
+    Args:
+        x: ``[..., features]``; float32, float64, float16 or bfloat16.
+        weight: ``[classes, features]``; of the dtype of ``x``.
+        target: ``[...]``, int64: the class of each row.
+        bias: ``[classes]``; of the dtype of ``x``, or float32 if ``x`` has half precision.
+        class_weight: ``[classes]``: a factor for each class; a dtype as for ``bias``. It has no
+            gradient.
+        ignore_index: rows with this target have no loss and no gradient, and do not count in the
+            mean.
+        reduction: none, mean or sum. The mean is the sum of the losses divided by the sum of the
+            class weights of the targets.
+        label_smoothing: the share of the probability that is distributed evenly over the classes.
+        z_loss: the factor of ``log(sum(exp(logits)))**2``, which is added to the loss of each row.
+        dtype: dtype of the loss; None for the dtype of ``x``. Under autocast None is float32 for
+            half precision.
+        check_target: whether to validate the target first and raise an error with the first class
+            that is out of range. This waits for the GPU.
+        softcap: a number greater than 0: the loss is that of ``softcap * tanh(logits / softcap)``.
+            Chunks then have fewer rows, as the capped logits are two more tensors of a chunk.
+    """
+    return torch.ops.torchkiln.linear_cross_entropy.default(
+        x,
+        weight,
+        target,
+        bias,
+        class_weight=class_weight,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        dtype=dtype,
+        check_target=check_target,
         softcap=softcap,
     )

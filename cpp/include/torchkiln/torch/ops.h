@@ -188,6 +188,26 @@ struct CrossEntropyOptions {
 TORCHKILN_EXPORT at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& target,
                                           const CrossEntropyOptions& options = {});
 
+struct LinearCrossEntropyOptions {
+  std::optional<at::Tensor> class_weight;  // [classes], of x's dtype, or float32 for half x
+  int64_t ignore_index = -100;
+  std::string_view reduction = "mean";  // none, mean or sum
+  double label_smoothing = 0.0;
+  double z_loss = 0.0;                  // adds z_loss * log(sum of exp(logits))^2 per row
+  std::optional<at::ScalarType> dtype;  // of the loss; by default that of x
+  bool check_target = false;            // checks the target's classes first; synchronises
+  std::optional<double> softcap;        // replaces logits by softcap * tanh(logits / softcap)
+};
+
+/// Cross-entropy of the logits x weight^T + bias for x [..., features], weight [classes, features]
+/// and bias [classes], whose dtypes are as for linear(), and int64 classes [...]. Logits are
+/// computed for some thousand rows at a time. The gradients of x, weight and bias are computed
+/// with the loss and kept until backward.
+TORCHKILN_EXPORT at::Tensor linear_cross_entropy(
+    const at::Tensor& x, const at::Tensor& weight, const at::Tensor& target,
+    const std::optional<at::Tensor>& bias = std::nullopt,
+    const LinearCrossEntropyOptions& options = {});
+
 struct SpmmOptions {
   at::OptionalSymIntArrayRef shape = std::nullopt;  // [rows, columns], checked against the tensors
   std::optional<at::Tensor> transpose;              // csr_transpose() of the pattern, for backward

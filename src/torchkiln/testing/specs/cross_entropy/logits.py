@@ -1,4 +1,4 @@
-"""The contract of cross-entropy."""
+"""The contract of cross-entropy of logits."""
 
 from __future__ import annotations
 
@@ -163,16 +163,32 @@ def magnitude(logits: Tensor, target: Tensor, *, z_loss: float = 0.0, **kwargs: 
     return reduced(rows, logits, target, **kwargs)
 
 
-def gradient_magnitude(logits: Tensor, target: Tensor, **kwargs: Any) -> Tensor:
-    """A function whose gradients are the sums of the absolute values of the terms."""
+def pull(logits: Tensor, target: Tensor, errors: Tensor | float = 0.0, **kwargs: Any) -> Tensor:
+    """The terms of the gradient of each row's logits, with the classes last.
+
+    ``errors`` are those of the logits of each row, in the unit of the terms.
+    """
     dim = 0 if logits.dim() == 1 else 1
     z_loss = kwargs.pop("z_loss", 0.0)
     with torch.no_grad():
         share, row = terms(logits, target, **kwargs)
-        sizes = log_sum_exp(logits).abs().unsqueeze(-1) + logits.movedim(dim, -1).abs()
-        pull = share.sum(-1) + 4 * z_loss * row * log_sum_exp(logits).abs()
-        own = torch.softmax(logits, dim).movedim(dim, -1) * (1 + sizes) * pull.unsqueeze(-1) + share
-        other = sizes * kwargs["weight"] if "weight" in kwargs else sizes
+        both = 1 + sizes(logits) + errors
+        factor = share.sum(-1) + 4 * z_loss * row * log_sum_exp(logits).abs()
+        return torch.softmax(logits, dim).movedim(dim, -1) * both * factor.unsqueeze(-1) + share
+
+
+def sizes(logits: Tensor) -> Tensor:
+    """The terms of each difference of logarithms, with the classes last."""
+    dim = 0 if logits.dim() == 1 else 1
+    return log_sum_exp(logits).abs().unsqueeze(-1) + logits.movedim(dim, -1).abs()
+
+
+def gradient_magnitude(logits: Tensor, target: Tensor, **kwargs: Any) -> Tensor:
+    """A function whose gradients are the sums of the absolute values of the terms."""
+    dim = 0 if logits.dim() == 1 else 1
+    own = pull(logits, target, **kwargs)
+    kwargs.pop("z_loss", None)
+    other = sizes(logits).detach() * kwargs.get("weight", 1)
     rows = (logits.movedim(dim, -1) * own).sum(-1)
     if target.is_floating_point():
         rows = rows + (target.movedim(dim, -1) * other).sum(-1)

@@ -1,0 +1,139 @@
+#pragma once
+
+// The logits of a linear layer and their gradients, a chunk of rows at a time.
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+#include "cross_entropy/kernel.h"
+#include "torchkiln/torch/autograd.h"
+#include "torchkiln/torch/note.h"
+#include "torchkiln/torch/ops.h"
+
+namespace torchkiln {
+
+/// A linear layer whose outputs are logits.
+struct LogitLayer {
+  at::Tensor x;       // [rows, features]
+  at::Tensor weight;  // [classes, features]
+  MaybeTensor bias;   // [classes]
+  std::optional<double> softcap;
+};
+
+/// Rows per chunk: as many as fit in 1 GiB of logits, at least 2048 and at most 8192, because a
+/// chunk adds to the whole gradient of the weight, and fewer rows repeat that more often. All
+/// chunks have about the same size. A softcap needs the logits twice more, in the compute dtype.
+inline int64_t rows_per_chunk(const LogitLayer& layer) {
+  constexpr int64_t kBytes = int64_t{1} << 30, kLeast = 2048, kMost = 8192;
+  const at::ScalarType dtype = layer.x.scalar_type();
+  const size_t element =
+      c10::elementSize(dtype) + (layer.softcap ? 2 * c10::elementSize(compute_dtype(dtype)) : 0);
+  const int64_t row = layer.weight.size(0) * static_cast<int64_t>(element);
+  const int64_t rows = layer.x.size(0), most = std::clamp(kBytes / row, kLeast, kMost);
+  const int64_t chunks = (rows + most - 1) / most;
+  return (rows + chunks - 1) / chunks;
+}
+
+/// Rows `begin` to `begin + count` of the layer and of tensors beside it.
+struct Rows {
+  int64_t begin;
+  int64_t count;
+  at::Tensor of(const at::Tensor& tensor) const { return tensor.narrow(0, begin, count); }
+};
+
+/// Calls body(rows) for each chunk.
+template <class Body>
+void for_each_chunk(const LogitLayer& layer, const Body& body) {
+  const int64_t all = layer.x.size(0), size = rows_per_chunk(layer);
+  trace::note("logits of ", size, " rows at a time");
+  for (int64_t begin = 0; begin < all; begin += size)
+    body(Rows{begin, std::min(size, all - begin)});
+}
+
+/// Memory for the logits of one chunk, which is used for each chunk in turn.
+class ChunkLogits {
+ public:
+  explicit ChunkLogits(const LogitLayer& layer)
+      : layer_(layer),
+        memory_(at::empty({rows_per_chunk(layer), layer.weight.size(0)}, layer.x.options())) {}
+
+  /// Computes the logits of these rows.
+  const at::Tensor& compute(const Rows& rows) {
+    const at::Tensor x = rows.of(layer_.x), columns = layer_.weight.t();
+    product_ = memory_.narrow(0, 0, rows.count);
+    const bool adds = layer_.bias && layer_.bias->scalar_type() == product_.scalar_type();
+    if (adds) {
+      at::addmm_out(product_, *layer_.bias, x, columns);
+    } else {
+      at::mm_out(product_, x, columns);
+    }
+    if (layer_.bias && !adds) product_.add_(*layer_.bias);
+    logits_ = product_;
+    if (!layer_.softcap) return logits_;
+    const at::ScalarType compute = compute_dtype(product_.scalar_type());
+    logits_ = product_.to(compute, /*non_blocking=*/false, /*copy=*/true);
+    return logits_.div_(*layer_.softcap).tanh_().mul_(*layer_.softcap);
+  }
+
+  /// The gradient of the layer's outputs, in place of the logits computed last.
+  const at::Tensor& differentiate(const char* op, const at::Tensor& grad, const at::Tensor& target,
+                                  const LossCall& call, const RowState& state) {
+    if (!layer_.softcap) {
+      run_backward(op, grad, product_, target, call, state, product_);
+      return product_;
+    }
+    const at::Tensor found = at::empty_like(logits_);
+    run_backward(op, grad, logits_, target, call, state, found);
+    const at::Tensor slope = logits_.div_(*layer_.softcap).square_().neg_().add_(1);
+    return product_.copy_(found.mul_(slope));
+  }
+
+ private:
+  const LogitLayer& layer_;
+  at::Tensor memory_, product_, logits_;
+};
+
+/// sum = a b, or sum += a b. The sum is float32 for factors of half precision.
+inline void add_product(at::Tensor sum, const at::Tensor& a, const at::Tensor& b, bool is_first) {
+  const double beta = is_first ? 0 : 1;
+  const at::ScalarType dtype = sum.scalar_type();
+  if (dtype == a.scalar_type()) {
+    sum.addmm_(a, b, beta);
+  } else if (a.is_cuda()) {
+    at::addmm_out(sum, sum, a, b, dtype, beta);
+  } else {
+    // Torch's CPU product rounds to half precision. A block of the factors is converted at a time.
+    constexpr int64_t kBlock = 256;
+    const at::Tensor wide = b.to(dtype);
+    for (int64_t begin = 0; begin < a.size(0); begin += kBlock) {
+      const Rows block{begin, std::min(kBlock, a.size(0) - begin)};
+      block.of(sum).addmm_(block.of(a).to(dtype), wide, beta);
+    }
+  }
+}
+
+/// Gradients of a layer; those that are not wanted are undefined. Gradients of weight and bias are
+/// sums over the chunks, in the compute dtype.
+struct LayerGradients {
+  at::Tensor x, weight, bias;
+
+  bool any() const { return x.defined() || weight.defined() || bias.defined(); }
+
+  /// Adds the gradients of a chunk, from the gradient of its logits.
+  void add(const LogitLayer& layer, const Rows& rows, const at::Tensor& of_logits) const {
+    const bool is_first = rows.begin == 0;
+    if (x.defined()) {
+      at::Tensor part = rows.of(x);
+      at::mm_out(part, of_logits, layer.weight);
+    }
+    if (weight.defined()) add_product(weight, of_logits.t(), rows.of(layer.x), is_first);
+    if (!bias.defined()) return;
+    constexpr int64_t kOverRows[] = {0};
+    const at::Tensor part =
+        torchkiln::sum(of_logits, at::IntArrayRef(kOverRows), false, bias.scalar_type());
+    is_first ? bias.copy_(part) : bias.add_(part);
+  }
+};
+
+}  // namespace torchkiln

@@ -1,0 +1,42 @@
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <string>
+
+#include "torchkiln/torch/autograd.h"
+#include "torchkiln/torch/checks.h"
+
+namespace torchkiln {
+
+/// Names autocast if a float32 weight has an x of half precision beside it.
+inline void check_weight_dtype(const char* op, const at::Tensor& x, const at::Tensor& weight) {
+  const at::ScalarType from = weight.scalar_type(), to = x.scalar_type();
+  if (is_half(to) && from == at::kFloat) {
+    const std::string dtype = "torch." + dtype_name(to);
+    TORCH_CHECK(false, "torchkiln.", op, ": weight: got dtype float32, expected ", dtype_name(to),
+                ", the dtype of x; cast the layer with .to(", dtype,
+                "), or call it under torch.autocast(x.device.type, ", dtype, ")");
+  }
+  check_same_dtype(op, "weight", weight, "x", x);
+}
+
+/// Checks the arguments of a linear layer: x [..., k], weight [n, k], bias [n].
+inline void check_linear(const char* op, const at::Tensor& x, const at::Tensor& weight,
+                         const MaybeTensor& bias) {
+  check_tensors(op, {{"x", x}, {"weight", weight}});
+  check_dtype(op, "x", x);
+  check_weight_dtype(op, x, weight);
+  check_not_0_dim(op, "x", x);
+  TORCH_CHECK(weight.dim() == 2, "torchkiln.", op, ": weight: got ", weight.dim(),
+              " dimensions (shape ", weight.sym_sizes(), "), expected 2");
+  TORCH_CHECK(weight.sym_size(1) == x.sym_size(-1), "torchkiln.", op, ": weight: got shape ",
+              weight.sym_sizes(), ", expected ", x.sym_size(-1),
+              " as the second size, the last size of x");
+  if (!bias) return;
+  check_tensors(op, {{"x", x}, {"bias", *bias}});
+  check_parameter_dtype(op, "bias", bias->scalar_type(), "x", x.scalar_type());
+  check_vector(op, "bias", *bias, weight.sym_size(0), "the first size of weight");
+}
+
+}  // namespace torchkiln

@@ -1,0 +1,297 @@
+"""linear_cross_entropy beyond the contract: combined options, chunks, subsets of gradients."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import torchkiln
+from torchkiln.testing.specs.cross_entropy import LINEAR_CROSS_ENTROPY
+
+FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+NAMES = ("x", "weight", "bias")
+
+
+def name(value: object) -> str:
+    return str(value).removeprefix("torch.")
+
+
+every_dtype = pytest.mark.parametrize("dtype", FLOATING, ids=name)
+
+
+def layer(
+    device: torch.device, dtype: torch.dtype, rows: int, *, features: int = 8, classes: int = 13
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, weight, target and bias; the tensors need gradients."""
+    x = torch.randn(rows, features, device=device).to(dtype)
+    weight = (torch.randn(classes, features, device=device) / features**0.5).to(dtype)
+    bias = torch.randn(classes, device=device).to(dtype)
+    target = torch.randint(classes, (rows,), device=device)
+    return x.requires_grad_(), weight.requires_grad_(), target, bias.requires_grad_()
+
+
+def exact(*args: Any) -> list[Any]:
+    """The arguments in float64."""
+    return [
+        a.detach().double().requires_grad_(a.requires_grad)
+        if isinstance(a, Tensor) and a.is_floating_point()
+        else a
+        for a in args
+    ]
+
+
+def require_near(found: Tensor, expected: Tensor, rows: int = 1) -> None:
+    """Compares with a part of the largest element, as terms cancel; sums over rows add errors."""
+    inside = 1e-16 if found.dtype == torch.float64 else 1e-7
+    eps = 3 * torch.finfo(found.dtype).eps + inside * rows**0.5
+    size = float(expected.abs().max())
+    torch.testing.assert_close(found.double(), expected, rtol=eps, atol=eps * size)
+
+
+@every_dtype
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("rows", [5, 8199])
+def test_every_combination(
+    device: torch.device, dtype: torch.dtype, reduction: str, rows: int
+) -> None:
+    """Values and gradients against float64, in one chunk and in two."""
+    choices = list(itertools.product((0.0, 0.1), (False, True), (0.0, 0.02), (None, 3.0)))
+    for smoothing, weighted, z_loss, softcap in choices[:: 1 if rows < 99 else 5]:
+        x, weight, target, bias = layer(device, dtype, rows)
+        target[1::3] = 4
+        options: dict[str, Any] = {"label_smoothing": smoothing, "z_loss": z_loss}
+        options |= {"reduction": reduction, "softcap": softcap, "ignore_index": 4}
+        if weighted:
+            options["class_weight"] = torch.rand(13, device=device).to(dtype)
+        found = torchkiln.linear_cross_entropy(x, weight, target, bias, **options)
+        wide = exact(x, weight, target, bias)
+        if weighted:
+            options["class_weight"] = options["class_weight"].double()
+        expected = LINEAR_CROSS_ENTROPY.reference(*wide, **options)
+        assert found.dtype == dtype
+        require_near(found.detach(), expected.detach())
+        grad = torch.rand_like(found) + 0.5
+        gradients = torch.autograd.grad(found, (x, weight, bias), grad)
+        truth = torch.autograd.grad(expected, (wide[0], wide[1], wide[3]), grad.double())
+        for one, other in zip(gradients, truth, strict=True):
+            assert one.dtype == dtype
+            require_near(one, other, rows)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_any_subset_of_gradients(device: torch.device, reduction: str) -> None:
+    """A gradient does not depend on which others are wanted."""
+    x, weight, target, bias = layer(device, torch.float32, 9)
+    leaves = dict(zip(NAMES, (x, weight, bias), strict=True))
+
+    def gradients(wanted: tuple[str, ...]) -> dict[str, Tensor]:
+        given = [leaf.detach().requires_grad_(n in wanted) for n, leaf in leaves.items()]
+        x, weight, bias = given
+        loss = torchkiln.linear_cross_entropy(x, weight, target, bias, reduction=reduction)
+        inputs = [leaf for leaf in given if leaf.requires_grad]
+        found = torch.autograd.grad(loss, inputs, torch.full_like(loss, 0.3))
+        return dict(zip(wanted, found, strict=True))
+
+    all_of_them = gradients(NAMES)
+    for count in (1, 2):
+        for wanted in itertools.combinations(NAMES, count):
+            for n, found in gradients(wanted).items():
+                torch.testing.assert_close(found, all_of_them[n])
+    loss = torchkiln.linear_cross_entropy(x, weight, target, bias, reduction=reduction)
+    (alone,) = torch.autograd.grad(loss, weight, torch.full_like(loss, 0.3))
+    torch.testing.assert_close(alone, all_of_them["weight"])
+
+
+def test_backward_twice(device: torch.device) -> None:
+    """Kept gradients are not changed by backward."""
+    for reduction in ("none", "mean"):
+        x, weight, target, _ = layer(device, torch.float32, 9)
+        loss = torchkiln.linear_cross_entropy(x, weight, target, reduction=reduction)
+        grad = torch.rand_like(loss)
+        first = torch.autograd.grad(loss, (x, weight), grad, retain_graph=True)
+        again = torch.autograd.grad(loss, (x, weight), 2 * grad)
+        for one, other in zip(first, again, strict=True):
+            assert torch.equal(2 * one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name)
+def test_sums_of_many_chunks_are_float32(device: torch.device, dtype: torch.dtype) -> None:
+    """A sum of equal terms, which half precision would not grow beyond some thousand terms."""
+    rows = 5 * 8192
+    x = torch.ones(rows, 1, device=device, dtype=dtype)
+    weight = torch.zeros(2, 1, device=device, dtype=dtype, requires_grad=True)
+    target = torch.zeros(rows, device=device, dtype=torch.int64)
+    bias = torch.zeros(2, device=device, requires_grad=True)
+    loss = torchkiln.linear_cross_entropy(x, weight, target, bias)
+    found = torch.autograd.grad(loss, (weight, bias))
+    for gradient in found:
+        assert gradient.flatten().tolist() == [-0.5, 0.5]
+    assert found[1].dtype == torch.float32
+
+
+def test_a_gradient_scale_reaches_small_numbers(device: torch.device) -> None:
+    """The gradients are kept before the division by the rows, so float16 does not lose them."""
+    x, weight, target, _ = layer(device, torch.float16, 4000, classes=50)
+    loss = torchkiln.linear_cross_entropy(x, weight, target, dtype=torch.float32)
+    found = torch.autograd.grad(loss * 2.0**16, (x, weight))
+    wide = exact(x, weight, target)
+    expected = F.cross_entropy(F.linear(wide[0], wide[1]), target) * 2.0**16
+    for one, other in zip(found, torch.autograd.grad(expected, wide[:2]), strict=True):
+        require_near(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name)
+def test_a_float32_bias(device: torch.device, dtype: torch.dtype) -> None:
+    """It is added before the logits are rounded, and has a float32 gradient."""
+    x, weight, target, _ = layer(device, dtype, 33)
+    bias = torch.randn(13, device=device, requires_grad=True)
+    loss = torchkiln.linear_cross_entropy(x, weight, target, bias)
+    (found,) = torch.autograd.grad(loss, bias)
+    wide = exact(x, weight, target, bias)
+    expected = F.cross_entropy(F.linear(wide[0], wide[1], wide[3]), target)
+    assert found.dtype == torch.float32
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(loss.double(), expected, rtol=2 * eps, atol=0)
+    (truth,) = torch.autograd.grad(expected, wide[3])
+    torch.testing.assert_close(found.double(), truth, rtol=eps, atol=eps * float(truth.abs().max()))
+
+
+@every_dtype
+def test_all_rows_ignored(device: torch.device, dtype: torch.dtype) -> None:
+    """The mean of no rows is NaN, their sum is 0, and the gradients are 0."""
+    x, weight, target, bias = layer(device, dtype, 5)
+    for rows in (5, 0):
+        for reduction in ("none", "sum", "mean"):
+            loss = torchkiln.linear_cross_entropy(
+                x[:rows],
+                weight,
+                torch.full_like(target[:rows], 2),
+                bias,
+                ignore_index=2,
+                reduction=reduction,
+                label_smoothing=0.1,
+            )
+            assert torch.equal(loss.isnan(), torch.full_like(loss, reduction == "mean").bool())
+            assert (loss.nan_to_num() == 0).all()
+            for found in torch.autograd.grad(loss, (x, weight, bias), torch.ones_like(loss)):
+                assert (found == 0).all()
+
+
+def test_second_gradients(device: torch.device) -> None:
+    for reduction in ("none", "mean"):
+        x, weight, target, bias = layer(device, torch.float64, 4, features=3, classes=5)
+
+        def loss(
+            x: Tensor, weight: Tensor, bias: Tensor, t: Tensor = target, r: str = reduction
+        ) -> Tensor:
+            return torchkiln.linear_cross_entropy(x, weight, t, bias, reduction=r, softcap=2.0)
+
+        assert torch.autograd.gradgradcheck(loss, (x, weight, bias))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name)
+def test_autocast(device: torch.device, dtype: torch.dtype) -> None:
+    """x and weight are cast, a float32 bias is not; the loss is float32 unless dtype is given."""
+    x, weight, target, bias = layer(device, torch.float32, 9)
+    with torch.autocast(device.type, dtype):
+        loss = torchkiln.linear_cross_entropy(x, weight, target, bias)
+        assert torchkiln.linear_cross_entropy(x, weight, target, dtype=dtype).dtype == dtype
+        double = torchkiln.linear_cross_entropy(x.double(), weight.double(), target)
+    assert loss.dtype == torch.float32
+    assert double.dtype == torch.float64
+    half = x.detach().to(dtype).requires_grad_(), weight.detach().to(dtype).requires_grad_()
+    by_hand = torchkiln.linear_cross_entropy(half[0], half[1], target, bias, dtype=torch.float32)
+    assert torch.equal(loss, by_hand)
+    found = torch.autograd.grad(loss, (x, weight, bias))
+    expected = torch.autograd.grad(by_hand, (*half, bias))
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == torch.float32
+        assert torch.equal(one, other.float())
+
+
+def test_vmap_of_a_batch(device: torch.device) -> None:
+    x, weight, target, bias = layer(device, torch.float32, 12)
+    found = torch.func.vmap(torchkiln.linear_cross_entropy, (0, None, 0, None))(
+        x.reshape(3, 4, 8), weight, target.reshape(3, 4), bias
+    )
+    for i, one in enumerate(found):
+        part = slice(4 * i, 4 * i + 4)
+        torch.testing.assert_close(
+            one, torchkiln.linear_cross_entropy(x[part], weight, target[part], bias)
+        )
+
+
+def test_it_stays_an_op_when_compiled(traced: Callable[..., set[str]]) -> None:
+    found = traced(
+        torchkiln.linear_cross_entropy,
+        torch.randn(3, 4),
+        torch.randn(5, 4),
+        torch.tensor([0, 3, 1]),
+    )
+    assert found == {"torchkiln.linear_cross_entropy.default"}
+
+
+def test_class_weights_that_require_a_gradient() -> None:
+    x, weight, target, _ = layer(torch.device("cpu"), torch.float32, 3)
+    words = r"^torchkiln\.linear_cross_entropy: class_weight: got a tensor that requires a gradient"
+    with pytest.raises(RuntimeError, match=words):
+        torchkiln.linear_cross_entropy(
+            x, weight, target, class_weight=torch.ones(13, requires_grad=True)
+        )
+
+
+def test_a_target_that_is_no_class(device: torch.device) -> None:
+    """An error on the CPU, without being asked; NaN on a GPU."""
+    x, weight, target, _ = layer(device, torch.float32, 9)
+    target[4] = 13
+    if device.type == "cpu":
+        with pytest.raises(IndexError, match="target: got 13, expected one of 13 classes"):
+            torchkiln.linear_cross_entropy(x, weight, target)
+    else:
+        assert math.isnan(torchkiln.linear_cross_entropy(x, weight, target).item())
+
+
+def test_the_module_is_a_linear_layer(device: torch.device) -> None:
+    """It loads the state of torch's layer, and shares an embedding's weight."""
+    torch.manual_seed(0)
+    torchs = nn.Linear(8, 13, device=device)
+    torch.manual_seed(0)
+    ours = torchkiln.nn.LinearCrossEntropyLoss(8, 13, bias=True, device=device)
+    assert torch.equal(ours.weight, torchs.weight)
+    ours.load_state_dict(torchs.state_dict())
+    x, target = torch.randn(3, 4, 8, device=device), torch.randint(13, (3, 4), device=device)
+    expected = F.cross_entropy(torchs(x).flatten(0, 1), target.flatten())
+    torch.testing.assert_close(ours(x, target), expected)
+    embedding = nn.Embedding(13, 8, device=device)
+    tied = torchkiln.nn.LinearCrossEntropyLoss(8, 13, device=device)
+    tied.weight = embedding.weight
+    tied(embedding(target), target).backward()
+    assert embedding.weight.grad is not None
+    assert tied.bias is None
+
+
+def test_explain_tells_the_rows_of_a_chunk() -> None:
+    x, weight, target, _ = layer(torch.device("cpu"), torch.float32, 9000, features=2, classes=3)
+    with torch.no_grad():
+        found = torchkiln.explain(torchkiln.linear_cross_entropy, x, weight, target)
+    assert "logits of 4500 rows at a time" in found.forward.notes
+
+
+def test_products_are_counted() -> None:
+    """One product without gradients, three with those of x and weight."""
+    x, weight, target, _ = layer(torch.device("cpu"), torch.float32, 9)
+    product = 2 * 9 * 8 * 13
+    for reduction, forward, both in (("mean", 3, 3), ("none", 1, 4)):
+        with FlopCounterMode(display=False) as counter:
+            loss = torchkiln.linear_cross_entropy(x, weight, target, reduction=reduction)
+            assert counter.get_total_flops() == forward * product
+            loss.sum().backward()
+        assert counter.get_total_flops() == both * product
