@@ -48,9 +48,7 @@ __device__ __forceinline__ void write_sums(const QkvPlan& plan, C (&sum_a)[kItem
 }
 
 template <class T, int kLanes, int kItems, int kHeads>
-__global__ void __launch_bounds__(kQkvThreads, kItems > 1       ? 1
-                                               : sizeof(T) == 2 ? 3
-                                                                : 2)
+__global__ void __launch_bounds__(kQkvThreads, kItems > 1 ? 1 : 2)
     qkv_norm_rope_gradients(const QkvBackwardPlan backward) {
   using C = Compute<T>;
   wait_for_previous_kernel();
@@ -253,8 +251,7 @@ Status add_sums(const QkvNormRopeBackward& arguments, const QkvBackwardPlan& bac
 
 template <class T, int kLanes, int kItems, int kHeads>
 Status run(const QkvNormRopeBackward& arguments, Allocate allocate, CUstream_st* stream) {
-  // Several waves, because blocks of the values finish earlier than the others.
-  constexpr int64_t kBlocksPerMultiprocessor = 12;
+  constexpr int64_t kBlocksPerMultiprocessor = 4;
   QkvBackwardPlan backward{};
   QkvPlan& plan = backward.plan;
   plan = make_qkv_plan<kLanes, kHeads>(arguments.forward);
@@ -304,8 +301,7 @@ Status qkv_norm_rope_backward(const QkvNormRopeBackward& arguments, Allocate all
                               CUstream_st* stream) {
   return dispatch_floating(arguments.forward.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    // 8 bytes of half precision: sums, factors and weights are in float32 registers.
-    constexpr int kLanes = sizeof(T) == 2 ? 4 : kVectorLanes<T>;
+    constexpr int kLanes = kVectorLanes<T>;
     constexpr int kScalarItems = kMostHeadElements / 2 / kWarpLanes;
     return pieces_in_vectors(arguments.forward, kLanes) && gradients_in_vectors(arguments, kLanes)
                ? run<T, kLanes, 1, 2>(arguments, allocate, stream)
