@@ -1,6 +1,6 @@
-#include "torchkiln/kernels/gated.h"
+#include "gated.h"
 
-#include "detail/composite_activations.h"
+#include "torchkiln/kernels/gated.h"
 #include "torchkiln/torch/checks.h"
 #include "torchkiln/torch/elementwise.h"
 #include "torchkiln/torch/empty.h"
@@ -48,40 +48,36 @@ std::array<Tensor, 2> halves(const Tensor& gate, const MaybeTensor& up) {
   return {gate.narrow_symint(-1, 0, half), gate.narrow_symint(-1, half, half)};
 }
 
-/// The gradients of gate and up, in the dtype of `grad`. For a packed tensor, the first is its
-/// gradient, the second empty.
-struct GatedBackward {
-  static constexpr const char* kSchema =
-      "torchkiln::gated_backward(Tensor grad, Tensor gate, Tensor? up, str act) -> "
-      "(Tensor, Tensor)";
-  static constexpr const char* kName = "gated_backward";
+}  // namespace
 
-  static Two meta(const Tensor& grad, const Tensor& gate, const MaybeTensor& up, Activation) {
-    check_inputs(kName, gate, up);
-    const bool up_is_wider = up.has_value() && up->scalar_type() != gate.scalar_type() &&
-                             up->scalar_type() == result_dtype(gate, up);
-    if (up_is_wider) {
-      check_like(kName, "grad", grad, "up", *up);
-    } else {
-      check_like(kName, "grad", grad, "gate", halves(gate, up)[0]);
-    }
-    return {empty_of(gate.sym_sizes(), grad.options()),
-            up.has_value() ? empty_of(gate.sym_sizes(), grad.options()) : no_output(gate)};
+Two GatedBackward::meta(const Tensor& grad, const Tensor& gate, const MaybeTensor& up, Activation) {
+  check_inputs(kName, gate, up);
+  const bool up_is_wider = up.has_value() && up->scalar_type() != gate.scalar_type() &&
+                           up->scalar_type() == result_dtype(gate, up);
+  if (up_is_wider) {
+    check_like(kName, "grad", grad, "up", *up);
+  } else {
+    check_like(kName, "grad", grad, "gate", halves(gate, up)[0]);
   }
+  return {empty_of(gate.sym_sizes(), grad.options()),
+          up.has_value() ? empty_of(gate.sym_sizes(), grad.options()) : no_output(gate)};
+}
 
-  static Two kernel(const Tensor& grad, const Tensor& gate, const MaybeTensor& up, Activation act) {
-    auto [grad_gate, grad_up] = meta(grad, gate, up, act);
-    const auto [gates, ups] = halves(gate, up);
-    const auto outputs = halves(grad_gate, up.has_value() ? MaybeTensor(grad_up) : std::nullopt);
-    launch_elementwise(
-        kName, outputs, std::array{grad, gates, ups},
-        [&](const auto& p, auto stream) { return cuda::gated_backward(p, act, stream); },
-        [&](const auto& p, int64_t begin, int64_t end) {
-          return cpu::gated_backward(p, act, begin, end);
-        });
-    return {grad_gate, grad_up};
-  }
-};
+Two GatedBackward::kernel(const Tensor& grad, const Tensor& gate, const MaybeTensor& up,
+                          Activation act) {
+  auto [grad_gate, grad_up] = meta(grad, gate, up, act);
+  const auto [gates, ups] = halves(gate, up);
+  const auto outputs = halves(grad_gate, up.has_value() ? MaybeTensor(grad_up) : std::nullopt);
+  launch_elementwise(
+      kName, outputs, std::array{grad, gates, ups},
+      [&](const auto& p, auto stream) { return cuda::gated_backward(p, act, stream); },
+      [&](const auto& p, int64_t begin, int64_t end) {
+        return cpu::gated_backward(p, act, begin, end);
+      });
+  return {grad_gate, grad_up};
+}
+
+namespace {
 
 template <class Act>
 struct Schema;
@@ -147,6 +143,12 @@ struct Gated : Schema<Act> {
 };
 
 }  // namespace
+
+Tensor gated(const Tensor& packed, Gate gate) {
+  if (gate.act == kActivation<Silu>) return call<Gated<Silu>>(packed, std::nullopt);
+  if (gate.act == kActivation<Gelu>) return call<Gated<Gelu>>(packed, std::nullopt);
+  return call<Gated<GeluTanh>>(packed, std::nullopt);
+}
 
 TORCH_LIBRARY_FRAGMENT(torchkiln, m) {
   define<GatedBackward, Gated<Silu>, Gated<Gelu>, Gated<GeluTanh>>(m);

@@ -128,6 +128,10 @@ PYBIND11_MODULE(_C, module) {
        "label_smoothing", "z_loss", "dtype", "check_target", "softcap"});
   ops.bind<&torchkiln::matmul>("matmul", {"a", "b"});
   ops.bind<&torchkiln::linear>("linear", {"x", "weight", "bias", "act", "scale", "residual"});
+  ops.bind<&torchkiln::mlp>(
+      "mlp", {"x", "up_weight", "down_weight", "up_bias", "down_bias", "act", "save"});
+  ops.bind<&torchkiln::gated_mlp>("gated_mlp", {"x", "gate_up_weight", "down_weight",
+                                                "gate_up_bias", "down_bias", "act", "save"});
   ops.bind<&spmm_csr>("spmm_csr", {"values", "b", "crow", "col", "shape", "transpose", "check"},
                       "spmm");
   bind_trace(module);

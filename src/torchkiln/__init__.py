@@ -32,7 +32,7 @@ from torchkiln.ops.bias_act import bias_act, scale_bias_relu  # noqa: E402
 from torchkiln.ops.cross_entropy import cross_entropy, linear_cross_entropy  # noqa: E402
 from torchkiln.ops.dropout import bias_dropout_add, dropout_add  # noqa: E402
 from torchkiln.ops.gated import geglu, geglu_tanh, swiglu  # noqa: E402
-from torchkiln.ops.matmul import linear, matmul  # noqa: E402
+from torchkiln.ops.matmul import gated_mlp, linear, matmul, mlp  # noqa: E402
 from torchkiln.ops.norm import (  # noqa: E402
     add_layer_norm,
     add_rms_norm,
@@ -75,6 +75,7 @@ __all__ = [
     "csr_transpose",
     "dropout_add",
     "explain",
+    "gated_mlp",
     "geglu",
     "geglu_tanh",
     "gelu",
@@ -85,6 +86,7 @@ __all__ = [
     "log_softmax",
     "matmul",
     "mean",
+    "mlp",
     "muladd",
     "nn",
     "qkv_norm_rope",

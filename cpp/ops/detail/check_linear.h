@@ -10,15 +10,16 @@
 namespace torchkiln {
 
 /// Names autocast if a float32 weight has an x of half precision beside it.
-inline void check_weight_dtype(const char* op, const at::Tensor& x, const at::Tensor& weight) {
+inline void check_weight_dtype(const char* op, const at::Tensor& x, const char* name,
+                               const at::Tensor& weight) {
   const at::ScalarType from = weight.scalar_type(), to = x.scalar_type();
   if (is_half(to) && from == at::kFloat) {
     const std::string dtype = "torch." + dtype_name(to);
-    TORCH_CHECK(false, "torchkiln.", op, ": weight: got dtype float32, expected ", dtype_name(to),
-                ", the dtype of x; cast the layer with .to(", dtype,
+    TORCH_CHECK(false, "torchkiln.", op, ": ", name, ": got dtype float32, expected ",
+                dtype_name(to), ", the dtype of x; cast the layer with .to(", dtype,
                 "), or call it under torch.autocast(x.device.type, ", dtype, ")");
   }
-  check_same_dtype(op, "weight", weight, "x", x);
+  check_same_dtype(op, name, weight, "x", x);
 }
 
 /// Checks the arguments of a linear layer: x [..., k], weight [n, k], bias [n].
@@ -26,7 +27,7 @@ inline void check_linear(const char* op, const at::Tensor& x, const at::Tensor& 
                          const MaybeTensor& bias) {
   check_tensors(op, {{"x", x}, {"weight", weight}});
   check_dtype(op, "x", x);
-  check_weight_dtype(op, x, weight);
+  check_weight_dtype(op, x, "weight", weight);
   check_not_0_dim(op, "x", x);
   TORCH_CHECK(weight.dim() == 2, "torchkiln.", op, ": weight: got ", weight.dim(),
               " dimensions (shape ", weight.sym_sizes(), "), expected 2");

@@ -1,3 +1,5 @@
+#include "matmul/linear.h"
+
 #include "bias_act.h"
 #include "detail/check_linear.h"
 #include "matmul/kernel.h"
@@ -111,29 +113,25 @@ Tensor composite_in(at::ScalarType product, const Tensor& x, const Tensor& weigh
   return z.to(x.scalar_type());
 }
 
-/// Returns the output and the preactivation, without the bias if keeps_product(). It is empty if
-/// backward does not need it.
-struct Forward {
-  static constexpr const char* kSchema =
-      "torchkiln::linear_forward(Tensor x, Tensor weight, Tensor? bias, str act, float scale, "
-      "Tensor? residual) -> (Tensor, Tensor)";
+}  // namespace
 
-  static Two meta(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, Activation act,
+Two Forward::meta(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, Activation act,
                   double, const MaybeTensor& residual) {
-    Tensor out = checked_output(x, weight, bias, residual);
-    const bool is_kept = kept_by_linear(act, residual.has_value()) == Saved::input;
-    Tensor preactivation = is_kept ? at::empty_like(out) : no_output(out);
-    return {std::move(out), std::move(preactivation)};
-  }
+  Tensor out = checked_output(x, weight, bias, residual);
+  const bool is_kept = kept_by_linear(act, residual.has_value()) == Saved::input;
+  Tensor preactivation = is_kept ? at::empty_like(out) : no_output(out);
+  return {std::move(out), std::move(preactivation)};
+}
 
-  static Two kernel(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, Activation act,
+Two Forward::kernel(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, Activation act,
                     double scale, const MaybeTensor& residual) {
-    auto [out, preactivation] = meta(x, weight, bias, act, scale, residual);
-    const bool is_kept = kept_by_linear(act, residual.has_value()) == Saved::input;
-    run(x, weight, bias, act, scale, residual, out, is_kept ? preactivation : Tensor());
-    return {std::move(out), std::move(preactivation)};
-  }
-};
+  auto [out, preactivation] = meta(x, weight, bias, act, scale, residual);
+  const bool is_kept = kept_by_linear(act, residual.has_value()) == Saved::input;
+  run(x, weight, bias, act, scale, residual, out, is_kept ? preactivation : Tensor());
+  return {std::move(out), std::move(preactivation)};
+}
+
+namespace {
 
 /// The gradient of the preactivation and, if the same pass computes it, of the bias. `missing` is a
 /// bias that `kept` does not include.

@@ -5,7 +5,7 @@ from torchkiln.nn.bias_act import BiasAct, ScaleBiasReLU
 from torchkiln.nn.cross_entropy import CrossEntropyLoss, LinearCrossEntropyLoss
 from torchkiln.nn.dropout import BiasDropoutAdd, DropoutAdd
 from torchkiln.nn.gated import GEGLU, SwiGLU
-from torchkiln.nn.matmul import Linear
+from torchkiln.nn.matmul import MLP, GatedMLP, Linear
 from torchkiln.nn.norm import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
 from torchkiln.nn.rope import RotaryEmbedding
 from torchkiln.nn.softmax import LogSoftmax, Softmax
@@ -14,12 +14,14 @@ from torchkiln.nn.spmm import SparseLinear
 __all__ = [
     "GEGLU",
     "GELU",
+    "MLP",
     "AddLayerNorm",
     "AddRMSNorm",
     "BiasAct",
     "BiasDropoutAdd",
     "CrossEntropyLoss",
     "DropoutAdd",
+    "GatedMLP",
     "LayerNorm",
     "Linear",
     "LinearCrossEntropyLoss",

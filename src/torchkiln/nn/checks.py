@@ -1,6 +1,7 @@
 """Checks of settings when a module is made, in the words of the ops."""
 
 ACTIVATIONS = ("none", "square", "relu", "gelu", "gelu_tanh", "silu", "sigmoid", "tanh")
+GATES = ("silu", "gelu", "gelu_tanh")
 
 
 def check_act(module: str, act: object) -> str:
@@ -10,6 +11,22 @@ def check_act(module: str, act: object) -> str:
             f"torchkiln.{module}: act: got {act!r}, expected one of {', '.join(ACTIVATIONS)}"
         )
     return act
+
+
+def check_gate(module: str, act: object) -> str:
+    """Returns the name of the activation of a gate; refuses other values."""
+    if not isinstance(act, str) or act not in GATES:
+        raise ValueError(
+            f"torchkiln.{module}: act: got {act!r}, expected one of {', '.join(GATES)}"
+        )
+    return act
+
+
+def check_save(module: str, save: object) -> str:
+    """Returns the name of what is kept for backward; refuses other values."""
+    if save not in ("preact", "none"):
+        raise ValueError(f"torchkiln.{module}: save: got {save!r}, expected one of preact, none")
+    return str(save)
 
 
 def check_p(module: str, p: float) -> float:

@@ -1,12 +1,12 @@
-"""The linear layer."""
+"""The linear layer, and pairs of layers with an activation or a gate between them."""
 
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from torchkiln.nn.checks import ACTIVATIONS, check_act
-from torchkiln.ops.matmul import linear
+from torchkiln.nn.checks import ACTIVATIONS, check_act, check_gate, check_save
+from torchkiln.ops.matmul import gated_mlp, linear, mlp
 
 
 class Linear(nn.Linear):
@@ -52,6 +52,108 @@ class Linear(nn.Linear):
     def extra_repr(self) -> str:
         """The settings, for ``repr``."""
         return f"{super().extra_repr()}, act={self.act!r}, scale={self.scale}"
+
+
+class MLP(nn.Module):
+    """``act(x @ up.weight.T + up.bias) @ down.weight.T + down.bias`` as one op of autograd.
+
+    ``up`` and ``down`` are :class:`torch.nn.Linear`, which hold the parameters; their own forward,
+    and hooks on it, are not called.
+
+    Args:
+        in_features: size of the last dimension of the input.
+        hidden_features: size between the layers; None for 4 times ``in_features``.
+        out_features: size of the last dimension of the output; None for ``in_features``.
+        bias: whether the layers have a bias.
+        act: one of none, square, relu, gelu, gelu_tanh, silu, sigmoid, tanh.
+        save: as for :func:`torchkiln.mlp`.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Shape:
+        input ``[..., in_features]``; output ``[..., out_features]``.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int | None = None,
+        out_features: int | None = None,
+        bias: bool = True,
+        *,
+        act: str = "gelu",
+        save: str = "preact",
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        hidden = 4 * in_features if hidden_features is None else hidden_features
+        out = in_features if out_features is None else out_features
+        self.act = check_act("nn.MLP", act)
+        self.save = check_save("nn.MLP", save)
+        self.up = nn.Linear(in_features, hidden, bias, device=device, dtype=dtype)
+        self.down = nn.Linear(hidden, out, bias, device=device, dtype=dtype)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Applies the op to ``input``."""
+        up, down = self.up, self.down
+        return mlp(input, up.weight, down.weight, up.bias, down.bias, self.act, self.save)
+
+    def extra_repr(self) -> str:
+        """The settings, for ``repr``."""
+        return f"act={self.act!r}, save={self.save!r}"
+
+
+class GatedMLP(nn.Module):
+    """``(act(g) * u) @ down.weight.T + down.bias`` as one op of autograd.
+
+    ``g`` and ``u`` are the halves of ``x @ gate_up.weight.T + gate_up.bias``. ``gate_up`` and
+    ``down`` are :class:`torch.nn.Linear`, which hold the parameters; their own forward, and hooks
+    on it, are not called.
+
+    Args:
+        in_features: size of the last dimension of the input.
+        hidden_features: size of gate and of up.
+        out_features: size of the last dimension of the output; None for ``in_features``.
+        bias: whether the layers have a bias.
+        act: one of silu, gelu, gelu_tanh.
+        save: as for :func:`torchkiln.gated_mlp`.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Shape:
+        input ``[..., in_features]``; output ``[..., out_features]``.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        out_features: int | None = None,
+        bias: bool = False,
+        *,
+        act: str = "silu",
+        save: str = "preact",
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        out = in_features if out_features is None else out_features
+        self.act = check_gate("nn.GatedMLP", act)
+        self.save = check_save("nn.GatedMLP", save)
+        self.gate_up = nn.Linear(in_features, 2 * hidden_features, bias, device=device, dtype=dtype)
+        self.down = nn.Linear(hidden_features, out, bias, device=device, dtype=dtype)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Applies the op to ``input``."""
+        first, down = self.gate_up, self.down
+        return gated_mlp(
+            input, first.weight, down.weight, first.bias, down.bias, self.act, self.save
+        )
+
+    def extra_repr(self) -> str:
+        """The settings, for ``repr``."""
+        return f"act={self.act!r}, save={self.save!r}"
 
 
 def is_device(value: object) -> bool:

@@ -47,6 +47,11 @@ def linear_flops(x: Tensor, weight: Tensor, *_args: Any, **_kwargs: Any) -> int:
     return 2 * x.numel() * weight.shape[0]
 
 
+def mlp_flops(x: Tensor, up: Tensor, down: Tensor, *_args: Any, **_kwargs: Any) -> int:
+    """Operations of the two products of a feed-forward layer."""
+    return 2 * x[..., 0].numel() * (up.numel() + down.numel())
+
+
 def chunk_flops(x: Tensor, weight: Tensor, *args: Any, **_kwargs: Any) -> int:
     """Operations of the logits and of the gradients of x and weight, as far as they are wanted."""
     wanted = args[-1] if args and isinstance(args[-1], (list, tuple)) else ()
@@ -58,6 +63,7 @@ def register(module: ModuleType) -> None:
     ops = torch.ops.torchkiln
     module.register_flop_formula(ops.matmul, get_raw=True)(matmul_flops)
     module.register_flop_formula([ops.linear, ops.linear_forward], get_raw=True)(linear_flops)
+    module.register_flop_formula([ops.mlp, ops.gated_mlp], get_raw=True)(mlp_flops)
     losses = [
         ops.linear_cross_entropy,
         ops.linear_cross_entropy_forward,

@@ -1,4 +1,4 @@
-"""Matrix products, optionally fused with bias, activation, scale and residual."""
+"""Matrix products, layers fused with bias, activation, scale and residual, and pairs of layers."""
 
 import torch
 from torch import Tensor
@@ -51,3 +51,63 @@ def linear(  # noqa: PLR0917
         residual: ``[..., n]``; of the dtype of ``x``.
     """
     return torch.ops.torchkiln.linear.default(x, weight, bias, act, scale, residual)
+
+
+@eager(_C.mlp, input="x")
+def mlp(  # noqa: PLR0917
+    x: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    act: str = "gelu",
+    save: str = "preact",
+) -> Tensor:
+    """Returns ``act(x @ up_weight.T + up_bias) @ down_weight.T + down_bias``, contiguous.
+
+    One op of autograd, which keeps one tensor of the hidden size for backward, or none. The hidden
+    layer is computed as by :func:`torchkiln.linear`, and is rounded to the dtype of ``x`` before
+    and after the activation, as in eager torch.
+
+    Args:
+        x: ``[..., k]``; float32, float64, float16 or bfloat16. All tensors have its dtype.
+        up_weight: ``[hidden, k]``.
+        down_weight: ``[n, hidden]``.
+        up_bias: ``[hidden]``.
+        down_bias: ``[n]``.
+        act: one of none, square, relu, gelu, gelu_tanh, silu, sigmoid, tanh.
+        save: what backward finds: ``"preact"``, the argument of the activation (for relu its
+            result), or ``"none"``: backward computes the hidden layer again, a product more.
+    """
+    return torch.ops.torchkiln.mlp.default(x, up_weight, down_weight, up_bias, down_bias, act, save)
+
+
+@eager(_C.gated_mlp, input="x")
+def gated_mlp(  # noqa: PLR0917
+    x: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    act: str = "silu",
+    save: str = "preact",
+) -> Tensor:
+    """Returns ``(act(g) * u) @ down_weight.T + down_bias``, contiguous.
+
+    ``g`` and ``u`` are the halves of ``x @ gate_up_weight.T + gate_up_bias``: one product. One op
+    of autograd, which keeps ``g`` and ``u`` for backward, or nothing.
+
+    Args:
+        x: ``[..., k]``; float32, float64, float16 or bfloat16. All tensors have its dtype.
+        gate_up_weight: ``[2 * hidden, k]``: the rows of the gate, then those of up, as
+            ``torch.cat([gate.weight, up.weight])``.
+        down_weight: ``[n, hidden]``.
+        gate_up_bias: ``[2 * hidden]``.
+        down_bias: ``[n]``.
+        act: one of silu, gelu, gelu_tanh.
+        save: what backward finds: ``"preact"``, gate and up, or ``"none"``: backward computes them
+            again, a product more.
+    """
+    return torch.ops.torchkiln.gated_mlp.default(
+        x, gate_up_weight, down_weight, gate_up_bias, down_bias, act, save
+    )

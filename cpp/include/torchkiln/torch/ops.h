@@ -88,6 +88,25 @@ TORCHKILN_EXPORT at::Tensor linear(const at::Tensor& x, const at::Tensor& weight
                                    std::string_view act = "none", double scale = 1.0,
                                    const std::optional<at::Tensor>& residual = std::nullopt);
 
+/// activation(x up_weight^T + up_bias) down_weight^T + down_bias as one op, for x [..., k],
+/// up_weight [hidden, k] and down_weight [n, hidden], all of one dtype. `save` chooses what is kept
+/// for backward beside x and the weights: "preact", the argument of the activation, or "none",
+/// which computes it again.
+TORCHKILN_EXPORT at::Tensor mlp(const at::Tensor& x, const at::Tensor& up_weight,
+                                const at::Tensor& down_weight,
+                                const std::optional<at::Tensor>& up_bias = std::nullopt,
+                                const std::optional<at::Tensor>& down_bias = std::nullopt,
+                                std::string_view act = "gelu", std::string_view save = "preact");
+
+/// mlp() with a gate: activation(g) * u for the halves g, u of x gate_up_weight^T + gate_up_bias,
+/// with gate_up_weight [2 * hidden, k]. The activation is silu, gelu or gelu_tanh.
+TORCHKILN_EXPORT at::Tensor gated_mlp(const at::Tensor& x, const at::Tensor& gate_up_weight,
+                                      const at::Tensor& down_weight,
+                                      const std::optional<at::Tensor>& gate_up_bias = std::nullopt,
+                                      const std::optional<at::Tensor>& down_bias = std::nullopt,
+                                      std::string_view act = "silu",
+                                      std::string_view save = "preact");
+
 /// (x - mean) / sqrt(variance + eps) * weight + bias, with mean and variance over the last
 /// dimensions of x, whose sizes are `normalized_shape`. Weight and bias have that shape; their
 /// dtype is x's, or float32 if x has half precision. The result is contiguous and has x's shape and

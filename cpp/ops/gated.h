@@ -1,0 +1,53 @@
+#pragma once
+
+#include "detail/composite_activations.h"
+
+namespace torchkiln {
+
+/// An activation that has a gated op: act(gate) * up.
+struct Gate {
+  Activation act;
+};
+
+/// Schemas have a gate as a string.
+template <>
+struct InSchema<Gate> {
+  using Type = c10::string_view;
+  static Gate read(const char* op, c10::string_view name) {
+    std::optional<Activation> found;
+    std::string known;
+    for_each_activation(
+        [&](auto tag) {
+          using Act = typename decltype(tag)::type;
+          if (name == Act::kName) found = kActivation<Act>;
+          known += std::string(known.empty() ? "" : ", ") + Act::kName;
+        },
+        Gates{});
+    TORCH_CHECK_VALUE(found.has_value(), "torchkiln.", op, ": act: got '", name,
+                      "', expected one of ", known);
+    return {*found};
+  }
+  static c10::string_view write(Gate gate) { return name_of(gate.act); }
+};
+
+namespace gated_ops {
+
+/// The gradients of gate and up, in the dtype of `grad`. For a packed tensor, the first is its
+/// gradient, the second empty.
+struct GatedBackward {
+  static constexpr const char* kSchema =
+      "torchkiln::gated_backward(Tensor grad, Tensor gate, Tensor? up, str act) -> "
+      "(Tensor, Tensor)";
+  static constexpr const char* kName = "gated_backward";
+
+  static std::tuple<at::Tensor, at::Tensor> meta(const at::Tensor& grad, const at::Tensor& gate,
+                                                 const MaybeTensor& up, Activation act);
+  static std::tuple<at::Tensor, at::Tensor> kernel(const at::Tensor& grad, const at::Tensor& gate,
+                                                   const MaybeTensor& up, Activation act);
+};
+
+/// act(gate) * up for the halves of one tensor.
+at::Tensor gated(const at::Tensor& packed, Gate gate);
+
+}  // namespace gated_ops
+}  // namespace torchkiln

@@ -1,0 +1,290 @@
+// Two linear layers around an activation or a gate, as one op of autograd: it keeps one tensor of
+// the hidden size, or none, where a chain of ops keeps all that it computes.
+
+#include "bias_act.h"
+#include "detail/check_linear.h"
+#include "gated.h"
+#include "matmul/kernel.h"
+#include "matmul/linear.h"
+#include "torchkiln/torch/empty.h"
+#include "torchkiln/torch/ops.h"
+
+namespace torchkiln {
+
+/// What backward finds of the hidden layer: the argument of the activation, or nothing.
+enum class HiddenSave { preact, none };
+
+template <>
+struct InSchema<HiddenSave> {
+  using Type = c10::string_view;
+  static HiddenSave read(const char* op, c10::string_view name) {
+    if (name == "preact") return HiddenSave::preact;
+    TORCH_CHECK_VALUE(name == "none", "torchkiln.", op, ": save: got '", name,
+                      "', expected one of preact, none");
+    return HiddenSave::none;
+  }
+  static c10::string_view write(HiddenSave save) {
+    return save == HiddenSave::preact ? "preact" : "none";
+  }
+};
+
+}  // namespace torchkiln
+
+namespace torchkiln::mlp_ops {
+namespace {
+
+using at::Tensor;
+using Two = std::tuple<Tensor, Tensor>;
+
+/// The hidden layer of mlp().
+struct Plain {
+  using Act = Activation;
+  static constexpr const char* kName = "mlp";
+  static constexpr const char* kUpWeight = "up_weight";
+  static constexpr const char* kUpBias = "up_bias";
+  static constexpr const char* kHidden = "the first size of up_weight";
+  static constexpr int64_t kHalves = 1;
+
+  /// Whether the derivative needs the argument of the activation; else the output is enough.
+  static bool needs_input(Act act) {
+    return saved_by(act) == Saved::input || saved_by(act) == Saved::output;
+  }
+  /// The output, and what its derivative needs.
+  static Two recorded(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, Act act) {
+    auto [out, kept] = call_below<linear_ops::Forward>(x, weight, bias, act, 1.0, MaybeTensor());
+    return {out, needs_input(act) ? kept : out};
+  }
+  static Tensor forward(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, Act act) {
+    return torchkiln::linear(x, weight, bias, name_of(act));
+  }
+  /// The output from what the derivative needs.
+  static Tensor again(const Tensor& kept, Act act) {
+    return needs_input(act) ? activation(kept, name_of(act)) : kept;
+  }
+  static Tensor backward(const Tensor& grad, const Tensor& kept, Act act) {
+    if (act == kActivation<None>) return grad;
+    if (saved_by(act) == Saved::sign) return call_below<ActivationBackward>(grad, kept, act);
+    return std::get<0>(
+        call_below<bias_act_ops::Backward>(grad, kept, MaybeTensor(), 1.0, act, grad.scalar_type(),
+                                           bias_act_ops::Backward::Wanted{true, false}));
+  }
+  static Tensor composite(const Tensor& z, Act act) { return composite_activation(act, z); }
+};
+
+/// The hidden layer of gated_mlp().
+struct Gated {
+  using Act = Gate;
+  static constexpr const char* kName = "gated_mlp";
+  static constexpr const char* kUpWeight = "gate_up_weight";
+  static constexpr const char* kUpBias = "gate_up_bias";
+  static constexpr const char* kHidden = "half of the first size of gate_up_weight";
+  static constexpr int64_t kHalves = 2;
+
+  static Two recorded(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, Act act) {
+    const Tensor kept = torchkiln::linear(x, weight, bias);
+    return {gated_ops::gated(kept, act), kept};
+  }
+  static Tensor forward(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, Act act) {
+    return gated_ops::gated(torchkiln::linear(x, weight, bias), act);
+  }
+  static Tensor again(const Tensor& kept, Act act) { return gated_ops::gated(kept, act); }
+  static Tensor backward(const Tensor& grad, const Tensor& kept, Act act) {
+    return std::get<0>(call_below<gated_ops::GatedBackward>(grad, kept, MaybeTensor(), act.act));
+  }
+  static Tensor composite(const Tensor& z, Act act) {
+    const auto parts = z.chunk(2, -1);
+    return composite_activation(act.act, parts[0]) * parts[1];
+  }
+};
+
+void check_layer(const char* op, const Tensor& x, const char* weight_name, const Tensor& weight,
+                 const c10::SymInt& terms, const char* terms_name, const char* bias_name,
+                 const MaybeTensor& bias) {
+  check_tensors(op, {{"x", x}, {weight_name, weight}});
+  check_weight_dtype(op, x, weight_name, weight);
+  TORCH_CHECK(weight.dim() == 2 && weight.sym_size(1) == terms, "torchkiln.", op, ": ", weight_name,
+              ": got shape ", weight.sym_sizes(),
+              ", expected 2 dimensions, the last "
+              "of size ",
+              terms, ", ", terms_name);
+  if (!bias) return;
+  check_tensors(op, {{"x", x}, {bias_name, *bias}});
+  check_same_dtype(op, bias_name, *bias, "x", x);
+  const std::string words = std::string("the first size of ") + weight_name;
+  check_vector(op, bias_name, *bias, weight.sym_size(0), words.c_str());
+}
+
+/// Checks the arguments and returns the sizes of the output.
+template <class Kind>
+c10::SymDimVector checked_sizes(const Tensor& x, const Tensor& up, const Tensor& down,
+                                const MaybeTensor& up_bias, const MaybeTensor& down_bias) {
+  check_tensor(Kind::kName, "x", x);
+  check_dtype(Kind::kName, "x", x);
+  check_not_0_dim(Kind::kName, "x", x);
+  check_layer(Kind::kName, x, Kind::kUpWeight, up, x.sym_size(-1), "the last size of x",
+              Kind::kUpBias, up_bias);
+  TORCH_CHECK(up.sym_size(0) % Kind::kHalves == 0, "torchkiln.", Kind::kName, ": ", Kind::kUpWeight,
+              ": got shape ", up.sym_sizes(),
+              ", expected an even number of rows, those of gate and up");
+  check_layer(Kind::kName, x, "down_weight", down, up.sym_size(0) / Kind::kHalves, Kind::kHidden,
+              "down_bias", down_bias);
+  c10::SymDimVector sizes(x.sym_sizes());
+  sizes.back() = down.sym_size(0);
+  return sizes;
+}
+
+/// The gradients of x, weight and bias of a linear layer, from that of its output, as rows.
+struct LayerGradients {
+  Tensor x, weight, bias;
+};
+LayerGradients layer_gradients(const Tensor& grad, const Tensor& x, const Tensor& weight,
+                               bool wants_x, bool wants_weight, bool wants_bias) {
+  LayerGradients found;
+  if (wants_weight) found.weight = torchkiln::linear(grad.t(), x.t());
+  if (wants_x) found.x = torchkiln::linear(grad, weight.t());
+  constexpr int64_t kOverRows[] = {0};
+  if (wants_bias) found.bias = torchkiln::sum(grad, at::IntArrayRef(kOverRows));
+  return found;
+}
+
+template <class Kind>
+struct Schema;
+template <>
+struct Schema<Plain> {
+  static constexpr const char* kSchema =
+      "torchkiln::mlp(Tensor x, Tensor up_weight, Tensor down_weight, Tensor? up_bias=None, "
+      "Tensor? down_bias=None, str act='gelu', str save='preact') -> Tensor";
+};
+template <>
+struct Schema<Gated> {
+  static constexpr const char* kSchema =
+      "torchkiln::gated_mlp(Tensor x, Tensor gate_up_weight, Tensor down_weight, "
+      "Tensor? gate_up_bias=None, Tensor? down_bias=None, str act='silu', str save='preact') "
+      "-> Tensor";
+};
+
+template <class Kind>
+struct Op : Schema<Kind> {
+  using Act = typename Kind::Act;
+
+  static Tensor meta(const Tensor& x, const Tensor& up, const Tensor& down,
+                     const MaybeTensor& up_bias, const MaybeTensor& down_bias, Act, HiddenSave) {
+    return empty_of(checked_sizes<Kind>(x, up, down, up_bias, down_bias), x);
+  }
+
+  static Tensor kernel(const Tensor& x, const Tensor& up, const Tensor& down,
+                       const MaybeTensor& up_bias, const MaybeTensor& down_bias, Act act,
+                       HiddenSave) {
+    checked_sizes<Kind>(x, up, down, up_bias, down_bias);
+    return torchkiln::linear(Kind::forward(x, up, up_bias, act), down, down_bias);
+  }
+
+  /// The op with torch's own ops; `product` is the dtype of the products.
+  static Tensor composite_in(at::ScalarType product, const Tensor& x, const Tensor& up,
+                             const Tensor& down, const MaybeTensor& up_bias,
+                             const MaybeTensor& down_bias, Act act) {
+    checked_sizes<Kind>(x, up, down, up_bias, down_bias);
+    const auto layer = [&](const Tensor& x, const Tensor& weight, const MaybeTensor& bias) {
+      const MaybeTensor shift = bias ? MaybeTensor(bias->to(product)) : std::nullopt;
+      return at::linear(x.to(product), weight.to(product), shift);
+    };
+    const Tensor z = layer(x, up, up_bias).to(compute_dtype(product));
+    return layer(Kind::composite(z, act), down, down_bias).to(x.scalar_type());
+  }
+
+  static Tensor composite(const Tensor& x, const Tensor& up, const Tensor& down,
+                          const MaybeTensor& up_bias, const MaybeTensor& down_bias, Act act,
+                          HiddenSave) {
+    return composite_in(x.scalar_type(), x, up, down, up_bias, down_bias, act);
+  }
+
+  /// vmap splits off a bias, after a product rounded to x's dtype: so products are float32 here.
+  static Tensor batched(const Tensor& x, const Tensor& up, const Tensor& down,
+                        const MaybeTensor& up_bias, const MaybeTensor& down_bias, Act act,
+                        HiddenSave) {
+    return composite_in(compute_dtype(x.scalar_type()), x, up, down, up_bias, down_bias, act);
+  }
+
+  static Tensor recorded(const Below&, const Tensor& x, const Tensor& up, const Tensor& down,
+                         const MaybeTensor& up_bias, const MaybeTensor& down_bias, Act act,
+                         HiddenSave save) {
+    checked_sizes<Kind>(x, up, down, up_bias, down_bias);
+    Tensor out, kept;
+    {
+      const at::AutoDispatchBelowADInplaceOrView below;
+      Tensor hidden;
+      if (save == HiddenSave::preact) {
+        std::tie(hidden, kept) = Kind::recorded(x, up, up_bias, act);
+      } else {
+        hidden = Kind::forward(x, up, up_bias, act);
+      }
+      out = torchkiln::linear(hidden, down, down_bias);
+    }
+    const Tensor up_shift = tensor_or_undefined(up_bias);
+    const Tensor down_shift = tensor_or_undefined(down_bias);
+    return record(
+        Kind::kName, {x, up, down, up_shift, down_shift}, out,
+        keep(x, up, down, up_shift, down_shift, kept), [=](const Incoming& in, const Kept<6>& all) {
+          const auto& [x, up, down, up_bias, down_bias, saved] = all;
+          if (in.needs_composite()) {
+            return composite_gradients(
+                in, std::array{x, up, down, up_bias, down_bias}, [&](const auto& inputs) {
+                  return composite(inputs[0], inputs[1], inputs[2], maybe(inputs[3]),
+                                   maybe(inputs[4]), act, save);
+                });
+          }
+          const bool wants_layer = in.wants(0) || in.wants(1) || in.wants(3);
+          Tensor hidden, kept = saved;
+          if (!kept.defined() && (wants_layer || in.wants(2)))
+            std::tie(hidden, kept) = Kind::recorded(x, up, maybe(up_bias), act);
+          if (!hidden.defined() && in.wants(2)) hidden = Kind::again(kept, act);
+          const Tensor rows = as_matrix(in[0]);
+          const LayerGradients second =
+              layer_gradients(rows, hidden.defined() ? as_matrix(hidden) : hidden, down,
+                              wants_layer, in.wants(2), in.wants(4));
+          hidden.reset();
+          LayerGradients first;
+          if (wants_layer) {
+            const Tensor passed = Kind::backward(second.x, as_matrix(kept), act);
+            first =
+                layer_gradients(passed, as_matrix(x), up, in.wants(0), in.wants(1), in.wants(3));
+          }
+          const Tensor of_x = in.wants(0) ? first.x.view_symint(x.sym_sizes()) : Tensor();
+          return variable_list{of_x, first.weight, second.weight, first.bias, second.bias};
+        });
+  }
+
+  /// Casts all tensors to the autocast dtype, as torch's layers do.
+  static Tensor autocast(const Autocast& cast, const Tensor& x, const Tensor& up,
+                         const Tensor& down, const MaybeTensor& up_bias,
+                         const MaybeTensor& down_bias, Act act, HiddenSave save) {
+    check_tensors(Kind::kName, {{"x", x}, {Kind::kUpWeight, up}, {"down_weight", down}});
+    return call<Op>(cast(x), cast(up), cast(down), cast(up_bias), cast(down_bias), act, save);
+  }
+};
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(torchkiln, m) { define<Op<Plain>, Op<Gated>>(m); }
+
+}  // namespace torchkiln::mlp_ops
+
+namespace torchkiln {
+
+at::Tensor mlp(const at::Tensor& x, const at::Tensor& up_weight, const at::Tensor& down_weight,
+               const MaybeTensor& up_bias, const MaybeTensor& down_bias, std::string_view act,
+               std::string_view save) {
+  return call<mlp_ops::Op<mlp_ops::Plain>>(x, up_weight, down_weight, up_bias, down_bias,
+                                           find_activation("mlp", act),
+                                           InSchema<HiddenSave>::read("mlp", save));
+}
+
+at::Tensor gated_mlp(const at::Tensor& x, const at::Tensor& gate_up_weight,
+                     const at::Tensor& down_weight, const MaybeTensor& gate_up_bias,
+                     const MaybeTensor& down_bias, std::string_view act, std::string_view save) {
+  return call<mlp_ops::Op<mlp_ops::Gated>>(x, gate_up_weight, down_weight, gate_up_bias, down_bias,
+                                           InSchema<Gate>::read("gated_mlp", act),
+                                           InSchema<HiddenSave>::read("gated_mlp", save));
+}
+
+}  // namespace torchkiln

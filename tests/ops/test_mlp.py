@@ -1,0 +1,174 @@
+"""mlp and gated_mlp beyond the contract: memory, subsets of gradients, graphs, modules."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import torchkiln
+
+OPS: dict[str, Callable[..., Tensor]] = {"mlp": torchkiln.mlp, "gated_mlp": torchkiln.gated_mlp}
+both = pytest.mark.parametrize("name", OPS)
+each_save = pytest.mark.parametrize("save", ["preact", "none"])
+
+
+def tensors(name: str, device: torch.device, rows: int = 9) -> list[Tensor]:
+    """x, weights and biases, which need gradients."""
+    hidden = 7
+    width = 2 * hidden if name == "gated_mlp" else hidden
+    sizes: list[tuple[int, ...]] = [(rows, 5), (width, 5), (6, hidden), (width,), (6,)]
+    return [torch.randn(size, device=device).double().requires_grad_() for size in sizes]
+
+
+def expected(name: str, *args: Tensor) -> Tensor:
+    """The op with its default activation, by torch."""
+    x, up, down, up_bias, down_bias = args
+    z = F.linear(x, up, up_bias)
+    if name == "mlp":
+        return F.linear(F.gelu(z), down, down_bias)
+    gate, value = z.chunk(2, -1)
+    return F.linear(F.silu(gate) * value, down, down_bias)
+
+
+@both
+@each_save
+def test_any_subset_of_gradients(device: torch.device, name: str, save: str) -> None:
+    """Each subset has torch's gradients."""
+    given = tensors(name, device)
+    grad = torch.randn(9, 6, device=device).double()
+    truth = torch.autograd.grad(expected(name, *given), given, grad)
+    for count in range(1, 6):
+        for wanted in itertools.combinations(range(5), count):
+            leaves = [t.detach().requires_grad_(i in wanted) for i, t in enumerate(given)]
+            inputs = [leaves[i] for i in wanted]
+            found = torch.autograd.grad(OPS[name](*leaves, save=save), inputs, grad)
+            for i, gradient in zip(wanted, found, strict=True):
+                torch.testing.assert_close(gradient, truth[i])
+    out = OPS[name](*given, save=save)
+    for i, leaf in enumerate(given):
+        (one,) = torch.autograd.grad(out, leaf, grad, retain_graph=True)
+        torch.testing.assert_close(one, truth[i])
+
+
+@both
+def test_what_is_kept(device: torch.device, name: str) -> None:
+    """The argument of the activation and no other tensor of the hidden size, or none."""
+    given = tensors(name, device)
+    sizes = {t.shape for t in given}
+    for save, count in (("preact", 1), ("none", 0)):
+        kept: list[torch.Size] = []
+
+        def pack(tensor: Tensor, into: list[torch.Size] = kept) -> Tensor:
+            into.append(tensor.shape)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            OPS[name](*given, save=save)
+        assert len([shape for shape in kept if shape not in sizes]) == count
+
+
+@pytest.mark.parametrize("act", ["relu", "none", "square", "tanh"])
+@each_save
+def test_activations_with_other_derivatives(device: torch.device, act: str, save: str) -> None:
+    """From the sign of the output, a constant, the argument."""
+    functions: dict[str, Callable[[Tensor], Tensor]] = {
+        "relu": torch.relu,
+        "none": lambda z: z,
+        "square": torch.square,
+        "tanh": torch.tanh,
+    }
+    given = tensors("mlp", device)
+    found = OPS["mlp"](*given, act=act, save=save)
+    x, up, down, up_bias, down_bias = given
+    truth = F.linear(functions[act](F.linear(x, up, up_bias)), down, down_bias)
+    torch.testing.assert_close(found, truth)
+    grad = torch.randn_like(found)
+    for one, other in zip(
+        torch.autograd.grad(found, given, grad),
+        torch.autograd.grad(truth, given, grad),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other)
+
+
+@both
+@each_save
+def test_expanded_gradients(device: torch.device, name: str, save: str) -> None:
+    """The gradient of a sum has strides of 0."""
+    given = tensors(name, device)
+    found = torch.autograd.grad(OPS[name](*given, save=save).sum(), given)
+    truth = torch.autograd.grad(expected(name, *given).sum(), given)
+    for one, other in zip(found, truth, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@both
+@each_save
+def test_second_gradients(device: torch.device, name: str, save: str) -> None:
+    given = tensors(name, device, rows=3)
+    assert torch.autograd.gradgradcheck(lambda *args: OPS[name](*args, save=save), given)
+
+
+@both
+def test_saving_nothing_costs_a_product(name: str) -> None:
+    """Two products forward, four backward; five if the hidden layer is computed again."""
+    given = tensors(name, torch.device("cpu"))
+    x, up, down = given[:3]
+    first, second = 2 * x.shape[0] * up.numel(), 2 * x.shape[0] * down.numel()
+    for save, more in (("preact", 0), ("none", first)):
+        with FlopCounterMode(display=False) as counter:
+            OPS[name](*given, save=save).sum().backward()
+        assert counter.get_total_flops() == 3 * (first + second) + more
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            OPS[name](*given, save=save)
+        assert counter.get_total_flops() == first + second
+
+
+@both
+def test_a_compiled_step(name: str) -> None:
+    """Gradients through a graph of torch.compile."""
+    given = tensors(name, torch.device("cpu"))
+    torch.compiler.reset()
+    compiled = torch.compile(OPS[name], fullgraph=True, backend="aot_eager")
+    found = torch.autograd.grad(compiled(*given).square().sum(), given)
+    truth = torch.autograd.grad(expected(name, *given).square().sum(), given)
+    for one, other in zip(found, truth, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_modules(device: torch.device) -> None:
+    """They load the states of torch's layers."""
+    x = torch.randn(2, 3, 8, device=device)
+    ours = torchkiln.nn.MLP(8, device=device)
+    assert [tuple(p.shape) for p in ours.parameters()] == [(32, 8), (32,), (8, 32), (8,)]
+    torchs = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)).to(device)
+    names = {"0": "up", "2": "down"}
+    ours.load_state_dict({names[k[0]] + k[1:]: v for k, v in torchs.state_dict().items()})
+    torch.testing.assert_close(ours(x), torchs(x))
+    gated = torchkiln.nn.GatedMLP(8, 12, 5, device=device)
+    gate, up = (nn.Linear(8, 12, bias=False).to(device) for _ in range(2))
+    gated.gate_up.weight.data.copy_(torch.cat([gate.weight, up.weight]))
+    torch.testing.assert_close(gated(x), F.linear(F.silu(gate(x)) * up(x), gated.down.weight))
+    assert repr(gated).startswith("GatedMLP(\n  act='silu', save='preact'\n  (gate_up): Linear(")
+
+
+@pytest.mark.parametrize(
+    ("make", "given", "words"),
+    [
+        (torchkiln.nn.MLP, {"act": "swish"}, r"nn\.MLP: act: got 'swish', expected one of none"),
+        (torchkiln.nn.MLP, {"save": "fp8"}, r"nn\.MLP: save: got 'fp8', expected one of preact"),
+        (torchkiln.nn.GatedMLP, {"act": "relu"}, r"nn\.GatedMLP: act: got 'relu', expected one of"),
+    ],
+)
+def test_modules_refuse_other_options(
+    make: Callable[..., nn.Module], given: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        make(8, 8, **given)
