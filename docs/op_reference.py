@@ -86,9 +86,9 @@ NOTES = {
         autocast="as `matmul`",
     ),
     "matmul": Notes(
-        beside="float32 bias beside half precision",
+        beside="float32 bias of `linear` beside half precision",
         strides="any; batches broadcast",
-        autocast="as torch's; a float32 bias is read as it is",
+        autocast="as torch's; `linear` reads a float32 bias as it is",
     ),
 }
 
