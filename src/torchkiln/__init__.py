@@ -13,7 +13,7 @@ __path__.append(_loader.module_folder(_package, _record))  # where _C is found
 import torch as _torch  # noqa: E402, F401  brings the libraries that _C is linked to
 
 from torchkiln import nn  # noqa: E402
-from torchkiln.ops import _flops  # noqa: E402
+from torchkiln.ops import _flops, _on_import, _sharding  # noqa: E402
 from torchkiln.ops.activation import (  # noqa: E402
     gelu,
     gelu_tanh,
@@ -47,7 +47,8 @@ from torchkiln.ops.spmm import csr_transpose, spmm, spmm_csr  # noqa: E402
 from torchkiln.patch import replace, replaced  # noqa: E402
 from torchkiln.trace import explain  # noqa: E402
 
-_flops.register_on_import()
+_on_import.when_imported(_flops.MODULE, _flops.register_flops)
+_on_import.when_imported(_sharding.MODULE, _sharding.register_rules)
 
 __version__: str = _record["version"]
 

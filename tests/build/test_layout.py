@@ -17,7 +17,15 @@ SHARED = {
     "cuda/ops": set(),
     "cpp/cpu": {"CMakeLists", "isa", "detail"},
     "cpp/ops": {"cuda_bridge", "cuda_loader", "detail"},
-    "src/torchkiln/ops": {"__init__", "_flops", "_traced", "eager", "names"},
+    "src/torchkiln/ops": {
+        "__init__",
+        "_flops",
+        "_on_import",
+        "_sharding",
+        "_traced",
+        "eager",
+        "names",
+    },
     "src/torchkiln/testing/specs": {"__init__"},
 }
 NAMESPACES = {

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -421,10 +421,25 @@ def test_a_forgetful_module_is_found() -> None:
         testing.Case(spec, CHECKS["modules"], torch.device("cpu"), torch.float32).run()
 
 
+def test_a_wrong_sharding_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.tensor import Shard  # noqa: PLC0415
+
+    from torchkiln.distributed import rules  # noqa: PLC0415
+
+    def summed_dimension(call: Any) -> Iterator[Any]:
+        yield [Shard(call.dim)], {"x": Shard(call.dim)}
+
+    op = torch.ops.torchkiln.softmax.default
+    monkeypatch.setitem(rules.registered(), op, summed_dimension)
+    spec = next(spec for spec in testing.SPECS if spec.name == "softmax")
+    with pytest.raises(AssertionError, match="not close"):
+        testing.Case(spec, CHECKS["sharding"], torch.device("cpu"), torch.float64).run()
+
+
 def test_every_check_that_runs_here_is_shown_a_fault() -> None:
     """The list above grows with the checks."""
     shown = {row[0] for row in BROKEN + BROKEN_ON_CUDA}
-    shown |= {"gradgradcheck", "opcheck", "modules", "in_place"}
+    shown |= {"gradgradcheck", "opcheck", "modules", "in_place", "sharding"}
     # These differ from one of the above only in the tool, the device or the size that they take.
     same = {
         "opcheck_helpers",

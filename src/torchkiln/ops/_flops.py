@@ -4,9 +4,6 @@ That module takes time to import, and warns beside a CUDA torch without Triton. 
 registered when it is imported, not when torchkiln is.
 """
 
-import sys
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
@@ -14,27 +11,6 @@ import torch
 from torch import Tensor
 
 MODULE = "torch.utils.flop_counter"
-
-
-class OnImport(MetaPathFinder):
-    """Finds the module as Python does, and registers the formulas when it has been executed."""
-
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        """The module's spec; None for all other modules."""
-        if fullname != MODULE:
-            return None
-        spec = PathFinder.find_spec(fullname, path, target)
-        if spec is None or spec.loader is None:
-            return None
-        execute = spec.loader.exec_module
-
-        def execute_and_register(module: ModuleType) -> None:
-            execute(module)
-            register(module)
-            sys.meta_path.remove(self)
-
-        spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
-        return spec
 
 
 def matmul_flops(a: Tensor, _b: Tensor, *, out_val: Tensor) -> int:
@@ -58,7 +34,7 @@ def chunk_flops(x: Tensor, weight: Tensor, *args: Any, **_kwargs: Any) -> int:
     return 2 * x.numel() * weight.shape[0] * (1 + sum(wanted[:2]))
 
 
-def register(module: ModuleType) -> None:
+def register_flops(module: ModuleType) -> None:
     """Registers the formulas with torch's module."""
     ops = torch.ops.torchkiln
     module.register_flop_formula(ops.matmul, get_raw=True)(matmul_flops)
@@ -70,11 +46,3 @@ def register(module: ModuleType) -> None:
         ops.linear_cross_entropy_backward,
     ]
     module.register_flop_formula(losses, get_raw=True)(chunk_flops)
-
-
-def register_on_import() -> None:
-    """Registers the formulas now if torch's module is imported, else when it will be."""
-    if MODULE in sys.modules:
-        register(sys.modules[MODULE])
-    else:
-        sys.meta_path.insert(0, OnImport())

@@ -11,6 +11,7 @@ from torchkiln.testing.contract import (
     in_place,
     modules,
     repeat,
+    sharding,
     state,
     values,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "in_place",
     "modules",
     "repeat",
+    "sharding",
     "state",
     "values",
 ]

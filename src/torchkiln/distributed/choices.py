@@ -1,0 +1,304 @@
+"""How an op can run on shards, along one dimension of a mesh, without communication.
+
+Each function returns the choices of a family of ops. The arguments of the op are attributes of its
+first argument; tensors have a shape and no values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+Choice = tuple[Sequence[Placement], Mapping[str, Placement]]
+"""The placements of the results, and of the arguments; arguments that it lacks are replicated."""
+
+Choices = Iterator[Choice]
+Call = SimpleNamespace
+
+
+def rank(tensor: Any) -> int:
+    """The number of dimensions."""
+    return len(tensor.shape)
+
+
+def aligned(tensor: Any, dim: int, like: Any) -> Placement | None:
+    """The shard of a tensor that is broadcast to ``like``, which is sharded in ``dim``."""
+    own = dim - rank(like) + rank(tensor)
+    return Shard(own) if own >= 0 and tensor.shape[own] == like.shape[dim] else None
+
+
+def placed(like: Any, dim: int, **tensors: Any) -> dict[str, Placement]:
+    """The shards of those tensors that have ``dim`` of ``like``."""
+    found = {name: aligned(x, dim, like) for name, x in tensors.items() if x is not None}
+    return {name: placement for name, placement in found.items() if placement is not None}
+
+
+def elementwise(call: Call, *names: str) -> Choices:
+    """Results of the broadcast shape of these arguments."""
+    tensors = {name: getattr(call, name) for name in names}
+    largest = max(tensors.values(), key=lambda x: (rank(x), tuple(x.shape)))
+    sizes = [
+        max(x.shape[d - rank(largest)] for x in tensors.values() if rank(x) >= rank(largest) - d)
+        for d in range(rank(largest))
+    ]
+    shape = SimpleNamespace(shape=sizes)
+    for dim in range(rank(shape)):
+        yield [Shard(dim)], placed(shape, dim, **tensors)
+
+
+def unary(call: Call) -> Choices:
+    """One tensor of the shape of the result."""
+    yield from elementwise(call, "x")
+
+
+def add(call: Call) -> Choices:
+    """A sum of parts is the sum of the sums."""
+    yield from elementwise(call, "a", "b")
+    yield [Partial()], {"a": Partial(), "b": Partial()}
+
+
+def muladd(call: Call) -> Choices:
+    """Linear in a and c together."""
+    yield from elementwise(call, "a", "b", "c")
+    yield [Partial()], {"a": Partial(), "c": Partial()}
+
+
+def activation_backward(call: Call) -> Choices:
+    """Linear in the incoming gradient."""
+    yield from elementwise(call, "grad", "saved")
+    yield [Partial()], {"grad": Partial()}
+
+
+def gated(call: Call) -> Choices:
+    """Gate and up; a packed gate has both in its last dimension."""
+    last = 1 if call.up is None else 0
+    for dim in range(rank(call.gate) - last):
+        yield [Shard(dim)], placed(call.gate, dim, gate=call.gate, up=call.up)
+
+
+def gated_backward(call: Call) -> Choices:
+    """The gradients of gate and up."""
+    for outputs, inputs in gated(call):
+        yield [*outputs, *outputs], {**inputs, "grad": outputs[0]}
+
+
+def bias_act(call: Call) -> Choices:
+    """A bias along the last dimension."""
+    for dim in range(rank(call.x)):
+        yield [Shard(dim)], placed(call.x, dim, x=call.x, bias=call.bias)
+    if call.act == "none":
+        yield [Partial()], {"x": Partial(), "bias": Partial()}
+
+
+def bias_act_forward(call: Call) -> Choices:
+    """The saved mask of relu has no dimensions, so relu is replicated; others save nothing."""
+    if call.act != "relu":
+        for dim in range(rank(call.x)):
+            yield [Shard(dim), Replicate()], placed(call.x, dim, x=call.x, bias=call.bias)
+
+
+def bias_act_backward(call: Call) -> Choices:
+    """The gradient of the bias is a sum over all dimensions but the last."""
+    if tuple(call.saved.shape) != tuple(call.grad.shape):
+        return
+    last = rank(call.grad) - 1
+    for dim in range(rank(call.grad)):
+        tensors = placed(call.grad, dim, grad=call.grad, saved=call.saved, bias=call.bias)
+        yield [Shard(dim), Shard(0) if dim == last else Partial()], tensors
+
+
+def norm(call: Call) -> Choices:
+    """Rows; the normalized dimensions stay whole."""
+    for dim in range(rank(call.x) - len(call.normalized_shape)):
+        yield [Shard(dim)], {"x": Shard(dim)}
+
+
+def add_norm(call: Call) -> Choices:
+    """The norm and the sum."""
+    for dim in range(rank(call.x) - len(call.normalized_shape)):
+        yield [Shard(dim), Shard(dim)], {"x": Shard(dim), "residual": Shard(dim)}
+
+
+def norm_forward(call: Call) -> Choices:
+    """The norm and the statistics [1 or 2, *rows]."""
+    for outputs, inputs in norm(call):
+        yield [*outputs, next_dim(outputs[0])], inputs
+
+
+def add_norm_forward(call: Call) -> Choices:
+    """The norm, the sum, and the statistics."""
+    for outputs, inputs in add_norm(call):
+        yield [*outputs, next_dim(outputs[0])], inputs
+
+
+def norm_backward(call: Call) -> Choices:
+    """The gradients of weight and bias are sums over the rows."""
+    for dim in range(rank(call.stats) - 1):
+        inputs = {name: Shard(dim) for name in ("grad", "grad_sum", "z")}
+        yield [Shard(dim), Partial(), Partial()], {**inputs, "stats": Shard(dim + 1)}
+
+
+def next_dim(placement: Placement) -> Placement:
+    """The shard of a tensor with one more dimension in front."""
+    assert isinstance(placement, Shard)
+    return Shard(placement.dim + 1)
+
+
+def linear(call: Call) -> Choices:
+    """Rows, columns of the result, and without an activation the summed dimension."""
+    last = rank(call.x) - 1
+    for dim in range(last):
+        yield [Shard(dim)], {"x": Shard(dim), "residual": Shard(dim)}
+    if rank(call.weight) == 2:
+        by_column: dict[str, Placement] = {
+            "weight": Shard(0),
+            "bias": Shard(0),
+            "residual": Shard(last),
+        }
+        yield [Shard(last)], by_column
+        if call.act == "none":
+            parts = {"bias": Partial(), "residual": Partial()}
+            yield [Partial()], {"x": Shard(last), "weight": Shard(1), **parts}
+
+
+def linear_forward(call: Call) -> Choices:
+    """The result, and the values before an activation; relu without a residual saves none."""
+    saves = call.act != "none" and (call.act != "relu" or call.residual is not None)
+    for outputs, inputs in linear(call):
+        yield [*outputs, outputs[0] if saves else Replicate()], inputs
+
+
+def softmax(call: Call, name: str = "x") -> Choices:
+    """All dimensions but that of the sum; a causal mask counts the last two."""
+    x = getattr(call, name)
+    summed = call.dim % max(rank(x), 1)
+    causal = {rank(x) - 2, rank(x) - 1} if call.causal else set()
+    for dim in range(rank(x)):
+        if dim != summed and dim not in causal:
+            yield [Shard(dim)], placed(x, dim, **{name: x}, mask=call.mask)
+
+
+def softmax_backward(call: Call) -> Choices:
+    """As for the result."""
+    for outputs, inputs in softmax(call, "y"):
+        yield outputs, {**inputs, "grad": outputs[0]}
+
+
+def cross_entropy(call: Call) -> Choices:
+    """Rows, for losses per row or their sum. The mean divides by a number of all rows."""
+    if call.reduction == "mean" or rank(call.logits) == 1:
+        return
+    has_classes = rank(call.target) == rank(call.logits)
+    for dim in range(rank(call.logits)):
+        if dim == 1:
+            continue
+        row_dim = Shard(dim - (dim > 1))
+        target = Shard(dim) if has_classes else row_dim
+        result = row_dim if call.reduction == "none" else Partial()
+        yield [result], {"logits": Shard(dim), "target": target}
+
+
+def rope(call: Call) -> Choices:
+    """Batches, tokens and heads."""
+    dims = rank(call.q)
+    heads = call.heads_dim % dims
+    tokens = ({dims - 3, dims - 2} - {heads}).pop()
+    angles = (call.cos, call.sin)
+    for dim in range(dims - 1):
+        given: dict[str, Placement] = {"q": Shard(dim), "k": Shard(dim)}
+        if dim != heads:
+            from_end = 2 if dim == tokens else 3
+            given |= angle_shards(angles, call.positions, from_end)
+        yield [Shard(dim), Shard(dim) if call.k is not None else Replicate()], given
+
+
+def angle_shards(angles: Sequence[Any], positions: Any, from_end: int) -> dict[str, Placement]:
+    """The shards of cos, sin and positions beside sharded tokens (2 from the end) or batches (3).
+
+    Positions select rows of cos and sin, which then stay whole.
+    """
+    if positions is not None:
+        own = rank(positions) - from_end + 1
+        return {"positions": Shard(own)} if own >= 0 and positions.shape[own] > 1 else {}
+    own = rank(angles[0]) - from_end
+    is_sharded = own >= 0 and angles[0].shape[own] > 1
+    return {"cos": Shard(own), "sin": Shard(own)} if is_sharded else {}
+
+
+def qkv_norm_rope(call: Call) -> Choices:
+    """Batches and tokens of the projection; heads lie within a row of it."""
+    dims = rank(call.qkv)
+    for dim in range(dims - 1):
+        from_end = dims - dim
+        result = Shard(dim if from_end == 3 else dim + 1)
+        shards = angle_shards((call.cos, call.sin), call.positions, from_end)
+        yield [result] * 3, {"qkv": Shard(dim), **shards}
+
+
+def qkv_norm_rope_backward(call: Call) -> Choices:
+    """The gradients of the weights are sums over batches and tokens."""
+    for outputs, inputs in qkv_norm_rope(call):
+        grads = {f"grad_{name}": outputs[0] for name in "qkv"}
+        yield [inputs["qkv"], Partial(), Partial()], {**inputs, **grads}
+
+
+def total(call: Call) -> Choices:
+    """Kept dimensions; a sum over a sharded dimension is a sum of parts, as is one of parts."""
+    dims = range(rank(call.x))
+    summed = {d % rank(call.x) for d in call.dim} if call.dim and dims else set(dims)
+    for dim in dims:
+        if dim not in summed:
+            before = 0 if call.keepdim else sum(d < dim for d in summed)
+            yield [Shard(dim - before)], {"x": Shard(dim)}
+    if call.dtype in (torch.float16, torch.bfloat16):  # parts would be rounded
+        return
+    for dim in summed:
+        yield [Partial()], {"x": Shard(dim)}
+    yield [Partial()], {"x": Partial()}
+
+
+def mean(call: Call) -> Choices:
+    """As for sums, but shards of unequal sizes have means of unequal weights."""
+    for outputs, inputs in total(call):
+        if isinstance(outputs[0], Shard) or isinstance(inputs["x"], Partial):
+            yield outputs, inputs
+
+
+CHOICES = {
+    **dict.fromkeys(("gelu", "gelu_tanh", "relu", "sigmoid", "silu", "square", "tanh"), unary),
+    **dict.fromkeys(("relu_", "sigmoid_", "silu_", "square_", "tanh_"), unary),
+    "activation_backward": activation_backward,
+    "add": add,
+    "add_layer_norm": add_norm,
+    "add_norm_forward": add_norm_forward,
+    "add_rms_norm": add_norm,
+    "bias_act": bias_act,
+    "bias_act_backward": bias_act_backward,
+    "bias_act_forward": bias_act_forward,
+    "cross_entropy": cross_entropy,
+    "gated_backward": gated_backward,
+    **dict.fromkeys(("geglu", "geglu_tanh", "swiglu"), gated),
+    "layer_norm": norm,
+    "linear": linear,
+    "linear_forward": linear_forward,
+    "log_softmax": softmax,
+    "mean": mean,
+    "muladd": muladd,
+    "norm_backward": norm_backward,
+    "norm_forward": norm_forward,
+    "qkv_norm_rope": qkv_norm_rope,
+    "qkv_norm_rope_backward": qkv_norm_rope_backward,
+    "rms_norm": norm,
+    "rope": rope,
+    "softmax": softmax,
+    "softmax_backward": softmax_backward,
+    "sum": total,
+}
+"""By the name of an op. All other ops run replicated, except for those that draw numbers."""
+
+RANDOM = {"dropout_state", "dropout_add", "bias_dropout_add", "dropout_add_with_state"}
+"""Ops without a rule: shards would have to draw different numbers, and copies the same ones."""

@@ -1,0 +1,110 @@
+"""Ops and modules on several devices, by torch's own engines."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from subprocess import run
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+SCRIPT = """
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torchkiln
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module,
+)
+
+rank, size, path, kind = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torchkiln.nn.RMSNorm(16)
+        self.up = torchkiln.nn.Linear(16, 32, act="gelu")
+        self.down = torchkiln.nn.Linear(32, 16)
+
+    def forward(self, x):
+        return x + self.down(self.up(self.norm(x)))
+
+
+torch.manual_seed(0)
+alone = Block().double()
+torch.manual_seed(0)
+block = Block().double()
+x = torch.randn(4, 6, 16, dtype=torch.float64, requires_grad=True)
+alone(x).square().sum().backward()
+
+store = dist.FileStore(path, size)
+patience = timedelta(seconds=60)
+dist.init_process_group("gloo", rank=rank, world_size=size, store=store, timeout=patience)
+mesh = init_device_mesh("cpu", (size,))
+if kind == "tensor parallel":
+    plan = {
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    parallelize_module(block, mesh, plan)
+    mine = distribute_tensor(x.detach(), mesh, [Shard(1)]).to_local().requires_grad_()
+    block(mine).square().sum().backward()
+    torch.testing.assert_close(mine.grad, distribute_tensor(x.grad, mesh, [Shard(1)]).to_local())
+else:
+    fully_shard(block, mesh=mesh)
+    mine = x.detach().chunk(size)[rank]
+    block(mine).square().sum().backward()
+for one, other in zip(block.parameters(), alone.parameters(), strict=True):
+    found = one.grad.full_tensor()
+    found = found * size if kind == "FSDP2" else found  # which averages over the devices
+    torch.testing.assert_close(found, other.grad)
+dist.destroy_process_group()
+print("equal")
+"""
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
+@pytest.mark.parametrize("kind", ["tensor parallel", "FSDP2"])
+def test_gradients_of_two_processes_are_those_of_one(kind: str, tmp_path: Path) -> None:
+    from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415
+
+    def process(rank: int) -> tuple[str, str]:
+        words = [sys.executable, "-c", SCRIPT, str(rank), "2", str(tmp_path / "store"), kind]
+        done = run(words, capture_output=True, text=True, timeout=200, check=False)
+        return done.stdout, done.stderr
+
+    with ThreadPoolExecutor() as pool:
+        for out, error in pool.map(process, range(2)):
+            assert out == "equal\n", error
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
+def test_a_call_does_not_get_the_placements_of_another() -> None:
+    """Torch's key of a call leaves out strings and floats: relu would be that of parts of a sum."""
+    from torch.distributed._local_tensor import LocalTensorMode  # noqa: PLC0415
+    from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415
+    from torch.distributed.tensor import Shard, distribute_tensor  # noqa: PLC0415
+
+    import torchkiln  # noqa: PLC0415
+    from torchkiln.testing.contract.sharding import process_group  # noqa: PLC0415
+
+    x, weight = torch.randn(4, 8), torch.randn(6, 8)
+    with process_group(2), LocalTensorMode(2), torch.no_grad():
+        mesh = init_device_mesh("cpu", (2,))
+        a, b = (distribute_tensor(t, mesh, [Shard(1)], src_data_rank=None) for t in (x, weight))
+        first: Any = torchkiln.linear(a, b, act="none", scale=0.5)
+        assert first.placements[0].is_partial()
+        second: Any = torchkiln.linear(a, b, act="relu", scale=1.0)
+        found = second.full_tensor().reconcile()
+    torch.testing.assert_close(found, torch.relu(x @ weight.T))
