@@ -22,7 +22,11 @@ def name_of(path: Path) -> str:
     return ".".join(["torchkiln", *(part for part in parts if part != "__init__")])
 
 
-MODULES = {name_of(path): path for path in FOLDER.rglob("*.py") if "templates" not in path.parts}
+MODULES = {
+    name_of(path): path
+    for path in FOLDER.rglob("*.py")
+    if not {"templates", "kernel"} & set(path.parts)  # files that others import, by other names
+}
 
 
 def nodes_at_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:

@@ -42,6 +42,7 @@ SHOWN = {
     "docs/docker.md": 4,
     "docs/examples.md": 2,
     "docs/install.md": 2,
+    "docs/models.md": 1,
     "docs/mutation.md": 1,
     "docs/new.md": 3,
     "docs/profiling.md": 3,

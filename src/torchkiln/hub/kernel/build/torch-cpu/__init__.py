@@ -1,0 +1,5 @@
+"""torchkiln as a local kernel."""
+
+from torchkiln.hub import layers
+
+__all__ = ["layers"]

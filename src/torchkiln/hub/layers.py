@@ -1,0 +1,119 @@
+"""Layers without a state, as Hugging Face's ``kernels`` places their forward in a model's modules.
+
+The attributes are those of the modules that they replace. A layer has a forward and two flags, and
+nothing else: ``kernels`` refuses others.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from torchkiln.ops.activation import gelu, silu
+from torchkiln.ops.gated import geglu, swiglu
+from torchkiln.ops.norm import rms_norm
+
+
+class RMSNorm(nn.Module):
+    """``x / sqrt(mean(x**2) + variance_epsilon) * weight``, as in models of Llama's family.
+
+    Half precision beside a float32 weight gives float32, as there.
+    """
+
+    can_torch_compile = True
+    has_backward = True
+
+    weight: Tensor
+    variance_epsilon: float
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """The norm of the last dimension."""
+        x = hidden_states.to(torch.promote_types(hidden_states.dtype, self.weight.dtype))
+        return rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
+
+
+class SiluAndMul(nn.Module):
+    """``silu(gate) * up`` of the halves of the last dimension."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The gated unit."""
+        return swiglu(x)
+
+
+class GeluAndMul(nn.Module):
+    """``gelu(gate) * up`` of the halves of the last dimension."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The gated unit."""
+        return geglu(x)
+
+
+class GeluTanhAndMul(nn.Module):
+    """:class:`GeluAndMul` with the approximation by a hyperbolic tangent."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The gated unit."""
+        return geglu(x, approximate="tanh")
+
+
+class SiLU(nn.Module):
+    """``x / (1 + exp(-x))``."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The activation."""
+        return silu(x)
+
+
+class GeLU(nn.Module):
+    """``x`` times the cumulative normal distribution."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The activation."""
+        return gelu(x)
+
+
+class GeluTanh(nn.Module):
+    """:class:`GeLU` with the approximation by a hyperbolic tangent."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The activation."""
+        return gelu(x, approximate="tanh")
+
+
+class NewGELU(GeluTanh):
+    """Another name of :class:`GeluTanh`."""
+
+
+class FastGELU(GeluTanh):
+    """Another name of :class:`GeluTanh`."""
+
+
+__all__ = [
+    "FastGELU",
+    "GeLU",
+    "GeluAndMul",
+    "GeluTanh",
+    "GeluTanhAndMul",
+    "NewGELU",
+    "RMSNorm",
+    "SiLU",
+    "SiluAndMul",
+]
