@@ -248,6 +248,31 @@ def test_models_on_the_meta_device() -> None:
     assert len(report.replaced) == 6
 
 
+class Counting(nn.Module):
+    """Its forward draws a number, and changes a buffer and a list."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.seen: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(1)
+        return x + torch.rand(())
+
+
+def test_the_search_leaves_no_trace() -> None:
+    net = Counting()
+    state = torch.random.get_rng_state()
+    torchkiln.replace(net)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert net.calls == 0
+    assert net.seen == []
+
+
 def test_modules_with_two_names_are_replaced_once() -> None:
     norm = Rms(8)
     report = torchkiln.replace(nn.ModuleList([norm, norm]))

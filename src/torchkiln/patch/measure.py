@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchkiln.bench.clock import Times, device_clock, in_turns
 from torchkiln.patch.compare import Comparison, of_calls
 from torchkiln.patch.plan import Match
-from torchkiln.patch.probe import first_dtype, run
+from torchkiln.patch.probe import first_dtype
 from torchkiln.patch.report import Row
 
 BUDGET = 0.05
@@ -36,7 +36,7 @@ def measure(model: nn.Module, matches: Matches, example: Any) -> None:
         if isinstance(found, Comparison):
             row.same, row.error_was, row.error_now = found.same, found.was, found.now
         forwards = {
-            "was": partial(run, module, *args),
+            "was": torch.no_grad()(partial(type(module).forward, module, *args)),
             "now": torch.no_grad()(partial(match.plan.forward, module, *args)),
         }
         times = in_turns(device_clock(floating[0].device), forwards, BUDGET)

@@ -19,11 +19,16 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:
-    """A module of the same class and attributes, in evaluation mode, without hooks."""
+    """A module of the same class, in evaluation mode, without hooks.
+
+    It shares parameters and children. A call cannot change the original through its buffers, lists,
+    dicts and sets, which are copies.
+    """
     new = object.__new__(type(module))
-    new.__dict__ = dict(vars(module))
-    for name in ("_parameters", "_buffers", "_modules"):
-        new.__dict__[name] = dict(vars(module)[name])
+    for name, value in vars(module).items():
+        new.__dict__[name] = value.copy() if isinstance(value, (list, dict, set)) else value
+    for name, buffer in new._buffers.items():
+        new._buffers[name] = None if buffer is None else buffer.clone()
     for name in HOOKS:
         new.__dict__[name] = type(vars(module)[name])()
     new.__dict__["training"] = False
@@ -46,10 +51,14 @@ def cast(module: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Modu
 
 @torch.no_grad()
 def run(module: nn.Module, *args: Any) -> Any:
-    """The result of a module's forward, without its hooks; None if it raises."""
-    device = next((x.device.type for x in args if isinstance(x, Tensor)), "cpu")
+    """The result of a module's forward, without its hooks; None if it raises.
+
+    Random states are those of before the call.
+    """
+    device = next((x.device for x in args if isinstance(x, Tensor)), torch.device("cpu"))
+    generators = [device] if device.type == "cuda" else []
     try:
-        with torch.autocast(device, enabled=False):
+        with torch.random.fork_rng(generators), torch.autocast(device.type, enabled=False):
             return type(module).forward(module, *args)
     except Exception:
         return None
