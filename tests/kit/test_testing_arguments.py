@@ -136,6 +136,7 @@ SCALED = dataclasses.replace(
         "more_than_2_to_the_31_elements": "no large sample",
         "rounded_to_nearest": "no sample of a thousand elements",
         "aot_inductor": "dear, and nothing new",
+        "sharding": "no rule",
     },
 )
 

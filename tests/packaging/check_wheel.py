@@ -28,6 +28,7 @@ from packaging.requirements import Requirement
 CONTENTS = (
     r"torchkiln/__init__\.py",
     r"torchkiln/py\.typed",
+    r"torchkiln/hub/kernel/build/torch-cuda/metadata\.json",
     r"torchkiln_command/__init__\.py",
     r"torchkiln/_C\.pyi",
     r"torchkiln/_build_info\.json",
