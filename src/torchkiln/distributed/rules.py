@@ -23,7 +23,7 @@ from torchkiln.distributed.choices import CHOICES, RANDOM, Choices
 Strategy = tuple[list[Placement], list[Placement]]
 
 
-Rule = Callable[[SimpleNamespace], Choices]
+Rule = Callable[[Any], Choices]
 
 
 def replicated(_: SimpleNamespace) -> Choices:

@@ -24,7 +24,7 @@ Skip = Callable[[str, nn.Module], bool] | Sequence[str]
 
 
 class Replace:
-    """The type of :func:`torchkiln.replace`, which is called as a function."""
+    """The type of ``torchkiln.replace``, which is called as a function."""
 
     def __init__(self) -> None:
         self.registry = Registry()
@@ -189,7 +189,7 @@ replace = Replace()
 
 @contextmanager
 def replaced(model: nn.Module, **options: Any) -> Iterator[Report]:
-    """:func:`torchkiln.replace` with the same arguments, taken back at the end of the block."""
+    """``torchkiln.replace`` with the same arguments, taken back at the end of the block."""
     report = replace(model, **options)
     try:
         yield report

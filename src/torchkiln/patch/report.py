@@ -1,4 +1,4 @@
-"""What :func:`torchkiln.replace` did to each module, and the way back."""
+"""What ``torchkiln.replace`` did to each module, and the way back."""
 
 from __future__ import annotations
 
