@@ -69,6 +69,14 @@ Tensor linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor&
                                           z_loss, dtype, check_target, softcap});
 }
 
+Tensor bn_act(const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias,
+              const MaybeTensor& running_mean, const MaybeTensor& running_var,
+              const MaybeTensor& residual, std::string_view act, bool training, double momentum,
+              double eps) {
+  return torchkiln::bn_act(x, weight, bias, running_mean, running_var,
+                           {residual, act, training, momentum, eps});
+}
+
 std::tuple<Tensor, Tensor> rope(const Tensor& q, const MaybeTensor& k, const Tensor& cos,
                                 const Tensor& sin, bool interleaved, const MaybeTensor& positions,
                                 std::optional<int64_t> partial, int64_t heads_dim, bool inverse) {
@@ -114,6 +122,8 @@ PYBIND11_MODULE(_C, module) {
       "add_layer_norm", {"x", "residual", "normalized_shape", "weight", "bias", "eps"});
   ops.bind<&torchkiln::add_rms_norm>(
       "add_rms_norm", {"x", "residual", "normalized_shape", "weight", "eps", "offset"});
+  ops.bind<&bn_act>("bn_act", {"x", "weight", "bias", "running_mean", "running_var", "residual",
+                               "act", "training", "momentum", "eps"});
   ops.bind<&rope>("rope", {"q", "k", "cos", "sin", "interleaved", "positions", "partial",
                            "heads_dim", "inverse"});
   ops.bind<&qkv_norm_rope>("qkv_norm_rope",

@@ -28,6 +28,7 @@ from torchkiln.ops.activation import (  # noqa: E402
     tanh,
     tanh_,
 )
+from torchkiln.ops.batch_norm import bn_act  # noqa: E402
 from torchkiln.ops.bias_act import bias_act, scale_bias_relu  # noqa: E402
 from torchkiln.ops.cross_entropy import cross_entropy, linear_cross_entropy  # noqa: E402
 from torchkiln.ops.dropout import bias_dropout_add, dropout_add  # noqa: E402
@@ -70,6 +71,7 @@ __all__ = [
     "addcmul",
     "bias_act",
     "bias_dropout_add",
+    "bn_act",
     "build_info",
     "cmake_prefix_path",
     "cross_entropy",

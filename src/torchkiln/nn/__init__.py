@@ -1,6 +1,7 @@
 """Modules of the ops, with the interface of :mod:`torch.nn`."""
 
 from torchkiln.nn.activation import GELU, ReLU, Sigmoid, SiLU, Tanh
+from torchkiln.nn.batch_norm import BatchNormAct1d, BatchNormAct2d, BatchNormAct3d
 from torchkiln.nn.bias_act import BiasAct, ScaleBiasReLU
 from torchkiln.nn.cross_entropy import CrossEntropyLoss, LinearCrossEntropyLoss
 from torchkiln.nn.dropout import BiasDropoutAdd, DropoutAdd
@@ -17,6 +18,9 @@ __all__ = [
     "MLP",
     "AddLayerNorm",
     "AddRMSNorm",
+    "BatchNormAct1d",
+    "BatchNormAct2d",
+    "BatchNormAct3d",
     "BiasAct",
     "BiasDropoutAdd",
     "CrossEntropyLoss",

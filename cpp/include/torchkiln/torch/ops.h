@@ -151,6 +151,23 @@ TORCHKILN_EXPORT at::Tensor log_softmax(const at::Tensor& x, int64_t dim, double
                                         bool causal = false,
                                         std::optional<at::ScalarType> dtype = std::nullopt);
 
+struct BatchNormOptions {
+  std::optional<at::Tensor> residual;  // of x's shape and dtype
+  std::string_view act = "relu";       // as for activation(), or "none"
+  bool training = false;               // uses the statistics of x and updates the running ones
+  double momentum = 0.1;
+  double eps = 1e-5;
+};
+
+/// activation(batch norm of x + residual) for x [batch, channels, ...]. The vectors of the channels
+/// have x's dtype, or float32 if x has half precision. The result has adjacent channels if x has
+/// them, else it is contiguous.
+TORCHKILN_EXPORT at::Tensor bn_act(const at::Tensor& x, const std::optional<at::Tensor>& weight,
+                                   const std::optional<at::Tensor>& bias,
+                                   const std::optional<at::Tensor>& running_mean,
+                                   const std::optional<at::Tensor>& running_var,
+                                   const BatchNormOptions& options = {});
+
 struct RopeOptions {
   bool interleaved = false;             // pairs are (2i, 2i + 1), else (i, i + rotated / 2)
   std::optional<at::Tensor> positions;  // of tokens, int64 or int32: rows of cos and sin

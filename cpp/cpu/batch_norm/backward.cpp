@@ -1,0 +1,181 @@
+#include "batch_norm/common.h"
+#include "detail/bitmask.h"
+#include "torchkiln/cpu/isa.h"
+
+namespace torchkiln::cpu {
+namespace TORCHKILN_ISA {
+namespace {
+
+/// Sums over a part of a channel: of g, and of g * (x - mean) with the rounded mean.
+struct GradientSums {
+  double gradient;
+  double product;
+};
+
+/// The workspace: the sums of each chunk and channel.
+GradientSums* sums_of(const BatchNormBackward& p, int64_t chunk) {
+  return static_cast<GradientSums*>(p.workspace) + chunk * p.layout.channels;
+}
+
+/// Computes the gradients of the argument of the activation, g, for runs of elements.
+template <class T, class Act>
+class ArgumentGradient {
+ public:
+  using C = Compute<T>;
+  C g[kChannelRun];
+  C from_mean[kChannelRun];
+  ChannelFactors<T> factors;
+
+  void read(const BatchNormBackward& p, int64_t at, int64_t count, int64_t channel) {
+    C buffer[kChannelRun], z[kChannelRun];
+    factors.load(p, channel, count);
+    const C* const x = read_run(buffer, p.x, at, 1, count, p.dtype);
+    for (int64_t i = 0; i < count; ++i) from_mean[i] = x[i] - factors.mean[i];
+    if constexpr (Act::kSaved != Saved::nothing) {
+      if (p.signs != nullptr) {
+        unpack_signs(z, p.signs, at, count);
+      } else {
+        read_argument(z, factors, p.x, p.residual, at, count, p.dtype);
+      }
+    }
+    const C* const grad = read_run(buffer, p.grad, at, 1, count, p.dtype);
+    for (int64_t i = 0; i < count; ++i)
+      g[i] =
+          gradient_from_input<Act, ExactMath>(grad[i], Act::kSaved == Saved::nothing ? C(0) : z[i]);
+  }
+};
+
+template <class T, class Act>
+void task_sums(const BatchNormBackward& p, const ChannelPlan& plan, int64_t task) {
+  const bool one_channel = p.layout.inner != 1;
+  GradientSums* const to = sums_of(p, task / plan.groups);
+  ArgumentGradient<T, Act> gradient;
+  double sums[kChannelRun], products[kChannelRun];
+  for_each_task_run(
+      p.layout, plan, task,
+      [&](int64_t at, int64_t count, int64_t channel, bool is_first) {
+        if (is_first) {
+          std::fill_n(sums, one_channel ? 8 : count, 0.0);
+          std::fill_n(products, one_channel ? 8 : count, 0.0);
+        }
+        gradient.read(p, at, count, channel);
+        add_run(sums, one_channel, count,
+                [&](int64_t i) { return static_cast<double>(gradient.g[i]); });
+        add_run(products, one_channel, count, [&](int64_t i) {
+          return static_cast<double>(gradient.g[i]) * static_cast<double>(gradient.from_mean[i]);
+        });
+        if (p.grad_residual != nullptr)
+          narrow_run(static_cast<T*>(p.grad_residual) + at, gradient.g, count);
+      },
+      [&](int64_t width, int64_t channel) {
+        if (one_channel) {
+          to[channel] = {total_of(sums), total_of(products)};
+          return;
+        }
+        for (int64_t i = 0; i < width; ++i) to[channel + i] = {sums[i], products[i]};
+      });
+}
+
+template <class C>
+void finish_channel(const BatchNormBackward& p, const ChannelPlan& plan, int64_t channel) {
+  GradientSums all{};
+  for (int64_t chunk = 0; chunk < plan.chunks; ++chunk) {
+    all.gradient += sums_of(p, chunk)[channel].gradient;
+    all.product += sums_of(p, chunk)[channel].product;
+  }
+  const C* const statistics = static_cast<const C*>(p.statistics) + channel;
+  const auto low = static_cast<double>(statistics[p.layout.channels]);
+  const auto rstd = static_cast<double>(statistics[2 * p.layout.channels]);
+  const double product = (all.product - low * all.gradient) * rstd;
+  (void)dispatch_floating(p.parameter_dtype, [&](auto tag) {
+    using W = typename decltype(tag)::type;
+    if (p.grad_weight != nullptr) narrow(static_cast<W*>(p.grad_weight) + channel, product);
+    if (p.grad_bias != nullptr) narrow(static_cast<W*>(p.grad_bias) + channel, all.gradient);
+    return Status{};
+  });
+  // grad_x = scale * (g - slope * (x - mean) - level)
+  const auto count = static_cast<double>(p.layout.count());
+  const double slope = p.training ? product * rstd / count : 0;
+  p.coefficients[channel] = slope;
+  p.coefficients[p.layout.channels + channel] = p.training ? all.gradient / count - slope * low : 0;
+}
+
+template <class T, class Act>
+void input_gradients(const BatchNormBackward& p, int64_t begin, int64_t end) {
+  using C = Compute<T>;
+  ArgumentGradient<T, Act> gradient;
+  C result[kChannelRun];
+  const int64_t step = p.layout.inner == 1 ? 1 : 0;
+  const double* const slope = p.coefficients;
+  const double* const level = slope + p.layout.channels;
+  for_each_channel_run(p.layout, begin, end, [&](int64_t at, int64_t count, int64_t channel) {
+    gradient.read(p, at, count, channel);
+    const auto& factors = gradient.factors;
+    if (!p.training) {
+      for (int64_t i = 0; i < count; ++i) result[i] = gradient.g[i] * factors.scale[i];
+    } else {
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t c = channel + i * step;
+        result[i] = (gradient.g[i] - static_cast<C>(slope[c]) * gradient.from_mean[i] -
+                     static_cast<C>(level[c])) *
+                    factors.scale[i];
+      }
+    }
+    narrow_run(static_cast<T*>(p.grad_x) + at, result, count);
+  });
+}
+
+/// Calls body(element type, activation).
+template <class Body>
+Status with_types(const BatchNormBackward& p, const Body& body) {
+  return dispatch_floating(p.dtype, [&](auto tag) {
+    with_activation(p.activation, [&](auto act) { body(tag, act); }, Activations{});
+    return Status{};
+  });
+}
+
+}  // namespace
+
+Status batch_norm_sums(const BatchNormBackward& p, int64_t begin, int64_t end) {
+  const ChannelPlan plan(p.layout);
+  return with_types(p, [&](auto tag, auto act) {
+    for (int64_t task = begin; task < end; ++task)
+      task_sums<typename decltype(tag)::type, typename decltype(act)::type>(p, plan, task);
+  });
+}
+
+Status batch_norm_sums_finish(const BatchNormBackward& p, int64_t begin, int64_t end) {
+  const ChannelPlan plan(p.layout);
+  for (int64_t channel = begin; channel < end; ++channel) {
+    p.dtype == Dtype::float64 ? finish_channel<double>(p, plan, channel)
+                              : finish_channel<float>(p, plan, channel);
+  }
+  return {};
+}
+
+Status batch_norm_backward(const BatchNormBackward& p, int64_t begin, int64_t end) {
+  return with_types(p, [&](auto tag, auto act) {
+    input_gradients<typename decltype(tag)::type, typename decltype(act)::type>(p, begin, end);
+  });
+}
+
+}  // namespace TORCHKILN_ISA
+
+TORCHKILN_CPU_ENTRY(batch_norm_sums, (const BatchNormBackward& p, int64_t begin, int64_t end),
+                    (p, begin, end))
+TORCHKILN_CPU_ENTRY(batch_norm_sums_finish,
+                    (const BatchNormBackward& p, int64_t begin, int64_t end), (p, begin, end))
+TORCHKILN_CPU_ENTRY(batch_norm_backward, (const BatchNormBackward& p, int64_t begin, int64_t end),
+                    (p, begin, end))
+
+#ifdef TORCHKILN_BASELINE
+
+Split split(const BatchNormBackward& p) {
+  const TORCHKILN_ISA::ChannelPlan plan(p.layout);
+  const auto sums = static_cast<size_t>(plan.chunks * p.layout.channels);
+  return {plan.tasks(), sums * 2 * sizeof(double), p.layout.channels};
+}
+
+#endif
+
+}  // namespace torchkiln::cpu

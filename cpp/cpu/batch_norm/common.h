@@ -1,0 +1,161 @@
+#pragma once
+
+// Common to forward and backward of batch norm on the CPU: how the elements are split into tasks
+// and runs, and the factors of each channel.
+
+#include <algorithm>
+
+#include "detail/simd.h"
+#include "torchkiln/cpu/half.h"
+#include "torchkiln/kernels/batch_norm.h"
+
+namespace torchkiln::cpu::TORCHKILN_ISA {
+
+// Elements that are converted and computed together; they stay in the L1 cache.
+inline constexpr int64_t kChannelRun = 512;
+
+/// How sums over the channels are split into tasks: chunks of `outer`, and groups of channels if
+/// the elements of a channel are adjacent. Each task has its channels' sums in the workspace.
+struct ChannelPlan {
+  int64_t chunks;
+  int64_t outer_per_chunk;
+  int64_t groups;
+  int64_t channels_per_group;
+
+  explicit ChannelPlan(const ChannelLayout& layout) {
+    constexpr int64_t kTaskElements = 1 << 15;  // enough to outweigh the hand-over to a thread
+    constexpr int64_t kMostChunks = 64;
+    const bool rows = layout.inner == 1;
+    const int64_t wanted =
+        layout.numel() / kTaskElements / (rows ? 1 : std::max<int64_t>(layout.channels, 1));
+    const int64_t most = std::clamp<int64_t>(layout.outer, 1, kMostChunks);
+    const int64_t parts = std::clamp<int64_t>(wanted, 1, most);
+    outer_per_chunk = std::max<int64_t>((layout.outer + parts - 1) / parts, 1);
+    chunks = std::max<int64_t>((layout.outer + outer_per_chunk - 1) / outer_per_chunk, 1);
+    const int64_t of_channel = std::max<int64_t>(outer_per_chunk * layout.inner, 1);
+    channels_per_group = rows ? layout.channels
+                              : std::clamp<int64_t>(kTaskElements / of_channel, 1,
+                                                    std::max<int64_t>(layout.channels, 1));
+    channels_per_group = std::max<int64_t>(channels_per_group, 1);
+    groups = (layout.channels + channels_per_group - 1) / channels_per_group;
+  }
+
+  int64_t tasks() const { return chunks * groups; }
+};
+
+/// Calls body(at, count, channel) for runs of the elements begin <= i < end in memory: elements of
+/// one channel, or with inner = 1 of the channels from `channel` on.
+template <class Body>
+void for_each_channel_run(const ChannelLayout& layout, int64_t begin, int64_t end,
+                          const Body& body) {
+  const int64_t row = layout.inner == 1 ? layout.channels : layout.inner;
+  for (int64_t at = begin; at < end;) {
+    const int64_t place = at % row;
+    const int64_t count = std::min({kChannelRun, row - place, end - at});
+    body(at, count, layout.inner == 1 ? place : at / row % layout.channels);
+    at += count;
+  }
+}
+
+/// Calls body(at, count, channel, is_first) for all runs of a task, those of one channel, or of one
+/// strip of channels, after each other; end(count, channel) after the last of them.
+template <class Body, class End>
+void for_each_task_run(const ChannelLayout& layout, const ChannelPlan& plan, int64_t task,
+                       const Body& body, const End& end) {
+  const int64_t chunk = task / plan.groups;
+  const int64_t first = chunk * plan.outer_per_chunk;
+  const int64_t last = std::min(first + plan.outer_per_chunk, layout.outer);
+  const int64_t channel = task % plan.groups * plan.channels_per_group;
+  const int64_t last_channel = std::min(channel + plan.channels_per_group, layout.channels);
+  const int64_t step = layout.inner == 1 ? kChannelRun : 1;
+  for (int64_t c = channel; c < last_channel; c += step) {
+    const int64_t width = std::min(step, last_channel - c);
+    bool is_first = true;
+    for (int64_t outer = first; outer < last; ++outer) {
+      const int64_t begin = (outer * layout.channels + c) * layout.inner;
+      const int64_t length = width * layout.inner;
+      for (int64_t done = 0; done < length; done += kChannelRun) {
+        body(begin + done, std::min(kChannelRun, length - done), c, is_first);
+        is_first = false;
+      }
+    }
+    end(width, c);
+  }
+}
+
+/// Adds terms[i] of a run to sums[i] if each element has a channel of its own, else to eight
+/// running sums of one channel.
+template <class Term>
+void add_run(double* sums, bool one_channel, int64_t count, const Term& term) {
+  if (!one_channel) {
+    for (int64_t i = 0; i < count; ++i) sums[i] += term(i);
+    return;
+  }
+  int64_t i = 0;
+  for (; i + 8 <= count; i += 8)
+    for (int64_t lane = 0; lane < 8; ++lane) sums[lane] += term(i + lane);
+  for (; i < count; ++i) sums[i % 8] += term(i);
+}
+
+/// The total of the running sums of one channel.
+inline double total_of(const double* sums) {
+  return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
+}
+
+/// The factors of the elements of a run: the argument of the activation is
+/// (x - mean) * scale + shift. Kept from run to run if the channels are the same.
+template <class T>
+class ChannelFactors {
+ public:
+  using C = Compute<T>;
+  C mean[kChannelRun];
+  C scale[kChannelRun];
+  C shift[kChannelRun];
+
+  template <class Problem>
+  void load(const Problem& p, int64_t channel, int64_t count) {
+    const bool one_channel = p.layout.inner != 1;
+    if (channel == channel_ && (one_channel || count == count_)) return;
+    channel_ = channel;
+    count_ = count;
+    if (one_channel) count = 1;
+    const C* const statistics = static_cast<const C*>(p.statistics) + channel;
+    const C* const low = statistics + p.layout.channels;
+    const C* const rstd = low + p.layout.channels;
+    std::copy_n(statistics, count, mean);
+    std::fill_n(scale, count, C(1));
+    std::fill_n(shift, count, C(0));
+    C buffer[kChannelRun];
+    if (p.weight != nullptr)
+      std::copy_n(read_run(buffer, p.weight, channel, 1, count, p.parameter_dtype), count, scale);
+    if (p.bias != nullptr)
+      std::copy_n(read_run(buffer, p.bias, channel, 1, count, p.parameter_dtype), count, shift);
+    for (int64_t i = 0; i < count; ++i) scale[i] *= rstd[i];
+    // An infinite weight must not turn the rounding error of the mean, perhaps 0, into NaN.
+    for (int64_t i = 0; i < count; ++i)
+      if (scale[i] - scale[i] == C(0)) shift[i] -= low[i] * scale[i];
+    if (!one_channel) return;
+    std::fill_n(mean, kChannelRun, mean[0]);
+    std::fill_n(scale, kChannelRun, scale[0]);
+    std::fill_n(shift, kChannelRun, shift[0]);
+  }
+
+ private:
+  int64_t channel_ = -1;
+  int64_t count_ = 0;
+};
+
+/// Sets z[i] to the argument of the activation, for both directions with the same rounding.
+template <class T, class C = Compute<T>>
+void read_argument(C* z, const ChannelFactors<T>& factors, const void* x, const void* residual,
+                   int64_t at, int64_t count, Dtype dtype) {
+  C buffer[kChannelRun];
+  const C* const from = read_run(buffer, x, at, 1, count, dtype);
+  for (int64_t i = 0; i < count; ++i)
+    z[i] = (from[i] - factors.mean[i]) * factors.scale[i] + factors.shift[i];
+  if (residual == nullptr) return;
+  const C* const added = read_run(buffer, residual, at, 1, count, dtype);
+  for (int64_t i = 0; i < count; ++i) z[i] += added[i];
+}
+
+}  // namespace torchkiln::cpu::TORCHKILN_ISA

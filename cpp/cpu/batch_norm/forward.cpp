@@ -1,0 +1,181 @@
+#include <cmath>
+
+#include "batch_norm/common.h"
+#include "detail/bitmask.h"
+#include "torchkiln/cpu/isa.h"
+
+namespace torchkiln::cpu {
+namespace TORCHKILN_ISA {
+namespace {
+
+/// Mean and sum of squared distances to it.
+struct Moments {
+  double count;
+  double mean;
+  double squares;
+};
+
+/// The moments of numbers from their sums relative to `origin`, one of the numbers: the sum of
+/// squares loses few digits where the mean is far from 0.
+Moments moments_of(double count, double origin, double sum, double squares) {
+  const double from_origin = sum / count;
+  return {count, origin + from_origin, std::max(squares - sum * from_origin, squares * 0)};
+}
+
+/// Merges the moments of two sets: the squared distance of their means, times n1 n2 / (n1 + n2), is
+/// added to the sum of squares.
+Moments merged(const Moments& a, const Moments& b) {
+  if (a.count == 0) return b;
+  const double count = a.count + b.count;
+  const double distance = b.mean - a.mean;
+  const double share = b.count / count;
+  return {count, a.mean + distance * share,
+          a.squares + b.squares + distance * distance * share * a.count};
+}
+
+template <class T>
+void task_moments(const BatchNorm& p, const ChannelPlan& plan, int64_t task) {
+  using C = Compute<T>;
+  const bool one_channel = p.layout.inner != 1;
+  const int64_t chunk = task / plan.groups;
+  Moments* const to = static_cast<Moments*>(p.workspace) + chunk * p.layout.channels;
+  double sums[kChannelRun], squares[kChannelRun], origins[kChannelRun], count = 0;
+  C buffer[kChannelRun];
+  for_each_task_run(
+      p.layout, plan, task,
+      [&](int64_t at, int64_t length, int64_t, bool is_first) {
+        const C* const x = read_run(buffer, p.x, at, 1, length, p.dtype);
+        if (is_first) {
+          const int64_t slots = one_channel ? 8 : length;
+          count = 0;
+          std::fill_n(sums, slots, 0.0);
+          std::fill_n(squares, slots, 0.0);
+          for (int64_t i = 0; i < slots; ++i)
+            origins[i] = static_cast<double>(x[one_channel ? 0 : i]);
+        }
+        count += static_cast<double>(one_channel ? length : 1);
+        const int64_t mask = one_channel ? 7 : ~int64_t{0};
+        const auto distance = [&](int64_t i) {
+          return static_cast<double>(x[i]) - origins[i & mask];
+        };
+        add_run(sums, one_channel, length, distance);
+        add_run(squares, one_channel, length, [&](int64_t i) { return distance(i) * distance(i); });
+      },
+      [&](int64_t width, int64_t channel) {
+        if (one_channel) {
+          to[channel] = moments_of(count, origins[0], total_of(sums), total_of(squares));
+          return;
+        }
+        for (int64_t i = 0; i < width; ++i)
+          to[channel + i] = moments_of(count, origins[i], sums[i], squares[i]);
+      });
+}
+
+double read_one(const void* from, int64_t at, Dtype dtype) {
+  double value = 0;
+  return *read_run(&value, from, at, 1, 1, dtype);
+}
+
+void move_running(const RunningStatistic& running, int64_t channel, double value, double momentum,
+                  Dtype dtype) {
+  if (running.data == nullptr) return;
+  const int64_t at = channel * running.stride;
+  const double moved = momentum * value + (1 - momentum) * read_one(running.data, at, dtype);
+  (void)dispatch_floating(dtype, [&](auto tag) {
+    narrow(static_cast<typename decltype(tag)::type*>(running.data) + at, moved);
+    return Status{};
+  });
+}
+
+template <class C>
+void write_statistics(const BatchNorm& p, int64_t channel, double mean, double variance) {
+  C* const to = static_cast<C*>(p.statistics) + channel;
+  to[0] = static_cast<C>(mean);
+  to[p.layout.channels] = static_cast<C>(mean - static_cast<double>(to[0]));
+  to[2 * p.layout.channels] = static_cast<C>(1 / std::sqrt(variance + p.eps));
+}
+
+template <class C>
+void finish_channel(const BatchNorm& p, const ChannelPlan& plan, int64_t channel) {
+  if (!p.training) {
+    write_statistics<C>(
+        p, channel, read_one(p.running_mean.data, channel * p.running_mean.stride, p.running_dtype),
+        read_one(p.running_var.data, channel * p.running_var.stride, p.running_dtype));
+    return;
+  }
+  Moments all{};
+  const Moments* const parts = static_cast<const Moments*>(p.workspace) + channel;
+  for (int64_t chunk = 0; chunk < plan.chunks; ++chunk)
+    all = merged(all, parts[chunk * p.layout.channels]);
+  write_statistics<C>(p, channel, all.mean, all.squares / all.count);
+  move_running(p.running_mean, channel, all.mean, p.momentum, p.running_dtype);
+  move_running(p.running_var, channel, all.squares / (all.count - 1), p.momentum, p.running_dtype);
+}
+
+template <class T>
+void outputs(const BatchNorm& p, int64_t begin, int64_t end) {
+  using C = Compute<T>;
+  ChannelFactors<T> factors;
+  C z[kChannelRun], result[kChannelRun];
+  with_activation(
+      p.activation,
+      [&](auto act) {
+        using Act = typename decltype(act)::type;
+        for_each_channel_run(p.layout, begin, end, [&](int64_t at, int64_t count, int64_t channel) {
+          factors.load(p, channel, count);
+          read_argument(z, factors, p.x, p.residual, at, count, p.dtype);
+          for (int64_t i = 0; i < count; ++i) result[i] = Act::template value<ExactMath>(z[i]);
+          narrow_run(static_cast<T*>(p.y) + at, result, count);
+        });
+      },
+      Activations{});
+  if (p.signs != nullptr) pack_signs(p.signs, static_cast<const T*>(p.y), begin, end);
+}
+
+}  // namespace
+
+Status batch_norm_moments(const BatchNorm& p, int64_t begin, int64_t end) {
+  const ChannelPlan plan(p.layout);
+  return dispatch_floating(p.dtype, [&](auto tag) {
+    for (int64_t task = begin; task < end; ++task)
+      task_moments<typename decltype(tag)::type>(p, plan, task);
+    return Status{};
+  });
+}
+
+Status batch_norm_finish(const BatchNorm& p, int64_t begin, int64_t end) {
+  const ChannelPlan plan(p.layout);
+  for (int64_t channel = begin; channel < end; ++channel) {
+    p.dtype == Dtype::float64 ? finish_channel<double>(p, plan, channel)
+                              : finish_channel<float>(p, plan, channel);
+  }
+  return {};
+}
+
+Status batch_norm(const BatchNorm& p, int64_t begin, int64_t end) {
+  return dispatch_floating(p.dtype, [&](auto tag) {
+    outputs<typename decltype(tag)::type>(p, begin, end);
+    return Status{};
+  });
+}
+
+}  // namespace TORCHKILN_ISA
+
+TORCHKILN_CPU_ENTRY(batch_norm_moments, (const BatchNorm& p, int64_t begin, int64_t end),
+                    (p, begin, end))
+TORCHKILN_CPU_ENTRY(batch_norm_finish, (const BatchNorm& p, int64_t begin, int64_t end),
+                    (p, begin, end))
+TORCHKILN_CPU_ENTRY(batch_norm, (const BatchNorm& p, int64_t begin, int64_t end), (p, begin, end))
+
+#ifdef TORCHKILN_BASELINE
+
+Split split(const BatchNorm& p) {
+  if (!p.training) return {0, 0, p.layout.channels};
+  const TORCHKILN_ISA::ChannelPlan plan(p.layout);
+  const auto moments = static_cast<size_t>(plan.chunks * p.layout.channels);
+  return {plan.tasks(), moments * 3 * sizeof(double), p.layout.channels};
+}
+
+#endif
+
+}  // namespace torchkiln::cpu

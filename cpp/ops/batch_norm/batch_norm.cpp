@@ -1,0 +1,217 @@
+#include "batch_norm/batch_norm.h"
+
+#include "torchkiln/torch/checks.h"
+#include "torchkiln/torch/ops.h"
+
+namespace torchkiln::batch_norm_ops {
+namespace {
+
+constexpr const char* kName = "bn_act";
+
+/// All dimensions but that of the channels.
+std::vector<int64_t> other_dims(const Tensor& x) {
+  std::vector<int64_t> dims{0};
+  for (int64_t d = 2; d < x.dim(); ++d) dims.push_back(d);
+  return dims;
+}
+
+/// A vector of the channels with the rank of x.
+Tensor beside(const Tensor& vector, const Tensor& x) {
+  c10::SymDimVector shape(static_cast<size_t>(x.dim()), 1);
+  shape[1] = vector.sym_size(0);
+  return vector.to(compute_dtype(x.scalar_type())).reshape_symint(shape);
+}
+
+/// Mean and variance without bias of the channels.
+struct Moments {
+  Tensor mean;
+  Tensor variance;
+};
+
+Moments moments_of(const Tensor& wide) {
+  const std::vector<int64_t> dims = other_dims(wide);
+  const Tensor mean = wide.mean(dims, /*keepdim=*/true);
+  const Tensor from = wide - mean;
+  return {mean, (from * from).mean(dims, /*keepdim=*/true)};
+}
+
+/// n * weight + bias with torch's own ops, for n = (wide - mean) * rstd. `wide` is x in the compute
+/// type, converted once: the gradient would be rounded for each conversion.
+Tensor composite_affine(const Tensor& wide, const Tensor& mean, const Tensor& rstd,
+                        const Tensor& weight, const Tensor& bias) {
+  Tensor z = (wide - mean) * rstd;
+  if (weight.defined()) z = z * beside(weight, wide);
+  if (bias.defined()) z = z + beside(bias, wide);
+  return z;
+}
+
+/// Moves a running statistic in place. A copy, because in-place arithmetic would not convert the
+/// dtype.
+void composite_update(const MaybeTensor& running, const Tensor& value, double momentum) {
+  if (!running) return;
+  const at::NoGradGuard no_grad;
+  const Tensor flat = value.detach().flatten();
+  running->copy_(running->to(flat.scalar_type()) * (1 - momentum) + flat * momentum);
+}
+
+Tensor composite_of(const Call& call) {
+  outputs(call, /*for_backward=*/false);  // checks
+  const Tensor& x = call.x;
+  const Tensor wide = x.to(compute_dtype(x.scalar_type()));
+  Moments moments;
+  if (call.training) {
+    moments = moments_of(wide);
+    const c10::SymInt count = x.sym_numel() / x.sym_size(1);
+    composite_update(call.running_mean, moments.mean, call.momentum);
+    composite_update(call.running_var, moments.variance * count / (count - 1), call.momentum);
+  } else {
+    moments = {beside(*call.running_mean, x), beside(*call.running_var, x)};
+  }
+  Tensor z = composite_affine(wide, moments.mean, (moments.variance + call.eps).rsqrt(),
+                              tensor_or_undefined(call.weight), tensor_or_undefined(call.bias));
+  if (call.residual) z = z + call.residual->to(z.scalar_type());
+  return composite_activation(call.act, z).to(x.scalar_type());
+}
+
+/// The sign bits as numbers: 1 where the output was positive. Bits are in the order of memory.
+Tensor unpacked(const Tensor& signs, const Tensor& x) {
+  const Tensor place = at::arange(8, signs.options());
+  const Tensor bits = signs.unsqueeze(-1).bitwise_right_shift(place).bitwise_and(1);
+  const Tensor flat =
+      bits.flatten().slice_symint(0, 0, x.sym_numel()).to(compute_dtype(x.scalar_type()));
+  if (!channels_are_last(x)) return flat.reshape_symint(x.sym_sizes());
+  return flat.reshape_symint(x.movedim(1, -1).sym_sizes()).movedim(-1, 1);
+}
+
+/// What backward needs beside the saved tensors.
+struct Settings {
+  Activation act;
+  bool training;
+  double eps;
+  bool has_residual;
+};
+
+/// The gradients with torch's own ops. `kept` has x, the statistics, weight, bias, the residual and
+/// the signs.
+variable_list composite_backward(const Incoming& in, const Kept<6>& kept,
+                                 const Settings& settings) {
+  const auto& [x, statistics, weight, bias, residual, signs] = kept;
+  Tensor added = residual, positive;
+  if (settings.has_residual && !residual.defined()) {
+    // No gradient depends on the values of the residual; its own second derivatives are 0.
+    added = at::zeros_like(x);
+    stand_in_for(in, 3, added);
+  }
+  if (signs.defined()) positive = unpacked(signs, x);
+  const at::ScalarType dtype = x.scalar_type();
+  variable_list found = composite_gradients(
+      in, std::array{x.to(compute_dtype(dtype)), weight, bias, added},
+      [&](const std::array<Tensor, 4>& inputs) {
+        const Tensor& wide = inputs[0];
+        Tensor mean, rstd;
+        if (settings.training) {
+          const Moments moments = moments_of(wide);
+          mean = moments.mean;
+          rstd = (moments.variance + settings.eps).rsqrt();
+        } else {
+          mean = beside(statistics[0] + statistics[1], wide);
+          rstd = beside(statistics[2], wide);
+        }
+        Tensor z = composite_affine(wide, mean, rstd, inputs[1], inputs[2]);
+        if (inputs[3].defined()) z = z + inputs[3].to(z.scalar_type());
+        return (positive.defined() ? z * positive : composite_activation(settings.act, z))
+            .to(dtype);
+      });
+  if (found[0].defined()) found[0] = found[0].to(dtype);
+  return found;
+}
+
+struct Op {
+  static constexpr const char* kSchema =
+      "torchkiln::bn_act(Tensor x, Tensor? weight=None, Tensor? bias=None, "
+      "Tensor(a!)? running_mean=None, Tensor(b!)? running_var=None, Tensor? residual=None, *, "
+      "str act='relu', bool training=False, float momentum=0.1, float eps=1e-05) -> Tensor";
+
+  static Tensor meta(const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias,
+                     const MaybeTensor& running_mean, const MaybeTensor& running_var,
+                     const MaybeTensor& residual, Activation act, bool training, double momentum,
+                     double eps) {
+    return std::get<0>(outputs(
+        {x, weight, bias, running_mean, running_var, residual, act, training, momentum, eps},
+        /*for_backward=*/false));
+  }
+
+  static Tensor kernel(const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias,
+                       const MaybeTensor& running_mean, const MaybeTensor& running_var,
+                       const MaybeTensor& residual, Activation act, bool training, double momentum,
+                       double eps) {
+    return std::get<0>(
+        run({x, weight, bias, running_mean, running_var, residual, act, training, momentum, eps},
+            /*for_backward=*/false));
+  }
+
+  static Tensor composite(const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias,
+                          const MaybeTensor& running_mean, const MaybeTensor& running_var,
+                          const MaybeTensor& residual, Activation act, bool training,
+                          double momentum, double eps) {
+    return composite_of(
+        {x, weight, bias, running_mean, running_var, residual, act, training, momentum, eps});
+  }
+
+  static Tensor recorded(const Below& below, const Tensor& x, const MaybeTensor& weight,
+                         const MaybeTensor& bias, const MaybeTensor& running_mean,
+                         const MaybeTensor& running_var, const MaybeTensor& residual,
+                         Activation act, bool training, double momentum, double eps) {
+    auto [y, statistics, signs] = below.call<Forward>(x, weight, bias, running_mean, running_var,
+                                                      residual, act, training, momentum, eps);
+    const Saved kept = kept_by_batch_norm(act, residual.has_value());
+    const Settings settings{act, training, eps, residual.has_value()};
+    return record(
+        kName,
+        {x, tensor_or_undefined(weight), tensor_or_undefined(bias), tensor_or_undefined(residual)},
+        y,
+        keep(x, statistics, tensor_or_undefined(weight), tensor_or_undefined(bias),
+             kept == Saved::input ? tensor_or_undefined(residual) : Tensor(),
+             kept == Saved::sign ? signs : Tensor()),
+        [=](const Incoming& in, const Kept<6>& kept) {
+          if (in.needs_composite()) return composite_backward(in, kept, settings);
+          return gradients(in, kept, settings);
+        });
+  }
+
+ private:
+  static variable_list gradients(const Incoming& in, const Kept<6>& kept,
+                                 const Settings& settings) {
+    const auto& [x, statistics, weight, bias, residual, signs] = kept;
+    // Without an activation the gradient of the residual is the incoming one.
+    const bool passes = settings.act == kActivation<None>;
+    const Backward::Wanted wanted{in.wants(0), in.wants(1), in.wants(2), in.wants(3) && !passes};
+    auto [grad_x, grad_weight, grad_bias, grad_residual] =
+        call_below<Backward>(in[0], x, statistics, maybe(weight), maybe(bias), maybe(residual),
+                             maybe(signs), settings.act, settings.training, wanted);
+    return {wanted[0] ? grad_x : Tensor(), wanted[1] ? grad_weight : Tensor(),
+            wanted[2] ? grad_bias : Tensor(),
+            wanted[3]     ? grad_residual
+            : in.wants(3) ? in[0]
+                          : Tensor()};
+  }
+};
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(torchkiln, m) { define<Forward, Backward, Op>(m); }
+
+}  // namespace torchkiln::batch_norm_ops
+
+namespace torchkiln {
+
+at::Tensor bn_act(const at::Tensor& x, const std::optional<at::Tensor>& weight,
+                  const std::optional<at::Tensor>& bias,
+                  const std::optional<at::Tensor>& running_mean,
+                  const std::optional<at::Tensor>& running_var, const BatchNormOptions& options) {
+  return call<batch_norm_ops::Op>(x, weight, bias, running_mean, running_var, options.residual,
+                                  find_activation("bn_act", options.act), options.training,
+                                  options.momentum, options.eps);
+}
+
+}  // namespace torchkiln

@@ -1,0 +1,72 @@
+#pragma once
+
+// Declarations shared by kernel.cpp (checks, kernels) and batch_norm.cpp (the op, derivatives).
+
+#include "detail/composite_activations.h"
+#include "torchkiln/kernels/batch_norm.h"
+#include "torchkiln/torch/op.h"
+
+namespace torchkiln::batch_norm_ops {
+
+using at::Tensor;
+using Three = std::tuple<Tensor, Tensor, Tensor>;
+using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+/// The arguments of the op.
+struct Call {
+  const Tensor& x;
+  const MaybeTensor& weight;  // without one the factor is 1
+  const MaybeTensor& bias;    // without one, 0 is added
+  const MaybeTensor& running_mean;
+  const MaybeTensor& running_var;
+  const MaybeTensor& residual;
+  Activation act;
+  bool training;
+  double momentum;
+  double eps;
+};
+
+/// Whether the channels of a dense tensor [outer, channels, ...] are adjacent in memory and the
+/// tensor is not contiguous, as in channels_last.
+bool channels_are_last(const Tensor& x);
+
+/// Checks the arguments and returns uninitialised outputs: y with the layout of x, and, if wanted,
+/// the statistics and the signs for backward, else empty tensors.
+Three outputs(const Call& call, bool for_backward);
+
+/// Computes the outputs, and updates the running statistics in training.
+Three run(const Call& call, bool for_backward);
+
+/// The forward that also returns {y, statistics, signs} for backward.
+struct Forward {
+  static constexpr const char* kSchema =
+      "torchkiln::bn_act_forward(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, "
+      "Tensor(b!)? running_var, Tensor? residual, str act, bool training, float momentum, "
+      "float eps) -> (Tensor, Tensor, Tensor)";
+  static Three meta(const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias,
+                    const MaybeTensor& running_mean, const MaybeTensor& running_var,
+                    const MaybeTensor& residual, Activation act, bool training, double momentum,
+                    double eps);
+  static Three kernel(const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias,
+                      const MaybeTensor& running_mean, const MaybeTensor& running_var,
+                      const MaybeTensor& residual, Activation act, bool training, double momentum,
+                      double eps);
+};
+
+/// The wanted gradients of x, weight, bias and the residual.
+struct Backward {
+  using Wanted = std::array<bool, 4>;
+  static constexpr const char* kSchema =
+      "torchkiln::bn_act_backward(Tensor grad, Tensor x, Tensor statistics, Tensor? weight, "
+      "Tensor? bias, Tensor? residual, Tensor? signs, str act, bool training, bool[4] wanted) -> "
+      "(Tensor, Tensor, Tensor, Tensor)";
+  static Four meta(const Tensor& grad, const Tensor& x, const Tensor& statistics,
+                   const MaybeTensor& weight, const MaybeTensor& bias, const MaybeTensor& residual,
+                   const MaybeTensor& signs, Activation act, bool training, Wanted wanted);
+  static Four kernel(const Tensor& grad, const Tensor& x, const Tensor& statistics,
+                     const MaybeTensor& weight, const MaybeTensor& bias,
+                     const MaybeTensor& residual, const MaybeTensor& signs, Activation act,
+                     bool training, Wanted wanted);
+};
+
+}  // namespace torchkiln::batch_norm_ops

@@ -1,0 +1,154 @@
+#pragma once
+
+#include <cstddef>
+
+#include "torchkiln/core/activations.h"
+#include "torchkiln/core/workspace.h"
+
+struct CUstream_st;
+
+namespace torchkiln {
+
+/// What backward reads besides the gradient and x to find the derivative of the activation. Without
+/// a residual it computes the argument of the activation again from x. With one, a bit for each
+/// element is enough for relu; other activations need the residual.
+inline Saved kept_by_batch_norm(Activation activation, bool has_residual) {
+  const Saved saved = saved_by(activation);
+  if (!has_residual) return Saved::nothing;
+  return saved == Saved::output ? Saved::input : saved;
+}
+
+/// A dense tensor seen as [outer, channels, inner]. Channels that are adjacent in memory
+/// (channels_last) have inner = 1 and a row of channels for each pixel.
+struct ChannelLayout {
+  int64_t outer;
+  int64_t channels;
+  int64_t inner;
+
+  int64_t numel() const { return outer * channels * inner; }
+  /// Elements of a channel.
+  int64_t count() const { return outer * inner; }
+};
+
+/// A running statistic: [channels] of parameter_dtype or float32; null if there is none.
+struct RunningStatistic {
+  void* data;
+  int64_t stride;
+};
+
+/// y = activation(n * weight + bias + residual) with n = (x - mean) * rstd for each channel and
+/// rstd = 1 / sqrt(variance + eps). Mean and variance are those of x if `training`, which also
+/// moves the running ones by `momentum`, the variance without bias; else the running ones.
+struct BatchNorm {
+  const void* x;
+  const void* residual;  // null if there is none
+  const void* weight;    // [channels], contiguous; null for ones
+  const void* bias;      // [channels], contiguous; null for zeros
+  RunningStatistic running_mean;
+  RunningStatistic running_var;
+  void* y;
+  /// If backward needs only the sign of y: bit i % 8 of byte i / 8 is set if element i in memory is
+  /// not <= 0. Null if backward does not need it.
+  uint8_t* signs;
+  /// [3, channels] of the compute type: the mean, rounded; its rounding error; rstd. Null if not
+  /// wanted, which a launcher in training does not allow. The mean has two parts because far from
+  /// 0 its rounding error shows in the differences to it.
+  void* statistics;
+  Dtype dtype;            // of x, residual and y
+  Dtype parameter_dtype;  // of weight and bias: dtype, or float32 beside half precision
+  Dtype running_dtype;    // the same
+  Activation activation;
+  bool training;
+  double momentum;
+  double eps;
+  ChannelLayout layout;  // of x, residual and y
+  void* workspace;       // of the size that cpu::split() returns; CUDA launchers allocate theirs
+};
+
+/// Gradients of BatchNorm, with g = grad * activation'(n * weight + bias + residual):
+///   grad_residual = g
+///   grad_bias     = sum of g over a channel
+///   grad_weight   = sum of g * n over a channel
+///   grad_x        = (g - (grad_bias + n * grad_weight) / count) * rstd * weight if training,
+///                   else g * rstd * weight
+struct BatchNormBackward {
+  const void* grad;
+  const void* x;
+  const void* residual;  // null if there is none, or if kept_by_batch_norm() is not the input
+  const uint8_t* signs;  // null if kept_by_batch_norm() is not the sign
+  const void* weight;
+  const void* bias;
+  const void* statistics;  // of the forward
+  void* grad_x;            // null if not wanted, like the following
+  void* grad_weight;       // of parameter_dtype
+  void* grad_bias;
+  void* grad_residual;
+  Dtype dtype;
+  Dtype parameter_dtype;
+  Activation activation;
+  bool training;
+  ChannelLayout layout;
+  double* coefficients;  // [2, channels], for the CPU kernels
+  void* workspace;       // as in BatchNorm
+
+  /// Whether the sums over the channels are needed.
+  bool needs_sums() const {
+    return grad_weight != nullptr || grad_bias != nullptr || (training && grad_x != nullptr);
+  }
+  /// Whether grad_residual has g without a rounding error, because each g is an incoming gradient
+  /// or 0.
+  bool residual_gradient_is_exact() const {
+    const Saved saved = saved_by(activation);
+    return saved == Saved::sign || saved == Saved::nothing;
+  }
+};
+
+namespace cpu {
+
+/// Tasks are chunks of the elements, results the channels, both for the statistics of a training
+/// forward.
+TORCHKILN_EXPORT Split split(const BatchNorm& arguments);
+
+/// Writes the moments of the chunks begin <= chunk < end to the workspace.
+TORCHKILN_EXPORT Status batch_norm_moments(const BatchNorm& arguments, int64_t begin, int64_t end);
+
+/// Merges the moments of the channels begin <= channel < end into `statistics` and into the running
+/// statistics.
+TORCHKILN_EXPORT Status batch_norm_finish(const BatchNorm& arguments, int64_t begin, int64_t end);
+
+/// Computes y for the elements begin <= i < end in memory; if signs are wanted, begin is a multiple
+/// of 8. `statistics` have been computed.
+TORCHKILN_EXPORT Status batch_norm(const BatchNorm& arguments, int64_t begin, int64_t end);
+
+/// Tasks are chunks of the elements, results the channels.
+TORCHKILN_EXPORT Split split(const BatchNormBackward& arguments);
+
+/// Writes grad_residual and the sums of the chunks begin <= chunk < end.
+TORCHKILN_EXPORT Status batch_norm_sums(const BatchNormBackward& arguments, int64_t begin,
+                                        int64_t end);
+
+/// Adds the sums of all chunks for the channels begin <= channel < end: grad_weight, grad_bias, and
+/// the coefficients of grad_x.
+TORCHKILN_EXPORT Status batch_norm_sums_finish(const BatchNormBackward& arguments, int64_t begin,
+                                               int64_t end);
+
+/// Computes grad_x for the elements begin <= i < end in memory.
+TORCHKILN_EXPORT Status batch_norm_backward(const BatchNormBackward& arguments, int64_t begin,
+                                            int64_t end);
+
+}  // namespace cpu
+
+namespace cuda {
+
+/// Runs on the current device, queued on `stream`: in training three kernels (moments of parts of
+/// the channels, their merge, y), else one.
+TORCHKILN_EXPORT Status batch_norm(const BatchNorm& arguments, Allocate allocate,
+                                   CUstream_st* stream);
+
+/// Computes the wanted gradients in three kernels: sums of parts of the channels, their total,
+/// grad_x. No atomics: results are bitwise reproducible.
+TORCHKILN_EXPORT Status batch_norm_backward(const BatchNormBackward& arguments, Allocate allocate,
+                                            CUstream_st* stream);
+
+}  // namespace cuda
+}  // namespace torchkiln
