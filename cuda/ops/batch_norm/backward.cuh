@@ -21,6 +21,10 @@ namespace {
 // Blocks per SM: 2 x 256 threads x 4 items x 2 loads x 16 B = 64 KiB in flight.
 constexpr int kBackwardBlocks = 2;
 
+template <class Access, class Act>
+inline constexpr int kItems = kInFlight < Access,
+                     Act::kReadsResidual ? 3 : 4 > ;
+
 /// What the gradient of the argument of the activation, g, is computed from.
 template <class Access>
 struct GradientItem {
@@ -30,17 +34,17 @@ struct GradientItem {
 };
 
 /// Loads the elements at `at`; `grad` is the incoming gradient, or g itself.
-template <class Access>
+template <class Access, class Act>
 __device__ __forceinline__ GradientItem<Access> load_gradient(const BatchNormBackward& p,
                                                               const typename Access::T* grad,
                                                               bool is_g, int64_t at) {
   using T = typename Access::T;
   constexpr int kLanes = Access::kLanes;
-  GradientItem<Access> item;
+  GradientItem<Access> item{};
   item.grad = load_vector<kLanes>(grad + at);
   item.x = load_vector<kLanes>(static_cast<const T*>(p.x) + at);
   if (is_g) return item;
-  if (p.residual != nullptr)
+  if (Act::kReadsResidual && p.residual != nullptr)
     item.residual = load_vector<kLanes>(static_cast<const T*>(p.residual) + at);
   if (p.signs != nullptr) item.signs = p.signs[at / 8] >> (at % 8);
   return item;
@@ -63,7 +67,8 @@ __device__ __forceinline__ void gradient_of(const BatchNormBackward& p,
         if (((item.signs >> i) & 1u) == 0) g[i] = C(0);
     } else {
       C z[kLanes];
-      factors.argument(item.x, p.residual == nullptr ? nullptr : &item.residual, z);
+      factors.normalize(item.x, z);
+      if (Act::kReadsResidual && p.residual != nullptr) add_vector(item.residual, z);
       act.differentiate(g, z);
     }
   }
@@ -80,13 +85,13 @@ __global__ void __launch_bounds__(kChannelThreads, kBackwardBlocks)
   constexpr int kLanes = Access::kLanes;
   constexpr int kChannels = Access::kColumns ? kLanes : 1;
   wait_for_previous_kernel();
-  const ChannelCursor<Access, kInFlight<Access, 4>> cursor(plan);
+  const ChannelCursor<Access, kItems<Access, Act>> cursor(plan);
   ChannelFactors<Access> factors{};
   if (cursor.is_inside()) factors.load(p, cursor.channel());
   C sums[2][kLanes] = {};
   cursor.template each<false>(
       [&](int64_t at) {
-        return load_gradient<Access>(p, static_cast<const T*>(p.grad), false, at);
+        return load_gradient<Access, Act>(p, static_cast<const T*>(p.grad), false, at);
       },
       [&](const GradientItem<Access>& item, int64_t at) {
         C g[kLanes], from_mean[kLanes];
@@ -138,7 +143,7 @@ __global__ void __launch_bounds__(kChannelThreads, kBackwardBlocks)
   constexpr int kLanes = Access::kLanes;
   constexpr int kChannels = Access::kColumns ? kLanes : 1;
   wait_for_previous_kernel();
-  const ChannelCursor<Access, kInFlight<Access, 4>> cursor(plan);
+  const ChannelCursor<Access, kItems<Access, Act>> cursor(plan);
   if (!cursor.is_inside()) return;
   ChannelFactors<Access> factors;
   factors.load(p, cursor.channel());
@@ -150,19 +155,19 @@ __global__ void __launch_bounds__(kChannelThreads, kBackwardBlocks)
       level[i] = coefficients[cursor.channel() + i + p.layout.channels];
     }
   }
-  cursor.template each<true>([&](int64_t at) { return load_gradient<Access>(p, grad, is_g, at); },
-                             [&](const GradientItem<Access>& item, int64_t at) {
-                               C g[kLanes], from_mean[kLanes];
-                               gradient_of(p, factors, act, item, is_g, g, from_mean);
+  cursor.template each<true>(
+      [&](int64_t at) { return load_gradient<Access, Act>(p, grad, is_g, at); },
+      [&](const GradientItem<Access>& item, int64_t at) {
+        C g[kLanes], from_mean[kLanes];
+        gradient_of(p, factors, act, item, is_g, g, from_mean);
 #pragma unroll
-                               for (int i = 0; i < kLanes; ++i) {
-                                 const int c = factors.of(i);
-                                 if (p.training)
-                                   g[i] = fma(-slope[c], from_mean[i], g[i]) - level[c];
-                                 g[i] *= factors.scale[c];
-                               }
-                               store(static_cast<T*>(p.grad_x) + at, g);
-                             });
+        for (int i = 0; i < kLanes; ++i) {
+          const int c = factors.of(i);
+          if (p.training) g[i] = fma(-slope[c], from_mean[i], g[i]) - level[c];
+          g[i] *= factors.scale[c];
+        }
+        store(static_cast<T*>(p.grad_x) + at, g);
+      });
 }
 
 template <bool kColumns>
@@ -173,13 +178,13 @@ Status launch_backward(const BatchNormBackward& p, Allocate allocate, CUstream_s
     using Access = decltype(access);
     using T = typename Access::T;
     using C = typename Access::C;
-    const ChannelPlan plan =
-        make_channel_plan<Access>(p.layout, kInFlight<Access, 4>, kBackwardBlocks);
-    Grid grid;
-    const Status fits = grid_of(plan, grid);
-    if (!fits.ok()) return fits;
     return with_channel_activation<Access>(p.activation, [&](auto act) {
       using Act = decltype(act);
+      const ChannelPlan plan =
+          make_channel_plan<Access>(p.layout, kItems<Access, Act>, kBackwardBlocks);
+      Grid grid;
+      const Status fits = grid_of(plan, grid);
+      if (!fits.ok()) return fits;
       const auto channels = static_cast<size_t>(p.layout.channels);
       C* partial = nullptr;
       C* coefficients = nullptr;

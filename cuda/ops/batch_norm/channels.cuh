@@ -242,24 +242,31 @@ struct ChannelFactors {
     }
   }
 
-  /// The argument of the activation, for both directions with the same rounding.
+  /// The argument of the activation without the residual, for both directions with the same
+  /// rounding.
   template <class T, int N>
-  __device__ __forceinline__ void argument(const Vec<T, N>& x, const Vec<T, N>* residual,
-                                           C (&z)[N]) const {
+  __device__ __forceinline__ void normalize(const Vec<T, N>& x, C (&z)[N]) const {
     widen(x, z);
 #pragma unroll
     for (int i = 0; i < N; ++i) z[i] = fma(z[i] - mean[of(i)], scale[of(i)], shift[of(i)]);
-    if (residual == nullptr) return;
-    C added[N];
-    widen(*residual, added);
-#pragma unroll
-    for (int i = 0; i < N; ++i) z[i] += added[i];
   }
 };
+
+template <class T, class C, int N>
+__device__ __forceinline__ void add_vector(const Vec<T, N>& residual, C (&z)[N]) {
+  C added[N];
+  widen(residual, added);
+#pragma unroll
+  for (int i = 0; i < N; ++i) z[i] += added[i];
+}
 
 /// An activation that is known at compile time.
 template <class Act, class Math>
 struct FixedActivation {
+  /// Whether the derivative needs the residual, see kept_by_batch_norm().
+  static constexpr bool kReadsResidual =
+      Act::kSaved == Saved::input || Act::kSaved == Saved::output;
+
   template <class C, int N>
   __device__ __forceinline__ void apply(C (&z)[N]) const {
 #pragma unroll
@@ -275,6 +282,8 @@ struct FixedActivation {
 /// An activation that is selected at run time, once per vector.
 template <class Math>
 struct SelectedActivation {
+  static constexpr bool kReadsResidual = true;
+
   Activation activation;
 
   template <class C, int N>

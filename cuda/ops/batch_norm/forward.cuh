@@ -131,14 +131,15 @@ __global__ void __launch_bounds__(kChannelThreads, kOutputBlocks)
   };
   cursor.template each<true>(
       [&](int64_t at) {
-        Item item;
+        Item item{};
         item.x = load_vector<kLanes>(x + at);
         if (residual != nullptr) item.residual = load_vector<kLanes>(residual + at);
         return item;
       },
       [&](const Item& item, int64_t at) {
         C z[kLanes];
-        factors.argument(item.x, residual == nullptr ? nullptr : &item.residual, z);
+        factors.normalize(item.x, z);
+        if (residual != nullptr) add_vector(item.residual, z);
         act.apply(z);
         Vec<T, kLanes> result;
 #pragma unroll

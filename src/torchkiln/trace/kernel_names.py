@@ -58,6 +58,7 @@ ACCESSES = (
     ),
     Access("cuda::ColumnBody", r"(?P<type>\w+), \w+, (?P<lanes>\d+)", "columns, in vectors"),
     Access("cuda::GradientBody", r"(?:.*, )?(?P<type>\w+), (?P<lanes>\d+)", "columns, in vectors"),
+    Access("cuda::ChannelAccess", r"(?P<type>\w+), \w+, (?P<lanes>\d+)", "channels, in vectors"),
     Access("gemm::sm90::matmul_kernel", "", "tiles copied by the tensor memory accelerator"),
 )
 # Matches the number of vectors of a row that a thread keeps in registers.
@@ -74,7 +75,7 @@ def access_of(demangled: str) -> tuple[str, int | None, int | None]:
         found = match.groupdict()
         element = TYPE_BYTES.get(found.get("type", ""), 0)
         if "lanes" in found:
-            width = element * int(found["lanes"])
+            width = min(element * int(found["lanes"]), VECTOR_BYTES)
         else:
             width = VECTOR_BYTES if "in vectors" in access.words else element
         words = access.words
