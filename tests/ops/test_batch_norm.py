@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 import torchkiln
 
+bn_act: Any = torchkiln.bn_act
+batch_norm: Any = F.batch_norm
 LAST = torch.channels_last
 SHAPE = (3, 16, 5, 7)
 MODULES: list[tuple[type[nn.Module], type[nn.Module], tuple[int, ...]]] = [
@@ -26,9 +28,7 @@ def drawn(device: torch.device, *shape: int, **options: Any) -> Tensor:
     return torch.randn(shape, device=device, **options)
 
 
-def vectors(
-    device: torch.device, channels: int, dtype: torch.dtype = torch.float32
-) -> list[Tensor]:
+def vectors(device: torch.device, channels: int, dtype: torch.dtype = torch.float32) -> list[Any]:
     """Weight, bias, running mean and running variance."""
     mean, *rest = (drawn(device, channels, dtype=dtype) for _ in range(4))
     return [*rest[:2], mean, rest[2].abs() + 0.5]
@@ -45,10 +45,8 @@ def test_moves_the_running_statistics_as_torch(
     expected = [t.clone() for t in running]
     for grad in (False, True):
         versions = [t._version for t in running]
-        torchkiln.bn_act(
-            x.requires_grad_(grad), weight, bias, *running, training=True, momentum=momentum
-        )
-        F.batch_norm(x.detach().to(owned), *expected, None, None, True, momentum)
+        bn_act(x.requires_grad_(grad), weight, bias, *running, training=True, momentum=momentum)
+        batch_norm(x.detach().to(owned), *expected, None, None, True, momentum)
         torch.testing.assert_close(running, expected)
         assert [t._version for t in running] == [v + 1 for v in versions]
 
@@ -59,8 +57,8 @@ def test_running_statistics_at_any_strides_and_in_half_precision(device: torch.d
     running = list(pairs[..., 1])
     expected = [t.float() for t in running]
     before = pairs.clone()
-    torchkiln.bn_act(x, None, None, *running, training=True)
-    F.batch_norm(x.float(), *expected, None, None, True)
+    bn_act(x, None, None, *running, training=True)
+    batch_norm(x.float(), *expected, None, None, True)
     torch.testing.assert_close(running, [t.half() for t in expected], atol=2e-3, rtol=2e-3)
     assert torch.equal(pairs[..., ::2], before[..., ::2])
 
@@ -82,9 +80,9 @@ def test_layouts_agree(
         ]
         leaves = [t.detach().requires_grad_() for t in (*placed[:2], weight, bias)]
         second = leaves[1] if residual else None
-        y = torchkiln.bn_act(leaves[0], *leaves[2:], None, None, second, act=act, training=True)
+        y = bn_act(leaves[0], *leaves[2:], None, None, second, act=act, training=True)
         assert y.stride() == leaves[0].stride()
-        grads = torch.autograd.grad(y, leaves, placed[2], allow_unused=True)
+        grads: Any = torch.autograd.grad(y, leaves, placed[2], allow_unused=True)
         assert grads[0].stride() == leaves[0].stride()
         found.append([y.detach(), *(g for g in grads if g is not None)])
     for other in found[1:]:
@@ -105,7 +103,7 @@ def test_a_small_spread_beside_a_large_mean(
     used = (mean, var) if running is None else [t.double() for t in running]
     shape = (1, 16, 1, 1)
     truth = (wide - used[0].view(shape)) * (used[1].view(shape) + 1e-12).rsqrt()
-    found = torchkiln.bn_act(
+    found = bn_act(
         x, None, None, *(running or (None, None)), act="none", training=training, eps=1e-12
     )
     assert float((found - truth).abs().max()) < 2e-5
@@ -124,7 +122,7 @@ def test_saves_one_bit_of_the_residual_for_relu(
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        torchkiln.bn_act(x, residual=residual, act=act, training=True)
+        bn_act(x, residual=residual, act=act, training=True)
     own = {t.data_ptr() for t in (x, residual)}
     others = sum(t.nbytes for t in saved if t.data_ptr() not in own) - 3 * 4 * SHAPE[1]
     assert (residual.data_ptr() in {t.data_ptr() for t in saved}) == (kept == 4)
@@ -136,7 +134,7 @@ def test_gradient_of_the_residual_is_the_incoming_one_without_an_activation(
 ) -> None:
     x, residual = (drawn(device, *SHAPE).requires_grad_() for _ in range(2))
     grad = drawn(device, *SHAPE)
-    y = torchkiln.bn_act(x, residual=residual, act="none", training=True)
+    y = bn_act(x, residual=residual, act="none", training=True)
     (found,) = torch.autograd.grad(y, residual, grad)
     assert torch.equal(found, grad)
 
@@ -149,7 +147,7 @@ def test_second_derivatives(device: torch.device, *, training: bool) -> None:
     def function(*args: Tensor) -> Tensor:
         x, weight, bias, residual = args
         stats = (None, None) if training else running
-        return torchkiln.bn_act(x, weight, bias, *stats, residual, act="tanh", training=training)
+        return bn_act(x, weight, bias, *stats, residual, act="tanh", training=training)
 
     leaves = (x, weight.requires_grad_(), bias.requires_grad_(), residual)
     assert torch.autograd.gradcheck(function, leaves)
@@ -158,9 +156,9 @@ def test_second_derivatives(device: torch.device, *, training: bool) -> None:
 
 def test_no_images(device: torch.device) -> None:
     x = torch.ones(0, 4, 2, 2, device=device, requires_grad=True)
-    weight, bias, *running = (t.requires_grad_() for t in vectors(device, 4))
-    expected = [t.detach().clone() for t in running]
-    y = torchkiln.bn_act(x, weight, bias, *(t.detach() for t in running), training=True)
+    weight, bias, *running = vectors(device, 4)
+    expected = [t.clone() for t in running]
+    y = bn_act(x, weight.requires_grad_(), bias, *running, training=True)
     y.sum().backward()
     assert y.shape == x.shape
     assert torch.equal(weight.grad, torch.zeros_like(weight))
@@ -171,9 +169,9 @@ def test_no_images(device: torch.device) -> None:
 def test_compiled_call_moves_the_running_statistics(device: torch.device, backend: str) -> None:
     if backend == "inductor" and device.type == "cpu":
         pytest.skip("the graph is the same as for aot_eager; compiling it takes long")
-    layer = torchkiln.nn.BatchNormAct2d(SHAPE[1], device=device)
-    twin = copy.deepcopy(layer)
-    compiled = torch.compile(layer, backend=backend, fullgraph=True)
+    layer: Any = torchkiln.nn.BatchNormAct2d(SHAPE[1], device=device)
+    twin: Any = copy.deepcopy(layer)
+    compiled: Any = torch.compile(layer, backend=backend, fullgraph=True)
     for step in range(3):
         x = drawn(device, *SHAPE, requires_grad=step > 0)
         found, expected = compiled(x, x.detach()), twin(x, x.detach())
@@ -210,7 +208,7 @@ def test_modules_are_torchs(
 
 
 def test_modules_refuse_other_ranks_and_activations(device: torch.device) -> None:
-    layer = torchkiln.nn.BatchNormAct2d(3, device=device)
+    layer: Any = torchkiln.nn.BatchNormAct2d(3, device=device)
     with pytest.raises(ValueError, match="expected 4D input"):
         layer(torch.ones(2, 3, device=device))
     with pytest.raises(ValueError, match=r"nn.BatchNormAct2d: act: got 'elu', expected one of"):
@@ -220,8 +218,8 @@ def test_modules_refuse_other_ranks_and_activations(device: torch.device) -> Non
 
 def test_half_precision_with_float32_parameters(device: torch.device) -> None:
     """The input of a layer under autocast."""
-    layer = torchkiln.nn.BatchNormAct2d(16, act="silu", device=device)
-    x = drawn(device, *SHAPE, dtype=torch.bfloat16).requires_grad_()
+    layer: Any = torchkiln.nn.BatchNormAct2d(16, act="silu", device=device)
+    x: Any = drawn(device, *SHAPE, dtype=torch.bfloat16).requires_grad_()
     y = layer(x)
     y.sum().backward()
     assert y.dtype == x.grad.dtype == torch.bfloat16
@@ -230,10 +228,10 @@ def test_half_precision_with_float32_parameters(device: torch.device) -> None:
 
 def test_explain_names_the_kernels_and_the_copies(device: torch.device) -> None:
     x = drawn(device, *SHAPE)
-    words = str(torchkiln.explain(torchkiln.bn_act, x, training=True))
+    words = str(torchkiln.explain(bn_act, x, training=True))
     assert "copied" not in words
     mixed = drawn(device, *SHAPE).contiguous(memory_format=LAST)
-    words = str(torchkiln.explain(torchkiln.bn_act, x, residual=mixed, training=True))
+    words = str(torchkiln.explain(bn_act, x, residual=mixed, training=True))
     assert "copied: residual has strides" in words
 
 
@@ -242,7 +240,7 @@ def test_vmap_and_grad_use_torchs_ops(device: torch.device) -> None:
     weight, bias, *_ = vectors(device, 3)
 
     def layer(x: Tensor) -> Tensor:
-        return torchkiln.bn_act(x, weight, bias, training=True)
+        return bn_act(x, weight, bias, training=True)
 
     torch.testing.assert_close(torch.func.vmap(layer)(x), torch.stack([layer(each) for each in x]))
     grad = torch.func.grad(lambda x: layer(x).square().sum())(x[0])

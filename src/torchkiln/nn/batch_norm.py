@@ -28,14 +28,14 @@ class _BatchNormAct(nn.modules.batchnorm._BatchNorm):
             momentum,
             affine,
             track_running_stats,
-            device=device,  # type: ignore[arg-type]
-            dtype=dtype,  # type: ignore[arg-type]
+            device=device,
+            dtype=dtype,
         )
         self.act = check_act(f"nn.{type(self).__name__}", act)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Applies the op to ``x``."""
-        self._check_input_dim(x)
+        self._check_input_dim(x)  # type: ignore[no-untyped-call]
         tracks = self.training and self.track_running_stats
         momentum = 0.0 if self.momentum is None else self.momentum
         if tracks and self.num_batches_tracked is not None:
@@ -58,7 +58,8 @@ class _BatchNormAct(nn.modules.batchnorm._BatchNorm):
 
     def extra_repr(self) -> str:
         """The settings, for ``repr``."""
-        return f"{super().extra_repr()}, act={self.act!r}"
+        settings = super().extra_repr()  # type: ignore[no-untyped-call]
+        return f"{settings}, act={self.act!r}"
 
 
 class BatchNormAct1d(_BatchNormAct, nn.BatchNorm1d):
