@@ -30,6 +30,7 @@ class ArgumentGradient {
     C buffer[kChannelRun], z[kChannelRun];
     factors.load(p, channel, count);
     const C* const x = read_run(buffer, p.x, at, 1, count, p.dtype);
+#pragma GCC ivdep
     for (int64_t i = 0; i < count; ++i) from_mean[i] = x[i] - factors.mean[i];
     if constexpr (Act::kSaved != Saved::nothing) {
       if (p.signs != nullptr) {
@@ -39,6 +40,7 @@ class ArgumentGradient {
       }
     }
     const C* const grad = read_run(buffer, p.grad, at, 1, count, p.dtype);
+#pragma GCC ivdep
     for (int64_t i = 0; i < count; ++i)
       g[i] =
           gradient_from_input<Act, ExactMath>(grad[i], Act::kSaved == Saved::nothing ? C(0) : z[i]);
@@ -47,6 +49,7 @@ class ArgumentGradient {
 
 template <class T, class Act>
 void task_sums(const BatchNormBackward& p, const ChannelPlan& plan, int64_t task) {
+  using C = Compute<T>;
   const bool one_channel = p.layout.inner != 1;
   GradientSums* const to = sums_of(p, task / plan.groups);
   ArgumentGradient<T, Act> gradient;
@@ -55,14 +58,15 @@ void task_sums(const BatchNormBackward& p, const ChannelPlan& plan, int64_t task
       p.layout, plan, task,
       [&](int64_t at, int64_t count, int64_t channel, bool is_first) {
         if (is_first) {
-          std::fill_n(sums, one_channel ? 8 : count, 0.0);
-          std::fill_n(products, one_channel ? 8 : count, 0.0);
+          std::fill_n(sums, one_channel ? kSums : count, 0.0);
+          std::fill_n(products, one_channel ? kSums : count, 0.0);
         }
         gradient.read(p, at, count, channel);
-        add_run(sums, one_channel, count,
-                [&](int64_t i) { return static_cast<double>(gradient.g[i]); });
-        add_run(products, one_channel, count, [&](int64_t i) {
-          return static_cast<double>(gradient.g[i]) * static_cast<double>(gradient.from_mean[i]);
+        const C* const g = gradient.g;
+        const C* const from_mean = gradient.from_mean;
+        add_run(sums, products, one_channel, count, [&](int64_t i) {
+          const auto each = static_cast<double>(g[i]);
+          return Pair<double>{each, each * static_cast<double>(from_mean[i])};
         });
         if (p.grad_residual != nullptr)
           narrow_run(static_cast<T*>(p.grad_residual) + at, gradient.g, count);
@@ -104,24 +108,33 @@ template <class T, class Act>
 void input_gradients(const BatchNormBackward& p, int64_t begin, int64_t end) {
   using C = Compute<T>;
   ArgumentGradient<T, Act> gradient;
-  C result[kChannelRun];
-  const int64_t step = p.layout.inner == 1 ? 1 : 0;
-  const double* const slope = p.coefficients;
-  const double* const level = slope + p.layout.channels;
+  C result[kChannelRun], slope[kChannelRun], level[kChannelRun];
+  int64_t known = -1, known_count = 0;
+  const bool one_channel = p.layout.inner != 1;
   for_each_channel_run(p.layout, begin, end, [&](int64_t at, int64_t count, int64_t channel) {
     gradient.read(p, at, count, channel);
     const auto& factors = gradient.factors;
+    T* const to = static_cast<T*>(p.grad_x) + at;
     if (!p.training) {
+#pragma GCC ivdep
       for (int64_t i = 0; i < count; ++i) result[i] = gradient.g[i] * factors.scale[i];
-    } else {
-      for (int64_t i = 0; i < count; ++i) {
-        const int64_t c = channel + i * step;
-        result[i] = (gradient.g[i] - static_cast<C>(slope[c]) * gradient.from_mean[i] -
-                     static_cast<C>(level[c])) *
-                    factors.scale[i];
+      narrow_run(to, result, count);
+      return;
+    }
+    if (channel != known || count > known_count) {  // else those of the run before
+      known = channel;
+      known_count = one_channel ? kChannelRun : count;
+      for (int64_t i = 0; i < known_count; ++i) {
+        const double* const from = p.coefficients + channel + (one_channel ? 0 : i);
+        slope[i] = static_cast<C>(from[0]);
+        level[i] = static_cast<C>(from[p.layout.channels]);
       }
     }
-    narrow_run(static_cast<T*>(p.grad_x) + at, result, count);
+#pragma GCC ivdep
+    for (int64_t i = 0; i < count; ++i) {
+      result[i] = (gradient.g[i] - slope[i] * gradient.from_mean[i] - level[i]) * factors.scale[i];
+    }
+    narrow_run(to, result, count);
   });
 }
 

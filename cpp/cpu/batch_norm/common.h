@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "detail/simd.h"
+#include "torchkiln/core/functors.h"
 #include "torchkiln/cpu/half.h"
 #include "torchkiln/kernels/batch_norm.h"
 
@@ -83,18 +84,41 @@ void for_each_task_run(const ChannelLayout& layout, const ChannelPlan& plan, int
   }
 }
 
-/// Adds terms[i] of a run to sums[i] if each element has a channel of its own, else to eight
-/// running sums of one channel.
+// Running sums of one channel.
+inline constexpr int64_t kSums = 8;
+
+/// Adds the pair term(i) of each element of a run to first[i] and second[i] if each element has a
+/// channel of its own, else to kSums running sums of one channel.
 template <class Term>
-void add_run(double* sums, bool one_channel, int64_t count, const Term& term) {
+void add_run(double* first, double* second, bool one_channel, int64_t count, const Term& term) {
   if (!one_channel) {
-    for (int64_t i = 0; i < count; ++i) sums[i] += term(i);
+#pragma GCC ivdep
+    for (int64_t i = 0; i < count; ++i) {
+      const Pair<double> pair = term(i);
+      first[i] += pair.first;
+      second[i] += pair.second;
+    }
     return;
   }
+  double a[kSums], b[kSums];  // in registers
+  std::copy_n(first, kSums, a);
+  std::copy_n(second, kSums, b);
   int64_t i = 0;
-  for (; i + 8 <= count; i += 8)
-    for (int64_t lane = 0; lane < 8; ++lane) sums[lane] += term(i + lane);
-  for (; i < count; ++i) sums[i % 8] += term(i);
+  for (; i + kSums <= count; i += kSums) {
+#pragma GCC ivdep
+    for (int64_t lane = 0; lane < kSums; ++lane) {
+      const Pair<double> pair = term(i + lane);
+      a[lane] += pair.first;
+      b[lane] += pair.second;
+    }
+  }
+  for (; i < count; ++i) {
+    const Pair<double> pair = term(i);
+    a[i % kSums] += pair.first;
+    b[i % kSums] += pair.second;
+  }
+  std::copy_n(a, kSums, first);
+  std::copy_n(b, kSums, second);
 }
 
 /// The total of the running sums of one channel.
@@ -130,6 +154,7 @@ class ChannelFactors {
       std::copy_n(read_run(buffer, p.weight, channel, 1, count, p.parameter_dtype), count, scale);
     if (p.bias != nullptr)
       std::copy_n(read_run(buffer, p.bias, channel, 1, count, p.parameter_dtype), count, shift);
+#pragma GCC ivdep
     for (int64_t i = 0; i < count; ++i) scale[i] *= rstd[i];
     // An infinite weight must not turn the rounding error of the mean, perhaps 0, into NaN.
     for (int64_t i = 0; i < count; ++i)
@@ -151,10 +176,12 @@ void read_argument(C* z, const ChannelFactors<T>& factors, const void* x, const 
                    int64_t at, int64_t count, Dtype dtype) {
   C buffer[kChannelRun];
   const C* const from = read_run(buffer, x, at, 1, count, dtype);
+#pragma GCC ivdep
   for (int64_t i = 0; i < count; ++i)
     z[i] = (from[i] - factors.mean[i]) * factors.scale[i] + factors.shift[i];
   if (residual == nullptr) return;
   const C* const added = read_run(buffer, residual, at, 1, count, dtype);
+#pragma GCC ivdep
   for (int64_t i = 0; i < count; ++i) z[i] += added[i];
 }
 

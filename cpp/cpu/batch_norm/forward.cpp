@@ -46,7 +46,7 @@ void task_moments(const BatchNorm& p, const ChannelPlan& plan, int64_t task) {
       [&](int64_t at, int64_t length, int64_t, bool is_first) {
         const C* const x = read_run(buffer, p.x, at, 1, length, p.dtype);
         if (is_first) {
-          const int64_t slots = one_channel ? 8 : length;
+          const int64_t slots = one_channel ? kSums : length;
           count = 0;
           std::fill_n(sums, slots, 0.0);
           std::fill_n(squares, slots, 0.0);
@@ -54,12 +54,17 @@ void task_moments(const BatchNorm& p, const ChannelPlan& plan, int64_t task) {
             origins[i] = static_cast<double>(x[one_channel ? 0 : i]);
         }
         count += static_cast<double>(one_channel ? length : 1);
-        const int64_t mask = one_channel ? 7 : ~int64_t{0};
-        const auto distance = [&](int64_t i) {
-          return static_cast<double>(x[i]) - origins[i & mask];
+        const auto pair = [](double distance) {
+          return Pair<double>{distance, distance * distance};
         };
-        add_run(sums, one_channel, length, distance);
-        add_run(squares, one_channel, length, [&](int64_t i) { return distance(i) * distance(i); });
+        if (one_channel) {
+          const double origin = origins[0];
+          add_run(sums, squares, true, length,
+                  [&](int64_t i) { return pair(static_cast<double>(x[i]) - origin); });
+        } else {
+          add_run(sums, squares, false, length,
+                  [&](int64_t i) { return pair(static_cast<double>(x[i]) - origins[i]); });
+        }
       },
       [&](int64_t width, int64_t channel) {
         if (one_channel) {
@@ -124,6 +129,7 @@ void outputs(const BatchNorm& p, int64_t begin, int64_t end) {
         for_each_channel_run(p.layout, begin, end, [&](int64_t at, int64_t count, int64_t channel) {
           factors.load(p, channel, count);
           read_argument(z, factors, p.x, p.residual, at, count, p.dtype);
+#pragma GCC ivdep
           for (int64_t i = 0; i < count; ++i) result[i] = Act::template value<ExactMath>(z[i]);
           narrow_run(static_cast<T*>(p.y) + at, result, count);
         });
