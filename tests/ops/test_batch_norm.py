@@ -51,6 +51,18 @@ def test_moves_the_running_statistics_as_torch(
         assert [t._version for t in running] == [v + 1 for v in versions]
 
 
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_update_is_registered_as_torch_requires(
+    device: torch.device, *, requires_grad: bool
+) -> None:
+    """The op that changes running statistics says so, and bn_act refuses to hide it."""
+    x = drawn(device, 3, 4, 2, requires_grad=requires_grad)
+    args = (x, *vectors(device, 4))
+    torch.library.opcheck(torch.ops.torchkiln.bn_act_update.default, args)
+    with pytest.raises(ValueError, match="running_mean: got a tensor in training, expected None"):
+        torch.ops.torchkiln.bn_act(*args, training=True)
+
+
 def test_running_statistics_at_any_strides_and_in_half_precision(device: torch.device) -> None:
     x = drawn(device, *SHAPE, dtype=torch.float16)
     pairs = drawn(device, 2, SHAPE[1], 3, dtype=torch.float16).abs()

@@ -126,44 +126,41 @@ variable_list composite_backward(const Incoming& in, const Kept<6>& kept,
   return found;
 }
 
-struct Op {
-  static constexpr const char* kSchema =
-      "torchkiln::bn_act(Tensor x, Tensor? weight=None, Tensor? bias=None, "
-      "Tensor(a!)? running_mean=None, Tensor(b!)? running_var=None, Tensor? residual=None, *, "
-      "str act='relu', bool training=False, float momentum=0.1, float eps=1e-05) -> Tensor";
-
+/// The functions of both ops; `WithStatistics` is the op that they call for backward.
+template <class WithStatistics>
+struct BatchNormOp {
   static Tensor meta(const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias,
                      const MaybeTensor& running_mean, const MaybeTensor& running_var,
                      const MaybeTensor& residual, Activation act, bool training, double momentum,
                      double eps) {
-    return std::get<0>(outputs(
-        {x, weight, bias, running_mean, running_var, residual, act, training, momentum, eps},
-        /*for_backward=*/false));
+    return std::get<0>(outputs({x, weight, bias, running_mean, running_var, residual, act, training,
+                                momentum, eps, WithStatistics::kUpdates},
+                               /*for_backward=*/false));
   }
 
   static Tensor kernel(const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias,
                        const MaybeTensor& running_mean, const MaybeTensor& running_var,
                        const MaybeTensor& residual, Activation act, bool training, double momentum,
                        double eps) {
-    return std::get<0>(
-        run({x, weight, bias, running_mean, running_var, residual, act, training, momentum, eps},
-            /*for_backward=*/false));
+    return std::get<0>(run({x, weight, bias, running_mean, running_var, residual, act, training,
+                            momentum, eps, WithStatistics::kUpdates},
+                           /*for_backward=*/false));
   }
 
   static Tensor composite(const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias,
                           const MaybeTensor& running_mean, const MaybeTensor& running_var,
                           const MaybeTensor& residual, Activation act, bool training,
                           double momentum, double eps) {
-    return composite_of(
-        {x, weight, bias, running_mean, running_var, residual, act, training, momentum, eps});
+    return composite_of({x, weight, bias, running_mean, running_var, residual, act, training,
+                         momentum, eps, WithStatistics::kUpdates});
   }
 
   static Tensor recorded(const Below& below, const Tensor& x, const MaybeTensor& weight,
                          const MaybeTensor& bias, const MaybeTensor& running_mean,
                          const MaybeTensor& running_var, const MaybeTensor& residual,
                          Activation act, bool training, double momentum, double eps) {
-    auto [y, statistics, signs] = below.call<Forward>(x, weight, bias, running_mean, running_var,
-                                                      residual, act, training, momentum, eps);
+    auto [y, statistics, signs] = below.call<WithStatistics>(
+        x, weight, bias, running_mean, running_var, residual, act, training, momentum, eps);
     const Saved kept = kept_by_batch_norm(act, residual.has_value());
     const Settings settings{act, training, eps, residual.has_value()};
     return record(
@@ -197,9 +194,25 @@ struct Op {
   }
 };
 
+/// Leaves the running statistics as they are: a graph without mutation, which AOTInductor requires.
+struct Op : BatchNormOp<Forward> {
+  static constexpr const char* kSchema =
+      "torchkiln::bn_act(Tensor x, Tensor? weight=None, Tensor? bias=None, "
+      "Tensor? running_mean=None, Tensor? running_var=None, Tensor? residual=None, *, "
+      "str act='relu', bool training=False, float momentum=0.1, float eps=1e-05) -> Tensor";
+};
+
+/// Updates the running statistics in training.
+struct Update : BatchNormOp<UpdateForward> {
+  static constexpr const char* kSchema =
+      "torchkiln::bn_act_update(Tensor x, Tensor? weight, Tensor? bias, "
+      "Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor? residual=None, *, "
+      "str act='relu', bool training=True, float momentum=0.1, float eps=1e-05) -> Tensor";
+};
+
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(torchkiln, m) { define<Forward, Backward, Op>(m); }
+TORCH_LIBRARY_FRAGMENT(torchkiln, m) { define<Forward, UpdateForward, Backward, Op, Update>(m); }
 
 }  // namespace torchkiln::batch_norm_ops
 
@@ -209,9 +222,13 @@ at::Tensor bn_act(const at::Tensor& x, const std::optional<at::Tensor>& weight,
                   const std::optional<at::Tensor>& bias,
                   const std::optional<at::Tensor>& running_mean,
                   const std::optional<at::Tensor>& running_var, const BatchNormOptions& options) {
-  return call<batch_norm_ops::Op>(x, weight, bias, running_mean, running_var, options.residual,
-                                  find_activation("bn_act", options.act), options.training,
-                                  options.momentum, options.eps);
+  const auto run = [&](auto op) {
+    return call<typename decltype(op)::type>(
+        x, weight, bias, running_mean, running_var, options.residual,
+        find_activation("bn_act", options.act), options.training, options.momentum, options.eps);
+  };
+  return options.training && running_mean.has_value() ? run(TypeTag<batch_norm_ops::Update>{})
+                                                      : run(TypeTag<batch_norm_ops::Op>{});
 }
 
 }  // namespace torchkiln

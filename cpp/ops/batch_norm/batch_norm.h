@@ -24,6 +24,7 @@ struct Call {
   bool training;
   double momentum;
   double eps;
+  bool updates;  // whether the op may update the running statistics
 };
 
 /// Whether the channels of a dense tensor [outer, channels, ...] are adjacent in memory and the
@@ -38,19 +39,41 @@ Three outputs(const Call& call, bool for_backward);
 Three run(const Call& call, bool for_backward);
 
 /// The forward that also returns {y, statistics, signs} for backward.
-struct Forward {
-  static constexpr const char* kSchema =
-      "torchkiln::bn_act_forward(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, "
-      "Tensor(b!)? running_var, Tensor? residual, str act, bool training, float momentum, "
-      "float eps) -> (Tensor, Tensor, Tensor)";
+template <bool updates>
+struct ForwardOp {
+  static constexpr bool kUpdates = updates;
+
   static Three meta(const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias,
                     const MaybeTensor& running_mean, const MaybeTensor& running_var,
                     const MaybeTensor& residual, Activation act, bool training, double momentum,
-                    double eps);
+                    double eps) {
+    return outputs({x, weight, bias, running_mean, running_var, residual, act, training, momentum,
+                    eps, updates},
+                   /*for_backward=*/true);
+  }
   static Three kernel(const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias,
                       const MaybeTensor& running_mean, const MaybeTensor& running_var,
                       const MaybeTensor& residual, Activation act, bool training, double momentum,
-                      double eps);
+                      double eps) {
+    return run({x, weight, bias, running_mean, running_var, residual, act, training, momentum, eps,
+                updates},
+               /*for_backward=*/true);
+  }
+};
+
+struct Forward : ForwardOp<false> {
+  static constexpr const char* kSchema =
+      "torchkiln::bn_act_forward(Tensor x, Tensor? weight, Tensor? bias, Tensor? running_mean, "
+      "Tensor? running_var, Tensor? residual, str act, bool training, float momentum, float eps) "
+      "-> (Tensor, Tensor, Tensor)";
+};
+
+/// Forward of a call that updates the running statistics.
+struct UpdateForward : ForwardOp<true> {
+  static constexpr const char* kSchema =
+      "torchkiln::bn_act_update_forward(Tensor x, Tensor? weight, Tensor? bias, "
+      "Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor? residual, str act, "
+      "bool training, float momentum, float eps) -> (Tensor, Tensor, Tensor)";
 };
 
 /// The wanted gradients of x, weight, bias and the residual.

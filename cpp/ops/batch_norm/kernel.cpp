@@ -48,6 +48,9 @@ void check(const Call& call) {
   TORCH_CHECK_VALUE(!call.training || call.x.sym_numel() != call.x.sym_size(1), "torchkiln.", kName,
                     ": x: got shape ", call.x.sym_sizes(),
                     ", expected more than 1 value for each channel in training");
+  TORCH_CHECK_VALUE(call.updates || !call.training || !call.running_mean, "torchkiln.", kName,
+                    ": running_mean: got a tensor in training, expected None; "
+                    "torch.ops.torchkiln.bn_act_update updates running statistics");
 }
 
 /// x with its channels as the last dimension.
@@ -182,23 +185,6 @@ Three run(const Call& call, bool for_backward) {
     mark_changed(call.running_var);
   }
   return {y, statistics, signs};
-}
-
-Three Forward::meta(const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias,
-                    const MaybeTensor& running_mean, const MaybeTensor& running_var,
-                    const MaybeTensor& residual, Activation act, bool training, double momentum,
-                    double eps) {
-  return outputs(
-      {x, weight, bias, running_mean, running_var, residual, act, training, momentum, eps},
-      /*for_backward=*/true);
-}
-
-Three Forward::kernel(const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias,
-                      const MaybeTensor& running_mean, const MaybeTensor& running_var,
-                      const MaybeTensor& residual, Activation act, bool training, double momentum,
-                      double eps) {
-  return run({x, weight, bias, running_mean, running_var, residual, act, training, momentum, eps},
-             /*for_backward=*/true);
 }
 
 Four Backward::meta(const Tensor& grad, const Tensor& x, const Tensor& statistics,

@@ -46,7 +46,10 @@ def bn_act(  # noqa: PLR0917
         momentum: the weight of the new statistics.
         eps: a number of at least 0.
     """
-    return torch.ops.torchkiln.bn_act.default(
+    updates = training and running_mean is not None
+    ops = torch.ops.torchkiln
+    op = ops.bn_act_update.default if updates else ops.bn_act.default
+    return op(
         x,
         weight,
         bias,
