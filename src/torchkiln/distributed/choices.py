@@ -268,6 +268,19 @@ def mean(call: Call) -> Choices:
             yield outputs, inputs
 
 
+def bn_act(call: Call) -> Choices:
+    """Channels do not depend on each other; nor do elements, with the running statistics."""
+    whole = {name for name in ("x", "residual") if getattr(call, name) is not None}
+    vectors = ("weight", "bias", "running_mean", "running_var")
+    for dim in range(rank(call.x)):
+        shards: dict[str, Placement] = dict.fromkeys(whole, Shard(dim))
+        if dim == 1:
+            given = [name for name in vectors if getattr(call, name) is not None]
+            yield [Shard(dim)], shards | dict.fromkeys(given, Shard(0))
+        elif not call.training:
+            yield [Shard(dim)], shards
+
+
 CHOICES = {
     **dict.fromkeys(("gelu", "gelu_tanh", "relu", "sigmoid", "silu", "square", "tanh"), unary),
     **dict.fromkeys(("relu_", "sigmoid_", "silu_", "square_", "tanh_"), unary),
@@ -279,6 +292,7 @@ CHOICES = {
     "bias_act": bias_act,
     "bias_act_backward": bias_act_backward,
     "bias_act_forward": bias_act_forward,
+    "bn_act": bn_act,
     "cross_entropy": cross_entropy,
     "gated_backward": gated_backward,
     **dict.fromkeys(("geglu", "geglu_tanh", "swiglu"), gated),
