@@ -49,12 +49,18 @@ struct ChannelPlan {
 template <class Body>
 void for_each_channel_run(const ChannelLayout& layout, int64_t begin, int64_t end,
                           const Body& body) {
-  const int64_t row = layout.inner == 1 ? layout.channels : layout.inner;
+  const bool rows = layout.inner == 1;
+  const int64_t row = rows ? layout.channels : layout.inner;
+  int64_t place = begin % row;
+  int64_t plane = begin / row % layout.channels;
   for (int64_t at = begin; at < end;) {
-    const int64_t place = at % row;
     const int64_t count = std::min({kChannelRun, row - place, end - at});
-    body(at, count, layout.inner == 1 ? place : at / row % layout.channels);
+    body(at, count, rows ? place : plane);
     at += count;
+    place += count;
+    if (place < row) continue;
+    place = 0;
+    if (++plane == layout.channels) plane = 0;
   }
 }
 
