@@ -2,7 +2,7 @@
 
 // The kernels of the backward: sums of parts of the channels, and the gradient of x.
 
-#include "channels.cuh"
+#include "factors.cuh"
 
 namespace torchkiln::cuda {
 

@@ -10,7 +10,6 @@
 // parts-th group of threads_y segments, each a plane or a piece of one.
 
 #include "detail/reduce/columns.cuh"
-#include "torchkiln/core/activations.h"
 #include "torchkiln/device/alignment.cuh"
 #include "torchkiln/device/fast_divide.cuh"
 #include "torchkiln/device/warp.cuh"
@@ -191,128 +190,6 @@ Status with_channel_access(Dtype dtype, const ChannelLayout& layout,
     }
     return body(ChannelAccess<T, kColumns, 1>{});
   });
-}
-
-template <class C>
-__device__ __forceinline__ C read_parameter(const void* from, int64_t at, Dtype dtype) {
-  switch (dtype) {
-    case Dtype::float32:
-      return static_cast<C>(static_cast<const float*>(from)[at]);
-    case Dtype::float64:
-      return static_cast<C>(static_cast<const double*>(from)[at]);
-    case Dtype::float16:
-      return static_cast<C>(__half2float(static_cast<const __half*>(from)[at]));
-    default:
-      return static_cast<C>(__bfloat162float(static_cast<const __nv_bfloat16*>(from)[at]));
-  }
-}
-
-/// The factors of a thread's channels: the argument of the activation is
-/// (x - mean) * scale + shift.
-template <class Access>
-struct ChannelFactors {
-  using C = typename Access::C;
-  static constexpr int kChannels = Access::kColumns ? Access::kLanes : 1;
-  C mean[kChannels];
-  C scale[kChannels];
-  C shift[kChannels];
-
-  /// The channel of a lane.
-  static constexpr __device__ int of(int lane) { return Access::kColumns ? lane : 0; }
-
-  /// From the moments of a channel: the mean in two parts, and rstd.
-  template <class Problem>
-  __device__ __forceinline__ void set(const Problem& p, int i, int64_t channel, C high, C low,
-                                      C rstd) {
-    mean[i] = high;
-    scale[i] = rstd;
-    if (p.weight != nullptr) scale[i] *= read_parameter<C>(p.weight, channel, p.parameter_dtype);
-    shift[i] = p.bias == nullptr ? C(0) : read_parameter<C>(p.bias, channel, p.parameter_dtype);
-    // An infinite weight must not turn the rounding error of the mean, perhaps 0, into NaN.
-    if (scale[i] - scale[i] == C(0)) shift[i] -= low * scale[i];
-  }
-
-  template <class Problem>
-  __device__ __forceinline__ void load(const Problem& p, int64_t channel) {
-    const C* const statistics = static_cast<const C*>(p.statistics) + channel;
-#pragma unroll
-    for (int i = 0; i < kChannels; ++i) {
-      set(p, i, channel + i, statistics[i], statistics[i + p.layout.channels],
-          statistics[i + 2 * p.layout.channels]);
-    }
-  }
-
-  /// The argument of the activation without the residual, for both directions with the same
-  /// rounding.
-  template <class T, int N>
-  __device__ __forceinline__ void normalize(const Vec<T, N>& x, C (&z)[N]) const {
-    widen(x, z);
-#pragma unroll
-    for (int i = 0; i < N; ++i) z[i] = fma(z[i] - mean[of(i)], scale[of(i)], shift[of(i)]);
-  }
-};
-
-template <class T, class C, int N>
-__device__ __forceinline__ void add_vector(const Vec<T, N>& residual, C (&z)[N]) {
-  C added[N];
-  widen(residual, added);
-#pragma unroll
-  for (int i = 0; i < N; ++i) z[i] += added[i];
-}
-
-/// An activation that is known at compile time.
-template <class Act, class Math>
-struct FixedActivation {
-  /// Whether the derivative needs the residual, see kept_by_batch_norm().
-  static constexpr bool kReadsResidual =
-      Act::kSaved == Saved::input || Act::kSaved == Saved::output;
-
-  template <class C, int N>
-  __device__ __forceinline__ void apply(C (&z)[N]) const {
-#pragma unroll
-    for (int i = 0; i < N; ++i) z[i] = Act::template value<Math>(z[i]);
-  }
-  template <class C, int N>
-  __device__ __forceinline__ void differentiate(C (&grad)[N], const C (&z)[N]) const {
-#pragma unroll
-    for (int i = 0; i < N; ++i) grad[i] = gradient_from_input<Act, Math>(grad[i], z[i]);
-  }
-};
-
-/// An activation that is selected at run time, once per vector.
-template <class Math>
-struct SelectedActivation {
-  static constexpr bool kReadsResidual = true;
-
-  Activation activation;
-
-  template <class C, int N>
-  __device__ __forceinline__ void apply(C (&z)[N]) const {
-    with_activation(
-        activation,
-        [&](auto tag) { FixedActivation<typename decltype(tag)::type, Math>{}.apply(z); },
-        Activations{});
-  }
-  template <class C, int N>
-  __device__ __forceinline__ void differentiate(C (&grad)[N], const C (&z)[N]) const {
-    with_activation(
-        activation,
-        [&](auto tag) {
-          FixedActivation<typename decltype(tag)::type, Math>{}.differentiate(grad, z);
-        },
-        Activations{});
-  }
-};
-
-/// Calls body(activation): relu is compiled into kernels with vectors, others are selected at run
-/// time.
-template <class Access, class Body>
-Status with_channel_activation(Activation activation, const Body& body) {
-  using Math = MathFor<typename Access::T>;
-  if constexpr (Access::kLanes > 1) {
-    if (activation == kActivation<Relu>) return body(FixedActivation<Relu, Math>{});
-  }
-  return body(SelectedActivation<Math>{activation});
 }
 
 /// Combines the values of the threads that have the same columns, or of all threads of a block with

@@ -2,7 +2,7 @@
 
 // The kernels of the forward: moments of parts of the channels, and the outputs.
 
-#include "channels.cuh"
+#include "factors.cuh"
 #include "moments.cuh"
 
 namespace torchkiln::cuda {
