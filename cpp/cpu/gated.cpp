@@ -21,6 +21,15 @@ Status gated_backward(const Elementwise<3, 2>& arguments, Activation activation,
   });
 }
 
+Status gated_backward_with_output(const Elementwise<3, 3>& arguments, Activation activation,
+                                  int64_t begin, int64_t end) {
+  return dispatch_floating(arguments.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    return elementwise_activated<T, GatedGradientAndValue>(activation, arguments, begin, end,
+                                                           Gates{});
+  });
+}
+
 }  // namespace TORCHKILN_ISA
 
 TORCHKILN_CPU_ENTRY(gated,
@@ -29,6 +38,10 @@ TORCHKILN_CPU_ENTRY(gated,
                     (arguments, activation, begin, end))
 TORCHKILN_CPU_ENTRY(gated_backward,
                     (const Elementwise<3, 2>& arguments, Activation activation, int64_t begin,
+                     int64_t end),
+                    (arguments, activation, begin, end))
+TORCHKILN_CPU_ENTRY(gated_backward_with_output,
+                    (const Elementwise<3, 3>& arguments, Activation activation, int64_t begin,
                      int64_t end),
                     (arguments, activation, begin, end))
 

@@ -77,6 +77,25 @@ Two GatedBackward::kernel(const Tensor& grad, const Tensor& gate, const MaybeTen
   return {grad_gate, grad_up};
 }
 
+Two GatedBackwardWithOutput::meta(const Tensor& grad, const Tensor& packed, Activation) {
+  check_inputs(kName, packed, std::nullopt);
+  check_like(kName, "grad", grad, "gate", halves(packed, std::nullopt)[0]);
+  return {empty_contiguous(packed), empty_contiguous(grad)};
+}
+
+Two GatedBackwardWithOutput::kernel(const Tensor& grad, const Tensor& packed, Activation act) {
+  auto [passed, out] = meta(grad, packed, act);
+  const auto [gates, ups] = halves(packed, std::nullopt);
+  const auto [of_gates, of_ups] = halves(passed, std::nullopt);
+  launch_elementwise(
+      kName, std::array{of_gates, of_ups, out}, std::array{grad, gates, ups},
+      [&](const auto& p, auto stream) { return cuda::gated_backward_with_output(p, act, stream); },
+      [&](const auto& p, int64_t begin, int64_t end) {
+        return cpu::gated_backward_with_output(p, act, begin, end);
+      });
+  return {passed, out};
+}
+
 namespace {
 
 template <class Act>
@@ -151,7 +170,7 @@ Tensor gated(const Tensor& packed, Gate gate) {
 }
 
 TORCH_LIBRARY_FRAGMENT(torchkiln, m) {
-  define<GatedBackward, Gated<Silu>, Gated<Gelu>, Gated<GeluTanh>>(m);
+  define<GatedBackward, GatedBackwardWithOutput, Gated<Silu>, Gated<Gelu>, Gated<GeluTanh>>(m);
 }
 
 }  // namespace torchkiln::gated_ops

@@ -46,6 +46,19 @@ struct GatedBackward {
                                                    const MaybeTensor& up, Activation act);
 };
 
+/// The gradient of a packed tensor, and the output, which costs no further read.
+struct GatedBackwardWithOutput {
+  static constexpr const char* kSchema =
+      "torchkiln::gated_backward_with_output(Tensor grad, Tensor packed, str act) -> "
+      "(Tensor, Tensor)";
+  static constexpr const char* kName = "gated_backward_with_output";
+
+  static std::tuple<at::Tensor, at::Tensor> meta(const at::Tensor& grad, const at::Tensor& packed,
+                                                 Activation act);
+  static std::tuple<at::Tensor, at::Tensor> kernel(const at::Tensor& grad, const at::Tensor& packed,
+                                                   Activation act);
+};
+
 /// act(gate) * up for the halves of one tensor.
 at::Tensor gated(const at::Tensor& packed, Gate gate);
 

@@ -36,6 +36,13 @@ namespace {
 using at::Tensor;
 using Two = std::tuple<Tensor, Tensor>;
 
+/// What the backward of an activation or a gate gives.
+struct Passed {
+  Tensor grad;    // of the argument
+  Tensor bias;    // its sum over the rows, if the same pass computes it
+  Tensor output;  // of the activation, if wanted
+};
+
 /// The hidden layer of mlp().
 struct Plain {
   using Act = Activation;
@@ -57,16 +64,29 @@ struct Plain {
   static Tensor forward(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, Act act) {
     return torchkiln::linear(x, weight, bias, name_of(act));
   }
+  /// recorded() once more; the output may be left to backward().
+  static Two again(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, Act act) {
+    return recorded(x, weight, bias, act);
+  }
   /// The output from what the derivative needs.
-  static Tensor again(const Tensor& kept, Act act) {
+  static Tensor output(const Tensor& kept, Act act) {
     return needs_input(act) ? activation(kept, name_of(act)) : kept;
   }
-  static Tensor backward(const Tensor& grad, const Tensor& kept, Act act) {
-    if (act == kActivation<None>) return grad;
-    if (saved_by(act) == Saved::sign) return call_below<ActivationBackward>(grad, kept, act);
-    return std::get<0>(
-        call_below<bias_act_ops::Backward>(grad, kept, MaybeTensor(), 1.0, act, grad.scalar_type(),
-                                           bias_act_ops::Backward::Wanted{true, false}));
+  static Passed backward(const Tensor& grad, const Tensor& kept, Act act, bool wants_bias,
+                         bool wants_output) {
+    Passed found;
+    if (wants_output) found.output = output(kept, act);
+    if (act == kActivation<None>) {
+      found.grad = grad;
+    } else if (saved_by(act) == Saved::sign) {
+      found.grad = call_below<ActivationBackward>(grad, kept, act);
+    } else {
+      std::tie(found.grad, found.bias) = call_below<bias_act_ops::Backward>(
+          grad, kept, MaybeTensor(), 1.0, act, grad.scalar_type(),
+          bias_act_ops::Backward::Wanted{true, wants_bias});
+      if (!wants_bias) found.bias.reset();
+    }
+    return found;
   }
   static Tensor composite(const Tensor& z, Act act) { return composite_activation(act, z); }
 };
@@ -87,9 +107,20 @@ struct Gated {
   static Tensor forward(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, Act act) {
     return gated_ops::gated(torchkiln::linear(x, weight, bias), act);
   }
-  static Tensor again(const Tensor& kept, Act act) { return gated_ops::gated(kept, act); }
-  static Tensor backward(const Tensor& grad, const Tensor& kept, Act act) {
-    return std::get<0>(call_below<gated_ops::GatedBackward>(grad, kept, MaybeTensor(), act.act));
+  static Two again(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, Act) {
+    return {Tensor(), torchkiln::linear(x, weight, bias)};
+  }
+  static Tensor output(const Tensor& kept, Act act) { return gated_ops::gated(kept, act); }
+  static Passed backward(const Tensor& grad, const Tensor& kept, Act act, bool, bool wants_output) {
+    Passed found;
+    if (wants_output) {
+      std::tie(found.grad, found.output) =
+          call_below<gated_ops::GatedBackwardWithOutput>(grad, kept, act.act);
+    } else {
+      found.grad =
+          std::get<0>(call_below<gated_ops::GatedBackward>(grad, kept, MaybeTensor(), act.act));
+    }
+    return found;
   }
   static Tensor composite(const Tensor& z, Act act) {
     const auto parts = z.chunk(2, -1);
@@ -103,9 +134,7 @@ void check_layer(const char* op, const Tensor& x, const char* weight_name, const
   check_tensors(op, {{"x", x}, {weight_name, weight}});
   check_weight_dtype(op, x, weight_name, weight);
   TORCH_CHECK(weight.dim() == 2 && weight.sym_size(1) == terms, "torchkiln.", op, ": ", weight_name,
-              ": got shape ", weight.sym_sizes(),
-              ", expected 2 dimensions, the last "
-              "of size ",
+              ": got shape ", weight.sym_sizes(), ", expected 2 dimensions, the last of size ",
               terms, ", ", terms_name);
   if (!bias) return;
   check_tensors(op, {{"x", x}, {bias_name, *bias}});
@@ -133,18 +162,16 @@ c10::SymDimVector checked_sizes(const Tensor& x, const Tensor& up, const Tensor&
   return sizes;
 }
 
-/// The gradients of x, weight and bias of a linear layer, from that of its output, as rows.
-struct LayerGradients {
-  Tensor x, weight, bias;
-};
-LayerGradients layer_gradients(const Tensor& grad, const Tensor& x, const Tensor& weight,
-                               bool wants_x, bool wants_weight, bool wants_bias) {
-  LayerGradients found;
-  if (wants_weight) found.weight = torchkiln::linear(grad.t(), x.t());
-  if (wants_x) found.x = torchkiln::linear(grad, weight.t());
+// Gradients of a linear layer from the gradient of its output, as rows.
+Tensor input_gradient(const Tensor& grad, const Tensor& weight) {
+  return torchkiln::linear(grad, weight.t());
+}
+Tensor weight_gradient(const Tensor& grad, const Tensor& x) {
+  return torchkiln::linear(grad.t(), x.t());
+}
+Tensor bias_gradient(const Tensor& grad) {
   constexpr int64_t kOverRows[] = {0};
-  if (wants_bias) found.bias = torchkiln::sum(grad, at::IntArrayRef(kOverRows));
-  return found;
+  return torchkiln::sum(grad, at::IntArrayRef(kOverRows));
 }
 
 template <class Kind>
@@ -222,36 +249,41 @@ struct Op : Schema<Kind> {
     }
     const Tensor up_shift = tensor_or_undefined(up_bias);
     const Tensor down_shift = tensor_or_undefined(down_bias);
-    return record(
-        Kind::kName, {x, up, down, up_shift, down_shift}, out,
-        keep(x, up, down, up_shift, down_shift, kept), [=](const Incoming& in, const Kept<6>& all) {
-          const auto& [x, up, down, up_bias, down_bias, saved] = all;
-          if (in.needs_composite()) {
-            return composite_gradients(
-                in, std::array{x, up, down, up_bias, down_bias}, [&](const auto& inputs) {
-                  return composite(inputs[0], inputs[1], inputs[2], maybe(inputs[3]),
-                                   maybe(inputs[4]), act, save);
-                });
-          }
-          const bool wants_layer = in.wants(0) || in.wants(1) || in.wants(3);
-          Tensor hidden, kept = saved;
-          if (!kept.defined() && (wants_layer || in.wants(2)))
-            std::tie(hidden, kept) = Kind::recorded(x, up, maybe(up_bias), act);
-          if (!hidden.defined() && in.wants(2)) hidden = Kind::again(kept, act);
-          const Tensor rows = as_matrix(in[0]);
-          const LayerGradients second =
-              layer_gradients(rows, hidden.defined() ? as_matrix(hidden) : hidden, down,
-                              wants_layer, in.wants(2), in.wants(4));
-          hidden.reset();
-          LayerGradients first;
-          if (wants_layer) {
-            const Tensor passed = Kind::backward(second.x, as_matrix(kept), act);
-            first =
-                layer_gradients(passed, as_matrix(x), up, in.wants(0), in.wants(1), in.wants(3));
-          }
-          const Tensor of_x = in.wants(0) ? first.x.view_symint(x.sym_sizes()) : Tensor();
-          return variable_list{of_x, first.weight, second.weight, first.bias, second.bias};
-        });
+    return record(Kind::kName, {x, up, down, up_shift, down_shift}, out,
+                  keep(x, up, down, up_shift, down_shift, kept),
+                  [=](const Incoming& in, const Kept<6>& all) {
+                    const auto& [x, up, down, up_bias, down_bias, saved] = all;
+                    if (in.needs_composite()) {
+                      return composite_gradients(
+                          in, std::array{x, up, down, up_bias, down_bias}, [&](const auto& inputs) {
+                            return composite(inputs[0], inputs[1], inputs[2], maybe(inputs[3]),
+                                             maybe(inputs[4]), act, save);
+                          });
+                    }
+                    const bool wants_layer = in.wants(0) || in.wants(1) || in.wants(3);
+                    const Tensor rows = as_matrix(in[0]);
+                    Tensor hidden, kept = saved;
+                    if (!kept.defined() && (wants_layer || in.wants(2)))
+                      std::tie(hidden, kept) = Kind::again(x, up, maybe(up_bias), act);
+                    Passed passed;
+                    if (wants_layer) {
+                      passed = Kind::backward(input_gradient(rows, down), as_matrix(kept), act,
+                                              in.wants(3), in.wants(2) && !hidden.defined());
+                      if (!hidden.defined()) hidden = passed.output;
+                    } else if (in.wants(2) && !hidden.defined()) {
+                      hidden = Kind::output(kept, act);
+                    }
+                    kept.reset();
+                    variable_list found(5);
+                    if (in.wants(0))
+                      found[0] = input_gradient(passed.grad, up).view_symint(x.sym_sizes());
+                    if (in.wants(1)) found[1] = weight_gradient(passed.grad, as_matrix(x));
+                    if (in.wants(2)) found[2] = weight_gradient(rows, as_matrix(hidden));
+                    if (in.wants(3))
+                      found[3] = passed.bias.defined() ? passed.bias : bias_gradient(passed.grad);
+                    if (in.wants(4)) found[4] = bias_gradient(rows);
+                    return found;
+                  });
   }
 
   /// Casts all tensors to the autocast dtype, as torch's layers do.

@@ -72,6 +72,21 @@ void apply(const Functor& functor, C* const (&out)[2], const C* const (&in)[Inpu
   }
 }
 
+template <class Functor, class C, int Inputs, size_t... K>
+void apply(const Functor& functor, C* const (&out)[3], const C* const (&in)[Inputs], int64_t count,
+           std::index_sequence<K...>) {
+  C* const first = out[0];
+  C* const second = out[1];
+  C* const third = out[2];
+#pragma GCC ivdep
+  for (int64_t i = 0; i < count; ++i) {
+    const Triple<C> all = functor(in[K][i]...);
+    first[i] = all.first;
+    second[i] = all.second;
+    third[i] = all.third;
+  }
+}
+
 template <class Out, class Functor, int Inputs, int Outputs>
 Status elementwise(const Functor& functor, const Elementwise<Inputs, Outputs>& arguments,
                    int64_t begin, int64_t end) {

@@ -15,6 +15,12 @@ struct Pair {
   C second;
 };
 
+/// Three results of a functor.
+template <class C>
+struct Triple {
+  C first, second, third;
+};
+
 struct Add {
   template <class C>
   TORCHKILN_FUNCTION C operator()(C a, C b) const {
@@ -117,6 +123,16 @@ struct GatedGradient {
   template <class C>
   TORCHKILN_FUNCTION Pair<C> operator()(C grad, C gate, C up) const {
     return {Act::template gradient<Math>(grad * up, gate), grad * Act::template value<Math>(gate)};
+  }
+};
+
+/// These gradients, and activation(gate) * up itself.
+template <class Act, class Math>
+struct GatedGradientAndValue {
+  template <class C>
+  TORCHKILN_FUNCTION Triple<C> operator()(C grad, C gate, C up) const {
+    const C value = Act::template value<Math>(gate);
+    return {Act::template gradient<Math>(grad * up, gate), grad * value, value * up};
   }
 };
 

@@ -36,6 +36,12 @@ __device__ __forceinline__ void assign(C (&results)[2][N], int lane, Pair<C> val
   results[0][lane] = value.first;
   results[1][lane] = value.second;
 }
+template <class C, int N>
+__device__ __forceinline__ void assign(C (&results)[3][N], int lane, Triple<C> value) {
+  results[0][lane] = value.first;
+  results[1][lane] = value.second;
+  results[2][lane] = value.third;
+}
 
 /// The body of a scalar functor: results[i] = functor(inputs[i]...).
 template <class Functor>

@@ -17,6 +17,11 @@ TORCHKILN_EXPORT Status gated(const Elementwise<2>& arguments, Activation activa
 TORCHKILN_EXPORT Status gated_backward(const Elementwise<3, 2>& arguments, Activation activation,
                                        int64_t begin, int64_t end);
 
+/// As gated_backward(), with the output of gated() as a third result.
+TORCHKILN_EXPORT Status gated_backward_with_output(const Elementwise<3, 3>& arguments,
+                                                   Activation activation, int64_t begin,
+                                                   int64_t end);
+
 }  // namespace cpu
 
 namespace cuda {
@@ -26,6 +31,8 @@ TORCHKILN_EXPORT Status gated(const Elementwise<2>& arguments, Activation activa
                               CUstream_st* stream);
 TORCHKILN_EXPORT Status gated_backward(const Elementwise<3, 2>& arguments, Activation activation,
                                        CUstream_st* stream);
+TORCHKILN_EXPORT Status gated_backward_with_output(const Elementwise<3, 3>& arguments,
+                                                   Activation activation, CUstream_st* stream);
 
 }  // namespace cuda
 }  // namespace torchkiln

@@ -1,0 +1,20 @@
+#include "torchkiln/device/elementwise.cuh"
+#include "torchkiln/kernels/gated.h"
+
+namespace torchkiln::cuda {
+
+using namespace device;
+
+/// The operands are halves of packed rows, which the kernels with an activation each do not read:
+/// so one kernel serves all activations.
+Status gated_backward_with_output(const Elementwise<3, 3>& arguments, Activation activation,
+                                  CUstream_st* stream) {
+  return dispatch_floating(arguments.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    using Make = elementwise::Make<GatedGradientAndValue, MathFor<T>>;
+    const elementwise::Switched<Make, Gates> body{activation, {}};
+    return elementwise::launch_bodies<T, T, T, T>(body, body, arguments, stream);
+  });
+}
+
+}  // namespace torchkiln::cuda
