@@ -216,6 +216,19 @@ def test_class_indices_have_no_gradient() -> None:
     assert set(row.times) == {OURS, "eager", "compile"}, row.missing
 
 
+def test_a_gradient_of_forward_is_timed_in_a_step() -> None:
+    """For the op and its peers; a step moves the bytes of both directions."""
+    spec = dataclasses.replace(ADD, gradient_in_forward=True)
+    chosen = bench.Plan((spec,), CPU, settings("eager"), shapes=(SHAPE,), dtypes=(torch.float32,))
+    rows = [row for _, piece in chosen.pieces() for row in piece if isinstance(row, bench.Row)]
+    assert [row.direction for row in rows] == [FORWARD, STEP]
+    case = a_case(spec)
+    assert [row.bytes for row in rows] == [case.moved(FORWARD), case.moved(STEP)]
+    assert case.moved(STEP) == case.moved(FORWARD) + case.moved(BACKWARD)
+    assert case.computed(STEP) == case.computed(FORWARD) + case.computed(BACKWARD)
+    assert all(row.best_peer == "eager" for row in rows)
+
+
 def test_the_floor_is_what_the_bytes_take() -> None:
     """A large addition takes about as long as a copy of as many bytes."""
     case = next(bench.cases(ADD, CPU, torch.float32, (2048, 2048)))

@@ -155,6 +155,9 @@ def assert_same(found: Any, expected: Any) -> None:
 def test_the_loss_is_the_first_of_what_liger_returns() -> None:
     loss = liger.cross_entropy(given, X, TARGET, label_smoothing=0.1, z_loss=0.2)
     assert_same(loss, (X, TARGET, None, -100, 0.2, 0.1, "mean"))
+    loss = liger.linear_cross_entropy(given, X, W, TARGET, B, z_loss=0.2, softcap=3.0)
+    numbers = (-100, 0.2, 0.0, "mean", 3.0, False, torch.float32)
+    assert_same(loss, (X, W, TARGET, B, None, *numbers))
 
 
 @pytest.mark.parametrize(
@@ -168,6 +171,7 @@ def test_the_loss_is_the_first_of_what_liger_returns() -> None:
         (quack.softmax, (X, -1), {"causal": True}, "has neither scale nor mask"),
         (quack.softmax, (X, -1), {"scale": 0.5}, "has neither scale nor mask"),
         (liger.cross_entropy, (X, X), {}, "takes class indices"),
+        (liger.linear_cross_entropy, (W, X, TARGET), {}, "takes rows as a matrix"),
     ],
 )
 def test_what_a_peer_would_do_otherwise_is_refused(

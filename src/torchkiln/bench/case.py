@@ -44,6 +44,9 @@ class BenchCase:
         return self._traffic(direction).operations
 
     def _traffic(self, direction: str) -> Traffic:
+        if direction == STEP:
+            both = self._traffic(FORWARD), self._traffic(BACKWARD)
+            return Traffic(sum(t.bytes for t in both), sum(t.operations for t in both))
         backward = direction == BACKWARD
         traffic = self.spec.backward_traffic if backward else self.spec.traffic
         return traffic(self.sample)

@@ -16,7 +16,7 @@ from torchkiln.bench.bars import (
     finish,
     new_figure,
 )
-from torchkiln.bench.case import BACKWARD, FORWARD
+from torchkiln.bench.case import BACKWARD, FORWARD, STEP
 from torchkiln.bench.result import CALLS, HOST, OURS, SMALL, SWEEP, Row
 from torchkiln.bench.roofline import PRODUCT
 
@@ -36,7 +36,7 @@ HEADINGS = {
     "small": "Speed-ups of small calls",
     "host": "Host time",
 }
-DIRECTIONS = {FORWARD: COLOURS[OURS], BACKWARD: "#4a2c40"}
+DIRECTIONS = {FORWARD: COLOURS[OURS], BACKWARD: "#4a2c40", STEP: "#4a2c40"}
 
 
 def charts(record: Record) -> Iterator[tuple[str, Figure]]:
@@ -90,7 +90,7 @@ def draw_roofline(rows: Sequence[Row], where: str) -> Figure:
                 row.operations / row.ours.seconds,
                 "o",
                 color=found,
-                markerfacecolor="none" if row.direction == BACKWARD else found,
+                markerfacecolor="none" if row.direction != FORWARD else found,
                 markersize=6 if row.op in colours else 4,
             )
         low, *_, high = sorted(row.operations / row.bytes for row in group)

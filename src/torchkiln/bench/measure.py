@@ -261,7 +261,7 @@ def peaks(case: BenchCase, direction: str, names: tuple[str, ...], gauge: Gauge)
     takes more memory for a function whose graph is kept, as the timed one's is. A peer that fails
     has no peak; the row says why.
     """
-    moment = STEP if direction == BACKWARD else FORWARD
+    moment = FORWARD if direction == FORWARD else STEP
     found = {OURS: gauge(call_of(case, case.spec.op, moment))}
     for name, make in peers.makers(case, names):
         try:

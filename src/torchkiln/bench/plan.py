@@ -13,7 +13,7 @@ import torch
 
 import torchkiln
 from torchkiln.bench.budget import Budget
-from torchkiln.bench.case import BACKWARD, FORWARD, cases
+from torchkiln.bench.case import BACKWARD, FORWARD, STEP, cases
 from torchkiln.bench.measure import (
     HOST_SHAPE,
     SMALL_SHAPES,
@@ -108,7 +108,8 @@ class Plan:
                 yield from ((kind, spec, dtype) for dtype in (wanted[-1:] if short else wanted))
 
     def _directions(self, spec: OpSpec) -> list[str]:
-        return [d for d in self.directions if d == FORWARD or spec.differentiable]
+        found = [d for d in self.directions if d == FORWARD or spec.differentiable]
+        return [STEP if d == BACKWARD and spec.gradient_in_forward else d for d in found]
 
     def _shapes(self, kind: str, spec: OpSpec) -> Sequence[Shape]:
         if kind == HOST:

@@ -139,6 +139,9 @@ class OpSpec:
     (False); None if the spec promises neither."""
     helpers: tuple[str, ...] = ()
     """Helper ops in the same namespace, such as the backward, which have no spec."""
+    gradient_in_forward: bool = False
+    """Whether a recorded forward makes the gradients, which backward only scales. The benchmark
+    then times forward and backward as one step, for the op and its peers."""
     waits_for: tuple[str, ...] = ()
     """Arguments that make the host wait for the device if they are set."""
     inplace: Callable[..., Tensor] | None = None

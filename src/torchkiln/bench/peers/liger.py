@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from torchkiln.bench.peers.package import Refused, Table, epsilon, require_last, require_plain
@@ -14,7 +15,7 @@ PACKAGE = "liger_kernel"
 GRADIENT_IN_FORWARD = frozenset({"cross_entropy"})
 """Ops whose recorded forward computes the gradient and writes it over the input."""
 
-WAITING = frozenset({"cross_entropy"})
+WAITING = frozenset({"cross_entropy", "linear_cross_entropy"})
 """Ops that copy numbers from the GPU to the host."""
 
 # IN_PLACE would overwrite the incoming gradient in backward, which all peers share here.
@@ -105,6 +106,27 @@ def cross_entropy(
     return apply(logits, target, weight, ignore_index, z_loss, label_smoothing, reduction)[0]
 
 
+def linear_cross_entropy(
+    apply: Callable[..., Any],
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+) -> Any:
+    """Cross entropy of a layer: the first of the results. Sums over chunks are float32, as ours."""
+    if x.dim() != 2:
+        raise Refused("takes rows as a matrix")
+    layer, numbers = (x, weight, target, bias), (ignore_index, z_loss, label_smoothing, reduction)
+    return apply(*layer, class_weight, *numbers, softcap, False, torch.float32)[0]
+
+
 FUNCTIONS: Table = {
     "swiglu": ("liger_kernel.ops.swiglu", "LigerSiLUMulFunction.apply", gated),
     "geglu_tanh": ("liger_kernel.ops.geglu", "LigerGELUMulFunction.apply", gated),
@@ -120,5 +142,10 @@ FUNCTIONS: Table = {
         "liger_kernel.ops.cross_entropy",
         "LigerCrossEntropyFunction.apply",
         cross_entropy,
+    ),
+    "linear_cross_entropy": (
+        "liger_kernel.ops.fused_linear_cross_entropy",
+        "LigerFusedLinearCrossEntropyFunction.apply",
+        linear_cross_entropy,
     ),
 }

@@ -296,6 +296,7 @@ LINEAR_CROSS_ENTROPY = OpSpec(
     backward_traffic=backward_traffic,
     opaque=True,
     indices=(2,),
+    gradient_in_forward=True,
     waits_for=("check_target",),
     autocast=(0, 1),
     threads_matter=True,
