@@ -10,6 +10,8 @@
 #include "cross_entropy/linear_chunks.h"
 #include "detail/check_linear.h"
 #include "matmul/kernel.h"
+#include "torchkiln/kernels/pointwise.h"
+#include "torchkiln/torch/elementwise.h"
 #include "torchkiln/torch/empty.h"
 
 namespace torchkiln::linear_cross_entropy_ops {
@@ -208,10 +210,20 @@ struct Backward {
 
 // ---- the op ----
 
-/// gradient * factor, rounded once. A factor with a dimension is not rounded first.
+/// gradient * factor, computed in the compute dtype and rounded once, with no copy in that dtype.
+/// torch's product would round a factor without dimensions to the dtype of the gradient first.
 Tensor scaled(const Tensor& gradient, const Tensor& factor, at::ScalarType dtype) {
   Tensor found = at::empty_like(gradient, gradient.options().dtype(dtype));
-  return at::mul_out(found, gradient, factor.view({1}));
+  const Tensor number = factor.view({1});
+  if (!Below(detail::keys_of(gradient, factor)).is_plain())
+    return at::mul_out(found, gradient, number);
+  launch_elementwise(
+      kName, std::array{found}, std::array{gradient, number},
+      [](const auto& p, auto stream) { return cuda::multiply_shift(p, /*shift=*/0, stream); },
+      [](const auto& p, int64_t begin, int64_t end) {
+        return cpu::multiply_shift(p, /*shift=*/0, begin, end);
+      });
+  return found;
 }
 
 /// The op with torch's own ops; `product` is the dtype of the matrix product.
