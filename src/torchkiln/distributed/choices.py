@@ -86,6 +86,12 @@ def gated_backward(call: Call) -> Choices:
         yield [*outputs, *outputs], {**inputs, "grad": outputs[0]}
 
 
+def gated_backward_with_output(call: Call) -> Choices:
+    """The gradient of a packed gate, and the output."""
+    for dim in range(rank(call.packed) - 1):
+        yield [Shard(dim), Shard(dim)], {"grad": Shard(dim), "packed": Shard(dim)}
+
+
 def bias_act(call: Call) -> Choices:
     """A bias along the last dimension."""
     for dim in range(rank(call.x)):
@@ -170,6 +176,21 @@ def linear_forward(call: Call) -> Choices:
     saves = call.act != "none" and (call.act != "relu" or call.residual is not None)
     for outputs, inputs in linear(call):
         yield [*outputs, outputs[0] if saves else Replicate()], inputs
+
+
+def gated_mlp(call: Call) -> Choices:
+    """Rows, and columns of the result; a shard of the packed weight would not have both halves."""
+    last = rank(call.x) - 1
+    for dim in range(last):
+        yield [Shard(dim)], {"x": Shard(dim)}
+    yield [Shard(last)], {"down_weight": Shard(0), "down_bias": Shard(0)}
+
+
+def mlp(call: Call) -> Choices:
+    """Also the hidden features, over which the second product sums."""
+    yield from gated_mlp(call)
+    hidden: dict[str, Placement] = {"up_weight": Shard(0), "up_bias": Shard(0)}
+    yield [Partial()], {**hidden, "down_weight": Shard(1), "down_bias": Partial()}
 
 
 def softmax(call: Call, name: str = "x") -> Choices:
@@ -295,12 +316,15 @@ CHOICES = {
     "bn_act": bn_act,
     "cross_entropy": cross_entropy,
     "gated_backward": gated_backward,
+    "gated_backward_with_output": gated_backward_with_output,
+    "gated_mlp": gated_mlp,
     **dict.fromkeys(("geglu", "geglu_tanh", "swiglu"), gated),
     "layer_norm": norm,
     "linear": linear,
     "linear_forward": linear_forward,
     "log_softmax": softmax,
     "mean": mean,
+    "mlp": mlp,
     "muladd": muladd,
     "norm_backward": norm_backward,
     "norm_forward": norm_forward,
