@@ -6,8 +6,6 @@
 namespace torchkiln::batch_norm_ops {
 namespace {
 
-constexpr const char* kName = "bn_act";
-
 /// All dimensions but that of the channels.
 std::vector<int64_t> other_dims(const Tensor& x) {
   std::vector<int64_t> dims{0};
@@ -164,7 +162,7 @@ struct BatchNormOp {
     const Saved kept = kept_by_batch_norm(act, residual.has_value());
     const Settings settings{act, training, eps, residual.has_value()};
     return record(
-        kName,
+        "bn_act",
         {x, tensor_or_undefined(weight), tensor_or_undefined(bias), tensor_or_undefined(residual)},
         y,
         keep(x, statistics, tensor_or_undefined(weight), tensor_or_undefined(bias),
