@@ -182,8 +182,11 @@ def require_values(found: Result, sample: Sample, where: Where) -> None:
         plain = sample.map(Tensor.detach)
         truth = exact(spec, sample)
         beside = truth.call(spec.reference), plain.call(spec.composite), truth.call(spec.magnitude)
-        for (one, expected, other, terms), place in each((found, *beside), where):
-            require_close(one.detach(), expected, other, terms, place)
+        sensitivity = spec.intermediate_sensitivity
+        moved = outputs(truth.call(sensitivity)) if sensitivity else None
+        for i, ((one, expected, other, terms), place) in enumerate(each((found, *beside), where)):
+            all_terms = terms + half_step(one.dtype) * moved[i] if moved else terms
+            require_close(one.detach(), expected, other, all_terms, place)
 
 
 Grads = Sequence[Tensor | None]

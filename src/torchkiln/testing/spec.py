@@ -119,6 +119,9 @@ class OpSpec:
     output_sensitivity: Callable[..., Any] | None = None
     """A function whose gradients are the change of each gradient per relative error of the output;
     for an op whose backward uses its rounded output, as torch's backward does."""
+    intermediate_sensitivity: Callable[..., Any] | None = None
+    """The change of each output per relative error of the intermediate results, for an op that
+    rounds those to the dtype of its result."""
     indices: tuple[int, ...] = ()
     """Positions of integer arguments that are indices or masks, which no check converts."""
     grown: Callable[[Sample], Sample] = doubled

@@ -65,6 +65,8 @@ class Hidden(NamedTuple):
     """The hidden layer, and the terms of its rounding errors."""
 
     value: Tensor
+    moved: Tensor
+    """Its change per relative error of its argument and its value."""
     terms: Tensor
     """The sum of the absolute values of its terms, and the effect of those of its argument."""
     linear: Tensor
@@ -87,7 +89,9 @@ def plain(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Hidden:
     formula = FORMULAS[act]
     z, terms, linear = argument(x, weight, bias)
     slope = formula.slope_terms(z) + formula.curvature * terms
-    return Hidden(formula.exact(z), formula.terms(z) + slope * terms, linear * slope)
+    value = formula.exact(z)
+    moved = value.abs() + slope * z.abs()
+    return Hidden(value, moved, formula.terms(z) + slope * terms, linear * slope)
 
 
 def gated(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Hidden:
@@ -99,7 +103,9 @@ def gated(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Hidden:
     of_act = formula.terms(gate) + slope * of_gate
     size = up.abs() + of_up
     linear = by_gate * slope * size + by_up * of_act
-    return Hidden(formula.exact(gate) * up, of_act * size, linear)
+    value = formula.exact(gate) * up
+    moved = 2 * value.abs() + slope * gate.abs() * up.abs()
+    return Hidden(value, moved, of_act * size, linear)
 
 
 class Kind(NamedTuple):
@@ -128,11 +134,16 @@ class Kind(NamedTuple):
         return F.linear(self.value(act, F.linear(x, up, up_bias)), down, down_bias)
 
     def magnitude(self, *args: Any) -> Tensor:
-        """The terms of the second product, and the effect of rounding the hidden layer."""
+        """The terms of both products."""
         x, up, down, up_bias, down_bias, act = self.arguments(args)
         hidden = self.hidden(x, up, up_bias, act)
         terms = F.linear(hidden.terms, down.abs()) * steps(down.shape[1])
         return terms if down_bias is None else terms + down_bias.abs()
+
+    def intermediate_sensitivity(self, *args: Any) -> Tensor:
+        """The effect of rounding the argument of the activation and the hidden layer."""
+        x, up, down, up_bias, _, act = self.arguments(args)
+        return F.linear(self.hidden(x, up, up_bias, act).moved, down.abs())
 
     def gradient_magnitude(self, *args: Any) -> Tensor:
         """A function whose gradients are the sums of the absolute values of the terms."""
@@ -227,6 +238,7 @@ def spec(
         gradient_magnitude=kind.gradient_magnitude,
         # The hidden layer and its gradient are rounded before they are multiplied.
         output_sensitivity=kind.gradient_magnitude,
+        intermediate_sensitivity=kind.intermediate_sensitivity,
         inputs=lambda device, dtype: inputs(acts, kind.halves, device, dtype),
         refusals=Refusals(
             dtypes={f"{up}_weight": "x", "down_weight": "x", f"{up}_bias": "x", "down_bias": "x"},
