@@ -172,8 +172,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 }
 
 inline constexpr int kFinishColumns = 32;
-// Threads per block: enough that each has few loads, all in flight together.
-inline constexpr int kFinishThreads = 1024;
+// 4 blocks per SM, and 9 loads in flight per thread: the partial sums of 132 blocks arrive
+// together.
+inline constexpr int kFinishThreads = 512;
+inline constexpr int kFinishLoads = 9;
 
 /// Adds the chunks, and the folded columns. A warp reads 32 adjacent columns, and the warps of the
 /// block share the terms. A grid of two rows finishes two results; the partial sums of the second
@@ -196,11 +198,18 @@ __global__ void __launch_bounds__(kFinishThreads)
   double sum = 0;
   wait_for_previous_kernel();
   if (output < outputs) {
-#pragma unroll 8
-    for (int term = warp; term < terms; term += kWarps) {
-      const int chunk = term / plan.fold;
-      const int folded = term - chunk * plan.fold;
-      sum += static_cast<double>(partial[chunk * plan.columns + column + folded * plan.period]);
+    for (int first = warp; first < terms; first += kFinishLoads * kWarps) {
+      C values[kFinishLoads];
+#pragma unroll
+      for (int i = 0; i < kFinishLoads; ++i) {
+        const int term = first + i * kWarps;
+        const int chunk = plan.fold == 1 ? term : term / plan.fold;
+        const int64_t folded = term - chunk * plan.fold;
+        values[i] =
+            term < terms ? partial[chunk * plan.columns + column + folded * plan.period] : C(0);
+      }
+#pragma unroll
+      for (int i = 0; i < kFinishLoads; ++i) sum += static_cast<double>(values[i]);
     }
   }
   __shared__ double shared[kWarps][kFinishColumns];
