@@ -1,3 +1,4 @@
+#include "backward_bulk_plan.cuh"
 #include "backward_few_rows.cuh"
 #include "backward_streaming_plan.cuh"
 #include "backward_two_pass.cuh"
@@ -24,6 +25,8 @@ Status norm_backward(const NormBackward& p, Allocate allocate, CUstream_st* stre
   if (p.columns > kMaxColumns) return {kTooLong};
   const Alignment alignment = backward_alignment(p);
   if (has_few_rows(p, alignment)) return few_rows(p, stream);
+  const BulkPlan bulk_plan = plan_bulk(p, alignment);
+  if (bulk_plan.blocks > 0) return bulk(p, bulk_plan, allocate, stream);
   const StreamPlan plan = plan_stream(p, alignment);
   if (plan.teams == 0) return two_pass(p, alignment, allocate, stream);
   return dispatch_floating(p.dtype, [&](auto tag) {

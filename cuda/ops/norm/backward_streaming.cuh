@@ -2,17 +2,12 @@
 
 // Launch of the streaming gradients of norms, for the files that compile it for one dtype each.
 
+#include "backward_finish.cuh"
 #include "backward_streaming_kernel.cuh"
-#include "detail/reduce/columns.cuh"
 
 namespace torchkiln::cuda::norm_gradients {
 
-using namespace reduce;
 namespace {
-
-int result_count(const NormBackward& p) {
-  return (p.grad_weight != nullptr ? 1 : 0) + (p.grad_bias != nullptr ? 1 : 0);
-}
 
 template <class Access, bool kCentered, bool kAdds, int kStages>
 Status launch_stream(const NormBackward& p, const StreamPlan& plan, Allocate allocate,
@@ -21,18 +16,10 @@ Status launch_stream(const NormBackward& p, const StreamPlan& plan, Allocate all
   const Grid grid{dim3(static_cast<unsigned>(plan.teams << plan.team.log_blocks)),
                   dim3(static_cast<unsigned>(plan.team.block_threads())), plan.team.blocks(),
                   plan.shared_bytes};
-  const auto sums = static_cast<size_t>(plan.teams * p.columns * result_count(p));
-  C* partial = static_cast<C*>(allocate(sums * sizeof(C)));
+  C* const partial = allocate_partials<C>(p, plan.teams, allocate);
   const Status status = launch_overlapped(stream_rows<Access, kCentered, kAdds, kStages>, grid,
                                           stream, p, plan.team, partial);
-  const columns::Plan columns{1, 1, 1, plan.teams, p.rows, p.columns};
-  if (!status.ok() || result_count(p) == 0) return status;
-  const Result weight{p.grad_weight, p.weight_dtype, 1};
-  const Result bias{p.grad_bias, p.weight_dtype, 1};
-  if (result_count(p) == 2)
-    return columns::queue_finish(static_cast<const C*>(partial), columns, weight, &bias, stream);
-  return columns::queue_finish(static_cast<const C*>(partial), columns,
-                               p.grad_weight == nullptr ? bias : weight, nullptr, stream);
+  return status.ok() ? finish_partials(p, plan.teams, partial, stream) : status;
 }
 
 template <class Access>

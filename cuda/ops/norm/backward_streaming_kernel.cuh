@@ -184,14 +184,14 @@ __global__ void __launch_bounds__(kThreads)
     for (int k = 0; k < kItems; ++k) {
       if (!rows.has_any(k)) continue;
       const int column = rows.column(k);
+      C* const own =
+          teams_per_block > 1 ? shared + team.index() * access.columns : to + chunk * p.columns;
+      if constexpr (Access::kAligned) {
+        store(own + column, own_sums[k]);
+      } else {
 #pragma unroll
-      for (int i = 0; i < kLanes; ++i) {
-        if (!access.has(column, i)) continue;
-        if (teams_per_block > 1) {
-          shared[team.index() * access.columns + column + i] = own_sums[k][i];
-        } else {
-          to[chunk * p.columns + column + i] = own_sums[k][i];
-        }
+        for (int i = 0; i < kLanes; ++i)
+          if (access.has(column, i)) own[column + i] = own_sums[k][i];
       }
     }
     if (teams_per_block == 1) return;
