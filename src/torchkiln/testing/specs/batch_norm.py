@@ -118,11 +118,13 @@ def composite(*args: Any, **kwargs: Any) -> Tensor:
     """Torch's batch norm, sum and activation."""
     given = Arguments(*args, **kwargs)
     mean, var = (None, None) if given.training else given.running
-    # cuDNN reads vectors that x is not aligned to if its channels are adjacent.
+    # On the GPU torch's kernels need both parameters for a gradient; cuDNN's read vectors of
+    # adjacent channels wherever x begins.
+    channels = given.x.shape[1]
+    weight = given.x.new_ones(channels) if given.weight is None else given.weight
+    bias = weight.new_zeros(channels) if given.bias is None else given.bias
     with torch.backends.cudnn.flags(enabled=False):
-        y = F.batch_norm(
-            given.x, mean, var, given.weight, given.bias, given.training, 0.0, given.eps
-        )
+        y = F.batch_norm(given.x, mean, var, weight, bias, given.training, 0.0, given.eps)
     y = y if given.residual is None else y + given.residual
     return FORMULAS[given.act].value(y).to(given.x.dtype)
 
