@@ -189,6 +189,21 @@ def halves_of(act: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
     return act(gate) * up
 
 
+def activated(act: str, z: Tensor) -> Tensor:
+    """Torch's activation."""
+    return FORMULAS[act].value(z)
+
+
+def exactly_activated(act: str, z: Tensor) -> Tensor:
+    """The formula of an activation."""
+    return FORMULAS[act].exact(z)
+
+
+def exact_gate(act: str, z: Tensor) -> Tensor:
+    """The formula of a gate."""
+    return halves_of(FORMULAS[act].exact, z)
+
+
 def gate_rounded_once(act: str, z: Tensor) -> Tensor:
     """A gate that is computed in float32 or float64."""
     wide = z.to(torch.promote_types(z.dtype, torch.float32))
@@ -271,25 +286,13 @@ def acts_in_order(acts: tuple[str, ...]) -> tuple[str, ...]:
 
 MLP = spec(
     torchkiln.mlp,
-    Kind(
-        plain,
-        lambda act, z: FORMULAS[act].value(z),
-        lambda act, z: FORMULAS[act].exact(z),
-        "gelu",
-        1,
-    ),
+    Kind(plain, activated, exactly_activated, "gelu", 1),
     ("gelu", *(act for act in FORMULAS if act != "gelu")),
     torchkiln.nn.MLP,
 )
 GATED_MLP = spec(
     torchkiln.gated_mlp,
-    Kind(
-        gated,
-        gate_rounded_once,
-        lambda act, z: halves_of(FORMULAS[act].exact, z),
-        "silu",
-        2,
-    ),
+    Kind(gated, gate_rounded_once, exact_gate, "silu", 2),
     GATES,
     torchkiln.nn.GatedMLP,
 )
