@@ -5,9 +5,10 @@ The runs are docs/results/NAME.json, written by `torchkiln bench --json`. Pages 
     <!-- results:NAME -->           all calls of a run, its host times and pictures
     <!-- results:NAME add relu -->  large calls of these ops beside their peers
     <!-- headlines -->              the calls in HEADLINES, and those in LOSSES
+    <!-- slowest -->                the ten calls of all runs that lose most to a peer
     <!-- ops:FAMILY -->             calls, formulas and schemas of a family; ops:all the contract
 
-A block ends with <!-- /results:NAME -->, <!-- /headlines --> or <!-- /ops:FAMILY -->. --check
+A block ends with its first mark and a slash: <!-- /results:NAME -->, <!-- /headlines -->. --check
 changes nothing, and fails if a page differs.
 """
 
@@ -27,7 +28,7 @@ from torchkiln.bench.report import duration, size
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(
-    r"<!-- (?P<kind>results|ops|headlines)(?::(?P<name>\w+))?(?P<ops>(?: \w+)*) -->\n"
+    r"<!-- (?P<kind>results|ops|headlines|slowest)(?::(?P<name>\w+))?(?P<ops>(?: \w+)*) -->\n"
     r"(?:.*?)(?P<end><!-- /(?P=kind)(?::(?P=name))? -->)",
     re.DOTALL,
 )
@@ -160,6 +161,27 @@ def headlines(files: dict[str, Path]) -> str:
     return "\n".join([*lines, ""])
 
 
+def slowest(files: dict[str, Path], count: int = 10) -> str:
+    """The calls with the smallest speed-up over the fastest peer, those that lose most first."""
+    found = [
+        (row.speedup, name, row)
+        for name, path in files.items()
+        for row in read(path).rows
+        if row.kind in ("calls", "sweep") and row.speedup is not None
+    ]
+    found.sort(key=lambda entry: entry[:2])
+    lines = ["| call | run | time | ceiling | beside the fastest peer |", "|---|---|---:|---:|---|"]
+    for speedup, name, row in found[:count]:
+        call = f"`{row.op}` {row.direction}, {row.shape[0]} x {row.shape[1]}, {row.dtype}"
+        variant = f", {row.variant}" if row.variant else ""
+        share = "" if row.share is None else f"{row.share:.0%}"
+        lines.append(
+            f"| {call}{variant} | {name} | {duration(row.ours.seconds)} | {share} | "
+            f"{speedup:.2f} x {row.best_peer} |"
+        )
+    return "\n".join([*lines, ""])
+
+
 def written(page: str, files: dict[str, Path]) -> str:
     """The page with new tables."""
 
@@ -169,6 +191,8 @@ def written(page: str, files: dict[str, Path]) -> str:
             text = op_reference.block(name)
         elif match["kind"] == "headlines":
             text = headlines(files)
+        elif match["kind"] == "slowest":
+            text = slowest(files)
         elif ops:
             text = beside(read(files[name]), ops)
         else:

@@ -32,8 +32,8 @@ NO_TIME = "no time is left of what --within gives"
 DTYPES = (torch.float32, torch.bfloat16)
 
 POWERS_OF_TWO = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
-MODEL_SIZES = (3584, 5120, 12288, 50257, 151936)
-"""Hidden sizes and vocabularies of language models that are no powers of two."""
+MODEL_SIZES = (2880, 3584, 5120, 6656, 11008, 12288, 18944, 28672, 50257, 151936, 262143)
+"""Hidden sizes and vocabularies of language models that are no powers of two, and an odd length."""
 
 
 def default_device() -> torch.device:
