@@ -45,7 +45,7 @@ from torchkiln.ops.reduction import mean, sum  # noqa: E402
 from torchkiln.ops.rope import qkv_norm_rope, rope  # noqa: E402
 from torchkiln.ops.softmax import log_softmax, softmax  # noqa: E402
 from torchkiln.ops.spmm import csr_transpose, spmm, spmm_csr  # noqa: E402
-from torchkiln.patch import replace, replaced  # noqa: E402
+from torchkiln.patch import fuse, replace, replaced  # noqa: E402
 from torchkiln.trace import explain  # noqa: E402
 
 _on_import.when_imported(_flops.MODULE, _flops.register_flops)
@@ -78,6 +78,7 @@ __all__ = [
     "csr_transpose",
     "dropout_add",
     "explain",
+    "fuse",
     "gated_mlp",
     "geglu",
     "geglu_tanh",

@@ -144,7 +144,8 @@ def test_the_whole(tmp_path: Path) -> None:
     for stage in ("1/4 errors", "2/4 speed", "3/4 training", "4/4 picture"):
         assert f"\n{stage}" in done.stdout
     assert done.stdout.count("  done in ") == 3
-    assert len(done.stdout.splitlines()) < 100
+    # A line per op in the table of errors and in that of speed.
+    assert len(done.stdout.splitlines()) <= 2 * len(SPECS) + 36
     assert "torchkiln explain rms_norm" in done.stdout
     picture = tmp_path / "torchkiln-demo.png"
     assert picture.read_bytes()[1:4] == b"PNG"

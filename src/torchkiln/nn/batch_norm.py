@@ -7,6 +7,32 @@ from torchkiln.nn.checks import check_act
 from torchkiln.ops.batch_norm import bn_act
 
 
+def batch_norm_act(
+    module: nn.modules.batchnorm._BatchNorm, x: Tensor, residual: Tensor | None, act: str
+) -> Tensor:
+    """The call of the op with the parameters, statistics and settings of a batch norm."""
+    module._check_input_dim(x)
+    tracks = module.training and module.track_running_stats
+    momentum = 0.0 if module.momentum is None else module.momentum
+    if tracks and module.num_batches_tracked is not None:
+        module.num_batches_tracked.add_(1)
+        if module.momentum is None:  # the mean over all batches
+            momentum = 1.0 / float(module.num_batches_tracked)
+    keeps = not module.training or module.track_running_stats
+    return bn_act(
+        x,
+        module.weight,
+        module.bias,
+        module.running_mean if keeps else None,
+        module.running_var if keeps else None,
+        residual,
+        act=act,
+        training=module.training or (module.running_mean is None and module.running_var is None),
+        momentum=momentum,
+        eps=module.eps,
+    )
+
+
 class _BatchNormAct(nn.modules.batchnorm._BatchNorm):
     """The common part of the modules; ``state_dict`` is that of torch's batch norm."""
 
@@ -35,26 +61,7 @@ class _BatchNormAct(nn.modules.batchnorm._BatchNorm):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Applies the op to ``x``."""
-        self._check_input_dim(x)  # type: ignore[no-untyped-call]
-        tracks = self.training and self.track_running_stats
-        momentum = 0.0 if self.momentum is None else self.momentum
-        if tracks and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-            if self.momentum is None:  # the mean over all batches
-                momentum = 1.0 / float(self.num_batches_tracked)
-        keeps = not self.training or self.track_running_stats
-        return bn_act(
-            x,
-            self.weight,
-            self.bias,
-            self.running_mean if keeps else None,
-            self.running_var if keeps else None,
-            residual,
-            act=self.act,
-            training=self.training or (self.running_mean is None and self.running_var is None),
-            momentum=momentum,
-            eps=self.eps,
-        )
+        return batch_norm_act(self, x, residual, self.act)
 
     def extra_repr(self) -> str:
         """The settings, for ``repr``."""

@@ -1,6 +1,7 @@
-"""Forwards of torchkiln for the modules of a model: ``torchkiln.replace(model)``."""
+"""Forwards of torchkiln for the modules of a model: ``replace(model)``, ``fuse(model)``."""
 
+from torchkiln.patch.fusing import fuse
 from torchkiln.patch.replacing import replace, replaced
 from torchkiln.patch.report import Report, Row
 
-__all__ = ["Report", "Row", "replace", "replaced"]
+__all__ = ["Report", "Row", "fuse", "replace", "replaced"]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchkiln.patch import loss
-from torchkiln.patch.plan import Match, made_class
+from torchkiln.patch.plan import Match, Plan, made_class
 from torchkiln.patch.probe import first_dtype
 from torchkiln.patch.registry import Registry
 from torchkiln.patch.report import Report, Row
@@ -106,7 +106,7 @@ class Replace:
         for row, module, match in matches:
             row.replaced = True
             if not dry_run:
-                swap(report, module, match)
+                swap(report, module, match.plan)
         if "loss" in kinds:
             replace_loss(report, model)
         return report
@@ -140,10 +140,10 @@ def leaves_without_parameters(module: nn.Module) -> list[nn.Module]:
     ]
 
 
-def swap(report: Report, module: nn.Module, match: Match) -> None:
+def swap(report: Report, module: nn.Module, plan: Plan) -> None:
     """Give a module the made class."""
     original = type(module)
-    made = made_class(original, match.plan)
+    made = made_class(original, plan)
 
     def undo() -> None:
         if type(module) is not made:

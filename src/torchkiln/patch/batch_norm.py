@@ -1,0 +1,149 @@
+"""Forwards with batch norm, residual sum and activation as one op, for ``torchkiln.fuse``."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, ClassVar
+
+from torch import Tensor, fx, nn
+
+from torchkiln.nn.batch_norm import batch_norm_act
+from torchkiln.patch.activation import OPS
+from torchkiln.patch.chain import BATCH_NORMS, CallTracer, chain_of, has_hooks, norms, rewrite
+from torchkiln.patch.plan import Plan
+from torchkiln.patch.report import Row
+
+Name = tuple[str, str, str]
+"""A global of generated code: its name there, a module, and a path in it; "" is the module."""
+
+
+@dataclass(frozen=True)
+class FusedForward(Plan):
+    """The traced forward of a module, with chains as one call each."""
+
+    kind: ClassVar[str] = "batch_norm"
+
+    source: str
+    names: tuple[Name, ...]
+    count: int
+    """Arguments of the forward."""
+    function: Callable[..., Any] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        scope = {name: found(module, path) for name, module, path in self.names}
+        exec(compile(self.source, "<torchkiln.fuse>", "exec"), scope)
+        object.__setattr__(self, "function", scope["forward"])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FusedForward, (self.source, self.names, self.count)
+
+    def __str__(self) -> str:
+        return "its forward, with bn_act"
+
+    def fits(self, _: Any, *args: Any) -> bool:
+        """The trace holds for tensors."""
+        return len(args) == self.count and all(isinstance(x, Tensor) for x in args)
+
+    def forward(self, module: Any, *args: Any, **_: Any) -> Any:
+        """The generated function."""
+        return self.function(module, *args)
+
+
+def found(module: str, path: str) -> Any:
+    """The object of a name."""
+    parts = path.split(".") if path else []
+    return functools.reduce(getattr, parts, importlib.import_module(module))
+
+
+def named(name: str, value: object) -> Name | None:
+    """The name of a global; None if it cannot be imported again."""
+    if isinstance(value, ModuleType):
+        return name, value.__name__, ""
+    if isinstance(value, float) and name in ("inf", "nan"):
+        return name, math.__name__, name
+    module, path = str(getattr(value, "__module__", "")), str(getattr(value, "__qualname__", ""))
+    try:
+        return (name, module, path) if found(module, path) is value else None
+    except (ImportError, AttributeError, ValueError):
+        return None
+
+
+def call(
+    norm: nn.modules.batchnorm._BatchNorm, x: Tensor, residual: Tensor | None, act: str
+) -> Tensor:
+    """``act(norm(x) + residual)``; in three steps where the op does not take the call."""
+    is_plain = type(norm) in BATCH_NORMS and not has_hooks(norm)
+    fits = residual is None or (residual.shape == x.shape and residual.dtype == x.dtype)
+    if is_plain and fits:
+        return batch_norm_act(norm, x, residual, act)
+    y: Tensor = norm(x)
+    return OPS[act](y if residual is None else y + residual)
+
+
+def traced(module: nn.Module) -> tuple[fx.Graph, int] | str:
+    """The calls of a module's forward and the number of its arguments, or why it has none."""
+    if "forward" in vars(module):
+        return "its forward is an attribute of the instance"
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    if any(p.kind is not p.POSITIONAL_OR_KEYWORD or p.default is not p.empty for p in parameters):
+        return "its forward has optional arguments"
+    was, attributes = module.training, set(vars(module))
+    try:
+        graphs = []
+        for training in (True, False):
+            module.training = training
+            graph = CallTracer().trace(module)
+            for node in graph.nodes:
+                node.type = None  # an annotation may name what cannot be imported
+            graphs.append(graph)
+    except Exception as error:  # forwards raise anything on traced values
+        return f"its forward cannot be traced: {str(error).strip().partition('. ')[0]}"
+    finally:
+        module.training = was
+    made = set(vars(module)) - attributes
+    for name in made:
+        delattr(module, name)
+    if made:
+        return "its forward makes a tensor that depends on no argument"
+    one, other = (graph.python_code("self").src for graph in graphs)
+    return (graphs[0], len(parameters)) if one == other else "its forward depends on training"
+
+
+def find(module: nn.Module, rows: dict[str, Row]) -> FusedForward | None:
+    """The plan of a module; ``rows`` has the batch norms among its children that may change."""
+    trace = traced(module)
+    if isinstance(trace, str):
+        for row in rows.values():
+            row.why = trace
+        return None
+    graph, count = trace
+    for row in rows.values():
+        row.why = "its module does not call it"
+    for norm in list(norms(module, graph)):
+        called = rows.get(str(norm.target))
+        if called is None:
+            continue
+        chain = chain_of(module, norm)
+        if isinstance(chain, str):
+            called.why = chain
+            continue
+        rewrite(graph, chain, call)
+        called.now = f"bn_act({chain.act}{', with the residual' if chain.residual else ''})"
+        called.why, called.replaced = "", True
+    if not any(row.replaced for row in rows.values()):
+        return None
+    code = graph.python_code("self")
+    used = {n: v for n, v in code.globals.items() if re.search(rf"\b{n}\b", code.src)}
+    places = [named(name, value) for name, value in used.items()]
+    if None in places:
+        for row in rows.values():
+            row.now, row.replaced, row.why = "", False, "its forward calls a local function"
+        return None
+    return FusedForward(code.src, tuple(place for place in places if place), count)

@@ -1,0 +1,50 @@
+"""``torchkiln.fuse``: batch norms that compute the residual sum and the activation behind them."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from torchkiln.patch import batch_norm
+from torchkiln.patch.chain import BATCH_NORMS
+from torchkiln.patch.replacing import Skip, is_skipped, swap
+from torchkiln.patch.report import Report, Row
+
+
+def fuse(model: nn.Module, *, skip: Skip = (), dry_run: bool = False) -> Report:
+    """Makes one call of each batch norm, residual sum and activation of ``model``, in place.
+
+    The forward of every module that has a ``torch.nn.BatchNorm1d``, ``2d`` or ``3d`` is traced.
+    Where an activation follows the batch norm, with or without a sum and identities between them,
+    the module gets a subclass of its class, whose forward calls :func:`torchkiln.bn_act` instead.
+    Parameters, names, ``state_dict``, running statistics and memory formats stay as they are;
+    copies, pickles and ``torch.compile`` work. ``report.undo()`` takes all back.
+
+    A trace has the branches that the forward takes now. A module is left alone, and the report has
+    the reason, if its forward depends on ``training`` or on values, or has optional arguments. A
+    batch norm with hooks runs them, and is not fused.
+
+    Args:
+        model: any module.
+        skip: patterns of names of batch norms to leave alone, or a function of name and module.
+        dry_run: whether to return the report without a change.
+    """
+    report = Report([], dry_run=dry_run)
+    found = []
+    for prefix, module in model.named_modules():
+        rows: dict[str, Row] = {}
+        for name, child in module.named_children():
+            if type(child) not in BATCH_NORMS or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+                continue
+            row = Row(f"{prefix}.{name}" if prefix else name, type(child).__name__, "batch_norm")
+            report.rows.append(row)
+            if is_skipped(row.name, child, skip):
+                row.why = "skip"
+            else:
+                rows[name] = row
+        plan = batch_norm.find(module, rows) if rows else None
+        if plan is not None:
+            found.append((module, plan))
+    if not dry_run:
+        for module, plan in found:
+            swap(report, module, plan)
+    return report

@@ -1,0 +1,262 @@
+"""torchkiln.fuse: batch norm, residual sum and activation of a model as one call."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import torchkiln
+
+
+class Block(nn.Module):
+    """A residual block as those of ResNets: the same activation module twice, sums in place."""
+
+    def __init__(self, channels: int, act: Callable[..., nn.Module] = nn.ReLU) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.act = act(inplace=True) if act is nn.ReLU else act()
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.drop = nn.Identity()
+        self.bn2 = nn.BatchNorm2d(channels)
+        self.downsample: nn.Module | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        identity = x if self.downsample is None else self.downsample(x)
+        out = self.bn2(self.conv2(self.act(self.bn1(self.conv1(x)))))
+        out = self.drop(out)
+        out += identity
+        return self.act(out)
+
+
+class Net(nn.Module):
+    """A stem, two blocks, one with a projection of its shortcut, and a head."""
+
+    def __init__(self, act: Callable[..., nn.Module] = nn.ReLU) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), act())
+        first, second = Block(8, act), Block(8, act)
+        second.downsample = nn.Sequential(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8))
+        self.layer = nn.Sequential(first, second)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(self.stem(x)).mean((2, 3)))
+
+
+class Functional(nn.Module):
+    """One batch norm and a function behind it."""
+
+    def __init__(self, after: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+        self.after = after
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.norm(x))
+
+
+def example(dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(4, 3, 9, 9, dtype=dtype)
+
+
+def results(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """Outputs in training and in eval mode, gradients and buffers after two steps."""
+    model.train()
+    for _ in range(2):
+        out = model(x)
+    grads = torch.autograd.grad(out.square().sum(), list(model.parameters()))
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    return [out, model.eval()(x), *grads, *buffers]
+
+
+@pytest.mark.parametrize("act", [nn.ReLU, nn.SiLU, nn.GELU, nn.Sigmoid, nn.Tanh])
+def test_results_gradients_and_statistics_stay(act: Callable[..., nn.Module]) -> None:
+    model = Net(act).double()
+    reference = copy.deepcopy(model)
+    report = torchkiln.fuse(model)
+    assert [row.name for row in report.replaced] == [
+        *("stem.1", "layer.0.bn1", "layer.0.bn2", "layer.1.bn1", "layer.1.bn2")
+    ]
+    assert report["layer.1.downsample.1"].why == "no activation follows"
+    assert "with the residual" in report["layer.0.bn2"].now
+    x = example()
+    torch.testing.assert_close(results(model, x), results(reference, x))
+
+
+def test_the_op_is_called_in_place_of_three() -> None:
+    model = Net()
+    torchkiln.fuse(model)
+    x = example(torch.float32)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        model.eval()(x)
+    called = {event.name for event in profile.events()}
+    assert "torchkiln::bn_act" in called
+    assert not called & {"aten::relu", "aten::relu_", "aten::add_"}
+
+
+def test_names_and_classes_stay_and_undo_takes_all_back() -> None:
+    model = Net()
+    reference = copy.deepcopy(model)
+    report = torchkiln.fuse(model)
+    assert list(model.state_dict()) == list(reference.state_dict())
+    assert isinstance(model.layer[0], Block)
+    assert type(model.layer[0]) is not Block
+    report.undo()
+    assert [type(m) for m in model.modules()] == [type(m) for m in reference.modules()]
+    x = example(torch.float32)
+    assert torch.equal(model.eval()(x), reference.eval()(x))
+
+
+def test_copies_and_pickles_keep_the_new_forward() -> None:
+    model = Net().eval()
+    torchkiln.fuse(model)
+    x = example(torch.float32)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(other.layer[0]) is type(model.layer[0])
+        assert torch.equal(other(x), model(x))
+
+
+def test_compiled_without_a_break() -> None:
+    model = Net().eval()
+    torchkiln.fuse(model)
+    x = example(torch.float32)
+    torch.compiler.reset()
+    compiled: Any = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), model(x))
+
+
+def test_channels_last_stays() -> None:
+    model = Net().eval()
+    torchkiln.fuse(model)
+    x = example(torch.float32).contiguous(memory_format=torch.channels_last)
+    assert model.stem(x).is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(
+    ("after", "act"),
+    [
+        *((torch.relu, "relu"), (F.relu, "relu"), (lambda y: y.relu_(), "relu")),
+        *((F.silu, "silu"), (torch.sigmoid, "sigmoid"), (lambda y: y.tanh(), "tanh")),
+        (lambda y: F.relu(y, inplace=True), "relu"),
+    ],
+)
+def test_functions_are_found(after: Callable[[Tensor], Tensor], act: str) -> None:
+    model = Functional(after).double()
+    reference = copy.deepcopy(model)
+    assert torchkiln.fuse(model)["norm"].now == f"bn_act({act})"
+    x = torch.randn(7, 6, dtype=torch.float64)
+    torch.testing.assert_close(model(x), reference(x))
+
+
+def with_flag(y: Tensor) -> Tensor:
+    return torch.relu(y) if y.sum() > 0 else y
+
+
+@pytest.mark.parametrize(
+    ("after", "why"),
+    [
+        (lambda y: torch.relu(y) + y, "its output is used more than once"),
+        (lambda y: y.exp(), "no activation follows"),
+        (F.leaky_relu, "no activation follows"),
+        (lambda y: torch.relu(y + 1), "no activation follows"),
+        (with_flag, "its forward cannot be traced"),
+        (lambda y: torch.relu(y) * torch.ones(6), "its forward makes a tensor"),
+    ],
+)
+def test_others_are_left_alone_with_the_reason(after: Callable[[Tensor], Tensor], why: str) -> None:
+    model = Functional(after)
+    report = torchkiln.fuse(model)
+    assert report["norm"].why.startswith(why)
+    assert type(model) is Functional
+    assert set(vars(model)) == set(vars(Functional(after)))
+
+
+class Training(Functional):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return torch.relu(y) if self.training else torch.tanh(y)
+
+
+class Optional(Functional):
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return torch.relu(self.norm(x)) * scale
+
+
+class Branch(Functional):
+    """The branch of a tensor is the one that is traced; a list runs the forward as it was."""
+
+    def forward(self, x: Tensor | list[Tensor]) -> Tensor:
+        return torch.relu(self.norm(x if isinstance(x, Tensor) else torch.cat(x)))
+
+
+@pytest.mark.parametrize(
+    ("cls", "why"),
+    [
+        (Training, "its forward depends on training"),
+        (Optional, "its forward has optional arguments"),
+    ],
+)
+def test_forwards_that_no_trace_has(cls: type[Functional], why: str) -> None:
+    model = cls(torch.relu)
+    assert torchkiln.fuse(model)["norm"].why == why
+    assert type(model) is cls
+
+
+def test_arguments_that_the_trace_does_not_have() -> None:
+    model = Branch(torch.relu).eval()
+    reference = copy.deepcopy(model)
+    assert torchkiln.fuse(model)["norm"].replaced
+    x = torch.randn(8, 6)
+    torch.testing.assert_close(model(x), reference(x))
+    assert torch.equal(model([x[:4], x[4:]]), reference([x[:4], x[4:]]))
+
+
+def test_a_residual_of_another_shape_or_dtype() -> None:
+    """The op takes no broadcast residual; the three steps do."""
+
+    class Broadcast(Functional):
+        def forward(self, x: Tensor, residual: Tensor) -> Tensor:  # type: ignore[override]
+            return torch.relu(self.norm(x) + residual)
+
+    model = Broadcast(torch.relu).eval()
+    reference = copy.deepcopy(model)
+    torchkiln.fuse(model)
+    x = torch.randn(8, 6)
+    for residual in (torch.randn(6), torch.randn(8, 6, dtype=torch.float64)):
+        torch.testing.assert_close(model(x, residual), reference(x, residual))
+
+
+def test_hooks_run() -> None:
+    """Before: the batch norm is left alone. Afterwards: its hooks still run, in three steps."""
+    seen: list[str] = []
+    model = Net().eval()
+    model.stem[1].register_forward_hook(lambda *_: seen.append("before"))
+    report = torchkiln.fuse(model)
+    assert report["stem.1"].why == "it has hooks"
+    model.get_submodule("layer.0.bn1").register_forward_hook(lambda *_: seen.append("after"))
+    model(example(torch.float32))
+    assert seen == ["before", "after"]
+
+
+def test_what_the_caller_leaves_alone() -> None:
+    model = Net()
+    report = torchkiln.fuse(model, skip=["layer.0.*"])
+    assert report["layer.0.bn1"].why == "skip"
+    assert type(model.layer[0]) is Block
+    assert type(model.layer[1]) is not Block
+    report.undo()
+    torchkiln.fuse(model, skip=["layer.1.bn1"])
+    x = example(torch.float32)
+    reference = copy.deepcopy(model)
+    report = torchkiln.fuse(model, dry_run=True)
+    assert [type(m) for m in model.modules()] == [type(m) for m in reference.modules()]
+    assert torch.equal(model.eval()(x), reference.eval()(x))
+    assert "to replace (dry run)" in str(report)
