@@ -81,7 +81,7 @@ Tensor unpacked(const Tensor& signs, const Tensor& x) {
   return flat.reshape_symint(x.movedim(1, -1).sym_sizes()).movedim(-1, 1);
 }
 
-/// What backward needs beside the saved tensors.
+/// Settings of the call that backward needs beside the saved tensors.
 struct Settings {
   Activation act;
   bool training;

@@ -36,7 +36,7 @@ namespace {
 using at::Tensor;
 using Two = std::tuple<Tensor, Tensor>;
 
-/// What the backward of an activation or a gate gives.
+/// Results of the backward of an activation or a gate.
 struct Passed {
   Tensor grad;    // of the argument
   Tensor bias;    // its sum over the rows, if the same pass computes it

@@ -25,7 +25,7 @@ template <class Access, class Act>
 inline constexpr int kItems = kInFlight < Access,
                      Act::kReadsResidual ? 3 : 4 > ;
 
-/// What the gradient of the argument of the activation, g, is computed from.
+/// Operands of g, the gradient of the argument of the activation.
 template <class Access>
 struct GradientItem {
   using T = typename Access::T;

@@ -9,7 +9,7 @@ struct CUstream_st;
 
 namespace torchkiln {
 
-/// What backward reads besides the gradient and x to find the derivative of the activation. Without
+/// Tensors beside the gradient and x that the derivative of the activation is found from. Without
 /// a residual it computes the argument of the activation again from x. With one, a bit for each
 /// element is enough for relu; other activations need the residual.
 inline Saved kept_by_batch_norm(Activation activation, bool has_residual) {
