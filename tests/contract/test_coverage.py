@@ -22,6 +22,7 @@ OTHER_FUNCTIONS = {
     "build_info",
     "explain",
     "csr_transpose",
+    "fuse",
     "replaced",
     "require_torch",
     "spmm",
