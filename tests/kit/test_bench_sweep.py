@@ -90,7 +90,8 @@ def test_row_lengths() -> None:
     shapes = plan.sweep_shapes(2**27)
     lengths = [columns for _, columns in shapes]
     assert lengths == sorted(lengths)
-    assert {256, 2880, 6656, 18944, 50257, 151936, 262143} <= set(lengths)
+    assert {256, 3584, 5120, 12288, 50257, 151936} <= set(lengths)
+    assert {2880, 6656, 11008, 18944, 28672, 262143} <= set(lengths)
     assert all(abs(rows * columns - 2**27) <= columns / 2 for rows, columns in shapes)
     assert plan.sweep_shapes(1000)[-1] == (1, 262143)
 
