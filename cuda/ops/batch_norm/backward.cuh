@@ -18,48 +18,39 @@ Status add_channel_sums(const BatchNormBackward& p, const void* partial, int64_t
 
 namespace {
 
-// Blocks per SM: 2 x 256 threads x 4 items x 2 loads x 16 B = 64 KiB in flight.
+// Blocks per SM, with up to 64 KiB of vectors in flight each.
 constexpr int kBackwardBlocks = 2;
 
+/// Operands of g, the gradient of the argument of the activation: the incoming gradient or g
+/// itself, x, and the residual if the derivative needs it.
 template <class Access, class Act>
-inline constexpr int kItems = kInFlight < Access,
-                     Act::kReadsResidual ? 3 : 4 > ;
+using GradientStreams = ChannelStreams<Access, Act::kReadsResidual ? 3 : 2, true,
+                                       typename Access::C, typename Access::C>;
 
-/// Operands of g, the gradient of the argument of the activation.
-template <class Access>
-struct GradientItem {
-  using T = typename Access::T;
-  Vec<T, Access::kLanes> grad, x, residual;
-  unsigned signs;
-};
-
-/// Loads the elements at `at`; `grad` is the incoming gradient, or g itself.
 template <class Access, class Act>
-__device__ __forceinline__ GradientItem<Access> load_gradient(const BatchNormBackward& p,
-                                                              const typename Access::T* grad,
-                                                              bool is_g, int64_t at) {
+__device__ __forceinline__ GradientStreams<Access, Act> gradient_streams(
+    const BatchNormBackward& p, const typename Access::T* grad, bool is_g) {
   using T = typename Access::T;
-  constexpr int kLanes = Access::kLanes;
-  GradientItem<Access> item{};
-  item.grad = load_vector<kLanes>(grad + at);
-  item.x = load_vector<kLanes>(static_cast<const T*>(p.x) + at);
-  if (is_g) return item;
-  if (Act::kReadsResidual && p.residual != nullptr)
-    item.residual = load_vector<kLanes>(static_cast<const T*>(p.residual) + at);
-  if (p.signs != nullptr) item.signs = p.signs[at / 8] >> (at % 8);
-  return item;
+  GradientStreams<Access, Act> streams{};
+  streams.from[0] = grad;
+  streams.from[1] = static_cast<const T*>(p.x);
+  if (is_g) return streams;
+  if constexpr (Act::kReadsResidual) streams.from[2] = static_cast<const T*>(p.residual);
+  streams.signs = p.signs;
+  streams.sign_bytes = p.layout.outer * p.layout.channels * p.layout.inner / 8;
+  return streams;
 }
 
 /// Computes g and x - mean of an item.
-template <class Access, class Act>
+template <class Access, class Act, class Item>
 __device__ __forceinline__ void gradient_of(const BatchNormBackward& p,
                                             const ChannelFactors<Access>& factors, const Act& act,
-                                            const GradientItem<Access>& item, bool is_g,
+                                            const Item& item, bool is_g,
                                             typename Access::C (&g)[Access::kLanes],
                                             typename Access::C (&from_mean)[Access::kLanes]) {
   using C = typename Access::C;
   constexpr int kLanes = Access::kLanes;
-  widen(item.grad, g);
+  widen(item.of[0], g);
   if (!is_g) {
     if (p.signs != nullptr) {
 #pragma unroll
@@ -67,12 +58,14 @@ __device__ __forceinline__ void gradient_of(const BatchNormBackward& p,
         if (((item.signs >> i) & 1u) == 0) g[i] = C(0);
     } else {
       C z[kLanes];
-      factors.normalize(item.x, z);
-      if (Act::kReadsResidual && p.residual != nullptr) add_vector(item.residual, z);
+      factors.normalize(item.of[1], z);
+      if constexpr (Act::kReadsResidual) {
+        if (p.residual != nullptr) add_vector(item.of[2], z);
+      }
       act.differentiate(g, z);
     }
   }
-  widen(item.x, from_mean);
+  widen(item.of[1], from_mean);
 #pragma unroll
   for (int i = 0; i < kLanes; ++i) from_mean[i] -= factors.mean[factors.of(i)];
 }
@@ -83,53 +76,29 @@ __global__ void __launch_bounds__(kChannelThreads, kBackwardBlocks)
   using T = typename Access::T;
   using C = typename Access::C;
   constexpr int kLanes = Access::kLanes;
-  constexpr int kChannels = Access::kColumns ? kLanes : 1;
   wait_for_previous_kernel();
-  const ChannelCursor<Access, kItems<Access, Act>> cursor(plan);
+  const ChannelCursor<Access> cursor(plan);
+  const auto streams = gradient_streams<Access, Act>(p, static_cast<const T*>(p.grad), false);
+  ChannelReader<false, GradientStreams<Access, Act>> reader(cursor, streams);
   ChannelFactors<Access> factors{};
   if (cursor.is_inside()) factors.load(p, cursor.channel());
   C sums[2][kLanes] = {};
-  cursor.template each<false>(
-      [&](int64_t at) {
-        return load_gradient<Access, Act>(p, static_cast<const T*>(p.grad), false, at);
-      },
-      [&](const GradientItem<Access>& item, int64_t at) {
-        C g[kLanes], from_mean[kLanes];
-        gradient_of(p, factors, act, item, false, g, from_mean);
-        if (p.grad_residual != nullptr) store(static_cast<T*>(p.grad_residual) + at, g);
+  reader.each([&](const auto& item, int64_t at) {
+    C g[kLanes], from_mean[kLanes];
+    gradient_of(p, factors, act, item, false, g, from_mean);
+    if (p.grad_residual != nullptr) store(static_cast<T*>(p.grad_residual) + at, g);
 #pragma unroll
-        for (int i = 0; i < kLanes; ++i) {
-          sums[0][i] += g[i];
-          sums[1][i] = fma(g[i], from_mean[i], sums[1][i]);
-        }
-      });
+    for (int i = 0; i < kLanes; ++i) {
+      sums[0][i] += g[i];
+      sums[1][i] = fma(g[i], from_mean[i], sums[1][i]);
+    }
+  });
   if (partial == nullptr) return;
-  C merged[2][kChannels] = {};
-#pragma unroll
-  for (int i = 0; i < kLanes; ++i) {
-    merged[0][factors.of(i)] += sums[0][i];
-    merged[1][factors.of(i)] += sums[1][i];
-  }
-  __shared__ C shared[2 * kChannels * kChannelThreads];
-  merge_threads<Access>(
-      plan,
-      [&] {
-#pragma unroll
-        for (int i = 0; i < 2 * kChannels; ++i)
-          shared[i * kChannelThreads + threadIdx.x] = merged[i / kChannels][i % kChannels];
-      },
-      [&](int other) {
-#pragma unroll
-        for (int i = 0; i < 2 * kChannels; ++i)
-          merged[i / kChannels][i % kChannels] += shared[i * kChannelThreads + other];
-      });
-  if (!cursor.is_inside() || !has_merged<Access>(plan)) return;
-  C* const to = partial + int64_t{blockIdx.y} * 2 * p.layout.channels + cursor.channel();
-#pragma unroll
-  for (int i = 0; i < kChannels; ++i) {
-    to[i] = merged[0][i];
-    to[p.layout.channels + i] = merged[1][i];
-  }
+  C* const to = partial + int64_t{blockIdx.y} * 2 * p.layout.channels;
+  add_threads<Access>(plan, sums, [&](int64_t channel, const C(&total)[2]) {
+    to[channel] = total[0];
+    to[p.layout.channels + channel] = total[1];
+  });
 }
 
 /// grad_x = scale * (g - slope * (x - mean) - level) in training, else scale * g. `grad` is the
@@ -143,8 +112,10 @@ __global__ void __launch_bounds__(kChannelThreads, kBackwardBlocks)
   constexpr int kLanes = Access::kLanes;
   constexpr int kChannels = Access::kColumns ? kLanes : 1;
   wait_for_previous_kernel();
-  const ChannelCursor<Access, kItems<Access, Act>> cursor(plan);
+  const ChannelCursor<Access> cursor(plan);
   if (!cursor.is_inside()) return;
+  const auto streams = gradient_streams<Access, Act>(p, grad, is_g);
+  ChannelReader<true, GradientStreams<Access, Act>> reader(cursor, streams);
   ChannelFactors<Access> factors;
   factors.load(p, cursor.channel());
   C slope[kChannels] = {}, level[kChannels] = {};
@@ -155,24 +126,26 @@ __global__ void __launch_bounds__(kChannelThreads, kBackwardBlocks)
       level[i] = coefficients[cursor.channel() + i + p.layout.channels];
     }
   }
-  cursor.template each<true>(
-      [&](int64_t at) { return load_gradient<Access, Act>(p, grad, is_g, at); },
-      [&](const GradientItem<Access>& item, int64_t at) {
-        C g[kLanes], from_mean[kLanes];
-        gradient_of(p, factors, act, item, is_g, g, from_mean);
+  reader.each([&](const auto& item, int64_t at) {
+    C g[kLanes], from_mean[kLanes];
+    gradient_of(p, factors, act, item, is_g, g, from_mean);
 #pragma unroll
-        for (int i = 0; i < kLanes; ++i) {
-          const int c = factors.of(i);
-          if (p.training) g[i] = fma(-slope[c], from_mean[i], g[i]) - level[c];
-          g[i] *= factors.scale[c];
-        }
-        store(static_cast<T*>(p.grad_x) + at, g);
-      });
+    for (int i = 0; i < kLanes; ++i) {
+      const int c = factors.of(i);
+      if (p.training) g[i] = fma(-slope[c], from_mean[i], g[i]) - level[c];
+      g[i] *= factors.scale[c];
+    }
+    store(static_cast<T*>(p.grad_x) + at, g);
+  });
 }
 
 template <bool kColumns>
 Status launch_backward(const BatchNormBackward& p, Allocate allocate, CUstream_st* stream) {
-  const auto tensors = {p.grad, p.x, p.residual, static_cast<const void*>(p.grad_x),
+  const auto tensors = {p.grad,
+                        p.x,
+                        p.residual,
+                        static_cast<const void*>(p.signs),
+                        static_cast<const void*>(p.grad_x),
                         static_cast<const void*>(p.grad_residual)};
   return with_channel_access<kColumns>(p.dtype, p.layout, tensors, [&](auto access) {
     using Access = decltype(access);
@@ -180,11 +153,11 @@ Status launch_backward(const BatchNormBackward& p, Allocate allocate, CUstream_s
     using C = typename Access::C;
     return with_channel_activation<Access>(p.activation, [&](auto act) {
       using Act = decltype(act);
-      const ChannelPlan plan =
-          make_channel_plan<Access>(p.layout, kItems<Access, Act>, kBackwardBlocks);
+      const ChannelPlan plan = make_channel_plan<Access>(p.layout, kBackwardBlocks);
       Grid grid;
       const Status fits = grid_of(plan, grid);
       if (!fits.ok()) return fits;
+      grid.shared_bytes = GradientStreams<Access, Act>::kSharedBytes;
       const auto channels = static_cast<size_t>(p.layout.channels);
       C* partial = nullptr;
       C* coefficients = nullptr;

@@ -37,17 +37,19 @@ struct ChannelPlan {
 
 namespace {
 
-/// Reads and writes kLanes adjacent elements of type T, `Items` of them in flight per thread.
+/// Kernels read and write kLanes adjacent elements of type T.
 template <class Type, bool Columns, int Lanes>
 struct ChannelAccess {
   using T = Type;
   using C = Compute<T>;
   static constexpr bool kColumns = Columns;
   static constexpr int kLanes = Lanes;
+  /// Vectors of a segment per thread; a power of 2.
+  static constexpr int kItems = Lanes == 1 ? 8 : 4;
 };
 
-/// The elements of one thread, in batches of kItems vectors.
-template <class Access, int kItems>
+/// The elements of a thread and of its block.
+template <class Access>
 class ChannelCursor {
  public:
   __device__ __forceinline__ explicit ChannelCursor(const ChannelPlan& plan) : plan_(plan) {
@@ -62,9 +64,7 @@ class ChannelCursor {
       place_ = int64_t{tx} * Access::kLanes;
     }
     inside_ = ty < plan.threads_y && channel_ < plan.layout.channels;
-    const int64_t rows =
-        inside_ && first_ < plan.rows ? (plan.rows - first_ + step_ - 1) / step_ : 0;
-    batches_ = Access::kColumns ? (rows + kItems - 1) / kItems : rows;
+    rows_ = inside_ && first_ < plan.rows ? (plan.rows - first_ + step_ - 1) / step_ : 0;
   }
 
   /// The channel of the first lane.
@@ -75,70 +75,108 @@ class ChannelCursor {
     return inside_ && first_ == 0 && (Access::kColumns || place_ == 0);
   }
 
-  /// Calls use(item, index of the first element) for each vector; all loads of a batch are issued
-  /// before its first use. Backwards, the first vectors are those that the previous kernel has read
-  /// last, which the L2 cache still holds.
-  template <bool kBackwards, class Load, class Use>
-  __device__ __forceinline__ void each(const Load& load, const Use& use) const {
-    using Item = decltype(load(int64_t{}));
-    for (int64_t batch = 0; batch < batches_; ++batch) {
-      int64_t at[kItems];
-      Item items[kItems];
-      locate(kBackwards ? batches_ - 1 - batch : batch, at);
-#pragma unroll
-      for (int k = 0; k < kItems; ++k)
-        if (at[k] >= 0) items[k] = load(at[k]);
-#pragma unroll
-      for (int k = 0; k < kItems; ++k)
-        if (at[k] >= 0) use(items[k], at[k]);
-    }
+  /// The elements of the block's part of a channel.
+  __device__ __forceinline__ int64_t count_of_block() const {
+    const int64_t full = plan_.rows / step_, rest = plan_.rows % step_;
+    int64_t last = rest - int64_t{blockIdx.y} * plan_.threads_y;
+    last = last < 0 ? 0 : last > plan_.threads_y ? plan_.threads_y : last;
+    return full * plan_.threads_y + last;
+  }
+  /// The index of the first element of the block's part of a channel, which is not empty.
+  __device__ __forceinline__ int64_t first_of_channel(int64_t channel) const {
+    const int64_t row = int64_t{blockIdx.y} * plan_.threads_y;
+    if constexpr (Access::kColumns) return row * plan_.layout.channels + channel;
+    const uint32_t outer = plan_.segments.quotient(static_cast<uint32_t>(row));
+    return (int64_t{outer} * plan_.layout.channels + channel) * plan_.layout.inner +
+           int64_t{static_cast<uint32_t>(row) - outer * plan_.segments.divisor()} * plan_.segment;
+  }
+  /// Whether the block has a part of the thread's channels that is not empty.
+  __device__ __forceinline__ bool has_part() const {
+    return inside_ && int64_t{blockIdx.y} * plan_.threads_y < plan_.rows;
   }
 
  private:
-  /// Sets the indices of the vectors of a batch; -1 beyond the end.
-  __device__ __forceinline__ void locate(int64_t batch, int64_t (&at)[kItems]) const {
-    if constexpr (Access::kColumns) {
-      const int64_t row = first_ + batch * kItems * step_;
-#pragma unroll
-      for (int k = 0; k < kItems; ++k) {
-        const int64_t each = row + k * step_;
-        at[k] = each < plan_.rows ? each * plan_.layout.channels + channel_ : -1;
-      }
-    } else {
-      const auto row = static_cast<uint32_t>(first_ + batch * step_);
-      const uint32_t outer = plan_.segments.quotient(row);
-      const int64_t begin = int64_t{row - outer * plan_.segments.divisor()} * plan_.segment;
-      const int64_t end = min(begin + plan_.segment, plan_.layout.inner);
-      const int64_t plane =
-          (int64_t{outer} * plan_.layout.channels + channel_) * plan_.layout.inner;
-#pragma unroll
-      for (int k = 0; k < kItems; ++k) {
-        const int64_t place = begin + place_ + int64_t{k} * plan_.threads_x * Access::kLanes;
-        at[k] = place < end ? plane + place : -1;
-      }
-    }
-  }
+  template <class, bool>
+  friend class ChannelWalk;
 
   const ChannelPlan& plan_;
   int64_t channel_ = 0;
   int64_t place_ = 0;
   int64_t first_;
   int64_t step_;
-  int64_t batches_;
+  int64_t rows_;
   bool inside_;
 };
 
-/// Vectors in flight per thread: `halfs` in half precision, half as many in float32, whose vectors
-/// have twice the size; 8 single elements.
-template <class Access, int halfs>
-inline constexpr int kInFlight = Access::kLanes == 1               ? 8
-                                 : sizeof(typename Access::T) == 2 ? halfs
-                                                                   : halfs / 2;
+/// The vectors of a thread one after another. Backwards, the first ones are those that the previous
+/// kernel has read last, which the L2 cache still holds.
+template <class Access, bool kBackwards>
+class ChannelWalk {
+ public:
+  __device__ __forceinline__ explicit ChannelWalk(const ChannelCursor<Access>& cursor)
+      : cursor_(cursor),
+        row_(kBackwards ? cursor.first_ + (cursor.rows_ - 1) * cursor.step_ : cursor.first_),
+        rows_(cursor.rows_) {
+    enter();
+  }
 
-/// A plan for blocks that are resident together, `blocks` per SM, with `items` vectors per thread.
+  /// The number of next() calls for all vectors.
+  __device__ __forceinline__ int64_t count() const {
+    return Access::kColumns ? cursor_.rows_ : cursor_.rows_ * Access::kItems;
+  }
+
+  /// The index of the first element; -1 beyond the end.
+  __device__ __forceinline__ int64_t at() const {
+    if constexpr (Access::kColumns) return rows_ > 0 ? base_ : -1;
+    return place_ < end_ ? base_ + place_ : -1;
+  }
+
+  __device__ __forceinline__ void next() {
+    if constexpr (Access::kColumns) {
+      const int64_t stride = cursor_.step_ * cursor_.plan_.layout.channels;
+      base_ += kBackwards ? -stride : stride;
+      --rows_;
+    } else {
+      place_ += cursor_.plan_.threads_x * Access::kLanes;
+      if (++item_ < Access::kItems) return;
+      row_ += kBackwards ? -cursor_.step_ : cursor_.step_;
+      --rows_;
+      enter();
+    }
+  }
+
+ private:
+  /// Goes to the first vector of the row or segment.
+  __device__ __forceinline__ void enter() {
+    const ChannelPlan& plan = cursor_.plan_;
+    if constexpr (Access::kColumns) {
+      base_ = row_ * plan.layout.channels + cursor_.channel_;
+    } else {
+      item_ = 0;
+      end_ = 0;
+      if (rows_ <= 0) return;
+      const auto row = static_cast<uint32_t>(row_);
+      const uint32_t outer = plan.segments.quotient(row);
+      const int64_t begin = int64_t{row - outer * plan.segments.divisor()} * plan.segment;
+      end_ = min(begin + plan.segment, plan.layout.inner);
+      place_ = begin + cursor_.place_;
+      base_ = (int64_t{outer} * plan.layout.channels + cursor_.channel_) * plan.layout.inner;
+    }
+  }
+
+  const ChannelCursor<Access>& cursor_;
+  int64_t row_;
+  int64_t rows_;
+  int64_t base_;
+  int64_t place_ = 0;  // within the plane
+  int64_t end_ = 0;
+  int item_ = 0;
+};
+
+/// A plan for blocks that are resident together, `blocks` per SM.
 template <class Access>
-ChannelPlan make_channel_plan(const ChannelLayout& layout, int items, int blocks) {
-  constexpr int kLanes = Access::kLanes;
+ChannelPlan make_channel_plan(const ChannelLayout& layout, int blocks) {
+  constexpr int kLanes = Access::kLanes, kItems = Access::kItems;
   ChannelPlan plan{};
   plan.layout = layout;
   if constexpr (Access::kColumns) {
@@ -152,10 +190,10 @@ ChannelPlan make_channel_plan(const ChannelLayout& layout, int items, int blocks
   } else {
     const int64_t vectors = ceil_div(layout.inner, kLanes);
     plan.threads_x = 1;
-    while (plan.threads_x < kChannelThreads && int64_t{plan.threads_x} * items < vectors)
+    while (plan.threads_x < kChannelThreads && int64_t{plan.threads_x} * kItems < vectors)
       plan.threads_x *= 2;
     plan.threads_y = kChannelThreads / plan.threads_x;
-    const int64_t segments = ceil_div(vectors, int64_t{plan.threads_x} * items);
+    const int64_t segments = ceil_div(vectors, int64_t{plan.threads_x} * kItems);
     plan.segment = ceil_div(vectors, segments) * kLanes;
     plan.segments = Divisor(static_cast<uint32_t>(segments));
     plan.rows = layout.outer * segments;
@@ -190,30 +228,6 @@ Status with_channel_access(Dtype dtype, const ChannelLayout& layout,
     }
     return body(ChannelAccess<T, kColumns, 1>{});
   });
-}
-
-/// Combines the values of the threads that have the same columns, or of all threads of a block with
-/// one channel, as a tree; merge(own, other thread) is called for the first half of the threads
-/// after publish() has stored the values of all.
-template <class Access, class Publish, class Merge>
-__device__ __forceinline__ void merge_threads(const ChannelPlan& plan, const Publish& publish,
-                                              const Merge& merge) {
-  const int width = Access::kColumns ? plan.threads_x : 1;
-  const int height = Access::kColumns ? plan.threads_y : kChannelThreads;
-  const int row = static_cast<int>(threadIdx.x) / width;
-  for (int count = height; count > 1; count = (count + 1) / 2) {
-    const int half = (count + 1) / 2;
-    publish();
-    __syncthreads();
-    if (row + half < count) merge(static_cast<int>(threadIdx.x) + half * width);
-    __syncthreads();
-  }
-}
-
-/// Whether a thread has the merged values of its channels.
-template <class Access>
-__device__ __forceinline__ bool has_merged(const ChannelPlan& plan) {
-  return static_cast<int>(threadIdx.x) < (Access::kColumns ? plan.threads_x : 1);
 }
 
 }  // namespace

@@ -3,24 +3,40 @@
 // The factors of each channel and the activation, for the kernels that compute outputs and
 // gradients.
 
-#include "channels.cuh"
+#include "reader.cuh"
 #include "torchkiln/core/activations.h"
 
 namespace torchkiln::cuda {
 namespace {
 
-template <class C>
-__device__ __forceinline__ C read_parameter(const void* from, int64_t at, Dtype dtype) {
+template <class C, class P, int N>
+__device__ __forceinline__ void read_parameters(const P* from, C (&to)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) to[i] = convert<C>(convert<Compute<P>>(from[i]));
+}
+
+/// Reads N adjacent numbers of a parameter. The dtype is tested once, so that all loads are in
+/// flight together.
+template <class C, int N>
+__device__ __forceinline__ void read_parameters(const void* from, int64_t at, Dtype dtype,
+                                                C (&to)[N]) {
   switch (dtype) {
     case Dtype::float32:
-      return static_cast<C>(static_cast<const float*>(from)[at]);
+      return read_parameters(static_cast<const float*>(from) + at, to);
     case Dtype::float64:
-      return static_cast<C>(static_cast<const double*>(from)[at]);
+      return read_parameters(static_cast<const double*>(from) + at, to);
     case Dtype::float16:
-      return static_cast<C>(__half2float(static_cast<const __half*>(from)[at]));
+      return read_parameters(static_cast<const __half*>(from) + at, to);
     default:
-      return static_cast<C>(__bfloat162float(static_cast<const __nv_bfloat16*>(from)[at]));
+      return read_parameters(static_cast<const __nv_bfloat16*>(from) + at, to);
   }
+}
+
+template <class C>
+__device__ __forceinline__ C read_parameter(const void* from, int64_t at, Dtype dtype) {
+  C value[1];
+  read_parameters(from, at, dtype, value);
+  return value[0];
 }
 
 /// The factors of a thread's channels: the argument of the activation is
@@ -36,26 +52,30 @@ struct ChannelFactors {
   /// The channel of a lane.
   static constexpr __device__ int of(int lane) { return Access::kColumns ? lane : 0; }
 
-  /// From the moments of a channel: the mean in two parts, and rstd.
+  /// From the moments of the channels: the means in two parts, and rstd.
   template <class Problem>
-  __device__ __forceinline__ void set(const Problem& p, int i, int64_t channel, C high, C low,
-                                      C rstd) {
-    mean[i] = high;
-    scale[i] = rstd;
-    if (p.weight != nullptr) scale[i] *= read_parameter<C>(p.weight, channel, p.parameter_dtype);
-    shift[i] = p.bias == nullptr ? C(0) : read_parameter<C>(p.bias, channel, p.parameter_dtype);
-    // An infinite weight must not turn the rounding error of the mean, perhaps 0, into NaN.
-    if (scale[i] - scale[i] == C(0)) shift[i] -= low * scale[i];
+  __device__ __forceinline__ void set(const Problem& p, int64_t channel, const C (&low)[kChannels],
+                                      const C (&rstd)[kChannels]) {
+    C weight[kChannels], bias[kChannels];
+    if (p.weight != nullptr) read_parameters(p.weight, channel, p.parameter_dtype, weight);
+    if (p.bias != nullptr) read_parameters(p.bias, channel, p.parameter_dtype, bias);
+#pragma unroll
+    for (int i = 0; i < kChannels; ++i) {
+      scale[i] = p.weight == nullptr ? rstd[i] : rstd[i] * weight[i];
+      shift[i] = p.bias == nullptr ? C(0) : bias[i];
+      // An infinite weight must not turn the rounding error of the mean, perhaps 0, into NaN.
+      if (scale[i] - scale[i] == C(0)) shift[i] -= low[i] * scale[i];
+    }
   }
 
   template <class Problem>
   __device__ __forceinline__ void load(const Problem& p, int64_t channel) {
     const C* const statistics = static_cast<const C*>(p.statistics) + channel;
-#pragma unroll
-    for (int i = 0; i < kChannels; ++i) {
-      set(p, i, channel + i, statistics[i], statistics[i + p.layout.channels],
-          statistics[i + 2 * p.layout.channels]);
-    }
+    C low[kChannels], rstd[kChannels];
+    read_parameters(statistics, mean);
+    read_parameters(statistics + p.layout.channels, low);
+    read_parameters(statistics + 2 * p.layout.channels, rstd);
+    set(p, channel, low, rstd);
   }
 
   /// The argument of the activation without the residual, for both directions with the same

@@ -1,51 +1,59 @@
 #include "forward.cuh"
+#include "total.cuh"
 
 namespace torchkiln::cuda {
 namespace {
-
-constexpr int kMergeThreads = 1024;
 
 __device__ __forceinline__ void write_parameter(void* to, int64_t at, double value, Dtype dtype) {
   reduce::Result{to, dtype, 1}.store(at, value);
 }
 
-__device__ __forceinline__ void move_running(const RunningStatistic& running, int64_t channel,
-                                             double value, double momentum, Dtype dtype) {
-  if (running.data == nullptr) return;
-  const int64_t at = channel * running.stride;
-  const auto before = read_parameter<double>(running.data, at, dtype);
-  write_parameter(running.data, at, momentum * value + (1 - momentum) * before, dtype);
+__device__ __forceinline__ double read_running(const RunningStatistic& running, int64_t channel,
+                                               Dtype dtype) {
+  if (running.data == nullptr) return 0;
+  return read_parameter<double>(running.data, channel * running.stride, dtype);
 }
 
+__device__ __forceinline__ void move_running(const RunningStatistic& running, int64_t channel,
+                                             double before, double value, double momentum,
+                                             Dtype dtype) {
+  if (running.data == nullptr) return;
+  write_parameter(running.data, channel * running.stride,
+                  momentum * value + (1 - momentum) * before, dtype);
+}
+
+/// Merges the parts of kChannelsOfTotal channels in a block: sums of the distances of their means
+/// to the first one.
 template <class C>
-__global__ void __launch_bounds__(kMergeThreads)
+__global__ void __launch_bounds__(kTotalThreads)
     merge_parts(BatchNorm p, const Moments* partial, int64_t parts) {
-  constexpr int kWarps = kMergeThreads / kWarpLanes;
-  const int lane = threadIdx.x % kWarpLanes, warp = threadIdx.x / kWarpLanes;
-  const int64_t channel = int64_t{blockIdx.x} * kWarpLanes + lane;
-  __shared__ Moments shared[kWarps][kWarpLanes];
-  Moments merged{};
   wait_for_previous_kernel();
-  if (channel < p.layout.channels) {
-#pragma unroll 4
-    for (int64_t part = warp; part < parts; part += kWarps)
-      merged.merge(partial[part * p.layout.channels + channel]);
+  const int64_t channels = p.layout.channels;
+  const int64_t channel = total_channel();
+  const bool inside = channel < channels;
+  double origin = 0, running_mean = 0, running_var = 0, sums[3] = {};
+  if (inside) {
+    running_mean = read_running(p.running_mean, channel, p.running_dtype);
+    running_var = read_running(p.running_var, channel, p.running_dtype);
+    origin = partial[channel].mean;
+    each_part<Moments>(
+        parts, [&](int64_t part) { return partial[part * channels + channel]; },
+        [&](const Moments& each) {
+          const double distance = each.count == 0 ? 0 : each.mean - origin;
+          sums[0] += each.count;
+          sums[1] += each.count * distance;
+          sums[2] += each.squares + each.count * distance * distance;
+        });
   }
-  shared[warp][lane] = merged;
-  for (int half = kWarps / 2; half > 0; half /= 2) {
-    __syncthreads();
-    if (warp >= half) continue;
-    merged.merge(shared[warp + half][lane]);
-    shared[warp][lane] = merged;
-  }
-  if (warp > 0 || channel >= p.layout.channels) return;
+  if (!add_total(sums) || !inside) return;
+  const Moments merged = Moments::from_sums(sums[0], origin, sums[1], sums[2]);
   C* const to = static_cast<C*>(p.statistics) + channel;
   const C mean = static_cast<C>(merged.mean);
   to[0] = mean;
-  to[p.layout.channels] = static_cast<C>(merged.mean - static_cast<double>(mean));
-  to[2 * p.layout.channels] = static_cast<C>(1 / sqrt(merged.squares / merged.count + p.eps));
-  move_running(p.running_mean, channel, merged.mean, p.momentum, p.running_dtype);
-  move_running(p.running_var, channel, merged.squares / (merged.count - 1), p.momentum,
+  to[channels] = static_cast<C>(merged.mean - static_cast<double>(mean));
+  to[2 * channels] = static_cast<C>(1 / sqrt(merged.squares / merged.count + p.eps));
+  move_running(p.running_mean, channel, running_mean, merged.mean, p.momentum, p.running_dtype);
+  move_running(p.running_var, channel, running_var, merged.squares / (merged.count - 1), p.momentum,
                p.running_dtype);
 }
 
@@ -68,8 +76,8 @@ __global__ void __launch_bounds__(kChannelThreads)
 Status merge_moments(const BatchNorm& p, const Moments* partial, int64_t parts,
                      CUstream_st* stream) {
   Grid grid;
-  grid.blocks = dim3(static_cast<unsigned>(ceil_div(p.layout.channels, kWarpLanes)));
-  grid.threads = kMergeThreads;
+  grid.blocks = dim3(static_cast<unsigned>(ceil_div(p.layout.channels, kChannelsOfTotal)));
+  grid.threads = kTotalThreads;
   return p.dtype == Dtype::float64
              ? launch_overlapped(merge_parts<double>, grid, stream, p, partial, parts)
              : launch_overlapped(merge_parts<float>, grid, stream, p, partial, parts);

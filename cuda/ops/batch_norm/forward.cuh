@@ -21,68 +21,59 @@ Status pack_signs(const BatchNorm& p, CUstream_st* stream);
 
 namespace {
 
-// Blocks per SM: 2 x 256 threads x 8 loads x 16 B = 64 KiB in flight.
+// Blocks per SM: 2 x 32 KiB and 3 x 64 KiB of vectors in flight.
 constexpr int kMomentBlocks = 2;
-constexpr int kOutputBlocks = 2;
+constexpr int kOutputBlocks = 3;
 
-/// Sums of distances to the first element of a thread, and of their squares: few digits are lost
-/// where the mean is far from 0. The parts of a block are merged in float64, because the distance
-/// of two means far from 0 needs the digits.
+/// x, and the sums of a part in float64.
+template <class Access>
+using MomentStreams = ChannelStreams<Access, 1, false, double, double>;
+
+/// Sums of distances to the first element of the block's part of a channel, and of their squares:
+/// few digits are lost where the mean is far from 0.
 template <class Access>
 __global__ void __launch_bounds__(kChannelThreads, kMomentBlocks)
     part_moments(const typename Access::T* x, ChannelPlan plan, Moments* partial) {
-  using T = typename Access::T;
   using C = typename Access::C;
   constexpr int kLanes = Access::kLanes;
   constexpr int kChannels = Access::kColumns ? kLanes : 1;
   wait_for_previous_kernel();
-  const ChannelCursor<Access, kInFlight<Access, 8>> cursor(plan);
-  C origin[kLanes] = {}, sum[kLanes] = {}, squares[kLanes] = {};
+  const ChannelCursor<Access> cursor(plan);
+  const MomentStreams<Access> streams{{x}, nullptr, 0};
+  ChannelReader<false, MomentStreams<Access>> reader(cursor, streams);
+  C origin[kChannels] = {}, sum[kLanes] = {}, squares[kLanes] = {};
+  if (cursor.has_part())
+    widen(load_vector<kChannels>(x + cursor.first_of_channel(cursor.channel())), origin);
   int64_t count = 0;
-  cursor.template each<false>([&](int64_t at) { return load_vector<kLanes>(x + at); },
-                              [&](const Vec<T, kLanes>& item, int64_t) {
-                                C value[kLanes];
-                                widen(item, value);
+  reader.each([&](const auto& item, int64_t) {
+    C value[kLanes];
+    widen(item.of[0], value);
 #pragma unroll
-                                for (int i = 0; i < kLanes; ++i) {
-                                  if (count == 0) origin[i] = value[i];
-                                  const C distance = value[i] - origin[i];
-                                  sum[i] += distance;
-                                  squares[i] = fma(distance, distance, squares[i]);
-                                }
-                                ++count;
-                              });
-  Moments merged[kChannels] = {};
+    for (int i = 0; i < kLanes; ++i) {
+      const C distance = value[i] - origin[ChannelFactors<Access>::of(i)];
+      sum[i] += distance;
+      squares[i] = fma(distance, distance, squares[i]);
+    }
+    ++count;
+  });
+  double values[2][kLanes];
 #pragma unroll
   for (int i = 0; i < kLanes; ++i) {
-    merged[ChannelFactors<Access>::of(i)].merge(
-        Moments::from_sums(static_cast<double>(count), static_cast<double>(origin[i]),
-                           static_cast<double>(sum[i]), static_cast<double>(squares[i])));
+    values[0][i] = static_cast<double>(sum[i]);
+    values[1][i] = static_cast<double>(squares[i]);
   }
-  __shared__ double means[kChannels * kChannelThreads];
-  __shared__ double distances[kChannels * kChannelThreads];
-  __shared__ double counts[kChannelThreads];
-  merge_threads<Access>(
-      plan,
-      [&] {
-        counts[threadIdx.x] = merged[0].count;
-#pragma unroll
-        for (int i = 0; i < kChannels; ++i) {
-          means[i * kChannelThreads + threadIdx.x] = merged[i].mean;
-          distances[i * kChannelThreads + threadIdx.x] = merged[i].squares;
-        }
-      },
-      [&](int other) {
-#pragma unroll
-        for (int i = 0; i < kChannels; ++i) {
-          merged[i].merge({counts[other], means[i * kChannelThreads + other],
-                           distances[i * kChannelThreads + other]});
-        }
-      });
-  if (!cursor.is_inside() || !has_merged<Access>(plan)) return;
-#pragma unroll
-  for (int i = 0; i < kChannels; ++i)
-    partial[blockIdx.y * plan.layout.channels + cursor.channel() + i] = merged[i];
+  if constexpr (Access::kColumns) {
+    count = cursor.count_of_block();
+  } else {
+    count = reduce_block(count * kLanes);
+  }
+  Moments* const to = partial + blockIdx.y * plan.layout.channels;
+  add_threads<Access>(plan, values, [&](int64_t channel, const double (&sums)[2]) {
+    C from[1] = {};
+    if (count > 0) widen(load_vector<1>(x + cursor.first_of_channel(channel)), from);
+    to[channel] = Moments::from_sums(static_cast<double>(count), static_cast<double>(from[0]),
+                                     sums[0], sums[1]);
+  });
 }
 
 /// The factors of a thread's channels in eval mode without statistics in memory; writes the
@@ -91,22 +82,27 @@ template <class Access>
 __device__ __forceinline__ void load_running(const BatchNorm& p, int64_t channel, bool is_first,
                                              ChannelFactors<Access>& factors) {
   using C = typename Access::C;
+  constexpr int kChannels = ChannelFactors<Access>::kChannels;
+  C low[kChannels] = {}, rstd[kChannels];
 #pragma unroll
-  for (int i = 0; i < ChannelFactors<Access>::kChannels; ++i) {
+  for (int i = 0; i < kChannels; ++i) {
     const int64_t each = channel + i;
-    const C mean =
+    factors.mean[i] =
         read_parameter<C>(p.running_mean.data, each * p.running_mean.stride, p.running_dtype);
     const auto variance =
         read_parameter<double>(p.running_var.data, each * p.running_var.stride, p.running_dtype);
-    const C rstd = static_cast<C>(1 / sqrt(variance + p.eps));
-    factors.set(p, i, each, mean, C(0), rstd);
+    rstd[i] = static_cast<C>(1 / sqrt(variance + p.eps));
     if (!is_first || p.statistics == nullptr) continue;
     C* const to = static_cast<C*>(p.statistics) + each;
-    to[0] = mean;
+    to[0] = factors.mean[i];
     to[p.layout.channels] = C(0);
-    to[2 * p.layout.channels] = rstd;
+    to[2 * p.layout.channels] = rstd[i];
   }
+  factors.set(p, channel, low, rstd);
 }
+
+template <class Access>
+using OutputStreams = ChannelStreams<Access, 2, false>;
 
 template <class Access, class Act>
 __global__ void __launch_bounds__(kChannelThreads, kOutputBlocks)
@@ -115,45 +111,37 @@ __global__ void __launch_bounds__(kChannelThreads, kOutputBlocks)
   using C = typename Access::C;
   constexpr int kLanes = Access::kLanes;
   wait_for_previous_kernel();
-  const ChannelCursor<Access, kInFlight<Access, 6>> cursor(plan);
+  const ChannelCursor<Access> cursor(plan);
   if (!cursor.is_inside()) return;
+  using Streams = OutputStreams<Access>;
+  const Streams streams{
+      {static_cast<const T*>(p.x), static_cast<const T*>(p.residual)}, nullptr, 0};
+  ChannelReader<true, Streams> reader(cursor, streams);
   ChannelFactors<Access> factors;
   if (p.training) {
     factors.load(p, cursor.channel());
   } else {
     load_running(p, cursor.channel(), cursor.is_first(), factors);
   }
-  const T* const x = static_cast<const T*>(p.x);
-  const T* const residual = static_cast<const T*>(p.residual);
   T* const y = static_cast<T*>(p.y);
-  struct Item {
-    Vec<T, kLanes> x, residual;
-  };
-  cursor.template each<true>(
-      [&](int64_t at) {
-        Item item{};
-        item.x = load_vector<kLanes>(x + at);
-        if (residual != nullptr) item.residual = load_vector<kLanes>(residual + at);
-        return item;
-      },
-      [&](const Item& item, int64_t at) {
-        C z[kLanes];
-        factors.normalize(item.x, z);
-        if (residual != nullptr) add_vector(item.residual, z);
-        act.apply(z);
-        Vec<T, kLanes> result;
+  reader.each([&](const auto& item, int64_t at) {
+    C z[kLanes];
+    factors.normalize(item.of[0], z);
+    if (p.residual != nullptr) add_vector(item.of[1], z);
+    act.apply(z);
+    Vec<T, kLanes> result;
 #pragma unroll
-        for (int i = 0; i < kLanes; ++i) result.lane[i] = convert<T>(z[i]);
-        *reinterpret_cast<Vec<T, kLanes>*>(y + at) = result;
-        if constexpr (kLanes == kChannelLanes) {
-          if (p.signs == nullptr) return;
-          unsigned signs = 0;
+    for (int i = 0; i < kLanes; ++i) result.lane[i] = convert<T>(z[i]);
+    *reinterpret_cast<Vec<T, kLanes>*>(y + at) = result;
+    if constexpr (kLanes == kChannelLanes) {
+      if (p.signs == nullptr) return;
+      unsigned signs = 0;
 #pragma unroll
-          for (int i = 0; i < kLanes; ++i)
-            signs |= static_cast<unsigned>(!(convert<C>(result.lane[i]) <= C(0))) << i;
-          p.signs[at / 8] = static_cast<uint8_t>(signs);
-        }
-      });
+      for (int i = 0; i < kLanes; ++i)
+        signs |= static_cast<unsigned>(!(convert<C>(result.lane[i]) <= C(0))) << i;
+      p.signs[at / 8] = static_cast<uint8_t>(signs);
+    }
+  });
 }
 
 template <bool kColumns>
@@ -164,10 +152,10 @@ Status launch_forward(const BatchNorm& p, Allocate allocate, CUstream_st* stream
     Grid grid;
     Status status;
     if (p.training) {
-      const ChannelPlan plan =
-          make_channel_plan<Access>(p.layout, kInFlight<Access, 8>, kMomentBlocks);
+      const ChannelPlan plan = make_channel_plan<Access>(p.layout, kMomentBlocks);
       status = grid_of(plan, grid);
       if (!status.ok()) return status;
+      grid.shared_bytes = MomentStreams<Access>::kSharedBytes;
       const auto moments = static_cast<size_t>(plan.parts * p.layout.channels);
       auto* const partial = static_cast<Moments*>(allocate(moments * sizeof(Moments)));
       status = launch_overlapped(part_moments<Access>, grid, stream, static_cast<const T*>(p.x),
@@ -176,10 +164,10 @@ Status launch_forward(const BatchNorm& p, Allocate allocate, CUstream_st* stream
       status = merge_moments(p, partial, plan.parts, stream);
       if (!status.ok()) return status;
     }
-    const ChannelPlan plan =
-        make_channel_plan<Access>(p.layout, kInFlight<Access, 6>, kOutputBlocks);
+    const ChannelPlan plan = make_channel_plan<Access>(p.layout, kOutputBlocks);
     status = grid_of(plan, grid);
     if (!status.ok()) return status;
+    grid.shared_bytes = OutputStreams<Access>::kSharedBytes;
     status = with_channel_activation<Access>(p.activation, [&](auto act) {
       return launch_overlapped(channel_outputs<Access, decltype(act)>, grid, stream, p, plan, act);
     });

@@ -16,18 +16,6 @@ struct Moments {
     const double rest = squares - sum * from_origin;
     return {count, origin + from_origin, rest < 0 ? 0 : rest};
   }
-
-  /// Adds another set: the squared distance of the means, times n1 n2 / (n1 + n2), is added to the
-  /// sum of squares.
-  __device__ __forceinline__ void merge(const Moments& other) {
-    if (other.count == 0) return;
-    const double all = count + other.count;
-    const double distance = other.mean - mean;
-    const double share = other.count / all;
-    squares += other.squares + distance * distance * share * count;
-    mean = count == 0 ? other.mean : mean + distance * share;
-    count = all;
-  }
 };
 
 }  // namespace torchkiln::cuda
