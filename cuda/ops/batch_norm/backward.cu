@@ -6,10 +6,12 @@ namespace {
 
 template <class C>
 __global__ void __launch_bounds__(kTotalThreads)
-    add_sums(BatchNormBackward p, const C* partial, int64_t parts, C* coefficients) {
+    add_sums(BatchNormBackward p, const C* partial, int64_t parts, int64_t columns,
+             C* coefficients) {
   wait_for_previous_kernel();
   const int64_t channels = p.layout.channels;
-  const int64_t channel = total_channel();
+  const ChannelParts own(parts, 2 * columns, columns, channels);
+  const int64_t channel = own.channel();
   const bool inside = channel < channels;
   double sums[2] = {}, low = 0, rstd = 0;
   if (inside) {
@@ -19,18 +21,13 @@ __global__ void __launch_bounds__(kTotalThreads)
     struct Part {
       C sum, product;
     };
-    each_part<Part>(
-        parts,
-        [&](int64_t part) {
-          const C* const from = partial + 2 * part * channels + channel;
-          return Part{from[0], from[channels]};
-        },
-        [&](const Part& each) {
-          sums[0] += static_cast<double>(each.sum);
-          sums[1] += static_cast<double>(each.product);
-        });
+    own.each<Part>([&](int64_t at) { return Part{partial[at], partial[at + columns]}; },
+                   [&](const Part& each) {
+                     sums[0] += static_cast<double>(each.sum);
+                     sums[1] += static_cast<double>(each.product);
+                   });
   }
-  if (!add_total(sums) || !inside) return;
+  if (!add_total(own, sums) || !inside) return;
   const double sum = sums[0];
   const double product = (sums[1] - low * sum) * rstd;
   if (p.grad_weight != nullptr)
@@ -45,21 +42,22 @@ __global__ void __launch_bounds__(kTotalThreads)
 }  // namespace
 
 Status add_channel_sums(const BatchNormBackward& p, const void* partial, int64_t parts,
-                        void* coefficients, CUstream_st* stream) {
+                        int64_t columns, void* coefficients, CUstream_st* stream) {
   Grid grid;
   grid.blocks = dim3(static_cast<unsigned>(ceil_div(p.layout.channels, kChannelsOfTotal)));
   grid.threads = kTotalThreads;
   const auto launch = [&](auto tag) {
     using C = typename decltype(tag)::type;
     return launch_overlapped(add_sums<C>, grid, stream, p, static_cast<const C*>(partial), parts,
-                             static_cast<C*>(coefficients));
+                             columns, static_cast<C*>(coefficients));
   };
   return p.dtype == Dtype::float64 ? launch(TypeTag<double>{}) : launch(TypeTag<float>{});
 }
 
 Status batch_norm_backward(const BatchNormBackward& p, Allocate allocate, CUstream_st* stream) {
-  return p.layout.inner == 1 ? batch_norm_backward_rows(p, allocate, stream)
-                             : batch_norm_backward_planes(p, allocate, stream);
+  return p.layout.inner == 1 || folds_planes(p.layout)
+             ? batch_norm_backward_rows(p, allocate, stream)
+             : batch_norm_backward_planes(p, allocate, stream);
 }
 
 }  // namespace torchkiln::cuda

@@ -11,10 +11,11 @@ Status batch_norm_backward_rows(const BatchNormBackward& p, Allocate allocate, C
 Status batch_norm_backward_planes(const BatchNormBackward& p, Allocate allocate,
                                   CUstream_st* stream);
 
-/// Adds the sums of `parts` parts of each channel, [parts, 2, channels]: the gradients of weight
-/// and bias, and [2, channels] coefficients of grad_x.
+/// Adds the sums of `parts` parts of each channel: the gradients of weight and bias, and
+/// [2, channels] coefficients of grad_x. `partial` is [parts, 2, columns] with one or more columns
+/// for each channel.
 Status add_channel_sums(const BatchNormBackward& p, const void* partial, int64_t parts,
-                        void* coefficients, CUstream_st* stream);
+                        int64_t columns, void* coefficients, CUstream_st* stream);
 
 namespace {
 
@@ -81,7 +82,9 @@ __global__ void __launch_bounds__(kChannelThreads, kBackwardBlocks)
   const auto streams = gradient_streams<Access, Act>(p, static_cast<const T*>(p.grad), false);
   ChannelReader<false, GradientStreams<Access, Act>> reader(cursor, streams);
   ChannelFactors<Access> factors{};
-  if (cursor.is_inside()) factors.load(p, cursor.channel());
+  int64_t channels[factors.kChannels];
+  cursor.channels(channels);
+  if (cursor.is_inside()) factors.load(p, channels);
   C sums[2][kLanes] = {};
   reader.each([&](const auto& item, int64_t at) {
     C g[kLanes], from_mean[kLanes];
@@ -117,14 +120,13 @@ __global__ void __launch_bounds__(kChannelThreads, kBackwardBlocks)
   const auto streams = gradient_streams<Access, Act>(p, grad, is_g);
   ChannelReader<true, GradientStreams<Access, Act>> reader(cursor, streams);
   ChannelFactors<Access> factors;
-  factors.load(p, cursor.channel());
+  int64_t channels[kChannels];
+  cursor.channels(channels);
+  factors.load(p, channels);
   C slope[kChannels] = {}, level[kChannels] = {};
   if (p.training) {
-#pragma unroll
-    for (int i = 0; i < kChannels; ++i) {
-      slope[i] = coefficients[cursor.channel() + i];
-      level[i] = coefficients[cursor.channel() + i + p.layout.channels];
-    }
+    read_each<C>(coefficients, channels, slope);
+    read_each<C>(coefficients + p.layout.channels, channels, level);
   }
   reader.each([&](const auto& item, int64_t at) {
     C g[kLanes], from_mean[kLanes];
@@ -163,8 +165,8 @@ Status launch_backward(const BatchNormBackward& p, Allocate allocate, CUstream_s
       C* coefficients = nullptr;
       Status status;
       if (p.needs_sums()) {
-        partial =
-            static_cast<C*>(allocate(static_cast<size_t>(plan.parts) * 2 * channels * sizeof(C)));
+        partial = static_cast<C*>(
+            allocate(static_cast<size_t>(plan.parts * plan.columns) * 2 * sizeof(C)));
         coefficients = static_cast<C*>(allocate(2 * channels * sizeof(C)));
       }
       if (p.needs_sums() || p.grad_residual != nullptr) {
@@ -172,7 +174,7 @@ Status launch_backward(const BatchNormBackward& p, Allocate allocate, CUstream_s
         if (!status.ok()) return status;
       }
       if (p.needs_sums()) {
-        status = add_channel_sums(p, partial, plan.parts, coefficients, stream);
+        status = add_channel_sums(p, partial, plan.parts, plan.columns, coefficients, stream);
         if (!status.ok()) return status;
       }
       if (p.grad_x == nullptr) return status;

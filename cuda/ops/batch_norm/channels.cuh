@@ -7,7 +7,9 @@
 // columns and every parts-th group of threads_y rows; a thread keeps its kLanes columns.
 //
 // Otherwise a channel is `outer` planes of adjacent elements. Block (x, y) has channel x and every
-// parts-th group of threads_y segments, each a plane or a piece of one.
+// parts-th group of threads_y segments, each a plane or a piece of one. Many planes, small ones,
+// and those that do not consist of whole vectors are folded: rows of a matrix [outer, channels *
+// inner], whose columns are added to channels at the end.
 
 #include "detail/reduce/columns.cuh"
 #include "torchkiln/device/alignment.cuh"
@@ -31,9 +33,21 @@ struct ChannelPlan {
   int64_t tiles;        // blocks along x: tiles of columns, or channels
   int64_t parts;        // blocks along y
   int64_t rows;         // rows, or segments of all planes
+  int64_t columns;      // of a row
+  Divisor period{};     // columns of a channel
   int64_t segment = 0;  // elements of a segment
   Divisor segments{};   // of a plane
 };
+
+/// Whether the planes are read as rows of all channels. The partial sums take up to 24 bytes per
+/// column: if planes have whole vectors, that pays for many rows only.
+inline bool folds_planes(const ChannelLayout& layout) {
+  constexpr int64_t kSmallPlane = 256;
+  const int64_t columns = layout.channels * layout.inner;
+  const bool in_vectors = layout.inner % kChannelLanes == 0 && layout.inner >= kSmallPlane;
+  return layout.inner > 1 && layout.outer >= (in_vectors ? 128 : 32) && columns <= INT32_MAX &&
+         columns % kChannelLanes == 0;
+}
 
 namespace {
 
@@ -44,8 +58,7 @@ struct ChannelAccess {
   using C = Compute<T>;
   static constexpr bool kColumns = Columns;
   static constexpr int kLanes = Lanes;
-  /// Vectors of a segment per thread; a power of 2.
-  static constexpr int kItems = Lanes == 1 ? 8 : 4;
+  static constexpr int kItems = 8;  // vectors of a segment per thread
 };
 
 /// The elements of a thread and of its block.
@@ -58,39 +71,50 @@ class ChannelCursor {
     first_ = int64_t{blockIdx.y} * plan.threads_y + ty;
     step_ = int64_t{gridDim.y} * plan.threads_y;
     if constexpr (Access::kColumns) {
-      channel_ = (int64_t{blockIdx.x} * plan.threads_x + tx) * Access::kLanes;
+      column_ = (int64_t{blockIdx.x} * plan.threads_x + tx) * Access::kLanes;
     } else {
-      channel_ = blockIdx.x;
+      column_ = blockIdx.x;
       place_ = int64_t{tx} * Access::kLanes;
     }
-    inside_ = ty < plan.threads_y && channel_ < plan.layout.channels;
+    inside_ = ty < plan.threads_y && (!Access::kColumns || column_ < plan.columns);
     rows_ = inside_ && first_ < plan.rows ? (plan.rows - first_ + step_ - 1) / step_ : 0;
   }
 
-  /// The channel of the first lane.
-  __device__ __forceinline__ int64_t channel() const { return channel_; }
+  /// The column of the first lane; the channel of planes.
+  __device__ __forceinline__ int64_t column() const { return column_; }
+  /// The channels of the columns, or the one of planes.
+  template <int N>
+  __device__ __forceinline__ void channels(int64_t (&to)[N]) const {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      to[i] = column_ + i;
+      if (plan_.period.divisor() > 1)
+        to[i] = plan_.period.quotient(static_cast<uint32_t>(column_ + i));
+    }
+  }
   __device__ __forceinline__ bool is_inside() const { return inside_; }
-  /// Whether this is the only thread that has the channel and takes its first element.
-  __device__ __forceinline__ bool is_first() const {
-    return inside_ && first_ == 0 && (Access::kColumns || place_ == 0);
+  /// Whether a lane has the first element of its channel.
+  __device__ __forceinline__ bool is_first(int lane, int64_t channel) const {
+    if (!inside_ || first_ > 0) return false;
+    return Access::kColumns ? column_ + lane == channel * plan_.period.divisor() : place_ == 0;
   }
 
-  /// The elements of the block's part of a channel.
+  /// The rows of the block.
   __device__ __forceinline__ int64_t count_of_block() const {
     const int64_t full = plan_.rows / step_, rest = plan_.rows % step_;
     int64_t last = rest - int64_t{blockIdx.y} * plan_.threads_y;
     last = last < 0 ? 0 : last > plan_.threads_y ? plan_.threads_y : last;
     return full * plan_.threads_y + last;
   }
-  /// The index of the first element of the block's part of a channel, which is not empty.
-  __device__ __forceinline__ int64_t first_of_channel(int64_t channel) const {
+  /// The index of the first element of the block in a column or a channel of planes.
+  __device__ __forceinline__ int64_t first_of_column(int64_t column) const {
     const int64_t row = int64_t{blockIdx.y} * plan_.threads_y;
-    if constexpr (Access::kColumns) return row * plan_.layout.channels + channel;
+    if constexpr (Access::kColumns) return row * plan_.columns + column;
     const uint32_t outer = plan_.segments.quotient(static_cast<uint32_t>(row));
-    return (int64_t{outer} * plan_.layout.channels + channel) * plan_.layout.inner +
+    return (int64_t{outer} * plan_.layout.channels + column) * plan_.layout.inner +
            int64_t{static_cast<uint32_t>(row) - outer * plan_.segments.divisor()} * plan_.segment;
   }
-  /// Whether the block has a part of the thread's channels that is not empty.
+  /// Whether the thread has columns, and the block rows.
   __device__ __forceinline__ bool has_part() const {
     return inside_ && int64_t{blockIdx.y} * plan_.threads_y < plan_.rows;
   }
@@ -100,7 +124,7 @@ class ChannelCursor {
   friend class ChannelWalk;
 
   const ChannelPlan& plan_;
-  int64_t channel_ = 0;
+  int64_t column_ = 0;
   int64_t place_ = 0;
   int64_t first_;
   int64_t step_;
@@ -133,7 +157,7 @@ class ChannelWalk {
 
   __device__ __forceinline__ void next() {
     if constexpr (Access::kColumns) {
-      const int64_t stride = cursor_.step_ * cursor_.plan_.layout.channels;
+      const int64_t stride = cursor_.step_ * cursor_.plan_.columns;
       base_ += kBackwards ? -stride : stride;
       --rows_;
     } else {
@@ -150,7 +174,7 @@ class ChannelWalk {
   __device__ __forceinline__ void enter() {
     const ChannelPlan& plan = cursor_.plan_;
     if constexpr (Access::kColumns) {
-      base_ = row_ * plan.layout.channels + cursor_.channel_;
+      base_ = row_ * plan.columns + cursor_.column_;
     } else {
       item_ = 0;
       end_ = 0;
@@ -160,7 +184,7 @@ class ChannelWalk {
       const int64_t begin = int64_t{row - outer * plan.segments.divisor()} * plan.segment;
       end_ = min(begin + plan.segment, plan.layout.inner);
       place_ = begin + cursor_.place_;
-      base_ = (int64_t{outer} * plan.layout.channels + cursor_.channel_) * plan.layout.inner;
+      base_ = (int64_t{outer} * plan.layout.channels + cursor_.column_) * plan.layout.inner;
     }
   }
 
@@ -180,14 +204,17 @@ ChannelPlan make_channel_plan(const ChannelLayout& layout, int blocks) {
   ChannelPlan plan{};
   plan.layout = layout;
   if constexpr (Access::kColumns) {
+    plan.columns = layout.channels * layout.inner;
+    plan.period = Divisor(static_cast<uint32_t>(layout.inner));
     const reduce::columns::Plan columns =
-        reduce::columns::make_plan(layout.outer, layout.channels, kLanes, blocks);
+        reduce::columns::make_plan(layout.outer, plan.columns, kLanes, blocks);
     plan.threads_x = columns.threads_x;
     plan.threads_y = columns.threads_y;
     plan.tiles = columns.tiles;
     plan.parts = columns.chunks;
     plan.rows = layout.outer;
   } else {
+    plan.columns = layout.channels;
     const int64_t vectors = ceil_div(layout.inner, kLanes);
     plan.threads_x = 1;
     while (plan.threads_x < kChannelThreads && int64_t{plan.threads_x} * kItems < vectors)
@@ -219,7 +246,7 @@ inline Status grid_of(const ChannelPlan& plan, Grid& grid) {
 template <bool kColumns, class Body>
 Status with_channel_access(Dtype dtype, const ChannelLayout& layout,
                            std::initializer_list<const void*> tensors, const Body& body) {
-  bool in_vectors = (kColumns ? layout.channels : layout.inner) % kChannelLanes == 0;
+  bool in_vectors = (kColumns ? layout.channels * layout.inner : layout.inner) % kChannelLanes == 0;
   for (const void* tensor : tensors) in_vectors = in_vectors && aligned(tensor);
   return dispatch_floating(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;

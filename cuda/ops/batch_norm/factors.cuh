@@ -9,33 +9,34 @@
 namespace torchkiln::cuda {
 namespace {
 
-template <class C, class P, int N>
-__device__ __forceinline__ void read_parameters(const P* from, C (&to)[N]) {
+template <class P, class C, int N>
+__device__ __forceinline__ void read_each(const void* from, const int64_t (&at)[N], C (&to)[N]) {
 #pragma unroll
-  for (int i = 0; i < N; ++i) to[i] = convert<C>(convert<Compute<P>>(from[i]));
+  for (int i = 0; i < N; ++i)
+    to[i] = convert<C>(convert<Compute<P>>(static_cast<const P*>(from)[at[i]]));
 }
 
-/// Reads N adjacent numbers of a parameter. The dtype is tested once, so that all loads are in
-/// flight together.
+/// Reads N numbers of a parameter. The dtype is tested once, so that all loads are in flight
+/// together.
 template <class C, int N>
-__device__ __forceinline__ void read_parameters(const void* from, int64_t at, Dtype dtype,
-                                                C (&to)[N]) {
+__device__ __forceinline__ void read_parameters(const void* from, const int64_t (&at)[N],
+                                                Dtype dtype, C (&to)[N]) {
   switch (dtype) {
     case Dtype::float32:
-      return read_parameters(static_cast<const float*>(from) + at, to);
+      return read_each<float>(from, at, to);
     case Dtype::float64:
-      return read_parameters(static_cast<const double*>(from) + at, to);
+      return read_each<double>(from, at, to);
     case Dtype::float16:
-      return read_parameters(static_cast<const __half*>(from) + at, to);
+      return read_each<__half>(from, at, to);
     default:
-      return read_parameters(static_cast<const __nv_bfloat16*>(from) + at, to);
+      return read_each<__nv_bfloat16>(from, at, to);
   }
 }
 
 template <class C>
 __device__ __forceinline__ C read_parameter(const void* from, int64_t at, Dtype dtype) {
   C value[1];
-  read_parameters(from, at, dtype, value);
+  read_parameters(from, {at}, dtype, value);
   return value[0];
 }
 
@@ -54,11 +55,11 @@ struct ChannelFactors {
 
   /// From the moments of the channels: the means in two parts, and rstd.
   template <class Problem>
-  __device__ __forceinline__ void set(const Problem& p, int64_t channel, const C (&low)[kChannels],
-                                      const C (&rstd)[kChannels]) {
+  __device__ __forceinline__ void set(const Problem& p, const int64_t (&channels)[kChannels],
+                                      const C (&low)[kChannels], const C (&rstd)[kChannels]) {
     C weight[kChannels], bias[kChannels];
-    if (p.weight != nullptr) read_parameters(p.weight, channel, p.parameter_dtype, weight);
-    if (p.bias != nullptr) read_parameters(p.bias, channel, p.parameter_dtype, bias);
+    if (p.weight != nullptr) read_parameters(p.weight, channels, p.parameter_dtype, weight);
+    if (p.bias != nullptr) read_parameters(p.bias, channels, p.parameter_dtype, bias);
 #pragma unroll
     for (int i = 0; i < kChannels; ++i) {
       scale[i] = p.weight == nullptr ? rstd[i] : rstd[i] * weight[i];
@@ -69,13 +70,13 @@ struct ChannelFactors {
   }
 
   template <class Problem>
-  __device__ __forceinline__ void load(const Problem& p, int64_t channel) {
-    const C* const statistics = static_cast<const C*>(p.statistics) + channel;
+  __device__ __forceinline__ void load(const Problem& p, const int64_t (&channels)[kChannels]) {
+    const C* const statistics = static_cast<const C*>(p.statistics);
     C low[kChannels], rstd[kChannels];
-    read_parameters(statistics, mean);
-    read_parameters(statistics + p.layout.channels, low);
-    read_parameters(statistics + 2 * p.layout.channels, rstd);
-    set(p, channel, low, rstd);
+    read_each<C>(statistics, channels, mean);
+    read_each<C>(statistics + p.layout.channels, channels, low);
+    read_each<C>(statistics + 2 * p.layout.channels, channels, rstd);
+    set(p, channels, low, rstd);
   }
 
   /// The argument of the activation without the residual, for both directions with the same

@@ -26,26 +26,26 @@ __device__ __forceinline__ void move_running(const RunningStatistic& running, in
 /// to the first one.
 template <class C>
 __global__ void __launch_bounds__(kTotalThreads)
-    merge_parts(BatchNorm p, const Moments* partial, int64_t parts) {
+    merge_parts(BatchNorm p, const Moments* partial, int64_t parts, int64_t columns) {
   wait_for_previous_kernel();
   const int64_t channels = p.layout.channels;
-  const int64_t channel = total_channel();
+  const ChannelParts own(parts, columns, columns, channels);
+  const int64_t channel = own.channel();
   const bool inside = channel < channels;
   double origin = 0, running_mean = 0, running_var = 0, sums[3] = {};
   if (inside) {
     running_mean = read_running(p.running_mean, channel, p.running_dtype);
     running_var = read_running(p.running_var, channel, p.running_dtype);
-    origin = partial[channel].mean;
-    each_part<Moments>(
-        parts, [&](int64_t part) { return partial[part * channels + channel]; },
-        [&](const Moments& each) {
-          const double distance = each.count == 0 ? 0 : each.mean - origin;
-          sums[0] += each.count;
-          sums[1] += each.count * distance;
-          sums[2] += each.squares + each.count * distance * distance;
-        });
+    origin = partial[own.at(0)].mean;
+    own.each<Moments>([&](int64_t at) { return partial[at]; },
+                      [&](const Moments& each) {
+                        const double distance = each.count == 0 ? 0 : each.mean - origin;
+                        sums[0] += each.count;
+                        sums[1] += each.count * distance;
+                        sums[2] += each.squares + each.count * distance * distance;
+                      });
   }
-  if (!add_total(sums) || !inside) return;
+  if (!add_total(own, sums) || !inside) return;
   const Moments merged = Moments::from_sums(sums[0], origin, sums[1], sums[2]);
   C* const to = static_cast<C*>(p.statistics) + channel;
   const C mean = static_cast<C>(merged.mean);
@@ -73,14 +73,14 @@ __global__ void __launch_bounds__(kChannelThreads)
 
 }  // namespace
 
-Status merge_moments(const BatchNorm& p, const Moments* partial, int64_t parts,
+Status merge_moments(const BatchNorm& p, const Moments* partial, int64_t parts, int64_t columns,
                      CUstream_st* stream) {
   Grid grid;
   grid.blocks = dim3(static_cast<unsigned>(ceil_div(p.layout.channels, kChannelsOfTotal)));
   grid.threads = kTotalThreads;
   return p.dtype == Dtype::float64
-             ? launch_overlapped(merge_parts<double>, grid, stream, p, partial, parts)
-             : launch_overlapped(merge_parts<float>, grid, stream, p, partial, parts);
+             ? launch_overlapped(merge_parts<double>, grid, stream, p, partial, parts, columns)
+             : launch_overlapped(merge_parts<float>, grid, stream, p, partial, parts, columns);
 }
 
 Status pack_signs(const BatchNorm& p, CUstream_st* stream) {
@@ -98,8 +98,8 @@ Status pack_signs(const BatchNorm& p, CUstream_st* stream) {
 }
 
 Status batch_norm(const BatchNorm& p, Allocate allocate, CUstream_st* stream) {
-  return p.layout.inner == 1 ? batch_norm_rows(p, allocate, stream)
-                             : batch_norm_planes(p, allocate, stream);
+  return p.layout.inner == 1 || folds_planes(p.layout) ? batch_norm_rows(p, allocate, stream)
+                                                       : batch_norm_planes(p, allocate, stream);
 }
 
 }  // namespace torchkiln::cuda

@@ -11,9 +11,9 @@ namespace torchkiln::cuda {
 Status batch_norm_rows(const BatchNorm& p, Allocate allocate, CUstream_st* stream);
 Status batch_norm_planes(const BatchNorm& p, Allocate allocate, CUstream_st* stream);
 
-/// Merges the moments of `parts` parts of each channel, [parts, channels], into the statistics and
-/// the running ones.
-Status merge_moments(const BatchNorm& p, const Moments* partial, int64_t parts,
+/// Merges the moments of `parts` parts of each channel into the statistics and the running ones.
+/// `partial` is [parts, columns] with one or more columns for each channel.
+Status merge_moments(const BatchNorm& p, const Moments* partial, int64_t parts, int64_t columns,
                      CUstream_st* stream);
 
 /// Packs the signs of y, for kernels without vectors.
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kChannelThreads, kMomentBlocks)
   ChannelReader<false, MomentStreams<Access>> reader(cursor, streams);
   C origin[kChannels] = {}, sum[kLanes] = {}, squares[kLanes] = {};
   if (cursor.has_part())
-    widen(load_vector<kChannels>(x + cursor.first_of_channel(cursor.channel())), origin);
+    widen(load_vector<kChannels>(x + cursor.first_of_column(cursor.column())), origin);
   int64_t count = 0;
   reader.each([&](const auto& item, int64_t) {
     C value[kLanes];
@@ -67,38 +67,39 @@ __global__ void __launch_bounds__(kChannelThreads, kMomentBlocks)
   } else {
     count = reduce_block(count * kLanes);
   }
-  Moments* const to = partial + blockIdx.y * plan.layout.channels;
-  add_threads<Access>(plan, values, [&](int64_t channel, const double (&sums)[2]) {
+  Moments* const to = partial + blockIdx.y * plan.columns;
+  add_threads<Access>(plan, values, [&](int64_t column, const double (&sums)[2]) {
     C from[1] = {};
-    if (count > 0) widen(load_vector<1>(x + cursor.first_of_channel(channel)), from);
-    to[channel] = Moments::from_sums(static_cast<double>(count), static_cast<double>(from[0]),
-                                     sums[0], sums[1]);
+    if (count > 0) widen(load_vector<1>(x + cursor.first_of_column(column)), from);
+    to[column] = Moments::from_sums(static_cast<double>(count), static_cast<double>(from[0]),
+                                    sums[0], sums[1]);
   });
 }
 
 /// The factors of a thread's channels in eval mode without statistics in memory; writes the
 /// statistics for backward if they are wanted.
-template <class Access>
-__device__ __forceinline__ void load_running(const BatchNorm& p, int64_t channel, bool is_first,
+template <class Access, int kChannels>
+__device__ __forceinline__ void load_running(const BatchNorm& p,
+                                             const ChannelCursor<Access>& cursor,
+                                             const int64_t (&channels)[kChannels],
                                              ChannelFactors<Access>& factors) {
   using C = typename Access::C;
-  constexpr int kChannels = ChannelFactors<Access>::kChannels;
   C low[kChannels] = {}, rstd[kChannels];
 #pragma unroll
   for (int i = 0; i < kChannels; ++i) {
-    const int64_t each = channel + i;
+    const int64_t channel = channels[i];
     factors.mean[i] =
-        read_parameter<C>(p.running_mean.data, each * p.running_mean.stride, p.running_dtype);
+        read_parameter<C>(p.running_mean.data, channel * p.running_mean.stride, p.running_dtype);
     const auto variance =
-        read_parameter<double>(p.running_var.data, each * p.running_var.stride, p.running_dtype);
+        read_parameter<double>(p.running_var.data, channel * p.running_var.stride, p.running_dtype);
     rstd[i] = static_cast<C>(1 / sqrt(variance + p.eps));
-    if (!is_first || p.statistics == nullptr) continue;
-    C* const to = static_cast<C*>(p.statistics) + each;
+    if (p.statistics == nullptr || !cursor.is_first(i, channel)) continue;
+    C* const to = static_cast<C*>(p.statistics) + channel;
     to[0] = factors.mean[i];
     to[p.layout.channels] = C(0);
     to[2 * p.layout.channels] = rstd[i];
   }
-  factors.set(p, channel, low, rstd);
+  factors.set(p, channels, low, rstd);
 }
 
 template <class Access>
@@ -118,10 +119,12 @@ __global__ void __launch_bounds__(kChannelThreads, kOutputBlocks)
       {static_cast<const T*>(p.x), static_cast<const T*>(p.residual)}, nullptr, 0};
   ChannelReader<true, Streams> reader(cursor, streams);
   ChannelFactors<Access> factors;
+  int64_t channels[factors.kChannels];
+  cursor.channels(channels);
   if (p.training) {
-    factors.load(p, cursor.channel());
+    factors.load(p, channels);
   } else {
-    load_running(p, cursor.channel(), cursor.is_first(), factors);
+    load_running(p, cursor, channels, factors);
   }
   T* const y = static_cast<T*>(p.y);
   reader.each([&](const auto& item, int64_t at) {
@@ -156,12 +159,12 @@ Status launch_forward(const BatchNorm& p, Allocate allocate, CUstream_st* stream
       status = grid_of(plan, grid);
       if (!status.ok()) return status;
       grid.shared_bytes = MomentStreams<Access>::kSharedBytes;
-      const auto moments = static_cast<size_t>(plan.parts * p.layout.channels);
+      const auto moments = static_cast<size_t>(plan.parts * plan.columns);
       auto* const partial = static_cast<Moments*>(allocate(moments * sizeof(Moments)));
       status = launch_overlapped(part_moments<Access>, grid, stream, static_cast<const T*>(p.x),
                                  plan, partial);
       if (!status.ok()) return status;
-      status = merge_moments(p, partial, plan.parts, stream);
+      status = merge_moments(p, partial, plan.parts, plan.columns, stream);
       if (!status.ok()) return status;
     }
     const ChannelPlan plan = make_channel_plan<Access>(p.layout, kOutputBlocks);

@@ -160,8 +160,9 @@ class ChannelReader {
   ChannelWalk<Access, kBackwards> ahead_;
 };
 
-/// Adds the values of the threads of a block that have the same channels and calls
-/// use(channel, sums) in one thread for each channel. Reuses the shared memory of the ring.
+/// Adds the values of the threads of a block that have the same columns, or of all threads if it
+/// has planes of one channel, and calls use(column or channel, sums) once for each. Reuses the
+/// shared memory of the ring.
 template <class Access, int kValues, class S, class Use>
 __device__ __forceinline__ void add_threads(const ChannelPlan& plan,
                                             const S (&values)[kValues][Access::kLanes],
@@ -184,8 +185,8 @@ __device__ __forceinline__ void add_threads(const ChannelPlan& plan,
     }
     __syncthreads();
     for (int column = threadIdx.x; column < width; column += kChannelThreads) {
-      const int64_t channel = int64_t{blockIdx.x} * width + column;
-      if (channel >= plan.layout.channels) return;
+      const int64_t at = int64_t{blockIdx.x} * width + column;
+      if (at >= plan.columns) return;
       S sums[kValues] = {};
 #pragma unroll 4
       for (int row = 0; row < plan.threads_y; ++row) {
@@ -193,7 +194,7 @@ __device__ __forceinline__ void add_threads(const ChannelPlan& plan,
         for (int v = 0; v < kValues; ++v)
           sums[v] += shared[(v * plan.threads_y + row) * width + column];
       }
-      use(channel, sums);
+      use(at, sums);
     }
   } else {
     S sums[kValues] = {};

@@ -1,7 +1,7 @@
 #pragma once
 
-// Totals of the parts of each channel: a block has kChannelsOfTotal channels, and each thread every
-// kPartsOfTotal-th part of one.
+// Totals of the parts of each channel. A block has kChannelsOfTotal channels, each of them
+// kThreadsOfTotal threads.
 
 #include "torchkiln/device/warp.cuh"
 
@@ -10,50 +10,80 @@ namespace {
 
 constexpr int kTotalThreads = 512;
 constexpr int kChannelsOfTotal = 8;  // 32 bytes of float32, a sector
-constexpr int kPartsOfTotal = kTotalThreads / kChannelsOfTotal;
+constexpr int kThreadsOfTotal = kTotalThreads / kChannelsOfTotal;
 
-__device__ __forceinline__ int64_t total_channel() {
-  return int64_t{blockIdx.x} * kChannelsOfTotal + threadIdx.x % kChannelsOfTotal;
-}
-
-/// Calls use(load(part)) for each part of the thread's channel; the loads are issued in groups.
-template <class Part, class Load, class Use>
-__device__ __forceinline__ void each_part(int64_t parts, const Load& load, const Use& use) {
-  constexpr int kLoads = 6;
-  for (int64_t first = threadIdx.x / kChannelsOfTotal; first < parts;
-       first += kLoads * kPartsOfTotal) {
-    Part items[kLoads] = {};
-#pragma unroll
-    for (int k = 0; k < kLoads; ++k)
-      if (first + k * kPartsOfTotal < parts) items[k] = load(first + k * kPartsOfTotal);
-#pragma unroll
-    for (int k = 0; k < kLoads; ++k) use(items[k]);
+/// The partial sums of a channel that a thread adds. Threads with adjacent indices have adjacent
+/// channels, or adjacent columns of one channel.
+class ChannelParts {
+ public:
+  /// `stride`: from one part to the next.
+  __device__ __forceinline__ ChannelParts(int64_t parts, int64_t stride, int64_t columns,
+                                          int64_t channels)
+      : stride_(stride), period_(static_cast<uint32_t>(columns / channels)) {
+    const int thread = static_cast<int>(threadIdx.x);
+    count_ = static_cast<uint32_t>(parts) * period_;
+    within_block_ = period_ > 1 ? thread / kThreadsOfTotal : thread % kChannelsOfTotal;
+    first_ = period_ > 1 ? thread % kThreadsOfTotal : thread / kChannelsOfTotal;
   }
-}
 
-/// Adds the sums of the threads that have the same channel; returns true in the thread that has the
+  __device__ __forceinline__ int64_t channel() const {
+    return int64_t{blockIdx.x} * kChannelsOfTotal + within_block_;
+  }
+  /// The channel's number in the block.
+  __device__ __forceinline__ int within_block() const { return within_block_; }
+  /// The thread's number among those of the channel.
+  __device__ __forceinline__ int thread() const { return first_; }
+
+  /// The index of a partial sum of the channel.
+  __device__ __forceinline__ int64_t at(uint32_t i) const {
+    if (period_ == 1) return i * stride_ + channel();
+    const uint32_t part = i / period_;
+    return part * stride_ + channel() * period_ + (i - part * period_);
+  }
+
+  /// Calls use(load(index)) for each partial sum of the thread; loads are issued in groups.
+  template <class Part, class Load, class Use>
+  __device__ __forceinline__ void each(const Load& load, const Use& use) const {
+    constexpr int kLoads = 6;
+    for (uint32_t first = first_; first < count_; first += kLoads * kThreadsOfTotal) {
+      Part items[kLoads] = {};
+#pragma unroll
+      for (int k = 0; k < kLoads; ++k)
+        if (first + k * kThreadsOfTotal < count_) items[k] = load(at(first + k * kThreadsOfTotal));
+#pragma unroll
+      for (int k = 0; k < kLoads; ++k) use(items[k]);
+    }
+  }
+
+ private:
+  int64_t stride_;
+  uint32_t period_;
+  uint32_t count_;
+  int within_block_;
+  int first_;
+};
+
+/// Adds the sums of the threads that have the same channel; returns true in the one that has the
 /// totals.
 template <int kValues>
-__device__ __forceinline__ bool add_total(double (&sums)[kValues]) {
+__device__ __forceinline__ bool add_total(const ChannelParts& own, double (&sums)[kValues]) {
   using device::kWarpLanes;
-  constexpr int kWarps = kTotalThreads / kWarpLanes;
-  __shared__ double shared[kValues][kWarps][kChannelsOfTotal];
+  static_assert(kThreadsOfTotal == 2 * kWarpLanes);
+  __shared__ double shared[kValues][kChannelsOfTotal][kThreadsOfTotal + 1];  // no bank conflicts
   const int lane = threadIdx.x % kWarpLanes, warp = threadIdx.x / kWarpLanes;
 #pragma unroll
-  for (int v = 0; v < kValues; ++v) {
-#pragma unroll
-    for (int distance = kChannelsOfTotal; distance < kWarpLanes; distance *= 2)
-      sums[v] += __shfl_xor_sync(0xffffffff, sums[v], distance);
-    if (lane < kChannelsOfTotal) shared[v][warp][lane] = sums[v];
+  for (int v = 0; v < kValues; ++v) shared[v][own.within_block()][own.thread()] = sums[v];
+  __syncthreads();
+  for (int i = warp; i < kValues * kChannelsOfTotal; i += kTotalThreads / kWarpLanes) {
+    double* const of = shared[i / kChannelsOfTotal][i % kChannelsOfTotal];
+    const double sum = device::reduce_warp(of[lane] + of[lane + kWarpLanes], device::Sum{});
+    __syncwarp();
+    if (lane == 0) of[0] = sum;
   }
   __syncthreads();
-  if (threadIdx.x >= kChannelsOfTotal) return false;
 #pragma unroll
-  for (int v = 0; v < kValues; ++v) {
-#pragma unroll
-    for (int w = 1; w < kWarps; ++w) sums[v] += shared[v][w][lane];
-  }
-  return true;
+  for (int v = 0; v < kValues; ++v) sums[v] = shared[v][own.within_block()][0];
+  return own.thread() == 0;
 }
 
 }  // namespace
