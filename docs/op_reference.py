@@ -244,13 +244,14 @@ def modules(family: str) -> list[type[torch.nn.Module]]:
 
 
 def calls(family: str) -> Iterable[str]:
-    """Functions and modules with their formulas, then the schemas."""
+    """Functions and modules with their formulas, then the schemas of ops."""
     yield from ("| call | result |", "|---|---|")
     for function in functions(family):
         yield f"| `torchkiln.{call_of(function)}` | {plain(inspect.getdoc(function) or '')} |"
     for cls in modules(family):
         yield f"| `torchkiln.nn.{call_of(cls)}` | {plain(inspect.getdoc(cls) or '')} |"
-    yield from ("", "```text", *map(schema_of, FAMILIES[family]), "```")
+    if family in FAMILIES:
+        yield from ("", "```text", *map(schema_of, FAMILIES[family]), "```")
 
 
 def block(family: str) -> str:

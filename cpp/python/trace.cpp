@@ -17,6 +17,7 @@
 
 #include "torchkiln/core/trace.h"
 #include "torchkiln/torch/checks.h"
+#include "torchkiln/torch/note.h"
 
 namespace py = pybind11;
 
@@ -165,4 +166,5 @@ py::list stop() {
 void bind_trace(py::module_& module) {
   module.def("start_recording", &start);
   module.def("stop_recording", &stop);
+  module.def("note", &torchkiln::trace::note<const char*>);
 }

@@ -1,6 +1,7 @@
 from collections.abc import Callable
 from typing import Any
 
+def note(words: str) -> None: ...
 def start_recording() -> None: ...
 def stop_recording() -> list[
     tuple[

@@ -30,6 +30,7 @@ from torchkiln.ops.activation import (  # noqa: E402
 )
 from torchkiln.ops.batch_norm import bn_act  # noqa: E402
 from torchkiln.ops.bias_act import bias_act, scale_bias_relu  # noqa: E402
+from torchkiln.ops.convolution import conv_bn_act  # noqa: E402
 from torchkiln.ops.cross_entropy import cross_entropy, linear_cross_entropy  # noqa: E402
 from torchkiln.ops.dropout import bias_dropout_add, dropout_add  # noqa: E402
 from torchkiln.ops.gated import geglu, geglu_tanh, swiglu  # noqa: E402
@@ -74,6 +75,7 @@ __all__ = [
     "bn_act",
     "build_info",
     "cmake_prefix_path",
+    "conv_bn_act",
     "cross_entropy",
     "csr_transpose",
     "dropout_add",

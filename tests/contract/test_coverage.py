@@ -16,11 +16,12 @@ from torchkiln.testing import SPECS
 ROOT = Path(__file__).resolve().parents[2]
 
 # What the package offers beside ops: spmm is spmm_csr of the parts of a tensor, csr_transpose its
-# helper.
+# helper; conv_bn_act calls torch's convolutions and bn_act, tests/ops/test_convolution.py checks it.
 OTHER_FUNCTIONS = {
     "addcmul",
     "build_info",
     "explain",
+    "conv_bn_act",
     "csr_transpose",
     "fuse",
     "replaced",
@@ -33,6 +34,9 @@ ALIASES = {"scale_bias_relu": "ScaleBiasReLU"}
 
 # Modules of an op for other ranks of its input; tests/ops/test_batch_norm.py checks them.
 OTHER_RANKS = {"BatchNormAct1d", "BatchNormAct3d"}
+
+# Modules of conv_bn_act.
+COMPOSED = {"ConvBNAct1d", "ConvBNAct2d", "ConvBNAct3d"}
 
 # Ops that return more than the op of the same loss; tests/ops/test_cross_entropy.py checks them.
 FORMS = {"cross_entropy_with_metrics"}
@@ -87,7 +91,7 @@ def test_functions_are_reachable_where_they_are_written() -> None:
 def test_every_module_has_a_spec() -> None:
     cpu = torch.device("cpu")
     made = {type(spec.module(cpu, torch.float32)) for spec in SPECS if spec.module is not None}
-    offered = set(torchkiln.nn.__all__) - set(ALIASES.values()) - OTHER_RANKS
+    offered = set(torchkiln.nn.__all__) - set(ALIASES.values()) - OTHER_RANKS - COMPOSED
     assert {getattr(torchkiln.nn, name) for name in offered} == made
 
 

@@ -3,6 +3,7 @@
 from torchkiln.nn.activation import GELU, ReLU, Sigmoid, SiLU, Tanh
 from torchkiln.nn.batch_norm import BatchNormAct1d, BatchNormAct2d, BatchNormAct3d
 from torchkiln.nn.bias_act import BiasAct, ScaleBiasReLU
+from torchkiln.nn.convolution import ConvBNAct1d, ConvBNAct2d, ConvBNAct3d
 from torchkiln.nn.cross_entropy import CrossEntropyLoss, LinearCrossEntropyLoss
 from torchkiln.nn.dropout import BiasDropoutAdd, DropoutAdd
 from torchkiln.nn.gated import GEGLU, SwiGLU
@@ -23,6 +24,9 @@ __all__ = [
     "BatchNormAct3d",
     "BiasAct",
     "BiasDropoutAdd",
+    "ConvBNAct1d",
+    "ConvBNAct2d",
+    "ConvBNAct3d",
     "CrossEntropyLoss",
     "DropoutAdd",
     "GatedMLP",

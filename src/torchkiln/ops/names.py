@@ -8,7 +8,7 @@ from pathlib import Path
 ALIASES = {"spmm": "spmm_csr"}
 """Functions without a spec of their own: ``spmm`` calls ``spmm_csr`` with the parts of a matrix."""
 
-OTHER_FUNCTIONS = {"addcmul", "csr_transpose", "scale_bias_relu", *ALIASES}
+OTHER_FUNCTIONS = {"addcmul", "conv_bn_act", "csr_transpose", "scale_bias_relu", *ALIASES}
 """Public functions of families that are no ops with a spec."""
 
 
@@ -20,7 +20,7 @@ def families(file: Path) -> dict[str, tuple[str, ...]]:
             names = [alias.name for alias in node.names if not alias.name.endswith("_")]
             family = str(node.module).removeprefix("torchkiln.ops.")
             found[family] = tuple(name for name in names if name not in OTHER_FUNCTIONS)
-    return found
+    return {family: ops for family, ops in found.items() if ops}
 
 
 FAMILIES = families(Path(__file__).parents[1] / "__init__.py")

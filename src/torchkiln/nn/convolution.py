@@ -1,0 +1,268 @@
+"""Modules of convolution, batch norm, residual sum and activation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.module import _has_any_global_hook
+
+from torchkiln.nn.batch_norm import batch_norm_act
+from torchkiln.nn.checks import check_act
+from torchkiln.ops._conv_routes import Geometry, Sizes, run_folded
+from torchkiln.ops._folding import Parts, forget
+from torchkiln.ops.activation import gelu, gelu_tanh, relu, sigmoid, silu, square, tanh
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+NORM_OF = dict(zip((3, 4, 5), BATCH_NORMS, strict=True))
+"""The batch norm for the rank of a batch."""
+ACTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "square": square,
+    "relu": relu,
+    "gelu": gelu,
+    "gelu_tanh": gelu_tanh,
+    "silu": silu,
+    "sigmoid": sigmoid,
+    "tanh": tanh,
+}
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a call of the module runs more than its forward."""
+    own = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    return any(own) or _has_any_global_hook()
+
+
+def is_torchs(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool:
+    """Whether a call of the module runs torch's forward and nothing else."""
+    return type(module) in classes and "forward" not in vars(module) and not has_hooks(module)
+
+
+def norm_act(norm: _BatchNorm, x: Tensor, residual: Tensor | None, act: str) -> Tensor:
+    """``act(norm(x) + residual)``; in three steps where the op does not take the call."""
+    fits = residual is None or (residual.shape == x.shape and residual.dtype == x.dtype)
+    if is_torchs(norm, BATCH_NORMS) and fits:
+        return batch_norm_act(norm, x, residual, act)
+    y: Tensor = norm(x)
+    y = y if residual is None else y + residual
+    return y if act == "none" else ACTS[act](y)
+
+
+def conv_norm_act(
+    conv: nn.Module, norm: _BatchNorm, x: Tensor, residual: Tensor | None, act: str
+) -> Tensor:
+    """``act(norm(conv(x)) + residual)``, in eval mode with a folded batch norm where that fits."""
+    y = folded_conv_norm_act(conv, norm, x, residual, act)
+    return norm_act(norm, conv(x), residual, act) if y is None else y
+
+
+def folded_conv_norm_act(
+    conv: nn.Module, norm: _BatchNorm, x: Tensor, residual: Tensor | None, act: str
+) -> Tensor | None:
+    """The result from a folded batch norm; None if the modules are to be called one by one."""
+    if (
+        is_compiling()
+        or not isinstance(conv, _ConvNd)
+        or not is_torchs(conv, CONVOLUTIONS)
+        or not is_torchs(norm, BATCH_NORMS)
+    ):
+        return None
+    # The dicts of the modules: an attribute that is looked up by nn.Module takes 1 us.
+    weight, bias = conv._parameters["weight"], conv._parameters["bias"]
+    mean, var = norm._buffers["running_mean"], norm._buffers["running_var"]
+    if weight is None or norm.training or mean is None or var is None:
+        forget(conv.weight)
+        return None
+    if x.dim() != weight.dim() or type(norm) is not NORM_OF[x.dim()]:
+        return None
+    padding: Sizes | str = conv.padding
+    if conv.padding_mode != "zeros":
+        x, padding = F.pad(x, conv._reversed_padding_repeated_twice, conv.padding_mode), "valid"
+    if padding == "valid":
+        padding = (0,) * len(conv.stride)
+    elif padding == "same":
+        before, after = (conv._reversed_padding_repeated_twice[i::2] for i in (0, 1))
+        padding = tuple(reversed(before)) if before == after else "same"
+    own = norm._parameters
+    parts = Parts(weight, bias, own["weight"], own["bias"], mean, var)
+    geometry = Geometry(conv.stride, padding, conv.dilation, conv.groups)
+    return run_folded(x, parts, residual, geometry, act=act, eps=norm.eps)
+
+
+class _ConvBNAct(nn.Module):
+    """The common part of the modules."""
+
+    convolution: ClassVar[Callable[..., _ConvNd]]
+    batch_norm: ClassVar[Callable[..., _BatchNorm]]
+
+    def __init__(  # noqa: PLR0917
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | Sizes,
+        stride: int | Sizes = 1,
+        padding: int | Sizes | str = 0,
+        dilation: int | Sizes = 1,
+        groups: int = 1,
+        bias: bool = False,
+        padding_mode: str = "zeros",
+        act: str = "relu",
+        *,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.act = check_act(f"nn.{type(self).__name__}", act)
+        self.conv: nn.Module = self.convolution(
+            in_channels,
+            out_channels,
+            kernel_size,
+            stride,
+            padding,
+            dilation,
+            groups=groups,
+            bias=bias,
+            padding_mode=padding_mode,
+            device=device,
+            dtype=dtype,
+        )
+        self.bn = self.batch_norm(out_channels, eps, momentum, device=device, dtype=dtype)
+
+    @classmethod
+    def from_modules(cls, conv: nn.Module, bn: _BatchNorm, act: str = "relu") -> Self:
+        """Holds two modules: any convolution, transposed ones too, and a batch norm.
+
+        Args:
+            conv: the convolution, which becomes the submodule ``conv``.
+            bn: the batch norm, which becomes the submodule ``bn``.
+            act: as for the class.
+        """
+        if not isinstance(bn, _BatchNorm):
+            raise TypeError(
+                f"torchkiln.nn.{cls.__name__}.from_modules: bn: got {type(bn).__name__}, expected "
+                "a batch norm of torch.nn"
+            )
+        module = cls.__new__(cls)
+        nn.Module.__init__(module)
+        module.act = check_act(f"nn.{cls.__name__}", act)
+        module.conv, module.bn = conv, bn
+        module.training = bn.training
+        return module
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Applies the op to ``x``."""
+        return conv_norm_act(self.conv, self.bn, x, residual, self.act)
+
+    def train(self, mode: bool = True) -> Self:
+        """Sets the mode of training; what was folded is folded again."""
+        weight = getattr(self.conv, "weight", None)
+        if isinstance(weight, Tensor):
+            forget(weight)
+        return super().train(mode)
+
+    def extra_repr(self) -> str:
+        """The settings, for ``repr``."""
+        return f"act={self.act!r}"
+
+
+class ConvBNAct1d(_ConvBNAct):
+    """``act(bn(conv(x)) + residual)`` of a :class:`torch.nn.Conv1d` and a batch norm.
+
+    Args:
+        in_channels: the channels of the input.
+        out_channels: the channels of the output.
+        kernel_size: a number, or one for each dimension; so are the next three.
+        stride: as for :class:`torch.nn.Conv1d`.
+        padding: as for :class:`torch.nn.Conv1d`; a number, or ``"same"`` or ``"valid"``.
+        dilation: as for :class:`torch.nn.Conv1d`.
+        groups: as for :class:`torch.nn.Conv1d`.
+        bias: whether the convolution has a bias.
+        padding_mode: one of zeros, reflect, replicate, circular.
+        act: one of none, square, relu, gelu, gelu_tanh, silu, sigmoid, tanh.
+        eps: of the batch norm.
+        momentum: of the batch norm.
+        device: of the parameters and statistics.
+        dtype: of the parameters and statistics.
+
+    Shape:
+        x ``[batch, in_channels, length]``; residual and output ``[batch, out_channels, length]``.
+    """
+
+    convolution = nn.Conv1d
+    batch_norm = nn.BatchNorm1d
+
+
+class ConvBNAct2d(_ConvBNAct):
+    """``act(bn(conv(x)) + residual)`` of a :class:`torch.nn.Conv2d` and a batch norm.
+
+    The submodules ``conv`` and ``bn`` hold the parameters, as in timm's ``ConvNormAct``. In eval
+    mode without gradients the batch norm is folded into the convolution, as by
+    :func:`torchkiln.conv_bn_act`; the fold is renewed when a parameter, a statistic or the mode
+    changes, and is no part of copies, pickles and ``state_dict``. Submodules with hooks,
+    parametrizations or other classes are called as they are.
+
+    Args:
+        in_channels: as for :class:`ConvBNAct1d`.
+        out_channels: as for :class:`ConvBNAct1d`.
+        kernel_size: as for :class:`ConvBNAct1d`.
+        stride: as for :class:`ConvBNAct1d`.
+        padding: as for :class:`ConvBNAct1d`.
+        dilation: as for :class:`ConvBNAct1d`.
+        groups: as for :class:`ConvBNAct1d`.
+        bias: as for :class:`ConvBNAct1d`.
+        padding_mode: as for :class:`ConvBNAct1d`.
+        act: as for :class:`ConvBNAct1d`.
+        eps: as for :class:`ConvBNAct1d`.
+        momentum: as for :class:`ConvBNAct1d`.
+        device: as for :class:`ConvBNAct1d`.
+        dtype: as for :class:`ConvBNAct1d`.
+
+    Shape:
+        x ``[batch, in_channels, height, width]``; residual and output ``[batch, out_channels,
+        height, width]``.
+    """
+
+    convolution = nn.Conv2d
+    batch_norm = nn.BatchNorm2d
+
+
+class ConvBNAct3d(_ConvBNAct):
+    """``act(bn(conv(x)) + residual)`` of a :class:`torch.nn.Conv3d` and a batch norm.
+
+    Args:
+        in_channels: as for :class:`ConvBNAct1d`.
+        out_channels: as for :class:`ConvBNAct1d`.
+        kernel_size: as for :class:`ConvBNAct1d`.
+        stride: as for :class:`ConvBNAct1d`.
+        padding: as for :class:`ConvBNAct1d`.
+        dilation: as for :class:`ConvBNAct1d`.
+        groups: as for :class:`ConvBNAct1d`.
+        bias: as for :class:`ConvBNAct1d`.
+        padding_mode: as for :class:`ConvBNAct1d`.
+        act: as for :class:`ConvBNAct1d`.
+        eps: as for :class:`ConvBNAct1d`.
+        momentum: as for :class:`ConvBNAct1d`.
+        device: as for :class:`ConvBNAct1d`.
+        dtype: as for :class:`ConvBNAct1d`.
+
+    Shape:
+        x ``[batch, in_channels, depth, height, width]``; residual and output ``[batch,
+        out_channels, depth, height, width]``.
+    """
+
+    convolution = nn.Conv3d
+    batch_norm = nn.BatchNorm3d

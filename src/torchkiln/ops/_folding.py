@@ -1,0 +1,187 @@
+"""Batch norms folded into the convolution before them, kept until something changes.
+
+A fold belongs to the weight of a convolution and is freed with it. It is not part of the module:
+copies, pickles and ``state_dict`` do not have it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.multiprocessing.reductions import StorageWeakRef
+
+PLAIN = (Tensor, nn.Parameter)
+"""Classes of tensors that have no code of their own."""
+
+
+class Parts(NamedTuple):
+    """The tensors of a convolution and of the batch norm behind it."""
+
+    weight: Tensor
+    """``[out_channels, in_channels / groups, ...]``."""
+    bias: Tensor | None
+    bn_weight: Tensor | None
+    bn_bias: Tensor | None
+    running_mean: Tensor
+    running_var: Tensor
+
+
+class Form(NamedTuple):
+    """What a fold depends on beside its parts."""
+
+    eps: float
+    dtype: torch.dtype
+    memory_format: torch.memory_format
+
+
+class Source:
+    """A tensor as it was when it was folded."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = weakref.ref(tensor)
+        # A weak reference keeps the address of a storage from being used for another one.
+        self.storage = StorageWeakRef(tensor.untyped_storage())
+        self.version = tensor._version
+
+    def is_still(self, tensor: Tensor | None) -> bool:
+        """Whether this is the same tensor, in the same memory, without a change."""
+        return (
+            self.tensor() is tensor is not None
+            and self.version == tensor._version
+            and bool(self.storage.cdata == tensor.untyped_storage()._cdata)
+        )
+
+
+class Fold:
+    """Weight and bias of a convolution that computes the batch norm behind it, too."""
+
+    def __init__(self, parts: Parts, form: Form) -> None:
+        self.form = form
+        self.sources = [None if part is None else Source(part) for part in parts]
+        self.weight, self.bias = folded(parts, form)
+        self.stream = stream_of(self.weight)
+        if self.stream is not None:  # calls on other streams read it, too
+            torch.cuda.current_stream(self.weight.device).synchronize()
+        self.refused: str | None = None
+        """Why cuDNN computed no result with it."""
+
+    def is_of(self, parts: Parts, form: Form) -> bool:
+        """Whether it is still the fold of these tensors."""
+        if self.form != form:
+            return False
+        for source, part in zip(self.sources, parts, strict=True):
+            if not (part is None if source is None else source.is_still(part)):
+                return False
+        return True
+
+    def is_used(self) -> None:
+        """Keeps its memory until the work of the current stream is done."""
+        if self.stream is not None and self.stream != stream_of(self.weight):
+            stream = torch.cuda.current_stream(self.weight.device)
+            self.weight.record_stream(stream)
+            self.bias.record_stream(stream)
+
+
+FOLDS: dict[int, tuple[weakref.ref[Tensor], Fold]] = {}
+"""The fold of each weight, by the weight's id."""
+
+
+def fold_of(parts: Parts, form: Form) -> Fold | str:
+    """The kept fold of these tensors or a new one; or the reason why there can be none."""
+    key = id(parts.weight)
+    _, fold = FOLDS.get(key, (None, None))
+    if fold is None or not fold.is_of(parts, form):
+        why = why_not_ever(parts, form.dtype)
+        if why is not None:
+            return why
+        FOLDS.pop(key, None)  # frees the memory before it is needed again
+        fold = Fold(parts, form)
+        FOLDS[key] = weakref.ref(parts.weight, lambda _: FOLDS.pop(key, None)), fold
+    fold.is_used()
+    return fold
+
+
+def forget(weight: Tensor) -> None:
+    """Drop the fold of a weight."""
+    FOLDS.pop(id(weight), None)
+
+
+def folded(parts: Parts, form: Form) -> tuple[Tensor, Tensor]:
+    """``weight * scale`` and ``bn_bias + (bias - mean) * scale``, rounded once."""
+    compute = torch.promote_types(parts.weight.dtype, torch.float32)
+    with torch.inference_mode(mode=False), torch.no_grad():
+        scale = (parts.running_var.to(compute) + form.eps).rsqrt()
+        if parts.bn_weight is not None:
+            scale *= parts.bn_weight
+        shift = -parts.running_mean.to(compute)
+        if parts.bias is not None:
+            shift += parts.bias
+        shift *= scale
+        if parts.bn_bias is not None:
+            shift += parts.bn_bias
+        wide = scale.view(-1, *[1] * (parts.weight.dim() - 1))
+        weight = (parts.weight.to(compute) * wide).to(form.dtype)
+        return weight.contiguous(memory_format=form.memory_format), shift.to(form.dtype)
+
+
+def why_not_now(x: Tensor, parts: Parts, residual: Tensor | None) -> str | None:
+    """The reason not to use a fold in this call, if any.
+
+    A fold is a copy of the parameters, so it is used only where nothing but a change that torch
+    counts in ``_version`` can make it outdated. Fused optimizers are not counted: parameters with a
+    gradient are not folded, and a call that makes gradients drops the fold.
+    """
+    needs_grad = torch.is_grad_enabled() and (
+        x.requires_grad or (residual is not None and residual.requires_grad)
+    )
+    for part in parts:
+        if part is not None and part.requires_grad:
+            needs_grad = needs_grad or torch.is_grad_enabled()
+            if part.is_leaf and part.grad is not None:
+                forget(parts.weight)
+                return "a parameter has a gradient, an optimizer may be about to change it"
+    if needs_grad:
+        forget(parts.weight)
+        return "gradients are needed"
+    if (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+    ):
+        return "torch transforms or records the call"
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return "a CUDA graph is being captured, which must read the parameters"
+    return None
+
+
+def why_not_ever(parts: Parts, dtype: torch.dtype) -> str | None:
+    """The reason not to fold these tensors, if any."""
+    weight = parts.weight
+    if type(weight) is not nn.Parameter:
+        return "the weight is no torch.nn.Parameter"
+    for part in parts:
+        if part is not None and type(part) not in PLAIN:
+            return "a tensor is of a subclass"
+        if part is not None and part.is_inference():
+            return "changes of tensors made in inference mode are not counted"
+    for part in parts[1:]:
+        if part is not None and (
+            part.shape != weight.shape[:1]
+            or part.device != weight.device
+            or part.dtype not in (dtype, torch.float32)
+        ):
+            return "a bias, parameter or statistic has another shape, device or dtype"
+    return None
+
+
+def stream_of(tensor: Tensor) -> int | None:
+    """The current stream of a tensor's GPU."""
+    if not tensor.is_cuda:
+        return None
+    stream: int = torch._C._cuda_getCurrentRawStream(tensor.device.index)
+    return stream
