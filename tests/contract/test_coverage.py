@@ -16,7 +16,7 @@ from torchkiln.testing import SPECS
 ROOT = Path(__file__).resolve().parents[2]
 
 # What the package offers beside ops: spmm is spmm_csr of the parts of a tensor, csr_transpose its
-# helper; conv_bn_act calls torch's convolutions and bn_act, tests/ops/test_convolution.py checks it.
+# helper. conv_bn_act calls torch's convolutions; tests/ops/test_convolution.py checks it.
 OTHER_FUNCTIONS = {
     "addcmul",
     "build_info",
