@@ -1,4 +1,4 @@
-"""torchkiln.fuse: batch norm, residual sum and activation of a model as one call."""
+"""torchkiln.fuse: convolution, batch norm, residual sum and activation of a model as one call."""
 
 from __future__ import annotations
 
@@ -83,12 +83,16 @@ def test_results_gradients_and_statistics_stay(act: Callable[..., nn.Module]) ->
     reference = copy.deepcopy(model)
     report = torchkiln.fuse(model)
     assert [row.name for row in report.replaced] == [
-        *("stem.1", "layer.0.bn1", "layer.0.bn2", "layer.1.bn1", "layer.1.bn2")
+        *("stem.1", "layer.0.bn1", "layer.0.bn2", "layer.1.bn1", "layer.1.bn2"),
+        "layer.1.downsample.1",
     ]
-    assert report["layer.1.downsample.1"].why == "no activation follows"
-    assert "with the residual" in report["layer.0.bn2"].now
+    assert report["layer.1.downsample.1"].now == "conv_bn_act(none)"
+    assert report["layer.0.bn2"].now.endswith(", with the residual)")
     x = example()
-    torch.testing.assert_close(results(model, x), results(reference, x))
+    for _ in range(2):  # the second time with a fold of the first
+        torch.testing.assert_close(results(model, x), results(reference, x))
+        with torch.no_grad():
+            torch.testing.assert_close(model(x), reference(x))
 
 
 def test_the_op_is_called_in_place_of_three() -> None:
@@ -100,6 +104,19 @@ def test_the_op_is_called_in_place_of_three() -> None:
     called = {event.name for event in profile.events()}
     assert "torchkiln::bn_act" in called
     assert not called & {"aten::relu", "aten::relu_", "aten::add_"}
+
+
+@torch.no_grad()
+def test_eval_folds_the_batch_norms() -> None:
+    model = Net().eval()
+    torchkiln.fuse(model)
+    x = example(torch.float32)
+    model(x)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        model(x)
+    called = {event.name for event in profile.events()}
+    assert "aten::conv2d" in called
+    assert not called & {"torchkiln::bn_act", "aten::batch_norm"}
 
 
 def test_names_and_classes_stay_and_undo_takes_all_back() -> None:
@@ -243,6 +260,105 @@ def test_hooks_run() -> None:
     assert report["stem.1"].why == "it has hooks"
     model.get_submodule("layer.0.bn1").register_forward_hook(lambda *_: seen.append("after"))
     model(example(torch.float32))
+    assert seen == ["before", "after"]
+
+
+class Pair(nn.Module):
+    """A convolution, a batch norm, and a function that calls both."""
+
+    def __init__(self, conv: nn.Module, call: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.conv, self.norm, self.act = conv, nn.BatchNorm2d(3), nn.ReLU()
+        self.call = call
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(self, x)
+
+
+def one_after_the_other(m: Any, x: Tensor) -> Tensor:
+    return torch.relu(m.norm(m.conv(x)))
+
+
+def with_another_use(m: Any, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    return torch.relu(m.norm(y)) + y
+
+
+def with_a_change_between(m: Any, x: Tensor) -> Tensor:
+    x = x + 0
+    y = m.norm(m.conv(x))
+    return torch.relu(y + x.mul_(2))
+
+
+def twice(m: Any, x: Tensor) -> Tensor:
+    return m.norm(m.conv(torch.relu(m.norm(m.conv(x)))))
+
+
+def used_twice(m: Any, x: Tensor) -> Tensor:
+    y = m.norm(m.conv(x))
+    return torch.relu(y) * y
+
+
+class Own(nn.Conv2d):
+    """A convolution with a forward of its own."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 2
+
+
+def normalized() -> nn.Module:
+    return nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 3, 1))
+
+
+CONVOLUTION, NORM = "conv_bn_act(relu", "bn_act(relu"
+
+
+@pytest.mark.parametrize(
+    ("make", "call", "now"),
+    [
+        (lambda: nn.Conv2d(3, 3, 1), one_after_the_other, CONVOLUTION),
+        (lambda: nn.Conv2d(3, 3, 3, padding="same", groups=3), one_after_the_other, CONVOLUTION),
+        (lambda: nn.Conv2d(3, 3, 1), twice, "conv_bn_act(none)"),
+        (lambda: nn.Conv2d(3, 3, 1), used_twice, "conv_bn_act(none)"),
+        (lambda: nn.Conv2d(3, 3, 1), with_another_use, NORM),
+        (lambda: nn.Conv2d(3, 3, 1), with_a_change_between, NORM),
+        (lambda: nn.ConvTranspose2d(3, 3, 2), one_after_the_other, NORM),
+        (lambda: Own(3, 3, 1), one_after_the_other, NORM),
+        (normalized, one_after_the_other, NORM),
+    ],
+)
+def test_convolutions(
+    make: Callable[[], nn.Module], call: Callable[[Any, Tensor], Tensor], now: str
+) -> None:
+    model = Pair(make(), call).double()
+    reference = copy.deepcopy(model)
+    report = torchkiln.fuse(model)
+    assert report["norm"].now.startswith(now)
+    x = torch.randn(2, 3, 4, 4, dtype=torch.float64)
+    for training in (True, False, True, False):
+        model.train(training)
+        reference.train(training)
+        torch.testing.assert_close(model(x), reference(x))
+        with torch.no_grad():
+            torch.testing.assert_close(model(x), reference(x))
+    assert list(model.state_dict()) == list(reference.state_dict())
+
+
+@torch.no_grad()
+def test_hooks_of_a_convolution_run() -> None:
+    seen: list[str] = []
+    model = Pair(nn.Conv2d(3, 3, 1), one_after_the_other).eval()
+    handle = model.conv.register_forward_hook(lambda *_: seen.append("before"))
+    x = torch.randn(2, 3, 4, 4)
+    report = torchkiln.fuse(model)
+    assert report["norm"].now == "bn_act(relu)"
+    expected = model(x)
+    handle.remove()
+    report.undo()
+    assert torchkiln.fuse(model)["norm"].now == "conv_bn_act(relu)"
+    torch.testing.assert_close(model(x), expected)
+    model.conv.register_forward_pre_hook(lambda *_: seen.append("after"))
+    torch.testing.assert_close(model(x), expected)
     assert seen == ["before", "after"]
 
 

@@ -1,4 +1,4 @@
-"""Forwards with batch norm, residual sum and activation as one op, for ``torchkiln.fuse``."""
+"""Forwards with chains of modules as one call, for ``torchkiln.fuse``."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor, fx, nn
 
-from torchkiln.nn.batch_norm import batch_norm_act
-from torchkiln.patch.activation import OPS
-from torchkiln.patch.chain import BATCH_NORMS, CallTracer, chain_of, has_hooks, norms, rewrite
+from torchkiln.nn.convolution import conv_norm_act, norm_act
+from torchkiln.patch.chain import CallTracer, chain_of, norms, rewrite
 from torchkiln.patch.plan import Plan
 from torchkiln.patch.report import Row
 
@@ -45,7 +44,7 @@ class FusedForward(Plan):
         return FusedForward, (self.source, self.names, self.count)
 
     def __str__(self) -> str:
-        return "its forward, with bn_act"
+        return "its forward, with conv_bn_act and bn_act"
 
     def fits(self, _: Any, *args: Any) -> bool:
         """The trace holds for tensors."""
@@ -73,18 +72,6 @@ def named(name: str, value: object) -> Name | None:
         return (name, module, path) if found(module, path) is value else None
     except (ImportError, AttributeError, ValueError):
         return None
-
-
-def call(
-    norm: nn.modules.batchnorm._BatchNorm, x: Tensor, residual: Tensor | None, act: str
-) -> Tensor:
-    """``act(norm(x) + residual)``; in three steps where the op does not take the call."""
-    is_plain = type(norm) in BATCH_NORMS and not has_hooks(norm)
-    fits = residual is None or (residual.shape == x.shape and residual.dtype == x.dtype)
-    if is_plain and fits:
-        return batch_norm_act(norm, x, residual, act)
-    y: Tensor = norm(x)
-    return OPS[act](y if residual is None else y + residual)
 
 
 def traced(module: nn.Module) -> tuple[fx.Graph, int] | str:
@@ -134,8 +121,9 @@ def find(module: nn.Module, rows: dict[str, Row]) -> FusedForward | None:
         if isinstance(chain, str):
             called.why = chain
             continue
-        rewrite(graph, chain, call)
-        called.now = f"bn_act({chain.act}{', with the residual' if chain.residual else ''})"
+        rewrite(graph, chain, norm_act if chain.conv is None else conv_norm_act)
+        name = "bn_act" if chain.conv is None else "conv_bn_act"
+        called.now = f"{name}({chain.act}{', with the residual' if chain.residual else ''})"
         called.why, called.replaced = "", True
     if not any(row.replaced for row in rows.values()):
         return None

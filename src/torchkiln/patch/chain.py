@@ -1,17 +1,18 @@
-"""Chains of batch norm, residual sum and activation in the traced forward of a module."""
+"""Chains of convolution, batch norm, residual sum and activation in a traced forward."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+from torchkiln.nn.convolution import BATCH_NORMS, CONVOLUTIONS, has_hooks, is_torchs
+
 SUMS = (operator.add, operator.iadd, torch.add)
 FUNCTIONS: dict[Callable[..., Any], str] = {
     **dict.fromkeys((torch.relu, torch.relu_, F.relu, F.relu_), "relu"),
@@ -54,9 +55,11 @@ class Chain:
     between: tuple[fx.Node, ...]
     """Identities and the sum, in order."""
     end: fx.Node
-    """The activation."""
+    """The activation; the batch norm if none follows."""
     residual: fx.Node | None
     act: str
+    conv: fx.Node | None = None
+    """The convolution before the batch norm, if it becomes part of the call."""
 
 
 def called_module(root: nn.Module, node: fx.Node) -> nn.Module | None:
@@ -64,16 +67,6 @@ def called_module(root: nn.Module, node: fx.Node) -> nn.Module | None:
     if node.op != "call_module" or len(node.args) != 1 or node.kwargs:
         return None
     return root.get_submodule(str(node.target))
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether a call of the module runs more than its forward."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    )
 
 
 def activation_of(root: nn.Module, node: fx.Node) -> str | None:
@@ -118,9 +111,36 @@ def norms(root: nn.Module, graph: fx.Graph) -> Iterator[fx.Node]:
 
 
 def chain_of(root: nn.Module, norm: fx.Node) -> Chain | str:
-    """The chain that begins with a batch norm, or the reason why there is none."""
+    """The chain of a batch norm, or the reason why there is none."""
     if has_hooks(root.get_submodule(str(norm.target))):
         return "it has hooks"
+    found = chain_behind(root, norm)
+    conv = norm.args[0]
+    if not isinstance(conv, fx.Node) or not is_convolution(root, conv):
+        return found
+    if isinstance(found, str):
+        return Chain(norm, (), norm, None, "none", conv)
+    return replace(found, conv=conv) if can_move(conv, found) else found
+
+
+def is_convolution(root: nn.Module, node: fx.Node) -> bool:
+    """Whether a node calls one of torch's convolutions, and the result is used once."""
+    module = called_module(root, node)
+    return module is not None and is_torchs(module, CONVOLUTIONS) and len(node.users) == 1
+
+
+def can_move(conv: fx.Node, chain: Chain) -> bool:
+    """Whether no other call before the end of a chain may change the convolution's argument."""
+    x, node = conv.args[0], conv.next
+    while node is not chain.end:
+        if isinstance(x, fx.Node) and node in x.users and node not in chain.between:
+            return False
+        node = node.next
+    return True
+
+
+def chain_behind(root: nn.Module, norm: fx.Node) -> Chain | str:
+    """The chain that begins with a batch norm, or the reason why there is none."""
     node = norm
     between: list[fx.Node] = []
     residual: fx.Node | None = None
@@ -141,11 +161,15 @@ def chain_of(root: nn.Module, norm: fx.Node) -> Chain | str:
 
 
 def rewrite(graph: fx.Graph, chain: Chain, function: Callable[..., Any]) -> None:
-    """Replace the calls of a chain by ``function(norm, x, residual, act)``."""
+    """Replace the calls of a chain by ``function(*modules, x, residual, act)``.
+
+    The modules are the convolution, if it is part of the chain, and the batch norm.
+    """
+    called = [chain.norm] if chain.conv is None else [chain.conv, chain.norm]
     with graph.inserting_before(chain.end):
-        norm = graph.get_attr(str(chain.norm.target))
-        args = (norm, chain.norm.args[0], chain.residual, chain.act)
+        modules = [graph.get_attr(str(node.target)) for node in called]
+        args = (*modules, called[0].args[0], chain.residual, chain.act)
         fused = graph.call_function(function, args)
     chain.end.replace_all_uses_with(fused)
-    for node in (chain.end, *reversed(chain.between), chain.norm):
+    for node in dict.fromkeys((chain.end, *reversed(chain.between), *reversed(called))):
         graph.erase_node(node)

@@ -1,27 +1,30 @@
-"""``torchkiln.fuse``: batch norms that compute the residual sum and the activation behind them."""
+"""``torchkiln.fuse``: convolution, batch norm, residual sum and activation as one call."""
 
 from __future__ import annotations
 
 from torch import nn
 
+from torchkiln.nn.convolution import BATCH_NORMS
 from torchkiln.patch import batch_norm
-from torchkiln.patch.chain import BATCH_NORMS
 from torchkiln.patch.replacing import Skip, is_skipped, swap
 from torchkiln.patch.report import Report, Row
 
 
 def fuse(model: nn.Module, *, skip: Skip = (), dry_run: bool = False) -> Report:
-    """Makes one call of each batch norm, residual sum and activation of ``model``, in place.
+    """Makes one call of each convolution, batch norm, residual sum and activation, in place.
 
     The forward of every module that has a ``torch.nn.BatchNorm1d``, ``2d`` or ``3d`` is traced.
     Where an activation follows the batch norm, with or without a sum and identities between them,
     the module gets a subclass of its class, whose forward calls :func:`torchkiln.bn_act` instead.
+    Where a convolution of torch comes directly before, with or without an activation behind, it
+    calls :func:`torchkiln.conv_bn_act`: in eval mode without gradients the batch norm is folded
+    into the convolution, otherwise the convolution is called as it was, and then ``bn_act``.
     Parameters, names, ``state_dict``, running statistics and memory formats stay as they are;
     copies, pickles and ``torch.compile`` work. ``report.undo()`` takes all back.
 
     A trace has the branches that the forward takes now. A module is left alone, and the report has
     the reason, if its forward depends on ``training`` or on values, or has optional arguments. A
-    batch norm with hooks runs them, and is not fused.
+    batch norm with hooks runs them, and is not fused; so does a convolution.
 
     Args:
         model: any module.
