@@ -416,6 +416,27 @@ def test_spmm_is_spmm_csr(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("spmm_csr of float32 ")
 
 
+def test_a_function_that_calls_ops() -> None:
+    x, weight, vector = torch.randn(2, 4, 5, 5), torch.randn(6, 4, 3, 3), torch.ones(6)
+    found = explain("conv_bn_act", x, weight, None, vector, vector, vector, vector)
+    assert found.op == "conv_bn_act"
+    assert found.forward.route == ("torchkiln::bn_act",)
+    assert found.forward.notes == ("convolution, then bn_act: the weight is no torch.nn.Parameter",)
+
+
+@pytest.mark.parametrize("variant", ["", "1x1", "residual", "silu"])
+def test_the_command_of_a_function_that_calls_ops(
+    variant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["explain", "conv_bn_act", "--device=cpu", "--shape=784x8", f"--variant={variant}"]
+    assert main([*given, "--forward"]) == 0
+    assert "because: folded convolution" in capsys.readouterr().out
+    assert main(given) == 0
+    assert "because: convolution, then bn_act: gradients are needed" in capsys.readouterr().out
+    assert main([*given[:-1], "--variant=7x7"]) == 2
+    assert "--variant: got '7x7', expected '1x1' or" in capsys.readouterr().err
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     to = tmp_path / "folder" / "e.json"
     given = ["explain", "rms_norm", "--device=cpu", "--shape=8x64", "--json", str(to)]

@@ -330,8 +330,10 @@ def test_what_is_not_folded(device: torch.device) -> None:
 @torch.no_grad()
 def test_explain_has_the_choice(device: torch.device) -> None:
     module, x = layer(device), torch.randn(2, 8, 5, 5, device=device)
-    (note,) = notes(module, x)
+    first, note = notes(module, x)
+    assert first.startswith("the batch norm is folded in this call")
     assert note.startswith("folded convolution")
+    assert notes(module, x) == (note,)
     assert "bn_act" not in "".join(torchkiln.explain(module, x).forward.route)
 
 

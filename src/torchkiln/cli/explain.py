@@ -8,6 +8,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from torchkiln.cli.composed import COMPOSED
 from torchkiln.cli.op_arguments import print_refusal, requested_case
 from torchkiln.cli.options import write_file
 from torchkiln.trace import Explanation, explain
@@ -18,10 +19,14 @@ WHERE = "torchkiln.explain"
 def run(options: argparse.Namespace) -> int:
     """Make the call, print and write the explanation."""
     try:
-        case = requested_case(WHERE, options)
-        sample = case.sample if options.forward else case.spec.leaves(case.sample)
-        sample.start_generators()
-        found = explain(case.spec.op, *sample.args, **sample.kwargs)
+        if options.op in COMPOSED and not options.specs:
+            function, args, kwargs = COMPOSED[options.op](WHERE, options)
+            found = explain(function, *args, **kwargs)
+        else:
+            case = requested_case(WHERE, options)
+            sample = case.sample if options.forward else case.spec.leaves(case.sample)
+            sample.start_generators()
+            found = explain(case.spec.op, *sample.args, **sample.kwargs)
         text = json.dumps(found.as_dict(), indent=1)
         if options.json == Path("-"):
             print(text)

@@ -71,6 +71,7 @@ def explain(given: Sequence[str]) -> argparse.Namespace:
     """Parse the options of ``torchkiln explain``."""
     words = "Print the kernels that a call runs, and each copy, cast or fallback with its reason."
     options = parser("explain", words, ops=True)
+    options.epilog = f"{options.epilog}\nconv_bn_act too, which calls ops; folded with --forward"
     add_call(options)
     options.add_argument("--forward", action="store_true", help="leave the backward out")
     options.add_argument(

@@ -91,7 +91,7 @@ def run_folded(
 ) -> Tensor | None:
     """The result from a folded batch norm; None if convolution and batch norm are to run apart."""
     dtype = dtype_of(x, parts.weight)
-    if dtype is None or not takes(x, parts.weight, residual, geometry, dtype):
+    if dtype is None or not takes(x, parts.weight, residual, geometry, dtype) or not eps >= 0:
         return None  # the convolution or bn_act says what is wrong
     reason = why_not_now(x, parts, residual)
     if reason is not None:

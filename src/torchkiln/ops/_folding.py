@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from torchkiln import _C
+
 PLAIN = (Tensor, nn.Parameter)
 """Classes of tensors that have no code of their own."""
 
@@ -100,6 +102,7 @@ def fold_of(parts: Parts, form: Form) -> Fold | str:
             return why
         FOLDS.pop(key, None)  # frees the memory before it is needed again
         fold = Fold(parts, form)
+        _C.note("the batch norm is folded in this call, and the fold kept for others")
         FOLDS[key] = weakref.ref(parts.weight, lambda _: FOLDS.pop(key, None)), fold
     fold.is_used()
     return fold
@@ -161,22 +164,27 @@ def why_not_now(x: Tensor, parts: Parts, residual: Tensor | None) -> str | None:
 
 def why_not_ever(parts: Parts, dtype: torch.dtype) -> str | None:
     """The reason not to fold these tensors, if any."""
-    weight = parts.weight
-    if type(weight) is not nn.Parameter:
+    if type(parts.weight) is not nn.Parameter:
         return "the weight is no torch.nn.Parameter"
     for part in parts:
         if part is not None and type(part) not in PLAIN:
             return "a tensor is of a subclass"
         if part is not None and part.is_inference():
             return "changes of tensors made in inference mode are not counted"
-    for part in parts[1:]:
-        if part is not None and (
-            part.shape != weight.shape[:1]
-            or part.device != weight.device
-            or part.dtype not in (dtype, torch.float32)
-        ):
-            return "a bias, parameter or statistic has another shape, device or dtype"
-    return None
+    return None if are_right(parts, dtype) else "shapes, dtypes or devices do not agree"
+
+
+def are_right(parts: Parts, dtype: torch.dtype) -> bool:
+    """Whether the convolution and bn_act take these tensors; their errors say more."""
+    weight, bias, *pairs = parts
+    dtypes = [{part.dtype for part in pair if part is not None} for pair in (pairs[:2], pairs[2:])]
+    return all(
+        part is None or (part.shape == weight.shape[:1] and part.device == weight.device)
+        for part in parts[1:]
+    ) and (
+        (bias is None or bias.dtype == weight.dtype)
+        and all(len(found) <= 1 and found <= {dtype, torch.float32} for found in dtypes)
+    )
 
 
 def stream_of(tensor: Tensor) -> int | None:

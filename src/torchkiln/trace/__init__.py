@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torchkiln import _C
+from torchkiln.ops.names import ALIASES, OTHER_FUNCTIONS
 from torchkiln.trace.events import read
 from torchkiln.trace.explanation import Explanation, Kernel, Part, Step
 
@@ -61,6 +63,8 @@ def explain(op: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> Expla
 def _resolve(op: Callable[..., Any] | str) -> tuple[Callable[..., Any], OpSpec | None]:
     from torchkiln.testing import SPECS  # noqa: PLC0415
 
+    if isinstance(op, str) and op in OTHER_FUNCTIONS - ALIASES.keys():
+        return getattr(sys.modules["torchkiln"], op), None
     if isinstance(op, str):
         from torchkiln.testing.registry import find  # noqa: PLC0415
 
