@@ -15,7 +15,16 @@ from torch import Tensor, nn
 
 import torchkiln
 from torchkiln.ops import _folding
-from torchkiln.ops._conv_routes import ACTS, Geometry, Route, choose
+from torchkiln.ops._conv_routes import (
+    ACTS,
+    APART,
+    CUDNN,
+    PRODUCT,
+    STEPS,
+    Geometry,
+    Route,
+    choose,
+)
 
 conv_bn_act: Any = torchkiln.conv_bn_act
 LAST = torch.channels_last
@@ -343,16 +352,16 @@ GEOMETRY = Geometry((1, 1), (0, 0), (1, 1), 1)
 @pytest.mark.parametrize(
     ("act", "size", "geometry", "residual", "dtype", "route"),
     [
-        ("relu", 3, GEOMETRY, True, torch.bfloat16, Route.cudnn),
-        ("relu", 1, GEOMETRY, False, torch.float32, Route.cudnn),
-        ("silu", 3, GEOMETRY, False, torch.bfloat16, Route.apart),
-        ("silu", 1, GEOMETRY, False, torch.bfloat16, Route.product),
-        ("silu", 1, GEOMETRY, True, torch.bfloat16, Route.apart),
-        ("none", 1, GEOMETRY, True, torch.bfloat16, Route.product),
-        ("none", 1, GEOMETRY._replace(stride=(2, 2)), False, torch.bfloat16, Route.apart),
-        ("relu", 3, GEOMETRY._replace(groups=2), False, torch.bfloat16, Route.apart),
-        ("relu", 3, GEOMETRY._replace(padding="same"), False, torch.bfloat16, Route.apart),
-        ("relu", 3, GEOMETRY, False, torch.float64, Route.apart),
+        ("relu", 3, GEOMETRY, True, torch.bfloat16, CUDNN),
+        ("relu", 1, GEOMETRY, False, torch.float32, CUDNN),
+        ("silu", 3, GEOMETRY, False, torch.bfloat16, APART),
+        ("silu", 1, GEOMETRY, False, torch.bfloat16, PRODUCT),
+        ("silu", 1, GEOMETRY, True, torch.bfloat16, APART),
+        ("none", 1, GEOMETRY, True, torch.bfloat16, PRODUCT),
+        ("none", 1, GEOMETRY._replace(stride=(2, 2)), False, torch.bfloat16, APART),
+        ("relu", 3, GEOMETRY._replace(groups=2), False, torch.bfloat16, APART),
+        ("relu", 3, GEOMETRY._replace(padding="same"), False, torch.bfloat16, APART),
+        ("relu", 3, GEOMETRY, False, torch.float64, APART),
     ],
 )
 def test_the_rule(
@@ -373,7 +382,7 @@ def test_the_rule(
     weight = torch.randn(8, 8, size, size, dtype=dtype)
     found, why = choose(x.as_subclass(OnGpu), weight, geometry, act, has_residual=residual)
     assert found is route, why
-    assert choose(x, weight, geometry, act, has_residual=residual)[0] is Route.steps
+    assert choose(x, weight, geometry, act, has_residual=residual)[0] is STEPS
 
 
 @pytest.mark.cuda

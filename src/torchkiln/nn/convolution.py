@@ -36,18 +36,18 @@ ACTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether a call of the module runs more than its forward."""
-    own = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or _has_any_global_hook()
     )
-    return any(own) or _has_any_global_hook()
 
 
 def is_torchs(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool:
     """Whether a call of the module runs torch's forward and nothing else."""
-    return type(module) in classes and "forward" not in vars(module) and not has_hooks(module)
+    return type(module) in classes and "forward" not in module.__dict__ and not has_hooks(module)
 
 
 def norm_act(norm: _BatchNorm, x: Tensor, residual: Tensor | None, act: str) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import Enum
 from typing import NamedTuple
 
 import torch
@@ -49,71 +48,6 @@ class Geometry(NamedTuple):
     groups: int
 
 
-class Route(Enum):
-    """A way to compute ``act(batch_norm(convolution(x)) + residual)`` without gradients."""
-
-    apart = "convolution, then bn_act"
-    steps = "folded convolution, then sum and activation in place"
-    cudnn = "folded convolution with sum and relu in cuDNN"
-    product = "folded 1x1 convolution as a matrix product with bias, activation and residual"
-
-
-def choose(
-    x: Tensor, weight: Tensor, geometry: Geometry, act: str, *, has_residual: bool
-) -> tuple[Route, str]:
-    """The fastest way that the call allows, and the reason."""
-    if not x.is_cuda:
-        return Route.steps, "on a CPU the bias is part of the convolution, and a pass is saved"
-    is_flat = all(size == 1 for size in weight.shape[2:]) and is_plain(geometry)
-    if is_flat and is_last(x) and act != "relu" and (act == "none" or not has_residual):
-        return Route.product, "a kernel of one element, and channels are adjacent in x"
-    for applies, why in (
-        (act != "relu", f"cuDNN computes relu, not {act}"),
-        (x.dim() != 4, "cuDNN's fused kernels are for 2 dimensions"),
-        (geometry.groups != 1, "cuDNN's fused kernels are for 1 group"),
-        (x.dtype == torch.float64, "cuDNN has no fused kernel for float64"),
-        (isinstance(geometry.padding, str), "cuDNN pads both sides alike"),
-        (not torch.backends.cudnn.enabled or torch.version.cuda is None, "cuDNN is not available"),
-    ):
-        if applies:
-            return Route.apart, why
-    return Route.cudnn, "cuDNN computes bias, sum and relu in the convolution"
-
-
-def run_folded(
-    x: Tensor,
-    parts: Parts,
-    residual: Tensor | None,
-    geometry: Geometry,
-    *,
-    act: str,
-    eps: float,
-) -> Tensor | None:
-    """The result from a folded batch norm; None if convolution and batch norm are to run apart."""
-    dtype = dtype_of(x, parts.weight)
-    if dtype is None or not takes(x, parts.weight, residual, geometry, dtype) or not eps >= 0:
-        return None  # the convolution or bn_act says what is wrong
-    reason = why_not_now(x, parts, residual)
-    if reason is not None:
-        _C.note(f"{Route.apart.value}: {reason}")
-        return None
-    if x.dtype != dtype:
-        x = x.to(dtype)
-    route, why = choose(x, parts.weight, geometry, act, has_residual=residual is not None)
-    if route is not Route.apart:
-        found = fold_of(parts, Form(eps, dtype, format_of(x, parts.weight)))
-        if isinstance(found, Fold):
-            result = ROUTES[route](x, found, residual, geometry, act)
-            if result is not None:
-                _C.note(f"{route.value}: {why}")
-                return result
-            why = f"cuDNN refused the fused call: {found.refused}"
-        else:
-            why = found
-    _C.note(f"{Route.apart.value}: {why}")
-    return None
-
-
 def by_steps(
     x: Tensor, fold: Fold, residual: Tensor | None, geometry: Geometry, act: str
 ) -> Tensor:
@@ -152,11 +86,75 @@ def by_cudnn(
         return None
 
 
-ROUTES: dict[Route, Callable[[Tensor, Fold, Tensor | None, Geometry, str], Tensor | None]] = {
-    Route.steps: by_steps,
-    Route.product: by_product,
-    Route.cudnn: by_cudnn,
-}
+class Route(NamedTuple):
+    """A way to compute ``act(batch_norm(convolution(x)) + residual)`` without gradients."""
+
+    words: str
+    run: Callable[[Tensor, Fold, Tensor | None, Geometry, str], Tensor | None] | None = None
+    """Computes it with a fold; None if it cannot."""
+
+
+APART = Route("convolution, then bn_act")
+STEPS = Route("folded convolution, then sum and activation in place", by_steps)
+CUDNN = Route("folded convolution with sum and relu in cuDNN", by_cudnn)
+PRODUCT = Route(
+    "folded 1x1 convolution as a matrix product with bias, activation and residual", by_product
+)
+
+
+def choose(
+    x: Tensor, weight: Tensor, geometry: Geometry, act: str, *, has_residual: bool
+) -> tuple[Route, str]:
+    """The fastest way that the call allows, and the reason."""
+    if not x.is_cuda:
+        return STEPS, "on a CPU the bias is part of the convolution, and a pass is saved"
+    if act != "relu" and (act == "none" or not has_residual) and is_product(x, weight, geometry):
+        return PRODUCT, "a kernel of one element, and channels are adjacent in x"
+    if act != "relu":
+        why = f"cuDNN computes relu, not {act}"
+    elif x.dim() != 4 or geometry.groups != 1:
+        why = "cuDNN's fused kernels are for 2 dimensions and 1 group"
+    elif x.dtype == torch.float64 or isinstance(geometry.padding, str):
+        why = "cuDNN has no fused kernel for float64 and for uneven padding"
+    elif not torch.backends.cudnn.enabled or torch.version.cuda is None:
+        why = "cuDNN is not available"
+    else:
+        return CUDNN, "cuDNN computes bias, sum and relu in the convolution"
+    return APART, why
+
+
+def run_folded(
+    x: Tensor,
+    parts: Parts,
+    residual: Tensor | None,
+    geometry: Geometry,
+    *,
+    act: str,
+    eps: float,
+) -> Tensor | None:
+    """The result from a folded batch norm; None if convolution and batch norm are to run apart."""
+    dtype = dtype_of(x, parts.weight)
+    if dtype is None or not takes(x, parts.weight, residual, geometry, dtype) or not eps >= 0:
+        return None  # the convolution or bn_act says what is wrong
+    reason = why_not_now(x, parts, residual)
+    if reason is not None:
+        _C.note(f"{APART.words}: {reason}")
+        return None
+    if x.dtype != dtype:
+        x = x.to(dtype)
+    route, why = choose(x, parts.weight, geometry, act, has_residual=residual is not None)
+    if route.run is not None:
+        found = fold_of(parts, Form(eps, dtype, format_of(x, parts.weight)))
+        if isinstance(found, Fold):
+            result = route.run(x, found, residual, geometry, act)
+            if result is not None:
+                _C.note(f"{route.words}: {why}")
+                return result
+            why = f"cuDNN refused the fused call: {found.refused}"
+        else:
+            why = found
+    _C.note(f"{APART.words}: {why}")
+    return None
 
 
 def geometry_of(
@@ -186,28 +184,26 @@ def spread(value: int | Sizes, count: int) -> Sizes:
     return tuple(value) * count if len(value) == 1 else tuple(value)
 
 
-def is_plain(geometry: Geometry) -> bool:
-    """Whether a kernel of one element reads each pixel once."""
+def is_product(x: Tensor, weight: Tensor, geometry: Geometry) -> bool:
+    """Whether the pixels are rows of a matrix, each of which the kernel reads once."""
     return (
-        geometry.groups == 1
+        all(size == 1 for size in weight.shape[2:])
+        and geometry.groups == 1
         and not isinstance(geometry.padding, str)
         and all(s == 1 for s in geometry.stride)
         and not any(geometry.padding)
+        and x.movedim(1, -1).is_contiguous()
     )
-
-
-def is_last(x: Tensor) -> bool:
-    """Whether the channels of a pixel are adjacent, and the pixels follow each other."""
-    return x.movedim(1, -1).is_contiguous()
 
 
 def format_of(x: Tensor, weight: Tensor) -> torch.memory_format:
     """The memory format in which torch convolves, so that the weight is not copied in each call."""
     last = LAST.get(x.dim())
-    if last is not None and any(
-        t.is_contiguous(memory_format=last) and not t.is_contiguous() for t in (x, weight)
-    ):
-        return last
+    if last is None or (x.is_contiguous() and weight.is_contiguous()):
+        return torch.contiguous_format
+    for tensor in (x, weight):
+        if tensor.is_contiguous(memory_format=last) and not tensor.is_contiguous():
+            return last
     return torch.contiguous_format
 
 
