@@ -7,6 +7,7 @@
 #include "torchkiln/torch/bind.h"
 #include "torchkiln/torch/ops.h"
 #include "trace.h"
+#include "watch.h"
 
 namespace {
 
@@ -145,4 +146,5 @@ PYBIND11_MODULE(_C, module) {
   ops.bind<&spmm_csr>("spmm_csr", {"values", "b", "crow", "col", "shape", "transpose", "check"},
                       "spmm");
   bind_trace(module);
+  bind_watch(module);
 }

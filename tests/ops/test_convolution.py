@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 import torchkiln
 from torchkiln.ops import _folding
@@ -23,6 +24,7 @@ from torchkiln.ops._conv_routes import (
     STEPS,
     Geometry,
     Route,
+    by_product,
     choose,
 )
 
@@ -47,8 +49,10 @@ RANKS: list[tuple[type[Any], type[Any], type[Any], tuple[int, ...]]] = [
 
 @pytest.fixture(autouse=True)
 def no_folds() -> Iterator[None]:
+    """Without folds of other tests, and without TensorFloat-32."""
     _folding.FOLDS.clear()
-    yield
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        yield
     _folding.FOLDS.clear()
 
 
@@ -320,6 +324,31 @@ def test_a_fold_is_kept_and_freed_with_its_weight(device: torch.device) -> None:
     assert not count()
 
 
+@torch.no_grad()
+def test_tensors_can_be_swapped(device: torch.device) -> None:
+    module, x = layer(device), torch.randn(2, 8, 5, 5, device=device)
+    module(x)
+    other = layer(device)
+    for parameter, new in zip(module.parameters(), other.parameters(), strict=True):
+        torch.utils.swap_tensors(parameter, new)
+    close(module(x), exact(module, x))
+
+
+@torch.no_grad()
+def test_a_convolution_shared_by_two_batch_norms(device: torch.device) -> None:
+    first, x = layer(device), torch.randn(2, 8, 5, 5, device=device)
+    second = torchkiln.nn.ConvBNAct2d.from_modules(first.conv, layer(device).bn)
+    for _ in range(2):
+        close(first(x), exact(first, x))
+        close(second(x), exact(second, x))
+        assert count() == 2
+    module = layer(device)
+    module(x)
+    transposed = module.conv.weight.detach().movedim(2, 3)
+    module.conv.weight = nn.Parameter(transposed)  # another view of the same memory
+    close(module(x), exact(module, x))
+
+
 def test_what_is_not_folded(device: torch.device) -> None:
     module, x = layer(device), torch.randn(2, 8, 5, 5, device=device)
     assert "gradients are needed" in notes(module, x)[0]
@@ -346,43 +375,68 @@ def test_explain_has_the_choice(device: torch.device) -> None:
     assert "bn_act" not in "".join(torchkiln.explain(module, x).forward.route)
 
 
+Fold, Form, Parts = _folding.Fold, _folding.Form, _folding.Parts
 GEOMETRY = Geometry((1, 1), (0, 0), (1, 1), 1)
+STRIDED, PADDED = GEOMETRY._replace(stride=(2, 2)), GEOMETRY._replace(padding=(1, 1))
+CALLS: list[tuple[str, int, Geometry, str, torch.dtype, Route]] = [
+    ("relu", 3, GEOMETRY, "", torch.bfloat16, CUDNN),
+    ("relu", 3, GEOMETRY, "residual", torch.bfloat16, CUDNN),
+    ("relu", 3, GEOMETRY, "planes", torch.bfloat16, CUDNN),
+    ("relu", 1, GEOMETRY, "", torch.float32, CUDNN),
+    ("relu", 1, STRIDED, "", torch.bfloat16, CUDNN),
+    ("relu", 1, GEOMETRY, "planes", torch.bfloat16, APART),
+    ("relu", 3, GEOMETRY._replace(groups=2), "", torch.bfloat16, CUDNN),
+    ("relu", 3, GEOMETRY._replace(groups=8), "", torch.bfloat16, APART),
+    ("relu", 3, GEOMETRY._replace(padding="same"), "", torch.bfloat16, APART),
+    ("relu", 3, GEOMETRY, "", torch.float64, APART),
+    ("silu", 3, GEOMETRY, "", torch.bfloat16, APART),
+    ("silu", 1, GEOMETRY, "", torch.bfloat16, PRODUCT),
+    ("silu", 1, GEOMETRY, "residual", torch.bfloat16, APART),
+    ("none", 1, GEOMETRY, "residual", torch.float16, PRODUCT),
+    ("none", 1, STRIDED, "", torch.bfloat16, PRODUCT),
+    ("none", 1, PADDED, "", torch.bfloat16, APART),
+    ("none", 1, GEOMETRY, "planes", torch.bfloat16, APART),
+    ("none", 1, GEOMETRY, "", torch.float32, APART),
+]
 
 
-@pytest.mark.parametrize(
-    ("act", "size", "geometry", "residual", "dtype", "route"),
-    [
-        ("relu", 3, GEOMETRY, True, torch.bfloat16, CUDNN),
-        ("relu", 1, GEOMETRY, False, torch.float32, CUDNN),
-        ("silu", 3, GEOMETRY, False, torch.bfloat16, APART),
-        ("silu", 1, GEOMETRY, False, torch.bfloat16, PRODUCT),
-        ("silu", 1, GEOMETRY, True, torch.bfloat16, APART),
-        ("none", 1, GEOMETRY, True, torch.bfloat16, PRODUCT),
-        ("none", 1, GEOMETRY._replace(stride=(2, 2)), False, torch.bfloat16, APART),
-        ("relu", 3, GEOMETRY._replace(groups=2), False, torch.bfloat16, APART),
-        ("relu", 3, GEOMETRY._replace(padding="same"), False, torch.bfloat16, APART),
-        ("relu", 3, GEOMETRY, False, torch.float64, APART),
-    ],
-)
+@pytest.mark.parametrize(("act", "size", "geometry", "more", "dtype", "route"), CALLS)
 def test_the_rule(
     act: str,
     size: int,
     geometry: Geometry,
+    more: str,
     dtype: torch.dtype,
     route: Route,
     monkeypatch: pytest.MonkeyPatch,
-    *,
-    residual: bool,
 ) -> None:
     class OnGpu(Tensor):
         is_cuda = True
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    x = torch.randn(2, 8, 6, 6, dtype=dtype).contiguous(memory_format=LAST)
-    weight = torch.randn(8, 8, size, size, dtype=dtype)
+    x = torch.randn(2, 8, 6, 6, dtype=dtype)
+    x = x if more == "planes" else x.contiguous(memory_format=LAST)
+    weight = torch.randn(8, 8 // geometry.groups, size, size, dtype=dtype)
+    residual = more == "residual"
     found, why = choose(x.as_subclass(OnGpu), weight, geometry, act, has_residual=residual)
     assert found is route, why
     assert choose(x, weight, geometry, act, has_residual=residual)[0] is STEPS
+
+
+def test_the_product_is_the_convolution(device: torch.device) -> None:
+    """On every device, although the rule chooses it on a GPU alone."""
+    x = torch.randn(2, 8, 6, 5, device=device).contiguous(memory_format=LAST)
+    module = layer(device, kernel_size=1, padding=0, act="none")
+    for stride in (1, 2, 3):
+        module.conv.stride = (stride, 2)
+        parts = Parts(module.conv.weight, None, *list(module.bn.state_dict().values())[:4])
+        fold = Fold(parts, Form(module.bn.eps, torch.float32, LAST))
+        geometry = GEOMETRY._replace(stride=module.conv.stride)
+        with torch.no_grad():
+            expected = exact(module, x)
+            residual = torch.randn_like(expected, dtype=torch.float32)
+            close(by_product(x, fold, None, geometry, "none"), expected)
+            close(by_product(x, fold, residual, geometry, "none"), expected + residual)
 
 
 @pytest.mark.cuda
@@ -553,6 +607,18 @@ def test_refused_calls(change: dict[str, Any], message: str) -> None:
     conv_bn_act(**call)
     with pytest.raises(ValueError, match=rf"torchkiln\.conv_bn_act: {message}"):
         conv_bn_act(**{**call, **change})
+
+
+@torch.no_grad()
+def test_tensors_that_are_not_folded() -> None:
+    """Their results have shapes and classes as from torch's modules."""
+    meta = layer(torch.device("cpu")).to("meta")
+    assert meta(torch.empty(2, 8, 5, 5, device="meta")).shape == (2, 16, 5, 5)
+    module = layer(torch.device("cpu"))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        found = module(mode.from_tensor(torch.randn(2, 8, 5, 5)))
+    assert found.shape == (2, 16, 5, 5)
+    assert not count()
 
 
 @torch.no_grad()

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn import functional as F
+from torch.nn.modules import module as hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
-from torch.nn.modules.module import _has_any_global_hook
 
 from torchkiln.nn.batch_norm import batch_norm_act
 from torchkiln.nn.checks import check_act
@@ -41,7 +41,10 @@ def has_hooks(module: nn.Module) -> bool:
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
-        or _has_any_global_hook()
+        or hooks._global_forward_hooks
+        or hooks._global_forward_pre_hooks
+        or hooks._global_backward_hooks
+        or hooks._global_backward_pre_hooks
     )
 
 
@@ -72,9 +75,13 @@ def folded_conv_norm_act(
     conv: nn.Module, norm: _BatchNorm, x: Tensor, residual: Tensor | None, act: str
 ) -> Tensor | None:
     """The result from a folded batch norm; None if the modules are to be called one by one."""
+    if is_compiling():
+        return None
+    if norm.training:
+        forget(norm)
+        return None
     if (
-        is_compiling()
-        or not isinstance(conv, _ConvNd)
+        not isinstance(conv, _ConvNd)
         or not is_torchs(conv, CONVOLUTIONS)
         or not is_torchs(norm, BATCH_NORMS)
     ):
@@ -82,8 +89,7 @@ def folded_conv_norm_act(
     # The dicts of the modules: an attribute that is looked up by nn.Module takes 1 us.
     weight, bias = conv._parameters["weight"], conv._parameters["bias"]
     mean, var = norm._buffers["running_mean"], norm._buffers["running_var"]
-    if weight is None or norm.training or mean is None or var is None:
-        forget(conv.weight)
+    if weight is None or mean is None or var is None:
         return None
     if x.dim() != weight.dim() or type(norm) is not NORM_OF[x.dim()]:
         return None
@@ -98,7 +104,7 @@ def folded_conv_norm_act(
     own = norm._parameters
     parts = Parts(weight, bias, own["weight"], own["bias"], mean, var)
     geometry = Geometry(conv.stride, padding, conv.dilation, conv.groups)
-    return run_folded(x, parts, residual, geometry, act=act, eps=norm.eps)
+    return run_folded(norm, x, parts, residual, geometry, act=act, eps=norm.eps)
 
 
 class _ConvBNAct(nn.Module):
@@ -169,9 +175,7 @@ class _ConvBNAct(nn.Module):
 
     def train(self, mode: bool = True) -> Self:
         """Sets the mode of training; what was folded is folded again."""
-        weight = getattr(self.conv, "weight", None)
-        if isinstance(weight, Tensor):
-            forget(weight)
+        forget(self.bn)
         return super().train(mode)
 
     def extra_repr(self) -> str:

@@ -1,23 +1,29 @@
 """Batch norms folded into the convolution before them, kept until something changes.
 
-A fold belongs to the weight of a convolution and is freed with it. It is not part of the module:
-copies, pickles and ``state_dict`` do not have it.
+A fold belongs to a batch norm, or to the weight of a convolution, and is freed with it. It is no
+part of a module: copies, pickles and ``state_dict`` do not have it.
 """
 
 from __future__ import annotations
 
 import weakref
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchkiln import _C
 
 PLAIN = (Tensor, nn.Parameter)
 """Classes of tensors that have no code of their own."""
+
+GRADIENTS = (
+    None,
+    "gradients are needed",
+    "a parameter has a gradient, an optimizer may be about to change it",
+)
+"""Reasons not to use a fold, by the result of ``_C.gradients``."""
 
 
 class Parts(NamedTuple):
@@ -40,45 +46,24 @@ class Form(NamedTuple):
     memory_format: torch.memory_format
 
 
-class Source:
-    """A tensor as it was when it was folded."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = weakref.ref(tensor)
-        # A weak reference keeps the address of a storage from being used for another one.
-        self.storage = StorageWeakRef(tensor.untyped_storage())
-        self.version = tensor._version
-
-    def is_still(self, tensor: Tensor | None) -> bool:
-        """Whether this is the same tensor, in the same memory, without a change."""
-        return (
-            self.tensor() is tensor is not None
-            and self.version == tensor._version
-            and bool(self.storage.cdata == tensor.untyped_storage()._cdata)
-        )
-
-
 class Fold:
     """Weight and bias of a convolution that computes the batch norm behind it, too."""
 
     def __init__(self, parts: Parts, form: Form) -> None:
         self.form = form
-        self.sources = [None if part is None else Source(part) for part in parts]
+        self.watch = _C.Watch(parts)
         self.weight, self.bias = folded(parts, form)
         self.stream = stream_of(self.weight)
         if self.stream is not None:  # calls on other streams read it, too
             torch.cuda.current_stream(self.weight.device).synchronize()
         self.refused: str | None = None
         """Why cuDNN computed no result with it."""
-
-    def is_of(self, parts: Parts, form: Form) -> bool:
-        """Whether it is still the fold of these tensors."""
-        if self.form != form:
-            return False
-        for source, part in zip(self.sources, parts, strict=True):
-            if not (part is None if source is None else source.is_still(part)):
-                return False
-        return True
+        self.call: Any = None
+        """The last call that used it: what its route depends on beside the parts."""
+        self.route: Any = None
+        """The route of that call."""
+        self.note = ""
+        """The words for the route and its reason."""
 
     def is_used(self) -> None:
         """Keeps its memory until the work of the current stream is done."""
@@ -88,29 +73,35 @@ class Fold:
             self.bias.record_stream(stream)
 
 
-FOLDS: dict[int, tuple[weakref.ref[Tensor], Fold]] = {}
-"""The fold of each weight, by the weight's id."""
+FOLDS: dict[int, tuple[weakref.ref[Any], Fold]] = {}
+"""The fold of each owner, by the owner's id."""
 
 
-def fold_of(parts: Parts, form: Form) -> Fold | str:
-    """The kept fold of these tensors or a new one; or the reason why there can be none."""
-    key = id(parts.weight)
-    _, fold = FOLDS.get(key, (None, None))
-    if fold is None or not fold.is_of(parts, form):
-        why = why_not_ever(parts, form.dtype)
-        if why is not None:
-            return why
-        FOLDS.pop(key, None)  # frees the memory before it is needed again
-        fold = Fold(parts, form)
-        _C.note("the batch norm is folded in this call, and the fold kept for others")
-        FOLDS[key] = weakref.ref(parts.weight, lambda _: FOLDS.pop(key, None)), fold
-    fold.is_used()
+def kept_fold(owner: object, parts: Parts) -> Fold | None:
+    """The owner's fold; None if there is none, or if its tensors have changed since."""
+    entry = FOLDS.get(id(owner))
+    return entry[1] if entry is not None and entry[1].watch.is_current(parts) else None
+
+
+def fold_of(owner: object, parts: Parts, form: Form) -> Fold | str:
+    """The owner's fold of these tensors or a new one; or the reason why there can be none."""
+    kept = kept_fold(owner, parts)
+    if kept is not None and kept.form == form:
+        return kept
+    why = why_not_ever(parts, form.dtype)
+    if why is not None:
+        return why
+    key = id(owner)
+    FOLDS.pop(key, None)  # frees the memory before it is needed again
+    fold = Fold(parts, form)
+    _C.note("the batch norm is folded in this call, and the fold kept for others")
+    FOLDS[key] = weakref.ref(owner, lambda _: FOLDS.pop(key, None)), fold
     return fold
 
 
-def forget(weight: Tensor) -> None:
-    """Drop the fold of a weight."""
-    FOLDS.pop(id(weight), None)
+def forget(owner: object) -> None:
+    """Drop the fold of an owner."""
+    FOLDS.pop(id(owner), None)
 
 
 def folded(parts: Parts, form: Form) -> tuple[Tensor, Tensor]:
@@ -131,25 +122,17 @@ def folded(parts: Parts, form: Form) -> tuple[Tensor, Tensor]:
         return weight.contiguous(memory_format=form.memory_format), shift.to(form.dtype)
 
 
-def why_not_now(x: Tensor, parts: Parts, residual: Tensor | None) -> str | None:
+def why_not_now(owner: object, x: Tensor, parts: Parts, residual: Tensor | None) -> str | None:
     """The reason not to use a fold in this call, if any.
 
     A fold is a copy of the parameters, so it is used only where nothing but a change that torch
     counts in ``_version`` can make it outdated. Fused optimizers are not counted: parameters with a
     gradient are not folded, and a call that makes gradients drops the fold.
     """
-    needs_grad = torch.is_grad_enabled() and (
-        x.requires_grad or (residual is not None and residual.requires_grad)
-    )
-    for part in parts:
-        if part is not None and part.requires_grad:
-            needs_grad = needs_grad or torch.is_grad_enabled()
-            if part.is_leaf and part.grad is not None:
-                forget(parts.weight)
-                return "a parameter has a gradient, an optimizer may be about to change it"
-    if needs_grad:
-        forget(parts.weight)
-        return "gradients are needed"
+    why = GRADIENTS[_C.gradients((x, residual, *parts))]
+    if why is not None:
+        forget(owner)
+        return why
     if (
         torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None

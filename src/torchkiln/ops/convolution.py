@@ -76,7 +76,7 @@ def conv_bn_act(  # noqa: PLR0917
     elif running_mean is not None and running_var is not None and not is_compiling():
         parts = Parts(conv_weight, conv_bias, bn_weight, bn_bias, running_mean, running_var)
         geometry = geometry_of(conv_weight, stride, padding, dilation, groups)
-        found = run_folded(x, parts, residual, geometry, act=act, eps=eps)
+        found = run_folded(conv_weight, x, parts, residual, geometry, act=act, eps=eps)
         if found is not None:
             return found
     convolution = CONVOLUTIONS[x.dim()]

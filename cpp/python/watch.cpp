@@ -1,0 +1,104 @@
+// Notices changes of tensors. A copy of parameters that is kept from call to call, such as a batch
+// norm folded into a convolution, is checked in each call, which takes 2 us in Python.
+
+#include "watch.h"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/StorageImpl.h>
+#include <c10/core/TensorImpl.h>
+#include <pybind11/pybind11.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <optional>
+#include <vector>
+
+namespace py = pybind11;
+
+namespace {
+
+/// A tensor as it was. A weak reference keeps the address of the storage from being used for
+/// another one; one to the tensor itself would forbid torch.utils.swap_tensors.
+struct Source {
+  explicit Source(const at::Tensor& from)
+      : tensor(from.unsafeGetTensorImpl()),
+        storage(from.storage().unsafeGetStorageImpl()),
+        storage_reference(from.storage().getWeakStorageImpl()),
+        data(from.const_data_ptr()),
+        dtype(from.scalar_type()),
+        sizes(from.sizes().vec()),
+        strides(from.strides().vec()),
+        version(from._version()) {}
+
+  bool is(const at::Tensor& now) const {
+    return now.unsafeGetTensorImpl() == tensor && now.has_storage() &&
+           now.storage().unsafeGetStorageImpl() == storage && now._version() == version &&
+           now.const_data_ptr() == data && now.scalar_type() == dtype && now.sizes() == sizes &&
+           now.strides() == strides;
+  }
+
+  const c10::TensorImpl* tensor;
+  const c10::StorageImpl* storage;
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage_reference;
+  const void* data;
+  at::ScalarType dtype;
+  std::vector<int64_t> sizes;
+  std::vector<int64_t> strides;
+  int64_t version;
+};
+
+class Watch {
+ public:
+  explicit Watch(const py::tuple& tensors) {
+    for (const py::handle tensor : tensors) {
+      if (tensor.is_none()) {
+        sources_.emplace_back(std::nullopt);
+      } else {
+        sources_.emplace_back(THPVariable_Unpack(tensor.ptr()));
+      }
+    }
+  }
+
+  /// Whether these are the same tensors, in the same memory, without a change that torch counts.
+  bool is_current(const py::tuple& tensors) const {
+    if (tensors.size() != sources_.size()) return false;
+    for (size_t i = 0; i < sources_.size(); i++) {
+      PyObject* const tensor = PyTuple_GET_ITEM(tensors.ptr(), i);
+      const std::optional<Source>& source = sources_[i];
+      if (tensor == Py_None ? source.has_value()
+                            : !source || !THPVariable_CheckExact(tensor) ||
+                                  !source->is(THPVariable_Unpack(tensor)))
+        return false;
+    }
+    return true;
+  }
+
+ private:
+  std::vector<std::optional<Source>> sources_;
+};
+
+/// In the order of GRADIENTS in ops/_folding.py.
+enum class Gradients { none, needed, held };
+
+/// Whether a call records gradients, or a leaf holds one, which an optimizer may be about to use.
+Gradients gradients(const py::tuple& tensors) {
+  bool is_held = false;
+  for (const py::handle each : tensors) {
+    if (!THPVariable_Check(each.ptr())) continue;
+    const at::Tensor& tensor = THPVariable_Unpack(each.ptr());
+    if (!tensor.requires_grad()) continue;
+    if (at::GradMode::is_enabled()) return Gradients::needed;
+    is_held = is_held || (tensor.is_leaf() && tensor.grad().defined());
+  }
+  return is_held ? Gradients::held : Gradients::none;
+}
+
+}  // namespace
+
+void bind_watch(py::module_& module) {
+  py::class_<Watch>(module, "Watch")
+      .def(py::init<const py::tuple&>())
+      .def("is_current", &Watch::is_current);
+  module.def("gradients",
+             [](const py::tuple& tensors) { return static_cast<int>(gradients(tensors)); });
+}
