@@ -101,11 +101,11 @@ class Route(NamedTuple):
     """A way to compute ``act(batch_norm(convolution(x)) + residual)`` without gradients."""
 
     words: str
-    run: Callable[[Tensor, Fold, Tensor | None, Geometry, str], Tensor | None] | None = None
-    """Computes it with a fold; None if it cannot."""
+    run: Callable[[Tensor, Fold, Tensor | None, Geometry, str], Tensor | None]
+    """Computes it with a fold; returns None if it cannot."""
 
 
-APART = Route("convolution, then bn_act")
+APART = Route("convolution, then bn_act", lambda *_: None)
 STEPS = Route("folded convolution, then sum and activation in place", by_steps)
 CUDNN = Route("folded convolution with sum and relu in cuDNN", by_cudnn)
 PRODUCT = Route(
@@ -182,21 +182,21 @@ def run_folded(
         return None
     call = signature(x, residual, geometry, act, eps)
     fold = kept_fold(owner, parts)
-    if fold is None or fold.call != call:
-        found = planned(owner, x, parts, residual, geometry, act=act, eps=eps)
-        if isinstance(found, str):
-            _C.note(f"{APART.words}: {found}")
+    last, route, note = (None, APART, "") if fold is None else fold.last
+    if fold is None or last != call:
+        found, route, note = planned(owner, x, parts, residual, geometry, act=act, eps=eps)
+        if found is None:
+            _C.note(note)
             return None
         fold = found
-        fold.call = call
+        fold.last = call, route, note
     if x.dtype != fold.form.dtype:
         x = x.to(fold.form.dtype)
     fold.is_used()
-    result: Tensor | None = fold.route.run(x, fold, residual, geometry, act)
+    result: Tensor | None = route.run(x, fold, residual, geometry, act)
     if result is None:
-        _C.note(f"{APART.words}: cuDNN refused the fused call: {fold.refused}")
-    else:
-        _C.note(fold.note)
+        note = f"{APART.words}: cuDNN refused the fused call: {fold.refused}"
+    _C.note(note)
     return result
 
 
@@ -223,19 +223,19 @@ def planned(
     *,
     act: str,
     eps: float,
-) -> Fold | str:
-    """A fold with a route for this call; or the reason to run convolution and batch norm apart."""
+) -> tuple[Fold | None, Route, str]:
+    """The fold for this call, if it has one, its route, and the words for the route."""
     dtype = dtype_of(x, parts.weight)
     if dtype is None or not takes(x, parts.weight, residual, geometry, dtype) or not eps >= 0:
-        return "the arguments do not agree"  # the convolution or bn_act says more
+        return None, APART, f"{APART.words}: the arguments do not agree"  # an error says more
     x = x.to(dtype)
     route, why = choose(x, parts.weight, geometry, act, has_residual=residual is not None)
-    if route.run is None:
-        return why
-    fold = fold_of(owner, parts, Form(eps, dtype, format_of(x, parts.weight)))
-    if isinstance(fold, Fold):
-        fold.route, fold.note = route, f"{route.words}: {why}"
-    return fold
+    if route is not APART:
+        fold = fold_of(owner, parts, Form(eps, dtype, format_of(x, parts.weight)))
+        if isinstance(fold, Fold):
+            return fold, route, f"{route.words}: {why}"
+        why = fold
+    return None, APART, f"{APART.words}: {why}"
 
 
 def geometry_of(

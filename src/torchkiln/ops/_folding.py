@@ -58,12 +58,9 @@ class Fold:
             torch.cuda.current_stream(self.weight.device).synchronize()
         self.refused: str | None = None
         """Why cuDNN computed no result with it."""
-        self.call: Any = None
-        """The last call that used it: what its route depends on beside the parts."""
-        self.route: Any = None
-        """The route of that call."""
-        self.note = ""
-        """The words for the route and its reason."""
+        self.last: tuple[Any, Any, str] = (None, None, "")
+        """The last call that used it, its route, and the words for both: one object, because
+        threads may share a fold."""
 
     def is_used(self) -> None:
         """Keeps its memory until the work of the current stream is done."""
