@@ -76,7 +76,9 @@ def test_running_statistics_at_any_strides_and_in_half_precision(device: torch.d
 
 
 @pytest.mark.parametrize("act", ["relu", "none", "silu"])
-@pytest.mark.parametrize("shape", [(2, 16, 4, 6), (2, 3, 5, 5), (3, 8, 1, 1), (1, 1, 4, 4)])
+@pytest.mark.parametrize(
+    "shape", [(2, 16, 4, 6), (2, 3, 5, 5), (3, 8, 1, 1), (1, 1, 4, 4), (40, 8, 3, 5)]
+)
 @pytest.mark.parametrize("residual", [False, True])
 def test_layouts_agree(
     device: torch.device, shape: tuple[int, ...], act: str, *, residual: bool
