@@ -26,7 +26,7 @@ class Distribution {
       : target_(target),
         weight_(static_cast<const C*>(target.weight)),
         confidence_(1.0 - target.label_smoothing),
-        uniform_(target.label_smoothing / static_cast<double>(classes)) {
+        uniform_(target.label_smoothing / static_cast<double>(target.all_classes)) {
     if (is_uniform()) std::fill_n(uniform_q_, std::min(kPiece, classes), static_cast<C>(uniform_));
   }
 
@@ -74,13 +74,14 @@ class Distribution {
   C uniform_q_[kPiece];
 };
 
-/// Values of a target index that stand for no class: the target is a row of probabilities, or the
-/// row is ignored.
+/// Values of a target index that stand for no class: the target is a row of probabilities, the row
+/// is ignored, or the class is in another shard.
 constexpr int64_t kNoClass = -1;
 constexpr int64_t kIgnored = -2;
+constexpr int64_t kElsewhere = -3;
 
-/// Sets `index` to the target class of a row, to kNoClass or to kIgnored. Returns false if the
-/// target is not a class.
+/// Sets `index` to the target class of a row, counted from the first one of the row, or to one of
+/// the values above. Returns false if the target is not a class.
 bool read_target(const ClassTarget& target, int64_t row, int64_t classes, int64_t& index) {
   index = target.index == nullptr ? kNoClass : target.index[row];
   if (target.index == nullptr) return true;
@@ -88,7 +89,10 @@ bool read_target(const ClassTarget& target, int64_t row, int64_t classes, int64_
     index = kIgnored;
     return true;
   }
-  return index >= 0 && index < classes;
+  if (index < 0 || index >= target.all_classes) return false;
+  index -= target.first_class;
+  if (index < 0 || index >= classes) index = kElsewhere;
+  return true;
 }
 
 /// 1 if no logit exceeds logits[index], else 0, as it is if there is a NaN.
@@ -105,6 +109,35 @@ Compute<T> is_largest(const T* logits, int64_t classes, int64_t index) {
     for (int64_t i = 0; i < count; ++i) larger += !(buffer[i] <= own);
   }
   return larger == 0 ? C(1) : C(0);
+}
+
+/// Sums over the classes of a shard, without the target's own share.
+struct Parts {
+  double mass;   // of q
+  double below;  // of q * (logit - shift)
+  double shift;  // the maximum
+  double sum;    // of exp(logit - shift)
+};
+
+/// Stores the numbers of a row of a shard.
+template <class T>
+void store_parts(const CrossEntropy& p, const Distribution<T>& distribution, int64_t row,
+                 int64_t index, Parts parts) {
+  using C = Compute<T>;
+  const double w = index == kElsewhere ? 0.0 : distribution.weight(index);
+  if (index != kElsewhere) {
+    C logit;
+    const T* logits = static_cast<const T*>(p.logits) + row * p.row_stride;
+    widen_run(&logit, logits + index, /*stride=*/1, 1);
+    const double own = distribution.target_share(w);
+    parts.mass += own;
+    parts.below += own * (static_cast<double>(logit) - parts.shift);
+  }
+  static_cast<C*>(p.loss)[row] = static_cast<C>(parts.below);
+  static_cast<C*>(p.log_sum_exp)[row] = static_cast<C>(parts.shift);
+  static_cast<C*>(p.sum)[row] = static_cast<C>(parts.sum);
+  static_cast<C*>(p.mass)[row] = static_cast<C>(parts.mass);
+  static_cast<C*>(p.target_weight)[row] = static_cast<C>(w);
 }
 
 template <class T>
@@ -140,6 +173,10 @@ void row_loss(const CrossEntropy& p, const Distribution<T>& distribution, int64_
   const double shift = static_cast<double>(sum.shift());
   const double logarithm = log_of<C>(sum.sum());
   const double log_sum_exp = shift + logarithm;
+  if (p.sum != nullptr) {
+    store_parts(p, distribution, row, index, {mass, below, shift, sum.sum_or_zero()});
+    return;
+  }
   const double w = index == kNoClass ? 1.0 : distribution.weight(index);
   double loss = distribution.is_spread() ? mass * logarithm - below : 0.0;
   // An infinite probability, whose product with a distance of 0 is NaN.
@@ -173,7 +210,7 @@ Status losses(const CrossEntropy& p, int64_t begin, int64_t end) {
     int64_t index;
     if (!read_target(p.target, row, p.classes, index)) return kOutOfRange;
     if (index == kIgnored) {
-      for (void* out : {p.loss, p.log_sum_exp, p.mass, p.target_weight, p.correct})
+      for (void* out : {p.loss, p.log_sum_exp, p.mass, p.target_weight, p.correct, p.sum})
         if (out != nullptr) static_cast<C*>(out)[row] = C(0);
     } else {
       row_loss(p, distribution, row, index);
@@ -192,7 +229,7 @@ void row_gradient(const CrossEntropyBackward& p, const Distribution<T>& distribu
   const C factor = static_cast<const C*>(p.mass)[row] * scale;
   // Computed first, because the gradient may overwrite the logits.
   C at_target = 0;
-  if (index != kNoClass) {
+  if (index >= 0) {
     C logit;
     widen_run(&logit, logits + index, /*stride=*/1, 1);
     const C q = static_cast<C>(distribution.target_q(distribution.weight(index)));
@@ -214,7 +251,7 @@ void row_gradient(const CrossEntropyBackward& p, const Distribution<T>& distribu
       }
     });
   }
-  if (index != kNoClass) narrow_run(grad_logits + index, &at_target, 1);
+  if (index >= 0) narrow_run(grad_logits + index, &at_target, 1);
 }
 
 template <class T>
@@ -250,13 +287,15 @@ double sum_of_rows(const void* values, int64_t rows) {
 }  // namespace
 
 Status cross_entropy(const CrossEntropy& p, int64_t begin, int64_t end) {
-  return dispatch_floating(
-      p.dtype, [&](auto tag) { return losses<typename decltype(tag)::type>(p, begin, end); });
+  return dispatch_floating(p.dtype, [&](auto tag) {
+    return losses<typename decltype(tag)::type>(with_all_classes(p), begin, end);
+  });
 }
 
 Status cross_entropy_backward(const CrossEntropyBackward& p, int64_t begin, int64_t end) {
-  return dispatch_floating(
-      p.dtype, [&](auto tag) { return gradients<typename decltype(tag)::type>(p, begin, end); });
+  return dispatch_floating(p.dtype, [&](auto tag) {
+    return gradients<typename decltype(tag)::type>(with_all_classes(p), begin, end);
+  });
 }
 
 Status loss_sum(const LossSum& p) {

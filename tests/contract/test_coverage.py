@@ -44,6 +44,9 @@ FORMS = {"cross_entropy_with_metrics"}
 # The op that bn_act calls to update running statistics; tests/ops/test_batch_norm.py checks it.
 UPDATES = {"bn_act_update", "bn_act_update_forward"}
 
+# Helpers of torchkiln.distributed; tests/ops/test_cross_entropy_shard.py checks them.
+SHARDS = {"cross_entropy_shard", "cross_entropy_shard_backward"}
+
 IN_PLACE = [(spec.inplace, spec.inplace_overload) for spec in SPECS if spec.inplace is not None]
 
 
@@ -57,7 +60,7 @@ def registered() -> set[str]:
 
 def test_every_op_has_a_spec() -> None:
     covered = {spec.name for spec in SPECS} | {h for spec in SPECS for h in spec.helpers}
-    covered |= FORMS | UPDATES | {function.__name__ for function, _ in IN_PLACE}
+    covered |= FORMS | UPDATES | SHARDS | {function.__name__ for function, _ in IN_PLACE}
     assert registered() == covered
 
 

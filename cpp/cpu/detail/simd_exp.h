@@ -137,6 +137,8 @@ class ExponentialSum {
   double sum() const {
     return max_ == -kInfinity<C> ? std::numeric_limits<double>::quiet_NaN() : sum_;
   }
+  /// As sum(), but 0 if there was nothing but -infinity.
+  double sum_or_zero() const { return sum_; }
 
  private:
   C max_ = -kInfinity<C>;

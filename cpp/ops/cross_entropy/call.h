@@ -36,6 +36,9 @@ struct LossCall {
   LossReduction reduction;
   double label_smoothing;
   double z_loss;
+  // The logits are the classes from first_class on, of all_classes; 0 for those of the logits.
+  int64_t first_class = 0;
+  int64_t all_classes = 0;
 };
 
 /// The class dimension of logits.

@@ -46,8 +46,9 @@ struct RowState {
   void* log_sum_exp;
   void* mass;
   void* target_weight;
-  void* divisor;  // null unless mean
-  void* correct;  // of a state with accuracy
+  void* divisor;        // null unless mean
+  void* correct;        // of a state with accuracy
+  void* sum = nullptr;  // of a shard
 };
 
 /// The state of `rows` rows, as seen by a kernel that begins with row `begin`.
@@ -92,6 +93,8 @@ inline TargetView view_target(const at::Tensor& target, const LossCall& call,
   TargetView view;
   view.arguments.ignore_index = call.ignore_index;
   view.arguments.label_smoothing = call.label_smoothing;
+  view.arguments.first_class = call.first_class;
+  view.arguments.all_classes = call.all_classes;
   if (target.scalar_type() == at::kLong) {
     view.target = target.expect_contiguous();
     view.arguments.index = view.target->const_data_ptr<int64_t>();
@@ -131,6 +134,7 @@ inline void run_forward(const char* op, const at::Tensor& logits, const at::Tens
   arguments.mass = kept.mass;
   arguments.target_weight = kept.target_weight;
   if (accuracy) arguments.correct = kept.correct;
+  arguments.sum = kept.sum;
   std::atomic<const char*> error{nullptr};  // from CPU threads, without the bad value
   launch(
       op, rows, arguments.rows, row_grain(arguments.classes),
@@ -142,7 +146,8 @@ inline void run_forward(const char* op, const at::Tensor& logits, const at::Tens
       });
   if (error == nullptr) return;
   if (view.arguments.index != nullptr) {
-    check_classes(op, *view.target, arguments.classes, call.ignore_index);
+    check_classes(op, *view.target, with_all_classes(arguments).target.all_classes,
+                  call.ignore_index);
   }
   check_status(op, Status{error});
 }

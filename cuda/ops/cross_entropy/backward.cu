@@ -60,12 +60,11 @@ __global__ void __launch_bounds__(kGradientThreads, 4)
   load(begin);
 
   const RowTarget<C> target = target_of<C>(p.target, row, p.classes);
-  const bool ignored = p.target.index != nullptr && target.index == p.target.ignore_index;
   C scale = static_cast<C>(load_number(p.grad, p.grad_dtype, row * p.grad_stride));
   if (p.divisor != nullptr) scale /= *static_cast<const C*>(p.divisor);
   const C log_sum_exp = static_cast<const C*>(p.log_sum_exp)[row];
   const C slope = scale * static_cast<const C*>(p.mass)[row];
-  const Distribution<Access, C> distribution(p.target, row, p.classes, target.index);
+  const Distribution<Access, C> distribution(p.target, row, target.index);
   for (int first = begin; first < end; first += kGradientItems * step) {
     if (first != begin) load(first);
 #pragma unroll
@@ -87,7 +86,7 @@ __global__ void __launch_bounds__(kGradientThreads, 4)
         for (int i = 0; i < kLanes; ++i)
           if (column + i == distribution.index) z[i] -= scale * target.weight;
       }
-      if (ignored) {
+      if (target.ignored) {
 #pragma unroll
         for (int i = 0; i < kLanes; ++i) z[i] = 0;
       }
@@ -98,7 +97,8 @@ __global__ void __launch_bounds__(kGradientThreads, 4)
 
 }  // namespace
 
-Status cross_entropy_backward(const CrossEntropyBackward& p, CUstream_st* stream) {
+Status cross_entropy_backward(const CrossEntropyBackward& given, CUstream_st* stream) {
+  const CrossEntropyBackward p = with_all_classes(given);
   if (p.rows == 0 || p.classes == 0) return {};
   if (p.classes > kMaxColumns) return {kTooLong};
   const TensorRows tensors[] = {{p.logits, p.row_stride},

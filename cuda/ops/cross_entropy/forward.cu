@@ -46,14 +46,14 @@ __global__ void __launch_bounds__(kLossThreads, 4)
   team.init_barriers();
   RowTarget<C> target{};
   if (inside && (kSpread || team.rank() == 0)) target = target_of<C>(p.target, row, p.classes);
-  const bool ignored = p.target.index != nullptr && target.index == p.target.ignore_index;
-  const Distribution<Access, C> distribution(p.target, row, p.classes, target.index);
+  const bool has_class = target.index >= 0;
+  const Distribution<Access, C> distribution(p.target, row, target.index);
   // Sums of q * logits are relative to the first logit, so that a large offset costs no digits.
   C base = 0, logit = 0;
   if (kSpread) {
     base = inside ? convert<C>(logits[0]) : C(0);
     if (!isfinite(base)) base = 0;
-  } else if (inside && team.rank() == 0 && !ignored) {
+  } else if (inside && team.rank() == 0 && has_class) {
     logit = convert<C>(logits[target.index]);
   }
 
@@ -116,6 +116,20 @@ __global__ void __launch_bounds__(kLossThreads, 4)
   if (!inside || team.rank() > 0) return;
 
   const C reference = Sums::reference(values[0]);
+  if (p.sum != nullptr) {  // a shard
+    C mass = target.weight;
+    C below = has_class ? mass * (logit - reference) : C(0);
+    if constexpr (kSpread) {
+      mass = values[3];
+      below = values[2] - mass * (reference - base);
+    }
+    static_cast<C*>(p.loss)[row] = below;
+    static_cast<C*>(p.log_sum_exp)[row] = reference;
+    static_cast<C*>(p.sum)[row] = values[1];
+    static_cast<C*>(p.mass)[row] = mass;
+    static_cast<C*>(p.target_weight)[row] = target.weight;
+    return;
+  }
   const C log_sum = log(values[1]);
   const C log_sum_exp = reference + log_sum;
   // The rounding error of log_sum_exp.
@@ -127,7 +141,7 @@ __global__ void __launch_bounds__(kLossThreads, 4)
     // An infinite probability, whose product with a distance of 0 is NaN.
     if (isinf(mass) && log_sum > C(0)) loss = mass;
     // With label_smoothing 1 the target's own share is 0, which makes an overflow NaN.
-    if (p.target.label_smoothing == 1 && p.target.index != nullptr && !ignored)
+    if (p.target.label_smoothing == 1 && has_class)
       loss += C(0) * (log_sum_exp - convert<C>(logits[target.index]));
   } else {
     mass = target.weight;
@@ -139,12 +153,12 @@ __global__ void __launch_bounds__(kLossThreads, 4)
     mass += C(2) * z_loss * log_sum_exp;
   }
   mass *= rounding == rounding ? exp(-rounding) : C(1);
-  static_cast<C*>(p.loss)[row] = ignored ? C(0) : loss;
+  static_cast<C*>(p.loss)[row] = target.ignored ? C(0) : loss;
   static_cast<C*>(p.log_sum_exp)[row] = log_sum_exp;
-  static_cast<C*>(p.mass)[row] = ignored ? C(0) : mass;
+  static_cast<C*>(p.mass)[row] = target.ignored ? C(0) : mass;
   static_cast<C*>(p.target_weight)[row] = target.weight;
   if (p.correct == nullptr) return;
-  const bool correct = !ignored && convert<C>(logits[target.index]) >= values[0];
+  const bool correct = has_class && convert<C>(logits[target.index]) >= values[0];
   static_cast<C*>(p.correct)[row] = correct ? C(1) : C(0);
 }
 
@@ -186,7 +200,8 @@ __global__ void __launch_bounds__(kSumThreads) sum_losses(LossSum p, TeamShape s
 
 }  // namespace
 
-Status cross_entropy(const CrossEntropy& p, CUstream_st* stream) {
+Status cross_entropy(const CrossEntropy& given, CUstream_st* stream) {
+  const CrossEntropy p = with_all_classes(given);
   if (p.rows == 0 || p.classes == 0) return {};
   if (p.classes > kMaxColumns) return {kTooLong};
   const TensorRows tensors[] = {{p.logits, p.row_stride}, probability_rows(p.target, p.dtype)};

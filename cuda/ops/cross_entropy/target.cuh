@@ -16,8 +16,10 @@ namespace {
 /// Class and weight of a row's target.
 template <class C>
 struct RowTarget {
-  int64_t index = -1;  // of the class; -1 if probabilities are given
-  C weight = 1;        // of the row; 0 if it is ignored
+  int64_t index = -1;  // counted from the row's first class; negative if that is in another shard,
+                       // or if probabilities are given
+  C weight = 1;  // of the row; 0 if it is ignored or its class is in another shard
+  bool ignored = false;
 };
 
 __device__ __noinline__ void trap_on_target(long long target, long long classes, long long row) {
@@ -32,13 +34,20 @@ __device__ __forceinline__ RowTarget<C> target_of(const ClassTarget& target, int
                                                   int64_t classes) {
   RowTarget<C> found;
   if (target.index == nullptr) return found;
-  found.index = target.index[row];
-  if (found.index == target.ignore_index) {
+  const int64_t index = target.index[row];
+  if (index == target.ignore_index) {
+    found.weight = 0;
+    found.ignored = true;
+    return found;
+  }
+  if (static_cast<uint64_t>(index) >= static_cast<uint64_t>(target.all_classes))
+    trap_on_target(index, target.all_classes, row);
+  const int64_t own = index - target.first_class;
+  if (static_cast<uint64_t>(own) >= static_cast<uint64_t>(classes)) {
     found.weight = 0;
     return found;
   }
-  if (static_cast<uint64_t>(found.index) >= static_cast<uint64_t>(classes))
-    trap_on_target(found.index, classes, row);
+  found.index = own;
   if (target.weight != nullptr) found.weight = static_cast<const C*>(target.weight)[found.index];
   return found;
 }
@@ -57,15 +66,14 @@ struct Distribution {
   C confidence;  // 1 - label_smoothing
   C uniform;     // label_smoothing / classes
 
-  __device__ __forceinline__ Distribution(const ClassTarget& target, int64_t row, int64_t classes,
-                                          int64_t index_)
+  __device__ __forceinline__ Distribution(const ClassTarget& target, int64_t row, int64_t index_)
       : probabilities(target.probabilities),
         dtype(target.probabilities_dtype),
         row_begin(row * target.probabilities_row_stride),
         weight(static_cast<const C*>(target.weight)),
         index(static_cast<int>(index_)),
         confidence(static_cast<C>(1 - target.label_smoothing)),
-        uniform(static_cast<C>(target.label_smoothing / static_cast<double>(classes))) {}
+        uniform(static_cast<C>(target.label_smoothing / static_cast<double>(target.all_classes))) {}
 
   template <class P>
   __device__ __forceinline__ const P* row() const {

@@ -7,7 +7,9 @@ struct CUstream_st;
 namespace torchkiln {
 
 /// The target of a row of logits: the distribution q over the classes
-///   q[c] = weight[c] * ((1 - label_smoothing) * p[c] + label_smoothing / classes)
+///   q[c] = weight[c] * ((1 - label_smoothing) * p[c] + label_smoothing / all_classes)
+/// A row of a shard has the classes from first_class on. A class of another shard is no class of
+/// the row: p is 0 and the target weight is 0.
 struct ClassTarget {
   const int64_t* index;       // [rows]; null if probabilities are given
   const void* probabilities;  // [rows, classes]; null if classes are given
@@ -16,6 +18,8 @@ struct ClassTarget {
   const void* weight;    // [classes] of the compute type; null for ones
   int64_t ignore_index;  // rows of this class are ignored
   double label_smoothing;
+  int64_t first_class;
+  int64_t all_classes;  // of all shards; 0 for those of the logits, which are no shard
 };
 
 /// For each row, with lse = log(sum of exp(logits)) and w the weight of its target class (0 if the
@@ -39,6 +43,10 @@ struct CrossEntropy {
   void* target_weight;  // [rows]: w
   void* correct;  // [rows]: 1 if no logit exceeds that of the target class, else 0; null if not
                   // wanted
+  // [rows] of a shard: the sum of exp(logits - maximum). Null for whole rows. If given, `loss` is
+  // the sum of q * (logits - maximum), log_sum_exp the maximum, 0 if it is -infinity, and mass the
+  // sum of q. z_loss is 0, and ignored rows have any numbers.
+  void* sum;
 };
 
 /// grad_logits = scale * (mass * exp(logits - log_sum_exp) - q), 0 if the row is ignored; scale is
@@ -61,6 +69,13 @@ struct CrossEntropyBackward {
   void* grad_logits;          // [rows, classes], classes adjacent; may be the logits
   int64_t grad_logits_row_stride;
 };
+
+/// The arguments of a kernel with the number of all classes.
+template <class Arguments>
+Arguments with_all_classes(Arguments arguments) {
+  if (arguments.target.all_classes == 0) arguments.target.all_classes = arguments.classes;
+  return arguments;
+}
 
 /// out = sum of the losses, divided by the sum of the target weights if `mean`.
 struct LossSum {

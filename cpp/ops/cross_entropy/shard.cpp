@@ -1,0 +1,114 @@
+// cross_entropy() of logits whose classes are distributed over processes. Each process computes a
+// few numbers per row of its shard; torchkiln.distributed exchanges and joins them to the state of
+// whole rows, from which each process computes the gradient of its shard.
+
+#include "cross_entropy/kernel.h"
+#include "torchkiln/torch/empty.h"
+
+namespace torchkiln::cross_entropy_ops {
+namespace {
+
+using at::Tensor;
+
+void check_shard(const char* op, const Tensor& logits, const Tensor& target, const LossCall& call) {
+  check_loss(op, logits, target, call);
+  TORCH_CHECK(logits.dim() <= 2, "torchkiln.", op, ": logits: got shape ", logits.sym_sizes(),
+              ", expected [rows, classes] or [classes]");
+  TORCH_CHECK(target.scalar_type() == at::kLong, "torchkiln.", op, ": target: got dtype ",
+              dtype_name(target.scalar_type()), ", expected int64, of classes");
+  TORCH_CHECK(call.first_class >= 0 &&
+                  logits.sym_size(class_dim(logits)) + call.first_class <= call.all_classes,
+              "torchkiln.", op, ": first_class: got ", call.first_class, " for a shard of ",
+              logits.sym_size(class_dim(logits)), " classes, expected the shard within all ",
+              call.all_classes, " classes");
+}
+
+// ---- forward: numbers of each row ----
+
+struct Shard {
+  static constexpr const char* kSchema =
+      "torchkiln::cross_entropy_shard(Tensor logits, Tensor target, Tensor? weight, "
+      "int ignore_index, float label_smoothing, int first_class, int all_classes) -> Tensor";
+
+  static LossCall call_of(const MaybeTensor& weight, int64_t ignore_index, double label_smoothing,
+                          int64_t first_class, int64_t all_classes) {
+    return {weight,       ignore_index, LossReduction::sum, label_smoothing,
+            /*z_loss=*/0, first_class,  all_classes};
+  }
+
+  /// [5, rows]: the maximum, the sum of exp(logits - maximum), the sum of q * (logits - maximum),
+  /// the sum of q, and the weight of the target class, 0 if another shard has it.
+  static Tensor meta(const Tensor& logits, const Tensor& target, const MaybeTensor& weight,
+                     int64_t ignore_index, double label_smoothing, int64_t first_class,
+                     int64_t all_classes) {
+    check_shard("cross_entropy_shard", logits, target,
+                call_of(weight, ignore_index, label_smoothing, first_class, all_classes));
+    return empty_of({c10::SymInt(5), sym_row_count(logits)},
+                    logits.options().dtype(compute_dtype(logits.scalar_type())));
+  }
+
+  static Tensor kernel(const Tensor& logits, const Tensor& target, const MaybeTensor& weight,
+                       int64_t ignore_index, double label_smoothing, int64_t first_class,
+                       int64_t all_classes) {
+    const Tensor numbers =
+        meta(logits, target, weight, ignore_index, label_smoothing, first_class, all_classes);
+    if (numbers.numel() == 0) return numbers;
+    const auto at = [&](int64_t i) { return numbers.select(0, i).data_ptr(); };
+    const RowState kept{at(0), at(3), at(4), nullptr, nullptr, at(1)};
+    run_forward("cross_entropy_shard", logits, target,
+                call_of(weight, ignore_index, label_smoothing, first_class, all_classes),
+                numbers.select(0, 2), kept, /*accuracy=*/false);
+    return numbers;
+  }
+};
+
+// ---- backward: the gradient of the logits of the shard ----
+
+struct ShardBackward {
+  static constexpr const char* kName = "cross_entropy_shard_backward";
+  static constexpr const char* kSchema =
+      "torchkiln::cross_entropy_shard_backward(Tensor grad, Tensor logits, Tensor target, "
+      "Tensor? weight, Tensor state, int ignore_index, float label_smoothing, int first_class, "
+      "int all_classes) -> Tensor";
+
+  /// `grad` has a number per row, or one for all; `state` is [2, rows]: log-sum-exp and mass of the
+  /// whole rows.
+  static Tensor meta(const Tensor& grad, const Tensor& logits, const Tensor& target,
+                     const MaybeTensor& weight, const Tensor& state, int64_t ignore_index,
+                     double label_smoothing, int64_t first_class, int64_t all_classes) {
+    check_shard(kName, logits, target,
+                Shard::call_of(weight, ignore_index, label_smoothing, first_class, all_classes));
+    check_tensors(kName, {{"logits", logits}, {"grad", grad}, {"state", state}});
+    check_dtype(kName, "grad", grad);
+    TORCH_CHECK(grad.dim() == 0 || grad.sym_sizes().equals(target.sym_sizes()), "torchkiln.", kName,
+                ": grad: got shape ", grad.sym_sizes(), ", expected [] or that of target, ",
+                target.sym_sizes());
+    const at::ScalarType compute = compute_dtype(logits.scalar_type());
+    TORCH_CHECK(state.scalar_type() == compute && state.is_contiguous() && state.dim() == 2 &&
+                    state.sym_size(0) == 2 && state.sym_size(1) == sym_row_count(logits),
+                "torchkiln.", kName, ": state: got ", dtype_name(state.scalar_type()), " ",
+                state.sym_sizes(), ", expected contiguous ", dtype_name(compute), " [2, ",
+                sym_row_count(logits), "]");
+    return empty_contiguous(logits);
+  }
+
+  static Tensor kernel(const Tensor& grad, const Tensor& logits, const Tensor& target,
+                       const MaybeTensor& weight, const Tensor& state, int64_t ignore_index,
+                       double label_smoothing, int64_t first_class, int64_t all_classes) {
+    const Tensor found = meta(grad, logits, target, weight, state, ignore_index, label_smoothing,
+                              first_class, all_classes);
+    if (found.numel() == 0) return found;
+    LossCall call = Shard::call_of(weight, ignore_index, label_smoothing, first_class, all_classes);
+    if (grad.dim() > 0) call.reduction = LossReduction::none;
+    void* mass = state.select(0, 1).data_ptr();
+    const RowState kept{state.data_ptr(), mass, /*target_weight=*/nullptr, nullptr, nullptr};
+    run_backward(kName, grad, *class_rows(logits), target, call, kept, *class_rows(found));
+    return found;
+  }
+};
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(torchkiln, m) { define<Shard, ShardBackward>(m); }
+
+}  // namespace torchkiln::cross_entropy_ops

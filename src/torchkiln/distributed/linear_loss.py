@@ -1,0 +1,254 @@
+"""Cross-entropy of a linear layer whose classes are distributed over processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from torchkiln.distributed.class_shards import (
+    LossOptions,
+    Rows,
+    check_reduction,
+    check_softcap,
+    check_target,
+    class_shard,
+    compute_dtype,
+    dtype_of_loss,
+    gradient_of_logits,
+    numbers_of_rows,
+    reduced,
+)
+
+NAME = "vocab_parallel_linear_cross_entropy"
+CHUNK_BYTES, LEAST_ROWS, MOST_ROWS = 1 << 30, 2048, 8192
+"""As for linear_cross_entropy."""
+
+
+@dataclass
+class LogitShard:
+    """A linear layer whose outputs are the logits of the classes of this process."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    target: Tensor
+    class_weight: Tensor | None
+    softcap: float | None
+    options: LossOptions
+
+    def chunks(self) -> Iterator[slice]:
+        """Rows whose logits are in memory together; equal on all processes."""
+        shard, rows = self.options.shard, self.x.shape[0]
+        classes = -(-shard.classes // dist.get_world_size(shard.group))
+        most = CHUNK_BYTES // (classes * self.x.element_size())
+        most = min(max(most, LEAST_ROWS), MOST_ROWS)
+        size = -(-rows // max(-(-rows // most), 1))
+        for begin in range(0, max(rows, 1), max(size, 1)):  # a chunk of no rows for no rows
+            yield slice(begin, begin + size)
+
+    def logits(self, rows: slice) -> Tensor:
+        """The logits of some rows, with the softcap."""
+        bias, x = self.bias, self.x[rows]
+        if bias is None or bias.dtype == x.dtype:
+            logits = torch.nn.functional.linear(x, self.weight, bias)
+        else:
+            logits = torch.nn.functional.linear(x, self.weight).add_(bias)
+        if self.softcap is not None:
+            logits = logits.to(compute_dtype(logits.dtype))
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits
+
+    def differentiate(self, grad: Tensor, rows: slice, logits: Tensor, state: Tensor) -> Tensor:
+        """The gradient of the outputs of the layer, which may overwrite ``logits``."""
+        found = gradient_of_logits(
+            grad, logits, self.target[rows], self.class_weight, state, self.options
+        )
+        if self.softcap is not None:
+            found.mul_(logits.div_(self.softcap).square_().neg_().add_(1))
+        return found.to(self.x.dtype)
+
+
+class Gradients:
+    """The gradients of x, weight and bias as far as they are wanted, from those of chunks.
+
+    Those of weight and bias are added in the compute dtype.
+    """
+
+    def __init__(self, layer: LogitShard, wanted: tuple[bool, bool, bool]) -> None:
+        self.layer = layer
+        dtype = compute_dtype(layer.x.dtype)
+        of_x, of_weight, of_bias = wanted
+        self.x = torch.empty_like(layer.x) if of_x else None
+        self.weight = torch.zeros_like(layer.weight, dtype=dtype) if of_weight else None
+        self.bias = None
+        if of_bias and layer.bias is not None:
+            self.bias = torch.zeros_like(layer.bias, dtype=dtype)
+
+    def add(self, rows: slice, of_logits: Tensor) -> None:
+        """Add the gradients of some rows."""
+        if self.x is not None:
+            torch.mm(of_logits, self.layer.weight, out=self.x[rows])
+        if self.weight is not None:
+            add_product(self.weight, of_logits.T, self.layer.x[rows])
+        if self.bias is not None:
+            self.bias.add_(of_logits.sum(0, dtype=self.bias.dtype))
+
+    def parts(self) -> list[Tensor | None]:
+        """Those of x, weight and bias."""
+        return [self.x, self.weight, self.bias]
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """``total += a @ b``; the sum may be float32 for factors of half precision."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    elif a.is_cuda:
+        torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+
+
+def scaled(part: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``part * factor``, rounded once. A factor without dimensions would be rounded first."""
+    return torch.mul(part, factor.view(1), out=torch.empty_like(part, dtype=dtype))
+
+
+class ShardedLinearLoss(torch.autograd.Function):
+    """The loss of the rows of a layer. Backward adds the gradients of x of all processes."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0917
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        class_weight: Tensor | None,
+        softcap: float | None,
+        options: LossOptions,
+    ) -> Tensor:
+        """The loss, equal on all processes; also the gradients of the sum of the losses."""
+        layer = LogitShard(x, weight, bias, target, class_weight, softcap, options)
+        each = options.reduction == "none"
+        wanted = (False,) * 3 if each else ctx.needs_input_grad[:3]
+        gradients = Gradients(layer, wanted)
+        one = x.new_ones((), dtype=compute_dtype(x.dtype))
+        found: list[Rows] = []
+        for rows in layer.chunks():
+            logits = layer.logits(rows)
+            numbers = numbers_of_rows(logits, target[rows], class_weight, options)
+            found.append(numbers)
+            if any(wanted):
+                gradients.add(rows, layer.differentiate(one, rows, logits, numbers.state))
+        joined = Rows(*(torch.cat(parts, -1) for parts in zip(*found, strict=True)))
+        loss, divisor = reduced(joined, options)
+        ctx.softcap, ctx.options = softcap, options
+        ctx.save_for_backward(
+            x, weight, bias, target, class_weight, joined.state, divisor, *gradients.parts()
+        )
+        return loss
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of x, weight and bias."""
+        *call, state, divisor, of_x, of_weight, of_bias = ctx.saved_tensors
+        layer = LogitShard(*call, ctx.softcap, ctx.options)
+        parts: list[Tensor | None] = [of_x, of_weight, of_bias]
+        factor = grad.to(state.dtype)
+        if layer.options.reduction == "none":
+            gradients = Gradients(layer, ctx.needs_input_grad[:3])
+            for rows in layer.chunks():
+                logits, of_rows = layer.logits(rows), state[:, rows].contiguous()
+                gradients.add(rows, layer.differentiate(factor[rows], rows, logits, of_rows))
+            parts, factor = gradients.parts(), state.new_ones(())
+        elif layer.options.reduction == "mean":
+            # Ignored rows have no gradient, also if no row counts and the divisor is 0.
+            factor = factor / divisor.where(divisor != 0, 1)
+        inputs = (layer.x, layer.weight, layer.bias)
+        found = [
+            None if part is None or like is None else scaled(part, factor, like.dtype)
+            for part, like in zip(parts, inputs, strict=True)
+        ]
+        if found[0] is not None:
+            dist.all_reduce(found[0], group=layer.options.shard.group)
+        return (*found, None, None, None, None)
+
+
+def vocab_parallel_linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    group: dist.ProcessGroup | None = None,
+    bias: Tensor | None = None,
+    *,
+    classes: int | None = None,
+    first_class: int | None = None,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    dtype: torch.dtype | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Returns :func:`torchkiln.linear_cross_entropy` of a layer whose classes are distributed.
+
+    Each process of ``group`` has the rows of ``weight`` of some adjacent classes, in the order of
+    the ranks, and the whole ``x``. All processes get the same loss. Logits are computed for a chunk
+    of rows at a time, at most 1 GiB, at least 2048 and at most 8192 rows; their gradient, and the
+    gradients of ``x``, ``weight`` and ``bias``, are made in the same pass. Each chunk gathers four
+    numbers per row and process, or five with ``class_weight``; backward adds the gradients of ``x``
+    of all processes once. The gradients of weight and bias are added in float32 for half precision.
+    There is no second derivative.
+
+    Args:
+        x: ``[..., features]``, equal on all processes; float32, float64, float16 or bfloat16.
+        weight: ``[classes of this process, features]``; of the dtype of ``x``.
+        target: ``[...]``, int64: the class of each row, counted over all processes.
+        group: the processes; None for all.
+        bias: ``[classes of this process]``; of the dtype of ``x``, or float32 if ``x`` has half
+            precision.
+        classes: the number of classes of all processes, if it is no multiple of the number of
+            processes. Shards are then those of :func:`torch.chunk`. None: all shards have as many
+            classes as this one.
+        first_class: the first class of this process, for shards of other sizes.
+        class_weight: ``[classes of this process]``: a factor for each class. It has no gradient.
+        ignore_index: rows with this target have no loss and no gradient.
+        reduction: none, mean or sum.
+        label_smoothing: the share of the probability that is distributed evenly over all classes.
+        z_loss: the factor of ``log(sum(exp(logits)))**2``, which is added to the loss of each row.
+        dtype: dtype of the loss; None for that of ``x``. Under autocast None is float32 for half
+            precision.
+        softcap: a number greater than 0: the loss is that of ``softcap * tanh(logits / softcap)``.
+    """
+    check_reduction(NAME, reduction)
+    check_softcap(NAME, softcap)
+    check_target(NAME, target, x.shape[:-1])
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        to = torch.get_autocast_dtype(device)
+        x, weight = x.to(to), weight.to(to)
+        bias = bias if bias is None or bias.dtype == torch.float32 else bias.to(to)
+    if weight.ndim != 2 or weight.dtype != x.dtype or weight.shape[1:] != x.shape[-1:]:
+        raise ValueError(
+            f"torchkiln.{NAME}: weight: got {weight.dtype} {list(weight.shape)}, expected "
+            f"{x.dtype} [classes of this process, {x.shape[-1]}], as of x"
+        )
+    shard = class_shard(NAME, weight.shape[0], group, classes, first_class)
+    loss_dtype = dtype_of_loss(x, dtype)
+    options = LossOptions(shard, ignore_index, reduction, label_smoothing, z_loss, loss_dtype)
+    if class_weight is not None and softcap is not None:
+        class_weight = class_weight.to(compute_dtype(x.dtype))
+    flat = x.reshape(-1, x.shape[-1]).contiguous()
+    with torch.autocast(device, enabled=False):
+        loss: Tensor = ShardedLinearLoss.apply(
+            flat, weight, bias, target.reshape(-1), class_weight, softcap, options
+        )
+    return loss.view(target.shape) if reduction == "none" else loss

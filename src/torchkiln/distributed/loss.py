@@ -1,0 +1,120 @@
+"""Cross-entropy of logits whose classes are distributed over processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+from torchkiln.distributed.class_shards import (
+    LossOptions,
+    check_reduction,
+    check_softcap,
+    check_target,
+    class_shard,
+    compute_dtype,
+    dtype_of_loss,
+    gradient_of_logits,
+    local_of,
+    numbers_of_rows,
+    reduced,
+    shard_of_distributed,
+)
+
+NAME = "vocab_parallel_cross_entropy"
+
+
+class ShardedLoss(torch.autograd.Function):
+    """The loss of rows of logits; backward needs no communication."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, weight: Tensor | None, options: LossOptions
+    ) -> Tensor:
+        """The loss, equal on all processes."""
+        rows = numbers_of_rows(logits, target, weight, options)
+        loss, divisor = reduced(rows, options)
+        ctx.options = options
+        ctx.save_for_backward(logits, target, weight, rows.state, divisor)
+        return loss
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        """The gradient of the logits of this process."""
+        logits, target, weight, state, divisor = ctx.saved_tensors
+        scale = grad.to(state.dtype) / divisor
+        return (
+            gradient_of_logits(scale, logits, target, weight, state, ctx.options),
+            None,
+            None,
+            None,
+        )
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    group: dist.ProcessGroup | None = None,
+    weight: Tensor | None = None,
+    *,
+    classes: int | None = None,
+    first_class: int | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    dtype: torch.dtype | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Returns :func:`torchkiln.cross_entropy` of logits whose classes are distributed.
+
+    Each process of ``group`` has the logits of some adjacent classes, in the order of the ranks.
+    All processes get the loss of whole rows. Forward gathers four numbers per row and process, or
+    five with ``weight``; backward does not communicate. A process stores the gradient of its
+    logits, and no other tensor of that size. Half precision is computed in float32. There is no
+    second derivative.
+
+    Args:
+        logits: ``[..., classes of this process]``; float32, float64, float16 or bfloat16. A
+            ``DTensor`` with the classes sharded in one dimension of its mesh takes the place of
+            ``group``, ``classes`` and ``first_class``; the loss is that of the rows of this
+            process.
+        target: ``[...]``, int64: the class of each row, counted over all processes; equal on all.
+        group: the processes; None for all.
+        weight: ``[classes of this process]``: a factor for each class; a dtype as for
+            :func:`torchkiln.cross_entropy`. It has no gradient.
+        classes: the number of classes of all processes, if it is no multiple of the number of
+            processes. Shards are then those of :func:`torch.chunk`, as in ``DTensor``. None: all
+            shards have as many classes as this one.
+        first_class: the first class of this process, for shards of other sizes.
+        ignore_index: rows with this target have no loss and no gradient.
+        reduction: none, mean or sum.
+        label_smoothing: the share of the probability that is distributed evenly over all classes.
+        z_loss: the factor of ``log(sum(exp(logits)))**2``, which is added to the loss of each row.
+        dtype: dtype of the loss; None for that of ``logits``. Under autocast None is float32 for
+            half precision.
+        softcap: a number greater than 0: the loss is that of ``softcap * tanh(logits / softcap)``.
+            The capped logits are a tensor of their own, float32 for half precision.
+    """
+    check_reduction(NAME, reduction)
+    check_softcap(NAME, softcap)
+    if isinstance(logits, DTensor):
+        shard = shard_of_distributed(NAME, logits, -1)
+        logits = logits.to_local(grad_placements=logits.placements)
+        target, weight = local_of(target), local_of(weight)
+    else:
+        shard = class_shard(NAME, logits.shape[-1], group, classes, first_class)
+    check_target(NAME, target, logits.shape[:-1])
+    loss_dtype = dtype_of_loss(logits, dtype)
+    options = LossOptions(shard, ignore_index, reduction, label_smoothing, z_loss, loss_dtype)
+    if softcap is not None:
+        logits = (logits.to(compute_dtype(logits.dtype)) / softcap).tanh() * softcap
+        weight = None if weight is None else weight.to(logits.dtype)
+    rows = logits.reshape(-1, logits.shape[-1])
+    loss: Tensor = ShardedLoss.apply(rows, target.reshape(-1), weight, options)
+    return loss.view(target.shape) if reduction == "none" else loss
