@@ -113,8 +113,10 @@ struct State {
   static Tensor composite(const Tensor& x) { return at::zeros({2}, x.options().dtype(at::kLong)); }
 };
 
+/// A tensor without memory may be the state of several shards, see torchkiln.distributed.
 void check_state(const char* op, const Tensor& state) {
-  TORCH_CHECK(state.scalar_type() == at::kLong && state.is_contiguous() && state.sym_numel() == 2,
+  const c10::SymInt numel = state.is_meta() ? state.sym_size(-1) : state.sym_numel();
+  TORCH_CHECK(state.scalar_type() == at::kLong && state.is_contiguous() && numel == 2,
               "torchkiln.", op, ": state: got ", dtype_name(state.scalar_type()), " ",
               state.sym_sizes(), ", expected int64 [2], {seed, offset} of dropout_state");
 }

@@ -18,12 +18,21 @@ store = dist.FileStore(path, size)
 dist.init_process_group("gloo", rank=rank, world_size=size, store=store, timeout=patience)
 """
 
+END = """
+dist.barrier()
+dist.destroy_process_group()
+"""
+
 
 def run_processes(script: str, size: int, folder: Path) -> None:
     """Run a script in ``size`` processes of one group; it knows ``rank`` and ``size``."""
 
     def process(rank: int) -> tuple[int, str]:
-        words = [sys.executable, "-c", START + script + "\ndist.destroy_process_group()\n"]
+        words = [
+            sys.executable,
+            "-c",
+            START + script + "\ndist.barrier()\ndist.destroy_process_group()\n",
+        ]
         words += [str(rank), str(size), str(folder / f"store{size}")]
         done = run(words, capture_output=True, text=True, timeout=240, check=False)
         return done.returncode, done.stderr

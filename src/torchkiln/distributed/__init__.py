@@ -1,10 +1,14 @@
-"""Ops on several devices: losses of distributed classes, and rules for DTensor."""
+"""Ops on several devices: parallel styles, losses of distributed classes, rules for DTensor."""
 
 from torchkiln.distributed.linear_loss import vocab_parallel_linear_cross_entropy
 from torchkiln.distributed.loss import vocab_parallel_cross_entropy
 from torchkiln.distributed.rules import register_rule
+from torchkiln.distributed.styles import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 __all__ = [
+    "ColwiseParallel",
+    "RowwiseParallel",
+    "SequenceParallel",
     "register_rule",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_linear_cross_entropy",

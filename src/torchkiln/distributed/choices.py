@@ -223,6 +223,28 @@ def cross_entropy(call: Call) -> Choices:
         yield [result], {"logits": Shard(dim), "target": target}
 
 
+def dropout_with_state(call: Call) -> Choices:
+    """Without a state as elementwise ops; with one, the shards that it was drawn for.
+
+    A state ``[..., 2]`` has a size of more than 1 in each dimension that is sharded.
+    """
+    tensors = {"x": call.x, "bias": call.bias, "residual": call.residual}
+    for dim in range(rank(call.x)):
+        if call.state is None:
+            yield [Shard(dim)], placed(call.x, dim, **tensors)
+        elif rank(call.state) > rank(call.x) and call.state.shape[dim] > 1:
+            yield [Shard(dim)], {**placed(call.x, dim, **tensors), "state": Shard(dim)}
+
+
+def dropout_backward(call: Call) -> Choices:
+    """The gradient of the bias is a sum over all dimensions but the last."""
+    last = rank(call.grad) - 1
+    for dim in range(min(rank(call.grad), rank(call.state) - 1)):
+        if call.state.shape[dim] > 1:
+            inputs: dict[str, Placement] = {"grad": Shard(dim), "state": Shard(dim)}
+            yield [Shard(dim), Shard(0) if dim == last else Partial()], inputs
+
+
 def rope(call: Call) -> Choices:
     """Batches, tokens and heads."""
     dims = rank(call.q)
@@ -315,6 +337,8 @@ CHOICES = {
     "bias_act_forward": bias_act_forward,
     "bn_act": bn_act,
     "cross_entropy": cross_entropy,
+    "dropout_add_backward": dropout_backward,
+    "dropout_add_with_state": dropout_with_state,
     "gated_backward": gated_backward,
     "gated_backward_with_output": gated_backward_with_output,
     "gated_mlp": gated_mlp,
@@ -338,5 +362,5 @@ CHOICES = {
 }
 """By the name of an op. All other ops run replicated, except for those that draw numbers."""
 
-RANDOM = {"dropout_state", "dropout_add", "bias_dropout_add", "dropout_add_with_state"}
-"""Ops without a rule: shards would have to draw different numbers, and copies the same ones."""
+RANDOM = {"dropout_state", "dropout_add", "bias_dropout_add"}
+"""Ops that draw numbers: :mod:`torchkiln.distributed.dropout` runs them, without a rule."""

@@ -19,6 +19,7 @@ from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 from torch.distributed.tensor.experimental import register_sharding
 
 from torchkiln.distributed.choices import CHOICES, RANDOM, Choices
+from torchkiln.distributed.dropout import HANDLERS
 
 Strategy = tuple[list[Placement], list[Placement]]
 
@@ -41,6 +42,9 @@ def registered() -> dict[OpOverload, Rule]:
             op = getattr(torch.ops.torchkiln, name).default
             rules[op] = CHOICES.get(name, replicated)
             register_with_torch(op)
+    for name in RANDOM:
+        op = getattr(torch.ops.torchkiln, name).default
+        DTensor._op_dispatcher._custom_op_handlers[op] = HANDLERS[name]
     return rules
 
 
