@@ -237,7 +237,8 @@ def test_only_skip_and_dry_run() -> None:
     by_function = torchkiln.replace(net, skip=lambda name, _: name == "0", dry_run=True)
     assert len(by_function.replaced) == 5
     assert type(net[1]) is nn.LayerNorm
-    with pytest.raises(ValueError, match="only: got 'norms', expected one of norm, activation"):
+    expected = "only: got 'norms', expected one of norm, residual, activation"
+    with pytest.raises(ValueError, match=expected):
         torchkiln.replace(net, only="norms")
 
 

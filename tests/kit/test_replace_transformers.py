@@ -28,6 +28,7 @@ SIZES = {
     "pad_token_id": 0,
 }
 GROUPED = {**SIZES, "num_key_value_heads": 2}
+SUM = "add_rms_norm at post_attention_layernorm"
 
 
 def causal(name: str, **sizes: Any) -> nn.Module:
@@ -73,31 +74,35 @@ def vit() -> nn.Module:
 MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
     "llama": (
         lambda: causal("Llama", **GROUPED),
-        {"rms_norm": 5, "swiglu between the projections": 2},
+        {"rms_norm": 5, "swiglu between the projections": 2, SUM: 2},
     ),
     "qwen3": (
         lambda: causal("Qwen3", **GROUPED, head_dim=8),
-        {"rms_norm": 9, "swiglu between the projections": 2},
+        {"rms_norm": 9, "swiglu between the projections": 2, SUM: 2},
     ),
     "gemma3": (
         lambda: transformers.Gemma3ForCausalLM(
             transformers.Gemma3TextConfig(**GROUPED, head_dim=8)
         ),
-        {"rms_norm(offset=1)": 13, "geglu_tanh between the projections": 2},
+        {
+            "rms_norm(offset=1)": 13,
+            "geglu_tanh between the projections": 2,
+            "add_rms_norm at pre_feedforward_layernorm": 2,
+        },
     ),
     "mistral": (
         lambda: causal("Mistral", **GROUPED),
-        {"rms_norm": 5, "swiglu between the projections": 2},
+        {"rms_norm": 5, "swiglu between the projections": 2, SUM: 2},
     ),
     "phi3": (
         lambda: causal("Phi3", **GROUPED),
-        {"rms_norm": 5, "swiglu between the projections": 2},
+        {"rms_norm": 5, "swiglu between the projections": 2, SUM: 2},
     ),
-    "mixtral": (lambda: causal("Mixtral", **GROUPED, num_local_experts=4), {"rms_norm": 5}),
+    "mixtral": (lambda: causal("Mixtral", **GROUPED, num_local_experts=4), {"rms_norm": 5, SUM: 2}),
     "gpt2": (gpt2, {"layer_norm": 5, "gelu_tanh": 2}),
-    "bert": (bert, {"layer_norm": 6, "gelu": 3}),
+    "bert": (bert, {"layer_norm": 6, "gelu": 3, "add_layer_norm at LayerNorm": 5}),
     "t5": (t5, {"rms_norm": 12, "geglu_tanh between the projections": 4}),
-    "vit": (vit, {"layer_norm": 5, "gelu": 2}),
+    "vit": (vit, {"layer_norm": 5, "gelu": 2, "add_layer_norm at layernorm_after": 2}),
 }
 
 
@@ -182,4 +187,4 @@ def test_a_dry_run_needs_no_memory() -> None:
     with torch.device("meta"):
         model = causal("Llama", **{**GROUPED, "hidden_size": 4096, "intermediate_size": 14336})
     report = torchkiln.replace(model, dry_run=True)
-    assert len(report.replaced) == 8
+    assert len(report.replaced) == 10

@@ -155,11 +155,12 @@ class ShardedLinearLoss(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of x, weight and bias."""
-        *call, state, divisor, of_x, of_weight, of_bias = ctx.saved_tensors
-        layer = LogitShard(*call, ctx.softcap, ctx.options)
+        saved = ctx.saved_tensors
+        x, weight, bias, target, class_weight, state, divisor, of_x, of_weight, of_bias = saved
+        layer = LogitShard(x, weight, bias, target, class_weight, ctx.softcap, ctx.options)
         parts: list[Tensor | None] = [of_x, of_weight, of_bias]
         factor = grad.to(state.dtype)
         if layer.options.reduction == "none":
@@ -248,7 +249,7 @@ def vocab_parallel_linear_cross_entropy(
         class_weight = class_weight.to(compute_dtype(x.dtype))
     flat = x.reshape(-1, x.shape[-1]).contiguous()
     with torch.autocast(device, enabled=False):
-        loss: Tensor = ShardedLinearLoss.apply(
+        loss: Tensor = ShardedLinearLoss.apply(  # type: ignore[no-untyped-call]
             flat, weight, bias, target.reshape(-1), class_weight, softcap, options
         )
     return loss.view(target.shape) if reduction == "none" else loss

@@ -43,7 +43,7 @@ class ShardedLoss(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         """The gradient of the logits of this process."""
         logits, target, weight, state, divisor = ctx.saved_tensors
@@ -116,5 +116,7 @@ def vocab_parallel_cross_entropy(
         logits = (logits.to(compute_dtype(logits.dtype)) / softcap).tanh() * softcap
         weight = None if weight is None else weight.to(logits.dtype)
     rows = logits.reshape(-1, logits.shape[-1])
-    loss: Tensor = ShardedLoss.apply(rows, target.reshape(-1), weight, options)
+    loss: Tensor = ShardedLoss.apply(  # type: ignore[no-untyped-call]
+        rows, target.reshape(-1), weight, options
+    )
     return loss.view(target.shape) if reduction == "none" else loss

@@ -42,9 +42,9 @@ def registered() -> dict[OpOverload, Rule]:
             op = getattr(torch.ops.torchkiln, name).default
             rules[op] = CHOICES.get(name, replicated)
             register_with_torch(op)
+    handlers: dict[OpOverload, Any] = DTensor._op_dispatcher._custom_op_handlers
     for name in RANDOM:
-        op = getattr(torch.ops.torchkiln, name).default
-        DTensor._op_dispatcher._custom_op_handlers[op] = HANDLERS[name]
+        handlers[getattr(torch.ops.torchkiln, name).default] = HANDLERS[name]
     return rules
 
 

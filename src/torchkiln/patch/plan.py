@@ -14,6 +14,8 @@ class Plan(ABC):
     """Another forward for the modules of one formula; a frozen dataclass of picklable fields."""
 
     kind: ClassVar[str]
+    takes_options: ClassVar[bool] = False
+    """Whether the new forward takes keyword arguments."""
 
     @abstractmethod
     def __str__(self) -> str:
@@ -59,9 +61,9 @@ def make_class(original: type[nn.Module], plan: Plan) -> type[nn.Module]:
     """A new subclass of ``original`` with the forward of ``plan``."""
 
     def forward(self: nn.Module, *args: Any, **options: Any) -> Any:
-        if options or not plan.fits(self, *args):
+        if (options and not plan.takes_options) or not plan.fits(self, *args):
             return original.forward(self, *args, **options)
-        return plan.forward(self, *args)
+        return plan.forward(self, *args, **options)
 
     def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
         """Pickles and copies name the original class and the plan: the made class has no module."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,9 +15,10 @@ from torchkiln.patch.plan import Match, Plan, made_class
 from torchkiln.patch.probe import first_dtype
 from torchkiln.patch.registry import Registry
 from torchkiln.patch.report import Report, Row
-from torchkiln.patch.search import Search
+from torchkiln.patch.residual import Residuals
+from torchkiln.patch.search import Search, replaced_before
 
-KINDS = ("norm", "activation", "glu", "softmax", "loss", "registered")
+KINDS = ("norm", "residual", "activation", "glu", "softmax", "loss", "registered")
 
 Skip = Callable[[str, nn.Module], bool] | Sequence[str]
 """A condition on name and module, or patterns of names as for :mod:`fnmatch`."""
@@ -63,13 +64,15 @@ class Replace:
         gets a subclass of its class, so parameters, names, hooks, ``state_dict`` and
         ``isinstance`` stay as they are. ``report.undo()`` takes all back.
 
-        Replaced are norms, activations of several kernels, gated linear units between their
-        projections, softmax, losses, and classes given to ``replace.register``.
+        Replaced are norms, with a residual sum before them, activations of several kernels, gated
+        linear units between their projections, softmax, losses, and classes given to
+        ``replace.register``.
 
         Args:
             model: any module; it may be on the meta device.
-            only: kinds to replace, of ``norm``, ``activation``, ``glu``, ``softmax``, ``loss`` and
-                ``registered``; all by default.
+            only: kinds to replace, of ``norm``, ``residual``, ``activation``, ``glu``, ``softmax``,
+                ``loss`` and ``registered``; all by default. A residual sum is replaced with the
+                norm behind it.
             skip: patterns of names to leave alone, or a function of name and module.
             exact: whether to replace only what is bitwise equal in the module's dtype.
             dry_run: whether to return the report without a change.
@@ -103,13 +106,41 @@ class Replace:
             from torchkiln.patch.measure import measure  # noqa: PLC0415  imports the benchmark
 
             measure(model, matches, example)
-        for row, module, match in matches:
+        plans = [(row, module, match.plan) for row, module, match in matches]
+        if "residual" in kinds:
+            plans += residual_sums(model, Residuals(matches, exact=exact), rows, skip)
+        for row, module, plan in plans:
             row.replaced = True
             if not dry_run:
-                swap(report, module, match.plan)
+                swap(report, module, plan)
         if "loss" in kinds:
             replace_loss(report, model)
         return report
+
+
+def residual_sums(
+    model: nn.Module, residuals: Residuals, rows: list[Row], skip: Skip
+) -> list[tuple[Row, nn.Module, Plan]]:
+    """The plans of modules with sums before norms; their rows are put among the others."""
+    found: list[tuple[Row, nn.Module, Plan]] = []
+    known = {row.name: row for row in rows}
+    order = {name: index for index, (name, _) in enumerate(model.named_modules())}
+    for name, module in model.named_modules():
+        if is_skipped(name, module, skip) or replaced_before(module) or known_kind(known, name):
+            continue
+        row = Row(name, type(module).__name__)
+        plan = residuals.find(module, row)
+        if plan is not None:
+            found.append((row, module, plan))
+        if row.kind:
+            rows[:] = [other for other in rows if other.name != name] + [row]
+    rows.sort(key=lambda row: order[row.name])
+    return found
+
+
+def known_kind(rows: Mapping[str, Row], name: str) -> bool:
+    """Whether a module is of a kind already."""
+    return name in rows and bool(rows[name].kind)
 
 
 def checked_kinds(only: Iterable[str] | None) -> tuple[str, ...]:

@@ -1,0 +1,92 @@
+"""Another forward from the source of a class's forward, with some statements rewritten."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+MAKER = "_kiln_make"
+
+
+def forward_of(cls: type) -> FunctionType | str:
+    """The forward of a class, or why its source cannot be used."""
+    function = cls.forward  # type: ignore[attr-defined]
+    if hasattr(function, "__wrapped__") and wraps_subclasses(cls):
+        code = function.__code__
+        while getattr(function, "__code__", None) is code:
+            function = function.__wrapped__
+    if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
+        return "its forward is decorated"
+    if function.__closure__:
+        return "its forward uses variables of an enclosing function, or super()"
+    return function
+
+
+def wraps_subclasses(cls: type) -> bool:
+    """Whether each subclass gets the wrapper that is around the forward of the class.
+
+    Hugging Face's layers with gradient checkpoints do: a subclass with the inner forward has the
+    same wrapper.
+    """
+
+    def forward() -> None:
+        """Stands for the forward of a subclass."""
+
+    made: Any = type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
+    wrapper, code = made.forward, cls.forward.__code__  # type: ignore[attr-defined]
+    is_wrapped = getattr(wrapper, "__wrapped__", None) is forward
+    return is_wrapped and getattr(wrapper, "__code__", None) is code
+
+
+def parsed(function: Callable[..., Any]) -> ast.FunctionDef | None:
+    """The definition of a function, with the lines of its file."""
+    try:
+        lines, first = inspect.getsourcelines(function)
+        (node,) = ast.parse(textwrap.dedent("".join(lines))).body
+    except (OSError, TypeError, SyntaxError, ValueError):
+        return None
+    is_function = isinstance(node, ast.FunctionDef) and node.name == function.__name__
+    return ast.increment_lineno(node, first - 1) if is_function else None  # type: ignore[return-value]
+
+
+def definition(function: FunctionType) -> ast.FunctionDef | str:
+    """The definition of a function, or why it cannot be used."""
+    node = parsed(function)
+    if node is None:
+        return "the source of its forward is not available"
+    if node.decorator_list:
+        return "its forward is decorated"
+    names = [n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)]
+    if any(name.startswith("__") and not name.endswith("__") for name in names):
+        return "its forward uses names that are private to its class"
+    return node
+
+
+def compiled(
+    function: FunctionType, node: ast.FunctionDef, **helpers: Callable[..., Any]
+) -> Callable[..., Any]:
+    """The function of a rewritten definition, which may call helpers by their names.
+
+    It has the globals and the default values of the original; nothing is added to them.
+    """
+    arguments = node.args
+    for argument in ast.walk(arguments):
+        if isinstance(argument, ast.arg):
+            argument.annotation = None
+    node.returns = None
+    arguments.defaults = [ast.Constant(None) for _ in arguments.defaults]
+    arguments.kw_defaults = [d and ast.Constant(None) for d in arguments.kw_defaults]
+    module = ast.parse(f"def {MAKER}({', '.join(helpers)}):\n    return {node.name}")
+    maker = module.body[0]
+    assert isinstance(maker, ast.FunctionDef)
+    maker.body.insert(0, node)
+    ast.fix_missing_locations(module)
+    scope: dict[str, Any] = {}
+    exec(compile(module, function.__code__.co_filename, "exec"), function.__globals__, scope)
+    made: FunctionType = scope[MAKER](*helpers.values())
+    made.__defaults__, made.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+    return made
