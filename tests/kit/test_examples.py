@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import run
 from types import ModuleType
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from torchkiln import jit
 
@@ -68,5 +71,27 @@ def test_its_kernels_compile(example: ModuleType) -> None:
     assert module.binary("sm_90", "backward").code
 
 
+def losses(processes: int, *options: str) -> dict[int, float]:
+    """The losses of a run of the parallel example by step."""
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    program = [str(FOLDER / "parallel.py"), "--device", "cpu", "--dtype", "float64", *options]
+    words = [sys.executable, *(start if processes > 1 else []), *program]
+    done = run(words, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = re.findall(r"^step (\d+): loss (\S+)$", done.stdout, re.MULTILINE)
+    return {int(step): float(loss) for step, loss in found}
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
+def test_several_processes_have_the_losses_of_one(tmp_path: Path) -> None:
+    """Also those that continue, as two, the checkpoint of four."""
+    folder = str(tmp_path / "checkpoint")
+    alone = losses(1, "--steps", "5")
+    first = losses(4, "--steps", "3", "--save", folder)
+    then = losses(2, "--steps", "5", "--load", folder)
+    assert (list(first), list(then)) == ([0, 1, 2], [3, 4])
+    assert first | then == pytest.approx(alone, rel=1e-9)
+
+
 def test_every_example_is_tested() -> None:
-    assert {path.stem for path in FOLDER.glob("*.py")} == {"train", "jit_to_package"}
+    assert {path.stem for path in FOLDER.glob("*.py")} == {"train", "jit_to_package", "parallel"}

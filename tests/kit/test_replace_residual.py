@@ -170,11 +170,9 @@ def test_sums_become_part_of_norms(
     calls = counted(monkeypatch)
     found = outcome(model, x)
     assert len(calls) == len(now.split(","))
-    close: dict[str, Any] = (
-        {"rtol": 1e-7, "atol": 1e-7} if dtype == torch.float64 else {"rtol": 0.1, "atol": 0.1}
-    )
+    error = 1e-7 if dtype == torch.float64 else 0.1
     for one, other in zip((found[0], *found[1]), (expected[0], *expected[1]), strict=True):
-        torch.testing.assert_close(one, other, **close)
+        torch.testing.assert_close(one, other, rtol=error, atol=error)
     report.undo()
     assert type(model[0]) is make
     assert torch.equal(model(x), expected[0])
