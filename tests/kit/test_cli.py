@@ -67,7 +67,7 @@ def test_usage_has_an_example_of_each_command(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out == out
     for name, command in COMMANDS.items():
         assert f"\n  {name} " in out
-        assert f"\n{'':11}{command.example}\n" in out
+        assert f"\n{'':13}{command.example}\n" in out
         assert command.example.startswith(f"torchkiln {name}")
 
 
@@ -109,7 +109,9 @@ def test_the_words_of_bench_are_those_of_its_records() -> None:
 
 def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bnech"]) == 2
-    expected = "torchkiln: COMMAND: got 'bnech', expected one of bench, demo, doctor, explain, "
+    expected = (
+        "torchkiln: COMMAND: got 'bnech', expected one of bench, check-hub, demo, doctor, explain, "
+    )
     assert f"{expected}new, profile, replace, watch; did you mean bench?" in capsys.readouterr().err
 
 

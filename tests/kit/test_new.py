@@ -310,7 +310,9 @@ def test_a_command_of_the_page(
     folder: Path = request.getfixturevalue("checkout" if is_op else "tmp_path")
     monkeypatch.chdir(folder)
     assert main(command) == 0
-    if not is_op:
+    if "--for" in command:
+        assert (folder / command[0] / "build.toml").is_file()
+    elif not is_op:
         (project,) = folder.rglob("pyproject.toml")
         assert tomllib.loads(project.read_text())["project"]["name"] == command[0]
 
@@ -321,4 +323,5 @@ def test_the_page_describes_every_template() -> None:
         assert f"| `{template}` |" in page
     commands = commands_of_the_page()
     assert len([command for command in commands if "--op" in command]) == 1
-    assert len(commands) == len(TEMPLATES) + 1
+    assert ["soft_gate", "--for", "hub"] in commands
+    assert len(commands) == len(TEMPLATES) + 2

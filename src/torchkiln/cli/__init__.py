@@ -41,6 +41,11 @@ COMMANDS = {
         "torchkiln.bench.__main__",
         bench_parser.bench,
     ),
+    "check-hub": Command(
+        "what Hugging Face's hub requires of a kernel",
+        "torchkiln check-hub my_kernel",
+        "torchkiln.hub_check.__main__",
+    ),
     "demo": Command(
         "errors, times and a training run on this machine",
         "torchkiln demo --quick",
@@ -82,7 +87,7 @@ COMMANDS = {
         parsers.watch,
     ),
 }
-WITHOUT_TORCH = ("doctor", "new")
+WITHOUT_TORCH = ("check-hub", "doctor", "new")
 
 
 def usage() -> str:
@@ -90,7 +95,7 @@ def usage() -> str:
     lines = [
         line
         for name, command in COMMANDS.items()
-        for line in (f"  {name:<9}{command.words}", f"{'':11}{command.example}")
+        for line in (f"  {name:<11}{command.words}", f"{'':13}{command.example}")
     ]
     return "\n".join(
         ["usage: torchkiln COMMAND ...", "", *lines, "", "torchkiln COMMAND --help lists options."]

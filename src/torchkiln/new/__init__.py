@@ -6,6 +6,6 @@ that are filled in; file names that begin with ``dot_`` begin with a dot in the 
 """
 
 from torchkiln.new.template import TEMPLATES, files
-from torchkiln.new.write import write_package
+from torchkiln.new.write import write_hub_kernel, write_package
 
-__all__ = ["TEMPLATES", "files", "write_package"]
+__all__ = ["TEMPLATES", "files", "write_hub_kernel", "write_package"]

@@ -9,13 +9,21 @@ from pathlib import Path
 
 from torchkiln.new.addition import add_op
 from torchkiln.new.template import TEMPLATES
-from torchkiln.new.write import write_package
+from torchkiln.new.write import write_hub_kernel, write_package
 
 NEXT = """
 cd {folder}
 python -m pip install scikit-build-core cmake ninja pytest hypothesis expecttest numpy
 python -m pip install --no-build-isolation --no-deps .
 python -m pytest -m "not slow"     # or nox -s tests, in an environment of its own
+"""
+
+NEXT_HUB = """
+cd {folder}
+python -m pip install kernels pytest
+python build_local.py
+torchkiln check-hub .
+python -m pytest tests
 """
 
 NEXT_OP = """
@@ -35,7 +43,8 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("name", metavar="NAME", help="of the package and its operator: small letters")
-    add("--template", choices=TEMPLATES, default="elementwise", help="default: elementwise")
+    add("--template", choices=TEMPLATES, help="default: elementwise")
+    add("--for", dest="purpose", choices=["hub"], help="a kernel for Hugging Face's hub")
     add("--op", action="store_true", help="add the operator to this checkout of torchkiln")
     add(
         "--into",
@@ -43,7 +52,10 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
         metavar="FOLDER",
         help="a new folder (default: NAME), or with --op the checkout (default: .)",
     )
-    return parser.parse_args(given)
+    options = parser.parse_args(given)
+    if options.purpose and (options.op or options.template):
+        parser.error("--for: got hub beside --op or --template, expected it alone")
+    return options
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -52,7 +64,10 @@ def main(given: Sequence[str] | None = None) -> int:
     into = options.into or Path() if options.op else options.into or Path(options.name)
     write = add_op if options.op else write_package
     try:
-        written = write(options.name, options.template, into)
+        if options.purpose:
+            written = write_hub_kernel(options.name, into)
+        else:
+            written = write(options.name, options.template or "elementwise", into)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -63,7 +78,7 @@ def main(given: Sequence[str] | None = None) -> int:
         return 2
     for path in written:
         print(path)
-    then = NEXT_OP if options.op else NEXT
+    then = NEXT_HUB if options.purpose else NEXT_OP if options.op else NEXT
     print(then.format(name=options.name, folder=into), end="")
     return 0
 

@@ -19,8 +19,11 @@ TEMPLATES = {
 }
 """Descriptions by name."""
 
+HUB = "hub"
+"""The folder with the files of a kernel for Hugging Face's hub."""
+
 PLACEHOLDER = re.compile(
-    "PACKAGE|OPNAME|TYPENAME|KILN_VERSION|KERNELS_CMAKE|KERNELS_README|ARGUMENTS|PARAMETERS|SUMMARY"
+    "PACKAGE|HUBNAME|OPNAME|TYPENAME|KILN_VERSION|KERNELS_CMAKE|KERNELS_README|ARGUMENTS|PARAMETERS|SUMMARY"
 )
 
 # Lines of common files: a template without kernels of its own is a formula.
@@ -62,6 +65,12 @@ def words_of(template: str, package: str, name: str, version: str) -> dict[str, 
         "PARAMETERS": ", ".join(f"{CPP_TYPES[kind]} {arg}" for arg, kind in types.items()),
         "SUMMARY": returns.replace("``", ""),
     }
+
+
+def hub_words(name: str) -> dict[str, str]:
+    """The text for each placeholder in a kernel for Hugging Face's hub."""
+    type_name = "".join(word.capitalize() for word in name.split("_"))
+    return {"OPNAME": name, "TYPENAME": type_name, "HUBNAME": name.replace("_", "-")}
 
 
 def filled(text: str, words: dict[str, str]) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torchkiln
 from torchkiln import _loader
 from torchkiln.new import check
-from torchkiln.new.template import COMMON, TEMPLATES, files, words_of
+from torchkiln.new.template import COMMON, HUB, TEMPLATES, files, hub_words, words_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,6 +30,21 @@ def write_package(name: str, template: str, into: Path) -> list[Path]:
     version = _loader.minor(built["version"])
     words = words_of(template, name, name, version)
     made = files((COMMON, template), words)
+    written = [store(into / path, text) for path, text in made.items()]
+    tidy(into, list(made))
+    return written
+
+
+def write_hub_kernel(name: str, into: Path) -> list[Path]:
+    """Writes a kernel for Hugging Face's hub, and returns the files.
+
+    Args:
+        name: of the kernel and its op.
+        into: a folder that is empty or does not exist.
+    """
+    check.name(name)
+    check.folder(into)
+    made = files((HUB,), hub_words(name))
     written = [store(into / path, text) for path, text in made.items()]
     tidy(into, list(made))
     return written
