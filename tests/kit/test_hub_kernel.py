@@ -150,7 +150,7 @@ def test_problems_of_a_build(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text("")
     metadata = {"name": "a", "id": "_a_1", "version": 1, "license": "MIT"}
-    metadata |= {"backend": {"type": "cuda"}}  # type: ignore[dict-item]
+    metadata |= {"backend": {"type": "cuda"}}
     path = folder / "metadata.json"
     path.write_text(json.dumps(metadata))
     assert check_hub(tmp_path) == []
