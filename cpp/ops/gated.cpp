@@ -5,6 +5,7 @@
 #include "torchkiln/torch/elementwise.h"
 #include "torchkiln/torch/empty.h"
 #include "torchkiln/torch/ops.h"
+#include "torchkiln/torch/written.h"
 
 namespace torchkiln::gated_ops {
 namespace {
@@ -39,6 +40,12 @@ void check_inputs(const char* op, const Tensor& gate, const MaybeTensor& up) {
 at::ScalarType result_dtype(const Tensor& gate, const MaybeTensor& up) {
   return up.has_value() ? at::promote_types(gate.scalar_type(), up->scalar_type())
                         : gate.scalar_type();
+}
+
+c10::SymDimVector result_shape(const Tensor& gate, const MaybeTensor& up) {
+  c10::SymDimVector shape(gate.sym_sizes());
+  if (!up.has_value()) shape.back() = shape.back() / 2;
+  return shape;
 }
 
 /// Gate and up: two tensors, or the halves of one.
@@ -123,18 +130,20 @@ struct Gated : Schema<Act> {
 
   static Tensor meta(const Tensor& gate, const MaybeTensor& up) {
     check_inputs(name_of_op<Gated>(), gate, up);
-    c10::SymDimVector shape(gate.sym_sizes());
-    if (!up.has_value()) shape.back() = shape.back() / 2;
-    return empty_of(shape, gate.options().dtype(result_dtype(gate, up)));
+    return empty_of(result_shape(gate, up), gate.options().dtype(result_dtype(gate, up)));
   }
 
   static Tensor kernel(const Tensor& gate, const MaybeTensor& up) {
     Tensor out = meta(gate, up);
+    write(gate, up, out);
+    return out;
+  }
+
+  static void write(const Tensor& gate, const MaybeTensor& up, const Tensor& out) {
     launch_elementwise(
         name_of_op<Gated>(), std::array{out}, halves(gate, up),
         [](const auto& p, auto stream) { return cuda::gated(p, kAct, stream); },
         [](const auto& p, int64_t begin, int64_t end) { return cpu::gated(p, kAct, begin, end); });
-    return out;
   }
 
   static Tensor composite(const Tensor& gate, const MaybeTensor& up) {
@@ -161,6 +170,24 @@ struct Gated : Schema<Act> {
   }
 };
 
+/// Writes into a tensor of the caller, for inference: no gradient.
+struct SwigluOut {
+  static constexpr const char* kSchema =
+      "torchkiln::swiglu_out(Tensor gate, Tensor? up, Tensor(a!) out) -> ()";
+
+  static void meta(const Tensor& gate, const MaybeTensor& up, const Tensor& out) {
+    check_inputs("swiglu", gate, up);
+    check_written("swiglu", "out", out, result_shape(gate, up), gate, result_dtype(gate, up));
+  }
+
+  static void kernel(const Tensor& gate, const MaybeTensor& up, const Tensor& out) {
+    meta(gate, up, out);
+    for (const Tensor& half : halves(gate, up)) check_overlap(out, half);
+    Gated<Silu>::write(gate, up, out);
+    mark_written(out);
+  }
+};
+
 }  // namespace
 
 Tensor gated(const Tensor& packed, Gate gate) {
@@ -170,7 +197,8 @@ Tensor gated(const Tensor& packed, Gate gate) {
 }
 
 TORCH_LIBRARY_FRAGMENT(torchkiln, m) {
-  define<GatedBackward, GatedBackwardWithOutput, Gated<Silu>, Gated<Gelu>, Gated<GeluTanh>>(m);
+  define<GatedBackward, GatedBackwardWithOutput, Gated<Silu>, Gated<Gelu>, Gated<GeluTanh>,
+         SwigluOut>(m);
 }
 
 }  // namespace torchkiln::gated_ops

@@ -38,6 +38,7 @@ from torchkiln.ops.matmul import gated_mlp, linear, matmul, mlp  # noqa: E402
 from torchkiln.ops.norm import (  # noqa: E402
     add_layer_norm,
     add_rms_norm,
+    add_rms_norm_,
     layer_norm,
     rms_norm,
 )
@@ -69,6 +70,7 @@ __all__ = [
     "add",
     "add_layer_norm",
     "add_rms_norm",
+    "add_rms_norm_",
     "addcmul",
     "bias_act",
     "bias_dropout_add",

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # What the package offers beside ops: spmm is spmm_csr of the parts of a tensor, csr_transpose its
 # helper. conv_bn_act calls torch's convolutions; tests/ops/test_convolution.py checks it.
 OTHER_FUNCTIONS = {
+    "add_rms_norm_",
     "addcmul",
     "build_info",
     "explain",
@@ -47,6 +48,9 @@ UPDATES = {"bn_act_update", "bn_act_update_forward"}
 # Helpers of torchkiln.distributed; tests/ops/test_cross_entropy_shard.py checks them.
 SHARDS = {"cross_entropy_shard", "cross_entropy_shard_backward"}
 
+# Ops that write into tensors of the caller; tests/ops/test_written.py checks them.
+WRITTEN = {"add_rms_norm_", "rms_norm_out", "swiglu_out"}
+
 IN_PLACE = [(spec.inplace, spec.inplace_overload) for spec in SPECS if spec.inplace is not None]
 
 
@@ -60,7 +64,7 @@ def registered() -> set[str]:
 
 def test_every_op_has_a_spec() -> None:
     covered = {spec.name for spec in SPECS} | {h for spec in SPECS for h in spec.helpers}
-    covered |= FORMS | UPDATES | SHARDS | {function.__name__ for function, _ in IN_PLACE}
+    covered |= FORMS | UPDATES | SHARDS | WRITTEN | {function.__name__ for function, _ in IN_PLACE}
     assert registered() == covered
 
 

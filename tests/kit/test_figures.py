@@ -90,7 +90,8 @@ def test_writing_and_checking(
     ops = (docs / "ops.md").read_text()
     assert re.findall("^## (.*)", ops, re.MULTILINE) == [*FAMILIES, "The contract of a family"]
     assert (
-        "| `torchkiln.rms_norm(x, normalized_shape, weight=None, eps=None, *, offset=0.0)` |" in ops
+        "| `torchkiln.rms_norm(x, normalized_shape, weight=None, eps=None, *, offset=0.0, out=None)` |"
+        in ops
     )
 
 

@@ -21,7 +21,9 @@ BESIDE = {
     "cross_entropy": ["return_z_loss", "return_accuracy"],
     "gelu": ["approximate"],
     "relu": ["inplace"],
+    "rms_norm": ["out"],
     "silu": ["inplace"],
+    "swiglu": ["out"],
 }
 """Arguments that the Python function has beside those of the schema."""
 

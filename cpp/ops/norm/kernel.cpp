@@ -31,19 +31,6 @@ void check_parameter(const Call& call, const char* name, const MaybeTensor& para
               ", the normalized_shape");
 }
 
-void check(const Call& call) {
-  check_tensor(call.op(), "x", call.x);
-  check_dtype(call.op(), "x", call.x);
-  if (call.residual) check_like_or_mixed(call.op(), "residual", *call.residual, "x", call.x);
-  check_shape(call);
-  check_parameter(call, "weight", call.weight);
-  check_parameter(call, "bias", call.bias);
-  if (call.weight && call.bias)
-    check_same_dtype(call.op(), "bias", *call.bias, "weight", *call.weight);
-  TORCH_CHECK_VALUE(call.eps >= 0, "torchkiln.", call.op(), ": eps: got ", call.eps,
-                    ", expected a number of at least 0");
-}
-
 Tensor contiguous(const MaybeTensor& tensor) { return tensor ? tensor->contiguous() : Tensor(); }
 
 const void* data(const Tensor& tensor) {
@@ -58,6 +45,19 @@ void* rstd_of(const Tensor& stats, int64_t rows) {
 
 }  // namespace
 
+void check(const Call& call) {
+  check_tensor(call.op(), "x", call.x);
+  check_dtype(call.op(), "x", call.x);
+  if (call.residual) check_like_or_mixed(call.op(), "residual", *call.residual, "x", call.x);
+  check_shape(call);
+  check_parameter(call, "weight", call.weight);
+  check_parameter(call, "bias", call.bias);
+  if (call.weight && call.bias)
+    check_same_dtype(call.op(), "bias", *call.bias, "weight", *call.weight);
+  TORCH_CHECK_VALUE(call.eps >= 0, "torchkiln.", call.op(), ": eps: got ", call.eps,
+                    ", expected a number of at least 0");
+}
+
 Three outputs(const Call& call, bool wants_stats) {
   check(call);
   Tensor stats;
@@ -71,8 +71,10 @@ Three outputs(const Call& call, bool wants_stats) {
   return {empty_contiguous(like), call.residual ? empty_contiguous(like) : Tensor(), stats};
 }
 
-Three run(const Call& call, bool wants_stats) {
-  auto [y, sum, stats] = outputs(call, wants_stats);
+Three run(const Call& call, bool wants_stats) { return run_into(call, outputs(call, wants_stats)); }
+
+Three run_into(const Call& call, Three to) {
+  auto& [y, sum, stats] = to;
   if (y.numel() == 0) return {y, sum, stats};
   const int64_t columns =
       c10::multiply_integers(y.sizes().slice(y.dim() - static_cast<int64_t>(call.shape.size())));
@@ -89,7 +91,7 @@ Three run(const Call& call, bool wants_stats) {
   arguments.bias = data(bias);
   arguments.y = y.data_ptr();
   arguments.sum = call.residual ? sum.data_ptr() : nullptr;
-  if (wants_stats) {
+  if (stats.defined()) {
     arguments.rstd = rstd_of(stats, rows);
     if (call.centered) arguments.mean = stats.data_ptr();
   }

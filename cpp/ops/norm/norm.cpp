@@ -105,18 +105,6 @@ Call layer_norm_call(const Tensor& x, const Tensor* residual, SymIntArrayRef sha
                      const MaybeTensor& weight, const MaybeTensor& bias, double eps) {
   return {x, residual, shape, weight, bias, eps, /*offset=*/0, /*centered=*/true};
 }
-Call rms_norm_call(const Tensor& x, const Tensor* residual, SymIntArrayRef shape,
-                   const MaybeTensor& weight, std::optional<double> eps, double offset) {
-  return {x,
-          residual,
-          shape,
-          weight,
-          kNone,
-          eps.value_or(default_eps(x)),
-          offset,
-          /*centered=*/false};
-}
-
 /// An op without a residual; Derived::make builds the Call.
 template <class Derived, class... Args>
 struct NormOp {
@@ -189,6 +177,18 @@ struct AddRmsNorm
 };
 
 }  // namespace
+
+Call rms_norm_call(const Tensor& x, const Tensor* residual, SymIntArrayRef shape,
+                   const MaybeTensor& weight, std::optional<double> eps, double offset) {
+  return {x,
+          residual,
+          shape,
+          weight,
+          kNone,
+          eps.value_or(default_eps(x)),
+          offset,
+          /*centered=*/false};
+}
 
 TORCH_LIBRARY_FRAGMENT(torchkiln, m) {
   define<Forward, AddForward, Backward, LayerNorm, RmsNorm, AddLayerNorm, AddRmsNorm>(m);

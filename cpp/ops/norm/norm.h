@@ -36,6 +36,9 @@ struct Call {
   }
 };
 
+/// Checks the arguments.
+void check(const Call& call);
+
 /// Checks the arguments and returns uninitialised outputs: y; x + residual (undefined without a
 /// residual); the statistics of each row for backward (undefined unless wanted), one tensor
 /// [2 or 1, leading sizes of x] with mean and rstd for layer norm, rstd for RMS norm.
@@ -43,6 +46,12 @@ Three outputs(const Call& call, bool wants_stats);
 
 /// Computes the outputs.
 Three run(const Call& call, bool wants_stats);
+/// Computes into contiguous tensors of these shapes; y may be x, and the sum the residual.
+Three run_into(const Call& call, Three to);
+
+/// The call of an RMS norm. Without an eps it is that of the compute dtype.
+Call rms_norm_call(const Tensor& x, const Tensor* residual, c10::SymIntArrayRef shape,
+                   const MaybeTensor& weight, std::optional<double> eps, double offset);
 
 /// The forward that also returns the statistics: {y, stats}.
 struct Forward {

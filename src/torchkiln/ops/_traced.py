@@ -29,6 +29,15 @@ def check_same_dtype(op: str, name: str, tensor: Tensor, like: str, x: Tensor) -
         )
 
 
+def check_no_gradient(op: str, name: str, *tensors: Tensor | None) -> None:
+    """Refuses to write over a tensor where autograd would need a gradient of it."""
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        raise RuntimeError(
+            f"torchkiln.{op}: {name}: got tensors that require a gradient, expected none: the "
+            "call has no gradient; use torch.no_grad() or torch.inference_mode()"
+        )
+
+
 def check_like(  # noqa: PLR0917
     op: str, name: str, tensor: Tensor, like: str, x: Tensor, remedy: str = ""
 ) -> None:

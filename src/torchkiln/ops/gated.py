@@ -5,15 +5,21 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torchkiln import _C
-from torchkiln.ops._traced import FLOATING, check_dtype, check_same_dtype, check_shape
+from torchkiln.ops._traced import (
+    FLOATING,
+    check_dtype,
+    check_no_gradient,
+    check_same_dtype,
+    check_shape,
+)
 from torchkiln.ops.activation import is_tanh
 from torchkiln.ops.eager import eager
 
 BROADCAST = "; torch.broadcast_tensors(gate, up) makes shapes that broadcast equal"
 
 
-@eager(_C.swiglu)
-def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+@eager(_C.swiglu, beside=("out",))
+def swiglu(gate: Tensor, up: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
     """Returns ``silu(gate) * up``, contiguous, where ``silu(x)`` is ``x / (1 + exp(-x))``.
 
     Args:
@@ -22,7 +28,13 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
             halves of the last dimension are gate and up, and the result is ``[..., columns]``.
         up: of the shape of ``gate``. The result has the wider dtype of the two; half precision and
             float32 are read together, without a copy.
+        out: a contiguous tensor of the shape and dtype of the result, which may be ``gate`` beside
+            an ``up``; for inference: the call has no gradient.
     """
+    if out is not None:
+        check_no_gradient("swiglu", "out", gate, up, out)
+        torch.ops.torchkiln.swiglu_out.default(gate, up, out)
+        return out
     first, second = _halves("swiglu", gate, up)
     return F.silu(first) * second
 

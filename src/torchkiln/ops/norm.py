@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from torchkiln import _C
+from torchkiln.ops._traced import check_no_gradient
 from torchkiln.ops.eager import eager
 
 
@@ -38,7 +39,7 @@ def layer_norm(
     return torch.ops.torchkiln.layer_norm.default(x, as_sizes(normalized_shape), weight, bias, eps)
 
 
-@eager(_C.rms_norm, input="x")
+@eager(_C.rms_norm, beside=("out",), input="x")
 def rms_norm(
     x: Tensor,
     normalized_shape: int | Sequence[int],
@@ -46,6 +47,7 @@ def rms_norm(
     eps: float | None = None,
     *,
     offset: float = 0.0,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Returns ``x / sqrt(mean(x**2) + eps) * (offset + weight)``, contiguous.
 
@@ -59,10 +61,15 @@ def rms_norm(
             ``torch.finfo(torch.float64).eps`` if ``x`` is float64.
         offset: a number that is added to ``weight``: 1.0 for models that store ``weight - 1``.
             Ignored without a weight.
+        out: a contiguous tensor of the shape and dtype of ``x`` for the result, which may be ``x``;
+            for inference: the call has no gradient.
     """
-    return torch.ops.torchkiln.rms_norm.default(
-        x, as_sizes(normalized_shape), weight, eps, offset=offset
-    )
+    shape = as_sizes(normalized_shape)
+    if out is not None:
+        check_no_gradient("rms_norm", "out", x, weight, out)
+        torch.ops.torchkiln.rms_norm_out.default(x, shape, weight, eps, offset, out)
+        return out
+    return torch.ops.torchkiln.rms_norm.default(x, shape, weight, eps, offset=offset)
 
 
 @eager(_C.add_layer_norm)
@@ -115,3 +122,31 @@ def add_rms_norm(
     return torch.ops.torchkiln.add_rms_norm.default(
         x, residual, as_sizes(normalized_shape), weight, eps, offset=offset
     )
+
+
+def add_rms_norm_(
+    x: Tensor,
+    residual: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    offset: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Writes :func:`add_rms_norm` into its inputs: the norm into ``x``, the sum into ``residual``.
+
+    For inference: the call has no gradient, and allocates no memory.
+
+    Args:
+        x: contiguous; as for :func:`layer_norm`.
+        residual: contiguous, of the shape and dtype of ``x``.
+        normalized_shape: as for :func:`layer_norm`.
+        weight: as for :func:`layer_norm`.
+        eps: as for :func:`rms_norm`.
+        offset: as for :func:`rms_norm`.
+    """
+    check_no_gradient("add_rms_norm_", "x", x, residual, weight)
+    torch.ops.torchkiln.add_rms_norm_.default(
+        x, residual, as_sizes(normalized_shape), weight, eps, offset=offset
+    )
+    return x, residual
