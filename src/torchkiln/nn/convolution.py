@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn import functional as F
-from torch.nn.modules import module as hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.module import _has_any_global_hook
 
 from torchkiln.nn.batch_norm import batch_norm_act
 from torchkiln.nn.checks import check_act
@@ -41,10 +41,7 @@ def has_hooks(module: nn.Module) -> bool:
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
-        or hooks._global_forward_hooks
-        or hooks._global_forward_pre_hooks
-        or hooks._global_backward_hooks
-        or hooks._global_backward_pre_hooks
+        or _has_any_global_hook()
     )
 
 

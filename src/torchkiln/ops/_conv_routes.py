@@ -208,10 +208,8 @@ def signature(
     kind = "cuda" if x.is_cuda else "cpu"
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     has_cudnn = torch._C._get_cudnn_enabled()
-    return (
-        *(x.shape, x.stride(), x.dtype, x.device, added),
-        *(geometry, act, eps, autocast, has_cudnn),
-    )
+    place = x.shape, x.stride(), x.dtype, x.device
+    return place, added, geometry, act, eps, autocast, has_cudnn
 
 
 def planned(
