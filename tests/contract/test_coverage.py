@@ -33,6 +33,17 @@ OTHER_FUNCTIONS = {
 # Other names of an op with some of its arguments given, and their modules.
 ALIASES = {"scale_bias_relu": "ScaleBiasReLU"}
 
+# Parts of bn_act, between which the processes of a group communicate, and the module that calls
+# them; tests/ops/test_sync_batch_norm.py checks them.
+PARTS = {
+    "sync_bn_moments",
+    "sync_bn_statistics",
+    "sync_bn_forward",
+    "sync_bn_backward_sums",
+    "sync_bn_backward_input",
+}
+OF_PARTS = {"SyncBatchNormAct"}
+
 # Modules of an op for other ranks of its input; tests/ops/test_batch_norm.py checks them.
 OTHER_RANKS = {"BatchNormAct1d", "BatchNormAct3d"}
 
@@ -64,7 +75,8 @@ def registered() -> set[str]:
 
 def test_every_op_has_a_spec() -> None:
     covered = {spec.name for spec in SPECS} | {h for spec in SPECS for h in spec.helpers}
-    covered |= FORMS | UPDATES | SHARDS | WRITTEN | {function.__name__ for function, _ in IN_PLACE}
+    covered |= FORMS | UPDATES | SHARDS | WRITTEN | PARTS
+    covered |= {function.__name__ for function, _ in IN_PLACE}
     assert registered() == covered
 
 
@@ -98,7 +110,7 @@ def test_functions_are_reachable_where_they_are_written() -> None:
 def test_every_module_has_a_spec() -> None:
     cpu = torch.device("cpu")
     made = {type(spec.module(cpu, torch.float32)) for spec in SPECS if spec.module is not None}
-    offered = set(torchkiln.nn.__all__) - set(ALIASES.values()) - OTHER_RANKS - COMPOSED
+    offered = set(torchkiln.nn.__all__) - set(ALIASES.values()) - OTHER_RANKS - COMPOSED - OF_PARTS
     assert {getattr(torchkiln.nn, name) for name in offered} == made
 
 

@@ -97,11 +97,12 @@ void finish_channel(const BatchNormBackward& p, const ChannelPlan& plan, int64_t
     if (p.grad_bias != nullptr) narrow(static_cast<W*>(p.grad_bias) + channel, all.gradient);
     return Status{};
   });
-  // grad_x = scale * (g - slope * (x - mean) - level)
-  const auto count = static_cast<double>(p.layout.count());
-  const double slope = p.training ? product * rstd / count : 0;
-  p.coefficients[channel] = slope;
-  p.coefficients[p.layout.channels + channel] = p.training ? all.gradient / count - slope * low : 0;
+  if (p.coefficients == nullptr) return;
+  C* const coefficients = static_cast<C*>(p.coefficients) + channel;
+  const double count = p.count == nullptr ? static_cast<double>(p.layout.count()) : *p.count;
+  const double slope = product * rstd / count;
+  coefficients[0] = static_cast<C>(slope);
+  coefficients[p.layout.channels] = static_cast<C>(all.gradient / count - slope * low);
 }
 
 template <class T, class Act>
@@ -125,9 +126,10 @@ void input_gradients(const BatchNormBackward& p, int64_t begin, int64_t end) {
       known = channel;
       known_count = one_channel ? kChannelRun : count;
       for (int64_t i = 0; i < known_count; ++i) {
-        const double* const from = p.coefficients + channel + (one_channel ? 0 : i);
-        slope[i] = static_cast<C>(from[0]);
-        level[i] = static_cast<C>(from[p.layout.channels]);
+        const C* const from =
+            static_cast<const C*>(p.coefficients) + channel + (one_channel ? 0 : i);
+        slope[i] = from[0];
+        level[i] = from[p.layout.channels];
       }
     }
 #pragma GCC ivdep

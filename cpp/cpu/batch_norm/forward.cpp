@@ -92,29 +92,53 @@ void move_running(const RunningStatistic& running, int64_t channel, double value
   });
 }
 
-template <class C>
-void write_statistics(const BatchNorm& p, int64_t channel, double mean, double variance) {
+template <class C, class Problem>
+void write_statistics(const Problem& p, int64_t channels, int64_t channel, double mean,
+                      double variance) {
   C* const to = static_cast<C*>(p.statistics) + channel;
   to[0] = static_cast<C>(mean);
-  to[p.layout.channels] = static_cast<C>(mean - static_cast<double>(to[0]));
-  to[2 * p.layout.channels] = static_cast<C>(1 / std::sqrt(variance + p.eps));
+  to[channels] = static_cast<C>(mean - static_cast<double>(to[0]));
+  to[2 * channels] = static_cast<C>(1 / std::sqrt(variance + p.eps));
 }
 
 template <class C>
 void finish_channel(const BatchNorm& p, const ChannelPlan& plan, int64_t channel) {
+  const int64_t channels = p.layout.channels;
   if (!p.training) {
     write_statistics<C>(
-        p, channel, read_one(p.running_mean.data, channel * p.running_mean.stride, p.running_dtype),
+        p, channels, channel,
+        read_one(p.running_mean.data, channel * p.running_mean.stride, p.running_dtype),
         read_one(p.running_var.data, channel * p.running_var.stride, p.running_dtype));
     return;
   }
   Moments all{};
   const Moments* const parts = static_cast<const Moments*>(p.workspace) + channel;
-  for (int64_t chunk = 0; chunk < plan.chunks; ++chunk)
-    all = merged(all, parts[chunk * p.layout.channels]);
-  write_statistics<C>(p, channel, all.mean, all.squares / all.count);
+  for (int64_t chunk = 0; chunk < plan.chunks; ++chunk) all = merged(all, parts[chunk * channels]);
+  if (p.moments != nullptr) {
+    p.moments[channel] = all.mean;
+    p.moments[channels + channel] = all.squares;
+    if (channel == 0) p.moments[2 * channels] = all.count;
+    return;
+  }
+  write_statistics<C>(p, channels, channel, all.mean, all.squares / all.count);
   move_running(p.running_mean, channel, all.mean, p.momentum, p.running_dtype);
   move_running(p.running_var, channel, all.squares / (all.count - 1), p.momentum, p.running_dtype);
+}
+
+template <class C>
+void merge_channel(const BatchNormMerge& p, int64_t channel) {
+  Moments all{};
+  for (int64_t process = 0; process < p.processes; ++process) {
+    const double* const from = p.moments + process * (2 * p.channels + 1);
+    const Moments each{from[2 * p.channels], from[channel], from[p.channels + channel]};
+    if (each.count > 0) all = merged(all, each);
+  }
+  if (channel == 0) *p.count = all.count;
+  write_statistics<C>(p, p.channels, channel, all.mean, all.squares / all.count);
+  if (all.count == 0) return;
+  const double momentum = p.batches == nullptr ? p.momentum : 1 / static_cast<double>(*p.batches);
+  move_running(p.running_mean, channel, all.mean, momentum, p.running_dtype);
+  move_running(p.running_var, channel, all.squares / (all.count - 1), momentum, p.running_dtype);
 }
 
 template <class T>
@@ -158,6 +182,13 @@ Status batch_norm_finish(const BatchNorm& p, int64_t begin, int64_t end) {
   return {};
 }
 
+Status batch_norm_merge(const BatchNormMerge& p, int64_t begin, int64_t end) {
+  for (int64_t channel = begin; channel < end; ++channel)
+    p.dtype == Dtype::float64 ? merge_channel<double>(p, channel)
+                              : merge_channel<float>(p, channel);
+  return {};
+}
+
 Status batch_norm(const BatchNorm& p, int64_t begin, int64_t end) {
   return dispatch_floating(p.dtype, [&](auto tag) {
     outputs<typename decltype(tag)::type>(p, begin, end);
@@ -170,6 +201,8 @@ Status batch_norm(const BatchNorm& p, int64_t begin, int64_t end) {
 TORCHKILN_CPU_ENTRY(batch_norm_moments, (const BatchNorm& p, int64_t begin, int64_t end),
                     (p, begin, end))
 TORCHKILN_CPU_ENTRY(batch_norm_finish, (const BatchNorm& p, int64_t begin, int64_t end),
+                    (p, begin, end))
+TORCHKILN_CPU_ENTRY(batch_norm_merge, (const BatchNormMerge& p, int64_t begin, int64_t end),
                     (p, begin, end))
 TORCHKILN_CPU_ENTRY(batch_norm, (const BatchNorm& p, int64_t begin, int64_t end), (p, begin, end))
 

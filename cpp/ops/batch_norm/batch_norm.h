@@ -25,11 +25,18 @@ struct Call {
   double momentum;
   double eps;
   bool updates;  // whether the op may update the running statistics
+  const char* name = "bn_act";
 };
 
 /// Whether the channels of a dense tensor [outer, channels, ...] are adjacent in memory and the
 /// tensor is not contiguous, as in channels_last.
 bool channels_are_last(const Tensor& x);
+
+/// Checks the arguments, but not the number of elements.
+void check(const Call& call);
+
+/// Uninitialised outputs, see outputs().
+Three empty_outputs(const Call& call, bool for_backward);
 
 /// Checks the arguments and returns uninitialised outputs: y with the layout of x, and, if wanted,
 /// the statistics and the signs for backward, else empty tensors.
@@ -75,6 +82,31 @@ struct UpdateForward : ForwardOp<true> {
       "Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor? residual, str act, "
       "bool training, float momentum, float eps) -> (Tensor, Tensor, Tensor)";
 };
+
+/// What backward is given; `statistics` and `signs` are those of the forward.
+struct Gradient {
+  const Tensor& grad;
+  const Tensor& x;
+  const Tensor& statistics;
+  const MaybeTensor& weight;
+  const MaybeTensor& bias;
+  const MaybeTensor& residual;
+  const MaybeTensor& signs;
+};
+
+/// Checks the statistics that the forward made of x.
+void check_statistics(const char* name, const Tensor& statistics, const Tensor& x);
+
+void check_backward(const char* name, const Gradient& given);
+
+/// Uninitialised gradients of x, weight, bias and the residual; empty tensors for those not wanted.
+Four empty_gradients(const Gradient& given, const std::array<bool, 4>& wanted);
+
+class Operands;
+
+/// The arguments of the kernels in training, without outputs. `grad` has the layout of x.
+BatchNormBackward arguments_of(const Gradient& given, const Operands& operands, const Tensor& grad,
+                               Activation act);
 
 /// The wanted gradients of x, weight, bias and the residual.
 struct Backward {

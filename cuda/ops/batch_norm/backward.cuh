@@ -6,16 +6,17 @@
 
 namespace torchkiln::cuda {
 
-/// The backward of rows of adjacent channels, and of planes of adjacent elements.
-Status batch_norm_backward_rows(const BatchNormBackward& p, Allocate allocate, CUstream_st* stream);
-Status batch_norm_backward_planes(const BatchNormBackward& p, Allocate allocate,
-                                  CUstream_st* stream);
+/// The backward of rows of adjacent channels, and of planes of adjacent elements: all but grad_x,
+/// and grad_x by the coefficients.
+Status sums_of_rows(const BatchNormBackward& p, Allocate allocate, CUstream_st* stream);
+Status sums_of_planes(const BatchNormBackward& p, Allocate allocate, CUstream_st* stream);
+Status input_gradients_of_rows(const BatchNormBackward& p, CUstream_st* stream);
+Status input_gradients_of_planes(const BatchNormBackward& p, CUstream_st* stream);
 
-/// Adds the sums of `parts` parts of each channel: the gradients of weight and bias, and
-/// [2, channels] coefficients of grad_x. `partial` is [parts, 2, columns] with one or more columns
-/// for each channel.
+/// Adds the sums of `parts` parts of each channel: the gradients of weight and bias, and the
+/// coefficients. `partial` is [parts, 2, columns] with one or more columns for each channel.
 Status add_channel_sums(const BatchNormBackward& p, const void* partial, int64_t parts,
-                        int64_t columns, void* coefficients, CUstream_st* stream);
+                        int64_t columns, CUstream_st* stream);
 
 namespace {
 
@@ -141,8 +142,9 @@ __global__ void __launch_bounds__(kChannelThreads, kBackwardBlocks)
   });
 }
 
-template <bool kColumns>
-Status launch_backward(const BatchNormBackward& p, Allocate allocate, CUstream_st* stream) {
+/// Calls body(access, activation, plan, grid).
+template <bool kColumns, class Body>
+Status with_backward_plan(const BatchNormBackward& p, const Body& body) {
   const auto tensors = {p.grad,
                         p.x,
                         p.residual,
@@ -151,38 +153,46 @@ Status launch_backward(const BatchNormBackward& p, Allocate allocate, CUstream_s
                         static_cast<const void*>(p.grad_residual)};
   return with_channel_access<kColumns>(p.dtype, p.layout, tensors, [&](auto access) {
     using Access = decltype(access);
-    using T = typename Access::T;
-    using C = typename Access::C;
     return with_channel_activation<Access>(p.activation, [&](auto act) {
-      using Act = decltype(act);
       const ChannelPlan plan = make_channel_plan<Access>(p.layout, kBackwardBlocks);
       Grid grid;
       const Status fits = grid_of(plan, grid);
-      if (!fits.ok()) return fits;
-      grid.shared_bytes = GradientStreams<Access, Act>::kSharedBytes;
-      const auto channels = static_cast<size_t>(p.layout.channels);
-      C* partial = nullptr;
-      C* coefficients = nullptr;
-      Status status;
-      if (p.needs_sums()) {
-        partial = static_cast<C*>(
-            allocate(static_cast<size_t>(plan.parts * plan.columns) * 2 * sizeof(C)));
-        coefficients = static_cast<C*>(allocate(2 * channels * sizeof(C)));
-      }
-      if (p.needs_sums() || p.grad_residual != nullptr) {
-        status = launch_overlapped(part_sums<Access, Act>, grid, stream, p, plan, act, partial);
-        if (!status.ok()) return status;
-      }
-      if (p.needs_sums()) {
-        status = add_channel_sums(p, partial, plan.parts, plan.columns, coefficients, stream);
-        if (!status.ok()) return status;
-      }
-      if (p.grad_x == nullptr) return status;
-      const bool is_g = p.grad_residual != nullptr && p.residual_gradient_is_exact();
-      const T* const grad = static_cast<const T*>(is_g ? p.grad_residual : p.grad);
-      return launch_overlapped(input_gradients<Access, Act>, grid, stream, p, plan, act, grad, is_g,
-                               static_cast<const C*>(coefficients));
+      grid.shared_bytes = GradientStreams<Access, decltype(act)>::kSharedBytes;
+      return fits.ok() ? body(access, act, plan, grid) : fits;
     });
+  });
+}
+
+template <bool kColumns>
+Status launch_sums(const BatchNormBackward& p, Allocate allocate, CUstream_st* stream) {
+  if (!p.needs_sums() && p.grad_residual == nullptr) return {};
+  return with_backward_plan<kColumns>(
+      p, [&](auto access, auto act, const ChannelPlan& plan, const Grid& grid) {
+        using Access = decltype(access);
+        using C = typename Access::C;
+        C* partial = nullptr;
+        if (p.needs_sums()) {
+          const auto sums = static_cast<size_t>(plan.parts * plan.columns) * 2;
+          partial = static_cast<C*>(allocate(sums * sizeof(C)));
+        }
+        const Status status = launch_overlapped(part_sums<Access, decltype(act)>, grid, stream, p,
+                                                plan, act, partial);
+        if (!status.ok() || partial == nullptr) return status;
+        return add_channel_sums(p, partial, plan.parts, plan.columns, stream);
+      });
+}
+
+template <bool kColumns>
+Status launch_input_gradients(const BatchNormBackward& p, CUstream_st* stream) {
+  return with_backward_plan<kColumns>(p, [&](auto access, auto act, const ChannelPlan& plan,
+                                             const Grid& grid) {
+    using Access = decltype(access);
+    using T = typename Access::T;
+    const bool has_g = p.grad_residual != nullptr && p.residual_gradient_is_exact();
+    const bool is_g = has_g || p.activation == kActivation<None>;
+    const T* const grad = static_cast<const T*>(has_g ? p.grad_residual : p.grad);
+    return launch_overlapped(input_gradients<Access, decltype(act)>, grid, stream, p, plan, act,
+                             grad, is_g, static_cast<const typename Access::C*>(p.coefficients));
   });
 }
 

@@ -2,9 +2,12 @@
 
 namespace torchkiln::cuda {
 
-Status batch_norm_backward_planes(const BatchNormBackward& p, Allocate allocate,
-                                  CUstream_st* stream) {
-  return launch_backward<false>(p, allocate, stream);
+Status sums_of_planes(const BatchNormBackward& p, Allocate allocate, CUstream_st* stream) {
+  return launch_sums<false>(p, allocate, stream);
+}
+
+Status input_gradients_of_planes(const BatchNormBackward& p, CUstream_st* stream) {
+  return launch_input_gradients<false>(p, stream);
 }
 
 }  // namespace torchkiln::cuda

@@ -2,9 +2,12 @@
 
 namespace torchkiln::cuda {
 
-Status batch_norm_backward_rows(const BatchNormBackward& p, Allocate allocate,
-                                CUstream_st* stream) {
-  return launch_backward<true>(p, allocate, stream);
+Status sums_of_rows(const BatchNormBackward& p, Allocate allocate, CUstream_st* stream) {
+  return launch_sums<true>(p, allocate, stream);
+}
+
+Status input_gradients_of_rows(const BatchNormBackward& p, CUstream_st* stream) {
+  return launch_input_gradients<true>(p, stream);
 }
 
 }  // namespace torchkiln::cuda

@@ -7,12 +7,15 @@
 
 namespace torchkiln::cuda {
 
-/// The forward of rows of adjacent channels, and of planes of adjacent elements.
-Status batch_norm_rows(const BatchNorm& p, Allocate allocate, CUstream_st* stream);
-Status batch_norm_planes(const BatchNorm& p, Allocate allocate, CUstream_st* stream);
+/// The forward of rows of adjacent channels, and of planes of adjacent elements: the moments of x,
+/// merged as by merge_moments(), and the outputs.
+Status moments_of_rows(const BatchNorm& p, Allocate allocate, CUstream_st* stream);
+Status moments_of_planes(const BatchNorm& p, Allocate allocate, CUstream_st* stream);
+Status outputs_of_rows(const BatchNorm& p, CUstream_st* stream);
+Status outputs_of_planes(const BatchNorm& p, CUstream_st* stream);
 
-/// Merges the moments of `parts` parts of each channel into the statistics and the running ones.
-/// `partial` is [parts, columns] with one or more columns for each channel.
+/// Merges the moments of `parts` parts of each channel into the statistics and the running ones, or
+/// into p.moments. `partial` is [parts, columns] with one or more columns for each channel.
 Status merge_moments(const BatchNorm& p, const Moments* partial, int64_t parts, int64_t columns,
                      CUstream_st* stream);
 
@@ -148,27 +151,31 @@ __global__ void __launch_bounds__(kChannelThreads, kOutputBlocks)
 }
 
 template <bool kColumns>
-Status launch_forward(const BatchNorm& p, Allocate allocate, CUstream_st* stream) {
-  return with_channel_access<kColumns>(p.dtype, p.layout, {p.x, p.residual, p.y}, [&](auto access) {
+Status launch_moments(const BatchNorm& p, Allocate allocate, CUstream_st* stream) {
+  return with_channel_access<kColumns>(p.dtype, p.layout, {p.x}, [&](auto access) {
     using Access = decltype(access);
     using T = typename Access::T;
+    const ChannelPlan plan = make_channel_plan<Access>(p.layout, kMomentBlocks);
     Grid grid;
-    Status status;
-    if (p.training) {
-      const ChannelPlan plan = make_channel_plan<Access>(p.layout, kMomentBlocks);
-      status = grid_of(plan, grid);
-      if (!status.ok()) return status;
-      grid.shared_bytes = MomentStreams<Access>::kSharedBytes;
-      const auto moments = static_cast<size_t>(plan.parts * plan.columns);
-      auto* const partial = static_cast<Moments*>(allocate(moments * sizeof(Moments)));
-      status = launch_overlapped(part_moments<Access>, grid, stream, static_cast<const T*>(p.x),
-                                 plan, partial);
-      if (!status.ok()) return status;
-      status = merge_moments(p, partial, plan.parts, plan.columns, stream);
-      if (!status.ok()) return status;
-    }
+    Status status = grid_of(plan, grid);
+    if (!status.ok()) return status;
+    grid.shared_bytes = MomentStreams<Access>::kSharedBytes;
+    const auto moments = static_cast<size_t>(plan.parts * plan.columns);
+    auto* const partial = static_cast<Moments*>(allocate(moments * sizeof(Moments)));
+    status = launch_overlapped(part_moments<Access>, grid, stream, static_cast<const T*>(p.x), plan,
+                               partial);
+    if (!status.ok()) return status;
+    return merge_moments(p, partial, plan.parts, plan.columns, stream);
+  });
+}
+
+template <bool kColumns>
+Status launch_outputs(const BatchNorm& p, CUstream_st* stream) {
+  return with_channel_access<kColumns>(p.dtype, p.layout, {p.x, p.residual, p.y}, [&](auto access) {
+    using Access = decltype(access);
     const ChannelPlan plan = make_channel_plan<Access>(p.layout, kOutputBlocks);
-    status = grid_of(plan, grid);
+    Grid grid;
+    Status status = grid_of(plan, grid);
     if (!status.ok()) return status;
     grid.shared_bytes = OutputStreams<Access>::kSharedBytes;
     status = with_channel_activation<Access>(p.activation, [&](auto act) {

@@ -2,8 +2,12 @@
 
 namespace torchkiln::cuda {
 
-Status batch_norm_planes(const BatchNorm& p, Allocate allocate, CUstream_st* stream) {
-  return launch_forward<false>(p, allocate, stream);
+Status moments_of_planes(const BatchNorm& p, Allocate allocate, CUstream_st* stream) {
+  return launch_moments<false>(p, allocate, stream);
+}
+
+Status outputs_of_planes(const BatchNorm& p, CUstream_st* stream) {
+  return launch_outputs<false>(p, stream);
 }
 
 }  // namespace torchkiln::cuda

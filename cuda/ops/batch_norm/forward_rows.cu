@@ -2,8 +2,12 @@
 
 namespace torchkiln::cuda {
 
-Status batch_norm_rows(const BatchNorm& p, Allocate allocate, CUstream_st* stream) {
-  return launch_forward<true>(p, allocate, stream);
+Status moments_of_rows(const BatchNorm& p, Allocate allocate, CUstream_st* stream) {
+  return launch_moments<true>(p, allocate, stream);
+}
+
+Status outputs_of_rows(const BatchNorm& p, CUstream_st* stream) {
+  return launch_outputs<true>(p, stream);
 }
 
 }  // namespace torchkiln::cuda

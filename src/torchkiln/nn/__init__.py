@@ -1,7 +1,12 @@
 """Modules of the ops, with the interface of :mod:`torch.nn`."""
 
 from torchkiln.nn.activation import GELU, ReLU, Sigmoid, SiLU, Tanh
-from torchkiln.nn.batch_norm import BatchNormAct1d, BatchNormAct2d, BatchNormAct3d
+from torchkiln.nn.batch_norm import (
+    BatchNormAct1d,
+    BatchNormAct2d,
+    BatchNormAct3d,
+    SyncBatchNormAct,
+)
 from torchkiln.nn.bias_act import BiasAct, ScaleBiasReLU
 from torchkiln.nn.convolution import ConvBNAct1d, ConvBNAct2d, ConvBNAct3d
 from torchkiln.nn.cross_entropy import CrossEntropyLoss, LinearCrossEntropyLoss
@@ -43,5 +48,6 @@ __all__ = [
     "Softmax",
     "SparseLinear",
     "SwiGLU",
+    "SyncBatchNormAct",
     "Tanh",
 ]

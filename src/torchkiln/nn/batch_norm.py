@@ -1,10 +1,13 @@
 """Modules of batch norm with an activation: subclasses of torch's that replace ``forward``."""
 
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchkiln.nn.checks import check_act
-from torchkiln.ops.batch_norm import bn_act
+from torchkiln.ops.batch_norm import bn_act, sync_bn_act
 
 
 def batch_norm_act(
@@ -31,6 +34,42 @@ def batch_norm_act(
         momentum=momentum,
         eps=module.eps,
     )
+
+
+def sync_batch_norm_act(
+    module: nn.modules.batchnorm._BatchNorm,
+    x: Tensor,
+    residual: Tensor | None,
+    act: str,
+) -> Tensor:
+    """:func:`batch_norm_act` over the processes of ``module.process_group`` in training."""
+    group: Any = getattr(module, "process_group", None)
+    if not (module.training and is_in_group(group)):
+        return batch_norm_act(module, x, residual, act)
+    module._check_input_dim(x)
+    tracks, batches = module.track_running_stats, module.num_batches_tracked
+    momentum: float | Tensor = 0.0 if module.momentum is None else module.momentum
+    if tracks and batches is not None:
+        batches.add_(1)
+        if module.momentum is None:  # the mean over all batches, without a copy to the host
+            momentum = batches
+    return sync_bn_act(
+        x,
+        module.weight,
+        module.bias,
+        module.running_mean if tracks else None,
+        module.running_var if tracks else None,
+        residual,
+        act=act,
+        momentum=momentum,
+        eps=module.eps,
+        group=group or dist.group.WORLD,
+    )
+
+
+def is_in_group(group: Any) -> bool:
+    """Whether there are other processes; ``group`` None is the default one."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
 
 
 class _BatchNormAct(nn.modules.batchnorm._BatchNorm):
@@ -121,3 +160,102 @@ class BatchNormAct3d(_BatchNormAct, nn.BatchNorm3d):
     Shape:
         x, residual and output ``[batch, channels, depth, height, width]``.
     """
+
+
+class SyncBatchNormAct(_BatchNormAct):
+    """``act(batch_norm(x) + residual)`` by the statistics of all processes in training.
+
+    The formula and the ``state_dict`` are those of :class:`torch.nn.SyncBatchNorm`, on any device
+    and process group. Forward has one collective of ``2 * num_features + 1`` float64 numbers, the
+    moments of the batch of each process, and backward one of ``2 * num_features``. The host never
+    waits, so that a CUDA graph can capture a step. Batches may differ in size; one may be empty.
+    With one process, and in eval mode, the module is a :class:`BatchNormAct2d` of any rank.
+
+    Args:
+        num_features: as for :class:`BatchNormAct1d`.
+        eps: as for :class:`BatchNormAct1d`.
+        momentum: as for :class:`BatchNormAct1d`.
+        affine: as for :class:`BatchNormAct1d`.
+        track_running_stats: as for :class:`BatchNormAct1d`.
+        act: as for :class:`BatchNormAct1d`.
+        process_group: the processes; None for all.
+        device: as for :class:`BatchNormAct1d`.
+        dtype: as for :class:`BatchNormAct1d`.
+
+    Shape:
+        x, residual and output ``[batch, channels, ...]``.
+    """
+
+    def __init__(  # noqa: PLR0917
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        act: str = "relu",
+        process_group: Any = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            num_features,
+            eps,
+            momentum,
+            affine,
+            track_running_stats,
+            act,
+            device=device,
+            dtype=dtype,
+        )
+        self.process_group = process_group
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Applies the op to ``x``."""
+        return sync_batch_norm_act(self, x, residual, self.act)
+
+    @classmethod
+    def convert_sync_batchnorm(cls, module: nn.Module, process_group: Any = None) -> nn.Module:
+        """Replaces the batch norms of a model by this class, as torch's function of this name.
+
+        ``BatchNormAct1d``, ``2d`` and ``3d`` keep their activation; torch's batch norms have none.
+        Parameters and statistics stay the same tensors. :func:`torchkiln.fuse` may come before or
+        after it, and takes models that torch's function has converted.
+
+        Args:
+            module: a model, or a batch norm.
+            process_group: the processes; None for all.
+
+        Returns:
+            The model, changed in place, or a new module in place of a batch norm.
+        """
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            return cls._like(module, process_group)
+        for name, child in module.named_children():
+            module.add_module(name, cls.convert_sync_batchnorm(child, process_group))
+        return module
+
+    @classmethod
+    def _like(cls, norm: nn.modules.batchnorm._BatchNorm, process_group: Any) -> "SyncBatchNormAct":
+        act = norm.act if isinstance(norm, _BatchNormAct) else "none"
+        made = cls(
+            norm.num_features,
+            norm.eps,
+            norm.momentum,
+            norm.affine,
+            norm.track_running_stats,
+            act,
+            process_group,
+            device="meta",
+        )
+        for name in ("weight", "bias"):
+            made.register_parameter(name, getattr(norm, name))
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            made.register_buffer(name, getattr(norm, name))
+        made.training = norm.training
+        return made

@@ -13,16 +13,17 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.module import _has_any_global_hook
 
-from torchkiln.nn.batch_norm import batch_norm_act
+from torchkiln.nn.batch_norm import SyncBatchNormAct, sync_batch_norm_act
 from torchkiln.nn.checks import check_act
 from torchkiln.ops._conv_routes import Geometry, Sizes, run_folded
 from torchkiln.ops._folding import Parts, forget
 from torchkiln.ops.activation import gelu, gelu_tanh, relu, sigmoid, silu, square, tanh
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-NORM_OF = dict(zip((3, 4, 5), BATCH_NORMS, strict=True))
+NORM_OF = {3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 """The batch norm for the rank of a batch."""
+SYNC_NORMS = (nn.SyncBatchNorm, SyncBatchNormAct)
+BATCH_NORMS = (*NORM_OF.values(), *SYNC_NORMS)
 ACTS: dict[str, Callable[[Tensor], Tensor]] = {
     "square": square,
     "relu": relu,
@@ -50,11 +51,21 @@ def is_torchs(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool:
     return type(module) in classes and "forward" not in module.__dict__ and not has_hooks(module)
 
 
+def is_batch_norm(module: nn.Module | None) -> bool:
+    """Whether the module is torch's batch norm, or ``SyncBatchNormAct`` without an activation."""
+    return type(module) in BATCH_NORMS and getattr(module, "act", "none") == "none"
+
+
+def runs_batch_norm(module: nn.Module) -> bool:
+    """Whether a call of the module runs a batch norm and nothing else."""
+    return is_batch_norm(module) and is_torchs(module, BATCH_NORMS)
+
+
 def norm_act(norm: _BatchNorm, x: Tensor, residual: Tensor | None, act: str) -> Tensor:
     """``act(norm(x) + residual)``; in three steps where the op does not take the call."""
     fits = residual is None or (residual.shape == x.shape and residual.dtype == x.dtype)
-    if is_torchs(norm, BATCH_NORMS) and fits:
-        return batch_norm_act(norm, x, residual, act)
+    if runs_batch_norm(norm) and fits:
+        return sync_batch_norm_act(norm, x, residual, act)
     y: Tensor = norm(x)
     y = y if residual is None else y + residual
     return y if act == "none" else ACTS[act](y)
@@ -80,7 +91,7 @@ def folded_conv_norm_act(
     if (
         not isinstance(conv, _ConvNd)
         or not is_torchs(conv, CONVOLUTIONS)
-        or not is_torchs(norm, BATCH_NORMS)
+        or not runs_batch_norm(norm)
     ):
         return None
     # The dicts of the modules: an attribute that is looked up by nn.Module takes 1 us.
@@ -88,7 +99,7 @@ def folded_conv_norm_act(
     mean, var = norm._buffers["running_mean"], norm._buffers["running_var"]
     if weight is None or mean is None or var is None:
         return None
-    if x.dim() != weight.dim() or type(norm) is not NORM_OF[x.dim()]:
+    if x.dim() != weight.dim() or type(norm) not in (NORM_OF[x.dim()], *SYNC_NORMS):
         return None
     padding: Sizes | str = conv.padding
     if conv.padding_mode != "zeros":

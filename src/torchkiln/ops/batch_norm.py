@@ -1,7 +1,12 @@
 """Batch norm, residual sum and activation."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from torchkiln import _C
 from torchkiln.ops.eager import eager
@@ -61,3 +66,124 @@ def bn_act(  # noqa: PLR0917
         momentum=momentum,
         eps=eps,
     )
+
+
+def _gathered(own: Tensor, group: Any) -> Tensor:
+    """The tensors of all processes, ``[processes, numel]``."""
+    every = own.new_empty(dist.get_world_size(group) * own.numel())
+    if hasattr(dist, "all_gather_single"):  # its name since torch 2.13
+        dist.all_gather_single(every, own, group=group)
+    else:
+        dist.all_gather_into_tensor(every, own, group=group)
+    return every.view(-1, own.numel())
+
+
+class _SyncForward(torch.autograd.Function):
+    """``bn_act`` by the statistics of all processes of a group."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0917
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        statistics: Tensor,
+        count: Tensor,
+        act: str,
+        group: Any,
+    ) -> Tensor:
+        y: Tensor
+        y, signs = torch.ops.torchkiln.sync_bn_forward(x, statistics, weight, bias, residual, act)
+        has_signs = residual is not None and act == "relu"
+        keeps_residual = residual is not None and act not in ("relu", "none")
+        ctx.save_for_backward(
+            x,
+            weight,
+            bias,
+            residual if keeps_residual else None,
+            statistics,
+            count,
+            signs if has_signs else None,
+        )
+        ctx.act, ctx.group = act, group
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, residual, statistics, count, signs = ctx.saved_tensors
+        act, wanted = ctx.act, list(ctx.needs_input_grad[:4])
+        passes = wanted[3] and act == "none"  # the gradient of the residual is the incoming one
+        coefficients, *found = torch.ops.torchkiln.sync_bn_backward_sums(
+            grad,
+            x,
+            statistics,
+            count,
+            weight,
+            bias,
+            residual,
+            signs,
+            act,
+            [*wanted[:3], wanted[3] and not passes],
+        )
+        gradients = [g if wants else None for g, wants in zip(found, wanted[1:], strict=True)]
+        grad_x = None
+        if wanted[0]:
+            dist.all_reduce(coefficients, group=ctx.group)
+            if wanted[3] and act == "relu":  # its gradient is that of the argument of relu
+                grad, act, signs = found[2], "none", None
+            grad_x = torch.ops.torchkiln.sync_bn_backward_input(
+                grad, x, statistics, coefficients, weight, bias, residual, signs, act
+            )
+        if passes:
+            gradients[2] = grad
+        return grad_x, *gradients, None, None, None, None
+
+
+def sync_bn_act(  # noqa: PLR0917
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    residual: Tensor | None,
+    *,
+    act: str,
+    momentum: float | Tensor,
+    eps: float,
+    group: Any,
+) -> Tensor:
+    """:func:`bn_act` in training, by the statistics of the processes of a group together.
+
+    Forward gathers ``2 * channels + 1`` numbers of each process, backward adds ``2 * channels``.
+    The host waits for neither. The gradients of weight and bias are those of this process, which
+    ``DistributedDataParallel`` averages. There is no second derivative.
+
+    Args:
+        x: as for :func:`bn_act`; each process may have another batch, also an empty one.
+        weight: as for :func:`bn_act`.
+        bias: as for :func:`bn_act`.
+        running_mean: as for :func:`bn_act`; moved in place.
+        running_var: as for :func:`bn_act`; moved in place.
+        residual: as for :func:`bn_act`.
+        act: as for :func:`bn_act`.
+        momentum: as for :func:`bn_act`, or an int64 tensor: the number of batches, which gives new
+            statistics the weight ``1 / momentum``.
+        eps: as for :func:`bn_act`.
+        group: a process group.
+    """
+    batches = momentum if isinstance(momentum, Tensor) else None
+    with torch.no_grad():
+        own = torch.ops.torchkiln.sync_bn_moments(x)
+        statistics, count = torch.ops.torchkiln.sync_bn_statistics(
+            x,
+            _gathered(own, group),
+            running_mean,
+            running_var,
+            batches,
+            0.0 if isinstance(momentum, Tensor) else momentum,
+            eps,
+        )
+    apply: Callable[..., Tensor] = _SyncForward.apply
+    return apply(x, weight, bias, residual, statistics, count, act, group)

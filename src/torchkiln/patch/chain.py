@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from torchkiln.nn.convolution import BATCH_NORMS, CONVOLUTIONS, has_hooks, is_torchs
+from torchkiln.nn.convolution import CONVOLUTIONS, has_hooks, is_batch_norm, is_torchs
 
 SUMS = (operator.add, operator.iadd, torch.add)
 FUNCTIONS: dict[Callable[..., Any], str] = {
@@ -104,9 +104,9 @@ def is_sum(node: fx.Node) -> bool:
 
 
 def norms(root: nn.Module, graph: fx.Graph) -> Iterator[fx.Node]:
-    """The calls of torch's batch norms."""
+    """The calls of batch norms."""
     for node in graph.nodes:
-        if type(called_module(root, node)) in BATCH_NORMS:
+        if is_batch_norm(called_module(root, node)):
             yield node
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from torchkiln.nn.convolution import BATCH_NORMS
+from torchkiln.nn.convolution import is_batch_norm
 from torchkiln.patch import batch_norm
 from torchkiln.patch.replacing import Skip, is_skipped, swap
 from torchkiln.patch.report import Report, Row
@@ -13,12 +13,13 @@ from torchkiln.patch.report import Report, Row
 def fuse(model: nn.Module, *, skip: Skip = (), dry_run: bool = False) -> Report:
     """Makes one call of each convolution, batch norm, residual sum and activation, in place.
 
-    The forward of every module that has a ``torch.nn.BatchNorm1d``, ``2d`` or ``3d`` is traced.
-    Where an activation follows the batch norm, with or without a sum and identities between them,
-    the module gets a subclass of its class, whose forward calls :func:`torchkiln.bn_act` instead.
-    Where a convolution of torch comes directly before, with or without an activation behind, it
-    calls :func:`torchkiln.conv_bn_act`: in eval mode without gradients the batch norm is folded
-    into the convolution, otherwise the convolution is called as it was, and then ``bn_act``.
+    The forward of every module that has a ``torch.nn.BatchNorm1d``, ``2d`` or ``3d``, or a
+    ``SyncBatchNorm``, whose process group stays, is traced. Where an activation follows the batch
+    norm, with or without a sum and identities between them, the module gets a subclass of its
+    class, whose forward calls :func:`torchkiln.bn_act` instead. Where a convolution of torch comes
+    directly before, with or without an activation behind, it calls :func:`torchkiln.conv_bn_act`:
+    in eval mode without gradients the batch norm is folded into the convolution, otherwise the
+    convolution is called as it was, and then ``bn_act``.
     Parameters, names, ``state_dict``, running statistics and memory formats stay as they are;
     copies, pickles and ``torch.compile`` work. ``report.undo()`` takes all back.
 
@@ -36,7 +37,7 @@ def fuse(model: nn.Module, *, skip: Skip = (), dry_run: bool = False) -> Report:
     for prefix, module in model.named_modules():
         rows: dict[str, Row] = {}
         for name, child in module.named_children():
-            if type(child) not in BATCH_NORMS or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            if not is_batch_norm(child) or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
                 continue
             row = Row(f"{prefix}.{name}" if prefix else name, type(child).__name__, "batch_norm")
             report.rows.append(row)

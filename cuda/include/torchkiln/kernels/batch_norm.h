@@ -54,6 +54,8 @@ struct BatchNorm {
   /// wanted, which a launcher in training does not allow. The mean has two parts because far from
   /// 0 its rounding error shows in the differences to it.
   void* statistics;
+  /// Moments of x in place of the statistics, for batch_norm_moments(); null else.
+  double* moments;
   Dtype dtype;            // of x, residual and y
   Dtype parameter_dtype;  // of weight and bias: dtype, or float32 beside half precision
   Dtype running_dtype;    // the same
@@ -63,6 +65,24 @@ struct BatchNorm {
   double eps;
   ChannelLayout layout;  // of x, residual and y
   void* workspace;       // of the size that cpu::split() returns; CUDA launchers allocate theirs
+};
+
+/// Merges the moments of the processes of a group. Those of a process are [2 * channels + 1]: the
+/// means, the sums of the squared distances to them, and the count, the elements of a channel; all
+/// 0 for a process without elements.
+struct BatchNormMerge {
+  const double* moments;  // [processes, 2 * channels + 1]
+  int64_t processes;
+  int64_t channels;
+  RunningStatistic running_mean;
+  RunningStatistic running_var;
+  const int64_t* batches;  // running statistics move by 1 / batches; null to move by momentum
+  void* statistics;        // as in BatchNorm, of all processes
+  double* count;           // [1], of all processes
+  Dtype dtype;             // of x
+  Dtype running_dtype;
+  double momentum;
+  double eps;
 };
 
 /// Gradients of BatchNorm, with g = grad * activation'(n * weight + bias + residual):
@@ -88,12 +108,18 @@ struct BatchNormBackward {
   Activation activation;
   bool training;
   ChannelLayout layout;
-  double* coefficients;  // [2, channels], for the CPU kernels
-  void* workspace;       // as in BatchNorm
+  /// [1]: the elements of a channel in all processes of a group; null for those of x.
+  const double* count;
+  /// [2, channels] of the compute type: slope and level in
+  ///   grad_x = (g - slope * (x - mean) - level) * rstd * weight,
+  /// with the rounded mean. Both are sums over the elements: those of a group's processes are to be
+  /// added. cuda::batch_norm_backward() allocates its own.
+  void* coefficients;
+  void* workspace;  // as in BatchNorm
 
   /// Whether the sums over the channels are needed.
   bool needs_sums() const {
-    return grad_weight != nullptr || grad_bias != nullptr || (training && grad_x != nullptr);
+    return grad_weight != nullptr || grad_bias != nullptr || coefficients != nullptr;
   }
   /// Whether grad_residual has g without a rounding error, because each g is an incoming gradient
   /// or 0.
@@ -113,12 +139,16 @@ TORCHKILN_EXPORT Split split(const BatchNorm& arguments);
 TORCHKILN_EXPORT Status batch_norm_moments(const BatchNorm& arguments, int64_t begin, int64_t end);
 
 /// Merges the moments of the channels begin <= channel < end into `statistics` and into the running
-/// statistics.
+/// statistics, or into `moments` if they are wanted.
 TORCHKILN_EXPORT Status batch_norm_finish(const BatchNorm& arguments, int64_t begin, int64_t end);
 
 /// Computes y for the elements begin <= i < end in memory; if signs are wanted, begin is a multiple
 /// of 8. `statistics` have been computed.
 TORCHKILN_EXPORT Status batch_norm(const BatchNorm& arguments, int64_t begin, int64_t end);
+
+/// Merges the moments of the channels begin <= channel < end.
+TORCHKILN_EXPORT Status batch_norm_merge(const BatchNormMerge& arguments, int64_t begin,
+                                         int64_t end);
 
 /// Tasks are chunks of the elements, results the channels.
 TORCHKILN_EXPORT Split split(const BatchNormBackward& arguments);
@@ -145,10 +175,23 @@ namespace cuda {
 TORCHKILN_EXPORT Status batch_norm(const BatchNorm& arguments, Allocate allocate,
                                    CUstream_st* stream);
 
+/// Parts of batch_norm() in training for a group of processes: the moments of x, their merge, y.
+TORCHKILN_EXPORT Status batch_norm_moments(const BatchNorm& arguments, Allocate allocate,
+                                           CUstream_st* stream);
+TORCHKILN_EXPORT Status batch_norm_merge(const BatchNormMerge& arguments, CUstream_st* stream);
+TORCHKILN_EXPORT Status batch_norm_outputs(const BatchNorm& arguments, CUstream_st* stream);
+
 /// Computes the wanted gradients in three kernels: sums of parts of the channels, their total,
 /// grad_x. No atomics: results are bitwise reproducible.
 TORCHKILN_EXPORT Status batch_norm_backward(const BatchNormBackward& arguments, Allocate allocate,
                                             CUstream_st* stream);
+
+/// Parts of batch_norm_backward(): all but grad_x, with the coefficients if they are not null; and
+/// grad_x by given coefficients.
+TORCHKILN_EXPORT Status batch_norm_backward_sums(const BatchNormBackward& arguments,
+                                                 Allocate allocate, CUstream_st* stream);
+TORCHKILN_EXPORT Status batch_norm_backward_input(const BatchNormBackward& arguments,
+                                                  CUstream_st* stream);
 
 }  // namespace cuda
 }  // namespace torchkiln

@@ -1,0 +1,136 @@
+#pragma once
+
+// Tensors as the kernels of batch norm read and write them.
+
+#include "batch_norm/batch_norm.h"
+#include "detail/maybe_copy.h"
+#include "torchkiln/torch/elementwise.h"
+#include "torchkiln/torch/empty.h"
+#include "torchkiln/torch/launch.h"
+
+namespace torchkiln::batch_norm_ops {
+
+/// Elements per unit of work on the CPU: threads never share a byte of the signs.
+inline constexpr int64_t kUnit = 64;
+
+/// x with its channels as the last dimension.
+inline Tensor with_channels_last(const Tensor& x) { return x.movedim(1, -1); }
+
+/// An uninitialised dense tensor of x's shape, with adjacent channels if x has them.
+inline Tensor empty_in_channel_layout(const Tensor& x, bool channels_last) {
+  if (!channels_last) return empty_contiguous(x);
+  c10::SymDimVector strides(static_cast<size_t>(x.dim()), 1);
+  c10::SymInt next = x.sym_size(1);
+  for (int64_t d = x.dim() - 1; d >= 0; --d) {
+    if (d == 1) continue;
+    strides[static_cast<size_t>(d)] = next;
+    next = next * x.sym_size(d);
+  }
+  return at::empty_strided_symint(x.sym_sizes(), strides, x.options());
+}
+
+/// The tensor itself if its memory has the layout, else a copy.
+inline MaybeCopy in_layout(const char* name, const Tensor& tensor, bool channels_last) {
+  const bool fits =
+      channels_last ? with_channels_last(tensor).is_contiguous() : tensor.is_contiguous();
+  if (fits) return MaybeCopy::borrowed(tensor);
+  trace::note("copied: ", name, " has strides ", tensor.strides(), ", expected ",
+              channels_last ? "adjacent channels, the layout of x" : "a contiguous tensor");
+  Tensor copy = empty_in_channel_layout(tensor, channels_last);
+  copy.copy_(tensor);
+  return MaybeCopy::owned(std::move(copy));
+}
+
+inline MaybeCopy in_layout(const char* name, const MaybeTensor& tensor, bool channels_last) {
+  return tensor ? in_layout(name, *tensor, channels_last) : MaybeCopy::owned(Tensor());
+}
+
+/// Merges dimensions where that leaves larger ones: a single channel has one plane of all elements.
+inline ChannelLayout layout_of(const Tensor& x, bool channels_last) {
+  const int64_t channels = x.size(1);
+  const int64_t count = x.numel() / std::max<int64_t>(channels, 1);
+  if (channels_last) return {count, channels, 1};
+  if (channels == 1) return {1, 1, count};
+  return {x.size(0), channels, count / x.size(0)};
+}
+
+inline Tensor contiguous(const MaybeTensor& tensor) {
+  return tensor ? tensor->contiguous() : Tensor();
+}
+
+inline const void* data(const Tensor& tensor) {
+  return tensor.defined() ? tensor.const_data_ptr() : nullptr;
+}
+
+/// The address of an output; null for one that is not wanted.
+inline void* output(const Tensor& tensor) {
+  return tensor.numel() == 0 ? nullptr : tensor.data_ptr();
+}
+
+inline RunningStatistic running(const MaybeTensor& tensor) {
+  if (!tensor) return {nullptr, 0};
+  return {const_cast<void*>(tensor->const_data_ptr()), tensor->stride(0)};
+}
+
+/// Autograd must see that a tensor was changed: one that was saved may not be used any more.
+inline void mark_changed(const MaybeTensor& tensor) {
+  if (tensor) torch::autograd::increment_version(*tensor);
+}
+
+/// The dense tensors that forward and backward read, with the layout of x.
+class Operands {
+ public:
+  Operands(const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias,
+           const MaybeTensor& residual)
+      : channels_last_(channels_are_last(x)),
+        layout_(layout_of(x, channels_last_)),
+        x_(in_layout("x", x, channels_last_)),
+        residual_(in_layout("residual", residual, channels_last_)),
+        weight_(contiguous(weight)),
+        bias_(contiguous(bias)) {}
+
+  bool channels_last() const { return channels_last_; }
+
+  /// Sets these tensors, their dtypes and their layout.
+  template <class Problem>
+  void fill(Problem& problem) const {
+    problem.x = x_->const_data_ptr();
+    problem.residual = data(*residual_);
+    problem.weight = data(weight_);
+    problem.bias = data(bias_);
+    problem.dtype = dtype_of(*x_);
+    problem.parameter_dtype = dtype_of(weight_.defined() ? weight_ : bias_.defined() ? bias_ : *x_);
+    problem.layout = layout_;
+  }
+
+ private:
+  bool channels_last_;
+  ChannelLayout layout_;
+  MaybeCopy x_;
+  MaybeCopy residual_;
+  Tensor weight_;
+  Tensor bias_;
+};
+
+/// Runs a CPU kernel for all elements of a problem.
+template <class Kernel>
+void for_each_element(const char* name, const Tensor& x, const Kernel& kernel) {
+  const int64_t numel = x.numel();
+  at::parallel_for(0, (numel + kUnit - 1) / kUnit, kElementwiseGrain / kUnit,
+                   [&](int64_t begin, int64_t end) {
+                     check_status(name, kernel(begin * kUnit, std::min(end * kUnit, numel)));
+                   });
+}
+
+/// launch() over all elements of a problem.
+template <class OnCuda, class OnCpu>
+void launch_elements(const char* name, const Tensor& x, const OnCuda& on_cuda,
+                     const OnCpu& on_cpu) {
+  const int64_t numel = x.numel();
+  launch(name, x, (numel + kUnit - 1) / kUnit, kElementwiseGrain / kUnit, on_cuda,
+         [&](int64_t begin, int64_t end) {
+           return on_cpu(begin * kUnit, std::min(end * kUnit, numel));
+         });
+}
+
+}  // namespace torchkiln::batch_norm_ops

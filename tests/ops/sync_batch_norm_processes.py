@@ -1,0 +1,261 @@
+"""The processes of test_sync_batch_norm.py: python FILE DEVICE PROCESSES STORE CASES...
+
+A case compares what each process finds for its part of a batch with the whole batch in one.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+import sys
+import traceback
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torchkiln
+
+Sync: Any = torchkiln.nn.SyncBatchNormAct
+CHANNELS, IMAGE = 16, (3, 5)
+ACTS: dict[str, Any] = {"relu": F.relu, "silu": F.silu, "none": lambda y: y}
+
+
+def parts_of(kind: str) -> list[int]:
+    """Images of each process."""
+    size = dist.get_world_size()
+    kinds = {"equal": [2] * size, "unequal": [4, *range(1, size)], "empty": [5] + [0] * (size - 1)}
+    return kinds[kind]
+
+
+def mine(whole: Tensor, parts: list[int]) -> Tensor:
+    return whole.split(parts)[dist.get_rank()]
+
+
+def total(tensor: Tensor) -> Tensor:
+    dist.all_reduce(tensor)
+    return tensor
+
+
+def drawn(device: torch.device, parts: list[int], count: int, dtype: torch.dtype) -> list[Tensor]:
+    """Numbers that are the same in every process."""
+    shape = (sum(parts), CHANNELS, *IMAGE)
+    return [torch.randn(shape, dtype=torch.float64).to(device, dtype) for _ in range(count)]
+
+
+def made(device: torch.device, **options: Any) -> nn.Module:
+    layer: nn.Module = Sync(CHANNELS, device=device, **options)
+    for parameter in layer.parameters():
+        parameter.data = torch.randn(CHANNELS).to(parameter)
+    return layer
+
+
+def torchs(layer: Any, x: Tensor, residual: Tensor | None) -> Tensor:
+    """Torch's batch norm, sum and activation, with the state of a layer."""
+    layer.num_batches_tracked.add_(1)
+    momentum = layer.momentum or 1 / float(layer.num_batches_tracked)
+    y = F.batch_norm(
+        x, layer.running_mean, layer.running_var, layer.weight, layer.bias, True, momentum
+    )
+    return ACTS[layer.act](y if residual is None else y + residual)
+
+
+def torchs_results(device: torch.device) -> None:
+    """Outputs, gradients and running statistics are those of the whole batch in float64."""
+    dtype = torch.float64
+    cases = itertools.product(("equal", "unequal", "empty"), ACTS, (False, True), (False, True))
+    for kind, act, has_residual, is_last in cases:
+        parts = parts_of(kind)
+        layer = made(device, act=act, momentum=0.3 if is_last else None, dtype=dtype)
+        whole = copy.deepcopy(layer)
+        order = torch.channels_last if is_last else torch.contiguous_format
+        for _ in range(2):
+            *leaves, grad = drawn(device, parts, 2 + has_residual, dtype)
+            wholes = [leaf.clone().requires_grad_() for leaf in leaves]
+            owned = [mine(t, parts).clone(memory_format=order).requires_grad_() for t in leaves]
+            y = layer(*owned)
+            expected = torchs(whole, wholes[0], wholes[1] if has_residual else None)
+            assert len(y) == 0 or y.is_contiguous(memory_format=order)
+            torch.testing.assert_close(y, mine(expected, parts))
+            found = torch.autograd.grad(y, [*owned, *layer.parameters()], mine(grad, parts))
+            right = torch.autograd.grad(expected, [*wholes, *whole.parameters()], grad)
+            for i, (one, other) in enumerate(zip(found, right, strict=True)):
+                is_part = i < len(owned)
+                torch.testing.assert_close(
+                    one if is_part else total(one), mine(other, parts) if is_part else other
+                )
+        torch.testing.assert_close(dict(layer.state_dict()), dict(whole.state_dict()))
+        x = drawn(device, parts, 1, dtype)[0]
+        torch.testing.assert_close(layer.eval()(x), ACTS[act](whole_eval(whole, x)))
+
+
+def whole_eval(layer: Any, x: Tensor) -> Tensor:
+    running = (layer.running_mean, layer.running_var)
+    return F.batch_norm(x, *running, layer.weight, layer.bias, False, 0.0, layer.eps)
+
+
+def rounding(device: torch.device) -> None:
+    """As exact as bn_act far from 0, and in half precision beside float32 parameters."""
+    parts = parts_of("unequal")
+    for dtype, shift in ((torch.float32, 1e5), (torch.bfloat16, 0.0)):
+        layer: Any = made(device)
+        x, grad = drawn(device, parts, 2, torch.float64)
+        x, grad = (x + shift).to(dtype).requires_grad_(), grad.to(dtype)
+        owned = mine(x.detach(), parts).requires_grad_()
+        y = layer(owned)
+        expected = torchkiln.bn_act(x, layer.weight, layer.bias, training=True)
+        torch.testing.assert_close(y, mine(expected, parts))
+        (found,) = torch.autograd.grad(y, owned, mine(grad, parts))
+        (right,) = torch.autograd.grad(expected, x, grad)
+        torch.testing.assert_close(found, mine(right, parts))
+        assert y.dtype == found.dtype == dtype
+
+
+def statistics_of_the_batch(device: torch.device) -> None:
+    """Without running statistics and parameters, in a group, and in eval mode by itself."""
+    parts = parts_of("equal")
+    group = dist.new_group(list(range(dist.get_world_size())))
+    layer = Sync(
+        CHANNELS, affine=False, track_running_stats=False, process_group=group, device=device
+    )
+    (x,) = drawn(device, parts, 1, torch.float32)
+    expected = torchkiln.bn_act(x, training=True)
+    torch.testing.assert_close(layer(mine(x, parts)), mine(expected, parts))
+    owned = mine(x, parts)
+    torch.testing.assert_close(layer.eval()(owned), torchkiln.bn_act(owned, training=True))
+    alone = dist.new_group([0])
+    if dist.get_rank() == 0:
+        layer = Sync(CHANNELS, process_group=alone, device=device)
+        twin = torchkiln.nn.BatchNormAct2d(CHANNELS, device=device)
+        torch.testing.assert_close(layer(owned), twin(owned))
+    dist.barrier()
+
+
+def fused_models(device: torch.device) -> None:
+    """Of all conversions, by torch and by the module, before fuse() and after it."""
+    torch.manual_seed(1)
+    plain: nn.Module = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1), nn.BatchNorm2d(4)
+    ).to(device)
+    sync = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain))
+    ours, twin, parallel = (copy.deepcopy(plain) for _ in range(3))
+    assert len(torchkiln.fuse(sync).replaced) == 2
+    Sync.convert_sync_batchnorm(ours)
+    assert len(torchkiln.fuse(ours).replaced) == 2
+    torchkiln.fuse(twin)
+    Sync.convert_sync_batchnorm(twin)
+    ddp = nn.parallel.DistributedDataParallel(Sync.convert_sync_batchnorm(parallel))
+    parts = parts_of("equal")
+    torch.manual_seed(2)
+    x = torch.randn(sum(parts), 3, 6, 6).to(device)
+    expected = plain(x)
+    expected.square().mean().backward()
+    for model in (sync, ours, twin, ddp):
+        y = model(mine(x, parts))
+        torch.testing.assert_close(y, mine(expected, parts))
+        y.square().mean().backward()
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert one.grad is not None
+            grad = one.grad if model is ddp else total(one.grad) / len(parts)
+            torch.testing.assert_close(grad, other.grad, atol=1e-5, rtol=1e-4)
+    for model in (sync, ours, twin, parallel):
+        torch.testing.assert_close(dict(model.named_buffers()), dict(plain.named_buffers()))
+        torch.testing.assert_close(model.eval()(x), plain.eval()(x), atol=1e-5, rtol=1e-4)
+
+
+def compiled(device: torch.device) -> None:
+    """Without a break, with the same results and running statistics."""
+    parts = parts_of("unequal")
+    layer = made(device, momentum=0.2)
+    twin = copy.deepcopy(layer)
+    call: Any = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        x, residual, grad = (mine(t, parts) for t in drawn(device, parts, 3, torch.float32))
+        results = []
+        for function in (call, twin):
+            leaves = [x.clone().requires_grad_(), residual.clone().requires_grad_()]
+            y = function(*leaves)
+            leaves += (layer if function is call else twin).parameters()
+            results.append([y, *torch.autograd.grad(y, leaves, grad)])
+        torch.testing.assert_close(*results)
+    torch.testing.assert_close(dict(layer.named_buffers()), dict(twin.named_buffers()))
+
+
+def captured(device: torch.device) -> None:
+    """A CUDA graph of a step; no call waits for the device."""
+    parts = parts_of("unequal")
+    layer = made(device, momentum=None)
+    twin = copy.deepcopy(layer)
+    x, grad = (mine(t, parts).clone() for t in drawn(device, parts, 2, torch.float32))
+    x.requires_grad_()
+
+    def step(module: Any) -> tuple[Tensor, ...]:
+        y = module(x)
+        return y.detach(), *torch.autograd.grad(y, [x, *module.parameters()], grad)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step(layer)
+            step(twin)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        step(layer)
+        step(twin)
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step(layer)
+    for _ in range(2):
+        (new,) = drawn(device, parts, 1, torch.float32)
+        with torch.no_grad():
+            x.copy_(mine(new, parts))
+        graph.replay()
+        torch.testing.assert_close(results, step(twin))
+    torch.testing.assert_close(dict(layer.named_buffers()), dict(twin.named_buffers()))
+    torch.cuda.synchronize()
+
+
+def process(rank: int, size: int, kind: str, store: str, cases: list[str]) -> None:
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if kind == "cuda" else "gloo",
+        rank=rank,
+        world_size=size,
+        init_method=f"file://{store}",
+        timeout=timedelta(seconds=60),
+    )
+    for case in cases:
+        torch.manual_seed(0)
+        globals()[case](device)
+    dist.destroy_process_group()
+
+
+def main(kind: str, count: str, store: str, *cases: str) -> None:
+    children = []
+    for rank in range(int(count)):
+        child = os.fork()  # imports once
+        if child == 0:
+            try:
+                process(rank, int(count), kind, store, list(cases))
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        children.append(child)
+    failed = [os.waitpid(child, 0)[1] for child in children]
+    if any(failed):
+        raise SystemExit(1)
+    print("equal")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
