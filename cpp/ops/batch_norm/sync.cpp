@@ -9,7 +9,7 @@ namespace {
 
 using Two = std::tuple<Tensor, Tensor>;
 
-constexpr const char* kName = "sync_bn_act";
+constexpr const char* kSync = "sync_bn_act";
 constexpr int64_t kGrain = kElementwiseGrain / kUnit;
 
 /// The moments of x, [2 * channels + 1]: means, sums of the squared distances to them, count. All
@@ -18,9 +18,9 @@ struct SyncMoments {
   static constexpr const char* kSchema = "torchkiln::sync_bn_moments(Tensor x) -> Tensor";
 
   static Tensor meta(const Tensor& x) {
-    check_tensor(kName, "x", x);
-    check_dtype(kName, "x", x);
-    check_rank(kName, "x", x, 2, INT64_MAX, "[batch, channels, ...]");
+    check_tensor(kSync, "x", x);
+    check_dtype(kSync, "x", x);
+    check_rank(kSync, "x", x, 2, INT64_MAX, "[batch, channels, ...]");
     return empty_of({2 * x.sym_size(1) + 1}, x.options().dtype(at::kDouble));
   }
 
@@ -33,7 +33,7 @@ struct SyncMoments {
     arguments.training = true;
     arguments.moments = moments.data_ptr<double>();
     launch_split(
-        kName, x, arguments, kGrain, [&] { return cpu::split(arguments); },
+        kSync, x, arguments, kGrain, [&] { return cpu::split(arguments); },
         [&](Allocate allocate, auto stream) {
           return cuda::batch_norm_moments(arguments, allocate, stream);
         },
@@ -55,17 +55,17 @@ struct SyncStatistics {
                   double eps) {
     const MaybeTensor none;
     check({x, none, none, running_mean, running_var, none, kActivation<None>, /*training=*/true,
-           momentum, eps, /*updates=*/true, kName});
-    check_same_device(kName, "moments", moments, "x", x);
+           momentum, eps, /*updates=*/true, kSync});
+    check_same_device(kSync, "moments", moments, "x", x);
     const c10::SymInt each = 2 * x.sym_size(1) + 1;
     TORCH_CHECK(moments.scalar_type() == at::kDouble && moments.is_contiguous() &&
                     moments.dim() == 2 && moments.sym_size(1) == each,
-                "torchkiln.", kName, ": moments: got ", dtype_name(moments.scalar_type()), " ",
+                "torchkiln.", kSync, ": moments: got ", dtype_name(moments.scalar_type()), " ",
                 moments.sym_sizes(), ", expected float64 [processes, ", each, "]");
     if (batches) {
-      check_same_device(kName, "batches", *batches, "x", x);
+      check_same_device(kSync, "batches", *batches, "x", x);
       TORCH_CHECK(batches->scalar_type() == at::kLong && batches->sym_numel() == 1, "torchkiln.",
-                  kName, ": batches: got ", dtype_name(batches->scalar_type()), " ",
+                  kSync, ": batches: got ", dtype_name(batches->scalar_type()), " ",
                   batches->sym_sizes(), ", expected an int64");
     }
     return {empty_of({3, x.sym_size(1)}, x.options().dtype(compute_dtype(x.scalar_type()))),
@@ -91,7 +91,7 @@ struct SyncStatistics {
     arguments.momentum = momentum;
     arguments.eps = eps;
     launch(
-        kName, x, arguments.channels, kGrain,
+        kSync, x, arguments.channels, kGrain,
         [&](auto stream) { return cuda::batch_norm_merge(arguments, stream); },
         [&](int64_t begin, int64_t end) { return cpu::batch_norm_merge(arguments, begin, end); });
     mark_changed(running_mean);
@@ -120,9 +120,9 @@ struct SyncForward {
                     /*momentum=*/0,
                     /*eps=*/0,
                     /*updates=*/false,
-                    kName};
+                    kSync};
     check(call);
-    check_statistics(kName, statistics, x);
+    check_statistics(kSync, statistics, x);
     auto [y, unused, signs] = empty_outputs(call, /*for_backward=*/true);
     return {y, signs};
   }
@@ -140,7 +140,7 @@ struct SyncForward {
     arguments.activation = act;
     arguments.training = true;
     launch_elements(
-        kName, x, [&](auto stream) { return cuda::batch_norm_outputs(arguments, stream); },
+        kSync, x, [&](auto stream) { return cuda::batch_norm_outputs(arguments, stream); },
         [&](int64_t begin, int64_t end) { return cpu::batch_norm(arguments, begin, end); });
     return {y, signs};
   }
@@ -160,9 +160,9 @@ struct SyncSums {
                    const MaybeTensor& residual, const MaybeTensor& signs, Activation,
                    Wanted wanted) {
     const Gradient given{grad, x, statistics, weight, bias, residual, signs};
-    check_backward(kName, given);
-    check_same_device(kName, "count", count, "grad", grad);
-    TORCH_CHECK(count.scalar_type() == at::kDouble && count.sym_numel() == 1, "torchkiln.", kName,
+    check_backward(kSync, given);
+    check_same_device(kSync, "count", count, "grad", grad);
+    TORCH_CHECK(count.scalar_type() == at::kDouble && count.sym_numel() == 1, "torchkiln.", kSync,
                 ": count: got ", dtype_name(count.scalar_type()), " ", count.sym_sizes(),
                 ", expected a float64");
     Four found = empty_gradients(given, {false, wanted[1], wanted[2], wanted[3]});
@@ -189,7 +189,7 @@ struct SyncSums {
     arguments.count = count.const_data_ptr<double>();
     arguments.coefficients = output(coefficients);
     launch_split(
-        kName, x, arguments, kGrain, [&] { return cpu::split(arguments); },
+        kSync, x, arguments, kGrain, [&] { return cpu::split(arguments); },
         [&](Allocate allocate, auto stream) {
           return cuda::batch_norm_backward_sums(arguments, allocate, stream);
         },
@@ -212,11 +212,11 @@ struct SyncInputGradient {
                      const Tensor& coefficients, const MaybeTensor& weight, const MaybeTensor& bias,
                      const MaybeTensor& residual, const MaybeTensor& signs, Activation) {
     const Gradient given{grad, x, statistics, weight, bias, residual, signs};
-    check_backward(kName, given);
-    check_same_device(kName, "coefficients", coefficients, "grad", grad);
+    check_backward(kSync, given);
+    check_same_device(kSync, "coefficients", coefficients, "grad", grad);
     TORCH_CHECK(coefficients.scalar_type() == statistics.scalar_type() &&
                     coefficients.is_contiguous() && coefficients.sym_numel() == 2 * x.sym_size(1),
-                "torchkiln.", kName, ": coefficients: got ", dtype_name(coefficients.scalar_type()),
+                "torchkiln.", kSync, ": coefficients: got ", dtype_name(coefficients.scalar_type()),
                 " ", coefficients.sym_sizes(),
                 ", expected the sum of those of sync_bn_backward_sums, ",
                 dtype_name(statistics.scalar_type()), " [2, ", x.sym_size(1), "]");
@@ -236,7 +236,7 @@ struct SyncInputGradient {
     arguments.grad_x = grad_x.data_ptr();
     arguments.coefficients = const_cast<void*>(coefficients.const_data_ptr());
     launch_elements(
-        kName, x, [&](auto stream) { return cuda::batch_norm_backward_input(arguments, stream); },
+        kSync, x, [&](auto stream) { return cuda::batch_norm_backward_input(arguments, stream); },
         [&](int64_t begin, int64_t end) {
           return cpu::batch_norm_backward(arguments, begin, end);
         });
