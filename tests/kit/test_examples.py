@@ -47,6 +47,37 @@ def test_both_trainings_are_the_same(example: ModuleType) -> None:
     assert sum(ours[-5:]) < 0.5 * sum(ours[:5])
 
 
+@pytest.mark.parametrize("example", ["resnet"], indirect=True)
+def test_a_fused_resnet_learns_the_same(
+    example: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    picture = tmp_path / "resnet.png"
+    words = ["--steps", "25", "--batch", "16", "--device", "cpu"]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the tensors are small
+    try:
+        runs = example.main([*words, "--picture", str(picture)])
+    finally:
+        torch.set_num_threads(threads)
+    said = capsys.readouterr().out
+    ours, theirs = runs["torchkiln.fuse"].losses, runs["eager"].losses
+    assert ours[:10] == pytest.approx(theirs[:10], abs=1e-3)
+    assert sum(ours[-5:]) < 0.7 * sum(ours[:5])
+    assert "fused: 9 of 9 batch norms" in said
+    assert "ms per step" in said
+    assert picture.exists() or "there is no module matplotlib" in said
+
+
+@pytest.mark.parametrize("example", ["resnet"], indirect=True)
+def test_a_resnet_whose_losses_differ_is_told(
+    example: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(example, "difference", lambda *_: 1.0)
+    words = ["--steps", "1", "--batch", "4", "--image", "8", "--width", "4", "--device", "cpu"]
+    with pytest.raises(AssertionError, match="losses: got a difference of 1, expected less than"):
+        example.main([*words, "--bottleneck", "--bfloat16"])
+
+
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("example", ["jit_to_package"], indirect=True)
 def test_an_op_by_formula_and_by_hand(
@@ -94,4 +125,5 @@ def test_several_processes_have_the_losses_of_one(tmp_path: Path) -> None:
 
 
 def test_every_example_is_tested() -> None:
-    assert {path.stem for path in FOLDER.glob("*.py")} == {"train", "jit_to_package", "parallel"}
+    tested = {"train", "resnet", "jit_to_package", "parallel"}
+    assert {path.stem for path in FOLDER.glob("*.py")} == tested
