@@ -98,10 +98,10 @@ __global__ void __launch_bounds__(kChannelThreads, kBackwardBlocks)
     }
   });
   if (partial == nullptr) return;
-  C* const to = partial + int64_t{blockIdx.y} * 2 * p.layout.channels;
-  add_threads<Access>(plan, sums, [&](int64_t channel, const C(&total)[2]) {
-    to[channel] = total[0];
-    to[p.layout.channels + channel] = total[1];
+  C* const to = partial + int64_t{blockIdx.y} * 2 * plan.columns;
+  add_threads<Access>(plan, sums, [&](int64_t column, const C(&total)[2]) {
+    to[column] = total[0];
+    to[plan.columns + column] = total[1];
   });
 }
 
