@@ -100,9 +100,20 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
     ),
     "mixtral": (lambda: causal("Mixtral", **GROUPED, num_local_experts=4), {"rms_norm": 5, SUM: 2}),
     "gpt2": (gpt2, {"layer_norm": 5, "gelu_tanh": 2}),
-    "bert": (bert, {"layer_norm": 6, "gelu": 3, "add_layer_norm at LayerNorm": 5}),
+    "bert": (
+        bert,
+        {"layer_norm": 6, "gelu": 3, "add_layer_norm at LayerNorm": 5, "linear(gelu) at dense": 3},
+    ),
     "t5": (t5, {"rms_norm": 12, "geglu_tanh between the projections": 4}),
-    "vit": (vit, {"layer_norm": 5, "gelu": 2, "add_layer_norm at layernorm_after": 2}),
+    "vit": (
+        vit,
+        {
+            "layer_norm": 5,
+            "gelu": 2,
+            "add_layer_norm at layernorm_after": 2,
+            "linear(gelu) at fc1": 2,
+        },
+    ),
 }
 
 

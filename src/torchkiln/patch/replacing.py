@@ -15,10 +15,10 @@ from torchkiln.patch.plan import Match, Plan, made_class
 from torchkiln.patch.probe import first_dtype
 from torchkiln.patch.registry import Registry
 from torchkiln.patch.report import Report, Row
-from torchkiln.patch.residual import Residuals
+from torchkiln.patch.rewritten import Rewrites
 from torchkiln.patch.search import Search, replaced_before
 
-KINDS = ("norm", "residual", "activation", "glu", "softmax", "loss", "registered")
+KINDS = ("norm", "residual", "activation", "glu", "mlp", "softmax", "loss", "registered")
 
 Skip = Callable[[str, nn.Module], bool] | Sequence[str]
 """A condition on name and module, or patterns of names as for :mod:`fnmatch`."""
@@ -64,15 +64,15 @@ class Replace:
         gets a subclass of its class, so parameters, names, hooks, ``state_dict`` and
         ``isinstance`` stay as they are. ``report.undo()`` takes all back.
 
-        Replaced are norms, with a residual sum before them, activations of several kernels, gated
-        linear units between their projections, softmax, losses, and classes given to
-        ``replace.register``.
+        Replaced are norms, with a residual sum before them, activations of several kernels, also
+        behind a linear layer, gated linear units between their projections, softmax, losses, and
+        classes given to ``replace.register``.
 
         Args:
             model: any module; it may be on the meta device.
-            only: kinds to replace, of ``norm``, ``residual``, ``activation``, ``glu``, ``softmax``,
-                ``loss`` and ``registered``; all by default. A residual sum is replaced with the
-                norm behind it.
+            only: kinds to replace, of ``norm``, ``residual``, ``activation``, ``glu``, ``mlp``,
+                ``softmax``, ``loss`` and ``registered``; all by default. A residual sum is replaced
+                if the norm behind it is.
             skip: patterns of names to leave alone, or a function of name and module.
             exact: whether to replace only what is bitwise equal in the module's dtype.
             dry_run: whether to return the report without a change.
@@ -107,8 +107,8 @@ class Replace:
 
             measure(model, matches, example)
         plans = [(row, module, match.plan) for row, module, match in matches]
-        if "residual" in kinds:
-            plans += residual_sums(model, Residuals(matches, exact=exact), rows, skip)
+        if {"residual", "mlp"} & set(kinds):
+            plans += rewritten(model, Rewrites(matches, kinds, exact=exact), rows, skip)
         for row, module, plan in plans:
             row.replaced = True
             if not dry_run:
@@ -118,10 +118,10 @@ class Replace:
         return report
 
 
-def residual_sums(
-    model: nn.Module, residuals: Residuals, rows: list[Row], skip: Skip
+def rewritten(
+    model: nn.Module, rewrites: Rewrites, rows: list[Row], skip: Skip
 ) -> list[tuple[Row, nn.Module, Plan]]:
-    """The plans of modules with sums before norms; their rows are put among the others."""
+    """The plans of modules with a rewritten forward; their rows are put among the others."""
     found: list[tuple[Row, nn.Module, Plan]] = []
     known = {row.name: row for row in rows}
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
@@ -129,7 +129,7 @@ def residual_sums(
         if is_skipped(name, module, skip) or replaced_before(module) or known_kind(known, name):
             continue
         row = Row(name, type(module).__name__)
-        plan = residuals.find(module, row)
+        plan = rewrites.find(module, row)
         if plan is not None:
             found.append((row, module, plan))
         if row.kind:

@@ -7,21 +7,15 @@ statements of the forward stay as they are.
 from __future__ import annotations
 
 import ast
-import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from collections.abc import Collection, Iterator
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from torchkiln.ops.norm import add_layer_norm, add_rms_norm
 from torchkiln.patch.chain import has_hooks
 from torchkiln.patch.norm import Norm
-from torchkiln.patch.plan import Match, Plan
-from torchkiln.patch.probe import cast
-from torchkiln.patch.report import Row
-from torchkiln.patch.source import compiled, definition, forward_of, parsed
+from torchkiln.patch.plan import Plan
 from torchkiln.patch.torch_modules import TorchModule
 
 ADD_NORM = "_kiln_add_norm"
@@ -66,98 +60,7 @@ def add_norm(norm: Any, a: Any, b: Any) -> tuple[Any, Any]:
     return norm(total), total
 
 
-@dataclass(frozen=True)
-class ResidualNorms(Plan):
-    """The forward of a class with sums before these norms as part of them."""
-
-    kind: ClassVar[str] = "residual"
-    takes_options: ClassVar[bool] = True
-
-    owner: type[nn.Module]
-    norms: tuple[tuple[str, str], ...]
-    """The names of the norms and their ops."""
-    function: Callable[..., Any] = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        function = forward_of(self.owner)
-        node = function if isinstance(function, str) else definition(function)
-        if isinstance(function, str) or isinstance(node, str):
-            raise ValueError(f"torchkiln.replace: {self.owner.__qualname__}: {node}")
-        rewrite(node, {name for name, _ in self.norms})
-        made = compiled(function, node, **{ADD_NORM: add_norm})
-        object.__setattr__(self, "function", made)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ResidualNorms, (self.owner, self.norms)
-
-    def __str__(self) -> str:
-        return ", ".join(f"{op} at {name}" for name, op in self.norms)
-
-    def forward(self, module: Any, *args: Any, **options: Any) -> Any:
-        """The rewritten forward."""
-        return self.function(module, *args, **options)
-
-
-def find(cls: type[nn.Module], norms: Collection[str]) -> list[str] | str:
-    """The names of those norms of a module that follow a sum, or why they stay as they are."""
-    function = forward_of(cls)
-    node = function if isinstance(function, str) else definition(function)
-    if isinstance(node, str):
-        shown = parsed(inspect.unwrap(cls.forward))
-        return node if shown and rewrite(shown, norms) else []
-    return rewrite(node, norms)
-
-
-class Residuals:
-    """Finds the modules whose sums become part of norms that get a new forward."""
-
-    def __init__(self, matches: Iterable[tuple[Row, nn.Module, Match]], *, exact: bool) -> None:
-        self.norms = {module: (row, match) for row, module, match in matches if op_of(match.plan)}
-        self.exact = exact
-        self.known: dict[Any, bool] = {}
-
-    def find(self, module: nn.Module, row: Row) -> ResidualNorms | None:
-        """The plan of a module; if its forward has sums, the row has what became of them."""
-        norms = {
-            name: self.norms[child]
-            for name, child in module.named_modules()
-            if child in self.norms and all(map(str.isidentifier, name.split(".")))
-        }
-        found = find(type(module), norms) if norms else []
-        if not found:
-            return None
-        row.kind = "residual"
-        if isinstance(found, str):
-            row.why = found
-            return None
-        rows = [norms[name][0] for name in found]
-        worst = max(rows, key=lambda each: each.error_now or 0.0)
-        row.error_was, row.error_now, row.same = worst.error_was, worst.error_now, worst.same
-        if not all(self.is_bitwise(module.get_submodule(name), norms[name][1]) for name in found):
-            row.same, row.why = "other rounding", "not bitwise equal" if self.exact else ""
-        plan = ResidualNorms(
-            type(module), tuple((name, str(op_of(norms[name][1].plan))) for name in found)
-        )
-        row.now = str(plan)
-        return None if row.why else plan
-
-    def is_bitwise(self, norm: nn.Module, match: Match) -> bool:
-        """Whether the op gives the numbers of a sum and of the norm's new forward."""
-        weight = next(norm.parameters(), torch.empty(0))
-        device = torch.device("cpu") if weight.is_meta else weight.device
-        key = (match.plan, weight.dtype, device, match.inputs[0].shape)
-        if key not in self.known:
-            copy = cast(match.copy, weight.dtype, device)
-            a = match.inputs[0].to(device, weight.dtype)
-            b = a.flip(0)
-            with torch.no_grad():
-                y, total = added(match.plan, copy, a, b)
-                expected = match.plan.forward(copy, a + b)
-                self.known[key] = torch.equal(total, a + b) and torch.equal(y, expected)
-        return self.known[key]
-
-
-def rewrite(node: ast.FunctionDef, norms: Collection[str]) -> list[str]:
+def rewrite_sums(node: ast.FunctionDef, norms: Collection[str]) -> list[str]:
     """Rewrite sums before these norms; returns the names of the norms."""
     found: list[str] = []
     for block in blocks(node):

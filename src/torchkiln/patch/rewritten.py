@@ -1,0 +1,175 @@
+"""Forwards with sums before norms, and activations behind layers, as one op each."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import nn
+
+from torchkiln.patch.layer import LINEAR_ACT, act_to_be, compared, linear_act, rewrite_layers
+from torchkiln.patch.plan import Match, Plan
+from torchkiln.patch.probe import cast
+from torchkiln.patch.report import Row
+from torchkiln.patch.residual import ADD_NORM, add_norm, added, op_of, rewrite_sums
+from torchkiln.patch.source import compiled, definition, forward_of, parsed
+
+
+@dataclass(frozen=True)
+class Rewritten(Plan):
+    """The forward of a class with some calls of its submodules as one op each."""
+
+    takes_options: ClassVar[bool] = True
+
+    owner: type[nn.Module]
+    norms: tuple[tuple[str, str], ...]
+    """The names of norms that follow a sum, and the ops."""
+    layers: tuple[tuple[str, str, str], ...] = ()
+    """The names of layers and of the activations behind them, and what those compute."""
+    function: Callable[..., Any] = field(init=False, repr=False, compare=False)
+
+    @property
+    def kind(self) -> str:  # type: ignore[override]
+        """Of the first rewritten call."""
+        return "residual" if self.norms else "mlp"
+
+    def __post_init__(self) -> None:
+        function = forward_of(self.owner)
+        node = function if isinstance(function, str) else definition(function)
+        if isinstance(function, str) or isinstance(node, str):
+            raise ValueError(f"torchkiln.replace: {self.owner.__qualname__}: {node}")
+        rewrite_sums(node, {name for name, _ in self.norms})
+        rewrite_layers(node, {layer for layer, _, _ in self.layers}, {a for _, a, _ in self.layers})
+        helpers = {ADD_NORM: add_norm, LINEAR_ACT: linear_act}
+        object.__setattr__(self, "function", compiled(function, node, **helpers))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Rewritten, (self.owner, self.norms, self.layers)
+
+    def __str__(self) -> str:
+        sums = [f"{op} at {name}" for name, op in self.norms]
+        return ", ".join([*sums, *(f"linear({act}) at {layer}" for layer, _, act in self.layers)])
+
+    def forward(self, module: Any, *args: Any, **options: Any) -> Any:
+        """The rewritten forward."""
+        return self.function(module, *args, **options)
+
+
+class Calls(NamedTuple):
+    """What a forward could have as one op."""
+
+    norms: list[str]
+    layers: list[tuple[str, str]]
+
+
+def calls_of(
+    cls: type[nn.Module], norms: Collection[str], layers: Collection[str], acts: Collection[str]
+) -> Calls | str:
+    """The calls in the source of a forward, or why they stay as they are."""
+    function = forward_of(cls)
+    node = function if isinstance(function, str) else definition(function)
+    shown = parsed(inspect.unwrap(cls.forward)) if isinstance(node, str) else node
+    if shown is None:
+        return Calls([], [])
+    found = Calls(rewrite_sums(shown, norms), rewrite_layers(shown, layers, acts))
+    return node if isinstance(node, str) and any(found) else found
+
+
+class Rewrites:
+    """Finds the modules whose forward is rewritten, given the other replacements."""
+
+    def __init__(
+        self,
+        matches: Iterable[tuple[Row, nn.Module, Match]],
+        kinds: Collection[str],
+        *,
+        exact: bool,
+    ) -> None:
+        self.matches = {module: (row, match) for row, module, match in matches}
+        self.kinds = kinds
+        self.exact = exact
+        self.known: dict[Any, bool] = {}
+
+    def find(self, module: nn.Module, row: Row) -> Rewritten | None:
+        """The plan of a module; the row has what became of its calls, if there are any."""
+        children = {
+            name: child
+            for name, child in module.named_modules()
+            if name and all(map(str.isidentifier, name.split(".")))
+        }
+        norms, layers, acts = self.norms(children), self.layers(children), self.acts(children)
+        if not norms and not (layers and acts):
+            return None
+        found = calls_of(type(module), norms, layers, acts)
+        if isinstance(found, str):
+            row.kind, row.why = "residual" if norms else "mlp", found
+            return None
+        if not any(found):
+            return None
+        plan = Rewritten(
+            type(module),
+            tuple((name, str(op_of(norms[name][1].plan))) for name in found.norms),
+            tuple((layer, act, acts[act]) for layer, act in found.layers),
+        )
+        row.kind, row.now = plan.kind, str(plan)
+        for name in found.norms:
+            self.compare_norm(row, children[name], *norms[name])
+        for layer, act in found.layers:
+            self.compare_layer(row, layers[layer], acts[act])
+        return None if row.why else plan
+
+    def norms(self, children: dict[str, nn.Module]) -> dict[str, tuple[Row, Match]]:
+        """The norms that get a new forward."""
+        if "residual" not in self.kinds:
+            return {}
+        found = {name: self.matches[m] for name, m in children.items() if m in self.matches}
+        return {name: entry for name, entry in found.items() if op_of(entry[1].plan)}
+
+    def layers(self, children: dict[str, nn.Module]) -> dict[str, nn.Linear]:
+        """The linear layers of torch."""
+        plain = "mlp" in self.kinds and not self.exact
+        return {name: m for name, m in children.items() if plain and type(m) is nn.Linear}
+
+    def acts(self, children: dict[str, nn.Module]) -> dict[str, str]:
+        """The activations."""
+        given = {n: act_to_be(m, self.matches.get(m, (None, None))[1]) for n, m in children.items()}
+        return {name: act for name, act in given.items() if act is not None}
+
+    def compare_norm(self, row: Row, norm: nn.Module, of_norm: Row, match: Match) -> None:
+        """Add the errors of a norm to the row."""
+        worsen(row, of_norm.error_was, of_norm.error_now, of_norm.same)
+        if not self.is_bitwise(norm, match):
+            row.same = "other rounding"
+            row.why = "not bitwise equal" if self.exact else row.why
+
+    def compare_layer(self, row: Row, layer: nn.Linear, act: str) -> None:
+        """Add the errors of a layer to the row."""
+        weight = layer.weight
+        device = torch.device("cpu") if weight.is_meta else weight.device
+        found = compared(layer, act, weight.dtype, device)
+        worsen(row, found.was, found.now, found.same)
+        row.why = row.why or found.refusal(exact=False)
+
+    def is_bitwise(self, norm: nn.Module, match: Match) -> bool:
+        """Whether the op gives the numbers of a sum and of the norm's new forward."""
+        weight = next(norm.parameters(), torch.empty(0))
+        device = torch.device("cpu") if weight.is_meta else weight.device
+        key = (match.plan, weight.dtype, device, match.inputs[0].shape)
+        if key not in self.known:
+            copy = cast(match.copy, weight.dtype, device)
+            a = match.inputs[0].to(device, weight.dtype)
+            b = a.flip(0)
+            with torch.no_grad():
+                y, total = added(match.plan, copy, a, b)
+                expected = match.plan.forward(copy, a + b)
+                self.known[key] = torch.equal(total, a + b) and torch.equal(y, expected)
+        return self.known[key]
+
+
+def worsen(row: Row, was: float | None, now: float | None, same: str) -> None:
+    """Keep the larger error of a row and of one of its calls."""
+    if row.error_now is None or (now or 0.0) > row.error_now:
+        row.error_was, row.error_now, row.same = was, now, same

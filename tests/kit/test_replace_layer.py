@@ -1,0 +1,161 @@
+"""``torchkiln.replace``: linear layers and the activations behind them."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import torchkiln
+from torchkiln.patch import layer
+
+
+class Approximate(nn.Module):
+    """A gelu of several kernels."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * x * (1 + torch.tanh(0.7978845608028654 * (x + 0.044715 * x**3)))
+
+
+class Inline(nn.Module):
+    """A feed-forward layer in one expression."""
+
+    def __init__(self, act: nn.Module | None = None, size: int = 16) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(size, 4 * size), nn.Linear(4 * size, size)
+        self.act = act or nn.GELU()
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        y: Tensor = self.fc2(self.act(self.fc1(x)))
+        return y * scale
+
+
+class Steps(Inline):
+    """The same in steps, with a dropout."""
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        x = self.fc1(x)
+        x = self.act(x)
+        x = F.dropout(x, 0.1, self.training)
+        return self.first(x) * scale
+
+    def first(self, x: Tensor) -> Tensor:
+        y: Tensor = self.fc2(x)
+        return y
+
+
+class Returned(Inline):
+    """The activation is the result."""
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        y = self.fc1(x * scale)
+        return self.act(y)
+
+
+class Used(Inline):
+    """Needs the values before the activation."""
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        y = self.fc1(x)
+        z = self.act(y)
+        return (y + z) * scale
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The activations of fused calls, as they happen."""
+    calls: list[str] = []
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Tensor:
+        calls.append(act)
+        return torchkiln.linear(x, weight, bias, act)
+
+    monkeypatch.setattr(layer, "linear", linear)
+    return calls
+
+
+def outcome(model: nn.Module, x: Tensor) -> list[Tensor]:
+    y = model(x, scale=0.5)
+    leaves = [x, *(p for p in model.parameters() if p.requires_grad)]
+    grads: Any = torch.autograd.grad(y.square().sum(), leaves, allow_unused=True)
+    return [y, *(g for g in grads if g is not None)]
+
+
+@pytest.mark.parametrize("cls", [Inline, Steps, Returned])
+@pytest.mark.parametrize(
+    ("act", "name"),
+    [(nn.GELU(), "gelu"), (Approximate(), "gelu_tanh"), (nn.ReLU(), "relu"), (nn.SiLU(), "silu")],
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_an_activation_becomes_part_of_the_layer(
+    cls: type[Inline],
+    act: nn.Module,
+    name: str,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model: Any = nn.Sequential(cls(copy.deepcopy(act))).to(dtype).eval()
+    x = torch.randn(3, 16, dtype=dtype, requires_grad=True)
+    expected = outcome(model[0], x)
+    report = torchkiln.replace(model)
+    row = report["0"]
+    assert (row.kind, row.now, row.replaced) == ("mlp", f"linear({name}) at fc1", True)
+    assert row.error_now is not None
+    calls = counted(monkeypatch)
+    found = outcome(model[0], x)
+    assert calls == [name]
+    error = 1e-7 if dtype == torch.float64 else 0.1
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=error, atol=error)
+    report.undo()
+    assert type(model[0]) is cls
+    assert torch.equal(outcome(model[0], x)[0], expected[0])
+
+
+def test_other_layers_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Adapter(nn.Module):
+        def __init__(self, base: nn.Linear) -> None:
+            super().__init__()
+            self.base, self.low = base, nn.Linear(16, 64, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.base(x) + self.low(x)
+            return y
+
+    model, x = Inline(), torch.randn(3, 16)
+    torchkiln.replace(model)
+    calls = counted(monkeypatch)
+    seen: list[Tensor] = []
+    hook = model.fc1.register_forward_hook(lambda _m, _x, y: seen.append(y))
+    model(x)
+    hook.remove()
+    assert (len(seen), calls) == (1, [])
+    model.fc1 = Adapter(model.fc1)  # type: ignore[assignment]
+    expected = model.fc2(F.gelu(model.fc1(x)))
+    torch.testing.assert_close(model(x), expected)
+    assert calls == []
+    fresh = Inline()
+    fresh.fc1 = Adapter(fresh.fc1)  # type: ignore[assignment]
+    assert not [r for r in torchkiln.replace(fresh) if r.kind == "mlp"]
+
+
+def test_what_is_left_alone() -> None:
+    assert not [r for r in torchkiln.replace(Used()) if r.kind == "mlp"]
+    assert not [r for r in torchkiln.replace(Inline(), exact=True) if r.kind == "mlp"]
+    assert not [r for r in torchkiln.replace(Inline(), only=["norm"]) if r.kind == "mlp"]
+    assert torchkiln.replace(Inline(nn.ReLU()), only=["mlp"])[""].replaced
+    assert not [r for r in torchkiln.replace(Inline(nn.ELU())) if r.kind == "mlp"]
+
+
+def test_copies_pickles_and_compiled_models() -> None:
+    model, x = Inline(Approximate()), torch.randn(3, 16)
+    torchkiln.replace(model)
+    expected = model(x)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(x), expected)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), expected)
