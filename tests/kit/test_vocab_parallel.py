@@ -115,6 +115,18 @@ torch.testing.assert_close(spread.grad.full_tensor(), logits.grad)
 
 copies = distribute_tensor(logits.detach(), mesh, [Replicate()])
 
+# In a graph.
+compiled = torch.compile(
+    lambda x: vocab_parallel_cross_entropy(2 * x, target, classes=classes),
+    backend="aot_eager",
+    fullgraph=True,
+)
+wide = mine.detach().clone().requires_grad_()
+found = compiled(wide)
+found.backward()
+torch.testing.assert_close(found, torchkiln.cross_entropy(2 * logits, target))
+assert wide.grad is not None
+
 # Errors reach all processes before they communicate.
 for call, message in [
     (lambda: vocab_parallel_cross_entropy(mine, target, classes=classes + 99), "as by torch.chunk"),
