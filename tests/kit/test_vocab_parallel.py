@@ -212,10 +212,5 @@ assert found.dtype == torch.float32
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_the_loss_of_distributed_logits(size: int, tmp_path: Path) -> None:
-    run_processes(LOGITS, size, tmp_path)
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_the_loss_of_a_distributed_layer(size: int, tmp_path: Path) -> None:
-    run_processes(LINEAR, size, tmp_path)
+def test_the_losses_are_those_of_one_process(size: int, tmp_path: Path) -> None:
+    run_processes(LOGITS + LINEAR, size, tmp_path)

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchkiln.nn.convolution import has_hooks
 from torchkiln.ops.matmul import linear
 from torchkiln.patch.activation import OPS, Activation
-from torchkiln.patch.chain import has_hooks, name_of
+from torchkiln.patch.chain import name_of
 from torchkiln.patch.compare import Comparison
 from torchkiln.patch.plan import Match
 from torchkiln.patch.probe import numbers, relative_error

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from torchkiln.nn.convolution import has_hooks
 from torchkiln.ops.norm import add_layer_norm, add_rms_norm
-from torchkiln.patch.chain import has_hooks
 from torchkiln.patch.norm import Norm
 from torchkiln.patch.plan import Plan
 from torchkiln.patch.torch_modules import TorchModule
