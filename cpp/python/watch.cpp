@@ -77,20 +77,13 @@ class Watch {
   std::vector<std::optional<Source>> sources_;
 };
 
-/// In the order of GRADIENTS in ops/_folding.py.
-enum class Gradients { none, needed, held };
-
-/// Whether a call records gradients, or a leaf holds one, which an optimizer may be about to use.
-Gradients gradients(const py::tuple& tensors) {
-  bool is_held = false;
-  for (const py::handle each : tensors) {
-    if (!THPVariable_Check(each.ptr())) continue;
-    const at::Tensor& tensor = THPVariable_Unpack(each.ptr());
-    if (!tensor.requires_grad()) continue;
-    if (at::GradMode::is_enabled()) return Gradients::needed;
-    is_held = is_held || (tensor.is_leaf() && tensor.grad().defined());
-  }
-  return is_held ? Gradients::held : Gradients::none;
+/// Whether a call with these tensors records gradients; what is no tensor is left out.
+bool needs_gradient(const py::tuple& tensors) {
+  if (!at::GradMode::is_enabled()) return false;
+  for (const py::handle each : tensors)
+    if (THPVariable_Check(each.ptr()) && THPVariable_Unpack(each.ptr()).requires_grad())
+      return true;
+  return false;
 }
 
 }  // namespace
@@ -99,6 +92,5 @@ void bind_watch(py::module_& module) {
   py::class_<Watch>(module, "Watch")
       .def(py::init<const py::tuple&>())
       .def("is_current", &Watch::is_current);
-  module.def("gradients",
-             [](const py::tuple& tensors) { return static_cast<int>(gradients(tensors)); });
+  module.def("needs_gradient", &needs_gradient);
 }

@@ -2,5 +2,5 @@
 
 #include <pybind11/pybind11.h>
 
-/// Watch and gradients(), for copies of parameters that are kept from call to call.
+/// Watch and needs_gradient(), for copies of parameters that are kept from call to call.
 void bind_watch(pybind11::module_& module);

@@ -118,7 +118,11 @@ def test_eval_is_the_formula(
             added = torch.randn(2, 16, 6, 5, device=device, dtype=dtype)
         found = module(x, added)
         assert found.dtype == dtype
-        assert found.is_contiguous(memory_format=memory)
+        convolved = module.conv(x)  # torch's float64 convolution on a GPU has another layout
+        for other in (torch.contiguous_format, LAST):
+            assert found.is_contiguous(memory_format=other) == convolved.is_contiguous(
+                memory_format=other
+            )
         close(found, exact(module, x, added))
         assert torch.equal(module(x, added), found)
 
@@ -177,7 +181,7 @@ def test_the_function_has_the_settings_of_torchs_convolution(device: torch.devic
         close(conv_bn_act(x, weight, *vectors, act="silu", eps=0.1, **settings), expected)
         plain = conv_bn_act(x, weight.detach(), *vectors, act="silu", eps=0.1, **settings)
         close(plain, expected)
-    assert count() == 1
+    assert count() == (device.type == "cpu")  # in groups with silu, a GPU has no fused kernel
 
 
 def test_training_moves_the_statistics_and_has_torchs_gradients(device: torch.device) -> None:
@@ -353,9 +357,6 @@ def test_what_is_not_folded(device: torch.device) -> None:
     module, x = layer(device), torch.randn(2, 8, 5, 5, device=device)
     assert "gradients are needed" in notes(module, x)[0]
     with torch.no_grad():
-        module.conv.weight.grad = torch.zeros_like(module.conv.weight)
-        assert "a parameter has a gradient" in notes(module, x)[0]
-        module.conv.weight.grad = None
         parts = (module.conv.weight.detach(), None, *module.bn.state_dict().values())
         assert "no torch.nn.Parameter" in notes(conv_bn_act, x, *parts[:6])[0]
     with torch.inference_mode():
@@ -381,10 +382,14 @@ STRIDED, PADDED = GEOMETRY._replace(stride=(2, 2)), GEOMETRY._replace(padding=(1
 CALLS: list[tuple[str, int, Geometry, str, torch.dtype, Route]] = [
     ("relu", 3, GEOMETRY, "", torch.bfloat16, CUDNN),
     ("relu", 3, GEOMETRY, "residual", torch.bfloat16, CUDNN),
-    ("relu", 3, GEOMETRY, "planes", torch.bfloat16, CUDNN),
+    ("relu", 3, GEOMETRY, "planes", torch.bfloat16, APART),
+    ("relu", 3, GEOMETRY, "planes", torch.float32, CUDNN),
     ("relu", 1, GEOMETRY, "", torch.float32, CUDNN),
     ("relu", 1, STRIDED, "", torch.bfloat16, CUDNN),
-    ("relu", 1, GEOMETRY, "planes", torch.bfloat16, APART),
+    ("relu", 3, GEOMETRY, "12", torch.bfloat16, CUDNN),
+    ("relu", 3, GEOMETRY, "12 residual", torch.bfloat16, APART),
+    ("relu", 3, GEOMETRY, "12 residual", torch.float32, CUDNN),
+    ("relu", 3, GEOMETRY, "10", torch.bfloat16, APART),
     ("relu", 3, GEOMETRY._replace(groups=2), "", torch.bfloat16, CUDNN),
     ("relu", 3, GEOMETRY._replace(groups=8), "", torch.bfloat16, APART),
     ("relu", 3, GEOMETRY._replace(padding="same"), "", torch.bfloat16, APART),
@@ -393,7 +398,7 @@ CALLS: list[tuple[str, int, Geometry, str, torch.dtype, Route]] = [
     ("silu", 1, GEOMETRY, "", torch.bfloat16, PRODUCT),
     ("silu", 1, GEOMETRY, "residual", torch.bfloat16, APART),
     ("none", 1, GEOMETRY, "residual", torch.float16, PRODUCT),
-    ("none", 1, STRIDED, "", torch.bfloat16, PRODUCT),
+    ("none", 1, STRIDED, "", torch.bfloat16, APART),
     ("none", 1, PADDED, "", torch.bfloat16, APART),
     ("none", 1, GEOMETRY, "planes", torch.bfloat16, APART),
     ("none", 1, GEOMETRY, "", torch.float32, APART),
@@ -416,27 +421,25 @@ def test_the_rule(
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     x = torch.randn(2, 8, 6, 6, dtype=dtype)
     x = x if more == "planes" else x.contiguous(memory_format=LAST)
-    weight = torch.randn(8, 8 // geometry.groups, size, size, dtype=dtype)
-    residual = more == "residual"
+    channels = next((int(word) for word in more.split() if word.isdigit()), 8)
+    weight = torch.randn(channels, 8 // geometry.groups, size, size, dtype=dtype)
+    residual = "residual" in more
     found, why = choose(x.as_subclass(OnGpu), weight, geometry, act, has_residual=residual)
     assert found is route, why
     assert choose(x, weight, geometry, act, has_residual=residual)[0] is STEPS
 
 
+@torch.no_grad()
 def test_the_product_is_the_convolution(device: torch.device) -> None:
     """On every device, although the rule chooses it on a GPU alone."""
     x = torch.randn(2, 8, 6, 5, device=device).contiguous(memory_format=LAST)
     module = layer(device, kernel_size=1, padding=0, act="none")
-    for stride in (1, 2, 3):
-        module.conv.stride = (stride, 2)
-        parts = Parts(module.conv.weight, None, *list(module.bn.state_dict().values())[:4])
-        fold = Fold(parts, Form(module.bn.eps, torch.float32, LAST))
-        geometry = GEOMETRY._replace(stride=module.conv.stride)
-        with torch.no_grad():
-            expected = exact(module, x)
-            residual = torch.randn_like(expected, dtype=torch.float32)
-            close(by_product(x, fold, None, geometry, "none"), expected)
-            close(by_product(x, fold, residual, geometry, "none"), expected + residual)
+    parts = Parts(module.conv.weight, None, *list(module.bn.state_dict().values())[:4])
+    fold = Fold(parts, Form(module.bn.eps, torch.float32, LAST))
+    expected = exact(module, x)
+    residual = torch.randn_like(expected, dtype=torch.float32)
+    close(by_product(x, fold, None, GEOMETRY, "none"), expected)
+    close(by_product(x, fold, residual, GEOMETRY, "none"), expected + residual)
 
 
 @pytest.mark.cuda
@@ -526,6 +529,34 @@ def test_exported() -> None:
     program = torch.export.export(module, (x,))
     close(program.module()(x), exact(module, x).detach())
     assert any("bn_act" in str(node.target) for node in program.graph.nodes)
+
+
+@torch.no_grad()
+def test_a_step_of_other_parameters_keeps_the_fold(device: torch.device) -> None:
+    module, x = layer(device), torch.randn(2, 8, 5, 5, device=device)
+    module(x)
+    other = nn.Parameter(torch.ones(3, device=device))
+    other.grad = torch.ones_like(other)
+    torch.optim.SGD([other], 0.1).step()
+    assert count() == 1
+    torch.optim.SGD([other, module.bn.weight], 0.1).step()
+    assert not count()
+
+
+def test_a_compiled_optimizer() -> None:
+    """Its steps are compiled once, and renew the fold."""
+    module, x = layer(torch.device("cpu")), torch.randn(1, 8, 5, 5)
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.SGD(module.parameters(), 0.5)
+    torch.compiler.reset()
+    step: Any = torch.compile(optimizer.step, backend="aot_eager")
+    for _ in range(3):
+        with torch.no_grad():
+            close(module(x), exact(module, x))
+            assert count() == 1
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            step()
 
 
 @torch.no_grad()

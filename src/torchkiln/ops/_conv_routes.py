@@ -64,13 +64,8 @@ def by_steps(
     return ACTS[act](y)
 
 
-def by_product(
-    x: Tensor, fold: Fold, residual: Tensor | None, geometry: Geometry, act: str
-) -> Tensor:
-    """The pixels as rows of a matrix; copied with a stride, as a residual of another layout is."""
-    if any(step != 1 for step in geometry.stride):
-        steps: Any = (..., *(slice(None, None, step) for step in geometry.stride))
-        x = x[steps]
+def by_product(x: Tensor, fold: Fold, residual: Tensor | None, _: Geometry, act: str) -> Tensor:
+    """The pixels as rows of a matrix; a residual is copied if it has another layout."""
     rows, weight = x.movedim(1, -1), fold.weight.flatten(1)
     more = None if residual is None else residual.movedim(1, -1)
     return linear(rows, weight, fold.bias, act, 1.0, more).movedim(-1, 1)
@@ -118,11 +113,9 @@ def choose(
 ) -> tuple[Route, str]:
     """The fastest way that the call allows, and the reason.
 
-    Measured on an H200 against torch's convolution followed by bn_act, times relative to the
-    convolution alone: cuDNN with relu 1.0 to 1.1 in channels_last, bn_act 1.2 to 2.2. In other
-    layouts cuDNN converts x for its fused kernels, which costs more than bn_act for kernels of one
-    element. Its fused kernel for one channel per group takes 17 times as long as the convolution.
-    In float32 a product is slower, because torch allows TensorFloat-32 to convolutions alone.
+    Measured on an H200 beside torch's convolution followed by bn_act. Relative to the convolution
+    alone, cuDNN with relu takes 1.0 to 1.1 in channels_last, 1.1 to 2.5 with a residual, and bn_act
+    1.2 to 2.2 and 1.3 to 3.
     """
     if not x.is_cuda:
         return STEPS, "on a CPU the bias is part of the convolution, and a pass is saved"
@@ -130,7 +123,7 @@ def choose(
         why = why_no_product(x, weight, geometry, act, has_residual=has_residual)
         ours = "a kernel of one element, and channels are adjacent in x"
         return (PRODUCT, ours) if why is None else (APART, why)
-    why = why_no_cudnn(x, weight, geometry)
+    why = why_no_cudnn(x, weight, geometry, has_residual=has_residual)
     theirs = "cuDNN computes bias, sum and relu in the convolution"
     return (CUDNN, theirs) if why is None else (APART, why)
 
@@ -138,29 +131,39 @@ def choose(
 def why_no_product(
     x: Tensor, weight: Tensor, geometry: Geometry, act: str, *, has_residual: bool
 ) -> str | None:
-    """The reason not to compute a convolution as a matrix product, if any."""
-    if not is_one(weight) or geometry.groups != 1 or (act != "none" and has_residual):
+    """The reason not to compute a convolution as a matrix product, if any.
+
+    In float32 torch allows TensorFloat-32 to convolutions alone. A stride would copy the pixels,
+    which takes as long as what the product saves.
+    """
+    ones = (1,) * len(geometry.stride)
+    if weight.shape[2:] != ones or geometry.groups != 1 or (act != "none" and has_residual):
         return f"cuDNN computes relu, not {act}"
-    if not is_last(x) or geometry.padding != (0,) * len(geometry.stride):
+    if not is_last(x) or geometry.stride != ones or geometry.padding != (0,) * len(ones):
         return "the pixels are no rows of a matrix"
     return None if x.dtype in HALF else f"a product in {name_of(x.dtype)} is slower"
 
 
-def why_no_cudnn(x: Tensor, weight: Tensor, geometry: Geometry) -> str | None:
-    """The reason not to use cuDNN's fused kernels, if any."""
+def why_no_cudnn(
+    x: Tensor, weight: Tensor, geometry: Geometry, *, has_residual: bool
+) -> str | None:
+    """The reason not to use cuDNN's fused kernels, if any.
+
+    Slower than bn_act are: half precision unless channels are adjacent, because cuDNN converts x
+    (1.02 to 2.7 times the time); 1 and 2 channels per group (1.1 to 11 times); pixels of results
+    that end at no 8 bytes, or 16 bytes with a residual (1.5 times).
+    """
+    pixel = weight.shape[0] * x.element_size()
     if x.dim() != 4 or x.dtype == torch.float64 or isinstance(geometry.padding, str):
         return "cuDNN has no fused kernel for float64, uneven padding, 1 or 3 dimensions"
+    if x.dtype in HALF and not is_last(x):
+        return "cuDNN's fused kernel is slow in half precision unless channels are adjacent in x"
     if geometry.groups != 1 and weight.shape[1] < LEAST_CHANNELS:
         return f"cuDNN's fused kernel is slow for less than {LEAST_CHANNELS} channels per group"
-    if is_one(weight) and not is_last(x):
-        return "cuDNN's fused kernel is slow unless channels are adjacent in x"
+    if pixel % (16 if has_residual else 8):
+        return f"cuDNN's fused kernel is slow for results of {weight.shape[0]} channels"
     has_cudnn = torch.backends.cudnn.enabled and torch.version.cuda is not None
     return None if has_cudnn else "cuDNN is not available"
-
-
-def is_one(weight: Tensor) -> bool:
-    """Whether the kernel has one element."""
-    return all(size == 1 for size in weight.shape[2:])
 
 
 def run_folded(

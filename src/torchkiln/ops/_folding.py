@@ -6,24 +6,20 @@ part of a module: copies, pickles and ``state_dict`` do not have it.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torchkiln import _C
 
 PLAIN = (Tensor, nn.Parameter)
 """Classes of tensors that have no code of their own."""
-
-GRADIENTS = (
-    None,
-    "gradients are needed",
-    "a parameter has a gradient, an optimizer may be about to change it",
-)
-"""Reasons not to use a fold, by the result of ``_C.gradients``."""
 
 
 class Parts(NamedTuple):
@@ -52,6 +48,7 @@ class Fold:
     def __init__(self, parts: Parts, form: Form) -> None:
         self.form = form
         self.watch = _C.Watch(parts)
+        self.ids = {id(part) for part in parts}
         self.weight, self.bias = folded(parts, form)
         self.stream = stream_of(self.weight)
         if self.stream is not None:  # calls on other streams read it, too
@@ -93,7 +90,24 @@ def fold_of(owner: object, parts: Parts, form: Form) -> Fold | str:
     fold = Fold(parts, form)
     _C.note("the batch norm is folded in this call, and the fold kept for others")
     FOLDS[key] = weakref.ref(owner, lambda _: FOLDS.pop(key, None)), fold
+    watch_optimizers()
     return fold
+
+
+@functools.cache
+def watch_optimizers() -> None:
+    """Have every optimizer drop the folds of its parameters: fused ones change no ``_version``."""
+    register_optimizer_step_post_hook(forget_parameters)
+
+
+def forget_parameters(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Drop the folds of the parameters that an optimizer has changed."""
+    if is_compiling() or not FOLDS:
+        return
+    changed = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for key, entry in list(FOLDS.items()):
+        if not changed.isdisjoint(entry[1].ids):
+            FOLDS.pop(key, None)
 
 
 def forget(owner: object) -> None:
@@ -122,14 +136,12 @@ def folded(parts: Parts, form: Form) -> tuple[Tensor, Tensor]:
 def why_not_now(owner: object, x: Tensor, parts: Parts, residual: Tensor | None) -> str | None:
     """The reason not to use a fold in this call, if any.
 
-    A fold is a copy of the parameters, so it is used only where nothing but a change that torch
-    counts in ``_version`` can make it outdated. Fused optimizers are not counted: parameters with a
-    gradient are not folded, and a call that makes gradients drops the fold.
+    A fold is a copy of the parameters, so it is used only where nothing but a change that is seen
+    can make it outdated. A call that makes gradients announces a change, and drops the fold.
     """
-    why = GRADIENTS[_C.gradients((x, residual, *parts))]
-    if why is not None:
+    if _C.needs_gradient((x, residual, *parts)):
         forget(owner)
-        return why
+        return "gradients are needed"
     if (
         torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None

@@ -39,9 +39,9 @@ def conv_bn_act(  # noqa: PLR0917
     for kernels of one element; on a CPU they are computed in place. :func:`explain` has the choice
     and its reason.
 
-    The weight is folded only if it is a ``torch.nn.Parameter`` without a gradient. Changes through
-    ``.data`` in place have no sign that torch can give: change parameters under ``torch.no_grad()``
-    instead, or call the function once with gradients. ``torch.compile``, ``torch.export`` and CUDA
+    The weight is folded only if it is a ``torch.nn.Parameter``. Changes through ``.data`` in place
+    have no sign that torch can give: change parameters under ``torch.no_grad()`` instead, or call
+    the function once with gradients. ``torch.compile``, ``torch.export`` and CUDA
     graphs contain the convolution and ``bn_act``, which read the parameters.
 
     Args:
