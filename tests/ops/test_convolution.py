@@ -165,6 +165,7 @@ def test_geometries_in_both_modes(device: torch.device, rank: int, options: Any)
 
 
 @torch.no_grad()
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 def test_the_function_has_the_settings_of_torchs_convolution(device: torch.device) -> None:
     x = torch.randn(2, 6, 9, 9, device=device)
     weight = nn.Parameter(torch.randn(4, 3, 3, 2, device=device))

@@ -177,6 +177,7 @@ def group(device: torch.device, tmp_path: Path) -> Iterator[Any]:
 
 
 @needs_groups
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
 def test_a_group_of_one_has_the_results_of_bn_act(device: torch.device, group: Any) -> None:
     x, residual = (drawn(device, (3, 5, 4), torch.float32).requires_grad_() for _ in range(2))
     weight = drawn(device, (5,), torch.float32).requires_grad_()
