@@ -211,6 +211,7 @@ def options(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--blocks", type=int, nargs="+", default=[1, 1, 1], help="of each stage")
     parser.add_argument("--bottleneck", action="store_true", help="three convolutions per block")
     parser.add_argument("--bfloat16", action="store_true", help="under autocast")
+    parser.add_argument("--rate", type=float, default=0.05, help="of learning")
     parser.add_argument("--compile", action="store_true", help="torch.compile for both models")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--picture", metavar="PATH", help="write loss curves and times; *.png")
@@ -229,7 +230,7 @@ def main(words: list[str] | None = None) -> dict[str, Run]:
     report = torchkiln.fuse(fused)
     runs = {}
     for name, model in (("eager", eager), ("torchkiln.fuse", fused)):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        optimizer = torch.optim.SGD(model.parameters(), lr=given.rate, momentum=0.9)
         if given.compile:
             model.compile()
         runs[name] = Run(model, optimizer)
