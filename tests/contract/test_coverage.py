@@ -50,6 +50,14 @@ OTHER_RANKS = {"BatchNormAct1d", "BatchNormAct3d"}
 # Modules of conv_bn_act.
 COMPOSED = {"ConvBNAct1d", "ConvBNAct2d", "ConvBNAct3d"}
 
+# Modules of several ops, and the cache of one; tests/ops/test_attention.py, test_multihead.py and
+# test_transformer.py check them.
+COMPOSED |= {
+    "Attention",
+    "KVCache",
+    "TransformerBlock",
+}
+
 # Ops that return more than the op of the same loss; tests/ops/test_cross_entropy.py checks them.
 FORMS = {"cross_entropy_with_metrics"}
 

@@ -1,6 +1,7 @@
 """Modules of the ops, with the interface of :mod:`torch.nn`."""
 
 from torchkiln.nn.activation import GELU, ReLU, Sigmoid, SiLU, Tanh
+from torchkiln.nn.attention import Attention, KVCache
 from torchkiln.nn.batch_norm import (
     BatchNormAct1d,
     BatchNormAct2d,
@@ -17,6 +18,7 @@ from torchkiln.nn.norm import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
 from torchkiln.nn.rope import RotaryEmbedding
 from torchkiln.nn.softmax import LogSoftmax, Softmax
 from torchkiln.nn.spmm import SparseLinear
+from torchkiln.nn.transformer import TransformerBlock
 
 __all__ = [
     "GEGLU",
@@ -24,6 +26,7 @@ __all__ = [
     "MLP",
     "AddLayerNorm",
     "AddRMSNorm",
+    "Attention",
     "BatchNormAct1d",
     "BatchNormAct2d",
     "BatchNormAct3d",
@@ -35,6 +38,7 @@ __all__ = [
     "CrossEntropyLoss",
     "DropoutAdd",
     "GatedMLP",
+    "KVCache",
     "LayerNorm",
     "Linear",
     "LinearCrossEntropyLoss",
@@ -50,4 +54,5 @@ __all__ = [
     "SwiGLU",
     "SyncBatchNormAct",
     "Tanh",
+    "TransformerBlock",
 ]

@@ -1,0 +1,290 @@
+"""Attention with a packed projection, and the cache of its keys and values."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torchkiln.nn.checks import check_p
+from torchkiln.nn.norm import RMSNorm
+from torchkiln.ops.rope import qkv_norm_rope
+
+
+class KVCache:
+    """Keys and values of earlier tokens, in buffers that stay where they are.
+
+    Tokens are written in place, at positions that a tensor on the device gives: no size changes and
+    the host does not wait, so that a CUDA graph or a compiled step can be replayed for each token.
+    Positions that have not been written are zeros.
+
+    Args:
+        batch: number of sequences.
+        length: the largest number of tokens of a sequence.
+        kv_heads: heads of the keys, and of the values.
+        head_dim: elements of a head.
+        dtype: of the buffers.
+        device: of the buffers.
+
+    Shape:
+        ``keys`` and ``values`` ``[batch, kv_heads, length, head_dim]``.
+    """
+
+    def __init__(  # noqa: PLR0917
+        self,
+        batch: int,
+        length: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | int | None = None,
+    ) -> None:
+        shape = (batch, kv_heads, length, head_dim)
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+
+    @property
+    def length(self) -> int:
+        """The largest number of tokens of a sequence."""
+        return self.keys.shape[-2]
+
+    def write(self, k: Tensor, v: Tensor, positions: Tensor | None = None) -> None:
+        """Stores keys and values ``[batch, kv_heads, tokens, head_dim]``.
+
+        Args:
+            k: the keys; without a gradient.
+            v: the values.
+            positions: ``[tokens]``, int64, on the device of the cache; None for 0, 1, 2, ...
+        """
+        if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
+            raise RuntimeError(
+                "torchkiln.nn.KVCache: k: got a tensor that requires a gradient, expected none: "
+                "decode under torch.no_grad()"
+            )
+        if k.shape[-2] > self.length:
+            raise ValueError(
+                f"torchkiln.nn.KVCache: k: got {k.shape[-2]} tokens, expected at most "
+                f"{self.length}: make a longer cache"
+            )
+        for buffer, new in ((self.keys, k), (self.values, v)):
+            if positions is None:
+                buffer[:, :, : new.shape[-2]].copy_(new)
+            else:
+                buffer.index_copy_(2, positions, new.to(buffer.dtype))
+
+    def reset(self) -> None:
+        """Fills the buffers with zeros."""
+        self.keys.zero_()
+        self.values.zero_()
+
+
+class Attention(nn.Module):
+    """``softmax(q @ k.T * scale + mask) @ v @ out.weight.T``, with one product for q, k and v.
+
+    :func:`torchkiln.qkv_norm_rope` splits the product, normalizes the heads and rotates them, and
+    :func:`torch.nn.functional.scaled_dot_product_attention` reads the results without a copy. It
+    chooses its kernel; :func:`torchkiln.explain` reports which.
+
+    Args:
+        dim: size of the last dimension of the input and the output.
+        heads: heads of the queries.
+        kv_heads: heads of the keys and of the values, a divisor of ``heads``; None for ``heads``.
+        head_dim: elements of a head; None for ``dim // heads``.
+        bias: whether the projections have a bias.
+        out_bias: whether the last projection has a bias; None for ``bias``.
+        qk_norm: ``"head"`` for an RMS norm of each head of the queries and the keys, with the
+            parameters ``q_norm.weight`` and ``k_norm.weight``, or None.
+        eps: of these norms.
+        offset: a number that is added to the weights of these norms.
+        causal: whether a token attends to itself and earlier tokens only.
+        window: the number of tokens that a token attends to, itself included; None for all. It is
+            applied as a mask, and needs ``causal``.
+        dropout: the probability that an attention weight is dropped in training.
+        scale: a factor of the products of queries and keys; None for ``head_dim**-0.5``.
+        interleaved: as for :func:`torchkiln.rope`.
+        partial: as for :func:`torchkiln.rope`.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Shape:
+        x and output ``[batch, tokens, dim]``; cos and sin ``[tokens, pairs]`` or
+        ``[batch, tokens, pairs]``, with positions tables ``[rows, pairs]``; mask broadcasts to
+        ``[batch, heads, tokens, keys]``; positions ``[tokens]``, without a cache also
+        ``[batch, tokens]``.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        *,
+        bias: bool = False,
+        out_bias: bool | None = None,
+        qk_norm: str | None = None,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        causal: bool = True,
+        window: int | None = None,
+        dropout: float = 0.0,
+        scale: float | None = None,
+        interleaved: bool = False,
+        partial: int | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        kv_heads = heads if kv_heads is None else kv_heads
+        check_settings(dim, heads, kv_heads, head_dim, qk_norm, causal, window)
+        self.heads, self.kv_heads = heads, kv_heads
+        self.head_dim = dim // heads if head_dim is None else head_dim
+        self.causal, self.window, self.scale = causal, window, scale
+        self.dropout = check_p("nn.Attention", dropout)
+        self.interleaved, self.partial = interleaved, partial
+        self.qk_norm, self.eps, self.offset = qk_norm, eps, offset
+        columns = (heads + 2 * kv_heads) * self.head_dim
+        last = bias if out_bias is None else out_bias
+        self.qkv = nn.Linear(dim, columns, bias, device=device, dtype=dtype)
+        self.out = nn.Linear(heads * self.head_dim, dim, last, device=device, dtype=dtype)
+        self.q_norm = self.k_norm = None
+        if qk_norm is not None:
+            self.q_norm, self.k_norm = (
+                RMSNorm(self.head_dim, eps, True, device, dtype, offset=offset)  # type: ignore[arg-type]
+                for _ in range(2)
+            )
+
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor | None = None,
+        sin: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        cache: KVCache | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """Attends from each token of ``x``.
+
+        Args:
+            x: the tokens.
+            cos: cosines of the rotation; None for no rotation.
+            sin: sines of the rotation.
+            mask: True where a key takes part, or numbers that are added to the products, as in
+                ``scaled_dot_product_attention``. It applies in addition to ``causal`` and
+                ``window``.
+            cache: earlier keys and values, to which those of ``x`` are written.
+            positions: int64, the places of the tokens in the cache, and the rows of ``cos`` and
+                ``sin``. With a cache and without positions the tokens are the first ones, and only
+                they are attended to.
+        """
+        if x.dim() != 3:
+            raise ValueError(
+                f"torchkiln.nn.Attention: x: got shape {list(x.shape)}, "
+                f"expected [batch, tokens, {self.qkv.in_features}]"
+            )
+        q, k, v = self.project(x, cos, sin, positions)
+        if cache is not None:
+            cache.write(k, v, positions)
+            if positions is not None:
+                k, v = cache.keys.to(q.dtype), cache.values.to(q.dtype)
+        p = self.dropout if self.training else 0.0
+        places = None if cache is None else positions
+        causal = self.causal and mask is None and self.window is None and places is None
+        if not causal:
+            mask = self.visible(mask, x.shape[1], k.shape[-2], x.device, places)
+        grouped = self.heads != self.kv_heads
+        alone = grouped and x.shape[1] == 1 and (mask is None or mask.dim() == 2)
+        if alone:  # one token: the queries of a group take the place of tokens
+            q, grouped, causal = q.view(q.shape[0], self.kv_heads, -1, self.head_dim), False, False
+        mixed = F.scaled_dot_product_attention(
+            q, k, v, mask, p, causal, scale=self.scale, enable_gqa=grouped
+        )
+        if alone:
+            mixed = mixed.reshape(x.shape[0], self.heads, 1, self.head_dim)
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(-2))
+        return out
+
+    def project(
+        self, x: Tensor, cos: Tensor | None, sin: Tensor | None, positions: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values ``[batch, heads, tokens, head_dim]`` of ``x``."""
+        qkv, q_norm, k_norm = self.qkv(x), self.q_norm, self.k_norm
+        if cos is not None and sin is not None:
+            return qkv_norm_rope(
+                qkv,
+                cos,
+                sin,
+                None if q_norm is None else q_norm.weight,
+                None if k_norm is None else k_norm.weight,
+                self.heads,
+                self.kv_heads,
+                eps=self.eps,
+                norm=self.qk_norm or "none",
+                offset=self.offset,
+                interleaved=self.interleaved,
+                positions=positions,
+                partial=self.partial,
+            )
+        if cos is not None or sin is not None:
+            raise ValueError("torchkiln.nn.Attention: sin: got one of cos and sin, expected both")
+        sizes = (self.heads, self.kv_heads, self.kv_heads)
+        q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(sizes, -2)
+        if q_norm is not None and k_norm is not None:
+            q, k = q_norm(q), k_norm(k)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+    def visible(
+        self,
+        mask: Tensor | None,
+        tokens: int,
+        keys: int,
+        device: torch.device,
+        positions: Tensor | None,
+    ) -> Tensor | None:
+        """The mask of the call, with ``causal`` and ``window``; keys have places 0, 1, 2, ..."""
+        if not self.causal and positions is None:
+            return mask
+        places = torch.arange(tokens, device=device) if positions is None else positions
+        last = places if self.causal else places.amax().expand(tokens)
+        key = torch.arange(keys, device=device)
+        seen = key <= last[:, None]
+        if self.window is not None:
+            seen = seen & (key > places[:, None] - self.window)
+        if mask is None:
+            return seen
+        return seen & mask if mask.dtype == torch.bool else mask.masked_fill(~seen, float("-inf"))
+
+    def extra_repr(self) -> str:
+        """The settings, for ``repr``."""
+        words = f"heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}"
+        return f"{words}, causal={self.causal}, window={self.window}, qk_norm={self.qk_norm!r}"
+
+
+def check_settings(  # noqa: PLR0917
+    dim: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int | None,
+    qk_norm: str | None,
+    causal: bool,
+    window: int | None,
+) -> None:
+    """Refuses settings of :class:`Attention` that do not fit together."""
+    if kv_heads < 1 or heads < 1 or heads % kv_heads:
+        raise ValueError(
+            f"torchkiln.nn.Attention: kv_heads: got {kv_heads}, expected a divisor of "
+            f"heads = {heads}"
+        )
+    if head_dim is None and dim % heads:
+        raise ValueError(
+            f"torchkiln.nn.Attention: heads: got {heads}, expected a divisor of dim = {dim}, "
+            "or head_dim="
+        )
+    if qk_norm not in (None, "head"):
+        raise ValueError(
+            f"torchkiln.nn.Attention: qk_norm: got {qk_norm!r}, expected 'head' or None"
+        )
+    if window is not None and (window < 1 or not causal):
+        raise ValueError(
+            f"torchkiln.nn.Attention: window: got {window} with causal={causal}, "
+            "expected a positive number with causal=True"
+        )

@@ -1,0 +1,174 @@
+"""The block of a decoder: attention and a feed-forward layer, each after a norm."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torchkiln.nn.attention import Attention, KVCache
+from torchkiln.nn.matmul import MLP, GatedMLP
+from torchkiln.nn.norm import LayerNorm, RMSNorm
+from torchkiln.ops.dropout import dropout_add
+from torchkiln.ops.norm import add_layer_norm, add_rms_norm
+
+
+class TransformerBlock(nn.Module):
+    """``t = x + residual; u = t + attention(norm(t)); (mlp(norm(u)), u)``.
+
+    The sum of the two results is the output of the block. The next block computes it together with
+    its first norm in one pass, so give it both results; after the last block add them.
+
+    The defaults are the form of Llama. GPT-2: ``norm="layer", bias=True, gated=False,
+    act="gelu_tanh"``, without cos and sin. Qwen3: ``qk_norm="head"``. Gemma: ``offset=1.0,
+    act="gelu_tanh"``; Gemma 2 and 3 also ``post_norms=True``.
+
+    Args:
+        dim: size of the last dimension of the input.
+        heads: as for :class:`Attention`.
+        kv_heads: as for :class:`Attention`.
+        head_dim: as for :class:`Attention`.
+        hidden: hidden features of the feed-forward layer; None for ``4 * dim``.
+        norm: ``"rms"`` or ``"layer"``.
+        eps: of all norms.
+        offset: a number that is added to the weights of all norms; 0 for ``norm="layer"``.
+        bias: whether projections and layer norms have a bias.
+        gated: whether the feed-forward layer is a :class:`GatedMLP` and not a :class:`MLP`.
+        act: the activation of the feed-forward layer.
+        post_norms: whether the results of attention and feed-forward layer are normalized, too.
+        qk_norm: as for :class:`Attention`.
+        causal: as for :class:`Attention`.
+        window: as for :class:`Attention`.
+        dropout: the probability that an attention weight, or an element of the results of attention
+            and feed-forward layer, is dropped in training.
+        scale: as for :class:`Attention`.
+        interleaved: as for :class:`Attention`.
+        partial: as for :class:`Attention`.
+        save: as for :func:`torchkiln.mlp`.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Shape:
+        x, residual and both outputs ``[batch, tokens, dim]``; others as for :class:`Attention`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        hidden: int | None = None,
+        *,
+        norm: str = "rms",
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        bias: bool = False,
+        gated: bool = True,
+        act: str = "silu",
+        post_norms: bool = False,
+        qk_norm: str | None = None,
+        causal: bool = True,
+        window: int | None = None,
+        dropout: float = 0.0,
+        scale: float | None = None,
+        interleaved: bool = False,
+        partial: int | None = None,
+        save: str = "preact",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if norm not in ("rms", "layer"):
+            raise ValueError(
+                f"torchkiln.nn.TransformerBlock: norm: got {norm!r}, expected 'rms' or 'layer'"
+            )
+        if norm == "layer" and offset:
+            raise ValueError(
+                f"torchkiln.nn.TransformerBlock: offset: got {offset}, expected 0 for norm='layer'"
+            )
+
+        def make_norm() -> LayerNorm | RMSNorm:
+            if norm == "rms":
+                return RMSNorm(dim, eps, True, device, dtype, offset=offset)
+            return LayerNorm(dim, eps, True, bias, device, dtype)
+
+        self.dropout = dropout
+        self.attention_norm = make_norm()
+        self.attention = Attention(
+            dim,
+            heads,
+            kv_heads,
+            head_dim,
+            bias=bias,
+            qk_norm=qk_norm,
+            eps=eps,
+            offset=offset,
+            causal=causal,
+            window=window,
+            dropout=dropout,
+            scale=scale,
+            interleaved=interleaved,
+            partial=partial,
+            device=device,
+            dtype=dtype,
+        )
+        self.mlp_norm = make_norm()
+        layer = GatedMLP if gated else MLP
+        size = 4 * dim if hidden is None else hidden
+        self.mlp = layer(dim, size, bias=bias, act=act, save=save, device=device, dtype=dtype)
+        self.attention_post_norm = make_norm() if post_norms else None
+        self.mlp_post_norm = make_norm() if post_norms else None
+
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None = None,
+        cos: Tensor | None = None,
+        sin: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        cache: KVCache | None = None,
+        positions: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The result of the feed-forward layer, and the residual to which it is to be added.
+
+        Args:
+            x: the result of the block before, or the embedded tokens.
+            residual: the residual of the block before; None for zeros.
+            cos: as for :meth:`Attention.forward`.
+            sin: as for :meth:`Attention.forward`.
+            mask: as for :meth:`Attention.forward`.
+            cache: as for :meth:`Attention.forward`.
+            positions: as for :meth:`Attention.forward`.
+        """
+        p = self.dropout if self.training else 0.0
+        if residual is None:
+            normed, residual = self.attention_norm(x), x
+        else:
+            normed, residual = add_norm(self.attention_norm, x, residual)
+        x = self.attention(normed, cos, sin, mask=mask, cache=cache, positions=positions)
+        if self.attention_post_norm is not None:
+            x = self.attention_post_norm(x)
+        normed, residual = add_norm(self.mlp_norm, x, residual, p)
+        x = self.mlp(normed)
+        if self.mlp_post_norm is not None:
+            x = self.mlp_post_norm(x)
+        return (F.dropout(x, p) if p else x), residual
+
+
+def add_norm(norm: nn.Module, x: Tensor, residual: Tensor, p: float = 0.0) -> tuple[Tensor, Tensor]:
+    """``(norm(total), total)`` with ``total = dropout(x) + residual``, in one pass if p is 0.
+
+    A module of another class, or with hooks, is called.
+    """
+    hooked = bool(norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks)
+    if p == 0 and not hooked:
+        if isinstance(norm, RMSNorm) and type(norm) is RMSNorm:
+            return add_rms_norm(
+                x, residual, norm.normalized_shape, norm.weight, norm.eps, offset=norm.offset
+            )
+        if isinstance(norm, nn.LayerNorm) and type(norm) in (LayerNorm, nn.LayerNorm):
+            return add_layer_norm(
+                x, residual, norm.normalized_shape, norm.weight, norm.bias, norm.eps
+            )
+    total = dropout_add(x, residual, p)
+    return norm(total), total
