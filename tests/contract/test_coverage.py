@@ -55,7 +55,10 @@ COMPOSED = {"ConvBNAct1d", "ConvBNAct2d", "ConvBNAct3d"}
 COMPOSED |= {
     "Attention",
     "KVCache",
+    "MultiheadAttention",
     "TransformerBlock",
+    "TransformerDecoderLayer",
+    "TransformerEncoderLayer",
 }
 
 # Ops that return more than the op of the same loss; tests/ops/test_cross_entropy.py checks them.

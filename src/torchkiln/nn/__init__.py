@@ -14,10 +14,12 @@ from torchkiln.nn.cross_entropy import CrossEntropyLoss, LinearCrossEntropyLoss
 from torchkiln.nn.dropout import BiasDropoutAdd, DropoutAdd
 from torchkiln.nn.gated import GEGLU, SwiGLU
 from torchkiln.nn.matmul import MLP, GatedMLP, Linear
+from torchkiln.nn.multihead import MultiheadAttention
 from torchkiln.nn.norm import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
 from torchkiln.nn.rope import RotaryEmbedding
 from torchkiln.nn.softmax import LogSoftmax, Softmax
 from torchkiln.nn.spmm import SparseLinear
+from torchkiln.nn.torch_layers import TransformerDecoderLayer, TransformerEncoderLayer
 from torchkiln.nn.transformer import TransformerBlock
 
 __all__ = [
@@ -43,6 +45,7 @@ __all__ = [
     "Linear",
     "LinearCrossEntropyLoss",
     "LogSoftmax",
+    "MultiheadAttention",
     "RMSNorm",
     "ReLU",
     "RotaryEmbedding",
@@ -55,4 +58,6 @@ __all__ = [
     "SyncBatchNormAct",
     "Tanh",
     "TransformerBlock",
+    "TransformerDecoderLayer",
+    "TransformerEncoderLayer",
 ]

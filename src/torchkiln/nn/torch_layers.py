@@ -1,0 +1,158 @@
+"""The transformer layers of torch.nn, with the same arguments, parameters and results."""
+
+from typing import Any
+
+from torch import Tensor, nn, relu
+from torch.nn import functional as F
+
+from torchkiln.nn.multihead import MultiheadAttention, canonical_masks
+from torchkiln.nn.transformer import add_norm
+from torchkiln.ops.dropout import dropout_add
+from torchkiln.ops.matmul import linear, mlp
+
+
+class TransformerEncoderLayer(nn.TransformerEncoderLayer):
+    """``y = norm1(x + attention(x)); norm2(y + linear2(act(linear1(y))))``.
+
+    A :class:`torch.nn.TransformerEncoderLayer`. Linear layer and activation are one op, and so are
+    dropout and residual sum, or residual sum and norm, in training, too. Submodules of another
+    class or with hooks are called.
+
+    Args:
+        d_model: size of the last dimension.
+        nhead: number of heads.
+        dim_feedforward: hidden features.
+        dropout: the probability that an element is dropped in training.
+        activation: ``"relu"``, ``"gelu"`` or a function.
+        layer_norm_eps: of the norms.
+        batch_first: as for :class:`MultiheadAttention`.
+        norm_first: whether attention and feed-forward layer come after the norms.
+        bias: whether linear layers and norms have a bias.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Shape:
+        input and output ``[tokens, batch, d_model]``, or as for :class:`MultiheadAttention`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        adopt(self.self_attn)
+
+    def forward(
+        self,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        """Applies the layer to ``src``."""
+        if src.is_nested:
+            return super().forward(src, src_mask, src_key_padding_mask, is_causal)
+        padding, mask = canonical_masks(
+            src, src_key_padding_mask, src_mask, "src_key_padding_mask", "src_mask"
+        )
+        x = self.norm1(src) if self.norm_first else src
+        y = attend(self.self_attn, x, x, padding, mask, is_causal)
+        if self.norm_first:
+            y, x = add_norm(self.norm2, y, src, rate(self.dropout1))
+            return add(feed(self, y), x, rate(self.dropout2))
+        x = add_norm(self.norm1, y, x, rate(self.dropout1))[0]
+        return add_norm(self.norm2, feed(self, x), x, rate(self.dropout2))[0]
+
+
+class TransformerDecoderLayer(nn.TransformerDecoderLayer):
+    """:class:`TransformerEncoderLayer` with attention to ``memory`` after that to the input.
+
+    A :class:`torch.nn.TransformerDecoderLayer`, of the same arguments.
+
+    Shape:
+        tgt and output ``[targets, batch, d_model]``, memory ``[sources, batch, d_model]``, or as
+        for :class:`MultiheadAttention`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        adopt(self.self_attn)
+        adopt(self.multihead_attn)
+
+    def forward(  # noqa: PLR0917
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool = False,
+        memory_is_causal: bool = False,
+    ) -> Tensor:
+        """Applies the layer to ``tgt`` and ``memory``."""
+        ours = (tgt_key_padding_mask, tgt_mask, tgt_is_causal)
+        theirs = (memory_key_padding_mask, memory_mask, memory_is_causal)
+        p1, p2, p3 = rate(self.dropout1), rate(self.dropout2), rate(self.dropout3)
+        if self.norm_first:
+            y = self.norm1(tgt)
+            y, x = add_norm(self.norm2, attend(self.self_attn, y, y, *ours), tgt, p1)
+            y, x = add_norm(self.norm3, attend(self.multihead_attn, y, memory, *theirs), x, p2)
+            return add(feed(self, y), x, p3)
+        x = add_norm(self.norm1, attend(self.self_attn, tgt, tgt, *ours), tgt, p1)[0]
+        x = add_norm(self.norm2, attend(self.multihead_attn, x, memory, *theirs), x, p2)[0]
+        return add_norm(self.norm3, feed(self, x), x, p3)[0]
+
+
+def adopt(attention: nn.MultiheadAttention) -> None:
+    """Makes torch's attention ours; the parameters stay, and no random number is drawn again."""
+    attention.__class__ = MultiheadAttention
+
+
+def attend(  # noqa: PLR0917
+    attention: nn.MultiheadAttention,
+    x: Tensor,
+    memory: Tensor,
+    padding: Tensor | None,
+    mask: Tensor | None,
+    is_causal: bool,
+) -> Tensor:
+    """The result of attention, without its weights."""
+    out: Tensor = attention(x, memory, memory, padding, False, mask, is_causal=is_causal)[0]
+    return out
+
+
+def rate(dropout: nn.Dropout) -> float:
+    """The probability that an element is dropped now."""
+    return dropout.p if dropout.training else 0.0
+
+
+def add(x: Tensor, residual: Tensor, p: float) -> Tensor:
+    """``dropout(x) + residual``."""
+    return dropout_add(x, residual, p) if p else x + residual
+
+
+def feed(layer: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer, x: Tensor) -> Tensor:
+    """``linear2(dropout(act(linear1(x))))``: one op without dropout, else two and dropout."""
+    act, first, last = act_name(layer.activation), layer.linear1, layer.linear2
+    fused = act is not None and is_plain(first)
+    if fused and rate(layer.dropout) == 0 and is_plain(last):
+        return mlp(x, first.weight, last.weight, first.bias, last.bias, str(act))
+    act_of = layer.activation
+    hidden = linear(x, first.weight, first.bias, str(act)) if fused else act_of(first(x))
+    out: Tensor = last(layer.dropout(hidden))
+    return out
+
+
+def is_plain(layer: nn.Module) -> bool:
+    """Whether the weights say all: a linear layer of torch itself, without hooks."""
+    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks)
+    return type(layer) is nn.Linear and not any(hooks)
+
+
+def act_name(activation: object) -> str | None:
+    """Our name of an activation of torch, or None."""
+    if activation in {F.relu, relu} or isinstance(activation, nn.ReLU):
+        return "relu"
+    if activation is F.silu or isinstance(activation, nn.SiLU):
+        return "silu"
+    if isinstance(activation, nn.GELU):
+        return "gelu_tanh" if activation.approximate == "tanh" else "gelu"
+    return "gelu" if activation is F.gelu else None
