@@ -185,3 +185,12 @@ def test_refusals() -> None:
         layer(x, cache=KVCache(1, 4, KV_HEADS, HEAD))
     with torch.no_grad(), pytest.raises(ValueError, match=r"got 3 tokens, expected at most 2"):
         layer(x, cache=KVCache(1, 2, KV_HEADS, HEAD))
+
+
+def test_explain_names_the_kernel_of_attention() -> None:
+    layer = Attention(DIM, HEADS, KV_HEADS, HEAD)
+    original = F.scaled_dot_product_attention
+    found = torchkiln.explain(layer, torch.zeros(2, TOKENS, DIM))
+    assert F.scaled_dot_product_attention is original
+    (note,) = [n for n in found.forward.notes if "attention" in n]
+    assert "of [2, 6, 7, 8] and [2, 2, 7, 8] with the causal mask: torch chose" in note

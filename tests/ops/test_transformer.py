@@ -20,7 +20,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "gpt2": {"norm": "layer", "bias": True, "gated": False, "act": "gelu_tanh"},
     "gemma": {"offset": 1.0, "act": "gelu_tanh", "post_norms": True, "qk_norm": "head"},
 }
-ACTS = {"silu": F.silu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
+ACTS: dict[str, Any] = {"silu": F.silu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
 
 
 def make(form: str, **options: Any) -> TransformerBlock:
@@ -59,7 +59,8 @@ def test_results_and_gradients(form: str) -> None:
     blocks = [make(form, dtype=torch.float64) for _ in range(2)]
     cos, sin = rotation(form, torch.float64)
     start = torch.randn(2, TOKENS, DIM, dtype=torch.float64, requires_grad=True)
-    x, residual, expected = start, None, start
+    x, expected = start, start
+    residual: Any = None
     for block in blocks:
         x, residual = block(x, residual, cos, sin)
         expected = plain(block, expected, cos, sin)
@@ -80,8 +81,9 @@ def test_bfloat16_compiled_and_checkpointed(form: str) -> None:
     residual = torch.randn(2, TOKENS, DIM).bfloat16()
     y, total = block(x, residual, cos, sin)
     (grad,) = torch.autograd.grad((y + total).sum(), x)
+    checked: Any = checkpoint
     compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
-    for call in (compiled, lambda *args: checkpoint(block, *args, use_reentrant=False)):
+    for call in (compiled, lambda *args: checked(block, *args, use_reentrant=False)):
         ours, sums = call(x, residual, cos, sin)
         torch.testing.assert_close((ours, sums), (y, total))
         torch.testing.assert_close(torch.autograd.grad((ours + sums).sum(), x)[0], grad)

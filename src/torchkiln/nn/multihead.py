@@ -1,5 +1,7 @@
 """The attention of torch.nn, with the same arguments, parameters and results."""
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -116,7 +118,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values, from as few products as possible."""
-        bias, size = self.in_proj_bias, self.embed_dim
+        bias, size = cast("Tensor | None", self.in_proj_bias), self.embed_dim
         if not self._qkv_same_embed_dim:
             weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
             biases = (None, None, None) if bias is None else bias.chunk(3)

@@ -149,7 +149,7 @@ def is_plain(layer: nn.Module) -> bool:
 
 def act_name(activation: object) -> str | None:
     """Our name of an activation of torch, or None."""
-    if activation in {F.relu, relu} or isinstance(activation, nn.ReLU):
+    if activation is F.relu or activation is relu or isinstance(activation, nn.ReLU):
         return "relu"
     if activation is F.silu or isinstance(activation, nn.SiLU):
         return "silu"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from torchkiln import _C
 from torchkiln.ops.names import ALIASES, OTHER_FUNCTIONS
+from torchkiln.trace.attention import attention_notes
 from torchkiln.trace.events import read
 from torchkiln.trace.explanation import Explanation, Kernel, Part, Step
 
@@ -37,10 +39,12 @@ def explain(op: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> Expla
     tensors = _tensors((args, kwargs))
     device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
     results: list[Tensor] = []
-    events = _record(lambda: results.extend(_tensors(function(*args, **kwargs))))
+    with attention_notes() as attention:
+        events = _record(lambda: results.extend(_tensors(function(*args, **kwargs))))
     traffic = _traffic(spec, function, args, kwargs)
     plain = sum(t.numel() * t.element_size() for t in [*tensors, *results])
     forward = _part(events, device, *(traffic[0] if traffic else (plain, None)))
+    forward = replace(forward, notes=(*forward.notes, *attention))
     backward = None
     inputs = [t for t in tensors if t.requires_grad and t.is_leaf]
     wanted = [r for r in results if r.requires_grad]
