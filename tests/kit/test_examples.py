@@ -78,6 +78,25 @@ def test_a_resnet_whose_losses_differ_is_told(
         example.main([*words, "--bottleneck", "--bfloat16"])
 
 
+@pytest.mark.parametrize("example", ["transformer"], indirect=True)
+def test_a_transformer_learns_to_add(example: ModuleType, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib").use("Agg")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the tensors are small
+    try:
+        runs, text = example.main(100, picture=tmp_path / "runs.png")
+    finally:
+        torch.set_num_threads(threads)
+    ours, theirs = runs["torchkiln"], runs["torch"]
+    assert ours.losses[0] == pytest.approx(theirs.losses[0], abs=1e-5)
+    assert ours.losses[:20] == pytest.approx(theirs.losses[:20], abs=1e-3)
+    assert sum(ours.losses[-5:]) < 0.4 * sum(ours.losses[:5])
+    assert ours.kept < 0.8 * theirs.kept
+    assert len(text) == example.LENGTH
+    assert text.startswith("3+4=")
+    assert (tmp_path / "runs.png").stat().st_size > 10_000
+
+
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("example", ["jit_to_package"], indirect=True)
 def test_an_op_by_formula_and_by_hand(
@@ -125,5 +144,5 @@ def test_several_processes_have_the_losses_of_one(tmp_path: Path) -> None:
 
 
 def test_every_example_is_tested() -> None:
-    tested = {"train", "resnet", "jit_to_package", "parallel"}
+    tested = {"train", "transformer", "resnet", "jit_to_package", "parallel"}
     assert {path.stem for path in FOLDER.glob("*.py")} == tested

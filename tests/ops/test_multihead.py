@@ -186,7 +186,7 @@ def test_in_eval_compiled_and_copied(name: str) -> None:
     inputs = [draw(2, 4, DIM).detach() for _ in range(1 + name.endswith("DecoderLayer"))]
     with torch.no_grad():
         torch.testing.assert_close(ours(*inputs), theirs(*inputs))
-    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    compiled: Any = torch.compile(ours, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(*inputs), theirs(*inputs))
 
 

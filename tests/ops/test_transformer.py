@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -81,9 +82,9 @@ def test_bfloat16_compiled_and_checkpointed(form: str) -> None:
     residual = torch.randn(2, TOKENS, DIM).bfloat16()
     y, total = block(x, residual, cos, sin)
     (grad,) = torch.autograd.grad((y + total).sum(), x)
-    checked: Any = checkpoint
-    compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
-    for call in (compiled, lambda *args: checked(block, *args, use_reentrant=False)):
+    compiled: Any = torch.compile(block, backend="aot_eager", fullgraph=True)
+    again: Any = partial(checkpoint, block, use_reentrant=False)
+    for call in (compiled, again):
         ours, sums = call(x, residual, cos, sin)
         torch.testing.assert_close((ours, sums), (y, total))
         torch.testing.assert_close(torch.autograd.grad((ours + sums).sum(), x)[0], grad)

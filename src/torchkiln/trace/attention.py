@@ -33,7 +33,7 @@ def attention_notes() -> Iterator[list[str]]:
     ) -> Tensor:
         options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
         given = (query, key, value, attn_mask, dropout_p, is_causal)
-        chosen = SDPBackend(torch._fused_sdp_choice(*given, **options))  # type: ignore[attr-defined]
+        chosen = SDPBackend(torch._fused_sdp_choice(*given, **options))
         mask = "no mask" if attn_mask is None else f"a mask of shape {list(attn_mask.shape)}"
         notes.append(
             f"scaled_dot_product_attention of {list(query.shape)} and {list(key.shape)} with "
