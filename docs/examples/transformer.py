@@ -10,6 +10,7 @@ import argparse
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +31,7 @@ class PlainBlock(nn.Module):
         super().__init__()
         self.attention_norm, self.mlp_norm = parameters.attention_norm, parameters.mlp_norm
         self.attention = parameters.attention
-        self.mlp: nn.Module = parameters.mlp
+        self.mlp: Any = parameters.mlp
 
     def forward(
         self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor
