@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor, nn, relu
 from torch.nn import functional as F
 
+from torchkiln.nn.convolution import has_hooks
 from torchkiln.nn.multihead import MultiheadAttention, canonical_masks
 from torchkiln.nn.transformer import add_norm
 from torchkiln.ops.dropout import dropout_add
@@ -143,8 +144,7 @@ def feed(layer: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer, x: Tens
 
 def is_plain(layer: nn.Module) -> bool:
     """Whether the weights say all: a linear layer of torch itself, without hooks."""
-    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks)
-    return type(layer) is nn.Linear and not any(hooks)
+    return type(layer) is nn.Linear and not has_hooks(layer)
 
 
 def act_name(activation: object) -> str | None:

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchkiln.nn.attention import Attention, KVCache
+from torchkiln.nn.convolution import has_hooks
 from torchkiln.nn.matmul import MLP, GatedMLP
 from torchkiln.nn.norm import LayerNorm, RMSNorm
 from torchkiln.ops.dropout import dropout_add
@@ -160,8 +161,7 @@ def add_norm(norm: nn.Module, x: Tensor, residual: Tensor, p: float = 0.0) -> tu
 
     A module of another class, or with hooks, is called.
     """
-    hooked = bool(norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks)
-    if p == 0 and not hooked:
+    if p == 0 and not has_hooks(norm):
         if isinstance(norm, RMSNorm) and type(norm) is RMSNorm:
             return add_rms_norm(
                 x, residual, norm.normalized_shape, norm.weight, norm.eps, offset=norm.offset
