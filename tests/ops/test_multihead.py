@@ -148,7 +148,9 @@ def test_errors_are_torchs(shapes: Any, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize(
-    "activation", ["relu", "gelu", nn.GELU("tanh"), F.silu, torch.tanh], ids=str
+    "activation",
+    ["relu", "gelu", nn.GELU("tanh"), F.silu, torch.tanh],
+    ids=["relu", "gelu", "gelu_tanh", "silu", "tanh"],
 )
 @pytest.mark.parametrize("dropout", [0.0, 1.0])
 def test_layers(norm_first: bool, batch_first: bool, activation: Any, dropout: float) -> None:
