@@ -18,7 +18,7 @@ template <class C>
 struct RowTarget {
   int64_t index = -1;  // counted from the row's first class; negative if that is in another shard,
                        // or if probabilities are given
-  C weight = 1;  // of the row; 0 if it is ignored or its class is in another shard
+  C weight = 1;        // of the row; 0 if it is ignored or its class is in another shard
   bool ignored = false;
 };
 
