@@ -1,64 +1,16 @@
-#include "torchkiln/kernels/bias_act.h"
-
-#include "torchkiln/device/elementwise.cuh"
+#include "forward.cuh"
 
 namespace torchkiln::cuda {
 
-using namespace device;
-namespace {
-
-/// Runs the functor and stores one bit per result: whether the rounded result is not <= 0.
-template <class Functor, class Out>
-struct WithSigns {
-  static constexpr bool kSharesBytes = true;
-
-  Functor functor;
-  uint8_t* signs;
-
-  template <bool Full, class Packet, class C, int N, size_t... K>
-  __device__ __forceinline__ void run(const Packet& packet, int64_t at, int64_t numel,
-                                      C (&results)[1][N], std::index_sequence<K...> each) const {
-    elementwise::Each<Functor>{functor}.template run<Full>(packet, at, numel, results, each);
-    uint32_t bits = 0;
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      const bool positive = !(convert<C>(convert<Out>(results[0][i])) <= C(0));
-      if (positive && (Full || at + i < numel)) bits |= 1u << i;
-    }
-    // kGroup adjacent threads share a byte; a block begins at a whole byte.
-    constexpr int kGroup = 8 / N;
-    const int index_in_byte = threadIdx.x % kGroup;
-    bits <<= index_in_byte * N;
-#pragma unroll
-    for (int step = 1; step < kGroup; step *= 2) bits |= __shfl_xor_sync(~0u, bits, step);
-    if (index_in_byte == 0 && (Full || at < numel)) signs[at / 8] = static_cast<uint8_t>(bits);
-  }
-};
-
-template <class T, class Bias>
-Status forward(const BiasAct& p, CUstream_st* stream) {
-  using C = Compute<T>;
-  using Math = MathFor<T>;
-  const C scale = static_cast<C>(p.scale);
-  if (p.signs != nullptr) {
-    // Only relu saves signs.
-    const BiasActivated<Relu, Math, C> functor{scale};
-    const WithSigns<BiasActivated<Relu, Math, C>, T> body{functor, p.signs};
-    return elementwise::launch_bodies<T, T, Bias>(body, body, p.elements, stream);
-  }
-  return elementwise::launch_activated<T, T, Bias>(
-      p.activation, elementwise::MakeScaled<BiasActivated, Math, C>{scale}, p.elements, stream);
-}
-
-}  // namespace
-
 Status bias_act(const BiasAct& p, CUstream_st* stream) {
-  return dispatch_floating(p.elements.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    return with_parameter_type<T>(p.elements.in_dtype[1], [&](auto bias) {
-      return forward<T, typename decltype(bias)::type>(p, stream);
-    });
-  });
+  switch (p.elements.dtype) {
+    case Dtype::float32:
+      return forward_of<float>(p, stream);
+    case Dtype::float64:
+      return forward_of<double>(p, stream);
+    default:
+      return bias_act_in_half_precision(p, stream);
+  }
 }
 
 }  // namespace torchkiln::cuda
