@@ -126,6 +126,8 @@ def test_names_and_classes_stay_and_undo_takes_all_back() -> None:
     assert list(model.state_dict()) == list(reference.state_dict())
     assert isinstance(model.layer[0], Block)
     assert type(model.layer[0]) is not Block
+    with pytest.raises(KeyError, match=r"torchkiln\.fuse: report: got 'elsewhere'"):
+        report["elsewhere"]
     report.undo()
     assert [type(m) for m in model.modules()] == [type(m) for m in reference.modules()]
     x = example(torch.float32)

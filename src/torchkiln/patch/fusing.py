@@ -32,7 +32,7 @@ def fuse(model: nn.Module, *, skip: Skip = (), dry_run: bool = False) -> Report:
         skip: patterns of names of batch norms to leave alone, or a function of name and module.
         dry_run: whether to return the report without a change.
     """
-    report = Report([], dry_run=dry_run)
+    report = Report("torchkiln.fuse", [], dry_run=dry_run)
     found = []
     for prefix, module in model.named_modules():
         rows: dict[str, Row] = {}

@@ -101,7 +101,7 @@ class Replace:
                 elif not row.why:
                     continue
             rows.append(row)
-        report = Report(rows, dry_run=dry_run)
+        report = Report("torchkiln.replace", rows, dry_run=dry_run)
         if example is not None:
             from torchkiln.patch.measure import measure  # noqa: PLC0415  imports the benchmark
 
@@ -179,7 +179,7 @@ def swap(report: Report, module: nn.Module, plan: Plan) -> None:
     def undo() -> None:
         if type(module) is not made:
             raise RuntimeError(
-                f"torchkiln.replace: undo: got a module of {type(module).__name__}, expected "
+                f"{report.maker}: undo: got a module of {type(module).__name__}, expected "
                 f"{made.__name__}; call undo() before the library that changed the class"
             )
         module.__class__ = original

@@ -53,11 +53,12 @@ def cells(rows: list[Row]) -> tuple[str, ...]:
 class Report:
     """The rows of all modules, in the order of the model; ``print`` shows them in groups.
 
-    ``report["layers.0.norm"]`` is the row of a module. The report ends a ``with`` block with
-    :meth:`undo`.
+    ``report["layers.0.norm"]`` is the row of a module. Errors begin with ``maker``, the function
+    that made the report.
     """
 
-    def __init__(self, rows: list[Row], *, dry_run: bool = False) -> None:
+    def __init__(self, maker: str, rows: list[Row], *, dry_run: bool = False) -> None:
+        self.maker = maker
         self.rows = rows
         self.dry_run = dry_run
         self._undo: list[Callable[[], None]] = []
@@ -80,7 +81,7 @@ class Report:
         for row in self.rows:
             if row.name == name:
                 return row
-        raise KeyError(f"torchkiln.replace: report: got {name!r}, expected the name of a module")
+        raise KeyError(f"{self.maker}: report: got {name!r}, expected the name of a module")
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)

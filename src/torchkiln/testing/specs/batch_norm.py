@@ -32,6 +32,7 @@ SHAPES: Mapping[str, tuple[int, ...]] = (
     | {"vectors of channels": (37, 40), "one of each": (1, 1, 1, 2), "pixel": (9, 24, 1, 1)}
     | {"many rows": (4099, 3), "many channels": (5, 1029), "planes": (2, 3, 31, 67)}
     | {"one large plane": (1, 1, 129, 64), "large planes": (3, 2, 61, 88)}
+    | {"many small planes": (35, 8, 3, 5)}
 )
 PIXELS = 28
 """Height and width of the images that are timed."""
