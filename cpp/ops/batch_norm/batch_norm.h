@@ -83,7 +83,7 @@ struct UpdateForward : ForwardOp<true> {
       "bool training, float momentum, float eps) -> (Tensor, Tensor, Tensor)";
 };
 
-/// What backward is given; `statistics` and `signs` are those of the forward.
+/// The arguments of backward; the forward has made `statistics` and `signs`.
 struct Gradient {
   const Tensor& grad;
   const Tensor& x;

@@ -77,7 +77,7 @@ class LogitShard:
 class Gradients:
     """The gradients of x, weight and bias as far as they are wanted, from those of chunks.
 
-    Those of weight and bias are added in the compute dtype.
+    The gradients of weight and bias are added in the compute dtype.
     """
 
     def __init__(self, layer: LogitShard, wanted: tuple[bool, bool, bool]) -> None:
