@@ -151,13 +151,14 @@ inline bool is_plain(c10::DispatchKeySet keys) {
   return next == c10::DispatchKey::CPU || next == c10::DispatchKey::CUDA;
 }
 
-/// The dispatch keys of a call with these values.
+/// The dispatch keys of a call with these values. No op has a kernel for BackendSelect, which all
+/// threads include.
 template <class... Values>
 c10::DispatchKeySet keys_of(const Values&... values) {
   const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
   c10::DispatchKeySet keys = local.included_;
   for_each_tensor([&](const at::Tensor& tensor) { keys = keys | tensor.key_set(); }, values...);
-  return keys - local.excluded_;
+  return keys - local.excluded_ - c10::DispatchKeySet(c10::DispatchKey::BackendSelect);
 }
 
 }  // namespace detail
