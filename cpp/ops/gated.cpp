@@ -55,6 +55,20 @@ std::array<Tensor, 2> halves(const Tensor& gate, const MaybeTensor& up) {
   return {gate.narrow_symint(-1, 0, half), gate.narrow_symint(-1, half, half)};
 }
 
+/// The kernels read all operands of an element before they write its results.
+void write_with_output(const Tensor& grad, const Tensor& packed, Activation act,
+                       const Tensor& passed, const Tensor& out) {
+  const auto [gates, ups] = halves(packed, std::nullopt);
+  const auto [of_gates, of_ups] = halves(passed, std::nullopt);
+  launch_elementwise(
+      GatedBackwardWithOutput::kName, std::array{of_gates, of_ups, out},
+      std::array{grad, gates, ups},
+      [&](const auto& p, auto stream) { return cuda::gated_backward_with_output(p, act, stream); },
+      [&](const auto& p, int64_t begin, int64_t end) {
+        return cpu::gated_backward_with_output(p, act, begin, end);
+      });
+}
+
 }  // namespace
 
 Two GatedBackward::meta(const Tensor& grad, const Tensor& gate, const MaybeTensor& up, Activation) {
@@ -92,15 +106,12 @@ Two GatedBackwardWithOutput::meta(const Tensor& grad, const Tensor& packed, Acti
 
 Two GatedBackwardWithOutput::kernel(const Tensor& grad, const Tensor& packed, Activation act) {
   auto [passed, out] = meta(grad, packed, act);
-  const auto [gates, ups] = halves(packed, std::nullopt);
-  const auto [of_gates, of_ups] = halves(passed, std::nullopt);
-  launch_elementwise(
-      kName, std::array{of_gates, of_ups, out}, std::array{grad, gates, ups},
-      [&](const auto& p, auto stream) { return cuda::gated_backward_with_output(p, act, stream); },
-      [&](const auto& p, int64_t begin, int64_t end) {
-        return cpu::gated_backward_with_output(p, act, begin, end);
-      });
+  write_with_output(grad, packed, act, passed, out);
   return {passed, out};
+}
+
+void overwrite_with_gradient(const Tensor& grad, const Tensor& packed, Activation act) {
+  write_with_output(grad, packed, act, packed, grad);
 }
 
 namespace {

@@ -59,6 +59,10 @@ struct GatedBackwardWithOutput {
                                                    Activation act);
 };
 
+/// GatedBackwardWithOutput in place: the gradient takes the memory of `packed`, the output that of
+/// `grad`. Both are contiguous.
+void overwrite_with_gradient(const at::Tensor& grad, const at::Tensor& packed, Activation act);
+
 /// act(gate) * up for the halves of one tensor.
 at::Tensor gated(const at::Tensor& packed, Gate gate);
 

@@ -74,6 +74,57 @@ def test_what_is_kept(device: torch.device, name: str) -> None:
         assert len([shape for shape in kept if shape not in sizes]) == count
 
 
+@both
+@each_save
+def test_tensors_of_hooks_are_not_overwritten(device: torch.device, name: str, save: str) -> None:
+    """Backward may reuse the memory of what it kept, unless a hook has seen it."""
+    given = tensors(name, device)
+    held: list[tuple[Tensor, Tensor]] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        held.append((tensor, tensor.detach().clone()))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = OPS[name](*given, save=save)
+    out.sum().backward()
+    assert held
+    for tensor, before in held:
+        assert torch.equal(tensor, before)
+
+
+@both
+@each_save
+def test_a_graph_that_is_used_again(device: torch.device, name: str, save: str) -> None:
+    """Three passes through one graph, the last of which may overwrite what was kept."""
+    given = tensors(name, device)
+    out = OPS[name](*given, save=save)
+    grad = torch.randn_like(out)
+    passes = [torch.autograd.grad(out, given, grad, retain_graph=i < 2) for i in range(3)]
+    for again in passes[1:]:
+        for one, other in zip(passes[0], again, strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.cuda
+@each_save
+def test_gradients_take_the_place_of_the_hidden_layer(save: str) -> None:
+    """Backward of gated_mlp allocates no second tensor of the size of gate and up."""
+    rows, dim, hidden = 4096, 64, 512
+    x, up, down = (
+        torch.randn(size, device="cuda").bfloat16().requires_grad_()
+        for size in ((rows, dim), (2 * hidden, dim), (dim, hidden))
+    )
+    out = torchkiln.gated_mlp(x, up, down, save=save)
+    grad = torch.randn_like(out)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.autograd.grad(out, (x, up, down), grad)
+    layer = rows * hidden * 2  # bytes
+    more = torch.cuda.max_memory_allocated() - before
+    assert more < (1.5 if save == "preact" else 3.5) * layer
+
+
 @pytest.mark.parametrize("act", ["relu", "none", "square", "tanh"])
 @each_save
 def test_activations_with_other_derivatives(device: torch.device, act: str, save: str) -> None:

@@ -1,6 +1,8 @@
 // Two linear layers around an activation or a gate, as one op of autograd: it keeps one tensor of
 // the hidden size, or none, where a chain of ops keeps all that it computes.
 
+#include <torch/csrc/autograd/graph_task.h>
+
 #include "bias_act.h"
 #include "detail/check_linear.h"
 #include "gated.h"
@@ -43,6 +45,13 @@ struct Passed {
   Tensor output;  // of the activation, if wanted
 };
 
+/// What backward wants of a hidden layer.
+struct Wanted {
+  bool bias;
+  bool output;
+  bool overwrites;  // the results may take the memory of the arguments
+};
+
 /// The hidden layer of mlp().
 struct Plain {
   using Act = Activation;
@@ -72,10 +81,9 @@ struct Plain {
   static Tensor output(const Tensor& kept, Act act) {
     return needs_input(act) ? activation(kept, name_of(act)) : kept;
   }
-  static Passed backward(const Tensor& grad, const Tensor& kept, Act act, bool wants_bias,
-                         bool wants_output) {
+  static Passed backward(const Tensor& grad, const Tensor& kept, Act act, const Wanted& wanted) {
     Passed found;
-    if (wants_output) found.output = output(kept, act);
+    if (wanted.output) found.output = output(kept, act);
     if (act == kActivation<None>) {
       found.grad = grad;
     } else if (saved_by(act) == Saved::sign) {
@@ -83,8 +91,8 @@ struct Plain {
     } else {
       std::tie(found.grad, found.bias) = call_below<bias_act_ops::Backward>(
           grad, kept, MaybeTensor(), 1.0, act, grad.scalar_type(),
-          bias_act_ops::Backward::Wanted{true, wants_bias});
-      if (!wants_bias) found.bias.reset();
+          bias_act_ops::Backward::Wanted{true, wanted.bias});
+      if (!wanted.bias) found.bias.reset();
     }
     return found;
   }
@@ -111,9 +119,13 @@ struct Gated {
     return {Tensor(), torchkiln::linear(x, weight, bias)};
   }
   static Tensor output(const Tensor& kept, Act act) { return gated_ops::gated(kept, act); }
-  static Passed backward(const Tensor& grad, const Tensor& kept, Act act, bool, bool wants_output) {
+  static Passed backward(const Tensor& grad, const Tensor& kept, Act act, const Wanted& wanted) {
     Passed found;
-    if (wants_output) {
+    if (wanted.output && wanted.overwrites) {
+      gated_ops::overwrite_with_gradient(grad, kept, act.act);
+      found.grad = kept;
+      found.output = grad;
+    } else if (wanted.output) {
       std::tie(found.grad, found.output) =
           call_below<gated_ops::GatedBackwardWithOutput>(grad, kept, act.act);
     } else {
@@ -172,6 +184,12 @@ Tensor weight_gradient(const Tensor& grad, const Tensor& x) {
 Tensor bias_gradient(const Tensor& grad) {
   constexpr int64_t kOverRows[] = {0};
   return torchkiln::sum(grad, at::IntArrayRef(kOverRows));
+}
+
+/// Whether no one but this node holds a tensor that it kept, and the graph is not used again.
+bool is_last_use(const Tensor& kept, bool was_hooked) {
+  return !was_hooked && !torch::autograd::get_current_graph_task_keep_graph() &&
+         Below(detail::keys_of(kept)).is_plain();
 }
 
 template <class Kind>
@@ -249,41 +267,45 @@ struct Op : Schema<Kind> {
     }
     const Tensor up_shift = tensor_or_undefined(up_bias);
     const Tensor down_shift = tensor_or_undefined(down_bias);
-    return record(Kind::kName, {x, up, down, up_shift, down_shift}, out,
-                  keep(x, up, down, up_shift, down_shift, kept),
-                  [=](const Incoming& in, const Kept<6>& all) {
-                    const auto& [x, up, down, up_bias, down_bias, saved] = all;
-                    if (in.needs_composite()) {
-                      return composite_gradients(
-                          in, std::array{x, up, down, up_bias, down_bias}, [&](const auto& inputs) {
-                            return composite(inputs[0], inputs[1], inputs[2], maybe(inputs[3]),
-                                             maybe(inputs[4]), act, save);
-                          });
-                    }
-                    const bool wants_layer = in.wants(0) || in.wants(1) || in.wants(3);
-                    const Tensor rows = as_matrix(in[0]);
-                    Tensor hidden, kept = saved;
-                    if (!kept.defined() && (wants_layer || in.wants(2)))
-                      std::tie(hidden, kept) = Kind::again(x, up, maybe(up_bias), act);
-                    Passed passed;
-                    if (wants_layer) {
-                      passed = Kind::backward(input_gradient(rows, down), as_matrix(kept), act,
-                                              in.wants(3), in.wants(2) && !hidden.defined());
-                      if (!hidden.defined()) hidden = passed.output;
-                    } else if (in.wants(2) && !hidden.defined()) {
-                      hidden = Kind::output(kept, act);
-                    }
-                    kept.reset();
-                    variable_list found(5);
-                    if (in.wants(0))
-                      found[0] = input_gradient(passed.grad, up).view_symint(x.sym_sizes());
-                    if (in.wants(1)) found[1] = weight_gradient(passed.grad, as_matrix(x));
-                    if (in.wants(2)) found[2] = weight_gradient(rows, as_matrix(hidden));
-                    if (in.wants(3))
-                      found[3] = passed.bias.defined() ? passed.bias : bias_gradient(passed.grad);
-                    if (in.wants(4)) found[4] = bias_gradient(rows);
-                    return found;
-                  });
+    const bool was_hooked = !at::SavedTensorDefaultHooks::get_tls_state().stack.empty();
+    return record(
+        Kind::kName, {x, up, down, up_shift, down_shift}, out,
+        keep(x, up, down, up_shift, down_shift, kept), [=](const Incoming& in, const Kept<6>& all) {
+          const auto& [x, up, down, up_bias, down_bias, saved] = all;
+          if (in.needs_composite()) {
+            return composite_gradients(
+                in, std::array{x, up, down, up_bias, down_bias}, [&](const auto& inputs) {
+                  return composite(inputs[0], inputs[1], inputs[2], maybe(inputs[3]),
+                                   maybe(inputs[4]), act, save);
+                });
+          }
+          const bool wants_layer = in.wants(0) || in.wants(1) || in.wants(3);
+          const Tensor rows = as_matrix(in[0]);
+          Tensor hidden, kept = saved;
+          if (!kept.defined() && (wants_layer || in.wants(2)))
+            std::tie(hidden, kept) = Kind::again(x, up, maybe(up_bias), act);
+          Passed passed;
+          if (wants_layer) {
+            const bool overwrites = saved.defined() ? is_last_use(saved, was_hooked)
+                                                    : Below(detail::keys_of(kept)).is_plain();
+            passed =
+                Kind::backward(input_gradient(rows, down), as_matrix(kept), act,
+                               Wanted{in.wants(3), in.wants(2) && !hidden.defined(), overwrites});
+            if (!hidden.defined()) hidden = std::move(passed.output);
+          } else if (in.wants(2) && !hidden.defined()) {
+            hidden = Kind::output(kept, act);
+          }
+          kept.reset();
+          variable_list found(5);
+          if (in.wants(2)) found[2] = weight_gradient(rows, as_matrix(hidden));
+          hidden.reset();
+          if (in.wants(0)) found[0] = input_gradient(passed.grad, up).view_symint(x.sym_sizes());
+          if (in.wants(1)) found[1] = weight_gradient(passed.grad, as_matrix(x));
+          if (in.wants(3))
+            found[3] = passed.bias.defined() ? passed.bias : bias_gradient(passed.grad);
+          if (in.wants(4)) found[4] = bias_gradient(rows);
+          return found;
+        });
   }
 
   /// Casts all tensors to the autocast dtype, as torch's layers do.
