@@ -18,13 +18,9 @@
 #include <cstdint>
 #include <cuda/ptx>
 
-namespace torchkiln::gemm {
+#include "detail/barrier.cuh"
 
-/// Waits until the phase of this parity is complete.
-__device__ __forceinline__ void wait_for_phase(uint64_t* barrier, uint32_t parity) {
-  while (!::cuda::ptx::mbarrier_try_wait_parity(barrier, parity)) {
-  }
-}
+namespace torchkiln::gemm {
 
 template <int kStages>
 struct StageBarriers {

@@ -18,6 +18,7 @@
 #include <algorithm>
 #include <cuda/ptx>
 
+#include "detail/barrier.cuh"
 #include "torchkiln/device/launch.cuh"
 #include "torchkiln/device/warp.cuh"
 
@@ -241,8 +242,7 @@ class Team {
         ptx::st_async(cluster.map_shared_rank(&slots[i][at], lane), values[i], remote);
     }
     const uint32_t parity = static_cast<uint32_t>(exchanges_ >> 1) & 1u;
-    while (!ptx::mbarrier_try_wait_parity(ptx::sem_acquire, ptx::scope_cluster, arrived, parity)) {
-    }
+    wait_for_phase(arrived, parity, ptx::scope_cluster);
 #else
     (void)values, (void)slots, (void)half, (void)at, (void)count, (void)lane;
 #endif

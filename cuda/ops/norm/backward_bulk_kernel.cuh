@@ -17,6 +17,7 @@
 #include <cuda/ptx>
 
 #include "backward_bulk_plan.cuh"
+#include "detail/barrier.cuh"
 #include "detail/rowwise/pipeline.cuh"
 
 namespace torchkiln::cuda::norm_gradients {
@@ -50,10 +51,7 @@ class RowRing {
   }
 
   /// Waits for the row; at() is valid until release().
-  __device__ __forceinline__ void wait() const {
-    while (!::cuda::ptx::mbarrier_try_wait_parity(arrived_ + stage_, parity_)) {
-    }
-  }
+  __device__ __forceinline__ void wait() const { wait_for_phase(arrived_ + stage_, parity_); }
   __device__ __forceinline__ const T* at(int tensor, int column) const {
     return reinterpret_cast<const T*>(memory_ + (stage_ * kTensors + tensor) * row_bytes_) + column;
   }
