@@ -161,16 +161,23 @@ using Gates = TypeList<Silu, Gelu, GeluTanh>;
 enum class Activation : int32_t {};
 
 namespace detail {
-template <class Functor, class... Functors>
-constexpr Activation index_of(TypeList<Functors...>) {
-  int32_t index = 0;
-  (void)((std::is_same_v<Functor, Functors> || (++index, false)) || ...);
-  return static_cast<Activation>(index);
-}
+/// The index of a functor in a list. A class, because g++ 14 refuses a constexpr function template
+/// in the initializer of kActivation.
+template <class Functor, class List>
+struct IndexOf;
+template <class Functor, class... Others>
+struct IndexOf<Functor, TypeList<Functor, Others...>> {
+  static constexpr int32_t value = 0;
+};
+template <class Functor, class First, class... Others>
+struct IndexOf<Functor, TypeList<First, Others...>> {
+  static constexpr int32_t value = 1 + IndexOf<Functor, TypeList<Others...>>::value;
+};
 }  // namespace detail
 
 template <class Functor>
-inline constexpr Activation kActivation = detail::index_of<Functor>(Activations{});
+inline constexpr Activation kActivation =
+    static_cast<Activation>(detail::IndexOf<Functor, Activations>::value);
 
 /// Calls body(TypeTag<Functor>{}) for the functor whose index is `activation`.
 #ifdef __CUDACC__
