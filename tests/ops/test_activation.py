@@ -81,6 +81,34 @@ def test_gelu_from_5_to_13(device: torch.device, dtype: torch.dtype) -> None:
     assert (ours <= theirs + torch.finfo(torch.float32).eps * x.double().abs()).all()
 
 
+def test_gelu_on_the_cpu_in_units_in_the_last_place() -> None:
+    """5 units, and 2 x^2 more below 0, where the exponent -x^2 / 2 is rounded."""
+    x = torch.linspace(-13.2, 8, 2**20 + 7)
+    exact = FORMULAS["gelu"].exact(x.double())
+    rounded = exact.float()
+    unit = (torch.nextafter(rounded, torch.tensor(math.inf)) - rounded).double()
+    error = (torchkiln.gelu(x).double() - exact).abs() / unit
+    assert (error <= 5 + 2 * x.double().clamp(max=0).square()).all()
+    tiny = torch.tensor([1e-45, 3e-41, 1e-38, 2e-35, 1e-30])
+    for numbers in (tiny, -tiny):
+        expected = (numbers.double() / 2).float()
+        torch.testing.assert_close(torchkiln.gelu(numbers), expected, rtol=4e-7, atol=1.5e-45)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name)
+@pytest.mark.parametrize("op", ["gelu", "gelu_tanh"])
+def test_half_precision_on_the_cpu_is_the_rounded_float32_result(
+    op: str, dtype: torch.dtype
+) -> None:
+    """For every number of the dtype, in runs and in their tails."""
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    for x in (every, every[:1019]):
+        found, expected = getattr(torchkiln, op)(x), getattr(torchkiln, op)(x.float()).to(dtype)
+        there = ~expected.isnan()
+        assert torch.equal(found.isnan(), expected.isnan())
+        assert torch.equal(found[there].view(torch.int16), expected[there].view(torch.int16))
+
+
 @every_op
 def test_layout(device: torch.device, spec: OpSpec) -> None:
     """A dense tensor's is kept, others give a contiguous result; as torch."""

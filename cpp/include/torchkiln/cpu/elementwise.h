@@ -87,6 +87,18 @@ void apply(const Functor& functor, C* const (&out)[3], const C* const (&in)[Inpu
   }
 }
 
+/// Whether an operand has another type than C, or gaps along dimension 0. Otherwise a run may have
+/// any length, and long runs are faster where the output is new memory, page by page.
+template <class C, int Inputs, int Outputs>
+bool needs_buffers(const Elementwise<Inputs, Outputs>& arguments) {
+  bool found = arguments.dtype != DtypeOf<C>::value;
+  for (int k = 0; k < Inputs; ++k)
+    found =
+        found || arguments.in_dtype[k] != DtypeOf<C>::value || arguments.layout.stride[k][0] != 1;
+  for (int o = 0; o < Outputs; ++o) found = found || arguments.layout.out_stride[o][0] != 1;
+  return found;
+}
+
 template <class Out, class Functor, int Inputs, int Outputs>
 Status elementwise(const Functor& functor, const Elementwise<Inputs, Outputs>& arguments,
                    int64_t begin, int64_t end) {
@@ -95,9 +107,10 @@ Status elementwise(const Functor& functor, const Elementwise<Inputs, Outputs>& a
   Cursor<Inputs, Outputs> cursor(layout, begin);
   C buffers[Inputs][kRun];
   C results[Outputs][kRun];
+  const int64_t longest = needs_buffers<C>(arguments) ? kRun : end - begin;
   for (int64_t at = begin; at < end;) {
     const int64_t row_rest = layout.rank == 0 ? 1 : layout.size[0] - cursor.index[0];
-    const int64_t count = std::min({end - at, row_rest, kRun});
+    const int64_t count = std::min({end - at, row_rest, longest});
     const C* in[Inputs];
     for (int k = 0; k < Inputs; ++k) {
       in[k] = read_run(buffers[k], arguments.in[k], cursor.offset[k], layout.stride[k][0], count,

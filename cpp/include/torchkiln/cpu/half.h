@@ -7,7 +7,7 @@
 #include <cstring>
 #include <type_traits>
 
-#ifdef __F16C__
+#if defined(__F16C__) || defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -54,9 +54,9 @@ inline float widen(BFloat16 value) { return float_of(uint32_t{value.bits} << 16)
 
 inline BFloat16 narrow_bfloat16(float value) {
   const uint32_t bits = bits_of(value);
-  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  const uint32_t quiet_nan = (bits >> 16) | 0x40u;
-  return {static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? quiet_nan : rounded)};
+  const uint32_t high = bits >> 16;
+  const uint32_t rounded = (bits + 0x7fffu + (high & 1u)) >> 16;
+  return {static_cast<uint16_t>(value != value ? high | 0x40u : rounded)};
 }
 
 inline float widen(Half value) {
@@ -116,8 +116,33 @@ void widen_run(C* to, const T* from, int64_t stride, int64_t count) {
   }
 }
 
+#if defined(__AVX2__) && !defined(__AVX512BW__)
+/// narrow_bfloat16() of eight elements, each in 32 bits.
+inline __m256i narrow_bfloat16(__m256 values) {
+  const __m256i bits = _mm256_castps_si256(values);
+  const __m256i high = _mm256_srli_epi32(bits, 16);
+  const __m256i odd = _mm256_and_si256(high, _mm256_set1_epi32(1));
+  const __m256i half = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
+  const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, half), 16);
+  const __m256i quiet_nan = _mm256_or_si256(high, _mm256_set1_epi32(0x40));
+  const __m256 is_nan = _mm256_cmp_ps(values, values, _CMP_UNORD_Q);
+  return _mm256_blendv_epi8(rounded, quiet_nan, _mm256_castps_si256(is_nan));
+}
+#endif
+
 inline void narrow_run(BFloat16* to, const float* from, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) to[i] = narrow_bfloat16(from[i]);
+  int64_t i = 0;
+#if defined(__AVX2__) && !defined(__AVX512BW__)
+  // The compiler's own code takes half as long again, and with AVX-512 less than this.
+  for (; i + 16 <= count; i += 16) {
+    const __m256i first = narrow_bfloat16(_mm256_loadu_ps(from + i));
+    const __m256i second = narrow_bfloat16(_mm256_loadu_ps(from + i + 8));
+    // Packing works on halves of 128 bits, so the middle quarters are exchanged.
+    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(first, second), 0xd8);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), packed);
+  }
+#endif
+  for (; i < count; ++i) to[i] = narrow_bfloat16(from[i]);
 }
 
 inline void narrow_run(Half* to, const float* from, int64_t count) {
