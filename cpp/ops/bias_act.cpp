@@ -1,6 +1,7 @@
 #include "bias_act.h"
 
 #include "detail/column_sum.h"
+#include "detail/memory_order.h"
 #include "torchkiln/torch/checks.h"
 #include "torchkiln/torch/elementwise.h"
 #include "torchkiln/torch/empty.h"
@@ -95,7 +96,7 @@ Tensor checked_output(const Tensor& x, const Tensor& bias) {
   check_parameter_dtype(kName, "bias", bias.scalar_type(), "x", x.scalar_type());
   check_not_0_dim(kName, "x", x);
   check_vector(kName, "bias", bias, x.sym_size(-1), "the last dimension of x");
-  return empty_contiguous(x);
+  return empty_in_layout_of(x);
 }
 
 /// `signs` is undefined if no sign mask is needed.
@@ -138,7 +139,8 @@ struct Forward {
   }
 };
 
-/// The sign bits as numbers of the shape of `like`: 1 where the output was positive.
+/// The sign bits as numbers of the shape of `like`, which has the order of the bits: 1 where the
+/// output was positive.
 Tensor unpacked(const Tensor& signs, const Tensor& like, at::ScalarType dtype) {
   const Tensor place = at::arange(8, signs.options());
   const Tensor bits = signs.unsqueeze(-1).bitwise_right_shift(place).bitwise_and(1);
@@ -150,12 +152,13 @@ Tensor unpacked(const Tensor& signs, const Tensor& like, at::ScalarType dtype) {
 
 /// The gradients with torch's own ops for activations that do not save x: relu and none.
 variable_list gradients_without_input(const Incoming& in, const Tensor& signs, double scale,
-                                      Activation act, at::ScalarType bias_dtype) {
+                                      Activation act, at::ScalarType bias_dtype,
+                                      const MemoryOrder& order) {
   const Tensor& grad = in[0];
   const at::ScalarType compute = compute_dtype(grad.scalar_type());
   Tensor passed = grad.to(compute);
   if (kept_by_bias_act(act) == Saved::sign) {
-    Tensor positive = unpacked(signs, grad, compute);
+    Tensor positive = order.logical(unpacked(signs, order.physical(grad), compute));
     stand_in_for(in, 0, positive);
     const Tensor shift = at::zeros_symint({grad.sym_size(-1)}, positive.options());
     stand_in_for(in, 1, shift);
@@ -164,6 +167,31 @@ variable_list gradients_without_input(const Incoming& in, const Tensor& signs, d
   Tensor grad_x, grad_bias;
   if (in.wants(0)) grad_x = (passed * scale).to(grad.scalar_type());
   if (in.wants(1)) grad_bias = sum_to_last(passed, 1, compute).to(bias_dtype);
+  return {grad_x, grad_bias};
+}
+
+/// The gradients from the sign bits of an output whose channels are not the last dimension in
+/// memory. grad_x is made in the order of memory, in which the bits are. The bias gradient is a sum
+/// over what passes the activation, which is the incoming gradient or 0, without rounding.
+Two gradients_in_order(const Incoming& in, const Tensor& signs, double scale, Activation act,
+                       at::ScalarType bias_dtype, const MemoryOrder& order) {
+  const Tensor grad = order.physical(in[0]);
+  const auto scaled = [&](double factor) {
+    const Backward::Wanted only_grad_x{true, false};
+    return std::get<0>(
+        call_below<Backward>(grad, signs, std::nullopt, factor, act, bias_dtype, only_grad_x));
+  };
+  Tensor grad_x, grad_bias;
+  if (in.wants(1)) {
+    const Tensor passed = scaled(1.0);
+    if (scale == 1.0) grad_x = passed;
+    const int64_t channels = order.position_of(grad.dim() - 1);
+    auto others = dims_between(0, grad.dim());
+    others.erase(others.begin() + channels);
+    const at::ScalarType compute = compute_dtype(grad.scalar_type());
+    grad_bias = torchkiln::sum(passed, others, false, compute).to(bias_dtype);
+  }
+  if (in.wants(0)) grad_x = order.logical(grad_x.defined() ? grad_x : scaled(scale));
   return {grad_x, grad_bias};
 }
 
@@ -205,9 +233,14 @@ struct Op {
                     });
     }
     auto [out, signs] = below.call<Forward>(x, bias, scale, act);
+    const MemoryOrder order =
+        kept_by_bias_act(act) == Saved::sign ? MemoryOrder(out) : MemoryOrder();
     return record(kName, {x, bias}, out, keep(signs), [=](const Incoming& in, const Kept<1>& kept) {
-      if (!in.needs_composite()) return backward(in, kept[0], std::nullopt);
-      return gradients_without_input(in, kept[0], scale, act, bias_dtype);
+      if (in.needs_composite())
+        return gradients_without_input(in, kept[0], scale, act, bias_dtype, order);
+      if (order.is_logical()) return backward(in, kept[0], std::nullopt);
+      auto [grad_x, grad_bias] = gradients_in_order(in, kept[0], scale, act, bias_dtype, order);
+      return variable_list{in.wants(0) ? grad_x : Tensor(), grad_bias};
     });
   }
 

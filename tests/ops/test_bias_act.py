@@ -241,14 +241,6 @@ def test_a_graph_keeps_the_op(traced: Callable[..., set[str]]) -> None:
         assert found == {"torchkiln.bias_act.default"}
 
 
-def test_output_is_contiguous(device: torch.device) -> None:
-    x = torch.randn(2, 3, 5, 7, device=device).to(memory_format=torch.channels_last)
-    bias = torch.randn(7, device=device)
-    found = torchkiln.scale_bias_relu(x, bias)
-    assert found.is_contiguous()
-    torch.testing.assert_close(found, torch.relu(x + bias))
-
-
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 def test_threads(count: int) -> None:
     """No number of threads leaves rows out or adds them twice."""
@@ -333,3 +325,74 @@ def test_a_gradient_penalty_of_relu_is_0(device: torch.device, dtype: torch.dtyp
         for leaf in (x, bias):
             assert leaf.grad is not None
             assert not leaf.grad.any()
+
+
+DENSE = (
+    ((24, 16), (1, 0)),
+    ((13, 7), (1, 0)),
+    ((2, 5, 7, 16), (0, 2, 3, 1)),
+    ((5, 2, 16), (1, 0, 2)),
+)
+"""Sizes in memory, and the dimension that each dimension of x is."""
+
+
+@pytest.mark.parametrize("sizes", DENSE, ids=str)
+@pytest.mark.parametrize("act", ["relu", "none", "gelu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name)
+def test_the_result_has_the_strides_of_a_dense_x(
+    device: torch.device,
+    sizes: tuple[tuple[int, ...], tuple[int, ...]],
+    act: str,
+    dtype: torch.dtype,
+) -> None:
+    """As torch's elementwise ops; values and gradients are those of a contiguous x."""
+    shape, order = sizes
+    x = torch.randn(shape, device=device).to(dtype).permute(order)
+    bias = torch.randn(x.shape[-1], device=device).to(dtype)
+    incoming = torch.randn_like(x)
+    assert incoming.stride() == x.stride()
+    for scale in (1.0, -0.6):
+        made = []
+        for same in (x, x.contiguous()):
+            leaf, shift = same.detach().requires_grad_(), bias.clone().requires_grad_()
+            y = torchkiln.bias_act(leaf, shift, scale, act)
+            assert (
+                y.stride() == same.stride() == torchkiln.bias_act(same, bias, scale, act).stride()
+            )
+            made.append((y.detach(), *torch.autograd.grad(y, (leaf, shift), incoming)))
+        for one, other in zip(*made, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_a_second_derivative_of_a_transposed_x(device: torch.device) -> None:
+    x = torch.randn(6, 4, device=device, dtype=torch.float64).t().requires_grad_()
+    bias = torch.randn(6, device=device, dtype=torch.float64, requires_grad=True)
+    for act in ("relu", "silu"):
+        function = lambda x, b, act=act: torchkiln.bias_act(x, b, 0.7, act)  # noqa: E731
+        assert torch.autograd.gradcheck(function, (x, bias))
+        assert torch.autograd.gradgradcheck(function, (x, bias))
+
+
+@pytest.mark.parametrize("wanted", [(True, False), (False, True)])
+def test_one_gradient_of_a_transposed_x(device: torch.device, wanted: tuple[bool, bool]) -> None:
+    x = torch.randn(24, 16, device=device).t().requires_grad_(wanted[0])
+    bias = torch.randn(24, device=device).requires_grad_(wanted[1])
+    torchkiln.scale_bias_relu(x, bias, 0.5).sum().backward()
+    passed = (x * 0.5 + bias > 0).float()
+    for leaf, expected in ((x, passed * 0.5), (bias, passed.sum(0))):
+        if leaf.requires_grad:
+            assert torch.equal(gradient(leaf), expected)
+
+
+def test_the_graph_of_a_transposed_x() -> None:
+    """Meta tensors have the strides of real ones, in both directions."""
+    compiled = torch.compile(torchkiln.scale_bias_relu, backend="aot_eager", fullgraph=True)
+    x, bias = torch.randn(24, 16).t(), torch.randn(24)
+    made = []
+    for function in (torchkiln.scale_bias_relu, compiled):
+        leaves = x.detach().requires_grad_(), bias.clone().requires_grad_()
+        y = function(*leaves)
+        made.append((y, *torch.autograd.grad(y, leaves, torch.ones_like(y))))
+    for one, other in zip(*made, strict=True):
+        assert one.stride() == other.stride()
+        assert torch.equal(one, other)

@@ -9,13 +9,14 @@ from torchkiln.ops.eager import eager
 
 @eager(_C.bias_act)
 def bias_act(x: Tensor, bias: Tensor, scale: float = 1.0, act: str = "relu") -> Tensor:
-    """Returns ``act(x * scale + bias)``, contiguous and of the dtype of ``x``.
+    """Returns ``act(x * scale + bias)``, of the dtype of ``x``.
 
     The result is computed in float32 (float64 for float64) and rounded once. One pass computes the
     gradients of ``x`` and ``bias``; the gradient of ``bias`` is bitwise reproducible.
 
     Args:
-        x: ``[..., columns]``; float32, float64, float16 or bfloat16.
+        x: ``[..., columns]``; float32, float64, float16 or bfloat16. The result has its strides if
+            it is dense, such as a transposed matrix, else it is contiguous.
         bias: ``[columns]``; of the dtype of ``x``, or float32 if ``x`` has half precision.
         scale: a number.
         act: one of none, square, relu, gelu, gelu_tanh, silu, sigmoid, tanh.

@@ -1,0 +1,47 @@
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <numeric>
+
+namespace torchkiln {
+
+/// The dimensions of a dense tensor by their strides, the largest first. Logical order, that of a
+/// contiguous tensor, needs no view.
+class MemoryOrder {
+ public:
+  MemoryOrder() = default;
+
+  explicit MemoryOrder(const at::Tensor& dense) {
+    if (dense.is_contiguous()) return;
+    dims_.resize(dense.dim());
+    std::iota(dims_.begin(), dims_.end(), 0);
+    const auto strides = dense.sym_strides();
+    std::stable_sort(dims_.begin(), dims_.end(),
+                     [&](int64_t a, int64_t b) { return strides[a] > strides[b]; });
+  }
+
+  bool is_logical() const { return dims_.empty(); }
+
+  /// The position in memory of a logical dimension.
+  int64_t position_of(int64_t dim) const {
+    return std::find(dims_.begin(), dims_.end(), dim) - dims_.begin();
+  }
+
+  /// A view of `t` with the dimensions in the order of memory.
+  at::Tensor physical(const at::Tensor& t) const { return is_logical() ? t : t.permute(dims_); }
+
+  /// A view of `t`, which has the order of memory, with the dimensions in logical order.
+  at::Tensor logical(const at::Tensor& t) const {
+    if (is_logical()) return t;
+    c10::SmallVector<int64_t, 8> positions(dims_.size());
+    for (size_t i = 0; i < dims_.size(); ++i) positions[dims_[i]] = static_cast<int64_t>(i);
+    return t.permute(positions);
+  }
+
+ private:
+  c10::SmallVector<int64_t, 8> dims_;
+};
+
+}  // namespace torchkiln
