@@ -193,6 +193,7 @@ class Attention(nn.Module):
             mask = self.visible(mask, x.shape[1], k.shape[-2], x.device, places)
         grouped = self.heads != self.kv_heads
         alone = grouped and x.shape[1] == 1 and (mask is None or mask.dim() == 2)
+        alone = alone and not has_grouped_kernel(x.device)
         if alone:  # one token: the queries of a group take the place of tokens
             q, grouped, causal = q.view(q.shape[0], self.kv_heads, -1, self.head_dim), False, False
         mixed = F.scaled_dot_product_attention(
@@ -257,6 +258,14 @@ class Attention(nn.Module):
         """The settings, for ``repr``."""
         words = f"heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}"
         return f"{words}, causal={self.causal}, window={self.window}, qk_norm={self.qk_norm!r}"
+
+
+def has_grouped_kernel(device: torch.device) -> bool:
+    """Whether a kernel reads the keys of a group once, with a mask.
+
+    cuDNN's does, torch's first choice from compute capability 9.0 on. Others repeat the keys.
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def check_settings(  # noqa: PLR0917

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchkiln.ops.matmul import linear
+
 
 class MultiheadAttention(nn.MultiheadAttention):
     """``softmax(q @ k.T / sqrt(head_dim) + mask) @ v @ out_proj.weight.T + out_proj.bias``.
@@ -79,7 +81,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             mixed = mixed.permute((0, 2, 1, 3) if tokens_dim else (2, 0, 1, 3))
         else:
             mixed = mixed.squeeze(0).transpose(0, 1)
-        return F.linear(mixed.flatten(-2), self.out_proj.weight, self.out_proj.bias), None
+        return linear(mixed.flatten(-2), self.out_proj.weight, self.out_proj.bias), None
 
     def _is_fused(
         self,
@@ -123,19 +125,19 @@ class MultiheadAttention(nn.MultiheadAttention):
             weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
             biases = (None, None, None) if bias is None else bias.chunk(3)
             inputs = (query, key, value)
-            return tuple(F.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True))
+            return tuple(linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True))
         weight = self.in_proj_weight
         if query is key and key is value:
-            return F.linear(query, weight, bias).chunk(3, -1)
+            return linear(query, weight, bias).chunk(3, -1)
         if key is value:
             sizes = [size, 2 * size]
             w, w_kv = weight.split(sizes)
             b, b_kv = (None, None) if bias is None else bias.split(sizes)
-            return (F.linear(query, w, b), *F.linear(key, w_kv, b_kv).chunk(2, -1))
+            return (linear(query, w, b), *linear(key, w_kv, b_kv).chunk(2, -1))
         biases = (None, None, None) if bias is None else bias.chunk(3)
         inputs = (query, key, value)
         return tuple(
-            F.linear(x, w, b) for x, w, b in zip(inputs, weight.chunk(3), biases, strict=True)
+            linear(x, w, b) for x, w, b in zip(inputs, weight.chunk(3), biases, strict=True)
         )
 
     def _mask(

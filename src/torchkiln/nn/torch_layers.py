@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from torchkiln.nn.convolution import has_hooks
 from torchkiln.nn.multihead import MultiheadAttention, canonical_masks
-from torchkiln.nn.transformer import add_norm
+from torchkiln.nn.transformer import add_norm, normalized
 from torchkiln.ops.dropout import dropout_add
 from torchkiln.ops.matmul import linear, mlp
 
@@ -53,7 +53,7 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
         padding, mask = canonical_masks(
             src, src_key_padding_mask, src_mask, "src_key_padding_mask", "src_mask"
         )
-        x = self.norm1(src) if self.norm_first else src
+        x = normalized(self.norm1, src) if self.norm_first else src
         y = attend(self.self_attn, x, x, padding, mask, is_causal)
         if self.norm_first:
             y, x = add_norm(self.norm2, y, src, rate(self.dropout1))
@@ -93,7 +93,7 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
         theirs = (memory_key_padding_mask, memory_mask, memory_is_causal)
         p1, p2, p3 = rate(self.dropout1), rate(self.dropout2), rate(self.dropout3)
         if self.norm_first:
-            y = self.norm1(tgt)
+            y = normalized(self.norm1, tgt)
             y, x = add_norm(self.norm2, attend(self.self_attn, y, y, *ours), tgt, p1)
             y, x = add_norm(self.norm3, attend(self.multihead_attn, y, memory, *theirs), x, p2)
             return add(feed(self, y), x, p3)
@@ -138,7 +138,14 @@ def feed(layer: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer, x: Tens
         return mlp(x, first.weight, last.weight, first.bias, last.bias, str(act))
     act_of = layer.activation
     hidden = linear(x, first.weight, first.bias, str(act)) if fused else act_of(first(x))
-    out: Tensor = last(layer.dropout(hidden))
+    return project(last, layer.dropout(hidden))
+
+
+def project(layer: nn.Module, x: Tensor) -> Tensor:
+    """``layer(x)``; the gradient of the bias of a plain linear layer is one pass."""
+    if isinstance(layer, nn.Linear) and is_plain(layer):
+        return linear(x, layer.weight, layer.bias)
+    out: Tensor = layer(x)
     return out
 
 

@@ -9,7 +9,7 @@ from torchkiln.nn.convolution import has_hooks
 from torchkiln.nn.matmul import MLP, GatedMLP
 from torchkiln.nn.norm import LayerNorm, RMSNorm
 from torchkiln.ops.dropout import dropout_add
-from torchkiln.ops.norm import add_layer_norm, add_rms_norm
+from torchkiln.ops.norm import add_layer_norm, add_rms_norm, layer_norm
 
 
 class TransformerBlock(nn.Module):
@@ -171,4 +171,12 @@ def add_norm(norm: nn.Module, x: Tensor, residual: Tensor, p: float = 0.0) -> tu
                 x, residual, norm.normalized_shape, norm.weight, norm.bias, norm.eps
             )
     total = dropout_add(x, residual, p)
-    return norm(total), total
+    return normalized(norm, total), total
+
+
+def normalized(norm: nn.Module, x: Tensor) -> Tensor:
+    """``norm(x)``; a plain layer norm of torch is computed by :func:`torchkiln.layer_norm`."""
+    if type(norm) is nn.LayerNorm and not has_hooks(norm):
+        return layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
+    out: Tensor = norm(x)
+    return out
