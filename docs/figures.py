@@ -32,7 +32,7 @@ BLOCK = re.compile(
     r"(?:.*?)(?P<end><!-- /(?P=kind)(?::(?P=name))? -->)",
     re.DOTALL,
 )
-PICTURES = ("speedups", "share", "roofline", "sweep", "host")
+PICTURES = ("speedups", "share", "roofline", "sweep", "rows", "host")
 
 Call = tuple[str, str, str, int, int, str, str]
 """Run, op, variant, rows, columns, dtype and direction."""
@@ -167,7 +167,7 @@ def slowest(files: dict[str, Path], count: int = 10) -> str:
         (row.speedup, name, row)
         for name, path in files.items()
         for row in read(path).rows
-        if row.kind in ("calls", "sweep") and row.speedup is not None
+        if row.kind in ("calls", "sweep", "rows") and row.speedup is not None
     ]
     found.sort(key=lambda entry: entry[:2])
     lines = ["| call | run | time | ceiling | beside the fastest peer |", "|---|---|---:|---:|---|"]

@@ -100,7 +100,10 @@ def test_a_refused_command(
         ("--dtype=int8", "--dtype: got 'int8', expected one of float32 (fp32, float), float64 ("),
         ("--within=never", "--within: got 'never', expected a number above 0"),
         ("--threads=0", "--threads: got '0', expected numbers, such as 1,2"),
-        ("--peers=best", "--peers: got 'best', expected one of eager, compile, liger, quack"),
+        (
+            "--peers=best",
+            "--peers: got 'best', expected one of eager, compile, liger, quack, cudnn",
+        ),
     ],
 )
 def test_a_malformed_command(given: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

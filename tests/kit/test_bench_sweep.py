@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from torchkiln import bench
 from torchkiln.bench import __main__ as command
-from torchkiln.bench import charts, plan
+from torchkiln.bench import charts, plan, sweeps
 from torchkiln.bench.case import BACKWARD, FORWARD
 from torchkiln.bench.clock import Call
 from torchkiln.bench.measure import SMALL_SHAPES, CudaGauge, peaks
@@ -20,6 +20,7 @@ from torchkiln.bench.result import OURS, Skipped
 from torchkiln.testing import OpSpec, Sample, Traffic
 from torchkiln.testing.specs.pointwise import ADD
 
+DIRECTIONS = (FORWARD, BACKWARD)
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
 SOFTMAX = dataclasses.replace(
     ADD,
@@ -112,23 +113,53 @@ def test_rows_of_a_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_picture_of_a_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line for powers of two, points for other lengths, for each direction."""
+    """A panel for each dtype and direction, with our lengths, and a point for each peer's."""
     monkeypatch.setattr(plan, "sweep_shapes", lambda _: [(8, 16), (5, 24), (2, 64)])
     chosen = bench.Plan((SOFTMAX,), CPU, settings("eager"), kinds=("sweep",), threads=(1,))
     rows = rows_of(chosen)
     narrow = [row for row in rows if row.dtype == "float32"]
-    found = charts.shares_by_length(narrow)
-    assert set(found) == {FORWARD, BACKWARD}
-    for direction, points in found.items():
-        shares = {row.shape[1]: row.share for row in narrow if row.direction == direction}
-        assert points == sorted(shares.items())
+    for direction in (FORWARD, BACKWARD):
+        found = sweeps.shares(narrow, direction, lambda row: row.shape[1])
+        ours = {row.shape[1]: row.share for row in narrow if row.direction == direction}
+        assert set(found) == {OURS, "eager"}
+        assert found[OURS] == sorted(ours.items())
+        assert [length for length, _ in found["eager"]] == [16, 24, 64]
     pytest.importorskip("matplotlib")
-    figure = charts.draw_sweep(rows, "here")
-    assert len(figure.axes) == 2  # a panel for each dtype
+    figure = sweeps.draw_sweep(rows, "here")
+    titles = [axes.get_title() for axes in figure.axes]
+    assert titles == [f"softmax {t} {d}" for t in ("float32", "bfloat16") for d in DIRECTIONS]
     for axes in figure.axes:
         lines = [line for line in axes.lines if line.get_marker() != "None"]
-        assert [np.ravel(line.get_xdata()).tolist() for line in lines] == 2 * [[16, 64], [24]]
-        assert [line.get_linestyle() for line in lines] == 2 * ["-", "None"]
+        lengths = [np.ravel(line.get_xdata()).tolist() for line in lines]
+        assert lengths == [[16, 24, 64], [16, 64], [24]]
+        assert [line.get_linestyle() for line in lines] == ["None", "-", "None"]
+    words = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert words == ["eager", "torchkiln", "torchkiln, no powers of two"]
+
+
+def test_peers_that_compute_something_else_have_no_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [dataclasses.replace(row, remarks={"eager": "more"}) for row in swept(monkeypatch)]
+    assert set(sweeps.shares(rows, FORWARD, lambda row: row.shape[1])) == {OURS}
+
+
+def test_numbers_of_rows() -> None:
+    """1 to 1 M on a GPU, fewer where that is more than eight times the usual call."""
+    assert plan.row_shapes(2**27) == [(8**k, 1024) for k in range(7)] + [(2**20, 1024)]
+    assert plan.row_shapes(2**24)[-1] == (32768, 1024)
+
+
+def test_rows_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "row_shapes", lambda _: [(1, 16), (8, 16)])
+    chosen = bench.Plan((SOFTMAX,), CPU, settings("eager"), kinds=("rows",), threads=(1,))
+    rows = rows_of(chosen)
+    assert {(row.kind, row.shape) for row in rows} == {("rows", (1, 16)), ("rows", (8, 16))}
+    (table,) = bench.tables(rows)
+    assert table.title.startswith("Median time of one call on 1 to 1 M rows")
+    pytest.importorskip("matplotlib")
+    figure = dict(charts.charts(bench.Record(bench.environment(CPU), tuple(rows))))["rows"]
+    assert [np.ravel(line.get_xdata()).tolist() for line in figure.axes[0].lines[:2]] == 2 * [
+        [1, 8]
+    ]
 
 
 def test_the_command_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,11 @@
-"""Pictures of a run: bars, roofline and row lengths."""
+"""Pictures of a run: bars, roofline and sweeps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from torchkiln.bench.bars import (
-    COLOURS,
     DPI,
     GREY,
     by_dtype,
@@ -16,14 +15,14 @@ from torchkiln.bench.bars import (
     finish,
     new_figure,
 )
-from torchkiln.bench.case import BACKWARD, FORWARD, STEP
-from torchkiln.bench.result import CALLS, HOST, OURS, SMALL, SWEEP, Row
+from torchkiln.bench.case import FORWARD
+from torchkiln.bench.result import CALLS, HOST, ROWS, SMALL, SWEEP, Row
 from torchkiln.bench.roofline import PRODUCT
+from torchkiln.bench.sweeps import draw_rows, draw_sweep
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from torchkiln.bench.result import Record
@@ -33,16 +32,17 @@ HEADINGS = {
     "speedups": "Speed-ups of large calls",
     "roofline": "Roofline",
     "sweep": "Row lengths",
+    "rows": "Numbers of rows",
     "small": "Speed-ups of small calls",
     "host": "Host time",
 }
-DIRECTIONS = {FORWARD: COLOURS[OURS], BACKWARD: "#4a2c40", STEP: "#4a2c40"}
 
 
 def charts(record: Record) -> Iterator[tuple[str, Figure]]:
     """The name and the picture of each chart, for the kinds of rows in the record."""
     of_kind = {
-        kind: [r for r in record.rows if r.kind == kind] for kind in (CALLS, SWEEP, SMALL, HOST)
+        kind: [r for r in record.rows if r.kind == kind]
+        for kind in (CALLS, SWEEP, ROWS, SMALL, HOST)
     }
     computed = [row for row in of_kind[CALLS] if PRODUCT in row.references]
     found: dict[str, tuple[Callable[[Sequence[Row], str], Figure], list[Row]]] = {
@@ -51,6 +51,7 @@ def charts(record: Record) -> Iterator[tuple[str, Figure]]:
         # Only with a matrix product: all other ops lie on the slope, which `share` shows, too.
         "roofline": (draw_roofline, of_kind[CALLS] if computed else []),
         "sweep": (draw_sweep, [row for row in of_kind[SWEEP] if row.share]),
+        "rows": (draw_rows, [row for row in of_kind[ROWS] if row.share]),
         "small": (draw_speedups, [row for row in of_kind[SMALL] if row.best_peer]),
         "host": (draw_host, of_kind[HOST]),
     }
@@ -117,77 +118,6 @@ def draw_roofline(rows: Sequence[Row], where: str) -> Figure:
     title = "Roofline: dots on the line run at the speed of torch's copy or product"
     finish(figure, panels[0], (title, where), columns=4)
     return figure
-
-
-def draw_sweep(rows: Sequence[Row], where: str) -> Figure:
-    """A panel for each op and dtype: the share of a copy's speed over the row length."""
-    groups: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row.op, row.dtype), []).append(row)
-    lines = -(-len(groups) // 2)
-    figure = new_figure(1.45 * lines + 1.3)
-    grid = figure.subplots(lines, 2, sharex=True, sharey=True, squeeze=False)
-    panels = [axes for line in grid for axes in line]
-    several = len(by_dtype(rows)) > 1
-    for axes, ((op, dtype), group) in zip(panels, groups.items(), strict=False):
-        for direction, points in shares_by_length(group).items():
-            draw_lengths(axes, direction, points)
-        axes.axhline(100, color=GREY, linewidth=0.8)
-        axes.set_title(f"{op} {dtype}" if several else op, fontsize=9)
-        axes.grid(alpha=0.25)
-    for axes in panels[len(groups) :]:
-        axes.set_visible(False)
-    first = panels[0]
-    first.set_ylim(0, max(105.0, first.get_ylim()[1]))
-    first.set_xscale("log", base=2)
-    ticks = [4**k for k in range(4, 9)]
-    first.set_xticks(ticks, [str(n) if n < 1024 else f"{n // 1024} K" for n in ticks])
-    for axes in panels:
-        axes.tick_params(labelsize=7.5, labelbottom=True)
-    figure.supxlabel("row length", fontsize=8)
-    product = " or product" if any(PRODUCT in row.references for row in rows) else ""
-    figure.supylabel(f"speed in % of a copy{product} of as much work", fontsize=8)
-    lengths = sorted({row.shape[1] for row in rows if not is_power_of_two(row.shape[1])})
-    title = f"Rows of every length, as many elements in all, {', '.join(by_dtype(rows))}"
-    if lengths:
-        title += f" (other lengths: {', '.join(map(str, lengths))})"
-    complete = max(panels, key=lambda axes: len(axes.get_legend_handles_labels()[1]))
-    finish(figure, complete, (title, where))
-    return figure
-
-
-def draw_lengths(axes: Axes, direction: str, points: Sequence[tuple[int, float]]) -> None:
-    """Powers of two as a line; other lengths as diamonds, because nothing lies between them."""
-    found = DIRECTIONS[direction]
-    for name, marker, style, chosen in (
-        ("powers of two", "o", "-", [p for p in points if is_power_of_two(p[0])]),
-        ("other lengths", "D", "none", [p for p in points if not is_power_of_two(p[0])]),
-    ):
-        axes.plot(
-            [length for length, _ in chosen],
-            [100 * share for _, share in chosen],
-            color=found,
-            linestyle=style,
-            marker=marker,
-            markersize=3.5 if style == "-" else 4.5,
-            markerfacecolor=found if style == "-" else "none",
-            linewidth=1.2,
-            label=f"{direction}, {name}",
-        )
-
-
-def is_power_of_two(count: int) -> bool:
-    """Whether a length is round."""
-    return count & (count - 1) == 0
-
-
-def shares_by_length(rows: Iterable[Row]) -> dict[str, list[tuple[int, float]]]:
-    """Row lengths and shares of the floor, for each direction."""
-    found: dict[str, list[tuple[int, float]]] = {}
-    for row in rows:
-        if row.share is not None:
-            found.setdefault(row.direction, []).append((row.shape[1], row.share))
-    return {name: sorted(points) for name, points in found.items()}
 
 
 def memory_seconds(row: Row) -> float:

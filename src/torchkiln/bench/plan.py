@@ -23,7 +23,7 @@ from torchkiln.bench.measure import (
     time_small,
 )
 from torchkiln.bench.peers import EAGER, knows
-from torchkiln.bench.result import CALLS, HOST, SMALL, SWEEP, Row, Skipped, reason_of
+from torchkiln.bench.result import CALLS, HOST, ROWS, SMALL, SWEEP, Row, Skipped, reason_of
 from torchkiln.testing import OpSpec
 
 Shape = tuple[int, int]
@@ -34,6 +34,9 @@ DTYPES = (torch.float32, torch.bfloat16)
 POWERS_OF_TWO = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 MODEL_SIZES = (2880, 3584, 5120, 6656, 11008, 12288, 18944, 28672, 50257, 151936, 262143)
 """Hidden sizes and vocabularies of language models that are no powers of two, and an odd length."""
+
+COLUMNS = 1024
+"""The row length of the calls on 1 to 1 M rows."""
 
 
 def default_device() -> torch.device:
@@ -70,6 +73,12 @@ def sweep_shapes(elements: int) -> list[Shape]:
     return [(max(1, round(elements / length)), length) for length in lengths]
 
 
+def row_shapes(elements: int) -> list[Shape]:
+    """1 to 1 M rows, in steps of 8, of at most eight times as many elements."""
+    counts = [8**power for power in range(7)] + [2**20]
+    return [(rows, COLUMNS) for rows in counts if rows * COLUMNS <= 8 * elements]
+
+
 @dataclass(frozen=True)
 class Plan:
     """The choices of a run."""
@@ -101,7 +110,7 @@ class Plan:
     def _each(self) -> Iterator[tuple[str, OpSpec, torch.dtype]]:
         for kind in self.kinds:
             for spec in self.specs:
-                if kind == SWEEP and self.is_report and not spec.bench_shapes:
+                if kind in (SWEEP, ROWS) and self.is_report and not spec.bench_shapes:
                     continue  # an op whose time does not depend on the row length
                 wanted = [dtype for dtype in self.dtypes if dtype in spec.dtypes]
                 short = kind != CALLS and self.is_report
@@ -116,6 +125,8 @@ class Plan:
             return (HOST_SHAPE,)
         if kind == SWEEP:
             return sweep_shapes(math.prod(default_shape(self.device)))
+        if kind == ROWS:
+            return row_shapes(math.prod(default_shape(self.device)))
         if kind == SMALL:
             return spec.small_shapes or SMALL_SHAPES
         return self.shapes or shapes_of(spec, self.device)
@@ -132,7 +143,7 @@ class Plan:
         shapes = self._shapes(kind, spec)
         budget.begin(self._count(kind, spec))
         others = tuple(name for name in self.settings.peers if knows(name, spec.name))
-        if kind == SWEEP and self.is_report:  # rows of large calls have the other peers
+        if kind in (SWEEP, ROWS) and self.is_report:  # rows of large calls have the other peers
             others = (EAGER,)
         usual = replace(self.settings, peers=others)
         for shape in shapes:
@@ -167,7 +178,7 @@ class Plan:
                 yield direction, partial(small, direction=direction)
             return
         found = cases(spec, self.device, dtype, shape)
-        for case in [next(found)] if kind == SWEEP else found:
+        for case in [next(found)] if kind in (SWEEP, ROWS) else found:
             for direction in self._directions(spec):
                 for count in self.threads if kind == CALLS else self.threads[:1]:
                     one = partial(some, time_case, case, direction, count=count, kind=kind)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 TITLES = {
     "calls": "Median time of one call (floor: a copy of as many bytes, measured in turns)",
     "sweep": "Median time of one call, as many elements in rows of every length",
+    "rows": "Median time of one call on 1 to 1 M rows",
     "small": "Median time of one call in a CUDA graph of 128 on different tensors",
     "host": "Host time of one call, the best of 7",
 }

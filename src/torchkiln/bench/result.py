@@ -16,7 +16,7 @@ from torchkiln.bench.roofline import PRODUCT
 from torchkiln.testing.environment import Environment
 
 OURS = "torchkiln"
-CALLS, SWEEP, SMALL, HOST = "calls", "sweep", "small", "host"
+CALLS, SWEEP, ROWS, SMALL, HOST = "calls", "sweep", "rows", "small", "host"
 NO_MEMORY = "out of memory"
 
 NOISY, NOISY_HOST = 0.1, 0.5
@@ -28,8 +28,8 @@ class Row:
     """The times of one call of one op, ours and the peers', from one run."""
 
     kind: str
-    """``calls`` (single, large), ``sweep`` (row lengths), ``small`` (in a CUDA graph) or
-    ``host``."""
+    """``calls`` (single, large), ``sweep`` (row lengths), ``rows`` (numbers of rows), ``small`` (in
+    a CUDA graph) or ``host``."""
     op: str
     variant: str
     """Difference from the usual call of this shape; mostly empty."""

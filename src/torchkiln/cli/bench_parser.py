@@ -16,7 +16,7 @@ from torchkiln.cli.options import DTYPES, dtype_name, make_folder, shape
 from torchkiln.cli.parsers import parser
 
 DEFAULT_DTYPES = ("float32", "bfloat16")
-PEERS = ("eager", "compile", "liger", "quack")
+PEERS = ("eager", "compile", "liger", "quack", "cudnn")
 REPORT_SECONDS = 8 * 60
 REPORT_KINDS = ("host", "calls", "sweep")
 SUFFIXES = {"json": "json", "csv": "csv", "markdown": "md", "html": "html", "plot": "png"}
@@ -95,7 +95,8 @@ def bench(given: Sequence[str] | None) -> argparse.Namespace:
     kinds = options.add_argument_group("calls to time (default: --calls)")
     for name, words in (
         ("calls", "single calls on large tensors"),
-        ("sweep", "single calls on as many elements in rows of 256 ... 151936"),
+        ("sweep", "single calls on as many elements in rows of 256 ... 262143"),
+        ("rows", "single calls on 1 ... 1 M rows of 1024"),
         ("small", "calls on 1 K ... 1 M elements, or on few rows, in CUDA graphs"),
         ("host", "time that calls on 4 x 64 elements occupy the host, with and without gradients"),
     ):

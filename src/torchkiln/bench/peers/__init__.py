@@ -1,8 +1,8 @@
-"""Other implementations of the ops: eager torch, torch.compile, Liger-Kernel, quack."""
+"""Other implementations of the ops: eager torch, torch.compile, Liger-Kernel, quack, cuDNN."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -12,11 +12,12 @@ import torch
 import torch._functorch.config as functorch_config
 
 from torchkiln.bench.case import BACKWARD, BenchCase, Function
-from torchkiln.bench.peers import liger, quack
-from torchkiln.bench.peers.package import Refused, Table, function_of
+from torchkiln.bench.peers import cudnn, liger, quack
+from torchkiln.bench.peers.package import Refused, function_of
 
 __all__ = [
     "COMPILE",
+    "CUDNN",
     "EAGER",
     "LIGER",
     "MAKERS",
@@ -31,8 +32,8 @@ __all__ = [
     "waits",
 ]
 
-EAGER, COMPILE, LIGER, QUACK = "eager", "compile", "liger", "quack"
-PEERS = (EAGER, COMPILE, LIGER, QUACK)
+EAGER, COMPILE, LIGER, QUACK, CUDNN = "eager", "compile", "liger", "quack", "cudnn"
+PEERS = (EAGER, COMPILE, LIGER, QUACK, CUDNN)
 
 
 def eager(case: BenchCase) -> Function:
@@ -61,9 +62,14 @@ MAKERS: dict[str, Callable[[BenchCase], Function]] = {
     COMPILE: compiled,
     LIGER: partial(function_of, package=liger.PACKAGE, table=liger.FUNCTIONS),
     QUACK: partial(function_of, package=quack.PACKAGE, table=quack.FUNCTIONS),
+    CUDNN: cudnn.function_of,
 }
 
-TABLES: dict[str, Table] = {LIGER: liger.FUNCTIONS, QUACK: quack.FUNCTIONS}
+TABLES: dict[str, Collection[str]] = {
+    LIGER: liger.FUNCTIONS,
+    QUACK: quack.FUNCTIONS,
+    CUDNN: cudnn.FUNCTIONS,
+}
 """Functions of the peers that have some ops only."""
 
 

@@ -27,12 +27,17 @@ class Refused(Exception):  # noqa: N818 - not an error
 
 def function_of(case: BenchCase, package: str, table: Table) -> Function:
     """The function of ``package`` for the op of ``case``, with the arguments of the op."""
+    require_package(case, package)
+    module, name, call = table[case.spec.name]
+    return partial(call, attrgetter(name)(import_module(module)))
+
+
+def require_package(case: BenchCase, package: str) -> None:
+    """Refuse a package that is not installed, and tensors on the CPU."""
     if find_spec(package) is None:
         raise Refused("not installed")
     if not all(case.sample.args[i].is_cuda for i in case.sample.positions):
         raise Refused("has kernels for GPUs only")
-    module, name, call = table[case.spec.name]
-    return partial(call, attrgetter(name)(import_module(module)))
 
 
 def require_last(normalized_shape: int | Sequence[int]) -> None:
