@@ -70,6 +70,11 @@ NOTES = {
         strides="any; a copy unless contiguous or with adjacent channels, all tensors alike",
         layout="that of `x`",
     ),
+    "group_norm": Notes(
+        beside="float32 weight and bias beside half precision",
+        strides="any; a copy unless contiguous or with adjacent channels",
+        layout="that of `x`",
+    ),
     "rope": Notes(
         beside="float32 `cos` and `sin` beside half precision; int64 and int32 positions",
         strides="any; a copy if the elements of a head are not adjacent; fewer than 2^31 tokens",

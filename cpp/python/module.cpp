@@ -125,6 +125,8 @@ PYBIND11_MODULE(_C, module) {
       "add_rms_norm", {"x", "residual", "normalized_shape", "weight", "eps", "offset"});
   ops.bind<&bn_act>("bn_act", {"x", "weight", "bias", "running_mean", "running_var", "residual",
                                "act", "training", "momentum", "eps"});
+  ops.bind<&torchkiln::group_norm>("group_norm",
+                                   {"x", "num_groups", "weight", "bias", "eps", "act"});
   ops.bind<&rope>("rope", {"q", "k", "cos", "sin", "interleaved", "positions", "partial",
                            "heads_dim", "inverse"});
   ops.bind<&qkv_norm_rope>("qkv_norm_rope",

@@ -34,6 +34,7 @@ from torchkiln.ops.convolution import conv_bn_act  # noqa: E402
 from torchkiln.ops.cross_entropy import cross_entropy, linear_cross_entropy  # noqa: E402
 from torchkiln.ops.dropout import bias_dropout_add, dropout_add  # noqa: E402
 from torchkiln.ops.gated import geglu, geglu_tanh, swiglu  # noqa: E402
+from torchkiln.ops.group_norm import group_norm  # noqa: E402
 from torchkiln.ops.matmul import gated_mlp, linear, matmul, mlp  # noqa: E402
 from torchkiln.ops.norm import (  # noqa: E402
     add_layer_norm,
@@ -88,6 +89,7 @@ __all__ = [
     "geglu_tanh",
     "gelu",
     "gelu_tanh",
+    "group_norm",
     "layer_norm",
     "linear",
     "linear_cross_entropy",

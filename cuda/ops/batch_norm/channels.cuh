@@ -219,6 +219,9 @@ ChannelPlan make_channel_plan(const ChannelLayout& layout, int blocks) {
     plan.threads_x = 1;
     while (plan.threads_x < kChannelThreads && int64_t{plan.threads_x} * kItems < vectors)
       plan.threads_x *= 2;
+    // Few planes: all threads of the block share them.
+    while (layout.outer < kChannelThreads / plan.threads_x && plan.threads_x < vectors)
+      plan.threads_x *= 2;
     plan.threads_y = kChannelThreads / plan.threads_x;
     const int64_t segments = ceil_div(vectors, int64_t{plan.threads_x} * kItems);
     plan.segment = ceil_div(vectors, segments) * kLanes;

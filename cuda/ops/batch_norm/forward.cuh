@@ -35,12 +35,11 @@ using MomentStreams = ChannelStreams<Access, 1, false, double, double>;
 /// Sums of distances to the first element of the block's part of a channel, and of their squares:
 /// few digits are lost where the mean is far from 0.
 template <class Access>
-__global__ void __launch_bounds__(kChannelThreads, kMomentBlocks)
-    part_moments(const typename Access::T* x, ChannelPlan plan, Moments* partial) {
+__device__ __forceinline__ void add_moments(const typename Access::T* x, const ChannelPlan& plan,
+                                            Moments* partial) {
   using C = typename Access::C;
   constexpr int kLanes = Access::kLanes;
   constexpr int kChannels = Access::kColumns ? kLanes : 1;
-  wait_for_previous_kernel();
   const ChannelCursor<Access> cursor(plan);
   const MomentStreams<Access> streams{{x}, nullptr, 0};
   ChannelReader<false, MomentStreams<Access>> reader(cursor, streams);
@@ -77,6 +76,13 @@ __global__ void __launch_bounds__(kChannelThreads, kMomentBlocks)
     to[column] = Moments::from_sums(static_cast<double>(count), static_cast<double>(from[0]),
                                     sums[0], sums[1]);
   });
+}
+
+template <class Access>
+__global__ void __launch_bounds__(kChannelThreads, kMomentBlocks)
+    part_moments(const typename Access::T* x, ChannelPlan plan, Moments* partial) {
+  wait_for_previous_kernel();
+  add_moments<Access>(x, plan, partial);
 }
 
 /// The factors of a thread's channels in eval mode without statistics in memory; writes the

@@ -324,6 +324,22 @@ def bn_act(call: Call) -> Choices:
             yield [Shard(dim)], shards
 
 
+def group_norm(call: Call) -> Choices:  # noqa: ARG001
+    """Samples do not depend on each other."""
+    yield [Shard(0)], {"x": Shard(0)}
+
+
+def group_norm_forward(call: Call) -> Choices:  # noqa: ARG001
+    """The result and the statistics [3, samples, groups]."""
+    yield [Shard(0), Shard(1)], {"x": Shard(0)}
+
+
+def group_norm_backward(call: Call) -> Choices:  # noqa: ARG001
+    """The gradients of weight and bias are sums over the samples."""
+    inputs = {"grad": Shard(0), "x": Shard(0), "statistics": Shard(1)}
+    yield [Shard(0), Partial(), Partial()], inputs
+
+
 CHOICES = {
     **dict.fromkeys(("gelu", "gelu_tanh", "relu", "sigmoid", "silu", "square", "tanh"), unary),
     **dict.fromkeys(("relu_", "sigmoid_", "silu_", "square_", "tanh_"), unary),
@@ -344,6 +360,9 @@ CHOICES = {
     "gated_mlp": gated_mlp,
     **dict.fromkeys(("geglu", "geglu_tanh", "swiglu"), gated),
     "layer_norm": norm,
+    "group_norm": group_norm,
+    "group_norm_backward": group_norm_backward,
+    "group_norm_forward": group_norm_forward,
     "linear": linear,
     "linear_forward": linear_forward,
     "log_softmax": softmax,

@@ -13,6 +13,7 @@ from torchkiln.nn.convolution import ConvBNAct1d, ConvBNAct2d, ConvBNAct3d
 from torchkiln.nn.cross_entropy import CrossEntropyLoss, LinearCrossEntropyLoss
 from torchkiln.nn.dropout import BiasDropoutAdd, DropoutAdd
 from torchkiln.nn.gated import GEGLU, SwiGLU
+from torchkiln.nn.group_norm import GroupNorm
 from torchkiln.nn.matmul import MLP, GatedMLP, Linear
 from torchkiln.nn.multihead import MultiheadAttention
 from torchkiln.nn.norm import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
@@ -40,6 +41,7 @@ __all__ = [
     "CrossEntropyLoss",
     "DropoutAdd",
     "GatedMLP",
+    "GroupNorm",
     "KVCache",
     "LayerNorm",
     "Linear",

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from torchkiln.ops.activation import gelu
 from torchkiln.ops.cross_entropy import cross_entropy
+from torchkiln.ops.group_norm import group_norm
 from torchkiln.ops.norm import layer_norm, rms_norm
 from torchkiln.ops.softmax import log_softmax, softmax
 from torchkiln.patch.plan import Match, Plan
@@ -44,6 +45,9 @@ ENTRIES: dict[type[nn.Module], Entry] = {
     ),
     nn.RMSNorm: Entry(
         "norm", "rms_norm", lambda m, x: rms_norm(x, m.normalized_shape, m.weight, m.eps)
+    ),
+    nn.GroupNorm: Entry(
+        "norm", "group_norm", lambda m, x: group_norm(x, m.num_groups, m.weight, m.bias, m.eps)
     ),
     nn.GELU: Entry("activation", "gelu", lambda m, x: gelu(x, m.approximate)),
     nn.Softmax: Entry("softmax", "softmax", lambda m, x: softmax(x, m.dim)),
@@ -94,4 +98,6 @@ def find(module: nn.Module) -> Match | str | None:
     if isinstance(module, (nn.Softmax, nn.LogSoftmax)) and module.dim is None:
         return "dim is None: torch chooses it by the shape of the input"
     shape = getattr(module, "normalized_shape", (64,))
+    if isinstance(module, nn.GroupNorm):
+        shape = (module.num_channels, 6)
     return Match(plan, random_copy(module), (numbers(4, *shape) * 3,))

@@ -168,6 +168,15 @@ TORCHKILN_EXPORT at::Tensor bn_act(const at::Tensor& x, const std::optional<at::
                                    const std::optional<at::Tensor>& running_var,
                                    const BatchNormOptions& options = {});
 
+/// activation(group norm of x) for x [batch, channels, ...]: mean and variance are those of each of
+/// the `num_groups` groups of adjacent channels of a sample. weight and bias are [channels], of x's
+/// dtype, or float32 if x has half precision. The result has adjacent channels if x has them, else
+/// it is contiguous.
+TORCHKILN_EXPORT at::Tensor group_norm(const at::Tensor& x, int64_t num_groups,
+                                       const std::optional<at::Tensor>& weight = std::nullopt,
+                                       const std::optional<at::Tensor>& bias = std::nullopt,
+                                       double eps = 1e-5, std::string_view act = "none");
+
 struct RopeOptions {
   bool interleaved = false;             // pairs are (2i, 2i + 1), else (i, i + rotated / 2)
   std::optional<at::Tensor> positions;  // of tokens, int64 or int32: rows of cos and sin

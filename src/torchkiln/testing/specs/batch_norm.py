@@ -108,11 +108,43 @@ class Arguments:
         terms = terms if self.bias is None else terms + self.wide(self.bias).abs()
         return terms if self.residual is None else terms + self.residual.abs()
 
+    def reference(self) -> Tensor:
+        """The result."""
+        return FORMULAS[self.act].exact(self.argument())
+
+    def magnitude(self) -> Tensor:
+        """The terms of the result; the square is the only activation that amplifies them."""
+        terms = self.terms()
+        return terms * terms if self.act == "square" else terms
+
+    def gradient_magnitude(self) -> Tensor:
+        """A function whose gradients are the sums of the absolute values of the terms.
+
+        The rounding errors of the normalized x are applied to one factor at a time.
+        """
+        formula = FORMULAS[self.act]
+        size, error, rstd = self.errors()
+        x, mean = self.x, self.mean_of
+        y = x
+        if self.training:
+            y = x + mean(x) + error * mean(size * x) + size * mean(error * x)
+        y = y * rstd
+        if self.weight is not None:
+            weight = self.wide(self.weight)
+            y = y * weight.detach().abs() + weight * error
+        y = y if self.bias is None else y + self.wide(self.bias)
+        y = y if self.residual is None else y + self.residual
+        with torch.no_grad():
+            terms, argument = self.terms(), self.argument()
+            slope = formula.slope_terms(argument) + formula.curvature * terms
+            if self.act == "relu":  # within the rounding error of 0 either derivative is right
+                slope = torch.where(argument.abs() <= ROUNDING * terms, 2.0**52, slope)
+        return y * slope
+
 
 def reference(*args: Any, **kwargs: Any) -> Tensor:
     """The formula."""
-    given = Arguments(*args, **kwargs)
-    return FORMULAS[given.act].exact(given.argument())
+    return Arguments(*args, **kwargs).reference()
 
 
 def composite(*args: Any, **kwargs: Any) -> Tensor:
@@ -131,36 +163,13 @@ def composite(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def magnitude(*args: Any, **kwargs: Any) -> Tensor:
-    """The terms of each element; the square is the only activation that amplifies them."""
-    given = Arguments(*args, **kwargs)
-    terms = given.terms()
-    return terms * terms if given.act == "square" else terms
+    """The terms of each element."""
+    return Arguments(*args, **kwargs).magnitude()
 
 
 def gradient_magnitude(*args: Any, **kwargs: Any) -> Tensor:
-    """A function whose gradients are the sums of the absolute values of the terms.
-
-    The rounding errors of the normalized x are applied to one factor at a time.
-    """
-    given = Arguments(*args, **kwargs)
-    formula = FORMULAS[given.act]
-    size, error, rstd = given.errors()
-    x, mean = given.x, given.mean_of
-    y = x
-    if given.training:
-        y = x + mean(x) + error * mean(size * x) + size * mean(error * x)
-    y = y * rstd
-    if given.weight is not None:
-        weight = given.wide(given.weight)
-        y = y * weight.detach().abs() + weight * error
-    y = y if given.bias is None else y + given.wide(given.bias)
-    y = y if given.residual is None else y + given.residual
-    with torch.no_grad():
-        terms, argument = given.terms(), given.argument()
-        slope = formula.slope_terms(argument) + formula.curvature * terms
-        if given.act == "relu":  # within the rounding error of 0 either derivative is right
-            slope = torch.where(argument.abs() <= ROUNDING * terms, 2.0**52, slope)
-    return y * slope
+    """A function whose gradients are the sums of the absolute values of the terms."""
+    return Arguments(*args, **kwargs).gradient_magnitude()
 
 
 def call(

@@ -1,0 +1,169 @@
+#include "batch_norm/operands.h"
+#include "group_norm/group_norm.h"
+#include "torchkiln/torch/checks.h"
+
+namespace torchkiln::group_norm_ops {
+namespace {
+
+using batch_norm_ops::channels_are_last;
+using batch_norm_ops::empty_in_channel_layout;
+using batch_norm_ops::in_layout;
+using batch_norm_ops::output;
+
+constexpr const char* kName = "group_norm";
+constexpr const char* kBackward = "group_norm_backward";
+
+void check_groups(const char* name, const Tensor& x, int64_t num_groups) {
+  TORCH_CHECK_VALUE(num_groups > 0 && x.sym_size(1) % num_groups == 0, "torchkiln.", name,
+                    ": num_groups: got ", num_groups, ", expected a divisor of ", x.sym_size(1),
+                    ", the channels of x");
+}
+
+void check_parameters(const char* name, const char* name_of_x, const Tensor& x,
+                      const MaybeTensor& weight, const MaybeTensor& bias) {
+  const auto check = [&](const char* parameter_name, const MaybeTensor& parameter) {
+    if (!parameter) return;
+    check_tensors(name, {{name_of_x, x}, {parameter_name, *parameter}});
+    check_parameter_dtype(name, parameter_name, parameter->scalar_type(), name_of_x,
+                          x.scalar_type());
+    check_vector(name, parameter_name, *parameter, x.sym_size(1), "the channels of x");
+  };
+  check("weight", weight);
+  check("bias", bias);
+  if (weight && bias) check_same_dtype(name, "bias", *bias, "weight", *weight);
+}
+
+void check_backward(const Tensor& grad, const Tensor& x, const Tensor& statistics,
+                    int64_t num_groups, const MaybeTensor& weight, const MaybeTensor& bias) {
+  check_tensors(kBackward, {{"grad", grad}, {"x", x}, {"statistics", statistics}});
+  check_dtype(kBackward, "grad", grad);
+  check_rank(kBackward, "grad", grad, 2, INT64_MAX, "[batch, channels, ...]");
+  check_like(kBackward, "x", x, "grad", grad);
+  check_groups(kBackward, x, num_groups);
+  const at::ScalarType compute = compute_dtype(x.scalar_type());
+  const c10::SymInt& batch = x.sym_size(0);
+  TORCH_CHECK(statistics.scalar_type() == compute && statistics.is_contiguous() &&
+                  statistics.dim() == 3 && statistics.sym_size(0) == 3 &&
+                  statistics.sym_size(1) == batch && statistics.sym_size(2) == num_groups,
+              "torchkiln.", kBackward, ": statistics: got ", dtype_name(statistics.scalar_type()),
+              " ", statistics.sym_sizes(), ", expected those of the forward, ", dtype_name(compute),
+              " [3, ", batch, ", ", num_groups, "]");
+  check_parameters(kBackward, "grad", x, weight, bias);
+}
+
+/// Uninitialised gradients of x, weight and bias; empty tensors for those not wanted.
+Three empty_gradients(const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias,
+                      const Backward::Wanted& wanted) {
+  const Tensor parameter = weight ? *weight : bias ? *bias : x;
+  const auto vector = [&](bool wants) {
+    return wants ? empty_of({x.sym_size(1)}, parameter.options()) : no_output(parameter);
+  };
+  return {wanted[0] ? empty_in_channel_layout(x, channels_are_last(x)) : no_output(x),
+          vector(wanted[1]), vector(wanted[2])};
+}
+
+/// The dense tensors that forward and backward read, with the layout of x.
+class Operands {
+ public:
+  Operands(const Tensor& x, int64_t num_groups, const MaybeTensor& weight, const MaybeTensor& bias)
+      : channels_last_(channels_are_last(x)),
+        layout_{x.size(0), x.size(1), num_groups, x.numel() / (x.size(0) * x.size(1)),
+                channels_last_},
+        x_(in_layout("x", x, channels_last_)),
+        weight_(batch_norm_ops::contiguous(weight)),
+        bias_(batch_norm_ops::contiguous(bias)) {}
+
+  bool channels_last() const { return channels_last_; }
+
+  template <class Problem>
+  void fill(Problem& problem) const {
+    problem.x = x_->const_data_ptr();
+    problem.weight = batch_norm_ops::data(weight_);
+    problem.bias = batch_norm_ops::data(bias_);
+    problem.dtype = dtype_of(*x_);
+    problem.parameter_dtype = dtype_of(weight_.defined() ? weight_ : bias_.defined() ? bias_ : *x_);
+    problem.layout = layout_;
+  }
+
+ private:
+  bool channels_last_;
+  GroupLayout layout_;
+  MaybeCopy x_;
+  Tensor weight_;
+  Tensor bias_;
+};
+
+/// Groups that are enough work for a thread.
+int64_t grain_of(const GroupLayout& layout) {
+  return std::max<int64_t>(kElementwiseGrain / std::max<int64_t>(layout.count(), 1), 1);
+}
+
+}  // namespace
+
+Two outputs(const Call& call) {
+  const Tensor& x = call.x;
+  check_tensor(kName, "x", x);
+  check_dtype(kName, "x", x);
+  check_rank(kName, "x", x, 2, INT64_MAX, "[batch, channels, ...]");
+  check_groups(kName, x, call.num_groups);
+  check_parameters(kName, "x", x, call.weight, call.bias);
+  TORCH_CHECK_VALUE(call.eps >= 0, "torchkiln.", kName, ": eps: got ", call.eps,
+                    ", expected a number of at least 0");
+  const at::TensorOptions statistics = x.options().dtype(compute_dtype(x.scalar_type()));
+  return {empty_in_channel_layout(x, channels_are_last(x)),
+          empty_of({3, x.sym_size(0), call.num_groups}, statistics)};
+}
+
+Two run(const Call& call) {
+  auto [y, statistics] = outputs(call);
+  if (y.numel() == 0) return {y, statistics.zero_()};
+  const Operands operands(call.x, call.num_groups, call.weight, call.bias);
+  GroupNorm arguments{};
+  operands.fill(arguments);
+  arguments.y = y.data_ptr();
+  arguments.statistics = statistics.data_ptr();
+  arguments.activation = call.act;
+  arguments.eps = call.eps;
+  launch_allocating(
+      kName, y, arguments.layout.all_groups(), grain_of(arguments.layout),
+      [&](Allocate allocate, auto stream) { return cuda::group_norm(arguments, allocate, stream); },
+      [&](int64_t begin, int64_t end) { return cpu::group_norm(arguments, begin, end); });
+  return {y, statistics};
+}
+
+Three Backward::meta(const Tensor& grad, const Tensor& x, const Tensor& statistics,
+                     int64_t num_groups, const MaybeTensor& weight, const MaybeTensor& bias,
+                     Activation, Wanted wanted) {
+  check_backward(grad, x, statistics, num_groups, weight, bias);
+  return empty_gradients(x, weight, bias, wanted);
+}
+
+Three Backward::kernel(const Tensor& grad, const Tensor& x, const Tensor& statistics,
+                       int64_t num_groups, const MaybeTensor& weight, const MaybeTensor& bias,
+                       Activation act, Wanted wanted) {
+  check_backward(grad, x, statistics, num_groups, weight, bias);
+  auto [grad_x, grad_weight, grad_bias] = empty_gradients(x, weight, bias, wanted);
+  if (x.numel() == 0) return {grad_x, grad_weight.zero_(), grad_bias.zero_()};
+  const Operands operands(x, num_groups, weight, bias);
+  const MaybeCopy dense_grad = in_layout("grad", grad, operands.channels_last());
+  GroupNormBackward arguments{};
+  operands.fill(arguments);
+  arguments.grad = dense_grad->const_data_ptr();
+  arguments.statistics = statistics.const_data_ptr();
+  arguments.grad_x = output(grad_x);
+  arguments.grad_weight = output(grad_weight);
+  arguments.grad_bias = output(grad_bias);
+  arguments.activation = act;
+  launch_split(
+      kBackward, x, arguments, kElementwiseGrain, [&] { return cpu::split(arguments); },
+      [&](Allocate allocate, auto stream) {
+        return cuda::group_norm_backward(arguments, allocate, stream);
+      },
+      [&](int64_t begin, int64_t end) { return cpu::group_norm_backward(arguments, begin, end); },
+      [&](int64_t begin, int64_t end) {
+        return cpu::group_norm_backward_finish(arguments, begin, end);
+      });
+  return {grad_x, grad_weight, grad_bias};
+}
+
+}  // namespace torchkiln::group_norm_ops

@@ -1,0 +1,117 @@
+#pragma once
+
+// The factors of the channels of a sample, and the activation, for the kernels of group norm.
+
+#include "ops/batch_norm/factors.cuh"
+#include "torchkiln/kernels/group_norm.h"
+
+namespace torchkiln::cuda {
+namespace {
+
+/// Blocks per SM of the kernels that write y, and of those that read the gradient and x.
+inline constexpr int kGroupOutputBlocks = 3;
+inline constexpr int kGroupBackwardBlocks = 2;
+
+/// The groups of channels of a sample, among those of all samples.
+template <int N>
+__device__ __forceinline__ void groups_of(const GroupLayout& layout, int64_t sample,
+                                          const int64_t (&channels)[N], int64_t (&to)[N]) {
+  const auto width = static_cast<uint32_t>(layout.channels_per_group());
+#pragma unroll
+  for (int i = 0; i < N; ++i)
+    to[i] = sample * layout.groups + static_cast<uint32_t>(channels[i]) / width;
+}
+
+template <class Access, class Problem, int N>
+__device__ __forceinline__ void load_factors(const Problem& p, int64_t sample,
+                                             const int64_t (&channels)[N],
+                                             ChannelFactors<Access>& factors) {
+  using C = typename Access::C;
+  const C* const statistics = static_cast<const C*>(p.statistics);
+  const int64_t all = p.layout.all_groups();
+  int64_t groups[N];
+  groups_of(p.layout, sample, channels, groups);
+  C low[N], rstd[N];
+  read_each<C>(statistics, groups, factors.mean);
+  read_each<C>(statistics + all, groups, low);
+  read_each<C>(statistics + 2 * all, groups, rstd);
+  factors.set(p, channels, low, rstd);
+}
+
+/// The factors and the coefficients of grad_x:
+///   grad_x = g * scale - slope * (x - mean) - level.
+template <class Access>
+struct InputGradient {
+  using C = typename Access::C;
+  static constexpr int kChannels = ChannelFactors<Access>::kChannels;
+  ChannelFactors<Access> factors;
+  C slope[kChannels];
+  C level[kChannels];
+
+  __device__ __forceinline__ void load(const GroupNormBackward& p, const C* coefficients,
+                                       int64_t sample, const int64_t (&channels)[kChannels]) {
+    load_factors(p, sample, channels, factors);
+    int64_t groups[kChannels];
+    groups_of(p.layout, sample, channels, groups);
+    read_each<C>(coefficients, groups, slope);
+    read_each<C>(coefficients + p.layout.all_groups(), groups, level);
+  }
+
+  template <class Item, class Act>
+  __device__ __forceinline__ void write(const Item& item, const Act& act,
+                                        typename Access::T* to) const;
+};
+
+/// Computes g, the gradient of the argument of the activation, and x - mean of an item: vectors of
+/// the incoming gradient and of x.
+template <class Access, class Act, class Item>
+__device__ __forceinline__ void argument_gradient(const ChannelFactors<Access>& factors,
+                                                  const Act& act, const Item& item,
+                                                  typename Access::C (&g)[Access::kLanes],
+                                                  typename Access::C (&from_mean)[Access::kLanes]) {
+  typename Access::C z[Access::kLanes];
+  factors.normalize(item.of[1], z);
+  widen(item.of[0], g);
+  act.differentiate(g, z);
+  widen(item.of[1], from_mean);
+#pragma unroll
+  for (int i = 0; i < Access::kLanes; ++i) from_mean[i] -= factors.mean[factors.of(i)];
+}
+
+template <class Access>
+template <class Item, class Act>
+__device__ __forceinline__ void InputGradient<Access>::write(const Item& item, const Act& act,
+                                                             typename Access::T* to) const {
+  C g[Access::kLanes], from_mean[Access::kLanes];
+  argument_gradient(factors, act, item, g, from_mean);
+#pragma unroll
+  for (int i = 0; i < Access::kLanes; ++i) {
+    const int c = factors.of(i);
+    g[i] = fma(-slope[c], from_mean[i], g[i] * factors.scale[c]) - level[c];
+  }
+  store(to, g);
+}
+
+/// Writes y of a vector of x.
+template <class Access, class Act, class Vector>
+__device__ __forceinline__ void write_output(const ChannelFactors<Access>& factors, const Act& act,
+                                             const Vector& x, typename Access::T* to) {
+  typename Access::C z[Access::kLanes];
+  factors.normalize(x, z);
+  act.apply(z);
+  store(to, z);
+}
+
+/// Calls body(activation): silu is compiled into kernels with vectors, others are selected at run
+/// time.
+template <class Access, class Body>
+Status with_group_activation(Activation activation, const Body& body) {
+  using Math = MathFor<typename Access::T>;
+  if constexpr (Access::kLanes > 1) {
+    if (activation == kActivation<Silu>) return body(FixedActivation<Silu, Math>{});
+  }
+  return body(SelectedActivation<Math>{activation});
+}
+
+}  // namespace
+}  // namespace torchkiln::cuda

@@ -1,0 +1,39 @@
+#pragma once
+
+#include "torchkiln/kernels/group_norm.h"
+
+namespace torchkiln::cuda {
+
+/// Sums of parts of the channels: of g and of g * (x - mean) with the rounded mean, of the compute
+/// type. The index of the first sum of a part is
+///   sample * samples + channel * channels + part * parts,
+/// and the second one is `second` behind it.
+struct GroupParts {
+  const void* sums;
+  int64_t count;  // parts of a channel
+  int64_t samples;
+  int64_t channels;
+  int64_t parts;
+  int64_t second;
+};
+
+/// y of planes of adjacent elements, by the statistics.
+Status group_outputs_of_planes(const GroupNorm& p, CUstream_st* stream);
+
+/// The statistics, and y by them, of rows of adjacent channels.
+Status group_statistics_of_rows(const GroupNorm& p, Allocate allocate, CUstream_st* stream);
+Status group_outputs_of_rows(const GroupNorm& p, CUstream_st* stream);
+
+/// Sums of parts of the channels.
+Status group_sums_of_planes(const GroupNormBackward& p, Allocate allocate, CUstream_st* stream,
+                            GroupParts& parts);
+Status group_sums_of_rows(const GroupNormBackward& p, Allocate allocate, CUstream_st* stream,
+                          GroupParts& parts);
+
+/// grad_x by the coefficients [2, batch * groups] of the compute type: slope and level.
+Status group_input_gradients_of_planes(const GroupNormBackward& p, const void* coefficients,
+                                       CUstream_st* stream);
+Status group_input_gradients_of_rows(const GroupNormBackward& p, const void* coefficients,
+                                     CUstream_st* stream);
+
+}  // namespace torchkiln::cuda

@@ -1,0 +1,213 @@
+#pragma once
+
+// Planes of adjacent elements, one for each channel of each sample. A plane is cut into segments;
+// up to 32 threads have a segment, and walk over every step-th one. Vectors of the next segments
+// are in flight while the factors of a plane are read.
+
+#include "factors.cuh"
+
+namespace torchkiln::cuda {
+namespace {
+
+/// How the segments are shared among threads. Depends only on the shape.
+struct PlanePlan {
+  static constexpr int kMaxItems = 8;
+
+  int64_t planes;
+  int64_t inner;     // elements of a plane
+  int threads;       // of a segment, a power of 2
+  int items;         // vectors of a segment per thread
+  int64_t segment;   // elements of a segment
+  int64_t segments;  // of a plane
+  Divisor divisor;   // segments, if a plane has several
+
+  __host__ __device__ int64_t rows() const { return planes * segments; }
+  __host__ __device__ int rows_of_block() const { return kChannelThreads / threads; }
+};
+
+template <class Access>
+PlanePlan make_plane_plan(const GroupLayout& layout) {
+  constexpr int kLanes = Access::kLanes;
+  PlanePlan plan{};
+  plan.planes = layout.batch * layout.channels;
+  plan.inner = layout.inner;
+  const int64_t vectors = ceil_div(layout.inner, kLanes);
+  plan.threads = 1;
+  while (plan.threads < kWarpLanes && plan.threads < vectors) plan.threads *= 2;
+  plan.segments = ceil_div(vectors, int64_t{plan.threads} * PlanePlan::kMaxItems);
+  const int64_t of_segment = ceil_div(vectors, plan.segments);
+  plan.items = static_cast<int>(ceil_div(of_segment, plan.threads));
+  plan.segment = of_segment * kLanes;
+  plan.divisor = Divisor(static_cast<uint32_t>(plan.segments));
+  return plan;
+}
+
+/// Blocks that are resident together, `blocks` per SM.
+inline Status grid_of(const PlanePlan& plan, int blocks, Grid& grid) {
+  if (plan.segments > 1 && plan.rows() > INT32_MAX) return {"too many planes for one launch"};
+  const int64_t most = ceil_div(plan.rows(), plan.rows_of_block());
+  const int64_t wave = int64_t{current_device().multiprocessors} * blocks;
+  grid.blocks = dim3(static_cast<unsigned>(most < wave ? most : wave));
+  grid.threads = kChannelThreads;
+  return {};
+}
+
+/// The vectors of a thread one after another. Backwards, the first ones are those that the previous
+/// kernel has read last, which the L2 cache still holds.
+template <class Access, bool kBackwards>
+class PlaneWalk {
+ public:
+  __device__ __forceinline__ explicit PlaneWalk(const PlanePlan& plan)
+      : plan_(plan),
+        place_in_segment_(static_cast<int>(threadIdx.x) % plan.threads * Access::kLanes),
+        index_(int64_t{blockIdx.x} * plan.rows_of_block() +
+               static_cast<int>(threadIdx.x) / plan.threads),
+        step_(int64_t{gridDim.x} * plan.rows_of_block()) {
+    enter();
+  }
+
+  /// Segments of each thread of the block, including those behind the last one.
+  __device__ __forceinline__ int64_t count() const {
+    const int64_t first = int64_t{blockIdx.x} * plan_.rows_of_block();
+    return first < plan_.rows() ? (plan_.rows() - first + step_ - 1) / step_ : 0;
+  }
+  /// Whether the segment exists.
+  __device__ __forceinline__ bool is_inside() const { return index_ < plan_.rows(); }
+  __device__ __forceinline__ int64_t row() const {
+    return kBackwards ? plan_.rows() - 1 - index_ : index_;
+  }
+  __device__ __forceinline__ int64_t plane() const { return plane_; }
+  /// The index of the first element of an item of the segment; -1 beyond the end.
+  __device__ __forceinline__ int64_t at(int item) const {
+    const int64_t place = place_ + int64_t{item} * plan_.threads * Access::kLanes;
+    return place < end_ ? base_ + place : -1;
+  }
+  /// Goes to the next segment.
+  __device__ __forceinline__ void next() {
+    index_ += step_;
+    enter();
+  }
+
+ private:
+  __device__ __forceinline__ void enter() {
+    end_ = 0;
+    place_ = 0;
+    if (!is_inside()) return;
+    const int64_t row = this->row();
+    int64_t begin = 0;
+    plane_ = row;
+    if (plan_.segments > 1) {
+      const auto place = static_cast<uint32_t>(row);
+      const uint32_t plane = plan_.divisor.quotient(place);
+      plane_ = plane;
+      begin = int64_t{place - plane * plan_.divisor.divisor()} * plan_.segment;
+    }
+    end_ = min(begin + plan_.segment, plan_.inner);
+    place_ = begin + place_in_segment_;
+    base_ = plane_ * plan_.inner;
+  }
+
+  const PlanePlan& plan_;
+  int place_in_segment_;
+  int64_t index_;
+  int64_t step_;
+  int64_t plane_ = 0;
+  int64_t base_ = 0;
+  int64_t place_ = 0;  // within the plane
+  int64_t end_ = 0;
+};
+
+/// Reads the vectors of a thread ahead into shared memory, where each thread reads back its own; no
+/// barrier is needed.
+template <bool kBackwards, class Streams>
+class PlaneReader {
+ public:
+  using Access = typename Streams::Access;
+  using Item = typename Streams::Item;
+
+  __device__ __forceinline__ PlaneReader(const PlanePlan& plan, const Streams& streams)
+      : plan_(plan), streams_(streams), walk_(plan), ahead_(plan) {
+    if constexpr (Streams::kAhead) {
+#pragma unroll
+      for (int k = 0; k < kStages; ++k) start(k);
+    }
+  }
+
+  /// For each segment: begin(plane), use(item, index of the first element) for each vector, and
+  /// end(row) in all threads, with row -1 behind the last segment.
+  template <class Begin, class Use, class End>
+  __device__ __forceinline__ void each(const Begin& begin, const Use& use, const End& end) {
+    int stage = 0;
+    for (int64_t left = walk_.count(); left > 0; --left) {
+      if (walk_.is_inside()) begin(walk_.plane());
+      if constexpr (Streams::kAhead) {
+        for (int i = 0; i < plan_.items; ++i) {
+          const int64_t at = walk_.at(i);
+          __pipeline_wait_prior(kStages - 1);
+          const Item item = streams_.finish(stage, at);
+          start(stage);
+          if (++stage == kStages) stage = 0;
+          if (at >= 0) use(item, at);
+        }
+      } else {
+        Item items[PlanePlan::kMaxItems];
+#pragma unroll
+        for (int i = 0; i < PlanePlan::kMaxItems; ++i)
+          if (i < plan_.items && walk_.at(i) >= 0) items[i] = streams_.load(walk_.at(i));
+#pragma unroll
+        for (int i = 0; i < PlanePlan::kMaxItems; ++i)
+          if (i < plan_.items && walk_.at(i) >= 0) use(items[i], walk_.at(i));
+      }
+      end(walk_.is_inside() ? walk_.row() : -1);
+      walk_.next();
+    }
+  }
+
+ private:
+  static constexpr int kStages = Streams::kStages;
+
+  __device__ __forceinline__ void start(int stage) {
+    const int64_t at = ahead_.at(item_);
+    if (at >= 0) streams_.start(stage, at);
+    __pipeline_commit();
+    if (++item_ < plan_.items) return;
+    item_ = 0;
+    ahead_.next();
+  }
+
+  const PlanePlan& plan_;
+  const Streams& streams_;
+  PlaneWalk<Access, kBackwards> walk_;
+  PlaneWalk<Access, kBackwards> ahead_;
+  int item_ = 0;
+};
+
+/// The sample and the channel of a plane.
+struct PlaneOf {
+  int64_t sample;
+  int64_t channels[1];
+
+  __device__ __forceinline__ PlaneOf(const GroupLayout& layout, int64_t plane)
+      : sample(plane <= INT32_MAX
+                   ? static_cast<uint32_t>(plane) / static_cast<uint32_t>(layout.channels)
+                   : plane / layout.channels),
+        channels{plane - sample * layout.channels} {}
+};
+
+/// Calls body(access, activation, plan, grid).
+template <int kBlocks, class Problem, class Body>
+Status with_planes(const Problem& p, std::initializer_list<const void*> tensors, const Body& body) {
+  const ChannelLayout layout{1, p.layout.batch * p.layout.channels, p.layout.inner};
+  return with_channel_access<false>(p.dtype, layout, tensors, [&](auto access) {
+    using Access = decltype(access);
+    return with_group_activation<Access>(p.activation, [&](auto act) {
+      const PlanePlan plan = make_plane_plan<Access>(p.layout);
+      Grid grid;
+      const Status fits = grid_of(plan, kBlocks, grid);
+      return fits.ok() ? body(access, act, plan, grid) : fits;
+    });
+  });
+}
+
+}  // namespace
+}  // namespace torchkiln::cuda

@@ -1,0 +1,50 @@
+"""The module of group norm: a subclass of torch's that replaces ``forward``."""
+
+import torch
+from torch import Tensor, nn
+
+from torchkiln.nn.checks import check_act
+from torchkiln.ops.group_norm import group_norm
+
+
+class GroupNorm(nn.GroupNorm):
+    """``act(group_norm(x))``; a :class:`torch.nn.GroupNorm` with its ``state_dict``.
+
+    Args:
+        num_groups: a divisor of ``num_channels``.
+        num_channels: the channels of the input.
+        eps: a number of at least 0.
+        affine: whether the module has a weight, initially 1, and a bias, initially 0.
+        device: of the parameters.
+        dtype: of the parameters.
+        bias: whether an affine module has a bias.
+        act: one of none, square, relu, gelu, gelu_tanh, silu, sigmoid, tanh.
+
+    Shape:
+        input and output ``[batch, num_channels, ...]``.
+    """
+
+    def __init__(  # noqa: PLR0917
+        self,
+        num_groups: int,
+        num_channels: int,
+        eps: float = 1e-5,
+        affine: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        bias: bool = True,
+        act: str = "none",
+    ) -> None:
+        super().__init__(num_groups, num_channels, eps, affine, device, dtype)
+        if not bias:  # older versions of torch have no such argument
+            self.register_parameter("bias", None)
+        self.act = check_act("nn.GroupNorm", act)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Applies the op to ``x``."""
+        return group_norm(x, self.num_groups, self.weight, self.bias, self.eps, act=self.act)
+
+    def extra_repr(self) -> str:
+        """The settings, for ``repr``."""
+        return f"{super().extra_repr()}, act={self.act!r}"
