@@ -187,9 +187,8 @@ Tensor bias_gradient(const Tensor& grad) {
 }
 
 /// Whether no one but this node holds a tensor that it kept, and the graph is not used again.
-bool is_last_use(const Tensor& kept, bool was_hooked) {
-  return !was_hooked && !torch::autograd::get_current_graph_task_keep_graph() &&
-         Below(detail::keys_of(kept)).is_plain();
+bool is_last_use(bool was_hooked) {
+  return !was_hooked && !torch::autograd::get_current_graph_task_keep_graph();
 }
 
 template <class Kind>
@@ -286,8 +285,8 @@ struct Op : Schema<Kind> {
             std::tie(hidden, kept) = Kind::again(x, up, maybe(up_bias), act);
           Passed passed;
           if (wants_layer) {
-            const bool overwrites = saved.defined() ? is_last_use(saved, was_hooked)
-                                                    : Below(detail::keys_of(kept)).is_plain();
+            const bool overwrites = (!saved.defined() || is_last_use(was_hooked)) &&
+                                    Below(detail::keys_of(rows, kept)).is_plain();
             passed =
                 Kind::backward(input_gradient(rows, down), as_matrix(kept), act,
                                Wanted{in.wants(3), in.wants(2) && !hidden.defined(), overwrites});

@@ -144,10 +144,12 @@ void for_each_tensor(const Body& body, const Values&... values) {
   (visit(values), ...);
 }
 
-/// Whether the next dispatch key below autograd is a CPU or CUDA kernel: no tracing, no tensor
-/// subclass, no mode. The kernel may then be called directly.
+/// Whether a CPU or CUDA kernel is next when autograd and autocast are left out: no tracing, no
+/// tensor subclass, no vmap, no mode. The kernel may then be called directly.
 inline bool is_plain(c10::DispatchKeySet keys) {
-  const c10::DispatchKey next = (keys & c10::after_ADInplaceOrView_keyset).highestPriorityTypeId();
+  const c10::DispatchKeySet below =
+      keys - c10::autograd_dispatch_keyset_with_ADInplaceOrView - c10::autocast_dispatch_keyset;
+  const c10::DispatchKey next = below.highestPriorityTypeId();
   return next == c10::DispatchKey::CPU || next == c10::DispatchKey::CUDA;
 }
 
