@@ -100,6 +100,22 @@ inline void trace_launch(trace::Listener& listener, const void* kernel, const Gr
   listener.launched(launch);
 }
 
+/// Whether the stream records a CUDA graph and no node precedes the next launch. Such a kernel must
+/// not overlap: its wait for the previous kernel ends before the work that was queued ahead of the
+/// graph.
+inline bool begins_graph(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  size_t nodes = 0;
+#if CUDART_VERSION >= 13000
+  const cudaError_t error =
+      cudaStreamGetCaptureInfo(stream, &status, nullptr, nullptr, nullptr, nullptr, &nodes);
+#else
+  const cudaError_t error =
+      cudaStreamGetCaptureInfo_v2(stream, &status, nullptr, nullptr, nullptr, &nodes);
+#endif
+  return error == cudaSuccess && status == cudaStreamCaptureStatusActive && nodes == 0;
+}
+
 /// Queues a kernel. `overlaps`: its blocks may start while the previous kernel still runs, so the
 /// kernel must begin with wait_for_previous_kernel(). Does not call current_device(): that inline
 /// function exists once in the library, with the architectures of an arbitrary file, so a file
@@ -123,7 +139,7 @@ Status launch_kernel(void (*kernel)(Parameters...), const Grid& grid, bool overl
   config.dynamicSmemBytes = static_cast<size_t>(grid.shared_bytes);
   config.stream = stream;
   config.attrs = attributes;
-  if (overlaps) {
+  if (overlaps && !begins_graph(stream)) {
     attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
   }
