@@ -116,13 +116,15 @@ PYBIND11_MODULE(_C, module) {
   ops.bind<&torchkiln::softmax>("softmax", {"x", "dim", "scale", "mask", "causal", "dtype"});
   ops.bind<&torchkiln::log_softmax>("log_softmax",
                                     {"x", "dim", "scale", "mask", "causal", "dtype"});
-  ops.bind<&torchkiln::layer_norm>("layer_norm",
-                                   {"x", "normalized_shape", "weight", "bias", "eps"});
-  ops.bind<&torchkiln::rms_norm>("rms_norm", {"x", "normalized_shape", "weight", "eps", "offset"});
+  ops.bind<&torchkiln::layer_norm>(
+      "layer_norm", {"x", "normalized_shape", "weight", "bias", "eps", "offset", "round"});
+  ops.bind<&torchkiln::rms_norm>("rms_norm",
+                                 {"x", "normalized_shape", "weight", "eps", "offset", "round"});
   ops.bind<&torchkiln::add_layer_norm>(
-      "add_layer_norm", {"x", "residual", "normalized_shape", "weight", "bias", "eps"});
+      "add_layer_norm",
+      {"x", "residual", "normalized_shape", "weight", "bias", "eps", "offset", "round"});
   ops.bind<&torchkiln::add_rms_norm>(
-      "add_rms_norm", {"x", "residual", "normalized_shape", "weight", "eps", "offset"});
+      "add_rms_norm", {"x", "residual", "normalized_shape", "weight", "eps", "offset", "round"});
   ops.bind<&bn_act>("bn_act", {"x", "weight", "bias", "running_mean", "running_var", "residual",
                                "act", "training", "momentum", "eps"});
   ops.bind<&torchkiln::group_norm>("group_norm",

@@ -38,6 +38,7 @@ from torchkiln.ops.group_norm import group_norm  # noqa: E402
 from torchkiln.ops.matmul import gated_mlp, linear, matmul, mlp  # noqa: E402
 from torchkiln.ops.norm import (  # noqa: E402
     add_layer_norm,
+    add_layer_norm_,
     add_rms_norm,
     add_rms_norm_,
     layer_norm,
@@ -70,6 +71,7 @@ __all__ = [
     "__version__",
     "add",
     "add_layer_norm",
+    "add_layer_norm_",
     "add_rms_norm",
     "add_rms_norm_",
     "addcmul",

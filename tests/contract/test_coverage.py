@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # What the package offers beside ops: spmm is spmm_csr of the parts of a tensor, csr_transpose its
 # helper. conv_bn_act calls torch's convolutions; tests/ops/test_convolution.py checks it.
 OTHER_FUNCTIONS = {
+    "add_layer_norm_",
     "add_rms_norm_",
     "addcmul",
     "build_info",
@@ -71,7 +72,7 @@ UPDATES = {"bn_act_update", "bn_act_update_forward"}
 SHARDS = {"cross_entropy_shard", "cross_entropy_shard_backward"}
 
 # Ops that write into tensors of the caller; tests/ops/test_written.py checks them.
-WRITTEN = {"add_rms_norm_", "rms_norm_out", "swiglu_out"}
+WRITTEN = {"add_layer_norm_", "add_rms_norm_", "layer_norm_out", "rms_norm_out", "swiglu_out"}
 
 IN_PLACE = [(spec.inplace, spec.inplace_overload) for spec in SPECS if spec.inplace is not None]
 

@@ -89,7 +89,7 @@ def test_writing_and_checking(
     assert (docs / "results" / "here-host.png").read_bytes()[1:4] == b"PNG"
     ops = (docs / "ops.md").read_text()
     assert re.findall("^## (.*)", ops, re.MULTILINE) == [*FAMILIES, "The contract of a family"]
-    call = "torchkiln.rms_norm(x, normalized_shape, weight=None, eps=None, *, offset=0.0, out=None)"
+    call = "torchkiln.rms_norm(x, normalized_shape, weight=None, eps=None, *, offset=0.0, round='once', out=None)"
     assert f"| `{call}` |" in ops
 
 

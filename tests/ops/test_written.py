@@ -1,4 +1,4 @@
-"""Ops that write into tensors of the caller: rms_norm(out=), add_rms_norm_, swiglu(out=)."""
+"""Ops that write into tensors of the caller: norms and swiglu with out=, add_*_norm_."""
 
 from __future__ import annotations
 
@@ -20,28 +20,50 @@ def drawn(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> T
     return torch.randn(shape, device=device).to(dtype)
 
 
+NORMS = [(torchkiln.rms_norm, 1), (torchkiln.layer_norm, 2)]
+SUM_NORMS = [
+    (torchkiln.add_rms_norm, torchkiln.add_rms_norm_, 1),
+    (torchkiln.add_layer_norm, torchkiln.add_layer_norm_, 2),
+]
+OPTIONS = {"eps": 1e-3, "offset": 1.0, "round": "input"}
+
+
 @every_case
 @every_dtype
-def test_the_norm(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    x, weight = drawn(shape, device, dtype), drawn(shape[-1:], device, dtype)
-    expected = torchkiln.rms_norm(x, shape[-1], weight, 1e-3, offset=1.0)
+@pytest.mark.parametrize(("norm", "count"), NORMS)
+def test_the_norm(
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    norm: Callable[..., Tensor],
+    count: int,
+) -> None:
+    x = drawn(shape, device, dtype)
+    owned = [drawn(shape[-1:], device, dtype) for _ in range(count)]
+    expected = norm(x, shape[-1], *owned, **OPTIONS)
     out = torch.full_like(x, 7)
-    assert torchkiln.rms_norm(x, shape[-1], weight, 1e-3, offset=1.0, out=out) is out
+    assert norm(x, shape[-1], *owned, **OPTIONS, out=out) is out
     assert torch.equal(out, expected)
-    torchkiln.rms_norm(x, shape[-1], weight, 1e-3, offset=1.0, out=x)
+    norm(x, shape[-1], *owned, **OPTIONS, out=x)
     assert torch.equal(x, expected)
 
 
 @every_case
 @every_dtype
+@pytest.mark.parametrize(("norm", "in_place", "count"), SUM_NORMS)
 def test_the_norm_of_a_sum(
-    device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    norm: Callable[..., tuple[Tensor, Tensor]],
+    in_place: Callable[..., tuple[Tensor, Tensor]],
+    count: int,
 ) -> None:
     x, residual = drawn(shape, device, dtype), drawn(shape, device, dtype)
-    weight = drawn(shape[-1:], device, dtype)
-    y, total = torchkiln.add_rms_norm(x, residual, shape[-1], weight)
+    owned = [drawn(shape[-1:], device, dtype) for _ in range(count)]
+    y, total = norm(x, residual, shape[-1], *owned, **OPTIONS)
     memory = x.data_ptr(), residual.data_ptr()
-    found = torchkiln.add_rms_norm_(x, residual, shape[-1], weight)
+    found = in_place(x, residual, shape[-1], *owned, **OPTIONS)
     assert found[0] is x
     assert found[1] is residual
     assert (x.data_ptr(), residual.data_ptr()) == memory
@@ -117,7 +139,9 @@ def test_a_gradient_is_refused_and_versions_count() -> None:
     x = torch.randn(4, 8, requires_grad=True)
     for call in (
         lambda: torchkiln.rms_norm(x, 8, out=torch.empty(4, 8)),
+        lambda: torchkiln.layer_norm(x, 8, out=torch.empty(4, 8)),
         lambda: torchkiln.add_rms_norm_(torch.ones(4, 8), torch.ones(4, 8), 8, x[0]),
+        lambda: torchkiln.add_layer_norm_(torch.ones(4, 8), torch.ones(4, 8), 8, None, x[0]),
         lambda: torchkiln.swiglu(x, x, out=torch.empty(4, 8)),
     ):
         with pytest.raises(RuntimeError, match=r"expected none: the call has no gradient"):
@@ -137,8 +161,11 @@ def test_a_gradient_is_refused_and_versions_count() -> None:
 def test_the_ops_are_well_defined(device: torch.device) -> None:
     x, other, weight = (torch.randn(4, 8, device=device) for _ in range(3))
     ops = torch.ops.torchkiln
-    torch.library.opcheck(ops.rms_norm_out.default, (x, [8], weight[0], None, 0.0, other))
+    settings = (0.0, "once", other)
+    torch.library.opcheck(ops.rms_norm_out.default, (x, [8], weight[0], None, *settings))
+    torch.library.opcheck(ops.layer_norm_out.default, (x, [8], weight[0], None, 1e-5, *settings))
     torch.library.opcheck(ops.add_rms_norm_.default, (x, other, [8], weight[0], 1e-5))
+    torch.library.opcheck(ops.add_layer_norm_.default, (x, other, [8], weight[0], weight[1]))
     torch.library.opcheck(ops.swiglu_out.default, (x, other, weight))
 
 

@@ -141,6 +141,14 @@ inline void store_lanes(double* to, const Lanes<double>& lanes, PartialStep part
 }
 #endif
 
+/// The lanes, rounded to T.
+template <class T>
+Lanes<Compute<T>> round_lanes(const Lanes<Compute<T>>& lanes) {
+  T rounded[kLanes<Compute<T>>];
+  store_lanes(rounded, lanes, FullStep{});
+  return load_lanes(rounded, FullStep{});
+}
+
 /// The lanes, with zeros beyond the end.
 template <class C>
 Lanes<C> within(const Lanes<C>& lanes, FullStep) {

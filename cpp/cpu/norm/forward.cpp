@@ -106,7 +106,8 @@ void norm_row(const Norm& p, int64_t row) {
   const C shift = -m.remainder * m.rstd;
   T* y = static_cast<T*>(p.y) + row * p.columns;
   for_lanes<C>(0, p.columns, [&](int64_t i, auto span) {
-    const Lanes<C> n = (load_lanes(z + i, span) - m.mean) * m.rstd + shift;
+    Lanes<C> n = (load_lanes(z + i, span) - m.mean) * m.rstd + shift;
+    if (p.rounds_normalized) n = round_lanes<T>(n);
     store_lanes(y + i, n * (weight.load(i, span) + offset) + bias.load(i, span), span);
   });
 }

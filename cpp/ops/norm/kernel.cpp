@@ -101,6 +101,7 @@ Three run_into(const Call& call, Three to) {
   arguments.centered = call.centered;
   arguments.eps = call.eps;
   arguments.weight_offset = call.offset;
+  arguments.rounds_normalized = call.round == NormRounding::input;
   arguments.rows = rows;
   arguments.columns = columns;
   arguments.x_row_stride = x.stride;
@@ -113,29 +114,33 @@ Three run_into(const Call& call, Three to) {
 }
 
 Two Forward::meta(const Tensor& x, c10::SymIntArrayRef shape, const MaybeTensor& weight,
-                  const MaybeTensor& bias, double eps, double offset, bool centered) {
-  auto [y, sum, stats] =
-      outputs({x, nullptr, shape, weight, bias, eps, offset, centered}, /*wants_stats=*/true);
+                  const MaybeTensor& bias, double eps, double offset, NormRounding round,
+                  bool centered) {
+  auto [y, sum, stats] = outputs({x, nullptr, shape, weight, bias, eps, offset, round, centered},
+                                 /*wants_stats=*/true);
   return {y, stats};
 }
 
 Two Forward::kernel(const Tensor& x, c10::SymIntArrayRef shape, const MaybeTensor& weight,
-                    const MaybeTensor& bias, double eps, double offset, bool centered) {
+                    const MaybeTensor& bias, double eps, double offset, NormRounding round,
+                    bool centered) {
   auto [y, sum, stats] =
-      run({x, nullptr, shape, weight, bias, eps, offset, centered}, /*wants_stats=*/true);
+      run({x, nullptr, shape, weight, bias, eps, offset, round, centered}, /*wants_stats=*/true);
   return {y, stats};
 }
 
 Three AddForward::meta(const Tensor& x, const Tensor& residual, c10::SymIntArrayRef shape,
                        const MaybeTensor& weight, const MaybeTensor& bias, double eps,
-                       double offset, bool centered) {
-  return outputs({x, &residual, shape, weight, bias, eps, offset, centered}, /*wants_stats=*/true);
+                       double offset, NormRounding round, bool centered) {
+  return outputs({x, &residual, shape, weight, bias, eps, offset, round, centered},
+                 /*wants_stats=*/true);
 }
 
 Three AddForward::kernel(const Tensor& x, const Tensor& residual, c10::SymIntArrayRef shape,
                          const MaybeTensor& weight, const MaybeTensor& bias, double eps,
-                         double offset, bool centered) {
-  return run({x, &residual, shape, weight, bias, eps, offset, centered}, /*wants_stats=*/true);
+                         double offset, NormRounding round, bool centered) {
+  return run({x, &residual, shape, weight, bias, eps, offset, round, centered},
+             /*wants_stats=*/true);
 }
 
 Three Backward::meta(const Tensor& grad, const MaybeTensor& grad_sum, const Tensor& z,

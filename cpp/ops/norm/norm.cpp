@@ -12,13 +12,21 @@ namespace {
 using c10::SymIntArrayRef;
 
 /// (z - mean) * rstd * (weight + offset) + bias over the last `dims` dimensions, with torch's own
-/// ops, in the dtype of `z`.
+/// ops, in the dtype of `z`. (z - mean) * rstd is rounded to `rounded`; the derivatives are those
+/// without this rounding.
 Tensor composite_norm(const Tensor& z, int64_t dims, const Tensor& weight, const Tensor& bias,
-                      double eps, double offset, bool centered) {
+                      double eps, double offset, bool centered, at::ScalarType rounded) {
   const auto last = dims_between(z.dim() - dims, z.dim());
   const Tensor from = centered ? z - z.mean(last, /*keepdim=*/true) : z;
   Tensor y = from * ((from * from).mean(last, /*keepdim=*/true) + eps).rsqrt();
-  if (weight.defined()) y = y * (weight.to(z.scalar_type()) + offset);
+  Tensor change;
+  if (rounded != z.scalar_type()) change = (y.to(rounded).to(z.scalar_type()) - y).detach();
+  if (weight.defined()) {
+    const Tensor factor = weight.to(z.scalar_type()) + offset;
+    y = y * factor;
+    if (change.defined()) change = change * factor.detach();
+  }
+  if (change.defined()) y = y + change;
   if (bias.defined()) y = y + bias.to(z.scalar_type());
   return y;
 }
@@ -30,7 +38,8 @@ Two composite(const Call& call) {
   const Tensor z = (call.residual ? sum : call.x).to(compute_dtype(dtype));
   const Tensor y =
       composite_norm(z, static_cast<int64_t>(call.shape.size()), tensor_or_undefined(call.weight),
-                     tensor_or_undefined(call.bias), call.eps, call.offset, call.centered);
+                     tensor_or_undefined(call.bias), call.eps, call.offset, call.centered,
+                     call.round == NormRounding::input ? dtype : z.scalar_type());
   return {y.to(dtype), sum};
 }
 
@@ -61,7 +70,8 @@ Two recorded(const Below& below, const Call& call) {
                                    : Tensor();
     variable_list found = composite_gradients(
         in, std::array{z.to(compute), weight, bias}, wanted, [&](const auto& inputs) {
-          return composite_norm(inputs[0], dims, inputs[1], inputs[2], eps, offset, centered)
+          return composite_norm(inputs[0], dims, inputs[1], inputs[2], eps, offset, centered,
+                                /*rounded=*/compute)
               .to(z.scalar_type());
         });
     if (grad_sum.defined() && wanted[0]) found[0] = found[0] + grad_sum.to(compute);
@@ -70,15 +80,16 @@ Two recorded(const Below& below, const Call& call) {
   };
   if (!call.residual) {
     auto [y, stats] = below.call<Forward>(call.x, call.shape, call.weight, call.bias, call.eps,
-                                          call.offset, call.centered);
+                                          call.offset, call.round, call.centered);
     return {record(call.op(), {call.x, weight, bias}, y, keep(call.x, stats, weight),
                    [=](const Incoming& in, const Kept<3>& kept) {
                      return gradients(in, Tensor(), kept, {in.wants(0), in.wants(1), in.wants(2)});
                    }),
             Tensor()};
   }
-  auto [y, sum, stats] = below.call<AddForward>(call.x, *call.residual, call.shape, call.weight,
-                                                call.bias, call.eps, call.offset, call.centered);
+  auto [y, sum, stats] =
+      below.call<AddForward>(call.x, *call.residual, call.shape, call.weight, call.bias, call.eps,
+                             call.offset, call.round, call.centered);
   return record(call.op(), {call.x, *call.residual, weight, bias}, Two{y, sum},
                 keep(sum, stats, weight), [=](const Incoming& in, const Kept<3>& kept) {
                   // x and residual have the same gradient, which autograd casts to the dtype of
@@ -101,10 +112,6 @@ const MaybeTensor kNone;
 // The four ops share one implementation. The functions below build its Call from the arguments of
 // each schema.
 
-Call layer_norm_call(const Tensor& x, const Tensor* residual, SymIntArrayRef shape,
-                     const MaybeTensor& weight, const MaybeTensor& bias, double eps) {
-  return {x, residual, shape, weight, bias, eps, /*offset=*/0, /*centered=*/true};
-}
 /// An op without a residual; Derived::make builds the Call.
 template <class Derived, class... Args>
 struct NormOp {
@@ -144,42 +151,51 @@ struct AddNormOp {
   }
 };
 
-struct LayerNorm
-    : NormOp<LayerNorm, SymIntArrayRef, const MaybeTensor&, const MaybeTensor&, double> {
+struct LayerNorm : NormOp<LayerNorm, SymIntArrayRef, const MaybeTensor&, const MaybeTensor&, double,
+                          double, NormRounding> {
   static constexpr const char* kSchema =
       "torchkiln::layer_norm(Tensor x, SymInt[1] normalized_shape, Tensor? weight=None, "
-      "Tensor? bias=None, float eps=1e-05) -> Tensor";
+      "Tensor? bias=None, float eps=1e-05, *, float offset=0.0, str round=\"once\") -> Tensor";
   static constexpr auto make = layer_norm_call;
 };
 
-struct RmsNorm
-    : NormOp<RmsNorm, SymIntArrayRef, const MaybeTensor&, std::optional<double>, double> {
+struct RmsNorm : NormOp<RmsNorm, SymIntArrayRef, const MaybeTensor&, std::optional<double>, double,
+                        NormRounding> {
   static constexpr const char* kSchema =
       "torchkiln::rms_norm(Tensor x, SymInt[1] normalized_shape, Tensor? weight=None, "
-      "float? eps=None, *, float offset=0.0) -> Tensor";
+      "float? eps=None, *, float offset=0.0, str round=\"once\") -> Tensor";
   static constexpr auto make = rms_norm_call;
 };
 
-struct AddLayerNorm
-    : AddNormOp<AddLayerNorm, SymIntArrayRef, const MaybeTensor&, const MaybeTensor&, double> {
+struct AddLayerNorm : AddNormOp<AddLayerNorm, SymIntArrayRef, const MaybeTensor&,
+                                const MaybeTensor&, double, double, NormRounding> {
   static constexpr const char* kSchema =
       "torchkiln::add_layer_norm(Tensor x, Tensor residual, SymInt[1] normalized_shape, "
-      "Tensor? weight=None, Tensor? bias=None, float eps=1e-05) -> (Tensor, Tensor)";
+      "Tensor? weight=None, Tensor? bias=None, float eps=1e-05, *, float offset=0.0, "
+      "str round=\"once\") -> (Tensor, Tensor)";
   static constexpr auto make = layer_norm_call;
 };
 
-struct AddRmsNorm
-    : AddNormOp<AddRmsNorm, SymIntArrayRef, const MaybeTensor&, std::optional<double>, double> {
+struct AddRmsNorm : AddNormOp<AddRmsNorm, SymIntArrayRef, const MaybeTensor&, std::optional<double>,
+                              double, NormRounding> {
   static constexpr const char* kSchema =
       "torchkiln::add_rms_norm(Tensor x, Tensor residual, SymInt[1] normalized_shape, "
-      "Tensor? weight=None, float? eps=None, *, float offset=0.0) -> (Tensor, Tensor)";
+      "Tensor? weight=None, float? eps=None, *, float offset=0.0, str round=\"once\") -> "
+      "(Tensor, Tensor)";
   static constexpr auto make = rms_norm_call;
 };
 
 }  // namespace
 
+Call layer_norm_call(const Tensor& x, const Tensor* residual, SymIntArrayRef shape,
+                     const MaybeTensor& weight, const MaybeTensor& bias, double eps, double offset,
+                     NormRounding round) {
+  return {x, residual, shape, weight, bias, eps, offset, round, /*centered=*/true};
+}
+
 Call rms_norm_call(const Tensor& x, const Tensor* residual, SymIntArrayRef shape,
-                   const MaybeTensor& weight, std::optional<double> eps, double offset) {
+                   const MaybeTensor& weight, std::optional<double> eps, double offset,
+                   NormRounding round) {
   return {x,
           residual,
           shape,
@@ -187,6 +203,7 @@ Call rms_norm_call(const Tensor& x, const Tensor* residual, SymIntArrayRef shape
           kNone,
           eps.value_or(default_eps(x)),
           offset,
+          round,
           /*centered=*/false};
 }
 
@@ -199,27 +216,32 @@ TORCH_LIBRARY_FRAGMENT(torchkiln, m) {
 namespace torchkiln {
 
 at::Tensor layer_norm(const at::Tensor& x, c10::SymIntArrayRef normalized_shape,
-                      const MaybeTensor& weight, const MaybeTensor& bias, double eps) {
-  return call<norm_ops::LayerNorm>(x, normalized_shape, weight, bias, eps);
+                      const MaybeTensor& weight, const MaybeTensor& bias, double eps, double offset,
+                      std::string_view round) {
+  return call<norm_ops::LayerNorm>(x, normalized_shape, weight, bias, eps, offset, round);
 }
 
 at::Tensor rms_norm(const at::Tensor& x, c10::SymIntArrayRef normalized_shape,
-                    const MaybeTensor& weight, std::optional<double> eps, double offset) {
-  return call<norm_ops::RmsNorm>(x, normalized_shape, weight, eps, offset);
+                    const MaybeTensor& weight, std::optional<double> eps, double offset,
+                    std::string_view round) {
+  return call<norm_ops::RmsNorm>(x, normalized_shape, weight, eps, offset, round);
 }
 
 std::tuple<at::Tensor, at::Tensor> add_layer_norm(const at::Tensor& x, const at::Tensor& residual,
                                                   c10::SymIntArrayRef normalized_shape,
                                                   const MaybeTensor& weight,
-                                                  const MaybeTensor& bias, double eps) {
-  return call<norm_ops::AddLayerNorm>(x, residual, normalized_shape, weight, bias, eps);
+                                                  const MaybeTensor& bias, double eps,
+                                                  double offset, std::string_view round) {
+  return call<norm_ops::AddLayerNorm>(x, residual, normalized_shape, weight, bias, eps, offset,
+                                      round);
 }
 
 std::tuple<at::Tensor, at::Tensor> add_rms_norm(const at::Tensor& x, const at::Tensor& residual,
                                                 c10::SymIntArrayRef normalized_shape,
                                                 const MaybeTensor& weight,
-                                                std::optional<double> eps, double offset) {
-  return call<norm_ops::AddRmsNorm>(x, residual, normalized_shape, weight, eps, offset);
+                                                std::optional<double> eps, double offset,
+                                                std::string_view round) {
+  return call<norm_ops::AddRmsNorm>(x, residual, normalized_shape, weight, eps, offset, round);
 }
 
 }  // namespace torchkiln

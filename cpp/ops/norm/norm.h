@@ -4,7 +4,28 @@
 
 #include "torchkiln/torch/op.h"
 
-namespace torchkiln::norm_ops {
+namespace torchkiln {
+
+/// When a norm is rounded: once, after weight and bias, or also before the weight, to the dtype of
+/// its input.
+enum class NormRounding { once, input };
+
+/// Schemas have a rounding as a string.
+template <>
+struct InSchema<NormRounding> {
+  using Type = c10::string_view;
+  static NormRounding read(const char* op, c10::string_view name) {
+    if (name == "once") return NormRounding::once;
+    TORCH_CHECK_VALUE(name == "input", "torchkiln.", op, ": round: got '", name,
+                      "', expected one of once, input");
+    return NormRounding::input;
+  }
+  static c10::string_view write(NormRounding round) {
+    return round == NormRounding::once ? "once" : "input";
+  }
+};
+
+namespace norm_ops {
 
 using at::Tensor;
 using Two = std::tuple<Tensor, Tensor>;
@@ -19,6 +40,7 @@ struct Call {
   const MaybeTensor& bias;    // without one, 0 is added
   double eps;
   double offset;
+  NormRounding round;
   bool centered;  // layer norm; else RMS norm
 
   /// Whether the residual is float32 beside an x of half precision. The kernels add the narrower of
@@ -49,33 +71,39 @@ Three run(const Call& call, bool wants_stats);
 /// Computes into contiguous tensors of these shapes; y may be x, and the sum the residual.
 Three run_into(const Call& call, Three to);
 
-/// The call of an RMS norm. Without an eps it is that of the compute dtype.
+Call layer_norm_call(const Tensor& x, const Tensor* residual, c10::SymIntArrayRef shape,
+                     const MaybeTensor& weight, const MaybeTensor& bias, double eps, double offset,
+                     NormRounding round);
+/// Without an eps it is that of the compute dtype.
 Call rms_norm_call(const Tensor& x, const Tensor* residual, c10::SymIntArrayRef shape,
-                   const MaybeTensor& weight, std::optional<double> eps, double offset);
+                   const MaybeTensor& weight, std::optional<double> eps, double offset,
+                   NormRounding round);
 
 /// The forward that also returns the statistics: {y, stats}.
 struct Forward {
   static constexpr const char* kSchema =
       "torchkiln::norm_forward(Tensor x, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, "
-      "float eps, float offset, bool centered) -> (Tensor, Tensor)";
+      "float eps, float offset, str round, bool centered) -> (Tensor, Tensor)";
   static Two meta(const Tensor& x, c10::SymIntArrayRef shape, const MaybeTensor& weight,
-                  const MaybeTensor& bias, double eps, double offset, bool centered);
+                  const MaybeTensor& bias, double eps, double offset, NormRounding round,
+                  bool centered);
   static Two kernel(const Tensor& x, c10::SymIntArrayRef shape, const MaybeTensor& weight,
-                    const MaybeTensor& bias, double eps, double offset, bool centered);
+                    const MaybeTensor& bias, double eps, double offset, NormRounding round,
+                    bool centered);
 };
 
 /// The forward of x + residual: {y, sum, stats}.
 struct AddForward {
   static constexpr const char* kSchema =
       "torchkiln::add_norm_forward(Tensor x, Tensor residual, SymInt[] normalized_shape, "
-      "Tensor? weight, Tensor? bias, float eps, float offset, bool centered) -> "
+      "Tensor? weight, Tensor? bias, float eps, float offset, str round, bool centered) -> "
       "(Tensor, Tensor, Tensor)";
   static Three meta(const Tensor& x, const Tensor& residual, c10::SymIntArrayRef shape,
                     const MaybeTensor& weight, const MaybeTensor& bias, double eps, double offset,
-                    bool centered);
+                    NormRounding round, bool centered);
   static Three kernel(const Tensor& x, const Tensor& residual, c10::SymIntArrayRef shape,
                       const MaybeTensor& weight, const MaybeTensor& bias, double eps, double offset,
-                      bool centered);
+                      NormRounding round, bool centered);
 };
 
 /// The wanted gradients of z, weight and bias, where z is x or x + residual. The rank of `stats`
@@ -94,4 +122,5 @@ struct Backward {
                       at::ScalarType weight_dtype, Wanted wanted);
 };
 
-}  // namespace torchkiln::norm_ops
+}  // namespace norm_ops
+}  // namespace torchkiln

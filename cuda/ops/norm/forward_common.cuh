@@ -1,6 +1,6 @@
 #pragma once
 
-// Common to both kernels of the forward pass: weight and bias.
+// Common to both kernels of the forward pass.
 
 #include "detail/rowwise/tile.cuh"
 #include "torchkiln/kernels/norm.h"
@@ -30,6 +30,14 @@ __device__ __forceinline__ void load_affine(const Norm& p, const Source& source,
     }
     if (p.bias != nullptr) source.load_parameters(at, static_cast<const W*>(p.bias), bias);
   });
+}
+
+/// Rounds normalized elements to T before the weight is applied, if the call asks for it.
+template <class T, class C, int kLanes>
+__device__ __forceinline__ void round_normalized(const Norm& p, C (&n)[kLanes]) {
+  if (sizeof(T) == sizeof(C) || !p.rounds_normalized) return;
+#pragma unroll
+  for (int i = 0; i < kLanes; ++i) n[i] = convert<C>(convert<T>(n[i]));
 }
 
 /// Calls body(the row of the residual), which is T*, or half precision beside float32.

@@ -177,10 +177,15 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Tile>)
     }
 #pragma unroll
     for (int i = 0; i < Tile::lanes(k); ++i) {
-      if constexpr (kAffine && !kCentered) weight[i] += static_cast<C>(p.weight_offset);
       if constexpr (kCentered) z[i] -= mean;
       if constexpr (kCorrectsMean) z[i] -= remainder;
-      z[i] *= rstd * weight[i];
+      z[i] *= rstd;
+    }
+    round_normalized<T>(p, z);
+#pragma unroll
+    for (int i = 0; i < Tile::lanes(k); ++i) {
+      if constexpr (kAffine) weight[i] += static_cast<C>(p.weight_offset);
+      z[i] *= weight[i];
       if constexpr (kCentered) z[i] += bias[i];
     }
     tile.save(inside, static_cast<T*>(p.y) + row * p.columns, k, z);

@@ -80,7 +80,10 @@ __global__ void __launch_bounds__(kRowThreads) norm_streamed_rows(Norm p, TeamSh
     load_affine(p, access, column, weight, bias);
 #pragma unroll
     for (int i = 0; i < kLanes; ++i)
-      result[i] = (convert<C>(item.lane[i]) - mean - remainder) * rstd * weight[i] + bias[i];
+      result[i] = (convert<C>(item.lane[i]) - mean - remainder) * rstd;
+    round_normalized<T>(p, result);
+#pragma unroll
+    for (int i = 0; i < kLanes; ++i) result[i] = result[i] * weight[i] + bias[i];
     access.save(y, column, result);
     if (p.residual != nullptr) {
 #pragma unroll

@@ -8,27 +8,74 @@ from torch import Tensor, nn
 from torchkiln.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 
+def reset_weight(weight: Tensor | None, offset: float) -> None:
+    """Sets ``offset + weight`` to 1."""
+    if weight is not None and offset:
+        nn.init.constant_(weight, 1 - offset)
+
+
+def settings(offset: float, round: str) -> str:
+    """Those that are not the defaults, for ``repr``."""
+    said = f", offset={offset}" if offset else ""
+    return said + (f", round={round!r}" if round != "once" else "")
+
+
 class LayerNorm(nn.LayerNorm):
-    """``(x - mean) / sqrt(variance + eps) * weight + bias``; a :class:`torch.nn.LayerNorm`.
+    """``(x - mean) / sqrt(variance + eps) * (offset + weight) + bias``; a torch.nn.LayerNorm.
 
     Args:
         normalized_shape: the last sizes of the input, or the last one.
         eps: a number of at least 0.
-        elementwise_affine: whether the module has a weight, initially 1, and a bias, initially 0.
+        elementwise_affine: whether the module has a weight, initially ``1 - offset``, and a bias,
+            initially 0.
         bias: whether the module has a bias.
         device: of the parameters.
         dtype: of the parameters.
+        offset: a number that is added to the weight.
+        round: ``"once"``, or ``"input"``, as for :func:`torchkiln.layer_norm`.
 
     Shape:
         input and output ``[..., *normalized_shape]``.
     """
 
+    def __init__(  # noqa: PLR0917
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        offset: float = 0.0,
+        round: str = "once",
+    ) -> None:
+        self.offset, self.round = offset, round
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
+
+    def reset_parameters(self) -> None:
+        """Sets ``offset + weight`` to 1, the bias to 0."""
+        super().reset_parameters()
+        reset_weight(self.weight, self.offset)
+
     def forward(self, x: Tensor) -> Tensor:
         """Applies the op to ``x``."""
-        return layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+        return layer_norm(
+            x,
+            self.normalized_shape,
+            self.weight,
+            self.bias,
+            self.eps,
+            offset=self.offset,
+            round=self.round,
+        )
+
+    def extra_repr(self) -> str:
+        """The settings, for ``repr``."""
+        return super().extra_repr() + settings(self.offset, self.round)
 
 
-class AddLayerNorm(nn.LayerNorm):
+class AddLayerNorm(LayerNorm):
     """:class:`LayerNorm` of ``x + residual``, and that sum.
 
     Args:
@@ -38,6 +85,8 @@ class AddLayerNorm(nn.LayerNorm):
         bias: as for :class:`LayerNorm`.
         device: of the parameters.
         dtype: of the parameters.
+        offset: as for :class:`LayerNorm`.
+        round: as for :class:`LayerNorm`.
 
     Shape:
         x, residual and both outputs ``[..., *normalized_shape]``.
@@ -45,7 +94,16 @@ class AddLayerNorm(nn.LayerNorm):
 
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Applies the op."""
-        return add_layer_norm(x, residual, self.normalized_shape, self.weight, self.bias, self.eps)
+        return add_layer_norm(
+            x,
+            residual,
+            self.normalized_shape,
+            self.weight,
+            self.bias,
+            self.eps,
+            offset=self.offset,
+            round=self.round,
+        )
 
 
 class RMSNorm(nn.RMSNorm):
@@ -58,6 +116,7 @@ class RMSNorm(nn.RMSNorm):
         device: of the parameters.
         dtype: of the parameters.
         offset: a number that is added to the weight.
+        round: as for :class:`LayerNorm`.
 
     Shape:
         input and output ``[..., *normalized_shape]``.
@@ -72,22 +131,30 @@ class RMSNorm(nn.RMSNorm):
         dtype: torch.dtype | None = None,
         *,
         offset: float = 0.0,
+        round: str = "once",
     ) -> None:
-        self.offset = offset
+        self.offset, self.round = offset, round
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
 
     def reset_parameters(self) -> None:
         """Sets ``offset + weight`` to 1."""
-        if self.elementwise_affine:
-            nn.init.constant_(self.weight, 1 - self.offset)
+        super().reset_parameters()
+        reset_weight(self.weight, self.offset)
 
     def forward(self, x: Tensor) -> Tensor:
         """Applies the op to ``x``."""
-        return rms_norm(x, self.normalized_shape, self.weight, self.eps, offset=self.offset)
+        return rms_norm(
+            x,
+            self.normalized_shape,
+            self.weight,
+            self.eps,
+            offset=self.offset,
+            round=self.round,
+        )
 
     def extra_repr(self) -> str:
         """The settings, for ``repr``."""
-        return super().extra_repr() + (f", offset={self.offset}" if self.offset else "")
+        return super().extra_repr() + settings(self.offset, self.round)
 
 
 class AddRMSNorm(RMSNorm):
@@ -100,6 +167,7 @@ class AddRMSNorm(RMSNorm):
         device: of the parameters.
         dtype: of the parameters.
         offset: as for :class:`RMSNorm`.
+        round: as for :class:`LayerNorm`.
 
     Shape:
         x, residual and both outputs ``[..., *normalized_shape]``.
@@ -108,5 +176,11 @@ class AddRMSNorm(RMSNorm):
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Applies the op."""
         return add_rms_norm(
-            x, residual, self.normalized_shape, self.weight, self.eps, offset=self.offset
+            x,
+            residual,
+            self.normalized_shape,
+            self.weight,
+            self.eps,
+            offset=self.offset,
+            round=self.round,
         )

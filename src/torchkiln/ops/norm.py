@@ -15,15 +15,19 @@ def as_sizes(normalized_shape: int | Sequence[int]) -> Sequence[int]:
     return (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
 
 
-@eager(_C.layer_norm, input="x")
+@eager(_C.layer_norm, beside=("out",), input="x")
 def layer_norm(
     x: Tensor,
     normalized_shape: int | Sequence[int],
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
+    *,
+    offset: float = 0.0,
+    round: str = "once",
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Returns ``(x - mean) / sqrt(variance + eps) * weight + bias``, contiguous.
+    """Returns ``(x - mean) / sqrt(variance + eps) * (offset + weight) + bias``, contiguous.
 
     Mean and variance are taken over the last dimensions of ``x``. All are computed in float32
     (float64 for float64), and the result is rounded once. If a row fits in registers, one pass
@@ -35,8 +39,22 @@ def layer_norm(
         weight: of that shape; of the dtype of ``x``, or float32 if ``x`` has half precision.
         bias: of the shape and dtype of ``weight``.
         eps: a number of at least 0.
+        offset: a number that is added to ``weight``: 1.0 for models that store ``weight - 1``.
+            Ignored without a weight.
+        round: ``"once"``, or ``"input"`` to round the normalized rows to the dtype of ``x`` before
+            ``weight`` is applied, too, as models of Hugging Face and vLLM do. Gradients are those
+            without this rounding.
+        out: a contiguous tensor of the shape and dtype of ``x`` for the result, which may be ``x``;
+            for inference: the call has no gradient.
     """
-    return torch.ops.torchkiln.layer_norm.default(x, as_sizes(normalized_shape), weight, bias, eps)
+    shape = as_sizes(normalized_shape)
+    if out is not None:
+        check_no_gradient("layer_norm", "out", x, weight, bias, out)
+        torch.ops.torchkiln.layer_norm_out.default(x, shape, weight, bias, eps, offset, round, out)
+        return out
+    return torch.ops.torchkiln.layer_norm.default(
+        x, shape, weight, bias, eps, offset=offset, round=round
+    )
 
 
 @eager(_C.rms_norm, beside=("out",), input="x")
@@ -47,6 +65,7 @@ def rms_norm(
     eps: float | None = None,
     *,
     offset: float = 0.0,
+    round: str = "once",
     out: Tensor | None = None,
 ) -> Tensor:
     """Returns ``x / sqrt(mean(x**2) + eps) * (offset + weight)``, contiguous.
@@ -59,17 +78,16 @@ def rms_norm(
         weight: as for :func:`layer_norm`.
         eps: a number of at least 0; None for ``torch.finfo(torch.float32).eps``, or for
             ``torch.finfo(torch.float64).eps`` if ``x`` is float64.
-        offset: a number that is added to ``weight``: 1.0 for models that store ``weight - 1``.
-            Ignored without a weight.
-        out: a contiguous tensor of the shape and dtype of ``x`` for the result, which may be ``x``;
-            for inference: the call has no gradient.
+        offset: as for :func:`layer_norm`.
+        round: as for :func:`layer_norm`.
+        out: as for :func:`layer_norm`.
     """
     shape = as_sizes(normalized_shape)
     if out is not None:
         check_no_gradient("rms_norm", "out", x, weight, out)
-        torch.ops.torchkiln.rms_norm_out.default(x, shape, weight, eps, offset, out)
+        torch.ops.torchkiln.rms_norm_out.default(x, shape, weight, eps, offset, round, out)
         return out
-    return torch.ops.torchkiln.rms_norm.default(x, shape, weight, eps, offset=offset)
+    return torch.ops.torchkiln.rms_norm.default(x, shape, weight, eps, offset=offset, round=round)
 
 
 @eager(_C.add_layer_norm)
@@ -80,6 +98,9 @@ def add_layer_norm(  # noqa: PLR0917
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
+    *,
+    offset: float = 0.0,
+    round: str = "once",
 ) -> tuple[Tensor, Tensor]:
     """Returns ``(layer_norm(total), total)`` with ``total = x + residual``, in one pass.
 
@@ -93,9 +114,11 @@ def add_layer_norm(  # noqa: PLR0917
         weight: as for :func:`layer_norm`.
         bias: as for :func:`layer_norm`.
         eps: as for :func:`layer_norm`.
+        offset: as for :func:`layer_norm`.
+        round: as for :func:`layer_norm`, to the dtype of the sum.
     """
     return torch.ops.torchkiln.add_layer_norm.default(
-        x, residual, as_sizes(normalized_shape), weight, bias, eps
+        x, residual, as_sizes(normalized_shape), weight, bias, eps, offset=offset, round=round
     )
 
 
@@ -108,6 +131,7 @@ def add_rms_norm(
     eps: float | None = None,
     *,
     offset: float = 0.0,
+    round: str = "once",
 ) -> tuple[Tensor, Tensor]:
     """Returns ``(rms_norm(total), total)`` with ``total = x + residual``, in one pass.
 
@@ -117,11 +141,44 @@ def add_rms_norm(
         normalized_shape: as for :func:`layer_norm`.
         weight: as for :func:`layer_norm`.
         eps: as for :func:`rms_norm`.
-        offset: as for :func:`rms_norm`.
+        offset: as for :func:`layer_norm`.
+        round: as for :func:`add_layer_norm`.
     """
     return torch.ops.torchkiln.add_rms_norm.default(
-        x, residual, as_sizes(normalized_shape), weight, eps, offset=offset
+        x, residual, as_sizes(normalized_shape), weight, eps, offset=offset, round=round
     )
+
+
+def add_layer_norm_(  # noqa: PLR0917
+    x: Tensor,
+    residual: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    offset: float = 0.0,
+    round: str = "once",
+) -> tuple[Tensor, Tensor]:
+    """Writes :func:`add_layer_norm` into its inputs, as :func:`add_rms_norm_` does.
+
+    For inference: the call has no gradient, and allocates no memory.
+
+    Args:
+        x: contiguous; as for :func:`layer_norm`.
+        residual: contiguous, of the shape and dtype of ``x``.
+        normalized_shape: as for :func:`layer_norm`.
+        weight: as for :func:`layer_norm`.
+        bias: as for :func:`layer_norm`.
+        eps: as for :func:`layer_norm`.
+        offset: as for :func:`layer_norm`.
+        round: as for :func:`layer_norm`.
+    """
+    check_no_gradient("add_layer_norm_", "x", x, residual, weight, bias)
+    torch.ops.torchkiln.add_layer_norm_.default(
+        x, residual, as_sizes(normalized_shape), weight, bias, eps, offset=offset, round=round
+    )
+    return x, residual
 
 
 def add_rms_norm_(
@@ -132,6 +189,7 @@ def add_rms_norm_(
     eps: float | None = None,
     *,
     offset: float = 0.0,
+    round: str = "once",
 ) -> tuple[Tensor, Tensor]:
     """Writes :func:`add_rms_norm` into its inputs: the norm into ``x``, the sum into ``residual``.
 
@@ -143,10 +201,11 @@ def add_rms_norm_(
         normalized_shape: as for :func:`layer_norm`.
         weight: as for :func:`layer_norm`.
         eps: as for :func:`rms_norm`.
-        offset: as for :func:`rms_norm`.
+        offset: as for :func:`layer_norm`.
+        round: as for :func:`layer_norm`.
     """
     check_no_gradient("add_rms_norm_", "x", x, residual, weight)
     torch.ops.torchkiln.add_rms_norm_.default(
-        x, residual, as_sizes(normalized_shape), weight, eps, offset=offset
+        x, residual, as_sizes(normalized_shape), weight, eps, offset=offset, round=round
     )
     return x, residual

@@ -107,33 +107,37 @@ TORCHKILN_EXPORT at::Tensor gated_mlp(const at::Tensor& x, const at::Tensor& gat
                                       std::string_view act = "silu",
                                       std::string_view save = "preact");
 
-/// (x - mean) / sqrt(variance + eps) * weight + bias, with mean and variance over the last
-/// dimensions of x, whose sizes are `normalized_shape`. Weight and bias have that shape; their
+/// (x - mean) / sqrt(variance + eps) * (offset + weight) + bias, with mean and variance over the
+/// last dimensions of x, whose sizes are `normalized_shape`. Weight and bias have that shape; their
 /// dtype is x's, or float32 if x has half precision. The result is contiguous and has x's shape and
-/// dtype. The gradients of weight and bias are bitwise reproducible.
+/// dtype. It is rounded once; `round` "input" also rounds the quotient to x's dtype. The gradients
+/// of weight and bias are bitwise reproducible.
 TORCHKILN_EXPORT at::Tensor layer_norm(const at::Tensor& x, c10::SymIntArrayRef normalized_shape,
                                        const std::optional<at::Tensor>& weight = std::nullopt,
                                        const std::optional<at::Tensor>& bias = std::nullopt,
-                                       double eps = 1e-5);
+                                       double eps = 1e-5, double offset = 0.0,
+                                       std::string_view round = "once");
 
 /// x / sqrt(mean of x^2 + eps) * (offset + weight), with arguments as for layer_norm(). The default
 /// eps is the machine epsilon of float32, or of float64 for float64.
 TORCHKILN_EXPORT at::Tensor rms_norm(const at::Tensor& x, c10::SymIntArrayRef normalized_shape,
                                      const std::optional<at::Tensor>& weight = std::nullopt,
-                                     std::optional<double> eps = std::nullopt, double offset = 0.0);
+                                     std::optional<double> eps = std::nullopt, double offset = 0.0,
+                                     std::string_view round = "once");
 
 /// {layer_norm(sum), sum} with sum = x + residual, for x and residual of one shape and dtype. The
 /// sum is rounded to that dtype before it is normalized.
 TORCHKILN_EXPORT std::tuple<at::Tensor, at::Tensor> add_layer_norm(
     const at::Tensor& x, const at::Tensor& residual, c10::SymIntArrayRef normalized_shape,
     const std::optional<at::Tensor>& weight = std::nullopt,
-    const std::optional<at::Tensor>& bias = std::nullopt, double eps = 1e-5);
+    const std::optional<at::Tensor>& bias = std::nullopt, double eps = 1e-5, double offset = 0.0,
+    std::string_view round = "once");
 
 /// {rms_norm(sum), sum} with sum = x + residual, as for add_layer_norm().
 TORCHKILN_EXPORT std::tuple<at::Tensor, at::Tensor> add_rms_norm(
     const at::Tensor& x, const at::Tensor& residual, c10::SymIntArrayRef normalized_shape,
     const std::optional<at::Tensor>& weight = std::nullopt,
-    std::optional<double> eps = std::nullopt, double offset = 0.0);
+    std::optional<double> eps = std::nullopt, double offset = 0.0, std::string_view round = "once");
 
 /// softmax(x * scale) over dimension `dim`. Masked elements count as -infinity: those for which
 /// `mask`, which broadcasts to x, is false, and, if `causal`, those whose column (last dimension)

@@ -11,7 +11,8 @@ namespace torchkiln {
 
 /// Layer norm and RMS norm of each row of z = x + residual, or of x if there is no residual:
 ///   y = (z - mean) * rstd * (weight + weight_offset) + bias
-/// with rstd = 1 / sqrt(mean of (z - mean)^2 + eps), and mean = 0 for RMS norm.
+/// with rstd = 1 / sqrt(mean of (z - mean)^2 + eps), and mean = 0 for RMS norm. The product
+/// (z - mean) * rstd is rounded to `dtype` if `rounds_normalized`.
 struct Norm {
   const void* x;         // [rows, columns], columns adjacent
   const void* residual;  // as x; null if there is none
@@ -28,6 +29,7 @@ struct Norm {
   bool centered;         // layer norm; else RMS norm
   double eps;
   double weight_offset;
+  bool rounds_normalized;
   int64_t rows;
   int64_t columns;
   int64_t x_row_stride;

@@ -69,6 +69,7 @@ class Arguments:
         self.weight: Tensor | None = given.get("weight")
         self.bias: Tensor | None = given.get("bias")
         self.offset: float = given.get("offset", 0.0)
+        self.rounds = given.get("round") == "input"
         # A float64 copy of a call has another default for eps: see `inputs`.
         inside = torch.float64 if self.x.dtype == torch.float64 else torch.float32
         eps = given.get("eps", 1e-5 if kind.centered else None)
@@ -114,13 +115,19 @@ def composite(kind: Kind, *args: Any, **kwargs: Any) -> Result:
     z, weight, bias = a.z, a.weight if a.offset == 0 else a.factor, a.bias
     shape = [z.shape[d] for d in a.dims]
     parameter = weight if weight is not None else bias
+
+    def torchs(z: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        if kind.centered:
+            return F.layer_norm(z, shape, weight, bias, a.eps)
+        return F.rms_norm(z, shape, weight, a.eps)
+
+    if a.rounds:
+        y = torchs(z)
+        y = y if weight is None else y * weight
+        return with_sum(a, (y if bias is None else y + bias).to(z.dtype), z)
     # Torch's CUDA kernels require the same dtype for all arguments.
     wide = z if parameter is None else z.to(parameter.dtype)
-    if kind.centered:
-        y = F.layer_norm(wide, shape, weight, bias, a.eps)
-    else:
-        y = F.rms_norm(wide, shape, weight, a.eps)
-    return with_sum(a, y.to(z.dtype), z)
+    return with_sum(a, torchs(wide, weight, bias).to(z.dtype), z)
 
 
 class Terms(NamedTuple):
@@ -131,10 +138,12 @@ class Terms(NamedTuple):
     rstd: Tensor
 
 
-def terms_of(kind: Kind, a: Arguments) -> Terms:
-    """Rounding errors in steps. A difference from the mean has the errors of its terms."""
+def terms_of(kind: Kind, a: Arguments, z: Tensor) -> Terms:
+    """Rounding errors in steps, for terms of z of this size.
+
+    A difference from the mean has the errors of its terms.
+    """
     with torch.no_grad():
-        z = a.sizes
         mean = a.z.mean(a.dims, keepdim=True)
         from_mean = a.z - mean if kind.centered else a.z
         rstd = ((from_mean * from_mean).mean(a.dims, keepdim=True) + a.eps).rsqrt()
@@ -147,12 +156,22 @@ def terms_of(kind: Kind, a: Arguments) -> Terms:
 def magnitude(kind: Kind, *args: Any, **kwargs: Any) -> Result:
     """The terms of each element."""
     a = Arguments(kind, *args, **kwargs)
-    y = terms_of(kind, a).error
+    y = terms_of(kind, a, a.sizes).error
     if a.weight is not None:
         y = y * (a.weight.abs() + abs(a.offset))
     if a.bias is not None:
         y = y + a.bias.abs()
     return with_sum(a, y, a.sizes)
+
+
+def intermediate_sensitivity(kind: Kind, *args: Any, **kwargs: Any) -> Result:
+    """Changes with z, if that is a rounded sum, and with the normalized rows, if rounded."""
+    a = Arguments(kind, *args, **kwargs)
+    n = terms_of(kind, a, a.z.abs())
+    y = n.error * kind.residual + n.size * a.rounds
+    if a.factor is not None:
+        y = y * a.factor.abs()
+    return with_sum(a, y, 0 * a.sizes)
 
 
 def gradient_magnitude(kind: Kind, *args: Any, **kwargs: Any) -> Result:
@@ -161,7 +180,7 @@ def gradient_magnitude(kind: Kind, *args: Any, **kwargs: Any) -> Result:
     The rounding errors of n are applied to one factor n at a time.
     """
     a = Arguments(kind, *args, **kwargs)
-    n = terms_of(kind, a)
+    n = terms_of(kind, a, a.sizes)
     z = a.z
 
     def mean(t: Tensor) -> Tensor:
@@ -213,12 +232,15 @@ def inputs(kind: Kind, device: torch.device, dtype: torch.dtype) -> Iterator[Sam
         yield Sample("defaults", args)
         yield Sample("weight alone", (*rows, (21,), owned[0]))
         yield Sample("bias alone", (*rows, (21,), None, owned[1]), {"eps": 1e-6})
-    else:
-        yield Sample("offset", args, {"offset": 1.0, "eps": 1e-6})
-        yield Sample("offset without weight", (*rows, (21,), None, 1e-6), {"offset": 1.0})
+    without = (*rows, (21,), *[None] * len(owned))
+    yield Sample("offset", args, {"offset": 1.0, "eps": 1e-6})
+    yield Sample("offset without weight", without, {"offset": 1.0, "eps": 1e-6})
+    yield Sample("rounded", args, {"offset": 1.0, "round": "input", "eps": 1e-6})
     if dtype in (torch.float16, torch.bfloat16):
         for name, shape in (("float32 weight", (9, 21)), ("float32 weight, rows", (1031, 67))):
-            yield Sample(name, arguments(kind, shape, device, dtype, owned=torch.float32), eps)
+            args = arguments(kind, shape, device, dtype, owned=torch.float32)
+            yield Sample(name, args, eps)
+            yield Sample(f"rounded, {name}", args, eps | {"round": "input"})
         if kind.residual:
             x, residual, *others = arguments(kind, (9, 21), device, dtype)
             yield Sample("float32 residual", (x, residual.float(), *others), eps)
@@ -283,6 +305,8 @@ def invalid(kind: Kind, device: torch.device) -> Iterator[Invalid]:
         yield good.changed(words, normalized_shape=shape)
     for eps, said in ((-1e-5, "-1e-05"), (math.nan, "nan"), (-math.inf, "-inf")):
         yield good.changed(f"eps: got {said}, expected a number of at least 0", ValueError, eps=eps)
+    words = "round: got 'up', expected one of once, input"
+    yield good.changed(words, ValueError, round="up")
     if kind.centered:
         words = "bias: got dtype float32, expected bfloat16, the dtype of weight"
         yield good.cast(torch.bfloat16).changed(words, bias=row)
@@ -291,13 +315,13 @@ def invalid(kind: Kind, device: torch.device) -> Iterator[Invalid]:
 def norm(name: str, module: type[nn.Module], *, centered: bool, residual: bool) -> OpSpec:
     """The contract of one of the four norms."""
     kind = Kind(name, centered, residual)
-    offset = {} if centered else {"offset": 0.5}
     return OpSpec(
         op=getattr(torchkiln, name),
         reference=partial(reference, kind),
         composite=partial(composite, kind),
         magnitude=partial(magnitude, kind),
         gradient_magnitude=partial(gradient_magnitude, kind),
+        intermediate_sensitivity=partial(intermediate_sensitivity, kind),
         output_sensitivity=partial(sensitivity, kind) if residual else None,
         inputs=partial(inputs, kind),
         refusals=Refusals(
@@ -317,7 +341,7 @@ def norm(name: str, module: type[nn.Module], *, centered: bool, residual: bool) 
         opaque=True,
         grown=partial(grown, kind),
         helpers=("add_norm_forward" if residual else "norm_forward", "norm_backward"),
-        module=layer(module, 10, 1e-4, **offset),
+        module=layer(module, 10, 1e-4, offset=0.5),
     )
 
 
