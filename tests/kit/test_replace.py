@@ -109,11 +109,11 @@ def test_finds_modules_by_formula() -> None:
     before = net(x)
     report = torchkiln.replace(net)
     assert [row.now for row in report if row.replaced] == [
-        "rms_norm",
+        "rms_norm(round=input)",
         "layer_norm",
         "rms_norm(offset=1)",
         "swiglu between the projections",
-        "layer_norm",
+        "layer_norm(round=input)",
         "gelu_tanh",
     ]
     assert report["6"].why == "torch's product is as fast"
@@ -131,6 +131,31 @@ def test_results_and_gradients_in_other_dtypes(dtype: torch.dtype) -> None:
     for one, other in zip(found, truth, strict=True):
         error = (one.double() - other).norm() / other.norm()
         assert error < 40 * max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_norms_round_where_the_module_does(dtype: torch.dtype) -> None:
+    """One element in 100 may differ: the sum of squares is added up in another order."""
+    x = torch.randn(64, 256).to(dtype)
+    norms: list[tuple[nn.Module, str]] = [
+        (Rms(256), "rms_norm(round=input)"),
+        (OffsetRms(256), "rms_norm(offset=1)"),
+    ]
+    for norm, now in norms:
+        before = norm.to(dtype)(x)
+        assert torchkiln.replace(norm)[""].now == now
+        assert (norm(x) != before).float().mean() < 0.01
+
+
+def test_a_layer_norm_with_an_offset() -> None:
+    class Offset(PlainLayer):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.layer_norm(x, x.shape[-1:], self.scale + 1, self.shift, 1e-5)
+
+    norm, x = Offset(16), torch.randn(3, 16)
+    before = norm(x)
+    assert torchkiln.replace(norm)[""].now == "layer_norm(offset=1)"
+    torch.testing.assert_close(norm(x), before)
 
 
 def test_undo_is_bitwise() -> None:

@@ -17,7 +17,8 @@ from torchkiln.ops.norm import rms_norm
 class RMSNorm(nn.Module):
     """``x / sqrt(mean(x**2) + variance_epsilon) * weight``, as in models of Llama's family.
 
-    Half precision beside a float32 weight gives float32, as there.
+    The normalized rows are rounded to half precision before the weight is applied, and half
+    precision beside a float32 weight gives float32, as there.
     """
 
     can_torch_compile = True
@@ -29,7 +30,7 @@ class RMSNorm(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """The norm of the last dimension."""
         x = hidden_states.to(torch.promote_types(hidden_states.dtype, self.weight.dtype))
-        return rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
+        return rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon, round="input")
 
 
 class SiluAndMul(nn.Module):

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torchkiln.ops.norm import layer_norm, rms_norm
 from torchkiln.patch.plan import Match, Plan
-from torchkiln.patch.probe import is_close, numbers, random_copy, run
+from torchkiln.patch.probe import cast, is_close, numbers, random_copy, run
 
 EPS = (1e-5, 1e-6, 1e-8, 1e-12, 0.0)
 """Values to try for a module without an attribute that holds eps."""
@@ -32,9 +33,12 @@ class Norm(Plan):
     eps: str | float
     """The name of the attribute, or the number."""
     offset: float = 0.0
+    round: str = "once"
 
     def __str__(self) -> str:
-        return f"{self.op}(offset={self.offset:g})" if self.offset else self.op
+        said = [f"offset={self.offset:g}"] if self.offset else []
+        said += [f"round={self.round}"] if self.round != "once" else []
+        return f"{self.op}({', '.join(said)})" if said else self.op
 
     def fits(self, module: nn.Module, *args: Tensor) -> bool:
         """Whether x and the weight have one dtype: the dtype of other results differs by module."""
@@ -42,12 +46,17 @@ class Norm(Plan):
 
     def forward(self, module: nn.Module, x: Tensor) -> Tensor:
         """The op with the parameters of the module."""
-        eps = getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
-        weight = None if self.weight is None else getattr(module, self.weight)
-        if self.op == "rms_norm":
-            return rms_norm(x, x.shape[-1:], weight, eps, offset=self.offset)
-        bias = None if self.bias is None else getattr(module, self.bias)
-        return layer_norm(x, x.shape[-1:], weight, bias, eps)
+        op = rms_norm if self.op == "rms_norm" else layer_norm
+        return op(x, x.shape[-1:], **self.options(module))
+
+    def options(self, module: nn.Module) -> dict[str, Any]:
+        """The arguments of the op behind the sizes of a row."""
+        options: dict[str, Any] = {"offset": self.offset, "round": self.round}
+        options["eps"] = getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
+        options["weight"] = None if self.weight is None else getattr(module, self.weight)
+        if self.bias is not None:
+            options["bias"] = getattr(module, self.bias)
+        return options
 
 
 def inputs(columns: int) -> Tensor:
@@ -88,11 +97,12 @@ def find(module: nn.Module) -> Match | str | None:
             ("rms_norm", "layer_norm"), (0.0, 1.0), {tuple(vectors), tuple(vectors[::-1])}
         ):
             weight, bias = (*names, None, None)[:2]
-            if (op == "rms_norm") == (bias is not None) or (op == "layer_norm" and offset):
+            if (op == "rms_norm") == (bias is not None):
                 continue
             plan = Norm(op, weight, bias, value, offset)
             if is_close(result, plan.forward(copy, x)):
-                return Match(with_eps(plan, copy, eps, x), copy, (x,))
+                plan = with_rounding(with_eps(plan, copy, eps, x), copy, x)
+                return Match(plan, copy, (x,))
     return None
 
 
@@ -102,8 +112,21 @@ def with_eps(plan: Norm, copy: nn.Module, eps: str | float, x: Tensor) -> Norm:
         return plan
     before = getattr(copy, eps)
     setattr(copy, eps, CHANGED_EPS)
-    named = Norm(plan.op, plan.weight, plan.bias, eps, plan.offset)
+    named = replace(plan, eps=eps)
     result = run(copy, x)
     follows = is_close(result, named.forward(copy, x))
     setattr(copy, eps, before)
     return named if follows else plan
+
+
+def with_rounding(plan: Norm, copy: nn.Module, x: Tensor) -> Norm:
+    """The plan whose results in bfloat16 differ from those of the module in the fewest elements."""
+    module, x = cast(copy, torch.bfloat16, x.device), x.bfloat16()
+    result = run(module, x)
+    if not isinstance(result, Tensor) or result.dtype != x.dtype:
+        return plan
+
+    def others(plan: Norm) -> int:
+        return int((plan.forward(module, x) != result).sum())
+
+    return min(plan, replace(plan, round="input"), key=others)

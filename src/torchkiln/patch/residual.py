@@ -32,12 +32,8 @@ def op_of(plan: Plan) -> str | None:
 def added(plan: Plan, norm: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """The norm of a module with this plan after a sum, and the sum."""
     if isinstance(plan, Norm):
-        eps = getattr(norm, plan.eps) if isinstance(plan.eps, str) else plan.eps
-        weight = None if plan.weight is None else getattr(norm, plan.weight)
-        if plan.op == "rms_norm":
-            return add_rms_norm(a, b, a.shape[-1:], weight, eps, offset=plan.offset)
-        bias = None if plan.bias is None else getattr(norm, plan.bias)
-        return add_layer_norm(a, b, a.shape[-1:], weight, bias, eps)
+        op = add_rms_norm if plan.op == "rms_norm" else add_layer_norm
+        return op(a, b, a.shape[-1:], **plan.options(norm))
     if isinstance(norm, nn.LayerNorm):
         return add_layer_norm(a, b, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
     return add_rms_norm(a, b, norm.normalized_shape, norm.weight, norm.eps)
