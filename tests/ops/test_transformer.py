@@ -13,12 +13,14 @@ from torch.utils.checkpoint import checkpoint
 
 import torchkiln
 from torchkiln.nn import KVCache, TransformerBlock
+from torchkiln.nn.transformer import add_norm
 
 DIM, HEADS, KV_HEADS, TOKENS, HIDDEN = 24, 6, 2, 7, 40
 FORMS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"qk_norm": "head"},
     "gpt2": {"norm": "layer", "bias": True, "gated": False, "act": "gelu_tanh"},
+    "nemotron": {"norm": "layer", "bias": True, "gated": False, "act": "gelu_tanh", "offset": 1.0},
     "gemma": {"offset": 1.0, "act": "gelu_tanh", "post_norms": True, "qk_norm": "head"},
 }
 ACTS: dict[str, Any] = {"silu": F.silu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
@@ -38,8 +40,8 @@ def plain(block: TransformerBlock, x: Tensor, cos: Tensor | None, sin: Tensor | 
     """The block in torch's ops; attention is tested by itself."""
 
     def norm(layer: Any, x: Tensor) -> Tensor:
-        if isinstance(layer, torch.nn.LayerNorm):
-            return F.layer_norm(x, (DIM,), layer.weight, layer.bias, layer.eps)
+        if isinstance(layer, torchkiln.nn.LayerNorm):
+            return F.layer_norm(x, (DIM,), layer.weight + layer.offset, layer.bias, layer.eps)
         scaled = x * (x.square().mean(-1, True) + layer.eps).rsqrt()
         return scaled * (layer.offset + layer.weight)
 
@@ -72,6 +74,18 @@ def test_results_and_gradients(form: str) -> None:
     torch.testing.assert_close(
         torch.autograd.grad(y, leaves, grad), torch.autograd.grad(expected, leaves, grad)
     )
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_the_norm_of_a_sum_has_the_settings_of_its_module(norm: str) -> None:
+    block = TransformerBlock(DIM, HEADS, norm=norm, offset=1.0, round="input", dtype=torch.bfloat16)
+    torch.nn.init.normal_(block.mlp_norm.weight)
+    x, residual = torch.randn(2, 5, DIM, dtype=torch.bfloat16)
+    y, total = add_norm(block.mlp_norm, x, residual)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(y, block.mlp_norm(total))
+    block.mlp_norm.round = "once"
+    assert not torch.equal(y, block.mlp_norm(total))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -130,5 +144,3 @@ def test_state_dict_and_refusals() -> None:
     ]
     with pytest.raises(ValueError, match=r"norm: got 'batch', expected 'rms' or 'layer'"):
         TransformerBlock(DIM, HEADS, norm="batch")
-    with pytest.raises(ValueError, match=r"offset: got 1.0, expected 0 for norm='layer'"):
-        TransformerBlock(DIM, HEADS, norm="layer", offset=1.0)

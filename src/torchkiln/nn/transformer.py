@@ -30,7 +30,8 @@ class TransformerBlock(nn.Module):
         hidden: hidden features of the feed-forward layer; None for ``4 * dim``.
         norm: ``"rms"`` or ``"layer"``.
         eps: of all norms.
-        offset: a number that is added to the weights of all norms; 0 for ``norm="layer"``.
+        offset: a number that is added to the weights of all norms.
+        round: of all norms but those of the heads, as for :func:`torchkiln.layer_norm`.
         bias: whether projections and layer norms have a bias.
         gated: whether the feed-forward layer is a :class:`GatedMLP` and not a :class:`MLP`.
         act: the activation of the feed-forward layer.
@@ -62,6 +63,7 @@ class TransformerBlock(nn.Module):
         norm: str = "rms",
         eps: float = 1e-6,
         offset: float = 0.0,
+        round: str = "once",
         bias: bool = False,
         gated: bool = True,
         act: str = "silu",
@@ -82,15 +84,11 @@ class TransformerBlock(nn.Module):
             raise ValueError(
                 f"torchkiln.nn.TransformerBlock: norm: got {norm!r}, expected 'rms' or 'layer'"
             )
-        if norm == "layer" and offset:
-            raise ValueError(
-                f"torchkiln.nn.TransformerBlock: offset: got {offset}, expected 0 for norm='layer'"
-            )
 
         def make_norm() -> LayerNorm | RMSNorm:
             if norm == "rms":
-                return RMSNorm(dim, eps, True, device, dtype, offset=offset)
-            return LayerNorm(dim, eps, True, bias, device, dtype)
+                return RMSNorm(dim, eps, True, device, dtype, offset=offset, round=round)
+            return LayerNorm(dim, eps, True, bias, device, dtype, offset=offset, round=round)
 
         self.dropout = dropout
         self.attention_norm = make_norm()
@@ -164,11 +162,24 @@ def add_norm(norm: nn.Module, x: Tensor, residual: Tensor, p: float = 0.0) -> tu
     if p == 0 and not has_hooks(norm):
         if isinstance(norm, RMSNorm) and type(norm) is RMSNorm:
             return add_rms_norm(
-                x, residual, norm.normalized_shape, norm.weight, norm.eps, offset=norm.offset
+                x,
+                residual,
+                norm.normalized_shape,
+                norm.weight,
+                norm.eps,
+                offset=norm.offset,
+                round=norm.round,
             )
         if isinstance(norm, nn.LayerNorm) and type(norm) in (LayerNorm, nn.LayerNorm):
             return add_layer_norm(
-                x, residual, norm.normalized_shape, norm.weight, norm.bias, norm.eps
+                x,
+                residual,
+                norm.normalized_shape,
+                norm.weight,
+                norm.bias,
+                norm.eps,
+                offset=getattr(norm, "offset", 0.0),
+                round=getattr(norm, "round", "once"),
             )
     total = dropout_add(x, residual, p)
     return normalized(norm, total), total
