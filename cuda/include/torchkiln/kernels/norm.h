@@ -27,9 +27,9 @@ struct Norm {
   Dtype residual_dtype;  // dtype, or half precision beside float32
   Dtype weight_dtype;    // of weight and bias: dtype, or float32 beside half precision
   bool centered;         // layer norm; else RMS norm
+  bool rounds_normalized;
   double eps;
   double weight_offset;
-  bool rounds_normalized;
   int64_t rows;
   int64_t columns;
   int64_t x_row_stride;
