@@ -28,6 +28,7 @@ SIZES = {
     "pad_token_id": 0,
 }
 GROUPED = {**SIZES, "num_key_value_heads": 2}
+NORM = "rms_norm(round=input)"
 SUM = "add_rms_norm at post_attention_layernorm"
 
 
@@ -74,11 +75,11 @@ def vit() -> nn.Module:
 MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
     "llama": (
         lambda: causal("Llama", **GROUPED),
-        {"rms_norm": 5, "swiglu between the projections": 2, SUM: 2},
+        {NORM: 5, "swiglu between the projections": 2, SUM: 2},
     ),
     "qwen3": (
         lambda: causal("Qwen3", **GROUPED, head_dim=8),
-        {"rms_norm": 9, "swiglu between the projections": 2, SUM: 2},
+        {NORM: 9, "swiglu between the projections": 2, SUM: 2},
     ),
     "gemma3": (
         lambda: transformers.Gemma3ForCausalLM(
@@ -92,19 +93,19 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
     ),
     "mistral": (
         lambda: causal("Mistral", **GROUPED),
-        {"rms_norm": 5, "swiglu between the projections": 2, SUM: 2},
+        {NORM: 5, "swiglu between the projections": 2, SUM: 2},
     ),
     "phi3": (
         lambda: causal("Phi3", **GROUPED),
-        {"rms_norm": 5, "swiglu between the projections": 2, SUM: 2},
+        {NORM: 5, "swiglu between the projections": 2, SUM: 2},
     ),
-    "mixtral": (lambda: causal("Mixtral", **GROUPED, num_local_experts=4), {"rms_norm": 5, SUM: 2}),
+    "mixtral": (lambda: causal("Mixtral", **GROUPED, num_local_experts=4), {NORM: 5, SUM: 2}),
     "gpt2": (gpt2, {"layer_norm": 5, "gelu_tanh": 2}),
     "bert": (
         bert,
         {"layer_norm": 6, "gelu": 3, "add_layer_norm at LayerNorm": 5, "linear(gelu) at dense": 3},
     ),
-    "t5": (t5, {"rms_norm": 12, "geglu_tanh between the projections": 4}),
+    "t5": (t5, {NORM: 12, "geglu_tanh between the projections": 4}),
     "vit": (
         vit,
         {

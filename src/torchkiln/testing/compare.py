@@ -260,6 +260,6 @@ def require_gradients(
         terms_here = magnitude[i].abs() * growth(count // max(found[i].numel(), 1))
         if spec.output_sensitivity is not None:
             moved = vector_jacobian(spec.output_sensitivity, truth, positions, size)
-            rounded = next(grad.dtype for grad in grads if grad is not None)
-            terms_here = terms_here + half_step(rounded) * moved[i].abs()
+            rounded = {found[i].dtype, *(grad.dtype for grad in grads if grad is not None)}
+            terms_here = terms_here + max(map(half_step, rounded)) * moved[i].abs()
         require_close(found[i], expected[i], other[i], terms_here, place, lost)
