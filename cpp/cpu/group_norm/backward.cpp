@@ -5,26 +5,64 @@ namespace torchkiln::cpu {
 namespace TORCHKILN_ISA {
 namespace {
 
-/// The gradient of the argument of the activation, g, and x - mean, for a run of elements.
-template <class T, class Act>
+// Gradients of the argument that are kept from the first pass to the second: 256 KiB in float32.
+constexpr int64_t kKeptElements = 1 << 16;
+
+/// The gradient g of the argument of the activation, for the runs of a span.
+template <bool kRows, class C, class Act>
 class ArgumentGradient {
  public:
-  using C = Compute<T>;
-  C g[kChannelRun];
-  C from_mean[kChannelRun];
-  C scales[kChannelRun];
+  ArgumentGradient(const GroupNormBackward& p, const GroupSpan& span)
+      : p_(p), span_(span), factors_(p, span) {
+    if (span.elements() <= kKeptElements) kept_.resize(static_cast<size_t>(span.elements()));
+  }
 
-  void read(const GroupNormBackward& p, const GroupFactors<C>& factors, int64_t at, int64_t count,
-            int64_t channel) {
-    C buffer[kChannelRun], z[kChannelRun];
-    const C* const x = read_run(buffer, p.x, at, 1, count, p.dtype);
+  const GroupFactors<C>& factors() const { return factors_; }
+
+  /// Calls body(at, count, channel, g, x - mean) for all runs.
+  template <class Body>
+  void first_pass(const Body& body) {
+    C g[kChannelRun];
+    C* next = kept_.data();
+    span_.for_each_run([&](int64_t at, int64_t count, int64_t channel) {
+      C* const to = kept_.empty() ? g : next;
+      compute(to, at, count, channel);
+      body(at, count, channel, to, from_mean_);
+      next += kept_.empty() ? 0 : count;
+    });
+  }
+
+  /// The same once more.
+  template <class Body>
+  void second_pass(const Body& body) {
+    if (kept_.empty()) return first_pass(body);
+    const C* next = kept_.data();
+    C buffer[kChannelRun];
+    span_.for_each_run([&](int64_t at, int64_t count, int64_t channel) {
+      const C* const x = read_run(buffer, p_.x, at, 1, count, p_.dtype);
+      const auto mean = values_of_run<kRows>(factors_.mean, channel);
 #pragma GCC ivdep
-    for (int64_t i = 0; i < count; ++i) from_mean[i] = x[i] - factors.mean;
-    factors.argument(z, scales, x, count, channel);
-    const C* const grad = read_run(buffer, p.grad, at, 1, count, p.dtype);
+      for (int64_t i = 0; i < count; ++i) from_mean_[i] = x[i] - mean[i];
+      body(at, count, channel, next, from_mean_);
+      next += count;
+    });
+  }
+
+ private:
+  void compute(C* g, int64_t at, int64_t count, int64_t channel) {
+    C buffer[kChannelRun], z[kChannelRun];
+    const C* const x = read_run(buffer, p_.x, at, 1, count, p_.dtype);
+    read_argument<kRows>(from_mean_, z, factors_, x, count, channel);
+    const C* const grad = read_run(buffer, p_.grad, at, 1, count, p_.dtype);
 #pragma GCC ivdep
     for (int64_t i = 0; i < count; ++i) g[i] = gradient_from_input<Act, ExactMath>(grad[i], z[i]);
   }
+
+  const GroupNormBackward& p_;
+  const GroupSpan& span_;
+  GroupFactors<C> factors_;
+  C from_mean_[kChannelRun];
+  std::vector<C> kept_;
 };
 
 /// The workspace: sums of g, then of g * n, for each channel of each sample.
@@ -32,24 +70,21 @@ double* sums_of(const GroupNormBackward& p, int64_t sample) {
   return static_cast<double*>(p.workspace) + sample * 2 * p.layout.channels;
 }
 
-template <class T, class Act>
-void group_gradients(const GroupNormBackward& p, int64_t group) {
+template <bool kRows, class T, class Act>
+void span_gradients(const GroupNormBackward& p, const GroupSpan& span) {
   using C = Compute<T>;
-  const GroupLayout& layout = p.layout;
-  const GroupFactors<C> factors(p, group);
-  ArgumentGradient<T, Act> gradient;
-  const int64_t channels = layout.channels_per_group();
-  double* const sums = sums_of(p, group / layout.groups) + group % layout.groups * channels;
-  double* const products = sums + layout.channels;
+  ArgumentGradient<kRows, C, Act> gradient(p, span);
+  const auto channels = static_cast<size_t>(span.channels());
+  double* const sums = sums_of(p, span.group() / p.layout.groups) + span.first_channel();
+  double* const products = sums + p.layout.channels;
   std::fill_n(sums, channels, 0.0);
   std::fill_n(products, channels, 0.0);
-  for_each_group_run(layout, group, [&](int64_t at, int64_t count, int64_t channel) {
-    gradient.read(p, factors, at, count, channel);
+  gradient.first_pass([&](int64_t, int64_t count, int64_t channel, const C* g, const C* from_mean) {
     const auto term = [&](int64_t i) {
-      const auto each = static_cast<double>(gradient.g[i]);
-      return Pair<double>{each, each * static_cast<double>(gradient.from_mean[i])};
+      const auto each = static_cast<double>(g[i]);
+      return Pair<double>{each, each * static_cast<double>(from_mean[i])};
     };
-    if (layout.channels_last) {
+    if (span.rows()) {
       add_run(sums + channel, products + channel, false, count, term);
       return;
     }
@@ -58,27 +93,40 @@ void group_gradients(const GroupNormBackward& p, int64_t group) {
     sums[channel] += total_of(of_run);
     products[channel] += total_of(products_of_run);
   });
-  const auto low = static_cast<double>(factors.low), rstd = static_cast<double>(factors.rstd);
-  double sum = 0, product = 0;
-  for (int64_t i = 0; i < channels; ++i) {
-    products[i] = (products[i] - low * sums[i]) * rstd;
-    const auto weight = static_cast<double>(factors.weight[static_cast<size_t>(i)]);
-    sum += weight * sums[i];
-    product += weight * products[i];
+  const GroupFactors<C>& factors = gradient.factors();
+  std::vector<Pair<double>> groups(static_cast<size_t>(span.groups()));
+  const auto group_of = [&](size_t channel) -> Pair<double>& {
+    return groups[static_cast<size_t>(span.group_of(static_cast<int64_t>(channel)))];
+  };
+  for (size_t i = 0; i < channels; ++i) {
+    const auto low = static_cast<double>(factors.low[i]);
+    products[i] = (products[i] - low * sums[i]) * static_cast<double>(factors.rstd[i]);
+    const auto weight = static_cast<double>(factors.weight[i]);
+    group_of(i).first += weight * sums[i];
+    group_of(i).second += weight * products[i];
   }
   if (p.grad_x == nullptr) return;
-  const auto count = static_cast<double>(layout.count());
-  const double exact_slope = product * rstd * rstd / count;
-  const auto slope = static_cast<C>(exact_slope);
-  const auto level = static_cast<C>(sum * rstd / count - exact_slope * low);
+  // grad_x = g * scale - slope * (x - mean) - level
+  ChannelValues<C> slopes(channels), levels(channels);
+  const auto count = static_cast<double>(p.layout.count());
+  for (size_t i = 0; i < channels; ++i) {
+    const auto low = static_cast<double>(factors.low[i]);
+    const auto rstd = static_cast<double>(factors.rstd[i]);
+    const double slope = group_of(i).second * rstd * rstd / count;
+    slopes[i] = static_cast<C>(slope);
+    levels[i] = static_cast<C>(group_of(i).first * rstd / count - slope * low);
+  }
   C result[kChannelRun];
-  for_each_group_run(layout, group, [&](int64_t at, int64_t length, int64_t channel) {
-    gradient.read(p, factors, at, length, channel);
+  gradient.second_pass(
+      [&](int64_t at, int64_t length, int64_t channel, const C* g, const C* from_mean) {
+        const auto scale = values_of_run<kRows>(factors.scale, channel);
+        const auto slope = values_of_run<kRows>(slopes, channel);
+        const auto level = values_of_run<kRows>(levels, channel);
 #pragma GCC ivdep
-    for (int64_t i = 0; i < length; ++i)
-      result[i] = gradient.g[i] * gradient.scales[i] - slope * gradient.from_mean[i] - level;
-    narrow_run(static_cast<T*>(p.grad_x) + at, result, length);
-  });
+        for (int64_t i = 0; i < length; ++i)
+          result[i] = g[i] * scale[i] - slope[i] * from_mean[i] - level[i];
+        narrow_run(static_cast<T*>(p.grad_x) + at, result, length);
+      });
 }
 
 }  // namespace
@@ -88,8 +136,11 @@ Status group_norm_backward(const GroupNormBackward& p, int64_t begin, int64_t en
     with_activation(
         p.activation,
         [&](auto act) {
-          for (int64_t group = begin; group < end; ++group)
-            group_gradients<typename decltype(tag)::type, typename decltype(act)::type>(p, group);
+          using T = typename decltype(tag)::type;
+          using Act = typename decltype(act)::type;
+          for_each_span(p.layout, begin, end, [&](const GroupSpan& span, auto rows) {
+            span_gradients<rows, T, Act>(p, span);
+          });
         },
         Activations{});
     return Status{};

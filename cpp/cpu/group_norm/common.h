@@ -1,7 +1,7 @@
 #pragma once
 
-// Common to forward and backward of group norm on the CPU: the runs of a group, and the factors of
-// its channels.
+// Common to forward and backward of group norm on the CPU: spans of groups, their runs, and the
+// factors of their channels.
 
 #include <vector>
 
@@ -10,78 +10,153 @@
 
 namespace torchkiln::cpu::TORCHKILN_ISA {
 
-/// Calls body(at, count, channel) for the runs of a group of a sample: elements of one channel of
-/// the group, or with adjacent channels of those from `channel` on.
-template <class Body>
-void for_each_group_run(const GroupLayout& layout, int64_t group, const Body& body) {
-  const int64_t channels = layout.channels_per_group();
-  const int64_t rows = layout.channels_last ? layout.inner : channels;
-  const int64_t width = layout.channels_last ? channels : layout.inner;
-  const int64_t sample = group / layout.groups, within = group % layout.groups;
-  const int64_t stride = layout.channels_last ? layout.channels : layout.inner;
-  const int64_t begin = sample * layout.channels * layout.inner +
-                        within * channels * (layout.channels_last ? 1 : layout.inner);
-  for (int64_t row = 0; row < rows; ++row) {
-    for (int64_t done = 0; done < width; done += kChannelRun)
-      body(begin + row * stride + done, std::min(kChannelRun, width - done),
-           layout.channels_last ? done : row);
-  }
-}
-
-/// The factors of a group: the argument of the activation is (x - mean) * scale + shift.
-template <class C>
-class GroupFactors {
+/// Whole groups of a sample that are computed together: one group of planes, or as many groups as a
+/// run has channels where the channels of a pixel are adjacent.
+class GroupSpan {
  public:
-  C mean;
-  C low;
-  C rstd;
-  std::vector<C> weight;  // of the group's channels
-  std::vector<C> scale;
-  std::vector<C> shift;
-
-  template <class Problem>
-  GroupFactors(const Problem& p, int64_t group)
-      : weight(static_cast<size_t>(p.layout.channels_per_group()), C(1)),
-        scale(weight),
-        shift(weight.size(), C(0)),
-        one_channel_(!p.layout.channels_last) {
-    const int64_t groups = p.layout.all_groups();
-    const int64_t channels = p.layout.channels_per_group();
-    const int64_t first = group % p.layout.groups * channels;
-    const C* const statistics = static_cast<const C*>(p.statistics) + group;
-    mean = statistics[0];
-    low = statistics[groups];
-    rstd = statistics[2 * groups];
-    for (int64_t i = 0; i < channels; ++i) {
-      const auto at = static_cast<size_t>(i);
-      if (p.weight != nullptr)
-        weight[at] = *read_run(&weight[at], p.weight, first + i, 1, 1, p.parameter_dtype);
-      if (p.bias != nullptr)
-        shift[at] = *read_run(&shift[at], p.bias, first + i, 1, 1, p.parameter_dtype);
-      scale[at] = weight[at] * rstd;
-      // An infinite weight must not turn the rounding error of the mean, perhaps 0, into NaN.
-      if (scale[at] - scale[at] == C(0)) shift[at] -= low * scale[at];
-    }
+  /// The groups from `group` of all samples on, before `end`.
+  GroupSpan(const GroupLayout& layout, int64_t group, int64_t end)
+      : rows_(layout.channels_last || layout.inner == 1),
+        group_(group),
+        channels_per_group_(layout.channels_per_group()) {
+    const int64_t left = std::min(end - group, layout.groups - group % layout.groups);
+    groups_ = rows_ ? std::clamp<int64_t>(kChannelRun / channels_per_group_, 1, left) : 1;
+    first_channel_ = group % layout.groups * channels_per_group_;
+    const int64_t sample = group / layout.groups * layout.channels * layout.inner;
+    begin_ = sample + first_channel_ * (rows_ ? 1 : layout.inner);
+    count_ = rows_ ? layout.inner : channels();
+    width_ = rows_ ? channels() : layout.inner;
+    stride_ = rows_ ? layout.channels : layout.inner;
   }
 
-  /// Sets z[i] to the argument of the activation, and scales[i] to the factor of each element.
-  void argument(C* z, C* scales, const C* x, int64_t count, int64_t channel) const {
-    const C* const factor = scale.data() + channel;
-    const C* const added = shift.data() + channel;
-    if (one_channel_) {
-      std::fill_n(scales, count, factor[0]);
-      const C summand = added[0];
-#pragma GCC ivdep
-      for (int64_t i = 0; i < count; ++i) z[i] = (x[i] - mean) * scales[i] + summand;
-      return;
+  /// Whether a run has elements of adjacent channels; else all are of one channel.
+  bool rows() const { return rows_; }
+  int64_t group() const { return group_; }
+  int64_t groups() const { return groups_; }
+  int64_t first_channel() const { return first_channel_; }
+  int64_t channels() const { return groups_ * channels_per_group_; }
+  int64_t elements() const { return count_ * width_; }
+  /// The group in the span of a channel of the span.
+  int64_t group_of(int64_t channel) const { return channel / channels_per_group_; }
+
+  /// Calls body(at, count, channel) for all runs; `channel` is the first one, in the span.
+  template <class Body>
+  void for_each_run(const Body& body) const {
+    for (int64_t row = 0; row < count_; ++row) {
+      for (int64_t done = 0; done < width_; done += kChannelRun)
+        body(begin_ + row * stride_ + done, std::min(kChannelRun, width_ - done),
+             rows_ ? done : row);
     }
-    std::copy_n(factor, count, scales);
-#pragma GCC ivdep
-    for (int64_t i = 0; i < count; ++i) z[i] = (x[i] - mean) * scales[i] + added[i];
   }
 
  private:
-  bool one_channel_;
+  bool rows_;
+  int64_t group_;
+  int64_t groups_;
+  int64_t channels_per_group_;
+  int64_t first_channel_;
+  int64_t begin_;
+  int64_t count_;
+  int64_t width_;
+  int64_t stride_;
 };
+
+/// Calls body(span, whether its runs are rows, as std::bool_constant) for the spans of a range.
+template <class Body>
+void for_each_span(const GroupLayout& layout, int64_t begin, int64_t end, const Body& body) {
+  while (begin < end) {
+    const GroupSpan span(layout, begin, end);
+    if (span.rows()) {
+      body(span, std::true_type{});
+    } else {
+      body(span, std::false_type{});
+    }
+    begin += span.groups();
+  }
+}
+
+/// A value for each channel of a span.
+template <class C>
+using ChannelValues = std::vector<C>;
+
+/// The values of the elements of a run: those of its channels, or that of its only channel.
+template <bool kRows, class C>
+struct RunValues {
+  const C* own;
+  C operator[](int64_t i) const { return own[i]; }
+};
+template <class C>
+struct RunValues<false, C> {
+  C own;
+  C operator[](int64_t) const { return own; }
+};
+
+template <bool kRows, class C>
+RunValues<kRows, C> values_of_run(const ChannelValues<C>& values, int64_t channel) {
+  if constexpr (kRows) {
+    return {values.data() + channel};
+  } else {
+    return {values[static_cast<size_t>(channel)]};
+  }
+}
+
+/// The factors of a span: the argument of the activation is (x - mean) * scale + shift.
+template <class C>
+struct GroupFactors {
+  ChannelValues<C> mean, low, rstd, weight, scale, shift;
+
+  template <class Problem>
+  GroupFactors(const Problem& p, const GroupSpan& span)
+      : mean(static_cast<size_t>(span.channels())),
+        low(mean),
+        rstd(mean),
+        weight(mean.size(), C(1)),
+        scale(mean),
+        shift(mean) {
+    const int64_t groups = p.layout.all_groups();
+    for (int64_t i = 0; i < span.channels(); ++i) {
+      const auto at = static_cast<size_t>(i);
+      const C* const statistics =
+          static_cast<const C*>(p.statistics) + span.group() + span.group_of(i);
+      mean[at] = statistics[0];
+      low[at] = statistics[groups];
+      rstd[at] = statistics[2 * groups];
+    }
+    const int64_t first = span.first_channel();
+    read(weight, p.weight, first, p.parameter_dtype);
+    read(shift, p.bias, first, p.parameter_dtype);
+    for (size_t i = 0; i < scale.size(); ++i) {
+      scale[i] = weight[i] * rstd[i];
+      // An infinite weight must not turn the rounding error of the mean, perhaps 0, into NaN.
+      if (scale[i] - scale[i] == C(0)) shift[i] -= low[i] * scale[i];
+    }
+  }
+
+ private:
+  static void read(ChannelValues<C>& to, const void* values, int64_t first, Dtype dtype) {
+    if (values == nullptr) return;
+    C buffer[kChannelRun];
+    const auto count = static_cast<int64_t>(to.size());
+    for (int64_t done = 0; done < count; done += kChannelRun) {
+      const int64_t length = std::min(kChannelRun, count - done);
+      std::copy_n(read_run(buffer, values, first + done, 1, length, dtype), length,
+                  to.data() + done);
+    }
+  }
+};
+
+/// Sets from_mean[i] to x - mean and z[i] to the argument of the activation.
+template <bool kRows, class C>
+void read_argument(C* from_mean, C* z, const GroupFactors<C>& factors, const C* x, int64_t count,
+                   int64_t channel) {
+  const auto mean = values_of_run<kRows>(factors.mean, channel);
+  const auto scale = values_of_run<kRows>(factors.scale, channel);
+  const auto shift = values_of_run<kRows>(factors.shift, channel);
+#pragma GCC ivdep
+  for (int64_t i = 0; i < count; ++i) {
+    from_mean[i] = x[i] - mean[i];
+    z[i] = from_mean[i] * scale[i] + shift[i];
+  }
+}
 
 }  // namespace torchkiln::cpu::TORCHKILN_ISA

@@ -7,46 +7,83 @@ namespace torchkiln::cpu {
 namespace TORCHKILN_ISA {
 namespace {
 
-/// Writes the statistics of a group, from sums relative to its first element: the sum of squares
-/// loses few digits where the mean is far from 0.
-template <class T>
-void write_statistics(const GroupNorm& p, int64_t group) {
-  using C = Compute<T>;
-  double sums[kSums] = {}, squares[kSums] = {}, origin = 0;
-  bool is_first = true;
+/// Sums of a group, relative to its first element: the sum of squares loses few digits where the
+/// mean is far from 0.
+struct GroupSums {
+  double origin = 0;
+  double total = 0;
+  double squares = 0;
+};
+
+template <bool kRows, class C>
+std::vector<GroupSums> sums_of(const GroupNorm& p, const GroupSpan& span) {
+  std::vector<GroupSums> groups(static_cast<size_t>(span.groups()));
+  ChannelValues<double> origins(static_cast<size_t>(span.channels()));
+  // Of each channel of a row, or running sums of one channel.
+  const auto size = static_cast<size_t>(kRows ? span.channels() : kSums);
+  std::vector<double> sums(size), squares(size);
   C buffer[kChannelRun];
-  for_each_group_run(p.layout, group, [&](int64_t at, int64_t count, int64_t) {
+  bool is_first = true;
+  span.for_each_run([&](int64_t at, int64_t count, int64_t channel) {
     const C* const x = read_run(buffer, p.x, at, 1, count, p.dtype);
-    if (is_first) origin = static_cast<double>(x[0]);
-    is_first = false;
-    add_run(sums, squares, true, count, [&](int64_t i) {
-      const double distance = static_cast<double>(x[i]) - origin;
+    if (is_first) {
+      for (size_t i = 0; i < origins.size(); ++i) {
+        const auto first =
+            static_cast<int64_t>(i) / p.layout.channels_per_group() * p.layout.channels_per_group();
+        origins[i] = static_cast<double>(x[kRows && first < count ? first : 0]);
+      }
+      is_first = false;
+    }
+    const auto origin = values_of_run<kRows>(origins, channel);
+    const int64_t to = kRows ? channel : 0;
+    add_run(sums.data() + to, squares.data() + to, !kRows, count, [&](int64_t i) {
+      const double distance = static_cast<double>(x[i]) - origin[i];
       return Pair<double>{distance, distance * distance};
     });
   });
-  const double total = total_of(sums), count = static_cast<double>(p.layout.count());
-  const double from_origin = total / count, all_squares = total_of(squares);
-  const double rest = std::max(all_squares - total * from_origin, all_squares * 0);
-  const double mean = origin + from_origin;
-  const int64_t groups = p.layout.all_groups();
-  C* const to = static_cast<C*>(p.statistics) + group;
-  to[0] = static_cast<C>(mean);
-  to[groups] = static_cast<C>(mean - static_cast<double>(to[0]));
-  to[2 * groups] = static_cast<C>(1 / std::sqrt(rest / count + p.eps));
+  const int64_t width = kRows ? p.layout.channels_per_group() : kSums;
+  for (size_t i = 0; i < groups.size(); ++i) {
+    const int64_t first = static_cast<int64_t>(i) * width;
+    double total[kSums] = {}, total_squares[kSums] = {};
+    add_run(total, total_squares, true, width, [&](int64_t k) {
+      const auto at = static_cast<size_t>(first + k);
+      return Pair<double>{sums[at], squares[at]};
+    });
+    groups[i] = {origins[static_cast<size_t>(kRows ? first : 0)], total_of(total),
+                 total_of(total_squares)};
+  }
+  return groups;
 }
 
-template <class T>
-void outputs(const GroupNorm& p, int64_t group) {
+template <bool kRows, class T>
+void write_statistics(const GroupNorm& p, const GroupSpan& span) {
   using C = Compute<T>;
-  const GroupFactors<C> factors(p, group);
-  C buffer[kChannelRun], z[kChannelRun], scales[kChannelRun];
+  const auto count = static_cast<double>(p.layout.count());
+  const int64_t groups = p.layout.all_groups();
+  C* to = static_cast<C*>(p.statistics) + span.group();
+  for (const GroupSums& group : sums_of<kRows, C>(p, span)) {
+    const double from_origin = group.total / count;
+    const double rest = std::max(group.squares - group.total * from_origin, group.squares * 0);
+    const double mean = group.origin + from_origin;
+    to[0] = static_cast<C>(mean);
+    to[groups] = static_cast<C>(mean - static_cast<double>(to[0]));
+    to[2 * groups] = static_cast<C>(1 / std::sqrt(rest / count + p.eps));
+    ++to;
+  }
+}
+
+template <bool kRows, class T>
+void outputs(const GroupNorm& p, const GroupSpan& span) {
+  using C = Compute<T>;
+  const GroupFactors<C> factors(p, span);
+  C buffer[kChannelRun], from_mean[kChannelRun], z[kChannelRun];
   with_activation(
       p.activation,
       [&](auto act) {
         using Act = typename decltype(act)::type;
-        for_each_group_run(p.layout, group, [&](int64_t at, int64_t count, int64_t channel) {
+        span.for_each_run([&](int64_t at, int64_t count, int64_t channel) {
           const C* const x = read_run(buffer, p.x, at, 1, count, p.dtype);
-          factors.argument(z, scales, x, count, channel);
+          read_argument<kRows>(from_mean, z, factors, x, count, channel);
 #pragma GCC ivdep
           for (int64_t i = 0; i < count; ++i) z[i] = Act::template value<ExactMath>(z[i]);
           narrow_run(static_cast<T*>(p.y) + at, z, count);
@@ -60,10 +97,10 @@ void outputs(const GroupNorm& p, int64_t group) {
 Status group_norm(const GroupNorm& p, int64_t begin, int64_t end) {
   return dispatch_floating(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    for (int64_t group = begin; group < end; ++group) {
-      write_statistics<T>(p, group);
-      outputs<T>(p, group);
-    }
+    for_each_span(p.layout, begin, end, [&](const GroupSpan& span, auto rows) {
+      write_statistics<rows, T>(p, span);
+      outputs<rows, T>(p, span);
+    });
     return Status{};
   });
 }
