@@ -71,8 +71,10 @@ UPDATES = {"bn_act_update", "bn_act_update_forward"}
 # Helpers of torchkiln.distributed; tests/ops/test_cross_entropy_shard.py checks them.
 SHARDS = {"cross_entropy_shard", "cross_entropy_shard_backward"}
 
-# Ops that write into tensors of the caller; tests/ops/test_written.py checks them.
+# Ops that write into tensors of the caller; tests/ops/test_written.py and test_rope_cache.py check
+# them.
 WRITTEN = {"add_layer_norm_", "add_rms_norm_", "layer_norm_out", "rms_norm_out", "swiglu_out"}
+WRITTEN |= {"qkv_norm_rope_cache"}
 
 IN_PLACE = [(spec.inplace, spec.inplace_overload) for spec in SPECS if spec.inplace is not None]
 

@@ -20,6 +20,7 @@ BESIDE = {
     "add": ["alpha"],
     "cross_entropy": ["return_z_loss", "return_accuracy"],
     "gelu": ["approximate"],
+    "qkv_norm_rope": ["cache"],
     "relu": ["inplace"],
     "rms_norm": ["out"],
     "silu": ["inplace"],

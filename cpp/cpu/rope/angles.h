@@ -12,13 +12,15 @@ namespace torchkiln::cpu::TORCHKILN_ISA {
 
 inline constexpr int64_t kPairs = 64;  // that are computed together
 
-/// The row of the factors of a token; -1 for a position outside of the table.
-inline int64_t row_of(const RopeAngles& p, int64_t batch, int64_t token) {
-  if (p.positions == nullptr) return token;
-  const int64_t at = batch * p.position_stride[0] + token * p.position_stride[1];
-  const int64_t row = p.are_64_bit ? static_cast<const int64_t*>(p.positions)[at]
-                                   : static_cast<const int32_t*>(p.positions)[at];
-  return 0 <= row && row < p.table_rows ? row : -1;
+/// The row of a token; -1 for none.
+inline int64_t row_of(const TokenRows& p, int64_t batch, int64_t token) {
+  int64_t row = token;
+  if (p.positions != nullptr) {
+    const int64_t at = batch * p.stride[0] + token * p.stride[1];
+    row = p.are_64_bit ? static_cast<const int64_t*>(p.positions)[at]
+                       : static_cast<const int32_t*>(p.positions)[at];
+  }
+  return 0 <= row && row < p.rows ? row : -1;
 }
 
 /// Sets to[i] to the factors of `count` pairs, times `sign`.

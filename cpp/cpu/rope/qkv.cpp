@@ -26,7 +26,7 @@ struct Factors {
   C sin[kMostHeadElements / 2];
 
   Factors(const RopeAngles& angles, int64_t batch, int64_t token, C sign) {
-    const int64_t row = row_of(angles, batch, token);
+    const int64_t row = row_of(angles.rows, batch, token);
     for (int64_t pair = 0; pair < angles.rotary / 2; pair += kPairs) {
       const int64_t count = std::min(kPairs, angles.rotary / 2 - pair);
       read_factors(angles, angles.cos, batch, row, pair, count, C(1), cos + pair);
@@ -98,20 +98,22 @@ void forward_token(const QkvNormRope& p, const Weights<Compute<T>>& weights, int
   const T* const row =
       static_cast<const T*>(p.qkv) + batch * p.qkv_stride[0] + token * p.qkv_stride[1];
   for (int kind = 0; kind < 3; ++kind) {
-    const int64_t heads = heads_of(p, kind);
+    const int64_t place = kind == 0 ? token : row_of(p.places, batch, token);
+    if (place < 0) continue;
+    const int64_t (&stride)[3] = p.out_stride[kind];
     const T* const from = row + first_of(p, kind) * p.head_dim;
-    T* const to = static_cast<T*>(p.out[kind]) + index * heads * p.head_dim;
-    if (kind == 2) {
-      std::copy_n(from, heads * p.head_dim, to);
-      continue;
-    }
-    for (int64_t h = 0; h < heads; ++h) {
+    T* const to = static_cast<T*>(p.out[kind]) + batch * stride[0] + place * stride[1];
+    for (int64_t h = 0; h < heads_of(p, kind); ++h) {
+      if (kind == 2) {
+        std::copy_n(from + h * p.head_dim, p.head_dim, to + h * stride[2]);
+        continue;
+      }
       C head[kMostHeadElements];
       widen_run(head, from + h * p.head_dim, 1, p.head_dim);
       const C scale = p.normalizes ? rstd_of(p, head) : C(1);
       for (int64_t i = 0; i < p.head_dim; ++i) head[i] *= scale * weights.rows[kind][i];
       factors.rotate(p.angles, head);
-      narrow_run(to + h * p.head_dim, head, p.head_dim);
+      narrow_run(to + h * stride[2], head, p.head_dim);
     }
   }
 }

@@ -23,7 +23,7 @@ void for_each_head(const Rope& p, int64_t batch, int64_t token, const Body& body
 template <class T>
 void rotate_token(const Rope& p, int64_t batch, int64_t token) {
   using C = Compute<T>;
-  const int64_t row = row_of(p.angles, batch, token);
+  const int64_t row = row_of(p.angles.rows, batch, token);
   C cos[kPairs], sin[kPairs];
   for (int64_t pair = 0; pair < p.angles.rotary / 2; pair += kPairs) {
     const int64_t count = std::min(kPairs, p.angles.rotary / 2 - pair);

@@ -87,23 +87,23 @@ inline void check_factors(const Heads& heads, const Angles& angles) {
   check_same_shape(heads.op, "sin", angles.sin, "cos", cos);
 }
 
-inline void check_positions(const Heads& heads, const Angles& angles) {
-  if (!angles.positions) return;
-  const at::ScalarType dtype = angles.positions->scalar_type();
+/// Checks positions, if there are any; `what` describes the row that each of them is.
+inline void check_positions(const Heads& heads, const MaybeTensor& positions, const char* what) {
+  if (!positions) return;
+  const at::ScalarType dtype = positions->scalar_type();
   TORCH_CHECK(dtype == at::kLong || dtype == at::kInt, "torchkiln.", heads.op,
               ": positions: got dtype ", dtype_name(dtype), ", expected int64 or int32");
-  TORCH_CHECK(has_tokens(heads, *angles.positions, 0), "torchkiln.", heads.op,
-              ": positions: got shape ", angles.positions->sym_sizes(), ", expected [",
-              heads.tokens, "]",
-              heads.batch ? c10::str(" or [", *heads.batch, ", ", heads.tokens, "]") : "",
-              ", a row of cos and sin for each token");
+  TORCH_CHECK(has_tokens(heads, *positions, 0), "torchkiln.", heads.op, ": positions: got shape ",
+              positions->sym_sizes(), ", expected [", heads.tokens, "]",
+              heads.batch ? c10::str(" or [", *heads.batch, ", ", heads.tokens, "]") : "", ", ",
+              what, " for each token");
 }
 
 /// Checks everything but layouts and devices, which come before.
 inline void check_angles(const Heads& heads, const Angles& angles) {
   check_rotary(heads, angles);
   check_factors(heads, angles);
-  check_positions(heads, angles);
+  check_positions(heads, angles.positions, "a row of cos and sin");
 }
 
 /// The number of tokens of all batches, which the kernels count in 31 bits.
@@ -126,6 +126,18 @@ inline RopeFactors factors_of(const Tensor& factors) {
   return {factors.const_data_ptr(), has_batch ? factors.stride(0) : 0, factors.stride(-2)};
 }
 
+/// The row of each token in a tensor of `rows` rows.
+inline TokenRows rows_of(const MaybeTensor& positions, int64_t rows) {
+  TokenRows found{};
+  found.rows = rows;
+  if (!positions) return found;
+  found.positions = positions->const_data_ptr();
+  found.are_64_bit = positions->scalar_type() == at::kLong;
+  found.stride[0] = positions->dim() == 2 && positions->size(0) != 1 ? positions->stride(0) : 0;
+  found.stride[1] = positions->stride(-1);
+  return found;
+}
+
 /// The arguments of the kernels; `cos` and `sin` have adjacent elements.
 inline RopeAngles arguments_of(const Heads& heads, const Angles& angles, const Tensor& cos,
                                const Tensor& sin) {
@@ -133,15 +145,7 @@ inline RopeAngles arguments_of(const Heads& heads, const Angles& angles, const T
   arguments.cos = factors_of(cos);
   arguments.sin = factors_of(sin);
   arguments.factor_step = heads.factors_are_doubled(angles) && angles.interleaved ? 2 : 1;
-  if (angles.positions) {
-    const Tensor& positions = *angles.positions;
-    arguments.positions = positions.const_data_ptr();
-    arguments.are_64_bit = positions.scalar_type() == at::kLong;
-    arguments.position_stride[0] =
-        positions.dim() == 2 && positions.size(0) != 1 ? positions.stride(0) : 0;
-    arguments.position_stride[1] = positions.stride(-1);
-    arguments.table_rows = cos.size(0);
-  }
+  arguments.rows = rows_of(angles.positions, cos.size(-2));
   arguments.factor_dtype = dtype_of(cos);
   arguments.interleaved = angles.interleaved;
   arguments.inverse = angles.inverse;

@@ -1,6 +1,5 @@
-#include "rope/angles.h"
+#include "rope/qkv.h"
 #include "torchkiln/torch/empty.h"
-#include "torchkiln/torch/launch.h"
 #include "torchkiln/torch/ops.h"
 
 namespace torchkiln::rope_ops {
@@ -8,152 +7,15 @@ namespace {
 
 using Three = std::tuple<Tensor, Tensor, Tensor>;
 
-/// Fewest elements per CPU thread.
-constexpr int64_t kProjectionGrain = 1 << 13;
-
-struct QkvCall {
-  const char* op;
-  const Tensor& qkv;
-  Angles angles;
-  const MaybeTensor& q_weight;
-  const MaybeTensor& k_weight;
-  int64_t heads;
-  int64_t kv_heads;
-  double eps;
-  c10::string_view norm;
-  double offset;
-
-  bool normalizes() const { return norm == "head"; }
-  SymInt head_dim() const { return qkv.sym_size(-1) / (heads + 2 * kv_heads); }
-  Heads rotated() const {
-    return {op,
-            "qkv",
-            qkv,
-            qkv.dim() == 3 ? std::optional(qkv.sym_size(0)) : std::nullopt,
-            qkv.sym_size(-2),
-            head_dim()};
-  }
-  at::ScalarType weight_dtype() const {
-    return q_weight   ? q_weight->scalar_type()
-           : k_weight ? k_weight->scalar_type()
-                      : qkv.scalar_type();
-  }
-};
-
-void check_heads(const QkvCall& call) {
-  for (const auto& [name, count, least] :
-       {std::tuple("heads", call.heads, 1), std::tuple("kv_heads", call.kv_heads, 1)}) {
-    TORCH_CHECK_VALUE(count >= least, "torchkiln.", call.op, ": ", name, ": got ", count,
-                      ", expected a number of at least ", least);
-  }
-  const int64_t all = call.heads + 2 * call.kv_heads;
-  TORCH_CHECK(call.qkv.sym_size(-1) % all == 0, "torchkiln.", call.op, ": qkv: got ",
-              call.qkv.sym_size(-1), " elements per token, expected a multiple of ", all,
-              ", heads + 2 * kv_heads");
-  TORCH_CHECK(call.head_dim() <= kMostHeadElements, "torchkiln.", call.op, ": qkv: got heads of ",
-              call.head_dim(), " elements, expected at most ", kMostHeadElements);
-}
-
-void check_weights(const QkvCall& call) {
-  for (const auto& [name, weight] :
-       {std::pair<const char*, const MaybeTensor&>("q_weight", call.q_weight),
-        {"k_weight", call.k_weight}}) {
-    if (!weight) continue;
-    TORCH_CHECK_VALUE(call.normalizes(), "torchkiln.", call.op, ": ", name,
-                      ": got a tensor beside norm='none', expected None");
-    check_parameter_dtype(call.op, name, weight->scalar_type(), "qkv", call.qkv.scalar_type());
-    check_vector(call.op, name, *weight, call.head_dim(), "the elements of a head");
-  }
-  if (call.q_weight && call.k_weight)
-    check_same_dtype(call.op, "k_weight", *call.k_weight, "q_weight", *call.q_weight);
-}
-
-void check(const QkvCall& call) {
-  const auto on_device = [&](const char* name, const MaybeTensor& tensor) {
-    if (tensor) check_tensors(call.op, {{"qkv", call.qkv}, {name, *tensor}});
-  };
-  check_tensors(call.op, {{"qkv", call.qkv}, {"cos", call.angles.cos}, {"sin", call.angles.sin}});
-  on_device("q_weight", call.q_weight);
-  on_device("k_weight", call.k_weight);
-  on_device("positions", call.angles.positions);
-  check_dtype(call.op, "qkv", call.qkv);
-  check_rank(call.op, "qkv", call.qkv, 2, 3, "[tokens, elements] or [batch, tokens, elements]");
-  TORCH_CHECK_VALUE(call.norm == "head" || call.norm == "none", "torchkiln.", call.op,
-                    ": norm: got '", call.norm, "', expected one of head, none");
-  TORCH_CHECK_VALUE(call.eps >= 0, "torchkiln.", call.op, ": eps: got ", call.eps,
-                    ", expected a number of at least 0");
-  check_heads(call);
-  check_weights(call);
-  check_angles(call.rotated(), call.angles);
-}
-
-/// [..., heads, tokens, head_dim], with the heads of a token adjacent in memory.
-Tensor heads_output(const QkvCall& call, int64_t heads) {
-  const SymInt tokens = call.qkv.sym_size(-2), size = call.head_dim();
-  const SymInt row = size * heads;
-  if (call.qkv.dim() == 2) {
-    return at::empty_strided_symint({SymInt(heads), tokens, size}, {size, row, SymInt(1)},
-                                    call.qkv.options());
-  }
-  return at::empty_strided_symint({call.qkv.sym_size(0), SymInt(heads), tokens, size},
-                                  {tokens * row, size, row, SymInt(1)}, call.qkv.options());
-}
-
 Three checked_outputs(const QkvCall& call) {
   check(call);
   return {heads_output(call, call.heads), heads_output(call, call.kv_heads),
           heads_output(call, call.kv_heads)};
 }
 
-/// Contiguous tensors that the arguments of a kernel point to.
-struct QkvTensors {
-  MaybeCopy qkv, cos, sin;
-  Tensor weights[2];
-
-  explicit QkvTensors(const QkvCall& call)
-      : qkv(with_adjacent_elements("qkv", call.qkv)),
-        cos(with_adjacent_elements("cos", call.angles.cos)),
-        sin(with_adjacent_elements("sin", call.angles.sin)) {
-    if (call.q_weight) weights[0] = call.q_weight->contiguous();
-    if (call.k_weight) weights[1] = call.k_weight->contiguous();
-  }
-};
-
-QkvNormRope arguments_of(const QkvCall& call, const QkvTensors& tensors) {
-  const Tensor& qkv = *tensors.qkv;
-  QkvNormRope arguments{};
-  arguments.qkv = qkv.const_data_ptr();
-  arguments.qkv_stride[0] = qkv.dim() == 3 ? qkv.stride(0) : 0;
-  arguments.qkv_stride[1] = qkv.stride(-2);
-  for (int i = 0; i < 2; ++i)
-    if (tensors.weights[i].defined()) arguments.weight[i] = tensors.weights[i].const_data_ptr();
-  arguments.angles = arguments_of(call.rotated(), call.angles, *tensors.cos, *tensors.sin);
-  arguments.dtype = dtype_of(qkv);
-  arguments.weight_dtype = dtype_of(call.weight_dtype());
-  arguments.normalizes = call.normalizes();
-  arguments.eps = call.eps;
-  arguments.weight_offset = call.offset;
-  arguments.batch = qkv.dim() == 3 ? qkv.size(0) : 1;
-  arguments.tokens = qkv.size(-2);
-  arguments.heads = call.heads;
-  arguments.kv_heads = call.kv_heads;
-  arguments.head_dim = call.head_dim().expect_int();
-  return arguments;
-}
-
 Three run(const QkvCall& call) {
   auto [q, k, v] = checked_outputs(call);
-  if (q.numel() == 0) return {q, k, v};
-  const int64_t tokens = count_tokens(call.rotated());
-  const QkvTensors tensors(call);
-  QkvNormRope arguments = arguments_of(call, tensors);
-  arguments.out[0] = q.data_ptr();
-  arguments.out[1] = k.data_ptr();
-  arguments.out[2] = v.data_ptr();
-  launch(
-      call.op, q, tokens, std::max<int64_t>(1, kProjectionGrain / call.qkv.size(-1)),
-      [&](auto stream) { return cuda::qkv_norm_rope(arguments, stream); },
-      [&](int64_t begin, int64_t end) { return cpu::qkv_norm_rope(arguments, begin, end); });
+  if (q.numel() > 0) run_into(call, {q, k, v}, rows_of(std::nullopt, call.qkv.size(-2)));
   return {q, k, v};
 }
 
@@ -242,9 +104,7 @@ struct QkvBackward {
       if (!grads[i]) continue;
       adjacent[i] = *with_adjacent_elements("a gradient", *grads[i]);
       arguments.grad[i] = adjacent[i].const_data_ptr();
-      arguments.grad_stride[i][0] = qkv.dim() == 3 ? adjacent[i].stride(0) : 0;
-      arguments.grad_stride[i][1] = adjacent[i].stride(-2);
-      arguments.grad_stride[i][2] = adjacent[i].stride(-3);
+      set_strides(arguments.grad_stride[i], adjacent[i]);
     }
     arguments.grad_qkv = grad_qkv.data_ptr();
     if (grad_q_weight.numel() > 0) arguments.grad_weight[0] = grad_q_weight.data_ptr();

@@ -134,14 +134,17 @@ __device__ __forceinline__ C rstd_of(C sum_of_squares, const QkvNormRope& p) {
 
 inline bool pieces_in_vectors(const QkvNormRope& p, int64_t lanes) {
   constexpr int64_t kMostPieces = 32;
-  const auto fits = [&](const void* data) { return rows_in_vectors(data, lanes, {p.head_dim}); };
+  const auto fits = [&](int kind) {
+    const int64_t (&stride)[3] = p.out_stride[kind];
+    return rows_in_vectors(p.out[kind], lanes, {stride[0], stride[1], stride[2]});
+  };
   return in_steps_of(lanes, {p.angles.rotary / 2}) &&
          in_steps_of(2 * lanes, {p.head_dim - p.angles.rotary}) &&
          p.head_dim / (2 * lanes) <= kMostPieces &&
          rows_in_vectors(p.qkv, lanes,
                          {p.batch == 1 ? 0 : p.qkv_stride[0], p.tokens == 1 ? 0 : p.qkv_stride[1],
                           p.head_dim}) &&
-         fits(p.out[0]) && fits(p.out[1]) && fits(p.out[2]);
+         fits(0) && fits(1) && fits(2);
 }
 
 /// The plan of a launch; `token_blocks` is set by the caller.

@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(kQkvThreads, kItems > 1 ? 1 : 2)
     }
 
     // The gradient of the normalized and weighted head is the gradient, rotated back.
-    const int64_t row = is_token ? row_of(p.angles, batch, token) : 0;
+    const int64_t row = is_token ? row_of(p.angles.rows, batch, token) : 0;
     C wide_a[kHeads][kItems][kLanes], wide_b[kHeads][kItems][kLanes];
     C sums[2 * kHeads] = {};  // of squares, and of x times the gradient of the normalized head
 #pragma unroll

@@ -16,8 +16,6 @@ __global__ void __launch_bounds__(kQkvThreads) qkv_norm_rope_heads(const QkvPlan
   const uint32_t token = index - batch * plan.tokens.divisor();
   const T* const from = static_cast<const T*>(p.qkv) + batch * p.qkv_stride[0] +
                         token * p.qkv_stride[1] + group.packed * p.head_dim;
-  T* const to = static_cast<T*>(p.out[group.kind]) +
-                (int64_t{index} * group.heads + group.first) * p.head_dim;
   const auto exists = [&](int k, int j) {
     return is_token && lane + k * plan.team < plan.pieces && group.first + j < group.heads;
   };
@@ -36,7 +34,11 @@ __global__ void __launch_bounds__(kQkvThreads) qkv_norm_rope_heads(const QkvPlan
     }
   }
   const bool is_value = group.kind == kValues;
-  const int64_t row = is_token ? row_of(p.angles, batch, token) : 0;
+  const int64_t row = is_token ? row_of(p.angles.rows, batch, token) : 0;
+  const int64_t place = is_token && group.kind != kQueries ? row_of(p.places, batch, token) : token;
+  const int64_t (&stride)[3] = p.out_stride[group.kind];
+  T* const to = static_cast<T*>(p.out[group.kind]) + batch * stride[0] + place * stride[1] +
+                group.first * stride[2];
   const auto load = [&](int k, Factors<C, kLanes>& factors) {
     if (is_value || !exists(k, 0)) return;
     const Piece piece(plan, lane + k * plan.team, kLanes);
@@ -68,7 +70,7 @@ __global__ void __launch_bounds__(kQkvThreads) qkv_norm_rope_heads(const QkvPlan
   }
 #pragma unroll
   for (int k = 0; k < kItems; ++k) {
-    if (!exists(k, 0)) continue;
+    if (!exists(k, 0) || place < 0) continue;
     const Piece piece(plan, lane + k * plan.team, kLanes);
     if constexpr (kItems > 1) load(k, factors);
 #pragma unroll
@@ -86,8 +88,8 @@ __global__ void __launch_bounds__(kQkvThreads) qkv_norm_rope_heads(const QkvPlan
       }
       if (piece.is_rotated && !is_value)
         rotate(p.angles.interleaved, wide_a, wide_b, factors.cos, factors.sin);
-      store(to + j * p.head_dim + piece.first, wide_a);
-      if (piece.has_second) store(to + j * p.head_dim + piece.second, wide_b);
+      store(to + j * stride[2] + piece.first, wide_a);
+      if (piece.has_second) store(to + j * stride[2] + piece.second, wide_b);
     }
   }
 }

@@ -72,7 +72,7 @@ __device__ __forceinline__ void rotate_item(const Plan& plan, const Items<T>& he
     b[j] = load_constant<kLanes>(heads.from[j] + second);
   }
   C cos[kLanes], sin[kLanes];
-  const int64_t row = row_of(p.angles, batch, token);
+  const int64_t row = row_of(p.angles.rows, batch, token);
   load_factors<T>(p.angles, p.angles.cos, batch, row, pair, plan.factors_in_vectors, cos);
   load_factors<T>(p.angles, p.angles.sin, batch, row, pair, plan.factors_in_vectors, sin);
   if (p.angles.inverse) negate(sin);

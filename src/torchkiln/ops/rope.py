@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from torchkiln import _C
+from torchkiln.ops._traced import check_no_gradient
 from torchkiln.ops.eager import eager
 
 
@@ -60,7 +61,7 @@ def rope(
     )
 
 
-@eager(_C.qkv_norm_rope)
+@eager(_C.qkv_norm_rope, beside=("cache",))
 def qkv_norm_rope(  # noqa: PLR0917
     qkv: Tensor,
     cos: Tensor,
@@ -76,6 +77,7 @@ def qkv_norm_rope(  # noqa: PLR0917
     interleaved: bool = False,
     positions: Tensor | None = None,
     partial: int | None = None,
+    cache: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns ``(rope(norm(q)), rope(norm(k)), v)`` of a packed projection, in one pass.
 
@@ -104,7 +106,34 @@ def qkv_norm_rope(  # noqa: PLR0917
         interleaved: as for :func:`rope`.
         positions: as for :func:`rope`.
         partial: as for :func:`rope`.
+        cache: keys and values ``[batch, kv_heads, length, head_dim]`` of the dtype of ``qkv``, with
+            adjacent elements of a head: the kernel writes those of ``qkv`` into them, and the
+            results are ``(rope(norm(q)), *cache)``. Their places are ``positions``, different ones
+            for the tokens of a sequence, or 0, 1, 2, ... without them. A token whose position is
+            outside of the cache is not written. Beside ``cos`` and ``sin`` of ``[batch, tokens,
+            pairs]``, positions are the places alone. For inference: the call has no gradient.
     """
+    if cache is not None:
+        keys, values = cache
+        check_no_gradient("qkv_norm_rope", "cache", qkv, cos, sin, q_weight, k_weight, keys, values)
+        q = torch.ops.torchkiln.qkv_norm_rope_cache.default(
+            qkv,
+            cos,
+            sin,
+            q_weight,
+            k_weight,
+            heads,
+            kv_heads,
+            eps,
+            norm,
+            offset,
+            interleaved,
+            positions,
+            partial,
+            keys,
+            values,
+        )
+        return q, keys, values
     return torch.ops.torchkiln.qkv_norm_rope.default(
         qkv,
         cos,

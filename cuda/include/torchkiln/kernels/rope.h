@@ -9,11 +9,20 @@ struct CUstream_st;
 
 namespace torchkiln {
 
-/// Factors of the pairs: row [batch, token] of a tensor, or row positions[batch, token] of a table.
+/// Factors of the pairs: row [batch, token] of a tensor, or a row of a table.
 struct RopeFactors {
   const void* data;
   int64_t batch_stride;  // 0 for a table
   int64_t row_stride;
+};
+
+/// The row of each token in a tensor of `rows` rows: positions[batch, token], or the token's own
+/// index.
+struct TokenRows {
+  const void* positions;  // null: row i for token i of a batch
+  bool are_64_bit;        // int64, else int32
+  int64_t stride[2];      // from batch to batch, from token to token
+  int64_t rows;           // a token whose row is not in [0, rows) has none
 };
 
 /// The rotation of a head: with c = cos[i] and s = sin[i], or -sin[i] if `inverse`,
@@ -24,12 +33,9 @@ struct RopeFactors {
 struct RopeAngles {
   RopeFactors cos;
   RopeFactors sin;
-  int64_t factor_step;    // from pair to pair
-  const void* positions;  // null: factors are found by batch and token
-  bool are_64_bit;        // positions: int64, else int32
-  int64_t position_stride[2];
-  int64_t table_rows;  // a position outside of the table gives NaN
-  Dtype factor_dtype;  // the dtype of the heads, or float32 beside half precision
+  int64_t factor_step;  // from pair to pair
+  TokenRows rows;       // of the factors; a token without a row gives NaN
+  Dtype factor_dtype;   // the dtype of the heads, or float32 beside half precision
   bool interleaved;
   bool inverse;
   int64_t rotary;  // even
@@ -66,7 +72,9 @@ struct QkvNormRope {
   const void* qkv;        // [batch, tokens, heads + 2 * kv_heads, head_dim], heads adjacent
   int64_t qkv_stride[2];  // from batch to batch, from token to token
   const void* weight[2];  // of queries and keys: [head_dim], contiguous; null for ones
-  void* out[3];           // q, k, v: [batch, tokens, (kv_)heads, head_dim], contiguous
+  void* out[3];           // q, k, v: [batch, tokens, (kv_)heads, head_dim], head elements adjacent
+  int64_t out_stride[3][3];  // from batch to batch, token to token and head to head
+  TokenRows places;          // of keys and values in out; a token without one is not written
   RopeAngles angles;
   Dtype dtype;
   Dtype weight_dtype;  // dtype, or float32 beside half precision

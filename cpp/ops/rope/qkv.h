@@ -1,0 +1,162 @@
+#pragma once
+
+// A call on a packed projection: its checks, and the arguments of the kernels.
+
+#include "rope/angles.h"
+#include "torchkiln/torch/launch.h"
+
+namespace torchkiln::rope_ops {
+
+/// Fewest elements per CPU thread.
+constexpr int64_t kProjectionGrain = 1 << 13;
+
+struct QkvCall {
+  const char* op;
+  const Tensor& qkv;
+  Angles angles;
+  const MaybeTensor& q_weight;
+  const MaybeTensor& k_weight;
+  int64_t heads;
+  int64_t kv_heads;
+  double eps;
+  c10::string_view norm;
+  double offset;
+
+  bool normalizes() const { return norm == "head"; }
+  SymInt head_dim() const { return qkv.sym_size(-1) / (heads + 2 * kv_heads); }
+  Heads rotated() const {
+    return {op,
+            "qkv",
+            qkv,
+            qkv.dim() == 3 ? std::optional(qkv.sym_size(0)) : std::nullopt,
+            qkv.sym_size(-2),
+            head_dim()};
+  }
+  at::ScalarType weight_dtype() const {
+    return q_weight   ? q_weight->scalar_type()
+           : k_weight ? k_weight->scalar_type()
+                      : qkv.scalar_type();
+  }
+};
+
+inline void check_heads(const QkvCall& call) {
+  for (const auto& [name, count, least] :
+       {std::tuple("heads", call.heads, 1), std::tuple("kv_heads", call.kv_heads, 1)}) {
+    TORCH_CHECK_VALUE(count >= least, "torchkiln.", call.op, ": ", name, ": got ", count,
+                      ", expected a number of at least ", least);
+  }
+  const int64_t all = call.heads + 2 * call.kv_heads;
+  TORCH_CHECK(call.qkv.sym_size(-1) % all == 0, "torchkiln.", call.op, ": qkv: got ",
+              call.qkv.sym_size(-1), " elements per token, expected a multiple of ", all,
+              ", heads + 2 * kv_heads");
+  TORCH_CHECK(call.head_dim() <= kMostHeadElements, "torchkiln.", call.op, ": qkv: got heads of ",
+              call.head_dim(), " elements, expected at most ", kMostHeadElements);
+}
+
+inline void check_weights(const QkvCall& call) {
+  for (const auto& [name, weight] :
+       {std::pair<const char*, const MaybeTensor&>("q_weight", call.q_weight),
+        {"k_weight", call.k_weight}}) {
+    if (!weight) continue;
+    TORCH_CHECK_VALUE(call.normalizes(), "torchkiln.", call.op, ": ", name,
+                      ": got a tensor beside norm='none', expected None");
+    check_parameter_dtype(call.op, name, weight->scalar_type(), "qkv", call.qkv.scalar_type());
+    check_vector(call.op, name, *weight, call.head_dim(), "the elements of a head");
+  }
+  if (call.q_weight && call.k_weight)
+    check_same_dtype(call.op, "k_weight", *call.k_weight, "q_weight", *call.q_weight);
+}
+
+inline void check(const QkvCall& call) {
+  const auto on_device = [&](const char* name, const MaybeTensor& tensor) {
+    if (tensor) check_tensors(call.op, {{"qkv", call.qkv}, {name, *tensor}});
+  };
+  check_tensors(call.op, {{"qkv", call.qkv}, {"cos", call.angles.cos}, {"sin", call.angles.sin}});
+  on_device("q_weight", call.q_weight);
+  on_device("k_weight", call.k_weight);
+  on_device("positions", call.angles.positions);
+  check_dtype(call.op, "qkv", call.qkv);
+  check_rank(call.op, "qkv", call.qkv, 2, 3, "[tokens, elements] or [batch, tokens, elements]");
+  TORCH_CHECK_VALUE(call.norm == "head" || call.norm == "none", "torchkiln.", call.op,
+                    ": norm: got '", call.norm, "', expected one of head, none");
+  TORCH_CHECK_VALUE(call.eps >= 0, "torchkiln.", call.op, ": eps: got ", call.eps,
+                    ", expected a number of at least 0");
+  check_heads(call);
+  check_weights(call);
+  check_angles(call.rotated(), call.angles);
+}
+
+/// [..., heads, tokens, head_dim], with the heads of a token adjacent in memory.
+inline Tensor heads_output(const QkvCall& call, int64_t heads) {
+  const SymInt tokens = call.qkv.sym_size(-2), size = call.head_dim();
+  const SymInt row = size * heads;
+  if (call.qkv.dim() == 2) {
+    return at::empty_strided_symint({SymInt(heads), tokens, size}, {size, row, SymInt(1)},
+                                    call.qkv.options());
+  }
+  return at::empty_strided_symint({call.qkv.sym_size(0), SymInt(heads), tokens, size},
+                                  {tokens * row, size, row, SymInt(1)}, call.qkv.options());
+}
+
+/// Sets the strides of batch, tokens and heads of a tensor [..., heads, tokens, head_dim].
+inline void set_strides(int64_t (&to)[3], const Tensor& tensor) {
+  to[0] = tensor.dim() == 4 ? tensor.stride(0) : 0;
+  to[1] = tensor.stride(-2);
+  to[2] = tensor.stride(-3);
+}
+
+/// Contiguous tensors that the arguments of a kernel point to.
+struct QkvTensors {
+  MaybeCopy qkv, cos, sin;
+  Tensor weights[2];
+
+  explicit QkvTensors(const QkvCall& call)
+      : qkv(with_adjacent_elements("qkv", call.qkv)),
+        cos(with_adjacent_elements("cos", call.angles.cos)),
+        sin(with_adjacent_elements("sin", call.angles.sin)) {
+    if (call.q_weight) weights[0] = call.q_weight->contiguous();
+    if (call.k_weight) weights[1] = call.k_weight->contiguous();
+  }
+};
+
+inline QkvNormRope arguments_of(const QkvCall& call, const QkvTensors& tensors) {
+  const Tensor& qkv = *tensors.qkv;
+  QkvNormRope arguments{};
+  arguments.qkv = qkv.const_data_ptr();
+  arguments.qkv_stride[0] = qkv.dim() == 3 ? qkv.stride(0) : 0;
+  arguments.qkv_stride[1] = qkv.stride(-2);
+  for (int i = 0; i < 2; ++i)
+    if (tensors.weights[i].defined()) arguments.weight[i] = tensors.weights[i].const_data_ptr();
+  arguments.angles = arguments_of(call.rotated(), call.angles, *tensors.cos, *tensors.sin);
+  arguments.dtype = dtype_of(qkv);
+  arguments.weight_dtype = dtype_of(call.weight_dtype());
+  arguments.normalizes = call.normalizes();
+  arguments.eps = call.eps;
+  arguments.weight_offset = call.offset;
+  arguments.batch = qkv.dim() == 3 ? qkv.size(0) : 1;
+  arguments.tokens = qkv.size(-2);
+  arguments.heads = call.heads;
+  arguments.kv_heads = call.kv_heads;
+  arguments.head_dim = call.head_dim().expect_int();
+  return arguments;
+}
+
+/// Computes queries, keys and values into tensors [..., heads, tokens, head_dim] with adjacent
+/// elements of a head.
+inline void run_into(const QkvCall& call, const std::array<Tensor, 3>& out,
+                     const TokenRows& places) {
+  const int64_t tokens = count_tokens(call.rotated());
+  const QkvTensors tensors(call);
+  QkvNormRope arguments = arguments_of(call, tensors);
+  for (size_t i = 0; i < 3; ++i) {
+    arguments.out[i] = out[i].data_ptr();
+    set_strides(arguments.out_stride[i], out[i]);
+  }
+  arguments.places = places;
+  launch(
+      call.op, out[0], tokens, std::max<int64_t>(1, kProjectionGrain / call.qkv.size(-1)),
+      [&](auto stream) { return cuda::qkv_norm_rope(arguments, stream); },
+      [&](int64_t begin, int64_t end) { return cpu::qkv_norm_rope(arguments, begin, end); });
+}
+
+}  // namespace torchkiln::rope_ops
