@@ -138,6 +138,65 @@ def test_decoding_from_the_cache_is_the_full_forward(
     torch.testing.assert_close(torch.cat(two, 1), expected)
 
 
+@pytest.mark.parametrize("form", ["llama", "gemma"])
+def test_sequences_of_different_lengths(form: str, device: torch.device) -> None:
+    """Each sequence has its own positions; the padding of the shorter prompt is left out."""
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"kv_heads": KV_HEADS, "head_dim": HEAD} | FORMS[form]
+    layer = Attention(DIM, HEADS, **options, device=device)
+    x = torch.randn(2, TOKENS, DIM, device=device)
+    cos, sin = (t.to(device) for t in tables(TOKENS))
+    cache = KVCache(2, TOKENS, KV_HEADS, HEAD, device=device)
+    prompts = torch.tensor([[0, 1, 2, 3], [0, 1, -1, -1]], device=device)
+    with torch.no_grad():
+        expected = layer(x, cos, sin)
+        found = layer(x[:, :4], cos, sin, cache=cache, positions=prompts)
+        torch.testing.assert_close(found[0], expected[0, :4])
+        torch.testing.assert_close(found[1, :2], expected[1, :2])
+        for step in range(3):
+            at = torch.tensor([[4 + step], [2 + step]], device=device)
+            token = x[torch.arange(2), at[:, 0].cpu()][:, None]
+            found = layer(token, cos, sin, cache=cache, positions=at)
+            torch.testing.assert_close(found[:, 0], expected[torch.arange(2), at[:, 0].cpu()])
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_cache_without_rotation(batched: bool) -> None:
+    layer = Attention(DIM, HEADS, KV_HEADS, HEAD, dtype=torch.float64)
+    x = torch.randn(2, TOKENS, DIM, dtype=torch.float64)
+    cache = KVCache(2, TOKENS, KV_HEADS, HEAD, torch.float64)
+    with torch.no_grad():
+        found = [
+            layer(x[:, at], cache=cache, positions=at.expand(2, -1) if batched else at)
+            for at in torch.arange(TOKENS).split(3)
+        ]
+        torch.testing.assert_close(torch.cat(found, 1), plain(layer, x, None))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_the_cache_may_have_another_dtype(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is written by KVCache.write() then, and else in the pass that rotates."""
+    layer = Attention(DIM, HEADS, KV_HEADS, HEAD, qk_norm="head", dtype=torch.float64)
+    x = torch.randn(2, TOKENS, DIM, dtype=torch.float64)
+    angles = torch.randn(2, TOKENS, HEAD // 2, dtype=torch.float64)  # factors of each token
+    cos, sin = angles.cos(), angles.sin()
+    cache = KVCache(2, TOKENS, KV_HEADS, HEAD, dtype)
+    calls: list[None] = []
+    write: Any = KVCache.write
+    monkeypatch.setattr(KVCache, "write", lambda *args: calls.append(write(*args)))
+    with torch.no_grad():
+        found = [
+            layer(x[:, at], cos[:, at], sin[:, at], cache=cache, positions=at)
+            for at in torch.arange(TOKENS).split(1)
+        ]
+        assert len(calls) == (0 if dtype == torch.float64 else TOKENS)
+        digits = {torch.float64: 1e-7, torch.float32: 1e-5, torch.bfloat16: 0.05}[dtype]
+        expected = layer(x, cos, sin)
+    torch.testing.assert_close(torch.cat(found, 1), expected, rtol=digits, atol=digits)
+
+
 @pytest.mark.cuda
 def test_decoding_in_a_cuda_graph() -> None:
     layer = Attention(DIM, HEADS, KV_HEADS, HEAD, device="cuda")
@@ -183,8 +242,10 @@ def test_refusals() -> None:
     x = torch.zeros(1, 3, DIM)
     with pytest.raises(RuntimeError, match=r"decode under torch.no_grad\(\)"):
         layer(x, cache=KVCache(1, 4, KV_HEADS, HEAD))
-    with torch.no_grad(), pytest.raises(ValueError, match=r"got 3 tokens, expected at most 2"):
-        layer(x, cache=KVCache(1, 2, KV_HEADS, HEAD))
+    for rope in ((), tables(3)):
+        cache = KVCache(1, 2, KV_HEADS, HEAD)
+        with torch.no_grad(), pytest.raises(ValueError, match=r"got 3 tokens, expected at most 2"):
+            layer(x, *rope, cache=cache, positions=torch.arange(3))
 
 
 def test_explain_names_the_kernel_of_attention() -> None:

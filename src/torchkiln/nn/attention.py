@@ -14,7 +14,8 @@ class KVCache:
 
     Tokens are written in place, at positions that a tensor on the device gives: no size changes and
     the host does not wait, so that a CUDA graph or a compiled step can be replayed for each token.
-    Positions that have not been written are zeros.
+    Positions that have not been written are zeros. :class:`Attention` with a rotation writes in the
+    pass that rotates, if the buffers have the dtype of the projection.
 
     Args:
         batch: number of sequences.
@@ -52,23 +53,31 @@ class KVCache:
         Args:
             k: the keys; without a gradient.
             v: the values.
-            positions: ``[tokens]``, int64, on the device of the cache; None for 0, 1, 2, ...
+            positions: ``[tokens]`` or ``[batch, tokens]``, int64, on the device of the cache; None
+                for 0, 1, 2, ...
         """
         if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
             raise RuntimeError(
                 "torchkiln.nn.KVCache: k: got a tensor that requires a gradient, expected none: "
                 "decode under torch.no_grad()"
             )
-        if k.shape[-2] > self.length:
-            raise ValueError(
-                f"torchkiln.nn.KVCache: k: got {k.shape[-2]} tokens, expected at most "
-                f"{self.length}: make a longer cache"
-            )
+        self.check_length(k.shape[-2])
         for buffer, new in ((self.keys, k), (self.values, v)):
             if positions is None:
                 buffer[:, :, : new.shape[-2]].copy_(new)
-            else:
+            elif positions.dim() == 1:
                 buffer.index_copy_(2, positions, new.to(buffer.dtype))
+            else:
+                places = positions[:, None, :, None].expand_as(new)
+                buffer.scatter_(2, places, new.to(buffer.dtype))
+
+    def check_length(self, tokens: int) -> None:
+        """Refuses more tokens than fit."""
+        if tokens > self.length:
+            raise ValueError(
+                f"torchkiln.nn.KVCache: k: got {tokens} tokens, expected at most "
+                f"{self.length}: make a longer cache"
+            )
 
     def reset(self) -> None:
         """Fills the buffers with zeros."""
@@ -107,8 +116,7 @@ class Attention(nn.Module):
     Shape:
         x and output ``[batch, tokens, dim]``; cos and sin ``[tokens, pairs]`` or
         ``[batch, tokens, pairs]``, with positions tables ``[rows, pairs]``; mask broadcasts to
-        ``[batch, heads, tokens, keys]``; positions ``[tokens]``, without a cache also
-        ``[batch, tokens]``.
+        ``[batch, heads, tokens, keys]``; positions ``[tokens]`` or ``[batch, tokens]``.
     """
 
     def __init__(
@@ -173,19 +181,19 @@ class Attention(nn.Module):
                 ``window``.
             cache: earlier keys and values, to which those of ``x`` are written.
             positions: int64, the places of the tokens in the cache, and the rows of ``cos`` and
-                ``sin``. With a cache and without positions the tokens are the first ones, and only
-                they are attended to.
+                ``sin`` unless these are ``[batch, tokens, pairs]``. With a cache and without
+                positions the tokens are the first ones, and only they are attended to.
         """
         if x.dim() != 3:
             raise ValueError(
                 f"torchkiln.nn.Attention: x: got shape {list(x.shape)}, "
                 f"expected [batch, tokens, {self.qkv.in_features}]"
             )
-        q, k, v = self.project(x, cos, sin, positions)
-        if cache is not None:
-            cache.write(k, v, positions)
-            if positions is not None:
-                k, v = cache.keys.to(q.dtype), cache.values.to(q.dtype)
+        qkv = self.qkv(x)
+        if cache is None:
+            q, k, v = self.split(qkv, cos, sin, positions)
+        else:
+            q, k, v = self.split_into(cache, qkv, cos, sin, positions)
         p = self.dropout if self.training else 0.0
         places = None if cache is None else positions
         causal = self.causal and mask is None and self.window is None and places is None
@@ -204,11 +212,16 @@ class Attention(nn.Module):
         out: Tensor = self.out(mixed.transpose(1, 2).flatten(-2))
         return out
 
-    def project(
-        self, x: Tensor, cos: Tensor | None, sin: Tensor | None, positions: Tensor | None
+    def split(
+        self,
+        qkv: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        positions: Tensor | None,
+        cache: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values ``[batch, heads, tokens, head_dim]`` of ``x``."""
-        qkv, q_norm, k_norm = self.qkv(x), self.q_norm, self.k_norm
+        """Queries, keys and values ``[batch, heads, tokens, head_dim]`` of a projection."""
+        q_norm, k_norm = self.q_norm, self.k_norm
         if cos is not None and sin is not None:
             return qkv_norm_rope(
                 qkv,
@@ -224,6 +237,7 @@ class Attention(nn.Module):
                 interleaved=self.interleaved,
                 positions=positions,
                 partial=self.partial,
+                cache=cache,
             )
         if cos is not None or sin is not None:
             raise ValueError("torchkiln.nn.Attention: sin: got one of cos and sin, expected both")
@@ -232,6 +246,28 @@ class Attention(nn.Module):
         if q_norm is not None and k_norm is not None:
             q, k = q_norm(q), k_norm(k)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+    def split_into(
+        self,
+        cache: KVCache,
+        qkv: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        positions: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As :meth:`split`, with keys and values written to a cache, and what it has of them."""
+        tokens = qkv.shape[1]
+        if cos is not None and cache.keys.dtype == qkv.dtype:
+            cache.check_length(tokens)
+            q, k, v = self.split(qkv, cos, sin, positions, (cache.keys, cache.values))
+        else:
+            rows = positions if cos is None or cos.dim() == 2 else None
+            q, k, v = self.split(qkv, cos, sin, rows)
+            cache.write(k, v, positions)
+            k, v = cache.keys.to(q.dtype), cache.values.to(q.dtype)
+        if positions is None:
+            k, v = k[:, :, :tokens], v[:, :, :tokens]
+        return q, k, v
 
     def visible(
         self,
@@ -245,11 +281,13 @@ class Attention(nn.Module):
         if not self.causal and positions is None:
             return mask
         places = torch.arange(tokens, device=device) if positions is None else positions
-        last = places if self.causal else places.amax().expand(tokens)
+        last = places if self.causal else places.amax(-1, keepdim=True).expand_as(places)
         key = torch.arange(keys, device=device)
-        seen = key <= last[:, None]
+        seen = key <= last[..., None]
         if self.window is not None:
-            seen = seen & (key > places[:, None] - self.window)
+            seen = seen & (key > places[..., None] - self.window)
+        if seen.dim() == 3:
+            seen = seen[:, None]  # of the heads
         if mask is None:
             return seen
         return seen & mask if mask.dtype == torch.bool else mask.masked_fill(~seen, float("-inf"))
