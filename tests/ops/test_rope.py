@@ -66,6 +66,34 @@ def test_reads_packed_views_without_a_copy(device: torch.device, dtype: torch.dt
         assert torch.equal(y, other)
 
 
+def test_angles_of_several_axes(device: torch.device) -> None:
+    """The formula of Qwen2-VL: parts of the head follow the time, row and column of a token."""
+    axes = torch.randint(9, (3, 2, 5), device=device)
+    frequencies = 1e4 ** -torch.linspace(0, 1, 8, device=device)
+    q, k = (torch.randn(2, n, 5, 16, device=device) for n in (4, 1))
+    angles = torch.cat([axes[..., None] * frequencies] * 2, -1)
+    sections = [2, 3, 3, 2, 3, 3]  # pairs of each axis, for both elements of the pairs
+    cos, sin = (
+        torch.cat([part[i % 3] for i, part in enumerate(f(angles).split(sections, -1))], -1)
+        for f in (torch.cos, torch.sin)
+    )
+    expected = apply_rotary_pos_emb(q, k, cos, sin)
+    axis = torch.tensor([0, 0, 1, 1, 1, 2, 2, 2], device=device)
+    of_pairs = axes.movedim(0, -1)[..., axis] * frequencies
+    found = torchkiln.rope(q, k, of_pairs.cos(), of_pairs.sin())
+    torch.testing.assert_close(found, expected)
+
+
+def test_scaled_factors_scale_the_result(device: torch.device) -> None:
+    """The factor of YaRN; its part that is not rotated has none."""
+    q = torch.randn(2, 3, 5, 16, device=device)
+    cos, sin = tables(device, 5, 4)
+    expected, _ = torchkiln.rope(q, None, cos, sin, partial=8)
+    found, _ = torchkiln.rope(q, None, 1.5 * cos, 1.5 * sin, partial=8)
+    torch.testing.assert_close(found[..., :8], 1.5 * expected[..., :8])
+    assert torch.equal(found[..., 8:], q[..., 8:])
+
+
 def test_positions_are_rows_of_the_table(device: torch.device) -> None:
     q = torch.randn(3, 2, 4, 8, device=device)
     cos, sin = tables(device, 50, 4)
