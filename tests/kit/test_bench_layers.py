@@ -12,7 +12,11 @@ from torchkiln.testing import OpSpec
 from torchkiln.testing.registry import specs_of
 
 CPU = torch.device("cpu")
-SHAPES = {"conv_bn_act": (2 * layers.PIXELS**2, 8), "attention": (64, 32)}
+SHAPES = {
+    "conv_bn_act": (2 * layers.PIXELS**2, 8),
+    "attention": (64, 32),
+    "qkv_norm_rope_cache": (4, 64),
+}
 
 
 @pytest.mark.parametrize("spec", layers.SPECS, ids=lambda spec: spec.name)

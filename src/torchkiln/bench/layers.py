@@ -19,6 +19,8 @@ PIXELS = 28
 """Height and width of the images."""
 TOKENS, HEAD = 2048, 128
 """Most tokens of a sequence, and most elements of a head."""
+CACHED = 256
+"""Tokens of a sequence in a cache."""
 
 
 def convolved(  # noqa: PLR0917 - the arguments of the function
@@ -125,6 +127,53 @@ def attention_backward_traffic(sample: Sample) -> Traffic:
     return Traffic(forward.bytes + x.nbytes, forward.operations + 3 * x.numel() * x.shape[1])
 
 
+def copied(  # noqa: PLR0917 - the arguments of the function
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    heads: int,
+    kv_heads: int,
+    *,
+    positions: Tensor,
+    cache: tuple[Tensor, Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Torch's norms, the rotation, and copies of keys and values into the cache."""
+    rows = qkv.unflatten(-1, (heads + 2 * kv_heads, -1)).transpose(1, 2)
+    q, k, v = rows.split([heads, kv_heads, kv_heads], 1)
+    q, k = (
+        rotated(F.rms_norm(x, x.shape[-1:], weight, 1e-6), cos[positions], sin[positions])
+        for x, weight in ((q, q_weight), (k, k_weight))
+    )
+    keys, values = cache
+    return q, keys.index_copy_(2, positions, k), values.index_copy_(2, positions, v)
+
+
+def step(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Sample:
+    """A new token of each sequence, with a quarter as many heads for the keys."""
+    rows, columns = shape
+    head = min(columns, HEAD)
+    heads = columns // head
+    kv_heads = max(heads // 4, 1)
+    qkv = torch.randn(rows, 1, (heads + 2 * kv_heads) * head, device=device, dtype=dtype)
+    angles = torch.outer(torch.arange(CACHED), 1e4 ** -torch.linspace(0, 1, head // 2)).to(device)
+    wide = torch.promote_types(dtype, torch.float32)
+    owned = [torch.ones(head, device=device, dtype=dtype) for _ in range(2)]
+    keys, values = torch.zeros(2, rows, kv_heads, CACHED, head, device=device, dtype=dtype)
+    return Sample(
+        "bench",
+        (qkv, angles.cos().to(wide), angles.sin().to(wide), *owned, heads, kv_heads),
+        {"positions": torch.tensor([CACHED // 2], device=device), "cache": (keys, values)},
+    )
+
+
+def step_traffic(sample: Sample) -> Traffic:
+    """Reads the projection, writes queries, keys and values."""
+    qkv = sample.args[0]
+    return Traffic(2 * qkv.nbytes, 6 * qkv.numel())
+
+
 CONV_BN_ACT = OpSpec(
     op=torchkiln.conv_bn_act,
     name="conv_bn_act",
@@ -153,4 +202,17 @@ ATTENTION = OpSpec(
     traffic=attention_traffic,
     backward_traffic=attention_backward_traffic,
 )
-SPECS = (CONV_BN_ACT, ATTENTION)
+STEP = OpSpec(
+    op=torchkiln.qkv_norm_rope,
+    name="qkv_norm_rope_cache",
+    overload=torch.ops.torchkiln.qkv_norm_rope_cache.default,
+    reference=copied,
+    magnitude=copied,
+    inputs=lambda device, dtype: iter([step(device, dtype, (4, 16))]),
+    differentiable=(),
+    bench=step,
+    bench_shapes=((8, 4096), (64, 4096), (512, 4096)),
+    large=None,
+    traffic=step_traffic,
+)
+SPECS = (CONV_BN_ACT, ATTENTION, STEP)
