@@ -154,3 +154,35 @@ def test_cos_and_sin_have_gradients(device: torch.device, options: dict[str, Any
         return *first, *torch.autograd.grad(squares, leaves)
 
     torch.testing.assert_close(derivatives(found), derivatives(expected))
+
+
+@pytest.mark.parametrize("counts", [(4, 2, 64), (3, 1, 21), (100, 4, 128)], ids=str)
+def test_a_norm_of_all_heads(device: torch.device, counts: tuple[int, int, int]) -> None:
+    """More tokens than blocks, and sums for the weights beyond what a block keeps."""
+    heads, kv_heads, size = counts
+    tokens, rotated = 301, size - size % 2
+    shapes = (
+        (tokens, (heads + 2 * kv_heads) * size),
+        (heads * size,),
+        (kv_heads * size,),
+    )
+    qkv, *weights = leaves = [
+        torch.randn(shape, device=device, dtype=torch.float64, requires_grad=True)
+        for shape in shapes
+    ]
+    cos, sin = torch.randn(2, tokens, rotated // 2, device=device, dtype=torch.float64)
+    found = torchkiln.qkv_norm_rope(
+        qkv, cos, sin, weights[0], weights[1], heads, kv_heads, norm="all", partial=rotated
+    )
+    sizes = [heads * size, kv_heads * size, kv_heads * size]
+    parts = [
+        F.rms_norm(x, x.shape[1:], weight, 1e-6) if weight is not None else x
+        for x, weight in zip(qkv.split(sizes, -1), (*weights, None), strict=True)
+    ]
+    q, k, v = (x.unflatten(-1, (-1, size)).transpose(0, 1) for x in parts)
+    expected = (*torchkiln.rope(q, k, cos, sin, partial=rotated), v)
+    torch.testing.assert_close(found, expected)
+    grads = [torch.randn_like(x) for x in found]
+    once, again = (torch.autograd.grad(found, leaves, grads, retain_graph=True) for _ in range(2))
+    assert all(map(torch.equal, once, again))
+    torch.testing.assert_close(once, torch.autograd.grad(expected, leaves, grads))

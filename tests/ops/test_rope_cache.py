@@ -29,6 +29,7 @@ class Case:
         self.qkv = drawn(BATCH, TOKENS, (HEADS + 2 * KV_HEADS) * size)
         self.tables = drawn(LENGTH, self.rotated // 2), drawn(LENGTH, self.rotated // 2)
         self.weights = drawn(size), drawn(size)
+        self.all_weights = drawn(HEADS * size), drawn(KV_HEADS * size)
         self.keys, self.values = (
             torch.full((BATCH, KV_HEADS, LENGTH, size), UNTOUCHED, device=device, dtype=dtype)
             for _ in range(2)
@@ -39,7 +40,8 @@ class Case:
         tables = options.pop("tables", None) or self.tables
         if options.get("positions") is None and tables[0].dim() == 2:
             tables = tuple(t[:TOKENS] for t in tables)
-        q_weight, k_weight = self.weights if options.get("norm") != "none" else (None, None)
+        weights = {"none": (None, None), "head": self.weights, "all": self.all_weights}
+        q_weight, k_weight = weights[options.get("norm", "head")]
         given = self.qkv if qkv is None else qkv
         rest: dict[str, Any] = {"partial": self.rotated if self.size % 2 else None} | options
         cos, sin = tables
@@ -84,10 +86,13 @@ def test_writes_what_the_op_returns(
 
 
 @pytest.mark.parametrize(
-    "options", [{"norm": "none"}, {"interleaved": True}, {"offset": 1.0, "eps": 1e-3}], ids=str
+    "options",
+    [{"norm": "none"}, {"norm": "all"}, {"interleaved": True}, {"offset": 1.0, "eps": 1e-3}],
+    ids=str,
 )
-def test_options(device: torch.device, options: dict[str, Any]) -> None:
-    Case(device).check(rows(device, "each"), **options)
+@pytest.mark.parametrize("size", [64, 21])
+def test_options(device: torch.device, size: int, options: dict[str, Any]) -> None:
+    Case(device, size=size).check(rows(device, "each"), **options)
 
 
 @pytest.mark.parametrize("layout", ["tokens first", "packed", "part"])
@@ -109,15 +114,16 @@ def test_any_strides(device: torch.device, layout: str, size: int) -> None:
 
 @pytest.mark.parametrize("outside", [-1, LENGTH, 2**40, -(2**40)])
 @pytest.mark.parametrize("size", [64, 21])
+@pytest.mark.parametrize("norm", ["head", "all"])
 def test_a_token_outside_of_the_cache_is_left_out(
-    device: torch.device, outside: int, size: int
+    device: torch.device, outside: int, size: int, norm: str
 ) -> None:
     """Nothing is written before or after the cache, and the other tokens are."""
     case = Case(device, size=size)
     guarded = [t.expand(3, *t.shape).clone() for t in (case.keys, case.values)]
     places = torch.tensor([5, outside, 1], device=device)
-    q, k, v = case(positions=places)
-    found = case(positions=places, cache=(guarded[0][1], guarded[1][1]))
+    q, k, v = case(positions=places, norm=norm)
+    found = case(positions=places, norm=norm, cache=(guarded[0][1], guarded[1][1]))
     assert torch.equal(found[0][:, :, ::2], q[:, :, ::2])
     assert found[0][:, :, 1, : case.rotated].isnan().all()  # outside of the tables, too
     for written, new in zip(guarded, (k, v), strict=True):

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cmath>
+#include <vector>
 
 #include "rope/angles.h"
 #include "torchkiln/cpu/half.h"
@@ -49,16 +50,16 @@ struct Factors {
 /// Weights of queries and keys in the compute type, with the offset; ones without a weight.
 template <class C>
 struct Weights {
-  C rows[2][kMostHeadElements];
+  std::vector<C> rows[2];
 
   explicit Weights(const QkvNormRope& p) {
     for (int kind = 0; kind < 2; ++kind) {
-      std::fill_n(rows[kind], p.head_dim, C(1));
+      const int64_t size = p.norm_size(kind);
+      rows[kind].assign(static_cast<size_t>(size), C(1));
       if (p.weight[kind] == nullptr) continue;
-      C buffer[kMostHeadElements];
-      const C* run = read_run(buffer, p.weight[kind], 0, 1, p.head_dim, p.weight_dtype);
-      for (int64_t i = 0; i < p.head_dim; ++i)
-        rows[kind][i] = run[i] + static_cast<C>(p.weight_offset);
+      C* const row = rows[kind].data();
+      const C* run = read_run(row, p.weight[kind], 0, 1, size, p.weight_dtype);
+      for (int64_t i = 0; i < size; ++i) row[i] = run[i] + static_cast<C>(p.weight_offset);
     }
   }
 };
@@ -85,53 +86,74 @@ C sum_of(int64_t count, const Term& term) {
 }
 
 template <class C>
-C rstd_of(const QkvNormRope& p, const C* x) {
-  const C sum = sum_of<C>(p.head_dim, [&](int64_t i) { return x[i] * x[i]; });
-  return C(1) / std::sqrt(sum / static_cast<C>(p.head_dim) + static_cast<C>(p.eps));
+C rstd_of(const QkvNormRope& p, const C* x, int64_t size) {
+  const C sum = sum_of<C>(size, [&](int64_t i) { return x[i] * x[i]; });
+  return C(1) / std::sqrt(sum / static_cast<C>(size) + static_cast<C>(p.eps));
+}
+
+/// Elements that are normalized together, and their gradients, in the compute type.
+template <class C>
+struct Buffers {
+  std::vector<C> x, grad;
+
+  explicit Buffers(const QkvNormRope& p)
+      : x(static_cast<size_t>(std::max(p.norm_size(0), p.norm_size(1)))), grad(x.size()) {}
+};
+
+/// Calls body(head, size) for the first head of the elements that are normalized together, `size`
+/// in number.
+template <class Body>
+void for_each_norm(const QkvNormRope& p, int kind, const Body& body) {
+  const int64_t size = p.norm_size(kind);
+  for (int64_t h = 0; h < heads_of(p, kind); h += size / p.head_dim) body(h, size);
 }
 
 template <class T>
-void forward_token(const QkvNormRope& p, const Weights<Compute<T>>& weights, int64_t index) {
+void forward_token(const QkvNormRope& p, const Weights<Compute<T>>& weights, int64_t index,
+                   Buffers<Compute<T>>& buffers) {
   using C = Compute<T>;
   const int64_t batch = index / p.tokens, token = index % p.tokens;
   const Factors<C> factors(p.angles, batch, token, C(1));
   const T* const row =
       static_cast<const T*>(p.qkv) + batch * p.qkv_stride[0] + token * p.qkv_stride[1];
+  C* const x = buffers.x.data();
   for (int kind = 0; kind < 3; ++kind) {
     const int64_t place = kind == 0 ? token : row_of(p.places, batch, token);
     if (place < 0) continue;
     const int64_t (&stride)[3] = p.out_stride[kind];
     const T* const from = row + first_of(p, kind) * p.head_dim;
     T* const to = static_cast<T*>(p.out[kind]) + batch * stride[0] + place * stride[1];
-    for (int64_t h = 0; h < heads_of(p, kind); ++h) {
-      if (kind == 2) {
+    if (kind == 2) {
+      for (int64_t h = 0; h < p.kv_heads; ++h)
         std::copy_n(from + h * p.head_dim, p.head_dim, to + h * stride[2]);
-        continue;
-      }
-      C head[kMostHeadElements];
-      widen_run(head, from + h * p.head_dim, 1, p.head_dim);
-      const C scale = p.normalizes ? rstd_of(p, head) : C(1);
-      for (int64_t i = 0; i < p.head_dim; ++i) head[i] *= scale * weights.rows[kind][i];
-      factors.rotate(p.angles, head);
-      narrow_run(to + h * stride[2], head, p.head_dim);
+      continue;
     }
+    for_each_norm(p, kind, [&](int64_t first, int64_t size) {
+      widen_run(x, from + first * p.head_dim, 1, size);
+      const C scale = p.norm == QkvNorm::none ? C(1) : rstd_of(p, x, size);
+      const C* const weight = weights.rows[kind].data();
+      for (int64_t i = 0; i < size; ++i) x[i] *= scale * weight[i];
+      for (int64_t at = 0; at < size; at += p.head_dim) {
+        factors.rotate(p.angles, x + at);
+        narrow_run(to + (first + at / p.head_dim) * stride[2], x + at, p.head_dim);
+      }
+    });
   }
 }
 
-/// Adds to `sums` the terms of the gradient of the weight from one head. `grad` is the gradient of
-/// the head's result and becomes that of the head.
+/// Adds to `sums` the terms of the gradient of the weight. `grad` is the gradient of the weighted
+/// elements and becomes that of the elements.
 template <class C>
-void head_gradient(const QkvNormRope& p, const Factors<C>& back, const C* weight, const C* x,
-                   C* grad, C* sums) {
-  back.rotate(p.angles, grad);
-  if (!p.normalizes) {
-    for (int64_t i = 0; i < p.head_dim; ++i) grad[i] *= weight[i];
+void norm_gradient(const QkvNormRope& p, int64_t size, const C* weight, const C* x, C* grad,
+                   C* sums) {
+  if (p.norm == QkvNorm::none) {
+    for (int64_t i = 0; i < size; ++i) grad[i] *= weight[i];
     return;
   }
-  const C rstd = rstd_of(p, x);
-  const C product = sum_of<C>(p.head_dim, [&](int64_t i) { return x[i] * grad[i] * weight[i]; });
-  const C pull = product * rstd * rstd / static_cast<C>(p.head_dim);
-  for (int64_t i = 0; i < p.head_dim; ++i) {
+  const C rstd = rstd_of(p, x, size);
+  const C product = sum_of<C>(size, [&](int64_t i) { return x[i] * grad[i] * weight[i]; });
+  const C pull = product * rstd * rstd / static_cast<C>(size);
+  for (int64_t i = 0; i < size; ++i) {
     sums[i] += grad[i] * (x[i] * rstd);
     grad[i] = rstd * (grad[i] * weight[i] - x[i] * pull);
   }
@@ -139,7 +161,7 @@ void head_gradient(const QkvNormRope& p, const Factors<C>& back, const C* weight
 
 template <class T>
 void backward_token(const QkvNormRopeBackward& arguments, const Weights<Compute<T>>& weights,
-                    int64_t index, Compute<T>* sums) {
+                    int64_t index, Buffers<Compute<T>>& buffers, Compute<T>* sums) {
   using C = Compute<T>;
   const QkvNormRope& p = arguments.forward;
   const int64_t batch = index / p.tokens, token = index % p.tokens;
@@ -148,24 +170,25 @@ void backward_token(const QkvNormRopeBackward& arguments, const Weights<Compute<
       static_cast<const T*>(p.qkv) + batch * p.qkv_stride[0] + token * p.qkv_stride[1];
   T* const out =
       static_cast<T*>(arguments.grad_qkv) + index * (p.heads + 2 * p.kv_heads) * p.head_dim;
+  C *const x = buffers.x.data(), *const grad = buffers.grad.data();
   for (int kind = 0; kind < 3; ++kind) {
     const int64_t (&stride)[3] = arguments.grad_stride[kind];
-    for (int64_t h = 0; h < heads_of(p, kind); ++h) {
-      const int64_t at = (first_of(p, kind) + h) * p.head_dim;
-      C grad[kMostHeadElements], x[kMostHeadElements];
-      std::fill_n(grad, p.head_dim, C(0));
-      if (arguments.grad[kind] != nullptr) {
-        widen_run(grad,
-                  static_cast<const T*>(arguments.grad[kind]) + batch * stride[0] +
-                      token * stride[1] + h * stride[2],
-                  1, p.head_dim);
+    const T* const from = static_cast<const T*>(arguments.grad[kind]);
+    for_each_norm(p, kind, [&](int64_t first, int64_t size) {
+      std::fill_n(grad, size, C(0));
+      for (int64_t at = 0; from != nullptr && at < size; at += p.head_dim) {
+        const int64_t head = first + at / p.head_dim;
+        widen_run(grad + at, from + batch * stride[0] + token * stride[1] + head * stride[2], 1,
+                  p.head_dim);
+        if (kind < 2) back.rotate(p.angles, grad + at);
       }
+      const int64_t packed = (first_of(p, kind) + first) * p.head_dim;
       if (kind < 2) {
-        widen_run(x, row + at, 1, p.head_dim);
-        head_gradient(p, back, weights.rows[kind], x, grad, sums + kind * p.head_dim);
+        widen_run(x, row + packed, 1, size);
+        norm_gradient(p, size, weights.rows[kind].data(), x, grad, sums + kind * p.norm_size(0));
       }
-      narrow_run(out + at, grad, p.head_dim);
-    }
+      narrow_run(out + packed, grad, size);
+    });
   }
 }
 
@@ -175,7 +198,8 @@ Status qkv_norm_rope(const QkvNormRope& arguments, int64_t begin, int64_t end) {
   return dispatch_floating(arguments.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const Weights<Compute<T>> weights(arguments);
-    for (int64_t i = begin; i < end; ++i) forward_token<T>(arguments, weights, i);
+    Buffers<Compute<T>> buffers(arguments);
+    for (int64_t i = begin; i < end; ++i) forward_token<T>(arguments, weights, i, buffers);
     return Status{};
   });
 }
@@ -186,12 +210,14 @@ Status qkv_norm_rope_backward(const QkvNormRopeBackward& arguments, int64_t begi
     using C = Compute<T>;
     const QkvNormRope& p = arguments.forward;
     const Weights<C> weights(p);
-    const int64_t count = tokens_per_chunk(p);
+    Buffers<C> buffers(p);
+    const int64_t count = tokens_per_chunk(p), row = p.norm_size(0) + p.norm_size(1);
     for (int64_t chunk = begin; chunk < end; ++chunk) {
-      C* const sums = static_cast<C*>(arguments.workspace) + chunk * 2 * p.head_dim;
-      std::fill_n(sums, 2 * p.head_dim, C(0));
+      C* const sums = static_cast<C*>(arguments.workspace) + chunk * row;
+      std::fill_n(sums, row, C(0));
       const int64_t last = std::min(p.batch * p.tokens, (chunk + 1) * count);
-      for (int64_t i = chunk * count; i < last; ++i) backward_token<T>(arguments, weights, i, sums);
+      for (int64_t i = chunk * count; i < last; ++i)
+        backward_token<T>(arguments, weights, i, buffers, sums);
     }
     return Status{};
   });
@@ -204,16 +230,18 @@ Status qkv_norm_rope_backward_finish(const QkvNormRopeBackward& arguments, int64
     const QkvNormRope& p = arguments.forward;
     const int64_t count = tokens_per_chunk(p);
     const int64_t chunks = (p.batch * p.tokens + count - 1) / count;
+    const int64_t queries = p.norm_size(0), row = queries + p.norm_size(1);
     return dispatch_floating(p.weight_dtype, [&](auto weight_tag) {
       using W = typename decltype(weight_tag)::type;
       if constexpr (std::is_same_v<Compute<W>, C>) {
         for (int64_t i = begin; i < end; ++i) {
-          void* const to = arguments.grad_weight[i / p.head_dim];
+          const int kind = i < queries ? 0 : 1;
+          void* const to = arguments.grad_weight[kind];
           if (to == nullptr) continue;
           C sum = C(0);
           for (int64_t chunk = 0; chunk < chunks; ++chunk)
-            sum += static_cast<const C*>(arguments.workspace)[chunk * 2 * p.head_dim + i];
-          narrow_run(static_cast<W*>(to) + i % p.head_dim, &sum, 1);
+            sum += static_cast<const C*>(arguments.workspace)[chunk * row + i];
+          narrow_run(static_cast<W*>(to) + i - kind * queries, &sum, 1);
         }
         return Status{};
       }
@@ -231,8 +259,8 @@ Split split(const QkvNormRopeBackward& arguments) {
   const int64_t chunks = (p.batch * p.tokens + count - 1) / count;
   const size_t element = p.dtype == Dtype::float64 ? sizeof(double) : sizeof(float);
   const bool wants = arguments.grad_weight[0] != nullptr || arguments.grad_weight[1] != nullptr;
-  return {chunks, static_cast<size_t>(chunks * 2 * p.head_dim) * element,
-          wants ? 2 * p.head_dim : 0};
+  const int64_t row = p.norm_size(0) + p.norm_size(1);
+  return {chunks, static_cast<size_t>(chunks * row) * element, wants ? row : 0};
 }
 #endif
 

@@ -26,10 +26,16 @@ Three composite_of(const QkvCall& call) {
       -1, c10::SymDimVector{SymInt(call.heads + 2 * call.kv_heads), call.head_dim()});
   const at::ScalarType compute = compute_dtype(call.qkv.scalar_type());
   const auto factors = composite_angles(call.rotated(), call.angles, -2);
+  const bool is_across = call.normalizes_across();
+  constexpr int64_t kDims[] = {-1, -2};
+  const at::IntArrayRef dims(kDims, is_across ? 2 : 1);
   const auto turned = [&](int64_t first, int64_t count, const MaybeTensor& weight) {
     Tensor x = rows.narrow(-2, first, count).to(compute);
-    if (call.normalizes()) x = x * ((x * x).mean(-1, /*keepdim=*/true) + call.eps).rsqrt();
-    if (weight) x = x * (weight->to(compute) + call.offset);
+    if (call.normalizes()) x = x * ((x * x).mean(dims, /*keepdim=*/true) + call.eps).rsqrt();
+    if (weight) {
+      const Tensor factor = weight->to(compute) + call.offset;
+      x = x * factor.reshape_symint({SymInt(is_across ? count : 1), call.head_dim()});
+    }
     return composite_rotation(x, call.rotated(), call.angles, factors)
         .to(call.qkv.scalar_type())
         .transpose(-2, -3);

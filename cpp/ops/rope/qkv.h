@@ -22,7 +22,8 @@ struct QkvCall {
   c10::string_view norm;
   double offset;
 
-  bool normalizes() const { return norm == "head"; }
+  bool normalizes() const { return norm != "none"; }
+  bool normalizes_across() const { return norm == "all"; }
   SymInt head_dim() const { return qkv.sym_size(-1) / (heads + 2 * kv_heads); }
   Heads rotated() const {
     return {op,
@@ -54,14 +55,18 @@ inline void check_heads(const QkvCall& call) {
 }
 
 inline void check_weights(const QkvCall& call) {
-  for (const auto& [name, weight] :
-       {std::pair<const char*, const MaybeTensor&>("q_weight", call.q_weight),
-        {"k_weight", call.k_weight}}) {
+  for (const auto& [name, weight, count] :
+       {std::tuple<const char*, const MaybeTensor&, int64_t>("q_weight", call.q_weight, call.heads),
+        {"k_weight", call.k_weight, call.kv_heads}}) {
     if (!weight) continue;
     TORCH_CHECK_VALUE(call.normalizes(), "torchkiln.", call.op, ": ", name,
                       ": got a tensor beside norm='none', expected None");
     check_parameter_dtype(call.op, name, weight->scalar_type(), "qkv", call.qkv.scalar_type());
-    check_vector(call.op, name, *weight, call.head_dim(), "the elements of a head");
+    if (call.normalizes_across()) {
+      check_vector(call.op, name, *weight, call.head_dim() * count, "the elements of all heads");
+    } else {
+      check_vector(call.op, name, *weight, call.head_dim(), "the elements of a head");
+    }
   }
   if (call.q_weight && call.k_weight)
     check_same_dtype(call.op, "k_weight", *call.k_weight, "q_weight", *call.q_weight);
@@ -77,8 +82,8 @@ inline void check(const QkvCall& call) {
   on_device("positions", call.angles.positions);
   check_dtype(call.op, "qkv", call.qkv);
   check_rank(call.op, "qkv", call.qkv, 2, 3, "[tokens, elements] or [batch, tokens, elements]");
-  TORCH_CHECK_VALUE(call.norm == "head" || call.norm == "none", "torchkiln.", call.op,
-                    ": norm: got '", call.norm, "', expected one of head, none");
+  TORCH_CHECK_VALUE(call.norm == "head" || call.norm == "all" || call.norm == "none", "torchkiln.",
+                    call.op, ": norm: got '", call.norm, "', expected one of head, all, none");
   TORCH_CHECK_VALUE(call.eps >= 0, "torchkiln.", call.op, ": eps: got ", call.eps,
                     ", expected a number of at least 0");
   check_heads(call);
@@ -130,7 +135,9 @@ inline QkvNormRope arguments_of(const QkvCall& call, const QkvTensors& tensors) 
   arguments.angles = arguments_of(call.rotated(), call.angles, *tensors.cos, *tensors.sin);
   arguments.dtype = dtype_of(qkv);
   arguments.weight_dtype = dtype_of(call.weight_dtype());
-  arguments.normalizes = call.normalizes();
+  arguments.norm = call.normalizes_across() ? QkvNorm::all
+                   : call.normalizes()      ? QkvNorm::head
+                                            : QkvNorm::none;
   arguments.eps = call.eps;
   arguments.weight_offset = call.offset;
   arguments.batch = qkv.dim() == 3 ? qkv.size(0) : 1;

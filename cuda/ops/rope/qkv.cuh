@@ -1,6 +1,6 @@
 #pragma once
 
-// The parts that forward and backward of qkv_norm_rope share: teams of threads and their heads.
+// The parts that the kernels of qkv_norm_rope share: teams of threads and their heads.
 
 #include "ops/rope/angles.cuh"
 #include "torchkiln/device/fast_divide.cuh"
@@ -119,17 +119,18 @@ struct Factors {
     load_factors<T>(angles, angles.sin, batch, row, piece.pair, plan.factors_in_vectors, sin);
   }
 
+  /// `head` is the element of the weight at which that of the head begins.
   template <class T>
-  __device__ __forceinline__ void load_weights(const QkvPlan& plan, const Piece& piece, int kind) {
-    load_weight<T>(plan, kind, piece.first, weight_a);
-    load_weight<T>(plan, kind, piece.second, weight_b);
+  __device__ __forceinline__ void load_weights(const QkvPlan& plan, const Piece& piece, int kind,
+                                               int64_t head = 0) {
+    load_weight<T>(plan, kind, head + piece.first, weight_a);
+    load_weight<T>(plan, kind, head + piece.second, weight_b);
   }
 };
 
 template <class C>
-__device__ __forceinline__ C rstd_of(C sum_of_squares, const QkvNormRope& p) {
-  const C mean = sum_of_squares / static_cast<C>(p.head_dim) + static_cast<C>(p.eps);
-  return C(1) / sqrt(mean);
+__device__ __forceinline__ C rstd_of(C sum_of_squares, int64_t size, const QkvNormRope& p) {
+  return C(1) / sqrt(sum_of_squares / static_cast<C>(size) + static_cast<C>(p.eps));
 }
 
 inline bool pieces_in_vectors(const QkvNormRope& p, int64_t lanes) {

@@ -1,18 +1,10 @@
 #include <algorithm>
 
-#include "ops/rope/qkv.cuh"
+#include "ops/rope/qkv_across.cuh"
+#include "ops/rope/qkv_weight_sums.cuh"
 
 namespace torchkiln::cuda {
 namespace {
-
-struct QkvBackwardPlan {
-  QkvPlan plan;  // of the forward
-  const void* grad[3];
-  int64_t grad_stride[3][3];
-  void* grad_qkv;
-  void*
-      sums[2];  // for each weight [token_blocks * groups of this kind, head_dim]; null: not wanted
-};
 
 /// Adds the sums of the teams of a block, in a fixed order, and writes them to one row.
 template <class C, int kLanes, int kItems>
@@ -100,7 +92,7 @@ __global__ void __launch_bounds__(kQkvThreads, kItems > 1 ? 1 : 2)
           if (piece.has_second)
             grad_b[j][k] = load_constant<kLanes>(grad_from + j * stride[2] + piece.second);
         }
-        if (is_value || !p.normalizes) continue;
+        if (is_value || p.norm == QkvNorm::none) continue;
         x_a[j][k] = load_constant<kLanes>(from + j * p.head_dim + piece.first);
         if (piece.has_second)
           x_b[j][k] = load_constant<kLanes>(from + j * p.head_dim + piece.second);
@@ -158,10 +150,10 @@ __global__ void __launch_bounds__(kQkvThreads, kItems > 1 ? 1 : 2)
       }
     }
     C rstd[kHeads], pull[kHeads];
-    if (p.normalizes) reduce_warp(sums, Sum{}, static_cast<int>(plan.team));
+    if (p.norm != QkvNorm::none) reduce_warp(sums, Sum{}, static_cast<int>(plan.team));
 #pragma unroll
     for (int j = 0; j < kHeads; ++j) {
-      rstd[j] = p.normalizes ? rstd_of(sums[j], p) : C(1);
+      rstd[j] = p.norm != QkvNorm::none ? rstd_of(sums[j], p.head_dim, p) : C(1);
       pull[j] = sums[kHeads + j] * rstd[j] * rstd[j] / static_cast<C>(p.head_dim);
     }
 #pragma unroll
@@ -196,109 +188,32 @@ __global__ void __launch_bounds__(kQkvThreads, kItems > 1 ? 1 : 2)
                  (group.token_block * groups + group.of_kind) * p.head_dim);
 }
 
-/// The sums of both weights over the blocks; blockIdx.y is the weight.
-struct QkvFinish {
-  const void* sums[2];
-  int64_t rows[2];
-  void* grad[2];
-  int64_t head_dim;
-};
-
-constexpr int kFinishRows = 32;
-
-template <class C, class W>
-__global__ void __launch_bounds__(kWarpLanes* kFinishRows) add_weight_sums(const QkvFinish finish) {
-  wait_for_previous_kernel();
-  __shared__ C shared[kFinishRows][kWarpLanes];
-  const int kind = static_cast<int>(blockIdx.y);
-  if (finish.grad[kind] == nullptr) return;
-  const int64_t column = int64_t{blockIdx.x} * kWarpLanes + threadIdx.x;
-  C sum = C(0);
-  if (column < finish.head_dim) {
-    const C* const from = static_cast<const C*>(finish.sums[kind]) + column;
-    for (int64_t row = threadIdx.y; row < finish.rows[kind]; row += kFinishRows)
-      sum += from[row * finish.head_dim];
-  }
-  shared[threadIdx.y][threadIdx.x] = sum;
-  __syncthreads();
-  if (threadIdx.y > 0 || column >= finish.head_dim) return;
-#pragma unroll
-  for (int i = 1; i < kFinishRows; ++i) sum += shared[i][threadIdx.x];
-  static_cast<W*>(finish.grad[kind])[column] = convert<W>(sum);
-}
-
-template <class T>
-Status add_sums(const QkvNormRopeBackward& arguments, const QkvBackwardPlan& backward,
-                CUstream_st* stream) {
-  using C = Compute<T>;
-  const QkvPlan& plan = backward.plan;
-  QkvFinish finish{};
-  finish.head_dim = plan.p.head_dim;
-  for (int kind = 0; kind < 2; ++kind) {
-    finish.sums[kind] = backward.sums[kind];
-    finish.grad[kind] = arguments.grad_weight[kind];
-    finish.rows[kind] =
-        int64_t{plan.token_blocks} * (kind == kQueries ? plan.query_groups : plan.key_groups);
-  }
-  Grid grid{};
-  grid.blocks = dim3(static_cast<unsigned>(ceil_div(plan.p.head_dim, kWarpLanes)), 2);
-  grid.threads = dim3(kWarpLanes, kFinishRows);
-  return with_parameter_type<T>(plan.p.weight_dtype, [&](auto tag) {
-    using W = typename decltype(tag)::type;
-    return launch_overlapped(add_weight_sums<C, W>, grid, stream, finish);
-  });
-}
-
 template <class T, int kLanes, int kItems, int kHeads>
 Status run(const QkvNormRopeBackward& arguments, Allocate allocate, CUstream_st* stream) {
   constexpr int64_t kBlocksPerMultiprocessor = 4;
-  QkvBackwardPlan backward{};
-  QkvPlan& plan = backward.plan;
-  plan = make_qkv_plan<kLanes, kHeads>(arguments.forward);
+  QkvPlan plan = make_qkv_plan<kLanes, kHeads>(arguments.forward);
   const int64_t groups = plan.all_groups;
   const int64_t wanted =
       ceil_div(kBlocksPerMultiprocessor * current_device().multiprocessors, groups);
   plan.token_blocks = static_cast<uint32_t>(
       std::min(wanted, ceil_div(plan.all_tokens, static_cast<int64_t>(plan.teams))));
-  backward.grad_qkv = arguments.grad_qkv;
-  for (int kind = 0; kind < 3; ++kind) {
-    backward.grad[kind] = arguments.grad[kind];
-    for (int d = 0; d < 3; ++d) backward.grad_stride[kind][d] = arguments.grad_stride[kind][d];
-  }
-  const bool wants_weights =
-      arguments.grad_weight[0] != nullptr || arguments.grad_weight[1] != nullptr;
-  if (wants_weights) {
-    using C = Compute<T>;
-    const int64_t row = plan.p.head_dim;
-    const int64_t query_rows = int64_t{plan.token_blocks} * plan.query_groups;
-    const int64_t rows = query_rows + int64_t{plan.token_blocks} * plan.key_groups;
-    C* const sums = static_cast<C*>(allocate(static_cast<size_t>(rows * row) * sizeof(C)));
-    if (arguments.grad_weight[0] != nullptr) backward.sums[0] = sums;
-    if (arguments.grad_weight[1] != nullptr) backward.sums[1] = sums + query_rows * row;
-  }
+  const WeightSums sums =
+      make_weight_sums<T>(arguments, int64_t{plan.token_blocks} * plan.query_groups,
+                          int64_t{plan.token_blocks} * plan.key_groups, allocate);
   Grid grid{};
   grid.blocks = dim3(static_cast<unsigned>(plan.token_blocks * groups));
   grid.threads = dim3(kQkvThreads);
-  const Status status =
-      launch_overlapped(qkv_norm_rope_gradients<T, kLanes, kItems, kHeads>, grid, stream, backward);
-  if (!status.ok() || !wants_weights) return status;
-  return add_sums<T>(arguments, backward, stream);
-}
-
-bool gradients_in_vectors(const QkvNormRopeBackward& arguments, int64_t lanes) {
-  const QkvNormRope& p = arguments.forward;
-  for (int kind = 0; kind < 3; ++kind) {
-    const int64_t (&stride)[3] = arguments.grad_stride[kind];
-    if (!rows_in_vectors(arguments.grad[kind], lanes, {stride[0], stride[1], stride[2]}))
-      return false;
-  }
-  return rows_in_vectors(arguments.grad_qkv, lanes, {p.head_dim});
+  const Status status = launch_overlapped(qkv_norm_rope_gradients<T, kLanes, kItems, kHeads>, grid,
+                                          stream, make_backward_plan(plan, arguments, sums));
+  return status.ok() ? finish_weight_sums<T>(sums, plan.p.weight_dtype, stream) : status;
 }
 
 }  // namespace
 
 Status qkv_norm_rope_backward(const QkvNormRopeBackward& arguments, Allocate allocate,
                               CUstream_st* stream) {
+  if (arguments.forward.norm == QkvNorm::all)
+    return qkv_norm_across_rope_backward(arguments, allocate, stream);
   return dispatch_floating(arguments.forward.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     constexpr int kLanes = kVectorLanes<T>;

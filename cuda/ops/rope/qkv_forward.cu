@@ -1,4 +1,4 @@
-#include "ops/rope/qkv.cuh"
+#include "ops/rope/qkv_across.cuh"
 
 namespace torchkiln::cuda {
 namespace {
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kQkvThreads) qkv_norm_rope_heads(const QkvPlan
   C scale[kHeads];
 #pragma unroll
   for (int j = 0; j < kHeads; ++j) scale[j] = C(1);
-  if (p.normalizes && !is_value) {
+  if (p.norm != QkvNorm::none && !is_value) {
 #pragma unroll
     for (int j = 0; j < kHeads; ++j) {
       scale[j] = C(0);
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kQkvThreads) qkv_norm_rope_heads(const QkvPlan
     }
     reduce_warp(scale, Sum{}, static_cast<int>(plan.team));
 #pragma unroll
-    for (int j = 0; j < kHeads; ++j) scale[j] = rstd_of(scale[j], p);
+    for (int j = 0; j < kHeads; ++j) scale[j] = rstd_of(scale[j], p.head_dim, p);
   }
 #pragma unroll
   for (int k = 0; k < kItems; ++k) {
@@ -109,6 +109,7 @@ Status run(const QkvNormRope& p, CUstream_st* stream) {
 }  // namespace
 
 Status qkv_norm_rope(const QkvNormRope& arguments, CUstream_st* stream) {
+  if (arguments.norm == QkvNorm::all) return qkv_norm_across_rope(arguments, stream);
   return dispatch_floating(arguments.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     constexpr int kScalarItems = kMostHeadElements / 2 / kWarpLanes;

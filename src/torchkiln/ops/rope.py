@@ -81,13 +81,14 @@ def qkv_norm_rope(  # noqa: PLR0917
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns ``(rope(norm(q)), rope(norm(k)), v)`` of a packed projection, in one pass.
 
-    The norm of a head is ``x / sqrt(mean(x**2) + eps) * (offset + weight)``. Norm and rotation are
-    computed in float32 (float64 for float64) and rounded once, where models of Hugging Face round
-    between them. The results are what attention reads without a copy: ``[batch, heads, tokens,
-    head_dim]`` with the heads of a token adjacent in memory. Values are copied, so that backward
-    writes the gradient of the whole projection in one pass. Backward saves the arguments alone. The
-    gradients of the weights are bitwise reproducible. If ``cos`` or ``sin`` requires a gradient,
-    torch's own ops compute the gradients.
+    The norm is ``x / sqrt(mean(x**2) + eps) * (offset + weight)``, of each head or of all heads of
+    the queries, and of the keys. Norm and rotation are computed in float32 (float64 for float64)
+    and rounded once, where models of Hugging Face round between them. The results are what
+    attention reads without a copy: ``[batch, heads, tokens, head_dim]`` with the heads of a token
+    adjacent in memory. Values are copied, so that backward writes the gradient of the whole
+    projection in one pass. Backward saves the arguments alone. The gradients of the weights are
+    bitwise reproducible. If ``cos`` or ``sin`` requires a gradient, torch's own ops compute the
+    gradients.
 
     Args:
         qkv: ``[batch, tokens, (heads + 2 * kv_heads) * head_dim]`` or without the batch: the heads
@@ -95,13 +96,14 @@ def qkv_norm_rope(  # noqa: PLR0917
             at most 1024 elements.
         cos: as for :func:`rope`.
         sin: as for :func:`rope`.
-        q_weight: ``[head_dim]``, of the dtype of ``qkv``, or float32 if ``qkv`` has half precision;
-            None for ones, without ``offset``.
-        k_weight: as ``q_weight``, of its dtype.
+        q_weight: ``[head_dim]``, or ``[heads * head_dim]`` for a norm of all heads, of the dtype of
+            ``qkv``, or float32 if ``qkv`` has half precision; None for ones, without ``offset``.
+        k_weight: ``[head_dim]`` or ``[kv_heads * head_dim]``, of the dtype of ``q_weight``.
         heads: heads of the queries.
         kv_heads: heads of the keys, and of the values.
         eps: a number of at least 0.
-        norm: ``"head"``, or ``"none"`` for the rotation alone.
+        norm: ``"head"``; ``"all"`` for a mean over all heads of the queries and one over those of
+            the keys, as in OLMo 2; ``"none"`` for the rotation alone.
         offset: a number that is added to the weights: 1.0 for models that store ``weight - 1``.
         interleaved: as for :func:`rope`.
         positions: as for :func:`rope`.

@@ -202,7 +202,7 @@ TORCHKILN_EXPORT std::tuple<at::Tensor, at::Tensor> rope(const at::Tensor& q,
 
 struct QkvNormRopeOptions {
   double eps = 1e-6;
-  std::string_view norm = "head";  // or none
+  std::string_view norm = "head";  // of each head; all: of all heads together; or none
   double offset = 0.0;             // added to the weights
   bool interleaved = false;        // the last three as in RopeOptions
   std::optional<at::Tensor> positions;
@@ -211,7 +211,8 @@ struct QkvNormRopeOptions {
 
 /// Queries [..., heads, tokens, head_dim], keys and values [..., kv_heads, tokens, head_dim] of a
 /// packed projection [..., tokens, (heads + 2 * kv_heads) * head_dim]. RMS norm of each head of the
-/// queries and keys, times weights [head_dim], then the rotation of rope(), rounded once.
+/// queries and keys, times weights [head_dim], or of all heads of each, times weights
+/// [(kv_)heads * head_dim], then the rotation of rope(), rounded once.
 /// The heads of a token are adjacent in the results. The gradients of the weights are bitwise
 /// reproducible.
 TORCHKILN_EXPORT std::tuple<at::Tensor, at::Tensor, at::Tensor> qkv_norm_rope(

@@ -64,21 +64,25 @@ struct Rope {
 /// The most elements of a head in a QkvNormRope.
 inline constexpr int64_t kMostHeadElements = 1024;
 
+/// The elements of a token that a norm of its queries or keys is taken over.
+enum class QkvNorm { none, head, all };
+
 /// Queries, keys and values of a packed projection. Each head of the queries and keys is normalized
 /// and rotated:
 ///   y = rotation of x * rstd * (weight + weight_offset), with rstd = 1 / sqrt(mean of x^2 + eps)
-/// or of x if there is no norm. Values are copied.
+/// or of x if there is no norm. The mean is that of a head, or of all heads of the queries, and of
+/// the keys. Values are copied.
 struct QkvNormRope {
   const void* qkv;        // [batch, tokens, heads + 2 * kv_heads, head_dim], heads adjacent
   int64_t qkv_stride[2];  // from batch to batch, from token to token
-  const void* weight[2];  // of queries and keys: [head_dim], contiguous; null for ones
+  const void* weight[2];  // of queries and keys: [norm_size(kind)], contiguous; null for ones
   void* out[3];           // q, k, v: [batch, tokens, (kv_)heads, head_dim], head elements adjacent
   int64_t out_stride[3][3];  // from batch to batch, token to token and head to head
   TokenRows places;          // of keys and values in out; a token without one is not written
   RopeAngles angles;
   Dtype dtype;
   Dtype weight_dtype;  // dtype, or float32 beside half precision
-  bool normalizes;
+  QkvNorm norm;
   double eps;
   double weight_offset;  // added to weights that are not null
   int64_t batch;
@@ -86,6 +90,11 @@ struct QkvNormRope {
   int64_t heads;
   int64_t kv_heads;
   int64_t head_dim;  // at most kMostHeadElements
+
+  /// Elements that are normalized together: of the queries (kind 0) or the keys (1).
+  int64_t norm_size(int kind) const {
+    return norm != QkvNorm::all ? head_dim : (kind == 0 ? heads : kv_heads) * head_dim;
+  }
 };
 
 /// Gradients of QkvNormRope, whose `out` is not used.
@@ -94,7 +103,7 @@ struct QkvNormRopeBackward {
   const void* grad[3];        // of q, k, v; null for zeros
   int64_t grad_stride[3][3];  // from batch to batch, token to token and head to head
   void* grad_qkv;             // [batch, tokens, heads + 2 * kv_heads, head_dim], contiguous
-  void* grad_weight[2];       // [head_dim] of weight_dtype; null if not wanted
+  void* grad_weight[2];       // [norm_size(kind)] of weight_dtype; null if not wanted
   void* workspace;  // of the size that cpu::split() returns; CUDA launchers allocate theirs
 };
 

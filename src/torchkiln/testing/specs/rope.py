@@ -256,8 +256,13 @@ def qkv_call(
     heads, kv_heads, size = counts
     shape = (*leading, (heads + 2 * kv_heads) * size)
     tables = [normal(each, cos, device, factors or dtype) for each in ("cos", "sin")]
-    owned = [normal(each, (size,), device, weights or dtype) for each in ("q_weight", "k_weight")]
-    given = owned if has_weights else [None, None]
+    given: list[Tensor | None] = [None, None]
+    if has_weights:
+        sizes = [heads * size, kv_heads * size] if options.get("norm") == "all" else [size, size]
+        given = [
+            normal(name, (each,), device, weights or dtype)
+            for name, each in zip(("q_weight", "k_weight"), sizes, strict=True)
+        ]
     args = (normal("qkv", shape, device, dtype), *tables, *given, heads, kv_heads)
     return Sample(name, args, options)
 
@@ -277,6 +282,9 @@ def qkv_inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("offset", (2, 3), (2, 1, 80), cos=(3, 40), offset=1.0, eps=1e-5)
     yield sample("part", (1, 5), (2, 1, 80), cos=(5, 16), partial=32)
     yield sample("odd heads", (1, 3), (3, 2, 21), cos=(3, 5), partial=10)
+    yield sample("all heads", (2, 3), (4, 2, 64), cos=(3, 32), norm="all", offset=0.5)
+    yield sample("all heads, odd", (2, 3), (3, 2, 21), cos=(3, 5), partial=10, norm="all")
+    yield sample("many heads", (3,), (67, 9, 32), cos=(3, 16), norm="all", interleaved=True)
     yield sample("wide", (2,), (1, 1, 320), cos=(2, 160))
     yield sample("one pair", (2, 3), (2, 1, 2), cos=(3, 1))
     yield sample("no tokens", (2, 0), (2, 1, 8), cos=(0, 4))
@@ -287,6 +295,7 @@ def qkv_inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         wide = {"weights": torch.float32, "factors": torch.float32}
         yield sample("float32 weights and factors", (2, 3), (4, 1, 128), cos=(3, 64), **wide)
         yield sample("float32 weights, odd", (2, 3), (2, 1, 18), cos=(3, 9), **wide)
+        yield sample("float32 weights, all", (9,), (2, 1, 64), cos=(9, 32), norm="all", **wide)
 
 
 class Projection:
@@ -306,7 +315,8 @@ class Projection:
         packed = qkv.unflatten(-1, (heads + 2 * kv_heads, -1)).transpose(-2, -3)
         self.q, self.k, self.v = packed.split([heads, kv_heads, kv_heads], -3)
         self.eps: float = rest.pop("eps", 1e-6)
-        self.has_norm: bool = rest.pop("norm", "head") == "head"
+        self.norm: str = rest.pop("norm", "head")
+        self.dims = (-3, -1) if self.norm == "all" else (-1,)
         self.offset: float = rest.pop("offset", 0.0)
         self.weights = q_weight, k_weight
         self.rotation = cos, sin, rest
@@ -314,11 +324,15 @@ class Projection:
     def factor(self, index: int) -> Tensor | float:
         """The factor of the normalized queries or keys."""
         weight = self.weights[index]
-        return 1.0 if weight is None else weight + self.offset
+        if weight is None:
+            return 1.0
+        return weight.reshape(-1, 1, self.q.shape[-1]) + self.offset  # of each head, or of all
 
     def rstd(self, x: Tensor) -> Tensor | float:
         """The factor that normalizes heads."""
-        return ((x * x).mean(-1, keepdim=True) + self.eps).rsqrt() if self.has_norm else 1.0
+        if self.norm == "none":
+            return 1.0
+        return ((x * x).mean(self.dims, keepdim=True) + self.eps).rsqrt()
 
     def normalized(self, x: Tensor, index: int) -> Tensor:
         """The norm of heads."""
@@ -351,11 +365,11 @@ def qkv_gradient_magnitude(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     def normalized(x: Tensor, index: int) -> Tensor:
         factor = p.factor(index)
         size = factor.detach().abs() if isinstance(factor, Tensor) else factor
-        if not p.has_norm:
+        if p.norm == "none":
             return x * size
         rstd = torch.as_tensor(p.rstd(x.detach()))
         n = (x.detach() * rstd).abs()
-        y = 3 * (x + n * (n * x).mean(-1, keepdim=True)) * rstd * size
+        y = 3 * (x + n * (n * x).mean(p.dims, keepdim=True)) * rstd * size
         return y + 3 * n * (factor - factor.detach()) if isinstance(factor, Tensor) else y
 
     def rotate(q: Tensor, k: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, Tensor]:
@@ -364,16 +378,27 @@ def qkv_gradient_magnitude(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     return p.results(rotate, normalized(p.q, 0), normalized(p.k, 1), p.v)
 
 
-def qkv_bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Sample:
-    """A projection with a quarter as many heads for the keys, float32 factors and weights."""
+def qkv_bench(
+    device: torch.device, dtype: torch.dtype, shape: tuple[int, int], norm: str = "head"
+) -> Sample:
+    """A projection with a quarter as many heads for the keys, and float32 factors."""
     tokens, elements = shape
     heads = max(elements // HEAD_DIM, 1)
     few = max(heads // 4, 1)
     qkv = torch.randn(1, tokens, (heads + 2 * few) * HEAD_DIM, device=device, dtype=dtype)
     angles = torch.randn(tokens, HEAD_DIM // 2, device=device)
     wide = torch.promote_types(dtype, torch.float32)
-    owned = [torch.randn(HEAD_DIM, device=device, dtype=dtype) for _ in range(2)]
-    return Sample("bench", (qkv, angles.cos().to(wide), angles.sin().to(wide), *owned, heads, few))
+    sizes = [heads * HEAD_DIM, few * HEAD_DIM] if norm == "all" else [HEAD_DIM] * 2
+    owned = [torch.randn(size, device=device, dtype=dtype) for size in sizes]
+    args = (qkv, angles.cos().to(wide), angles.sin().to(wide), *owned, heads, few)
+    return Sample("bench", args, {} if norm == "head" else {"norm": norm})
+
+
+def qkv_bench_variants(
+    device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
+) -> Iterator[tuple[str, Sample]]:
+    """One norm of all heads of the queries, and one of the keys."""
+    yield "all heads", qkv_bench(device, dtype, shape, "all")
 
 
 def qkv_large(device: torch.device) -> Sample:
@@ -416,6 +441,8 @@ def qkv_invalid(device: torch.device) -> Iterator[Invalid]:
     yield good.changed(words, heads=4)
     words = "q_weight: got a tensor beside norm='none', expected None"
     yield good.changed(words, ValueError, norm="none")
+    words = "q_weight: got shape [8], expected [24], the elements of all heads"
+    yield good.changed(words, norm="all")
     for eps, said in ((-1e-5, "-1e-05"), (math.nan, "nan")):
         words = f"eps: got {said}, expected a number of at least 0"
         yield good.changed(words, ValueError, eps=eps)
@@ -432,10 +459,11 @@ QKV_NORM_ROPE = OpSpec(
         parameters={"cos": "qkv", "q_weight": "qkv"},
         like={"sin": "cos"},
         shapes=dict.fromkeys(("q_weight", "k_weight"), "the elements of a head"),
-        words={"norm": ("head", "none")},
+        words={"norm": ("head", "all", "none")},
     ),
     invalid=qkv_invalid,
     bench=qkv_bench,
+    bench_variants=qkv_bench_variants,
     bench_shapes=BENCH_SHAPES,
     small_shapes=SMALL_SHAPES,
     large=qkv_large,

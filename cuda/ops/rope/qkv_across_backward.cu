@@ -1,0 +1,196 @@
+#include <algorithm>
+
+#include "ops/rope/qkv_across.cuh"
+#include "ops/rope/qkv_weight_sums.cuh"
+
+namespace torchkiln::cuda {
+namespace {
+
+/// Sums for the weights up to this size are kept in shared memory, larger ones in the L2 cache.
+constexpr int64_t kMostSharedBytes = 48 * 1024;
+
+struct QkvAcrossBackward {
+  QkvAcrossPlan across;
+  QkvBackwardPlan backward;
+  bool sums_in_shared;
+};
+
+/// Loads and widens a piece of a gradient; null for zeros.
+template <class T, class C, int kLanes>
+__device__ __forceinline__ void load_gradient(const T* head, const Piece& piece, C (&a)[kLanes],
+                                              C (&b)[kLanes]) {
+  if (head != nullptr) return load_piece(head, piece, a, b);
+#pragma unroll
+  for (int i = 0; i < kLanes; ++i) a[i] = b[i] = C(0);
+}
+
+/// A piece of x and of its gradient, rotated back, and the weight.
+template <class C, int kLanes>
+struct PieceGradient {
+  C x_a[kLanes], x_b[kLanes], grad_a[kLanes], grad_b[kLanes];
+  Factors<C, kLanes> factors;
+
+  template <class T>
+  __device__ __forceinline__ PieceGradient(const QkvPlan& plan, const RowPiece& at, const T* row,
+                                           const T* grad, uint32_t batch, int64_t factor_row) {
+    const QkvNormRope& p = plan.p;
+    load_piece(row + at.begin(p), at.piece, x_a, x_b);
+    load_gradient(grad, at.piece, grad_a, grad_b);
+    if (at.piece.is_rotated) {
+      factors.template load_angles<T>(plan, at.piece, batch, factor_row);
+      negate(factors.sin);
+      rotate(p.angles.interleaved, grad_a, grad_b, factors.cos, factors.sin);
+    }
+    factors.template load_weights<T>(plan, at.piece, at.kind, at.head * p.head_dim);
+  }
+};
+
+template <int kLanes, class C>
+__device__ __forceinline__ void add_to(C* sums, const C (&terms)[kLanes]) {
+  Vec<C, kLanes> vector = load_vector<kLanes>(sums);
+#pragma unroll
+  for (int i = 0; i < kLanes; ++i) vector.lane[i] += terms[i];
+  *reinterpret_cast<Vec<C, kLanes>*>(sums) = vector;
+}
+
+template <class T, int kLanes>
+__global__ void __launch_bounds__(kQkvThreads, 2)
+    qkv_norm_across_rope_gradients(const QkvAcrossBackward arguments) {
+  using C = Compute<T>;
+  extern __shared__ __align__(kVectorBytes) unsigned char shared[];
+  wait_for_previous_kernel();
+  const QkvBackwardPlan& backward = arguments.backward;
+  const QkvAcrossPlan& across = arguments.across;
+  const QkvNormRope& p = across.plan.p;
+  // The sums of a piece in the row of this block, and where they are added. Each thread adds to
+  // those of its own pieces alone, so no barrier is needed.
+  const auto row_sums = [&](const RowPiece& at) -> C* {
+    C* const sums = static_cast<C*>(backward.sums[at.kind]);
+    if (sums == nullptr) return nullptr;
+    return sums + blockIdx.x * across.sizes[at.kind] + at.head * p.head_dim;
+  };
+  const auto block_sums = [&](const RowPiece& at) -> C* {
+    C* const sums = row_sums(at);
+    if (sums == nullptr || !arguments.sums_in_shared) return sums;
+    return reinterpret_cast<C*>(shared) + at.begin(p);
+  };
+  constexpr C kZeros[kLanes] = {};
+  for (uint32_t i = threadIdx.x; i < across.normalized; i += kQkvThreads) {
+    const RowPiece at(across, i, kLanes);
+    if (C* const sums = block_sums(at)) store_piece(sums, at.piece, kZeros, kZeros);
+  }
+
+  for (uint32_t index = blockIdx.x; index < across.plan.all_tokens; index += gridDim.x) {
+    const uint32_t batch = across.plan.tokens.quotient(index);
+    const uint32_t token = index - batch * across.plan.tokens.divisor();
+    const int64_t factor_row = row_of(p.angles.rows, batch, token);
+    const T* const row =
+        static_cast<const T*>(p.qkv) + batch * p.qkv_stride[0] + token * p.qkv_stride[1];
+    T* const to =
+        static_cast<T*>(backward.grad_qkv) + index * (p.heads + 2 * p.kv_heads) * p.head_dim;
+    const auto grad_of = [&](const RowPiece& at) -> const T* {
+      const T* const grad = static_cast<const T*>(backward.grad[at.kind]);
+      const int64_t (&stride)[3] = backward.grad_stride[at.kind];
+      if (grad == nullptr) return nullptr;
+      return grad + batch * stride[0] + token * stride[1] + at.head * stride[2];
+    };
+    C squares[2] = {}, products[2] = {};  // of x, and of x times the gradient of the normalized x
+    for (uint32_t i = threadIdx.x; i < across.normalized; i += kQkvThreads) {
+      const RowPiece at(across, i, kLanes);
+      const PieceGradient<C, kLanes> g(across.plan, at, row, grad_of(at), batch, factor_row);
+      C square = C(0), product = C(0);
+#pragma unroll
+      for (int lane = 0; lane < kLanes; ++lane) {
+        square += g.x_a[lane] * g.x_a[lane] + g.x_b[lane] * g.x_b[lane];
+        product += g.x_a[lane] * g.grad_a[lane] * g.factors.weight_a[lane] +
+                   g.x_b[lane] * g.grad_b[lane] * g.factors.weight_b[lane];
+      }
+      const bool is_query = at.kind == kQueries;
+      squares[0] += is_query ? square : C(0);
+      squares[1] += is_query ? C(0) : square;
+      products[0] += is_query ? product : C(0);
+      products[1] += is_query ? C(0) : product;
+    }
+    C rstds[2], pulls[2];
+#pragma unroll
+    for (int kind = 0; kind < 2; ++kind) {
+      const C rstd = rstd_of(reduce_block(squares[kind]), across.sizes[kind], p);
+      rstds[kind] = rstd;
+      pulls[kind] = reduce_block(products[kind]) * rstd * rstd / static_cast<C>(across.sizes[kind]);
+    }
+    for (uint32_t i = threadIdx.x; i < across.all; i += kQkvThreads) {
+      const RowPiece at(across, i, kLanes);
+      if (at.kind == kValues) {
+        C a[kLanes], b[kLanes];
+        load_gradient(grad_of(at), at.piece, a, b);
+        store_piece(to + at.begin(p), at.piece, a, b);
+        continue;
+      }
+      PieceGradient<C, kLanes> g(across.plan, at, row, grad_of(at), batch, factor_row);
+      const C rstd = at.kind == kQueries ? rstds[0] : rstds[1];
+      const C pull = at.kind == kQueries ? pulls[0] : pulls[1];
+      C terms_a[kLanes], terms_b[kLanes];
+#pragma unroll
+      for (int lane = 0; lane < kLanes; ++lane) {
+        terms_a[lane] = g.grad_a[lane] * (g.x_a[lane] * rstd);
+        terms_b[lane] = g.grad_b[lane] * (g.x_b[lane] * rstd);
+        g.grad_a[lane] = rstd * (g.grad_a[lane] * g.factors.weight_a[lane] - g.x_a[lane] * pull);
+        g.grad_b[lane] = rstd * (g.grad_b[lane] * g.factors.weight_b[lane] - g.x_b[lane] * pull);
+      }
+      if (C* const sums = block_sums(at)) {
+        add_to<kLanes>(sums + at.piece.first, terms_a);
+        if (at.piece.has_second) add_to<kLanes>(sums + at.piece.second, terms_b);
+      }
+      store_piece(to + at.begin(p), at.piece, g.grad_a, g.grad_b);
+    }
+  }
+  if (!arguments.sums_in_shared) return;
+  for (uint32_t i = threadIdx.x; i < across.normalized; i += kQkvThreads) {
+    const RowPiece at(across, i, kLanes);
+    C* const sums = row_sums(at);
+    if (sums == nullptr) continue;
+    const auto copy = [&](int64_t lane) {
+      *reinterpret_cast<Vec<C, kLanes>*>(sums + lane) = load_vector<kLanes>(block_sums(at) + lane);
+    };
+    copy(at.piece.first);
+    if (at.piece.has_second) copy(at.piece.second);
+  }
+}
+
+template <class T, int kLanes>
+Status run(const QkvNormRopeBackward& arguments, Allocate allocate, CUstream_st* stream) {
+  constexpr int64_t kBlocksPerMultiprocessor = 2;  // of 256 threads with 96 registers
+  QkvAcrossBackward across{};
+  across.across = make_across_plan<kLanes>(arguments.forward);
+  const int64_t tokens = across.across.plan.all_tokens;
+  const int64_t blocks =
+      std::min(tokens, kBlocksPerMultiprocessor * current_device().multiprocessors);
+  const WeightSums sums = make_weight_sums<T>(arguments, blocks, blocks, allocate);
+  across.backward = make_backward_plan(across.across.plan, arguments, sums);
+  const int64_t bytes =
+      (sums.columns[0] + sums.columns[1]) * static_cast<int64_t>(sizeof(Compute<T>));
+  const bool wants_sums = sums.sums[0] != nullptr || sums.sums[1] != nullptr;
+  across.sums_in_shared = wants_sums && bytes <= kMostSharedBytes;
+  Grid grid{};
+  grid.blocks = dim3(static_cast<unsigned>(blocks));
+  grid.threads = dim3(kQkvThreads);
+  grid.shared_bytes = across.sums_in_shared ? static_cast<int>(bytes) : 0;
+  const Status status =
+      launch_overlapped(qkv_norm_across_rope_gradients<T, kLanes>, grid, stream, across);
+  return status.ok() ? finish_weight_sums<T>(sums, arguments.forward.weight_dtype, stream) : status;
+}
+
+}  // namespace
+
+Status qkv_norm_across_rope_backward(const QkvNormRopeBackward& arguments, Allocate allocate,
+                                     CUstream_st* stream) {
+  return dispatch_floating(arguments.forward.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    constexpr int kLanes = kVectorLanes<T>;
+    return pieces_in_vectors(arguments.forward, kLanes) && gradients_in_vectors(arguments, kLanes)
+               ? run<T, kLanes>(arguments, allocate, stream)
+               : run<T, 1>(arguments, allocate, stream);
+  });
+}
+
+}  // namespace torchkiln::cuda

@@ -1,0 +1,78 @@
+#include "ops/rope/qkv_across.cuh"
+
+namespace torchkiln::cuda {
+namespace {
+
+template <class T, int kLanes>
+__global__ void __launch_bounds__(kQkvThreads)
+    qkv_norm_across_rope_tokens(const QkvAcrossPlan across) {
+  using C = Compute<T>;
+  wait_for_previous_kernel();
+  const QkvPlan& plan = across.plan;
+  const QkvNormRope& p = plan.p;
+  const uint32_t batch = plan.tokens.quotient(blockIdx.x);
+  const uint32_t token = blockIdx.x - batch * plan.tokens.divisor();
+  const T* const row =
+      static_cast<const T*>(p.qkv) + batch * p.qkv_stride[0] + token * p.qkv_stride[1];
+  C scale[2] = {};
+  for (uint32_t i = threadIdx.x; i < across.normalized; i += kQkvThreads) {
+    const RowPiece at(across, i, kLanes);
+    C a[kLanes], b[kLanes], sum = C(0);
+    load_piece(row + at.begin(p), at.piece, a, b);
+#pragma unroll
+    for (int lane = 0; lane < kLanes; ++lane) sum += a[lane] * a[lane] + b[lane] * b[lane];
+    scale[0] += at.kind == kQueries ? sum : C(0);
+    scale[1] += at.kind == kQueries ? C(0) : sum;
+  }
+#pragma unroll
+  for (int kind = 0; kind < 2; ++kind)
+    scale[kind] = rstd_of(reduce_block(scale[kind]), across.sizes[kind], p);
+  const int64_t factor_row = row_of(p.angles.rows, batch, token);
+  const int64_t place = row_of(p.places, batch, token);
+  for (uint32_t i = threadIdx.x; i < across.all; i += kQkvThreads) {
+    const RowPiece at(across, i, kLanes);
+    if (at.kind != kQueries && place < 0) return;
+    C a[kLanes], b[kLanes];
+    load_piece(row + at.begin(p), at.piece, a, b);
+    if (at.kind != kValues) {
+      Factors<C, kLanes> factors;
+      factors.template load_weights<T>(plan, at.piece, at.kind, at.head * p.head_dim);
+      const C rstd = at.kind == kQueries ? scale[0] : scale[1];
+#pragma unroll
+      for (int lane = 0; lane < kLanes; ++lane) {
+        a[lane] *= rstd * factors.weight_a[lane];
+        b[lane] *= rstd * factors.weight_b[lane];
+      }
+      if (at.piece.is_rotated) {
+        factors.template load_angles<T>(plan, at.piece, batch, factor_row);
+        rotate(p.angles.interleaved, a, b, factors.cos, factors.sin);
+      }
+    }
+    const int64_t (&stride)[3] = p.out_stride[at.kind];
+    T* const to = static_cast<T*>(p.out[at.kind]) + batch * stride[0] +
+                  (at.kind == kQueries ? token : place) * stride[1] + at.head * stride[2];
+    store_piece(to, at.piece, a, b);
+  }
+}
+
+template <class T, int kLanes>
+Status run(const QkvNormRope& p, CUstream_st* stream) {
+  const QkvAcrossPlan across = make_across_plan<kLanes>(p);
+  Grid grid{};
+  grid.blocks = dim3(across.plan.all_tokens);
+  grid.threads = dim3(kQkvThreads);
+  return launch_overlapped(qkv_norm_across_rope_tokens<T, kLanes>, grid, stream, across);
+}
+
+}  // namespace
+
+Status qkv_norm_across_rope(const QkvNormRope& arguments, CUstream_st* stream) {
+  return dispatch_floating(arguments.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    return pieces_in_vectors(arguments, kVectorLanes<T>)
+               ? run<T, kVectorLanes<T>>(arguments, stream)
+               : run<T, 1>(arguments, stream);
+  });
+}
+
+}  // namespace torchkiln::cuda
