@@ -29,8 +29,11 @@ def plain(
     qkv = F.linear(x, layer.qkv.weight, layer.qkv.bias)
     q, k, v = qkv.unflatten(-1, (-1, layer.head_dim)).transpose(1, 2).split(sizes, 1)
     if layer.q_norm is not None and layer.k_norm is not None:
+        over = (1, -1) if layer.qk_norm == "all" else -1
         q, k = (
-            t * (t.square().mean(-1, True) + layer.eps).rsqrt() * (layer.offset + norm.weight)
+            t
+            * (t.square().mean(over, True) + layer.eps).rsqrt()
+            * (layer.offset + norm.weight.view(-1, 1, layer.head_dim))
             for t, norm in ((q, layer.q_norm), (k, layer.k_norm))
         )
     if rope is not None:
@@ -58,6 +61,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "llama": {},
     "all heads": {"kv_heads": HEADS, "bias": True},
     "qwen3": {"qk_norm": "head"},
+    "olmo2": {"qk_norm": "all"},
     "gemma": {"qk_norm": "head", "offset": 1.0, "scale": 0.3, "window": 3},
     "encoder": {"causal": False, "bias": True, "out_bias": False},
 }
@@ -109,7 +113,7 @@ def test_bfloat16_is_close_to_the_truth(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("form", ["llama", "all heads", "gemma"])
+@pytest.mark.parametrize("form", ["llama", "all heads", "olmo2", "gemma"])
 def test_decoding_from_the_cache_is_the_full_forward(
     form: str, compiled: bool, device: torch.device
 ) -> None:
@@ -228,7 +232,7 @@ def test_refusals() -> None:
         Attention(DIM, HEADS, 4)
     with pytest.raises(ValueError, match=r"heads: got 5, expected a divisor of dim = 24"):
         Attention(DIM, 5)
-    with pytest.raises(ValueError, match=r"qk_norm: got 'row', expected 'head' or None"):
+    with pytest.raises(ValueError, match=r"qk_norm: got 'row', expected 'head', 'all' or None"):
         Attention(DIM, HEADS, qk_norm="row")
     with pytest.raises(ValueError, match=r"window: got 3 with causal=False"):
         Attention(DIM, HEADS, window=3, causal=False)

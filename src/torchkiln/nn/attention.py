@@ -100,7 +100,8 @@ class Attention(nn.Module):
         bias: whether the projections have a bias.
         out_bias: whether the last projection has a bias; None for ``bias``.
         qk_norm: ``"head"`` for an RMS norm of each head of the queries and the keys, with the
-            parameters ``q_norm.weight`` and ``k_norm.weight``, or None.
+            parameters ``q_norm.weight`` and ``k_norm.weight``; ``"all"`` for one of all heads of
+            the queries and one of the keys; None for no norm.
         eps: of these norms.
         offset: a number that is added to the weights of these norms.
         causal: whether a token attends to itself and earlier tokens only.
@@ -156,8 +157,8 @@ class Attention(nn.Module):
         self.q_norm = self.k_norm = None
         if qk_norm is not None:
             self.q_norm, self.k_norm = (
-                RMSNorm(self.head_dim, eps, True, device, dtype, offset=offset)  # type: ignore[arg-type]
-                for _ in range(2)
+                RMSNorm(count * self.head_dim, eps, True, device, dtype, offset=offset)  # type: ignore[arg-type]
+                for count in ((heads, kv_heads) if qk_norm == "all" else (1, 1))
             )
 
     def forward(
@@ -242,10 +243,14 @@ class Attention(nn.Module):
         if cos is not None or sin is not None:
             raise ValueError("torchkiln.nn.Attention: sin: got one of cos and sin, expected both")
         sizes = (self.heads, self.kv_heads, self.kv_heads)
-        q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(sizes, -2)
+        q, k, v = qkv.split([count * self.head_dim for count in sizes], -1)
         if q_norm is not None and k_norm is not None:
-            q, k = q_norm(q), k_norm(k)
-        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+            q, k = (
+                norm(x.unflatten(-1, (-1, norm.weight.numel()))).flatten(-2)
+                for norm, x in ((q_norm, q), (k_norm, k))
+            )
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in (q, k, v))
+        return q, k, v
 
     def split_into(
         self,
@@ -326,9 +331,9 @@ def check_settings(  # noqa: PLR0917
             f"torchkiln.nn.Attention: heads: got {heads}, expected a divisor of dim = {dim}, "
             "or head_dim="
         )
-    if qk_norm not in (None, "head"):
+    if qk_norm not in (None, "head", "all"):
         raise ValueError(
-            f"torchkiln.nn.Attention: qk_norm: got {qk_norm!r}, expected 'head' or None"
+            f"torchkiln.nn.Attention: qk_norm: got {qk_norm!r}, expected 'head', 'all' or None"
         )
     if window is not None and (window < 1 or not causal):
         raise ValueError(
