@@ -53,8 +53,8 @@ class KVCache:
         Args:
             k: the keys; without a gradient.
             v: the values.
-            positions: ``[tokens]`` or ``[batch, tokens]``, int64, on the device of the cache; None
-                for 0, 1, 2, ...
+            positions: ``[tokens]`` or ``[batch, tokens]``, int64, on the device of the cache, from
+                0 to ``length - 1``; None for 0, 1, 2, ...
         """
         if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
             raise RuntimeError(
