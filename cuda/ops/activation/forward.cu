@@ -1,0 +1,16 @@
+#include "torchkiln/device/elementwise.cuh"
+#include "torchkiln/kernels/activation.h"
+
+namespace torchkiln::cuda {
+
+using namespace device;
+
+Status activation(const Elementwise<1>& arguments, Activation activation, CUstream_st* stream) {
+  return dispatch_floating(arguments.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    return elementwise::launch_activated<T, T>(
+        activation, elementwise::Make<Activated, MathFor<T>>{}, arguments, stream);
+  });
+}
+
+}  // namespace torchkiln::cuda
