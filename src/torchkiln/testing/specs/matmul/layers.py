@@ -190,6 +190,13 @@ def linear_magnitude(*args: Any) -> Tensor:
     return terms if call.residual is None else terms + call.residual.abs()
 
 
+def linear_intermediate_sensitivity(*args: Any) -> Tensor:
+    """The effect of rounding the argument of the activation."""
+    call = Call(*args)
+    z = call.preactivation
+    return FORMULAS[call.act].slope_terms(z) * z.abs()
+
+
 def linear_gradient_magnitude(*args: Any) -> Tensor:
     """Terms of the sums and of the activation, and the effect of rounding on its derivative."""
     call = Call(*args)
@@ -259,6 +266,7 @@ LINEAR = OpSpec(
     gradient_magnitude=linear_gradient_magnitude,
     # The gradient of the activation's argument is rounded before it is multiplied.
     output_sensitivity=linear_gradient_magnitude,
+    intermediate_sensitivity=linear_intermediate_sensitivity,
     inputs=linear_inputs,
     refusals=Refusals(
         dtypes={"weight": "x", "residual": "x"},
