@@ -9,7 +9,10 @@ from torch import Tensor, nn
 
 import torchkiln
 
-ACTIVATIONS = ("square", "relu", "gelu", "gelu_tanh", "silu", "sigmoid", "tanh")
+ACTIVATIONS = (
+    *("square", "relu", "relu2", "gelu", "gelu_tanh", "quick_gelu"),
+    *("silu", "sigmoid", "tanh"),
+)
 
 
 class Model(nn.Module):

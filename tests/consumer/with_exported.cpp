@@ -26,7 +26,8 @@ int main(int count, char** arguments) {
       model.run({x, matrix, weight, bias, target, values, crow, col});
 
   std::vector<at::Tensor> expected{torchkiln::add(x, bias), torchkiln::muladd(x, weight, bias)};
-  for (const char* act : {"square", "relu", "gelu", "gelu_tanh", "silu", "sigmoid", "tanh"})
+  for (const char* act :
+       {"square", "relu", "relu2", "gelu", "gelu_tanh", "quick_gelu", "silu", "sigmoid", "tanh"})
     expected.push_back(torchkiln::activation(x, act));
   const auto [layer, layer_sum] = torchkiln::add_layer_norm(x, x, {33}, weight, bias);
   const auto [rms, rms_sum] = torchkiln::add_rms_norm(x, x, {33}, weight);

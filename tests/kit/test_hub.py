@@ -75,6 +75,7 @@ REFERENCES = {
     "GeluTanh": lambda x: F.gelu(x, approximate="tanh"),
     "NewGELU": lambda x: F.gelu(x, approximate="tanh"),
     "FastGELU": lambda x: F.gelu(x, approximate="tanh"),
+    "QuickGELU": lambda x: x * torch.sigmoid(1.702 * x),
 }
 
 

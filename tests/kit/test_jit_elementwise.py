@@ -72,7 +72,7 @@ def test_derivatives_equal_torchs(name: str) -> None:
         torch.testing.assert_close(found.expand(527), gradient, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "quick_gelu", "silu"])
 def test_derivatives_are_0_and_1_far_from_zero(name: str) -> None:
     """Where the square and the cube of x overflow."""
     x = torch.tensor([1e10, 1e13, 1e20, 3e38])

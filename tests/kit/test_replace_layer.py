@@ -22,6 +22,20 @@ class Approximate(nn.Module):
         return 0.5 * x * (1 + torch.tanh(0.7978845608028654 * (x + 0.044715 * x**3)))
 
 
+class QuickGelu(nn.Module):
+    """As Hugging Face's QuickGELUActivation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(1.702 * x)
+
+
+class Relu2(nn.Module):
+    """As Hugging Face's ReLUSquaredActivation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.square(F.relu(x))
+
+
 class Inline(nn.Module):
     """A feed-forward layer in one expression."""
 
@@ -88,7 +102,10 @@ def outcome(model: nn.Module, x: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("cls", [Inline, Steps, Returned])
 @pytest.mark.parametrize(
     ("act", "name"),
-    [(nn.GELU(), "gelu"), (Approximate(), "gelu_tanh"), (nn.ReLU(), "relu"), (nn.SiLU(), "silu")],
+    [
+        *((nn.GELU(), "gelu"), (nn.ReLU(), "relu"), (nn.SiLU(), "silu")),
+        *((Approximate(), "gelu_tanh"), (QuickGelu(), "quick_gelu"), (Relu2(), "relu2")),
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_an_activation_becomes_part_of_the_layer(

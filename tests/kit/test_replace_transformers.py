@@ -72,6 +72,16 @@ def vit() -> nn.Module:
     return model
 
 
+def clip() -> nn.Module:
+    sizes = {name: SIZES[name] for name in ("hidden_size", "intermediate_size")}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4}
+    tower = transformers.CLIPVisionConfig(**sizes, **heads, image_size=16, patch_size=4)
+    model: nn.Module = transformers.CLIPForImageClassification(
+        transformers.CLIPConfig(vision_config=tower.to_dict(), num_labels=2)
+    )
+    return model
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
     "llama": (
         lambda: causal("Llama", **GROUPED),
@@ -105,6 +115,19 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
         bert,
         {"layer_norm": 6, "gelu": 3, "add_layer_norm at LayerNorm": 5, "linear(gelu) at dense": 3},
     ),
+    "arcee": (
+        lambda: causal("Arcee", **GROUPED),
+        {NORM: 5, "relu2": 2, SUM: 2, "linear(relu2) at up_proj": 2},
+    ),
+    "clip": (
+        clip,
+        {
+            "layer_norm": 6,
+            "quick_gelu": 2,
+            "add_layer_norm at layer_norm2": 2,
+            "linear(quick_gelu) at fc1": 2,
+        },
+    ),
     "t5": (t5, {NORM: 12, "geglu_tanh between the projections": 4}),
     "vit": (
         vit,
@@ -121,7 +144,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
 def batch(name: str) -> dict[str, Tensor]:
     """The arguments of a call, with labels for the loss."""
     torch.manual_seed(1)
-    if name == "vit":
+    if name in ("vit", "clip"):
         return {"pixel_values": torch.randn(2, 3, 16, 16), "labels": torch.tensor([0, 1])}
     tokens = torch.randint(2, TOKENS, (2, 12))
     return {"input_ids": tokens, "labels": tokens}

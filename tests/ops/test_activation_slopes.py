@@ -36,7 +36,16 @@ def silu(z: Tensor) -> Tensor:
     return sigmoid_gate(z, z, torch.ones_like(z))
 
 
-SLOPES: dict[str, Callable[[Tensor], Tensor]] = {"gelu": gelu, "gelu_tanh": gelu_tanh, "silu": silu}
+def quick_gelu(z: Tensor) -> Tensor:
+    return sigmoid_gate(z, 1.702 * z, torch.full_like(z, 1.702))
+
+
+SLOPES: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": gelu,
+    "gelu_tanh": gelu_tanh,
+    "quick_gelu": quick_gelu,
+    "silu": silu,
+}
 every_slope = pytest.mark.parametrize("name", SLOPES)
 
 
@@ -91,6 +100,22 @@ def test_0_and_1_far_from_zero(device: torch.device, name: str, dtype: torch.dty
     x = x[x.isfinite()]
     assert (derivative(name, x) == 1).all()
     assert (derivative(name, -x) == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_relu2_as_torch(device: torch.device, dtype: torch.dtype) -> None:
+    """NaN, infinities, zeros and overflow, in the argument and in the incoming gradient."""
+    special = [math.nan, math.inf, -math.inf, 0.0, -0.0, 1.5, -1.5, 2e19, 1e200, 1e-30]
+    values = torch.tensor(special, dtype=torch.float64).to(dtype).to(device)
+    x, grad = torch.cartesian_prod(values, values).unbind(-1)
+    results = []
+    for op in (torchkiln.relu2, lambda t: torch.square(torch.relu(t))):
+        leaf = x.clone().requires_grad_()
+        y = op(leaf)
+        results.append((y, *torch.autograd.grad(y, leaf, grad)))
+    torch.testing.assert_close(*results, rtol=0, atol=0, equal_nan=True)
+    y = results[0][0]
+    assert not y[~y.isnan()].signbit().any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

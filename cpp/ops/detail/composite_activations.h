@@ -49,8 +49,10 @@ struct InSchema<Activation> {
 inline at::Tensor composite_activation(Activation activation, const at::Tensor& z) {
   if (activation == kActivation<Square>) return z * z;
   if (activation == kActivation<Relu>) return at::relu(z);
+  if (activation == kActivation<Relu2>) return at::relu(z).square();
   if (activation == kActivation<Gelu>) return at::gelu(z);
   if (activation == kActivation<GeluTanh>) return at::gelu(z, "tanh");
+  if (activation == kActivation<QuickGelu>) return z * at::sigmoid(1.702 * z);
   if (activation == kActivation<Silu>) return at::silu(z);
   if (activation == kActivation<Sigmoid>) return at::sigmoid(z);
   if (activation == kActivation<Tanh>) return at::tanh(z);

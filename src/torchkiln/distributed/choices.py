@@ -341,7 +341,10 @@ def group_norm_backward(call: Call) -> Choices:  # noqa: ARG001
 
 
 CHOICES = {
-    **dict.fromkeys(("gelu", "gelu_tanh", "relu", "sigmoid", "silu", "square", "tanh"), unary),
+    **dict.fromkeys(
+        ("gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "sigmoid", "silu", "square", "tanh"),
+        unary,
+    ),
     **dict.fromkeys(("relu_", "sigmoid_", "silu_", "square_", "tanh_"), unary),
     "activation_backward": activation_backward,
     "add": add,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from torchkiln.ops.activation import gelu, silu
+from torchkiln.ops.activation import gelu, quick_gelu, silu
 from torchkiln.ops.gated import geglu, swiglu
 from torchkiln.ops.norm import rms_norm
 
@@ -99,6 +99,17 @@ class GeluTanh(nn.Module):
         return gelu(x, approximate="tanh")
 
 
+class QuickGELU(nn.Module):
+    """``x / (1 + exp(-1.702 * x))``."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The activation."""
+        return quick_gelu(x)
+
+
 class NewGELU(GeluTanh):
     """Another name of :class:`GeluTanh`."""
 
@@ -114,6 +125,7 @@ __all__ = [
     "GeluTanh",
     "GeluTanhAndMul",
     "NewGELU",
+    "QuickGELU",
     "RMSNorm",
     "SiLU",
     "SiluAndMul",

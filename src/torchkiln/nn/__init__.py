@@ -1,6 +1,6 @@
 """Modules of the ops, with the interface of :mod:`torch.nn`."""
 
-from torchkiln.nn.activation import GELU, ReLU, Sigmoid, SiLU, Tanh
+from torchkiln.nn.activation import GELU, QuickGELU, ReLU, ReLU2, Sigmoid, SiLU, Tanh
 from torchkiln.nn.attention import Attention, KVCache
 from torchkiln.nn.batch_norm import (
     BatchNormAct1d,
@@ -48,8 +48,10 @@ __all__ = [
     "LinearCrossEntropyLoss",
     "LogSoftmax",
     "MultiheadAttention",
+    "QuickGELU",
     "RMSNorm",
     "ReLU",
+    "ReLU2",
     "RotaryEmbedding",
     "ScaleBiasReLU",
     "SiLU",

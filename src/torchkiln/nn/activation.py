@@ -1,8 +1,19 @@
-"""Modules of the activations, with the names and arguments of :mod:`torch.nn`."""
+"""Modules of the activations, with the names and arguments of :mod:`torch.nn` where it has them."""
 
 from torch import Tensor, nn
 
-from torchkiln.ops.activation import gelu, is_tanh, relu, relu_, sigmoid, silu, silu_, tanh
+from torchkiln.ops.activation import (
+    gelu,
+    is_tanh,
+    quick_gelu,
+    relu,
+    relu2,
+    relu_,
+    sigmoid,
+    silu,
+    silu_,
+    tanh,
+)
 
 
 class ReLU(nn.ReLU):
@@ -22,6 +33,14 @@ class ReLU(nn.ReLU):
     def extra_repr(self) -> str:
         """The settings, for ``repr``."""
         return "inplace=True" if self.inplace else ""
+
+
+class ReLU2(nn.Module):
+    """``max(x, 0)**2``, of any shape."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Applies the op to ``x``."""
+        return relu2(x)
 
 
 class SiLU(nn.SiLU):
@@ -64,6 +83,14 @@ class GELU(nn.GELU):
     def extra_repr(self) -> str:
         """The settings, for ``repr``."""
         return f"approximate={self.approximate!r}"
+
+
+class QuickGELU(nn.Module):
+    """``x / (1 + exp(-1.702 * x))``, of any shape."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Applies the op to ``x``."""
+        return quick_gelu(x)
 
 
 class Sigmoid(nn.Sigmoid):

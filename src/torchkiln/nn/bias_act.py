@@ -13,7 +13,7 @@ class BiasAct(WithBias):
 
     Args:
         features: size of the last dimension of the input.
-        act: one of none, square, relu, gelu, gelu_tanh, silu, sigmoid, tanh.
+        act: one of none, square, relu, relu2, gelu, gelu_tanh, quick_gelu, silu, sigmoid, tanh.
         scale: a fixed factor.
 
     Shape:

@@ -1,6 +1,9 @@
 """Checks of settings when a module is made, in the words of the ops."""
 
-ACTIVATIONS = ("none", "square", "relu", "gelu", "gelu_tanh", "silu", "sigmoid", "tanh")
+ACTIVATIONS = (
+    *("none", "square", "relu", "relu2", "gelu", "gelu_tanh", "quick_gelu"),
+    *("silu", "sigmoid", "tanh"),
+)
 GATES = ("silu", "gelu", "gelu_tanh")
 
 

@@ -17,7 +17,17 @@ from torchkiln.nn.batch_norm import SyncBatchNormAct, sync_batch_norm_act
 from torchkiln.nn.checks import check_act
 from torchkiln.ops._conv_routes import Geometry, Sizes, run_folded
 from torchkiln.ops._folding import Parts, forget
-from torchkiln.ops.activation import gelu, gelu_tanh, relu, sigmoid, silu, square, tanh
+from torchkiln.ops.activation import (
+    gelu,
+    gelu_tanh,
+    quick_gelu,
+    relu,
+    relu2,
+    sigmoid,
+    silu,
+    square,
+    tanh,
+)
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 NORM_OF = {3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
@@ -27,8 +37,10 @@ BATCH_NORMS = (*NORM_OF.values(), *SYNC_NORMS)
 ACTS: dict[str, Callable[[Tensor], Tensor]] = {
     "square": square,
     "relu": relu,
+    "relu2": relu2,
     "gelu": gelu,
     "gelu_tanh": gelu_tanh,
+    "quick_gelu": quick_gelu,
     "silu": silu,
     "sigmoid": sigmoid,
     "tanh": tanh,
@@ -204,7 +216,7 @@ class ConvBNAct1d(_ConvBNAct):
         groups: as for :class:`torch.nn.Conv1d`.
         bias: whether the convolution has a bias.
         padding_mode: one of zeros, reflect, replicate, circular.
-        act: one of none, square, relu, gelu, gelu_tanh, silu, sigmoid, tanh.
+        act: one of none, square, relu, relu2, gelu, gelu_tanh, quick_gelu, silu, sigmoid, tanh.
         eps: of the batch norm.
         momentum: of the batch norm.
         device: of the parameters and statistics.

@@ -18,7 +18,7 @@ class GroupNorm(nn.GroupNorm):
         device: of the parameters.
         dtype: of the parameters.
         bias: whether an affine module has a bias.
-        act: one of none, square, relu, gelu, gelu_tanh, silu, sigmoid, tanh.
+        act: one of none, square, relu, relu2, gelu, gelu_tanh, quick_gelu, silu, sigmoid, tanh.
 
     Shape:
         input and output ``[batch, num_channels, ...]``.

@@ -12,7 +12,16 @@ from torch.nn import functional as F
 from torchkiln import _C
 from torchkiln.ops._folding import PLAIN, Fold, Form, Parts, fold_of, kept_fold, why_not_now
 from torchkiln.ops._traced import name_of
-from torchkiln.ops.activation import gelu, relu_, sigmoid_, silu_, square_, tanh_
+from torchkiln.ops.activation import (
+    gelu,
+    quick_gelu,
+    relu2,
+    relu_,
+    sigmoid_,
+    silu_,
+    square_,
+    tanh_,
+)
 from torchkiln.ops.matmul import linear
 
 Sizes = tuple[int, ...]
@@ -21,8 +30,10 @@ ACTS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda y: y,
     "square": square_,
     "relu": relu_,
+    "relu2": relu2,
     "gelu": gelu,
     "gelu_tanh": lambda y: gelu(y, "tanh"),
+    "quick_gelu": quick_gelu,
     "silu": silu_,
     "sigmoid": sigmoid_,
     "tanh": tanh_,

@@ -50,6 +50,13 @@ def relu_(x: Tensor) -> Tensor:
     return torch.relu_(x)
 
 
+@eager(_C.relu2, input="x")
+def relu2(x: Tensor) -> Tensor:
+    """Returns ``max(x, 0)**2``, of any shape; NaN stays NaN."""
+    check_dtype("relu2", "x", x)
+    return torch.square(torch.relu(x))
+
+
 @eager(_C.gelu, beside=("approximate",), input="x")
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     """Returns ``x * F(x)``, of any shape, where ``F`` is the cumulative normal distribution.
@@ -74,6 +81,14 @@ def gelu_tanh(x: Tensor) -> Tensor:
     """
     check_dtype("gelu_tanh", "x", x)
     return F.gelu(x, approximate="tanh")
+
+
+@eager(_C.quick_gelu, input="x")
+def quick_gelu(x: Tensor) -> Tensor:
+    """Returns ``x / (1 + exp(-1.702 * x))``, of any shape."""
+    check_dtype("quick_gelu", "x", x)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * torch.sigmoid(1.702 * wide)).to(x.dtype)
 
 
 @eager(_C.silu, beside=("inplace",), input="x")

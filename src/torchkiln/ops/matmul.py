@@ -46,7 +46,7 @@ def linear(  # noqa: PLR0917
         x: ``[..., k]``; float32, float64, float16 or bfloat16.
         weight: ``[n, k]``; of the dtype of ``x``.
         bias: ``[n]``; of the dtype of ``x``, or float32 if ``x`` has half precision.
-        act: one of none, square, relu, gelu, gelu_tanh, silu, sigmoid, tanh.
+        act: one of none, square, relu, relu2, gelu, gelu_tanh, quick_gelu, silu, sigmoid, tanh.
         scale: a number.
         residual: ``[..., n]``; of the dtype of ``x``.
     """
@@ -75,7 +75,7 @@ def mlp(  # noqa: PLR0917
         down_weight: ``[n, hidden]``.
         up_bias: ``[hidden]``.
         down_bias: ``[n]``.
-        act: one of none, square, relu, gelu, gelu_tanh, silu, sigmoid, tanh.
+        act: one of none, square, relu, relu2, gelu, gelu_tanh, quick_gelu, silu, sigmoid, tanh.
         save: what backward finds: ``"preact"``, the argument of the activation (for relu its
             result), or ``"none"``: backward computes the hidden layer again, a product more.
     """

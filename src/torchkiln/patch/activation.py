@@ -10,15 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchkiln.ops.activation import gelu, relu, sigmoid, silu, tanh
+from torchkiln.ops.activation import gelu, quick_gelu, relu, relu2, sigmoid, silu, tanh
 from torchkiln.patch.plan import Match, Plan
 from torchkiln.patch.probe import is_close, run, shallow_copy
 
 OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": relu,
     "silu": silu,
+    "relu2": relu2,
     "gelu": gelu,
     "gelu_tanh": lambda x: gelu(x, "tanh"),
+    "quick_gelu": quick_gelu,
     "sigmoid": sigmoid,
     "tanh": tanh,
 }

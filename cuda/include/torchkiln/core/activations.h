@@ -64,6 +64,21 @@ struct Relu {
   }
 };
 
+/// max(z, 0)^2. NaN passes through.
+struct Relu2 {
+  static constexpr const char* kName = "relu2";
+  static constexpr Saved kSaved = Saved::input;
+
+  template <class Math, class C>
+  TORCHKILN_FUNCTION static C value(C z) {
+    return Square::value<Math>(Relu::value<Math>(z));
+  }
+  template <class Math, class C>
+  TORCHKILN_FUNCTION static C gradient(C grad, C z) {
+    return Relu::gradient<Math>(Square::gradient<Math>(grad, z), z);
+  }
+};
+
 /// z F(z), with F the cumulative normal distribution
 struct Gelu {
   static constexpr const char* kName = "gelu";
@@ -103,6 +118,25 @@ struct GeluTanh {
   static constexpr C kLinear = C(1.59576912160573071175978423974);  // 2 sqrt(2 / pi)
   template <class C>
   static constexpr C kCubic = C(0.0713548162726002487763387422823);
+};
+
+/// z sigmoid(1.702 z)
+struct QuickGelu {
+  static constexpr const char* kName = "quick_gelu";
+  static constexpr Saved kSaved = Saved::input;
+
+  template <class Math, class C>
+  TORCHKILN_FUNCTION static C value(C z) {
+    return z * torchkiln::sigmoid<Math>(kFactor<C> * z);
+  }
+  template <class Math, class C>
+  TORCHKILN_FUNCTION static C gradient(C grad, C z) {
+    return grad * sigmoid_gate_slope<Math>(z, kFactor<C> * (z < C(0) ? -z : z), kFactor<C>);
+  }
+
+ private:
+  template <class C>
+  static constexpr C kFactor = C(1.702);
 };
 
 /// z sigmoid(z)
@@ -152,7 +186,8 @@ struct Tanh {
 template <class... Functors>
 struct TypeList {};
 
-using Activations = TypeList<None, Square, Relu, Gelu, GeluTanh, Silu, Sigmoid, Tanh>;
+using Activations =
+    TypeList<None, Square, Relu, Relu2, Gelu, GeluTanh, QuickGelu, Silu, Sigmoid, Tanh>;
 
 /// Activations that gate: swiglu and geglu are made from these.
 using Gates = TypeList<Silu, Gelu, GeluTanh>;

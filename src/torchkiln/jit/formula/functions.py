@@ -38,6 +38,14 @@ def _gelu_tanh(a: Tensor) -> Tensor:
     return F.gelu(a, approximate="tanh")
 
 
+def _quick_gelu(a: Tensor) -> Tensor:
+    return a * torch.sigmoid(1.702 * a)
+
+
+def _relu2(a: Tensor) -> Tensor:
+    return torch.square(torch.relu(a))
+
+
 def _clamp(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return torch.clamp(a, b, c)
 
@@ -116,6 +124,7 @@ FUNCTIONS = {
     ),
     "square": Function("({0} * {0})", torch.square, ("2 * a",)),
     "relu": Function(_MATH.format("Relu"), torch.relu, ("where(a <= 0, 0, 1)",)),
+    "relu2": Function(_MATH.format("Relu2"), _relu2, ("2 * relu(a)",)),
     "silu": Function(
         _MATH.format("Silu"), F.silu, ("sigmoid(a) + a * (sigmoid(a) * sigmoid(-a))",)
     ),
@@ -126,6 +135,11 @@ FUNCTIONS = {
         _MATH.format("GeluTanh"),
         _gelu_tanh,
         (f"sigmoid({_INNER}) + a * ({_INNER_SLOPE} * (sigmoid({_INNER}) * sigmoid(-{_INNER})))",),
+    ),
+    "quick_gelu": Function(
+        _MATH.format("QuickGelu"),
+        _quick_gelu,
+        ("sigmoid(1.702 * a) + a * (1.702 * (sigmoid(1.702 * a) * sigmoid(-1.702 * a)))",),
     ),
 }
 OPERATORS = {"add", "sub", "mul", "div", "neg", "lt", "le", "gt", "ge", "eq", "ne"}

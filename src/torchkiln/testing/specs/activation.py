@@ -62,14 +62,42 @@ def silu_slope_terms(z: Tensor) -> Tensor:
     return torch.sigmoid(z) * (1 + z.abs())
 
 
+def quick_gelu(z: Tensor) -> Tensor:
+    """The formula."""
+    return z * torch.sigmoid(1.702 * z)
+
+
+def rounded_sigmoid(z: Tensor) -> Tensor:
+    """1 + |a| (1 - sigmoid(a)) with a = 1.702 z: the sigmoid's error from the rounding of a."""
+    return 1 + 1.702 * z.abs() * torch.sigmoid(-1.702 * z)
+
+
+def relu2(z: Tensor) -> Tensor:
+    """The formula."""
+    return torch.square(torch.relu(z))
+
+
+def amplified(act: str, terms: Tensor) -> Tensor:
+    """The terms of a result, given those of the argument, which squares alone amplify."""
+    return terms * terms if act in ("square", "relu2") else terms
+
+
 gelu_tanh = partial(F.gelu, approximate="tanh")
 
 FORMULAS: dict[str, Formula] = {
     "none": Formula(torch.clone, torch.clone, torch.abs, torch.ones_like, 0),
     "square": Formula(torch.square, torch.square, torch.square, lambda z: 2 * z.abs(), 2),
     "relu": Formula(torch.relu, torch.relu, torch.relu, lambda z: (z > 0).to(z.dtype), 0),
+    "relu2": Formula(relu2, relu2, relu2, lambda z: 2 * torch.relu(z), 2),
     "gelu": Formula(F.gelu, exact_gelu, torch.abs, lambda z: 1 + z.abs() * density(z), 0.8),
     "gelu_tanh": Formula(gelu_tanh, exact_gelu_tanh, torch.abs, gelu_tanh_slope_terms, 0.8),
+    "quick_gelu": Formula(
+        quick_gelu,
+        quick_gelu,
+        lambda z: quick_gelu(z).abs() * rounded_sigmoid(z),
+        lambda z: silu_slope_terms(1.702 * z) * rounded_sigmoid(z),
+        1.702 * 0.5,
+    ),
     "silu": Formula(F.silu, F.silu, lambda z: F.silu(z).abs(), silu_slope_terms, 0.5),
     "sigmoid": Formula(
         torch.sigmoid,
@@ -139,8 +167,10 @@ def activation(name: str, *, in_place: bool = False, module: Module = None) -> O
 
 SQUARE = activation("square", in_place=True)
 RELU = activation("relu", in_place=True, module=torchkiln.nn.ReLU)
+RELU2 = activation("relu2", module=torchkiln.nn.ReLU2)
 GELU = activation("gelu", module=torchkiln.nn.GELU)
 GELU_TANH = activation("gelu_tanh", module=partial(torchkiln.nn.GELU, "tanh"))
+QUICK_GELU = activation("quick_gelu", module=torchkiln.nn.QuickGELU)
 SILU = activation("silu", in_place=True, module=torchkiln.nn.SiLU)
 SIGMOID = activation("sigmoid", in_place=True, module=torchkiln.nn.Sigmoid)
 TANH = activation("tanh", in_place=True, module=torchkiln.nn.Tanh)

@@ -16,7 +16,7 @@ from torchkiln.testing.derive import layer
 from torchkiln.testing.refusals import GoodCall, Refusals
 from torchkiln.testing.sample import Invalid, Sample, Traffic
 from torchkiln.testing.spec import OpSpec
-from torchkiln.testing.specs.activation import FORMULAS
+from torchkiln.testing.specs.activation import FORMULAS, amplified
 from torchkiln.testing.specs.bias_act import ROUNDING
 
 # Shapes [batch, channels, ...]: one channel, one image, no image, vectors of channels and of pixels
@@ -113,9 +113,8 @@ class Arguments:
         return FORMULAS[self.act].exact(self.argument())
 
     def magnitude(self) -> Tensor:
-        """The terms of the result; the square is the only activation that amplifies them."""
-        terms = self.terms()
-        return terms * terms if self.act == "square" else terms
+        """The terms of the result."""
+        return amplified(self.act, self.terms())
 
     def gradient_magnitude(self) -> Tensor:
         """A function whose gradients are the sums of the absolute values of the terms.

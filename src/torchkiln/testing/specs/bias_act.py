@@ -13,7 +13,7 @@ from torchkiln.testing.derive import layer
 from torchkiln.testing.refusals import GoodCall, Refusals
 from torchkiln.testing.sample import Invalid, Sample, Traffic
 from torchkiln.testing.spec import OpSpec
-from torchkiln.testing.specs.activation import FORMULAS
+from torchkiln.testing.specs.activation import FORMULAS, amplified
 
 # Each shape of x, whose last dimension is the length of bias: one row and one column, no row and no
 # column, every vector tail, narrow and wide rows, many rows (the bias gradient is a sum over them).
@@ -91,9 +91,8 @@ def bias_act_composite(x: Tensor, bias: Tensor, scale: float = 1.0, act: str = "
 
 
 def bias_act_magnitude(x: Tensor, bias: Tensor, scale: float = 1.0, act: str = "relu") -> Tensor:
-    """|x * scale| + |bias|; the square is the only activation that amplifies it."""
-    terms = (x * scale).abs() + bias.abs()
-    return terms * terms if act == "square" else terms
+    """|x * scale| + |bias|, amplified by the activation."""
+    return amplified(act, (x * scale).abs() + bias.abs())
 
 
 ROUNDING = 2.0**-21

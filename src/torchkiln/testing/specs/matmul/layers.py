@@ -16,7 +16,7 @@ from torchkiln.testing.derive import layer
 from torchkiln.testing.refusals import GoodCall, Refusals
 from torchkiln.testing.sample import Invalid, Sample, Traffic
 from torchkiln.testing.spec import OpSpec
-from torchkiln.testing.specs.activation import FORMULAS
+from torchkiln.testing.specs.activation import FORMULAS, amplified
 
 FLAT = "got a 0-dimensional tensor, expected at least 1 dimension"
 
@@ -184,9 +184,9 @@ def linear_reference(*args: Any) -> Tensor:
 
 
 def linear_magnitude(*args: Any) -> Tensor:
-    """The terms of the sums; the square is the only activation that amplifies them."""
+    """The terms of the sums, amplified by the activation, and of the residual."""
     call = Call(*args)
-    terms = call.terms * call.terms if call.act == "square" else call.terms
+    terms = amplified(call.act, call.terms)
     return terms if call.residual is None else terms + call.residual.abs()
 
 
