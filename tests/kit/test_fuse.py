@@ -15,6 +15,13 @@ from torch.nn import functional as F
 import torchkiln
 
 
+class QuickGelu(nn.Module):
+    """As Hugging Face's QuickGELUActivation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(1.702 * x)
+
+
 class Block(nn.Module):
     """A residual block as those of ResNets: the same activation module twice, sums in place."""
 
@@ -77,7 +84,7 @@ def results(model: nn.Module, x: Tensor) -> list[Tensor]:
     return [out, model.eval()(x), *grads, *buffers]
 
 
-@pytest.mark.parametrize("act", [nn.ReLU, nn.SiLU, nn.GELU, nn.Sigmoid, nn.Tanh])
+@pytest.mark.parametrize("act", [nn.ReLU, nn.SiLU, nn.GELU, nn.Sigmoid, nn.Tanh, QuickGelu])
 def test_results_gradients_and_statistics_stay(act: Callable[..., nn.Module]) -> None:
     model = Net(act).double()
     reference = copy.deepcopy(model)
@@ -175,6 +182,21 @@ def test_functions_are_found(after: Callable[[Tensor], Tensor], act: str) -> Non
     torch.testing.assert_close(model(x), reference(x))
 
 
+@pytest.mark.parametrize(
+    ("after", "act"),
+    [
+        *((nn.GELU("tanh"), "gelu_tanh"), (QuickGelu(), "quick_gelu")),
+        *((torchkiln.nn.ReLU2(), "relu2"), (nn.Threshold(0, 0), "relu")),
+    ],
+)
+def test_modules_are_found_by_formula(after: nn.Module, act: str) -> None:
+    model = Functional(after).double()
+    reference = copy.deepcopy(model)
+    assert torchkiln.fuse(model)["norm"].now == f"bn_act({act})"
+    x = torch.randn(7, 6, dtype=torch.float64)
+    torch.testing.assert_close(model(x), reference(x))
+
+
 def with_flag(y: Tensor) -> Tensor:
     return torch.relu(y) if y.sum() > 0 else y
 
@@ -185,6 +207,7 @@ def with_flag(y: Tensor) -> Tensor:
         (lambda y: torch.relu(y) + y, "its output is used more than once"),
         (lambda y: y.exp(), "no activation follows"),
         (F.leaky_relu, "no activation follows"),
+        *((module, "no activation follows") for module in (nn.Hardswish(), nn.Dropout())),
         (lambda y: torch.relu(y + 1), "no activation follows"),
         (with_flag, "its forward cannot be traced"),
         (lambda y: torch.relu(y) * torch.ones(6), "its forward makes a tensor"),

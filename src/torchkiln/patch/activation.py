@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +63,17 @@ def grid() -> Tensor:
     return torch.linspace(-12, 12, 4097, dtype=torch.float64)
 
 
-def find(module: nn.Module) -> Match | str | None:
+class Computed(NamedTuple):
+    """An activation that a copy of a module computes."""
+
+    name: str
+    ops: int
+    """ATen ops of a call."""
+    copy: nn.Module
+    x: Tensor
+
+
+def computed(module: nn.Module) -> Computed | None:
     """The activation that a leaf without parameters computes."""
     if any(True for _ in module.children()) or any(True for _ in module.parameters()):
         return None
@@ -74,7 +84,15 @@ def find(module: nn.Module) -> Match | str | None:
         result = run(copy, overwritable)
     for name, op in OPS.items():
         if is_close(result, op(x), x.abs()):
-            if count.ops == 1 and name in EQUAL:
-                return f"torch's {name} is one kernel of the same speed"
-            return Match(Activation(name), copy, (x,))
+            return Computed(name, count.ops, copy, x)
     return None
+
+
+def find(module: nn.Module) -> Match | str | None:
+    """The plan for an activation that torch has no kernel of the same speed for."""
+    found = computed(module)
+    if found is None:
+        return None
+    if found.ops == 1 and found.name in EQUAL:
+        return f"torch's {found.name} is one kernel of the same speed"
+    return Match(Activation(found.name), found.copy, (found.x,))

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from torchkiln.nn.convolution import CONVOLUTIONS, has_hooks, is_batch_norm, is_torchs
+from torchkiln.patch.activation import computed
 
 SUMS = (operator.add, operator.iadd, torch.add)
 FUNCTIONS: dict[Callable[..., Any], str] = {
@@ -73,25 +74,15 @@ def activation_of(root: nn.Module, node: fx.Node) -> str | None:
     """The name of the activation that a node computes from its only tensor."""
     module = called_module(root, node)
     if module is not None:
-        return None if has_hooks(module) else name_of(module)
+        if has_hooks(module) or "forward" in vars(module):
+            return None
+        found = computed(module)
+        return found.name if found else None
     if len(node.args) != 1 or node.kwargs.keys() - {"inplace"}:
         return None
     if node.op == "call_function" and callable(node.target):
         return FUNCTIONS.get(node.target)
     return METHODS.get(str(node.target)) if node.op == "call_method" else None
-
-
-def name_of(module: nn.Module) -> str | None:
-    """The name of a module's activation."""
-    if type(module) is nn.GELU:
-        return "gelu" if module.approximate == "none" else "gelu_tanh"
-    names: dict[type[nn.Module], str] = {
-        nn.ReLU: "relu",
-        nn.SiLU: "silu",
-        nn.Sigmoid: "sigmoid",
-        nn.Tanh: "tanh",
-    }
-    return names.get(type(module))
 
 
 def is_sum(node: fx.Node) -> bool:

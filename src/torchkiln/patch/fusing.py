@@ -16,7 +16,8 @@ def fuse(model: nn.Module, *, skip: Skip = (), dry_run: bool = False) -> Report:
     The forward of every module that has a ``torch.nn.BatchNorm1d``, ``2d`` or ``3d``, or a
     ``SyncBatchNorm``, whose process group stays, is traced. Where an activation follows the batch
     norm, with or without a sum and identities between them, the module gets a subclass of its
-    class, whose forward calls :func:`torchkiln.bn_act` instead. Where a convolution of torch comes
+    class, whose forward calls :func:`torchkiln.bn_act` instead. An activation is a function of
+    torch, or a module without parameters that computes one. Where a convolution of torch comes
     directly before, with or without an activation behind, it calls :func:`torchkiln.conv_bn_act`:
     in eval mode without gradients the batch norm is folded into the convolution, otherwise the
     convolution is called as it was, and then ``bn_act``.

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from torchkiln.nn.convolution import has_hooks
 from torchkiln.ops.matmul import linear
 from torchkiln.patch.activation import OPS, Activation
-from torchkiln.patch.chain import name_of
 from torchkiln.patch.compare import Comparison
 from torchkiln.patch.plan import Match
 from torchkiln.patch.probe import numbers, relative_error
@@ -24,6 +23,19 @@ LINEAR_ACT = "_kiln_linear_act"
 
 SIZE = 64
 """Largest size of the layers that are compared."""
+
+
+def name_of(module: nn.Module) -> str | None:
+    """The name of a module's activation."""
+    if type(module) is nn.GELU:
+        return "gelu" if module.approximate == "none" else "gelu_tanh"
+    names: dict[type[nn.Module], str] = {
+        nn.ReLU: "relu",
+        nn.SiLU: "silu",
+        nn.Sigmoid: "sigmoid",
+        nn.Tanh: "tanh",
+    }
+    return names.get(type(module))
 
 
 def act_of(module: Any) -> str | None:
