@@ -20,10 +20,14 @@ FORMS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"qk_norm": "head"},
     "gpt2": {"norm": "layer", "bias": True, "gated": False, "act": "gelu_tanh"},
-    "nemotron": {"norm": "layer", "bias": True, "gated": False, "act": "gelu_tanh", "offset": 1.0},
+    "nemotron": {"norm": "layer", "bias": True, "gated": False, "act": "relu2", "offset": 1.0},
     "gemma": {"offset": 1.0, "act": "gelu_tanh", "post_norms": True, "qk_norm": "head"},
 }
-ACTS: dict[str, Any] = {"silu": F.silu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
+ACTS: dict[str, Any] = {
+    "silu": F.silu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square(),
+}
 
 
 def make(form: str, **options: Any) -> TransformerBlock:
