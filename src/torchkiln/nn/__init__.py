@@ -1,7 +1,7 @@
 """Modules of the ops, with the interface of :mod:`torch.nn`."""
 
 from torchkiln.nn.activation import GELU, QuickGELU, ReLU, ReLU2, Sigmoid, SiLU, Tanh
-from torchkiln.nn.attention import Attention, KVCache
+from torchkiln.nn.attention import Attention
 from torchkiln.nn.batch_norm import (
     BatchNormAct1d,
     BatchNormAct2d,
@@ -14,6 +14,7 @@ from torchkiln.nn.cross_entropy import CrossEntropyLoss, LinearCrossEntropyLoss
 from torchkiln.nn.dropout import BiasDropoutAdd, DropoutAdd
 from torchkiln.nn.gated import GEGLU, SwiGLU
 from torchkiln.nn.group_norm import GroupNorm
+from torchkiln.nn.kv_cache import KVCache
 from torchkiln.nn.matmul import MLP, GatedMLP, Linear
 from torchkiln.nn.multihead import MultiheadAttention
 from torchkiln.nn.norm import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm

@@ -4,8 +4,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchkiln.nn.attention import Attention, KVCache
+from torchkiln.nn.attention import Attention
 from torchkiln.nn.convolution import has_hooks
+from torchkiln.nn.kv_cache import KVCache
 from torchkiln.nn.matmul import MLP, GatedMLP
 from torchkiln.nn.norm import LayerNorm, RMSNorm
 from torchkiln.ops.dropout import dropout_add

@@ -1,0 +1,80 @@
+"""The cache of keys and values of attention."""
+
+import torch
+from torch import Tensor
+
+
+class KVCache:
+    """Keys and values of earlier tokens, in buffers that stay where they are.
+
+    Tokens are written in place, at positions that a tensor on the device gives: no size changes and
+    the host does not wait, so that a CUDA graph or a compiled step can be replayed for each token.
+    Positions that have not been written are zeros. :class:`Attention` with a rotation writes in the
+    pass that rotates, if the buffers have the dtype of the projection.
+
+    Args:
+        batch: number of sequences.
+        length: the largest number of tokens of a sequence.
+        kv_heads: heads of the keys, and of the values.
+        head_dim: elements of a head.
+        dtype: of the buffers.
+        device: of the buffers.
+
+    Shape:
+        ``keys`` and ``values`` ``[batch, kv_heads, length, head_dim]``.
+    """
+
+    def __init__(  # noqa: PLR0917
+        self,
+        batch: int,
+        length: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | int | None = None,
+    ) -> None:
+        shape = (batch, kv_heads, length, head_dim)
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+
+    @property
+    def length(self) -> int:
+        """The largest number of tokens of a sequence."""
+        return self.keys.shape[-2]
+
+    def write(self, k: Tensor, v: Tensor, positions: Tensor | None = None) -> None:
+        """Stores keys and values ``[batch, kv_heads, tokens, head_dim]``.
+
+        Args:
+            k: the keys; without a gradient.
+            v: the values.
+            positions: ``[tokens]`` or ``[batch, tokens]``, int64, on the device of the cache, from
+                0 to ``length - 1``; None for 0, 1, 2, ...
+        """
+        if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
+            raise RuntimeError(
+                "torchkiln.nn.KVCache: k: got a tensor that requires a gradient, expected none: "
+                "decode under torch.no_grad()"
+            )
+        self.check_length(k.shape[-2])
+        for buffer, new in ((self.keys, k), (self.values, v)):
+            if positions is None:
+                buffer[:, :, : new.shape[-2]].copy_(new)
+            elif positions.dim() == 1:
+                buffer.index_copy_(2, positions, new.to(buffer.dtype))
+            else:
+                places = positions[:, None, :, None].expand_as(new)
+                buffer.scatter_(2, places, new.to(buffer.dtype))
+
+    def check_length(self, tokens: int) -> None:
+        """Refuses more tokens than fit."""
+        if tokens > self.length:
+            raise ValueError(
+                f"torchkiln.nn.KVCache: k: got {tokens} tokens, expected at most "
+                f"{self.length}: make a longer cache"
+            )
+
+    def reset(self) -> None:
+        """Fills the buffers with zeros."""
+        self.keys.zero_()
+        self.values.zero_()
