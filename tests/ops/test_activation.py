@@ -105,6 +105,15 @@ def test_gelu_on_the_cpu_in_units_in_the_last_place() -> None:
         torch.testing.assert_close(torchkiln.gelu(numbers), expected, rtol=4e-7, atol=1.5e-45)
 
 
+def test_gelu_of_float64_on_the_cpu_in_units_in_the_last_place() -> None:
+    """The truth is torch's erfc in float64, whose argument is rounded, too."""
+    x = torch.linspace(-37, 8, 2**18 + 7, dtype=torch.float64)
+    exact = FORMULAS["gelu"].exact(x)
+    unit = (torch.nextafter(exact, torch.tensor(math.inf, dtype=torch.float64)) - exact).abs()
+    error = (torchkiln.gelu(x) - exact).abs() / unit
+    assert (error <= 6 + 3 * x.clamp(max=0).square()).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name)
 @pytest.mark.parametrize("op", ["gelu", "gelu_tanh"])
 def test_half_precision_on_the_cpu_is_the_rounded_float32_result(

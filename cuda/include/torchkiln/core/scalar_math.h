@@ -248,7 +248,35 @@ struct ExactMath {
     const float distance = -x > size ? -x : size;
     return (-0.0f > x ? -0.0f : x) - (distance * n / d * power) * 0x1p-24f;
   }
-  TORCHKILN_FUNCTION static double gelu(double x) { return x * (0.5 + 0.5 * erf(x * kRootOfHalf)); }
+  /// As for float, with the quotient fitted to a relative error of 5e-17. From 38.7 on the power is
+  /// 0.
+  TORCHKILN_FUNCTION static double gelu(double x) {
+    const double absolute = std::fabs(x);
+    const double size = absolute < 38.7 ? absolute : 38.7;
+    double n = 1.382081541117008e-06;
+    n = n * size + 3.717295463433695e-05;
+    n = n * size + 0.000489523877366307;
+    n = n * size + 0.004083137997463847;
+    n = n * size + 0.02359335936029376;
+    n = n * size + 0.09760423315460295;
+    n = n * size + 0.2891207475068366;
+    n = n * size + 0.5937496591254998;
+    n = n * size + 0.7746692424538267;
+    n = n * size + 0.5;
+    double d = 3.464364668820093e-06;
+    d = d * size + 9.317877913581589e-05;
+    d = d * size + 0.0012305187569857587;
+    d = d * size + 0.01032808792141104;
+    d = d * size + 0.06035990776071871;
+    d = d * size + 0.25470607027907094;
+    d = d * size + 0.781438803648254;
+    d = d * size + 1.7134251850734694;
+    d = d * size + 2.5603123471844103;
+    d = d * size + 2.3472230457105088;
+    d = d * size + 1.0;
+    const double distance = -x > size ? -x : size;
+    return (-0.0 > x ? -0.0 : x) - distance * n / d * exp(-0.5 * size * size);
+  }
 
   /// x (1 + x^2 P(x^2)) for |x| < 0.6, otherwise 1 - 2 / (e^2|x| + 1) with the sign of x.
   TORCHKILN_FUNCTION static float tanh(float x) {
