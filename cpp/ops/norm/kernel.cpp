@@ -1,3 +1,4 @@
+#include "detail/normalized_shape.h"
 #include "detail/rows_view.h"
 #include "norm/norm.h"
 #include "torchkiln/kernels/norm.h"
@@ -9,26 +10,9 @@
 namespace torchkiln::norm_ops {
 namespace {
 
-void check_shape(const Call& call) {
-  const auto dims = static_cast<int64_t>(call.shape.size());
-  TORCH_CHECK(dims >= 1, "torchkiln.", call.op(),
-              ": normalized_shape: got [], expected at least 1 dimension");
-  TORCH_CHECK(dims <= call.x.dim(), "torchkiln.", call.op(), ": normalized_shape: got ", call.shape,
-              ", expected the last sizes of x, which has shape ", call.x.sym_sizes());
-  const c10::SymIntArrayRef last = call.x.sym_sizes().slice(call.x.dim() - dims);
-  TORCH_CHECK(call.shape.equals(last), "torchkiln.", call.op(), ": normalized_shape: got ",
-              call.shape, ", expected ", last, ", the last ",
-              dims == 1 ? std::string("dimension") : c10::str(dims, " dimensions"), " of x");
-}
-
 void check_parameter(const Call& call, const char* name, const MaybeTensor& parameter) {
-  if (!parameter) return;
-  check_tensors(call.op(), {{"x", call.x}, {name, *parameter}});
-  check_parameter_dtype(call.op(), name, parameter->scalar_type(),
-                        call.residual_is_wider() ? "residual" : "x", call.wider().scalar_type());
-  TORCH_CHECK(parameter->sym_sizes().equals(call.shape), "torchkiln.", call.op(), ": ", name,
-              ": got shape ", parameter->sym_sizes(), ", expected ", call.shape,
-              ", the normalized_shape");
+  check_normalized_parameter(call.op(), name, parameter, call.shape,
+                             call.residual_is_wider() ? "residual" : "x", call.wider());
 }
 
 Tensor contiguous(const MaybeTensor& tensor) { return tensor ? tensor->contiguous() : Tensor(); }
@@ -49,13 +33,12 @@ void check(const Call& call) {
   check_tensor(call.op(), "x", call.x);
   check_dtype(call.op(), "x", call.x);
   if (call.residual) check_like_or_mixed(call.op(), "residual", *call.residual, "x", call.x);
-  check_shape(call);
+  check_normalized_shape(call.op(), call.x, call.shape);
   check_parameter(call, "weight", call.weight);
   check_parameter(call, "bias", call.bias);
   if (call.weight && call.bias)
     check_same_dtype(call.op(), "bias", *call.bias, "weight", *call.weight);
-  TORCH_CHECK_VALUE(call.eps >= 0, "torchkiln.", call.op(), ": eps: got ", call.eps,
-                    ", expected a number of at least 0");
+  check_eps(call.op(), call.eps);
 }
 
 Three outputs(const Call& call, bool wants_stats) {

@@ -1,19 +1,14 @@
 #include "norm/norm.h"
 
-#include <limits>
-
 #include "detail/column_sum.h"
+#include "detail/normalized_shape.h"
 #include "torchkiln/torch/checks.h"
 #include "torchkiln/torch/ops.h"
 
 namespace torchkiln::norm_ops {
-namespace {
 
 using c10::SymIntArrayRef;
 
-/// (z - mean) * rstd * (weight + offset) + bias over the last `dims` dimensions, with torch's own
-/// ops, in the dtype of `z`. (z - mean) * rstd is rounded to `rounded`; the derivatives are those
-/// without this rounding.
 Tensor composite_norm(const Tensor& z, int64_t dims, const Tensor& weight, const Tensor& bias,
                       double eps, double offset, bool centered, at::ScalarType rounded) {
   const auto last = dims_between(z.dim() - dims, z.dim());
@@ -30,6 +25,8 @@ Tensor composite_norm(const Tensor& z, int64_t dims, const Tensor& weight, const
   if (bias.defined()) y = y + bias.to(z.scalar_type());
   return y;
 }
+
+namespace {
 
 Two composite(const Call& call) {
   outputs(call, /*wants_stats=*/false);  // checks
@@ -99,12 +96,6 @@ Two recorded(const Below& below, const Call& call) {
                       in, in[1], kept, {in.wants(0) || in.wants(1), in.wants(2), in.wants(3)});
                   return variable_list{found[0], found[0], found[1], found[2]};
                 });
-}
-
-/// The eps for None. Half precision computes in float32 and takes the eps of float32.
-double default_eps(const Tensor& x) {
-  return x.defined() && x.scalar_type() == at::kDouble ? std::numeric_limits<double>::epsilon()
-                                                       : std::numeric_limits<float>::epsilon();
 }
 
 const MaybeTensor kNone;

@@ -71,6 +71,12 @@ Three run(const Call& call, bool wants_stats);
 /// Computes into contiguous tensors of these shapes; y may be x, and the sum the residual.
 Three run_into(const Call& call, Three to);
 
+/// (z - mean) * rstd * (weight + offset) + bias over the last `dims` dimensions, with torch's own
+/// ops, in the dtype of `z`. (z - mean) * rstd is rounded to `rounded`; the derivatives are those
+/// without this rounding.
+Tensor composite_norm(const Tensor& z, int64_t dims, const Tensor& weight, const Tensor& bias,
+                      double eps, double offset, bool centered, at::ScalarType rounded);
+
 Call layer_norm_call(const Tensor& x, const Tensor* residual, c10::SymIntArrayRef shape,
                      const MaybeTensor& weight, const MaybeTensor& bias, double eps, double offset,
                      NormRounding round);
