@@ -337,9 +337,17 @@ TORCHKILN_FUNCTION C sigmoid(C x) {
 template <class Math, class C>
 TORCHKILN_FUNCTION Slope<C> sigmoid_and_slope(C x) {
   const C e = Math::exp(x < C(0) ? x : -x);
-  const C r = Math::reciprocal(C(1) + e);
+  const C r = Math::inverse(C(1) + e);
   const C s = x < C(0) ? e * r : r;
   return {s, e * r * r};
+}
+
+/// silu(z) = z s(z) and its derivative s + z s (1 - s), with s the sigmoid, from one exponential.
+/// Where e^z underflows, the derivative is 0.
+template <class Math, class C>
+TORCHKILN_FUNCTION Slope<C> silu_and_slope(C z) {
+  const Slope<C> sigmoid = sigmoid_and_slope<Math>(z);
+  return {z * sigmoid.value, sigmoid.value + z * sigmoid.slope};
 }
 
 /// The derivative of z s(a(z)), with s the sigmoid and a(z) odd and increasing: `a` is a(|z|),
