@@ -75,6 +75,10 @@ NOTES = {
         strides="any; a copy unless contiguous or with adjacent channels",
         layout="that of `x`",
     ),
+    "gated_norm": Notes(
+        beside="float32 weight beside half precision",
+        strides="any; evenly spaced rows are not copied",
+    ),
     "rope": Notes(
         beside="float32 `cos` and `sin` beside half precision; int64 and int32 positions",
         strides="any; a copy if the elements of a head are not adjacent; fewer than 2^31 tokens",

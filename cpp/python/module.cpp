@@ -78,6 +78,13 @@ Tensor bn_act(const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bia
                            {residual, act, training, momentum, eps});
 }
 
+Tensor gated_rms_norm(const Tensor& x, const Tensor& gate, c10::SymIntArrayRef normalized_shape,
+                      const MaybeTensor& weight, std::optional<double> eps, bool gate_first,
+                      int64_t groups, double offset) {
+  return torchkiln::gated_rms_norm(x, gate, normalized_shape, weight, eps,
+                                   {gate_first, groups, offset});
+}
+
 std::tuple<Tensor, Tensor> rope(const Tensor& q, const MaybeTensor& k, const Tensor& cos,
                                 const Tensor& sin, bool interleaved, const MaybeTensor& positions,
                                 std::optional<int64_t> partial, int64_t heads_dim, bool inverse) {
@@ -125,6 +132,8 @@ PYBIND11_MODULE(_C, module) {
       {"x", "residual", "normalized_shape", "weight", "bias", "eps", "offset", "round"});
   ops.bind<&torchkiln::add_rms_norm>(
       "add_rms_norm", {"x", "residual", "normalized_shape", "weight", "eps", "offset", "round"});
+  ops.bind<&gated_rms_norm>("gated_rms_norm", {"x", "gate", "normalized_shape", "weight", "eps",
+                                               "gate_first", "groups", "offset"});
   ops.bind<&bn_act>("bn_act", {"x", "weight", "bias", "running_mean", "running_var", "residual",
                                "act", "training", "momentum", "eps"});
   ops.bind<&torchkiln::group_norm>("group_norm",

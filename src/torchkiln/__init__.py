@@ -36,6 +36,7 @@ from torchkiln.ops.convolution import conv_bn_act  # noqa: E402
 from torchkiln.ops.cross_entropy import cross_entropy, linear_cross_entropy  # noqa: E402
 from torchkiln.ops.dropout import bias_dropout_add, dropout_add  # noqa: E402
 from torchkiln.ops.gated import geglu, geglu_tanh, swiglu  # noqa: E402
+from torchkiln.ops.gated_norm import gated_rms_norm  # noqa: E402
 from torchkiln.ops.group_norm import group_norm  # noqa: E402
 from torchkiln.ops.matmul import gated_mlp, linear, matmul, mlp  # noqa: E402
 from torchkiln.ops.norm import (  # noqa: E402
@@ -89,6 +90,7 @@ __all__ = [
     "explain",
     "fuse",
     "gated_mlp",
+    "gated_rms_norm",
     "geglu",
     "geglu_tanh",
     "gelu",

@@ -37,6 +37,10 @@ OPS: dict[str, tuple[Op, Op]] = {
         lambda x, w: torchkiln.add_rms_norm(x, x, w.shape, w, EPS)[0],
         lambda x, w: F.rms_norm(x + x, w.shape, w, EPS),
     ),
+    "gated_rms_norm": (
+        lambda x, w: torchkiln.gated_rms_norm(x, x, w.shape, w, EPS),
+        lambda x, w: F.rms_norm(x, w.shape, w, EPS) * F.silu(x),
+    ),
     "softmax": (lambda x, _: torchkiln.softmax(x, -1), lambda x, _: x.softmax(-1)),
     "log_softmax": (lambda x, _: torchkiln.log_softmax(x, -1), lambda x, _: x.log_softmax(-1)),
     "cross_entropy": (

@@ -148,6 +148,25 @@ def norm_backward(call: Call) -> Choices:
         yield [Shard(dim), Partial(), Partial()], {**inputs, "stats": Shard(dim + 1)}
 
 
+def gated_norm(call: Call) -> Choices:
+    """Rows of x and gate; the normalized dimensions stay whole."""
+    for dim in range(rank(call.x) - len(call.normalized_shape)):
+        yield [Shard(dim)], {"x": Shard(dim), "gate": Shard(dim)}
+
+
+def gated_norm_forward(call: Call) -> Choices:
+    """The norm and rstd [*rows, groups]."""
+    for outputs, inputs in gated_norm(call):
+        yield [*outputs, *outputs], inputs
+
+
+def gated_norm_backward(call: Call) -> Choices:
+    """The gradient of the weight is a sum over the rows."""
+    for dim in range(rank(call.rstd) - 1):
+        inputs = {name: Shard(dim) for name in ("grad", "x", "gate", "rstd")}
+        yield [Shard(dim), Shard(dim), Partial()], inputs
+
+
 def next_dim(placement: Placement) -> Placement:
     """The shard of a tensor with one more dimension in front."""
     assert isinstance(placement, Shard)
@@ -361,6 +380,9 @@ CHOICES = {
     "gated_backward": gated_backward,
     "gated_backward_with_output": gated_backward_with_output,
     "gated_mlp": gated_mlp,
+    "gated_rms_norm": gated_norm,
+    "gated_rms_norm_backward": gated_norm_backward,
+    "gated_rms_norm_forward": gated_norm_forward,
     **dict.fromkeys(("geglu", "geglu_tanh", "swiglu"), gated),
     "layer_norm": norm,
     "group_norm": group_norm,

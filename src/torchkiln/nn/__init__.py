@@ -13,6 +13,7 @@ from torchkiln.nn.convolution import ConvBNAct1d, ConvBNAct2d, ConvBNAct3d
 from torchkiln.nn.cross_entropy import CrossEntropyLoss, LinearCrossEntropyLoss
 from torchkiln.nn.dropout import BiasDropoutAdd, DropoutAdd
 from torchkiln.nn.gated import GEGLU, SwiGLU
+from torchkiln.nn.gated_norm import GatedRMSNorm
 from torchkiln.nn.group_norm import GroupNorm
 from torchkiln.nn.kv_cache import KVCache
 from torchkiln.nn.matmul import MLP, GatedMLP, Linear
@@ -42,6 +43,7 @@ __all__ = [
     "CrossEntropyLoss",
     "DropoutAdd",
     "GatedMLP",
+    "GatedRMSNorm",
     "GroupNorm",
     "KVCache",
     "LayerNorm",

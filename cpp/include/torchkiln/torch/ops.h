@@ -139,6 +139,20 @@ TORCHKILN_EXPORT std::tuple<at::Tensor, at::Tensor> add_rms_norm(
     const std::optional<at::Tensor>& weight = std::nullopt,
     std::optional<double> eps = std::nullopt, double offset = 0.0, std::string_view round = "once");
 
+struct GatedNormOptions {
+  bool gate_first = false;  // whether x * silu(gate) is normalized, else x
+  int64_t groups = 1;       // equal parts of the last dimension that are normalized separately
+  double offset = 0.0;      // is added to the weight
+};
+
+/// rms_norm(x) * silu(gate), or rms_norm(x * silu(gate)) if options.gate_first, for x and gate of
+/// one shape and dtype; other arguments as for rms_norm().
+TORCHKILN_EXPORT at::Tensor gated_rms_norm(const at::Tensor& x, const at::Tensor& gate,
+                                           c10::SymIntArrayRef normalized_shape,
+                                           const std::optional<at::Tensor>& weight = std::nullopt,
+                                           std::optional<double> eps = std::nullopt,
+                                           const GatedNormOptions& options = {});
+
 /// softmax(x * scale) over dimension `dim`. Masked elements count as -infinity: those for which
 /// `mask`, which broadcasts to x, is false, and, if `causal`, those whose column (last dimension)
 /// is greater than their row (the dimension before). A row with all elements masked is NaN and has

@@ -1,0 +1,71 @@
+#pragma once
+
+// Declarations shared by kernel.cpp (checks, kernels), composed.cpp (rows that no kernel takes) and
+// gated_norm.cpp (the op, derivatives).
+
+#include "torchkiln/torch/op.h"
+
+namespace torchkiln::gated_norm_ops {
+
+using at::Tensor;
+using Two = std::tuple<Tensor, Tensor>;
+using Three = std::tuple<Tensor, Tensor, Tensor>;
+
+/// The arguments of the op.
+struct Call {
+  const Tensor& x;
+  const Tensor& gate;
+  c10::SymIntArrayRef shape;  // normalized_shape: the last sizes of x
+  const MaybeTensor& weight;  // without one the factor is 1, and offset is ignored
+  double eps;
+  bool gate_first;
+  int64_t groups;  // equal parts of the last dimension that are normalized separately
+  double offset;
+};
+
+/// Checks the arguments and returns uninitialised outputs: y, and rstd of each group for backward,
+/// [leading sizes of x, groups] (undefined unless wanted).
+Two outputs(const Call& call, bool wants_rstd);
+
+/// Computes the outputs.
+Two run(const Call& call, bool wants_rstd);
+
+/// The forward that also returns rstd: {y, rstd}.
+struct Forward {
+  static constexpr const char* kSchema =
+      "torchkiln::gated_rms_norm_forward(Tensor x, Tensor gate, SymInt[] normalized_shape, "
+      "Tensor? weight, float eps, bool gate_first, int groups, float offset) -> (Tensor, Tensor)";
+  static Two meta(const Tensor& x, const Tensor& gate, c10::SymIntArrayRef shape,
+                  const MaybeTensor& weight, double eps, bool gate_first, int64_t groups,
+                  double offset) {
+    return outputs({x, gate, shape, weight, eps, gate_first, groups, offset}, true);
+  }
+  static Two kernel(const Tensor& x, const Tensor& gate, c10::SymIntArrayRef shape,
+                    const MaybeTensor& weight, double eps, bool gate_first, int64_t groups,
+                    double offset) {
+    return run({x, gate, shape, weight, eps, gate_first, groups, offset}, true);
+  }
+};
+
+/// The wanted gradients of x, gate and weight. The shape of rstd gives the number of normalized
+/// dimensions and of groups.
+struct Backward {
+  using Wanted = std::array<bool, 3>;
+  static constexpr const char* kSchema =
+      "torchkiln::gated_rms_norm_backward(Tensor grad, Tensor x, Tensor gate, Tensor rstd, "
+      "Tensor? weight, bool gate_first, float offset, bool[3] wanted) -> (Tensor, Tensor, Tensor)";
+  static Three meta(const Tensor& grad, const Tensor& x, const Tensor& gate, const Tensor& rstd,
+                    const MaybeTensor& weight, bool gate_first, double offset, Wanted wanted);
+  static Three kernel(const Tensor& grad, const Tensor& x, const Tensor& gate, const Tensor& rstd,
+                      const MaybeTensor& weight, bool gate_first, double offset, Wanted wanted);
+};
+
+/// The op by the kernels of the gate and of the norm, in the compute dtype, for rows that its own
+/// kernels do not take: {y, rstd}.
+Two composed_forward(const Call& call);
+
+/// Its gradients of x, gate and weight; undefined without a weight.
+Three composed_backward(const Tensor& grad, const Tensor& x, const Tensor& gate, const Tensor& rstd,
+                        const MaybeTensor& weight, bool gate_first, double offset);
+
+}  // namespace torchkiln::gated_norm_ops

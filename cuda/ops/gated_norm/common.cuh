@@ -1,0 +1,56 @@
+#pragma once
+
+// Common to forward and backward: the group and the tokens of a block.
+//
+//   block          0          1        ...   groups - 1     groups        ...
+//   token      |  group 0  |  group 1  | ... | last group |
+//   0 ...      |<-team 0-->|<-team 0-->|     |            |     the next tokens
+//              |<-team 1-->|<-team 1-->|     |            |
+//
+// The teams of a block have one group of adjacent tokens, so they share the weight, and blocks that
+// run at the same time read adjacent groups.
+
+#include "detail/rowwise/tile.cuh"
+#include "torchkiln/core/activations.h"
+#include "torchkiln/device/fast_divide.cuh"
+#include "torchkiln/kernels/gated_norm.h"
+
+namespace torchkiln::cuda {
+
+using namespace device;
+using namespace rowwise;
+namespace {
+
+constexpr const char* kNotHeld = "a group has more elements than the registers of a block hold";
+
+/// The group of a block or cluster, and its index among those of the group.
+struct GroupBlock {
+  int64_t group;
+  int64_t index;
+
+  __device__ __forceinline__ GroupBlock(const Divisor& groups, int64_t block) {
+    const auto own = static_cast<uint32_t>(block);
+    const uint32_t quotient = groups.quotient(own);
+    group = own - quotient * groups.divisor();
+    index = quotient;
+  }
+};
+
+/// The offset of a group's elements in [tokens, groups, columns], where tokens are `stride` apart.
+template <class Problem>
+__device__ __forceinline__ int64_t offset_of(const Problem& p, int64_t token, int64_t group,
+                                             int64_t stride) {
+  return token * stride + group * p.columns;
+}
+
+/// The alignment of the groups of all tokens. Those of groups that are no whole vectors are read
+/// element by element, because their weights begin anywhere.
+template <class Problem, int N>
+Alignment alignment_of_groups(const Problem& p, const TensorRows (&tensors)[N]) {
+  const Alignment alignment = alignment_of(tensors, p.dtype, p.tokens, p.columns);
+  const bool in_vectors = alignment == Alignment::vector;
+  return aligned(p.weight) && (in_vectors || p.groups == 1) ? alignment : Alignment::scalar;
+}
+
+}  // namespace
+}  // namespace torchkiln::cuda

@@ -1,0 +1,53 @@
+"""RMS norm with a gate, as in state-space models and linear attention."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torchkiln import _C
+from torchkiln.ops.eager import eager
+from torchkiln.ops.norm import as_sizes
+
+
+@eager(_C.gated_rms_norm)
+def gated_rms_norm(
+    x: Tensor,
+    gate: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    gate_first: bool = False,
+    groups: int = 1,
+    offset: float = 0.0,
+) -> Tensor:
+    """Returns ``rms_norm(x) * silu(gate)``, or with ``gate_first`` ``rms_norm(x * silu(gate))``.
+
+    Here ``rms_norm(z)`` is ``z / sqrt(mean(z**2) + eps) * (offset + weight)``. All is computed in
+    float32 (float64 for float64), in one pass, and rounded once; the result is contiguous. Backward
+    keeps ``x``, ``gate`` and a number per row, and reads each tensor once. The gradient of
+    ``weight`` is bitwise reproducible.
+
+    Args:
+        x: ``[..., *normalized_shape]``; float32, float64, float16 or bfloat16.
+        gate: of the shape of ``x``. If the dtypes differ, all tensors are cast to the wider one.
+        normalized_shape: the last sizes of ``x``, or the last one.
+        weight: of that shape; of the dtype of ``x``, or float32 if ``x`` has half precision.
+        eps: a number of at least 0; None as for :func:`rms_norm`.
+        gate_first: whether the gate is applied before the norm, as in Mamba2, or behind it, as in
+            Qwen3-Next.
+        groups: number of equal parts of the last dimension whose means are taken separately; more
+            than 1 only if one dimension is normalized.
+        offset: as for :func:`rms_norm`.
+    """
+    return torch.ops.torchkiln.gated_rms_norm.default(
+        x,
+        gate,
+        as_sizes(normalized_shape),
+        weight,
+        eps,
+        gate_first=gate_first,
+        groups=groups,
+        offset=offset,
+    )
