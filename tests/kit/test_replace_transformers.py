@@ -82,6 +82,11 @@ def clip() -> nn.Module:
     return model
 
 
+def mamba2() -> nn.Module:
+    sizes = {"hidden_size": 32, "state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 2}
+    return causal("Mamba2", vocab_size=TOKENS, num_hidden_layers=2, chunk_size=8, **sizes)
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
     "llama": (
         lambda: causal("Llama", **GROUPED),
@@ -137,6 +142,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
             "add_layer_norm at layernorm_after": 2,
             "linear(gelu) at fc1": 2,
         },
+    ),
+    "mamba2": (
+        mamba2,
+        {"rms_norm(round=input)": 3, "gated_rms_norm(gate_first=True, groups=2)": 2},
     ),
 }
 

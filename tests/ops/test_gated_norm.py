@@ -1,8 +1,10 @@
-"""The gated RMS norm beyond the contract: models' formulas, groups, long rows, layouts."""
+"""The gated RMS norm beyond the contract: models' formulas, groups, long rows, layouts, replace."""
 
 from __future__ import annotations
 
+import copy
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -229,6 +231,47 @@ def test_the_module_has_the_state_of_torchs() -> None:
     assert repr(first) == f"Gated{repr(theirs)[:-1]}, gate_first=True, groups=3, offset=1.0)"
     rows = (x * F.silu(gate)).unflatten(-1, (3, 8))
     torch.testing.assert_close(first(x, gate), F.rms_norm(rows, (8,), eps=1e-3).flatten(-2))
+
+
+@pytest.mark.parametrize(
+    ("module", "now"),
+    [
+        (MambaNorm(24, 24), "gated_rms_norm(gate_first=True)"),
+        (MambaNorm(24, 8), "gated_rms_norm(gate_first=True, groups=3)"),
+        (QwenNorm(24), "gated_rms_norm"),
+    ],
+    ids=["Mamba2", "groups", "Qwen3-Next"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_replace_finds_the_formula(module: Any, now: str, dtype: torch.dtype) -> None:
+    module = copy.deepcopy(module).to(dtype)
+    nn.init.normal_(module.weight)
+    x, gate = torch.randn(2, 3, 24, dtype=dtype), torch.randn(2, 3, 24, dtype=dtype)
+    expected = module(x, gate)
+    report = torchkiln.replace(nn.Sequential(module))
+    assert report["0"].now == now
+    torch.testing.assert_close(module(x, gate), expected)
+    module.variance_epsilon = 0.5
+    assert not torch.allclose(module(x, gate), expected)
+
+
+def test_replace_leaves_calls_without_a_gate() -> None:
+    module = MambaNorm(24, 24)
+    x = torch.randn(2, 24)
+    expected = module(x), module(x, None)
+    torchkiln.replace(nn.Sequential(module))
+    assert type(module) is not MambaNorm
+    assert all(torch.equal(module(*args), expected[0]) for args in ((x,), (x, None)))
+    assert torch.equal(expected[0], expected[1])
+
+
+def test_replace_leaves_another_gate() -> None:
+    class SigmoidNorm(QwenNorm):
+        def forward(self, hidden_states: Tensor, gate: Tensor) -> Tensor:
+            return F.rms_norm(hidden_states, (24,), self.weight, 1e-6) * gate.sigmoid()
+
+    report = torchkiln.replace(nn.Sequential(SigmoidNorm(24)))
+    assert not report["0"].replaced
 
 
 def test_special_values() -> None:

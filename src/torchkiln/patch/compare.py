@@ -45,13 +45,14 @@ class Comparison:
 def compare(match: Match, dtype: torch.dtype, device: torch.device) -> Comparison | str:
     """Run both forwards on drawn numbers; the reason if one of them does not run."""
     module = cast(match.copy, dtype, device)
-    inputs = [x.to(device, dtype) for x in match.inputs]
-    for x in match.inputs:
+    calls = [(x, *match.others) for x in match.inputs]
+    for args in calls:
         with torch.no_grad():
-            ours = match.plan.forward(match.copy, x)
-        if not is_close(run(match.copy, x.clone()), ours):
+            ours = match.plan.forward(match.copy, *args)
+        if not is_close(run(match.copy, *(x.clone() for x in args)), ours):
             return "its result in float64 is not that of the op"
-    return of_calls(module, match.plan, [(x,) for x in inputs], dtype)
+    cast_calls = [tuple(x.to(device, dtype) for x in args) for args in calls]
+    return of_calls(module, match.plan, cast_calls, dtype)
 
 
 def of_calls(

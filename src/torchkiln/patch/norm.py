@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ CHANGED_EPS = 0.5
 """Shows that an attribute is eps: the result has to follow it."""
 
 LARGEST_EPS = 1e-2
+
+P = TypeVar("P", bound=Any)
+"""A plan with a field eps."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,8 @@ class Norm(Plan):
 
     def fits(self, module: nn.Module, *args: Tensor) -> bool:
         """Whether x and the weight have one dtype: the dtype of other results differs by module."""
+        if len(args) != 1:
+            return False
         return self.weight is None or getattr(module, self.weight).dtype == args[0].dtype
 
     def forward(self, module: nn.Module, x: Tensor) -> Tensor:
@@ -76,19 +81,24 @@ def eps_of(module: nn.Module) -> list[tuple[str | float, float]]:
     return [*attributes.items(), *((value, value) for value in EPS)]
 
 
-def find(module: nn.Module) -> Match | str | None:
-    """The norm that a leaf with at most a weight and a bias computes."""
+def vectors_of(module: nn.Module) -> list[str] | None:
+    """The parameters of a leaf that has up to two vectors of one size, and no buffer."""
     parameters = dict(module.named_parameters(recurse=False))
     vectors = [name for name, value in parameters.items() if value.dim() == 1]
     if next(module.children(), None) is not None or len(vectors) != len(parameters):
         return None
     if next(module.buffers(recurse=False), None) is not None or len(vectors) > 2:
         return None
-    sizes = {parameters[name].shape[0] for name in vectors}
-    if len(sizes) > 1:
+    return vectors if len({parameters[name].shape[0] for name in vectors}) <= 1 else None
+
+
+def find(module: nn.Module) -> Match | str | None:
+    """The norm that a leaf with at most a weight and a bias computes."""
+    vectors = vectors_of(module)
+    if vectors is None:
         return None
     copy = random_copy(module)
-    x = inputs(sizes.pop() if sizes else 64)
+    x = inputs(getattr(copy, vectors[0]).shape[0] if vectors else 64)
     result = run(copy, x)
     if not isinstance(result, Tensor) or result.shape != x.shape:
         return None
@@ -106,15 +116,15 @@ def find(module: nn.Module) -> Match | str | None:
     return None
 
 
-def with_eps(plan: Norm, copy: nn.Module, eps: str | float, x: Tensor) -> Norm:
+def with_eps(plan: P, copy: nn.Module, eps: str | float, *args: Tensor) -> P:
     """The plan that reads eps from the attribute, if the module reads it from there, too."""
     if not isinstance(eps, str):
         return plan
     before = getattr(copy, eps)
     setattr(copy, eps, CHANGED_EPS)
     named = replace(plan, eps=eps)
-    result = run(copy, x)
-    follows = is_close(result, named.forward(copy, x))
+    result = run(copy, *args)
+    follows = is_close(result, named.forward(copy, *args))
     setattr(copy, eps, before)
     return named if follows else plan
 

@@ -38,7 +38,9 @@ class Match:
     copy: nn.Module
     """The module with random parameters, in float64."""
     inputs: tuple[Tensor, ...]
-    """Arguments for separate calls, in float64."""
+    """First arguments for separate calls, in float64."""
+    others: tuple[Tensor, ...] = ()
+    """Further arguments of each call, in float64."""
 
 
 Found = Match | str | None

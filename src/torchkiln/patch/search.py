@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchkiln.patch import activation, gated, norm, torch_modules
+from torchkiln.patch import activation, gated, gated_norm, norm, torch_modules
 from torchkiln.patch.compare import Comparison, compare
 from torchkiln.patch.plan import Found, Match
 from torchkiln.patch.probe import first_dtype
@@ -22,6 +22,7 @@ class Search:
         self.finders = (
             registry.find,
             torch_modules.find,
+            gated_norm.find,  # before norms, which some of these compute without a gate
             norm.find,
             activation.find,
             gated.find,
