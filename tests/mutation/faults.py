@@ -47,8 +47,8 @@ CPU = (
     ),
     Fault(
         *("bfloat16 cut off instead of rounded", "cpu", "cpp/include/torchkiln/cpu/half.h"),
-        "const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;",
-        "const uint32_t rounded = bits >> 16;",
+        "const uint32_t rounded = (bits + 0x7fffu + (high & 1u)) >> 16;",
+        "const uint32_t rounded = high;",
         *("add", "rounded_to_nearest@bfloat16", "cpp/cpu/pointwise.cpp"),
     ),
     Fault(

@@ -22,6 +22,7 @@ BESIDE = {
     "gelu": ["approximate"],
     "qkv_norm_rope": ["cache"],
     "relu": ["inplace"],
+    "layer_norm": ["out"],
     "rms_norm": ["out"],
     "silu": ["inplace"],
     "swiglu": ["out"],

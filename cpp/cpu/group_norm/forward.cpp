@@ -1,4 +1,5 @@
 #include <cmath>
+#include <utility>
 
 #include "group_norm/common.h"
 #include "torchkiln/cpu/isa.h"
@@ -6,6 +7,8 @@
 namespace torchkiln::cpu {
 namespace TORCHKILN_ISA {
 namespace {
+
+constexpr int64_t kBlockRows = 32;
 
 /// Sums of a group, relative to its first element: the sum of squares loses few digits where the
 /// mean is far from 0.
@@ -19,9 +22,17 @@ template <bool kRows, class C>
 std::vector<GroupSums> sums_of(const GroupNorm& p, const GroupSpan& span) {
   std::vector<GroupSums> groups(static_cast<size_t>(span.groups()));
   ChannelValues<double> origins(static_cast<size_t>(span.channels()));
-  // Of each channel of a row, or running sums of one channel.
+  // For each channel of a row, those of a block of rows and those of the blocks before; or running
+  // sums of one channel. Blocks keep the rounding error of many equal terms small.
   const auto size = static_cast<size_t>(kRows ? span.channels() : kSums);
-  std::vector<double> sums(size), squares(size);
+  std::vector<double> sums(size), squares(size), all_sums(size), all_squares(size);
+  const auto end_block = [&] {
+    for (size_t i = 0; i < size; ++i) {
+      all_sums[i] += std::exchange(sums[i], 0.0);
+      all_squares[i] += std::exchange(squares[i], 0.0);
+    }
+  };
+  int64_t rows = 0;
   C buffer[kChannelRun];
   bool is_first = true;
   span.for_each_run([&](int64_t at, int64_t count, int64_t channel) {
@@ -34,6 +45,7 @@ std::vector<GroupSums> sums_of(const GroupNorm& p, const GroupSpan& span) {
       }
       is_first = false;
     }
+    if (kRows && channel == 0 && ++rows % kBlockRows == 0) end_block();
     const auto origin = values_of_run<kRows>(origins, channel);
     const int64_t to = kRows ? channel : 0;
     add_run(sums.data() + to, squares.data() + to, !kRows, count, [&](int64_t i) {
@@ -41,13 +53,14 @@ std::vector<GroupSums> sums_of(const GroupNorm& p, const GroupSpan& span) {
       return Pair<double>{distance, distance * distance};
     });
   });
+  end_block();
   const int64_t width = kRows ? p.layout.channels_per_group() : kSums;
   for (size_t i = 0; i < groups.size(); ++i) {
     const int64_t first = static_cast<int64_t>(i) * width;
     double total[kSums] = {}, total_squares[kSums] = {};
     add_run(total, total_squares, true, width, [&](int64_t k) {
       const auto at = static_cast<size_t>(first + k);
-      return Pair<double>{sums[at], squares[at]};
+      return Pair<double>{all_sums[at], all_squares[at]};
     });
     groups[i] = {origins[static_cast<size_t>(kRows ? first : 0)], total_of(total),
                  total_of(total_squares)};
