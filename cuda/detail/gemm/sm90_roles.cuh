@@ -203,7 +203,7 @@ __device__ __forceinline__ void prefetch_residual(const Parameters& p, const Til
     if (row >= p.m || column >= p.n) continue;
     const T* from =
         static_cast<const T*>(p.residual) + (int64_t{tile.batch} * p.m + row) * p.n + column;
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+    device::prefetch_to_l2(from);
   }
 }
 

@@ -60,8 +60,7 @@ class RowTile {
   __device__ __forceinline__ void prefetch(const T* row) const {
 #pragma unroll
     for (int k = 0; k < kItems; ++k) {
-      if (has_any(k) && column(k) >= 0)
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(row + column(k)));
+      if (has_any(k) && column(k) >= 0) prefetch_to_l2(row + column(k));
     }
   }
 

@@ -107,6 +107,31 @@ __device__ __forceinline__ Vec<T, N> load_constant(const T* from) {
   }
 }
 
+/// Prefetches the 128-byte line of an address into the L2 cache.
+__device__ __forceinline__ void prefetch_to_l2(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
+/// Moves the elements of type T of these words down by `past` elements, fewer than a vector. The
+/// words before the last four get their new values.
+template <class T, int kWords>
+__device__ __forceinline__ void shift_down(uint32_t (&words)[kWords], int past) {
+  // By two words if bit 3 of the byte count is set, by one if bit 2 is, by half a word if bit 1 is.
+  // A variable array index would move the array to local memory.
+  const int bytes = past * static_cast<int>(sizeof(T));
+#pragma unroll
+  for (int i = 0; i < kWords - 2; ++i) words[i] = (bytes & 8) != 0 ? words[i + 2] : words[i];
+  if constexpr (sizeof(T) <= 4) {
+#pragma unroll
+    for (int i = 0; i < kWords - 3; ++i) words[i] = (bytes & 4) != 0 ? words[i + 1] : words[i];
+  }
+  if constexpr (sizeof(T) == 2) {
+#pragma unroll
+    for (int i = 0; i < kWords - 4; ++i)
+      words[i] = __funnelshift_r(words[i], words[i + 1], static_cast<unsigned>(bytes & 2) * 8);
+  }
+}
+
 /// Loads N elements that begin `past` elements (modulo a vector) after a 16-byte boundary, through
 /// the read-only path. Reads aligned vectors, one more than N elements fill.
 template <int N, class T>
@@ -124,22 +149,10 @@ __device__ __forceinline__ Vec<T, N> load_unaligned(const T* from, int past) {
     words[4 * part + 2] = some.z;
     words[4 * part + 3] = some.w;
   }
-  // Shifts the words down by `past`: by two words if bit 3 of the byte count is set, by one if bit
-  // 2 is, by half a word if bit 1 is. A variable array index would move the array to local memory.
-  const int bytes = past * static_cast<int>(sizeof(T));
-#pragma unroll
-  for (int i = 0; i < kWords + 2; ++i) words[i] = (bytes & 8) != 0 ? words[i + 2] : words[i];
-  if constexpr (sizeof(T) <= 4) {
-#pragma unroll
-    for (int i = 0; i < kWords + 1; ++i) words[i] = (bytes & 4) != 0 ? words[i + 1] : words[i];
-  }
+  shift_down<T>(words, past);
   Vec<T, N> result;
 #pragma unroll
-  for (int i = 0; i < kWords; ++i) {
-    if constexpr (sizeof(T) == 2)
-      words[i] = __funnelshift_r(words[i], words[i + 1], static_cast<unsigned>(bytes & 2) * 8);
-    reinterpret_cast<uint32_t*>(&result)[i] = words[i];
-  }
+  for (int i = 0; i < kWords; ++i) reinterpret_cast<uint32_t*>(&result)[i] = words[i];
   return result;
 }
 
