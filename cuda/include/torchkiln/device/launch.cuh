@@ -66,6 +66,7 @@ struct Grid {
   int cluster = 1;       // blocks per cluster, along x
   int shared_bytes = 0;  // dynamic shared memory
   bool overlaps = true;
+  bool cooperative = false;  // all blocks are resident at the same time, or the launch fails
 };
 
 /// Reports a launch to torchkiln.explain(), with the resources that the compiler assigned to the
@@ -132,7 +133,7 @@ Status launch_kernel(void (*kernel)(Parameters...), const Grid& grid, bool overl
   constexpr int kPortableCluster = 8;
   if (error == cudaSuccess && grid.cluster > kPortableCluster)
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-  cudaLaunchAttribute attributes[2] = {};
+  cudaLaunchAttribute attributes[3] = {};
   cudaLaunchConfig_t config{};
   config.gridDim = grid.blocks;
   config.blockDim = grid.threads;
@@ -147,6 +148,10 @@ Status launch_kernel(void (*kernel)(Parameters...), const Grid& grid, bool overl
     attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
     attributes[config.numAttrs++].val.clusterDim = {static_cast<unsigned>(grid.cluster), 1, 1};
   }
+  if (grid.cooperative) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeCooperative;
+    attributes[config.numAttrs++].val.cooperative = 1;
+  }
   if (error == cudaSuccess) error = cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
   if (error == cudaSuccess) {
     if (trace::Listener* listener = trace::listening())
@@ -158,12 +163,12 @@ Status launch_kernel(void (*kernel)(Parameters...), const Grid& grid, bool overl
 }
 
 /// Queues a kernel that begins with wait_for_previous_kernel(). On compute capability 9.0 and later
-/// the launch overlaps the end of the previous kernel, unless grid.overlaps is false. Behind
-/// cuBLAS, which never triggers early, overlapping costs 0.5 us in a CUDA graph.
+/// the launch overlaps the end of the previous kernel, unless it is cooperative or grid.overlaps is
+/// false. Behind cuBLAS, which never triggers early, overlapping costs 0.5 us in a CUDA graph.
 template <class... Parameters, class... Arguments>
 Status launch_overlapped(void (*kernel)(Parameters...), const Grid& grid, cudaStream_t stream,
                          const Arguments&... arguments) {
-  const bool overlaps = grid.overlaps && current_device().runs_90_code;
+  const bool overlaps = grid.overlaps && !grid.cooperative && current_device().runs_90_code;
   return launch_kernel(kernel, grid, overlaps, stream, arguments...);
 }
 
