@@ -1,0 +1,240 @@
+#pragma once
+
+// Rows that are split among many blocks of a grid, for rows longer than a cluster holds:
+//
+//                   block 0    block 1    block 2            the blocks of one team
+//   rows of     +----------+----------+----------+--
+//   a step      |   slab   |   slab   |   slab   | ...
+//               +----------+----------+----------+--
+//                    |          |          |
+//   step i      sums over the slab, publish()
+//   step i - 1  collect() the sums of all blocks, read the slab again, write results
+//
+// The second read of a slab hits the L1 cache. The exchange takes no time of its own: the sums of
+// step i - 1 arrive while those of step i are computed. There are no atomics: a block writes slots
+// of its own, and those of a row are added in a fixed order.
+//
+// Blocks wait for each other, so all must be resident: such a launch is cooperative.
+
+#include "detail/rowwise/team.cuh"
+#include "torchkiln/core/workspace.h"
+#include "torchkiln/device/vec.cuh"
+
+namespace torchkiln::rowwise {
+using namespace device;
+
+// Threads per block, and blocks per SM: 128 registers per thread.
+inline constexpr int kGridThreads = 256;
+inline constexpr int kGridBlocks = 2;
+inline constexpr int kGridWarps = kGridThreads / kWarpLanes;
+inline constexpr int kMaxTeamBlocks = 288;
+// Vectors of a row per block. With fewer, the exchange costs more than the parallelism gains.
+inline constexpr int kMinSlab = 64;
+// With fewer rows, the rows of a step are adjacent.
+inline constexpr int64_t kMinStridedRows = 128;
+// Fewest threads along a row.
+inline constexpr int kLogMinRowThreads = 2;
+
+/// How rows are distributed over a grid. Depends only on shape and device.
+struct GridPlan {
+  int blocks;       // of a team
+  int log_threads;  // of a row in a block: all of the block if a team has several blocks
+  int log_stride;   // of the rows of a step
+  int slab;         // vectors of a row per block
+  int64_t teams;
+  int64_t steps;  // of all teams
+};
+
+/// A thread has `rows_per_thread` rows of a step, and one or more times `vectors_per_thread`
+/// vectors of each. A vector has `lanes` elements: rows that are so many rows apart have the same
+/// offset from a 16-byte boundary.
+inline GridPlan make_grid_plan(int64_t rows, int64_t columns, int lanes, int rows_per_thread,
+                               int vectors_per_thread) {
+  GridPlan plan{};
+  const int64_t vectors = ceil_div(columns, lanes);
+  const int64_t resident = int64_t{current_device().multiprocessors} * kGridBlocks;
+  const int64_t least = ceil_div(vectors, kGridThreads * vectors_per_thread);
+  plan.log_threads = std::clamp(ceil_log2(vectors), kLogMinRowThreads, ceil_log2(kGridThreads));
+  plan.log_stride = least > 1 && rows >= kMinStridedRows ? ceil_log2(lanes) : 0;
+  const int64_t block_rows = kGridThreads >> plan.log_threads << plan.log_stride;
+  plan.steps = ceil_div(rows, rows_per_thread * block_rows) << plan.log_stride;
+  plan.teams = std::clamp<int64_t>(resident / least, 1, plan.steps);
+  const int64_t most = std::min<int64_t>(kMaxTeamBlocks, ceil_div(vectors, kMinSlab));
+  const int64_t blocks = least == 1 ? 1 : std::min(resident / plan.teams, most);
+  plan.slab = static_cast<int>(ceil_div(vectors, blocks));
+  plan.blocks = static_cast<int>(ceil_div(vectors, plan.slab));
+  return plan;
+}
+
+/// The launch of a plan.
+inline Grid make_grid(const GridPlan& plan) {
+  const dim3 blocks(static_cast<unsigned>(plan.blocks), static_cast<unsigned>(plan.teams));
+  Grid grid{blocks, dim3(kGridThreads)};
+  grid.cooperative = plan.blocks > 1;
+  return grid;
+}
+
+/// The calling thread's view of its team. kRows: rows per thread and step. kSplit: a team has
+/// several blocks, and all threads of a block have the same row. Otherwise a block has whole rows,
+/// and several short ones at a time.
+template <int kRows, bool kSplit>
+class GridTeam {
+ public:
+  __device__ __forceinline__ GridTeam(const GridPlan& plan, int columns, int lanes)
+      : plan_(plan),
+        columns_(columns),
+        lanes_(lanes),
+        index_(static_cast<int>(blockIdx.y)),
+        block_(static_cast<int>(blockIdx.x)),
+        thread_(static_cast<int>(threadIdx.x) & (row_threads() - 1)),
+        row_in_block_(kSplit ? 0 : static_cast<int>(threadIdx.x) >> plan.log_threads),
+        begin_(block_ * plan.slab),
+        end_(min(begin_ + plan.slab, (columns - 1) / lanes + 1)) {}
+
+  __device__ __forceinline__ int index() const { return index_; }
+  /// The block's index in its team, and whether it has the end of each row.
+  __device__ __forceinline__ int block() const { return block_; }
+  __device__ __forceinline__ bool is_last_block() const { return block_ == plan_.blocks - 1; }
+  /// Threads per row in a block, and the thread's rank among them.
+  __device__ __forceinline__ int row_threads() const {
+    return kSplit ? kGridThreads : 1 << plan_.log_threads;
+  }
+  __device__ __forceinline__ int thread() const { return thread_; }
+  /// Rows that a block reads at a time, and which of them the thread has.
+  __device__ __forceinline__ int block_rows() const {
+    return kSplit ? 1 : kGridThreads >> plan_.log_threads;
+  }
+  __device__ __forceinline__ int row_in_block() const { return row_in_block_; }
+  /// The slab: vectors of a row that begins at a boundary.
+  __device__ __forceinline__ int begin() const { return begin_; }
+  __device__ __forceinline__ int end() const { return end_; }
+  /// The column after the slab.
+  __device__ __forceinline__ int end_column() const { return min(columns_, end_ * lanes_); }
+
+  /// Row r of a thread in a step.
+  __device__ __forceinline__ int64_t row(int64_t step, int r, int row_in_block) const {
+    const int64_t group = (step >> plan_.log_stride) * kRows + r;
+    const int64_t first = (group << plan_.log_stride) + (step & ((1 << plan_.log_stride) - 1));
+    return first * block_rows() + row_in_block;
+  }
+  __device__ __forceinline__ int64_t row(int64_t step, int r) const {
+    return row(step, r, row_in_block_);
+  }
+  /// How many rows are between a thread's rows of a step.
+  __device__ __forceinline__ int row_step() const { return block_rows() << plan_.log_stride; }
+
+  /// Prefetches the rows of a step of a tensor into L2, from vector `first` of the slab on: a line
+  /// per thread.
+  template <class T>
+  __device__ __forceinline__ void prefetch(const T* data, int64_t stride, int64_t rows,
+                                           int64_t step, int first) const {
+    constexpr int kLineElements = 128 / static_cast<int>(sizeof(T));
+    if (!kSplit || data == nullptr || step >= plan_.steps) return;
+    const int column = first * lanes_ + thread_ % kWarpLanes * kLineElements;
+    if (column >= end_column()) return;
+    for (int r = thread_ / kWarpLanes; r < kRows; r += kGridWarps) {
+      if (row(step, r, 0) < rows) prefetch_to_l2(data + row(step, r, 0) * stride + column);
+    }
+  }
+
+ private:
+  const GridPlan& plan_;
+  int columns_;
+  int lanes_;
+  int index_;
+  int block_;
+  int thread_;
+  int row_in_block_;
+  int begin_;
+  int end_;
+};
+
+/// Values of rows that the blocks of a team exchange through global memory. All bits of a slot are
+/// set until its value is published.
+template <class C, int kValues>
+class RowExchange {
+ public:
+  static constexpr int kPerLane = kMaxTeamBlocks / kWarpLanes;
+
+  __device__ __forceinline__ RowExchange(C* slots, int blocks) : slots_(slots), blocks_(blocks) {}
+
+  __device__ __forceinline__ void publish(int64_t row, int block,
+                                          const C (&values)[kValues]) const {
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+      const C nan = C(__int_as_float(0x7fffffff));  // NaN with a clear bit
+      *slot(row, i, block) = values[i] == values[i] ? values[i] : nan;
+    }
+  }
+
+  /// Waits for the values of all blocks. A lane of the calling warp gets those of block
+  /// block_of(k) as values[k], and zeros for a block that does not exist.
+  __device__ __forceinline__ void collect(int64_t row, C (&values)[kPerLane][kValues]) const {
+    for (bool complete = false; !complete;) {
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) {
+        const volatile C* from = slot(row, i, block_of(0));
+#pragma unroll
+        for (int k = 0; k < kPerLane; ++k)
+          values[k][i] = block_of(k) < blocks_ ? from[k * kWarpLanes] : C(0);
+      }
+      complete = true;
+#pragma unroll
+      for (int k = 0; k < kPerLane; ++k) {
+#pragma unroll
+        for (int i = 0; i < kValues; ++i) complete = complete && is_published(values[k][i]);
+      }
+    }
+  }
+  /// Waits for the values of all blocks, and adds them; all lanes of the warp get the sums.
+  __device__ __forceinline__ void collect_sums(int64_t row, C (&sums)[kValues]) const {
+    C values[kPerLane][kValues];
+    collect(row, values);
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+      sums[i] = values[0][i];
+#pragma unroll
+      for (int k = 1; k < kPerLane; ++k) sums[i] += values[k][i];
+    }
+    reduce_warp(sums, Sum{});
+  }
+  static __device__ __forceinline__ int block_of(int k) {
+    return static_cast<int>(threadIdx.x) % kWarpLanes + k * kWarpLanes;
+  }
+
+ private:
+  /// Volatile, so that every access reaches the L2 cache.
+  __device__ __forceinline__ volatile C* slot(int64_t row, int value, int block) const {
+    return slots_ + (row * kValues + value) * blocks_ + block;
+  }
+  static __device__ __forceinline__ bool is_published(float value) {
+    return __float_as_int(value) != -1;
+  }
+  static __device__ __forceinline__ bool is_published(double value) {
+    return __double_as_longlong(value) != -1;
+  }
+
+  C* slots_;
+  int blocks_;
+};
+
+/// Adds the values of the warps of a block. All lanes of the calling warp get the sums.
+template <class C, int N, int kParts>
+__device__ __forceinline__ void add_warps(const C (&parts)[N][kParts], C (&sums)[N]) {
+  static_assert(kParts >= kGridWarps, "a part per warp");
+#pragma unroll
+  for (int i = 0; i < N; ++i) sums[i] = parts[i][threadIdx.x % kGridWarps];
+  reduce_warp(sums, Sum{}, kGridWarps);
+}
+
+/// Memory for a RowExchange, with empty slots.
+template <class C>
+Status allocate_exchange(const GridPlan& plan, int64_t rows, int values, Allocate allocate,
+                         cudaStream_t stream, C*& slots) {
+  const size_t bytes = static_cast<size_t>(rows * values * plan.blocks) * sizeof(C);
+  slots = static_cast<C*>(allocate(bytes));
+  const cudaError_t error = cudaMemsetAsync(slots, 0xff, bytes, stream);
+  return error == cudaSuccess ? Status{} : Status{cudaGetErrorString(error)};
+}
+
+}  // namespace torchkiln::rowwise

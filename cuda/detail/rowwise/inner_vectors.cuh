@@ -1,0 +1,100 @@
+#pragma once
+
+// Vectors of rows that begin anywhere. Vectors are written where the row of a result has its
+// 16-byte boundaries, and read wherever those elements lie in another row:
+//
+//   memory   |   16 B    |   16 B    |   16 B    |   16 B    |
+//   result            h h v v v v v v v v v v v v t            head, InnerVectors, tail
+//   operand        h h v v v v v v v v v v v v t               PendingElements cuts out a vector
+//                      |- loads -|- loads -|
+
+#include "torchkiln/device/vec.cuh"
+
+namespace torchkiln::rowwise {
+using namespace device;
+
+/// A row in whole 16-byte vectors, between up to 2 kLanes - 2 single elements at its edges.
+template <class T>
+struct InnerVectors {
+  static constexpr int kLanes = kVectorLanes<T>;
+
+  int head;   // elements before the first vector
+  int count;  // of vectors
+  int edges;  // elements before and after the vectors
+
+  InnerVectors() = default;
+  __device__ __forceinline__ InnerVectors(const T* row, int columns)
+      : head(min((kLanes - elements_past_boundary(row)) % kLanes, columns)),
+        count((columns - head) / kLanes),
+        edges(columns - count * kLanes) {}
+
+  __device__ __forceinline__ int column(int vector) const { return head + vector * kLanes; }
+  __device__ __forceinline__ int edge_column(int edge) const {
+    return edge < head ? edge : edge + count * kLanes;
+  }
+};
+
+/// N adjacent elements, which begin anywhere and whose loads are in flight until read(). They are
+/// cut out of the aligned vectors that they lie in. During the launch, only the calling thread may
+/// write them, after read().
+template <class T, int N>
+class PendingElements {
+ public:
+  __device__ __forceinline__ void load(const T* from) {
+    past_ = elements_past_boundary(from);
+#pragma unroll
+    for (int part = 0; part <= kWhole; ++part) {
+      // Not the vector after the last element, which may lie outside of the tensor's memory.
+      if (part < kWhole || past_ + N > kWhole * kEach)
+        parts_[part] = __ldg(reinterpret_cast<const uint4*>(from - past_) + part);
+    }
+  }
+
+  template <class C>
+  __device__ __forceinline__ void read(C (&values)[N]) const {
+    uint32_t words[4 * (kWhole + 1)];
+#pragma unroll
+    for (int part = 0; part <= kWhole; ++part) {
+      words[4 * part] = parts_[part].x;
+      words[4 * part + 1] = parts_[part].y;
+      words[4 * part + 2] = parts_[part].z;
+      words[4 * part + 3] = parts_[part].w;
+    }
+    if (past_ > 0) shift_down<T>(words, past_);
+    Vec<T, N> vector;
+#pragma unroll
+    for (int i = 0; i < N * static_cast<int>(sizeof(T)) / 4; ++i)
+      reinterpret_cast<uint32_t*>(&vector)[i] = words[i];
+    widen(vector, values);
+  }
+
+ private:
+  static constexpr int kEach = kVectorLanes<T>;
+  static constexpr int kWhole = (N + kEach - 1) / kEach;
+
+  uint4 parts_[kWhole + 1];
+  int past_;  // elements of the first part before the first of these
+};
+
+template <class T>
+class PendingElements<T, 1> {
+ public:
+  __device__ __forceinline__ void load(const T* from) { element_ = __ldg(from); }
+  template <class C>
+  __device__ __forceinline__ void read(C (&values)[1]) const {
+    values[0] = convert<C>(element_);
+  }
+
+ private:
+  T element_;
+};
+
+/// Loads N adjacent elements, which begin anywhere.
+template <class T, class C, int N>
+__device__ __forceinline__ void load_elements(const T* from, C (&values)[N]) {
+  PendingElements<T, N> elements;
+  elements.load(from);
+  elements.read(values);
+}
+
+}  // namespace torchkiln::rowwise
