@@ -1,7 +1,7 @@
 #include "backward_bulk_plan.cuh"
 #include "backward_few_rows.cuh"
+#include "backward_split.cuh"
 #include "backward_streaming_plan.cuh"
-#include "backward_two_pass.cuh"
 
 namespace torchkiln::cuda {
 
@@ -28,7 +28,7 @@ Status norm_backward(const NormBackward& p, Allocate allocate, CUstream_st* stre
   const BulkPlan bulk_plan = plan_bulk(p, alignment);
   if (bulk_plan.blocks > 0) return bulk(p, bulk_plan, allocate, stream);
   const StreamPlan plan = plan_stream(p, alignment);
-  if (plan.teams == 0) return two_pass(p, alignment, allocate, stream);
+  if (plan.teams == 0) return split(p, allocate, stream);
   return dispatch_floating(p.dtype, [&](auto tag) {
     return norm_gradients::stream<typename decltype(tag)::type>(p, alignment, plan, allocate,
                                                                 stream);

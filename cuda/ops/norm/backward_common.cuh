@@ -1,6 +1,6 @@
 #pragma once
 
-// Common to the three ways to compute gradients of norms.
+// Common to all ways to compute gradients of norms.
 
 #include "detail/rowwise/tile.cuh"
 #include "torchkiln/kernels/norm.h"

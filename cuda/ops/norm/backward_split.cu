@@ -1,0 +1,43 @@
+#include "backward_split.cuh"
+
+#include "backward_finish.cuh"
+#include "backward_split_kernel.cuh"
+
+namespace torchkiln::cuda::norm_gradients {
+namespace {
+
+template <class T>
+Status launch_split(const NormBackward& p, Allocate allocate, CUstream_st* stream) {
+  using C = Compute<T>;
+  const GridPlan plan = make_grid_plan(p.rows, p.columns, kVectorLanes<T>, kSplitRows, 1);
+  const bool is_split = plan.blocks > 1;
+  C* exchange = nullptr;
+  if (is_split && p.grad_x != nullptr) {
+    const Status status =
+        allocate_exchange(plan, p.rows, p.centered ? 2 : 1, allocate, stream, exchange);
+    if (!status.ok()) return status;
+  }
+  const Grid grid = make_grid(plan);
+  C* const partial = allocate_partials<C>(p, plan.teams, allocate);
+  const auto launch = [&](auto kernel) {
+    return launch_overlapped(kernel, grid, stream, p, plan, exchange, partial);
+  };
+  const auto launch_centered = [&](auto centered) {
+    return is_split ? launch(split_rows<T, centered, true>)
+                    : launch(split_rows<T, centered, false>);
+  };
+  const Status status =
+      p.centered ? launch_centered(std::true_type{}) : launch_centered(std::false_type{});
+  // A single team writes the results.
+  return status.ok() && plan.teams > 1 ? finish_partials(p, plan.teams, partial, stream) : status;
+}
+
+}  // namespace
+
+Status split(const NormBackward& p, Allocate allocate, CUstream_st* stream) {
+  return dispatch_floating(p.dtype, [&](auto tag) {
+    return launch_split<typename decltype(tag)::type>(p, allocate, stream);
+  });
+}
+
+}  // namespace torchkiln::cuda::norm_gradients
