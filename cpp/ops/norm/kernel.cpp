@@ -89,9 +89,9 @@ Three run_into(const Call& call, Three to) {
   arguments.columns = columns;
   arguments.x_row_stride = x.stride;
   arguments.residual_row_stride = residual.stride;
-  launch(
+  launch_allocating(
       call.op(), y, rows, std::max<int64_t>(1, kElementwiseGrain / columns),
-      [&](auto stream) { return cuda::norm(arguments, stream); },
+      [&](Allocate allocate, auto stream) { return cuda::norm(arguments, allocate, stream); },
       [&](int64_t begin, int64_t end) { return cpu::norm(arguments, begin, end); });
   return {y, sum, stats};
 }

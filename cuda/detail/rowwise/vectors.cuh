@@ -144,36 +144,6 @@ struct RowVectors {
   }
 };
 
-/// Passes over a row that is read again by each pass, kItems vectors per thread at a time.
-template <int kItems, class Load>
-class RowPasses {
- public:
-  using Item = decltype(std::declval<Load>()(0));
-
-  __device__ __forceinline__ RowPasses(const Load& load, int rank, int size, int vectors)
-      : load_(load), rank_(rank), size_(size), vectors_(vectors) {}
-
-  /// Calls body(item, vector) for each of the thread's vectors.
-  template <class Body>
-  __device__ __forceinline__ void each(const Body& body) const {
-    for (int first = rank_; first < vectors_; first += kItems * size_) {
-      Item items[kItems];
-#pragma unroll
-      for (int k = 0; k < kItems; ++k)
-        if (first + k * size_ < vectors_) items[k] = load_(first + k * size_);
-#pragma unroll
-      for (int k = 0; k < kItems; ++k)
-        if (first + k * size_ < vectors_) body(items[k], first + k * size_);
-    }
-  }
-
- private:
-  Load load_;
-  int rank_;
-  int size_;
-  int vectors_;
-};
-
 // Threads of a one-row block; at 64 registers per thread two blocks fit an SM.
 inline constexpr int kRowThreads = 512;
 /// Vectors of a row that a thread loads together; kManyItems for longer rows.

@@ -2,10 +2,10 @@
 
 namespace torchkiln::cuda {
 
-extern template Status norm_rows_of<__half>(const Norm&, Alignment, CUstream_st*);
-extern template Status norm_rows_of<__nv_bfloat16>(const Norm&, Alignment, CUstream_st*);
+extern template Status norm_rows_of<__half>(const Norm&, Alignment, Allocate, CUstream_st*);
+extern template Status norm_rows_of<__nv_bfloat16>(const Norm&, Alignment, Allocate, CUstream_st*);
 
-Status norm(const Norm& p, CUstream_st* stream) {
+Status norm(const Norm& p, Allocate allocate, CUstream_st* stream) {
   if (p.rows == 0 || p.columns == 0) return {};
   if (p.columns > kMaxColumns) return {kTooLong};
   const TensorRows tensors[] = {
@@ -20,7 +20,7 @@ Status norm(const Norm& p, CUstream_st* stream) {
     alignment = Alignment::scalar;
   return dispatch_floating(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    return norm_rows_of<T>(p, alignment, stream);
+    return norm_rows_of<T>(p, alignment, allocate, stream);
   });
 }
 

@@ -1,7 +1,7 @@
 #pragma once
 
 #include "forward_one_pass.cuh"
-#include "forward_streamed.cuh"
+#include "forward_split.cuh"
 
 namespace torchkiln::cuda {
 
@@ -18,27 +18,31 @@ Status launch_one_pass(const Norm& p, const TeamShape& team, CUstream_st* stream
                     : launch_overlapped(norm_rows<Tile, W, false>, grid, stream, p, team);
 }
 
+/// Whether rows are split although the registers of such teams hold them: large clusters that
+/// follow one another would each read weight and bias from L2.
+template <class Tile>
+bool prefers_split(const Norm& p, const TeamShape& team) {
+  const int64_t resident = int64_t{current_device().multiprocessors} * kRowBlocks<Tile>;
+  return Tile::kVectors == kManyItems && team.blocks() == kMaxClusterBlocks &&
+         p.rows * team.blocks() > resident;
+}
+
 }  // namespace
 
 /// Half precision is compiled in files of its own, to keep each below 15 s.
 template <class T>
-Status norm_rows_of(const Norm& p, Alignment alignment, CUstream_st* stream) {
+Status norm_rows_of(const Norm& p, Alignment alignment, Allocate allocate, CUstream_st* stream) {
   const bool lacks_parameters = p.weight == nullptr || (p.centered && p.bias == nullptr);
   const auto in_registers = [&](auto tag, const TeamShape& team) {
     using Tile = typename decltype(tag)::type;
+    if (prefers_split<Tile>(p, team)) return split_norm(p, allocate, stream);
     if (lacks_parameters) return launch_one_pass<Tile, void>(p, team, stream);
     return with_parameter_type<T>(p.weight_dtype, [&](auto parameter) {
       return launch_one_pass<Tile, typename decltype(parameter)::type>(p, team, stream);
     });
   };
-  const auto streamed = [&](auto tag, const TeamShape& team) {
-    using Access = typename decltype(tag)::type;
-    Grid grid;
-    const Status status = make_grid(team, p.rows, grid);
-    if (!status.ok()) return status;
-    return launch_overlapped(norm_streamed_rows<Access>, grid, stream, p, team);
-  };
-  return with_tile<T>(alignment, p.columns, 1, kRowThreads, in_registers, streamed);
+  const auto too_long = [&](auto, const TeamShape&) { return split_norm(p, allocate, stream); };
+  return with_tile<T>(alignment, p.columns, 1, kRowThreads, in_registers, too_long);
 }
 
 }  // namespace torchkiln::cuda

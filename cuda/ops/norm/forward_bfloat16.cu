@@ -2,6 +2,6 @@
 
 namespace torchkiln::cuda {
 
-template Status norm_rows_of<__nv_bfloat16>(const Norm&, Alignment, CUstream_st*);
+template Status norm_rows_of<__nv_bfloat16>(const Norm&, Alignment, Allocate, CUstream_st*);
 
 }  // namespace torchkiln::cuda

@@ -84,9 +84,9 @@ TORCHKILN_EXPORT Status norm_backward_finish(const NormBackward& arguments, int6
 
 namespace cuda {
 
-/// Runs on the current device, queued on `stream`. Rows that fit into the registers of a block or a
-/// cluster are read once; longer rows are read once per step.
-TORCHKILN_EXPORT Status norm(const Norm& arguments, CUstream_st* stream);
+/// Runs on the current device, queued on `stream`. Each element is read from memory once. Rows that
+/// do not fit into the registers of a block or a cluster are split among blocks.
+TORCHKILN_EXPORT Status norm(const Norm& arguments, Allocate allocate, CUstream_st* stream);
 
 /// Computes all gradients. No atomics: results are bitwise reproducible.
 TORCHKILN_EXPORT Status norm_backward(const NormBackward& arguments, Allocate allocate,
