@@ -6,7 +6,7 @@
 namespace torchkiln::rope_ops {
 namespace {
 
-constexpr const char* kName = "qkv_norm_rope";
+constexpr const char* kCacheName = "qkv_norm_rope";
 
 /// `positions` are places in the cache and, if cos and sin are tables and not factors of each
 /// token, their rows.
@@ -16,25 +16,25 @@ QkvCall call_of(const Tensor& qkv, const Tensor& cos, const Tensor& sin,
                 bool interleaved, const MaybeTensor& positions, std::optional<int64_t> partial) {
   static const MaybeTensor none;
   const MaybeTensor& rows = cos.defined() && cos.dim() == 3 ? none : positions;
-  return {kName,    qkv,      {cos, sin, interleaved, rows, partial, /*inverse=*/false},
-          q_weight, k_weight, heads,
-          kv_heads, eps,      norm,
+  return {kCacheName, qkv,      {cos, sin, interleaved, rows, partial, /*inverse=*/false},
+          q_weight,   k_weight, heads,
+          kv_heads,   eps,      norm,
           offset};
 }
 
 /// Checks keys or values of a cache.
 void check_cache(const QkvCall& call, const char* name, const Tensor& cache) {
   const Heads heads = call.rotated();
-  check_tensors(kName, {{"qkv", call.qkv}, {name, cache}});
-  check_same_dtype(kName, name, cache, "qkv", call.qkv);
+  check_tensors(kCacheName, {{"qkv", call.qkv}, {name, cache}});
+  check_same_dtype(kCacheName, name, cache, "qkv", call.qkv);
   const bool fits = cache.dim() == call.qkv.dim() + 1 &&
                     (!heads.batch || cache.sym_size(0) == *heads.batch) &&
                     cache.sym_size(-3) == call.kv_heads && cache.sym_size(-1) == heads.head_dim;
-  TORCH_CHECK(fits, "torchkiln.", kName, ": ", name, ": got shape ", cache.sym_sizes(),
+  TORCH_CHECK(fits, "torchkiln.", kCacheName, ": ", name, ": got shape ", cache.sym_sizes(),
               ", expected [", heads.batch ? c10::str(*heads.batch, ", ") : "", call.kv_heads,
               ", length, ", heads.head_dim, "]");
-  TORCH_CHECK(cache.sym_size(-1) <= 1 || cache.sym_stride(-1) == 1, "torchkiln.", kName, ": ", name,
-              ": got strides ", cache.sym_strides(),
+  TORCH_CHECK(cache.sym_size(-1) <= 1 || cache.sym_stride(-1) == 1, "torchkiln.", kCacheName, ": ",
+              name, ": got strides ", cache.sym_strides(),
               ", expected 1 in the last dimension: adjacent elements of a head");
 }
 
@@ -55,12 +55,12 @@ struct QkvIntoCache {
     check(call);
     check_cache(call, "keys", keys);
     check_cache(call, "values", values);
-    check_same_shape(kName, "values", values, "keys", keys);
+    check_same_shape(kCacheName, "values", values, "keys", keys);
     if (positions) {
-      check_tensors(kName, {{"qkv", qkv}, {"positions", *positions}});
+      check_tensors(kCacheName, {{"qkv", qkv}, {"positions", *positions}});
       check_positions(call.rotated(), positions, "a place in the cache");
     } else {
-      TORCH_CHECK(keys.sym_size(-2) >= qkv.sym_size(-2), "torchkiln.", kName,
+      TORCH_CHECK(keys.sym_size(-2) >= qkv.sym_size(-2), "torchkiln.", kCacheName,
                   ": keys: got a length of ", keys.sym_size(-2), ", expected at least ",
                   qkv.sym_size(-2), ", the number of tokens");
     }

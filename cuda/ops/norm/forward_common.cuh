@@ -14,9 +14,11 @@ namespace {
 /// Rounds normalized elements to T before the weight is applied, if the call asks for it.
 template <class T, class C, int kLanes>
 __device__ __forceinline__ void round_normalized(const Norm& p, C (&n)[kLanes]) {
-  if (sizeof(T) == sizeof(C) || !p.rounds_normalized) return;
+  if constexpr (sizeof(T) < sizeof(C)) {
+    if (!p.rounds_normalized) return;
 #pragma unroll
-  for (int i = 0; i < kLanes; ++i) n[i] = convert<C>(convert<T>(n[i]));
+    for (int i = 0; i < kLanes; ++i) n[i] = convert<C>(convert<T>(n[i]));
+  }
 }
 
 /// Calls body(the row of the residual), which is T*, or half precision beside float32.
