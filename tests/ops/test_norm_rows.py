@@ -35,8 +35,9 @@ class Operands(NamedTuple):
     weight: Tensor | None
     offset: float
 
-    def gradients(self, wanted: tuple[bool, ...] = (True, True, True)) -> list[Tensor]:
-        """Those of x, weight and bias; empty if not wanted."""
+    def gradients(self, wanted: tuple[bool, ...] | None = None) -> list[Tensor]:
+        """Those of x, weight and, for a layer norm, bias; empty if not wanted."""
+        wanted = wanted or (True, True, len(self.stats) == 2)
         weight_dtype = self.z.dtype if self.weight is None else self.weight.dtype
         return list(torch.ops.torchkiln.norm_backward.default(*self, weight_dtype, list(wanted)))
 

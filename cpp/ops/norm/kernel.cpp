@@ -143,6 +143,9 @@ Three Backward::meta(const Tensor& grad, const MaybeTensor& grad_sum, const Tens
               "torchkiln.", kName, ": stats: got ", dtype_name(stats.scalar_type()), " ",
               stats.sym_sizes(), ", expected those of the forward, ", dtype_name(compute),
               " [1 or 2, leading sizes of grad]");
+  TORCH_CHECK(
+      !wanted[2] || stats.sym_size(0) == 2, "torchkiln.", kName,
+      ": wanted: got the gradient of the bias of an RMS norm, expected those of x and weight");
   const c10::SymIntArrayRef shape = grad.sym_sizes().slice(leading);
   check_parameter_dtype(kName, "weight_dtype", weight_dtype, "grad", grad.scalar_type());
   if (weight) {

@@ -50,7 +50,7 @@ struct NormBackward {
   const void* rstd;      // [rows] of the compute type
   void* grad_x;          // [rows, columns], contiguous; null if not wanted
   void* grad_weight;     // [columns] of weight_dtype; null if not wanted
-  void* grad_bias;       // [columns] of weight_dtype; null if not wanted
+  void* grad_bias;       // [columns] of weight_dtype; null if not wanted and for RMS norm
   Dtype dtype;           // of grad, grad_sum, z and grad_x
   Dtype weight_dtype;
   bool centered;
