@@ -18,15 +18,6 @@ Status launch_one_pass(const Norm& p, const TeamShape& team, CUstream_st* stream
                     : launch_overlapped(norm_rows<Tile, W, false>, grid, stream, p, team);
 }
 
-/// Whether rows are split although the registers of such teams hold them: large clusters that
-/// follow one another would each read weight and bias from L2.
-template <class Tile>
-bool prefers_split(const Norm& p, const TeamShape& team) {
-  const int64_t resident = int64_t{current_device().multiprocessors} * kRowBlocks<Tile>;
-  return Tile::kVectors == kManyItems && team.blocks() == kMaxClusterBlocks &&
-         p.rows * team.blocks() > resident;
-}
-
 }  // namespace
 
 /// Half precision is compiled in files of its own, to keep each below 15 s.
@@ -35,7 +26,6 @@ Status norm_rows_of(const Norm& p, Alignment alignment, Allocate allocate, CUstr
   const bool lacks_parameters = p.weight == nullptr || (p.centered && p.bias == nullptr);
   const auto in_registers = [&](auto tag, const TeamShape& team) {
     using Tile = typename decltype(tag)::type;
-    if (prefers_split<Tile>(p, team)) return split_norm(p, allocate, stream);
     if (lacks_parameters) return launch_one_pass<Tile, void>(p, team, stream);
     return with_parameter_type<T>(p.weight_dtype, [&](auto parameter) {
       return launch_one_pass<Tile, typename decltype(parameter)::type>(p, team, stream);
