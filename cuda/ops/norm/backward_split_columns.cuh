@@ -11,7 +11,7 @@ namespace torchkiln::cuda::norm_gradients {
 using namespace rowwise;
 namespace {
 
-/// Those of a thread: its columns are team.row_threads() apart.
+/// A thread's sums: its columns are team.row_threads() apart.
 template <class C, int kLanes, bool kCentered>
 struct ColumnSums {
   C weight[kLanes] = {};

@@ -34,7 +34,7 @@ class NormSplitRows {
 
  public:
   struct Storage {
-    // Of three steps: a fast warp may begin one, while another warp still writes the last but one.
+    // Three steps: a fast warp may begin one while another warp still writes the last but one.
     Row rows[3][kNormSplitRows];
     C parts[kNormSplitRows][kValues][kGridWarps];
     C stats[kNormSplitRows][3];  // mean, what it lost by rounding, rstd
