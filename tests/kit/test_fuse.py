@@ -22,6 +22,13 @@ class QuickGelu(nn.Module):
         return x * torch.sigmoid(1.702 * x)
 
 
+class DroppedRelu(nn.Module):
+    """An activation in evaluation mode only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(F.relu(x), 0.5, self.training)
+
+
 class Block(nn.Module):
     """A residual block as those of ResNets: the same activation module twice, sums in place."""
 
@@ -207,7 +214,10 @@ def with_flag(y: Tensor) -> Tensor:
         (lambda y: torch.relu(y) + y, "its output is used more than once"),
         (lambda y: y.exp(), "no activation follows"),
         (F.leaky_relu, "no activation follows"),
-        *((module, "no activation follows") for module in (nn.Hardswish(), nn.Dropout())),
+        *(
+            (module, "no activation follows")
+            for module in (nn.Hardswish(), nn.Dropout(), DroppedRelu())
+        ),
         (lambda y: torch.relu(y + 1), "no activation follows"),
         (with_flag, "its forward cannot be traced"),
         (lambda y: torch.relu(y) * torch.ones(6), "its forward makes a tensor"),

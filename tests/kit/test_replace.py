@@ -158,6 +158,14 @@ def test_a_layer_norm_with_an_offset() -> None:
     torch.testing.assert_close(norm(x), before)
 
 
+def test_an_activation_with_a_dropout_stays() -> None:
+    class Dropped(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(0.5 * x * (1 + torch.erf(x / 2**0.5)), 0.5, self.training)
+
+    assert not torchkiln.replace(nn.Sequential(Dropped())).replaced
+
+
 def test_undo_is_bitwise() -> None:
     net = model()
     x = torch.randn(3, 16)

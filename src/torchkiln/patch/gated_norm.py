@@ -19,7 +19,7 @@ class GatedNorm(Plan):
     """``gated_rms_norm`` with the weight and the eps of the module."""
 
     kind = "norm"
-    weight: str | None
+    weight: str
     eps: str | float
     """The name of the attribute, or the number."""
     gate_first: bool
@@ -36,7 +36,7 @@ class GatedNorm(Plan):
         """Whether there are two tensors of the weight's dtype: others promote by module."""
         if len(args) != 2 or not all(isinstance(x, Tensor) for x in args):
             return False
-        dtype = args[0].dtype if self.weight is None else getattr(module, self.weight).dtype
+        dtype = getattr(module, self.weight).dtype
         return args[0].shape == args[1].shape and all(x.dtype == dtype for x in args)
 
     def forward(self, module: nn.Module, x: Tensor, gate: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ class GatedNorm(Plan):
             x,
             gate,
             x.shape[-1:],
-            None if self.weight is None else getattr(module, self.weight),
+            getattr(module, self.weight),
             getattr(module, self.eps) if isinstance(self.eps, str) else self.eps,
             gate_first=self.gate_first,
             groups=self.groups,
@@ -64,18 +64,18 @@ def groups_of(module: nn.Module, columns: int) -> list[int]:
 
 
 def find(module: nn.Module) -> Match | None:
-    """The gated norm that a leaf with at most a weight computes of two tensors."""
+    """The gated norm that a leaf with one weight computes of two tensors."""
     names = norm.vectors_of(module)
-    if names is None or len(names) > 1:
+    if names is None or len(names) != 1:
         return None
+    (weight,) = names
     copy = random_copy(module)
-    columns = getattr(copy, names[0]).shape[0] if names else 64
+    columns = getattr(copy, weight).shape[0]
     x = norm.inputs(columns)
     gate = 2 * numbers(*x.shape, seed=1)
     result = run(copy, x, gate)
     if not isinstance(result, Tensor) or result.shape != x.shape:
         return None
-    weight = names[0] if names else None
     for (eps, value), gate_first, groups, offset in product(
         norm.eps_of(module), (True, False), groups_of(module, columns), (0.0, 1.0)
     ):
