@@ -51,9 +51,9 @@ def test_the_norm_of_a_model_is_replaced(mode: Any, dtype: torch.dtype) -> None:
     assert "forward" in vars(model[0])
     found = model(x)
     assert found.dtype == expected.dtype == torch.float32
-    torch.testing.assert_close(
-        found, expected, rtol=2e-2, atol=2e-2 if dtype != x.float().dtype else 1e-6
-    )
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-6)
+    if dtype != found.dtype:  # the rows are rounded before the weight, too
+        assert (found - expected).abs().gt(1e-6 * expected.abs()).float().mean() < 0.05
     if mode & COMPILE:
         compiled: Any = torch.compile(model, fullgraph=True, backend="aot_eager")
         torch.testing.assert_close(compiled(x), found)

@@ -29,8 +29,11 @@ class RMSNorm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """The norm of the last dimension."""
-        x = hidden_states.to(torch.promote_types(hidden_states.dtype, self.weight.dtype))
-        return rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon, round="input")
+        shape, eps = self.weight.shape, self.variance_epsilon
+        dtype = torch.promote_types(hidden_states.dtype, self.weight.dtype)
+        if dtype != hidden_states.dtype:
+            return rms_norm(hidden_states, shape, None, eps).to(dtype) * self.weight
+        return rms_norm(hidden_states, shape, self.weight, eps, round="input")
 
 
 class SiluAndMul(nn.Module):
