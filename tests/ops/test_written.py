@@ -135,6 +135,18 @@ def test_refused_calls(call: Callable[[], object], words: str) -> None:
     assert torch.equal(X, before)
 
 
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda: torchkiln.rms_norm(X, 8, round="up", out=X.clone()), "rms_norm"),
+        (lambda: torchkiln.add_layer_norm_(X.clone(), X.clone(), 8, round="up"), "add_layer_norm_"),
+    ],
+)
+def test_errors_name_the_function(call: Callable[[], object], name: str) -> None:
+    with pytest.raises(ValueError, match=rf"torchkiln\.{name}: round: got 'up', expected one of"):
+        call()
+
+
 def test_a_gradient_is_refused_and_versions_count() -> None:
     x = torch.randn(4, 8, requires_grad=True)
     for call in (

@@ -39,6 +39,8 @@ void check_backward(const Tensor& grad, const Tensor& x, const Tensor& gate, con
   const at::ScalarType compute = compute_dtype(grad.scalar_type());
   TORCH_CHECK(leading >= 0 && leading < grad.dim() && rstd.scalar_type() == compute &&
                   rstd.is_contiguous() && rstd.sym_size(-1) >= 1 &&
+                  (rstd.sym_size(-1) == 1 ||
+                   (leading == grad.dim() - 1 && grad.sym_size(-1) % rstd.sym_size(-1) == 0)) &&
                   rstd.sym_sizes().slice(0, leading).equals(grad.sym_sizes().slice(0, leading)),
               "torchkiln.", kBackward, ": rstd: got ", dtype_name(rstd.scalar_type()), " ",
               rstd.sym_sizes(), ", expected that of the forward, ", dtype_name(compute),

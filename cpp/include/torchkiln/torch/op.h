@@ -34,6 +34,8 @@
 //       static constexpr std::array<size_t, 2> kReadsMixed{0, 1};
 //           // except these, if the dtypes are float32 and half precision: the kernels read both
 //       static std::optional<Tensor> rewritten(...);        // the result, if other calls give it
+//       static constexpr const char* kName = "scale";       // in errors, for an op such as
+//       scale_out
 
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
@@ -256,6 +258,21 @@ template <class Op>
 constexpr bool kPromotes<Op, std::void_t<decltype(Op::kPromotedBy)>> = true;
 
 template <class Op, class = void>
+constexpr bool kHasName = false;
+template <class Op>
+constexpr bool kHasName<Op, std::void_t<decltype(Op::kName)>> = true;
+
+/// The name of an op in errors: its kName, if users call a function of another name.
+template <class Op>
+const char* name_in_errors() {
+  if constexpr (kHasName<Op>) {
+    return Op::kName;
+  } else {
+    return name_of_op<Op>();
+  }
+}
+
+template <class Op, class = void>
 constexpr bool kHasMixed = false;
 template <class Op>
 constexpr bool kHasMixed<Op, std::void_t<decltype(Op::kReadsMixed)>> = true;
@@ -388,16 +405,16 @@ struct Entry<Op, function, R (*)(Args...)> {
     if constexpr (kPromotes<Op>) {
       if (const auto promotion = promotion_of<Op>(args...)) {
         const auto with = [&](const auto&... all) {
-          return function(detail::read<Args>(name_of_op<Op>(), all)...);
+          return function(detail::read<Args>(name_in_errors<Op>(), all)...);
         };
         return with_promoted(with, *promotion, std::index_sequence_for<Args...>{}, args...);
       }
     }
     if constexpr (kIsRewritten<Op>) {
-      if (auto result = Op::rewritten(detail::read<Args>(name_of_op<Op>(), args)...))
+      if (auto result = Op::rewritten(detail::read<Args>(name_in_errors<Op>(), args)...))
         return *std::move(result);
     }
-    return function(detail::read<Args>(name_of_op<Op>(), args)...);
+    return function(detail::read<Args>(name_in_errors<Op>(), args)...);
   }
 
   /// The function for the key Autograd.
@@ -409,7 +426,7 @@ struct Entry<Op, function, R (*)(Args...)> {
       }
     }
     if constexpr (kIsRewritten<Op>) {
-      if (auto result = Op::rewritten(detail::read<Args>(name_of_op<Op>(), args)...))
+      if (auto result = Op::rewritten(detail::read<Args>(name_in_errors<Op>(), args)...))
         return *std::move(result);
     }
     bool transformed = is_transformed(), all_defined = true, any_requires_grad = false;
@@ -424,7 +441,7 @@ struct Entry<Op, function, R (*)(Args...)> {
       any_requires_grad = any_requires_grad || tensor.requires_grad();
     };
     for_each_tensor(look_into, args...);
-    if (transformed) return Op::composite(detail::read<Args>(name_of_op<Op>(), args)...);
+    if (transformed) return Op::composite(detail::read<Args>(name_in_errors<Op>(), args)...);
     const Below below(keys);
     if constexpr (kTakesNumbers<Op>) {
       // Modes and tensor subclasses receive a wrapped number as a Python number, which the schema
@@ -435,28 +452,28 @@ struct Entry<Op, function, R (*)(Args...)> {
       };
       for_each_tensor(look_for_number, args...);
       if (has_number && !below.is_plain())
-        return Op::composite(detail::read<Args>(name_of_op<Op>(), args)...);
+        return Op::composite(detail::read<Args>(name_in_errors<Op>(), args)...);
     }
     // An undefined tensor is not recorded: the op's checks reject it.
     if (any_requires_grad && all_defined && at::GradMode::is_enabled()) {
       if constexpr (kHasRecorded<Op>) {
-        return Op::recorded(below, detail::read<Args>(name_of_op<Op>(), args)...);
+        return Op::recorded(below, detail::read<Args>(name_in_errors<Op>(), args)...);
       } else {
-        return record_all<Op>(below, detail::read<Args>(name_of_op<Op>(), args)...);
+        return record_all<Op>(below, detail::read<Args>(name_in_errors<Op>(), args)...);
       }
     }
     if constexpr (std::is_same_v<R, at::Tensor&>) {
-      R changed = below.call<Op>(detail::read<Args>(name_of_op<Op>(), args)...);
+      R changed = below.call<Op>(detail::read<Args>(name_in_errors<Op>(), args)...);
       torch::autograd::increment_version(changed);
       return changed;
     } else {
-      return below.call<Op>(detail::read<Args>(name_of_op<Op>(), args)...);
+      return below.call<Op>(detail::read<Args>(name_in_errors<Op>(), args)...);
     }
   }
 
   /// The function for the key ADInplaceOrView: an in-place op while autograd is off.
   static R in_place(c10::DispatchKeySet keys, SchemaType<Args>... args) {
-    R changed = Below(keys).call<Op>(detail::read<Args>(name_of_op<Op>(), args)...);
+    R changed = Below(keys).call<Op>(detail::read<Args>(name_in_errors<Op>(), args)...);
     torch::autograd::increment_version(changed);
     return changed;
   }
@@ -466,7 +483,7 @@ struct Entry<Op, function, R (*)(Args...)> {
   static R autocast(SchemaType<Args>... args) {
     // Excludes the autocast keys of every device, so that the dispatcher does not call this again.
     const c10::impl::ExcludeDispatchKeyGuard outside(c10::autocast_dispatch_keyset);
-    return Op::autocast(Autocast(device), detail::read<Args>(name_of_op<Op>(), args)...);
+    return Op::autocast(Autocast(device), detail::read<Args>(name_in_errors<Op>(), args)...);
   }
 };
 
