@@ -17,7 +17,7 @@ EPS = 1e-5
 
 # Rows that no cluster holds, fewer and more than the steps of one team, and more than 128: the rows
 # of a step then have the same offset from a 16-byte boundary.
-LONG = [(9, 262143), (7, 1000003), (40, 200001), (150, 140005), (1, 2000001)]
+LONG = [(9, 300001), (7, 1000003), (40, 270001), (150, 280005), (1, 2000001)]
 # Short rows that share a block, and rows that end in each lane of a vector.
 SHORT = [(1, 1), (513, 3), (64, 9), (3, 129), (70, 1000), (1000, 17), (33, 2047), (9, 8209)]
 
@@ -152,7 +152,7 @@ def test_offsets_that_differ(
         require_close(found, truth, dtype)
 
 
-@pytest.mark.parametrize("columns", [9, 5000, pytest.param(262143, marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("columns", [9, 5000, pytest.param(300001, marks=pytest.mark.cuda)])
 @both_norms
 def test_wanted_gradients(device: torch.device, columns: int, centered: bool) -> None:
     """Each gradient is the same, whichever others are computed; the weight may be float32."""
@@ -173,7 +173,7 @@ def test_wanted_gradients(device: torch.device, columns: int, centered: bool) ->
 def test_long_rows_in_a_cuda_graph() -> None:
     """Blocks that wait for each other also run in a graph, and beside another stream's."""
     device = torch.device("cuda", 0)
-    args = operands((40, 262143), device, torch.bfloat16, True)
+    args = operands((40, 300001), device, torch.bfloat16, True)
     x, weight = args.z.contiguous(), args.weight
     expected = [torchkiln.layer_norm(x, x.shape[1], weight, None, EPS), *args.gradients()]
     torch.cuda.synchronize(device)
@@ -197,8 +197,8 @@ def test_long_rows_in_a_cuda_graph() -> None:
 def test_long_rows_in_place(dtype: torch.dtype) -> None:
     """A sum and a norm may be written over rows whose offsets differ."""
     device = torch.device("cuda", 0)
-    shape = (40, 262143)
-    memory = torch.randn((2, 40 * 262143 + 8), device=device).to(dtype)
+    shape = (40, 300001)
+    memory = torch.randn((2, 40 * 300001 + 8), device=device).to(dtype)
     x, residual = memory[0, 3:-5].view(shape), memory[1, 2:-6].view(shape)
     weight = torch.randn(shape[1], device=device).to(dtype)
     y, total = torchkiln.add_rms_norm(x.clone(), residual.clone(), shape[1], weight)
@@ -212,7 +212,7 @@ def test_long_rows_in_place(dtype: torch.dtype) -> None:
 def test_one_row_that_is_not_finite(centered: bool) -> None:
     """A block that waits for sums also gets those that are NaN; other rows are not affected."""
     device = torch.device("cuda", 0)
-    args = operands((9, 262143), device, torch.float32, centered)
+    args = operands((9, 300001), device, torch.float32, centered)
     x, weight = args.z.contiguous(), args.weight
     norm = torchkiln.layer_norm if centered else torchkiln.rms_norm
     y, of_x = norm(x, x.shape[1], weight, eps=EPS), args.gradients()[0]
