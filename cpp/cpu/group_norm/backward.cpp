@@ -32,7 +32,7 @@ class ArgumentGradient {
     });
   }
 
-  /// The same once more.
+  /// Calls body() for all runs again, with the kept gradients if there are any.
   template <class Body>
   void second_pass(const Body& body) {
     if (kept_.empty()) return first_pass(body);
@@ -84,7 +84,7 @@ void span_gradients(const GroupNormBackward& p, const GroupSpan& span) {
       const auto each = static_cast<double>(g[i]);
       return Pair<double>{each, each * static_cast<double>(from_mean[i])};
     };
-    if (span.rows()) {
+    if constexpr (kRows) {
       add_run(sums + channel, products + channel, false, count, term);
       return;
     }

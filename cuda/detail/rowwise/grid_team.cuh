@@ -10,9 +10,9 @@
 //   step i      sums over the slab, publish()
 //   step i - 1  collect() the sums of all blocks, read the slab again, write results
 //
-// The second read of a slab hits the L1 cache. The exchange takes no time of its own: the sums of
-// step i - 1 arrive while those of step i are computed. There are no atomics: a block writes slots
-// of its own, and those of a row are added in a fixed order.
+// The second read of a slab hits a cache if the slabs of two steps fit there. The exchange takes no
+// time of its own: the sums of step i - 1 arrive while those of step i are computed. There are no
+// atomics: a block writes slots of its own, and those of a row are added in a fixed order.
 //
 // Blocks wait for each other, so all must be resident: such a launch is cooperative.
 
@@ -46,7 +46,7 @@ struct GridPlan {
 };
 
 /// A thread has `rows_per_thread` rows of a step, and one or more times `vectors_per_thread`
-/// vectors of each. A vector has `lanes` elements: rows that are so many rows apart have the same
+/// vectors of each. `lanes`: elements per vector. Rows that are `lanes` rows apart have the same
 /// offset from a 16-byte boundary.
 inline GridPlan make_grid_plan(int64_t rows, int64_t columns, int lanes, int rows_per_thread,
                                int vectors_per_thread) {

@@ -192,8 +192,7 @@ class UnalignedRowTile {
   int edge_;   // the column of the thread's edge element, or -1
 };
 
-/// How a team holds a row: kFewItems or kManyItems vectors per thread. Longer rows are streamed:
-/// each step of the computation reads the row again.
+/// How a team holds a row: kFewItems or kManyItems vectors per thread.
 inline constexpr int kManyItems = 8;
 struct RowPlan {
   TeamShape team;
@@ -231,10 +230,10 @@ template <class Tile, int kStreams = 1>
 inline constexpr int kRowBlocks = Tile::kVectors * kStreams <= kManyItems ? 2 : 1;
 
 /// Calls in_registers(TypeTag<Tile>{}, team) with the tile that holds such rows, or
-/// streamed(TypeTag<Access>{}, team) if no team can hold a row.
-template <class T, class InRegisters, class Streamed>
+/// too_long(TypeTag<Access>{}, team) if no team can hold a row.
+template <class T, class InRegisters, class TooLong>
 Status with_tile(Alignment alignment, int64_t columns, int streams, int cluster_threads,
-                 const InRegisters& in_registers, const Streamed& streamed) {
+                 const InRegisters& in_registers, const TooLong& too_long) {
   constexpr int kLanes = kVectorLanes<T>;
   using Vectors = RowVectors<T, kLanes, true>;
   using Elements = RowVectors<T, 1, true>;
@@ -243,7 +242,7 @@ Status with_tile(Alignment alignment, int64_t columns, int streams, int cluster_
     const RowPlan plan = make_row_plan(vectors, min_threads, streams, cluster_threads);
     if (plan.items == kFewItems) return in_registers(few, plan.team);
     if (plan.items == kManyItems) return in_registers(many, plan.team);
-    return streamed(access, plan.team);
+    return too_long(access, plan.team);
   };
   if (alignment == Alignment::vector) {
     return with_items(ceil_div(columns, kLanes), 1, TypeTag<RowTile<Vectors, kFewItems>>{},

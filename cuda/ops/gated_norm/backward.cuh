@@ -6,7 +6,7 @@
 //              sums[column] += grad * ...        kept over all tokens of the team
 //              sum of d * n  -- team.reduce() --> grad_x, and grad_gate if the gate is first
 //
-// At the end `sums` leaves as one row of partial sums per block, which a second kernel adds.
+// At the end each block writes `sums` as one row of partial sums; a second kernel adds the rows.
 
 #include "common.cuh"
 #include "detail/reduce/columns.cuh"
@@ -51,8 +51,8 @@ __device__ __forceinline__ void load_weights(const GatedNormBackward& p, int64_t
   }
 }
 
-/// Writes the sums of a block to `to`. Those of several teams are added in shared memory, in a
-/// fixed order.
+/// Writes the sums of a block to `to`. Sums of several teams are added in shared memory, in a fixed
+/// order.
 template <class Tile, class C>
 __device__ __forceinline__ void write_sums(const TeamShape& shape, int team, const Tile& tile,
                                            int columns, const C (&sums)[Tile::kItems][Tile::kLanes],

@@ -43,8 +43,8 @@ __device__ __forceinline__ int64_t offset_of(const Problem& p, int64_t token, in
   return token * stride + group * p.columns;
 }
 
-/// The alignment of the groups of all tokens. Those of groups that are no whole vectors are read
-/// element by element, because their weights begin anywhere.
+/// The alignment of the groups of all tokens. Groups that are no whole vectors are read element by
+/// element, because their weights begin anywhere.
 template <class Problem, int N>
 Alignment alignment_of_groups(const Problem& p, const TensorRows (&tensors)[N]) {
   const Alignment alignment = alignment_of(tensors, p.dtype, p.tokens, p.columns);

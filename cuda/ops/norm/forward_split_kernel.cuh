@@ -6,10 +6,11 @@
 //                 center   a number near the mean
 //                 square   sum of (z - center)^2
 //                 rest     sum of z - center               -- RowExchange -->  mean and rstd
-//   step i - 1  reads x again, from L1, and writes y
+//   step i - 1  reads x again, from a cache, and writes y
 //
-// Each warp takes a center of its own, the mean of 32 elements. Where moments are merged, they are
-// moved to a better one, so a large mean costs no digits. RMS norm needs only the squares.
+// Each warp takes a center of its own, the mean of 32 elements. Merging moments first moves them to
+// a common center near the mean of the row, so that a large mean loses no digits. RMS norm needs
+// only the squares.
 
 #include "detail/rowwise/grid_team.cuh"
 #include "forward_split_rows.cuh"
@@ -21,7 +22,7 @@ using namespace rowwise;
 namespace {
 
 constexpr int kNormSplitRows = 4;     // per thread and step
-constexpr int kNormSplitVectors = 2;  // per thread and row, if blocks suffice
+constexpr int kNormSplitVectors = 2;  // per thread and row; more if the grid has too few blocks
 
 template <class T, bool kCentered>
 class NormSplitRows {

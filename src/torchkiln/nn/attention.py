@@ -185,18 +185,20 @@ class Attention(nn.Module):
         sin: Tensor | None,
         positions: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As :meth:`split`, with keys and values written to a cache, and what it has of them."""
+        """Writes the keys and values of a projection into the cache.
+
+        Returns its queries, and the keys and values of the cache.
+        """
         tokens = qkv.shape[1]
         if cos is not None and cache.keys.dtype == qkv.dtype:
             cache.check_length(tokens)
-            q, k, v = self.split(qkv, cos, sin, positions, (cache.keys, cache.values))
+            q, *_ = self.split(qkv, cos, sin, positions, (cache.keys, cache.values))
         else:
             rows = positions if cos is None or cos.dim() == 2 else None
             q, k, v = self.split(qkv, cos, sin, rows)
             cache.write(k, v, positions)
-            k, v = cache.keys.to(q.dtype), cache.values.to(q.dtype)
-        if positions is None:
-            k, v = k[:, :, :tokens], v[:, :, :tokens]
+        places = slice(tokens if positions is None else None)
+        k, v = (buffer[:, :, places].to(q.dtype) for buffer in (cache.keys, cache.values))
         return q, k, v
 
     def visible(

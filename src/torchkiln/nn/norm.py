@@ -15,7 +15,7 @@ def reset_weight(weight: Tensor | None, offset: float) -> None:
 
 
 def settings(offset: float, round: str) -> str:
-    """Those that are not the defaults, for ``repr``."""
+    """Settings that differ from the defaults, for ``repr``."""
     said = f", offset={offset}" if offset else ""
     return said + (f", round={round!r}" if round != "once" else "")
 

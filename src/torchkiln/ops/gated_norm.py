@@ -25,9 +25,10 @@ def gated_rms_norm(
     """Returns ``rms_norm(x) * silu(gate)``, or with ``gate_first`` ``rms_norm(x * silu(gate))``.
 
     Here ``rms_norm(z)`` is ``z / sqrt(mean(z**2) + eps) * (offset + weight)``. All is computed in
-    float32 (float64 for float64), in one pass, and rounded once; the result is contiguous. Backward
-    keeps ``x``, ``gate`` and a number per row, and reads each tensor once. The gradient of
-    ``weight`` is bitwise reproducible.
+    float32 (float64 for float64) and rounded once; the result is contiguous. One pass forward and
+    one backward, if the registers of a block hold a group; longer groups are composed of
+    :func:`swiglu` and :func:`rms_norm`. Backward keeps ``x``, ``gate`` and a number per group. The
+    gradient of ``weight`` is bitwise reproducible.
 
     Args:
         x: ``[..., *normalized_shape]``; float32, float64, float16 or bfloat16.

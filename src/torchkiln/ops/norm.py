@@ -162,7 +162,7 @@ def add_layer_norm_(  # noqa: PLR0917
 ) -> tuple[Tensor, Tensor]:
     """Writes :func:`add_layer_norm` into its inputs, as :func:`add_rms_norm_` does.
 
-    For inference: the call has no gradient, and allocates no memory.
+    For inference: the call has no gradient. Only rows that are split among blocks need a workspace.
 
     Args:
         x: contiguous; as for :func:`layer_norm`.
@@ -193,7 +193,7 @@ def add_rms_norm_(
 ) -> tuple[Tensor, Tensor]:
     """Writes :func:`add_rms_norm` into its inputs: the norm into ``x``, the sum into ``residual``.
 
-    For inference: the call has no gradient, and allocates no memory.
+    For inference: the call has no gradient. Only rows that are split among blocks need a workspace.
 
     Args:
         x: contiguous; as for :func:`layer_norm`.
