@@ -106,9 +106,8 @@ void add_run(double* first, double* second, bool one_channel, int64_t count, con
     }
     return;
   }
-  double a[kSums], b[kSums];  // in registers
-  std::copy_n(first, kSums, a);
-  std::copy_n(second, kSums, b);
+  // In registers; those of a run start at 0, which keeps the rounding error of many terms small.
+  double a[kSums] = {}, b[kSums] = {};
   int64_t i = 0;
   for (; i + kSums <= count; i += kSums) {
 #pragma GCC ivdep
@@ -123,8 +122,10 @@ void add_run(double* first, double* second, bool one_channel, int64_t count, con
     a[i % kSums] += pair.first;
     b[i % kSums] += pair.second;
   }
-  std::copy_n(a, kSums, first);
-  std::copy_n(b, kSums, second);
+  for (int64_t lane = 0; lane < kSums; ++lane) {
+    first[lane] += a[lane];
+    second[lane] += b[lane];
+  }
 }
 
 /// The total of the running sums of one channel.
