@@ -1,9 +1,9 @@
 """The part of the contract that one run of the suite covers; docs/contract.md has the rule.
 
 A day's sample keeps every check that is quick. Checks that are marked slow or large run for one op
-in nine, gradient_strides in float32 and one other dtype, checks that trace in one dtype. Of the
-values of a parameter that ``pytest.mark.rotates`` names, one runs. Days take turns: nine days in a
-row run every case. ``--full`` runs all cases, ``--shard=I/N`` each N-th test from the I-th on.
+in twelve, gradient_strides in float32 and one other dtype, checks that trace in one dtype. Of the
+values of a parameter that ``pytest.mark.rotates`` names, one runs. Days take turns: twelve days in
+a row run every case. ``--full`` runs all cases, ``--shard=I/N`` each N-th test from the I-th on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torchkiln import testing
 from torchkiln.testing.contract import CHECKS
 
-DAYS = 9
+DAYS = 12
 IN_SOME_DTYPES = ("gradient_strides",)
 IN_ONE_DTYPE = ("compile_aot_eager", "opcheck", "opcheck_helpers")
 ROTATES = "rotates(name, count): one of the `count` values of a parameter runs a day"
