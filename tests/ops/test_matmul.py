@@ -141,6 +141,34 @@ def test_the_fused_kernel(act: str, has_residual: bool) -> None:
         assert ((found.double() - right).norm() / right.norm()).item() < 6e-3
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("act", ["none", "gelu"])
+@pytest.mark.parametrize("bias_dtype", [None, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("sizes", [(4097, 1024, 1021), (4097, 1021, 1024)], ids=str)
+def test_rows_that_are_no_multiples_of_16_bytes(
+    sizes: tuple[int, int, int], bias_dtype: torch.dtype | None, act: str
+) -> None:
+    rows, size, columns = sizes
+    x = torch.randn(rows, size, device="cuda").bfloat16().requires_grad_()
+    weight = (torch.randn(columns, size, device="cuda") / 32).bfloat16().requires_grad_()
+    leaves = [x, weight]
+    if bias_dtype is not None:
+        leaves.append(torch.randn(columns, device="cuda", dtype=bias_dtype, requires_grad=True))
+    bias = leaves[2] if bias_dtype is not None else None
+    assert "rows to multiples of 16 bytes" in str(torchkiln.explain(torchkiln.linear, x, weight))
+    out = torchkiln.linear(x, weight, bias, act)
+    assert out.is_contiguous()
+    grad = torch.randn_like(out)
+    grads = torch.autograd.grad(out, leaves, grad)
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    truth = FORMULAS[act].exact(F.linear(wide[0], wide[1], wide[2] if bias is not None else None))
+    expected = torch.autograd.grad(truth, wide, grad.double())
+    for found, right in zip((out, *grads), (truth, *expected), strict=True):
+        assert ((found.double() - right).norm() / right.norm()).item() < 6e-3
+    few = torchkiln.explain(torchkiln.linear, x[:64].detach(), weight.detach())
+    assert "copied" not in str(few)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_a_float32_layer_without_autocast(device: torch.device, dtype: torch.dtype) -> None:
     """The error says how to call the layer; both ways work, and a graph has the same error."""

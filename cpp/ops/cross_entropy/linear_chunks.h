@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "cross_entropy/kernel.h"
+#include "matmul/padded.h"
 #include "torchkiln/torch/autograd.h"
 #include "torchkiln/torch/note.h"
 #include "torchkiln/torch/ops.h"
@@ -54,13 +55,22 @@ void for_each_chunk(const LogitLayer& layer, const Body& body) {
 /// Memory for the logits of one chunk, which is used for each chunk in turn.
 class ChunkLogits {
  public:
-  explicit ChunkLogits(const LogitLayer& layer) : layer_(layer) {
-    // Rows begin at multiples of 16 bytes: without, products of half precision are slow.
-    constexpr int64_t kAligned = 8;
-    const int64_t classes = layer.weight.size(0);
-    const int64_t stride = (classes + kAligned - 1) / kAligned * kAligned;
-    memory_ = at::empty({rows_per_chunk(layer), stride}, layer.x.options()).narrow(1, 0, classes);
+  explicit ChunkLogits(const LogitLayer& layer) : layer_(layer), classes_(layer.weight.size(0)) {
+    constexpr int64_t kAligned = 8;  // rows begin at multiples of 16 bytes
+    const int64_t stride = (classes_ + kAligned - 1) / kAligned * kAligned;
+    memory_ = at::empty({rows_per_chunk(layer), stride}, layer.x.options());
+    if (!gains_from_padding(layer.x, layer.weight, own(memory_))) {
+      memory_ = own(memory_);
+      return;
+    }
+    trace::note("copied: the weight, for products of ", stride, " classes, which take less time");
+    layer_.weight = padded(layer.weight, stride, layer.weight.size(1));
+    if (layer.bias) layer_.bias = at::constant_pad_nd(*layer.bias, {0, stride - classes_});
   }
+
+  /// The layer whose logits are computed: that of the call, or one with more classes, whose weights
+  /// are 0.
+  const LogitLayer& layer() const { return layer_; }
 
   /// Computes the logits of these rows.
   const at::Tensor& compute(const Rows& rows) {
@@ -73,28 +83,35 @@ class ChunkLogits {
       at::mm_out(product_, x, columns);
     }
     if (layer_.bias && !adds) product_.add_(*layer_.bias);
-    logits_ = product_;
+    logits_ = own(product_);
     if (!layer_.softcap) return logits_;
     const at::ScalarType compute = compute_dtype(product_.scalar_type());
-    logits_ = product_.to(compute, /*non_blocking=*/false, /*copy=*/true);
+    logits_ = logits_.to(compute, /*non_blocking=*/false, /*copy=*/true);
     return logits_.div_(*layer_.softcap).tanh_().mul_(*layer_.softcap);
   }
 
-  /// The gradient of the layer's outputs, in place of the logits computed last.
+  /// The gradient of the layer's outputs, in place of the logits computed last; 0 for added
+  /// classes.
   const at::Tensor& differentiate(const char* op, const at::Tensor& grad, const at::Tensor& target,
                                   const LossCall& call, const RowState& state) {
+    at::Tensor outputs = own(product_);
     if (!layer_.softcap) {
-      run_backward(op, grad, product_, target, call, state, product_);
+      run_backward(op, grad, outputs, target, call, state, outputs);
       return product_;
     }
     const at::Tensor found = at::empty_like(logits_);
     run_backward(op, grad, logits_, target, call, state, found);
     const at::Tensor slope = logits_.div_(*layer_.softcap).square_().neg_().add_(1);
-    return product_.copy_(found.mul_(slope));
+    outputs.copy_(found.mul_(slope));
+    return product_;
   }
 
  private:
-  const LogitLayer& layer_;
+  /// The columns of the classes of the call.
+  at::Tensor own(const at::Tensor& logits) const { return logits.narrow(1, 0, classes_); }
+
+  LogitLayer layer_;
+  int64_t classes_;
   at::Tensor memory_, product_, logits_;
 };
 
@@ -134,9 +151,23 @@ struct LayerGradients {
     if (weight.defined()) add_product(weight, of_logits.t(), rows.of(layer.x), is_first);
     if (!bias.defined()) return;
     constexpr int64_t kOverRows[] = {0};
-    const at::Tensor part =
-        torchkiln::sum(of_logits, at::IntArrayRef(kOverRows), false, bias.scalar_type());
+    const at::Tensor part = torchkiln::sum(of_logits.narrow(1, 0, bias.size(0)),
+                                           at::IntArrayRef(kOverRows), false, bias.scalar_type());
     is_first ? bias.copy_(part) : bias.add_(part);
+  }
+
+  /// Sums for a layer with as many classes, or more.
+  LayerGradients for_layer(const LogitLayer& layer) const {
+    LayerGradients sums = *this;
+    if (weight.defined() && weight.size(0) < layer.weight.size(0))
+      sums.weight = at::empty({layer.weight.size(0), weight.size(1)}, weight.options());
+    return sums;
+  }
+
+  /// Sets the gradients to the sums.
+  void set(const LayerGradients& sums) const {
+    if (!weight.defined() || weight.is_same(sums.weight)) return;
+    at::Tensor(weight).copy_(sums.weight.narrow(0, 0, weight.size(0)));
   }
 };
 

@@ -139,13 +139,15 @@ Five forward(const Call& call, Wanted wanted) {
   LossCall sum = flat.loss;
   sum.reduction = LossReduction::sum;
   ChunkLogits logits(flat.layer);
+  const LayerGradients sums = gradients.for_layer(logits.layer());
   for_each_chunk(flat.layer, [&](const Rows& chunk) {
     const RowState kept = row_state(state, rows, sum.reduction, chunk.begin);
     const Tensor target = chunk.of(flat.target);
     run_forward(kName, logits.compute(chunk), target, sum, chunk.of(losses), kept, false);
     if (!gradients.any()) return;
-    gradients.add(flat.layer, chunk, logits.differentiate(kName, one, target, sum, kept));
+    sums.add(logits.layer(), chunk, logits.differentiate(kName, one, target, sum, kept));
   });
+  gradients.set(sums);
   if (reduction == LossReduction::none) {
     loss.copy_(losses.view(loss.sizes()));
   } else {
@@ -188,13 +190,15 @@ Three backward(const Call& call, const Tensor& grad, const Tensor& state, Wanted
   const LayerGradients gradients = in_rows(outputs, wanted);
   const Tensor grads = grad.reshape({-1});
   ChunkLogits logits(flat.layer);
+  const LayerGradients sums = gradients.for_layer(logits.layer());
   for_each_chunk(flat.layer, [&](const Rows& chunk) {
     logits.compute(chunk);
     const RowState kept = row_state(state, rows, flat.loss.reduction, chunk.begin);
-    gradients.add(
-        flat.layer, chunk,
-        logits.differentiate(kName, chunk.of(grads), chunk.of(flat.target), flat.loss, kept));
+    const Tensor& of_logits =
+        logits.differentiate(kName, chunk.of(grads), chunk.of(flat.target), flat.loss, kept);
+    sums.add(logits.layer(), chunk, of_logits);
   });
+  gradients.set(sums);
   return outputs;
 }
 

@@ -39,8 +39,9 @@ def linear(  # noqa: PLR0917
 
     Products are accumulated in float32 (float64 for float64). The argument of the activation may
     be rounded to the dtype of ``x``, as in eager torch. Where torch's product followed by one more
-    kernel was measured to be faster, the op runs those. The gradient of ``bias`` is bitwise
-    reproducible.
+    kernel was measured to be faster, the op runs those. On a GPU, large half-precision products
+    whose sizes are no multiples of 8 are computed from padded copies, also in backward. The
+    gradient of ``bias`` is bitwise reproducible.
 
     Args:
         x: ``[..., k]``; float32, float64, float16 or bfloat16.
