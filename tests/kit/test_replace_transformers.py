@@ -115,10 +115,16 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
         {NORM: 5, "swiglu between the projections": 2, SUM: 2},
     ),
     "mixtral": (lambda: causal("Mixtral", **GROUPED, num_local_experts=4), {NORM: 5, SUM: 2}),
-    "gpt2": (gpt2, {"layer_norm": 5, "gelu_tanh": 2}),
+    "gpt2": (gpt2, {"layer_norm": 5, "gelu_tanh": 2, "add_layer_norm at ln_2": 2}),
     "bert": (
         bert,
-        {"layer_norm": 6, "gelu": 3, "add_layer_norm at LayerNorm": 5, "linear(gelu) at dense": 3},
+        {
+            "layer_norm": 6,
+            "gelu": 3,
+            "add_layer_norm at LayerNorm": 5,
+            "linear(gelu) at dense": 3,
+            "cross_entropy": 1,
+        },
     ),
     "arcee": (
         lambda: causal("Arcee", **GROUPED),
@@ -133,7 +139,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
             "linear(quick_gelu) at fc1": 2,
         },
     ),
-    "t5": (t5, {NORM: 12, "geglu_tanh between the projections": 4}),
+    "t5": (t5, {NORM: 12, "geglu_tanh between the projections": 4, "cross_entropy": 1}),
     "vit": (
         vit,
         {

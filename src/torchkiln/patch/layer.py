@@ -58,10 +58,16 @@ def act_to_be(module: nn.Module, match: Match | None) -> str | None:
 def linear_act(layer: Any, act: Any, x: Any) -> Any:
     """``act(layer(x))``, by one op where it takes the call."""
     name = act_of(act)
-    is_plain = type(layer) is nn.Linear and not has_hooks(layer) and not has_hooks(act)
+    is_plain = is_plain_layer(layer) and not has_hooks(layer) and not has_hooks(act)
     if name is not None and is_plain and isinstance(x, Tensor):
         return linear(x, layer.weight, layer.bias, name)
     return act(layer(x))
+
+
+def is_plain_layer(layer: Any) -> bool:
+    """Whether a layer computes what torch's does."""
+    plan = getattr(type(layer), "_kiln_plan", None)
+    return type(layer) is nn.Linear or getattr(plan, "original", None) is nn.Linear
 
 
 def compared(layer: nn.Linear, act: str, dtype: torch.dtype, device: torch.device) -> Comparison:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +25,10 @@ class Plan(ABC):
     @abstractmethod
     def forward(self, module: Any, *args: Any, **options: Any) -> Any:
         """The new forward."""
+
+    def class_name(self, original: type[nn.Module]) -> str:
+        """The name of the class with the new forward."""
+        return f"Kiln{original.__name__}"
 
     def fits(self, _: Any, *__: Any) -> bool:
         """Whether the op takes this call; the original forward runs otherwise."""
@@ -62,6 +67,7 @@ def made_class(original: type[nn.Module], plan: Plan) -> type[nn.Module]:
 def make_class(original: type[nn.Module], plan: Plan) -> type[nn.Module]:
     """A new subclass of ``original`` with the forward of ``plan``."""
 
+    @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **options: Any) -> Any:
         if (options and not plan.takes_options) or not plan.fits(self, *args):
             return original.forward(self, *args, **options)
@@ -74,7 +80,7 @@ def make_class(original: type[nn.Module], plan: Plan) -> type[nn.Module]:
         return (new_module, (original, plan), *parts[2:])
 
     return type(
-        f"Kiln{original.__name__}",
+        plan.class_name(original),
         (original,),
         {
             "__module__": original.__module__,

@@ -18,7 +18,17 @@ from torchkiln.patch.report import Report, Row
 from torchkiln.patch.rewritten import Rewrites
 from torchkiln.patch.search import Search, replaced_before
 
-KINDS = ("norm", "residual", "activation", "glu", "mlp", "softmax", "loss", "registered")
+KINDS = (
+    "norm",
+    "residual",
+    "activation",
+    "glu",
+    "linear",
+    "mlp",
+    "softmax",
+    "loss",
+    "registered",
+)
 
 Skip = Callable[[str, nn.Module], bool] | Sequence[str]
 """A condition on name and module, or patterns of names as for :mod:`fnmatch`."""
@@ -65,14 +75,15 @@ class Replace:
         ``isinstance`` stay as they are. ``report.undo()`` takes all back.
 
         Replaced are norms, with a residual sum before them, activations of several kernels, also
-        behind a linear layer, gated linear units between their projections, softmax, losses, and
-        classes given to ``replace.register``.
+        behind a linear layer, gated linear units between their projections, large linear layers
+        whose rows are no multiples of 16 bytes, softmax, losses, also those that a forward calls,
+        and classes given to ``replace.register``.
 
         Args:
             model: any module; it may be on the meta device.
-            only: kinds to replace, of ``norm``, ``residual``, ``activation``, ``glu``, ``mlp``,
-                ``softmax``, ``loss`` and ``registered``; all by default. A residual sum is replaced
-                if the norm behind it is.
+            only: kinds to replace, of ``norm``, ``residual``, ``activation``, ``glu``, ``linear``,
+                ``mlp``, ``softmax``, ``loss`` and ``registered``; all by default. A residual sum is
+                replaced if the norm behind it is.
             skip: patterns of names to leave alone, or a function of name and module.
             exact: whether to replace only what is bitwise equal in the module's dtype.
             dry_run: whether to return the report without a change.
@@ -107,7 +118,7 @@ class Replace:
 
             measure(model, matches, example)
         plans = [(row, module, match.plan) for row, module, match in matches]
-        if {"residual", "mlp"} & set(kinds):
+        if {"residual", "mlp", "loss"} & set(kinds):
             plans += rewritten(model, Rewrites(matches, kinds, exact=exact), rows, skip)
         for row, module, plan in plans:
             row.replaced = True

@@ -1,13 +1,15 @@
 """Residual sums and the norms behind them as one op, in the forward of a module.
 
 ``x = residual + y``, and the next use of ``x`` by a norm of the module, become one call. All other
-statements of the forward stay as they are.
+statements of the forward stay as they are, but where a branch lies between the two, each way
+through it gets its own sum and norm.
 """
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Collection, Iterator
+from copy import deepcopy
 from typing import Any
 
 from torch import Tensor, nn
@@ -60,12 +62,14 @@ def rewrite_sums(node: ast.FunctionDef, norms: Collection[str]) -> list[str]:
     """Rewrite sums before these norms; returns the names of the norms."""
     found: list[str] = []
     for block in blocks(node):
+        split_sums(block, norms)
+    for block in blocks(node):
         for index, statement in enumerate(block):
             if isinstance(statement, ast.Assign) and is_sum(statement.value):
                 found += rewrite_pair(block, index, norms, len(found))
     inline = Inline(norms)
     inline.visit(node)
-    return [*found, *inline.found]
+    return list(dict.fromkeys([*found, *inline.found]))
 
 
 def blocks(node: ast.AST) -> Iterator[list[ast.stmt]]:
@@ -130,6 +134,59 @@ def rewrite_pair(
         if not is_copy(second) or total in map(name_of, getattr(second, "targets", ())):
             return []
     return []
+
+
+def split_sums(block: list[ast.stmt], norms: Collection[str]) -> None:
+    """Move a sum and the norm behind a branch into the branch, and into its ``else``.
+
+    ``x = a + b; if c is not None: ...; y = self.norm(x)`` becomes ``if c is not None: x = a + b;
+    ...; y = self.norm(x)`` and ``else: x = a + b; y = self.norm(x)``.
+    """
+    for index in reversed(range(len(block))):
+        first = block[index]
+        if not isinstance(first, ast.Assign) or not is_sum(first.value):
+            continue
+        at = after_copies(block, index + 1)
+        branch = block[at] if at < len(block) else None
+        if not isinstance(branch, ast.If) or branch.orelse:
+            continue
+        last = after_copies(block, at + 1)
+        call = norm_call(getattr(block[last], "value", None), norms) if last < len(block) else None
+        before, behind = block[index:at], block[at + 1 : last + 1]
+        if (
+            call is None
+            or name_of(call[1]) is None
+            or name_of(call[1]) != name_of(first.targets[0])
+        ):
+            continue
+        if tested(branch.test) not in {None, *map(name_of, targets(before))}:
+            branch.body = [*deepcopy(before), *branch.body, *deepcopy(behind)]
+            branch.orelse = [*before, *behind]
+            block[index : last + 1] = [branch]
+
+
+def after_copies(block: list[ast.stmt], index: int) -> int:
+    """The index of the next statement that is no copy of a variable."""
+    while index < len(block) and is_copy(block[index]):
+        index += 1
+    return index
+
+
+def targets(block: list[ast.stmt]) -> list[ast.expr]:
+    """The targets of assignments."""
+    return [
+        t for statement in block if isinstance(statement, ast.Assign) for t in statement.targets
+    ]
+
+
+def tested(node: ast.expr) -> str | None:
+    """The variable whose presence is the condition: ``x``, ``x is None`` or ``x is not None``."""
+    if isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.Is, ast.IsNot)):
+        is_none = (
+            isinstance(node.comparators[0], ast.Constant) and node.comparators[0].value is None
+        )
+        return name_of(node.left) if is_none and len(node.ops) == 1 else None
+    return name_of(node)
 
 
 def helper_call(norm: ast.expr, total: ast.BinOp) -> ast.Call:

@@ -1,4 +1,4 @@
-"""Forwards with sums before norms, and activations behind layers, as one op each."""
+"""Forwards with sums before norms, activations behind layers, and losses, as one op each."""
 
 from __future__ import annotations
 
@@ -11,11 +11,19 @@ import torch
 from torch import nn
 
 from torchkiln.patch.layer import LINEAR_ACT, act_to_be, compared, linear_act, rewrite_layers
+from torchkiln.patch.loss_calls import SCOPE, may_call, rewrite_losses
 from torchkiln.patch.plan import Match, Plan
 from torchkiln.patch.probe import cast
 from torchkiln.patch.report import Row
 from torchkiln.patch.residual import ADD_NORM, add_norm, added, op_of, rewrite_sums
-from torchkiln.patch.source import compiled, definition, forward_of, parsed
+from torchkiln.patch.source import (
+    below_class_wrappers,
+    compiled,
+    decorated,
+    definition,
+    forward_of,
+    parsed,
+)
 
 
 @dataclass(frozen=True)
@@ -29,12 +37,18 @@ class Rewritten(Plan):
     """The names of norms that follow a sum, and the ops."""
     layers: tuple[tuple[str, str, str], ...] = ()
     """The names of layers and of the activations behind them, and what those compute."""
+    losses: int = 0
+    """The number of calls of torch's cross-entropy; 0 also if they stay."""
     function: Callable[..., Any] = field(init=False, repr=False, compare=False)
 
     @property
     def kind(self) -> str:  # type: ignore[override]
         """Of the first rewritten call."""
-        return "residual" if self.norms else "mlp"
+        return "residual" if self.norms else "mlp" if self.layers else "loss"
+
+    def class_name(self, original: type[nn.Module]) -> str:
+        """A whole model keeps its name, which libraries save with it."""
+        return original.__name__ if self.losses else super().class_name(original)
 
     def __post_init__(self) -> None:
         function = forward_of(self.owner)
@@ -43,15 +57,20 @@ class Rewritten(Plan):
             raise ValueError(f"torchkiln.replace: {self.owner.__qualname__}: {node}")
         rewrite_sums(node, {name for name, _ in self.norms})
         rewrite_layers(node, {layer for layer, _, _ in self.layers}, {a for _, a, _ in self.layers})
-        helpers = {ADD_NORM: add_norm, LINEAR_ACT: linear_act}
-        object.__setattr__(self, "function", compiled(function, node, **helpers))
+        if self.losses:
+            rewrite_losses(node, function)
+        helpers = {ADD_NORM: add_norm, LINEAR_ACT: linear_act, **SCOPE}
+        made = compiled(function, node, **helpers)
+        made = decorated(below_class_wrappers(self.owner), function, made)
+        object.__setattr__(self, "function", made)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Rewritten, (self.owner, self.norms, self.layers)
+        return Rewritten, (self.owner, self.norms, self.layers, self.losses)
 
     def __str__(self) -> str:
-        sums = [f"{op} at {name}" for name, op in self.norms]
-        return ", ".join([*sums, *(f"linear({act}) at {layer}" for layer, _, act in self.layers)])
+        calls = [f"{op} at {name}" for name, op in self.norms]
+        calls += [f"linear({act}) at {layer}" for layer, _, act in self.layers]
+        return ", ".join([*calls, *(["cross_entropy"] if self.losses else [])])
 
     def forward(self, module: Any, *args: Any, **options: Any) -> Any:
         """The rewritten forward."""
@@ -63,10 +82,16 @@ class Calls(NamedTuple):
 
     norms: list[str]
     layers: list[tuple[str, str]]
+    losses: int = 0
 
 
 def calls_of(
-    cls: type[nn.Module], norms: Collection[str], layers: Collection[str], acts: Collection[str]
+    cls: type[nn.Module],
+    norms: Collection[str],
+    layers: Collection[str],
+    acts: Collection[str],
+    *,
+    losses: bool,
 ) -> Calls | str:
     """The calls in the source of a forward, or why they stay as they are."""
     function = forward_of(cls)
@@ -74,7 +99,8 @@ def calls_of(
     shown = parsed(inspect.unwrap(cls.forward)) if isinstance(node, str) else node
     if shown is None:
         return Calls([], [])
-    found = Calls(rewrite_sums(shown, norms), rewrite_layers(shown, layers, acts))
+    count = rewrite_losses(shown, inspect.unwrap(cls.forward)) if losses else 0
+    found = Calls(rewrite_sums(shown, norms), rewrite_layers(shown, layers, acts), count)
     return node if isinstance(node, str) and any(found) else found
 
 
@@ -101,11 +127,12 @@ class Rewrites:
             if name and all(map(str.isidentifier, name.split(".")))
         }
         norms, layers, acts = self.norms(children), self.layers(children), self.acts(children)
-        if not norms and not (layers and acts):
+        losses = "loss" in self.kinds and not self.exact and may_call(type(module))
+        if not norms and not (layers and acts) and not losses:
             return None
-        found = calls_of(type(module), norms, layers, acts)
+        found = calls_of(type(module), norms, layers, acts, losses=losses)
         if isinstance(found, str):
-            row.kind, row.why = "residual" if norms else "mlp", found
+            row.kind, row.why = "residual" if norms else "mlp" if layers else "loss", found
             return None
         if not any(found):
             return None
@@ -113,6 +140,7 @@ class Rewrites:
             type(module),
             tuple((name, str(op_of(norms[name][1].plan))) for name in found.norms),
             tuple((layer, act, acts[act]) for layer, act in found.layers),
+            found.losses,
         )
         row.kind, row.now = plan.kind, str(plan)
         for name in found.norms:

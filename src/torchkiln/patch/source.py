@@ -3,27 +3,63 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import textwrap
 from collections.abc import Callable
-from types import FunctionType
+from types import CellType, FunctionType
 from typing import Any
 
 MAKER = "_kiln_make"
 
 
 def forward_of(cls: type) -> FunctionType | str:
-    """The forward of a class, or why its source cannot be used."""
-    function = cls.forward  # type: ignore[attr-defined]
-    if hasattr(function, "__wrapped__") and wraps_subclasses(cls):
-        code = function.__code__
-        while getattr(function, "__code__", None) is code:
-            function = function.__wrapped__
-    if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
+    """The forward of a class below its decorators, or why its source cannot be used."""
+    function = below_class_wrappers(cls)
+    while hasattr(function, "__wrapped__"):
+        if not is_closure_over(function, function.__wrapped__):
+            return "its forward is decorated"
+        function = function.__wrapped__
+    if not isinstance(function, FunctionType):
         return "its forward is decorated"
     if function.__closure__:
         return "its forward uses variables of an enclosing function, or super()"
     return function
+
+
+def below_class_wrappers(cls: type) -> Any:
+    """The forward of a class without a wrapper that each of its subclasses gets anyway."""
+    function: Any = cls.forward  # type: ignore[attr-defined]
+    if hasattr(function, "__wrapped__") and wraps_subclasses(cls):
+        code = function.__code__
+        while getattr(function, "__code__", None) is code:
+            function = function.__wrapped__
+    return function
+
+
+def is_closure_over(wrapper: Any, wrapped: object) -> bool:
+    """Whether a wrapper is a function with the wrapped one in a single variable."""
+    if not isinstance(wrapper, FunctionType):
+        return False
+    return [cell.cell_contents for cell in wrapper.__closure__ or ()].count(wrapped) == 1
+
+
+def decorated(wrapper: Any, inner: FunctionType, function: Callable[..., Any]) -> Any:
+    """``function`` with the decorators that are around ``inner``."""
+    if wrapper is inner:
+        return function
+    below = decorated(wrapper.__wrapped__, inner, function)
+    cells = tuple(
+        CellType(below) if cell.cell_contents is wrapper.__wrapped__ else cell
+        for cell in wrapper.__closure__
+    )
+    made = FunctionType(
+        wrapper.__code__, wrapper.__globals__, wrapper.__name__, wrapper.__defaults__, cells
+    )
+    made.__kwdefaults__ = wrapper.__kwdefaults__
+    functools.update_wrapper(made, wrapper)
+    made.__wrapped__ = below  # type: ignore[attr-defined]
+    return made
 
 
 def wraps_subclasses(cls: type) -> bool:
@@ -54,12 +90,11 @@ def parsed(function: Callable[..., Any]) -> ast.FunctionDef | None:
 
 
 def definition(function: FunctionType) -> ast.FunctionDef | str:
-    """The definition of a function, or why it cannot be used."""
+    """The definition of a function without decorators, or why it cannot be used."""
     node = parsed(function)
     if node is None:
         return "the source of its forward is not available"
-    if node.decorator_list:
-        return "its forward is decorated"
+    node.decorator_list = []
     names = [n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)]
     if any(name.startswith("__") and not name.endswith("__") for name in names):
         return "its forward uses names that are private to its class"

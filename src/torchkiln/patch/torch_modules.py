@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torchkiln.ops.activation import gelu
 from torchkiln.ops.cross_entropy import cross_entropy
 from torchkiln.ops.group_norm import group_norm
+from torchkiln.ops.matmul import linear
 from torchkiln.ops.norm import layer_norm, rms_norm
 from torchkiln.ops.softmax import log_softmax, softmax
 from torchkiln.patch.plan import Match, Plan
@@ -53,6 +54,9 @@ ENTRIES: dict[type[nn.Module], Entry] = {
     nn.Softmax: Entry("softmax", "softmax", lambda m, x: softmax(x, m.dim)),
     nn.LogSoftmax: Entry("softmax", "log_softmax", lambda m, x: log_softmax(x, m.dim)),
     nn.CrossEntropyLoss: Entry("loss", "cross_entropy", _cross_entropy),
+    nn.Linear: Entry(
+        "linear", "linear, from padded rows", lambda m, x: linear(x, m.weight, m.bias)
+    ),
 }
 
 LEFT: dict[type[nn.Module], str] = {
@@ -86,11 +90,13 @@ class TorchModule(Plan):
 def find(module: nn.Module) -> Match | str | None:
     """The op for a module whose class is exactly one of torch's."""
     original = type(module)
-    if original in LEFT:
-        return LEFT[original]
-    if original not in ENTRIES:
-        return None
+    if original not in ENTRIES or (original is nn.Linear and not has_unaligned_rows(module)):
+        return LEFT.get(original)
     plan = TorchModule(original)
+    if isinstance(module, nn.Linear):
+        # A smaller layer of the same kind: the values of a large one take long to compare.
+        small = nn.Linear(63, 57, bias=module.bias is not None)
+        return Match(plan, random_copy(small), (numbers(4, 63),))
     if isinstance(module, nn.CrossEntropyLoss):
         if getattr(module, "reduction", "") not in ("none", "mean", "sum"):
             return "its reduction has no op"
@@ -101,3 +107,14 @@ def find(module: nn.Module) -> Match | str | None:
     if isinstance(module, nn.GroupNorm):
         shape = (module.num_channels, 6)
     return Match(plan, random_copy(module), (numbers(4, *shape) * 3,))
+
+
+def has_unaligned_rows(module: nn.Module) -> bool:
+    """Whether a layer is wide, with half-precision rows of no multiple of 16 bytes.
+
+    Products of such weights or results are slow; :func:`torchkiln.linear` copies the rows.
+    """
+    lanes, least = 8, 512
+    sizes = tuple(module.weight.shape) if isinstance(module.weight, Tensor) else ()
+    is_wide = len(sizes) == 2 and min(sizes) >= least
+    return is_wide and any(size % lanes for size in sizes)

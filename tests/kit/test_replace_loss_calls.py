@@ -1,0 +1,188 @@
+"""``torchkiln.replace``: torch's losses that a forward calls, and linear layers of other sizes."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import CrossEntropyLoss
+from torch.nn import functional as F
+
+import torchkiln
+from torchkiln.patch import loss_calls
+
+
+def as_tuple(forward: Any) -> Any:
+    """A decorator, as of Hugging Face's models."""
+
+    @functools.wraps(forward)
+    def wrapper(self: nn.Module, *args: Any, **options: Any) -> Any:
+        wants_tuple = options.pop("wants_tuple", False)
+        found = forward(self, *args, **options)
+        return (found,) if wants_tuple else found
+
+    return wrapper
+
+
+class Head(nn.Module):
+    """A model that makes its loss in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 11)
+
+    @as_tuple
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        logits: Tensor = self.layer(x)
+        if labels is None:
+            return logits
+        loss_fct = CrossEntropyLoss(ignore_index=3)
+        loss: Tensor = loss_fct(logits.view(-1, 11), labels.view(-1))
+        return loss
+
+
+class Functional(Head):
+    """A model that calls the function of torch."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        logits = self.layer(x)
+        return F.cross_entropy(logits.view(-1, 11), labels.view(-1), ignore_index=3)
+
+
+class Others(Head):
+    """Losses with options that only torch has, and functions of the same name."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        def cross_entropy(one: Tensor, other: Tensor) -> Tensor:
+            return one.square().sum() + other.sum()
+
+        logits = self.layer(x)
+        with_old_option = nn.CrossEntropyLoss(size_average=False)
+        total: Tensor = with_old_option(logits, labels) + cross_entropy(logits, labels)
+        return total
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the losses that were computed by the op."""
+    found: list[str] = []
+
+    def made(*args: Any, **options: Any) -> nn.Module:
+        module = original_made(*args, **options)
+        found.append(type(module).__module__)
+        return module
+
+    def called(*args: Any, **options: Any) -> Tensor:
+        found.append("called")
+        return original_called(*args, **options)
+
+    original_made, original_called = loss_calls.made_loss, loss_calls.called_loss
+    monkeypatch.setitem(loss_calls.SCOPE, "_kiln_made_loss", made)
+    monkeypatch.setitem(loss_calls.SCOPE, "_kiln_called_loss", called)
+    torchkiln.patch.plan.MADE.clear()
+    return found
+
+
+def batch(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(5, 16, dtype=dtype), torch.tensor([0, 3, 10, 4, 3])
+
+
+@pytest.mark.parametrize("make", [Head, Functional])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_losses_and_gradients(make: type[nn.Module], dtype: torch.dtype, calls: list[str]) -> None:
+    model = make().to(dtype)
+    x, labels = batch(dtype)
+
+    def outcome() -> list[Tensor]:
+        loss = model(x, labels)
+        return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+
+    expected = outcome()
+    report = torchkiln.replace(model)
+    assert (report[""].kind, report[""].now, report[""].replaced) == ("loss", "cross_entropy", True)
+    found = outcome()
+    assert calls == ["torchkiln.nn.cross_entropy" if make is Head else "called"]
+    error = 1e-9 if dtype == torch.float64 else 0.02
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(one, other, rtol=error, atol=error)
+    report.undo()
+    assert type(model) is make
+    assert torch.equal(model(x, labels), expected[0])
+
+
+def test_a_model_keeps_its_name_its_arguments_and_its_decorators(calls: list[str]) -> None:
+    model = Head()
+    x, labels = batch(torch.float32)
+    logits, loss = model(x), model(x, labels)
+    torchkiln.replace(model)
+    assert type(model).__name__ == "Head"
+    assert inspect.signature(model.forward) == inspect.signature(Head().forward)
+    assert torch.equal(model(x), logits)
+    for other in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        (found,) = other(x, labels=labels, wants_tuple=True)
+        torch.testing.assert_close(found, loss)
+    assert len(calls) == 3
+    compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, labels), loss)
+
+
+@pytest.mark.filterwarnings("ignore:size_average and reduce args")
+def test_other_options_and_names_run_as_they_were(calls: list[str]) -> None:
+    model = Others()
+    x, labels = batch(torch.float32)
+    expected = model(x, labels)
+    assert torchkiln.replace(model)[""].now == "cross_entropy"
+    assert torch.equal(model(x, labels), expected)
+    assert calls == ["torch.nn.modules.loss"]
+
+
+def test_losses_stay_with_exact_and_without_their_kind() -> None:
+    for options in ({"exact": True}, {"only": ["norm"]}):
+        assert "" not in [row.name for row in torchkiln.replace(Head(), **options).replaced]
+
+
+def test_a_loss_function_that_the_forward_does_not_call() -> None:
+    model: Any = Head()
+    model.loss_function = lambda logits, labels, vocab_size, **_: F.cross_entropy(
+        logits.view(-1, vocab_size), labels.view(-1)
+    )
+    row = torchkiln.replace(model)["loss_function"]
+    assert (row.replaced, row.why) == (False, "its forward calls another loss")
+
+
+class Wide(nn.Module):
+    """A layer whose rows are no multiples of 16 bytes, and an activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.act, self.head = nn.Linear(512, 515), nn.ReLU(), nn.Linear(515, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.act(self.up(x)))
+        return y
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_linear_layers_of_unaligned_rows(dtype: torch.dtype) -> None:
+    model = Wide().to(dtype)
+    x = torch.randn(3, 512, dtype=dtype)
+    expected = model(x)
+    report = torchkiln.replace(model)
+    up, head = report["up"], report["head"]
+    assert (up.kind, up.now, up.same) == ("linear", "linear, from padded rows", "other rounding")
+    assert head.why == "torch's product is as fast"
+    assert report[""].now == "linear(relu) at up"
+    error = 1e-5 if dtype == torch.float32 else 0.02
+    torch.testing.assert_close(model(x), expected, rtol=error, atol=error)
+    torch.testing.assert_close(model.up(x), F.linear(x, model.up.weight, model.up.bias))
+    report.undo()
+    assert torch.equal(model(x), expected)
+    assert torchkiln.replace(model, exact=True)["up"].why == "not bitwise equal"
