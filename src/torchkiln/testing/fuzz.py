@@ -19,6 +19,7 @@ from torch import Tensor
 
 from torchkiln.testing.compare import (
     Where,
+    exact,
     outputs,
     require,
     require_gradients,
@@ -138,9 +139,24 @@ def plans(spec: OpSpec) -> st.SearchStrategy[Plan]:
     )
 
 
+def overflows(spec: OpSpec, sample: Sample) -> bool:
+    """Whether torch's result of a call is not finite where the result in float64 is."""
+    with torch.no_grad():
+        truth = outputs(exact(spec, sample).call(spec.reference))
+        beside = outputs(sample.call(spec.composite))
+    pairs = zip(truth, beside, strict=True)
+    return any(bool((one.isfinite() & ~other.isfinite()).any()) for one, other in pairs)
+
+
 def check_call(spec: OpSpec, plan: Plan, device: torch.device) -> None:
-    """Check values and gradients of one call, and that it leaves its arguments unchanged."""
+    """Check values and gradients of one call, and that it leaves its arguments unchanged.
+
+    A call whose values are too large for its dtype is left out: where the sums inside overflow
+    depends on their order.
+    """
     dense = plan.sample(spec, device)
+    if overflows(spec, dense):
+        return
     placed = plan.place(dense.take(dense.positions), 0)
     sample = dense
     for position, one in zip(dense.positions, placed, strict=True):
