@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import pickle
 from typing import Any
 
@@ -65,82 +64,6 @@ class After(nn.Module):
         return y
 
 
-class Branch(nn.Module):
-    """A decoder layer with an optional part between a sum and a norm."""
-
-    def __init__(self, size: int = 32) -> None:
-        super().__init__()
-        self.norm_1, self.norm_2 = nn.LayerNorm(size), Norm(size)
-        self.mix, self.cross, self.mlp = (nn.Linear(size, size) for _ in range(3))
-
-    def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
-        x = x + self.mix(x)
-        if other is not None:
-            residual = x
-            x = self.norm_1(x)
-            x = residual + self.cross(x) * other
-        residual = x
-        x = self.norm_2(x)
-        return residual + self.mlp(x)
-
-
-class Reassigned(After):
-    """A layer whose condition is set after the sum: it stays as it is."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        total = x + self.mix(x)
-        kept = total
-        if kept is not None:
-            x = kept
-        y: Tensor = self.norm_2(total)
-        return x + y
-
-
-def wrapped(forward: Any) -> Any:
-    """A wrapper that calls the forward twice."""
-
-    @functools.wraps(forward)
-    def twice(self: nn.Module, x: Tensor) -> Tensor:
-        forward(self, x)
-        result: Tensor = forward(self, x)
-        return result
-
-    return twice
-
-
-class Decorated(After):
-    """A layer whose forward is decorated."""
-
-    @wrapped
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.norm_1(x + self.mix(x))
-        return y
-
-
-FORWARDS: list[Any] = []
-
-
-def kept_elsewhere(forward: Any) -> Any:
-    """A wrapper that finds the forward in a list."""
-    FORWARDS.append(forward)
-
-    @functools.wraps(forward)
-    def wrapper(self: nn.Module, x: Tensor) -> Tensor:
-        y: Tensor = FORWARDS[-1](self, x)
-        return y
-
-    return wrapper
-
-
-class Elsewhere(After):
-    """A layer whose decorator is no function around the forward."""
-
-    @kept_elsewhere
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.norm_1(x + self.mix(x))
-        return y
-
-
 class Checkpointed(nn.Module):
     """Wraps the forward of each subclass, as Hugging Face's layers do."""
 
@@ -192,14 +115,6 @@ def outcome(model: nn.Module, x: Tensor, **options: Any) -> tuple[Tensor, list[T
     return y, list(torch.autograd.grad(y.square().sum(), [x, *model.parameters()]))
 
 
-def outcome_of(model: nn.Module, x: Tensor, other: Tensor | None) -> list[Tensor]:
-    """The result and the gradients; zeros for parameters of a branch that was not taken."""
-    y = model(x, other)
-    leaves = [x, *model.parameters()]
-    grads = torch.autograd.grad(y.square().sum(), leaves, materialize_grads=True)
-    return [y, *grads]
-
-
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The fused calls, as they happen."""
     calls: list[str] = []
@@ -240,32 +155,6 @@ def test_sums_become_part_of_norms(
     report.undo()
     assert type(model[0]) is make
     assert torch.equal(model(x), expected[0])
-
-
-def test_a_branch_between_a_sum_and_a_norm(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Branch().double()
-    x = torch.randn(3, 32, dtype=torch.float64, requires_grad=True)
-    gate = torch.randn(3, 1, dtype=torch.float64)
-    calls = counted(monkeypatch)
-    for other, now in ((None, ["rms"]), (gate, ["layer", "rms"])):
-        expected = outcome_of(model, x, other)
-        report = torchkiln.replace(model)
-        assert report[""].now == "add_layer_norm at norm_1, add_rms_norm at norm_2"
-        calls.clear()
-        found = outcome_of(model, x, other)
-        assert [call.partition("_")[0] for call in calls] == now
-        for one, with_op in zip(expected, found, strict=True):
-            torch.testing.assert_close(with_op, one)
-        report.undo()
-
-
-def test_a_condition_that_is_set_after_the_sum() -> None:
-    model = Reassigned().double()
-    x = torch.randn(3, 32, dtype=torch.float64)
-    expected = model(x)
-    report = torchkiln.replace(model)
-    assert not [row for row in report if row.kind == "residual"]
-    torch.testing.assert_close(model(x), expected)
 
 
 def test_optional_arguments_and_names_stay() -> None:
@@ -317,21 +206,7 @@ def test_the_wrapper_of_each_subclass_stays() -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("compiles", [False, True])
-def test_decorators_stay(compiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x = Decorated(), torch.randn(3, 32)
-    expected = model(x)
-    assert torchkiln.replace(model)[""].now == "add_layer_norm at norm_1"
-    calls = counted(monkeypatch)
-    call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiles else model
-    torch.testing.assert_close(call(x), expected)
-    assert compiles or len(calls) == 2
-    assert inspect.signature(model.forward) == inspect.signature(Decorated().forward)
-
-
 def test_reasons() -> None:
-    row = torchkiln.replace(Elsewhere())[""]
-    assert (row.replaced, row.why) == (False, "its forward is decorated")
     assert not [r for r in torchkiln.replace(Unlike()) if r.kind == "residual"]
     plain = Before()
     assert not [r for r in torchkiln.replace(plain, only=["norm"]) if r.kind == "residual"]

@@ -147,6 +147,40 @@ def test_a_gradient_scale_reaches_small_numbers(device: torch.device) -> None:
         require_near(one, other)
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("options", [{}, {"softcap": 9.0}, {"reduction": "none"}], ids=str)
+@pytest.mark.parametrize("bias_dtype", [None, torch.bfloat16, torch.float32], ids=name)
+def test_classes_that_are_no_multiple_of_8(
+    bias_dtype: torch.dtype | None, options: dict[str, Any]
+) -> None:
+    """At a size whose products are padded, in three chunks."""
+    cuda = torch.device("cuda", 0)
+    x, weight, target, _ = layer(cuda, torch.bfloat16, 18001, features=1024, classes=4093)
+    leaves = [x, weight]
+    if bias_dtype is not None:
+        leaves.append(torch.randn(4093, device=cuda, dtype=bias_dtype, requires_grad=True))
+    bias = leaves[2] if bias_dtype is not None else None
+    told = torchkiln.explain(torchkiln.linear_cross_entropy, x, weight, target, bias, **options)
+    assert "copied: the weight" in str(told)
+    loss = torchkiln.linear_cross_entropy(x, weight, target, bias, **options)
+    found = torch.autograd.grad(loss.sum(), leaves)
+    wide = exact(*leaves)
+    logits = F.linear(wide[0], wide[1], wide[2] if bias is not None else None)
+    if "softcap" in options:
+        logits = 9 * torch.tanh(logits / 9)
+    expected = F.cross_entropy(logits, target, reduction=options.get("reduction", "mean"))
+    truth = torch.autograd.grad(expected.sum(), wide)
+    for one, other in zip((loss.detach(), *found), (expected.detach(), *truth), strict=True):
+        assert ((one.double() - other).norm() / other.norm()).item() < 1e-2
+    if "softcap" in options:
+        return
+    with torch.no_grad():
+        x[7], target[7] = torch.inf, -100
+    loss = torchkiln.linear_cross_entropy(x, weight, target, bias, **options)
+    (grad_x,) = torch.autograd.grad(loss.sum(), x)
+    assert not grad_x[7].any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name)
 def test_a_float32_bias(device: torch.device, dtype: torch.dtype) -> None:
     """It is added before the logits are rounded, and has a float32 gradient."""

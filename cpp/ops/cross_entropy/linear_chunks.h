@@ -59,7 +59,9 @@ class ChunkLogits {
     constexpr int64_t kAligned = 8;  // rows begin at multiples of 16 bytes
     const int64_t stride = (classes_ + kAligned - 1) / kAligned * kAligned;
     memory_ = at::empty({rows_per_chunk(layer), stride}, layer.x.options());
-    if (!gains_from_padding(layer.x, layer.weight, own(memory_))) {
+    const bool is_aligned = row_alignment(layer.x) == kRowBytes && layer.x.size(1) % kAligned == 0;
+    if (stride == classes_ || !is_aligned ||
+        !gains_from_padding(layer.x, layer.weight, own(memory_))) {
       memory_ = own(memory_);
       return;
     }
@@ -95,6 +97,9 @@ class ChunkLogits {
   const at::Tensor& differentiate(const char* op, const at::Tensor& grad, const at::Tensor& target,
                                   const LossCall& call, const RowState& state) {
     at::Tensor outputs = own(product_);
+    // The product with a weight of 0 is NaN where x is not finite.
+    const int64_t added = product_.size(1) - classes_;
+    if (added > 0) product_.narrow(1, classes_, added).zero_();
     if (!layer_.softcap) {
       run_backward(op, grad, outputs, target, call, state, outputs);
       return product_;

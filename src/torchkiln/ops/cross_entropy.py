@@ -169,9 +169,10 @@ def linear_cross_entropy(
 
     Memory, beside the gradients: the logits of one chunk. For half precision the gradients of
     ``weight`` and ``bias`` are added in float32, kept so until backward, and rounded once, which is
-    twice the memory of ``weight``. Losses per row (``reduction="none"``) keep no gradients: their
-    backward computes the logits again. Second derivatives, ``torch.func`` and forward mode compute
-    all logits with torch's own ops.
+    twice the memory of ``weight``. On a GPU, large half-precision products of classes that are no
+    multiple of 8 need copies of ``weight`` and of its gradient, too. Losses per row
+    (``reduction="none"``) keep no gradients: their backward computes the logits again. Second
+    derivatives, ``torch.func`` and forward mode compute all logits with torch's own ops.
 
     Args:
         x: ``[..., features]``; float32, float64, float16 or bfloat16.

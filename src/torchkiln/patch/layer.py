@@ -17,6 +17,7 @@ from torchkiln.patch.activation import OPS, Activation
 from torchkiln.patch.compare import Comparison
 from torchkiln.patch.plan import Match
 from torchkiln.patch.probe import numbers, relative_error
+from torchkiln.patch.torch_modules import is_plain_linear
 
 LINEAR_ACT = "_kiln_linear_act"
 """The helper in rewritten source: ``act(layer(x))``."""
@@ -67,7 +68,8 @@ def linear_act(layer: Any, act: Any, x: Any) -> Any:
 def is_plain_layer(layer: Any) -> bool:
     """Whether a layer computes what torch's does."""
     plan = getattr(type(layer), "_kiln_plan", None)
-    return type(layer) is nn.Linear or getattr(plan, "original", None) is nn.Linear
+    is_linear = type(layer) is nn.Linear or getattr(plan, "original", None) is nn.Linear
+    return is_linear and is_plain_linear(layer)
 
 
 def compared(layer: nn.Linear, act: str, dtype: torch.dtype, device: torch.device) -> Comparison:

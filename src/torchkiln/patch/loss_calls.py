@@ -4,32 +4,63 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchkiln.nn.cross_entropy import CrossEntropyLoss
 from torchkiln.ops.cross_entropy import cross_entropy
 
 OPTIONS = ("weight", "ignore_index", "reduction", "label_smoothing")
 """The options that torch's losses and ours have."""
 
-
-def made_loss(*args: Any, **options: Any) -> nn.Module:
-    """``torch.nn.CrossEntropyLoss`` with these arguments, as our op if it has them."""
-    is_ours = len(args) <= 1 and all(name in OPTIONS for name in options)
-    return (CrossEntropyLoss if is_ours else nn.CrossEntropyLoss)(*args, **options)
+NAMES = {"CrossEntropyLoss", "cross_entropy"}
+"""The names of torch's losses."""
 
 
-def called_loss(*args: Any, **options: Any) -> Tensor:
-    """``torch.nn.functional.cross_entropy`` with these arguments, as our op if it has them."""
-    names = ("input", "target", *OPTIONS)
-    is_ours = len(args) <= 3 and all(name in names for name in options)
-    loss: Tensor = (cross_entropy if is_ours else F.cross_entropy)(*args, **options)
+def fits(logits: Any, target: Any, weight: Any) -> bool:
+    """Whether the op takes these tensors; torch's loss takes more kinds."""
+    if not isinstance(logits, Tensor) or not isinstance(target, Tensor):
+        return False
+    is_plain = weight is None or (weight.dtype == logits.dtype and not weight.requires_grad)
+    has_classes = logits.dim() > 1 and logits.is_floating_point()
+    has_indices = target.dtype == torch.int64 and target.dim() == logits.dim() - 1
+    return is_plain and has_classes and has_indices and target.device == logits.device
+
+
+def called_loss(input: Any, target: Any, weight: Any = None, *args: Any, **options: Any) -> Tensor:
+    """``torch.nn.functional.cross_entropy`` with these arguments, as our op if it takes them."""
+    is_ours = not args and all(name in OPTIONS for name in options)
+    smoothing = options.get("label_smoothing", 0.0)
+    is_smoothed = isinstance(smoothing, float) and 0 <= smoothing <= 1
+    if is_ours and is_smoothed and fits(input, target, weight):
+        return cross_entropy(input, target, weight, **options)
+    loss: Tensor = F.cross_entropy(input, target, weight, *args, **options)
     return loss
+
+
+class Loss(nn.CrossEntropyLoss):
+    """Torch's module, with the op where it takes the tensors."""
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """The loss."""
+        return called_loss(
+            input,
+            target,
+            self.weight,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+        )
+
+
+def made_loss(*args: Any, **options: Any) -> nn.CrossEntropyLoss:
+    """``torch.nn.CrossEntropyLoss`` with these arguments, with our op if it has them."""
+    is_ours = len(args) <= 1 and all(name in OPTIONS for name in options)
+    return (Loss if is_ours else nn.CrossEntropyLoss)(*args, **options)
 
 
 HELPERS: dict[object, str] = {
@@ -52,39 +83,61 @@ def names_of(cls: type[nn.Module]) -> tuple[str, ...]:
 
 def may_call(cls: type[nn.Module]) -> bool:
     """Whether the forward of a class may call a loss of torch."""
-    return not {"CrossEntropyLoss", "cross_entropy"}.isdisjoint(names_of(cls))
+    return not NAMES.isdisjoint(names_of(cls))
 
 
 def rewrite_losses(node: ast.FunctionDef, function: FunctionType) -> int:
     """Rewrite calls of torch's losses; returns their number."""
-    rewriter = Losses(function)
+    rewriter = Losses(function.__globals__, set(assigned(node)))
     rewriter.visit(node)
     return rewriter.found
+
+
+def assigned(node: ast.FunctionDef) -> Iterator[str]:
+    """The names that are not globals somewhere in a function."""
+    for part in ast.walk(node):
+        if isinstance(part, ast.arg):
+            yield part.arg
+        elif isinstance(part, ast.Name) and not isinstance(part.ctx, ast.Load):
+            yield part.id
+        elif isinstance(part, (ast.FunctionDef, ast.ClassDef)):
+            yield part.name
+        elif isinstance(part, ast.alias):
+            yield (part.asname or part.name).partition(".")[0]
 
 
 class Losses(ast.NodeTransformer):
     """Rewrites ``CrossEntropyLoss(...)`` and ``cross_entropy(...)``, by what the names are."""
 
-    def __init__(self, function: FunctionType) -> None:
-        self.globals: Mapping[str, Any] = function.__globals__
-        self.locals = (*function.__code__.co_varnames, *function.__code__.co_cellvars)
+    def __init__(self, scope: Mapping[str, Any], own: set[str]) -> None:
+        self.globals = scope
+        self.own = own
         self.found = 0
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         """A call."""
         self.generic_visit(node)
-        value = self.value(node.func)
-        for original, helper in HELPERS.items():
-            if value is original:
-                node.func = ast.copy_location(ast.Name(helper, ast.Load()), node.func)
-                self.found += 1
+        name = getattr(node.func, "attr", getattr(node.func, "id", None))
+        if name in NAMES and has_fixed_index(node):
+            value = self.value(node.func)
+            for original, helper in HELPERS.items():
+                if value is original:
+                    node.func = ast.copy_location(ast.Name(helper, ast.Load()), node.func)
+                    self.found += 1
         return node
 
     def value(self, node: ast.expr) -> object:
         """What a name of a global, or an attribute of a module, is; None for other expressions."""
         if isinstance(node, ast.Attribute):
             owner = self.value(node.value)
-            return getattr(owner, node.attr, None) if inspect.ismodule(owner) else None
-        if isinstance(node, ast.Name) and node.id not in self.locals:
+            return vars(owner).get(node.attr) if inspect.ismodule(owner) else None
+        if isinstance(node, ast.Name) and node.id not in self.own:
             return self.globals.get(node.id)
         return None
+
+
+def has_fixed_index(node: ast.Call) -> bool:
+    """Whether ``ignore_index`` is no size of a tensor, which would make graphs of one size each."""
+    given = [keyword.value for keyword in node.keywords if keyword.arg == "ignore_index"]
+    kinds = (ast.Constant, ast.UnaryOp, ast.Attribute)
+    return all(isinstance(value, kinds) for value in given)

@@ -67,7 +67,7 @@ def made_class(original: type[nn.Module], plan: Plan) -> type[nn.Module]:
 def make_class(original: type[nn.Module], plan: Plan) -> type[nn.Module]:
     """A new subclass of ``original`` with the forward of ``plan``."""
 
-    @functools.wraps(original.forward)
+    @functools.wraps(original.forward, updated=())
     def forward(self: nn.Module, *args: Any, **options: Any) -> Any:
         if (options and not plan.takes_options) or not plan.fits(self, *args):
             return original.forward(self, *args, **options)

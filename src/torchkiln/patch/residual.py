@@ -61,8 +61,9 @@ def add_norm(norm: Any, a: Any, b: Any) -> tuple[Any, Any]:
 def rewrite_sums(node: ast.FunctionDef, norms: Collection[str]) -> list[str]:
     """Rewrite sums before these norms; returns the names of the norms."""
     found: list[str] = []
+    arguments = {part.arg for part in ast.walk(node.args) if isinstance(part, ast.arg)}
     for block in blocks(node):
-        split_sums(block, norms)
+        split_sums(block, norms, arguments)
     for block in blocks(node):
         for index, statement in enumerate(block):
             if isinstance(statement, ast.Assign) and is_sum(statement.value):
@@ -136,11 +137,12 @@ def rewrite_pair(
     return []
 
 
-def split_sums(block: list[ast.stmt], norms: Collection[str]) -> None:
+def split_sums(block: list[ast.stmt], norms: Collection[str], arguments: Collection[str]) -> None:
     """Move a sum and the norm behind a branch into the branch, and into its ``else``.
 
     ``x = a + b; if c is not None: ...; y = self.norm(x)`` becomes ``if c is not None: x = a + b;
-    ...; y = self.norm(x)`` and ``else: x = a + b; y = self.norm(x)``.
+    ...; y = self.norm(x)`` and ``else: x = a + b; y = self.norm(x)``, if ``c`` is an argument that
+    the statements before do not set.
     """
     for index in reversed(range(len(block))):
         first = block[index]
@@ -152,14 +154,11 @@ def split_sums(block: list[ast.stmt], norms: Collection[str]) -> None:
             continue
         last = after_copies(block, at + 1)
         call = norm_call(getattr(block[last], "value", None), norms) if last < len(block) else None
-        before, behind = block[index:at], block[at + 1 : last + 1]
-        if (
-            call is None
-            or name_of(call[1]) is None
-            or name_of(call[1]) != name_of(first.targets[0])
-        ):
+        total = name_of(first.targets[0])
+        if call is None or total is None or name_of(call[1]) != total:
             continue
-        if tested(branch.test) not in {None, *map(name_of, targets(before))}:
+        before, behind = block[index:at], block[at + 1 : last + 1]
+        if tested(branch.test) in set(arguments) - set(stored(before)):
             branch.body = [*deepcopy(before), *branch.body, *deepcopy(behind)]
             branch.orelse = [*before, *behind]
             block[index : last + 1] = [branch]
@@ -172,21 +171,21 @@ def after_copies(block: list[ast.stmt], index: int) -> int:
     return index
 
 
-def targets(block: list[ast.stmt]) -> list[ast.expr]:
-    """The targets of assignments."""
-    return [
-        t for statement in block if isinstance(statement, ast.Assign) for t in statement.targets
-    ]
+def stored(block: list[ast.stmt]) -> Iterator[str]:
+    """The variables that statements set."""
+    for statement in block:
+        for part in ast.walk(statement):
+            if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
+                yield part.id
 
 
 def tested(node: ast.expr) -> str | None:
-    """The variable whose presence is the condition: ``x``, ``x is None`` or ``x is not None``."""
-    if isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.Is, ast.IsNot)):
-        is_none = (
-            isinstance(node.comparators[0], ast.Constant) and node.comparators[0].value is None
-        )
-        return name_of(node.left) if is_none and len(node.ops) == 1 else None
-    return name_of(node)
+    """The variable of the condition ``x is None`` or ``x is not None``."""
+    if not isinstance(node, ast.Compare) or not isinstance(node.ops[0], (ast.Is, ast.IsNot)):
+        return None
+    right = node.comparators[0]
+    is_none = isinstance(right, ast.Constant) and right.value is None
+    return name_of(node.left) if is_none and len(node.ops) == 1 else None
 
 
 def helper_call(norm: ast.expr, total: ast.BinOp) -> ast.Call:

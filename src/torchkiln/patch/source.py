@@ -39,9 +39,28 @@ def below_class_wrappers(cls: type) -> Any:
 
 def is_closure_over(wrapper: Any, wrapped: object) -> bool:
     """Whether a wrapper is a function with the wrapped one in a single variable."""
-    if not isinstance(wrapper, FunctionType):
+    if not isinstance(wrapper, FunctionType) or any("dynamo" in name for name in vars(wrapper)):
         return False
-    return [cell.cell_contents for cell in wrapper.__closure__ or ()].count(wrapped) == 1
+    cells = wrapper.__closure__ or ()
+    others = [contents(cell) for cell in cells if contents(cell) is not wrapped]
+    return len(others) == len(cells) - 1 and not any(refers(other, wrapped) for other in others)
+
+
+def contents(cell: CellType) -> object:
+    """The value in a cell; None if it has none."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+def refers(value: object, wrapped: object) -> bool:
+    """Whether a function or a container has the wrapped function in it."""
+    if isinstance(value, FunctionType):
+        return any(contents(cell) is wrapped for cell in value.__closure__ or ())
+    if isinstance(value, dict):
+        value = (*value.keys(), *value.values())
+    return isinstance(value, (tuple, list, set)) and any(one is wrapped for one in value)
 
 
 def decorated(wrapper: Any, inner: FunctionType, function: Callable[..., Any]) -> Any:
@@ -50,7 +69,7 @@ def decorated(wrapper: Any, inner: FunctionType, function: Callable[..., Any]) -
         return function
     below = decorated(wrapper.__wrapped__, inner, function)
     cells = tuple(
-        CellType(below) if cell.cell_contents is wrapper.__wrapped__ else cell
+        CellType(below) if contents(cell) is wrapper.__wrapped__ else cell
         for cell in wrapper.__closure__
     )
     made = FunctionType(

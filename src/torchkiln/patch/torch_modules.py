@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from torchkiln.ops.activation import gelu
@@ -54,10 +55,10 @@ ENTRIES: dict[type[nn.Module], Entry] = {
     nn.Softmax: Entry("softmax", "softmax", lambda m, x: softmax(x, m.dim)),
     nn.LogSoftmax: Entry("softmax", "log_softmax", lambda m, x: log_softmax(x, m.dim)),
     nn.CrossEntropyLoss: Entry("loss", "cross_entropy", _cross_entropy),
-    nn.Linear: Entry(
-        "linear", "linear, from padded rows", lambda m, x: linear(x, m.weight, m.bias)
-    ),
+    nn.Linear: Entry("linear", "linear", lambda m, x: linear(x, m.weight, m.bias)),
 }
+
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 LEFT: dict[type[nn.Module], str] = {
     nn.Linear: "torch's product is as fast",
@@ -82,6 +83,10 @@ class TorchModule(Plan):
     def __str__(self) -> str:
         return ENTRIES[self.original].op
 
+    def fits(self, module: Any, *_: Any) -> bool:
+        """Whether the op takes the parameters, which may be others now."""
+        return self.original is not nn.Linear or is_plain_linear(module)
+
     def forward(self, module: nn.Module, *args: Tensor) -> Any:
         """The op with the attributes of the module."""
         return ENTRIES[self.original].forward(module, *args)
@@ -90,7 +95,7 @@ class TorchModule(Plan):
 def find(module: nn.Module) -> Match | str | None:
     """The op for a module whose class is exactly one of torch's."""
     original = type(module)
-    if original not in ENTRIES or (original is nn.Linear and not has_unaligned_rows(module)):
+    if original not in ENTRIES or (isinstance(module, nn.Linear) and not gains(module)):
         return LEFT.get(original)
     plan = TorchModule(original)
     if isinstance(module, nn.Linear):
@@ -109,12 +114,24 @@ def find(module: nn.Module) -> Match | str | None:
     return Match(plan, random_copy(module), (numbers(4, *shape) * 3,))
 
 
-def has_unaligned_rows(module: nn.Module) -> bool:
+def is_plain_linear(module: Any) -> bool:
+    """Whether the op takes the parameters of a layer: no quantised ones, for example."""
+    tensors = [module.weight] if module.bias is None else [module.weight, module.bias]
+    kinds = (nn.Parameter, Tensor)
+    return all(
+        (type(x) in kinds or type(x).__module__.startswith("torch.distributed"))
+        and x.dtype in DTYPES
+        and x.shape[0] == module.weight.shape[0]
+        for x in tensors
+    )
+
+
+def gains(module: nn.Linear) -> bool:
     """Whether a layer is wide, with half-precision rows of no multiple of 16 bytes.
 
-    Products of such weights or results are slow; :func:`torchkiln.linear` copies the rows.
+    Products of such weights or results are slow; :func:`torchkiln.linear` pads them.
     """
     lanes, least = 8, 512
-    sizes = tuple(module.weight.shape) if isinstance(module.weight, Tensor) else ()
-    is_wide = len(sizes) == 2 and min(sizes) >= least
-    return is_wide and any(size % lanes for size in sizes)
+    sizes = tuple(module.weight.shape)
+    is_unaligned = min(sizes) >= least and any(size % lanes for size in sizes)
+    return is_unaligned and is_plain_linear(module)
