@@ -75,9 +75,9 @@ class Replace:
         ``isinstance`` stay as they are. ``report.undo()`` takes all back.
 
         Replaced are norms, with a residual sum before them, activations of several kernels, also
-        behind a linear layer, gated linear units between their projections, large linear layers
-        whose rows are no multiples of 16 bytes, softmax, losses, also those that a forward calls,
-        and classes given to ``replace.register``.
+        behind a linear layer, gated linear units between their projections, wide linear layers
+        with a bias or with sizes that are no multiples of 8, softmax, losses, also those that a
+        forward calls, and classes given to ``replace.register``.
 
         Args:
             model: any module; it may be on the meta device.

@@ -83,9 +83,13 @@ class TorchModule(Plan):
     def __str__(self) -> str:
         return ENTRIES[self.original].op
 
-    def fits(self, module: Any, *_: Any) -> bool:
-        """Whether the op takes the parameters, which may be others now."""
-        return self.original is not nn.Linear or is_plain_linear(module)
+    def fits(self, module: Any, *args: Any) -> bool:
+        """Whether the op takes the call; for a linear layer, whether it gains. Inductor pads."""
+        if self.original is not nn.Linear:
+            return True
+        if torch.compiler.is_compiling() or not is_plain_linear(module):
+            return False
+        return has_unaligned_rows(module) or sums_gradient(module, *args)
 
     def forward(self, module: nn.Module, *args: Tensor) -> Any:
         """The op with the attributes of the module."""
@@ -95,7 +99,7 @@ class TorchModule(Plan):
 def find(module: nn.Module) -> Match | str | None:
     """The op for a module whose class is exactly one of torch's."""
     original = type(module)
-    if original not in ENTRIES or (isinstance(module, nn.Linear) and not gains(module)):
+    if original not in ENTRIES or (isinstance(module, nn.Linear) and not may_gain(module)):
         return LEFT.get(original)
     plan = TorchModule(original)
     if isinstance(module, nn.Linear):
@@ -126,12 +130,29 @@ def is_plain_linear(module: Any) -> bool:
     )
 
 
-def gains(module: nn.Linear) -> bool:
-    """Whether a layer is wide, with half-precision rows of no multiple of 16 bytes.
+def may_gain(module: Any) -> bool:
+    """Whether a layer gains from the op in some calls."""
+    gains = module.bias is not None or has_unaligned_rows(module)
+    return is_wide(module) and gains and is_plain_linear(module)
 
-    Products of such weights or results are slow; :func:`torchkiln.linear` pads them.
+
+def is_wide(module: Any) -> bool:
+    """Whether a product with the weight takes long enough to gain from the op."""
+    least = 512
+    return min(module.weight.shape) >= least
+
+
+def has_unaligned_rows(module: Any) -> bool:
+    """Whether rows of the weight or of its results are no multiples of 16 bytes.
+
+    Products of these are slow in half precision; :func:`torchkiln.linear` pads them.
     """
-    lanes, least = 8, 512
-    sizes = tuple(module.weight.shape)
-    is_unaligned = min(sizes) >= least and any(size % lanes for size in sizes)
-    return is_unaligned and is_plain_linear(module)
+    lanes = 8
+    return any(size % lanes for size in module.weight.shape)
+
+
+def sums_gradient(module: Any, x: Tensor) -> bool:
+    """Whether backward sums many rows for the bias, which takes the op less time."""
+    least = 1 << 20
+    is_trained = module.bias is not None and module.bias.requires_grad
+    return is_trained and torch.is_grad_enabled() and x.numel() >= least

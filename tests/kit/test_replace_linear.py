@@ -1,0 +1,108 @@
+"""``torchkiln.replace``: wide linear layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import torchkiln
+from torchkiln.patch import torch_modules
+
+
+class Wide(nn.Module):
+    """A layer whose rows are no multiples of 16 bytes, and an activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.act, self.head = nn.Linear(512, 515), nn.ReLU(), nn.Linear(515, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.act(self.up(x)))
+        return y
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_linear_layers_of_unaligned_rows(dtype: torch.dtype) -> None:
+    model = Wide().to(dtype)
+    x = torch.randn(3, 512, dtype=dtype)
+    expected = model(x)
+    report = torchkiln.replace(model)
+    up, head = report["up"], report["head"]
+    assert (up.kind, up.now, up.same) == ("linear", "linear", "other rounding")
+    assert head.why == "torch's product is as fast"
+    assert report[""].now == "linear(relu) at up"
+    error = 1e-5 if dtype == torch.float32 else 0.02
+    torch.testing.assert_close(model(x), expected, rtol=error, atol=error)
+    torch.testing.assert_close(model.up(x), F.linear(x, model.up.weight, model.up.bias))
+    report.undo()
+    assert torch.equal(model(x), expected)
+    assert torchkiln.replace(model, exact=True)["up"].why == "not bitwise equal"
+
+
+class Stored(nn.Parameter):
+    """A weight of another library, which no op knows."""
+
+    def __new__(cls, data: Tensor) -> Any:
+        return Tensor._make_subclass(cls, data)
+
+
+def test_weights_of_other_kinds_stay() -> None:
+    model = Wide()
+    torchkiln.replace(model)
+    x = torch.randn(3, 512)
+    expected = model(x)
+    model.up.weight = Stored(model.up.weight.detach())  # quantised after the replacement
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), expected)
+    fresh = Wide()
+    fresh.up.weight = Stored(fresh.up.weight.detach())
+    assert torchkiln.replace(fresh)["up"].why == "torch's product is as fast"
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """The sizes of weights that the op got."""
+    found: list[torch.Size] = []
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        found.append(weight.shape)
+        return torchkiln.linear(x, weight, bias)
+
+    monkeypatch.setattr(torch_modules, "linear", linear)
+    return found
+
+
+def test_a_bias_of_many_rows(calls: list[torch.Size]) -> None:
+    layer = nn.Linear(512, 520)
+    many, few = torch.randn(2048, 512), torch.randn(2047, 512)
+    expected = layer(many)
+    grads = torch.autograd.grad(expected.square().sum(), list(layer.parameters()))
+    assert torchkiln.replace(layer)[""].now == "linear"
+    calls.clear()
+    found = layer(many)
+    assert calls == [(520, 512)]
+    again = torch.autograd.grad(found.square().sum(), list(layer.parameters()))
+    for one, other in zip((found, *again), (expected, *grads), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-3)
+    layer(few)
+    with torch.no_grad():
+        layer(many)
+    layer.bias.requires_grad_(False)
+    layer(many)
+    assert len(calls) == 1
+
+
+def test_which_layers_are_replaced() -> None:
+    for layer in (nn.Linear(512, 520, bias=False), nn.Linear(504, 520), nn.Linear(1024, 10)):
+        assert torchkiln.replace(layer)[""].why == "torch's product is as fast"
+
+
+def test_compiled_layers_are_torchs(traced: Callable[..., set[str]]) -> None:
+    layer = nn.Linear(515, 515)
+    torchkiln.replace(layer)
+    assert not any("kiln" in name for name in traced(layer, torch.randn(2048, 515)))
