@@ -152,7 +152,10 @@ def has_unaligned_rows(module: Any) -> bool:
 
 
 def sums_gradient(module: Any, x: Tensor) -> bool:
-    """Whether backward sums many rows for the bias, which takes the op less time."""
+    """Whether backward sums many rows for the bias, which takes the op less time.
+
+    Under autocast the op adds a float32 bias in a pass of its own.
+    """
     least = 1 << 20
-    is_trained = module.bias is not None and module.bias.requires_grad
-    return is_trained and torch.is_grad_enabled() and x.numel() >= least
+    is_trained = module.bias is not None and module.bias.requires_grad and torch.is_grad_enabled()
+    return is_trained and x.numel() >= least and not torch.is_autocast_enabled(x.device.type)
