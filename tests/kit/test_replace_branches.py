@@ -101,6 +101,33 @@ class Decorated(After):
 FORWARDS: list[Any] = []
 
 
+def tagged(forward: Any) -> Any:
+    """A decorator that marks the forward."""
+    forward.tag = 2
+    return forward
+
+
+def times_tag(forward: Any) -> Any:
+    """A wrapper that reads the mark."""
+
+    @functools.wraps(forward)
+    def wrapper(self: nn.Module, x: Tensor) -> Tensor:
+        y: Tensor = forward(self, x) * forward.tag
+        return y
+
+    return wrapper
+
+
+class Tagged(After):
+    """A layer whose forward has an attribute."""
+
+    @times_tag
+    @tagged
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm_1(x + self.mix(x))
+        return y
+
+
 def kept_elsewhere(forward: Any) -> Any:
     """A wrapper that finds the forward in a list."""
     FORWARDS.append(forward)
@@ -208,7 +235,31 @@ def test_decorators_stay(calls: list[str], traced: Callable[..., set[str]]) -> N
     assert inspect.signature(model.forward) == inspect.signature(Decorated().forward)
 
 
+def test_attributes_of_a_forward_stay() -> None:
+    model, x = Tagged(), torch.randn(3, 32)
+    expected = model(x)
+    assert torchkiln.replace(model)[""].now == "add_layer_norm at norm_1"
+    torch.testing.assert_close(model(x), expected)
+
+
 @pytest.mark.parametrize("make", [Elsewhere, Around])
 def test_other_decorators_keep_the_forward(make: type[nn.Module]) -> None:
     row = torchkiln.replace(make())[""]
     assert (row.replaced, row.why) == (False, "its forward is decorated")
+
+
+class Named(nn.LayerNorm):
+    """A class whose subclasses need an argument."""
+
+    tag: str
+
+    def __init_subclass__(cls, *, tag: str) -> None:
+        cls.tag = tag
+
+
+def test_a_class_without_subclasses() -> None:
+    model = nn.Sequential(nn.LayerNorm(8), Named(8))
+    report = torchkiln.replace(model)
+    assert report["0"].replaced
+    assert report["1"].why.startswith("its class has no subclass: ")
+    report.undo()

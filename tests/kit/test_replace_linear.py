@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import torchkiln
-from torchkiln.patch import torch_modules
+import torchkiln.patch.linear as patched
 
 
 class Wide(nn.Module):
@@ -61,7 +61,9 @@ def test_weights_of_other_kinds_stay() -> None:
         torch.testing.assert_close(model(x), expected)
     fresh = Wide()
     fresh.up.weight = Stored(fresh.up.weight.detach())
-    assert torchkiln.replace(fresh)["up"].why == "torch's product is as fast"
+    report = torchkiln.replace(nn.Sequential(fresh, Wide()))
+    assert report["0.up"].why == "its parameters are no plain tensors"
+    assert report["1.up"].replaced
 
 
 @pytest.fixture
@@ -73,7 +75,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
         found.append(weight.shape)
         return torchkiln.linear(x, weight, bias)
 
-    monkeypatch.setattr(torch_modules, "linear", linear)
+    monkeypatch.setattr(patched, "linear", linear)
     return found
 
 
@@ -108,3 +110,56 @@ def test_compiled_layers_are_torchs(traced: Callable[..., set[str]]) -> None:
     layer = nn.Linear(515, 515)
     torchkiln.replace(layer)
     assert not any("kiln" in name for name in traced(layer, torch.randn(2048, 515)))
+
+
+def added_one(layer: Any, x: Tensor) -> Tensor:
+    """The forward of an adapter."""
+    return F.linear(x, layer.weight, layer.bias) + 1
+
+
+@pytest.mark.parametrize("size", [64, 512])
+def test_forwards_that_are_set_later_are_called(size: int) -> None:
+    model = nn.Sequential(Wide(), nn.LayerNorm(16))
+    model[0].up, model[0].head = nn.Linear(size, 515), nn.Linear(515, 16)
+    x = torch.randn(3, size)
+    torchkiln.replace(model)
+    kept: Any = model[0].up
+    kept.forward = lambda x: F.linear(x, kept.weight, kept.bias) + 1
+    shifted = model(x)
+    del kept.forward
+    torch.testing.assert_close(shifted, model(x), rtol=0, atol=9)
+    assert not torch.equal(shifted, model(x))
+    kept.__class__ = type("Later", (type(kept),), {"forward": added_one})
+    torch.testing.assert_close(model(x), shifted)
+
+
+def test_random_numbers_are_not_drawn() -> None:
+    torch.manual_seed(0)
+    expected = torch.rand(2)
+    torch.manual_seed(0)
+    torchkiln.replace(nn.Linear(512, 513, device="meta"))
+    assert torch.equal(torch.rand(2), expected)
+
+
+def test_inputs_that_only_torch_takes() -> None:
+    layer = nn.Linear(512, 513)
+    torchkiln.replace(layer)
+    parts = [torch.randn(2, 512), torch.randn(3, 512)]
+    nested = torch.nested.nested_tensor(parts, layout=torch.jagged)
+    assert layer(nested).size(0) == 2
+    assert layer.to("meta")(torch.empty(4096, 512, device="meta")).shape == (4096, 513)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_trace_of_a_layer() -> None:
+    layer, x = nn.Linear(512, 512), torch.randn(2048, 512)
+    torchkiln.replace(layer)
+    torch.testing.assert_close(torch.jit.trace(layer, x)(x), layer(x))
+
+
+def test_layers_without_a_weight_yet() -> None:
+    lazy = nn.LazyLinear(512)
+    assert torchkiln.replace(nn.Sequential(lazy))["0"].why == "its parameters have no sizes yet"
+    bare: Any = nn.Linear(512, 512)
+    bare.weight = None
+    assert not torchkiln.replace(bare)[""].replaced

@@ -64,13 +64,20 @@ void run_preactivation(const Tensor& x, const Tensor& weight, const MaybeTensor&
     run_product(x, weight, bias, scale, to);
     return;
   }
-  trace::note("copied: rows to multiples of 16 bytes, of which the product takes less time");
+  trace::note("copied: to sizes of multiples of 16 bytes, whose product takes less time");
   const PaddedSizes sizes(x, weight);
-  const Tensor wide = at::empty({sizes.m, sizes.n}, to.options());
+  const bool adds = bias && bias->scalar_type() == to.scalar_type();
+  const bool is_exact = sizes.m == to.size(0) && sizes.n == to.size(1);
+  const Tensor wide = is_exact ? to : at::empty({sizes.m, sizes.n}, to.options());
   const MaybeTensor shift =
-      bias ? MaybeTensor(at::constant_pad_nd(*bias, {0, sizes.n - bias->size(0)})) : std::nullopt;
+      adds ? MaybeTensor(at::constant_pad_nd(*bias, {0, sizes.n - bias->size(0)})) : std::nullopt;
   run_product(padded(x, sizes.m, sizes.k), padded(weight, sizes.n, sizes.k), shift, scale, wide);
-  to.copy_(wide.narrow(0, 0, to.size(0)).narrow(1, 0, to.size(1)));
+  const Tensor own = wide.narrow(0, 0, to.size(0)).narrow(1, 0, to.size(1));
+  if (bias && !adds) {
+    to.copy_(bias_act(own, *bias, 1.0, "none"));
+  } else if (!is_exact) {
+    to.copy_(own);
+  }
 }
 
 /// The op with torch's matrix product. `preactivation` is defined if it is saved. The relu that

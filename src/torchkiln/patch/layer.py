@@ -15,9 +15,9 @@ from torchkiln.nn.convolution import has_hooks
 from torchkiln.ops.matmul import linear
 from torchkiln.patch.activation import OPS, Activation
 from torchkiln.patch.compare import Comparison
-from torchkiln.patch.plan import Match
+from torchkiln.patch.linear import WideLinear, has_plain_parameters
+from torchkiln.patch.plan import Match, plan_of
 from torchkiln.patch.probe import numbers, relative_error
-from torchkiln.patch.torch_modules import is_plain_linear
 
 LINEAR_ACT = "_kiln_linear_act"
 """The helper in rewritten source: ``act(layer(x))``."""
@@ -41,7 +41,9 @@ def name_of(module: nn.Module) -> str | None:
 
 def act_of(module: Any) -> str | None:
     """The activation that a module computes, after its replacement."""
-    plan = getattr(type(module), "_kiln_plan", None)
+    if "forward" in module.__dict__:
+        return None
+    plan = plan_of(module)
     if isinstance(plan, Activation):
         return plan.op
     if plan is not None and isinstance(module, nn.GELU):
@@ -67,9 +69,8 @@ def linear_act(layer: Any, act: Any, x: Any) -> Any:
 
 def is_plain_layer(layer: Any) -> bool:
     """Whether a layer computes what torch's does."""
-    plan = getattr(type(layer), "_kiln_plan", None)
-    is_linear = type(layer) is nn.Linear or getattr(plan, "original", None) is nn.Linear
-    return is_linear and is_plain_linear(layer)
+    is_torchs = type(layer) is nn.Linear and "forward" not in layer.__dict__
+    return (is_torchs or isinstance(plan_of(layer), WideLinear)) and has_plain_parameters(layer)
 
 
 def compared(layer: nn.Linear, act: str, dtype: torch.dtype, device: torch.device) -> Comparison:

@@ -22,8 +22,10 @@ NAMES = {"CrossEntropyLoss", "cross_entropy"}
 
 
 def fits(logits: Any, target: Any, weight: Any) -> bool:
-    """Whether the op takes these tensors; torch's loss takes more kinds."""
+    """Whether the op takes these tensors; torch's loss takes more kinds, and shards of classes."""
     if not isinstance(logits, Tensor) or not isinstance(target, Tensor):
+        return False
+    if any(type(x).__module__.startswith("torch.distributed") for x in (logits, target)):
         return False
     is_plain = weight is None or (weight.dtype == logits.dtype and not weight.requires_grad)
     has_classes = logits.dim() > 1 and logits.is_floating_point()
@@ -137,7 +139,7 @@ class Losses(ast.NodeTransformer):
 
 
 def has_fixed_index(node: ast.Call) -> bool:
-    """Whether ``ignore_index`` is no size of a tensor, which would make graphs of one size each."""
+    """Whether ``ignore_index`` is no variable: a graph would be compiled for each of its values."""
     given = [keyword.value for keyword in node.keywords if keyword.arg == "ignore_index"]
     kinds = (ast.Constant, ast.UnaryOp, ast.Attribute)
     return all(isinstance(value, kinds) for value in given)

@@ -53,6 +53,14 @@ Found = Match | str | None
 
 Finder = Callable[[nn.Module], Found]
 
+
+def plan_of(module: Any) -> Plan | None:
+    """The plan whose forward a module has; None if it, or a subclass, got another forward."""
+    cls = type(module)
+    is_made = getattr(cls, "_kiln_class", None) is cls and "forward" not in module.__dict__
+    return cls._kiln_plan if is_made else None
+
+
 MADE: dict[tuple[type[nn.Module], Plan], type[nn.Module]] = {}
 
 
@@ -79,7 +87,7 @@ def make_class(original: type[nn.Module], plan: Plan) -> type[nn.Module]:
         assert isinstance(parts, tuple)  # a string names a global, which a module is not
         return (new_module, (original, plan), *parts[2:])
 
-    return type(
+    made: Any = type(
         plan.class_name(original),
         (original,),
         {
@@ -90,6 +98,8 @@ def make_class(original: type[nn.Module], plan: Plan) -> type[nn.Module]:
             "_kiln_plan": plan,
         },
     )
+    made._kiln_class = made
+    return made
 
 
 def new_module(original: type[nn.Module], plan: Plan) -> nn.Module:

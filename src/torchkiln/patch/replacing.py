@@ -120,7 +120,7 @@ class Replace:
         plans = [(row, module, match.plan) for row, module, match in matches]
         if {"residual", "mlp", "loss"} & set(kinds):
             plans += rewritten(model, Rewrites(matches, kinds, exact=exact), rows, skip)
-        for row, module, plan in plans:
+        for row, module, plan in plans if dry_run else list(made(plans)):
             row.replaced = True
             if not dry_run:
                 swap(report, module, plan)
@@ -180,6 +180,19 @@ def leaves_without_parameters(module: nn.Module) -> list[nn.Module]:
         for child in module.children()
         if next(child.parameters(), None) is None and not isinstance(child, nn.Dropout)
     ]
+
+
+def made(
+    plans: Iterable[tuple[Row, nn.Module, Plan]],
+) -> Iterator[tuple[Row, nn.Module, Plan]]:
+    """The plans for which there is a class; the other rows have the reason."""
+    for row, module, plan in plans:
+        try:
+            made_class(type(module), plan)
+        except Exception as error:
+            row.why = f"its class has no subclass: {error}"
+        else:
+            yield row, module, plan
 
 
 def swap(report: Report, module: nn.Module, plan: Plan) -> None:

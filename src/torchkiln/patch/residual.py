@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchkiln.nn.convolution import has_hooks
 from torchkiln.ops.norm import add_layer_norm, add_rms_norm
 from torchkiln.patch.norm import Norm
-from torchkiln.patch.plan import Plan
+from torchkiln.patch.plan import Plan, plan_of
 from torchkiln.patch.torch_modules import TorchModule
 
 ADD_NORM = "_kiln_add_norm"
@@ -43,7 +43,7 @@ def added(plan: Plan, norm: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 def add_norm(norm: Any, a: Any, b: Any) -> tuple[Any, Any]:
     """``(norm(a + b), a + b)``, by one op where it takes the call."""
-    plan = getattr(type(norm), "_kiln_plan", None)
+    plan = plan_of(norm)
     if (
         isinstance(plan, (Norm, TorchModule))
         and isinstance(a, Tensor)

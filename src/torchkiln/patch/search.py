@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from torchkiln.patch import activation, gated, gated_norm, norm, torch_modules
+from torchkiln.patch import activation, gated, gated_norm, linear, norm, torch_modules
 from torchkiln.patch.compare import Comparison, compare
 from torchkiln.patch.plan import Found, Match
 from torchkiln.patch.probe import first_dtype
@@ -21,6 +22,7 @@ class Search:
     def __init__(self, registry: Registry, *, exact: bool) -> None:
         self.finders = (
             registry.find,
+            linear.find,
             torch_modules.find,
             gated_norm.find,  # before norms, which some of these compute without a gate
             norm.find,
@@ -36,6 +38,9 @@ class Search:
         """The plan of a module, or None with the reason in the row."""
         if row.why or (before := replaced_before(module)):
             row.why = row.why or before
+            return None
+        if any(is_lazy(x) for x in module.parameters()):
+            row.why = "its parameters have no sizes yet"
             return None
         dtype = first_dtype(module.parameters()) or default
         device = next((x.device for x in module.parameters()), torch.device("cpu"))
@@ -81,7 +86,9 @@ def settings(module: nn.Module) -> tuple[Any, ...]:
         for name, value in vars(module).items()
         if isinstance(value, (int, float, str, tuple)) and name != "training"
     )
-    tensors = ((name, tuple(x.shape), x.dtype) for name, x in module.named_parameters())
+    tensors = (
+        (name, tuple(x.shape), x.dtype, type(x), x.layout) for name, x in module.named_parameters()
+    )
     classes = ((name, type(child)) for name, child in module.named_modules())
     functions = ((name, id(value)) for name, value in vars(module).items() if callable(value))
     return (*numbers, *tensors, *classes, *functions)

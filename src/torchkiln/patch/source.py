@@ -91,7 +91,10 @@ def wraps_subclasses(cls: type) -> bool:
     def forward() -> None:
         """Stands for the forward of a subclass."""
 
-    made: Any = type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
+    try:
+        made: Any = type("KilnStandIn", (cls,), {"forward": forward, "__module__": cls.__module__})
+    except Exception:  # a class that takes no subclasses without arguments
+        return False
     wrapper, code = made.forward, cls.forward.__code__  # type: ignore[attr-defined]
     is_wrapped = getattr(wrapper, "__wrapped__", None) is forward
     return is_wrapped and getattr(wrapper, "__code__", None) is code
@@ -142,5 +145,7 @@ def compiled(
     scope: dict[str, Any] = {}
     exec(compile(module, function.__code__.co_filename, "exec"), function.__globals__, scope)
     made: FunctionType = scope[MAKER](*helpers.values())
+    functools.update_wrapper(made, function)
+    del made.__wrapped__  # type: ignore[attr-defined]
     made.__defaults__, made.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
     return made

@@ -1,0 +1,105 @@
+"""Wide linear layers, whose products or gradients the op computes in less time than torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchkiln.ops.matmul import linear
+from torchkiln.patch.plan import Match, Plan
+from torchkiln.patch.probe import numbers, random_copy
+
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+LEAST_SIZE = 512
+"""Least number of inputs and of outputs of a wide layer."""
+
+LEAST_INPUT = 1 << 20
+"""Least number of elements of an input with so many rows that the op's sum for the bias gains."""
+
+
+@dataclass(frozen=True)
+class WideLinear(Plan):
+    """The op for a ``torch.nn.Linear``."""
+
+    kind = "linear"
+
+    def __str__(self) -> str:
+        return "linear"
+
+    def fits(self, module: Any, *args: Any) -> bool:
+        """Whether the op gains. Under ``torch.compile`` Inductor pads, so torch's forward runs."""
+        if torch.compiler.is_compiling() or is_tracing() or len(args) != 1:
+            return False
+        x = args[0]
+        if not is_plain(x) or x.is_meta or not has_plain_parameters(module):
+            return False
+        return has_unaligned_sizes(module) or sums_gradient(module, x)
+
+    def forward(self, module: Any, *args: Any, **_: Any) -> Tensor:
+        """The op."""
+        return linear(args[0], module.weight, module.bias)
+
+
+def is_tracing() -> bool:
+    """Whether ``torch.jit.trace`` runs, which compares calls with and without gradients."""
+    return torch._C._get_tracing_state() is not None
+
+
+def find(module: Any) -> Match | str | None:
+    """The plan of a layer that gains in some calls."""
+    if type(module) is not nn.Linear or not is_wide(module):
+        return None
+    has_bias = getattr(module, "bias", None) is not None
+    if not has_bias and not has_unaligned_sizes(module):
+        return None
+    if not has_plain_parameters(module):
+        return "its parameters are no plain tensors"
+    # A smaller layer of the same kind: the values of a large one take long to compare.
+    small = nn.Linear(63, 57, bias=has_bias, device="meta")
+    return Match(WideLinear(), random_copy(small), (numbers(4, 63),))
+
+
+def is_plain(x: Any) -> bool:
+    """Whether ops take a tensor: no nested, sparse or quantised one, for example."""
+    is_known = type(x) in (Tensor, nn.Parameter)
+    if not is_known and not type(x).__module__.startswith("torch.distributed"):
+        return False
+    return x.layout is torch.strided and not x.is_nested and x.dtype in DTYPES
+
+
+def has_plain_parameters(module: Any) -> bool:
+    """Whether the op takes the parameters of a layer, which may have been changed."""
+    weight: Any = getattr(module, "weight", None)
+    bias: Any = getattr(module, "bias", None)
+    if not is_plain(weight) or weight.dim() != 2:
+        return False
+    return bias is None or (is_plain(bias) and bias.shape == weight.shape[:1])
+
+
+def is_wide(module: Any) -> bool:
+    """Whether a product with the weight takes long enough to gain from the op."""
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, Tensor) and weight.dim() == 2 and min(weight.shape) >= LEAST_SIZE
+
+
+def has_unaligned_sizes(module: Any) -> bool:
+    """Whether a size is no multiple of 8, which are 16 bytes of half precision.
+
+    Products of such rows are slow in half precision; :func:`torchkiln.linear` pads them.
+    """
+    lanes = 8
+    return any(size % lanes for size in module.weight.shape)
+
+
+def sums_gradient(module: Any, x: Tensor) -> bool:
+    """Whether backward sums many rows for the bias, which takes the op less time.
+
+    Under autocast the op adds a float32 bias in a pass of its own.
+    """
+    is_trained = module.bias is not None and module.bias.requires_grad and torch.is_grad_enabled()
+    is_long = x.numel() >= LEAST_INPUT
+    return is_trained and is_long and not torch.is_autocast_enabled(x.device.type)
