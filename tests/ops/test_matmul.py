@@ -155,7 +155,8 @@ def test_rows_that_are_no_multiples_of_16_bytes(
     if bias_dtype is not None:
         leaves.append(torch.randn(columns, device="cuda", dtype=bias_dtype, requires_grad=True))
     bias = leaves[2] if bias_dtype is not None else None
-    assert "to sizes of multiples of 16 bytes" in str(torchkiln.explain(torchkiln.linear, x, weight))
+    told = torchkiln.explain(torchkiln.linear, x, weight)
+    assert "to sizes of multiples of 16 bytes" in str(told)
     out = torchkiln.linear(x, weight, bias, act)
     assert out.is_contiguous()
     grad = torch.randn_like(out)
