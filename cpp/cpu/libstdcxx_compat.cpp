@@ -1,0 +1,11 @@
+// std::vector of GCC 11 and later calls this function of libstdc++ 3.4.29. Defined here, hidden, so
+// that the library also runs beside the libstdc++ 3.4.24 of manylinux_2_28.
+
+#include <new>
+
+extern "C" {
+[[noreturn]] __attribute__((visibility("hidden"))) void torchkiln_bad_array_length() __asm__(
+    "_ZSt28__throw_bad_array_new_lengthv");
+
+void torchkiln_bad_array_length() { throw std::bad_array_new_length(); }
+}
