@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from test_replace_residual import counted
 from torch import Tensor, nn
 
 import torchkiln
-from torchkiln.patch import residual
 
 
 class After(nn.Module):
@@ -188,15 +188,7 @@ def outcome_of(model: nn.Module, x: Tensor, other: Tensor | None) -> list[Tensor
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The fused calls, as they happen."""
-    found: list[str] = []
-
-    def added(plan: Any, norm: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        found.append(str(plan))
-        return original(plan, norm, a, b)
-
-    original = residual.added
-    monkeypatch.setattr(residual, "added", added)
-    return found
+    return counted(monkeypatch)
 
 
 def test_a_branch_between_a_sum_and_a_norm(calls: list[str]) -> None:

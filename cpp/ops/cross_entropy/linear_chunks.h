@@ -56,10 +56,10 @@ void for_each_chunk(const LogitLayer& layer, const Body& body) {
 class ChunkLogits {
  public:
   explicit ChunkLogits(const LogitLayer& layer) : layer_(layer), classes_(layer.weight.size(0)) {
-    constexpr int64_t kAligned = 8;  // rows begin at multiples of 16 bytes
-    const int64_t stride = (classes_ + kAligned - 1) / kAligned * kAligned;
+    const PaddedSizes sizes(layer.x, layer.weight);
+    const int64_t stride = sizes.n;
     memory_ = at::empty({rows_per_chunk(layer), stride}, layer.x.options());
-    const bool is_aligned = row_alignment(layer.x) == kRowBytes && layer.x.size(1) % kAligned == 0;
+    const bool is_aligned = row_alignment(layer.x) == kRowBytes && layer.x.size(1) == sizes.k;
     if (stride == classes_ || !is_aligned ||
         !gains_from_padding(layer.x, layer.weight, own(memory_))) {
       memory_ = own(memory_);

@@ -27,7 +27,9 @@ SIZE = 64
 
 
 def name_of(module: nn.Module) -> str | None:
-    """The name of a module's activation."""
+    """The name of the activation that a module of torch computes."""
+    if "forward" in module.__dict__:
+        return None
     if type(module) is nn.GELU:
         return "gelu" if module.approximate == "none" else "gelu_tanh"
     names: dict[type[nn.Module], str] = {
@@ -41,8 +43,6 @@ def name_of(module: nn.Module) -> str | None:
 
 def act_of(module: Any) -> str | None:
     """The activation that a module computes, after its replacement."""
-    if "forward" in module.__dict__:
-        return None
     plan = plan_of(module)
     if isinstance(plan, Activation):
         return plan.op

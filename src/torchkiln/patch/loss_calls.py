@@ -30,7 +30,9 @@ def fits(logits: Any, target: Any, weight: Any) -> bool:
     is_plain = weight is None or (weight.dtype == logits.dtype and not weight.requires_grad)
     has_classes = logits.dim() > 1 and logits.is_floating_point()
     has_indices = target.dtype == torch.int64 and target.dim() == logits.dim() - 1
-    return is_plain and has_classes and has_indices and target.device == logits.device
+    has_shares = target.dtype == logits.dtype and target.shape == logits.shape
+    has_target = (has_indices or has_shares) and target.device == logits.device
+    return is_plain and has_classes and has_target
 
 
 def called_loss(input: Any, target: Any, weight: Any = None, *args: Any, **options: Any) -> Tensor:
@@ -44,19 +46,24 @@ def called_loss(input: Any, target: Any, weight: Any = None, *args: Any, **optio
     return loss
 
 
+def module_loss(module: nn.CrossEntropyLoss, logits: Tensor, target: Tensor) -> Tensor:
+    """The loss of torch's module, as our op if it takes the tensors."""
+    return called_loss(
+        logits,
+        target,
+        module.weight,
+        ignore_index=module.ignore_index,
+        reduction=module.reduction,
+        label_smoothing=module.label_smoothing,
+    )
+
+
 class Loss(nn.CrossEntropyLoss):
     """Torch's module, with the op where it takes the tensors."""
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         """The loss."""
-        return called_loss(
-            input,
-            target,
-            self.weight,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
-            label_smoothing=self.label_smoothing,
-        )
+        return module_loss(self, input, target)
 
 
 def made_loss(*args: Any, **options: Any) -> nn.CrossEntropyLoss:

@@ -17,6 +17,8 @@ class Plan(ABC):
     kind: ClassVar[str]
     takes_options: ClassVar[bool] = False
     """Whether the new forward takes keyword arguments."""
+    rounds_alike: ClassVar[bool] = True
+    """Whether a comparison of small tensors tells how the results of large ones are rounded."""
 
     @abstractmethod
     def __str__(self) -> str:

@@ -60,7 +60,7 @@ class Search:
             row.same = comparison.same
             row.error_was, row.error_now = comparison.was, comparison.now
             row.why = comparison.refusal(exact=self.exact)
-            if row.kind == "linear":  # whose product is by another kernel of the same library
+            if not found.plan.rounds_alike:
                 row.same = "other rounding"
                 row.why = "not bitwise equal" if self.exact else row.why
         return None if row.why else found

@@ -9,23 +9,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchkiln.ops.activation import gelu
-from torchkiln.ops.cross_entropy import cross_entropy
 from torchkiln.ops.group_norm import group_norm
 from torchkiln.ops.norm import layer_norm, rms_norm
 from torchkiln.ops.softmax import log_softmax, softmax
+from torchkiln.patch.loss_calls import module_loss
 from torchkiln.patch.plan import Match, Plan
 from torchkiln.patch.probe import numbers, random_copy, shallow_copy
-
-
-def _cross_entropy(m: nn.CrossEntropyLoss, logits: Tensor, target: Tensor) -> Any:
-    return cross_entropy(
-        logits,
-        target,
-        m.weight,
-        ignore_index=m.ignore_index,
-        reduction=m.reduction,
-        label_smoothing=m.label_smoothing,
-    )
 
 
 @dataclass(frozen=True)
@@ -52,7 +41,7 @@ ENTRIES: dict[type[nn.Module], Entry] = {
     nn.GELU: Entry("activation", "gelu", lambda m, x: gelu(x, m.approximate)),
     nn.Softmax: Entry("softmax", "softmax", lambda m, x: softmax(x, m.dim)),
     nn.LogSoftmax: Entry("softmax", "log_softmax", lambda m, x: log_softmax(x, m.dim)),
-    nn.CrossEntropyLoss: Entry("loss", "cross_entropy", _cross_entropy),
+    nn.CrossEntropyLoss: Entry("loss", "cross_entropy", module_loss),
 }
 
 LEFT: dict[type[nn.Module], str] = {
