@@ -20,8 +20,10 @@ def fetch(folder: Path, version: str) -> Path:
     tree = folder / version.rpartition(".")[0]
     if not list(tree.glob(f"torch-{version}*.dist-info")):
         pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile")
+        # The versions are exact: no constraint that pip is configured with must exclude one.
         subprocess.run(
             [*pip, "--upgrade", "--target", str(tree), f"torch=={version}"],
+            env={**os.environ, "PIP_CONSTRAINT": os.devnull},
             check=True,
             stdout=sys.stderr,
         )
