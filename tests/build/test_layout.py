@@ -15,7 +15,7 @@ SOURCES = {".h", ".cuh", ".cu", ".cpp"}
 # Files in folders of families that belong to no family.
 SHARED = {
     "cuda/ops": set(),
-    "cpp/cpu": {"CMakeLists", "isa", "detail"},
+    "cpp/cpu": {"CMakeLists", "isa", "libstdcxx_compat", "detail"},
     "cpp/ops": {"cuda_bridge", "cuda_loader", "detail"},
     "src/torchkiln/ops": {
         "__init__",
@@ -127,7 +127,7 @@ def test_public_headers_include_no_private_ones() -> None:
 
 
 def test_no_private_header_is_installed() -> None:
-    installed = Path(torchkiln.__file__).parent / "include" / "torchkiln"
+    installed = Path(torchkiln.cmake_prefix_path).parents[1] / "include" / "torchkiln"
     headers = {str(p.relative_to(installed)) for p in installed.rglob("*.*h")}
     assert "kernels/norm.h" in headers
     assert not [name for name in headers if "detail" in name]
