@@ -1,10 +1,13 @@
 // The Python module: an entry for each op, called by src/torchkiln/ops.
 
+#include <pybind11/stl.h>
+
 #include <string>
 #include <type_traits>
 
 #include "torchkiln/core/activations.h"
 #include "torchkiln/torch/bind.h"
+#include "torchkiln/torch/c_function.h"
 #include "torchkiln/torch/ops.h"
 #include "trace.h"
 #include "watch.h"
@@ -160,4 +163,5 @@ PYBIND11_MODULE(_C, module) {
                       "spmm");
   bind_trace(module);
   bind_watch(module);
+  module.def("ops_with_c_function", &torchkiln::ops_with_c_function);
 }

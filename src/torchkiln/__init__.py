@@ -30,6 +30,7 @@ from torchkiln.ops.activation import (  # noqa: E402
     tanh,
     tanh_,
 )
+from torchkiln.ops.aoti import aoti_options  # noqa: E402
 from torchkiln.ops.batch_norm import bn_act  # noqa: E402
 from torchkiln.ops.bias_act import bias_act, scale_bias_relu  # noqa: E402
 from torchkiln.ops.convolution import conv_bn_act  # noqa: E402
@@ -78,6 +79,7 @@ __all__ = [
     "add_rms_norm",
     "add_rms_norm_",
     "addcmul",
+    "aoti_options",
     "bias_act",
     "bias_dropout_add",
     "bn_act",

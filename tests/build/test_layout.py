@@ -16,7 +16,7 @@ SOURCES = {".h", ".cuh", ".cu", ".cpp"}
 SHARED = {
     "cuda/ops": set(),
     "cpp/cpu": {"CMakeLists", "isa", "libstdcxx_compat", "detail"},
-    "cpp/ops": {"cuda_bridge", "cuda_loader", "detail"},
+    "cpp/ops": {"c_functions", "cuda_bridge", "cuda_loader", "detail"},
     "src/torchkiln/ops": {
         "__init__",
         "_conv_routes",
@@ -25,6 +25,7 @@ SHARED = {
         "_on_import",
         "_sharding",
         "_traced",
+        "aoti",
         "convolution",
         "eager",
         "names",

@@ -1,4 +1,7 @@
-"""Writes the package that with_exported runs: python export_model.py FILE.pt2."""
+"""Writes the package that with_exported runs: python export_model.py FILE.pt2.
+
+The package calls the C functions of the operators.
+"""
 
 from __future__ import annotations
 
@@ -67,4 +70,6 @@ with torch.no_grad():
         ),
         dynamic_shapes=({0: rows}, None, None, None, {0: rows}, None, None, None),
     )
-    torch._inductor.aoti_compile_and_package(program, package_path=sys.argv[1])
+    torch._inductor.aoti_compile_and_package(
+        program, package_path=sys.argv[1], inductor_configs=torchkiln.aoti_options()
+    )

@@ -1,9 +1,11 @@
-// torchkiln::torchkiln: the operators on tensors, gradients included.
+// torchkiln::torchkiln: the operators on tensors, gradients included, and their C functions.
 
 #include <torch/torch.h>
 
 #include <cstdio>
+#include <string>
 
+#include "torchkiln/torch/c_function.h"
 #include "torchkiln/torch/ops.h"
 
 namespace {
@@ -12,6 +14,29 @@ bool close(const char* what, const at::Tensor& found, const at::Tensor& expected
   const bool same = at::allclose(found, expected, 1e-6, 1e-6);
   if (!same) std::fprintf(stderr, "with_torch: %s differs\n", what);
   return same;
+}
+
+at::Tensor relu_in_c(at::Tensor& x) {
+  using Function = AOTITorchError (*)(AtenTensorHandle, AtenTensorHandle*);
+  const auto relu =
+      reinterpret_cast<Function>(torchkiln_c_function("torchkiln::relu(Tensor x) -> Tensor"));
+  AtenTensorHandle out = nullptr;
+  relu(reinterpret_cast<AtenTensorHandle>(&x), &out);
+  at::Tensor* result = reinterpret_cast<at::Tensor*>(out);
+  const at::Tensor copy = *result;
+  delete result;
+  return copy;
+}
+
+/// Whether no C function is found for the schema, with an error that begins with these words.
+bool refuses(const char* schema, const std::string& words) {
+  try {
+    torchkiln_c_function(schema);
+  } catch (const c10::Error& error) {
+    if (std::string(error.what_without_backtrace()).rfind(words, 0) == 0) return true;
+    std::fprintf(stderr, "with_torch: %s\n", error.what_without_backtrace());
+  }
+  return false;
 }
 
 }  // namespace
@@ -27,10 +52,18 @@ int main() {
   const auto grads = torch::autograd::grad({out}, {x, bias}, {grad});
   const auto expected_grads = torch::autograd::grad({expected}, {x, bias}, {grad});
 
+  at::Tensor plain = torch::randn({17, 33});
+
   const bool right = close("output", out, expected) &&
                      close("gradient of x", grads[0], expected_grads[0]) &&
                      close("gradient of bias", grads[1], expected_grads[1]) &&
-                     close("sum", torchkiln::add(x, bias), x + bias);
+                     close("sum", torchkiln::add(x, bias), x + bias) &&
+                     close("relu in C", relu_in_c(plain), torch::relu(plain)) &&
+                     refuses("torchkiln::nothing() -> ()", "torchkiln: found no op") &&
+                     refuses("torchkiln::relu(Tensor x, int n) -> Tensor",
+                             "torchkiln: this model was compiled for\n  torchkiln::relu(Tensor x, "
+                             "int n) -> Tensor\nbut the op that is loaded is\n  torchkiln::relu("
+                             "Tensor x) -> Tensor\n");
   if (right) std::printf("with_torch: torch %s, output and gradients right\n", TORCH_VERSION);
   return right ? 0 : 1;
 }

@@ -21,6 +21,7 @@ OTHER_FUNCTIONS = {
     "add_layer_norm_",
     "add_rms_norm_",
     "addcmul",
+    "aoti_options",
     "build_info",
     "explain",
     "conv_bn_act",

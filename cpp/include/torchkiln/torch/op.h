@@ -51,6 +51,7 @@
 #include <vector>
 
 #include "torchkiln/torch/autograd.h"
+#include "torchkiln/torch/c_function.h"
 #include "torchkiln/torch/checks.h"
 #include "torchkiln/torch/note.h"
 
@@ -178,14 +179,18 @@ const char* name_of_op() {
   return name.c_str();
 }
 
+/// The name of an op with its namespace.
+template <class Op>
+std::string full_name_of_op() {
+  const std::string_view schema = Op::kSchema;
+  return std::string(schema.substr(0, schema.find('(')));
+}
+
 /// Calls an op through the dispatcher.
 template <class Op, class... Args>
 decltype(auto) call(Args&&... args) {
-  static const auto handle = [] {
-    const std::string_view schema = Op::kSchema;
-    using Schema = typename detail::Signature<std::decay_t<decltype(Op::kernel)>>::Schema;
-    return find_op<Schema>(std::string(schema.substr(0, schema.find('('))).c_str());
-  }();
+  using Schema = typename detail::Signature<std::decay_t<decltype(Op::kernel)>>::Schema;
+  static const auto handle = find_op<Schema>(full_name_of_op<Op>().c_str());
   return handle.call(detail::write(std::forward<Args>(args))...);
 }
 
@@ -478,6 +483,20 @@ struct Entry<Op, function, R (*)(Args...)> {
     return changed;
   }
 
+  static constexpr bool kHasCFunction = OutC<R>::kKnown && (kIsInC<SchemaType<Args>> && ...);
+
+  /// The function that C calls, below autograd.
+  static R in_c(SchemaType<Args>... args) {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    if (is_plain(keys_of(args...))) return call(args...);
+    return torchkiln::call<Op>(detail::read<Args>(name_in_errors<Op>(), args)...);
+  }
+
+  static void* c_function() {
+    using C = typename CFunction<R, SchemaType<Args>...>::template With<in_c>;
+    return reinterpret_cast<void*>(C::function);
+  }
+
   /// The function for the keys AutocastCPU and AutocastCUDA.
   template <at::DeviceType device>
   static R autocast(SchemaType<Args>... args) {
@@ -501,6 +520,8 @@ void define(torch::Library& m) {
   };
   using Kernel = detail::Entry<Op, Op::kernel>;
   implement(Key::CompositeExplicitAutograd, TORCH_FN(Kernel::call));
+  if constexpr (Kernel::kHasCFunction)
+    add_c_function(full_name_of_op<Op>().c_str(), Kernel::c_function());
   using Meta = detail::Entry<Op, Op::meta>;
   implement(Key::Meta, TORCH_FN(Meta::call));
   if constexpr (detail::kHasRecorded<Op> || detail::kHasBackward<Op>)

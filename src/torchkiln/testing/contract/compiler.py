@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from torchkiln.ops.aoti import aoti_options
 from torchkiln.testing.check import UnavailableError, check
 from torchkiln.testing.compare import Where, outputs, require, require_gradients, require_values
 from torchkiln.testing.contract.gradients import incoming
@@ -212,7 +213,7 @@ def aot_inductor_works(device: str) -> bool:
 
 @check(slow=True)
 def aot_inductor(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """An AOTInductor package, built and loaded, gives the values at two sizes."""
+    """An AOTInductor package that calls the C function gives the values at two sizes."""
     require_compiler(device)
     if not aot_inductor_works(device.type):
         raise UnavailableError(f"AOTInductor on {device.type} fails with torch.relu alone here")
@@ -220,7 +221,11 @@ def aot_inductor(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None
     where = Where(spec, "aot_inductor", sample)
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         path = str(Path(folder) / "op.pt2")
-        torch._inductor.aoti_compile_and_package(exported(spec, sample), package_path=path)
+        torch._inductor.aoti_compile_and_package(
+            exported(spec, sample),
+            package_path=path,
+            inductor_configs=aoti_options(),
+        )
         package = torch._inductor.aoti_load_package(path)
         for call in (sample, spec.grown(sample)):
             require_values(call_exported(package, call), call, where)
