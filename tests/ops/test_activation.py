@@ -93,7 +93,7 @@ def test_gelu_from_5_to_13(device: torch.device, dtype: torch.dtype) -> None:
 
 def test_gelu_on_the_cpu_in_units_in_the_last_place() -> None:
     """5 units, and 2 x^2 more below 0, where the exponent -x^2 / 2 is rounded."""
-    x = torch.linspace(-13.2, 8, 2**20 + 7)
+    x = torch.cat([torch.linspace(-13.2, 8, 2**20 + 7), torch.linspace(-0.1, 0.1, 2**18)])
     exact = FORMULAS["gelu"].exact(x.double())
     rounded = exact.float()
     unit = (torch.nextafter(rounded, torch.tensor(math.inf)) - rounded).double()

@@ -51,36 +51,36 @@ struct Cursor {
   }
 };
 
-template <class Functor, class C, int Inputs, size_t... K>
-void apply(const Functor& functor, C* const (&out)[1], const C* const (&in)[Inputs], int64_t count,
+template <class Functor, class C, class T, int Inputs, size_t... K>
+void apply(const Functor& functor, C* const (&out)[1], const T* const (&in)[Inputs], int64_t count,
            std::index_sequence<K...>) {
   C* const to = out[0];
 #pragma GCC ivdep
-  for (int64_t i = 0; i < count; ++i) to[i] = functor(in[K][i]...);
+  for (int64_t i = 0; i < count; ++i) to[i] = functor(widen(in[K][i])...);
 }
 
-template <class Functor, class C, int Inputs, size_t... K>
-void apply(const Functor& functor, C* const (&out)[2], const C* const (&in)[Inputs], int64_t count,
+template <class Functor, class C, class T, int Inputs, size_t... K>
+void apply(const Functor& functor, C* const (&out)[2], const T* const (&in)[Inputs], int64_t count,
            std::index_sequence<K...>) {
   C* const first = out[0];
   C* const second = out[1];
 #pragma GCC ivdep
   for (int64_t i = 0; i < count; ++i) {
-    const Pair<C> both = functor(in[K][i]...);
+    const Pair<C> both = functor(widen(in[K][i])...);
     first[i] = both.first;
     second[i] = both.second;
   }
 }
 
-template <class Functor, class C, int Inputs, size_t... K>
-void apply(const Functor& functor, C* const (&out)[3], const C* const (&in)[Inputs], int64_t count,
+template <class Functor, class C, class T, int Inputs, size_t... K>
+void apply(const Functor& functor, C* const (&out)[3], const T* const (&in)[Inputs], int64_t count,
            std::index_sequence<K...>) {
   C* const first = out[0];
   C* const second = out[1];
   C* const third = out[2];
 #pragma GCC ivdep
   for (int64_t i = 0; i < count; ++i) {
-    const Triple<C> all = functor(in[K][i]...);
+    const Triple<C> all = functor(widen(in[K][i])...);
     first[i] = all.first;
     second[i] = all.second;
     third[i] = all.third;
@@ -99,6 +99,16 @@ bool needs_buffers(const Elementwise<Inputs, Outputs>& arguments) {
   return found;
 }
 
+/// Whether all inputs are bfloat16 without gaps along dimension 0: the loop over them widens each
+/// element in a register. It does not round the results, which would take other vectors.
+template <class Out, int Inputs, int Outputs>
+bool widens_in_registers(const Elementwise<Inputs, Outputs>& arguments) {
+  bool found = std::is_same_v<Out, BFloat16> && arguments.layout.rank > 0;
+  for (int k = 0; k < Inputs; ++k)
+    found = found && arguments.in_dtype[k] == Dtype::bfloat16 && arguments.layout.stride[k][0] == 1;
+  return found;
+}
+
 template <class Out, class Functor, int Inputs, int Outputs>
 Status elementwise(const Functor& functor, const Elementwise<Inputs, Outputs>& arguments,
                    int64_t begin, int64_t end) {
@@ -107,15 +117,11 @@ Status elementwise(const Functor& functor, const Elementwise<Inputs, Outputs>& a
   Cursor<Inputs, Outputs> cursor(layout, begin);
   C buffers[Inputs][kRun];
   C results[Outputs][kRun];
+  const bool in_registers = widens_in_registers<Out>(arguments);
   const int64_t longest = needs_buffers<C>(arguments) ? kRun : end - begin;
   for (int64_t at = begin; at < end;) {
     const int64_t row_rest = layout.rank == 0 ? 1 : layout.size[0] - cursor.index[0];
     const int64_t count = std::min({end - at, row_rest, longest});
-    const C* in[Inputs];
-    for (int k = 0; k < Inputs; ++k) {
-      in[k] = read_run(buffers[k], arguments.in[k], cursor.offset[k], layout.stride[k][0], count,
-                       arguments.in_dtype[k]);
-    }
     C* to[Outputs];
     bool direct[Outputs] = {};
     for (int o = 0; o < Outputs; ++o) {
@@ -125,7 +131,23 @@ Status elementwise(const Functor& functor, const Elementwise<Inputs, Outputs>& a
         if (direct[o]) to[o] = static_cast<Out*>(arguments.out[o]) + cursor.out_offset[o];
       }
     }
-    apply(functor, to, in, count, std::make_index_sequence<Inputs>{});
+    constexpr auto kInputs = std::make_index_sequence<Inputs>{};
+    if constexpr (std::is_same_v<Out, BFloat16>) {
+      if (in_registers) {
+        const BFloat16* in[Inputs];
+        for (int k = 0; k < Inputs; ++k)
+          in[k] = static_cast<const BFloat16*>(arguments.in[k]) + cursor.offset[k];
+        apply(functor, to, in, count, kInputs);
+      }
+    }
+    if (!in_registers) {
+      const C* in[Inputs];
+      for (int k = 0; k < Inputs; ++k) {
+        in[k] = read_run(buffers[k], arguments.in[k], cursor.offset[k], layout.stride[k][0], count,
+                         arguments.in_dtype[k]);
+      }
+      apply(functor, to, in, count, kInputs);
+    }
     for (int o = 0; o < Outputs; ++o) {
       if (direct[o]) continue;
       Out* out = static_cast<Out*>(arguments.out[o]) + cursor.out_offset[o];

@@ -102,6 +102,12 @@ void widen_run(C* to, const T* from, int64_t stride, int64_t count) {
     int64_t i = 0;
 #ifdef __F16C__
     if constexpr (std::is_same_v<T, Half> && std::is_same_v<C, float>) {
+#ifdef __AVX512F__
+      for (; stride == 1 && i + 16 <= count; i += 16) {
+        const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i));
+        _mm512_storeu_ps(to + i, _mm512_maskz_cvtph_ps(0xffff, halves));
+      }
+#endif
       for (; stride == 1 && i + 8 <= count; i += 8) {
         _mm256_storeu_ps(
             to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
@@ -117,29 +123,28 @@ void widen_run(C* to, const T* from, int64_t stride, int64_t count) {
 }
 
 #if defined(__AVX2__) && !defined(__AVX512BW__)
-/// narrow_bfloat16() of eight elements, each in 32 bits.
+/// narrow_bfloat16() of eight elements that are not NaN, each in 32 bits.
 inline __m256i narrow_bfloat16(__m256 values) {
   const __m256i bits = _mm256_castps_si256(values);
-  const __m256i high = _mm256_srli_epi32(bits, 16);
-  const __m256i odd = _mm256_and_si256(high, _mm256_set1_epi32(1));
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
   const __m256i half = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
-  const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, half), 16);
-  const __m256i quiet_nan = _mm256_or_si256(high, _mm256_set1_epi32(0x40));
-  const __m256 is_nan = _mm256_cmp_ps(values, values, _CMP_UNORD_Q);
-  return _mm256_blendv_epi8(rounded, quiet_nan, _mm256_castps_si256(is_nan));
+  return _mm256_srli_epi32(_mm256_add_epi32(bits, half), 16);
 }
 #endif
 
 inline void narrow_run(BFloat16* to, const float* from, int64_t count) {
   int64_t i = 0;
 #if defined(__AVX2__) && !defined(__AVX512BW__)
-  // The compiler's own code takes half as long again, and with AVX-512 less than this.
+  // The compiler's own code takes twice as long, and with AVX-512 less than this.
   for (; i + 16 <= count; i += 16) {
-    const __m256i first = narrow_bfloat16(_mm256_loadu_ps(from + i));
-    const __m256i second = narrow_bfloat16(_mm256_loadu_ps(from + i + 8));
+    const __m256 first = _mm256_loadu_ps(from + i), second = _mm256_loadu_ps(from + i + 8);
+    if (_mm256_movemask_ps(_mm256_cmp_ps(first, second, _CMP_UNORD_Q)) != 0) {  // either is NaN
+      for (int64_t k = i; k < i + 16; ++k) to[k] = narrow_bfloat16(from[k]);
+      continue;
+    }
     // Packing works on halves of 128 bits, so the middle quarters are exchanged.
-    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(first, second), 0xd8);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), packed);
+    const __m256i packed = _mm256_packus_epi32(narrow_bfloat16(first), narrow_bfloat16(second));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), _mm256_permute4x64_epi64(packed, 0xd8));
   }
 #endif
   for (; i < count; ++i) to[i] = narrow_bfloat16(from[i]);
@@ -148,9 +153,15 @@ inline void narrow_run(BFloat16* to, const float* from, int64_t count) {
 inline void narrow_run(Half* to, const float* from, int64_t count) {
   int64_t i = 0;
 #ifdef __F16C__
+  constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+#ifdef __AVX512F__
+  for (; i + 16 <= count; i += 16) {
+    const __m256i halves = _mm512_maskz_cvtps_ph(0xffff, _mm512_loadu_ps(from + i), kNearest);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), halves);
+  }
+#endif
   for (; i + 8 <= count; i += 8) {
-    const __m128i halves =
-        _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const __m128i halves = _mm256_cvtps_ph(_mm256_loadu_ps(from + i), kNearest);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), halves);
   }
 #endif
