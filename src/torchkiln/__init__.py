@@ -13,6 +13,7 @@ __path__.append(_loader.module_folder(_package, _record))  # where _C is found
 import torch as _torch  # noqa: E402, F401  brings the libraries that _C is linked to
 
 from torchkiln import nn  # noqa: E402
+from torchkiln.aoti import aoti_options  # noqa: E402
 from torchkiln.ops import _flops, _on_import, _sharding  # noqa: E402
 from torchkiln.ops.activation import (  # noqa: E402
     gelu,
@@ -30,7 +31,6 @@ from torchkiln.ops.activation import (  # noqa: E402
     tanh,
     tanh_,
 )
-from torchkiln.ops.aoti import aoti_options  # noqa: E402
 from torchkiln.ops.batch_norm import bn_act  # noqa: E402
 from torchkiln.ops.bias_act import bias_act, scale_bias_relu  # noqa: E402
 from torchkiln.ops.convolution import conv_bn_act  # noqa: E402

@@ -25,7 +25,6 @@ SHARED = {
         "_on_import",
         "_sharding",
         "_traced",
-        "aoti",
         "convolution",
         "eager",
         "names",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from torchkiln.ops.aoti import aoti_options
+from torchkiln.aoti import aoti_options
 from torchkiln.testing.check import UnavailableError, check
 from torchkiln.testing.compare import Where, outputs, require, require_gradients, require_values
 from torchkiln.testing.contract.gradients import incoming
