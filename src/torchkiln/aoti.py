@@ -13,8 +13,9 @@ from torch._ops import OpOverload
 
 from torchkiln import _C
 
-NUMBERS = {"int": "int64_t", "bool": "int32_t", "float": "double", "str": "const char*"}
 HANDLE = "AtenTensorHandle"
+NUMBERS = {"int": "int64_t", "SymInt": "int64_t", "float": "double"}
+TYPES = {"Tensor": HANDLE, "str": "const char*", **NUMBERS}
 
 
 def aoti_options() -> dict[str, Any]:
@@ -77,11 +78,8 @@ def _parameters(kind: Any) -> list[str]:
         kind = kind.getElementType()
     if isinstance(kind, torch.ListType):
         return ["const int64_t* const*" if optional else "const int64_t*", "int64_t"]
-    if isinstance(kind, torch.TensorType):
-        single = HANDLE
-    else:
-        single = NUMBERS.get(str(kind), "int64_t" if str(kind) == "SymInt" else "int32_t")
-    return [f"const {single}*" if optional and single != "const char*" else single + "*" * optional]
+    single = TYPES.get(str(kind), "int32_t")  # bool and ScalarType
+    return [f"{single} const*" if optional else single]
 
 
 def _library() -> str:

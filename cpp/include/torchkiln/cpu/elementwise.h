@@ -99,8 +99,9 @@ bool needs_buffers(const Elementwise<Inputs, Outputs>& arguments) {
   return found;
 }
 
-/// Whether all inputs are bfloat16 without gaps along dimension 0: the loop over them widens each
-/// element in a register. It does not round the results, which would take other vectors.
+/// Whether all inputs are bfloat16 without gaps along dimension 0: the loop over them then widens
+/// each element in a register. Results are rounded in a loop of their own; in one loop with the
+/// computation silu took a quarter longer.
 template <class Out, int Inputs, int Outputs>
 bool widens_in_registers(const Elementwise<Inputs, Outputs>& arguments) {
   bool found = std::is_same_v<Out, BFloat16> && arguments.layout.rank > 0;
