@@ -7,15 +7,25 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from subprocess import run
 
+import pytest
+import torch
+
 START = """
 import sys
 from datetime import timedelta
 import torch
 import torch.distributed as dist
-rank, size, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-patience = timedelta(seconds=90)
-store = dist.FileStore(path, size)
-dist.init_process_group("gloo", rank=rank, world_size=size, store=store, timeout=patience)
+rank, size, path, device = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+if device == "cuda":
+    torch.cuda.set_device(rank)
+    torch.set_default_device(f"cuda:{rank}")
+dist.init_process_group(
+    "nccl" if device == "cuda" else "gloo",
+    rank=rank,
+    world_size=size,
+    store=dist.FileStore(path, size),
+    timeout=timedelta(seconds=90),
+)
 """
 
 END = """
@@ -24,16 +34,26 @@ dist.destroy_process_group()
 """
 
 
-def run_processes(script: str, size: int, folder: Path) -> None:
-    """Run a script in ``size`` processes of one group; it knows ``rank`` and ``size``."""
+def processes_on(device: torch.device, most: int) -> int:
+    """``most`` processes on the CPU, or as many as there are GPUs; skips on a single GPU."""
+    if device.type == "cpu":
+        return most
+    count = min(most, torch.cuda.device_count())
+    if count < 2:
+        pytest.skip("needs 2 GPUs")
+    return count
+
+
+def run_processes(script: str, device: torch.device, most: int, folder: Path) -> None:
+    """Run a script in up to ``most`` processes of one group.
+
+    It knows ``rank``, ``size`` and the name of the ``device``, on which its tensors are by default.
+    """
+    size = processes_on(device, most)
 
     def process(rank: int) -> tuple[int, str]:
-        words = [
-            sys.executable,
-            "-c",
-            START + script + "\ndist.barrier()\ndist.destroy_process_group()\n",
-        ]
-        words += [str(rank), str(size), str(folder / f"store{size}")]
+        words = [sys.executable, "-c", START + script + END]
+        words += [str(rank), str(size), str(folder / "store"), device.type]
         done = run(words, capture_output=True, text=True, timeout=240, check=False)
         return done.returncode, done.stderr
 

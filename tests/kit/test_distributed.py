@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from subprocess import run
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from processes import run_processes
 
 SCRIPT = """
-import sys
-from datetime import timedelta
-
-import torch
-import torch.distributed as dist
 import torchkiln
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -25,8 +19,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import (
     ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module,
 )
-
-rank, size, path, kind = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 
 
 class Block(nn.Module):
@@ -47,10 +39,7 @@ block = Block().double()
 x = torch.randn(4, 6, 16, dtype=torch.float64, requires_grad=True)
 alone(x).square().sum().backward()
 
-store = dist.FileStore(path, size)
-patience = timedelta(seconds=60)
-dist.init_process_group("gloo", rank=rank, world_size=size, store=store, timeout=patience)
-mesh = init_device_mesh("cpu", (size,))
+mesh = init_device_mesh(device, (size,))
 if kind == "tensor parallel":
     plan = {
         "norm": SequenceParallel(),
@@ -69,24 +58,15 @@ for one, other in zip(block.parameters(), alone.parameters(), strict=True):
     found = one.grad.full_tensor()
     found = found * size if kind == "FSDP2" else found  # which averages over the devices
     torch.testing.assert_close(found, other.grad)
-dist.destroy_process_group()
-print("equal")
 """
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
 @pytest.mark.parametrize("kind", ["tensor parallel", "FSDP2"])
-def test_gradients_of_two_processes_are_those_of_one(kind: str, tmp_path: Path) -> None:
-    from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415
-
-    def process(rank: int) -> tuple[str, str]:
-        words = [sys.executable, "-c", SCRIPT, str(rank), "2", str(tmp_path / "store"), kind]
-        done = run(words, capture_output=True, text=True, timeout=200, check=False)
-        return done.stdout, done.stderr
-
-    with ThreadPoolExecutor() as pool:
-        for out, error in pool.map(process, range(2)):
-            assert out == "equal\n", error
+def test_gradients_of_two_processes_are_those_of_one(
+    kind: str, device: torch.device, tmp_path: Path
+) -> None:
+    run_processes(f"kind = {kind!r}\n" + SCRIPT, device, 2, tmp_path)
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from processes import run_processes
 
@@ -35,7 +36,7 @@ class Block(nn.Module):
         return self.last(self.down(self.up(y)), total)
 
 
-mesh = init_device_mesh("cpu", (size,))
+mesh = init_device_mesh(device, (size,))
 for kind, local in (("AddRMSNorm", True), ("AddLayerNorm", False)):
     torch.manual_seed(0)
     alone = Block(kind).double()
@@ -84,8 +85,8 @@ import torchkiln
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-line = init_device_mesh("cpu", (size,))
-grid = init_device_mesh("cpu", (2, size // 2))
+line = init_device_mesh(device, (size,))
+grid = init_device_mesh(device, (2, size // 2))
 bias = torch.zeros(64, requires_grad=True)
 ones, zeros = torch.ones(8, 16, 64), torch.zeros(8, 16, 64)
 
@@ -157,9 +158,9 @@ assert module(ones[:, : 16 // size], zeros[:, : 16 // size]).shape == ones.shape
 """
 
 
-def test_styles_of_modules_with_several_inputs(tmp_path: Path) -> None:
-    run_processes(STYLES, 2, tmp_path)
+def test_styles_of_modules_with_several_inputs(device: torch.device, tmp_path: Path) -> None:
+    run_processes(STYLES, device, 2, tmp_path)
 
 
-def test_shards_draw_their_own_numbers(tmp_path: Path) -> None:
-    run_processes(DROPOUT, 4, tmp_path)
+def test_shards_draw_their_own_numbers(device: torch.device, tmp_path: Path) -> None:
+    run_processes(DROPOUT, device, 4, tmp_path)

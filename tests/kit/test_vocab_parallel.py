@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from processes import run_processes
 
@@ -103,7 +104,7 @@ mine = logits.chunk(size, -1)[rank]
 torch.testing.assert_close(vocab_parallel_cross_entropy(mine, target, classes=classes), expected)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-mesh = init_device_mesh("cpu", (size,))
+mesh = init_device_mesh(device, (size,))
 spread = distribute_tensor(logits, mesh, [Shard(1)]).requires_grad_()
 found = vocab_parallel_cross_entropy(spread, target)
 found.backward()
@@ -205,11 +206,11 @@ weight = torch.randn(8, 6)
 found = vocab_parallel_linear_cross_entropy(x, weight, torch.full((3,), -100))
 found.backward()
 assert found.isnan() and (x.grad == 0).all()
-with torch.autocast("cpu", dtype=torch.bfloat16):
+with torch.autocast(device, dtype=torch.bfloat16):
     found = vocab_parallel_linear_cross_entropy(x, weight, torch.arange(3))
 assert found.dtype == torch.float32
 """
 
 
-def test_the_losses_are_those_of_one_process(tmp_path: Path) -> None:
-    run_processes(LOGITS + LINEAR, 4, tmp_path)
+def test_the_losses_are_those_of_one_process(device: torch.device, tmp_path: Path) -> None:
+    run_processes(LOGITS + LINEAR, device, 4, tmp_path)
