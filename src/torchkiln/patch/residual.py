@@ -15,13 +15,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchkiln.nn.convolution import has_hooks
+from torchkiln.ops.dropout import dropout_add
 from torchkiln.ops.norm import add_layer_norm, add_rms_norm
+from torchkiln.patch.dropout import drops
 from torchkiln.patch.norm import Norm
 from torchkiln.patch.plan import Plan, plan_of
 from torchkiln.patch.torch_modules import TorchModule
 
 ADD_NORM = "_kiln_add_norm"
-"""The helper in rewritten source: ``(norm(a + b), a + b)``."""
+"""The helper in rewritten source: ``(norm(a + b), a + b)``, with a dropout of ``a`` or ``b``."""
 
 OP_OF = {"rms_norm": "add_rms_norm", "layer_norm": "add_layer_norm"}
 
@@ -41,8 +43,18 @@ def added(plan: Plan, norm: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return add_rms_norm(a, b, norm.normalized_shape, norm.weight, norm.eps)
 
 
-def add_norm(norm: Any, a: Any, b: Any) -> tuple[Any, Any]:
-    """``(norm(a + b), a + b)``, by one op where it takes the call."""
+def add_norm(norm: Any, a: Any, b: Any, *, left: Any = None, right: Any = None) -> tuple[Any, Any]:
+    """``(norm(a + b), a + b)``, by one op where it takes the call.
+
+    ``left`` is a dropout of ``a``, ``right`` one of ``b``. Where it drops elements, dropout and sum
+    are one op, and the norm another.
+    """
+    if right is not None:
+        a, b, left = b, a, right
+    if left is not None and drops(left, a, b):
+        total = dropout_add(a, b, left.p)
+        return norm(total), total
+    a = a if left is None else left(a)
     plan = plan_of(norm)
     if (
         isinstance(plan, (Norm, TorchModule))

@@ -1,4 +1,4 @@
-"""Forwards with sums before norms, activations behind layers, and losses, as one op each."""
+"""Forwards with dropouts, sums and norms, layers and activations, and losses, as single ops."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import nn
 
+from torchkiln.patch.dropout import is_dropout, rewrite_dropouts
 from torchkiln.patch.layer import LINEAR_ACT, act_to_be, compared, linear_act, rewrite_layers
 from torchkiln.patch.loss_calls import SCOPE, may_call, rewrite_losses
 from torchkiln.patch.plan import Match, Plan
@@ -39,6 +40,8 @@ class Rewritten(Plan):
     """The names of layers and of the activations behind them, and what those compute."""
     losses: int = 0
     """The number of calls of torch's cross-entropy; 0 also if they stay."""
+    dropouts: tuple[str, ...] = ()
+    """The names of dropouts before the sums."""
     function: Callable[..., Any] = field(init=False, repr=False, compare=False)
 
     @property
@@ -56,19 +59,21 @@ class Rewritten(Plan):
         if isinstance(function, str) or isinstance(node, str):
             raise ValueError(f"torchkiln.replace: {self.owner.__qualname__}: {node}")
         rewrite_sums(node, {name for name, _ in self.norms})
+        rewrite_dropouts(node, ADD_NORM, self.dropouts)
         rewrite_layers(node, {layer for layer, _, _ in self.layers}, {a for _, a, _ in self.layers})
         if self.losses:
             rewrite_losses(node, function)
-        helpers = {ADD_NORM: add_norm, LINEAR_ACT: linear_act, **SCOPE}
+        helpers: dict[str, Any] = {ADD_NORM: add_norm, LINEAR_ACT: linear_act, **SCOPE}
         made = compiled(function, node, **helpers)
         made = decorated(below_class_wrappers(self.owner), function, made)
         object.__setattr__(self, "function", made)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Rewritten, (self.owner, self.norms, self.layers, self.losses)
+        return Rewritten, (self.owner, self.norms, self.layers, self.losses, self.dropouts)
 
     def __str__(self) -> str:
-        calls = [f"{op} at {name}" for name, op in self.norms]
+        calls = [f"dropout_add at {name}" for name in self.dropouts]
+        calls += [f"{op} at {name}" for name, op in self.norms]
         calls += [f"linear({act}) at {layer}" for layer, _, act in self.layers]
         return ", ".join([*calls, *(["cross_entropy"] if self.losses else [])])
 
@@ -83,11 +88,13 @@ class Calls(NamedTuple):
     norms: list[str]
     layers: list[tuple[str, str]]
     losses: int = 0
+    dropouts: list[str] = []  # noqa: RUF012  a field
 
 
 def calls_of(
     cls: type[nn.Module],
     norms: Collection[str],
+    dropouts: Collection[str],
     layers: Collection[str],
     acts: Collection[str],
     *,
@@ -100,7 +107,9 @@ def calls_of(
     if shown is None:
         return Calls([], [])
     count = rewrite_losses(shown, inspect.unwrap(cls.forward)) if losses else 0
-    found = Calls(rewrite_sums(shown, norms), rewrite_layers(shown, layers, acts), count)
+    sums = rewrite_sums(shown, norms)
+    before = rewrite_dropouts(shown, ADD_NORM, dropouts)
+    found = Calls(sums, rewrite_layers(shown, layers, acts), count, before)
     return node if isinstance(node, str) and any(found) else found
 
 
@@ -130,7 +139,8 @@ class Rewrites:
         losses = "loss" in self.kinds and not self.exact and may_call(type(module))
         if not norms and not (layers and acts) and not losses:
             return None
-        found = calls_of(type(module), norms, layers, acts, losses=losses)
+        dropouts = self.dropouts(children)
+        found = calls_of(type(module), norms, dropouts, layers, acts, losses=losses)
         if isinstance(found, str):
             row.kind, row.why = "residual" if norms else "mlp" if layers else "loss", found
             return None
@@ -141,6 +151,7 @@ class Rewrites:
             tuple((name, str(op_of(norms[name][1].plan))) for name in found.norms),
             tuple((layer, act, acts[act]) for layer, act in found.layers),
             found.losses,
+            tuple(found.dropouts),
         )
         row.kind, row.now = plan.kind, str(plan)
         for name in found.norms:
@@ -155,6 +166,10 @@ class Rewrites:
             return {}
         found = {name: self.matches[m] for name, m in children.items() if m in self.matches}
         return {name: entry for name, entry in found.items() if op_of(entry[1].plan)}
+
+    def dropouts(self, children: dict[str, nn.Module]) -> list[str]:
+        """The dropouts of torch; the op draws other random numbers."""
+        return [] if self.exact else [name for name, m in children.items() if is_dropout(m)]
 
     def layers(self, children: dict[str, nn.Module]) -> dict[str, nn.Linear]:
         """The linear layers of torch."""
