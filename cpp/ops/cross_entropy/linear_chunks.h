@@ -55,7 +55,8 @@ void for_each_chunk(const LogitLayer& layer, const Body& body) {
 /// Memory for the logits of one chunk, which is used for each chunk in turn.
 class ChunkLogits {
  public:
-  explicit ChunkLogits(const LogitLayer& layer) : layer_(layer), classes_(layer.weight.size(0)) {
+  ChunkLogits(const char* op, const LogitLayer& layer)
+      : layer_(layer), classes_(layer.weight.size(0)) {
     const PaddedSizes sizes(layer.x, layer.weight);
     const int64_t stride = sizes.n;
     memory_ = at::empty({rows_per_chunk(layer), stride}, layer.x.options());
@@ -66,7 +67,7 @@ class ChunkLogits {
       return;
     }
     trace::note("copied: the weight, for products of ", stride, " classes, which take less time");
-    layer_.weight = padded(layer.weight, stride, layer.weight.size(1));
+    layer_.weight = padded(op, layer.weight, stride, layer.weight.size(1));
     if (layer.bias) layer_.bias = at::constant_pad_nd(*layer.bias, {0, stride - classes_});
   }
 

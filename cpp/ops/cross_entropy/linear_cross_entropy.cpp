@@ -138,7 +138,7 @@ Five forward(const Call& call, Wanted wanted) {
   const Tensor losses = at::empty({rows}, state.options()), one = at::ones({}, state.options());
   LossCall sum = flat.loss;
   sum.reduction = LossReduction::sum;
-  ChunkLogits logits(flat.layer);
+  ChunkLogits logits(kName, flat.layer);
   const LayerGradients sums = gradients.for_layer(logits.layer());
   for_each_chunk(flat.layer, [&](const Rows& chunk) {
     const RowState kept = row_state(state, rows, sum.reduction, chunk.begin);
@@ -189,7 +189,7 @@ Three backward(const Call& call, const Tensor& grad, const Tensor& state, Wanted
   const Call flat = in_rows(call);
   const LayerGradients gradients = in_rows(outputs, wanted);
   const Tensor grads = grad.reshape({-1});
-  ChunkLogits logits(flat.layer);
+  ChunkLogits logits(kName, flat.layer);
   const LayerGradients sums = gradients.for_layer(logits.layer());
   for_each_chunk(flat.layer, [&](const Rows& chunk) {
     logits.compute(chunk);

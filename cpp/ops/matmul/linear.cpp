@@ -71,12 +71,13 @@ void run_preactivation(const Tensor& x, const Tensor& weight, const MaybeTensor&
   const Tensor wide = is_exact ? to : at::empty({sizes.m, sizes.n}, to.options());
   const MaybeTensor shift =
       adds ? MaybeTensor(at::constant_pad_nd(*bias, {0, sizes.n - bias->size(0)})) : std::nullopt;
-  run_product(padded(x, sizes.m, sizes.k), padded(weight, sizes.n, sizes.k), shift, scale, wide);
+  run_product(padded(kName, x, sizes.m, sizes.k), padded(kName, weight, sizes.n, sizes.k), shift,
+              scale, wide);
   const Tensor own = wide.narrow(0, 0, to.size(0)).narrow(1, 0, to.size(1));
   if (bias && !adds) {
     to.copy_(bias_act(own, *bias, 1.0, "none"));
   } else if (!is_exact) {
-    to.copy_(own);
+    copy_rows(kName, own, to);
   }
 }
 

@@ -37,6 +37,17 @@ struct Matmul {
   int64_t k;
 };
 
+/// A copy of rows of 16-bit elements, which may have any alignment.
+struct CopyRows {
+  const void* from;     // [rows, columns]
+  void* to;             // [rows, to_columns]; columns behind those of `from` become 0
+  int64_t from_stride;  // between rows, in elements
+  int64_t to_stride;
+  int64_t rows;
+  int64_t columns;
+  int64_t to_columns;  // at least `columns`
+};
+
 /// The implementations.
 enum class MatmulKernel : int32_t {
   sm90,         // warpgroup products and bulk copies, compute capability 9.0
@@ -59,6 +70,9 @@ TORCHKILN_EXPORT MatmulKernel choose(const Matmul& arguments, bool has_library);
 /// Runs on the current device, queued on `stream`, with a kernel that choose() returned. k is not
 /// split over blocks, so results are bitwise reproducible.
 TORCHKILN_EXPORT Status matmul(const Matmul& arguments, MatmulKernel kernel, CUstream_st* stream);
+
+/// Runs on the current device, queued on `stream`.
+TORCHKILN_EXPORT Status copy_rows(const CopyRows& arguments, CUstream_st* stream);
 
 }  // namespace cuda
 }  // namespace torchkiln
