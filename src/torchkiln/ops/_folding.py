@@ -142,12 +142,7 @@ def why_not_now(owner: object, x: Tensor, parts: Parts, residual: Tensor | None)
     if _C.needs_gradient((x, residual, *parts)):
         forget(owner)
         return "gradients are needed"
-    if (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
-        or torch._C._get_tracing_state() is not None
-    ):
+    if is_transformed():
         return "torch transforms or records the call"
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         return "a CUDA graph is being captured, which must read the parameters"
@@ -185,3 +180,13 @@ def stream_of(tensor: Tensor) -> int | None:
         return None
     stream: int = torch._C._cuda_getCurrentRawStream(tensor.device.index)
     return stream
+
+
+def is_transformed() -> bool:
+    """Whether torch transforms or records the calls, as by vmap, dual tensors and tracing."""
+    return bool(
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+    )

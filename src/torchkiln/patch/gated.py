@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torchkiln.ops.gated import geglu, swiglu
 from torchkiln.patch.plan import Match, Plan
 from torchkiln.patch.probe import cast, first_dtype, is_close, numbers, run, shallow_copy
+from torchkiln.patch.shared import shared
 
 OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "swiglu": swiglu,
@@ -52,12 +53,11 @@ class Gated(Plan):
 
     def forward(self, module: Any, x: Tensor) -> Tensor:
         """The calls of the submodules, with the op between them."""
-        gate: Tensor = module.get_submodule(self.gate)(x)
-        if self.up is None:
-            halves = gate.chunk(2, -1)
-            gate, up = halves[::-1] if self.swapped else halves
-        else:
-            up = module.get_submodule(self.up)(x)
+        names = [self.gate] if self.up is None else [self.gate, self.up]
+        found = shared(x, *map(module.get_submodule, names))
+        gate, up = found if self.up is not None else found[0].chunk(2, -1)
+        if self.swapped:
+            gate, up = up, gate
         h = OPS[self.op](gate, up)
         for name in (*self.before, self.down, *self.after):
             h = module.get_submodule(name)(h)

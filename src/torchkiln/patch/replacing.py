@@ -76,8 +76,9 @@ class Replace:
 
         Replaced are norms, with a residual sum before them, activations of several kernels, also
         behind a linear layer, gated linear units between their projections, wide linear layers
-        with a bias or with sizes that are no multiples of 8, softmax, losses, also those that a
-        forward calls, and classes given to ``replace.register``.
+        with a bias, with sizes that are no multiples of 8, or with an input that others have too,
+        softmax, losses, also those that a forward calls, and classes given to
+        ``replace.register``.
 
         Args:
             model: any module; it may be on the meta device.
@@ -118,7 +119,7 @@ class Replace:
 
             measure(model, matches, example)
         plans = [(row, module, match.plan) for row, module, match in matches]
-        if {"residual", "mlp", "loss"} & set(kinds):
+        if {"residual", "linear", "mlp", "loss"} & set(kinds):
             plans += rewritten(model, Rewrites(matches, kinds, exact=exact), rows, skip)
         for row, module, plan in plans if dry_run else list(made(plans)):
             row.replaced = True

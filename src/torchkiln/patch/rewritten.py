@@ -17,6 +17,7 @@ from torchkiln.patch.plan import Match, Plan
 from torchkiln.patch.probe import cast
 from torchkiln.patch.report import Row
 from torchkiln.patch.residual import ADD_NORM, add_norm, added, op_of, rewrite_sums
+from torchkiln.patch.shared import SHARED, is_sharable, rewrite_shared, shared
 from torchkiln.patch.source import (
     below_class_wrappers,
     compiled,
@@ -42,12 +43,15 @@ class Rewritten(Plan):
     """The number of calls of torch's cross-entropy; 0 also if they stay."""
     dropouts: tuple[str, ...] = ()
     """The names of dropouts before the sums."""
+    shared: tuple[str, ...] = ()
+    """The names of layers that have their input in common with others."""
     function: Callable[..., Any] = field(init=False, repr=False, compare=False)
 
     @property
     def kind(self) -> str:  # type: ignore[override]
         """Of the first rewritten call."""
-        return "residual" if self.norms else "mlp" if self.layers else "loss"
+        kinds = {"residual": self.norms, "mlp": self.layers, "loss": self.losses}
+        return next((kind for kind, calls in kinds.items() if calls), "linear")
 
     def class_name(self, original: type[nn.Module]) -> str:
         """A whole model keeps its name, which libraries save with it."""
@@ -61,20 +65,25 @@ class Rewritten(Plan):
         rewrite_sums(node, {name for name, _ in self.norms})
         rewrite_dropouts(node, ADD_NORM, self.dropouts)
         rewrite_layers(node, {layer for layer, _, _ in self.layers}, {a for _, a, _ in self.layers})
+        rewrite_shared(node, self.shared)
         if self.losses:
             rewrite_losses(node, function)
-        helpers: dict[str, Any] = {ADD_NORM: add_norm, LINEAR_ACT: linear_act, **SCOPE}
+        helpers: dict[str, Any] = {ADD_NORM: add_norm, LINEAR_ACT: linear_act, SHARED: shared}
+        helpers |= SCOPE
         made = compiled(function, node, **helpers)
         made = decorated(below_class_wrappers(self.owner), function, made)
         object.__setattr__(self, "function", made)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Rewritten, (self.owner, self.norms, self.layers, self.losses, self.dropouts)
+        calls = (self.norms, self.layers, self.losses, self.dropouts, self.shared)
+        return Rewritten, (self.owner, *calls)
 
     def __str__(self) -> str:
         calls = [f"dropout_add at {name}" for name in self.dropouts]
         calls += [f"{op} at {name}" for name, op in self.norms]
         calls += [f"linear({act}) at {layer}" for layer, _, act in self.layers]
+        if self.shared:
+            calls.append(f"one sum of gradients for {', '.join(self.shared)}")
         return ", ".join([*calls, *(["cross_entropy"] if self.losses else [])])
 
     def forward(self, module: Any, *args: Any, **options: Any) -> Any:
@@ -89,17 +98,27 @@ class Calls(NamedTuple):
     layers: list[tuple[str, str]]
     losses: int = 0
     dropouts: list[str] = []  # noqa: RUF012  a field
+    shared: list[str] = []  # noqa: RUF012
 
 
-def calls_of(
-    cls: type[nn.Module],
-    norms: Collection[str],
-    dropouts: Collection[str],
-    layers: Collection[str],
-    acts: Collection[str],
-    *,
-    losses: bool,
-) -> Calls | str:
+class Names(NamedTuple):
+    """The submodules whose calls could be part of one op."""
+
+    norms: Collection[str]
+    dropouts: Collection[str]
+    layers: Collection[str]
+    acts: Collection[str]
+    wide: Collection[str]
+
+    @property
+    def kinds(self) -> list[str]:
+        """Those of the replacements that have enough modules."""
+        pairs = self.layers and self.acts
+        found = {"residual": self.norms, "mlp": pairs, "linear": len(self.wide) > 1}
+        return [kind for kind, has in found.items() if has]
+
+
+def calls_of(cls: type[nn.Module], names: Names, *, losses: bool) -> Calls | str:
     """The calls in the source of a forward, or why they stay as they are."""
     function = forward_of(cls)
     node = function if isinstance(function, str) else definition(function)
@@ -107,9 +126,10 @@ def calls_of(
     if shown is None:
         return Calls([], [])
     count = rewrite_losses(shown, inspect.unwrap(cls.forward)) if losses else 0
-    sums = rewrite_sums(shown, norms)
-    before = rewrite_dropouts(shown, ADD_NORM, dropouts)
-    found = Calls(sums, rewrite_layers(shown, layers, acts), count, before)
+    sums = rewrite_sums(shown, names.norms)
+    dropouts = rewrite_dropouts(shown, ADD_NORM, names.dropouts)
+    layers = rewrite_layers(shown, names.layers, names.acts)
+    found = Calls(sums, layers, count, dropouts, rewrite_shared(shown, names.wide))
     return node if isinstance(node, str) and any(found) else found
 
 
@@ -137,12 +157,12 @@ class Rewrites:
         }
         norms, layers, acts = self.norms(children), self.layers(children), self.acts(children)
         losses = "loss" in self.kinds and not self.exact and may_call(type(module))
-        if not norms and not (layers and acts) and not losses:
+        names = Names(norms, self.dropouts(children), layers, acts, self.wide(children))
+        if not names.kinds and not losses:
             return None
-        dropouts = self.dropouts(children)
-        found = calls_of(type(module), norms, dropouts, layers, acts, losses=losses)
+        found = calls_of(type(module), names, losses=losses)
         if isinstance(found, str):
-            row.kind, row.why = "residual" if norms else "mlp" if layers else "loss", found
+            row.kind, row.why = [*names.kinds, "loss"][0], found
             return None
         if not any(found):
             return None
@@ -152,6 +172,7 @@ class Rewrites:
             tuple((layer, act, acts[act]) for layer, act in found.layers),
             found.losses,
             tuple(found.dropouts),
+            tuple(found.shared),
         )
         row.kind, row.now = plan.kind, str(plan)
         for name in found.norms:
@@ -175,6 +196,12 @@ class Rewrites:
         """The linear layers of torch."""
         plain = "mlp" in self.kinds and not self.exact
         return {name: m for name, m in children.items() if plain and type(m) is nn.Linear}
+
+    def wide(self, children: dict[str, nn.Module]) -> list[str]:
+        """The linear layers whose gradients for a common input take long to add."""
+        names = [name for name, child in children.items() if type(child) is nn.Linear]
+        is_wanted = "linear" in self.kinds and not self.exact
+        return [name for name in names if is_wanted and is_sharable(children[name])]
 
     def acts(self, children: dict[str, nn.Module]) -> dict[str, str]:
         """The activations."""

@@ -1,0 +1,205 @@
+"""``torchkiln.replace``: linear layers of one input."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+import torchkiln
+from torchkiln.patch import shared
+
+SIZE = 512
+NOW = "one sum of gradients for q, k, v"
+
+
+class Layer(nn.Module):
+    """Three layers and a fourth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE, bias=False)
+        self.v, self.out = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+
+
+class Attention(Layer):
+    """Query, key and value, as in Hugging Face's models."""
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        shape = (*x.shape[:-1], -1, 64)
+        q = self.q(x).view(shape) * scale
+        k = self.k(x).view(shape)
+        v = self.v(x).view(shape)
+        y: Tensor = self.out((q.sigmoid() * k.tanh() * v).flatten(-2))
+        return y
+
+
+class Inline(Layer):
+    """Several calls in one statement."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.out(self.q(x).sigmoid() * self.k(x) + self.v(x))
+        return y
+
+
+class Partial(Layer):
+    """An output without a gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        return q * k + v.detach()
+
+
+class Changed(Layer):
+    """The variable is another one at each call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.q(x)
+        x = self.k(x)
+        return self.v(x)
+
+
+class Read(Layer):
+    """Something else uses the variable in between, which may change it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x)
+        y = x.relu()
+        k = self.k(x)
+        return q + k + y
+
+
+class Branch(Layer):
+    """Calls that may not run."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x)
+        k = self.k(x) if x.dim() > 1 else q
+        if x.dim() > 5:
+            k = self.v(x)
+        return q + k
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of layers in calls of the function, for inputs of any size."""
+    found: list[int] = []
+    function: Any = shared.SharedInput.apply
+
+    def counted(x: Tensor, *parameters: Tensor | None) -> Any:
+        found.append(len(parameters) // 2)
+        return function(x, *parameters)
+
+    monkeypatch.setattr(shared.SharedInput, "apply", counted)
+    monkeypatch.setattr(shared, "LEAST_INPUT", 1)
+    return found
+
+
+def outcome(model: nn.Module, x: Tensor, *, twice: bool) -> list[Tensor]:
+    """The output and the gradients, also of second order if ``twice``."""
+    y = model(x)
+    leaves = [x, *(p for p in model.parameters() if p.requires_grad)]
+    first: Any = torch.autograd.grad(y.sin().sum(), leaves, create_graph=twice, allow_unused=True)
+    if twice:
+        total = torch.stack([g.square().sum() for g in first if g is not None]).sum()
+        first += torch.autograd.grad(total, leaves, allow_unused=True)
+    return [y, *(g for g in first if g is not None)]
+
+
+@pytest.mark.parametrize("make", [Attention, Inline, Partial])
+@pytest.mark.parametrize("frozen", [(), ("q.weight", "v.bias")])
+def test_gradients_are_those_of_single_layers(
+    make: type[Layer], frozen: tuple[str, ...], device: torch.device, calls: list[int]
+) -> None:
+    model = nn.Sequential(make()).to(device, torch.float64)
+    for name in frozen:
+        model[0].get_parameter(name).requires_grad_(False)
+    x = torch.randn(2, 3, SIZE, device=device, dtype=torch.float64, requires_grad=True)
+    right = [outcome(model, x, twice=twice) for twice in (True, False)]
+    report = torchkiln.replace(model)
+    assert report["0"].now == NOW
+    for same in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        calls.clear()
+        found = [outcome(same, x, twice=twice) for twice in (True, False)]
+        torch.testing.assert_close(found, right)
+        assert calls == [3, 3]
+    report.undo()
+    torch.testing.assert_close(outcome(model, x, twice=True), right[0], rtol=0, atol=0)
+
+
+def test_the_outputs_are_those_of_torch_bit_for_bit(device: torch.device, calls: list[int]) -> None:
+    model = nn.Sequential(Attention()).to(device, torch.bfloat16)
+    x = torch.randn(4, SIZE, device=device, dtype=torch.bfloat16, requires_grad=True)
+    expected = model(x)
+    torchkiln.replace(model, only=["linear"])
+    assert torch.equal(model(x), expected)
+    assert calls == [3]
+
+
+@pytest.mark.parametrize("make", [Changed, Read, Branch])
+def test_calls_that_stay(make: type[Layer]) -> None:
+    model = nn.Sequential(make())
+    assert "one sum" not in str(torchkiln.replace(model))
+
+
+@pytest.mark.parametrize("options", [{"exact": True}, {"only": ["norm"]}])
+def test_options_that_leave_them(options: dict[str, Any]) -> None:
+    assert "one sum" not in str(torchkiln.replace(nn.Sequential(Attention()), **options))
+
+
+class Low(nn.Linear):
+    """A layer with an adapter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+def hooked(layer: Any) -> None:
+    layer.k.register_forward_hook(lambda *args: args[-1] * 3)
+
+
+def adapted(layer: Any) -> None:
+    layer.k = Low(SIZE, SIZE)
+
+
+@pytest.mark.parametrize("change", [hooked, adapted])
+def test_changed_layers_are_called(change: Any, calls: list[int]) -> None:
+    model = nn.Sequential(Attention())
+    torchkiln.replace(model)
+    torch.manual_seed(1)
+    change(model[0])
+    twin = nn.Sequential(Attention())
+    torch.manual_seed(1)
+    change(twin[0])
+    twin.load_state_dict(model.state_dict())
+    x = torch.randn(2, SIZE, requires_grad=True)
+    torch.testing.assert_close(outcome(model, x, twice=False), outcome(twin, x, twice=False))
+    assert not calls
+
+
+def test_where_torchs_layers_run(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a gradient, under autocast, compiled, transformed, and for small inputs."""
+    model = nn.Sequential(Attention())
+    torchkiln.replace(model)
+    x = torch.randn(2, SIZE, requires_grad=True)
+    model(x.detach())
+    with torch.no_grad():
+        model(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(x)
+    torch.compile(model, backend="eager")(x)
+    torch.func.vmap(model)(x)
+    torch.func.grad(lambda x: model(x).sum())(x)
+    with forward_ad.dual_level():
+        assert forward_ad.unpack_dual(model(forward_ad.make_dual(x, x))).tangent is not None
+    assert not calls
+    model(x)
+    assert calls == [3]
+    monkeypatch.setattr(shared, "LEAST_INPUT", x.numel() + 1)
+    model(x)
+    assert calls == [3]
