@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, fx, nn
 
-from torchkiln.nn.convolution import conv_norm_act, norm_act
+from torchkiln.nn.convolution import conv_norm_act, is_batch_norm, norm_act
 from torchkiln.patch.chain import CallTracer, chain_of, norms, rewrite
 from torchkiln.patch.plan import Plan
 from torchkiln.patch.report import Row
@@ -135,3 +135,28 @@ def find(module: nn.Module, rows: dict[str, Row]) -> FusedForward | None:
             row.now, row.replaced, row.why = "", False, "its forward calls a local function"
         return None
     return FusedForward(code.src, tuple(place for place in places if place), count)
+
+
+def find_all(
+    model: nn.Module, refusal: Callable[[str, nn.Module], str]
+) -> tuple[list[Row], list[tuple[nn.Module, FusedForward]]]:
+    """A row for each batch norm, and the plans of the modules that call them.
+
+    ``refusal`` returns the reason to leave a batch norm of this name alone, or "".
+    """
+    all_rows: list[Row] = []
+    plans: list[tuple[nn.Module, FusedForward]] = []
+    for prefix, module in model.named_modules():
+        rows: dict[str, Row] = {}
+        for name, child in module.named_children():
+            if not is_batch_norm(child) or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+                continue
+            row = Row(f"{prefix}.{name}" if prefix else name, type(child).__name__, "batch_norm")
+            all_rows.append(row)
+            row.why = refusal(row.name, child)
+            if not row.why:
+                rows[name] = row
+        plan = find(module, rows) if rows else None
+        if plan is not None:
+            plans.append((module, plan))
+    return all_rows, plans

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from torchkiln.nn.convolution import is_batch_norm
 from torchkiln.patch import batch_norm
 from torchkiln.patch.replacing import Skip, is_skipped, swap
-from torchkiln.patch.report import Report, Row
+from torchkiln.patch.report import Report
 
 
 def fuse(model: nn.Module, *, skip: Skip = (), dry_run: bool = False) -> Report:
@@ -28,28 +27,18 @@ def fuse(model: nn.Module, *, skip: Skip = (), dry_run: bool = False) -> Report:
     the reason, if its forward depends on ``training`` or on values, or has optional arguments. A
     batch norm with hooks runs them, and is not fused; so does a convolution.
 
+    ``torchkiln.replace`` includes this for batch norms on a GPU.
+
     Args:
         model: any module.
         skip: patterns of names of batch norms to leave alone, or a function of name and module.
         dry_run: whether to return the report without a change.
     """
-    report = Report("torchkiln.fuse", [], dry_run=dry_run)
-    found = []
-    for prefix, module in model.named_modules():
-        rows: dict[str, Row] = {}
-        for name, child in module.named_children():
-            if not is_batch_norm(child) or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-                continue
-            row = Row(f"{prefix}.{name}" if prefix else name, type(child).__name__, "batch_norm")
-            report.rows.append(row)
-            if is_skipped(row.name, child, skip):
-                row.why = "skip"
-            else:
-                rows[name] = row
-        plan = batch_norm.find(module, rows) if rows else None
-        if plan is not None:
-            found.append((module, plan))
+    rows, plans = batch_norm.find_all(
+        model, lambda name, child: "skip" if is_skipped(name, child, skip) else ""
+    )
+    report = Report("torchkiln.fuse", rows, dry_run=dry_run)
     if not dry_run:
-        for module, plan in found:
+        for module, plan in plans:
             swap(report, module, plan)
     return report

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchkiln.patch import loss
+from torchkiln.patch import batch_norm, loss
 from torchkiln.patch.plan import Match, Plan, made_class
 from torchkiln.patch.probe import first_dtype
 from torchkiln.patch.registry import Registry
@@ -27,6 +28,7 @@ KINDS = (
     "mlp",
     "softmax",
     "loss",
+    "batch_norm",
     "registered",
 )
 
@@ -77,14 +79,15 @@ class Replace:
         Replaced are norms, with a residual sum before them, activations of several kernels, also
         behind a linear layer, gated linear units between their projections, wide linear layers
         with a bias, with sizes that are no multiples of 8, or with an input that others have too,
-        softmax, losses, also those that a forward calls, and classes given to
-        ``replace.register``.
+        softmax, losses, also those that a forward calls, batch norms with the convolution, the
+        residual sum and the activation around them, as by :func:`torchkiln.fuse`, and classes given
+        to ``replace.register``.
 
         Args:
             model: any module; it may be on the meta device.
             only: kinds to replace, of ``norm``, ``residual``, ``activation``, ``glu``, ``linear``,
-                ``mlp``, ``softmax``, ``loss`` and ``registered``; all by default. A residual sum is
-                replaced if the norm behind it is.
+                ``mlp``, ``softmax``, ``loss``, ``batch_norm`` and ``registered``; all by default,
+                but batch norms on a CPU. A residual sum is replaced if the norm behind it is.
             skip: patterns of names to leave alone, or a function of name and module.
             exact: whether to replace only what is bitwise equal in the module's dtype.
             dry_run: whether to return the report without a change.
@@ -93,26 +96,12 @@ class Replace:
                 the times of both forwards.
         """
         kinds = checked_kinds(only)
-        search = Search(self.registry, exact=exact)
         rows: list[Row] = []
-        matches: list[tuple[Row, nn.Module, Match]] = []
-        default = first_dtype(model.parameters()) or torch.float32
-        parts: set[nn.Module] = set()
-        for name, module in model.named_modules():
-            row = Row(name, type(module).__name__)
-            if is_skipped(name, module, skip):
-                row.why = "skip"
-            elif module in parts:
-                row.why = "the new forward of its parent has its formula"
-            else:
-                found = search.find(module, default, row, kinds)
-                if found is not None:
-                    matches.append((row, module, found))
-                    if found.plan.kind == "glu":
-                        parts.update(leaves_without_parameters(module))
-                elif not row.why:
-                    continue
-            rows.append(row)
+        fused: list[tuple[nn.Module, batch_norm.FusedForward]] = []
+        if "batch_norm" in kinds and not exact:
+            refusal = functools.partial(why_torchs_batch_norm, skip, asked=only is not None)
+            rows, fused = batch_norm.find_all(model, refusal)
+        matches = matched(model, Search(self.registry, exact=exact), rows, skip, kinds)
         report = Report("torchkiln.replace", rows, dry_run=dry_run)
         if example is not None:
             from torchkiln.patch.measure import measure  # noqa: PLC0415  imports the benchmark
@@ -120,25 +109,69 @@ class Replace:
             measure(model, matches, example)
         plans = [(row, module, match.plan) for row, module, match in matches]
         if {"residual", "linear", "mlp", "loss"} & set(kinds):
-            plans += rewritten(model, Rewrites(matches, kinds, exact=exact), rows, skip)
+            taken = {module for module, _ in fused}
+            plans += rewritten(model, Rewrites(matches, kinds, exact=exact), rows, skip, taken)
+        order = {name: index for index, (name, _) in enumerate(model.named_modules())}
+        rows.sort(key=lambda row: order[row.name])
         for row, module, plan in plans if dry_run else list(made(plans)):
             row.replaced = True
             if not dry_run:
                 swap(report, module, plan)
+        for module, plan in [] if dry_run else fused:
+            swap(report, module, plan)
         if "loss" in kinds:
             replace_loss(report, model)
         return report
 
 
+def matched(
+    model: nn.Module, search: Search, rows: list[Row], skip: Skip, kinds: tuple[str, ...]
+) -> list[tuple[Row, nn.Module, Match]]:
+    """The modules with a formula of ours. Adds the rows of modules that have none yet."""
+    matches: list[tuple[Row, nn.Module, Match]] = []
+    default = first_dtype(model.parameters()) or torch.float32
+    parts: set[nn.Module] = set()
+    known = {row.name for row in rows}
+    for name, module in model.named_modules():
+        row = Row(name, type(module).__name__)
+        if name in known:
+            continue
+        if is_skipped(name, module, skip):
+            row.why = "skip"
+        elif module in parts:
+            row.why = "the new forward of its parent has its formula"
+        else:
+            found = search.find(module, default, row, kinds)
+            if found is not None:
+                matches.append((row, module, found))
+                if found.plan.kind == "glu":
+                    parts.update(leaves_without_parameters(module))
+            elif not row.why:
+                continue
+        rows.append(row)
+    return matches
+
+
+def why_torchs_batch_norm(skip: Skip, name: str, module: nn.Module, *, asked: bool) -> str:
+    """The reason to leave a batch norm alone, if any."""
+    if is_skipped(name, module, skip):
+        return "skip"
+    tensors = [*module.parameters(), *module.buffers()]
+    if not asked and any(tensor.device.type == "cpu" for tensor in tensors):
+        return "on a CPU torch is often as fast; torchkiln.fuse replaces it"
+    return ""
+
+
 def rewritten(
-    model: nn.Module, rewrites: Rewrites, rows: list[Row], skip: Skip
+    model: nn.Module, rewrites: Rewrites, rows: list[Row], skip: Skip, taken: Collection[nn.Module]
 ) -> list[tuple[Row, nn.Module, Plan]]:
-    """The plans of modules with a rewritten forward; their rows are put among the others."""
+    """The plans of modules with a rewritten forward; ``taken`` have another one. Adds the rows."""
     found: list[tuple[Row, nn.Module, Plan]] = []
     known = {row.name: row for row in rows}
-    order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     for name, module in model.named_modules():
         if is_skipped(name, module, skip) or replaced_before(module) or known_kind(known, name):
+            continue
+        if module in taken:
             continue
         row = Row(name, type(module).__name__)
         plan = rewrites.find(module, row)
@@ -146,7 +179,6 @@ def rewritten(
             found.append((row, module, plan))
         if row.kind:
             rows[:] = [other for other in rows if other.name != name] + [row]
-    rows.sort(key=lambda row: order[row.name])
     return found
 
 

@@ -161,6 +161,7 @@ def strides(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
 def available_memory(device: torch.device) -> int:
     """Bytes that can be allocated now."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # memory of earlier checks
         return torch.cuda.mem_get_info(device)[0]
     lines = Path("/proc/meminfo").read_text().splitlines()
     table = dict(line.split(":") for line in lines)

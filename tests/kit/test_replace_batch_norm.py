@@ -1,0 +1,85 @@
+"""``torchkiln.replace``: batch norms, as by ``torchkiln.fuse``."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchkiln
+
+
+class Net(nn.Module):
+    """A convolution with a batch norm, and what else is replaced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+        self.fc1, self.act, self.fc2 = nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).mean((2, 3))
+        x = x + self.fc2(self.act(self.fc1(x)))
+        y: Tensor = self.norm(x)
+        return y
+
+
+class Mixed(nn.Module):
+    """A forward with a batch norm and an activation behind a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.act, self.bn, self.relu = (
+            nn.Linear(8, 8),
+            nn.SiLU(),
+            nn.BatchNorm1d(8),
+            nn.ReLU(),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.relu(self.bn(self.act(self.fc(x))))
+        return y
+
+
+def outcome(model: nn.Module, x: Tensor) -> list[Tensor]:
+    y = model(x)
+    gradients = torch.autograd.grad(y.square().sum(), [*model.parameters()])
+    return [y, *gradients, *(b.clone() for b in model.buffers())]
+
+
+@pytest.mark.parametrize("make", [Net, Mixed])
+def test_batch_norms_are_replaced_on_a_gpu(make: type[nn.Module], device: torch.device) -> None:
+    model = make().to(device, torch.float64)
+    name = "stem.1" if make is Net else "bn"
+    twin = copy.deepcopy(model)
+    report = torchkiln.replace(model)
+    row = report[name]
+    assert row.replaced == (device.type == "cuda")
+    assert row.replaced or "torchkiln.fuse" in row.why
+    report.undo()
+    assert [type(m) for m in model.modules()] == [type(m) for m in twin.modules()]
+    report = torchkiln.replace(model, only=[*torchkiln.patch.replacing.KINDS])
+    assert report[name].now == ("conv_bn_act(relu)" if make is Net else "bn_act(relu)")
+    order = [name for name, _ in model.named_modules()]
+    assert [row.name for row in report] == sorted((r.name for r in report), key=order.index)
+    x = torch.randn((4, 3, 6, 6) if make is Net else (4, 8), device=device, dtype=torch.float64)
+    right = outcome(twin, x)
+    torch.testing.assert_close(outcome(model, x), right)
+    report.undo()
+    assert [type(m) for m in model.modules()] == [type(m) for m in twin.modules()]
+
+
+def test_options_decide() -> None:
+    def now(model: nn.Module | None = None, **options: Any) -> str:
+        return torchkiln.replace(model or Net(), dry_run=True, **options)["stem.1"].verdict
+
+    assert now(only=["batch_norm"]) == "replaced"
+    assert now(only=["batch_norm"], skip=["stem.*"]) == "left alone: skip"
+    assert "replaced" not in now(exact=True)
+    with torch.device("meta"):
+        model = Net()
+    assert now(model) == "replaced"
