@@ -181,6 +181,8 @@ def plan_of(calls: Sequence[Call], x: Tensor, result: Tensor) -> Gated | None:
     product = rest[0].given
     packed = len(first) == 1
     halves = first[0].result.chunk(2, -1) if packed else [call.result for call in first]
+    if len(halves) < 2:  # a single feature
+        return None
     for op, f in OPS.items():
         for swapped in (False, True):
             gate, up = halves[::-1] if swapped else halves
