@@ -134,7 +134,7 @@ def losses(device: torch.device, processes: int, *options: str) -> dict[int, flo
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
-@pytest.mark.parametrize("tensor_parallel", ["1", "2"])
+@pytest.mark.parametrize("tensor_parallel", [pytest.param("1", marks=pytest.mark.cuda), "2"])
 def test_several_processes_have_the_losses_of_one(
     device: torch.device, tensor_parallel: str, tmp_path: Path
 ) -> None:

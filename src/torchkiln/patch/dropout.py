@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torchkiln.nn.convolution import has_hooks
 from torchkiln.patch.layer import call_of
 from torchkiln.patch.linear import is_plain, is_tracing
+from torchkiln.patch.source import blocks
 
 
 def is_dropout(module: Any) -> bool:
@@ -46,12 +47,9 @@ def rewrite_dropouts(node: ast.FunctionDef, helper: str, dropouts: Collection[st
     of it. Returns the names of the dropouts.
     """
     found: list[str] = []
-    for part in ast.walk(node):
-        for field in ("body", "orelse", "finalbody"):
-            block = getattr(part, field, None)
-            if isinstance(block, list):
-                for previous, statement in zip([None, *block], block, strict=False):
-                    found += rewrite_statement(previous, statement, helper, dropouts)
+    for block in blocks(node):
+        for previous, statement in zip([None, *block], block, strict=False):
+            found += rewrite_statement(previous, statement, helper, dropouts)
     return list(dict.fromkeys(found))
 
 

@@ -18,6 +18,7 @@ from torchkiln.patch.compare import Comparison
 from torchkiln.patch.linear import WideLinear, has_plain_parameters
 from torchkiln.patch.plan import Match, plan_of
 from torchkiln.patch.probe import numbers, relative_error
+from torchkiln.patch.source import blocks
 
 LINEAR_ACT = "_kiln_linear_act"
 """The helper in rewritten source: ``act(layer(x))``."""
@@ -93,12 +94,9 @@ def rewrite_layers(
 ) -> list[tuple[str, str]]:
     """Rewrite calls of layers before activations; returns the names of both."""
     found: list[tuple[str, str]] = []
-    for part in ast.walk(node):
-        for name in ("body", "orelse", "finalbody"):
-            block = getattr(part, name, None)
-            if isinstance(block, list):
-                for first, second in pairwise(block):
-                    found += rewrite_pair(first, second, layers, acts)
+    for block in blocks(node):
+        for first, second in pairwise(block):
+            found += rewrite_pair(first, second, layers, acts)
     inline = Inline(layers, acts)
     inline.visit(node)
     return [*found, *inline.found]

@@ -20,6 +20,7 @@ from torchkiln.ops.norm import add_layer_norm, add_rms_norm
 from torchkiln.patch.dropout import drops
 from torchkiln.patch.norm import Norm
 from torchkiln.patch.plan import Plan, plan_of
+from torchkiln.patch.source import blocks
 from torchkiln.patch.torch_modules import TorchModule
 
 ADD_NORM = "_kiln_add_norm"
@@ -83,15 +84,6 @@ def rewrite_sums(node: ast.FunctionDef, norms: Collection[str]) -> list[str]:
     inline = Inline(norms)
     inline.visit(node)
     return list(dict.fromkeys([*found, *inline.found]))
-
-
-def blocks(node: ast.AST) -> Iterator[list[ast.stmt]]:
-    """All lists of statements."""
-    for part in ast.walk(node):
-        for name in ("body", "orelse", "finalbody"):
-            block = getattr(part, name, None)
-            if isinstance(block, list):
-                yield block
 
 
 def is_sum(node: ast.expr) -> bool:

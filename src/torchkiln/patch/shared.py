@@ -21,7 +21,7 @@ from torchkiln.ops._folding import is_transformed
 from torchkiln.ops.reduction import sum as sum_of
 from torchkiln.patch.layer import call_of, is_plain_layer
 from torchkiln.patch.linear import has_plain_parameters, has_unaligned_sizes, is_wide
-from torchkiln.patch.residual import blocks
+from torchkiln.patch.source import blocks
 
 SHARED = "_kiln_shared"
 """The helper in rewritten source: ``[layer(x) for layer in layers]``."""

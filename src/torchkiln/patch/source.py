@@ -6,7 +6,7 @@ import ast
 import functools
 import inspect
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import CellType, FunctionType
 from typing import Any
 
@@ -109,6 +109,15 @@ def parsed(function: Callable[..., Any]) -> ast.FunctionDef | None:
         return None
     is_function = isinstance(node, ast.FunctionDef) and node.name == function.__name__
     return ast.increment_lineno(node, first - 1) if is_function else None  # type: ignore[return-value]
+
+
+def blocks(node: ast.AST) -> Iterator[list[ast.stmt]]:
+    """All lists of statements."""
+    for part in ast.walk(node):
+        for name in ("body", "orelse", "finalbody"):
+            block = getattr(part, name, None)
+            if isinstance(block, list):
+                yield block
 
 
 def definition(function: FunctionType) -> ast.FunctionDef | str:
