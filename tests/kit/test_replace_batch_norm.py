@@ -83,3 +83,10 @@ def test_options_decide() -> None:
     with torch.device("meta"):
         model = Net()
     assert now(model) == "replaced"
+
+
+def test_fused_modules_are_left_alone() -> None:
+    model = Net()
+    torchkiln.fuse(model)
+    for again in (torchkiln.fuse(model), torchkiln.replace(model, only=["batch_norm"])):
+        assert again["stem.1"].verdict == "left alone: its module was replaced before"

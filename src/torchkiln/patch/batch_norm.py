@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 
 from torchkiln.nn.convolution import conv_norm_act, is_batch_norm, norm_act
 from torchkiln.patch.chain import CallTracer, chain_of, norms, rewrite
-from torchkiln.patch.plan import Plan
+from torchkiln.patch.plan import Plan, plan_of
 from torchkiln.patch.report import Row
 
 Name = tuple[str, str, str]
@@ -154,6 +154,8 @@ def find_all(
             row = Row(f"{prefix}.{name}" if prefix else name, type(child).__name__, "batch_norm")
             all_rows.append(row)
             row.why = refusal(row.name, child)
+            if not row.why and isinstance(plan_of(module), FusedForward):
+                row.why = "its module was replaced before"
             if not row.why:
                 rows[name] = row
         plan = find(module, rows) if rows else None
