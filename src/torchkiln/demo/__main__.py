@@ -40,7 +40,7 @@ def size_of(options: argparse.Namespace, device: torch.device) -> Size:
         return Size((512, 512), 0.02, 120)
     if options.full:
         return Size(default_shape(device), 1.5, 500)
-    return Size((2048, 512) if device.type == "cpu" else (4096, 8192), 0.1, 500)
+    return Size((1024, 512) if device.type == "cpu" else (4096, 8192), 0.05, 500)
 
 
 def main(given: Sequence[str] | None = None) -> int:
