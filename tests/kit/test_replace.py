@@ -490,13 +490,3 @@ def test_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     error = capsys.readouterr().err
     assert "MODULE:FACTORY: got 'test_replace:missing'" in error
     assert "expected a module and a function" in error
-
-
-def test_a_layer_of_one_feature_is_no_gated_unit() -> None:
-    """As in a mixer of a single token."""
-    model = nn.Sequential()
-    model.fc1, model.act, model.fc2 = nn.Linear(1, 4), nn.GELU(), nn.Linear(4, 1)
-    x = torch.randn(3, 1)
-    expected = model(x)
-    torchkiln.replace(model)
-    torch.testing.assert_close(model(x), expected)

@@ -176,3 +176,13 @@ def test_copies_pickles_and_compiled_models() -> None:
         assert torch.equal(other(x), expected)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), expected)
+
+
+def test_a_layer_of_one_feature_is_no_gated_unit() -> None:
+    """As in a mixer of a single token."""
+    model = nn.Sequential()
+    model.fc1, model.act, model.fc2 = nn.Linear(1, 4), nn.GELU(), nn.Linear(4, 1)
+    x = torch.randn(3, 1)
+    expected = model(x)
+    torchkiln.replace(model)
+    torch.testing.assert_close(model(x), expected)

@@ -203,3 +203,28 @@ def test_where_torchs_layers_run(calls: list[int], monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(shared, "LEAST_INPUT", x.numel() + 1)
     model(x)
     assert calls == [3]
+
+
+class Unit(nn.Module):
+    """A gated linear unit."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(SIZE, hidden), nn.Linear(SIZE, hidden)
+        self.down = nn.Linear(hidden, SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+        return y
+
+
+@pytest.mark.parametrize(("hidden", "count"), [(520, [2]), (521, [])])
+def test_gate_and_up_share_an_input_unless_their_products_are_padded(
+    hidden: int, count: list[int], calls: list[int]
+) -> None:
+    model = nn.Sequential(Unit(hidden)).double()
+    x = torch.randn(2, SIZE, dtype=torch.float64, requires_grad=True)
+    right = outcome(model, x, twice=False)
+    assert torchkiln.replace(model)["0"].now == "swiglu between the projections"
+    torch.testing.assert_close(outcome(model, x, twice=False), right)
+    assert calls == count

@@ -75,7 +75,8 @@ def rewrite_statement(
                 if dropped is summand:
                     call.args[index] = own[1]
                 else:
-                    previous.value = own[1]  # type: ignore[union-attr]
+                    assert isinstance(previous, ast.Assign)
+                    previous.value = own[1]
                 call.keywords.append(ast.keyword(side, dropped.func))
                 yield own[0]
                 break

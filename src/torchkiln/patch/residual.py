@@ -18,6 +18,7 @@ from torchkiln.nn.convolution import has_hooks
 from torchkiln.ops.dropout import dropout_add
 from torchkiln.ops.norm import add_layer_norm, add_rms_norm
 from torchkiln.patch.dropout import drops
+from torchkiln.patch.layer import call_of
 from torchkiln.patch.norm import Norm
 from torchkiln.patch.plan import Plan, plan_of
 from torchkiln.patch.source import blocks
@@ -103,15 +104,6 @@ def is_copy(node: ast.stmt) -> bool:
     return all(isinstance(target, ast.Name) for target in node.targets)
 
 
-def norm_call(node: ast.expr | None, norms: Collection[str]) -> tuple[str, ast.expr] | None:
-    """The name and the argument of a call ``self.name(argument)`` of one of the norms."""
-    if not isinstance(node, ast.Call) or len(node.args) != 1 or node.keywords:
-        return None
-    path = ast.unparse(node.func)
-    is_own = path.startswith("self.") and path.removeprefix("self.") in norms
-    return (path.removeprefix("self."), node.args[0]) if is_own else None
-
-
 def rewrite_pair(
     block: list[ast.stmt], index: int, norms: Collection[str], count: int
 ) -> list[str]:
@@ -125,7 +117,7 @@ def rewrite_pair(
     for second in block[index + 1 :]:
         if not isinstance(second, (ast.Assign, ast.AnnAssign, ast.Return)):
             return []
-        call = norm_call(second.value, norms)
+        call = call_of(second.value, norms)
         if call is not None and name_of(call[1]) == total:
             assert isinstance(second.value, ast.Call)
             kept = f"_kiln_normed_{count}"
@@ -157,7 +149,7 @@ def split_sums(block: list[ast.stmt], norms: Collection[str], arguments: Collect
         if not isinstance(branch, ast.If) or branch.orelse:
             continue
         last = after_copies(block, at + 1)
-        call = norm_call(getattr(block[last], "value", None), norms) if last < len(block) else None
+        call = call_of(getattr(block[last], "value", None), norms) if last < len(block) else None
         total = name_of(first.targets[0])
         if call is None or total is None or name_of(call[1]) != total:
             continue
@@ -208,7 +200,7 @@ class Inline(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         """A call."""
         self.generic_visit(node)
-        call = norm_call(node, self.norms)
+        call = call_of(node, self.norms)
         if call is None or not isinstance(call[1], ast.BinOp) or not is_sum(call[1]):
             return node
         self.found.append(call[0])

@@ -96,9 +96,9 @@ class Calls(NamedTuple):
 
     norms: list[str]
     layers: list[tuple[str, str]]
-    losses: int = 0
-    dropouts: list[str] = []  # noqa: RUF012  a field
-    shared: list[str] = []  # noqa: RUF012
+    losses: int
+    dropouts: list[str]
+    shared: list[str]
 
 
 class Names(NamedTuple):
@@ -124,7 +124,7 @@ def calls_of(cls: type[nn.Module], names: Names, *, losses: bool) -> Calls | str
     node = function if isinstance(function, str) else definition(function)
     shown = parsed(inspect.unwrap(cls.forward)) if isinstance(node, str) else node
     if shown is None:
-        return Calls([], [])
+        return Calls([], [], 0, [], [])
     count = rewrite_losses(shown, inspect.unwrap(cls.forward)) if losses else 0
     sums = rewrite_sums(shown, names.norms)
     dropouts = rewrite_dropouts(shown, ADD_NORM, names.dropouts)

@@ -94,7 +94,10 @@ def gains(x: Any, layers: tuple[Any, ...]) -> bool:
     if torch.is_autocast_enabled(x.device.type):
         return False
     return all(
-        is_plain_layer(layer) and not has_hooks(layer) and is_alike(layer.weight, x)
+        is_plain_layer(layer)
+        and not has_hooks(layer)
+        and is_alike(layer.weight, x)
+        and not has_unaligned_sizes(layer)
         for layer in layers
     )
 
@@ -156,15 +159,14 @@ def groups(block: list[ast.stmt], layers: Collection[str]) -> Iterator[Group]:
             open_groups.clear()
             continue
         calls = list(certain_calls(statement, layers))
-        theirs = {id(call.args[0]) for _, call in calls}
+        theirs = {id(call.args[0]) for _, _, call in calls}
         parts = list(ast.walk(statement))
         theirs |= {id(p.value) for p in parts if isinstance(p, ast.Attribute) and p.attr in FACTS}
         others = [p for p in parts if isinstance(p, ast.Name) and id(p) not in theirs]
         reads = {name.id for name in others if isinstance(name.ctx, ast.Load)}
         for name in reads & open_groups.keys():
             yield open_groups.pop(name)
-        for name, call in calls:
-            variable = call.args[0].id  # type: ignore[attr-defined]
+        for name, variable, call in calls:
             if variable not in reads:
                 group = open_groups.setdefault(variable, Group(variable, index))
                 group.names.append(name)
@@ -187,8 +189,8 @@ UNCERTAIN = (
 """Expressions that may run a part of them never, or several times."""
 
 
-def certain_calls(node: ast.AST, layers: Collection[str]) -> Iterator[tuple[str, ast.Call]]:
-    """The names and calls ``self.layer(variable)`` that run once, in their order."""
+def certain_calls(node: ast.AST, layers: Collection[str]) -> Iterator[tuple[str, str, ast.Call]]:
+    """Layer, variable and call of each ``self.layer(variable)`` that runs once, in their order."""
     if isinstance(node, UNCERTAIN):
         return
     for child in ast.iter_child_nodes(node):
@@ -196,4 +198,4 @@ def certain_calls(node: ast.AST, layers: Collection[str]) -> Iterator[tuple[str,
     own = call_of(node, layers)
     if own is not None and isinstance(own[1], ast.Name):
         assert isinstance(node, ast.Call)
-        yield own[0], node
+        yield own[0], own[1].id, node

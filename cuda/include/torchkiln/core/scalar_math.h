@@ -218,10 +218,10 @@ struct ExactMath {
 
   /// max(x, 0) - |x| tail, where the tail is e^(-x^2 / 2) times a quotient of polynomials in |x|,
   /// fitted to a relative error of 6e-8 (1 + x^2 / 2), as the exponent's rounding error grows. The
-  /// power is scaled by 2^24, so that it is normal wherever the result is not 0. The polynomials d
-  /// and p have 1 as their first coefficient, which saves a multiplication each; the factor 2^11 of
-  /// both is that of n. From 14.45 on the power is 0, and its product with infinity is NaN below 0,
-  /// as in torch.
+  /// power is scaled by 2^24, so that it is normal wherever the result is not 0. The first
+  /// coefficient of d and p is 1, which saves a multiplication each; n / d * p is 2^11 times as
+  /// large for it. The last product takes out both powers of two without rounding. From 14.45 on
+  /// the power is 0, and its product with infinity is NaN below 0, as in torch.
   TORCHKILN_FUNCTION static float gelu(float x) {
     const float absolute = std::fabs(x);
     const float size = absolute < 14.46f ? absolute : 14.46f;
