@@ -69,6 +69,14 @@ FORMS = {"cross_entropy_with_metrics"}
 # The op that bn_act calls to update running statistics; tests/ops/test_batch_norm.py checks it.
 UPDATES = {"bn_act_update", "bn_act_update_forward"}
 
+# Parts of conv_bn_act in training; tests/ops/test_conv_moments.py checks them.
+UPDATES |= {
+    "bn_act_from_moments",
+    "bn_act_from_moments_forward",
+    "pixel_conv",
+    "pixel_conv_gains",
+}
+
 # Helpers of torchkiln.distributed; tests/ops/test_cross_entropy_shard.py checks them.
 SHARDS = {"cross_entropy_shard", "cross_entropy_shard_backward"}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -54,6 +54,13 @@ def outcome(net: nn.Module, x: Tensor) -> list[Tensor]:
 
 def replace_all(net: nn.Module) -> Any:
     return torchkiln.replace(net, only=KINDS)
+
+
+@pytest.fixture(autouse=True)
+def reproducible() -> Iterator[None]:
+    """Convolutions with the same bits in each call."""
+    with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True):
+        yield
 
 
 @pytest.mark.parametrize("change", [torchkiln.fuse, replace_all])

@@ -52,6 +52,8 @@ void composite_update(const MaybeTensor& running, const Tensor& value, double mo
   running->copy_(running->to(flat.scalar_type()) * (1 - momentum) + flat * momentum);
 }
 
+}  // namespace
+
 Tensor composite_of(const Call& call) {
   outputs(call, /*for_backward=*/false);  // checks
   const Tensor& x = call.x;
@@ -71,6 +73,8 @@ Tensor composite_of(const Call& call) {
   return composite_activation(call.act, z).to(x.scalar_type());
 }
 
+namespace {
+
 /// The sign bits as numbers: 1 where the output was positive. Bits are in the order of memory.
 Tensor unpacked(const Tensor& signs, const Tensor& x) {
   const Tensor place = at::arange(8, signs.options());
@@ -80,14 +84,6 @@ Tensor unpacked(const Tensor& signs, const Tensor& x) {
   if (!channels_are_last(x)) return flat.reshape_symint(x.sym_sizes());
   return flat.reshape_symint(x.movedim(1, -1).sym_sizes()).movedim(-1, 1);
 }
-
-/// Settings of the call that backward needs beside the saved tensors.
-struct Settings {
-  Activation act;
-  bool training;
-  double eps;
-  bool has_residual;
-};
 
 /// The gradients with torch's own ops. `kept` has x, the statistics, weight, bias, the residual and
 /// the signs.
@@ -124,6 +120,42 @@ variable_list composite_backward(const Incoming& in, const Kept<6>& kept,
   return found;
 }
 
+variable_list gradients(const Incoming& in, const Kept<6>& kept, const Settings& settings) {
+  const auto& [x, statistics, weight, bias, residual, signs] = kept;
+  // Without an activation the gradient of the residual is the incoming one.
+  const bool passes = settings.act == kActivation<None>;
+  const Backward::Wanted wanted{in.wants(0), in.wants(1), in.wants(2), in.wants(3) && !passes};
+  auto [grad_x, grad_weight, grad_bias, grad_residual] =
+      call_below<Backward>(in[0], x, statistics, maybe(weight), maybe(bias), maybe(residual),
+                           maybe(signs), settings.act, settings.training, wanted);
+  return {wanted[0] ? grad_x : Tensor(), wanted[1] ? grad_weight : Tensor(),
+          wanted[2] ? grad_bias : Tensor(),
+          wanted[3]     ? grad_residual
+          : in.wants(3) ? in[0]
+                        : Tensor()};
+}
+
+}  // namespace
+
+Tensor recorded_outputs(const Three& outputs, const Tensor& x, const MaybeTensor& weight,
+                        const MaybeTensor& bias, const MaybeTensor& residual,
+                        const Settings& settings) {
+  const auto& [y, statistics, signs] = outputs;
+  const Saved kept = kept_by_batch_norm(settings.act, residual.has_value());
+  return record(
+      "bn_act",
+      {x, tensor_or_undefined(weight), tensor_or_undefined(bias), tensor_or_undefined(residual)}, y,
+      keep(x, statistics, tensor_or_undefined(weight), tensor_or_undefined(bias),
+           kept == Saved::input ? tensor_or_undefined(residual) : Tensor(),
+           kept == Saved::sign ? signs : Tensor()),
+      [=](const Incoming& in, const Kept<6>& kept) {
+        if (in.needs_composite()) return composite_backward(in, kept, settings);
+        return gradients(in, kept, settings);
+      });
+}
+
+namespace {
+
 /// The functions of both ops; `WithStatistics` is the op that they call for backward.
 template <class WithStatistics>
 struct BatchNormOp {
@@ -157,38 +189,9 @@ struct BatchNormOp {
                          const MaybeTensor& bias, const MaybeTensor& running_mean,
                          const MaybeTensor& running_var, const MaybeTensor& residual,
                          Activation act, bool training, double momentum, double eps) {
-    auto [y, statistics, signs] = below.call<WithStatistics>(
-        x, weight, bias, running_mean, running_var, residual, act, training, momentum, eps);
-    const Saved kept = kept_by_batch_norm(act, residual.has_value());
-    const Settings settings{act, training, eps, residual.has_value()};
-    return record(
-        "bn_act",
-        {x, tensor_or_undefined(weight), tensor_or_undefined(bias), tensor_or_undefined(residual)},
-        y,
-        keep(x, statistics, tensor_or_undefined(weight), tensor_or_undefined(bias),
-             kept == Saved::input ? tensor_or_undefined(residual) : Tensor(),
-             kept == Saved::sign ? signs : Tensor()),
-        [=](const Incoming& in, const Kept<6>& kept) {
-          if (in.needs_composite()) return composite_backward(in, kept, settings);
-          return gradients(in, kept, settings);
-        });
-  }
-
- private:
-  static variable_list gradients(const Incoming& in, const Kept<6>& kept,
-                                 const Settings& settings) {
-    const auto& [x, statistics, weight, bias, residual, signs] = kept;
-    // Without an activation the gradient of the residual is the incoming one.
-    const bool passes = settings.act == kActivation<None>;
-    const Backward::Wanted wanted{in.wants(0), in.wants(1), in.wants(2), in.wants(3) && !passes};
-    auto [grad_x, grad_weight, grad_bias, grad_residual] =
-        call_below<Backward>(in[0], x, statistics, maybe(weight), maybe(bias), maybe(residual),
-                             maybe(signs), settings.act, settings.training, wanted);
-    return {wanted[0] ? grad_x : Tensor(), wanted[1] ? grad_weight : Tensor(),
-            wanted[2] ? grad_bias : Tensor(),
-            wanted[3]     ? grad_residual
-            : in.wants(3) ? in[0]
-                          : Tensor()};
+    return recorded_outputs(below.call<WithStatistics>(x, weight, bias, running_mean, running_var,
+                                                       residual, act, training, momentum, eps),
+                            x, weight, bias, residual, {act, training, eps, residual.has_value()});
   }
 };
 

@@ -102,6 +102,42 @@ void check_backward(const char* name, const Gradient& given);
 /// Uninitialised gradients of x, weight, bias and the residual; empty tensors for those not wanted.
 Four empty_gradients(const Gradient& given, const std::array<bool, 4>& wanted);
 
+/// The running statistics that a call moves: by `momentum`, or by 1 / batches if that is given.
+struct Running {
+  const MaybeTensor& mean;
+  const MaybeTensor& var;
+  const MaybeTensor& batches;
+  double momentum;
+};
+
+/// Checks moments of x, [processes, 2 * channels + 1].
+void check_moments(const char* name, const Tensor& moments, const Tensor& x);
+
+/// Merges the moments of all processes into the statistics, [3, channels], and their count, [1].
+void merge_moments(const char* name, const Tensor& x, const Tensor& moments, const Running& moved,
+                   double eps, const Tensor& statistics, const Tensor& count);
+
+/// Computes y, and the signs if they are not empty, from the statistics.
+void normalize(const char* name, const Tensor& x, const Tensor& statistics,
+               const MaybeTensor& weight, const MaybeTensor& bias, const MaybeTensor& residual,
+               Activation act, const Tensor& y, const Tensor& signs);
+
+/// Settings of a call that backward needs beside the saved tensors.
+struct Settings {
+  Activation act;
+  bool training;
+  double eps;
+  bool has_residual;
+};
+
+/// Returns y, connected to its inputs in the autograd graph. `outputs` are those of the forward.
+Tensor recorded_outputs(const Three& outputs, const Tensor& x, const MaybeTensor& weight,
+                        const MaybeTensor& bias, const MaybeTensor& residual,
+                        const Settings& settings);
+
+/// Computes y with torch's own ops.
+Tensor composite_of(const Call& call);
+
 class Operands;
 
 /// The arguments of the kernels in training, without outputs. `grad` has the layout of x.

@@ -12,6 +12,58 @@ using Two = std::tuple<Tensor, Tensor>;
 constexpr const char* kSync = "sync_bn_act";
 constexpr int64_t kGrain = kElementwiseGrain / kUnit;
 
+}  // namespace
+
+void check_moments(const char* name, const Tensor& moments, const Tensor& x) {
+  check_same_device(name, "moments", moments, "x", x);
+  const c10::SymInt each = 2 * x.sym_size(1) + 1;
+  TORCH_CHECK(moments.scalar_type() == at::kDouble && moments.is_contiguous() &&
+                  moments.dim() == 2 && moments.sym_size(1) == each,
+              "torchkiln.", name, ": moments: got ", dtype_name(moments.scalar_type()), " ",
+              moments.sym_sizes(), ", expected float64 [processes, ", each, "]");
+}
+
+void merge_moments(const char* name, const Tensor& x, const Tensor& moments, const Running& moved,
+                   double eps, const Tensor& statistics, const Tensor& count) {
+  BatchNormMerge arguments{};
+  arguments.moments = moments.const_data_ptr<double>();
+  arguments.processes = moments.size(0);
+  arguments.channels = x.size(1);
+  arguments.running_mean = running(moved.mean);
+  arguments.running_var = running(moved.var);
+  arguments.batches = moved.batches ? moved.batches->const_data_ptr<int64_t>() : nullptr;
+  arguments.statistics = statistics.data_ptr();
+  arguments.count = count.data_ptr<double>();
+  arguments.dtype = dtype_of(x);
+  arguments.running_dtype = dtype_of(moved.mean ? *moved.mean : x);
+  arguments.momentum = moved.momentum;
+  arguments.eps = eps;
+  launch(
+      name, x, arguments.channels, kGrain,
+      [&](auto stream) { return cuda::batch_norm_merge(arguments, stream); },
+      [&](int64_t begin, int64_t end) { return cpu::batch_norm_merge(arguments, begin, end); });
+  mark_changed(moved.mean);
+  mark_changed(moved.var);
+}
+
+void normalize(const char* name, const Tensor& x, const Tensor& statistics,
+               const MaybeTensor& weight, const MaybeTensor& bias, const MaybeTensor& residual,
+               Activation act, const Tensor& y, const Tensor& signs) {
+  const Operands operands(x, weight, bias, residual);
+  BatchNorm arguments{};
+  operands.fill(arguments);
+  arguments.y = y.data_ptr();
+  arguments.signs = static_cast<uint8_t*>(output(signs));
+  arguments.statistics = const_cast<void*>(statistics.const_data_ptr());
+  arguments.activation = act;
+  arguments.training = true;
+  launch_elements(
+      name, x, [&](auto stream) { return cuda::batch_norm_outputs(arguments, stream); },
+      [&](int64_t begin, int64_t end) { return cpu::batch_norm(arguments, begin, end); });
+}
+
+namespace {
+
 /// The moments of x, [2 * channels + 1]: means, sums of the squared distances to them, count. All
 /// are 0 without elements.
 struct SyncMoments {
@@ -56,12 +108,7 @@ struct SyncStatistics {
     const MaybeTensor none;
     check({x, none, none, running_mean, running_var, none, kActivation<None>, /*training=*/true,
            momentum, eps, /*updates=*/true, kSync});
-    check_same_device(kSync, "moments", moments, "x", x);
-    const c10::SymInt each = 2 * x.sym_size(1) + 1;
-    TORCH_CHECK(moments.scalar_type() == at::kDouble && moments.is_contiguous() &&
-                    moments.dim() == 2 && moments.sym_size(1) == each,
-                "torchkiln.", kSync, ": moments: got ", dtype_name(moments.scalar_type()), " ",
-                moments.sym_sizes(), ", expected float64 [processes, ", each, "]");
+    check_moments(kSync, moments, x);
     if (batches) {
       check_same_device(kSync, "batches", *batches, "x", x);
       TORCH_CHECK(batches->scalar_type() == at::kLong && batches->sym_numel() == 1, "torchkiln.",
@@ -77,25 +124,8 @@ struct SyncStatistics {
                     double eps) {
     auto [statistics, count] = meta(x, moments, running_mean, running_var, batches, momentum, eps);
     if (x.size(1) == 0) return {statistics, count.zero_()};
-    BatchNormMerge arguments{};
-    arguments.moments = moments.const_data_ptr<double>();
-    arguments.processes = moments.size(0);
-    arguments.channels = x.size(1);
-    arguments.running_mean = running(running_mean);
-    arguments.running_var = running(running_var);
-    arguments.batches = batches ? batches->const_data_ptr<int64_t>() : nullptr;
-    arguments.statistics = statistics.data_ptr();
-    arguments.count = count.data_ptr<double>();
-    arguments.dtype = dtype_of(x);
-    arguments.running_dtype = dtype_of(running_mean ? *running_mean : x);
-    arguments.momentum = momentum;
-    arguments.eps = eps;
-    launch(
-        kSync, x, arguments.channels, kGrain,
-        [&](auto stream) { return cuda::batch_norm_merge(arguments, stream); },
-        [&](int64_t begin, int64_t end) { return cpu::batch_norm_merge(arguments, begin, end); });
-    mark_changed(running_mean);
-    mark_changed(running_var);
+    merge_moments(kSync, x, moments, {running_mean, running_var, batches, momentum}, eps,
+                  statistics, count);
     return {statistics, count};
   }
 };
@@ -131,17 +161,7 @@ struct SyncForward {
                     const MaybeTensor& bias, const MaybeTensor& residual, Activation act) {
     auto [y, signs] = meta(x, statistics, weight, bias, residual, act);
     if (x.numel() == 0) return {y, signs};
-    const Operands operands(x, weight, bias, residual);
-    BatchNorm arguments{};
-    operands.fill(arguments);
-    arguments.y = y.data_ptr();
-    arguments.signs = static_cast<uint8_t*>(output(signs));
-    arguments.statistics = const_cast<void*>(statistics.const_data_ptr());
-    arguments.activation = act;
-    arguments.training = true;
-    launch_elements(
-        kSync, x, [&](auto stream) { return cuda::batch_norm_outputs(arguments, stream); },
-        [&](int64_t begin, int64_t end) { return cpu::batch_norm(arguments, begin, end); });
+    normalize(kSync, x, statistics, weight, bias, residual, act, y, signs);
     return {y, signs};
   }
 };

@@ -81,6 +81,36 @@ __device__ __forceinline__ void store_sums(T (&to)[kSlices][kSlice], const float
   }
 }
 
+/// Starts the products of a tile for one multiplier: its 64 rows of A with all columns of B. Those
+/// of the last stage, whose number it returns, are still in flight; the stages before are released.
+template <class T, Major kMajorA, Major kMajorB>
+__device__ __forceinline__ int start_products(StageRing<kStages>& ring,
+                                              StageCursor<kStages>& cursor,
+                                              const T (&a)[kStages][kPanel],
+                                              const T (&b)[kStages][kPanelsOfB * kPanel],
+                                              int multiplier, int depth_steps,
+                                              float (&sums)[wgmma::kSums]) {
+  int last_stage = 0;
+  for (int step = 0; step < depth_steps; ++step, cursor.advance()) {
+    ring.wait_full(cursor);
+    // In both layouts a multiplier's 64 rows of A are one box.
+    const uint64_t from_a = wgmma::descriptor<kMajorA>(a[cursor.stage] + multiplier * kBox, 0);
+    const uint64_t from_b = wgmma::descriptor<kMajorB>(b[cursor.stage], kBox * sizeof(T));
+    wgmma::fence();
+#pragma unroll
+    for (int i = 0; i < kTileDepth / wgmma::kDepth; ++i) {
+      wgmma::multiply<T, kMajorA, kMajorB>(sums, from_a + i * wgmma::kNextStep<kMajorA>,
+                                           from_b + i * wgmma::kNextStep<kMajorB>, step + i > 0);
+    }
+    wgmma::commit();
+    // The products of this stage are in flight, those of the previous stage are done.
+    wgmma::wait<1>();
+    if (step > 0 && threadIdx.x % kWarpgroup == 0) ring.release(last_stage);
+    last_stage = cursor.stage;
+  }
+  return last_stage;
+}
+
 template <class T, Major kMajorA, Major kMajorB>
 __device__ __forceinline__ void multiply(const Parameters& p, Shared<T>& shared, int multiplier) {
   StageRing<kStages> ring(shared.stages);
@@ -91,24 +121,8 @@ __device__ __forceinline__ void multiply(const Parameters& p, Shared<T>& shared,
   for (int index = blockIdx.x; index < p.tiles; index += gridDim.x) {
     const Tile tile = tile_at(p, index);
     const float2 bias = load_bias<T>(p, tile.column, thread);  // used after the products
-    int last_stage = 0;
-    for (int step = 0; step < p.depth_steps; ++step, cursor.advance()) {
-      ring.wait_full(cursor);
-      // In both layouts a multiplier's 64 rows of A are one box.
-      const uint64_t a = wgmma::descriptor<kMajorA>(shared.a[cursor.stage] + multiplier * kBox, 0);
-      const uint64_t b = wgmma::descriptor<kMajorB>(shared.b[cursor.stage], kBox * sizeof(T));
-      wgmma::fence();
-#pragma unroll
-      for (int i = 0; i < kTileDepth / wgmma::kDepth; ++i) {
-        wgmma::multiply<T, kMajorA, kMajorB>(sums, a + i * wgmma::kNextStep<kMajorA>,
-                                             b + i * wgmma::kNextStep<kMajorB>, step + i > 0);
-      }
-      wgmma::commit();
-      // The products of this stage are in flight, those of the previous stage are done.
-      wgmma::wait<1>();
-      if (step > 0 && thread == 0) ring.release(last_stage);
-      last_stage = cursor.stage;
-    }
+    const int last_stage = start_products<T, kMajorA, kMajorB>(ring, cursor, shared.a, shared.b,
+                                                               multiplier, p.depth_steps, sums);
     // Written while the last products run. All threads have read this half, used two tiles ago,
     // before they passed the barrier of the previous tile.
     float* const own_bias = shared.bias[multiplier][parity];

@@ -117,12 +117,19 @@ __device__ __forceinline__ void increase_registers() {
 }
 
 /// Stores four blocks of 8 by 8 half-precision elements, distributed over the lanes like the sums.
-/// Lane l gives the address of row l % 8 of block l / 8.
+/// Lane l gives the address of row l % 8 of block l / 8, or of that column if kTransposed.
+template <bool kTransposed = false>
 __device__ __forceinline__ void store_blocks(void* row, const uint32_t (&blocks)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                   static_cast<uint32_t>(__cvta_generic_to_shared(row))),
-               "r"(blocks[0]), "r"(blocks[1]), "r"(blocks[2]), "r"(blocks[3])
-               : "memory");
+  const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+  if constexpr (kTransposed) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
+                 "r"(blocks[0]), "r"(blocks[1]), "r"(blocks[2]), "r"(blocks[3])
+                 : "memory");
+  } else {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
+                 "r"(blocks[0]), "r"(blocks[1]), "r"(blocks[2]), "r"(blocks[3])
+                 : "memory");
+  }
 }
 
 }  // namespace torchkiln::gemm::wgmma

@@ -3,7 +3,7 @@
 // The kernels of the forward: moments of parts of the channels, and the outputs.
 
 #include "factors.cuh"
-#include "moments.cuh"
+#include "merge.cuh"
 
 namespace torchkiln::cuda {
 
@@ -13,11 +13,6 @@ Status moments_of_rows(const BatchNorm& p, Allocate allocate, CUstream_st* strea
 Status moments_of_planes(const BatchNorm& p, Allocate allocate, CUstream_st* stream);
 Status outputs_of_rows(const BatchNorm& p, CUstream_st* stream);
 Status outputs_of_planes(const BatchNorm& p, CUstream_st* stream);
-
-/// Merges the moments of `parts` parts of each channel into the statistics and the running ones, or
-/// into p.moments. `partial` is [parts, columns] with one or more columns for each channel.
-Status merge_moments(const BatchNorm& p, const Moments* partial, int64_t parts, int64_t columns,
-                     CUstream_st* stream);
 
 /// Packs the signs of y, for kernels without vectors.
 Status pack_signs(const BatchNorm& p, CUstream_st* stream);

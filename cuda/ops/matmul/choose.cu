@@ -1,5 +1,6 @@
 #include "torchkiln/kernels/matmul.h"
 
+#include "detail/gemm/capability.h"
 #include "detail/gemm/variants.h"
 #include "torchkiln/device/launch.cuh"
 
@@ -11,12 +12,7 @@ namespace {
 /// Whether the sm90 kernel was built and can run on the current device with these operands.
 bool fits_sm90(const Matmul& p) {
 #ifdef TORCHKILN_WITH_SM90
-  int device = 0;
-  int major = 0;
-  constexpr int kMajor = 9;
-  return cudaGetDevice(&device) == cudaSuccess &&
-         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
-         major == kMajor && gemm::sm90::fits(p);
+  return gemm::has_sm90() && gemm::sm90::fits(p);
 #else
   (void)p;
   return false;

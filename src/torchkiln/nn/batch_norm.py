@@ -7,13 +7,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchkiln.nn.checks import check_act
+from torchkiln.ops._conv_moments import bn_act_from_moments
 from torchkiln.ops.batch_norm import bn_act, sync_bn_act
 
 
 def batch_norm_act(
-    module: nn.modules.batchnorm._BatchNorm, x: Tensor, residual: Tensor | None, act: str
+    module: nn.modules.batchnorm._BatchNorm,
+    x: Tensor,
+    residual: Tensor | None,
+    act: str,
+    moments: Tensor | None = None,
 ) -> Tensor:
-    """The call of the op with the parameters, statistics and settings of a batch norm."""
+    """The call of the op with the parameters, statistics and settings of a batch norm.
+
+    ``moments`` are those of ``x``, for a module in training, if they are known.
+    """
     module._check_input_dim(x)
     tracks = module.training and module.track_running_stats
     momentum = 0.0 if module.momentum is None else module.momentum
@@ -22,6 +30,19 @@ def batch_norm_act(
         if module.momentum is None:  # the mean over all batches
             momentum = 1.0 / float(module.num_batches_tracked)
     keeps = not module.training or module.track_running_stats
+    if moments is not None:
+        return bn_act_from_moments(
+            x,
+            moments,
+            module.weight,
+            module.bias,
+            module.running_mean if keeps else None,
+            module.running_var if keeps else None,
+            residual,
+            act=act,
+            momentum=momentum,
+            eps=module.eps,
+        )
     return bn_act(
         x,
         module.weight,

@@ -13,8 +13,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.module import _has_any_global_hook
 
-from torchkiln.nn.batch_norm import SyncBatchNormAct, sync_batch_norm_act
+from torchkiln.nn.batch_norm import (
+    SyncBatchNormAct,
+    batch_norm_act,
+    is_in_group,
+    sync_batch_norm_act,
+)
 from torchkiln.nn.checks import check_act
+from torchkiln.ops._conv_moments import conv_with_moments
 from torchkiln.ops._conv_routes import Geometry, Sizes, run_folded
 from torchkiln.ops._folding import Parts, forget
 from torchkiln.ops.activation import (
@@ -88,7 +94,29 @@ def conv_norm_act(
 ) -> Tensor:
     """``act(norm(conv(x)) + residual)``, in eval mode with a folded batch norm where that fits."""
     y = folded_conv_norm_act(conv, norm, x, residual, act)
+    if y is None:
+        y = measured_conv_norm_act(conv, norm, x, residual, act)
     return norm_act(norm, conv(x), residual, act) if y is None else y
+
+
+def measured_conv_norm_act(
+    conv: nn.Module, norm: _BatchNorm, x: Tensor, residual: Tensor | None, act: str
+) -> Tensor | None:
+    """The result of a convolution that computes the moments; None if torch's is to be called."""
+    if not norm.training or not isinstance(conv, _ConvNd) or not is_torchs(conv, CONVOLUTIONS):
+        return None
+    if not runs_batch_norm(norm) or is_in_group(getattr(norm, "process_group", None)):
+        return None
+    weight, bias = conv._parameters["weight"], conv._parameters["bias"]
+    if weight is None:
+        return None
+    if residual is not None and (
+        residual.shape != (x.shape[0], weight.shape[0], *x.shape[2:]) or residual.dtype != x.dtype
+    ):
+        return None
+    geometry = Geometry(conv.stride, conv.padding, conv.dilation, conv.groups)
+    known = conv_with_moments(x, weight, bias, geometry)
+    return None if known is None else batch_norm_act(norm, known[0], residual, act, known[1])
 
 
 def folded_conv_norm_act(

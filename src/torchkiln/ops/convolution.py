@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from torchkiln.ops._conv_moments import bn_act_from_moments, conv_with_moments
 from torchkiln.ops._conv_routes import ACTS, CONVOLUTIONS, Sizes, geometry_of, run_folded
 from torchkiln.ops._folding import Parts, forget
 from torchkiln.ops._traced import name_of
@@ -33,11 +34,12 @@ def conv_bn_act(  # noqa: PLR0917
     """Returns ``act(batch_norm(conv(x)) + residual)``.
 
     In training, and wherever a gradient is needed, this is torch's convolution followed by
-    :func:`bn_act`. In eval mode without gradients the batch norm is folded into weight and bias of
-    the convolution, in float32 and once: both are kept until a parameter or a statistic changes.
-    On a GPU cuDNN then computes bias, sum and relu with the convolution, or a matrix product does
-    for kernels of one element; on a CPU they are computed in place. :func:`explain` has the choice
-    and its reason.
+    :func:`bn_act`. On a GPU of compute capability 9.0, a large convolution of one element, in half
+    precision and with adjacent channels, computes the statistics in the same kernel. In eval mode
+    without gradients the batch norm is folded into weight and bias of the convolution, in float32
+    and once: both are kept until a parameter or a statistic changes. On a GPU cuDNN then computes
+    bias, sum and relu with the convolution, or a matrix product does for kernels of one element; on
+    a CPU they are computed in place. :func:`explain` has the choice and its reason.
 
     The weight is folded only if it is a ``torch.nn.Parameter``. Changes through ``.data`` in place
     have no sign that torch can give: change parameters under ``torch.no_grad()`` instead, or call
@@ -79,11 +81,31 @@ def conv_bn_act(  # noqa: PLR0917
         found = run_folded(conv_weight, x, parts, residual, geometry, act=act, eps=eps)
         if found is not None:
             return found
-    convolution = CONVOLUTIONS[x.dim()]
-    y = convolution(x, conv_weight, conv_bias, stride, padding, dilation, groups)
+    known = None
+    if training:
+        geometry = geometry_of(conv_weight, stride, padding, dilation, groups)
+        known = conv_with_moments(x, conv_weight, conv_bias, geometry)
+    if known is None:
+        convolution = CONVOLUTIONS[x.dim()]
+        y = convolution(x, conv_weight, conv_bias, stride, padding, dilation, groups)
+    else:
+        y, moments = known
     check_vectors(y, bn_weight, bn_bias, running_mean, running_var)
     if residual is not None:
         check_residual(y, residual)
+    if known is not None:
+        return bn_act_from_moments(
+            y,
+            moments,
+            bn_weight,
+            bn_bias,
+            running_mean,
+            running_var,
+            residual,
+            act=act,
+            momentum=momentum,
+            eps=eps,
+        )
     return bn_act(
         y,
         bn_weight,

@@ -60,6 +60,11 @@ ACCESSES = (
     Access("cuda::GradientBody", r"(?:.*, )?(?P<type>\w+), (?P<lanes>\d+)", "columns, in vectors"),
     Access("cuda::ChannelAccess", r"(?P<type>\w+), \w+, (?P<lanes>\d+)", "channels, in vectors"),
     Access("gemm::sm90::matmul_kernel", "", "tiles copied by the tensor memory accelerator"),
+    Access(
+        "gemm::sm90::pixel_convolution_kernel",
+        "",
+        "tiles copied by the tensor memory accelerator, moments in registers",
+    ),
 )
 # Matches the number of vectors of a row that a thread keeps in registers.
 ITEMS = re.compile(r"rowwise::(?:RowTile<.*?>|UnalignedRowTile<\w+), (\d+)>")

@@ -1,0 +1,13 @@
+#pragma once
+
+#include "detail/reduce/moments.cuh"
+#include "torchkiln/kernels/batch_norm.h"
+
+namespace torchkiln::cuda {
+
+/// Merges the moments of `parts` parts of each channel into the statistics and the running ones, or
+/// into p.moments. `partial` is [parts, columns] with one or more columns for each channel.
+Status merge_moments(const BatchNorm& p, const Moments* partial, int64_t parts, int64_t columns,
+                     CUstream_st* stream);
+
+}  // namespace torchkiln::cuda

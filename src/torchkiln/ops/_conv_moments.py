@@ -1,0 +1,66 @@
+"""Convolutions whose kernel computes the moments of its results, for the batch norm behind."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from torchkiln import _C
+from torchkiln.ops._conv_routes import HALF, Geometry, dtype_of
+from torchkiln.ops._folding import PLAIN, is_transformed
+
+Vector = Tensor | None
+
+
+def conv_with_moments(
+    x: Tensor, weight: Tensor, bias: Vector, geometry: Geometry
+) -> tuple[Tensor, Tensor] | None:
+    """The convolution and the moments of its channels; None if torch's convolution is to run.
+
+    Such a kernel exists for filters of one element, adjacent channels and half precision on a GPU
+    of compute capability 9.0. It is used where it takes less time than torch's convolution and
+    another pass over the results.
+    """
+    if not x.is_cuda or bias is not None or not is_pixelwise(weight, geometry):
+        return None
+    dtype = dtype_of(x, weight)
+    if x.dtype != dtype or dtype not in HALF or x.dim() != weight.dim() or is_compiling():
+        return None
+    if is_transformed() or type(x) not in PLAIN or type(weight) not in PLAIN:
+        return None
+    agree = weight.shape[1] == x.shape[1] and weight.device == x.device  # else torch's error
+    ops = torch.ops.torchkiln
+    if not agree or not ops.pixel_conv_gains.default(x, weight.shape[0]):
+        return None
+    _C.note("1x1 convolution as a matrix product that computes the moments of its results")
+    y, moments = ops.pixel_conv.default(x, weight.to(dtype))
+    return y, moments
+
+
+def is_pixelwise(weight: Tensor, geometry: Geometry) -> bool:
+    """Whether each result is a product of one pixel with the filters."""
+    stride, padding, _, groups = geometry
+    has_padding = not isinstance(padding, str) and any(padding)
+    ones = all(size == 1 for size in (*weight.shape[2:], *stride))
+    return ones and not has_padding and groups == 1
+
+
+def bn_act_from_moments(  # noqa: PLR0917
+    x: Tensor,
+    moments: Tensor,
+    weight: Vector,
+    bias: Vector,
+    running_mean: Vector,
+    running_var: Vector,
+    residual: Vector,
+    *,
+    act: str,
+    momentum: float,
+    eps: float,
+) -> Tensor:
+    """:func:`torchkiln.bn_act` in training of an ``x`` with these moments."""
+    y: Tensor = torch.ops.torchkiln.bn_act_from_moments.default(
+        x, moments[None], weight, bias, running_mean, running_var, residual, act, momentum, eps
+    )
+    return y
