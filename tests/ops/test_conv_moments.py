@@ -204,7 +204,7 @@ def test_the_choice_of_the_kernel(large: tuple[Tensor, Tensor]) -> None:
 def errors(found: list[Tensor], truth: list[Tensor]) -> list[float]:
     """The relative error of each tensor."""
     pairs = zip(found, truth, strict=True)
-    return [float((t.detach().double() - right).norm() / right.norm()) for t, right in pairs]
+    return [float(((t.double() - right).norm() / right.norm()).detach()) for t, right in pairs]
 
 
 @needs_kernel

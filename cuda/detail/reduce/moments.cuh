@@ -1,6 +1,6 @@
 #pragma once
 
-namespace torchkiln::cuda {
+namespace torchkiln::reduce {
 
 /// Count, mean and sum of the squared distances to the mean.
 struct Moments {
@@ -18,4 +18,4 @@ struct Moments {
   }
 };
 
-}  // namespace torchkiln::cuda
+}  // namespace torchkiln::reduce

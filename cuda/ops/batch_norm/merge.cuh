@@ -5,6 +5,8 @@
 
 namespace torchkiln::cuda {
 
+using reduce::Moments;
+
 /// Merges the moments of `parts` parts of each channel into the statistics and the running ones, or
 /// into p.moments. `partial` is [parts, columns] with one or more columns for each channel.
 Status merge_moments(const BatchNorm& p, const Moments* partial, int64_t parts, int64_t columns,

@@ -15,7 +15,7 @@ int64_t parts_of(const PixelConvolution& arguments, int multiprocessors);
 double share_at_work(const PixelConvolution& arguments, int multiprocessors);
 
 /// Also writes the moments of the parts, [parts, out].
-Status pixel_convolution(const PixelConvolution& arguments, cuda::Moments* moments, int64_t parts,
+Status pixel_convolution(const PixelConvolution& arguments, reduce::Moments* moments, int64_t parts,
                          CUstream_st* stream);
 
 }  // namespace torchkiln::gemm::sm90

@@ -18,7 +18,7 @@
 namespace torchkiln::gemm::sm90 {
 namespace {
 
-using cuda::Moments;
+using reduce::Moments;
 
 constexpr int kPixels = kTileColumns;  // per tile
 

@@ -281,7 +281,8 @@ def gradients_of_more_than_2_to_the_31_elements(
     sample = spec.large(device)
     results = outputs(sample.call(spec.op))
     shape = results[0].shape
-    grads = [torch.tensor(0.5, device=device, dtype=dtype).expand(shape) for _ in results]
+    half = torch.tensor(0.5, device=device, dtype=dtype)
+    grads = [half.expand(result.shape) for result in results]
     del results
     where = Where(spec, "gradients_of_more_than_2_to_the_31_elements", sample)
     # A row of these gradients depends on the same row of the output alone.
