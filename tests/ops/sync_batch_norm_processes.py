@@ -22,6 +22,7 @@ import torchkiln
 
 Sync: Any = torchkiln.nn.SyncBatchNormAct
 CHANNELS, IMAGE = 16, (3, 5)
+F32 = torch.float32
 ACTS: dict[str, Any] = {"relu": F.relu, "silu": F.silu, "none": lambda y: y}
 
 
@@ -165,6 +166,21 @@ def fused_models(device: torch.device) -> None:
     for model in (sync, ours, twin, parallel):
         torch.testing.assert_close(dict(model.named_buffers()), dict(plain.named_buffers()))
         torch.testing.assert_close(model.eval()(x), plain.eval()(x), atol=1e-5, rtol=1e-4)
+
+
+def statistics_of_the_process(device: torch.device) -> None:
+    """A batch norm that is not synchronised stays so, also as a part of a fused model."""
+    plain: nn.Module = nn.Sequential(
+        nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1), nn.BatchNorm2d(4)
+    ).to(device)
+    fused, layer = copy.deepcopy(plain), torchkiln.nn.BatchNormAct2d(3, act="none", device=device)
+    assert len(torchkiln.fuse(fused).replaced) == 2
+    (x,) = (mine(t[:, :3], parts_of("unequal")) for t in drawn(device, parts_of("unequal"), 1, F32))
+    torch.testing.assert_close(fused(x), plain(x), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(dict(fused.named_buffers()), dict(plain.named_buffers()))
+    if dist.get_rank() == 0:  # a call of one process waits for no other
+        torch.testing.assert_close(layer(x), F.batch_norm(x, None, None, training=True))
+        fused(x)
 
 
 def compiled(device: torch.device) -> None:

@@ -18,7 +18,7 @@ from torchkiln.ops.batch_norm import sync_bn_act
 
 PROGRAM = Path(__file__).with_name("sync_batch_norm_processes.py")
 CASES = ("torchs_results", "rounding", "statistics_of_the_batch")
-MODELS = ("fused_models", "compiled")
+MODELS = ("fused_models", "statistics_of_the_process", "compiled")
 needs_groups = pytest.mark.skipif(
     not dist.is_available(), reason="this torch has no torch.distributed"
 )

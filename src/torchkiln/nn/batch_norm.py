@@ -63,10 +63,10 @@ def sync_batch_norm_act(
     residual: Tensor | None,
     act: str,
 ) -> Tensor:
-    """:func:`batch_norm_act` over the processes of ``module.process_group`` in training."""
-    group: Any = getattr(module, "process_group", None)
-    if not (module.training and is_in_group(group)):
+    """:func:`batch_norm_act`; over the processes of a module that synchronises its statistics."""
+    if not is_synchronized(module):
         return batch_norm_act(module, x, residual, act)
+    group: Any = module.process_group
     module._check_input_dim(x)
     tracks, batches = module.track_running_stats, module.num_batches_tracked
     momentum: float | Tensor = 0.0 if module.momentum is None else module.momentum
@@ -88,9 +88,13 @@ def sync_batch_norm_act(
     )
 
 
-def is_in_group(group: Any) -> bool:
-    """Whether there are other processes; ``group`` None is the default one."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+def is_synchronized(module: nn.modules.batchnorm._BatchNorm) -> bool:
+    """Whether a call exchanges statistics with other processes, as a ``SyncBatchNorm`` does."""
+    if not module.training or not hasattr(module, "process_group"):
+        return False
+    group: Any = module.process_group
+    is_grouped = dist.is_available() and dist.is_initialized()
+    return is_grouped and dist.get_world_size(group) > 1
 
 
 class _BatchNormAct(nn.modules.batchnorm._BatchNorm):

@@ -16,7 +16,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from torchkiln.nn.batch_norm import (
     SyncBatchNormAct,
     batch_norm_act,
-    is_in_group,
+    is_synchronized,
     sync_batch_norm_act,
 )
 from torchkiln.nn.checks import check_act
@@ -105,7 +105,7 @@ def measured_conv_norm_act(
     """The result of a convolution that computes the moments; None if torch's is to be called."""
     if not norm.training or not isinstance(conv, _ConvNd) or not is_torchs(conv, CONVOLUTIONS):
         return None
-    if not runs_batch_norm(norm) or is_in_group(getattr(norm, "process_group", None)):
+    if not runs_batch_norm(norm) or is_synchronized(norm):
         return None
     weight, bias = conv._parameters["weight"], conv._parameters["bias"]
     if weight is None:
