@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchkiln.nn.checks import check_act
-from torchkiln.ops._conv_moments import bn_act_from_moments
-from torchkiln.ops.batch_norm import bn_act, sync_bn_act
+from torchkiln.ops._conv_moments import bn_act_of
+from torchkiln.ops.batch_norm import sync_bn_act
 
 
 def batch_norm_act(
@@ -30,21 +30,9 @@ def batch_norm_act(
         if module.momentum is None:  # the mean over all batches
             momentum = 1.0 / float(module.num_batches_tracked)
     keeps = not module.training or module.track_running_stats
-    if moments is not None:
-        return bn_act_from_moments(
-            x,
-            moments,
-            module.weight,
-            module.bias,
-            module.running_mean if keeps else None,
-            module.running_var if keeps else None,
-            residual,
-            act=act,
-            momentum=momentum,
-            eps=module.eps,
-        )
-    return bn_act(
+    return bn_act_of(
         x,
+        moments,
         module.weight,
         module.bias,
         module.running_mean if keeps else None,

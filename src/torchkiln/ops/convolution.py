@@ -5,11 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from torchkiln.ops._conv_moments import bn_act_from_moments, conv_with_moments
+from torchkiln.ops._conv_moments import bn_act_of, conv_with_moments
 from torchkiln.ops._conv_routes import ACTS, CONVOLUTIONS, Sizes, geometry_of, run_folded
 from torchkiln.ops._folding import Parts, forget
 from torchkiln.ops._traced import name_of
-from torchkiln.ops.batch_norm import bn_act
 
 
 def conv_bn_act(  # noqa: PLR0917
@@ -81,33 +80,19 @@ def conv_bn_act(  # noqa: PLR0917
         found = run_folded(conv_weight, x, parts, residual, geometry, act=act, eps=eps)
         if found is not None:
             return found
-    known = None
+    y, moments = None, None
     if training:
         geometry = geometry_of(conv_weight, stride, padding, dilation, groups)
-        known = conv_with_moments(x, conv_weight, conv_bias, geometry)
-    if known is None:
+        y, moments = conv_with_moments(x, conv_weight, conv_bias, geometry) or (None, None)
+    if y is None:
         convolution = CONVOLUTIONS[x.dim()]
         y = convolution(x, conv_weight, conv_bias, stride, padding, dilation, groups)
-    else:
-        y, moments = known
     check_vectors(y, bn_weight, bn_bias, running_mean, running_var)
     if residual is not None:
         check_residual(y, residual)
-    if known is not None:
-        return bn_act_from_moments(
-            y,
-            moments,
-            bn_weight,
-            bn_bias,
-            running_mean,
-            running_var,
-            residual,
-            act=act,
-            momentum=momentum,
-            eps=eps,
-        )
-    return bn_act(
+    return bn_act_of(
         y,
+        moments,
         bn_weight,
         bn_bias,
         running_mean,
