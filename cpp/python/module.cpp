@@ -9,6 +9,7 @@
 #include "torchkiln/torch/bind.h"
 #include "torchkiln/torch/c_function.h"
 #include "torchkiln/torch/ops.h"
+#include "torchkiln/torch/second_gradient.h"
 #include "trace.h"
 #include "watch.h"
 
@@ -36,6 +37,11 @@ template <class Act>
 Tensor activation_in_place(const Tensor& x) {
   Tensor changed = x;
   return torchkiln::activation_(changed, Act::kName);
+}
+
+py::object two_uses(py::handle x) {
+  using torchkiln::bind_detail::wrap;
+  return py::reinterpret_steal<py::object>(wrap(torchkiln::two_uses(THPVariable_Unpack(x.ptr()))));
 }
 
 void bind_activations(const torchkiln::Binder& ops) {
@@ -161,6 +167,7 @@ PYBIND11_MODULE(_C, module) {
                                                 "gate_up_bias", "down_bias", "act", "save"});
   ops.bind<&spmm_csr>("spmm_csr", {"values", "b", "crow", "col", "shape", "transpose", "check"},
                       "spmm");
+  module.def("two_uses", &two_uses);
   bind_trace(module);
   bind_watch(module);
   module.def("ops_with_c_function", &torchkiln::ops_with_c_function);

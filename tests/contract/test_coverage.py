@@ -69,10 +69,14 @@ FORMS = {"cross_entropy_with_metrics"}
 # The op that bn_act calls to update running statistics; tests/ops/test_batch_norm.py checks it.
 UPDATES = {"bn_act_update", "bn_act_update_forward"}
 
-# Parts of conv_bn_act in training; tests/ops/test_conv_moments.py checks them.
+# Parts of conv_bn_act in training, and what fuse calls; tests/ops/test_conv_moments.py and
+# test_pool.py check them.
 OF_CONVOLUTIONS = {
     "bn_act_from_moments",
     "bn_act_from_moments_forward",
+    "bn_act_pool",
+    "bn_act_pool_backward",
+    "bn_act_pool_forward",
     "pixel_conv",
     "pixel_conv_gains",
 }

@@ -125,9 +125,9 @@ variable_list gradients(const Incoming& in, const Kept<6>& kept, const Settings&
   // Without an activation the gradient of the residual is the incoming one.
   const bool passes = settings.act == kActivation<None>;
   const Backward::Wanted wanted{in.wants(0), in.wants(1), in.wants(2), in.wants(3) && !passes};
-  auto [grad_x, grad_weight, grad_bias, grad_residual] =
-      call_below<Backward>(in[0], x, statistics, maybe(weight), maybe(bias), maybe(residual),
-                           maybe(signs), settings.act, settings.training, wanted);
+  auto [grad_x, grad_weight, grad_bias, grad_residual] = call_below<Backward>(
+      in[0], x, statistics, maybe(weight), maybe(bias), maybe(residual), maybe(signs), settings.act,
+      settings.training, wanted, maybe(in.second()));
   return {wanted[0] ? grad_x : Tensor(), wanted[1] ? grad_weight : Tensor(),
           wanted[2] ? grad_bias : Tensor(),
           wanted[3]     ? grad_residual
@@ -142,7 +142,7 @@ Tensor recorded_outputs(const Three& outputs, const Tensor& x, const MaybeTensor
                         const Settings& settings) {
   const auto& [y, statistics, signs] = outputs;
   const Saved kept = kept_by_batch_norm(settings.act, residual.has_value());
-  return record(
+  Tensor recorded = record(
       "bn_act",
       {x, tensor_or_undefined(weight), tensor_or_undefined(bias), tensor_or_undefined(residual)}, y,
       keep(x, statistics, tensor_or_undefined(weight), tensor_or_undefined(bias),
@@ -152,6 +152,9 @@ Tensor recorded_outputs(const Three& outputs, const Tensor& x, const MaybeTensor
         if (in.needs_composite()) return composite_backward(in, kept, settings);
         return gradients(in, kept, settings);
       });
+  // The gradient of the residual is the sum of both, where it is not 0.
+  if (kept == Saved::sign && residual->requires_grad()) accept_second_gradient(recorded);
+  return recorded;
 }
 
 namespace {

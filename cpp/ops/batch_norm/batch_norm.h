@@ -35,6 +35,9 @@ bool channels_are_last(const Tensor& x);
 /// Checks the arguments, but not the number of elements.
 void check(const Call& call);
 
+/// Checks all arguments.
+void check_all(const Call& call);
+
 /// Uninitialised outputs, see outputs().
 Three empty_outputs(const Call& call, bool for_backward);
 
@@ -144,20 +147,22 @@ class Operands;
 BatchNormBackward arguments_of(const Gradient& given, const Operands& operands, const Tensor& grad,
                                Activation act);
 
-/// The wanted gradients of x, weight, bias and the residual.
+/// The wanted gradients of x, weight, bias and the residual. `second` is added to `grad`, which
+/// needs the signs and the gradient of the residual.
 struct Backward {
   using Wanted = std::array<bool, 4>;
   static constexpr const char* kSchema =
       "torchkiln::bn_act_backward(Tensor grad, Tensor x, Tensor statistics, Tensor? weight, "
-      "Tensor? bias, Tensor? residual, Tensor? signs, str act, bool training, bool[4] wanted) -> "
-      "(Tensor, Tensor, Tensor, Tensor)";
+      "Tensor? bias, Tensor? residual, Tensor? signs, str act, bool training, bool[4] wanted, "
+      "Tensor? second=None) -> (Tensor, Tensor, Tensor, Tensor)";
   static Four meta(const Tensor& grad, const Tensor& x, const Tensor& statistics,
                    const MaybeTensor& weight, const MaybeTensor& bias, const MaybeTensor& residual,
-                   const MaybeTensor& signs, Activation act, bool training, Wanted wanted);
+                   const MaybeTensor& signs, Activation act, bool training, Wanted wanted,
+                   const MaybeTensor& second);
   static Four kernel(const Tensor& grad, const Tensor& x, const Tensor& statistics,
                      const MaybeTensor& weight, const MaybeTensor& bias,
                      const MaybeTensor& residual, const MaybeTensor& signs, Activation act,
-                     bool training, Wanted wanted);
+                     bool training, Wanted wanted, const MaybeTensor& second);
 };
 
 }  // namespace torchkiln::batch_norm_ops

@@ -49,14 +49,18 @@ void check(const Call& call) {
                     ", expected a number of at least 0");
 }
 
-Three outputs(const Call& call, bool for_backward) {
+void check_all(const Call& call) {
   check(call);
-  TORCH_CHECK_VALUE(!call.training || call.x.sym_numel() != call.x.sym_size(1), "torchkiln.", kName,
-                    ": x: got shape ", call.x.sym_sizes(),
+  TORCH_CHECK_VALUE(!call.training || call.x.sym_numel() != call.x.sym_size(1), "torchkiln.",
+                    call.name, ": x: got shape ", call.x.sym_sizes(),
                     ", expected more than 1 value for each channel in training");
-  TORCH_CHECK_VALUE(call.updates || !call.training || !call.running_mean, "torchkiln.", kName,
+  TORCH_CHECK_VALUE(call.updates || !call.training || !call.running_mean, "torchkiln.", call.name,
                     ": running_mean: got a tensor in training, expected None; "
                     "torch.ops.torchkiln.bn_act_update updates running statistics");
+}
+
+Three outputs(const Call& call, bool for_backward) {
+  check_all(call);
   return empty_outputs(call, for_backward);
 }
 
@@ -92,7 +96,7 @@ Three run(const Call& call, bool for_backward) {
   arguments.momentum = call.momentum;
   arguments.eps = call.eps;
   launch_split(
-      kName, y, arguments, kElementwiseGrain / kUnit, [&] { return cpu::split(arguments); },
+      kName, y, arguments, kGrain, [&] { return cpu::split(arguments); },
       [&](Allocate allocate, auto stream) { return cuda::batch_norm(arguments, allocate, stream); },
       [&](int64_t begin, int64_t end) { return cpu::batch_norm_moments(arguments, begin, end); },
       [&](int64_t begin, int64_t end) { return cpu::batch_norm_finish(arguments, begin, end); });
@@ -170,25 +174,40 @@ BatchNormBackward arguments_of(const Gradient& given, const Operands& operands, 
   return arguments;
 }
 
+/// Checks a second incoming gradient.
+void check_second(const Gradient& given, const Tensor& second, const Backward::Wanted& wanted) {
+  check_like(kBackward, "second", second, "grad", given.grad);
+  TORCH_CHECK(given.signs.has_value() && wanted[3], "torchkiln.", kBackward,
+              ": second: got a tensor, expected None without signs or a gradient of the residual");
+}
+
 Four Backward::meta(const Tensor& grad, const Tensor& x, const Tensor& statistics,
                     const MaybeTensor& weight, const MaybeTensor& bias, const MaybeTensor& residual,
-                    const MaybeTensor& signs, Activation, bool, Wanted wanted) {
+                    const MaybeTensor& signs, Activation, bool, Wanted wanted,
+                    const MaybeTensor& second) {
   const Gradient given{grad, x, statistics, weight, bias, residual, signs};
   check_backward(kBackward, given);
+  if (second) check_second(given, *second, wanted);
   return empty_gradients(given, wanted);
 }
 
 Four Backward::kernel(const Tensor& grad, const Tensor& x, const Tensor& statistics,
                       const MaybeTensor& weight, const MaybeTensor& bias,
                       const MaybeTensor& residual, const MaybeTensor& signs, Activation act,
-                      bool training, Wanted wanted) {
+                      bool training, Wanted wanted, const MaybeTensor& second) {
   const Gradient given{grad, x, statistics, weight, bias, residual, signs};
   check_backward(kBackward, given);
+  if (second) check_second(given, *second, wanted);
+  if (second && x.is_cpu())
+    return kernel(grad + *second, x, statistics, weight, bias, residual, signs, act, training,
+                  wanted, {});
   auto [grad_x, grad_weight, grad_bias, grad_residual] = empty_gradients(given, wanted);
   if (x.numel() == 0) return {grad_x, grad_weight.zero_(), grad_bias.zero_(), grad_residual};
   const Operands operands(x, weight, bias, residual);
   const MaybeCopy dense_grad = in_layout("grad", grad, operands.channels_last());
+  const MaybeCopy dense_second = in_layout("second", second, operands.channels_last());
   BatchNormBackward arguments = arguments_of(given, operands, *dense_grad, act);
+  arguments.second = data(*dense_second);
   arguments.training = training;
   arguments.grad_x = output(grad_x);
   arguments.grad_weight = output(grad_weight);
@@ -200,7 +219,7 @@ Four Backward::kernel(const Tensor& grad, const Tensor& x, const Tensor& statist
     arguments.coefficients = coefficients.data_ptr();
   }
   launch_split(
-      kBackward, x, arguments, kElementwiseGrain / kUnit, [&] { return cpu::split(arguments); },
+      kBackward, x, arguments, kGrain, [&] { return cpu::split(arguments); },
       [&](Allocate allocate, auto stream) {
         return cuda::batch_norm_backward(arguments, allocate, stream);
       },

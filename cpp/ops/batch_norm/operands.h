@@ -12,6 +12,8 @@ namespace torchkiln::batch_norm_ops {
 
 /// Elements per unit of work on the CPU: threads never share a byte of the signs.
 inline constexpr int64_t kUnit = 64;
+/// Units per task of a thread.
+inline constexpr int64_t kGrain = kElementwiseGrain / kUnit;
 
 /// x with its channels as the last dimension.
 inline Tensor with_channels_last(const Tensor& x) { return x.movedim(1, -1); }
@@ -116,10 +118,9 @@ class Operands {
 template <class Kernel>
 void for_each_element(const char* name, const Tensor& x, const Kernel& kernel) {
   const int64_t numel = x.numel();
-  at::parallel_for(0, (numel + kUnit - 1) / kUnit, kElementwiseGrain / kUnit,
-                   [&](int64_t begin, int64_t end) {
-                     check_status(name, kernel(begin * kUnit, std::min(end * kUnit, numel)));
-                   });
+  at::parallel_for(0, (numel + kUnit - 1) / kUnit, kGrain, [&](int64_t begin, int64_t end) {
+    check_status(name, kernel(begin * kUnit, std::min(end * kUnit, numel)));
+  });
 }
 
 /// launch() over all elements of a problem.
@@ -127,10 +128,9 @@ template <class OnCuda, class OnCpu>
 void launch_elements(const char* name, const Tensor& x, const OnCuda& on_cuda,
                      const OnCpu& on_cpu) {
   const int64_t numel = x.numel();
-  launch(name, x, (numel + kUnit - 1) / kUnit, kElementwiseGrain / kUnit, on_cuda,
-         [&](int64_t begin, int64_t end) {
-           return on_cpu(begin * kUnit, std::min(end * kUnit, numel));
-         });
+  launch(name, x, (numel + kUnit - 1) / kUnit, kGrain, on_cuda, [&](int64_t begin, int64_t end) {
+    return on_cpu(begin * kUnit, std::min(end * kUnit, numel));
+  });
 }
 
 }  // namespace torchkiln::batch_norm_ops

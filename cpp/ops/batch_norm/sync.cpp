@@ -10,59 +10,6 @@ namespace {
 using Two = std::tuple<Tensor, Tensor>;
 
 constexpr const char* kSync = "sync_bn_act";
-constexpr int64_t kGrain = kElementwiseGrain / kUnit;
-
-}  // namespace
-
-void check_moments(const char* name, const Tensor& moments, const Tensor& x) {
-  check_same_device(name, "moments", moments, "x", x);
-  const c10::SymInt each = 2 * x.sym_size(1) + 1;
-  TORCH_CHECK(moments.scalar_type() == at::kDouble && moments.is_contiguous() &&
-                  moments.dim() == 2 && moments.sym_size(1) == each,
-              "torchkiln.", name, ": moments: got ", dtype_name(moments.scalar_type()), " ",
-              moments.sym_sizes(), ", expected float64 [processes, ", each, "]");
-}
-
-void merge_moments(const char* name, const Tensor& x, const Tensor& moments, const Running& moved,
-                   double eps, const Tensor& statistics, const Tensor& count) {
-  BatchNormMerge arguments{};
-  arguments.moments = moments.const_data_ptr<double>();
-  arguments.processes = moments.size(0);
-  arguments.channels = x.size(1);
-  arguments.running_mean = running(moved.mean);
-  arguments.running_var = running(moved.var);
-  arguments.batches = moved.batches ? moved.batches->const_data_ptr<int64_t>() : nullptr;
-  arguments.statistics = statistics.data_ptr();
-  arguments.count = count.data_ptr<double>();
-  arguments.dtype = dtype_of(x);
-  arguments.running_dtype = dtype_of(moved.mean ? *moved.mean : x);
-  arguments.momentum = moved.momentum;
-  arguments.eps = eps;
-  launch(
-      name, x, arguments.channels, kGrain,
-      [&](auto stream) { return cuda::batch_norm_merge(arguments, stream); },
-      [&](int64_t begin, int64_t end) { return cpu::batch_norm_merge(arguments, begin, end); });
-  mark_changed(moved.mean);
-  mark_changed(moved.var);
-}
-
-void normalize(const char* name, const Tensor& x, const Tensor& statistics,
-               const MaybeTensor& weight, const MaybeTensor& bias, const MaybeTensor& residual,
-               Activation act, const Tensor& y, const Tensor& signs) {
-  const Operands operands(x, weight, bias, residual);
-  BatchNorm arguments{};
-  operands.fill(arguments);
-  arguments.y = y.data_ptr();
-  arguments.signs = static_cast<uint8_t*>(output(signs));
-  arguments.statistics = const_cast<void*>(statistics.const_data_ptr());
-  arguments.activation = act;
-  arguments.training = true;
-  launch_elements(
-      name, x, [&](auto stream) { return cuda::batch_norm_outputs(arguments, stream); },
-      [&](int64_t begin, int64_t end) { return cpu::batch_norm(arguments, begin, end); });
-}
-
-namespace {
 
 /// The moments of x, [2 * channels + 1]: means, sums of the squared distances to them, count. All
 /// are 0 without elements.

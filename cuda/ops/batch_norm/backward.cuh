@@ -23,11 +23,21 @@ namespace {
 // Blocks per SM, with up to 64 KiB of vectors in flight each.
 constexpr int kBackwardBlocks = 2;
 
+/// relu whose incoming gradient is the sum of two, for calls with signs.
+template <class Math>
+struct ReluOfSum : FixedActivation<Relu, Math> {
+  static constexpr bool kAdds = true;
+};
+template <class Act, class = void>
+constexpr bool kAddsSecond = false;
+template <class Act>
+constexpr bool kAddsSecond<Act, std::void_t<decltype(Act::kAdds)>> = true;
+
 /// Operands of g, the gradient of the argument of the activation: the incoming gradient or g
-/// itself, x, and the residual if the derivative needs it.
+/// itself, x, and the residual if the derivative needs it, or the second incoming gradient.
 template <class Access, class Act>
-using GradientStreams = ChannelStreams<Access, Act::kReadsResidual ? 3 : 2, true,
-                                       typename Access::C, typename Access::C>;
+using GradientStreams = ChannelStreams<Access, Act::kReadsResidual || kAddsSecond<Act> ? 3 : 2,
+                                       true, typename Access::C, typename Access::C>;
 
 template <class Access, class Act>
 __device__ __forceinline__ GradientStreams<Access, Act> gradient_streams(
@@ -38,6 +48,7 @@ __device__ __forceinline__ GradientStreams<Access, Act> gradient_streams(
   streams.from[1] = static_cast<const T*>(p.x);
   if (is_g) return streams;
   if constexpr (Act::kReadsResidual) streams.from[2] = static_cast<const T*>(p.residual);
+  if constexpr (kAddsSecond<Act>) streams.from[2] = static_cast<const T*>(p.second);
   streams.signs = p.signs;
   streams.sign_bytes = p.layout.outer * p.layout.channels * p.layout.inner / 8;
   return streams;
@@ -53,6 +64,11 @@ __device__ __forceinline__ void gradient_of(const BatchNormBackward& p,
   using C = typename Access::C;
   constexpr int kLanes = Access::kLanes;
   widen(item.of[0], g);
+  if constexpr (kAddsSecond<Act>) {
+    add_vector(item.of[2], g);
+#pragma unroll
+    for (int i = 0; i < kLanes; ++i) g[i] = convert<C>(convert<typename Access::T>(g[i]));
+  }
   if (!is_g) {
     if (p.signs != nullptr) {
 #pragma unroll
@@ -142,10 +158,11 @@ __global__ void __launch_bounds__(kChannelThreads, kBackwardBlocks)
   });
 }
 
-/// Calls body(access, activation, plan, grid).
-template <bool kColumns, class Body>
+/// Calls body(access, activation, plan, grid). kMayAdd: for a kernel that adds the second gradient.
+template <bool kColumns, bool kMayAdd, class Body>
 Status with_backward_plan(const BatchNormBackward& p, const Body& body) {
   const auto tensors = {p.grad,
+                        p.second,
                         p.x,
                         p.residual,
                         static_cast<const void*>(p.signs),
@@ -153,20 +170,24 @@ Status with_backward_plan(const BatchNormBackward& p, const Body& body) {
                         static_cast<const void*>(p.grad_residual)};
   return with_channel_access<kColumns>(p.dtype, p.layout, tensors, [&](auto access) {
     using Access = decltype(access);
-    return with_channel_activation<Access>(p.activation, [&](auto act) {
+    const auto with = [&](auto act) {
       const ChannelPlan plan = make_channel_plan<Access>(p.layout, kBackwardBlocks);
       Grid grid;
       const Status fits = grid_of(plan, grid);
       grid.shared_bytes = GradientStreams<Access, decltype(act)>::kSharedBytes;
       return fits.ok() ? body(access, act, plan, grid) : fits;
-    });
+    };
+    if constexpr (kMayAdd) {
+      if (p.second != nullptr) return with(ReluOfSum<MathFor<typename Access::T>>{});
+    }
+    return with_channel_activation<Access>(p.activation, with);
   });
 }
 
 template <bool kColumns>
 Status launch_sums(const BatchNormBackward& p, Allocate allocate, CUstream_st* stream) {
   if (!p.needs_sums() && p.grad_residual == nullptr) return {};
-  return with_backward_plan<kColumns>(
+  return with_backward_plan<kColumns, /*kMayAdd=*/true>(
       p, [&](auto access, auto act, const ChannelPlan& plan, const Grid& grid) {
         using Access = decltype(access);
         using C = typename Access::C;
@@ -184,16 +205,17 @@ Status launch_sums(const BatchNormBackward& p, Allocate allocate, CUstream_st* s
 
 template <bool kColumns>
 Status launch_input_gradients(const BatchNormBackward& p, CUstream_st* stream) {
-  return with_backward_plan<kColumns>(p, [&](auto access, auto act, const ChannelPlan& plan,
-                                             const Grid& grid) {
-    using Access = decltype(access);
-    using T = typename Access::T;
-    const bool has_g = p.grad_residual != nullptr && p.residual_gradient_is_exact();
-    const bool is_g = has_g || p.activation == kActivation<None>;
-    const T* const grad = static_cast<const T*>(has_g ? p.grad_residual : p.grad);
-    return launch_overlapped(input_gradients<Access, decltype(act)>, grid, stream, p, plan, act,
-                             grad, is_g, static_cast<const typename Access::C*>(p.coefficients));
-  });
+  return with_backward_plan<kColumns, /*kMayAdd=*/false>(
+      p, [&](auto access, auto act, const ChannelPlan& plan, const Grid& grid) {
+        using Access = decltype(access);
+        using T = typename Access::T;
+        const bool has_g = p.grad_residual != nullptr && p.residual_gradient_is_exact();
+        const bool is_g = has_g || p.activation == kActivation<None>;
+        const T* const grad = static_cast<const T*>(has_g ? p.grad_residual : p.grad);
+        return launch_overlapped(input_gradients<Access, decltype(act)>, grid, stream, p, plan, act,
+                                 grad, is_g,
+                                 static_cast<const typename Access::C*>(p.coefficients));
+      });
 }
 
 }  // namespace

@@ -93,6 +93,9 @@ class ChannelCursor {
     }
   }
   __device__ __forceinline__ bool is_inside() const { return inside_; }
+  /// The first row or segment of the thread, and the distance to its next one.
+  __device__ __forceinline__ int64_t first_row() const { return first_; }
+  __device__ __forceinline__ int64_t row_step() const { return step_; }
   /// Whether a lane has the first element of its channel.
   __device__ __forceinline__ bool is_first(int lane, int64_t channel) const {
     if (!inside_ || first_ > 0) return false;

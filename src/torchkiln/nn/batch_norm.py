@@ -1,5 +1,6 @@
 """Modules of batch norm with an activation: subclasses of torch's that replace ``forward``."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -7,8 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchkiln.nn.checks import check_act
-from torchkiln.ops._conv_moments import bn_act_of
-from torchkiln.ops.batch_norm import sync_bn_act
+from torchkiln.ops.batch_norm import bn_act, sync_bn_act
 
 
 def batch_norm_act(
@@ -16,11 +16,11 @@ def batch_norm_act(
     x: Tensor,
     residual: Tensor | None,
     act: str,
-    moments: Tensor | None = None,
+    op: Callable[..., Tensor] = bn_act,
 ) -> Tensor:
     """The call of the op with the parameters, statistics and settings of a batch norm.
 
-    ``moments`` are those of ``x``, for a module in training, if they are known.
+    ``op`` takes the arguments of :func:`torchkiln.bn_act`.
     """
     module._check_input_dim(x)
     tracks = module.training and module.track_running_stats
@@ -30,9 +30,8 @@ def batch_norm_act(
         if module.momentum is None:  # the mean over all batches
             momentum = 1.0 / float(module.num_batches_tracked)
     keeps = not module.training or module.track_running_stats
-    return bn_act_of(
+    return op(
         x,
-        moments,
         module.weight,
         module.bias,
         module.running_mean if keeps else None,

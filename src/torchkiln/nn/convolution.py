@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import ClassVar, Self
 
@@ -20,7 +21,7 @@ from torchkiln.nn.batch_norm import (
     sync_batch_norm_act,
 )
 from torchkiln.nn.checks import check_act
-from torchkiln.ops._conv_moments import conv_with_moments
+from torchkiln.ops._conv_moments import bn_act_from, conv_with_moments
 from torchkiln.ops._conv_routes import Geometry, Sizes, run_folded
 from torchkiln.ops._folding import Parts, forget
 from torchkiln.ops.activation import (
@@ -103,6 +104,23 @@ def measured_conv_norm_act(
     conv: nn.Module, norm: _BatchNorm, x: Tensor, residual: Tensor | None, act: str
 ) -> Tensor | None:
     """The result of a convolution that computes the moments; None if torch's is to be called."""
+    if residual is not None:
+        weight = conv._parameters.get("weight")
+        if weight is None or residual.dtype != x.dtype:
+            return None
+        if residual.shape != (x.shape[0], weight.shape[0], *x.shape[2:]):
+            return None
+    known = conv_with_moments_of(conv, norm, x)
+    if known is None:
+        return None
+    y, moments = known
+    return batch_norm_act(norm, y, residual, act, functools.partial(bn_act_from, moments))
+
+
+def conv_with_moments_of(
+    conv: nn.Module, norm: _BatchNorm, x: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    """The convolution and its moments in training; None if torch's convolution is to be called."""
     if not norm.training or not isinstance(conv, _ConvNd) or not is_torchs(conv, CONVOLUTIONS):
         return None
     if not runs_batch_norm(norm) or is_synchronized(norm):
@@ -110,13 +128,8 @@ def measured_conv_norm_act(
     weight, bias = conv._parameters["weight"], conv._parameters["bias"]
     if weight is None:
         return None
-    if residual is not None and (
-        residual.shape != (x.shape[0], weight.shape[0], *x.shape[2:]) or residual.dtype != x.dtype
-    ):
-        return None
     geometry = Geometry(conv.stride, conv.padding, conv.dilation, conv.groups)
-    known = conv_with_moments(x, weight, bias, geometry)
-    return None if known is None else batch_norm_act(norm, known[0], residual, act, known[1])
+    return conv_with_moments(x, weight, bias, geometry)
 
 
 def folded_conv_norm_act(

@@ -9,7 +9,6 @@ from torch.compiler import is_compiling
 from torchkiln import _C
 from torchkiln.ops._conv_routes import HALF, Geometry, dtype_of
 from torchkiln.ops._folding import PLAIN, is_transformed
-from torchkiln.ops.batch_norm import bn_act
 
 Vector = Tensor | None
 
@@ -47,9 +46,9 @@ def is_pixelwise(weight: Tensor, geometry: Geometry) -> bool:
     return ones and not has_padding and groups == 1
 
 
-def bn_act_of(  # noqa: PLR0917
+def bn_act_from(  # noqa: PLR0917
+    moments: Tensor,
     x: Tensor,
-    moments: Vector,
     weight: Vector,
     bias: Vector,
     running_mean: Vector,
@@ -57,14 +56,12 @@ def bn_act_of(  # noqa: PLR0917
     residual: Vector,
     *,
     act: str,
-    training: bool,
+    training: bool,  # noqa: ARG001
     momentum: float,
     eps: float,
 ) -> Tensor:
-    """:func:`torchkiln.bn_act`; ``moments`` are those of ``x`` in training, if they are known."""
+    """:func:`torchkiln.bn_act` in training by the moments of ``x``."""
     parts = weight, bias, running_mean, running_var, residual
-    if moments is None:
-        return bn_act(x, *parts, act=act, training=training, momentum=momentum, eps=eps)
     op = torch.ops.torchkiln.bn_act_from_moments.default
     y: Tensor = op(x, moments[None], *parts, act, momentum, eps)
     return y

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from torchkiln.ops._conv_moments import bn_act_of, conv_with_moments
+from torchkiln.ops._conv_moments import bn_act_from, conv_with_moments
 from torchkiln.ops._conv_routes import ACTS, CONVOLUTIONS, Sizes, geometry_of, run_folded
 from torchkiln.ops._folding import Parts, forget
 from torchkiln.ops._traced import name_of
+from torchkiln.ops.batch_norm import bn_act
 
 
 def conv_bn_act(  # noqa: PLR0917
@@ -80,19 +84,21 @@ def conv_bn_act(  # noqa: PLR0917
         found = run_folded(conv_weight, x, parts, residual, geometry, act=act, eps=eps)
         if found is not None:
             return found
-    y, moments = None, None
+    known: tuple[Tensor, Tensor] | None = None
+    norm: Callable[..., Tensor] = bn_act
     if training:
         geometry = geometry_of(conv_weight, stride, padding, dilation, groups)
-        y, moments = conv_with_moments(x, conv_weight, conv_bias, geometry) or (None, None)
-    if y is None:
+        known = conv_with_moments(x, conv_weight, conv_bias, geometry)
+    if known is not None:
+        y, norm = known[0], functools.partial(bn_act_from, known[1])
+    else:
         convolution = CONVOLUTIONS[x.dim()]
         y = convolution(x, conv_weight, conv_bias, stride, padding, dilation, groups)
     check_vectors(y, bn_weight, bn_bias, running_mean, running_var)
     if residual is not None:
         check_residual(y, residual)
-    return bn_act_of(
+    return norm(
         y,
-        moments,
         bn_weight,
         bn_bias,
         running_mean,

@@ -13,6 +13,7 @@
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/version.h>
 
@@ -24,6 +25,8 @@
 #include <tuple>
 #include <type_traits>
 #include <utility>
+
+#include "torchkiln/torch/second_gradient.h"
 
 namespace torchkiln {
 
@@ -49,12 +52,16 @@ bool is_transformed(const Tensors&... tensors) {
 /// The arguments of a node's backward: the gradients of the outputs, and which inputs need one.
 class Incoming {
  public:
-  Incoming(const variable_list& grads, const torch::autograd::Node& node)
-      : grads_(grads), node_(node) {}
+  Incoming(const variable_list& grads, const torch::autograd::Node& node, at::Tensor second = {})
+      : grads_(grads), node_(node), second_(std::move(second)) {}
 
   /// The gradient of an output; undefined if that output was not used.
   const at::Tensor& operator[](size_t output) const { return grads_[output]; }
   const variable_list& all() const { return grads_; }
+
+  /// To be added to the gradient of the first output, if the op has called
+  /// accept_second_gradient(); undefined otherwise.
+  const at::Tensor& second() const { return second_; }
 
   /// Whether the gradient of an input is needed. Inputs are numbered as record() received them.
   bool wants(size_t input) const { return node_.task_should_compute_output(input); }
@@ -77,6 +84,7 @@ class Incoming {
  private:
   const variable_list& grads_;
   const torch::autograd::Node& node_;
+  at::Tensor second_;
 };
 
 /// The tensors saved for backward, in the order of keep().
@@ -104,10 +112,10 @@ auto make_node(Arguments&&... arguments) {
 }
 
 template <size_t N, class Gradients>
-class OpNode final : public torch::autograd::Node {
+class OpNode final : public OpNodeBase {
  public:
   OpNode(const char* name, torch::autograd::edge_list&& edges, Gradients gradients)
-      : Node(std::move(edges)), name_(name), gradients_(std::move(gradients)) {}
+      : OpNodeBase(std::move(edges)), name_(name), gradients_(std::move(gradients)) {}
 
   void save(size_t index, torch::autograd::SavedVariable&& tensor) {
     saved_[index] = std::move(tensor);
@@ -122,7 +130,9 @@ class OpNode final : public torch::autograd::Node {
     if (!any_defined) return variable_list(num_outputs());
     Kept<N> kept;
     for (size_t i = 0; i < N; ++i) kept[i] = saved_[i].unpack(getptr());
-    return gradients_(Incoming(grads, *this), kept);
+    const int run = second == nullptr ? 0 : torch::autograd::get_current_graph_task_id();
+    return gradients_(Incoming(grads, *this, second == nullptr ? at::Tensor() : second->take(run)),
+                      kept);
   }
 
   void release_variables() override {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 #include "torchkiln/core/activations.h"
 #include "torchkiln/core/workspace.h"
@@ -93,6 +94,9 @@ struct BatchNormMerge {
 ///                   else g * rstd * weight
 struct BatchNormBackward {
   const void* grad;
+  /// Added to grad, and the sum rounded. Null if there is none; else signs and grad_residual are
+  /// not. Not on the CPU.
+  const void* second;
   const void* x;
   const void* residual;  // null if there is none, or if kept_by_batch_norm() is not the input
   const uint8_t* signs;  // null if kept_by_batch_norm() is not the sign
@@ -127,6 +131,35 @@ struct BatchNormBackward {
     const Saved saved = saved_by(activation);
     return saved == Saved::sign || saved == Saved::nothing;
   }
+};
+
+/// Windows of a max pool over the last two dimensions of a tensor [images, channels, height, width]
+/// with adjacent channels. Padding is at most half a window: each has at least one pixel.
+struct PoolWindows {
+  int64_t images;
+  int64_t height;
+  int64_t width;
+  int64_t pooled_height;
+  int64_t pooled_width;
+  int kernel[2];
+  int stride[2];
+  int padding[2];
+};
+
+/// The largest y of BatchNorm in each window.
+/// Each y is rounded before it is compared; the first of equal ones counts, or the last NaN.
+struct BatchNormPool {
+  BatchNorm norm;  // y is pooled; no residual and no signs
+  PoolWindows windows;
+  uint8_t* places;  // of the shape of y: the pixel in the window, row * kernel[1] + column
+};
+
+/// The gradients for BatchNormPool, as in BatchNormBackward: the incoming gradient of a pixel is
+/// the sum of those of the windows in which it counts.
+struct BatchNormPoolBackward {
+  BatchNormBackward norm;  // grad is pooled; no residual, signs and coefficients
+  PoolWindows windows;
+  const uint8_t* places;
 };
 
 namespace cpu {
@@ -192,6 +225,19 @@ TORCHKILN_EXPORT Status batch_norm_backward_sums(const BatchNormBackward& argume
                                                  Allocate allocate, CUstream_st* stream);
 TORCHKILN_EXPORT Status batch_norm_backward_input(const BatchNormBackward& arguments,
                                                   CUstream_st* stream);
+
+/// Whether there are kernels for a max pool of x: adjacent channels in whole vectors, fewer than
+/// 2^31 pixels, and windows of at most 256.
+inline bool takes(Dtype dtype, const ChannelLayout& layout, const PoolWindows& windows) {
+  return dtype != Dtype::float64 && layout.inner == 1 && layout.channels % 8 == 0 &&
+         layout.outer <= INT32_MAX && windows.kernel[0] * windows.kernel[1] <= 256;
+}
+
+/// batch_norm() in training with a max pool behind, and its backward, in as many kernels.
+TORCHKILN_EXPORT Status batch_norm_pool(const BatchNormPool& arguments, Allocate allocate,
+                                        CUstream_st* stream);
+TORCHKILN_EXPORT Status batch_norm_pool_backward(const BatchNormPoolBackward& arguments,
+                                                 Allocate allocate, CUstream_st* stream);
 
 }  // namespace cuda
 }  // namespace torchkiln

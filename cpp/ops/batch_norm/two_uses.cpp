@@ -1,0 +1,59 @@
+// Aliases of a tensor for two uses, whose gradients the node that made the tensor adds.
+
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include "torchkiln/torch/autograd.h"
+#include "torchkiln/torch/second_gradient.h"
+
+namespace torchkiln {
+namespace {
+
+using torch::autograd::Node;
+
+/// Whether nothing but the node's own function sees the gradient of its output in this run.
+bool is_private(Node& node) {
+  const auto* const executed = torch::autograd::get_current_graph_task_exec_info();
+  const bool runs_all = executed == nullptr || executed->empty();  // no torch.autograd.grad()
+  return runs_all && node.pre_hooks().empty() && node.tensor_pre_hooks().empty() &&
+         node.retains_grad_hooks().empty() && node.post_hooks().empty();
+}
+
+class TwoUses final : public Node {
+ public:
+  explicit TwoUses(torch::autograd::edge_list&& edges) : Node(std::move(edges)) {}
+
+  std::string name() const override { return "two_uses_backward"; }
+
+  variable_list apply(variable_list&& grads) override {
+    const at::Tensor &one = grads[0], &other = grads[1];
+    if (!one.defined() || !other.defined()) return {one.defined() ? one : other};
+    Node* const maker = next_edge(0).function.get();
+    auto* const takes = dynamic_cast<OpNodeBase*>(maker);
+    const bool plain =
+        one.key_set() == other.key_set() && !Incoming(grads, *this).needs_composite();
+    const bool alike = one.scalar_type() == other.scalar_type() && stream() == maker->stream();
+    if (takes == nullptr || !plain || !alike || !is_private(*maker)) return {one + other};
+    takes->second->put(other, torch::autograd::get_current_graph_task_id());
+    return {one};
+  }
+};
+
+}  // namespace
+
+std::tuple<at::Tensor, at::Tensor> two_uses(const at::Tensor& x) {
+  const auto maker = x.grad_fn();
+  const auto* const takes = dynamic_cast<OpNodeBase*>(maker.get());
+  if (!at::GradMode::is_enabled() || takes == nullptr || takes->second == nullptr || x.is_view() ||
+      is_transformed(x))
+    return {x, x};
+  const auto node = detail::make_node<TwoUses>(
+      torch::autograd::edge_list{torch::autograd::impl::gradient_edge(x)});
+  std::tuple<at::Tensor, at::Tensor> uses{x.detach(), x.detach()};
+  detail::for_each_output(uses, [&](const at::Tensor& use) {
+    torch::autograd::set_history(use, detail::NodePointer(node));
+  });
+  return uses;
+}
+
+}  // namespace torchkiln

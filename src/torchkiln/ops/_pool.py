@@ -1,0 +1,67 @@
+"""Batch norm in training, an activation and a max pool as one op."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from torchkiln import _C
+from torchkiln.ops._conv_routes import HALF
+from torchkiln.ops._folding import PLAIN, is_transformed
+
+Pair = tuple[int, int]
+
+
+class Windows(NamedTuple):
+    """The windows of a max pool."""
+
+    kernel: Pair
+    stride: Pair
+    padding: Pair
+
+
+def takes_pool(x: Tensor, windows: Windows) -> bool:
+    """Whether there is a kernel for the pool of ``x`` behind a batch norm.
+
+    It reads adjacent channels in whole vectors on a GPU.
+    """
+    if not x.is_cuda or x.dim() != 4 or x.dtype not in (torch.float32, *HALF):
+        return False
+    if not is_compiling() and (type(x) not in PLAIN or is_transformed()):
+        return False
+    if x.numel() == 0 or x.shape[1] % 8:
+        return False
+    sizes, (kernel, _, padding) = x.shape[2:], windows
+    fits = all(n + 2 * p >= k for n, k, p in zip(sizes, kernel, padding, strict=True))
+    fits &= kernel[0] * kernel[1] <= 256 and x.numel() // x.shape[1] < 2**31
+    return fits and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
+
+
+def bn_act_pool(  # noqa: PLR0917
+    windows: Windows,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    residual: None,  # noqa: ARG001
+    *,
+    act: str,
+    training: bool,  # noqa: ARG001
+    momentum: float,
+    eps: float,
+) -> Tensor:
+    """The max pool of :func:`torchkiln.bn_act` in training, for an ``x`` that the kernel takes.
+
+    Neither the batch norm's result nor its gradient is stored. The numbers are those of the calls
+    one by one; the gradient is rounded once.
+    """
+    if not is_compiling():
+        _C.note("max pool in the kernel of the batch norm")
+    op = torch.ops.torchkiln.bn_act_pool.default
+    parts = weight, bias, running_mean, running_var
+    y: Tensor = op(x, *parts, act, momentum, eps, *windows)
+    return y
