@@ -113,7 +113,8 @@ def test_the_op_is_called_in_place_of_three() -> None:
     model = Net()
     torchkiln.fuse(model)
     x = example(torch.float32)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, acc_events=True) as profile:
         model.eval()(x)
     called = {event.name for event in profile.events()}
     assert "torchkiln::bn_act" in called
@@ -126,7 +127,8 @@ def test_eval_folds_the_batch_norms() -> None:
     torchkiln.fuse(model)
     x = example(torch.float32)
     model(x)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, acc_events=True) as profile:
         model(x)
     called = {event.name for event in profile.events()}
     assert "aten::conv2d" in called

@@ -15,12 +15,38 @@ from typing import Any, ClassVar
 from torch import Tensor, fx, nn
 
 from torchkiln.nn.convolution import conv_norm_act, is_batch_norm, norm_act
+from torchkiln.patch.branches import separate
 from torchkiln.patch.chain import CallTracer, chain_of, norms, rewrite
 from torchkiln.patch.plan import Plan, plan_of
+from torchkiln.patch.pool import conv_norm_act_pool, norm_act_pool
+from torchkiln.patch.recompute import (
+    light_conv_norm_act,
+    light_conv_norm_act_pool,
+    light_norm_act,
+)
 from torchkiln.patch.report import Row
 
 Name = tuple[str, str, str]
 """A global of generated code: its name there, a module, and a path in it; "" is the module."""
+
+Function = Callable[..., Any]
+CALLS: dict[tuple[bool, bool], Function] = {
+    (False, False): norm_act,
+    (True, False): conv_norm_act,
+    (False, True): norm_act_pool,
+    (True, True): conv_norm_act_pool,
+}
+"""The function of a chain; by whether it has a convolution, and whether a max pool."""
+
+INPUTS: dict[Any, int] = {conv_norm_act: 2, conv_norm_act_pool: 3}
+"""The index of the input among the arguments."""
+
+LIGHT: dict[Any, Function] = {
+    norm_act: light_norm_act,
+    conv_norm_act: light_conv_norm_act,
+    conv_norm_act_pool: light_conv_norm_act_pool,
+}
+"""The functions that may give and take results that are computed again in backward."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +129,23 @@ def traced(module: nn.Module) -> tuple[fx.Graph, int] | str:
     return (graphs[0], len(parameters)) if one == other else "its forward depends on training"
 
 
-def find(module: nn.Module, rows: dict[str, Row]) -> FusedForward | None:
+def lighten(fused: dict[fx.Node, Row]) -> None:
+    """Let chains give results that backward computes again, where another chain takes them."""
+    for node, row in fused.items():
+        if node.target in (norm_act, conv_norm_act):
+            user = next(iter(node.users)) if len(node.users) == 1 else node
+            at = INPUTS.get(user.target, 0)
+            takes = user in fused and [a for a, x in enumerate(user.args) if x is node] == [at]
+            keeps = not takes or node.args[-2] is not None
+            node.args = (*node.args, keeps)
+            row.now += "" if keeps else ", again in backward"
+    for node in fused:
+        node.target = LIGHT.get(node.target, node.target)
+
+
+def find(
+    module: nn.Module, rows: dict[str, Row], *, recompute: bool = False
+) -> FusedForward | None:
     """The plan of a module; ``rows`` has the batch norms among its children that may change."""
     trace = traced(module)
     if isinstance(trace, str):
@@ -113,6 +155,7 @@ def find(module: nn.Module, rows: dict[str, Row]) -> FusedForward | None:
     graph, count = trace
     for row in rows.values():
         row.why = "its module does not call it"
+    fused: dict[fx.Node, Row] = {}
     for norm in list(norms(module, graph)):
         called = rows.get(str(norm.target))
         if called is None:
@@ -121,12 +164,17 @@ def find(module: nn.Module, rows: dict[str, Row]) -> FusedForward | None:
         if isinstance(chain, str):
             called.why = chain
             continue
-        rewrite(graph, chain, norm_act if chain.conv is None else conv_norm_act)
+        call = rewrite(graph, chain, CALLS[chain.conv is not None, chain.pool is not None])
+        fused[call] = called
         name = "bn_act" if chain.conv is None else "conv_bn_act"
-        called.now = f"{name}({chain.act}{', with the residual' if chain.residual else ''})"
+        more = "with the residual" if chain.residual else "with the max pool" if chain.pool else ""
+        called.now = f"{name}({', '.join(filter(None, (chain.act, more)))})"
         called.why, called.replaced = "", True
-    if not any(row.replaced for row in rows.values()):
+    if not fused:
         return None
+    if recompute:
+        lighten(fused)
+    separate(module, graph, fused)
     code = graph.python_code("self")
     used = {n: v for n, v in code.globals.items() if re.search(rf"\b{n}\b", code.src)}
     places = [named(name, value) for name, value in used.items()]
@@ -138,7 +186,7 @@ def find(module: nn.Module, rows: dict[str, Row]) -> FusedForward | None:
 
 
 def find_all(
-    model: nn.Module, refusal: Callable[[str, nn.Module], str]
+    model: nn.Module, refusal: Callable[[str, nn.Module], str], *, recompute: bool = False
 ) -> tuple[list[Row], list[tuple[nn.Module, FusedForward]]]:
     """A row for each batch norm, and the plans of the modules that call them.
 
@@ -158,7 +206,7 @@ def find_all(
                 row.why = "its module was replaced before"
             if not row.why:
                 rows[name] = row
-        plan = find(module, rows) if rows else None
+        plan = find(module, rows, recompute=recompute) if rows else None
         if plan is not None:
             plans.append((module, plan))
     return all_rows, plans

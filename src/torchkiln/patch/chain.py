@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from torchkiln.nn.convolution import CONVOLUTIONS, has_hooks, is_batch_norm, is_torchs
 from torchkiln.patch.activation import computed
+from torchkiln.patch.pool import is_max_pool
 
 SUMS = (operator.add, operator.iadd, torch.add)
 FUNCTIONS: dict[Callable[..., Any], str] = {
@@ -61,6 +62,13 @@ class Chain:
     act: str
     conv: fx.Node | None = None
     """The convolution before the batch norm, if it becomes part of the call."""
+    pool: fx.Node | None = None
+    """The max pool behind the activation, if it becomes part of the call."""
+
+    @property
+    def last(self) -> fx.Node:
+        """The call whose result is that of the chain."""
+        return self.pool or self.end
 
 
 def called_module(root: nn.Module, node: fx.Node) -> nn.Module | None:
@@ -106,12 +114,22 @@ def chain_of(root: nn.Module, norm: fx.Node) -> Chain | str:
     if has_hooks(root.get_submodule(str(norm.target))):
         return "it has hooks"
     found = chain_behind(root, norm)
+    if isinstance(found, Chain):
+        found = replace(found, pool=pool_behind(root, found))
     conv = norm.args[0]
     if not isinstance(conv, fx.Node) or not is_convolution(root, conv):
         return found
     if isinstance(found, str):
         return Chain(norm, (), norm, None, "none", conv)
     return replace(found, conv=conv) if can_move(conv, found) else found
+
+
+def pool_behind(root: nn.Module, chain: Chain) -> fx.Node | None:
+    """The max pool that alone takes the result of a chain without a residual."""
+    if chain.residual is not None or len(chain.end.users) != 1:
+        return None
+    user = next(iter(chain.end.users))
+    return user if is_max_pool(called_module(root, user)) else None
 
 
 def is_convolution(root: nn.Module, node: fx.Node) -> bool:
@@ -123,7 +141,7 @@ def is_convolution(root: nn.Module, node: fx.Node) -> bool:
 def can_move(conv: fx.Node, chain: Chain) -> bool:
     """Whether no other call before the end of a chain may change the convolution's argument."""
     x, node = conv.args[0], conv.next
-    while node is not chain.end:
+    while node is not chain.last:
         if isinstance(x, fx.Node) and node in x.users and node not in chain.between:
             return False
         node = node.next
@@ -151,16 +169,21 @@ def chain_behind(root: nn.Module, norm: fx.Node) -> Chain | str:
         node = user
 
 
-def rewrite(graph: fx.Graph, chain: Chain, function: Callable[..., Any]) -> None:
+def rewrite(graph: fx.Graph, chain: Chain, function: Callable[..., Any]) -> fx.Node:
     """Replace the calls of a chain by ``function(*modules, x, residual, act)``.
 
-    The modules are the convolution, if it is part of the chain, and the batch norm.
+    The modules are the convolution, if it is part of the chain, the batch norm, and the max pool,
+    which takes the place of the residual.
     """
-    called = [chain.norm] if chain.conv is None else [chain.conv, chain.norm]
-    with graph.inserting_before(chain.end):
+    called = [node for node in (chain.conv, chain.norm, chain.pool) if node is not None]
+    with graph.inserting_before(chain.last):
         modules = [graph.get_attr(str(node.target)) for node in called]
-        args = (*modules, called[0].args[0], chain.residual, chain.act)
+        residual = [chain.residual] if chain.pool is None else []
+        args = (*modules, called[0].args[0], *residual, chain.act)
         fused = graph.call_function(function, args)
-    chain.end.replace_all_uses_with(fused)
-    for node in dict.fromkeys((chain.end, *reversed(chain.between), *reversed(called))):
-        graph.erase_node(node)
+    chain.last.replace_all_uses_with(fused)
+    replaced = (chain.last, chain.end, *reversed(chain.between), chain.norm, chain.conv)
+    for node in dict.fromkeys(replaced):
+        if node is not None:
+            graph.erase_node(node)
+    return fused

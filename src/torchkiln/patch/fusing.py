@@ -9,7 +9,9 @@ from torchkiln.patch.replacing import Skip, is_skipped, swap
 from torchkiln.patch.report import Report
 
 
-def fuse(model: nn.Module, *, skip: Skip = (), dry_run: bool = False) -> Report:
+def fuse(
+    model: nn.Module, *, skip: Skip = (), recompute: bool = False, dry_run: bool = False
+) -> Report:
     """Makes one call of each convolution, batch norm, residual sum and activation, in place.
 
     The forward of every module that has a ``torch.nn.BatchNorm1d``, ``2d`` or ``3d``, or a
@@ -19,7 +21,9 @@ def fuse(model: nn.Module, *, skip: Skip = (), dry_run: bool = False) -> Report:
     torch, or a module without parameters that computes one. Where a convolution of torch comes
     directly before, with or without an activation behind, it calls :func:`torchkiln.conv_bn_act`:
     in eval mode without gradients the batch norm is folded into the convolution, otherwise the
-    convolution is called as it was, and then ``bn_act``.
+    convolution is called as it was, and then ``bn_act``. A :class:`torch.nn.MaxPool2d` behind the
+    activation becomes part of the call: in training in ``channels_last`` on a GPU, one kernel
+    computes both, and no tensor between them is stored.
     Parameters, names, ``state_dict``, running statistics and memory formats stay as they are;
     copies, pickles and ``torch.compile`` work. ``report.undo()`` takes all back.
 
@@ -32,10 +36,15 @@ def fuse(model: nn.Module, *, skip: Skip = (), dry_run: bool = False) -> Report:
     Args:
         model: any module.
         skip: patterns of names of batch norms to leave alone, or a function of name and module.
+        recompute: whether to save memory in training: a result that only another fused convolution
+            takes is not kept for backward, which computes it again, to the bit, from what the batch
+            norm keeps. Under ``torch.compile`` the compiler decides what to keep.
         dry_run: whether to return the report without a change.
     """
     rows, plans = batch_norm.find_all(
-        model, lambda name, child: "skip" if is_skipped(name, child, skip) else ""
+        model,
+        lambda name, child: "skip" if is_skipped(name, child, skip) else "",
+        recompute=recompute,
     )
     report = Report("torchkiln.fuse", rows, dry_run=dry_run)
     if not dry_run:

@@ -1,0 +1,40 @@
+"""Values of a traced forward that two branches read, as the input of a residual block."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+
+from torch import fx, nn
+
+from torchkiln.nn.convolution import CONVOLUTIONS
+from torchkiln.ops._two_uses import two_uses
+from torchkiln.patch.chain import called_module
+
+READERS = (*CONVOLUTIONS, nn.AvgPool2d, nn.MaxPool2d)
+"""Modules that never change their input in place."""
+
+
+def separate(root: nn.Module, graph: fx.Graph, fused: Collection[fx.Node]) -> None:
+    """Give each of two readers of an input, or of a chain with a residual, its own alias."""
+    for node in list(graph.nodes):
+        is_sum = node in fused and any(isinstance(a, fx.Node) for a in node.args[3:])
+        if node.op != "placeholder" and not is_sum:
+            continue
+        users = list(node.users)
+        if len(users) != 2 or not all(u in fused or is_reader(root, u) for u in users):
+            continue
+        if any(user.all_input_nodes.count(node) > 1 for user in users):
+            continue
+        with graph.inserting_before(min(users)):
+            both = graph.call_function(two_uses, (node,))
+            for at, user in enumerate(users):
+                user.replace_input_with(node, graph.call_function(operator.getitem, (both, at)))
+
+
+def is_reader(root: nn.Module, node: fx.Node) -> bool:
+    """Whether a node calls a module that does not change its input."""
+    module = called_module(root, node)
+    while isinstance(module, nn.Sequential) and len(module) > 0:
+        module = module[0]
+    return isinstance(module, READERS)

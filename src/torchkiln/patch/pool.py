@@ -1,0 +1,54 @@
+"""Calls of a batch norm, an activation and a max pool, which are one op in training."""
+
+from __future__ import annotations
+
+import functools
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from torchkiln.nn.batch_norm import batch_norm_act, is_synchronized
+from torchkiln.nn.convolution import conv_norm_act, is_torchs, norm_act, runs_batch_norm
+from torchkiln.ops._pool import Pair, Windows, bn_act_pool, takes_pool
+
+
+def norm_act_pool(norm: _BatchNorm, pool: nn.Module, x: Tensor, act: str) -> Tensor:
+    """``pool(act(norm(x)))``."""
+    windows = windows_of(pool) if norm.training else None
+    if windows is None or not runs_batch_norm(norm) or is_synchronized(norm):
+        y: Tensor = pool(norm_act(norm, x, None, act))
+        return y
+    if not takes_pool(x, windows):
+        z: Tensor = pool(batch_norm_act(norm, x, None, act))
+        return z
+    return batch_norm_act(norm, x, None, act, functools.partial(bn_act_pool, windows))
+
+
+def conv_norm_act_pool(
+    conv: nn.Module, norm: _BatchNorm, pool: nn.Module, x: Tensor, act: str
+) -> Tensor:
+    """``pool(act(norm(conv(x))))``."""
+    if norm.training:
+        return norm_act_pool(norm, pool, conv(x), act)
+    y: Tensor = pool(conv_norm_act(conv, norm, x, None, act))
+    return y
+
+
+def is_max_pool(module: nn.Module | None) -> bool:
+    """Whether a module is torch's max pool of two dimensions."""
+    return module is not None and is_torchs(module, (nn.MaxPool2d,))
+
+
+def windows_of(pool: nn.Module) -> Windows | None:
+    """The windows of torch's max pool; None if they have gaps or end behind the padding."""
+    if not is_max_pool(pool) or not isinstance(pool, nn.MaxPool2d):
+        return None
+    if pool.ceil_mode or pool.return_indices or pair_of(pool.dilation) != (1, 1):
+        return None
+    kernel, padding = pair_of(pool.kernel_size), pair_of(pool.padding)
+    return Windows(kernel, pair_of(pool.stride), padding)
+
+
+def pair_of(size: int | tuple[int, ...]) -> Pair:
+    """A size for each dimension."""
+    return (size, size) if isinstance(size, int) else (size[0], size[-1])
