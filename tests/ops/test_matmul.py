@@ -187,3 +187,19 @@ def test_a_float32_layer_without_autocast(device: torch.device, dtype: torch.dty
     with torch.autocast(device.type, dtype):
         expected = layer(x)
     assert torch.equal(layer.to(dtype)(x), expected)
+
+
+@pytest.mark.parametrize("k", [33, 64, 258])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_memory_behind_a_row_is_not_used(device: torch.device, dtype: torch.dtype, k: int) -> None:
+    """As by instructions that multiply tiles: oneDNN reads up to 31 elements more with AMX."""
+    rows = torch.full((130, k + 64), torch.nan, device=device, dtype=dtype)
+    rows[:, :k] = torch.randn(130, k, device=device)
+    weight = torch.randn(70, k, device=device).to(dtype)
+    expected = rows[:, :k].float() @ weight.float().T
+    for found in (
+        torchkiln.matmul(rows[:, :k], weight.T),
+        torchkiln.linear(rows[:, :k], weight),
+        torchkiln.matmul(rows[:, :k].expand(2, -1, -1), weight.T.expand(2, -1, -1))[1],
+    ):
+        torch.testing.assert_close(found.float(), expected, rtol=0.02, atol=0.2)

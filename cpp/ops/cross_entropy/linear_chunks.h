@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "cross_entropy/kernel.h"
+#include "detail/whole_tiles.h"
 #include "matmul/padded.h"
 #include "torchkiln/torch/autograd.h"
 #include "torchkiln/torch/note.h"
@@ -77,7 +78,7 @@ class ChunkLogits {
 
   /// Computes the logits of these rows.
   const at::Tensor& compute(const Rows& rows) {
-    const at::Tensor x = rows.of(layer_.x), columns = layer_.weight.t();
+    const auto [x, columns] = in_whole_tiles(rows.of(layer_.x), layer_.weight.t());
     product_ = memory_.narrow(0, 0, rows.count);
     const bool adds = layer_.bias && layer_.bias->scalar_type() == product_.scalar_type();
     if (adds) {
@@ -152,7 +153,8 @@ struct LayerGradients {
     const bool is_first = rows.begin == 0;
     if (x.defined()) {
       at::Tensor part = rows.of(x);
-      at::mm_out(part, of_logits, layer.weight);
+      const auto [left, right] = in_whole_tiles(of_logits, layer.weight);
+      at::mm_out(part, left, right);
     }
     if (weight.defined()) add_product(weight, of_logits.t(), rows.of(layer.x), is_first);
     if (!bias.defined()) return;

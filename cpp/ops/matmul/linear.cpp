@@ -2,6 +2,7 @@
 
 #include "bias_act.h"
 #include "detail/check_linear.h"
+#include "detail/whole_tiles.h"
 #include "matmul/kernel.h"
 #include "matmul/padded.h"
 #include "torchkiln/torch/empty.h"
@@ -48,12 +49,12 @@ Tensor checked_output(const Tensor& x, const Tensor& weight, const MaybeTensor& 
 /// to = x weight^T * scale + bias, for matrices of any strides.
 void run_product(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, double scale,
                  Tensor to) {
-  const Tensor columns = weight.t();
+  const auto [rows, columns] = in_whole_tiles(x, weight.t());
   if (bias && bias->scalar_type() == to.scalar_type()) {
-    at::addmm_out(to, *bias, x, columns, 1, scale);
+    at::addmm_out(to, *bias, rows, columns, 1, scale);
     return;
   }
-  to.addmm_(x, columns, /*beta=*/0, /*alpha=*/scale);
+  to.addmm_(rows, columns, /*beta=*/0, /*alpha=*/scale);
   if (bias) to.copy_(bias_act(to, *bias, 1.0, "none"));
 }
 

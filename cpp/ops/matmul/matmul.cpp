@@ -1,5 +1,6 @@
 #include <ATen/ExpandUtils.h>
 
+#include "detail/whole_tiles.h"
 #include "matmul/kernel.h"
 #include "torchkiln/torch/checks.h"
 #include "torchkiln/torch/empty.h"
@@ -113,18 +114,23 @@ struct Op {
   /// Uses torch's product, which is as fast: our kernels win only with linear()'s fused epilogue.
   static Tensor kernel(const Tensor& a, const Tensor& b) {
     const c10::SymDimVector sizes = checked_sizes(a, b);
-    if (a.dim() == 2 && b.dim() == 2) return at::mm(a, b);
+    if (a.dim() == 2 && b.dim() == 2) {
+      const auto [left, right] = in_whole_tiles(a, b);
+      return at::mm(left, right);
+    }
     const Tensor out = empty_of(sizes, a);
     if (out.numel() > 0) {
       const Tensor rows = as_rows(a);
       const Tensor columns = as_columns(b);
       if (columns.dim() == 2) {
         Tensor flat = out.flatten(0, -2);  // one product of many rows
-        at::mm_out(flat, rows.flatten(0, -2), columns);
+        const auto [left, right] = in_whole_tiles(rows.flatten(0, -2), columns);
+        at::mm_out(flat, left, right);
       } else {
         const auto batch = out.sizes().slice(0, out.dim() - 2);
         Tensor flat = out.flatten(0, -3);
-        at::bmm_out(flat, as_batch(rows, batch), as_batch(columns, batch));
+        const auto [left, right] = in_whole_tiles(as_batch(rows, batch), as_batch(columns, batch));
+        at::bmm_out(flat, left, right);
       }
     }
     return without_added(out, a, b);
