@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
@@ -171,8 +173,70 @@ def test_a_changed_parameter_is_an_error(name: str) -> None:
     y = net(example(torch.device("cpu"), torch.float32, 16))
     with torch.no_grad():
         net.get_parameter(name).add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
+    for asked in (net.conv2.weight, net.conv1.weight):  # the first one needs no other node
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(y.sum(), asked, retain_graph=True)
+
+
+def halve(_: nn.Module, inputs: tuple[Tensor]) -> None:
+    inputs[0].detach().mul_(0.5)
+
+
+def test_a_hook_that_changes_a_result() -> None:
+    net = Bottleneck(16, 8).double()
+    x = example(torch.device("cpu"), torch.float64, 16)
+    found = []
+    for options in ({}, {"recompute": True}):
+        made = fused(net, **options)
+        made.get_submodule("conv2").register_forward_pre_hook(halve)
+        found.append(outcome(made, x))
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+def test_other_hooks_for_saved_tensors_see_all() -> None:
+    net = Bottleneck(16, 8).double()
+    x = example(torch.device("cpu"), torch.float64, 16)
+    counts, found = [], []
+    for options in ({}, {"recompute": True}):
+        made = fused(net, **options)
+        seen: list[int] = []
+
+        def pack(tensor: Tensor, seen: list[int] = seen) -> Tensor:
+            seen.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            made(x)
+        counts.append(seen)
+        again = torch.utils.checkpoint.checkpoint(made, x, use_reentrant=False)
+        again.sum().backward()
+        found.append([p.grad for p in made.parameters()])
+        with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+            made(x)
+    assert counts[0] == counts[1]
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+
+
+def test_nothing_is_left_without_a_backward() -> None:
+    net = fused(Bottleneck(16, 8), recompute=True)
+    net.get_submodule("bn2").register_forward_hook(lambda *_: None)  # torch's functions run
+    y = net(example(torch.device("cpu"), torch.float32, 16))
+    storage = StorageWeakRef(y.untyped_storage())
+    del y
+    gc.collect()
+    assert storage.expired()
+
+
+def test_replicas_without_parameters() -> None:
+    net = fused(Bottleneck(16, 8), recompute=True)
+    x = example(torch.device("cpu"), torch.float32, 16)
+    replica: Any = net._replicate_for_data_parallel()
+    for name, module in net.named_children():
+        copied = module._replicate_for_data_parallel()
+        for key, value in module._parameters.items():
+            setattr(copied, key, value)
+        replica._modules[name] = copied
+    torch.testing.assert_close(replica(x), copy.deepcopy(net)(x))
 
 
 def test_copies_pickles_and_other_modes() -> None:
@@ -239,6 +303,20 @@ def pooled(m: Any, x: Tensor) -> Tensor:
     return m.pool(F.relu(m.norm(x)))
 
 
+def changed_before_the_pool(m: Any, x: Tensor) -> Tensor:
+    x = x.clone()
+    y = F.relu(m.norm(x))
+    x = F.silu(x, inplace=True)
+    return m.pool(y) + F.avg_pool2d(x, 2)
+
+
+def changed_before_the_activation(m: Any, x: Tensor) -> Tensor:
+    x = x.clone()
+    y = m.norm(x)
+    x = F.silu(x, inplace=True)
+    return F.relu(y) + x
+
+
 @pytest.mark.parametrize(
     ("call", "pool", "now"),
     [
@@ -254,6 +332,21 @@ def test_pools(call: Callable[[Any, Tensor], Tensor], pool: nn.Module, now: str)
     assert torchkiln.fuse(other)["norm"].now == now
     x = example(torch.device("cpu"), torch.float64, 8)
     torch.testing.assert_close(outcome(other, x), outcome(net, x))
+
+
+@pytest.mark.parametrize(
+    ("call", "now"),
+    [(changed_before_the_pool, "bn_act(relu)"), (changed_before_the_activation, "")],
+)
+@torch.no_grad()
+def test_an_input_that_is_changed_in_between(
+    call: Callable[[Any, Tensor], Tensor], now: str
+) -> None:
+    net = Chain(call, nn.MaxPool2d(2)).double()
+    other = copy.deepcopy(net)
+    assert torchkiln.fuse(other)["norm"].now == now
+    x = example(torch.device("cpu"), torch.float64, 8)
+    torch.testing.assert_close(other(x), net(x))
 
 
 def test_a_pool_with_hooks_runs_them() -> None:
@@ -293,3 +386,41 @@ def test_a_branch_that_changes_its_input() -> None:
     x = example(torch.device("cpu"), torch.float64, 16)
     found = fused(nn.Sequential(block, other)).double()
     torch.testing.assert_close(outcome(found, x), outcome(expected, x))
+
+
+class TwoHeads(nn.Module):
+    """A body whose result two fused modules take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Bottleneck(16, 8)
+        self.one, self.other = Bottleneck(16, 8), Bottleneck(16, 8, projects=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(x)
+        return self.one(y) * 0.5 + self.other(y).sin()
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": True}])
+def test_two_heads(device: torch.device, options: dict[str, bool]) -> None:
+    net = TwoHeads().to(device, torch.float64)
+    x = example(device, torch.float64, 16)
+    torch.testing.assert_close(outcome(fused(net, **options), x), outcome(net, x))
+
+
+class Side(nn.Module):
+    """Another use of the convolution's input before the pool."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(8, 8, 2, 2), nn.BatchNorm2d(8)
+        self.pool, self.side = nn.MaxPool2d(2), nn.AvgPool2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.norm(self.conv(x)))
+        z = self.side(x)
+        return self.pool(y) + z
+
+
+def test_a_pool_that_cannot_move_leaves_the_convolution() -> None:
+    assert torchkiln.fuse(Side())["norm"].now == "conv_bn_act(relu)"

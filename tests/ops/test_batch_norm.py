@@ -261,3 +261,15 @@ def test_vmap_and_grad_use_torchs_ops(device: torch.device) -> None:
     leaf = x[0].clone().requires_grad_()
     (expected,) = torch.autograd.grad(layer(leaf).square().sum(), leaf)
     torch.testing.assert_close(grad, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_saved_tensors_in_another_layout(device: torch.device) -> None:
+    """As from torch.autograd.graph.save_on_cpu with pinned memory, which is contiguous."""
+    made = [torch.randn(4, 8, 5, 6, device=device).double() for _ in range(3)]
+    x, residual, grad = (t.to(memory_format=torch.channels_last).requires_grad_() for t in made)
+    found = []
+    for pack in (lambda t: t, lambda t: t.contiguous()):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            y = torchkiln.bn_act(x, residual=residual, training=True)
+        found.append(torch.autograd.grad(y, (x, residual), grad.detach()))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)

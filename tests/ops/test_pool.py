@@ -164,6 +164,20 @@ def test_strided_gradients_and_unaligned_images() -> None:
 
 
 @pytest.mark.cuda
+def test_saved_tensors_in_another_layout() -> None:
+    x = images(2, 16, 9, 9, dtype=torch.float32).requires_grad_()
+    grad = images(2, 16, 5, 5, dtype=torch.float32)
+    found = []
+    for pack in (lambda t: t, lambda t: t.contiguous()):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            y = ops.bn_act_pool(
+                x, None, None, None, None, "relu", *SETTINGS, *windows_of((3, 2, 1))
+            )
+        found.append(torch.autograd.grad(y, x, grad))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+
+
+@pytest.mark.cuda
 def test_the_op_passes_opcheck() -> None:
     x = images(2, 8, 6, 6, dtype=torch.float32).requires_grad_()
     weight, bias, mean = vectors(8, 3)

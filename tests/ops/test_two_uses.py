@@ -131,6 +131,55 @@ def test_a_third_use_and_a_single_one(device: torch.device) -> None:
         torch.testing.assert_close([leaf.grad for leaf in leaves], list(expected))
 
 
+def test_two_pairs_of_uses(device: torch.device) -> None:
+    case = Case(device, torch.float64)
+    (a, b), (c, d) = two_uses(case.y), two_uses(case.y)
+    loss = case.loss(a, b) + (c.sin() + 3 * d.cos()).sum()
+    expected = torch.autograd.grad(loss, case.leaves, retain_graph=True)
+    loss.backward()
+    found: list[Any] = [leaf.grad for leaf in case.leaves]
+    torch.testing.assert_close(found, list(expected))
+
+
+class Nested(torch.autograd.Function):
+    """The identity, whose backward computes other gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, other: Callable[[], object]) -> Tensor:
+        ctx.other = other
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        with torch.enable_grad():
+            ctx.other()
+        return grad, None
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_backward_inside_another(device: torch.device, *, whole: bool) -> None:
+    case = Case(device, torch.float64)
+    copies = [leaf.detach().clone().requires_grad_() for leaf in case.leaves]
+
+    def other() -> None:
+        loss = case.loss(*two_uses(case.y))
+        if whole:
+            loss.backward(retain_graph=True)
+        else:
+            torch.autograd.grad(loss, case.leaves, retain_graph=True)
+
+    # Its node runs between that of the aliases and that of y.
+    apply: Any = Nested.apply
+    nested = apply(case.y, other)
+    loss = case.loss(*two_uses(case.y)) + nested.sin().sum()
+    loss.backward()
+    y = bn_act(*copies[:3], None, None, copies[3], training=True)
+    (case.loss(y, y) * (1 + whole) + y.sin().sum()).backward()
+    found: list[Any] = [leaf.grad for leaf in case.leaves]
+    expected: list[Any] = [leaf.grad for leaf in copies]
+    torch.testing.assert_close(found, expected)
+
+
 def test_batched_gradients(device: torch.device) -> None:
     case = Case(device, torch.float64)
     both = torch.stack([torch.ones(()), 2 * torch.ones(())]).to(case.y)

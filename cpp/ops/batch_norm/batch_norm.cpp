@@ -1,4 +1,4 @@
-#include "batch_norm/batch_norm.h"
+#include "batch_norm/operands.h"
 
 #include "torchkiln/torch/checks.h"
 #include "torchkiln/torch/ops.h"
@@ -76,12 +76,12 @@ Tensor composite_of(const Call& call) {
 namespace {
 
 /// The sign bits as numbers: 1 where the output was positive. Bits are in the order of memory.
-Tensor unpacked(const Tensor& signs, const Tensor& x) {
+Tensor unpacked(const Tensor& signs, const Tensor& x, bool channels_last) {
   const Tensor place = at::arange(8, signs.options());
   const Tensor bits = signs.unsqueeze(-1).bitwise_right_shift(place).bitwise_and(1);
   const Tensor flat =
       bits.flatten().slice_symint(0, 0, x.sym_numel()).to(compute_dtype(x.scalar_type()));
-  if (!channels_are_last(x)) return flat.reshape_symint(x.sym_sizes());
+  if (!channels_last) return flat.reshape_symint(x.sym_sizes());
   return flat.reshape_symint(x.movedim(1, -1).sym_sizes()).movedim(-1, 1);
 }
 
@@ -96,7 +96,7 @@ variable_list composite_backward(const Incoming& in, const Kept<6>& kept,
     added = at::zeros_like(x);
     stand_in_for(in, 3, added);
   }
-  if (signs.defined()) positive = unpacked(signs, x);
+  if (signs.defined()) positive = unpacked(signs, x, settings.channels_last);
   const at::ScalarType dtype = x.scalar_type();
   variable_list found = composite_gradients(
       in, std::array{x.to(compute_dtype(dtype)), weight, bias, added},
@@ -125,9 +125,13 @@ variable_list gradients(const Incoming& in, const Kept<6>& kept, const Settings&
   // Without an activation the gradient of the residual is the incoming one.
   const bool passes = settings.act == kActivation<None>;
   const Backward::Wanted wanted{in.wants(0), in.wants(1), in.wants(2), in.wants(3) && !passes};
+  // The signs are in the order of the x of the forward; hooks may have saved it in another one.
+  const MaybeCopy pixels = signs.defined() && channels_are_last(x) != settings.channels_last
+                               ? in_layout("x", x, settings.channels_last)
+                               : MaybeCopy::borrowed(x);
   auto [grad_x, grad_weight, grad_bias, grad_residual] = call_below<Backward>(
-      in[0], x, statistics, maybe(weight), maybe(bias), maybe(residual), maybe(signs), settings.act,
-      settings.training, wanted, maybe(in.second()));
+      in[0], *pixels, statistics, maybe(weight), maybe(bias), maybe(residual), maybe(signs),
+      settings.act, settings.training, wanted, maybe(in.second()));
   return {wanted[0] ? grad_x : Tensor(), wanted[1] ? grad_weight : Tensor(),
           wanted[2] ? grad_bias : Tensor(),
           wanted[3]     ? grad_residual
@@ -152,7 +156,8 @@ Tensor recorded_outputs(const Three& outputs, const Tensor& x, const MaybeTensor
         if (in.needs_composite()) return composite_backward(in, kept, settings);
         return gradients(in, kept, settings);
       });
-  // The gradient of the residual is the sum of both, where it is not 0.
+  // Backward writes the gradient of the residual: the incoming one where the sign is set. So its
+  // kernel can add two.
   if (kept == Saved::sign && residual->requires_grad()) accept_second_gradient(recorded);
   return recorded;
 }
@@ -194,7 +199,8 @@ struct BatchNormOp {
                          Activation act, bool training, double momentum, double eps) {
     return recorded_outputs(below.call<WithStatistics>(x, weight, bias, running_mean, running_var,
                                                        residual, act, training, momentum, eps),
-                            x, weight, bias, residual, {act, training, eps, residual.has_value()});
+                            x, weight, bias, residual,
+                            {act, training, eps, residual.has_value(), channels_are_last(x)});
   }
 };
 

@@ -131,6 +131,7 @@ struct Settings {
   bool training;
   double eps;
   bool has_residual;
+  bool channels_last;  // channels_are_last() of x
 };
 
 /// Returns y, connected to its inputs in the autograd graph. `outputs` are those of the forward.

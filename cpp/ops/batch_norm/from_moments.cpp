@@ -94,10 +94,11 @@ struct FromMoments {
                          const MaybeTensor& weight, const MaybeTensor& bias,
                          const MaybeTensor& running_mean, const MaybeTensor& running_var,
                          const MaybeTensor& residual, Activation act, double momentum, double eps) {
-    return recorded_outputs(below.call<MomentsForward>(x, moments, weight, bias, running_mean,
-                                                       running_var, residual, act, momentum, eps),
-                            x, weight, bias, residual,
-                            {act, /*training=*/true, eps, residual.has_value()});
+    return recorded_outputs(
+        below.call<MomentsForward>(x, moments, weight, bias, running_mean, running_var, residual,
+                                   act, momentum, eps),
+        x, weight, bias, residual,
+        {act, /*training=*/true, eps, residual.has_value(), channels_are_last(x)});
   }
 };
 

@@ -22,9 +22,11 @@ struct Pool {
 };
 
 Pair pair_of(const char* name, at::IntArrayRef values, int64_t least) {
-  TORCH_CHECK_VALUE(values.size() == 2 && values[0] >= least && values[1] >= least, "torchkiln.",
-                    kPool, ": ", name, ": got ", values, ", expected two numbers of at least ",
-                    least);
+  constexpr int64_t kMost = 1 << 30;
+  const auto fits = [&](int64_t value) { return value >= least && value <= kMost; };
+  TORCH_CHECK_VALUE(values.size() == 2 && fits(values[0]) && fits(values[1]), "torchkiln.", kPool,
+                    ": ", name, ": got ", values, ", expected two numbers from ", least, " to ",
+                    kMost);
   return {values[0], values[1]};
 }
 
@@ -192,22 +194,24 @@ struct PoolBackward {
                       const Tensor& places, const MaybeTensor& weight, const MaybeTensor& bias,
                       Activation act, at::IntArrayRef kernel, at::IntArrayRef stride,
                       at::IntArrayRef padding, Wanted wanted) {
+    // Hooks of autograd may have saved x and places in another layout.
+    const Tensor pixels = in_vectors("x", x), at = in_vectors("places", places);
+    const Tensor dense = in_vectors("grad", grad);
     Three found =
-        meta(grad, x, statistics, places, weight, bias, act, kernel, stride, padding, wanted);
+        meta(grad, pixels, statistics, at, weight, bias, act, kernel, stride, padding, wanted);
     const auto& [grad_x, grad_weight, grad_bias] = found;
     const Pool pool = pool_of(kernel, stride, padding);
-    check_takes(x, pool);
+    check_takes(pixels, pool);
     const MaybeTensor none;
-    const Tensor dense = in_vectors("grad", grad), pixels = in_vectors("x", x);
     const Operands operands(pixels, weight, bias, {});
     BatchNormPoolBackward arguments{};
     arguments.norm =
-        arguments_of({dense, x, statistics, weight, bias, none, none}, operands, dense, act);
+        arguments_of({dense, pixels, statistics, weight, bias, none, none}, operands, dense, act);
     arguments.norm.grad_x = output(grad_x);
     arguments.norm.grad_weight = output(grad_weight);
     arguments.norm.grad_bias = output(grad_bias);
-    arguments.windows = windows_of(x, pool);
-    arguments.places = places.const_data_ptr<uint8_t>();
+    arguments.windows = windows_of(pixels, pool);
+    arguments.places = at.const_data_ptr<uint8_t>();
     launch_allocating(
         kPoolBackward, x, 0, 1,
         [&](Allocate allocate, auto stream) {

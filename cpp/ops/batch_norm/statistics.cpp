@@ -1,5 +1,5 @@
-// The moments of x, their merge into statistics, and the outputs by given statistics: parts of
-// batch norm for calls that do something between them.
+// Statistics from the moments of x, and the outputs by given statistics, for sync_bn_act and
+// bn_act_from_moments.
 
 #include "batch_norm/operands.h"
 #include "torchkiln/torch/checks.h"

@@ -33,9 +33,9 @@ class TwoUses final : public Node {
     const bool plain =
         one.key_set() == other.key_set() && !Incoming(grads, *this).needs_composite();
     const bool alike = one.scalar_type() == other.scalar_type() && stream() == maker->stream();
-    if (takes == nullptr || !plain || !alike || !is_private(*maker)) return {one + other};
-    takes->second->put(other, torch::autograd::get_current_graph_task_id());
-    return {one};
+    const bool takes_it = takes != nullptr && plain && alike && is_private(*maker) &&
+                          takes->second->put(other, torch::autograd::get_current_graph_task_id());
+    return {takes_it ? one : one + other};
   }
 };
 

@@ -1,5 +1,5 @@
-// Batch norm, activation and max pool in one kernel each way: y is not stored before the pool, and
-// its gradient not behind it.
+// Batch norm, activation and max pool in one kernel each way: neither y before the pool nor its
+// gradient is stored.
 
 #include "backward.cuh"
 #include "windows.cuh"
@@ -187,7 +187,7 @@ struct WindowGradient {
   }
 };
 
-/// Whether a thread computes the gradients of stride x stride pixels, which have the same windows.
+/// Whether a thread computes the gradients of stride x stride pixels, whose windows it reads once.
 /// For float32, and for windows that are not known at compile time, it has one pixel.
 template <class T, class Windows>
 constexpr bool kInBlocks = Windows::kIsFixed && sizeof(T) == 2;

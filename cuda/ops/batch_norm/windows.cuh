@@ -10,10 +10,6 @@
 namespace torchkiln::cuda {
 namespace {
 
-/// The vectors of a thread: kLanes channels of every row-th pixel.
-template <class T>
-using PixelAccess = ChannelAccess<T, true, kChannelLanes>;
-
 /// One dimension of the windows. kKernel and kStride are known at compile time, or 0.
 template <int kKernel, int kStride>
 struct WindowAxis {

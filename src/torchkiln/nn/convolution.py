@@ -80,10 +80,22 @@ def runs_batch_norm(module: nn.Module) -> bool:
     return is_batch_norm(module) and is_torchs(module, BATCH_NORMS)
 
 
-def norm_act(norm: _BatchNorm, x: Tensor, residual: Tensor | None, act: str) -> Tensor:
-    """``act(norm(x) + residual)``; in three steps where the op does not take the call."""
+def norm_act(
+    norm: _BatchNorm,
+    x: Tensor,
+    residual: Tensor | None,
+    act: str,
+    moments: Tensor | None = None,
+) -> Tensor:
+    """``act(norm(x) + residual)``; in three steps where the op does not take the call.
+
+    ``moments`` are those of ``x`` from :func:`convolved`, if it has computed them.
+    """
     fits = residual is None or (residual.shape == x.shape and residual.dtype == x.dtype)
     if runs_batch_norm(norm) and fits:
+        if moments is not None:
+            op = functools.partial(bn_act_from, moments)
+            return batch_norm_act(norm, x, residual, act, op)
         return sync_batch_norm_act(norm, x, residual, act)
     y: Tensor = norm(x)
     y = y if residual is None else y + residual
@@ -94,42 +106,23 @@ def conv_norm_act(
     conv: nn.Module, norm: _BatchNorm, x: Tensor, residual: Tensor | None, act: str
 ) -> Tensor:
     """``act(norm(conv(x)) + residual)``, in eval mode with a folded batch norm where that fits."""
-    y = folded_conv_norm_act(conv, norm, x, residual, act)
-    if y is None:
-        y = measured_conv_norm_act(conv, norm, x, residual, act)
-    return norm_act(norm, conv(x), residual, act) if y is None else y
+    folded = folded_conv_norm_act(conv, norm, x, residual, act)
+    if folded is not None:
+        return folded
+    y, moments = convolved(conv, norm, x)
+    return norm_act(norm, y, residual, act, moments)
 
 
-def measured_conv_norm_act(
-    conv: nn.Module, norm: _BatchNorm, x: Tensor, residual: Tensor | None, act: str
-) -> Tensor | None:
-    """The result of a convolution that computes the moments; None if torch's is to be called."""
-    if residual is not None:
-        weight = conv._parameters.get("weight")
-        if weight is None or residual.dtype != x.dtype:
-            return None
-        if residual.shape != (x.shape[0], weight.shape[0], *x.shape[2:]):
-            return None
-    known = conv_with_moments_of(conv, norm, x)
-    if known is None:
-        return None
-    y, moments = known
-    return batch_norm_act(norm, y, residual, act, functools.partial(bn_act_from, moments))
-
-
-def conv_with_moments_of(
-    conv: nn.Module, norm: _BatchNorm, x: Tensor
-) -> tuple[Tensor, Tensor] | None:
-    """The convolution and its moments in training; None if torch's convolution is to be called."""
-    if not norm.training or not isinstance(conv, _ConvNd) or not is_torchs(conv, CONVOLUTIONS):
-        return None
-    if not runs_batch_norm(norm) or is_synchronized(norm):
-        return None
-    weight, bias = conv._parameters["weight"], conv._parameters["bias"]
-    if weight is None:
-        return None
-    geometry = Geometry(conv.stride, conv.padding, conv.dilation, conv.groups)
-    return conv_with_moments(x, weight, bias, geometry)
+def convolved(conv: nn.Module, norm: _BatchNorm, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """``conv(x)``, and its moments if a kernel computes both for a batch norm in training."""
+    known = None
+    if norm.training and isinstance(conv, _ConvNd) and is_torchs(conv, CONVOLUTIONS):
+        # Replicas of DataParallel have no parameters, but tensors of these names.
+        weight, bias = conv._parameters.get("weight"), conv._parameters.get("bias")
+        if weight is not None and runs_batch_norm(norm) and not is_synchronized(norm):
+            geometry = Geometry(conv.stride, conv.padding, conv.dilation, conv.groups)
+            known = conv_with_moments(x, weight, bias, geometry)
+    return (conv(x), None) if known is None else known
 
 
 def folded_conv_norm_act(
@@ -148,7 +141,7 @@ def folded_conv_norm_act(
     ):
         return None
     # The dicts of the modules: an attribute that is looked up by nn.Module takes 1 us.
-    weight, bias = conv._parameters["weight"], conv._parameters["bias"]
+    weight, bias = conv._parameters.get("weight"), conv._parameters.get("bias")
     mean, var = norm._buffers["running_mean"], norm._buffers["running_var"]
     if weight is None or mean is None or var is None:
         return None

@@ -34,9 +34,12 @@ def takes_pool(x: Tensor, windows: Windows) -> bool:
         return False
     if x.numel() == 0 or x.shape[1] % 8:
         return False
-    sizes, (kernel, _, padding) = x.shape[2:], windows
-    fits = all(n + 2 * p >= k for n, k, p in zip(sizes, kernel, padding, strict=True))
-    fits &= kernel[0] * kernel[1] <= 256 and x.numel() // x.shape[1] < 2**31
+    sizes, (kernel, stride, padding) = x.shape[2:], windows
+    rooms = [n + 2 * p - k for n, k, p in zip(sizes, kernel, padding, strict=True)]
+    if min(rooms) < 0 or kernel[0] * kernel[1] > 256:
+        return False
+    count = x.shape[0] * (rooms[0] // stride[0] + 1) * (rooms[1] // stride[1] + 1)
+    fits = max(count, x.numel() // x.shape[1]) < 2**31
     return fits and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
 
 

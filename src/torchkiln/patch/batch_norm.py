@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 
 from torchkiln.nn.convolution import conv_norm_act, is_batch_norm, norm_act
 from torchkiln.patch.branches import separate
-from torchkiln.patch.chain import CallTracer, chain_of, norms, rewrite
+from torchkiln.patch.chain import CallTracer, Chain, chain_of, norms, rewrite
 from torchkiln.patch.plan import Plan, plan_of
 from torchkiln.patch.pool import conv_norm_act_pool, norm_act_pool
 from torchkiln.patch.recompute import (
@@ -129,14 +129,14 @@ def traced(module: nn.Module) -> tuple[fx.Graph, int] | str:
     return (graphs[0], len(parameters)) if one == other else "its forward depends on training"
 
 
-def lighten(fused: dict[fx.Node, Row]) -> None:
+def lighten(fused: dict[fx.Node, tuple[Chain, Row]]) -> None:
     """Let chains give results that backward computes again, where another chain takes them."""
-    for node, row in fused.items():
+    for node, (chain, row) in fused.items():
         if node.target in (norm_act, conv_norm_act):
             user = next(iter(node.users)) if len(node.users) == 1 else node
             at = INPUTS.get(user.target, 0)
             takes = user in fused and [a for a, x in enumerate(user.args) if x is node] == [at]
-            keeps = not takes or node.args[-2] is not None
+            keeps = not takes or chain.residual is not None
             node.args = (*node.args, keeps)
             row.now += "" if keeps else ", again in backward"
     for node in fused:
@@ -155,7 +155,7 @@ def find(
     graph, count = trace
     for row in rows.values():
         row.why = "its module does not call it"
-    fused: dict[fx.Node, Row] = {}
+    fused: dict[fx.Node, tuple[Chain, Row]] = {}
     for norm in list(norms(module, graph)):
         called = rows.get(str(norm.target))
         if called is None:
@@ -165,7 +165,7 @@ def find(
             called.why = chain
             continue
         call = rewrite(graph, chain, CALLS[chain.conv is not None, chain.pool is not None])
-        fused[call] = called
+        fused[call] = chain, called
         name = "bn_act" if chain.conv is None else "conv_bn_act"
         more = "with the residual" if chain.residual else "with the max pool" if chain.pool else ""
         called.now = f"{name}({', '.join(filter(None, (chain.act, more)))})"
@@ -174,7 +174,7 @@ def find(
         return None
     if recompute:
         lighten(fused)
-    separate(module, graph, fused)
+    separate(module, graph, {node: chain for node, (chain, _) in fused.items()})
     code = graph.python_code("self")
     used = {n: v for n, v in code.globals.items() if re.search(rf"\b{n}\b", code.src)}
     places = [named(name, value) for name, value in used.items()]

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Mapping
 
 from torch import fx, nn
 
-from torchkiln.nn.convolution import CONVOLUTIONS
+from torchkiln.nn.convolution import CONVOLUTIONS, has_hooks, is_torchs
 from torchkiln.ops._two_uses import two_uses
-from torchkiln.patch.chain import called_module
+from torchkiln.patch.chain import Chain, called_module
 
 READERS = (*CONVOLUTIONS, nn.AvgPool2d, nn.MaxPool2d)
-"""Modules that never change their input in place."""
+"""Modules that never change their input in place. Subclasses may."""
 
 
-def separate(root: nn.Module, graph: fx.Graph, fused: Collection[fx.Node]) -> None:
+def separate(root: nn.Module, graph: fx.Graph, fused: Mapping[fx.Node, Chain]) -> None:
     """Give each of two readers of an input, or of a chain with a residual, its own alias."""
     for node in list(graph.nodes):
-        is_sum = node in fused and any(isinstance(a, fx.Node) for a in node.args[3:])
+        is_sum = node in fused and fused[node].residual is not None
         if node.op != "placeholder" and not is_sum:
             continue
         users = list(node.users)
         if len(users) != 2 or not all(u in fused or is_reader(root, u) for u in users):
             continue
-        if any(user.all_input_nodes.count(node) > 1 for user in users):
+        if any(user.args.count(node) > 1 for user in users):
             continue
         with graph.inserting_before(min(users)):
             both = graph.call_function(two_uses, (node,))
@@ -35,6 +35,6 @@ def separate(root: nn.Module, graph: fx.Graph, fused: Collection[fx.Node]) -> No
 def is_reader(root: nn.Module, node: fx.Node) -> bool:
     """Whether a node calls a module that does not change its input."""
     module = called_module(root, node)
-    while isinstance(module, nn.Sequential) and len(module) > 0:
+    while type(module) is nn.Sequential and len(module) > 0 and not has_hooks(module):
         module = module[0]
-    return isinstance(module, READERS)
+    return module is not None and is_torchs(module, READERS)

@@ -114,14 +114,16 @@ def chain_of(root: nn.Module, norm: fx.Node) -> Chain | str:
     if has_hooks(root.get_submodule(str(norm.target))):
         return "it has hooks"
     found = chain_behind(root, norm)
-    if isinstance(found, Chain):
-        found = replace(found, pool=pool_behind(root, found))
-    conv = norm.args[0]
-    if not isinstance(conv, fx.Node) or not is_convolution(root, conv):
-        return found
+    x = norm.args[0]
+    conv = x if isinstance(x, fx.Node) and is_convolution(root, x) else None
     if isinstance(found, str):
-        return Chain(norm, (), norm, None, "none", conv)
-    return replace(found, conv=conv) if can_move(conv, found) else found
+        return found if conv is None else Chain(norm, (), norm, None, "none", conv)
+    pool = pool_behind(root, found)
+    for first, last in ((conv, pool), (conv, None), (None, pool), (None, None)):
+        chain = replace(found, conv=first, pool=last)
+        if can_move(chain):
+            return chain
+    return "its input is used before the activation"
 
 
 def pool_behind(root: nn.Module, chain: Chain) -> fx.Node | None:
@@ -138,9 +140,10 @@ def is_convolution(root: nn.Module, node: fx.Node) -> bool:
     return module is not None and is_torchs(module, CONVOLUTIONS) and len(node.users) == 1
 
 
-def can_move(conv: fx.Node, chain: Chain) -> bool:
-    """Whether no other call before the end of a chain may change the convolution's argument."""
-    x, node = conv.args[0], conv.next
+def can_move(chain: Chain) -> bool:
+    """Whether no other call before the end of a chain may change its input."""
+    first = chain.conv or chain.norm
+    x, node = first.args[0], first.next
     while node is not chain.last:
         if isinstance(x, fx.Node) and node in x.users and node not in chain.between:
             return False

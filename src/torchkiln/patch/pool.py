@@ -8,20 +8,26 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from torchkiln.nn.batch_norm import batch_norm_act, is_synchronized
-from torchkiln.nn.convolution import conv_norm_act, is_torchs, norm_act, runs_batch_norm
+from torchkiln.nn.convolution import (
+    conv_norm_act,
+    convolved,
+    is_torchs,
+    norm_act,
+    runs_batch_norm,
+)
 from torchkiln.ops._pool import Pair, Windows, bn_act_pool, takes_pool
 
 
-def norm_act_pool(norm: _BatchNorm, pool: nn.Module, x: Tensor, act: str) -> Tensor:
-    """``pool(act(norm(x)))``."""
-    windows = windows_of(pool) if norm.training else None
-    if windows is None or not runs_batch_norm(norm) or is_synchronized(norm):
-        y: Tensor = pool(norm_act(norm, x, None, act))
-        return y
-    if not takes_pool(x, windows):
-        z: Tensor = pool(batch_norm_act(norm, x, None, act))
-        return z
-    return batch_norm_act(norm, x, None, act, functools.partial(bn_act_pool, windows))
+def norm_act_pool(
+    norm: _BatchNorm, pool: nn.Module, x: Tensor, act: str, moments: Tensor | None = None
+) -> Tensor:
+    """``pool(act(norm(x)))``; ``moments`` are those of ``x``, if they are known."""
+    windows = windows_of(pool) if norm.training and moments is None else None
+    is_own = runs_batch_norm(norm) and not is_synchronized(norm)
+    if windows is not None and is_own and takes_pool(x, windows):
+        return batch_norm_act(norm, x, None, act, functools.partial(bn_act_pool, windows))
+    y: Tensor = pool(norm_act(norm, x, None, act, moments))
+    return y
 
 
 def conv_norm_act_pool(
@@ -29,9 +35,10 @@ def conv_norm_act_pool(
 ) -> Tensor:
     """``pool(act(norm(conv(x))))``."""
     if norm.training:
-        return norm_act_pool(norm, pool, conv(x), act)
-    y: Tensor = pool(conv_norm_act(conv, norm, x, None, act))
-    return y
+        y, moments = convolved(conv, norm, x)
+        return norm_act_pool(norm, pool, y, act, moments)
+    z: Tensor = pool(conv_norm_act(conv, norm, x, None, act))
+    return z
 
 
 def is_max_pool(module: nn.Module | None) -> bool:

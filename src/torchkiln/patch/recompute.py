@@ -7,9 +7,8 @@ norm, it follows from what the batch norm saves: its own input, and the moments.
 from __future__ import annotations
 
 import contextlib
-import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,40 +16,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.compiler import is_compiling
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from torchkiln.nn.batch_norm import batch_norm_act, is_synchronized
-from torchkiln.nn.convolution import conv_norm_act, conv_with_moments_of, norm_act, runs_batch_norm
-from torchkiln.ops._conv_moments import bn_act_from
+from torchkiln.nn.batch_norm import is_synchronized
+from torchkiln.nn.convolution import conv_norm_act, convolved, norm_act, runs_batch_norm
 from torchkiln.ops._folding import PLAIN, is_transformed
-from torchkiln.patch.pool import conv_norm_act_pool
-
-
-class Source(NamedTuple):
-    """What a result is computed from again."""
-
-    x: Tensor
-    """The input of the batch norm."""
-    moments: Tensor
-    weight: Tensor | None
-    bias: Tensor | None
-    act: str
-    eps: float
-
-    def result(self) -> Tensor:
-        """The same numbers as in forward."""
-        ops = torch.ops.torchkiln
-        with torch.no_grad():
-            statistics, _ = ops.sync_bn_statistics.default(
-                self.x, self.moments[None], None, None, None, 0.0, self.eps
-            )
-            y: Tensor
-            y, _ = ops.sync_bn_forward.default(
-                self.x, statistics, self.weight, self.bias, None, self.act
-            )
-        return y
+from torchkiln.patch.pool import conv_norm_act_pool, norm_act_pool
 
 
 class Saved(NamedTuple):
-    """A tensor that autograd saved, and the number of changes in place before."""
+    """A tensor that backward needs, and the number of its changes in place before."""
 
     tensor: Tensor
     version: int
@@ -66,6 +39,37 @@ class Saved(NamedTuple):
         return self.tensor
 
 
+def saved(tensor: Tensor) -> Saved:
+    """A tensor as it is now; without its node, which would refer to itself."""
+    return Saved(tensor.detach(), tensor._version)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a result is computed from again."""
+
+    x: Saved
+    """The input of the batch norm."""
+    moments: Saved
+    weight: Saved | None
+    bias: Saved | None
+    act: str
+    eps: float
+
+    def result(self) -> Tensor:
+        """The same numbers as in forward."""
+        ops = torch.ops.torchkiln
+        x, moments = self.x.result(), self.moments.result()
+        weight, bias = (s and s.result() for s in (self.weight, self.bias))
+        with torch.no_grad():
+            statistics, _ = ops.sync_bn_statistics.default(
+                x, moments[None], None, None, None, 0.0, self.eps
+            )
+            y: Tensor
+            y, _ = ops.sync_bn_forward.default(x, statistics, weight, bias, None, self.act)
+        return y
+
+
 @dataclass(frozen=True)
 class Recomputed:
     """A result that the next convolution does not save."""
@@ -73,14 +77,18 @@ class Recomputed:
     y: Tensor
     source: Source
 
-    def hooks(self) -> saved_tensors_hooks:
-        """The context of a call that takes the result."""
+    def hooks(self) -> contextlib.AbstractContextManager[object]:
+        """The context of a convolution of the result."""
+        if has_other_hooks():
+            return contextlib.nullcontext()
         # The hooks refer to the address: the memory of the result is to be free after the call.
-        address, shape, source = self.y.data_ptr(), self.y.shape, self.source
+        y, source = self.y, self.source
+        made = (y.data_ptr(), y._version, y.dtype, y.shape, y.stride())
+        del y
 
         def pack(tensor: Tensor) -> Source | Saved:
-            is_result = tensor.data_ptr() == address and tensor.shape == shape
-            return source if is_result else Saved(tensor, tensor._version)
+            own = tensor.data_ptr(), tensor._version, tensor.dtype, tensor.shape, tensor.stride()
+            return source if own == made else saved(tensor)
 
         return saved_tensors_hooks(pack, lambda saved: saved.result())
 
@@ -88,21 +96,32 @@ class Recomputed:
 Input = Tensor | Recomputed
 
 
+def has_other_hooks() -> bool:
+    """Whether hooks for saved tensors are in use, which are to see all of them, or are refused."""
+    torchs: Any = torch._C._autograd
+    enabled = torchs._saved_tensors_hooks_is_enabled()
+    return not enabled or torchs._top_saved_tensors_default_hooks(True) is not None
+
+
 def tensor_of(x: Input) -> Tensor:
     """The result itself."""
     return x.y if isinstance(x, Recomputed) else x
-
-
-def hooks_of(x: Input) -> contextlib.AbstractContextManager[object]:
-    """The context of a call that takes ``x``."""
-    return x.hooks() if isinstance(x, Recomputed) else contextlib.nullcontext()
 
 
 def can_recompute(norm: _BatchNorm, x: Tensor) -> bool:
     """Whether a batch norm of ``x`` may give a result that is computed again in backward."""
     if is_compiling() or not torch.is_grad_enabled() or is_transformed() or type(x) not in PLAIN:
         return False
-    return norm.training and runs_batch_norm(norm) and not is_synchronized(norm)
+    is_own = runs_batch_norm(norm) and not is_synchronized(norm)
+    return norm.training and is_own and not has_other_hooks()
+
+
+def light_convolved(conv: nn.Module, norm: _BatchNorm, x: Input) -> tuple[Tensor, Tensor | None]:
+    """:func:`convolved` of a result that is not kept."""
+    if not isinstance(x, Recomputed):
+        return convolved(conv, norm, x)
+    with x.hooks():
+        return convolved(conv, norm, x.y)
 
 
 def light_conv_norm_act(  # noqa: PLR0917
@@ -112,12 +131,11 @@ def light_conv_norm_act(  # noqa: PLR0917
 
     ``keeps`` is whether the result may be used by others than a call of this function.
     """
-    with hooks_of(x):
-        value = tensor_of(x)
-        if keeps or residual is not None or not can_recompute(norm, value):
-            return conv_norm_act(conv, norm, value, residual, act)
-        known = conv_with_moments_of(conv, norm, value)
-        y, moments = known or (conv(value), None)
+    if not norm.training:
+        return conv_norm_act(conv, norm, tensor_of(x), residual, act)
+    y, moments = light_convolved(conv, norm, x)
+    if keeps or residual is not None or not can_recompute(norm, y):
+        return norm_act(norm, y, residual, act, moments)
     return recomputed(norm, y, moments, act)
 
 
@@ -134,13 +152,17 @@ def light_conv_norm_act_pool(
     conv: nn.Module, norm: _BatchNorm, pool: nn.Module, x: Input, act: str
 ) -> Tensor:
     """``pool(act(norm(conv(x))))``."""
-    with hooks_of(x):
+    if not norm.training:
         return conv_norm_act_pool(conv, norm, pool, tensor_of(x), act)
+    y, moments = light_convolved(conv, norm, x)
+    return norm_act_pool(norm, pool, y, act, moments)
 
 
 def recomputed(norm: _BatchNorm, x: Tensor, moments: Tensor | None, act: str) -> Input:
     """``act(norm(x))``; ``moments`` are those of ``x``, if they are known."""
     if moments is None:
         moments = torch.ops.torchkiln.sync_bn_moments.default(x.detach())
-    y = batch_norm_act(norm, x, None, act, functools.partial(bn_act_from, moments))
-    return Recomputed(y, Source(x.detach(), moments, norm.weight, norm.bias, act, norm.eps))
+    y = norm_act(norm, x, None, act, moments)
+    affine: tuple[Tensor | None, ...] = norm.weight, norm.bias
+    weight, bias = (None if p is None else saved(p) for p in affine)
+    return Recomputed(y, Source(saved(x), saved(moments), weight, bias, act, norm.eps))

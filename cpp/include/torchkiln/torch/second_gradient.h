@@ -6,42 +6,56 @@
 // tensor runs: two reads and a write of memory. two_uses() makes an alias for each use. In
 // backward, the node of the aliases passes on one gradient and hands over the other, and the node
 // that made the tensor adds them where it reads them. Only a node that asked for it, by
-// accept_second_gradient(), gets two; and only if nobody else could see that its gradient is not
-// complete: no hooks, no torch.autograd.grad(), no second derivatives, one stream.
+// accept_second_gradient(), gets two; and only if nothing else could see that its gradient is not
+// complete: no hooks on that node, no torch.autograd.grad() and backward(inputs=...), no second
+// derivatives, one stream.
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/function.h>
 
+#include <algorithm>
 #include <memory>
 #include <mutex>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 #include "torchkiln/core/status.h"
 
 namespace torchkiln {
 
-/// A gradient on its way from one node to another, of one run of backward.
+/// Gradients on their way from one node to another: at most one of each run of backward, since runs
+/// may be nested and threads may share a graph.
 class SecondGradient {
  public:
-  void put(at::Tensor grad, int run) {
+  /// Returns false, and keeps nothing, if there is a gradient of this run.
+  bool put(const at::Tensor& grad, int run) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    grad_ = std::move(grad);
-    run_ = run;
+    if (find(run) != pending_.end()) return false;
+    pending_.emplace_back(run, grad);
+    return true;
   }
 
   /// The gradient of this run; undefined if there is none.
   at::Tensor take(int run) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    at::Tensor taken = run_ == run ? std::move(grad_) : at::Tensor();
-    grad_.reset();
-    return taken;
+    const auto found = find(run);
+    if (found == pending_.end()) return {};
+    at::Tensor grad = std::move(found->second);
+    pending_.erase(found);
+    return grad;
   }
 
  private:
+  using Pending = std::vector<std::pair<int, at::Tensor>>;
+
+  Pending::iterator find(int run) {
+    return std::find_if(pending_.begin(), pending_.end(),
+                        [&](const auto& each) { return each.first == run; });
+  }
+
   std::mutex mutex_;
-  at::Tensor grad_;
-  int run_ = -1;
+  Pending pending_;
 };
 
 /// The base of all nodes of ops.

@@ -94,8 +94,8 @@ struct BatchNormMerge {
 ///                   else g * rstd * weight
 struct BatchNormBackward {
   const void* grad;
-  /// Added to grad, and the sum rounded. Null if there is none; else signs and grad_residual are
-  /// not. Not on the CPU.
+  /// Added to grad, and the sum rounded; null if there is none. If given, signs and grad_residual
+  /// are given, too. CPU kernels ignore it.
   const void* second;
   const void* x;
   const void* residual;  // null if there is none, or if kept_by_batch_norm() is not the input
@@ -144,6 +144,8 @@ struct PoolWindows {
   int kernel[2];
   int stride[2];
   int padding[2];
+
+  int64_t count() const { return images * pooled_height * pooled_width; }
 };
 
 /// The largest y of BatchNorm in each window.
@@ -227,10 +229,11 @@ TORCHKILN_EXPORT Status batch_norm_backward_input(const BatchNormBackward& argum
                                                   CUstream_st* stream);
 
 /// Whether there are kernels for a max pool of x: adjacent channels in whole vectors, fewer than
-/// 2^31 pixels, and windows of at most 256.
+/// 2^31 pixels and windows, each of at most 256 pixels.
 inline bool takes(Dtype dtype, const ChannelLayout& layout, const PoolWindows& windows) {
   return dtype != Dtype::float64 && layout.inner == 1 && layout.channels % 8 == 0 &&
-         layout.outer <= INT32_MAX && windows.kernel[0] * windows.kernel[1] <= 256;
+         layout.outer <= INT32_MAX && windows.count() <= INT32_MAX &&
+         int64_t{windows.kernel[0]} * windows.kernel[1] <= 256;
 }
 
 /// batch_norm() in training with a max pool behind, and its backward, in as many kernels.
