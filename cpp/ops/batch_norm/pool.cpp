@@ -1,8 +1,6 @@
 // Batch norm in training, an activation and a max pool of adjacent channels, without a tensor
 // between them.
 
-#include <algorithm>
-
 #include "batch_norm/operands.h"
 #include "torchkiln/torch/checks.h"
 
@@ -168,8 +166,8 @@ struct PoolBackward {
   using Wanted = std::array<bool, 3>;
   static constexpr const char* kSchema =
       "torchkiln::bn_act_pool_backward(Tensor grad, Tensor x, Tensor statistics, Tensor places, "
-      " Tensor? weight, Tensor? bias, str act, int[] kernel, "
-      "int[] stride, int[] padding, bool[3] wanted) -> (Tensor, Tensor, Tensor)";
+      "Tensor? weight, Tensor? bias, str act, int[] kernel, int[] stride, int[] padding, "
+      "bool[3] wanted) -> (Tensor, Tensor, Tensor)";
 
   static Three meta(const Tensor& grad, const Tensor& x, const Tensor& statistics,
                     const Tensor& places, const MaybeTensor& weight, const MaybeTensor& bias,

@@ -45,7 +45,7 @@ struct WindowAxis {
   }
 };
 
-/// What a kernel walks over.
+/// The positions that a kernel visits, one per step.
 enum class Walk {
   windows,
   pixels,

@@ -116,6 +116,8 @@ def conv_norm_act(
 def convolved(conv: nn.Module, norm: _BatchNorm, x: Tensor) -> tuple[Tensor, Tensor | None]:
     """``conv(x)``, and its moments if a kernel computes both for a batch norm in training."""
     known = None
+    if norm.training and not is_compiling():
+        forget(norm)
     if norm.training and isinstance(conv, _ConvNd) and is_torchs(conv, CONVOLUTIONS):
         # Replicas of DataParallel have no parameters, but tensors of these names.
         weight, bias = conv._parameters.get("weight"), conv._parameters.get("bias")
@@ -129,10 +131,7 @@ def folded_conv_norm_act(
     conv: nn.Module, norm: _BatchNorm, x: Tensor, residual: Tensor | None, act: str
 ) -> Tensor | None:
     """The result from a folded batch norm; None if the modules are to be called one by one."""
-    if is_compiling():
-        return None
-    if norm.training:
-        forget(norm)
+    if is_compiling() or norm.training:
         return None
     if (
         not isinstance(conv, _ConvNd)
