@@ -196,6 +196,26 @@ def test_long_rows(device: torch.device, dtype: torch.dtype, count: int) -> None
     )
 
 
+@every_dtype
+@pytest.mark.parametrize("rows", [1, 2, 700])
+def test_adjacent_rows_of_few_classes(device: torch.device, dtype: torch.dtype, rows: int) -> None:
+    """Vectors of logits that belong to two rows, and rows shorter than a vector."""
+    for count in (1, 2, 3, 5, 7, 8, 9, 10, 15, 33, 100, 255, 513):
+        logits = (2 * torch.randn(rows, count, device=device)).to(dtype).requires_grad_()
+        target = torch.randint(count, (rows,), device=device)
+        target[rows // 2] = -100
+        weight = torch.rand(count, device=device).to(dtype)
+        wide = logits.detach().double().requires_grad_()
+        grad = torch.randn(rows, device=device).to(dtype)
+        found = torchkiln.cross_entropy(logits, target, weight, reduction="none")
+        expected = F.cross_entropy(wide, target, weight.double(), reduction="none")
+        (of_logits,) = torch.autograd.grad(found, logits, grad)
+        (truth,) = torch.autograd.grad(expected, wide, grad.double())
+        eps = max(torch.finfo(dtype).eps, 1e-7)
+        torch.testing.assert_close(of_logits.double(), truth, rtol=4 * eps, atol=4 * eps)
+        assert (of_logits[rows // 2] == 0).all()
+
+
 @pytest.mark.large
 @pytest.mark.cuda
 def test_more_than_2_to_the_31_elements() -> None:

@@ -220,6 +220,40 @@ def test_long_rows(
     require_same(op, torchs, x, 1, kept, mask=kept)
 
 
+@pytest.mark.cuda
+@every_op
+@every_dtype
+@pytest.mark.parametrize("shape", [(40, 300001), (7, 1000003), (150, 270008)], ids=str)
+def test_rows_that_no_cluster_holds(
+    shape: tuple[int, int], dtype: torch.dtype, op: Any, torchs: Any
+) -> None:
+    """Many rows in flight, at any offset; equal in every run, in a graph and beside a stream."""
+    device = torch.device("cuda", 0)
+    rows, length = shape
+    memory = (3 * torch.randn(rows, length + 3, device=device)).to(dtype)
+    whole, sliced = memory[:, : length + 1].contiguous()[:, :length], memory[:, 3:]
+    for x in (whole.contiguous(), whole, sliced):
+        require_same(op, torchs, x, 1, scale=0.5)
+    x = sliced.contiguous()
+    x[1, length // 2], x[2, 5], x[3] = INF, math.nan, -INF
+    grad = torch.randn_like(x)
+    graph = torch.cuda.CUDAGraph()
+    expected = op(x, 1), gradient(lambda t: op(t, 1), x, grad)
+    assert expected[0][1:4].isnan().any(1).all()
+    assert expected[0][[0, *range(4, rows)]].isfinite().all()
+    torch.cuda.synchronize(device)
+    with torch.cuda.graph(graph):
+        captured = op(x, 1)
+    stream = torch.cuda.Stream(device)
+    for _ in range(5):
+        graph.replay()
+        with torch.cuda.stream(stream):
+            beside = gradient(lambda t: op(t, 1), x, grad)
+        torch.cuda.synchronize(device)
+        assert torch.equal(bits(captured), bits(expected[0]))
+        assert torch.equal(bits(beside), bits(expected[1]))
+
+
 def test_mask_is_an_input_of_transforms(device: torch.device) -> None:
     """vmap over the mask, and torch.func.grad of a masked call."""
     x = torch.randn(5, 7, device=device)

@@ -102,9 +102,11 @@ struct Backward {
     arguments.grad = view.tensor->const_data_ptr();
     arguments.y = saved->const_data_ptr();
     arguments.grad_x = grad_x.data_ptr();
-    launch(
+    launch_allocating(
         kName, grad, view.outer * view.inner, row_grain(view.length),
-        [&](auto stream) { return cuda::softmax_backward(arguments, stream); },
+        [&](Allocate allocate, auto stream) {
+          return cuda::softmax_backward(arguments, allocate, stream);
+        },
         [&](int64_t begin, int64_t end) { return cpu::softmax_backward(arguments, begin, end); });
     return grad_x;
   }
@@ -200,9 +202,9 @@ struct Op : Schema<kLog> {
     auto arguments = problem_of<Softmax>(view, kLog, scale, at, kept, causal, x);
     arguments.x = view.tensor->const_data_ptr();
     arguments.y = y.data_ptr();
-    launch(
+    launch_allocating(
         name(), x, view.outer * view.inner, row_grain(view.length),
-        [&](auto stream) { return cuda::softmax(arguments, stream); },
+        [&](Allocate allocate, auto stream) { return cuda::softmax(arguments, allocate, stream); },
         [&](int64_t begin, int64_t end) { return cpu::softmax(arguments, begin, end); });
     return y;
   }

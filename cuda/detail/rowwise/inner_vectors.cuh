@@ -50,8 +50,7 @@ class PendingElements {
     }
   }
 
-  template <class C>
-  __device__ __forceinline__ void read(C (&values)[N]) const {
+  __device__ __forceinline__ Vec<T, N> read() const {
     uint32_t words[4 * (kWhole + 1)];
 #pragma unroll
     for (int part = 0; part <= kWhole; ++part) {
@@ -65,7 +64,11 @@ class PendingElements {
 #pragma unroll
     for (int i = 0; i < N * static_cast<int>(sizeof(T)) / 4; ++i)
       reinterpret_cast<uint32_t*>(&vector)[i] = words[i];
-    widen(vector, values);
+    return vector;
+  }
+  template <class C>
+  __device__ __forceinline__ void read(C (&values)[N]) const {
+    widen(read(), values);
   }
 
  private:

@@ -230,33 +230,32 @@ template <class Tile, int kStreams = 1>
 inline constexpr int kRowBlocks = Tile::kVectors * kStreams <= kManyItems ? 2 : 1;
 
 /// Calls in_registers(TypeTag<Tile>{}, team) with the tile that holds such rows, or
-/// too_long(TypeTag<Access>{}, team) if no team can hold a row.
+/// too_long() if no team can hold a row.
 template <class T, class InRegisters, class TooLong>
 Status with_tile(Alignment alignment, int64_t columns, int streams, int cluster_threads,
                  const InRegisters& in_registers, const TooLong& too_long) {
   constexpr int kLanes = kVectorLanes<T>;
   using Vectors = RowVectors<T, kLanes, true>;
   using Elements = RowVectors<T, 1, true>;
-  const auto with_items = [&](int64_t vectors, int64_t min_threads, auto few, auto many,
-                              auto access) {
+  const auto with_items = [&](int64_t vectors, int64_t min_threads, auto few, auto many) {
     const RowPlan plan = make_row_plan(vectors, min_threads, streams, cluster_threads);
     if (plan.items == kFewItems) return in_registers(few, plan.team);
     if (plan.items == kManyItems) return in_registers(many, plan.team);
-    return too_long(access, plan.team);
+    return too_long();
   };
   if (alignment == Alignment::vector) {
     return with_items(ceil_div(columns, kLanes), 1, TypeTag<RowTile<Vectors, kFewItems>>{},
-                      TypeTag<RowTile<Vectors, kManyItems>>{}, TypeTag<Vectors>{});
+                      TypeTag<RowTile<Vectors, kManyItems>>{});
   }
   if constexpr (sizeof(T) < 8) {
     if (alignment == Alignment::shared_offset) {
       using Few = UnalignedRowTile<T, kFewItems>;
       return with_items(Few::inner_vectors(columns), Few::kMinThreads, TypeTag<Few>{},
-                        TypeTag<UnalignedRowTile<T, kManyItems>>{}, TypeTag<Elements>{});
+                        TypeTag<UnalignedRowTile<T, kManyItems>>{});
     }
   }
   return with_items(columns, 1, TypeTag<RowTile<Elements, kFewItems>>{},
-                    TypeTag<RowTile<Elements, kManyItems>>{}, TypeTag<Elements>{});
+                    TypeTag<RowTile<Elements, kManyItems>>{});
 }
 
 }  // namespace torchkiln::rowwise

@@ -1,21 +1,7 @@
-#include "target.cuh"
-#include "torchkiln/core/scalar_math.h"
+#include "backward_flat.cuh"
 
 namespace torchkiln::cuda {
 namespace {
-
-__device__ __forceinline__ double load_number(const void* from, Dtype dtype, int64_t at) {
-  switch (dtype) {
-    case Dtype::float32:
-      return static_cast<const float*>(from)[at];
-    case Dtype::float64:
-      return static_cast<const double*>(from)[at];
-    case Dtype::float16:
-      return __half2float(static_cast<const __half*>(from)[at]);
-    default:
-      return __bfloat162float(static_cast<const __nv_bfloat16*>(from)[at]);
-  }
-}
 
 constexpr int kGradientThreads = 256;
 constexpr int kGradientItems = 4;
@@ -59,11 +45,8 @@ __global__ void __launch_bounds__(kGradientThreads, 4)
   };
   load(begin);
 
-  const RowTarget<C> target = target_of<C>(p.target, row, p.classes);
-  C scale = static_cast<C>(load_number(p.grad, p.grad_dtype, row * p.grad_stride));
-  if (p.divisor != nullptr) scale /= *static_cast<const C*>(p.divisor);
-  const C log_sum_exp = static_cast<const C*>(p.log_sum_exp)[row];
-  const C slope = scale * static_cast<const C*>(p.mass)[row];
+  const RowGradient<C> gradient(p, row);
+  const RowTarget<C>& target = gradient.target;
   const Distribution<Access, C> distribution(p.target, row, target.index);
   for (int first = begin; first < end; first += kGradientItems * step) {
     if (first != begin) load(first);
@@ -75,16 +58,17 @@ __global__ void __launch_bounds__(kGradientThreads, 4)
       C z[kLanes];
       widen(items[k], z);
 #pragma unroll
-      for (int i = 0; i < kLanes; ++i) z[i] = slope * Math::exp(z[i] - log_sum_exp);
+      for (int i = 0; i < kLanes; ++i)
+        z[i] = gradient.slope * Math::exp(z[i] - gradient.log_sum_exp);
       if constexpr (kSpread) {
         C q[kLanes];
         distribution.load(access, column, q);
 #pragma unroll
-        for (int i = 0; i < kLanes; ++i) z[i] -= scale * q[i];
+        for (int i = 0; i < kLanes; ++i) z[i] -= gradient.scale * q[i];
       } else if (static_cast<unsigned>(distribution.index - access.column(vector)) < kLanes) {
 #pragma unroll
         for (int i = 0; i < kLanes; ++i)
-          if (column + i == distribution.index) z[i] -= scale * target.weight;
+          if (column + i == distribution.index) z[i] -= gradient.scale * target.weight;
       }
       if (target.ignored) {
 #pragma unroll
@@ -108,6 +92,7 @@ Status cross_entropy_backward(const CrossEntropyBackward& given, CUstream_st* st
                                                  p.target, p.dtype, p.classes);
   return dispatch_floating(p.dtype, [&](auto tag) {
     using T = typename std::decay_t<decltype(tag)>::type;
+    if (takes_flat(p, alignment)) return launch_flat<T>(p, stream);
     return with_vectors<T>(alignment, [&](auto access) {
       using Access = typename std::decay_t<decltype(access)>::type;
       const int64_t vectors = ceil_div(p.classes, Access::kLanes) + (Access::kAligned ? 0 : 1);

@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Tile, 2>)
 /// Calls body(TypeTag<Tile>{}, team) with the tile that holds the rows.
 template <class T, class Body>
 Status with_rows(const GatedNorm& p, Alignment alignment, const Body& body) {
-  const auto too_long = [](auto, const TeamShape&) { return Status{kNotHeld}; };
+  const auto too_long = [] { return Status{kNotHeld}; };
   return with_tile<T>(alignment, p.columns, 2, kRowThreads / 2, body, too_long);
 }
 

@@ -31,7 +31,7 @@ Status norm_rows_of(const Norm& p, Alignment alignment, Allocate allocate, CUstr
       return launch_one_pass<Tile, typename decltype(parameter)::type>(p, team, stream);
     });
   };
-  const auto too_long = [&](auto, const TeamShape&) { return split_norm(p, allocate, stream); };
+  const auto too_long = [&] { return split_norm(p, alignment, allocate, stream); };
   return with_tile<T>(alignment, p.columns, 1, kRowThreads, in_registers, too_long);
 }
 

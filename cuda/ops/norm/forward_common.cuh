@@ -34,5 +34,25 @@ __device__ __forceinline__ void with_residual(const Norm& p, int64_t row, const 
   body(static_cast<const T*>(p.residual) + begin);
 }
 
+/// Loads weight + weight_offset and bias of item k, with their type selected at run time.
+template <class Tile, class C, int kLanes>
+__device__ __forceinline__ void load_affine(const Norm& p, const Tile& tile, int k,
+                                            C (&weight)[kLanes], C (&bias)[kLanes]) {
+#pragma unroll
+  for (int i = 0; i < kLanes; ++i) {
+    weight[i] = C(1);
+    bias[i] = C(0);
+  }
+  with_parameter_type<typename Tile::T>(p.weight_dtype, [&](auto tag) {
+    using W = typename decltype(tag)::type;
+    if (p.weight != nullptr) {
+      tile.load_parameters(k, static_cast<const W*>(p.weight), weight);
+#pragma unroll
+      for (int i = 0; i < kLanes; ++i) weight[i] += static_cast<C>(p.weight_offset);
+    }
+    if (p.bias != nullptr) tile.load_parameters(k, static_cast<const W*>(p.bias), bias);
+  });
+}
+
 }  // namespace
 }  // namespace torchkiln::cuda

@@ -27,26 +27,6 @@ using namespace device;
 using namespace rowwise;
 namespace {
 
-/// Loads weight + weight_offset and bias of item k, with their type selected at run time.
-template <class Tile, class C, int kLanes>
-__device__ __forceinline__ void load_affine(const Norm& p, const Tile& tile, int k,
-                                            C (&weight)[kLanes], C (&bias)[kLanes]) {
-#pragma unroll
-  for (int i = 0; i < kLanes; ++i) {
-    weight[i] = C(1);
-    bias[i] = C(0);
-  }
-  with_parameter_type<typename Tile::T>(p.weight_dtype, [&](auto tag) {
-    using W = typename decltype(tag)::type;
-    if (p.weight != nullptr) {
-      tile.load_parameters(k, static_cast<const W*>(p.weight), weight);
-#pragma unroll
-      for (int i = 0; i < kLanes; ++i) weight[i] += static_cast<C>(p.weight_offset);
-    }
-    if (p.bias != nullptr) tile.load_parameters(k, static_cast<const W*>(p.bias), bias);
-  });
-}
-
 /// A team reads a row into registers, computes mean and variance, and writes the result. W: the
 /// type of weight and, for layer norm, bias; void if one of them is missing.
 template <class Tile, class W, bool kCentered>

@@ -3,58 +3,98 @@
 namespace torchkiln::cuda {
 namespace {
 
+/// The elements of a row that a thread holds; see SoftmaxRow.
+template <class Tile_, bool kLog, bool kMasked>
+class SoftmaxGradientRow {
+ public:
+  using Problem = SoftmaxBackward;
+  using Tile = Tile_;
+  using T = typename Tile::T;
+  using C = Compute<T>;
+  using Op = Sum;
+  static constexpr int kValues = 1;
+  static constexpr int kBlocks = 4;
+
+  __device__ __forceinline__ SoftmaxGradientRow(const SoftmaxBackward& p, int64_t row, int rank,
+                                                int size)
+      : p_(p),
+        row_(row),
+        inside_(row < p.outer),
+        grad_x_(static_cast<T*>(p.grad_x) + row * p.length),
+        tile_(grad_x_, inside_ ? static_cast<int>(p.length) : 0, rank, size) {}
+
+  __device__ __forceinline__ void load() {
+    tile_.load(static_cast<const T*>(p_.grad) + row_ * p_.outer_stride, grads_);
+    tile_.load(static_cast<const T*>(p_.y) + row_ * p_.length, ys_);
+  }
+
+  template <class Team>
+  __device__ __forceinline__ void reduce(Team& team, C (&total)[kValues]) const {
+    total[0] = 0;
+#pragma unroll
+    for (int k = 0; k < kItems; ++k) {
+      C g[kLanes], y[kLanes];
+      widen(grads_[k], g);
+      widen(ys_[k], y);
+#pragma unroll
+      for (int i = 0; i < Tile::lanes(k); ++i) total[0] += is_log() ? g[i] : g[i] * y[i];
+    }
+    team.reduce_in_warp(total, Sum{});
+  }
+
+  __device__ __forceinline__ void write(const C (&total)[kValues]) {
+    ActiveLanes<kMasked, Tile> active;
+    active.read(tile_, p_.mask, row_);
+    const C scale = static_cast<C>(p_.scale);
+#pragma unroll
+    for (int k = 0; k < kItems; ++k) {
+      C g[kLanes], y[kLanes];
+      widen(grads_[k], g);
+      widen(ys_[k], y);
+#pragma unroll
+      for (int i = 0; i < Tile::lanes(k); ++i) {
+        g[i] = is_log() ? gradient<true>(g[i], y[i], total[0], scale, MathFor<T>::exp(y[i]))
+                        : gradient<false>(g[i], y[i], total[0], scale, C(0));
+        if (kMasked && !active.has(tile_, k, i)) g[i] = 0;
+      }
+      tile_.save(inside_, grad_x_, k, g);
+    }
+  }
+
+ private:
+  static constexpr int kLanes = Tile::kLanes;
+  static constexpr int kItems = Tile::kItems;
+
+  __device__ __forceinline__ bool is_log() const { return kMasked ? p_.log : kLog; }
+
+  const SoftmaxBackward& p_;
+  int64_t row_;
+  bool inside_;
+  T* grad_x_;
+  Tile tile_;
+  typename Tile::Item grads_[kItems], ys_[kItems];
+};
+
 template <class Tile, bool kLog, bool kMasked>
 __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Tile, 2>)
     softmax_backward_rows(SoftmaxBackward p, TeamShape shape) {
-  using T = typename Tile::T;
-  using C = Compute<T>;
-  using Math = MathFor<T>;
-  const bool is_log = kMasked ? p.log : kLog;
-  constexpr int kLanes = Tile::kLanes;
-  constexpr int kItems = Tile::kItems;
-  __shared__ TeamStorage<C, 1> storage;
+  using Row = SoftmaxGradientRow<Tile, kLog, kMasked>;
+  using C = typename Row::C;
+  __shared__ TeamStorage<C, Row::kValues> storage;
   wait_for_previous_kernel();
-  Team<C, 1> team(shape, storage);
-  const int64_t row = team.first_team() + team.index();
-  const bool inside = row < p.outer;
-  const T* grad = static_cast<const T*>(p.grad) + row * p.outer_stride;
-  const Tile tile(grad, inside ? static_cast<int>(p.length) : 0, team.rank(), team.size());
-  typename Tile::Item grads[kItems], ys[kItems];
-  tile.load(grad, grads);
-  tile.load(static_cast<const T*>(p.y) + row * p.length, ys);
+  Team<C, Row::kValues> team(shape, storage);
+  Row row(p, team.first_team() + team.index(), team.rank(), team.size());
+  row.load();
   team.init_barriers();
-  const C scale = static_cast<C>(p.scale);
-
-  C total[1] = {};
-#pragma unroll
-  for (int k = 0; k < kItems; ++k) {
-    C g[kLanes], y[kLanes];
-    widen(grads[k], g);
-    widen(ys[k], y);
-#pragma unroll
-    for (int i = 0; i < Tile::lanes(k); ++i) total[0] += is_log ? g[i] : g[i] * y[i];
-  }
-  team.reduce(total, Sum{});
-  const ActiveLanes<kMasked, Tile> active(tile, p.mask, row);
-  T* grad_x = static_cast<T*>(p.grad_x) + row * p.length;
-#pragma unroll
-  for (int k = 0; k < kItems; ++k) {
-    C g[kLanes], y[kLanes];
-    widen(grads[k], g);
-    widen(ys[k], y);
-#pragma unroll
-    for (int i = 0; i < Tile::lanes(k); ++i) {
-      g[i] = is_log ? gradient<true>(g[i], y[i], total[0], scale, Math::exp(y[i]))
-                    : gradient<false>(g[i], y[i], total[0], scale, C(0));
-      if (kMasked && !active.has(k, i)) g[i] = 0;
-    }
-    tile.save(inside, grad_x, k, g);
-  }
+  C total[Row::kValues];
+  row.reduce(team, total);
+  team.reduce_warps(total, Sum{});
+  row.write(total);
 }
 
 }  // namespace
 
-Status softmax_backward(const SoftmaxBackward& p, CUstream_st* stream) {
+Status softmax_backward(const SoftmaxBackward& p, Allocate allocate, CUstream_st* stream) {
   const TensorRows tensors[] = {{p.grad, p.outer_stride}, {p.y, p.length}, {p.grad_x, p.length}};
   return queue(
       p, tensors, p.mask.any(),
@@ -63,6 +103,11 @@ Status softmax_backward(const SoftmaxBackward& p, CUstream_st* stream) {
       },
       [](auto type, auto log) {
         return softmax_backward_columns<typename std::decay_t<decltype(type)>::type, log>;
+      },
+      [&](auto tile, auto log, auto masked) {
+        using Tile = typename std::decay_t<decltype(tile)>::type;
+        return launch_in_parts<SoftmaxGradientRow<Tile, log, masked>>(p, p.outer, p.length,
+                                                                      allocate, stream);
       },
       stream);
 }

@@ -2,6 +2,7 @@
 
 // Common to softmax and its gradient: which elements count, and the choice of a kernel.
 
+#include "detail/rowwise/parts.cuh"
 #include "detail/rowwise/tile.cuh"
 #include "strided.cuh"
 
@@ -12,8 +13,7 @@ namespace {
 template <bool kMasked, class Tile>
 class ActiveLanes {
  public:
-  __device__ __forceinline__ ActiveLanes(const Tile& tile, const RowMask& mask, int64_t row)
-      : tile_(tile) {
+  __device__ __forceinline__ void read(const Tile& tile, const RowMask& mask, int64_t row) {
     if constexpr (kMasked) {
       const MaskRow mask_row(mask, row);
 #pragma unroll
@@ -27,16 +27,15 @@ class ActiveLanes {
     }
   }
 
-  __device__ __forceinline__ bool has(int k, int lane) const {
+  __device__ __forceinline__ bool has(const Tile& tile, int k, int lane) const {
     if constexpr (kMasked) {
       return (bits_[k] >> lane & 1u) != 0;
     } else {
-      return tile_.has(k, lane);
+      return tile.has(k, lane);
     }
   }
 
  private:
-  const Tile& tile_;
   uint32_t bits_[kMasked ? Tile::kItems : 1];
 };
 
@@ -48,17 +47,18 @@ Status with_flags(bool is_log, bool is_masked, const Body& body) {
                 : body(std::false_type{}, std::false_type{});
 }
 
-/// Queues rows(tile, log, masked) if the elements of a row are adjacent and a team can hold it,
-/// else columns(type, log).
-template <class Problem, int N, class RowKernel, class ColumnKernel>
+/// Queues rows(tile, log, masked) if the elements of a row are adjacent and a team can hold it.
+/// Calls parts(tile, log, masked) if no team can, and queues columns(type, log) if the elements are
+/// not adjacent.
+template <class Problem, int N, class RowKernel, class ColumnKernel, class Parts>
 Status queue(const Problem& p, const TensorRows (&tensors)[N], bool masked, const RowKernel& rows,
-             const ColumnKernel& columns, CUstream_st* stream) {
+             const ColumnKernel& columns, const Parts& parts, CUstream_st* stream) {
   if (p.outer * p.length * p.inner == 0) return {};
   if (p.length > kMaxColumns) return {kTooLong};
   const bool adjacent = p.inner == 1 && (p.stride == 1 || p.length == 1);
   return dispatch_floating(p.dtype, [&](auto tag) {
     using T = typename std::decay_t<decltype(tag)>::type;
-    const auto by_columns = [&] {
+    if (!adjacent) {
       const int64_t blocks = ceil_div(p.outer * p.inner, kColumns);
       if (blocks > kMaxGridX) return Status{"too many rows for one launch"};
       const unsigned depth = p.length >= 1024 ? kMaxRows : p.length >= 64 ? 8 : 2;
@@ -66,8 +66,7 @@ Status queue(const Problem& p, const TensorRows (&tensors)[N], bool masked, cons
       return with_flags(p.log, false, [&](auto log, auto) {
         return launch_overlapped(columns(tag, log), grid, stream, p);
       });
-    };
-    if (!adjacent) return by_columns();
+    }
     const auto in_registers = [&](auto tile, const TeamShape& team) {
       Grid grid;
       const Status status = make_grid(team, p.outer, grid);
@@ -77,8 +76,16 @@ Status queue(const Problem& p, const TensorRows (&tensors)[N], bool masked, cons
       });
     };
     const Alignment alignment = alignment_of(tensors, p.dtype, p.outer, p.length);
-    return with_tile<T>(alignment, p.length, N - 1, kRowThreads / 2, in_registers,
-                        [&](auto, auto) { return by_columns(); });
+    const auto in_parts = [&] {
+      if (alignment == Alignment::scalar)
+        return parts(TypeTag<PartTile<T, 4, false>>{}, std::false_type{}, std::true_type{});
+      return with_flags(p.log, masked, [&](auto log, auto is_masked) {
+        // As many registers for one tensor as for two, or for one and its mask.
+        constexpr int kVectors = N > 2 || is_masked ? 4 : 8;
+        return parts(TypeTag<PartTile<T, kVectors, true>>{}, log, is_masked);
+      });
+    };
+    return with_tile<T>(alignment, p.length, N - 1, kRowThreads / 2, in_registers, in_parts);
   });
 }
 

@@ -1,6 +1,6 @@
 #pragma once
 
-// Softmax of rows that are too long for a team, or whose elements are not adjacent.
+// Softmax of rows whose elements are not adjacent.
 
 #include <climits>
 

@@ -52,6 +52,12 @@ ACCESSES = (
     ),
     Access("rowwise::RowVectors", r"(?P<type>\w+), (?P<lanes>\d+)", "rows, in vectors"),
     Access("rowwise::UnalignedRowTile", r"(?P<type>\w+)", "rows at any alignment, in vectors"),
+    Access("rowwise::PartTile", r"(?P<type>\w+)", "parts of long rows, in vectors"),
+    Access(
+        "cuda::cross_entropy_flat_gradient",
+        r"(?P<type>\w+), (?P<lanes>\d+)",
+        "adjacent rows as one, in vectors",
+    ),
     Access("reduce::rows::packed", r"(?P<type>\w+), \w+, (?P<lanes>\d+)", "short rows, in vectors"),
     Access(
         "reduce::rows::staged", r"(?P<type>\w+)", "short rows through shared memory, in vectors"

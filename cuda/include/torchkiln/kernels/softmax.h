@@ -1,6 +1,7 @@
 #pragma once
 
 #include "torchkiln/core/layout.h"
+#include "torchkiln/core/workspace.h"
 
 struct CUstream_st;
 
@@ -64,8 +65,9 @@ TORCHKILN_EXPORT Status softmax_backward(const SoftmaxBackward& arguments, int64
 namespace cuda {
 
 /// Runs on the current device, queued on `stream`.
-TORCHKILN_EXPORT Status softmax(const Softmax& arguments, CUstream_st* stream);
-TORCHKILN_EXPORT Status softmax_backward(const SoftmaxBackward& arguments, CUstream_st* stream);
+TORCHKILN_EXPORT Status softmax(const Softmax& arguments, Allocate allocate, CUstream_st* stream);
+TORCHKILN_EXPORT Status softmax_backward(const SoftmaxBackward& arguments, Allocate allocate,
+                                         CUstream_st* stream);
 
 }  // namespace cuda
 }  // namespace torchkiln

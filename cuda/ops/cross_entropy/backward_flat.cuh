@@ -1,0 +1,140 @@
+#pragma once
+
+// Gradients of adjacent rows as one array: a vector of logits may belong to two rows. Rows of any
+// number of classes are read and written at 16-byte boundaries. A block first prepares the factors
+// of its rows in shared memory, while its logits are in flight.
+
+#include <climits>
+
+#include "backward_row.cuh"
+#include "torchkiln/device/fast_divide.cuh"
+
+namespace torchkiln::cuda {
+namespace {
+
+constexpr int kFlatThreads = 256;
+constexpr int kFlatItems = 4;
+
+/// gradient = slope * exp(logit - log_sum_exp), minus `share` for the target class.
+template <class C>
+struct FlatRow {
+  C slope;
+  C log_sum_exp;
+  C share;
+  int target;  // kIgnored, or another negative number if the row has none of its target
+
+  static constexpr int kIgnored = INT_MIN;
+};
+
+/// kLanes: at most the number of classes.
+template <class T, int kLanes>
+__global__ void __launch_bounds__(kFlatThreads, sizeof(T) == 2 ? 5 : 4)
+    cross_entropy_flat_gradient(CrossEntropyBackward p, Divisor classes) {
+  using C = Compute<T>;
+  constexpr int kStep = kFlatThreads * kLanes;
+  // The rows of a block, the first and the last of which may be in other blocks, too.
+  __shared__ FlatRow<C> rows[kFlatThreads * kFlatItems + 1];
+  wait_for_previous_kernel();
+  const int64_t begin = int64_t{blockIdx.x} * (kStep * kFlatItems);
+  const int count = static_cast<int>(min(p.rows * p.classes - begin, int64_t{kStep * kFlatItems}));
+  const int thread = static_cast<int>(threadIdx.x);
+  const T* const logits = static_cast<const T*>(p.logits) + begin;
+  T* const grad_logits = static_cast<T*>(p.grad_logits) + begin;
+  Vec<T, kLanes> items[kFlatItems];
+#pragma unroll
+  for (int k = 0; k < kFlatItems; ++k) {
+    const int at = k * kStep + thread * kLanes;
+    fill(items[k], T(0.0f));
+    if (at + kLanes <= count) {
+      items[k] = load_vector<kLanes>(logits + at);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kLanes; ++i)
+        if (at + i < count) items[k].lane[i] = logits[at + i];
+    }
+  }
+
+  // A 64-bit division takes as long as the gradients of a vector.
+  const int64_t first_row =
+      begin <= INT_MAX ? classes.quotient(static_cast<uint32_t>(begin)) : begin / p.classes;
+  const uint32_t first_column = static_cast<uint32_t>(begin - first_row * p.classes);
+  const auto row_of = [&](int at) {
+    return static_cast<int>(classes.quotient(first_column + static_cast<uint32_t>(at)));
+  };
+  for (int r = thread; r <= row_of(count - 1); r += kFlatThreads) {
+    const RowGradient<C> row(p, first_row + r);
+    const int target = static_cast<int>(row.target.index);
+    rows[r] = {row.slope, row.log_sum_exp, row.scale * row.target.weight,
+               row.target.ignored ? FlatRow<C>::kIgnored : target};
+  }
+  __syncthreads();
+
+#pragma unroll
+  for (int k = 0; k < kFlatItems; ++k) {
+    const int at = k * kStep + thread * kLanes;
+    if (at >= count) break;
+    const int r = row_of(at);
+    const int column = static_cast<int>(first_column) + at - r * static_cast<int>(p.classes);
+    const int rest = static_cast<int>(p.classes) - column;  // lanes of the first row
+    const FlatRow<C> first = rows[r];
+    const FlatRow<C> second = rest < kLanes && at + rest < count ? rows[r + 1] : first;
+    C z[kLanes];
+    widen(items[k], z);
+    if (__all_sync(__activemask(), rest >= kLanes)) {
+#pragma unroll
+      for (int i = 0; i < kLanes; ++i)
+        z[i] = first.slope * MathFor<T>::exp(z[i] - first.log_sum_exp);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kLanes; ++i) {
+        const C slope = i < rest ? first.slope : second.slope;
+        const C log_sum_exp = i < rest ? first.log_sum_exp : second.log_sum_exp;
+        z[i] = slope * MathFor<T>::exp(z[i] - log_sum_exp);
+      }
+    }
+    const auto finish = [&](const FlatRow<C>& row, int row_column, int from, int to) {
+      const bool is_ignored = row.target == FlatRow<C>::kIgnored;
+      if (!is_ignored && static_cast<unsigned>(row.target - row_column) >= kLanes) return;
+#pragma unroll
+      for (int i = 0; i < kLanes; ++i) {
+        if (i < from || i >= to) continue;
+        if (row_column + i == row.target) z[i] -= row.share;
+        if (is_ignored) z[i] = 0;
+      }
+    };
+    finish(first, column, 0, rest);
+    if (rest < kLanes) finish(second, -rest, rest, kLanes);
+    if (at + kLanes <= count) {
+      store(grad_logits + at, z);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kLanes; ++i)
+        if (at + i < count) grad_logits[at + i] = convert<T>(z[i]);
+    }
+  }
+}
+
+/// Whether rows are adjacent and their vectors would be partial, or few.
+inline bool takes_flat(const CrossEntropyBackward& p, Alignment alignment) {
+  constexpr int64_t kFewVectors = 32;
+  return !is_spread(p.target) && p.row_stride == p.classes &&
+         p.grad_logits_row_stride == p.classes && aligned(p.logits) && aligned(p.grad_logits) &&
+         (alignment != Alignment::vector || p.classes < kFewVectors * vector_lanes(p.dtype));
+}
+
+template <class T>
+Status launch_flat(const CrossEntropyBackward& p, CUstream_st* stream) {
+  const Divisor classes(static_cast<uint32_t>(p.classes));
+  const auto launch = [&](auto lanes) {
+    const int64_t blocks = ceil_div(p.rows * p.classes, kFlatThreads * kFlatItems * lanes);
+    if (blocks > kMaxGridX) return Status{"too many rows for one launch"};
+    const Grid grid{dim3(static_cast<unsigned>(blocks)), dim3(kFlatThreads)};
+    return launch_overlapped(cross_entropy_flat_gradient<T, lanes>, grid, stream, p, classes);
+  };
+  constexpr int kLanes = kVectorLanes<T>;
+  return p.classes < kLanes ? launch(std::integral_constant<int, 1>{})
+                            : launch(std::integral_constant<int, kLanes>{});
+}
+
+}  // namespace
+}  // namespace torchkiln::cuda
