@@ -18,8 +18,11 @@ EPS = 1e-5
 # Rows that no cluster holds, fewer and more than the steps of one team, and more than 128: the rows
 # of a step then have the same offset from a 16-byte boundary.
 LONG = [(9, 300001), (7, 1000003), (40, 270001), (150, 280005), (1, 2000001)]
+# Rows whose gradients are computed in slabs, by teams of few and of many blocks.
+SLABS = [(300, 50257), (70, 66000), (40, 262152), (90, 17001)]
 # Short rows that share a block, and rows that end in each lane of a vector.
 SHORT = [(1, 1), (513, 3), (64, 9), (3, 129), (70, 1000), (1000, 17), (33, 2047), (9, 8209)]
+SHORT += [(300, 20001)]
 
 every_dtype = pytest.mark.parametrize("dtype", FLOATING, ids=str)
 both_norms = pytest.mark.parametrize("centered", [False, True], ids=["rms_norm", "layer_norm"])
@@ -100,7 +103,7 @@ def require_close(found: list[Tensor], truth: list[Tensor], dtype: torch.dtype) 
 @pytest.mark.cuda
 @every_dtype
 @both_norms
-@pytest.mark.parametrize("shape", LONG, ids=str)
+@pytest.mark.parametrize("shape", [*LONG, *SLABS], ids=str)
 def test_gradients_of_long_rows(shape: tuple[int, int], centered: bool, dtype: torch.dtype) -> None:
     """All gradients agree with float64, and are equal in every run."""
     args = operands(shape, torch.device("cuda", 0), dtype, centered)

@@ -15,6 +15,7 @@
 // and device fix the order of every addition.
 
 #include "detail/reduce/common.cuh"
+#include "torchkiln/device/warp.cuh"
 
 namespace torchkiln::reduce {
 using namespace device;
@@ -171,23 +172,24 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   }
 }
 
-inline constexpr int kFinishColumns = 32;
 // 4 blocks per SM, and 9 loads in flight per thread: the partial sums of 132 blocks arrive
 // together.
 inline constexpr int kFinishThreads = 512;
+inline constexpr int kFinishWarps = kFinishThreads / kWarpLanes;
 inline constexpr int kFinishLoads = 9;
 
-/// Adds the chunks, and the folded columns. A warp reads 32 adjacent columns, and the warps of the
-/// block share the terms. A grid of two rows finishes two results; the partial sums of the second
-/// follow those of the first.
+/// Adds the chunks, and the folded columns. A warp reads 32 adjacent columns; `sharing` warps share
+/// their terms. A grid of two rows finishes two results; the partial sums of the second follow
+/// those of the first.
 template <class C>
 __global__ void __launch_bounds__(kFinishThreads)
-    finish(const C* partial, Plan plan, Result result, Result second) {
-  constexpr int kWarps = kFinishThreads / kFinishColumns;
-  const int lane = threadIdx.x % kFinishColumns;
-  const int warp = threadIdx.x / kFinishColumns;
+    finish(const C* partial, Plan plan, int sharing, Result result, Result second) {
+  const int thread = static_cast<int>(threadIdx.x);
+  const int groups = kFinishWarps / sharing;  // of columns, in a block
+  const int share = thread / kWarpLanes / groups;
+  const int in_block = thread % (groups * kWarpLanes);
   const int64_t outputs = plan.columns / plan.fold;
-  const int64_t output = int64_t{blockIdx.x} * kFinishColumns + lane;
+  const int64_t output = int64_t{blockIdx.x} * (groups * kWarpLanes) + in_block;
   int64_t column = output;
   if (plan.fold > 1) column += output / plan.period * plan.period * (plan.fold - 1);
   const int terms = static_cast<int>(plan.chunks) * plan.fold;
@@ -198,11 +200,11 @@ __global__ void __launch_bounds__(kFinishThreads)
   double sum = 0;
   wait_for_previous_kernel();
   if (output < outputs) {
-    for (int first = warp; first < terms; first += kFinishLoads * kWarps) {
+    for (int first = share; first < terms; first += kFinishLoads * sharing) {
       C values[kFinishLoads];
 #pragma unroll
       for (int i = 0; i < kFinishLoads; ++i) {
-        const int term = first + i * kWarps;
+        const int term = first + i * sharing;
         const int chunk = plan.fold == 1 ? term : term / plan.fold;
         const int64_t folded = term - chunk * plan.fold;
         values[i] =
@@ -212,12 +214,11 @@ __global__ void __launch_bounds__(kFinishThreads)
       for (int i = 0; i < kFinishLoads; ++i) sum += static_cast<double>(values[i]);
     }
   }
-  __shared__ double shared[kWarps][kFinishColumns];
-  shared[warp][lane] = sum;
+  __shared__ double shared[kFinishThreads];
+  shared[thread] = sum;
   __syncthreads();
-  if (warp > 0 || output >= outputs) return;
-#pragma unroll
-  for (int w = 1; w < kWarps; ++w) sum += shared[w][lane];
+  if (share > 0 || output >= outputs) return;
+  for (int s = 1; s < sharing; ++s) sum += shared[s * groups * kWarpLanes + thread];
   result.store(output, sum);
 }
 
@@ -225,10 +226,14 @@ __global__ void __launch_bounds__(kFinishThreads)
 template <class C>
 Status queue_finish(const C* partial, const Plan& plan, const Result& result, const Result* second,
                     cudaStream_t stream) {
-  const int64_t blocks = ceil_div(plan.columns / plan.fold, kFinishColumns);
+  // Warps that would have no more than one round of loads take other columns.
+  int sharing = kFinishWarps;
+  while (sharing > 1 && plan.chunks * plan.fold <= kFinishLoads * (sharing / 2)) sharing /= 2;
+  const int in_block = kFinishThreads / sharing;
+  const int64_t blocks = ceil_div(plan.columns / plan.fold, in_block);
   if (blocks > kMaxGridX) return {"too many columns for one launch"};
   const Grid grid{dim3(static_cast<unsigned>(blocks), second == nullptr ? 1 : 2), kFinishThreads};
-  return launch_overlapped(finish<C>, grid, stream, partial, plan, result,
+  return launch_overlapped(finish<C>, grid, stream, partial, plan, sharing, result,
                            second == nullptr ? result : *second);
 }
 

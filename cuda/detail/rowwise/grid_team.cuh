@@ -45,15 +45,14 @@ struct GridPlan {
   int64_t steps;  // of all teams
 };
 
-/// A thread has `rows_per_thread` rows of a step, and one or more times `vectors_per_thread`
-/// vectors of each. `lanes`: elements per vector. Rows that are `lanes` rows apart have the same
-/// offset from a 16-byte boundary.
-inline GridPlan make_grid_plan(int64_t rows, int64_t columns, int lanes, int rows_per_thread,
-                               int vectors_per_thread) {
+/// A thread has `rows_per_thread` rows of a step, and one or more vectors of each. `lanes`:
+/// elements per vector. Rows that are `lanes` rows apart have the same offset from a 16-byte
+/// boundary.
+inline GridPlan make_grid_plan(int64_t rows, int64_t columns, int lanes, int rows_per_thread) {
   GridPlan plan{};
   const int64_t vectors = ceil_div(columns, lanes);
   const int64_t resident = int64_t{current_device().multiprocessors} * kGridBlocks;
-  const int64_t least = ceil_div(vectors, kGridThreads * vectors_per_thread);
+  const int64_t least = ceil_div(vectors, kGridThreads);
   plan.log_threads = std::clamp(ceil_log2(vectors), kLogMinRowThreads, ceil_log2(kGridThreads));
   plan.log_stride = least > 1 && rows >= kMinStridedRows ? ceil_log2(lanes) : 0;
   const int64_t block_rows = kGridThreads >> plan.log_threads << plan.log_stride;
@@ -154,8 +153,6 @@ class GridTeam {
 template <class C, int kValues>
 class RowExchange {
  public:
-  static constexpr int kPerLane = kMaxTeamBlocks / kWarpLanes;
-
   __device__ __forceinline__ RowExchange(C* slots, int blocks) : slots_(slots), blocks_(blocks) {}
 
   __device__ __forceinline__ void publish(int64_t row, int block,
@@ -167,9 +164,9 @@ class RowExchange {
     }
   }
 
-  /// Waits for the values of all blocks. A lane of the calling warp gets those of block
-  /// block_of(k) as values[k], and zeros for a block that does not exist.
-  __device__ __forceinline__ void collect(int64_t row, C (&values)[kPerLane][kValues]) const {
+  /// Waits for the values of all blocks, and adds them; all lanes of the warp get the sums.
+  __device__ __forceinline__ void collect_sums(int64_t row, C (&sums)[kValues]) const {
+    C values[kPerLane][kValues];
     for (bool complete = false; !complete;) {
 #pragma unroll
       for (int i = 0; i < kValues; ++i) {
@@ -185,11 +182,6 @@ class RowExchange {
         for (int i = 0; i < kValues; ++i) complete = complete && is_published(values[k][i]);
       }
     }
-  }
-  /// Waits for the values of all blocks, and adds them; all lanes of the warp get the sums.
-  __device__ __forceinline__ void collect_sums(int64_t row, C (&sums)[kValues]) const {
-    C values[kPerLane][kValues];
-    collect(row, values);
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
       sums[i] = values[0][i];
@@ -198,11 +190,13 @@ class RowExchange {
     }
     reduce_warp(sums, Sum{});
   }
+
+ private:
+  static constexpr int kPerLane = kMaxTeamBlocks / kWarpLanes;
+
   static __device__ __forceinline__ int block_of(int k) {
     return static_cast<int>(threadIdx.x) % kWarpLanes + k * kWarpLanes;
   }
-
- private:
   /// Volatile, so that every access reaches the L2 cache.
   __device__ __forceinline__ volatile C* slot(int64_t row, int value, int block) const {
     return slots_ + (row * kValues + value) * blocks_ + block;
@@ -227,11 +221,11 @@ __device__ __forceinline__ void add_warps(const C (&parts)[N][kParts], C (&sums)
   reduce_warp(sums, Sum{}, kGridWarps);
 }
 
-/// Memory for a RowExchange, with empty slots.
+/// Memory for a RowExchange between the `blocks` of each team, with empty slots.
 template <class C>
-Status allocate_exchange(const GridPlan& plan, int64_t rows, int values, Allocate allocate,
+Status allocate_exchange(int64_t rows, int values, int blocks, Allocate allocate,
                          cudaStream_t stream, C*& slots) {
-  const size_t bytes = static_cast<size_t>(rows * values * plan.blocks) * sizeof(C);
+  const size_t bytes = static_cast<size_t>(rows * values * blocks) * sizeof(C);
   slots = static_cast<C*>(allocate(bytes));
   const cudaError_t error = cudaMemsetAsync(slots, 0xff, bytes, stream);
   return error == cudaSuccess ? Status{} : Status{cudaGetErrorString(error)};

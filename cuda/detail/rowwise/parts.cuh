@@ -30,11 +30,11 @@ struct PartPlan {
   int64_t lag;    // in tasks
 };
 
-template <class Row>
+template <class Row, int kBlocks>
 PartPlan make_part_plan(int64_t rows, int64_t columns) {
   using Tile = typename Row::Tile;
   const int64_t vectors = ceil_div(columns, Tile::kLanes);
-  const int64_t resident = int64_t{current_device().multiprocessors} * Row::kBlocks;
+  const int64_t resident = int64_t{current_device().multiprocessors} * kBlocks;
   const int64_t least = ceil_div(vectors, int64_t{kPartThreads} * Tile::kVectors);
   const int64_t most = std::max(least, ceil_div(vectors, kPartThreads));
   // Of the blocks that run, half reduce.
@@ -67,8 +67,8 @@ Status allocate_part_values(const PartPlan& plan, int values, Allocate allocate,
 ///   load()                requests the elements
 ///   reduce(team, values)  kValues values, combined over the warp; Op combines those of warps
 ///   write(values)         results, from the values of the whole row
-template <class Row>
-__global__ void __launch_bounds__(kPartThreads, Row::kBlocks)
+template <class Row, int kBlocks>
+__global__ void __launch_bounds__(kPartThreads, kBlocks)
     rows_in_parts(typename Row::Problem p, PartPlan plan, PartValues<typename Row::C> shared) {
   using C = typename Row::C;
   using Op = typename Row::Op;
@@ -125,18 +125,18 @@ __global__ void __launch_bounds__(kPartThreads, Row::kBlocks)
   progress.store(merged, ::cuda::memory_order_release);
 }
 
-/// Queues rows_in_parts<Row>.
-template <class Row>
+/// Queues rows_in_parts. kBlocks: per SM; 4 have 64 registers per thread, 3 have 80.
+template <class Row, int kBlocks>
 Status launch_in_parts(const typename Row::Problem& p, int64_t rows, int64_t columns,
                        Allocate allocate, CUstream_st* stream) {
-  const PartPlan plan = make_part_plan<Row>(rows, columns);
+  const PartPlan plan = make_part_plan<Row, kBlocks>(rows, columns);
   const int64_t blocks = 2 * (plan.tasks + plan.lag);
   if (blocks > kMaxGridX) return {"too many rows for one launch"};
   PartValues<typename Row::C> values{};
   const Status status = allocate_part_values(plan, Row::kValues, allocate, stream, values);
   if (!status.ok()) return status;
   const Grid grid{dim3(static_cast<unsigned>(blocks)), dim3(kPartThreads)};
-  return launch_overlapped(rows_in_parts<Row>, grid, stream, p, plan, values);
+  return launch_overlapped(rows_in_parts<Row, kBlocks>, grid, stream, p, plan, values);
 }
 
 }  // namespace torchkiln::rowwise

@@ -9,12 +9,12 @@ namespace {
 template <class T>
 Status launch_split(const NormBackward& p, Allocate allocate, CUstream_st* stream) {
   using C = Compute<T>;
-  const GridPlan plan = make_grid_plan(p.rows, p.columns, kVectorLanes<T>, kSplitRows, 1);
+  const GridPlan plan = make_grid_plan(p.rows, p.columns, kVectorLanes<T>, kSplitRows);
   const bool is_split = plan.blocks > 1;
   C* exchange = nullptr;
   if (is_split && p.grad_x != nullptr) {
     const Status status =
-        allocate_exchange(plan, p.rows, p.centered ? 2 : 1, allocate, stream, exchange);
+        allocate_exchange(p.rows, p.centered ? 2 : 1, plan.blocks, allocate, stream, exchange);
     if (!status.ok()) return status;
   }
   const Grid grid = make_grid(plan);

@@ -44,7 +44,6 @@ class NormPart {
   using C = Compute<T>;
   using Op = std::conditional_t<kCentered, MergeMoments, Sum>;
   static constexpr int kValues = kCentered ? 4 : 1;
-  static constexpr int kBlocks = 3;  // per SM: 80 registers per thread
 
   __device__ __forceinline__ NormPart(const Norm& p, int64_t row, int rank, int size)
       : p_(p),

@@ -10,8 +10,9 @@ Status split_norm(const Norm& p, Alignment alignment, Allocate allocate, CUstrea
     const auto launch = [&](auto tile) {
       using Tile = typename decltype(tile)::type;
       return p.centered
-                 ? launch_in_parts<NormPart<Tile, true>>(p, p.rows, p.columns, allocate, stream)
-                 : launch_in_parts<NormPart<Tile, false>>(p, p.rows, p.columns, allocate, stream);
+                 ? launch_in_parts<NormPart<Tile, true>, 3>(p, p.rows, p.columns, allocate, stream)
+                 : launch_in_parts<NormPart<Tile, false>, 3>(p, p.rows, p.columns, allocate,
+                                                             stream);
     };
     return alignment == Alignment::scalar ? launch(TypeTag<PartTile<T, 4, false>>{})
                                           : launch(TypeTag<PartTile<T, 8, true>>{});

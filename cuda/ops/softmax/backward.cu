@@ -13,7 +13,6 @@ class SoftmaxGradientRow {
   using C = Compute<T>;
   using Op = Sum;
   static constexpr int kValues = 1;
-  static constexpr int kBlocks = 4;
 
   __device__ __forceinline__ SoftmaxGradientRow(const SoftmaxBackward& p, int64_t row, int rank,
                                                 int size)
@@ -106,8 +105,8 @@ Status softmax_backward(const SoftmaxBackward& p, Allocate allocate, CUstream_st
       },
       [&](auto tile, auto log, auto masked) {
         using Tile = typename std::decay_t<decltype(tile)>::type;
-        return launch_in_parts<SoftmaxGradientRow<Tile, log, masked>>(p, p.outer, p.length,
-                                                                      allocate, stream);
+        return launch_in_parts<SoftmaxGradientRow<Tile, log, masked>, 4>(p, p.outer, p.length,
+                                                                         allocate, stream);
       },
       stream);
 }

@@ -17,7 +17,6 @@ class SoftmaxRow {
   using Math = MathFor<T>;
   using Op = SumOfExponentials<Math>;
   static constexpr int kValues = 2;  // maximum, sum of exp(x - maximum)
-  static constexpr int kBlocks = 4;  // of rows_in_parts, per SM: 64 registers per thread
 
   __device__ __forceinline__ SoftmaxRow(const Softmax& p, int64_t row, int rank, int size)
       : p_(p),
@@ -158,8 +157,8 @@ Status softmax(const Softmax& p, Allocate allocate, CUstream_st* stream) {
       },
       [&](auto tile, auto log, auto masked) {
         using Tile = typename std::decay_t<decltype(tile)>::type;
-        return launch_in_parts<SoftmaxRow<Tile, log, masked, false>>(p, p.outer, p.length, allocate,
-                                                                     stream);
+        return launch_in_parts<SoftmaxRow<Tile, log, masked, false>, 4>(p, p.outer, p.length,
+                                                                        allocate, stream);
       },
       stream);
 }

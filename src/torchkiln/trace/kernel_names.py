@@ -65,6 +65,11 @@ ACCESSES = (
     Access("cuda::ColumnBody", r"(?P<type>\w+), \w+, (?P<lanes>\d+)", "columns, in vectors"),
     Access("cuda::GradientBody", r"(?:.*, )?(?P<type>\w+), (?P<lanes>\d+)", "columns, in vectors"),
     Access("cuda::ChannelAccess", r"(?P<type>\w+), \w+, (?P<lanes>\d+)", "channels, in vectors"),
+    Access(
+        "cuda::norm_gradients::slab_rows",
+        r"(?P<type>\w+), (?P<lanes>\d+)",
+        "slabs of rows copied in bulk to shared memory, in vectors",
+    ),
     Access("gemm::sm90::matmul_kernel", "", "tiles copied by the tensor memory accelerator"),
     Access(
         "gemm::sm90::pixel_convolution_kernel",
