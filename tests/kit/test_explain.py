@@ -246,6 +246,15 @@ SM90 = (
     "gemm::wgmma::Major)0, (torchkiln::gemm::wgmma::Major)1>(torchkiln::gemm::sm90::Parameters)"
 )
 
+IN_PARTS = (
+    "void torchkiln::rowwise::rows_in_parts<torchkiln::cuda::(anonymous namespace)::NormPart<"
+    "torchkiln::rowwise::PartTile<__nv_bfloat16, 8, true>, false>, 3>(torchkiln::Norm)"
+)
+SLABS = (
+    "void torchkiln::cuda::norm_gradients::(anonymous namespace)::slab_rows<__half, 1, true, false>"
+    "(torchkiln::NormBackward, torchkiln::cuda::norm_gradients::SlabPlan, float*, float*)"
+)
+
 
 @pytest.mark.parametrize(
     ("name", "words", "width", "items"),
@@ -258,6 +267,8 @@ SM90 = (
         (ELEMENTS, "rows, an element at a time", 2, 4),
         (UNALIGNED, "rows at any alignment, in vectors", 16, 4),
         (STREAMED, "rows, in vectors", 16, None),
+        (IN_PARTS, "parts of long rows, in vectors", 16, 8),
+        (SLABS, "slabs of rows copied in bulk to shared memory, an element at a time", 2, None),
         (PACKED, "short rows, in vectors", 16, None),
         (STAGED, "short rows through shared memory, in vectors", 16, None),
         (GRADIENTS, "columns, in vectors", 16, None),

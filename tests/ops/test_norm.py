@@ -53,7 +53,9 @@ def with_gradients(function: Norm, grad: Tensor, *leaves: Tensor, **options: Any
 
 
 @pytest.mark.parametrize("mean", [0.0, 1e4, -1e6])
-@pytest.mark.parametrize("columns", [31, 1024, 5000, 40001])
+@pytest.mark.parametrize(
+    "columns", [31, 1024, 5000, 40001, pytest.param(300001, marks=pytest.mark.cuda)]
+)
 def test_a_spread_of_one_beside_a_large_mean(
     device: torch.device, mean: float, columns: int
 ) -> None:

@@ -119,8 +119,6 @@ class GridTeam {
   __device__ __forceinline__ int64_t row(int64_t step, int r) const {
     return row(step, r, row_in_block_);
   }
-  /// How many rows are between a thread's rows of a step.
-  __device__ __forceinline__ int row_step() const { return block_rows() << plan_.log_stride; }
 
   /// Prefetches the rows of a step of a tensor into L2, from vector `first` of the slab on: a line
   /// per thread.

@@ -22,7 +22,6 @@ struct InnerVectors {
   int count;  // of vectors
   int edges;  // elements before and after the vectors
 
-  InnerVectors() = default;
   __device__ __forceinline__ InnerVectors(const T* row, int columns)
       : head(min((kLanes - elements_past_boundary(row)) % kLanes, columns)),
         count((columns - head) / kLanes),
@@ -35,8 +34,8 @@ struct InnerVectors {
 };
 
 /// N adjacent elements, which begin anywhere and whose loads are in flight until read(). They are
-/// cut out of the aligned vectors that they lie in. During the launch, only the calling thread may
-/// write them, after read().
+/// cut out of the aligned vectors that they lie in. A launch may write them only after all its
+/// reads.
 template <class T, int N>
 class PendingElements {
  public:

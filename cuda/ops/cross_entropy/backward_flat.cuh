@@ -14,6 +14,12 @@ namespace {
 
 constexpr int kFlatThreads = 256;
 constexpr int kFlatItems = 4;
+// Blocks per SM in half precision. On compute capability 7.5 an SM has 1,024 threads.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+constexpr int kFlatHalfBlocks = 4;
+#else
+constexpr int kFlatHalfBlocks = 5;
+#endif
 
 /// gradient = slope * exp(logit - log_sum_exp), minus `share` for the target class.
 template <class C>
@@ -28,7 +34,7 @@ struct FlatRow {
 
 /// kLanes: at most the number of classes.
 template <class T, int kLanes>
-__global__ void __launch_bounds__(kFlatThreads, sizeof(T) == 2 ? 5 : 4)
+__global__ void __launch_bounds__(kFlatThreads, sizeof(T) == 2 ? kFlatHalfBlocks : 4)
     cross_entropy_flat_gradient(CrossEntropyBackward p, Divisor classes) {
   using C = Compute<T>;
   constexpr int kStep = kFlatThreads * kLanes;

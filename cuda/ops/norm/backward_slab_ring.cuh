@@ -72,7 +72,7 @@ class SlabRing {
         add_warps(storage_.sums[at.stage], sums);
         if (lane() == 0) exchange_.publish(row(i), static_cast<int>(blockIdx.x), sums);
       }
-      // By now the computing warps have left the row before the one that they read again.
+      // The gradients of row i - lag - 1 have been written, so its stage takes another row.
       const int64_t left = i - plan_.lag - 1;
       if (left < 0) continue;
       wait_for_phase(&storage_.empty[freed.stage], freed.parity);

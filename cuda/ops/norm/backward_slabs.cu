@@ -22,9 +22,10 @@ SlabPlan plan_slabs(const NormBackward& p, Alignment alignment) {
   const int64_t least = ceil_div(p.columns, most_columns);
   if (least > std::min<int64_t>(resident, kMaxTeamBlocks)) return plan;
   plan.teams = std::min(resident / least, p.rows);
-  // Slabs of whole vectors, as equal as possible.
-  const int64_t blocks = std::min<int64_t>(resident / plan.teams, kMaxTeamBlocks);
+  // Slabs of whole vectors, as equal as possible, and not too short.
   const int lanes = kVectorBytes / size;
+  const int64_t most = std::max(least, ceil_div(p.columns, lanes * kMinSlab));
+  const int64_t blocks = std::min({resident / plan.teams, most, int64_t{kMaxTeamBlocks}});
   const int64_t columns = ceil_div(ceil_div(p.columns, blocks), lanes) * lanes;
   plan.columns = static_cast<int>(std::min<int64_t>(columns, most_columns));
   plan.blocks = static_cast<int>(ceil_div(p.columns, plan.columns));
@@ -34,9 +35,9 @@ SlabPlan plan_slabs(const NormBackward& p, Alignment alignment) {
   constexpr int kReserved = 3 << 10;  // static shared memory, and what the system takes
   const int most_bytes = device.shared_bytes / kSlabBlocks - kReserved;
   plan.stages = std::min(most_bytes / (tensors * plan.tensor_bytes), kMaxSlabStages);
+  // The lag is at most stages - 2: a row is copied once that before the lag has been written.
   constexpr int kFewestStages = 4;
   if (plan.stages < kFewestStages) return SlabPlan{};
-  // The other stages are in flight.
   plan.lag = (plan.stages + 1) / 2;
   if (p.grad_x == nullptr) plan.lag = 0;
   plan.shared_bytes = plan.stages * tensors * plan.tensor_bytes;
@@ -55,7 +56,7 @@ Status slabs(const NormBackward& p, Alignment alignment, const SlabPlan& plan, A
       plan.teams > 1 ? allocate_partials<float>(p, plan.teams, allocate) : nullptr;
   Grid grid{dim3(static_cast<unsigned>(plan.blocks), static_cast<unsigned>(plan.teams)),
             dim3(kSlabBlockThreads), 1, plan.shared_bytes};
-  grid.cooperative = true;
+  grid.cooperative = plan.blocks > 1 && p.grad_x != nullptr;  // blocks wait for each other
   const Status status = dispatch<float, __half, __nv_bfloat16>(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto launch = [&](auto lanes, auto centered, auto adds) {

@@ -102,7 +102,8 @@ class Slabs : public SlabRing<T, kLanes, kAdds ? 3 : 2, kCentered ? 2 : 1> {
   __device__ __forceinline__ int column(int k) const {
     return (k * kSlabThreads + static_cast<int>(threadIdx.x)) * kLanes;
   }
-  /// Calls body(k) for the items that the thread has. Slabs are full, but for the last item.
+  /// Calls body(k) for the items that the thread has. Most slabs lack elements only in the last
+  /// one.
   template <class Body>
   __device__ __forceinline__ void for_own(const Body& body) const {
     const bool is_full = columns_ >= (kItems - 1) * kSlabThreads * kLanes;

@@ -4,8 +4,8 @@
 
 namespace torchkiln::cuda::norm_gradients {
 
-/// Gradients of norms for rows that cannot be streamed: their offsets from a 16-byte boundary
-/// differ between tensors, or they are longer than a cluster holds.
+/// Gradients of norms for rows that are neither cut into slabs nor streamed: float64, GPUs before
+/// Hopper, the longest rows, and short ones whose offsets differ between tensors.
 Status split(const NormBackward& p, Allocate allocate, CUstream_st* stream);
 
 }  // namespace torchkiln::cuda::norm_gradients

@@ -24,13 +24,13 @@ struct MergeMoments {
   __device__ __forceinline__ void operator()(C (&a)[4], const C (&b)[4]) const {
     const C count = a[0] + b[0];
     if (count == C(0)) return;
-    const C distance = b[1] - a[1];
-    // Distances of both centers from the common one.
-    const C from_a = distance * (b[0] / count);
-    const C from_b = from_a - distance;
+    const C center = a[1] + (b[1] - a[1]) * (b[0] / count);
+    // Distances of the common center, as it is rounded, from those of both parts.
+    const C from_a = center - a[1];
+    const C from_b = center - b[1];
     a[2] += from_a * (a[0] * from_a - C(2) * a[3]) + b[2] + from_b * (b[0] * from_b - C(2) * b[3]);
     a[3] += b[3] - a[0] * from_a - b[0] * from_b;
-    a[1] += from_a;
+    a[1] = center;
     a[0] = count;
   }
 };

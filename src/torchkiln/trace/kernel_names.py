@@ -78,7 +78,7 @@ ACCESSES = (
     ),
 )
 # Matches the number of vectors of a row that a thread keeps in registers.
-ITEMS = re.compile(r"rowwise::(?:RowTile<.*?>|UnalignedRowTile<\w+), (\d+)>")
+ITEMS = re.compile(r"rowwise::(?:RowTile<.*?>|UnalignedRowTile<\w+|PartTile<\w+), (\d+)[>,]")
 
 
 def access_of(demangled: str) -> tuple[str, int | None, int | None]:

@@ -85,7 +85,8 @@ TORCHKILN_EXPORT Status norm_backward_finish(const NormBackward& arguments, int6
 namespace cuda {
 
 /// Runs on the current device, queued on `stream`. Rows that the registers of a block or a cluster
-/// hold are read once. Longer rows are split among blocks and read twice, the second time from L2.
+/// hold are read once. Longer rows are split among blocks and read twice, the second time
+/// from L2 if a row fits there.
 TORCHKILN_EXPORT Status norm(const Norm& arguments, Allocate allocate, CUstream_st* stream);
 
 /// Computes all gradients. No atomics: results are bitwise reproducible.
