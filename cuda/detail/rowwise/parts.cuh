@@ -38,7 +38,7 @@ PartPlan make_part_plan(int64_t rows, int64_t columns) {
   const int64_t resident = int64_t{current_device().multiprocessors} * kBlocks;
   const int64_t least = ceil_div(vectors, int64_t{kPartThreads} * Tile::kVectors);
   const int64_t most = std::max(least, ceil_div(vectors, kPartThreads));
-  // Of the blocks that run, half reduce.
+  // Half of the running blocks reduce.
   const int64_t parts = std::clamp(ceil_div(resident / 2, rows), least, most);
   return {static_cast<int>(parts), rows * parts, parts + resident / 2};
 }

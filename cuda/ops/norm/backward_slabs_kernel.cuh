@@ -118,40 +118,36 @@ class Slabs : public SlabRing<T, kLanes, kAdds ? 3 : 2, kCentered ? 2 : 1> {
     }
   }
 
+  /// Calls body(k, grad, z) for the items of the slab of number i of the team.
+  template <class Body>
+  __device__ __forceinline__ void for_slab(int64_t i, int stage, const Body& body) const {
+    const T* const grads = slab_in(0, i, stage);
+    const T* const zs = slab_in(1, i, stage);
+    for_own([&](int k) {
+      float g[kLanes], z[kLanes];
+      widen(load_vector<kLanes>(grads + column(k)), g);
+      widen(load_vector<kLanes>(zs + column(k)), z);
+      body(k, g, z);
+    });
+  }
+
   __device__ __forceinline__ void load_weights() {
+    const RowVectors<T, kLanes, true> access(p_.grad, static_cast<int>(p_.columns));
 #pragma unroll
-    for (int k = 0; k < kItems; ++k) {
-#pragma unroll
-      for (int i = 0; i < kLanes; ++i) weight_[k][i] = 0;
-      if (column(k) >= columns_) continue;
-#pragma unroll
-      for (int i = 0; i < kLanes; ++i) weight_[k][i] = 1;
-      if (p_.weight == nullptr) continue;
-      with_parameter_type<T>(p_.weight_dtype, [&](auto tag) {
-        const auto* const weights =
-            static_cast<const typename decltype(tag)::type*>(p_.weight) + begin_ + column(k);
-#pragma unroll
-        for (int i = 0; i < kLanes; ++i)
-          weight_[k][i] = convert<float>(weights[i]) + static_cast<float>(p_.weight_offset);
-      });
-    }
+    for (int k = 0; k < kItems; ++k)
+      if (column(k) < columns_) load_any_weight(p_, access, begin_ + column(k), weight_[k]);
   }
 
   /// Adds a slab to the column sums, and stores its sums over each warp.
   __device__ __forceinline__ void add(int64_t i, int stage, float mean, float rstd) {
-    const T* const grads = slab_in(0, i, stage);
-    const T* const zs = slab_in(1, i, stage);
     float sums[kSums] = {};
-    for_own([&](int k) {
-      float g[kLanes], n[kLanes];
-      widen(load_vector<kLanes>(grads + column(k)), g);
-      widen(load_vector<kLanes>(zs + column(k)), n);
+    for_slab(i, stage, [&](int k, const float (&g)[kLanes], const float (&z)[kLanes]) {
 #pragma unroll
       for (int l = 0; l < kLanes; ++l) {
-        n[l] = (n[l] - mean) * rstd;
-        weight_sum_[k][l] += g[l] * n[l];
+        const float n = (z[l] - mean) * rstd;
+        weight_sum_[k][l] += g[l] * n;
         const float d = g[l] * weight_[k][l];
-        sums[0] += d * n[l];
+        sums[0] += d * n;
         if constexpr (kCentered) {
           bias_sum_[k][l] += g[l];
           sums[1] += d;
@@ -166,24 +162,19 @@ class Slabs : public SlabRing<T, kLanes, kAdds ? 3 : 2, kCentered ? 2 : 1> {
 
   /// Writes the gradients of a slab.
   __device__ __forceinline__ void write(int64_t i, int stage) const {
-    const T* const grads = slab_in(0, i, stage);
-    const T* const zs = slab_in(1, i, stage);
     const T* const others = kAdds ? slab_in(2, i, stage) : nullptr;
     T* const grad_x = static_cast<T*>(p_.grad_x) + row(i) * p_.columns + begin_;
     const float4 factors = storage_.factors[stage];
     const float mean = factors.x, rstd = factors.y, slope = factors.z, level = factors.w;
     const float scale = factor_of_gradient<kCentered>(p_, rstd);
-    // Half precision has digits to spare for the mean; with rows of float32, rstd^2 could overflow.
+    // Half precision saves a product; with rows of float32, rstd^2 could overflow.
     const float half_slope = rstd * slope;
-    const float half_level = level - mean * half_slope;
-    for_own([&](int k) {
-      float g[kLanes], n[kLanes];
-      widen(load_vector<kLanes>(grads + column(k)), g);
-      widen(load_vector<kLanes>(zs + column(k)), n);
+    for_slab(i, stage, [&](int k, float (&g)[kLanes], const float (&z)[kLanes]) {
 #pragma unroll
       for (int l = 0; l < kLanes; ++l) {
+        const float distance = z[l] - mean;
         const float projection =
-            sizeof(T) == 2 ? n[l] * half_slope + half_level : (n[l] - mean) * rstd * slope + level;
+            sizeof(T) == 2 ? distance * half_slope + level : distance * rstd * slope + level;
         g[l] = g[l] * weight_[k][l] * scale + projection;
       }
       if constexpr (kAdds) {
@@ -213,7 +204,7 @@ class Slabs : public SlabRing<T, kLanes, kAdds ? 3 : 2, kCentered ? 2 : 1> {
     });
   }
 
-  float weight_[kItems][kLanes];
+  float weight_[kItems][kLanes] = {};
   float weight_sum_[kItems][kLanes] = {};
   float bias_sum_[kCentered ? kItems : 1][kLanes] = {};
 };

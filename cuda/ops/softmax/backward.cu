@@ -74,23 +74,6 @@ class SoftmaxGradientRow {
   typename Tile::Item grads_[kItems], ys_[kItems];
 };
 
-template <class Tile, bool kLog, bool kMasked>
-__global__ void __launch_bounds__(kRowThreads, kRowBlocks<Tile, 2>)
-    softmax_backward_rows(SoftmaxBackward p, TeamShape shape) {
-  using Row = SoftmaxGradientRow<Tile, kLog, kMasked>;
-  using C = typename Row::C;
-  __shared__ TeamStorage<C, Row::kValues> storage;
-  wait_for_previous_kernel();
-  Team<C, Row::kValues> team(shape, storage);
-  Row row(p, team.first_team() + team.index(), team.rank(), team.size());
-  row.load();
-  team.init_barriers();
-  C total[Row::kValues];
-  row.reduce(team, total);
-  team.reduce_warps(total, Sum{});
-  row.write(total);
-}
-
 }  // namespace
 
 Status softmax_backward(const SoftmaxBackward& p, Allocate allocate, CUstream_st* stream) {
@@ -98,17 +81,13 @@ Status softmax_backward(const SoftmaxBackward& p, Allocate allocate, CUstream_st
   return queue(
       p, tensors, p.mask.any(),
       [](auto tile, auto log, auto masked) {
-        return softmax_backward_rows<typename std::decay_t<decltype(tile)>::type, log, masked>;
+        using Tile = typename std::decay_t<decltype(tile)>::type;
+        return TypeTag<SoftmaxGradientRow<Tile, log, masked>>{};
       },
       [](auto type, auto log) {
         return softmax_backward_columns<typename std::decay_t<decltype(type)>::type, log>;
       },
-      [&](auto tile, auto log, auto masked) {
-        using Tile = typename std::decay_t<decltype(tile)>::type;
-        return launch_in_parts<SoftmaxGradientRow<Tile, log, masked>, 4>(p, p.outer, p.length,
-                                                                         allocate, stream);
-      },
-      stream);
+      allocate, stream);
 }
 
 }  // namespace torchkiln::cuda

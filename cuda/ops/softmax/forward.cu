@@ -5,9 +5,8 @@ namespace torchkiln::cuda {
 namespace {
 
 /// The elements of a row that a thread holds. Without kMasked there is no mask and the scale is an
-/// ordinary number; with it, p.log is read at run time, which saves instantiations. kKeeps: the
-/// exponentials are kept for the results.
-template <class Tile_, bool kLog, bool kMasked, bool kKeeps>
+/// ordinary number; with it, p.log is read at run time, which saves instantiations.
+template <class Tile_, bool kLog, bool kMasked>
 class SoftmaxRow {
  public:
   using Problem = Softmax;
@@ -97,6 +96,8 @@ class SoftmaxRow {
  private:
   static constexpr int kLanes = Tile::kLanes;
   static constexpr int kItems = Tile::kItems;
+  // Exponentials are kept for the results if the registers have room.
+  static constexpr bool kKeeps = !kLog && !kMasked && Tile::kVectors == kFewItems;
 
   /// The scale of the numbers that read() returns. It is positive, so that -infinity stays
   /// -infinity.
@@ -121,26 +122,6 @@ class SoftmaxRow {
   C terms_[kKeeps ? kItems : 1][kLanes];
 };
 
-/// A team reads a row into registers, computes its maximum and the sum of its exponentials, and
-/// writes the result. Exponentials are kept if the registers have room.
-template <class Tile, bool kLog, bool kMasked>
-__global__ void __launch_bounds__(kRowThreads, kRowBlocks<Tile>)
-    softmax_rows(Softmax p, TeamShape shape) {
-  constexpr bool kKeeps = !kLog && !kMasked && Tile::kVectors == kFewItems;
-  using Row = SoftmaxRow<Tile, kLog, kMasked, kKeeps>;
-  using C = typename Row::C;
-  __shared__ TeamStorage<C, Row::kValues> storage;
-  wait_for_previous_kernel();
-  Team<C, Row::kValues> team(shape, storage);
-  Row row(p, team.first_team() + team.index(), team.rank(), team.size());
-  row.load();
-  team.init_barriers();
-  C values[Row::kValues];
-  row.reduce(team, values);
-  team.reduce_warps(values, typename Row::Op{});
-  row.write(values);
-}
-
 }  // namespace
 
 Status softmax(const Softmax& p, Allocate allocate, CUstream_st* stream) {
@@ -150,17 +131,12 @@ Status softmax(const Softmax& p, Allocate allocate, CUstream_st* stream) {
   return queue(
       p, tensors, p.mask.any() || !plain_scale,
       [](auto tile, auto log, auto masked) {
-        return softmax_rows<typename std::decay_t<decltype(tile)>::type, log, masked>;
+        return TypeTag<SoftmaxRow<typename std::decay_t<decltype(tile)>::type, log, masked>>{};
       },
       [](auto type, auto log) {
         return softmax_columns<typename std::decay_t<decltype(type)>::type, log>;
       },
-      [&](auto tile, auto log, auto masked) {
-        using Tile = typename std::decay_t<decltype(tile)>::type;
-        return launch_in_parts<SoftmaxRow<Tile, log, masked, false>, 4>(p, p.outer, p.length,
-                                                                        allocate, stream);
-      },
-      stream);
+      allocate, stream);
 }
 
 }  // namespace torchkiln::cuda

@@ -47,12 +47,29 @@ Status with_flags(bool is_log, bool is_masked, const Body& body) {
                 : body(std::false_type{}, std::false_type{});
 }
 
-/// Queues rows(tile, log, masked) if the elements of a row are adjacent and a team can hold it.
-/// Calls parts(tile, log, masked) if no team can, and queues columns(type, log) if the elements are
-/// not adjacent.
-template <class Problem, int N, class RowKernel, class ColumnKernel, class Parts>
-Status queue(const Problem& p, const TensorRows (&tensors)[N], bool masked, const RowKernel& rows,
-             const ColumnKernel& columns, const Parts& parts, CUstream_st* stream) {
+/// A team holds a row in registers. Row: see rows_in_parts().
+template <class Row, int kBlocks>
+__global__ void __launch_bounds__(kRowThreads, kBlocks)
+    rows_in_registers(typename Row::Problem p, TeamShape shape) {
+  using C = typename Row::C;
+  __shared__ TeamStorage<C, Row::kValues> storage;
+  wait_for_previous_kernel();
+  Team<C, Row::kValues> team(shape, storage);
+  Row row(p, team.first_team() + team.index(), team.rank(), team.size());
+  row.load();
+  team.init_barriers();
+  C values[Row::kValues];
+  row.reduce(team, values);
+  team.reduce_warps(values, typename Row::Op{});
+  row.write(values);
+}
+
+/// Queues a kernel for the type that row(tile, log, masked) returns a tag of, if the elements of a
+/// row are adjacent: rows are cut into parts if no team can hold them. Else queues
+/// columns(type, log).
+template <class Problem, int N, class RowType, class ColumnKernel>
+Status queue(const Problem& p, const TensorRows (&tensors)[N], bool masked, const RowType& row,
+             const ColumnKernel& columns, Allocate allocate, CUstream_st* stream) {
   if (p.outer * p.length * p.inner == 0) return {};
   if (p.length > kMaxColumns) return {kTooLong};
   const bool adjacent = p.inner == 1 && (p.stride == 1 || p.length == 1);
@@ -72,17 +89,24 @@ Status queue(const Problem& p, const TensorRows (&tensors)[N], bool masked, cons
       const Status status = make_grid(team, p.outer, grid);
       if (!status.ok()) return status;
       return with_flags(p.log, masked, [&](auto log, auto is_masked) {
-        return launch_overlapped(rows(tile, log, is_masked), grid, stream, p, team);
+        using Tile = typename std::decay_t<decltype(tile)>::type;
+        using Row = typename decltype(row(tile, log, is_masked))::type;
+        return launch_overlapped(rows_in_registers<Row, kRowBlocks<Tile, N - 1>>, grid, stream, p,
+                                 team);
       });
     };
     const Alignment alignment = alignment_of(tensors, p.dtype, p.outer, p.length);
     const auto in_parts = [&] {
+      const auto launch = [&](auto tile, auto log, auto is_masked) {
+        using Row = typename decltype(row(tile, log, is_masked))::type;
+        return launch_in_parts<Row, 4>(p, p.outer, p.length, allocate, stream);
+      };
       if (alignment == Alignment::scalar)
-        return parts(TypeTag<PartTile<T, 4, false>>{}, std::false_type{}, std::true_type{});
+        return launch(TypeTag<PartTile<T, 4, false>>{}, std::false_type{}, std::true_type{});
       return with_flags(p.log, masked, [&](auto log, auto is_masked) {
         // As many registers for one tensor as for two, or for one and its mask.
         constexpr int kVectors = N > 2 || is_masked ? 4 : 8;
-        return parts(TypeTag<PartTile<T, kVectors, true>>{}, log, is_masked);
+        return launch(TypeTag<PartTile<T, kVectors, true>>{}, log, is_masked);
       });
     };
     return with_tile<T>(alignment, p.length, N - 1, kRowThreads / 2, in_registers, in_parts);
