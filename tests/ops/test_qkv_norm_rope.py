@@ -135,6 +135,46 @@ def test_many_tokens(device: torch.device, size: int) -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"interleaved": True, "partial": 192}, {"norm": "none"}])
+def test_rounds_of_groups_of_heads(
+    device: torch.device, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    """Groups that are not full, in several rounds of blocks, over the ends of batches."""
+    batch, tokens, heads, kv_heads, size = 3, 1001, 5, 2, 256
+    pairs = options.get("partial", size) // 2
+    shapes = ((batch, tokens, (heads + 2 * kv_heads) * size), (tokens, pairs), (tokens, pairs))
+    given = [torch.randn(shape, device=device).to(dtype) for shape in shapes]
+    if options.get("norm") != "none":
+        given += [torch.randn(size, device=device).to(dtype) for _ in "qk"]
+    wide = [x.double() for x in given]
+    for leaves in (given, wide):
+        for i in (0, *range(3, len(given))):
+            leaves[i].requires_grad_()
+
+    qkv, cos, sin, *weights = given
+    q_weight, k_weight = weights or (None, None)
+    found = torchkiln.qkv_norm_rope(qkv, cos, sin, q_weight, k_weight, heads, kv_heads, **options)
+    q, k, v = (
+        wide[0].unflatten(-1, (-1, size)).transpose(1, 2).split([heads, kv_heads, kv_heads], 1)
+    )
+    if options.get("norm") != "none":
+        q, k = (F.rms_norm(x, (size,), w, 1e-6) for x, w in zip((q, k), wide[3:], strict=True))
+    turns = {name: value for name, value in options.items() if name != "norm"}
+    expected = (*torchkiln.rope(q, k, *wide[1:3], **turns), v)
+    eps = max(torch.finfo(dtype).eps, 1e-6)  # sums of 256 terms in float32
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=2 * eps, atol=8 * eps)
+    grads = [torch.randn_like(x) for x in found]
+    ours, theirs = ([of[i] for i in (0, *range(3, len(of)))] for of in (given, wide))
+    once, again = (torch.autograd.grad(found, ours, grads, retain_graph=True) for _ in "ab")
+    assert all(map(torch.equal, once, again))
+    truth = torch.autograd.grad(expected, theirs, [g.double() for g in grads])
+    for x, y in zip(once, truth, strict=True):
+        largest = y.abs().max().item()
+        torch.testing.assert_close(x.double(), y, rtol=4 * eps, atol=2 * eps * largest)
+
+
 @pytest.mark.parametrize("options", [{}, {"interleaved": True}, {"partial": 32}])
 def test_cos_and_sin_have_gradients(device: torch.device, options: dict[str, Any]) -> None:
     """Learned angles: first and second derivatives, beside those of the other arguments."""

@@ -2,16 +2,21 @@
 
 // The parts that the kernels of qkv_norm_rope share: teams of threads and their heads.
 
+#include <algorithm>
+#include <numeric>
+
 #include "ops/rope/angles.cuh"
+#include "ops/rope/head_ring.cuh"
 #include "torchkiln/device/fast_divide.cuh"
 #include "torchkiln/device/launch.cuh"
 #include "torchkiln/device/warp.cuh"
 
 namespace torchkiln::cuda {
 
-// A team of 2^n threads of a warp processes kHeads adjacent heads of a token. Each thread holds
-// kItems pieces of a head; a piece is two vectors of kLanes elements, which are kLanes pairs, or
-// adjacent elements that are not rotated.
+// A team of 2^n threads of a warp processes kHeads adjacent heads of a token per round. Each thread
+// holds kItems pieces of a head; a piece is two vectors of kLanes elements, which are kLanes pairs,
+// or adjacent elements that are not rotated. Adjacent teams have adjacent heads, so that the blocks
+// that run at the same time read and write adjacent memory.
 constexpr int kQkvThreads = 256;
 
 /// Queries, keys, values.
@@ -26,44 +31,59 @@ struct QkvPlan {
   uint32_t query_groups;
   uint32_t key_groups;
   uint32_t all_tokens;
-  uint32_t token_blocks;
   uint32_t team;    // threads
   uint32_t teams;   // per block
   uint32_t pieces;  // per head
   uint32_t pair_pieces;
   bool factors_in_vectors;
   bool weights_in_vectors;
+  uint32_t blocks;
+  uint32_t rounds;
+  uint32_t step;  // from a team's token to that of its next round
+
+  /// Blocks that process all tokens in one round.
+  int64_t blocks_of_one_round() const { return ceil_div(int64_t{all_tokens} * all_groups, teams); }
 };
 
-/// The heads of a block: of one kind, so that a thread holds one weight.
+/// The heads of the calling thread's team, all of one kind: a thread needs one weight.
 struct HeadGroup {
-  uint32_t token_block;
-  uint32_t of_kind;  // the index among the groups of this kind
-  int kind;
-  int64_t first;   // head
-  int64_t heads;   // of this kind
-  int64_t packed;  // the position of `first` in a packed row
+  uint32_t token;  // of the first round
+  int kind = kQueries;
+  int64_t first;       // head of this kind
+  int64_t heads;       // of this kind
+  int64_t packed = 0;  // the position of `first` in a packed row
 
-  __device__ __forceinline__ HeadGroup(const QkvPlan& plan, int heads_per_group) {
-    token_block = plan.groups.quotient(blockIdx.x);
-    of_kind = blockIdx.x - token_block * plan.groups.divisor();
-    kind = kQueries;
-    heads = plan.p.heads;
-    packed = 0;
-    if (of_kind >= plan.query_groups) {
-      of_kind -= plan.query_groups;
+  __device__ __forceinline__ HeadGroup(const QkvPlan& plan, int heads_per_group)
+      : heads(plan.p.heads) {
+    const uint32_t index = blockIdx.x * plan.teams + threadIdx.x / plan.team;
+    token = plan.groups.quotient(index);
+    uint32_t group = index - token * plan.groups.divisor();
+    if (group >= plan.query_groups) {
+      group -= plan.query_groups;
       packed = plan.p.heads;
       heads = plan.p.kv_heads;
       kind = 1;
-      if (of_kind >= plan.key_groups) {
-        of_kind -= plan.key_groups;
+      if (group >= plan.key_groups) {
+        group -= plan.key_groups;
         packed += plan.p.kv_heads;
         kind = kValues;
       }
     }
-    first = int64_t{of_kind} * heads_per_group;
+    first = int64_t{group} * heads_per_group;
     packed += first;
   }
+};
+
+/// A token by its index among those of all batches.
+struct TokenAt {
+  bool exists;
+  uint32_t batch;
+  uint32_t token;
+
+  __device__ __forceinline__ TokenAt(const QkvPlan& plan, uint32_t index)
+      : exists(index < plan.all_tokens),
+        batch(plan.tokens.quotient(index)),
+        token(index - batch * plan.tokens.divisor()) {}
 };
 
 /// Where the two vectors of a piece begin in a head. The last piece of an odd number of elements
@@ -86,10 +106,10 @@ struct Piece {
   }
 };
 
-/// Sets the factors of a weight; ones without a weight.
+/// Sets the factors of a weight; ones without a weight, and for values.
 template <class T, class C, int N>
 __device__ __forceinline__ void load_weight(const QkvPlan& plan, int kind, int64_t at, C (&to)[N]) {
-  const void* weight = plan.p.weight[kind];
+  const void* weight = kind == kValues ? nullptr : plan.p.weight[kind];
   if (weight == nullptr) {
 #pragma unroll
     for (int i = 0; i < N; ++i) to[i] = C(1);
@@ -129,8 +149,8 @@ struct Factors {
 };
 
 template <class C>
-__device__ __forceinline__ C rstd_of(C sum_of_squares, int64_t size, const QkvNormRope& p) {
-  return C(1) / sqrt(sum_of_squares / static_cast<C>(size) + static_cast<C>(p.eps));
+__device__ __forceinline__ C rstd_of(C sum_of_squares, C inverse_size, const QkvNormRope& p) {
+  return rsqrt(sum_of_squares * inverse_size + static_cast<C>(p.eps));
 }
 
 inline bool pieces_in_vectors(const QkvNormRope& p, int64_t lanes) {
@@ -148,7 +168,7 @@ inline bool pieces_in_vectors(const QkvNormRope& p, int64_t lanes) {
          fits(0) && fits(1) && fits(2);
 }
 
-/// The plan of a launch; `token_blocks` is set by the caller.
+/// The plan of a launch, whose blocks set_blocks() sets.
 template <int kLanes, int kHeads>
 QkvPlan make_qkv_plan(const QkvNormRope& p) {
   QkvPlan plan{};
@@ -167,6 +187,24 @@ QkvPlan make_qkv_plan(const QkvNormRope& p) {
   plan.factors_in_vectors = kLanes > 1 && are_factors_in_vectors(p.angles);
   plan.weights_in_vectors = kLanes > 1 && aligned(p.weight[0]) && aligned(p.weight[1]);
   return plan;
+}
+
+/// Plans up to `most` blocks, but at least those whose teams together have whole tokens, with equal
+/// numbers of rounds.
+inline Status set_blocks(QkvPlan& plan, int64_t most) {
+  most = std::min(most, kMaxGridX / plan.teams);
+  // The blocks of a unit process whole tokens: a team has the same heads in every round.
+  const uint32_t unit_tokens = plan.teams / std::gcd(plan.all_groups, plan.teams);
+  const int64_t unit_blocks = int64_t{unit_tokens} * plan.all_groups / plan.teams;
+  const int64_t all_units = ceil_div(plan.all_tokens, unit_tokens);
+  const int64_t rounds = ceil_div(all_units, std::max<int64_t>(most / unit_blocks, 1));
+  const int64_t units = ceil_div(all_units, rounds);
+  const bool once = plan.blocks_of_one_round() <= most;
+  if (!once && unit_blocks > kMaxGridX / plan.teams) return {"a token has more than 2^31 teams"};
+  plan.rounds = once ? 1 : static_cast<uint32_t>(rounds);
+  plan.blocks = static_cast<uint32_t>(once ? plan.blocks_of_one_round() : units * unit_blocks);
+  plan.step = static_cast<uint32_t>(units * unit_tokens);
+  return {};
 }
 
 }  // namespace torchkiln::cuda

@@ -114,9 +114,10 @@ __global__ void __launch_bounds__(kQkvThreads, 2)
     C rstds[2], pulls[2];
 #pragma unroll
     for (int kind = 0; kind < 2; ++kind) {
-      const C rstd = rstd_of(reduce_block(squares[kind]), across.sizes[kind], p);
+      const C inverse_size = C(1) / static_cast<C>(across.sizes[kind]);
+      const C rstd = rstd_of(reduce_block(squares[kind]), inverse_size, p);
       rstds[kind] = rstd;
-      pulls[kind] = reduce_block(products[kind]) * rstd * rstd / static_cast<C>(across.sizes[kind]);
+      pulls[kind] = reduce_block(products[kind]) * rstd * rstd * inverse_size;
     }
     for (uint32_t i = threadIdx.x; i < across.all; i += kQkvThreads) {
       const RowPiece at(across, i, kLanes);

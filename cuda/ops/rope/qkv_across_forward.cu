@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kQkvThreads)
   }
 #pragma unroll
   for (int kind = 0; kind < 2; ++kind)
-    scale[kind] = rstd_of(reduce_block(scale[kind]), across.sizes[kind], p);
+    scale[kind] = rstd_of(reduce_block(scale[kind]), C(1) / static_cast<C>(across.sizes[kind]), p);
   const int64_t factor_row = row_of(p.angles.rows, batch, token);
   const int64_t place = row_of(p.places, batch, token);
   for (uint32_t i = threadIdx.x; i < across.all; i += kQkvThreads) {

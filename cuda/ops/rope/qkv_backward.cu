@@ -6,12 +6,23 @@
 namespace torchkiln::cuda {
 namespace {
 
-/// Adds the sums of the teams of a block, in a fixed order, and writes them to one row.
+/// Adds the sums of those teams of a block that are `included`, in a fixed order, and writes them
+/// to one row.
 template <class C, int kLanes, int kItems>
-__device__ __forceinline__ void write_sums(const QkvPlan& plan, C (&sum_a)[kItems][kLanes],
-                                           C (&sum_b)[kItems][kLanes], C* row) {
+__device__ __forceinline__ void write_sums(const QkvPlan& plan, bool included,
+                                           const C (&team_a)[kItems][kLanes],
+                                           const C (&team_b)[kItems][kLanes], C* row) {
   __shared__ C shared[kMostHeadElements];
   const uint32_t lane_in_warp = threadIdx.x % kWarpLanes;
+  C sum_a[kItems][kLanes], sum_b[kItems][kLanes];
+#pragma unroll
+  for (int k = 0; k < kItems; ++k) {
+#pragma unroll
+    for (int i = 0; i < kLanes; ++i) {
+      sum_a[k][i] = included ? team_a[k][i] : C(0);
+      sum_b[k][i] = included ? team_b[k][i] : C(0);
+    }
+  }
 #pragma unroll
   for (int k = 0; k < kItems; ++k) {
     for (uint32_t offset = plan.team; offset < kWarpLanes; offset *= 2) {
@@ -37,115 +48,115 @@ __device__ __forceinline__ void write_sums(const QkvPlan& plan, C (&sum_a)[kItem
     __syncthreads();
   }
   for (int64_t i = threadIdx.x; i < plan.p.head_dim; i += kQkvThreads) row[i] = shared[i];
+  __syncthreads();
 }
 
-template <class T, int kLanes, int kItems, int kHeads>
-__global__ void __launch_bounds__(kQkvThreads, kItems > 1 ? 1 : 2)
+constexpr int kBlocksPerMultiprocessor = 2;
+constexpr int kRingStages = 2;
+constexpr int kVectorsOfPiece = 4;  // two of the gradient, two of x
+
+/// Teams process a token per round.
+template <class T, int kLanes, int kItems, int kHeads, int kStages>
+__global__ void __launch_bounds__(kQkvThreads, kStages > 1 ? kBlocksPerMultiprocessor : 1)
     qkv_norm_rope_gradients(const QkvBackwardPlan backward) {
   using C = Compute<T>;
+  extern __shared__ __align__(kVectorBytes) char memory[];
   wait_for_previous_kernel();
   const QkvPlan& plan = backward.plan;
   const QkvNormRope& p = plan.p;
   const HeadGroup group(plan, kHeads);
   const bool is_value = group.kind == kValues;
+  const bool has_norm = p.norm != QkvNorm::none && !is_value;
   const uint32_t lane = threadIdx.x & (plan.team - 1);
   const int64_t row_heads = p.heads + 2 * p.kv_heads;
   const T* const grads = static_cast<const T*>(backward.grad[group.kind]);
   const int64_t (&stride)[3] = backward.grad_stride[group.kind];
-  C sum_a[kItems][kLanes] = {}, sum_b[kItems][kLanes] = {};
-  Factors<C, kLanes> factors;
-  const auto load_weights = [&](int k) {
-    if (lane + k * plan.team >= plan.pieces) return;
-    const Piece piece(plan, lane + k * plan.team, kLanes);
-    factors.template load_weights<T>(plan, piece, group.kind);
+  const auto exists = [&](int k, int j) {
+    return lane + k * plan.team < plan.pieces && group.first + j < group.heads;
   };
-
-  for (uint32_t block = group.token_block; block * plan.teams < plan.all_tokens;
-       block += plan.token_blocks) {
-    const uint32_t index = block * plan.teams + threadIdx.x / plan.team;
-    const bool is_token = index < plan.all_tokens;
-    const uint32_t batch = plan.tokens.quotient(index);
-    const uint32_t token = index - batch * plan.tokens.divisor();
-    const T* const from = static_cast<const T*>(p.qkv) + batch * p.qkv_stride[0] +
-                          token * p.qkv_stride[1] + group.packed * p.head_dim;
+  HeadRing<T, kLanes, kVectorsOfPiece * kItems * kHeads, kStages, kQkvThreads> ring(memory);
+  const auto request = [&](uint32_t index) {
+    const TokenAt token(plan, index);
+    const T* const from = static_cast<const T*>(p.qkv) + token.batch * p.qkv_stride[0] +
+                          token.token * p.qkv_stride[1] + group.packed * p.head_dim;
     const T* const grad_from =
-        grads + batch * stride[0] + token * stride[1] + group.first * stride[2];
-    T* const to =
-        static_cast<T*>(backward.grad_qkv) + (index * row_heads + group.packed) * p.head_dim;
-    const auto exists = [&](int k, int j) {
-      return is_token && lane + k * plan.team < plan.pieces && group.first + j < group.heads;
-    };
-    Vec<T, kLanes> x_a[kHeads][kItems], x_b[kHeads][kItems];
-    Vec<T, kLanes> grad_a[kHeads][kItems], grad_b[kHeads][kItems];
-#pragma unroll
-    for (int j = 0; j < kHeads; ++j) {
-#pragma unroll
-      for (int k = 0; k < kItems; ++k) {
-        const Piece piece(plan, lane + k * plan.team, kLanes);
-        fill(x_a[j][k], convert<T>(C(0)));
-        fill(x_b[j][k], convert<T>(C(0)));
-        fill(grad_a[j][k], convert<T>(C(0)));
-        fill(grad_b[j][k], convert<T>(C(0)));
-        if (!exists(k, j)) continue;
-        if (grads != nullptr) {
-          grad_a[j][k] = load_constant<kLanes>(grad_from + j * stride[2] + piece.first);
-          if (piece.has_second)
-            grad_b[j][k] = load_constant<kLanes>(grad_from + j * stride[2] + piece.second);
-        }
-        if (is_value || p.norm == QkvNorm::none) continue;
-        x_a[j][k] = load_constant<kLanes>(from + j * p.head_dim + piece.first);
-        if (piece.has_second)
-          x_b[j][k] = load_constant<kLanes>(from + j * p.head_dim + piece.second);
-      }
-    }
-    if (is_value) {
-#pragma unroll
-      for (int j = 0; j < kHeads; ++j) {
-#pragma unroll
-        for (int k = 0; k < kItems; ++k) {
-          if (!exists(k, j)) continue;
-          const Piece piece(plan, lane + k * plan.team, kLanes);
-          T* const head = to + j * p.head_dim;
-          *reinterpret_cast<Vec<T, kLanes>*>(head + piece.first) = grad_a[j][k];
-          if (piece.has_second)
-            *reinterpret_cast<Vec<T, kLanes>*>(head + piece.second) = grad_b[j][k];
-        }
-      }
-      continue;
-    }
-
-    // The gradient of the normalized and weighted head is the gradient, rotated back.
-    const int64_t row = is_token ? row_of(p.angles.rows, batch, token) : 0;
-    C wide_a[kHeads][kItems][kLanes], wide_b[kHeads][kItems][kLanes];
-    C sums[2 * kHeads] = {};  // of squares, and of x times the gradient of the normalized head
+        grads + token.batch * stride[0] + token.token * stride[1] + group.first * stride[2];
 #pragma unroll
     for (int k = 0; k < kItems; ++k) {
       const Piece piece(plan, lane + k * plan.team, kLanes);
-      const bool rotates = piece.is_rotated && exists(k, 0);
-      if (rotates) {
-        factors.template load_angles<T>(plan, piece, batch, row);
-        negate(factors.sin);
-      }
 #pragma unroll
       for (int j = 0; j < kHeads; ++j) {
-        widen(grad_a[j][k], wide_a[j][k]);
-        widen(grad_b[j][k], wide_b[j][k]);
-        if (rotates) {
-          rotate(p.angles.interleaved, wide_a[j][k], wide_b[j][k], factors.cos, factors.sin);
+        if (!token.exists || !exists(k, j)) continue;
+        const int at = kVectorsOfPiece * (k * kHeads + j);
+        if (grads != nullptr) {
+          ring.request(at, grad_from + j * stride[2] + piece.first);
+          if (piece.has_second) ring.request(at + 1, grad_from + j * stride[2] + piece.second);
         }
+        if (!has_norm) continue;
+        ring.request(at + 2, from + j * p.head_dim + piece.first);
+        if (piece.has_second) ring.request(at + 3, from + j * p.head_dim + piece.second);
       }
-      load_weights(k);
+    }
+    ring.commit();
+  };
+  // Gradients that do not exist, the second vectors of pieces without one, x without a norm.
+  if (kLanes == 1 || grads == nullptr || !has_norm) ring.clear();
+  const C inverse_size = C(1) / static_cast<C>(p.head_dim);
+  C sum_a[kItems][kLanes] = {}, sum_b[kItems][kLanes] = {};
+  Factors<C, kLanes> factors;
+  const auto load_weights = [&](int k) {
+    if (!exists(k, 0)) return;
+    factors.template load_weights<T>(plan, Piece(plan, lane + k * plan.team, kLanes), group.kind);
+  };
+  if constexpr (kItems == 1) load_weights(0);
+
+  uint32_t ahead = group.token;
+  for (int stage = 1; stage < kStages; ++stage, ahead += plan.step) request(ahead);
+  uint32_t index = group.token;
+  for (uint32_t round = 0; round < plan.rounds; ++round, index += plan.step, ahead += plan.step) {
+    request(ahead);
+    const TokenAt token(plan, index);
+    T* const to =
+        static_cast<T*>(backward.grad_qkv) + (index * row_heads + group.packed) * p.head_dim;
+    const int64_t row = token.exists ? row_of(p.angles.rows, token.batch, token.token) : 0;
+    const auto load_angles = [&](int k, const Piece& piece) {
+      if (!piece.is_rotated || is_value || !token.exists || !exists(k, 0)) return;
+      factors.template load_angles<T>(plan, piece, token.batch, row);
+      negate(factors.sin);
+    };
+    // The gradient of the normalized and weighted head is the gradient, rotated back. It is
+    // computed twice, because it does not fit in registers.
+    const auto read = [&](int k, int j, const Piece& piece, C(&x_a)[kLanes], C(&x_b)[kLanes],
+                          C(&grad_a)[kLanes], C(&grad_b)[kLanes]) {
+      const int at = kVectorsOfPiece * (k * kHeads + j);
+      widen(ring.read(at), grad_a);
+      widen(ring.read(at + 1), grad_b);
+      widen(ring.read(at + 2), x_a);
+      widen(ring.read(at + 3), x_b);
+      if (piece.is_rotated && !is_value)
+        rotate(p.angles.interleaved, grad_a, grad_b, factors.cos, factors.sin);
+    };
+    C sums[2 * kHeads] = {};  // of squares, and of x times the gradient of the normalized head
+    if constexpr (kItems == 1) load_angles(0, Piece(plan, lane, kLanes));
+    ring.wait();
+#pragma unroll
+    for (int k = 0; k < kItems; ++k) {
+      if (!token.exists || !exists(k, 0)) continue;
+      const Piece piece(plan, lane + k * plan.team, kLanes);
+      if constexpr (kItems > 1) {
+        load_weights(k);
+        load_angles(k, piece);
+      }
 #pragma unroll
       for (int j = 0; j < kHeads; ++j) {
-        if (!exists(k, j)) continue;
-        C values_a[kLanes], values_b[kLanes];
-        widen(x_a[j][k], values_a);
-        widen(x_b[j][k], values_b);
+        if (!has_norm || !exists(k, j)) continue;
+        C x_a[kLanes], x_b[kLanes], grad_a[kLanes], grad_b[kLanes];
+        read(k, j, piece, x_a, x_b, grad_a, grad_b);
 #pragma unroll
         for (int i = 0; i < kLanes; ++i) {
-          sums[j] += values_a[i] * values_a[i] + values_b[i] * values_b[i];
-          sums[kHeads + j] += values_a[i] * wide_a[j][k][i] * factors.weight_a[i] +
-                              values_b[i] * wide_b[j][k][i] * factors.weight_b[i];
+          sums[j] += x_a[i] * x_a[i] + x_b[i] * x_b[i];
+          sums[kHeads + j] += x_a[i] * (grad_a[i] * factors.weight_a[i]) +
+                              x_b[i] * (grad_b[i] * factors.weight_b[i]);
         }
       }
     }
@@ -153,59 +164,76 @@ __global__ void __launch_bounds__(kQkvThreads, kItems > 1 ? 1 : 2)
     if (p.norm != QkvNorm::none) reduce_warp(sums, Sum{}, static_cast<int>(plan.team));
 #pragma unroll
     for (int j = 0; j < kHeads; ++j) {
-      rstd[j] = p.norm != QkvNorm::none ? rstd_of(sums[j], p.head_dim, p) : C(1);
-      pull[j] = sums[kHeads + j] * rstd[j] * rstd[j] / static_cast<C>(p.head_dim);
+      rstd[j] = has_norm ? rstd_of(sums[j], inverse_size, p) : C(1);
+      pull[j] = sums[kHeads + j] * rstd[j] * rstd[j] * inverse_size;
     }
 #pragma unroll
     for (int k = 0; k < kItems; ++k) {
-      if (!exists(k, 0)) continue;
+      if (!token.exists || !exists(k, 0)) continue;
       const Piece piece(plan, lane + k * plan.team, kLanes);
-      if constexpr (kItems > 1) load_weights(k);
+      if constexpr (kItems > 1) {
+        load_weights(k);
+        load_angles(k, piece);
+      }
 #pragma unroll
       for (int j = 0; j < kHeads; ++j) {
         if (!exists(k, j)) continue;
-        C values_a[kLanes], values_b[kLanes];
-        widen(x_a[j][k], values_a);
-        widen(x_b[j][k], values_b);
+        C x_a[kLanes], x_b[kLanes], grad_a[kLanes], grad_b[kLanes];
+        read(k, j, piece, x_a, x_b, grad_a, grad_b);
 #pragma unroll
         for (int i = 0; i < kLanes; ++i) {
-          C& a = wide_a[j][k][i];
-          C& b = wide_b[j][k][i];
-          sum_a[k][i] += a * (values_a[i] * rstd[j]);
-          sum_b[k][i] += b * (values_b[i] * rstd[j]);
-          a = rstd[j] * (a * factors.weight_a[i] - values_a[i] * pull[j]);
-          b = rstd[j] * (b * factors.weight_b[i] - values_b[i] * pull[j]);
+          x_a[i] *= rstd[j];
+          x_b[i] *= rstd[j];
+          sum_a[k][i] += grad_a[i] * x_a[i];
+          sum_b[k][i] += grad_b[i] * x_b[i];
+          grad_a[i] = grad_a[i] * factors.weight_a[i] * rstd[j] - x_a[i] * pull[j];
+          grad_b[i] = grad_b[i] * factors.weight_b[i] * rstd[j] - x_b[i] * pull[j];
         }
-        store(to + j * p.head_dim + piece.first, wide_a[j][k]);
-        if (piece.has_second) store(to + j * p.head_dim + piece.second, wide_b[j][k]);
+        store(to + j * p.head_dim + piece.first, grad_a);
+        if (piece.has_second) store(to + j * p.head_dim + piece.second, grad_b);
       }
     }
+    ring.advance();
   }
-  if (is_value || backward.sums[group.kind] == nullptr) return;
-  const int64_t groups = group.kind == kQueries ? plan.query_groups : plan.key_groups;
-  write_sums(plan, sum_a, sum_b,
-             static_cast<C*>(backward.sums[group.kind]) +
-                 (group.token_block * groups + group.of_kind) * p.head_dim);
+#pragma unroll 1
+  for (int kind = kQueries; kind < kValues; ++kind) {
+    if (backward.sums[kind] == nullptr) continue;
+    write_sums(plan, group.kind == kind, sum_a, sum_b,
+               static_cast<C*>(backward.sums[kind]) + blockIdx.x * p.head_dim);
+  }
+}
+
+template <class T, int kLanes, int kItems, int kHeads, int kStages>
+Status launch_stages(const QkvPlan& plan, const QkvNormRopeBackward& arguments, Allocate allocate,
+                     CUstream_st* stream) {
+  const WeightSums sums = make_weight_sums<T>(arguments, plan.blocks, plan.blocks, allocate);
+  Grid grid{};
+  grid.blocks = dim3(plan.blocks);
+  grid.threads = dim3(kQkvThreads);
+  grid.shared_bytes =
+      HeadRing<T, kLanes, kVectorsOfPiece * kItems * kHeads, kStages, kQkvThreads>::kBytes;
+  const Status status =
+      launch_overlapped(qkv_norm_rope_gradients<T, kLanes, kItems, kHeads, kStages>, grid, stream,
+                        make_backward_plan(plan, arguments, sums));
+  return status.ok() ? finish_weight_sums<T>(sums, plan.p.weight_dtype, stream) : status;
 }
 
 template <class T, int kLanes, int kItems, int kHeads>
 Status run(const QkvNormRopeBackward& arguments, Allocate allocate, CUstream_st* stream) {
-  constexpr int64_t kBlocksPerMultiprocessor = 4;
   QkvPlan plan = make_qkv_plan<kLanes, kHeads>(arguments.forward);
-  const int64_t groups = plan.all_groups;
-  const int64_t wanted =
-      ceil_div(kBlocksPerMultiprocessor * current_device().multiprocessors, groups);
-  plan.token_blocks = static_cast<uint32_t>(
-      std::min(wanted, ceil_div(plan.all_tokens, static_cast<int64_t>(plan.teams))));
-  const WeightSums sums =
-      make_weight_sums<T>(arguments, int64_t{plan.token_blocks} * plan.query_groups,
-                          int64_t{plan.token_blocks} * plan.key_groups, allocate);
-  Grid grid{};
-  grid.blocks = dim3(static_cast<unsigned>(plan.token_blocks * groups));
-  grid.threads = dim3(kQkvThreads);
-  const Status status = launch_overlapped(qkv_norm_rope_gradients<T, kLanes, kItems, kHeads>, grid,
-                                          stream, make_backward_plan(plan, arguments, sums));
-  return status.ok() ? finish_weight_sums<T>(sums, plan.p.weight_dtype, stream) : status;
+  const Device device = current_device();
+  const Status status =
+      set_blocks(plan, int64_t{kBlocksPerMultiprocessor} * device.multiprocessors);
+  if (!status.ok()) return status;
+  if constexpr (kItems == 1) {
+    using Ring = HeadRing<T, kLanes, kVectorsOfPiece * kHeads, kRingStages, kQkvThreads>;
+    constexpr int kShared = kMostHeadElements * static_cast<int>(sizeof(Compute<T>));
+    if (plan.rounds > 1 &&
+        kBlocksPerMultiprocessor * (Ring::kBytes + kShared) <= device.shared_bytes)
+      return launch_stages<T, kLanes, kItems, kHeads, kRingStages>(plan, arguments, allocate,
+                                                                   stream);
+  }
+  return launch_stages<T, kLanes, kItems, kHeads, 1>(plan, arguments, allocate, stream);
 }
 
 }  // namespace

@@ -3,107 +3,152 @@
 namespace torchkiln::cuda {
 namespace {
 
-template <class T, int kLanes, int kItems, int kHeads>
-__global__ void __launch_bounds__(kQkvThreads) qkv_norm_rope_heads(const QkvPlan plan) {
+constexpr int kBlocksPerMultiprocessor = 3;
+constexpr int kRingStages = 2;
+
+/// Teams process a token per round.
+template <class T, int kLanes, int kItems, int kHeads, int kStages>
+__global__ void __launch_bounds__(kQkvThreads, kStages > 1 ? kBlocksPerMultiprocessor : 1)
+    qkv_norm_rope_heads(const QkvPlan plan) {
   using C = Compute<T>;
+  extern __shared__ __align__(kVectorBytes) char memory[];
   wait_for_previous_kernel();
   const QkvNormRope& p = plan.p;
   const HeadGroup group(plan, kHeads);
+  const bool is_value = group.kind == kValues;
   const uint32_t lane = threadIdx.x & (plan.team - 1);
-  const uint32_t index = group.token_block * plan.teams + threadIdx.x / plan.team;
-  const bool is_token = index < plan.all_tokens;
-  const uint32_t batch = plan.tokens.quotient(index);
-  const uint32_t token = index - batch * plan.tokens.divisor();
-  const T* const from = static_cast<const T*>(p.qkv) + batch * p.qkv_stride[0] +
-                        token * p.qkv_stride[1] + group.packed * p.head_dim;
   const auto exists = [&](int k, int j) {
-    return is_token && lane + k * plan.team < plan.pieces && group.first + j < group.heads;
+    return lane + k * plan.team < plan.pieces && group.first + j < group.heads;
   };
-
-  Vec<T, kLanes> a[kHeads][kItems], b[kHeads][kItems];
-#pragma unroll
-  for (int j = 0; j < kHeads; ++j) {
+  HeadRing<T, kLanes, 2 * kItems * kHeads, kStages, kQkvThreads> ring(memory);
+  const auto request = [&](uint32_t index) {
+    const TokenAt token(plan, index);
+    const T* const from = static_cast<const T*>(p.qkv) + token.batch * p.qkv_stride[0] +
+                          token.token * p.qkv_stride[1] + group.packed * p.head_dim;
 #pragma unroll
     for (int k = 0; k < kItems; ++k) {
-      fill(a[j][k], convert<T>(C(0)));
-      fill(b[j][k], convert<T>(C(0)));
-      if (!exists(k, j)) continue;
       const Piece piece(plan, lane + k * plan.team, kLanes);
-      a[j][k] = load_constant<kLanes>(from + j * p.head_dim + piece.first);
-      if (piece.has_second) b[j][k] = load_constant<kLanes>(from + j * p.head_dim + piece.second);
-    }
-  }
-  const bool is_value = group.kind == kValues;
-  const int64_t row = is_token ? row_of(p.angles.rows, batch, token) : 0;
-  const int64_t place = is_token && group.kind != kQueries ? row_of(p.places, batch, token) : token;
-  const int64_t (&stride)[3] = p.out_stride[group.kind];
-  T* const to = static_cast<T*>(p.out[group.kind]) + batch * stride[0] + place * stride[1] +
-                group.first * stride[2];
-  const auto load = [&](int k, Factors<C, kLanes>& factors) {
-    if (is_value || !exists(k, 0)) return;
-    const Piece piece(plan, lane + k * plan.team, kLanes);
-    if (piece.is_rotated) factors.template load_angles<T>(plan, piece, batch, row);
-    factors.template load_weights<T>(plan, piece, group.kind);
-  };
-  // In flight during the reduction, if they fit in registers.
-  Factors<C, kLanes> factors;
-  if constexpr (kItems == 1) load(0, factors);
-  C scale[kHeads];
 #pragma unroll
-  for (int j = 0; j < kHeads; ++j) scale[j] = C(1);
-  if (p.norm != QkvNorm::none && !is_value) {
-#pragma unroll
-    for (int j = 0; j < kHeads; ++j) {
-      scale[j] = C(0);
-#pragma unroll
-      for (int k = 0; k < kItems; ++k) {
-        C wide_a[kLanes], wide_b[kLanes];
-        widen(a[j][k], wide_a);
-        widen(b[j][k], wide_b);
-#pragma unroll
-        for (int i = 0; i < kLanes; ++i) scale[j] += wide_a[i] * wide_a[i] + wide_b[i] * wide_b[i];
+      for (int j = 0; j < kHeads; ++j) {
+        if (!token.exists || !exists(k, j)) continue;
+        const int at = 2 * (k * kHeads + j);
+        ring.request(at, from + j * p.head_dim + piece.first);
+        if (piece.has_second) ring.request(at + 1, from + j * p.head_dim + piece.second);
       }
     }
-    reduce_warp(scale, Sum{}, static_cast<int>(plan.team));
-#pragma unroll
-    for (int j = 0; j < kHeads; ++j) scale[j] = rstd_of(scale[j], p.head_dim, p);
-  }
-#pragma unroll
-  for (int k = 0; k < kItems; ++k) {
-    if (!exists(k, 0) || place < 0) continue;
+    ring.commit();
+  };
+  const auto read = [&](int k, int j, C(&a)[kLanes], C(&b)[kLanes]) {
     const Piece piece(plan, lane + k * plan.team, kLanes);
-    if constexpr (kItems > 1) load(k, factors);
+    const int at = 2 * (k * kHeads + j);
+    widen(ring.read(at), a);
 #pragma unroll
-    for (int j = 0; j < kHeads; ++j) {
-      if (!exists(k, j)) continue;
-      C wide_a[kLanes], wide_b[kLanes];
-      widen(a[j][k], wide_a);
-      widen(b[j][k], wide_b);
-      if (!is_value) {
+    for (int i = 0; i < kLanes; ++i) b[i] = C(0);
+    if (piece.has_second) widen(ring.read(at + 1), b);
+  };
+  const C inverse_size = C(1) / static_cast<C>(p.head_dim);
+  Factors<C, kLanes> factors;
+  const auto load_weights = [&](int k) {
+    if (!exists(k, 0)) return;
+    factors.template load_weights<T>(plan, Piece(plan, lane + k * plan.team, kLanes), group.kind);
+  };
+  if constexpr (kItems == 1) load_weights(0);
+
+  uint32_t ahead = group.token;
+  for (int stage = 1; stage < kStages; ++stage, ahead += plan.step) request(ahead);
+  uint32_t index = group.token;
+  for (uint32_t round = 0; round < plan.rounds; ++round, index += plan.step, ahead += plan.step) {
+    request(ahead);
+    const TokenAt token(plan, index);
+    const int64_t row = token.exists ? row_of(p.angles.rows, token.batch, token.token) : 0;
+    const int64_t place = token.exists && group.kind != kQueries
+                              ? row_of(p.places, token.batch, token.token)
+                              : token.token;
+    const auto load_angles = [&](int k) {
+      const Piece piece(plan, lane + k * plan.team, kLanes);
+      if (is_value || !piece.is_rotated || !token.exists || !exists(k, 0)) return;
+      factors.template load_angles<T>(plan, piece, token.batch, row);
+    };
+    // In flight during the reduction, if they fit in registers.
+    if constexpr (kItems == 1) load_angles(0);
+    ring.wait();
+    C scale[kHeads] = {};
+    if (p.norm != QkvNorm::none) {
 #pragma unroll
-        for (int i = 0; i < kLanes; ++i) {
-          wide_a[i] *= scale[j] * factors.weight_a[i];
-          wide_b[i] *= scale[j] * factors.weight_b[i];
+      for (int j = 0; j < kHeads; ++j) {
+#pragma unroll
+        for (int k = 0; k < kItems; ++k) {
+          if (!token.exists || !exists(k, j)) continue;
+          C a[kLanes], b[kLanes];
+          read(k, j, a, b);
+#pragma unroll
+          for (int i = 0; i < kLanes; ++i) scale[j] += a[i] * a[i] + b[i] * b[i];
         }
       }
-      if (piece.is_rotated && !is_value)
-        rotate(p.angles.interleaved, wide_a, wide_b, factors.cos, factors.sin);
-      store(to + j * stride[2] + piece.first, wide_a);
-      if (piece.has_second) store(to + j * stride[2] + piece.second, wide_b);
+      reduce_warp(scale, Sum{}, static_cast<int>(plan.team));
     }
+    const bool has_norm = p.norm != QkvNorm::none && !is_value;
+#pragma unroll
+    for (int j = 0; j < kHeads; ++j)
+      scale[j] = has_norm ? rstd_of(scale[j], inverse_size, p) : C(1);
+    const int64_t (&stride)[3] = p.out_stride[group.kind];
+    T* const to = static_cast<T*>(p.out[group.kind]) + token.batch * stride[0] + place * stride[1] +
+                  group.first * stride[2];
+#pragma unroll
+    for (int k = 0; k < kItems; ++k) {
+      if (!token.exists || !exists(k, 0) || place < 0) continue;
+      const Piece piece(plan, lane + k * plan.team, kLanes);
+      if constexpr (kItems > 1) {
+        load_weights(k);
+        load_angles(k);
+      }
+#pragma unroll
+      for (int j = 0; j < kHeads; ++j) {
+        if (!exists(k, j)) continue;
+        C a[kLanes], b[kLanes];
+        read(k, j, a, b);
+#pragma unroll
+        for (int i = 0; i < kLanes; ++i) {
+          a[i] *= scale[j] * factors.weight_a[i];
+          b[i] *= scale[j] * factors.weight_b[i];
+        }
+        if (piece.is_rotated && !is_value)
+          rotate(p.angles.interleaved, a, b, factors.cos, factors.sin);
+        store(to + j * stride[2] + piece.first, a);
+        if (piece.has_second) store(to + j * stride[2] + piece.second, b);
+      }
+    }
+    ring.advance();
   }
+}
+
+template <class T, int kLanes, int kItems, int kHeads, int kStages>
+Status launch_stages(const QkvPlan& plan, CUstream_st* stream) {
+  Grid grid{};
+  grid.blocks = dim3(plan.blocks);
+  grid.threads = dim3(kQkvThreads);
+  grid.shared_bytes = HeadRing<T, kLanes, 2 * kItems * kHeads, kStages, kQkvThreads>::kBytes;
+  return launch_overlapped(qkv_norm_rope_heads<T, kLanes, kItems, kHeads, kStages>, grid, stream,
+                           plan);
 }
 
 template <class T, int kLanes, int kItems, int kHeads>
 Status run(const QkvNormRope& p, CUstream_st* stream) {
   QkvPlan plan = make_qkv_plan<kLanes, kHeads>(p);
-  plan.token_blocks = static_cast<uint32_t>(ceil_div(plan.all_tokens, plan.teams));
-  const int64_t blocks = int64_t{plan.token_blocks} * plan.all_groups;
-  if (blocks > kMaxGridX) return {"more than 2^31 - 1 blocks of heads"};
-  Grid grid{};
-  grid.blocks = dim3(static_cast<unsigned>(blocks));
-  grid.threads = dim3(kQkvThreads);
-  return launch_overlapped(qkv_norm_rope_heads<T, kLanes, kItems, kHeads>, grid, stream, plan);
+  if constexpr (kItems == 1) {
+    using Ring = HeadRing<T, kLanes, 2 * kHeads, kRingStages, kQkvThreads>;
+    const Device device = current_device();
+    const int64_t resident = int64_t{kBlocksPerMultiprocessor} * device.multiprocessors;
+    // 2/3 of the blocks of one round give two rounds. With more rounds than two, blocks that run at
+    // the same time are further apart in memory, which takes 5 to 10 % longer.
+    const Status status = set_blocks(plan, std::max(resident, plan.blocks_of_one_round() * 2 / 3));
+    if (!status.ok()) return status;
+    if (plan.rounds > 1 && kBlocksPerMultiprocessor * Ring::kBytes <= device.shared_bytes)
+      return launch_stages<T, kLanes, kItems, kHeads, kRingStages>(plan, stream);
+  }
+  const Status status = set_blocks(plan, kMaxGridX);
+  if (!status.ok()) return status;
+  return launch_stages<T, kLanes, kItems, kHeads, 1>(plan, stream);
 }
 
 }  // namespace
