@@ -64,9 +64,9 @@ Two forward(const Tensor& logits, const Tensor& target, const LossCall& call,
   const bool direct = each && loss.scalar_type() == state.scalar_type();
   const Tensor losses = direct ? loss : at::empty({row_count(logits)}, state.options());
   const RowState rows = row_state(state, losses.numel(), call.reduction);
-  run_forward(kName, logits, target, call, losses, rows, options.accuracy);
+  const LossSum total = sum_arguments(logits, call, losses, rows, loss);
+  run_forward(kName, logits, target, call, losses, rows, options.accuracy, each ? nullptr : &total);
   if (each && !direct) loss.copy_(losses.view(loss.sizes()));
-  if (!each) run_sum(kName, logits, call, losses, rows, loss);
   return {loss, state};
 }
 

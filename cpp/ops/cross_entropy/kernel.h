@@ -114,10 +114,33 @@ inline TargetView view_target(const at::Tensor& target, const LossCall& call,
 /// Fewest rows per CPU thread. With fewer, a thread starts more slowly than it computes.
 inline int64_t row_grain(int64_t classes) { return std::max<int64_t>((1 << 13) / classes, 1); }
 
-/// Computes the loss and the state of each row.
+/// The sum of the losses into `out`, or their mean, and its divisor.
+inline LossSum sum_arguments(const at::Tensor& logits, const LossCall& call,
+                             const at::Tensor& losses, const RowState& kept,
+                             const at::Tensor& out) {
+  LossSum arguments{};
+  arguments.loss = losses.const_data_ptr();
+  arguments.target_weight = kept.target_weight;
+  arguments.dtype = dtype_of(logits);
+  arguments.rows = losses.numel();
+  arguments.mean = call.reduction == LossReduction::mean;
+  arguments.out = out.data_ptr();
+  arguments.out_dtype = dtype_of(out);
+  arguments.divisor = kept.divisor;
+  return arguments;
+}
+
+/// Computes the sum of the losses, or their mean and its divisor.
+inline void run_sum(const char* op, const at::Tensor& where, const LossSum& arguments) {
+  launch(
+      op, where, 1, 1, [&](auto stream) { return cuda::loss_sum(arguments, stream); },
+      [&](int64_t, int64_t) { return cpu::loss_sum(arguments); });
+}
+
+/// Computes the loss and the state of each row, and `total` if it is not null.
 inline void run_forward(const char* op, const at::Tensor& logits, const at::Tensor& target,
                         const LossCall& call, const at::Tensor& losses, const RowState& kept,
-                        bool accuracy) {
+                        bool accuracy, const LossSum* total = nullptr) {
   const MaybeCopy logit_rows = class_rows(logits);
   const at::Tensor& rows = *logit_rows;
   const TargetView view = view_target(target, call, losses.scalar_type());
@@ -138,35 +161,21 @@ inline void run_forward(const char* op, const at::Tensor& logits, const at::Tens
   std::atomic<const char*> error{nullptr};  // from CPU threads, without the bad value
   launch(
       op, rows, arguments.rows, row_grain(arguments.classes),
-      [&](auto stream) { return cuda::cross_entropy(arguments, stream); },
+      [&](auto stream) { return cuda::cross_entropy(arguments, total, stream); },
       [&](int64_t begin, int64_t end) {
         const Status status = cpu::cross_entropy(arguments, begin, end);
         if (!status.ok()) error = status.error;
         return Status{};
       });
-  if (error == nullptr) return;
+  if (error == nullptr) {
+    if (total != nullptr && rows.is_cpu()) run_sum(op, rows, *total);
+    return;
+  }
   if (view.arguments.index != nullptr) {
     check_classes(op, *view.target, with_all_classes(arguments).target.all_classes,
                   call.ignore_index);
   }
   check_status(op, Status{error});
-}
-
-/// Computes the sum of the losses, or their mean and its divisor.
-inline void run_sum(const char* op, const at::Tensor& logits, const LossCall& call,
-                    const at::Tensor& losses, const RowState& kept, const at::Tensor& out) {
-  LossSum arguments{};
-  arguments.loss = losses.const_data_ptr();
-  arguments.target_weight = kept.target_weight;
-  arguments.dtype = dtype_of(logits);
-  arguments.rows = losses.numel();
-  arguments.mean = call.reduction == LossReduction::mean;
-  arguments.out = out.data_ptr();
-  arguments.out_dtype = dtype_of(out);
-  arguments.divisor = kept.divisor;
-  launch(
-      op, logits, 1, 1, [&](auto stream) { return cuda::loss_sum(arguments, stream); },
-      [&](int64_t, int64_t) { return cpu::loss_sum(arguments); });
 }
 
 /// Computes the gradient of the logits into `out`, which may be `rows` itself.

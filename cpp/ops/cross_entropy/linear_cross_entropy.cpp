@@ -151,7 +151,8 @@ Five forward(const Call& call, Wanted wanted) {
   if (reduction == LossReduction::none) {
     loss.copy_(losses.view(loss.sizes()));
   } else {
-    run_sum(kName, flat.layer.x, call.loss, losses, row_state(state, rows, reduction), loss);
+    const RowState kept = row_state(state, rows, reduction);
+    run_sum(kName, flat.layer.x, sum_arguments(flat.layer.x, call.loss, losses, kept, loss));
   }
   return outputs;
 }

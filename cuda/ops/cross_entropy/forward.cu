@@ -1,169 +1,54 @@
+#include <optional>
+
 #include "detail/reduce/common.cuh"
-#include "detail/rowwise/online_softmax.cuh"
-#include "target.cuh"
+#include "forward_row.cuh"
 
 namespace torchkiln::cuda {
 
 using namespace reduce;
 namespace {
 
-// One block per row: only its own loads in flight hide latency.
-constexpr int kLossThreads = 256;
-constexpr int kSpreadItems = 2;
-constexpr int kLongItems = 4;
-constexpr int kShortItems = 8;
-
-/// A team reads a row once; each thread has the loads of its next kItems vectors in flight while it
-/// computes with the current ones. Each thread keeps a running maximum and the sum of exponentials
-/// relative to it. kSpread: q is not 0 outside of the target class. kOnce: kItems vectors per
-/// thread hold the whole row.
+/// A team has one row.
 template <class Access, bool kSpread, int kItems, bool kOnce>
 __global__ void __launch_bounds__(kLossThreads, 4)
     cross_entropy_rows(CrossEntropy p, TeamShape shape) {
-  using T = typename Access::T;
-  using C = Compute<T>;
-  using Math = MathFor<T>;
-  using Sums = SumOfExponentials<Math>;
-  using Item = typename Access::Item;
-  constexpr int kLanes = Access::kLanes;
-  constexpr int kValues = kSpread ? 4 : 2;
-  __shared__ TeamStorage<C, kValues> storage;
+  using C = Compute<typename Access::T>;
+  __shared__ TeamStorage<C, kLossValues<kSpread>> storage;
   wait_for_previous_kernel();
-  Team<C, kValues> team(shape, storage);
-  const int64_t row = team.first_team() + team.index();
-  const bool inside = row < p.rows;
-  const T* logits = static_cast<const T*>(p.logits) + row * p.row_stride;
-  const Access access(logits, inside ? static_cast<int>(p.classes) : 0);
-  const int vectors = access.vectors();
-  const int step = kItems * team.size();
-  const bool can_overread = Access::can_overread(row, p.rows, p.row_stride);
-  const auto load = [&](int first, Item(&to)[kItems]) {
-    access.load(logits, access.column(first), team.size() * kLanes, to, T(-INFINITY), can_overread);
-  };
-  // The first vectors are requested before the loads that depend on the target.
-  Item items[kItems];
-  load(team.rank(), items);
-  team.init_barriers();
-  RowTarget<C> target{};
-  if (inside && (kSpread || team.rank() == 0)) target = target_of<C>(p.target, row, p.classes);
-  const bool has_class = target.index >= 0;
-  const Distribution<Access, C> distribution(p.target, row, target.index);
-  // Sums of q * logits are relative to the first logit, so that a large offset costs no digits.
-  C base = 0, logit = 0;
-  if (kSpread) {
-    base = inside ? convert<C>(logits[0]) : C(0);
-    if (!isfinite(base)) base = 0;
-  } else if (inside && team.rank() == 0 && has_class) {
-    logit = convert<C>(logits[target.index]);
-  }
+  Team<C, kLossValues<kSpread>> team(shape, storage);
+  (void)loss_of_row<Access, kSpread, kItems, kOnce>(p, team, team.first_team() + team.index());
+}
 
-  // {maximum, sum of exp(logit - maximum), sum of q * (logit - base), sum of q}
-  C values[kValues] = {};
-  values[0] = -C(INFINITY);
-  const auto accumulate = [&](int first) {
-    const C largest = fmax(values[0], max_of<C>(items));
-    const C reference = Sums::reference(largest);
-    // Groups are summed first: the rounding error grows with the number of groups.
-    C group_sum = 0, group_logits = 0, group_q = 0;
-#pragma unroll
-    for (int k = 0; k < kItems; ++k) {
-      if (kOnce && team.rank() + k * team.size() >= vectors) break;
-      C z[kLanes];
-      widen(items[k], z);
-#pragma unroll
-      for (int i = 0; i < kLanes; ++i) group_sum += Math::exp(z[i] - reference);
-      if constexpr (kSpread) {
-        const int column = access.column(first + k * team.size());
-        if (column >= access.columns) continue;
-        C q[kLanes];
-        distribution.load(access, column, q);
-#pragma unroll
-        for (int i = 0; i < kLanes; ++i) {
-          if (!access.has(column, i)) continue;
-          group_logits += q[i] * (z[i] - base);
-          group_q += q[i];
-        }
-      }
-    }
-    if constexpr (kSpread) {
-      values[2] += group_logits;
-      values[3] += group_q;
-    }
-    if (values[0] != -C(INFINITY)) group_sum += values[1] * Math::exp(values[0] - reference);
-    values[1] = group_sum;
-    values[0] = largest;
-  };
-  if constexpr (kOnce) {
-    accumulate(team.rank());
-  } else {
-    for (int first = team.rank(); first < vectors; first += step) {
-      Item next[kItems];
-      load(first + step, next);
-      accumulate(first);
-#pragma unroll
-      for (int k = 0; k < kItems; ++k) items[k] = next[k];
-    }
-  }
-  // The threads of a warp first reduce the maximum, which leaves one exponential per thread for the
-  // rescaling.
-  C largest[1] = {values[0]};
-  team.reduce_in_warp(largest, Max{});
-  values[1] = Sums::rescaled(values[1], values[0], largest[0]);
-  values[0] = 0;
-  team.reduce_in_warp(values, Sum{});
-  values[0] = largest[0];
-  team.reduce_warps(values, Sums{});
-  if (!inside || team.rank() > 0) return;
+/// Adds the losses and the weights that the threads of a team have, and stores the result.
+template <class C>
+__device__ __forceinline__ void store_sum(const LossSum& p, Team<double, 2>& team,
+                                          double (&sums)[2]) {
+  team.reduce(sums, Sum{});
+  if (team.rank() > 0) return;
+  Result{p.out, p.out_dtype, 1}.store(0, p.mean ? sums[0] / sums[1] : sums[0]);
+  if (p.mean) *static_cast<C*>(p.divisor) = static_cast<C>(sums[1]);
+}
 
-  const C reference = Sums::reference(values[0]);
-  if (p.sum != nullptr) {  // a shard
-    C mass = target.weight;
-    C below = has_class ? mass * (logit - reference) : C(0);
-    if constexpr (kSpread) {
-      mass = values[3];
-      below = values[2] - mass * (reference - base);
-    }
-    static_cast<C*>(p.loss)[row] = below;
-    static_cast<C*>(p.log_sum_exp)[row] = reference;
-    static_cast<C*>(p.sum)[row] = values[1];
-    static_cast<C*>(p.mass)[row] = mass;
-    static_cast<C*>(p.target_weight)[row] = target.weight;
-    return;
-  }
-  const C log_sum = log(values[1]);
-  const C log_sum_exp = reference + log_sum;
-  // The rounding error of log_sum_exp.
-  const C rounding = (reference - log_sum_exp) + log_sum;
-  C mass, loss;
-  if constexpr (kSpread) {
-    mass = values[3];
-    loss = mass * ((reference - base) + log_sum) - values[2];
-    // An infinite probability, whose product with a distance of 0 is NaN.
-    if (isinf(mass) && log_sum > C(0)) loss = mass;
-    // With label_smoothing 1 the target's own share is 0, which makes an overflow NaN.
-    if (p.target.label_smoothing == 1 && has_class)
-      loss += C(0) * (log_sum_exp - convert<C>(logits[target.index]));
-  } else {
-    mass = target.weight;
-    loss = mass * ((reference - logit) + log_sum);
-  }
-  const C z_loss = static_cast<C>(p.z_loss) * target.weight;
-  if (z_loss != C(0)) {
-    loss += z_loss * log_sum_exp * log_sum_exp;
-    mass += C(2) * z_loss * log_sum_exp;
-  }
-  mass *= rounding == rounding ? exp(-rounding) : C(1);
-  static_cast<C*>(p.loss)[row] = target.ignored ? C(0) : loss;
-  static_cast<C*>(p.log_sum_exp)[row] = log_sum_exp;
-  static_cast<C*>(p.mass)[row] = target.ignored ? C(0) : mass;
-  static_cast<C*>(p.target_weight)[row] = target.weight;
-  if (p.correct == nullptr) return;
-  const bool correct = has_class && convert<C>(logits[target.index]) >= values[0];
-  static_cast<C*>(p.correct)[row] = correct ? C(1) : C(0);
+constexpr int kFewThreads = 512;
+
+/// One block or cluster has all rows, one per team, and adds their losses, too.
+template <class Access, bool kSpread, int kItems, bool kOnce>
+__global__ void __launch_bounds__(kFewThreads, 1)
+    cross_entropy_few_rows(CrossEntropy p, LossSum total, TeamShape shape, TeamShape all_shape) {
+  using C = Compute<typename Access::T>;
+  __shared__ TeamStorage<C, kLossValues<kSpread>> storage;
+  __shared__ TeamStorage<double, 2> all_storage;
+  Team<double, 2> all(all_shape, all_storage);
+  all.init_barriers();
+  wait_for_previous_kernel();
+  Team<C, kLossValues<kSpread>, true> team(shape, storage);
+  const RowLoss<C> row =
+      loss_of_row<Access, kSpread, kItems, kOnce>(p, team, team.first_team() + team.index());
+  double sums[2] = {static_cast<double>(row.loss), static_cast<double>(row.weight)};
+  store_sum<C>(total, all, sums);
 }
 
 constexpr int kSumThreads = 1024;
-constexpr TeamShape kSumBlock{kSumThreads, 31, 0, 1};
 constexpr TeamShape kSumCluster{kMaxTeamThreads, 31, 3, 1};
 constexpr int64_t kFewestRowsOfCluster = 16384;
 
@@ -192,15 +77,60 @@ __global__ void __launch_bounds__(kSumThreads) sum_losses(LossSum p, TeamShape s
   };
   add(sums[0], losses);
   if (p.mean) add(sums[1], weights);
-  team.reduce(sums, Sum{});
-  if (team.rank() > 0) return;
-  Result{p.out, p.out_dtype, 1}.store(0, p.mean ? sums[0] / sums[1] : sums[0]);
-  if (p.mean) *static_cast<C*>(p.divisor) = static_cast<C>(sums[1]);
+  store_sum<C>(p, team, sums);
+}
+
+/// The team of cross_entropy_rows().
+TeamShape team_of_rows(const CrossEntropy& p, int64_t vectors) {
+  const int64_t threads = ceil_div(vectors, kShortItems);
+  const Device device = current_device();
+  TeamShape team = make_team(threads, kLossThreads, threads <= kWarpLanes ? 128 : 0, 1);
+  // Long rows, too few to occupy every SM, are shared by the blocks of a cluster.
+  while (device.runs_90_code && team.threads == kLossThreads && team.blocks() < kMaxClusterBlocks &&
+         p.rows * team.blocks() < 2 * device.multiprocessors && threads > 2 * team.size()) {
+    ++team.log_blocks;
+  }
+  return team;
+}
+
+/// The teams of cross_entropy_few_rows().
+struct FewRows {
+  TeamShape team;
+  TeamShape all;
+};
+
+/// A plan if one cluster reads the logits faster than a second kernel would start, by measurement.
+std::optional<FewRows> plan_few_rows(const CrossEntropy& p, int64_t vectors) {
+  constexpr int64_t kMostBytesOfRow = 64 << 10;   // a block with one row
+  constexpr int64_t kMostBytesOfRows = 32 << 10;  // a block with several
+  const int64_t row_bytes = p.classes * static_cast<int64_t>(size_of(p.dtype));
+  const int most_blocks = current_device().runs_90_code ? kMaxClusterBlocks : 1;
+  const bool fits = p.rows <= most_blocks ? row_bytes <= kMostBytesOfRow
+                                          : p.rows * row_bytes <= most_blocks * kMostBytesOfRows;
+  if (!fits) return {};
+  FewRows plan{};
+  const int64_t rows_of_block = ceil_div(p.rows, most_blocks);
+  const int64_t threads = std::min(kFewThreads / rows_of_block, ceil_div(vectors, 4));
+  int least_teams = 1;
+  if (threads >= 2 * kWarpLanes) {
+    const int64_t warps = threads / kWarpLanes;
+    plan.team = make_team(warps * kWarpLanes, kFewThreads, kFewThreads, 1);
+  } else {
+    plan.team = make_team(ceil_div(vectors, kShortItems), kWarpLanes, kFewThreads, 1);
+    // Two warps: a team of up to 32 threads per block exchanges nothing between the blocks.
+    least_teams = 2 * kWarpLanes / plan.team.threads;
+  }
+  const int64_t teams = ceil_div(rows_of_block, least_teams) * least_teams;
+  if (teams > plan.team.per_block) return {};
+  plan.team.per_block = static_cast<int>(teams);
+  const int64_t blocks = ceil_div(p.rows, teams);
+  plan.all = {plan.team.block_threads(), 31, ceil_log2(blocks), 1};
+  return plan;
 }
 
 }  // namespace
 
-Status cross_entropy(const CrossEntropy& given, CUstream_st* stream) {
+Status cross_entropy(const CrossEntropy& given, const LossSum* total, CUstream_st* stream) {
   const CrossEntropy p = with_all_classes(given);
   if (p.rows == 0 || p.classes == 0) return {};
   if (p.classes > kMaxColumns) return {kTooLong};
@@ -212,21 +142,20 @@ Status cross_entropy(const CrossEntropy& given, CUstream_st* stream) {
     return with_vectors<T>(alignment, [&](auto access) {
       using Access = typename std::decay_t<decltype(access)>::type;
       const int64_t vectors = ceil_div(p.classes, Access::kLanes) + (Access::kAligned ? 0 : 1);
-      const int64_t threads = ceil_div(vectors, kShortItems);
-      const Device device = current_device();
-      TeamShape team = make_team(threads, kLossThreads, threads <= kWarpLanes ? 128 : 0, 1);
-      // Long rows, too few to occupy every SM, are shared by the blocks of a cluster.
-      while (device.runs_90_code && team.threads == kLossThreads &&
-             team.blocks() < kMaxClusterBlocks &&
-             p.rows * team.blocks() < 2 * device.multiprocessors && threads > 2 * team.size()) {
-        ++team.log_blocks;
-      }
+      const std::optional<FewRows> few =
+          total == nullptr ? std::nullopt : plan_few_rows(p, vectors);
+      const TeamShape team = few ? few->team : team_of_rows(p, vectors);
       Grid grid;
-      const Status status = make_grid(team, p.rows, grid);
+      const Status status = make_grid(few ? few->all : team, few ? 1 : p.rows, grid);
       if (!status.ok()) return status;
       const auto launch_rows = [&](auto spread, auto items, auto once) {
-        return launch_overlapped(cross_entropy_rows<Access, spread, items, once>, grid, stream, p,
-                                 team);
+        if (few) {
+          return launch_overlapped(cross_entropy_few_rows<Access, spread, items, once>, grid,
+                                   stream, p, *total, team, few->all);
+        }
+        const Status launched = launch_overlapped(cross_entropy_rows<Access, spread, items, once>,
+                                                  grid, stream, p, team);
+        return launched.ok() && total != nullptr ? loss_sum(*total, stream) : launched;
       };
       using SpreadItems = std::integral_constant<int, kSpreadItems>;
       using LongItems = std::integral_constant<int, kLongItems>;
@@ -242,7 +171,10 @@ Status cross_entropy(const CrossEntropy& given, CUstream_st* stream) {
 
 Status loss_sum(const LossSum& p, CUstream_st* stream) {
   const bool uses_cluster = current_device().runs_90_code && p.rows >= kFewestRowsOfCluster;
-  const TeamShape team = uses_cluster ? kSumCluster : kSumBlock;
+  const TeamShape team =
+      uses_cluster
+          ? kSumCluster
+          : make_team(std::max<int64_t>(ceil_div(p.rows, 4), kWarpLanes), kSumThreads, 0, 1);
   Grid grid;
   const Status status = make_grid(team, 1, grid);
   if (!status.ok()) return status;

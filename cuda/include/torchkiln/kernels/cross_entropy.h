@@ -103,7 +103,9 @@ namespace cuda {
 
 /// Runs on the current device, queued on `stream`. A target that is not a class stops the kernel
 /// with a trap, after which the process cannot use the GPU any more, as in torch.
-TORCHKILN_EXPORT Status cross_entropy(const CrossEntropy& arguments, CUstream_st* stream);
+/// `total`: if not null, the losses of all rows are also added; for few rows by the same kernel.
+TORCHKILN_EXPORT Status cross_entropy(const CrossEntropy& arguments, const LossSum* total,
+                                      CUstream_st* stream);
 TORCHKILN_EXPORT Status cross_entropy_backward(const CrossEntropyBackward& arguments,
                                                CUstream_st* stream);
 TORCHKILN_EXPORT Status loss_sum(const LossSum& arguments, CUstream_st* stream);

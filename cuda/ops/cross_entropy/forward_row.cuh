@@ -1,0 +1,175 @@
+#pragma once
+
+// The loss of a row and the state that its gradient needs.
+
+#include "detail/rowwise/online_softmax.cuh"
+#include "target.cuh"
+
+namespace torchkiln::cuda {
+namespace {
+
+// One block per row: only its own loads in flight hide latency.
+constexpr int kLossThreads = 256;
+constexpr int kSpreadItems = 2;
+constexpr int kLongItems = 4;
+constexpr int kShortItems = 8;
+
+/// {maximum, sum of exp(logit - maximum)}, and if q is spread over classes, {sum of
+/// q * (logit - base), sum of q}.
+template <bool kSpread>
+inline constexpr int kLossValues = kSpread ? 4 : 2;
+
+template <class C>
+struct RowLoss {
+  C loss = 0;
+  C weight = 0;  // of the target
+};
+
+/// A team reads a row once; each thread has the loads of its next kItems vectors in flight while it
+/// computes with the current ones. Each thread keeps a running maximum and the sum of exponentials
+/// relative to it. kSpread: q is not 0 outside of the target class. kOnce: kItems vectors per
+/// thread hold the whole row. All threads of the block call it once; the first of the team gets
+/// the loss.
+template <class Access, bool kSpread, int kItems, bool kOnce, class LossTeam,
+          class C = Compute<typename Access::T>>
+__device__ __forceinline__ RowLoss<C> loss_of_row(const CrossEntropy& p, LossTeam& team,
+                                                  int64_t row) {
+  using T = typename Access::T;
+  using Math = MathFor<T>;
+  using Sums = SumOfExponentials<Math>;
+  using Item = typename Access::Item;
+  constexpr int kLanes = Access::kLanes;
+  const bool inside = row < p.rows;
+  const T* logits = static_cast<const T*>(p.logits) + row * p.row_stride;
+  const Access access(logits, inside ? static_cast<int>(p.classes) : 0);
+  const int vectors = access.vectors();
+  const int step = kItems * team.size();
+  const bool can_overread = Access::can_overread(row, p.rows, p.row_stride);
+  const auto load = [&](int first, Item(&to)[kItems]) {
+    access.load(logits, access.column(first), team.size() * kLanes, to, T(-INFINITY), can_overread);
+  };
+  // The first vectors are requested before the loads that depend on the target.
+  Item items[kItems];
+  load(team.rank(), items);
+  team.init_barriers();
+  RowTarget<C> target{};
+  if (inside && (kSpread || team.rank() == 0)) target = target_of<C>(p.target, row, p.classes);
+  const bool has_class = target.index >= 0;
+  const Distribution<Access, C> distribution(p.target, row, target.index);
+  // Sums of q * logits are relative to the first logit, so that a large offset costs no digits.
+  C base = 0, logit = 0;
+  if (kSpread) {
+    base = inside ? convert<C>(logits[0]) : C(0);
+    if (!isfinite(base)) base = 0;
+  } else if (inside && team.rank() == 0 && has_class) {
+    logit = convert<C>(logits[target.index]);
+  }
+
+  C values[kLossValues<kSpread>] = {};
+  values[0] = -C(INFINITY);
+  const auto accumulate = [&](int first) {
+    const C largest = fmax(values[0], max_of<C>(items));
+    const C reference = Sums::reference(largest);
+    // Groups are summed first: the rounding error grows with the number of groups.
+    C group_sum = 0, group_logits = 0, group_q = 0;
+#pragma unroll
+    for (int k = 0; k < kItems; ++k) {
+      if (kOnce && team.rank() + k * team.size() >= vectors) break;
+      C z[kLanes];
+      widen(items[k], z);
+#pragma unroll
+      for (int i = 0; i < kLanes; ++i) group_sum += Math::exp(z[i] - reference);
+      if constexpr (kSpread) {
+        const int column = access.column(first + k * team.size());
+        if (column >= access.columns) continue;
+        C q[kLanes];
+        distribution.load(access, column, q);
+#pragma unroll
+        for (int i = 0; i < kLanes; ++i) {
+          if (!access.has(column, i)) continue;
+          group_logits += q[i] * (z[i] - base);
+          group_q += q[i];
+        }
+      }
+    }
+    if constexpr (kSpread) {
+      values[2] += group_logits;
+      values[3] += group_q;
+    }
+    if (values[0] != -C(INFINITY)) group_sum += values[1] * Math::exp(values[0] - reference);
+    values[1] = group_sum;
+    values[0] = largest;
+  };
+  if constexpr (kOnce) {
+    accumulate(team.rank());
+  } else {
+    for (int first = team.rank(); first < vectors; first += step) {
+      Item next[kItems];
+      load(first + step, next);
+      accumulate(first);
+#pragma unroll
+      for (int k = 0; k < kItems; ++k) items[k] = next[k];
+    }
+  }
+  // The threads of a warp first reduce the maximum, which leaves one exponential per thread for the
+  // rescaling.
+  C largest[1] = {values[0]};
+  team.reduce_in_warp(largest, Max{});
+  values[1] = Sums::rescaled(values[1], values[0], largest[0]);
+  values[0] = 0;
+  team.reduce_in_warp(values, Sum{});
+  values[0] = largest[0];
+  team.reduce_warps(values, Sums{});
+  if (!inside || team.rank() > 0) return {};
+
+  const C reference = Sums::reference(values[0]);
+  if (p.sum != nullptr) {  // a shard
+    C mass = target.weight;
+    C below = has_class ? mass * (logit - reference) : C(0);
+    if constexpr (kSpread) {
+      mass = values[3];
+      below = values[2] - mass * (reference - base);
+    }
+    static_cast<C*>(p.loss)[row] = below;
+    static_cast<C*>(p.log_sum_exp)[row] = reference;
+    static_cast<C*>(p.sum)[row] = values[1];
+    static_cast<C*>(p.mass)[row] = mass;
+    static_cast<C*>(p.target_weight)[row] = target.weight;
+    return {};
+  }
+  const C log_sum = log(values[1]);
+  const C log_sum_exp = reference + log_sum;
+  // The rounding error of log_sum_exp.
+  const C rounding = (reference - log_sum_exp) + log_sum;
+  C mass, loss;
+  if constexpr (kSpread) {
+    mass = values[3];
+    loss = mass * ((reference - base) + log_sum) - values[2];
+    // An infinite probability, whose product with a distance of 0 is NaN.
+    if (isinf(mass) && log_sum > C(0)) loss = mass;
+    // With label_smoothing 1 the target's own share is 0, which makes an overflow NaN.
+    if (p.target.label_smoothing == 1 && has_class)
+      loss += C(0) * (log_sum_exp - convert<C>(logits[target.index]));
+  } else {
+    mass = target.weight;
+    loss = mass * ((reference - logit) + log_sum);
+  }
+  const C z_loss = static_cast<C>(p.z_loss) * target.weight;
+  if (z_loss != C(0)) {
+    loss += z_loss * log_sum_exp * log_sum_exp;
+    mass += C(2) * z_loss * log_sum_exp;
+  }
+  mass *= rounding == rounding ? exp(-rounding) : C(1);
+  if (target.ignored) loss = mass = C(0);
+  static_cast<C*>(p.loss)[row] = loss;
+  static_cast<C*>(p.log_sum_exp)[row] = log_sum_exp;
+  static_cast<C*>(p.mass)[row] = mass;
+  static_cast<C*>(p.target_weight)[row] = target.weight;
+  if (p.correct == nullptr) return {loss, target.weight};
+  const bool correct = has_class && convert<C>(logits[target.index]) >= values[0];
+  static_cast<C*>(p.correct)[row] = correct ? C(1) : C(0);
+  return {loss, target.weight};
+}
+
+}  // namespace
+}  // namespace torchkiln::cuda

@@ -1,0 +1,91 @@
+"""The z-loss and the accuracy that cross_entropy returns on request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchkiln
+from torchkiln.testing.specs.cross_entropy import probabilities
+
+
+def some(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Logits that need a gradient, and classes."""
+    logits = torch.randn(9, 21, device=device, requires_grad=True)
+    return logits, torch.randint(21, (9,), device=device)
+
+
+def liked_by_torch(logits: Tensor, target: Tensor, reduction: str) -> tuple[Tensor, Tensor]:
+    """The z-loss with factor 0.1, and the accuracy, in torch's ops."""
+    rows = logits.movedim(1, -1) if logits.dim() > 2 else logits
+    kept = target != -100
+    z = 0.1 * rows.float().logsumexp(-1).square() * kept
+    correct = (rows.argmax(-1) == target).float() * kept
+    if reduction == "none":
+        return z, correct
+    divisor = kept.sum() if reduction == "mean" else 1
+    return z.sum() / divisor, correct.sum() / divisor
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "aot_eager"])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("shape", [(40, 5), (4, 7, 6)], ids=str)
+def test_z_loss_and_accuracy_are_returned_on_request(
+    device: torch.device, shape: tuple[int, ...], reduction: str, compiled: bool
+) -> None:
+    logits = torch.randn(*shape, device=device, requires_grad=True)
+    target = torch.randint(shape[1], (shape[0], *shape[2:]), device=device)
+    target.view(-1)[3] = -100
+    plain = torchkiln.cross_entropy(logits, target, reduction=reduction, z_loss=0.1)
+
+    def call(**wanted: bool) -> Any:
+        options: dict[str, Any] = {"reduction": reduction, "z_loss": 0.1, **wanted}
+        return torchkiln.cross_entropy(logits, target, **options)
+
+    if compiled:
+        torch._dynamo.reset()
+        call = torch.compile(call, backend="aot_eager", fullgraph=True)
+    loss, z, accuracy = call(return_z_loss=True, return_accuracy=True)
+    expected = liked_by_torch(logits.detach(), target, reduction)
+    torch.testing.assert_close((loss, z, accuracy), (plain, *expected))
+    assert not z.requires_grad
+    assert not accuracy.requires_grad
+    grads = [torch.autograd.grad(y, logits, torch.ones_like(y))[0] for y in (loss, plain)]
+    assert torch.equal(*grads)
+    assert torch.equal(call(return_z_loss=True)[1], z)
+    assert torch.equal(call(return_accuracy=True)[1], accuracy)
+
+
+def test_accuracy_under_transforms_softcap_and_autocast(device: torch.device) -> None:
+    logits, target = some(device)
+    stacked = torch.stack([logits.detach(), -logits.detach()])
+    for wanted in ({"return_accuracy": True}, {"return_z_loss": True, "softcap": 3.0}):
+        each = [torchkiln.cross_entropy(x, target, z_loss=0.1, **wanted) for x in stacked]
+        found = torch.func.vmap(
+            lambda x, wanted=wanted: torchkiln.cross_entropy(x, target, z_loss=0.1, **wanted)
+        )(stacked)
+        torch.testing.assert_close(found, tuple(map(torch.stack, zip(*each, strict=True))))
+    with torch.autocast(device.type, torch.bfloat16):
+        loss, accuracy = torchkiln.cross_entropy(logits.bfloat16(), target, return_accuracy=True)
+    assert loss.dtype == accuracy.dtype == torch.float32
+    with pytest.raises(RuntimeError, match="return_accuracy: got True beside probabilities"):
+        torchkiln.cross_entropy(logits, probabilities(logits.detach()), return_accuracy=True)
+
+
+def test_opcheck_with_metrics(device: torch.device) -> None:
+    logits, target = some(device)
+    op = torch.ops.torchkiln.cross_entropy_with_metrics.default
+    for options in ({"accuracy": True}, {"z_loss": 0.1, "reduction": "none"}):
+        torch.library.opcheck(op, (logits, target), options)
+
+
+def test_module_returns_what_was_asked_for(device: torch.device) -> None:
+    logits, target = some(device)
+    module = torchkiln.nn.CrossEntropyLoss(z_loss=0.1, return_z_loss=True, return_accuracy=True)
+    expected = torchkiln.cross_entropy(
+        logits, target, z_loss=0.1, return_z_loss=True, return_accuracy=True
+    )
+    torch.testing.assert_close(module(logits, target), expected)
