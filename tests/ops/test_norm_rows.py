@@ -22,7 +22,7 @@ LONG = [(9, 300001), (7, 1000003), (40, 270001), (150, 280005), (1, 2000001)]
 SLABS = [(300, 50257), (70, 66000), (40, 262152), (90, 17001)]
 # Short rows that share a block, and rows that end in each lane of a vector.
 SHORT = [(1, 1), (513, 3), (64, 9), (3, 129), (70, 1000), (1000, 17), (33, 2047), (9, 8209)]
-SHORT += [(300, 20001)]
+SHORT += [(300, 20001), (5, 4096), (8, 200)]
 
 every_dtype = pytest.mark.parametrize("dtype", FLOATING, ids=str)
 both_norms = pytest.mark.parametrize("centered", [False, True], ids=["rms_norm", "layer_norm"])

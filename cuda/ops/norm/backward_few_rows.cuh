@@ -15,6 +15,9 @@ namespace {
 
 constexpr int kFewThreads = 512;
 constexpr int kStripThreads = 8;  // threads along a row, which read 128 bytes of it
+// Up to this many rows, a thread sums its columns over all rows, whose loads are in flight
+// together.
+constexpr int kRowsOfThread = 8;
 
 template <class Access, class W, bool kCentered, bool kAdds>
 __device__ __forceinline__ void gradients_of_rows(const NormBackward& p, const TeamShape& shape,
@@ -84,6 +87,50 @@ __device__ __forceinline__ void gradients_of_rows(const NormBackward& p, const T
   }
 }
 
+__host__ __device__ bool has_short_columns(const NormBackward& p) {
+  return p.rows <= kRowsOfThread && aligned(p.grad_weight) && aligned(p.grad_bias);
+}
+
+/// Adds a row's terms of the column sums.
+template <int kLanes, bool kCentered, class T, class C>
+__device__ __forceinline__ void add_terms(const NormBackward& p, int64_t row, const T* grad,
+                                          const T* z, C (&sums)[kCentered ? 2 : 1][kLanes]) {
+  const C mean = kCentered ? static_cast<const C*>(p.mean)[row] : C(0);
+  const C rstd = static_cast<const C*>(p.rstd)[row];
+  C g[kLanes], x[kLanes];
+  widen(load_vector<kLanes>(grad + row * p.grad_row_stride), g);
+  widen(load_vector<kLanes>(z + row * p.z_row_stride), x);
+#pragma unroll
+  for (int i = 0; i < kLanes; ++i) {
+    sums[0][i] += g[i] * ((x[i] - mean) * rstd);
+    if constexpr (kCentered) sums[1][i] += g[i];
+  }
+}
+
+/// Sums a strip of columns, as wide as the block, over up to kRowsOfThread rows.
+template <class Access, class W, bool kCentered>
+__device__ __forceinline__ void sums_of_short_columns(const NormBackward& p, int strip) {
+  using T = typename Access::T;
+  using C = Compute<T>;
+  constexpr int kLanes = Access::kLanes;
+  constexpr int kSums = kCentered ? 2 : 1;
+  const int64_t column = (int64_t{strip} * blockDim.x + threadIdx.x) * kLanes;
+  if (column >= p.columns) return;
+  C sums[kSums][kLanes] = {};
+#pragma unroll
+  for (int row = 0; row < kRowsOfThread; ++row) {
+    if (row < p.rows) {
+      add_terms<kLanes, kCentered>(p, row, static_cast<const T*>(p.grad) + column,
+                                   static_cast<const T*>(p.z) + column, sums);
+    }
+  }
+#pragma unroll
+  for (int which = 0; which < kSums; ++which) {
+    auto* to = static_cast<W*>(which == 0 ? p.grad_weight : p.grad_bias);
+    if (to != nullptr) store(to + column, sums[which]);
+  }
+}
+
 /// Sums a strip of columns, kStripThreads threads wide: each thread adds every n-th row, then the
 /// threads of a warp are reduced, then the warps.
 template <class Access, class W, bool kCentered>
@@ -103,18 +150,8 @@ __device__ __forceinline__ void sums_of_columns(const NormBackward& p, int strip
     const T* z = static_cast<const T*>(p.z) + column;
     const int step = static_cast<int>(blockDim.x) / kStripThreads;
 #pragma unroll 4
-    for (int64_t row = thread / kStripThreads; row < p.rows; row += step) {
-      const C mean = kCentered ? static_cast<const C*>(p.mean)[row] : C(0);
-      const C rstd = static_cast<const C*>(p.rstd)[row];
-      C g[kLanes], x[kLanes];
-      widen(load_vector<kLanes>(grad + row * p.grad_row_stride), g);
-      widen(load_vector<kLanes>(z + row * p.z_row_stride), x);
-#pragma unroll
-      for (int i = 0; i < kLanes; ++i) {
-        sums[0][i] += g[i] * ((x[i] - mean) * rstd);
-        if constexpr (kCentered) sums[1][i] += g[i];
-      }
-    }
+    for (int64_t row = thread / kStripThreads; row < p.rows; row += step)
+      add_terms<kLanes, kCentered>(p, row, grad, z, sums);
   }
 #pragma unroll
   for (int which = 0; which < kSums; ++which) {
@@ -145,7 +182,11 @@ __global__ void __launch_bounds__(kFewThreads, 2)
   wait_for_previous_kernel();
   const int block = static_cast<int>(blockIdx.x);
   if (block < strips) {  // the column sums begin first, because they take longer
-    sums_of_columns<Access, W, kCentered>(p, block);
+    if (has_short_columns(p)) {
+      sums_of_short_columns<Access, W, kCentered>(p, block);
+    } else {
+      sums_of_columns<Access, W, kCentered>(p, block);
+    }
   } else {
     gradients_of_rows<Access, W, kCentered, kAdds>(p, shape, block - strips);
   }
@@ -165,10 +206,15 @@ template <class Access, class W>
 Status launch_few_rows(const NormBackward& p, CUstream_st* stream) {
   const auto ceil = [](int64_t a, int64_t b) { return static_cast<int>(ceil_div(a, b)); };
   const int vectors = ceil(p.columns, Access::kLanes);
-  const TeamShape team = make_team(ceil(vectors, kItems), kFewThreads, kFewThreads, 1);
+  // If there are fewer rows than SMs, more threads per row: a thread reads the weights of its items
+  // one after the other.
+  const bool many = p.rows > current_device().multiprocessors;
+  const TeamShape team =
+      make_team(many ? ceil(vectors, kItems) : vectors, kFewThreads, kFewThreads, 1);
   const int row_blocks = p.grad_x == nullptr ? 0 : ceil(p.rows, team.per_block);
   const bool has_sums = p.grad_weight != nullptr || p.grad_bias != nullptr;
-  const int strips = has_sums ? ceil(vectors, kStripThreads) : 0;
+  const int width = has_short_columns(p) ? team.block_threads() : kStripThreads;
+  const int strips = has_sums ? ceil(vectors, width) : 0;
   if (row_blocks + strips == 0) return {};
   const Grid grid{dim3(static_cast<unsigned>(row_blocks + strips)),
                   dim3(static_cast<unsigned>(team.block_threads()))};
