@@ -184,6 +184,30 @@ def test_classes_that_are_no_multiple_of_8(
     assert not grad_x[7].any()
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("options", [{}, {"reduction": "none"}], ids=str)
+def test_a_gradient_from_one_product(options: dict[str, Any]) -> None:
+    """That of a large weight in bfloat16, whose sum is not kept in float32."""
+    cuda = torch.device("cuda", 0)
+    x, weight, target, _ = layer(cuda, torch.bfloat16, 300, features=1024, classes=16641)
+    loss = torchkiln.linear_cross_entropy(x, weight, target, **options)
+    found = torch.autograd.grad(loss.sum(), (x, weight))
+    wide = exact(x, weight, target)
+    expected = F.cross_entropy(F.linear(wide[0], wide[1]), target, **options)
+    for one, other in zip(found, torch.autograd.grad(expected.sum(), wide[:2]), strict=True):
+        assert ((one.double() - other).norm() / other.norm()).item() < 1e-2
+
+
+@pytest.mark.cuda
+def test_one_chunk_in_place_of_a_sum() -> None:
+    """Chunks of 2100 rows and a float32 sum would take more memory than 4200 rows."""
+    cuda = torch.device("cuda", 0)
+    for features, rows in ((2304, 4200), (2048, 2100)):
+        x, weight, target, _ = layer(cuda, torch.bfloat16, 4200, features=features, classes=131072)
+        told = torchkiln.explain(torchkiln.linear_cross_entropy, x, weight, target)
+        assert f"logits of {rows} rows at a time" in told.forward.notes
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name)
 def test_a_float32_bias(device: torch.device, dtype: torch.dtype) -> None:
     """It is added before the logits are rounded, and has a float32 gradient."""

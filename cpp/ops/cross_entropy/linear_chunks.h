@@ -26,7 +26,9 @@ struct LogitLayer {
 /// Rows per chunk: as many as fit in 1 GiB of logits, at least 2048 and at most 8192, because a
 /// chunk adds to the whole gradient of the weight, and fewer rows repeat that more often. All
 /// chunks have about the same size. A softcap needs the logits twice more, in the compute dtype.
-inline int64_t rows_per_chunk(const LogitLayer& layer) {
+/// `may_be_whole`: up to 8192 rows are one chunk if their logits and the gradient of the weight
+/// take no more memory than chunks and their float32 sum.
+inline int64_t rows_per_chunk(const LogitLayer& layer, bool may_be_whole) {
   constexpr int64_t kBytes = int64_t{1} << 30, kLeast = 2048, kMost = 8192;
   const at::ScalarType dtype = layer.x.scalar_type();
   const size_t element =
@@ -34,7 +36,11 @@ inline int64_t rows_per_chunk(const LogitLayer& layer) {
   const int64_t row = layer.weight.size(0) * static_cast<int64_t>(element);
   const int64_t rows = layer.x.size(0), most = std::clamp(kBytes / row, kLeast, kMost);
   const int64_t chunks = (rows + most - 1) / most;
-  return (rows + chunks - 1) / chunks;
+  const int64_t size = (rows + chunks - 1) / chunks;
+  const int64_t saved =
+      layer.weight.numel() * static_cast<int64_t>(sizeof(float) - c10::elementSize(dtype));
+  const bool is_whole = may_be_whole && rows <= kMost && (rows - size) * row <= saved;
+  return is_whole ? rows : size;
 }
 
 /// Rows `begin` to `begin + count` of the layer and of tensors beside it.
@@ -44,10 +50,9 @@ struct Rows {
   at::Tensor of(const at::Tensor& tensor) const { return tensor.narrow(0, begin, count); }
 };
 
-/// Calls body(rows) for each chunk.
+/// Calls body(rows) for each chunk of `size` of all rows.
 template <class Body>
-void for_each_chunk(const LogitLayer& layer, const Body& body) {
-  const int64_t all = layer.x.size(0), size = rows_per_chunk(layer);
+void for_each_chunk(int64_t all, int64_t size, const Body& body) {
   trace::note("logits of ", size, " rows at a time");
   for (int64_t begin = 0; begin < all; begin += size)
     body(Rows{begin, std::min(size, all - begin)});
@@ -56,11 +61,11 @@ void for_each_chunk(const LogitLayer& layer, const Body& body) {
 /// Memory for the logits of one chunk, which is used for each chunk in turn.
 class ChunkLogits {
  public:
-  ChunkLogits(const char* op, const LogitLayer& layer)
+  ChunkLogits(const char* op, const LogitLayer& layer, int64_t rows)
       : layer_(layer), classes_(layer.weight.size(0)) {
     const PaddedSizes sizes(layer.x, layer.weight);
     const int64_t stride = sizes.n;
-    memory_ = at::empty({rows_per_chunk(layer), stride}, layer.x.options());
+    memory_ = at::empty({rows, stride}, layer.x.options());
     const bool is_aligned = row_alignment(layer.x) == kRowBytes && layer.x.size(1) == sizes.k;
     if (stride == classes_ || !is_aligned ||
         !gains_from_padding(layer.x, layer.weight, own(memory_))) {
@@ -141,8 +146,37 @@ inline void add_product(at::Tensor sum, const at::Tensor& a, const at::Tensor& b
   }
 }
 
-/// Gradients of a layer; those that are not wanted are undefined. Gradients of weight and bias are
-/// sums over the chunks, in the compute dtype.
+/// The dtype of the gradient of the weight. float16 has no range for a sum over all rows.
+inline at::ScalarType weight_gradient_dtype(at::ScalarType dtype) {
+  return dtype == at::kHalf ? at::kFloat : dtype;
+}
+
+/// Whether a product of all rows may be the gradient of the weight, in its dtype. A small product
+/// is split along the rows, and cuBLAS and torch's CPU products may round its parts to half
+/// precision.
+inline bool has_exact_gradient(const at::Tensor& weight) {
+  constexpr int64_t kLeastElements = int64_t{1} << 24;
+  const bool is_half = weight.scalar_type() == at::kBFloat16 || weight.scalar_type() == at::kHalf;
+  return !is_half || (weight.is_cuda() && weight.numel() >= kLeastElements);
+}
+
+/// Where the gradient of the weight is added up.
+inline at::Tensor empty_weight_sum(const at::Tensor& weight, bool is_one_chunk) {
+  const at::ScalarType dtype = weight.scalar_type();
+  const bool is_gradient = is_one_chunk && has_exact_gradient(weight);
+  return at::empty(weight.sizes(), weight.options().dtype(is_gradient ? weight_gradient_dtype(dtype)
+                                                                      : compute_dtype(dtype)));
+}
+
+/// The gradient of the weight from its sum, which may have more classes.
+inline at::Tensor weight_gradient(const at::Tensor& sum, const at::Tensor& weight) {
+  const at::ScalarType dtype = weight_gradient_dtype(weight.scalar_type());
+  if (sum.scalar_type() == dtype && sum.size(0) == weight.size(0)) return sum;
+  return sum.narrow(0, 0, weight.size(0)).to(dtype, /*non_blocking=*/false, /*copy=*/true);
+}
+
+/// Gradients of a layer; those that are not wanted are undefined. That of the weight may have more
+/// classes than the layer, and another dtype.
 struct LayerGradients {
   at::Tensor x, weight, bias;
 
@@ -162,20 +196,6 @@ struct LayerGradients {
     const at::Tensor part = torchkiln::sum(of_logits.narrow(1, 0, bias.size(0)),
                                            at::IntArrayRef(kOverRows), false, bias.scalar_type());
     is_first ? bias.copy_(part) : bias.add_(part);
-  }
-
-  /// Sums for a layer with as many classes, or more.
-  LayerGradients for_layer(const LogitLayer& layer) const {
-    LayerGradients sums = *this;
-    if (weight.defined() && weight.size(0) < layer.weight.size(0))
-      sums.weight = at::empty({layer.weight.size(0), weight.size(1)}, weight.options());
-    return sums;
-  }
-
-  /// Sets the gradients to the sums.
-  void set(const LayerGradients& sums) const {
-    if (!weight.defined() || weight.is_same(sums.weight)) return;
-    at::Tensor(weight).copy_(sums.weight.narrow(0, 0, weight.size(0)));
   }
 };
 

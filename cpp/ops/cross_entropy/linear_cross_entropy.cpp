@@ -1,8 +1,9 @@
-// cross_entropy() of the outputs of a linear layer, which are never in memory as a whole. Forward
-// computes the logits of a chunk of rows and, if gradients are wanted, replaces them at once by the
-// gradient of the sum of the losses, from which it makes those of x, weight and bias. Backward
-// multiplies them by a number. Losses per row have a gradient each, which no later factor can
-// stand for: their backward computes the chunks again.
+// cross_entropy() of the outputs of a linear layer, a chunk of rows at a time. Forward computes the
+// logits of a chunk and, if gradients are wanted, replaces them at once by the gradient of the sum
+// of the losses, from which it makes those of x, weight and bias. Backward multiplies them by a
+// number.
+// Losses per row have a gradient each, which no later factor can stand for: their backward computes
+// the chunks again.
 
 #include <limits>
 
@@ -90,21 +91,37 @@ Call in_rows(const Call& call) {
   return flat;
 }
 
-/// Uninitialised gradients of x, weight and bias. Chunks add to the last two in the compute dtype.
+/// Uninitialised gradients of x, weight and bias.
 Three empty_gradients(const LogitLayer& layer, Wanted wanted) {
-  const at::TensorOptions sums = layer.x.options().dtype(compute_dtype(layer.x.scalar_type()));
-  const auto sum_like = [&](bool is_wanted, const Tensor& parameter) {
-    return is_wanted ? empty_of(parameter.sym_sizes(), sums) : no_output(layer.x);
+  const at::ScalarType dtype = layer.x.scalar_type();
+  const auto like = [&](bool is_wanted, const Tensor& parameter, at::ScalarType of) {
+    return is_wanted ? empty_of(parameter.sym_sizes(), layer.x.options().dtype(of))
+                     : no_output(layer.x);
   };
   return {wanted[0] ? empty_contiguous(layer.x) : no_output(layer.x),
-          sum_like(wanted[1], layer.weight), sum_like(wanted[2], layer.bias.value_or(layer.x))};
+          like(wanted[1], layer.weight, weight_gradient_dtype(dtype)),
+          like(wanted[2], layer.bias.value_or(layer.x), compute_dtype(dtype))};
 }
 
-/// The wanted ones of the gradients, that of x as rows.
-LayerGradients in_rows(const Three& gradients, const Wanted& wanted) {
-  const auto& [x, weight, bias] = gradients;
-  return {wanted[0] ? as_matrix(x) : Tensor(), wanted[1] ? weight : Tensor(),
-          wanted[2] ? bias : Tensor()};
+/// All but the weight, whose gradient is allocated once the logits are freed.
+Wanted without_weight(const Wanted& wanted) { return {wanted[0], false, wanted[2]}; }
+
+/// Calls body(logits, gradients, rows) for each chunk. Returns the gradient of the weight, if it is
+/// wanted.
+template <class Body>
+Tensor for_each_chunk_of_logits(const LogitLayer& layer, const Wanted& wanted, const Tensor& grad_x,
+                                const Tensor& grad_bias, const Body& body) {
+  const bool may_be_whole =
+      wanted[1] && layer.x.scalar_type() == at::kBFloat16 && has_exact_gradient(layer.weight);
+  const int64_t rows = layer.x.size(0), size = rows_per_chunk(layer, may_be_whole);
+  LayerGradients gradients{wanted[0] ? as_matrix(grad_x) : Tensor(), Tensor(),
+                           wanted[2] ? grad_bias : Tensor()};
+  {
+    ChunkLogits logits(kName, layer, size);
+    if (wanted[1]) gradients.weight = empty_weight_sum(logits.layer().weight, size == rows);
+    for_each_chunk(rows, size, [&](const Rows& chunk) { body(logits, gradients, chunk); });
+  }
+  return wanted[1] ? weight_gradient(gradients.weight, layer.weight) : Tensor();
 }
 
 // ---- forward: the loss, the state of each row and the gradients of the sum of the losses ----
@@ -123,31 +140,30 @@ Five forward_outputs(const Call& call, Wanted wanted) {
 }
 
 Five forward(const Call& call, Wanted wanted) {
-  const Five outputs = forward_outputs(call, wanted);
-  const auto& [loss, state, grad_x, grad_weight, grad_bias] = outputs;
+  const int64_t rows = call.target.numel();
+  Five outputs = forward_outputs(call, rows == 0 ? wanted : without_weight(wanted));
+  auto& [loss, state, grad_x, grad_weight, grad_bias] = outputs;
   const LossReduction reduction = call.loss.reduction;
   check_classes_if_asked(call);
-  const int64_t rows = call.target.numel();
   if (rows == 0) {
     for (const Tensor& each : {state, grad_x, grad_weight, grad_bias}) each.zero_();
     loss.fill_(reduction == LossReduction::mean ? std::numeric_limits<double>::quiet_NaN() : 0);
     return outputs;
   }
   const Call flat = in_rows(call);
-  const LayerGradients gradients = in_rows({grad_x, grad_weight, grad_bias}, wanted);
   const Tensor losses = at::empty({rows}, state.options()), one = at::ones({}, state.options());
   LossCall sum = flat.loss;
   sum.reduction = LossReduction::sum;
-  ChunkLogits logits(kName, flat.layer);
-  const LayerGradients sums = gradients.for_layer(logits.layer());
-  for_each_chunk(flat.layer, [&](const Rows& chunk) {
-    const RowState kept = row_state(state, rows, sum.reduction, chunk.begin);
-    const Tensor target = chunk.of(flat.target);
-    run_forward(kName, logits.compute(chunk), target, sum, chunk.of(losses), kept, false);
-    if (!gradients.any()) return;
-    sums.add(logits.layer(), chunk, logits.differentiate(kName, one, target, sum, kept));
-  });
-  gradients.set(sums);
+  const Tensor of_weight = for_each_chunk_of_logits(
+      flat.layer, wanted, grad_x, grad_bias,
+      [&, &state = state](ChunkLogits& logits, const LayerGradients& gradients, const Rows& chunk) {
+        const RowState kept = row_state(state, rows, sum.reduction, chunk.begin);
+        const Tensor target = chunk.of(flat.target);
+        run_forward(kName, logits.compute(chunk), target, sum, chunk.of(losses), kept, false);
+        if (!gradients.any()) return;
+        gradients.add(logits.layer(), chunk, logits.differentiate(kName, one, target, sum, kept));
+      });
+  if (wanted[1]) grad_weight = of_weight;
   if (reduction == LossReduction::none) {
     loss.copy_(losses.view(loss.sizes()));
   } else {
@@ -180,26 +196,25 @@ Three backward_outputs(const Call& call, const Tensor& grad, const Tensor& state
 }
 
 Three backward(const Call& call, const Tensor& grad, const Tensor& state, Wanted wanted) {
-  Three outputs = backward_outputs(call, grad, state, wanted);
-  auto& [grad_x, grad_weight, grad_bias] = outputs;
   const int64_t rows = call.target.numel();
+  Three outputs = backward_outputs(call, grad, state, rows == 0 ? wanted : without_weight(wanted));
+  auto& [grad_x, grad_weight, grad_bias] = outputs;
   if (rows == 0) {
     for (const Tensor& each : {grad_x, grad_weight, grad_bias}) each.zero_();
     return outputs;
   }
   const Call flat = in_rows(call);
-  const LayerGradients gradients = in_rows(outputs, wanted);
   const Tensor grads = grad.reshape({-1});
-  ChunkLogits logits(kName, flat.layer);
-  const LayerGradients sums = gradients.for_layer(logits.layer());
-  for_each_chunk(flat.layer, [&](const Rows& chunk) {
-    logits.compute(chunk);
-    const RowState kept = row_state(state, rows, flat.loss.reduction, chunk.begin);
-    const Tensor& of_logits =
-        logits.differentiate(kName, chunk.of(grads), chunk.of(flat.target), flat.loss, kept);
-    sums.add(logits.layer(), chunk, of_logits);
-  });
-  gradients.set(sums);
+  const Tensor of_weight = for_each_chunk_of_logits(
+      flat.layer, wanted, grad_x, grad_bias,
+      [&](ChunkLogits& logits, const LayerGradients& gradients, const Rows& chunk) {
+        logits.compute(chunk);
+        const RowState kept = row_state(state, rows, flat.loss.reduction, chunk.begin);
+        const Tensor& of_logits =
+            logits.differentiate(kName, chunk.of(grads), chunk.of(flat.target), flat.loss, kept);
+        gradients.add(logits.layer(), chunk, of_logits);
+      });
+  if (wanted[1]) grad_weight = of_weight;
   return outputs;
 }
 

@@ -167,12 +167,15 @@ def linear_cross_entropy(
     incoming gradient. So a loss that requires a gradient costs three products in forward, without
     gradients one. The host never waits for the GPU.
 
-    Memory, beside the gradients: the logits of one chunk. For half precision the gradients of
-    ``weight`` and ``bias`` are added in float32, kept so until backward, and rounded once, which is
-    twice the memory of ``weight``. On a GPU, large half-precision products of classes that are no
-    multiple of 8 need copies of ``weight`` and of its gradient, too. Losses per row
-    (``reduction="none"``) keep no gradients: their backward computes the logits again. Second
-    derivatives, ``torch.func`` and forward mode compute all logits with torch's own ops.
+    Memory, beside the gradients: the logits of one chunk. The gradient of ``weight`` in half
+    precision is added over the chunks in float32, which takes twice the memory of ``weight``. It is
+    rounded to bfloat16 at the end of forward; in float16 it stays float32 until backward. On a GPU
+    in bfloat16, up to 8192 rows are one chunk where that takes no more memory than chunk and sum.
+
+    On a GPU, large half-precision products of classes that are no multiple of 8 need copies of
+    ``weight`` and of its gradient, too. Losses per row (``reduction="none"``) keep no gradients:
+    their backward computes the logits again. Second derivatives, ``torch.func`` and forward mode
+    compute all logits with torch's own ops.
 
     Args:
         x: ``[..., features]``; float32, float64, float16 or bfloat16.
