@@ -73,10 +73,10 @@ Tensor linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor&
                             int64_t ignore_index, std::string_view reduction,
                             double label_smoothing, double z_loss,
                             std::optional<at::ScalarType> dtype, bool check_target,
-                            std::optional<double> softcap) {
+                            std::optional<double> softcap, double temperature) {
   return torchkiln::linear_cross_entropy(x, weight, target, bias,
                                          {class_weight, ignore_index, reduction, label_smoothing,
-                                          z_loss, dtype, check_target, softcap});
+                                          z_loss, dtype, check_target, softcap, temperature});
 }
 
 Tensor bn_act(const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias,
@@ -158,7 +158,7 @@ PYBIND11_MODULE(_C, module) {
   ops.bind<&linear_cross_entropy>(
       "linear_cross_entropy",
       {"x", "weight", "target", "bias", "class_weight", "ignore_index", "reduction",
-       "label_smoothing", "z_loss", "dtype", "check_target", "softcap"});
+       "label_smoothing", "z_loss", "dtype", "check_target", "softcap", "temperature"});
   ops.bind<&torchkiln::matmul>("matmul", {"a", "b"});
   ops.bind<&torchkiln::linear>("linear", {"x", "weight", "bias", "act", "scale", "residual"});
   ops.bind<&torchkiln::mlp>(

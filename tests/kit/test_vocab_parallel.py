@@ -162,6 +162,8 @@ OPTIONS = [
     {"label_smoothing": 0.2, "z_loss": 0.01, "class_weight": True, "bias": True},
     {"softcap": 3.0, "z_loss": 0.02, "bias": True},
     {"softcap": 3.0, "reduction": "none", "class_weight": True},
+    {"temperature": 0.7, "bias": True},
+    {"temperature": 1.5, "softcap": 3.0, "reduction": "none"},
 ]
 
 

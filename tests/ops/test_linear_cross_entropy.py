@@ -62,12 +62,14 @@ def test_every_combination(
     device: torch.device, dtype: torch.dtype, reduction: str, rows: int
 ) -> None:
     """Values and gradients against float64, in one chunk and in two."""
-    choices = list(itertools.product((0.0, 0.1), (False, True), (0.0, 0.02), (None, 3.0)))
-    for smoothing, weighted, z_loss, softcap in choices[:: 1 if rows < 99 else 5]:
+    numbers = ((0.0, 0.1), (False, True), (0.0, 0.02), (None, 3.0), (1.0, 0.6))
+    choices = list(itertools.product(*numbers))
+    for smoothing, weighted, z_loss, softcap, temperature in choices[:: 1 if rows < 99 else 9]:
         x, weight, target, bias = layer(device, dtype, rows)
         target[1::3] = 4
         options: dict[str, Any] = {"label_smoothing": smoothing, "z_loss": z_loss}
         options |= {"reduction": reduction, "softcap": softcap, "ignore_index": 4}
+        options["temperature"] = temperature
         if weighted:
             options["class_weight"] = torch.rand(13, device=device).to(dtype)
         found = torchkiln.linear_cross_entropy(x, weight, target, bias, **options)

@@ -108,6 +108,11 @@ inline void check_softcap(const char* op, double softcap) {
                     ", expected a number greater than 0, or None");
 }
 
+inline void check_temperature(const char* op, double temperature) {
+  TORCH_CHECK_VALUE(temperature > 0, "torchkiln.", op, ": temperature: got ", temperature,
+                    ", expected a number greater than 0");
+}
+
 inline void check_loss(const char* op, const at::Tensor& logits, const at::Tensor& target,
                        const LossCall& call, std::optional<at::ScalarType> dtype = std::nullopt) {
   check_tensor(op, "logits", logits);

@@ -21,6 +21,7 @@ struct LogitLayer {
   at::Tensor weight;  // [classes, features]
   MaybeTensor bias;   // [classes]
   std::optional<double> softcap;
+  double temperature;  // divides the logits, behind the softcap
 };
 
 /// Rows per chunk: as many as fit in 1 GiB of logits, at least 2048 and at most 8192, because a
@@ -85,22 +86,25 @@ class ChunkLogits {
   const at::Tensor& compute(const Rows& rows) {
     const auto [x, columns] = in_whole_tiles(rows.of(layer_.x), layer_.weight.t());
     product_ = memory_.narrow(0, 0, rows.count);
+    const double scale = layer_.softcap ? 1 : 1 / layer_.temperature;
     const bool adds = layer_.bias && layer_.bias->scalar_type() == product_.scalar_type();
     if (adds) {
-      at::addmm_out(product_, *layer_.bias, x, columns);
-    } else {
+      at::addmm_out(product_, *layer_.bias, x, columns, scale, scale);
+    } else if (scale == 1) {
       at::mm_out(product_, x, columns);
+    } else {
+      at::addmm_out(product_, product_, x, columns, /*beta=*/0, scale);
     }
-    if (layer_.bias && !adds) product_.add_(*layer_.bias);
+    if (layer_.bias && !adds) product_.add_(*layer_.bias, scale);
     logits_ = own(product_);
     if (!layer_.softcap) return logits_;
     const at::ScalarType compute = compute_dtype(product_.scalar_type());
     logits_ = logits_.to(compute, /*non_blocking=*/false, /*copy=*/true);
-    return logits_.div_(*layer_.softcap).tanh_().mul_(*layer_.softcap);
+    return logits_.div_(*layer_.softcap).tanh_().mul_(bound());
   }
 
   /// The gradient of the layer's outputs, in place of the logits computed last; 0 for added
-  /// classes.
+  /// classes. `grad` is that of the losses, divided by the temperature.
   const at::Tensor& differentiate(const char* op, const at::Tensor& grad, const at::Tensor& target,
                                   const LossCall& call, const RowState& state) {
     at::Tensor outputs = own(product_);
@@ -113,12 +117,14 @@ class ChunkLogits {
     }
     const at::Tensor found = at::empty_like(logits_);
     run_backward(op, grad, logits_, target, call, state, found);
-    const at::Tensor slope = logits_.div_(*layer_.softcap).square_().neg_().add_(1);
+    const at::Tensor slope = logits_.div_(bound()).square_().neg_().add_(1);
     outputs.copy_(found.mul_(slope));
     return product_;
   }
 
  private:
+  /// Of logits with a softcap.
+  double bound() const { return *layer_.softcap / layer_.temperature; }
   /// The columns of the classes of the call.
   at::Tensor own(const at::Tensor& logits) const { return logits.narrow(1, 0, classes_); }
 

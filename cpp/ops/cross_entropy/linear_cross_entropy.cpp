@@ -43,8 +43,8 @@ template <auto function, class... More>
 auto of_call(const Tensor& x, const Tensor& weight, const Tensor& target, const MaybeTensor& bias,
              const MaybeTensor& class_weight, int64_t ignore_index, LossReduction reduction,
              double label_smoothing, double z_loss, MaybeDtype dtype, bool check_target,
-             std::optional<double> softcap, More... more) {
-  return function({{x, weight, bias, softcap},
+             std::optional<double> softcap, double temperature, More... more) {
+  return function({{x, weight, bias, softcap, temperature},
                    target,
                    {class_weight, ignore_index, reduction, label_smoothing, z_loss},
                    dtype,
@@ -53,7 +53,7 @@ auto of_call(const Tensor& x, const Tensor& weight, const Tensor& target, const 
 }
 
 void check(const char* op, const Call& call) {
-  const auto& [x, weight, bias, softcap] = call.layer;
+  const auto& [x, weight, bias, softcap, temperature] = call.layer;
   check_linear(op, x, weight, bias);
   TORCH_CHECK(weight.sym_size(0) != 0, "torchkiln.", op, ": weight: got shape ", weight.sym_sizes(),
               ", expected at least 1 row: a class");
@@ -74,6 +74,7 @@ void check(const char* op, const Call& call) {
   }
   check_loss_numbers(op, call.loss, call.dtype);
   if (softcap) check_softcap(op, *softcap);
+  check_temperature(op, temperature);
 }
 
 void check_classes_if_asked(const Call& call) {
@@ -151,7 +152,8 @@ Five forward(const Call& call, Wanted wanted) {
     return outputs;
   }
   const Call flat = in_rows(call);
-  const Tensor losses = at::empty({rows}, state.options()), one = at::ones({}, state.options());
+  const Tensor losses = at::empty({rows}, state.options());
+  const Tensor factor = at::full({}, 1 / call.layer.temperature, state.options());
   LossCall sum = flat.loss;
   sum.reduction = LossReduction::sum;
   const Tensor of_weight = for_each_chunk_of_logits(
@@ -161,7 +163,8 @@ Five forward(const Call& call, Wanted wanted) {
         const Tensor target = chunk.of(flat.target);
         run_forward(kName, logits.compute(chunk), target, sum, chunk.of(losses), kept, false);
         if (!gradients.any()) return;
-        gradients.add(logits.layer(), chunk, logits.differentiate(kName, one, target, sum, kept));
+        gradients.add(logits.layer(), chunk,
+                      logits.differentiate(kName, factor, target, sum, kept));
       });
   if (wanted[1]) grad_weight = of_weight;
   if (reduction == LossReduction::none) {
@@ -178,7 +181,8 @@ struct Forward {
       "torchkiln::linear_cross_entropy_forward(Tensor x, Tensor weight, Tensor target, "
       "Tensor? bias, Tensor? class_weight, int ignore_index, str reduction, "
       "float label_smoothing, float z_loss, ScalarType? dtype, bool check_target, "
-      "float? softcap, bool[3] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor)";
+      "float? softcap, float temperature, bool[3] wanted) -> (Tensor, Tensor, Tensor, Tensor, "
+      "Tensor)";
   static constexpr auto meta = of_call<forward_outputs, Wanted>;
   static constexpr auto kernel = of_call<forward, Wanted>;
 };
@@ -204,7 +208,9 @@ Three backward(const Call& call, const Tensor& grad, const Tensor& state, Wanted
     return outputs;
   }
   const Call flat = in_rows(call);
-  const Tensor grads = grad.reshape({-1});
+  const double temperature = call.layer.temperature;
+  Tensor grads = grad.reshape({-1});
+  if (temperature != 1) grads = grads.to(state.scalar_type()) / temperature;
   const Tensor of_weight = for_each_chunk_of_logits(
       flat.layer, wanted, grad_x, grad_bias,
       [&](ChunkLogits& logits, const LayerGradients& gradients, const Rows& chunk) {
@@ -223,7 +229,8 @@ struct Backward {
       "torchkiln::linear_cross_entropy_backward(Tensor x, Tensor weight, Tensor target, "
       "Tensor? bias, Tensor? class_weight, int ignore_index, str reduction, "
       "float label_smoothing, float z_loss, ScalarType? dtype, bool check_target, "
-      "float? softcap, Tensor grad, Tensor state, bool[3] wanted) -> (Tensor, Tensor, Tensor)";
+      "float? softcap, float temperature, Tensor grad, Tensor state, bool[3] wanted) "
+      "-> (Tensor, Tensor, Tensor)";
   static constexpr auto meta = of_call<backward_outputs, const Tensor&, const Tensor&, Wanted>;
   static constexpr auto kernel = of_call<backward, const Tensor&, const Tensor&, Wanted>;
 };
@@ -250,12 +257,13 @@ Tensor scaled(const Tensor& gradient, const Tensor& factor, at::ScalarType dtype
 Tensor composite_in(at::ScalarType product, const Call& call) {
   check(kName, call);
   check_classes_if_asked(call);
-  const auto& [x, weight, bias, softcap] = call.layer;
+  const auto& [x, weight, bias, softcap, temperature] = call.layer;
   const bool adds = bias && bias->scalar_type() == product;
   Tensor logits = at::linear(x.to(product), weight.to(product), adds ? bias : std::nullopt);
   if (bias && !adds) logits = logits + bias->to(compute_dtype(product));
   logits = as_matrix(logits);
   if (softcap) logits = capped(kName, logits, *softcap);
+  if (temperature != 1) logits = logits.to(compute_dtype(product)) / temperature;
   const Tensor loss =
       composite_loss(logits, call.target.reshape({-1}), call.loss, call.loss_dtype());
   return loss.reshape_symint(call.loss.reduction == LossReduction::none ? call.target.sym_sizes()
@@ -277,7 +285,8 @@ struct Op {
       "torchkiln::linear_cross_entropy(Tensor x, Tensor weight, Tensor target, "
       "Tensor? bias=None, *, Tensor? class_weight=None, int ignore_index=-100, "
       "str reduction='mean', float label_smoothing=0.0, float z_loss=0.0, "
-      "ScalarType? dtype=None, bool check_target=False, float? softcap=None) -> Tensor";
+      "ScalarType? dtype=None, bool check_target=False, float? softcap=None, "
+      "float temperature=1.0) -> Tensor";
   static constexpr auto meta = of_call<output>;
   static constexpr auto kernel = of_call<linear_cross_entropy_ops::kernel>;
   static constexpr auto composite = of_call<linear_cross_entropy_ops::composite>;
@@ -287,13 +296,14 @@ struct Op {
                          const Tensor& target, const MaybeTensor& bias,
                          const MaybeTensor& class_weight, int64_t ignore_index,
                          LossReduction reduction, double label_smoothing, double z_loss,
-                         MaybeDtype dtype, bool check_target, std::optional<double> softcap) {
+                         MaybeDtype dtype, bool check_target, std::optional<double> softcap,
+                         double temperature) {
     const bool each = reduction == LossReduction::none;
     const auto needs = [&](const Tensor& t) { return !each && t.defined() && t.requires_grad(); };
     const Tensor shift = tensor_or_undefined(bias), factors = tensor_or_undefined(class_weight);
     const auto [loss, state, of_x, of_weight, of_bias] = below.call<Forward>(
         x, weight, target, bias, class_weight, ignore_index, reduction, label_smoothing, z_loss,
-        dtype, check_target, softcap, Wanted{needs(x), needs(weight), needs(shift)});
+        dtype, check_target, softcap, temperature, Wanted{needs(x), needs(weight), needs(shift)});
     TORCH_CHECK(!(factors.defined() && factors.requires_grad()), "torchkiln.", kName,
                 ": class_weight: got a tensor that requires a gradient, expected one that does "
                 "not: the loss has none with respect to class weights; pass class_weight.detach()");
@@ -308,7 +318,7 @@ struct Op {
                 [&, &target = target, &factors = factors](const auto& inputs) {
                   return composite(inputs[0], inputs[1], target, maybe(inputs[2]), maybe(factors),
                                    ignore_index, reduction, label_smoothing, z_loss, dtype,
-                                   /*check_target=*/false, softcap);
+                                   /*check_target=*/false, softcap, temperature);
                 });
           }
           const std::array parameters{x, weight, bias};
@@ -316,8 +326,8 @@ struct Op {
           if (each) {
             std::tie(found[0], found[1], found[2]) = call_below<Backward>(
                 x, weight, target, maybe(bias), maybe(factors), ignore_index, reduction,
-                label_smoothing, z_loss, dtype, /*check_target=*/false, softcap, in[0], state,
-                Wanted{in.wants(0), in.wants(1), in.wants(2)});
+                label_smoothing, z_loss, dtype, /*check_target=*/false, softcap, temperature, in[0],
+                state, Wanted{in.wants(0), in.wants(1), in.wants(2)});
           }
           const Tensor factor =
               each ? Tensor() : factor_of(in[0], target, state, ignore_index, reduction);
@@ -347,13 +357,15 @@ struct Op {
                          const Tensor& target, const MaybeTensor& bias,
                          const MaybeTensor& class_weight, int64_t ignore_index,
                          LossReduction reduction, double label_smoothing, double z_loss,
-                         MaybeDtype dtype, bool check_target, std::optional<double> softcap) {
+                         MaybeDtype dtype, bool check_target, std::optional<double> softcap,
+                         double temperature) {
     check_tensors(kName, {{"x", x}, {"weight", weight}});
     const bool reads_bias = !bias || bias->scalar_type() == at::kFloat;
     const Tensor half = cast(x);
     if (is_half(half.scalar_type()) && !dtype.has_value()) dtype = at::kFloat;
     return call<Op>(half, cast(weight), target, reads_bias ? bias : cast(bias), class_weight,
-                    ignore_index, reduction, label_smoothing, z_loss, dtype, check_target, softcap);
+                    ignore_index, reduction, label_smoothing, z_loss, dtype, check_target, softcap,
+                    temperature);
   }
 };
 
@@ -371,8 +383,8 @@ at::Tensor linear_cross_entropy(const at::Tensor& x, const at::Tensor& weight,
   return call<linear_cross_entropy_ops::Op>(
       x, weight, target, bias, options.class_weight, options.ignore_index,
       InSchema<LossReduction>::read("linear_cross_entropy", options.reduction),
-      options.label_smoothing, options.z_loss, options.dtype, options.check_target,
-      options.softcap);
+      options.label_smoothing, options.z_loss, options.dtype, options.check_target, options.softcap,
+      options.temperature);
 }
 
 }  // namespace torchkiln

@@ -40,6 +40,7 @@ class LogitShard:
     target: Tensor
     class_weight: Tensor | None
     softcap: float | None
+    temperature: float
     options: LossOptions
 
     def chunks(self) -> Iterator[slice]:
@@ -53,24 +54,30 @@ class LogitShard:
             yield slice(begin, begin + size)
 
     def logits(self, rows: slice) -> Tensor:
-        """The logits of some rows, with the softcap."""
+        """The logits of some rows, with softcap and temperature."""
         bias, x = self.bias, self.x[rows]
-        if bias is None or bias.dtype == x.dtype:
-            logits = torch.nn.functional.linear(x, self.weight, bias)
+        scale = 1 / self.temperature if self.softcap is None else 1.0
+        if bias is not None and bias.dtype == x.dtype:
+            logits = torch.addmm(bias, x, self.weight.T, beta=scale, alpha=scale)
         else:
-            logits = torch.nn.functional.linear(x, self.weight).add_(bias)
+            logits = torch.addmm(x.new_zeros(1), x, self.weight.T, beta=0, alpha=scale)
+            if bias is not None:
+                logits.add_(bias, alpha=scale)
         if self.softcap is not None:
             logits = logits.to(compute_dtype(logits.dtype))
-            logits.div_(self.softcap).tanh_().mul_(self.softcap)
+            logits.div_(self.softcap).tanh_().mul_(self.softcap / self.temperature)
         return logits
 
     def differentiate(self, grad: Tensor, rows: slice, logits: Tensor, state: Tensor) -> Tensor:
         """The gradient of the outputs of the layer, which may overwrite ``logits``."""
+        if self.temperature != 1:
+            grad = grad / self.temperature
         found = gradient_of_logits(
             grad, logits, self.target[rows], self.class_weight, state, self.options
         )
         if self.softcap is not None:
-            found.mul_(logits.div_(self.softcap).square_().neg_().add_(1))
+            bound = self.softcap / self.temperature
+            found.mul_(logits.div_(bound).square_().neg_().add_(1))
         return found.to(self.x.dtype)
 
 
@@ -131,10 +138,11 @@ class ShardedLinearLoss(torch.autograd.Function):
         target: Tensor,
         class_weight: Tensor | None,
         softcap: float | None,
+        temperature: float,
         options: LossOptions,
     ) -> Tensor:
         """The loss, equal on all processes; also the gradients of the sum of the losses."""
-        layer = LogitShard(x, weight, bias, target, class_weight, softcap, options)
+        layer = LogitShard(x, weight, bias, target, class_weight, softcap, temperature, options)
         each = options.reduction == "none"
         wanted = (False,) * 3 if each else ctx.needs_input_grad[:3]
         gradients = Gradients(layer, wanted)
@@ -148,7 +156,7 @@ class ShardedLinearLoss(torch.autograd.Function):
                 gradients.add(rows, layer.differentiate(one, rows, logits, numbers.state))
         joined = Rows(*(torch.cat(parts, -1) for parts in zip(*found, strict=True)))
         loss, divisor = reduced(joined, options)
-        ctx.softcap, ctx.options = softcap, options
+        ctx.softcap, ctx.temperature, ctx.options = softcap, temperature, options
         ctx.save_for_backward(
             x, weight, bias, target, class_weight, joined.state, divisor, *gradients.parts()
         )
@@ -160,7 +168,8 @@ class ShardedLinearLoss(torch.autograd.Function):
         """The gradients of x, weight and bias."""
         saved = ctx.saved_tensors
         x, weight, bias, target, class_weight, state, divisor, of_x, of_weight, of_bias = saved
-        layer = LogitShard(x, weight, bias, target, class_weight, ctx.softcap, ctx.options)
+        numbers = (ctx.softcap, ctx.temperature, ctx.options)
+        layer = LogitShard(x, weight, bias, target, class_weight, *numbers)
         parts: list[Tensor | None] = [of_x, of_weight, of_bias]
         factor = grad.to(state.dtype)
         if layer.options.reduction == "none":
@@ -179,7 +188,7 @@ class ShardedLinearLoss(torch.autograd.Function):
         ]
         if found[0] is not None:
             dist.all_reduce(found[0], group=layer.options.shard.group)
-        return (*found, None, None, None, None)
+        return (*found, None, None, None, None, None)
 
 
 def vocab_parallel_linear_cross_entropy(
@@ -198,6 +207,7 @@ def vocab_parallel_linear_cross_entropy(
     z_loss: float = 0.0,
     dtype: torch.dtype | None = None,
     softcap: float | None = None,
+    temperature: float = 1.0,
 ) -> Tensor:
     """Returns :func:`torchkiln.linear_cross_entropy` of a layer whose classes are distributed.
 
@@ -228,9 +238,14 @@ def vocab_parallel_linear_cross_entropy(
         dtype: dtype of the loss; None for that of ``x``. Under autocast None is float32 for half
             precision.
         softcap: a number greater than 0: the loss is that of ``softcap * tanh(logits / softcap)``.
+        temperature: a number greater than 0, by which the logits are divided, behind the softcap.
     """
     check_reduction(NAME, reduction)
     check_softcap(NAME, softcap)
+    if temperature <= 0:
+        raise ValueError(
+            f"torchkiln.{NAME}: temperature: got {temperature}, expected a number greater than 0"
+        )
     check_target(NAME, target, x.shape[:-1])
     device = x.device.type
     if torch.is_autocast_enabled(device):
@@ -250,6 +265,6 @@ def vocab_parallel_linear_cross_entropy(
     flat = x.reshape(-1, x.shape[-1]).contiguous()
     with torch.autocast(device, enabled=False):
         loss: Tensor = ShardedLinearLoss.apply(  # type: ignore[no-untyped-call]
-            flat, weight, bias, target.reshape(-1), class_weight, softcap, options
+            flat, weight, bias, target.reshape(-1), class_weight, softcap, temperature, options
         )
     return loss.view(target.shape) if reduction == "none" else loss

@@ -109,6 +109,7 @@ class LinearCrossEntropyLoss(nn.Linear):
         loss_dtype: of the loss.
         check_target: whether to validate the target first, which waits for the GPU.
         softcap: the bound of ``softcap * tanh(logits / softcap)``, or None.
+        temperature: a number greater than 0, by which the logits are divided, behind the softcap.
         device: of the parameters.
         dtype: of the parameters.
 
@@ -132,6 +133,7 @@ class LinearCrossEntropyLoss(nn.Linear):
         loss_dtype: torch.dtype | None = None,
         check_target: bool = False,
         softcap: float | None = None,
+        temperature: float = 1.0,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -144,6 +146,7 @@ class LinearCrossEntropyLoss(nn.Linear):
         self.loss_dtype = loss_dtype
         self.check_target = check_target
         self.softcap = softcap
+        self.temperature = temperature
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
         """Returns the loss."""
@@ -160,6 +163,7 @@ class LinearCrossEntropyLoss(nn.Linear):
             dtype=self.loss_dtype,
             check_target=self.check_target,
             softcap=self.softcap,
+            temperature=self.temperature,
         )
 
     def extra_repr(self) -> str:
@@ -168,5 +172,6 @@ class LinearCrossEntropyLoss(nn.Linear):
             f"{super().extra_repr()}, ignore_index={self.ignore_index}, "
             f"reduction={self.reduction!r}, label_smoothing={self.label_smoothing}, "
             f"z_loss={self.z_loss}, loss_dtype={self.loss_dtype}, "
-            f"check_target={self.check_target}, softcap={self.softcap}"
+            f"check_target={self.check_target}, softcap={self.softcap}, "
+            f"temperature={self.temperature}"
         )

@@ -158,6 +158,7 @@ def linear_cross_entropy(
     dtype: torch.dtype | None = None,
     check_target: bool = False,
     softcap: float | None = None,
+    temperature: float = 1.0,
 ) -> Tensor:
     """Returns ``cross_entropy(x @ weight.T + bias, target)`` without all logits in memory.
 
@@ -196,6 +197,7 @@ def linear_cross_entropy(
             that is out of range. This waits for the GPU.
         softcap: a number greater than 0: the loss is that of ``softcap * tanh(logits / softcap)``.
             Chunks then have fewer rows, as the capped logits are two more tensors of a chunk.
+        temperature: a number greater than 0, by which the logits are divided, behind the softcap.
     """
     return torch.ops.torchkiln.linear_cross_entropy.default(
         x,
@@ -210,4 +212,5 @@ def linear_cross_entropy(
         dtype=dtype,
         check_target=check_target,
         softcap=softcap,
+        temperature=temperature,
     )

@@ -37,6 +37,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "weighted": {"class_weight": True},
     "softcap": {"softcap": 2.5},
     "softcap, none": {"softcap": 2.5, "reduction": "none"},
+    "temperature": {"temperature": 0.7},
+    "temperature, softcap, none": {"temperature": 1.5, "softcap": 2.5, "reduction": "none"},
     "all": {"class_weight": True, "ignore_index": 2, "label_smoothing": 0.3, "z_loss": 0.02},
     "checked": {"check_target": True, "reduction": "sum"},
 }
@@ -102,12 +104,14 @@ def flat(logits: Tensor, target: Tensor, kwargs: Mapping[str, Any]) -> Arguments
     """Logits and classes as rows, and the arguments of :func:`torchkiln.cross_entropy`."""
     names = {"class_weight": "weight"}
     options = {names.get(name, name): value for name, value in kwargs.items()}
-    softcap = options.pop("softcap", None)
+    softcap, temperature = options.pop("softcap", None), options.pop("temperature", 1.0)
     for name in ("dtype", "check_target"):
         options.pop(name, None)
     rows = logits.reshape(-1, logits.shape[-1])
     if softcap is not None:
         rows = softcap * torch.tanh(rows / softcap)
+    if temperature != 1:
+        rows = rows / temperature
     return rows, target.reshape(-1), options
 
 
@@ -265,6 +269,8 @@ def invalid(device: torch.device) -> Iterator[Invalid]:
     for softcap in (0.0, -2.0):
         words = f"softcap: got {softcap:g}, expected a number greater than 0, or None"
         yield good.changed(words, ValueError, softcap=softcap)
+    words = "temperature: got 0, expected a number greater than 0"
+    yield good.changed(words, ValueError, temperature=0.0)
 
 
 def typical_inputs(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
