@@ -1,0 +1,171 @@
+#include <limits>
+
+#include "cross_entropy/linear.h"
+#include "detail/check_linear.h"
+#include "matmul/kernel.h"
+#include "torchkiln/torch/empty.h"
+
+namespace torchkiln::linear_cross_entropy_ops {
+
+void check(const char* op, const Call& call) {
+  const auto& [x, weight, bias, softcap, temperature] = call.layer;
+  check_linear(op, x, weight, bias);
+  TORCH_CHECK(weight.sym_size(0) != 0, "torchkiln.", op, ": weight: got shape ", weight.sym_sizes(),
+              ", expected at least 1 row: a class");
+  check_tensors(op, {{"x", x}, {"target", call.target}});
+  TORCH_CHECK(call.target.scalar_type() == at::kLong, "torchkiln.", op, ": target: got dtype ",
+              dtype_name(call.target.scalar_type()),
+              ", expected int64, of classes; for probabilities call cross_entropy(linear(x, "
+              "weight, bias), target)");
+  const c10::SymIntArrayRef rows = x.sym_sizes().slice(0, x.dim() - 1);
+  TORCH_CHECK(call.target.sym_sizes().equals(rows), "torchkiln.", op, ": target: got shape ",
+              call.target.sym_sizes(), ", expected ", rows, " for x of shape ", x.sym_sizes(),
+              ": a class for each row");
+  if (call.loss.weight) {
+    const Tensor& each = *call.loss.weight;
+    check_tensors(op, {{"x", x}, {"class_weight", each}});
+    check_parameter_dtype(op, "class_weight", each.scalar_type(), "x", x.scalar_type());
+    check_vector(op, "class_weight", each, weight.sym_size(0), "the first size of weight");
+  }
+  check_loss_numbers(op, call.loss, call.dtype);
+  if (softcap) check_softcap(op, *softcap);
+  check_temperature(op, temperature);
+}
+
+void check_classes_if_asked(const Call& call) {
+  if (call.check_target && !call.target.is_meta())
+    check_classes(kName, call.target, call.layer.weight.size(0), call.loss.ignore_index);
+}
+
+namespace {
+
+/// The same call with x and target as rows, and class weights that the kernels need not convert.
+Call in_rows(const Call& call) {
+  Call flat = call;
+  flat.layer.x = as_matrix(call.layer.x);
+  flat.target = call.target.reshape({-1});
+  if (call.loss.weight)
+    flat.loss.weight = call.loss.weight->to(compute_dtype(flat.layer.x.scalar_type()));
+  return flat;
+}
+
+/// Uninitialised gradients of x, weight and bias.
+Three empty_gradients(const LogitLayer& layer, Wanted wanted) {
+  const at::ScalarType dtype = layer.x.scalar_type();
+  const auto like = [&](bool is_wanted, const Tensor& parameter, at::ScalarType of) {
+    return is_wanted ? empty_of(parameter.sym_sizes(), layer.x.options().dtype(of))
+                     : no_output(layer.x);
+  };
+  return {wanted[0] ? empty_contiguous(layer.x) : no_output(layer.x),
+          like(wanted[1], layer.weight, weight_gradient_dtype(dtype)),
+          like(wanted[2], layer.bias.value_or(layer.x), compute_dtype(dtype))};
+}
+
+/// All but the weight, whose gradient is allocated once the logits are freed.
+Wanted without_weight(const Wanted& wanted) { return {wanted[0], false, wanted[2]}; }
+
+/// Calls body(logits, gradients, rows) for each chunk. Returns the gradient of the weight, if it is
+/// wanted.
+template <class Body>
+Tensor for_each_chunk_of_logits(const LogitLayer& layer, const Wanted& wanted, const Tensor& grad_x,
+                                const Tensor& grad_bias, const Body& body) {
+  const bool may_be_whole =
+      wanted[1] && layer.x.scalar_type() == at::kBFloat16 && has_exact_gradient(layer.weight);
+  const int64_t rows = layer.x.size(0), size = rows_per_chunk(layer, may_be_whole);
+  LayerGradients gradients{wanted[0] ? as_matrix(grad_x) : Tensor(), Tensor(),
+                           wanted[2] ? grad_bias : Tensor()};
+  {
+    ChunkLogits logits(kName, layer, size);
+    if (wanted[1]) gradients.weight = empty_weight_sum(logits.layer().weight, size == rows);
+    for_each_chunk(rows, size, [&](const Rows& chunk) { body(logits, gradients, chunk); });
+  }
+  return wanted[1] ? weight_gradient(gradients.weight, layer.weight) : Tensor();
+}
+
+}  // namespace
+
+Five forward_outputs(const Call& call, Wanted wanted) {
+  check(kName, call);
+  const Tensor& x = call.layer.x;
+  const bool each = call.loss.reduction == LossReduction::none;
+  const c10::SymIntArrayRef shape = each ? call.target.sym_sizes() : c10::SymIntArrayRef();
+  const int64_t divisors = call.loss.reduction == LossReduction::mean ? 1 : 0;
+  const auto with = [&](at::ScalarType dtype) { return x.options().dtype(dtype); };
+  return std::tuple_cat(
+      std::tuple{empty_of(shape, with(call.loss_dtype())),
+                 empty_of({call.rows() * 3 + divisors}, with(compute_dtype(x.scalar_type())))},
+      empty_gradients(call.layer, wanted));
+}
+
+Five forward(const Call& call, Wanted wanted) {
+  const int64_t rows = call.target.numel();
+  Five outputs = forward_outputs(call, rows == 0 ? wanted : without_weight(wanted));
+  auto& [loss, state, grad_x, grad_weight, grad_bias] = outputs;
+  const LossReduction reduction = call.loss.reduction;
+  check_classes_if_asked(call);
+  if (rows == 0) {
+    for (const Tensor& each : {state, grad_x, grad_weight, grad_bias}) each.zero_();
+    loss.fill_(reduction == LossReduction::mean ? std::numeric_limits<double>::quiet_NaN() : 0);
+    return outputs;
+  }
+  const Call flat = in_rows(call);
+  const Tensor losses = at::empty({rows}, state.options());
+  const Tensor factor = at::full({}, 1 / call.layer.temperature, state.options());
+  LossCall sum = flat.loss;
+  sum.reduction = LossReduction::sum;
+  const Tensor of_weight = for_each_chunk_of_logits(
+      flat.layer, wanted, grad_x, grad_bias,
+      [&, &state = state](ChunkLogits& logits, const LayerGradients& gradients, const Rows& chunk) {
+        const RowState kept = row_state(state, rows, sum.reduction, chunk.begin);
+        const Tensor target = chunk.of(flat.target);
+        run_forward(kName, logits.compute(chunk), target, sum, chunk.of(losses), kept, false);
+        if (!gradients.any()) return;
+        gradients.add(logits.layer(), chunk,
+                      logits.differentiate(kName, factor, target, sum, kept));
+      });
+  if (wanted[1]) grad_weight = of_weight;
+  if (reduction == LossReduction::none) {
+    loss.copy_(losses.view(loss.sizes()));
+  } else {
+    const RowState kept = row_state(state, rows, reduction);
+    run_sum(kName, flat.layer.x, sum_arguments(flat.layer.x, call.loss, losses, kept, loss));
+  }
+  return outputs;
+}
+
+Three backward_outputs(const Call& call, const Tensor& grad, const Tensor& state, Wanted wanted) {
+  constexpr const char* kBackward = "linear_cross_entropy_backward";
+  check(kBackward, call);
+  check_tensors(kBackward, {{"x", call.layer.x}, {"grad", grad}, {"state", state}});
+  check_dtype(kBackward, "grad", grad);
+  check_same_shape(kBackward, "grad", grad, "target", call.target);
+  check_vector(kBackward, "state", state, call.rows() * 3, "the numbers of each row");
+  return empty_gradients(call.layer, wanted);
+}
+
+Three backward(const Call& call, const Tensor& grad, const Tensor& state, Wanted wanted) {
+  const int64_t rows = call.target.numel();
+  Three outputs = backward_outputs(call, grad, state, rows == 0 ? wanted : without_weight(wanted));
+  auto& [grad_x, grad_weight, grad_bias] = outputs;
+  if (rows == 0) {
+    for (const Tensor& each : {grad_x, grad_weight, grad_bias}) each.zero_();
+    return outputs;
+  }
+  const Call flat = in_rows(call);
+  const double temperature = call.layer.temperature;
+  Tensor grads = grad.reshape({-1});
+  if (temperature != 1) grads = grads.to(state.scalar_type()) / temperature;
+  const Tensor of_weight = for_each_chunk_of_logits(
+      flat.layer, wanted, grad_x, grad_bias,
+      [&](ChunkLogits& logits, const LayerGradients& gradients, const Rows& chunk) {
+        logits.compute(chunk);
+        const RowState kept = row_state(state, rows, flat.loss.reduction, chunk.begin);
+        const Tensor& of_logits =
+            logits.differentiate(kName, chunk.of(grads), chunk.of(flat.target), flat.loss, kept);
+        gradients.add(logits.layer(), chunk, of_logits);
+      });
+  if (wanted[1]) grad_weight = of_weight;
+  return outputs;
+}
+
+}  // namespace torchkiln::linear_cross_entropy_ops
