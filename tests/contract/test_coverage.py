@@ -64,7 +64,7 @@ COMPOSED |= {
 }
 
 # Ops that return more than the op of the same loss; tests/ops/test_cross_entropy.py checks them.
-FORMS = {"cross_entropy_with_metrics"}
+FORMS = {"cross_entropy_with_metrics", "linear_cross_entropy_with_metrics"}
 
 # The op that bn_act calls to update running statistics; tests/ops/test_batch_norm.py checks it.
 UPDATES = {"bn_act_update", "bn_act_update_forward"}

@@ -48,7 +48,7 @@ Two forward_outputs(const Tensor& logits, const Tensor& target, const LossCall& 
   const auto with = [&](at::ScalarType dtype) { return logits.options().dtype(dtype); };
   return {empty_of(loss_shape(logits, call.reduction),
                    with(dtype_of_loss(logits, target, options.dtype))),
-          empty_of({state_size(logits, call.reduction, options.accuracy)},
+          empty_of({state_size(sym_row_count(logits), call.reduction, options.accuracy)},
                    with(compute_dtype(logits.scalar_type())))};
 }
 
@@ -104,7 +104,7 @@ void check_backward(const Tensor& grad, const Tensor& logits, const Tensor& targ
   TORCH_CHECK(grad.sym_sizes().equals(shape), "torchkiln.", kBackward, ": grad: got shape ",
               grad.sym_sizes(), ", expected ", c10::SymIntArrayRef(shape),
               ", the shape of the loss");
-  const c10::SymInt size = state_size(logits, call.reduction);
+  const c10::SymInt size = state_size(sym_row_count(logits), call.reduction, false);
   const at::ScalarType compute = compute_dtype(logits.scalar_type());
   const bool fits = state.dim() == 1 && (state.sym_size(0) == size ||
                                          state.sym_size(0) == size + sym_row_count(logits));
@@ -369,8 +369,8 @@ struct WithMetrics {
                     const LossCall& call, bool accuracy) {
     const auto& [loss, state] = outputs;
     const at::NoGradGuard without_gradients;
-    const auto [z, correct] =
-        reduced_metrics(metrics_of_state(logits, target, state, call, accuracy), loss, call);
+    const auto [z, correct] = reduced_metrics(
+        metrics_of_state(sym_row_count(logits), target, state, call, accuracy), loss, call);
     return {loss, z, correct};
   }
 

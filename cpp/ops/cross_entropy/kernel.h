@@ -36,10 +36,9 @@ inline c10::SymInt sym_row_count(const at::Tensor& logits) {
 /// The size of the state that backward needs, one tensor of the compute dtype: log-sum-exp of all
 /// rows, mass of all rows, target weight of all rows and, for a mean, its divisor. If `accuracy` is
 /// wanted, whether the target class has the largest logit, of all rows, follows.
-inline c10::SymInt state_size(const at::Tensor& logits, LossReduction reduction,
-                              bool accuracy = false) {
+inline c10::SymInt state_size(const c10::SymInt& rows, LossReduction reduction, bool accuracy) {
   const c10::SymInt mean = reduction == LossReduction::mean ? 1 : 0;
-  return sym_row_count(logits) * (accuracy ? 4 : 3) + mean;
+  return rows * (accuracy ? 4 : 3) + mean;
 }
 
 struct RowState {

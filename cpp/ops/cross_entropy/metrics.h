@@ -17,9 +17,8 @@ struct RowMetrics {
 };
 
 /// From the state that backward saves: the logits are not read again.
-inline RowMetrics metrics_of_state(const at::Tensor& logits, const at::Tensor& target,
+inline RowMetrics metrics_of_state(const c10::SymInt& rows, const at::Tensor& target,
                                    const at::Tensor& state, const LossCall& call, bool accuracy) {
-  const c10::SymInt rows = sym_row_count(logits);
   const int64_t divisors = call.reduction == LossReduction::mean ? 1 : 0;
   RowMetrics metrics;
   metrics.log_sum_exp = state.narrow_symint(0, 0, rows);

@@ -110,6 +110,8 @@ class LinearCrossEntropyLoss(nn.Linear):
         check_target: whether to validate the target first, which waits for the GPU.
         softcap: the bound of ``softcap * tanh(logits / softcap)``, or None.
         temperature: a number greater than 0, by which the logits are divided, behind the softcap.
+        return_z_loss: whether to return the z-loss after the loss.
+        return_accuracy: whether to return the accuracy after them.
         device: of the parameters.
         dtype: of the parameters.
 
@@ -134,6 +136,8 @@ class LinearCrossEntropyLoss(nn.Linear):
         check_target: bool = False,
         softcap: float | None = None,
         temperature: float = 1.0,
+        return_z_loss: bool = False,
+        return_accuracy: bool = False,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -147,9 +151,11 @@ class LinearCrossEntropyLoss(nn.Linear):
         self.check_target = check_target
         self.softcap = softcap
         self.temperature = temperature
+        self.return_z_loss = return_z_loss
+        self.return_accuracy = return_accuracy
 
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
-        """Returns the loss."""
+    def forward(self, input: Tensor, target: Tensor) -> Tensor | tuple[Tensor, ...]:  # type: ignore[override]
+        """Returns the loss, followed by what else was asked for."""
         return linear_cross_entropy(
             input,
             self.weight,
@@ -164,6 +170,8 @@ class LinearCrossEntropyLoss(nn.Linear):
             check_target=self.check_target,
             softcap=self.softcap,
             temperature=self.temperature,
+            return_z_loss=self.return_z_loss,
+            return_accuracy=self.return_accuracy,
         )
 
     def extra_repr(self) -> str:
@@ -173,5 +181,6 @@ class LinearCrossEntropyLoss(nn.Linear):
             f"reduction={self.reduction!r}, label_smoothing={self.label_smoothing}, "
             f"z_loss={self.z_loss}, loss_dtype={self.loss_dtype}, "
             f"check_target={self.check_target}, softcap={self.softcap}, "
-            f"temperature={self.temperature}"
+            f"temperature={self.temperature}, return_z_loss={self.return_z_loss}, "
+            f"return_accuracy={self.return_accuracy}"
         )

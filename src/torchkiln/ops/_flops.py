@@ -30,7 +30,7 @@ def mlp_flops(x: Tensor, up: Tensor, down: Tensor, *_args: Any, **_kwargs: Any) 
 
 def chunk_flops(x: Tensor, weight: Tensor, *args: Any, **_kwargs: Any) -> int:
     """Operations of the logits and of the gradients of x and weight, as far as they are wanted."""
-    wanted = args[-1] if args and isinstance(args[-1], (list, tuple)) else ()
+    wanted = next((each for each in args if isinstance(each, (list, tuple))), ())
     return 2 * x.numel() * weight.shape[0] * (1 + sum(wanted[:2]))
 
 
@@ -42,6 +42,7 @@ def register_flops(module: ModuleType) -> None:
     module.register_flop_formula([ops.mlp, ops.gated_mlp], get_raw=True)(mlp_flops)
     losses = [
         ops.linear_cross_entropy,
+        ops.linear_cross_entropy_with_metrics,
         ops.linear_cross_entropy_forward,
         ops.linear_cross_entropy_backward,
     ]

@@ -143,7 +143,7 @@ def cross_entropy(
     )
 
 
-@eager(_C.linear_cross_entropy, input="x")
+@overload
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
@@ -159,7 +159,47 @@ def linear_cross_entropy(
     check_target: bool = False,
     softcap: float | None = None,
     temperature: float = 1.0,
-) -> Tensor:
+    return_z_loss: Literal[False] = False,
+    return_accuracy: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    dtype: torch.dtype | None = None,
+    check_target: bool = False,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    return_z_loss: bool = False,
+    return_accuracy: bool = False,
+) -> Tensor | tuple[Tensor, ...]: ...
+@eager(_C.linear_cross_entropy, beside=("return_z_loss", "return_accuracy"), input="x")
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    dtype: torch.dtype | None = None,
+    check_target: bool = False,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    return_z_loss: bool = False,
+    return_accuracy: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """Returns ``cross_entropy(x @ weight.T + bias, target)`` without all logits in memory.
 
     Logits are computed for a chunk of rows at a time: as many rows as fit in 1 GiB, at least 2048
@@ -198,7 +238,27 @@ def linear_cross_entropy(
         softcap: a number greater than 0: the loss is that of ``softcap * tanh(logits / softcap)``.
             Chunks then have fewer rows, as the capped logits are two more tensors of a chunk.
         temperature: a number greater than 0, by which the logits are divided, behind the softcap.
+        return_z_loss: as for :func:`cross_entropy`.
+        return_accuracy: as for :func:`cross_entropy`.
     """
+    if return_z_loss or return_accuracy:
+        loss, z, accuracy = torch.ops.torchkiln.linear_cross_entropy_with_metrics.default(
+            x,
+            weight,
+            target,
+            bias,
+            class_weight=class_weight,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            dtype=dtype,
+            check_target=check_target,
+            softcap=softcap,
+            temperature=temperature,
+            accuracy=return_accuracy,
+        )
+        return (loss, *([z] if return_z_loss else []), *([accuracy] if return_accuracy else []))
     return torch.ops.torchkiln.linear_cross_entropy.default(
         x,
         weight,

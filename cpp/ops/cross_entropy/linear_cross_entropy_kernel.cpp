@@ -1,6 +1,6 @@
 #include <limits>
 
-#include "cross_entropy/linear.h"
+#include "cross_entropy/linear_cross_entropy.h"
 #include "detail/check_linear.h"
 #include "matmul/kernel.h"
 #include "torchkiln/torch/empty.h"
@@ -84,22 +84,21 @@ Tensor for_each_chunk_of_logits(const LogitLayer& layer, const Wanted& wanted, c
 
 }  // namespace
 
-Five forward_outputs(const Call& call, Wanted wanted) {
+Five forward_outputs(const Call& call, Wanted wanted, bool accuracy) {
   check(kName, call);
   const Tensor& x = call.layer.x;
   const bool each = call.loss.reduction == LossReduction::none;
   const c10::SymIntArrayRef shape = each ? call.target.sym_sizes() : c10::SymIntArrayRef();
-  const int64_t divisors = call.loss.reduction == LossReduction::mean ? 1 : 0;
+  const c10::SymInt numbers = state_size(call.rows(), call.loss.reduction, accuracy);
   const auto with = [&](at::ScalarType dtype) { return x.options().dtype(dtype); };
-  return std::tuple_cat(
-      std::tuple{empty_of(shape, with(call.loss_dtype())),
-                 empty_of({call.rows() * 3 + divisors}, with(compute_dtype(x.scalar_type())))},
-      empty_gradients(call.layer, wanted));
+  return std::tuple_cat(std::tuple{empty_of(shape, with(call.loss_dtype())),
+                                   empty_of({numbers}, with(compute_dtype(x.scalar_type())))},
+                        empty_gradients(call.layer, wanted));
 }
 
-Five forward(const Call& call, Wanted wanted) {
+Five forward(const Call& call, Wanted wanted, bool accuracy) {
   const int64_t rows = call.target.numel();
-  Five outputs = forward_outputs(call, rows == 0 ? wanted : without_weight(wanted));
+  Five outputs = forward_outputs(call, rows == 0 ? wanted : without_weight(wanted), accuracy);
   auto& [loss, state, grad_x, grad_weight, grad_bias] = outputs;
   const LossReduction reduction = call.loss.reduction;
   check_classes_if_asked(call);
@@ -116,9 +115,10 @@ Five forward(const Call& call, Wanted wanted) {
   const Tensor of_weight = for_each_chunk_of_logits(
       flat.layer, wanted, grad_x, grad_bias,
       [&, &state = state](ChunkLogits& logits, const LayerGradients& gradients, const Rows& chunk) {
-        const RowState kept = row_state(state, rows, sum.reduction, chunk.begin);
+        RowState kept = row_state(state, rows, reduction, chunk.begin);
+        kept.divisor = nullptr;  // known behind the last chunk
         const Tensor target = chunk.of(flat.target);
-        run_forward(kName, logits.compute(chunk), target, sum, chunk.of(losses), kept, false);
+        run_forward(kName, logits.compute(chunk), target, sum, chunk.of(losses), kept, accuracy);
         if (!gradients.any()) return;
         gradients.add(logits.layer(), chunk,
                       logits.differentiate(kName, factor, target, sum, kept));
@@ -139,7 +139,9 @@ Three backward_outputs(const Call& call, const Tensor& grad, const Tensor& state
   check_tensors(kBackward, {{"x", call.layer.x}, {"grad", grad}, {"state", state}});
   check_dtype(kBackward, "grad", grad);
   check_same_shape(kBackward, "grad", grad, "target", call.target);
-  check_vector(kBackward, "state", state, call.rows() * 3, "the numbers of each row");
+  const c10::SymInt rows = call.rows();
+  const bool has_accuracy = state.dim() == 1 && state.sym_size(0) == rows * 4;
+  check_vector(kBackward, "state", state, rows * (has_accuracy ? 4 : 3), "the numbers of each row");
   return empty_gradients(call.layer, wanted);
 }
 

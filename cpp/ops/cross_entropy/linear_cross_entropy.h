@@ -6,8 +6,8 @@
 // number. Losses per row have a gradient each, which no later factor can stand for: their backward
 // computes the chunks again.
 //
-// Declarations shared by linear_kernel.cpp (checks, kernels) and linear_cross_entropy.cpp (the op,
-// derivatives).
+// Declarations shared by linear_cross_entropy_kernel.cpp (checks, kernels) and
+// linear_cross_entropy.cpp (the op, derivatives).
 
 #include "cross_entropy/linear_chunks.h"
 #include "torchkiln/torch/op.h"
@@ -51,9 +51,10 @@ auto of_call(const Tensor& x, const Tensor& weight, const Tensor& target, const 
 void check(const char* op, const Call& call);
 void check_classes_if_asked(const Call& call);
 
-/// The loss, the state of each row and the gradients of the sum of the losses.
-Five forward_outputs(const Call& call, Wanted wanted);
-Five forward(const Call& call, Wanted wanted);
+/// The loss, the state of each row and the gradients of the sum of the losses. The state is that of
+/// cross_entropy(): see state_size().
+Five forward_outputs(const Call& call, Wanted wanted, bool accuracy);
+Five forward(const Call& call, Wanted wanted, bool accuracy);
 
 /// The gradients of losses per row.
 Three backward_outputs(const Call& call, const Tensor& grad, const Tensor& state, Wanted wanted);
@@ -64,10 +65,10 @@ struct Forward {
       "torchkiln::linear_cross_entropy_forward(Tensor x, Tensor weight, Tensor target, "
       "Tensor? bias, Tensor? class_weight, int ignore_index, str reduction, "
       "float label_smoothing, float z_loss, ScalarType? dtype, bool check_target, "
-      "float? softcap, float temperature, bool[3] wanted) -> (Tensor, Tensor, Tensor, Tensor, "
-      "Tensor)";
-  static constexpr auto meta = of_call<forward_outputs, Wanted>;
-  static constexpr auto kernel = of_call<forward, Wanted>;
+      "float? softcap, float temperature, bool[3] wanted, bool accuracy=False) "
+      "-> (Tensor, Tensor, Tensor, Tensor, Tensor)";
+  static constexpr auto meta = of_call<forward_outputs, Wanted, bool>;
+  static constexpr auto kernel = of_call<forward, Wanted, bool>;
 };
 
 struct Backward {

@@ -1,0 +1,117 @@
+"""The z-loss and the accuracy that linear_cross_entropy returns on request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchkiln
+from torchkiln.testing.contract.repeat import threads
+
+ROWS, FEATURES, CLASSES = 8195, 6, 11  # two chunks
+
+
+def some(device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    """x, weight and bias, which need gradients, and classes."""
+    shapes = ((ROWS, FEATURES), (CLASSES, FEATURES), (CLASSES,))
+    leaves = [torch.randn(shape, device=device).to(dtype).requires_grad_() for shape in shapes]
+    target = torch.randint(CLASSES, (ROWS,), device=device)
+    target[3::4] = -100
+    return (*leaves, target)
+
+
+def whole(x: Tensor, matrix: Tensor, target: Tensor, bias: Tensor, **options: Any) -> Any:
+    """The same numbers from all logits."""
+    temperature = options.pop("temperature", 1.0)
+    logits = torch.nn.functional.linear(x, matrix, bias) / temperature
+    return torchkiln.cross_entropy(logits, target, **options)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "aot_eager"])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_they_are_those_of_all_logits(device: torch.device, reduction: str, compiled: bool) -> None:
+    x, weight, bias, target = some(device)
+    options: dict[str, Any] = {"reduction": reduction, "z_loss": 0.1, "temperature": 0.7}
+    options["class_weight"] = torch.rand(CLASSES, device=device) + 0.1
+
+    def call(**wanted: bool) -> Any:
+        given: dict[str, Any] = {**options, **wanted}
+        return torchkiln.linear_cross_entropy(x, weight, target, bias, **given)
+
+    if compiled:
+        torch._dynamo.reset()
+        call = torch.compile(call, backend="aot_eager", fullgraph=True)
+    found = call(return_z_loss=True, return_accuracy=True)
+    same = {("weight" if k == "class_weight" else k): v for k, v in options.items()}
+    expected = whole(x, weight, target, bias, return_z_loss=True, return_accuracy=True, **same)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert not any(each.requires_grad for each in found[1:])
+    leaves = (x, weight, bias)
+    grads = torch.autograd.grad(found[0].sum(), leaves)
+    plain = torch.autograd.grad(call().sum(), leaves)
+    assert all(map(torch.equal, grads, plain))
+    assert torch.equal(call(return_z_loss=True)[1], found[1])
+    assert torch.equal(call(return_accuracy=True)[1], found[2])
+
+
+def test_they_exist_without_gradients_and_rows(device: torch.device) -> None:
+    x, weight, bias, target = some(device)
+    with torch.no_grad():
+        found = torchkiln.linear_cross_entropy(x, weight, target, bias, return_accuracy=True)
+        none = torchkiln.linear_cross_entropy(
+            x[:0], weight, target[:0], reduction="sum", return_accuracy=True
+        )
+    expected = whole(x, weight, target, bias, return_accuracy=True)
+    torch.testing.assert_close(found, tuple(each.detach() for each in expected))
+    assert [each.item() for each in none] == [0, 0]
+
+
+def test_transforms_and_autocast(device: torch.device) -> None:
+    x, weight, bias, target = some(device)
+    stacked = torch.stack([x.detach(), -x.detach()])[:, :40]
+
+    def call(x: Tensor) -> Any:
+        return torchkiln.linear_cross_entropy(
+            x, weight, target[:40], bias, z_loss=0.1, return_z_loss=True, return_accuracy=True
+        )
+
+    found = torch.func.vmap(call)(stacked)
+    each = [call(x) for x in stacked]
+    torch.testing.assert_close(found, tuple(map(torch.stack, zip(*each, strict=True))))
+    with torch.autocast(device.type, torch.bfloat16):
+        loss, accuracy = torchkiln.linear_cross_entropy(x, weight, target, return_accuracy=True)
+    assert loss.dtype == accuracy.dtype == torch.float32
+
+
+def test_the_number_of_threads_does_not_matter() -> None:
+    given = some(torch.device("cpu"))
+    x, weight, bias, target = given
+    results = []
+    for count in (1, 2):
+        with threads(count):
+            results.append(
+                torchkiln.linear_cross_entropy(x, weight, target, bias, return_accuracy=True)
+            )
+    torch.testing.assert_close(*results)
+
+
+def test_opcheck(device: torch.device) -> None:
+    x, weight, bias, target = (each[:20] if len(each) == ROWS else each for each in some(device))
+    op = torch.ops.torchkiln.linear_cross_entropy_with_metrics.default
+    leaves = [each.detach().requires_grad_() for each in (x, weight, bias)]
+    for options in ({"accuracy": True}, {"z_loss": 0.1, "reduction": "none"}):
+        torch.library.opcheck(op, (*leaves[:2], target, leaves[2]), options)
+
+
+def test_module(device: torch.device) -> None:
+    x, _, _, target = some(device)
+    module = torchkiln.nn.LinearCrossEntropyLoss(
+        FEATURES, CLASSES, device=device, z_loss=0.1, return_z_loss=True, return_accuracy=True
+    )
+    expected = torchkiln.linear_cross_entropy(
+        x, module.weight, target, z_loss=0.1, return_z_loss=True, return_accuracy=True
+    )
+    torch.testing.assert_close(module(x, target), expected)
