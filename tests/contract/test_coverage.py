@@ -63,7 +63,8 @@ COMPOSED |= {
     "TransformerEncoderLayer",
 }
 
-# Ops that return more than the op of the same loss; tests/ops/test_cross_entropy.py checks them.
+# Ops that return more than the op of the same loss; tests/ops/test_cross_entropy_metrics.py and
+# test_linear_cross_entropy_metrics.py check them.
 FORMS = {"cross_entropy_with_metrics", "linear_cross_entropy_with_metrics"}
 
 # The op that bn_act calls to update running statistics; tests/ops/test_batch_norm.py checks it.

@@ -69,6 +69,38 @@ def test_they_exist_without_gradients_and_rows(device: torch.device) -> None:
     assert [each.item() for each in none] == [0, 0]
 
 
+def test_the_accuracy_may_be_changed(device: torch.device) -> None:
+    """It shares no memory with what backward reads."""
+    x, weight, bias, target = some(device)
+    options: dict[str, Any] = {"reduction": "none"}
+    loss, accuracy = torchkiln.linear_cross_entropy(
+        x, weight, target, bias, return_accuracy=True, **options
+    )
+    accuracy.zero_()
+    grads = torch.autograd.grad(loss.sum(), (x, weight))
+    plain = torchkiln.linear_cross_entropy(x, weight, target, bias, **options)
+    assert all(map(torch.equal, grads, torch.autograd.grad(plain.sum(), (x, weight))))
+
+
+@pytest.mark.parametrize("accuracy", [False, True])
+def test_rows_of_any_number_in_a_graph(accuracy: bool) -> None:
+    """As many rows as a mask has ones, known when the graph runs."""
+    x, weight, bias, target = some(torch.device("cpu"))
+
+    def call(x: Tensor, mask: Tensor) -> Any:
+        options: dict[str, Any] = {"reduction": "none", "return_accuracy": accuracy}
+        found = torchkiln.linear_cross_entropy(x[mask], weight, target[mask], bias, **options)
+        return found[0] if accuracy else found
+
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+        mask = torch.arange(ROWS) % 3 == 0
+        (found,) = torch.autograd.grad(compiled(x, mask).sum(), x)
+    (expected,) = torch.autograd.grad(call(x, mask).sum(), x)
+    torch.testing.assert_close(found, expected)
+
+
 def test_transforms_and_autocast(device: torch.device) -> None:
     x, weight, bias, target = some(device)
     stacked = torch.stack([x.detach(), -x.detach()])[:, :40]

@@ -4,6 +4,8 @@
 
 #include <ATen/ATen.h>
 
+#include <cmath>
+
 #include "torchkiln/torch/checks.h"
 #include "torchkiln/torch/op.h"
 
@@ -109,8 +111,9 @@ inline void check_softcap(const char* op, double softcap) {
 }
 
 inline void check_temperature(const char* op, double temperature) {
-  TORCH_CHECK_VALUE(temperature > 0, "torchkiln.", op, ": temperature: got ", temperature,
-                    ", expected a number greater than 0");
+  TORCH_CHECK_VALUE(temperature > 0 && std::isnormal(temperature), "torchkiln.", op,
+                    ": temperature: got ", temperature,
+                    ", expected a finite number greater than 0");
 }
 
 inline void check_loss(const char* op, const at::Tensor& logits, const at::Tensor& target,

@@ -106,8 +106,7 @@ void check_backward(const Tensor& grad, const Tensor& logits, const Tensor& targ
               ", the shape of the loss");
   const c10::SymInt size = state_size(sym_row_count(logits), call.reduction, false);
   const at::ScalarType compute = compute_dtype(logits.scalar_type());
-  const bool fits = state.dim() == 1 && (state.sym_size(0) == size ||
-                                         state.sym_size(0) == size + sym_row_count(logits));
+  const bool fits = state.dim() == 1 && state.sym_size(0) == size;
   TORCH_CHECK(state.scalar_type() == compute && fits && state.is_contiguous(), "torchkiln.",
               kBackward, ": state: got ", dtype_name(state.scalar_type()), " ", state.sym_sizes(),
               ", expected that of the forward, ", dtype_name(compute), " [", size, "]");
@@ -263,9 +262,9 @@ Two recorded_forward(const Below& below, const Tensor& logits, const Tensor& tar
   numbers.weight = std::nullopt;  // saved by keep() instead
   Tensor recorded = record(
       kName, {logits, target}, loss, keep(logits, target, state, tensor_or_undefined(call.weight)),
-      [numbers, version, dtype = loss.scalar_type(), in_place = options.inplace_backward](
-          const Incoming& in, const Kept<4>& kept) mutable {
-        const auto& [logits, target, state, weight] = kept;
+      [numbers, version, dtype = loss.scalar_type(), in_place = options.inplace_backward,
+       accuracy = options.accuracy](const Incoming& in, const Kept<4>& kept) mutable {
+        const auto& [logits, target, all_state, weight] = kept;
         const bool overwrites = in_place && is_plain(in[0]) && is_plain(logits);
         if (version && overwrites) version->check(logits);
         LossCall call = numbers;
@@ -282,6 +281,8 @@ Two recorded_forward(const Below& below, const Tensor& logits, const Tensor& tar
         Tensor of_logits, of_target;
         if (in.wants(1)) of_target = probability_gradient(in[0], logits, target, call);
         if (in.wants(0)) {
+          const c10::SymInt size = state_size(sym_row_count(logits), call.reduction, false);
+          const Tensor state = accuracy ? all_state.narrow_symint(0, 0, size) : all_state;
           of_logits = overwrites ? overwrite(in[0], logits, target, state, call)
                                  : call_below<Backward>(in[0], logits, target, call.weight, state,
                                                         call.ignore_index, call.reduction,

@@ -21,7 +21,7 @@ struct LogitLayer {
   at::Tensor weight;  // [classes, features]
   MaybeTensor bias;   // [classes]
   std::optional<double> softcap;
-  double temperature;  // divides the logits, behind the softcap
+  double temperature;  // divides the logits, after the softcap
 };
 
 /// Rows per chunk: as many as fit in 1 GiB of logits, at least 2048 and at most 8192, because a

@@ -75,56 +75,58 @@ Tensor factor_of(const Tensor& grad, const Tensor& target, const Tensor& state,
 /// The recorded loss, and the state of the rows.
 std::tuple<Tensor, Tensor> recorded_forward(const Below& below, const Call& call, bool accuracy) {
   const auto& [x, weight, bias, softcap, temperature] = call.layer;
-  const LossCall& with = call.loss;
-  const bool each = with.reduction == LossReduction::none;
+  const LossCall& options = call.loss;
+  const bool each = options.reduction == LossReduction::none;
   const auto needs = [&](const Tensor& t) { return !each && t.defined() && t.requires_grad(); };
-  const Tensor shift = tensor_or_undefined(bias), factors = tensor_or_undefined(with.weight);
+  const Tensor shift = tensor_or_undefined(bias), factors = tensor_or_undefined(options.weight);
   const auto [loss, state, of_x, of_weight, of_bias] = below.call<Forward>(
-      x, weight, call.target, bias, with.weight, with.ignore_index, with.reduction,
-      with.label_smoothing, with.z_loss, call.dtype, call.check_target, softcap, temperature,
+      x, weight, call.target, bias, options.weight, options.ignore_index, options.reduction,
+      options.label_smoothing, options.z_loss, call.dtype, call.check_target, softcap, temperature,
       Wanted{needs(x), needs(weight), needs(shift)}, accuracy);
   TORCH_CHECK(!(factors.defined() && factors.requires_grad()), "torchkiln.", kName,
               ": class_weight: got a tensor that requires a gradient, expected one that does "
               "not: the loss has none with respect to class weights; pass class_weight.detach()");
   // The tensors are saved by keep() instead.
-  const Call numbers{
-      {Tensor(), Tensor(), std::nullopt, softcap, temperature},
-      Tensor(),
-      {std::nullopt, with.ignore_index, with.reduction, with.label_smoothing, with.z_loss},
-      call.dtype,
-      /*check_target=*/false};
+  const Call without_tensors{{Tensor(), Tensor(), std::nullopt, softcap, temperature},
+                             Tensor(),
+                             {std::nullopt, options.ignore_index, options.reduction,
+                              options.label_smoothing, options.z_loss},
+                             call.dtype,
+                             /*check_target=*/false};
   Tensor recorded = record(
       kName, {x, weight, shift}, loss,
       keep(x, weight, shift, call.target, factors, state, of_x, of_weight, of_bias),
-      [numbers](const Incoming& in, const Kept<9>& kept) {
+      [without_tensors, accuracy](const Incoming& in, const Kept<9>& kept) {
         const auto& [x, weight, bias, target, factors, state, of_x, of_weight, of_bias] = kept;
-        Call call = numbers;
-        call.target = target;
-        call.loss.weight = maybe(factors);
+        Call given = without_tensors;
+        given.target = target;
+        given.loss.weight = maybe(factors);
         if (in.needs_composite()) {
           return composite_gradients(in, std::array{x, weight, bias}, [&](const auto& inputs) {
-            call.layer.x = inputs[0];
-            call.layer.weight = inputs[1];
-            call.layer.bias = maybe(inputs[2]);
-            return composite(call);
+            given.layer.x = inputs[0];
+            given.layer.weight = inputs[1];
+            given.layer.bias = maybe(inputs[2]);
+            return composite(given);
           });
         }
-        const LossCall& with = call.loss;
-        const bool each = with.reduction == LossReduction::none;
+        const LossCall& options = given.loss;
+        const bool each_row = options.reduction == LossReduction::none;
         const std::array parameters{x, weight, bias};
         std::array found{of_x, of_weight, of_bias};
-        if (each) {
+        if (each_row) {
+          const Tensor own = accuracy ? state.narrow_symint(0, 0, target.sym_numel() * 3) : state;
           std::tie(found[0], found[1], found[2]) = call_below<Backward>(
-              x, weight, target, maybe(bias), with.weight, with.ignore_index, with.reduction,
-              with.label_smoothing, with.z_loss, call.dtype, call.check_target, call.layer.softcap,
-              call.layer.temperature, in[0], state, Wanted{in.wants(0), in.wants(1), in.wants(2)});
+              x, weight, target, maybe(bias), options.weight, options.ignore_index,
+              options.reduction, options.label_smoothing, options.z_loss, given.dtype,
+              given.check_target, given.layer.softcap, given.layer.temperature, in[0], own,
+              Wanted{in.wants(0), in.wants(1), in.wants(2)});
         }
-        const Tensor factor = each ? Tensor() : factor_of(in[0], target, state, with);
+        const Tensor factor = each_row ? Tensor() : factor_of(in[0], target, state, options);
         variable_list gradients(3);
         for (size_t i = 0; i < gradients.size(); ++i) {
           if (!in.wants(i)) continue;
           const at::ScalarType wanted = parameters[i].scalar_type();
-          gradients[i] = each ? found[i].to(wanted) : scaled(found[i], factor, wanted);
+          gradients[i] = each_row ? found[i].to(wanted) : scaled(found[i], factor, wanted);
         }
         return gradients;
       });

@@ -109,7 +109,7 @@ Five forward(const Call& call, Wanted wanted, bool accuracy) {
   }
   const Call flat = in_rows(call);
   const Tensor losses = at::empty({rows}, state.options());
-  const Tensor factor = at::full({}, 1 / call.layer.temperature, state.options());
+  const Tensor inverse_temperature = at::full({}, 1 / call.layer.temperature, state.options());
   LossCall sum = flat.loss;
   sum.reduction = LossReduction::sum;
   const Tensor of_weight = for_each_chunk_of_logits(
@@ -121,7 +121,7 @@ Five forward(const Call& call, Wanted wanted, bool accuracy) {
         run_forward(kName, logits.compute(chunk), target, sum, chunk.of(losses), kept, accuracy);
         if (!gradients.any()) return;
         gradients.add(logits.layer(), chunk,
-                      logits.differentiate(kName, factor, target, sum, kept));
+                      logits.differentiate(kName, inverse_temperature, target, sum, kept));
       });
   if (wanted[1]) grad_weight = of_weight;
   if (reduction == LossReduction::none) {
@@ -139,9 +139,7 @@ Three backward_outputs(const Call& call, const Tensor& grad, const Tensor& state
   check_tensors(kBackward, {{"x", call.layer.x}, {"grad", grad}, {"state", state}});
   check_dtype(kBackward, "grad", grad);
   check_same_shape(kBackward, "grad", grad, "target", call.target);
-  const c10::SymInt rows = call.rows();
-  const bool has_accuracy = state.dim() == 1 && state.sym_size(0) == rows * 4;
-  check_vector(kBackward, "state", state, rows * (has_accuracy ? 4 : 3), "the numbers of each row");
+  check_vector(kBackward, "state", state, call.rows() * 3, "the numbers of each row");
   return empty_gradients(call.layer, wanted);
 }
 

@@ -25,7 +25,10 @@ inline RowMetrics metrics_of_state(const c10::SymInt& rows, const at::Tensor& ta
   metrics.weight = state.narrow_symint(0, rows * 2, rows);
   if (target.scalar_type() == at::kLong)
     metrics.ignored = target.reshape({-1}).eq(call.ignore_index);
-  if (accuracy) metrics.correct = state.narrow_symint(0, rows * 3 + divisors, rows);
+  if (!accuracy) return metrics;
+  metrics.correct = state.narrow_symint(0, rows * 3 + divisors, rows);
+  // Without a sum the caller gets these numbers, which must not be a view of what backward reads.
+  if (call.reduction == LossReduction::none) metrics.correct = metrics.correct.clone();
   return metrics;
 }
 

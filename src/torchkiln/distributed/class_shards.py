@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -207,7 +208,17 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def check_softcap(op: str, softcap: float | None) -> None:
     """Refuses a softcap that is not positive."""
-    if softcap is not None and softcap <= 0:
+    if softcap is not None and not softcap > 0:
         raise ValueError(
             f"torchkiln.{op}: softcap: got {softcap}, expected a number greater than 0, or None"
+        )
+
+
+def check_temperature(op: str, temperature: float) -> None:
+    """Refuses a temperature that is no positive number."""
+    is_number = isinstance(temperature, (int, float))
+    if not (is_number and 0 < temperature < math.inf):
+        raise ValueError(
+            f"torchkiln.{op}: temperature: got {temperature!r}, expected a finite number greater "
+            "than 0"
         )

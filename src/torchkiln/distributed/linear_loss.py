@@ -17,6 +17,7 @@ from torchkiln.distributed.class_shards import (
     check_reduction,
     check_softcap,
     check_target,
+    check_temperature,
     class_shard,
     compute_dtype,
     dtype_of_loss,
@@ -60,7 +61,8 @@ class LogitShard:
         if bias is not None and bias.dtype == x.dtype:
             logits = torch.addmm(bias, x, self.weight.T, beta=scale, alpha=scale)
         else:
-            logits = torch.addmm(x.new_zeros(1), x, self.weight.T, beta=0, alpha=scale)
+            # A product with a factor: beta=0 ignores the first argument.
+            logits = torch.addmm(x.new_empty(1), x, self.weight.T, beta=0, alpha=scale)
             if bias is not None:
                 logits.add_(bias, alpha=scale)
         if self.softcap is not None:
@@ -238,14 +240,11 @@ def vocab_parallel_linear_cross_entropy(
         dtype: dtype of the loss; None for that of ``x``. Under autocast None is float32 for half
             precision.
         softcap: a number greater than 0: the loss is that of ``softcap * tanh(logits / softcap)``.
-        temperature: a number greater than 0, by which the logits are divided, behind the softcap.
+        temperature: a number greater than 0 that divides the logits, after the softcap.
     """
     check_reduction(NAME, reduction)
     check_softcap(NAME, softcap)
-    if temperature <= 0:
-        raise ValueError(
-            f"torchkiln.{NAME}: temperature: got {temperature}, expected a number greater than 0"
-        )
+    check_temperature(NAME, temperature)
     check_target(NAME, target, x.shape[:-1])
     device = x.device.type
     if torch.is_autocast_enabled(device):

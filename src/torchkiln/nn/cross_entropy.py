@@ -109,7 +109,7 @@ class LinearCrossEntropyLoss(nn.Linear):
         loss_dtype: of the loss.
         check_target: whether to validate the target first, which waits for the GPU.
         softcap: the bound of ``softcap * tanh(logits / softcap)``, or None.
-        temperature: a number greater than 0, by which the logits are divided, behind the softcap.
+        temperature: a number greater than 0 that divides the logits, after the softcap.
         return_z_loss: whether to return the z-loss after the loss.
         return_accuracy: whether to return the accuracy after them.
         device: of the parameters.

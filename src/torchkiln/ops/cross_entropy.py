@@ -237,7 +237,9 @@ def linear_cross_entropy(
             that is out of range. This waits for the GPU.
         softcap: a number greater than 0: the loss is that of ``softcap * tanh(logits / softcap)``.
             Chunks then have fewer rows, as the capped logits are two more tensors of a chunk.
-        temperature: a number greater than 0, by which the logits are divided, behind the softcap.
+        temperature: a number greater than 0 that divides the logits, after the softcap and before
+            the z-loss. Without a softcap the quotients are rounded to the dtype of ``x``, whose
+            range they must not leave. torch.compile makes a graph for each value.
         return_z_loss: as for :func:`cross_entropy`.
         return_accuracy: as for :func:`cross_entropy`.
     """

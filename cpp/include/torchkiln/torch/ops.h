@@ -261,7 +261,7 @@ struct LinearCrossEntropyOptions {
   std::optional<at::ScalarType> dtype;  // of the loss; by default that of x
   bool check_target = false;            // checks the target's classes first; synchronises
   std::optional<double> softcap;        // replaces logits by softcap * tanh(logits / softcap)
-  double temperature = 1.0;             // divides the logits, behind the softcap
+  double temperature = 1.0;             // divides the logits, after the softcap
 };
 
 /// Cross-entropy of the logits x weight^T + bias for x [..., features], weight [classes, features]

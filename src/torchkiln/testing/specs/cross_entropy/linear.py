@@ -269,8 +269,9 @@ def invalid(device: torch.device) -> Iterator[Invalid]:
     for softcap in (0.0, -2.0):
         words = f"softcap: got {softcap:g}, expected a number greater than 0, or None"
         yield good.changed(words, ValueError, softcap=softcap)
-    words = "temperature: got 0, expected a number greater than 0"
-    yield good.changed(words, ValueError, temperature=0.0)
+    for temperature in (0.0, -1.0, math.inf, math.nan):
+        words = f"temperature: got {temperature:g}, expected a finite number greater than 0"
+        yield good.changed(words, ValueError, temperature=temperature)
 
 
 def typical_inputs(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
