@@ -19,6 +19,7 @@ COMPOSED = {"geglu"}  # a Python function that chooses between two ops
 BESIDE = {
     "add": ["alpha"],
     "cross_entropy": ["return_z_loss", "return_accuracy"],
+    "linear_cross_entropy": ["return_z_loss", "return_accuracy"],
     "gelu": ["approximate"],
     "qkv_norm_rope": ["cache"],
     "relu": ["inplace"],
