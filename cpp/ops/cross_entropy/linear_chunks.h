@@ -123,7 +123,7 @@ class ChunkLogits {
   }
 
  private:
-  /// Of logits with a softcap.
+  /// The bound of logits with a softcap.
   double bound() const { return *layer_.softcap / layer_.temperature; }
   /// The columns of the classes of the call.
   at::Tensor own(const at::Tensor& logits) const { return logits.narrow(1, 0, classes_); }
