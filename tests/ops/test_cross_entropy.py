@@ -217,9 +217,9 @@ def test_sums_of_few_rows(device: torch.device, dtype: torch.dtype, shape: tuple
         found = torchkiln.cross_entropy(logits, target, weight, dtype=torch.float64, **options)
         expected = F.cross_entropy(wide, target, weight.double(), **options)
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
-        torch.testing.assert_close(
-            gradient(found, logits)[0].double(), gradient(expected, wide)[0], rtol=4 * eps, atol=eps
-        )
+        of_logits, truth = gradient(found, logits)[0], gradient(expected, wide)[0]
+        near = eps * truth.abs().max().item()  # the mean of many rows has small gradients
+        torch.testing.assert_close(of_logits.double(), truth, rtol=2 * eps, atol=near)
 
 
 @every_dtype

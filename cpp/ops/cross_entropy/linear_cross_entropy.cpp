@@ -58,10 +58,6 @@ Tensor batched(const Call& call) {
 Tensor output(const Call& call) { return std::get<0>(forward_outputs(call, {}, false)); }
 Tensor kernel(const Call& call) { return std::get<0>(forward(call, {}, false)); }
 
-Call same(const Call& call) { return call; }
-/// The arguments of the op as a Call.
-constexpr auto as_call = of_call<same>;
-
 /// The number by which the gradients of the sum of the losses are multiplied.
 Tensor factor_of(const Tensor& grad, const Tensor& target, const Tensor& state,
                  const LossCall& call) {

@@ -34,17 +34,26 @@ struct Call {
   at::ScalarType loss_dtype() const { return dtype.value_or(layer.x.scalar_type()); }
 };
 
+inline Call as_call(const Tensor& x, const Tensor& weight, const Tensor& target,
+                    const MaybeTensor& bias, const MaybeTensor& class_weight, int64_t ignore_index,
+                    LossReduction reduction, double label_smoothing, double z_loss,
+                    MaybeDtype dtype, bool check_target, std::optional<double> softcap,
+                    double temperature) {
+  return {{x, weight, bias, softcap, temperature},
+          target,
+          {class_weight, ignore_index, reduction, label_smoothing, z_loss},
+          dtype,
+          check_target};
+}
+
 /// Adapts a function on a Call, and further arguments, to the arguments of the op.
 template <auto function, class... More>
 auto of_call(const Tensor& x, const Tensor& weight, const Tensor& target, const MaybeTensor& bias,
              const MaybeTensor& class_weight, int64_t ignore_index, LossReduction reduction,
              double label_smoothing, double z_loss, MaybeDtype dtype, bool check_target,
              std::optional<double> softcap, double temperature, More... more) {
-  return function({{x, weight, bias, softcap, temperature},
-                   target,
-                   {class_weight, ignore_index, reduction, label_smoothing, z_loss},
-                   dtype,
-                   check_target},
+  return function(as_call(x, weight, target, bias, class_weight, ignore_index, reduction,
+                          label_smoothing, z_loss, dtype, check_target, softcap, temperature),
                   more...);
 }
 

@@ -116,7 +116,7 @@ Five forward(const Call& call, Wanted wanted, bool accuracy) {
       flat.layer, wanted, grad_x, grad_bias,
       [&, &state = state](ChunkLogits& logits, const LayerGradients& gradients, const Rows& chunk) {
         RowState kept = row_state(state, rows, reduction, chunk.begin);
-        kept.divisor = nullptr;  // known behind the last chunk
+        kept.divisor = nullptr;  // known after the last chunk
         const Tensor target = chunk.of(flat.target);
         run_forward(kName, logits.compute(chunk), target, sum, chunk.of(losses), kept, accuracy);
         if (!gradients.any()) return;
