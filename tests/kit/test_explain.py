@@ -252,7 +252,13 @@ IN_PARTS = (
 )
 SLABS = (
     "void torchkiln::cuda::norm_gradients::(anonymous namespace)::slab_rows<__half, 1, true, false>"
-    "(torchkiln::NormBackward, torchkiln::cuda::norm_gradients::SlabPlan, float*, float*)"
+    "(torchkiln::NormBackward, torchkiln::cuda::norm_slabs::SlabRows, torchkiln::cuda::norm_slabs::"
+    "SlabPlan, float*, float*)"
+)
+NORM_SLABS = (
+    "void torchkiln::cuda::(anonymous namespace)::norm_slab_rows<__half, 8, true, false>"
+    "(torchkiln::Norm, torchkiln::cuda::norm_slabs::SlabRows, torchkiln::cuda::norm_slabs::SlabPlan"
+    ", float*)"
 )
 
 
@@ -269,6 +275,7 @@ SLABS = (
         (STREAMED, "rows, in vectors", 16, None),
         (IN_PARTS, "parts of long rows, in vectors", 16, 8),
         (SLABS, "slabs of rows copied in bulk to shared memory, an element at a time", 2, None),
+        (NORM_SLABS, "slabs of rows copied in bulk to shared memory, in vectors", 16, None),
         (PACKED, "short rows, in vectors", 16, None),
         (STAGED, "short rows through shared memory, in vectors", 16, None),
         (GRADIENTS, "columns, in vectors", 16, None),

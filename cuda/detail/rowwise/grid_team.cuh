@@ -146,6 +146,21 @@ class GridTeam {
   int end_;
 };
 
+/// Merges values of the lanes of a warp: adds them. `lanes`: as in reduce_warp().
+struct AddValues {
+  template <class C, int kPerLane, int kValues>
+  __device__ __forceinline__ void operator()(const C (&values)[kPerLane][kValues],
+                                             C (&sums)[kValues], int lanes) const {
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+      sums[i] = values[0][i];
+#pragma unroll
+      for (int k = 1; k < kPerLane; ++k) sums[i] += values[k][i];
+    }
+    reduce_warp(sums, Sum{}, lanes);
+  }
+};
+
 /// Values of rows that the blocks of a team exchange through global memory. All bits of a slot are
 /// set until its value is published.
 template <class C, int kValues>
@@ -155,49 +170,76 @@ class RowExchange {
 
   __device__ __forceinline__ void publish(int64_t row, int block,
                                           const C (&values)[kValues]) const {
+    Values published;
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
       const C nan = C(__int_as_float(0x7fffffff));  // NaN with a clear bit
-      *slot(row, i, block) = values[i] == values[i] ? values[i] : nan;
+      published.lane[i] = values[i] == values[i] ? values[i] : nan;
     }
+    store_shared(slot(row, block), published);
   }
 
-  /// Waits for the values of all blocks, and adds them; all lanes of the warp get the sums.
-  __device__ __forceinline__ void collect_sums(int64_t row, C (&sums)[kValues]) const {
+  /// Waits for the values of all blocks, and merges them; all lanes of the warp get the result.
+  template <class Merge>
+  __device__ __forceinline__ void collect(int64_t row, C (&result)[kValues],
+                                          const Merge& merge) const {
+    static_assert(kMaxTeamBlocks <= 9 * kWarpLanes, "at most 9 blocks per lane");
+    if (blocks_ <= kWarpLanes) return collect_per_lane<1>(row, result, merge);
+    if (blocks_ <= 3 * kWarpLanes) return collect_per_lane<3>(row, result, merge);
+    collect_per_lane<9>(row, result, merge);
+  }
+
+ private:
+  using Values = Vec<C, kValues>;
+
+  template <int kPerLane, class Merge>
+  __device__ __forceinline__ void collect_per_lane(int64_t row, C (&result)[kValues],
+                                                   const Merge& merge) const {
+    const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
     C values[kPerLane][kValues];
     for (bool complete = false; !complete;) {
-#pragma unroll
-      for (int i = 0; i < kValues; ++i) {
-        const volatile C* from = slot(row, i, block_of(0));
-#pragma unroll
-        for (int k = 0; k < kPerLane; ++k)
-          values[k][i] = block_of(k) < blocks_ ? from[k * kWarpLanes] : C(0);
-      }
       complete = true;
+#pragma unroll
+      for (int k = 0; k < kPerLane; ++k) {
+        const int block = lane + k * kWarpLanes;
+        Values read{};
+        if (block < blocks_) read = load_shared(slot(row, block));
+#pragma unroll
+        for (int i = 0; i < kValues; ++i) values[k][i] = read.lane[i];
+      }
 #pragma unroll
       for (int k = 0; k < kPerLane; ++k) {
 #pragma unroll
         for (int i = 0; i < kValues; ++i) complete = complete && is_published(values[k][i]);
       }
     }
-#pragma unroll
-    for (int i = 0; i < kValues; ++i) {
-      sums[i] = values[0][i];
-#pragma unroll
-      for (int k = 1; k < kPerLane; ++k) sums[i] += values[k][i];
+    merge(values, result, kWarpLanes);
+  }
+
+  __device__ __forceinline__ Values* slot(int64_t row, int block) const {
+    return reinterpret_cast<Values*>(slots_) + row * blocks_ + block;
+  }
+  /// A slot in one access, which reaches the L2 cache.
+  static __device__ __forceinline__ Values load_shared(const Values* from) {
+    Values values;
+    auto* const word = reinterpret_cast<uint32_t*>(&values);
+    if constexpr (sizeof(Values) == 16) {
+      asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
+                   : "l"(from));
+    } else if constexpr (sizeof(Values) == 8) {
+      asm volatile("ld.volatile.global.v2.u32 {%0, %1}, [%2];"
+                   : "=r"(word[0]), "=r"(word[1])
+                   : "l"(from));
+    } else {
+      asm volatile("ld.volatile.global.u32 %0, [%1];" : "=r"(word[0]) : "l"(from));
     }
-    reduce_warp(sums, Sum{});
+    return values;
   }
-
- private:
-  static constexpr int kPerLane = kMaxTeamBlocks / kWarpLanes;
-
-  static __device__ __forceinline__ int block_of(int k) {
-    return static_cast<int>(threadIdx.x) % kWarpLanes + k * kWarpLanes;
-  }
-  /// Volatile, so that every access reaches the L2 cache.
-  __device__ __forceinline__ volatile C* slot(int64_t row, int value, int block) const {
-    return slots_ + (row * kValues + value) * blocks_ + block;
+  static __device__ __forceinline__ void store_shared(Values* to, const Values& values) {
+    using Word = std::conditional_t<sizeof(Values) == 16, uint4,
+                                    std::conditional_t<sizeof(Values) == 8, uint2, uint32_t>>;
+    __stcg(reinterpret_cast<Word*>(to), *reinterpret_cast<const Word*>(&values));
   }
   static __device__ __forceinline__ bool is_published(float value) {
     return __float_as_int(value) != -1;
@@ -210,13 +252,15 @@ class RowExchange {
   int blocks_;
 };
 
-/// Adds the values of the warps of a block. All lanes of the calling warp get the sums.
-template <class C, int N, int kParts>
-__device__ __forceinline__ void add_warps(const C (&parts)[N][kParts], C (&sums)[N]) {
+/// Merges the values of the warps of a block; all lanes of the calling warp get the result.
+template <class C, int kValues, int kParts, class Merge>
+__device__ __forceinline__ void merge_warps(const C (&parts)[kValues][kParts], C (&result)[kValues],
+                                            const Merge& merge) {
   static_assert(kParts >= kGridWarps, "a part per warp");
+  C values[1][kValues];
 #pragma unroll
-  for (int i = 0; i < N; ++i) sums[i] = parts[i][threadIdx.x % kGridWarps];
-  reduce_warp(sums, Sum{}, kGridWarps);
+  for (int i = 0; i < kValues; ++i) values[0][i] = parts[i][threadIdx.x % kGridWarps];
+  merge(values, result, kGridWarps);
 }
 
 /// Memory for a RowExchange between the `blocks` of each team, with empty slots.

@@ -28,7 +28,7 @@ Status norm_backward(const NormBackward& p, Allocate allocate, CUstream_st* stre
   if (has_few_rows(p, alignment)) return few_rows(p, stream);
   const BulkPlan bulk_plan = plan_bulk(p, alignment);
   if (bulk_plan.blocks > 0) return bulk(p, bulk_plan, allocate, stream);
-  const SlabPlan slab_plan = plan_slabs(p, alignment);
+  const norm_slabs::SlabPlan slab_plan = plan_slabs(p, alignment);
   const StreamPlan plan = plan_stream(p, alignment);
   if (slab_plan.blocks > 0 && prefers_slabs(p, alignment, plan.teams > 0))
     return slabs(p, alignment, slab_plan, allocate, stream);

@@ -211,12 +211,12 @@ class SplitRows {
     if (r >= kSplitRows) return;
     if (step < plan_.steps && team_.row(step, r, 0) < p_.rows) {
       C sums[kSums];
-      add_warps(storage_.parts[r], sums);
+      merge_warps(storage_.parts[r], sums, AddValues{});
       if (lane == 0) exchange_.publish(team_.row(step, r, 0), team_.block(), sums);
     }
     if (ready < 0 || team_.row(ready, r, 0) >= p_.rows) return;
     C sums[kSums];
-    exchange_.collect_sums(team_.row(ready, r, 0), sums);
+    exchange_.collect(team_.row(ready, r, 0), sums, AddValues{});
     if (lane == 0) set_factors(ready, r, 0, sums);
   }
 

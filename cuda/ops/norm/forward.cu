@@ -1,4 +1,5 @@
 #include "forward.cuh"
+#include "forward_slabs.cuh"
 
 namespace torchkiln::cuda {
 
@@ -14,6 +15,8 @@ Status norm(const Norm& p, Allocate allocate, CUstream_st* stream) {
       {p.sum, p.columns},
       {p.y, p.columns}};
   Alignment alignment = alignment_of(tensors, p.dtype, p.rows, p.columns);
+  const norm_slabs::SlabPlan slabs = plan_norm_slabs(p, alignment);
+  if (slabs.blocks > 0) return norm_in_slabs(p, alignment, slabs, allocate, stream);
   if (!aligned(p.weight) || !aligned(p.bias)) alignment = Alignment::scalar;
   if (p.residual_dtype != p.dtype && alignment == Alignment::vector &&
       !rows_in_vectors(p.residual, vector_lanes(p.dtype), {p.columns, p.residual_row_stride}))

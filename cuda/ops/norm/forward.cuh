@@ -32,7 +32,9 @@ Status norm_rows_of(const Norm& p, Alignment alignment, Allocate allocate, CUstr
     });
   };
   const auto too_long = [&] { return split_norm(p, alignment, allocate, stream); };
-  return with_tile<T>(alignment, p.columns, 1, kRowThreads, in_registers, too_long);
+  // Two rows, or one of float32 with its parameters, spill if a thread holds many vectors of each.
+  const bool is_large = alignment != Alignment::scalar && (p.residual != nullptr || sizeof(T) == 4);
+  return with_tile<T>(alignment, p.columns, is_large ? 2 : 1, kRowThreads, in_registers, too_long);
 }
 
 }  // namespace torchkiln::cuda

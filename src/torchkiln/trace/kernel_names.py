@@ -66,6 +66,11 @@ ACCESSES = (
     Access("cuda::GradientBody", r"(?:.*, )?(?P<type>\w+), (?P<lanes>\d+)", "columns, in vectors"),
     Access("cuda::ChannelAccess", r"(?P<type>\w+), \w+, (?P<lanes>\d+)", "channels, in vectors"),
     Access(
+        "cuda::norm_slab_rows",
+        r"(?P<type>\w+), (?P<lanes>\d+)",
+        "slabs of rows copied in bulk to shared memory, in vectors",
+    ),
+    Access(
         "cuda::norm_gradients::slab_rows",
         r"(?P<type>\w+), (?P<lanes>\d+)",
         "slabs of rows copied in bulk to shared memory, in vectors",

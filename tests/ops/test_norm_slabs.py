@@ -1,0 +1,198 @@
+"""Norms of long rows, which are cut into slabs of columns, and their gradients."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchkiln
+
+HALF_AND_FLOAT = (torch.float16, torch.bfloat16, torch.float32)
+EPS = 1e-5
+
+# Shape, and where x begins. A team has all rows of one offset, runs of several offsets, or single
+# elements, because runs have few rows or x and y have different offsets.
+ALIGNED = [(300, 131200, 0), (70, 262152, 0)]
+RUNS = [(700, 50257, 0), (140, 262143, 0), (900, 37002, 0)]
+ELEMENTS = [(170, 50257, 0), (40, 300001, 0), (2200, 4099, 3), (300, 50264, 5)]
+
+pytestmark = pytest.mark.cuda
+every_dtype = pytest.mark.parametrize("dtype", HALF_AND_FLOAT, ids=str)
+both_norms = pytest.mark.parametrize("centered", [False, True], ids=["rms_norm", "layer_norm"])
+
+
+def begins_at(shape: tuple[int, int], at: int, dtype: torch.dtype, mean: float) -> Tensor:
+    """Rows that begin ``at`` elements after a 16-byte boundary, amid NaN."""
+    count = math.prod(shape)
+    memory = torch.full((at + count + 16,), math.nan, device="cuda", dtype=dtype)
+    view = memory[at : at + count].view(shape)
+    return view.copy_(torch.randn(shape, device="cuda").add_(mean))
+
+
+def parameters(columns: int, dtype: torch.dtype, centered: bool) -> dict[str, Tensor]:
+    weight, bias = torch.randn((2, columns), device="cuda").to(dtype)
+    return {"weight": weight, "bias": bias} if centered else {"weight": weight}
+
+
+def norm(x: Tensor, kept: dict[str, Tensor]) -> Tensor:
+    op = torchkiln.layer_norm if "bias" in kept else torchkiln.rms_norm
+    return op(x, x.shape[1], eps=EPS, **kept)
+
+
+def truth(z: Tensor, kept: dict[str, Tensor]) -> Tensor:
+    """The norm in float64."""
+    z = z.double()
+    from_mean = z - z.mean(1, keepdim=True) if "bias" in kept else z
+    n = from_mean * (from_mean.square().mean(1, keepdim=True) + EPS).rsqrt()
+    return n * kept["weight"].double() + (kept["bias"].double() if "bias" in kept else 0)
+
+
+def require_close(found: Tensor, expected: Tensor, steps: float = 1) -> None:
+    """Errors are rounding steps of the largest number; float32 sums have some more."""
+    limit = steps * (1 if found.dtype.itemsize == 2 else 32) * torch.finfo(found.dtype).eps
+    error = float((found.double() - expected).abs().max() / expected.abs().max())
+    assert error <= limit, f"{error:.2g}, expected at most {limit:.2g}"
+
+
+def uses_slabs(*args: object, **kwargs: object) -> bool:
+    """Whether a call launches the kernel of slabs."""
+    return "norm_slab_rows" in str(torchkiln.explain(*args, **kwargs))
+
+
+@every_dtype
+@both_norms
+@pytest.mark.parametrize("where", [*ALIGNED, *RUNS, *ELEMENTS], ids=str)
+def test_norms(where: tuple[int, int, int], centered: bool, dtype: torch.dtype) -> None:
+    """Results agree with float64, beside a large mean, and are equal in every run."""
+    shape, at = where[:2], where[2]
+    x = begins_at(shape, at, dtype, 100 if dtype == torch.float32 else 3)
+    kept = parameters(shape[1], dtype, centered)
+    y = norm(x, kept)
+    require_close(y, truth(x, kept))
+    for _ in range(3):
+        assert torch.equal(norm(x, kept), y)
+
+
+@every_dtype
+@both_norms
+@pytest.mark.parametrize("where", [ALIGNED[1], RUNS[0], RUNS[2], ELEMENTS[3]], ids=str)
+def test_norms_of_sums(where: tuple[int, int, int], centered: bool, dtype: torch.dtype) -> None:
+    """The sum is rounded before it is normalized; both may be written over the arguments."""
+    shape, at = where[:2], where[2]
+    x, residual = (begins_at(shape, some, dtype, 1) for some in (at, at // 2))
+    kept = parameters(shape[1], dtype, centered)
+    name = "add_layer_norm" if centered else "add_rms_norm"
+    y, total = getattr(torchkiln, name)(x, residual, shape[1], eps=EPS, **kept)
+    assert torch.equal(total, x + residual)
+    require_close(y, truth(total, kept))
+    if centered:
+        return
+    torchkiln.add_rms_norm_(x, residual, shape[1], eps=EPS, **kept)
+    assert torch.equal(residual, total)
+    require_close(x, truth(total, kept))
+
+
+@pytest.mark.parametrize(
+    ("where", "dtype"),
+    [(ALIGNED[1], torch.bfloat16), (RUNS[0], torch.float16), (RUNS[0], torch.float32)]
+    + [(where, torch.bfloat16) for where in ELEMENTS[1:]],
+    ids=str,
+)
+def test_these_shapes_use_slabs(where: tuple[int, int, int], dtype: torch.dtype) -> None:
+    x = begins_at(where[:2], where[2], dtype, 0)
+    assert uses_slabs(torchkiln.layer_norm, x, x.shape[1])
+
+
+def test_few_rows_use_clusters() -> None:
+    x = torch.randn(8, 262152, device="cuda", dtype=torch.bfloat16)
+    assert not uses_slabs(torchkiln.layer_norm, x, x.shape[1])
+
+
+@every_dtype
+@pytest.mark.parametrize("rounds", [False, True], ids=["", "round_input"])
+def test_options(dtype: torch.dtype, rounds: bool) -> None:
+    """A float32 weight, its offset, and rounding before the weight is applied."""
+    x = begins_at((700, 50257), 0, dtype, 0.5)
+    weight = torch.randn(50257, device="cuda") * 0.1
+    y = torchkiln.layer_norm(
+        x, 50257, weight, None, EPS, offset=1.0, round="input" if rounds else "once"
+    )
+    wide = x.double()
+    n = torch.nn.functional.layer_norm(wide, (50257,), eps=EPS)
+    n = n.to(dtype).double() if rounds else n
+    require_close(y, n * (1 + weight.double()), steps=2 if rounds else 1)
+
+
+@every_dtype
+@pytest.mark.parametrize("where", [ALIGNED[1], RUNS[0]], ids=str)
+def test_one_large_element(where: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """The first element of a row, which is far from all others, costs the others no digits."""
+    x = begins_at(where[:2], 0, dtype, 0)
+    x[:, 0] = 3000
+    x[::2, where[1] // 2] = -2000
+    kept = parameters(where[1], dtype, True)
+    y, expected = norm(x, kept), truth(x, kept)
+    rest = [1, where[1] // 2 - 1]
+    require_close(y[:, rest[0] : rest[1]], expected[:, rest[0] : rest[1]])
+
+
+@both_norms
+@pytest.mark.parametrize("where", [ALIGNED[1], RUNS[0], ELEMENTS[1]], ids=str)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_rows_that_are_not_finite(
+    where: tuple[int, int, int], centered: bool, value: float
+) -> None:
+    """They do not affect the rows beside them, whose elements share 16 bytes with theirs."""
+    shape = where[:2]
+    x = begins_at(shape, 0, torch.bfloat16, 0)
+    kept = parameters(shape[1], torch.bfloat16, centered)
+    before = norm(x, kept)
+    x[5, 0] = x[9, -1] = value
+    found = norm(x, kept)
+    rest = [row for row in range(shape[0]) if row not in (5, 9)]
+    assert torch.equal(found[rest], before[rest])
+    assert found[5, 0].isnan()
+    assert found[9, -1].isnan()
+
+
+@every_dtype
+@both_norms
+@pytest.mark.parametrize("where", [RUNS[0], RUNS[2], (2300, 6657, 0), ELEMENTS[2]], ids=str)
+def test_gradients(where: tuple[int, int, int], centered: bool, dtype: torch.dtype) -> None:
+    """Gradients agree with float64, and are equal in every run; rows beside NaN have none of it."""
+    shape, at = where[:2], where[2]
+    x = begins_at(shape, at, dtype, 0.5).requires_grad_(True)
+    kept = {k: v.requires_grad_(True) for k, v in parameters(shape[1], dtype, centered).items()}
+    grad = begins_at(shape, 0, dtype, 0.2)
+    leaves = [x, *kept.values()]
+    found = torch.autograd.grad(norm(x, kept), leaves, grad)
+    wide = [one.detach().double().requires_grad_(True) for one in leaves]
+    again = dict(zip(kept, wide[1:], strict=True))
+    expected = torch.autograd.grad(truth(wide[0], again), wide, grad.double())
+    for one, other in zip(found, expected, strict=True):
+        require_close(one, other)
+    for _ in range(3):
+        repeated = torch.autograd.grad(norm(x, kept), leaves, grad)
+        assert all(torch.equal(one, two) for one, two in zip(found, repeated, strict=True))
+
+
+def test_in_a_graph_beside_another_stream() -> None:
+    """Blocks that wait for each other run in a CUDA graph, beside those of another stream."""
+    x = begins_at((700, 50257), 0, torch.bfloat16, 0)
+    kept = parameters(50257, torch.bfloat16, True)
+    expected = norm(x, kept)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = norm(x, kept)
+    stream = torch.cuda.Stream()
+    for _ in range(10):
+        graph.replay()
+        with torch.cuda.stream(stream):
+            beside = norm(x, kept)
+    torch.cuda.synchronize()
+    assert torch.equal(found, expected)
+    assert torch.equal(beside, expected)
