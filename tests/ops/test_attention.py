@@ -165,6 +165,16 @@ def test_sequences_of_different_lengths(form: str, device: torch.device) -> None
 
 
 @pytest.mark.parametrize("batched", [False, True])
+def test_the_mask_of_a_cache(batched: bool) -> None:
+    """It hides the keys behind each token, and all of them from a token at -1."""
+    cache = KVCache(2, TOKENS, KV_HEADS, HEAD)
+    places = torch.tensor([[0, 3, TOKENS - 1], [-1, 1, 2]]) if batched else torch.tensor([4, 0, -1])
+    seen = torch.arange(TOKENS) <= places[..., None]
+    expected = torch.where(seen, 0.0, float("-inf"))
+    assert torch.equal(cache.mask(places), expected[:, None] if batched else expected)
+
+
+@pytest.mark.parametrize("batched", [False, True])
 def test_a_cache_without_rotation(batched: bool) -> None:
     layer = Attention(DIM, HEADS, KV_HEADS, HEAD, dtype=torch.float64)
     x = torch.randn(2, TOKENS, DIM, dtype=torch.float64)

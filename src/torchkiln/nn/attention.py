@@ -123,7 +123,9 @@ class Attention(nn.Module):
         p = self.dropout if self.training else 0.0
         places = None if cache is None else positions
         causal = self.causal and mask is None and self.window is None and places is None
-        if not causal:
+        if cache is not None and places is not None and self.hides_later_keys(mask, q.dtype, cache):
+            mask = cache.mask(places)
+        elif not causal:
             mask = self.visible(mask, x.shape[1], k.shape[-2], x.device, places)
         grouped = self.heads != self.kv_heads
         alone = grouped and x.shape[1] == 1 and (mask is None or mask.dim() == 2)
@@ -200,6 +202,10 @@ class Attention(nn.Module):
         places = slice(tokens if positions is None else None)
         k, v = (buffer[:, :, places].to(q.dtype) for buffer in (cache.keys, cache.values))
         return q, k, v
+
+    def hides_later_keys(self, mask: Tensor | None, dtype: torch.dtype, cache: KVCache) -> bool:
+        """Whether the mask of a call is that of the cache."""
+        return self.causal and self.window is None and mask is None and cache.keys.dtype == dtype
 
     def visible(
         self,

@@ -36,6 +36,10 @@ class KVCache:
         shape = (batch, kv_heads, length, head_dim)
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
+        # What mask() adds for keys up to the place of a token, and for those behind it.
+        self._added = self.keys.new_zeros(2 * length)
+        if self.keys.is_floating_point():
+            self._added[length:] = float("-inf")
 
     @property
     def length(self) -> int:
@@ -65,6 +69,24 @@ class KVCache:
             else:
                 places = positions[:, None, :, None].expand_as(new)
                 buffer.scatter_(2, places, new.to(buffer.dtype))
+
+    def mask(self, positions: Tensor) -> Tensor:
+        """Numbers that hide the keys behind each token: 0, then ``-inf``.
+
+        Two kernels where a comparison of places, which attention would convert to numbers, takes
+        five. The result has the dtype of the cache.
+
+        Args:
+            positions: ``[tokens]`` or ``[batch, tokens]``, int64, from -1, which hides all keys, to
+                ``length - 1``.
+
+        Returns:
+            ``[tokens, length]`` or ``[batch, 1, tokens, length]``.
+        """
+        # Row i of this view begins with length - i zeros.
+        rows = self._added.as_strided((self.length + 1, self.length), (1, 1))
+        found = rows.index_select(0, (self.length - 1 - positions).flatten())
+        return found if positions.dim() == 1 else found.unflatten(0, positions.shape)[:, None]
 
     def check_length(self, tokens: int) -> None:
         """Refuses more tokens than fit."""
