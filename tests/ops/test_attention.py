@@ -171,7 +171,10 @@ def test_the_mask_of_a_cache(batched: bool) -> None:
     places = torch.tensor([[0, 3, TOKENS - 1], [-1, 1, 2]]) if batched else torch.tensor([4, 0, -1])
     seen = torch.arange(TOKENS) <= places[..., None]
     expected = torch.where(seen, 0.0, float("-inf"))
-    assert torch.equal(cache.mask(places), expected[:, None] if batched else expected)
+    expected = expected[:, None] if batched else expected
+    assert torch.equal(cache.mask(places), expected)
+    packed = KVCache(2, TOKENS, KV_HEADS, HEAD, torch.int8)  # has no infinity
+    assert torch.equal(packed.mask(places), expected)
 
 
 @pytest.mark.parametrize("batched", [False, True])

@@ -15,7 +15,17 @@ import torchkiln
 # Wide enough that three columns of nearly the same number leave no large factor.
 EPS = 0.1
 # In elements of 16 bits a vector has 8, one of 32 bits 4.
-SHAPES = [(5, 1), (20, 3), (17, 5), (40, 9), (70, 129), (33, 1001), (9, 4097), (5, 50257)]
+SHAPES = [
+    (5, 1),
+    (20, 3),
+    (17, 5),
+    (40, 9),
+    (70, 129),
+    (33, 1001),
+    (9, 4097),
+    (7, 16385),
+    (5, 50257),
+]
 
 Op = Callable[[Tensor, Tensor], Tensor]
 

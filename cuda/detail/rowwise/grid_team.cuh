@@ -165,6 +165,9 @@ struct AddValues {
 /// set until its value is published.
 template <class C, int kValues>
 class RowExchange {
+  static_assert(kValues == 1 || kValues == 2 || (kValues == 4 && sizeof(C) == 4),
+                "the values of a slot fit in one access");
+
  public:
   __device__ __forceinline__ RowExchange(C* slots, int blocks) : slots_(slots), blocks_(blocks) {}
 
@@ -219,27 +222,40 @@ class RowExchange {
   __device__ __forceinline__ Values* slot(int64_t row, int block) const {
     return reinterpret_cast<Values*>(slots_) + row * blocks_ + block;
   }
-  /// A slot in one access, which reaches the L2 cache.
+  /// All values of a slot in one access, which reaches the L2 cache.
   static __device__ __forceinline__ Values load_shared(const Values* from) {
     Values values;
-    auto* const word = reinterpret_cast<uint32_t*>(&values);
-    if constexpr (sizeof(Values) == 16) {
-      asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
+    C(&to)[kValues] = values.lane;
+    if constexpr (sizeof(C) == 8 && kValues == 2) {
+      asm volatile("ld.volatile.global.v2.f64 {%0, %1}, [%2];"
+                   : "=d"(to[0]), "=d"(to[1])
                    : "l"(from));
-    } else if constexpr (sizeof(Values) == 8) {
-      asm volatile("ld.volatile.global.v2.u32 {%0, %1}, [%2];"
-                   : "=r"(word[0]), "=r"(word[1])
+    } else if constexpr (sizeof(C) == 8) {
+      asm volatile("ld.volatile.global.f64 %0, [%1];" : "=d"(to[0]) : "l"(from));
+    } else if constexpr (kValues == 4) {
+      asm volatile("ld.volatile.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+                   : "=f"(to[0]), "=f"(to[1]), "=f"(to[2]), "=f"(to[3])
+                   : "l"(from));
+    } else if constexpr (kValues == 2) {
+      asm volatile("ld.volatile.global.v2.f32 {%0, %1}, [%2];"
+                   : "=f"(to[0]), "=f"(to[1])
                    : "l"(from));
     } else {
-      asm volatile("ld.volatile.global.u32 %0, [%1];" : "=r"(word[0]) : "l"(from));
+      asm volatile("ld.volatile.global.f32 %0, [%1];" : "=f"(to[0]) : "l"(from));
     }
     return values;
   }
   static __device__ __forceinline__ void store_shared(Values* to, const Values& values) {
-    using Word = std::conditional_t<sizeof(Values) == 16, uint4,
-                                    std::conditional_t<sizeof(Values) == 8, uint2, uint32_t>>;
-    __stcg(reinterpret_cast<Word*>(to), *reinterpret_cast<const Word*>(&values));
+    const C(&from)[kValues] = values.lane;
+    if constexpr (sizeof(C) == 8 && kValues == 2) {
+      __stcg(reinterpret_cast<double2*>(to), make_double2(from[0], from[1]));
+    } else if constexpr (kValues == 4) {
+      __stcg(reinterpret_cast<float4*>(to), make_float4(from[0], from[1], from[2], from[3]));
+    } else if constexpr (kValues == 2) {
+      __stcg(reinterpret_cast<float2*>(to), make_float2(from[0], from[1]));
+    } else {
+      __stcg(&to->lane[0], from[0]);
+    }
   }
   static __device__ __forceinline__ bool is_published(float value) {
     return __float_as_int(value) != -1;

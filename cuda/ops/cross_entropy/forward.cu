@@ -9,14 +9,14 @@ using namespace reduce;
 namespace {
 
 /// A team has one row.
-template <class Access, bool kSpread, int kItems, bool kOnce>
+template <class Access, bool kSpread, int kItems, RowPass kPass>
 __global__ void __launch_bounds__(kLossThreads, 4)
     cross_entropy_rows(CrossEntropy p, TeamShape shape) {
   using C = Compute<typename Access::T>;
   __shared__ TeamStorage<C, kLossValues<kSpread>> storage;
   wait_for_previous_kernel();
   Team<C, kLossValues<kSpread>> team(shape, storage);
-  (void)loss_of_row<Access, kSpread, kItems, kOnce>(p, team, team.first_team() + team.index());
+  (void)loss_of_row<Access, kSpread, kItems, kPass>(p, team, team.first_team() + team.index());
 }
 
 /// Adds the losses and the weights that the threads of a team have, and stores the result.
@@ -32,7 +32,7 @@ __device__ __forceinline__ void store_sum(const LossSum& p, Team<double, 2>& tea
 constexpr int kFewThreads = 512;
 
 /// One block or cluster has all rows, one per team, and adds their losses, too.
-template <class Access, bool kSpread, int kItems, bool kOnce>
+template <class Access, bool kSpread, int kItems, RowPass kPass>
 __global__ void __launch_bounds__(kFewThreads, 1)
     cross_entropy_few_rows(CrossEntropy p, LossSum total, TeamShape shape, TeamShape all_shape) {
   using C = Compute<typename Access::T>;
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kFewThreads, 1)
   wait_for_previous_kernel();
   Team<C, kLossValues<kSpread>, true> team(shape, storage);
   const RowLoss<C> row =
-      loss_of_row<Access, kSpread, kItems, kOnce>(p, team, team.first_team() + team.index());
+      loss_of_row<Access, kSpread, kItems, kPass>(p, team, team.first_team() + team.index());
   double sums[2] = {static_cast<double>(row.loss), static_cast<double>(row.weight)};
   store_sum<C>(total, all, sums);
 }
@@ -145,26 +145,38 @@ Status cross_entropy(const CrossEntropy& given, const LossSum* total, CUstream_s
       const std::optional<FewRows> few =
           total == nullptr ? std::nullopt : plan_few_rows(p, vectors);
       const TeamShape team = few ? few->team : team_of_rows(p, vectors);
-      Grid grid;
-      const Status status = make_grid(few ? few->all : team, few ? 1 : p.rows, grid);
-      if (!status.ok()) return status;
-      const auto launch_rows = [&](auto spread, auto items, auto once) {
-        if (few) {
-          return launch_overlapped(cross_entropy_few_rows<Access, spread, items, once>, grid,
-                                   stream, p, *total, team, few->all);
-        }
-        const Status launched = launch_overlapped(cross_entropy_rows<Access, spread, items, once>,
-                                                  grid, stream, p, team);
-        return launched.ok() && total != nullptr ? loss_sum(*total, stream) : launched;
+      const auto launch_few = [&](auto kernel) {
+        Grid grid;
+        const Status status = make_grid(few->all, 1, grid);
+        return status.ok() ? launch_overlapped(kernel, grid, stream, p, *total, team, few->all)
+                           : status;
       };
+      const auto launch = [&](auto kernel, const TeamShape& shape) {
+        Grid grid;
+        Status status = make_grid(shape, p.rows, grid);
+        if (status.ok()) status = launch_overlapped(kernel, grid, stream, p, shape);
+        return status.ok() && total != nullptr ? loss_sum(*total, stream) : status;
+      };
+      const auto launch_rows = [&](auto spread, auto items, auto pass) {
+        return few ? launch_few(cross_entropy_few_rows<Access, spread, items, pass>)
+                   : launch(cross_entropy_rows<Access, spread, items, pass>, team);
+      };
+      using Steps = std::integral_constant<RowPass, RowPass::steps>;
+      using Once = std::integral_constant<RowPass, RowPass::once>;
       using SpreadItems = std::integral_constant<int, kSpreadItems>;
       using LongItems = std::integral_constant<int, kLongItems>;
       using ShortItems = std::integral_constant<int, kShortItems>;
-      if (is_spread(p.target))
-        return launch_rows(std::true_type{}, SpreadItems{}, std::false_type{});
+      if (is_spread(p.target)) return launch_rows(std::true_type{}, SpreadItems{}, Steps{});
+      if constexpr (!Access::kAligned) {
+        using Tile = UnalignedRowTile<T, kShortItems>;
+        const int64_t inner = Tile::inner_vectors(p.classes);
+        const TeamShape shape = team_of_rows(p, inner);
+        if (!few && shape.size() >= Tile::kMinThreads && inner <= kShortItems * shape.size())
+          return launch(cross_entropy_rows<Access, false, kShortItems, RowPass::inner>, shape);
+      }
       if (vectors <= int64_t{kShortItems} * team.size())
-        return launch_rows(std::false_type{}, ShortItems{}, std::true_type{});
-      return launch_rows(std::false_type{}, LongItems{}, std::false_type{});
+        return launch_rows(std::false_type{}, ShortItems{}, Once{});
+      return launch_rows(std::false_type{}, LongItems{}, Steps{});
     });
   });
 }

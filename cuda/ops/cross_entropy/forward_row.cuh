@@ -3,6 +3,7 @@
 // The loss of a row and the state that its gradient needs.
 
 #include "detail/rowwise/online_softmax.cuh"
+#include "detail/rowwise/tile.cuh"
 #include "target.cuh"
 
 namespace torchkiln::cuda {
@@ -25,12 +26,17 @@ struct RowLoss {
   C weight = 0;  // of the target
 };
 
-/// A team reads a row once; each thread has the loads of its next kItems vectors in flight while it
-/// computes with the current ones. Each thread keeps a running maximum and the sum of exponentials
-/// relative to it. kSpread: q is not 0 outside of the target class. kOnce: kItems vectors per
-/// thread hold the whole row. All threads of the block call it once; the first of the team gets
-/// the loss.
-template <class Access, bool kSpread, int kItems, bool kOnce, class LossTeam,
+/// How a team reads a row of kItems vectors per thread and step.
+///   steps  several steps: the loads of the next one are in flight while the current one is summed
+///   once   one step has the whole row
+///   inner  as once, for a row that begins anywhere: whole vectors, and one element per thread at
+///          the edges. Vectors that are there in part could make `once` need one more warp.
+enum class RowPass { steps, once, inner };
+
+/// A team reads a row once. Each thread keeps a running maximum and the sum of exponentials
+/// relative to it. kSpread: q is not 0 outside of the target class. All threads of the block call
+/// it once; the first of the team gets the loss.
+template <class Access, bool kSpread, int kItems, RowPass kPass, class LossTeam,
           class C = Compute<typename Access::T>>
 __device__ __forceinline__ RowLoss<C> loss_of_row(const CrossEntropy& p, LossTeam& team,
                                                   int64_t row) {
@@ -42,7 +48,10 @@ __device__ __forceinline__ RowLoss<C> loss_of_row(const CrossEntropy& p, LossTea
   const bool inside = row < p.rows;
   const T* logits = static_cast<const T*>(p.logits) + row * p.row_stride;
   const Access access(logits, inside ? static_cast<int>(p.classes) : 0);
-  const int vectors = access.vectors();
+  using Tile = UnalignedRowTile<T, kItems>;
+  constexpr bool kInner = kPass == RowPass::inner;
+  const int vectors =
+      kInner ? static_cast<int>(Tile::inner_vectors(access.columns)) : access.vectors();
   const int step = kItems * team.size();
   const bool can_overread = Access::can_overread(row, p.rows, p.row_stride);
   const auto load = [&](int first, Item(&to)[kItems]) {
@@ -50,7 +59,18 @@ __device__ __forceinline__ RowLoss<C> loss_of_row(const CrossEntropy& p, LossTea
   };
   // The first vectors are requested before the loads that depend on the target.
   Item items[kItems];
-  load(team.rank(), items);
+  C edge = -C(INFINITY);
+  if constexpr (kInner) {
+    const Tile tile(logits, access.columns, team.rank(), team.size());
+#pragma unroll
+    for (int k = 0; k < kItems; ++k) {
+      fill(items[k], T(-INFINITY));
+      if (tile.has_any(k)) items[k] = load_vector<kLanes>(logits + tile.column(k));
+    }
+    if (tile.has_any(kItems)) edge = convert<C>(logits[tile.column(kItems)]);
+  } else {
+    load(team.rank(), items);
+  }
   team.init_barriers();
   RowTarget<C> target{};
   if (inside && (kSpread || team.rank() == 0)) target = target_of<C>(p.target, row, p.classes);
@@ -68,13 +88,14 @@ __device__ __forceinline__ RowLoss<C> loss_of_row(const CrossEntropy& p, LossTea
   C values[kLossValues<kSpread>] = {};
   values[0] = -C(INFINITY);
   const auto accumulate = [&](int first) {
-    const C largest = fmax(values[0], max_of<C>(items));
+    C largest = fmax(values[0], max_of<C>(items));
+    if constexpr (kInner) largest = fmax(largest, edge);
     const C reference = Sums::reference(largest);
     // Groups are summed first: the rounding error grows with the number of groups.
     C group_sum = 0, group_logits = 0, group_q = 0;
 #pragma unroll
     for (int k = 0; k < kItems; ++k) {
-      if (kOnce && team.rank() + k * team.size() >= vectors) break;
+      if (kPass != RowPass::steps && team.rank() + k * team.size() >= vectors) break;
       C z[kLanes];
       widen(items[k], z);
 #pragma unroll
@@ -92,6 +113,7 @@ __device__ __forceinline__ RowLoss<C> loss_of_row(const CrossEntropy& p, LossTea
         }
       }
     }
+    if constexpr (kInner) group_sum += Math::exp(edge - reference);
     if constexpr (kSpread) {
       values[2] += group_logits;
       values[3] += group_q;
@@ -100,7 +122,7 @@ __device__ __forceinline__ RowLoss<C> loss_of_row(const CrossEntropy& p, LossTea
     values[1] = group_sum;
     values[0] = largest;
   };
-  if constexpr (kOnce) {
+  if constexpr (kPass != RowPass::steps) {
     accumulate(team.rank());
   } else {
     for (int first = team.rank(); first < vectors; first += step) {

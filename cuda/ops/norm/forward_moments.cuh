@@ -40,14 +40,16 @@ template <bool kCentered>
 inline constexpr int kMoments = kCentered ? 4 : 1;
 
 /// The moments of `count` elements of the calling warp. for_own(outside, body) calls body(z) for
-/// those of a thread, and may call it with `outside` for lanes that have no element. `near`: one of
-/// the elements. Moments of half precision T are taken around it, which saves a pass: at distance d
-/// from the mean, it makes the variance at least d^2 / count, which loses the digits of d^2 only.
+/// those of a thread, and may call it with `outside` for lanes that have no element.
+///
+/// Half precision takes its moments around `near`, one of the elements, which saves a pass. If that
+/// element is at distance d from the mean, the sum of squares is larger by count * d^2, but the
+/// variance is at least d^2 / count: the relative error is at most about count rounding errors.
 template <class T, bool kCentered, class C, class ForOwn>
 __device__ __forceinline__ void moments_of_warp(C count, C near, C (&values)[kMoments<kCentered>],
                                                 const ForOwn& for_own) {
   if constexpr (kCentered) {
-    C center = near;
+    C center = count > C(0) ? near : C(0);
     if constexpr (sizeof(T) > 2) {
       C total[1] = {};
       for_own(C(0), [&](C z) { total[0] += z; });

@@ -21,9 +21,9 @@ namespace torchkiln::cuda {
 using namespace norm_slabs;
 namespace {
 
-/// As AddValues, for the moments of slabs or warps: around their mean or, in half precision, that
-/// of the first lane. The variance of all is at least its squared distance from theirs, divided by
-/// the number of slabs.
+/// As AddValues, for the moments of slabs or warps. Float32 is merged around the mean of all, half
+/// precision around the mean of the first lane, which saves a reduction: its squared distance from
+/// the mean of all is at most their variance times the number of slabs.
 template <class T>
 struct MergeMomentsOfLanes {
   template <int kPerLane>
@@ -32,11 +32,12 @@ struct MergeMomentsOfLanes {
     const float own = values[0][0] > 0 ? values[0][1] + __fdividef(values[0][3], values[0][0]) : 0;
     float center = __shfl_sync(~0u, own, 0, lanes);
     if constexpr (sizeof(T) > 2) {
-      float total[2] = {};  // count and sum
+      float total[2] = {};  // count and sum, scaled so that the sum does not overflow
 #pragma unroll
       for (int k = 0; k < kPerLane; ++k) {
-        total[0] += values[k][0];
-        total[1] += values[k][0] * values[k][1] + values[k][3];
+        constexpr float kScale = 1.0f / (1 << 20);
+        total[0] += values[k][0] * kScale;
+        total[1] += values[k][0] * kScale * values[k][1] + values[k][3] * kScale;
       }
       reduce_warp(total, Sum{}, lanes);
       center = total[0] > 0 ? total[1] / total[0] : 0;

@@ -94,8 +94,7 @@ inline int64_t cost_of(const SlabPlan& plan, const SlabRows& rows) {
   return steps * (plan.tensor_bytes + kBytesOfRow);
 }
 
-/// Shares rows among as many teams as are resident, or among fewer, so that all rows of a team have
-/// the same offset.
+/// Shares rows among as many teams as are resident, or among fewer, which need fewer runs.
 inline SlabPlan share_rows(const SlabRows& rows, Alignment alignment) {
   const int64_t least = ceil_div(columns_to_cut(rows, alignment), most_slab_columns(rows));
   if (least > std::min(resident_slabs(), kMaxTeamBlocks)) return {};
@@ -122,7 +121,8 @@ inline SlabPlan plan_slabs(const SlabRows& rows, bool exchanges) {
   const int most_bytes = device.shared_bytes / kSlabBlocks - kReserved;
   const int stage_bytes = rows.tensors * plan.tensor_bytes;
   plan.stages = std::min(most_bytes / stage_bytes, kMaxSlabStages);
-  // The lag is at most stages - 2: a row is copied once that before the lag has been written.
+  // Once row i is summed and row i - lag - 1 is written, the stage of the latter takes row
+  // i - lag - 1 + stages. That must be row i + 1 or a later one: lag <= stages - 2.
   constexpr int kFewestStages = 4;
   if (plan.stages < kFewestStages) return {};
   plan.lag = exchanges ? (plan.stages + 1) / 2 : 0;

@@ -180,7 +180,7 @@ class SlabRing {
                                    &storage_.full[to.stage], all);
 #pragma unroll
     for (int tensor = 0; tensor < kTensors; ++tensor) {
-      // The last slab has no element if its row begins at a boundary.
+      // The last slab may have no element, if its row begins at or near a boundary.
       if (bytes[tensor] == 0) continue;
       ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global,
                          memory_ + (to.stage * kTensors + tensor) * plan_.tensor_bytes,

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+WITH_INFINITY = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 
 class KVCache:
     """Keys and values of earlier tokens, in buffers that stay where they are.
@@ -37,9 +39,9 @@ class KVCache:
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
         # What mask() adds for keys up to the place of a token, and for those behind it.
-        self._added = self.keys.new_zeros(2 * length)
-        if self.keys.is_floating_point():
-            self._added[length:] = float("-inf")
+        added = self.keys.dtype if self.keys.dtype in WITH_INFINITY else torch.float32
+        self._added = torch.zeros(2 * length, dtype=added, device=device)
+        self._added[length:] = float("-inf")
 
     @property
     def length(self) -> int:
@@ -74,7 +76,8 @@ class KVCache:
         """Numbers that hide the keys behind each token: 0, then ``-inf``.
 
         Two kernels where a comparison of places, which attention would convert to numbers, takes
-        five. The result has the dtype of the cache.
+        five. The result has the dtype of the cache, or float32 if that is not one of
+        float16, bfloat16, float32 and float64.
 
         Args:
             positions: ``[tokens]`` or ``[batch, tokens]``, int64, from -1, which hides all keys, to
