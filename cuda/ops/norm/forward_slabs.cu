@@ -25,7 +25,7 @@ int64_t fewest_bytes(const Norm& p, Alignment alignment) {
   constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
   const bool adds = p.residual != nullptr;
   const bool is_half = p.dtype != Dtype::float32;
-  if (alignment == Alignment::scalar) return 8 * kKiB;
+  if (alignment == Alignment::scalar) return (is_half ? 7 : 16) * kKiB;
   if (is_half && !p.centered) return kNever;
   if (alignment == Alignment::shared_offset) return (is_half ? 64 : adds ? 128 : 32) * kKiB;
   if (adds || !p.centered) return 256 * kKiB;

@@ -71,6 +71,7 @@ class SlabRing {
         float values[kValues];
         merge_warps(storage_.values[at.stage], values, Merge{});
         if (lane() == 0) exchange_.publish(at.row, static_cast<int>(blockIdx.x), values);
+        __syncwarp();  // all lanes have read the values of a stage before lane 0 fills it again
       }
       advance(at);
       // The results of row i - lag - 1 have been written, so its stage takes another row.
