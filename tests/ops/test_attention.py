@@ -166,15 +166,16 @@ def test_sequences_of_different_lengths(form: str, device: torch.device) -> None
 
 @pytest.mark.parametrize("batched", [False, True])
 def test_the_mask_of_a_cache(batched: bool) -> None:
-    """It hides the keys behind each token, and all of them from a token at -1."""
+    """It hides the keys behind each token: all of one before the cache, none of one behind it."""
     cache = KVCache(2, TOKENS, KV_HEADS, HEAD)
-    places = torch.tensor([[0, 3, TOKENS - 1], [-1, 1, 2]]) if batched else torch.tensor([4, 0, -1])
+    places = torch.tensor([[0, 3, TOKENS - 1, TOKENS, 2**40], [-1, 1, 2, 4, -(2**40)]])
+    places = places if batched else places.flatten()
     seen = torch.arange(TOKENS) <= places[..., None]
     expected = torch.where(seen, 0.0, float("-inf"))
     expected = expected[:, None] if batched else expected
     assert torch.equal(cache.mask(places), expected)
-    packed = KVCache(2, TOKENS, KV_HEADS, HEAD, torch.int8)  # has no infinity
-    assert torch.equal(packed.mask(places), expected)
+    for dtype in (torch.int8, torch.float8_e4m3fn):  # without infinity
+        assert torch.equal(KVCache(2, TOKENS, KV_HEADS, HEAD, dtype).mask(places), expected)
 
 
 @pytest.mark.parametrize("batched", [False, True])

@@ -123,10 +123,8 @@ class Attention(nn.Module):
         p = self.dropout if self.training else 0.0
         places = None if cache is None else positions
         causal = self.causal and mask is None and self.window is None and places is None
-        if cache is not None and places is not None and self.hides_later_keys(mask, q.dtype, cache):
-            mask = cache.mask(places)
-        elif not causal:
-            mask = self.visible(mask, x.shape[1], k.shape[-2], x.device, places)
+        if not causal:
+            mask = self.visible(mask, q, k.shape[-2], cache, places)
         grouped = self.heads != self.kv_heads
         alone = grouped and x.shape[1] == 1 and (mask is None or mask.dim() == 2)
         alone = alone and not has_grouped_kernel(x.device)
@@ -203,24 +201,23 @@ class Attention(nn.Module):
         k, v = (buffer[:, :, places].to(q.dtype) for buffer in (cache.keys, cache.values))
         return q, k, v
 
-    def hides_later_keys(self, mask: Tensor | None, dtype: torch.dtype, cache: KVCache) -> bool:
-        """Whether the mask of a call is that of the cache."""
-        return self.causal and self.window is None and mask is None and cache.keys.dtype == dtype
-
     def visible(
         self,
         mask: Tensor | None,
-        tokens: int,
+        q: Tensor,
         keys: int,
-        device: torch.device,
+        cache: KVCache | None,
         positions: Tensor | None,
     ) -> Tensor | None:
         """The mask of the call, with ``causal`` and ``window``; keys have places 0, 1, 2, ..."""
+        plain = self.causal and self.window is None and mask is None
+        if plain and cache is not None and positions is not None:
+            return cache.mask(positions).to(q.dtype)
         if not self.causal and positions is None:
             return mask
-        places = torch.arange(tokens, device=device) if positions is None else positions
+        places = torch.arange(q.shape[-2], device=q.device) if positions is None else positions
         last = places if self.causal else places.amax(-1, keepdim=True).expand_as(places)
-        key = torch.arange(keys, device=device)
+        key = torch.arange(keys, device=q.device)
         seen = key <= last[..., None]
         if self.window is not None:
             seen = seen & (key > places[..., None] - self.window)

@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-WITH_INFINITY = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
 
 class KVCache:
     """Keys and values of earlier tokens, in buffers that stay where they are.
@@ -38,8 +36,10 @@ class KVCache:
         shape = (batch, kv_heads, length, head_dim)
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
-        # What mask() adds for keys up to the place of a token, and for those behind it.
-        added = self.keys.dtype if self.keys.dtype in WITH_INFINITY else torch.float32
+        # The rows of mask() are parts of this tensor: `length` zeros, then `length` times -inf.
+        # float8 and integers have no infinity.
+        has_infinity = self.keys.is_floating_point() and self.keys.itemsize > 1
+        added = self.keys.dtype if has_infinity else torch.float32
         self._added = torch.zeros(2 * length, dtype=added, device=device)
         self._added[length:] = float("-inf")
 
@@ -73,22 +73,22 @@ class KVCache:
                 buffer.scatter_(2, places, new.to(buffer.dtype))
 
     def mask(self, positions: Tensor) -> Tensor:
-        """Numbers that hide the keys behind each token: 0, then ``-inf``.
+        """Numbers that hide the keys behind each token: 0 up to its place, then ``-inf``.
 
-        Two kernels where a comparison of places, which attention would convert to numbers, takes
-        five. The result has the dtype of the cache, or float32 if that is not one of
-        float16, bfloat16, float32 and float64.
+        Attention converts a comparison of places to such numbers, which takes more kernels. The
+        result has the dtype of the cache; float32 for integers and float8.
 
         Args:
-            positions: ``[tokens]`` or ``[batch, tokens]``, int64, from -1, which hides all keys, to
-                ``length - 1``.
+            positions: ``[tokens]`` or ``[batch, tokens]``, int64. A token before the first place,
+                such as padding at -1, sees no key; a token behind the last place sees all.
 
         Returns:
             ``[tokens, length]`` or ``[batch, 1, tokens, length]``.
         """
         # Row i of this view begins with length - i zeros.
         rows = self._added.as_strided((self.length + 1, self.length), (1, 1))
-        found = rows.index_select(0, (self.length - 1 - positions).flatten())
+        behind = (self.length - 1 - positions).clamp(0, self.length)
+        found = rows.index_select(0, behind.flatten())
         return found if positions.dim() == 1 else found.unflatten(0, positions.shape)[:, None]
 
     def check_length(self, tokens: int) -> None:
