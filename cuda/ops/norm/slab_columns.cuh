@@ -1,12 +1,12 @@
 #pragma once
 
-// The columns of a slab that a thread computes. In a row that shares its offset from a 16-byte
-// boundary with the results, vectors lie at the boundaries, and the row begins inside of the first
-// one:
+// The columns of a slab that a thread computes. Vectors lie at 16-byte boundaries of memory, which
+// the row has in common with the results. The first and the last vector of a row may have elements
+// of its neighbours, which are cleared in shared memory and not written:
 //
-//   memory    |   16 B    |   16 B    |   16 B    |   16 B    |
-//   row                h h v v v v v v v v v v v v t
-//   vectors   [ 0 ][ 0 ][ h h ][ v v v v v ][ ... ][ t 0 0 0 ]     lanes outside are left out
+//   memory    |   16 B    |   16 B    |   16 B    |
+//   row               h h  v v v v v v  t t
+//   vectors    - - - - h h  v v v v v v  t t - - - -
 
 #include "slab_ring.cuh"
 
