@@ -31,14 +31,13 @@ at::Tensor ActivationBackward::kernel(const at::Tensor& grad, const at::Tensor& 
 }
 
 void run_activation(const char* op, Activation activation, const at::Tensor& out,
-                    const at::Tensor& x, bool overlaps) {
+                    const at::Tensor& x) {
   launch_elementwise(
       op, std::array{out}, std::array{x},
       [&](const auto& p, auto stream) { return cuda::activation(p, activation, stream); },
       [&](const auto& p, int64_t begin, int64_t end) {
         return cpu::activation(p, activation, begin, end);
-      },
-      overlaps);
+      });
 }
 
 }  // namespace torchkiln

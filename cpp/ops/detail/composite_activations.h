@@ -60,10 +60,9 @@ inline at::Tensor composite_activation(Activation activation, const at::Tensor& 
   return z;
 }
 
-/// out = activation(x) for checked tensors of one shape; `out` may be x. `overlaps`: whether the
-/// kernel may start before the previous one ends.
+/// out = activation(x) for checked tensors of one shape; `out` may be x.
 void run_activation(const char* op, Activation activation, const at::Tensor& out,
-                    const at::Tensor& x, bool overlaps = true);
+                    const at::Tensor& x);
 
 /// The gradient of activation(x); `saved` is x or the output, see saved_by(activation).
 struct ActivationBackward {

@@ -97,7 +97,7 @@ void run_library(const Tensor& x, const Tensor& weight, const MaybeTensor& bias,
   } else {
     const Tensor& from = preactivation.defined() ? preactivation : out;
     run_preactivation(x, weight, bias, scale, as_matrix(from));
-    run_activation(kName, act, out, from, /*overlaps=*/false);
+    run_activation(kName, act, out, from);
   }
   if (residual) out.add_(*residual);
 }

@@ -64,7 +64,7 @@ Elementwise<Inputs, Outputs> describe(const std::array<at::Tensor, Outputs>& out
 }
 
 /// Describes outputs = f(inputs) and runs on_cuda(arguments, stream) or on_cpu(arguments, begin,
-/// end) over the elements. `overlaps`: whether the kernel may start before the previous one ends.
+/// end) over the elements.
 ///
 ///     launch_elementwise("add", std::array{out}, std::array{a, b},
 ///         [](const auto& p, auto stream) { return cuda::add(p, stream); },
@@ -72,11 +72,10 @@ Elementwise<Inputs, Outputs> describe(const std::array<at::Tensor, Outputs>& out
 template <size_t Inputs, size_t Outputs, class OnCuda, class OnCpu>
 void launch_elementwise(const char* op, const std::array<at::Tensor, Outputs>& outputs,
                         std::array<at::Tensor, Inputs> inputs, const OnCuda& on_cuda,
-                        const OnCpu& on_cpu, bool overlaps = true) {
+                        const OnCpu& on_cpu) {
   const at::Tensor& out = outputs[0];
   if (out.numel() == 0) return;
-  auto arguments = describe(outputs, inputs);
-  arguments.overlaps = overlaps;
+  const auto arguments = describe(outputs, inputs);
   launch(
       op, out, out.numel(), kElementwiseGrain,
       [&](auto stream) { return on_cuda(arguments, stream); },

@@ -91,7 +91,6 @@ struct Elementwise {
   const void* in[Inputs];
   Dtype in_dtype[Inputs];
   Layout<Inputs, Outputs> layout;
-  bool overlaps = true;  // the launch may overlap the kernel before it, see launch_overlapped()
 };
 
 }  // namespace torchkiln

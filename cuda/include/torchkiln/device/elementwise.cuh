@@ -160,8 +160,7 @@ Status launch_bodies(const Body& body, const General& general,
     using Access = std::decay_t<decltype(access)>;
     const int64_t blocks = access.blocks(numel);
     if (blocks > kMaxGridX) return {"too many elements for one launch"};
-    Grid grid{dim3(static_cast<unsigned>(blocks)), Access::kThreads};
-    grid.overlaps = arguments.overlaps;
+    const Grid grid{dim3(static_cast<unsigned>(blocks)), Access::kThreads};
     return launch_overlapped(kernel<Chosen, Access>, grid, stream, chosen, access, numel);
   };
   if (Accessors::all_linear(arguments)) return launch_with(body, Accessors::linear(arguments));
