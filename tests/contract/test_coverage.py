@@ -90,6 +90,9 @@ SHARDS = {"cross_entropy_shard", "cross_entropy_shard_backward"}
 WRITTEN = {"add_layer_norm_", "add_rms_norm_", "layer_norm_out", "rms_norm_out", "swiglu_out"}
 WRITTEN |= {"qkv_norm_rope_cache"}
 
+# The op of KVCache.mask(); tests/ops/test_cache_mask.py checks it.
+MASKS = {"cache_mask"}
+
 IN_PLACE = [(spec.inplace, spec.inplace_overload) for spec in SPECS if spec.inplace is not None]
 
 
@@ -103,7 +106,7 @@ def registered() -> set[str]:
 
 def test_every_op_has_a_spec() -> None:
     covered = {spec.name for spec in SPECS} | {h for spec in SPECS for h in spec.helpers}
-    covered |= FORMS | UPDATES | SHARDS | WRITTEN | PARTS | OF_CONVOLUTIONS
+    covered |= FORMS | UPDATES | SHARDS | WRITTEN | MASKS | PARTS | OF_CONVOLUTIONS
     covered |= {function.__name__ for function, _ in IN_PLACE}
     assert registered() == covered
 

@@ -165,20 +165,6 @@ def test_sequences_of_different_lengths(form: str, device: torch.device) -> None
 
 
 @pytest.mark.parametrize("batched", [False, True])
-def test_the_mask_of_a_cache(batched: bool) -> None:
-    """It hides the keys behind each token: all of one before the cache, none of one behind it."""
-    cache = KVCache(2, TOKENS, KV_HEADS, HEAD)
-    places = torch.tensor([[0, 3, TOKENS - 1, TOKENS, 2**40], [-1, 1, 2, 4, -(2**40)]])
-    places = places if batched else places.flatten()
-    seen = torch.arange(TOKENS) <= places[..., None]
-    expected = torch.where(seen, 0.0, float("-inf"))
-    expected = expected[:, None] if batched else expected
-    assert torch.equal(cache.mask(places), expected)
-    for dtype in (torch.int8, torch.float8_e4m3fn):  # without infinity
-        assert torch.equal(KVCache(2, TOKENS, KV_HEADS, HEAD, dtype).mask(places), expected)
-
-
-@pytest.mark.parametrize("batched", [False, True])
 def test_a_cache_without_rotation(batched: bool) -> None:
     layer = Attention(DIM, HEADS, KV_HEADS, HEAD, dtype=torch.float64)
     x = torch.randn(2, TOKENS, DIM, dtype=torch.float64)

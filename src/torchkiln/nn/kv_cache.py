@@ -36,12 +36,6 @@ class KVCache:
         shape = (batch, kv_heads, length, head_dim)
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
-        # The rows of mask() are parts of this tensor: `length` zeros, then `length` times -inf.
-        # float8 and integers have no infinity.
-        has_infinity = self.keys.is_floating_point() and self.keys.itemsize > 1
-        added = self.keys.dtype if has_infinity else torch.float32
-        self._added = torch.zeros(2 * length, dtype=added, device=device)
-        self._added[length:] = float("-inf")
 
     @property
     def length(self) -> int:
@@ -75,8 +69,8 @@ class KVCache:
     def mask(self, positions: Tensor) -> Tensor:
         """Numbers that hide the keys behind each token: 0 up to its place, then ``-inf``.
 
-        Attention converts a comparison of places to such numbers, which takes more kernels. The
-        result has the dtype of the cache; float32 for integers and float8.
+        One kernel writes them; a comparison and its conversion in attention take three. The result
+        has the dtype of the cache; float32 for integers and float8.
 
         Args:
             positions: ``[tokens]`` or ``[batch, tokens]``, int64. A token before the first place,
@@ -85,11 +79,11 @@ class KVCache:
         Returns:
             ``[tokens, length]`` or ``[batch, 1, tokens, length]``.
         """
-        # Row i of this view begins with length - i zeros.
-        rows = self._added.as_strided((self.length + 1, self.length), (1, 1))
-        behind = (self.length - 1 - positions).clamp(0, self.length)
-        found = rows.index_select(0, behind.flatten())
-        return found if positions.dim() == 1 else found.unflatten(0, positions.shape)[:, None]
+        # float8 and integers have no infinity.
+        has_infinity = self.keys.is_floating_point() and self.keys.itemsize > 1
+        dtype = self.keys.dtype if has_infinity else torch.float32
+        found: Tensor = torch.ops.torchkiln.cache_mask.default(positions, self.length, dtype)
+        return found
 
     def check_length(self, tokens: int) -> None:
         """Refuses more tokens than fit."""

@@ -97,6 +97,17 @@ struct QkvNormRope {
   }
 };
 
+/// Numbers that hide the keys behind each token in attention:
+///   out[batch, token, key] = 0 for key <= place of the token, else -infinity
+struct CacheMask {
+  void* out;  // [batch, tokens, length], contiguous
+  Dtype dtype;
+  TokenRows places;
+  int64_t batch;
+  int64_t tokens;
+  int64_t length;  // keys
+};
+
 /// Gradients of QkvNormRope, whose `out` is not used.
 struct QkvNormRopeBackward {
   QkvNormRope forward;
@@ -112,6 +123,7 @@ namespace cpu {
 /// Computes the tokens begin <= token < end of batch * tokens.
 TORCHKILN_EXPORT Status rope(const Rope& arguments, int64_t begin, int64_t end);
 TORCHKILN_EXPORT Status qkv_norm_rope(const QkvNormRope& arguments, int64_t begin, int64_t end);
+TORCHKILN_EXPORT Status cache_mask(const CacheMask& arguments, int64_t begin, int64_t end);
 
 /// Tasks are chunks of tokens; results are the elements of the gradients of both weights.
 TORCHKILN_EXPORT Split split(const QkvNormRopeBackward& arguments);
@@ -132,6 +144,8 @@ namespace cuda {
 /// Runs on the current device, queued on `stream`: one kernel for all heads.
 TORCHKILN_EXPORT Status rope(const Rope& arguments, CUstream_st* stream);
 TORCHKILN_EXPORT Status qkv_norm_rope(const QkvNormRope& arguments, CUstream_st* stream);
+
+TORCHKILN_EXPORT Status cache_mask(const CacheMask& arguments, CUstream_st* stream);
 
 /// Computes all gradients in one pass; a second kernel adds the sums of its blocks for the weights.
 /// No atomics: results are bitwise reproducible.
