@@ -158,9 +158,14 @@ Status qkv_norm_rope(const QkvNormRope& arguments, CUstream_st* stream) {
   return dispatch_floating(arguments.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     constexpr int kScalarItems = kMostHeadElements / 2 / kWarpLanes;
-    return pieces_in_vectors(arguments, kVectorLanes<T>)
-               ? run<T, kVectorLanes<T>, 1, 4>(arguments, stream)
-               : run<T, 1, kScalarItems, 1>(arguments, stream);
+    constexpr int kLanes = kVectorLanes<T>;
+    if (!pieces_in_vectors(arguments, kLanes)) return run<T, 1, kScalarItems, 1>(arguments, stream);
+    // Few tokens: less code per thread, as it is not in the instruction caches, and more teams.
+    QkvPlan few = make_qkv_plan<kLanes, 1>(arguments);
+    if (few.blocks_of_one_round() > current_device().multiprocessors)
+      return run<T, kLanes, 1, 4>(arguments, stream);
+    const Status status = set_blocks(few, kMaxGridX);
+    return status.ok() ? launch_stages<T, kLanes, 1, 1, 1>(few, stream) : status;
   });
 }
 
