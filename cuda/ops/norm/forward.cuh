@@ -32,8 +32,11 @@ Status norm_rows_of(const Norm& p, Alignment alignment, Allocate allocate, CUstr
     });
   };
   const auto too_long = [&] { return split_norm(p, alignment, allocate, stream); };
-  // Two rows, or one of float32 with its parameters, spill if a thread holds many vectors of each.
-  const bool is_large = alignment != Alignment::scalar && (p.residual != nullptr || sizeof(T) == 4);
+  // Few vectors per thread, and long rows in clusters: two rows, or one of float32 with its
+  // parameters, spill otherwise, and few rows use more SMs.
+  const bool is_few = p.rows < current_device().multiprocessors;
+  const bool is_large =
+      alignment != Alignment::scalar && (p.residual != nullptr || sizeof(T) == 4 || is_few);
   return with_tile<T>(alignment, p.columns, is_large ? 2 : 1, kRowThreads, in_registers, too_long);
 }
 

@@ -16,8 +16,9 @@
 //               d = c - mean
 //               sum of (z - mean)^2 = sum of (q + n d^2 + 2 d s)
 //
-// Squares are always taken around a near mean, so a large mean costs no digits. RMS norm needs only
-// the sum of squares, half precision no s.
+// Squares are always taken around a near mean, so a large mean costs no digits. In half precision c
+// is the mean of a few elements at first, and s corrects it: that saves a pass over the elements,
+// see moments_of_warp(). RMS norm needs only the sum of squares.
 
 #include "forward_common.cuh"
 
@@ -26,6 +27,20 @@ namespace torchkiln::cuda {
 using namespace device;
 using namespace rowwise;
 namespace {
+
+/// Parameters are read after the reduction. If there are too few rows to hide that latency, this
+/// moves them into L2, which needs no wait for a kernel that may write them.
+template <class Tile, class W>
+__device__ __forceinline__ void prefetch_parameters(const Norm& p, const Tile& tile) {
+  constexpr int64_t kPrefetchedRows = 256;
+  if (p.rows > kPrefetchedRows) return;
+#pragma unroll
+  for (int k = 0; k < Tile::kItems; ++k) {
+    if (!tile.has_any(k)) continue;
+    prefetch_to_l2(static_cast<const W*>(p.weight) + tile.column(k));
+    if (p.centered) prefetch_to_l2(static_cast<const W*>(p.bias) + tile.column(k));
+  }
+}
 
 /// A team reads a row into registers, computes mean and variance, and writes the result. W: the
 /// type of weight and, for layer norm, bias; void if one of them is missing.
@@ -39,12 +54,17 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Tile>)
   constexpr int kPublished = kCentered ? (sizeof(T) > 2 ? 4 : 3) : 1;
   constexpr bool kAffine = !std::is_void_v<W>;
   __shared__ TeamStorage<C, kPublished> storage;
-  wait_for_previous_kernel();
+  constexpr bool kPrefetches = kAffine && Tile::kVectors <= kFewItems;  // others would spill
+  if (!kPrefetches) wait_for_previous_kernel();
   Team<C, kPublished> team(shape, storage);
   const int64_t row = team.first_team() + team.index();
   const bool inside = row < p.rows;
   const T* x = static_cast<const T*>(p.x) + row * p.x_row_stride;
   const Tile tile(x, inside ? static_cast<int>(p.columns) : 0, team.rank(), team.size());
+  if constexpr (kPrefetches) {
+    prefetch_parameters<Tile, W>(p, tile);
+    wait_for_previous_kernel();
+  }
   typename Tile::Item items[kItems];
   tile.load(x, items);
   if (p.residual != nullptr) {
@@ -85,27 +105,38 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Tile>)
   team.init_barriers();
 
   // Step 1: count and mean of each warp.
+  constexpr bool kCorrectsMean = kCentered && sizeof(T) > 2;
+  constexpr bool kTakesMean = kCorrectsMean || Tile::lanes(0) == 1;
   const C inverse_columns = C(1) / static_cast<C>(p.columns);
   C count = 0, center = 0;
   if constexpr (kCentered) {
-    C total[1] = {};
-#pragma unroll
-    for (int k = 0; k < kItems; ++k) {
-      C z[kLanes];
-      widen(items[k], z);
-#pragma unroll
-      for (int i = 0; i < Tile::lanes(k); ++i) total[0] += z[i];
-    }
-    force_reconversion(items);
-    team.reduce_in_warp(total, Sum{});
     const int lanes = min(team.size(), kWarpLanes);
     count = static_cast<C>(tile.count_of_lanes(team.rank() & (lanes - 1), lanes));
-    center = count > 0 ? total[0] / count : C(0);
+    if constexpr (kTakesMean) {
+      C total[1] = {};
+#pragma unroll
+      for (int k = 0; k < kItems; ++k) {
+        C z[kLanes];
+        widen(items[k], z);
+#pragma unroll
+        for (int i = 0; i < Tile::lanes(k); ++i) total[0] += z[i];
+      }
+      force_reconversion(items);
+      team.reduce_in_warp(total, Sum{});
+      center = count > 0 ? total[0] / count : C(0);
+    } else {
+      // The mean of a vector: squares around a single element may be four times as large.
+      C z[kLanes], sum = 0;
+      widen(items[0], z);
+#pragma unroll
+      for (int i = 0; i < Tile::lanes(0); ++i) sum += z[i];
+      const C edge = convert<C>(items[kItems - 1].lane[0]);
+      const C near = tile.has_any(0) ? sum * (C(1) / Tile::lanes(0)) : edge;
+      center = __shfl_sync(~0u, near, 0, lanes);
+    }
   }
-  // Step 2: moments around that mean. The second one corrects for the mean's own rounding, except
-  // in half precision, where it cannot show.
-  constexpr bool kCorrectsMean = kCentered && sizeof(T) > 2;
-  C warp_moments[kCorrectsMean ? 2 : 1] = {};
+  // Step 2: moments around it.
+  C warp_moments[kCentered ? 2 : 1] = {};
 #pragma unroll
   for (int k = 0; k < kItems; ++k) {
     C z[kLanes];
@@ -116,11 +147,16 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Tile>)
     for (int i = 0; i < Tile::lanes(k); ++i) {
       const C distance = kCentered ? z[i] - from : z[i];
       warp_moments[0] += distance * distance;
-      if constexpr (kCorrectsMean) warp_moments[1] += distance;
+      if constexpr (kCentered) warp_moments[1] += distance;
     }
   }
   force_reconversion(items);
   team.reduce_in_warp(warp_moments, Sum{});
+  if constexpr (kCentered && !kTakesMean) {
+    const C shift = count > 0 ? warp_moments[1] / count : C(0);
+    center += shift;
+    warp_moments[0] -= shift * warp_moments[1];
+  }
   // Step 3: merge the warps.
   C mean = 0, variance, remainder = 0;
   if constexpr (kCorrectsMean) {
