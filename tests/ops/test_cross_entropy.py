@@ -238,6 +238,7 @@ def test_adjacent_rows_of_few_classes(device: torch.device, dtype: torch.dtype, 
         (of_logits,) = torch.autograd.grad(found, logits, grad)
         (truth,) = torch.autograd.grad(expected, wide, grad.double())
         eps = max(torch.finfo(dtype).eps, 1e-7)
+        torch.testing.assert_close(found.double(), expected, rtol=4 * eps, atol=4 * eps)
         torch.testing.assert_close(of_logits.double(), truth, rtol=4 * eps, atol=4 * eps)
         assert (of_logits[rows // 2] == 0).all()
 

@@ -1,7 +1,7 @@
 #include <optional>
 
 #include "detail/reduce/common.cuh"
-#include "forward_row.cuh"
+#include "forward_flat.cuh"
 
 namespace torchkiln::cuda {
 
@@ -139,11 +139,15 @@ Status cross_entropy(const CrossEntropy& given, const LossSum* total, CUstream_s
                                                  p.target, p.dtype, p.classes);
   return dispatch_floating(p.dtype, [&](auto tag) {
     using T = typename std::decay_t<decltype(tag)>::type;
+    const auto with_sum = [&](const Status& status) {
+      return status.ok() && total != nullptr ? loss_sum(*total, stream) : status;
+    };
     return with_vectors<T>(alignment, [&](auto access) {
       using Access = typename std::decay_t<decltype(access)>::type;
       const int64_t vectors = ceil_div(p.classes, Access::kLanes) + (Access::kAligned ? 0 : 1);
       const std::optional<FewRows> few =
           total == nullptr ? std::nullopt : plan_few_rows(p, vectors);
+      if (!few && takes_flat_rows(p, alignment)) return with_sum(launch_flat_rows<T>(p, stream));
       const TeamShape team = few ? few->team : team_of_rows(p, vectors);
       const auto launch_few = [&](auto kernel) {
         Grid grid;
@@ -153,9 +157,8 @@ Status cross_entropy(const CrossEntropy& given, const LossSum* total, CUstream_s
       };
       const auto launch = [&](auto kernel, const TeamShape& shape) {
         Grid grid;
-        Status status = make_grid(shape, p.rows, grid);
-        if (status.ok()) status = launch_overlapped(kernel, grid, stream, p, shape);
-        return status.ok() && total != nullptr ? loss_sum(*total, stream) : status;
+        const Status status = make_grid(shape, p.rows, grid);
+        return status.ok() ? with_sum(launch_overlapped(kernel, grid, stream, p, shape)) : status;
       };
       const auto launch_rows = [&](auto spread, auto items, auto pass) {
         return few ? launch_few(cross_entropy_few_rows<Access, spread, items, pass>)

@@ -26,6 +26,63 @@ struct RowLoss {
   C weight = 0;  // of the target
 };
 
+/// Stores what is known of a row. `values`: see kLossValues; `logit`: that of the target class,
+/// unless q is spread.
+template <bool kSpread, class T, class C>
+__device__ __forceinline__ RowLoss<C> finish_row(const CrossEntropy& p, int64_t row,
+                                                 const T* logits, const RowTarget<C>& target,
+                                                 C base, C logit,
+                                                 const C (&values)[kLossValues<kSpread>]) {
+  const bool has_class = target.index >= 0;
+  const C reference = SumOfExponentials<MathFor<T>>::reference(values[0]);
+  if (p.sum != nullptr) {  // a shard
+    C mass = target.weight;
+    C below = has_class ? mass * (logit - reference) : C(0);
+    if constexpr (kSpread) {
+      mass = values[3];
+      below = values[2] - mass * (reference - base);
+    }
+    static_cast<C*>(p.loss)[row] = below;
+    static_cast<C*>(p.log_sum_exp)[row] = reference;
+    static_cast<C*>(p.sum)[row] = values[1];
+    static_cast<C*>(p.mass)[row] = mass;
+    static_cast<C*>(p.target_weight)[row] = target.weight;
+    return {};
+  }
+  const C log_sum = log(values[1]);
+  const C log_sum_exp = reference + log_sum;
+  // The rounding error of log_sum_exp.
+  const C rounding = (reference - log_sum_exp) + log_sum;
+  C mass, loss;
+  if constexpr (kSpread) {
+    mass = values[3];
+    loss = mass * ((reference - base) + log_sum) - values[2];
+    // An infinite probability, whose product with a distance of 0 is NaN.
+    if (isinf(mass) && log_sum > C(0)) loss = mass;
+    // With label_smoothing 1 the target's own share is 0, which makes an overflow NaN.
+    if (p.target.label_smoothing == 1 && has_class)
+      loss += C(0) * (log_sum_exp - convert<C>(logits[target.index]));
+  } else {
+    mass = target.weight;
+    loss = mass * ((reference - logit) + log_sum);
+  }
+  const C z_loss = static_cast<C>(p.z_loss) * target.weight;
+  if (z_loss != C(0)) {
+    loss += z_loss * log_sum_exp * log_sum_exp;
+    mass += C(2) * z_loss * log_sum_exp;
+  }
+  mass *= rounding == rounding ? exp(-rounding) : C(1);
+  if (target.ignored) loss = mass = C(0);
+  static_cast<C*>(p.loss)[row] = loss;
+  static_cast<C*>(p.log_sum_exp)[row] = log_sum_exp;
+  static_cast<C*>(p.mass)[row] = mass;
+  static_cast<C*>(p.target_weight)[row] = target.weight;
+  if (p.correct == nullptr) return {loss, target.weight};
+  const bool correct = has_class && convert<C>(logits[target.index]) >= values[0];
+  static_cast<C*>(p.correct)[row] = correct ? C(1) : C(0);
+  return {loss, target.weight};
+}
+
 /// How a team reads a row of kItems vectors per thread and step.
 ///   steps  several steps: the loads of the next one are in flight while the current one is summed
 ///   once   one step has the whole row
@@ -143,54 +200,7 @@ __device__ __forceinline__ RowLoss<C> loss_of_row(const CrossEntropy& p, LossTea
   values[0] = largest[0];
   team.reduce_warps(values, Sums{});
   if (!inside || team.rank() > 0) return {};
-
-  const C reference = Sums::reference(values[0]);
-  if (p.sum != nullptr) {  // a shard
-    C mass = target.weight;
-    C below = has_class ? mass * (logit - reference) : C(0);
-    if constexpr (kSpread) {
-      mass = values[3];
-      below = values[2] - mass * (reference - base);
-    }
-    static_cast<C*>(p.loss)[row] = below;
-    static_cast<C*>(p.log_sum_exp)[row] = reference;
-    static_cast<C*>(p.sum)[row] = values[1];
-    static_cast<C*>(p.mass)[row] = mass;
-    static_cast<C*>(p.target_weight)[row] = target.weight;
-    return {};
-  }
-  const C log_sum = log(values[1]);
-  const C log_sum_exp = reference + log_sum;
-  // The rounding error of log_sum_exp.
-  const C rounding = (reference - log_sum_exp) + log_sum;
-  C mass, loss;
-  if constexpr (kSpread) {
-    mass = values[3];
-    loss = mass * ((reference - base) + log_sum) - values[2];
-    // An infinite probability, whose product with a distance of 0 is NaN.
-    if (isinf(mass) && log_sum > C(0)) loss = mass;
-    // With label_smoothing 1 the target's own share is 0, which makes an overflow NaN.
-    if (p.target.label_smoothing == 1 && has_class)
-      loss += C(0) * (log_sum_exp - convert<C>(logits[target.index]));
-  } else {
-    mass = target.weight;
-    loss = mass * ((reference - logit) + log_sum);
-  }
-  const C z_loss = static_cast<C>(p.z_loss) * target.weight;
-  if (z_loss != C(0)) {
-    loss += z_loss * log_sum_exp * log_sum_exp;
-    mass += C(2) * z_loss * log_sum_exp;
-  }
-  mass *= rounding == rounding ? exp(-rounding) : C(1);
-  if (target.ignored) loss = mass = C(0);
-  static_cast<C*>(p.loss)[row] = loss;
-  static_cast<C*>(p.log_sum_exp)[row] = log_sum_exp;
-  static_cast<C*>(p.mass)[row] = mass;
-  static_cast<C*>(p.target_weight)[row] = target.weight;
-  if (p.correct == nullptr) return {loss, target.weight};
-  const bool correct = has_class && convert<C>(logits[target.index]) >= values[0];
-  static_cast<C*>(p.correct)[row] = correct ? C(1) : C(0);
-  return {loss, target.weight};
+  return finish_row<kSpread>(p, row, logits, target, base, logit, values);
 }
 
 }  // namespace

@@ -54,6 +54,11 @@ ACCESSES = (
     Access("rowwise::UnalignedRowTile", r"(?P<type>\w+)", "rows at any alignment, in vectors"),
     Access("rowwise::PartTile", r"(?P<type>\w+)", "parts of long rows, in vectors"),
     Access(
+        "cuda::cross_entropy_flat_rows",
+        r"(?P<type>\w+)",
+        "short rows through shared memory, in vectors",
+    ),
+    Access(
         "cuda::cross_entropy_flat_gradient",
         r"(?P<type>\w+), (?P<lanes>\d+)",
         "adjacent rows as one, in vectors",
