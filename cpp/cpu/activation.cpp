@@ -1,15 +1,71 @@
 #include "torchkiln/kernels/activation.h"
 
-#include "torchkiln/cpu/elementwise.h"
+#include "detail/half_table.h"
 #include "torchkiln/cpu/isa.h"
 
 namespace torchkiln::cpu {
 namespace TORCHKILN_ISA {
+namespace {
+
+/// Activations that take longer to compute than to look up.
+using Tabulated = TypeList<Gelu, GeluTanh, QuickGelu, Silu, Sigmoid, Tanh>;
+/// Those of them whose gradient is a product with a function of the input.
+using TabulatedSlopes = TypeList<Gelu, GeluTanh, QuickGelu, Silu>;
+
+template <class Act>
+struct ValueOf {
+  float operator()(float z) const { return Act::template value<ExactMath>(z); }
+};
+template <class Act>
+struct SlopeOf {
+  float operator()(float z) const { return Act::template gradient<ExactMath>(1.0f, z); }
+};
+
+/// Both return whether the activation has a table.
+template <class T>
+bool look_up(Activation activation, const Elementwise<1>& arguments, int64_t begin, int64_t end) {
+  const T* table = nullptr;
+  with_activation(
+      activation,
+      [&](auto tag) { table = half_table<T, T, ValueOf<typename decltype(tag)::type>>(); },
+      Tabulated{});
+  if (table == nullptr) return false;
+  for_each_run<T>(arguments, begin, end, [table](T* out, const T* const(&in)[1], int64_t count) {
+    for (int64_t i = 0; i < count; ++i) out[i] = table[in[0][i].bits];
+  });
+  return true;
+}
+
+template <class T>
+bool look_up_slopes(Activation activation, const Elementwise<2>& arguments, int64_t begin,
+                    int64_t end) {
+  const float* table = nullptr;
+  with_activation(
+      activation,
+      [&](auto tag) { table = half_table<T, float, SlopeOf<typename decltype(tag)::type>>(); },
+      TabulatedSlopes{});
+  if (table == nullptr) return false;
+  for_each_run<T>(arguments, begin, end, [table](T* out, const T* const(&in)[2], int64_t count) {
+    float slopes[kRun];
+    for (int64_t i = 0; i < count; ++i) slopes[i] = table[in[1][i].bits];
+    float grads[kRun];
+    widen_run(grads, in[0], 1, count);
+    for (int64_t i = 0; i < count; ++i) grads[i] *= slopes[i];
+    narrow_run(out, grads, count);
+  });
+  return true;
+}
+
+}  // namespace
 
 Status activation(const Elementwise<1>& arguments, Activation activation, int64_t begin,
                   int64_t end) {
   return dispatch_floating(arguments.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
+    if constexpr (sizeof(T) == 2) {
+      if (suits_table<T>(arguments, begin, end) && look_up<T>(activation, arguments, begin, end))
+        return Status{};
+    }
     return elementwise_activated<T, Activated>(activation, arguments, begin, end, Activations{});
   });
 }
@@ -18,6 +74,11 @@ Status activation_backward(const Elementwise<2>& arguments, Activation activatio
                            int64_t end) {
   return dispatch_floating(arguments.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
+    if constexpr (sizeof(T) == 2) {
+      if (suits_table<T>(arguments, begin, end) &&
+          look_up_slopes<T>(activation, arguments, begin, end))
+        return Status{};
+    }
     return elementwise_activated<T, ActivatedGradient>(activation, arguments, begin, end,
                                                        Activations{});
   });

@@ -1,0 +1,78 @@
+"""Activations of half precision that the CPU looks up in tables of all numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchkiln
+
+Op = Callable[[Tensor], Tensor]
+COMPUTED = 1 << 12  # elements of a call that is too short for a table
+
+halves = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+tabulated = pytest.mark.parametrize(
+    "op",
+    [
+        torchkiln.gelu,
+        torchkiln.gelu_tanh,
+        torchkiln.quick_gelu,
+        torchkiln.silu,
+        torchkiln.sigmoid,
+        torchkiln.tanh,
+    ],
+)
+
+
+def every_number(dtype: torch.dtype) -> Tensor:
+    return torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)
+
+
+def with_gradient(op: Op, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    x = x.detach().requires_grad_()
+    y = op(x)
+    return y.detach(), torch.autograd.grad(y, x, grad)[0]
+
+
+def in_parts(op: Op, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Values and gradients of parts that are computed."""
+    pieces = zip(x.flatten().split(COMPUTED), grad.flatten().split(COMPUTED), strict=True)
+    found = [with_gradient(op, one, its) for one, its in pieces]
+    return tuple(torch.cat(parts).view(x.shape) for parts in zip(*found, strict=True))  # type: ignore[return-value]
+
+
+def assert_same_but_for_a_bit(found: Tensor, expected: Tensor) -> None:
+    """Compilers fuse the last product and sum in one of both, so a tie may round differently."""
+    limits = torch.finfo(found.dtype)
+    torch.testing.assert_close(
+        found, expected, rtol=limits.eps, atol=limits.smallest_normal * limits.eps, equal_nan=True
+    )
+    assert (found != expected).logical_and(expected.isfinite()).sum() <= found.numel() // 1000
+
+
+@halves
+@tabulated
+def test_the_tables_have_the_computed_results(op: Op, dtype: torch.dtype) -> None:
+    x = every_number(dtype)
+    grad = torch.randn(x.shape).to(dtype)
+    for found, expected in zip(with_gradient(op, x, grad), in_parts(op, x, grad), strict=True):
+        assert_same_but_for_a_bit(found, expected)
+
+
+@halves
+@pytest.mark.parametrize("layout", ["transposed", "rows", "columns", "expanded"])
+def test_elements_at_any_stride(layout: str, dtype: torch.dtype) -> None:
+    whole = torch.randn(300, 514).to(dtype)
+    x = {
+        "transposed": whole.T,
+        "rows": whole[:, 1:258],
+        "columns": whole[:, ::2],
+        "expanded": whole[:1].expand(300, 514),
+    }[layout]
+    grad = torch.randn(x.shape).to(dtype)
+    expected = in_parts(torchkiln.gelu, x.contiguous(), grad)
+    for one, other in zip(with_gradient(torchkiln.gelu, x, grad), expected, strict=True):
+        assert_same_but_for_a_bit(one, other)
