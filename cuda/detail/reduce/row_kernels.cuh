@@ -2,10 +2,9 @@
 
 // The kernels for row sums, see rows.cuh.
 
-#include <cub/block/block_reduce.cuh>
-
 #include "detail/reduce/row_loads.cuh"
 #include "detail/reduce/row_plan.cuh"
+#include "torchkiln/device/block_reduce.cuh"
 
 namespace torchkiln::reduce {
 using namespace device;
@@ -118,8 +117,6 @@ __global__ void __launch_bounds__(kThreads, kBlocksThatFit<T, C>)
   if (rank == 0) result.store(row, total);
 }
 
-using BlockSum = cub::BlockReduce<double, kThreads>;
-
 /// One block per row or, if plan.parts > 1, per part of a row.
 template <class T, class C, bool kAdjacent>
 __global__ void __launch_bounds__(kThreads, kBlocksThatFit<T, C>)
@@ -129,9 +126,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksThatFit<T, C>)
   const int64_t begin = (blockIdx.x - row * plan.parts) * plan.part_length;
   const int64_t length = min(plan.part_length, rows.length - begin);
   const T* from = rows.in + rows.begin(row) + begin * rows.stride;
-  const C sum = thread_sum<C, T, kAdjacent>(from, rows.stride, length, threadIdx.x, kThreads);
-  __shared__ typename BlockSum::TempStorage shared;
-  const double total = BlockSum(shared).Sum(static_cast<double>(sum));
+  const C sum = thread_sum<C, T, kAdjacent>(from, rows.stride, length, threadIdx.x, plan.threads);
+  const double total = reduce_block(static_cast<double>(sum));
   if (threadIdx.x > 0) return;
   if (plan.parts == 1) {
     result.store(row, total);
@@ -148,8 +144,7 @@ __global__ void __launch_bounds__(kThreads)
   double sum = 0;
   for (int64_t part = threadIdx.x; part < parts; part += kThreads)
     sum += partial[blockIdx.x * parts + part];
-  __shared__ typename BlockSum::TempStorage shared;
-  const double total = BlockSum(shared).Sum(sum);
+  const double total = reduce_block(sum);
   if (threadIdx.x == 0) result.store(blockIdx.x, total);
 }
 

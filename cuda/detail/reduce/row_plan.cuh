@@ -3,6 +3,7 @@
 // Selects the kernel for row sums, see rows.cuh.
 
 #include "detail/reduce/common.cuh"
+#include "detail/reduce/row_loads.cuh"
 #include "torchkiln/device/alignment.cuh"
 #include "torchkiln/device/warp.cuh"
 
@@ -19,8 +20,9 @@ inline constexpr int kPackedRows = 8;
 inline constexpr int kTileBytes = 16 * 1024;
 // Longest row of a staged tile of 16 KiB: at least 16 of 256 threads sum it.
 inline constexpr int kStagedRowBytes = kTileBytes / 16;
-// Longest row of a warp: 32 vectors per lane.
-inline constexpr int kWarpRowBytes = 16 * 1024;
+// Bytes of a row per thread if there are many rows: its loads are all in flight together. Longer
+// shares per thread would let some SMs finish their last rows late.
+inline constexpr int kThreadRowBytes = kLoads * kVectorBytes;
 // Below 2 KiB, half of a 256-thread block would have no load: such rows get a warp.
 inline constexpr int kBlockRowBytes = 2 * 1024;
 // Longest row that one block sums. Longer rows are split into parts of at least kMinPartBytes, and
@@ -33,7 +35,8 @@ enum class Kind { packed_vectors, packed_elements, staged, warp_per_row, block_p
 /// How rows are summed. Depends only on shape, strides, alignment and device.
 struct Plan {
   Kind kind;
-  int64_t parts = 1;  // per row
+  int threads = kThreads;  // per block
+  int64_t parts = 1;       // per row
   int64_t part_length = 0;
 };
 
@@ -74,9 +77,10 @@ inline Plan make_plan(const Shape& shape) {
   if (shape.length <= kWarpLanes) return {Kind::packed_elements};
   const int64_t multiprocessors = current_device().multiprocessors;
   const bool warps_fill = shape.count() >= multiprocessors * 32;
-  if (bytes <= kBlockRowBytes || (warps_fill && bytes <= kWarpRowBytes))
+  if (bytes <= kBlockRowBytes || (warps_fill && bytes <= kWarpLanes * kThreadRowBytes))
     return {Kind::warp_per_row};
-  Plan plan{Kind::block_per_row, 1, shape.length};
+  Plan plan{Kind::block_per_row, kThreads, 1, shape.length};
+  while (warps_fill && bytes <= plan.threads / 2 * kThreadRowBytes) plan.threads /= 2;
   if (bytes <= kSinglePassBytes) return plan;
   plan.parts = parts_filling_waves(shape.count(), ceil_div(bytes, kMinPartBytes),
                                    multiprocessors * kBlocksPerMultiprocessor);

@@ -26,10 +26,10 @@ inline int power_of_two_from(int64_t least) {
 
 /// Queues `kernel` with `blocks` blocks.
 template <class... Parameters, class... Arguments>
-Status queue(void (*kernel)(Parameters...), int64_t blocks, cudaStream_t stream,
+Status queue(void (*kernel)(Parameters...), int64_t blocks, int threads, cudaStream_t stream,
              const Arguments&... arguments) {
   if (blocks > kMaxGridX) return {"too many rows for one launch"};
-  const Grid grid{dim3(static_cast<unsigned>(blocks)), kThreads};
+  const Grid grid{dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads))};
   return launch_overlapped(kernel, grid, stream, arguments...);
 }
 
@@ -45,36 +45,37 @@ Status launch(const Shape& shape, const Plan& plan, Allocate allocate, const Res
     case Kind::packed_vectors: {
       const int team = power_of_two_from(shape.length / kVectorLanes<T>);
       const int64_t grid = ceil_div(count, int64_t{kThreads / team} * kPackedRows);
-      return queue(packed<T, C, kVectorLanes<T>>, grid, stream, rows, team, result);
+      return queue(packed<T, C, kVectorLanes<T>>, grid, plan.threads, stream, rows, team, result);
     }
     case Kind::packed_elements: {
       const int team = power_of_two_from(shape.length);
       const int64_t grid = ceil_div(count, int64_t{kThreads / team} * kPackedRows);
-      return queue(packed<T, C, 1>, grid, stream, rows, team, result);
+      return queue(packed<T, C, 1>, grid, plan.threads, stream, rows, team, result);
     }
     case Kind::staged: {
       // A multiple of eight rows gives all tiles the same offset from a 16-byte boundary.
       const int64_t tile = kTileBytes / (shape.length * shape.size_of_element) / 8 * 8;
       const int64_t threads_per_row = kThreads / tile;
       const int team = threads_per_row < 2 ? 1 : power_of_two_from(threads_per_row / 2 + 1);
-      return queue(staged<T, C>, ceil_div(count, tile), stream, rows, static_cast<int>(tile), team,
-                   result);
+      return queue(staged<T, C>, ceil_div(count, tile), plan.threads, stream, rows,
+                   static_cast<int>(tile), team, result);
     }
     case Kind::warp_per_row: {
       const int64_t grid = ceil_div(count, kThreads / kWarpLanes);
-      return adjacent ? queue(warp_per_row<T, C, true>, grid, stream, rows, result)
-                      : queue(warp_per_row<T, C, false>, grid, stream, rows, result);
+      return adjacent ? queue(warp_per_row<T, C, true>, grid, plan.threads, stream, rows, result)
+                      : queue(warp_per_row<T, C, false>, grid, plan.threads, stream, rows, result);
     }
     case Kind::block_per_row:
       break;
   }
   double* partial = static_cast<double*>(allocate(partial_bytes(shape, plan)));
   const int64_t grid = count * plan.parts;
-  const Status status =
-      adjacent ? queue(block_per_row<T, C, true>, grid, stream, rows, plan, partial, result)
-               : queue(block_per_row<T, C, false>, grid, stream, rows, plan, partial, result);
+  const Status status = adjacent ? queue(block_per_row<T, C, true>, grid, plan.threads, stream,
+                                         rows, plan, partial, result)
+                                 : queue(block_per_row<T, C, false>, grid, plan.threads, stream,
+                                         rows, plan, partial, result);
   if (!status.ok() || plan.parts == 1) return status;
-  return queue(finish<>, count, stream, partial, plan.parts, result);
+  return queue(finish<>, count, kThreads, stream, partial, plan.parts, result);
 }
 
 }  // namespace rows
