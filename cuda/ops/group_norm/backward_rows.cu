@@ -19,14 +19,12 @@ __global__ void __launch_bounds__(kChannelThreads, kGroupBackwardBlocks)
   constexpr int kLanes = Access::kLanes;
   wait_for_previous_kernel();
   const ChannelCursor<Access> cursor(plan);
-  int64_t channels[ChannelFactors<Access>::kChannels];
-  cursor.channels(channels);
   for_each_sample(p.layout, [&](int64_t sample, int64_t first) {
     const SumStreams<Access> streams{
         {static_cast<const T*>(p.grad) + first, static_cast<const T*>(p.x) + first}, nullptr, 0};
     ChannelReader<false, SumStreams<Access>> reader(cursor, streams);
     ChannelFactors<Access> factors{};
-    if (cursor.is_inside()) load_factors(p, sample, channels, factors);
+    if (cursor.is_inside()) load_factors(p, sample, cursor, factors);
     C sums[2][kLanes] = {};
     reader.each([&](const auto& item, int64_t) {
       C g[kLanes], from_mean[kLanes];
@@ -52,15 +50,13 @@ __global__ void __launch_bounds__(kChannelThreads, kGroupBackwardBlocks)
   using T = typename Access::T;
   wait_for_previous_kernel();
   const ChannelCursor<Access> cursor(plan);
-  int64_t channels[ChannelFactors<Access>::kChannels];
-  cursor.channels(channels);
   for_each_sample(p.layout, [&](int64_t sample, int64_t first) {
     if (!cursor.is_inside()) return;
     const GradientStreams<Access> streams{
         {static_cast<const T*>(p.grad) + first, static_cast<const T*>(p.x) + first}, nullptr, 0};
     ChannelReader<true, GradientStreams<Access>> reader(cursor, streams);
     InputGradient<Access> gradient;
-    gradient.load(p, coefficients, sample, channels);
+    gradient.load(p, coefficients, sample, cursor);
     T* const grad_x = static_cast<T*>(p.grad_x) + first;
     reader.each([&](const auto& item, int64_t at) { gradient.write(item, act, grad_x + at); });
   });

@@ -38,6 +38,17 @@ __device__ __forceinline__ void load_factors(const Problem& p, int64_t sample,
   factors.set(p, channels, low, rstd);
 }
 
+/// The same for the channels of a thread, whose numbers are not kept from sample to sample: they
+/// would take the registers of the vectors in flight.
+template <class Access, class Problem>
+__device__ __forceinline__ void load_factors(const Problem& p, int64_t sample,
+                                             const ChannelCursor<Access>& cursor,
+                                             ChannelFactors<Access>& factors) {
+  int64_t channels[ChannelFactors<Access>::kChannels];
+  cursor.channels(channels);
+  load_factors(p, sample, channels, factors);
+}
+
 /// The factors and the coefficients of grad_x:
 ///   grad_x = g * scale - slope * (x - mean) - level.
 template <class Access>
@@ -55,6 +66,13 @@ struct InputGradient {
     groups_of(p.layout, sample, channels, groups);
     read_each<C>(coefficients, groups, slope);
     read_each<C>(coefficients + p.layout.all_groups(), groups, level);
+  }
+
+  __device__ __forceinline__ void load(const GroupNormBackward& p, const C* coefficients,
+                                       int64_t sample, const ChannelCursor<Access>& cursor) {
+    int64_t channels[kChannels];
+    cursor.channels(channels);
+    load(p, coefficients, sample, channels);
   }
 
   template <class Item, class Act>

@@ -56,15 +56,13 @@ __global__ void __launch_bounds__(kChannelThreads, kGroupOutputBlocks)
   using T = typename Access::T;
   wait_for_previous_kernel();
   const ChannelCursor<Access> cursor(plan);
-  int64_t channels[ChannelFactors<Access>::kChannels];
-  cursor.channels(channels);
   for_each_sample(p.layout, [&](int64_t sample, int64_t first) {
     if (!cursor.is_inside()) return;
     using Streams = ChannelStreams<Access, 1, false>;
     const Streams streams{{static_cast<const T*>(p.x) + first}, nullptr, 0};
     ChannelReader<true, Streams> reader(cursor, streams);
     ChannelFactors<Access> factors;
-    load_factors(p, sample, channels, factors);
+    load_factors(p, sample, cursor, factors);
     T* const y = static_cast<T*>(p.y) + first;
     reader.each(
         [&](const auto& item, int64_t at) { write_output(factors, act, item.of[0], y + at); });
