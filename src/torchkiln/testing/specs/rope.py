@@ -152,17 +152,18 @@ def gradient_magnitude(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
 
 
 def bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Sample:
-    """Parts of a packed projection with a quarter as many heads for the keys, float32 factors."""
+    """Parts of a packed projection with a quarter as many heads for the keys.
+
+    The factors are float32, and constants, as in models.
+    """
     tokens, elements = shape
     heads = max(elements // HEAD_DIM, 1)
     few = max(heads // 4, 1)
     packed = torch.randn(1, tokens, heads + 2 * few, HEAD_DIM, device=device, dtype=dtype)
     q, k, _ = packed.transpose(1, 2).split([heads, few, few], 1)
     angles = torch.randn(tokens, HEAD_DIM // 2, device=device)
-    factors = [
-        f(angles).to(torch.promote_types(dtype, torch.float32)) for f in (torch.cos, torch.sin)
-    ]
-    return Sample("bench", (q, k, *factors))
+    wide = torch.promote_types(dtype, torch.float32)
+    return Sample("bench", (q, k), {"cos": angles.cos().to(wide), "sin": angles.sin().to(wide)})
 
 
 def large(device: torch.device) -> Sample:
@@ -176,9 +177,10 @@ def large(device: torch.device) -> Sample:
 
 def traffic(sample: Sample) -> Traffic:
     """Reads the heads and the factors, writes the heads."""
-    q, k, cos, sin = sample.args
-    heads = q.nbytes + (0 if k is None else k.nbytes)
-    return Traffic(2 * heads + cos.nbytes + sin.nbytes, 3 * heads // q.element_size())
+    given = Arguments(*sample.args, **sample.kwargs)
+    heads = sum(x.nbytes for x in given.tensors)
+    factors = given.cos.nbytes + given.sin.nbytes
+    return Traffic(2 * heads + factors, 3 * heads // given.tensors[0].element_size())
 
 
 def invalid(device: torch.device) -> Iterator[Invalid]:
