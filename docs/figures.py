@@ -38,19 +38,20 @@ Call = tuple[str, str, str, int, int, str, str]
 """Run, op, variant, rows, columns, dtype and direction."""
 
 HEADLINES: tuple[Call, ...] = (
-    ("h200_rows", "rms_norm", "", 32768, 4096, "bfloat16", "backward"),
-    ("h200_rows", "add_layer_norm", "", 16384, 8192, "bfloat16", "backward"),
-    ("h200_rows", "softmax", "", 8192, 131072, "bfloat16", "backward"),
-    ("h200_rows", "cross_entropy", "", 8192, 131072, "bfloat16", "forward"),
-    ("h200", "dropout_add", "", 16384, 8192, "bfloat16", "forward"),
-    ("h200", "bias_act", "", 16384, 8192, "bfloat16", "backward"),
+    ("h100_rows", "layer_norm", "", 32768, 4096, "bfloat16", "backward"),
+    ("h100_rows", "add_layer_norm", "", 16384, 8192, "bfloat16", "backward"),
+    ("h100_rows", "softmax", "", 8192, 131072, "bfloat16", "backward"),
+    ("h100_rows", "cross_entropy", "", 8192, 131072, "bfloat16", "forward"),
+    ("h100", "dropout_add", "", 16384, 8192, "bfloat16", "forward"),
+    ("h100_layers", "rope", "", 8192, 1024, "bfloat16", "backward"),
 )
 LOSSES: tuple[Call, ...] = (
-    ("h200", "relu", "", 16384, 8192, "bfloat16", "backward"),
-    ("h200_rows", "rms_norm", "float32 weight", 32768, 1024, "bfloat16", "backward"),
-    ("h200_rows", "layer_norm", "", 16384, 8192, "float32", "forward"),
-    ("h200_rows", "add_rms_norm", "", 8192, 32768, "bfloat16", "forward"),
-    ("h200", "sum", "", 16384, 8192, "bfloat16", "forward"),
+    ("h100_layers", "qkv_norm_rope", "all heads", 8192, 1024, "bfloat16", "forward"),
+    ("h100_layers", "group_norm", "channels_last", 262144, 320, "bfloat16", "forward"),
+    ("h100", "bn_act", "", 200704, 64, "float32", "forward"),
+    ("h100", "relu", "", 16384, 8192, "bfloat16", "backward"),
+    ("h100", "sum", "", 16384, 8192, "bfloat16", "forward"),
+    ("h100_rows", "rms_norm", "float32 weight", 16384, 8192, "bfloat16", "backward"),
 )
 
 
