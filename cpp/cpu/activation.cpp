@@ -9,8 +9,13 @@ namespace {
 
 /// Activations that take longer to compute than to look up.
 using Tabulated = TypeList<Gelu, GeluTanh, QuickGelu, Silu, Sigmoid, Tanh>;
-/// Those of them whose gradient is a product with a function of the input.
+/// Those of them whose gradient is a product with a function of the input; vectors of AVX-512
+/// compute it as fast as a table gives it.
+#ifdef __AVX512F__
+using TabulatedSlopes = TypeList<>;
+#else
 using TabulatedSlopes = TypeList<Gelu, GeluTanh, QuickGelu, Silu>;
+#endif
 
 template <class Act>
 struct ValueOf {
