@@ -50,7 +50,6 @@ LOSSES: tuple[Call, ...] = (
     ("h100_layers", "group_norm", "channels_last", 262144, 320, "bfloat16", "forward"),
     ("h100", "bn_act", "", 200704, 64, "float32", "forward"),
     ("h100", "relu", "", 16384, 8192, "bfloat16", "backward"),
-    ("h100", "sum", "", 16384, 8192, "bfloat16", "forward"),
     ("h100_rows", "rms_norm", "float32 weight", 16384, 8192, "bfloat16", "backward"),
 )
 

@@ -9,12 +9,13 @@ namespace {
 
 /// Activations that take longer to compute than to look up.
 using Tabulated = TypeList<Gelu, GeluTanh, QuickGelu, Silu, Sigmoid, Tanh>;
-/// Those of them whose gradient is a product with a function of the input; vectors of AVX-512
-/// compute it as fast as a table gives it.
-#ifdef __AVX512F__
-using TabulatedSlopes = TypeList<>;
-#else
+/// Activations whose gradient is grad times a function of the input.
 using TabulatedSlopes = TypeList<Gelu, GeluTanh, QuickGelu, Silu>;
+/// AVX-512 computes that function as fast as a table returns it.
+#ifdef __AVX512F__
+constexpr bool kLooksUpSlopes = false;
+#else
+constexpr bool kLooksUpSlopes = true;
 #endif
 
 template <class Act>
@@ -79,7 +80,7 @@ Status activation_backward(const Elementwise<2>& arguments, Activation activatio
                            int64_t end) {
   return dispatch_floating(arguments.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    if constexpr (sizeof(T) == 2) {
+    if constexpr (sizeof(T) == 2 && kLooksUpSlopes) {
       if (suits_table<T>(arguments, begin, end) &&
           look_up_slopes<T>(activation, arguments, begin, end))
         return Status{};

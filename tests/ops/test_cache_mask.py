@@ -30,7 +30,7 @@ def expected_mask(places: Tensor, length: int, dtype: torch.dtype) -> Tensor:
 def test_keys_behind_a_token_are_hidden(
     device: torch.device, dtype: torch.dtype, length: int, batched: bool
 ) -> None:
-    """All keys of a token before the cache, none of one behind it."""
+    """A token before the cache hides all keys; a token behind it hides none."""
     places = [[0, 3, length - 1, length, 2**40], [-1, 1, 2, length // 2, -(2**40)]]
     at = torch.tensor(places, device=device)
     at = at if batched else at.flatten()

@@ -35,6 +35,23 @@ def need(bytes_needed: int, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name)
+@pytest.mark.parametrize("columns", [2601, 5120])
+@pytest.mark.parametrize("layout", ["adjacent", "slice", "strided"])
+def test_many_rows_of_several_kilobytes(
+    device: torch.device, dtype: torch.dtype, columns: int, layout: str
+) -> None:
+    """A GPU adds these rows with blocks of 64, 128 and 256 threads."""
+    whole = torch.randn(4300, columns + 3, device=device).to(dtype)
+    x = {"adjacent": whole[:, 3:].contiguous(), "slice": whole[:, 3:], "strided": whole[:, ::2]}[
+        layout
+    ]
+    for ours, torchs in OPS:
+        truth = torchs(x.double(), -1)
+        near = torch.finfo(dtype).eps * truth.abs() + 1e-6 * torchs(x.double().abs(), -1)
+        assert ((ours(x, -1).double() - truth).abs() <= near).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name)
 @pytest.mark.parametrize("shape", [(2**26 + 5,), (2**13, 2**13 + 1), (2**25 + 1, 2)], ids=str)
 def test_ones_are_counted(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Far beyond 2**24, where a float32 that ones are added to stands still."""

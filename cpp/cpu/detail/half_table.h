@@ -3,8 +3,9 @@
 // Functions of one half-precision number as tables of all 65,536 results. A lookup takes a third of
 // the time of an exponential, and the common numbers of a tensor use a few KiB of the table.
 
+#include <algorithm>
 #include <cstdint>
-#include <vector>
+#include <type_traits>
 
 #include "torchkiln/cpu/elementwise.h"
 
@@ -13,20 +14,29 @@ namespace torchkiln::cpu::TORCHKILN_ISA {
 /// Fewer elements are computed: the table may have left the caches.
 inline constexpr int64_t kFewestOfTable = 1 << 14;
 
+template <class To>
+To narrow(float value) {
+  if constexpr (std::is_same_v<To, Half>) {
+    return narrow_half(value);
+  } else if constexpr (std::is_same_v<To, BFloat16>) {
+    return narrow_bfloat16(value);
+  } else {
+    return value;
+  }
+}
+
 /// function(x) for each half-precision number x, rounded to To, by the bits of x. The table is
-/// computed when it is first used.
+/// computed when it is first used, and never freed: threads may outlive static objects.
 template <class T, class To, class Function>
 const To* half_table() {
-  static const std::vector<To> table = [] {
+  static const To* const table = [] {
     constexpr int32_t kCount = 1 << 16;
-    std::vector<float> results(kCount);
+    To* const made = new To[kCount];
     for (int32_t i = 0; i < kCount; ++i)
-      results[i] = Function{}(widen(T{static_cast<uint16_t>(i)}));
-    std::vector<To> rounded(kCount);
-    narrow_run(rounded.data(), results.data(), kCount);
-    return rounded;
+      made[i] = narrow<To>(Function{}(widen(T{static_cast<uint16_t>(i)})));
+    return made;
   }();
-  return table.data();
+  return table;
 }
 
 /// Whether a range is long, of one half-precision dtype, and adjacent along dimension 0.

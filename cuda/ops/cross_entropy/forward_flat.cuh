@@ -11,7 +11,10 @@ namespace torchkiln::cuda {
 namespace {
 
 constexpr int kFlatLossThreads = 256;
-constexpr int kFlatElements = 32;  // per thread
+/// Elements per thread. With 32 of float64, a block would have more shared memory than an SM of
+/// compute capability 7.5.
+template <class T>
+constexpr int kFlatElements = sizeof(T) == 8 ? 16 : 32;
 
 /// kLanes: elements that a thread reads together, a divisor of the number of classes.
 template <class T, int kLanes>
@@ -44,7 +47,7 @@ __global__ void __launch_bounds__(kFlatLossThreads)
   const int rank = thread & (shape.threads - 1);
   const int end = r < rows ? classes : 0;
   const auto column = [&](int k) { return (rank + k * shape.threads) * kLanes; };
-  constexpr int kItems = kFlatElements / kLanes;
+  constexpr int kItems = kFlatElements<T> / kLanes;
   Vec<T, kLanes> items[kItems], most;
   fill(most, T(-INFINITY));
 #pragma unroll
@@ -88,7 +91,7 @@ inline bool takes_flat_rows(const CrossEntropy& p, Alignment alignment) {
 
 template <class T>
 Status launch_flat_rows(const CrossEntropy& p, CUstream_st* stream) {
-  const int log_threads = ceil_log2(ceil_div(p.classes, kFlatElements));
+  const int log_threads = ceil_log2(ceil_div(p.classes, kFlatElements<T>));
   const TeamShape shape{1 << log_threads, log_threads, 0, kFlatLossThreads >> log_threads};
   Grid grid;
   const Status status = make_grid(shape, p.rows, grid);
@@ -97,7 +100,7 @@ Status launch_flat_rows(const CrossEntropy& p, CUstream_st* stream) {
   const auto launch = [&](auto kernel) {
     return launch_overlapped(kernel, grid, stream, p, shape);
   };
-  // Classes that are a multiple of a whole vector do not come here.
+  // takes_flat_rows() excludes rows of whole vectors.
   if constexpr (kVectorLanes<T> > 4) {
     if (p.classes % 4 == 0) return launch(cross_entropy_flat_rows<T, 4>);
   }

@@ -32,8 +32,8 @@ Status norm_rows_of(const Norm& p, Alignment alignment, Allocate allocate, CUstr
     });
   };
   const auto too_long = [&] { return split_norm(p, alignment, allocate, stream); };
-  // Few vectors per thread, and long rows in clusters: two rows, or one of float32 with its
-  // parameters, spill otherwise, and few rows use more SMs.
+  // A thread that holds eight vectors of two rows, or of float32 and its parameters, spills. With
+  // four, a long row takes a cluster, which also gives few rows more SMs.
   const bool is_few = p.rows < current_device().multiprocessors;
   const bool is_large =
       alignment != Alignment::scalar && (p.residual != nullptr || sizeof(T) == 4 || is_few);

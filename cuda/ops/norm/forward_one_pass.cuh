@@ -16,9 +16,12 @@
 //               d = c - mean
 //               sum of (z - mean)^2 = sum of (q + n d^2 + 2 d s)
 //
-// Squares are always taken around a near mean, so a large mean costs no digits. In half precision c
-// is the mean of a few elements at first, and s corrects it: that saves a pass over the elements,
-// see moments_of_warp(). RMS norm needs only the sum of squares.
+// Squares are always taken around a near mean, so a large mean costs no digits. RMS norm needs only
+// the sum of squares.
+//
+// Half precision saves a pass over the elements. It takes q and s around the mean of one vector, at
+// a distance d from c, then subtracts n d^2 from q and moves c by d = s / n. The variance of the
+// warp is at least about d^2 / n, so the relative error is at most about n rounding errors.
 
 #include "forward_common.cuh"
 

@@ -160,7 +160,7 @@ Status qkv_norm_rope(const QkvNormRope& arguments, CUstream_st* stream) {
     constexpr int kScalarItems = kMostHeadElements / 2 / kWarpLanes;
     constexpr int kLanes = kVectorLanes<T>;
     if (!pieces_in_vectors(arguments, kLanes)) return run<T, 1, kScalarItems, 1>(arguments, stream);
-    // Few tokens: less code per thread, as it is not in the instruction caches, and more teams.
+    // Few tokens: one head per team gives more teams, and less code to fetch into the caches.
     QkvPlan few = make_qkv_plan<kLanes, 1>(arguments);
     if (few.blocks_of_one_round() > current_device().multiprocessors)
       return run<T, kLanes, 1, 4>(arguments, stream);

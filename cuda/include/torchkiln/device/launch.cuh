@@ -110,15 +110,19 @@ inline Recording recording_of(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   const cudaGraphNode_t* nodes = nullptr;
   size_t count = 0;
-#if CUDART_VERSION >= 13000
   const cudaGraphEdgeData* edges = nullptr;  // without it, edges that overlap are an error
+#if CUDART_VERSION >= 13000
   const cudaError_t error =
       cudaStreamGetCaptureInfo(stream, &status, nullptr, nullptr, &nodes, &edges, &count);
 #else
   const cudaError_t error =
-      cudaStreamGetCaptureInfo_v2(stream, &status, nullptr, nullptr, &nodes, &count);
+      cudaStreamGetCaptureInfo_v3(stream, &status, nullptr, nullptr, &nodes, &edges, &count);
 #endif
-  if (error != cudaSuccess || status != cudaStreamCaptureStatusActive) return {};
+  if (error != cudaSuccess) {
+    (void)cudaGetLastError();  // clears the error, which the launch reports again
+    return {};
+  }
+  if (status != cudaStreamCaptureStatusActive) return {};
   return {true, count == 1 ? nodes[0] : nullptr};
 }
 
@@ -151,10 +155,11 @@ Status launch_kernel(void (*kernel)(Parameters...), const Grid& grid, bool overl
   config.dynamicSmemBytes = static_cast<size_t>(grid.shared_bytes);
   config.stream = stream;
   config.attrs = attributes;
-  const Recording recording = recording_of(stream);
+  const Recording recording = overlaps ? recording_of(stream) : Recording{};
   // In a graph, a launch overlaps only a kernel that lets it start early. Behind other nodes it
   // gains nothing and costs 0.5 us. The first node must not overlap: its wait ends before the work
-  // that was queued ahead of the graph.
+  // that was queued ahead of the graph. A handle of a graph that is gone, or a node of another
+  // thread, costs time only.
   if (overlaps &&
       (!recording.active || (recording.last != nullptr && recording.last == latest_early_node()))) {
     attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -170,7 +175,7 @@ Status launch_kernel(void (*kernel)(Parameters...), const Grid& grid, bool overl
   }
   if (error == cudaSuccess) error = cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
   if (error == cudaSuccess) {
-    if (overlaps && recording.active) latest_early_node() = recording_of(stream).last;
+    if (recording.active) latest_early_node() = recording_of(stream).last;
     if (trace::Listener* listener = trace::listening())
       trace_launch(*listener, reinterpret_cast<const void*>(kernel), grid);
     return {};
