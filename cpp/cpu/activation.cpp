@@ -27,14 +27,20 @@ struct SlopeOf {
   float operator()(float z) const { return Act::template gradient<ExactMath>(1.0f, z); }
 };
 
+/// The table of Function<activation>; null if the activation is not in the list.
+template <class T, class To, template <class> class Function, class List>
+const To* table_of(Activation activation, List list) {
+  const To* table = nullptr;
+  with_activation(
+      activation,
+      [&](auto tag) { table = half_table<T, To, Function<typename decltype(tag)::type>>(); }, list);
+  return table;
+}
+
 /// Both return whether the activation has a table.
 template <class T>
 bool look_up(Activation activation, const Elementwise<1>& arguments, int64_t begin, int64_t end) {
-  const T* table = nullptr;
-  with_activation(
-      activation,
-      [&](auto tag) { table = half_table<T, T, ValueOf<typename decltype(tag)::type>>(); },
-      Tabulated{});
+  const T* const table = table_of<T, T, ValueOf>(activation, Tabulated{});
   if (table == nullptr) return false;
   for_each_run<T>(arguments, begin, end, [table](T* out, const T* const(&in)[1], int64_t count) {
     for (int64_t i = 0; i < count; ++i) out[i] = table[in[0][i].bits];
@@ -45,11 +51,7 @@ bool look_up(Activation activation, const Elementwise<1>& arguments, int64_t beg
 template <class T>
 bool look_up_slopes(Activation activation, const Elementwise<2>& arguments, int64_t begin,
                     int64_t end) {
-  const float* table = nullptr;
-  with_activation(
-      activation,
-      [&](auto tag) { table = half_table<T, float, SlopeOf<typename decltype(tag)::type>>(); },
-      TabulatedSlopes{});
+  const float* const table = table_of<T, float, SlopeOf>(activation, TabulatedSlopes{});
   if (table == nullptr) return false;
   for_each_run<T>(arguments, begin, end, [table](T* out, const T* const(&in)[2], int64_t count) {
     float slopes[kRun];

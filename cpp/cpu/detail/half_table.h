@@ -1,7 +1,7 @@
 #pragma once
 
-// Functions of one half-precision number as tables of all 65,536 results. A lookup takes a third of
-// the time of an exponential, and the common numbers of a tensor use a few KiB of the table.
+// Functions of one half-precision number as tables of all 65,536 results. A lookup takes less
+// time than an exponential, and the common numbers of a tensor use a few KiB of the table.
 
 #include <algorithm>
 #include <cstdint>

@@ -87,12 +87,16 @@ inline void check_factors(const Heads& heads, const Angles& angles) {
   check_same_shape(heads.op, "sin", angles.sin, "cos", cos);
 }
 
+inline void check_positions_dtype(const char* op, const Tensor& positions) {
+  const at::ScalarType dtype = positions.scalar_type();
+  TORCH_CHECK(dtype == at::kLong || dtype == at::kInt, "torchkiln.", op, ": positions: got dtype ",
+              dtype_name(dtype), ", expected int64 or int32");
+}
+
 /// Checks positions, if there are any; `what` describes the row that each of them is.
 inline void check_positions(const Heads& heads, const MaybeTensor& positions, const char* what) {
   if (!positions) return;
-  const at::ScalarType dtype = positions->scalar_type();
-  TORCH_CHECK(dtype == at::kLong || dtype == at::kInt, "torchkiln.", heads.op,
-              ": positions: got dtype ", dtype_name(dtype), ", expected int64 or int32");
+  check_positions_dtype(heads.op, *positions);
   TORCH_CHECK(has_tokens(heads, *positions, 0), "torchkiln.", heads.op, ": positions: got shape ",
               positions->sym_sizes(), ", expected [", heads.tokens, "]",
               heads.batch ? c10::str(" or [", *heads.batch, ", ", heads.tokens, "]") : "", ", ",

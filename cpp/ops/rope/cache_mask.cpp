@@ -13,9 +13,7 @@ struct CacheMaskOp {
 
   static Tensor meta(const Tensor& positions, int64_t length, at::ScalarType dtype) {
     check_tensors(kName, {{"positions", positions}});
-    const at::ScalarType given = positions.scalar_type();
-    TORCH_CHECK(given == at::kLong || given == at::kInt, "torchkiln.", kName,
-                ": positions: got dtype ", dtype_name(given), ", expected int64 or int32");
+    check_positions_dtype(kName, positions);
     TORCH_CHECK(positions.dim() == 1 || positions.dim() == 2, "torchkiln.", kName,
                 ": positions: got shape ", positions.sym_sizes(),
                 ", expected [tokens] or [batch, tokens]");

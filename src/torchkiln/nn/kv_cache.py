@@ -69,8 +69,8 @@ class KVCache:
     def mask(self, positions: Tensor) -> Tensor:
         """Numbers that hide the keys behind each token: 0 up to its place, then ``-inf``.
 
-        One kernel writes them; a comparison and its conversion in attention take three. The result
-        has the dtype of the cache; float32 for integers and float8.
+        One kernel writes them; a comparison, which attention converts, takes more. The result has
+        the dtype of the cache; float32 for integers and float8.
 
         Args:
             positions: ``[tokens]`` or ``[batch, tokens]``, int64. A token before the first place,
