@@ -64,7 +64,9 @@ def test_the_numbers_of_both_ops(
     weight, bias, mean = vectors(24, 3)
     running = [[mean.clone(), mean.abs()] for _ in range(2)]
     y, _, places = ops.bn_act_pool_forward(x, weight, bias, *running[0], act, *SETTINGS, *windows)
-    before = bn_act(x, weight, bias, *running[1], act=act, training=True)
+    # With a residual, bn_act adds up the moments in the same order as the op with a pool.
+    zeros = torch.zeros_like(x)
+    before = bn_act(x, weight, bias, *running[1], residual=zeros, act=act, training=True)
     expected, at = F.max_pool2d(before, *windows, return_indices=True)
     assert torch.equal(y, expected)
     assert torch.equal(indices(places.long(), windows, 14), at)
@@ -108,7 +110,8 @@ def test_nan_and_infinity_as_in_torch() -> None:
     bias[1], bias[2], bias[3] = nan, -inf, inf
     x[0, 4, 3, 5] = nan  # the statistics of the channel become NaN
     y, _, places = ops.bn_act_pool_forward(x, ones, bias, None, None, "none", *SETTINGS, *windows)
-    before = bn_act(x, ones, bias, act="none", training=True).contiguous()
+    residual = torch.zeros_like(x)  # as above
+    before = bn_act(x, ones, bias, residual=residual, act="none", training=True).contiguous()
     # In channels_last torch returns the index 0 for windows of -inf only.
     expected, at = F.max_pool2d(before, *windows, return_indices=True)
     torch.testing.assert_close(y, expected, rtol=0, atol=0, equal_nan=True)

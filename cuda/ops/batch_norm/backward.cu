@@ -1,4 +1,5 @@
 #include "backward.cuh"
+#include "sums.cuh"
 #include "total.cuh"
 
 namespace torchkiln::cuda {
@@ -12,11 +13,8 @@ __global__ void __launch_bounds__(kTotalThreads)
   const ChannelParts own(parts, 2 * columns, columns, channels);
   const int64_t channel = own.channel();
   const bool inside = channel < channels;
-  double sums[2] = {}, low = 0, rstd = 0;
+  double sums[2] = {};
   if (inside) {
-    const C* const statistics = static_cast<const C*>(p.statistics) + channel;
-    low = static_cast<double>(statistics[channels]);
-    rstd = static_cast<double>(statistics[2 * channels]);
     struct Part {
       C sum, product;
     };
@@ -27,19 +25,7 @@ __global__ void __launch_bounds__(kTotalThreads)
                    });
   }
   if (!add_total(own, sums) || !inside) return;
-  const double sum = sums[0];
-  const double product = (sums[1] - low * sum) * rstd;
-  if (p.grad_weight != nullptr)
-    reduce::Result{p.grad_weight, p.parameter_dtype, 1}.store(channel, product);
-  if (p.grad_bias != nullptr) reduce::Result{p.grad_bias, p.parameter_dtype, 1}.store(channel, sum);
-  if (p.coefficients == nullptr) return;
-  C* const coefficients = static_cast<C*>(p.coefficients);
-  const double count =
-      p.count == nullptr ? static_cast<double>(p.layout.outer) * static_cast<double>(p.layout.inner)
-                         : *p.count;
-  const double slope = product * rstd / count;
-  coefficients[channel] = static_cast<C>(slope);
-  coefficients[channels + channel] = static_cast<C>(sum / count - slope * low);
+  finish_sums<C>(p, channel, sums);
 }
 
 }  // namespace
@@ -75,7 +61,10 @@ Status batch_norm_backward(const BatchNormBackward& arguments, Allocate allocate
     const size_t each = p.dtype == Dtype::float64 ? sizeof(double) : sizeof(float);
     p.coefficients = allocate(2 * static_cast<size_t>(p.layout.channels) * each);
   }
-  const Status status = batch_norm_backward_sums(p, allocate, stream);
+  bool done = false;
+  Status status = launch_resident(p, allocate, stream, done);
+  if (done || !status.ok()) return status;
+  status = batch_norm_backward_sums(p, allocate, stream);
   return status.ok() && p.grad_x != nullptr ? batch_norm_backward_input(p, stream) : status;
 }
 

@@ -13,6 +13,10 @@ Status sums_of_planes(const BatchNormBackward& p, Allocate allocate, CUstream_st
 Status input_gradients_of_rows(const BatchNormBackward& p, CUstream_st* stream);
 Status input_gradients_of_planes(const BatchNormBackward& p, CUstream_st* stream);
 
+/// One kernel for both passes; `done` tells whether it takes these arguments on this device.
+Status launch_resident(const BatchNormBackward& p, Allocate allocate, CUstream_st* stream,
+                       bool& done);
+
 /// Adds the sums of `parts` parts of each channel: the gradients of weight and bias, and the
 /// coefficients. `partial` is [parts, 2, columns] with one or more columns for each channel.
 Status add_channel_sums(const BatchNormBackward& p, const void* partial, int64_t parts,

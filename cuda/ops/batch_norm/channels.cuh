@@ -93,6 +93,8 @@ class ChannelCursor {
     }
   }
   __device__ __forceinline__ bool is_inside() const { return inside_; }
+  /// The rows or segments of the thread.
+  __device__ __forceinline__ int64_t rows() const { return rows_; }
   /// The first row or segment of the thread, and the distance to its next one.
   __device__ __forceinline__ int64_t first_row() const { return first_; }
   __device__ __forceinline__ int64_t row_step() const { return step_; }

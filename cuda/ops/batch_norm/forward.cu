@@ -1,37 +1,9 @@
 #include "forward.cuh"
+#include "statistics.cuh"
 #include "total.cuh"
 
 namespace torchkiln::cuda {
 namespace {
-
-__device__ __forceinline__ void write_parameter(void* to, int64_t at, double value, Dtype dtype) {
-  reduce::Result{to, dtype, 1}.store(at, value);
-}
-
-__device__ __forceinline__ double read_running(const RunningStatistic& running, int64_t channel,
-                                               Dtype dtype) {
-  if (running.data == nullptr) return 0;
-  return read_parameter<double>(running.data, channel * running.stride, dtype);
-}
-
-__device__ __forceinline__ void move_running(const RunningStatistic& running, int64_t channel,
-                                             double before, double value, double momentum,
-                                             Dtype dtype) {
-  if (running.data == nullptr) return;
-  write_parameter(running.data, channel * running.stride,
-                  momentum * value + (1 - momentum) * before, dtype);
-}
-
-template <class C>
-__device__ __forceinline__ void write_statistics(void* statistics, int64_t channels,
-                                                 int64_t channel, const Moments& moments,
-                                                 double eps) {
-  C* const to = static_cast<C*>(statistics) + channel;
-  const C mean = static_cast<C>(moments.mean);
-  to[0] = mean;
-  to[channels] = static_cast<C>(moments.mean - static_cast<double>(mean));
-  to[2 * channels] = static_cast<C>(1 / sqrt(moments.squares / moments.count + eps));
-}
 
 /// Merges the parts of kChannelsOfTotal channels in a block: sums of the distances of their means
 /// to the first one.
@@ -43,18 +15,12 @@ __global__ void __launch_bounds__(kTotalThreads)
   const ChannelParts own(parts, columns, columns, channels);
   const int64_t channel = own.channel();
   const bool inside = channel < channels;
-  double origin = 0, running_mean = 0, running_var = 0, sums[3] = {};
+  const RunningValues before(p, inside ? channel : 0);
+  double origin = 0, sums[3] = {};
   if (inside) {
-    running_mean = read_running(p.running_mean, channel, p.running_dtype);
-    running_var = read_running(p.running_var, channel, p.running_dtype);
     origin = partial[own.at(0)].mean;
     own.each<Moments>([&](int64_t at) { return partial[at]; },
-                      [&](const Moments& each) {
-                        const double distance = each.count == 0 ? 0 : each.mean - origin;
-                        sums[0] += each.count;
-                        sums[1] += each.count * distance;
-                        sums[2] += each.squares + each.count * distance * distance;
-                      });
+                      [&](const Moments& each) { add_distances(each, origin, sums); });
   }
   if (!add_total(own, sums) || !inside) return;
   const Moments merged = Moments::from_sums(sums[0], origin, sums[1], sums[2]);
@@ -64,10 +30,7 @@ __global__ void __launch_bounds__(kTotalThreads)
     if (channel == 0) p.moments[2 * channels] = merged.count;
     return;
   }
-  write_statistics<C>(p.statistics, channels, channel, merged, p.eps);
-  move_running(p.running_mean, channel, running_mean, merged.mean, p.momentum, p.running_dtype);
-  move_running(p.running_var, channel, running_var, merged.squares / (merged.count - 1), p.momentum,
-               p.running_dtype);
+  finish_statistics<C>(p, channel, before, merged);
 }
 
 template <class C>
@@ -82,20 +45,14 @@ __global__ void __launch_bounds__(kChannelThreads) merge_processes(BatchNormMerg
     const Moments each{from[2 * p.channels], from[channel], from[p.channels + channel]};
     if (each.count == 0) continue;
     if (sums[0] == 0) origin = each.mean;
-    const double distance = each.mean - origin;
-    sums[0] += each.count;
-    sums[1] += each.count * distance;
-    sums[2] += each.squares + each.count * distance * distance;
+    add_distances(each, origin, sums);
   }
   const Moments merged = Moments::from_sums(sums[0], origin, sums[1], sums[2]);
   if (channel == 0) *p.count = merged.count;
   write_statistics<C>(p.statistics, p.channels, channel, merged, p.eps);
   if (merged.count == 0) return;
   const double momentum = p.batches == nullptr ? p.momentum : 1 / static_cast<double>(*p.batches);
-  move_running(p.running_mean, channel, read_running(p.running_mean, channel, p.running_dtype),
-               merged.mean, momentum, p.running_dtype);
-  move_running(p.running_var, channel, read_running(p.running_var, channel, p.running_dtype),
-               merged.squares / (merged.count - 1), momentum, p.running_dtype);
+  move_running(p, channel, RunningValues(p, channel), merged, momentum);
 }
 
 template <class T>
@@ -157,8 +114,11 @@ Status batch_norm_outputs(const BatchNorm& p, CUstream_st* stream) {
 }
 
 Status batch_norm(const BatchNorm& p, Allocate allocate, CUstream_st* stream) {
+  bool done = false;
   if (p.training) {
-    const Status status = batch_norm_moments(p, allocate, stream);
+    Status status = launch_resident(p, allocate, stream, done);
+    if (done || !status.ok()) return status;
+    status = batch_norm_moments(p, allocate, stream);
     if (!status.ok()) return status;
   }
   return batch_norm_outputs(p, stream);

@@ -14,6 +14,9 @@ Status moments_of_planes(const BatchNorm& p, Allocate allocate, CUstream_st* str
 Status outputs_of_rows(const BatchNorm& p, CUstream_st* stream);
 Status outputs_of_planes(const BatchNorm& p, CUstream_st* stream);
 
+/// One kernel for both passes; `done` tells whether it takes these arguments on this device.
+Status launch_resident(const BatchNorm& p, Allocate allocate, CUstream_st* stream, bool& done);
+
 /// Packs the signs of y, for kernels without vectors.
 Status pack_signs(const BatchNorm& p, CUstream_st* stream);
 

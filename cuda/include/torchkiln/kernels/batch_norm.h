@@ -206,7 +206,8 @@ TORCHKILN_EXPORT Status batch_norm_backward(const BatchNormBackward& arguments, 
 namespace cuda {
 
 /// Runs on the current device, queued on `stream`: in training three kernels (moments of parts of
-/// the channels, their merge, y), else one.
+/// the channels, their merge, y), or a cooperative one on 9.0 if channels are adjacent and there is
+/// no residual; else one.
 TORCHKILN_EXPORT Status batch_norm(const BatchNorm& arguments, Allocate allocate,
                                    CUstream_st* stream);
 
@@ -216,8 +217,9 @@ TORCHKILN_EXPORT Status batch_norm_moments(const BatchNorm& arguments, Allocate 
 TORCHKILN_EXPORT Status batch_norm_merge(const BatchNormMerge& arguments, CUstream_st* stream);
 TORCHKILN_EXPORT Status batch_norm_outputs(const BatchNorm& arguments, CUstream_st* stream);
 
-/// Computes the wanted gradients in three kernels: sums of parts of the channels, their total,
-/// grad_x. No atomics: results are bitwise reproducible.
+/// Computes the wanted gradients in three kernels, sums of parts of the channels, their total and
+/// grad_x, or in a cooperative one, as above; with grad_residual only up to 2^24 elements. No
+/// atomics: results are bitwise reproducible.
 TORCHKILN_EXPORT Status batch_norm_backward(const BatchNormBackward& arguments, Allocate allocate,
                                             CUstream_st* stream);
 

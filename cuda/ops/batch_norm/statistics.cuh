@@ -1,0 +1,82 @@
+#pragma once
+
+// How the moments of a channel become its statistics and move the running ones.
+
+#include "detail/reduce/common.cuh"
+#include "factors.cuh"
+#include "merge.cuh"
+
+namespace torchkiln::cuda {
+namespace {
+
+__device__ __forceinline__ void write_parameter(void* to, int64_t at, double value, Dtype dtype) {
+  reduce::Result{to, dtype, 1}.store(at, value);
+}
+
+__device__ __forceinline__ double read_running(const RunningStatistic& running, int64_t channel,
+                                               Dtype dtype) {
+  if (running.data == nullptr) return 0;
+  return read_parameter<double>(running.data, channel * running.stride, dtype);
+}
+
+__device__ __forceinline__ void move_running(const RunningStatistic& running, int64_t channel,
+                                             double before, double value, double momentum,
+                                             Dtype dtype) {
+  if (running.data == nullptr) return;
+  write_parameter(running.data, channel * running.stride,
+                  momentum * value + (1 - momentum) * before, dtype);
+}
+
+template <class C>
+__device__ __forceinline__ void write_statistics(void* statistics, int64_t channels,
+                                                 int64_t channel, const Moments& moments,
+                                                 double eps) {
+  C* const to = static_cast<C*>(statistics) + channel;
+  const C mean = static_cast<C>(moments.mean);
+  to[0] = mean;
+  to[channels] = static_cast<C>(moments.mean - static_cast<double>(mean));
+  to[2 * channels] = static_cast<C>(1 / sqrt(moments.squares / moments.count + eps));
+}
+
+/// Adds moments to sums of the distances of their means to `origin`: the count, the distances, and
+/// the squares.
+__device__ __forceinline__ void add_distances(const Moments& each, double origin,
+                                              double (&sums)[3]) {
+  const double distance = each.count == 0 ? 0 : each.mean - origin;
+  sums[0] += each.count;
+  sums[1] += each.count * distance;
+  sums[2] += each.squares + each.count * distance * distance;
+}
+
+/// The running statistics of a channel, read ahead of the moments.
+struct RunningValues {
+  double mean;
+  double var;
+
+  template <class Problem>
+  __device__ __forceinline__ RunningValues(const Problem& p, int64_t channel)
+      : mean(read_running(p.running_mean, channel, p.running_dtype)),
+        var(read_running(p.running_var, channel, p.running_dtype)) {}
+};
+
+/// Moves the running statistics of a channel.
+template <class Problem>
+__device__ __forceinline__ void move_running(const Problem& p, int64_t channel,
+                                             const RunningValues& before, const Moments& merged,
+                                             double momentum) {
+  move_running(p.running_mean, channel, before.mean, merged.mean, momentum, p.running_dtype);
+  move_running(p.running_var, channel, before.var, merged.squares / (merged.count - 1), momentum,
+               p.running_dtype);
+}
+
+/// Writes the statistics of a channel and moves the running ones.
+template <class C>
+__device__ __forceinline__ void finish_statistics(const BatchNorm& p, int64_t channel,
+                                                  const RunningValues& before,
+                                                  const Moments& merged) {
+  write_statistics<C>(p.statistics, p.layout.channels, channel, merged, p.eps);
+  move_running(p, channel, before, merged, p.momentum);
+}
+
+}  // namespace
+}  // namespace torchkiln::cuda
