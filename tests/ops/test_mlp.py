@@ -115,14 +115,81 @@ def test_gradients_take_the_place_of_the_hidden_layer(save: str) -> None:
         torch.randn(size, device="cuda").bfloat16().requires_grad_()
         for size in ((rows, dim), (2 * hidden, dim), (dim, hidden))
     )
+    grad = torch.randn(rows, dim, device="cuda").bfloat16()
+    # The first call allocates the workspace of cuBLAS.
+    torch.autograd.grad(torchkiln.gated_mlp(x, up, down, save=save), (x, up, down), grad)
     out = torchkiln.gated_mlp(x, up, down, save=save)
-    grad = torch.randn_like(out)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     torch.autograd.grad(out, (x, up, down), grad)
     layer = rows * hidden * 2  # bytes
     more = torch.cuda.max_memory_allocated() - before
     assert more < (1.5 if save == "preact" else 3.5) * layer
+
+
+@pytest.mark.cuda
+@each_save
+@pytest.mark.parametrize("act", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_gate_in_the_epilogue(dtype: torch.dtype, act: str, save: str) -> None:
+    """Sizes that choose it on an H100: two full rounds of tiles, cut at the last row and column."""
+    rows, dim, hidden, outputs = 4200, 1024, 1920, 2048
+    sizes = [(rows, dim), (2 * hidden, dim), (outputs, hidden), (2 * hidden,), (outputs,)]
+    given = [(torch.randn(size, device="cuda") / size[-1] ** 0.25).to(dtype) for size in sizes]
+    given[0] = torch.randn(rows, dim + 8, device="cuda").to(dtype)[:, :dim]
+    leaves = [tensor.requires_grad_() for tensor in given]
+    grad = torch.randn(rows, outputs, device="cuda").to(dtype)
+    functions: dict[str, Callable[[Tensor], Tensor]] = {
+        "silu": F.silu,
+        "gelu": F.gelu,
+        "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
+    }
+
+    def by_torch(*args: Tensor) -> Tensor:
+        x, up, down, up_bias, down_bias = args
+        gates, ups = F.linear(x, up, up_bias).chunk(2, -1)
+        return F.linear(functions[act](gates) * ups, down, down_bias)
+
+    def results(out: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+        return [out, *torch.autograd.grad(out, inputs, grad.to(out.dtype))]
+
+    gated_mlp: Any = torchkiln.gated_mlp
+    found = results(gated_mlp(*leaves, act=act, save=save), leaves)
+    theirs = results(by_torch(*leaves), leaves)
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    truth = results(by_torch(*wide), wide)
+    for ours, other, right in zip(found, theirs, truth, strict=True):
+        assert (ours.double() - right).norm() <= 1.1 * (other.double() - right).norm()
+    again = results(gated_mlp(*leaves, act=act, save=save), leaves)
+    assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
+    with torch.no_grad():
+        assert torch.equal(gated_mlp(*leaves, act=act, save=save), found[0])
+    if torch.cuda.get_device_capability() == (9, 0):
+        told = torchkiln.explain(gated_mlp, *leaves, act=act, save=save)
+        assert "product and gate by sm90" in told.forward.notes
+        assert told.backward is not None
+        assert "product and gate by sm90" in told.backward.notes
+
+
+@pytest.mark.cuda
+def test_a_gate_beside_weights_without_gradients() -> None:
+    """Backward then needs the gradient of the hidden layer, and not the layer itself."""
+    rows, dim, hidden = 4224, 512, 2048
+    x = torch.randn(rows, dim, device="cuda").bfloat16().requires_grad_()
+    up, down = (
+        (torch.randn(size, device="cuda") / size[-1] ** 0.5).bfloat16()
+        for size in ((2 * hidden, dim), (dim, hidden))
+    )
+    grad = torch.randn(rows, dim, device="cuda").bfloat16()
+    (found,) = torch.autograd.grad(torchkiln.gated_mlp(x, up, down), x, grad)
+    weights = [up.clone().requires_grad_(), down.clone().requires_grad_()]
+    both = torch.autograd.grad(torchkiln.gated_mlp(x, *weights), [x, *weights], grad)
+    truth_of = x.detach().double().requires_grad_()
+    gates, ups = F.linear(truth_of, up.double()).chunk(2, -1)
+    out = F.linear(F.silu(gates) * ups, down.double())
+    (truth,) = torch.autograd.grad(out, truth_of, grad.double())
+    for one in (found, both[0]):
+        assert (one.double() - truth).norm() <= 0.01 * truth.norm()
 
 
 @pytest.mark.parametrize("act", ["relu", "none", "square", "tanh"])

@@ -6,6 +6,7 @@
 #include "bias_act.h"
 #include "detail/check_linear.h"
 #include "gated.h"
+#include "matmul/gate.h"
 #include "matmul/kernel.h"
 #include "matmul/linear.h"
 #include "torchkiln/torch/empty.h"
@@ -52,6 +53,18 @@ struct Wanted {
   bool overwrites;  // the results may take the memory of the arguments
 };
 
+// Gradients of a linear layer from the gradient of its output, as rows.
+Tensor input_gradient(const Tensor& grad, const Tensor& weight) {
+  return torchkiln::linear(grad, weight.t());
+}
+Tensor weight_gradient(const Tensor& grad, const Tensor& x) {
+  return torchkiln::linear(grad.t(), x.t());
+}
+Tensor bias_gradient(const Tensor& grad) {
+  constexpr int64_t kOverRows[] = {0};
+  return torchkiln::sum(grad, at::IntArrayRef(kOverRows));
+}
+
 /// The hidden layer of mlp().
 struct Plain {
   using Act = Activation;
@@ -81,7 +94,9 @@ struct Plain {
   static Tensor output(const Tensor& kept, Act act) {
     return needs_input(act) ? activation(kept, name_of(act)) : kept;
   }
-  static Passed backward(const Tensor& grad, const Tensor& kept, Act act, const Wanted& wanted) {
+  static Passed backward(const Tensor& rows, const Tensor& down, const Tensor& kept, Act act,
+                         const Wanted& wanted) {
+    const Tensor grad = input_gradient(rows, down);
     Passed found;
     if (wanted.output) found.output = output(kept, act);
     if (act == kActivation<None>) {
@@ -109,18 +124,31 @@ struct Gated {
   static constexpr int64_t kHalves = 2;
 
   static Two recorded(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, Act act) {
+    if (auto both = gate_products::layer_with_gate(x, weight, bias, act.act, /*keeps=*/true))
+      return *both;
     const Tensor kept = torchkiln::linear(x, weight, bias);
     return {gated_ops::gated(kept, act), kept};
   }
   static Tensor forward(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, Act act) {
+    if (auto both = gate_products::layer_with_gate(x, weight, bias, act.act, /*keeps=*/false))
+      return std::get<0>(*both);
     return gated_ops::gated(torchkiln::linear(x, weight, bias), act);
   }
   static Two again(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, Act) {
     return {Tensor(), torchkiln::linear(x, weight, bias)};
   }
   static Tensor output(const Tensor& kept, Act act) { return gated_ops::gated(kept, act); }
-  static Passed backward(const Tensor& grad, const Tensor& kept, Act act, const Wanted& wanted) {
+  static Passed backward(const Tensor& rows, const Tensor& down, const Tensor& kept, Act act,
+                         const Wanted& wanted) {
     Passed found;
+    if (wanted.output) {
+      if (const auto both =
+              gate_products::gradient_through_gate(rows, down, kept, act.act, wanted.overwrites)) {
+        std::tie(found.grad, found.output) = *both;
+        return found;
+      }
+    }
+    const Tensor grad = input_gradient(rows, down);
     if (wanted.output && wanted.overwrites) {
       gated_ops::overwrite_with_gradient(grad, kept, act.act);
       found.grad = kept;
@@ -172,18 +200,6 @@ c10::SymDimVector checked_sizes(const Tensor& x, const Tensor& up, const Tensor&
   c10::SymDimVector sizes(x.sym_sizes());
   sizes.back() = down.sym_size(0);
   return sizes;
-}
-
-// Gradients of a linear layer from the gradient of its output, as rows.
-Tensor input_gradient(const Tensor& grad, const Tensor& weight) {
-  return torchkiln::linear(grad, weight.t());
-}
-Tensor weight_gradient(const Tensor& grad, const Tensor& x) {
-  return torchkiln::linear(grad.t(), x.t());
-}
-Tensor bias_gradient(const Tensor& grad) {
-  constexpr int64_t kOverRows[] = {0};
-  return torchkiln::sum(grad, at::IntArrayRef(kOverRows));
 }
 
 /// Whether no one but this node holds a tensor that it kept, and the graph is not used again.
@@ -288,7 +304,7 @@ struct Op : Schema<Kind> {
             const bool overwrites = (!saved.defined() || is_last_use(was_hooked)) &&
                                     Below(detail::keys_of(rows, kept)).is_plain();
             passed =
-                Kind::backward(input_gradient(rows, down), as_matrix(kept), act,
+                Kind::backward(rows, down, as_matrix(kept), act,
                                Wanted{in.wants(3), in.wants(2) && !hidden.defined(), overwrites});
             if (!hidden.defined()) hidden = std::move(passed.output);
           } else if (in.wants(2) && !hidden.defined()) {

@@ -1,8 +1,9 @@
 #pragma once
 
-// The roles of ops/matmul/sm90.cu: produce(), multiply() and finish().
+// The roles of a product that do not depend on its epilogue: produce() and multiply().
 
 #include "detail/gemm/sm90_tile.cuh"
+#include "torchkiln/device/launch.cuh"
 
 namespace torchkiln::gemm::sm90 {
 
@@ -35,19 +36,19 @@ __device__ __forceinline__ void produce(const Parameters& p, Shared<T>& shared) 
 #pragma unroll
       for (int panel = 0; panel < kPanelsOfB; ++panel) {
         copy_panel<kMajorB>(shared.b[cursor.stage] + panel * kPanel, p.b,
-                            tile.column + panel * kPanelWidth, depth, batch_b, full);
+                            tile.column_at(panel * kPanelWidth), depth, batch_b, full);
       }
     }
   }
 }
 
-/// The bias of columns 2 t and 2 t + 1, for thread t of a warpgroup; 0 if there is none.
+/// The bias of columns 2 t and 2 t + 1 of a tile, for thread t of a warpgroup; 0 if there is none.
 template <class T>
-__device__ __forceinline__ float2 load_bias(const Parameters& p, int column, int thread) {
+__device__ __forceinline__ float2 load_bias(const Parameters& p, const Tile& tile, int thread) {
   float values[2] = {};
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const int at = column + thread * 2 + i;
+    const int at = tile.column_at(thread * 2) + i;
     if (p.bias == nullptr || at >= p.n) continue;
     values[i] = p.bias_is_float ? static_cast<const float*>(p.bias)[at]
                                 : convert<float>(static_cast<const T*>(p.bias)[at]);
@@ -120,7 +121,7 @@ __device__ __forceinline__ void multiply(const Parameters& p, Shared<T>& shared,
   uint32_t parity = 0;
   for (int index = blockIdx.x; index < p.tiles; index += gridDim.x) {
     const Tile tile = tile_at(p, index);
-    const float2 bias = load_bias<T>(p, tile.column, thread);  // used after the products
+    const float2 bias = load_bias<T>(p, tile, thread);  // used after the products
     const int last_stage = start_products<T, kMajorA, kMajorB>(ring, cursor, shared.a, shared.b,
                                                                multiplier, p.depth_steps, sums);
     // Written while the last products run. All threads have read this half, used two tiles ago,
@@ -138,142 +139,36 @@ __device__ __forceinline__ void multiply(const Parameters& p, Shared<T>& shared,
   }
 }
 
-/// The unit of work of a finisher warp: 16 rows of a slice. A lane has 16 bytes of every fourth
-/// row.
 template <class T>
-struct Strip {
-  static constexpr int kLanes = kVectorLanes<T>;
-  static constexpr int kChunks = kSliceColumns / kLanes;  // per row
-  static constexpr int kRowStep = kWarpLanes / kChunks;
-  static constexpr int kItems = kStripRows / kRowStep;
-
-  T* data;      // the first row in shared memory; the others follow
-  Tile origin;  // row, column and batch of its first element
-  int lane;
-
-  __device__ __forceinline__ int row(int i) const { return i * kRowStep + lane / kChunks; }
-  __device__ __forceinline__ int column() const { return lane % kChunks * kLanes; }
-  __device__ __forceinline__ T* item(int i) const {
-    // kStripRows is a multiple of the eight rows of the swizzle.
-    return reinterpret_cast<T*>(reinterpret_cast<char*>(data) + swizzled(row(i), lane % kChunks));
+__device__ __forceinline__ void init_barriers(Shared<T>& shared) {
+  for (int multiplier = 0; multiplier < kMultipliers; ++multiplier) {
+    ::cuda::ptx::mbarrier_init(&shared.sums_full[multiplier], kWarpgroup);
+    ::cuda::ptx::mbarrier_init(&shared.sums_empty[multiplier], kFinishers);
   }
-};
-
-/// Applies activation and residual in place: sums = activation(sums) + residual.
-template <class T>
-__device__ __forceinline__ void finish_strip(const Parameters& p, const Strip<T>& strip) {
-  constexpr int kLanes = Strip<T>::kLanes;
-  constexpr int kItems = Strip<T>::kItems;
-  Vec<T, kLanes> residual[kItems] = {};
-  if (p.residual != nullptr) {
-    const int row = strip.origin.row + strip.row(0);
-    const int column = strip.origin.column + strip.column();
-    const T* from = static_cast<const T*>(p.residual) +
-                    (int64_t{strip.origin.batch} * p.m + row) * p.n + column;
-#pragma unroll
-    for (int i = 0; i < kItems; ++i) {
-      const int row_offset = i * Strip<T>::kRowStep;
-      if (row + row_offset < p.m && column < p.n)
-        residual[i] = load_constant<kLanes>(from + int64_t{row_offset} * p.n);
-    }
-  }
-  float values[kItems][kLanes];
-#pragma unroll
-  for (int i = 0; i < kItems; ++i) widen(load_vector<kLanes>(strip.item(i)), values[i]);
-  with_activation(
-      p.activation,
-      [&](auto tag) {
-        using Act = typename decltype(tag)::type;
-#pragma unroll
-        for (int i = 0; i < kItems * kLanes; ++i) {
-          float& value = values[i / kLanes][i % kLanes];
-          value = Act::template value<FastMath>(value);
-        }
-      },
-      Activations{});
-  if (p.residual != nullptr) {
-#pragma unroll
-    for (int i = 0; i < kItems; ++i) {
-      float addend[kLanes];
-      widen(residual[i], addend);
-#pragma unroll
-      for (int lane = 0; lane < kLanes; ++lane) values[i][lane] += addend[lane];
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < kItems; ++i) device::store(strip.item(i), values[i]);
+  StageRing<kStages>(shared.stages).init(kMultipliers);
 }
 
-/// Prefetches a tile's residual into L2, so that it is there when the sums are.
-template <class T>
-__device__ __forceinline__ void prefetch_residual(const Parameters& p, const Tile& tile,
-                                                  int thread) {
-  if (p.residual == nullptr) return;
-  constexpr int kLine = 128 / static_cast<int>(sizeof(T));
-  constexpr int kLinesOfRow = kTileColumns / kLine;
-  for (int line = thread; line < kTileRows * kLinesOfRow; line += kFinishers * kWarpLanes) {
-    const int row = tile.row + line / kLinesOfRow;
-    const int column = tile.column + line % kLinesOfRow * kLine;
-    if (row >= p.m || column >= p.n) continue;
-    const T* from =
-        static_cast<const T*>(p.residual) + (int64_t{tile.batch} * p.m + row) * p.n + column;
-    device::prefetch_to_l2(from);
-  }
-}
-
-/// The work of one finisher warp: every third strip of each multiplier's sums.
-template <class T>
-__device__ __forceinline__ void finish(const Parameters& p, Shared<T>& shared, int finisher,
-                                       int lane) {
-  const bool has_work = p.activation != kActivation<None> || p.residual != nullptr;
-  uint32_t parity = 0;
-  for (int index = blockIdx.x; index < p.tiles; index += gridDim.x, parity ^= 1) {
-    const Tile tile = tile_at(p, index);
-    prefetch_residual<T>(p, tile, finisher * kWarpLanes + lane);
-#pragma unroll 1
-    for (int multiplier = 0; multiplier < kMultipliers; ++multiplier) {
-      constexpr int kStripsOfSlice = wgmma::kRows / kStripRows;
-      const auto for_each_strip = [&](const auto& body) {
-#pragma unroll 1
-        for (int i = finisher; i < kSlices * kStripsOfSlice; i += kFinishers) {
-          const int slice = i / kStripsOfSlice;
-          const int row = i % kStripsOfSlice * kStripRows;
-          body(Strip<T>{shared.sums[multiplier][slice] + row * kSliceColumns,
-                        {tile.row + multiplier * wgmma::kRows + row,
-                         tile.column + slice * kSliceColumns, tile.batch},
-                        lane});
-        }
-      };
-      const auto store = [&](const CUtensorMap& map, const Strip<T>& strip) {
-        if (lane == 0)
-          store_box(map, strip.origin.column, strip.origin.row, strip.origin.batch, strip.data);
-      };
-      wait_for_phase(&shared.sums_full[multiplier], parity);
-      if (p.keeps_preactivation) {
-        for_each_strip([&](const Strip<T>& strip) { store(p.preactivation, strip); });
-        close_stores();
-        wait_until_read<0>();
-        __syncwarp();
-      }
-      for_each_strip([&](const Strip<T>& strip) {
-        if (has_work) {
-          finish_strip(p, strip);
-          fence_before_copy();
-          __syncwarp();
-        }
-        store(p.out, strip);
-      });
-      close_stores();
-      // A multiplier's buffer is released once the copy engine has read it. The engine first serves
-      // the panels that were requested earlier, so the wait comes one buffer later: the first
-      // multiplier's buffer is released while the second's is finished.
-      if (multiplier > 0) {
-        wait_until_read<1>();
-        if (lane == 0) ::cuda::ptx::mbarrier_arrive(&shared.sums_empty[multiplier - 1]);
-      }
+/// The work of a thread of the kernel. finish(shared, finisher, lane) is that of a finisher warp.
+template <class T, Major kMajorA, Major kMajorB, class Finish>
+__device__ __forceinline__ void run_roles(const Parameters& p, const Finish& finish) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  auto& shared = *reinterpret_cast<Shared<T>*>(memory);
+  if (threadIdx.x == 0) init_barriers(shared);
+  __syncthreads();
+  wait_for_previous_kernel();
+  const int warpgroup = static_cast<int>(threadIdx.x) / kWarpgroup;
+  if (warpgroup < kMultipliers) {
+    wgmma::increase_registers<kMultiplierRegisters>();
+    multiply<T, kMajorA, kMajorB>(p, shared, warpgroup);
+  } else {
+    wgmma::decrease_registers<kOtherRegisters>();
+    const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
+    if (thread >= kWarpLanes) {
+      finish(shared, thread / kWarpLanes - 1, thread % kWarpLanes);
+    } else if (thread == 0) {
+      produce<T, kMajorA, kMajorB>(p, shared);
     }
-    wait_until_read<0>();
-    if (lane == 0) ::cuda::ptx::mbarrier_arrive(&shared.sums_empty[kMultipliers - 1]);
+    __syncwarp();
   }
 }
 

@@ -1,6 +1,7 @@
 #pragma once
 
-// Division of work in ops/matmul/sm90.cu, the product of half precision on compute capability 9.0.
+// Division of work in ops/matmul/sm90*.cu, the products of half precision on compute
+// capability 9.0.
 //
 // A block computes one tile of 128 by 256 results at a time. Its three warpgroups have three roles:
 //
@@ -8,7 +9,7 @@
 //                    64 by 256 sums stay in registers. At the end of a tile, sum * scale + bias is
 //                    rounded and written to shared memory
 //   producer         one thread: copies panels of A and B into a ring of stages, ahead of their use
-//   finishers        three warps: apply the activation, add the residual and store
+//   finishers        three warps: apply the activation or the gate, add the residual and store
 //
 //                 k ->                            n ->
 //               +-----+-----+--        +------------------------+
@@ -95,6 +96,7 @@ struct Parameters {
   float scale;
   int m;
   int n;
+  int half;  // columns of a half of B, if a tile has as many of each; else 0
   int depth_steps;
   int tile_rows;
   int tile_columns;
@@ -106,11 +108,17 @@ __device__ __forceinline__ void sync_multiplier(int multiplier) {
   asm volatile("bar.sync %0, %1;" ::"r"(1 + multiplier), "n"(kWarpgroup) : "memory");
 }
 
-/// The first row and column of a block's tile, and its batch.
+/// The first row of a block's tile, the first columns of its two panels of B, and its batch.
 struct Tile {
   int row;
   int column;
+  int second;
   int batch;
+
+  /// Column c of the tile in the result.
+  __device__ __forceinline__ int column_at(int c) const {
+    return c < kPanelWidth ? column + c : second + c - kPanelWidth;
+  }
 };
 
 __device__ __forceinline__ Tile tile_at(const Parameters& p, int index) {
@@ -121,9 +129,11 @@ __device__ __forceinline__ Tile tile_at(const Parameters& p, int index) {
   const int group = index / tiles_per_group;
   index -= group * tiles_per_group;
   const int height = min(kGroupRows, p.tile_rows - group * kGroupRows);
-  const int column = index / height;
-  const int row = group * kGroupRows + (index - column * height);
-  return {row * kTileRows, column * kTileColumns, batch};
+  const int tile_column = index / height;
+  const int tile_row = group * kGroupRows + (index - tile_column * height);
+  const bool is_whole = p.half == 0;
+  const int column = tile_column * (is_whole ? kTileColumns : kPanelWidth);
+  return {tile_row * kTileRows, column, column + (is_whole ? kPanelWidth : p.half), batch};
 }
 
 }  // namespace torchkiln::gemm::sm90

@@ -72,6 +72,13 @@ Status make_tensor_map(CUtensorMap& map, const MapShape& shape, int outer_box) {
                                 static_cast<cuuint64_t>(shape.batch_stride) * sizeof(T)};
   const cuuint32_t box[] = {kSwizzleBytes / sizeof(T), static_cast<cuuint32_t>(outer_box), 1};
   const cuuint32_t steps[] = {1, 1, 1};
+  // The driver needs a context. A new thread, such as one of autograd, has none before the runtime
+  // sets its device.
+  static thread_local const bool has_context = [] {
+    int device = 0;
+    return cudaGetDevice(&device) == cudaSuccess && cudaSetDevice(device) == cudaSuccess;
+  }();
+  if (!has_context) return {"the device of this thread cannot be set"};
   const CUresult result =
       encode(&map, kType, 3, const_cast<void*>(shape.data), sizes, strides, box, steps,
              CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,

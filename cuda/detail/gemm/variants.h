@@ -11,6 +11,12 @@ namespace sm90 {
 bool fits(const Matmul& arguments);
 /// Runs on compute capability 9.0 only, on this many SMs.
 Status matmul(const Matmul& arguments, int multiprocessors, CUstream_st* stream);
+
+/// The same for products around a gate.
+bool fits_gate(const Matmul& arguments);
+bool fits_gate(const GateGradient& arguments);
+Status matmul_gate(const Matmul& arguments, int multiprocessors, CUstream_st* stream);
+Status matmul_gate(const GateGradient& arguments, int multiprocessors, CUstream_st* stream);
 }  // namespace sm90
 
 namespace tensor_core {

@@ -81,6 +81,8 @@ ACCESSES = (
         "slabs of rows copied in bulk to shared memory, in vectors",
     ),
     Access("gemm::sm90::matmul_kernel", "", "tiles copied by the tensor memory accelerator"),
+    Access("gemm::sm90::gate_kernel", "", "tiles copied by the tensor memory accelerator"),
+    Access("gemm::sm90::gate_gradient_kernel", "", "tiles copied by the tensor memory accelerator"),
     Access(
         "gemm::sm90::pixel_convolution_kernel",
         "",

@@ -37,6 +37,16 @@ struct Matmul {
   int64_t k;
 };
 
+/// The backward of a gate, in the product that computes the gradient of its result:
+///   grad = a b, [grad_gate, grad_up] = the gradients of activation(gate) * up
+/// `out` of the product receives activation(gate) * up; grad is not written. The product has no
+/// bias, residual or preactivation.
+struct GateGradient {
+  Matmul product;
+  const void* gate_up;  // [m, 2 n], contiguous
+  void* grad_gate_up;   // [m, 2 n], contiguous; may be gate_up
+};
+
 /// A copy of rows of 16-bit elements, which may have any alignment.
 struct CopyRows {
   const void* from;     // [rows, columns]
@@ -70,6 +80,16 @@ TORCHKILN_EXPORT MatmulKernel choose(const Matmul& arguments, bool has_library);
 /// Runs on the current device, queued on `stream`, with a kernel that choose() returned. k is not
 /// split over blocks, so results are bitwise reproducible.
 TORCHKILN_EXPORT Status matmul(const Matmul& arguments, MatmulKernel kernel, CUstream_st* stream);
+
+/// Whether one kernel for a product and a gate was measured to take less time than two, on the
+/// current device. In the first form the columns of b are those of a gate and of its factor, and
+/// out is [m, n / 2]: activation(gate) * up for [gate, up] = a b + bias, rounded to the dtype.
+TORCHKILN_EXPORT bool gains_from_gate(const Matmul& arguments);
+TORCHKILN_EXPORT bool gains_from_gate(const GateGradient& arguments);
+
+/// Runs that kernel on the current device, queued on `stream`. Results are bitwise reproducible.
+TORCHKILN_EXPORT Status matmul_gate(const Matmul& arguments, CUstream_st* stream);
+TORCHKILN_EXPORT Status matmul_gate(const GateGradient& arguments, CUstream_st* stream);
 
 /// Runs on the current device, queued on `stream`.
 TORCHKILN_EXPORT Status copy_rows(const CopyRows& arguments, CUstream_st* stream);

@@ -1,0 +1,69 @@
+#include "matmul/gate.h"
+
+#include "matmul/kernel.h"
+
+namespace torchkiln::gate_products {
+namespace {
+
+using at::Tensor;
+using Two = std::tuple<Tensor, Tensor>;
+
+/// Launches the kernel of a product and a gate if it gains; false if not.
+template <class Product>
+bool run_with_gate(const Product& arguments, const Tensor& on) {
+  bool done = false;
+  launch(
+      "gated_mlp", on, 0, 1,
+      [&](auto stream) -> Status {
+        done = cuda::gains_from_gate(arguments);
+        if (!done) return {};
+        trace::note("product and gate by sm90");
+        return cuda::matmul_gate(arguments, stream);
+      },
+      [](int64_t, int64_t) { return Status{}; });
+  return done;
+}
+
+/// Whether plain tensors of half precision are on a GPU. Asks before anything is allocated.
+template <class... Others>
+bool may_gain(const Tensor& x, const Others&... others) {
+  return x.is_cuda() && c10::isReducedFloatingType(x.scalar_type()) &&
+         Below(detail::keys_of(x, others...)).is_plain() && x.numel() > 0;
+}
+
+}  // namespace
+
+std::optional<Two> layer_with_gate(const Tensor& x, const Tensor& weight, const MaybeTensor& bias,
+                                   Activation act, bool keeps) {
+  if (!may_gain(x, weight, bias) || weight.numel() == 0) return std::nullopt;
+  const Tensor rows = as_matrix(x);
+  const int64_t width = weight.size(0);
+  const MaybeTensor shift = bias ? MaybeTensor(bias->contiguous()) : std::nullopt;
+  std::vector<int64_t> sizes = x.sizes().vec();
+  sizes.back() = width;
+  const Tensor gate_up = keeps ? at::empty(sizes, x.options()) : Tensor();
+  sizes.back() = width / 2;
+  Tensor hidden = at::empty(sizes, x.options());
+  Matmul arguments = describe_linear(rows, weight, hidden);
+  if (shift) arguments.bias = shift->const_data_ptr();
+  if (keeps) arguments.preactivation = gate_up.data_ptr();
+  arguments.activation = act;
+  if (!run_with_gate(arguments, hidden)) return std::nullopt;
+  return Two{hidden, gate_up};
+}
+
+std::optional<Two> gradient_through_gate(const Tensor& grad, const Tensor& weight,
+                                         const Tensor& gate_up, Activation act, bool overwrites) {
+  if (!may_gain(grad, weight, gate_up) || !gate_up.is_contiguous()) return std::nullopt;
+  const Tensor passed = overwrites ? gate_up : at::empty_like(gate_up);
+  const Tensor hidden = at::empty({grad.size(0), weight.size(1)}, grad.options());
+  GateGradient arguments{};
+  arguments.product = describe_linear(grad, weight.t(), hidden);
+  arguments.product.activation = act;
+  arguments.gate_up = gate_up.const_data_ptr();
+  arguments.grad_gate_up = passed.data_ptr();
+  if (!run_with_gate(arguments, hidden)) return std::nullopt;
+  return Two{passed, hidden};
+}
+
+}  // namespace torchkiln::gate_products
