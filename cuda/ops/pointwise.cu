@@ -36,6 +36,14 @@ Status multiply_shift(const Elementwise<2>& arguments, double shift, CUstream_st
   });
 }
 
+Status scale_by(const Elementwise<1>& arguments, const void* factor, CUstream_st* stream) {
+  return dispatch_floating(arguments.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    using C = Compute<T>;
+    return elementwise::launch<T, T>(ScaleBy<C>{static_cast<const C*>(factor)}, arguments, stream);
+  });
+}
+
 Status scale_shift(const Elementwise<1>& arguments, double factor, double shift,
                    CUstream_st* stream) {
   return dispatch_floating(arguments.dtype, [&](auto tag) {

@@ -13,14 +13,14 @@ namespace {
 /// torch's product would round a factor without dimensions to the dtype of the gradient first.
 Tensor scaled(const Tensor& gradient, const Tensor& factor, at::ScalarType dtype) {
   Tensor found = at::empty_like(gradient, gradient.options().dtype(dtype));
-  const Tensor number = factor.view({1});
   if (!Below(detail::keys_of(gradient, factor)).is_plain())
-    return at::mul_out(found, gradient, number);
+    return at::mul_out(found, gradient, factor.view({1}));
+  const void* const number = factor.const_data_ptr();
   launch_elementwise(
-      kName, std::array{found}, std::array{gradient, number},
-      [](const auto& p, auto stream) { return cuda::multiply_shift(p, /*shift=*/0, stream); },
-      [](const auto& p, int64_t begin, int64_t end) {
-        return cpu::multiply_shift(p, /*shift=*/0, begin, end);
+      kName, std::array{found}, std::array{gradient},
+      [&](const auto& p, auto stream) { return cuda::scale_by(p, number, stream); },
+      [&](const auto& p, int64_t begin, int64_t end) {
+        return cpu::scale_by(p, number, begin, end);
       });
   return found;
 }

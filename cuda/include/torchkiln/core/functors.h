@@ -52,6 +52,14 @@ struct MultiplyShift {
   TORCHKILN_FUNCTION C operator()(C a, C b) const { return a * b + shift; }
 };
 
+/// x * factor, where the factor is a number in memory
+template <class C>
+struct ScaleBy {
+  const C* factor;
+
+  TORCHKILN_FUNCTION C operator()(C x) const { return x * *factor; }
+};
+
 /// x * factor + shift, where both are numbers
 template <class C>
 struct ScaleShift {

@@ -22,6 +22,9 @@ TORCHKILN_EXPORT Status multiply_shift(const Elementwise<2>& arguments, double s
                                        int64_t end);
 TORCHKILN_EXPORT Status scale_shift(const Elementwise<1>& arguments, double factor, double shift,
                                     int64_t begin, int64_t end);
+/// x * factor for a number of the compute type in memory
+TORCHKILN_EXPORT Status scale_by(const Elementwise<1>& arguments, const void* factor, int64_t begin,
+                                 int64_t end);
 /// The gradients {grad * b, grad * a}; the inputs are {grad, a, b}.
 TORCHKILN_EXPORT Status multiply_gradient(const Elementwise<3, 2>& arguments, int64_t begin,
                                           int64_t end);
@@ -39,6 +42,8 @@ TORCHKILN_EXPORT Status multiply_shift(const Elementwise<2>& arguments, double s
                                        CUstream_st* stream);
 TORCHKILN_EXPORT Status scale_shift(const Elementwise<1>& arguments, double factor, double shift,
                                     CUstream_st* stream);
+TORCHKILN_EXPORT Status scale_by(const Elementwise<1>& arguments, const void* factor,
+                                 CUstream_st* stream);
 TORCHKILN_EXPORT Status multiply_gradient(const Elementwise<3, 2>& arguments, CUstream_st* stream);
 
 }  // namespace cuda
