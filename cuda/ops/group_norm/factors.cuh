@@ -80,6 +80,15 @@ struct InputGradient {
                                         typename Access::T* to) const;
 };
 
+template <class T, class C, int N>
+__device__ __forceinline__ void write_elements(T* to, const C (&values)[N]) {
+  if constexpr (N > 1) {
+    store_vectors(to, values);
+  } else {
+    store(to, values);
+  }
+}
+
 /// Computes g, the gradient of the argument of the activation, and x - mean of an item: vectors of
 /// the incoming gradient and of x.
 template <class Access, class Act, class Item>
@@ -107,7 +116,7 @@ __device__ __forceinline__ void InputGradient<Access>::write(const Item& item, c
     const int c = factors.of(i);
     g[i] = fma(-slope[c], from_mean[i], g[i] * factors.scale[c]) - level[c];
   }
-  store(to, g);
+  write_elements(to, g);
 }
 
 /// Writes y of a vector of x.
@@ -117,7 +126,7 @@ __device__ __forceinline__ void write_output(const ChannelFactors<Access>& facto
   typename Access::C z[Access::kLanes];
   factors.normalize(x, z);
   act.apply(z);
-  store(to, z);
+  write_elements(to, z);
 }
 
 /// Calls body(activation): silu is compiled into kernels with vectors, others are selected at run

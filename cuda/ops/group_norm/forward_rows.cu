@@ -5,7 +5,7 @@
 namespace torchkiln::cuda {
 namespace {
 
-constexpr int kMergeThreads = 256;
+constexpr int kMergeThreads = 256;  // at most
 
 /// Moments of parts of the channels, [samples, parts, channels].
 template <class Access>
@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kMergeThreads)
       partial + sample * parts * p.layout.channels + (group - sample * p.layout.groups) * channels;
   const double origin = from[0].mean;
   double sums[3] = {};
-  for (int64_t i = threadIdx.x; i < channels * parts; i += kMergeThreads) {
+  for (int64_t i = threadIdx.x; i < channels * parts; i += blockDim.x) {
     const int64_t part = i / channels;
     const Moments each = from[part * p.layout.channels + (i - part * channels)];
     const double distance = each.count == 0 ? 0 : each.mean - origin;
@@ -39,8 +39,7 @@ __global__ void __launch_bounds__(kMergeThreads)
     sums[1] += each.count * distance;
     sums[2] += each.squares + each.count * distance * distance;
   }
-#pragma unroll
-  for (double& sum : sums) sum = reduce_block(sum);
+  reduce_block(sums);
   if (threadIdx.x > 0) return;
   const Moments merged = Moments::from_sums(sums[0], origin, sums[1], sums[2]);
   const int64_t all = p.layout.all_groups();
@@ -82,7 +81,10 @@ Status group_statistics_of_rows(const GroupNorm& p, Allocate allocate, CUstream_
             launch_overlapped(row_moments<Access>, grid, stream, p, plan, partial);
         if (!status.ok()) return status;
         if (p.layout.all_groups() > kMaxGridX) return {"too many groups for one launch"};
-        const Grid merge{dim3(static_cast<unsigned>(p.layout.all_groups())), kMergeThreads};
+        const int64_t terms = p.layout.channels_per_group() * plan.parts;
+        int threads = kWarpLanes;
+        while (threads < kMergeThreads && threads * 4 < terms) threads *= 2;
+        const Grid merge{dim3(static_cast<unsigned>(p.layout.all_groups())), dim3(threads)};
         return launch_overlapped(merge_group<typename Access::C>, merge, stream, p,
                                  static_cast<const Moments*>(partial),
                                  static_cast<int>(plan.parts));

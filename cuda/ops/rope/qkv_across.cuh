@@ -2,6 +2,9 @@
 
 // qkv_norm_rope with one norm over all heads of the queries, and one over those of the keys: a
 // block processes a token. Its threads read the token twice, the second time from the L1 cache.
+// Blocks are small: while one waits for its sums, others of the SM read.
+
+#include <algorithm>
 
 #include "ops/rope/qkv.cuh"
 #include "torchkiln/device/block_reduce.cuh"
@@ -78,6 +81,14 @@ QkvAcrossPlan make_across_plan(const QkvNormRope& p) {
   across.all = static_cast<uint32_t>(p.heads + 2 * p.kv_heads) * across.plan.pieces;
   for (int kind = 0; kind < 2; ++kind) across.sizes[kind] = p.norm_size(kind);
   return across;
+}
+
+/// Threads of a block, whole warps, with about `pieces` pieces of a token each.
+inline int across_threads(const QkvAcrossPlan& across, int pieces) {
+  const auto rounds = [&](int64_t threads) { return ceil_div(across.all, threads); };
+  const int64_t least = std::max<int64_t>(ceil_div(across.all, pieces), 2 * kWarpLanes);
+  const int64_t even = ceil_div(across.all, rounds(std::min<int64_t>(least, kQkvThreads)));
+  return static_cast<int>(ceil_div(even, kWarpLanes)) * kWarpLanes;
 }
 
 }  // namespace torchkiln::cuda

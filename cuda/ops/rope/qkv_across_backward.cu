@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kQkvThreads, 2)
     return reinterpret_cast<C*>(shared) + at.begin(p);
   };
   constexpr C kZeros[kLanes] = {};
-  for (uint32_t i = threadIdx.x; i < across.normalized; i += kQkvThreads) {
+  for (uint32_t i = threadIdx.x; i < across.normalized; i += blockDim.x) {
     const RowPiece at(across, i, kLanes);
     if (C* const sums = block_sums(at)) store_piece(sums, at.piece, kZeros, kZeros);
   }
@@ -94,8 +94,9 @@ __global__ void __launch_bounds__(kQkvThreads, 2)
       if (grad == nullptr) return nullptr;
       return grad + batch * stride[0] + token * stride[1] + at.head * stride[2];
     };
-    C squares[2] = {}, products[2] = {};  // of x, and of x times the gradient of the normalized x
-    for (uint32_t i = threadIdx.x; i < across.normalized; i += kQkvThreads) {
+    // Of each kind: squares of x, and products of x and the gradient of the normalized x.
+    C totals[4] = {};
+    for (uint32_t i = threadIdx.x; i < across.normalized; i += blockDim.x) {
       const RowPiece at(across, i, kLanes);
       const PieceGradient<C, kLanes> g(across.plan, at, row, grad_of(at), batch, factor_row);
       C square = C(0), product = C(0);
@@ -106,20 +107,21 @@ __global__ void __launch_bounds__(kQkvThreads, 2)
                    g.x_b[lane] * g.grad_b[lane] * g.factors.weight_b[lane];
       }
       const bool is_query = at.kind == kQueries;
-      squares[0] += is_query ? square : C(0);
-      squares[1] += is_query ? C(0) : square;
-      products[0] += is_query ? product : C(0);
-      products[1] += is_query ? C(0) : product;
+      totals[0] += is_query ? square : C(0);
+      totals[1] += is_query ? C(0) : square;
+      totals[2] += is_query ? product : C(0);
+      totals[3] += is_query ? C(0) : product;
     }
+    reduce_block(totals);
     C rstds[2], pulls[2];
 #pragma unroll
     for (int kind = 0; kind < 2; ++kind) {
       const C inverse_size = C(1) / static_cast<C>(across.sizes[kind]);
-      const C rstd = rstd_of(reduce_block(squares[kind]), inverse_size, p);
+      const C rstd = rstd_of(totals[kind], inverse_size, p);
       rstds[kind] = rstd;
-      pulls[kind] = reduce_block(products[kind]) * rstd * rstd * inverse_size;
+      pulls[kind] = totals[2 + kind] * rstd * rstd * inverse_size;
     }
-    for (uint32_t i = threadIdx.x; i < across.all; i += kQkvThreads) {
+    for (uint32_t i = threadIdx.x; i < across.all; i += blockDim.x) {
       const RowPiece at(across, i, kLanes);
       if (at.kind == kValues) {
         C a[kLanes], b[kLanes];
@@ -146,7 +148,7 @@ __global__ void __launch_bounds__(kQkvThreads, 2)
     }
   }
   if (!arguments.sums_in_shared) return;
-  for (uint32_t i = threadIdx.x; i < across.normalized; i += kQkvThreads) {
+  for (uint32_t i = threadIdx.x; i < across.normalized; i += blockDim.x) {
     const RowPiece at(across, i, kLanes);
     C* const sums = row_sums(at);
     if (sums == nullptr) continue;
@@ -160,12 +162,14 @@ __global__ void __launch_bounds__(kQkvThreads, 2)
 
 template <class T, int kLanes>
 Status run(const QkvNormRopeBackward& arguments, Allocate allocate, CUstream_st* stream) {
-  constexpr int64_t kBlocksPerMultiprocessor = 2;  // of 256 threads with 96 registers
+  constexpr int kPieces = 3;
+  constexpr int64_t kThreadsPerMultiprocessor = 2 * kQkvThreads;
   QkvAcrossBackward across{};
   across.across = make_across_plan<kLanes>(arguments.forward);
+  const int threads = across_threads(across.across, kPieces);
   const int64_t tokens = across.across.plan.all_tokens;
   const int64_t blocks =
-      std::min(tokens, kBlocksPerMultiprocessor * current_device().multiprocessors);
+      std::min(tokens, kThreadsPerMultiprocessor / threads * current_device().multiprocessors);
   const WeightSums sums = make_weight_sums<T>(arguments, blocks, blocks, allocate);
   across.backward = make_backward_plan(across.across.plan, arguments, sums);
   const int64_t bytes =
@@ -174,7 +178,7 @@ Status run(const QkvNormRopeBackward& arguments, Allocate allocate, CUstream_st*
   across.sums_in_shared = wants_sums && bytes <= kMostSharedBytes;
   Grid grid{};
   grid.blocks = dim3(static_cast<unsigned>(blocks));
-  grid.threads = dim3(kQkvThreads);
+  grid.threads = dim3(threads);
   grid.shared_bytes = across.sums_in_shared ? static_cast<int>(bytes) : 0;
   const Status status =
       launch_overlapped(qkv_norm_across_rope_gradients<T, kLanes>, grid, stream, across);

@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(kQkvThreads)
   const T* const row =
       static_cast<const T*>(p.qkv) + batch * p.qkv_stride[0] + token * p.qkv_stride[1];
   C scale[2] = {};
-  for (uint32_t i = threadIdx.x; i < across.normalized; i += kQkvThreads) {
+  for (uint32_t i = threadIdx.x; i < across.normalized; i += blockDim.x) {
     const RowPiece at(across, i, kLanes);
     C a[kLanes], b[kLanes], sum = C(0);
     load_piece(row + at.begin(p), at.piece, a, b);
@@ -24,12 +24,13 @@ __global__ void __launch_bounds__(kQkvThreads)
     scale[0] += at.kind == kQueries ? sum : C(0);
     scale[1] += at.kind == kQueries ? C(0) : sum;
   }
+  reduce_block(scale);
 #pragma unroll
   for (int kind = 0; kind < 2; ++kind)
-    scale[kind] = rstd_of(reduce_block(scale[kind]), C(1) / static_cast<C>(across.sizes[kind]), p);
+    scale[kind] = rstd_of(scale[kind], C(1) / static_cast<C>(across.sizes[kind]), p);
   const int64_t factor_row = row_of(p.angles.rows, batch, token);
   const int64_t place = row_of(p.places, batch, token);
-  for (uint32_t i = threadIdx.x; i < across.all; i += kQkvThreads) {
+  for (uint32_t i = threadIdx.x; i < across.all; i += blockDim.x) {
     const RowPiece at(across, i, kLanes);
     if (at.kind != kQueries && place < 0) return;
     C a[kLanes], b[kLanes];
@@ -57,10 +58,11 @@ __global__ void __launch_bounds__(kQkvThreads)
 
 template <class T, int kLanes>
 Status run(const QkvNormRope& p, CUstream_st* stream) {
+  constexpr int kPieces = 2;
   const QkvAcrossPlan across = make_across_plan<kLanes>(p);
   Grid grid{};
   grid.blocks = dim3(across.plan.all_tokens);
-  grid.threads = dim3(kQkvThreads);
+  grid.threads = dim3(across_threads(across, kPieces));
   return launch_overlapped(qkv_norm_across_rope_tokens<T, kLanes>, grid, stream, across);
 }
 

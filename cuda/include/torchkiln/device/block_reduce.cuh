@@ -21,4 +21,23 @@ __device__ C reduce_block(C value, const Op& op = {}) {
   return reduce_warp(lane < warps ? of_warps[lane] : Op::template identity<C>(), op);
 }
 
+/// The same for several values, with two barriers for all.
+template <int N, class C, class Op = Sum>
+__device__ void reduce_block(C (&values)[N], const Op& op = {}) {
+  __shared__ C of_warps[N][kWarpLanes];
+  const int lane = threadIdx.x % kWarpLanes, warp = threadIdx.x / kWarpLanes;
+  const int warps = static_cast<int>(blockDim.x) / kWarpLanes;
+#pragma unroll
+  for (C& value : values) value = reduce_warp(value, op);
+  __syncthreads();
+  if (lane == 0) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) of_warps[i][warp] = values[i];
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < N; ++i)
+    values[i] = reduce_warp(lane < warps ? of_warps[i][lane] : Op::template identity<C>(), op);
+}
+
 }  // namespace torchkiln::device

@@ -228,6 +228,25 @@ __device__ __forceinline__ void store(T* to, const C (&from)[N]) {
   *reinterpret_cast<Vec<T, N>*>(to) = vector;
 }
 
+/// store() of whole 16-byte vectors to global memory, an instruction each. In the loop over the
+/// samples of a group norm, nvcc divides store() into stores of 2 or 4 bytes.
+template <int N, class C, class T>
+__device__ __forceinline__ void store_vectors(T* to, const C (&from)[N]) {
+  static_assert(N * sizeof(T) % kVectorBytes == 0, "whole vectors");
+  Vec<T, N> vector;
+#pragma unroll
+  for (int i = 0; i < N; ++i) vector.lane[i] = convert<T>(from[i]);
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(N * sizeof(T)) / kVectorBytes; ++i) {
+    const uint4 words = reinterpret_cast<const uint4*>(&vector)[i];
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
+                 :
+                 : "l"(reinterpret_cast<uint4*>(to) + i), "r"(words.x), "r"(words.y), "r"(words.z),
+                   "r"(words.w)
+                 : "memory");
+  }
+}
+
 /// Predicated store() of one 16-byte vector: without a branch, so that the code after it need not
 /// wait.
 template <int N, class C, class T>
