@@ -44,11 +44,10 @@ HEADLINES: tuple[Call, ...] = (
     ("h100_rows", "cross_entropy", "", 8192, 131072, "bfloat16", "forward"),
     ("h100", "dropout_add", "", 16384, 8192, "bfloat16", "forward"),
     ("h100_layers", "rope", "", 8192, 1024, "bfloat16", "backward"),
+    ("h100_layers", "group_norm", "channels_last", 262144, 320, "bfloat16", "backward"),
 )
 LOSSES: tuple[Call, ...] = (
-    ("h100_layers", "qkv_norm_rope", "all heads", 8192, 1024, "bfloat16", "forward"),
-    ("h100_layers", "group_norm", "channels_last", 262144, 320, "bfloat16", "forward"),
-    ("h100", "bn_act", "", 200704, 64, "float32", "forward"),
+    ("h100_layers", "bn_act", "", 200704, 64, "float32", "forward"),
     ("h100", "relu", "", 16384, 8192, "bfloat16", "backward"),
     ("h100_rows", "rms_norm", "float32 weight", 16384, 8192, "bfloat16", "backward"),
 )
