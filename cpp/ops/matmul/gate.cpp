@@ -24,18 +24,22 @@ bool run_with_gate(const Product& arguments, const Tensor& on) {
   return done;
 }
 
-/// Whether plain tensors of half precision are on a GPU. Asks before anything is allocated.
+/// Whether plain tensors of half precision are on a GPU, with enough results [rows of x, columns]
+/// for a gain on any GPU. Asked before anything is allocated.
 template <class... Others>
-bool may_gain(const Tensor& x, const Others&... others) {
-  return x.is_cuda() && c10::isReducedFloatingType(x.scalar_type()) &&
-         Below(detail::keys_of(x, others...)).is_plain() && x.numel() > 0;
+bool may_gain(const Tensor& x, const Tensor& weight, int dim, const Others&... others) {
+  constexpr int64_t kLeastResults = int64_t{1} << 22;
+  if (!x.is_cuda() || !c10::isReducedFloatingType(x.scalar_type()) ||
+      !Below(detail::keys_of(x, weight, others...)).is_plain() || x.numel() == 0)
+    return false;
+  return x.numel() / x.size(-1) * weight.size(dim) >= kLeastResults;
 }
 
 }  // namespace
 
 std::optional<Two> layer_with_gate(const Tensor& x, const Tensor& weight, const MaybeTensor& bias,
                                    Activation act, bool keeps) {
-  if (!may_gain(x, weight, bias) || weight.numel() == 0) return std::nullopt;
+  if (!may_gain(x, weight, /*dim=*/0, bias)) return std::nullopt;
   const Tensor rows = as_matrix(x);
   const int64_t width = weight.size(0);
   const MaybeTensor shift = bias ? MaybeTensor(bias->contiguous()) : std::nullopt;
@@ -54,7 +58,7 @@ std::optional<Two> layer_with_gate(const Tensor& x, const Tensor& weight, const 
 
 std::optional<Two> gradient_through_gate(const Tensor& grad, const Tensor& weight,
                                          const Tensor& gate_up, Activation act, bool overwrites) {
-  if (!may_gain(grad, weight, gate_up) || !gate_up.is_contiguous()) return std::nullopt;
+  if (!may_gain(grad, weight, /*dim=*/1, gate_up) || !gate_up.is_contiguous()) return std::nullopt;
   const Tensor passed = overwrites ? gate_up : at::empty_like(gate_up);
   const Tensor hidden = at::empty({grad.size(0), weight.size(1)}, grad.options());
   GateGradient arguments{};
