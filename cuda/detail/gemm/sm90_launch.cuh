@@ -54,7 +54,7 @@ inline bool fits_copies(const Matmul& p) {
          fits_tensor_map(describe_b(p).shape, p.dtype);
 }
 
-/// What does not depend on the epilogue. `half`: as in Parameters.
+/// Sets the parameters that no epilogue changes. `half`: as in Parameters.
 template <class T>
 Status make_parameters(const Matmul& p, int64_t half, Parameters& parameters) {
   const Operand a = describe_a(p);

@@ -1,6 +1,7 @@
 #pragma once
 
-// What the finishers of a product read: the sums of a tile in shared memory, in strips of 16 rows.
+// The sums of a tile in shared memory, in strips of 16 rows, as the finishers of a product read
+// them.
 
 #include "detail/gemm/sm90_tile.cuh"
 
@@ -15,9 +16,8 @@ struct Strip {
   static constexpr int kRowStep = kWarpLanes / kChunks;
   static constexpr int kItems = kStripRows / kRowStep;
 
-  T* data;  // the first row in shared memory; the others follow
-  // Of the first element:
-  int first_row;
+  T* data;        // the first row in shared memory; the others follow
+  int first_row;  // those of the first element
   int first_column;
   int batch;
   int lane;

@@ -92,6 +92,24 @@ __device__ __forceinline__ void gradient_of(const BatchNormBackward& p,
   for (int i = 0; i < kLanes; ++i) from_mean[i] -= factors.mean[factors.of(i)];
 }
 
+/// Writes g of an item, if it is wanted, and adds g and g * (x - mean) to sums.
+template <class Access, class Act, class Item>
+__device__ __forceinline__ void add_gradients(const BatchNormBackward& p,
+                                              const ChannelFactors<Access>& factors, const Act& act,
+                                              const Item& item, int64_t at,
+                                              typename Access::C (&sums)[2][Access::kLanes]) {
+  using T = typename Access::T;
+  constexpr int kLanes = Access::kLanes;
+  typename Access::C g[kLanes], from_mean[kLanes];
+  gradient_of(p, factors, act, item, false, g, from_mean);
+  if (p.grad_residual != nullptr) store(static_cast<T*>(p.grad_residual) + at, g);
+#pragma unroll
+  for (int i = 0; i < kLanes; ++i) {
+    sums[0][i] += g[i];
+    sums[1][i] = fma(g[i], from_mean[i], sums[1][i]);
+  }
+}
+
 template <class Access, class Act>
 __global__ void __launch_bounds__(kChannelThreads, kBackwardBlocks)
     part_sums(BatchNormBackward p, ChannelPlan plan, Act act, typename Access::C* partial) {
@@ -107,16 +125,8 @@ __global__ void __launch_bounds__(kChannelThreads, kBackwardBlocks)
   cursor.channels(channels);
   if (cursor.is_inside()) factors.load(p, channels);
   C sums[2][kLanes] = {};
-  reader.each([&](const auto& item, int64_t at) {
-    C g[kLanes], from_mean[kLanes];
-    gradient_of(p, factors, act, item, false, g, from_mean);
-    if (p.grad_residual != nullptr) store(static_cast<T*>(p.grad_residual) + at, g);
-#pragma unroll
-    for (int i = 0; i < kLanes; ++i) {
-      sums[0][i] += g[i];
-      sums[1][i] = fma(g[i], from_mean[i], sums[1][i]);
-    }
-  });
+  reader.each(
+      [&](const auto& item, int64_t at) { add_gradients(p, factors, act, item, at, sums); });
   if (partial == nullptr) return;
   C* const to = partial + int64_t{blockIdx.y} * 2 * plan.columns;
   add_threads<Access>(plan, sums, [&](int64_t column, const C(&total)[2]) {

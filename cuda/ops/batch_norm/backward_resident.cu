@@ -22,16 +22,8 @@ __global__ void __launch_bounds__(kChannelThreads, kResidentBlocks)
   cursor.channels(channels);
   if (cursor.is_inside()) factors.load(p, channels);
   C sums[2][kLanes] = {};
-  reader.forwards([&](const auto& item, int64_t at) {
-    C g[kLanes], from_mean[kLanes];
-    gradient_of(p, factors, act, item, false, g, from_mean);
-    if (p.grad_residual != nullptr) store(static_cast<T*>(p.grad_residual) + at, g);
-#pragma unroll
-    for (int i = 0; i < kLanes; ++i) {
-      sums[0][i] += g[i];
-      sums[1][i] = fma(g[i], from_mean[i], sums[1][i]);
-    }
-  });
+  reader.forwards(
+      [&](const auto& item, int64_t at) { add_gradients(p, factors, act, item, at, sums); });
   C* const to = partial + int64_t{blockIdx.y} * 2 * plan.columns;
   add_resident<Streams>(plan, sums, [&](int, int64_t column, const double (&total)[2]) {
     to[column] = static_cast<C>(total[0]);

@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kQkvThreads, 2)
       if (grad == nullptr) return nullptr;
       return grad + batch * stride[0] + token * stride[1] + at.head * stride[2];
     };
-    // Of each kind: squares of x, and products of x and the gradient of the normalized x.
+    // Squares of x, and products of x and the gradient of the normalized x, for each kind.
     C totals[4] = {};
     for (uint32_t i = threadIdx.x; i < across.normalized; i += blockDim.x) {
       const RowPiece at(across, i, kLanes);
