@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import torchkiln
-from torchkiln.patch import recompute
-from torchkiln.patch.recompute import Input
+from torchkiln.patch.graph import recompute
+from torchkiln.patch.graph.recompute import Input
 
 DTYPES = [torch.float64, torch.float32]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import torchkiln
-from torchkiln.patch import residual
+from torchkiln.patch.source import residual
 
 SIZE = 32
 

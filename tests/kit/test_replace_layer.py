@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import torchkiln
-from torchkiln.patch import layer
+from torchkiln.patch.source import layer
 
 
 class Approximate(nn.Module):

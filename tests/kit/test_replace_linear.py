@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import torchkiln
-import torchkiln.patch.linear as patched
+import torchkiln.patch.formula.linear as patched
 
 
 class Wide(nn.Module):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import torchkiln
-from torchkiln.patch import residual, rewritten
+from torchkiln.patch.source import residual, rewritten
 
 
 class Norm(nn.Module):

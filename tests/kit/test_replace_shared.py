@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 import torchkiln
-from torchkiln.patch import shared
+from torchkiln.patch.source import shared
 
 SIZE = 512
 NOW = "one sum of gradients for q, k, v"

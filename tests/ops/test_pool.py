@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import torchkiln
 from torchkiln.ops._pool import Windows, takes_pool
-from torchkiln.patch.pool import norm_act_pool
+from torchkiln.patch.graph.pool import norm_act_pool
 
 ops: Any = torch.ops.torchkiln
 bn_act: Any = torchkiln.bn_act

@@ -12,7 +12,6 @@ from torch.compiler import is_compiling
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
-from torch.nn.modules.module import _has_any_global_hook
 
 from torchkiln.nn.batch_norm import (
     SyncBatchNormAct,
@@ -21,6 +20,7 @@ from torchkiln.nn.batch_norm import (
     sync_batch_norm_act,
 )
 from torchkiln.nn.checks import check_act
+from torchkiln.nn.plain import is_torchs
 from torchkiln.ops._conv_moments import bn_act_from, conv_with_moments
 from torchkiln.ops._conv_routes import Geometry, Sizes, run_folded
 from torchkiln.ops._folding import Parts, forget
@@ -52,22 +52,6 @@ ACTS: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": sigmoid,
     "tanh": tanh,
 }
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether a call of the module runs more than its forward."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or _has_any_global_hook()
-    )
-
-
-def is_torchs(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool:
-    """Whether a call of the module runs torch's forward and nothing else."""
-    return type(module) in classes and "forward" not in module.__dict__ and not has_hooks(module)
 
 
 def is_batch_norm(module: nn.Module | None) -> bool:

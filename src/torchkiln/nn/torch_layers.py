@@ -5,8 +5,8 @@ from typing import Any
 from torch import Tensor, nn, relu
 from torch.nn import functional as F
 
-from torchkiln.nn.convolution import has_hooks
 from torchkiln.nn.multihead import MultiheadAttention, canonical_masks
+from torchkiln.nn.plain import has_hooks
 from torchkiln.nn.transformer import add_norm, normalized
 from torchkiln.ops.dropout import dropout_add
 from torchkiln.ops.matmul import linear, mlp

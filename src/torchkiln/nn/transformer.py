@@ -5,10 +5,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchkiln.nn.attention import Attention
-from torchkiln.nn.convolution import has_hooks
 from torchkiln.nn.kv_cache import KVCache
 from torchkiln.nn.matmul import MLP, GatedMLP
 from torchkiln.nn.norm import LayerNorm, RMSNorm
+from torchkiln.nn.plain import has_hooks
 from torchkiln.ops.dropout import dropout_add
 from torchkiln.ops.norm import add_layer_norm, add_rms_norm, layer_norm
 

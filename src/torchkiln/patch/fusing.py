@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from torchkiln.patch import batch_norm
+from torchkiln.patch.graph import batch_norm
 from torchkiln.patch.replacing import Skip, is_skipped, swap
 from torchkiln.patch.report import Report
 

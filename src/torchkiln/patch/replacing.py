@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchkiln.patch import batch_norm, loss
+from torchkiln.patch.formula import loss_function
+from torchkiln.patch.graph import batch_norm
 from torchkiln.patch.plan import Match, Plan, made_class
 from torchkiln.patch.probe import first_dtype
 from torchkiln.patch.registry import Registry
 from torchkiln.patch.report import Report, Row
-from torchkiln.patch.rewritten import Rewrites
 from torchkiln.patch.search import Search, replaced_before
+from torchkiln.patch.source.code.rewritten import Rewrites
 
 KINDS = (
     "norm",
@@ -247,7 +248,7 @@ def swap(report: Report, module: nn.Module, plan: Plan) -> None:
 
 def replace_loss(report: Report, model: nn.Module) -> None:
     """Set ``loss_function`` of a model that computes a cross-entropy with it."""
-    found = loss.find(model)
+    found = loss_function.find(model)
     if found is None:
         return
     row = Row("loss_function", getattr(model.loss_function, "__name__", "function"), "loss")

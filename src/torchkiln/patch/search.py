@@ -8,8 +8,15 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from torchkiln.patch import activation, gated, gated_norm, linear, norm, torch_modules
 from torchkiln.patch.compare import Comparison, compare
+from torchkiln.patch.formula import (
+    activation,
+    gated,
+    gated_norm,
+    linear,
+    norm,
+    torch_modules,
+)
 from torchkiln.patch.plan import Found, Match
 from torchkiln.patch.probe import first_dtype
 from torchkiln.patch.registry import Registry

@@ -15,15 +15,15 @@ from typing import Any, ClassVar
 from torch import Tensor, fx, nn
 
 from torchkiln.nn.convolution import conv_norm_act, is_batch_norm, norm_act
-from torchkiln.patch.branches import separate
-from torchkiln.patch.chain import CallTracer, Chain, chain_of, norms, rewrite
-from torchkiln.patch.plan import Plan, plan_of
-from torchkiln.patch.pool import conv_norm_act_pool, norm_act_pool
-from torchkiln.patch.recompute import (
+from torchkiln.patch.graph.branches import separate
+from torchkiln.patch.graph.chain import CallTracer, Chain, chain_of, norms, rewrite
+from torchkiln.patch.graph.pool import conv_norm_act_pool, norm_act_pool
+from torchkiln.patch.graph.recompute import (
     light_conv_norm_act,
     light_conv_norm_act_pool,
     light_norm_act,
 )
+from torchkiln.patch.plan import Plan, plan_of
 from torchkiln.patch.report import Row
 
 Name = tuple[str, str, str]

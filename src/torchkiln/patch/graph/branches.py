@@ -7,9 +7,10 @@ from collections.abc import Mapping
 
 from torch import fx, nn
 
-from torchkiln.nn.convolution import CONVOLUTIONS, has_hooks, is_torchs
+from torchkiln.nn.convolution import CONVOLUTIONS
+from torchkiln.nn.plain import has_hooks, is_torchs
 from torchkiln.ops._two_uses import two_uses
-from torchkiln.patch.chain import Chain, called_module
+from torchkiln.patch.graph.chain import Chain, called_module
 
 READERS = (*CONVOLUTIONS, nn.AvgPool2d, nn.MaxPool2d)
 """Modules that never change their input in place. Subclasses may."""

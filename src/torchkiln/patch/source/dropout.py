@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchkiln.nn.convolution import has_hooks
-from torchkiln.patch.layer import call_of
-from torchkiln.patch.linear import is_plain, is_tracing
-from torchkiln.patch.source import blocks
+from torchkiln.nn.plain import has_hooks
+from torchkiln.patch.formula.linear import is_plain, is_tracing
+from torchkiln.patch.source.code import blocks
+from torchkiln.patch.source.layer import call_of
 
 
 def is_dropout(module: Any) -> bool:

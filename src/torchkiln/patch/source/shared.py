@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn import functional as F
 
-from torchkiln.nn.convolution import has_hooks
+from torchkiln.nn.plain import has_hooks
 from torchkiln.ops._folding import is_transformed
 from torchkiln.ops.reduction import sum as sum_of
-from torchkiln.patch.layer import call_of, is_plain_layer
-from torchkiln.patch.linear import has_plain_parameters, has_unaligned_sizes, is_wide
-from torchkiln.patch.source import blocks
+from torchkiln.patch.formula.linear import has_plain_parameters, has_unaligned_sizes, is_wide
+from torchkiln.patch.source.code import blocks
+from torchkiln.patch.source.layer import call_of, is_plain_layer
 
 SHARED = "_kiln_shared"
 """The helper in rewritten source: ``[layer(x) for layer in layers]``."""

@@ -10,15 +10,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import nn
 
-from torchkiln.patch.dropout import is_dropout, rewrite_dropouts
-from torchkiln.patch.layer import LINEAR_ACT, act_to_be, compared, linear_act, rewrite_layers
-from torchkiln.patch.loss_calls import SCOPE, may_call, rewrite_losses
 from torchkiln.patch.plan import Match, Plan
 from torchkiln.patch.probe import cast
 from torchkiln.patch.report import Row
-from torchkiln.patch.residual import ADD_NORM, add_norm, added, op_of, rewrite_sums
-from torchkiln.patch.shared import SHARED, is_sharable, rewrite_shared, shared
-from torchkiln.patch.source import (
+from torchkiln.patch.source.code import (
     below_class_wrappers,
     compiled,
     decorated,
@@ -26,6 +21,11 @@ from torchkiln.patch.source import (
     forward_of,
     parsed,
 )
+from torchkiln.patch.source.dropout import is_dropout, rewrite_dropouts
+from torchkiln.patch.source.layer import LINEAR_ACT, act_to_be, compared, linear_act, rewrite_layers
+from torchkiln.patch.source.loss_calls import SCOPE, may_call, rewrite_losses
+from torchkiln.patch.source.residual import ADD_NORM, add_norm, added, op_of, rewrite_sums
+from torchkiln.patch.source.shared import SHARED, is_sharable, rewrite_shared, shared
 
 
 @dataclass(frozen=True)

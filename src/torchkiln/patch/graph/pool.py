@@ -8,13 +8,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from torchkiln.nn.batch_norm import batch_norm_act, is_synchronized
-from torchkiln.nn.convolution import (
-    conv_norm_act,
-    convolved,
-    is_torchs,
-    norm_act,
-    runs_batch_norm,
-)
+from torchkiln.nn.convolution import conv_norm_act, convolved, norm_act, runs_batch_norm
+from torchkiln.nn.plain import is_torchs
 from torchkiln.ops._pool import Pair, Windows, bn_act_pool, takes_pool
 
 

@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torchkiln.nn.batch_norm import is_synchronized
 from torchkiln.nn.convolution import conv_norm_act, convolved, norm_act, runs_batch_norm
 from torchkiln.ops._folding import PLAIN, is_transformed
-from torchkiln.patch.pool import conv_norm_act_pool, norm_act_pool
+from torchkiln.patch.graph.pool import conv_norm_act_pool, norm_act_pool
 
 
 class Saved(NamedTuple):

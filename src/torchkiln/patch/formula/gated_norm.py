@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchkiln.ops.gated_norm import gated_rms_norm
-from torchkiln.patch import norm
+from torchkiln.patch.formula import norm
 from torchkiln.patch.plan import Match, Plan
 from torchkiln.patch.probe import is_close, numbers, random_copy, run
 

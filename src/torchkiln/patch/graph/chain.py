@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from torchkiln.nn.convolution import CONVOLUTIONS, has_hooks, is_batch_norm, is_torchs
-from torchkiln.patch.activation import computed
-from torchkiln.patch.pool import is_max_pool
+from torchkiln.nn.convolution import CONVOLUTIONS, is_batch_norm
+from torchkiln.nn.plain import has_hooks, is_torchs
+from torchkiln.patch.formula.activation import computed
+from torchkiln.patch.graph.pool import is_max_pool
 
 SUMS = (operator.add, operator.iadd, torch.add)
 FUNCTIONS: dict[Callable[..., Any], str] = {

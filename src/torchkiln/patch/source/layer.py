@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchkiln.nn.convolution import has_hooks
+from torchkiln.nn.plain import has_hooks
 from torchkiln.ops.matmul import linear
-from torchkiln.patch.activation import OPS, Activation
 from torchkiln.patch.compare import Comparison
-from torchkiln.patch.linear import WideLinear, has_plain_parameters
+from torchkiln.patch.formula.activation import OPS, Activation
+from torchkiln.patch.formula.linear import WideLinear, has_plain_parameters
 from torchkiln.patch.plan import Match, plan_of
 from torchkiln.patch.probe import numbers, relative_error
-from torchkiln.patch.source import blocks
+from torchkiln.patch.source.code import blocks
 
 LINEAR_ACT = "_kiln_linear_act"
 """The helper in rewritten source: ``act(layer(x))``."""

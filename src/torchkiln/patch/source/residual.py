@@ -14,15 +14,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchkiln.nn.convolution import has_hooks
+from torchkiln.nn.plain import has_hooks
 from torchkiln.ops.dropout import dropout_add
 from torchkiln.ops.norm import add_layer_norm, add_rms_norm
-from torchkiln.patch.dropout import drops
-from torchkiln.patch.layer import call_of
-from torchkiln.patch.norm import Norm
+from torchkiln.patch.formula.norm import Norm
+from torchkiln.patch.formula.torch_modules import TorchModule
 from torchkiln.patch.plan import Plan, plan_of
-from torchkiln.patch.source import blocks
-from torchkiln.patch.torch_modules import TorchModule
+from torchkiln.patch.source.code import blocks
+from torchkiln.patch.source.dropout import drops
+from torchkiln.patch.source.layer import call_of
 
 ADD_NORM = "_kiln_add_norm"
 """The helper in rewritten source: ``(norm(a + b), a + b)``, with a dropout of ``a`` or ``b``."""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from torchkiln.ops.cross_entropy import cross_entropy
-from torchkiln.patch.loss_calls import may_call, names_of
 from torchkiln.patch.probe import numbers
+from torchkiln.patch.source.code.loss_calls import may_call, names_of
 
 CLASSES = 11
 

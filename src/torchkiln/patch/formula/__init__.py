@@ -1,0 +1,1 @@
+"""Modules that compute a formula of an op."""

@@ -1,0 +1,1 @@
+"""Forwards with chains of calls fused in their graph."""

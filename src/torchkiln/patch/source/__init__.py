@@ -1,0 +1,1 @@
+"""Forwards with some statements of their source rewritten."""
