@@ -18,7 +18,7 @@ from torchkiln.patch.probe import first_dtype
 from torchkiln.patch.registry import Registry
 from torchkiln.patch.report import Report, Row
 from torchkiln.patch.search import Search, replaced_before
-from torchkiln.patch.source.code.rewritten import Rewrites
+from torchkiln.patch.source.rewritten import Rewrites
 
 KINDS = (
     "norm",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchkiln.ops.gated import geglu, swiglu
 from torchkiln.patch.plan import Match, Plan
 from torchkiln.patch.probe import cast, first_dtype, is_close, numbers, run, shallow_copy
-from torchkiln.patch.source.code.shared import shared
+from torchkiln.patch.source.shared import shared
 
 OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "swiglu": swiglu,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from torchkiln.ops.cross_entropy import cross_entropy
 from torchkiln.patch.probe import numbers
-from torchkiln.patch.source.code.loss_calls import may_call, names_of
+from torchkiln.patch.source.loss_calls import may_call, names_of
 
 CLASSES = 11
 

@@ -14,7 +14,7 @@ from torchkiln.ops.norm import layer_norm, rms_norm
 from torchkiln.ops.softmax import log_softmax, softmax
 from torchkiln.patch.plan import Match, Plan
 from torchkiln.patch.probe import numbers, random_copy, shallow_copy
-from torchkiln.patch.source.code.loss_calls import module_loss
+from torchkiln.patch.source.loss_calls import module_loss
 
 
 @dataclass(frozen=True)
