@@ -53,18 +53,18 @@ FORMS = {
 }
 LOW = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 for name, form in FORMS.items():
-    add(f"0-norm-{name}", norm(form, bias=bias), [*ROWS, (draw(0, SIZE),)], dtypes=LOW)
-    cold = {"weight": lambda: weight().detach(), "bias": lambda: bias().detach()}
+    add(f"0-norm-{name}", norm(form), [*ROWS, (draw(0, SIZE),)], dtypes=LOW)
+    cold = {"weight": lambda: weight().detach(), "bias": lambda: bias().detach()}  # no parameters
     add(f"0-norm-{name}-buffers", module(form, **cold))
     turned = draw(2, SIZE, 3).transpose(1, 2), draw(2, 3, 4, SIZE).permute(0, 2, 1, 3)
     sliced = draw(2, 3, 2 * SIZE)[..., ::2]
-    add(f"14-norm-{name}-strides", norm(form, bias=bias), [(x,) for x in (*turned, sliced)])
+    add(f"14-norm-{name}-strides", norm(form), [(x,) for x in (*turned, sliced)])
     strange = draw(3, SIZE)
     strange[0, 1], strange[1, 2], strange[2, 3] = torch.inf, -torch.inf, torch.nan
-    add(f"0-norm-{name}-strange", norm(form, bias=bias), [(strange,)])
+    add(f"0-norm-{name}-strange", norm(form), [(strange,)])
     bfloat = lambda _: torch.autocast("cpu", torch.bfloat16)  # noqa: E731
-    add(f"12-norm-{name}-autocast", several(linear(), norm(form, bias=bias)), around=bfloat)
-    add(f"0-norm-{name}-mixed", several(lambda: Half(), norm(form, bias=bias)))
+    add(f"12-norm-{name}-autocast", several(linear(), norm(form)), around=bfloat)
+    add(f"0-norm-{name}-mixed", several(lambda: Half(), norm(form)))
 
 for name, make in {
     "layer": lambda: nn.LayerNorm(SIZE),
@@ -113,7 +113,7 @@ CLAMPS = {
     "large_weight": lambda s, x: (1e4 * rms(x) * s.weight).clamp(-3e4, 3e4) / 1e4,
 }
 for name, form in CLAMPS.items():
-    add(f"1-norm-{name}", norm(form, bias=bias))
+    add(f"1-norm-{name}", norm(form))
 
 NOISY = {
     "noise": lambda s, x: rms(x + torch.randn_like(x) if s.training else x) * s.weight,

@@ -139,8 +139,9 @@ def linear(one: int = SIZE, other: int = SIZE, **options: Any) -> Callable[[], n
 
 
 def norm(forward: Forward, **attributes: Any) -> Make:
-    """Makes norms with a weight."""
-    return module(forward, weight=weight, **attributes)
+    """Makes norms with a weight, and with a bias if the forward reads one."""
+    given = {"bias": bias} if "bias" in forward.__code__.co_names else {}
+    return module(forward, weight=weight, **given, **attributes)
 
 
 def several(*makes: Make) -> Make:
