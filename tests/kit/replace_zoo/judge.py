@@ -223,20 +223,28 @@ def error_of(found: Tensor, truth: Tensor) -> tuple[float, float]:
     return float(difference.square().mean().sqrt()), float(difference.abs().max())
 
 
-def far(one: Tensor, two: Tensor, truth: Tensor, eps: float, least: float | None = None) -> str:
+def size_of(found: Iterable[Tensor]) -> float:
+    """The largest finite number of tensors."""
+    flat = [x.detach().double().abs().flatten() for x in found if x.numel()]
+    kept = torch.cat([x[x.isfinite()] for x in flat]) if flat else torch.zeros(0)
+    return float(kept.max()) if kept.numel() else 0.0
+
+
+def far(
+    one: Tensor, two: Tensor, truth: Tensor, eps: float, least: float = 0.0, *, loose: bool = False
+) -> str:
     """How far ``two`` is off where ``one`` is not.
 
-    ``least`` is a size that the rounding of gradients refers to. A gradient may be a number where
-    the original has none, because a part of its formula overflows.
+    ``least`` is a size that roundings refer to. Where ``loose``, as for gradients, there may be a
+    number where the original has none, because a part of its formula overflows.
     """
     if one.shape != two.shape or one.dtype != two.dtype:
         return f"{two.dtype} {tuple(two.shape)}, not {one.dtype} {tuple(one.shape)}"
     one, two, truth = one.detach(), two.detach(), truth.detach()
     strange = ~two.isfinite() & ~one.isfinite() & (two != one) & ~(two.isnan() & one.isnan())
     strange |= (two.isfinite() != one.isfinite()) & (two.isfinite() != truth.isfinite())
-    if least is not None:
+    if loose:
         strange &= ~two.isfinite()
-    least = least or 0.0
     if bool(strange.any()):
         return f"{int(strange.sum())} numbers are infinite or NaN in one of both alone"
     kept = truth.double()[truth.isfinite()]
@@ -273,20 +281,20 @@ def differences(one: Seen, two: Seen, truth: Seen, eps: float) -> Iterator[str]:
     if one.form[0] != two.form[0] or one.gradients.keys() != two.gradients.keys():
         return
     eps = max(truth.eps, eps)
-    for kind in ("results", "arguments"):
+    whole = size_of(truth.results)
+    for kind, size in (("results", whole), ("arguments", 0.0)):
         rows = zip(getattr(one, kind), getattr(two, kind), getattr(truth, kind), strict=True)
-        yield from (f"{kind}: {text}" for row in rows if (text := far(*row, eps)))
+        yield from (f"{kind}: {text}" for row in rows if (text := far(*row, eps, size)))
     for name, x in one.buffers.items():
         if text := far(x, two.buffers[name], truth.buffers[name], eps):
             yield f"buffer {name}: {text}"
-    scale = max((float(g.abs().max()) for g in one.gradients.values() if g is not None and
-                 g.numel()), default=0.0)  # fmt: skip
+    scale = size_of(g for g in one.gradients.values() if g is not None)
     for name, g in one.gradients.items():
         other, wide = two.gradients[name], truth.gradients[name]
         if g is None or other is None or wide is None:
             if (g is None) != (other is None):
                 yield f"gradient of {name}: {'none' if other is None else 'one'}"
-        elif text := far(g, other, wide, GRADIENT_ROUNDINGS * eps, scale if scale < 1e30 else 0.0):
+        elif text := far(g, other, wide, GRADIENT_ROUNDINGS * eps, scale, loose=True):
             yield f"gradient of {name}: {text}"
 
 
@@ -402,7 +410,7 @@ def undone(one: nn.Module, two: nn.Module, calls: list[Any], around: Action) -> 
     """What is left of the change."""
     if [type(m).__name__ for m in one.modules()] != [type(m).__name__ for m in two.modules()]:
         return ["undo: classes"]
-    two.load_state_dict(one.state_dict())
+    two.load_state_dict(one.state_dict(), strict=False)
     found: list[str] = []
     for seed, given in enumerate(calls):
         for training in (True, False):
