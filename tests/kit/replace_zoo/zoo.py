@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from replace_zoo.judge import EVENTS, MODES, Action, Inputs, Mode, no_context, same
+from replace_zoo.judge import no_context, same
+from replace_zoo.seen import EVENTS, MODES, Action, Inputs, Mode
 
 Make = Callable[[], nn.Module]
 Forward = Callable[..., Any]
