@@ -2,8 +2,9 @@
 
 A day's sample keeps every check that is quick. Checks that are marked slow or large run for one op
 in twelve, gradient_strides in float32 and one other dtype, checks that trace in one dtype. Of the
-values of a parameter that ``pytest.mark.rotates`` names, one runs. Days take turns: twelve days in
-a row run every case. ``--full`` runs all cases, ``--shard=I/N`` each N-th test from the I-th on.
+values of a parameter that ``pytest.mark.rotates`` names, one in ``count`` runs. Days take turns:
+twelve days in a row run every case. ``--full`` runs all cases, ``--shard=I/N`` each N-th test from
+the I-th on.
 """
 
 from __future__ import annotations

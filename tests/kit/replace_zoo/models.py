@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from replace_zoo.judge import error_of, far, size_of
+from replace_zoo.judge import cast, error_of, far, size_of
 
 TOKENS, IMAGE, LARGEST = 99, 32, 20_000_000
 HEADS = {
@@ -148,11 +148,31 @@ def outcome(kind: str, change: Callable[[nn.Module], Any] | None = None) -> tupl
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 report = change(model) if change else None
-                return Run(model, given), report
+                dtype = next(model.parameters()).dtype
+                return Run(model, {n: cast(x, dtype) for n, x in given.items()}), report
         except Exception:
             if heads == 4:
                 raise
     raise AssertionError
+
+
+def nudged(seed: int) -> Callable[[nn.Module], None]:
+    """A change of all parameters by about a rounding."""
+
+    @torch.no_grad()
+    def nudge(model: nn.Module) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for x in model.parameters():
+            x.mul_(1 + 6e-8 * torch.randn(x.shape, generator=generator))
+
+    return nudge
+
+
+def worst_error(run: Run, wide: Run) -> float:
+    """The largest error of gradients."""
+    pairs = zip(run.gradients.values(), wide.gradients.values(), strict=True)
+    found = [error_of(a, b)[1] for a, b in pairs if a is not None and b is not None]
+    return max(found, default=0.0)
 
 
 def problems(kind: str, change: Callable[[nn.Module], Any]) -> tuple[list[str], Any]:
@@ -170,11 +190,9 @@ def problems(kind: str, change: Callable[[nn.Module], Any]) -> tuple[list[str], 
     if not torch.equal(one.state, two.state):
         found.append("random state")
     scale = size_of(g for g in one.gradients.values() if g is not None)
-    pairs = zip(one.gradients.values(), wide.gradients.values(), strict=True)
-    worst = max(
-        (error_of(a, b)[1] for a, b in pairs if a is not None and b is not None), default=0.0
-    )
-    # errors of layers add up: those of each gradient may be as large as the worst of the original
+    # A change of parameters in the last bit moves gradients as much as another order of sums does.
+    originals = [one, *(outcome(kind, nudge)[0] for nudge in map(nudged, (1, 2)))]
+    worst = max(worst_error(run, wide) for run in originals)
     eps = max(4 * torch.finfo(torch.float32).eps, worst / (4 * scale) if scale else 0.0)
     rows = list(zip(one.results, two.results, wide.results, strict=True))
     texts = [far(*row, eps, size_of(one.results[:1])) for row in rows if row[0].is_floating_point()]
