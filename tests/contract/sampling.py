@@ -2,8 +2,9 @@
 
 A day's sample keeps every check that is quick. Checks that are marked slow or large run for one op
 in twelve, gradient_strides in float32 and one other dtype, checks that trace in one dtype. Of the
-values of a parameter that ``pytest.mark.rotates`` names, one runs. Days take turns: twelve days in
-a row run every case. ``--full`` runs all cases, ``--shard=I/N`` each N-th test from the I-th on.
+values of a parameter that ``pytest.mark.rotates`` names, one in ``count`` runs. Days take turns:
+twelve days in a row run every case. ``--full`` runs all cases, ``--shard=I/N`` each N-th test from
+the I-th on.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torchkiln.testing.contract import CHECKS
 DAYS = 12
 IN_SOME_DTYPES = ("gradient_strides",)
 IN_ONE_DTYPE = ("compile_aot_eager", "opcheck", "opcheck_helpers")
-ROTATES = "rotates(name, count): one of the `count` values of a parameter runs a day"
+ROTATES = "rotates(name, count): one in `count` values of a parameter runs a day"
 REASONS = 12
 """Lines of the summary of skips."""
 
@@ -83,7 +84,7 @@ def runs_today(item: pytest.Item, day: int) -> bool:
     if mark and callspec:
         name, count = mark.args
         others = sum(index for key, index in callspec.indices.items() if key != name)
-        return callspec.indices[name] == (others + day) % count
+        return callspec.indices[name] % count == (others + day) % count
     case = getattr(callspec, "params", {}).get("contract_case")
     return case is None or case.spec not in testing.SPECS or in_sample(case, day)
 

@@ -1,0 +1,1 @@
+"""Modules that ``torchkiln.replace`` and ``torchkiln.fuse`` may change only in speed."""

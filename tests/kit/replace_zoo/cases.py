@@ -1,0 +1,8 @@
+"""All cases."""
+
+from __future__ import annotations
+
+from replace_zoo import layers, nets, norms, units, wide
+from replace_zoo.zoo import CASES
+
+__all__ = ["CASES", "layers", "nets", "norms", "units", "wide"]
