@@ -28,10 +28,20 @@ dist.init_process_group(
 )
 """
 
-END = """
+# Ends a process after its checks. If a thread of torch's gloo releases the last tensor of a
+# collective while the interpreter ends, Python ends the thread within a C++ destructor, which calls
+# std::terminate. The group of a DeviceMesh has such threads after destroy_process_group(), too.
+LEAVE = """
+import os, sys
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(0)
+"""
+
+END = f"""
 dist.barrier()
 dist.destroy_process_group()
-"""
+{LEAVE}"""
 
 
 def processes_on(device: torch.device, most: int) -> int:
@@ -60,3 +70,11 @@ def run_processes(script: str, device: torch.device, most: int, folder: Path) ->
     with ThreadPoolExecutor(size) as pool:
         for code, error in pool.map(process, range(size)):
             assert code == 0, error[-3000:]
+
+
+def leaving(program: Path, folder: Path) -> Path:
+    """A script that runs the program and then ends as the processes of run_processes() do."""
+    script = folder / "leaving.py"
+    run_it = f"import runpy\nrunpy.run_path({str(program)!r}, run_name='__main__')\n"
+    script.write_text(run_it + LEAVE, encoding="utf-8")
+    return script
