@@ -25,11 +25,11 @@ def ground(tmp_path: Path) -> Ground:
     return ground
 
 
-def run(ground: Ground, code: str) -> Outcome:
+def run(ground: Ground, code: str, **variables: str) -> Outcome:
     done = subprocess.run(
         [ground.python, "-c", code],
         cwd=ROOT,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT / "cpp/cmake/tools")},
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT / "cpp/cmake/tools")} | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -75,6 +75,26 @@ def test_installed_torch_is_kept(ground: Ground, version: str, tmp_path: Path) -
     assert [line for line in required if "extra" not in line] == [
         f"Requires-Dist: torch=={minor}.*"
     ]
+
+
+@pytest.mark.parametrize(
+    ("cuda", "expression"),
+    [("off", "BSD-3-Clause"), ("on", "BSD-3-Clause AND LicenseRef-NVIDIA-CUDA-EULA")],
+)
+def test_license_of_a_published_wheel(
+    ground: Ground, cuda: str, expression: str, tmp_path: Path
+) -> None:
+    """With kernels it has NVIDIA's CUDA runtime in it."""
+    variables = {"TORCHKILN_TORCHES": "/torches/2.13", "TORCHKILN_CUDA": cuda}
+    outcome = run(ground, METADATA.format(str(tmp_path)), **variables)
+    assert outcome.ended_well, outcome.text
+    (info,) = tmp_path.glob("torchkiln-*.dist-info")
+    lines = (info / "METADATA").read_text().splitlines()
+    assert f"License-Expression: {expression}" in lines
+    assert {"License-File: LICENSE", "License-File: THIRD_PARTY_NOTICES.txt"} <= set(lines)
+    notices = (ROOT / "THIRD_PARTY_NOTICES.txt").read_text()
+    for name in ("PyTorch", "pybind11", "CUB", "libcu++", "libstdc++", "CPython", "CUDA runtime"):
+        assert name in notices
 
 
 def test_older_python_is_refused(ground: Ground) -> None:
