@@ -15,7 +15,25 @@ from pathlib import Path
 from typing import Any
 
 from scikit_build_core import build
-from scikit_build_core.build import *  # noqa: F403  the other hooks of PEP 517 and PEP 660
+from scikit_build_core.build import (
+    build_editable,
+    build_sdist,
+    build_wheel,
+    get_requires_for_build_sdist,
+    prepare_metadata_for_build_editable,
+    prepare_metadata_for_build_wheel,
+)
+
+__all__ = [
+    "build_editable",
+    "build_sdist",
+    "build_wheel",
+    "get_requires_for_build_editable",
+    "get_requires_for_build_sdist",
+    "get_requires_for_build_wheel",
+    "prepare_metadata_for_build_editable",
+    "prepare_metadata_for_build_wheel",
+]
 
 SETTING = "torchkiln.torch"
 ISOLATED = f"""\
