@@ -24,7 +24,7 @@ dist.init_process_group(
     rank=rank,
     world_size=size,
     store=dist.FileStore(path, size),
-    timeout=timedelta(seconds=90),
+    timeout=timedelta(seconds=300),
 )
 """
 
@@ -64,7 +64,7 @@ def run_processes(script: str, device: torch.device, most: int, folder: Path) ->
     def process(rank: int) -> tuple[int, str]:
         words = [sys.executable, "-c", START + script + END]
         words += [str(rank), str(size), str(folder / "store"), device.type]
-        done = run(words, capture_output=True, text=True, timeout=240, check=False)
+        done = run(words, capture_output=True, text=True, timeout=900, check=False)
         return done.returncode, done.stderr
 
     with ThreadPoolExecutor(size) as pool:

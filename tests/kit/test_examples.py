@@ -128,7 +128,7 @@ def losses(device: torch.device, processes: int, folder: Path, *options: str) ->
     script = str(leaving(FOLDER / "parallel.py", folder))
     program = [script, "--device", device.type, "--dtype", "float64"]
     words = [sys.executable, *(start if processes > 1 else []), *program, *options]
-    done = run(words, capture_output=True, text=True, timeout=240, check=False)
+    done = run(words, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found = re.findall(r"^step (\d+): loss (\S+)$", done.stdout, re.MULTILINE)
     return {int(step): float(loss) for step, loss in found}
