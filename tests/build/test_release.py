@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import tomllib
+from pathlib import Path
 
+import fetch_torches
+import pytest
 from sandbox import ROOT
 
 GITHUB = ROOT / ".github"
@@ -34,6 +38,19 @@ def test_each_torch_of_a_release_has_digests() -> None:
     for version in PYPROJECT["tool"]["torchkiln"]["torches"]:
         assert f"torch=={version} " in (GITHUB / "torches" / f"{version}.txt").read_text()
         assert pinned(f"torches/{version}.txt") == {"torch"}
+
+
+def test_torches_are_fetched_by_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other files, for another CUDA version, come from their own index alone."""
+    commands: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: commands.append([*command]))
+    monkeypatch.delenv("TORCHKILN_TORCH_INDEX", raising=False)
+    assert fetch_torches.fetch(tmp_path, "2.13.0", GITHUB / "torches") == tmp_path / "2.13"
+    file = str(GITHUB / "torches" / "2.13.0.txt")
+    assert commands[0][-3:] == ["--require-hashes", "--requirement", file]
+    monkeypatch.setenv("TORCHKILN_TORCH_INDEX", "https://example.org/cu128")
+    fetch_torches.fetch(tmp_path, "2.13.0", GITHUB / "torches")
+    assert commands[1][-3:] == ["torch==2.13.0", "--index-url", "https://example.org/cu128"]
 
 
 def test_wheels_are_tested_in_another_job() -> None:
