@@ -161,7 +161,7 @@ function(check_host_compiler nvcc)
       "torchkiln: found g++ ${CMAKE_CXX_COMPILER_VERSION} (${CMAKE_CXX_COMPILER}), needed at most ${CMAKE_MATCH_1}, the "
       "newest that ${nvcc} takes. Type, with the name of an older one, one of\n"
       "  CXX=g++-${CMAKE_MATCH_1} python -m pip install ...\n"
-      "  python -m pip install . -C torchkiln.cuda=off     (CPU only)"
+      "  python -m pip install --no-build-isolation . -C torchkiln.cuda=off     (CPU only)"
     )
   endif()
 endfunction()
@@ -244,7 +244,7 @@ if(wanted MATCHES "ON|TRUE" AND NOT TORCHKILN_TORCH_CUDA)
     "TORCHKILN_CUDA=ON. Type one of\n"
     "  ${Python_EXECUTABLE} -m pip install --force-reinstall torch==${TORCHKILN_TORCH_VERSION} "
     "--index-url https://download.pytorch.org/whl/cu130\n"
-    "  python -m pip install . -C torchkiln.cuda=off"
+    "  python -m pip install --no-build-isolation . -C torchkiln.cuda=off"
   )
 endif()
 
@@ -271,15 +271,15 @@ else()
     message(
       WARNING
       "torchkiln: building for the CPU only. For the GPU, needed nvcc ${TORCHKILN_TORCH_CUDA}, the CUDA version of torch "
-      "${TORCHKILN_TORCH_VERSION}; found:${found}\nType, and build again without build isolation:\n  ${remedy}"
+      "${TORCHKILN_TORCH_VERSION}; found:${found}\nType, and build again:\n  ${remedy}"
     )
   else()
     message(
       FATAL_ERROR
       "torchkiln: needed nvcc ${TORCHKILN_TORCH_CUDA}, the CUDA version of torch ${TORCHKILN_TORCH_VERSION}; "
       "found:${found}\nType one of\n  ${remedy}\n"
-      "  python -m pip install . -C torchkiln.allow-cuda-mismatch=on     (at your own risk)\n"
-      "  python -m pip install . -C torchkiln.cuda=off                   (CPU only)"
+      "  python -m pip install --no-build-isolation . -C torchkiln.allow-cuda-mismatch=on     (at your own risk)\n"
+      "  python -m pip install --no-build-isolation . -C torchkiln.cuda=off                   (CPU only)"
     )
   endif()
 endif()

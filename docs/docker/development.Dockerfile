@@ -2,7 +2,7 @@
 #
 #   docker build --file docs/docker/development.Dockerfile --target development --tag torchkiln-development .
 #   docker run --rm --gpus all --volume "$PWD:/work" torchkiln-development nox -s tests
-FROM debian:bookworm-slim AS development
+FROM debian:bookworm-slim@sha256:96e378d7e6531ac9a15ad505478fcc2e69f371b10f5cdf87857c4b8188404716 AS development
 
 # Packages are not pinned: Debian removes a version when its next security fix appears.
 # hadolint ignore=DL3008
@@ -34,7 +34,8 @@ CMD ["nox", "--list"]
 FROM development AS profiling
 # hadolint ignore=DL3002
 USER root
-ADD https://developer.download.nvidia.com/compute/cuda/repos/debian12/x86_64/cuda-keyring_1.1-1_all.deb /opt/keyring.deb
+ADD --checksum=sha256:e7f219eab6fe4819cdb5c15b98233dc3420302d9c00883219cd3d896857cf48d \
+    https://developer.download.nvidia.com/compute/cuda/repos/debian12/x86_64/cuda-keyring_1.1-1_all.deb /opt/keyring.deb
 # hadolint ignore=DL3008
 RUN dpkg --install /opt/keyring.deb \
     && apt-get update \

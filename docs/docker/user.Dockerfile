@@ -3,7 +3,7 @@
 #   nox -s build      (or put a wheel for Python 3.11 into dist/)
 #   docker build --file docs/docker/user.Dockerfile --tag torchkiln .
 #   docker run --rm --gpus all torchkiln
-FROM debian:bookworm-slim
+FROM debian:bookworm-slim@sha256:96e378d7e6531ac9a15ad505478fcc2e69f371b10f5cdf87857c4b8188404716
 
 # Packages are not pinned: Debian removes a version when its next security fix appears.
 # hadolint ignore=DL3008
@@ -14,10 +14,11 @@ RUN apt-get update \
 RUN python3 -m venv /opt/torchkiln
 ENV PATH=/opt/torchkiln/bin:$PATH
 
-# The extra `torch` of the wheel requires a torch version that the wheel supports.
+# The wheel is named by its file, because with --find-links pip would take a newer torchkiln of an index. Its extra `torch`
+# requires a torch version that the wheel supports.
 COPY dist/torchkiln-*.whl /opt/wheels/
 # hadolint ignore=DL3013
-RUN pip install --no-cache-dir --find-links=/opt/wheels 'torchkiln[torch]' \
+RUN pip install --no-cache-dir "$(echo /opt/wheels/torchkiln-*.whl)[torch]" \
     && rm -r /opt/wheels
 
 # GPUs and driver libraries that --gpus adds to the container.

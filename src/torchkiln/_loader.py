@@ -67,7 +67,7 @@ def find_package(folders: Iterable[str]) -> Path:
             return folder
     raise ImportError(
         f"torchkiln has not been built: found no {RECORD} in {', '.join(folders)}."
-        f" In the folder with its sources, type\n  {PIP} ."
+        f" In the folder with its sources, type\n  {PIP} --no-build-isolation ."
     )
 
 
@@ -89,7 +89,7 @@ def check(folder: Path) -> dict[str, Any]:
             f"torchkiln {record['version']} ({folder}) was built for {found.built}, but found"
             f" {found.here}. Type\n"
             + "".join(f"  {words}, or\n" for words in found.torches)
-            + f"  {rebuild(record['version'])}     to build it for what is here, or\n"
+            + f"  {rebuild(record)}     to build it for what is here, or\n"
             f"  {PYTHON} -m torchkiln_command doctor     to see everything that has to be repaired"
         )
     built = built_for(record, torch)
@@ -192,10 +192,13 @@ def _wanted(record: dict[str, Any]) -> str:
     return "one of those that it was built for" if several else "the torch that it was built for"
 
 
-def rebuild(version: str, *settings: str) -> str:
+def rebuild(record: dict[str, Any], *settings: str) -> str:
     """The command that builds the package again, against the installed torch."""
     given = "".join(f" -C {setting}" for setting in settings)
-    return (
-        f"{PIP} 'scikit-build-core>=1.1' && {PIP} --force-reinstall --no-deps"
-        f" --no-build-isolation --no-binary torchkiln{given} torchkiln=={version}"
+    command = (
+        f"{PIP} 'scikit-build-core>=1.1' 'cmake>=3.28' ninja && {PIP} --force-reinstall --no-deps"
+        f" --no-build-isolation{given}"
     )
+    if len(record["torches"]) == 1:  # built from source
+        return f"{command} .     (in the folder with its sources)"
+    return f"{command} --no-binary torchkiln torchkiln=={record['version']}"

@@ -27,7 +27,7 @@ def _create_package() -> None:
     spec = find_spec("torchkiln")
     if spec is None or spec.origin is None:
         raise SystemExit(
-            f"torchkiln: not found in {sys.executable}. Type\n"
-            f"  {sys.executable} -m pip install torchkiln"
+            f"torchkiln: not found in {sys.executable}. In the folder with its sources, type\n"
+            f"  {sys.executable} -m pip install --no-build-isolation ."
         )
     sys.modules["torchkiln"] = module_from_spec(spec)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from run_dockerfile import read_steps
 from sandbox import ROOT
@@ -28,6 +30,24 @@ def test_stages_and_lines() -> None:
         read_steps(text)
     with pytest.raises(SystemExit, match="found no stage d"):
         read_steps("FROM a AS b\n", "d")
+
+
+def test_images_and_downloads_are_pinned() -> None:
+    for path in DOCKER.glob("*.Dockerfile"):
+        text = path.read_text().replace("\\\n", " ")
+        stages = re.findall(r"^FROM \S+ AS (\w+)", text, re.MULTILINE)
+        for image in re.findall(r"^FROM (\S+)", text, re.MULTILINE):
+            assert image in stages or re.search(r"@sha256:[0-9a-f]{64}$", image), image
+        for words in re.findall(r"^ADD +(.*)", text, re.MULTILINE):
+            assert re.match(r"--checksum=sha256:[0-9a-f]{64} ", words), words
+
+
+def test_the_wheel_is_installed_by_its_file() -> None:
+    """pip takes a newer version of an index before a wheel of --find-links."""
+    text = (DOCKER / "user.Dockerfile").read_text()
+    (installed,) = re.findall(r"pip install (.*?) *\\\n", text)
+    assert "/torchkiln-*.whl" in installed
+    assert "--find-links" not in installed
 
 
 def test_copied_files_are_there() -> None:

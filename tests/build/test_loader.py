@@ -72,7 +72,7 @@ def test_other_torch(tmp_path: Path) -> None:
     assert f"ImportError: torchkiln {torchkiln.__version__} ({tmp_path}" in message
     assert "was built for torch 2.99.0, but found torch 2.98.1 (" in message
     assert f"{sys.executable} -m pip install 'torch==2.99.*'" in message
-    assert "--no-build-isolation" in message
+    assert "--no-build-isolation .     (in the folder with its sources)     to build it" in message
     assert f"{sys.executable} -m torchkiln_command doctor" in message
 
 
@@ -87,6 +87,7 @@ def test_none_of_several(tmp_path: Path, version: str) -> None:
     message = import_with(tmp_path, SEVERAL, f"{version}+cu130", "13.0")
     assert f"built for torch 2.98, 2.99 and 2.100, but found torch {version} (" in message
     assert "pip install 'torch>=2.98,<2.101'     to get one of those" in message
+    assert f"--no-binary torchkiln torchkiln=={torchkiln.__version__}     to build it" in message
 
 
 def test_other_cuda(tmp_path: Path) -> None:
@@ -131,7 +132,7 @@ def test_not_built(tmp_path: Path) -> None:
     shutil.copytree(Path(torchkiln.__file__).parent, tmp_path / "torchkiln", ignore=built)
     message = run_python("import torchkiln", tmp_path, "-S").stderr
     assert "ImportError: torchkiln has not been built: found no _build_info.json in" in message
-    assert f"{sys.executable} -m pip install ." in message
+    assert f"{sys.executable} -m pip install --no-build-isolation ." in message
 
 
 def test_record_of_this_build() -> None:

@@ -60,8 +60,25 @@ def test_linked_in(headers: list[Path]) -> None:
     found = parts(headers)
     (runtime,) = linked_in("g++ -o lib.so /cu13/lib/libcudart_static.a -lrt", found)
     assert (runtime.name, runtime.version) == ("CUDA Runtime", "13.2")
+    assert runtime.purl == "pkg:generic/cuda-cudart@13.2#lib/libcudart_static.a"
     assert "linked in" in runtime.included
     assert not linked_in("g++ -o lib.so /cu13/lib/libcudart.so", found)
+
+
+def test_version_of_the_runtimes_wheel(headers: list[Path], tmp_path: Path) -> None:
+    """In full, as the registry has it."""
+    (tmp_path / "nvidia_cuda_runtime-13.2.75.dist-info").mkdir()
+    (runtime,) = linked_in("g++ libcudart_static.a", parts(headers))
+    assert runtime.purl == "pkg:pypi/nvidia-cuda-runtime@13.2.75#lib/libcudart_static.a"
+    (header,) = (part for part in parts(headers) if part.name == "CUDA Toolkit headers")
+    assert header.purl == "pkg:pypi/nvidia-cuda-runtime@13.2.75#include"
+
+
+def test_version_of_the_runtime_in_a_system_toolkit(headers: list[Path], tmp_path: Path) -> None:
+    listed = {"cuda": {"version": "13.2.1"}, "cuda_cudart": {"version": "13.2.75"}}
+    write(tmp_path / "cu13" / "version.json", json.dumps(listed))
+    (runtime,) = linked_in("g++ libcudart_static.a", parts(headers))
+    assert runtime.purl == "pkg:generic/cuda-cudart@13.2.75#lib/libcudart_static.a"
 
 
 def test_several_torches(headers: list[Path], tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from torchkiln.doctor.package import (
     find_torch,
 )
 
-REBUILD = "--no-build-isolation --no-binary torchkiln"
+REBUILD = "--force-reinstall --no-deps --no-build-isolation"
 
 
 def test_as_it_should_be(machine: Machine) -> None:
@@ -117,6 +117,7 @@ def test_build_for_several(machine: Machine) -> None:
     assert "for torch 2.97 and 2.98, " in words
     assert "but found torch 2.99.0 (" in words
     assert "pip install 'torch>=2.97,<2.99'" in remedy
+    assert "--no-build-isolation --no-binary torchkiln torchkiln==0.1.0" in remedy
 
 
 def test_not_built(machine: Machine) -> None:
@@ -135,7 +136,7 @@ def test_cpu_build_beside_a_gpu(machine: Machine) -> None:
     machine.build(cuda=None, cuda_architectures=[])
     words, remedy = machine.find_one(find_cpu_build, "problem")
     assert words == "there is a GPU, but this build has kernels for the CPU only"
-    assert "-C torchkiln.cuda=on torchkiln==0.1.0" in remedy
+    assert "-C torchkiln.cuda=on .     (in the folder with its sources)" in remedy
 
 
 def test_gpu_without_kernels(machine: Machine) -> None:

@@ -24,14 +24,24 @@ dist.init_process_group(
     rank=rank,
     world_size=size,
     store=dist.FileStore(path, size),
-    timeout=timedelta(seconds=90),
+    timeout=timedelta(seconds=300),
 )
 """
 
-END = """
+# Ends a process after its checks. If a thread of torch's gloo releases the last tensor of a
+# collective while the interpreter ends, Python ends the thread within a C++ destructor, which calls
+# std::terminate. The group of a DeviceMesh has such threads after destroy_process_group(), too.
+LEAVE = """
+import os, sys
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(0)
+"""
+
+END = f"""
 dist.barrier()
 dist.destroy_process_group()
-"""
+{LEAVE}"""
 
 
 def processes_on(device: torch.device, most: int) -> int:
@@ -54,9 +64,17 @@ def run_processes(script: str, device: torch.device, most: int, folder: Path) ->
     def process(rank: int) -> tuple[int, str]:
         words = [sys.executable, "-c", START + script + END]
         words += [str(rank), str(size), str(folder / "store"), device.type]
-        done = run(words, capture_output=True, text=True, timeout=240, check=False)
+        done = run(words, capture_output=True, text=True, timeout=900, check=False)
         return done.returncode, done.stderr
 
     with ThreadPoolExecutor(size) as pool:
         for code, error in pool.map(process, range(size)):
             assert code == 0, error[-3000:]
+
+
+def leaving(program: Path, folder: Path) -> Path:
+    """A script that runs the program and then ends as the processes of run_processes() do."""
+    script = folder / "leaving.py"
+    run_it = f"import runpy\nrunpy.run_path({str(program)!r}, run_name='__main__')\n"
+    script.write_text(run_it + LEAVE, encoding="utf-8")
+    return script

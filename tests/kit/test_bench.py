@@ -52,12 +52,16 @@ def a_row(direction: str = FORWARD, *names: str) -> bench.Row:
 
 
 def test_the_cpu_clock_measures_a_sleep() -> None:
-    assert 0.02 <= bench.cpu_clock(lambda: time.sleep(0.02)) < 0.2
+    """The second of two calls; at most the time around both, which a busy machine extends too."""
+    start = time.perf_counter()
+    seconds = bench.cpu_clock(lambda: time.sleep(0.02))
+    assert 0.02 <= seconds <= time.perf_counter() - start - 0.02
 
 
 def test_the_host_clock_measures_one_call_of_many() -> None:
+    start = time.perf_counter()
     seconds = bench.HostClock(CPU, calls=10)(lambda: time.sleep(0.002))
-    assert 0.002 <= seconds < 0.02
+    assert 0.002 <= seconds <= (time.perf_counter() - start) / 10
 
 
 @pytest.mark.cuda

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -67,16 +68,17 @@ def test_a_busy_machine_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("length", [0.4, 2.0])
 def test_the_load_is_that_of_others(monkeypatch: pytest.MonkeyPatch, length: float) -> None:
     """Also for a run of one row, which takes less than a second."""
-    seconds = iter([100.0, 100.0 + 1.5 * length])
+    seconds, now = iter([100.0, 100.0 + 1.5 * length]), iter([7.0, 7.0 + length])
     monkeypatch.setattr(clock, "seconds_of_others", lambda: next(seconds))
-    meter = LoadMeter(CPU)
-    meter.start -= length
-    load = meter.read()
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: next(now)))
+    load = LoadMeter(CPU).read()
     assert load is not None
-    assert 1.4 < load.others <= 1.5
+    assert load.others == 1.5
 
 
-def test_no_load_of_a_short_run() -> None:
+def test_no_load_of_a_short_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([7.0, 7.0 + 0.9 * clock.SHORTEST_LOAD])
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: next(now)))
     assert LoadMeter(CPU).read() is None
 
 

@@ -136,7 +136,7 @@ def test_the_whole(tmp_path: Path) -> None:
         [sys.executable, "-m", "torchkiln.demo", "--quick", "--out", str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1200,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 import torch
 import torch.distributed as dist
-from processes import processes_on
+from processes import leaving, processes_on
 
 from torchkiln import jit
 
@@ -122,12 +122,13 @@ def test_its_kernels_compile(example: ModuleType) -> None:
     assert module.binary("sm_90", "backward").code
 
 
-def losses(device: torch.device, processes: int, *options: str) -> dict[int, float]:
+def losses(device: torch.device, processes: int, folder: Path, *options: str) -> dict[int, float]:
     """The losses of a run of the parallel example by step."""
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    program = [str(FOLDER / "parallel.py"), "--device", device.type, "--dtype", "float64"]
+    script = str(leaving(FOLDER / "parallel.py", folder))
+    program = [script, "--device", device.type, "--dtype", "float64"]
     words = [sys.executable, *(start if processes > 1 else []), *program, *options]
-    done = run(words, capture_output=True, text=True, timeout=240, check=False)
+    done = run(words, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found = re.findall(r"^step (\d+): loss (\S+)$", done.stdout, re.MULTILINE)
     return {int(step): float(loss) for step, loss in found}
@@ -141,9 +142,9 @@ def test_several_processes_have_the_losses_of_one(
     """Also those that continue the checkpoint of twice as many."""
     count = processes_on(device, 4)
     folder, way = str(tmp_path / "checkpoint"), ("--tensor-parallel", tensor_parallel)
-    alone = losses(device, 1, "--steps", "5")
-    first = losses(device, count, *way, "--steps", "3", "--save", folder)
-    then = losses(device, count // 2, *way, "--steps", "5", "--load", folder)
+    alone = losses(device, 1, tmp_path, "--steps", "5")
+    first = losses(device, count, tmp_path, *way, "--steps", "3", "--save", folder)
+    then = losses(device, count // 2, tmp_path, *way, "--steps", "5", "--load", folder)
     assert (list(first), list(then)) == ([0, 1, 2], [3, 4])
     assert first | then == pytest.approx(alone, rel=1e-9)
 

@@ -158,6 +158,11 @@ assert module(ones[:, : 16 // size], zeros[:, : 16 // size]).shape == ones.shape
 """
 
 
+def test_processes_end_after_their_checks(device: torch.device, tmp_path: Path) -> None:
+    """Without the interpreter's own end, in which a thread of gloo may fail."""
+    run_processes("import atexit, os\natexit.register(os._exit, 7)\n", device, 2, tmp_path)
+
+
 def test_styles_of_modules_with_several_inputs(device: torch.device, tmp_path: Path) -> None:
     run_processes(STYLES, device, 2, tmp_path)
 

@@ -64,7 +64,7 @@ class Watch:
         """Lines printed since."""
         return [self.lines.get() for _ in range(self.lines.qsize())]
 
-    def until(self, words: str, seconds: float = 120) -> str:
+    def until(self, words: str, seconds: float = 300) -> str:
         """Output up to a line with this text."""
         end, found = time.monotonic() + seconds, ""
         while not re.search(words, found):

@@ -247,7 +247,7 @@ def process(rank: int, size: int, kind: str, store: str, cases: list[str]) -> No
         rank=rank,
         world_size=size,
         init_method=f"file://{store}",
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=300),
     )
     for case in cases:
         torch.manual_seed(0)

@@ -89,7 +89,7 @@ def test_other_instruction_sets(instructions: str) -> None:
         env={**os.environ, "TORCHKILN_CPU_ISA": instructions},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-4000:]

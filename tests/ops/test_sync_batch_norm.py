@@ -29,7 +29,7 @@ Sync: Any = torchkiln.nn.SyncBatchNormAct
 
 def processes(device: str, count: int, store: Path, *cases: str) -> None:
     words = [sys.executable, str(PROGRAM), device, str(count), str(store), *cases]
-    done = run(words, capture_output=True, text=True, timeout=300, check=False)
+    done = run(words, capture_output=True, text=True, timeout=900, check=False)
     assert done.stdout == "equal\n", done.stderr
 
 

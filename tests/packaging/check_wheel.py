@@ -46,6 +46,7 @@ CONTENTS = (
     r"torchkiln/share/cmake/torchkiln/torchkilnConfig\.cmake",
     r"torchkiln/share/cmake/torchkiln/formula\.cu\.in",
     r"torchkiln-[\d.]+\.dist-info/licenses/LICENSE",
+    r"torchkiln-[\d.]+\.dist-info/licenses/THIRD_PARTY_NOTICES\.txt",
     r"torchkiln-[\d.]+\.dist-info/entry_points\.txt",
     r"torchkiln-[\d.]+\.dist-info/sboms/torchkiln\.cdx\.json",
 )
@@ -67,6 +68,9 @@ PARTS = (
     ("Python", r"\.pyi?$"),
     ("metadata", r""),
 )
+
+LICENSE = "BSD-3-Clause"
+CUDA_LICENSE = f"{LICENSE} AND LicenseRef-NVIDIA-CUDA-EULA"
 
 MOST_BYTES = 100 * 2**20  # what PyPI takes
 
@@ -125,8 +129,12 @@ def check_metadata(checks: Checks, root: Path, record: dict[str, Any]) -> None:
         *differs("extra torch", [line.name for line in extra], ["torch"]),
         *(f"torchkiln[torch] is {words}" for line in extra for words in wrong(line, torches)),
         *differs("Version", metadata["Version"], record["version"]),
-        *differs("License-Expression", metadata["License-Expression"], "BSD-3-Clause"),
-        *differs("License-File", metadata.get_all("License-File"), ["LICENSE"]),
+        *license_problems(metadata["License-Expression"], record),
+        *differs(
+            "License-File",
+            metadata.get_all("License-File"),
+            ["LICENSE", "THIRD_PARTY_NOTICES.txt"],
+        ),
         *(
             f"tag {tag}, expected {python}"
             for tag in tags
@@ -134,6 +142,18 @@ def check_metadata(checks: Checks, root: Path, record: dict[str, Any]) -> None:
         ),
     ]
     checks.none("metadata and record agree", problems)
+
+
+def license_problems(found: str, record: dict[str, Any]) -> Iterable[str]:
+    """A published wheel names NVIDIA's license if it has kernels, and so the CUDA runtime.
+
+    CMake decides about the kernels of a local build after its metadata is written.
+    """
+    expected = {CUDA_LICENSE if record["cuda"] else LICENSE}
+    if len(record["torches"]) == 1:
+        expected.add(LICENSE)
+    if found not in expected:
+        yield f"License-Expression: found {found}, expected {' or '.join(sorted(expected))}"
 
 
 def wrong(extra: Requirement, torches: list[str]) -> Iterable[str]:

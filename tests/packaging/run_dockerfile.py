@@ -81,9 +81,10 @@ class Image:
 
     def start(self, base: str) -> None:
         """A fresh Debian, as small as its image."""
-        match = re.fullmatch(r"debian:(\w+)-slim( AS \w+)?", base)
+        match = re.fullmatch(r"debian:(\w+)-slim@sha256:[0-9a-f]{64}( AS \w+)?", base)
         if not match:
-            raise SystemExit(f"run_dockerfile: FROM: got {base}, expected debian:<name>-slim")
+            expected = "debian:<name>-slim@sha256:<digest>"
+            raise SystemExit(f"run_dockerfile: FROM: got {base}, expected {expected}")
         if self.root.exists():
             shutil.rmtree(self.root)
         self.root.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,11 @@
-"""Usage: fetch_torches.py FOLDER
+"""Usage: fetch_torches.py FOLDER [DIGESTS]
 
 Unpacks every torch version that the published wheel supports into FOLDER/<minor version>, unless it
 exists, and prints these folders in the format of TORCHKILN_TORCHES. The wheels are those for the
 Python that runs the script. TORCHKILN_WHEEL_TORCHES="2.11 2.15" limits the versions.
+
+DIGESTS is a folder with a requirements file per version; pip then rejects all other files.
+TORCHKILN_TORCH_INDEX is the index of another CUDA version, whose files have other digests.
 """
 
 from __future__ import annotations
@@ -16,13 +19,18 @@ from pathlib import Path
 PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
 
 
-def fetch(folder: Path, version: str) -> Path:
+def fetch(folder: Path, version: str, digests: Path | None) -> Path:
     tree = folder / version.rpartition(".")[0]
+    source = [f"torch=={version}"]
+    if index := os.environ.get("TORCHKILN_TORCH_INDEX"):
+        source += ["--index-url", index]
+    elif digests:
+        source = ["--require-hashes", "--requirement", str(digests / f"{version}.txt")]
     if not list(tree.glob(f"torch-{version}*.dist-info")):
         pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile")
         # The versions are exact: no constraint that pip is configured with must exclude one.
         subprocess.run(
-            [*pip, "--upgrade", "--target", str(tree), f"torch=={version}"],
+            [*pip, "--upgrade", "--target", str(tree), *source],
             env={**os.environ, "PIP_CONSTRAINT": os.devnull},
             check=True,
             stdout=sys.stderr,
@@ -31,12 +39,13 @@ def fetch(folder: Path, version: str) -> Path:
 
 
 def main() -> None:
-    folder = Path(sys.argv[1]).resolve()
+    folder, *digests = (Path(argument).resolve() for argument in sys.argv[1:])
     with PYPROJECT.open("rb") as file:
         versions = tomllib.load(file)["tool"]["torchkiln"]["torches"]
     if wanted := os.environ.get("TORCHKILN_WHEEL_TORCHES", "").split():
         versions = [version for version in versions if version.rpartition(".")[0] in wanted]
-    print(";".join(str(fetch(folder, version)) for version in versions))
+    trees = (fetch(folder, version, digests[0] if digests else None) for version in versions)
+    print(";".join(map(str, trees)))
 
 
 if __name__ == "__main__":

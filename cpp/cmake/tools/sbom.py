@@ -67,11 +67,21 @@ def _cccl(match: str) -> Part:
 
 
 def _cuda(match: str) -> Part:
-    text = Path(match).read_text(encoding="utf-8", errors="replace")
+    """The runtime's headers: of the wheel nvidia-cuda-runtime, else of a system toolkit."""
+    header, license_ = Path(match), "LicenseRef-NVIDIA-CUDA-EULA"
+    name = "CUDA Toolkit headers"
+    for folder in header.parents:
+        for info in folder.glob("nvidia_cuda_runtime*.dist-info"):
+            version = info.name.removesuffix(".dist-info").partition("-")[2]
+            distribution = info.name.partition("-")[0].replace("_", "-")
+            return Part(name, version, license_, f"pkg:pypi/{distribution}@{version}#include")
+        if (listed := folder / "version.json").is_file():
+            version = json.loads(listed.read_text(encoding="utf-8"))["cuda_cudart"]["version"]
+            return Part(name, version, license_, f"pkg:generic/cuda-cudart@{version}#include")
+    text = header.read_text(encoding="utf-8", errors="replace")
     (number,) = re.findall(r"#\s*define CUDART_VERSION\s+(\d+)", text)
     version = f"{int(number) // 1000}.{int(number) % 1000 // 10}"
-    purl = f"pkg:pypi/cuda-toolkit@{version}"
-    return Part("CUDA Toolkit headers", version, "LicenseRef-NVIDIA-CUDA-EULA", purl)
+    return Part(name, version, license_, f"pkg:generic/cuda-cudart@{version}#include")
 
 
 def linked_in(commands: str, found: set[Part]) -> set[Part]:
@@ -82,7 +92,7 @@ def linked_in(commands: str, found: set[Part]) -> set[Part]:
     return {
         part._replace(
             name="CUDA Runtime",
-            purl=f"pkg:pypi/nvidia-cuda-runtime@{part.version}",
+            purl=part.purl.replace("#include", "#lib/libcudart_static.a"),
             included="as a static library, linked in",
         )
         for part in runtime

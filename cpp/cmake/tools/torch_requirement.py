@@ -17,8 +17,17 @@ LOADER = Path(__file__).parents[3] / "src" / "torchkiln" / "_loader.py"
 find_torch = runpy.run_path(str(LOADER))["find_torch"]
 
 
+LICENSE = "BSD-3-Clause"
+CUDA_LICENSE = f"{LICENSE} AND LicenseRef-NVIDIA-CUDA-EULA"
+
+
 class TorchRequirement:
-    """Requires-Dist: torch of the minor version that a build from source is compiled against."""
+    """Metadata that depends on the build.
+
+    Requires-Dist: torch of the minor version that a build from source is compiled against.
+    License-Expression: a wheel with CUDA kernels contains NVIDIA's CUDA runtime. Only
+    TORCHKILN_CUDA=on, as in release builds, says so before CMake has run.
+    """
 
     def __init__(self) -> None:
         self.state = "sdist"
@@ -27,14 +36,16 @@ class TorchRequirement:
         self.state = state
 
     def dynamic_wheel(self, _settings: dict[str, Any]) -> dict[str, bool]:
-        """A wheel requires the torch of its build; the field is dynamic in the sdist."""
-        return {"dependencies": True}
+        """The fields that are dynamic in the sdist."""
+        return {"dependencies": True, "license": True}
 
     def dynamic_metadata(self, _settings: dict[str, Any], _project: dict[str, Any]) -> Any:
+        kernels = os.environ.get("TORCHKILN_CUDA", "").lower() in ("on", "true")
+        license_ = CUDA_LICENSE if kernels and self.state != "sdist" else LICENSE
         # A requirement would make pip replace a torch that does not match; the loader reports it.
         if self.state == "sdist" or os.environ.get("TORCHKILN_TORCHES"):
-            return {"dependencies": []}
-        return {"dependencies": [f"torch=={torch_here().minor}.*"]}
+            return {"dependencies": [], "license": license_}
+        return {"dependencies": [f"torch=={torch_here().minor}.*"], "license": license_}
 
 
 def torch_here() -> Any:

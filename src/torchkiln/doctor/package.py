@@ -49,7 +49,7 @@ def find_abi(environment: Environment, facts: Facts) -> list[Finding]:
     folder = environment.package / built["folder"] if environment.package and built else None
     for module in sorted(folder.glob("_C*.so")) if folder else []:
         if facts.record and _has_new_string(module) is (not torch):
-            remedy = rebuild(facts.record["version"])
+            remedy = rebuild(facts.record)
             return [problem("C++ ABI", f"{words}, {module.name} the other", remedy)]
     return [ok("C++ ABI", words)]
 
@@ -84,7 +84,7 @@ def find_build(environment: Environment, facts: Facts) -> list[Finding]:
         return [ok("build", words)]
     if facts.torch is None and found.torches:
         return [note("build", words)]
-    remedies = (*found.torches, rebuild(record["version"]))
+    remedies = (*found.torches, rebuild(record))
     return [problem("build", f"{words}, but found {found.here}", *remedies)]
 
 
@@ -94,7 +94,7 @@ def find_cpu_build(_: Environment, facts: Facts) -> list[Finding]:
     if record is None or record["cuda"] or not facts.driver.gpus or not (torch and torch.cuda):
         return []
     words = "there is a GPU, but this build has kernels for the CPU only"
-    return [problem("build", words, rebuild(record["version"], "torchkiln.cuda=on"))]
+    return [problem("build", words, rebuild(record, "torchkiln.cuda=on"))]
 
 
 def find_import(environment: Environment, facts: Facts) -> list[Finding]:
@@ -107,7 +107,7 @@ def find_import(environment: Environment, facts: Facts) -> list[Finding]:
     if trial.torch_error:
         return [note("import", "not tried: torch cannot be imported")]
     if trial.error:
-        return [problem("import", trial.error, rebuild(record["version"]))]
+        return [problem("import", trial.error, rebuild(record))]
     # find_architectures() reports GPUs for which the build has no kernel.
     failed = [
         _failed_kernel(environment, record, f"cuda:{index}", error)
@@ -126,7 +126,7 @@ def _failed_kernel(
 ) -> Finding:
     words = f"none ran on {device}: {error}"
     if "kernel image" in error or "device function" in error:
-        return problem("kernels", words, rebuild(record["version"], NATIVE))
+        return problem("kernels", words, rebuild(record, NATIVE))
     program = f'import torch; torch.ones(1, device="{device}") + 1'
     torch_alone = f"{shlex.quote(environment.python)} -c '{program}'     (does torch itself run?)"
     return problem("kernels", words, "nvidia-smi     (what else runs there?)", torch_alone)
