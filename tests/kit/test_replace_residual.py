@@ -190,7 +190,7 @@ def test_calls_that_the_op_does_not_take_run_as_they_were(monkeypatch: pytest.Mo
     model.norm_2 = nn.LayerNorm(32)  # one with its own forward
     model(x)
     assert len(calls) == 1
-    broadcast = residual.add_norm(model.norm_2, torch.randn(1, 32), x)
+    broadcast = residual.add_norm(norm=model.norm_2, a=torch.randn(1, 32), b=x)
     assert broadcast[0].shape == x.shape
 
 

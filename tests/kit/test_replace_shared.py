@@ -112,7 +112,7 @@ def outcome(model: nn.Module, x: Tensor, *, twice: bool) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("make", [Attention, Inline, Partial])
-@pytest.mark.parametrize("frozen", [(), ("q.weight", "v.bias")])
+@pytest.mark.parametrize("frozen", [(), ("q.weight", "k.weight", "v.weight", "v.bias")])
 def test_gradients_are_those_of_single_layers(
     make: type[Layer], frozen: tuple[str, ...], device: torch.device, calls: list[int]
 ) -> None:
