@@ -89,8 +89,7 @@ class Replace:
             only: kinds to replace, of ``norm``, ``residual``, ``activation``, ``glu``, ``linear``,
                 ``mlp``, ``softmax``, ``loss``, ``batch_norm`` and ``registered``; all by default,
                 but batch norms on a CPU. A residual sum is replaced if the norm behind it is.
-            skip: patterns of names to leave alone, whose forwards do not run, or a function of name
-                and module.
+            skip: patterns of names to leave alone, or a function of name and module.
             exact: whether to replace only what is bitwise equal in the module's dtype.
             dry_run: whether to return the report without a change. Forwards run all the same, with
                 their side effects.

@@ -30,17 +30,16 @@ SIZE = 64
 
 def name_of(module: nn.Module) -> str | None:
     """The name of the activation that a module of torch computes."""
-    if "forward" in module.__dict__:
-        return None
     if type(module) is nn.GELU:
-        return gelu_of(module)
+        return None if "forward" in module.__dict__ else gelu_of(module)
     names: dict[type[nn.Module], str] = {
         nn.ReLU: "relu",
         nn.SiLU: "silu",
         nn.Sigmoid: "sigmoid",
         nn.Tanh: "tanh",
     }
-    return names.get(type(module))
+    name = names.get(type(module))
+    return None if name is not None and "forward" in module.__dict__ else name
 
 
 def gelu_of(module: nn.Module) -> str | None:
@@ -71,8 +70,8 @@ def linear_act(*, layer: Any, x: Any, act: Any, owner: Any = None) -> Any:
     """
     plain = is_plain_layer(layer) and not has_hooks(layer) and takes(layer, x)
     found: Any = read(owner, act) if plain else None
-    name = act_of(found) if plain and not has_hooks(found) else None
-    if name is not None:
+    name = act_of(found) if plain else None
+    if name is not None and not has_hooks(found):
         return linear(x, layer.weight, layer.bias, name)
     y = layer(x)
     return read(owner, act)(y)

@@ -50,21 +50,21 @@ def added(plan: Plan, norm: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def add_norm(
-    *, a: Any, b: Any, norm: Any, owner: Any = None, left: Any = None, right: Any = None
+    *, a: Any, b: Any, norm: Any, owner: Any = None, left: Any = ..., right: Any = ...
 ) -> tuple[Any, Any]:
     """``(norm(a + b), a + b)``, by one op where it takes the call.
 
     ``left`` is a dropout of ``a``, ``right`` one of ``b``. Where it drops elements, dropout and sum
-    are one op, and the norm another. With an owner, ``norm`` is the name of its norm, which is read
-    after the sum.
+    are one op, and the norm another. Ellipsis is no dropout: an attribute may be None. With an
+    owner, ``norm`` is the name of its norm, which is read after the sum.
     """
-    if left is not None and drops(left, a, b):
+    if left is not ... and drops(left, a, b):
         total = dropout_add(a, b, left.p)
-    elif right is not None and drops(right, b, a):
+    elif right is not ... and drops(right, b, a):
         total = dropout_add(b, a, right.p)
     else:
-        a = a if left is None else left(a)
-        b = b if right is None else right(b)
+        a = a if left is ... else left(a)
+        b = b if right is ... else right(b)
         found: Any = read(owner, norm) if is_sum_of_op(a, b) else None
         plan = plan_of(found)
         if isinstance(plan, (Norm, TorchModule)) and plan.fits(found, a) and not has_hooks(found):
