@@ -290,6 +290,8 @@ def difference(one: Any, other: Any) -> str:
         return next((f"[{i}] {found}" for i, pair in pairs if (found := difference(*pair))), "")
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return "" if one is other or one == other else f"{one} and {other}"
+    if one.dtype == other.dtype and torch.equal(one, other):
+        return ""
     try:
         error = 1e-9 if one.dtype == torch.float64 else 1e-2
         torch.testing.assert_close(one, other, rtol=error, atol=error, equal_nan=True)
