@@ -249,9 +249,16 @@ class Named(nn.LayerNorm):
         cls.tag = tag
 
 
+class Slotted(nn.LayerNorm):
+    """A class with another layout than modules have."""
+
+    __slots__ = ("tag",)
+
+
 def test_a_class_without_subclasses() -> None:
-    model = nn.Sequential(nn.LayerNorm(8), Named(8))
+    model = nn.Sequential(nn.LayerNorm(8), Named(8), Slotted(8))
     report = torchkiln.replace(model)
     assert report["0"].replaced
-    assert report["1"].why.startswith("its class has no subclass: ")
+    assert report["1"].replaced
+    assert report["2"].why.startswith("its class has no subclass: ")
     report.undo()

@@ -158,6 +158,15 @@ def another(layer: Any) -> None:
     layer.drop = nn.AlphaDropout(0.3)
 
 
+@pytest.mark.parametrize("make", [Before, Returned, Inside, Nested])
+def test_a_dropout_that_is_removed_raises(make: type[Layer]) -> None:
+    model = make()
+    torchkiln.replace(model)
+    model.drop = None  # type: ignore[assignment]
+    with pytest.raises(TypeError, match="not callable"):
+        model(torch.randn(2, SIZE))
+
+
 @pytest.mark.parametrize("change", [hooked, certain, in_place, another])
 def test_changed_dropouts_run_as_before(change: Any, calls: list[float]) -> None:
     model = nn.Sequential(Before())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from typing import Any
 
@@ -186,3 +187,53 @@ def test_a_layer_of_one_feature_is_no_gated_unit() -> None:
     expected = model(x)
     torchkiln.replace(model)
     torch.testing.assert_close(model(x), expected)
+
+
+@pytest.mark.parametrize("cls", [Inline, Steps, Returned])
+def test_the_activation_is_read_when_it_was(cls: type[Inline]) -> None:
+    """Before the layer where it is one expression, and else behind it."""
+    model, x = cls().eval(), torch.randn(3, 16)
+    twin = copy.deepcopy(model)
+    assert torchkiln.replace(model)[""].replaced
+
+    def exchange(owner: Inline, *_: Any) -> None:
+        owner.act = nn.Tanh()
+
+    for one in (model, twin):
+        one.fc1.register_forward_hook(functools.partial(exchange, one))
+    torch.testing.assert_close(model(x), twin(x))
+
+
+@pytest.mark.parametrize("name", ["act", "fc1"])
+@pytest.mark.parametrize("cls", [Inline, Steps, Returned])
+def test_errors_are_those_of_torch(cls: type[Inline], name: str) -> None:
+    model = cls().eval()
+    twin = copy.deepcopy(model)
+    torchkiln.replace(model)
+    for one in (model, twin):
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            one(torch.randn(3, 7))
+        with pytest.raises(RuntimeError, match="same dtype"):
+            one(torch.randn(3, 16).double())
+        setattr(one, name, None)
+        with pytest.raises(TypeError, match="not callable"):
+            one(torch.randn(3, 16))
+
+
+@pytest.mark.parametrize("of_x", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("act", [nn.GELU, nn.ReLU, QuickGelu])
+def test_dtypes_under_autocast(of_x: torch.dtype, dtype: torch.dtype, act: type[nn.Module]) -> None:
+    model = Returned(act()).to(dtype).eval()
+    x = torch.randn(3, 16).to(of_x)
+
+    def outcome() -> torch.dtype | str:
+        with torch.autocast("cpu", torch.bfloat16):
+            try:
+                return model(x).dtype
+            except RuntimeError:
+                return "raises"
+
+    expected = outcome()
+    torchkiln.replace(model)
+    assert outcome() == expected

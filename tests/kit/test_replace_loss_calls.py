@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.functional import cross_entropy
 
 import torchkiln
-from torchkiln.patch.source import loss_calls
+from torchkiln.patch.source import loss_calls, rewritten
 
 
 def as_tuple(forward: Any) -> Any:
@@ -97,18 +97,17 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the losses that were computed by the op."""
     found: list[str] = []
 
-    def made(*args: Any, **options: Any) -> nn.Module:
-        module = original_made(*args, **options)
-        found.append(type(module).__module__)
-        return module
+    def counted(called: Any) -> Any:
+        loss = loss_calls.loss_of(called)
 
-    def called(*args: Any, **options: Any) -> Tensor:
-        found.append("called")
-        return original_called(*args, **options)
+        def call(*args: Any, **options: Any) -> Any:
+            result = loss(*args, **options)
+            found.append(type(result).__module__ if isinstance(result, nn.Module) else "called")
+            return result
 
-    original_made, original_called = loss_calls.made_loss, loss_calls.called_loss
-    monkeypatch.setitem(loss_calls.SCOPE, "_kiln_made_loss", made)
-    monkeypatch.setitem(loss_calls.SCOPE, "_kiln_called_loss", called)
+        return called if loss is called else call
+
+    monkeypatch.setitem(rewritten.HELPERS, loss_calls.LOSS, counted)
     torchkiln.patch.plan.MADE.clear()
     return found
 

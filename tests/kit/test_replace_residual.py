@@ -190,7 +190,7 @@ def test_calls_that_the_op_does_not_take_run_as_they_were(monkeypatch: pytest.Mo
     model.norm_2 = nn.LayerNorm(32)  # one with its own forward
     model(x)
     assert len(calls) == 1
-    broadcast = residual.add_norm(model.norm_2, torch.randn(1, 32), x)
+    broadcast = residual.add_norm(norm=model.norm_2, a=torch.randn(1, 32), b=x)
     assert broadcast[0].shape == x.shape
 
 
@@ -231,3 +231,152 @@ def test_the_function_keeps_its_file_and_globals() -> None:
     assert plan.function.__globals__ is Before.forward.__globals__
     assert plan.function.__kwdefaults__ == {"shift": 0.0}
     assert "_kiln_make" not in Before.forward.__globals__
+
+
+class Swapping(nn.Module):
+    """A layer whose parts change the norm, or stop, in the middle of a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.other = nn.LayerNorm(32), nn.LayerNorm(32, elementwise_affine=False)
+        self.mix, self.drop = nn.Linear(32, 32), nn.Dropout(0.5)
+        nn.init.constant_(self.norm.weight, 3.0)
+        self.stops = False
+
+    def swap(self, x: Tensor) -> Tensor:
+        """Exchange the norms."""
+        if self.stops:
+            raise KeyError
+        self.norm, self.other = self.other, self.norm
+        return self.mix(x)
+
+
+class SwapInSum(Swapping):
+    """The norm is read after the sum."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = x + self.swap(x)
+        y: Tensor = self.norm(total)
+        return y
+
+
+class SwapInArgument(Swapping):
+    """The norm is read before the sum."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(x + self.swap(x))
+        return y
+
+
+class SwapBehindDropout(Swapping):
+    """The norm is read after the dropout, and the random number is drawn after its mask."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.drop(self.swap(x))
+        y: Tensor = self.norm(h + x)
+        return y
+
+
+class RandomBehindDropout(Swapping):
+    """The other summand draws random numbers behind the dropout."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(self.drop(x) + torch.rand(32))
+        return y
+
+
+class Caught(Swapping):
+    """The sum is seen where the norm raises."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x
+        try:
+            y = x + self.mix(x)
+            x = self.norm(y)
+        except KeyError:
+            return y
+        return x
+
+
+@pytest.mark.parametrize(
+    "make", [SwapInSum, SwapInArgument, SwapBehindDropout, RandomBehindDropout, Caught]
+)
+@pytest.mark.parametrize("training", [False, True])
+def test_the_order_of_evaluation(
+    make: type[Swapping], *, training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def torchs(x: Tensor, to: Tensor, p: float) -> Tensor:
+        return nn.functional.dropout(x, p) + to
+
+    monkeypatch.setattr(residual, "dropout_add", torchs)
+    model = make().train(training)
+    twin = copy.deepcopy(model)
+    torchkiln.replace(model)
+    for seed in range(3):
+        results = []
+        for one in (model, twin):
+            torch.manual_seed(seed)
+            results.append((one(torch.ones(2, 32)), torch.rand(1)))
+        torch.testing.assert_close(results[0], results[1])
+
+    def failing(*_: Any) -> None:
+        raise KeyError
+
+    for one in (model, twin):
+        one.norm.register_forward_hook(failing)
+        one.other.register_forward_hook(failing)
+    if make is Caught:
+        assert torch.equal(model(torch.ones(2, 32)), twin(torch.ones(2, 32)))
+    else:
+        for one in (model, twin):
+            with pytest.raises(KeyError):
+                one(torch.ones(2, 32))
+
+
+@pytest.mark.parametrize("of_x", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("of_r", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("make", [nn.LayerNorm, Norm])
+def test_dtypes_under_autocast(
+    make: type[nn.Module], of_x: torch.dtype, of_r: torch.dtype, dtype: torch.dtype
+) -> None:
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.drop = make(32), nn.Dropout(0.5)
+
+        def forward(self, x: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+            total = r + self.drop(x)
+            y = self.norm(total)
+            return y, total
+
+    model = Residual().to(dtype)
+    x, r = torch.randn(2, 32).to(of_x), torch.randn(2, 32).to(of_r)
+
+    def outcomes() -> list[Any]:
+        found: list[Any] = []
+        for training in (False, True):
+            model.train(training)
+            for enabled in (False, True):
+                with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                    try:
+                        found += [y.dtype for y in model(x, r)]
+                    except (RuntimeError, ValueError):
+                        found.append("raises")
+        return found
+
+    expected = outcomes()
+    report = torchkiln.replace(model)
+    assert outcomes() == expected, report
+
+
+def test_the_layout_of_a_sum_is_that_of_its_first_summand() -> None:
+    model = After().eval()
+    x = torch.randn(32, 4).T
+    expected = model.mix(x) + x, x + model.mix(x)
+    assert expected[0].is_contiguous()
+    assert not expected[1].is_contiguous()
+    for a, b in ((model.mix(x), x), (x, model.mix(x))):
+        torchkiln.replace(model)
+        _, total = residual.add_norm(norm=model.norm_1, a=a, b=b)
+        assert total.stride() == (a + b).stride()

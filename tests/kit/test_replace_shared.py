@@ -85,6 +85,93 @@ class Branch(Layer):
         return q + k
 
 
+class Effects(Layer):
+    """Something between the calls may change the variable or a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(SIZE, SIZE)
+        self.seen: list[str] = []
+
+    def choose(self) -> None:
+        """Exchange a layer."""
+        self.k, self.other = self.other, self.k
+
+    def check(self, _: Tensor) -> Tensor:
+        """Raise."""
+        self.seen.append("check")
+        raise KeyError
+
+    @property
+    def scale(self) -> float:
+        """A number, which is computed in a way that changes a layer."""
+        with torch.no_grad():
+            self.k.weight.mul_(2)
+        return 2.0
+
+
+class ThroughView(Effects):
+    """The variable is changed through a view."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x[:, 0]
+        q = self.q(x)
+        h[:] = 0
+        return q + self.k(x)
+
+
+class ThroughName(Effects):
+    """The variable is changed under another name."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x
+        q = self.q(x)
+        h += 1
+        return q + self.k(x)
+
+
+class Exchanged(Effects):
+    """A method exchanges a layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x)
+        self.choose()
+        return q + self.k(x)
+
+
+class Stored(Effects):
+    """A statement exchanges a layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x)
+        self.k = self.other
+        return q + self.k(x)
+
+
+class Property(Effects):
+    """Reading an attribute changes a layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x) * self.scale
+        return q + self.k(x)
+
+
+class First(Effects):
+    """A call before the layer in its statement changes the variable."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = x.mul_(2) + self.q(x)
+        return q + self.k(x).mul_(2) + self.v(x)
+
+
+class Raises(Effects):
+    """A method raises between the calls."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.check(self.q(x))
+        return q + self.k(x)
+
+
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of layers in calls of the function, for inputs of any size."""
@@ -112,7 +199,7 @@ def outcome(model: nn.Module, x: Tensor, *, twice: bool) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("make", [Attention, Inline, Partial])
-@pytest.mark.parametrize("frozen", [(), ("q.weight", "v.bias")])
+@pytest.mark.parametrize("frozen", [(), ("q.weight", "k.weight", "v.weight", "v.bias")])
 def test_gradients_are_those_of_single_layers(
     make: type[Layer], frozen: tuple[str, ...], device: torch.device, calls: list[int]
 ) -> None:
@@ -145,6 +232,86 @@ def test_the_outputs_are_those_of_torch_bit_for_bit(device: torch.device, calls:
 def test_calls_that_stay(make: type[Layer]) -> None:
     model = nn.Sequential(make())
     assert "one sum" not in str(torchkiln.replace(model))
+
+
+@pytest.mark.parametrize(
+    "make", [ThroughView, ThroughName, Exchanged, Stored, Property, First, Raises]
+)
+def test_effects_between_the_calls(make: type[Effects], calls: list[int]) -> None:
+    model, twin = make(), make()
+    twin.load_state_dict(model.state_dict())
+    torchkiln.replace(model, only=["linear"])
+    hook: Any = lambda module, *_: seen.append(module.weight.sum().item())  # noqa: E731
+    results: list[Any] = []
+    for one in (model, twin):
+        seen: list[float] = []
+        one.k.register_forward_hook(hook)
+        x = torch.randn(2, SIZE, requires_grad=True, generator=torch.Generator().manual_seed(0))
+        try:
+            results.append((one(x * 1), seen, len(one.seen)))
+        except KeyError:
+            results.append((x, seen, len(one.seen)))
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+    assert not calls
+
+
+class Normed(Layer):
+    """Norms between the layers, as in Qwen3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_norm, self.k_norm = nn.LayerNorm(64), nn.RMSNorm(64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = (*x.shape[:-1], -1, 64)
+        q = self.q_norm(self.q(x).view(shape)).transpose(0, 1)
+        k = self.k_norm(self.k(x).view(shape)).transpose(0, 1)
+        v = self.v(x).view(shape).transpose(0, 1)
+        return q * k + v
+
+
+@pytest.mark.parametrize("only", [["linear"], ["linear", "norm"]])
+def test_norms_between_the_layers(only: list[str], calls: list[int]) -> None:
+    model = nn.Sequential(Normed())
+    x = torch.randn(2, SIZE, requires_grad=True)
+    expected = outcome(model, x, twice=False)
+    assert torchkiln.replace(model, only=only)["0"].now == NOW
+    torch.testing.assert_close(outcome(model, x, twice=False), expected, rtol=1e-4, atol=1e-4)
+    assert calls == [3]
+    layer: Any = model[0]
+    order: list[str] = []
+    for name in ("q", "q_norm", "k"):
+        layer.get_submodule(name).register_forward_hook(lambda *_, name=name: order.append(name))
+    model(x)
+    assert order == ["q", "q_norm", "k"]
+    assert calls == [3]
+
+
+class Zeroed(Layer):
+    """The input is changed after the calls."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1
+        q, k = self.q(x), self.k(x)
+        x.mul_(0)
+        return q * k
+
+
+def test_frozen_layers_do_not_keep_their_input(calls: list[int]) -> None:
+    model = Zeroed()
+    x = torch.randn(2, SIZE, requires_grad=True)
+    torchkiln.replace(model)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model(x).sum().backward()
+    model.requires_grad_(requires_grad=False)
+    y = model(x)
+    (found,) = torch.autograd.grad(y.sum(), x)
+    (expected,) = torch.autograd.grad((model.q(x) * model.k(x)).sum(), x)
+    torch.testing.assert_close(found, expected)
+    assert calls == [2, 2]
+    model.k.weight.requires_grad_()  # torch keeps the input for one layer, and not for the other
+    model(x)
+    assert calls == [2, 2]
 
 
 @pytest.mark.parametrize("options", [{"exact": True}, {"only": ["norm"]}])

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import functools
-from abc import ABC, abstractmethod
+import importlib
+import sys
+from abc import ABC, ABCMeta, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
+
+from torchkiln.patch.source.code import with_class_wrapper
 
 
 class Plan(ABC):
@@ -35,6 +40,17 @@ class Plan(ABC):
     def fits(self, _: Any, *__: Any) -> bool:
         """Whether the op takes this call; the original forward runs otherwise."""
         return True
+
+    def method(self, original: type[nn.Module]) -> Callable[..., Any]:
+        """The forward of the class, which calls the one of the plan or of ``original``."""
+
+        @functools.wraps(original.forward, updated=())
+        def forward(module: nn.Module, /, *args: Any, **options: Any) -> Any:
+            if (options and not self.takes_options) or not self.fits(module, *args):
+                return original.forward(module, *args, **options)
+            return self.forward(module, *args, **options)
+
+        return with_class_wrapper(original, forward)
 
 
 @dataclass(frozen=True)
@@ -75,13 +91,10 @@ def made_class(original: type[nn.Module], plan: Plan) -> type[nn.Module]:
 
 
 def make_class(original: type[nn.Module], plan: Plan) -> type[nn.Module]:
-    """A new subclass of ``original`` with the forward of ``plan``."""
+    """A new subclass of ``original`` with the forward of ``plan``.
 
-    @functools.wraps(original.forward, updated=())
-    def forward(self: nn.Module, *args: Any, **options: Any) -> Any:
-        if (options and not plan.takes_options) or not plan.fits(self, *args):
-            return original.forward(self, *args, **options)
-        return plan.forward(self, *args, **options)
+    ``__init_subclass__`` and the metaclass do not run for it, since they may keep what they see.
+    """
 
     def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
         """Pickles and copies name the original class and the plan: the made class has no module."""
@@ -89,22 +102,53 @@ def make_class(original: type[nn.Module], plan: Plan) -> type[nn.Module]:
         assert isinstance(parts, tuple)  # a string names a global, which a module is not
         return (new_module, (original, plan), *parts[2:])
 
-    made: Any = type(
-        plan.class_name(original),
-        (original,),
-        {
-            "__module__": original.__module__,
-            "__doc__": original.__doc__,
-            "forward": forward,
-            "__reduce_ex__": reduce,
-            "_kiln_plan": plan,
-        },
-    )
-    made._kiln_class = made
+    scope = {
+        "__module__": original.__module__,
+        "__doc__": original.__doc__,
+        "forward": plan.method(original),
+        "__reduce_ex__": reduce,
+        "_kiln_plan": plan,
+    }
+    metaclass: Any = type(original)
+    maker: Any = ABCMeta if issubclass(metaclass, ABCMeta) else type
+    made: Any = maker.__new__(metaclass, plan.class_name(original), (Unseen,), scope)
+    type.__setattr__(made, "__bases__", (original,))
+    type.__setattr__(made, "_kiln_class", made)
     return made
+
+
+class Unseen(nn.Module):
+    """The first base of made classes, which keeps no subclass, as ``original`` may."""
 
 
 def new_module(original: type[nn.Module], plan: Plan) -> nn.Module:
     """An empty module of the made class, which unpickling fills."""
     made = made_class(original, plan)
     return made.__new__(made)
+
+
+class Moved(ModuleType):
+    """The former name of a module, under which pickles of older versions name their plans."""
+
+    def __init__(self, name: str, now: str) -> None:
+        super().__init__(
+            f"torchkiln.patch.{name}", f"The former name of ``torchkiln.patch.{now}``."
+        )
+        self.now = f"torchkiln.patch.{now}"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(importlib.import_module(self.now), name)
+
+
+MOVED = {
+    **{n: f"formula.{n}" for n in ("activation", "gated", "gated_norm", "linear", "norm")},
+    "torch_modules": "formula.torch_modules",
+    **{n: f"graph.{n}" for n in ("batch_norm", "pool", "recompute")},
+    "rewritten": "source.rewritten",
+}
+"""Modules that pickles name, by their former names."""
+
+for _name, _now in MOVED.items():
+    sys.modules[f"torchkiln.patch.{_name}"] = Moved(_name, _now)

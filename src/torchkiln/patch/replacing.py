@@ -91,7 +91,8 @@ class Replace:
                 but batch norms on a CPU. A residual sum is replaced if the norm behind it is.
             skip: patterns of names to leave alone, or a function of name and module.
             exact: whether to replace only what is bitwise equal in the module's dtype.
-            dry_run: whether to return the report without a change.
+            dry_run: whether to return the report without a change. Forwards run all the same, with
+                their side effects.
             example: a batch for the model: a tensor, a tuple of arguments, or a dict of keyword
                 arguments. The model is run once, and the report has errors on the real inputs and
                 the times of both forwards.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Collection, Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -11,8 +12,11 @@ from torch import Tensor, nn
 
 from torchkiln.nn.plain import has_hooks
 from torchkiln.patch.formula.linear import is_plain, is_tracing
-from torchkiln.patch.source.code import blocks
-from torchkiln.patch.source.layer import call_of
+from torchkiln.patch.source.code import GUARDS, blocks
+from torchkiln.patch.source.layer import call_of, captured, named
+
+DROPOUT = "_kiln_dropout"
+"""The variable with a dropout between two statements."""
 
 
 def is_dropout(module: Any) -> bool:
@@ -33,68 +37,124 @@ def drops(dropout: Any, a: Any, b: Any) -> bool:
 
 
 def same_plain(a: Any, b: Any) -> bool:
-    """Whether both are plain tensors of one shape, dtype and device."""
+    """Whether both are plain tensors of one shape, dtype and device, and the sum is contiguous."""
     if type(a) is not Tensor or type(b) is not Tensor or not is_plain(a):
         return False
-    return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
+    same = a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
+    return same and a.is_contiguous() and b.is_contiguous()
 
 
 def rewrite_dropouts(node: ast.FunctionDef, helper: str, dropouts: Collection[str]) -> list[str]:
     """Pass dropouts of a summand to the helper, which has norm and summands as arguments.
 
-    ``helper(norm, self.dropout(a), b)`` becomes ``helper(norm, a, b, left=self.dropout)``; so does
-    ``x = self.dropout(a)`` before a statement that calls the helper with ``x`` and has no other use
-    of it. Returns the names of the dropouts.
+    ``helper(norm=norm, a=self.dropout(x), b=y)`` becomes ``helper(norm=norm, left=self.dropout,
+    a=x, b=y)``; so does ``a = self.dropout(x)`` before a statement that calls the helper with ``a``
+    and has no other use of it. Returns the names of the dropouts.
     """
     found: list[str] = []
+    closed = captured(node)
     for block in blocks(node):
-        for previous, statement in zip([None, *block], block, strict=False):
-            found += rewrite_statement(previous, statement, helper, dropouts)
+        for statement in block:
+            for call in helper_calls(statement, helper):
+                found += rewrite_call(call, dropouts)
+    for block in blocks(node, but=GUARDS):
+        for previous, statement in pairwise(block):
+            found += rewrite_pair(previous, statement, helper, dropouts, closed)
     return list(dict.fromkeys(found))
 
 
-def rewrite_statement(
-    previous: ast.stmt | None, statement: ast.stmt, helper: str, dropouts: Collection[str]
+def helper_calls(statement: ast.stmt, helper: str) -> list[ast.Call]:
+    """The calls of the helper in a statement without blocks."""
+    if not isinstance(statement, (ast.Assign, ast.AnnAssign, ast.Return, ast.Expr)):
+        return []
+    calls = [part for part in ast.walk(statement) if isinstance(part, ast.Call)]
+    return [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == helper]
+
+
+SIDES = {"a": "left", "b": "right"}
+"""The argument of the helper with the dropout of a summand."""
+
+
+def rewrite_call(call: ast.Call, dropouts: Collection[str]) -> Iterator[str]:
+    """Rewrite a dropout that is a summand of the helper.
+
+    The helper calls the dropout after both summands are computed, so nothing may happen in the one
+    behind.
+    """
+    given = {keyword.arg: keyword for keyword in call.keywords}
+    for name in ("b", "a"):
+        own = call_of(given[name].value, dropouts)
+        if own is not None and (name == "b" or is_read(given["b"].value)):
+            dropped = given[name].value
+            assert isinstance(dropped, ast.Call)
+            call.keywords.insert(call.keywords.index(given[name]), keyword(name, dropped.func))
+            given[name].value = own[1]
+            yield own[0]
+            return
+
+
+def rewrite_pair(
+    previous: ast.stmt,
+    statement: ast.stmt,
+    helper: str,
+    dropouts: Collection[str],
+    closed: Collection[str],
 ) -> Iterator[str]:
-    """Rewrite the calls of the helper in one statement."""
-    if not isinstance(statement, (ast.Assign, ast.AnnAssign, ast.Return)):
+    """Rewrite ``x = self.dropout(y)`` before a statement that begins with a call of the helper."""
+    call = first_call(statement, helper)
+    own = call_of(getattr(previous, "value", None), dropouts)
+    if call is None or own is None or not isinstance(previous, ast.Assign):
         return
-    for call in ast.walk(statement):
-        if not isinstance(call, ast.Call) or ast.unparse(call.func) != helper or call.keywords:
+    given = {keyword.arg: keyword for keyword in call.keywords}
+    if "left" in given or "right" in given:
+        return
+    for name, other in (("a", "b"), ("b", "a")):
+        summand = given[name].value
+        if not isinstance(summand, ast.Name) or not is_read(given[other].value):
             continue
-        for side, index in (("left", 1), ("right", 2)):
-            summand = call.args[index]
-            if isinstance(summand, ast.Name) and is_last_use(statement, summand.id):
-                is_set = targets_of(previous) == [summand.id]
-                dropped = getattr(previous, "value", None) if is_set else None
-            else:
-                dropped = summand
-            own = call_of(dropped, dropouts)
-            if own is not None:
-                assert isinstance(dropped, ast.Call)
-                if dropped is summand:
-                    call.args[index] = own[1]
-                else:
-                    assert isinstance(previous, ast.Assign)
-                    previous.value = own[1]
-                call.keywords.append(ast.keyword(side, dropped.func))
-                yield own[0]
-                break
+        is_set = [getattr(target, "id", "") for target in previous.targets] == [summand.id]
+        if is_set and summand.id not in closed and is_last_use(statement, summand.id):
+            assert isinstance(previous.value, ast.Call)
+            # The dropout is read before its argument is computed, and the norm after the dropout.
+            names = [ast.Name(DROPOUT, ast.Store()), *previous.targets]
+            previous.targets = [ast.Tuple(names, ast.Store())]
+            previous.value = ast.Tuple([previous.value.func, own[1]], ast.Load())
+            call.keywords.append(keyword(name, ast.Name(DROPOUT, ast.Load())))
+            if "owner" not in given:
+                path = ast.unparse(given["norm"].value).removeprefix("self.")
+                call.keywords.remove(given["norm"])
+                call.keywords += [ast.keyword(*pair) for pair in named(norm=path).items()]
+            for changed in (previous, statement):
+                ast.fix_missing_locations(changed)
+            yield own[0]
+            return
 
 
-def targets_of(statement: ast.stmt | None) -> list[str]:
-    """The variables that an assignment sets."""
-    targets = statement.targets if isinstance(statement, ast.Assign) else []
-    names = [
-        part
-        for target in targets
-        for part in (target.elts if isinstance(target, ast.Tuple) else [target])
-    ]
-    return [part.id for part in names if isinstance(part, ast.Name)]
+def keyword(summand: str, dropout: ast.expr) -> ast.keyword:
+    """The argument with the dropout of a summand."""
+    return ast.keyword(SIDES[summand], dropout)
+
+
+def first_call(statement: ast.stmt, helper: str) -> ast.Call | None:
+    """The call of the helper that a statement makes before all others."""
+    value: Any = getattr(statement, "value", None)
+    if not helper_calls(statement, helper):
+        return None
+    value = value.value if isinstance(value, ast.Subscript) else value
+    is_helper = isinstance(value, ast.Call) and getattr(value.func, "id", None) == helper
+    return value if is_helper else None
+
+
+def is_read(node: ast.expr) -> bool:
+    """Whether an expression is a variable, a constant or an attribute of one."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return isinstance(node, (ast.Name, ast.Constant))
 
 
 def is_last_use(statement: ast.stmt, name: str) -> bool:
     """Whether a statement reads a variable once, and nothing behind it does."""
     uses = [n for n in ast.walk(statement) if isinstance(n, ast.Name) and n.id == name]
     reads = sum(isinstance(use.ctx, ast.Load) for use in uses)
-    return reads == 1 and (isinstance(statement, ast.Return) or name in targets_of(statement))
+    is_set = isinstance(statement, ast.Assign) and len(uses) > reads
+    return reads == 1 and (isinstance(statement, ast.Return) or is_set)

@@ -8,17 +8,18 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from torchkiln.nn.plain import has_hooks
 from torchkiln.ops.matmul import linear
 from torchkiln.patch.compare import Comparison
 from torchkiln.patch.formula.activation import OPS, Activation
-from torchkiln.patch.formula.linear import WideLinear, has_plain_parameters
+from torchkiln.patch.formula.linear import WideLinear, has_plain_parameters, is_plain
 from torchkiln.patch.plan import Match, plan_of
 from torchkiln.patch.probe import numbers, relative_error
-from torchkiln.patch.source.code import blocks
+from torchkiln.patch.source.code import GUARDS, blocks
+from torchkiln.patch.source.text import SCOPES
 
 LINEAR_ACT = "_kiln_linear_act"
 """The helper in rewritten source: ``act(layer(x))``."""
@@ -29,17 +30,22 @@ SIZE = 64
 
 def name_of(module: nn.Module) -> str | None:
     """The name of the activation that a module of torch computes."""
-    if "forward" in module.__dict__:
-        return None
     if type(module) is nn.GELU:
-        return "gelu" if module.approximate == "none" else "gelu_tanh"
+        return None if "forward" in module.__dict__ else gelu_of(module)
     names: dict[type[nn.Module], str] = {
         nn.ReLU: "relu",
         nn.SiLU: "silu",
         nn.Sigmoid: "sigmoid",
         nn.Tanh: "tanh",
     }
-    return names.get(type(module))
+    name = names.get(type(module))
+    return None if name is not None and "forward" in module.__dict__ else name
+
+
+def gelu_of(module: nn.Module) -> str | None:
+    """The name of the activation that torch's GELU, or a subclass, computes."""
+    names = {"none": "gelu", "tanh": "gelu_tanh"}
+    return names.get(module.approximate) if isinstance(module, nn.GELU) else None
 
 
 def act_of(module: Any) -> str | None:
@@ -47,9 +53,7 @@ def act_of(module: Any) -> str | None:
     plan = plan_of(module)
     if isinstance(plan, Activation):
         return plan.op
-    if plan is not None and isinstance(module, nn.GELU):
-        return "gelu" if module.approximate == "none" else "gelu_tanh"
-    return name_of(module)
+    return gelu_of(module) if plan is not None else name_of(module)
 
 
 def act_to_be(module: nn.Module, match: Match | None) -> str | None:
@@ -59,13 +63,36 @@ def act_to_be(module: nn.Module, match: Match | None) -> str | None:
     return name_of(module)
 
 
-def linear_act(layer: Any, act: Any, x: Any) -> Any:
-    """``act(layer(x))``, by one op where it takes the call."""
-    name = act_of(act)
-    is_plain = is_plain_layer(layer) and not has_hooks(layer) and not has_hooks(act)
-    if name is not None and is_plain and isinstance(x, Tensor):
+def linear_act(*, layer: Any, x: Any, act: Any, owner: Any = None) -> Any:
+    """``act(layer(x))``, by one op where it takes the call.
+
+    With an owner, ``act`` is the name of its activation, which is read after the call of the layer.
+    """
+    plain = is_plain_layer(layer) and not has_hooks(layer) and takes(layer, x)
+    found: Any = read(owner, act) if plain else None
+    name = act_of(found) if plain else None
+    if name is not None and not has_hooks(found):
         return linear(x, layer.weight, layer.bias, name)
-    return act(layer(x))
+    y = layer(x)
+    return read(owner, act)(y)
+
+
+def read(owner: Any, value: Any) -> Any:
+    """A submodule of the owner by its name; without an owner, the value."""
+    if owner is None:
+        return value
+    for name in value.split("."):
+        owner = getattr(owner, name)
+    return owner
+
+
+def takes(layer: Any, x: Any) -> bool:
+    """Whether torch's layer takes the argument, and the op computes the same of it."""
+    if not is_plain(x) or x.dim() == 0 or x.shape[-1] != layer.weight.shape[1]:
+        return False
+    weight, bias = layer.weight, layer.bias
+    same = x.dtype == weight.dtype and (bias is None or bias.dtype == weight.dtype)
+    return x.device == weight.device and (same or torch.is_autocast_enabled(x.device.type))
 
 
 def is_plain_layer(layer: Any) -> bool:
@@ -94,11 +121,12 @@ def rewrite_layers(
 ) -> list[tuple[str, str]]:
     """Rewrite calls of layers before activations; returns the names of both."""
     found: list[tuple[str, str]] = []
-    for block in blocks(node):
+    closed = captured(node)
+    for block in blocks(node, but=GUARDS):
         for first, second in pairwise(block):
-            found += rewrite_pair(first, second, layers, acts)
+            found += rewrite_pair(first, second, layers, acts, closed)
     inline = Inline(layers, acts)
-    inline.visit(node)
+    inline.generic_visit(node)
     return [*found, *inline.found]
 
 
@@ -113,7 +141,11 @@ def call_of(node: ast.AST | None, names: Collection[str]) -> tuple[str, ast.expr
 
 
 def rewrite_pair(
-    first: ast.stmt, second: ast.stmt, layers: Collection[str], acts: Collection[str]
+    first: ast.stmt,
+    second: ast.stmt,
+    layers: Collection[str],
+    acts: Collection[str],
+    closed: Collection[str],
 ) -> Iterator[tuple[str, str]]:
     """Rewrite ``x = self.layer(y)`` before ``x = self.act(x)`` or ``return self.act(x)``."""
     if not isinstance(first, ast.Assign) or len(first.targets) != 1:
@@ -121,26 +153,47 @@ def rewrite_pair(
     target = first.targets[0]
     layer, value = call_of(first.value, layers), getattr(second, "value", None)
     act = call_of(value, acts)
-    if layer is None or act is None or not isinstance(target, ast.Name):
+    if layer is None or act is None or not isinstance(target, ast.Name) or target.id in closed:
         return
     is_same = isinstance(act[1], ast.Name) and act[1].id == target.id
     to = getattr(second, "targets", [])
     overwrites = len(to) == 1 and isinstance(to[0], ast.Name) and to[0].id == target.id
     if is_same and (overwrites or isinstance(second, ast.Return)):
         assert isinstance(first.value, ast.Call)
-        assert isinstance(value, ast.Call)
-        first.value = helper_call(first.value.func, value.func, layer[1])
-        ast.fix_missing_locations(ast.copy_location(first.value, first))
+        call = helper_call(LINEAR_ACT, layer=first.value.func, x=layer[1], **named(act=act[0]))
+        first.value = ast.fix_missing_locations(ast.copy_location(call, first))
         second.value = ast.copy_location(ast.Name(target.id, ast.Load()), second)  # type: ignore[attr-defined]
         yield layer[0], act[0]
 
 
-def helper_call(layer: ast.expr, act: ast.expr, x: ast.expr) -> ast.Call:
-    """``_kiln_linear_act(layer, act, x)``."""
-    return ast.Call(ast.Name(LINEAR_ACT, ast.Load()), [layer, act, x], [])
+def helper_call(helper: str, **arguments: ast.expr) -> ast.Call:
+    """A call of a helper. Python evaluates its arguments in the order in which they are given."""
+    keywords = [ast.keyword(name, value) for name, value in arguments.items()]
+    return ast.Call(ast.Name(helper, ast.Load()), [], keywords)
 
 
-class Inline(ast.NodeTransformer):
+def named(**names: str) -> dict[str, ast.expr]:
+    """The arguments for a submodule that the helper reads itself, after its other calls."""
+    (pair,) = names.items()
+    return {"owner": ast.Name("self", ast.Load()), pair[0]: ast.Constant(pair[1])}
+
+
+def captured(node: ast.FunctionDef) -> set[str]:
+    """The variables that definitions in a function read: they may see each of their values."""
+    inner = [part for part in ast.walk(node) if isinstance(part, SCOPES) and part is not node]
+    names = [part for scope in inner for part in ast.walk(scope) if isinstance(part, ast.Name)]
+    return {name.id for name in names}
+
+
+class OwnScope(ast.NodeTransformer):
+    """Leaves definitions in a function alone."""
+
+    def visit(self, node: ast.AST) -> Any:
+        """A node."""
+        return node if isinstance(node, SCOPES) else super().visit(node)
+
+
+class Inline(OwnScope, ast.NodeTransformer):
     """Rewrites ``self.act(self.layer(x))``."""
 
     def __init__(self, layers: Collection[str], acts: Collection[str]) -> None:
@@ -156,5 +209,5 @@ class Inline(ast.NodeTransformer):
             return node
         assert isinstance(node.args[0], ast.Call)
         self.found.append((layer[0], act[0]))
-        made = helper_call(node.args[0].func, node.func, layer[1])
+        made = helper_call(LINEAR_ACT, act=node.func, layer=node.args[0].func, x=layer[1])
         return ast.fix_missing_locations(ast.copy_location(made, node))

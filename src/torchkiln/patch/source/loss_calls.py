@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import FunctionType
 from typing import Any
 
@@ -72,16 +72,15 @@ def made_loss(*args: Any, **options: Any) -> nn.CrossEntropyLoss:
     return (Loss if is_ours else nn.CrossEntropyLoss)(*args, **options)
 
 
-HELPERS: dict[object, str] = {
-    nn.CrossEntropyLoss: "_kiln_made_loss",
-    F.cross_entropy: "_kiln_called_loss",
-}
-"""The helpers in rewritten source that replace torch's losses."""
+LOSS = "_kiln_loss"
+"""The helper in rewritten source, around the function or the class that is called."""
 
-SCOPE: dict[str, Callable[..., Any]] = {
-    "_kiln_made_loss": made_loss,
-    "_kiln_called_loss": called_loss,
-}
+
+def loss_of(called: Any) -> Any:
+    """Our loss for one of torch's; anything else stays, if the name has got another value."""
+    if called is F.cross_entropy:
+        return called_loss
+    return made_loss if called is nn.CrossEntropyLoss else called
 
 
 def names_of(cls: type[nn.Module]) -> tuple[str, ...]:
@@ -129,10 +128,10 @@ class Losses(ast.NodeTransformer):
         name = getattr(node.func, "attr", getattr(node.func, "id", None))
         if name in NAMES and has_fixed_index(node):
             value = self.value(node.func)
-            for original, helper in HELPERS.items():
-                if value is original:
-                    node.func = ast.copy_location(ast.Name(helper, ast.Load()), node.func)
-                    self.found += 1
+            if value is F.cross_entropy or value is nn.CrossEntropyLoss:
+                made = ast.Call(ast.Name(LOSS, ast.Load()), [node.func], [])
+                node.func = ast.fix_missing_locations(ast.copy_location(made, node.func))
+                self.found += 1
         return node
 
     def value(self, node: ast.expr) -> object:

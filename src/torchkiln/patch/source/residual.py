@@ -17,15 +17,19 @@ from torch import Tensor, nn
 from torchkiln.nn.plain import has_hooks
 from torchkiln.ops.dropout import dropout_add
 from torchkiln.ops.norm import add_layer_norm, add_rms_norm
+from torchkiln.patch.formula.linear import is_plain
 from torchkiln.patch.formula.norm import Norm
 from torchkiln.patch.formula.torch_modules import TorchModule
 from torchkiln.patch.plan import Plan, plan_of
-from torchkiln.patch.source.code import blocks
+from torchkiln.patch.source.code import GUARDS, blocks
 from torchkiln.patch.source.dropout import drops
-from torchkiln.patch.source.layer import call_of
+from torchkiln.patch.source.layer import OwnScope, call_of, captured, helper_call, named, read
 
 ADD_NORM = "_kiln_add_norm"
 """The helper in rewritten source: ``(norm(a + b), a + b)``, with a dropout of ``a`` or ``b``."""
+
+NORMED = "_kiln_normed"
+"""The variable with the result of a norm between two statements."""
 
 OP_OF = {"rms_norm": "add_rms_norm", "layer_norm": "add_layer_norm"}
 
@@ -45,45 +49,50 @@ def added(plan: Plan, norm: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return add_rms_norm(a, b, norm.normalized_shape, norm.weight, norm.eps)
 
 
-def add_norm(norm: Any, a: Any, b: Any, *, left: Any = None, right: Any = None) -> tuple[Any, Any]:
+def add_norm(
+    *, a: Any, b: Any, norm: Any, owner: Any = None, left: Any = ..., right: Any = ...
+) -> tuple[Any, Any]:
     """``(norm(a + b), a + b)``, by one op where it takes the call.
 
     ``left`` is a dropout of ``a``, ``right`` one of ``b``. Where it drops elements, dropout and sum
-    are one op, and the norm another.
+    are one op, and the norm another. Ellipsis is no dropout: an attribute may be None. With an
+    owner, ``norm`` is the name of its norm, which is read after the sum.
     """
-    if right is not None:
-        a, b, left = b, a, right
-    if left is not None and drops(left, a, b):
+    if left is not ... and drops(left, a, b):
         total = dropout_add(a, b, left.p)
-        return norm(total), total
-    a = a if left is None else left(a)
-    plan = plan_of(norm)
-    if (
-        isinstance(plan, (Norm, TorchModule))
-        and isinstance(a, Tensor)
-        and isinstance(b, Tensor)
-        and a.shape == b.shape
-        and a.dtype == b.dtype
-        and plan.fits(norm, a)
-        and not has_hooks(norm)
-    ):
-        return added(plan, norm, a, b)
-    total = a + b
-    return norm(total), total
+    elif right is not ... and drops(right, b, a):
+        total = dropout_add(b, a, right.p)
+    else:
+        a = a if left is ... else left(a)
+        b = b if right is ... else right(b)
+        found: Any = read(owner, norm) if is_sum_of_op(a, b) else None
+        plan = plan_of(found)
+        if isinstance(plan, (Norm, TorchModule)) and plan.fits(found, a) and not has_hooks(found):
+            return added(plan, found, a, b)
+        total = a + b
+    return read(owner, norm)(total), total
+
+
+def is_sum_of_op(a: Any, b: Any) -> bool:
+    """Whether the op computes the sum as torch does: the layout of the first is that of the sum."""
+    if not is_plain(a) or not is_plain(b) or not a.is_contiguous():
+        return False
+    return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
 
 
 def rewrite_sums(node: ast.FunctionDef, norms: Collection[str]) -> list[str]:
     """Rewrite sums before these norms; returns the names of the norms."""
     found: list[str] = []
     arguments = {part.arg for part in ast.walk(node.args) if isinstance(part, ast.arg)}
-    for block in blocks(node):
+    closed = captured(node)
+    for block in blocks(node, but=GUARDS):
         split_sums(block, norms, arguments)
-    for block in blocks(node):
-        for index, statement in enumerate(block):
+    for block in blocks(node, but=GUARDS):
+        for statement in list(block):
             if isinstance(statement, ast.Assign) and is_sum(statement.value):
-                found += rewrite_pair(block, index, norms, len(found))
+                found += rewrite_pair(block, block.index(statement), norms, closed)
     inline = Inline(norms)
-    inline.visit(node)
+    inline.generic_visit(node)
     return list(dict.fromkeys([*found, *inline.found]))
 
 
@@ -105,28 +114,32 @@ def is_copy(node: ast.stmt) -> bool:
 
 
 def rewrite_pair(
-    block: list[ast.stmt], index: int, norms: Collection[str], count: int
+    block: list[ast.stmt], index: int, norms: Collection[str], closed: Collection[str]
 ) -> list[str]:
     """Rewrite ``x = a + b`` and a following ``y = self.norm(x)``, with copies of x between."""
     first = block[index]
     assert isinstance(first, ast.Assign)
     assert isinstance(first.value, ast.BinOp)
     total = name_of(first.targets[0])
-    if total is None or len(first.targets) != 1:
+    if total is None or len(first.targets) != 1 or total in closed:
         return []
-    for second in block[index + 1 :]:
+    for at, second in enumerate(block[index + 1 :], index + 1):
         if not isinstance(second, (ast.Assign, ast.AnnAssign, ast.Return)):
             return []
         call = call_of(second.value, norms)
         if call is not None and name_of(call[1]) == total:
-            assert isinstance(second.value, ast.Call)
-            kept = f"_kiln_normed_{count}"
-            sum_call = helper_call(second.value.func, first.value)
-            names = [ast.Name(name, ast.Store()) for name in (kept, total)]
-            first.targets = [ast.Tuple(list(names), ast.Store())]
-            first.value = sum_call
-            second.value = ast.copy_location(ast.Name(kept, ast.Load()), second)
-            ast.fix_missing_locations(first)
+            a, b = first.value.left, first.value.right
+            value = helper_call(ADD_NORM, a=a, b=b, **named(norm=call[0]))
+            first.targets = [
+                ast.Tuple([ast.Name(name, ast.Store()) for name in (NORMED, total)], ast.Store())
+            ]
+            first.value = ast.copy_location(value, first)
+            second.value = ast.Name(NORMED, ast.Load())
+            if not isinstance(second, ast.Return):  # no result is kept longer than before
+                block.insert(at + 1, ast.Delete([ast.Name(NORMED, ast.Del())]))
+                ast.copy_location(block[at + 1], second)
+            for statement in block[index : at + 2]:
+                ast.fix_missing_locations(statement)
             return [call[0]]
         if not is_copy(second) or total in map(name_of, getattr(second, "targets", ())):
             return []
@@ -184,13 +197,7 @@ def tested(node: ast.expr) -> str | None:
     return name_of(node.left) if is_none and len(node.ops) == 1 else None
 
 
-def helper_call(norm: ast.expr, total: ast.BinOp) -> ast.Call:
-    """``_kiln_add_norm(norm, a, b)``."""
-    helper = ast.Name(ADD_NORM, ast.Load())
-    return ast.copy_location(ast.Call(helper, [norm, total.left, total.right], []), total)
-
-
-class Inline(ast.NodeTransformer):
+class Inline(OwnScope, ast.NodeTransformer):
     """Rewrites ``self.norm(a + b)``."""
 
     def __init__(self, norms: Collection[str]) -> None:
@@ -204,5 +211,6 @@ class Inline(ast.NodeTransformer):
         if call is None or not isinstance(call[1], ast.BinOp) or not is_sum(call[1]):
             return node
         self.found.append(call[0])
-        first = ast.Subscript(helper_call(node.func, call[1]), ast.Constant(0), ast.Load())
+        made = helper_call(ADD_NORM, norm=node.func, a=call[1].left, b=call[1].right)
+        first = ast.Subscript(made, ast.Constant(0), ast.Load())
         return ast.fix_missing_locations(ast.copy_location(first, node))

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import warnings
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
 
+from torchkiln.nn.plain import is_torchs
 from torchkiln.patch.plan import Match, Plan
 from torchkiln.patch.probe import cast
 from torchkiln.patch.report import Row
-from torchkiln.patch.source.code import (
-    below_class_wrappers,
-    compiled,
-    decorated,
-    definition,
-    forward_of,
-    parsed,
-)
+from torchkiln.patch.source.code import decorated, forward_of
 from torchkiln.patch.source.dropout import is_dropout, rewrite_dropouts
 from torchkiln.patch.source.layer import LINEAR_ACT, act_to_be, compared, linear_act, rewrite_layers
-from torchkiln.patch.source.loss_calls import SCOPE, may_call, rewrite_losses
+from torchkiln.patch.source.loss_calls import LOSS, loss_of, may_call, rewrite_losses
 from torchkiln.patch.source.residual import ADD_NORM, add_norm, added, op_of, rewrite_sums
-from torchkiln.patch.source.shared import SHARED, is_sharable, rewrite_shared, shared
+from torchkiln.patch.source.shared import SHARED, is_sharable, outputs, rewrite_shared
+from torchkiln.patch.source.text import compiled, definition, parsed
+
+HELPERS: dict[str, Callable[..., Any]] = {
+    ADD_NORM: add_norm,
+    LINEAR_ACT: linear_act,
+    SHARED: outputs,
+    LOSS: loss_of,
+}
+"""The functions that rewritten source calls."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,8 @@ class Rewritten(Plan):
     """The names of dropouts before the sums."""
     shared: tuple[str, ...] = ()
     """The names of layers that have their input in common with others."""
+    quiet: tuple[str, ...] = ()
+    """The names of norms that may be called between those layers."""
     function: Callable[..., Any] = field(init=False, repr=False, compare=False)
 
     @property
@@ -61,21 +69,37 @@ class Rewritten(Plan):
         function = forward_of(self.owner)
         node = function if isinstance(function, str) else definition(function)
         if isinstance(function, str) or isinstance(node, str):
-            raise ValueError(f"torchkiln.replace: {self.owner.__qualname__}: {node}")
-        rewrite_sums(node, {name for name, _ in self.norms})
-        rewrite_dropouts(node, ADD_NORM, self.dropouts)
-        rewrite_layers(node, {layer for layer, _, _ in self.layers}, {a for _, a, _ in self.layers})
-        rewrite_shared(node, self.shared)
-        if self.losses:
-            rewrite_losses(node, function)
-        helpers: dict[str, Any] = {ADD_NORM: add_norm, LINEAR_ACT: linear_act, SHARED: shared}
-        helpers |= SCOPE
-        made = compiled(function, node, **helpers)
-        made = decorated(below_class_wrappers(self.owner), function, made)
+            # A pickle, loaded where the class has no source, or another one.
+            warnings.warn(
+                f"torchkiln.replace: {self.owner.__qualname__}: {node}, so the forward of the "
+                "class runs; call torchkiln.replace again where its source is",
+                stacklevel=2,
+            )
+            object.__setattr__(self, "function", self.owner.forward)
+            return
+        rewrite(node, self.names, function if self.losses else None)
+        made = decorated(self.owner.forward, function, compiled(function, node, **HELPERS))
         object.__setattr__(self, "function", made)
 
+    @property
+    def names(self) -> Names:
+        """The submodules whose calls are rewritten."""
+        return Names(
+            [name for name, _ in self.norms],
+            self.dropouts,
+            [layer for layer, _, _ in self.layers],
+            [act for _, act, _ in self.layers],
+            self.shared,
+            self.quiet,
+            properties(self.owner),
+        )
+
+    def method(self, _: type[nn.Module]) -> Callable[..., Any]:
+        """The rewritten forward, with the decorators of the original."""
+        return self.function
+
     def __reduce__(self) -> tuple[Any, ...]:
-        calls = (self.norms, self.layers, self.losses, self.dropouts, self.shared)
+        calls = (self.norms, self.layers, self.losses, self.dropouts, self.shared, self.quiet)
         return Rewritten, (self.owner, *calls)
 
     def __str__(self) -> str:
@@ -109,6 +133,10 @@ class Names(NamedTuple):
     layers: Collection[str]
     acts: Collection[str]
     wide: Collection[str]
+    quiet: Collection[str] = ()
+    """Norms without an effect."""
+    properties: Collection[str] = ()
+    """Attributes that are computed when they are read, which may have an effect."""
 
     @property
     def kinds(self) -> list[str]:
@@ -118,6 +146,24 @@ class Names(NamedTuple):
         return [kind for kind, has in found.items() if has]
 
 
+def rewrite(node: ast.FunctionDef, names: Names, function: FunctionType | None) -> Calls:
+    """Rewrite a definition, with its losses if the function is given."""
+    count = rewrite_losses(node, function) if function else 0
+    sums = rewrite_sums(node, names.norms)
+    dropouts = rewrite_dropouts(node, ADD_NORM, names.dropouts)
+    layers = rewrite_layers(node, names.layers, names.acts)
+    found = rewrite_shared(node, names.wide, names.quiet, names.properties)
+    return Calls(sums, layers, count, dropouts, found)
+
+
+def properties(cls: type[nn.Module]) -> set[str]:
+    """The attributes of a class that are computed when they are read."""
+    values: dict[str, Any] = {}
+    for base in reversed(cls.mro()):
+        values |= {} if base in (nn.Module, object) else vars(base)
+    return {n for n, value in values.items() if hasattr(value, "__get__") and not callable(value)}
+
+
 def calls_of(cls: type[nn.Module], names: Names, *, losses: bool) -> Calls | str:
     """The calls in the source of a forward, or why they stay as they are."""
     function = forward_of(cls)
@@ -125,11 +171,7 @@ def calls_of(cls: type[nn.Module], names: Names, *, losses: bool) -> Calls | str
     shown = parsed(inspect.unwrap(cls.forward)) if isinstance(node, str) else node
     if shown is None:
         return Calls([], [], 0, [], [])
-    count = rewrite_losses(shown, inspect.unwrap(cls.forward)) if losses else 0
-    sums = rewrite_sums(shown, names.norms)
-    dropouts = rewrite_dropouts(shown, ADD_NORM, names.dropouts)
-    layers = rewrite_layers(shown, names.layers, names.acts)
-    found = Calls(sums, layers, count, dropouts, rewrite_shared(shown, names.wide))
+    found = rewrite(shown, names, inspect.unwrap(cls.forward) if losses else None)
     return node if isinstance(node, str) and any(found) else found
 
 
@@ -147,6 +189,8 @@ class Rewrites:
         self.kinds = kinds
         self.exact = exact
         self.known: dict[Any, bool] = {}
+        self.calls: dict[Any, Calls | str] = {}
+        self.plans: dict[Any, Rewritten] = {}
 
     def find(self, module: nn.Module, row: Row) -> Rewritten | None:
         """The plan of a module; the row has what became of its calls, if there are any."""
@@ -160,20 +204,27 @@ class Rewrites:
         names = Names(norms, self.dropouts(children), layers, acts, self.wide(children))
         if not names.kinds and not losses:
             return None
-        found = calls_of(type(module), names, losses=losses)
+        names = names._replace(quiet=self.quiet(children), properties=properties(type(module)))
+        key = (type(module), tuple(map(frozenset, names)), losses)
+        if key not in self.calls:
+            self.calls[key] = calls_of(type(module), names, losses=losses)
+        found = self.calls[key]
         if isinstance(found, str):
             row.kind, row.why = [*names.kinds, "loss"][0], found
             return None
         if not any(found):
             return None
-        plan = Rewritten(
-            type(module),
+        calls = (
             tuple((name, str(op_of(norms[name][1].plan))) for name in found.norms),
             tuple((layer, act, acts[act]) for layer, act in found.layers),
             found.losses,
             tuple(found.dropouts),
             tuple(found.shared),
+            tuple(names.quiet) if found.shared else (),
         )
+        if (type(module), calls) not in self.plans:
+            self.plans[type(module), calls] = Rewritten(type(module), *calls)
+        plan = self.plans[type(module), calls]
         row.kind, row.now = plan.kind, str(plan)
         for name in found.norms:
             self.compare_norm(row, children[name], *norms[name])
@@ -187,6 +238,14 @@ class Rewrites:
             return {}
         found = {name: self.matches[m] for name, m in children.items() if m in self.matches}
         return {name: entry for name, entry in found.items() if op_of(entry[1].plan)}
+
+    def quiet(self, children: dict[str, nn.Module]) -> list[str]:
+        """The norms whose calls have no effect."""
+        kinds = {
+            name: self.matches[m][1].plan.kind for name, m in children.items() if m in self.matches
+        }
+        torchs = (nn.LayerNorm, nn.RMSNorm)
+        return [n for n, m in children.items() if kinds.get(n) == "norm" or is_torchs(m, torchs)]
 
     def dropouts(self, children: dict[str, nn.Module]) -> list[str]:
         """The dropouts of torch; the op draws other random numbers."""

@@ -7,8 +7,7 @@ product but the first adds its result to the sum.
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -16,21 +15,20 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn import functional as F
 
-from torchkiln.nn.plain import has_hooks
+from torchkiln.nn.plain import has_hooks, is_torchs
 from torchkiln.ops._folding import is_transformed
 from torchkiln.ops.reduction import sum as sum_of
 from torchkiln.patch.formula.linear import has_plain_parameters, has_unaligned_sizes, is_wide
+from torchkiln.patch.plan import plan_of
 from torchkiln.patch.source.code import blocks
-from torchkiln.patch.source.layer import call_of, is_plain_layer
+from torchkiln.patch.source.effects import groups
+from torchkiln.patch.source.layer import OwnScope, is_plain_layer
 
 SHARED = "_kiln_shared"
-"""The helper in rewritten source: ``[layer(x) for layer in layers]``."""
+"""The helper in rewritten source: ``[layer(x) for layer in layers]``, or an empty list."""
 
 LEAST_INPUT = 1 << 20
 """Least number of elements of an input whose gradients take longer to add than a call takes."""
-
-FACTS = ("shape", "dtype", "device", "size", "dim", "ndim")
-"""Attributes of an input whose use cannot change it."""
 
 
 class SharedInput(torch.autograd.Function):
@@ -41,7 +39,10 @@ class SharedInput(torch.autograd.Function):
         """Those of :func:`torch.nn.functional.linear`."""
         count = len(parameters) // 2
         weights: Any = parameters[:count]
-        ctx.save_for_backward(x, *weights)
+        # Torch keeps the input for the gradient of a weight only: others may change it.
+        kept = x if any(ctx.needs_input_grad[1 : count + 1]) else None
+        ctx.shape = x.shape
+        ctx.save_for_backward(kept, *weights)
         ctx.set_materialize_grads(False)
         pairs = zip(weights, parameters[count:], strict=True)
         return tuple(F.linear(x, weight, bias) for weight, bias in pairs)
@@ -63,7 +64,7 @@ class SharedInput(torch.autograd.Function):
                 found[i] = rows.mT @ as_matrix(x)
             if wanted[len(weights) + i]:
                 found[len(weights) + i] = sum_of(rows, 0)
-        return (None if total is None else total.view(x.shape), *found)
+        return (None if total is None else total.view(ctx.shape), *found)
 
 
 def as_matrix(t: Tensor) -> Tensor:
@@ -78,11 +79,26 @@ def plus_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 def shared(x: Any, *layers: Any) -> list[Any]:
     """``[layer(x) for layer in layers]``."""
-    if not gains(x, layers):
-        return [layer(x) for layer in layers]
+    return outputs(x, layers) or [layer(x) for layer in layers]
+
+
+def outputs(x: Any, layers: tuple[Any, ...], between: tuple[Any, ...] = ()) -> list[Any]:
+    """``[layer(x) for layer in layers]``, or an empty list: each has to run at its own place.
+
+    ``between`` are the norms that are called between the layers.
+    """
+    if not gains(x, layers) or not all(map(is_quiet, between)):
+        return []
     weights = [layer.weight for layer in layers]
     found: Any = SharedInput.apply(x, *weights, *(layer.bias for layer in layers))  # type: ignore[no-untyped-call]
     return list(found)
+
+
+def is_quiet(norm: Any) -> bool:
+    """Whether a call of a norm has no effect."""
+    plan = plan_of(norm)
+    is_ours = plan is not None and plan.kind == "norm"
+    return (is_ours or is_torchs(norm, (nn.LayerNorm, nn.RMSNorm))) and not has_hooks(norm)
 
 
 def gains(x: Any, layers: tuple[Any, ...]) -> bool:
@@ -93,13 +109,17 @@ def gains(x: Any, layers: tuple[Any, ...]) -> bool:
         return False
     if torch.is_autocast_enabled(x.device.type):
         return False
-    return all(
-        is_plain_layer(layer)
-        and not has_hooks(layer)
-        and is_alike(layer.weight, x)
-        and not has_unaligned_sizes(layer)
-        for layer in layers
-    )
+    if not all(map(takes_shared, layers)):
+        return False
+    # Some of both: torch keeps the input for the layers with a gradient, and it alone knows which
+    # of them are used.
+    trained = {layer.weight.requires_grad for layer in layers}
+    return len(trained) == 1 and all(is_alike(layer.weight, x) for layer in layers)
+
+
+def takes_shared(layer: Any) -> bool:
+    """Whether a layer is torch's, with a product that needs no padding."""
+    return is_plain_layer(layer) and not has_hooks(layer) and not has_unaligned_sizes(layer)
 
 
 def is_sharable(layer: Any) -> bool:
@@ -108,39 +128,34 @@ def is_sharable(layer: Any) -> bool:
 
 
 def is_alike(weight: Tensor, x: Tensor) -> bool:
-    """Whether a weight is a plain parameter of the dtype and device of ``x``."""
-    is_plain = type(weight) in (Tensor, nn.Parameter)
+    """Whether a weight is a plain parameter of the dtype and device of ``x``, and of its size."""
+    is_plain = type(weight) in (Tensor, nn.Parameter) and weight.shape[1] == x.shape[-1]
     return is_plain and weight.dtype == x.dtype and weight.device == x.device
 
 
-@dataclass
-class Group:
-    """Calls of layers with one variable, in the order in which they run."""
-
-    variable: str
-    first: int
-    """The index of the statement with the first call."""
-    names: list[str] = field(default_factory=list)
-    calls: list[ast.Call] = field(default_factory=list)
-
-
-def rewrite_shared(node: ast.FunctionDef, layers: Collection[str]) -> list[str]:
+def rewrite_shared(
+    node: ast.FunctionDef,
+    layers: Collection[str],
+    norms: Collection[str] = (),
+    properties: Collection[str] = (),
+) -> list[str]:
     """Rewrite calls ``self.layer(x)`` with one variable; returns the names of the layers.
 
     A call before the first of them makes the outputs of all, which take the places of the calls.
     """
     found: list[str] = []
     for block in blocks(node):
-        made = [group for group in groups(block, layers) if len(group.calls) > 1]
+        made = list(groups(block, layers, norms, properties))
         for group in sorted(made, key=lambda group: -group.first):
             kept = f"{SHARED}_{len(found)}"
             makers = [call.func for call in group.calls]
+            between = [ast.parse(f"self.{name}", mode="eval").body for name in group.between]
             x = ast.Name(group.variable, ast.Load())
-            value = ast.Call(ast.Name(SHARED, ast.Load()), [x, *makers], [])
-            for call in group.calls:
-                # Taken out of the list, so that the forward keeps no output longer than before.
-                call.func = ast.Attribute(ast.Name(kept, ast.Load()), "pop", ast.Load())
-                call.args = [ast.Constant(0)]
+            parts = [ast.Tuple(list(part), ast.Load()) for part in (makers, between)]
+            value = ast.Call(ast.Name(SHARED, ast.Load()), [x, *parts], [])
+            places = Places(group.calls, kept)
+            for statement in block[group.first :]:
+                places.visit(statement)
             first = block[group.first]
             statement = ast.copy_location(ast.Assign([ast.Name(kept, ast.Store())], value), first)
             block.insert(group.first, statement)
@@ -149,53 +164,18 @@ def rewrite_shared(node: ast.FunctionDef, layers: Collection[str]) -> list[str]:
     return found
 
 
-def groups(block: list[ast.stmt], layers: Collection[str]) -> Iterator[Group]:
-    """The calls with one variable that nothing else uses or sets in between."""
-    open_groups: dict[str, Group] = {}
-    for index, statement in enumerate(block):
-        is_plain = isinstance(statement, (ast.Assign, ast.AnnAssign, ast.Expr, ast.Return))
-        if not is_plain or any(isinstance(part, ast.NamedExpr) for part in ast.walk(statement)):
-            yield from open_groups.values()
-            open_groups.clear()
-            continue
-        calls = list(certain_calls(statement, layers))
-        theirs = {id(call.args[0]) for _, _, call in calls}
-        parts = list(ast.walk(statement))
-        theirs |= {id(p.value) for p in parts if isinstance(p, ast.Attribute) and p.attr in FACTS}
-        others = [p for p in parts if isinstance(p, ast.Name) and id(p) not in theirs]
-        reads = {name.id for name in others if isinstance(name.ctx, ast.Load)}
-        for name in reads & open_groups.keys():
-            yield open_groups.pop(name)
-        for name, variable, call in calls:
-            if variable not in reads:
-                group = open_groups.setdefault(variable, Group(variable, index))
-                group.names.append(name)
-                group.calls.append(call)
-        for name in {name.id for name in others} & open_groups.keys():
-            yield open_groups.pop(name)
-    yield from open_groups.values()
+class Places(OwnScope, ast.NodeTransformer):
+    """Takes the outputs at the places of the calls."""
 
+    def __init__(self, calls: list[ast.Call], kept: str) -> None:
+        self.calls, self.kept = calls, kept
 
-UNCERTAIN = (
-    ast.IfExp,
-    ast.BoolOp,
-    ast.Compare,
-    ast.Lambda,
-    ast.ListComp,
-    ast.SetComp,
-    ast.DictComp,
-    ast.GeneratorExp,
-)
-"""Expressions that may run a part of them never, or several times."""
-
-
-def certain_calls(node: ast.AST, layers: Collection[str]) -> Iterator[tuple[str, str, ast.Call]]:
-    """Layer, variable and call of each ``self.layer(variable)`` that runs once, in their order."""
-    if isinstance(node, UNCERTAIN):
-        return
-    for child in ast.iter_child_nodes(node):
-        yield from certain_calls(child, layers)
-    own = call_of(node, layers)
-    if own is not None and isinstance(own[1], ast.Name):
-        assert isinstance(node, ast.Call)
-        yield own[0], own[1].id, node
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        """A call."""
+        if not any(node is call for call in self.calls):
+            return self.generic_visit(node)
+        # Taken out of the list, so that the forward keeps no output longer than before.
+        taken = ast.parse(f"{self.kept}.pop(0) if {self.kept} else None", mode="eval").body
+        assert isinstance(taken, ast.IfExp)
+        taken.orelse = node
+        return ast.copy_location(taken, node)
