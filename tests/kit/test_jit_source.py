@@ -15,7 +15,7 @@ from torchkiln.jit.call.packing import pack
 from torchkiln.jit.call.signature import Signature, kernels_of
 from torchkiln.jit.compile import cache
 from torchkiln.jit.compile.cache import Binary
-from torchkiln.jit.compile.includes import included
+from torchkiln.jit.compile.includes import scan
 
 SOURCE = """
 // __global__ void not_this(int a);
@@ -105,10 +105,26 @@ def test_included_files(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "b.h").write_text('# include "c.h"\n')
     (tmp_path / "sub" / "c.h").write_text('#include "../a.h"\n')
-    found = included('#include "a.h"\n// #include "d.h"\n', tmp_path, [])
-    assert found is not None
-    assert {path.resolve().name for path in found} >= {"a.h", "b.h", "c.h"}
-    assert included("#define NAME <a.h>\n#include NAME\n", tmp_path, []) is None
+    found = scan('#include "a.h"\n// #include "d.h"\n', str(tmp_path / "my.cu"))
+    assert found.is_complete
+    assert {path.name for path in found.files} == {"a.h", "b.h", "c.h"}
+    assert found.names == {"a.h", "sub/b.h", "cuda_fp16.h", "c.h", "../a.h"}
+    found = scan("#define NAME <a.h>\n#include NAME\n", str(tmp_path / "my.cu"))
+    assert not found.is_complete
+
+
+@pytest.mark.parametrize(
+    ("options", "is_complete"),
+    [
+        (("--use_fast_math", "--ptxas-options=-O3", "-DHAS=1", "-I", "/nowhere"), True),
+        (("--use-pch=all.pch",), False),
+        (("--options-file=more",), False),
+        (("-DEXISTS=__has_include",), False),
+        (("--no-source-include",), False),
+    ],
+)
+def test_options_that_read_files(options: tuple[str, ...], is_complete: bool) -> None:
+    assert scan("", "my.cu", options=options).is_complete == is_complete
 
 
 @pytest.fixture

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from torchkiln.jit.call.layout import broadcast
 from torchkiln.jit.call.packing import dtype_name
-from torchkiln.jit.compile.includes import included
-from torchkiln.jit.compile.toolkit import torchkiln_include
+from torchkiln.jit.compile.includes import scan
 from torchkiln.jit.custom_op import Op
 from torchkiln.jit.formula.arguments import Argument, read_arguments
 from torchkiln.jit.formula.expression import Name, Node, call, cuda_of, names_in, parse, slope
@@ -189,7 +188,7 @@ def elementwise(
             " expression uses"
         )
     text, path = _read_source(source)
-    files = included(text, Path(path).parent, (torchkiln_include(),))  # a saved file is a new op
+    files = scan(text, path).files  # a saved file is a new op
     key = (expression, arguments, str(gradient), functor, f"{text}{files}", reference, name)
     if key in _made and not _made[key]._is_replaced:
         return _made[key]
