@@ -188,7 +188,7 @@ def test_nothing_stops_vllm(
 ) -> None:
     package = sys.modules["vllm"]
     if broken == "no package":
-        monkeypatch.setitem(sys.modules, "vllm", None)  # type: ignore[arg-type]
+        monkeypatch.setitem(sys.modules, "vllm", None)
     elif broken == "no ir":
         del package.ir
     elif broken == "no ops":
