@@ -108,7 +108,7 @@ def test_a_folder_that_cannot_be_created(tmp_path: Path, monkeypatch: pytest.Mon
         jit.extension([tmp_path / "a.cpp"])
 
 
-@pytest.mark.parametrize("name", ["../../../x", "a b", 'a"b', "a\nb", "é", "1a", "/tmp/x"])
+@pytest.mark.parametrize("name", ["../../../x", "a b", 'a"b', "a\nb", "é", "1a", "/nowhere/x"])
 def test_names(tmp_path: Path, name: str) -> None:
     (tmp_path / "a.cpp").touch()
     with pytest.raises(ValueError, match=r"extension: name: got .*, expected a Python identifier"):
