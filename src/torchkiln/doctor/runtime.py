@@ -77,10 +77,10 @@ def find_caches(environment: Environment, _: Facts) -> list[Finding]:
             found.append(problem("cache", f"{folder} is not writable", *remedies))
     kernels = caches[VARIABLE]
     if kernels.is_dir() and (words := danger(kernels.stat())):
-        remedies = (f"chmod go-w {kernels}",) if "write" in words else ()
+        repair = [f"chmod go-w {kernels}"] if "write" in words else []
         own = f"export {VARIABLE}={environment.home}/kernels-of-mine"
         words = f"{kernels} is not used, because {words}: kernels are compiled by every process"
-        found.append(problem("cache", words, *remedies, own))
+        found.append(problem("cache", words, *repair, own))
     for lock in stale_locks(caches["TORCH_EXTENSIONS_DIR"]):
         words = f"{lock} was left by a build that died: torch waits for it forever"
         found.append(problem("lock", words, f"rm '{lock}'"))

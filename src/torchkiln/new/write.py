@@ -63,8 +63,8 @@ def write_folder(into: Path, made: dict[str, str]) -> list[Path]:
     except BaseException:
         shutil.rmtree(into if is_new else unfinished, ignore_errors=True)
         raise
-    for path in sorted(unfinished.iterdir()):
-        path.rename(into / path.name)
+    for part in list(unfinished.iterdir()):
+        part.rename(into / part.name)
     unfinished.rmdir()
     return [into / path for path in made]
 
