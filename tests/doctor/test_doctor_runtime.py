@@ -76,6 +76,33 @@ def test_cache_that_cannot_be_written(machine: Machine, name: str) -> None:
     assert f"export {name}=" in remedies
 
 
+def test_cache_of_kernels(machine: Machine) -> None:
+    kernels = machine.home / ".cache" / "torchkiln" / "jit"
+    kernels.mkdir(parents=True, mode=0o700)
+    assert machine.find_one(find_caches, "ok")[0] == str(kernels)
+    kernels.chmod(0o777)
+    words, remedies = machine.find_one(find_caches, "problem")
+    assert words.startswith(f"{kernels} is not used, because other users can write to it")
+    assert f"chmod go-w {kernels}" in remedies
+    assert f"export TORCHKILN_CACHE={machine.home}/kernels-of-mine" in remedies
+    kernels.chmod(0o755)
+    assert machine.find_one(find_caches, "ok")
+    file = machine.write(machine.folder / "file")
+    machine.variables["TORCHKILN_CACHE"] = str(file)
+    assert machine.find_one(find_caches, "problem")[0] == f"{file}/jit is not writable"
+
+
+def test_cache_of_kernels_of_another_user(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = machine.home / ".cache" / "torchkiln" / "jit"
+    kernels.mkdir(parents=True)
+    monkeypatch.setattr(os, "geteuid", lambda: kernels.stat().st_uid + 1)
+    words, remedies = machine.find_one(find_caches, "problem")
+    assert "is not used, because it belongs to user" in words
+    assert remedies.startswith("export TORCHKILN_CACHE=")
+
+
 @pytest.mark.parametrize("below", ["mine", "py311_cu130/mine"])
 def test_stale_lock(machine: Machine, below: str) -> None:
     lock = machine.write(machine.home / ".cache/torch_extensions" / below / "lock")

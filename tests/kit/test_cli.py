@@ -15,7 +15,7 @@ import torch
 
 from torchkiln.bench import case, peers, plan, regression, result
 from torchkiln.cli import COMMANDS, bench_parser, main
-from torchkiln.cli.options import DTYPES, dtype_name, shape
+from torchkiln.cli.options import DTYPES, dtype_name, shape, write_whole
 from torchkiln.ops.names import ALIASES, FAMILIES, OPS
 from torchkiln.testing import SPECS
 
@@ -226,3 +226,44 @@ def test_a_closed_pipe(words: str) -> None:
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize("output", ["json", "csv", "markdown", "html"])
+def test_a_full_disk_leaves_the_old_output(output: str, tmp_path: Path) -> None:
+    """A process that may write 10 bytes per file replaces the output of an earlier run."""
+    code = (
+        "import resource, signal, sys\n"
+        "from pathlib import Path\n"
+        "from torchkiln.bench import __main__ as command\n"
+        "from torchkiln.bench.result import Record\n"
+        "from torchkiln.testing.environment import environment\n"
+        "from torchkiln.cli import bench_parser\n"
+        "import torch\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "record = Record(environment(torch.device('cpu')), ())\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))\n"
+        "command.write(bench_parser.bench([sys.argv[1]]), record, None)\n"
+    )
+    path = tmp_path / "out"
+    path.write_text("the old results, which are longer than 10 bytes")
+    command = [sys.executable, "-W", "ignore", "-c", code, f"--{output}={path}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "File too large" in done.stderr
+    assert path.read_text() == "the old results, which are longer than 10 bytes"
+    assert [file.name for file in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_file_is_replaced(tmp_path: Path) -> None:
+    target, link = tmp_path / "target", tmp_path / "link"
+    link.symlink_to(target)
+    write_whole(link, "new\r\n")
+    assert link.is_symlink()
+    target.chmod(0o640)
+    write_whole(link, "newer\r\n")
+    assert target.read_bytes() == b"newer\r\n"
+    assert target.stat().st_mode & 0o777 == 0o640
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "target"]
+    code = "from pathlib import Path; from torchkiln.cli.options import write_whole\n"
+    code += "write_whole(Path('/dev/stdout'), 'to a pipe')"
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    assert subprocess.run(command, capture_output=True, check=True).stdout == b"to a pipe"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import re
 import subprocess
 import sys
+import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from torchkiln import jit
+from torchkiln.jit import elementwise_op
 from torchkiln.jit.call.layout import broadcast, divisor, layout, merge_dimensions
 from torchkiln.jit.compile import toolkit
 from torchkiln.jit.formula.expression import (
@@ -114,11 +118,66 @@ def test_chain_rule(text: str) -> None:
         ("x * 2", "x: float", "expected at least one tensor"),
         ("x * 2", "*x", "expected names such as"),
         ("", "x", "got expression '' and functor '', expected one of them"),
+        ("grad * x", "", r"arguments: got 'grad, x' \(kernels use the name grad themselves\)"),
+        ("result0 * x", "x, result0", r"\(kernels use the name result0 themselves\)"),
+        ("\u00e9 * 2", "", r"arguments: got '\u00e9' \(\u00e9 is no name that torch's schemas and"),
+        ("NoneType * 2", "", "NoneType is no name that torch's schemas and C"),
+        ("x * y", "x, y=1e999", "the default of y is inf, not finite"),
+        ("x * y", f"x, y=1{'0' * 400}", "too large .*, expected names such as"),
+        (f"x * 1{'0' * 400}", "", "expression: got an integer of 401 digits, expected at most"),
+        (f"x * -1{'0' * 400}", "", "expression: got an integer of 401 digits, expected at most"),
+        ("x" + " + x" * 3000, "", "expression: got a formula of more than 100 levels, expected"),
+        ("sin(" * 150 + "x" + ")" * 150, "", "got a formula of more than 100 levels, expected"),
+        ("x" + " + x" * 120, "", "got a formula of more than 100 levels, expected"),
     ],
 )
 def test_wrong_formulas(expression: str, arguments: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         jit.elementwise(expression, arguments)
+
+
+@pytest.mark.parametrize(
+    "formula", ["x" + " + x" * 98, "x" + " * x" * 98, "sin(" * 98 + "x" + ")" * 98]
+)
+def test_the_deepest_formulas(formula: str) -> None:
+    """Their second derivatives fit Python's stack."""
+    x = torch.ones(1, dtype=torch.float64, requires_grad=True)
+    (slope_of_x,) = torch.autograd.grad(jit.elementwise(formula)(x), x, create_graph=True)
+    if slope_of_x.requires_grad:
+        slope_of_x.backward()
+        assert x.grad is not None
+
+
+def test_one_op_from_many_threads() -> None:
+    """Several formulas, so that threads look up one op while they make another."""
+    start, failures = threading.Barrier(32), []
+
+    def call(thread: int) -> None:
+        start.wait()
+        for i in range(320):
+            number = 1 + i // 10
+            try:
+                result = jit.elementwise(f"x * {number} + 0.25")(torch.ones(2))
+                assert result.tolist() == [number + 0.25] * 2
+            except Exception as error:
+                failures.append((thread, i, error))
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(32)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, (len(failures), failures[0])
+
+
+def test_replaced_ops_are_freed() -> None:
+    first = weakref.ref(jit.elementwise("x + 0.5", name="changing"))
+    before = len(elementwise_op._made)
+    for i in range(20):
+        jit.elementwise(f"x + {i}", name="changing")
+    assert len(elementwise_op._made) == before
+    gc.collect()
+    assert first() is None
 
 
 def test_wrong_gradients() -> None:
@@ -170,6 +229,9 @@ def test_a_replaced_op_raises() -> None:
 def test_wrong_names_and_types() -> None:
     with pytest.raises(ValueError, match="name: got 'two words', expected a Python identifier"):
         jit.elementwise("x * 2", name="two words")
+    for name in ("class", "None", "\u00e9", "__init__", "name"):
+        with pytest.raises(ValueError, match=f"name: got '{name}', expected a Python identifier"):
+            jit.elementwise("x * 2", name=name)
     with pytest.raises(ValueError, match="the type of y is flaot, not float or Tensor"):
         jit.elementwise("x * y", "x, y: flaot")
     assert jit.elementwise("x * y", "x: Tensor, y: float")(torch.ones(1), 2.0).item() == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import sysconfig
 import threading
 from pathlib import Path
 from typing import Any
@@ -103,5 +104,27 @@ def test_a_folder_that_cannot_be_created(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "file").touch()
     (tmp_path / "a.cpp").touch()
     monkeypatch.setenv("TORCHKILN_CACHE", str(tmp_path / "file"))
-    with pytest.raises(RuntimeError, match=r"cannot be created .*set TORCHKILN_CACHE"):
+    with pytest.raises(RuntimeError, match=r"expected a folder .*set TORCHKILN_CACHE"):
         jit.extension([tmp_path / "a.cpp"])
+
+
+@pytest.mark.parametrize("name", ["../../../x", "a b", 'a"b', "a\nb", "é", "1a", "/nowhere/x"])
+def test_names(tmp_path: Path, name: str) -> None:
+    (tmp_path / "a.cpp").touch()
+    with pytest.raises(ValueError, match=r"extension: name: got .*, expected a Python identifier"):
+        jit.extension([tmp_path / "a.cpp"], name=name)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.cpp"]
+
+
+def test_machines_and_pythons_share_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.utils import cpp_extension as torchs  # noqa: PLC0415  slow to import
+
+    folders: list[str] = []
+    monkeypatch.setattr(torchs, "load", lambda **given: folders.append(given["build_directory"]))
+    (tmp_path / "a.cpp").touch()
+    for abi in ("cpython-313-x86_64-linux-gnu", "cpython-313t-x86_64-linux-gnu", "other"):
+        monkeypatch.setattr(sysconfig, "get_config_var", {"SOABI": abi}.get)
+        jit.extension([tmp_path / "a.cpp"])
+    assert len(set(folders)) == 3

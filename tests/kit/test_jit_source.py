@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import multiprocessing
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from torchkiln import jit
 from torchkiln.jit.call.packing import pack
 from torchkiln.jit.call.signature import Signature, kernels_of
 from torchkiln.jit.compile import cache
 from torchkiln.jit.compile.cache import Binary
-from torchkiln.jit.compile.includes import included
+from torchkiln.jit.compile.includes import scan
 
 SOURCE = """
 // __global__ void not_this(int a);
@@ -105,10 +109,26 @@ def test_included_files(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "b.h").write_text('# include "c.h"\n')
     (tmp_path / "sub" / "c.h").write_text('#include "../a.h"\n')
-    found = included('#include "a.h"\n// #include "d.h"\n', tmp_path, [])
-    assert found is not None
-    assert {path.resolve().name for path in found} >= {"a.h", "b.h", "c.h"}
-    assert included("#define NAME <a.h>\n#include NAME\n", tmp_path, []) is None
+    found = scan('#include "a.h"\n// #include "d.h"\n', str(tmp_path / "my.cu"))
+    assert found.is_complete
+    assert {path.name for path in found.files} == {"a.h", "b.h", "c.h"}
+    assert found.names == {"a.h", "sub/b.h", "cuda_fp16.h", "c.h", "../a.h"}
+    found = scan("#define NAME <a.h>\n#include NAME\n", str(tmp_path / "my.cu"))
+    assert not found.is_complete
+
+
+@pytest.mark.parametrize(
+    ("options", "is_complete"),
+    [
+        (("--use_fast_math", "--ptxas-options=-O3", "-DHAS=1", "-I", "/nowhere"), True),
+        (("--use-pch=all.pch",), False),
+        (("--options-file=more",), False),
+        (("-DEXISTS=__has_include",), False),
+        (("--no-source-include",), False),
+    ],
+)
+def test_options_that_read_files(options: tuple[str, ...], is_complete: bool) -> None:
+    assert scan("", "my.cu", options=options).is_complete == is_complete
 
 
 @pytest.fixture
@@ -169,9 +189,113 @@ def test_temporary_files_of_killed_processes_are_removed(folder: Path) -> None:
 def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("TORCHKILN_CACHE", str(tmp_path / "file"))
-    with pytest.warns(
-        UserWarning, match="cache folder: .* cannot be written .*Set TORCHKILN_CACHE"
-    ):
+    words = "cache folder: .* cannot be used .*Set TORCHKILN_CACHE"
+    with pytest.warns(UserWarning, match=words):
         cache.write("abcd", Binary(b"", {}))
     cache.write("abcd", Binary(b"", {}))  # warns once
     assert cache.read("abcd") is None
+
+
+def test_folders_are_private(folder: Path) -> None:
+    before = os.umask(0)
+    try:
+        cache.write(cache.key("a"), Binary(b"code", {}))
+    finally:
+        os.umask(before)
+    made = [folder.parent, *folder.parent.rglob("*")]
+    assert {path.stat().st_mode & 0o777 for path in made if path.is_dir()} == {0o700}
+    assert {path.stat().st_mode & 0o777 for path in made if path.is_file()} == {0o600}
+
+
+@pytest.mark.parametrize("foreign", ["mode", "owner"])
+@pytest.mark.parametrize("level", ["folder", "file"])
+def test_what_others_can_change_is_not_used(
+    folder: Path, foreign: str, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = cache.key("a")
+    cache.write(name, Binary(b"code", {}))
+    path = folder if level == "folder" else folder / name[:2] / name[2:]
+    if foreign == "mode":
+        path.chmod(0o777)
+    elif os.geteuid() == 0:
+        os.chown(path, 54321, 54321)
+    elif level == "file":
+        pytest.skip("needs root, to give a file away")
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 54321)
+    assert cache.read(name) is None
+    if level == "file":  # replaced
+        cache.write(name, Binary(b"code", {}))
+        assert cache.read(name) == Binary(b"code", {})
+        return
+    words = "other users can write to it" if foreign == "mode" else "it belongs to user"
+    with pytest.warns(UserWarning, match=rf"cache folder: .*jit cannot be used \({words}"):
+        cache.write(name, Binary(b"new", {}))
+    assert (folder / name[:2] / name[2:]).read_bytes().endswith(b"code")
+    source = folder.parent / "a.cpp"
+    source.touch()
+    with pytest.raises(RuntimeError, match=rf"extension: cache folder: got .*jit \({words}"):
+        jit.extension([source])
+
+
+def test_an_entry_under_another_name_is_not_used(folder: Path) -> None:
+    names = [cache.key("a"), cache.key("b")]
+    for name in names:
+        cache.write(name, Binary(name.encode(), {}))
+    paths = [folder / name[:2] / name[2:] for name in names]
+    paths[0].replace(paths[1])
+    assert cache.read(names[1]) is None
+
+
+@pytest.mark.parametrize("payload", [b"", b"no JSON\ncode", b"[1]\ncode", b"3\ncode"])
+def test_an_entry_with_a_right_digest_and_no_names(folder: Path, payload: bytes) -> None:
+    name = cache.key("a")
+    cache.write(name, Binary(b"code", {}))
+    path = folder / name[:2] / name[2:]
+    path.write_bytes(hashlib.sha256(name.encode() + payload).digest() + payload)
+    assert cache.read(name) is None
+    cache.write(name, Binary(b"code", {}))
+    assert cache.read(name) == Binary(b"code", {})
+
+
+def test_without_a_home_folder(tmp_path: Path) -> None:
+    """As docker run --user 12345: neither HOME nor an entry among the users."""
+    code = (
+        "import os, pwd, sys, warnings\n"
+        "def getpwuid(_): raise KeyError\n"
+        "pwd.getpwuid = getpwuid\n"
+        "from torchkiln import jit\n"
+        "from torchkiln.jit.compile import cache\n"
+        "from torchkiln.doctor.environment import Environment\n"
+        "Environment.here()\n"
+        "with warnings.catch_warnings(record=True) as seen:\n"
+        "    warnings.simplefilter('always')\n"
+        "    assert cache.read('abcd') is None\n"
+        "    cache.write('abcd', cache.Binary(b'', {}))\n"
+        "    cache.write('abcd', cache.Binary(b'', {}))\n"
+        "print([str(w.message) for w in seen if 'torchkiln' in str(w.message)])\n"
+        "try: jit.extension([sys.argv[1]])\n"
+        "except RuntimeError as error: print(error)"
+    )
+    (tmp_path / "a.cpp").touch()
+    kept = {
+        name: value for name, value in os.environ.items() if name in ("PATH", "LD_LIBRARY_PATH")
+    }
+    command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path / "a.cpp")]
+    done = subprocess.run(command, env=kept, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    warned, refused = done.stdout.splitlines()
+    assert warned.count("torchkiln.jit: cache folder: got none (the user has no home folder)") == 1
+    assert "set TORCHKILN_CACHE" in refused
+
+
+def test_unused_entries_are_removed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [cache.key(letter) for letter in "abc"]
+    paths = [folder / name[:2] / name[2:] for name in names]
+    for name, path, days in zip(names, paths, (91, 89, 91), strict=True):
+        cache.write(name, Binary(b"code", {}))
+        os.utime(path, times=(0, time.time() - days * cache.DAY))
+    assert cache.read(names[2]) is not None  # a use, after 91 days
+    monkeypatch.setattr(cache, "_swept", set())  # another process
+    cache.write(cache.key("d"), Binary(b"code", {}))
+    assert [path.exists() for path in paths] == [False, True, True]

@@ -152,6 +152,51 @@ def test_a_folder_that_is_not_empty(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+KILLED = """
+import os, sys
+from pathlib import Path
+from torchkiln.new import write
+from torchkiln.new.__main__ import main
+count = 0
+original = write.store
+def store(path, text):
+    global count
+    count += 1
+    if count == 5:
+        if sys.argv[1] == "killed":
+            os.kill(os.getpid(), 9)
+        raise OSError(28, "No space left on device")
+    return original(path, text)
+write.store = store
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize("how", ["killed", "full"])
+@pytest.mark.parametrize("options", [[], ["--for", "hub"]], ids=["package", "hub"])
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_run_that_does_not_end(
+    how: str, options: list[str], is_there: bool, tmp_path: Path
+) -> None:
+    into = tmp_path / "made"
+    if is_there:
+        into.mkdir()
+    words = [NAME, *options, "--into", str(into)]
+    command = [sys.executable, "-W", "ignore", "-c", KILLED, how, *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if how == "killed":
+        assert done.returncode == -9
+        assert [path.name for path in into.iterdir()] == [check.UNFINISHED]
+    else:
+        assert done.returncode == 2
+        assert "(No space left on device), expected a folder that can be written" in done.stderr
+        assert into.exists() == is_there
+        assert not is_there or not any(into.iterdir())
+    assert main(words) == 0
+    assert main([NAME, *options, "--into", str(tmp_path / "other")]) == 0
+    assert texts(into) == texts(tmp_path / "other")
+
+
 def test_an_unknown_template(tmp_path: Path) -> None:
     message = "--template: got 'scan', expected one of elementwise, reduction, custom"
     with pytest.raises(ValueError, match=message):

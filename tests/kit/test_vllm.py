@@ -9,7 +9,7 @@ import logging
 import sys
 from collections.abc import Callable
 from importlib.metadata import entry_points
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -156,4 +156,49 @@ def test_another_signature_is_left_alone(ops: Any, caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.WARNING):
         vllm.register()
     assert not ops.rms_norm.impls
-    assert "torchkiln.hub.vllm: rms_norm: torchkiln: another signature" in caplog.text
+    assert "torchkiln.hub.vllm: rms_norm: ValueError: torchkiln: another signature" in caplog.text
+
+
+def refusing(error: type[Exception]) -> Any:
+    """An operator whose registration raises."""
+
+    def register_impl(*_: Any, **__: Any) -> Any:
+        raise error("refused")
+
+    return SimpleNamespace(impls={}, register_impl=register_impl)
+
+
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        ("no package", "ModuleNotFoundError"),
+        ("no ir", "ImportError"),
+        ("no ops", "AttributeError"),
+        ("no impls", "AttributeError"),
+        ("assertion", "AssertionError: refused"),
+        ("keyword", "TypeError: refused"),
+    ],
+)
+def test_nothing_stops_vllm(
+    ops: Any,
+    broken: str,
+    words: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    package = sys.modules["vllm"]
+    if broken == "no package":
+        monkeypatch.setitem(sys.modules, "vllm", None)
+    elif broken == "no ir":
+        del package.ir
+    elif broken == "no ops":
+        del package.ir.ops
+    elif broken == "no impls":
+        ops.rms_norm = SimpleNamespace()
+    else:
+        ops.rms_norm = refusing(AssertionError if broken == "assertion" else TypeError)
+    with caplog.at_level(logging.WARNING):
+        vllm.register()
+    assert f"torchkiln.hub.vllm: rms_norm: {words}" in caplog.text
+    is_found = broken in ("no impls", "assertion", "keyword")
+    assert ("torchkiln" in ops.fused_add_rms_norm.impls) == is_found  # one does not stop the other

@@ -20,6 +20,7 @@ from torchkiln.bench.plan import Plan, device_of
 from torchkiln.bench.regression import Changes, changes
 from torchkiln.bench.result import CALLS, SMALL, Record, Row, Skipped
 from torchkiln.cli import bench_parser
+from torchkiln.cli.options import write_whole
 from torchkiln.testing import SPECS
 from torchkiln.testing.environment import Environment, environment
 from torchkiln.testing.registry import specs_of
@@ -149,10 +150,10 @@ def write(options: argparse.Namespace, record: Record, changed: Changes | None) 
     if options.csv:
         report.write_csv(options.csv, record)
     if options.markdown:
-        options.markdown.write_text(report.markdown(record), encoding="utf-8")
+        write_whole(options.markdown, report.markdown(record))
     if options.html:
         page = report.html(record, changed.table() if changed else None)
-        options.html.write_text(page, encoding="utf-8")
+        write_whole(options.html, page)
     if options.plot:
         from torchkiln.bench import charts  # noqa: PLC0415
 

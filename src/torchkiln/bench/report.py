@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from torchkiln.bench.result import HOST, OURS, Record, Row, Skipped
+from torchkiln.cli.options import write_whole
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -205,17 +206,18 @@ def write_csv(path: Path, record: Record) -> None:
     """A line for each time: ours, the peers', remarked ones and the references."""
     here = record.environment
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        out = csv.writer(file)
-        out.writerow(CSV_HEADINGS)
-        for row in record.rows:
-            call = (row.kind, row.op, row.variant, row.dtype, *row.shape, row.direction)
-            where = (here.date, here.device, here.torch, here.commit, *call, row.threads)
-            for who, times in {**row.times, **row.references}.items():
-                role = "reference" if who in row.references else "peer"
-                role = "ours" if who == OURS else "remarked" if who in row.remarks else role
-                figures = (times.seconds, times.low, times.high, times.rounds, row.peaks.get(who))
-                out.writerow((*where, row.bytes, row.operations, who, role, *figures))
+    file = io.StringIO(newline="")
+    out = csv.writer(file)
+    out.writerow(CSV_HEADINGS)
+    for row in record.rows:
+        call = (row.kind, row.op, row.variant, row.dtype, *row.shape, row.direction)
+        where = (here.date, here.device, here.torch, here.commit, *call, row.threads)
+        for who, times in {**row.times, **row.references}.items():
+            role = "reference" if who in row.references else "peer"
+            role = "ours" if who == OURS else "remarked" if who in row.remarks else role
+            figures = (times.seconds, times.low, times.high, times.rounds, row.peaks.get(who))
+            out.writerow((*where, row.bytes, row.operations, who, role, *figures))
+    write_whole(path, file.getvalue())
 
 
 def html_table(table: Table) -> str:

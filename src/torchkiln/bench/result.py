@@ -13,6 +13,7 @@ import torch
 from torchkiln.bench.case import BenchCase
 from torchkiln.bench.clock import Load, Times
 from torchkiln.bench.roofline import PRODUCT
+from torchkiln.cli.options import write_whole
 from torchkiln.testing.environment import Environment
 
 OURS = "torchkiln"
@@ -208,7 +209,7 @@ class Record:
             "skipped": [asdict(entry) for entry in self.skipped],
         }
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(content, indent=1) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> Record:

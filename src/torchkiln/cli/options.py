@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import shutil
 from pathlib import Path
 
 Shape = tuple[int, int]
@@ -52,8 +54,28 @@ def write_file(where: str, option: str, path: Path, text: str) -> None:
     """Write a file that an option names, and its folder; ValueError if that fails."""
     make_folder(where, option, path.absolute().parent)
     try:
-        path.write_text(text, encoding="utf-8")
+        write_whole(path, text)
     except OSError as error:
         raise ValueError(
             f"{where}: {option}: got {path} ({error.strerror}), expected a file that can be written"
         ) from error
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file; if that fails, or the process is killed, an old file stays as it was."""
+    target = path.resolve()  # a link stays
+    is_device = path.absolute().parts[1] in ("dev", "proc") or (
+        path.exists() and not path.is_file()
+    )
+    if is_device or not os.access(target.parent, os.W_OK):
+        path.write_text(text, encoding="utf-8", newline="")
+        return
+    unfinished = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        unfinished.write_text(text, encoding="utf-8", newline="")
+        if target.exists():
+            shutil.copymode(target, unfinished)
+        unfinished.replace(target)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise

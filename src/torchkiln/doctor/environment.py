@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torchkiln._cache_folder import home_folder
 from torchkiln._loader import find_package
 
 
@@ -58,7 +59,7 @@ class Environment:
             torch=Path(spec.origin).parent if spec and spec.origin else None,
             package=package,
             variables=os.environ,
-            home=Path.home(),
+            home=home_folder() or Path("/"),
         )
 
     @property

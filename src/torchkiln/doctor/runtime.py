@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from torchkiln._cache_folder import VARIABLE, cache_folder, danger
 from torchkiln.doctor import Finding, note, ok, problem
 from torchkiln.doctor.environment import Environment
 from torchkiln.doctor.facts import Facts
@@ -74,6 +75,12 @@ def find_caches(environment: Environment, _: Facts) -> list[Finding]:
             own = f"export {variable}={environment.home}/{folder.name}-of-mine"
             remedies = (f"sudo chown -R $(id -u) {folder}", own)
             found.append(problem("cache", f"{folder} is not writable", *remedies))
+    kernels = caches[VARIABLE]
+    if kernels.is_dir() and (words := danger(kernels.stat())):
+        repair = [f"chmod go-w {kernels}"] if "write" in words else []
+        own = f"export {VARIABLE}={environment.home}/kernels-of-mine"
+        words = f"{kernels} is not used, because {words}: kernels are compiled by every process"
+        found.append(problem("cache", words, *repair, own))
     for lock in stale_locks(caches["TORCH_EXTENSIONS_DIR"]):
         words = f"{lock} was left by a build that died: torch waits for it forever"
         found.append(problem("lock", words, f"rm '{lock}'"))
@@ -84,7 +91,7 @@ def find_caches(environment: Environment, _: Facts) -> list[Finding]:
 
 
 def cache_folders(environment: Environment) -> dict[str, Path]:
-    """Folders of torch, Triton and the driver, by the variable that overrides each."""
+    """Folders of torchkiln, torch, Triton and the driver, by the variable that overrides each."""
     given, home = environment.variables, environment.home
     cache = Path(given.get("XDG_CACHE_HOME") or home / ".cache")
     temporary = Path(given.get("TMPDIR") or environment.at("/tmp"))
@@ -94,7 +101,8 @@ def cache_folders(environment: Environment) -> dict[str, Path]:
         "TRITON_CACHE_DIR": home / ".triton" / "cache",
         "CUDA_CACHE_PATH": home / ".nv" / "ComputeCache",
     }
-    return {name: Path(given.get(name) or folder) for name, folder in defaults.items()}
+    others = {name: Path(given.get(name) or folder) for name, folder in defaults.items()}
+    return {VARIABLE: cache_folder(given, home), **others}
 
 
 def _user() -> str:

@@ -5,6 +5,8 @@ processes. The provider is then available, and used where a priority list names 
 """
 
 import logging
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,23 +71,26 @@ def fused_add_rms_norm(
 def register() -> None:
     """Adds the provider to vLLM's operators; a second call changes nothing.
 
-    An operator whose signature is another one in the installed vLLM is left alone, with a warning.
+    vLLM calls this at its start without a guard, so nothing raises: an operator that the installed
+    vLLM lacks or refuses is left alone, with a warning.
     """
-    from vllm import ir  # noqa: PLC0415  an optional package
-
-    supported = torch.cuda.is_available() and build_info()["cuda"] is not None
     for function, takes, inplace in (
         (rms_norm, takes_norm, False),
         (fused_add_rms_norm, takes_sum, True),
     ):
-        op = getattr(ir.ops, function.__name__, None)
-        if op is None or PROVIDER in op.impls:
-            continue
         try:
-            op.register_impl(PROVIDER, supported=supported, supports_args=takes, inplace=inplace)(
-                function
-            )
-        except ValueError as error:
+            _add(function, takes, inplace=inplace)
+        except Exception as error:
             logging.getLogger(__name__).warning(
-                "torchkiln.hub.vllm: %s: %s", function.__name__, error
+                "torchkiln.hub.vllm: %s: %s: %s", function.__name__, type(error).__name__, error
             )
+
+
+def _add(function: Callable[..., Any], takes: Callable[..., bool], *, inplace: bool) -> None:
+    from vllm import ir  # noqa: PLC0415  an optional package
+
+    op = getattr(ir.ops, function.__name__, None)
+    if op is None or PROVIDER in op.impls:
+        return
+    supported = torch.cuda.is_available() and build_info()["cuda"] is not None
+    op.register_impl(PROVIDER, supported=supported, supports_args=takes, inplace=inplace)(function)

@@ -6,7 +6,7 @@ import fcntl
 import hashlib
 import re
 import subprocess
-import sys
+import sysconfig
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,16 +52,21 @@ def extension(
             raise FileNotFoundError(
                 f"torchkiln.jit.extension: sources: got {file}, expected a file"
             )
+    if name and not (name.isascii() and name.isidentifier()):
+        raise ValueError(
+            f"torchkiln.jit.extension: name: got {name!r}, expected a Python identifier of ASCII"
+            " characters"
+        )
     digest = hashlib.sha256("\n".join(map(str, files)).encode()).hexdigest()[:8]
     stem = re.sub(r"\W", "_", files[0].stem)
     module = name or f"{stem}_{digest}"
-    folder = cache.folder() / "extensions" / _environment() / module
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = cache.folder() / "extensions" / _environment() / module
+        cache.prepare(folder)
     except OSError as error:
         raise RuntimeError(
-            f"torchkiln.jit.extension: cache folder: {folder} cannot be created ({error.strerror});"
-            " set TORCHKILN_CACHE to a writable folder"
+            f"torchkiln.jit.extension: cache folder: got {error.filename} ({error.strerror}),"
+            " expected a folder that only you can write to; set TORCHKILN_CACHE to one"
         ) from error
     with_cuda = any(file.suffix in CUDA_SUFFIXES for file in files)
     from torch.utils import cpp_extension  # noqa: PLC0415  slow to import
@@ -83,9 +88,8 @@ def extension(
 
 
 def _environment() -> str:
-    """A folder name for the Python and the torch that a module is built for."""
-    python = f"{sys.version_info.major}{sys.version_info.minor}"
-    return f"py{python}-torch{torch.__version__}"
+    """A folder name for the Python, the machine and the torch that a module is built for."""
+    return f"{sysconfig.get_config_var('SOABI')}-torch{torch.__version__}"
 
 
 @contextmanager

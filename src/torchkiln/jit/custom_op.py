@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,6 +40,9 @@ def _force_recording() -> Any:
 
 
 _made: dict[str, Op] = {}
+MAKING = threading.RLock()
+"""Held while an op is looked up and made: of two threads that make one op, the second would destroy
+the op of the first."""
 
 
 class Op:
@@ -66,7 +70,14 @@ class Op:
                 f"torchkiln.jit.op: schema: got {schema!r}, expected a schema such as"
                 ' "mine::name(Tensor x, float lo=0.0) -> Tensor"'
             )
-        self.schema = torch._C.parse_schema(schema)
+        try:
+            self.schema = torch._C.parse_schema(schema)
+        except RuntimeError as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise ValueError(
+                f"torchkiln.jit.op: schema: got {schema!r} ({reason}), expected names and types"
+                " that torch's schemas have"
+            ) from None
         self.reference = reference
         self._kernel, self._gradient, self._check = kernel, gradient, check
         self._arguments = [argument.name for argument in self.schema.arguments]
@@ -74,9 +85,17 @@ class Op:
         self.positions = tuple(i for i, kind in enumerate(kinds) if kind == "Tensor")
         """The positions of the tensors among the arguments."""
         parameters = rest.rpartition("->")[0].strip().removesuffix(")")
+        self._is_replaced = False
+        with MAKING:
+            self._register(namespace, rest, parameters, meta or reference)
+        self.__name__ = self.short_name
+
+    def _register(
+        self, namespace: str, rest: str, parameters: str, meta: Callable[..., Any]
+    ) -> None:
+        """Defines the op and its backward in torch, in place of an earlier op of the same name."""
         helper = f"{self.short_name}_backward"
         tags = (torch.Tag.pt2_compliant_tag,)
-        self._is_replaced = False
         self._library = library = torch.library.Library(namespace, "FRAGMENT")
         if former := _made.pop(self.name, None):  # a notebook cell that runs again
             former._library._destroy()
@@ -91,14 +110,13 @@ class Op:
         library.impl(helper, self._backward_by_torch, "CPU")
         library.impl(helper, self._backward_on_cuda, "CUDA")
         register = torch.library
-        register.register_fake(self.name, self._checked(meta or reference), lib=library)
+        register.register_fake(self.name, self._checked(meta), lib=library)
         register.register_fake(f"{namespace}::{helper}", self._backward_meta, lib=library)
         register.register_autograd(self.name, self._backward, setup_context=self._save, lib=library)
         packets = getattr(torch.ops, namespace)
         self.overload = getattr(packets, self.short_name).default
         self._helper = getattr(packets, helper).default
         self.helpers = (helper,)
-        self.__name__ = self.short_name
 
     def __repr__(self) -> str:
         return f"<torchkiln.jit op {self.schema}>"

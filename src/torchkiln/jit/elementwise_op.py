@@ -12,10 +12,9 @@ from torch import Tensor
 
 from torchkiln.jit.call.layout import broadcast
 from torchkiln.jit.call.packing import dtype_name
-from torchkiln.jit.compile.includes import included
-from torchkiln.jit.compile.toolkit import torchkiln_include
-from torchkiln.jit.custom_op import Op
-from torchkiln.jit.formula.arguments import Argument, read_arguments
+from torchkiln.jit.compile.includes import scan
+from torchkiln.jit.custom_op import MAKING, Op
+from torchkiln.jit.formula.arguments import Argument, is_plain, read_arguments
 from torchkiln.jit.formula.expression import Name, Node, call, cuda_of, names_in, parse, slope
 from torchkiln.jit.formula.reference import GRAD, reference_of, with_gradients
 from torchkiln.jit.formula.source import CUDA_TYPES
@@ -136,7 +135,8 @@ class Elementwise(Op):
         return super().spec(**{**own, **fields})
 
 
-_made: dict[object, Elementwise] = {}
+_made: dict[str, tuple[object, Elementwise]] = {}
+"""What each op was made of, and the op, by its name. A later op of a name takes the place."""
 
 
 def elementwise(
@@ -180,22 +180,45 @@ def elementwise(
         raise ValueError(f"{WHERE}: functor: expected source, arguments and reference with it")
     used = list(dict.fromkeys(names_in(node))) if node is not None else []
     found = read_arguments(arguments or ", ".join(used))
-    known = [argument.name for argument in found]
-    if name and not name.isidentifier():
-        raise ValueError(f"{WHERE}: name: got {name!r}, expected a Python identifier")
-    if missing := [n for n in used if n not in known]:
+    if name and (not is_plain(name) or name.startswith("__") or name == "name"):  # of torch.ops.x
+        raise ValueError(
+            f"{WHERE}: name: got {name!r}, expected a Python identifier of ASCII characters"
+        )
+    if missing := [n for n in used if all(n != argument.name for argument in found)]:
         raise ValueError(
             f"{WHERE}: arguments: got {arguments!r}, expected {missing[0]} among them, which the"
             " expression uses"
         )
     text, path = _read_source(source)
-    files = included(text, Path(path).parent, (torchkiln_include(),))  # a saved file is a new op
+    files = scan(text, path).files  # a saved file is a new op
     key = (expression, arguments, str(gradient), functor, f"{text}{files}", reference, name)
-    if key in _made and not _made[key]._is_replaced:
-        return _made[key]
+    if not name:
+        name = f"elementwise_{hashlib.sha256(repr(key[:5]).encode()).hexdigest()[:8]}"
+    with MAKING:
+        former, op = _made.get(name, (None, None))
+        if op is None or former != key or op._is_replaced:
+            op = _make(
+                name, found, node, reference, functor=functor, preamble=(text, path), given=gradient
+            )
+            _made[name] = key, op
+        return op
+
+
+def _make(
+    name: str,
+    found: list[Argument],
+    node: Node | None,
+    reference: Callable[..., Tensor] | None,
+    *,
+    functor: str,
+    preamble: tuple[str, str],
+    given: Mapping[str, str] | None,
+) -> Elementwise:
+    """Makes an op from the arguments of :func:`elementwise`, which has checked them."""
     tensors = [argument.name for argument in found if not argument.is_number]
     numbers = [argument.name for argument in found if argument.is_number]
-    slopes = _gradients(node, tensors, known, gradient)
+    known = [argument.name for argument in found]
+    slopes = _gradients(node, tensors, known, given)
     if node is not None:
         body = cuda_of({"result0_": node})
         reference = reference or reference_of(node, found)
@@ -206,18 +229,15 @@ def elementwise(
         results = {f"result{k}_": part for k, part in enumerate(slopes)}
         backward = FormulaKernel([GRAD, *tensors], numbers, cuda_of(results))
     assert reference is not None
-    digest = hashlib.sha256(repr(key[:5]).encode()).hexdigest()[:8]
-    made = Elementwise(
-        name or f"elementwise_{digest}",
+    return Elementwise(
+        name,
         found,
         node=node,
-        forward=FormulaKernel(tensors, numbers, body, preamble=text, path=path),
+        forward=FormulaKernel(tensors, numbers, body, preamble=preamble[0], path=preamble[1]),
         backward=backward,
         reference=reference,
-        slopes=dict(zip(tensors, slopes or (), strict=True)) if gradient is not None else None,
+        slopes=dict(zip(tensors, slopes or (), strict=True)) if given is not None else None,
     )
-    _made[key] = made
-    return made
 
 
 def _gradients(

@@ -232,7 +232,7 @@ def load(
         raise FileNotFoundError(f"torchkiln.jit: path: got {path}, expected a file")
     if not reload:
         return Module(file.read_text(encoding="utf-8"), str(file), include, options)
-    files = Files(file, tuple(map(Path, include)))
+    files = Files(file, tuple(map(Path, include)), options)
     return Module(files.source, str(file), include, options, files=files)
 
 

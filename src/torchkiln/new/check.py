@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 
 WHERE = "torchkiln.new"
+UNFINISHED = ".unfinished"
+"""The folder of a run that has not ended, or was killed."""
 API = Path(__file__).parents[1] / "__init__.py"
 
 # Words that cannot name a function or a namespace in C++.
@@ -54,10 +56,10 @@ def public(api: Path) -> set[str]:
 
 
 def folder(given: Path) -> Path:
-    """Returns the folder if it is empty or does not exist."""
+    """Returns the folder if it is empty, has only the rest of a killed run, or does not exist."""
     if given.exists() and not given.is_dir():
         raise FileExistsError(f"{WHERE}: --into: got {given}, a file, expected a new folder")
-    if given.is_dir() and any(given.iterdir()):
+    if given.is_dir() and any(path.name != UNFINISHED for path in given.iterdir()):
         raise FileExistsError(
             f"{WHERE}: --into: got {given}, which is not empty, expected a new folder"
         )

@@ -29,10 +29,7 @@ def write_package(name: str, template: str, into: Path) -> list[Path]:
     built = _loader.read_record(_loader.find_package(torchkiln.__path__))
     version = _loader.minor(built["version"])
     words = words_of(template, name, name, version)
-    made = files((COMMON, template), words)
-    written = [store(into / path, text) for path, text in made.items()]
-    tidy(into, list(made))
-    return written
+    return write_folder(into, files((COMMON, template), words))
 
 
 def write_hub_kernel(name: str, into: Path) -> list[Path]:
@@ -44,10 +41,32 @@ def write_hub_kernel(name: str, into: Path) -> list[Path]:
     """
     check.name(name)
     check.folder(into)
-    made = files((HUB,), hub_words(name))
-    written = [store(into / path, text) for path, text in made.items()]
-    tidy(into, list(made))
-    return written
+    return write_folder(into, files((HUB,), hub_words(name)))
+
+
+def write_folder(into: Path, made: dict[str, str]) -> list[Path]:
+    """Writes all files or none, also on a full disk or if the process is killed.
+
+    Files are written into a folder below ``into``, which the next run removes, and then moved.
+
+    Args:
+        into: a folder that is empty or does not exist.
+        made: the text of each file.
+    """
+    is_new = not into.exists()
+    unfinished = into / check.UNFINISHED
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        for path, text in made.items():
+            store(unfinished / path, text)
+        tidy(unfinished, list(made))
+    except BaseException:
+        shutil.rmtree(into if is_new else unfinished, ignore_errors=True)
+        raise
+    for part in list(unfinished.iterdir()):
+        part.rename(into / part.name)
+    unfinished.rmdir()
+    return [into / path for path in made]
 
 
 def known(template: str) -> str:

@@ -9,13 +9,17 @@ from __future__ import annotations
 import ctypes
 import functools
 from ctypes import byref, c_char_p, c_size_t, c_void_p
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchkiln.jit.compile.compiler_log import advice, source_errors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
+
+NOWHERE = "/dev/null/"
+"""The folder of sources without a file. NVRTC searches the folder of a source, and without one the
+working folder; below this one there are no files."""
 
 
 class CompileError(RuntimeError):
@@ -56,7 +60,7 @@ def compile_program(
     Args:
         library: the path of NVRTC.
         source: CUDA C++.
-        path: the file name in messages.
+        path: the file of the source, or a name for messages.
         options: options for NVRTC.
         names: the C++ names of kernels, template arguments included.
 
@@ -65,7 +69,8 @@ def compile_program(
     """
     nvrtc = load(library)
     program = c_void_p()
-    arguments = (source.encode(), path.encode(), 0, None, None)
+    file = path if Path(path).is_absolute() else NOWHERE + path
+    arguments = (source.encode(), file.encode(), 0, None, None)
     _call(nvrtc, "nvrtcCreateProgram", byref(program), *arguments)
     try:
         for name in names:
@@ -74,6 +79,7 @@ def compile_program(
         status = nvrtc.nvrtcCompileProgram(program, len(options), given)
         if status != 0:
             log = _output(nvrtc, program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
+            log = log.replace(NOWHERE, "")
             errors = source_errors(log.strip()) or nvrtc.nvrtcGetErrorString(status).decode()
             raise CompileError(f"torchkiln.jit: {path}: does not compile\n{errors}{advice(log)}")
         mangled = {}

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchkiln.jit.compile.includes import included
+from torchkiln.jit.compile.includes import scan
 from torchkiln.jit.compile.toolkit import torchkiln_include
 
 if TYPE_CHECKING:
@@ -36,14 +36,20 @@ def stamp(path: str) -> Stamp:
 class Files:
     """A file and the headers that it includes, without torchkiln's and CUDA's.
 
+    A header whose name only a compiler can find, such as that of ``#include MACRO``, is missing.
+
     Args:
-        path: the file.
-        search: folders with headers.
+        path: the file, as an absolute path.
+        include: the user's folders with headers.
+        options: options for NVRTC, which may name folders and headers.
     """
 
-    def __init__(self, path: Path, search: Sequence[Path] = ()) -> None:
+    def __init__(
+        self, path: Path, include: Sequence[Path] = (), options: Sequence[str] = ()
+    ) -> None:
         self.path = path
-        self._search = search
+        self._include = include
+        self._options = options
         self._texts: dict[str, str] = {}
         self._stamps: dict[str, Stamp] = {str(path): None}
         self._settled = False
@@ -90,9 +96,9 @@ class Files:
                 " file of kernels; the next call tries again"
             ) from None
         own = torchkiln_include().resolve()
-        headers = included(text, self.path.parent, (*self._search, own)) or {}
+        found = scan(text, str(self.path), self._include, self._options)
         texts = {str(self.path): text}
-        for path, header in headers.items():
+        for path, header in found.files.items():
             if not path.is_relative_to(own):
                 stamps[str(path)] = stamp(str(path))
                 texts[str(path)] = header

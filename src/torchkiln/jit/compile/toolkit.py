@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import re
 import sys
@@ -15,7 +16,10 @@ import torch
 import torchkiln
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
+
+CXX_LIBRARY = ("cuda", "cub", "thrust")
+"""The folders of CUDA's C++ library, which has 2,300 files."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +29,30 @@ class Toolkit:
     library: Path
     includes: tuple[Path, ...]
 
-    @functools.cached_property
-    def identity(self) -> str:
-        """Changes when another NVRTC is installed in the same place."""
-        facts = self.library.stat()
-        return f"{self.library.resolve()}:{facts.st_size}:{facts.st_mtime_ns}"
+    def identity(self, names: Iterable[str] = ()) -> str:
+        """Changes when another NVRTC is installed in the same place, or a CUDA header is edited.
+
+        Args:
+            names: the headers that a source includes. CUDA's C++ library is read if one is its.
+        """
+        uses_library = any(name.split("/")[0] in CXX_LIBRARY for name in names)
+        files = [*self.library.parent.glob("libnvrtc*")]
+        facts = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+        skipped = ("cccl",) if uses_library else ("cccl", *CXX_LIBRARY)  # cccl is in includes
+        for folder in self.includes:
+            facts += _facts(str(folder), skipped)
+        return hashlib.sha256(repr(sorted(facts)).encode()).hexdigest()
+
+
+def _facts(folder: str, skipped: tuple[str, ...]) -> Iterator[tuple[str, int, int]]:
+    """Path, size and time of each file below a folder."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if not entry.is_dir(follow_symlinks=False):
+                facts = entry.stat(follow_symlinks=False)
+                yield entry.path, facts.st_size, facts.st_mtime_ns
+            elif entry.name not in skipped:
+                yield from _facts(entry.path, skipped)
 
 
 def torchkiln_include() -> Path:

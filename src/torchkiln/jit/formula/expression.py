@@ -32,6 +32,13 @@ FUNCTION_LIST = textwrap.fill(
 )
 """All functions, one per line, for error messages."""
 
+MOST_LEVELS = 100
+"""The deepest formula. Its derivatives are deeper, and Python's stack has 1000 levels."""
+TOO_DEEP = (
+    f"got a formula of more than {MOST_LEVELS} levels, expected fewer; make two ops of it, or pass"
+    " a functor in C++"
+)
+
 
 class Node:
     """A part of a formula."""
@@ -72,6 +79,7 @@ def parse(text: str, argument: str = "expression") -> Node:
     """
     try:
         tree = ast.parse(text.strip(), mode="eval").body
+        _require_depth(tree)
         node = _read(tree, text)
         if _is_condition(node):
             raise ExpressionError(f"got {text!r}, expected a number, not a comparison")
@@ -81,9 +89,29 @@ def parse(text: str, argument: str = "expression") -> Node:
             f"torchkiln.jit.elementwise: {argument}: got {text!r}, expected a Python expression"
             f" ({error.msg})"
         ) from None
+    except (RecursionError, MemoryError):  # of ast.parse
+        raise ValueError(f"torchkiln.jit.elementwise: {argument}: {TOO_DEEP}") from None
     except ExpressionError as error:
         raise ValueError(f"torchkiln.jit.elementwise: {argument}: {error}") from None
     return node
+
+
+def _require_depth(tree: ast.expr) -> None:
+    """Raises for a formula that is nested too deeply; a sum of n terms has n levels."""
+    level: list[ast.AST] = [tree]
+    for _ in range(MOST_LEVELS):
+        level = [part for node in level for part in ast.iter_child_nodes(node)]
+    if any(isinstance(node, ast.expr) for node in level):
+        raise ExpressionError(TOO_DEEP)
+
+
+def _number(value: float) -> Number:
+    try:
+        return Number(float(value))
+    except OverflowError:
+        raise ExpressionError(
+            f"got an integer of {len(str(abs(value)))} digits, expected at most 1.8e308"
+        ) from None
 
 
 def _is_condition(node: Node) -> bool:
@@ -112,9 +140,9 @@ def _read(tree: ast.expr, text: str) -> Node:  # noqa: PLR0911  one return for e
         case ast.Name(id=name):
             return Name(name)
         case ast.Constant(value=float() | int() as value) if not isinstance(value, bool):
-            return Number(float(value))
+            return _number(value)
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=float() | int() as value)):
-            return Number(-float(value))
+            return _number(-value)
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return Call("neg", read(operand))
         case ast.UnaryOp(op=ast.UAdd(), operand=operand):

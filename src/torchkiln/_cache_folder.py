@@ -1,0 +1,39 @@
+"""The folder of compiled kernels, for torchkiln.jit and the doctor, without torch."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+VARIABLE = "TORCHKILN_CACHE"
+
+
+def home_folder() -> Path | None:
+    """The user's home folder; None for a user without one, as in many containers."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return None
+
+
+def cache_folder(variables: Mapping[str, str], home: Path | None) -> Path:
+    """The folder below TORCHKILN_CACHE, else below the user's cache folder.
+
+    Without either it raises an OSError, as a folder that cannot be written does.
+    """
+    if given := variables.get(VARIABLE):
+        return Path(given) / "jit"
+    if given := variables.get("XDG_CACHE_HOME"):
+        return Path(given) / "torchkiln" / "jit"
+    if home is None:
+        raise FileNotFoundError(errno.ENOENT, "the user has no home folder")
+    return home / ".cache" / "torchkiln" / "jit"
+
+
+def danger(facts: os.stat_result) -> str:
+    """How other users could change a file or the files of a folder; empty if they cannot."""
+    if facts.st_uid != os.geteuid():
+        return f"it belongs to user {facts.st_uid}"
+    return "other users can write to it" if facts.st_mode & 0o022 else ""
