@@ -43,13 +43,16 @@ Tensor composite_affine(const Tensor& wide, const Tensor& mean, const Tensor& rs
   return z;
 }
 
-/// Moves a running statistic in place. A copy, because in-place arithmetic would not convert the
-/// dtype.
+/// Moves a running statistic in place, without raising its version. A copy, because in-place
+/// arithmetic would not convert the dtype.
 void composite_update(const MaybeTensor& running, const Tensor& value, double momentum) {
   if (!running) return;
   const at::NoGradGuard no_grad;
   const Tensor flat = value.detach().flatten();
-  running->copy_(running->to(flat.scalar_type()) * (1 - momentum) + flat * momentum);
+  const Tensor moved = running->to(flat.scalar_type()) * (1 - momentum) + flat * momentum;
+  const at::AutoDispatchBelowADInplaceOrView below;
+  running->copy_(moved);
+  count_change(running);
 }
 
 }  // namespace

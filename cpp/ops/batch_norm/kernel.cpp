@@ -106,8 +106,8 @@ Three run(const Call& call, bool for_backward) {
     });
   }
   if (call.training) {
-    mark_changed(call.running_mean);
-    mark_changed(call.running_var);
+    count_change(call.running_mean);
+    count_change(call.running_var);
   }
   return {y, statistics, signs};
 }
