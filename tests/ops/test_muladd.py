@@ -110,7 +110,9 @@ def test_promotion_of_numbers_and_0_dim_tensors(
 ) -> None:
     traced: Any = inspect.unwrap(torchkiln.muladd)
     x, few = torch.ones(3, device=device), torch.ones((), device=device)
-    calls = product((x.int(), few.int(), few.double()), (factor,), (x.to(dtype), few.to(dtype), 2))
+    calls: Any = product(
+        (x.int(), few.int(), few.double()), (factor,), (x.to(dtype), few.to(dtype), 2)
+    )
     for args in calls:
         expected = composed(*args)
         if expected.is_floating_point():

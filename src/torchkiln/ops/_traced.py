@@ -31,7 +31,8 @@ def check_same_dtype(op: str, name: str, tensor: Tensor, like: str, x: Tensor) -
 
 def check_no_gradient(op: str, name: str, *tensors: Tensor | None) -> None:
     """Refuses to write over a tensor where autograd would need a gradient of it."""
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+    # The attribute of a torch.fx.Proxy is a Proxy, whose truth is not known.
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad is True for t in tensors):
         raise RuntimeError(
             f"torchkiln.{op}: {name}: got tensors that require a gradient, expected none: the "
             "call has no gradient; use torch.no_grad() or torch.inference_mode()"
@@ -85,13 +86,13 @@ def promoted_dtype(
     return result
 
 
-def dtype_of(operand: Tensor | float) -> torch.dtype:
+def dtype_of(operand: object) -> torch.dtype:
     """The dtype of a tensor, or of the one that a number is wrapped in."""
     if isinstance(operand, Tensor):
         return operand.dtype
-    if isinstance(operand, (float, torch.SymFloat)):
-        return torch.float64
-    return torch.bool if isinstance(operand, bool) else torch.int64
+    if isinstance(operand, bool):
+        return torch.bool
+    return torch.float64 if isinstance(operand, (float, torch.SymFloat)) else torch.int64
 
 
 def place_of(operand: Tensor | float) -> tuple[torch.dtype, int]:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from torchkiln import _C
 from torchkiln.ops._traced import promoted_dtype
-from torchkiln.ops.eager import eager
+from torchkiln.ops.eager import eager, is_foreign
 
 
 @eager(_C.add, beside=("alpha",), input="a", other="b")
@@ -70,10 +70,14 @@ def addcmul(input: Tensor, tensor1: Tensor, tensor2: Tensor, *, value: float = 1
         tensor2: as ``b`` of :func:`muladd`.
         value: a number.
     """
+    if value == 1:
+        result = muladd(tensor1, tensor2, input)
+        # The dtype of muladd can differ from that of all three only where it is not the input's.
+        if result.dtype is input.dtype or not promotes_apart(input, tensor1, tensor2):
+            return result
     operands = {"input": input, "tensor1": tensor1, "tensor2": tensor2}
-    if value == 1 and not promotes_apart(*operands.values()):
-        return muladd(tensor1, tensor2, input)
-    promoted_dtype("addcmul", operands)
+    if not any(map(is_foreign, operands.values())):
+        promoted_dtype("addcmul", operands)
     return torch.addcmul(*operands.values(), value=value)
 
 
