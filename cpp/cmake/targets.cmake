@@ -50,6 +50,8 @@ function(torchkiln_target_defaults target)
     )
     target_link_options(${target} PRIVATE ${sanitize})
   endif()
+  # Old tags make the run path come before LD_LIBRARY_PATH, which may have the libraries of another copy.
+  target_link_options(${target} PRIVATE LINKER:--disable-new-dtags)
   # Symbols are resolved when a library is loaded, so a symbol that torch lacks becomes an ImportError. With lazy binding
   # the process would be terminated in the middle of a call.
   target_link_options(${target} PRIVATE LINKER:-z,now LINKER:--as-needed)
