@@ -45,7 +45,7 @@ Two composite(const Call& call) {
 Two recorded(const Below& below, const Call& call) {
   const Tensor weight = tensor_or_undefined(call.weight);
   const Tensor bias = tensor_or_undefined(call.bias);
-  const auto bias_dtype = bias.defined() ? std::optional(bias.scalar_type()) : std::nullopt;
+  const at::ScalarType bias_dtype = bias.defined() ? bias.scalar_type() : at::ScalarType::Undefined;
   const at::ScalarType weight_dtype = weight.defined() ? weight.scalar_type()
                                       : bias.defined() ? bias.scalar_type()
                                                        : call.wider().scalar_type();
@@ -62,9 +62,10 @@ Two recorded(const Below& below, const Call& call) {
                            wanted[2] ? grad_bias : Tensor()};
     }
     const at::ScalarType compute = compute_dtype(z.scalar_type());
-    const Tensor bias = bias_dtype ? at::zeros_symint(z.sym_sizes().slice(z.dim() - dims, dims),
-                                                      z.options().dtype(*bias_dtype))
-                                   : Tensor();
+    const Tensor bias = bias_dtype == at::ScalarType::Undefined
+                            ? Tensor()
+                            : at::zeros_symint(z.sym_sizes().slice(z.dim() - dims, dims),
+                                               z.options().dtype(bias_dtype));
     variable_list found = composite_gradients(
         in, std::array{z.to(compute), weight, bias}, wanted, [&](const auto& inputs) {
           return composite_norm(inputs[0], dims, inputs[1], inputs[2], eps, offset, centered,
