@@ -111,8 +111,9 @@ variable_list composite_backward(const Incoming& in, const Kept<6>& kept,
           mean = moments.mean;
           rstd = (moments.variance + settings.eps).rsqrt();
         } else {
-          mean = beside(statistics[0] + statistics[1], wide);
-          rstd = beside(statistics[2], wide);
+          const Tensor& all = kept[1];  // clang's OpenMP captures no structured binding
+          mean = beside(all[0] + all[1], wide);
+          rstd = beside(all[2], wide);
         }
         Tensor z = composite_affine(wide, mean, rstd, inputs[1], inputs[2]);
         if (inputs[3].defined()) z = z + inputs[3].to(z.scalar_type());

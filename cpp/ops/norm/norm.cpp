@@ -61,7 +61,7 @@ Two recorded(const Below& below, const Call& call) {
       return variable_list{wanted[0] ? grad_z : Tensor(), wanted[1] ? grad_weight : Tensor(),
                            wanted[2] ? grad_bias : Tensor()};
     }
-    const at::ScalarType compute = compute_dtype(z.scalar_type());
+    const at::ScalarType dtype = z.scalar_type(), compute = compute_dtype(dtype);
     const Tensor bias = bias_dtype == at::ScalarType::Undefined
                             ? Tensor()
                             : at::zeros_symint(z.sym_sizes().slice(z.dim() - dims, dims),
@@ -70,10 +70,10 @@ Two recorded(const Below& below, const Call& call) {
         in, std::array{z.to(compute), weight, bias}, wanted, [&](const auto& inputs) {
           return composite_norm(inputs[0], dims, inputs[1], inputs[2], eps, offset, centered,
                                 /*rounded=*/compute)
-              .to(z.scalar_type());
+              .to(dtype);
         });
     if (grad_sum.defined() && wanted[0]) found[0] = found[0] + grad_sum.to(compute);
-    if (wanted[0]) found[0] = found[0].to(z.scalar_type());
+    if (wanted[0]) found[0] = found[0].to(dtype);
     return found;
   };
   if (!call.residual) {
