@@ -139,6 +139,18 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def clang(session: nox.Session) -> None:
+    """A build with clang (CXX, default clang++) and its OpenMP; the quick checks of every op."""
+    install_torch(session)
+    session.install(*group("test"))
+    env = {"CXX": os.environ.get("CXX", "clang++"), "TORCHKILN_CUDA": "off"}
+    session.install("--no-deps", "--force-reinstall", str(build_wheel(session, env=env)))
+    session.run("pytest", "tests/build/test_loader.py", "-q")
+    checks = ("tests/contract/test_contract.py", "-k", FEW, "-m", "not slow")
+    session.run("pytest", "-q", "-n", "auto", *checks, *arguments(session))
+
+
+@nox.session(default=False)
 def fuzz(session: nox.Session) -> None:
     """2,000 random calls of every op; `-- --fuzz-device=cuda:0` runs them on the GPU."""
     install(session, "build", "test")

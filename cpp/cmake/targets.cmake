@@ -36,10 +36,12 @@ function(torchkiln_target_defaults target)
   # Compression reduces the machine code to an eighth, without a measurable cost at run time. Wheels use the slower mode,
   # which reduces it to a twelfth.
   set(compress -Xfatbin=-compress-all $<$<BOOL:${TORCHKILN_TORCHES}>:--compress-mode=size>)
+  # clang has no pragma ivdep. Where it cannot prove that memory is not shared, it checks at run time.
+  set(clang "$<$<CXX_COMPILER_ID:Clang>:-Wno-unknown-pragmas>")
   target_compile_options(
     ${target}
     PRIVATE
-      "$<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra;${werror}>"
+      "$<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra;${clang};${werror}>"
       "$<$<COMPILE_LANGUAGE:CUDA>:${nvcc_werror};${compress};-Xcompiler=-Wall,-Wextra>"
   )
   if(TORCHKILN_SANITIZE)
@@ -50,6 +52,8 @@ function(torchkiln_target_defaults target)
     )
     target_link_options(${target} PRIVATE ${sanitize})
   endif()
+  # Old tags make the run path come before LD_LIBRARY_PATH, which may have the libraries of another copy.
+  target_link_options(${target} PRIVATE LINKER:--disable-new-dtags)
   # Symbols are resolved when a library is loaded, so a symbol that torch lacks becomes an ImportError. With lazy binding
   # the process would be terminated in the middle of a call.
   target_link_options(${target} PRIVATE LINKER:-z,now LINKER:--as-needed)

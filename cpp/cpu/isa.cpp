@@ -5,8 +5,21 @@
 
 #include "torchkiln/core/trace.h"
 
+#ifdef TORCHKILN_HAS_X86_ISAS
+#include <cpuid.h>
+#endif
+
 namespace torchkiln::cpu {
 namespace {
+
+#ifdef TORCHKILN_HAS_X86_ISAS
+/// Whether the CPU converts half precision. __builtin_cpu_supports() of clang 16 has no name for
+/// it.
+bool has_f16c() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
+}
+#endif
 
 Isa detect() {
 #ifdef TORCHKILN_HAS_X86_ISAS
@@ -14,8 +27,8 @@ Isa detect() {
   const bool at_most_baseline = limit != nullptr && std::strcmp(limit, "baseline") == 0;
   const bool at_most_avx2 = limit != nullptr && std::strcmp(limit, "avx2") == 0;
   if (at_most_baseline) return Isa::baseline;
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                    __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi2");
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c() &&
+                    __builtin_cpu_supports("bmi2");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
                       __builtin_cpu_supports("avx512dq");

@@ -1,6 +1,7 @@
 #include "torchkiln/kernels/spmm.h"
 
 #include <algorithm>
+#include <type_traits>
 
 #include "detail/simd_row.h"
 #include "torchkiln/cpu/isa.h"
@@ -8,6 +9,19 @@
 namespace torchkiln::cpu {
 namespace TORCHKILN_ISA {
 namespace {
+
+constexpr const char* kOutside =
+    "the pattern has indices outside of its entries or columns; check=True reports them";
+
+/// Whether all indices are from 0 to size - 1. Negative ones are large as unsigned numbers.
+template <class Index>
+bool are_below(int64_t size, const Index* indices, int64_t begin, int64_t end) {
+  using Unsigned = std::make_unsigned_t<Index>;
+  Unsigned largest = 0;
+  for (int64_t i = begin; i < end; ++i)
+    largest = std::max(largest, static_cast<Unsigned>(indices[i]));
+  return begin == end || static_cast<uint64_t>(largest) < static_cast<uint64_t>(size);
+}
 
 /// The entries of one row of one matrix.
 template <class Index>
@@ -22,7 +36,20 @@ struct RowEntries {
     begin = crow[row];
     end = crow[row + 1];
   }
+
+  /// Whether the entries and their columns exist, and the rows together have all entries.
+  bool are_valid(const CsrPattern& p, int64_t row) const {
+    return 0 <= begin && begin <= end && end <= p.entries && (row > 0 || begin == 0) &&
+           (row + 1 < p.rows || end == p.entries) && are_below(p.columns, col, begin, end);
+  }
 };
+
+/// Whether the values of valid entries exist.
+template <class Index>
+bool have_values(const Spmm& p, const RowEntries<Index>& entries, int64_t matrix) {
+  return p.order == nullptr || are_below(p.pattern.entries, p.order + matrix * p.order_batch_stride,
+                                         entries.begin, entries.end);
+}
 
 /// Computes `count` registers of a row of the result, from `column` on: they are kept while the
 /// loop runs over the entries of the row.
@@ -45,12 +72,14 @@ void row_of_product(const Spmm& p, const RowEntries<Index>& entries, int64_t mat
 }
 
 template <class T, class Index>
-void spmm_rows(const Spmm& p, int64_t begin, int64_t end) {
+Status spmm_rows(const Spmm& p, int64_t begin, int64_t end) {
   constexpr int kRegisters = 4;
   constexpr int64_t kStep = kRegisters * kLanes<Compute<T>>;
   for (int64_t i = begin; i < end; ++i) {
     const int64_t matrix = i / p.pattern.rows;
-    const RowEntries<Index> entries(p.pattern, matrix, i % p.pattern.rows);
+    const int64_t row = i % p.pattern.rows;
+    const RowEntries<Index> entries(p.pattern, matrix, row);
+    if (!entries.are_valid(p.pattern, row) || !have_values(p, entries, matrix)) return {kOutside};
     T* out = static_cast<T*>(p.out) + i * p.width;
     int64_t column = 0;
     for (; column + kStep <= p.width; column += kStep)
@@ -59,16 +88,18 @@ void spmm_rows(const Spmm& p, int64_t begin, int64_t end) {
       row_of_product<T, Index, 1>(p, entries, matrix, at, out, step);
     });
   }
+  return {};
 }
 
 template <class T, class Index>
-void sampled_rows(const SampledProduct& p, int64_t begin, int64_t end) {
+Status sampled_rows(const SampledProduct& p, int64_t begin, int64_t end) {
   using C = Compute<T>;
   const int64_t summed = p.summed ? p.batch : 1;
   for (int64_t i = begin; i < end; ++i) {
     const int64_t matrix = i / p.pattern.rows;
     const int64_t row = i % p.pattern.rows;
     const RowEntries<Index> entries(p.pattern, matrix, row);
+    if (!entries.are_valid(p.pattern, row)) return {kOutside};
     T* out = static_cast<T*>(p.out) + matrix * p.pattern.entries;
     for (int64_t e = entries.begin; e < entries.end; ++e) {
       double sum = 0;
@@ -86,14 +117,14 @@ void sampled_rows(const SampledProduct& p, int64_t begin, int64_t end) {
       narrow(out + e, sum);
     }
   }
+  return {};
 }
 
 /// Calls body(type, index) with the element type and the index type.
 template <class Body>
 Status dispatch_sparse(Dtype dtype, bool wide, const Body& body) {
   return dispatch_floating(dtype, [&](auto tag) {
-    wide ? body(tag, TypeTag<int64_t>{}) : body(tag, TypeTag<int32_t>{});
-    return Status{};
+    return wide ? body(tag, TypeTag<int64_t>{}) : body(tag, TypeTag<int32_t>{});
   });
 }
 
@@ -101,13 +132,14 @@ Status dispatch_sparse(Dtype dtype, bool wide, const Body& body) {
 
 Status spmm(const Spmm& p, int64_t begin, int64_t end) {
   return dispatch_sparse(p.dtype, p.pattern.wide, [&](auto type, auto index) {
-    spmm_rows<typename decltype(type)::type, typename decltype(index)::type>(p, begin, end);
+    return spmm_rows<typename decltype(type)::type, typename decltype(index)::type>(p, begin, end);
   });
 }
 
 Status sampled_product(const SampledProduct& p, int64_t begin, int64_t end) {
   return dispatch_sparse(p.dtype, p.pattern.wide, [&](auto type, auto index) {
-    sampled_rows<typename decltype(type)::type, typename decltype(index)::type>(p, begin, end);
+    return sampled_rows<typename decltype(type)::type, typename decltype(index)::type>(p, begin,
+                                                                                       end);
   });
 }
 
@@ -185,8 +217,7 @@ Status csr_transpose(const CsrTranspose& p, int64_t begin, int64_t end) {
   for (int64_t matrix = begin; matrix < end; ++matrix) {
     const int32_t faults =
         p.pattern.wide ? faults_of<int64_t>(check, matrix) : faults_of<int32_t>(check, matrix);
-    if ((faults & ~kUnsorted) != 0)
-      return {"the pattern has indices outside of its entries or columns; check=True reports them"};
+    if ((faults & ~kUnsorted) != 0) return {TORCHKILN_ISA::kOutside};
     p.pattern.wide ? transpose<int64_t>(p, matrix) : transpose<int32_t>(p, matrix);
   }
   return {};

@@ -162,7 +162,9 @@ variable_list gradients_without_input(const Incoming& in, const Tensor& signs, d
     stand_in_for(in, 0, positive);
     const Tensor shift = at::zeros_symint({grad.sym_size(-1)}, positive.options());
     stand_in_for(in, 1, shift);
-    passed = at::threshold_backward(passed, positive + shift, 0);
+    // relu() changes no value. The second derivative, which is 0, depends on x and the bias by it,
+    // as that of torch's relu does, so that it has derivatives, too.
+    passed = at::threshold_backward(passed, at::relu(positive + shift), 0);
   }
   Tensor grad_x, grad_bias;
   if (in.wants(0)) grad_x = (passed * scale).to(grad.scalar_type());

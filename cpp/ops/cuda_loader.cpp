@@ -4,18 +4,32 @@
 #include <dlfcn.h>
 
 #include <atomic>
+#include <string>
 
 namespace torchkiln {
 namespace {
 
 std::atomic<const TorchCuda*> found{nullptr};
 
-/// Loads libtorchkiln_cuda.so from this library's own folder, its run path.
+/// The folder of this library.
+std::string own_folder() {
+  Dl_info info{};
+  if (dladdr(&found, &info) == 0 || info.dli_fname == nullptr) return "";
+  const std::string path = info.dli_fname;
+  return path.substr(0, path.rfind('/') + 1);
+}
+
+/// Loads the library from this library's folder by its path: a name would also find one that is
+/// loaded already, which calls set_torch_cuda() of its own copy.
 const TorchCuda& load() {
-  TORCH_CHECK(dlopen("libtorchkiln_cuda.so", RTLD_NOW | RTLD_LOCAL) != nullptr,
+  const std::string path = own_folder() + "libtorchkiln_cuda.so";
+  TORCH_CHECK(dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL) != nullptr,
               "torchkiln: the part that works with torch's CUDA cannot be loaded: ", dlerror(),
               "; torchkiln doctor tells what is amiss");
-  return *found.load(std::memory_order_acquire);
+  const TorchCuda* const functions = found.load(std::memory_order_acquire);
+  TORCH_CHECK(functions != nullptr, "torchkiln: got ", path,
+              " of another copy of torchkiln in one process, expected one copy");
+  return *functions;
 }
 
 }  // namespace

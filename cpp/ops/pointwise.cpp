@@ -32,7 +32,8 @@ struct Add {
   static constexpr bool kTakesNumbers = true;
 
   static Tensor meta(const Tensor& a, const Tensor& b) {
-    return promoted_output("add", {{"a", a}, {"b", b}});
+    const Operands operands{{"a", a}, {"b", b}};
+    return broadcast_output("add", operands, check_promotion("add", operands));
   }
 
   static Tensor kernel(const Tensor& a, const Tensor& b) {
@@ -96,7 +97,26 @@ struct Muladd {
   static constexpr bool kTakesNumbers = true;
 
   static Tensor meta(const Tensor& a, const Tensor& b, const Tensor& c) {
-    return promoted_output(kName, {{"a", a}, {"b", b}, {"c", c}});
+    const Operands operands{{"a", a}, {"b", b}, {"c", c}};
+    return broadcast_output(kName, operands, checked_dtype(operands));
+  }
+
+  /// Checks devices and dtypes. Returns the dtype of the product a * b beside c. The product has a
+  /// dimension if a or b has one, so it need not be the dtype to which all three promote together.
+  static at::ScalarType checked_dtype(Operands operands) {
+    check_devices(kName, operands);
+    const Operand *const a = operands.begin(), *const b = a + 1, *const c = a + 2;
+    at::native::ResultTypeState product = promotion_state({*a, *b});
+    const at::ScalarType dtype = at::native::result_type(product);
+    if (a->tensor.dim() > 0 || b->tensor.dim() > 0) {
+      product = {dtype, at::ScalarType::Undefined, at::ScalarType::Undefined};
+    } else if (product.zeroResult != at::ScalarType::Undefined) {
+      product.zeroResult = dtype;
+    }
+    const at::ScalarType result =
+        at::native::result_type(at::native::update_result_type_state(c->tensor, product));
+    check_promoted(kName, operands, result);
+    return result;
   }
 
   /// CPU scalars are passed to the kernels by value.
@@ -140,7 +160,7 @@ struct Muladd {
 
   static Tensor composite(const Tensor& a, const Tensor& b, const Tensor& c) {
     const Operands operands{{"a", a}, {"b", b}, {"c", c}};
-    const at::ScalarType dtype = check_promotion(kName, operands);
+    const at::ScalarType dtype = checked_dtype(operands);
     check_broadcast(kName, operands);
     const at::ScalarType compute = compute_dtype(dtype);
     return plus(times(a, b, compute), c, compute).to(dtype);
@@ -159,9 +179,13 @@ struct Muladd {
     return shift ? c.to(compute).add(*shift) : product + c.to(compute);
   }
 
+  static bool is_number(const Tensor& tensor) {
+    return tensor.unsafeGetTensorImpl()->is_wrapped_number();
+  }
+
   /// The value of a wrapped number, read without the dispatcher, where a mode would intervene.
   static std::optional<double> number_of(const Tensor& tensor) {
-    if (!tensor.unsafeGetTensorImpl()->is_wrapped_number()) return std::nullopt;
+    if (!is_number(tensor) || !tensor.has_storage()) return std::nullopt;
     if (tensor.scalar_type() == at::kBool) return *tensor.const_data_ptr<bool>() ? 1.0 : 0.0;
     if (tensor.scalar_type() == at::kLong)
       return static_cast<double>(*tensor.const_data_ptr<int64_t>());
@@ -206,7 +230,11 @@ namespace torchkiln {
 at::Tensor add(const at::Tensor& a, const at::Tensor& b) { return call<pointwise_ops::Add>(a, b); }
 
 at::Tensor muladd(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c) {
-  return call<pointwise_ops::Muladd>(a, b, c);
+  using pointwise_ops::Muladd;
+  // A transform of torch.func wraps the operands of an op. It takes numbers from torch's ops only.
+  if (is_transformed() && (Muladd::is_number(a) || Muladd::is_number(b) || Muladd::is_number(c)))
+    return Muladd::composite(a, b, c);
+  return call<Muladd>(a, b, c);
 }
 
 }  // namespace torchkiln

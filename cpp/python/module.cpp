@@ -87,6 +87,13 @@ Tensor bn_act(const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bia
                            {residual, act, training, momentum, eps});
 }
 
+/// Running statistics are moved by an op of its own.
+const char* name_of_bn_act(PyObject* const* given) {
+  constexpr size_t kRunningMean = 3, kTraining = 7;
+  const bool moves = given[kTraining] == Py_True && given[kRunningMean] != Py_None;
+  return moves ? "bn_act_update" : "bn_act";
+}
+
 Tensor gated_rms_norm(const Tensor& x, const Tensor& gate, c10::SymIntArrayRef normalized_shape,
                       const MaybeTensor& weight, std::optional<double> eps, bool gate_first,
                       int64_t groups, double offset) {
@@ -143,8 +150,10 @@ PYBIND11_MODULE(_C, module) {
       "add_rms_norm", {"x", "residual", "normalized_shape", "weight", "eps", "offset", "round"});
   ops.bind<&gated_rms_norm>("gated_rms_norm", {"x", "gate", "normalized_shape", "weight", "eps",
                                                "gate_first", "groups", "offset"});
-  ops.bind<&bn_act>("bn_act", {"x", "weight", "bias", "running_mean", "running_var", "residual",
-                               "act", "training", "momentum", "eps"});
+  ops.bind<&bn_act>("bn_act",
+                    {"x", "weight", "bias", "running_mean", "running_var", "residual", "act",
+                     "training", "momentum", "eps"},
+                    nullptr, &name_of_bn_act);
   ops.bind<&torchkiln::group_norm>("group_norm",
                                    {"x", "num_groups", "weight", "bias", "eps", "act"});
   ops.bind<&rope>("rope", {"q", "k", "cos", "sin", "interleaved", "positions", "partial",

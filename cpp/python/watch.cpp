@@ -13,6 +13,8 @@
 #include <optional>
 #include <vector>
 
+#include "torchkiln/torch/written.h"
+
 namespace py = pybind11;
 
 namespace {
@@ -28,13 +30,14 @@ struct Source {
         dtype(from.scalar_type()),
         sizes(from.sizes().vec()),
         strides(from.strides().vec()),
-        version(from._version()) {}
+        version(from._version()),
+        silent_changes(torchkiln::silent_changes(from)) {}
 
   bool is(const at::Tensor& now) const {
     return now.unsafeGetTensorImpl() == tensor && now.has_storage() &&
            now.storage().unsafeGetStorageImpl() == storage && now._version() == version &&
-           now.const_data_ptr() == data && now.scalar_type() == dtype && now.sizes() == sizes &&
-           now.strides() == strides;
+           torchkiln::silent_changes(now) == silent_changes && now.const_data_ptr() == data &&
+           now.scalar_type() == dtype && now.sizes() == sizes && now.strides() == strides;
   }
 
   const c10::TensorImpl* tensor;
@@ -45,6 +48,7 @@ struct Source {
   std::vector<int64_t> sizes;
   std::vector<int64_t> strides;
   int64_t version;
+  uint32_t silent_changes;
 };
 
 class Watch {
@@ -59,7 +63,8 @@ class Watch {
     }
   }
 
-  /// Whether these are the same tensors, in the same memory, without a change that torch counts.
+  /// Whether these are the same tensors, in the same memory, without a change that torch or a batch
+  /// norm counts.
   bool is_current(const py::tuple& tensors) const {
     if (tensors.size() != sources_.size()) return false;
     for (size_t i = 0; i < sources_.size(); i++) {

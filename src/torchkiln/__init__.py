@@ -8,9 +8,12 @@ from torchkiln import _loader
 
 _package = _loader.find_package(__path__)
 _record = _loader.check(_package)
-__path__.append(_loader.module_folder(_package, _record))  # where _C is found
+_folder = _loader.module_folder(_package, _record)
+__path__.append(str(_folder))  # where _C is found
 
 import torch as _torch  # noqa: E402, F401  brings the libraries that _C is linked to
+
+_loader.load(_package, _folder)
 
 from torchkiln import nn  # noqa: E402
 from torchkiln.aoti import aoti_options  # noqa: E402

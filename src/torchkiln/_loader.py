@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import re
 import shlex
+import struct
 import sys
 import sysconfig
 from collections.abc import Iterable
@@ -18,6 +21,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 RECORD = "_build_info.json"
+KEYS = ("version", "python", "platform", "cuda", "cuda_architectures", "cuda_ptx", "torches")
+KEYS_OF_TORCH = ("version", "cuda", "folder")
+ELF = struct.Struct("<32xQ16xH6x")
+"""Place and number of the segments in the header of a 64-bit library."""
+SEGMENT = struct.Struct("<8xQ16xQ16x")
+"""Place and size of a segment in the file."""
 PYTHON = shlex.quote(sys.executable)
 PIP = f"{PYTHON} -m pip install"
 
@@ -72,9 +81,84 @@ def find_package(folders: Iterable[str]) -> Path:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """The record that was written when the package was built."""
-    record: dict[str, Any] = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-    return record
+    """The record that was written when the package was built; ImportError if it is damaged."""
+    try:
+        return parse_record((folder / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise damaged(folder, f"{RECORD}: {error}") from error
+
+
+def parse_record(text: str) -> dict[str, Any]:
+    """The record in a text; ValueError if it lacks something."""
+    record: Any = json.loads(text)
+    try:
+        complete = all(key in record for key in KEYS) and all(
+            key in built for built in record["torches"] for key in KEYS_OF_TORCH
+        )
+        if complete and record["torches"]:
+            return dict(record)
+    except TypeError:  # a list or a number in place of an object
+        pass
+    raise ValueError(f"got {text.strip()[:40]!r}, expected an object with {', '.join(KEYS)}")
+
+
+def damaged(folder: Path, why: str) -> ImportError:
+    """The error for a package of which a file is missing or broken."""
+    return ImportError(
+        f"torchkiln ({folder}) is damaged, reinstall it: {why}. Type\n"
+        f"  {PIP} --force-reinstall --no-deps torchkiln, or\n"
+        f"  {PIP} --force-reinstall --no-deps .     in the folder with its sources"
+    )
+
+
+def load(package: Path, folder: Path) -> None:
+    """Import the compiled module; ImportError if it or a library is damaged, or of another copy.
+
+    Args:
+        package: the folder of the record and of the kernels.
+        folder: that of the compiled module.
+    """
+    libraries = [*folder.glob("_C.*.so"), *folder.glob("lib/*.so"), *package.glob("lib/*.so")]
+    for library in libraries:
+        if not is_whole(library):
+            raise damaged(package, f"{library.relative_to(package)} is shorter than its parts")
+    if other := loaded_elsewhere(package):
+        raise ImportError(
+            f"torchkiln ({package}): got a second copy in one process, expected one: {other} is"
+            " loaded already. Start Python again, and remove one copy from its path"
+        )
+    try:
+        importlib.import_module("torchkiln._C")
+    except ImportError as error:
+        raise damaged(package, str(error)) from error
+
+
+def is_whole(library: Path) -> bool:
+    """Whether a library has all bytes that are mapped into memory, which would else be SIGBUS."""
+    size = library.stat().st_size
+    with library.open("rb") as file:
+        header = file.read(ELF.size)
+        if len(header) < ELF.size:
+            return False
+        table, count = ELF.unpack(header)
+        file.seek(table)
+        segments = file.read(SEGMENT.size * count)
+    if len(segments) < SEGMENT.size * count:
+        return False
+    ends = (offset + length for offset, length in SEGMENT.iter_unpack(segments))
+    return all(end <= size for end in ends)
+
+
+def loaded_elsewhere(package: Path) -> str | None:
+    """A library of another copy of the package that this process has loaded."""
+    try:
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    own = f"{package.resolve()}{os.sep}"
+    lines = (line for line in maps.splitlines() if "/libtorchkiln" in line)
+    found = (re.search(r"/.*/libtorchkiln(_kernels|_cuda)?\.so\b.*", line) for line in lines)
+    return next((path[0] for path in found if path and not path[0].startswith(own)), None)
 
 
 def check(folder: Path) -> dict[str, Any]:
@@ -128,10 +212,10 @@ def built_for(record: dict[str, Any], torch: Torch | None) -> dict[str, Any] | N
     return next(same, None)
 
 
-def module_folder(folder: Path, record: dict[str, Any]) -> str:
+def module_folder(folder: Path, record: dict[str, Any]) -> Path:
     """The folder with the compiled module that check() has chosen."""
     (found,) = (b["folder"] for b in record["torches"] if b["version"] == record["torch"])
-    return str(folder / found)
+    return folder / found
 
 
 def torches(record: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -122,10 +123,13 @@ def test_build_for_several(machine: Machine) -> None:
 
 def test_not_built(machine: Machine) -> None:
     record = machine.site / "torchkiln" / "_build_info.json"
-    record.write_text('{"version": "0.1.0"')
-    words, remedy = machine.find_one(find_build, "problem")
-    assert words.startswith("JSONDecodeError: ")
-    assert "--force-reinstall --no-deps torchkiln" in remedy
+    other = json.dumps(json.loads(record.read_text()) | {"torches": [1]})
+    for text in ("", '{"version": "0.1.0"', "{}", "[]", "3", other):
+        record.write_text(text)
+        words, remedy = machine.find_one(find_build, "problem")
+        assert words.startswith("_build_info.json is damaged: ")
+        assert f"({machine.site / 'torchkiln'})" in words
+        assert "--force-reinstall --no-deps torchkiln" in remedy
     for file in (machine.site / "torchkiln").iterdir():
         file.unlink()
     (machine.site / "torchkiln").rmdir()

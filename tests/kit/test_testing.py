@@ -40,6 +40,17 @@ def cut_off(a: Tensor, b: Tensor) -> Tensor:
     return full.view(torch.float32).to(out.dtype)
 
 
+def in_the_dtype_of_the_first(a: Tensor, b: Tensor) -> Tensor:
+    return add(a, b).to(a.dtype)
+
+
+def wrong_beside_another_dtype(a: Tensor, b: Tensor) -> Tensor:
+    """The narrower dtype is computed in."""
+    out = add(a, b)
+    narrow = a.dtype if a.itemsize < b.itemsize else b.dtype
+    return add(a.to(narrow), b.to(narrow)).to(out.dtype)
+
+
 def loses_nan(a: Tensor, b: Tensor) -> Tensor:
     out = add(a, b)
     return torch.where(out.isnan(), 0, out)
@@ -269,6 +280,13 @@ BROKEN: list[Row] = [
     ("values", off_by_a_thousandth, torch.float32, "elements are wrong"),
     ("values", wrong_in_the_tail, torch.bfloat16, "elements are wrong"),
     ("rounded_to_nearest", cut_off, torch.bfloat16, "mean error -0.* steps"),
+    (
+        "mixed_dtypes",
+        in_the_dtype_of_the_first,
+        torch.float32,
+        "a in torch.float16.*found torch.float16, expected torch.float32",
+    ),
+    ("mixed_dtypes", wrong_beside_another_dtype, torch.float32, "in torch.*elements are wrong"),
     ("not_finite", loses_nan, torch.float32, "nan in argument 0.*elements are wrong"),
     ("strides", ignores_strides, torch.float32, "elements are wrong"),
     ("strides", writes_to_its_input, torch.float32, "wrote to its input"),

@@ -46,6 +46,13 @@ CPU = (
         *("add", "determinism@float32", "cpp/ops/pointwise.cpp"),
     ),
     Fault(
+        *("result in the dtype of the first argument", "cpu", "cpp/ops/pointwise.cpp"),
+        """broadcast_output("add", operands, check_promotion("add", operands));""",
+        """check_promotion("add", operands),
+        broadcast_output("add", operands, a.scalar_type());""",
+        *("add", "mixed_dtypes@float16"),
+    ),
+    Fault(
         *("bfloat16 cut off instead of rounded", "cpu", "cpp/include/torchkiln/cpu/half.h"),
         "const uint32_t rounded = (bits + 0x7fffu + (high & 1u)) >> 16;",
         "const uint32_t rounded = high;",
@@ -111,7 +118,7 @@ CPU = (
     ),
     Fault(
         *("subclasses not looked for", "cpu", "cpp/include/torchkiln/torch/bind.h"),
-        "return THPVariable_Check(argument) && !THPVariable_CheckExact(argument);",
+        "return _PyType_Lookup(type, name) != nullptr;",
         "return argument == nullptr;",
         *("bias_act", "subclasses", "cpp/python/module.cpp"),
     ),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 import torchkiln
 
@@ -44,11 +46,64 @@ def test_moves_the_running_statistics_as_torch(
     weight, bias, *running = vectors(device, SHAPE[1], owned)
     expected = [t.clone() for t in running]
     for grad in (False, True):
-        versions = [t._version for t in running]
+        versions = [t._version for t in (*running, *expected)]
         bn_act(x.requires_grad_(grad), weight, bias, *running, training=True, momentum=momentum)
         batch_norm(x.detach().to(owned), *expected, None, None, True, momentum)
         torch.testing.assert_close(running, expected)
-        assert [t._version for t in running] == [v + 1 for v in versions]
+        assert [t._version for t in (*running, *expected)] == versions
+
+
+def torchs_norm(x: Tensor, bn: nn.BatchNorm2d) -> Tensor:
+    return batch_norm(x, bn.running_mean, bn.running_var, bn.weight, bn.bias, training=True)
+
+
+def our_norm(x: Tensor, bn: nn.BatchNorm2d) -> Tensor:
+    return bn_act(x, bn.weight, bn.bias, bn.running_mean, bn.running_var, act="none", training=True)
+
+
+def our_conv_norm(x: Tensor, bn: nn.BatchNorm2d) -> Tensor:
+    eye = torch.eye(x.shape[1], device=x.device)[..., None, None]
+    parts = (bn.weight, bn.bias, bn.running_mean, bn.running_var)
+    return torchkiln.conv_bn_act(x, eye, None, *parts, act="none", training=True)
+
+
+def our_norm_in_forward_mode(x: Tensor, bn: nn.BatchNorm2d) -> Tensor:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(our_norm(forward_ad.make_dual(x, torch.ones_like(x)), bn))[0]
+
+
+@pytest.mark.parametrize("second", [our_norm, our_conv_norm, our_norm_in_forward_mode])
+@pytest.mark.parametrize("first", [torchs_norm, our_norm])
+def test_a_norm_called_twice(
+    device: torch.device,
+    first: Callable[[Tensor, nn.BatchNorm2d], Tensor],
+    second: Callable[[Tensor, nn.BatchNorm2d], Tensor],
+) -> None:
+    """The second call moves the statistics, and the first can still be differentiated."""
+    x = drawn(device, 2, 4, 3, 3).requires_grad_()
+    found = []
+    for calls in ((first, second), (torchs_norm, torchs_norm)):
+        bn = nn.BatchNorm2d(4, device=device)
+        one, other = (call(x, bn).square().sum() for call in calls)
+        total = one + 2 * other
+        found.append((*torch.autograd.grad(total, (x, bn.weight)), *bn.buffers()))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
+
+
+def test_a_fold_is_renewed_when_a_call_has_moved_the_statistics(device: torch.device) -> None:
+    """Although their version stays."""
+    x, weight = drawn(device, 2, 4, 6, 6), nn.Parameter(drawn(device, 4, 4, 3, 3))
+    parts = vectors(device, 4)
+
+    def folded() -> Tensor:
+        with torch.no_grad():
+            return torchkiln.conv_bn_act(x, weight, None, *parts)
+
+    before = folded()
+    assert torch.equal(folded(), before)
+    bn_act(drawn(device, 2, 4, 6, 6), *parts, training=True, momentum=0.5)
+    y = F.conv2d(x, weight)
+    torch.testing.assert_close(folded(), bn_act(y, *parts), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])

@@ -396,3 +396,25 @@ def test_the_graph_of_a_transposed_x() -> None:
     for one, other in zip(*made, strict=True):
         assert one.stride() == other.stride()
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("which", [(0,), (1,), (0, 1)], ids=str)
+@pytest.mark.parametrize("power", [1, 2, 3])
+def test_derivatives_of_the_fourth_order(
+    device: torch.device, power: int, which: tuple[int, ...]
+) -> None:
+    """Of relu, which are 0 from the second on where nothing else bends the function."""
+    leaves = [drawn.requires_grad_() for drawn in torch.randn(2, 4, 5, device=device).double()]
+    x, bias = leaves[0], leaves[1][0]
+    chains = []
+    for y in (torchkiln.bias_act(x, bias, 1.3), torch.relu(x * 1.3 + bias)):
+        total, chain = y.pow(power).sum(), []
+        for _ in range(4):
+            wanted = [leaves[i] for i in which]
+            total = sum(
+                (g.square().sum() for g in torch.autograd.grad(total, wanted, create_graph=True)),
+                start=torch.zeros((), device=device),
+            )
+            chain.append(float(total.detach()))
+        chains.append(chain)
+    assert chains[0] == pytest.approx(chains[1], rel=1e-9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from functools import partial
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import (
@@ -74,7 +76,11 @@ def test_gradients_beside_numbers(device: torch.device) -> None:
 
 @pytest.mark.parametrize("dtypes", list(product(FLOATING + OTHER, repeat=2)), ids=str)
 def test_promotion(device: torch.device, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
-    """All three at once, as in torch's addcmul, each operand 0-dimensional or not."""
+    """That of the product beside the third, as in torch, each operand 0-dimensional or not.
+
+    The function of torch.addcmul promotes all three at once, as torch's does.
+    """
+    traced: Any = inspect.unwrap(torchkiln.muladd)  # the body that torch.compile sees
     for third in (torch.float16, torch.float32):
         for shapes in product([(), (3,)], repeat=3):
             # Small integers, so that every dtype holds the values and the result exactly.
@@ -84,10 +90,54 @@ def test_promotion(device: torch.device, dtypes: tuple[torch.dtype, torch.dtype]
             ]
             if not any(t.is_floating_point() for t in args):
                 continue
-            expected = torch.addcmul(args[2], args[0], args[1])
-            found = torchkiln.muladd(*args)
-            assert found.dtype == expected.dtype, (dtypes, third, shapes)
-            assert torch.equal(found, expected)
+            together = torch.addcmul(args[2], args[0], args[1])
+            fused = torchkiln.addcmul(args[2], args[0], args[1])
+            assert fused.dtype == together.dtype, (dtypes, third, shapes)
+            assert torch.equal(fused, together)
+            expected = composed(*args)
+            if not expected.is_floating_point():
+                continue
+            for function in (torchkiln.muladd, traced):
+                found = function(*args)
+                assert found.dtype == expected.dtype, (dtypes, third, shapes)
+                assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("factor", [2.5, 3, True], ids=str)
+def test_promotion_of_numbers_and_0_dim_tensors(
+    device: torch.device, factor: float, dtype: torch.dtype
+) -> None:
+    traced: Any = inspect.unwrap(torchkiln.muladd)
+    x, few = torch.ones(3, device=device), torch.ones((), device=device)
+    calls: Any = product(
+        (x.int(), few.int(), few.double()), (factor,), (x.to(dtype), few.to(dtype), 2)
+    )
+    for args in calls:
+        expected = composed(*args)
+        if expected.is_floating_point():
+            assert torchkiln.muladd(*args).dtype == traced(*args).dtype == expected.dtype, args
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_numbers_under_transforms(device: torch.device, place: int) -> None:
+    x, y = (torch.randn(4, device=device) for _ in range(2))
+
+    def call(function: Any, x: Tensor) -> Tensor:
+        args: list[Any] = [x, y]
+        args.insert(place, 0.5)
+        return function(*args).square().sum()
+
+    ours, torchs = (partial(call, function) for function in (torchkiln.muladd, composed))
+    for transform in (torch.func.grad, torch.func.hessian, torch.func.jacrev):
+        torch.testing.assert_close(transform(ours)(x), transform(torchs)(x))
+    found, expected = (torch.func.jvp(f, (x,), (y,)) for f in (ours, torchs))
+    torch.testing.assert_close(found, expected)
+    rows = torch.randn(3, 4, device=device)
+    found, expected = (torch.func.vmap(torch.func.grad(f))(rows) for f in (ours, torchs))
+    torch.testing.assert_close(found, expected)
+    graph = make_fx(torch.func.grad(ours))(x)
+    torch.testing.assert_close(graph(x), torch.func.grad(torchs)(x))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

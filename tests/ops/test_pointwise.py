@@ -233,6 +233,18 @@ def test_alpha(device: torch.device, dtype: torch.dtype, alpha: float) -> None:
     assert torchkiln.add(a, 2.0, alpha=alpha).dtype == dtype
 
 
+@pytest.mark.parametrize("other", [torch.int32, torch.bool, torch.float64], ids=name)
+@pytest.mark.parametrize("shapes", [((3,), (3,)), ((3,), ()), ((), (3,)), ((), ())], ids=str)
+def test_alpha_takes_no_part_in_the_promotion(
+    device: torch.device, shapes: tuple[tuple[int, ...], ...], other: torch.dtype
+) -> None:
+    a = torch.ones(shapes[0], device=device, dtype=torch.float16)
+    b = torch.ones(shapes[1], device=device).to(other)
+    found = torchkiln.add(a, b, alpha=2)
+    assert found.dtype == torch.result_type(a, b)
+    assert (found == 3).all()
+
+
 def test_alpha_that_is_no_number(device: torch.device) -> None:
     x = torch.ones(3, device=device)
     for alpha in (torch.tensor(2.0), "2", 2j):

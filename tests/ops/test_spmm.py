@@ -183,6 +183,47 @@ def test_faults_that_are_found_on_request(
         torchkiln.spmm((*both, values), b, check=True)
 
 
+OUTSIDE = r"spmm\w*: the pattern has indices outside of its entries or columns; check=True reports"
+MEMORY = [name for name in FAULTS if "twice" not in name]
+
+
+@pytest.mark.parametrize("far", [1, 10**8])
+@pytest.mark.parametrize("index", INDICES)
+@pytest.mark.parametrize("name", MEMORY)
+def test_bounds_are_checked_on_a_cpu_without_a_request(
+    index: torch.dtype, name: str, far: int
+) -> None:
+    """In one matrix and in the second of a batch; never is memory outside of the tensors read."""
+    begins, places, _ = FAULTS[name]
+    crow, col = (torch.tensor(x, dtype=index) for x in (begins, places))
+    if "column" in name:
+        col = torch.where((col < 0) | (col > 3), col * far, col)
+    if name in ("ends late", "goes back"):
+        crow = torch.where(crow > 3, crow * far, crow)
+    values, b = torch.ones(3), torch.ones(4, 2)
+    with pytest.raises(RuntimeError, match=OUTSIDE):
+        torchkiln.spmm((crow, col, values), b)
+    sound = torch.tensor([0, 2, 3], dtype=index)
+    both = torch.stack([sound, crow]), torch.stack([torch.tensor([0, 3, 1]).to(col), col])
+    with pytest.raises(RuntimeError, match=OUTSIDE):
+        torchkiln.spmm((*both, values), b)
+    ops, left = torch.ops.torchkiln, torch.ones(2, 5)
+    with pytest.raises(RuntimeError, match=OUTSIDE):
+        ops.spmm_sampled(crow, col, left, torch.ones(4, 5), None, False)
+
+
+@pytest.mark.parametrize("part", ["begins", "rows", "order"])
+@pytest.mark.parametrize("wrong", [-1, 10**8])
+def test_a_given_transposed_pattern_is_checked_on_a_cpu(part: str, wrong: int) -> None:
+    crow, col, values = matrix(31, 7, torch.device("cpu"))
+    packed = torchkiln.csr_transpose(crow, col, 7)
+    packed[{"begins": 3, "rows": 9, "order": 9 + col.numel()}[part]] = wrong
+    b = torch.randn(7, 12, requires_grad=True)
+    y = torchkiln.spmm((crow, col, values), b, transpose=packed)
+    with pytest.raises(RuntimeError, match=OUTSIDE):
+        y.sum().backward()
+
+
 def test_columns_in_any_order_are_sound(device: torch.device) -> None:
     crow = torch.tensor([0, 3, 4], device=device)
     col = torch.tensor([3, 0, 1, 3], device=device)

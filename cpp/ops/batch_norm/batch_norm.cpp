@@ -43,13 +43,16 @@ Tensor composite_affine(const Tensor& wide, const Tensor& mean, const Tensor& rs
   return z;
 }
 
-/// Moves a running statistic in place. A copy, because in-place arithmetic would not convert the
-/// dtype.
+/// Moves a running statistic in place, without raising its version. A copy, because in-place
+/// arithmetic would not convert the dtype.
 void composite_update(const MaybeTensor& running, const Tensor& value, double momentum) {
   if (!running) return;
   const at::NoGradGuard no_grad;
   const Tensor flat = value.detach().flatten();
-  running->copy_(running->to(flat.scalar_type()) * (1 - momentum) + flat * momentum);
+  const Tensor moved = running->to(flat.scalar_type()) * (1 - momentum) + flat * momentum;
+  const at::AutoDispatchBelowADInplaceOrView below;
+  running->copy_(moved);
+  count_change(running);
 }
 
 }  // namespace
@@ -108,8 +111,9 @@ variable_list composite_backward(const Incoming& in, const Kept<6>& kept,
           mean = moments.mean;
           rstd = (moments.variance + settings.eps).rsqrt();
         } else {
-          mean = beside(statistics[0] + statistics[1], wide);
-          rstd = beside(statistics[2], wide);
+          const Tensor& all = kept[1];  // clang's OpenMP captures no structured binding
+          mean = beside(all[0] + all[1], wide);
+          rstd = beside(all[2], wide);
         }
         Tensor z = composite_affine(wide, mean, rstd, inputs[1], inputs[2]);
         if (inputs[3].defined()) z = z + inputs[3].to(z.scalar_type());

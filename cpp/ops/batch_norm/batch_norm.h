@@ -5,6 +5,7 @@
 #include "detail/composite_activations.h"
 #include "torchkiln/kernels/batch_norm.h"
 #include "torchkiln/torch/op.h"
+#include "torchkiln/torch/written.h"
 
 namespace torchkiln::batch_norm_ops {
 
@@ -44,6 +45,10 @@ Three empty_outputs(const Call& call, bool for_backward);
 /// Checks the arguments and returns uninitialised outputs: y with the layout of x, and, if wanted,
 /// the statistics and the signs for backward, else empty tensors.
 Three outputs(const Call& call, bool for_backward);
+
+inline void count_change(const MaybeTensor& running) {
+  if (running) count_silent_change(*running);
+}
 
 /// Computes the outputs, and updates the running statistics in training.
 Three run(const Call& call, bool for_backward);

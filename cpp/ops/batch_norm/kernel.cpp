@@ -106,8 +106,8 @@ Three run(const Call& call, bool for_backward) {
     });
   }
   if (call.training) {
-    mark_changed(call.running_mean);
-    mark_changed(call.running_var);
+    count_change(call.running_mean);
+    count_change(call.running_var);
   }
   return {y, statistics, signs};
 }
@@ -135,8 +135,8 @@ void check_backward(const char* name, const Gradient& given) {
   const c10::SymInt& channels = x.sym_size(1);
   const auto check_factor = [&](const char* factor, const MaybeTensor& parameter) {
     if (!parameter) return;
-    check_same_device(name, factor, *parameter, "grad", grad);
-    check_parameter_dtype(name, factor, parameter->scalar_type(), "grad", grad.scalar_type());
+    check_same_device(name, factor, *parameter, "grad", given.grad);
+    check_parameter_dtype(name, factor, parameter->scalar_type(), "grad", given.grad.scalar_type());
     check_vector(name, factor, *parameter, channels, "the channels of x");
   };
   check_factor("weight", weight);

@@ -74,11 +74,6 @@ inline RunningStatistic running(const MaybeTensor& tensor) {
   return {const_cast<void*>(tensor->const_data_ptr()), tensor->stride(0)};
 }
 
-/// Autograd must see that a tensor was changed: one that was saved may not be used any more.
-inline void mark_changed(const MaybeTensor& tensor) {
-  if (tensor) torch::autograd::increment_version(*tensor);
-}
-
 /// The dense tensors that forward and backward read, with the layout of x.
 class Operands {
  public:

@@ -155,8 +155,8 @@ struct PoolForward {
           return cuda::batch_norm_pool(arguments, allocate, stream);
         },
         nothing);
-    mark_changed(running_mean);
-    mark_changed(running_var);
+    count_change(running_mean);
+    count_change(running_var);
     return made;
   }
 };

@@ -34,8 +34,8 @@ void merge_moments(const char* name, const Tensor& x, const Tensor& moments, con
       name, x, arguments.channels, kGrain,
       [&](auto stream) { return cuda::batch_norm_merge(arguments, stream); },
       [&](int64_t begin, int64_t end) { return cpu::batch_norm_merge(arguments, begin, end); });
-  mark_changed(moved.mean);
-  mark_changed(moved.var);
+  count_change(moved.mean);
+  count_change(moved.var);
 }
 
 void normalize(const char* name, const Tensor& x, const Tensor& statistics,

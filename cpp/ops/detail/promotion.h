@@ -31,8 +31,8 @@ std::string join(Operands operands, const char* last, const Word& word) {
 }
 }  // namespace detail
 
-/// Checks devices and dtypes. Returns the promoted dtype.
-inline at::ScalarType check_promotion(const char* op, Operands operands) {
+/// Checks that the operands are strided and, but for CPU scalars, on one device.
+inline void check_devices(const char* op, Operands operands) {
   for (const Operand& operand : operands) check_tensor(op, operand.name, operand.tensor);
   const Operand* first = operands.begin();
   for (const Operand& operand : operands) {
@@ -45,16 +45,31 @@ inline at::ScalarType check_promotion(const char* op, Operands operands) {
     }
     check_same_device(op, operand.name, operand.tensor, first->name, first->tensor);
   }
+}
+
+/// The state of torch's promotion after these operands.
+inline at::native::ResultTypeState promotion_state(Operands operands) {
   at::native::ResultTypeState state;
   for (const Operand& operand : operands)
     state = at::native::update_result_type_state(operand.tensor, state);
-  const at::ScalarType dtype = at::native::result_type(state);
+  return state;
+}
+
+/// Checks that `dtype`, to which the operands promote, is supported.
+inline void check_promoted(const char* op, Operands operands, at::ScalarType dtype) {
   TORCH_CHECK(is_supported_dtype(dtype), "torchkiln.", op, ": ",
               detail::join(operands, ", ", [](const Operand& o) { return std::string(o.name); }),
               ": got dtypes ",
               detail::join(operands, " and ",
                            [](const Operand& o) { return dtype_name(o.tensor.scalar_type()); }),
               ", which promote to ", dtype_name(dtype), ", expected ", kSupportedDtypes);
+}
+
+/// Checks devices and dtypes. Returns the promoted dtype.
+inline at::ScalarType check_promotion(const char* op, Operands operands) {
+  check_devices(op, operands);
+  const at::ScalarType dtype = at::native::result_type(promotion_state(operands));
+  check_promoted(op, operands, dtype);
   return dtype;
 }
 
@@ -80,10 +95,9 @@ inline c10::SymDimVector check_broadcast(const char* op, Operands operands) {
   return shape;
 }
 
-/// Checks the operands and returns the uninitialised output. It has the strides of the first dense
-/// operand of its shape, as in torch's elementwise ops.
-inline at::Tensor promoted_output(const char* op, Operands operands) {
-  const at::ScalarType dtype = check_promotion(op, operands);
+/// Checks the shapes of operands and returns the uninitialised output. It has the strides of the
+/// first dense operand of its shape, as in torch's elementwise ops.
+inline at::Tensor broadcast_output(const char* op, Operands operands, at::ScalarType dtype) {
   const c10::SymDimVector shape = check_broadcast(op, operands);
   const at::Tensor* placed = &operands.begin()->tensor;
   for (const Operand& operand : operands)

@@ -6,6 +6,9 @@
 // not finite: in the next row, or in memory that nobody has written.
 
 #include <ATen/ATen.h>
+#ifdef __x86_64__
+#include <cpuid.h>
+#endif
 
 #include <tuple>
 
@@ -13,7 +16,12 @@ namespace torchkiln {
 
 inline bool has_amx() {
 #ifdef __x86_64__
-  static const bool found = __builtin_cpu_supports("amx-tile");
+  // Not by __builtin_cpu_supports(), which has no name for it with clang 16.
+  static const bool found = [] {
+    constexpr unsigned kAmxTile = 1U << 24;
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (d & kAmxTile) != 0;
+  }();
   return found;
 #else
   return false;

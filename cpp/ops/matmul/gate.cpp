@@ -42,14 +42,14 @@ std::optional<Two> layer_with_gate(const Tensor& x, const Tensor& weight, const 
   if (!may_gain(x, weight, /*dim=*/0, bias)) return std::nullopt;
   const Tensor rows = as_matrix(x);
   const int64_t width = weight.size(0);
-  const MaybeTensor shift = bias ? MaybeTensor(bias->contiguous()) : std::nullopt;
+  const Tensor shift = bias ? bias->contiguous() : Tensor();
   std::vector<int64_t> sizes = x.sizes().vec();
   sizes.back() = width;
   const Tensor gate_up = keeps ? at::empty(sizes, x.options()) : Tensor();
   sizes.back() = width / 2;
   Tensor hidden = at::empty(sizes, x.options());
   Matmul arguments = describe_linear(rows, weight, hidden);
-  if (shift) arguments.bias = shift->const_data_ptr();
+  if (shift.defined()) arguments.bias = shift.const_data_ptr();
   if (keeps) arguments.preactivation = gate_up.data_ptr();
   arguments.activation = act;
   if (!run_with_gate(arguments, hidden)) return std::nullopt;

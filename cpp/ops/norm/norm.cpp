@@ -45,7 +45,7 @@ Two composite(const Call& call) {
 Two recorded(const Below& below, const Call& call) {
   const Tensor weight = tensor_or_undefined(call.weight);
   const Tensor bias = tensor_or_undefined(call.bias);
-  const auto bias_dtype = bias.defined() ? std::optional(bias.scalar_type()) : std::nullopt;
+  const at::ScalarType bias_dtype = bias.defined() ? bias.scalar_type() : at::ScalarType::Undefined;
   const at::ScalarType weight_dtype = weight.defined() ? weight.scalar_type()
                                       : bias.defined() ? bias.scalar_type()
                                                        : call.wider().scalar_type();
@@ -61,18 +61,19 @@ Two recorded(const Below& below, const Call& call) {
       return variable_list{wanted[0] ? grad_z : Tensor(), wanted[1] ? grad_weight : Tensor(),
                            wanted[2] ? grad_bias : Tensor()};
     }
-    const at::ScalarType compute = compute_dtype(z.scalar_type());
-    const Tensor bias = bias_dtype ? at::zeros_symint(z.sym_sizes().slice(z.dim() - dims, dims),
-                                                      z.options().dtype(*bias_dtype))
-                                   : Tensor();
+    const at::ScalarType dtype = z.scalar_type(), compute = compute_dtype(dtype);
+    const Tensor bias = bias_dtype == at::ScalarType::Undefined
+                            ? Tensor()
+                            : at::zeros_symint(z.sym_sizes().slice(z.dim() - dims, dims),
+                                               z.options().dtype(bias_dtype));
     variable_list found = composite_gradients(
         in, std::array{z.to(compute), weight, bias}, wanted, [&](const auto& inputs) {
           return composite_norm(inputs[0], dims, inputs[1], inputs[2], eps, offset, centered,
                                 /*rounded=*/compute)
-              .to(z.scalar_type());
+              .to(dtype);
         });
     if (grad_sum.defined() && wanted[0]) found[0] = found[0] + grad_sum.to(compute);
-    if (wanted[0]) found[0] = found[0].to(z.scalar_type());
+    if (wanted[0]) found[0] = found[0].to(dtype);
     return found;
   };
   if (!call.residual) {

@@ -9,7 +9,7 @@ import signal
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchkiln._loader import Torch, mismatch, read_record, read_torch
+from torchkiln._loader import RECORD, Torch, mismatch, read_record, read_torch
 from torchkiln.doctor.environment import Environment
 
 NO_DEVICE = 100
@@ -136,9 +136,8 @@ def gather(environment: Environment) -> Facts:
     if environment.package:
         try:
             record = read_record(environment.package)
-            mismatch(record, torch)
-        except (OSError, ValueError, KeyError) as error:
-            record, record_error = None, f"{type(error).__name__}: {error}"
+        except ImportError as error:
+            record_error = f"{RECORD} is damaged: {error.__cause__}"
     trial = try_import(environment) if record else Trial()
     return Facts(torch, torch_error, record, record_error, read_driver(environment), trial)
 

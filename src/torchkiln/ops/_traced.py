@@ -5,7 +5,7 @@ The rules and the messages are those of the C++ side (checks.h, promotion.h).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -31,7 +31,8 @@ def check_same_dtype(op: str, name: str, tensor: Tensor, like: str, x: Tensor) -
 
 def check_no_gradient(op: str, name: str, *tensors: Tensor | None) -> None:
     """Refuses to write over a tensor where autograd would need a gradient of it."""
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+    # The attribute of a torch.fx.Proxy is a Proxy, whose truth is not known.
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad is True for t in tensors):
         raise RuntimeError(
             f"torchkiln.{op}: {name}: got tensors that require a gradient, expected none: the "
             "call has no gradient; use torch.no_grad() or torch.inference_mode()"
@@ -57,33 +58,63 @@ def check_shape(  # noqa: PLR0917
         )
 
 
-def promoted_dtype(op: str, operands: Mapping[str, Tensor | float]) -> torch.dtype:
-    """The dtype of an elementwise result, from all operands at once, as in torch.
+def promoted_dtype(
+    op: str, operands: Mapping[str, Tensor | float], *, factors: int = 0
+) -> torch.dtype:
+    """The dtype of an elementwise result, as in torch; an error if it is not supported.
 
-    Tensors with dimensions come first, 0-dimensional ones next, numbers last: a later one counts
-    only where its kind of dtype (bool, integer, floating point) is a higher one.
+    Args:
+        op: the name in the error.
+        operands: the operands by their names.
+        factors: the number of first operands that are multiplied before the others are added. The
+            product has a dimension if a factor has one.
     """
-    groups: list[torch.dtype | None] = [None, None, None]
-    given: list[torch.dtype] = []
-    for operand in operands.values():
-        if isinstance(operand, Tensor):
-            dtype, group = operand.dtype, 0 if operand.dim() > 0 else 1
-            given.append(dtype)
-        else:
-            is_float = isinstance(operand, (float, torch.SymFloat))
-            dtype = torch.get_default_dtype() if is_float else torch.int64
-            dtype, group = torch.bool if isinstance(operand, bool) else dtype, 2
-            given.append(torch.float64 if is_float else dtype)
-        before = groups[group]
-        groups[group] = dtype if before is None else torch.promote_types(before, dtype)
-    result = combined(groups[0], combined(groups[1], groups[2]))
-    if result is None or result not in FLOATING:
+    places = [place_of(operand) for operand in operands.values()]
+    if factors:
+        product = joined(places[:factors]), min(group for _, group in places[:factors])
+        result = joined([product, *places[factors:]])
+    else:
+        result = joined(places)
+    if result not in FLOATING:
+        given = [dtype_of(operand) for operand in operands.values()]
         names = [name_of(dtype) for dtype in given]
         dtypes = f"{', '.join(names[:-1])} and {names[-1]}"
         raise RuntimeError(
             f"torchkiln.{op}: {', '.join(operands)}: got dtypes {dtypes}, which "
-            f"promote to {name_of(result or torch.int64)}, {EXPECTED}"
+            f"promote to {name_of(result)}, {EXPECTED}"
         )
+    return result
+
+
+def dtype_of(operand: object) -> torch.dtype:
+    """The dtype of a tensor, or of the one that a number is wrapped in."""
+    if isinstance(operand, Tensor):
+        return operand.dtype
+    if isinstance(operand, bool):
+        return torch.bool
+    return torch.float64 if isinstance(operand, (float, torch.SymFloat)) else torch.int64
+
+
+def place_of(operand: Tensor | float) -> tuple[torch.dtype, int]:
+    """The dtype by which an operand promotes, and its group.
+
+    Tensors with dimensions are group 0, 0-dimensional ones 1, numbers 2: a later group counts only
+    where its kind of dtype (bool, integer, floating point) is a higher one.
+    """
+    dtype = dtype_of(operand)
+    if isinstance(operand, Tensor):
+        return dtype, 0 if operand.dim() > 0 else 1
+    return torch.get_default_dtype() if dtype == torch.float64 else dtype, 2
+
+
+def joined(places: Iterable[tuple[torch.dtype, int]]) -> torch.dtype:
+    """The dtype to which operands promote together."""
+    groups: list[torch.dtype | None] = [None, None, None]
+    for dtype, group in places:
+        before = groups[group]
+        groups[group] = dtype if before is None else torch.promote_types(before, dtype)
+    result = combined(groups[0], combined(groups[1], groups[2]))
+    assert result is not None  # there are operands
     return result
 
 

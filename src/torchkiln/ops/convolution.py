@@ -7,12 +7,14 @@ from collections.abc import Callable
 
 from torch import Tensor
 from torch.compiler import is_compiling
+from torch.overrides import handle_torch_function
 
 from torchkiln.ops._conv_moments import bn_act_from, conv_with_moments
 from torchkiln.ops._conv_routes import ACTS, CONVOLUTIONS, Sizes, geometry_of, run_folded
 from torchkiln.ops._folding import Parts, forget
 from torchkiln.ops._traced import name_of
 from torchkiln.ops.batch_norm import bn_act
+from torchkiln.ops.eager import is_foreign
 
 
 def conv_bn_act(  # noqa: PLR0917
@@ -69,6 +71,10 @@ def conv_bn_act(  # noqa: PLR0917
         momentum: the weight of the new statistics.
         eps: a number of at least 0.
     """
+    if not isinstance(x, Tensor) and is_foreign(x):  # type: ignore[unreachable]
+        return handle_torch_function(  # type: ignore[unreachable]
+            conv_bn_act, (x,), **locals()
+        )
     if act not in ACTS:
         raise ValueError(
             f"torchkiln.conv_bn_act: act: got {act!r}, expected one of {', '.join(ACTS)}"

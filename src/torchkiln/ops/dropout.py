@@ -73,4 +73,6 @@ def _save_state(mode: Any, x: Tensor) -> Tensor:
 
 
 for _mode in (ProxyTorchDispatchMode, _CachingTorchDispatchMode):  # the second: of checkpoints
-    torch.ops.torchkiln.dropout_state.default.py_impl(_mode)(_save_state)
+    _op = torch.ops.torchkiln.dropout_state.default
+    _op.python_key_table.pop(_mode, None)  # of an import before, which sys.modules does not have
+    _op.py_impl(_mode)(_save_state)

@@ -5,7 +5,9 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
+from torch import Tensor
 from torch.compiler import is_compiling
+from torch.overrides import has_torch_function
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -100,3 +102,12 @@ def chosen(op: str, name: str, ours: Any, torchs_name: str, torchs: Any) -> Any:
             "two, which name one argument; pass options by keyword"
         )
     return torchs
+
+
+def is_foreign(given: object) -> bool:
+    """Whether this is no tensor but has a ``__torch_function__``, as a ``torch.fx.Proxy`` has.
+
+    A function whose Python code reads shapes or dtypes then passes the whole call to
+    :func:`torch.overrides.handle_torch_function`, as torch's functions do.
+    """
+    return not isinstance(given, Tensor) and has_torch_function((given,))

@@ -176,11 +176,12 @@ inline torch::autograd::edge_list edges_to(std::initializer_list<at::Tensor> inp
 template <class Outputs, size_t N, class Gradients>
 Outputs record(const char* name, std::initializer_list<at::Tensor> inputs, Outputs outputs,
                const Kept<N>& kept, Gradients gradients) {
-  torch::autograd::edge_list edges = detail::edges_to(inputs);
-  const auto is_valid = [](const torch::autograd::Edge& edge) { return edge.is_valid(); };
-  if (std::none_of(edges.begin(), edges.end(), is_valid)) return outputs;
-  const auto node =
-      detail::make_node<detail::OpNode<N, Gradients>>(name, std::move(edges), std::move(gradients));
+  const auto requires_grad = [](const at::Tensor& input) {
+    return input.defined() && input.requires_grad();
+  };
+  if (std::none_of(inputs.begin(), inputs.end(), requires_grad)) return outputs;
+  const auto node = detail::make_node<detail::OpNode<N, Gradients>>(name, detail::edges_to(inputs),
+                                                                    std::move(gradients));
   detail::for_each_output(outputs, [&](const at::Tensor& output) {
     torch::autograd::set_history(output, detail::NodePointer(node));
   });

@@ -8,7 +8,7 @@
 //       ops.bind<&mine::scale>("scale", {"x", "factor"});  // Tensor scale(const Tensor&, double)
 //     }
 //
-// A call with a tensor subclass, or under a torch-function mode, goes through
+// A call with an object that has a __torch_function__, or under a torch-function mode, goes through
 // torch.ops.<package>.<op>.default. Arguments must therefore be those of the schema, in its order.
 
 #include <ATen/PythonTorchFunctionTLS.h>
@@ -44,14 +44,26 @@ PyObject* wrap(std::tuple<Tensors...>&& results) {
       results);
 }
 
-/// Whether this argument is a tensor subclass, whose __torch_function__ must be called.
+/// Whether objects of this class take no part in calls of torch's functions but as their values.
+inline bool is_plain_type(PyTypeObject* type) {
+  return THPVariable_CheckTypeExact(type) || type == Py_TYPE(Py_None) || type == &PyFloat_Type ||
+         type == &PyBool_Type || type == &PyLong_Type || type == &PyUnicode_Type ||
+         type == &PyTuple_Type || type == &PyList_Type;
+}
+
+/// Whether the class of this argument has a __torch_function__, which must be called: that of a
+/// tensor subclass, a torch.fx.Proxy or any other object.
 inline bool is_overridden(PyObject* argument) {
-  return THPVariable_Check(argument) && !THPVariable_CheckExact(argument);
+  PyTypeObject* const type = Py_TYPE(argument);
+  if (is_plain_type(type)) return false;
+  static PyObject* const name = PyUnicode_InternFromString("__torch_function__");
+  return _PyType_Lookup(type, name) != nullptr;  // borrowed; does not create an AttributeError
 }
 
 /// The argument as torch.ops accepts it: a number becomes a tensor or a list where those are due.
 inline py::object as_schema(const Argument& argument, const c10::Type& type) {
   const auto value = py::reinterpret_borrow<py::object>(argument.value);
+  if (is_overridden(argument.value)) return value;
   if (type.kind() == c10::TypeKind::TensorType && PyNumber_Check(argument.value) &&
       !THPVariable_Check(argument.value))
     return py::reinterpret_steal<py::object>(
@@ -81,8 +93,12 @@ inline PyObject* call_by_schema(const char* name, PyObject* const* given) {
   return ops.attr(name).attr("default")(*positional, **named).release().ptr();
 }
 
+/// The name of the op that a call in the order of the schema goes to.
+using NameOf = const char*(PyObject* const* given);
+
 template <auto op>
 struct Entry {
+  static inline NameOf* name_of;
   static inline const char* name;
   static inline const char* public_name;
   static inline std::string doc;
@@ -99,7 +115,7 @@ struct Entry {
   template <size_t... I, class R, class... Args>
   static PyObject* run(std::index_sequence<I...>, R (*function)(Args...), PyObject* const* given) {
     if (at::impl::torch_function_mode_enabled() || (is_overridden(given[I]) || ...))
-      return call_by_schema(name, given);
+      return call_by_schema(name_of == nullptr ? name : name_of(given), given);
     // Braces guarantee evaluation in order, so the first bad argument is the one reported.
     const std::tuple<decltype(Read<std::decay_t<Args>>::from({}))...> values{
         Read<std::decay_t<Args>>::from({public_name, names[I], given[I]})...};
@@ -126,12 +142,14 @@ class __attribute__((visibility("hidden"))) Binder {
   explicit Binder(py::module_& module) : module_(module) {}
 
   /// Binds a C++ function under the name of its op. Bind each function once. `public_name`, for
-  /// error messages, is the function that users call if it is not named like the op.
+  /// error messages, is the function that users call if it is not named like the op. `name_of`
+  /// chooses among several ops with one list of arguments.
   template <auto op>
   void bind(const char* name, std::array<const char*, bind_detail::Entry<op>::kCount> arguments,
-            const char* public_name = nullptr) const {
+            const char* public_name = nullptr, bind_detail::NameOf* name_of = nullptr) const {
     using Entry = bind_detail::Entry<op>;
     Entry::name = name;
+    Entry::name_of = name_of;
     Entry::public_name = public_name == nullptr ? name : public_name;
     Entry::names = arguments;
     Entry::doc = std::string(name) + "(";

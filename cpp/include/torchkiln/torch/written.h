@@ -1,10 +1,14 @@
 #pragma once
 
-// Outputs that the caller gives, as for torch's out= and in-place ops without a gradient.
+// Tensors that an op writes to: outputs that the caller gives, as for torch's out= and in-place ops
+// without a gradient, and state such as running statistics.
 
 #include <ATen/ATen.h>
 #include <ATen/MemoryOverlap.h>
 
+#include <cstdint>
+
+#include "torchkiln/core/status.h"
 #include "torchkiln/torch/checks.h"
 
 namespace torchkiln {
@@ -29,5 +33,14 @@ inline void check_overlap(const at::Tensor& out, const at::Tensor& input) {
 inline void mark_written(const at::Tensor& out) {
   if (!out.is_inference()) out.unsafeGetTensorImpl()->bump_version();
 }
+
+/// The number of changes of the memory of a tensor that did not increment its version, modulo 2^32.
+/// Tensors may share a counter, so an unchanged one may have been counted, too.
+TORCHKILN_EXPORT uint32_t silent_changes(const at::Tensor& tensor);
+
+/// Counts a change that does not increment the version. Batch norm moves running statistics so, as
+/// torch's does: its backward saves them without a use of their values, and a second call must not
+/// invalidate the first.
+TORCHKILN_EXPORT void count_silent_change(const at::Tensor& tensor);
 
 }  // namespace torchkiln

@@ -1,0 +1,32 @@
+// Counters of changes that do not increment a tensor's version, for copies that must be renewed.
+
+#include <array>
+#include <atomic>
+
+#include "torchkiln/torch/written.h"
+
+namespace torchkiln {
+namespace {
+
+/// One counter for the storages of one hash. With 65,536 counters, training 100 batch norms renews
+/// on average 1.5 of 100 folds of another network without need.
+constexpr size_t kCounters = 1 << 16;
+std::array<std::atomic<uint32_t>, kCounters> counters;
+
+std::atomic<uint32_t>& counter_of(const at::Tensor& tensor) {
+  const auto address = reinterpret_cast<uintptr_t>(tensor.storage().unsafeGetStorageImpl());
+  constexpr uint64_t kMultiplier = 0x9E3779B97F4A7C15;  // 2^64 / golden ratio
+  return counters[(address * kMultiplier) >> 48];
+}
+
+}  // namespace
+
+uint32_t silent_changes(const at::Tensor& tensor) {
+  return counter_of(tensor).load(std::memory_order_acquire);
+}
+
+void count_silent_change(const at::Tensor& tensor) {
+  if (tensor.has_storage()) counter_of(tensor).fetch_add(1, std::memory_order_acq_rel);
+}
+
+}  // namespace torchkiln
