@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,10 @@ def mamba2() -> nn.Module:
     return causal("Mamba2", vocab_size=TOKENS, num_hidden_layers=2, chunk_size=8, **sizes)
 
 
+Mamba2Norm: Any = transformers.models.mamba2.modeling_mamba2.MambaRMSNormGated
+GROUPS = ", groups=2" if "group_size" in inspect.signature(Mamba2Norm).parameters else ""
+"""Older versions of transformers have no groups."""
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
     "llama": (
         lambda: causal("Llama", **GROUPED),
@@ -156,7 +161,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
     ),
     "mamba2": (
         mamba2,
-        {"rms_norm(round=input)": 3, "gated_rms_norm(gate_first=True, groups=2)": 2},
+        {"rms_norm(round=input)": 3, f"gated_rms_norm(gate_first=True{GROUPS})": 2},
     ),
 }
 

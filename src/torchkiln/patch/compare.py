@@ -1,8 +1,8 @@
-"""The error of a replacement beside that of the original forward, both against float64."""
+"""The values, gradients and layouts of a replacement beside those of the original forward."""
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from torchkiln.patch.plan import Match, Plan
-from torchkiln.patch.probe import cast, is_close, relative_error, run
+from torchkiln.patch.probe import cast, is_close, numbers, relative_error, run
 
 LARGEST_RATIO = 2.0
 """A replacement may have at most this multiple of the original's error."""
+
+SCALES = (1e-3, 1.0, 1e3, 1e5)
+"""Magnitudes at which results are compared, as multiples of the usual inputs."""
 
 
 @dataclass(frozen=True)
@@ -43,23 +46,76 @@ class Comparison:
 
 
 def compare(match: Match, dtype: torch.dtype, device: torch.device) -> Comparison | str:
-    """Run both forwards on drawn numbers; the reason if one of them does not run."""
-    module = cast(match.copy, dtype, device)
+    """Run both forwards on drawn numbers; the reason if one of them does not run, or differs."""
     calls = [(x, *match.others) for x in match.inputs]
     for args in calls:
-        with torch.no_grad():
-            ours = match.plan.forward(match.copy, *args)
-        if not is_close(run(match.copy, *(x.clone() for x in args)), ours):
-            return "its result in float64 is not that of the op"
+        for scale in SCALES:
+            scaled = (args[0] * scale, *args[1:])
+            with torch.no_grad():
+                ours = match.plan.forward(match.copy, *scaled)
+            if not is_close(run(match.copy, *(x.clone() for x in scaled)), ours):
+                return f"its result in float64 is not that of the op, for inputs times {scale:g}"
+        if not has_same_gradients(match, args):
+            return "its gradients are not those of the op"
+        if not all(has_same_layout(match, views) for views in layouts(args)):
+            return "its results have other strides than those of the op"
     cast_calls = [tuple(x.to(device, dtype) for x in args) for args in calls]
-    return of_calls(module, match.plan, cast_calls, dtype)
+    return of_calls(cast(match.copy, dtype, device), match.plan, cast_calls, dtype)
+
+
+def has_same_gradients(match: Match, args: tuple[Tensor, ...]) -> bool:
+    """Whether inputs and parameters have the same gradients in float64, in training."""
+    module = cast(match.copy, torch.float64, torch.device("cpu"))
+    module.__dict__["training"] = True
+    parameters = list(module.parameters())
+    for parameter in parameters:
+        parameter.requires_grad_()
+
+    def gradients(forward: Any) -> list[Tensor] | None:
+        leaves = [x.clone().requires_grad_() for x in args]
+        try:
+            with torch.enable_grad():
+                y = forward(module, *(x.clone() for x in leaves))
+                weight = numbers(*y.shape, seed=99)
+                wanted = [*leaves, *parameters]
+                found = torch.autograd.grad((y * weight).sum(), wanted, materialize_grads=True)
+        except Exception:  # a result without a gradient, for example
+            return None
+        return list(found)
+
+    with torch.random.fork_rng([]):
+        expected = gradients(type(module).forward)
+        found = gradients(match.plan.forward)
+    if expected is None or found is None:
+        return expected is found
+    pairs = zip(found, expected, strict=True)
+    return all(is_close(one, other, other.abs().max()) for one, other in pairs if other.numel())
+
+
+def layouts(args: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:
+    """The arguments as slices, transposed, and each row on its own."""
+    yield tuple(torch.cat([x, x], -1)[..., : x.shape[-1]] for x in args)
+    if args[0].dim() > 2:
+        yield tuple(x.mT.contiguous().mT for x in args)
+        yield tuple(x.transpose(0, 1) for x in args)
+
+
+def has_same_layout(match: Match, args: tuple[Tensor, ...]) -> bool:
+    """Whether results have the same strides, where the op takes the call."""
+    if not match.plan.fits(match.copy, *args):
+        return True
+    was = run(match.copy, *args)
+    with torch.no_grad():
+        now = match.plan.forward(match.copy, *args)
+    return isinstance(was, Tensor) and was.stride() == now.stride()
 
 
 def of_calls(
     module: nn.Module, plan: Plan, calls: list[tuple[Any, ...]], dtype: torch.dtype
 ) -> Comparison | str:
     """Run both forwards of a module whose class is the original one."""
-    truth = copy.deepcopy(module).double()
+    device = next((x.device for args in calls for x in args if isinstance(x, Tensor)), None)
+    truth = cast(module, torch.float64, device or torch.device("cpu"))
     errors: list[tuple[float, float]] = []
     bitwise = True
     for args in calls:

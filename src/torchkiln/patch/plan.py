@@ -109,12 +109,19 @@ def make_class(original: type[nn.Module], plan: Plan) -> type[nn.Module]:
         "__reduce_ex__": reduce,
         "_kiln_plan": plan,
     }
-    metaclass: Any = type(original)
-    maker: Any = ABCMeta if issubclass(metaclass, ABCMeta) else type
-    made: Any = maker.__new__(metaclass, plan.class_name(original), (Unseen,), scope)
-    type.__setattr__(made, "__bases__", (original,))
+    made = unseen_subclass(original, plan.class_name(original), scope)
     type.__setattr__(made, "_kiln_class", made)
     return made
+
+
+def unseen_subclass(original: type[nn.Module], name: str, scope: dict[str, Any]) -> type[nn.Module]:
+    """A subclass that neither ``__init_subclass__`` nor the metaclass sees."""
+    metaclass: Any = type(original)
+    maker: Any = ABCMeta if issubclass(metaclass, ABCMeta) else type
+    made: Any = maker.__new__(metaclass, name, (Unseen,), scope)
+    type.__setattr__(made, "__bases__", (original,))
+    found: type[nn.Module] = made
+    return found
 
 
 class Unseen(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -29,6 +28,8 @@ def shallow_copy(module: nn.Module) -> nn.Module:
         new.__dict__[name] = value.copy() if isinstance(value, (list, dict, set)) else value
     for name, buffer in new._buffers.items():
         new._buffers[name] = None if buffer is None else buffer.clone()
+    for name in ("_parameters", "_modules"):
+        new.__dict__[name] = dict(vars(module)[name])
     for name in HOOKS:
         new.__dict__[name] = type(vars(module)[name])()
     new.__dict__["training"] = False
@@ -45,8 +46,22 @@ def random_copy(module: nn.Module) -> nn.Module:
 
 
 def cast(module: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """A copy of a copy, in another dtype and on another device."""
-    return copy.deepcopy(module).to(device=device, dtype=dtype)
+    """A copy in another dtype and on another device, with parameters of its own."""
+    new = shallow_copy(module)
+    for name, parameter in new._parameters.items():
+        if parameter is not None:
+            moved = converted(parameter.detach(), dtype, device)
+            new._parameters[name] = nn.Parameter(moved.clone(), requires_grad=False)
+    for name, buffer in new._buffers.items():
+        new._buffers[name] = None if buffer is None else converted(buffer, dtype, device)
+    for name, child in module._modules.items():
+        new._modules[name] = None if child is None else cast(child, dtype, device)
+    return new
+
+
+def converted(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor on a device, in another dtype if it has floating-point numbers."""
+    return tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
 
 
 @torch.no_grad()

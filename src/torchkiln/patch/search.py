@@ -2,42 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torchkiln.patch.compare import Comparison, compare
-from torchkiln.patch.formula import (
-    activation,
-    gated,
-    gated_norm,
-    linear,
-    norm,
-    torch_modules,
-)
+from torchkiln.patch.formula import activation, gated, gated_norm, linear, norm, torch_modules
+from torchkiln.patch.formula.proven import ProvenPlan
+from torchkiln.patch.formula.reads import MACHINERY, Reads
+from torchkiln.patch.formula.terms import NoFormulaError
 from torchkiln.patch.plan import Found, Match
 from torchkiln.patch.probe import first_dtype
 from torchkiln.patch.registry import Registry
 from torchkiln.patch.report import Row
 
 
+class Outcome(NamedTuple):
+    """What is known of a module, and of those whose attributes are alike."""
+
+    found: Found
+    comparison: Comparison | str | None
+    reads: Reads
+
+
 class Search:
     """Finds the plan of a module, once for modules that are alike."""
 
     def __init__(self, registry: Registry, *, exact: bool) -> None:
-        self.finders = (
-            registry.find,
-            linear.find,
-            torch_modules.find,
-            gated_norm.find,  # before norms, which some of these compute without a gate
-            norm.find,
-            activation.find,
-            gated.find,
-        )
+        self.by_class = (registry.find, linear.find, torch_modules.find)
+        self.by_formula = (gated_norm.find, norm.find, activation.find, gated.find)
         self.exact = exact
-        self.known: dict[Any, tuple[Found, Comparison | str | None]] = {}
+        self.known: dict[Any, list[Outcome]] = {}
 
     def find(
         self, module: nn.Module, default: torch.dtype, row: Row, kinds: tuple[str, ...]
@@ -52,7 +49,7 @@ class Search:
         dtype = first_dtype(module.parameters()) or default
         device = next((x.device for x in module.parameters()), torch.device("cpu"))
         device = torch.device("cpu") if device.type == "meta" else device
-        found, comparison = self.cached(module, dtype, device)
+        found, comparison, _ = self.cached(module, dtype, device)
         if not isinstance(found, Match):
             is_leaf = next(module.children(), None) is None
             own = next(module.parameters(recurse=False), None) is not None
@@ -72,33 +69,54 @@ class Search:
                 row.why = "not bitwise equal" if self.exact else row.why
         return None if row.why else found
 
-    def cached(
-        self, module: nn.Module, dtype: torch.dtype, device: torch.device
-    ) -> tuple[Found, Comparison | str | None]:
-        """What the finders say, and the comparison of a match."""
-        key = (type(module), dtype, device, settings(module))
-        if key not in self.known:
-            found = next((f for f in (find(module) for find in self.finders) if f), None)
-            comparison = None
-            if isinstance(found, Match):
-                comparison = compare(found, dtype, device)
-            self.known[key] = (found, comparison)
-        return self.known[key]
+    def cached(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> Outcome:
+        """What the finders say of a module, or of one that its forward cannot tell from it."""
+        known = self.known.setdefault((type(module), dtype, device, kinds_of(module)), [])
+        for outcome in known:
+            if outcome.reads.hold(module):
+                return outcome
+        try:
+            known.append(self.outcome(module, dtype, device))
+        except Exception as error:  # code of users runs here
+            reason = f"its search raised {type(error).__name__}: {error}"
+            known.append(Outcome(reason, None, Reads(own_values(module))))
+        return known[-1]
+
+    def outcome(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> Outcome:
+        """The plan and its comparison; the reason why there is none; or nothing."""
+        for find_by_class in self.by_class:
+            if found := find_by_class(module):
+                compared = compare(found, dtype, device) if isinstance(found, Match) else None
+                return Outcome(found, compared, Reads(own_values(module)))
+        reason: str | None = None
+        for find in self.by_formula:
+            try:
+                found = find(module, dtype)
+            except NoFormulaError as error:
+                found = str(error)
+            if isinstance(found, str):
+                reason = reason or found
+            elif found is not None and isinstance(found.plan, ProvenPlan):
+                return Outcome(found, compare(found, dtype, device), found.plan.reads)
+        return Outcome(reason, None, Reads(own_values(module)))
 
 
-def settings(module: nn.Module) -> tuple[Any, ...]:
-    """What the forward of a small module depends on, apart from the values of its tensors."""
-    numbers = (
-        (name, value)
-        for name, value in vars(module).items()
-        if isinstance(value, (int, float, str, tuple)) and name != "training"
-    )
+def kinds_of(module: nn.Module) -> tuple[Any, ...]:
+    """The parameters of a module but for their values, and the classes of its submodules."""
     tensors = (
         (name, tuple(x.shape), x.dtype, type(x), x.layout) for name, x in module.named_parameters()
     )
-    classes = ((name, type(child)) for name, child in module.named_modules())
-    functions = ((name, id(value)) for name, value in vars(module).items() if callable(value))
-    return (*numbers, *tensors, *classes, *functions)
+    return *tensors, *((name, type(child)) for name, child in module.named_modules())
+
+
+def own_values(module: nn.Module) -> tuple[tuple[tuple[str, ...], Any], ...]:
+    """All attributes of a module and of its submodules that are no tensors."""
+    return tuple(
+        ((*filter(None, prefix.split(".")), name), value)
+        for prefix, part in module.named_modules()
+        for name, value in vars(part).items()
+        if name not in MACHINERY and not isinstance(value, Tensor)
+    )
 
 
 def replaced_before(module: nn.Module) -> str:

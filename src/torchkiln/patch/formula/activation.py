@@ -1,18 +1,22 @@
-"""Activations without parameters, found on a grid of numbers."""
+"""Activations without parameters, found by their formula."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import lru_cache, partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchkiln.ops.activation import gelu, quick_gelu, relu, relu2, sigmoid, silu, tanh
-from torchkiln.patch.plan import Match, Plan
-from torchkiln.patch.probe import is_close, run, shallow_copy
+from torchkiln.patch.formula.layout import Value
+from torchkiln.patch.formula.proven import ProvenPlan
+from torchkiln.patch.formula.terms import NoFormulaError
+from torchkiln.patch.formula.trace import WIDTHS, Proof, Situation, Trace, Tracer, recorded
+from torchkiln.patch.plan import Match
+from torchkiln.patch.probe import shallow_copy
 
 OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": relu,
@@ -30,7 +34,7 @@ EQUAL = {"relu", "silu", "sigmoid", "tanh"}
 
 
 @dataclass(frozen=True)
-class Activation(Plan):
+class Activation(ProvenPlan):
     """One elementwise op."""
 
     kind = "activation"
@@ -39,23 +43,13 @@ class Activation(Plan):
     def __str__(self) -> str:
         return self.op
 
+    def fits(self, module: nn.Module, *args: object) -> bool:
+        """Whether this is a proven call."""
+        return len(args) == 1 and self.takes(module, *args)
+
     def forward(self, _: nn.Module, x: Tensor) -> Tensor:
         """The op."""
         return OPS[self.op](x)
-
-
-class Count(TorchDispatchMode):
-    """Counts the ATen ops of a call."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.ops = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.ops += 1
-        return func(*args, **kwargs or {})
 
 
 def grid() -> Tensor:
@@ -64,38 +58,46 @@ def grid() -> Tensor:
 
 
 class Computed(NamedTuple):
-    """An activation that a copy of a module computes."""
+    """An activation that a module computes."""
 
     name: str
-    ops: int
-    """ATen ops of a call."""
-    copy: nn.Module
-    x: Tensor
+    proof: Proof
+    trace: Trace
 
 
-def computed(module: nn.Module) -> Computed | None:
-    """The activation that a leaf without parameters computes, also in training."""
+@lru_cache(maxsize=512)
+def formula(name: str, situation: Situation) -> Value:
+    """The activation, as the contract of the op has it."""
+    from torchkiln.testing.specs.activation import FORMULAS  # noqa: PLC0415
+
+    return recorded(FORMULAS[name].exact, situation, ["x"], [])
+
+
+def computed(module: nn.Module, *, overwrites: bool = False) -> Computed | str:
+    """The activation that a leaf without parameters computes, or the reason for none.
+
+    ``overwrites`` is whether it may change its argument.
+    """
     if any(True for _ in module.children()) or any(True for _ in module.parameters()):
-        return None
-    copy = shallow_copy(module)
-    x = grid()
-    overwritable = x.clone()
-    with Count() as count:
-        result = run(copy, overwritable)
-    copy.training = True
-    trained = run(copy, x.clone())
-    copy.training = False
-    for name, op in OPS.items():
-        if all(is_close(one, op(x), x.abs()) for one in (result, trained)):
-            return Computed(name, count.ops, copy, x)
-    return None
+        return ""
+    try:
+        trace = Tracer(module, WIDTHS, ["x"], overwrites=overwrites).trace()
+    except NoFormulaError as error:
+        return str(error)
+    for name in OPS:
+        proof = trace.proof(partial(formula, name), torch.float32)
+        if proof is not None:
+            return Computed(name, proof, trace)
+    return trace.reason
 
 
-def find(module: nn.Module) -> Match | str | None:
+def find(module: nn.Module, dtype: torch.dtype) -> Match | str | None:
     """The plan for an activation that torch has no kernel of the same speed for."""
     found = computed(module)
-    if found is None:
-        return None
-    if found.ops == 1 and found.name in EQUAL:
+    if isinstance(found, str) or dtype not in found.proof.dtypes:
+        return found if isinstance(found, str) else None
+    ops = frozenset().union(*(call.ops for call in found.trace.calls)) - {"detach"}
+    if len(ops) == 1 and found.name in EQUAL:
         return f"torch's {found.name} is one kernel of the same speed"
-    return Match(Activation(found.name), found.copy, (found.x,))
+    plan = Activation(found.name, proof=found.proof, reads=found.trace.reads)
+    return Match(plan, shallow_copy(module), (grid(),))

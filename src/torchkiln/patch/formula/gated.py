@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from torchkiln.nn.plain import has_hooks
 from torchkiln.ops.gated import geglu, swiglu
-from torchkiln.patch.plan import Match, Plan
-from torchkiln.patch.probe import cast, first_dtype, is_close, numbers, run, shallow_copy
+from torchkiln.patch.formula.layout import Value
+from torchkiln.patch.formula.proven import ProvenPlan, is_ordered
+from torchkiln.patch.formula.recorder import Recorder
+from torchkiln.patch.formula.terms import NoFormulaError
+from torchkiln.patch.formula.trace import WIDTHS, Situation, Stub, Traced, Tracer
+from torchkiln.patch.plan import Match
+from torchkiln.patch.probe import first_dtype, numbers, shallow_copy
 from torchkiln.patch.source.shared import shared
 
 OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -20,17 +27,19 @@ OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "geglu": geglu,
     "geglu_tanh": lambda gate, up: geglu(gate, up, "tanh"),
 }
+ACTS = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}
+"""The activation of each op."""
 
-WIDTH = 64
-"""Features of the input where no projection has ``in_features``."""
+HIDDEN = 24
+"""Features between the projections of a recorded call."""
 
 
 @dataclass(frozen=True)
-class Gated(Plan):
+class Gated(ProvenPlan):
     """``down(act(gate(x)) * up(x))`` by calls of the submodules, which may be of any class.
 
     Without ``up``, the two halves of ``gate(x)`` are the gate and the other factor; with
-    ``swapped``, the second half is the gate.
+    ``swapped``, the second half is the gate, or the gate is called after ``up``.
     """
 
     kind = "glu"
@@ -43,153 +52,255 @@ class Gated(Plan):
     """Dropouts between the product and ``down``."""
     after: tuple[str, ...]
     """Dropouts after ``down``."""
+    reads_weights: bool = False
+    """Whether the module looks at the dtype of its projections."""
 
     def __str__(self) -> str:
         return f"{self.op} between the projections"
 
-    def fits(self, _: Any, *args: Tensor) -> bool:
-        """Whether forward has one argument."""
-        return len(args) == 1
+    def fits(self, module: Any, *args: Any) -> bool:
+        """Whether this is a proven call."""
+        if len(args) != 1 or not self.takes(module, *args):
+            return False
+        names = filter(None, (self.gate, self.up, self.down)) if self.reads_weights else ()
+        layers = map(module.get_submodule, names)
+        return all(getattr(layer.weight, "dtype", None) is args[0].dtype for layer in layers)
 
     def forward(self, module: Any, x: Tensor) -> Tensor:
-        """The calls of the submodules, with the op between them."""
+        """The calls of the submodules in their order, with the op between them."""
         names = [self.gate] if self.up is None else [self.gate, self.up]
+        names = names[::-1] if self.swapped else names
         found = shared(x, *map(module.get_submodule, names))
         gate, up = found if self.up is not None else found[0].chunk(2, -1)
         if self.swapped:
             gate, up = up, gate
-        h = OPS[self.op](gate, up)
+        h = product(self.op, gate, up)
         for name in (*self.before, self.down, *self.after):
             h = module.get_submodule(name)(h)
         return h
 
 
-@dataclass
-class Call:
+def product(op: str, gate: Tensor, up: Tensor) -> Tensor:
+    """The op, where it takes the results of the projections; otherwise what the module computes."""
+    if gate.dtype is up.dtype and gate.shape == up.shape and is_ordered(gate) and is_ordered(up):
+        return OPS[op](gate, up)
+    if op == "swiglu":
+        return nn.functional.silu(gate) * up
+    return nn.functional.gelu(gate, approximate="tanh" if op == "geglu_tanh" else "none") * up
+
+
+class Call(NamedTuple):
     """A recorded call of a submodule."""
 
     name: str
     given: Tensor
     result: Tensor
+    is_dropout: bool
 
 
-class Recorder(nn.Module):
-    """Takes the place of a submodule and records its calls."""
+class Weight:
+    """A tensor of which only the dtype is known."""
 
-    def __init__(self, name: str, calls: list[Call]) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return Tensor
+
+    def __getattr__(self, name: str) -> Any:
+        raise NoFormulaError(f"it reads {name} of a weight")
+
+
+class Opaque(nn.Module):
+    """Takes the place of a submodule: its result is an input of the recorded call."""
+
+    tracer: GatedTracer
+    _kiln_read = True
+
+    def __init__(self, tracer: GatedTracer, name: str, *, is_dropout: bool) -> None:
         super().__init__()
-        self.name = name
-        self.calls = calls
+        self.tracer, self.name, self.is_dropout = tracer, name, is_dropout
 
-    def apply_to(self, x: Tensor) -> Tensor:
-        """The result of a call."""
-        return x
+    @property
+    def weight(self) -> Weight:
+        """Stands for a weight whose dtype is read, which has to be that of the input."""
+        self.tracer.reads_weights = True
+        return Weight(self.tracer.situation.dtype)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """``isinstance`` cannot be told."""
+        raise NoFormulaError("it looks at the class of a submodule")
+
+    def __getattr__(self, name: str) -> Any:
+        raise NoFormulaError(f"it reads {name} of a submodule")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Record the call."""
-        result = self.apply_to(x)
-        self.calls.append(Call(self.name, x, result))
+        """The result, of the argument's shape but for the last size."""
+        return self.tracer.called(self.name, x, self.is_dropout)
+
+
+class Roles(NamedTuple):
+    """The submodules in the order of their calls."""
+
+    first: tuple[str, ...]
+    before: tuple[str, ...]
+    down: str
+    after: tuple[str, ...]
+
+
+class GatedTracer(Tracer):
+    """Records a module whose submodules with parameters, and dropouts of torch, are opaque."""
+
+    def __init__(self, module: nn.Module, packed: bool) -> None:
+        super().__init__(module, WIDTHS, ["x"])
+        self.packed = packed
+        self.roles: Roles | None = None
+        self.is_likely = False
+        """Whether a projection was called with the input, as those of a gated unit are."""
+        self.reads_weights = False
+
+    def stub(self, recorder: Recorder, situation: Situation) -> Stub:
+        """What takes the places of submodules."""
+        self.recorder, self.situation = recorder, situation
+        self.calls: list[Call] = []
+
+        def stub(name: str, child: nn.Module) -> nn.Module | None:
+            is_dropout = type(child) is nn.Dropout and not has_hooks(child)
+            if not is_dropout and not has_state(child):
+                return None
+            return Opaque(self, name, is_dropout=is_dropout and "forward" not in vars(child))
+
+        return stub
+
+    def called(self, name: str, x: Any, is_dropout: bool) -> Tensor:
+        """The result of an opaque call."""
+        value = self.recorder.value(x)
+        is_first = x is self.given[0] and not is_dropout
+        width = HIDDEN * (1 + self.packed) if is_first else self.situation.width
+        with self.recorder.paused():
+            size = x.shape[-1] if is_dropout else width
+            result = numbers(*x.shape[:-1], size, seed=len(self.calls) + 1).to(x.dtype)
+            result.requires_grad_()
+        last = value.dims[-1:] if is_dropout else [self.recorder.axes.add(f"of {size}", size)]
+        self.recorder.add(result, name, (*value.dims[:-1], *last))
+        self.calls.append(Call(name, x, result, is_dropout))
+        self.is_likely |= is_first and not self.packed
         return result
 
+    def traced(self, recorder: Recorder, situation: Situation, result: Any) -> Traced:
+        """The product before the last projection; the calls must be those of a gated unit."""
+        first = [call for call in self.calls if call.given is self.given[0]]
+        rest = self.calls[len(first) :]
+        is_chained = all(one.result is other.given for one, other in pairwise(rest))
+        down = [call for call in rest if not call.is_dropout]
+        names = [call.name for call in self.calls]
+        if (
+            self.calls[: len(first)] != first
+            or len(first) != 2 - self.packed
+            or any(call.is_dropout for call in first)
+            or len(down) != 1
+            or not is_chained
+            or rest[-1].result is not result
+            or len(set(names)) != len(names)
+        ):
+            raise NoFormulaError("")
+        at = rest.index(down[0])
+        steps = [call.name for call in rest]
+        roles = Roles(
+            tuple(call.name for call in first), tuple(steps[:at]), steps[at], tuple(steps[at + 1 :])
+        )
+        if self.roles not in (None, roles):
+            raise NoFormulaError("it calls its projections in another order")
+        self.roles = roles
+        return super().traced(recorder, situation, rest[0].given)
 
-class Projection(Recorder):
+
+def has_state(module: nn.Module) -> bool:
+    """Whether a submodule has parameters or buffers."""
+    return next(module.parameters(), None) is not None or next(module.buffers(), None) is not None
+
+
+@lru_cache(maxsize=512)
+def formula(op: str, situation: Situation, gate: str, up: str | None, swapped: bool) -> Value:
+    """The product, as the contract of the op has it."""
+    from torchkiln.testing.specs.gated import reference  # noqa: PLC0415
+
+    recorder = Recorder([torch.float64])
+    labels = [recorder.axes.add(str(i), n) for i, n in enumerate(situation.shape[:-1])]
+    size = HIDDEN * (1 if up else 2)
+    last = recorder.axes.add(f"of {size}", size)
+    names = [gate] if up is None else [gate, up]
+    tensors = [torch.ones(*situation.shape[:-1], size, dtype=torch.float64) for _ in names]
+    for name, tensor in zip(names, tensors, strict=True):
+        recorder.add(tensor, name, (*labels, last))
+    with torch.enable_grad(), recorder:
+        parts = tensors if up else list(tensors[0].chunk(2, -1))
+        one, other = parts[::-1] if swapped and not up else parts
+        return recorder.value(reference(ACTS[op], one, other))
+
+
+def find(module: nn.Module, dtype: torch.dtype) -> Match | str | None:
+    """The gated linear unit that a module with two or three projections computes."""
+    children = [child for child in module.children() if has_state(child)]
+    if next(module.parameters(recurse=False), None) is not None or not 2 <= len(children) <= 3:
+        return None
+    tracer = GatedTracer(module, packed=len(children) == 2)
+    try:
+        trace = tracer.trace()
+    except NoFormulaError as error:
+        return str(error) or None if tracer.is_likely else None
+    roles = tracer.roles
+    if roles is None:
+        return trace.reason or None if tracer.is_likely else None
+    for op in OPS:
+        for swapped in (False, True):
+            gate, up = roles.first[0], None if tracer.packed else roles.first[1]
+            if swapped and up is not None:
+                gate, up = up, gate
+
+            def of(situation: Situation, op: str = op, s: Any = (gate, up, swapped)) -> Value:
+                return formula(op, situation, *s)
+
+            proof = trace.proof(of, dtype)
+            if proof is None:
+                continue
+            if len({first_dtype(child.parameters()) for child in children}) > 1:
+                return "its projections have different dtypes"
+            plan = Gated(
+                op,
+                gate,
+                up,
+                roles.down,
+                swapped,
+                roles.before,
+                roles.after,
+                tracer.reads_weights,
+                proof=proof,
+                reads=trace.reads,
+            )
+            return Match(plan, shuffled(module), (numbers(2, 5, WIDTHS[0]),))
+    return trace.reason or None
+
+
+class Shuffle(nn.Module):
     """A shuffle of the columns: exact in every dtype, so that only the gate rounds."""
 
-    def __init__(self, name: str, calls: list[Call], seed: int, source: nn.Module) -> None:
-        super().__init__(name, calls)
+    def __init__(self, seed: int) -> None:
+        super().__init__()
         self.seed = seed
-        self.in_features = getattr(source, "in_features", WIDTH)
         self.weight = nn.Parameter(torch.ones(1, dtype=torch.float64), requires_grad=False)
 
-    def apply_to(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """The shuffled columns."""
         generator = torch.Generator().manual_seed(self.seed)
         return x[..., torch.randperm(x.shape[-1], generator=generator).to(x.device)]
 
 
-@dataclass
-class Recording:
-    """A copy of the module whose projections and dropouts are recorders."""
-
-    copy: nn.Module
-    calls: list[Call] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, module: nn.Module) -> Recording:
-        """Children with parameters are projections; others stay, except for dropouts."""
-        recording = cls(shallow_copy(module))
-        for seed, (name, child) in enumerate(module.named_children(), 1):
-            made: nn.Module
-            if any(True for _ in child.parameters()):
-                made = Projection(name, recording.calls, seed, child)
-            elif isinstance(child, nn.Dropout):
-                made = Recorder(name, recording.calls)
-            else:
-                made = shallow_copy(child)
-            recording.copy._modules[name] = made
-        return recording
-
-    def run(self, x: Tensor, *, training: bool = False) -> Any:
-        """The result of a call."""
-        self.calls.clear()
-        self.copy.training = training
-        result = run(self.copy, x)
-        self.copy.training = False
-        return result
-
-
-def find(module: nn.Module) -> Match | str | None:
-    """The gated linear unit that a module with two or three projections computes."""
-    children = list(module.named_children())
-    projections = [child for _, child in children if any(True for _ in child.parameters())]
-    own = next(module.parameters(recurse=False), None)
-    if own is not None or not 2 <= len(projections) <= 3:
-        return None
-    recording = Recording.of(module)
-    width = getattr(projections[0], "in_features", WIDTH)
-    x = numbers(2, 5, width if isinstance(width, int) else WIDTH)
-    result = recording.run(x)
-    if not isinstance(result, Tensor) or len(recording.calls) < len(projections):
-        return None
-    plan = plan_of(recording.calls, x, result)
-    if plan is None:
-        return None
-    trained = recording.run(x, training=True)
-    if not (isinstance(trained, Tensor) and torch.equal(trained, result)):
-        return "it computes something else in training, such as a dropout that is no submodule"
-    if len({first_dtype(child.parameters()) for child in projections}) > 1:
-        return "its projections have different dtypes"
-    copy = cast(recording.copy, torch.float64, torch.device("cpu"))
-    return Match(plan, copy, (x,)) if is_close(result, plan.forward(copy, x)) else None
-
-
-def plan_of(calls: Sequence[Call], x: Tensor, result: Tensor) -> Gated | None:
-    """The roles of the recorded calls."""
-    first = [call for call in calls if torch.equal(call.given, x)]
-    names = [call.name for call in calls]
-    rest = calls[len(first) :]
-    in_order = all(one is other for one, other in zip(calls, first, strict=False))
-    if not (1 <= len(first) <= 2 and in_order and rest and len(set(names)) == len(names)):
-        return None
-    # Dropouts and down follow each other; the last one returns the result.
-    chained = all(torch.equal(one.result, other.given) for one, other in pairwise(rest))
-    if not (chained and torch.equal(rest[-1].result, result)):
-        return None
-    steps = [call.name for call in rest]
-    down = next((i for i, call in enumerate(rest) if not torch.equal(call.given, call.result)), -1)
-    before, after = tuple(steps[:down]), tuple(steps[down + 1 :])
-    product = rest[0].given
-    packed = len(first) == 1
-    halves = first[0].result.chunk(2, -1) if packed else [call.result for call in first]
-    if len(halves) < 2:  # a single feature
-        return None
-    for op, f in OPS.items():
-        for swapped in (False, True):
-            gate, up = halves[::-1] if swapped else halves
-            if gate.shape != up.shape or not is_close(product, f(gate, up)):
-                continue
-            if packed:
-                return Gated(op, first[0].name, None, steps[down], swapped, before, after)
-            gate_name, up_name = names[:2][::-1] if swapped else names[:2]
-            return Gated(op, gate_name, up_name, steps[down], False, before, after)
-    return None
+def shuffled(module: nn.Module) -> nn.Module:
+    """A copy whose projections are shuffles, for comparisons of values."""
+    copy = shallow_copy(module)
+    for seed, (name, child) in enumerate(module.named_children(), 1):
+        copy._modules[name] = Shuffle(seed) if has_state(child) else shallow_copy(child)
+    return copy

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from torchkiln.ops.gated_norm import gated_rms_norm
 from torchkiln.patch.formula import norm
-from torchkiln.patch.plan import Match, Plan
-from torchkiln.patch.probe import is_close, numbers, random_copy, run
+from torchkiln.patch.formula.layout import Value
+from torchkiln.patch.formula.proven import ProvenPlan
+from torchkiln.patch.formula.trace import Situation, Trace, Tracer, recorded
+from torchkiln.patch.plan import Match
+from torchkiln.patch.probe import numbers, random_copy
 
 
 @dataclass(frozen=True)
-class GatedNorm(Plan):
+class GatedNorm(ProvenPlan):
     """``gated_rms_norm`` with the weight and the eps of the module."""
 
     kind = "norm"
@@ -33,11 +38,10 @@ class GatedNorm(Plan):
         return f"gated_rms_norm({', '.join(said)})" if said else "gated_rms_norm"
 
     def fits(self, module: nn.Module, *args: Any) -> bool:
-        """Whether there are two tensors of the weight's dtype: others promote by module."""
-        if len(args) != 2 or not all(isinstance(x, Tensor) for x in args):
+        """Whether there are two tensors of one shape and of the weight's dtype."""
+        if len(args) != 2 or not self.takes(module, *args) or args[0].shape != args[1].shape:
             return False
-        dtype = getattr(module, self.weight).dtype
-        return args[0].shape == args[1].shape and all(x.dtype == dtype for x in args)
+        return norm.is_vector_of(getattr(module, self.weight), args[0])
 
     def forward(self, module: nn.Module, x: Tensor, gate: Tensor) -> Tensor:
         """The op with the parameters of the module."""
@@ -53,33 +57,50 @@ class GatedNorm(Plan):
         )
 
 
-def groups_of(module: nn.Module, columns: int) -> list[int]:
-    """Possible numbers of groups: 1, and by the attributes that divide the columns."""
+def groups_of(trace: Trace, columns: int) -> list[int]:
+    """Possible numbers of groups: 1, and by the numbers that divide the columns."""
     sizes = [
         value
-        for value in vars(module).values()
+        for _, value in trace.reads.values
         if type(value) is int and 1 < value < columns and columns % value == 0
     ]
     return list(dict.fromkeys([1, *sizes, *(columns // size for size in sizes)]))
 
 
-def find(module: nn.Module) -> Match | None:
+@lru_cache(maxsize=512)
+def formula(situation: Situation, weight: str, eps: float, options: tuple[Any, ...]) -> Value:
+    """The norm of two tensors, as the contract of the op has it."""
+    from torchkiln.testing.specs.gated_norm import reference  # noqa: PLC0415
+
+    def norm(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+        return reference(x, gate, x.shape[-1:], weight, eps, **dict(options))
+
+    return recorded(norm, situation, ["x", "gate"], [weight])
+
+
+def find(module: nn.Module, dtype: torch.dtype) -> Match | str | None:
     """The gated norm that a leaf with one weight computes of two tensors."""
     names = norm.vectors_of(module)
     if names is None or len(names) != 1:
         return None
     (weight,) = names
-    copy = random_copy(module)
-    columns = getattr(copy, weight).shape[0]
-    x = norm.inputs(columns)
-    gate = 2 * numbers(*x.shape, seed=1)
-    result = run(copy, x, gate)
-    if not isinstance(result, Tensor) or result.shape != x.shape:
-        return None
+    columns = getattr(module, weight).shape[0]
+    tracer = Tracer(module, [columns], ["x", "gate"])
+    trace = tracer.trace()
     for (eps, value), gate_first, groups, offset in product(
-        norm.eps_of(module), (True, False), groups_of(module, columns), (0.0, 1.0)
+        list(norm.eps_of(trace)), (True, False), groups_of(trace, columns), (0.0, 1.0)
     ):
-        plan = GatedNorm(weight, value, gate_first, groups, offset)
-        if is_close(result, plan.forward(copy, x, gate)):
-            return Match(norm.with_eps(plan, copy, eps, x, gate), copy, (x,), (gate,))
-    return None
+        options = (("gate_first", gate_first), ("groups", groups), ("offset", offset))
+
+        def of(eps: float, options: Any = options) -> Any:
+            return lambda situation: formula(situation, weight, eps, options)
+
+        proof = trace.proof(of(value), dtype)
+        if proof is not None:
+            plan = GatedNorm(
+                weight, value, gate_first, groups, offset, proof=proof, reads=trace.reads
+            )
+            x = norm.inputs(columns)
+            gate = 2 * numbers(*x.shape, seed=1)
+            return Match(norm.with_eps(plan, tracer, eps, of), random_copy(module), (x,), (gate,))
+    return trace.reason or None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 from typing import Any, TypeVar
 
@@ -10,23 +12,22 @@ import torch
 from torch import Tensor, nn
 
 from torchkiln.ops.norm import layer_norm, rms_norm
-from torchkiln.patch.plan import Match, Plan
-from torchkiln.patch.probe import cast, is_close, numbers, random_copy, run
+from torchkiln.patch.formula.layout import Value
+from torchkiln.patch.formula.proven import ProvenPlan
+from torchkiln.patch.formula.reads import LARGEST
+from torchkiln.patch.formula.trace import WIDTHS, Situation, Trace, Tracer, recorded
+from torchkiln.patch.plan import Match
+from torchkiln.patch.probe import cast, numbers, random_copy, run
 
-EPS = (1e-5, 1e-6, 1e-8, 1e-12, 0.0)
-"""Values to try for a module without an attribute that holds eps."""
-
-CHANGED_EPS = 0.5
-"""Shows that an attribute is eps: the result has to follow it."""
-
-LARGEST_EPS = 1e-2
+CHANGED_EPS = (LARGEST, 1e-12)
+"""Show that an attribute is eps: the formula has to follow it."""
 
 P = TypeVar("P", bound=Any)
 """A plan with a field eps."""
 
 
 @dataclass(frozen=True)
-class Norm(Plan):
+class Norm(ProvenPlan):
     """``rms_norm`` or ``layer_norm`` with the parameters and the eps of the module."""
 
     kind = "norm"
@@ -43,11 +44,14 @@ class Norm(Plan):
         said += [f"round={self.round}"] if self.round != "once" else []
         return f"{self.op}({', '.join(said)})" if said else self.op
 
-    def fits(self, module: nn.Module, *args: Tensor) -> bool:
-        """Whether x and the weight have one dtype: the dtype of other results differs by module."""
-        if len(args) != 1:
+    def fits(self, module: nn.Module, *args: Any) -> bool:
+        """Whether x and the parameters have one dtype and width, in a proven call."""
+        if len(args) != 1 or not self.takes(module, *args):
             return False
-        return self.weight is None or getattr(module, self.weight).dtype == args[0].dtype
+        for name in (self.weight, self.bias):
+            if name is not None and not is_vector_of(getattr(module, name), args[0]):
+                return False
+        return True
 
     def forward(self, module: nn.Module, x: Tensor) -> Tensor:
         """The op with the parameters of the module."""
@@ -64,6 +68,15 @@ class Norm(Plan):
         return options
 
 
+def is_vector_of(parameter: Any, x: Tensor) -> bool:
+    """Whether a parameter has a number for each column of ``x``, in its dtype."""
+    return (
+        isinstance(parameter, Tensor)
+        and parameter.dtype is x.dtype
+        and parameter.shape == x.shape[-1:]
+    )
+
+
 def inputs(columns: int) -> Tensor:
     """Rows of all magnitudes that show eps, beside usual ones and some with a large mean."""
     scale = torch.tensor([1.0, 1.0, 30.0, 1e-2, 1e-3, 1e-4, 1e-6], dtype=torch.float64)
@@ -71,14 +84,13 @@ def inputs(columns: int) -> Tensor:
     return numbers(2, len(scale), columns) * scale[:, None] + mean[:, None]
 
 
-def eps_of(module: nn.Module) -> list[tuple[str | float, float]]:
-    """Possible eps: attributes first, then numbers."""
-    attributes = {
-        name: value
-        for name, value in vars(module).items()
-        if type(value) is float and 0 <= value <= LARGEST_EPS
-    }
-    return [*attributes.items(), *((value, value) for value in EPS)]
+def eps_of(trace: Trace) -> Iterator[tuple[str | float, float]]:
+    """Possible eps: attributes that were read first, then constants that were added."""
+    for path, value in trace.reads.values:
+        if type(value) is float:
+            yield (path[0] if len(path) == 1 else value), value
+    for value in trace.numbers:
+        yield value, value
 
 
 def vectors_of(module: nn.Module) -> list[str] | None:
@@ -92,41 +104,77 @@ def vectors_of(module: nn.Module) -> list[str] | None:
     return vectors if len({parameters[name].shape[0] for name in vectors}) <= 1 else None
 
 
-def find(module: nn.Module) -> Match | str | None:
+def widths_of(module: nn.Module, vectors: list[str]) -> tuple[int, ...]:
+    """The width of the rows; several if the module has none."""
+    return (getattr(module, vectors[0]).shape[0],) if vectors else WIDTHS
+
+
+@lru_cache(maxsize=512)
+def formula(
+    op: str, situation: Situation, names: tuple[str, ...], eps: float, offset: float
+) -> Value:
+    """The norm of a row, as the contract of the op has it."""
+    from torchkiln.testing.specs.norm import Kind, reference  # noqa: PLC0415
+
+    kind = Kind(op, centered=op == "layer_norm", residual=False)
+
+    def norm(x: Tensor, *parameters: Tensor) -> Any:
+        return reference(kind, x, x.shape[-1:], *parameters, eps=eps, offset=offset)
+
+    return recorded(norm, situation, ["x"], names)
+
+
+def find(module: nn.Module, dtype: torch.dtype) -> Match | str | None:
     """The norm that a leaf with at most a weight and a bias computes."""
     vectors = vectors_of(module)
     if vectors is None:
         return None
-    copy = random_copy(module)
-    x = inputs(getattr(copy, vectors[0]).shape[0] if vectors else 64)
-    result = run(copy, x)
-    if not isinstance(result, Tensor) or result.shape != x.shape:
-        return None
-    for eps, value in eps_of(module):
-        for op, offset, names in product(
-            ("rms_norm", "layer_norm"), (0.0, 1.0), {tuple(vectors), tuple(vectors[::-1])}
-        ):
-            weight, bias = (*names, None, None)[:2]
-            if (op == "rms_norm") == (bias is not None):
-                continue
-            plan = Norm(op, weight, bias, value, offset)
-            if is_close(result, plan.forward(copy, x)):
-                plan = with_rounding(with_eps(plan, copy, eps, x), copy, x)
-                return Match(plan, copy, (x,))
-    return None
+    tracer = Tracer(module, widths_of(module, vectors), ["x"])
+    trace = tracer.trace()
+    orders = {tuple(vectors), tuple(vectors[::-1])}
+    for (eps, value), op, offset, names in product(
+        list(eps_of(trace)), ("rms_norm", "layer_norm"), (0.0, 1.0), orders
+    ):
+        weight, bias = (*names, None, None)[:2]
+        if (op == "rms_norm") == (bias is not None) or (offset and weight is None):
+            continue
+
+        def of(eps: float, op: str = op, names: Any = names, offset: float = offset) -> Any:
+            return lambda situation: formula(op, situation, names, eps, offset)
+
+        proof = trace.proof(of(value), dtype)
+        if proof is not None:
+            plan = Norm(op, weight, bias, value, offset, proof=proof, reads=trace.reads)
+            plan = with_eps(plan, tracer, eps, of)
+            copy = random_copy(module)
+            x = inputs(tracer.widths[0])
+            return Match(with_rounding(plan, copy, x), copy, (x,))
+    return trace.reason or None
 
 
-def with_eps(plan: P, copy: nn.Module, eps: str | float, *args: Tensor) -> P:
-    """The plan that reads eps from the attribute, if the module reads it from there, too."""
-    if not isinstance(eps, str):
+def with_eps(
+    plan: P, tracer: Tracer, eps: str | float, of: Callable[[float], Callable[[Situation], Value]]
+) -> P:
+    """The plan that reads eps from the attribute, if the formula follows it."""
+    if not isinstance(eps, str) or plan.proof is None:
         return plan
-    before = getattr(copy, eps)
-    setattr(copy, eps, CHANGED_EPS)
-    named = replace(plan, eps=eps)
-    result = run(copy, *args)
-    follows = is_close(result, named.forward(copy, *args))
-    setattr(copy, eps, before)
-    return named if follows else plan
+    module = tracer.module
+    before = module.__dict__.get(eps)
+    if before is None:
+        return plan
+    try:
+        rank, dtype = plan.proof.ranks[-1], plan.proof.dtypes[0]
+        follows = True
+        for changed in CHANGED_EPS:
+            module.__dict__[eps] = changed
+            call = tracer.call(Situation(rank, tracer.widths[0], dtype, training=False))
+            formula = of(changed)(call.situation._replace(dtype=torch.float64))
+            follows = follows and call.result == formula
+    except Exception:  # forwards raise anything
+        follows = False
+    finally:
+        module.__dict__[eps] = before
+    return replace(plan, eps=eps, reads=plan.reads.with_any(eps)) if follows else plan
 
 
 def with_rounding(plan: Norm, copy: nn.Module, x: Tensor) -> Norm:

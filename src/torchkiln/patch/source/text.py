@@ -117,7 +117,10 @@ def imports(function: FunctionType) -> frozenset[str]:
     lines, _ = inspect.findsource(function)
     known, names = IMPORTS.get(function.__code__.co_filename, (None, frozenset()))
     if known is not lines:
-        names = frozenset(imported(ast.parse("".join(lines))))
+        try:
+            names = frozenset(imported(ast.parse("".join(lines))))
+        except SyntaxError:  # a page whose blocks are run, for example
+            names = frozenset()
         IMPORTS[function.__code__.co_filename] = lines, names
     return names
 
@@ -166,7 +169,7 @@ def class_of(qualname: str) -> str:
     """The name of the innermost class around a function; empty without one."""
     local = "<locals>"
     *parts, _ = qualname.split(".")
-    following = [*parts[1:], ""]
+    following = [*parts[1:], ""] if parts else []
     pairs = zip(parts, following, strict=True)
     return next((a for a, b in reversed(list(pairs)) if local not in (a, b)), "")
 

@@ -1,0 +1,64 @@
+"""Plans of formulas, and the conditions under which they are used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchkiln.patch.formula.linear import is_tracing
+from torchkiln.patch.formula.reads import Reads
+from torchkiln.patch.formula.trace import Proof
+from torchkiln.patch.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProvenPlan(Plan):
+    """A plan for the calls in which a module is proven to compute a formula."""
+
+    proof: Proof | None = None
+    reads: Reads = Reads()  # noqa: RUF009  immutable
+
+    def takes(self, module: Any, *args: Any) -> bool:
+        """Whether these tensors are of a proven rank and dtype, and the module is as it was."""
+        proof, first = self.proof, args[0]
+        if proof is None or is_tracing():
+            return False
+        for x in args:
+            if not is_torchs(x) or not is_dense(x) or x.dtype is not first.dtype:
+                return False
+            if x.dim() not in proof.ranks or not is_ordered(x):
+                return False
+        if first.dtype not in proof.dtypes or (is_narrow(first) and not proof.keeps_dtype):
+            return False
+        return self.reads.hold(module)
+
+    @property
+    def keeps_dtype(self) -> bool:
+        """Whether autocast computes no part of the formula in another dtype."""
+        return self.proof is not None and self.proof.keeps_dtype
+
+
+def is_torchs(x: Tensor) -> bool:
+    """Whether the class of a tensor is of torch: others may compute something else by its ops."""
+    return type(x) is Tensor or type(x).__module__.startswith("torch.")
+
+
+def is_dense(x: Tensor) -> bool:
+    """Whether a tensor has strides: a nested or sparse one has no kernels of ours."""
+    return x.layout is torch.strided and not x.is_nested
+
+
+def is_narrow(x: Tensor) -> bool:
+    """Whether autocast may compute in another dtype than that of ``x``."""
+    return x.dtype is not torch.float32 and torch.is_autocast_enabled(x.device.type)
+
+
+def is_ordered(x: Tensor) -> bool:
+    """Whether torch's elementwise ops return contiguous results for ``x``."""
+    if x.is_contiguous():
+        return True
+    strides = [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size != 1]
+    return all(strides) and strides == sorted(strides, reverse=True)

@@ -1,0 +1,245 @@
+"""The attributes that a forward reads, as conditions for its plan."""
+
+from __future__ import annotations
+
+import enum
+import sys
+from dataclasses import dataclass, field
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchkiln.nn.plain import has_hooks
+from torchkiln.patch.formula.terms import NoFormulaError
+from torchkiln.patch.plan import unseen_subclass
+
+PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
+CODE = (FunctionType, BuiltinFunctionType, type, partial)
+MACHINERY = frozenset(vars(nn.Module()))
+"""Attributes that every module has of its own."""
+
+GLOBALS = "<globals>"
+"""Begins the path of a global; its module and its name follow."""
+
+MISSING = "no such attribute"
+Path = tuple[str, ...]
+
+
+class AnyNumber:
+    """Stands for the floats from 0 to :data:`LARGEST`."""
+
+
+LARGEST = 0.5
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What a plan was found for: attributes with their values, and submodules with their class."""
+
+    values: tuple[tuple[Path, Any], ...] = ()
+    parts: tuple[tuple[str, type[nn.Module]], ...] = ()
+    """Submodules whose forward is part of the formula."""
+
+    def hold(self, module: nn.Module) -> bool:
+        """Whether a module still has these values, and its parts have no hooks."""
+        for name, cls in self.parts:
+            part = module._modules.get(name) or found(module, tuple(name.split(".")))
+            if type(part) is not cls or "forward" in part.__dict__ or has_hooks(part):
+                return False
+        for path, value in self.values:
+            one = attribute(module, path[0]) if len(path) == 1 else found(module, path)
+            if one is not value and not same(frozen(one), value):
+                return False
+        return True
+
+    def __add__(self, other: Reads) -> Reads:
+        """Both conditions."""
+        return Reads((*self.values, *other.values), (*self.parts, *other.parts))
+
+    def below(self, name: str) -> Reads:
+        """The conditions of a submodule, as those of the module that has it under a name."""
+        values = tuple(
+            (path if path[0] == GLOBALS else (*name.split("."), *path), value)
+            for path, value in self.values
+        )
+        return Reads(values, tuple((f"{name}.{part}", cls) for part, cls in self.parts))
+
+    def with_any(self, name: str) -> Reads:
+        """The conditions, with any number in one attribute of the module, which the plan reads."""
+        values = tuple((p, AnyNumber if p == (name,) else value) for p, value in self.values)
+        return Reads(values, self.parts)
+
+
+def found(owner: Any, path: Path) -> Any:
+    """The value at a path."""
+    if path[0] == GLOBALS:
+        return getattr(sys.modules.get(path[1]), path[2], MISSING)
+    for name in path:
+        owner = attribute(owner, name)
+    return owner
+
+
+def attribute(owner: Any, name: str) -> Any:
+    """An attribute, without the slow look-up of torch's modules where that is possible."""
+    if isinstance(owner, nn.Module):
+        for place in (owner.__dict__, owner._modules):
+            if name in place:
+                return place[name]
+    return getattr(owner, name, MISSING)
+
+
+def frozen(value: Any) -> Any:
+    """A list or a dict as a tuple, which later changes of it do not reach."""
+    if isinstance(value, list):
+        return tuple(value)
+    return tuple(value.items()) if isinstance(value, dict) else value
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values are one object, or plain and equal; or a number where any will do."""
+    if other is AnyNumber:
+        return type(one) is float and 0 <= one <= LARGEST
+    if isinstance(one, partial) and isinstance(other, partial):
+        one, other = (code_of(one), code_of(other))
+    return one is other or (type(one) is type(other) and is_plain(one) and one == other)
+
+
+def code_of(value: partial[Any]) -> tuple[Any, ...]:
+    """A function and its arguments."""
+    return (id(value.func), value.args, tuple(value.keywords.items()))
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is a number, a text, or a tuple of these."""
+    if isinstance(value, tuple):
+        return all(map(is_plain, value))
+    return type(value) in PLAIN or isinstance(value, enum.Enum)
+
+
+def is_importable(value: Any) -> bool:
+    """Whether a value is a function or a class that pickles name."""
+    if not isinstance(value, (FunctionType, type)):
+        return False
+    return getattr(sys.modules.get(value.__module__), value.__qualname__, None) is value
+
+
+@dataclass
+class Reader:
+    """Collects the reads of a copied module and of its submodules.
+
+    ``takes_tensors`` is whether tensors may be read that are no parameters.
+    """
+
+    takes_tensors: bool = False
+    values: dict[Path, Any] = field(default_factory=dict)
+    parts: dict[str, type[nn.Module]] = field(default_factory=dict)
+    reason: str = ""
+    copies: list[tuple[Any, Any]] = field(default_factory=list)
+    """Containers that were given, and what was in them."""
+
+    def reads(self) -> Reads:
+        """The conditions; raises if something was read that cannot be compared later."""
+        if any(frozen(copy) != before for copy, before in self.copies):
+            self.refuse("it changes a list or a dict")
+        if self.reason:
+            raise NoFormulaError(self.reason)
+        return Reads(tuple(self.values.items()), tuple(self.parts.items()))
+
+    def note(self, path: Path, value: Any) -> Any:
+        """Keep a value that was read; containers and objects are given as :class:`Held`."""
+        if isinstance(value, nn.Module) and not self.takes_tensors and not is_read(value):
+            self.refuse(f"it calls {'.'.join(path)}, which is no submodule")
+        if isinstance(value, (nn.Module, nn.Parameter, MethodType)):
+            return value
+        if type(value) in (list, dict) and is_plain(frozen(value)):
+            self.values[path] = frozen(value)
+            self.copies.append((value.copy(), frozen(value)))
+            return self.copies[-1][0]
+        if isinstance(value, CODE) or is_plain(value):
+            self.values[path] = value
+        elif isinstance(value, Tensor):
+            if self.takes_tensors:
+                return value
+            self.refuse(f"it reads the tensor {'.'.join(path)}, which is no parameter")
+        elif hasattr(value, "__dict__") and not callable(value) and type(value) is not dict:
+            return Held(self, path, value)
+        else:
+            self.refuse(f"it reads {'.'.join(path)}, a {type(value).__name__}")
+        return value
+
+    def note_globals(self, values: dict[tuple[str, str], Any]) -> None:
+        """Keep the plain ones of the globals that functions could read, and functions."""
+        for path, value in values.items():
+            if is_plain(frozen(value)) or is_importable(value):
+                self.values[GLOBALS, *path] = frozen(value)
+
+    def refuse(self, reason: str) -> None:
+        """Keep the first reason."""
+        self.reason = self.reason or reason
+
+
+class Held:
+    """An object of which plain attributes may be read."""
+
+    def __init__(self, reader: Reader, path: Path, value: Any) -> None:
+        self.__dict__.update(_kiln_reader=reader, _kiln_path=path, _kiln_value=value)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            value = getattr(self._kiln_value, name)
+        except AttributeError:
+            self._kiln_reader.values[*self._kiln_path, name] = MISSING
+            raise
+        if isinstance(value, MethodType):
+            self._kiln_reader.refuse(f"it calls {'.'.join((*self._kiln_path, name))}")
+        return self._kiln_reader.note((*self._kiln_path, name), value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise NoFormulaError(f"it sets {'.'.join((*self._kiln_path, name))}")
+
+
+OF_CLASS = frozenset(dir(nn.Module))
+READ = "_kiln_read"
+"""An attribute of classes whose instances report what is read."""
+
+
+def is_read(module: nn.Module) -> bool:
+    """Whether what is read of a module is known."""
+    return hasattr(type(module), READ)
+
+
+def reading(original: type[nn.Module], reader: Reader, prefix: Path = ()) -> type[nn.Module]:
+    """A subclass of ``original`` whose instances report the attributes that are read."""
+
+    def note(name: str, value: Any) -> Any:
+        if name in MACHINERY or name.startswith("__"):
+            return value
+        if name in OF_CLASS and getattr(nn.Module, name) is value:
+            return value
+        return reader.note((*prefix, name), value)
+
+    def get(self: nn.Module, name: str) -> Any:
+        return note(name, original.__getattribute__(self, name))
+
+    def get_other(self: nn.Module, name: str) -> Any:
+        try:
+            value = original.__getattr__(self, name)
+        except AttributeError:
+            reader.values[*prefix, name] = MISSING
+            raise
+        return note(name, value)
+
+    def refuse(self: nn.Module, name: str, value: Any) -> None:
+        if name.startswith("_tensor_constant"):  # set by the tracer of torch.fx
+            original.__setattr__(self, name, value)
+            return
+        raise NoFormulaError(f"it sets {'.'.join((*prefix, name))}")
+
+    scope = {READ: True, "__getattribute__": get, "__getattr__": get_other, "__setattr__": refuse}
+    try:
+        return unseen_subclass(original, original.__name__, scope)
+    except TypeError as error:
+        raise NoFormulaError(f"its class has no subclass: {error}") from error

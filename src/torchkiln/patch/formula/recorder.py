@@ -1,0 +1,166 @@
+"""The ops of torch in a call, as expressions of its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchkiln.patch.formula import terms
+from torchkiln.patch.formula.layout import Axes, Dim, Value
+from torchkiln.patch.formula.rules import RULES
+from torchkiln.patch.formula.terms import NoFormulaError
+
+aten = torch.ops.aten
+
+WIDE = (torch.float32, torch.float64)
+"""Dtypes that a module may compute in, whatever its own is."""
+
+
+class Recorder(TorchDispatchMode):
+    """Runs a call, and keeps an expression for each tensor that an op of torch returns.
+
+    An op that no formula has raises :class:`NoFormulaError`: a comparison, a clamp, a random
+    number, a value that Python reads, a change in place of a tensor that is not the call's own, or
+    an op without gradients.
+    """
+
+    def __init__(self, dtypes: Sequence[torch.dtype]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.axes = Axes()
+        self.dtypes = (*dtypes, *WIDE)
+        self.values: dict[int, Value] = {}
+        self.kept: list[Tensor] = []
+        self.given: set[int] = set()
+        """Memory that may not be changed."""
+        self.is_paused = False
+        self.numbers: set[float] = {0.0}
+        """All constants that were added."""
+        self.names: set[str] = set()
+        """The ops that were called."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Whether torch wraps the mode for ``torch.compile``, whose import takes 3 s."""
+        return False
+
+    def add(
+        self, tensor: Tensor, name: str, dims: Sequence[Dim], *, overwrites: bool = False
+    ) -> Tensor:
+        """Make a tensor an input; its dimensions are axes with labels.
+
+        ``overwrites`` is whether the call may change it in place.
+        """
+        labels = tuple(label for dim in dims for label in dim)
+        self.set(tensor, Value(terms.leaf(name, labels), tuple(dims)))
+        if not overwrites:
+            self.given.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    def set(self, tensor: Tensor, value: Value) -> None:
+        """Keep the expression of a tensor."""
+        self.values[id(tensor)] = value
+        self.kept.append(tensor)
+
+    def value(self, tensor: Any) -> Value:
+        """The expression of a tensor or a number."""
+        if isinstance(tensor, Tensor):
+            if id(tensor) not in self.values:
+                raise NoFormulaError("it uses a tensor that is no argument and no parameter")
+            return self.values[id(tensor)]
+        if isinstance(tensor, (int, float)) and not isinstance(tensor, bool):
+            return Value(terms.number(tensor), ())
+        raise NoFormulaError(f"it computes with a {type(tensor).__name__}")
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        options = kwargs or {}
+        if self.is_paused:
+            return func(*args, **options)
+        if not torch.is_grad_enabled():
+            raise NoFormulaError("it computes without gradients")
+        name = func._schema.name.partition("::")[2]
+        changes = name.endswith("_") and not name.endswith("__")
+        rule = RULES.get(name.removesuffix("_") if changes else name)
+        if name in UNRECORDED:
+            return func(*args, **options)
+        if rule is None and name not in MADE and name != "detach":
+            is_random = name.startswith(
+                ("bernoulli", "rand", "normal", "uniform", "native_dropout")
+            )
+            raise NoFormulaError("it draws random numbers" if is_random else f"it calls {name}")
+        if changes:
+            self.check_change(args[0])
+        result = func(*args, **options)
+        self.names.add(name)
+        if name == "detach":
+            return result  # autograd makes these, too; the use of one is refused
+        if rule is None:
+            if not is_scalar(result):
+                raise NoFormulaError("it makes a tensor")
+            self.set(result, Value(terms.number(float(result)), ((),) * result.dim()))
+            return result
+        found = rule(self, args, options, result)
+        for tensor, value in zip(outputs(result), outputs(found), strict=True):
+            if isinstance(tensor, Tensor) and value is not None:
+                self.set(tensor, value)
+        return result
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Ops in the block are not recorded."""
+        self.is_paused = True
+        try:
+            yield
+        finally:
+            self.is_paused = False
+
+    def check_change(self, tensor: Tensor) -> None:
+        """Refuse a change in place of an input, or of a tensor that others have in common."""
+        memory = tensor.untyped_storage().data_ptr()
+        sharing = sum(t.untyped_storage().data_ptr() == memory for t in self.kept)
+        if memory in self.given:
+            raise NoFormulaError("it changes its argument or a parameter in place")
+        if sharing > 1:
+            raise NoFormulaError("it changes a tensor in place that has views")
+
+
+UNRECORDED = ("empty_like", "promote_types")
+"""Ops that make memory, for random numbers, or no tensor."""
+
+MADE = ("lift_fresh", "scalar_tensor", "full", "ones", "zeros")
+"""Ops that make constants."""
+
+
+class OpNames(TorchDispatchMode):
+    """Collects the names of the ops of a call."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: set[str] = set()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """As for :class:`Recorder`."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.names.add(func._schema.name.partition("::")[2])
+        return func(*args, **kwargs or {})
+
+
+def outputs(result: Any) -> Sequence[Any]:
+    """The results of an op."""
+    return result if isinstance(result, (tuple, list)) else (result,)
+
+
+def is_scalar(result: Any) -> bool:
+    """Whether a tensor has one element."""
+    return isinstance(result, Tensor) and result.numel() == 1 and result.is_floating_point()

@@ -1,0 +1,223 @@
+"""The Python code of a call: what it changes, calls and decides, apart from ops of torch.
+
+A forward is Python, and a trace of ops does not show a counter, a list, a branch on a shape, or a
+number drawn by Python. Here each function that runs is read, and each function that it calls.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import gc
+import itertools
+import math
+import operator
+import sys
+from pathlib import Path
+from types import CodeType, FrameType, ModuleType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from torchkiln.patch.formula.bytecode import PURE, branches, fault_of
+from torchkiln.patch.formula.terms import NoFormulaError
+
+TORCH = f"{Path(torch.__file__).parent}/"
+OURS = f"{Path(__file__).parents[2]}/"
+STANDARD = f"{Path(functools.__file__).parent}/"
+
+REFUSED = (
+    *("autograd/", "utils/_contextlib.py", "utils/checkpoint.py", "amp/", "random.py"),
+    *("_dynamo/", "_functorch/", "func/", "jit/", "cuda/", "distributed/", "serialization.py"),
+    "compiler/",
+)
+"""Parts of torch whose functions do more than to call ops, or hide how."""
+
+PASSED = ("nn/modules/", "fx/", "_compile.py", "_dynamo/eval_frame.py")
+"""Parts of torch that call modules and functions of users."""
+
+STATES = (
+    *("is_grad_enabled", "is_autocast_enabled", "is_inference_mode_enabled"),
+    *("get_autocast_dtype", "is_autocast_cpu_enabled", "get_default_dtype"),
+)
+"""Functions of torch whose results change between calls."""
+
+EFFECTS = ("backward", "register_hook", "retain_grad", "requires_grad_", "set_", "share_memory_")
+READS = ("item", "numpy", "tolist", "data_ptr", "storage", "untyped_storage", "cpu", "cuda")
+"""Methods of tensors that a formula does not call."""
+
+PURE_MODULES = (math, operator)
+IMMUTABLE = (str, bytes, int, float, bool, tuple, frozenset, range, torch.Size, torch.dtype)
+PURE_METHODS: dict[type, tuple[str, ...]] = {
+    dict: ("get", "keys", "values", "items", "copy"),
+    list: ("copy",),
+}
+
+
+class Watch:
+    """Collects the functions that run in a ``with`` block, and refuses calls with effects."""
+
+    def __init__(self) -> None:
+        self.codes: dict[CodeType, dict[str, Any]] = {}
+        """The functions, with their globals."""
+        self.inside: FrameType | None = None
+        """The function that waits for one of C."""
+        self.library: FrameType | None = None
+        """The outermost function of a library that runs."""
+        self.reason = ""
+        self.containers: list[tuple[Any, list[int]]] = []
+        """Containers that functions can reach as globals, with what was in them."""
+
+    def __enter__(self) -> Self:
+        self.before: Any = sys.getprofile()
+        self.collects = gc.isenabled()
+        gc.disable()  # a finalizer would seem to be called by the forward
+        sys.setprofile(self.event)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if sys.getprofile() != self.event:  # an error in it, for example
+            self.reason = self.reason or "its calls cannot be watched"
+        if self.before is None or callable(self.before):
+            sys.setprofile(self.before)
+        else:  # cProfile's, up to Python 3.11
+            self.before.enable()
+        if self.collects:
+            gc.enable()
+        self.inside = self.library = None
+
+    def event(self, frame: FrameType, event: str, arg: Any) -> None:
+        """A call of a function, or by one. What libraries call inside is theirs."""
+        code, file = frame.f_code, frame.f_code.co_filename
+        if self.library is not None:
+            if event == "return" and frame is self.library:
+                self.library = None
+            elif event == "call" and is_users(file) and not is_package(file):
+                self.refuse(f"{self.library.f_code.co_qualname} calls {code.co_qualname}")
+        elif event == "call":
+            if is_users(file):
+                self.see(code, frame.f_globals)
+                self.refuse(fault_of(code))
+                return
+            if frame.f_back and self.is_calling(frame.f_back):
+                is_refused = not is_known(file) or code.co_name in (*EFFECTS, *READS)
+                self.refuse(f"it calls {code.co_qualname}" if is_refused else "")
+            if not is_passed(file) or code.co_qualname.startswith("Held"):
+                self.library = frame
+        elif event != "return" and is_users(file):
+            self.inside = frame if event == "c_call" else None
+            if event == "c_call" and not is_pure(arg):
+                self.refuse(f"it calls {name_of(arg)}")
+
+    def see(self, code: CodeType, scope: dict[str, Any]) -> None:
+        """Keep a function, and what is in the containers among its globals."""
+        if code not in self.codes:
+            self.codes[code] = scope
+            values = [scope.get(name) for name in code.co_names]
+            self.containers += [(v, inside(v)) for v in values if isinstance(v, (list, dict, set))]
+
+    @property
+    def globals(self) -> dict[tuple[str, str], Any]:
+        """The globals that functions can read, by module and name."""
+        return {
+            (scope.get("__name__", ""), name): scope[name]
+            for code, scope in self.codes.items()
+            for name in code.co_names
+            if name in scope
+        }
+
+    def is_calling(self, frame: FrameType) -> bool:
+        """Whether a user's function itself calls: not an operator, nor a function of C."""
+        if not is_users(frame.f_code.co_filename) or self.inside is frame:
+            return False
+        code, at = code_bytes(frame.f_code), frame.f_lasti
+        while at > 0 and dis.opname[code[at]] == "CACHE":  # behind the instruction
+            at -= 2
+        return "CALL" in dis.opname[code[at]]
+
+    def refuse(self, reason: str) -> None:
+        """Keep a reason, and end the call before the effect."""
+        if reason:
+            self.reason = self.reason or reason
+            raise NoFormulaError(reason)
+
+    def check(self, *, variables: bool = True) -> None:
+        """Refuse what was seen, and functions with branches that were not tried.
+
+        ``variables`` is whether a branch on a variable counts. Under ``torch.fx`` tensors and their
+        shapes refuse to be branched on.
+        """
+        for code, scope in self.codes.items():
+            names = branches(code, scope, variables=variables)
+            self.reason = self.reason or next((f"it branches on {name}" for name in names), "")
+        if any(inside(value) != before for value, before in self.containers):
+            self.reason = self.reason or "it changes a global"
+        if self.reason:
+            raise NoFormulaError(self.reason)
+
+
+def inside(value: Any) -> list[int]:
+    """The identities of what is in a container."""
+    return [
+        id(part) for part in (itertools.chain(*value.items()) if isinstance(value, dict) else value)
+    ]
+
+
+@functools.lru_cache(maxsize=4096)
+def is_users(file: str) -> bool:
+    """Whether the functions of a file are neither torch's nor ours, nor of the standard library."""
+    is_standard = file.startswith(STANDARD) and "site-packages" not in file
+    return not file.startswith((TORCH, OURS, "<frozen")) and not is_standard
+
+
+def is_package(file: str) -> bool:
+    """Whether a file is of an installed package, whose import may be what a library does."""
+    return "site-packages" in file or not Path(file).is_file()
+
+
+@functools.lru_cache(maxsize=4096)
+def is_passed(file: str) -> bool:
+    """Whether functions of a file call those of users."""
+    passed = (*(TORCH + part for part in PASSED), f"{OURS}patch/")
+    return file.startswith(passed)
+
+
+@functools.lru_cache(maxsize=4096)
+def is_known(file: str) -> bool:
+    """Whether functions of a file have no effects but those of their ops."""
+    refused = tuple(TORCH + part for part in REFUSED)
+    return file.startswith(OURS) or (file.startswith(TORCH) and not file.startswith(refused))
+
+
+@functools.lru_cache(maxsize=4096)
+def code_bytes(code: CodeType) -> bytes:
+    """The instructions."""
+    return code.co_code
+
+
+def is_pure(function: Any) -> bool:
+    """Whether a function of C has no effects but those of its ops."""
+    owner = getattr(function, "__self__", None)
+    name = getattr(function, "__name__", "")
+    if owner is None or isinstance(owner, ModuleType):
+        module = getattr(function, "__module__", None) or ""
+        if name in STATES:
+            return False
+        is_torchs = module.startswith("torch") and not name.startswith("_set")
+        is_torchs = is_torchs or getattr(torch, name, None) is function
+        is_pure_module = any(getattr(m, name, None) is function for m in PURE_MODULES)
+        return is_torchs or is_pure_module or function in PURE
+    if isinstance(owner, Tensor):
+        return name not in (*EFFECTS, *READS)
+    if isinstance(owner, type):
+        return owner in IMMUTABLE or owner.__module__.startswith("torch")
+    if type(owner).__module__.startswith("torch"):
+        return True
+    methods = next((names for cls, names in PURE_METHODS.items() if isinstance(owner, cls)), ())
+    return isinstance(owner, IMMUTABLE) or name in methods
+
+
+def name_of(function: Any) -> str:
+    """The name of a function of C."""
+    return str(getattr(function, "__qualname__", function))
