@@ -358,7 +358,7 @@ CONVOLUTION, NORM = "conv_bn_act(relu", "bn_act(relu"
         (lambda: nn.Conv2d(3, 3, 1), twice, "conv_bn_act(none)"),
         (lambda: nn.Conv2d(3, 3, 1), used_twice, "conv_bn_act(none)"),
         (lambda: nn.Conv2d(3, 3, 1), with_another_use, NORM),
-        (lambda: nn.Conv2d(3, 3, 1), with_a_change_between, NORM),
+        (lambda: nn.Conv2d(3, 3, 1), with_a_change_between, ""),
         (lambda: nn.ConvTranspose2d(3, 3, 2), one_after_the_other, NORM),
         (lambda: Own(3, 3, 1), one_after_the_other, NORM),
         (normalized, one_after_the_other, NORM),

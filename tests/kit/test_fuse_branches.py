@@ -145,12 +145,13 @@ def test_two_heads(device: torch.device, options: dict[str, bool]) -> None:
 
 
 class Side(nn.Module):
-    """Another use of the convolution's input before the pool."""
+    """A call before the pool that may change the convolution's input."""
 
     def __init__(self) -> None:
         super().__init__()
         self.conv, self.norm = nn.Conv2d(8, 8, 2, 2), nn.BatchNorm2d(8)
-        self.pool, self.side = nn.MaxPool2d(2), nn.AvgPool2d(4)
+        self.pool = nn.MaxPool2d(2)
+        self.side = nn.Sequential(nn.AvgPool2d(4), nn.ReLU(inplace=True))
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.relu(self.norm(self.conv(x)))

@@ -70,10 +70,14 @@ def norm_act(
     residual: Tensor | None,
     act: str,
     moments: Tensor | None = None,
+    *,
+    in_place: bool = False,
 ) -> Tensor:
     """``act(norm(x) + residual)``; in three steps where the op does not take the call.
 
-    ``moments`` are those of ``x`` from :func:`convolved`, if it has computed them.
+    ``moments`` are those of ``x`` from :func:`convolved`, if it has computed them. ``in_place`` is
+    whether the sum has the dtype of the norm, also under autocast, where that of the residual may
+    be another.
     """
     fits = residual is None or (residual.shape == x.shape and residual.dtype == x.dtype)
     if runs_batch_norm(norm) and fits:
@@ -82,19 +86,29 @@ def norm_act(
             return batch_norm_act(norm, x, residual, act, op)
         return sync_batch_norm_act(norm, x, residual, act)
     y: Tensor = norm(x)
-    y = y if residual is None else y + residual
+    if residual is not None:
+        y = y.add_(residual) if in_place else y + residual
     return y if act == "none" else ACTS[act](y)
 
 
 def conv_norm_act(
-    conv: nn.Module, norm: _BatchNorm, x: Tensor, residual: Tensor | None, act: str
+    conv: nn.Module,
+    norm: _BatchNorm,
+    x: Tensor,
+    residual: Tensor | None,
+    act: str,
+    *,
+    in_place: bool = False,
 ) -> Tensor:
-    """``act(norm(conv(x)) + residual)``, in eval mode with a folded batch norm where that fits."""
+    """``act(norm(conv(x)) + residual)``, in eval mode with a folded batch norm where that fits.
+
+    ``in_place`` as for :func:`norm_act`.
+    """
     folded = folded_conv_norm_act(conv, norm, x, residual, act)
     if folded is not None:
         return folded
     y, moments = convolved(conv, norm, x)
-    return norm_act(norm, y, residual, act, moments)
+    return norm_act(norm, y, residual, act, moments, in_place=in_place)
 
 
 def convolved(conv: nn.Module, norm: _BatchNorm, x: Tensor) -> tuple[Tensor, Tensor | None]:

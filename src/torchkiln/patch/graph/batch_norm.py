@@ -10,11 +10,15 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor, fx, nn
 
 from torchkiln.nn.convolution import conv_norm_act, is_batch_norm, norm_act
+from torchkiln.patch.formula.reads import Reader, Reads, reading
+from torchkiln.patch.formula.terms import NoFormulaError
+from torchkiln.patch.formula.watch import Watch
 from torchkiln.patch.graph.branches import separate
 from torchkiln.patch.graph.chain import CallTracer, Chain, chain_of, norms, rewrite
 from torchkiln.patch.graph.pool import conv_norm_act_pool, norm_act_pool
@@ -24,6 +28,7 @@ from torchkiln.patch.graph.recompute import (
     light_norm_act,
 )
 from torchkiln.patch.plan import Plan, plan_of
+from torchkiln.patch.probe import shallow_copy
 from torchkiln.patch.report import Row
 
 Name = tuple[str, str, str]
@@ -59,6 +64,10 @@ class FusedForward(Plan):
     names: tuple[Name, ...]
     count: int
     """Arguments of the forward."""
+    reads: Reads = Reads()  # noqa: RUF009  immutable
+    """The attributes that the forward read, and the modules whose formula is part of a call."""
+    children: tuple[str, ...] = ()
+    """The names of the submodules, which a container calls in turn."""
     function: Callable[..., Any] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -67,14 +76,16 @@ class FusedForward(Plan):
         object.__setattr__(self, "function", scope["forward"])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return FusedForward, (self.source, self.names, self.count)
+        return FusedForward, (self.source, self.names, self.count, self.reads, self.children)
 
     def __str__(self) -> str:
         return "its forward, with conv_bn_act and bn_act"
 
-    def fits(self, _: Any, *args: Any) -> bool:
-        """The trace holds for tensors."""
-        return len(args) == self.count and all(isinstance(x, Tensor) for x in args)
+    def fits(self, module: Any, *args: Any) -> bool:
+        """The trace holds for tensors, and for the attributes that were read."""
+        is_traced = len(args) == self.count and all(isinstance(x, Tensor) for x in args)
+        has_children = tuple(module._modules) == self.children
+        return is_traced and has_children and self.reads.hold(module)
 
     def forward(self, module: Any, *args: Any, **_: Any) -> Any:
         """The generated function."""
@@ -100,33 +111,50 @@ def named(name: str, value: object) -> Name | None:
         return None
 
 
-def traced(module: nn.Module) -> tuple[fx.Graph, int] | str:
-    """The calls of a module's forward and the number of its arguments, or why it has none."""
+class Trace(NamedTuple):
+    """The calls of a module's forward."""
+
+    graph: fx.Graph
+    arguments: int
+    """The number of arguments."""
+    reads: Reads
+
+
+def traced(module: nn.Module) -> Trace | str:
+    """The calls of a module's forward, or the reason why it cannot be traced."""
     if "forward" in vars(module):
         return "its forward is an attribute of the instance"
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
     if any(p.kind is not p.POSITIONAL_OR_KEYWORD or p.default is not p.empty for p in parameters):
         return "its forward has optional arguments"
-    was, attributes = module.training, set(vars(module))
+    reader = Reader(takes_tensors=True)
+    root = shallow_copy(module)
+    object.__setattr__(root, "__class__", reading(type(module), reader))
+    watch, graphs = Watch(), []
     try:
-        graphs = []
-        for training in (True, False):
-            module.training = training
-            graph = CallTracer().trace(module)
-            for node in graph.nodes:
-                node.type = None  # an annotation may name what cannot be imported
-            graphs.append(graph)
+        with torch.random.fork_rng([]):
+            random = torch.get_rng_state()
+            for training in (True, False):
+                root.__dict__["training"] = training
+                with watch:
+                    graph = CallTracer().trace(root)
+                for node in graph.nodes:
+                    node.type = None  # an annotation may name what cannot be imported
+                graphs.append(graph)
+            if not torch.equal(random, torch.get_rng_state()):
+                raise NoFormulaError("it draws random numbers")
+        watch.check(variables=False)
+        reader.note_globals(watch.globals)
+        reads = reader.reads()
     except Exception as error:  # forwards raise anything on traced values
-        return f"its forward cannot be traced: {str(error).strip().partition('. ')[0]}"
-    finally:
-        module.training = was
-    made = set(vars(module)) - attributes
-    for name in made:
-        delattr(module, name)
-    if made:
+        reason = watch.reason or str(error).strip().partition(". ")[0]
+        return f"its forward cannot be traced: {reason}"
+    if any(name not in vars(module) for name in vars(root)):
         return "its forward makes a tensor that depends on no argument"
     one, other = (graph.python_code("self").src for graph in graphs)
-    return (graphs[0], len(parameters)) if one == other else "its forward depends on training"
+    if one != other:
+        return "its forward depends on training"
+    return Trace(graphs[0], len(parameters), reads)
 
 
 def lighten(fused: dict[fx.Node, tuple[Chain, Row]]) -> None:
@@ -152,7 +180,7 @@ def find(
         for row in rows.values():
             row.why = trace
         return None
-    graph, count = trace
+    graph, count, reads = trace
     for row in rows.values():
         row.why = "its module does not call it"
     fused: dict[fx.Node, tuple[Chain, Row]] = {}
@@ -166,6 +194,7 @@ def find(
             continue
         call = rewrite(graph, chain, CALLS[chain.conv is not None, chain.pool is not None])
         fused[call] = chain, called
+        reads += chain.reads
         name = "bn_act" if chain.conv is None else "conv_bn_act"
         more = "with the residual" if chain.residual else "with the max pool" if chain.pool else ""
         called.now = f"{name}({', '.join(filter(None, (chain.act, more)))})"
@@ -182,7 +211,8 @@ def find(
         for row in rows.values():
             row.now, row.replaced, row.why = "", False, "its forward calls a local function"
         return None
-    return FusedForward(code.src, tuple(place for place in places if place), count)
+    found = tuple(place for place in places if place)
+    return FusedForward(code.src, found, count, reads, tuple(module._modules))
 
 
 def find_all(

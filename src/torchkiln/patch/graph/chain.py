@@ -5,25 +5,20 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn import functional as F
 
 from torchkiln.nn.convolution import CONVOLUTIONS, is_batch_norm
 from torchkiln.nn.plain import has_hooks, is_torchs
 from torchkiln.patch.formula.activation import computed
+from torchkiln.patch.formula.reads import Reads
 from torchkiln.patch.graph.pool import is_max_pool
 
-SUMS = (operator.add, operator.iadd, torch.add)
-FUNCTIONS: dict[Callable[..., Any], str] = {
-    **dict.fromkeys((torch.relu, torch.relu_, F.relu, F.relu_), "relu"),
-    F.silu: "silu",
-    torch.sigmoid: "sigmoid",
-    torch.tanh: "tanh",
-}
-METHODS = {name + end: name for name in ("relu", "sigmoid", "tanh") for end in ("", "_")}
+SUMS = (operator.add, operator.iadd, torch.add, "add", "add_")
+IN_PLACE = (operator.iadd, "add_")
 
 
 class TensorProxy(fx.Proxy):
@@ -32,6 +27,19 @@ class TensorProxy(fx.Proxy):
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         return Tensor
+
+
+def changing(function: Callable[..., Any]) -> Callable[..., fx.Proxy]:
+    """An operator that changes a traced value; torch would trace one that makes another."""
+
+    def operate(self: fx.Proxy, other: Any) -> fx.Proxy:
+        return self.tracer.create_proxy("call_function", function, (self, other), {})
+
+    return operate
+
+
+for _name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior"):
+    setattr(TensorProxy, f"__{_name}__", changing(getattr(operator, _name)))
 
 
 class CallTracer(fx.Tracer):
@@ -65,6 +73,10 @@ class Chain:
     """The convolution before the batch norm, if it becomes part of the call."""
     pool: fx.Node | None = None
     """The max pool behind the activation, if it becomes part of the call."""
+    in_place: bool = False
+    """Whether the sum has the memory and the dtype of the norm's result."""
+    reads: Reads = Reads()  # noqa: RUF009  immutable
+    """What is known of the modules whose formula is part of the call."""
 
     @property
     def last(self) -> fx.Node:
@@ -79,28 +91,48 @@ def called_module(root: nn.Module, node: fx.Node) -> nn.Module | None:
     return root.get_submodule(str(node.target))
 
 
-def activation_of(root: nn.Module, node: fx.Node) -> str | None:
-    """The name of the activation that a node computes from its only tensor."""
+def activation_of(root: nn.Module, node: fx.Node) -> tuple[str, Reads] | None:
+    """The activation that a node computes from its only tensor, and what that depends on."""
     module = called_module(root, node)
     if module is not None:
         if has_hooks(module) or "forward" in vars(module):
             return None
-        found = computed(module)
-        return found.name if found else None
-    if len(node.args) != 1 or node.kwargs.keys() - {"inplace"}:
+        found = computed(module, overwrites=True)
+        if isinstance(found, str):
+            return None
+        name = str(node.target)
+        own = Reads(parts=((name, type(module)),))
+        return found.name, own + found.trace.reads.below(name)
+    if len(node.args) != 1:
         return None
-    if node.op == "call_function" and callable(node.target):
-        return FUNCTIONS.get(node.target)
-    return METHODS.get(str(node.target)) if node.op == "call_method" else None
+    act = function_of(node.op, node.target, tuple(node.kwargs.items()))
+    return None if act is None else (act, Reads())
+
+
+@lru_cache(maxsize=256)
+def function_of(op: str, target: Any, options: tuple[tuple[str, Any], ...]) -> str | None:
+    """The activation that a function of torch, or a method of its tensors, computes."""
+    if op == "call_method":
+        target = getattr(Tensor, str(target), None)
+    elif op != "call_function" or not str(getattr(target, "__module__", "")).startswith("torch"):
+        return None
+
+    class Called(nn.Module):
+        """A module that calls the function."""
+
+        def forward(self, x: Tensor) -> Any:
+            """The result."""
+            return target(x, **dict(options))
+
+    found = computed(Called(), overwrites=True)
+    return None if isinstance(found, str) else found.name
 
 
 def is_sum(node: fx.Node) -> bool:
     """Whether a node adds two traced values."""
     if node.kwargs or len(node.args) != 2 or not all(isinstance(a, fx.Node) for a in node.args):
         return False
-    if node.op == "call_method":
-        return node.target in ("add", "add_")
-    return node.op == "call_function" and node.target in SUMS
+    return node.op in ("call_method", "call_function") and node.target in SUMS
 
 
 def norms(root: nn.Module, graph: fx.Graph) -> Iterator[fx.Node]:
@@ -122,9 +154,9 @@ def chain_of(root: nn.Module, norm: fx.Node) -> Chain | str:
     pool = pool_behind(root, found)
     for first, last in ((conv, pool), (conv, None), (None, pool), (None, None)):
         chain = replace(found, conv=first, pool=last)
-        if can_move(chain):
+        if can_move(root, chain):
             return chain
-    return "its input is used before the activation"
+    return "a call before the activation may change its input"
 
 
 def pool_behind(root: nn.Module, chain: Chain) -> fx.Node | None:
@@ -141,34 +173,76 @@ def is_convolution(root: nn.Module, node: fx.Node) -> bool:
     return module is not None and is_torchs(module, CONVOLUTIONS) and len(node.users) == 1
 
 
-def can_move(chain: Chain) -> bool:
-    """Whether no other call before the end of a chain may change its input."""
-    first = chain.conv or chain.norm
-    x, node = first.args[0], first.next
+def can_move(root: nn.Module, chain: Chain) -> bool:
+    """Whether no other call before the end of a chain changes its inputs or its statistics."""
+    own = {chain.conv, chain.norm, *chain.between, chain.end, chain.pool}
+    node = chain.conv or chain.norm
     while node is not chain.last:
-        if isinstance(x, fx.Node) and node in x.users and node not in chain.between:
+        is_norm = node.op == "call_module" and node.target == chain.norm.target
+        if node not in own and (is_norm or not is_harmless(root, node)):
             return False
         node = node.next
     return True
+
+
+def is_harmless(root: nn.Module, node: fx.Node) -> bool:
+    """Whether a call changes nothing but the state of torch's own modules."""
+    if node.op == "call_module":
+        return is_plain_module(root.get_submodule(str(node.target)))
+    if node.op == "call_function":
+        name = getattr(node.target, "__name__", "_")
+        module = str(getattr(node.target, "__module__", ""))
+        is_known = module.startswith(("torch", "_operator")) and "inplace" not in node.kwargs
+        is_changing = name.endswith("_") or (module == "_operator" and name in CHANGING)
+        return is_known and not is_changing and "out" not in node.kwargs
+    if node.op == "call_method":
+        return not str(node.target).endswith("_")
+    return node.op in ("placeholder", "get_attr")
+
+
+CHANGING = {name for name in dir(operator) if name.startswith("i")} | {"setitem", "delitem"}
+CHANGING -= {"index", "indexOf", "inv", "invert", "is_", "is_not", "itemgetter"}
+"""Operators that change their first argument."""
+
+
+def is_plain_module(module: nn.Module) -> bool:
+    """Whether a module, and all in it, is of torch, without hooks, and changes no argument."""
+    return all(
+        type(part).__module__.startswith("torch.nn.modules")
+        and "forward" not in vars(part)
+        and not has_hooks(part)
+        and not getattr(part, "inplace", False)
+        for part in module.modules()
+    )
 
 
 def chain_behind(root: nn.Module, norm: fx.Node) -> Chain | str:
     """The chain that begins with a batch norm, or the reason why there is none."""
     node = norm
     between: list[fx.Node] = []
+    reads = Reads()
     residual: fx.Node | None = None
+    in_place = False
     while True:
         if len(node.users) != 1:
             return "its output is used more than once"
         user = next(iter(node.users))
         act = activation_of(root, user)
         if act is not None:
-            return Chain(norm, tuple(between), user, residual, act)
+            name, more = act
+            return Chain(
+                norm, tuple(between), user, residual, name, in_place=in_place, reads=reads + more
+            )
         module = called_module(root, user)
         if residual is None and is_sum(user) and user.args[0] is not user.args[1]:
             residual = next(a for a in user.args if isinstance(a, fx.Node) and a is not node)
+            in_place = user.target in IN_PLACE
+            if in_place and user.args[0] is residual:
+                return "its residual is changed in place"
         elif type(module) is not nn.Identity or has_hooks(module):
             return "no activation follows"
+        else:
+            reads += Reads(parts=((str(user.target), nn.Identity),))
         between.append(user)
         node = user
 
@@ -184,7 +258,8 @@ def rewrite(graph: fx.Graph, chain: Chain, function: Callable[..., Any]) -> fx.N
         modules = [graph.get_attr(str(node.target)) for node in called]
         residual = [chain.residual] if chain.pool is None else []
         args = (*modules, called[0].args[0], *residual, chain.act)
-        fused = graph.call_function(function, args)
+        options: dict[str, Any] = {"in_place": True} if chain.in_place else {}
+        fused = graph.call_function(function, args, options)
     chain.last.replace_all_uses_with(fused)
     replaced = (chain.last, chain.end, *reversed(chain.between), chain.norm, chain.conv)
     for node in dict.fromkeys(replaced):

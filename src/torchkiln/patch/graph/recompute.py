@@ -125,26 +125,40 @@ def light_convolved(conv: nn.Module, norm: _BatchNorm, x: Input) -> tuple[Tensor
 
 
 def light_conv_norm_act(  # noqa: PLR0917
-    conv: nn.Module, norm: _BatchNorm, x: Input, residual: Tensor | None, act: str, keeps: bool
+    conv: nn.Module,
+    norm: _BatchNorm,
+    x: Input,
+    residual: Tensor | None,
+    act: str,
+    keeps: bool,
+    *,
+    in_place: bool = False,
 ) -> Input:
     """``act(norm(conv(x)) + residual)``.
 
-    ``keeps`` is whether the result may be used by others than a call of this function.
+    ``keeps`` is whether the result may be used by others than a call of this function, ``in_place``
+    as for :func:`norm_act`.
     """
     if not norm.training:
-        return conv_norm_act(conv, norm, tensor_of(x), residual, act)
+        return conv_norm_act(conv, norm, tensor_of(x), residual, act, in_place=in_place)
     y, moments = light_convolved(conv, norm, x)
     if keeps or residual is not None or not can_recompute(norm, y):
-        return norm_act(norm, y, residual, act, moments)
+        return norm_act(norm, y, residual, act, moments, in_place=in_place)
     return recomputed(norm, y, moments, act)
 
 
 def light_norm_act(
-    norm: _BatchNorm, x: Tensor, residual: Tensor | None, act: str, keeps: bool
+    norm: _BatchNorm,
+    x: Tensor,
+    residual: Tensor | None,
+    act: str,
+    keeps: bool,
+    *,
+    in_place: bool = False,
 ) -> Input:
     """``act(norm(x) + residual)``; arguments as for :func:`light_conv_norm_act`."""
     if keeps or residual is not None or not can_recompute(norm, x):
-        return norm_act(norm, x, residual, act)
+        return norm_act(norm, x, residual, act, in_place=in_place)
     return recomputed(norm, x, None, act)
 
 
