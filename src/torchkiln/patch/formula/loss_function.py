@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from torchkiln.ops.cross_entropy import cross_entropy
+from torchkiln.patch.formula.recorder import OpNames
+from torchkiln.patch.formula.watch import Watch
 from torchkiln.patch.probe import numbers
 from torchkiln.patch.source.loss_calls import may_call, names_of
 
@@ -96,15 +99,35 @@ def calls() -> list[dict[str, Any]]:
     return [{}, {"num_items_in_batch": 7}, {"ignore_index": 3}]
 
 
-@torch.no_grad()
+OPS = frozenset(
+    (
+        *("_to_copy", "view", "_unsafe_view", "slice", "clone", "constant_pad_nd", "detach"),
+        *("alias", "_log_softmax", "nll_loss_forward", "div", "div_", "lift_fresh"),
+        "scalar_tensor",
+    )
+)
+"""The ops of a cross-entropy of tokens. A loss with others, such as a clamp, is another one."""
+
+CASES = ((1e-3, 130, 3), (4.0, 2, 5), (1e3, 2, 5))
+"""Magnitudes of logits, and the sizes of the labels: a loss may depend on the number of them."""
+
+
 def agree(current: Callable[..., Any], ours: Callable[..., Tensor], options: Any) -> bool:
-    """Whether both functions compute the same loss of drawn logits and labels."""
-    logits = numbers(2, 5, CLASSES).float() * 4
-    labels = torch.arange(10).reshape(2, 5) % CLASSES
-    labels[1, 2] = -100 if "ignore_index" not in options else 3
-    expected = ours(logits, labels, CLASSES, **options)
-    try:
-        found = current(logits=logits, labels=labels, vocab_size=CLASSES, **options)
-    except Exception:
-        return False
-    return isinstance(found, Tensor) and bool(torch.allclose(found, expected, rtol=1e-5))
+    """Whether both functions compute the same loss of drawn logits, with the same gradients."""
+    for scale, *sizes in CASES:
+        labels = torch.arange(math.prod(sizes)).reshape(sizes) % CLASSES
+        labels[1, 2] = -100 if "ignore_index" not in options else 3
+        logits = (numbers(*sizes, CLASSES).float() * scale).requires_grad_()
+        expected = ours(logits, labels, CLASSES, **options)
+        called = OpNames()
+        try:
+            with torch.enable_grad(), Watch() as watch, called:
+                found = current(logits=logits, labels=labels, vocab_size=CLASSES, **options)
+        except Exception:
+            return False
+        if watch.reason or not called.names <= OPS or not isinstance(found, Tensor):
+            return False
+        one, other = (torch.autograd.grad(loss, logits)[0] for loss in (found, expected))
+        if not torch.allclose(found, expected, rtol=1e-5) or not torch.allclose(one, other):
+            return False
+    return True
