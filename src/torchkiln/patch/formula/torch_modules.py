@@ -6,12 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from torchkiln.ops.activation import gelu
 from torchkiln.ops.group_norm import group_norm
 from torchkiln.ops.norm import layer_norm, rms_norm
 from torchkiln.ops.softmax import log_softmax, softmax
+from torchkiln.patch.formula.proven import is_dense, is_narrow
 from torchkiln.patch.plan import Match, Plan
 from torchkiln.patch.probe import numbers, random_copy, shallow_copy
 from torchkiln.patch.source.loss_calls import module_loss
@@ -44,6 +46,10 @@ ENTRIES: dict[type[nn.Module], Entry] = {
     nn.CrossEntropyLoss: Entry("loss", "cross_entropy", module_loss),
 }
 
+NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
+WIDENED = (nn.LayerNorm, nn.GroupNorm, nn.Softmax, nn.LogSoftmax)
+"""Modules that autocast on CUDA runs in float32."""
+
 LEFT: dict[type[nn.Module], str] = {
     nn.Linear: "torch's product is as fast",
     nn.Embedding: "no op of torchkiln",
@@ -66,6 +72,24 @@ class TorchModule(Plan):
 
     def __str__(self) -> str:
         return ENTRIES[self.original].op
+
+    def fits(self, module: Any, *args: Any) -> bool:
+        """Whether a norm has parameters of the dtype of x or float32, and a number as eps.
+
+        Under autocast on CUDA torch's result is float32, but for ``rms_norm``.
+        """
+        if len(args) != 1 or not isinstance(args[0], Tensor):
+            return True
+        x = args[0]
+        if not is_dense(x) or (x.is_cuda and self.original in WIDENED and is_narrow(x)):
+            return False
+        if self.original not in NORMS:
+            return True
+        for name in ("weight", "bias"):
+            parameter = module._parameters.get(name)
+            if parameter is not None and parameter.dtype not in (x.dtype, torch.float32):
+                return False
+        return type(module.eps) in (float, type(None))
 
     def forward(self, module: nn.Module, *args: Tensor) -> Any:
         """The op with the attributes of the module."""

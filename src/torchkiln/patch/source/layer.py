@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchkiln.nn.plain import has_hooks
@@ -48,11 +48,12 @@ def gelu_of(module: nn.Module) -> str | None:
     return names.get(module.approximate) if isinstance(module, nn.GELU) else None
 
 
-def act_of(module: Any) -> str | None:
-    """The activation that a module computes, after its replacement."""
+def act_of(module: Any, x: Tensor) -> str | None:
+    """The activation that a module computes, after its replacement, behind a layer of ``x``."""
     plan = plan_of(module)
     if isinstance(plan, Activation):
-        return plan.op
+        narrows = torch.is_autocast_enabled(x.device.type) and not plan.keeps_dtype
+        return None if narrows or not plan.reads.hold(module) else plan.op
     return gelu_of(module) if plan is not None else name_of(module)
 
 
@@ -70,7 +71,7 @@ def linear_act(*, layer: Any, x: Any, act: Any, owner: Any = None) -> Any:
     """
     plain = is_plain_layer(layer) and not has_hooks(layer) and takes(layer, x)
     found: Any = read(owner, act) if plain else None
-    name = act_of(found) if plain else None
+    name = act_of(found, x) if plain else None
     if name is not None and not has_hooks(found):
         return linear(x, layer.weight, layer.bias, name)
     y = layer(x)
