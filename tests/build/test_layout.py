@@ -102,7 +102,7 @@ def test_every_source_is_compiled(folder: str, suffix: str) -> None:
 
 
 def test_modules_belong_to_families() -> None:
-    others = {"__init__", "bias", "checks"}
+    others = {"__init__", "bias", "checks", "plain"}
     others |= {"attention", "kv_cache", "multihead", "torch_layers", "transformer"}
     assert stems("src/torchkiln/nn") - others <= families()
 

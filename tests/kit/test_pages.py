@@ -41,7 +41,7 @@ SHOWN = {
     "docs/debugging.md": 6,
     "docs/docker.md": 4,
     "docs/examples.md": 5,
-    "docs/install.md": 2,
+    "docs/install.md": 5,
     "docs/models.md": 2,
     "docs/mutation.md": 1,
     "docs/new.md": 4,
