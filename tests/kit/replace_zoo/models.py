@@ -125,10 +125,11 @@ class Run:
         self.gradients = {n: p.grad for n, p in model.named_parameters()}
         self.state = torch.get_rng_state()
         self.calls: Counter[str] = Counter()
-        for name, module in model.named_modules():
-            module.register_forward_hook(self.counted(name))
+        hooks = [m.register_forward_hook(self.counted(n)) for n, m in model.named_modules()]
         with torch.no_grad():
             model(**given)
+        for hook in hooks:  # models of OpenAI GPT have their activation in common
+            hook.remove()
 
     def counted(self, name: str) -> Callable[..., None]:
         """A hook that counts the calls of a module."""
@@ -143,10 +144,10 @@ def outcome(kind: str, change: Callable[[nn.Module], Any] | None = None) -> tupl
     """The training step of a model, after a change, and the report of the change."""
     for heads in (2, 4):
         try:
-            model = build(kind, heads)
-            given = batch(families()[kind][1])
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
+                model = build(kind, heads)
+                given = batch(families()[kind][1])
                 report = change(model) if change else None
                 dtype = next(model.parameters()).dtype
                 return Run(model, {n: cast(x, dtype) for n, x in given.items()}), report
