@@ -69,8 +69,6 @@ class Match:
 Found = Match | str | None
 """A match; or the reason to leave the module alone; or None: the module is of another kind."""
 
-Finder = Callable[[nn.Module], Found]
-
 
 def plan_of(module: Any) -> Plan | None:
     """The plan whose forward a module has; None if it, or a subclass, got another forward."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,9 +93,7 @@ def far(
 def differences(one: Seen, two: Seen, truth: Seen, eps: float) -> Iterator[str]:
     """What a changed model shows that the original does not."""
     if one.raised or two.raised:
-        # A gradient that torch refuses may be one that an op, which saves other tensors, has.
-        is_spoiled = "modified by an inplace operation" in str(one.attributes) and not two.raised
-        if bool(one.raised) != bool(two.raised) and not is_spoiled:
+        if bool(one.raised) != bool(two.raised):
             texts = [s.attributes if s.raised else "" for s in (one, two)]
             yield f"raises {two.raised or 'nothing'}, not {one.raised or 'nothing'} {texts}"
         return
@@ -203,10 +202,18 @@ def same(
     for make_mode in modes:
         for args in inputs:
             seed += 1
-            seen: list[Seen] = []
-            for model, to in ((one, dtype), (two, dtype), (truth, torch.float64)):
-                given, wide = split(args, to), model is truth
-                seen.append(outcome(model, given, make_mode(), seed, around, wide=wide))
+            calls = [
+                partial(outcome, model, split(args, to), seed=seed, around=around, wide=is_wide)
+                for model, to, is_wide in (
+                    *((one, dtype, False), (two, dtype, False)),
+                    (truth, torch.float64, True),
+                )
+            ]
+            seen = [call(mode=make_mode()) for call in calls]
+            if is_spoiled(seen[0]) and not seen[1].raised:
+                # Torch has saved what is changed, the op has not. With copies torch has gradients.
+                with torch.autograd.graph.allow_mutation_on_saved_tensors():
+                    seen = [call(mode=make_mode()) for call in calls]
             mode = make_mode()
             if mode.training and redraws and any(getattr(m, "p", 0) for m in two.modules()):
                 problems += drops(two, split(args, dtype))
@@ -221,6 +228,11 @@ def same(
         # documented: something else has changed the class since
         return problems if after and "changed the class" in str(error) else [*problems, str(error)]
     return problems + undone(one, two, [split(args, dtype) for args in inputs[:2]], around)
+
+
+def is_spoiled(seen: Seen) -> bool:
+    """Whether backward was refused since a saved tensor was changed."""
+    return bool(seen.raised) and "modified by an inplace operation" in str(seen.attributes)
 
 
 def split(args: tuple[Any, ...], dtype: torch.dtype) -> tuple[list[Any], dict[str, Any]]:

@@ -15,8 +15,6 @@ from torchkiln.patch.formula.layout import Axes, Dim, Value
 from torchkiln.patch.formula.rules import RULES
 from torchkiln.patch.formula.terms import NoFormulaError
 
-aten = torch.ops.aten
-
 WIDE = (torch.float32, torch.float64)
 """Dtypes that a module may compute in, whatever its own is."""
 
