@@ -33,6 +33,7 @@ class AnyNumber:
 
 
 LARGEST = 0.5
+"""The largest eps that a formula is tried with."""
 
 
 @dataclass(frozen=True)

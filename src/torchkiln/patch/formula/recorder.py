@@ -83,10 +83,10 @@ class Recorder(TorchDispatchMode):
         if not torch.is_grad_enabled():
             raise NoFormulaError("it computes without gradients")
         name = func._schema.name.partition("::")[2]
-        changes = name.endswith("_") and not name.endswith("__")
-        rule = RULES.get(name.removesuffix("_") if changes else name)
         if name in UNRECORDED:
             return func(*args, **options)
+        changes = name.endswith("_") and not name.endswith("__")
+        rule = RULES.get(name.removesuffix("_") if changes else name)
         if rule is None and name not in MADE and name != "detach":
             is_random = name.startswith(
                 ("bernoulli", "rand", "normal", "uniform", "native_dropout")

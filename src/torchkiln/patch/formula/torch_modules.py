@@ -47,7 +47,7 @@ ENTRIES: dict[type[nn.Module], Entry] = {
 }
 
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
-WIDENED = (nn.LayerNorm, nn.GroupNorm, nn.Softmax, nn.LogSoftmax)
+FLOAT32_ON_CUDA = (nn.LayerNorm, nn.GroupNorm, nn.Softmax, nn.LogSoftmax)
 """Modules that autocast on CUDA runs in float32."""
 
 LEFT: dict[type[nn.Module], str] = {
@@ -81,7 +81,7 @@ class TorchModule(Plan):
         if len(args) != 1 or not isinstance(args[0], Tensor):
             return True
         x = args[0]
-        if not is_dense(x) or (x.is_cuda and self.original in WIDENED and is_narrow(x)):
+        if not is_dense(x) or (x.is_cuda and self.original in FLOAT32_ON_CUDA and is_narrow(x)):
             return False
         if self.original not in NORMS:
             return True

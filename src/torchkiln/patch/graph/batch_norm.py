@@ -111,7 +111,7 @@ def named(name: str, value: object) -> Name | None:
         return None
 
 
-class Trace(NamedTuple):
+class TracedForward(NamedTuple):
     """The calls of a module's forward."""
 
     graph: fx.Graph
@@ -120,7 +120,7 @@ class Trace(NamedTuple):
     reads: Reads
 
 
-def traced(module: nn.Module) -> Trace | str:
+def traced(module: nn.Module) -> TracedForward | str:
     """The calls of a module's forward, or the reason why it cannot be traced."""
     if "forward" in vars(module):
         return "its forward is an attribute of the instance"
@@ -154,7 +154,7 @@ def traced(module: nn.Module) -> Trace | str:
     one, other = (graph.python_code("self").src for graph in graphs)
     if one != other:
         return "its forward depends on training"
-    return Trace(graphs[0], len(parameters), reads)
+    return TracedForward(graphs[0], len(parameters), reads)
 
 
 def lighten(fused: dict[fx.Node, tuple[Chain, Row]]) -> None:
