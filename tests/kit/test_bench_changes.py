@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import json
 import time
@@ -16,7 +15,6 @@ from torchkiln import bench
 from torchkiln.bench import __main__ as command
 from torchkiln.bench import case as case_module
 from torchkiln.bench.regression import changes
-from torchkiln.bench.report import write_csv
 from torchkiln.bench.result import OURS
 from torchkiln.testing import OpSpec
 from torchkiln.testing.specs.pointwise import ADD
@@ -195,20 +193,6 @@ def test_what_an_op_refuses_is_skipped() -> None:
     chosen = dataclasses.replace(chosen, specs=(dataclasses.replace(ADD, op=broken),))
     with pytest.raises(RuntimeError, match="wrong"):
         list(chosen.pieces()[0][1])
-
-
-def test_csv(tmp_path: Path, row: bench.Row) -> None:
-    found = record(row, 0.5)
-    write_csv(tmp_path / "folder" / "b.csv", found)
-    with (tmp_path / "folder" / "b.csv").open(newline="") as file:
-        lines = list(csv.DictReader(file))
-    assert [(line["who"], line["role"]) for line in lines] == [
-        ("torchkiln", "ours"),
-        ("eager", "peer"),
-        ("copy", "reference"),
-    ]
-    assert float(lines[0]["seconds"]) == 0.5
-    assert (lines[0]["rows"], lines[0]["columns"]) == ("8", "16")
 
 
 def test_files_of_the_first_version_are_read(tmp_path: Path, row: bench.Row) -> None:

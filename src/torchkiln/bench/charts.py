@@ -27,16 +27,6 @@ if TYPE_CHECKING:
 
     from torchkiln.bench.result import Record
 
-HEADINGS = {
-    "share": "Share of the speed of a copy",
-    "speedups": "Speed-ups of large calls",
-    "roofline": "Roofline",
-    "sweep": "Row lengths",
-    "rows": "Numbers of rows",
-    "small": "Speed-ups of small calls",
-    "host": "Host time",
-}
-
 
 def charts(record: Record) -> Iterator[tuple[str, Figure]]:
     """The name and the picture of each chart, for the kinds of rows in the record."""

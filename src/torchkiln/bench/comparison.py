@@ -1,4 +1,4 @@
-"""Times of any two functions, from Python and in notebooks."""
+"""Times of any two functions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchkiln.bench.clock import Times, device_clock, in_turns
-from torchkiln.bench.report import Table, duration, html_table, plain, rich_table, size
+from torchkiln.bench.report import Table, duration, plain, rich_table, size
 from torchkiln.bench.roofline import Work, ceilings, written
 from torchkiln.testing.compare import outputs
 from torchkiln.testing.environment import Environment, environment
@@ -79,9 +79,6 @@ class Comparison:
 
         table = self.table()
         return Group(table.title, rich_table(table), *table.notes)
-
-    def _repr_html_(self) -> str:
-        return html_table(self.table())
 
 
 def bench(
