@@ -62,7 +62,7 @@ def read(path: Path) -> Record:
 
 
 def cell(row: Row | None) -> str:
-    """Time, spread, share of the floor, and speed-up over the best peer."""
+    """Time, spread, share of the ceiling, and speed-up over the best peer."""
     if row is None:
         return ""
     words = [f"{duration(row.ours.seconds)} ± {row.ours.spread / 2:.1%}"]
@@ -127,14 +127,14 @@ def beside(record: Record, ops: Sequence[str]) -> str:
     lines = [
         f"{record.environment}; {rows[0].dtype}. Median times of a call.",
         "",
-        "| | least to move | moving as much | " + " | ".join(who) + " |",
+        "| | least to move | ceiling | " + " | ".join(who) + " |",
         "|---|---:|---:|" + "---:|" * len(who),
     ]
     for row in rows:
-        floor = "" if row.floor is None else duration(row.floor)
+        ceiling = "" if row.ceiling is None else duration(row.ceiling)
         cells = [duration(row.times[name].seconds) if name in row.times else "" for name in who]
         name = f"`{row.op}` {row.direction} {row.shape[0]} x {row.shape[1]}"
-        lines.append(f"| {name} | {size(row.bytes)} | {floor} | " + " | ".join(cells) + " |")
+        lines.append(f"| {name} | {size(row.bytes)} | {ceiling} | " + " | ".join(cells) + " |")
     return "\n".join([*lines, ""])
 
 

@@ -34,18 +34,18 @@ def row() -> bench.Row:
     return found
 
 
-def record(row: bench.Row, ours: float, floor: float = 1.0, spread: float = 0.02) -> bench.Record:
+def record(row: bench.Row, ours: float, ceiling: float = 1.0, spread: float = 0.02) -> bench.Record:
     """A run of one row."""
     changed = dataclasses.replace(
         row,
         times={**row.times, OURS: times(ours, spread)},
-        references={"copy": times(floor)},
+        references={"copy": times(ceiling)},
     )
     return bench.Record(bench.environment(CPU), (changed,))
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "floor", "spread", "verdict"),
+    ("old", "new", "ceiling", "spread", "verdict"),
     [
         (1.0, 1.2, 1.0, 0.02, "slower"),
         (1.0, 0.8, 1.0, 0.02, "faster"),
@@ -59,11 +59,11 @@ def test_what_counts_as_a_change(
     row: bench.Row,
     old: float,
     new: float,
-    floor: float,
+    ceiling: float,
     spread: float,
     verdict: str,
 ) -> None:
-    found = changes(record(row, old), record(row, new, floor, spread))
+    found = changes(record(row, old), record(row, new, ceiling, spread))
     assert len(found.regressions) == (verdict == "slower")
     assert len(found.improvements) == (verdict == "faster")
     assert [line[-1] for line in found.table().rows] == ([verdict] if verdict else [])

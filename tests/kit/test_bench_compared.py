@@ -35,14 +35,14 @@ def test_two_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.bytes == 2 * 64 * 64 * 4
     assert found.speedup > 1
     assert found.is_certain
-    assert found.floor > 0
+    assert found.ceiling > 0
     assert "silu is " in str(found)
     assert repr(found) == str(found)
     assert json.loads(json.dumps(found.as_dict()))["speedup"] == found.speedup
     console = pytest.importorskip("rich.console").Console(width=200)
     with console.capture() as captured:
         console.print(found)
-    assert "of floor" in captured.get()
+    assert "of ceiling" in captured.get()
 
 
 def test_the_same_name_twice(monkeypatch: pytest.MonkeyPatch) -> None:

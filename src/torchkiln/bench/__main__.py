@@ -1,4 +1,4 @@
-"""Time ops, their peers, and a copy of as many bytes, in turns."""
+"""Time ops, their peers and their ceiling, in turns."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Lines:
 
 def sentence(row: Row) -> str:
     """A row as text."""
-    share = "" if row.share is None else f", {row.share:.1%} of the floor"
+    share = "" if row.share is None else f", {row.share:.1%} of the ceiling"
     others = "" if row.speedup is None else f", {row.speedup:.2f} x as fast as {row.best_peer}"
     noise = f", spread {row.ours.spread:.0%} !" if row.is_noisy else ""
     name = f"{row.op} {row.variant}".strip()

@@ -65,7 +65,7 @@ def write(path: Path, record: Record) -> list[Path]:
 
 def draw_roofline(rows: Sequence[Row], where: str) -> Figure:
     """Operations per second over operations per byte, below the limits of the device."""
-    groups = by_dtype([row for row in rows if row.operations and row.floor])
+    groups = by_dtype([row for row in rows if row.operations and row.ceiling])
     figure = new_figure(4.2)
     panels = figure.subplots(1, len(groups), squeeze=False)[0]
     named = list(dict.fromkeys(r.op for r in rows if r.operations > r.bytes))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torchkiln.bench.clock import Times
 
 TITLES = {
-    "calls": "Median time of one call (floor: a copy of as many bytes, measured in turns)",
+    "calls": "Median time of one call (ceiling: a copy of as many bytes, measured in turns)",
     "sweep": "Median time of one call, as many elements in rows of every length",
     "rows": "Median time of one call on 1 to 1 M rows",
     "small": "Median time of one call in a CUDA graph of 128 on different tensors",
@@ -90,11 +90,11 @@ def columns(rows: Sequence[Row]) -> dict[str, list[str]]:
     }
     if on_device:
         found["bytes"] = [size(r.bytes) for r in rows]
-        found["floor"] = ["" if r.floor is None else duration(r.floor) for r in rows]
+        found["ceiling"] = ["" if r.ceiling is None else duration(r.ceiling) for r in rows]
     found[OURS] = [cell(r.ours) for r in rows]
     found["spread"] = [f"{'! ' if r.is_noisy else ''}{r.ours.spread:.1%}" for r in rows]
     if on_device:
-        found["of floor"] = ["" if r.share is None else f"{r.share:.1%}" for r in rows]
+        found["of ceiling"] = ["" if r.share is None else f"{r.share:.1%}" for r in rows]
         found["GB/s"] = [f"{r.rate:.4g}" for r in rows]
     for name in names(r.times for r in rows):
         found[name] = [cell(r.times.get(name)) for r in rows]

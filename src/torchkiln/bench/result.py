@@ -94,7 +94,7 @@ class Row:
         return self.times[OURS]
 
     @property
-    def floor(self) -> float | None:
+    def ceiling(self) -> float | None:
         """Seconds that the device needs to move as many bytes, or to compute as much."""
         if self.kind == HOST or not self.references:
             return None
@@ -104,8 +104,8 @@ class Row:
 
     @property
     def share(self) -> float | None:
-        """Floor divided by our time; 1 is the speed of the copy."""
-        return None if self.floor is None else self.floor / self.ours.seconds
+        """Ceiling divided by our time; 1 is the speed of the ceiling."""
+        return None if self.ceiling is None else self.ceiling / self.ours.seconds
 
     @property
     def rate(self) -> float:
@@ -135,7 +135,7 @@ class Row:
     def to_json(self) -> dict[str, Any]:
         """The fields, and the figures that follow from them."""
         derived = {
-            "floor": self.floor,
+            "ceiling": self.ceiling,
             "share": self.share,
             "gb_per_s": self.rate,
             "best_peer": self.best_peer,

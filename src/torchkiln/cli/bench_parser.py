@@ -66,7 +66,7 @@ def peers(text: str) -> tuple[str, ...]:
 
 def bench(given: Sequence[str] | None) -> argparse.Namespace:
     """Parse the options of ``torchkiln bench``."""
-    words = "Time ops, their peers, and a copy of as many bytes, in turns."
+    words = "Time ops, their peers and their ceiling, a copy of as many bytes, in turns."
     options = parser("bench", words, ops=True)
     add = options.add_argument
     add("ops", nargs="*", metavar="OP", help="names of ops, from the list below (default: all)")
