@@ -24,7 +24,7 @@ from pathlib import Path
 import op_reference
 
 from torchkiln.bench import Record, Row
-from torchkiln.bench.report import duration, size
+from torchkiln.bench.report import duration, size, skips
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(
@@ -113,7 +113,7 @@ def block(name: str, record: Record, folder: Path) -> str:
     pictures = [p for p in PICTURES if (folder / f"{name}-{p}.png").is_file()]
     lines += ["", *(f"![{p}]({folder.name}/{name}-{p}.png)" for p in pictures)] if pictures else []
     if record.skipped:
-        lines += ["", *(f"- {'. '.join(str(entry).split('. ')[:2])}" for entry in record.skipped)]
+        lines += ["", *(f"- {line}" for line in skips(record.skipped))]
     return "\n".join([*lines, ""])
 
 

@@ -367,8 +367,9 @@ def test_a_record_reads_back(tmp_path: Path) -> None:
         *("date", "device", "driver", "torch", "cuda", "torchkiln", "commit")
     }
     for entry, row in zip(content["rows"], rows, strict=True):
-        assert entry["ceiling"] == row.ceiling
-        assert entry["speedup"] == row.speedup
+        assert entry["ceiling"] == pytest.approx(row.ceiling, rel=1e-3)
+        assert entry["speedup"] == pytest.approx(row.speedup, rel=1e-3)
+    assert len(path.read_text().splitlines()) == 8 + len(rows)
 
 
 def test_commit_is_that_of_our_own_checkout(

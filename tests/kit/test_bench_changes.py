@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from pathlib import Path
 
@@ -163,7 +162,7 @@ def test_out_of_memory_and_refused_shapes_are_skipped(
     shapes = ["--shape=99999999x9999999", "--shape=4x4"]
     assert command.main([*given, *shapes, f"--json={path}"]) == 0
     out = capsys.readouterr().out
-    assert "skipped add float32 99999999 x 9999999 calls: out of memory: " in out
+    assert "skipped add float32 99999999 x 9999999 calls: out of memory\n" in out
     found = bench.Record.read(path)
     assert [r.shape for r in found.rows] == [(4, 4)]
     assert [s.shape for s in found.skipped] == [(99999999, 9999999)]
@@ -193,14 +192,3 @@ def test_what_an_op_refuses_is_skipped() -> None:
     chosen = dataclasses.replace(chosen, specs=(dataclasses.replace(ADD, op=broken),))
     with pytest.raises(RuntimeError, match="wrong"):
         list(chosen.pieces()[0][1])
-
-
-def test_files_of_the_first_version_are_read(tmp_path: Path, row: bench.Row) -> None:
-    path = tmp_path / "b.json"
-    record(row, 1.0).write(path)
-    content = json.loads(path.read_text())
-    del content["skipped"]
-    for entry in content["rows"]:
-        del entry["operations"]
-    path.write_text(json.dumps(content))
-    assert bench.Record.read(path).rows[0].operations == 0

@@ -17,6 +17,7 @@ import torch
 
 import torchkiln
 from torchkiln import bench
+from torchkiln.testing import matrix
 from torchkiln.testing.contract import CHECKS
 from torchkiln.testing.specs import FAMILIES
 from torchkiln.testing.specs.bias_act import BIAS_ACT
@@ -173,7 +174,7 @@ def test_the_facts_of_the_readme_are_measured() -> None:
     assert f"are {geometric_mean(norms):.2f} times" in readme
     assert f"(geometric mean; {min(norms):.2f} to {max(norms):.2f} times)" in readme
     for run in ("cpu", "cuda"):
-        ops = json.loads((ROOT / "docs" / "contract" / f"{run}.json").read_text())["ops"]
+        ops = matrix.Run.read(ROOT / "docs" / "contract" / f"{run}.json").ops
         found = [check["status"] for checks in ops.values() for check in checks.values()]
         counts = (
             f"{found.count('passed'):,} of {len(found):,} passed ({len(ops)} ops)",
