@@ -2,7 +2,7 @@
 
 The runs are docs/results/NAME.json, written by `torchkiln bench --json`. Pages have these blocks:
 
-    <!-- results:NAME -->           all calls of a run, its host times and pictures
+    <!-- results:NAME -->           large calls of a run, and its pictures
     <!-- results:NAME add relu -->  large calls of these ops beside their peers
     <!-- headlines -->              the calls in HEADLINES, and those in LOSSES
     <!-- slowest -->                the ten calls of all runs that lose most to a peer
@@ -86,30 +86,13 @@ def calls(rows: Sequence[Row]) -> Iterable[str]:
         yield f"| {name} {shape[0]} x {shape[1]} | " + " | ".join(cells) + " |"
 
 
-def host(rows: Sequence[Row]) -> Iterable[str]:
-    """Host times in microseconds, ours and the peers'."""
-    who = list(dict.fromkeys(name for row in rows for name in row.times))
-    beside = list(dict.fromkeys(name for row in rows for name in row.references))
-    yield "| host time of one call, us | " + " | ".join([*who, *beside]) + " |"
-    yield "|---|" + "---:|" * len([*who, *beside])
-    for row in rows:
-        times = {**row.references, **row.times}
-        cells = [f"{times[n].seconds * 1e6:.1f}" if n in times else "" for n in [*who, *beside]]
-        yield f"| `{row.op}` {row.dtype} {row.direction} | " + " | ".join(cells) + " |"
-
-
 def block(name: str, record: Record, folder: Path) -> str:
-    """All large calls and host times of a run, with its pictures."""
+    """All large calls of a run, with its pictures."""
     lines = [
         f"{record.environment}. Source: `docs/results/{name}.json`.",
-        "Each cell: median time of a call ± half the interquartile range, speed in % of the",
-        "ceiling, speed-up over the fastest peer (above 1: torchkiln is faster), and that peer.",
         "",
         *calls([row for row in record.rows if row.kind == "calls"]),
     ]
-    times = [row for row in record.rows if row.kind == "host"]
-    if times:
-        lines += ["", "<details><summary>Host times</summary>", "", *host(times), "", "</details>"]
     pictures = [p for p in PICTURES if (folder / f"{name}-{p}.png").is_file()]
     lines += ["", *(f"![{p}]({folder.name}/{name}-{p}.png)" for p in pictures)] if pictures else []
     if record.skipped:

@@ -84,7 +84,6 @@ def test_writing_and_checking(
     assert str(dataclasses.replace(record.environment, commit=None)) in text
     assert "| | float32 forward | float32 backward |" in text
     assert f"| `bias_act` 8 x 16 | {figures.cell(record.rows[0])} | " in text
-    assert "| `bias_act` float32 recorded | " in text
     assert "![share](results/here-share.png)" in text
     assert "out of memory: much" in text
     assert (docs / "results" / "here-host.png").read_bytes()[1:4] == b"PNG"
@@ -196,3 +195,12 @@ def test_the_readme_names_every_op() -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def test_measurements_stay_short() -> None:
+    """A row of a result is a line, and the page has the tables with their reasons, no diary."""
+    docs = ROOT / "docs"
+    files = [*(docs / "results").glob("*.json"), *(docs / "contract").glob("*.json")]
+    lines = [path.read_text(encoding="utf-8").count("\n") for path in files]
+    assert sum(lines) <= 2500
+    assert len((docs / "performance.md").read_text(encoding="utf-8").splitlines()) <= 250
