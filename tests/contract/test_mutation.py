@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from fault import Fault
 from faults import FAULTS
+from kernel_faults import KERNELS
 from page import Finding, table
 from trials import failed_first, is_named, of_device
 
@@ -16,6 +18,11 @@ from torchkiln.testing.contract import CHECKS
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = {spec.name for spec in testing.SPECS}
+FAMILIES = (
+    *("norm", "batch_norm", "group_norm", "softmax", "cross_entropy", "matmul", "rope", "rowwise"),
+    "gemm",
+)
+"""Folders of kernels that have faults."""
 
 
 def require_test(name: str) -> None:
@@ -47,6 +54,9 @@ def test_there_are_enough_of_each_kind() -> None:
     names = [fault.name for fault in FAULTS]
     assert len(names) == len(set(names))
     assert {fault.device for fault in FAULTS} == {"cpu", "cuda", "2 x cuda"}
+    folders = Counter(Path(fault.file).parent.name for fault in KERNELS)
+    assert sum(folders.values()) >= 25
+    assert set(FAMILIES) <= set(folders)
 
 
 def test_the_tests_of_a_fault() -> None:

@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from cpu_faults import CPU
 from cuda_faults import CUDA
+from kernel_faults import KERNELS
 
-FAULTS = CPU + CUDA
+FAULTS = CPU + CUDA + KERNELS
