@@ -31,7 +31,7 @@ from fault import Fault
 from faults import FAULTS
 from page import Finding, Results, digest_of, write
 from planting import ROOT, Build, plant
-from trials import Suite, Trial, check_import, pytest, run
+from trials import Suite, Trial, pytest, run
 
 
 class Bench:
@@ -42,7 +42,6 @@ class Bench:
         self.clean = self.scratch / "clean" / "torchkiln"
         self.build = Build(options.build)
         self.build.install(self.clean)
-        check_import(self.clean.parent)
         self.suite = Suite(self.clean.parent, options.day)
         self.builders = threading.Semaphore(options.jobs)
         self.testers = threading.Semaphore(options.tests)
@@ -59,8 +58,9 @@ class Bench:
             with self.builders:
                 package = plant(self.build, self.clean, fault, folder)
             with self.testers:
+                tests = self.suite.default
                 start = time.perf_counter()
-                kind, trial = self.try_tests(fault, package)
+                kind, trial = self.try_tests(fault, package, tests)
         except (ValueError, subprocess.SubprocessError) as error:
             trial = Trial("not planted", str(error))
         shutil.rmtree(folder, ignore_errors=True)
@@ -71,19 +71,19 @@ class Bench:
             *(self.machine, today),
         )
 
-    def try_tests(self, fault: Fault, package: Path) -> tuple[str, Trial]:
+    def try_tests(self, fault: Fault, package: Path, tests: list[str]) -> tuple[str, Trial]:
         """Run tests until one fails; the kind of run that they belong to, and the result."""
-        default = self.suite.expected(fault, self.suite.default)
-        related = self.suite.related(fault, self.suite.default)
+        default = self.suite.expected(fault, tests)
+        related = self.suite.related(fault, tests)
         listed = package / "tests.txt"
-        for tests in (default, [test for test in related if test not in set(default)]):
-            trial = run(package, tests, listed, self.limit, self.threads)
+        for some in (default, [test for test in related if test not in set(default)]):
+            trial = run(package, some, listed, self.limit, self.threads)
             if trial.result != "missed":
                 return "default", trial
         full = self.suite.full
         tried = {*default, *related}
-        tests = [*self.suite.expected(fault, full), *self.suite.related(fault, full)]
-        rest = [test for test in dict.fromkeys(tests) if test not in tried]
+        every = [*self.suite.expected(fault, full), *self.suite.related(fault, full)]
+        rest = [test for test in dict.fromkeys(every) if test not in tried]
         return "full", run(package, rest, listed, self.limit, self.threads)
 
     def fail_without_a_fault(self, tests: set[str]) -> set[str]:

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sysconfig
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,13 +62,17 @@ def shell(command: str, folder: Path) -> None:
 
 
 class Build:
-    """A build folder of Ninja, which is only read."""
+    """A build folder of Ninja."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.resolve()
         cache = (self.folder / "CMakeCache.txt").read_text()
-        entries = re.findall(r"^(CMAKE_\w+):\w+=(.+)$", cache, re.MULTILINE)
-        self.tools = dict(entries)
+        self.tools = dict(re.findall(r"^(CMAKE_\w+):\w+=(.+)$", cache, re.MULTILINE))
+        self.commands: list[dict[str, str]] = json.loads(
+            self.run("CMAKE_MAKE_PROGRAM", "-t", "compdb")
+        )
+        outputs = {command["output"] for command in self.commands}
+        self.links = {name: self.link_of(name) for name in LIBRARIES if name in outputs}
 
     def run(self, tool: str, *arguments: str) -> str:
         """The output of a tool that CMake has found, in the build folder."""
@@ -83,23 +86,10 @@ class Build:
         )
         return done.stdout
 
-    @cached_property
-    def commands(self) -> list[dict[str, str]]:
-        """The commands of the build."""
-        found: list[dict[str, str]] = json.loads(self.run("CMAKE_MAKE_PROGRAM", "-t", "compdb"))
-        return found
-
-    @cached_property
-    def links(self) -> dict[str, str]:
-        """The commands that link the libraries this build has."""
-        outputs = {command["output"] for command in self.commands}
-        return {
-            library: self.run("CMAKE_MAKE_PROGRAM", "-t", "commands", library)
-            .strip()
-            .splitlines()[-1]
-            for library in LIBRARIES
-            if library in outputs
-        }
+    def link_of(self, library: str) -> str:
+        """The command that links a library."""
+        commands = self.run("CMAKE_MAKE_PROGRAM", "-t", "commands", library)
+        return commands.strip().splitlines()[-1]
 
     def install(self, package: Path) -> None:
         """Write the package without a fault: the Python files of the sources, and what is built."""

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import threading
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -25,8 +24,9 @@ QUIET = ("-p", "no:cacheprovider", "--no-header", "--no-showlocals", "--tb=line"
 LARGE = "2_to_the_31"
 """In the names of tests that need tens of gigabytes: one of them runs at a time."""
 FAMILIES = """
-import json
+import json, torchkiln
 from torchkiln.testing.specs import FAMILIES
+print(torchkiln.__file__)
 print(json.dumps({spec.name: name for name, specs in FAMILIES.items() for spec in specs}))
 """
 one_large_test = threading.Lock()
@@ -62,23 +62,25 @@ def pytest(package: Path, *arguments: str, limit: float, threads: int = 0) -> tu
     return done.returncode, done.stdout
 
 
-def check_import(package: Path) -> None:
-    """Require that Python imports the package that is put on the path."""
-    code = "import torchkiln; print(torchkiln.__file__)"
+def families_of(package: Path) -> dict[str, str]:
+    """The family of each op. Requires that Python imports the package that is put on the path."""
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", FAMILIES],
         env=environment(package),
         capture_output=True,
         text=True,
         check=False,
     )
-    found = done.stdout.strip().splitlines()[-1:]
-    if done.returncode != 0 or not Path(found[0]).is_relative_to(package):
-        said = found[0] if done.returncode == 0 else done.stderr[-800:]
+    if done.returncode != 0:
+        raise SystemExit(f"tests/mutation: torchkiln cannot be imported:\n{done.stderr[-2000:]}")
+    file, families = done.stdout.strip().splitlines()[-2:]
+    if not Path(file).is_relative_to(package):
         raise SystemExit(
-            f"tests/mutation: torchkiln: got {said}, expected a module in {package}; an editable "
+            f"tests/mutation: torchkiln: got {file}, expected a module in {package}; an editable "
             "install comes before PYTHONPATH: uninstall it"
         )
+    found: dict[str, str] = json.loads(families)
+    return found
 
 
 def failed_first(output: str) -> str:
@@ -116,39 +118,32 @@ class Suite:
 
     def __init__(self, package: Path, day: int) -> None:
         self.package = package
+        self.families = families_of(package)
         self.day = day
+        self.collected: dict[str, list[str]] = {}
+        self.lock = threading.Lock()
 
-    def collect(self, *options: str) -> list[str]:
-        """The tests of a run."""
-        status, output = pytest(
-            self.package, "--collect-only", "-q", *options, CONTRACT, OPS, limit=600
-        )
-        if status != 0:
-            raise SystemExit(f"tests/mutation: the tests cannot be collected:\n{output[-2000:]}")
-        return [line for line in output.splitlines() if "::" in line]
+    def collect(self, option: str) -> list[str]:
+        """The tests of a run; several threads share one collection."""
+        with self.lock:
+            if option not in self.collected:
+                options = ("--collect-only", "-q", option, CONTRACT, OPS)
+                status, output = pytest(self.package, *options, limit=600)
+                if status != 0:
+                    raise SystemExit(f"tests/mutation: no tests are collected:\n{output[-2000:]}")
+                found = [line for line in output.splitlines() if "::" in line]
+                self.collected[option] = found
+            return self.collected[option]
 
-    @cached_property
+    @property
     def default(self) -> list[str]:
         """The tests of the default run."""
         return self.collect(f"--day={self.day}")
 
-    @cached_property
+    @property
     def full(self) -> list[str]:
         """The tests of the full run."""
         return self.collect("--full")
-
-    @cached_property
-    def families(self) -> dict[str, str]:
-        """The family of each op."""
-        done = subprocess.run(
-            [sys.executable, "-c", FAMILIES],
-            env=environment(self.package),
-            check=True,
-            capture_output=True,
-            text=True,
-        )
-        found: dict[str, str] = json.loads(done.stdout)
-        return found
 
     def expected(self, fault: Fault, tests: list[str]) -> list[str]:
         """The tests that the fault names."""
