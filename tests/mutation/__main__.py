@@ -131,29 +131,33 @@ def try_faults(options: argparse.Namespace, results: Results) -> None:
     for fault in chosen:
         if needed[fault.device] > len(names):
             print(f"left out: {fault.name}: needs {fault.device}")
-    if not faults:
+
+    def unconfirmed() -> list[Finding]:
+        found = [results.found[f.name] for f in chosen if f.name in results.found]
+        return [one for one in found if one.result == "caught" and not one.passes_without]
+
+    if not faults and not unconfirmed():
         return
     bench = Bench(options, "the CPU" if options.device == "cpu" else names[0])
 
     def say(text: str) -> None:
         print(f"{time.perf_counter() - start:5.0f} s  {text}", flush=True)
 
-    found: list[Finding] = []
     with ThreadPoolExecutor(len(faults) + 1) as pool:
         tests = pool.submit(lambda: len(bench.suite.default))
         tasks = [pool.submit(bench.find, fault) for fault in faults]
         say(f"{len(faults)} faults, {tests.result()} tests in the default run")
         for task in as_completed(tasks):
-            found.append(task.result())
-            results.add(found[-1])
-            one = found[-1]
+            one = task.result()
+            results.add(one)
             say(f"{one.result}: {one.fault} ({one.run}: {one.by}), {one.seconds:.0f} s")
-    caught = [one for one in found if one.result == "caught"]
-    wrong = bench.fail_without_a_fault({one.by for one in caught if one.by})
-    for one in caught:
+    wrong = bench.fail_without_a_fault({one.by for one in unconfirmed() if one.by})
+    for one in unconfirmed():
         if one.by in wrong:
             say(f"fails without the fault, too: {one.by}")
             results.add(one._replace(result="fails without the fault"))
+        else:
+            results.add(one._replace(passes_without=True))
     say("done")
 
 

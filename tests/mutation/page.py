@@ -28,6 +28,8 @@ class Finding(NamedTuple):
     seconds: float
     machine: str
     date: str
+    passes_without: bool = False
+    """Whether that test passed without the fault."""
 
 
 def digest_of(fault: Fault) -> str:

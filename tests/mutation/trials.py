@@ -43,8 +43,9 @@ class Trial(NamedTuple):
 
 def environment(package: Path, threads: int = 0) -> dict[str, str]:
     """Variables with which Python imports the package in a folder."""
+    path = os.pathsep.join([str(package), *filter(None, [os.environ.get("PYTHONPATH")])])
     several = {"OMP_NUM_THREADS": str(threads)} if threads else {}
-    return {**os.environ, "PYTHONPATH": str(package), **several}
+    return {**os.environ, "PYTHONPATH": path, **several}
 
 
 def pytest(package: Path, *arguments: str, limit: float, threads: int = 0) -> tuple[int, str]:
