@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchkiln.bench.case import BACKWARD, FORWARD, BenchCase
 from torchkiln.testing import OpSpec, Sample
-from torchkiln.testing.data import drawn_sizes
+from torchkiln.testing.data import contiguous_strides, drawn_sizes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -23,20 +23,15 @@ MOST_OPERATIONS = 1 << 41
 """Operations of a call on a GPU: a few milliseconds of products in half precision."""
 MOST_OPERATIONS_ON_CPU = 1 << 31
 
+
 @dataclass(frozen=True)
 class Draw:
     """A call that can be drawn again."""
 
-    seed: int
-    number: int
+    key: str
     case: BenchCase
     direction: str
     layout: str
-
-    @property
-    def key(self) -> str:
-        """Names the draw in the file of a run."""
-        return f"{self.seed}:{self.number}"
 
 
 def narrowed(x: Tensor) -> Tensor:
@@ -78,9 +73,14 @@ def sizes_of(spec: OpSpec, rng: Random, most: int) -> tuple[int, int]:
     return (rows, min(columns, 1 << 13)) if spec.threads_matter else (rows, columns)
 
 
+def key(seed: int, number: int) -> str:
+    """Names a call in the file of a run."""
+    return f"{seed}:{number}"
+
+
 def drawn(specs: Sequence[OpSpec], device: torch.device, seed: int, number: int) -> Draw | None:
     """The call of a seed and a number; none if it takes more work than wanted."""
-    rng = Random(f"{seed}:{number}")
+    rng = Random(key(seed, number))
     torch.manual_seed(rng.getrandbits(32))
     spec = rng.choice(specs)
     dtype = rng.choice([d for d in DTYPES if d in spec.dtypes] or spec.dtypes)
@@ -106,7 +106,9 @@ def drawn(specs: Sequence[OpSpec], device: torch.device, seed: int, number: int)
     case = BenchCase(spec, label, sample, dtype, (rows[:-1].numel(), rows[-1] if rows else 1))
     if case.computed(direction) > (MOST_OPERATIONS if on_gpu else MOST_OPERATIONS_ON_CPU):
         return None
-    return Draw(seed, number, replace(case, sample=laid_out(sample, layout)), direction, layout)
+    return Draw(
+        key(seed, number), replace(case, sample=laid_out(sample, layout)), direction, layout
+    )
 
 
 def count(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> int:
@@ -125,7 +127,7 @@ def tensor_text(x: Tensor) -> str:
     if not x.is_floating_point():
         high = max(1, int(x.max()) + 1) if x.numel() else 1
         return f"torch.randint({high}, {shape}, {place})"
-    if x.is_contiguous():
+    if list(x.stride()) == contiguous_strides(x.shape):
         return f"torch.randn({shape}, {place})"
     length = 1 + sum((n - 1) * s for n, s in zip(shape, x.stride(), strict=True))
     return f"torch.randn({length}, {place}).as_strided({shape}, {x.stride()})"

@@ -8,9 +8,8 @@ is then measured again, with more rounds, before it is said to be. The host time
 from __future__ import annotations
 
 import json
-import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -18,8 +17,9 @@ import torch
 
 from torchkiln.bench.case import call_of
 from torchkiln.bench.clock import Call, Clock, HostClock, Times, device_clock, in_turns
-from torchkiln.bench.draws import Draw, drawn, text
+from torchkiln.bench.draws import Draw, drawn, key, text
 from torchkiln.bench.report import duration
+from torchkiln.bench.result import reason_of
 from torchkiln.testing import OpSpec
 from torchkiln.testing.compare import outputs
 
@@ -37,6 +37,7 @@ class Timed:
     """The times of one drawn call."""
 
     key: str
+    """The seed and the number of the call."""
     op: str
     dtype: str
     direction: str
@@ -72,8 +73,10 @@ class Timed:
 
     def line(self) -> str:
         """A row of the list of slower calls."""
-        host = "" if self.host is None or self.eager_host is None else (
-            f", host {duration(self.host)} / {duration(self.eager_host)}"
+        host = (
+            ""
+            if self.host is None or self.eager_host is None
+            else (f", host {duration(self.host)} / {duration(self.eager_host)}")
         )
         return (
             f"{self.speedup:.2f} x  {duration(self.seconds)} / {duration(self.eager)}{host}  "
@@ -122,20 +125,6 @@ def timed(draw: Draw) -> Timed:
     )
 
 
-def calls(
-    specs: Sequence[OpSpec], device: torch.device, seed: int, count: int, seconds: float | None
-) -> Iterator[Draw]:
-    """The drawn calls, until the count or the time is reached."""
-    start = time.perf_counter()
-    for number in range(count):
-        if seconds is not None and time.perf_counter() - start > seconds:
-            print(f"stopped after {number} of {count} calls: no time left", file=sys.stderr)
-            return
-        draw = drawn(specs, device, seed, number)
-        if draw is not None:
-            yield draw
-
-
 def fuzz(
     specs: Sequence[OpSpec],
     device: torch.device,
@@ -144,23 +133,41 @@ def fuzz(
     seed: int,
     seconds: float | None = None,
     file: Path | None = None,
-) -> list[Timed]:
-    """Time random calls; those in ``file`` are taken from there, others are added to it."""
+) -> tuple[list[Timed], bool]:
+    """Time random calls; those in ``file`` are taken from there, others are added to it.
+
+    The flag is false if the time was over, or Ctrl-C pressed, before the last call.
+    """
     done = read(file) if file is not None and file.exists() else {}
     found: list[Timed] = []
-    for draw in calls(specs, device, seed, count, seconds):
-        one = done.get(draw.key)
-        if one is None:
-            try:
-                one = timed(draw)
-            except torch.OutOfMemoryError:
-                torch.cuda.empty_cache()
+    start = time.perf_counter()
+    try:
+        for number in range(count):
+            if seconds is not None and time.perf_counter() - start > seconds:
+                return found, False
+            one = done.get(key(seed, number)) or draw_and_time(specs, device, seed, number)
+            if one is None:
                 continue
-            if file is not None:
+            if file is not None and one.key not in done:
                 with file.open("a", encoding="utf-8") as lines:
                     lines.write(json.dumps(asdict(one)) + "\n")
-        found.append(one)
-    return found
+            found.append(one)
+    except KeyboardInterrupt:
+        return found, False
+    return found, True
+
+
+def draw_and_time(
+    specs: Sequence[OpSpec], device: torch.device, seed: int, number: int
+) -> Timed | None:
+    """The times of a drawn call; none if it is too large, or refused."""
+    try:
+        draw = drawn(specs, device, seed, number)
+        return None if draw is None else timed(draw)
+    except Exception as error:
+        if reason_of(error) is None:
+            raise
+        return None
 
 
 def read(file: Path) -> dict[str, Timed]:
