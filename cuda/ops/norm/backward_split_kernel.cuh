@@ -261,10 +261,11 @@ class SplitRows {
     zs.load(row_at(p_.z, row, p_.z_row_stride) + column);
     if (p_.grad_sum != nullptr)
       others.load(row_at(p_.grad_sum, row, p_.grad_sum_row_stride) + column);
+    const auto projection = projection_of<kCentered>(p_, storage_.factors[r][team_.row_in_block()]);
     C g[N], z[N];
     grads.read(g);
     zs.read(z);
-    project<T, kCentered>(p_, storage_.factors[r][team_.row_in_block()], z, weight, g);
+    project<T>(projection, z, weight, g);
     if (p_.grad_sum != nullptr) {
       C other[N];
       others.read(other);
