@@ -37,6 +37,9 @@ struct Launch {
   bool cooperative = false;
 };
 
+/// The op has no kernel for the call; it is composed of other ops.
+inline Launch composed() { return {"other ops", "No plan applies: the op is composed of others."}; }
+
 /// A call of a family. Elements of float16 take the same plans as those of bfloat16.
 struct Call {
   int64_t rows;
