@@ -1,31 +1,8 @@
-#include "factors.cuh"
 #include "launch.cuh"
+#include "sums.cuh"
 
 namespace torchkiln::cuda {
 namespace {
-
-constexpr int kTotalThreads = 256;
-
-/// Adds the values of the threads that have the same place in a row of `width`, a power of 2.
-/// Returns true in those that have the totals.
-template <int kValues>
-__device__ __forceinline__ bool add_slices(double (&values)[kValues], int width) {
-  __shared__ double shared[kValues][kTotalThreads];
-  const int thread = static_cast<int>(threadIdx.x);
-  __syncthreads();
-#pragma unroll
-  for (int v = 0; v < kValues; ++v) shared[v][thread] = values[v];
-  for (int other = kTotalThreads / 2; other >= width; other /= 2) {
-    __syncthreads();
-    if (thread >= other) continue;
-#pragma unroll
-    for (int v = 0; v < kValues; ++v) shared[v][thread] += shared[v][thread + other];
-  }
-  if (thread >= width) return false;
-#pragma unroll
-  for (int v = 0; v < kValues; ++v) values[v] = shared[v][thread];
-  return true;
-}
 
 /// The totals of a group of a sample in a block: for each channel the sums of g and of g * n, in
 /// `totals` [2, batch * channels], and the coefficients of grad_x.
@@ -92,10 +69,7 @@ __global__ void __launch_bounds__(kTotalThreads)
     }
   }
   if (!add_slices(total, kWarpLanes) || channel >= channels) return;
-  if (p.grad_bias != nullptr)
-    reduce::Result{p.grad_bias, p.parameter_dtype, 1}.store(channel, total[0]);
-  if (p.grad_weight != nullptr)
-    reduce::Result{p.grad_weight, p.parameter_dtype, 1}.store(channel, total[1]);
+  store_parameter_gradients(p, channel, total);
 }
 
 }  // namespace
@@ -104,6 +78,13 @@ Status group_norm_backward(const GroupNormBackward& p, Allocate allocate, CUstre
   const GroupLayout& layout = p.layout;
   const int64_t groups = layout.all_groups();
   if (groups > kMaxGridX) return {"too many groups for one launch"};
+  if (const auto plan = choose_teams(p, current_device())) {
+    const bool wants = p.grad_weight != nullptr || p.grad_bias != nullptr;
+    Status status;
+    if (wants) status = group_parameter_gradients(p, plan->parameters, allocate, stream);
+    if (!status.ok() || p.grad_x == nullptr) return status;
+    return group_input_gradients_by_teams(p, plan->input, stream);
+  }
   GroupParts parts{};
   Status status = layout.channels_last ? group_sums_of_rows(p, allocate, stream, parts)
                                        : group_sums_of_planes(p, allocate, stream, parts);

@@ -19,6 +19,8 @@ Status statistics_of_planes(const GroupNorm& p, Allocate allocate, CUstream_st* 
 }  // namespace
 
 Status group_norm(const GroupNorm& p, Allocate allocate, CUstream_st* stream) {
+  if (const auto teams = choose_teams(p, current_device()))
+    return group_norm_by_teams(p, *teams, stream);
   const Status status = p.layout.channels_last ? group_statistics_of_rows(p, allocate, stream)
                                                : statistics_of_planes(p, allocate, stream);
   if (!status.ok()) return status;

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "torchkiln/kernels/group_norm.h"
+#include "choose_teams.h"
 
 namespace torchkiln::cuda {
 
@@ -16,6 +16,14 @@ struct GroupParts {
   int64_t parts;
   int64_t second;
 };
+
+/// Statistics and y, and grad_x, of groups that teams hold.
+Status group_norm_by_teams(const GroupNorm& p, const GroupTeamPlan& plan, CUstream_st* stream);
+Status group_input_gradients_by_teams(const GroupNormBackward& p, const GroupTeamPlan& plan,
+                                      CUstream_st* stream);
+/// The gradients of weight and bias by sums over the samples.
+Status group_parameter_gradients(const GroupNormBackward& p, const GroupSamplesPlan& plan,
+                                 Allocate allocate, CUstream_st* stream);
 
 /// y of planes of adjacent elements, by the statistics.
 Status group_outputs_of_planes(const GroupNorm& p, CUstream_st* stream);
