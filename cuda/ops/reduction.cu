@@ -1,3 +1,19 @@
+// Sums, or means, over one dimension of [outer, reduced, inner], accumulated in float32 and rounded
+// once.
+//
+//   plan            kernel                           when
+//   rows: packed    a few lanes for each row         rows of up to 32 vectors, if many
+//   rows: staged    a block copies rows to shared    dense rows of up to 1 KiB that are not whole
+//                   memory                           vectors, or few of them
+//   rows: warp      a warp for each row              up to 2 KiB; 4 KiB if they fill the GPU
+//   rows: block     a block for each row             up to 64 KiB; longer if they fill the GPU
+//   rows: parts     a block for each part, and a     longer rows
+//                   second kernel
+//   columns         sum_columns, in                  the summed dimension has the larger stride
+//                   detail/reduce/columns.cuh
+//
+// Rows have the summed dimension as the one with the smaller stride: detail/reduce/rows.cuh.
+
 #include "torchkiln/kernels/reduction.h"
 
 #include <algorithm>

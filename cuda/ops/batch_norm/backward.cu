@@ -1,3 +1,15 @@
+// The gradients of batch norm: sums of the parts of the channels, their total (here), grad_x.
+//
+//   plan       kernels                                     when
+//   resident   one cooperative kernel for both passes,     training on 9.0, adjacent channels in
+//              backward_resident.cu                        vectors; with grad_residual up to 2^24
+//                                                          elements
+//   rows       sums, total, grad_x: backward_rows.cu       adjacent channels, and small planes that
+//                                                          fold to rows of all channels
+//   planes     sums, total, grad_x: backward_planes.cu     channels of adjacent elements
+//
+// backward.cuh has the kernels of rows and planes, total.cuh and sums.cuh the total.
+
 #include "backward.cuh"
 #include "sums.cuh"
 #include "total.cuh"

@@ -1,3 +1,15 @@
+// y = activation(n * weight + bias + residual) with n normalized over a channel of all samples.
+//
+//   plan       kernels                                     when
+//   resident   one cooperative kernel for both passes,     training on 9.0, adjacent channels in
+//              forward_resident.cu                         vectors, no residual and no signs
+//   rows       moments, merge, y: forward_rows.cu          adjacent channels, and small planes that
+//                                                          fold to rows of all channels
+//   planes     moments, merge, y: forward_planes.cu        channels of adjacent elements
+//
+// In eval mode y is the only kernel. forward.cuh has the kernels of rows and planes, channels.cuh
+// which elements a thread has, factors.cuh n, pool.cu a max pool behind. Gradients: backward.cu.
+
 #include "forward.cuh"
 #include "statistics.cuh"
 #include "total.cuh"

@@ -1,3 +1,6 @@
+// The kernels of forward.cuh for channels whose elements are adjacent in memory, in a file of their
+// own so that they compile beside those for adjacent channels.
+
 #include "forward.cuh"
 
 namespace torchkiln::cuda {

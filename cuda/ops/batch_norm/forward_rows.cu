@@ -1,3 +1,6 @@
+// The kernels of forward.cuh for adjacent channels, and for planes that are read as rows of all
+// channels, in a file of their own so that they compile beside those for planes.
+
 #include "forward.cuh"
 
 namespace torchkiln::cuda {

@@ -1,3 +1,13 @@
+// grad_x = grad * activation'(x * scale + bias) * scale, and the gradient of the bias, the sum over
+// the rows, in the same pass: a body for the column reduction in detail/reduce/columns.cuh.
+//
+//   plan           kernel                       when
+//   elementwise    backward_elementwise.cu      no gradient of the bias is wanted
+//   vectors        sum_columns, 16-byte loads   all rows are whole 16-byte vectors
+//   elements       sum_columns, single loads    otherwise
+//
+// A second, short kernel adds partial sums if several blocks share a column. forward.cu has out.
+
 #include "backward.cuh"
 #include "detail/reduce/columns.cuh"
 #include "torchkiln/core/activations.h"

@@ -1,3 +1,16 @@
+// Loss and log-sum-exp of each row of logits, read once, and the sum of the losses.
+//
+//   plan       kernel                    when
+//   few rows   cross_entropy_few_rows    the sum is wanted, and one cluster reads all rows quickly
+//   flat       cross_entropy_flat_rows   adjacent rows of up to 512 bytes, not of whole vectors
+//   inner      cross_entropy_rows        rows of any offset that one step of a team holds
+//   once       cross_entropy_rows        rows of whole vectors that one step of a team holds
+//   steps      cross_entropy_rows        longer rows, and targets spread over the classes
+//
+// A team is part of a warp, a block, or a cluster of blocks if rows are few and long.
+// forward_row.cuh has the loss of a row, forward_flat.cuh the flat kernel, target.cuh the target.
+// Gradients: backward.cu.
+
 #include <optional>
 
 #include "detail/reduce/common.cuh"

@@ -1,3 +1,10 @@
+// grad_x = kept ? grad * scale : 0, and the gradient of the bias, the sum over the rows, in the
+// same pass: a body for the column reduction in detail/reduce/columns.cuh.
+//
+//   plan       kernel                       when
+//   vectors    sum_columns, 16-byte loads   all rows are whole 16-byte vectors
+//   elements   sum_columns, single loads    otherwise
+
 #include "detail/reduce/columns.cuh"
 #include "mask.cuh"
 #include "torchkiln/device/alignment.cuh"

@@ -1,3 +1,14 @@
+// The gradients of group norm in up to four kernels: sums of parts of the channels, their total for
+// each group (here), the total over the samples for weight and bias (here), and grad_x.
+//
+//   plan     sums                         grad_x                         when
+//   planes   plane_sums,                  plane_input_gradients,         channels are planes of
+//            backward_planes.cu           backward_planes.cu             adjacent elements
+//   rows     row_sums, backward_rows.cu   row_input_gradients,           channels_last: adjacent
+//                                         backward_rows.cu               channels
+//
+// No atomics: shape and device fix the order of every addition.
+
 #include "factors.cuh"
 #include "launch.cuh"
 

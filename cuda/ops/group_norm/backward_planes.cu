@@ -1,3 +1,5 @@
+// Sums and grad_x of channels that are planes of adjacent elements: see planes.cuh.
+
 #include "launch.cuh"
 #include "planes.cuh"
 

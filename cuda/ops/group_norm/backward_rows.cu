@@ -1,3 +1,5 @@
+// Sums and grad_x of adjacent channels (channels_last): see rows.cuh.
+
 #include "launch.cuh"
 #include "rows.cuh"
 

@@ -1,3 +1,15 @@
+// y = activation(n * weight + bias) with n normalized over a group of channels of a sample, in
+// three kernels: moments of parts of the groups, their merge, y.
+//
+//   plan     moments and merge                     y                   when
+//   planes   those of batch norm: a group is       plane_outputs,      channels are planes of
+//            adjacent in memory, as a channel is   forward_planes.cu   adjacent elements
+//   rows     row_moments, merge_group,             row_outputs,        channels_last: adjacent
+//            forward_rows.cu                       forward_rows.cu     channels
+//
+// planes.cuh and rows.cuh say which elements a thread has, factors.cuh computes n. Gradients:
+// backward.cu.
+
 #include "launch.cuh"
 #include "torchkiln/kernels/batch_norm.h"
 

@@ -1,3 +1,5 @@
+// y of channels that are planes of adjacent elements, by the statistics: see planes.cuh.
+
 #include "launch.cuh"
 #include "planes.cuh"
 

@@ -1,3 +1,5 @@
+// Moments, their merge, and y of adjacent channels (channels_last): see rows.cuh.
+
 #include "launch.cuh"
 #include "ops/batch_norm/forward.cuh"
 #include "rows.cuh"

@@ -1,5 +1,7 @@
 #pragma once
 
+// The launchers of forward_planes.cu, forward_rows.cu, backward_planes.cu and backward_rows.cu.
+
 #include "torchkiln/kernels/group_norm.h"
 
 namespace torchkiln::cuda {

@@ -1,3 +1,7 @@
+// The gradients of qkv_norm_rope with one norm over all heads of a token. A block has every
+// gridDim-th token, and keeps its sums for the weights in shared memory, or in global memory if
+// they are larger than 48 KiB.
+
 #include <algorithm>
 
 #include "ops/rope/qkv_across.cuh"

@@ -1,3 +1,6 @@
+// qkv_norm_rope with one norm over all heads of a token: a block for each token, which reads it
+// twice. qkv_across.cuh has what this file shares with qkv_across_backward.cu.
+
 #include "ops/rope/qkv_across.cuh"
 
 namespace torchkiln::cuda {

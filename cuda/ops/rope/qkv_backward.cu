@@ -1,3 +1,13 @@
+// The gradients of packed queries, keys and values and of the weights of the norms. The sums of
+// blocks for the weights are added by a second kernel (qkv_weight_sums.cuh).
+//
+//   plan       team        reads              when
+//   across     a token     twice              one norm over all heads: qkv_across_backward.cu
+//   ring       two heads   a round ahead      vectors, at least two rounds of two blocks per SM,
+//                          to shared memory   and shared memory for them
+//   once       two heads   to registers       vectors, otherwise
+//   elements   one head    to registers       heads that are not whole 16-byte vectors
+
 #include <algorithm>
 
 #include "ops/rope/qkv_across.cuh"

@@ -1,3 +1,16 @@
+// Splits packed queries, keys and values, normalizes and rotates the heads, in one kernel.
+//
+//   plan       team        reads              when
+//   across     a token     twice              one norm over all heads: qkv_across_forward.cu
+//   few        one head    to registers       vectors, and no more blocks than SMs
+//   ring       four heads  a round ahead      vectors, at least two rounds of three blocks per SM,
+//                          to shared memory   and shared memory for them
+//   once       four heads  to registers       vectors, otherwise
+//   elements   one head    to registers       heads that are not whole 16-byte vectors
+//
+// qkv.cuh says which elements a thread has, head_ring.cuh how it reads ahead. Gradients:
+// qkv_backward.cu.
+
 #include "ops/rope/qkv_across.cuh"
 
 namespace torchkiln::cuda {

@@ -1,3 +1,13 @@
+// Rotates the heads of the queries and keys, both in one kernel. A thread rotates the same pairs of
+// up to four heads of a token, whose factors it loads once.
+//
+//   plan       when
+//   vectors    all parts of all heads are whole 16-byte vectors
+//   elements   otherwise
+//
+// A block has one token if there are few, else as many as leave the fewest threads idle. angles.cuh
+// has the rotation, qkv*.cu the kernels that also normalize, cache_mask.cu the mask of a cache.
+
 #include "torchkiln/kernels/rope.h"
 
 #include <algorithm>

@@ -1,3 +1,11 @@
+// grad_x = (grad - sum of (grad * y)) * y * scale, or that of the logarithm, over a dimension, with
+// the plans of forward.cu. Two tensors are read, so a team holds rows of half the length.
+//
+//   plan        kernel                     when
+//   registers   rows_in_registers          adjacent elements, rows that a team of threads holds
+//   parts       rows_in_parts              adjacent elements, longer rows
+//   columns     softmax_backward_columns   elements that are not adjacent (strided.cuh)
+
 #include "rows.cuh"
 
 namespace torchkiln::cuda {

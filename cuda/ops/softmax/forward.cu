@@ -1,3 +1,14 @@
+// y = softmax(x * scale), or its logarithm, over a dimension, with a mask.
+//
+//   plan        kernel              when
+//   registers   rows_in_registers   adjacent elements, rows that a team of threads holds: part of
+//                                   a warp, a block of up to 512 threads, or a cluster on 9.0
+//   parts       rows_in_parts       adjacent elements, longer rows: read twice, the second time
+//                                   from the L2 cache (detail/rowwise/parts.cuh)
+//   columns     softmax_columns     elements that are not adjacent, read three times (strided.cuh)
+//
+// rows.cuh chooses for both directions. Gradients: backward.cu.
+
 #include "detail/rowwise/online_softmax.cuh"
 #include "rows.cuh"
 
