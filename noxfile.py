@@ -201,6 +201,7 @@ def figures(session: nox.Session) -> None:
     """Tables and pictures of README and docs from docs/results; `-- --check` compares them."""
     install(session, "cli")
     session.run("python", "docs/figures.py", *arguments(session))
+    session.run("python", "docs/choosing.py", *arguments(session))
 
 
 @nox.session(default=False)

@@ -21,7 +21,7 @@
 
 #include "detail/reduce/columns.cuh"
 #include "detail/reduce/rows.cuh"
-#include "torchkiln/device/alignment.cuh"
+#include "torchkiln/device/alignment.h"
 
 namespace torchkiln::cuda {
 

@@ -4,7 +4,7 @@
 
 #include "detail/reduce/common.cuh"
 #include "detail/reduce/row_loads.cuh"
-#include "torchkiln/device/alignment.cuh"
+#include "torchkiln/device/alignment.h"
 #include "torchkiln/device/warp.cuh"
 
 namespace torchkiln::reduce {

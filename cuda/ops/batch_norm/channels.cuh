@@ -12,7 +12,7 @@
 // inner], whose columns are added to channels at the end.
 
 #include "detail/reduce/columns.cuh"
-#include "torchkiln/device/alignment.cuh"
+#include "torchkiln/device/alignment.h"
 #include "torchkiln/device/fast_divide.cuh"
 #include "torchkiln/device/warp.cuh"
 #include "torchkiln/kernels/batch_norm.h"

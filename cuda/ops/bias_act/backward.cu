@@ -11,7 +11,7 @@
 #include "backward.cuh"
 #include "detail/reduce/columns.cuh"
 #include "torchkiln/core/activations.h"
-#include "torchkiln/device/alignment.cuh"
+#include "torchkiln/device/alignment.h"
 
 namespace torchkiln::cuda {
 

@@ -7,7 +7,7 @@
 
 #include "detail/reduce/columns.cuh"
 #include "mask.cuh"
-#include "torchkiln/device/alignment.cuh"
+#include "torchkiln/device/alignment.h"
 
 namespace torchkiln::cuda {
 

@@ -4,7 +4,7 @@
 
 #include <cmath>
 
-#include "torchkiln/device/alignment.cuh"
+#include "torchkiln/device/alignment.h"
 #include "torchkiln/device/vec.cuh"
 #include "torchkiln/kernels/rope.h"
 

@@ -13,7 +13,7 @@
 #include <algorithm>
 
 #include "ops/rope/angles.cuh"
-#include "torchkiln/device/alignment.cuh"
+#include "torchkiln/device/alignment.h"
 #include "torchkiln/device/fast_divide.cuh"
 #include "torchkiln/device/launch.cuh"
 #include "torchkiln/device/vec.cuh"

@@ -7,12 +7,13 @@
 #include <cstdint>
 #include <initializer_list>
 
-#include "torchkiln/device/vec.cuh"
+#include "torchkiln/core/dtype.h"
+#include "torchkiln/device/device.h"
 
 namespace torchkiln::device {
 
 /// Whether an address is a multiple of `bytes`, as a null pointer is.
-__host__ __device__ inline bool aligned(const void* pointer, size_t bytes = kVectorBytes) {
+TORCHKILN_HOST_DEVICE inline bool aligned(const void* pointer, size_t bytes = kVectorBytes) {
   return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
 }
 

@@ -1,5 +1,3 @@
-#pragma once
-
 // Gradients of norms with few rows, whose tensors stay in L2:
 //
 //   blocks 0 ... strips - 1   sum strips of columns over all rows: grad_weight, grad_bias
@@ -12,12 +10,6 @@
 
 namespace torchkiln::cuda::norm_gradients {
 namespace {
-
-constexpr int kFewThreads = 512;
-constexpr int kStripThreads = 8;  // threads along a row, which read 128 bytes of it
-// Up to this many rows, a thread sums its columns over all rows, whose loads are in flight
-// together.
-constexpr int kRowsOfThread = 8;
 
 template <class Access, class W, bool kCentered, bool kAdds>
 __device__ __forceinline__ void gradients_of_rows(const NormBackward& p, const TeamShape& shape,
@@ -85,10 +77,6 @@ __device__ __forceinline__ void gradients_of_rows(const NormBackward& p, const T
     }
     tile.save(inside, static_cast<T*>(p.grad_x) + row * p.columns, k, result);
   }
-}
-
-__host__ __device__ bool has_short_columns(const NormBackward& p) {
-  return p.rows <= kRowsOfThread && aligned(p.grad_weight) && aligned(p.grad_bias);
 }
 
 /// Adds a row's terms of the column sums.
@@ -192,50 +180,27 @@ __global__ void __launch_bounds__(kFewThreads, 2)
   }
 }
 
-/// Whether both tensors stay in L2 and no thread has many rows to sum.
-bool has_few_rows(const NormBackward& p, Alignment alignment) {
-  constexpr int64_t kMaxRows = 2048;
-  constexpr int64_t kMaxBytes = 16 << 20;  // per tensor
-  const auto size = static_cast<int64_t>(size_of(p.dtype));
-  return alignment == Alignment::vector && p.rows <= kMaxRows &&
-         p.rows * p.columns * size <= kMaxBytes &&
-         p.columns * size <= kFewThreads * kItems * kVectorBytes;
-}
+}  // namespace
 
-template <class Access, class W>
-Status launch_few_rows(const NormBackward& p, CUstream_st* stream) {
-  const auto ceil = [](int64_t a, int64_t b) { return static_cast<int>(ceil_div(a, b)); };
-  const int vectors = ceil(p.columns, Access::kLanes);
-  // If there are fewer rows than SMs, more threads per row: a thread reads the weights of its items
-  // one after the other.
-  const bool many = p.rows > current_device().multiprocessors;
-  const TeamShape team =
-      make_team(many ? ceil(vectors, kItems) : vectors, kFewThreads, kFewThreads, 1);
-  const int row_blocks = p.grad_x == nullptr ? 0 : ceil(p.rows, team.per_block);
-  const bool has_sums = p.grad_weight != nullptr || p.grad_bias != nullptr;
-  const int width = has_short_columns(p) ? team.block_threads() : kStripThreads;
-  const int strips = has_sums ? ceil(vectors, width) : 0;
-  if (row_blocks + strips == 0) return {};
-  const Grid grid{dim3(static_cast<unsigned>(row_blocks + strips)),
-                  dim3(static_cast<unsigned>(team.block_threads()))};
-  const auto launch_centered = [&](auto centered) {
-    return p.grad_sum == nullptr ? launch_overlapped(few_rows_kernel<Access, W, centered, false>,
-                                                     grid, stream, p, team, strips)
-                                 : launch_overlapped(few_rows_kernel<Access, W, centered, true>,
-                                                     grid, stream, p, team, strips);
+Status launch(const NormBackward& p, const FewRowsPlan& plan, Allocate, CUstream_st* stream) {
+  if (plan.row_blocks + plan.strips == 0) return {};
+  const Grid grid{dim3(static_cast<unsigned>(plan.row_blocks + plan.strips)),
+                  dim3(static_cast<unsigned>(plan.team.block_threads()))};
+  const auto launch = [&](auto kernel) {
+    return launch_overlapped(kernel, grid, stream, p, plan.team, plan.strips);
   };
-  return p.centered ? launch_centered(std::true_type{}) : launch_centered(std::false_type{});
-}
-
-Status few_rows(const NormBackward& p, CUstream_st* stream) {
   return dispatch_floating(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     using Access = RowVectors<T, kVectorLanes<T>, true>;
     return with_parameter_type<T>(p.weight_dtype, [&](auto parameter) {
-      return launch_few_rows<Access, typename decltype(parameter)::type>(p, stream);
+      using W = typename decltype(parameter)::type;
+      const auto with_sum = [&](auto centered) {
+        return p.grad_sum == nullptr ? launch(few_rows_kernel<Access, W, centered, false>)
+                                     : launch(few_rows_kernel<Access, W, centered, true>);
+      };
+      return p.centered ? with_sum(std::true_type{}) : with_sum(std::false_type{});
     });
   });
 }
 
-}  // namespace
 }  // namespace torchkiln::cuda::norm_gradients

@@ -4,8 +4,8 @@
 
 #include <numeric>
 
-#include "detail/rowwise/grid_team.cuh"
-#include "torchkiln/device/alignment.cuh"
+#include "detail/rowwise/plans.h"
+#include "thresholds.h"
 
 namespace torchkiln::cuda::norm_slabs {
 
@@ -13,8 +13,11 @@ using namespace device;
 using namespace rowwise;
 
 inline constexpr int kSlabThreads = 256;  // that compute
-inline constexpr int kSlabBlocks = 2;     // per SM
-inline constexpr int kSlabBytes = 32;     // of a tensor, per thread
+inline constexpr int kSlabBlockThreads = kSlabThreads + 2 * kWarpLanes;
+inline constexpr int kSlabBlocks = 2;  // per SM
+// Static shared memory of a block, and what the system takes.
+inline constexpr int kSlabReserved = 3 << 10;
+inline constexpr int kSlabBytes = 32;  // of a tensor, per thread
 inline constexpr int kMaxSlabStages = 8;
 inline constexpr int kMaxSlabTensors = 3;
 inline constexpr int64_t kMaxSlabRows = 1 << 30;
@@ -34,7 +37,7 @@ struct SlabRows {
 /// A team takes one row after another. In vectors, it takes them in runs, whose rows all have the
 /// same offset from a 16-byte boundary.
 struct SlabPlan {
-  int blocks;   // of a team, one per slab; 0 if slabs do not support the rows
+  int blocks;   // of a team, one per slab
   int columns;  // of a slab
   int teams;
   int runs;          // per team; run r begins with row team + r * teams
@@ -54,7 +57,7 @@ inline int count_offsets(const SlabRows& rows) {
   return offsets;
 }
 
-inline int resident_slabs() { return current_device().multiprocessors * kSlabBlocks; }
+inline int resident_slabs(const Device& device) { return device.multiprocessors * kSlabBlocks; }
 
 inline int most_slab_columns(const SlabRows& rows) {
   return kSlabThreads * kSlabBytes / static_cast<int>(size_of(rows.dtype));
@@ -66,7 +69,8 @@ inline int64_t columns_to_cut(const SlabRows& rows, Alignment alignment) {
 }
 
 /// Cuts rows into slabs for so many teams.
-inline SlabPlan cut_rows(const SlabRows& rows, Alignment alignment, int teams) {
+inline SlabPlan cut_rows(const SlabRows& rows, Alignment alignment, int teams,
+                         const Device& device) {
   SlabPlan plan{};
   const int size = static_cast<int>(size_of(rows.dtype));
   const int lanes = kVectorBytes / size;
@@ -79,7 +83,7 @@ inline SlabPlan cut_rows(const SlabRows& rows, Alignment alignment, int teams) {
   const int64_t columns = columns_to_cut(rows, alignment);
   const int64_t least = ceil_div(columns, most_slab_columns(rows));
   const int64_t most = std::max(least, ceil_div(columns, lanes * kMinSlab));
-  const int64_t blocks = std::min<int64_t>({resident_slabs() / teams, most, kMaxTeamBlocks});
+  const int64_t blocks = std::min<int64_t>({resident_slabs(device) / teams, most, kMaxTeamBlocks});
   plan.columns = static_cast<int>(ceil_div(ceil_div(columns, blocks), lanes)) * lanes;
   plan.blocks = static_cast<int>(ceil_div(columns, plan.columns));
   // A slab of elements that begins anywhere lies in one unit of 16 bytes more.
@@ -89,53 +93,55 @@ inline SlabPlan cut_rows(const SlabRows& rows, Alignment alignment, int teams) {
 
 /// An estimate of the time that a plan takes.
 inline int64_t cost_of(const SlabPlan& plan, const SlabRows& rows) {
-  constexpr int64_t kBytesOfRow = 2 << 10;  // what a block could copy while it waits for others
   const int64_t steps = ceil_div(rows.rows, plan.teams) + rows.run_rows * (plan.runs - 1);
-  return steps * (plan.tensor_bytes + kBytesOfRow);
+  return steps * (plan.tensor_bytes + thresholds::kWaitBytesOfSlabRow);
 }
 
-/// Shares rows among as many teams as are resident, or among fewer, which need fewer runs.
-inline SlabPlan share_rows(const SlabRows& rows, Alignment alignment) {
+/// Shares rows among as many teams as are resident, or among fewer, which need fewer runs. Nothing
+/// if the resident blocks do not hold a row.
+inline std::optional<SlabPlan> share_rows(const SlabRows& rows, Alignment alignment,
+                                          const Device& device) {
+  const int resident = resident_slabs(device);
   const int64_t least = ceil_div(columns_to_cut(rows, alignment), most_slab_columns(rows));
-  if (least > std::min(resident_slabs(), kMaxTeamBlocks)) return {};
-  const int all = static_cast<int>(std::min(resident_slabs() / least, rows.rows));
-  const SlabPlan plan = cut_rows(rows, alignment, all);
+  if (least > std::min(resident, kMaxTeamBlocks)) return std::nullopt;
+  const int all = static_cast<int>(std::min(resident / least, rows.rows));
+  const SlabPlan plan = cut_rows(rows, alignment, all, device);
   if (plan.runs == 1) return plan;
   const int offsets = count_offsets(rows);
   const int fewer = all < offsets ? 1 << (ceil_log2(all + 1) - 1) : all / offsets * offsets;
-  const SlabPlan other = cut_rows(rows, alignment, fewer);
+  const SlabPlan other = cut_rows(rows, alignment, fewer, device);
   return cost_of(other, rows) < cost_of(plan, rows) ? other : plan;
 }
 
-/// exchanges: results need sums over whole rows.
-inline SlabPlan plan_slabs(const SlabRows& rows, bool exchanges) {
-  const Device device = current_device();
-  if (!device.runs_90_code || rows.dtype == Dtype::float64 || rows.rows > kMaxSlabRows) return {};
-  SlabPlan plan = share_rows(rows, rows.alignment);
-  // Runs of few rows take longer than single elements.
-  constexpr int kFewestRowsOfRun = 16;
-  if (plan.runs > 1 && rows.rows < kFewestRowsOfRun * plan.row_step)
-    plan = share_rows(rows, Alignment::scalar);
-  if (plan.blocks == 0) return {};
-  constexpr int kReserved = 3 << 10;  // static shared memory, and what the system takes
-  const int most_bytes = device.shared_bytes / kSlabBlocks - kReserved;
-  const int stage_bytes = rows.tensors * plan.tensor_bytes;
-  plan.stages = std::min(most_bytes / stage_bytes, kMaxSlabStages);
+/// Nothing if slabs do not support the rows. exchanges: results need sums over whole rows.
+inline std::optional<SlabPlan> plan_slabs(const SlabRows& rows, bool exchanges,
+                                          const Device& device) {
+  if (!device.runs_90_code || rows.dtype == Dtype::float64 || rows.rows > kMaxSlabRows)
+    return std::nullopt;
+  std::optional<SlabPlan> plan = share_rows(rows, rows.alignment, device);
+  if (plan && plan->runs > 1 && rows.rows < thresholds::kFewestRowsOfSlabRun * plan->row_step)
+    plan = share_rows(rows, Alignment::scalar, device);
+  if (!plan) return std::nullopt;
+  const int most_bytes = device.shared_bytes / kSlabBlocks - kSlabReserved;
+  const int stage_bytes = rows.tensors * plan->tensor_bytes;
+  plan->stages = std::min(most_bytes / stage_bytes, kMaxSlabStages);
   // Once row i is summed and row i - lag - 1 is written, the stage of the latter takes row
   // i - lag - 1 + stages. That must be row i + 1 or a later one: lag <= stages - 2.
   constexpr int kFewestStages = 4;
-  if (plan.stages < kFewestStages) return {};
-  plan.lag = exchanges ? (plan.stages + 1) / 2 : 0;
-  plan.shared_bytes = plan.stages * stage_bytes;
+  if (plan->stages < kFewestStages) return std::nullopt;
+  plan->lag = exchanges ? (plan->stages + 1) / 2 : 0;
+  plan->shared_bytes = plan->stages * stage_bytes;
   return plan;
 }
 
-/// The launch of a plan. Its blocks wait for each other if they exchange sums.
-inline Grid make_grid(const SlabPlan& plan, int block_threads, bool exchanges) {
-  Grid grid{dim3(static_cast<unsigned>(plan.blocks), static_cast<unsigned>(plan.teams)),
-            dim3(static_cast<unsigned>(block_threads)), 1, plan.shared_bytes};
-  grid.cooperative = plan.blocks > 1 && exchanges;
-  return grid;
-}
+/// Rows, and how they are cut.
+struct SlabCall {
+  SlabRows rows;
+  SlabPlan plan;
+  bool exchanges;
+
+  /// Blocks that exchange sums wait for each other, so all must be resident.
+  bool is_cooperative() const { return plan.blocks > 1 && exchanges; }
+};
 
 }  // namespace torchkiln::cuda::norm_slabs

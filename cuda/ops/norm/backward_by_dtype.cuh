@@ -14,33 +14,12 @@
 // second kernel adds.
 
 #include "backward_common.cuh"
+#include "backward_finish.cuh"
 #include "detail/rowwise/pipeline.cuh"
 
 namespace torchkiln::cuda::norm_gradients {
 
-/// How rows are streamed. teams is 0 if they cannot be: too long, or without a shared offset.
-struct StreamPlan {
-  TeamShape team;
-  int stages;  // rows in shared memory or in flight
-  int shared_bytes;
-  int64_t teams;  // blocks, or clusters
-};
-
-/// Compiled once per dtype, in files of their own.
-template <class T>
-Status stream(const NormBackward& p, Alignment alignment, const StreamPlan& plan, Allocate allocate,
-              CUstream_st* stream);
-
 namespace {
-
-// Threads per block. With 128 registers per thread one block fills an SM. Small teams share a block
-// and its column parameters, which leaves room for one more stage.
-constexpr int kThreads = 512;
-
-// Warps per block in clusters above 8: with more, two stages leave too little L1 for spilled
-// registers.
-constexpr int kLargeBlockWarps = 11;
-constexpr int kLargeClusterWarps = kLargeClusterBlocks * kLargeBlockWarps;
 
 template <class Access>
 using Parameters = ColumnParameters<Compute<typename Access::T>, Access::kLanes, kItems>;
@@ -114,31 +93,17 @@ __global__ void __launch_bounds__(kThreads)
     if (inside) {
 #pragma unroll
       for (int k = 0; k < kItems; ++k) {
-        C g[kLanes], n[kLanes], weight[kLanes];
+        C g[kLanes], z[kLanes], weight[kLanes];
         rows.read(0, k, g);
-        rows.read(1, k, n);
+        rows.read(1, k, z);
         weights.read(k, weight);
-#pragma unroll
-        for (int i = 0; i < kLanes; ++i) {
-          n[i] = (n[i] - mean) * rstd;
-          weight_sum[k][i] += g[i] * n[i];
-          const C d = g[i] * weight[i];
-          sums[0] += d * n[i];
-          if constexpr (kCentered) {
-            bias_sum[k][i] += g[i];
-            sums[1] += d;
-          }
-        }
+        accumulate<kCentered>(g, z, weight, mean, rstd, weight_sum[k], bias_sum[kCentered ? k : 0],
+                              sums);
       }
     }
     if (p.grad_x != nullptr) {
       team.reduce(sums, Sum{});
-      const C scale = factor_of_gradient<kCentered>(p, rstd);
-      const C slope = -scale * inverse_columns * sums[0];
-      const C level = kCentered ? -scale * inverse_columns * sums[kCentered ? 1 : 0] : C(0);
-      // Precomputed for half precision, which saves a product per element. With rows of float32,
-      // rstd^2 could overflow.
-      const C x_slope = rstd * slope;
+      const RowFactors<C> factors = factors_of<kCentered>(p, mean, rstd, inverse_columns, sums);
       T* grad_x = static_cast<T*>(p.grad_x) + row * p.columns;
       typename Access::Item others[kItems];
       const bool can_overread = rows.can_overread(row, p.rows);
@@ -147,24 +112,17 @@ __global__ void __launch_bounds__(kThreads)
       }
 #pragma unroll
       for (int k = 0; k < kItems; ++k) {
-        C g[kLanes], n[kLanes], weight[kLanes];
+        C g[kLanes], z[kLanes], weight[kLanes];
         rows.read(0, k, g);
-        rows.read(1, k, n);
+        rows.read(1, k, z);
         weights.read(k, weight);
-#pragma unroll
-        for (int i = 0; i < kLanes; ++i) {
-          const C distance = n[i] - mean;
-          const C projection =
-              sizeof(T) == 2 ? distance * x_slope + level : distance * rstd * slope + level;
-          g[i] = g[i] * weight[i] * scale + projection;
-        }
+        project<T, kCentered>(p, factors, z, weight, g);
         if constexpr (kAdds) {
           if (inside)
             rows.complete(grad_sum + row * p.grad_sum_row_stride, can_overread, k, others[k]);
           C other[kLanes];
           widen(others[k], other);
-#pragma unroll
-          for (int i = 0; i < kLanes; ++i) g[i] += other[i];
+          add_lanes(other, g);
         }
         rows.save(inside, grad_x, k, g);
       }
@@ -210,5 +168,47 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+template <class Access, bool kCentered, bool kAdds, int kStages>
+Status launch_stream(const NormBackward& p, const StreamPlan& plan, Allocate allocate,
+                     CUstream_st* stream) {
+  using C = Compute<typename Access::T>;
+  const Grid grid{dim3(static_cast<unsigned>(plan.teams << plan.team.log_blocks)),
+                  dim3(static_cast<unsigned>(plan.team.block_threads())), plan.team.blocks(),
+                  plan.shared_bytes};
+  C* const partial = allocate_partials<C>(p, plan.teams, allocate);
+  const Status status = launch_overlapped(stream_rows<Access, kCentered, kAdds, kStages>, grid,
+                                          stream, p, plan.team, partial);
+  return status.ok() ? finish_partials(p, plan.teams, partial, stream) : status;
+}
+
+template <class Access>
+Status launch_stream(const NormBackward& p, const StreamPlan& plan, Allocate allocate,
+                     CUstream_st* stream) {
+  const auto launch_centered = [&](auto centered) {
+    const auto with_sum = [&](auto adds) {
+      return plan.stages == 3 ? launch_stream<Access, centered, adds, 3>(p, plan, allocate, stream)
+                              : launch_stream<Access, centered, adds, 2>(p, plan, allocate, stream);
+    };
+    return p.grad_sum == nullptr ? with_sum(std::false_type{}) : with_sum(std::true_type{});
+  };
+  return p.centered ? launch_centered(std::true_type{}) : launch_centered(std::false_type{});
+}
+
 }  // namespace
 }  // namespace torchkiln::cuda::norm_gradients
+
+namespace torchkiln::cuda {
+
+template <class T>
+Status NormBackwardByDtype<T>::launch(const NormBackward& p, const norm_gradients::StreamPlan& plan,
+                                      Allocate allocate, CUstream_st* stream) {
+  if constexpr (sizeof(T) < 8) {
+    if (plan.alignment == Alignment::shared_offset)
+      return norm_gradients::launch_stream<RowVectors<T, kVectorLanes<T>, false>>(p, plan, allocate,
+                                                                                  stream);
+  }
+  return norm_gradients::launch_stream<RowVectors<T, kVectorLanes<T>, true>>(p, plan, allocate,
+                                                                             stream);
+}
+
+}  // namespace torchkiln::cuda

@@ -24,6 +24,7 @@
 // warp is at least about d^2 / n, so the relative error is at most about n rounding errors.
 
 #include "forward_common.cuh"
+#include "launch.cuh"
 
 namespace torchkiln::cuda {
 
@@ -231,5 +232,27 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Tile>)
   }
 }
 
+template <class Tile, class W>
+Status launch_one_pass(const Norm& p, const TeamShape& team, CUstream_st* stream) {
+  Grid grid;
+  const Status status = make_grid(team, p.rows, grid);
+  if (!status.ok()) return status;
+  return p.centered ? launch_overlapped(norm_rows<Tile, W, true>, grid, stream, p, team)
+                    : launch_overlapped(norm_rows<Tile, W, false>, grid, stream, p, team);
+}
+
 }  // namespace
+
+template <class T>
+Status NormForwardByDtype<T>::launch(const Norm& p, const OnePassPlan& plan, CUstream_st* stream) {
+  const bool lacks_parameters = p.weight == nullptr || (p.centered && p.bias == nullptr);
+  return with_tile<T>(plan.alignment, plan.rows, [&](auto tag, const TeamShape& team) {
+    using Tile = typename decltype(tag)::type;
+    if (lacks_parameters) return launch_one_pass<Tile, void>(p, team, stream);
+    return with_parameter_type<T>(p.weight_dtype, [&](auto parameter) {
+      return launch_one_pass<Tile, typename decltype(parameter)::type>(p, team, stream);
+    });
+  });
+}
+
 }  // namespace torchkiln::cuda
