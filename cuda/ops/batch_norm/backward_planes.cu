@@ -5,12 +5,14 @@
 
 namespace torchkiln::cuda {
 
-Status sums_of_planes(const BatchNormBackward& p, Allocate allocate, CUstream_st* stream) {
-  return launch_sums<false>(p, allocate, stream);
+Status sums_of_planes(const BatchNormBackward& p, const ChannelPass& pass, Allocate allocate,
+                      CUstream_st* stream) {
+  return launch_sums<false>(p, pass, allocate, stream);
 }
 
-Status input_gradients_of_planes(const BatchNormBackward& p, CUstream_st* stream) {
-  return launch_input_gradients<false>(p, stream);
+Status input_gradients_of_planes(const BatchNormBackward& p, const ChannelPass& pass,
+                                 CUstream_st* stream) {
+  return launch_input_gradients<false>(p, pass, stream);
 }
 
 }  // namespace torchkiln::cuda

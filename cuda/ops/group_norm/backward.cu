@@ -116,8 +116,9 @@ Status group_norm_backward(const GroupNormBackward& p, Allocate allocate, CUstre
   const int64_t groups = layout.all_groups();
   if (groups > kMaxGridX) return {"too many groups for one launch"};
   GroupParts parts{};
-  Status status = layout.channels_last ? group_sums_of_rows(p, allocate, stream, parts)
-                                       : group_sums_of_planes(p, allocate, stream, parts);
+  const GroupNormBackwardPlan plan = choose(p, current_device());
+  Status status = plan.rows ? group_sums_of_rows(p, *plan.rows, allocate, stream, parts)
+                            : group_sums_of_planes(p, *plan.planes, allocate, stream, parts);
   if (!status.ok()) return status;
   const auto channels = static_cast<size_t>(layout.batch * layout.channels);
   auto* const totals = static_cast<double*>(allocate(2 * channels * sizeof(double)));
@@ -138,8 +139,8 @@ Status group_norm_backward(const GroupNormBackward& p, Allocate allocate, CUstre
     if (!status.ok()) return status;
   }
   if (p.grad_x == nullptr) return status;
-  return layout.channels_last ? group_input_gradients_of_rows(p, coefficients, stream)
-                              : group_input_gradients_of_planes(p, coefficients, stream);
+  return plan.rows ? group_input_gradients_of_rows(p, *plan.rows, coefficients, stream)
+                   : group_input_gradients_of_planes(p, *plan.planes, coefficients, stream);
 }
 
 }  // namespace torchkiln::cuda

@@ -2,7 +2,7 @@
 
 // The launchers of forward_planes.cu, forward_rows.cu, backward_planes.cu and backward_rows.cu.
 
-#include "torchkiln/kernels/group_norm.h"
+#include "choose.h"
 
 namespace torchkiln::cuda {
 
@@ -20,22 +20,23 @@ struct GroupParts {
 };
 
 /// y of planes of adjacent elements, by the statistics.
-Status group_outputs_of_planes(const GroupNorm& p, CUstream_st* stream);
+Status group_outputs_of_planes(const GroupNorm& p, const PlanePass& pass, CUstream_st* stream);
 
 /// The statistics, and y by them, of rows of adjacent channels.
-Status group_statistics_of_rows(const GroupNorm& p, Allocate allocate, CUstream_st* stream);
-Status group_outputs_of_rows(const GroupNorm& p, CUstream_st* stream);
+Status group_statistics_of_rows(const GroupNorm& p, const ChannelPass& pass, Allocate allocate,
+                                CUstream_st* stream);
+Status group_outputs_of_rows(const GroupNorm& p, const ChannelPass& pass, CUstream_st* stream);
 
 /// Sums of parts of the channels.
-Status group_sums_of_planes(const GroupNormBackward& p, Allocate allocate, CUstream_st* stream,
-                            GroupParts& parts);
-Status group_sums_of_rows(const GroupNormBackward& p, Allocate allocate, CUstream_st* stream,
-                          GroupParts& parts);
+Status group_sums_of_planes(const GroupNormBackward& p, const PlanePass& pass, Allocate allocate,
+                            CUstream_st* stream, GroupParts& parts);
+Status group_sums_of_rows(const GroupNormBackward& p, const ChannelPass& pass, Allocate allocate,
+                          CUstream_st* stream, GroupParts& parts);
 
 /// grad_x by the coefficients [2, batch * groups] of the compute type: slope and level.
-Status group_input_gradients_of_planes(const GroupNormBackward& p, const void* coefficients,
-                                       CUstream_st* stream);
-Status group_input_gradients_of_rows(const GroupNormBackward& p, const void* coefficients,
-                                     CUstream_st* stream);
+Status group_input_gradients_of_planes(const GroupNormBackward& p, const PlanePass& pass,
+                                       const void* coefficients, CUstream_st* stream);
+Status group_input_gradients_of_rows(const GroupNormBackward& p, const ChannelPass& pass,
+                                     const void* coefficients, CUstream_st* stream);
 
 }  // namespace torchkiln::cuda
