@@ -85,9 +85,8 @@ class SoftmaxGradientRow {
 }  // namespace
 
 Status softmax_backward(const SoftmaxBackward& p, Allocate allocate, CUstream_st* stream) {
-  const TensorRows tensors[] = {{p.grad, p.outer_stride}, {p.y, p.length}, {p.grad_x, p.length}};
-  return queue(
-      p, tensors, p.mask.any(),
+  return launch_rows</*kStreams=*/2>(
+      p,
       [](auto tile, auto log, auto masked) {
         using Tile = typename std::decay_t<decltype(tile)>::type;
         return TypeTag<SoftmaxGradientRow<Tile, log, masked>>{};

@@ -7,7 +7,7 @@
 //                                   from the L2 cache (detail/rowwise/parts.cuh)
 //   columns     softmax_columns     elements that are not adjacent, read three times (strided.cuh)
 //
-// rows.cuh chooses for both directions. Gradients: backward.cu.
+// choose.h makes the plan of both directions, rows.cuh launches it. Gradients: backward.cu.
 
 #include "detail/rowwise/online_softmax.cuh"
 #include "rows.cuh"
@@ -136,11 +136,8 @@ class SoftmaxRow {
 }  // namespace
 
 Status softmax(const Softmax& p, Allocate allocate, CUstream_st* stream) {
-  const TensorRows tensors[] = {{p.x, p.outer_stride}, {p.y, p.length}};
-  // Scaling must keep the order of numbers, and -infinity.
-  const bool plain_scale = p.scale > 1e-30 && p.scale < 1e30;
-  return queue(
-      p, tensors, p.mask.any() || !plain_scale,
+  return launch_rows</*kStreams=*/1>(
+      p,
       [](auto tile, auto log, auto masked) {
         return TypeTag<SoftmaxRow<typename std::decay_t<decltype(tile)>::type, log, masked>>{};
       },
