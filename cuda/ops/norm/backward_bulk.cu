@@ -199,7 +199,8 @@ __global__ void __launch_bounds__(kBulkThreads)
     add_over_team(sums, team, shape.threads, slots[parity]);
     parity ^= 1;
     ring.release(row);
-    const RowFactors<float> factors = factors_of<kCentered>(p, mean, rstd, inverse_columns, sums);
+    const Projection<float> projection =
+        projection_of<kCentered>(p, mean, rstd, inverse_columns, sums);
     force_reconversion(grads);
     force_reconversion(zs);
 #pragma unroll
@@ -209,7 +210,7 @@ __global__ void __launch_bounds__(kBulkThreads)
       read_weight(k, weight);
       widen(grads[k], g);
       widen(zs[k], z);
-      project<T, kCentered>(p, factors, z, weight, g);
+      project<T>(projection, z, weight, g);
       if constexpr (kAdds) {
         float other[kLanes];
         widen(others[k], other);

@@ -103,7 +103,8 @@ __global__ void __launch_bounds__(kThreads)
     }
     if (p.grad_x != nullptr) {
       team.reduce(sums, Sum{});
-      const RowFactors<C> factors = factors_of<kCentered>(p, mean, rstd, inverse_columns, sums);
+      const Projection<C> projection =
+          projection_of<kCentered>(p, mean, rstd, inverse_columns, sums);
       T* grad_x = static_cast<T*>(p.grad_x) + row * p.columns;
       typename Access::Item others[kItems];
       const bool can_overread = rows.can_overread(row, p.rows);
@@ -116,7 +117,7 @@ __global__ void __launch_bounds__(kThreads)
         rows.read(0, k, g);
         rows.read(1, k, z);
         weights.read(k, weight);
-        project<T, kCentered>(p, factors, z, weight, g);
+        project<T>(projection, z, weight, g);
         if constexpr (kAdds) {
           if (inside)
             rows.complete(grad_sum + row * p.grad_sum_row_stride, can_overread, k, others[k]);

@@ -165,9 +165,10 @@ class Slabs : public SlabColumns<T, kLanes, kAdds ? 3 : 2, AddValues, kCentered 
     const T* const others = kAdds ? slab_in(2, at) : nullptr;
     T* const grad_x = static_cast<T*>(p_.grad_x) + int64_t{at.row} * p_.columns;
     const float4 factors = storage_.factors[at.stage];
-    const RowFactors<float> row{factors.x, factors.y, factors.z, factors.w};
+    const auto projection =
+        projection_of<kCentered>(p_, RowFactors<float>{factors.x, factors.y, factors.z, factors.w});
     for_slab(at, [&](int k, float (&g)[kLanes], const float (&z)[kLanes]) {
-      project<T, kCentered>(p_, row, z, weight_[k], g);
+      project<T>(projection, z, weight_[k], g);
       if constexpr (kAdds) {
         float other[kLanes];
         load(others, k, other);

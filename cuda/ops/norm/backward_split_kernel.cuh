@@ -122,14 +122,12 @@ class SplitRows {
         }
 #pragma unroll
         for (int r = 0; r < kInFlight; ++r) {
-          C g[kLanes], z[kLanes];
 #pragma unroll
           for (int i = 0; i < kLanes; ++i) {
-            g[i] = convert<C>(grads[r][i]);
-            z[i] = convert<C>(zs[r][i]);
+            accumulate<kCentered>(convert<C>(grads[r][i]), convert<C>(zs[r][i]), weight_[i],
+                                  mean[r], rstd[r], column_sums_.weight[i],
+                                  column_sums_.bias[kCentered ? i : 0], sums[group + r]);
           }
-          accumulate<kCentered>(g, z, weight_, mean[r], rstd[r], column_sums_.weight,
-                                column_sums_.bias, sums[group + r]);
         }
       }
       prefetch(step + plan_.teams, first);
@@ -261,10 +259,11 @@ class SplitRows {
     zs.load(row_at(p_.z, row, p_.z_row_stride) + column);
     if (p_.grad_sum != nullptr)
       others.load(row_at(p_.grad_sum, row, p_.grad_sum_row_stride) + column);
+    const auto projection = projection_of<kCentered>(p_, storage_.factors[r][team_.row_in_block()]);
     C g[N], z[N];
     grads.read(g);
     zs.read(z);
-    project<T, kCentered>(p_, storage_.factors[r][team_.row_in_block()], z, weight, g);
+    project<T>(projection, z, weight, g);
     if (p_.grad_sum != nullptr) {
       C other[N];
       others.read(other);

@@ -1,3 +1,20 @@
+// Layer norm and RMS norm of rows. choose.h picks one of three plans; thresholds.h has its numbers.
+// Bytes of a row, on GPUs of 9.0 and later with many rows; docs/choosing.md has every case:
+//
+//   plan, file              bytes                 why, measured on an H100
+//   one pass                to 64 KiB in a block, A team holds the row in registers: each element
+//   forward_by_dtype.cuh    512 KiB in a cluster  is read once, weight and bias once per row.
+//   slabs                   above 64 to 256 KiB;  Weight and bias are read once. Layer norm of
+//   forward_slabs.cu        above 32 to 128 with  1335 x 50257 float32: 210 us, in one pass 459.
+//                           an offset; scalar: 7  8192 x 16384 bfloat16 whose offsets differ: 225
+//                           (half), 16 (float32)  us, in one pass 590. RMS norm in half: scalar
+//                           only.
+//   parts                   longer rows; before   No team holds the row: two reads, the second
+//   forward_split.cu        9.0 above 64 KiB      from L2, by all SMs.
+//
+// The slabs of forward and backward share slab_plan.h, slab_ring.cuh and slab_columns.cuh; slabs
+// and parts share forward_moments.cuh.
+
 #include "launch.cuh"
 #include "torchkiln/device/launch.cuh"
 #include "torchkiln/device/vec.cuh"

@@ -15,17 +15,6 @@
 namespace torchkiln::cuda {
 namespace {
 
-// Threads per SM: the 128 registers of each hold 3 x 4 vectors and, in half precision, 32 sums.
-constexpr int kGradientThreads = 512;
-constexpr int kScalarItems = 8;  // elements of groups that are no whole vectors
-
-/// How the tokens are distributed. chunks: blocks of each group.
-struct GradientPlan {
-  TeamShape team;
-  int shared_bytes;
-  int64_t chunks;
-};
-
 template <class Tile>
 using Weights = ColumnParameters<Compute<typename Tile::T>, Tile::kLanes, Tile::kItems>;
 
@@ -176,39 +165,10 @@ __global__ void __launch_bounds__(kGradientThreads)
              partial + offset_of(p, block.index, block.group, p.groups * p.columns));
 }
 
-/// Calls body(TypeTag<Tile>{}) with the tile for this alignment.
-template <class T, class Body>
-auto with_gradient_tile(Alignment alignment, const Body& body) {
-  using Vectors = RowTile<RowVectors<T, kVectorLanes<T>, true>, kFewItems>;
-  if (alignment == Alignment::vector) return body(TypeTag<Vectors>{});
-  return body(TypeTag<RowTile<RowVectors<T, 1, true>, kScalarItems>>{});
-}
-
-/// chunks is 0 if no block holds a row.
-template <class Tile>
-GradientPlan plan_gradients(const GatedNormBackward& p) {
-  constexpr int kSmallBlock = 128;  // block size of teams that share a block
-  // Tokens per team, whose sums have rounding errors that grow with their number.
-  constexpr int64_t kMaxTokens = 1024;
-  const int64_t threads = ceil_div(ceil_div(p.columns, Tile::kLanes), Tile::kItems);
-  const int shared_threads = threads <= kWarpLanes ? kSmallBlock : 0;
-  GradientPlan plan{make_team(threads, kGradientThreads, shared_threads, 1), 0, 0};
-  plan.shared_bytes = Weights<Tile>::kBytes * plan.team.block_threads();
-  const Device device = current_device();
-  constexpr int kStorage = sizeof(TeamStorage<double, 1, kGradientThreads / kWarpLanes>);
-  if (plan.team.size() < threads || plan.shared_bytes + kStorage > device.shared_bytes) return plan;
-  const int64_t most = ceil_div(p.tokens, plan.team.per_block);
-  const int64_t wave =
-      int64_t{device.multiprocessors} * (kGradientThreads / plan.team.block_threads());
-  plan.chunks = std::clamp(wave / p.groups, ceil_div(most, kMaxTokens), most);
-  return plan;
-}
-
 template <class Tile, bool kGateFirst>
-Status launch_gradients(const GatedNormBackward& p, Allocate allocate, CUstream_st* stream) {
+Status launch_gradients(const GatedNormBackward& p, const GatedGradientPlan& plan,
+                        Allocate allocate, CUstream_st* stream) {
   using C = Compute<typename Tile::T>;
-  const GradientPlan plan = plan_gradients<Tile>(p);
-  if (plan.chunks == 0) return {kNotHeld};
   if (plan.chunks * p.groups > kMaxGridX) return {"too many rows for one launch"};
   const int64_t elements = p.groups * p.columns;
   const size_t sums = p.grad_weight == nullptr ? 0 : static_cast<size_t>(plan.chunks * elements);
@@ -227,15 +187,18 @@ Status launch_gradients(const GatedNormBackward& p, Allocate allocate, CUstream_
 
 }  // namespace
 
-/// Half precision is compiled in files of its own, to keep each below 15 s.
 template <class T>
-Status gated_norm_gradients_of(const GatedNormBackward& p, Alignment alignment, Allocate allocate,
-                               CUstream_st* stream) {
-  return with_gradient_tile<T>(alignment, [&](auto tag) {
+Status GatedNormBackwardByDtype<T>::launch(const GatedNormBackward& p,
+                                           const GatedGradientPlan& plan, Allocate allocate,
+                                           CUstream_st* stream) {
+  const auto launch = [&](auto tag) {
     using Tile = typename decltype(tag)::type;
-    return p.gate_first ? launch_gradients<Tile, true>(p, allocate, stream)
-                        : launch_gradients<Tile, false>(p, allocate, stream);
-  });
+    return p.gate_first ? launch_gradients<Tile, true>(p, plan, allocate, stream)
+                        : launch_gradients<Tile, false>(p, plan, allocate, stream);
+  };
+  return plan.alignment == Alignment::vector
+             ? launch(TypeTag<RowTile<RowVectors<T, kVectorLanes<T>, true>, kFewItems>>{})
+             : launch(TypeTag<RowTile<RowVectors<T, 1, true>, kScalarItems>>{});
 }
 
 }  // namespace torchkiln::cuda

@@ -72,19 +72,12 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Tile, 2>)
   }
 }
 
-/// Calls body(TypeTag<Tile>{}, team) with the tile that holds the rows.
-template <class T, class Body>
-Status with_rows(const GatedNorm& p, Alignment alignment, const Body& body) {
-  const auto too_long = [] { return Status{kNotHeld}; };
-  return with_tile<T>(alignment, p.columns, 2, kRowThreads / 2, body, too_long);
-}
-
 }  // namespace
 
-/// Half precision is compiled in files of its own, to keep each below 15 s.
 template <class T>
-Status gated_norm_of(const GatedNorm& p, Alignment alignment, CUstream_st* stream) {
-  return with_rows<T>(p, alignment, [&](auto tag, const TeamShape& team) {
+Status GatedNormForwardByDtype<T>::launch(const GatedNorm& p, const GatedNormPlan& plan,
+                                          CUstream_st* stream) {
+  return with_tile<T>(plan.alignment, plan.rows, [&](auto tag, const TeamShape& team) {
     using Tile = typename decltype(tag)::type;
     Grid grid;
     const int64_t blocks = ceil_div(p.tokens, team.per_block) * p.groups;
