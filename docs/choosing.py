@@ -85,21 +85,21 @@ def compiled(folder: Path) -> Path:
     return program
 
 
-def plans(program: Path, shapes: Iterable[tuple[int, int]]) -> Iterator[Launch]:
-    """The plans of all families for rows of these shapes, on every GPU."""
-    given = "".join(f"{rows} {columns}\n" for rows, columns in shapes)
+def plans(program: Path, shapes: Iterable[tuple[int, int]], op: str = "") -> Iterator[Launch]:
+    """The plans of an op, or of all, for rows of these shapes, on every GPU."""
+    given = "".join(f"{rows} {columns} {op}\n" for rows, columns in shapes)
     done = subprocess.run([program], input=given, capture_output=True, text=True, check=True)
     for line in done.stdout.splitlines():
         yield Launch._make(int(f) if f.isdigit() else f for f in line.split("\t"))
 
 
-def windows(program: Path, rows: int) -> dict[Line, list[Launch]]:
+def windows(program: Path, rows: int, op: str) -> dict[Line, list[Launch]]:
     """For each line, the plans at both ends of the row lengths that take the same kernel."""
     found: dict[Line, dict[int, Launch]] = {}
     lengths = {step << power for power in range(22) for step in (2, 3)} | {1}
     lengths = {length for length in lengths if length <= LONGEST}
     while lengths:
-        for plan in plans(program, ((rows, length) for length in sorted(lengths))):
+        for plan in plans(program, ((rows, length) for length in sorted(lengths)), op):
             line = Line(plan.op, plan.operands, plan.dtype, plan.alignment, plan.gpu)
             found.setdefault(line, {})[plan.columns] = plan
         lengths = {
@@ -131,14 +131,14 @@ def cell(line: Sequence[Launch]) -> str:
     return ", ".join([*words, groups[-1][0]])
 
 
-def table(cells: dict[Line, str], op: str) -> Iterator[str]:
+def table(cells: dict[Line, str]) -> Iterator[str]:
     """A table of an op. Lines and GPUs with the same cells share a line and a column."""
-    own = {line: text for line, text in cells.items() if line.op == op}
-    rows = list(dict.fromkeys(line[1:4] for line in own))
-    gpus = list(dict.fromkeys(line.gpu for line in own))
+    op = next(iter(cells)).op
+    rows = list(dict.fromkeys(line[1:4] for line in cells))
+    gpus = list(dict.fromkeys(line.gpu for line in cells))
 
     def column(gpu: str) -> tuple[str, ...]:
-        return tuple(own[Line(op, *row, gpu)] for row in rows)
+        return tuple(cells[Line(op, *row, gpu)] for row in rows)
 
     columns: dict[tuple[str, ...], list[str]] = {}
     for gpu in gpus:
@@ -149,22 +149,24 @@ def table(cells: dict[Line, str], op: str) -> Iterator[str]:
         lines.setdefault((dtype, alignment, texts), []).append(operands)
     yield "| rows of | dtype, alignment | " + " | ".join(map(", ".join, columns.values())) + " |"
     yield "|---|---|" + "---|" * len(columns)
-    for (dtype, alignment, texts), operands in lines.items():
-        names = ", ".join(f"`{name}`" if name.isidentifier() else name for name in operands)
+    for (dtype, alignment, texts), own in lines.items():
+        names = ", ".join(f"`{name}`" if name.isidentifier() else name for name in own)
         yield f"| {names} | {dtype}, {alignment} | " + " | ".join(texts) + " |"
 
 
 def tables(program: Path) -> str:
     """The tables of all families."""
-    found = {rows: windows(program, rows) for rows in ROWS}
-    kernels = {(p.op, p.kernel): p.why for w in found.values() for line in w.values() for p in line}
     text: list[str] = []
-    for op in dict.fromkeys(op for op, _ in kernels):
+    for op in dict.fromkeys(plan.op for plan in plans(program, [(1, 1)])):
+        found = {rows: windows(program, rows, op) for rows in ROWS}
+        kernels = {
+            p.kernel: p.why for of_rows in found.values() for ps in of_rows.values() for p in ps
+        }
         text += [f"## {op}", "", "| kernel | why |", "|---|---|"]
-        text += [f"| {kernel} | {why} |" for (own, kernel), why in kernels.items() if own == op]
+        text += [f"| {kernel} | {why} |" for kernel, why in kernels.items()]
         for rows, of_rows in found.items():
             cells = {line: cell(ends) for line, ends in of_rows.items()}
-            text += ["", f"{rows:,} rows:", "", *table(cells, op)]
+            text += ["", f"{rows:,} rows:", "", *table(cells)]
         text.append("")
     return "\n".join(text) + "\n"
 

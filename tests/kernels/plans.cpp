@@ -3,11 +3,15 @@
 #include <cinttypes>
 #include <cstdio>
 #include <initializer_list>
+#include <iostream>
+#include <sstream>
 
 namespace torchkiln::plans {
 namespace {
 
 constexpr int kKiB = 1 << 10;
+
+std::string wanted;  // the op whose plans are written; empty for all
 
 /// Clusters of 1, 2, 4, 8 and 16 blocks on GPCs with so many SMs.
 device::Device with_clusters(int shared_bytes, std::initializer_list<int> gpcs) {
@@ -59,6 +63,7 @@ std::vector<Call> calls(int64_t rows, int64_t columns) {
 
 void write(const Gpu& gpu, const Call& call, const std::string& op, const std::string& operands,
            const Launch& launch) {
+  if (!wanted.empty() && wanted != op) return;
   const device::Device& device = gpu.device;
   std::printf("%s\t%s\t%s\t%s\t%s\t%" PRId64 "\t%" PRId64 "\t", gpu.name, op.c_str(),
               operands.c_str(), name_of(call.dtype), name_of(call.alignment), call.rows,
@@ -80,9 +85,14 @@ std::vector<Family::Write>& Family::all() {
 
 int main() {
   using namespace torchkiln::plans;
-  int64_t rows = 0;
-  int64_t columns = 0;
-  while (std::scanf("%" SCNd64 " %" SCNd64, &rows, &columns) == 2) {
+  std::string line;
+  while (std::getline(std::cin, line)) {
+    std::istringstream fields(line);
+    int64_t rows = 0;
+    int64_t columns = 0;
+    fields >> rows >> columns >> std::ws;
+    wanted.clear();
+    std::getline(fields, wanted);
     for (const Family::Write write : Family::all()) {
       for (const Gpu& gpu : kGpus) write(gpu, rows, columns);
     }

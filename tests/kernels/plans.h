@@ -1,8 +1,9 @@
 // Plans of all families for GPUs that are not there: a program that g++ compiles without CUDA.
 //
-// It reads a shape, `rows columns`, per line and writes a line per plan: the fields of Launch,
-// separated by tabs. A family has a file here, with a Family object that writes the plans of its
-// choose.h; main() in plans.cpp calls all of them.
+// It reads a shape per line, `rows columns`, perhaps with the op that is asked for, and writes a
+// line per plan: the call, the fields of Launch and the GPU, separated by tabs. A family has a file
+// here, with a Family object that writes the plans of its choose.h; main() in plans.cpp calls all
+// of them.
 #pragma once
 
 #include <cstdint>

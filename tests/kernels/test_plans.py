@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import choosing
 import pytest
@@ -101,7 +102,7 @@ FITTING = Launch(
     ],
     ids=str,
 )
-def test_the_checks_find(fault: dict[str, int]) -> None:
+def test_the_checks_find(fault: dict[str, Any]) -> None:
     assert list(misfits(FITTING)) == []
     assert list(misfits(FITTING._replace(**fault))) != []
 

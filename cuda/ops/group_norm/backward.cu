@@ -1,3 +1,18 @@
+// The gradients of group norm in up to four kernels: sums of parts of the channels, their total for
+// each group (here), the total over the samples for weight and bias (here), and grad_x.
+//
+//   plan     sums                         grad_x                         when
+//   teams    sample_sums, add_elements,   team_input_gradients,          as in forward.cu, and up
+//   to
+//            backward_teams.cu; none for  backward_teams.cu              64 elements of a channel
+//            grad_x
+//   planes   plane_sums,                  plane_input_gradients,         channels are planes of
+//            backward_planes.cu           backward_planes.cu             adjacent elements
+//   rows     row_sums, backward_rows.cu   row_input_gradients,           channels_last: adjacent
+//                                         backward_rows.cu               channels
+//
+// No atomics: shape and device fix the order of every addition.
+
 #include "launch.cuh"
 #include "sums.cuh"
 
@@ -78,16 +93,11 @@ Status group_norm_backward(const GroupNormBackward& p, Allocate allocate, CUstre
   const GroupLayout& layout = p.layout;
   const int64_t groups = layout.all_groups();
   if (groups > kMaxGridX) return {"too many groups for one launch"};
-  if (const auto plan = choose_teams(p, current_device())) {
-    const bool wants = p.grad_weight != nullptr || p.grad_bias != nullptr;
-    Status status;
-    if (wants) status = group_parameter_gradients(p, plan->parameters, allocate, stream);
-    if (!status.ok() || p.grad_x == nullptr) return status;
-    return group_input_gradients_by_teams(p, plan->input, stream);
-  }
+  const GroupNormBackwardPlan plan = choose(p, current_device());
+  if (plan.teams) return group_norm_backward_by_teams(p, *plan.teams, allocate, stream);
   GroupParts parts{};
-  Status status = layout.channels_last ? group_sums_of_rows(p, allocate, stream, parts)
-                                       : group_sums_of_planes(p, allocate, stream, parts);
+  Status status = plan.rows ? group_sums_of_rows(p, *plan.rows, allocate, stream, parts)
+                            : group_sums_of_planes(p, *plan.planes, allocate, stream, parts);
   if (!status.ok()) return status;
   const auto channels = static_cast<size_t>(layout.batch * layout.channels);
   auto* const totals = static_cast<double*>(allocate(2 * channels * sizeof(double)));
@@ -108,8 +118,8 @@ Status group_norm_backward(const GroupNormBackward& p, Allocate allocate, CUstre
     if (!status.ok()) return status;
   }
   if (p.grad_x == nullptr) return status;
-  return layout.channels_last ? group_input_gradients_of_rows(p, coefficients, stream)
-                              : group_input_gradients_of_planes(p, coefficients, stream);
+  return plan.rows ? group_input_gradients_of_rows(p, *plan.rows, coefficients, stream)
+                   : group_input_gradients_of_planes(p, *plan.planes, coefficients, stream);
 }
 
 }  // namespace torchkiln::cuda

@@ -1,3 +1,6 @@
+// The gradients of groups that teams hold: grad_x in one kernel that reads each element once; those
+// of weight and bias from sums over the samples, which read grad and x again.
+
 #include "launch.cuh"
 #include "sums.cuh"
 #include "teams.cuh"
@@ -180,10 +183,7 @@ Status launch_sample_sums(const GroupNormBackward& p, const GroupSamplesPlan& pl
                            static_cast<int>(plan.parts));
 }
 
-}  // namespace
-
-Status group_input_gradients_by_teams(const GroupNormBackward& p, const GroupTeamPlan& plan,
-                                      CUstream_st* stream) {
+Status input_gradients(const GroupNormBackward& p, const GroupTeamPlan& plan, CUstream_st* stream) {
   return with_group_rows(p, plan, [&](auto tag, auto act, const GroupRows& rows) -> Status {
     using Tile = typename decltype(tag)::type;
     Grid grid;
@@ -193,8 +193,8 @@ Status group_input_gradients_by_teams(const GroupNormBackward& p, const GroupTea
   });
 }
 
-Status group_parameter_gradients(const GroupNormBackward& p, const GroupSamplesPlan& plan,
-                                 Allocate allocate, CUstream_st* stream) {
+Status parameter_gradients(const GroupNormBackward& p, const GroupSamplesPlan& plan,
+                           Allocate allocate, CUstream_st* stream) {
   return dispatch_floating(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     return with_team_activation<T>(p.activation, [&](auto act) {
@@ -202,6 +202,17 @@ Status group_parameter_gradients(const GroupNormBackward& p, const GroupSamplesP
                             : launch_sample_sums<1, T>(p, plan, act, allocate, stream);
     });
   });
+}
+
+}  // namespace
+
+Status group_norm_backward_by_teams(const GroupNormBackward& p, const GroupTeamsPlan& plan,
+                                    Allocate allocate, CUstream_st* stream) {
+  if (p.grad_weight != nullptr || p.grad_bias != nullptr) {
+    const Status status = parameter_gradients(p, plan.parameters, allocate, stream);
+    if (!status.ok()) return status;
+  }
+  return p.grad_x == nullptr ? Status{} : input_gradients(p, plan.input, stream);
 }
 
 }  // namespace torchkiln::cuda

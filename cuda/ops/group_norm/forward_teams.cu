@@ -1,3 +1,6 @@
+// Groups that a team of threads holds in registers: statistics and y in one kernel, which reads
+// each element once. choose_teams.h says when.
+
 #include "launch.cuh"
 #include "teams.cuh"
 

@@ -46,24 +46,29 @@ __device__ __forceinline__ C factor_of_gradient(const NormBackward& p, C rstd) {
   return kCentered && p.columns == 1 ? C(0) : rstd;
 }
 
-/// Adds elements to the sums of their columns and of their row. bias_sum is not read if the norm is
-/// not centered.
+/// Adds an element to the sums of its column and of its row.
+template <bool kCentered, class C>
+__device__ __forceinline__ void accumulate(C g, C z, C weight, C mean, C rstd, C& weight_sum,
+                                           C& bias_sum, C (&sums)[kCentered ? 2 : 1]) {
+  const C n = (z - mean) * rstd;
+  weight_sum += g * n;
+  const C d = g * weight;
+  sums[0] += d * n;
+  if constexpr (kCentered) {
+    bias_sum += g;
+    sums[1] += d;
+  }
+}
+
+/// Adds adjacent elements. bias_sum is not read if the norm is not centered.
 template <bool kCentered, class C, int kLanes>
 __device__ __forceinline__ void accumulate(const C (&g)[kLanes], const C (&z)[kLanes],
                                            const C (&weight)[kLanes], C mean, C rstd,
                                            C (&weight_sum)[kLanes], C (&bias_sum)[kLanes],
                                            C (&sums)[kCentered ? 2 : 1]) {
 #pragma unroll
-  for (int i = 0; i < kLanes; ++i) {
-    const C n = (z[i] - mean) * rstd;
-    weight_sum[i] += g[i] * n;
-    const C d = g[i] * weight[i];
-    sums[0] += d * n;
-    if constexpr (kCentered) {
-      bias_sum[i] += g[i];
-      sums[1] += d;
-    }
-  }
+  for (int i = 0; i < kLanes; ++i)
+    accumulate<kCentered>(g[i], z[i], weight[i], mean, rstd, weight_sum[i], bias_sum[i], sums);
 }
 
 template <class C>

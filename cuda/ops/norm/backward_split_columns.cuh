@@ -15,7 +15,7 @@ namespace {
 template <class C, int kLanes, bool kCentered>
 struct ColumnSums {
   C weight[kLanes] = {};
-  C bias[kLanes] = {};  // of a centered norm
+  C bias[kCentered ? kLanes : 1] = {};
 
   /// Stores the block's sums of the columns from `begin` on, and clears them. A team has a row of
   /// partial sums per gradient; a single team writes the gradients. is_first, is_last: whether

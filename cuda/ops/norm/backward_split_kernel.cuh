@@ -122,14 +122,12 @@ class SplitRows {
         }
 #pragma unroll
         for (int r = 0; r < kInFlight; ++r) {
-          C g[kLanes], z[kLanes];
 #pragma unroll
           for (int i = 0; i < kLanes; ++i) {
-            g[i] = convert<C>(grads[r][i]);
-            z[i] = convert<C>(zs[r][i]);
+            accumulate<kCentered>(convert<C>(grads[r][i]), convert<C>(zs[r][i]), weight_[i],
+                                  mean[r], rstd[r], column_sums_.weight[i],
+                                  column_sums_.bias[kCentered ? i : 0], sums[group + r]);
           }
-          accumulate<kCentered>(g, z, weight_, mean[r], rstd[r], column_sums_.weight,
-                                column_sums_.bias, sums[group + r]);
         }
       }
       prefetch(step + plan_.teams, first);
