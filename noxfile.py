@@ -190,6 +190,13 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def speed(session: nox.Session) -> None:
+    """3,000 random calls beside eager torch; an error if one is slower."""
+    install(session, "cli", "test")
+    session.run("torchkiln", "bench", "--fuzz=3000", "--within=8", *arguments(session))
+
+
+@nox.session(default=False)
 def docs(session: nox.Session) -> None:
     """The site, with search, into build/docs; a broken link or reference is an error."""
     install(session, "docs")
@@ -201,6 +208,7 @@ def figures(session: nox.Session) -> None:
     """Tables and pictures of README and docs from docs/results; `-- --check` compares them."""
     install(session, "cli")
     session.run("python", "docs/figures.py", *arguments(session))
+    session.run("python", "docs/choosing.py", *arguments(session))
 
 
 @nox.session(default=False)

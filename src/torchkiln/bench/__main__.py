@@ -171,10 +171,37 @@ def main(given: Sequence[str] | None = None) -> int:
     return run(bench_parser.bench(given))
 
 
+def run_fuzz(options: argparse.Namespace) -> int:
+    """Time random calls; 1 if some are slower than eager torch, 130 after Ctrl-C.
+
+    ``--json`` names a file to which each call is added; a later run continues it.
+    """
+    from torchkiln.bench.fuzz import fuzz, summary  # noqa: PLC0415
+
+    device = device_of("torchkiln.bench", options.device)
+    specs = specs_of("torchkiln.bench", "--specs", options.specs) if options.specs else SPECS
+    print(environment(device))
+    found, whole = fuzz(
+        named(options.ops, specs),
+        device,
+        count=options.fuzz,
+        seed=options.seed,
+        seconds=options.within,
+        file=options.json,
+    )
+    for line in summary(found):
+        print(line)
+    if not whole:
+        return 130
+    return 1 if any(one.is_slower for one in found) else 0
+
+
 def run(options: argparse.Namespace) -> int:
     """Measure, print, write; 1 for a regression or for no rows at all, 130 after Ctrl-C."""
     try:
         bench_parser.require_outputs(options)
+        if options.fuzz:
+            return run_fuzz(options)
         old = read("--compare", options.compare) if options.compare else None
         record = read("--read", options.read) if options.read else None
         chosen = None if record else plan(options)

@@ -40,6 +40,14 @@ def minutes(text: str) -> float:
     return 60 * positive(text)
 
 
+def positive_count(text: str) -> int:
+    """One positive integer."""
+    (number,) = counts(text) if "," not in text else (0,)
+    if not number:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected one number, such as 3000")
+    return number
+
+
 def percent(text: str) -> float:
     """A percentage, as a fraction."""
     return positive(text.removesuffix("%")) / 100
@@ -101,6 +109,8 @@ def bench(given: Sequence[str] | None) -> argparse.Namespace:
     ):
         kinds.add_argument(f"--{name}", dest="kinds", action="append_const", const=name, help=words)
     add("--memory", action="store_true", help="peak memory of large calls, too (GPU)")
+    add("--fuzz", type=positive_count, metavar="N", help="time N random calls beside eager torch")
+    add("--seed", type=int, default=0, metavar="S", help="of the random calls (default: 0)")
     add("--within", type=minutes, metavar="MINUTES", help="time limit for the whole run")
     add(
         "--report",
