@@ -65,25 +65,29 @@ CUDA = (
         *("racy sum of a block", "cuda", COLUMNS),
         "shared[i * kThreads + threadIdx.x] = sum[i];\n    __syncthreads();",
         "shared[i * kThreads + threadIdx.x] = sum[i];",
-        *("sum", "values@float32 or determinism@float32", "cuda/ops/reduction.cu"),
+        *("sum", "values@float32 or determinism@float32", "cuda/ops/reduction/reduction.cu"),
     ),
     Fault(
         *("second kernel does not wait for the first", "cuda", COLUMNS),
         "  double sum = 0;\n  wait_for_previous_kernel();\n",
         "  double sum = 0;\n",
-        *("sum", "every_element_is_written@float32 or values@float32", "cuda/ops/reduction.cu"),
+        *(
+            "sum",
+            "every_element_is_written@float32 or values@float32",
+            "cuda/ops/reduction/reduction.cu",
+        ),
     ),
     Fault(
         *("output never written", "cuda", COLUMNS),
         "if (!status.ok() || plan.is_single_pass()) return status;",
         "if (status.ok() || plan.is_single_pass()) return status;",
-        *("sum", "every_element_is_written@float32", "cuda/ops/reduction.cu"),
+        *("sum", "every_element_is_written@float32", "cuda/ops/reduction/reduction.cu"),
     ),
     Fault(
         *("tail of a row left out", "cuda", "cuda/detail/reduce/row_loads.cuh"),
         "if (team - 1 - rank < length - tail) edge +=",
         "if (team - 1 - rank < length - tail - 1) edge +=",
-        *("sum", "values@float32", "cuda/ops/reduction.cu"),
+        *("sum", "values@float32", "cuda/ops/reduction/reduction.cu"),
     ),
     Fault(
         *("wrong bits of the mask in backward", "cuda", "cuda/ops/bias_act/backward.cuh"),

@@ -108,7 +108,10 @@ class Build:
             c
             for c in self.commands
             if c["output"].endswith(".o")
-            and os.path.realpath(self.folder / c["file"]) == os.path.realpath(ROOT / unit)
+            and (
+                os.path.realpath(self.folder / c["file"]) == os.path.realpath(ROOT / unit)
+                or c["file"].endswith(f"/{unit}")  # made by cuda/by_dtype.cmake
+            )
         ]
         several = [c for c in found if f"torchkiln_cpu_{isa()}.dir" in c["output"]]
         return several or found
