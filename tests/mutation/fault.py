@@ -20,6 +20,7 @@ class Fault(NamedTuple):
     with `@dtype` where one will do, or functions of tests/ops: `test_norm_rows.py::test_long_rows`.
     """
     unit: str = ""
-    """The source file that is compiled again; none for Python, the file itself where it is one."""
+    """The source file that is compiled again, of the tree or made in the build folder; none for
+    Python, the file itself where it is one."""
     times: int = 1
     """Number of occurrences of the old text, all of which are replaced."""

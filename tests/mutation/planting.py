@@ -103,15 +103,12 @@ class Build:
         self.run("CMAKE_COMMAND", "--install", ".", "--prefix", str(package))
 
     def compiles(self, unit: str) -> list[dict[str, str]]:
-        """The commands that compile a source file for this machine."""
+        """The commands that compile a source file, of the tree or the build, for this machine."""
+        sources = {os.path.realpath(folder / unit) for folder in (ROOT, self.folder)}
         found = [
             c
             for c in self.commands
-            if c["output"].endswith(".o")
-            and (
-                os.path.realpath(self.folder / c["file"]) == os.path.realpath(ROOT / unit)
-                or c["file"].endswith(f"/{unit}")  # made by cuda/by_dtype.cmake
-            )
+            if c["output"].endswith(".o") and os.path.realpath(self.folder / c["file"]) in sources
         ]
         several = [c for c in found if f"torchkiln_cpu_{isa()}.dir" in c["output"]]
         return several or found
