@@ -35,15 +35,14 @@ def test_two_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.bytes == 2 * 64 * 64 * 4
     assert found.speedup > 1
     assert found.is_certain
-    assert found.floor > 0
+    assert found.ceiling > 0
     assert "silu is " in str(found)
     assert repr(found) == str(found)
     assert json.loads(json.dumps(found.as_dict()))["speedup"] == found.speedup
-    assert "<table>" in found._repr_html_()
     console = pytest.importorskip("rich.console").Console(width=200)
     with console.capture() as captured:
         console.print(found)
-    assert "of floor" in captured.get()
+    assert "of ceiling" in captured.get()
 
 
 def test_the_same_name_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,19 +115,9 @@ def test_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert {row.dtype for row in calls} == {"float32", "bfloat16"}
     assert {row.dtype for row in record.rows if row.kind == "host"} == {"bfloat16"}
     assert not [row for row in record.rows if row.kind == "sweep"]  # which says nothing of it
-    page = (tmp_path / "bench.html").read_text()
-    for heading in (
-        "Share of the speed of a copy",
-        "Speed-ups of large calls",
-        "Host time",
-        "Tables",
-    ):
-        assert f"<h2>{heading}</h2>" in page
-    assert page.count("<svg") == 3
     for name in ("share", "speedups", "host"):
         assert (tmp_path / f"bench-{name}.png").read_bytes()[1:4] == b"PNG"
     assert (tmp_path / "bench.md").is_file()
-    assert (tmp_path / "bench.csv").is_file()
     slower = [
         dataclasses.replace(row, times={**row.times, OURS: bench.Times(9.0, 9.0, 9.0, 9)})
         for row in record.rows
@@ -137,8 +126,7 @@ def test_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert sizes == {(8, 16)}
     old = tmp_path / "old.json"
     dataclasses.replace(record, rows=tuple(slower)).write(old)
-    html = tmp_path / "changed.html"
-    read = [f"--read={tmp_path / 'bench.json'}", f"--compare={old}", f"--html={html}"]
-    assert command.main(read) == 0
-    assert "Changes since the old run" in html.read_text()
-    assert "faster" in capsys.readouterr().out
+    assert command.main([f"--read={tmp_path / 'bench.json'}", f"--compare={old}"]) == 0
+    out = capsys.readouterr().out
+    assert "Changes since the old run" in out
+    assert "faster" in out

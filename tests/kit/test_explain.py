@@ -34,8 +34,8 @@ def test_a_kernel_and_nothing_else() -> None:
     assert found.spec
     assert found.forward.bytes >= 2 * 64 * 32 * 4
     assert found.forward.allocated >= 64 * 32 * 4
-    assert found.forward.floor is not None
-    assert found.forward.floor > 0
+    assert found.forward.ceiling is not None
+    assert found.forward.ceiling > 0
     assert found.backward is not None
     assert kinds(found.backward.steps)[0] == "norm_backward"
     assert "torchkiln::rms_norm" in found.forward.route

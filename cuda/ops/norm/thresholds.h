@@ -1,9 +1,8 @@
 #pragma once
 
-// Where one kernel of norms becomes faster than another. All numbers were measured on an H100, with
-// rows as the bench measures them (`torchkiln bench`), unless a comment says otherwise. Other GPUs
-// take the same numbers, unmeasured. choose.h reads them; the tables of plans are at the top of
-// forward.cu and backward.cu.
+// Where one kernel of norms becomes faster than another: numbers for an H100, with the times that
+// were measured there. Other GPUs take the same numbers, unmeasured. choose.h reads them; the
+// tables of plans are at the top of forward.cu and backward.cu.
 
 #include <limits>
 
@@ -22,10 +21,10 @@ inline constexpr int64_t kFewestRowsOfSlabTeam = 8;
 
 /// Rows of more bytes are faster in slabs, where weight and bias are read once. Shorter ones are
 /// faster in the registers of a team, which reads both again for each row, from L2. RMS norm in
-/// half precision reads so few parameters that its aligned rows never gain. Layer norm, slabs
-/// beside the kernel for the same rows without them: 1335 x 50257 in float32 210 us (459), 512 x
-/// 262143 in bfloat16 215 us (281), a slice of 8192 x 16384 in bfloat16, whose rows begin anywhere,
-/// 225 us (590).
+/// half precision reads half as many parameters and gains only where rows are read element by
+/// element. Layer norm, slabs beside the kernel for the same rows without them: 1335 x 50257 in
+/// float32 210 us (459), 512 x 262143 in bfloat16 215 us (281), a slice of 8192 x 16384 in
+/// bfloat16, whose rows begin anywhere, 225 us (590).
 inline int64_t most_bytes_without_slabs(const Norm& p, Alignment alignment) {
   const bool adds = p.residual != nullptr;
   const bool is_half = p.dtype != Dtype::float32;
@@ -52,9 +51,10 @@ inline constexpr int kBulkBytesInFlight = 96 << 10;
 /// Rows of fewer bytes are split, if they cannot be streamed: a slab would have too few columns.
 inline constexpr int64_t kFewestSlabBytes = 3 * kKiB;
 
-/// Rows of so many bytes are faster in slabs than streamed. Aligned ones are streamed until a
-/// cluster has to hold them; grad_sum is one more tensor in the ring of each slab. Layer norm in
-/// half precision streams rows with an offset slowly: it has twice the column sums to keep.
+/// Rows of so many bytes are faster in slabs than streamed. Aligned ones are streamed by up to two
+/// blocks, or by eight with grad_sum, which is one more tensor in the ring of each slab. Layer norm
+/// in half precision keeps 2 x 32 column sums per thread, so it streams only short rows with an
+/// offset.
 inline int64_t fewest_bytes_of_slabs(const NormBackward& p, Alignment alignment) {
   const bool is_half = p.dtype != Dtype::float32;
   if (alignment == Alignment::vector) return (p.grad_sum == nullptr ? 64 : 256) * kKiB;

@@ -19,9 +19,8 @@ DEFAULT_DTYPES = ("float32", "bfloat16")
 PEERS = ("eager", "compile", "liger", "quack", "cudnn")
 REPORT_SECONDS = 8 * 60
 REPORT_KINDS = ("host", "calls", "sweep")
-SUFFIXES = {"json": "json", "csv": "csv", "markdown": "md", "html": "html", "plot": "png"}
+SUFFIXES = {"json": "json", "markdown": "md", "plot": "png"}
 """The output files, and their names in the folder of ``--report``."""
-DRAWN = ("html", "plot")
 
 
 def dtypes(text: str) -> tuple[str, ...]:
@@ -67,7 +66,7 @@ def peers(text: str) -> tuple[str, ...]:
 
 def bench(given: Sequence[str] | None) -> argparse.Namespace:
     """Parse the options of ``torchkiln bench``."""
-    words = "Time ops, their peers, and a copy of as many bytes, in turns."
+    words = "Time ops, their peers and their ceiling, a copy of as many bytes, in turns."
     options = parser("bench", words, ops=True)
     add = options.add_argument
     add("ops", nargs="*", metavar="OP", help="names of ops, from the list below (default: all)")
@@ -107,14 +106,12 @@ def bench(given: Sequence[str] | None) -> argparse.Namespace:
         "--report",
         type=Path,
         metavar="FOLDER",
-        help="large calls, host times and row lengths within 8 minutes, in every output format",
+        help="large calls, host times and row lengths within 8 minutes, with all output files",
     )
     outputs = options.add_argument_group("output files")
     for name, words in (
         ("json", "all rows"),
-        ("csv", "a line for each time"),
         ("markdown", "the tables"),
-        ("html", "pictures and tables"),
         ("plot", "the pictures, each as FILE-<its name>.png"),
     ):
         outputs.add_argument(f"--{name}", type=Path, metavar="FILE", help=words)
@@ -139,7 +136,7 @@ def set_report(found: argparse.Namespace) -> None:
     found.within = found.within or REPORT_SECONDS
     found.kinds = found.kinds or list(REPORT_KINDS)
     for name, suffix in SUFFIXES.items():
-        if getattr(found, name) is None and (name not in DRAWN or find_spec("matplotlib")):
+        if getattr(found, name) is None and (name != "plot" or find_spec("matplotlib")):
             setattr(found, name, found.report / f"bench.{suffix}")
 
 
@@ -151,7 +148,7 @@ def require_outputs(options: argparse.Namespace) -> None:
         path: Path | None = getattr(options, name)
         if path is None:
             continue
-        if name in DRAWN and find_spec("matplotlib") is None:
+        if name == "plot" and find_spec("matplotlib") is None:
             raise ValueError(
                 f"torchkiln.bench: --{name}: got no module matplotlib, expected the packages that "
                 "draw; type: python -m pip install 'torchkiln[cli]'"

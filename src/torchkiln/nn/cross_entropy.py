@@ -1,29 +1,25 @@
 """Modules of the cross-entropy loss."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from torchkiln.ops.cross_entropy import cross_entropy, linear_cross_entropy
+
+COMMON = (
+    *("ignore_index", "reduction", "label_smoothing", "z_loss", "check_target", "softcap"),
+    *("return_z_loss", "return_accuracy"),
+)
+"""Attributes of both modules that are options of their functions."""
+OPTIONS, LINEAR_OPTIONS = (*COMMON, "dtype", "inplace_backward"), (*COMMON, "temperature")
 
 
 class CrossEntropyLoss(nn.CrossEntropyLoss):
     """The cross-entropy of logits and classes or probabilities.
 
     Has the interface and the ``state_dict`` of :class:`torch.nn.CrossEntropyLoss`, and the
-    additional arguments of :func:`torchkiln.cross_entropy`.
-
-    Args:
-        weight: ``[classes]``, or None for ones; a buffer.
-        ignore_index: rows with this target class have no loss and no gradient.
-        reduction: none, mean or sum.
-        label_smoothing: the share of the probability that is distributed evenly over the classes.
-        z_loss: the factor of ``log(sum(exp(logits)))**2``.
-        dtype: of the loss.
-        check_target: whether to validate the target first, which waits for the GPU.
-        inplace_backward: whether backward writes the gradient into the memory of the logits.
-        softcap: the bound of ``softcap * tanh(logits / softcap)``, or None.
-        return_z_loss: whether to return the z-loss after the loss.
-        return_accuracy: whether to return the accuracy after them.
+    additional arguments of :func:`torchkiln.cross_entropy`. ``weight`` is a buffer.
 
     Shape:
         logits ``[classes]``, ``[rows, classes]`` or ``[rows, classes, ...]``. The target has this
@@ -63,31 +59,12 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
 
     def forward(self, logits: Tensor, target: Tensor) -> Tensor | tuple[Tensor, ...]:  # type: ignore[override]
         """Returns the loss, followed by what else was asked for."""
-        return cross_entropy(
-            logits,
-            target,
-            weight=self.weight,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
-            label_smoothing=self.label_smoothing,
-            z_loss=self.z_loss,
-            dtype=self.dtype,
-            check_target=self.check_target,
-            inplace_backward=self.inplace_backward,
-            softcap=self.softcap,
-            return_z_loss=self.return_z_loss,
-            return_accuracy=self.return_accuracy,
-        )
+        options: dict[str, Any] = {name: getattr(self, name) for name in OPTIONS}
+        return cross_entropy(logits, target, self.weight, **options)
 
     def extra_repr(self) -> str:
         """The settings, for ``repr``."""
-        return (
-            f"ignore_index={self.ignore_index}, reduction={self.reduction!r}, "
-            f"label_smoothing={self.label_smoothing}, z_loss={self.z_loss}, dtype={self.dtype}, "
-            f"check_target={self.check_target}, inplace_backward={self.inplace_backward}, "
-            f"softcap={self.softcap}, return_z_loss={self.return_z_loss}, "
-            f"return_accuracy={self.return_accuracy}"
-        )
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in OPTIONS)
 
 
 class LinearCrossEntropyLoss(nn.Linear):
@@ -102,18 +79,11 @@ class LinearCrossEntropyLoss(nn.Linear):
         classes: number of classes.
         bias: whether the layer has a bias.
         class_weight: ``[classes]``, or None for ones; a buffer.
-        ignore_index: rows with this target class have no loss and no gradient.
-        reduction: none, mean or sum.
-        label_smoothing: the share of the probability that is distributed evenly over the classes.
-        z_loss: the factor of ``log(sum(exp(logits)))**2``.
         loss_dtype: of the loss.
-        check_target: whether to validate the target first, which waits for the GPU.
-        softcap: the bound of ``softcap * tanh(logits / softcap)``, or None.
-        temperature: a number greater than 0 that divides the logits, after the softcap.
-        return_z_loss: whether to return the z-loss after the loss.
-        return_accuracy: whether to return the accuracy after them.
         device: of the parameters.
         dtype: of the parameters.
+
+    All others are those of :func:`torchkiln.linear_cross_entropy`.
 
     Shape:
         input ``[..., features]``; target ``[...]``, int64.
@@ -156,31 +126,19 @@ class LinearCrossEntropyLoss(nn.Linear):
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor | tuple[Tensor, ...]:  # type: ignore[override]
         """Returns the loss, followed by what else was asked for."""
+        options: dict[str, Any] = {name: getattr(self, name) for name in LINEAR_OPTIONS}
         return linear_cross_entropy(
             input,
             self.weight,
             target,
             self.bias,
             class_weight=self.class_weight,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
-            label_smoothing=self.label_smoothing,
-            z_loss=self.z_loss,
             dtype=self.loss_dtype,
-            check_target=self.check_target,
-            softcap=self.softcap,
-            temperature=self.temperature,
-            return_z_loss=self.return_z_loss,
-            return_accuracy=self.return_accuracy,
+            **options,
         )
 
     def extra_repr(self) -> str:
         """The settings, for ``repr``."""
-        return (
-            f"{super().extra_repr()}, ignore_index={self.ignore_index}, "
-            f"reduction={self.reduction!r}, label_smoothing={self.label_smoothing}, "
-            f"z_loss={self.z_loss}, loss_dtype={self.loss_dtype}, "
-            f"check_target={self.check_target}, softcap={self.softcap}, "
-            f"temperature={self.temperature}, return_z_loss={self.return_z_loss}, "
-            f"return_accuracy={self.return_accuracy}"
-        )
+        names = ("loss_dtype", *LINEAR_OPTIONS)
+        settings = (f"{name}={getattr(self, name)!r}" for name in names)
+        return ", ".join((super().extra_repr(), *settings))

@@ -1,6 +1,6 @@
 """Cross-entropy of logits, or of the outputs of a linear layer."""
 
-from typing import Literal, overload
+from typing import Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -9,22 +9,28 @@ from torchkiln import _C
 from torchkiln.ops.eager import eager
 
 
+class Options(TypedDict, total=False):
+    """The options that both functions have, for type checkers."""
+
+    ignore_index: int
+    reduction: str
+    label_smoothing: float
+    z_loss: float
+    dtype: torch.dtype | None
+    check_target: bool
+    softcap: float | None
+
+
 @overload
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None = None,
     *,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    dtype: torch.dtype | None = None,
-    check_target: bool = False,
     inplace_backward: bool = False,
-    softcap: float | None = None,
     return_z_loss: Literal[False] = False,
     return_accuracy: Literal[False] = False,
+    **options: Unpack[Options],
 ) -> Tensor: ...
 @overload
 def cross_entropy(
@@ -32,16 +38,10 @@ def cross_entropy(
     target: Tensor,
     weight: Tensor | None = None,
     *,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    dtype: torch.dtype | None = None,
-    check_target: bool = False,
     inplace_backward: bool = False,
-    softcap: float | None = None,
     return_z_loss: bool = False,
     return_accuracy: bool = False,
+    **options: Unpack[Options],
 ) -> Tensor | tuple[Tensor, ...]: ...
 @eager(_C.cross_entropy, beside=("return_z_loss", "return_accuracy"), input="logits")
 def cross_entropy(
@@ -112,35 +112,23 @@ def cross_entropy(
             loss; the mean is that of the rows that are not ignored. Needs class indices. Neither
             reads the logits again.
     """
-    if return_z_loss or return_accuracy:
-        loss, z, accuracy = torch.ops.torchkiln.cross_entropy_with_metrics.default(
-            logits,
-            target,
-            weight,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            dtype=dtype,
-            check_target=check_target,
-            inplace_backward=inplace_backward,
-            softcap=softcap,
-            accuracy=return_accuracy,
-        )
-        return (loss, *([z] if return_z_loss else []), *([accuracy] if return_accuracy else []))
-    return torch.ops.torchkiln.cross_entropy.default(
-        logits,
-        target,
-        weight,
-        ignore_index=ignore_index,
-        reduction=reduction,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        dtype=dtype,
-        check_target=check_target,
-        inplace_backward=inplace_backward,
-        softcap=softcap,
+    options = {
+        "ignore_index": ignore_index,
+        "reduction": reduction,
+        "label_smoothing": label_smoothing,
+        "z_loss": z_loss,
+        "dtype": dtype,
+        "check_target": check_target,
+        "inplace_backward": inplace_backward,
+        "softcap": softcap,
+    }
+    ops, given = torch.ops.torchkiln, (logits, target, weight)
+    if not return_z_loss and not return_accuracy:
+        return ops.cross_entropy.default(*given, **options)
+    loss, z, accuracy = ops.cross_entropy_with_metrics.default(
+        *given, **options, accuracy=return_accuracy
     )
+    return (loss, *([z] if return_z_loss else []), *([accuracy] if return_accuracy else []))
 
 
 @overload
@@ -151,16 +139,10 @@ def linear_cross_entropy(
     bias: Tensor | None = None,
     *,
     class_weight: Tensor | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    dtype: torch.dtype | None = None,
-    check_target: bool = False,
-    softcap: float | None = None,
     temperature: float = 1.0,
     return_z_loss: Literal[False] = False,
     return_accuracy: Literal[False] = False,
+    **options: Unpack[Options],
 ) -> Tensor: ...
 @overload
 def linear_cross_entropy(
@@ -170,16 +152,10 @@ def linear_cross_entropy(
     bias: Tensor | None = None,
     *,
     class_weight: Tensor | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    dtype: torch.dtype | None = None,
-    check_target: bool = False,
-    softcap: float | None = None,
     temperature: float = 1.0,
     return_z_loss: bool = False,
     return_accuracy: bool = False,
+    **options: Unpack[Options],
 ) -> Tensor | tuple[Tensor, ...]: ...
 @eager(_C.linear_cross_entropy, beside=("return_z_loss", "return_accuracy"), input="x")
 def linear_cross_entropy(
@@ -243,36 +219,21 @@ def linear_cross_entropy(
         return_z_loss: as for :func:`cross_entropy`.
         return_accuracy: as for :func:`cross_entropy`.
     """
-    if return_z_loss or return_accuracy:
-        loss, z, accuracy = torch.ops.torchkiln.linear_cross_entropy_with_metrics.default(
-            x,
-            weight,
-            target,
-            bias,
-            class_weight=class_weight,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            dtype=dtype,
-            check_target=check_target,
-            softcap=softcap,
-            temperature=temperature,
-            accuracy=return_accuracy,
-        )
-        return (loss, *([z] if return_z_loss else []), *([accuracy] if return_accuracy else []))
-    return torch.ops.torchkiln.linear_cross_entropy.default(
-        x,
-        weight,
-        target,
-        bias,
-        class_weight=class_weight,
-        ignore_index=ignore_index,
-        reduction=reduction,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        dtype=dtype,
-        check_target=check_target,
-        softcap=softcap,
-        temperature=temperature,
+    options = {
+        "class_weight": class_weight,
+        "ignore_index": ignore_index,
+        "reduction": reduction,
+        "label_smoothing": label_smoothing,
+        "z_loss": z_loss,
+        "dtype": dtype,
+        "check_target": check_target,
+        "softcap": softcap,
+        "temperature": temperature,
+    }
+    ops, given = torch.ops.torchkiln, (x, weight, target, bias)
+    if not return_z_loss and not return_accuracy:
+        return ops.linear_cross_entropy.default(*given, **options)
+    loss, z, accuracy = ops.linear_cross_entropy_with_metrics.default(
+        *given, **options, accuracy=return_accuracy
     )
+    return (loss, *([z] if return_z_loss else []), *([accuracy] if return_accuracy else []))

@@ -122,11 +122,11 @@ def _part(events: Any, device: torch.device, least: int, operations: int | None)
         found.allocated,
         least,
         operations,
-        _floor(least, device),
+        _ceiling(least, device),
     )
 
 
-def _floor(count: int, device: torch.device) -> float | None:
+def _ceiling(count: int, device: torch.device) -> float | None:
     """Seconds that a copy takes to move as many bytes."""
     from torchkiln.bench.clock import Times, device_clock, in_turns  # noqa: PLC0415
     from torchkiln.bench.roofline import COPY, Work, ceilings  # noqa: PLC0415
