@@ -1,5 +1,6 @@
 #include "plans.h"
 
+#include <algorithm>
 #include <cinttypes>
 #include <cstdio>
 #include <initializer_list>
@@ -74,6 +75,20 @@ void write(const Gpu& gpu, const Call& call, const std::string& op, const std::s
               static_cast<int>(launch.cooperative));
   std::printf("%d\t%d\t%d\t%d\t%d\n", device.multiprocessors, static_cast<int>(device.runs_90_code),
               device.shared_bytes, gpu.shared_of_multiprocessor, gpu.threads_of_multiprocessor);
+}
+
+std::vector<Call> channel_calls(int64_t rows, int64_t columns) {
+  std::vector<Call> found;
+  for (const Dtype dtype : {Dtype::bfloat16, Dtype::float32, Dtype::float64}) {
+    found.push_back({rows, device::ceil_div(columns, 8) * 8, dtype, device::Alignment::vector});
+    found.push_back({rows, columns | 1, dtype, device::Alignment::scalar});
+  }
+  return found;
+}
+
+int resident_blocks(const Gpu& gpu, int blocks, int shared_bytes) {
+  constexpr int kReserved = 1 << 10;  // of each block, for the system
+  return std::clamp(gpu.shared_of_multiprocessor / (shared_bytes + kReserved), 1, blocks);
 }
 
 std::vector<Family::Write>& Family::all() {

@@ -53,6 +53,14 @@ struct Call {
 /// rows with an offset have an odd number of columns.
 std::vector<Call> calls(int64_t rows, int64_t columns);
 
+/// The same for kernels of channels, whose vectors have 8 elements in every dtype: rows and planes
+/// that are aligned are whole vectors of 8, and an offset is as bad as different ones.
+std::vector<Call> channel_calls(int64_t rows, int64_t columns);
+
+/// Blocks of an SM, at most `blocks`: GPUs before 9.0 may have shared memory for fewer than the
+/// launch bounds allow.
+int resident_blocks(const Gpu& gpu, int blocks, int shared_bytes);
+
 /// An address at a 16-byte boundary, for tensors of which a plan reads the address alone.
 inline void* address() { return reinterpret_cast<void*>(uintptr_t{1} << 20); }
 

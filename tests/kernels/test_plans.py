@@ -128,6 +128,32 @@ def test_choices(
     assert found == {kernel}
 
 
+@pytest.mark.parametrize(
+    ("gpu", "op", "operands", "alignment", "shape", "kernel"),
+    [
+        ("H100", "softmax forward", "softmax", "vector", (16384, 8192), "registers"),
+        ("A100", "softmax forward", "softmax", "vector", (1, 1 << 26), "parts"),
+        ("H100", "cross_entropy forward", "cross_entropy", "vector", (64, 2048), "few rows"),
+        ("A100", "cross_entropy forward", "cross_entropy", "shared_offset", (131, 1001), "inner"),
+        ("H100", "batch norm forward", "adjacent channels", "vector", (4097, 80), "resident"),
+        ("A100", "batch norm forward", "adjacent channels", "vector", (4097, 80), "rows"),
+    ],
+)
+def test_choices_of_other_families(
+    program: Path,
+    gpu: str,
+    op: str,
+    operands: str,
+    alignment: str,
+    shape: tuple[int, int],
+    kernel: str,
+) -> None:
+    """A kernel of each choice that depends on the GPU or on the alignment."""
+    call = (gpu, op, operands, "bfloat16", alignment)
+    found = {plan.kernel for plan in choosing.plans(program, [shape], op) if plan[:5] == call}
+    assert found == {kernel}
+
+
 def test_the_page_is_up_to_date(program: Path) -> None:
     page = choosing.PAGE.read_text(encoding="utf-8")
     assert choosing.written(page, program) == page

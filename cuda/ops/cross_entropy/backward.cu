@@ -15,7 +15,7 @@ namespace {
 
 /// Writes gradients. Forward has saved everything that depends on the whole row.
 template <class Access, bool kSpread>
-__global__ void __launch_bounds__(kGradientThreads, 4)
+__global__ void __launch_bounds__(kLossGradientThreads, 4)
     cross_entropy_gradient(CrossEntropyBackward p, GradientShape shape) {
   using T = typename Access::T;
   using C = Compute<T>;
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kGradientThreads, 4)
   const int end = min(access.vectors(), (part + 1) * shape.vectors_per_part);
   Access part_access = access;  // only the columns of this part
   part_access.columns = min(access.columns, access.column(end));
-  Item items[kGradientItems];
+  Item items[kLossGradientItems];
   const bool can_overread = Access::can_overread(row, p.rows, p.row_stride);
   const auto load = [&](int first) {
     part_access.load(logits, access.column(first), step * kLanes, items, T(0.0f), can_overread);
@@ -48,10 +48,10 @@ __global__ void __launch_bounds__(kGradientThreads, 4)
   const RowGradient<C> gradient(p, row);
   const RowTarget<C>& target = gradient.target;
   const Distribution<Access, C> distribution(p.target, row, target.index);
-  for (int first = begin; first < end; first += kGradientItems * step) {
+  for (int first = begin; first < end; first += kLossGradientItems * step) {
     if (first != begin) load(first);
 #pragma unroll
-    for (int k = 0; k < kGradientItems; ++k) {
+    for (int k = 0; k < kLossGradientItems; ++k) {
       const int vector = first + k * step;
       if (vector >= end) break;
       const int column = access.column(vector);

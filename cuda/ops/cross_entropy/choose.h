@@ -43,10 +43,11 @@ inline constexpr int64_t kMostFlatBytes = 512;
 constexpr int flat_elements(size_t element) { return element == 8 ? 16 : 32; }
 
 /// Threads of a block that writes gradients, and vectors that one of them loads together.
-inline constexpr int kGradientThreads = 256;
-inline constexpr int kGradientItems = 4;
+inline constexpr int kLossGradientThreads = 256;
+inline constexpr int kLossGradientItems = 4;
 /// A block does two rounds of loads, or all of a shorter row.
-inline constexpr int64_t kMostGradientVectors = int64_t{kGradientThreads} * kGradientItems * 2;
+inline constexpr int64_t kMostGradientVectors =
+    int64_t{kLossGradientThreads} * kLossGradientItems * 2;
 
 inline constexpr int kFlatThreads = 256;
 inline constexpr int kFlatItems = 4;
@@ -246,9 +247,9 @@ inline CrossEntropyBackwardPlan choose(const CrossEntropyBackward& p, Alignment 
   const int64_t vectors = vectors_of_row(plan.alignment, p.dtype, p.classes);
   const int64_t parts = ceil_div(vectors, kMostGradientVectors);
   const int64_t length = ceil_div(ceil_div(vectors, parts), kWarpLanes) * kWarpLanes;
-  const int64_t threads = ceil_div(vectors, kGradientItems);
+  const int64_t threads = ceil_div(vectors, kLossGradientItems);
   const TeamShape team =
-      make_team(threads, kGradientThreads, threads <= kWarpLanes ? kGradientThreads : 0, 1);
+      make_team(threads, kLossGradientThreads, threads <= kWarpLanes ? kLossGradientThreads : 0, 1);
   plan.shape = {static_cast<int>(parts), static_cast<int>(length), team};
   plan.blocks = ceil_div(p.rows, team.per_block) * parts;
   return plan;

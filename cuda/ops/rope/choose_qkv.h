@@ -20,7 +20,7 @@ inline constexpr int kFewHeads = 1;
 inline constexpr int kForwardHeads = 4;
 inline constexpr int kBackwardHeads = 2;
 /// Pieces of a head per thread, if they are not vectors.
-inline constexpr int kScalarItems = kMostHeadElements / 2 / kWarpLanes;
+inline constexpr int kHeadItems = kMostHeadElements / 2 / kWarpLanes;
 /// Vectors of a piece: two of x, and two of the gradient.
 inline constexpr int kVectorsOfPiece = 2;
 inline constexpr int kVectorsOfGradient = 4;

@@ -235,7 +235,7 @@ Status qkv_norm_rope_backward(const QkvNormRopeBackward& arguments, Allocate all
     using T = typename decltype(tag)::type;
     constexpr int kLanes = kVectorLanes<T>, kHeads = kBackwardHeads;
     if (choice->lanes == 1)
-      return launch<T, 1, kScalarItems, 1, 1>(plan, arguments, allocate, stream);
+      return launch<T, 1, kHeadItems, 1, 1>(plan, arguments, allocate, stream);
     return choice->stages > 1
                ? launch<T, kLanes, 1, kHeads, kRingStages>(plan, arguments, allocate, stream)
                : launch<T, kLanes, 1, kHeads, 1>(plan, arguments, allocate, stream);

@@ -153,7 +153,7 @@ Status qkv_norm_rope(const QkvNormRope& arguments, CUstream_st* stream) {
   return dispatch_floating(arguments.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     constexpr int kLanes = kVectorLanes<T>;
-    if (choice->lanes == 1) return launch<T, 1, kScalarItems, 1, 1>(plan, stream);
+    if (choice->lanes == 1) return launch<T, 1, kHeadItems, 1, 1>(plan, stream);
     if (choice->heads == kFewHeads) return launch<T, kLanes, 1, kFewHeads, 1>(plan, stream);
     return choice->stages > 1 ? launch<T, kLanes, 1, kForwardHeads, kRingStages>(plan, stream)
                               : launch<T, kLanes, 1, kForwardHeads, 1>(plan, stream);
