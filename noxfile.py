@@ -175,6 +175,14 @@ def sanitize(session: nox.Session) -> None:
     session.run("python", str(PACKAGING / "run_sanitizers.py"), "gpu", *arguments(session))
 
 
+@nox.session(default=False, python="3.14t")
+def threads(session: nox.Session) -> None:
+    """32 threads over every op and the jit for a minute, in a Python without a GIL."""
+    install(session, "build", "test")
+    checks = ("tests/kit/test_threads.py", "tests/build/test_loader.py")
+    session.run("pytest", "-q", "-s", *checks, *arguments(session), env={"OMP_NUM_THREADS": "1"})
+
+
 @nox.session
 def demo(session: nox.Session) -> None:
     """Errors and times of every op on this machine, and a small training run, with a picture."""

@@ -39,8 +39,13 @@ def explain(op: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> Expla
     tensors = _tensors((args, kwargs))
     device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
     results: list[Tensor] = []
-    with attention_notes() as attention:
-        events = _record(lambda: results.extend(_tensors(function(*args, **kwargs))))
+    attention: list[str] = []
+
+    def call() -> None:
+        with attention_notes(attention):  # one at a time, as recordings are
+            results.extend(_tensors(function(*args, **kwargs)))
+
+    events = _record(call)
     traffic = _traffic(spec, function, args, kwargs)
     plain = sum(t.numel() * t.element_size() for t in [*tensors, *results])
     forward = _part(events, device, *(traffic[0] if traffic else (plain, None)))
