@@ -12,14 +12,13 @@ import torch
 import torchkiln
 from torchkiln import _C
 from torchkiln.testing import SPECS
+from torchkiln.testing.validation import with_forms
 
 ROOT = Path(__file__).resolve().parents[2]
 
 # What the package offers beside ops: spmm is spmm_csr of the parts of a tensor, csr_transpose its
 # helper. conv_bn_act calls torch's convolutions; tests/ops/test_convolution.py checks it.
 OTHER_FUNCTIONS = {
-    "add_layer_norm_",
-    "add_rms_norm_",
     "addcmul",
     "aoti_options",
     "build_info",
@@ -85,15 +84,10 @@ OF_CONVOLUTIONS = {
 # Helpers of torchkiln.distributed; tests/ops/test_cross_entropy_shard.py checks them.
 SHARDS = {"cross_entropy_shard", "cross_entropy_shard_backward"}
 
-# Ops that write into tensors of the caller; tests/ops/test_written.py and test_rope_cache.py check
-# them.
-WRITTEN = {"add_layer_norm_", "add_rms_norm_", "layer_norm_out", "rms_norm_out", "swiglu_out"}
-WRITTEN |= {"qkv_norm_rope_cache"}
-
 # The op of KVCache.mask(); tests/ops/test_cache_mask.py checks it.
 MASKS = {"cache_mask"}
 
-IN_PLACE = [(spec.inplace, spec.inplace_overload) for spec in SPECS if spec.inplace is not None]
+EVERY = with_forms(SPECS)
 
 
 def registered() -> set[str]:
@@ -105,29 +99,23 @@ def registered() -> set[str]:
 
 
 def test_every_op_has_a_spec() -> None:
-    covered = {spec.name for spec in SPECS} | {h for spec in SPECS for h in spec.helpers}
-    covered |= FORMS | UPDATES | SHARDS | WRITTEN | MASKS | PARTS | OF_CONVOLUTIONS
-    covered |= {function.__name__ for function, _ in IN_PLACE}
+    covered = {spec.name for spec in EVERY} | {h for spec in EVERY for h in spec.helpers}
+    covered |= FORMS | UPDATES | SHARDS | MASKS | PARTS | OF_CONVOLUTIONS
     assert registered() == covered
 
 
 def test_every_public_function_has_a_spec() -> None:
     functions = {name for name in torchkiln.__all__ if inspect.isroutine(getattr(torchkiln, name))}
-    ops = [(spec.op, spec.overload) for spec in SPECS] + IN_PLACE
-    names = {function.__name__ for function, _ in ops}
-    assert functions - OTHER_FUNCTIONS - ALIASES.keys() == names
-    for function, overload in ops:
-        name = function.__name__
-        assert function is getattr(torchkiln, name)
-        assert overload is not None
-        assert overload.name() == f"torchkiln::{name}"
-    assert {spec.name for spec in SPECS} <= names
-
-
-def test_an_op_in_place_has_the_name_of_its_op() -> None:
+    written = [spec.written for spec in EVERY if spec.written is not None]
+    ops = [(spec.op, spec.overload) for spec in SPECS]
+    ops += [(form.function, form.overload) for form in written]
+    known = {function.__name__: overload for function, overload in ops}
+    assert functions - OTHER_FUNCTIONS - ALIASES.keys() <= known.keys()
+    for name in functions & known.keys():
+        assert known[name].name().startswith(f"torchkiln::{name}")
     for spec in SPECS:
-        if spec.inplace is not None:
-            assert spec.inplace.__name__ == f"{spec.name}_"
+        assert spec.op is getattr(torchkiln, spec.name)
+        assert spec.overload.name() == f"torchkiln::{spec.name}"
 
 
 def test_functions_are_reachable_where_they_are_written() -> None:
@@ -173,5 +161,4 @@ def test_stub_and_extension_agree() -> None:
     told = {node.name for node in stub.body if isinstance(node, ast.FunctionDef)}
     exported = {name for name in dir(_C) if not name.startswith("_")}
     assert told - {"__getattr__"} <= exported
-    ops = {spec.op.__name__ for spec in SPECS} | {function.__name__ for function, _ in IN_PLACE}
-    assert ops <= exported
+    assert {spec.name for spec in SPECS} <= exported

@@ -457,7 +457,7 @@ def test_a_wrong_sharding_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None
 def test_every_check_that_runs_here_is_shown_a_fault() -> None:
     """The list above grows with the checks."""
     shown = {row[0] for row in BROKEN + BROKEN_ON_CUDA}
-    shown |= {"gradgradcheck", "opcheck", "modules", "in_place", "sharding"}
+    shown |= {"gradgradcheck", "opcheck", "modules", "written", "sharding"}
     # These differ from one of the above only in the tool, the device or the size that they take.
     same = {
         "opcheck_helpers",

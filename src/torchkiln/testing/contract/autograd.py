@@ -10,9 +10,11 @@ from torch.autograd import forward_ad
 
 from torchkiln.testing.check import check
 from torchkiln.testing.compare import (
+    Grads,
     Where,
     each,
     exact,
+    gradients,
     half_step,
     outputs,
     require,
@@ -26,7 +28,7 @@ from torchkiln.testing.sample import FLOATING, Result, Sample
 from torchkiln.testing.spec import OpSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
 
 @check(dtypes=FLOATING)
@@ -49,7 +51,7 @@ def vmap(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
 
 
 def gradients_of_loss(
-    spec: OpSpec, sample: Sample, grads: Sequence[Tensor]
+    spec: OpSpec, sample: Sample, grads: Grads
 ) -> Callable[..., tuple[Tensor, ...]]:
     """The gradients of a loss by torch.func, as a function of the differentiable arguments."""
     wanted = spec.wanted(sample)
@@ -57,27 +59,28 @@ def gradients_of_loss(
 
     def loss(*args: Tensor) -> Tensor:
         pairs = zip(outputs(op(*args)), grads, strict=True)
-        return torch.stack([(output * grad).sum().double() for output, grad in pairs]).sum()
+        used = [(output * grad).sum().double() for output, grad in pairs if grad is not None]
+        return torch.stack(used).sum()
 
     return torch.func.grad(loss, tuple(range(len(wanted))))
 
 
-@check(dtypes=FLOATING)
+@check(dtypes=FLOATING, needs="differentiable")
 def func_grad(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     """torch.func.grad gives the gradients of backward."""
     sample = spec.typical(device, dtype)
     wanted = spec.wanted(sample)
-    grads = incoming(sample.call(spec.op))
+    grads = incoming(spec, sample.call(spec.op))
     found = gradients_of_loss(spec, sample, grads)(*sample.take(wanted))
     require_gradients(found, sample, wanted, grads, Where(spec, "func_grad", sample))
 
 
-@check(dtypes=FLOATING)
+@check(dtypes=FLOATING, needs="differentiable")
 def vmap_of_grad(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     """torch.func.grad under vmap gives the gradients of each call."""
     sample = spec.typical(device, dtype)
     wanted = spec.wanted(sample)
-    grads = incoming(sample.call(spec.op))
+    grads = incoming(spec, sample.call(spec.op))
     stacks = [torch.stack([a, -a]) for a in sample.take(wanted)]
     found = torch.func.vmap(gradients_of_loss(spec, sample, grads))(*stacks)
     for k, sign in enumerate((1, -1)):
@@ -127,7 +130,7 @@ def require_tangents(found: Result, sample: Sample, where: Where) -> None:
         require_close(one, wanted, plain, allowed, place)
 
 
-@check(dtypes=FLOATING)
+@check(dtypes=FLOATING, needs="differentiable")
 def func_jvp(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     """torch.func.jvp gives the values and the Jacobian-vector products."""
     sample = spec.typical(device, dtype)
@@ -141,7 +144,7 @@ def func_jvp(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     require_tangents(tangent, sample, where)
 
 
-@check(dtypes=FLOATING)
+@check(dtypes=FLOATING, needs="differentiable")
 def forward_mode(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     """Dual tensors give results with the tangents of forward-mode differentiation."""
     sample = spec.typical(device, dtype)
@@ -157,15 +160,15 @@ def forward_mode(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None
         require_tangents(found, sample, where)
 
 
-@check(dtypes=FLOATING)
+@check(dtypes=FLOATING, needs="differentiable")
 def retained_graph(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     """A second backward through a retained graph gives the first one's gradients again."""
     sample = spec.typical(device, dtype, requires_grad=True)
     wanted = spec.wanted(sample)
     results = outputs(sample.call(spec.op))
     inputs = [sample.args[i] for i in wanted]
-    grads = incoming(results)
+    grads = incoming(spec, results)
     where = Where(spec, "retained_graph", sample)
     for _ in range(2):
-        found = torch.autograd.grad(results, inputs, grads, retain_graph=True)
+        found = gradients(results, inputs, grads, retain_graph=True)
         require_gradients(found, sample, wanted, grads, where)

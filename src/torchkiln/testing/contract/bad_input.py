@@ -68,9 +68,9 @@ def entries(spec: OpSpec, sample: Sample) -> dict[str, Callable[..., object]]:
     """The entries of the op, and transforms of it."""
     found: dict[str, Callable[..., object]] = {"the function": spec.op}
     if reaches_the_op(spec, sample):
-        found["torch.ops"] = spec.overload
+        found["torch.ops"] = spec.through_ops
     tensors = sample.take(sample.positions)
-    if tensors and all(t.layout == torch.strided for t in tensors):
+    if spec.differentiable and tensors and all(t.layout == torch.strided for t in tensors):
         op = sample.bind(spec.op, sample.positions)
         found["the function under vmap"] = lambda *_, **__: torch.func.vmap(
             op, randomness="different"
@@ -96,11 +96,9 @@ def ways_to_refuse(spec: OpSpec, case: Invalid) -> dict[str, Callable[..., objec
     # A cast makes a call with a wrong dtype valid, and no other call.
     if "got dtype" not in case.message:
         found["the function under autocast"] = partial(under_autocast, spec.op)
-    if any(tensor.is_floating_point() for tensor in sample.tensors):
+    if spec.differentiable and any(tensor.is_floating_point() for tensor in sample.tensors):
         leaves = sample.map(lambda t: t.detach().requires_grad_(t.is_floating_point()))
         found["the function of leaves"] = lambda *_, **__: leaves.call(spec.op)
-    if spec.inplace is not None:
-        found["the function in place"] = spec.inplace
     return found
 
 
@@ -109,8 +107,6 @@ def require_refused(
 ) -> None:
     """The call raises the error of the case, with its message."""
     words = f"{case.message}(; .+)?" if case.advises else case.message
-    if entry is spec.inplace:  # its messages name the function in place
-        words = words.replace(f"{spec.name}: ", f"{spec.name}_: ")
     try:
         result = entry(*case.args, **case.kwargs)
     except Exception as error:

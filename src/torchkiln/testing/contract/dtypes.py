@@ -102,6 +102,6 @@ def mixed_dtypes(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None
             continue
         leaves = spec.leaves(sample)
         require_same(outputs(leaves.call(spec.op)), found, where.at("recorded"))
-        grads = incoming(found)
+        grads = incoming(spec, found)
         gradients = vector_jacobian(spec.op, leaves, wanted, grads)
         require_gradients(gradients, sample, wanted, grads, where)
