@@ -17,13 +17,11 @@ from torchkiln.testing.validation import with_forms
 ROOT = Path(__file__).resolve().parents[2]
 
 # What the package offers beside ops: spmm is spmm_csr of the parts of a tensor, csr_transpose its
-# helper. conv_bn_act calls torch's convolutions; tests/ops/test_convolution.py checks it.
+# helper.
 OTHER_FUNCTIONS = {
-    "addcmul",
     "aoti_options",
     "build_info",
     "explain",
-    "conv_bn_act",
     "csr_transpose",
     "fuse",
     "replaced",
@@ -34,10 +32,9 @@ OTHER_FUNCTIONS = {
 # Other names of an op with some of its arguments given, and their modules.
 ALIASES = {"scale_bias_relu": "ScaleBiasReLU"}
 
-# Parts of bn_act, between which the processes of a group communicate, and the module that calls
+# Helpers of bn_act, between which the processes of a group communicate, and the module that calls
 # them; tests/ops/test_sync_batch_norm.py checks them.
 PARTS = {
-    "sync_bn_moments",
     "sync_bn_statistics",
     "sync_bn_forward",
     "sync_bn_backward_sums",
@@ -62,30 +59,11 @@ COMPOSED |= {
     "TransformerEncoderLayer",
 }
 
-# Ops that return more than the op of the same loss; tests/ops/test_cross_entropy_metrics.py and
-# test_linear_cross_entropy_metrics.py check them.
-FORMS = {"cross_entropy_with_metrics", "linear_cross_entropy_with_metrics"}
-
-# The op that bn_act calls to update running statistics; tests/ops/test_batch_norm.py checks it.
-UPDATES = {"bn_act_update", "bn_act_update_forward"}
-
-# Parts of conv_bn_act in training, and what fuse calls; tests/ops/test_conv_moments.py and
-# test_pool.py check them.
-OF_CONVOLUTIONS = {
-    "bn_act_from_moments",
-    "bn_act_from_moments_forward",
-    "bn_act_pool",
-    "bn_act_pool_backward",
-    "bn_act_pool_forward",
-    "pixel_conv",
-    "pixel_conv_gains",
-}
+# A helper of conv_bn_act that returns whether another op is faster.
+CHOICES = {"pixel_conv_gains"}
 
 # Helpers of torchkiln.distributed; tests/ops/test_cross_entropy_shard.py checks them.
 SHARDS = {"cross_entropy_shard", "cross_entropy_shard_backward"}
-
-# The op of KVCache.mask(); tests/ops/test_cache_mask.py checks it.
-MASKS = {"cache_mask"}
 
 EVERY = with_forms(SPECS)
 
@@ -99,8 +77,9 @@ def registered() -> set[str]:
 
 
 def test_every_op_has_a_spec() -> None:
-    covered = {spec.name for spec in EVERY} | {h for spec in EVERY for h in spec.helpers}
-    covered |= FORMS | UPDATES | SHARDS | MASKS | PARTS | OF_CONVOLUTIONS
+    covered = {spec.overload._schema.name.partition("::")[2] for spec in EVERY}
+    covered |= {helper for spec in EVERY for helper in spec.helpers}
+    covered |= CHOICES | SHARDS | PARTS
     assert registered() == covered
 
 
@@ -110,7 +89,8 @@ def test_every_public_function_has_a_spec() -> None:
     ops = [(spec.op, spec.overload) for spec in SPECS]
     ops += [(form.function, form.overload) for form in written]
     known = {function.__name__: overload for function, overload in ops}
-    assert functions - OTHER_FUNCTIONS - ALIASES.keys() <= known.keys()
+    composed = {spec.name for spec in EVERY if spec.composed}
+    assert functions - OTHER_FUNCTIONS - ALIASES.keys() - composed <= known.keys()
     for name in functions & known.keys():
         assert known[name].name().startswith(f"torchkiln::{name}")
     for spec in SPECS:

@@ -8,7 +8,7 @@ it, and of the check ``written``::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +55,7 @@ class OnCopies:
             value = given.get(name)
             if make is not None:
                 made[name] = make(given)
-            elif isinstance(value, Tensor):  # other values are refused
+            elif isinstance(value, Tensor) and value.layout == torch.strided:  # others are refused
                 made[name] = value.clone(memory_format=self.copied)
         return made
 
@@ -83,6 +83,9 @@ class Written:
     """The op that returns the same bits; None if there is none."""
     layouts: tuple[str, ...] = DENSE
     """Names of the strides that a target may have; empty for all without shared elements."""
+    statistics: bool = False
+    """Whether the targets are running statistics. As in torch's batch norm, autograd does not count
+    their writes, and tensors whose elements share memory are not refused."""
     names: tuple[str, ...] = ()
     """The names of all arguments, which :func:`form_of` takes from the schema."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -113,12 +116,19 @@ class Written:
 
 
 def form_of(
-    parent: OpSpec, written: Written, *, called: str = "", kinds: bool = True, **changes: Any
+    parent: OpSpec,
+    written: Written,
+    *,
+    called: str = "",
+    kinds: bool = True,
+    words: Mapping[str, Sequence[str]] | None = None,
+    **changes: Any,
 ) -> OpSpec:
     """The contract of a form: that of the op, with another function and without a module.
 
     ``called`` is its name in messages, if it differs from that of the op in ``torch.ops``, which
-    refuses values of other kinds itself unless ``kinds`` is set.
+    refuses values of other kinds itself unless ``kinds`` is set. ``words`` replaces those of the
+    refusals.
     """
     name = written.overload._schema.name.partition("::")[2]
     known = {a.name: a for a in parent.overload._schema.arguments}
@@ -126,14 +136,15 @@ def form_of(
     optional = [known[name] for name in names if name in known]
     defaults = {a.name: a.default_value for a in optional if a.has_default_value()}
     written = replace(written, names=names, defaults=defaults)
-    rules = parent.refusals or Refusals()
+    rules = replace(parent.refusals or Refusals(), called=called or name, kinds=kinds)
+    rules = rules if words is None else replace(rules, words=words)
     excluded = {} if changes.get("differentiable") else {"vmap": NO_BATCHES}
     fields: dict[str, Any] = {
         "name": name,
         "op": written.on_copies(),
         "overload": written.overload,
         "written": written,
-        "refusals": replace(rules, called=called or name, kinds=kinds),
+        "refusals": rules,
         "invalid": parent.invalid and Renamed(parent, called or name),
         "differentiable": (),
         "helpers": (),

@@ -133,6 +133,9 @@ class OpSpec:
     ) = None
     """Labels and calls that are timed in addition to ``bench``."""
     dtypes: tuple[torch.dtype, ...] = FLOATING
+    composed: bool = False
+    """Whether the function calls several ops, of which ``overload`` is one and ``helpers`` are all
+    that it uses. ``torch.ops`` then has no entry with its arguments."""
     constant: tuple[int, ...] = ()
     """Positions of results that have no gradient, such as counts."""
     devices: tuple[str, ...] = ("cpu", "cuda")
@@ -192,9 +195,11 @@ class OpSpec:
                 object.__setattr__(self, name, replace(value, spec=self))
 
     @property
-    def through_ops(self) -> Callable[..., Any]:
-        """The op in ``torch.ops``, which changes no argument here."""
+    def through_ops(self) -> Callable[..., Any] | None:
+        """The op in ``torch.ops``, which changes no argument here; None for a composed function."""
         written = self.written
+        if self.composed:
+            return None
         return self.overload if written is None else written.on_copies(written.through_ops)
 
     def samples(

@@ -41,7 +41,7 @@ class Recorder(TorchDispatchMode):
 EAGER_TESTS = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 
-@check(dtypes=(torch.float32, torch.bfloat16))
+@check(dtypes=(torch.float32, torch.bfloat16), needs="through_ops")
 def opcheck(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     """torch.library.opcheck passes: schema, autograd registration, fake tensors, AOT dispatch."""
     returns = spec.overload._schema.returns

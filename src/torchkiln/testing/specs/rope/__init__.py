@@ -1,6 +1,9 @@
-"""The contracts of the rotary embedding: alone, and of a packed projection with norms."""
+"""The contracts of the rotary embedding: alone, and of a packed projection and its cache."""
 
-from torchkiln.testing.specs.rope.qkv import QKV_NORM_ROPE
+from torchkiln.testing.forms import with_forms
+from torchkiln.testing.specs.rope import mask, qkv
 from torchkiln.testing.specs.rope.rope import ROPE
+
+QKV_NORM_ROPE = with_forms(qkv.QKV_NORM_ROPE, qkv.with_cache, mask.CACHE_MASK)
 
 __all__ = ["QKV_NORM_ROPE", "ROPE"]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import torchkiln
 from torchkiln.testing.data import cycle, normal
-from torchkiln.testing.forms import Given, Written, form_of, with_forms
+from torchkiln.testing.forms import Given, Written, form_of
 from torchkiln.testing.refusals import GoodCall, Refusals
 from torchkiln.testing.sample import Invalid, Sample, Traffic
 from torchkiln.testing.spec import OpSpec
@@ -328,4 +328,3 @@ QKV_NORM_ROPE = OpSpec(
     opaque=True,
     helpers=("qkv_norm_rope_backward",),
 )
-QKV_NORM_ROPE = with_forms(QKV_NORM_ROPE, with_cache)
