@@ -187,8 +187,9 @@ def gradients(spec: OpSpec) -> str:
 
 
 def in_place(specs: Sequence[OpSpec]) -> str:
-    """The ops that write into their first argument."""
-    return ", ".join(f"`{spec.inplace.__name__}`" for spec in specs if spec.inplace) or NONE
+    """The ops that write into their arguments."""
+    names = [form.name for spec in specs for form in spec.forms if form.name.endswith("_")]
+    return ", ".join(f"`{name}`" for name in names) or NONE
 
 
 def compiled(spec: OpSpec) -> str:

@@ -1,10 +1,10 @@
 """The part of the contract that one run of the suite covers; docs/contract.md has the rule.
 
 A day's sample keeps every check that is quick. Checks that are marked slow or large run for one op
-in twelve, gradient_strides in float32 and one other dtype, checks that trace in one dtype. Of the
-values of a parameter that ``pytest.mark.rotates`` names, one in ``count`` runs. Days take turns:
-twelve days in a row run every case. ``--full`` runs all cases, ``--shard=I/N`` each N-th test from
-the I-th on.
+in twelve, gradient_strides in float32 and one other dtype, checks that trace in one dtype. Forms,
+such as an op in place, take a quarter of their quick checks. Of the values of a parameter that
+``pytest.mark.rotates`` names, one in ``count`` runs. Days take turns: twelve days in a row run
+every case. ``--full`` runs all cases, ``--shard=I/N`` each N-th test from the I-th on.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from torchkiln.testing.contract import CHECKS
 DAYS = 12
 IN_SOME_DTYPES = ("gradient_strides",)
 IN_ONE_DTYPE = ("compile_aot_eager", "opcheck", "opcheck_helpers")
+FORM_DAYS = 4
+"""Days in which every quick check of a form runs once."""
+FORMS = tuple(form for spec in testing.SPECS for form in spec.forms)
 ROTATES = "rotates(name, count): one in `count` values of a parameter runs a day"
 REASONS = 12
 """Lines of the summary of skips."""
@@ -49,10 +52,13 @@ def header(config: pytest.Config) -> str:
 
 def in_sample(case: testing.Case, day: int) -> bool:
     """Whether the sample of a day has the case."""
-    op = testing.SPECS.index(case.spec)
-    if case.check.slow or case.check.large:
+    is_form = case.spec not in testing.SPECS
+    op = (FORMS if is_form else testing.SPECS).index(case.spec)
+    is_long = case.check.slow or case.check.large
+    if is_long or is_form:
         checks = list(CHECKS)
-        return (op + checks.index(case.check.name) + day) % DAYS == 0
+        turn = op + checks.index(case.check.name) + day
+        return turn % (DAYS if is_long else FORM_DAYS) == 0
     if case.check.name in IN_ONE_DTYPE:
         dtypes = [dtype for dtype in case.check.dtypes if dtype in case.spec.dtypes]
         return case.dtype == dtypes[(op + day) % len(dtypes)]
@@ -86,7 +92,7 @@ def runs_today(item: pytest.Item, day: int) -> bool:
         others = sum(index for key, index in callspec.indices.items() if key != name)
         return callspec.indices[name] % count == (others + day) % count
     case = getattr(callspec, "params", {}).get("contract_case")
-    return case is None or case.spec not in testing.SPECS or in_sample(case, day)
+    return case is None or case.spec not in (*testing.SPECS, *FORMS) or in_sample(case, day)
 
 
 def skips(reporter: pytest.TerminalReporter) -> list[str]:

@@ -12,19 +12,16 @@ import torch
 import torchkiln
 from torchkiln import _C
 from torchkiln.testing import SPECS
+from torchkiln.testing.validation import with_forms
 
 ROOT = Path(__file__).resolve().parents[2]
 
 # What the package offers beside ops: spmm is spmm_csr of the parts of a tensor, csr_transpose its
-# helper. conv_bn_act calls torch's convolutions; tests/ops/test_convolution.py checks it.
+# helper.
 OTHER_FUNCTIONS = {
-    "add_layer_norm_",
-    "add_rms_norm_",
-    "addcmul",
     "aoti_options",
     "build_info",
     "explain",
-    "conv_bn_act",
     "csr_transpose",
     "fuse",
     "replaced",
@@ -35,10 +32,9 @@ OTHER_FUNCTIONS = {
 # Other names of an op with some of its arguments given, and their modules.
 ALIASES = {"scale_bias_relu": "ScaleBiasReLU"}
 
-# Parts of bn_act, between which the processes of a group communicate, and the module that calls
+# Helpers of bn_act, between which the processes of a group communicate, and the module that calls
 # them; tests/ops/test_sync_batch_norm.py checks them.
 PARTS = {
-    "sync_bn_moments",
     "sync_bn_statistics",
     "sync_bn_forward",
     "sync_bn_backward_sums",
@@ -63,37 +59,13 @@ COMPOSED |= {
     "TransformerEncoderLayer",
 }
 
-# Ops that return more than the op of the same loss; tests/ops/test_cross_entropy_metrics.py and
-# test_linear_cross_entropy_metrics.py check them.
-FORMS = {"cross_entropy_with_metrics", "linear_cross_entropy_with_metrics"}
-
-# The op that bn_act calls to update running statistics; tests/ops/test_batch_norm.py checks it.
-UPDATES = {"bn_act_update", "bn_act_update_forward"}
-
-# Parts of conv_bn_act in training, and what fuse calls; tests/ops/test_conv_moments.py and
-# test_pool.py check them.
-OF_CONVOLUTIONS = {
-    "bn_act_from_moments",
-    "bn_act_from_moments_forward",
-    "bn_act_pool",
-    "bn_act_pool_backward",
-    "bn_act_pool_forward",
-    "pixel_conv",
-    "pixel_conv_gains",
-}
+# A helper of conv_bn_act that returns whether another op is faster.
+CHOICES = {"pixel_conv_gains"}
 
 # Helpers of torchkiln.distributed; tests/ops/test_cross_entropy_shard.py checks them.
 SHARDS = {"cross_entropy_shard", "cross_entropy_shard_backward"}
 
-# Ops that write into tensors of the caller; tests/ops/test_written.py and test_rope_cache.py check
-# them.
-WRITTEN = {"add_layer_norm_", "add_rms_norm_", "layer_norm_out", "rms_norm_out", "swiglu_out"}
-WRITTEN |= {"qkv_norm_rope_cache"}
-
-# The op of KVCache.mask(); tests/ops/test_cache_mask.py checks it.
-MASKS = {"cache_mask"}
-
-IN_PLACE = [(spec.inplace, spec.inplace_overload) for spec in SPECS if spec.inplace is not None]
+EVERY = with_forms(SPECS)
 
 
 def registered() -> set[str]:
@@ -105,29 +77,25 @@ def registered() -> set[str]:
 
 
 def test_every_op_has_a_spec() -> None:
-    covered = {spec.name for spec in SPECS} | {h for spec in SPECS for h in spec.helpers}
-    covered |= FORMS | UPDATES | SHARDS | WRITTEN | MASKS | PARTS | OF_CONVOLUTIONS
-    covered |= {function.__name__ for function, _ in IN_PLACE}
+    covered = {spec.overload._schema.name.partition("::")[2] for spec in EVERY}
+    covered |= {helper for spec in EVERY for helper in spec.helpers}
+    covered |= CHOICES | SHARDS | PARTS
     assert registered() == covered
 
 
 def test_every_public_function_has_a_spec() -> None:
     functions = {name for name in torchkiln.__all__ if inspect.isroutine(getattr(torchkiln, name))}
-    ops = [(spec.op, spec.overload) for spec in SPECS] + IN_PLACE
-    names = {function.__name__ for function, _ in ops}
-    assert functions - OTHER_FUNCTIONS - ALIASES.keys() == names
-    for function, overload in ops:
-        name = function.__name__
-        assert function is getattr(torchkiln, name)
-        assert overload is not None
-        assert overload.name() == f"torchkiln::{name}"
-    assert {spec.name for spec in SPECS} <= names
-
-
-def test_an_op_in_place_has_the_name_of_its_op() -> None:
+    written = [spec.written for spec in EVERY if spec.written is not None]
+    ops = [(spec.op, spec.overload) for spec in SPECS]
+    ops += [(form.function, form.overload) for form in written]
+    known = {function.__name__: overload for function, overload in ops}
+    composed = {spec.name for spec in EVERY if spec.composed}
+    assert functions - OTHER_FUNCTIONS - ALIASES.keys() - composed <= known.keys()
+    for name in functions & known.keys():
+        assert known[name].name().startswith(f"torchkiln::{name}")
     for spec in SPECS:
-        if spec.inplace is not None:
-            assert spec.inplace.__name__ == f"{spec.name}_"
+        assert spec.op is getattr(torchkiln, spec.name)
+        assert spec.overload.name() == f"torchkiln::{spec.name}"
 
 
 def test_functions_are_reachable_where_they_are_written() -> None:
@@ -173,5 +141,4 @@ def test_stub_and_extension_agree() -> None:
     told = {node.name for node in stub.body if isinstance(node, ast.FunctionDef)}
     exported = {name for name in dir(_C) if not name.startswith("_")}
     assert told - {"__getattr__"} <= exported
-    ops = {spec.op.__name__ for spec in SPECS} | {function.__name__ for function, _ in IN_PLACE}
-    assert ops <= exported
+    assert {spec.name for spec in SPECS} <= exported

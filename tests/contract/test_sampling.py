@@ -30,19 +30,33 @@ def test_each_day_has_every_check_and_every_quick_check_of_each_op() -> None:
         quick = {
             (case.spec.name, case.check.name)
             for case in CASES
-            if not case.check.slow and not case.check.large
+            if not case.check.slow and not case.check.large and case.spec in testing.SPECS
         }
         assert quick <= {(case.spec.name, case.check.name) for case in found}
 
 
 def test_long_checks_run_for_three_or_four_ops_a_day() -> None:
-    slow = [case for case in CASES if case.check.slow and case.device.type == "cpu"]
+    slow = [
+        case
+        for case in CASES
+        if case.check.slow and case.device.type == "cpu" and case.spec in testing.SPECS
+    ]
     counts = [
         sum(sampling.in_sample(case, day) for case in slow if case.check.name == "aot_inductor")
         for day in range(DAY, DAY + sampling.DAYS)
     ]
     assert min(counts) > 0
     assert max(counts) <= 4
+
+
+def test_forms_take_a_quarter_of_their_checks() -> None:
+    forms = [case for case in CASES if case.spec in sampling.FORMS]
+    quick = [case for case in forms if not case.check.slow and not case.check.large]
+    counts = [
+        sum(sampling.in_sample(case, DAY + i) for case in quick) for i in range(sampling.FORM_DAYS)
+    ]
+    assert sum(counts) == len(quick)
+    assert max(counts) < 1.2 * min(counts)
 
 
 def test_a_parameter_that_rotates_has_each_value_in_turn() -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from testing_faults import Row, show, title
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -20,10 +20,8 @@ from torchkiln import testing
 from torchkiln.testing.contract import CHECKS
 from torchkiln.testing.contract.cuda import rest_of_block
 from torchkiln.testing.specs.bias_act import BIAS_ACT
-from torchkiln.testing.specs.norm import ADD_RMS_NORM
 from torchkiln.testing.specs.pointwise import ADD
 
-Op = Callable[..., Any]
 add: Callable[..., Tensor] = torch.add
 
 
@@ -274,8 +272,6 @@ def on_the_default_stream(a: Tensor, b: Tensor) -> Tensor:
         return add(a, b)
 
 
-# Check, broken op, dtype, and the expected message.
-Row = tuple[str, Op, torch.dtype, str]
 BROKEN: list[Row] = [
     ("values", off_by_a_thousandth, torch.float32, "elements are wrong"),
     ("values", wrong_in_the_tail, torch.bfloat16, "elements are wrong"),
@@ -332,19 +328,6 @@ BROKEN_ON_CUDA: list[Row] = [
 ]
 
 
-def title(row: Row) -> str:
-    return f"{row[0]}-{row[3]}"
-
-
-def show(row: Row, device: torch.device, good: testing.OpSpec = ADD) -> None:
-    """Run the check on the broken op and compare its message."""
-    name, op, dtype, words = row
-    case = testing.Case(dataclasses.replace(good, op=op), CHECKS[name], device, dtype)
-    with pytest.raises(Exception, match=re.compile(words, re.DOTALL)) as caught:
-        case.run()
-    assert not isinstance(caught.value, testing.UnavailableError)
-
-
 @pytest.mark.parametrize("row", BROKEN, ids=title)
 def test_a_broken_op_is_found(row: Row) -> None:
     show(row, torch.device("cpu"))
@@ -374,46 +357,6 @@ def test_a_missing_meta_kernel_is_found() -> None:
     spec = dataclasses.replace(ADD, overload=torch.ops.torchkiln_broken.add.default)
     with pytest.raises(Exception, match="opcheck"):
         testing.Case(spec, CHECKS["opcheck"], torch.device("cpu"), torch.float32).run()
-
-
-def scaled_sum(x: Tensor, residual: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    y, total = ADD_RMS_NORM.op(x, residual, *args, **kwargs)
-    return y, total * 1.01
-
-
-def sum_without_gradient(x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    y, total = ADD_RMS_NORM.op(x, *args, **kwargs)
-    return y, total.detach() + 0 * x
-
-
-def sum_that_changes(x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    y, total = ADD_RMS_NORM.op(x, *args, **kwargs)
-    return y, total * (1 + 1e-7 * torch.rand(total.shape))
-
-
-def one_of_two(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    y, _ = ADD_RMS_NORM.op(x, *args, **kwargs)
-    return y
-
-
-SECOND_OUTPUT: list[Row] = [
-    ("values", scaled_sum, torch.float32, "output 1: .* elements are wrong"),
-    ("values", one_of_two, torch.float32, "got 1 outputs, expected 2"),
-    ("strides", scaled_sum, torch.float32, "output 1: .* elements are wrong"),
-    ("vmap", scaled_sum, torch.float32, "output 1: .* elements are wrong"),
-    ("func_jvp", scaled_sum, torch.float32, "output 1: .* elements are wrong"),
-    ("func_grad", sum_without_gradient, torch.float32, "gradient of argument 0"),
-    ("gradient_values", sum_without_gradient, torch.float32, "gradient of argument 0"),
-    ("gradient_strides", sum_without_gradient, torch.float32, "gradient of argument 0"),
-    ("gradcheck", sum_without_gradient, torch.float64, "Jacobian mismatch"),
-    ("compile_aot_eager", sum_without_gradient, torch.float32, "gradient of argument 0"),
-    ("determinism", sum_that_changes, torch.float32, "output 1: not bitwise equal"),
-]
-
-
-@pytest.mark.parametrize("row", SECOND_OUTPUT, ids=title)
-def test_a_fault_of_the_second_output_is_found(row: Row) -> None:
-    show(row, torch.device("cpu"), ADD_RMS_NORM)
 
 
 class Forgetful(nn.Module):
@@ -457,7 +400,7 @@ def test_a_wrong_sharding_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None
 def test_every_check_that_runs_here_is_shown_a_fault() -> None:
     """The list above grows with the checks."""
     shown = {row[0] for row in BROKEN + BROKEN_ON_CUDA}
-    shown |= {"gradgradcheck", "opcheck", "modules", "in_place", "sharding"}
+    shown |= {"gradgradcheck", "opcheck", "modules", "written", "sharding"}
     # These differ from one of the above only in the tool, the device or the size that they take.
     same = {
         "opcheck_helpers",

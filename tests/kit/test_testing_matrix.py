@@ -33,7 +33,8 @@ def test_the_page_is_that_of_the_files() -> None:
 
 def test_every_op_was_tried_and_nothing_failed() -> None:
     cpu = Run.read(DOCS / "contract" / "cpu.json")
-    assert set(cpu.ops) == {spec.name for spec in testing.SPECS}
+    forms = {form.name for spec in testing.SPECS for form in spec.forms}
+    assert set(cpu.ops) - forms == {spec.name for spec in testing.SPECS}
     for file in FILES:
         found = Run.read(file)
         assert "dirty" not in (found.environment["commit"] or "")

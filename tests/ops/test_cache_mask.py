@@ -67,22 +67,3 @@ def test_nothing_to_hide(device: torch.device) -> None:
     assert mask(empty, 8, torch.float32).shape == (0, 8)
     assert mask(empty.view(0, 3), 8, torch.float32).shape == (0, 1, 3, 8)
     assert mask(torch.zeros(3, dtype=torch.int64, device=device), 0, torch.float32).shape == (3, 0)
-
-
-def test_the_op_passes_the_checks_of_torch(device: torch.device) -> None:
-    at = torch.tensor([[1, 5], [0, 2]], device=device)
-    torch.library.opcheck(
-        torch.ops.torchkiln.cache_mask.default, (at, 9, torch.bfloat16), raise_exception=True
-    )
-
-
-def test_other_calls_are_refused(device: torch.device) -> None:
-    at = torch.tensor([1, 2], device=device)
-    with pytest.raises(RuntimeError, match="cache_mask: positions: got dtype float32, expected"):
-        mask(at.float(), 4, torch.float32)
-    with pytest.raises(RuntimeError, match=r"cache_mask: positions: got shape \[\], expected"):
-        mask(at[0], 4, torch.float32)
-    with pytest.raises(ValueError, match="cache_mask: length: got -1, expected"):
-        mask(at, -1, torch.float32)
-    with pytest.raises(RuntimeError, match="cache_mask: dtype: got int64, expected float32"):
-        mask(at, 4, torch.int64)

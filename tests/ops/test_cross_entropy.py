@@ -12,34 +12,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from cross_entropies import every_dtype, gradient, name, some
 from torch import Tensor, nn
 
 import torchkiln
-from torchkiln.testing.compare import bits
-from torchkiln.testing.contract.repeat import threads
 from torchkiln.testing.data import normal
 from torchkiln.testing.specs import cross_entropy as contract
 from torchkiln.testing.specs.cross_entropy import probabilities
 
-FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INF = math.inf
-
-
-def name(value: object) -> str:
-    return str(value).removeprefix("torch.")
-
-
-every_dtype = pytest.mark.parametrize("dtype", FLOATING, ids=name)
-
-
-def some(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Logits that need a gradient, and classes."""
-    logits = torch.randn(9, 21, device=device, requires_grad=True)
-    return logits, torch.randint(21, (9,), device=device)
-
-
-def gradient(loss: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(loss, inputs, torch.ones_like(loss))
 
 
 @every_dtype
@@ -263,138 +244,6 @@ def test_more_than_2_to_the_31_elements() -> None:
         torch.testing.assert_close(
             grad[start : start + 3].double(), gradient(expected, part)[0], rtol=0.01, atol=1e-6
         )
-
-
-def test_a_target_that_is_no_class_on_the_cpu() -> None:
-    """An error with and without the check, from any thread; names the first of several."""
-    logits = torch.randn(500, 7)
-    for place, value in ((0, 7), (250, -1), (499, 2**40)):
-        target = torch.randint(7, (500,))
-        target[place] = value
-        target[499] = min(target[499].item(), value) if place < 499 else value
-        words = (
-            rf"^torchkiln\.cross_entropy: target: got {value}, expected one of 7 classes, 0 to 6"
-        )
-        for check in (False, True):
-            for count in (1, 3):
-                with threads(count), pytest.raises(IndexError, match=words):
-                    torchkiln.cross_entropy(logits, target, check_target=check)
-
-
-def test_the_check_spares_what_is_ignored(device: torch.device) -> None:
-    logits, target = some(device)
-    target[3] = 255
-    loss = torchkiln.cross_entropy(logits, target, ignore_index=255, check_target=True)
-    torch.testing.assert_close(loss, F.cross_entropy(logits, target, ignore_index=255))
-    with pytest.raises(IndexError, match="got 255, expected one of 21 classes, 0 to 20, or ignore"):
-        torchkiln.cross_entropy(logits, target, check_target=True)
-
-
-def test_only_the_gradients_that_are_wanted(device: torch.device) -> None:
-    logits, _ = some(device)
-    target = probabilities(logits.detach()).requires_grad_()
-    weight = torch.rand(21, device=device)
-    loss = torchkiln.cross_entropy(logits.detach(), target, weight=weight, label_smoothing=0.1)
-    loss.backward()
-    assert logits.grad is None
-    plain = target.detach().requires_grad_()
-    expected = F.cross_entropy(logits.detach(), plain, weight=weight, label_smoothing=0.1)
-    assert target.grad is not None
-    torch.testing.assert_close(target.grad, gradient(expected, plain)[0])
-    alone = torchkiln.cross_entropy(logits.detach(), target.detach(), weight=weight)
-    assert not alone.requires_grad
-
-
-@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-@pytest.mark.parametrize("kind", ["classes", "probabilities"])
-def test_second_gradients(device: torch.device, reduction: str, kind: str) -> None:
-    """Gradients agree with torch's composite in float64."""
-    logits = torch.randn(6, 5, device=device, dtype=torch.float64, requires_grad=True)
-    inputs = [logits]
-    target = torch.tensor([0, 4, -100, 2, 2, 1], device=device)
-    if kind == "probabilities":
-        target = probabilities(logits.detach()).requires_grad_()
-        inputs.append(target)
-    options: dict[str, Any] = {
-        "weight": torch.rand(5, device=device, dtype=torch.float64),
-        "label_smoothing": 0.2,
-        "z_loss": 0.1,
-        "reduction": reduction,
-    }
-    seconds = []
-    for function in (torchkiln.cross_entropy, contract.reference):
-        loss = function(logits, target, **options)
-        grad = loss.detach().cos().requires_grad_()
-        firsts = torch.autograd.grad(loss, inputs, grad, create_graph=True)
-        total = sum(
-            (first * x.detach().sin()).sum() for first, x in zip(firsts, inputs, strict=True)
-        )
-        assert isinstance(total, Tensor)
-        seconds.append(torch.autograd.grad(total, (*inputs, grad)))
-    for found, expected in zip(*seconds, strict=True):
-        torch.testing.assert_close(found, expected)
-
-
-def test_targets_of_any_strides(device: torch.device) -> None:
-    logits = torch.randn(4, 6, 5, device=device)
-    wide = torch.randint(6, (5, 4, 2), device=device)
-    target = wide[:, :, 1].t()
-    torch.testing.assert_close(
-        torchkiln.cross_entropy(logits, target), F.cross_entropy(logits, target)
-    )
-    spread = target[:1].expand(4, 5)
-    torch.testing.assert_close(
-        torchkiln.cross_entropy(logits, spread), F.cross_entropy(logits, spread)
-    )
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name)
-def test_autocast(device: torch.device, dtype: torch.dtype) -> None:
-    """Half precision has a float32 loss and a half precision gradient, unless dtype is given."""
-    logits, target = some(device)
-    half = logits.detach().to(dtype).requires_grad_()
-    with torch.autocast(device.type, dtype):
-        loss = torchkiln.cross_entropy(half, target)
-        assert torchkiln.cross_entropy(half, target, dtype=dtype).dtype == dtype
-        assert torchkiln.cross_entropy(logits, target).dtype == torch.float32
-        assert torchkiln.cross_entropy(logits.double(), target).dtype == torch.float64
-        mixed = torchkiln.cross_entropy(half, probabilities(logits.detach()))
-    assert loss.dtype == mixed.dtype == torch.float32
-    assert torch.equal(loss, torchkiln.cross_entropy(half, target, dtype=torch.float32))
-    assert gradient(loss, half)[0].dtype == dtype
-    assert gradient(mixed, half)[0].dtype == dtype
-    torch.testing.assert_close(
-        mixed, F.cross_entropy(half.detach().float(), probabilities(logits.detach()))
-    )
-
-
-@every_dtype
-def test_the_number_of_threads_does_not_matter(dtype: torch.dtype) -> None:
-    logits = torch.randn(4000, 33).to(dtype)
-    target = torch.randint(33, (4000,))
-    for reduction in ("none", "mean", "sum"):
-        results = []
-        for count in (1, 2, 3):
-            with threads(count):
-                results.append(bits(torchkiln.cross_entropy(logits, target, reduction=reduction)))
-        assert torch.equal(results[0], results[1])
-        assert torch.equal(results[0], results[2])
-
-
-def test_a_sum_of_many_rows(device: torch.device) -> None:
-    """A million equal losses: as good as float64."""
-    rows = 1_000_003
-    logits = torch.tensor([[0.0, 1.0, 2.0]], device=device).expand(rows, 3)
-    target = torch.zeros(rows, dtype=torch.int64, device=device)
-    one = F.cross_entropy(logits[:1].double(), target[:1]).item()
-    assert torchkiln.cross_entropy(logits, target).item() == pytest.approx(one, rel=5e-7)
-    total = torchkiln.cross_entropy(logits, target, reduction="sum").item()
-    assert total == pytest.approx(rows * one, rel=5e-7)
-
-
-def test_it_stays_an_op_when_compiled(traced: Callable[..., set[str]]) -> None:
-    found = traced(torchkiln.cross_entropy, torch.randn(3, 4), torch.tensor([0, 3, 1]))
-    assert found == {"torchkiln.cross_entropy.default"}
 
 
 def test_wrong_types() -> None:

@@ -75,13 +75,6 @@ def test_accuracy_under_transforms_softcap_and_autocast(device: torch.device) ->
         torchkiln.cross_entropy(logits, probabilities(logits.detach()), return_accuracy=True)
 
 
-def test_opcheck_with_metrics(device: torch.device) -> None:
-    logits, target = some(device)
-    op = torch.ops.torchkiln.cross_entropy_with_metrics.default
-    for options in ({"accuracy": True}, {"z_loss": 0.1, "reduction": "none"}):
-        torch.library.opcheck(op, (logits, target), options)
-
-
 def test_module_returns_what_was_asked_for(device: torch.device) -> None:
     logits, target = some(device)
     module = torchkiln.nn.CrossEntropyLoss(z_loss=0.1, return_z_loss=True, return_accuracy=True)

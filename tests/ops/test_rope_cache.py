@@ -200,33 +200,6 @@ def test_places_of_each_token_are_checked_beside_their_factors() -> None:
         CASE(tables=tables, cache=(KEYS, VALUES), positions=wrong)
 
 
-def test_a_gradient_is_refused_and_versions_count() -> None:
-    case = Case(torch.device("cpu"))
-    cache = case.keys, case.values
-    for tensor in (case.qkv, case.tables[0], case.weights[1], case.values):
-        tensor.requires_grad_()
-        with pytest.raises(RuntimeError, match=r"cache: got tensors that require a gradient"):
-            case(cache=cache)
-        tensor.requires_grad_(False)
-    x = torch.ones_like(case.keys, requires_grad=True)
-    for written in cache:
-        y = (x * written).sum()
-        case(cache=cache)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            y.backward()
-    with torch.inference_mode():
-        case(cache=(case.keys.clone(), case.values.clone()))
-
-
-@pytest.mark.parametrize("kind", ["none", "each"])
-def test_the_op_is_well_defined(device: torch.device, kind: str) -> None:
-    case, places = Case(device), rows(device, kind)
-    tables = [t if places is not None else t[:TOKENS] for t in case.tables]
-    args = (case.qkv, *tables, *case.weights, HEADS, KV_HEADS, 1e-6, "head", 0.0, False)
-    op = torch.ops.torchkiln.qkv_norm_rope_cache.default
-    torch.library.opcheck(op, (*args, places, None, case.keys, case.values))
-
-
 def test_compiled_calls(device: torch.device) -> None:
     """Two writes in a graph, each followed by a read."""
 

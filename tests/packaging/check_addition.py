@@ -32,7 +32,7 @@ OP = "mish"
 ADDED = {"soft_gate": "elementwise", "row_squares": "reduction", "moving_sum": "custom"}
 CHECKS = {
     *("values", "strides", "gradient_values", "gradcheck", "gradgradcheck"),
-    *("in_place", "vmap", "meta_and_fake", "opcheck"),
+    *("written", "vmap", "meta_and_fake", "opcheck"),
 }
 
 # The head of a change: the file, and the line that the block goes to.

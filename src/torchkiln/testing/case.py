@@ -10,7 +10,7 @@ import torch
 
 from torchkiln.testing import contract
 from torchkiln.testing.check import Check, ExcludedError, UnavailableError
-from torchkiln.testing.validation import validate
+from torchkiln.testing.validation import validate, with_forms
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -57,7 +57,7 @@ def cases(specs: Iterable[OpSpec], device: torch.device) -> Iterator[Case]:
     """
     known = tuple(specs)
     validate(known)
-    for spec in known:
+    for spec in with_forms(known):
         for entry in contract.CHECKS.values():
             if not entry.applies(spec, device):
                 continue

@@ -31,7 +31,7 @@ class Check:
     slow: bool
     large: bool
     needs: str | None
-    """The field of the spec that the check needs; the check is left out if the field is None."""
+    """The field of the spec that the check needs; without a value there the check is left out."""
 
     @property
     def promise(self) -> str:
@@ -40,8 +40,9 @@ class Check:
 
     def applies(self, spec: OpSpec, device: torch.device) -> bool:
         """Whether the check applies to the spec."""
-        wanted = self.needs is None or getattr(spec, self.needs) is not None
-        return wanted and self.device in (None, device.type)
+        wanted = self.needs is None or getattr(spec, self.needs) not in (None, ())
+        here = self.device in (None, device.type) and device.type in spec.devices
+        return wanted and here
 
 
 CHECKS: dict[str, Check] = {}

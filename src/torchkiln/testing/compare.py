@@ -200,14 +200,26 @@ def vector_jacobian(
     if not callable(function):
         raise TypeError(f"vector_jacobian: function: got {function!r}, expected a callable")
     inputs = [sample.args[i] for i in positions]
-    pairs = zip(outputs(sample.call(function)), grads, strict=True)
-    used = [(output, grad) for output, grad in pairs if grad is not None]
+    return gradients(outputs(sample.call(function)), inputs, grads)
+
+
+def gradients(
+    results: Sequence[Tensor], inputs: Sequence[Tensor], grads: Grads, **options: bool
+) -> tuple[Tensor, ...]:
+    """Gradients of the inputs for those of the results, like torch.autograd.grad.
+
+    Results with None are left out, and without inputs there are none.
+    """
+    used = [(y, grad) for y, grad in zip(results, grads, strict=True) if grad is not None]
+    if not inputs:
+        return ()
     # An argument that only unused outputs depend on has a gradient of zero.
     return torch.autograd.grad(
         [output for output, _ in used],
         inputs,
         [grad for _, grad in used],
         materialize_grads=len(used) < len(grads),
+        **options,
     )
 
 

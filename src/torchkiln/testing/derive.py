@@ -60,9 +60,6 @@ VALUES: dict[str, Callable[[OpSpec], Any]] = {
     "overload": lambda spec: overload_of(spec.op, spec.name),
     "composite": lambda spec: spec.reference,
     "differentiable": find_differentiable,
-    "inplace_overload": lambda spec: overload_of(
-        spec.inplace, getattr(spec.inplace, "__name__", "")
-    ),
 }
 """Fields that are filled in when a spec is made, in this order."""
 

@@ -5,7 +5,7 @@ A spec requires the function (``op``), its truth (``reference``, ``magnitude``) 
 from the samples:
 
 - ``name``: the name of the function. ``overload``: ``torch.ops.<package>.<name>.default``, where
-  <package> is the package of the function. ``inplace_overload``: the same for ``inplace``.
+  <package> is the package of the function.
 - ``composite``: the reference. ``differentiable``: all tensors that are positional arguments.
 - **Refused calls**: values of other kinds for each argument, a sparse layout and another device for
   each tensor, and dtypes other than floating point for the first tensor. ``refusals`` states how
@@ -43,6 +43,8 @@ from torchkiln.testing.sample import FLOATING, Invalid, Sample, Traffic, doubled
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from random import Random
+
+    from torchkiln.testing.forms import Written
 
     Operations = tuple[int, int] | Callable[[Sample], tuple[int, int]]
 
@@ -135,6 +137,13 @@ class OpSpec:
     """A random call whose largest tensor has up to this number of elements, for timing; None if
     ``bench`` with random rows and columns draws what users call."""
     dtypes: tuple[torch.dtype, ...] = FLOATING
+    composed: bool = False
+    """Whether the function calls several ops, of which ``overload`` is one and ``helpers`` are all
+    that it uses. ``torch.ops`` then has no entry with its arguments."""
+    constant: tuple[int, ...] = ()
+    """Positions of results that have no gradient, such as counts."""
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    """The kinds of devices that the op has kernels for."""
     autocast: tuple[int, ...] = ()
     """Positions of arguments that autocast converts; empty if it converts none."""
     bench_shapes: tuple[tuple[int, int], ...] = ()
@@ -151,10 +160,12 @@ class OpSpec:
     then times forward and backward as one step, for the op and its peers."""
     waits_for: tuple[str, ...] = ()
     """Arguments that make the host wait for the device if they are set."""
-    inplace: Callable[..., Tensor] | None = None
-    """The public Python function that writes its result into the first argument."""
-    inplace_overload: torch._ops.OpOverload[..., Any] | None = None
-    """The same op in ``torch.ops``."""
+    written: Written | None = None
+    """How the function of a form writes its results into tensors of the caller. ``op`` then calls
+    it with tensors of its own."""
+    forms: tuple[OpSpec, ...] = ()
+    """The contracts of other functions for the results of the op: in place, with ``out=``, into a
+    cache, with more results, of a part. :mod:`torchkiln.testing.forms` makes them."""
     module: Callable[[torch.device, torch.dtype], nn.Module] | None = None
     """A module around the op, with parameters that are not all zero."""
     module_inputs: Callable[[torch.device, torch.dtype], tuple[Tensor, ...]] | None = Derived(
@@ -186,6 +197,14 @@ class OpSpec:
             value = getattr(self, name)
             if isinstance(value, Derived):
                 object.__setattr__(self, name, replace(value, spec=self))
+
+    @property
+    def through_ops(self) -> Callable[..., Any] | None:
+        """The op in ``torch.ops``, which changes no argument here; None for a composed function."""
+        written = self.written
+        if self.composed:
+            return None
+        return self.overload if written is None else written.on_copies(written.through_ops)
 
     def samples(
         self, device: torch.device, dtype: torch.dtype, requires_grad: bool = False

@@ -23,9 +23,9 @@ FUNCTIONS = (
 )
 OPTIONAL = (
     *("invalid", "large", "gradient_magnitude", "output_sensitivity", "bench_variants"),
-    *("inplace", "module", "module_inputs"),
+    *("module", "module_inputs"),
 )
-PAIRS = (("inplace", "inplace_overload"), ("module", "module_inputs"))
+PAIRS = (("module", "module_inputs"),)
 POSITIONS = ("differentiable", "indices", "autocast")
 TYPICAL = 4096
 """Maximum number of elements of the typical sample."""
@@ -33,9 +33,14 @@ TYPICAL = 4096
 CPU = torch.device("cpu")
 
 
+def with_forms(specs: Iterable[OpSpec]) -> tuple[OpSpec, ...]:
+    """The specs, each followed by those of its forms."""
+    return tuple(one for spec in specs for one in (spec, *spec.forms))
+
+
 def validate(specs: Iterable[OpSpec]) -> None:
     """Raise SpecError with a line for each invalid field of a spec."""
-    known = tuple(specs)
+    known = with_forms(specs)
     names = Counter(spec.name for spec in known)
     problems = [
         f"{name}: name: got {count} specs of this name, expected 1"
@@ -111,7 +116,7 @@ def contradictions(spec: OpSpec) -> Iterator[str]:
             yield f"excluded: got {name!r}, expected the name of a check: {known}"
         elif not reason.strip():
             yield f"excluded: {name}: got {reason!r}, expected the reason"
-        elif (needs := contract.CHECKS[name].needs) and getattr(spec, needs) is None:
+        elif (needs := contract.CHECKS[name].needs) and getattr(spec, needs) in (None, ()):
             yield f"excluded: got {name!r}, but without {needs} there is no such check"
 
 

@@ -9,12 +9,12 @@ from torchkiln.testing.contract import (
     dispatch,
     dtypes,
     gradients,
-    in_place,
     modules,
     repeat,
     sharding,
     state,
     values,
+    written,
 )
 
 __all__ = [
@@ -26,10 +26,10 @@ __all__ = [
     "dispatch",
     "dtypes",
     "gradients",
-    "in_place",
     "modules",
     "repeat",
     "sharding",
     "state",
     "values",
+    "written",
 ]

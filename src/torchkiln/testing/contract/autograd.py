@@ -10,9 +10,11 @@ from torch.autograd import forward_ad
 
 from torchkiln.testing.check import check
 from torchkiln.testing.compare import (
+    Grads,
     Where,
     each,
     exact,
+    gradients,
     half_step,
     outputs,
     require,
@@ -26,7 +28,7 @@ from torchkiln.testing.sample import FLOATING, Result, Sample
 from torchkiln.testing.spec import OpSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
 
 @check(dtypes=FLOATING)
@@ -49,7 +51,7 @@ def vmap(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
 
 
 def gradients_of_loss(
-    spec: OpSpec, sample: Sample, grads: Sequence[Tensor]
+    spec: OpSpec, sample: Sample, grads: Grads
 ) -> Callable[..., tuple[Tensor, ...]]:
     """The gradients of a loss by torch.func, as a function of the differentiable arguments."""
     wanted = spec.wanted(sample)
@@ -57,27 +59,28 @@ def gradients_of_loss(
 
     def loss(*args: Tensor) -> Tensor:
         pairs = zip(outputs(op(*args)), grads, strict=True)
-        return torch.stack([(output * grad).sum().double() for output, grad in pairs]).sum()
+        used = [(output * grad).sum().double() for output, grad in pairs if grad is not None]
+        return torch.stack(used).sum()
 
     return torch.func.grad(loss, tuple(range(len(wanted))))
 
 
-@check(dtypes=FLOATING)
+@check(dtypes=FLOATING, needs="differentiable")
 def func_grad(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     """torch.func.grad gives the gradients of backward."""
     sample = spec.typical(device, dtype)
     wanted = spec.wanted(sample)
-    grads = incoming(sample.call(spec.op))
+    grads = incoming(spec, sample.call(spec.op))
     found = gradients_of_loss(spec, sample, grads)(*sample.take(wanted))
     require_gradients(found, sample, wanted, grads, Where(spec, "func_grad", sample))
 
 
-@check(dtypes=FLOATING)
+@check(dtypes=FLOATING, needs="differentiable")
 def vmap_of_grad(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     """torch.func.grad under vmap gives the gradients of each call."""
     sample = spec.typical(device, dtype)
     wanted = spec.wanted(sample)
-    grads = incoming(sample.call(spec.op))
+    grads = incoming(spec, sample.call(spec.op))
     stacks = [torch.stack([a, -a]) for a in sample.take(wanted)]
     found = torch.func.vmap(gradients_of_loss(spec, sample, grads))(*stacks)
     for k, sign in enumerate((1, -1)):
@@ -96,6 +99,11 @@ def tangents(spec: OpSpec, sample: Sample) -> tuple[Tensor, ...]:
     )
 
 
+def moving(spec: OpSpec, result: Result) -> tuple[Tensor, ...]:
+    """The outputs that have a gradient."""
+    return tuple(y for i, y in enumerate(outputs(result)) if i not in spec.constant)
+
+
 def require_tangents(found: Result, sample: Sample, where: Where) -> None:
     """Compare Jacobian-vector products with the double backward of the float64 reference."""
     spec = where.spec
@@ -104,7 +112,7 @@ def require_tangents(found: Result, sample: Sample, where: Where) -> None:
     def product(function: object, call: Sample, along: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         # J v is the derivative by u of (J^T u) v, so only backward is needed for the truth.
         call = spec.leaves(call)
-        results = outputs(call.map(lambda t: t).call(function))  # type: ignore[arg-type]
+        results = moving(spec, call.map(lambda t: t).call(function))  # type: ignore[arg-type]
         u = [torch.zeros_like(result, requires_grad=True) for result in results]
         inputs = [call.args[i] for i in spec.wanted(call)]
         back = torch.autograd.grad(results, inputs, u, create_graph=True)
@@ -127,7 +135,7 @@ def require_tangents(found: Result, sample: Sample, where: Where) -> None:
         require_close(one, wanted, plain, allowed, place)
 
 
-@check(dtypes=FLOATING)
+@check(dtypes=FLOATING, needs="differentiable")
 def func_jvp(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     """torch.func.jvp gives the values and the Jacobian-vector products."""
     sample = spec.typical(device, dtype)
@@ -138,10 +146,10 @@ def func_jvp(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     output, tangent = pair
     where = Where(spec, "func_jvp", sample)
     require_values(output, sample, where)
-    require_tangents(tangent, sample, where)
+    require_tangents(moving(spec, tangent), sample, where)
 
 
-@check(dtypes=FLOATING)
+@check(dtypes=FLOATING, needs="differentiable")
 def forward_mode(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     """Dual tensors give results with the tangents of forward-mode differentiation."""
     sample = spec.typical(device, dtype)
@@ -152,20 +160,21 @@ def forward_mode(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None
         unpacked = [forward_ad.unpack_dual(output) for output in outputs(duals.call(spec.op))]
         where = Where(spec, "forward_mode", sample)
         require_values(tuple(primal for primal, _ in unpacked), sample, where)
-        found = tuple(tangent for _, tangent in unpacked if tangent is not None)
-        require(len(found) == len(unpacked), where, "an output has no tangent")
+        due: tuple[Any, ...] = moving(spec, tuple(tangent for _, tangent in unpacked))
+        found = tuple(tangent for tangent in due if tangent is not None)
+        require(len(found) == len(due), where, "an output has no tangent")
         require_tangents(found, sample, where)
 
 
-@check(dtypes=FLOATING)
+@check(dtypes=FLOATING, needs="differentiable")
 def retained_graph(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     """A second backward through a retained graph gives the first one's gradients again."""
     sample = spec.typical(device, dtype, requires_grad=True)
     wanted = spec.wanted(sample)
     results = outputs(sample.call(spec.op))
     inputs = [sample.args[i] for i in wanted]
-    grads = incoming(results)
+    grads = incoming(spec, results)
     where = Where(spec, "retained_graph", sample)
     for _ in range(2):
-        found = torch.autograd.grad(results, inputs, grads, retain_graph=True)
+        found = gradients(results, inputs, grads, retain_graph=True)
         require_gradients(found, sample, wanted, grads, where)

@@ -17,7 +17,14 @@ from torch import Tensor, nn
 
 from torchkiln.aoti import aoti_options
 from torchkiln.testing.check import UnavailableError, check
-from torchkiln.testing.compare import Where, outputs, require, require_gradients, require_values
+from torchkiln.testing.compare import (
+    Where,
+    gradients,
+    outputs,
+    require,
+    require_gradients,
+    require_values,
+)
 from torchkiln.testing.contract.gradients import incoming
 from torchkiln.testing.contract.values import TINY
 
@@ -46,15 +53,15 @@ def require_compiled(spec: OpSpec, function: Any, sample: Sample, where: Where) 
     leaves = spec.leaves(sample)
     results = outputs(leaves.call(function))
     wanted = spec.wanted(sample)
-    grads = incoming(results)
-    found = torch.autograd.grad(results, leaves.take(wanted), grads)
+    grads = incoming(spec, results)
+    found = gradients(results, leaves.take(wanted), grads)
     require_values(results, sample, where)
     require_gradients(found, sample, wanted, grads, where)
 
 
-def flattened(groups: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """All tensors in one list."""
-    return [tensor for group in groups for tensor in group]
+def flattened(groups: Sequence[Sequence[Any]]) -> list[Any]:
+    """All items in one list."""
+    return [item for group in groups for item in group]
 
 
 def require_compiled_together(
@@ -72,8 +79,8 @@ def require_compiled_together(
     called = function([(call.args, dict(call.kwargs)) for call in leaves])
     results = [outputs(result) for result in called]
     inputs = [list(call.take(spec.wanted(call))) for call in leaves]
-    grads = [incoming(result) for result in results]
-    flat = iter(torch.autograd.grad(flattened(results), flattened(inputs), flattened(grads)))
+    grads = [incoming(spec, result) for result in results]
+    flat = iter(gradients(flattened(results), flattened(inputs), flattened(grads)))
     for sample, result, grad, some in zip(samples, results, grads, inputs, strict=True):
         where = Where(spec, check_name, sample)
         require_values(result, sample, where)

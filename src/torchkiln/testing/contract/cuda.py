@@ -16,7 +16,9 @@ from torch import Tensor
 
 from torchkiln.testing.check import UnavailableError, check
 from torchkiln.testing.compare import (
+    Grads,
     Where,
+    gradients,
     outputs,
     require,
     require_gradients,
@@ -28,7 +30,7 @@ from torchkiln.testing.contract.values import available_memory
 from torchkiln.testing.data import SENTINEL, scaled
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     from torchkiln.testing.sample import Sample
     from torchkiln.testing.spec import OpSpec
@@ -38,35 +40,47 @@ DELAY = 100_000_000
 
 
 def forward_and_backward(
-    spec: OpSpec, sample: Sample, grads: Sequence[Tensor]
+    spec: OpSpec, sample: Sample, grads: Grads
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Outputs and gradients of leaves."""
     results = outputs(sample.call(spec.op))
     inputs = [sample.args[i] for i in spec.wanted(sample)]
-    return results, torch.autograd.grad(results, inputs, grads)
+    return results, gradients(results, inputs, grads)
+
+
+def each_of(grads: Grads, function: Callable[[Tensor], Tensor]) -> list[Tensor | None]:
+    """The function of each gradient that an output has."""
+    return [None if grad is None else function(grad) for grad in grads]
+
+
+def copy_each(to: Grads, grads: Grads) -> None:
+    """Copy the gradients."""
+    for one, other in zip(to, grads, strict=True):
+        if one is not None and other is not None:
+            one.copy_(other)
 
 
 @check(device="cuda", dtypes=(torch.float32, torch.bfloat16))
 def side_stream(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     """Work goes to the current stream: it waits for data that the stream delivers late."""
     sample = spec.typical(device, dtype)
-    grads = incoming(sample.call(spec.op))
+    grads = incoming(spec, sample.call(spec.op))
     late = sample
     for i in sample.positions:
         late = late.substitute(i, torch.zeros_like(sample.args[i]))
     late = spec.leaves(late)
-    late_grads = list(map(torch.zeros_like, grads))
+    late_grads = each_of(grads, torch.zeros_like)
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         # Called once before the delay, so that allocation and kernel loading do not wait for it.
         forward_and_backward(spec, late, late_grads)
-        torch._foreach_copy_(late_grads, list(map(torch.zeros_like, grads)))
+        copy_each(late_grads, each_of(grads, torch.zeros_like))
         torch.cuda._sleep(DELAY)
         with torch.no_grad():
             for i in sample.positions:
                 late.args[i].copy_(sample.args[i])
-            torch._foreach_copy_(late_grads, grads)
+            copy_each(late_grads, grads)
         results, found = forward_and_backward(spec, late, late_grads)
         done = torch.cuda.Event()
         done.record(stream)
@@ -87,7 +101,7 @@ def other_current_device(spec: OpSpec, device: torch.device, dtype: torch.dtype)
         sample = spec.typical(where_data_is, dtype)
         where = Where(spec, "other_current_device", sample, f"on {where_data_is}")
         with torch.cuda.device(current):
-            grads = incoming(sample.call(spec.op))
+            grads = incoming(spec, sample.call(spec.op))
             results, found = forward_and_backward(spec, spec.leaves(sample), grads)
             require(torch.cuda.current_device() == current.index, where, "the device changed")
         for output in results:
@@ -100,9 +114,9 @@ def other_current_device(spec: OpSpec, device: torch.device, dtype: torch.dtype)
 def graph_capture(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     """A CUDA graph of forward and backward gives right results when replayed with new data."""
     sample = spec.typical(device, dtype)
-    grads = incoming(sample.call(spec.op))
+    grads = incoming(spec, sample.call(spec.op))
     static = spec.leaves(sample.map(torch.clone))
-    static_grads = [grad.clone() for grad in grads]
+    static_grads = each_of(grads, torch.clone)
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
@@ -116,8 +130,8 @@ def graph_capture(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> Non
         with torch.no_grad():
             for i in fresh.positions:
                 static.args[i].copy_(fresh.args[i])
-            fresh_grads = [grad * factor for grad in grads]
-            torch._foreach_copy_(static_grads, fresh_grads)
+            fresh_grads = each_of(grads, lambda t, f=factor: t * f)  # type: ignore[misc]
+            copy_each(static_grads, fresh_grads)
         graph.replay()
         where = Where(spec, "graph_capture", fresh, f"data times {factor}")
         require_values(results, fresh, where)
@@ -144,7 +158,7 @@ def no_synchronisation(spec: OpSpec, device: torch.device, dtype: torch.dtype) -
             continue
         if any(sample.kwargs.get(name) for name in spec.waits_for):
             continue
-        grads = incoming(sample.call(spec.op))
+        grads = incoming(spec, sample.call(spec.op))
         forward_and_backward(spec, sample, grads)
         torch.cuda.synchronize(device)
         done = torch.cuda.Event()
@@ -168,7 +182,8 @@ def only_the_caching_allocator(spec: OpSpec, device: torch.device, dtype: torch.
     def all_samples() -> None:
         for sample in spec.samples(device, dtype, requires_grad=True):
             results = outputs(sample.call(spec.op))
-            torch.autograd.backward(results, list(map(torch.ones_like, results)))
+            grads = incoming(spec, results)
+            gradients(results, sample.take(spec.wanted(sample)), grads)
 
     def outside_torch() -> int:
         torch.cuda.synchronize(device)

@@ -76,7 +76,7 @@ def in_one_dtype(function: Callable[..., Result], dtype: torch.dtype) -> Callabl
     return call
 
 
-@check(dtypes=FLOATING)
+@check(dtypes=FLOATING, needs="through_ops")
 def mixed_dtypes(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     """A tensor of another dtype is refused, or the result has the dtype that all promote to.
 
@@ -102,6 +102,6 @@ def mixed_dtypes(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None
             continue
         leaves = spec.leaves(sample)
         require_same(outputs(leaves.call(spec.op)), found, where.at("recorded"))
-        grads = incoming(found)
+        grads = incoming(spec, found)
         gradients = vector_jacobian(spec.op, leaves, wanted, grads)
         require_gradients(gradients, sample, wanted, grads, where)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torchkiln.testing.check import check
 from torchkiln.testing.compare import (
     Where,
+    gradients,
     noted,
     outputs,
     require,
@@ -37,15 +38,17 @@ def subsets(positions: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         yield from combinations(positions, count)
 
 
-def incoming(result: Result) -> list[Tensor]:
-    """A gradient for each output."""
+def incoming(spec: OpSpec, result: Result) -> list[Tensor | None]:
+    """A gradient for each output; None for outputs that have none."""
     return [
-        normal(f"grad{i or ''}", output.shape, output.device, output.dtype)
+        None
+        if i in spec.constant
+        else normal(f"grad{i or ''}", output.shape, output.device, output.dtype)
         for i, output in enumerate(outputs(result))
     ]
 
 
-@check(dtypes=FLOATING)
+@check(dtypes=FLOATING, needs="differentiable")
 def gradient_values(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     """Every gradient is as close to float64 as torch's own, for each choice of arguments.
 
@@ -54,7 +57,7 @@ def gradient_values(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> N
     for sample in spec.samples(device, dtype):
         wanted = spec.wanted(sample)
         unrecorded = sample.call(spec.op)
-        grads = incoming(unrecorded)
+        grads = incoming(spec, unrecorded)
         recorded = spec.leaves(sample).call(spec.op)
         require_same(recorded, unrecorded, Where(spec, "gradient_values", sample, "recorded"))
         full: dict[int, Tensor] = {}
@@ -67,14 +70,15 @@ def gradient_values(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> N
                 full = dict(zip(positions, found, strict=True))
             for position, one in zip(positions, found, strict=True):
                 require_identical(one, full[position], where.at(f"argument {position}"))
-        for i in range(len(grads) if len(grads) > 1 else 0):
+        several = [i for i, grad in enumerate(grads) if grad is not None]
+        for i in several if len(several) > 1 else ():
             where = Where(spec, "gradient_values", sample, f"output {i} alone")
             alone = [grad if i == k else None for k, grad in enumerate(grads)]
             found = vector_jacobian(spec.op, spec.leaves(sample), wanted, alone)
             require_gradients(found, sample, wanted, alone, where)
 
 
-@check(dtypes=(torch.float32, torch.bfloat16))
+@check(dtypes=(torch.float32, torch.bfloat16), needs="differentiable")
 def gradients_that_are_recorded(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     """Gradients with create_graph=True are as close to float64 as those without."""
     for sample in spec.samples(device, dtype):
@@ -83,23 +87,23 @@ def gradients_that_are_recorded(spec: OpSpec, device: torch.device, dtype: torch
         wanted = spec.wanted(sample)
         leaves = spec.leaves(sample)
         results = outputs(leaves.call(spec.op))
-        grads = incoming(results)
-        found = torch.autograd.grad(results, leaves.take(wanted), grads, create_graph=True)
+        grads = incoming(spec, results)
+        found = gradients(results, leaves.take(wanted), grads, create_graph=True)
         where = Where(spec, "gradients_that_are_recorded", sample)
         plain = [gradient.detach() for gradient in found]
         require_gradients(plain, sample, wanted, grads, where)
 
 
-@check(dtypes=FLOATING)
+@check(dtypes=FLOATING, needs="differentiable")
 def gradient_strides(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     """Inputs and incoming gradients may have any strides; no byte of or around them changes."""
     for sample in spec.samples(device, dtype):
         if not 0 < sample.numel <= SMALL:
             continue
         wanted = spec.wanted(sample)
-        grads = incoming(sample.call(spec.op))
+        grads = incoming(spec, sample.call(spec.op))
         for i, grad in enumerate(grads):
-            for placed in layouts(grad):
+            for placed in layouts(grad) if grad is not None else ():
                 name = f"incoming gradient {f'{i} ' if i else ''}{placed.name}"
                 where = Where(spec, "gradient_strides", sample, name)
                 before = placed.bits()
@@ -118,7 +122,7 @@ def gradient_strides(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> 
             require_gradients(found, moved, wanted, grads, where)
 
 
-@check()
+@check(needs="differentiable")
 def only_the_gradients_asked_for(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     """No graph without a leaf, none under no_grad, and no gradient for other arguments."""
     sample = spec.typical(device, dtype)
@@ -132,9 +136,10 @@ def only_the_gradients_asked_for(spec: OpSpec, device: torch.device, dtype: torc
     for positions in subsets(spec.wanted(sample)):
         leaves = spec.leaves(sample, positions)
         results = outputs(leaves.call(spec.op))
-        for output in results:
+        used = [output for i, output in enumerate(results) if i not in spec.constant]
+        for output in used:
             require(output.requires_grad, where, f"no graph for arguments {positions}")
-        torch.autograd.backward([output.sum() for output in results])
+        torch.autograd.backward([output.sum() for output in used])
         got = tuple(i for i in sample.positions if leaves.args[i].grad is not None)
         require(got == positions, where, f"gradients of {got}, expected those of {positions}")
 
@@ -148,7 +153,7 @@ def small(spec: OpSpec, device: torch.device) -> Iterator[Sample]:
             yield sample
 
 
-@check(dtypes=(torch.float64,))
+@check(dtypes=(torch.float64,), needs="differentiable")
 def gradcheck(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     """Backward, forward mode and batched gradients agree with numerical differences."""
     for sample in small(spec, device):
@@ -164,7 +169,7 @@ def gradcheck(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
             )
 
 
-@check(dtypes=(torch.float64,))
+@check(dtypes=(torch.float64,), needs="differentiable")
 def gradgradcheck(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     """The backward of the backward agrees with numerical differences."""
     for sample in small(spec, device):

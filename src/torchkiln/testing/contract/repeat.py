@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torchkiln.testing.check import check
 from torchkiln.testing.compare import (
     Where,
+    gradients,
     outputs,
     require_gradients,
     require_identical,
@@ -58,7 +59,7 @@ def determinism(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
                 first: tuple[Tensor, ...] | None = None
                 for _ in range(RUNS if index in often and count == counts[-1] else 2):
                     result = sample.call(spec.op)
-                    grads = vector_jacobian(spec.op, sample, wanted, incoming(result))
+                    grads = vector_jacobian(spec.op, sample, wanted, incoming(spec, result))
                     expected = result if expected is None else expected
                     first = grads if first is None else first
                     place = where.at(f"{count} threads")
@@ -67,7 +68,7 @@ def determinism(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
                         require_identical(one, other, place.at(f"gradient of argument {wanted[i]}"))
 
 
-@check()
+@check(needs="differentiable")
 def checkpointed(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     """In an activation checkpoint, eager and compiled, an equal seed gives equal bits again."""
     sample = spec.typical(device, dtype)
@@ -85,10 +86,10 @@ def checkpointed(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None
             leaves = spec.leaves(sample)
             result = leaves.call(function)
             results = outputs(result)
-            grads = torch.autograd.grad(results, leaves.take(wanted), incoming(results))
+            grads = gradients(results, leaves.take(wanted), incoming(spec, results))
             if before is None:
                 require_values(results, sample, where)
-                require_gradients(grads, sample, wanted, incoming(results), where)
+                require_gradients(grads, sample, wanted, incoming(spec, results), where)
                 before = results, grads
             require_same(results, before[0], where)
             for i, (one, other) in enumerate(zip(grads, before[1], strict=True)):

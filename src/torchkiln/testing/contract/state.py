@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torchkiln.testing.check import UnavailableError, check
-from torchkiln.testing.compare import Where, outputs, require, require_same
+from torchkiln.testing.compare import Where, gradients, outputs, require, require_same
 from torchkiln.testing.contract.gradients import incoming
 from torchkiln.testing.contract.values import SMALL
 
@@ -52,7 +52,7 @@ def forward_and_backward(spec: OpSpec, sample: Sample) -> tuple[Tensor, ...]:
     leaves = spec.leaves(sample)
     results = outputs(leaves.call(spec.op))
     inputs = leaves.take(spec.wanted(leaves))
-    grads = torch.autograd.grad(results, inputs, incoming(results))
+    grads = gradients(results, inputs, incoming(spec, results))
     return (*(result.detach() for result in results), *grads)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import torchkiln
+from torchkiln.testing import forms
 from torchkiln.testing.data import normal
 from torchkiln.testing.derive import layer
 from torchkiln.testing.sample import Sample
@@ -150,7 +151,7 @@ def with_slope(slope: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 def activation(name: str, *, in_place: bool = False, module: Module = None) -> OpSpec:
     """The contract of one activation."""
     formula = FORMULAS[name]
-    return OpSpec(
+    spec = OpSpec(
         op=getattr(torchkiln, name),
         reference=formula.exact,
         composite=formula.value,
@@ -160,8 +161,10 @@ def activation(name: str, *, in_place: bool = False, module: Module = None) -> O
         inputs=inputs,
         opaque=False,
         helpers=("activation_backward",),
-        inplace=getattr(torchkiln, f"{name}_") if in_place else None,
         module=None if module is None else layer(module),
+    )
+    return (
+        forms.with_forms(spec, forms.in_place(getattr(torchkiln, f"{name}_"))) if in_place else spec
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 import torchkiln
 from torchkiln.testing.data import large_matrix, normal
 from torchkiln.testing.derive import layer
+from torchkiln.testing.forms import Given, Written, form_of, with_forms
 from torchkiln.testing.refusals import SPARSE, GoodCall, Refusals
 from torchkiln.testing.sample import Invalid, Sample
 from torchkiln.testing.spec import OpSpec
@@ -116,6 +118,27 @@ def gated(name: str, act: str, module: Callable[..., nn.Module]) -> OpSpec:
     )
 
 
-SWIGLU = gated("swiglu", "silu", torchkiln.nn.SwiGLU)
+def new_out(given: Given) -> Tensor:
+    """A tensor for the argument ``out``."""
+    gate: Tensor = given["gate"]
+    shape = list(gate.shape)
+    if given.get("up") is None and shape:
+        shape[-1] //= 2
+    return gate.new_empty(shape)
+
+
+def with_out(parent: OpSpec) -> OpSpec:
+    """The gate with ``out=``, whose wrong kinds of arguments ``torch.ops`` refuses."""
+    overload = torch.ops.torchkiln.swiglu_out.default
+    function = Written(parent.op, overload, {"out": new_out}, plain=parent.op)
+
+    def same_dtypes(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+        return (call for call in parent.inputs(device, dtype) if call.name != "two dtypes")
+
+    changes: dict[str, Any] = {"inputs": same_dtypes, "opaque": True}
+    return form_of(parent, function, called=parent.name, kinds=False, **changes)
+
+
+SWIGLU = with_forms(gated("swiglu", "silu", torchkiln.nn.SwiGLU), with_out)
 GEGLU = gated("geglu", "gelu", torchkiln.nn.GEGLU)
 GEGLU_TANH = gated("geglu_tanh", "gelu_tanh", partial(torchkiln.nn.GEGLU, "tanh"))

@@ -17,8 +17,8 @@ from torchkiln.testing.derive import layer
 from torchkiln.testing.refusals import GoodCall, Refusals
 from torchkiln.testing.sample import Invalid, Sample, Traffic
 from torchkiln.testing.spec import OpSpec
-from torchkiln.testing.specs import batch_norm
 from torchkiln.testing.specs.activation import FORMULAS
+from torchkiln.testing.specs.batch_norm import whole as batch_norm
 
 # Shapes [batch, channels, ...] and groups: one group, one channel for each, no pixels, no samples,
 # vectors of pixels and their tails, groups of one and of several parts, many small ones.

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import torchkiln
 from torchkiln.testing.data import cycle, large_matrix, normal
 from torchkiln.testing.derive import layer
+from torchkiln.testing.forms import Given, Written, form_of, with_forms
 from torchkiln.testing.refusals import GoodCall, Refusals
 from torchkiln.testing.sample import Invalid, Result, Sample, Traffic
 from torchkiln.testing.spec import OpSpec
@@ -345,7 +346,42 @@ def norm(name: str, module: type[nn.Module], *, centered: bool, residual: bool) 
     )
 
 
-LAYER_NORM = norm("layer_norm", torchkiln.nn.LayerNorm, centered=True, residual=False)
-RMS_NORM = norm("rms_norm", torchkiln.nn.RMSNorm, centered=False, residual=False)
-ADD_LAYER_NORM = norm("add_layer_norm", torchkiln.nn.AddLayerNorm, centered=True, residual=True)
-ADD_RMS_NORM = norm("add_rms_norm", torchkiln.nn.AddRMSNorm, centered=False, residual=True)
+def new_out(given: Given) -> Tensor:
+    """A tensor for the argument ``out``."""
+    x: Tensor = given["x"]
+    return x.new_empty(x.shape)
+
+
+def with_out(parent: OpSpec) -> OpSpec:
+    """The norm with ``out=``, whose wrong kinds of arguments ``torch.ops`` refuses."""
+    overload = getattr(torch.ops.torchkiln, f"{parent.name}_out").default
+    function = Written(parent.op, overload, {"out": new_out}, plain=parent.op)
+    return form_of(parent, function, called=parent.name, kinds=False)
+
+
+def on_both(parent: OpSpec) -> OpSpec:
+    """The norm of a sum that is written into both addends, which have one dtype."""
+    name = f"{parent.name}_"
+    overload = getattr(torch.ops.torchkiln, name).default
+    targets = {"x": None, "residual": None}
+    function = Written(getattr(torchkiln, name), overload, targets, plain=parent.op)
+
+    def same_dtypes(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+        calls = parent.inputs(device, dtype)
+        return (call for call in calls if call.args[0].dtype == call.args[1].dtype)
+
+    return form_of(parent, function, kinds=False, inputs=same_dtypes)
+
+
+LAYER_NORM = with_forms(
+    norm("layer_norm", torchkiln.nn.LayerNorm, centered=True, residual=False), with_out
+)
+RMS_NORM = with_forms(
+    norm("rms_norm", torchkiln.nn.RMSNorm, centered=False, residual=False), with_out
+)
+ADD_LAYER_NORM = with_forms(
+    norm("add_layer_norm", torchkiln.nn.AddLayerNorm, centered=True, residual=True), on_both
+)
+ADD_RMS_NORM = with_forms(
+    norm("add_rms_norm", torchkiln.nn.AddRMSNorm, centered=False, residual=True), on_both
+)

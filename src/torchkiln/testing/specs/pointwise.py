@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import reduce
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 
 import torchkiln
 from torchkiln.testing.data import cycle, large_matrix, normal
+from torchkiln.testing.forms import with_forms
 from torchkiln.testing.refusals import KNOWN_DTYPES, GoodCall, Refusals, name_of
 from torchkiln.testing.sample import Invalid, Sample, Traffic
 from torchkiln.testing.spec import OpSpec
@@ -172,6 +175,53 @@ ADD = OpSpec(
     opaque=False,
 )
 
+
+def addcmul_inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    """The calls of muladd in the order of torch.addcmul, then other factors."""
+    for call in muladd_inputs(device, dtype):
+        if all(isinstance(value, Tensor) and value.dtype == dtype for value in call.args):
+            a, b, c = call.args
+            yield replace(call, args=(c, a, b))
+    a, b, c = (normal(name, (5, 7), device, dtype) for name in "abc")
+    yield Sample("value", (c, a, b), {"value": -1.5})
+
+
+def addcmul_terms(first: Tensor, a: Tensor, b: Tensor, value: float = 1) -> Tensor:
+    """The terms of each element."""
+    return first.abs() + (value * a * b).abs()
+
+
+def addcmul_gradient_magnitude(first: Tensor, a: Tensor, b: Tensor, value: float = 1) -> Tensor:
+    """As for muladd."""
+    return muladd_gradient_magnitude(a * abs(value), b, first)
+
+
+def with_addcmul(parent: OpSpec) -> OpSpec:
+    """The function of torch.addcmul; tests/ops/test_muladd.py compares its promotion."""
+    return replace(
+        parent,
+        name="addcmul",
+        op=torchkiln.addcmul,
+        composed=True,
+        reference=torch.addcmul,
+        composite=torch.addcmul,
+        magnitude=addcmul_terms,
+        gradient_magnitude=addcmul_gradient_magnitude,
+        inputs=addcmul_inputs,
+        refusals=None,
+        invalid=addcmul_invalid,
+        large=None,
+        forms=(),
+    )
+
+
+def addcmul_invalid(device: torch.device) -> Iterator[Invalid]:
+    """Shapes that do not broadcast."""
+    x = torch.ones(4, device=device)
+    words = re.escape("torchkiln.muladd: b: got shape [3], expected one that broadcasts")
+    yield Invalid("shape of tensor2", (x, x, x[:3]), RuntimeError, f"{words}.*")
+
+
 MULADD = OpSpec(
     op=torchkiln.muladd,
     reference=muladd,
@@ -186,3 +236,4 @@ MULADD = OpSpec(
     opaque=False,
     helpers=("muladd_backward",),
 )
+MULADD = with_forms(MULADD, with_addcmul)

@@ -1,11 +1,10 @@
 """The contracts of cross-entropy, of logits and of a linear layer."""
 
-from torchkiln.testing.specs.cross_entropy.linear import LINEAR_CROSS_ENTROPY
-from torchkiln.testing.specs.cross_entropy.logits import (
-    CROSS_ENTROPY,
-    classes,
-    probabilities,
-    reference,
-)
+from torchkiln.testing.forms import with_forms
+from torchkiln.testing.specs.cross_entropy import linear, logits, metrics
+from torchkiln.testing.specs.cross_entropy.logits import classes, probabilities, reference
+
+CROSS_ENTROPY = with_forms(logits.CROSS_ENTROPY, metrics.LOGITS)
+LINEAR_CROSS_ENTROPY = with_forms(linear.LINEAR_CROSS_ENTROPY, metrics.LINEAR)
 
 __all__ = ["CROSS_ENTROPY", "LINEAR_CROSS_ENTROPY", "classes", "probabilities", "reference"]

@@ -1,4 +1,4 @@
-"""The check of ops that write into their argument, shown ops that break it."""
+"""The check of functions that write into tensors of the caller, shown functions that break it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,21 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+import torchkiln
 from torchkiln import testing
 from torchkiln.testing.contract import CHECKS
 from torchkiln.testing.data import normal
+from torchkiln.testing.forms import Written, form_of
+from torchkiln.testing.specs.gated import SWIGLU
 from torchkiln.testing.specs.pointwise import ADD
 
 CPU = torch.device("cpu")
 SHAPES = {"typical": (6, 10), "one": (1,), "0-dim": (), "empty": (0, 3), "odd": (7, 13)}
 
 Op = Callable[..., Tensor]
+CHANGES: dict[str, Any] = {"differentiable": (0,), "refusals": None, "invalid": None}
 relu_: Op = torch.relu_
+swiglu: Op = torchkiln.swiglu
 
 
 def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[testing.Sample]:
@@ -35,8 +40,6 @@ RELU = dataclasses.replace(
     name="relu",
     op=torch.relu,
     overload=torch.ops.aten.relu.default,
-    inplace=relu_,
-    inplace_overload=torch.ops.aten.relu_.default,
     reference=torch.relu,
     composite=torch.relu,
     magnitude=torch.abs,
@@ -45,9 +48,17 @@ RELU = dataclasses.replace(
 )
 
 
+def form(op: Op, overload: Any = torch.ops.aten.relu_.default) -> testing.OpSpec:
+    """A form in place, whose overload names its argument ``self``."""
+
+    def named(self: Tensor) -> Tensor:
+        return op(self)
+
+    return form_of(RELU, Written(named, overload, {"self": None}, torch.relu, ()), **CHANGES)
+
+
 def run(op: Op, dtype: torch.dtype = torch.float32) -> None:
-    spec = dataclasses.replace(RELU, inplace=op)
-    testing.Case(spec, CHECKS["in_place"], CPU, dtype).run()
+    testing.Case(form(op), CHECKS["written"], CPU, dtype).run()
 
 
 @pytest.mark.parametrize("dtype", RELU.dtypes, ids=str)
@@ -155,12 +166,59 @@ def test_a_broken_op_is_found(op: Op, words: str, dtype: torch.dtype) -> None:
 
 
 def test_both_entries_are_tried() -> None:
-    spec = dataclasses.replace(RELU, inplace_overload=torch.ops.aten.sigmoid_.default)
+    spec = form(relu_, torch.ops.aten.sigmoid_.default)
     with pytest.raises(AssertionError, match=r"torch\.ops.*not bitwise equal"):
-        testing.Case(spec, CHECKS["in_place"], CPU, torch.float32).run()
+        testing.Case(spec, CHECKS["written"], CPU, torch.float32).run()
 
 
 def test_specs_without_it_have_no_case() -> None:
-    for spec, expected in ((ADD, False), (RELU, True)):
-        names = {case.check.name for case in testing.cases([spec], CPU)}
-        assert ("in_place" in names) == expected
+    found = {case.spec.name for case in testing.cases([ADD, SWIGLU], CPU) if is_written(case)}
+    assert found == {"swiglu_out"}
+
+
+def is_written(case: testing.Case) -> bool:
+    return case.check.name == "written"
+
+
+def writes_behind(out: Tensor) -> None:
+    """Writes the element behind a tensor that lies in a larger buffer."""
+    if out.storage_offset():
+        out.as_strided((1,), (1,), out.storage_offset() + out.numel()).zero_()
+
+
+def records_nothing(gate: Tensor, up: Tensor | None = None, *, out: Tensor) -> Tensor:
+    with torch.no_grad():
+        return swiglu(gate, up, out=out)
+
+
+def writes_too_much(gate: Tensor, up: Tensor | None = None, *, out: Tensor) -> Tensor:
+    swiglu(gate, up, out=out)
+    writes_behind(out)
+    return out
+
+
+def returns_another(gate: Tensor, up: Tensor | None = None, *, out: Tensor) -> Tensor:
+    return swiglu(gate, up, out=out).clone()
+
+
+def adds_to_it(gate: Tensor, up: Tensor | None = None, *, out: Tensor) -> Tensor:
+    before = out.clone()
+    return swiglu(gate, up, out=out).add_(before.nan_to_num(0) * 0 + 1)
+
+
+@pytest.mark.parametrize(
+    ("op", "words"),
+    [
+        (records_nothing, "gate requires a gradient: no error"),
+        (writes_too_much, "out contiguous: wrote around"),
+        (returns_another, "returned another tensor"),
+        (adds_to_it, "beside the op: not bitwise equal"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_broken_out_is_found(op: Op, words: str) -> None:
+    (spec,) = SWIGLU.forms
+    assert spec.written is not None
+    broken = dataclasses.replace(spec, written=dataclasses.replace(spec.written, function=op))
+    with pytest.raises(AssertionError, match=words):
+        testing.Case(broken, CHECKS["written"], CPU, torch.float32).run()

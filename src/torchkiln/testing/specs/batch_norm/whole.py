@@ -60,6 +60,10 @@ class Arguments:
         self.training: bool = given.get("training", False)
         self.eps: float = given.get("eps", 1e-5)
         self.dims = (0, *range(2, self.x.dim()))
+        self.sizes: Tensor = self.x.abs()
+        """The terms of x, if it is the result of another op."""
+        self.path: Tensor = self.x
+        """A function of the arguments of that op whose gradients are the terms of theirs."""
 
     def wide(self, vector: Tensor) -> Tensor:
         """A vector of the channels with the rank of x."""
@@ -97,8 +101,8 @@ class Arguments:
             rstd = (var + self.eps).rsqrt()
             size = ((self.x - mean) * rstd).abs()
             if not self.training:
-                return size, (self.x.abs() + mean.abs()) * rstd, rstd
-            moved = (self.x.abs() + self.mean_of(self.x.abs())) * rstd
+                return size, (self.sizes + mean.abs()) * rstd, rstd
+            moved = (self.sizes + self.mean_of(self.sizes)) * rstd
             spread = 1 + self.mean_of(size * moved)
             return size, moved + size * spread, rstd * spread
 
@@ -124,7 +128,7 @@ class Arguments:
         """
         formula = FORMULAS[self.act]
         size, error, rstd = self.errors()
-        x, mean = self.x, self.mean_of
+        x, mean = self.path, self.mean_of
         y = x
         if self.training:
             y = x + mean(x) + error * mean(size * x) + size * mean(error * x)

@@ -1,0 +1,32 @@
+"""Faults that the tests of checks share."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from torchkiln import testing
+from torchkiln.testing.contract import CHECKS
+from torchkiln.testing.specs.pointwise import ADD
+
+Op = Callable[..., Any]
+# Check, broken op, dtype, and the expected message.
+Row = tuple[str, Op, torch.dtype, str]
+
+
+def title(row: Row) -> str:
+    return f"{row[0]}-{row[3]}"
+
+
+def show(row: Row, device: torch.device, good: testing.OpSpec = ADD) -> None:
+    """Run the check on the broken op and compare its message."""
+    name, op, dtype, words = row
+    case = testing.Case(dataclasses.replace(good, op=op), CHECKS[name], device, dtype)
+    with pytest.raises(Exception, match=re.compile(words, re.DOTALL)) as caught:
+        case.run()
+    assert not isinstance(caught.value, testing.UnavailableError)
