@@ -48,35 +48,14 @@ void bind_activations(const torchkiln::Binder& ops) {
   torchkiln::for_each_activation(
       [&](auto tag) {
         using Act = typename decltype(tag)::type;
-        if constexpr (!std::is_same_v<Act, torchkiln::None>)
-          ops.bind<&activation<Act>>(Act::kName, {"x"});
+        if constexpr (!std::is_same_v<Act, torchkiln::None>) ops.bind<&activation<Act>>(Act::kName);
       },
       torchkiln::Activations{});
-  ops.bind<&activation_in_place<torchkiln::Square>>("square_", {"x"});
-  ops.bind<&activation_in_place<torchkiln::Relu>>("relu_", {"x"});
-  ops.bind<&activation_in_place<torchkiln::Silu>>("silu_", {"x"});
-  ops.bind<&activation_in_place<torchkiln::Sigmoid>>("sigmoid_", {"x"});
-  ops.bind<&activation_in_place<torchkiln::Tanh>>("tanh_", {"x"});
-}
-
-Tensor cross_entropy(const Tensor& logits, const Tensor& target, const MaybeTensor& weight,
-                     int64_t ignore_index, std::string_view reduction, double label_smoothing,
-                     double z_loss, std::optional<at::ScalarType> dtype, bool check_target,
-                     bool inplace_backward, std::optional<double> softcap) {
-  return torchkiln::cross_entropy(logits, target,
-                                  {weight, ignore_index, reduction, label_smoothing, z_loss, dtype,
-                                   check_target, inplace_backward, softcap});
-}
-
-Tensor linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor& target,
-                            const MaybeTensor& bias, const MaybeTensor& class_weight,
-                            int64_t ignore_index, std::string_view reduction,
-                            double label_smoothing, double z_loss,
-                            std::optional<at::ScalarType> dtype, bool check_target,
-                            std::optional<double> softcap, double temperature) {
-  return torchkiln::linear_cross_entropy(x, weight, target, bias,
-                                         {class_weight, ignore_index, reduction, label_smoothing,
-                                          z_loss, dtype, check_target, softcap, temperature});
+  ops.bind<&activation_in_place<torchkiln::Square>>("square_");
+  ops.bind<&activation_in_place<torchkiln::Relu>>("relu_");
+  ops.bind<&activation_in_place<torchkiln::Silu>>("silu_");
+  ops.bind<&activation_in_place<torchkiln::Sigmoid>>("sigmoid_");
+  ops.bind<&activation_in_place<torchkiln::Tanh>>("tanh_");
 }
 
 Tensor bn_act(const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias,
@@ -124,58 +103,35 @@ Tensor spmm_csr(const Tensor& values, const Tensor& b, const Tensor& crow, const
 
 PYBIND11_MODULE(_C, module) {
   const torchkiln::Binder ops(module);
-  ops.bind<&add>("add", {"a", "b"});
-  ops.bind<&muladd>("muladd", {"a", "b", "c"});
+  ops.bind<&add>("add");
+  ops.bind<&muladd>("muladd");
   bind_activations(ops);
-  ops.bind<&torchkiln::bias_act>("bias_act", {"x", "bias", "scale", "act"});
-  ops.bind<&torchkiln::swiglu>("swiglu", {"gate", "up"});
-  ops.bind<&torchkiln::geglu>("geglu", {"gate", "up"});
-  ops.bind<&torchkiln::geglu_tanh>("geglu_tanh", {"gate", "up"});
-  ops.bind<&torchkiln::dropout_add>("dropout_add", {"x", "residual", "p", "training"});
-  ops.bind<&torchkiln::bias_dropout_add>("bias_dropout_add",
-                                         {"x", "bias", "residual", "p", "training"});
-  ops.bind<&torchkiln::sum>("sum", {"x", "dim", "keepdim", "dtype"});
-  ops.bind<&torchkiln::mean>("mean", {"x", "dim", "keepdim", "dtype"});
-  ops.bind<&torchkiln::softmax>("softmax", {"x", "dim", "scale", "mask", "causal", "dtype"});
-  ops.bind<&torchkiln::log_softmax>("log_softmax",
-                                    {"x", "dim", "scale", "mask", "causal", "dtype"});
-  ops.bind<&torchkiln::layer_norm>(
-      "layer_norm", {"x", "normalized_shape", "weight", "bias", "eps", "offset", "round"});
-  ops.bind<&torchkiln::rms_norm>("rms_norm",
-                                 {"x", "normalized_shape", "weight", "eps", "offset", "round"});
-  ops.bind<&torchkiln::add_layer_norm>(
-      "add_layer_norm",
-      {"x", "residual", "normalized_shape", "weight", "bias", "eps", "offset", "round"});
-  ops.bind<&torchkiln::add_rms_norm>(
-      "add_rms_norm", {"x", "residual", "normalized_shape", "weight", "eps", "offset", "round"});
-  ops.bind<&gated_rms_norm>("gated_rms_norm", {"x", "gate", "normalized_shape", "weight", "eps",
-                                               "gate_first", "groups", "offset"});
-  ops.bind<&bn_act>("bn_act",
-                    {"x", "weight", "bias", "running_mean", "running_var", "residual", "act",
-                     "training", "momentum", "eps"},
-                    nullptr, &name_of_bn_act);
-  ops.bind<&torchkiln::group_norm>("group_norm",
-                                   {"x", "num_groups", "weight", "bias", "eps", "act"});
-  ops.bind<&rope>("rope", {"q", "k", "cos", "sin", "interleaved", "positions", "partial",
-                           "heads_dim", "inverse"});
-  ops.bind<&qkv_norm_rope>("qkv_norm_rope",
-                           {"qkv", "cos", "sin", "q_weight", "k_weight", "heads", "kv_heads", "eps",
-                            "norm", "offset", "interleaved", "positions", "partial"});
-  ops.bind<&cross_entropy>("cross_entropy", {"logits", "target", "weight", "ignore_index",
-                                             "reduction", "label_smoothing", "z_loss", "dtype",
-                                             "check_target", "inplace_backward", "softcap"});
-  ops.bind<&linear_cross_entropy>(
-      "linear_cross_entropy",
-      {"x", "weight", "target", "bias", "class_weight", "ignore_index", "reduction",
-       "label_smoothing", "z_loss", "dtype", "check_target", "softcap", "temperature"});
-  ops.bind<&torchkiln::matmul>("matmul", {"a", "b"});
-  ops.bind<&torchkiln::linear>("linear", {"x", "weight", "bias", "act", "scale", "residual"});
-  ops.bind<&torchkiln::mlp>(
-      "mlp", {"x", "up_weight", "down_weight", "up_bias", "down_bias", "act", "save"});
-  ops.bind<&torchkiln::gated_mlp>("gated_mlp", {"x", "gate_up_weight", "down_weight",
-                                                "gate_up_bias", "down_bias", "act", "save"});
-  ops.bind<&spmm_csr>("spmm_csr", {"values", "b", "crow", "col", "shape", "transpose", "check"},
-                      "spmm");
+  ops.bind<&torchkiln::bias_act>("bias_act");
+  ops.bind<&torchkiln::swiglu>("swiglu");
+  ops.bind<&torchkiln::geglu>("geglu");
+  ops.bind<&torchkiln::geglu_tanh>("geglu_tanh");
+  ops.bind<&torchkiln::dropout_add>("dropout_add");
+  ops.bind<&torchkiln::bias_dropout_add>("bias_dropout_add");
+  ops.bind<&torchkiln::sum>("sum");
+  ops.bind<&torchkiln::mean>("mean");
+  ops.bind<&torchkiln::softmax>("softmax");
+  ops.bind<&torchkiln::log_softmax>("log_softmax");
+  ops.bind<&torchkiln::layer_norm>("layer_norm");
+  ops.bind<&torchkiln::rms_norm>("rms_norm");
+  ops.bind<&torchkiln::add_layer_norm>("add_layer_norm");
+  ops.bind<&torchkiln::add_rms_norm>("add_rms_norm");
+  ops.bind<&gated_rms_norm>("gated_rms_norm");
+  ops.bind<&bn_act>("bn_act", nullptr, &name_of_bn_act);
+  ops.bind<&torchkiln::group_norm>("group_norm");
+  ops.bind<&rope>("rope");
+  ops.bind<&qkv_norm_rope>("qkv_norm_rope");
+  ops.bind<&torchkiln::cross_entropy>("cross_entropy");
+  ops.bind<&torchkiln::linear_cross_entropy>("linear_cross_entropy");
+  ops.bind<&torchkiln::matmul>("matmul");
+  ops.bind<&torchkiln::linear>("linear");
+  ops.bind<&torchkiln::mlp>("mlp");
+  ops.bind<&torchkiln::gated_mlp>("gated_mlp");
+  ops.bind<&spmm_csr>("spmm_csr", "spmm");
   module.def("two_uses", &two_uses);
   bind_trace(module);
   bind_watch(module);

@@ -3,6 +3,8 @@
 // The operators on tensors. Each call goes through torch's dispatcher, so autograd, autocast, vmap
 // and tracing apply. All are differentiable to any order. Tensors are float32, float64, float16 or
 // bfloat16 unless stated otherwise; half precision is computed in float32 and rounded once.
+//
+// Arguments that are seldom given are fields of a struct.
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/OptionalArrayRef.h>
@@ -12,6 +14,7 @@
 #include <tuple>
 
 #include "torchkiln/core/status.h"
+#include "torchkiln/torch/options.h"
 
 namespace torchkiln {
 
@@ -244,6 +247,9 @@ struct CrossEntropyOptions {
   bool check_target = false;            // checks the target's classes first; synchronises
   bool inplace_backward = false;        // backward writes the gradient over the logits
   std::optional<double> softcap;        // replaces logits by softcap * tanh(logits / softcap)
+
+  TORCHKILN_FIELDS(self.weight, self.ignore_index, self.reduction, self.label_smoothing,
+                   self.z_loss, self.dtype, self.check_target, self.inplace_backward, self.softcap);
 };
 
 /// Cross-entropy of logits [classes], [rows, classes] or [rows, classes, ...] and a target: one
@@ -262,6 +268,9 @@ struct LinearCrossEntropyOptions {
   bool check_target = false;            // checks the target's classes first; synchronises
   std::optional<double> softcap;        // replaces logits by softcap * tanh(logits / softcap)
   double temperature = 1.0;             // divides the logits, after the softcap
+
+  TORCHKILN_FIELDS(self.class_weight, self.ignore_index, self.reduction, self.label_smoothing,
+                   self.z_loss, self.dtype, self.check_target, self.softcap, self.temperature);
 };
 
 /// Cross-entropy of the logits x weight^T + bias for x [..., features], weight [classes, features]
