@@ -73,13 +73,6 @@ const char* name_of_bn_act(PyObject* const* given) {
   return moves ? "bn_act_update" : "bn_act";
 }
 
-Tensor gated_rms_norm(const Tensor& x, const Tensor& gate, c10::SymIntArrayRef normalized_shape,
-                      const MaybeTensor& weight, std::optional<double> eps, bool gate_first,
-                      int64_t groups, double offset) {
-  return torchkiln::gated_rms_norm(x, gate, normalized_shape, weight, eps,
-                                   {gate_first, groups, offset});
-}
-
 std::tuple<Tensor, Tensor> rope(const Tensor& q, const MaybeTensor& k, const Tensor& cos,
                                 const Tensor& sin, bool interleaved, const MaybeTensor& positions,
                                 std::optional<int64_t> partial, int64_t heads_dim, bool inverse) {
@@ -120,7 +113,7 @@ PYBIND11_MODULE(_C, module) {
   ops.bind<&torchkiln::rms_norm>("rms_norm");
   ops.bind<&torchkiln::add_layer_norm>("add_layer_norm");
   ops.bind<&torchkiln::add_rms_norm>("add_rms_norm");
-  ops.bind<&gated_rms_norm>("gated_rms_norm");
+  ops.bind<&torchkiln::gated_rms_norm>("gated_rms_norm");
   ops.bind<&bn_act>("bn_act", nullptr, &name_of_bn_act);
   ops.bind<&torchkiln::group_norm>("group_norm");
   ops.bind<&rope>("rope");

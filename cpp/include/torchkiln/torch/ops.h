@@ -110,42 +110,55 @@ TORCHKILN_EXPORT at::Tensor gated_mlp(const at::Tensor& x, const at::Tensor& gat
                                       std::string_view act = "silu",
                                       std::string_view save = "preact");
 
+struct LayerNormOptions {
+  double eps = 1e-5;
+  double offset = 0.0;              // is added to the weight
+  std::string_view round = "once";  // "input" also rounds the quotient to x's dtype
+
+  TORCHKILN_FIELDS(self.eps, self.offset, self.round);
+};
+
 /// (x - mean) / sqrt(variance + eps) * (offset + weight) + bias, with mean and variance over the
 /// last dimensions of x, whose sizes are `normalized_shape`. Weight and bias have that shape; their
 /// dtype is x's, or float32 if x has half precision. The result is contiguous and has x's shape and
-/// dtype. It is rounded once; `round` "input" also rounds the quotient to x's dtype. The gradients
-/// of weight and bias are bitwise reproducible.
+/// dtype. The gradients of weight and bias are bitwise reproducible.
 TORCHKILN_EXPORT at::Tensor layer_norm(const at::Tensor& x, c10::SymIntArrayRef normalized_shape,
                                        const std::optional<at::Tensor>& weight = std::nullopt,
                                        const std::optional<at::Tensor>& bias = std::nullopt,
-                                       double eps = 1e-5, double offset = 0.0,
-                                       std::string_view round = "once");
+                                       const LayerNormOptions& options = {});
 
-/// x / sqrt(mean of x^2 + eps) * (offset + weight), with arguments as for layer_norm(). The default
-/// eps is the machine epsilon of float32, or of float64 for float64.
+struct RmsNormOptions {
+  std::optional<double> eps;  // by default the machine epsilon of float32, or float64 for float64
+  double offset = 0.0;        // the last two as in LayerNormOptions
+  std::string_view round = "once";
+
+  TORCHKILN_FIELDS(self.eps, self.offset, self.round);
+};
+
+/// x / sqrt(mean of x^2 + eps) * (offset + weight), with arguments as for layer_norm().
 TORCHKILN_EXPORT at::Tensor rms_norm(const at::Tensor& x, c10::SymIntArrayRef normalized_shape,
                                      const std::optional<at::Tensor>& weight = std::nullopt,
-                                     std::optional<double> eps = std::nullopt, double offset = 0.0,
-                                     std::string_view round = "once");
+                                     const RmsNormOptions& options = {});
 
 /// {layer_norm(sum), sum} with sum = x + residual, for x and residual of one shape and dtype. The
 /// sum is rounded to that dtype before it is normalized.
 TORCHKILN_EXPORT std::tuple<at::Tensor, at::Tensor> add_layer_norm(
     const at::Tensor& x, const at::Tensor& residual, c10::SymIntArrayRef normalized_shape,
     const std::optional<at::Tensor>& weight = std::nullopt,
-    const std::optional<at::Tensor>& bias = std::nullopt, double eps = 1e-5, double offset = 0.0,
-    std::string_view round = "once");
+    const std::optional<at::Tensor>& bias = std::nullopt, const LayerNormOptions& options = {});
 
 /// {rms_norm(sum), sum} with sum = x + residual, as for add_layer_norm().
 TORCHKILN_EXPORT std::tuple<at::Tensor, at::Tensor> add_rms_norm(
     const at::Tensor& x, const at::Tensor& residual, c10::SymIntArrayRef normalized_shape,
-    const std::optional<at::Tensor>& weight = std::nullopt,
-    std::optional<double> eps = std::nullopt, double offset = 0.0, std::string_view round = "once");
+    const std::optional<at::Tensor>& weight = std::nullopt, const RmsNormOptions& options = {});
 
 struct GatedNormOptions {
-  bool gate_first = false;  // whether x * silu(gate) is normalized, else x
-  int64_t groups = 1;       // equal parts of the last dimension that are normalized separately
-  double offset = 0.0;      // is added to the weight
+  std::optional<double> eps;  // as in RmsNormOptions
+  bool gate_first = false;    // whether x * silu(gate) is normalized, else x
+  int64_t groups = 1;         // equal parts of the last dimension that are normalized separately
+  double offset = 0.0;        // is added to the weight
+
+  TORCHKILN_FIELDS(self.eps, self.gate_first, self.groups, self.offset);
 };
 
 /// rms_norm(x) * silu(gate), or rms_norm(x * silu(gate)) if options.gate_first, for x and gate of
@@ -153,24 +166,26 @@ struct GatedNormOptions {
 TORCHKILN_EXPORT at::Tensor gated_rms_norm(const at::Tensor& x, const at::Tensor& gate,
                                            c10::SymIntArrayRef normalized_shape,
                                            const std::optional<at::Tensor>& weight = std::nullopt,
-                                           std::optional<double> eps = std::nullopt,
                                            const GatedNormOptions& options = {});
 
-/// softmax(x * scale) over dimension `dim`. Masked elements count as -infinity: those for which
-/// `mask`, which broadcasts to x, is false, and, if `causal`, those whose column (last dimension)
-/// is greater than their row (the dimension before). A row with all elements masked is NaN and has
-/// gradient 0. A floating mask is added to x * scale instead. x is cast to `dtype` first, if given.
-/// The result is contiguous and has x's shape.
-TORCHKILN_EXPORT at::Tensor softmax(const at::Tensor& x, int64_t dim, double scale = 1.0,
-                                    const std::optional<at::Tensor>& mask = std::nullopt,
-                                    bool causal = false,
-                                    std::optional<at::ScalarType> dtype = std::nullopt);
+struct SoftmaxOptions {
+  double scale = 1.0;
+  std::optional<at::Tensor> mask;       // broadcasts to x
+  bool causal = false;                  // masks columns (last dimension) greater than the row
+  std::optional<at::ScalarType> dtype;  // x is cast to it first
+
+  TORCHKILN_FIELDS(self.scale, self.mask, self.causal, self.dtype);
+};
+
+/// softmax(x * scale) over dimension `dim`. Masked elements, for which `mask` is false or that
+/// `causal` masks, count as -infinity. A row with all elements masked is NaN and has gradient 0. A
+/// floating mask is added to x * scale instead. The result is contiguous and has x's shape.
+TORCHKILN_EXPORT at::Tensor softmax(const at::Tensor& x, int64_t dim,
+                                    const SoftmaxOptions& options = {});
 
 /// The logarithm of softmax().
-TORCHKILN_EXPORT at::Tensor log_softmax(const at::Tensor& x, int64_t dim, double scale = 1.0,
-                                        const std::optional<at::Tensor>& mask = std::nullopt,
-                                        bool causal = false,
-                                        std::optional<at::ScalarType> dtype = std::nullopt);
+TORCHKILN_EXPORT at::Tensor log_softmax(const at::Tensor& x, int64_t dim,
+                                        const SoftmaxOptions& options = {});
 
 struct BatchNormOptions {
   std::optional<at::Tensor> residual;  // of x's shape and dtype
