@@ -16,7 +16,6 @@
 namespace {
 
 using at::Tensor;
-using MaybeTensor = std::optional<Tensor>;
 
 /// Numbers become tensors here, once, so that every dispatch key sees the same operands.
 Tensor add(const torchkiln::TensorOrNumber& a, const torchkiln::TensorOrNumber& b) {
@@ -58,38 +57,11 @@ void bind_activations(const torchkiln::Binder& ops) {
   ops.bind<&activation_in_place<torchkiln::Tanh>>("tanh_");
 }
 
-Tensor bn_act(const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias,
-              const MaybeTensor& running_mean, const MaybeTensor& running_var,
-              const MaybeTensor& residual, std::string_view act, bool training, double momentum,
-              double eps) {
-  return torchkiln::bn_act(x, weight, bias, running_mean, running_var,
-                           {residual, act, training, momentum, eps});
-}
-
 /// Running statistics are moved by an op of its own.
 const char* name_of_bn_act(PyObject* const* given) {
   constexpr size_t kRunningMean = 3, kTraining = 7;
   const bool moves = given[kTraining] == Py_True && given[kRunningMean] != Py_None;
   return moves ? "bn_act_update" : "bn_act";
-}
-
-std::tuple<Tensor, Tensor> rope(const Tensor& q, const MaybeTensor& k, const Tensor& cos,
-                                const Tensor& sin, bool interleaved, const MaybeTensor& positions,
-                                std::optional<int64_t> partial, int64_t heads_dim, bool inverse) {
-  return torchkiln::rope(q, k, cos, sin, {interleaved, positions, partial, heads_dim, inverse});
-}
-
-std::tuple<Tensor, Tensor, Tensor> qkv_norm_rope(
-    const Tensor& qkv, const Tensor& cos, const Tensor& sin, const MaybeTensor& q_weight,
-    const MaybeTensor& k_weight, int64_t heads, int64_t kv_heads, double eps, std::string_view norm,
-    double offset, bool interleaved, const MaybeTensor& positions, std::optional<int64_t> partial) {
-  return torchkiln::qkv_norm_rope(qkv, cos, sin, q_weight, k_weight, heads, kv_heads,
-                                  {eps, norm, offset, interleaved, positions, partial});
-}
-
-Tensor spmm_csr(const Tensor& values, const Tensor& b, const Tensor& crow, const Tensor& col,
-                at::OptionalSymIntArrayRef shape, const MaybeTensor& transpose, bool check) {
-  return torchkiln::spmm(values, b, crow, col, {shape, transpose, check});
 }
 
 }  // namespace
@@ -114,17 +86,17 @@ PYBIND11_MODULE(_C, module) {
   ops.bind<&torchkiln::add_layer_norm>("add_layer_norm");
   ops.bind<&torchkiln::add_rms_norm>("add_rms_norm");
   ops.bind<&torchkiln::gated_rms_norm>("gated_rms_norm");
-  ops.bind<&bn_act>("bn_act", nullptr, &name_of_bn_act);
+  ops.bind<&torchkiln::bn_act>("bn_act", nullptr, &name_of_bn_act);
   ops.bind<&torchkiln::group_norm>("group_norm");
-  ops.bind<&rope>("rope");
-  ops.bind<&qkv_norm_rope>("qkv_norm_rope");
+  ops.bind<&torchkiln::rope>("rope");
+  ops.bind<&torchkiln::qkv_norm_rope>("qkv_norm_rope");
   ops.bind<&torchkiln::cross_entropy>("cross_entropy");
   ops.bind<&torchkiln::linear_cross_entropy>("linear_cross_entropy");
   ops.bind<&torchkiln::matmul>("matmul");
   ops.bind<&torchkiln::linear>("linear");
   ops.bind<&torchkiln::mlp>("mlp");
   ops.bind<&torchkiln::gated_mlp>("gated_mlp");
-  ops.bind<&spmm_csr>("spmm_csr", "spmm");
+  ops.bind<&torchkiln::spmm>("spmm_csr", "spmm");
   module.def("two_uses", &two_uses);
   bind_trace(module);
   bind_watch(module);

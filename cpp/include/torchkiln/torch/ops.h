@@ -193,6 +193,8 @@ struct BatchNormOptions {
   bool training = false;               // uses the statistics of x and updates the running ones
   double momentum = 0.1;
   double eps = 1e-5;
+
+  TORCHKILN_FIELDS(self.residual, self.act, self.training, self.momentum, self.eps);
 };
 
 /// activation(batch norm of x + residual) for x [batch, channels, ...]. The vectors of the channels
@@ -219,6 +221,8 @@ struct RopeOptions {
   std::optional<int64_t> partial;       // elements of a head that are rotated; by default all
   int64_t heads_dim = -3;               // or -2 for [..., tokens, heads, head_dim]
   bool inverse = false;                 // rotates by the negative angles
+
+  TORCHKILN_FIELDS(self.interleaved, self.positions, self.partial, self.heads_dim, self.inverse);
 };
 
 /// Rotary embedding of q and k, [..., heads, tokens, head_dim], with any number of heads each: the
@@ -239,6 +243,9 @@ struct QkvNormRopeOptions {
   bool interleaved = false;        // the last three as in RopeOptions
   std::optional<at::Tensor> positions;
   std::optional<int64_t> partial;
+
+  TORCHKILN_FIELDS(self.eps, self.norm, self.offset, self.interleaved, self.positions,
+                   self.partial);
 };
 
 /// Queries [..., heads, tokens, head_dim], keys and values [..., kv_heads, tokens, head_dim] of a
@@ -301,6 +308,8 @@ struct SpmmOptions {
   at::OptionalSymIntArrayRef shape = std::nullopt;  // [rows, columns], checked against the tensors
   std::optional<at::Tensor> transpose;              // csr_transpose() of the pattern, for backward
   bool check = false;                               // checks the indices; synchronises
+
+  TORCHKILN_FIELDS(self.shape, self.transpose, self.check);
 };
 
 /// The product of a CSR matrix and a dense matrix b [columns, width]. Row r of the CSR matrix has
