@@ -4,10 +4,12 @@
 
 #include <string>
 #include <type_traits>
+#include <vector>
 
 #include "torchkiln/core/activations.h"
 #include "torchkiln/torch/bind.h"
 #include "torchkiln/torch/c_function.h"
+#include "torchkiln/torch/call.h"
 #include "torchkiln/torch/ops.h"
 #include "torchkiln/torch/second_gradient.h"
 #include "trace.h"
@@ -27,20 +29,35 @@ Tensor muladd(const torchkiln::TensorOrNumber& a, const torchkiln::TensorOrNumbe
   return torchkiln::muladd(*a.tensor, *b.tensor, *c.tensor);
 }
 
+template <class Signature, class Act>
+const auto& op_of(const char* suffix) {
+  static const auto op =
+      torchkiln::find_op<Signature>((std::string("torchkiln::") + Act::kName + suffix).c_str());
+  return op;
+}
+
 template <class Act>
 Tensor activation(const Tensor& x) {
-  return torchkiln::activation(x, Act::kName);
+  return op_of<Tensor(const Tensor&), Act>("").call(x);
 }
 
 template <class Act>
 Tensor activation_in_place(const Tensor& x) {
   Tensor changed = x;
-  return torchkiln::activation_(changed, Act::kName);
+  return op_of<Tensor&(Tensor&), Act>("_").call(changed);
 }
 
 py::object two_uses(py::handle x) {
   using torchkiln::bind_detail::wrap;
   return py::reinterpret_steal<py::object>(wrap(torchkiln::two_uses(THPVariable_Unpack(x.ptr()))));
+}
+
+/// The names of the activations, in the order of their list; the first is none.
+std::vector<std::string> activations() {
+  std::vector<std::string> names;
+  torchkiln::for_each_activation([&](auto tag) { names.emplace_back(decltype(tag)::type::kName); },
+                                 torchkiln::Activations{});
+  return names;
 }
 
 void bind_activations(const torchkiln::Binder& ops) {
@@ -70,6 +87,7 @@ PYBIND11_MODULE(_C, module) {
   const torchkiln::Binder ops(module);
   ops.bind<&add>("add");
   ops.bind<&muladd>("muladd");
+  module.def("activations", &activations);
   bind_activations(ops);
   ops.bind<&torchkiln::bias_act>("bias_act");
   ops.bind<&torchkiln::swiglu>("swiglu");
