@@ -264,7 +264,7 @@ namespace torchkiln {
 
 at::Tensor bias_act(const at::Tensor& x, const at::Tensor& bias, double scale,
                     c10::string_view act) {
-  return call<bias_act_ops::Op>(x, bias, scale, find_activation("bias_act", act));
+  return call<bias_act_ops::Op>(x, bias, scale, act);
 }
 
 }  // namespace torchkiln

@@ -1,16 +1,14 @@
-#include "torchkiln/kernels/dropout.h"
-
-#include <ATen/CPUGeneratorImpl.h>
-
-#include <mutex>
+// dropout_add and bias_dropout_add: dropout(x + bias) + residual in one pass. The mask is a
+// function of a state {seed, offset} and the index of an element, so backward generates it again. A
+// traced graph has two ops: State, which draws, and WithState, which computes and may run twice.
 
 #include "detail/column_sum.h"
+#include "dropout_state.h"
 #include "torchkiln/torch/checks.h"
 #include "torchkiln/torch/elementwise.h"
 #include "torchkiln/torch/empty.h"
 #include "torchkiln/torch/op.h"
 #include "torchkiln/torch/ops.h"
-#include "torchkiln/torch/torch_cuda.h"
 
 namespace torchkiln::dropout_ops {
 namespace {
@@ -23,110 +21,56 @@ void check_p(const char* op, double p) {
                     ", expected a probability between 0 and 1");
 }
 
-void check_inputs(const Tensor& x, const MaybeTensor& bias, const Tensor& residual, double p) {
-  const char* op = bias.has_value() ? "bias_dropout_add" : "dropout_add";
+/// The arguments of the ops.
+struct Call {
+  Borrowed<Tensor> x;
+  Borrowed<Tensor> bias;  // of bias_dropout_add
+  Borrowed<Tensor> residual;
+  double p;
+  bool training;
+};
+
+void check_inputs(const Call& call) {
+  const Tensor& x = call.x;
+  const char* op = call.bias ? "bias_dropout_add" : "dropout_add";
   check_tensor(op, "x", x);
   check_dtype(op, "x", x);
-  check_like_or_mixed(op, "residual", residual, "x", x);
-  if (bias.has_value()) {
-    check_tensors(op, {{"x", x}, {"bias", *bias}});
-    check_parameter_dtype(op, "bias", bias->scalar_type(), "x", x.scalar_type());
+  check_like_or_mixed(op, "residual", call.residual, "x", x);
+  if (call.bias) {
+    check_tensors(op, {{"x", x}, {"bias", call.bias}});
+    check_parameter_dtype(op, "bias", call.bias->scalar_type(), "x", x.scalar_type());
     check_not_0_dim(op, "x", x);
-    check_vector(op, "bias", *bias, x.sym_size(-1), "the last dimension of x");
+    check_vector(op, "bias", call.bias, x.sym_size(-1), "the last dimension of x");
   }
-  check_p(op, p);
+  check_p(op, call.p);
 }
 
 /// The dtype of the result: the wider one of x and residual.
-at::ScalarType result_dtype(const Tensor& x, const Tensor& residual) {
-  return at::promote_types(x.scalar_type(), residual.scalar_type());
+at::ScalarType result_dtype(const Call& call) {
+  return at::promote_types(call.x->scalar_type(), call.residual->scalar_type());
 }
 
-Tensor checked_output(const Tensor& x, const MaybeTensor& bias, const Tensor& residual, double p) {
-  check_inputs(x, bias, residual, p);
-  return empty_of(x.sym_sizes(), x.options().dtype(result_dtype(x, residual)));
+Tensor checked_output(const Call& call) {
+  check_inputs(call);
+  return empty_of(call.x->sym_sizes(), call.x->options().dtype(result_dtype(call)));
 }
 
-/// The kernels' parameters for a drop probability p < 1.
-Dropout dropout_of(double p) { return {RandomState{}, last_word(1 - p), 1 / (1 - p)}; }
-
-/// Takes a state from torch's generator for the device. Each output element has its own Philox
-/// subsequence, so a call advances the generator by 4 words.
-RandomState next_state(const Tensor& where) {
-#ifdef TORCHKILN_WITH_CUDA
-  if (where.is_cuda()) return torch_cuda().next_random(where.device());
-#else
-  (void)where;
-#endif
-  auto* generator = at::get_generator_or_default<at::CPUGeneratorImpl>(
-      std::nullopt, at::detail::getDefaultCPUGenerator());
-  const std::lock_guard<std::mutex> lock(generator->mutex_);
-  RandomState state;
-  state.seed = generator->random64();
-  return state;
-}
-
-void run(const Tensor& x, const MaybeTensor& bias, const Tensor& residual, const Dropout& dropout,
-         const Tensor& out) {
-  if (bias.has_value()) {
+void run(const Call& call, const Dropout& dropout, const Tensor& out) {
+  if (call.bias) {
     launch_elementwise(
-        "bias_dropout_add", std::array{out}, std::array{x, *bias, residual},
+        "bias_dropout_add", std::array{out}, std::array{*call.x, *call.bias, *call.residual},
         [&](const auto& p, auto stream) { return cuda::bias_dropout_add(p, dropout, stream); },
         [&](const auto& p, int64_t begin, int64_t end) {
           return cpu::bias_dropout_add(p, dropout, begin, end);
         });
   } else {
     launch_elementwise(
-        "dropout_add", std::array{out}, std::array{x, residual},
+        "dropout_add", std::array{out}, std::array{*call.x, *call.residual},
         [&](const auto& p, auto stream) { return cuda::dropout_add(p, dropout, stream); },
         [&](const auto& p, int64_t begin, int64_t end) {
           return cpu::dropout_add(p, dropout, begin, end);
         });
   }
-}
-
-/// Draws {seed, offset}, from which every op below generates the same mask. It is on the device,
-/// because each replay of a CUDA graph has its own. Traced graphs contain this op, so that they can
-/// save its result and compute the rest again.
-struct State {
-  static constexpr const char* kSchema = "torchkiln::dropout_state(Tensor x) -> Tensor";
-  static constexpr const char* kName = "dropout_state";
-  static constexpr bool kRandom = true;
-
-  static Tensor meta(const Tensor& x) { return at::empty({2}, x.options().dtype(at::kLong)); }
-
-  static Tensor kernel(const Tensor& x) {
-    check_tensor(kName, "x", x);
-    Tensor state = meta(x);
-    RandomState random = next_state(x);
-    random.record = state.data_ptr<int64_t>();
-    launch(
-        kName, x, 1, 1, [&](auto stream) { return cuda::record_random(random, stream); },
-        [&](int64_t, int64_t) {
-          random.write_record();
-          return Status{};
-        });
-    return state;
-  }
-
-  /// Under vmap the state is not used: the op that takes it draws by vmap's rules.
-  static Tensor composite(const Tensor& x) { return at::zeros({2}, x.options().dtype(at::kLong)); }
-};
-
-/// A tensor without memory may be the state of several shards, see torchkiln.distributed.
-void check_state(const char* op, const Tensor& state) {
-  const c10::SymInt numel = state.is_meta() ? state.sym_size(-1) : state.sym_numel();
-  TORCH_CHECK(state.scalar_type() == at::kLong && state.is_contiguous() && numel == 2, "torchkiln.",
-              op, ": state: got ", dtype_name(state.scalar_type()), " ", state.sym_sizes(),
-              ", expected int64 [2], {seed, offset} of dropout_state");
-}
-
-/// The parameters for the mask of a state, for p < 1.
-Dropout dropout_of(double p, const Tensor& state) {
-  Dropout dropout = dropout_of(p);
-  dropout.random.seed_from = state.const_data_ptr<int64_t>();
-  dropout.random.offset_from = state.const_data_ptr<int64_t>() + 1;
-  return dropout;
 }
 
 /// The wanted gradients of x and bias.
@@ -202,199 +146,175 @@ struct Backward {
   }
 };
 
-/// The op with a new mask if `training`. `record` points to where its state is written, or is null.
-Tensor computed(const Tensor& x, const MaybeTensor& bias, const Tensor& residual, double p,
-                bool training, int64_t* record = nullptr) {
-  Tensor out = checked_output(x, bias, residual, p);
-  if (training && p == 1) return out.copy_(residual);
-  Dropout dropout = dropout_of(training ? p : 0);
-  if (training && p > 0) dropout.random = next_state(x);
+/// The op with a new mask in training. `record` points to where its state is written, or is null.
+Tensor computed(const Call& call, int64_t* record = nullptr) {
+  Tensor out = checked_output(call);
+  if (call.training && call.p == 1) return out.copy_(call.residual);
+  Dropout dropout = dropout_of(call.training ? call.p : 0);
+  if (call.training && call.p > 0) dropout.random = next_state(call.x);
   dropout.random.record = record;
-  run(x, bias, residual, dropout, out);
+  run(call, dropout, out);
   return out;
 }
 
 /// The op with torch's own ops in the compute dtype; scaled(sum) drops and scales.
 template <class Scaled>
-Tensor composite_with(const Tensor& x, const MaybeTensor& bias, const Tensor& residual,
-                      const Scaled& scaled) {
-  const at::ScalarType compute = compute_dtype(x.scalar_type());
-  const Tensor wide = x.to(compute);
-  const Tensor sum = bias.has_value() ? wide + bias->to(compute) : wide;
-  return (scaled(sum) + residual.to(compute)).to(result_dtype(x, residual));
+Tensor composite_with(const Call& call, const Scaled& scaled) {
+  check_inputs(call);
+  const at::ScalarType compute = compute_dtype(call.x->scalar_type());
+  const Tensor wide = call.x->to(compute);
+  const Tensor sum = call.bias ? wide + call.bias->to(compute) : wide;
+  return (scaled(sum) + call.residual->to(compute)).to(result_dtype(call));
 }
 
 /// The op under vmap: torch's dropout, which follows vmap's randomness rules.
-Tensor batched_with(const Tensor& x, const MaybeTensor& bias, const Tensor& residual, double p,
-                    bool training) {
-  check_inputs(x, bias, residual, p);
-  return composite_with(x, bias, residual,
-                        [&](const Tensor& sum) { return at::dropout(sum, p, training); });
+Tensor batched_with(const Call& call) {
+  return composite_with(call,
+                        [&](const Tensor& sum) { return at::dropout(sum, call.p, call.training); });
+}
+
+/// The gradients of x, bias and residual, with the mask of `state`.
+variable_list gradients(const Incoming& in, const Tensor& state, double p, at::ScalarType x_dtype,
+                        at::ScalarType bias_dtype) {
+  const Tensor& grad = in[0];
+  const Backward::Wanted wanted{in.wants(0), in.wants(1)};
+  if (!wanted[0] && !wanted[1]) return {Tensor(), Tensor(), grad};
+  Tensor grad_x, grad_bias;
+  if (in.needs_composite()) {
+    // The gradient times the mask as factors is differentiable again.
+    const Tensor wide = grad.to(compute_dtype(grad.scalar_type()));
+    const Tensor ones = at::ones_like(wide, at::MemoryFormat::Contiguous);
+    const Tensor passed =
+        wide * std::get<0>(call_below<Backward>(ones, state, p, bias_dtype,
+                                                Backward::Wanted{true, false}, std::nullopt));
+    grad_x = passed.to(x_dtype);
+    if (wanted[1]) grad_bias = sum_to_last(passed, 1, bias_dtype);
+  } else {
+    std::tie(grad_x, grad_bias) = call_below<Backward>(grad, state, p, bias_dtype, wanted, x_dtype);
+  }
+  return {wanted[0] ? grad_x : Tensor(), wanted[1] ? grad_bias : Tensor(), grad};
 }
 
 /// Connects `out` to its inputs; backward generates the mask of `state` again.
-Tensor record_mask(const Tensor& x, const MaybeTensor& bias, const Tensor& residual, double p,
-                   const Tensor& out, const Tensor& state) {
-  const at::ScalarType x_dtype = x.scalar_type();
-  const at::ScalarType bias_dtype = bias.has_value() ? bias->scalar_type() : x_dtype;
-  return record("dropout_add", {x, tensor_or_undefined(bias), residual}, out, keep(state),
-                [=](const Incoming& in, const Kept<1>& kept) {
-                  const Tensor& grad = in[0];
-                  if (!in.wants(0) && !in.wants(1)) return variable_list{Tensor(), Tensor(), grad};
-                  Tensor grad_x, grad_bias;
-                  if (in.needs_composite()) {
-                    // The gradient times the mask as factors is differentiable again.
-                    const at::ScalarType compute = compute_dtype(grad.scalar_type());
-                    const Tensor wide = grad.to(compute);
-                    const Tensor ones = at::ones_like(wide, at::MemoryFormat::Contiguous);
-                    const Tensor factor = std::get<0>(call_below<Backward>(
-                        ones, kept[0], p, bias_dtype, Backward::Wanted{true, false}, std::nullopt));
-                    const Tensor passed = wide * factor;
-                    grad_x = passed.to(x_dtype);
-                    if (in.wants(1)) grad_bias = sum_to_last(passed, 1, bias_dtype);
-                  } else {
-                    std::tie(grad_x, grad_bias) =
-                        call_below<Backward>(grad, kept[0], p, bias_dtype,
-                                             Backward::Wanted{in.wants(0), in.wants(1)}, x_dtype);
-                  }
-                  return variable_list{in.wants(0) ? grad_x : Tensor(),
-                                       in.wants(1) ? grad_bias : Tensor(), grad};
+Tensor record_mask(const Call& call, const Tensor& out, const Tensor& state) {
+  const at::ScalarType x_dtype = call.x->scalar_type();
+  const at::ScalarType bias_dtype = call.bias ? call.bias->scalar_type() : x_dtype;
+  return record("dropout_add", {*call.x, *call.bias, *call.residual}, out, keep(state),
+                [x_dtype, bias_dtype, p = call.p](const Incoming& in, const Kept<1>& kept) {
+                  return gradients(in, kept[0], p, x_dtype, bias_dtype);
                 });
 }
 
 /// The op with a state that was drawn before, or without a mask if there is no state. It draws no
 /// random numbers, so a graph may compute it twice: activation checkpointing does.
 struct WithState {
+  struct Arguments : Call {
+    Borrowed<MaybeTensor> given_bias;
+    Borrowed<MaybeTensor> state;
+
+    void complete() {
+      if (given_bias) bias = *given_bias;
+      training = state.has_value();
+    }
+    TORCHKILN_FIELDS(self.x, self.given_bias, self.residual, self.state, self.p);
+  };
   static constexpr const char* kSchema =
       "torchkiln::dropout_add_with_state(Tensor x, Tensor? bias, Tensor residual, Tensor? state, "
       "float p) -> Tensor";
   static constexpr std::array<size_t, 2> kPromotedBy{0, 2};
   static constexpr std::array<size_t, 3> kReadsMixed{0, 1, 2};
 
-  static Tensor meta(const Tensor& x, const MaybeTensor& bias, const Tensor& residual,
-                     const MaybeTensor& state, double p) {
-    Tensor out = checked_output(x, bias, residual, p);
-    if (state.has_value()) {
-      check_tensors("dropout_add_with_state", {{"x", x}, {"state", *state}});
-      check_state("dropout_add_with_state", *state);
+  static Tensor meta(const Arguments& call) {
+    Tensor out = checked_output(call);
+    if (call.state) {
+      check_tensors("dropout_add_with_state", {{"x", call.x}, {"state", *call.state}});
+      check_state("dropout_add_with_state", *call.state);
     }
     return out;
   }
 
-  static Tensor kernel(const Tensor& x, const MaybeTensor& bias, const Tensor& residual,
-                       const MaybeTensor& state, double p) {
-    if (!state.has_value()) return computed(x, bias, residual, p, /*training=*/false);
-    Tensor out = meta(x, bias, residual, state, p);
-    if (p == 1) return out.copy_(residual);
-    run(x, bias, residual, dropout_of(p, *state), out);
+  static Tensor kernel(const Arguments& call) {
+    if (!call.state) return computed(call);
+    Tensor out = meta(call);
+    if (call.p == 1) return out.copy_(call.residual);
+    run(call, dropout_of(call.p, *call.state), out);
     return out;
   }
 
-  static Tensor composite(const Tensor& x, const MaybeTensor& bias, const Tensor& residual,
-                          const MaybeTensor& state, double p) {
-    check_inputs(x, bias, residual, p);
-    return composite_with(x, bias, residual, [&](const Tensor& sum) {
-      return state.has_value() ? sum * mask_factors(sum.detach(), state, p) : sum;
+  static Tensor composite(const Arguments& call) { return composite_of(call, call.state); }
+  static Tensor composite_of(const Call& call, const MaybeTensor& state) {
+    return composite_with(call, [&](const Tensor& sum) {
+      return state.has_value() ? sum * mask_factors(sum.detach(), state, call.p) : sum;
     });
   }
 
   /// The mask as factors 0 and 1 / (1 - p), which transforms can differentiate through.
   static Tensor mask_factors(const Tensor& like, const MaybeTensor& state, double p) {
     const at::AutoDispatchBelowADInplaceOrView below;
-    return call<WithState>(at::ones_like(like), std::nullopt, at::zeros_like(like), state, p);
+    return torchkiln::call<WithState>(at::ones_like(like), std::nullopt, at::zeros_like(like),
+                                      state, p);
   }
 
-  static Tensor batched(const Tensor& x, const MaybeTensor& bias, const Tensor& residual,
-                        const MaybeTensor& state, double p) {
-    return batched_with(x, bias, residual, p, state.has_value());
-  }
-
-  static Tensor recorded(const Below& below, const Tensor& x, const MaybeTensor& bias,
-                         const Tensor& residual, const MaybeTensor& state, double p) {
-    if (!state.has_value()) return composite(x, bias, residual, state, p);
-    const Tensor out = below.call<WithState>(x, bias, residual, state, p);
-    return record_mask(x, bias, residual, p, out, *state);
+  static Tensor batched(const Arguments& call) { return batched_with(call); }
+  static Tensor recorded(const Below& below, const Arguments& call) {
+    if (!call.state) return composite(call);
+    return record_mask(call, below.call<WithState>(call), *call.state);
   }
 };
 
-Tensor meta(const Tensor& x, const MaybeTensor& bias, const Tensor& residual, double p, bool) {
-  return checked_output(x, bias, residual, p);
-}
+/// The functions of both ops. A tracer or a mode gets two ops, of which only the small one is
+/// random.
+template <class Arguments>
+struct DropoutOp {
+  static constexpr bool kRandom = true;
 
-Tensor kernel(const Tensor& x, const MaybeTensor& bias, const Tensor& residual, double p,
-              bool training) {
-  return computed(x, bias, residual, p, training);
-}
+  static Tensor meta(const Arguments& call) { return checked_output(call); }
+  static Tensor kernel(const Arguments& call) { return computed(call); }
+  static Tensor batched(const Arguments& call) { return batched_with(call); }
 
-Tensor composite(const Tensor& x, const MaybeTensor& bias, const Tensor& residual, double p,
-                 bool training) {
-  check_inputs(x, bias, residual, p);
-  MaybeTensor state;
-  if (training && p == 1) state = State::composite(x);
-  if (training && p > 0 && p < 1) state = call<State>(x.detach());
-  return WithState::composite(x, bias, residual, state, p);
-}
-
-Tensor recorded(const Below& below, const Tensor& x, const MaybeTensor& bias,
-                const Tensor& residual, double p, bool training) {
-  if (!training || p == 0) return WithState::composite(x, bias, residual, std::nullopt, p);
-  if (below.is_plain()) {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    const Tensor state = at::empty({2}, at::TensorOptions(at::kLong).device(x.device()));
-    const Tensor out = computed(x, bias, residual, p, training, state.data_ptr<int64_t>());
-    return record_mask(x, bias, residual, p, out, state);
+  static Tensor composite(const Arguments& call) {
+    check_inputs(call);
+    MaybeTensor state;
+    if (call.training && call.p == 1) state = State::composite(call.x);
+    if (call.training && call.p > 0 && call.p < 1) state = torchkiln::call<State>(call.x->detach());
+    return WithState::composite_of(call, state);
   }
-  // A tracer or a mode gets two ops, of which only the small one is random.
-  check_inputs(x, bias, residual, p);
-  const Tensor state = below.call<State>(x);
-  return WithState::recorded(below, x, bias, residual, state, p);
-}
 
-struct DropoutAdd {
+  static Tensor recorded(const Below& below, const Arguments& call) {
+    if (!call.training || call.p == 0) return WithState::composite_of(call, std::nullopt);
+    if (below.is_plain()) {
+      const at::AutoDispatchBelowADInplaceOrView guard;
+      const Tensor state = at::empty({2}, at::TensorOptions(at::kLong).device(call.x->device()));
+      return record_mask(call, computed(call, state.data_ptr<int64_t>()), state);
+    }
+    check_inputs(call);
+    const MaybeTensor state = below.call<State>(*call.x);
+    const MaybeTensor bias = call.bias ? MaybeTensor(*call.bias) : std::nullopt;
+    const Tensor out = below.call<WithState>(*call.x, bias, *call.residual, state, call.p);
+    return record_mask(call, out, *state);
+  }
+};
+
+struct DropoutAddCall : Call {
+  TORCHKILN_FIELDS(self.x, self.residual, self.p, self.training);
+};
+struct DropoutAdd : DropoutOp<DropoutAddCall> {
   static constexpr const char* kSchema =
       "torchkiln::dropout_add(Tensor x, Tensor residual, float p=0.5, bool training=True) -> "
       "Tensor";
-  static constexpr bool kRandom = true;
   static constexpr std::array<size_t, 2> kPromotedBy{0, 1};
   static constexpr std::array<size_t, 2> kReadsMixed{0, 1};
-
-  /// Adapts a function of dropout_ops, which also takes a bias, to this schema.
-  template <Tensor (*function)(const Tensor&, const MaybeTensor&, const Tensor&, double, bool)>
-  static Tensor without_bias(const Tensor& x, const Tensor& residual, double p, bool training) {
-    return function(x, std::nullopt, residual, p, training);
-  }
-  static constexpr auto meta = without_bias<dropout_ops::meta>;
-  static constexpr auto kernel = without_bias<dropout_ops::kernel>;
-  static constexpr auto composite = without_bias<dropout_ops::composite>;
-  static constexpr auto batched = without_bias<batched_with>;
-  static Tensor recorded(const Below& below, const Tensor& x, const Tensor& residual, double p,
-                         bool training) {
-    return dropout_ops::recorded(below, x, std::nullopt, residual, p, training);
-  }
 };
 
-struct BiasDropoutAdd {
+struct BiasDropoutAddCall : Call {
+  TORCHKILN_FIELDS(self.x, self.bias, self.residual, self.p, self.training);
+};
+struct BiasDropoutAdd : DropoutOp<BiasDropoutAddCall> {
   static constexpr const char* kSchema =
       "torchkiln::bias_dropout_add(Tensor x, Tensor bias, Tensor residual, float p=0.5, "
       "bool training=True) -> Tensor";
-  static constexpr bool kRandom = true;
   static constexpr std::array<size_t, 2> kPromotedBy{0, 2};
   static constexpr std::array<size_t, 3> kReadsMixed{0, 1, 2};
-
-  /// Adapts a function of dropout_ops, whose bias is optional, to this schema.
-  template <Tensor (*function)(const Tensor&, const MaybeTensor&, const Tensor&, double, bool)>
-  static Tensor with_bias(const Tensor& x, const Tensor& bias, const Tensor& residual, double p,
-                          bool training) {
-    return function(x, bias, residual, p, training);
-  }
-  static constexpr auto meta = with_bias<dropout_ops::meta>;
-  static constexpr auto kernel = with_bias<dropout_ops::kernel>;
-  static constexpr auto composite = with_bias<dropout_ops::composite>;
-  static constexpr auto batched = with_bias<batched_with>;
-  static Tensor recorded(const Below& below, const Tensor& x, const Tensor& bias,
-                         const Tensor& residual, double p, bool training) {
-    return dropout_ops::recorded(below, x, bias, residual, p, training);
-  }
 };
 
 }  // namespace

@@ -364,6 +364,16 @@ def test_a_softcap(how: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(found, expected.to(dtype))
 
 
+def test_a_softcap_in_inference_mode_beside_probabilities_of_another_dtype() -> None:
+    """The casts of promotion come before the softcap, also where autograd does not make them."""
+    logits = 3 * normal("logits", (4, 5), torch.device("cpu"), torch.float64)
+    target = probabilities(logits).float()
+    expected = torchkiln.cross_entropy(logits, target, softcap=1.0)
+    with torch.inference_mode():
+        found = torchkiln.cross_entropy(logits.clone(), target.clone(), softcap=1.0)
+    torch.testing.assert_close(found, expected)
+
+
 def test_a_softcap_that_is_refused() -> None:
     logits, target = torch.zeros(2, 4), torch.tensor([1, 3])
     words = r"cross_entropy: softcap: got 0, expected a number greater than 0, or None"

@@ -1,8 +1,9 @@
 """Usage: check_addition.py
 
-Applies docs/adding-an-activation.md to a copy of the sources, adds ops to it with `torchkiln new
---op`, builds it without CUDA, and checks the contracts of the new ops, and of bias_act with the new
-activation, on the CPU. Also compiles the CUDA kernels if there is a compiler that matches torch.
+Applies docs/adding-an-activation.md and docs/adding-an-option.md to a copy of the sources, adds ops
+to it with `torchkiln new --op`, builds it without CUDA, and checks on the CPU the contracts of the
+new ops, of bias_act with the new activation, and of cross_entropy with the new option. Also
+compiles the CUDA kernels if there is a compiler that matches torch.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ if TYPE_CHECKING:
     from torchkiln.testing import OpSpec, Sample
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "adding-an-activation.md"
+PAGES = (ROOT / "docs" / "adding-an-activation.md", ROOT / "docs" / "adding-an-option.md")
 
 OP = "mish"
+OPTION = "scale"
 ADDED = {"soft_gate": "elementwise", "row_squares": "reduction", "moving_sum": "custom"}
 CHECKS = {
     *("values", "strides", "gradient_values", "gradcheck", "gradgradcheck"),
@@ -38,7 +40,7 @@ CHECKS = {
 # The head of a change: the file, and the line that the block goes to.
 CHANGE = re.compile(
     r"^`(?P<path>[^`\n]+)`, "
-    r"(?:(?P<where>after|before|instead of) `(?P<line>[^`\n]+)`|at the end):\n\n"
+    r"(?:(?P<where>after|before|instead of)(?P<each> each)? `(?P<line>[^`\n]+)`|at the end):\n\n"
     r"```\w+ patch\n(?P<text>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
@@ -46,50 +48,57 @@ CHANGE = re.compile(
 
 @dataclass(frozen=True)
 class Change:
-    """A block of the page."""
+    """A block of a page."""
 
+    page: str
     path: str
     where: str | None
     line: str | None
     text: str
+    each: bool = False
+    """Whether the line is there several times, and the block goes to all of them."""
 
     def apply(self, content: str) -> str:
-        """The file with the block in its place; the line has to be there once."""
+        """The file with the block in its place."""
         if self.line is None:
             return content + self.text
-        lines = content.splitlines(keepends=True)
-        places = [i for i, line in enumerate(lines) if line.strip() == self.line.strip()]
-        if len(places) != 1:
+        found = [line.strip() == self.line.strip() for line in content.splitlines()]
+        if sum(found) < 2 if self.each else sum(found) != 1:
             raise SystemExit(
-                f"{PAGE.name}: {self.path}: got {len(places)} lines {self.line!r}, expected 1; "
-                "change the page to fit the file"
+                f"{self.page}: {self.path}: got {sum(found)} lines {self.line!r}, expected "
+                f"{'several' if self.each else 1}; change the page to fit the file"
             )
-        at = places[0]
-        kept = lines[at : at + 1] if self.where != "instead of" else []
-        block = [self.text, *kept] if self.where == "before" else [*kept, self.text]
-        return "".join([*lines[:at], *block, *lines[at + 1 :]])
+        changed = []
+        for line, is_place in zip(content.splitlines(keepends=True), found, strict=True):
+            kept = "" if is_place and self.where == "instead of" else line
+            block = self.text if is_place else ""
+            changed += [kept, block] if self.where == "after" else [block, kept]
+        return "".join(changed)
 
 
-def changes(page: str) -> list[Change]:
-    """The blocks of the page, in order; every block has to have a head."""
-    found = [Change(m["path"], m["where"], m["line"], m["text"]) for m in CHANGE.finditer(page)]
-    fences = len(re.findall(r"^```\w+ patch$", page, re.MULTILINE))
+def changes(page: str, text: str) -> list[Change]:
+    """The blocks of a page, in order; every block has to have a head."""
+    found = [
+        Change(page, m["path"], m["where"], m["line"], m["text"], m["each"] is not None)
+        for m in CHANGE.finditer(text)
+    ]
+    fences = len(re.findall(r"^```\w+ patch$", text, re.MULTILINE))
     if fences != len(found) or not found:
-        raise SystemExit(f"{PAGE.name}: got {len(found)} heads of changes, expected {fences}")
+        raise SystemExit(f"{page}: got {len(found)} heads of changes, expected {fences}")
     return found
 
 
-def changed(page: str, root: Path) -> dict[str, str]:
-    """The files that the page changes, as they are afterwards."""
+def changed(page: Path, root: Path) -> dict[str, str]:
+    """The files that a page changes, as they are afterwards."""
     files: dict[str, str] = {}
-    for change in changes(page):
+    for change in changes(page.name, page.read_text(encoding="utf-8")):
         content = files.get(change.path) or (root / change.path).read_text(encoding="utf-8")
         files[change.path] = change.apply(content)
     return files
 
 
 def copy_sources(target: Path) -> None:
-    """A copy of all tracked files of the working tree, with the changes of the page."""
+    """A copy of all tracked files of the working tree, with the changes of the pages."""
     listed = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -97,8 +106,9 @@ def copy_sources(target: Path) -> None:
         if (ROOT / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, target / name)
-    for name, content in changed(PAGE.read_text(encoding="utf-8"), ROOT).items():
-        (target / name).write_text(content, encoding="utf-8")
+    for page in PAGES:
+        for name, content in changed(page, target).items():
+            (target / name).write_text(content, encoding="utf-8")
 
 
 def run(folder: Path, *command: str | Path, **environment: str) -> None:
@@ -160,7 +170,7 @@ def build(folder: Path) -> None:
 
 
 def check_contracts(site: Path) -> None:
-    """Run the generated checks of the new op, and of bias_act where it is called with it."""
+    """Run the generated checks of the new ops, and of others where they are called with the new."""
     import torch  # noqa: PLC0415
 
     import torchkiln  # noqa: PLC0415
@@ -172,23 +182,26 @@ def check_contracts(site: Path) -> None:
     for name in (OP, *ADDED):
         if name not in specs:
             raise SystemExit(f"check_addition: got no spec of {name}, expected one")
-    checked = [specs[OP], with_activation(specs["bias_act"]), *(specs[name] for name in ADDED)]
+    checked = [specs[name] for name in (OP, *ADDED)]
+    checked.append(called_with(specs["bias_act"], "act", OP))
+    checked.append(called_with(specs["cross_entropy"], OPTION))
     for case in testing.cases(checked, torch.device("cpu")):
         if case.check.name in CHECKS:
             case.run()
             print(f"ok     {case}", flush=True)
 
 
-def with_activation(spec: OpSpec) -> OpSpec:
-    """The contract of bias_act, at the calls with the new activation alone."""
+def called_with(spec: OpSpec, argument: str, value: object = None) -> OpSpec:
+    """The contract of an op, at the calls with an argument, or with this value of it, alone."""
 
     def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-        found = [s for s in spec.inputs(device, dtype) if s.kwargs.get("act") == OP]
+        found = [s for s in spec.inputs(device, dtype) if argument in s.kwargs]
+        found = [s for s in found if value is None or s.kwargs[argument] == value]
         if not found:
-            raise SystemExit(f"{PAGE.name}: got no sample of {spec.name} with act={OP!r}")
+            raise SystemExit(f"check_addition: got no sample of {spec.name} with {argument}")
         yield from found
 
-    return replace(spec, name=f"{spec.name} with {OP}", inputs=inputs)
+    return replace(spec, name=f"{spec.name} with {value or argument}", inputs=inputs)
 
 
 def main(arguments: Sequence[str]) -> None:

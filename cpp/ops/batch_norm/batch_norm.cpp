@@ -1,3 +1,7 @@
+// The op bn_act and its derivatives: batch norm, a residual and an activation in one pass over x.
+// Forward saves the statistics of the channels and, for relu, a bit for each element; backward
+// reads x once more. See batch_norm.h for the other files.
+
 #include "batch_norm/operands.h"
 
 #include "torchkiln/torch/checks.h"
@@ -78,6 +82,15 @@ Tensor composite_of(const Call& call) {
 
 namespace {
 
+/// Settings of a call that backward needs beside the saved tensors.
+struct Settings {
+  Activation act;
+  bool training;
+  double eps;
+  bool has_residual;
+  bool channels_last;  // channels_are_last() of x
+};
+
 /// The sign bits as numbers: 1 where the output was positive. Bits are in the order of memory.
 Tensor unpacked(const Tensor& signs, const Tensor& x, bool channels_last) {
   const Tensor place = at::arange(8, signs.options());
@@ -145,24 +158,24 @@ variable_list gradients(const Incoming& in, const Kept<6>& kept, const Settings&
 
 }  // namespace
 
-Tensor recorded_outputs(const Three& outputs, const Tensor& x, const MaybeTensor& weight,
-                        const MaybeTensor& bias, const MaybeTensor& residual,
-                        const Settings& settings) {
+Tensor recorded_outputs(const Three& outputs, const Call& call) {
   const auto& [y, statistics, signs] = outputs;
-  const Saved kept = kept_by_batch_norm(settings.act, residual.has_value());
-  Tensor recorded = record(
-      "bn_act",
-      {x, tensor_or_undefined(weight), tensor_or_undefined(bias), tensor_or_undefined(residual)}, y,
-      keep(x, statistics, tensor_or_undefined(weight), tensor_or_undefined(bias),
-           kept == Saved::input ? tensor_or_undefined(residual) : Tensor(),
-           kept == Saved::sign ? signs : Tensor()),
-      [=](const Incoming& in, const Kept<6>& kept) {
-        if (in.needs_composite()) return composite_backward(in, kept, settings);
-        return gradients(in, kept, settings);
-      });
+  const Tensor weight = tensor_or_undefined(call.weight), bias = tensor_or_undefined(call.bias);
+  const Tensor residual = tensor_or_undefined(call.residual);
+  const Saved kept = kept_by_batch_norm(call.act, call.residual.has_value());
+  const Settings settings{call.act, call.training, call.eps, call.residual.has_value(),
+                          channels_are_last(call.x)};
+  Tensor recorded =
+      record("bn_act", {*call.x, weight, bias, residual}, y,
+             keep(*call.x, statistics, weight, bias, kept == Saved::input ? residual : Tensor(),
+                  kept == Saved::sign ? signs : Tensor()),
+             [=](const Incoming& in, const Kept<6>& kept) {
+               if (in.needs_composite()) return composite_backward(in, kept, settings);
+               return gradients(in, kept, settings);
+             });
   // Backward writes the gradient of the residual: the incoming one where the sign is set. So its
   // kernel can add two.
-  if (kept == Saved::sign && residual->requires_grad()) accept_second_gradient(recorded);
+  if (kept == Saved::sign && residual.requires_grad()) accept_second_gradient(recorded);
   return recorded;
 }
 
@@ -171,40 +184,17 @@ namespace {
 /// The functions of both ops; `WithStatistics` is the op that they call for backward.
 template <class WithStatistics>
 struct BatchNormOp {
-  static Tensor meta(const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias,
-                     const MaybeTensor& running_mean, const MaybeTensor& running_var,
-                     const MaybeTensor& residual, Activation act, bool training, double momentum,
-                     double eps) {
-    return std::get<0>(outputs({x, weight, bias, running_mean, running_var, residual, act, training,
-                                momentum, eps, WithStatistics::kUpdates},
-                               /*for_backward=*/false));
-  }
+  using Arguments = typename WithStatistics::Arguments;
 
-  static Tensor kernel(const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias,
-                       const MaybeTensor& running_mean, const MaybeTensor& running_var,
-                       const MaybeTensor& residual, Activation act, bool training, double momentum,
-                       double eps) {
-    return std::get<0>(run({x, weight, bias, running_mean, running_var, residual, act, training,
-                            momentum, eps, WithStatistics::kUpdates},
-                           /*for_backward=*/false));
+  static Tensor meta(const Arguments& call) {
+    return std::get<0>(outputs(call, /*for_backward=*/false));
   }
-
-  static Tensor composite(const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias,
-                          const MaybeTensor& running_mean, const MaybeTensor& running_var,
-                          const MaybeTensor& residual, Activation act, bool training,
-                          double momentum, double eps) {
-    return composite_of({x, weight, bias, running_mean, running_var, residual, act, training,
-                         momentum, eps, WithStatistics::kUpdates});
+  static Tensor kernel(const Arguments& call) {
+    return std::get<0>(run(call, /*for_backward=*/false));
   }
-
-  static Tensor recorded(const Below& below, const Tensor& x, const MaybeTensor& weight,
-                         const MaybeTensor& bias, const MaybeTensor& running_mean,
-                         const MaybeTensor& running_var, const MaybeTensor& residual,
-                         Activation act, bool training, double momentum, double eps) {
-    return recorded_outputs(below.call<WithStatistics>(x, weight, bias, running_mean, running_var,
-                                                       residual, act, training, momentum, eps),
-                            x, weight, bias, residual,
-                            {act, training, eps, residual.has_value(), channels_are_last(x)});
+  static Tensor composite(const Arguments& call) { return composite_of(call); }
+  static Tensor recorded(const Below& below, const Arguments& call) {
+    return recorded_outputs(below.call<WithStatistics>(call), call);
   }
 };
 
@@ -237,9 +227,7 @@ at::Tensor bn_act(const at::Tensor& x, const std::optional<at::Tensor>& weight,
                   const std::optional<at::Tensor>& running_mean,
                   const std::optional<at::Tensor>& running_var, const BatchNormOptions& options) {
   const auto run = [&](auto op) {
-    return call<typename decltype(op)::type>(
-        x, weight, bias, running_mean, running_var, options.residual,
-        find_activation("bn_act", options.act), options.training, options.momentum, options.eps);
+    return call<typename decltype(op)::type>(x, weight, bias, running_mean, running_var, options);
   };
   return options.training && running_mean.has_value() ? run(TypeTag<batch_norm_ops::Update>{})
                                                       : run(TypeTag<batch_norm_ops::Op>{});

@@ -1,6 +1,8 @@
 #pragma once
 
-// Declarations shared by kernel.cpp (checks, kernels) and batch_norm.cpp (the op, derivatives).
+// Declarations of batch norm: batch_norm.cpp has the op and its derivatives, kernel.cpp the checks
+// and kernels. from_moments.cpp, pool.cpp and sync.cpp are other forms of the op, which share
+// statistics.cpp.
 
 #include "detail/composite_activations.h"
 #include "torchkiln/kernels/batch_norm.h"
@@ -13,20 +15,23 @@ using at::Tensor;
 using Three = std::tuple<Tensor, Tensor, Tensor>;
 using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-/// The arguments of the op.
+/// The arguments of the op, and of its other forms.
 struct Call {
-  const Tensor& x;
-  const MaybeTensor& weight;  // without one the factor is 1
-  const MaybeTensor& bias;    // without one, 0 is added
-  const MaybeTensor& running_mean;
-  const MaybeTensor& running_var;
-  const MaybeTensor& residual;
+  Borrowed<Tensor> x;
+  Borrowed<MaybeTensor> weight;  // without one the factor is 1
+  Borrowed<MaybeTensor> bias;    // without one, 0 is added
+  Borrowed<MaybeTensor> running_mean;
+  Borrowed<MaybeTensor> running_var;
+  Borrowed<MaybeTensor> residual;
   Activation act;
   bool training;
   double momentum;
   double eps;
   bool updates;  // whether the op may update the running statistics
   const char* name = "bn_act";
+
+  TORCHKILN_FIELDS(self.x, self.weight, self.bias, self.running_mean, self.running_var,
+                   self.residual, self.act, self.training, self.momentum, self.eps);
 };
 
 /// Whether the channels of a dense tensor [outer, channels, ...] are adjacent in memory and the
@@ -54,26 +59,13 @@ inline void count_change(const MaybeTensor& running) {
 Three run(const Call& call, bool for_backward);
 
 /// The forward that also returns {y, statistics, signs} for backward.
-template <bool updates>
+template <bool may_update>
 struct ForwardOp {
-  static constexpr bool kUpdates = updates;
-
-  static Three meta(const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias,
-                    const MaybeTensor& running_mean, const MaybeTensor& running_var,
-                    const MaybeTensor& residual, Activation act, bool training, double momentum,
-                    double eps) {
-    return outputs({x, weight, bias, running_mean, running_var, residual, act, training, momentum,
-                    eps, updates},
-                   /*for_backward=*/true);
-  }
-  static Three kernel(const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias,
-                      const MaybeTensor& running_mean, const MaybeTensor& running_var,
-                      const MaybeTensor& residual, Activation act, bool training, double momentum,
-                      double eps) {
-    return run({x, weight, bias, running_mean, running_var, residual, act, training, momentum, eps,
-                updates},
-               /*for_backward=*/true);
-  }
+  struct Arguments : Call {
+    void complete() { updates = may_update; }
+  };
+  static Three meta(const Arguments& call) { return outputs(call, /*for_backward=*/true); }
+  static Three kernel(const Arguments& call) { return run(call, /*for_backward=*/true); }
 };
 
 struct Forward : ForwardOp<false> {
@@ -93,13 +85,14 @@ struct UpdateForward : ForwardOp<true> {
 
 /// The arguments of backward; the forward has made `statistics` and `signs`.
 struct Gradient {
-  const Tensor& grad;
-  const Tensor& x;
-  const Tensor& statistics;
-  const MaybeTensor& weight;
-  const MaybeTensor& bias;
-  const MaybeTensor& residual;
-  const MaybeTensor& signs;
+  Borrowed<Tensor> grad;
+  Borrowed<Tensor> x;
+  Borrowed<Tensor> statistics;
+  Borrowed<MaybeTensor> weight;
+  Borrowed<MaybeTensor> bias;
+  Borrowed<MaybeTensor> residual;
+  Borrowed<MaybeTensor> signs;
+  Activation act;
 };
 
 /// Checks the statistics that the forward made of x.
@@ -110,39 +103,19 @@ void check_backward(const char* name, const Gradient& given);
 /// Uninitialised gradients of x, weight, bias and the residual; empty tensors for those not wanted.
 Four empty_gradients(const Gradient& given, const std::array<bool, 4>& wanted);
 
-/// The running statistics that a call moves: by `momentum`, or by 1 / batches if that is given.
-struct Running {
-  const MaybeTensor& mean;
-  const MaybeTensor& var;
-  const MaybeTensor& batches;
-  double momentum;
-};
-
 /// Checks moments of x, [processes, 2 * channels + 1].
 void check_moments(const char* name, const Tensor& moments, const Tensor& x);
 
 /// Merges the moments of all processes into the statistics, [3, channels], and their count, [1].
-void merge_moments(const char* name, const Tensor& x, const Tensor& moments, const Running& moved,
-                   double eps, const Tensor& statistics, const Tensor& count);
+/// Moves the running statistics by the momentum, or by 1 / batches if that is given.
+void merge_moments(const Call& call, const Tensor& moments, const MaybeTensor& batches,
+                   const Tensor& statistics, const Tensor& count);
 
 /// Computes y, and the signs if they are not empty, from the statistics.
-void normalize(const char* name, const Tensor& x, const Tensor& statistics,
-               const MaybeTensor& weight, const MaybeTensor& bias, const MaybeTensor& residual,
-               Activation act, const Tensor& y, const Tensor& signs);
-
-/// Settings of a call that backward needs beside the saved tensors.
-struct Settings {
-  Activation act;
-  bool training;
-  double eps;
-  bool has_residual;
-  bool channels_last;  // channels_are_last() of x
-};
+void normalize(const Call& call, const Tensor& statistics, const Tensor& y, const Tensor& signs);
 
 /// Returns y, connected to its inputs in the autograd graph. `outputs` are those of the forward.
-Tensor recorded_outputs(const Three& outputs, const Tensor& x, const MaybeTensor& weight,
-                        const MaybeTensor& bias, const MaybeTensor& residual,
-                        const Settings& settings);
+Tensor recorded_outputs(const Three& outputs, const Call& call);
 
 /// Computes y with torch's own ops.
 Tensor composite_of(const Call& call);
@@ -150,25 +123,26 @@ Tensor composite_of(const Call& call);
 class Operands;
 
 /// The arguments of the kernels in training, without outputs. `grad` has the layout of x.
-BatchNormBackward arguments_of(const Gradient& given, const Operands& operands, const Tensor& grad,
-                               Activation act);
+BatchNormBackward arguments_of(const Gradient& given, const Operands& operands, const Tensor& grad);
 
 /// The wanted gradients of x, weight, bias and the residual. `second` is added to `grad`, which
 /// needs the signs and the gradient of the residual.
 struct Backward {
   using Wanted = std::array<bool, 4>;
+  struct Arguments : Gradient {
+    bool training;
+    Wanted wanted;
+    Borrowed<MaybeTensor> second;
+
+    TORCHKILN_FIELDS(self.grad, self.x, self.statistics, self.weight, self.bias, self.residual,
+                     self.signs, self.act, self.training, self.wanted, self.second);
+  };
   static constexpr const char* kSchema =
       "torchkiln::bn_act_backward(Tensor grad, Tensor x, Tensor statistics, Tensor? weight, "
       "Tensor? bias, Tensor? residual, Tensor? signs, str act, bool training, bool[4] wanted, "
       "Tensor? second=None) -> (Tensor, Tensor, Tensor, Tensor)";
-  static Four meta(const Tensor& grad, const Tensor& x, const Tensor& statistics,
-                   const MaybeTensor& weight, const MaybeTensor& bias, const MaybeTensor& residual,
-                   const MaybeTensor& signs, Activation act, bool training, Wanted wanted,
-                   const MaybeTensor& second);
-  static Four kernel(const Tensor& grad, const Tensor& x, const Tensor& statistics,
-                     const MaybeTensor& weight, const MaybeTensor& bias,
-                     const MaybeTensor& residual, const MaybeTensor& signs, Activation act,
-                     bool training, Wanted wanted, const MaybeTensor& second);
+  static Four meta(const Arguments& call);
+  static Four kernel(const Arguments& call);
 };
 
 }  // namespace torchkiln::batch_norm_ops

@@ -9,22 +9,17 @@ namespace {
 
 constexpr const char* kFromMoments = "bn_act_from_moments";
 
-Call call_of(const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias,
-             const MaybeTensor& running_mean, const MaybeTensor& running_var,
-             const MaybeTensor& residual, Activation act, double momentum, double eps) {
-  return {x,
-          weight,
-          bias,
-          running_mean,
-          running_var,
-          residual,
-          act,
-          /*training=*/true,
-          momentum,
-          eps,
-          /*updates=*/true,
-          kFromMoments};
-}
+struct MomentsCall : Call {
+  Borrowed<Tensor> moments;
+
+  void complete() {
+    training = updates = true;
+    name = kFromMoments;
+  }
+
+  TORCHKILN_FIELDS(self.x, self.moments, self.weight, self.bias, self.running_mean,
+                   self.running_var, self.residual, self.act, self.momentum, self.eps);
+};
 
 /// The forward that also returns {y, statistics, signs} for backward.
 struct MomentsForward {
@@ -33,28 +28,18 @@ struct MomentsForward {
       "Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor? residual, "
       "str act, float momentum, float eps) -> (Tensor, Tensor, Tensor)";
 
-  static Three meta(const Tensor& x, const Tensor& moments, const MaybeTensor& weight,
-                    const MaybeTensor& bias, const MaybeTensor& running_mean,
-                    const MaybeTensor& running_var, const MaybeTensor& residual, Activation act,
-                    double momentum, double eps) {
-    const Call call =
-        call_of(x, weight, bias, running_mean, running_var, residual, act, momentum, eps);
+  static Three meta(const MomentsCall& call) {
     Three found = outputs(call, /*for_backward=*/true);
-    check_moments(kFromMoments, moments, x);
+    check_moments(kFromMoments, call.moments, call.x);
     return found;
   }
 
-  static Three kernel(const Tensor& x, const Tensor& moments, const MaybeTensor& weight,
-                      const MaybeTensor& bias, const MaybeTensor& running_mean,
-                      const MaybeTensor& running_var, const MaybeTensor& residual, Activation act,
-                      double momentum, double eps) {
-    auto [y, statistics, signs] =
-        meta(x, moments, weight, bias, running_mean, running_var, residual, act, momentum, eps);
-    if (x.numel() == 0) return {y, statistics.zero_(), signs};
-    const Tensor count = empty_of({1}, moments.options());
-    merge_moments(kFromMoments, x, moments, {running_mean, running_var, std::nullopt, momentum},
-                  eps, statistics, count);
-    normalize(kFromMoments, x, statistics, weight, bias, residual, act, y, signs);
+  static Three kernel(const MomentsCall& call) {
+    auto [y, statistics, signs] = meta(call);
+    if (y.numel() == 0) return {y, statistics.zero_(), signs};
+    const Tensor count = empty_of({1}, call.moments->options());
+    merge_moments(call, call.moments, std::nullopt, statistics, count);
+    normalize(call, statistics, y, signs);
     return {y, statistics, signs};
   }
 };
@@ -65,40 +50,14 @@ struct FromMoments {
       "Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor? residual, str act, "
       "float momentum, float eps) -> Tensor";
 
-  static Tensor meta(const Tensor& x, const Tensor& moments, const MaybeTensor& weight,
-                     const MaybeTensor& bias, const MaybeTensor& running_mean,
-                     const MaybeTensor& running_var, const MaybeTensor& residual, Activation act,
-                     double momentum, double eps) {
-    return std::get<0>(MomentsForward::meta(x, moments, weight, bias, running_mean, running_var,
-                                            residual, act, momentum, eps));
+  static Tensor meta(const MomentsCall& call) { return std::get<0>(MomentsForward::meta(call)); }
+  static Tensor kernel(const MomentsCall& call) {
+    return std::get<0>(MomentsForward::kernel(call));
   }
-
-  static Tensor kernel(const Tensor& x, const Tensor& moments, const MaybeTensor& weight,
-                       const MaybeTensor& bias, const MaybeTensor& running_mean,
-                       const MaybeTensor& running_var, const MaybeTensor& residual, Activation act,
-                       double momentum, double eps) {
-    return std::get<0>(MomentsForward::kernel(x, moments, weight, bias, running_mean, running_var,
-                                              residual, act, momentum, eps));
-  }
-
   /// The moments again, from x: their derivatives belong to those of the result.
-  static Tensor composite(const Tensor& x, const Tensor&, const MaybeTensor& weight,
-                          const MaybeTensor& bias, const MaybeTensor& running_mean,
-                          const MaybeTensor& running_var, const MaybeTensor& residual,
-                          Activation act, double momentum, double eps) {
-    return composite_of(
-        call_of(x, weight, bias, running_mean, running_var, residual, act, momentum, eps));
-  }
-
-  static Tensor recorded(const Below& below, const Tensor& x, const Tensor& moments,
-                         const MaybeTensor& weight, const MaybeTensor& bias,
-                         const MaybeTensor& running_mean, const MaybeTensor& running_var,
-                         const MaybeTensor& residual, Activation act, double momentum, double eps) {
-    return recorded_outputs(
-        below.call<MomentsForward>(x, moments, weight, bias, running_mean, running_var, residual,
-                                   act, momentum, eps),
-        x, weight, bias, residual,
-        {act, /*training=*/true, eps, residual.has_value(), channels_are_last(x)});
+  static Tensor composite(const MomentsCall& call) { return composite_of(call); }
+  static Tensor recorded(const Below& below, const MomentsCall& call) {
+    return recorded_outputs(below.call<MomentsForward>(call), call);
   }
 };
 

@@ -1,3 +1,6 @@
+// The kernels of bn_act: checks, outputs and launches. operands.h has the tensors as the kernels
+// read them.
+
 #include "batch_norm/operands.h"
 #include "torchkiln/torch/checks.h"
 
@@ -10,8 +13,8 @@ constexpr const char* kBackward = "bn_act_backward";
 void check_parameter(const Call& call, const char* name, const MaybeTensor& parameter) {
   if (!parameter) return;
   check_tensors(call.name, {{"x", call.x}, {name, *parameter}});
-  check_parameter_dtype(call.name, name, parameter->scalar_type(), "x", call.x.scalar_type());
-  check_vector(call.name, name, *parameter, call.x.sym_size(1), "the channels of x");
+  check_parameter_dtype(call.name, name, parameter->scalar_type(), "x", call.x->scalar_type());
+  check_vector(call.name, name, *parameter, call.x->sym_size(1), "the channels of x");
 }
 
 void check_running(const Call& call) {
@@ -20,7 +23,7 @@ void check_running(const Call& call) {
                     ", expected ", call.running_mean ? "a tensor" : "None",
                     ", as for running_mean");
   TORCH_CHECK_VALUE(call.training || call.running_mean, "torchkiln.", call.name,
-                    ": running_mean: got None, expected a tensor of [", call.x.sym_size(1),
+                    ": running_mean: got None, expected a tensor of [", call.x->sym_size(1),
                     "] unless training=True");
 }
 
@@ -51,8 +54,8 @@ void check(const Call& call) {
 
 void check_all(const Call& call) {
   check(call);
-  TORCH_CHECK_VALUE(!call.training || call.x.sym_numel() != call.x.sym_size(1), "torchkiln.",
-                    call.name, ": x: got shape ", call.x.sym_sizes(),
+  TORCH_CHECK_VALUE(!call.training || call.x->sym_numel() != call.x->sym_size(1), "torchkiln.",
+                    call.name, ": x: got shape ", call.x->sym_sizes(),
                     ", expected more than 1 value for each channel in training");
   TORCH_CHECK_VALUE(call.updates || !call.training || !call.running_mean, "torchkiln.", call.name,
                     ": running_mean: got a tensor in training, expected None; "
@@ -125,29 +128,30 @@ void check_statistics(const char* name, const Tensor& statistics, const Tensor& 
 }
 
 void check_backward(const char* name, const Gradient& given) {
-  const auto& [grad, x, statistics, weight, bias, residual, signs] = given;
+  const Tensor &grad = given.grad, &x = given.x, &statistics = given.statistics;
   check_tensors(name, {{"grad", grad}, {"x", x}, {"statistics", statistics}});
   check_dtype(name, "grad", grad);
   check_rank(name, "grad", grad, 2, INT64_MAX, "[batch, channels, ...]");
   check_like(name, "x", x, "grad", grad);
-  if (residual) check_like(name, "residual", *residual, "grad", grad);
+  if (given.residual) check_like(name, "residual", *given.residual, "grad", grad);
   check_statistics(name, statistics, x);
   const c10::SymInt& channels = x.sym_size(1);
   const auto check_factor = [&](const char* factor, const MaybeTensor& parameter) {
     if (!parameter) return;
-    check_same_device(name, factor, *parameter, "grad", given.grad);
-    check_parameter_dtype(name, factor, parameter->scalar_type(), "grad", given.grad.scalar_type());
+    check_same_device(name, factor, *parameter, "grad", grad);
+    check_parameter_dtype(name, factor, parameter->scalar_type(), "grad", grad.scalar_type());
     check_vector(name, factor, *parameter, channels, "the channels of x");
   };
-  check_factor("weight", weight);
-  check_factor("bias", bias);
-  if (signs) {
+  check_factor("weight", given.weight);
+  check_factor("bias", given.bias);
+  if (given.signs) {
+    const Tensor& signs = *given.signs;
     const c10::SymInt bytes = (x.sym_numel() + 7) / 8;
-    check_same_device(name, "signs", *signs, "grad", grad);
+    check_same_device(name, "signs", signs, "grad", grad);
     TORCH_CHECK(
-        signs->scalar_type() == at::kByte && signs->is_contiguous() && signs->sym_numel() == bytes,
-        "torchkiln.", name, ": signs: got ", dtype_name(signs->scalar_type()), " ",
-        signs->sym_sizes(), ", expected a bit for each element of x, uint8 [", bytes, "]");
+        signs.scalar_type() == at::kByte && signs.is_contiguous() && signs.sym_numel() == bytes,
+        "torchkiln.", name, ": signs: got ", dtype_name(signs.scalar_type()), " ",
+        signs.sym_sizes(), ", expected a bit for each element of x, uint8 [", bytes, "]");
   }
 }
 
@@ -162,60 +166,56 @@ Four empty_gradients(const Gradient& given, const std::array<bool, 4>& wanted) {
           vector(wanted[2]), wanted[3] ? empty_in_channel_layout(x, channels_last) : no_output(x)};
 }
 
-BatchNormBackward arguments_of(const Gradient& given, const Operands& operands, const Tensor& grad,
-                               Activation act) {
+BatchNormBackward arguments_of(const Gradient& given, const Operands& operands,
+                               const Tensor& grad) {
   BatchNormBackward arguments{};
   operands.fill(arguments);
   arguments.grad = grad.const_data_ptr();
   arguments.signs = given.signs ? given.signs->const_data_ptr<uint8_t>() : nullptr;
-  arguments.statistics = given.statistics.const_data_ptr();
-  arguments.activation = act;
+  arguments.statistics = given.statistics->const_data_ptr();
+  arguments.activation = given.act;
   arguments.training = true;
   return arguments;
 }
 
-/// Checks a second incoming gradient.
-void check_second(const Gradient& given, const Tensor& second, const Backward::Wanted& wanted) {
-  check_like(kBackward, "second", second, "grad", given.grad);
-  TORCH_CHECK(given.signs.has_value() && wanted[3], "torchkiln.", kBackward,
+void check_backward(const Backward::Arguments& call) {
+  check_backward(kBackward, call);
+  if (!call.second) return;
+  check_like(kBackward, "second", *call.second, "grad", call.grad);
+  TORCH_CHECK(call.signs && call.wanted[3], "torchkiln.", kBackward,
               ": second: got a tensor, expected None without signs or a gradient of the residual");
 }
 
-Four Backward::meta(const Tensor& grad, const Tensor& x, const Tensor& statistics,
-                    const MaybeTensor& weight, const MaybeTensor& bias, const MaybeTensor& residual,
-                    const MaybeTensor& signs, Activation, bool, Wanted wanted,
-                    const MaybeTensor& second) {
-  const Gradient given{grad, x, statistics, weight, bias, residual, signs};
-  check_backward(kBackward, given);
-  if (second) check_second(given, *second, wanted);
-  return empty_gradients(given, wanted);
+Four Backward::meta(const Arguments& call) {
+  check_backward(call);
+  return empty_gradients(call, call.wanted);
 }
 
-Four Backward::kernel(const Tensor& grad, const Tensor& x, const Tensor& statistics,
-                      const MaybeTensor& weight, const MaybeTensor& bias,
-                      const MaybeTensor& residual, const MaybeTensor& signs, Activation act,
-                      bool training, Wanted wanted, const MaybeTensor& second) {
-  const Gradient given{grad, x, statistics, weight, bias, residual, signs};
-  check_backward(kBackward, given);
-  if (second) check_second(given, *second, wanted);
-  if (second && x.is_cpu())
-    return kernel(grad + *second, x, statistics, weight, bias, residual, signs, act, training,
-                  wanted, {});
-  auto [grad_x, grad_weight, grad_bias, grad_residual] = empty_gradients(given, wanted);
+Four Backward::kernel(const Arguments& call) {
+  check_backward(call);
+  const Tensor& x = call.x;
+  if (call.second && x.is_cpu()) {
+    const Tensor sum = *call.grad + *call.second;
+    Arguments with_sum = call;
+    with_sum.grad = sum;
+    with_sum.second = Borrowed<MaybeTensor>();
+    return kernel(with_sum);
+  }
+  auto [grad_x, grad_weight, grad_bias, grad_residual] = empty_gradients(call, call.wanted);
   if (x.numel() == 0) return {grad_x, grad_weight.zero_(), grad_bias.zero_(), grad_residual};
-  const Operands operands(x, weight, bias, residual);
-  const MaybeCopy dense_grad = in_layout("grad", grad, operands.channels_last());
-  const MaybeCopy dense_second = in_layout("second", second, operands.channels_last());
-  BatchNormBackward arguments = arguments_of(given, operands, *dense_grad, act);
+  const Operands operands(x, call.weight, call.bias, call.residual);
+  const MaybeCopy dense_grad = in_layout("grad", *call.grad, operands.channels_last());
+  const MaybeCopy dense_second = in_layout("second", call.second, operands.channels_last());
+  BatchNormBackward arguments = arguments_of(call, operands, *dense_grad);
   arguments.second = data(*dense_second);
-  arguments.training = training;
+  arguments.training = call.training;
   arguments.grad_x = output(grad_x);
   arguments.grad_weight = output(grad_weight);
   arguments.grad_bias = output(grad_bias);
   arguments.grad_residual = output(grad_residual);
   Tensor coefficients;  // outlive the workspace of the sums
-  if (x.is_cpu() && training && wanted[0]) {
-    coefficients = at::empty({2, x.size(1)}, statistics.options());
+  if (x.is_cpu() && call.training && call.wanted[0]) {
+    coefficients = at::empty({2, x.size(1)}, call.statistics->options());
     arguments.coefficients = coefficients.data_ptr();
   }
   launch_split(
@@ -227,7 +227,7 @@ Four Backward::kernel(const Tensor& grad, const Tensor& x, const Tensor& statist
       [&](int64_t begin, int64_t end) {
         return cpu::batch_norm_sums_finish(arguments, begin, end);
       });
-  if (x.is_cpu() && wanted[0]) {
+  if (x.is_cpu() && call.wanted[0]) {
     for_each_element(kBackward, x, [&](int64_t begin, int64_t end) {
       return cpu::batch_norm_backward(arguments, begin, end);
     });

@@ -28,12 +28,17 @@ Pair pair_of(const char* name, at::IntArrayRef values, int64_t least) {
   return {values[0], values[1]};
 }
 
-Pool pool_of(at::IntArrayRef kernel, at::IntArrayRef stride, at::IntArrayRef padding) {
-  const Pool pool{pair_of("kernel", kernel, 1), pair_of("stride", stride, 1),
-                  pair_of("padding", padding, 0)};
+/// Kernel size, stride and padding as a call gives them: a list each.
+struct Window {
+  at::IntArrayRef kernel, stride, padding;
+};
+
+Pool pool_of(const Window& window) {
+  const Pool pool{pair_of("kernel", window.kernel, 1), pair_of("stride", window.stride, 1),
+                  pair_of("padding", window.padding, 0)};
   for (size_t d = 0; d < 2; ++d) {
     TORCH_CHECK_VALUE(2 * pool.padding[d] <= pool.kernel[d], "torchkiln.", kPool, ": padding: got ",
-                      padding, ", expected at most half of the kernel, ", kernel);
+                      window.padding, ", expected at most half of the kernel, ", window.kernel);
   }
   return pool;
 }
@@ -86,23 +91,18 @@ Tensor in_vectors(const char* name, const Tensor& tensor) {
   return reinterpret_cast<uintptr_t>(dense.const_data_ptr()) % 16 == 0 ? dense : dense.clone();
 }
 
-Call pool_call(const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias,
-               const MaybeTensor& running_mean, const MaybeTensor& running_var, Activation act,
-               double momentum, double eps) {
-  static const MaybeTensor none;
-  return {x,
-          weight,
-          bias,
-          running_mean,
-          running_var,
-          none,
-          act,
-          /*training=*/true,
-          momentum,
-          eps,
-          /*updates=*/true,
-          kPool};
-}
+struct PoolCall : Call {
+  Window window;
+
+  void complete() {
+    training = updates = true;
+    name = kPool;
+  }
+
+  TORCHKILN_FIELDS(self.x, self.weight, self.bias, self.running_mean, self.running_var, self.act,
+                   self.momentum, self.eps, self.window.kernel, self.window.stride,
+                   self.window.padding);
+};
 
 Status nothing(int64_t, int64_t) { return {}; }
 
@@ -113,40 +113,34 @@ struct PoolForward {
       "Tensor(a!)? running_mean, Tensor(b!)? running_var, str act, float momentum, float eps, "
       "int[] kernel, int[] stride, int[] padding) -> (Tensor, Tensor, Tensor)";
 
-  static Three meta(const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias,
-                    const MaybeTensor& running_mean, const MaybeTensor& running_var, Activation act,
-                    double momentum, double eps, at::IntArrayRef kernel, at::IntArrayRef stride,
-                    at::IntArrayRef padding) {
-    check_all(pool_call(x, weight, bias, running_mean, running_var, act, momentum, eps));
-    const c10::SymDimVector shape = pooled_shape(x, pool_of(kernel, stride, padding));
-    const at::TensorOptions options = x.options();
+  static Three meta(const PoolCall& call) {
+    check_all(call);
+    const c10::SymDimVector shape = pooled_shape(call.x, pool_of(call.window));
+    const at::TensorOptions options = call.x->options();
     return {empty_last(shape, options),
-            empty_of({3, x.sym_size(1)}, options.dtype(compute_dtype(x.scalar_type()))),
+            empty_of({3, call.x->sym_size(1)}, options.dtype(compute_dtype(call.x->scalar_type()))),
             empty_last(shape, options.dtype(at::kByte))};
   }
 
-  static Three kernel(const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias,
-                      const MaybeTensor& running_mean, const MaybeTensor& running_var,
-                      Activation act, double momentum, double eps, at::IntArrayRef kernel,
-                      at::IntArrayRef stride, at::IntArrayRef padding) {
-    Three made = meta(x, weight, bias, running_mean, running_var, act, momentum, eps, kernel,
-                      stride, padding);
+  static Three kernel(const PoolCall& call) {
+    Three made = meta(call);
     const auto& [y, statistics, places] = made;
-    const Pool pool = pool_of(kernel, stride, padding);
+    const Tensor& x = call.x;
+    const Pool pool = pool_of(call.window);
     check_takes(x, pool);
     const Tensor pixels = in_vectors("x", x);
-    const Operands operands(pixels, weight, bias, {});
+    const Operands operands(pixels, call.weight, call.bias, {});
     BatchNormPool arguments{};
     operands.fill(arguments.norm);
     arguments.norm.y = y.data_ptr();
     arguments.norm.statistics = statistics.data_ptr();
-    arguments.norm.running_mean = running(running_mean);
-    arguments.norm.running_var = running(running_var);
-    arguments.norm.running_dtype = dtype_of(running_mean ? *running_mean : x);
-    arguments.norm.activation = act;
+    arguments.norm.running_mean = running(call.running_mean);
+    arguments.norm.running_var = running(call.running_var);
+    arguments.norm.running_dtype = dtype_of(call.running_mean ? *call.running_mean : x);
+    arguments.norm.activation = call.act;
     arguments.norm.training = true;
-    arguments.norm.momentum = momentum;
-    arguments.norm.eps = eps;
+    arguments.norm.momentum = call.momentum;
+    arguments.norm.eps = call.eps;
     arguments.windows = windows_of(x, pool);
     arguments.places = places.data_ptr<uint8_t>();
     launch_allocating(
@@ -155,8 +149,8 @@ struct PoolForward {
           return cuda::batch_norm_pool(arguments, allocate, stream);
         },
         nothing);
-    count_change(running_mean);
-    count_change(running_var);
+    count_change(call.running_mean);
+    count_change(call.running_var);
     return made;
   }
 };
@@ -164,54 +158,63 @@ struct PoolForward {
 /// The wanted gradients of x, weight and bias.
 struct PoolBackward {
   using Wanted = std::array<bool, 3>;
+  struct Arguments : Gradient {
+    Borrowed<Tensor> places;
+    Window window;
+    Wanted wanted;
+
+    TORCHKILN_FIELDS(self.grad, self.x, self.statistics, self.places, self.weight, self.bias,
+                     self.act, self.window.kernel, self.window.stride, self.window.padding,
+                     self.wanted);
+  };
   static constexpr const char* kSchema =
       "torchkiln::bn_act_pool_backward(Tensor grad, Tensor x, Tensor statistics, Tensor places, "
       "Tensor? weight, Tensor? bias, str act, int[] kernel, int[] stride, int[] padding, "
       "bool[3] wanted) -> (Tensor, Tensor, Tensor)";
 
-  static Three meta(const Tensor& grad, const Tensor& x, const Tensor& statistics,
-                    const Tensor& places, const MaybeTensor& weight, const MaybeTensor& bias,
-                    Activation, at::IntArrayRef kernel, at::IntArrayRef stride,
-                    at::IntArrayRef padding, Wanted wanted) {
-    const MaybeTensor none;
-    const c10::SymDimVector shape = pooled_shape(x, pool_of(kernel, stride, padding));
-    for (const auto& [name, tensor] : {std::pair{"grad", grad}, std::pair{"places", places}}) {
+  static Three meta(const Arguments& call) {
+    const Tensor& x = call.x;
+    const c10::SymDimVector shape = pooled_shape(x, pool_of(call.window));
+    const auto check_pooled = [&](const char* name, const Tensor& tensor) {
       check_same_device(kPoolBackward, name, tensor, "x", x);
       TORCH_CHECK_VALUE(tensor.sym_sizes() == c10::SymIntArrayRef(shape), "torchkiln.",
                         kPoolBackward, ": ", name, ": got shape ", tensor.sym_sizes(),
                         ", expected ", c10::SymIntArrayRef(shape));
-    }
-    check_same_dtype(kPoolBackward, "grad", grad, "x", x);
-    check_backward(kPoolBackward, {x, x, statistics, weight, bias, none, none});
-    auto [grad_x, grad_weight, grad_bias, unused] = empty_gradients(
-        {x, x, statistics, weight, bias, none, none}, {wanted[0], wanted[1], wanted[2], false});
+    };
+    check_pooled("grad", call.grad);
+    check_pooled("places", call.places);
+    check_same_dtype(kPoolBackward, "grad", call.grad, "x", x);
+    Gradient of_norm = call;  // the gradient behind the pool has the shape of x
+    of_norm.grad = x;
+    check_backward(kPoolBackward, of_norm);
+    const auto& wanted = call.wanted;
+    auto [grad_x, grad_weight, grad_bias, unused] =
+        empty_gradients(of_norm, {wanted[0], wanted[1], wanted[2], false});
     return {grad_x, grad_weight, grad_bias};
   }
 
-  static Three kernel(const Tensor& grad, const Tensor& x, const Tensor& statistics,
-                      const Tensor& places, const MaybeTensor& weight, const MaybeTensor& bias,
-                      Activation act, at::IntArrayRef kernel, at::IntArrayRef stride,
-                      at::IntArrayRef padding, Wanted wanted) {
+  static Three kernel(const Arguments& given) {
     // Hooks of autograd may have saved x and places in another layout.
-    const Tensor pixels = in_vectors("x", x), at = in_vectors("places", places);
-    const Tensor dense = in_vectors("grad", grad);
-    Three found =
-        meta(grad, pixels, statistics, at, weight, bias, act, kernel, stride, padding, wanted);
+    const Tensor pixels = in_vectors("x", given.x), at = in_vectors("places", given.places);
+    const Tensor dense = in_vectors("grad", given.grad);
+    Arguments call = given;
+    call.x = pixels;
+    call.places = at;
+    call.grad = dense;
+    Three found = meta(call);
     const auto& [grad_x, grad_weight, grad_bias] = found;
-    const Pool pool = pool_of(kernel, stride, padding);
+    const Pool pool = pool_of(call.window);
     check_takes(pixels, pool);
-    const MaybeTensor none;
-    const Operands operands(pixels, weight, bias, {});
+    const Operands operands(pixels, call.weight, call.bias, {});
     BatchNormPoolBackward arguments{};
-    arguments.norm =
-        arguments_of({dense, pixels, statistics, weight, bias, none, none}, operands, dense, act);
+    arguments.norm = arguments_of(call, operands, dense);
     arguments.norm.grad_x = output(grad_x);
     arguments.norm.grad_weight = output(grad_weight);
     arguments.norm.grad_bias = output(grad_bias);
     arguments.windows = windows_of(pixels, pool);
     arguments.places = at.const_data_ptr<uint8_t>();
     launch_allocating(
-        kPoolBackward, x, 0, 1,
+        kPoolBackward, pixels, 0, 1,
         [&](Allocate allocate, auto stream) {
           return cuda::batch_norm_pool_backward(arguments, allocate, stream);
         },
@@ -226,42 +229,19 @@ struct PoolOp {
       "Tensor(b!)? running_var, str act, float momentum, float eps, int[] kernel, int[] stride, "
       "int[] padding) -> Tensor";
 
-  static Tensor meta(const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias,
-                     const MaybeTensor& running_mean, const MaybeTensor& running_var,
-                     Activation act, double momentum, double eps, at::IntArrayRef kernel,
-                     at::IntArrayRef stride, at::IntArrayRef padding) {
-    return std::get<0>(PoolForward::meta(x, weight, bias, running_mean, running_var, act, momentum,
-                                         eps, kernel, stride, padding));
+  static Tensor meta(const PoolCall& call) { return std::get<0>(PoolForward::meta(call)); }
+  static Tensor kernel(const PoolCall& call) { return std::get<0>(PoolForward::kernel(call)); }
+  static Tensor composite(const PoolCall& call) {
+    const auto& [kernel, stride, padding] = call.window;
+    return at::max_pool2d(composite_of(call), kernel, stride, padding);
   }
 
-  static Tensor kernel(const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias,
-                       const MaybeTensor& running_mean, const MaybeTensor& running_var,
-                       Activation act, double momentum, double eps, at::IntArrayRef kernel,
-                       at::IntArrayRef stride, at::IntArrayRef padding) {
-    return std::get<0>(PoolForward::kernel(x, weight, bias, running_mean, running_var, act,
-                                           momentum, eps, kernel, stride, padding));
-  }
-
-  static Tensor composite(const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias,
-                          const MaybeTensor& running_mean, const MaybeTensor& running_var,
-                          Activation act, double momentum, double eps, at::IntArrayRef kernel,
-                          at::IntArrayRef stride, at::IntArrayRef padding) {
-    const Tensor y =
-        composite_of(pool_call(x, weight, bias, running_mean, running_var, act, momentum, eps));
-    return at::max_pool2d(y, kernel, stride, padding);
-  }
-
-  static Tensor recorded(const Below& below, const Tensor& x, const MaybeTensor& weight,
-                         const MaybeTensor& bias, const MaybeTensor& running_mean,
-                         const MaybeTensor& running_var, Activation act, double momentum,
-                         double eps, at::IntArrayRef kernel, at::IntArrayRef stride,
-                         at::IntArrayRef padding) {
-    auto [y, statistics, places] = below.call<PoolForward>(
-        x, weight, bias, running_mean, running_var, act, momentum, eps, kernel, stride, padding);
-    const Tensor w = tensor_or_undefined(weight), b = tensor_or_undefined(bias);
-    return record(kPool, {x, w, b}, y, keep(x, statistics, places, w, b),
-                  [act, eps, pool = pool_of(kernel, stride, padding)](const Incoming& in,
-                                                                      const Kept<5>& kept) {
+  static Tensor recorded(const Below& below, const PoolCall& call) {
+    auto [y, statistics, places] = below.call<PoolForward>(call);
+    const Tensor w = tensor_or_undefined(call.weight), b = tensor_or_undefined(call.bias);
+    return record(kPool, {*call.x, w, b}, y, keep(*call.x, statistics, places, w, b),
+                  [act = call.act, eps = call.eps, pool = pool_of(call.window)](
+                      const Incoming& in, const Kept<5>& kept) {
                     return gradients(in, kept, act, eps, pool);
                   });
   }
@@ -269,18 +249,26 @@ struct PoolOp {
   static variable_list gradients(const Incoming& in, const Kept<5>& kept, Activation act,
                                  double eps, const Pool& pool) {
     const auto& [x, statistics, places, weight, bias] = kept;
+    const Window window{pool.kernel, pool.stride, pool.padding};
     if (in.needs_composite()) {
       return composite_gradients(
           in, std::array{x, weight, bias}, [&](const std::array<Tensor, 3>& inputs) {
-            const MaybeTensor none;
-            return composite(inputs[0], maybe(inputs[1]), maybe(inputs[2]), none, none, act,
-                             /*momentum=*/0, eps, pool.kernel, pool.stride, pool.padding);
+            const MaybeTensor weight = maybe(inputs[1]), bias = maybe(inputs[2]);
+            PoolCall call{};
+            call.x = inputs[0];
+            call.weight = weight;
+            call.bias = bias;
+            call.act = act;
+            call.eps = eps;
+            call.window = window;
+            call.complete();
+            return composite(call);
           });
     }
     const PoolBackward::Wanted wanted{in.wants(0), in.wants(1), in.wants(2)};
-    auto [grad_x, grad_weight, grad_bias] = call_below<PoolBackward>(
-        in[0], x, statistics, places, maybe(weight), maybe(bias), act, at::IntArrayRef(pool.kernel),
-        at::IntArrayRef(pool.stride), at::IntArrayRef(pool.padding), wanted);
+    auto [grad_x, grad_weight, grad_bias] =
+        call_below<PoolBackward>(in[0], x, statistics, places, maybe(weight), maybe(bias), act,
+                                 window.kernel, window.stride, window.padding, wanted);
     return {wanted[0] ? grad_x : Tensor(), wanted[1] ? grad_weight : Tensor(),
             wanted[2] ? grad_bias : Tensor()};
   }

@@ -15,42 +15,41 @@ void check_moments(const char* name, const Tensor& moments, const Tensor& x) {
               moments.sym_sizes(), ", expected float64 [processes, ", each, "]");
 }
 
-void merge_moments(const char* name, const Tensor& x, const Tensor& moments, const Running& moved,
-                   double eps, const Tensor& statistics, const Tensor& count) {
+void merge_moments(const Call& call, const Tensor& moments, const MaybeTensor& batches,
+                   const Tensor& statistics, const Tensor& count) {
+  const Tensor& x = call.x;
   BatchNormMerge arguments{};
   arguments.moments = moments.const_data_ptr<double>();
   arguments.processes = moments.size(0);
   arguments.channels = x.size(1);
-  arguments.running_mean = running(moved.mean);
-  arguments.running_var = running(moved.var);
-  arguments.batches = moved.batches ? moved.batches->const_data_ptr<int64_t>() : nullptr;
+  arguments.running_mean = running(call.running_mean);
+  arguments.running_var = running(call.running_var);
+  arguments.batches = batches ? batches->const_data_ptr<int64_t>() : nullptr;
   arguments.statistics = statistics.data_ptr();
   arguments.count = count.data_ptr<double>();
   arguments.dtype = dtype_of(x);
-  arguments.running_dtype = dtype_of(moved.mean ? *moved.mean : x);
-  arguments.momentum = moved.momentum;
-  arguments.eps = eps;
+  arguments.running_dtype = dtype_of(call.running_mean ? *call.running_mean : x);
+  arguments.momentum = call.momentum;
+  arguments.eps = call.eps;
   launch(
-      name, x, arguments.channels, kGrain,
+      call.name, x, arguments.channels, kGrain,
       [&](auto stream) { return cuda::batch_norm_merge(arguments, stream); },
       [&](int64_t begin, int64_t end) { return cpu::batch_norm_merge(arguments, begin, end); });
-  count_change(moved.mean);
-  count_change(moved.var);
+  count_change(call.running_mean);
+  count_change(call.running_var);
 }
 
-void normalize(const char* name, const Tensor& x, const Tensor& statistics,
-               const MaybeTensor& weight, const MaybeTensor& bias, const MaybeTensor& residual,
-               Activation act, const Tensor& y, const Tensor& signs) {
-  const Operands operands(x, weight, bias, residual);
+void normalize(const Call& call, const Tensor& statistics, const Tensor& y, const Tensor& signs) {
+  const Operands operands(call.x, call.weight, call.bias, call.residual);
   BatchNorm arguments{};
   operands.fill(arguments);
   arguments.y = y.data_ptr();
   arguments.signs = static_cast<uint8_t*>(output(signs));
   arguments.statistics = const_cast<void*>(statistics.const_data_ptr());
-  arguments.activation = act;
+  arguments.activation = call.act;
   arguments.training = true;
   launch_elements(
-      name, x, [&](auto stream) { return cuda::batch_norm_outputs(arguments, stream); },
+      call.name, call.x, [&](auto stream) { return cuda::batch_norm_outputs(arguments, stream); },
       [&](int64_t begin, int64_t end) { return cpu::batch_norm(arguments, begin, end); });
 }
 

@@ -45,70 +45,74 @@ struct SyncMoments {
 /// Statistics [3, channels] of the moments of all processes, and their count, [1]; moves the
 /// running statistics, by 1 / batches if that is given.
 struct SyncStatistics {
+  struct Arguments : Call {
+    Borrowed<Tensor> moments;
+    Borrowed<MaybeTensor> batches;
+
+    void complete() {
+      act = kActivation<None>;
+      training = updates = true;
+      name = kSync;
+    }
+
+    TORCHKILN_FIELDS(self.x, self.moments, self.running_mean, self.running_var, self.batches,
+                     self.momentum, self.eps);
+  };
   static constexpr const char* kSchema =
       "torchkiln::sync_bn_statistics(Tensor x, Tensor moments, Tensor(a!)? running_mean, "
       "Tensor(b!)? running_var, Tensor? batches, float momentum, float eps) -> (Tensor, Tensor)";
 
-  static Two meta(const Tensor& x, const Tensor& moments, const MaybeTensor& running_mean,
-                  const MaybeTensor& running_var, const MaybeTensor& batches, double momentum,
-                  double eps) {
-    const MaybeTensor none;
-    check({x, none, none, running_mean, running_var, none, kActivation<None>, /*training=*/true,
-           momentum, eps, /*updates=*/true, kSync});
-    check_moments(kSync, moments, x);
-    if (batches) {
-      check_same_device(kSync, "batches", *batches, "x", x);
-      TORCH_CHECK(batches->scalar_type() == at::kLong && batches->sym_numel() == 1, "torchkiln.",
-                  kSync, ": batches: got ", dtype_name(batches->scalar_type()), " ",
-                  batches->sym_sizes(), ", expected an int64");
+  static Two meta(const Arguments& call) {
+    check(call);
+    const Tensor& x = call.x;
+    check_moments(kSync, call.moments, x);
+    if (call.batches) {
+      const Tensor& batches = *call.batches;
+      check_same_device(kSync, "batches", batches, "x", x);
+      TORCH_CHECK(batches.scalar_type() == at::kLong && batches.sym_numel() == 1, "torchkiln.",
+                  kSync, ": batches: got ", dtype_name(batches.scalar_type()), " ",
+                  batches.sym_sizes(), ", expected an int64");
     }
     return {empty_of({3, x.sym_size(1)}, x.options().dtype(compute_dtype(x.scalar_type()))),
-            empty_of({1}, moments)};
+            empty_of({1}, call.moments)};
   }
 
-  static Two kernel(const Tensor& x, const Tensor& moments, const MaybeTensor& running_mean,
-                    const MaybeTensor& running_var, const MaybeTensor& batches, double momentum,
-                    double eps) {
-    auto [statistics, count] = meta(x, moments, running_mean, running_var, batches, momentum, eps);
-    if (x.size(1) == 0) return {statistics, count.zero_()};
-    merge_moments(kSync, x, moments, {running_mean, running_var, batches, momentum}, eps,
-                  statistics, count);
+  static Two kernel(const Arguments& call) {
+    auto [statistics, count] = meta(call);
+    if (call.x->size(1) == 0) return {statistics, count.zero_()};
+    merge_moments(call, call.moments, call.batches, statistics, count);
     return {statistics, count};
   }
 };
 
 /// y, and the signs if backward needs them, else an empty tensor.
 struct SyncForward {
+  struct Arguments : Call {
+    Borrowed<Tensor> statistics;
+
+    void complete() {
+      training = true;
+      updates = false;
+      momentum = eps = 0;
+      name = kSync;
+    }
+
+    TORCHKILN_FIELDS(self.x, self.statistics, self.weight, self.bias, self.residual, self.act);
+  };
   static constexpr const char* kSchema =
       "torchkiln::sync_bn_forward(Tensor x, Tensor statistics, Tensor? weight, Tensor? bias, "
       "Tensor? residual, str act) -> (Tensor, Tensor)";
 
-  static Two meta(const Tensor& x, const Tensor& statistics, const MaybeTensor& weight,
-                  const MaybeTensor& bias, const MaybeTensor& residual, Activation act) {
-    const MaybeTensor none;
-    const Call call{x,
-                    weight,
-                    bias,
-                    none,
-                    none,
-                    residual,
-                    act,
-                    /*training=*/true,
-                    /*momentum=*/0,
-                    /*eps=*/0,
-                    /*updates=*/false,
-                    kSync};
+  static Two meta(const Arguments& call) {
     check(call);
-    check_statistics(kSync, statistics, x);
+    check_statistics(kSync, call.statistics, call.x);
     auto [y, unused, signs] = empty_outputs(call, /*for_backward=*/true);
     return {y, signs};
   }
 
-  static Two kernel(const Tensor& x, const Tensor& statistics, const MaybeTensor& weight,
-                    const MaybeTensor& bias, const MaybeTensor& residual, Activation act) {
-    auto [y, signs] = meta(x, statistics, weight, bias, residual, act);
-    if (x.numel() == 0) return {y, signs};
-    normalize(kSync, x, statistics, weight, bias, residual, act, y, signs);
+  static Two kernel(const Arguments& call) {
+    auto [y, signs] = meta(call);
+    if (y.numel() > 0) normalize(call, call.statistics, y, signs);
     return {y, signs};
   }
 };
@@ -117,43 +121,44 @@ struct SyncForward {
 /// gradients of weight and bias; the gradient of the residual. Empty if not wanted.
 struct SyncSums {
   using Wanted = std::array<bool, 4>;
+  struct Arguments : Gradient {
+    Borrowed<Tensor> count;
+    Wanted wanted;
+
+    TORCHKILN_FIELDS(self.grad, self.x, self.statistics, self.count, self.weight, self.bias,
+                     self.residual, self.signs, self.act, self.wanted);
+  };
   static constexpr const char* kSchema =
       "torchkiln::sync_bn_backward_sums(Tensor grad, Tensor x, Tensor statistics, Tensor count, "
       "Tensor? weight, Tensor? bias, Tensor? residual, Tensor? signs, str act, bool[4] wanted) -> "
       "(Tensor, Tensor, Tensor, Tensor)";
 
-  static Four meta(const Tensor& grad, const Tensor& x, const Tensor& statistics,
-                   const Tensor& count, const MaybeTensor& weight, const MaybeTensor& bias,
-                   const MaybeTensor& residual, const MaybeTensor& signs, Activation,
-                   Wanted wanted) {
-    const Gradient given{grad, x, statistics, weight, bias, residual, signs};
-    check_backward(kSync, given);
-    check_same_device(kSync, "count", count, "grad", grad);
+  static Four meta(const Arguments& call) {
+    const Tensor &statistics = call.statistics, &count = call.count;
+    const Wanted& wanted = call.wanted;
+    check_backward(kSync, call);
+    check_same_device(kSync, "count", count, "grad", call.grad);
     TORCH_CHECK(count.scalar_type() == at::kDouble && count.sym_numel() == 1, "torchkiln.", kSync,
                 ": count: got ", dtype_name(count.scalar_type()), " ", count.sym_sizes(),
                 ", expected a float64");
-    Four found = empty_gradients(given, {false, wanted[1], wanted[2], wanted[3]});
+    Four found = empty_gradients(call, {false, wanted[1], wanted[2], wanted[3]});
     std::get<0>(found) =
-        wanted[0] ? empty_of({2, x.sym_size(1)}, statistics) : no_output(statistics);
+        wanted[0] ? empty_of({2, call.x->sym_size(1)}, statistics) : no_output(statistics);
     return found;
   }
 
-  static Four kernel(const Tensor& grad, const Tensor& x, const Tensor& statistics,
-                     const Tensor& count, const MaybeTensor& weight, const MaybeTensor& bias,
-                     const MaybeTensor& residual, const MaybeTensor& signs, Activation act,
-                     Wanted wanted) {
-    auto [coefficients, grad_weight, grad_bias, grad_residual] =
-        meta(grad, x, statistics, count, weight, bias, residual, signs, act, wanted);
+  static Four kernel(const Arguments& call) {
+    auto [coefficients, grad_weight, grad_bias, grad_residual] = meta(call);
+    const Tensor& x = call.x;
     if (x.numel() == 0)
       return {coefficients.zero_(), grad_weight.zero_(), grad_bias.zero_(), grad_residual};
-    const Operands operands(x, weight, bias, residual);
-    const MaybeCopy dense_grad = in_layout("grad", grad, operands.channels_last());
-    BatchNormBackward arguments = arguments_of({grad, x, statistics, weight, bias, residual, signs},
-                                               operands, *dense_grad, act);
+    const Operands operands(x, call.weight, call.bias, call.residual);
+    const MaybeCopy dense_grad = in_layout("grad", *call.grad, operands.channels_last());
+    BatchNormBackward arguments = arguments_of(call, operands, *dense_grad);
     arguments.grad_weight = output(grad_weight);
     arguments.grad_bias = output(grad_bias);
     arguments.grad_residual = output(grad_residual);
-    arguments.count = count.const_data_ptr<double>();
+    arguments.count = call.count->const_data_ptr<double>();
     arguments.coefficients = output(coefficients);
     launch_split(
         kSync, x, arguments, kGrain, [&] { return cpu::split(arguments); },
@@ -170,38 +175,40 @@ struct SyncSums {
 
 /// The gradient of x by the coefficients of all processes.
 struct SyncInputGradient {
+  struct Arguments : Gradient {
+    Borrowed<Tensor> coefficients;
+
+    TORCHKILN_FIELDS(self.grad, self.x, self.statistics, self.coefficients, self.weight, self.bias,
+                     self.residual, self.signs, self.act);
+  };
   static constexpr const char* kSchema =
       "torchkiln::sync_bn_backward_input(Tensor grad, Tensor x, Tensor statistics, "
       "Tensor coefficients, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? signs, "
       "str act) -> Tensor";
 
-  static Tensor meta(const Tensor& grad, const Tensor& x, const Tensor& statistics,
-                     const Tensor& coefficients, const MaybeTensor& weight, const MaybeTensor& bias,
-                     const MaybeTensor& residual, const MaybeTensor& signs, Activation) {
-    const Gradient given{grad, x, statistics, weight, bias, residual, signs};
-    check_backward(kSync, given);
-    check_same_device(kSync, "coefficients", coefficients, "grad", grad);
+  static Tensor meta(const Arguments& call) {
+    const Tensor &coefficients = call.coefficients, &statistics = call.statistics;
+    const c10::SymInt channels = call.x->sym_size(1);
+    check_backward(kSync, call);
+    check_same_device(kSync, "coefficients", coefficients, "grad", call.grad);
     TORCH_CHECK(coefficients.scalar_type() == statistics.scalar_type() &&
-                    coefficients.is_contiguous() && coefficients.sym_numel() == 2 * x.sym_size(1),
+                    coefficients.is_contiguous() && coefficients.sym_numel() == 2 * channels,
                 "torchkiln.", kSync, ": coefficients: got ", dtype_name(coefficients.scalar_type()),
                 " ", coefficients.sym_sizes(),
                 ", expected the sum of those of sync_bn_backward_sums, ",
-                dtype_name(statistics.scalar_type()), " [2, ", x.sym_size(1), "]");
-    return std::get<0>(empty_gradients(given, {true, false, false, false}));
+                dtype_name(statistics.scalar_type()), " [2, ", channels, "]");
+    return std::get<0>(empty_gradients(call, {true, false, false, false}));
   }
 
-  static Tensor kernel(const Tensor& grad, const Tensor& x, const Tensor& statistics,
-                       const Tensor& coefficients, const MaybeTensor& weight,
-                       const MaybeTensor& bias, const MaybeTensor& residual,
-                       const MaybeTensor& signs, Activation act) {
-    Tensor grad_x = meta(grad, x, statistics, coefficients, weight, bias, residual, signs, act);
+  static Tensor kernel(const Arguments& call) {
+    Tensor grad_x = meta(call);
+    const Tensor& x = call.x;
     if (x.numel() == 0) return grad_x;
-    const Operands operands(x, weight, bias, residual);
-    const MaybeCopy dense_grad = in_layout("grad", grad, operands.channels_last());
-    BatchNormBackward arguments = arguments_of({grad, x, statistics, weight, bias, residual, signs},
-                                               operands, *dense_grad, act);
+    const Operands operands(x, call.weight, call.bias, call.residual);
+    const MaybeCopy dense_grad = in_layout("grad", *call.grad, operands.channels_last());
+    BatchNormBackward arguments = arguments_of(call, operands, *dense_grad);
     arguments.grad_x = grad_x.data_ptr();
-    arguments.coefficients = const_cast<void*>(coefficients.const_data_ptr());
+    arguments.coefficients = const_cast<void*>(call.coefficients->const_data_ptr());
     launch_elements(
         kSync, x, [&](auto stream) { return cuda::batch_norm_backward_input(arguments, stream); },
         [&](int64_t begin, int64_t end) {

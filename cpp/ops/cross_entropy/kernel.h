@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <atomic>
 
-#include "cross_entropy/call.h"
+#include "cross_entropy/options.h"
 #include "detail/rows_view.h"
 #include "torchkiln/kernels/cross_entropy.h"
 #include "torchkiln/torch/elementwise.h"
@@ -87,13 +87,13 @@ struct TargetView {
   at::Tensor weight;
 };
 
-inline TargetView view_target(const at::Tensor& target, const LossCall& call,
+inline TargetView view_target(const at::Tensor& target, const LossOptions& options,
                               at::ScalarType compute) {
   TargetView view;
-  view.arguments.ignore_index = call.ignore_index;
-  view.arguments.label_smoothing = call.label_smoothing;
-  view.arguments.first_class = call.first_class;
-  view.arguments.all_classes = call.all_classes;
+  view.arguments.ignore_index = options.ignore_index;
+  view.arguments.label_smoothing = options.label_smoothing;
+  view.arguments.first_class = options.first_class;
+  view.arguments.all_classes = options.all_classes;
   if (target.scalar_type() == at::kLong) {
     view.target = target.expect_contiguous();
     view.arguments.index = view.target->const_data_ptr<int64_t>();
@@ -103,8 +103,8 @@ inline TargetView view_target(const at::Tensor& target, const LossCall& call,
     view.arguments.probabilities_dtype = dtype_of(*view.target);
     view.arguments.probabilities_row_stride = view.target->stride(0);
   }
-  if (call.weight.has_value()) {
-    view.weight = call.weight->to(compute).contiguous();
+  if (options.weight.has_value()) {
+    view.weight = options.weight->to(compute).contiguous();
     view.arguments.weight = view.weight.const_data_ptr();
   }
   return view;
@@ -114,7 +114,7 @@ inline TargetView view_target(const at::Tensor& target, const LossCall& call,
 inline int64_t row_grain(int64_t classes) { return std::max<int64_t>((1 << 13) / classes, 1); }
 
 /// The sum of the losses into `out`, or their mean, and its divisor.
-inline LossSum sum_arguments(const at::Tensor& logits, const LossCall& call,
+inline LossSum sum_arguments(const at::Tensor& logits, const LossOptions& options,
                              const at::Tensor& losses, const RowState& kept,
                              const at::Tensor& out) {
   LossSum arguments{};
@@ -122,7 +122,7 @@ inline LossSum sum_arguments(const at::Tensor& logits, const LossCall& call,
   arguments.target_weight = kept.target_weight;
   arguments.dtype = dtype_of(logits);
   arguments.rows = losses.numel();
-  arguments.mean = call.reduction == LossReduction::mean;
+  arguments.mean = options.reduction == LossReduction::mean;
   arguments.out = out.data_ptr();
   arguments.out_dtype = dtype_of(out);
   arguments.divisor = kept.divisor;
@@ -138,16 +138,16 @@ inline void run_sum(const char* op, const at::Tensor& where, const LossSum& argu
 
 /// Computes the loss and the state of each row, and `total` if it is not null.
 inline void run_forward(const char* op, const at::Tensor& logits, const at::Tensor& target,
-                        const LossCall& call, const at::Tensor& losses, const RowState& kept,
-                        bool accuracy, const LossSum* total = nullptr) {
+                        const LossOptions& options, const at::Tensor& losses, const RowState& kept,
+                        const LossSum* total = nullptr) {
   const MaybeCopy logit_rows = class_rows(logits);
   const at::Tensor& rows = *logit_rows;
-  const TargetView view = view_target(target, call, losses.scalar_type());
+  const TargetView view = view_target(target, options, losses.scalar_type());
   CrossEntropy arguments{};
   arguments.logits = rows.const_data_ptr();
   arguments.dtype = dtype_of(rows);
   arguments.target = view.arguments;
-  arguments.z_loss = call.z_loss;
+  arguments.z_loss = options.z_loss;
   arguments.rows = rows.size(0);
   arguments.classes = rows.size(1);
   arguments.row_stride = rows.stride(0);
@@ -155,7 +155,7 @@ inline void run_forward(const char* op, const at::Tensor& logits, const at::Tens
   arguments.log_sum_exp = kept.log_sum_exp;
   arguments.mass = kept.mass;
   arguments.target_weight = kept.target_weight;
-  if (accuracy) arguments.correct = kept.correct;
+  if (options.accuracy) arguments.correct = kept.correct;
   arguments.sum = kept.sum;
   std::atomic<const char*> error{nullptr};  // from CPU threads, without the bad value
   launch(
@@ -172,17 +172,17 @@ inline void run_forward(const char* op, const at::Tensor& logits, const at::Tens
   }
   if (view.arguments.index != nullptr) {
     check_classes(op, *view.target, with_all_classes(arguments).target.all_classes,
-                  call.ignore_index);
+                  options.ignore_index);
   }
   check_status(op, Status{error});
 }
 
 /// Computes the gradient of the logits into `out`, which may be `rows` itself.
 inline void run_backward(const char* op, const at::Tensor& grad, const at::Tensor& rows,
-                         const at::Tensor& target, const LossCall& call, const RowState& kept,
+                         const at::Tensor& target, const LossOptions& options, const RowState& kept,
                          const at::Tensor& out) {
-  const TargetView view = view_target(target, call, compute_dtype(rows.scalar_type()));
-  const bool each = call.reduction == LossReduction::none;
+  const TargetView view = view_target(target, options, compute_dtype(rows.scalar_type()));
+  const bool each = options.reduction == LossReduction::none;
   const at::Tensor grads = each ? grad.reshape({rows.size(0)}) : grad;
   CrossEntropyBackward arguments{};
   arguments.grad = grads.const_data_ptr();
@@ -192,7 +192,7 @@ inline void run_backward(const char* op, const at::Tensor& grad, const at::Tenso
   arguments.logits = rows.const_data_ptr();
   arguments.dtype = dtype_of(rows);
   arguments.target = view.arguments;
-  arguments.z_loss = call.z_loss;
+  arguments.z_loss = options.z_loss;
   arguments.rows = rows.size(0);
   arguments.classes = rows.size(1);
   arguments.row_stride = rows.stride(0);

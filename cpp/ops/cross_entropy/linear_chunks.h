@@ -78,8 +78,8 @@ class ChunkLogits {
     if (layer.bias) layer_.bias = at::constant_pad_nd(*layer.bias, {0, stride - classes_});
   }
 
-  /// The layer whose logits are computed: that of the call, or one with more classes, whose weights
-  /// are 0.
+  /// The layer whose logits are computed: that of the options, or one with more classes, whose
+  /// weights are 0.
   const LogitLayer& layer() const { return layer_; }
 
   /// Computes the logits of these rows.
@@ -106,17 +106,17 @@ class ChunkLogits {
   /// The gradient of the layer's outputs, in place of the logits computed last; 0 for added
   /// classes. `grad` is that of the losses, divided by the temperature.
   const at::Tensor& differentiate(const char* op, const at::Tensor& grad, const at::Tensor& target,
-                                  const LossCall& call, const RowState& state) {
+                                  const LossOptions& options, const RowState& state) {
     at::Tensor outputs = own(product_);
     // The product with a weight of 0 is NaN where x is not finite.
     const int64_t added = product_.size(1) - classes_;
     if (added > 0) product_.narrow(1, classes_, added).zero_();
     if (!layer_.softcap) {
-      run_backward(op, grad, outputs, target, call, state, outputs);
+      run_backward(op, grad, outputs, target, options, state, outputs);
       return product_;
     }
     const at::Tensor found = at::empty_like(logits_);
-    run_backward(op, grad, logits_, target, call, state, found);
+    run_backward(op, grad, logits_, target, options, state, found);
     const at::Tensor slope = logits_.div_(bound()).square_().neg_().add_(1);
     outputs.copy_(found.mul_(slope));
     return product_;
@@ -125,7 +125,7 @@ class ChunkLogits {
  private:
   /// The bound of logits with a softcap.
   double bound() const { return *layer_.softcap / layer_.temperature; }
-  /// The columns of the classes of the call.
+  /// The columns of the classes of the options.
   at::Tensor own(const at::Tensor& logits) const { return logits.narrow(1, 0, classes_); }
 
   LogitLayer layer_;

@@ -1,3 +1,7 @@
+// The op linear_cross_entropy and its derivatives, and the numbers beside the loss. Forward has
+// made the gradients of the sum of the losses, which backward multiplies by a number. See
+// linear_cross_entropy.h; linear_cross_entropy_kernel.cpp has the checks and the kernels.
+
 #include "cross_entropy/linear_cross_entropy.h"
 #include "cross_entropy/composite.h"
 #include "cross_entropy/metrics.h"
@@ -55,12 +59,12 @@ Tensor batched(const Call& call) {
   return loss_of(logits_in(compute_dtype(product_dtype(call)), call), call);
 }
 
-Tensor output(const Call& call) { return std::get<0>(forward_outputs(call, {}, false)); }
-Tensor kernel(const Call& call) { return std::get<0>(forward(call, {}, false)); }
+Tensor output(const Call& call) { return std::get<0>(forward_outputs(call, {})); }
+Tensor kernel(const Call& call) { return std::get<0>(forward(call, {})); }
 
 /// The number by which the gradients of the sum of the losses are multiplied.
 Tensor factor_of(const Tensor& grad, const Tensor& target, const Tensor& state,
-                 const LossCall& call) {
+                 const LossOptions& call) {
   const Tensor factor = grad.to(state.scalar_type());
   if (call.reduction != LossReduction::mean) return factor;
   // The gradients of ignored rows are 0, also if the divisor is.
@@ -69,53 +73,49 @@ Tensor factor_of(const Tensor& grad, const Tensor& target, const Tensor& state,
 }
 
 /// The recorded loss, and the state of the rows.
-std::tuple<Tensor, Tensor> recorded_forward(const Below& below, const Call& call, bool accuracy) {
+std::tuple<Tensor, Tensor> recorded_forward(const Below& below, const Call& call) {
   const auto& [x, weight, bias, softcap, temperature] = call.layer;
-  const LossCall& options = call.loss;
-  const bool each = options.reduction == LossReduction::none;
+  const bool each = call.loss.reduction == LossReduction::none;
   const auto needs = [&](const Tensor& t) { return !each && t.defined() && t.requires_grad(); };
-  const Tensor shift = tensor_or_undefined(bias), factors = tensor_or_undefined(options.weight);
-  const auto [loss, state, of_x, of_weight, of_bias] = below.call<Forward>(
-      x, weight, call.target, bias, options.weight, options.ignore_index, options.reduction,
-      options.label_smoothing, options.z_loss, call.dtype, call.check_target, softcap, temperature,
-      Wanted{needs(x), needs(weight), needs(shift)}, accuracy);
+  const Tensor shift = tensor_or_undefined(bias), factors = tensor_or_undefined(call.loss.weight);
+  const auto [loss, state, of_x, of_weight, of_bias] =
+      below.call<Forward>(Forward::Arguments{call, {needs(x), needs(weight), needs(shift)}});
   TORCH_CHECK(!(factors.defined() && factors.requires_grad()), "torchkiln.", kName,
               ": class_weight: got a tensor that requires a gradient, expected one that does "
               "not: the loss has none with respect to class weights; pass class_weight.detach()");
-  // The tensors are saved by keep() instead.
-  const Call without_tensors{{Tensor(), Tensor(), std::nullopt, softcap, temperature},
-                             Tensor(),
-                             {std::nullopt, options.ignore_index, options.reduction,
-                              options.label_smoothing, options.z_loss},
-                             call.dtype,
-                             /*check_target=*/false};
+  Call without_tensors = call;  // which are saved by keep() instead
+  without_tensors.layer.x = without_tensors.layer.weight = without_tensors.target = Tensor();
+  without_tensors.layer.bias = without_tensors.loss.weight = std::nullopt;
+  without_tensors.loss.check_target = false;
   Tensor recorded = record(
       kName, {x, weight, shift}, loss,
       keep(x, weight, shift, call.target, factors, state, of_x, of_weight, of_bias),
-      [without_tensors, accuracy](const Incoming& in, const Kept<9>& kept) {
+      [without_tensors](const Incoming& in, const Kept<9>& kept) {
         const auto& [x, weight, bias, target, factors, state, of_x, of_weight, of_bias] = kept;
         Call given = without_tensors;
         given.target = target;
         given.loss.weight = maybe(factors);
+        const auto put = [&](const auto& inputs) {
+          given.layer.x = inputs[0];
+          given.layer.weight = inputs[1];
+          given.layer.bias = maybe(inputs[2]);
+        };
         if (in.needs_composite()) {
           return composite_gradients(in, std::array{x, weight, bias}, [&](const auto& inputs) {
-            given.layer.x = inputs[0];
-            given.layer.weight = inputs[1];
-            given.layer.bias = maybe(inputs[2]);
+            put(inputs);
             return composite(given);
           });
         }
-        const LossCall& options = given.loss;
-        const bool each_row = options.reduction == LossReduction::none;
         const std::array parameters{x, weight, bias};
+        put(parameters);
+        const LossOptions& options = given.loss;
+        const bool each_row = options.reduction == LossReduction::none;
         std::array found{of_x, of_weight, of_bias};
         if (each_row) {
-          const Tensor own = accuracy ? state.narrow_symint(0, 0, target.sym_numel() * 3) : state;
+          const Tensor own =
+              options.accuracy ? state.narrow_symint(0, 0, target.sym_numel() * 3) : state;
           std::tie(found[0], found[1], found[2]) = call_below<Backward>(
-              x, weight, target, maybe(bias), options.weight, options.ignore_index,
-              options.reduction, options.label_smoothing, options.z_loss, given.dtype,
-              given.check_target, given.layer.softcap, given.layer.temperature, in[0], own,
-              Wanted{in.wants(0), in.wants(1), in.wants(2)});
+              given, in[0], own, Wanted{in.wants(0), in.wants(1), in.wants(2)});
         }
         const Tensor factor = each_row ? Tensor() : factor_of(in[0], target, state, options);
         variable_list gradients(3);
@@ -131,13 +131,14 @@ std::tuple<Tensor, Tensor> recorded_forward(const Below& below, const Call& call
 
 /// Casts x and weight to the autocast dtype, and the bias unless it is float32. The loss of half
 /// precision is float32 unless a dtype is given.
+template <class Call>
 Call cast_call(const Autocast& cast, Call call) {
   auto& [x, weight, bias, softcap, temperature] = call.layer;
   check_tensors(kName, {{"x", x}, {"weight", weight}});
   x = cast(x);
   weight = cast(weight);
   if (bias && bias->scalar_type() != at::kFloat) bias = cast(bias);
-  if (is_half(x.scalar_type()) && !call.dtype.has_value()) call.dtype = at::kFloat;
+  if (is_half(x.scalar_type()) && !call.loss.dtype.has_value()) call.loss.dtype = at::kFloat;
   return call;
 }
 
@@ -148,104 +149,70 @@ struct Op {
       "str reduction='mean', float label_smoothing=0.0, float z_loss=0.0, "
       "ScalarType? dtype=None, bool check_target=False, float? softcap=None, "
       "float temperature=1.0) -> Tensor";
-  static constexpr auto meta = of_call<output>;
-  static constexpr auto kernel = of_call<linear_cross_entropy_ops::kernel>;
-  static constexpr auto composite = of_call<linear_cross_entropy_ops::composite>;
-  static constexpr auto batched = of_call<linear_cross_entropy_ops::batched>;
+  static constexpr auto meta = output;
+  static constexpr auto kernel = linear_cross_entropy_ops::kernel;
+  static constexpr auto composite = linear_cross_entropy_ops::composite;
+  static constexpr auto batched = linear_cross_entropy_ops::batched;
 
-  static Tensor recorded(const Below& below, const Tensor& x, const Tensor& weight,
-                         const Tensor& target, const MaybeTensor& bias,
-                         const MaybeTensor& class_weight, int64_t ignore_index,
-                         LossReduction reduction, double label_smoothing, double z_loss,
-                         MaybeDtype dtype, bool check_target, std::optional<double> softcap,
-                         double temperature) {
-    const Call call = as_call(x, weight, target, bias, class_weight, ignore_index, reduction,
-                              label_smoothing, z_loss, dtype, check_target, softcap, temperature);
-    return std::get<0>(recorded_forward(below, call, /*accuracy=*/false));
+  static Tensor recorded(const Below& below, const Call& call) {
+    return std::get<0>(recorded_forward(below, call));
   }
-
-  static Tensor autocast(const Autocast& cast, const Tensor& x, const Tensor& weight,
-                         const Tensor& target, const MaybeTensor& bias,
-                         const MaybeTensor& class_weight, int64_t ignore_index,
-                         LossReduction reduction, double label_smoothing, double z_loss,
-                         MaybeDtype dtype, bool check_target, std::optional<double> softcap,
-                         double temperature) {
-    const Call given = cast_call(
-        cast, as_call(x, weight, target, bias, class_weight, ignore_index, reduction,
-                      label_smoothing, z_loss, dtype, check_target, softcap, temperature));
-    return call<Op>(given.layer.x, given.layer.weight, target, given.layer.bias, class_weight,
-                    ignore_index, reduction, label_smoothing, z_loss, given.dtype, check_target,
-                    softcap, temperature);
+  static Tensor autocast(const Autocast& cast, const Call& call) {
+    return torchkiln::call<Op>(cast_call(cast, call));
   }
 };
 
 // ---- the op with numbers for the log of a training run ----
 
-Three with_metrics(const Tensor& loss, const Tensor& state, const Call& call, bool accuracy) {
+Three with_metrics(const Tensor& loss, const Tensor& state, const Call& call) {
   const at::NoGradGuard without_gradients;
   const auto [z, correct] = reduced_metrics(
-      metrics_of_state(call.rows(), call.target, state, call.loss, accuracy), loss, call.loss);
+      metrics_of_state(call.rows(), call.target, state, call.loss), loss, call.loss);
   return {loss, z, correct};
 }
 
-template <auto function>
-Three outputs_with_metrics(const Call& call, bool accuracy) {
-  const auto [loss, state, of_x, of_weight, of_bias] = function(call, {}, accuracy);
-  return with_metrics(loss, state, call, accuracy);
-}
-
-Three composite_with_metrics(const Tensor& logits, const Call& call, bool accuracy) {
+Three composite_with_metrics(const Tensor& logits, const Call& call) {
   const Tensor loss = loss_of(logits, call);
-  const auto [z, correct] = reduced_metrics(
-      composite_metrics(logits.detach(), call.target.reshape({-1}), call.loss, accuracy),
-      loss.detach(), call.loss);
+  const auto [z, correct] =
+      reduced_metrics(composite_metrics(logits.detach(), call.target.reshape({-1}), call.loss),
+                      loss.detach(), call.loss);
   return {loss, z, correct};
-}
-
-Three metrics_composite(const Call& call, bool accuracy) {
-  return composite_with_metrics(logits_in(product_dtype(call), call), call, accuracy);
-}
-Three metrics_batched(const Call& call, bool accuracy) {
-  return composite_with_metrics(logits_in(compute_dtype(product_dtype(call)), call), call,
-                                accuracy);
 }
 
 struct WithMetrics {
+  struct Arguments : Call {
+    template <class Self>
+    static auto fields(Self& self) {
+      return std::tuple_cat(Call::fields(self), std::tie(self.loss.accuracy));
+    }
+  };
   static constexpr const char* kSchema =
       "torchkiln::linear_cross_entropy_with_metrics(Tensor x, Tensor weight, Tensor target, "
       "Tensor? bias=None, *, Tensor? class_weight=None, int ignore_index=-100, "
       "str reduction='mean', float label_smoothing=0.0, float z_loss=0.0, "
       "ScalarType? dtype=None, bool check_target=False, float? softcap=None, "
       "float temperature=1.0, bool accuracy=False) -> (Tensor, Tensor, Tensor)";
-  static constexpr auto meta = of_call<outputs_with_metrics<forward_outputs>, bool>;
-  static constexpr auto kernel = of_call<outputs_with_metrics<forward>, bool>;
-  static constexpr auto composite = of_call<metrics_composite, bool>;
-  static constexpr auto batched = of_call<metrics_batched, bool>;
 
-  static Three recorded(const Below& below, const Tensor& x, const Tensor& weight,
-                        const Tensor& target, const MaybeTensor& bias,
-                        const MaybeTensor& class_weight, int64_t ignore_index,
-                        LossReduction reduction, double label_smoothing, double z_loss,
-                        MaybeDtype dtype, bool check_target, std::optional<double> softcap,
-                        double temperature, bool accuracy) {
-    const Call call = as_call(x, weight, target, bias, class_weight, ignore_index, reduction,
-                              label_smoothing, z_loss, dtype, check_target, softcap, temperature);
-    const auto [loss, state] = recorded_forward(below, call, accuracy);
-    return with_metrics(loss, state, call, accuracy);
+  static Three meta(const Arguments& call) {
+    const auto [loss, state, of_x, of_weight, of_bias] = forward_outputs(call, {});
+    return with_metrics(loss, state, call);
   }
-
-  static Three autocast(const Autocast& cast, const Tensor& x, const Tensor& weight,
-                        const Tensor& target, const MaybeTensor& bias,
-                        const MaybeTensor& class_weight, int64_t ignore_index,
-                        LossReduction reduction, double label_smoothing, double z_loss,
-                        MaybeDtype dtype, bool check_target, std::optional<double> softcap,
-                        double temperature, bool accuracy) {
-    const Call given = cast_call(
-        cast, as_call(x, weight, target, bias, class_weight, ignore_index, reduction,
-                      label_smoothing, z_loss, dtype, check_target, softcap, temperature));
-    return call<WithMetrics>(given.layer.x, given.layer.weight, target, given.layer.bias,
-                             class_weight, ignore_index, reduction, label_smoothing, z_loss,
-                             given.dtype, check_target, softcap, temperature, accuracy);
+  static Three kernel(const Arguments& call) {
+    const auto [loss, state, of_x, of_weight, of_bias] = forward(call, {});
+    return with_metrics(loss, state, call);
+  }
+  static Three composite(const Arguments& call) {
+    return composite_with_metrics(logits_in(product_dtype(call), call), call);
+  }
+  static Three batched(const Arguments& call) {
+    return composite_with_metrics(logits_in(compute_dtype(product_dtype(call)), call), call);
+  }
+  static Three recorded(const Below& below, const Arguments& call) {
+    const auto [loss, state] = recorded_forward(below, call);
+    return with_metrics(loss, state, call);
+  }
+  static Three autocast(const Autocast& cast, const Arguments& call) {
+    return torchkiln::call<WithMetrics>(cast_call(cast, call));
   }
 };
 
@@ -260,11 +227,7 @@ namespace torchkiln {
 at::Tensor linear_cross_entropy(const at::Tensor& x, const at::Tensor& weight,
                                 const at::Tensor& target, const MaybeTensor& bias,
                                 const LinearCrossEntropyOptions& options) {
-  return call<linear_cross_entropy_ops::Op>(
-      x, weight, target, bias, options.class_weight, options.ignore_index,
-      InSchema<LossReduction>::read("linear_cross_entropy", options.reduction),
-      options.label_smoothing, options.z_loss, options.dtype, options.check_target, options.softcap,
-      options.temperature);
+  return call<linear_cross_entropy_ops::Op>(x, weight, target, bias, options);
 }
 
 }  // namespace torchkiln

@@ -15,7 +15,6 @@
 namespace torchkiln::linear_cross_entropy_ops {
 
 using at::Tensor;
-using MaybeDtype = std::optional<at::ScalarType>;
 using Three = std::tuple<Tensor, Tensor, Tensor>;
 using Five = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 using Wanted = std::array<bool, 3>;  // the gradients of x, weight and bias
@@ -26,58 +25,47 @@ inline constexpr const char* kName = "linear_cross_entropy";
 struct Call {
   LogitLayer layer;  // x of any shape
   Tensor target;
-  LossCall loss;
-  MaybeDtype dtype;
-  bool check_target;
+  LossOptions loss;
+
+  TORCHKILN_FIELDS(self.layer.x, self.layer.weight, self.target, self.layer.bias, self.loss.weight,
+                   self.loss.ignore_index, self.loss.reduction, self.loss.label_smoothing,
+                   self.loss.z_loss, self.loss.dtype, self.loss.check_target, self.layer.softcap,
+                   self.layer.temperature);
 
   c10::SymInt rows() const { return target.sym_numel(); }
-  at::ScalarType loss_dtype() const { return dtype.value_or(layer.x.scalar_type()); }
+  at::ScalarType loss_dtype() const { return loss.dtype.value_or(layer.x.scalar_type()); }
 };
-
-inline Call as_call(const Tensor& x, const Tensor& weight, const Tensor& target,
-                    const MaybeTensor& bias, const MaybeTensor& class_weight, int64_t ignore_index,
-                    LossReduction reduction, double label_smoothing, double z_loss,
-                    MaybeDtype dtype, bool check_target, std::optional<double> softcap,
-                    double temperature) {
-  return {{x, weight, bias, softcap, temperature},
-          target,
-          {class_weight, ignore_index, reduction, label_smoothing, z_loss},
-          dtype,
-          check_target};
-}
-
-/// Adapts a function on a Call, and further arguments, to the arguments of the op.
-template <auto function, class... More>
-auto of_call(const Tensor& x, const Tensor& weight, const Tensor& target, const MaybeTensor& bias,
-             const MaybeTensor& class_weight, int64_t ignore_index, LossReduction reduction,
-             double label_smoothing, double z_loss, MaybeDtype dtype, bool check_target,
-             std::optional<double> softcap, double temperature, More... more) {
-  return function(as_call(x, weight, target, bias, class_weight, ignore_index, reduction,
-                          label_smoothing, z_loss, dtype, check_target, softcap, temperature),
-                  more...);
-}
 
 void check(const char* op, const Call& call);
 void check_classes_if_asked(const Call& call);
 
 /// The loss, the state of each row and the gradients of the sum of the losses. The state is that of
 /// cross_entropy(): see state_size().
-Five forward_outputs(const Call& call, Wanted wanted, bool accuracy);
-Five forward(const Call& call, Wanted wanted, bool accuracy);
+Five forward_outputs(const Call& call, Wanted wanted);
+Five forward(const Call& call, Wanted wanted);
 
 /// The gradients of losses per row.
 Three backward_outputs(const Call& call, const Tensor& grad, const Tensor& state, Wanted wanted);
 Three backward(const Call& call, const Tensor& grad, const Tensor& state, Wanted wanted);
 
 struct Forward {
+  struct Arguments : Call {
+    Wanted wanted;
+
+    template <class Self>
+    static auto fields(Self& self) {
+      return std::tuple_cat(Call::fields(self), std::tie(self.wanted, self.loss.accuracy));
+    }
+  };
   static constexpr const char* kSchema =
       "torchkiln::linear_cross_entropy_forward(Tensor x, Tensor weight, Tensor target, "
       "Tensor? bias, Tensor? class_weight, int ignore_index, str reduction, "
       "float label_smoothing, float z_loss, ScalarType? dtype, bool check_target, "
       "float? softcap, float temperature, bool[3] wanted, bool accuracy=False) "
       "-> (Tensor, Tensor, Tensor, Tensor, Tensor)";
-  static constexpr auto meta = of_call<forward_outputs, Wanted, bool>;
-  static constexpr auto kernel = of_call<forward, Wanted, bool>;
+
+  static Five meta(const Arguments& call) { return forward_outputs(call, call.wanted); }
+  static Five kernel(const Arguments& call) { return forward(call, call.wanted); }
 };
 
 struct Backward {
@@ -87,8 +75,8 @@ struct Backward {
       "float label_smoothing, float z_loss, ScalarType? dtype, bool check_target, "
       "float? softcap, float temperature, Tensor grad, Tensor state, bool[3] wanted) "
       "-> (Tensor, Tensor, Tensor)";
-  static constexpr auto meta = of_call<backward_outputs, const Tensor&, const Tensor&, Wanted>;
-  static constexpr auto kernel = of_call<backward, const Tensor&, const Tensor&, Wanted>;
+  static constexpr auto meta = backward_outputs;
+  static constexpr auto kernel = backward;
 };
 
 }  // namespace torchkiln::linear_cross_entropy_ops

@@ -1,3 +1,6 @@
+// The kernels of linear_cross_entropy(): checks, and the loop over chunks of rows, which
+// linear_chunks.h computes and differentiates. kernel.h has the kernels of the loss.
+
 #include <limits>
 
 #include "cross_entropy/linear_cross_entropy.h"
@@ -27,13 +30,13 @@ void check(const char* op, const Call& call) {
     check_parameter_dtype(op, "class_weight", each.scalar_type(), "x", x.scalar_type());
     check_vector(op, "class_weight", each, weight.sym_size(0), "the first size of weight");
   }
-  check_loss_numbers(op, call.loss, call.dtype);
+  check_loss_numbers(op, call.loss);
   if (softcap) check_softcap(op, *softcap);
   check_temperature(op, temperature);
 }
 
 void check_classes_if_asked(const Call& call) {
-  if (call.check_target && !call.target.is_meta())
+  if (call.loss.check_target && !call.target.is_meta())
     check_classes(kName, call.target, call.layer.weight.size(0), call.loss.ignore_index);
 }
 
@@ -84,21 +87,21 @@ Tensor for_each_chunk_of_logits(const LogitLayer& layer, const Wanted& wanted, c
 
 }  // namespace
 
-Five forward_outputs(const Call& call, Wanted wanted, bool accuracy) {
+Five forward_outputs(const Call& call, Wanted wanted) {
   check(kName, call);
   const Tensor& x = call.layer.x;
   const bool each = call.loss.reduction == LossReduction::none;
   const c10::SymIntArrayRef shape = each ? call.target.sym_sizes() : c10::SymIntArrayRef();
-  const c10::SymInt numbers = state_size(call.rows(), call.loss.reduction, accuracy);
+  const c10::SymInt numbers = state_size(call.rows(), call.loss.reduction, call.loss.accuracy);
   const auto with = [&](at::ScalarType dtype) { return x.options().dtype(dtype); };
   return std::tuple_cat(std::tuple{empty_of(shape, with(call.loss_dtype())),
                                    empty_of({numbers}, with(compute_dtype(x.scalar_type())))},
                         empty_gradients(call.layer, wanted));
 }
 
-Five forward(const Call& call, Wanted wanted, bool accuracy) {
+Five forward(const Call& call, Wanted wanted) {
   const int64_t rows = call.target.numel();
-  Five outputs = forward_outputs(call, rows == 0 ? wanted : without_weight(wanted), accuracy);
+  Five outputs = forward_outputs(call, rows == 0 ? wanted : without_weight(wanted));
   auto& [loss, state, grad_x, grad_weight, grad_bias] = outputs;
   const LossReduction reduction = call.loss.reduction;
   check_classes_if_asked(call);
@@ -110,7 +113,7 @@ Five forward(const Call& call, Wanted wanted, bool accuracy) {
   const Call flat = in_rows(call);
   const Tensor losses = at::empty({rows}, state.options());
   const Tensor inverse_temperature = at::full({}, 1 / call.layer.temperature, state.options());
-  LossCall sum = flat.loss;
+  LossOptions sum = flat.loss;
   sum.reduction = LossReduction::sum;
   const Tensor of_weight = for_each_chunk_of_logits(
       flat.layer, wanted, grad_x, grad_bias,
@@ -118,7 +121,7 @@ Five forward(const Call& call, Wanted wanted, bool accuracy) {
         RowState kept = row_state(state, rows, reduction, chunk.begin);
         kept.divisor = nullptr;  // known after the last chunk
         const Tensor target = chunk.of(flat.target);
-        run_forward(kName, logits.compute(chunk), target, sum, chunk.of(losses), kept, accuracy);
+        run_forward(kName, logits.compute(chunk), target, sum, chunk.of(losses), kept);
         if (!gradients.any()) return;
         gradients.add(logits.layer(), chunk,
                       logits.differentiate(kName, inverse_temperature, target, sum, kept));

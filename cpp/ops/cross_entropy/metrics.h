@@ -18,26 +18,26 @@ struct RowMetrics {
 
 /// From the state that backward saves: the logits are not read again.
 inline RowMetrics metrics_of_state(const c10::SymInt& rows, const at::Tensor& target,
-                                   const at::Tensor& state, const LossCall& call, bool accuracy) {
-  const int64_t divisors = call.reduction == LossReduction::mean ? 1 : 0;
+                                   const at::Tensor& state, const LossOptions& options) {
+  const int64_t divisors = options.reduction == LossReduction::mean ? 1 : 0;
   RowMetrics metrics;
   metrics.log_sum_exp = state.narrow_symint(0, 0, rows);
   metrics.weight = state.narrow_symint(0, rows * 2, rows);
   if (target.scalar_type() == at::kLong)
-    metrics.ignored = target.reshape({-1}).eq(call.ignore_index);
-  if (!accuracy) return metrics;
+    metrics.ignored = target.reshape({-1}).eq(options.ignore_index);
+  if (!options.accuracy) return metrics;
   metrics.correct = state.narrow_symint(0, rows * 3 + divisors, rows);
   // Without a sum the caller gets these numbers, which must not be a view of what backward reads.
-  if (call.reduction == LossReduction::none) metrics.correct = metrics.correct.clone();
+  if (options.reduction == LossReduction::none) metrics.correct = metrics.correct.clone();
   return metrics;
 }
 
 /// With torch's own ops.
 inline RowMetrics composite_metrics(const at::Tensor& logits, const at::Tensor& target,
-                                    const LossCall& call, bool accuracy) {
-  const WideLoss wide = widen(logits, target, call);
+                                    const LossOptions& options) {
+  const WideLoss wide = widen(logits, target, options);
   RowMetrics metrics{wide.log_sum_exp, wide.row_weight, wide.ignored, at::Tensor()};
-  if (!accuracy) return metrics;
+  if (!options.accuracy) return metrics;
   const at::Tensor own = wide.logits.gather(-1, wide.index.unsqueeze(-1)).squeeze(-1);
   metrics.correct = own.ge(wide.logits.amax(-1)).logical_and(wide.ignored.logical_not());
   metrics.correct = metrics.correct.to(wide.logits.scalar_type());
@@ -47,12 +47,12 @@ inline RowMetrics composite_metrics(const at::Tensor& logits, const at::Tensor& 
 /// The z-loss and the accuracy, reduced as the loss; the mean of the accuracy is that of the rows
 /// that are not ignored.
 inline std::array<at::Tensor, 2> reduced_metrics(const RowMetrics& metrics, const at::Tensor& loss,
-                                                 const LossCall& call) {
+                                                 const LossOptions& options) {
   const auto reduced = [&](const at::Tensor& each, const auto& count) {
-    if (call.reduction == LossReduction::none) return each.view_symint(loss.sym_sizes());
-    return call.reduction == LossReduction::mean ? each.sum() / count() : each.sum();
+    if (options.reduction == LossReduction::none) return each.view_symint(loss.sym_sizes());
+    return options.reduction == LossReduction::mean ? each.sum() / count() : each.sum();
   };
-  at::Tensor z = metrics.log_sum_exp.square() * metrics.weight * call.z_loss;
+  at::Tensor z = metrics.log_sum_exp.square() * metrics.weight * options.z_loss;
   if (metrics.ignored.defined()) z = z.masked_fill(metrics.ignored, 0);
   z = reduced(z, [&] { return metrics.weight.sum(); });
   if (z.scalar_type() != loss.scalar_type()) z = z.to(loss.scalar_type());

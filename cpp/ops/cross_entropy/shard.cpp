@@ -10,18 +10,27 @@ namespace {
 
 using at::Tensor;
 
-void check_shard(const char* op, const Tensor& logits, const Tensor& target, const LossCall& call) {
-  check_loss(op, logits, target, call);
+void check_shard(const char* op, const Tensor& logits, const Tensor& target,
+                 const LossOptions& options) {
+  check_loss(op, logits, target, options);
   TORCH_CHECK(logits.dim() <= 2, "torchkiln.", op, ": logits: got shape ", logits.sym_sizes(),
               ", expected [rows, classes] or [classes]");
   TORCH_CHECK(target.scalar_type() == at::kLong, "torchkiln.", op, ": target: got dtype ",
               dtype_name(target.scalar_type()), ", expected int64, of classes");
-  TORCH_CHECK(call.first_class >= 0 &&
-                  logits.sym_size(class_dim(logits)) + call.first_class <= call.all_classes,
-              "torchkiln.", op, ": first_class: got ", call.first_class, " for a shard of ",
+  TORCH_CHECK(options.first_class >= 0 &&
+                  logits.sym_size(class_dim(logits)) + options.first_class <= options.all_classes,
+              "torchkiln.", op, ": first_class: got ", options.first_class, " for a shard of ",
               logits.sym_size(class_dim(logits)), " classes, expected the shard within all ",
-              call.all_classes, " classes");
+              options.all_classes, " classes");
 }
+
+/// The loss of a row has no z-loss and is not reduced to a mean.
+struct ShardOptions : LossOptions {
+  ShardOptions() { reduction = LossReduction::sum; }
+
+  TORCHKILN_FIELDS(self.weight, self.ignore_index, self.label_smoothing, self.first_class,
+                   self.all_classes);
+};
 
 // ---- forward: numbers of each row ----
 
@@ -30,39 +39,32 @@ struct Shard {
       "torchkiln::cross_entropy_shard(Tensor logits, Tensor target, Tensor? weight, "
       "int ignore_index, float label_smoothing, int first_class, int all_classes) -> Tensor";
 
-  static LossCall call_of(const MaybeTensor& weight, int64_t ignore_index, double label_smoothing,
-                          int64_t first_class, int64_t all_classes) {
-    return {weight,       ignore_index, LossReduction::sum, label_smoothing,
-            /*z_loss=*/0, first_class,  all_classes};
-  }
-
   /// [5, rows]: the maximum, the sum of exp(logits - maximum), the sum of q * (logits - maximum),
   /// the sum of q, and the weight of the target class, 0 if another shard has it.
-  static Tensor meta(const Tensor& logits, const Tensor& target, const MaybeTensor& weight,
-                     int64_t ignore_index, double label_smoothing, int64_t first_class,
-                     int64_t all_classes) {
-    check_shard("cross_entropy_shard", logits, target,
-                call_of(weight, ignore_index, label_smoothing, first_class, all_classes));
+  static Tensor meta(const Tensor& logits, const Tensor& target, const ShardOptions& options) {
+    check_shard("cross_entropy_shard", logits, target, options);
     return empty_of({c10::SymInt(5), sym_row_count(logits)},
                     logits.options().dtype(compute_dtype(logits.scalar_type())));
   }
 
-  static Tensor kernel(const Tensor& logits, const Tensor& target, const MaybeTensor& weight,
-                       int64_t ignore_index, double label_smoothing, int64_t first_class,
-                       int64_t all_classes) {
-    const Tensor numbers =
-        meta(logits, target, weight, ignore_index, label_smoothing, first_class, all_classes);
+  static Tensor kernel(const Tensor& logits, const Tensor& target, const ShardOptions& options) {
+    const Tensor numbers = meta(logits, target, options);
     if (numbers.numel() == 0) return numbers;
     const auto at = [&](int64_t i) { return numbers.select(0, i).data_ptr(); };
     const RowState kept{at(0), at(3), at(4), nullptr, nullptr, at(1)};
-    run_forward("cross_entropy_shard", logits, target,
-                call_of(weight, ignore_index, label_smoothing, first_class, all_classes),
-                numbers.select(0, 2), kept, /*accuracy=*/false);
+    run_forward("cross_entropy_shard", logits, target, options, numbers.select(0, 2), kept);
     return numbers;
   }
 };
 
 // ---- backward: the gradient of the logits of the shard ----
+
+struct ShardBackwardOptions : ShardOptions {
+  Tensor state;  // [2, rows]: log-sum-exp and mass of the whole rows
+
+  TORCHKILN_FIELDS(self.weight, self.state, self.ignore_index, self.label_smoothing,
+                   self.first_class, self.all_classes);
+};
 
 struct ShardBackward {
   static constexpr const char* kName = "cross_entropy_shard_backward";
@@ -71,13 +73,11 @@ struct ShardBackward {
       "Tensor? weight, Tensor state, int ignore_index, float label_smoothing, int first_class, "
       "int all_classes) -> Tensor";
 
-  /// `grad` has a number per row, or one for all; `state` is [2, rows]: log-sum-exp and mass of the
-  /// whole rows.
+  /// `grad` has a number per row, or one for all.
   static Tensor meta(const Tensor& grad, const Tensor& logits, const Tensor& target,
-                     const MaybeTensor& weight, const Tensor& state, int64_t ignore_index,
-                     double label_smoothing, int64_t first_class, int64_t all_classes) {
-    check_shard(kName, logits, target,
-                Shard::call_of(weight, ignore_index, label_smoothing, first_class, all_classes));
+                     const ShardBackwardOptions& options) {
+    const Tensor& state = options.state;
+    check_shard(kName, logits, target, options);
     check_tensors(kName, {{"logits", logits}, {"grad", grad}, {"state", state}});
     check_dtype(kName, "grad", grad);
     TORCH_CHECK(grad.dim() == 0 || grad.sym_sizes().equals(target.sym_sizes()), "torchkiln.", kName,
@@ -93,16 +93,14 @@ struct ShardBackward {
   }
 
   static Tensor kernel(const Tensor& grad, const Tensor& logits, const Tensor& target,
-                       const MaybeTensor& weight, const Tensor& state, int64_t ignore_index,
-                       double label_smoothing, int64_t first_class, int64_t all_classes) {
-    const Tensor found = meta(grad, logits, target, weight, state, ignore_index, label_smoothing,
-                              first_class, all_classes);
+                       ShardBackwardOptions options) {
+    const Tensor found = meta(grad, logits, target, options);
     if (found.numel() == 0) return found;
-    LossCall call = Shard::call_of(weight, ignore_index, label_smoothing, first_class, all_classes);
-    if (grad.dim() > 0) call.reduction = LossReduction::none;
+    if (grad.dim() > 0) options.reduction = LossReduction::none;
+    const Tensor& state = options.state;
     void* mass = state.select(0, 1).data_ptr();
     const RowState kept{state.data_ptr(), mass, /*target_weight=*/nullptr, nullptr, nullptr};
-    run_backward(kName, grad, *class_rows(logits), target, call, kept, *class_rows(found));
+    run_backward(kName, grad, *class_rows(logits), target, options, kept, *class_rows(found));
     return found;
   }
 };

@@ -29,23 +29,30 @@ Tensor scaled(const Tensor& tensor, const MaybeTensor& weight, double offset) {
 
 Two composed_forward(const Call& call) {
   const at::IntArrayRef leading =
-      call.x.sizes().slice(0, call.x.dim() - static_cast<int64_t>(call.shape.size()));
+      call.x->sizes().slice(0, call.x->dim() - static_cast<int64_t>(call.shape.size()));
   at::DimVector sizes(leading);
   sizes.push_back(call.groups);
   const int64_t tokens = c10::multiply_integers(leading);
-  const int64_t columns = call.x.numel() / (tokens * call.groups);
-  const Tensor x = call.x.to(compute_dtype(call.x.scalar_type()));
+  const int64_t columns = call.x->numel() / (tokens * call.groups);
+  const Tensor x = call.x->to(compute_dtype(call.x->scalar_type()));
   const Tensor z = call.gate_first ? swiglu(call.gate, x) : x;
-  const auto [n, stats] = norm_ops::Forward::kernel(
-      z.reshape({tokens, call.groups, columns}), {columns}, std::nullopt, std::nullopt, call.eps,
-      /*offset=*/0, NormRounding::once, /*centered=*/false);
+  const Tensor rows = z.reshape({tokens, call.groups, columns});
+  const c10::SymInt shape[] = {columns};
+  norm_ops::Forward::Arguments norm{};
+  norm.x = rows;
+  norm.shape = shape;
+  norm.eps = call.eps;
+  const auto [n, stats] = norm_ops::Forward::kernel(norm);
   Tensor y = scaled(n.view(x.sizes()), call.weight, call.offset);
   if (!call.gate_first) y = swiglu(call.gate, y);
-  return {y.to(call.x.scalar_type()), stats.view(sizes)};
+  return {y.to(call.x->scalar_type()), stats.view(sizes)};
 }
 
-Three composed_backward(const Tensor& grad, const Tensor& x, const Tensor& gate, const Tensor& rstd,
-                        const MaybeTensor& weight, bool gate_first, double offset) {
+Three composed_backward(const Backward::Arguments& call) {
+  const Tensor &grad = call.grad, &x = call.x, &gate = call.gate, &rstd = call.rstd;
+  const MaybeTensor& weight = call.weight;
+  const bool gate_first = call.gate_first;
+  const double offset = call.offset;
   const at::ScalarType dtype = grad.scalar_type();
   const at::ScalarType compute = compute_dtype(dtype);
   const Tensor wide = x.to(compute);

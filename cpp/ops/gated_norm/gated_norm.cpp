@@ -1,3 +1,7 @@
+// The op gated_rms_norm and its derivatives. Forward saves rstd of each group; backward reads x and
+// gate once more. kernel.cpp has the checks and kernels, composed.cpp the op by the kernels of
+// swiglu and rms_norm, for rows that no kernel holds.
+
 #include "gated_norm/gated_norm.h"
 
 #include "detail/normalized_shape.h"
@@ -6,8 +10,6 @@
 
 namespace torchkiln::gated_norm_ops {
 namespace {
-
-using c10::SymIntArrayRef;
 
 /// Settings of a call that backward needs beside the saved tensors.
 struct Settings {
@@ -42,10 +44,10 @@ Tensor composite_wide(const Tensor& x, const Tensor& gate, const Tensor& weight,
 
 Tensor composite(const Call& call) {
   outputs(call, /*wants_rstd=*/false);  // checks
-  const at::ScalarType compute = compute_dtype(call.x.scalar_type());
-  return composite_wide(call.x.to(compute), call.gate.to(compute), tensor_or_undefined(call.weight),
-                        Settings(call))
-      .to(call.x.scalar_type());
+  const at::ScalarType compute = compute_dtype(call.x->scalar_type());
+  return composite_wide(call.x->to(compute), call.gate->to(compute),
+                        tensor_or_undefined(call.weight), Settings(call))
+      .to(call.x->scalar_type());
 }
 
 /// The gradients of x, gate and weight. `kept` has x, gate, rstd and weight.
@@ -75,42 +77,30 @@ struct Op {
       "float offset=0.0) -> Tensor";
   static constexpr std::array<size_t, 2> kPromotedBy{0, 1};
 
-  static Tensor meta(const Tensor& x, const Tensor& gate, SymIntArrayRef shape,
-                     const MaybeTensor& weight, std::optional<double> eps, bool gate_first,
-                     int64_t groups, double offset) {
-    return std::get<0>(outputs(call_of(x, gate, shape, weight, eps, gate_first, groups, offset),
-                               /*wants_rstd=*/false));
+  struct Arguments : Call {
+    std::optional<double> given_eps;  // by default that of the compute dtype
+
+    void complete() { eps = given_eps.value_or(default_eps(x)); }
+
+    TORCHKILN_FIELDS(self.x, self.gate, self.shape, self.weight, self.given_eps, self.gate_first,
+                     self.groups, self.offset);
+  };
+
+  static Tensor meta(const Arguments& call) {
+    return std::get<0>(outputs(call, /*wants_rstd=*/false));
   }
-  static Tensor kernel(const Tensor& x, const Tensor& gate, SymIntArrayRef shape,
-                       const MaybeTensor& weight, std::optional<double> eps, bool gate_first,
-                       int64_t groups, double offset) {
-    return std::get<0>(run(call_of(x, gate, shape, weight, eps, gate_first, groups, offset),
-                           /*wants_rstd=*/false));
+  static Tensor kernel(const Arguments& call) {
+    return std::get<0>(run(call, /*wants_rstd=*/false));
   }
-  static Tensor composite(const Tensor& x, const Tensor& gate, SymIntArrayRef shape,
-                          const MaybeTensor& weight, std::optional<double> eps, bool gate_first,
-                          int64_t groups, double offset) {
-    return gated_norm_ops::composite(
-        call_of(x, gate, shape, weight, eps, gate_first, groups, offset));
-  }
-  static Tensor recorded(const Below& below, const Tensor& x, const Tensor& gate,
-                         SymIntArrayRef shape, const MaybeTensor& weight, std::optional<double> eps,
-                         bool gate_first, int64_t groups, double offset) {
-    const Call call = call_of(x, gate, shape, weight, eps, gate_first, groups, offset);
-    auto [y, rstd] =
-        below.call<Forward>(x, gate, shape, weight, call.eps, gate_first, groups, offset);
-    const Tensor weights = tensor_or_undefined(weight);
-    return record("gated_rms_norm", {x, gate, weights}, y, keep(x, gate, rstd, weights),
+  static Tensor composite(const Arguments& call) { return gated_norm_ops::composite(call); }
+  static Tensor recorded(const Below& below, const Arguments& call) {
+    auto [y, rstd] = below.call<Forward>(call);
+    const Tensor weight = tensor_or_undefined(call.weight);
+    return record("gated_rms_norm", {*call.x, *call.gate, weight}, y,
+                  keep(*call.x, *call.gate, rstd, weight),
                   [settings = Settings(call)](const Incoming& in, const Kept<4>& kept) {
                     return gradients(in, kept, settings);
                   });
-  }
-
- private:
-  static Call call_of(const Tensor& x, const Tensor& gate, SymIntArrayRef shape,
-                      const MaybeTensor& weight, std::optional<double> eps, bool gate_first,
-                      int64_t groups, double offset) {
-    return {x, gate, shape, weight, eps.value_or(default_eps(x)), gate_first, groups, offset};
   }
 };
 
@@ -124,9 +114,8 @@ namespace torchkiln {
 
 at::Tensor gated_rms_norm(const at::Tensor& x, const at::Tensor& gate,
                           c10::SymIntArrayRef normalized_shape, const MaybeTensor& weight,
-                          std::optional<double> eps, const GatedNormOptions& options) {
-  return call<gated_norm_ops::Op>(x, gate, normalized_shape, weight, eps, options.gate_first,
-                                  options.groups, options.offset);
+                          const GatedNormOptions& options) {
+  return call<gated_norm_ops::Op>(x, gate, normalized_shape, weight, options);
 }
 
 }  // namespace torchkiln

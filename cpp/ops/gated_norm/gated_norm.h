@@ -11,16 +11,19 @@ using at::Tensor;
 using Two = std::tuple<Tensor, Tensor>;
 using Three = std::tuple<Tensor, Tensor, Tensor>;
 
-/// The arguments of the op.
+/// The arguments of the op and of its forward.
 struct Call {
-  const Tensor& x;
-  const Tensor& gate;
-  c10::SymIntArrayRef shape;  // normalized_shape: the last sizes of x
-  const MaybeTensor& weight;  // without one the factor is 1, and offset is ignored
+  Borrowed<Tensor> x;
+  Borrowed<Tensor> gate;
+  c10::SymIntArrayRef shape;     // normalized_shape: the last sizes of x
+  Borrowed<MaybeTensor> weight;  // without one the factor is 1, and offset is ignored
   double eps;
   bool gate_first;
   int64_t groups;  // equal parts of the last dimension that are normalized separately
   double offset;
+
+  TORCHKILN_FIELDS(self.x, self.gate, self.shape, self.weight, self.eps, self.gate_first,
+                   self.groups, self.offset);
 };
 
 /// Checks the arguments and returns uninitialised outputs: y, and rstd of each group for backward,
@@ -35,29 +38,29 @@ struct Forward {
   static constexpr const char* kSchema =
       "torchkiln::gated_rms_norm_forward(Tensor x, Tensor gate, SymInt[] normalized_shape, "
       "Tensor? weight, float eps, bool gate_first, int groups, float offset) -> (Tensor, Tensor)";
-  static Two meta(const Tensor& x, const Tensor& gate, c10::SymIntArrayRef shape,
-                  const MaybeTensor& weight, double eps, bool gate_first, int64_t groups,
-                  double offset) {
-    return outputs({x, gate, shape, weight, eps, gate_first, groups, offset}, true);
-  }
-  static Two kernel(const Tensor& x, const Tensor& gate, c10::SymIntArrayRef shape,
-                    const MaybeTensor& weight, double eps, bool gate_first, int64_t groups,
-                    double offset) {
-    return run({x, gate, shape, weight, eps, gate_first, groups, offset}, true);
-  }
+  static Two meta(const Call& call) { return outputs(call, /*wants_rstd=*/true); }
+  static Two kernel(const Call& call) { return run(call, /*wants_rstd=*/true); }
 };
 
 /// The wanted gradients of x, gate and weight. The shape of rstd gives the number of normalized
 /// dimensions and of groups.
 struct Backward {
   using Wanted = std::array<bool, 3>;
+  struct Arguments {
+    Borrowed<Tensor> grad, x, gate, rstd;
+    Borrowed<MaybeTensor> weight;
+    bool gate_first;
+    double offset;
+    Wanted wanted;
+
+    TORCHKILN_FIELDS(self.grad, self.x, self.gate, self.rstd, self.weight, self.gate_first,
+                     self.offset, self.wanted);
+  };
   static constexpr const char* kSchema =
       "torchkiln::gated_rms_norm_backward(Tensor grad, Tensor x, Tensor gate, Tensor rstd, "
       "Tensor? weight, bool gate_first, float offset, bool[3] wanted) -> (Tensor, Tensor, Tensor)";
-  static Three meta(const Tensor& grad, const Tensor& x, const Tensor& gate, const Tensor& rstd,
-                    const MaybeTensor& weight, bool gate_first, double offset, Wanted wanted);
-  static Three kernel(const Tensor& grad, const Tensor& x, const Tensor& gate, const Tensor& rstd,
-                      const MaybeTensor& weight, bool gate_first, double offset, Wanted wanted);
+  static Three meta(const Arguments& call);
+  static Three kernel(const Arguments& call);
 };
 
 /// The op by the kernels of the gate and of the norm, in the compute dtype, for rows that its own
@@ -65,7 +68,6 @@ struct Backward {
 Two composed_forward(const Call& call);
 
 /// Its gradients of x, gate and weight; undefined without a weight.
-Three composed_backward(const Tensor& grad, const Tensor& x, const Tensor& gate, const Tensor& rstd,
-                        const MaybeTensor& weight, bool gate_first, double offset);
+Three composed_backward(const Backward::Arguments& call);
 
 }  // namespace torchkiln::gated_norm_ops

@@ -1,3 +1,6 @@
+// The kernels of gated_rms_norm: checks, outputs and launches. Rows that no kernel holds go to
+// composed.cpp; gated_norm.cpp has the op and its derivatives.
+
 #include "detail/normalized_shape.h"
 #include "detail/rows_view.h"
 #include "gated_norm/gated_norm.h"
@@ -28,12 +31,12 @@ void check(const Call& call) {
                     ", the last size of x");
 }
 
-void check_backward(const Tensor& grad, const Tensor& x, const Tensor& gate, const Tensor& rstd,
-                    const MaybeTensor& weight) {
+void check_backward(const Backward::Arguments& call) {
+  const Tensor &grad = call.grad, &rstd = call.rstd;
   check_tensor(kBackward, "grad", grad);
   check_dtype(kBackward, "grad", grad);
-  check_like(kBackward, "x", x, "grad", grad);
-  check_like(kBackward, "gate", gate, "grad", grad);
+  check_like(kBackward, "x", call.x, "grad", grad);
+  check_like(kBackward, "gate", call.gate, "grad", grad);
   check_same_device(kBackward, "rstd", rstd, "grad", grad);
   const int64_t leading = rstd.dim() - 1;
   const at::ScalarType compute = compute_dtype(grad.scalar_type());
@@ -45,9 +48,11 @@ void check_backward(const Tensor& grad, const Tensor& x, const Tensor& gate, con
               "torchkiln.", kBackward, ": rstd: got ", dtype_name(rstd.scalar_type()), " ",
               rstd.sym_sizes(), ", expected that of the forward, ", dtype_name(compute),
               " [leading sizes of grad, groups]");
-  check_normalized_parameter(kBackward, "weight", weight, grad.sym_sizes().slice(leading), "grad",
-                             grad);
+  check_normalized_parameter(kBackward, "weight", call.weight, grad.sym_sizes().slice(leading),
+                             "grad", grad);
 }
+
+Tensor contiguous(const MaybeTensor& tensor) { return tensor ? tensor->contiguous() : Tensor(); }
 
 const void* data(const Tensor& tensor) {
   return tensor.defined() ? tensor.const_data_ptr() : nullptr;
@@ -83,10 +88,10 @@ Two outputs(const Call& call, bool wants_rstd) {
   check(call);
   Tensor rstd;
   if (wants_rstd) {
-    const auto leading = call.x.dim() - static_cast<int64_t>(call.shape.size());
-    c10::SymDimVector sizes(call.x.sym_sizes().slice(0, leading));
+    const auto leading = call.x->dim() - static_cast<int64_t>(call.shape.size());
+    c10::SymDimVector sizes(call.x->sym_sizes().slice(0, leading));
     sizes.push_back(call.groups);
-    rstd = empty_of(sizes, call.x.options().dtype(compute_dtype(call.x.scalar_type())));
+    rstd = empty_of(sizes, call.x->options().dtype(compute_dtype(call.x->scalar_type())));
   }
   return {empty_contiguous(call.x), rstd};
 }
@@ -97,7 +102,7 @@ Two run(const Call& call, bool wants_rstd) {
   const Sizes sizes(y, y.dim() - static_cast<int64_t>(call.shape.size()), call.groups);
   const RowsView x = view_as_rows(call.x, sizes.tokens, sizes.elements());
   const RowsView gate = view_as_rows(call.gate, sizes.tokens, sizes.elements());
-  const Tensor weight = call.weight ? call.weight->contiguous() : Tensor();
+  const Tensor weight = contiguous(call.weight);
   GatedNorm arguments{};
   set_sizes(arguments, sizes);
   arguments.x = x.tensor->const_data_ptr();
@@ -125,24 +130,25 @@ Two run(const Call& call, bool wants_rstd) {
   return composed_forward(call);
 }
 
-Three Backward::meta(const Tensor& grad, const Tensor& x, const Tensor& gate, const Tensor& rstd,
-                     const MaybeTensor& weight, bool, double, Wanted wanted) {
-  check_backward(grad, x, gate, rstd, weight);
-  return {wanted[0] ? empty_contiguous(grad) : no_output(grad),
-          wanted[1] ? empty_contiguous(grad) : no_output(grad),
-          wanted[2] && weight ? empty_contiguous(*weight) : no_output(grad)};
+Three Backward::meta(const Arguments& call) {
+  check_backward(call);
+  const auto like = [&](bool wanted, const Tensor& tensor) {
+    return wanted ? empty_contiguous(tensor) : no_output(call.grad);
+  };
+  return {like(call.wanted[0], call.grad), like(call.wanted[1], call.grad),
+          like(call.wanted[2] && call.weight, call.weight ? *call.weight : *call.grad)};
 }
 
-Three Backward::kernel(const Tensor& grad, const Tensor& x, const Tensor& gate, const Tensor& rstd,
-                       const MaybeTensor& weight, bool gate_first, double offset, Wanted wanted) {
-  auto [grad_x, grad_gate, grad_weight] =
-      meta(grad, x, gate, rstd, weight, gate_first, offset, wanted);
+Three Backward::kernel(const Arguments& call) {
+  auto [grad_x, grad_gate, grad_weight] = meta(call);
+  const Tensor &grad = call.grad, &rstd = call.rstd;
   if (grad.numel() == 0) return {grad_x, grad_gate, grad_weight.zero_()};
+  const bool wants_weight = call.wanted[2] && call.weight;
   const Sizes sizes(grad, rstd.dim() - 1, rstd.size(-1));
   const RowsView grad_rows = view_as_rows(grad, sizes.tokens, sizes.elements());
-  const RowsView x_rows = view_as_rows(x, sizes.tokens, sizes.elements());
-  const RowsView gate_rows = view_as_rows(gate, sizes.tokens, sizes.elements());
-  const Tensor weights = weight ? weight->contiguous() : Tensor();
+  const RowsView x_rows = view_as_rows(call.x, sizes.tokens, sizes.elements());
+  const RowsView gate_rows = view_as_rows(call.gate, sizes.tokens, sizes.elements());
+  const Tensor weights = contiguous(call.weight);
   GatedNormBackward arguments{};
   set_sizes(arguments, sizes);
   arguments.grad = grad_rows.tensor->const_data_ptr();
@@ -150,13 +156,13 @@ Three Backward::kernel(const Tensor& grad, const Tensor& x, const Tensor& gate, 
   arguments.gate = gate_rows.tensor->const_data_ptr();
   arguments.weight = data(weights);
   arguments.rstd = rstd.const_data_ptr();
-  arguments.grad_x = wanted[0] ? grad_x.data_ptr() : nullptr;
-  arguments.grad_gate = wanted[1] ? grad_gate.data_ptr() : nullptr;
-  arguments.grad_weight = wanted[2] && weight ? grad_weight.data_ptr() : nullptr;
+  arguments.grad_x = call.wanted[0] ? grad_x.data_ptr() : nullptr;
+  arguments.grad_gate = call.wanted[1] ? grad_gate.data_ptr() : nullptr;
+  arguments.grad_weight = wants_weight ? grad_weight.data_ptr() : nullptr;
   arguments.dtype = dtype_of(grad);
   arguments.weight_dtype = weights.defined() ? dtype_of(weights) : arguments.dtype;
-  arguments.gate_first = gate_first;
-  arguments.weight_offset = offset;
+  arguments.gate_first = call.gate_first;
+  arguments.weight_offset = call.offset;
   arguments.grad_stride = grad_rows.stride;
   arguments.x_stride = x_rows.stride;
   arguments.gate_stride = gate_rows.stride;
@@ -173,10 +179,9 @@ Three Backward::kernel(const Tensor& grad, const Tensor& x, const Tensor& gate, 
       });
   if (held) return {grad_x, grad_gate, grad_weight};
   note_composed(sizes);
-  auto [of_x, of_gate, of_weight] =
-      composed_backward(grad, x, gate, rstd, weight, gate_first, offset);
-  return {wanted[0] ? of_x : grad_x, wanted[1] ? of_gate : grad_gate,
-          wanted[2] && weight ? of_weight : grad_weight};
+  auto [of_x, of_gate, of_weight] = composed_backward(call);
+  return {call.wanted[0] ? of_x : grad_x, call.wanted[1] ? of_gate : grad_gate,
+          wants_weight ? of_weight : grad_weight};
 }
 
 }  // namespace torchkiln::gated_norm_ops

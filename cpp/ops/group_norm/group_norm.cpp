@@ -1,3 +1,6 @@
+// The op group_norm and its derivatives, with an activation in the same pass. Forward saves the
+// statistics of each group; backward reads x once more. kernel.cpp has the checks and kernels.
+
 #include "group_norm/group_norm.h"
 
 #include "torchkiln/torch/checks.h"
@@ -66,29 +69,22 @@ struct Op {
       "torchkiln::group_norm(Tensor x, int num_groups, Tensor? weight=None, Tensor? bias=None, "
       "float eps=1e-05, *, str act='none') -> Tensor";
 
-  static Tensor meta(const Tensor& x, int64_t num_groups, const MaybeTensor& weight,
-                     const MaybeTensor& bias, double eps, Activation act) {
-    return std::get<0>(outputs({x, num_groups, weight, bias, eps, act}));
+  static Tensor meta(const Call& call) { return std::get<0>(outputs(call)); }
+  static Tensor kernel(const Call& call) { return std::get<0>(run(call)); }
+  static Tensor composite(const Call& call) {
+    outputs(call);  // checks
+    const at::ScalarType dtype = call.x->scalar_type();
+    return composite_wide(call.x->to(compute_dtype(dtype)), call.num_groups,
+                          tensor_or_undefined(call.weight), tensor_or_undefined(call.bias),
+                          call.eps, call.act)
+        .to(dtype);
   }
-  static Tensor kernel(const Tensor& x, int64_t num_groups, const MaybeTensor& weight,
-                       const MaybeTensor& bias, double eps, Activation act) {
-    return std::get<0>(run({x, num_groups, weight, bias, eps, act}));
-  }
-  static Tensor composite(const Tensor& x, int64_t num_groups, const MaybeTensor& weight,
-                          const MaybeTensor& bias, double eps, Activation act) {
-    outputs({x, num_groups, weight, bias, eps, act});  // checks
-    return composite_wide(x.to(compute_dtype(x.scalar_type())), num_groups,
-                          tensor_or_undefined(weight), tensor_or_undefined(bias), eps, act)
-        .to(x.scalar_type());
-  }
-  static Tensor recorded(const Below& below, const Tensor& x, int64_t num_groups,
-                         const MaybeTensor& weight, const MaybeTensor& bias, double eps,
-                         Activation act) {
-    auto [y, statistics] = below.call<Forward>(x, num_groups, weight, bias, eps, act);
-    const Settings settings{num_groups, eps, act};
+  static Tensor recorded(const Below& below, const Call& call) {
+    auto [y, statistics] = below.call<Forward>(call);
+    const Tensor weight = tensor_or_undefined(call.weight), bias = tensor_or_undefined(call.bias);
+    const Settings settings{call.num_groups, call.eps, call.act};
     return record(
-        "group_norm", {x, tensor_or_undefined(weight), tensor_or_undefined(bias)}, y,
-        keep(x, statistics, tensor_or_undefined(weight), tensor_or_undefined(bias)),
+        "group_norm", {*call.x, weight, bias}, y, keep(*call.x, statistics, weight, bias),
         [=](const Incoming& in, const Kept<4>& kept) { return gradients(in, kept, settings); });
   }
 };
@@ -104,8 +100,7 @@ namespace torchkiln {
 at::Tensor group_norm(const at::Tensor& x, int64_t num_groups,
                       const std::optional<at::Tensor>& weight,
                       const std::optional<at::Tensor>& bias, double eps, std::string_view act) {
-  return call<group_norm_ops::Op>(x, num_groups, weight, bias, eps,
-                                  find_activation("group_norm", act));
+  return call<group_norm_ops::Op>(x, num_groups, weight, bias, eps, act);
 }
 
 }  // namespace torchkiln

@@ -1,3 +1,5 @@
+// The kernels of group_norm: checks, outputs and launches. Layouts are those of batch norm.
+
 #include "batch_norm/operands.h"
 #include "group_norm/group_norm.h"
 #include "torchkiln/torch/checks.h"
@@ -33,8 +35,9 @@ void check_parameters(const char* name, const char* name_of_x, const Tensor& x,
   if (weight && bias) check_same_dtype(name, "bias", *bias, "weight", *weight);
 }
 
-void check_backward(const Tensor& grad, const Tensor& x, const Tensor& statistics,
-                    int64_t num_groups, const MaybeTensor& weight, const MaybeTensor& bias) {
+void check_backward(const Backward::Arguments& call) {
+  const Tensor &grad = call.grad, &x = call.x, &statistics = call.statistics;
+  const int64_t num_groups = call.num_groups;
   check_tensors(kBackward, {{"grad", grad}, {"x", x}, {"statistics", statistics}});
   check_dtype(kBackward, "grad", grad);
   check_rank(kBackward, "grad", grad, 2, INT64_MAX, "[batch, channels, ...]");
@@ -48,13 +51,14 @@ void check_backward(const Tensor& grad, const Tensor& x, const Tensor& statistic
               "torchkiln.", kBackward, ": statistics: got ", dtype_name(statistics.scalar_type()),
               " ", statistics.sym_sizes(), ", expected those of the forward, ", dtype_name(compute),
               " [3, ", batch, ", ", num_groups, "]");
-  check_parameters(kBackward, "grad", x, weight, bias);
+  check_parameters(kBackward, "grad", x, call.weight, call.bias);
 }
 
 /// Uninitialised gradients of x, weight and bias; empty tensors for those not wanted.
-Three empty_gradients(const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias,
-                      const Backward::Wanted& wanted) {
-  const Tensor parameter = weight ? *weight : bias ? *bias : x;
+Three empty_gradients(const Backward::Arguments& call) {
+  const Tensor& x = call.x;
+  const Tensor parameter = call.weight ? *call.weight : call.bias ? *call.bias : x;
+  const auto& wanted = call.wanted;
   const auto vector = [&](bool wants) {
     return wants ? empty_of({x.sym_size(1)}, parameter.options()) : no_output(parameter);
   };
@@ -65,13 +69,14 @@ Three empty_gradients(const Tensor& x, const MaybeTensor& weight, const MaybeTen
 /// The dense tensors that forward and backward read, with the layout of x.
 class Operands {
  public:
-  Operands(const Tensor& x, int64_t num_groups, const MaybeTensor& weight, const MaybeTensor& bias)
-      : channels_last_(channels_are_last(x)),
-        layout_{x.size(0), x.size(1), num_groups, x.numel() / (x.size(0) * x.size(1)),
-                channels_last_},
-        x_(in_layout("x", x, channels_last_)),
-        weight_(batch_norm_ops::contiguous(weight)),
-        bias_(batch_norm_ops::contiguous(bias)) {}
+  template <class Call>
+  explicit Operands(const Call& call)
+      : channels_last_(channels_are_last(call.x)),
+        layout_{call.x->size(0), call.x->size(1), call.num_groups,
+                call.x->numel() / (call.x->size(0) * call.x->size(1)), channels_last_},
+        x_(in_layout("x", *call.x, channels_last_)),
+        weight_(batch_norm_ops::contiguous(call.weight)),
+        bias_(batch_norm_ops::contiguous(call.bias)) {}
 
   bool channels_last() const { return channels_last_; }
 
@@ -117,7 +122,7 @@ Two outputs(const Call& call) {
 Two run(const Call& call) {
   auto [y, statistics] = outputs(call);
   if (y.numel() == 0) return {y, statistics.zero_()};
-  const Operands operands(call.x, call.num_groups, call.weight, call.bias);
+  const Operands operands(call);
   GroupNorm arguments{};
   operands.fill(arguments);
   arguments.y = y.data_ptr();
@@ -131,29 +136,25 @@ Two run(const Call& call) {
   return {y, statistics};
 }
 
-Three Backward::meta(const Tensor& grad, const Tensor& x, const Tensor& statistics,
-                     int64_t num_groups, const MaybeTensor& weight, const MaybeTensor& bias,
-                     Activation, Wanted wanted) {
-  check_backward(grad, x, statistics, num_groups, weight, bias);
-  return empty_gradients(x, weight, bias, wanted);
+Three Backward::meta(const Arguments& call) {
+  check_backward(call);
+  return empty_gradients(call);
 }
 
-Three Backward::kernel(const Tensor& grad, const Tensor& x, const Tensor& statistics,
-                       int64_t num_groups, const MaybeTensor& weight, const MaybeTensor& bias,
-                       Activation act, Wanted wanted) {
-  check_backward(grad, x, statistics, num_groups, weight, bias);
-  auto [grad_x, grad_weight, grad_bias] = empty_gradients(x, weight, bias, wanted);
+Three Backward::kernel(const Arguments& call) {
+  auto [grad_x, grad_weight, grad_bias] = meta(call);
+  const Tensor& x = call.x;
   if (x.numel() == 0) return {grad_x, grad_weight.zero_(), grad_bias.zero_()};
-  const Operands operands(x, num_groups, weight, bias);
-  const MaybeCopy dense_grad = in_layout("grad", grad, operands.channels_last());
+  const Operands operands(call);
+  const MaybeCopy dense_grad = in_layout("grad", *call.grad, operands.channels_last());
   GroupNormBackward arguments{};
   operands.fill(arguments);
   arguments.grad = dense_grad->const_data_ptr();
-  arguments.statistics = statistics.const_data_ptr();
+  arguments.statistics = call.statistics->const_data_ptr();
   arguments.grad_x = output(grad_x);
   arguments.grad_weight = output(grad_weight);
   arguments.grad_bias = output(grad_bias);
-  arguments.activation = act;
+  arguments.activation = call.act;
   launch_split(
       kBackward, x, arguments, kElementwiseGrain, [&] { return cpu::split(arguments); },
       [&](Allocate allocate, auto stream) {

@@ -1,3 +1,7 @@
+// The op linear and its derivatives: a product with scale, bias, activation and residual in its
+// epilogue, by a kernel of ours where it is faster (kernel.h), else by torch's product. mlp.cpp is
+// two of them around an activation or a gate, matmul.cpp the product alone.
+
 #include "matmul/linear.h"
 
 #include "bias_act.h"
@@ -32,16 +36,15 @@ bool keeps_product(const Tensor& x, const MaybeTensor& bias, Activation act) {
          saved_by(act) != Saved::sign;
 }
 
-Tensor checked_output(const Tensor& x, const Tensor& weight, const MaybeTensor& bias,
-                      const MaybeTensor& residual) {
-  check_linear(kName, x, weight, bias);
-  c10::SymDimVector sizes(x.sym_sizes());
-  sizes.back() = weight.sym_size(0);
-  Tensor out = empty_of(sizes, x);
-  if (residual) {
-    check_tensors(kName, {{"x", x}, {"residual", *residual}});
-    check_same_dtype(kName, "residual", *residual, "x", x);
-    check_same_shape(kName, "residual", *residual, "the output", out);
+Tensor checked_output(const Call& call) {
+  check_linear(kName, call.x, call.weight, call.bias);
+  c10::SymDimVector sizes(call.x->sym_sizes());
+  sizes.back() = call.weight->sym_size(0);
+  Tensor out = empty_of(sizes, call.x);
+  if (call.residual) {
+    check_tensors(kName, {{"x", call.x}, {"residual", *call.residual}});
+    check_same_dtype(kName, "residual", *call.residual, "x", call.x);
+    check_same_shape(kName, "residual", *call.residual, "the output", out);
   }
   return out;
 }
@@ -82,78 +85,76 @@ void run_preactivation(const Tensor& x, const Tensor& weight, const MaybeTensor&
   }
 }
 
-/// The op with torch's matrix product. `preactivation` is defined if it is saved. The relu that
-/// cuBLASLt fuses is not used: it turns NaN into 0.
-void run_library(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, Activation act,
-                 double scale, const MaybeTensor& residual, const Tensor& out,
-                 const Tensor& preactivation) {
-  Tensor rows = as_matrix(out);
-  if (keeps_product(x, bias, act)) {
+/// The op with torch's matrix product, for an x of rows. `preactivation` is defined if it is saved.
+/// The relu that cuBLASLt fuses is not used: it turns NaN into 0.
+void run_library(const Call& call, const Tensor& out, const Tensor& preactivation) {
+  const Tensor &x = call.x, &weight = call.weight;
+  if (keeps_product(x, call.bias, call.act)) {
     const Tensor& product = preactivation.defined() ? preactivation : out;
-    run_preactivation(x, weight, std::nullopt, scale, as_matrix(product));
-    out.copy_(bias_act(product, *bias, 1.0, name_of(act)));
-  } else if (act == kActivation<None>) {
-    run_preactivation(x, weight, bias, scale, rows);
+    run_preactivation(x, weight, std::nullopt, call.scale, as_matrix(product));
+    out.copy_(bias_act(product, *call.bias, 1.0, name_of(call.act)));
+  } else if (call.act == kActivation<None>) {
+    run_preactivation(x, weight, call.bias, call.scale, as_matrix(out));
   } else {
     const Tensor& from = preactivation.defined() ? preactivation : out;
-    run_preactivation(x, weight, bias, scale, as_matrix(from));
-    run_activation(kName, act, out, from);
+    run_preactivation(x, weight, call.bias, call.scale, as_matrix(from));
+    run_activation(kName, call.act, out, from);
   }
-  if (residual) out.add_(*residual);
+  if (call.residual) out.add_(*call.residual);
 }
 
 /// Writes the output and, if defined, the preactivation.
-void run(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, Activation act,
-         double scale, const MaybeTensor& residual, const Tensor& out,
-         const Tensor& preactivation) {
+void run(Call call, const Tensor& out, const Tensor& preactivation) {
   if (out.numel() == 0) return;
-  const Tensor rows = as_matrix(x);
-  const MaybeTensor shift = bias ? MaybeTensor(bias->contiguous()) : std::nullopt;
-  const MaybeTensor more = residual ? MaybeTensor(residual->contiguous()) : std::nullopt;
-  Matmul arguments = describe_linear(rows, weight, out);
-  if (shift) {
-    arguments.bias = shift->const_data_ptr();
-    arguments.bias_dtype = dtype_of(*shift);
+  const auto contiguous = [](const MaybeTensor& tensor) {
+    return tensor ? MaybeTensor(tensor->contiguous()) : std::nullopt;
+  };
+  const Tensor rows = as_matrix(call.x);
+  const MaybeTensor bias = contiguous(call.bias), residual = contiguous(call.residual);
+  call.x = rows;
+  call.bias = bias;
+  call.residual = residual;
+  Matmul arguments = describe_linear(rows, call.weight, out);
+  if (bias) {
+    arguments.bias = bias->const_data_ptr();
+    arguments.bias_dtype = dtype_of(*bias);
   }
-  if (more) arguments.residual = more->const_data_ptr();
+  if (residual) arguments.residual = residual->const_data_ptr();
   if (preactivation.defined()) arguments.preactivation = preactivation.data_ptr();
-  arguments.activation = act;
-  arguments.scale = scale;
-  if (!run_own_kernel(kName, arguments, out))
-    run_library(rows, weight, shift, act, scale, more, out, preactivation);
+  arguments.activation = call.act;
+  arguments.scale = call.scale;
+  if (!run_own_kernel(kName, arguments, out)) run_library(call, out, preactivation);
 }
 
 /// The op with torch's own ops; `product` is the dtype of the matrix product.
-Tensor composite_in(at::ScalarType product, const Tensor& x, const Tensor& weight,
-                    const MaybeTensor& bias, Activation act, double scale,
-                    const MaybeTensor& residual) {
-  checked_output(x, weight, bias, residual);
-  const at::ScalarType compute = compute_dtype(x.scalar_type());
-  const bool is_plain = scale == 1 && bias && bias->scalar_type() == product;
+Tensor composite_in(at::ScalarType product, const Call& call) {
+  checked_output(call);
+  const at::ScalarType dtype = call.x->scalar_type(), compute = compute_dtype(dtype);
+  const MaybeTensor& bias = call.bias;
+  const bool is_plain = call.scale == 1 && bias && bias->scalar_type() == product;
   Tensor z =
-      at::linear(x.to(product), weight.to(product), is_plain ? bias : std::nullopt).to(compute);
-  if (scale != 1) z = z * scale;
+      at::linear(call.x->to(product), call.weight->to(product), is_plain ? bias : std::nullopt)
+          .to(compute);
+  if (call.scale != 1) z = z * call.scale;
   if (bias && !is_plain) z = z + bias->to(compute);
-  z = composite_activation(act, z);
-  if (residual) z = z + residual->to(compute);
-  return z.to(x.scalar_type());
+  z = composite_activation(call.act, z);
+  if (call.residual) z = z + call.residual->to(compute);
+  return z.to(dtype);
 }
 
 }  // namespace
 
-Two Forward::meta(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, Activation act,
-                  double, const MaybeTensor& residual) {
-  Tensor out = checked_output(x, weight, bias, residual);
-  const bool is_kept = kept_by_linear(act, residual.has_value()) == Saved::input;
+Two Forward::meta(const Call& call) {
+  Tensor out = checked_output(call);
+  const bool is_kept = kept_by_linear(call.act, call.residual.has_value()) == Saved::input;
   Tensor preactivation = is_kept ? at::empty_like(out) : no_output(out);
   return {std::move(out), std::move(preactivation)};
 }
 
-Two Forward::kernel(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, Activation act,
-                    double scale, const MaybeTensor& residual) {
-  auto [out, preactivation] = meta(x, weight, bias, act, scale, residual);
-  const bool is_kept = kept_by_linear(act, residual.has_value()) == Saved::input;
-  run(x, weight, bias, act, scale, residual, out, is_kept ? preactivation : Tensor());
+Two Forward::kernel(const Call& call) {
+  auto [out, preactivation] = meta(call);
+  const bool is_kept = kept_by_linear(call.act, call.residual.has_value()) == Saved::input;
+  run(call, out, is_kept ? preactivation : Tensor());
   return {std::move(out), std::move(preactivation)};
 }
 
@@ -177,43 +178,36 @@ struct Op {
       "torchkiln::linear(Tensor x, Tensor weight, Tensor? bias=None, str act='none', "
       "float scale=1.0, Tensor? residual=None) -> Tensor";
 
-  static Tensor meta(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, Activation,
-                     double, const MaybeTensor& residual) {
-    return checked_output(x, weight, bias, residual);
-  }
+  static Tensor meta(const Call& call) { return checked_output(call); }
 
-  static Tensor kernel(const Tensor& x, const Tensor& weight, const MaybeTensor& bias,
-                       Activation act, double scale, const MaybeTensor& residual) {
-    Tensor out = checked_output(x, weight, bias, residual);
-    run(x, weight, bias, act, scale, residual, out, Tensor());
+  static Tensor kernel(const Call& call) {
+    Tensor out = checked_output(call);
+    run(call, out, Tensor());
     return out;
   }
 
-  static Tensor composite(const Tensor& x, const Tensor& weight, const MaybeTensor& bias,
-                          Activation act, double scale, const MaybeTensor& residual) {
-    return composite_in(x.scalar_type(), x, weight, bias, act, scale, residual);
-  }
+  static Tensor composite(const Call& call) { return composite_in(call.x->scalar_type(), call); }
 
   /// vmap splits off the bias, after a product rounded to x's dtype: so the product is float32
   /// here.
-  static Tensor batched(const Tensor& x, const Tensor& weight, const MaybeTensor& bias,
-                        Activation act, double scale, const MaybeTensor& residual) {
-    return composite_in(compute_dtype(x.scalar_type()), x, weight, bias, act, scale, residual);
+  static Tensor batched(const Call& call) {
+    return composite_in(compute_dtype(call.x->scalar_type()), call);
   }
 
-  static Tensor recorded(const Below& below, const Tensor& x, const Tensor& weight,
-                         const MaybeTensor& bias, Activation act, double scale,
-                         const MaybeTensor& residual) {
-    const Saved kind = kept_by_linear(act, residual.has_value());
+  static Tensor recorded(const Below& below, const Call& call) {
+    const Tensor &x = call.x, &weight = call.weight;
+    const Activation act = call.act;
+    const double scale = call.scale;
+    const Saved kind = kept_by_linear(act, call.residual.has_value());
     Tensor out, kept;
     if (kind == Saved::input) {
-      std::tie(out, kept) = below.call<Forward>(x, weight, bias, act, scale, residual);
+      std::tie(out, kept) = below.call<Forward>(call);
     } else {
-      out = below.call<Op>(x, weight, bias, act, scale, residual);
+      out = below.call<Op>(call);
       if (kind == Saved::output) kept = out;
     }
-    const Tensor shift = tensor_or_undefined(bias), more = tensor_or_undefined(residual);
-    const auto bias_dtype = bias ? std::optional(bias->scalar_type()) : std::nullopt;
+    const Tensor shift = tensor_or_undefined(call.bias), more = tensor_or_undefined(call.residual);
+    const auto bias_dtype = call.bias ? std::optional(call.bias->scalar_type()) : std::nullopt;
     return record(
         kName, {x, weight, shift, more}, out, keep(x, weight, shift, kept),
         [=](const Incoming& in, const Kept<4>& saved) {
@@ -221,8 +215,14 @@ struct Op {
           if (act != kActivation<None> && in.needs_composite()) {
             variable_list found =
                 composite_gradients(in, std::array{x, weight, bias}, [&](const auto& inputs) {
-                  return composite(inputs[0], inputs[1], maybe(inputs[2]), act, scale,
-                                   std::nullopt);
+                  const MaybeTensor bias = maybe(inputs[2]);
+                  Call call{};
+                  call.x = inputs[0];
+                  call.weight = inputs[1];
+                  call.bias = bias;
+                  call.act = act;
+                  call.scale = scale;
+                  return composite(call);
                 });
             found.push_back(in[0]);
             return found;
@@ -248,13 +248,12 @@ struct Op {
   }
 
   /// Casts x, weight and residual to the autocast dtype, as torch does. A float32 bias is not cast.
-  static Tensor autocast(const Autocast& cast, const Tensor& x, const Tensor& weight,
-                         const MaybeTensor& bias, Activation act, double scale,
-                         const MaybeTensor& residual) {
-    check_tensors(kName, {{"x", x}, {"weight", weight}});
-    const bool reads_bias = !bias || bias->scalar_type() == at::kFloat;
-    return call<Op>(cast(x), cast(weight), reads_bias ? bias : cast(bias), act, scale,
-                    cast(residual));
+  static Tensor autocast(const Autocast& cast, const Call& call) {
+    check_tensors(kName, {{"x", call.x}, {"weight", call.weight}});
+    const bool reads_bias = !call.bias || call.bias->scalar_type() == at::kFloat;
+    const MaybeTensor& bias = call.bias;
+    return torchkiln::call<Op>(cast(*call.x), cast(*call.weight), reads_bias ? bias : cast(bias),
+                               call.act, call.scale, cast(call.residual));
   }
 };
 
@@ -268,7 +267,7 @@ namespace torchkiln {
 
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const MaybeTensor& bias,
                   c10::string_view act, double scale, const MaybeTensor& residual) {
-  return call<linear_ops::Op>(x, weight, bias, find_activation("linear", act), scale, residual);
+  return call<linear_ops::Op>(x, weight, bias, act, scale, residual);
 }
 
 }  // namespace torchkiln

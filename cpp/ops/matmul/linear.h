@@ -4,6 +4,18 @@
 
 namespace torchkiln::linear_ops {
 
+/// The arguments of the op and of its forward.
+struct Call {
+  Borrowed<at::Tensor> x;
+  Borrowed<at::Tensor> weight;
+  Borrowed<MaybeTensor> bias;
+  Activation act;
+  double scale;
+  Borrowed<MaybeTensor> residual;
+
+  TORCHKILN_FIELDS(self.x, self.weight, self.bias, self.act, self.scale, self.residual);
+};
+
 /// Returns the output and the preactivation, which is empty if the derivative of the activation
 /// needs another tensor, or none. On the CPU it does not include a bias of another dtype than x.
 struct Forward {
@@ -11,12 +23,8 @@ struct Forward {
       "torchkiln::linear_forward(Tensor x, Tensor weight, Tensor? bias, str act, float scale, "
       "Tensor? residual) -> (Tensor, Tensor)";
 
-  static std::tuple<at::Tensor, at::Tensor> meta(const at::Tensor& x, const at::Tensor& weight,
-                                                 const MaybeTensor& bias, Activation act,
-                                                 double scale, const MaybeTensor& residual);
-  static std::tuple<at::Tensor, at::Tensor> kernel(const at::Tensor& x, const at::Tensor& weight,
-                                                   const MaybeTensor& bias, Activation act,
-                                                   double scale, const MaybeTensor& residual);
+  static std::tuple<at::Tensor, at::Tensor> meta(const Call& call);
+  static std::tuple<at::Tensor, at::Tensor> kernel(const Call& call);
 };
 
 }  // namespace torchkiln::linear_ops

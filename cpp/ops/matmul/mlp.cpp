@@ -183,20 +183,31 @@ void check_layer(const char* op, const Tensor& x, const char* weight_name, const
   check_vector(op, bias_name, *bias, weight.sym_size(0), words.c_str());
 }
 
+/// The arguments of both ops; of gated_mlp, `up` is gate and up.
+template <class Act>
+struct Call {
+  Borrowed<Tensor> x, up, down;
+  Borrowed<MaybeTensor> up_bias, down_bias;
+  Act act;
+  HiddenSave save;
+
+  TORCHKILN_FIELDS(self.x, self.up, self.down, self.up_bias, self.down_bias, self.act, self.save);
+};
+
 /// Checks the arguments and returns the sizes of the output.
 template <class Kind>
-c10::SymDimVector checked_sizes(const Tensor& x, const Tensor& up, const Tensor& down,
-                                const MaybeTensor& up_bias, const MaybeTensor& down_bias) {
+c10::SymDimVector checked_sizes(const Call<typename Kind::Act>& call) {
+  const Tensor &x = call.x, &up = call.up, &down = call.down;
   check_tensor(Kind::kName, "x", x);
   check_dtype(Kind::kName, "x", x);
   check_not_0_dim(Kind::kName, "x", x);
   check_layer(Kind::kName, x, Kind::kUpWeight, up, x.sym_size(-1), "the last size of x",
-              Kind::kUpBias, up_bias);
+              Kind::kUpBias, call.up_bias);
   TORCH_CHECK(up.sym_size(0) % Kind::kHalves == 0, "torchkiln.", Kind::kName, ": ", Kind::kUpWeight,
               ": got shape ", up.sym_sizes(),
               ", expected an even number of rows, those of gate and up");
   check_layer(Kind::kName, x, "down_weight", down, up.sym_size(0) / Kind::kHalves, Kind::kHidden,
-              "down_bias", down_bias);
+              "down_bias", call.down_bias);
   c10::SymDimVector sizes(x.sym_sizes());
   sizes.back() = down.sym_size(0);
   return sizes;
@@ -227,61 +238,53 @@ template <class Kind>
 struct Op : Schema<Kind> {
   using Act = typename Kind::Act;
 
-  static Tensor meta(const Tensor& x, const Tensor& up, const Tensor& down,
-                     const MaybeTensor& up_bias, const MaybeTensor& down_bias, Act, HiddenSave) {
-    return empty_of(checked_sizes<Kind>(x, up, down, up_bias, down_bias), x);
-  }
+  using Arguments = Call<Act>;
 
-  static Tensor kernel(const Tensor& x, const Tensor& up, const Tensor& down,
-                       const MaybeTensor& up_bias, const MaybeTensor& down_bias, Act act,
-                       HiddenSave) {
-    checked_sizes<Kind>(x, up, down, up_bias, down_bias);
-    return torchkiln::linear(Kind::forward(x, up, up_bias, act), down, down_bias);
+  static Tensor meta(const Arguments& call) { return empty_of(checked_sizes<Kind>(call), call.x); }
+
+  static Tensor kernel(const Arguments& call) {
+    checked_sizes<Kind>(call);
+    return torchkiln::linear(Kind::forward(call.x, call.up, call.up_bias, call.act), call.down,
+                             call.down_bias);
   }
 
   /// The op with torch's own ops; `product` is the dtype of the products.
-  static Tensor composite_in(at::ScalarType product, const Tensor& x, const Tensor& up,
-                             const Tensor& down, const MaybeTensor& up_bias,
-                             const MaybeTensor& down_bias, Act act) {
-    checked_sizes<Kind>(x, up, down, up_bias, down_bias);
+  static Tensor composite_in(at::ScalarType product, const Arguments& call) {
+    checked_sizes<Kind>(call);
     const auto layer = [&](const Tensor& x, const Tensor& weight, const MaybeTensor& bias) {
       const MaybeTensor shift = bias ? MaybeTensor(bias->to(product)) : std::nullopt;
       return at::linear(x.to(product), weight.to(product), shift);
     };
-    const Tensor z = layer(x, up, up_bias).to(compute_dtype(product));
-    return layer(Kind::composite(z, act), down, down_bias).to(x.scalar_type());
+    const Tensor z = layer(call.x, call.up, call.up_bias).to(compute_dtype(product));
+    return layer(Kind::composite(z, call.act), call.down, call.down_bias).to(call.x->scalar_type());
   }
 
-  static Tensor composite(const Tensor& x, const Tensor& up, const Tensor& down,
-                          const MaybeTensor& up_bias, const MaybeTensor& down_bias, Act act,
-                          HiddenSave) {
-    return composite_in(x.scalar_type(), x, up, down, up_bias, down_bias, act);
+  static Tensor composite(const Arguments& call) {
+    return composite_in(call.x->scalar_type(), call);
   }
 
   /// vmap splits off a bias, after a product rounded to x's dtype: so products are float32 here.
-  static Tensor batched(const Tensor& x, const Tensor& up, const Tensor& down,
-                        const MaybeTensor& up_bias, const MaybeTensor& down_bias, Act act,
-                        HiddenSave) {
-    return composite_in(compute_dtype(x.scalar_type()), x, up, down, up_bias, down_bias, act);
+  static Tensor batched(const Arguments& call) {
+    return composite_in(compute_dtype(call.x->scalar_type()), call);
   }
 
-  static Tensor recorded(const Below&, const Tensor& x, const Tensor& up, const Tensor& down,
-                         const MaybeTensor& up_bias, const MaybeTensor& down_bias, Act act,
-                         HiddenSave save) {
-    checked_sizes<Kind>(x, up, down, up_bias, down_bias);
+  static Tensor recorded(const Below&, const Arguments& call) {
+    checked_sizes<Kind>(call);
+    const Tensor &x = call.x, &up = call.up, &down = call.down;
+    const Act act = call.act;
     Tensor out, kept;
     {
       const at::AutoDispatchBelowADInplaceOrView below;
       Tensor hidden;
-      if (save == HiddenSave::preact) {
-        std::tie(hidden, kept) = Kind::recorded(x, up, up_bias, act);
+      if (call.save == HiddenSave::preact) {
+        std::tie(hidden, kept) = Kind::recorded(x, up, call.up_bias, act);
       } else {
-        hidden = Kind::forward(x, up, up_bias, act);
+        hidden = Kind::forward(x, up, call.up_bias, act);
       }
-      out = torchkiln::linear(hidden, down, down_bias);
+      out = torchkiln::linear(hidden, down, call.down_bias);
     }
-    const Tensor up_shift = tensor_or_undefined(up_bias);
-    const Tensor down_shift = tensor_or_undefined(down_bias);
+    const Tensor up_shift = tensor_or_undefined(call.up_bias);
+    const Tensor down_shift = tensor_or_undefined(call.down_bias);
     const bool was_hooked = !at::SavedTensorDefaultHooks::get_tls_state().stack.empty();
     return record(
         Kind::kName, {x, up, down, up_shift, down_shift}, out,
@@ -290,8 +293,15 @@ struct Op : Schema<Kind> {
           if (in.needs_composite()) {
             return composite_gradients(
                 in, std::array{x, up, down, up_bias, down_bias}, [&](const auto& inputs) {
-                  return composite(inputs[0], inputs[1], inputs[2], maybe(inputs[3]),
-                                   maybe(inputs[4]), act, save);
+                  const MaybeTensor up_bias = maybe(inputs[3]), down_bias = maybe(inputs[4]);
+                  Arguments again{};
+                  again.x = inputs[0];
+                  again.up = inputs[1];
+                  again.down = inputs[2];
+                  again.up_bias = up_bias;
+                  again.down_bias = down_bias;
+                  again.act = act;
+                  return composite(again);
                 });
           }
           const bool wants_layer = in.wants(0) || in.wants(1) || in.wants(3);
@@ -324,11 +334,11 @@ struct Op : Schema<Kind> {
   }
 
   /// Casts all tensors to the autocast dtype, as torch's layers do.
-  static Tensor autocast(const Autocast& cast, const Tensor& x, const Tensor& up,
-                         const Tensor& down, const MaybeTensor& up_bias,
-                         const MaybeTensor& down_bias, Act act, HiddenSave save) {
-    check_tensors(Kind::kName, {{"x", x}, {Kind::kUpWeight, up}, {"down_weight", down}});
-    return call<Op>(cast(x), cast(up), cast(down), cast(up_bias), cast(down_bias), act, save);
+  static Tensor autocast(const Autocast& cast, const Arguments& call) {
+    check_tensors(Kind::kName,
+                  {{"x", call.x}, {Kind::kUpWeight, call.up}, {"down_weight", call.down}});
+    return torchkiln::call<Op>(cast(*call.x), cast(*call.up), cast(*call.down), cast(call.up_bias),
+                               cast(call.down_bias), call.act, call.save);
   }
 };
 
@@ -343,17 +353,15 @@ namespace torchkiln {
 at::Tensor mlp(const at::Tensor& x, const at::Tensor& up_weight, const at::Tensor& down_weight,
                const MaybeTensor& up_bias, const MaybeTensor& down_bias, std::string_view act,
                std::string_view save) {
-  return call<mlp_ops::Op<mlp_ops::Plain>>(x, up_weight, down_weight, up_bias, down_bias,
-                                           find_activation("mlp", act),
-                                           InSchema<HiddenSave>::read("mlp", save));
+  return call<mlp_ops::Op<mlp_ops::Plain>>(x, up_weight, down_weight, up_bias, down_bias, act,
+                                           save);
 }
 
 at::Tensor gated_mlp(const at::Tensor& x, const at::Tensor& gate_up_weight,
                      const at::Tensor& down_weight, const MaybeTensor& gate_up_bias,
                      const MaybeTensor& down_bias, std::string_view act, std::string_view save) {
   return call<mlp_ops::Op<mlp_ops::Gated>>(x, gate_up_weight, down_weight, gate_up_bias, down_bias,
-                                           InSchema<Gate>::read("gated_mlp", act),
-                                           InSchema<HiddenSave>::read("gated_mlp", save));
+                                           act, save);
 }
 
 }  // namespace torchkiln

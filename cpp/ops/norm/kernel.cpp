@@ -1,4 +1,7 @@
-#include "detail/normalized_shape.h"
+// The kernels of layer_norm, rms_norm and their sums with a residual: checks, outputs, launches.
+// A row is normalized in one pass; backward makes the gradients of weight and bias in a second step
+// (launch_split). norm.cpp has the ops, written.cpp their forms that write into given tensors.
+
 #include "detail/rows_view.h"
 #include "norm/norm.h"
 #include "torchkiln/kernels/norm.h"
@@ -45,10 +48,10 @@ Three outputs(const Call& call, bool wants_stats) {
   check(call);
   Tensor stats;
   if (wants_stats) {
-    const auto leading = call.x.dim() - static_cast<int64_t>(call.shape.size());
+    const auto leading = call.x->dim() - static_cast<int64_t>(call.shape.size());
     c10::SymDimVector sizes{call.centered ? 2 : 1};
-    for (int64_t d = 0; d < leading; ++d) sizes.push_back(call.x.sym_size(d));
-    stats = empty_of(sizes, call.x.options().dtype(compute_dtype(call.x.scalar_type())));
+    for (int64_t d = 0; d < leading; ++d) sizes.push_back(call.x->sym_size(d));
+    stats = empty_of(sizes, call.x->options().dtype(compute_dtype(call.x->scalar_type())));
   }
   const Tensor& like = call.wider();
   return {empty_contiguous(like), call.residual ? empty_contiguous(like) : Tensor(), stats};
@@ -96,34 +99,14 @@ Three run_into(const Call& call, Three to) {
   return {y, sum, stats};
 }
 
-Two Forward::meta(const Tensor& x, c10::SymIntArrayRef shape, const MaybeTensor& weight,
-                  const MaybeTensor& bias, double eps, double offset, NormRounding round,
-                  bool centered) {
-  auto [y, sum, stats] = outputs({x, nullptr, shape, weight, bias, eps, offset, round, centered},
-                                 /*wants_stats=*/true);
+Two Forward::meta(const Arguments& call) {
+  auto [y, sum, stats] = outputs(call, /*wants_stats=*/true);
   return {y, stats};
 }
 
-Two Forward::kernel(const Tensor& x, c10::SymIntArrayRef shape, const MaybeTensor& weight,
-                    const MaybeTensor& bias, double eps, double offset, NormRounding round,
-                    bool centered) {
-  auto [y, sum, stats] =
-      run({x, nullptr, shape, weight, bias, eps, offset, round, centered}, /*wants_stats=*/true);
+Two Forward::kernel(const Arguments& call) {
+  auto [y, sum, stats] = run(call, /*wants_stats=*/true);
   return {y, stats};
-}
-
-Three AddForward::meta(const Tensor& x, const Tensor& residual, c10::SymIntArrayRef shape,
-                       const MaybeTensor& weight, const MaybeTensor& bias, double eps,
-                       double offset, NormRounding round, bool centered) {
-  return outputs({x, &residual, shape, weight, bias, eps, offset, round, centered},
-                 /*wants_stats=*/true);
-}
-
-Three AddForward::kernel(const Tensor& x, const Tensor& residual, c10::SymIntArrayRef shape,
-                         const MaybeTensor& weight, const MaybeTensor& bias, double eps,
-                         double offset, NormRounding round, bool centered) {
-  return run({x, &residual, shape, weight, bias, eps, offset, round, centered},
-             /*wants_stats=*/true);
 }
 
 Three Backward::meta(const Tensor& grad, const MaybeTensor& grad_sum, const Tensor& z,

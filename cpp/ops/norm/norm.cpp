@@ -1,3 +1,7 @@
+// The ops layer_norm, rms_norm, add_layer_norm and add_rms_norm, and their derivatives. They share
+// one list of arguments, Call in norm.h. Forward saves the mean and rstd of each row; backward
+// reads x, or the sum with the residual, once more. kernel.cpp has the checks and the kernels.
+
 #include "norm/norm.h"
 
 #include "detail/column_sum.h"
@@ -31,8 +35,8 @@ namespace {
 Two composite(const Call& call) {
   outputs(call, /*wants_stats=*/false);  // checks
   const at::ScalarType dtype = call.wider().scalar_type();
-  const Tensor sum = call.residual ? call.x + *call.residual : Tensor();
-  const Tensor z = (call.residual ? sum : call.x).to(compute_dtype(dtype));
+  const Tensor sum = call.residual ? *call.x + *call.residual : Tensor();
+  const Tensor z = (call.residual ? sum : *call.x).to(compute_dtype(dtype));
   const Tensor y =
       composite_norm(z, static_cast<int64_t>(call.shape.size()), tensor_or_undefined(call.weight),
                      tensor_or_undefined(call.bias), call.eps, call.offset, call.centered,
@@ -77,18 +81,15 @@ Two recorded(const Below& below, const Call& call) {
     return found;
   };
   if (!call.residual) {
-    auto [y, stats] = below.call<Forward>(call.x, call.shape, call.weight, call.bias, call.eps,
-                                          call.offset, call.round, call.centered);
-    return {record(call.op(), {call.x, weight, bias}, y, keep(call.x, stats, weight),
+    auto [y, stats] = below.call<Forward>(call);
+    return {record(call.op(), {*call.x, weight, bias}, y, keep(*call.x, stats, weight),
                    [=](const Incoming& in, const Kept<3>& kept) {
                      return gradients(in, Tensor(), kept, {in.wants(0), in.wants(1), in.wants(2)});
                    }),
             Tensor()};
   }
-  auto [y, sum, stats] =
-      below.call<AddForward>(call.x, *call.residual, call.shape, call.weight, call.bias, call.eps,
-                             call.offset, call.round, call.centered);
-  return record(call.op(), {call.x, *call.residual, weight, bias}, Two{y, sum},
+  auto [y, sum, stats] = below.call<AddForward>(call);
+  return record(call.op(), {*call.x, *call.residual, weight, bias}, Two{y, sum},
                 keep(sum, stats, weight), [=](const Incoming& in, const Kept<3>& kept) {
                   // x and residual have the same gradient, which autograd casts to the dtype of
                   // each; if y was not used, that of the sum.
@@ -99,105 +100,80 @@ Two recorded(const Below& below, const Call& call) {
                 });
 }
 
-const MaybeTensor kNone;
-
-// The four ops share one implementation. The functions below build its Call from the arguments of
-// each schema.
-
-/// An op without a residual; Derived::make builds the Call.
-template <class Derived, class... Args>
+/// An op without a residual.
+template <class Kind>
 struct NormOp {
-  static Tensor meta(const Tensor& x, Args... args) {
-    return std::get<0>(outputs(Derived::make(x, nullptr, args...), /*wants_stats=*/false));
+  struct Arguments : Kind {
+    template <class Self>
+    static auto fields(Self& self) {
+      return std::tuple_cat(std::tie(self.x), Kind::fields(self));
+    }
+  };
+  static Tensor meta(const Arguments& call) {
+    return std::get<0>(outputs(call, /*wants_stats=*/false));
   }
-  static Tensor kernel(const Tensor& x, Args... args) {
-    return std::get<0>(run(Derived::make(x, nullptr, args...), /*wants_stats=*/false));
+  static Tensor kernel(const Arguments& call) {
+    return std::get<0>(run(call, /*wants_stats=*/false));
   }
-  static Tensor composite(const Tensor& x, Args... args) {
-    return std::get<0>(norm_ops::composite(Derived::make(x, nullptr, args...)));
-  }
-  static Tensor recorded(const Below& below, const Tensor& x, Args... args) {
-    return std::get<0>(norm_ops::recorded(below, Derived::make(x, nullptr, args...)));
+  static Tensor composite(const Arguments& call) { return std::get<0>(norm_ops::composite(call)); }
+  static Tensor recorded(const Below& below, const Arguments& call) {
+    return std::get<0>(norm_ops::recorded(below, call));
   }
 };
 
 /// An op with a residual, which also returns the sum.
-template <class Derived, class... Args>
+template <class Kind>
 struct AddNormOp {
   static constexpr std::array<size_t, 2> kPromotedBy{0, 1};
   static constexpr std::array<size_t, 2> kReadsMixed{0, 1};
 
-  static Two meta(const Tensor& x, const Tensor& residual, Args... args) {
-    auto [y, sum, stats] = outputs(Derived::make(x, &residual, args...), /*wants_stats=*/false);
+  struct Arguments : Kind {
+    template <class Self>
+    static auto fields(Self& self) {
+      return std::tuple_cat(std::tie(self.x, self.residual), Kind::fields(self));
+    }
+  };
+  static Two meta(const Arguments& call) {
+    auto [y, sum, stats] = outputs(call, /*wants_stats=*/false);
     return {y, sum};
   }
-  static Two kernel(const Tensor& x, const Tensor& residual, Args... args) {
-    auto [y, sum, stats] = run(Derived::make(x, &residual, args...), /*wants_stats=*/false);
+  static Two kernel(const Arguments& call) {
+    auto [y, sum, stats] = run(call, /*wants_stats=*/false);
     return {y, sum};
   }
-  static Two composite(const Tensor& x, const Tensor& residual, Args... args) {
-    return norm_ops::composite(Derived::make(x, &residual, args...));
-  }
-  static Two recorded(const Below& below, const Tensor& x, const Tensor& residual, Args... args) {
-    return norm_ops::recorded(below, Derived::make(x, &residual, args...));
+  static Two composite(const Arguments& call) { return norm_ops::composite(call); }
+  static Two recorded(const Below& below, const Arguments& call) {
+    return norm_ops::recorded(below, call);
   }
 };
 
-struct LayerNorm : NormOp<LayerNorm, SymIntArrayRef, const MaybeTensor&, const MaybeTensor&, double,
-                          double, NormRounding> {
+struct LayerNorm : NormOp<LayerNormCall> {
   static constexpr const char* kSchema =
       "torchkiln::layer_norm(Tensor x, SymInt[1] normalized_shape, Tensor? weight=None, "
       "Tensor? bias=None, float eps=1e-05, *, float offset=0.0, str round=\"once\") -> Tensor";
-  static constexpr auto make = layer_norm_call;
 };
 
-struct RmsNorm : NormOp<RmsNorm, SymIntArrayRef, const MaybeTensor&, std::optional<double>, double,
-                        NormRounding> {
+struct RmsNorm : NormOp<RmsNormCall> {
   static constexpr const char* kSchema =
       "torchkiln::rms_norm(Tensor x, SymInt[1] normalized_shape, Tensor? weight=None, "
       "float? eps=None, *, float offset=0.0, str round=\"once\") -> Tensor";
-  static constexpr auto make = rms_norm_call;
 };
 
-struct AddLayerNorm : AddNormOp<AddLayerNorm, SymIntArrayRef, const MaybeTensor&,
-                                const MaybeTensor&, double, double, NormRounding> {
+struct AddLayerNorm : AddNormOp<LayerNormCall> {
   static constexpr const char* kSchema =
       "torchkiln::add_layer_norm(Tensor x, Tensor residual, SymInt[1] normalized_shape, "
       "Tensor? weight=None, Tensor? bias=None, float eps=1e-05, *, float offset=0.0, "
       "str round=\"once\") -> (Tensor, Tensor)";
-  static constexpr auto make = layer_norm_call;
 };
 
-struct AddRmsNorm : AddNormOp<AddRmsNorm, SymIntArrayRef, const MaybeTensor&, std::optional<double>,
-                              double, NormRounding> {
+struct AddRmsNorm : AddNormOp<RmsNormCall> {
   static constexpr const char* kSchema =
       "torchkiln::add_rms_norm(Tensor x, Tensor residual, SymInt[1] normalized_shape, "
       "Tensor? weight=None, float? eps=None, *, float offset=0.0, str round=\"once\") -> "
       "(Tensor, Tensor)";
-  static constexpr auto make = rms_norm_call;
 };
 
 }  // namespace
-
-Call layer_norm_call(const Tensor& x, const Tensor* residual, SymIntArrayRef shape,
-                     const MaybeTensor& weight, const MaybeTensor& bias, double eps, double offset,
-                     NormRounding round) {
-  return {x, residual, shape, weight, bias, eps, offset, round, /*centered=*/true};
-}
-
-Call rms_norm_call(const Tensor& x, const Tensor* residual, SymIntArrayRef shape,
-                   const MaybeTensor& weight, std::optional<double> eps, double offset,
-                   NormRounding round) {
-  return {x,
-          residual,
-          shape,
-          weight,
-          kNone,
-          eps.value_or(default_eps(x)),
-          offset,
-          round,
-          /*centered=*/false};
-}
 
 TORCH_LIBRARY_FRAGMENT(torchkiln, m) {
   define<Forward, AddForward, Backward, LayerNorm, RmsNorm, AddLayerNorm, AddRmsNorm>(m);
@@ -208,32 +184,29 @@ TORCH_LIBRARY_FRAGMENT(torchkiln, m) {
 namespace torchkiln {
 
 at::Tensor layer_norm(const at::Tensor& x, c10::SymIntArrayRef normalized_shape,
-                      const MaybeTensor& weight, const MaybeTensor& bias, double eps, double offset,
-                      std::string_view round) {
-  return call<norm_ops::LayerNorm>(x, normalized_shape, weight, bias, eps, offset, round);
+                      const MaybeTensor& weight, const MaybeTensor& bias,
+                      const LayerNormOptions& options) {
+  return call<norm_ops::LayerNorm>(x, normalized_shape, weight, bias, options);
 }
 
 at::Tensor rms_norm(const at::Tensor& x, c10::SymIntArrayRef normalized_shape,
-                    const MaybeTensor& weight, std::optional<double> eps, double offset,
-                    std::string_view round) {
-  return call<norm_ops::RmsNorm>(x, normalized_shape, weight, eps, offset, round);
+                    const MaybeTensor& weight, const RmsNormOptions& options) {
+  return call<norm_ops::RmsNorm>(x, normalized_shape, weight, options);
 }
 
 std::tuple<at::Tensor, at::Tensor> add_layer_norm(const at::Tensor& x, const at::Tensor& residual,
                                                   c10::SymIntArrayRef normalized_shape,
                                                   const MaybeTensor& weight,
-                                                  const MaybeTensor& bias, double eps,
-                                                  double offset, std::string_view round) {
-  return call<norm_ops::AddLayerNorm>(x, residual, normalized_shape, weight, bias, eps, offset,
-                                      round);
+                                                  const MaybeTensor& bias,
+                                                  const LayerNormOptions& options) {
+  return call<norm_ops::AddLayerNorm>(x, residual, normalized_shape, weight, bias, options);
 }
 
 std::tuple<at::Tensor, at::Tensor> add_rms_norm(const at::Tensor& x, const at::Tensor& residual,
                                                 c10::SymIntArrayRef normalized_shape,
                                                 const MaybeTensor& weight,
-                                                std::optional<double> eps, double offset,
-                                                std::string_view round) {
-  return call<norm_ops::AddRmsNorm>(x, residual, normalized_shape, weight, eps, offset, round);
+                                                const RmsNormOptions& options) {
+  return call<norm_ops::AddRmsNorm>(x, residual, normalized_shape, weight, options);
 }
 
 }  // namespace torchkiln

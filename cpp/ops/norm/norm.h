@@ -1,7 +1,9 @@
 #pragma once
 
-// Declarations shared by kernel.cpp (checks, kernels) and norm.cpp (the four ops, derivatives).
+// Declarations shared by kernel.cpp (checks, kernels), norm.cpp (the four ops, derivatives) and
+// written.cpp (the forms that write into given tensors).
 
+#include "detail/normalized_shape.h"
 #include "torchkiln/torch/op.h"
 
 namespace torchkiln {
@@ -31,13 +33,13 @@ using at::Tensor;
 using Two = std::tuple<Tensor, Tensor>;
 using Three = std::tuple<Tensor, Tensor, Tensor>;
 
-/// The arguments of any of the four ops.
+/// The arguments of any of the ops.
 struct Call {
-  const Tensor& x;
-  const Tensor* residual;     // null for layer_norm and rms_norm
-  c10::SymIntArrayRef shape;  // normalized_shape: the last sizes of x
-  const MaybeTensor& weight;  // without one the factor is 1, and offset is ignored
-  const MaybeTensor& bias;    // without one, 0 is added
+  Borrowed<Tensor> x;
+  Borrowed<Tensor> residual;
+  c10::SymIntArrayRef shape;     // normalized_shape: the last sizes of x
+  Borrowed<MaybeTensor> weight;  // without one the factor is 1, and offset is ignored
+  Borrowed<MaybeTensor> bias;    // without one, 0 is added
   double eps;
   double offset;
   NormRounding round;
@@ -46,7 +48,7 @@ struct Call {
   /// Whether the residual is float32 beside an x of half precision. The kernels add the narrower of
   /// the two to the wider one, whose dtype the results have.
   bool residual_is_wider() const {
-    return residual != nullptr && is_mixed(x.scalar_type(), residual->scalar_type()) &&
+    return residual && is_mixed(x->scalar_type(), residual->scalar_type()) &&
            residual->scalar_type() == at::kFloat;
   }
   const Tensor& wider() const { return residual_is_wider() ? *residual : x; }
@@ -77,39 +79,50 @@ Three run_into(const Call& call, Three to);
 Tensor composite_norm(const Tensor& z, int64_t dims, const Tensor& weight, const Tensor& bias,
                       double eps, double offset, bool centered, at::ScalarType rounded);
 
-Call layer_norm_call(const Tensor& x, const Tensor* residual, c10::SymIntArrayRef shape,
-                     const MaybeTensor& weight, const MaybeTensor& bias, double eps, double offset,
-                     NormRounding round);
-/// Without an eps it is that of the compute dtype.
-Call rms_norm_call(const Tensor& x, const Tensor* residual, c10::SymIntArrayRef shape,
-                   const MaybeTensor& weight, std::optional<double> eps, double offset,
-                   NormRounding round);
+/// The arguments of a layer norm after x and a residual.
+struct LayerNormCall : Call {
+  void complete() { centered = true; }
+
+  TORCHKILN_FIELDS(self.shape, self.weight, self.bias, self.eps, self.offset, self.round);
+};
+
+/// The arguments of an RMS norm after x and a residual.
+struct RmsNormCall : Call {
+  std::optional<double> given_eps;  // by default that of the compute dtype
+
+  void complete() {
+    centered = false;
+    eps = given_eps.value_or(default_eps(x));
+  }
+
+  TORCHKILN_FIELDS(self.shape, self.weight, self.given_eps, self.offset, self.round);
+};
 
 /// The forward that also returns the statistics: {y, stats}.
 struct Forward {
+  struct Arguments : Call {
+    TORCHKILN_FIELDS(self.x, self.shape, self.weight, self.bias, self.eps, self.offset, self.round,
+                     self.centered);
+  };
   static constexpr const char* kSchema =
       "torchkiln::norm_forward(Tensor x, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, "
       "float eps, float offset, str round, bool centered) -> (Tensor, Tensor)";
-  static Two meta(const Tensor& x, c10::SymIntArrayRef shape, const MaybeTensor& weight,
-                  const MaybeTensor& bias, double eps, double offset, NormRounding round,
-                  bool centered);
-  static Two kernel(const Tensor& x, c10::SymIntArrayRef shape, const MaybeTensor& weight,
-                    const MaybeTensor& bias, double eps, double offset, NormRounding round,
-                    bool centered);
+  static Two meta(const Arguments& call);
+  static Two kernel(const Arguments& call);
 };
 
 /// The forward of x + residual: {y, sum, stats}.
 struct AddForward {
+  struct Arguments : Call {
+    TORCHKILN_FIELDS(self.x, self.residual, self.shape, self.weight, self.bias, self.eps,
+                     self.offset, self.round, self.centered);
+  };
   static constexpr const char* kSchema =
       "torchkiln::add_norm_forward(Tensor x, Tensor residual, SymInt[] normalized_shape, "
       "Tensor? weight, Tensor? bias, float eps, float offset, str round, bool centered) -> "
       "(Tensor, Tensor, Tensor)";
-  static Three meta(const Tensor& x, const Tensor& residual, c10::SymIntArrayRef shape,
-                    const MaybeTensor& weight, const MaybeTensor& bias, double eps, double offset,
-                    NormRounding round, bool centered);
-  static Three kernel(const Tensor& x, const Tensor& residual, c10::SymIntArrayRef shape,
-                      const MaybeTensor& weight, const MaybeTensor& bias, double eps, double offset,
-                      NormRounding round, bool centered);
+  static Three meta(const Arguments& call) { return outputs(call, /*wants_stats=*/true); }
+  static Three kernel(const Arguments& call) { return run(call, /*wants_stats=*/true); }
 };
 
 /// The wanted gradients of z, weight and bias, where z is x or x + residual. The rank of `stats`

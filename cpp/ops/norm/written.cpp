@@ -6,77 +6,83 @@
 namespace torchkiln::norm_ops {
 namespace {
 
-using c10::SymIntArrayRef;
-
-/// The norm of x, into `out`; Derived::make builds the Call.
-template <class Derived, class... Args>
+/// The norm of x, into `out`.
+template <class Kind>
 struct NormOut {
-  static void meta(const Tensor& x, Args... args, const Tensor& out) {
-    check(Derived::make(x, nullptr, args...));
-    check_written(Derived::kName, "out", out, x.sym_sizes(), x, x.scalar_type());
+  struct Arguments : Kind {
+    Borrowed<Tensor> out;
+
+    template <class Self>
+    static auto fields(Self& self) {
+      return std::tuple_cat(std::tie(self.x), Kind::fields(self), std::tie(self.out));
+    }
+  };
+
+  static void meta(const Arguments& call) {
+    check(call);
+    check_written(call.op(), "out", call.out, call.x->sym_sizes(), call.x, call.x->scalar_type());
   }
 
-  static void kernel(const Tensor& x, Args... args, const Tensor& out) {
-    meta(x, args..., out);
-    check_overlap(out, x);
-    run_into(Derived::make(x, nullptr, args...), {out, Tensor(), Tensor()});
-    mark_written(out);
+  static void kernel(const Arguments& call) {
+    meta(call);
+    check_overlap(call.out, call.x);
+    run_into(call, {*call.out, Tensor(), Tensor()});
+    mark_written(call.out);
   }
 };
 
 /// x becomes the norm of x + residual, and residual the sum.
-template <class Derived, class... Args>
+template <class Kind>
 struct AddNormInPlace {
-  static void meta(const Tensor& x, const Tensor& residual, Args... args) {
-    check(Derived::make(x, &residual, args...));
-    check_written(Derived::kName, "x", x, x.sym_sizes(), x, x.scalar_type());
-    check_written(Derived::kName, "residual", residual, x.sym_sizes(), x, x.scalar_type());
+  struct Arguments : Kind {
+    template <class Self>
+    static auto fields(Self& self) {
+      return std::tuple_cat(std::tie(self.x, self.residual), Kind::fields(self));
+    }
+  };
+
+  static void meta(const Arguments& call) {
+    check(call);
+    const Tensor& x = call.x;
+    const char* const op = call.centered ? "add_layer_norm_" : "add_rms_norm_";
+    check_written(op, "x", x, x.sym_sizes(), x, x.scalar_type());
+    check_written(op, "residual", call.residual, x.sym_sizes(), x, x.scalar_type());
   }
 
-  static void kernel(const Tensor& x, const Tensor& residual, Args... args) {
-    meta(x, residual, args...);
-    at::assert_no_overlap(x, residual);
-    run_into(Derived::make(x, &residual, args...), {x, residual, Tensor()});
-    mark_written(x);
-    mark_written(residual);
+  static void kernel(const Arguments& call) {
+    meta(call);
+    at::assert_no_overlap(call.x, call.residual);
+    run_into(call, {*call.x, *call.residual, Tensor()});
+    mark_written(call.x);
+    mark_written(call.residual);
   }
 };
 
-struct LayerNormOut : NormOut<LayerNormOut, SymIntArrayRef, const MaybeTensor&, const MaybeTensor&,
-                              double, double, NormRounding> {
+struct LayerNormOut : NormOut<LayerNormCall> {
   static constexpr const char* kName = "layer_norm";
   static constexpr const char* kSchema =
       "torchkiln::layer_norm_out(Tensor x, SymInt[1] normalized_shape, Tensor? weight, "
       "Tensor? bias, float eps, float offset, str round, Tensor(a!) out) -> ()";
-  static constexpr auto make = layer_norm_call;
 };
 
-struct RmsNormOut : NormOut<RmsNormOut, SymIntArrayRef, const MaybeTensor&, std::optional<double>,
-                            double, NormRounding> {
+struct RmsNormOut : NormOut<RmsNormCall> {
   static constexpr const char* kName = "rms_norm";
   static constexpr const char* kSchema =
       "torchkiln::rms_norm_out(Tensor x, SymInt[1] normalized_shape, Tensor? weight, float? eps, "
       "float offset, str round, Tensor(a!) out) -> ()";
-  static constexpr auto make = rms_norm_call;
 };
 
-struct AddLayerNormInPlace : AddNormInPlace<AddLayerNormInPlace, SymIntArrayRef, const MaybeTensor&,
-                                            const MaybeTensor&, double, double, NormRounding> {
-  static constexpr const char* kName = "add_layer_norm_";
+struct AddLayerNormInPlace : AddNormInPlace<LayerNormCall> {
   static constexpr const char* kSchema =
       "torchkiln::add_layer_norm_(Tensor(a!) x, Tensor(b!) residual, SymInt[1] normalized_shape, "
       "Tensor? weight=None, Tensor? bias=None, float eps=1e-05, *, float offset=0.0, "
       "str round=\"once\") -> ()";
-  static constexpr auto make = layer_norm_call;
 };
 
-struct AddRmsNormInPlace : AddNormInPlace<AddRmsNormInPlace, SymIntArrayRef, const MaybeTensor&,
-                                          std::optional<double>, double, NormRounding> {
-  static constexpr const char* kName = "add_rms_norm_";
+struct AddRmsNormInPlace : AddNormInPlace<RmsNormCall> {
   static constexpr const char* kSchema =
       "torchkiln::add_rms_norm_(Tensor(a!) x, Tensor(b!) residual, SymInt[1] normalized_shape, "
       "Tensor? weight=None, float? eps=None, *, float offset=0.0, str round=\"once\") -> ()";
-  static constexpr auto make = rms_norm_call;
 };
 
 }  // namespace

@@ -20,10 +20,10 @@ using c10::SymInt;
 
 /// The rotation that a call asks for.
 struct Angles {
-  const Tensor& cos;
-  const Tensor& sin;
+  Borrowed<Tensor> cos;
+  Borrowed<Tensor> sin;
   bool interleaved;
-  const MaybeTensor& positions;
+  Borrowed<MaybeTensor> positions;
   std::optional<int64_t> partial;
   bool inverse;
 };
@@ -43,7 +43,7 @@ struct Heads {
   }
   /// Whether cos and sin have each factor twice.
   bool factors_are_doubled(const Angles& angles) const {
-    return rotary(angles) != 0 && angles.cos.sym_size(-1) == rotary(angles);
+    return rotary(angles) != 0 && angles.cos->sym_size(-1) == rotary(angles);
   }
 };
 

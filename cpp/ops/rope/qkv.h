@@ -5,38 +5,62 @@
 #include "rope/angles.h"
 #include "torchkiln/torch/launch.h"
 
+namespace torchkiln {
+
+/// Schemas have the norm of heads as a string.
+template <>
+struct InSchema<QkvNorm> {
+  using Type = c10::string_view;
+  static QkvNorm read(const char* op, c10::string_view name) {
+    if (name == "head") return QkvNorm::head;
+    if (name == "all") return QkvNorm::all;
+    TORCH_CHECK_VALUE(name == "none", "torchkiln.", op, ": norm: got '", name,
+                      "', expected one of head, all, none");
+    return QkvNorm::none;
+  }
+  static c10::string_view write(QkvNorm norm) {
+    return norm == QkvNorm::head ? "head" : norm == QkvNorm::all ? "all" : "none";
+  }
+};
+
+}  // namespace torchkiln
+
 namespace torchkiln::rope_ops {
 
 /// Fewest elements per CPU thread.
 constexpr int64_t kProjectionGrain = 1 << 13;
 
 struct QkvCall {
-  const char* op;
-  const Tensor& qkv;
+  const char* op = "qkv_norm_rope";
+  Borrowed<Tensor> qkv;
   Angles angles;
-  const MaybeTensor& q_weight;
-  const MaybeTensor& k_weight;
+  Borrowed<MaybeTensor> q_weight;
+  Borrowed<MaybeTensor> k_weight;
   int64_t heads;
   int64_t kv_heads;
   double eps;
-  c10::string_view norm;
+  QkvNorm norm;
   double offset;
 
-  bool normalizes() const { return norm != "none"; }
-  bool normalizes_across() const { return norm == "all"; }
-  SymInt head_dim() const { return qkv.sym_size(-1) / (heads + 2 * kv_heads); }
+  TORCHKILN_FIELDS(self.qkv, self.angles.cos, self.angles.sin, self.q_weight, self.k_weight,
+                   self.heads, self.kv_heads, self.eps, self.norm, self.offset,
+                   self.angles.interleaved, self.angles.positions, self.angles.partial);
+
+  bool normalizes() const { return norm != QkvNorm::none; }
+  bool normalizes_across() const { return norm == QkvNorm::all; }
+  SymInt head_dim() const { return qkv->sym_size(-1) / (heads + 2 * kv_heads); }
   Heads rotated() const {
     return {op,
             "qkv",
             qkv,
-            qkv.dim() == 3 ? std::optional(qkv.sym_size(0)) : std::nullopt,
-            qkv.sym_size(-2),
+            qkv->dim() == 3 ? std::optional(qkv->sym_size(0)) : std::nullopt,
+            qkv->sym_size(-2),
             head_dim()};
   }
   at::ScalarType weight_dtype() const {
     return q_weight   ? q_weight->scalar_type()
            : k_weight ? k_weight->scalar_type()
-                      : qkv.scalar_type();
+                      : qkv->scalar_type();
   }
 };
 
@@ -47,8 +71,8 @@ inline void check_heads(const QkvCall& call) {
                       ", expected a number of at least ", least);
   }
   const int64_t all = call.heads + 2 * call.kv_heads;
-  TORCH_CHECK(call.qkv.sym_size(-1) % all == 0, "torchkiln.", call.op, ": qkv: got ",
-              call.qkv.sym_size(-1), " elements per token, expected a multiple of ", all,
+  TORCH_CHECK(call.qkv->sym_size(-1) % all == 0, "torchkiln.", call.op, ": qkv: got ",
+              call.qkv->sym_size(-1), " elements per token, expected a multiple of ", all,
               ", heads + 2 * kv_heads");
   TORCH_CHECK(call.head_dim() <= kMostHeadElements, "torchkiln.", call.op, ": qkv: got heads of ",
               call.head_dim(), " elements, expected at most ", kMostHeadElements);
@@ -61,7 +85,7 @@ inline void check_weights(const QkvCall& call) {
     if (!weight) continue;
     TORCH_CHECK_VALUE(call.normalizes(), "torchkiln.", call.op, ": ", name,
                       ": got a tensor beside norm='none', expected None");
-    check_parameter_dtype(call.op, name, weight->scalar_type(), "qkv", call.qkv.scalar_type());
+    check_parameter_dtype(call.op, name, weight->scalar_type(), "qkv", call.qkv->scalar_type());
     if (call.normalizes_across()) {
       check_vector(call.op, name, *weight, call.head_dim() * count, "the elements of all heads");
     } else {
@@ -82,8 +106,6 @@ inline void check(const QkvCall& call) {
   on_device("positions", call.angles.positions);
   check_dtype(call.op, "qkv", call.qkv);
   check_rank(call.op, "qkv", call.qkv, 2, 3, "[tokens, elements] or [batch, tokens, elements]");
-  TORCH_CHECK_VALUE(call.norm == "head" || call.norm == "all" || call.norm == "none", "torchkiln.",
-                    call.op, ": norm: got '", call.norm, "', expected one of head, all, none");
   TORCH_CHECK_VALUE(call.eps >= 0, "torchkiln.", call.op, ": eps: got ", call.eps,
                     ", expected a number of at least 0");
   check_heads(call);
@@ -93,14 +115,14 @@ inline void check(const QkvCall& call) {
 
 /// [..., heads, tokens, head_dim], with the heads of a token adjacent in memory.
 inline Tensor heads_output(const QkvCall& call, int64_t heads) {
-  const SymInt tokens = call.qkv.sym_size(-2), size = call.head_dim();
+  const SymInt tokens = call.qkv->sym_size(-2), size = call.head_dim();
   const SymInt row = size * heads;
-  if (call.qkv.dim() == 2) {
+  if (call.qkv->dim() == 2) {
     return at::empty_strided_symint({SymInt(heads), tokens, size}, {size, row, SymInt(1)},
-                                    call.qkv.options());
+                                    call.qkv->options());
   }
-  return at::empty_strided_symint({call.qkv.sym_size(0), SymInt(heads), tokens, size},
-                                  {tokens * row, size, row, SymInt(1)}, call.qkv.options());
+  return at::empty_strided_symint({call.qkv->sym_size(0), SymInt(heads), tokens, size},
+                                  {tokens * row, size, row, SymInt(1)}, call.qkv->options());
 }
 
 /// Sets the strides of batch, tokens and heads of a tensor [..., heads, tokens, head_dim].
@@ -135,9 +157,7 @@ inline QkvNormRope arguments_of(const QkvCall& call, const QkvTensors& tensors) 
   arguments.angles = arguments_of(call.rotated(), call.angles, *tensors.cos, *tensors.sin);
   arguments.dtype = dtype_of(qkv);
   arguments.weight_dtype = dtype_of(call.weight_dtype());
-  arguments.norm = call.normalizes_across() ? QkvNorm::all
-                   : call.normalizes()      ? QkvNorm::head
-                                            : QkvNorm::none;
+  arguments.norm = call.norm;
   arguments.eps = call.eps;
   arguments.weight_offset = call.offset;
   arguments.batch = qkv.dim() == 3 ? qkv.size(0) : 1;
@@ -161,7 +181,7 @@ inline void run_into(const QkvCall& call, const std::array<Tensor, 3>& out,
   }
   arguments.places = places;
   launch(
-      call.op, out[0], tokens, std::max<int64_t>(1, kProjectionGrain / call.qkv.size(-1)),
+      call.op, out[0], tokens, std::max<int64_t>(1, kProjectionGrain / call.qkv->size(-1)),
       [&](auto stream) { return cuda::qkv_norm_rope(arguments, stream); },
       [&](int64_t begin, int64_t end) { return cpu::qkv_norm_rope(arguments, begin, end); });
 }

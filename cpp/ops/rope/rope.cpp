@@ -1,3 +1,7 @@
+// The op rope: the rotation of queries and keys, linear in both, so that its gradient is the
+// rotation by the negative angles. angles.h has cos, sin and the options of the rotation; qkv.cpp
+// rotates a packed projection, cache_mask.cpp is the mask of a cache.
+
 #include "rope/angles.h"
 #include "torchkiln/torch/empty.h"
 #include "torchkiln/torch/launch.h"
@@ -14,22 +18,25 @@ constexpr int64_t kGrain = 1 << 14;
 
 /// The arguments of a call.
 struct Call {
-  const Tensor& q;
-  const MaybeTensor& k;
+  Borrowed<Tensor> q;
+  Borrowed<MaybeTensor> k;
   Angles angles;
   int64_t heads_dim;
 
+  TORCHKILN_FIELDS(self.q, self.k, self.angles.cos, self.angles.sin, self.angles.interleaved,
+                   self.angles.positions, self.angles.partial, self.heads_dim, self.angles.inverse);
+
   /// The dimension of the heads, counted from the end: -3 or -2. That of the tokens is the other.
-  int64_t heads_at() const { return heads_dim < 0 ? heads_dim : heads_dim - q.dim(); }
+  int64_t heads_at() const { return heads_dim < 0 ? heads_dim : heads_dim - q->dim(); }
   int64_t tokens_at() const { return -5 - heads_at(); }
 
   Heads heads() const {
     return {kName,
             "q",
             q,
-            q.dim() == 4 ? std::optional(q.sym_size(0)) : std::nullopt,
-            q.sym_size(tokens_at()),
-            q.sym_size(-1)};
+            q->dim() == 4 ? std::optional(q->sym_size(0)) : std::nullopt,
+            q->sym_size(tokens_at()),
+            q->sym_size(-1)};
   }
 };
 
@@ -45,12 +52,12 @@ void check(const Call& call) {
                     ", expected -3 for [..., heads, tokens, head_dim] or -2 for [..., tokens, "
                     "heads, head_dim]");
   if (call.k) {
-    const int64_t heads = call.q.dim() + call.heads_at();
+    const int64_t heads = call.q->dim() + call.heads_at();
     check_same_dtype(kName, "k", *call.k, "q", call.q);
-    c10::SymDimVector shape(call.q.sym_sizes());
-    if (call.k->dim() == call.q.dim()) shape[static_cast<size_t>(heads)] = call.k->sym_size(heads);
+    c10::SymDimVector shape(call.q->sym_sizes());
+    if (call.k->dim() == call.q->dim()) shape[static_cast<size_t>(heads)] = call.k->sym_size(heads);
     TORCH_CHECK(call.k->sym_sizes().equals(shape), "torchkiln.", kName, ": k: got shape ",
-                call.k->sym_sizes(), ", expected ", call.q.sym_sizes(),
+                call.k->sym_sizes(), ", expected ", call.q->sym_sizes(),
                 ", the shape of q, with any number of heads in dimension ", heads);
   }
   check_angles(call.heads(), angles);
@@ -105,9 +112,9 @@ Two run(const Call& call) {
   if (call.k) arguments.tensors[1] = heads_of(*k, k_out, call);
   arguments.angles = arguments_of(heads, call.angles, *cos, *sin);
   arguments.dtype = dtype_of(call.q);
-  arguments.batch = call.q.dim() == 4 ? call.q.size(0) : 1;
-  arguments.tokens = call.q.size(call.tokens_at());
-  arguments.head_dim = call.q.size(-1);
+  arguments.batch = call.q->dim() == 4 ? call.q->size(0) : 1;
+  arguments.tokens = call.q->size(call.tokens_at());
+  arguments.head_dim = call.q->size(-1);
   const int64_t tokens = count_tokens(heads);
   const int64_t elements = (q_out.numel() + k_out.numel()) / tokens;
   launch(
@@ -123,7 +130,7 @@ Two composite_of(const Call& call) {
   const auto rotated = [&](const Tensor& x) {
     return composite_rotation(x, call.heads(), call.angles, factors).to(x.scalar_type());
   };
-  return {rotated(call.q), call.k ? rotated(*call.k) : call.q.narrow(0, 0, 0).reshape({0})};
+  return {rotated(call.q), call.k ? rotated(*call.k) : call.q->narrow(0, 0, 0).reshape({0})};
 }
 
 /// Linear in q and k; its gradient is the op with the other value of `inverse`.
@@ -133,67 +140,61 @@ struct Op {
       "Tensor? positions=None, int? partial=None, int heads_dim=-3, bool inverse=False) -> "
       "(Tensor, Tensor)";
 
-  static Two meta(const Tensor& q, const MaybeTensor& k, const Tensor& cos, const Tensor& sin,
-                  bool interleaved, const MaybeTensor& positions, std::optional<int64_t> partial,
-                  int64_t heads_dim, bool inverse) {
-    return checked_outputs({q, k, {cos, sin, interleaved, positions, partial, inverse}, heads_dim});
-  }
-
-  static Two kernel(const Tensor& q, const MaybeTensor& k, const Tensor& cos, const Tensor& sin,
-                    bool interleaved, const MaybeTensor& positions, std::optional<int64_t> partial,
-                    int64_t heads_dim, bool inverse) {
-    return run({q, k, {cos, sin, interleaved, positions, partial, inverse}, heads_dim});
-  }
-
-  static Two composite(const Tensor& q, const MaybeTensor& k, const Tensor& cos, const Tensor& sin,
-                       bool interleaved, const MaybeTensor& positions,
-                       std::optional<int64_t> partial, int64_t heads_dim, bool inverse) {
-    return composite_of({q, k, {cos, sin, interleaved, positions, partial, inverse}, heads_dim});
-  }
+  static Two meta(const Call& call) { return checked_outputs(call); }
+  static Two kernel(const Call& call) { return run(call); }
+  static Two composite(const Call& call) { return composite_of(call); }
 
   /// Saves cos, sin and positions; q and k only for the gradients of cos and sin, which are rare
   /// and computed with torch's ops.
-  static Two recorded(const Below& below, const Tensor& q, const MaybeTensor& k, const Tensor& cos,
-                      const Tensor& sin, bool interleaved, const MaybeTensor& positions,
-                      std::optional<int64_t> partial, int64_t heads_dim, bool inverse) {
-    const bool factors_have_gradients = cos.requires_grad() || sin.requires_grad();
-    const Tensor undefined = tensor_or_undefined(k);
-    const auto turned_back = [=](const Incoming& in, const Tensor& grad, const MaybeTensor& second,
-                                 const Kept<5>& kept) {
-      const auto& [cos, sin, positions, q, k] = kept;
-      return in.needs_composite()
-                 ? torchkiln::call<Op>(grad, second, cos, sin, interleaved, maybe(positions),
-                                       partial, heads_dim, !inverse)
-                 : call_below<Op>(grad, second, cos, sin, interleaved, maybe(positions), partial,
-                                  heads_dim, !inverse);
+  static Two recorded(const Below& below, const Call& call) {
+    const Tensor &q = call.q, &cos = call.angles.cos, &sin = call.angles.sin;
+    const Tensor k = tensor_or_undefined(call.k);
+    const bool keeps = cos.requires_grad() || sin.requires_grad();
+    return record(kName, {q, k, cos, sin}, below.call<Op>(call),
+                  keep(cos, sin, tensor_or_undefined(call.angles.positions), keeps ? q : Tensor(),
+                       keeps ? k : Tensor()),
+                  [numbers = call](const Incoming& in, const Kept<5>& kept) {
+                    return gradients(in, kept, numbers);
+                  });
+  }
+
+  /// The tensors of `call` are not valid any more.
+  static variable_list gradients(const Incoming& in, const Kept<5>& kept, Call call) {
+    const MaybeTensor positions = maybe(kept[2]);
+    MaybeTensor k;
+    const auto put = [&](const Tensor& first, const Tensor& second, const Tensor& cos,
+                         const Tensor& sin) {
+      k = maybe(second);
+      call.q = first;
+      call.k = k;
+      call.angles.cos = cos;
+      call.angles.sin = sin;
+      call.angles.positions = positions;
     };
-    return record(
-        kName, {q, undefined, cos, sin},
-        below.call<Op>(q, k, cos, sin, interleaved, positions, partial, heads_dim, inverse),
-        keep(cos, sin, tensor_or_undefined(positions), factors_have_gradients ? q : Tensor(),
-             factors_have_gradients ? undefined : Tensor()),
-        [=](const Incoming& in, const Kept<5>& kept) {
-          variable_list gradients(4);
-          if (in.wants(2) || in.wants(3)) {
-            const auto& [cos, sin, positions, q, k] = kept;
-            gradients = composite_gradients(
-                in, std::array{q, k, cos, sin}, std::array{false, false, in.wants(2), in.wants(3)},
-                [&](const auto& inputs) {
-                  return composite(inputs[0], maybe(inputs[1]), inputs[2], inputs[3], interleaved,
-                                   maybe(kept[2]), partial, heads_dim, inverse);
-                });
-          }
-          const bool wants_q = in.wants(0) && in[0].defined();
-          const bool wants_k = in.wants(1) && in[1].defined();
-          if (wants_q && wants_k) {
-            std::tie(gradients[0], gradients[1]) = turned_back(in, in[0], in[1], kept);
-          } else if (wants_q) {
-            gradients[0] = std::get<0>(turned_back(in, in[0], std::nullopt, kept));
-          } else if (wants_k) {
-            gradients[1] = std::get<0>(turned_back(in, in[1], std::nullopt, kept));
-          }
-          return gradients;
-        });
+    variable_list found(4);
+    if (in.wants(2) || in.wants(3)) {
+      found = composite_gradients(in, std::array{kept[3], kept[4], kept[0], kept[1]},
+                                  std::array{false, false, in.wants(2), in.wants(3)},
+                                  [&](const auto& inputs) {
+                                    put(inputs[0], inputs[1], inputs[2], inputs[3]);
+                                    return composite(call);
+                                  });
+    }
+    call.angles.inverse = !call.angles.inverse;
+    const auto turned_back = [&](const Tensor& first, const Tensor& second) {
+      put(first, second, kept[0], kept[1]);
+      return in.needs_composite() ? torchkiln::call<Op>(call) : call_below<Op>(call);
+    };
+    const bool wants_q = in.wants(0) && in[0].defined();
+    const bool wants_k = in.wants(1) && in[1].defined();
+    if (wants_q && wants_k) {
+      std::tie(found[0], found[1]) = turned_back(in[0], in[1]);
+    } else if (wants_q) {
+      found[0] = std::get<0>(turned_back(in[0], Tensor()));
+    } else if (wants_k) {
+      found[1] = std::get<0>(turned_back(in[1], Tensor()));
+    }
+    return found;
   }
 };
 
@@ -208,8 +209,7 @@ namespace torchkiln {
 std::tuple<at::Tensor, at::Tensor> rope(const at::Tensor& q, const std::optional<at::Tensor>& k,
                                         const at::Tensor& cos, const at::Tensor& sin,
                                         const RopeOptions& options) {
-  return call<rope_ops::Op>(q, k, cos, sin, options.interleaved, options.positions, options.partial,
-                            options.heads_dim, options.inverse);
+  return call<rope_ops::Op>(q, k, cos, sin, options);
 }
 
 }  // namespace torchkiln

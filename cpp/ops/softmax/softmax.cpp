@@ -1,3 +1,7 @@
+// softmax and log_softmax, with a scale, a mask and a causal mask. Forward saves the result, from
+// which backward computes the gradient. A floating mask and another dtype are a pass of their own.
+// view.h has the tensors and the mask as the kernels read them.
+
 #include <ATen/ScalarOps.h>
 
 #include <limits>
@@ -13,7 +17,30 @@ namespace torchkiln::softmax_ops {
 namespace {
 
 using at::Tensor;
-using MaybeDtype = std::optional<at::ScalarType>;
+
+/// The arguments of forward.
+struct Call {
+  Borrowed<Tensor> x;
+  int64_t dim;
+  double scale = 1.0;
+  Borrowed<MaybeTensor> mask;
+  bool causal = false;
+  std::optional<at::ScalarType> dtype;
+
+  TORCHKILN_FIELDS(self.x, self.dim, self.scale, self.mask, self.causal, self.dtype);
+};
+
+/// The arguments of backward.
+struct BackwardCall {
+  Borrowed<Tensor> grad, y;
+  int64_t dim;
+  bool log;
+  double scale;
+  Borrowed<MaybeTensor> mask;
+  bool causal;
+
+  TORCHKILN_FIELDS(self.grad, self.y, self.dim, self.log, self.scale, self.mask, self.causal);
+};
 
 /// Fewest rows per CPU thread. With fewer, a thread starts more slowly than it computes.
 int64_t row_grain(int64_t length) { return std::max<int64_t>((1 << 13) / length, 1); }
@@ -45,28 +72,33 @@ void check_mask(const char* op, const char* name, const Tensor& tensor, int64_t 
   check_mask_shape(op, name, tensor, *mask);
 }
 
-/// The mask for a tensor whose dimension `dim` is moved to the end.
-MaybeTensor with_dim_last(const MaybeTensor& mask, const Tensor& tensor, int64_t dim) {
-  if (!mask.has_value()) return std::nullopt;
-  return mask->expand(tensor.sizes()).movedim(dim, -1);
-}
-
-/// The arguments that forward and backward share. `mask` owns a copy if one is made.
-template <class Problem>
-Problem problem_of(const SoftmaxView& view, bool log, double scale, int64_t dim, MaybeTensor& mask,
-                   bool causal, const Tensor& tensor) {
+/// The arguments that the kernels of forward and backward share. `mask` owns a copy if one is made.
+template <class Problem, class Call>
+Problem problem_of(const SoftmaxView& view, bool log, const Call& call, int64_t dim,
+                   MaybeTensor& mask, const Tensor& tensor) {
   Problem problem{};
   problem.dtype = dtype_of(tensor);
   problem.log = log;
-  problem.scale = scale;
+  problem.scale = call.scale;
   problem.outer = view.outer;
   problem.length = view.length;
   problem.inner = view.inner;
   problem.outer_stride = view.outer_stride;
   problem.stride = view.stride;
   problem.inner_stride = view.inner_stride;
-  problem.mask = describe_mask(tensor, dim, mask, causal);
+  mask = call.mask;
+  problem.mask = describe_mask(tensor, dim, mask, call.causal);
   return problem;
+}
+
+/// Sets the mask for tensors like `tensor` whose dimension `dim` is moved to the end. `mask` owns
+/// it.
+template <class Call>
+void put_dim_last(Call& call, MaybeTensor& mask, const Tensor& tensor, int64_t dim) {
+  mask = call.mask->expand(tensor.sizes()).movedim(dim, -1);
+  call.mask = mask;
+  call.dim = -1;
+  call.causal = false;
 }
 
 struct Backward {
@@ -75,30 +107,34 @@ struct Backward {
       "Tensor? mask, bool causal) -> Tensor";
   static constexpr const char* kName = "softmax_backward";
 
-  static Tensor meta(const Tensor& grad, const Tensor& y, int64_t dim, bool, double,
-                     const MaybeTensor& mask, bool causal) {
+  static Tensor meta(const BackwardCall& call) {
+    const Tensor& grad = call.grad;
     check_tensor(kName, "grad", grad);
     check_dtype(kName, "grad", grad);
-    check_like(kName, "y", y, "grad", grad);
-    check_mask(kName, "grad", grad, check_dim(kName, "grad", grad, dim), mask, causal);
+    check_like(kName, "y", call.y, "grad", grad);
+    check_mask(kName, "grad", grad, check_dim(kName, "grad", grad, call.dim), call.mask,
+               call.causal);
     return empty_contiguous(grad);
   }
 
-  static Tensor kernel(const Tensor& grad, const Tensor& y, int64_t dim, bool log, double scale,
-                       const MaybeTensor& mask, bool causal) {
-    Tensor grad_x = meta(grad, y, dim, log, scale, mask, causal);
+  static Tensor kernel(const BackwardCall& call) {
+    Tensor grad_x = meta(call);
+    const Tensor& grad = call.grad;
     if (grad.numel() == 0) return grad_x;
-    const int64_t at = check_dim(kName, "grad", grad, dim);
-    if (mask.has_value() && has_inner(grad, at)) {
-      return kernel(grad.movedim(at, -1), y.movedim(at, -1), -1, log, scale,
-                    with_dim_last(mask, grad, at), /*causal=*/false)
-          .movedim(-1, at)
-          .contiguous();
+    const int64_t at = check_dim(kName, "grad", grad, call.dim);
+    if (call.mask && has_inner(grad, at)) {
+      const Tensor moved_grad = grad.movedim(at, -1), moved_y = call.y->movedim(at, -1);
+      MaybeTensor mask;
+      BackwardCall moved = call;
+      put_dim_last(moved, mask, grad, at);
+      moved.grad = moved_grad;
+      moved.y = moved_y;
+      return kernel(moved).movedim(-1, at).contiguous();
     }
     const SoftmaxView view = view_around(grad, at);
-    const auto saved = y.expect_contiguous();
-    MaybeTensor kept = mask;
-    auto arguments = problem_of<SoftmaxBackward>(view, log, scale, at, kept, causal, grad);
+    const auto saved = call.y->expect_contiguous();
+    MaybeTensor kept;
+    auto arguments = problem_of<SoftmaxBackward>(view, call.log, call, at, kept, grad);
     arguments.grad = view.tensor->const_data_ptr();
     arguments.y = saved->const_data_ptr();
     arguments.grad_x = grad_x.data_ptr();
@@ -124,16 +160,16 @@ Tensor left_out(const Tensor& like, const MaybeTensor& mask, bool causal) {
 }
 
 /// The gradient of x from y, with torch's own ops.
-Tensor composite_gradient(const Tensor& grad, const Tensor& y, int64_t dim, bool log, double scale,
-                          const MaybeTensor& mask, bool causal) {
+Tensor composite_gradient(const BackwardCall& call) {
+  const Tensor& grad = call.grad;
   const at::ScalarType compute = compute_dtype(grad.scalar_type());
   const Tensor wide = grad.to(compute);
-  const Tensor saved = y.to(compute);
-  Tensor grad_x = log ? wide - saved.exp() * at::sum(wide, dim, /*keepdim=*/true)
-                      : (wide - at::sum(wide * saved, dim, /*keepdim=*/true)) * saved;
-  const Tensor out = left_out(grad, mask, causal);
+  const Tensor saved = call.y->to(compute);
+  Tensor grad_x = call.log ? wide - saved.exp() * at::sum(wide, call.dim, /*keepdim=*/true)
+                           : (wide - at::sum(wide * saved, call.dim, /*keepdim=*/true)) * saved;
+  const Tensor out = left_out(grad, call.mask, call.causal);
   if (out.defined()) grad_x = grad_x.masked_fill(out, 0);
-  return (grad_x * scale).to(grad.scalar_type());
+  return (grad_x * call.scale).to(grad.scalar_type());
 }
 
 template <bool kLog>
@@ -153,53 +189,59 @@ template <bool kLog>
 struct Op : Schema<kLog> {
   static const char* name() { return name_of_op<Op>(); }
 
-  static int64_t check(const Tensor& x, int64_t dim, const MaybeTensor& mask, bool causal) {
-    check_tensor(name(), "x", x);
-    check_dtype(name(), "x", x);
-    const int64_t at = check_dim(name(), "x", x, dim);
-    check_mask(name(), "x", x, at, mask, causal);
+  static int64_t check(const Call& call) {
+    check_tensor(name(), "x", call.x);
+    check_dtype(name(), "x", call.x);
+    const int64_t at = check_dim(name(), "x", call.x, call.dim);
+    check_mask(name(), "x", call.x, at, call.mask, call.causal);
     return at;
   }
 
   /// Casts x to a given dtype first, as torch does, and adds a floating mask: both in a pass of
   /// their own, which the gradients of x and of the mask take, too.
-  static std::optional<Tensor> rewritten(const Tensor& x, int64_t dim, double scale,
-                                         const MaybeTensor& mask, bool causal, MaybeDtype dtype) {
+  static std::optional<Tensor> rewritten(const Call& call) {
+    const MaybeTensor& mask = call.mask;
     const bool adds = mask.has_value() && mask->defined() && mask->is_floating_point();
-    if (!dtype.has_value() && !adds) return std::nullopt;
-    check_tensor(name(), "x", x);
-    if (!dtype.has_value()) check_dtype(name(), "x", x);
-    TORCH_CHECK(!dtype.has_value() || is_supported_dtype(*dtype), "torchkiln.", name(),
-                ": dtype: got ", dtype_name(*dtype), ", expected ", kSupportedDtypes);
-    const Tensor cast = dtype.has_value() ? x.to(*dtype) : x;
-    if (!adds) return call<Op>(cast, dim, scale, mask, causal, std::nullopt);
-    check_mask_shape(name(), "x", x, *mask);
+    if (!call.dtype && !adds) return std::nullopt;
+    check_tensor(name(), "x", call.x);
+    if (!call.dtype) check_dtype(name(), "x", call.x);
+    TORCH_CHECK(!call.dtype || is_supported_dtype(*call.dtype), "torchkiln.", name(),
+                ": dtype: got ", dtype_name(*call.dtype), ", expected ", kSupportedDtypes);
+    Call rest = call;
+    rest.dtype = std::nullopt;
+    Tensor x = call.dtype ? call.x->to(*call.dtype) : *call.x;
+    rest.x = x;
+    if (!adds) return torchkiln::call<Op>(rest);
+    check_mask_shape(name(), "x", call.x, *mask);
     trace::note("a pass more: adds the mask, which has numbers");
-    const Tensor sum = muladd(cast, at::native::wrapped_scalar_tensor(scale), *mask);
-    return call<Op>(sum, dim, 1.0, std::nullopt, causal, std::nullopt);
+    x = muladd(x, at::native::wrapped_scalar_tensor(call.scale), *mask);
+    rest.scale = 1;
+    rest.mask = Borrowed<MaybeTensor>();
+    return torchkiln::call<Op>(rest);
   }
 
-  static Tensor meta(const Tensor& x, int64_t dim, double, const MaybeTensor& mask, bool causal,
-                     MaybeDtype) {
-    check(x, dim, mask, causal);
-    return empty_contiguous(x);
+  static Tensor meta(const Call& call) {
+    check(call);
+    return empty_contiguous(call.x);
   }
 
-  static Tensor kernel(const Tensor& x, int64_t dim, double scale, const MaybeTensor& mask,
-                       bool causal, MaybeDtype dtype) {
-    const int64_t at = check(x, dim, mask, causal);
-    if (mask.has_value() && has_inner(x, at)) {
+  static Tensor kernel(const Call& call) {
+    const int64_t at = check(call);
+    const Tensor& x = call.x;
+    if (call.mask && has_inner(x, at)) {
       trace::note("with a mask dimension ", at, " goes last: the kernels mask adjacent elements");
-      return kernel(x.movedim(at, -1), -1, scale, with_dim_last(mask, x, at), /*causal=*/false,
-                    dtype)
-          .movedim(-1, at)
-          .contiguous();
+      const Tensor moved_x = x.movedim(at, -1);
+      MaybeTensor mask;
+      Call moved = call;
+      put_dim_last(moved, mask, x, at);
+      moved.x = moved_x;
+      return kernel(moved).movedim(-1, at).contiguous();
     }
     Tensor y = empty_contiguous(x);
     if (x.numel() == 0) return y;
     const SoftmaxView view = view_around(x, at);
-    MaybeTensor kept = mask;
-    auto arguments = problem_of<Softmax>(view, kLog, scale, at, kept, causal, x);
+    MaybeTensor kept;
+    auto arguments = problem_of<Softmax>(view, kLog, call, at, kept, x);
     arguments.x = view.tensor->const_data_ptr();
     arguments.y = y.data_ptr();
     launch_allocating(
@@ -209,30 +251,32 @@ struct Op : Schema<kLog> {
     return y;
   }
 
-  static Tensor composite(const Tensor& x, int64_t dim, double scale, const MaybeTensor& mask,
-                          bool causal, MaybeDtype) {
-    const int64_t at = check(x, dim, mask, causal);
-    Tensor wide = x.to(compute_dtype(x.scalar_type())) * scale;
-    const Tensor out = left_out(x, mask, causal);
+  static Tensor composite(const Call& call) {
+    const int64_t at = check(call);
+    const at::ScalarType dtype = call.x->scalar_type();
+    Tensor wide = call.x->to(compute_dtype(dtype)) * call.scale;
+    const Tensor out = left_out(call.x, call.mask, call.causal);
     if (out.defined()) wide = wide.masked_fill(out, -std::numeric_limits<double>::infinity());
-    return (kLog ? at::log_softmax(wide, at) : at::softmax(wide, at)).to(x.scalar_type());
+    return (kLog ? at::log_softmax(wide, at) : at::softmax(wide, at)).to(dtype);
   }
 
-  static Tensor recorded(const Below& below, const Tensor& x, int64_t dim, double scale,
-                         const MaybeTensor& mask, bool causal, MaybeDtype dtype) {
-    const Tensor y = below.call<Op>(x, dim, scale, mask, causal, dtype);
-    return record(
-        name(), {x}, y, keep(y, tensor_or_undefined(mask)),
-        [at = check_dim(name(), "x", x, dim), scale, causal](const Incoming& in,
-                                                             const Kept<2>& kept) {
-          const auto gradient = in.needs_composite() ? composite_gradient : call_below_backward;
-          return variable_list{gradient(in[0], kept[0], at, kLog, scale, maybe(kept[1]), causal)};
-        });
-  }
-
-  static Tensor call_below_backward(const Tensor& grad, const Tensor& y, int64_t dim, bool log,
-                                    double scale, const MaybeTensor& mask, bool causal) {
-    return call_below<Backward>(grad, y, dim, log, scale, mask, causal);
+  static Tensor recorded(const Below& below, const Call& call) {
+    const Tensor y = below.call<Op>(call);
+    BackwardCall numbers{};
+    numbers.dim = check_dim(name(), "x", call.x, call.dim);
+    numbers.log = kLog;
+    numbers.scale = call.scale;
+    numbers.causal = call.causal;
+    return record(name(), {*call.x}, y, keep(y, tensor_or_undefined(call.mask)),
+                  [numbers](const Incoming& in, const Kept<2>& kept) {
+                    const MaybeTensor mask = maybe(kept[1]);
+                    BackwardCall backward = numbers;
+                    backward.grad = in[0];
+                    backward.y = kept[0];
+                    backward.mask = mask;
+                    return variable_list{in.needs_composite() ? composite_gradient(backward)
+                                                              : call_below<Backward>(backward)};
+                  });
   }
 };
 
@@ -244,16 +288,12 @@ TORCH_LIBRARY_FRAGMENT(torchkiln, m) { define<Backward, Op<false>, Op<true>>(m);
 
 namespace torchkiln {
 
-at::Tensor softmax(const at::Tensor& x, int64_t dim, double scale,
-                   const std::optional<at::Tensor>& mask, bool causal,
-                   std::optional<at::ScalarType> dtype) {
-  return call<softmax_ops::Op<false>>(x, dim, scale, mask, causal, dtype);
+at::Tensor softmax(const at::Tensor& x, int64_t dim, const SoftmaxOptions& options) {
+  return call<softmax_ops::Op<false>>(x, dim, options);
 }
 
-at::Tensor log_softmax(const at::Tensor& x, int64_t dim, double scale,
-                       const std::optional<at::Tensor>& mask, bool causal,
-                       std::optional<at::ScalarType> dtype) {
-  return call<softmax_ops::Op<true>>(x, dim, scale, mask, causal, dtype);
+at::Tensor log_softmax(const at::Tensor& x, int64_t dim, const SoftmaxOptions& options) {
+  return call<softmax_ops::Op<true>>(x, dim, options);
 }
 
 }  // namespace torchkiln

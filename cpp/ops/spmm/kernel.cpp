@@ -1,3 +1,5 @@
+// The kernels of the sparse products: checks, outputs and launches. See spmm.h.
+
 #include "spmm/spmm.h"
 
 #include <climits>
@@ -199,8 +201,10 @@ void check_pattern(const Tensor& crow, const Tensor& col, int64_t columns) {
                     ": col: got a column twice in a row, expected each once");
 }
 
-Tensor CsrOp::meta(const Tensor& values, const Tensor& b, const Tensor& crow, const Tensor& col,
-                   at::OptionalSymIntArrayRef shape, const MaybeTensor& transpose, bool) {
+Tensor CsrOp::meta(const CsrCall& call) {
+  const Tensor &values = call.values, &b = call.b, &crow = call.crow, &col = call.col;
+  const auto& shape = call.shape;
+  const MaybeTensor& transpose = call.transpose;
   check_product(kSpmm, crow, col, values, "b", b);
   if (shape.has_value()) {
     TORCH_CHECK(shape->size() == 2, "torchkiln.", kSpmm, ": shape: got ", *shape,
@@ -244,11 +248,11 @@ Tensor SampledOp::meta(const Tensor& crow, const Tensor& col, const Tensor& left
   return empty_result(left.options(), summed ? std::nullopt : batch, {col.sym_size(-1)});
 }
 
-Tensor CsrOp::kernel(const Tensor& values, const Tensor& b, const Tensor& crow, const Tensor& col,
-                     at::OptionalSymIntArrayRef shape, const MaybeTensor& transpose, bool check) {
-  Tensor out = meta(values, b, crow, col, shape, transpose, check);
-  if (check) check_pattern(crow, col, b.size(-2));
-  multiply(kSpmm, CsrArguments(crow, col, b.size(-2)), values, Tensor(), b, out);
+Tensor CsrOp::kernel(const CsrCall& call) {
+  Tensor out = meta(call);
+  const int64_t columns = call.b->size(-2);
+  if (call.check) check_pattern(call.crow, call.col, columns);
+  multiply(kSpmm, CsrArguments(call.crow, call.col, columns), call.values, Tensor(), call.b, out);
   return out;
 }
 

@@ -1,3 +1,6 @@
+// The derivatives of the sparse products, which are again sparse products (see spmm.h), and the
+// products with torch's own ops. kernel.cpp has the checks and the kernels.
+
 #include "spmm/spmm.h"
 
 #include "torchkiln/torch/checks.h"
@@ -117,11 +120,10 @@ Tensor scattered(const Tensor& values, const Tensor& from, const Tensor& read, c
 
 }  // namespace
 
-Tensor CsrOp::composite(const Tensor& values, const Tensor& b, const Tensor& crow,
-                        const Tensor& col, at::OptionalSymIntArrayRef shape,
-                        const MaybeTensor& transpose, bool check) {
-  meta(values, b, crow, col, shape, transpose, check);
-  if (check) {
+Tensor CsrOp::composite(const CsrCall& call) {
+  meta(call);
+  const Tensor &values = call.values, &b = call.b, &crow = call.crow, &col = call.col;
+  if (call.check) {
     TORCH_CHECK(
         !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode),
         "torchkiln.", kSpmm,
@@ -162,12 +164,10 @@ Tensor SampledOp::composite(const Tensor& crow, const Tensor& col, const Tensor&
 
 // ---- recorded ----
 
-Tensor CsrOp::recorded(const Below& below, const Tensor& values, const Tensor& b,
-                       const Tensor& crow, const Tensor& col, at::OptionalSymIntArrayRef shape,
-                       const MaybeTensor& transpose, bool check) {
+Tensor CsrOp::recorded(const Below& below, const CsrCall& call) {
   return record(
-      kSpmm, {values, b}, below.call<CsrOp>(values, b, crow, col, shape, transpose, check),
-      keep(crow, col, values, b, tensor_or_undefined(transpose)),
+      kSpmm, {*call.values, *call.b}, below.call<CsrOp>(call),
+      keep(*call.crow, *call.col, *call.values, *call.b, tensor_or_undefined(call.transpose)),
       [](const Incoming& in, const Kept<5>& kept) {
         Pattern pattern{kept[0], kept[1], kept[4]};
         const Tensor &values = kept[2], &b = kept[3], &grad = in[0];
@@ -235,11 +235,14 @@ Tensor SampledOp::recorded(const Below& below, const Tensor& crow, const Tensor&
 }
 
 /// Casts values and the dense matrix to the autocast dtype, as torch.matmul does.
-Tensor CsrOp::autocast(const Autocast& cast, const Tensor& values, const Tensor& b,
-                       const Tensor& crow, const Tensor& col, at::OptionalSymIntArrayRef shape,
-                       const MaybeTensor& transpose, bool check) {
-  check_tensors(kSpmm, {{"crow", crow}, {"col", col}, {"values", values}, {"b", b}});
-  return call<CsrOp>(cast(values), cast(b), crow, col, shape, transpose, check);
+Tensor CsrOp::autocast(const Autocast& cast, const CsrCall& call) {
+  check_tensors(kSpmm,
+                {{"crow", call.crow}, {"col", call.col}, {"values", call.values}, {"b", call.b}});
+  const Tensor values = cast(*call.values), b = cast(*call.b);
+  CsrCall given = call;
+  given.values = values;
+  given.b = b;
+  return torchkiln::call<CsrOp>(given);
 }
 
 TORCH_LIBRARY_FRAGMENT(torchkiln, m) { define<TransposeOp, SampledOp, TransposedOp, CsrOp>(m); }
@@ -250,8 +253,7 @@ namespace torchkiln {
 
 at::Tensor spmm(const at::Tensor& values, const at::Tensor& b, const at::Tensor& crow,
                 const at::Tensor& col, const SpmmOptions& options) {
-  return call<spmm_ops::CsrOp>(values, b, crow, col, options.shape, options.transpose,
-                               options.check);
+  return call<spmm_ops::CsrOp>(values, b, crow, col, options);
 }
 
 at::Tensor csr_transpose(const at::Tensor& crow, const at::Tensor& col, c10::SymInt columns) {

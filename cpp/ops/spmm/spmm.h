@@ -21,23 +21,26 @@ using at::Tensor;
 
 inline constexpr const char* kSpmm = "spmm";
 
+/// The arguments of CsrOp.
+struct CsrCall {
+  Borrowed<Tensor> values, b, crow, col;
+  at::OptionalSymIntArrayRef shape;  // [rows, columns]
+  Borrowed<MaybeTensor> transpose;   // the packed transposed pattern
+  bool check;
+
+  TORCHKILN_FIELDS(self.values, self.b, self.crow, self.col, self.shape, self.transpose,
+                   self.check);
+};
+
 struct CsrOp {
   static constexpr const char* kSchema =
       "torchkiln::spmm_csr(Tensor values, Tensor b, Tensor crow, Tensor col, *, "
       "SymInt[]? shape=None, Tensor? transpose=None, bool check=False) -> Tensor";
-  static Tensor meta(const Tensor& values, const Tensor& b, const Tensor& crow, const Tensor& col,
-                     at::OptionalSymIntArrayRef shape, const MaybeTensor& transpose, bool check);
-  static Tensor kernel(const Tensor& values, const Tensor& b, const Tensor& crow, const Tensor& col,
-                       at::OptionalSymIntArrayRef shape, const MaybeTensor& transpose, bool check);
-  static Tensor composite(const Tensor& values, const Tensor& b, const Tensor& crow,
-                          const Tensor& col, at::OptionalSymIntArrayRef shape,
-                          const MaybeTensor& transpose, bool check);
-  static Tensor recorded(const Below& below, const Tensor& values, const Tensor& b,
-                         const Tensor& crow, const Tensor& col, at::OptionalSymIntArrayRef shape,
-                         const MaybeTensor& transpose, bool check);
-  static Tensor autocast(const Autocast& cast, const Tensor& values, const Tensor& b,
-                         const Tensor& crow, const Tensor& col, at::OptionalSymIntArrayRef shape,
-                         const MaybeTensor& transpose, bool check);
+  static Tensor meta(const CsrCall& call);
+  static Tensor kernel(const CsrCall& call);
+  static Tensor composite(const CsrCall& call);
+  static Tensor recorded(const Below& below, const CsrCall& call);
+  static Tensor autocast(const Autocast& cast, const CsrCall& call);
 };
 
 struct TransposedOp {

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
+from torchkiln.ops.activation import ACTIVATIONS, IN_PLACE
+
 Choice = tuple[Sequence[Placement], Mapping[str, Placement]]
 """The placements of the results, and of the arguments; arguments that it lacks are replicated."""
 
@@ -360,11 +362,8 @@ def group_norm_backward(call: Call) -> Choices:  # noqa: ARG001
 
 
 CHOICES = {
-    **dict.fromkeys(
-        ("gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "sigmoid", "silu", "square", "tanh"),
-        unary,
-    ),
-    **dict.fromkeys(("relu_", "sigmoid_", "silu_", "square_", "tanh_"), unary),
+    **dict.fromkeys(ACTIVATIONS, unary),
+    **dict.fromkeys((f"{name}_" for name in IN_PLACE), unary),
     "activation_backward": activation_backward,
     "add": add,
     "add_layer_norm": add_norm,

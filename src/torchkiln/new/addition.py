@@ -79,7 +79,7 @@ def edits(words: dict[str, str]) -> list[Edit]:
         Before(
             "cpp/python/module.cpp",
             "  bind_trace(module);",
-            lines_of("cpp/python/module.cpp", "ARGUMENTS"),
+            lines_of("cpp/python/module.cpp", r"ops\.bind<"),
         ),
         Listed(python, r"from torchkiln\.ops\.(\w+) import .*noqa: E402$", imported),
         Listed(python, r'    "([a-z]\w*)",$', f'    "{name}",'),

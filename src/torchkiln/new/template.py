@@ -23,7 +23,7 @@ HUB = "hub"
 """The folder with the files of a kernel for Hugging Face's hub."""
 
 PLACEHOLDER = re.compile(
-    "PACKAGE|HUBNAME|OPNAME|TYPENAME|KILN_VERSION|KERNELS_CMAKE|KERNELS_README|ARGUMENTS|PARAMETERS|SUMMARY"
+    "PACKAGE|HUBNAME|OPNAME|TYPENAME|KILN_VERSION|KERNELS_CMAKE|KERNELS_README|PARAMETERS|SUMMARY"
 )
 
 # Lines of common files: a template without kernels of its own is a formula.
@@ -61,7 +61,6 @@ def words_of(template: str, package: str, name: str, version: str) -> dict[str, 
         "OPNAME": name,
         "TYPENAME": "".join(word.capitalize() for word in name.split("_")),
         "KILN_VERSION": version,
-        "ARGUMENTS": ", ".join(f'"{argument}"' for argument in types),
         "PARAMETERS": ", ".join(f"{CPP_TYPES[kind]} {arg}" for arg, kind in types.items()),
         "SUMMARY": returns.replace("``", ""),
     }

@@ -129,7 +129,7 @@ class BatchNormAct1d(_BatchNormAct, nn.BatchNorm1d):
         momentum: the weight of new running statistics; None for their mean over all batches.
         affine: whether the module has a weight, initially 1, and a bias, initially 0.
         track_running_stats: whether the module has running statistics for ``eval()``.
-        act: one of none, square, relu, relu2, gelu, gelu_tanh, quick_gelu, silu, sigmoid, tanh.
+        act: an activation, or none.
         device: of the parameters and statistics.
         dtype: of the parameters and statistics.
 

@@ -13,7 +13,7 @@ class BiasAct(WithBias):
 
     Args:
         features: size of the last dimension of the input.
-        act: one of none, square, relu, relu2, gelu, gelu_tanh, quick_gelu, silu, sigmoid, tanh.
+        act: an activation, or none.
         scale: a fixed factor.
 
     Shape:

@@ -1,9 +1,8 @@
 """Checks of settings when a module is made, in the words of the ops."""
 
-ACTIVATIONS = (
-    *("none", "square", "relu", "relu2", "gelu", "gelu_tanh", "quick_gelu"),
-    *("silu", "sigmoid", "tanh"),
-)
+from torchkiln import _C
+
+ACTIVATIONS = tuple(_C.activations())
 GATES = ("silu", "gelu", "gelu_tanh")
 
 

@@ -24,34 +24,13 @@ from torchkiln.nn.plain import is_torchs
 from torchkiln.ops._conv_moments import bn_act_from, conv_with_moments
 from torchkiln.ops._conv_routes import Geometry, Sizes, run_folded
 from torchkiln.ops._folding import Parts, forget
-from torchkiln.ops.activation import (
-    gelu,
-    gelu_tanh,
-    quick_gelu,
-    relu,
-    relu2,
-    sigmoid,
-    silu,
-    square,
-    tanh,
-)
+from torchkiln.ops.activation import ACTIVATIONS
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 NORM_OF = {3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 """The batch norm for the rank of a batch."""
 SYNC_NORMS = (nn.SyncBatchNorm, SyncBatchNormAct)
 BATCH_NORMS = (*NORM_OF.values(), *SYNC_NORMS)
-ACTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "square": square,
-    "relu": relu,
-    "relu2": relu2,
-    "gelu": gelu,
-    "gelu_tanh": gelu_tanh,
-    "quick_gelu": quick_gelu,
-    "silu": silu,
-    "sigmoid": sigmoid,
-    "tanh": tanh,
-}
 
 
 def is_batch_norm(module: nn.Module | None) -> bool:
@@ -88,7 +67,7 @@ def norm_act(
     y: Tensor = norm(x)
     if residual is not None:
         y = y.add_(residual) if in_place else y + residual
-    return y if act == "none" else ACTS[act](y)
+    return y if act == "none" else ACTIVATIONS[act](y)
 
 
 def conv_norm_act(
@@ -244,7 +223,7 @@ class ConvBNAct1d(_ConvBNAct):
         padding: as for :class:`torch.nn.Conv1d`; a number, or ``"same"`` or ``"valid"``.
         bias: whether the convolution has a bias.
         padding_mode: one of zeros, reflect, replicate, circular.
-        act: one of none, square, relu, relu2, gelu, gelu_tanh, quick_gelu, silu, sigmoid, tanh.
+        act: an activation, or none.
         eps: of the batch norm.
         momentum: of the batch norm.
         device: of the parameters and statistics.

@@ -18,7 +18,7 @@ class GroupNorm(nn.GroupNorm):
         device: of the parameters.
         dtype: of the parameters.
         bias: whether an affine module has a bias.
-        act: one of none, square, relu, relu2, gelu, gelu_tanh, quick_gelu, silu, sigmoid, tanh.
+        act: an activation, or none.
 
     Shape:
         input and output ``[batch, num_channels, ...]``.

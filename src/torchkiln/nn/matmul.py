@@ -19,7 +19,7 @@ class Linear(nn.Linear):
         in_features: size of the last dimension of the input.
         out_features: size of the last dimension of the output.
         bias: whether the layer has a bias.
-        act: one of none, square, relu, relu2, gelu, gelu_tanh, quick_gelu, silu, sigmoid, tanh.
+        act: an activation, or none.
         scale: a fixed factor.
 
     Shape:
@@ -65,7 +65,7 @@ class MLP(nn.Module):
         hidden_features: size between the layers; None for 4 times ``in_features``.
         out_features: size of the last dimension of the output; None for ``in_features``.
         bias: whether the layers have a bias.
-        act: one of none, square, relu, relu2, gelu, gelu_tanh, quick_gelu, silu, sigmoid, tanh.
+        act: an activation, or none.
         save: as for :func:`torchkiln.mlp`.
         device: of the parameters.
         dtype: of the parameters.

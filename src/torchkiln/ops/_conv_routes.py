@@ -12,32 +12,12 @@ from torch.nn import functional as F
 from torchkiln import _C
 from torchkiln.ops._folding import PLAIN, Fold, Form, Parts, fold_of, kept_fold, why_not_now
 from torchkiln.ops._traced import name_of
-from torchkiln.ops.activation import (
-    gelu,
-    quick_gelu,
-    relu2,
-    relu_,
-    sigmoid_,
-    silu_,
-    square_,
-    tanh_,
-)
+from torchkiln.ops.activation import ACTIVATIONS, IN_PLACE
 from torchkiln.ops.matmul import linear
 
 Sizes = tuple[int, ...]
 
-ACTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "none": lambda y: y,
-    "square": square_,
-    "relu": relu_,
-    "relu2": relu2,
-    "gelu": gelu,
-    "gelu_tanh": lambda y: gelu(y, "tanh"),
-    "quick_gelu": quick_gelu,
-    "silu": silu_,
-    "sigmoid": sigmoid_,
-    "tanh": tanh_,
-}
+ACTS: dict[str, Callable[[Tensor], Tensor]] = {"none": lambda y: y} | ACTIVATIONS | IN_PLACE
 """Activations that may write into their argument."""
 
 CONVOLUTIONS: dict[int, Callable[..., Tensor]] = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}

@@ -1,5 +1,7 @@
 """Activations, each in one pass over memory. Five also exist in place."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -147,3 +149,15 @@ def is_tanh(approximate: str, op: str) -> bool:
             f"torchkiln.{op}: approximate: got {approximate!r}, expected 'none' or 'tanh'"
         )
     return approximate == "tanh"
+
+
+def listed(suffix: str = "") -> dict[str, Callable[[Tensor], Tensor]]:
+    """The functions here of the activations that C++ lists, by the name of the activation."""
+    names = [name for name in _C.activations() if name + suffix in globals()]
+    return {name: globals()[name + suffix] for name in names}
+
+
+ACTIVATIONS = listed()
+"""All activations but none."""
+IN_PLACE = listed("_")
+"""Those that also exist in place: the functions that write into their argument."""

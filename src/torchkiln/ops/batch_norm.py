@@ -45,7 +45,7 @@ def bn_act(  # noqa: PLR0917
             None only in training.
         running_var: of the shape and dtype of ``running_mean``.
         residual: of the shape and dtype of ``x``; read without a copy if it has its layout.
-        act: one of none, square, relu, relu2, gelu, gelu_tanh, quick_gelu, silu, sigmoid, tanh.
+        act: an activation, or none.
         training: whether to use the statistics of ``x``, which needs more than one value for each
             channel.
         momentum: the weight of the new statistics.

@@ -19,7 +19,7 @@ def bias_act(x: Tensor, bias: Tensor, scale: float = 1.0, act: str = "relu") -> 
             it is dense, such as a transposed matrix, else it is contiguous.
         bias: ``[columns]``; of the dtype of ``x``, or float32 if ``x`` has half precision.
         scale: a number.
-        act: one of none, square, relu, relu2, gelu, gelu_tanh, quick_gelu, silu, sigmoid, tanh.
+        act: an activation, or none.
     """
     return torch.ops.torchkiln.bias_act.default(x, bias, scale, act)
 

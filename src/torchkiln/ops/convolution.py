@@ -66,7 +66,7 @@ def conv_bn_act(  # noqa: PLR0917
         padding: zeros on both sides, or ``"same"`` or ``"valid"``.
         dilation: the distance of the elements of the kernel.
         groups: of channels that are convolved apart.
-        act: one of none, square, relu, relu2, gelu, gelu_tanh, quick_gelu, silu, sigmoid, tanh.
+        act: an activation, or none.
         training: whether to use the statistics of this batch, and to move the running ones.
         momentum: the weight of the new statistics.
         eps: a number of at least 0.

@@ -32,6 +32,6 @@ def group_norm(
         weight: ``[channels]``; of the dtype of ``x``, or float32 if ``x`` has half precision.
         bias: of the shape and dtype of ``weight``.
         eps: a number of at least 0.
-        act: one of none, square, relu, relu2, gelu, gelu_tanh, quick_gelu, silu, sigmoid, tanh.
+        act: an activation, or none.
     """
     return torch.ops.torchkiln.group_norm.default(x, num_groups, weight, bias, eps, act=act)

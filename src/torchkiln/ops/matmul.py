@@ -47,7 +47,7 @@ def linear(  # noqa: PLR0917
         x: ``[..., k]``; float32, float64, float16 or bfloat16.
         weight: ``[n, k]``; of the dtype of ``x``.
         bias: ``[n]``; of the dtype of ``x``, or float32 if ``x`` has half precision.
-        act: one of none, square, relu, relu2, gelu, gelu_tanh, quick_gelu, silu, sigmoid, tanh.
+        act: an activation, or none.
         scale: a number.
         residual: ``[..., n]``; of the dtype of ``x``.
     """
@@ -76,7 +76,7 @@ def mlp(  # noqa: PLR0917
         down_weight: ``[n, hidden]``.
         up_bias: ``[hidden]``.
         down_bias: ``[n]``.
-        act: one of none, square, relu, relu2, gelu, gelu_tanh, quick_gelu, silu, sigmoid, tanh.
+        act: an activation, or none.
         save: what backward finds: ``"preact"``, the argument of the activation (for relu its
             result), or ``"none"``: backward computes the hidden layer again, a product more.
     """

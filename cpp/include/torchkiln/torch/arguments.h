@@ -148,10 +148,14 @@ inline Dims read_dims(const Argument& argument) {
 
 struct Sizes {
   c10::SmallVector<c10::SymInt, 4> values;
-  bool is_none = false;
   operator c10::SymIntArrayRef() const { return values; }
+};
+
+/// No conversion to a list that is not optional: an assignment would prefer it to the other.
+struct MaybeSizes {
+  std::optional<Sizes> sizes;
   operator at::OptionalSymIntArrayRef() const {
-    return is_none ? at::OptionalSymIntArrayRef() : at::OptionalSymIntArrayRef(values);
+    return sizes ? at::OptionalSymIntArrayRef(sizes->values) : std::nullopt;
   }
 };
 
@@ -208,8 +212,9 @@ struct Read<c10::SymIntArrayRef> {
 };
 template <>
 struct Read<at::OptionalSymIntArrayRef> {
-  static Sizes from(const Argument& argument) {
-    return argument.value == Py_None ? Sizes{{}, true} : read_sizes(argument);
+  static MaybeSizes from(const Argument& argument) {
+    if (argument.value == Py_None) return {};
+    return {read_sizes(argument)};
   }
 };
 template <class T>

@@ -5,11 +5,12 @@
 //
 //     PYBIND11_MODULE(_C, module) {
 //       const torchkiln::Binder ops(module);
-//       ops.bind<&mine::scale>("scale", {"x", "factor"});  // Tensor scale(const Tensor&, double)
+//       ops.bind<&mine::scale>("scale");  // Tensor scale(const Tensor& x, double factor)
 //     }
 //
-// A call with an object that has a __torch_function__, or under a torch-function mode, goes through
-// torch.ops.<package>.<op>.default. Arguments must therefore be those of the schema, in its order.
+// Parameters are the arguments of the schema, in its order; those of an option struct are its
+// fields (options.h). A call with an object that has a __torch_function__, or under a
+// torch-function mode, goes through torch.ops.<package>.<op>.default.
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/Tensor.h>
@@ -26,6 +27,7 @@
 
 #include "torchkiln/core/status.h"
 #include "torchkiln/torch/arguments.h"
+#include "torchkiln/torch/options.h"
 
 namespace torchkiln {
 
@@ -75,14 +77,16 @@ inline py::object as_schema(const Argument& argument, const c10::Type& type) {
   return value;
 }
 
+inline const c10::FunctionSchema& schema_of(const char* name) {
+  const std::string qualified = std::string(TORCHKILN_PACKAGE "::") + name;
+  return c10::Dispatcher::singleton().findSchemaOrThrow(qualified.c_str(), "").schema();
+}
+
 /// Calls torch.ops, which dispatches to __torch_function__ and to modes.
 inline PyObject* call_by_schema(const char* name, PyObject* const* given) {
-  const std::string qualified = std::string(TORCHKILN_PACKAGE "::") + name;
-  const c10::OperatorHandle op =
-      c10::Dispatcher::singleton().findSchemaOrThrow(qualified.c_str(), "");
   py::list positional;
   py::dict named;
-  for (const c10::Argument& argument : op.schema().arguments()) {
+  for (const c10::Argument& argument : schema_of(name).arguments()) {
     const py::object value = as_schema({name, argument.name().c_str(), *given++}, *argument.type());
     if (argument.kwarg_only()) {
       named[argument.name().c_str()] = value;
@@ -97,32 +101,46 @@ inline PyObject* call_by_schema(const char* name, PyObject* const* given) {
 /// The name of the op that a call in the order of the schema goes to.
 using NameOf = const char*(PyObject* const* given);
 
+template <class Function>
+struct Called;
+template <class R, class... Args>
+struct Called<R (*)(Args...)> {
+  using Values = detail::Flat<Args...>;
+
+  /// Calls the function with values that were read from Python.
+  template <auto function, class Read>
+  static std::decay_t<R> call(const Read& values) {
+    const auto run = [](auto&&... args) -> R { return function(args...); };
+    return detail::Parameters<Args...>::apply(run, values, detail::AsGiven{});
+  }
+};
+
 template <auto op>
 struct Entry {
+  using Function = Called<decltype(+op)>;
+  using Values = typename Function::Values;
+  static constexpr size_t kCount = std::tuple_size_v<Values>;
+
+  template <size_t i>
+  using ReadAt = Read<std::decay_t<std::tuple_element_t<i, Values>>>;
+
   static inline NameOf* name_of;
   static inline const char* name;
   static inline const char* public_name;
+  static inline std::array<std::string, kCount> names;
   static inline std::string doc;
   static inline PyMethodDef method;
 
-  /// The number of arguments that `op` takes.
-  template <class R, class... Args>
-  static constexpr size_t count(R (*)(Args...)) {
-    return sizeof...(Args);
-  }
-  static constexpr size_t kCount = count(+op);
-  static inline std::array<const char*, kCount> names;
-
-  template <size_t... I, class R, class... Args>
-  static PyObject* run(std::index_sequence<I...>, R (*function)(Args...), PyObject* const* given) {
+  template <size_t... I>
+  static PyObject* run(std::index_sequence<I...>, PyObject* const* given) {
     if (at::impl::torch_function_mode_enabled() || (is_overridden(given[I]) || ...))
       return call_by_schema(name_of == nullptr ? name : name_of(given), given);
     // Braces guarantee evaluation in order, so the first bad argument is the one reported.
-    const std::tuple<decltype(Read<std::decay_t<Args>>::from({}))...> values{
-        Read<std::decay_t<Args>>::from({public_name, names[I], given[I]})...};
+    const std::tuple<decltype(ReadAt<I>::from({}))...> values{
+        ReadAt<I>::from({public_name, names[I].c_str(), given[I]})...};
     const auto unlocked = [&] {
       const py::gil_scoped_release release;
-      return std::decay_t<R>(function(std::get<I>(values)...));
+      return Function::template call<op>(values);
     };
     return wrap(unlocked());
   }
@@ -131,7 +149,7 @@ struct Entry {
     HANDLE_TH_ERRORS
     TORCH_CHECK_TYPE(given_count == Py_ssize_t{kCount}, TORCHKILN_PACKAGE ".", public_name,
                      ": got ", given_count, " arguments, expected ", kCount, ": ", doc);
-    return run(std::make_index_sequence<kCount>(), +op, given);
+    return run(std::make_index_sequence<kCount>(), given);
     END_HANDLE_TH_ERRORS
   }
 };
@@ -142,20 +160,24 @@ class __attribute__((visibility("hidden"))) Binder {
  public:
   explicit Binder(py::module_& module) : module_(module) {}
 
-  /// Binds a C++ function under the name of its op. Bind each function once. `public_name`, for
-  /// error messages, is the function that users call if it is not named like the op. `name_of`
-  /// chooses among several ops with one list of arguments.
+  /// Binds a C++ function under the name of its op, whose schema names the arguments. Bind each
+  /// function once. `public_name`, for error messages, is the function that users call if it is not
+  /// named like the op. `name_of` chooses among several ops with one list of arguments.
   template <auto op>
-  void bind(const char* name, std::array<const char*, bind_detail::Entry<op>::kCount> arguments,
-            const char* public_name = nullptr, bind_detail::NameOf* name_of = nullptr) const {
+  void bind(const char* name, const char* public_name = nullptr,
+            bind_detail::NameOf* name_of = nullptr) const {
     using Entry = bind_detail::Entry<op>;
     Entry::name = name;
     Entry::name_of = name_of;
     Entry::public_name = public_name == nullptr ? name : public_name;
-    Entry::names = arguments;
+    const auto& arguments = bind_detail::schema_of(name).arguments();
+    TORCH_CHECK(arguments.size() == Entry::kCount, "Binder: ", name, ": got a function of ",
+                Entry::kCount, " arguments, expected ", arguments.size(), ", those of the schema");
     Entry::doc = std::string(name) + "(";
-    for (const char* argument : arguments)
-      Entry::doc += std::string(argument == arguments[0] ? "" : ", ") + argument;
+    for (size_t i = 0; i < Entry::kCount; ++i) {
+      Entry::names[i] = arguments[i].name();
+      Entry::doc += (i == 0 ? "" : ", ") + Entry::names[i];
+    }
     Entry::doc += ")";
     const auto call = reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&Entry::call));
     Entry::method = {name, call, METH_FASTCALL, Entry::doc.c_str()};

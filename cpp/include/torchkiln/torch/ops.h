@@ -3,6 +3,8 @@
 // The operators on tensors. Each call goes through torch's dispatcher, so autograd, autocast, vmap
 // and tracing apply. All are differentiable to any order. Tensors are float32, float64, float16 or
 // bfloat16 unless stated otherwise; half precision is computed in float32 and rounded once.
+//
+// Arguments that are seldom given are fields of a struct.
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/OptionalArrayRef.h>
@@ -12,6 +14,7 @@
 #include <tuple>
 
 #include "torchkiln/core/status.h"
+#include "torchkiln/torch/options.h"
 
 namespace torchkiln {
 
@@ -107,42 +110,55 @@ TORCHKILN_EXPORT at::Tensor gated_mlp(const at::Tensor& x, const at::Tensor& gat
                                       std::string_view act = "silu",
                                       std::string_view save = "preact");
 
+struct LayerNormOptions {
+  double eps = 1e-5;
+  double offset = 0.0;              // is added to the weight
+  std::string_view round = "once";  // "input" also rounds the quotient to x's dtype
+
+  TORCHKILN_FIELDS(self.eps, self.offset, self.round);
+};
+
 /// (x - mean) / sqrt(variance + eps) * (offset + weight) + bias, with mean and variance over the
 /// last dimensions of x, whose sizes are `normalized_shape`. Weight and bias have that shape; their
 /// dtype is x's, or float32 if x has half precision. The result is contiguous and has x's shape and
-/// dtype. It is rounded once; `round` "input" also rounds the quotient to x's dtype. The gradients
-/// of weight and bias are bitwise reproducible.
+/// dtype. The gradients of weight and bias are bitwise reproducible.
 TORCHKILN_EXPORT at::Tensor layer_norm(const at::Tensor& x, c10::SymIntArrayRef normalized_shape,
                                        const std::optional<at::Tensor>& weight = std::nullopt,
                                        const std::optional<at::Tensor>& bias = std::nullopt,
-                                       double eps = 1e-5, double offset = 0.0,
-                                       std::string_view round = "once");
+                                       const LayerNormOptions& options = {});
 
-/// x / sqrt(mean of x^2 + eps) * (offset + weight), with arguments as for layer_norm(). The default
-/// eps is the machine epsilon of float32, or of float64 for float64.
+struct RmsNormOptions {
+  std::optional<double> eps;  // by default the machine epsilon of float32, or float64 for float64
+  double offset = 0.0;        // the last two as in LayerNormOptions
+  std::string_view round = "once";
+
+  TORCHKILN_FIELDS(self.eps, self.offset, self.round);
+};
+
+/// x / sqrt(mean of x^2 + eps) * (offset + weight), with arguments as for layer_norm().
 TORCHKILN_EXPORT at::Tensor rms_norm(const at::Tensor& x, c10::SymIntArrayRef normalized_shape,
                                      const std::optional<at::Tensor>& weight = std::nullopt,
-                                     std::optional<double> eps = std::nullopt, double offset = 0.0,
-                                     std::string_view round = "once");
+                                     const RmsNormOptions& options = {});
 
 /// {layer_norm(sum), sum} with sum = x + residual, for x and residual of one shape and dtype. The
 /// sum is rounded to that dtype before it is normalized.
 TORCHKILN_EXPORT std::tuple<at::Tensor, at::Tensor> add_layer_norm(
     const at::Tensor& x, const at::Tensor& residual, c10::SymIntArrayRef normalized_shape,
     const std::optional<at::Tensor>& weight = std::nullopt,
-    const std::optional<at::Tensor>& bias = std::nullopt, double eps = 1e-5, double offset = 0.0,
-    std::string_view round = "once");
+    const std::optional<at::Tensor>& bias = std::nullopt, const LayerNormOptions& options = {});
 
 /// {rms_norm(sum), sum} with sum = x + residual, as for add_layer_norm().
 TORCHKILN_EXPORT std::tuple<at::Tensor, at::Tensor> add_rms_norm(
     const at::Tensor& x, const at::Tensor& residual, c10::SymIntArrayRef normalized_shape,
-    const std::optional<at::Tensor>& weight = std::nullopt,
-    std::optional<double> eps = std::nullopt, double offset = 0.0, std::string_view round = "once");
+    const std::optional<at::Tensor>& weight = std::nullopt, const RmsNormOptions& options = {});
 
 struct GatedNormOptions {
-  bool gate_first = false;  // whether x * silu(gate) is normalized, else x
-  int64_t groups = 1;       // equal parts of the last dimension that are normalized separately
-  double offset = 0.0;      // is added to the weight
+  std::optional<double> eps;  // as in RmsNormOptions
+  bool gate_first = false;    // whether x * silu(gate) is normalized, else x
+  int64_t groups = 1;         // equal parts of the last dimension that are normalized separately
+  double offset = 0.0;        // is added to the weight
+
+  TORCHKILN_FIELDS(self.eps, self.gate_first, self.groups, self.offset);
 };
 
 /// rms_norm(x) * silu(gate), or rms_norm(x * silu(gate)) if options.gate_first, for x and gate of
@@ -150,24 +166,26 @@ struct GatedNormOptions {
 TORCHKILN_EXPORT at::Tensor gated_rms_norm(const at::Tensor& x, const at::Tensor& gate,
                                            c10::SymIntArrayRef normalized_shape,
                                            const std::optional<at::Tensor>& weight = std::nullopt,
-                                           std::optional<double> eps = std::nullopt,
                                            const GatedNormOptions& options = {});
 
-/// softmax(x * scale) over dimension `dim`. Masked elements count as -infinity: those for which
-/// `mask`, which broadcasts to x, is false, and, if `causal`, those whose column (last dimension)
-/// is greater than their row (the dimension before). A row with all elements masked is NaN and has
-/// gradient 0. A floating mask is added to x * scale instead. x is cast to `dtype` first, if given.
-/// The result is contiguous and has x's shape.
-TORCHKILN_EXPORT at::Tensor softmax(const at::Tensor& x, int64_t dim, double scale = 1.0,
-                                    const std::optional<at::Tensor>& mask = std::nullopt,
-                                    bool causal = false,
-                                    std::optional<at::ScalarType> dtype = std::nullopt);
+struct SoftmaxOptions {
+  double scale = 1.0;
+  std::optional<at::Tensor> mask;       // broadcasts to x
+  bool causal = false;                  // masks columns (last dimension) greater than the row
+  std::optional<at::ScalarType> dtype;  // x is cast to it first
+
+  TORCHKILN_FIELDS(self.scale, self.mask, self.causal, self.dtype);
+};
+
+/// softmax(x * scale) over dimension `dim`. Masked elements, for which `mask` is false or that
+/// `causal` masks, count as -infinity. A row with all elements masked is NaN and has gradient 0. A
+/// floating mask is added to x * scale instead. The result is contiguous and has x's shape.
+TORCHKILN_EXPORT at::Tensor softmax(const at::Tensor& x, int64_t dim,
+                                    const SoftmaxOptions& options = {});
 
 /// The logarithm of softmax().
-TORCHKILN_EXPORT at::Tensor log_softmax(const at::Tensor& x, int64_t dim, double scale = 1.0,
-                                        const std::optional<at::Tensor>& mask = std::nullopt,
-                                        bool causal = false,
-                                        std::optional<at::ScalarType> dtype = std::nullopt);
+TORCHKILN_EXPORT at::Tensor log_softmax(const at::Tensor& x, int64_t dim,
+                                        const SoftmaxOptions& options = {});
 
 struct BatchNormOptions {
   std::optional<at::Tensor> residual;  // of x's shape and dtype
@@ -175,6 +193,8 @@ struct BatchNormOptions {
   bool training = false;               // uses the statistics of x and updates the running ones
   double momentum = 0.1;
   double eps = 1e-5;
+
+  TORCHKILN_FIELDS(self.residual, self.act, self.training, self.momentum, self.eps);
 };
 
 /// activation(batch norm of x + residual) for x [batch, channels, ...]. The vectors of the channels
@@ -201,6 +221,8 @@ struct RopeOptions {
   std::optional<int64_t> partial;       // elements of a head that are rotated; by default all
   int64_t heads_dim = -3;               // or -2 for [..., tokens, heads, head_dim]
   bool inverse = false;                 // rotates by the negative angles
+
+  TORCHKILN_FIELDS(self.interleaved, self.positions, self.partial, self.heads_dim, self.inverse);
 };
 
 /// Rotary embedding of q and k, [..., heads, tokens, head_dim], with any number of heads each: the
@@ -221,6 +243,9 @@ struct QkvNormRopeOptions {
   bool interleaved = false;        // the last three as in RopeOptions
   std::optional<at::Tensor> positions;
   std::optional<int64_t> partial;
+
+  TORCHKILN_FIELDS(self.eps, self.norm, self.offset, self.interleaved, self.positions,
+                   self.partial);
 };
 
 /// Queries [..., heads, tokens, head_dim], keys and values [..., kv_heads, tokens, head_dim] of a
@@ -244,6 +269,9 @@ struct CrossEntropyOptions {
   bool check_target = false;            // checks the target's classes first; synchronises
   bool inplace_backward = false;        // backward writes the gradient over the logits
   std::optional<double> softcap;        // replaces logits by softcap * tanh(logits / softcap)
+
+  TORCHKILN_FIELDS(self.weight, self.ignore_index, self.reduction, self.label_smoothing,
+                   self.z_loss, self.dtype, self.check_target, self.inplace_backward, self.softcap);
 };
 
 /// Cross-entropy of logits [classes], [rows, classes] or [rows, classes, ...] and a target: one
@@ -262,6 +290,9 @@ struct LinearCrossEntropyOptions {
   bool check_target = false;            // checks the target's classes first; synchronises
   std::optional<double> softcap;        // replaces logits by softcap * tanh(logits / softcap)
   double temperature = 1.0;             // divides the logits, after the softcap
+
+  TORCHKILN_FIELDS(self.class_weight, self.ignore_index, self.reduction, self.label_smoothing,
+                   self.z_loss, self.dtype, self.check_target, self.softcap, self.temperature);
 };
 
 /// Cross-entropy of the logits x weight^T + bias for x [..., features], weight [classes, features]
@@ -277,6 +308,8 @@ struct SpmmOptions {
   at::OptionalSymIntArrayRef shape = std::nullopt;  // [rows, columns], checked against the tensors
   std::optional<at::Tensor> transpose;              // csr_transpose() of the pattern, for backward
   bool check = false;                               // checks the indices; synchronises
+
+  TORCHKILN_FIELDS(self.shape, self.transpose, self.check);
 };
 
 /// The product of a CSR matrix and a dense matrix b [columns, width]. Row r of the CSR matrix has

@@ -85,7 +85,9 @@ class Trace:
         """Why a call has no expression."""
         return next((call.reason for call in self.calls if call.reason), "")
 
-    def proof(self, formula: Callable[[Situation], Value], dtype: torch.dtype) -> Proof | None:
+    def proof(
+        self, formula: Callable[[Situation], Value | None], dtype: torch.dtype
+    ) -> Proof | None:
         """The calls that compute a formula; None if there are none in a dtype."""
         right: dict[tuple[int, torch.dtype], bool] = {}
         for call in self.calls:

@@ -14,5 +14,5 @@ PYBIND11_MODULE(_C, module, py::mod_gil_not_used()) {
   // A bound function checks the types of its arguments and calls the dispatcher, in half the host
   // time of torch.ops.
   const torchkiln::Binder ops(module);
-  ops.bind<&PACKAGE::OPNAME>("OPNAME", {ARGUMENTS});
+  ops.bind<&PACKAGE::OPNAME>("OPNAME");
 }

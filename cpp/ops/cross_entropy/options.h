@@ -1,6 +1,6 @@
 #pragma once
 
-// The arguments of cross_entropy and their checks.
+// The options of cross_entropy and the checks of its arguments.
 
 #include <ATen/ATen.h>
 
@@ -8,6 +8,7 @@
 
 #include "torchkiln/torch/checks.h"
 #include "torchkiln/torch/op.h"
+#include "torchkiln/torch/ops.h"
 
 namespace torchkiln {
 
@@ -31,13 +32,10 @@ struct InSchema<LossReduction> {
   }
 };
 
-/// The options that forward and backward share.
-struct LossCall {
-  MaybeTensor weight;
-  int64_t ignore_index;
-  LossReduction reduction;
-  double label_smoothing;
-  double z_loss;
+/// The options of cross_entropy, and those of its other forms.
+struct LossOptions : CrossEntropyOptions {
+  LossReduction reduction = LossReduction::mean;
+  bool accuracy = false;  // the state has whether each target class has the largest logit
   // The logits are the classes from first_class on, of all_classes; 0 for those of the logits.
   int64_t first_class = 0;
   int64_t all_classes = 0;
@@ -96,10 +94,11 @@ inline void check_loss_target(const char* op, const at::Tensor& logits, const at
                     "could be ignored; leave it out");
 }
 
-inline void check_loss_numbers(const char* op, const LossCall& call,
-                               std::optional<at::ScalarType> dtype) {
-  TORCH_CHECK_VALUE(call.label_smoothing >= 0 && call.label_smoothing <= 1, "torchkiln.", op,
-                    ": label_smoothing: got ", call.label_smoothing,
+inline void check_loss_numbers(const char* op, const LossOptions& options) {
+  const double label_smoothing = options.label_smoothing;
+  const auto& dtype = options.dtype;
+  TORCH_CHECK_VALUE(label_smoothing >= 0 && label_smoothing <= 1, "torchkiln.", op,
+                    ": label_smoothing: got ", label_smoothing,
                     ", expected a number between 0 and 1");
   TORCH_CHECK(!dtype.has_value() || is_supported_dtype(*dtype), "torchkiln.", op, ": dtype: got ",
               dtype_name(dtype.value_or(at::kFloat)), ", expected ", kSupportedDtypes);
@@ -117,17 +116,17 @@ inline void check_temperature(const char* op, double temperature) {
 }
 
 inline void check_loss(const char* op, const at::Tensor& logits, const at::Tensor& target,
-                       const LossCall& call, std::optional<at::ScalarType> dtype = std::nullopt) {
+                       const LossOptions& options) {
   check_tensor(op, "logits", logits);
   check_dtype(op, "logits", logits);
   TORCH_CHECK(logits.dim() >= 1, "torchkiln.", op,
               ": logits: got a 0-dimensional tensor, expected [classes], [rows, classes] or "
               "[rows, classes, ...]");
-  check_loss_target(op, logits, target, call.ignore_index);
+  check_loss_target(op, logits, target, options.ignore_index);
   TORCH_CHECK(logits.sym_size(class_dim(logits)) != 0, "torchkiln.", op, ": logits: got shape ",
               logits.sym_sizes(), ", expected at least 1 class");
-  if (call.weight.has_value()) check_loss_weight(op, logits, *call.weight);
-  check_loss_numbers(op, call, dtype);
+  if (options.weight.has_value()) check_loss_weight(op, logits, *options.weight);
+  check_loss_numbers(op, options);
 }
 
 }  // namespace torchkiln
