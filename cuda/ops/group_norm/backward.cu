@@ -2,10 +2,9 @@
 // each group (here), the total over the samples for weight and bias (here), and grad_x.
 //
 //   plan     sums                         grad_x                         when
-//   teams    sample_sums, add_elements,   team_input_gradients,          as in forward.cu, and up
-//   to
-//            backward_teams.cu; none for  backward_teams.cu              64 elements of a channel
-//            grad_x
+//   teams    sample_sums, add_elements,   team_input_gradients,          as forward.cu; 64 elements
+//            backward_teams.cu; none for  backward_teams.cu              of a channel at most, or
+//            16 grad_x                                                      samples at least
 //   planes   plane_sums,                  plane_input_gradients,         channels are planes of
 //            backward_planes.cu           backward_planes.cu             adjacent elements
 //   rows     row_sums, backward_rows.cu   row_input_gradients,           channels_last: adjacent

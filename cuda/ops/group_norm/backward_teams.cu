@@ -140,27 +140,34 @@ __global__ void __launch_bounds__(kSampleThreads, 2)
   }
 }
 
+/// Channels of a block that adds so many elements of each: with few, adjacent threads have adjacent
+/// channels; with many, adjacent elements of a channel.
+inline int channels_of_block(int64_t inner) {
+  int channels = kWarpLanes;
+  while (channels > 1 && channels * inner > kWarpLanes) channels /= 2;
+  return channels;
+}
+
 /// The gradients of weight and bias: sums over the parts and the elements of a channel.
 template <class C>
 __global__ void __launch_bounds__(kTotalThreads)
-    add_elements(GroupNormBackward p, const C* partial, int parts) {
+    add_elements(GroupNormBackward p, Divisor inner, const C* partial, int parts, int width) {
   wait_for_previous_kernel();
   const int64_t channels = p.layout.channels, elements = channels * p.layout.inner;
-  const int64_t channel =
-      int64_t{blockIdx.x} * kWarpLanes + static_cast<int>(threadIdx.x) % kWarpLanes;
-  const auto inner = static_cast<int>(p.layout.inner);
+  const int64_t channel = int64_t{blockIdx.x} * width + static_cast<int>(threadIdx.x) % width;
+  const int terms = parts * static_cast<int>(inner.divisor());
   double total[2] = {};
   if (channel < channels) {
-    for (int part = static_cast<int>(threadIdx.x) / kWarpLanes; part < parts;
-         part += kTotalThreads / kWarpLanes) {
-      const C* const from = partial + int64_t{part} * 2 * elements + channel * inner;
-      for (int i = 0; i < inner; ++i) {
-        total[0] += static_cast<double>(from[i]);
-        total[1] += static_cast<double>(from[elements + i]);
-      }
+#pragma unroll 4
+    for (int i = static_cast<int>(threadIdx.x) / width; i < terms; i += kTotalThreads / width) {
+      const uint32_t part = inner.quotient(static_cast<uint32_t>(i));
+      const C* const from = partial + int64_t{part} * 2 * elements + channel * inner.divisor() +
+                            (static_cast<uint32_t>(i) - part * inner.divisor());
+      total[0] += static_cast<double>(from[0]);
+      total[1] += static_cast<double>(from[elements]);
     }
   }
-  if (!add_slices(total, kWarpLanes) || channel >= channels) return;
+  if (!add_slices(total, width) || channel >= channels) return;
   store_parameter_gradients(p, channel, total);
 }
 
@@ -173,14 +180,15 @@ Status launch_sample_sums(const GroupNormBackward& p, const GroupSamplesPlan& pl
       static_cast<C*>(allocate(static_cast<size_t>(2 * plan.parts * elements) * sizeof(C)));
   const Grid of_samples{dim3(static_cast<unsigned>(plan.tiles), static_cast<unsigned>(plan.parts)),
                         kSampleThreads};
+  const Divisor inner(static_cast<uint32_t>(p.layout.inner));
   const Status status =
-      launch_overlapped(sample_sums<T, kLanes, Act>, of_samples, stream, p,
-                        Divisor(static_cast<uint32_t>(p.layout.inner)), act, partial);
+      launch_overlapped(sample_sums<T, kLanes, Act>, of_samples, stream, p, inner, act, partial);
   if (!status.ok()) return status;
-  const Grid of_channels{dim3(static_cast<unsigned>(ceil_div(p.layout.channels, kWarpLanes))),
+  const int width = channels_of_block(p.layout.inner);
+  const Grid of_channels{dim3(static_cast<unsigned>(ceil_div(p.layout.channels, width))),
                          kTotalThreads};
-  return launch_overlapped(add_elements<C>, of_channels, stream, p, static_cast<const C*>(partial),
-                           static_cast<int>(plan.parts));
+  return launch_overlapped(add_elements<C>, of_channels, stream, p, inner,
+                           static_cast<const C*>(partial), static_cast<int>(plan.parts), width);
 }
 
 Status input_gradients(const GroupNormBackward& p, const GroupTeamPlan& plan, CUstream_st* stream) {

@@ -3,7 +3,7 @@
 //
 //   plan     moments and merge                     y                   when
 //   teams    none: team_outputs, forward_teams.cu, computes both       groups are adjacent and up
-//                                                                      to 64 KiB (8 KiB if few)
+//                                                                      to 64 KiB
 //   planes   those of batch norm: a group is       plane_outputs,      channels are planes of
 //            adjacent in memory, as a channel is   forward_planes.cu   adjacent elements
 //   rows     row_moments, merge_group,             row_outputs,        channels_last: adjacent
