@@ -44,6 +44,7 @@ struct Call {
   double offset;
   NormRounding round;
   bool centered;  // layer norm; else RMS norm
+  bool in_place = false;
 
   /// Whether the residual is float32 beside an x of half precision. The kernels add the narrower of
   /// the two to the wider one, whose dtype the results have.
@@ -55,6 +56,7 @@ struct Call {
   const Tensor& narrower() const { return residual_is_wider() ? x : *residual; }
 
   const char* op() const {
+    if (in_place) return centered ? "add_layer_norm_" : "add_rms_norm_";
     if (residual) return centered ? "add_layer_norm" : "add_rms_norm";
     return centered ? "layer_norm" : "rms_norm";
   }

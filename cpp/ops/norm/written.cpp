@@ -35,6 +35,11 @@ struct NormOut {
 template <class Kind>
 struct AddNormInPlace {
   struct Arguments : Kind {
+    void complete() {
+      Kind::complete();
+      this->in_place = true;
+    }
+
     template <class Self>
     static auto fields(Self& self) {
       return std::tuple_cat(std::tie(self.x, self.residual), Kind::fields(self));
@@ -44,9 +49,8 @@ struct AddNormInPlace {
   static void meta(const Arguments& call) {
     check(call);
     const Tensor& x = call.x;
-    const char* const op = call.centered ? "add_layer_norm_" : "add_rms_norm_";
-    check_written(op, "x", x, x.sym_sizes(), x, x.scalar_type());
-    check_written(op, "residual", call.residual, x.sym_sizes(), x, x.scalar_type());
+    check_written(call.op(), "x", x, x.sym_sizes(), x, x.scalar_type());
+    check_written(call.op(), "residual", call.residual, x.sym_sizes(), x, x.scalar_type());
   }
 
   static void kernel(const Arguments& call) {

@@ -16,6 +16,7 @@ from torchkiln.testing.compare import (
     require_gradients,
     require_identical,
     require_same,
+    require_values,
     vector_jacobian,
 )
 from torchkiln.testing.contract.gradients import incoming, small
@@ -92,11 +93,11 @@ def require_all_written(spec: OpSpec, function: Function, sample: Sample, where:
             if form.takes(placed) and (is_first or sample.numel <= SMALL):
                 given = {**dense, **{k: t.clone() for k, t in start.items()}, name: placed.tensor}
                 place = where.at(f"{name} {placed.name}")
-                require_written(spec, function, given, placed, dense[name], expected, place)
+                require_written(sample, function, given, placed, dense[name], expected, place)
 
 
 def require_written(  # noqa: PLR0917
-    spec: OpSpec,
+    sample: Sample,
     function: Function,
     given: Mapping[str, Any],
     placed: Placed,
@@ -104,17 +105,24 @@ def require_written(  # noqa: PLR0917
     expected: tuple[Tensor, ...],
     where: Where,
 ) -> None:
-    """Check that the call gives the results, writes ``content`` and nothing around it."""
-    form = form_of(spec)
+    """Check that the call gives the results, writes ``content`` and nothing around it.
+
+    On a GPU, kernels for unaligned tensors may add in another order than those for aligned ones.
+    """
+    form = form_of(where.spec)
     targets = [given[name] for name in form.targets]
     x = placed.tensor
     whole = placed.buffer.clone()
-    whole.as_strided(x.shape, x.stride(), x.storage_offset()).copy_(content)
     versions = [target._version for target in targets]
     found = outputs(form.on_copies().results(function(**given), given))
     is_own = len(found) == len(expected)
     require(is_own, where, "returned another tensor than its argument")
-    require_same(found, expected, where)
+    if placed.name == "contiguous" or not x.is_cuda:
+        require_same(found, expected, where)
+    else:
+        require_values(found if len(found) > 1 else found[0], sample, where)
+        content = x
+    whole.as_strided(x.shape, x.stride(), x.storage_offset()).copy_(content)
     require(torch.equal(placed.bits(), whole.view(torch.uint8)), where, "wrote around its argument")
     control = torch.zeros_like(x)
     before = control._version
