@@ -142,7 +142,7 @@ struct InPlace {
 
   static Tensor& composite(Tensor& x) {
     check_input(name_of_op<InPlace>(), x);
-    return x.copy_(composite_value(kActivation<Act>, x));
+    return x.copy_(composite_value(kActivation<Act>, x.clone()));  // derivatives read x
   }
 
   static Tensor& recorded(const Below& below, Tensor& x) {

@@ -31,6 +31,7 @@ Given = Mapping[str, Any]
 Target = Callable[[Given], Tensor]
 
 NO_BATCHES = "torch has no batching rule for ops that write into their arguments"
+NOT_SHARDED = "the check compares the shards of results that a call returns"
 DENSE = ("contiguous", "offset by one element")
 
 
@@ -138,7 +139,9 @@ def form_of(
     written = replace(written, names=names, defaults=defaults)
     rules = replace(parent.refusals or Refusals(), called=called or name, kinds=kinds)
     rules = rules if words is None else replace(rules, words=words)
-    excluded = {} if changes.get("differentiable") else {"vmap": NO_BATCHES}
+    excluded = {"sharding": NOT_SHARDED}
+    if not changes.get("differentiable"):
+        excluded["vmap"] = NO_BATCHES
     fields: dict[str, Any] = {
         "name": name,
         "op": written.on_copies(),

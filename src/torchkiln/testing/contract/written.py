@@ -240,7 +240,10 @@ def require_one_place_each(spec: OpSpec, function: Function, sample: Sample, whe
 
 
 def require_graph_writes(spec: OpSpec, function: Function, sample: Sample, where: Where) -> None:
-    """Check that a graph writes into tensors that it is given, and reads what it wrote."""
+    """Check that a graph writes into tensors that it is given, and reads what it wrote.
+
+    An op that becomes ATen ops in the graph may have other roundings there.
+    """
     form = form_of(spec)
     names = list(form.targets)
     rest = {name: value for name, value in form.given(sample).items() if name not in names}
@@ -259,7 +262,10 @@ def require_graph_writes(spec: OpSpec, function: Function, sample: Sample, where
         targets = [given[name].detach() for name in names]
         both.append((*call(*targets), *targets))
     for found, expected in zip(both[1], both[0], strict=True):
-        require_identical(found, expected, where)
+        if spec.opaque:
+            require_identical(found, expected, where)
+        else:
+            require(torch.allclose(found, expected, 1e-5, 1e-6), where, f"{found} != {expected}")
 
 
 def require_first_row(spec: OpSpec, function: Function, sample: Sample, where: Where) -> None:
