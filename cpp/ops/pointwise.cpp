@@ -2,7 +2,7 @@
 
 #include <ATen/ScalarOps.h>
 
-#include "detail/promotion.h"
+#include "detail/elementwise_operands.h"
 #include "torchkiln/torch/elementwise.h"
 #include "torchkiln/torch/empty.h"
 #include "torchkiln/torch/op.h"

@@ -243,7 +243,7 @@ def test_later_changes_of_a_global(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ByGlobal()
     report = torchkiln.replace(module)
     assert report[""].now == "quick_gelu"
-    monkeypatch.setattr(sys.modules[__name__], "FACTOR", 1.0)
+    monkeypatch.setattr(sys.modules[ByGlobal.__module__], "FACTOR", 1.0)
     torch.testing.assert_close(module(ROWS), quick(ROWS, 1.0))
 
 
@@ -290,7 +290,7 @@ def test_a_class_and_a_dict_that_change(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_function_that_is_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ByGlobal()
     torchkiln.replace(module)
-    monkeypatch.setattr(sys.modules[__name__], "quick", lambda x, _: x)
+    monkeypatch.setattr(sys.modules[ByGlobal.__module__], "quick", lambda x, _: x)
     assert torch.equal(module(ROWS), ROWS)
 
 

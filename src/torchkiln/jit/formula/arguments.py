@@ -8,6 +8,8 @@ import math
 import re
 from dataclasses import dataclass
 
+from torchkiln.jit.formula.parse import parsed
+
 WHERE = "torchkiln.jit.elementwise: arguments"
 
 
@@ -43,7 +45,7 @@ def _require_name(name: str) -> None:
 def read_arguments(text: str) -> list[Argument]:
     """Parses arguments in Python's notation: ``x, bias, scale: float, shift=1.0``."""
     try:
-        (function,) = ast.parse(f"def f({text}): pass").body
+        (function,) = parsed(f"def f({text}): pass").body
         assert isinstance(function, ast.FunctionDef)
         given = function.args
         if given.vararg or given.kwarg or given.kwonlyargs or given.posonlyargs:

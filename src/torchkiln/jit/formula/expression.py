@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from torchkiln.jit.formula.functions import ALIASES, FUNCTIONS, NAMED
+from torchkiln.jit.formula.parse import parsed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -78,7 +79,7 @@ def parse(text: str, argument: str = "expression") -> Node:
         argument: the argument of ``jit.elementwise`` that has the expression, for errors.
     """
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
+        tree = parsed(text.strip(), "eval").body
         _require_depth(tree)
         node = _read(tree, text)
         if _is_condition(node):
@@ -89,7 +90,7 @@ def parse(text: str, argument: str = "expression") -> Node:
             f"torchkiln.jit.elementwise: {argument}: got {text!r}, expected a Python expression"
             f" ({error.msg})"
         ) from None
-    except (RecursionError, MemoryError):  # of ast.parse
+    except (RecursionError, MemoryError):  # of the parser
         raise ValueError(f"torchkiln.jit.elementwise: {argument}: {TOO_DEEP}") from None
     except ExpressionError as error:
         raise ValueError(f"torchkiln.jit.elementwise: {argument}: {error}") from None
@@ -207,7 +208,7 @@ def call(function: str, *arguments: Node) -> Node:
 @functools.cache
 def _slopes(function: str) -> tuple[Node, ...]:
     texts = FUNCTIONS[function].slopes
-    return tuple(_read(ast.parse(text, mode="eval").body, text) for text in texts)
+    return tuple(_read(parsed(text, "eval").body, text) for text in texts)
 
 
 def substitute(node: Node, parts: Mapping[str, Node]) -> Node:

@@ -3,7 +3,7 @@
 // traced graph has two ops: State, which draws, and WithState, which computes and may run twice.
 
 #include "detail/column_sum.h"
-#include "dropout_state.h"
+#include "dropout/state.h"
 #include "torchkiln/torch/checks.h"
 #include "torchkiln/torch/elementwise.h"
 #include "torchkiln/torch/empty.h"
