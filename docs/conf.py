@@ -42,6 +42,7 @@ nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(torch|collections|functools|nn|pathlib)\b.*"),  # of other packages
     (r"py:class", r"Path|Tensor|Argument|Binary|Files|FormulaKernel|Node|Operations|Signature"),
+    (r"py:class", r"Random|Written"),
     (r"py:class", r"tuple\[str"),  # half a type of a signature with <factory>
     (r"py:class", r"torchkiln(\.\w+){3,}"),  # in signatures, but not in the reference
 ]

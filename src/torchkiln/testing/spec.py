@@ -165,7 +165,7 @@ class OpSpec:
     it with tensors of its own."""
     forms: tuple[OpSpec, ...] = ()
     """The contracts of other functions for the results of the op: in place, with ``out=``, into a
-    cache, with more results, of a part. :mod:`torchkiln.testing.forms` makes them."""
+    cache, with more results, of a part. ``torchkiln.testing.forms`` makes them."""
     module: Callable[[torch.device, torch.dtype], nn.Module] | None = None
     """A module around the op, with parameters that are not all zero."""
     module_inputs: Callable[[torch.device, torch.dtype], tuple[Tensor, ...]] | None = Derived(
