@@ -40,12 +40,12 @@ def metrics(rows: Tensor, target: Tensor, *, z_loss: float = 0.0, **kwargs: Any)
     """The z-loss and the accuracy of rows of logits, in their dtype."""
     weights = logits.row_weights(rows, target, **kwargs)
     z = z_loss * logits.reduced(weights * logits.log_sum_exp(rows).square(), rows, target, **kwargs)
-    unweighted = {name: value for name, value in kwargs.items() if name != "weight"}
-    kept = logits.row_weights(rows, target, **unweighted)
+    counted = {name: kwargs[name] for name in ("ignore_index", "reduction") if name in kwargs}
+    kept = logits.row_weights(rows, target, **counted)
     dim = 0 if rows.dim() == 1 else 1
     own = rows.gather(dim, target.where(kept != 0, 0).unsqueeze(dim)).squeeze(dim)
     hits = (own >= rows.amax(dim)) * kept
-    return [z, logits.reduced(hits, rows, target, **unweighted)]
+    return [z, logits.reduced(hits, rows, target, **counted)]
 
 
 def counts_in(dtype: torch.dtype) -> torch.dtype:
