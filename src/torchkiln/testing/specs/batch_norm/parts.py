@@ -130,7 +130,10 @@ FROM_MOMENTS = replace(
     large=None,
     module=None,
     helpers=("sync_bn_moments", "bn_act_from_moments_forward", "bn_act_backward"),
-    excluded={"bad_input": "the moments have no public argument; tests/ops/test_conv_moments.py"},
+    excluded={
+        "aot_inductor": "for fuse; AOTInductor of torch 2.13 fails: getitem is no OpOverload",
+        "bad_input": "the moments have no public argument; tests/ops/test_conv_moments.py",
+    },
 )
 
 WINDOWS = ([3, 3], [2, 2], [1, 1])
