@@ -2,6 +2,9 @@
 
 #include <ATen/ScalarOps.h>
 
+#include <numeric>
+#include <vector>
+
 #include "detail/elementwise_operands.h"
 #include "torchkiln/torch/elementwise.h"
 #include "torchkiln/torch/empty.h"
@@ -192,6 +195,18 @@ struct Muladd {
     return *tensor.const_data_ptr<double>();
   }
 
+  /// grad, or its sum over the dimensions that only c has, in the dtype of the computation.
+  static Tensor sum_to_product(const Tensor& grad, c10::SymIntArrayRef shape) {
+    if (grad.sym_sizes().equals(shape)) return grad;
+    const int64_t added = grad.dim() - static_cast<int64_t>(shape.size());
+    std::vector<int64_t> dims(added);
+    std::iota(dims.begin(), dims.end(), 0);
+    for (int64_t d = added; d < grad.dim(); ++d)
+      if (shape[d - added] == 1 && grad.sym_size(d) != 1) dims.push_back(d);
+    return grad.sum(dims, /*keepdim=*/true, compute_dtype(grad.scalar_type()))
+        .reshape_symint(shape);
+  }
+
   static Tensor recorded(const Below& below, const Tensor& a, const Tensor& b, const Tensor& c) {
     const Tensor out = below.call<Muladd>(a, b, c);
     const bool of_product = a.requires_grad() || b.requires_grad();
@@ -209,8 +224,9 @@ struct Muladd {
                         is_like_grad(kept[0]) && is_like_grad(kept[1])) {
                       std::tie(grad_a, grad_b) = call_below<MuladdBackward>(grad, kept[0], kept[1]);
                     } else {
-                      // If c alone is larger, summing first needs fewer products and rounds once.
-                      const Tensor narrow = at::sum_to(grad, c10::SymIntArrayRef(shape));
+                      // If c alone is larger, summing first needs fewer products. The engine rounds
+                      // them once, after its own sums.
+                      const Tensor narrow = sum_to_product(grad, shape);
                       if (in.wants(0)) grad_a = narrow * kept[1];
                       if (in.wants(1)) grad_b = narrow * kept[0];
                     }

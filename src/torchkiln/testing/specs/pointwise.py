@@ -212,7 +212,6 @@ def with_addcmul(parent: OpSpec) -> OpSpec:
         invalid=addcmul_invalid,
         large=None,
         forms=(),
-        dtypes=(torch.float32, torch.float64),  # of half precision, value * a is rounded, too
     )
 
 
