@@ -1,7 +1,5 @@
 """Modules of the cross-entropy loss."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -59,8 +57,21 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
 
     def forward(self, logits: Tensor, target: Tensor) -> Tensor | tuple[Tensor, ...]:  # type: ignore[override]
         """Returns the loss, followed by what else was asked for."""
-        options: dict[str, Any] = {name: getattr(self, name) for name in OPTIONS}
-        return cross_entropy(logits, target, self.weight, **options)
+        return cross_entropy(
+            logits,
+            target,
+            self.weight,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+            z_loss=self.z_loss,
+            dtype=self.dtype,
+            check_target=self.check_target,
+            inplace_backward=self.inplace_backward,
+            softcap=self.softcap,
+            return_z_loss=self.return_z_loss,
+            return_accuracy=self.return_accuracy,
+        )
 
     def extra_repr(self) -> str:
         """The settings, for ``repr``."""
@@ -126,15 +137,22 @@ class LinearCrossEntropyLoss(nn.Linear):
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor | tuple[Tensor, ...]:  # type: ignore[override]
         """Returns the loss, followed by what else was asked for."""
-        options: dict[str, Any] = {name: getattr(self, name) for name in LINEAR_OPTIONS}
         return linear_cross_entropy(
             input,
             self.weight,
             target,
             self.bias,
             class_weight=self.class_weight,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+            z_loss=self.z_loss,
             dtype=self.loss_dtype,
-            **options,
+            check_target=self.check_target,
+            softcap=self.softcap,
+            temperature=self.temperature,
+            return_z_loss=self.return_z_loss,
+            return_accuracy=self.return_accuracy,
         )
 
     def extra_repr(self) -> str:
