@@ -80,16 +80,33 @@ def test_a_slow_op_is_found_and_a_run_goes_on(
     options = ["--device", "cpu", "--seed", "1", "--json", str(file)]
     assert command.main(["--fuzz", "2", *options]) == 1
     written = file.read_text()
-    assert written.count("\n") == 2
+    assert written.count("\n") == 3  # the machine, and two calls
     *slower, counts = capsys.readouterr().out.splitlines()[1:]
-    assert counts.startswith("2 of 2 calls are slower")
+    assert counts.startswith("2 of 2 calls are below 0.95 x the speed of eager torch")
     assert all("torchkiln.slow_muladd(torch.randn(" in line for line in slower)
     assert command.main(["--fuzz", "3", *options]) == 1
     assert file.read_text().startswith(written)  # the first two are not measured again
-    assert file.read_text().count("\n") == 3
+    assert file.read_text().count("\n") == 4
+    first, *rest = file.read_text().splitlines()
+    file.write_text("\n".join([first.replace('"torch": "', '"torch": "9.'), *rest]))
+    assert command.main(["--fuzz", "3", *options]) == 2
+    assert "got the calls of torch 9." in capsys.readouterr().err
+
+
+def refusing(*_: Tensor) -> Tensor:
+    raise ValueError("torchkiln.refusing: a: got nothing, expected something")
+
+
+def test_a_call_that_is_refused_is_counted_and_others_raise() -> None:
+    run = fuzz.fuzz([replace(MULADD, op=refusing, differentiable=())], CPU, count=2, seed=1)
+    assert not run.timed
+    assert list(run.refused) == ["1:0", "1:1"]
+    assert run.summary()[0].startswith("left out 1:0: torchkiln.refusing: a: got nothing")
+    with pytest.raises(ZeroDivisionError):
+        fuzz.fuzz([replace(MULADD, op=lambda *_: 1 // 0, differentiable=())], CPU, count=1, seed=1)
 
 
 def test_no_time_left_is_said() -> None:
-    found, whole = fuzz.fuzz(SPECS, CPU, count=5, seed=1, seconds=0.0)
-    assert found == []
-    assert not whole
+    run = fuzz.fuzz(SPECS, CPU, count=5, seed=1, seconds=0.0)
+    assert run.timed == []
+    assert not run.is_whole

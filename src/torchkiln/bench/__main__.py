@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from torchkiln.bench import report
+from torchkiln.bench import fuzz, report
 from torchkiln.bench.case import BACKWARD, FORWARD, named
 from torchkiln.bench.clock import LoadMeter, device_clock
 from torchkiln.bench.measure import CudaGauge, Settings
@@ -176,32 +176,37 @@ def run_fuzz(options: argparse.Namespace) -> int:
 
     ``--json`` names a file to which each call is added; a later run continues it.
     """
-    from torchkiln.bench.fuzz import fuzz, summary  # noqa: PLC0415
-
-    device = device_of("torchkiln.bench", options.device)
-    specs = specs_of("torchkiln.bench", "--specs", options.specs) if options.specs else SPECS
+    try:
+        bench_parser.require_outputs(options)
+        device = device_of("torchkiln.bench", options.device)
+        specs = specs_of("torchkiln.bench", "--specs", options.specs) if options.specs else SPECS
+        known = named(options.ops, specs)
+        if options.json:
+            fuzz.opened(options.json, device)
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
     print(environment(device))
-    found, whole = fuzz(
-        named(options.ops, specs),
+    found = fuzz.fuzz(
+        known,
         device,
         count=options.fuzz,
         seed=options.seed,
         seconds=options.within,
         file=options.json,
     )
-    for line in summary(found):
-        print(line)
-    if not whole:
+    print(*found.summary(), sep="\n")
+    if not found.is_whole:
         return 130
-    return 1 if any(one.is_slower for one in found) else 0
+    return 1 if found.slower or not found.timed else 0
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure, print, write; 1 for a regression or for no rows at all, 130 after Ctrl-C."""
+    if options.fuzz:
+        return run_fuzz(options)
     try:
         bench_parser.require_outputs(options)
-        if options.fuzz:
-            return run_fuzz(options)
         old = read("--compare", options.compare) if options.compare else None
         record = read("--read", options.read) if options.read else None
         chosen = None if record else plan(options)

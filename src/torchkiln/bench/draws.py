@@ -50,12 +50,13 @@ def channels_last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
 
 
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "dense": lambda x: x,
-    "rows of a wider tensor": narrowed,
-    "transposed": transposed,
-    "channels_last": channels_last,
+LAYOUTS: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
+    "dense": (0, lambda x: x),
+    "rows of a wider tensor": (2, narrowed),
+    "transposed": (2, transposed),
+    "channels_last": (4, channels_last),
 }
+"""The fewest dimensions of each layout, and what makes it."""
 
 
 def laid_out(sample: Sample, name: str) -> Sample:
@@ -63,7 +64,7 @@ def laid_out(sample: Sample, name: str) -> Sample:
     for i in sample.positions:
         x = sample.args[i]
         if x.dim() >= 2 and x.numel() == sample.numel and x.is_floating_point():
-            sample = sample.substitute(i, LAYOUTS[name](x))
+            sample = sample.substitute(i, LAYOUTS[name][1](x))
     return sample
 
 
@@ -98,8 +99,7 @@ def drawn(specs: Sequence[OpSpec], device: torch.device, seed: int, number: int)
         else:
             label, sample = "", spec.bench(device, dtype, shape)
     rank = max(sample.args[i].dim() for i in sample.positions)
-    names = ["dense", "dense", *list(LAYOUTS)[1 : 3 if rank < 4 else 4]] if rank >= 2 else ["dense"]
-    layout = rng.choice(names)
+    layout = rng.choice(["dense", *(name for name, (least, _) in LAYOUTS.items() if least <= rank)])
     directions = (FORWARD, BACKWARD) if spec.wanted(sample) else (FORWARD,)
     direction = rng.choice(directions)
     rows = max((sample.args[i] for i in sample.positions), key=Tensor.numel).shape

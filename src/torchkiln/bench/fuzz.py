@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -22,6 +22,7 @@ from torchkiln.bench.report import duration
 from torchkiln.bench.result import reason_of
 from torchkiln.testing import OpSpec
 from torchkiln.testing.compare import outputs
+from torchkiln.testing.environment import environment
 
 LEAST = 0.95
 SLACK = 1e-6
@@ -30,6 +31,7 @@ SMALL_BYTES = 1 << 16
 FIRST, AGAIN = 5, 25
 """Rounds of the first measurement, and of the one that decides."""
 HOST_CALLS = 50
+TOO_LARGE = "takes more operations than a drawn call may"
 
 
 @dataclass(frozen=True)
@@ -54,34 +56,27 @@ class Timed:
     """The call as Python code."""
 
     @property
+    def pairs(self) -> list[tuple[float, float]]:
+        """Our time and torch's: on the device, and on the host where it was measured."""
+        pairs = [(self.seconds, self.eager)]
+        if self.host is not None and self.eager_host is not None:
+            pairs.append((self.host, self.eager_host))
+        return pairs
+
+    @property
     def speedup(self) -> float:
         """Time of torch divided by ours: the smaller one of device and host."""
-        ratios = [self.eager / self.seconds]
-        if self.host is not None and self.eager_host is not None:
-            ratios.append(self.eager_host / self.host)
-        return min(ratios)
+        return min(theirs / ours for ours, theirs in self.pairs)
 
     @property
     def is_slower(self) -> bool:
         """Whether the call is slower than torch by more than is allowed."""
-        on_host = (
-            self.host is not None
-            and self.eager_host is not None
-            and loses(self.host, self.eager_host)
-        )
-        return on_host or loses(self.seconds, self.eager)
+        return any(loses(*pair) for pair in self.pairs)
 
     def line(self) -> str:
         """A row of the list of slower calls."""
-        host = (
-            ""
-            if self.host is None or self.eager_host is None
-            else (f", host {duration(self.host)} / {duration(self.eager_host)}")
-        )
-        return (
-            f"{self.speedup:.2f} x  {duration(self.seconds)} / {duration(self.eager)}{host}  "
-            f"{self.direction}  {self.call}"
-        )
+        times = ", host ".join(f"{duration(o)} / {duration(t)}" for o, t in self.pairs)
+        return f"{self.speedup:.2f} x  {times}  {self.direction}  {self.call}"
 
 
 def loses(ours: float, theirs: float) -> bool:
@@ -125,6 +120,32 @@ def timed(draw: Draw) -> Timed:
     )
 
 
+@dataclass
+class Run:
+    """The calls of a run."""
+
+    timed: list[Timed] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    """The reasons of calls that were not made, by their keys."""
+    is_whole: bool = True
+    """False if the time was over, or Ctrl-C pressed, before the last call."""
+
+    @property
+    def slower(self) -> list[Timed]:
+        """The slower calls, worst first."""
+        return sorted((one for one in self.timed if one.is_slower), key=lambda one: one.speedup)
+
+    def summary(self) -> list[str]:
+        """The slower calls, those that were not made, and the counts."""
+        slower, count = self.slower, len(self.timed)
+        limit = f"{LEAST} x the speed of eager torch, and {duration(SLACK)} more"
+        return [
+            *(one.line() for one in slower),
+            *(f"left out {key}: {reason}" for key, reason in self.refused.items()),
+            f"{len(slower)} of {count} calls are below {limit}; {len(self.refused)} left out",
+        ]
+
+
 def fuzz(
     specs: Sequence[OpSpec],
     device: torch.device,
@@ -133,53 +154,59 @@ def fuzz(
     seed: int,
     seconds: float | None = None,
     file: Path | None = None,
-) -> tuple[list[Timed], bool]:
-    """Time random calls; those in ``file`` are taken from there, others are added to it.
-
-    The flag is false if the time was over, or Ctrl-C pressed, before the last call.
-    """
-    done = read(file) if file is not None and file.exists() else {}
-    found: list[Timed] = []
+) -> Run:
+    """Time random calls; those in ``file`` are taken from there, others are added to it."""
+    done = opened(file, device) if file is not None else {}
+    run = Run()
     start = time.perf_counter()
     try:
         for number in range(count):
             if seconds is not None and time.perf_counter() - start > seconds:
-                return found, False
-            one = done.get(key(seed, number)) or draw_and_time(specs, device, seed, number)
-            if one is None:
+                run.is_whole = False
+                break
+            name = key(seed, number)
+            one = done.get(name) or draw_and_time(specs, device, seed, number)
+            if isinstance(one, str):
+                run.refused[name] = one
                 continue
-            if file is not None and one.key not in done:
+            if file is not None and name not in done:
                 with file.open("a", encoding="utf-8") as lines:
                     lines.write(json.dumps(asdict(one)) + "\n")
-            found.append(one)
+            run.timed.append(one)
     except KeyboardInterrupt:
-        return found, False
-    return found, True
+        run.is_whole = False
+    return run
 
 
 def draw_and_time(
     specs: Sequence[OpSpec], device: torch.device, seed: int, number: int
-) -> Timed | None:
-    """The times of a drawn call; none if it is too large, or refused."""
+) -> Timed | str:
+    """The times of a drawn call; or why it was not made: too large, or refused."""
     try:
         draw = drawn(specs, device, seed, number)
-        return None if draw is None else timed(draw)
+        return TOO_LARGE if draw is None else timed(draw)
     except Exception as error:
-        if reason_of(error) is None:
+        reason = reason_of(error)
+        if reason is None:
             raise
-        return None
+        return reason
 
 
-def read(file: Path) -> dict[str, Timed]:
-    """The calls of an earlier run."""
-    lines = file.read_text(encoding="utf-8").splitlines()
-    return {one.key: one for one in (Timed(**json.loads(line)) for line in lines if line)}
+def opened(file: Path, device: torch.device) -> dict[str, Timed]:
+    """The calls of an earlier run on the same machine; a new file gets its first line.
 
-
-def summary(found: Sequence[Timed]) -> list[str]:
-    """The slower calls, worst first, and the counts."""
-    slower = sorted((one for one in found if one.is_slower), key=lambda one: one.speedup)
-    return [
-        *(one.line() for one in slower),
-        f"{len(slower)} of {len(found)} calls are slower than {LEAST} x eager torch + 1 us",
-    ]
+    The first line has the machine and the versions, every other one a call.
+    """
+    here = asdict(environment(device)) | {"date": None}
+    if not file.exists():
+        file.write_text(json.dumps(here) + "\n", encoding="utf-8")
+        return {}
+    first, *lines = file.read_text(encoding="utf-8").splitlines()
+    found = json.loads(first)
+    if found != here:
+        other = [f"{name} {found.get(name)}" for name in here if found.get(name) != here[name]]
+        raise ValueError(
+            f"torchkiln.bench: --json: got the calls of {', '.join(other)} in {file}, expected a "
+            "file of this machine and version; name another file"
+        )
+    return {one.key: one for one in (Timed(**json.loads(line)) for line in lines)}
