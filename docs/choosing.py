@@ -100,6 +100,8 @@ def windows(program: Path, rows: int, op: str) -> dict[Line, list[Launch]]:
     lengths = {length for length in lengths if length <= LONGEST}
     while lengths:
         for plan in plans(program, ((rows, length) for length in sorted(lengths)), op):
+            if plan.dtype == "float64":
+                continue
             line = Line(plan.op, plan.operands, plan.dtype, plan.alignment, plan.gpu)
             found.setdefault(line, {})[plan.columns] = plan
         lengths = {
@@ -164,9 +166,12 @@ def tables(program: Path) -> str:
         }
         text += [f"## {op}", "", "| kernel | why |", "|---|---|"]
         text += [f"| {kernel} | {why} |" for kernel, why in kernels.items()]
+        alike: dict[tuple[str, ...], list[str]] = {}
         for rows, of_rows in found.items():
             cells = {line: cell(ends) for line, ends in of_rows.items()}
-            text += ["", f"{rows:,} rows:", "", *table(cells)]
+            alike.setdefault(tuple(table(cells)), []).append(f"{rows:,}")
+        for lines, counts in alike.items():
+            text += ["", f"{' and '.join(counts)} rows:", "", *lines]
         text.append("")
     return "\n".join(text) + "\n"
 

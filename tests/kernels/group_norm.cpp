@@ -75,7 +75,11 @@ void write_group_norm(const Gpu& gpu, int64_t rows, int64_t columns) {
     constexpr int64_t kChannels = 64;
     write_norm(gpu, call, "planes of 64 channels",
                {call.rows, kChannels, kGroups, call.columns, false});
-    const int64_t channels = ceil_div(call.columns, kGroups) * kGroups;
+    // Groups in whole vectors, or with an odd number of elements.
+    const int64_t of_group = ceil_div(call.columns, kGroups);
+    const bool in_vectors = call.alignment == device::Alignment::vector;
+    const int64_t channels =
+        (in_vectors ? ceil_div(of_group, int64_t{8}) * 8 : of_group | 1) * kGroups;
     write_norm(gpu, call, "adjacent channels", {16, channels, kGroups, call.rows, true});
     write_norm(gpu, call, "channels without a spatial size",
                {call.rows, channels, kGroups, 1, false});
