@@ -118,14 +118,4 @@ Status launch_in_parts(const typename Row::Problem& p, const PartPlan& plan, All
   return launch_overlapped(rows_in_parts<Row, kBlocks>, grid, stream, p, plan, values);
 }
 
-/// launch_in_parts() with the plan for these rows.
-template <class Row, int kBlocks>
-Status launch_in_parts(const typename Row::Problem& p, int64_t rows, int64_t columns,
-                       Allocate allocate, CUstream_st* stream) {
-  using Tile = typename Row::Tile;
-  const PartPlan plan =
-      make_part_plan(rows, columns, Tile::kLanes, Tile::kVectors, kBlocks, current_device());
-  return launch_in_parts<Row, kBlocks>(p, plan, allocate, stream);
-}
-
 }  // namespace torchkiln::rowwise

@@ -216,13 +216,4 @@ Status with_tile(Alignment alignment, const RowPlan& plan, const InRegisters& in
   return with_vectors(TypeTag<RowVectors<T, 1, true>>{});
 }
 
-/// with_tile() with the plan for these rows, or too_long() if no team can hold a row.
-template <class T, class InRegisters, class TooLong>
-Status with_tile(Alignment alignment, int64_t columns, int streams, int cluster_threads,
-                 const InRegisters& in_registers, const TooLong& too_long) {
-  const std::optional<RowPlan> plan =
-      plan_rows(DtypeOf<T>::value, alignment, columns, streams, cluster_threads, current_device());
-  return plan ? with_tile<T>(alignment, *plan, in_registers) : too_long();
-}
-
 }  // namespace torchkiln::rowwise
