@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import torchkiln
 from torchkiln import jit
 from torchkiln.testing import SPECS
-from torchkiln.testing.contract.state import forward_and_backward
+from torchkiln.testing.contract.state import forward_and_backward, in_threads
 from torchkiln.testing.contract.values import SMALL
 
 pytestmark = pytest.mark.skipif(
@@ -93,29 +93,17 @@ def call_from_threads(seconds: float) -> list[int]:
         *calls_of_convolutions(),
         *calls_of_explain(),
     ]
-    errors: list[BaseException] = []
     counts = [0] * THREADS
-    together = threading.Barrier(THREADS)
+    end = time.monotonic() + seconds
 
     def work(thread: int) -> None:
         drawn = random.Random(thread)
-        try:
-            together.wait(60)
-            end = time.monotonic() + seconds
-            while time.monotonic() < end and not errors:
-                call, expected = drawn.choice(pairs)
-                torch.testing.assert_close(call(), expected, rtol=0, atol=0, equal_nan=True)
-                counts[thread] += 1
-        except BaseException as error:
-            errors.append(error)
+        while time.monotonic() < end:
+            call, expected = drawn.choice(pairs)
+            torch.testing.assert_close(call(), expected, rtol=0, atol=0, equal_nan=True)
+            counts[thread] += 1
 
-    workers = [threading.Thread(target=work, args=(k,)) for k in range(THREADS)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    if errors:
-        raise errors[0]
+    in_threads(work, THREADS)
     return counts
 
 

@@ -19,7 +19,7 @@ from torchkiln.testing.contract.gradients import incoming
 from torchkiln.testing.contract.values import SMALL
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torchkiln.testing.sample import Sample
     from torchkiln.testing.spec import OpSpec
@@ -120,6 +120,27 @@ def no_memory_growth(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> 
     require(False, where, f"{CALLS} calls kept {kept}")
 
 
+def in_threads(work: Callable[[int], None], count: int) -> None:
+    """Call ``work`` with its number in each of several threads, which begin together."""
+    errors: list[BaseException] = []
+    together = threading.Barrier(count)
+
+    def run(number: int) -> None:
+        try:
+            together.wait(60)
+            work(number)
+        except BaseException as error:
+            errors.append(error)
+
+    workers = [threading.Thread(target=run, args=(k,)) for k in range(count)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    if errors:
+        raise errors[0]
+
+
 @check()
 def calls_from_several_threads(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     """Threads that call at the same time get the same bits as one thread alone."""
@@ -128,24 +149,12 @@ def calls_from_several_threads(spec: OpSpec, device: torch.device, dtype: torch.
     if not calls:
         raise UnavailableError("every sample draws from torch's generator, which threads share")
     expected = [forward_and_backward(spec, sample) for sample in calls]
-    errors: list[BaseException] = []
-    together = threading.Barrier(THREADS)
 
     def work(first: int) -> None:
-        try:
-            together.wait(60)
-            for turn in range(ROUNDS * len(calls)):
-                k = (first + turn) % len(calls)
-                found = forward_and_backward(spec, calls[k])
-                where = Where(spec, "calls_from_several_threads", calls[k], f"thread {first}")
-                require_same(found, expected[k], where)
-        except BaseException as error:
-            errors.append(error)
+        for turn in range(ROUNDS * len(calls)):
+            k = (first + turn) % len(calls)
+            found = forward_and_backward(spec, calls[k])
+            where = Where(spec, "calls_from_several_threads", calls[k], f"thread {first}")
+            require_same(found, expected[k], where)
 
-    workers = [threading.Thread(target=work, args=(k,)) for k in range(THREADS)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    if errors:
-        raise errors[0]
+    in_threads(work, THREADS)
