@@ -186,7 +186,7 @@ struct EntryOf<Op, function, R (*)(Args...), std::tuple<Values...>> {
       if (auto result = after_promotion(with, values...)) return *std::move(result);
     }
     bool transformed = is_transformed(), all_defined = true, any_requires_grad = false;
-    bool has_number = false;
+    [[maybe_unused]] bool has_number = false;
     const auto look = [&](const auto& value) {
       using T = std::decay_t<decltype(value)>;
       if constexpr (std::is_same_v<T, at::Tensor>) all_defined = all_defined && value.defined();
@@ -196,7 +196,8 @@ struct EntryOf<Op, function, R (*)(Args...), std::tuple<Values...>> {
       if (!tensor.defined()) return;
       transformed = transformed || tensor._fw_grad(/*level=*/0).defined();
       any_requires_grad = any_requires_grad || tensor.requires_grad();
-      has_number = has_number || tensor.unsafeGetTensorImpl()->is_wrapped_number();
+      if constexpr (kHas<TakesNumbersOf, Op>)
+        has_number = has_number || tensor.unsafeGetTensorImpl()->is_wrapped_number();
     };
     for_each_tensor(look_into, values...);
     const Below below(keys);
