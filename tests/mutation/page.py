@@ -85,6 +85,8 @@ def table(findings: list[Finding], old: str) -> str:
     caught = [row for row in known if "**" not in row]
     default = sum(row.endswith("| default |") for row in caught)
     where = ", ".join(sorted({f"{one.machine}, {one.date}" for one in findings}))
+    earlier = len(known) - len(findings)
+    where += f"; {earlier} of them in an earlier run" if earlier else ""
     head = f"The default run finds {default} of {len(known)}, the full run {len(caught)}: {where}."
     return "\n".join([head, "", "| fault | in | found by | run |", "|---|---|---|---|", *known])
 
