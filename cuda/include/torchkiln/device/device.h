@@ -1,7 +1,7 @@
 #pragma once
 
-// What launch plans depend on, without CUDA's headers: plans compile with g++, too, and tests make
-// them for GPUs that are not there.
+// The properties of a GPU that launch plans read. The header includes no header of CUDA, so that
+// g++ compiles the plans and tests make them for GPUs that are not there.
 
 #include <cstdint>
 
