@@ -103,6 +103,8 @@ def test_a_table_keeps_the_lines_of_faults_that_were_not_tried() -> None:
     lines = table(
         [finding], f"old head\n\n| {old.name} | `file` | **missed** | full |"
     ).splitlines()
-    assert lines[0] == "The default run finds 0 of 2, the full run 1: GPU, now; 1 of them in an earlier run."
+    assert lines[0] == (
+        "The default run finds 0 of 2, the full run 1: GPU, now; 1 of them in an earlier run."
+    )
     assert lines[-2] == f"| {old.name} | `file` | **missed** | full |"
     assert lines[-1] == f"| {new.name} | `{new.file}` | `test_a.py::test_b` | full |"
