@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from torchkiln import _loader
 
@@ -64,7 +65,6 @@ _on_import.when_imported(_sharding.MODULE, _sharding.register_rules)
 
 __version__: str = _record["version"]
 
-require_torch = _loader.require_torch
 cmake_prefix_path = str(_package / "share" / "cmake")
 """Folder of the CMake package, for ``-DCMAKE_PREFIX_PATH=``."""
 
@@ -72,6 +72,33 @@ cmake_prefix_path = str(_package / "share" / "cmake")
 def build_info() -> dict[str, Any]:
     """Returns the versions of the build: torch, CUDA, GPU architectures, compiler and others."""
     return dict(_record)
+
+
+if TYPE_CHECKING:
+    from torchkiln import bench as bench
+    from torchkiln import distributed as distributed
+    from torchkiln import extend as extend
+    from torchkiln import hub as hub
+    from torchkiln import jit as jit
+    from torchkiln import patch as patch
+    from torchkiln import profile as profile
+    from torchkiln import testing as testing
+    from torchkiln import trace as trace
+
+SUBMODULES = frozenset(
+    {"bench", "distributed", "extend", "hub", "jit", "patch", "profile", "testing", "trace"}
+)
+"""Public submodules, imported at their first use. Others may change at any time."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in SUBMODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(f"torchkiln.{name}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *SUBMODULES})
 
 
 __all__ = [
@@ -117,7 +144,6 @@ __all__ = [
     "relu_",
     "replace",
     "replaced",
-    "require_torch",
     "rms_norm",
     "rope",
     "scale_bias_relu",

@@ -28,7 +28,6 @@ OTHER_FUNCTIONS = {
     "csr_transpose",
     "fuse",
     "replaced",
-    "require_torch",
     "spmm",
 }
 

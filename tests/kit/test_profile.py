@@ -12,8 +12,8 @@ import torch
 
 from torchkiln.cli import main
 from torchkiln.doctor import runtime
-from torchkiln.profile import Figures, ncu, ranges, read
-from torchkiln.profile.report import METRICS, number
+from torchkiln.profile import ncu, ranges
+from torchkiln.profile.report import METRICS, Figures, number, read
 
 # Output of `ncu --import REPORT --csv --page=raw --print-units=base` of Nsight Compute 2025.3.1 for
 # F.layer_norm and torch.add on an H200, 8192 x 8192 in bfloat16, profiled with the command of
