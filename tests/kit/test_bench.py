@@ -363,6 +363,14 @@ def test_a_record_reads_back(tmp_path: Path) -> None:
     record.write(path)
     assert bench.Record.read(path) == record
     content = json.loads(path.read_text())
+    assert content.pop("schema") == "torchkiln.bench/1"
+    path.write_text(json.dumps(content))
+    assert bench.Record.read(path) == record
+    path.write_text(json.dumps({**content, "schema": "torchkiln.bench/2"}))
+    with pytest.raises(
+        ValueError, match=r"got 'torchkiln\.bench/2', expected 'torchkiln\.bench/1'"
+    ):
+        bench.Record.read(path)
     assert set(content["environment"]) == {
         *("date", "device", "driver", "torch", "cuda", "torchkiln", "commit")
     }

@@ -136,7 +136,7 @@ def test_every_op_can_be_explained(spec: OpSpec) -> None:
     assert found.spec
     assert found.forward.bytes == spec.traffic(sample).bytes
     assert not kernels or {kernel.instruction_set for kernel in kernels} != {None}
-    assert json.loads(json.dumps(found.as_dict()))["op"] == spec.name
+    assert json.loads(found.to_json())["op"] == spec.name
     for words in (str(found), repr(found)):
         assert words.startswith(f"{spec.name} of ")
         assert ("kernel " if kernels else "fallback: ") in words
@@ -279,6 +279,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     given = ["explain", "rms_norm", "--device=cpu", "--shape=8x64", "--json", str(to)]
     assert main(given) == 0
     assert "kernel norm" in capsys.readouterr().out
+    assert json.loads(to.read_text())["schema"] == "torchkiln.explain/1"
     assert json.loads(to.read_text())["backward"]["steps"]
     assert main([*given[:-2], "--forward", "--json=-"]) == 0
     assert json.loads(capsys.readouterr().out)["backward"] is None

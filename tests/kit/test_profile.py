@@ -212,6 +212,7 @@ def test_the_command_on_a_cpu(tmp_path: Path, capfd: pytest.CaptureFixture[str])
     assert "relu: " in out.split("adds microseconds to the time of each op:")[1]
     assert err == ""  # torch's profiler writes to the file descriptor
     content = json.loads(path.read_text())
+    assert content["schema"] == "torchkiln.profile/1"
     assert content["kernels"] == []
     assert content["missing"].startswith("ncu reads")
     assert content["clock"]["seconds"] > 0

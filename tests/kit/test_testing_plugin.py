@@ -45,6 +45,7 @@ def test_an_op_of_another_package_keeps_its_contract(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
     found = json.loads(file.read_text())
     cells = found["ops"]["softclip"]
+    assert found["schema"] == "torchkiln.contract/1"
     assert set(found["ops"]) == {"softclip"}
     assert {cell["status"] for cell in cells.values()} == {"passed"}
     expected = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,7 +26,7 @@ def run(options: argparse.Namespace) -> int:
             sample = case.sample if options.forward else case.spec.leaves(case.sample)
             sample.start_generators()
             found = explain(case.spec.op, *sample.args, **sample.kwargs)
-        text = json.dumps(found.as_dict(), indent=1)
+        text = found.to_json(1)
         if options.json == Path("-"):
             print(text)
             return 0

@@ -17,6 +17,7 @@ class Registered(Plan):
     """A forward that an author has registered."""
 
     kind = "registered"
+    saved_as = "registered"
     function: Callable[..., Any]
 
     def __str__(self) -> str:

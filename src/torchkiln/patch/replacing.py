@@ -16,9 +16,11 @@ from torchkiln.patch.graph import batch_norm
 from torchkiln.patch.plan import Match, Plan, made_class
 from torchkiln.patch.probe import first_dtype
 from torchkiln.patch.registry import Registry
-from torchkiln.patch.report import Report, Row
+from torchkiln.patch.report import Replacement, Report
 from torchkiln.patch.search import Search, replaced_before
 from torchkiln.patch.source.rewritten import Rewrites
+
+MAKER = "torchkiln.replace"
 
 KINDS = (
     "norm",
@@ -98,13 +100,12 @@ class Replace:
                 the times of both forwards.
         """
         kinds = checked_kinds(only)
-        rows: list[Row] = []
+        rows: list[Replacement] = []
         fused: list[tuple[nn.Module, batch_norm.FusedForward]] = []
         if "batch_norm" in kinds and not exact:
             refusal = functools.partial(why_torchs_batch_norm, skip, asked=only is not None)
             rows, fused = batch_norm.find_all(model, refusal)
         matches = matched(model, Search(self.registry, exact=exact), rows, skip, kinds)
-        report = Report("torchkiln.replace", rows, dry_run=dry_run)
         if example is not None:
             from torchkiln.patch.measure import measure  # noqa: PLC0415  imports the benchmark
 
@@ -115,40 +116,41 @@ class Replace:
             plans += rewritten(model, Rewrites(matches, kinds, exact=exact), rows, skip, taken)
         order = {name: index for index, (name, _) in enumerate(model.named_modules())}
         rows.sort(key=lambda row: order[row.name])
+        undo: list[Callable[[], None]] = []
         for row, module, plan in plans if dry_run else list(made(plans)):
-            row.replaced = True
+            row.outcome = "replaced"
             if not dry_run:
-                swap(report, module, plan)
+                undo.append(swap(MAKER, module, plan))
         for module, plan in [] if dry_run else fused:
-            swap(report, module, plan)
+            undo.append(swap(MAKER, module, plan))
         if "loss" in kinds:
-            replace_loss(report, model)
-        return report
+            undo += replace_loss(model, rows, dry_run=dry_run)
+        return Report(MAKER, model, rows, undo, dry_run=dry_run)
 
 
 def matched(
-    model: nn.Module, search: Search, rows: list[Row], skip: Skip, kinds: tuple[str, ...]
-) -> list[tuple[Row, nn.Module, Match]]:
+    model: nn.Module, search: Search, rows: list[Replacement], skip: Skip, kinds: tuple[str, ...]
+) -> list[tuple[Replacement, nn.Module, Match]]:
     """The modules with a formula of ours. Adds the rows of modules that have none yet."""
-    matches: list[tuple[Row, nn.Module, Match]] = []
+    matches: list[tuple[Replacement, nn.Module, Match]] = []
     default = first_dtype(model.parameters()) or torch.float32
     parts: set[nn.Module] = set()
     known = {row.name for row in rows}
     for name, module in model.named_modules():
-        row = Row(name, type(module).__name__)
+        row = Replacement(name, type(module).__name__)
         if name in known:
             continue
         if is_skipped(name, module, skip):
-            row.why = "skip"
+            row.reason = "skip"
         elif module in parts:
-            row.why = "the new forward of its parent has its formula"
+            row.reason = "the new forward of its parent has its formula"
         else:
             found = search.find(module, default, row, kinds)
             if found is not None:
                 matches.append((row, module, found))
                 if found.plan.kind == "glu":
                     parts.update(leaves_without_parameters(module))
-            elif not row.why:
+            elif not row.reason:
                 continue
         rows.append(row)
     return matches
@@ -165,17 +167,21 @@ def why_torchs_batch_norm(skip: Skip, name: str, module: nn.Module, *, asked: bo
 
 
 def rewritten(
-    model: nn.Module, rewrites: Rewrites, rows: list[Row], skip: Skip, taken: Collection[nn.Module]
-) -> list[tuple[Row, nn.Module, Plan]]:
+    model: nn.Module,
+    rewrites: Rewrites,
+    rows: list[Replacement],
+    skip: Skip,
+    taken: Collection[nn.Module],
+) -> list[tuple[Replacement, nn.Module, Plan]]:
     """The plans of modules with a rewritten forward; ``taken`` have another one. Adds the rows."""
-    found: list[tuple[Row, nn.Module, Plan]] = []
+    found: list[tuple[Replacement, nn.Module, Plan]] = []
     known = {row.name: row for row in rows}
     for name, module in model.named_modules():
         if is_skipped(name, module, skip) or replaced_before(module) or known_kind(known, name):
             continue
         if module in taken:
             continue
-        row = Row(name, type(module).__name__)
+        row = Replacement(name, type(module).__name__)
         plan = rewrites.find(module, row)
         if plan is not None:
             found.append((row, module, plan))
@@ -184,7 +190,7 @@ def rewritten(
     return found
 
 
-def known_kind(rows: Mapping[str, Row], name: str) -> bool:
+def known_kind(rows: Mapping[str, Replacement], name: str) -> bool:
     """Whether a module is of a kind already."""
     return name in rows and bool(rows[name].kind)
 
@@ -218,48 +224,53 @@ def leaves_without_parameters(module: nn.Module) -> list[nn.Module]:
 
 
 def made(
-    plans: Iterable[tuple[Row, nn.Module, Plan]],
-) -> Iterator[tuple[Row, nn.Module, Plan]]:
+    plans: Iterable[tuple[Replacement, nn.Module, Plan]],
+) -> Iterator[tuple[Replacement, nn.Module, Plan]]:
     """The plans for which there is a class; the other rows have the reason."""
     for row, module, plan in plans:
         try:
             made_class(type(module), plan)
         except Exception as error:
-            row.why = f"its class has no subclass: {error}"
+            row.reason = f"its class has no subclass: {error}"
         else:
             yield row, module, plan
 
 
-def swap(report: Report, module: nn.Module, plan: Plan) -> None:
-    """Give a module the made class."""
+def swap(maker: str, module: nn.Module, plan: Plan) -> Callable[[], None]:
+    """Give a module the made class; returns the way back, whose errors begin with ``maker``."""
     original = type(module)
     made = made_class(original, plan)
 
     def undo() -> None:
         if type(module) is not made:
             raise RuntimeError(
-                f"{report.maker}: undo: got a module of {type(module).__name__}, expected "
+                f"{maker}: undo: got a module of {type(module).__name__}, expected "
                 f"{made.__name__}; call undo() before the library that changed the class"
             )
         module.__class__ = original
 
     module.__class__ = made
-    report.on_undo(undo)
+    return undo
 
 
-def replace_loss(report: Report, model: nn.Module) -> None:
-    """Set ``loss_function`` of a model that computes a cross-entropy with it."""
+def replace_loss(
+    model: nn.Module, rows: list[Replacement], *, dry_run: bool
+) -> list[Callable[[], None]]:
+    """Set ``loss_function`` of a model that computes a cross-entropy with it; returns the way back.
+
+    Adds the row.
+    """
     found = loss_function.find(model)
     if found is None:
-        return
-    row = Row("loss_function", getattr(model.loss_function, "__name__", "function"), "loss")
-    report.rows.append(row)
+        return []
+    row = Replacement("loss_function", getattr(model.loss_function, "__name__", "function"), "loss")
+    rows.append(row)
     if isinstance(found, str):
-        row.why = found
-        return
-    row.now, row.replaced = f"{found.__name__} in the dtype of the logits", True
-    if report.dry_run:
-        return
+        row.reason = found
+        return []
+    row.now, row.outcome = f"{found.__name__} in the dtype of the logits", "replaced"
+    if dry_run:
+        return []
     before = dict(vars(model))
     model.loss_function = found  # type: ignore[assignment]
     changed = [name for name, value in vars(model).items() if before.get(name) is not value]
@@ -271,7 +282,7 @@ def replace_loss(report: Report, model: nn.Module) -> None:
             else:
                 vars(model).pop(name, None)
 
-    report.on_undo(undo)
+    return [undo]
 
 
 replace = Replace()

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from torchkiln.testing.spec import OpSpec
 
+SCHEMA = "torchkiln.contract/1"
 Status = Literal["passed", "failed", "excluded", "unavailable"]
 ORDER: tuple[Status, ...] = ("failed", "passed", "excluded", "unavailable")
 """The status of a check in several dtypes is the first of these."""
@@ -43,6 +44,10 @@ class Outcome:
         dtype = str(case.dtype).removeprefix("torch.")
         names = (case.spec.name, case.check.name, case.device.type, dtype)
         return cls(*names, status, reason, round(seconds, 3))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields in types that JSON has."""
+        return dataclasses.asdict(self)
 
 
 def outcome(case: Case) -> Outcome:
@@ -95,9 +100,5 @@ def write(outcomes: Iterable[Outcome], environment: dict[str, Any], path: Path) 
         if ORDER.index(one.status) < ORDER.index(cell["status"]):
             cell |= {"status": one.status, "reason": one.reason}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"environment": environment, "ops": ops}, indent=1) + "\n")
-
-
-def as_dict(one: Outcome) -> dict[str, Any]:
-    """The outcome in a form that a pytest report can pass between processes."""
-    return dataclasses.asdict(one)
+    content = {"schema": SCHEMA, "environment": environment, "ops": ops}
+    path.write_text(json.dumps(content, indent=1) + "\n")
