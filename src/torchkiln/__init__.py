@@ -36,14 +36,18 @@ from torchkiln.ops.activation import (  # noqa: E402
     tanh_,
 )
 from torchkiln.ops.batch_norm import bn_act  # noqa: E402
-from torchkiln.ops.bias_act import bias_act, scale_bias_relu  # noqa: E402
+from torchkiln.ops.bias_act import bias_act  # noqa: E402
 from torchkiln.ops.convolution import conv_bn_act  # noqa: E402
-from torchkiln.ops.cross_entropy import cross_entropy, linear_cross_entropy  # noqa: E402
+from torchkiln.ops.cross_entropy import (  # noqa: E402
+    CrossEntropyOutput,
+    cross_entropy,
+    linear_cross_entropy,
+)
 from torchkiln.ops.dropout import bias_dropout_add, dropout_add  # noqa: E402
-from torchkiln.ops.gated import geglu, geglu_tanh, swiglu  # noqa: E402
+from torchkiln.ops.gated import geglu, swiglu  # noqa: E402
 from torchkiln.ops.gated_norm import gated_rms_norm  # noqa: E402
 from torchkiln.ops.group_norm import group_norm  # noqa: E402
-from torchkiln.ops.matmul import gated_mlp, linear, matmul, mlp  # noqa: E402
+from torchkiln.ops.matmul import gated_mlp, linear, mlp  # noqa: E402
 from torchkiln.ops.norm import (  # noqa: E402
     add_layer_norm,
     add_layer_norm_,
@@ -56,7 +60,7 @@ from torchkiln.ops.pointwise import add, addcmul, muladd  # noqa: E402
 from torchkiln.ops.reduction import mean, sum  # noqa: E402
 from torchkiln.ops.rope import qkv_norm_rope, rope  # noqa: E402
 from torchkiln.ops.softmax import log_softmax, softmax  # noqa: E402
-from torchkiln.ops.spmm import csr_transpose, spmm, spmm_csr  # noqa: E402
+from torchkiln.ops.spmm import csr_transpose, spmm  # noqa: E402
 from torchkiln.patch import fuse, replace, replaced  # noqa: E402
 from torchkiln.trace import explain  # noqa: E402
 
@@ -84,9 +88,21 @@ if TYPE_CHECKING:
     from torchkiln import profile as profile
     from torchkiln import testing as testing
     from torchkiln import trace as trace
+    from torchkiln import typing as typing
 
 SUBMODULES = frozenset(
-    {"bench", "distributed", "extend", "hub", "jit", "patch", "profile", "testing", "trace"}
+    {
+        "bench",
+        "distributed",
+        "extend",
+        "hub",
+        "jit",
+        "patch",
+        "profile",
+        "testing",
+        "trace",
+        "typing",
+    }
 )
 """Public submodules, imported at their first use. Others may change at any time."""
 
@@ -102,6 +118,7 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
+    "CrossEntropyOutput",
     "__version__",
     "add",
     "add_layer_norm",
@@ -124,7 +141,6 @@ __all__ = [
     "gated_mlp",
     "gated_rms_norm",
     "geglu",
-    "geglu_tanh",
     "gelu",
     "gelu_tanh",
     "group_norm",
@@ -132,7 +148,6 @@ __all__ = [
     "linear",
     "linear_cross_entropy",
     "log_softmax",
-    "matmul",
     "mean",
     "mlp",
     "muladd",
@@ -146,14 +161,12 @@ __all__ = [
     "replaced",
     "rms_norm",
     "rope",
-    "scale_bias_relu",
     "sigmoid",
     "sigmoid_",
     "silu",
     "silu_",
     "softmax",
     "spmm",
-    "spmm_csr",
     "square",
     "square_",
     "sum",

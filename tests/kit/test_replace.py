@@ -272,7 +272,7 @@ def test_only_skip_and_dry_run() -> None:
     assert type(net[1]) is nn.LayerNorm
     expected = "only: got 'norms', expected one of norm, residual, activation"
     with pytest.raises(ValueError, match=expected):
-        torchkiln.replace(net, only="norms")
+        torchkiln.replace(net, only="norms")  # type: ignore[arg-type]
 
 
 def test_models_on_the_meta_device() -> None:
@@ -361,6 +361,20 @@ def test_report_as_text_and_json() -> None:
     first_row, *_ = report.as_dict()["rows"]
     assert first_row["outcome"] == "replaced"
     assert first_row["error_ratio"] == first_row["error_now"] / first_row["error_was"]
+
+
+def test_exact_batch_norms_are_refused() -> None:
+    """They would never be found."""
+    with pytest.raises(ValueError, match="only: got 'batch_norm' with exact=True, expected other"):
+        torchkiln.replace(nn.Sequential(), exact=True, only=["batch_norm"])
+
+
+def test_a_class_is_unregistered() -> None:
+    torchkiln.replace.register(Rms, lambda _, x: x, inputs=lambda _: torch.ones(8))
+    torchkiln.replace.unregister(Rms)
+    assert torchkiln.replace(nn.Sequential(Rms(8)))["0"].kind == "norm"
+    with pytest.raises(KeyError, match="unregister: cls: got Rms, expected a class that was regis"):
+        torchkiln.replace.unregister(Rms)
 
 
 def test_report_is_a_mapping_from_names() -> None:

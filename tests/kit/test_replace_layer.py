@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import torchkiln
 from torchkiln.patch.source import layer
+from torchkiln.typing import Activation
 
 
 class Approximate(nn.Module):
@@ -85,9 +86,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The activations of fused calls, as they happen."""
     calls: list[str] = []
 
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Tensor:
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None, act: Activation) -> Tensor:
         calls.append(act)
-        return torchkiln.linear(x, weight, bias, act)
+        return torchkiln.linear(x, weight, bias, act=act)
 
     monkeypatch.setattr(layer, "linear", linear)
     return calls

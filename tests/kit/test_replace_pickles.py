@@ -14,8 +14,9 @@ from torch import nn
 
 import torchkiln
 from torchkiln.patch.plan import SAVED, plan_of
+from torchkiln.typing import Kind
 
-KINDS = ("norm", "residual", "glu", "activation", "softmax", "batch_norm")
+KINDS: tuple[Kind, ...] = ("norm", "residual", "glu", "activation", "softmax", "batch_norm")
 
 
 def names_in(data: bytes) -> set[str]:

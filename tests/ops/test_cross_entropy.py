@@ -20,6 +20,7 @@ from torchkiln.testing.contract.repeat import threads
 from torchkiln.testing.data import normal
 from torchkiln.testing.specs import cross_entropy as contract
 from torchkiln.testing.specs.cross_entropy import probabilities
+from torchkiln.typing import Reduction
 
 FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INF = math.inf
@@ -46,7 +47,7 @@ def gradient(loss: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("kind", ["classes", "probabilities"])
 def test_every_combination(
-    device: torch.device, dtype: torch.dtype, reduction: str, kind: str
+    device: torch.device, dtype: torch.dtype, reduction: Reduction, kind: str
 ) -> None:
     """Values and gradients against float64."""
     choices = list(itertools.product((0.0, 0.1, 1.0), (False, True), (-100, 3), (0.0, 0.02)))
@@ -87,7 +88,12 @@ def test_all_rows_ignored(device: torch.device, dtype: torch.dtype, count: int) 
     """The mean of no rows is NaN, their sum is 0, and the gradient is 0."""
     logits = torch.randn(5, count, device=device).to(dtype).requires_grad_()
     target = torch.full((5,), 2, device=device)
-    for reduction, expected in (("none", [0.0] * 5), ("sum", 0.0), ("mean", math.nan)):
+    losses: tuple[tuple[Reduction, Any], ...] = (
+        ("none", [0.0] * 5),
+        ("sum", 0.0),
+        ("mean", math.nan),
+    )
+    for reduction, expected in losses:
         for more in (0.0, 0.1):
             loss = torchkiln.cross_entropy(
                 logits,

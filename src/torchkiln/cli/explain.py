@@ -25,7 +25,8 @@ def run(options: argparse.Namespace) -> int:
             case = requested_case(WHERE, options)
             sample = case.sample if options.forward else case.spec.leaves(case.sample)
             sample.start_generators()
-            found = explain(case.spec.op, *sample.args, **sample.kwargs)
+            args, kwargs = sample.arguments(case.spec.op)
+            found = explain(case.spec.op, *args, **kwargs)
         text = found.to_json(1)
         if options.json == Path("-"):
             print(text)

@@ -35,6 +35,7 @@ from torchkiln.ops.activation import (
     square,
     tanh,
 )
+from torchkiln.typing import Activation, Device
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 NORM_OF = {3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
@@ -68,7 +69,7 @@ def norm_act(
     norm: _BatchNorm,
     x: Tensor,
     residual: Tensor | None,
-    act: str,
+    act: Activation,
     moments: Tensor | None = None,
     *,
     in_place: bool = False,
@@ -96,7 +97,7 @@ def conv_norm_act(
     norm: _BatchNorm,
     x: Tensor,
     residual: Tensor | None,
-    act: str,
+    act: Activation,
     *,
     in_place: bool = False,
 ) -> Tensor:
@@ -126,7 +127,7 @@ def convolved(conv: nn.Module, norm: _BatchNorm, x: Tensor) -> tuple[Tensor, Ten
 
 
 def folded_conv_norm_act(
-    conv: nn.Module, norm: _BatchNorm, x: Tensor, residual: Tensor | None, act: str
+    conv: nn.Module, norm: _BatchNorm, x: Tensor, residual: Tensor | None, act: Activation
 ) -> Tensor | None:
     """The result from a folded batch norm; None if the modules are to be called one by one."""
     if is_compiling() or norm.training:
@@ -175,12 +176,12 @@ class _ConvBNAct(nn.Module):
         groups: int = 1,
         bias: bool = False,
         padding_mode: str = "zeros",
-        act: str = "relu",
+        device: Device | None = None,
+        dtype: torch.dtype | None = None,
         *,
+        act: Activation = "relu",
         eps: float = 1e-5,
         momentum: float | None = 0.1,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.act = check_act(f"nn.{type(self).__name__}", act)
@@ -200,7 +201,7 @@ class _ConvBNAct(nn.Module):
         self.bn = self.batch_norm(out_channels, eps, momentum, device=device, dtype=dtype)
 
     @classmethod
-    def from_modules(cls, conv: nn.Module, bn: _BatchNorm, act: str = "relu") -> Self:
+    def from_modules(cls, conv: nn.Module, bn: _BatchNorm, *, act: Activation = "relu") -> Self:
         """Holds two modules: any convolution, transposed ones too, and a batch norm.
 
         Args:
@@ -247,11 +248,11 @@ class ConvBNAct1d(_ConvBNAct):
         groups: as for :class:`torch.nn.Conv1d`.
         bias: whether the convolution has a bias.
         padding_mode: one of zeros, reflect, replicate, circular.
+        device: of the parameters and statistics.
+        dtype: of the parameters and statistics.
         act: one of none, square, relu, relu2, gelu, gelu_tanh, quick_gelu, silu, sigmoid, tanh.
         eps: of the batch norm.
         momentum: of the batch norm.
-        device: of the parameters and statistics.
-        dtype: of the parameters and statistics.
 
     Shape:
         x ``[batch, in_channels, length]``; residual and output ``[batch, out_channels, length]``.
@@ -280,11 +281,11 @@ class ConvBNAct2d(_ConvBNAct):
         groups: as for :class:`ConvBNAct1d`.
         bias: as for :class:`ConvBNAct1d`.
         padding_mode: as for :class:`ConvBNAct1d`.
+        device: as for :class:`ConvBNAct1d`.
+        dtype: as for :class:`ConvBNAct1d`.
         act: as for :class:`ConvBNAct1d`.
         eps: as for :class:`ConvBNAct1d`.
         momentum: as for :class:`ConvBNAct1d`.
-        device: as for :class:`ConvBNAct1d`.
-        dtype: as for :class:`ConvBNAct1d`.
 
     Shape:
         x ``[batch, in_channels, height, width]``; residual and output ``[batch, out_channels,
@@ -308,11 +309,11 @@ class ConvBNAct3d(_ConvBNAct):
         groups: as for :class:`ConvBNAct1d`.
         bias: as for :class:`ConvBNAct1d`.
         padding_mode: as for :class:`ConvBNAct1d`.
+        device: as for :class:`ConvBNAct1d`.
+        dtype: as for :class:`ConvBNAct1d`.
         act: as for :class:`ConvBNAct1d`.
         eps: as for :class:`ConvBNAct1d`.
         momentum: as for :class:`ConvBNAct1d`.
-        device: as for :class:`ConvBNAct1d`.
-        dtype: as for :class:`ConvBNAct1d`.
 
     Shape:
         x ``[batch, in_channels, depth, height, width]``; residual and output ``[batch,

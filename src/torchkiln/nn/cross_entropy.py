@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from torchkiln.ops.cross_entropy import cross_entropy, linear_cross_entropy
+from torchkiln.nn.checks import check_reduction
+from torchkiln.ops.cross_entropy import CrossEntropyOutput, cross_entropy, linear_cross_entropy
+from torchkiln.typing import Device, Reduction
 
 
 class CrossEntropyLoss(nn.CrossEntropyLoss):
@@ -18,29 +20,30 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         reduction: none, mean or sum.
         label_smoothing: the share of the probability that is distributed evenly over the classes.
         z_loss: the factor of ``log(sum(exp(logits)))**2``.
-        dtype: of the loss.
+        loss_dtype: of the loss; None for the dtype of the input.
         check_target: whether to validate the target first, which waits for the GPU.
         inplace_backward: whether backward writes the gradient into the memory of the logits.
         softcap: the bound of ``softcap * tanh(logits / softcap)``, or None.
-        return_z_loss: whether to return the z-loss after the loss.
-        return_accuracy: whether to return the accuracy after them.
+        return_z_loss: as for :func:`torchkiln.cross_entropy`.
+        return_accuracy: as for :func:`torchkiln.cross_entropy`.
 
     Shape:
-        logits ``[classes]``, ``[rows, classes]`` or ``[rows, classes, ...]``. The target has this
+        input ``[classes]``, ``[rows, classes]`` or ``[rows, classes, ...]``. The target has this
         shape for probabilities, and this shape without the classes for class indices.
     """
 
     weight: Tensor | None
+    reduction: Reduction
 
     def __init__(
         self,
         weight: Tensor | None = None,
         *,
         ignore_index: int = -100,
-        reduction: str = "mean",
+        reduction: Reduction = "mean",
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
-        dtype: torch.dtype | None = None,
+        loss_dtype: torch.dtype | None = None,
         check_target: bool = False,
         inplace_backward: bool = False,
         softcap: float | None = None,
@@ -50,28 +53,28 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         super().__init__(
             weight,
             ignore_index=ignore_index,
-            reduction=reduction,
+            reduction=check_reduction("nn.CrossEntropyLoss", reduction),
             label_smoothing=label_smoothing,
         )
         self.z_loss = z_loss
-        self.dtype = dtype
+        self.loss_dtype = loss_dtype
         self.check_target = check_target
         self.inplace_backward = inplace_backward
         self.softcap = softcap
         self.return_z_loss = return_z_loss
         self.return_accuracy = return_accuracy
 
-    def forward(self, logits: Tensor, target: Tensor) -> Tensor | tuple[Tensor, ...]:  # type: ignore[override]
-        """Returns the loss, followed by what else was asked for."""
+    def forward(self, input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:  # type: ignore[override]
+        """Returns the loss, or a :class:`torchkiln.CrossEntropyOutput` if more was asked for."""
         return cross_entropy(
-            logits,
+            input,
             target,
             weight=self.weight,
             ignore_index=self.ignore_index,
             reduction=self.reduction,
             label_smoothing=self.label_smoothing,
             z_loss=self.z_loss,
-            dtype=self.dtype,
+            dtype=self.loss_dtype,
             check_target=self.check_target,
             inplace_backward=self.inplace_backward,
             softcap=self.softcap,
@@ -83,25 +86,27 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         """The settings, for ``repr``."""
         return (
             f"ignore_index={self.ignore_index}, reduction={self.reduction!r}, "
-            f"label_smoothing={self.label_smoothing}, z_loss={self.z_loss}, dtype={self.dtype}, "
-            f"check_target={self.check_target}, inplace_backward={self.inplace_backward}, "
+            f"label_smoothing={self.label_smoothing}, z_loss={self.z_loss}, "
+            f"loss_dtype={self.loss_dtype}, check_target={self.check_target}, "
+            f"inplace_backward={self.inplace_backward}, "
             f"softcap={self.softcap}, return_z_loss={self.return_z_loss}, "
             f"return_accuracy={self.return_accuracy}"
         )
 
 
-class LinearCrossEntropyLoss(nn.Linear):
+class LinearCrossEntropyLoss(nn.Module):
     """A linear layer and the cross-entropy of its outputs, which are never in memory as a whole.
 
-    Parameters, initial values and ``state_dict`` are those of :class:`torch.nn.Linear`. To share
-    the weight with an embedding, assign it: ``loss.weight = embedding.weight``. See
+    The submodule ``linear``, a :class:`torch.nn.Linear`, holds the parameters, as in torch's module
+    of this name; its own forward, and hooks on it, are not called. To share the weight with an
+    embedding, assign it: ``loss.linear.weight = embedding.weight``. See
     :func:`torchkiln.linear_cross_entropy` for memory and cost.
 
     Args:
-        features: size of the last dimension of the input.
-        classes: number of classes.
+        in_features: size of the last dimension of the input.
+        num_classes: number of classes.
         bias: whether the layer has a bias.
-        class_weight: ``[classes]``, or None for ones; a buffer.
+        weight: ``[num_classes]``, a factor for each class, or None for ones; a buffer.
         ignore_index: rows with this target class have no loss and no gradient.
         reduction: none, mean or sum.
         label_smoothing: the share of the probability that is distributed evenly over the classes.
@@ -110,26 +115,26 @@ class LinearCrossEntropyLoss(nn.Linear):
         check_target: whether to validate the target first, which waits for the GPU.
         softcap: the bound of ``softcap * tanh(logits / softcap)``, or None.
         temperature: a number greater than 0 that divides the logits, after the softcap.
-        return_z_loss: whether to return the z-loss after the loss.
-        return_accuracy: whether to return the accuracy after them.
+        return_z_loss: as for :func:`torchkiln.cross_entropy`.
+        return_accuracy: as for :func:`torchkiln.cross_entropy`.
         device: of the parameters.
         dtype: of the parameters.
 
     Shape:
-        input ``[..., features]``; target ``[...]``, int64.
+        input ``[..., in_features]``; target ``[...]``, int64.
     """
 
-    class_weight: Tensor | None
+    weight: Tensor | None
 
     def __init__(
         self,
-        features: int,
-        classes: int,
+        in_features: int,
+        num_classes: int,
         bias: bool = False,
         *,
-        class_weight: Tensor | None = None,
+        weight: Tensor | None = None,
         ignore_index: int = -100,
-        reduction: str = "mean",
+        reduction: Reduction = "mean",
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         loss_dtype: torch.dtype | None = None,
@@ -138,13 +143,14 @@ class LinearCrossEntropyLoss(nn.Linear):
         temperature: float = 1.0,
         return_z_loss: bool = False,
         return_accuracy: bool = False,
-        device: torch.device | str | int | None = None,
+        device: Device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(features, classes, bias, device=device, dtype=dtype)
-        self.register_buffer("class_weight", class_weight)
+        super().__init__()
+        self.linear = nn.Linear(in_features, num_classes, bias, device=device, dtype=dtype)
+        self.register_buffer("weight", weight)
         self.ignore_index = ignore_index
-        self.reduction = reduction
+        self.reduction = check_reduction("nn.LinearCrossEntropyLoss", reduction)
         self.label_smoothing = label_smoothing
         self.z_loss = z_loss
         self.loss_dtype = loss_dtype
@@ -154,14 +160,14 @@ class LinearCrossEntropyLoss(nn.Linear):
         self.return_z_loss = return_z_loss
         self.return_accuracy = return_accuracy
 
-    def forward(self, input: Tensor, target: Tensor) -> Tensor | tuple[Tensor, ...]:  # type: ignore[override]
-        """Returns the loss, followed by what else was asked for."""
+    def forward(self, input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:
+        """Returns the loss, or a :class:`torchkiln.CrossEntropyOutput` if more was asked for."""
         return linear_cross_entropy(
             input,
-            self.weight,
+            self.linear.weight,
             target,
-            self.bias,
-            class_weight=self.class_weight,
+            self.linear.bias,
+            class_weight=self.weight,
             ignore_index=self.ignore_index,
             reduction=self.reduction,
             label_smoothing=self.label_smoothing,
@@ -177,7 +183,7 @@ class LinearCrossEntropyLoss(nn.Linear):
     def extra_repr(self) -> str:
         """The settings, for ``repr``."""
         return (
-            f"{super().extra_repr()}, ignore_index={self.ignore_index}, "
+            f"ignore_index={self.ignore_index}, "
             f"reduction={self.reduction!r}, label_smoothing={self.label_smoothing}, "
             f"z_loss={self.z_loss}, loss_dtype={self.loss_dtype}, "
             f"check_target={self.check_target}, softcap={self.softcap}, "

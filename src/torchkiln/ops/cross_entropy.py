@@ -1,12 +1,48 @@
 """Cross-entropy of logits, or of the outputs of a linear layer."""
 
-from typing import Literal, overload
+from typing import Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from torchkiln import _C
 from torchkiln.ops.eager import eager
+from torchkiln.typing import Reduction
+
+
+class CrossEntropyOutput(NamedTuple):
+    """The loss, and what else a call has asked for."""
+
+    loss: Tensor
+    z_loss: Tensor | None
+    """The part of the loss that the z-loss adds; None if it was not asked for."""
+    accuracy: Tensor | None
+    """None if it was not asked for."""
+
+
+class LossOptions(TypedDict, total=False):
+    """Options that all losses have."""
+
+    ignore_index: int
+    reduction: Reduction
+    label_smoothing: float
+    z_loss: float
+    dtype: torch.dtype | None
+    check_target: bool
+    softcap: float | None
+
+
+class LogitsOptions(LossOptions, total=False):
+    """Options of :func:`cross_entropy`."""
+
+    inplace_backward: bool
+
+
+class LinearOptions(LossOptions, total=False):
+    """Options of :func:`linear_cross_entropy`."""
+
+    class_weight: Tensor | None
+    temperature: float
 
 
 @overload
@@ -15,16 +51,9 @@ def cross_entropy(
     target: Tensor,
     weight: Tensor | None = None,
     *,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    dtype: torch.dtype | None = None,
-    check_target: bool = False,
-    inplace_backward: bool = False,
-    softcap: float | None = None,
     return_z_loss: Literal[False] = False,
     return_accuracy: Literal[False] = False,
+    **options: Unpack[LogitsOptions],
 ) -> Tensor: ...
 @overload
 def cross_entropy(
@@ -32,17 +61,30 @@ def cross_entropy(
     target: Tensor,
     weight: Tensor | None = None,
     *,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    dtype: torch.dtype | None = None,
-    check_target: bool = False,
-    inplace_backward: bool = False,
-    softcap: float | None = None,
+    return_z_loss: Literal[True],
+    return_accuracy: bool = False,
+    **options: Unpack[LogitsOptions],
+) -> CrossEntropyOutput: ...
+@overload
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    return_z_loss: bool = False,
+    return_accuracy: Literal[True],
+    **options: Unpack[LogitsOptions],
+) -> CrossEntropyOutput: ...
+@overload
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
     return_z_loss: bool = False,
     return_accuracy: bool = False,
-) -> Tensor | tuple[Tensor, ...]: ...
+    **options: Unpack[LogitsOptions],
+) -> Tensor | CrossEntropyOutput: ...
 @eager(_C.cross_entropy, beside=("return_z_loss", "return_accuracy"), input="logits")
 def cross_entropy(
     logits: Tensor,
@@ -50,7 +92,7 @@ def cross_entropy(
     weight: Tensor | None = None,
     *,
     ignore_index: int = -100,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     dtype: torch.dtype | None = None,
@@ -59,7 +101,7 @@ def cross_entropy(
     softcap: float | None = None,
     return_z_loss: bool = False,
     return_accuracy: bool = False,
-) -> Tensor | tuple[Tensor, ...]:
+) -> Tensor | CrossEntropyOutput:
     """Returns the cross-entropy of ``logits`` and ``target``, per row or reduced.
 
     The loss of a row is ``sum(q * (lse - logits)) + z_loss * w * lse**2``, with sums over the
@@ -105,12 +147,12 @@ def cross_entropy(
             new tensor.
         softcap: a number greater than 0: the loss is that of ``softcap * tanh(logits / softcap)``.
             The capped logits are a tensor of their own, float32 for half precision.
-        return_z_loss: whether to return ``(loss, z_loss)``, with the part of the loss that
-            ``z_loss`` adds, reduced as the loss. It has no gradient of its own.
-        return_accuracy: whether to return ``(loss, accuracy)``, or ``(loss, z_loss, accuracy)``:
-            1 for each row with no logit above that of the target class, else 0, reduced as the
-            loss; the mean is that of the rows that are not ignored. Needs class indices. Neither
-            reads the logits again.
+        return_z_loss: whether to return a :class:`CrossEntropyOutput` with the part of the loss
+            that ``z_loss`` adds, reduced as the loss. It has no gradient of its own.
+        return_accuracy: whether to return a :class:`CrossEntropyOutput` with the accuracy: 1 for
+            each row with no logit above that of the target class, else 0, reduced as the loss; the
+            mean is that of the rows that are not ignored. Needs class indices. Neither reads the
+            logits again.
     """
     if return_z_loss or return_accuracy:
         loss, z, accuracy = torch.ops.torchkiln.cross_entropy_with_metrics.default(
@@ -127,7 +169,9 @@ def cross_entropy(
             softcap=softcap,
             accuracy=return_accuracy,
         )
-        return (loss, *([z] if return_z_loss else []), *([accuracy] if return_accuracy else []))
+        return CrossEntropyOutput(
+            loss, z if return_z_loss else None, accuracy if return_accuracy else None
+        )
     return torch.ops.torchkiln.cross_entropy.default(
         logits,
         target,
@@ -150,17 +194,9 @@ def linear_cross_entropy(
     target: Tensor,
     bias: Tensor | None = None,
     *,
-    class_weight: Tensor | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    dtype: torch.dtype | None = None,
-    check_target: bool = False,
-    softcap: float | None = None,
-    temperature: float = 1.0,
     return_z_loss: Literal[False] = False,
     return_accuracy: Literal[False] = False,
+    **options: Unpack[LinearOptions],
 ) -> Tensor: ...
 @overload
 def linear_cross_entropy(
@@ -169,18 +205,32 @@ def linear_cross_entropy(
     target: Tensor,
     bias: Tensor | None = None,
     *,
-    class_weight: Tensor | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    dtype: torch.dtype | None = None,
-    check_target: bool = False,
-    softcap: float | None = None,
-    temperature: float = 1.0,
+    return_z_loss: Literal[True],
+    return_accuracy: bool = False,
+    **options: Unpack[LinearOptions],
+) -> CrossEntropyOutput: ...
+@overload
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    return_z_loss: bool = False,
+    return_accuracy: Literal[True],
+    **options: Unpack[LinearOptions],
+) -> CrossEntropyOutput: ...
+@overload
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
     return_z_loss: bool = False,
     return_accuracy: bool = False,
-) -> Tensor | tuple[Tensor, ...]: ...
+    **options: Unpack[LinearOptions],
+) -> Tensor | CrossEntropyOutput: ...
 @eager(_C.linear_cross_entropy, beside=("return_z_loss", "return_accuracy"), input="x")
 def linear_cross_entropy(
     x: Tensor,
@@ -190,7 +240,7 @@ def linear_cross_entropy(
     *,
     class_weight: Tensor | None = None,
     ignore_index: int = -100,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     dtype: torch.dtype | None = None,
@@ -199,7 +249,7 @@ def linear_cross_entropy(
     temperature: float = 1.0,
     return_z_loss: bool = False,
     return_accuracy: bool = False,
-) -> Tensor | tuple[Tensor, ...]:
+) -> Tensor | CrossEntropyOutput:
     """Returns ``cross_entropy(x @ weight.T + bias, target)`` without all logits in memory.
 
     Logits are computed for a chunk of rows at a time: as many rows as fit in 1 GiB, at least 2048
@@ -260,7 +310,9 @@ def linear_cross_entropy(
             temperature=temperature,
             accuracy=return_accuracy,
         )
-        return (loss, *([z] if return_z_loss else []), *([accuracy] if return_accuracy else []))
+        return CrossEntropyOutput(
+            loss, z if return_z_loss else None, accuracy if return_accuracy else None
+        )
     return torch.ops.torchkiln.linear_cross_entropy.default(
         x,
         weight,

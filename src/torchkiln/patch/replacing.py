@@ -6,7 +6,7 @@ import fnmatch
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -19,21 +19,11 @@ from torchkiln.patch.registry import Registry
 from torchkiln.patch.report import Replacement, Report
 from torchkiln.patch.search import Search, replaced_before
 from torchkiln.patch.source.rewritten import Rewrites
+from torchkiln.typing import Kind
 
 MAKER = "torchkiln.replace"
 
-KINDS = (
-    "norm",
-    "residual",
-    "activation",
-    "glu",
-    "linear",
-    "mlp",
-    "softmax",
-    "loss",
-    "batch_norm",
-    "registered",
-)
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 Skip = Callable[[str, nn.Module], bool] | Sequence[str]
 """A condition on name and module, or patterns of names as for :mod:`fnmatch`."""
@@ -44,6 +34,12 @@ class Replace:
 
     def __init__(self) -> None:
         self.registry = Registry()
+        self.__name__ = self.__qualname__ = "replace"
+        self.__doc__ = type(self).__call__.__doc__
+        self.__module__ = "torchkiln"
+
+    def __repr__(self) -> str:
+        return "<function torchkiln.replace>"
 
     def register(
         self,
@@ -62,11 +58,19 @@ class Replace:
         """
         self.registry.add(cls, forward, inputs)
 
+    def unregister(self, cls: type[nn.Module]) -> None:
+        """Take back :meth:`register` for a class; models that were replaced stay so.
+
+        Args:
+            cls: a registered class; KeyError for another one.
+        """
+        self.registry.remove(cls)
+
     def __call__(
         self,
         model: nn.Module,
         *,
-        only: Iterable[str] | None = None,
+        only: Iterable[Kind] | Kind | None = None,
         skip: Skip = (),
         exact: bool = False,
         dry_run: bool = False,
@@ -91,7 +95,8 @@ class Replace:
             only: kinds to replace, of ``norm``, ``residual``, ``activation``, ``glu``, ``linear``,
                 ``mlp``, ``softmax``, ``loss``, ``batch_norm`` and ``registered``; all by default,
                 but batch norms on a CPU. A residual sum is replaced if the norm behind it is.
-            skip: patterns of names to leave alone, or a function of name and module.
+            skip: patterns of names to leave alone, or a function of name and module, in this
+                order.
             exact: whether to replace only what is bitwise equal in the module's dtype.
             dry_run: whether to return the report without a change. Forwards run all the same, with
                 their side effects.
@@ -100,6 +105,11 @@ class Replace:
                 the times of both forwards.
         """
         kinds = checked_kinds(only)
+        if exact and only is not None and "batch_norm" in kinds:
+            raise ValueError(
+                f"{MAKER}: only: got 'batch_norm' with exact=True, expected other kinds: bn_act "
+                "rounds once where torch rounds between the steps; leave exact out"
+            )
         rows: list[Replacement] = []
         fused: list[tuple[nn.Module, batch_norm.FusedForward]] = []
         if "batch_norm" in kinds and not exact:
@@ -195,9 +205,9 @@ def known_kind(rows: Mapping[str, Replacement], name: str) -> bool:
     return name in rows and bool(rows[name].kind)
 
 
-def checked_kinds(only: Iterable[str] | None) -> tuple[str, ...]:
+def checked_kinds(only: Iterable[Kind] | Kind | None) -> tuple[Kind, ...]:
     """The kinds to replace."""
-    kinds = KINDS if only is None else tuple([only] if isinstance(only, str) else only)
+    kinds = KINDS if only is None else (only,) if isinstance(only, str) else tuple(only)
     for kind in kinds:
         if kind not in KINDS:
             raise ValueError(
@@ -289,9 +299,17 @@ replace = Replace()
 
 
 @contextmanager
-def replaced(model: nn.Module, **options: Any) -> Iterator[Report]:
+def replaced(
+    model: nn.Module,
+    *,
+    only: Iterable[Kind] | Kind | None = None,
+    skip: Skip = (),
+    exact: bool = False,
+    dry_run: bool = False,
+    example: Any = None,
+) -> Iterator[Report]:
     """``torchkiln.replace`` with the same arguments, taken back at the end of the block."""
-    report = replace(model, **options)
+    report = replace(model, only=only, skip=skip, exact=exact, dry_run=dry_run, example=example)
     try:
         yield report
     finally:

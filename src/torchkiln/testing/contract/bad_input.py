@@ -111,8 +111,9 @@ def require_refused(
     words = f"{case.message}(; .+)?" if case.advises else case.message
     if entry is spec.inplace:  # its messages name the function in place
         words = words.replace(f"{spec.name}: ", f"{spec.name}_: ")
+    args, kwargs = Sample(case.name, case.args, case.kwargs).arguments(spec.op)
     try:
-        result = entry(*case.args, **case.kwargs)
+        result = entry(*args, **kwargs)
     except Exception as error:
         message = str(error).split("\n")[0]
         require(

@@ -45,7 +45,7 @@ def opcheck(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
         if i == 0 or (sample.numel <= TINY and dtype == torch.float32):
             sample.start_generators()
             with noted(Where(spec, "opcheck", sample)):
-                torch.library.opcheck(spec.overload, sample.args, dict(sample.kwargs))
+                torch.library.opcheck(spec.overload, *sample.arguments(spec.op))
 
 
 @check(dtypes=(torch.float32, torch.bfloat16))

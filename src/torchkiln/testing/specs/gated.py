@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import torchkiln
+from torchkiln.ops import gated as ops
 from torchkiln.testing.data import large_matrix, normal
 from torchkiln.testing.derive import layer
 from torchkiln.testing.refusals import SPARSE, GoodCall, Refusals
@@ -100,7 +101,7 @@ def large(device: torch.device) -> Sample:
 def gated(name: str, act: str, module: Callable[..., nn.Module]) -> OpSpec:
     """The contract of one gate."""
     return OpSpec(
-        op=getattr(torchkiln, name),
+        op=getattr(ops, name),
         reference=partial(reference, act),
         composite=partial(composite, act),
         magnitude=partial(magnitude, act),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import torchkiln
+from torchkiln.ops.spmm import spmm_csr
 from torchkiln.testing.compare import steps
 from torchkiln.testing.data import normal
 from torchkiln.testing.refusals import GoodCall, Refusals
@@ -204,7 +205,7 @@ def module_inputs(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...
 
 
 SPMM_CSR = OpSpec(
-    op=torchkiln.spmm_csr,
+    op=spmm_csr,
     reference=reference,
     composite=composite,
     magnitude=magnitude,
