@@ -31,4 +31,3 @@ def test_words_are_those_of_the_ops() -> None:
     assert set(words["gated_mlp"]["act"]) == set(get_args(typing.Gate))
     assert set(words["mlp"]["save"]) == set(get_args(typing.Saved))
     assert set(words["cross_entropy"]["reduction"]) == set(get_args(typing.Reduction))
-    assert set(words["rms_norm"]["round"]) == set(get_args(typing.Rounding))

@@ -59,7 +59,7 @@ def plain(
 
 FORMS: dict[str, dict[str, Any]] = {
     "llama": {},
-    "all heads": {"kv_heads": HEADS, "bias": True},
+    "all heads": {"num_kv_heads": HEADS, "bias": True},
     "qwen3": {"qk_norm": "head"},
     "olmo2": {"qk_norm": "all"},
     "gemma": {"qk_norm": "head", "offset": 1.0, "scale": 0.3, "window": 3},
