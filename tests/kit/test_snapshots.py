@@ -142,9 +142,9 @@ def command_line() -> Iterator[str]:
     yield "exit status"
     yield f"  Ctrl-C: {INTERRUPTED}"
     yield f"  closed pipe: {CLOSED_PIPE}"
-    for words in ([], ["--help"], ["nonsense"]):
+    for given in ([], ["--help"], ["nonsense"]):
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            yield f"  torchkiln {' '.join(words)}: {main(words)}"
+            yield f"  torchkiln {' '.join(given)}: {main(given)}"
 
 
 def outline(value: Any, depth: int = 3) -> Any:
