@@ -175,6 +175,14 @@ def sanitize(session: nox.Session) -> None:
     session.run("python", str(PACKAGING / "run_sanitizers.py"), "gpu", *arguments(session))
 
 
+@nox.session(default=False, python="3.14t")
+def threads(session: nox.Session) -> None:
+    """32 threads over every op and the jit for a minute, in a Python without a GIL."""
+    install(session, "build", "test")
+    checks = ("tests/kit/test_threads.py", "tests/build/test_loader.py")
+    session.run("pytest", "-q", "-s", *checks, *arguments(session), env={"OMP_NUM_THREADS": "1"})
+
+
 @nox.session
 def demo(session: nox.Session) -> None:
     """Errors and times of every op on this machine, and a small training run, with a picture."""
@@ -190,6 +198,13 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def speed(session: nox.Session) -> None:
+    """3,000 random calls beside eager torch; an error if one is slower."""
+    install(session, "cli", "test")
+    session.run("torchkiln", "bench", "--fuzz=3000", "--within=8", *arguments(session))
+
+
+@nox.session(default=False)
 def docs(session: nox.Session) -> None:
     """The site, with search, into build/docs; a broken link or reference is an error."""
     install(session, "docs")
@@ -201,6 +216,7 @@ def figures(session: nox.Session) -> None:
     """Tables and pictures of README and docs from docs/results; `-- --check` compares them."""
     install(session, "cli")
     session.run("python", "docs/figures.py", *arguments(session))
+    session.run("python", "docs/choosing.py", *arguments(session))
 
 
 @nox.session(default=False)

@@ -2,7 +2,7 @@
 
 The runs are docs/results/NAME.json, written by `torchkiln bench --json`. Pages have these blocks:
 
-    <!-- results:NAME -->           all calls of a run, its host times and pictures
+    <!-- results:NAME -->           large calls of a run, and its pictures
     <!-- results:NAME add relu -->  large calls of these ops beside their peers
     <!-- headlines -->              the calls in HEADLINES, and those in LOSSES
     <!-- slowest -->                the ten calls of all runs that lose most to a peer
@@ -24,7 +24,7 @@ from pathlib import Path
 import op_reference
 
 from torchkiln.bench import Record, Row
-from torchkiln.bench.report import duration, size
+from torchkiln.bench.report import duration, size, skips
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(
@@ -62,7 +62,7 @@ def read(path: Path) -> Record:
 
 
 def cell(row: Row | None) -> str:
-    """Time, spread, share of the floor, and speed-up over the best peer."""
+    """Time, spread, share of the ceiling, and speed-up over the best peer."""
     if row is None:
         return ""
     words = [f"{duration(row.ours.seconds)} ± {row.ours.spread / 2:.1%}"]
@@ -86,34 +86,17 @@ def calls(rows: Sequence[Row]) -> Iterable[str]:
         yield f"| {name} {shape[0]} x {shape[1]} | " + " | ".join(cells) + " |"
 
 
-def host(rows: Sequence[Row]) -> Iterable[str]:
-    """Host times in microseconds, ours and the peers'."""
-    who = list(dict.fromkeys(name for row in rows for name in row.times))
-    beside = list(dict.fromkeys(name for row in rows for name in row.references))
-    yield "| host time of one call, us | " + " | ".join([*who, *beside]) + " |"
-    yield "|---|" + "---:|" * len([*who, *beside])
-    for row in rows:
-        times = {**row.references, **row.times}
-        cells = [f"{times[n].seconds * 1e6:.1f}" if n in times else "" for n in [*who, *beside]]
-        yield f"| `{row.op}` {row.dtype} {row.direction} | " + " | ".join(cells) + " |"
-
-
 def block(name: str, record: Record, folder: Path) -> str:
-    """All large calls and host times of a run, with its pictures."""
+    """All large calls of a run, with its pictures."""
     lines = [
         f"{record.environment}. Source: `docs/results/{name}.json`.",
-        "Each cell: median time of a call ± half the interquartile range, speed in % of the",
-        "ceiling, speed-up over the fastest peer (above 1: torchkiln is faster), and that peer.",
         "",
         *calls([row for row in record.rows if row.kind == "calls"]),
     ]
-    times = [row for row in record.rows if row.kind == "host"]
-    if times:
-        lines += ["", "<details><summary>Host times</summary>", "", *host(times), "", "</details>"]
     pictures = [p for p in PICTURES if (folder / f"{name}-{p}.png").is_file()]
     lines += ["", *(f"![{p}]({folder.name}/{name}-{p}.png)" for p in pictures)] if pictures else []
     if record.skipped:
-        lines += ["", *(f"- {'. '.join(str(entry).split('. ')[:2])}" for entry in record.skipped)]
+        lines += ["", *(f"- {line}" for line in skips(record.skipped))]
     return "\n".join([*lines, ""])
 
 
@@ -127,14 +110,14 @@ def beside(record: Record, ops: Sequence[str]) -> str:
     lines = [
         f"{record.environment}; {rows[0].dtype}. Median times of a call.",
         "",
-        "| | least to move | moving as much | " + " | ".join(who) + " |",
+        "| | least to move | ceiling | " + " | ".join(who) + " |",
         "|---|---:|---:|" + "---:|" * len(who),
     ]
     for row in rows:
-        floor = "" if row.floor is None else duration(row.floor)
+        ceiling = "" if row.ceiling is None else duration(row.ceiling)
         cells = [duration(row.times[name].seconds) if name in row.times else "" for name in who]
         name = f"`{row.op}` {row.direction} {row.shape[0]} x {row.shape[1]}"
-        lines.append(f"| {name} | {size(row.bytes)} | {floor} | " + " | ".join(cells) + " |")
+        lines.append(f"| {name} | {size(row.bytes)} | {ceiling} | " + " | ".join(cells) + " |")
     return "\n".join([*lines, ""])
 
 

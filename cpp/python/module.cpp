@@ -122,7 +122,8 @@ Tensor spmm_csr(const Tensor& values, const Tensor& b, const Tensor& crow, const
 
 }  // namespace
 
-PYBIND11_MODULE(_C, module) {
+// Threads may call without a GIL: the tables that Binder fills are only read after the import.
+PYBIND11_MODULE(_C, module, py::mod_gil_not_used()) {
   const torchkiln::Binder ops(module);
   ops.bind<&add>("add", {"a", "b"});
   ops.bind<&muladd>("muladd", {"a", "b", "c"});

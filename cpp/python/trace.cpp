@@ -131,9 +131,11 @@ void leave(const at::RecordFunction& function, at::ObserverContext*) {
   recording().op(kLeave, function);
 }
 
+std::mutex starting;
 at::CallbackHandle handle = at::INVALID_CALLBACK_HANDLE;
 
 void start() {
+  const std::lock_guard<std::mutex> lock(starting);  // of two threads without a GIL, one starts
   TORCH_CHECK(handle == at::INVALID_CALLBACK_HANDLE,
               "torchkiln.explain: got a call inside of another, expected one at a time");
   recording().take();

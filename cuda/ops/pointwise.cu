@@ -1,3 +1,6 @@
+// Sums, products and scaled copies of tensors, element by element, for the layers above: the
+// kernels of device/elementwise.cuh with the functors of core/functors.h.
+
 #include "torchkiln/kernels/pointwise.h"
 
 #include "torchkiln/device/elementwise.cuh"

@@ -240,6 +240,12 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, version.split(".")))
 
 
+def python_version() -> str:
+    """The Python whose modules this one loads: 3.14, or 3.14t without a GIL."""
+    free_threaded = "t" if sysconfig.get_config_var("Py_GIL_DISABLED") else ""
+    return f"{sys.version_info.major}.{sys.version_info.minor}{free_threaded}"
+
+
 class Mismatch(NamedTuple):
     """The reason why a build cannot be loaded, as text."""
 
@@ -251,7 +257,7 @@ class Mismatch(NamedTuple):
 
 def mismatch(record: dict[str, Any], torch: Torch | None) -> Mismatch | None:
     """The first difference that prevents a build from being loaded in this Python, or None."""
-    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    python = python_version()
     if record["python"] != python:
         return Mismatch(f"Python {record['python']}", f"Python {python} ({sys.executable})")
     platform = sysconfig.get_platform()

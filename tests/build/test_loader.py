@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 
 import torchkiln
 from torchkiln import extend
-from torchkiln._loader import minor
+from torchkiln._loader import minor, mismatch, python_version
 
 # Stands for torch, and ends the process when it is imported.
 BROKEN_TORCH = """
@@ -102,6 +103,15 @@ def test_other_python(tmp_path: Path) -> None:
     assert sys.executable in message
 
 
+def test_a_python_without_a_gil_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    flags = {"Py_GIL_DISABLED": 1}
+    monkeypatch.setattr(sysconfig, "get_config_var", flags.get)
+    found = mismatch(torchkiln.build_info() | {"python": python}, None)
+    assert found is not None
+    assert (found.built, found.here) == (f"Python {python}", f"Python {python}t ({sys.executable})")
+
+
 def test_other_platform(tmp_path: Path) -> None:
     message = import_with(tmp_path, {"platform": "linux-riscv64"}, "2.99.0")
     assert "was built for linux-riscv64, but found linux-" in message
@@ -141,7 +151,7 @@ def test_record_of_this_build() -> None:
     assert record["version"] == torchkiln.__version__
     assert minor(torch.__version__) == minor(record["torch"])
     assert record["torch"] in [built["version"] for built in record["torches"]]
-    assert record["python"] == f"{sys.version_info.major}.{sys.version_info.minor}"
+    assert record["python"] == python_version()
     assert (record["cuda"] is None) == (record["cuda_architectures"] == [])
     record["torch"] = "changed"
     assert torchkiln.build_info()["torch"] != "changed"

@@ -47,7 +47,7 @@ def check_syntax(compiler: str, included: list[str], folder: Path, *options: str
     assert done.returncode == 0, done.stderr
 
 
-TORCH_FREE = headers("core", "kernels", "cpu")
+TORCH_FREE = headers("core", "kernels", "device", "cpu")
 
 
 @pytest.mark.parametrize("header", TORCH_FREE)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torchkiln._loader import python_version
 from torchkiln.doctor import Finding
 from torchkiln.doctor.environment import Environment
 from torchkiln.doctor.facts import Facts, gather
@@ -111,7 +111,7 @@ class Machine:
             "cuda": "13.0",
             "cuda_architectures": ["80", "90"],
             "cuda_ptx": [],
-            "python": f"{sys.version_info.major}.{sys.version_info.minor}",
+            "python": python_version(),
             "platform": sysconfig.get_platform(),
         }
         package = self.site / "torchkiln"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import time
 from pathlib import Path
@@ -15,8 +16,9 @@ from torch import Tensor
 import torchkiln
 from torchkiln import bench
 from torchkiln.bench import __main__ as command
-from torchkiln.bench import comparison
+from torchkiln.bench import comparison, measure
 from torchkiln.bench.budget import LEAST, Budget
+from torchkiln.bench.clock import FEWEST, in_turns
 from torchkiln.bench.result import OURS
 
 CPU = torch.device("cpu")
@@ -35,15 +37,14 @@ def test_two_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.bytes == 2 * 64 * 64 * 4
     assert found.speedup > 1
     assert found.is_certain
-    assert found.floor > 0
+    assert found.ceiling > 0
     assert "silu is " in str(found)
     assert repr(found) == str(found)
     assert json.loads(found.to_json())["speedup"] == found.speedup
-    assert "<table>" in found._repr_html_()
     console = pytest.importorskip("rich.console").Console(width=200)
     with console.capture() as captured:
         console.print(found)
-    assert "of floor" in captured.get()
+    assert "of ceiling" in captured.get()
 
 
 def test_the_same_name_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,29 +107,23 @@ def test_rows_without_time_are_named(tmp_path: Path) -> None:
     assert {entry.reason for entry in record.skipped} == {"no time is left of what --within gives"}
 
 
-def test_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """One command writes every format and the pictures."""
     pytest.importorskip("matplotlib")
-    given = ["bias_act", "--device=cpu", "--shape=8x16", "--peers=eager", "--within=1"]
+    # Rows are short, and the limit leaves time for all of them on a busy machine.
+    monkeypatch.setattr(measure, "in_turns", functools.partial(in_turns, rounds=FEWEST))
+    given = ["bias_act", "--device=cpu", "--shape=8x16", "--peers=eager", "--within=30"]
     assert command.main([*given, f"--report={tmp_path}"]) == 0
     record = bench.Record.read(tmp_path / "bench.json")
     calls = [row for row in record.rows if row.kind == "calls"]
     assert {row.dtype for row in calls} == {"float32", "bfloat16"}
     assert {row.dtype for row in record.rows if row.kind == "host"} == {"bfloat16"}
     assert not [row for row in record.rows if row.kind == "sweep"]  # which says nothing of it
-    page = (tmp_path / "bench.html").read_text()
-    for heading in (
-        "Share of the speed of a copy",
-        "Speed-ups of large calls",
-        "Host time",
-        "Tables",
-    ):
-        assert f"<h2>{heading}</h2>" in page
-    assert page.count("<svg") == 3
     for name in ("share", "speedups", "host"):
         assert (tmp_path / f"bench-{name}.png").read_bytes()[1:4] == b"PNG"
     assert (tmp_path / "bench.md").is_file()
-    assert (tmp_path / "bench.csv").is_file()
     slower = [
         dataclasses.replace(row, times={**row.times, OURS: bench.Times(9.0, 9.0, 9.0, 9)})
         for row in record.rows
@@ -137,8 +132,7 @@ def test_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert sizes == {(8, 16)}
     old = tmp_path / "old.json"
     dataclasses.replace(record, rows=tuple(slower)).write(old)
-    html = tmp_path / "changed.html"
-    read = [f"--read={tmp_path / 'bench.json'}", f"--compare={old}", f"--html={html}"]
-    assert command.main(read) == 0
-    assert "Changes since the old run" in html.read_text()
-    assert "faster" in capsys.readouterr().out
+    assert command.main([f"--read={tmp_path / 'bench.json'}", f"--compare={old}"]) == 0
+    out = capsys.readouterr().out
+    assert "Changes since the old run" in out
+    assert "faster" in out

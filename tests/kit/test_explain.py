@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 import torchkiln
 from torchkiln import _C
@@ -34,8 +36,8 @@ def test_a_kernel_and_nothing_else() -> None:
     assert found.spec
     assert found.forward.bytes >= 2 * 64 * 32 * 4
     assert found.forward.allocated >= 64 * 32 * 4
-    assert found.forward.floor is not None
-    assert found.forward.floor > 0
+    assert found.forward.ceiling is not None
+    assert found.forward.ceiling > 0
     assert found.backward is not None
     assert kinds(found.backward.steps)[0] == "norm_backward"
     assert "torchkiln::rms_norm" in found.forward.route
@@ -181,6 +183,32 @@ def test_other_threads_are_not_disturbed() -> None:
     finally:
         stop.set()
         thread.join()
+
+
+def test_threads_leave_torchs_attention_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second explanation begins in the first one, and is recorded after it."""
+    original, start = F.scaled_dot_product_attention, _C.start_recording
+    main, begun, done = threading.current_thread(), threading.Event(), threading.Event()
+
+    def start_later() -> None:
+        if threading.current_thread() is not main:
+            begun.set()
+            done.wait()
+        start()
+
+    monkeypatch.setattr(_C, "start_recording", start_later)
+    x = torch.randn(8)
+    second = threading.Thread(target=explain, args=(torchkiln.silu, x))
+
+    def first(x: Tensor) -> Tensor:
+        second.start()
+        begun.wait()
+        return x
+
+    explain(first, x)
+    done.set()
+    second.join()
+    assert F.scaled_dot_product_attention is original
 
 
 def test_an_unknown_op_has_close_names() -> None:

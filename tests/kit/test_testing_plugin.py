@@ -14,6 +14,7 @@ import torch
 import torchkiln
 from torchkiln import testing
 from torchkiln.testing.contract import CHECKS
+from torchkiln.testing.matrix import Run
 from torchkiln.testing.specs.pointwise import ADD
 
 CPU = torch.device("cpu")
@@ -43,10 +44,10 @@ def test_an_op_of_another_package_keeps_its_contract(tmp_path: Path) -> None:
     chosen = "not slow and not cuda and not large"
     done = pytest_in(PACKAGE, "-m", chosen, f"--contract-results={file}")
     assert done.returncode == 0, done.stdout
-    found = json.loads(file.read_text())
-    cells = found["ops"]["softclip"]
-    assert found["schema"] == "torchkiln.contract/1"
-    assert set(found["ops"]) == {"softclip"}
+    found = Run.read(file)
+    cells = found.ops["softclip"]
+    assert json.loads(file.read_text())["schema"] == "torchkiln.contract/1"
+    assert set(found.ops) == {"softclip"}
     assert {cell["status"] for cell in cells.values()} == {"passed"}
     expected = {
         name
@@ -54,7 +55,7 @@ def test_an_op_of_another_package_keeps_its_contract(tmp_path: Path) -> None:
         if check.device is None and not check.slow and check.needs in (None, "opaque")
     }
     assert set(cells) == expected
-    assert found["environment"]["torch"] == torch.__version__
+    assert found.environment["torch"] == torch.__version__
 
 
 BROKEN = """
@@ -81,7 +82,7 @@ def test_a_failure_says_where(tmp_path: Path) -> None:
     done = pytest_in(folder, "-k", "values and float32", f"--contract-results={file}")
     assert done.returncode == 1, done.stdout
     assert "test_contract[mine-values-cpu-float32]" in done.stdout
-    cell = json.loads(file.read_text())["ops"]["mine"]["values"]
+    cell = Run.read(file).ops["mine"]["values"]
     assert cell["status"] == "failed"
     for word in ("mine: values: sample 'typical' (torch.float32", "the worst is", "allowed"):
         assert word in done.stdout

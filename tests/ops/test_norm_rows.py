@@ -20,6 +20,8 @@ EPS = 1e-5
 LONG = [(9, 300001), (7, 1000003), (40, 270001), (150, 280005), (1, 2000001)]
 # Rows whose gradients are computed in slabs, by teams of few and of many blocks.
 SLABS = [(300, 50257), (70, 66000), (40, 262152), (90, 17001)]
+# Rows of 1 to 64 KiB in whole vectors, too many for the kernel of few rows.
+ALIGNED = [(2051, 512), (2060, 4096), (2100, 8192), (2049, 16384)]
 # Short rows that share a block, and rows that end in each lane of a vector.
 SHORT = [(1, 1), (513, 3), (64, 9), (3, 129), (70, 1000), (1000, 17), (33, 2047), (9, 8209)]
 SHORT += [(300, 20001), (5, 4096), (8, 200)]
@@ -112,6 +114,22 @@ def test_gradients_of_long_rows(shape: tuple[int, int], centered: bool, dtype: t
     for _ in range(3):
         for one, again in zip(found, args.gradients(), strict=True):
             assert torch.equal(one, again)
+
+
+@pytest.mark.cuda
+@every_dtype
+@both_norms
+@pytest.mark.parametrize("residual", [False, True], ids=["", "residual"])
+@pytest.mark.parametrize("shape", ALIGNED, ids=str)
+def test_gradients_of_aligned_rows(
+    shape: tuple[int, int], residual: bool, centered: bool, dtype: torch.dtype
+) -> None:
+    """All gradients agree with float64, and are equal in every run."""
+    args = operands(shape, torch.device("cuda", 0), dtype, centered, residual=residual)
+    found = args.gradients()
+    require_close(found, args.truth(), dtype)
+    for one, again in zip(found, args.gradients(), strict=True):
+        assert torch.equal(one, again)
 
 
 @pytest.mark.cuda

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <vector>
 
 namespace torchkiln {
 
@@ -35,7 +36,7 @@ class MemoryOrder {
   /// A view of `t`, which has the order of memory, with the dimensions in logical order.
   at::Tensor logical(const at::Tensor& t) const {
     if (is_logical()) return t;
-    c10::SmallVector<int64_t, 8> positions(dims_.size());
+    std::vector<int64_t> positions(dims_.size());  // g++ warns about a SmallVector
     for (size_t i = 0; i < dims_.size(); ++i) positions[dims_[i]] = static_cast<int64_t>(i);
     return t.permute(positions);
   }

@@ -13,7 +13,7 @@
 #include <type_traits>
 
 #include "torchkiln/core/status.h"
-#include "torchkiln/device/alignment.cuh"
+#include "torchkiln/device/alignment.h"
 
 namespace torchkiln::gemm {
 

@@ -1,8 +1,8 @@
 #pragma once
 
-// Common to row sums and column sums: the offset of each row, the number of parts that work is
-// split into, and how results are stored.
+// Common to row sums and column sums: the offset of each row, and how results are stored.
 
+#include "detail/reduce/plans.h"
 #include "torchkiln/core/workspace.h"
 #include "torchkiln/device/fast_divide.cuh"
 #include "torchkiln/device/launch.cuh"
@@ -34,19 +34,6 @@ class Offsets {
   int64_t outer_stride_ = 0;
   int64_t inner_stride_ = 0;
 };
-
-/// The number of parts, at most `most`, that each of `tasks` equal pieces of work is split into, so
-/// that the last wave of blocks is at least 90 % full: 1.1 waves take as long as 2.
-inline int64_t parts_filling_waves(int64_t tasks, int64_t most, int64_t wave) {
-  constexpr int64_t kMaxWaves = 8;  // beyond, the unused part of the last wave is small anyway
-  int64_t parts = 1;
-  for (int64_t waves = 1; waves <= kMaxWaves; ++waves) {
-    parts = waves * wave / tasks;
-    if (parts >= most || parts * tasks * 10 >= waves * wave * 9) break;
-  }
-  if (parts > most) parts = most;
-  return parts < 1 ? 1 : parts;
-}
 
 /// Stores results: sums, divided, and rounded once to the dtype of the output.
 struct Result {

@@ -2,8 +2,8 @@
 
 // The kernels for row sums, see rows.cuh.
 
+#include "detail/reduce/common.cuh"
 #include "detail/reduce/row_loads.cuh"
-#include "detail/reduce/row_plan.cuh"
 #include "torchkiln/device/block_reduce.cuh"
 
 namespace torchkiln::reduce {

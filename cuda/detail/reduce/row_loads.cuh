@@ -2,15 +2,13 @@
 
 // How the threads of a team load and add the elements of a row.
 
+#include "detail/reduce/plans.h"
 #include "torchkiln/device/vec.cuh"
 #include "torchkiln/device/warp.cuh"
 
 namespace torchkiln::reduce {
 using namespace device;
 namespace rows {
-
-// Loads in flight per thread.
-inline constexpr int kLoads = 8;
 
 template <class C, class T>
 __device__ __forceinline__ C widened(T value) {

@@ -23,47 +23,7 @@
 namespace torchkiln::rowwise {
 using namespace device;
 
-// Threads per block, and blocks per SM: 128 registers per thread.
-inline constexpr int kGridThreads = 256;
-inline constexpr int kGridBlocks = 2;
 inline constexpr int kGridWarps = kGridThreads / kWarpLanes;
-inline constexpr int kMaxTeamBlocks = 288;
-// Vectors of a row per block. With fewer, the exchange costs more than the parallelism gains.
-inline constexpr int kMinSlab = 64;
-// With fewer rows, the rows of a step are adjacent.
-inline constexpr int64_t kMinStridedRows = 128;
-// Fewest threads along a row.
-inline constexpr int kLogMinRowThreads = 2;
-
-/// How rows are distributed over a grid. Depends only on shape and device.
-struct GridPlan {
-  int blocks;       // of a team
-  int log_threads;  // of a row in a block: all of the block if a team has several blocks
-  int log_stride;   // of the rows of a step
-  int slab;         // vectors of a row per block
-  int64_t teams;
-  int64_t steps;  // of all teams
-};
-
-/// A thread has `rows_per_thread` rows of a step, and one or more vectors of each. `lanes`:
-/// elements per vector. Rows that are `lanes` rows apart have the same offset from a 16-byte
-/// boundary.
-inline GridPlan make_grid_plan(int64_t rows, int64_t columns, int lanes, int rows_per_thread) {
-  GridPlan plan{};
-  const int64_t vectors = ceil_div(columns, lanes);
-  const int64_t resident = int64_t{current_device().multiprocessors} * kGridBlocks;
-  const int64_t least = ceil_div(vectors, kGridThreads);
-  plan.log_threads = std::clamp(ceil_log2(vectors), kLogMinRowThreads, ceil_log2(kGridThreads));
-  plan.log_stride = least > 1 && rows >= kMinStridedRows ? ceil_log2(lanes) : 0;
-  const int64_t block_rows = kGridThreads >> plan.log_threads << plan.log_stride;
-  plan.steps = ceil_div(rows, rows_per_thread * block_rows) << plan.log_stride;
-  plan.teams = std::clamp<int64_t>(resident / least, 1, plan.steps);
-  const int64_t most = std::min<int64_t>(kMaxTeamBlocks, ceil_div(vectors, kMinSlab));
-  const int64_t blocks = least == 1 ? 1 : std::min(resident / plan.teams, most);
-  plan.slab = static_cast<int>(ceil_div(vectors, blocks));
-  plan.blocks = static_cast<int>(ceil_div(vectors, plan.slab));
-  return plan;
-}
 
 /// The launch of a plan.
 inline Grid make_grid(const GridPlan& plan) {

@@ -21,27 +21,7 @@
 namespace torchkiln::rowwise {
 using namespace device;
 
-inline constexpr int kPartThreads = 256;
 inline constexpr int kPartWarps = kPartThreads / kWarpLanes;
-
-/// How rows are cut. Depends only on shape and device.
-struct PartPlan {
-  int parts;      // of a row
-  int64_t tasks;  // parts of all rows
-  int64_t lag;    // in tasks
-};
-
-template <class Row, int kBlocks>
-PartPlan make_part_plan(int64_t rows, int64_t columns) {
-  using Tile = typename Row::Tile;
-  const int64_t vectors = ceil_div(columns, Tile::kLanes);
-  const int64_t resident = int64_t{current_device().multiprocessors} * kBlocks;
-  const int64_t least = ceil_div(vectors, int64_t{kPartThreads} * Tile::kVectors);
-  const int64_t most = std::max(least, ceil_div(vectors, kPartThreads));
-  // Half of the running blocks reduce.
-  const int64_t parts = std::clamp(ceil_div(resident / 2, rows), least, most);
-  return {static_cast<int>(parts), rows * parts, parts + resident / 2};
-}
 
 /// The values of parts and rows, in global memory.
 template <class C>
@@ -128,16 +108,24 @@ __global__ void __launch_bounds__(kPartThreads, kBlocks)
 
 /// Queues rows_in_parts. kBlocks: per SM; 4 have 64 registers per thread, 3 have 80.
 template <class Row, int kBlocks>
-Status launch_in_parts(const typename Row::Problem& p, int64_t rows, int64_t columns,
-                       Allocate allocate, CUstream_st* stream) {
-  const PartPlan plan = make_part_plan<Row, kBlocks>(rows, columns);
-  const int64_t blocks = 2 * (plan.tasks + plan.lag);
-  if (blocks > kMaxGridX) return {"too many rows for one launch"};
+Status launch_in_parts(const typename Row::Problem& p, const PartPlan& plan, Allocate allocate,
+                       CUstream_st* stream) {
+  if (plan.blocks() > kMaxGridX) return {"too many rows for one launch"};
   PartValues<typename Row::C> values{};
   const Status status = allocate_part_values(plan, Row::kValues, allocate, stream, values);
   if (!status.ok()) return status;
-  const Grid grid{dim3(static_cast<unsigned>(blocks)), dim3(kPartThreads)};
+  const Grid grid{dim3(static_cast<unsigned>(plan.blocks())), dim3(kPartThreads)};
   return launch_overlapped(rows_in_parts<Row, kBlocks>, grid, stream, p, plan, values);
+}
+
+/// launch_in_parts() with the plan for these rows.
+template <class Row, int kBlocks>
+Status launch_in_parts(const typename Row::Problem& p, int64_t rows, int64_t columns,
+                       Allocate allocate, CUstream_st* stream) {
+  using Tile = typename Row::Tile;
+  const PartPlan plan =
+      make_part_plan(rows, columns, Tile::kLanes, Tile::kVectors, kBlocks, current_device());
+  return launch_in_parts<Row, kBlocks>(p, plan, allocate, stream);
 }
 
 }  // namespace torchkiln::rowwise

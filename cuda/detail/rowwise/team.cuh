@@ -15,64 +15,15 @@
 
 #include <cooperative_groups.h>
 
-#include <algorithm>
 #include <cuda/ptx>
 
 #include "detail/barrier.cuh"
+#include "detail/rowwise/plans.h"
 #include "torchkiln/device/launch.cuh"
 #include "torchkiln/device/warp.cuh"
 
 namespace torchkiln::rowwise {
 using namespace device;
-
-inline constexpr int kMaxClusterBlocks = 8;     // every GPU with clusters supports them
-inline constexpr int kLargeClusterBlocks = 16;  // some GPUs support them; the kernel must opt in
-inline constexpr int kMaxTeamThreads = 512;     // per block of a cluster
-inline constexpr int kMaxWarps = kMaxClusterBlocks * kMaxTeamThreads / kWarpLanes;
-
-/// A team of up to 32 threads has a power of two of them, a larger one whole warps. A team shares
-/// its block with others, has the block, or has all blocks of a cluster.
-struct TeamShape {
-  int threads;      // of the team, per block
-  int log_threads;  // of a team of up to 32 threads; else 31, so that thread >> 31 is 0
-  int log_blocks;   // of a cluster
-  int per_block;    // teams per block
-
-  __host__ __device__ int blocks() const { return 1 << log_blocks; }
-  __host__ __device__ int size() const { return threads << log_blocks; }
-  __host__ __device__ int block_threads() const { return threads * per_block; }
-  /// Whether the team needs no barriers.
-  __host__ __device__ bool in_warp() const { return threads <= kWarpLanes; }
-};
-
-inline int ceil_log2(int64_t least) {
-  int log = 0;
-  while (int64_t{1} << log < least) ++log;
-  return log;
-}
-
-/// A team of at least `threads` threads, or the largest one possible, in blocks of up to
-/// `block_threads` and clusters of up to `max_blocks`. Several small teams share a block of up to
-/// `shared_threads`.
-inline TeamShape make_team(int64_t threads, int block_threads, int shared_threads, int max_blocks) {
-  int log_blocks = ceil_log2(ceil_div(threads, block_threads));
-  if (1 << log_blocks > max_blocks) log_blocks = ceil_log2(max_blocks);
-  const int64_t warps = ceil_div(ceil_div(threads, 1 << log_blocks), kWarpLanes);
-  int in_block = static_cast<int>(std::min<int64_t>(warps * kWarpLanes, block_threads));
-  if (threads <= kWarpLanes) in_block = 1 << ceil_log2(threads);
-  if (2 * in_block > shared_threads) return {in_block, 31, log_blocks, 1};
-  const int log_threads = in_block <= kWarpLanes ? ceil_log2(in_block) : 31;
-  return {in_block, log_threads, log_blocks, shared_threads / in_block};
-}
-
-/// Shared memory through which a team's warps exchange values. Two halves alternate, so that one
-/// barrier per exchange is enough: a warp can write a half again only after every warp has
-/// published the following exchange, and thus has read this one.
-template <class C, int kValues, int kSlots = kMaxWarps>
-struct TeamStorage {
-  C slots[2][kValues][kSlots];
-  uint64_t arrived[2];
-};
 
 /// The calling thread's view of its team. kShared: teams of several warps may share a block. Such a
 /// kernel reserves the 16 named barriers of a block; an SM has 64, so 4 such blocks fit.

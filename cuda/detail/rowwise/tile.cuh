@@ -107,13 +107,9 @@ class UnalignedRowTile {
   static constexpr int kItems = kVectors + 1;
   using Item = Vec<T, kLanes>;
 
-  // At least one thread per element of head and tail.
-  static constexpr int kMinThreads = 2 * kLanes - 1;
-  // Vectors of the row. One whole vector is left to the tail: the parameters of a row vector lie
-  // across two aligned vectors of the parameter array, and the second must not reach beyond its
-  // end.
+  static constexpr int kMinThreads = fewest_edge_threads(kLanes);
   static __host__ __device__ constexpr int64_t inner_vectors(int64_t columns) {
-    return columns < kLanes ? 0 : columns / kLanes - 1;
+    return rowwise::inner_vectors(columns, kLanes);
   }
 
   __device__ __forceinline__ UnalignedRowTile(const void* row, int columns, int rank, int size)
@@ -192,70 +188,41 @@ class UnalignedRowTile {
   int edge_;   // the column of the thread's edge element, or -1
 };
 
-/// How a team holds a row: kFewItems or kManyItems vectors per thread.
-inline constexpr int kManyItems = 8;
-struct RowPlan {
-  TeamShape team;
-  int items;  // 0: the row is too long for a team
-};
-
-/// `streams`: rows that a thread holds at once. `cluster_threads`: preferred block size in a
-/// cluster; small blocks are scheduled sooner, large ones exchange less.
-inline RowPlan make_row_plan(int64_t vectors, int64_t min_threads, int streams,
-                             int cluster_threads) {
-  // Block size of teams that share a block.
-  constexpr int kSmallBlock = 128;
-  const int max_blocks = current_device().runs_90_code ? kMaxClusterBlocks : 1;
-  const auto plan = [&](int items, int block, int blocks) {
-    const int64_t threads = std::max(ceil_div(vectors, items), min_threads);
-    RowPlan found{make_team(threads, block, threads <= kWarpLanes ? kSmallBlock : 0, blocks),
-                  items};
-    if (found.team.size() < threads) found.items = 0;
-    return found;
-  };
-  const auto in_cluster = [&](int items) {
-    const RowPlan found = plan(items, cluster_threads, max_blocks);
-    return found.items == 0 ? plan(items, kRowThreads, max_blocks) : found;
-  };
-  // Loads in flight hide the latency of the reduction. With one row, fill the registers of a block
-  // before using a cluster; two rows fill them already.
-  RowPlan found = streams == 1 ? plan(kFewItems, kRowThreads, 1) : in_cluster(kFewItems);
-  if (found.items == 0 && streams == 1) found = plan(kManyItems, kRowThreads, 1);
-  return found.items == 0 ? in_cluster(kManyItems) : found;
-}
-
 /// Blocks per SM: two with 64 registers per thread, or one with 128 if a thread holds more than
 /// kManyItems vectors.
 template <class Tile, int kStreams = 1>
 inline constexpr int kRowBlocks = Tile::kVectors * kStreams <= kManyItems ? 2 : 1;
 
-/// Calls in_registers(TypeTag<Tile>{}, team) with the tile that holds such rows, or
-/// too_long() if no team can hold a row.
-template <class T, class InRegisters, class TooLong>
-Status with_tile(Alignment alignment, int64_t columns, int streams, int cluster_threads,
-                 const InRegisters& in_registers, const TooLong& too_long) {
-  constexpr int kLanes = kVectorLanes<T>;
-  using Vectors = RowVectors<T, kLanes, true>;
-  using Elements = RowVectors<T, 1, true>;
-  const auto with_items = [&](int64_t vectors, int64_t min_threads, auto few, auto many) {
-    const RowPlan plan = make_row_plan(vectors, min_threads, streams, cluster_threads);
-    if (plan.items == kFewItems) return in_registers(few, plan.team);
-    if (plan.items == kManyItems) return in_registers(many, plan.team);
-    return too_long();
+/// Calls in_registers(TypeTag<Tile>{}, team) with the tile that holds such rows as plan_rows()
+/// says.
+template <class T, class InRegisters>
+Status with_tile(Alignment alignment, const RowPlan& plan, const InRegisters& in_registers) {
+  const auto with_items = [&](auto few, auto many) {
+    return plan.items == kFewItems ? in_registers(few, plan.team) : in_registers(many, plan.team);
   };
-  if (alignment == Alignment::vector) {
-    return with_items(ceil_div(columns, kLanes), 1, TypeTag<RowTile<Vectors, kFewItems>>{},
+  const auto with_vectors = [&](auto tag) {
+    using Vectors = typename decltype(tag)::type;
+    return with_items(TypeTag<RowTile<Vectors, kFewItems>>{},
                       TypeTag<RowTile<Vectors, kManyItems>>{});
-  }
+  };
+  if (alignment == Alignment::vector)
+    return with_vectors(TypeTag<RowVectors<T, kVectorLanes<T>, true>>{});
   if constexpr (sizeof(T) < 8) {
     if (alignment == Alignment::shared_offset) {
-      using Few = UnalignedRowTile<T, kFewItems>;
-      return with_items(Few::inner_vectors(columns), Few::kMinThreads, TypeTag<Few>{},
+      return with_items(TypeTag<UnalignedRowTile<T, kFewItems>>{},
                         TypeTag<UnalignedRowTile<T, kManyItems>>{});
     }
   }
-  return with_items(columns, 1, TypeTag<RowTile<Elements, kFewItems>>{},
-                    TypeTag<RowTile<Elements, kManyItems>>{});
+  return with_vectors(TypeTag<RowVectors<T, 1, true>>{});
+}
+
+/// with_tile() with the plan for these rows, or too_long() if no team can hold a row.
+template <class T, class InRegisters, class TooLong>
+Status with_tile(Alignment alignment, int64_t columns, int streams, int cluster_threads,
+                 const InRegisters& in_registers, const TooLong& too_long) {
+  const std::optional<RowPlan> plan =
+      plan_rows(DtypeOf<T>::value, alignment, columns, streams, cluster_threads, current_device());
+  return plan ? with_tile<T>(alignment, *plan, in_registers) : too_long();
 }
 
 }  // namespace torchkiln::rowwise

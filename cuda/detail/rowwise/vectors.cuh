@@ -15,7 +15,7 @@
 #include <utility>
 
 #include "detail/rowwise/team.cuh"
-#include "torchkiln/device/alignment.cuh"
+#include "torchkiln/device/alignment.h"
 #include "torchkiln/device/vec.cuh"
 
 namespace torchkiln::rowwise {
@@ -144,11 +144,6 @@ struct RowVectors {
   }
 };
 
-// Threads of a one-row block; at 64 registers per thread two blocks fit an SM.
-inline constexpr int kRowThreads = 512;
-/// Vectors of a row that a thread loads together; kManyItems for longer rows.
-inline constexpr int kFewItems = 4;
-
 /// Calls body(TypeTag<RowVectors<T, ...>>{}) with the access for `alignment`.
 template <class T, class Body>
 Status with_vectors(Alignment alignment, const Body& body) {
@@ -159,11 +154,6 @@ Status with_vectors(Alignment alignment, const Body& body) {
   }
   return body(TypeTag<RowVectors<T, 1, true>>{});
 }
-
-/// Longest row: its column numbers, and those that a loop computes beyond the last one, fit in 32
-/// bits.
-inline constexpr int64_t kMaxColumns = (int64_t{1} << 31) - (int64_t{1} << 20);
-inline constexpr const char* kTooLong = "a row has more than 2^31 - 2^20 elements";
 
 /// The grid for `rows` rows.
 inline Status make_grid(const TeamShape& team, int64_t rows, Grid& grid) {

@@ -4,7 +4,7 @@
 // matrices.
 
 #include "detail/sparse/csr_split.cuh"
-#include "torchkiln/device/alignment.cuh"
+#include "torchkiln/device/alignment.h"
 #include "torchkiln/device/vec.cuh"
 
 namespace torchkiln::sparse {

@@ -1,3 +1,6 @@
+// grad_x = grad * activation'(saved), element by element, with the tensor that the forward has
+// saved, x or y. The kernels are those of device/elementwise.cuh, as in forward.cu.
+
 #include "torchkiln/device/elementwise.cuh"
 #include "torchkiln/kernels/activation.h"
 

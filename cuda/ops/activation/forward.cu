@@ -1,3 +1,6 @@
+// y = activation(x), element by element. One kernel for each activation, and one for all of them
+// that reads operands of any layout: see device/elementwise.cuh. backward.cu has the gradient.
+
 #include "torchkiln/device/elementwise.cuh"
 #include "torchkiln/kernels/activation.h"
 

@@ -1,3 +1,15 @@
+// The gradients of batch norm: sums of the parts of the channels, their total (here), grad_x.
+//
+//   plan       kernels                                     when
+//   resident   one cooperative kernel for both passes,     training on 9.0, adjacent channels in
+//              backward_resident.cu                        vectors; with grad_residual up to 2^24
+//                                                          elements
+//   rows       sums, total, grad_x: backward_rows.cu       adjacent channels, and small planes that
+//                                                          fold to rows of all channels
+//   planes     sums, total, grad_x: backward_planes.cu     channels of adjacent elements
+//
+// backward.cuh has the kernels of rows and planes, total.cuh and sums.cuh the total.
+
 #include "backward.cuh"
 #include "sums.cuh"
 #include "total.cuh"
@@ -28,6 +40,18 @@ __global__ void __launch_bounds__(kTotalThreads)
   finish_sums<C>(p, channel, sums);
 }
 
+Status sums_of(const BatchNormBackward& p, const ChannelPass& pass, Allocate allocate,
+               CUstream_st* stream) {
+  return pass.in_rows ? sums_of_rows(p, pass, allocate, stream)
+                      : sums_of_planes(p, pass, allocate, stream);
+}
+
+Status input_gradients_of(const BatchNormBackward& p, const ChannelPass& pass,
+                          CUstream_st* stream) {
+  return pass.in_rows ? input_gradients_of_rows(p, pass, stream)
+                      : input_gradients_of_planes(p, pass, stream);
+}
+
 }  // namespace
 
 Status add_channel_sums(const BatchNormBackward& p, const void* partial, int64_t parts,
@@ -45,13 +69,11 @@ Status add_channel_sums(const BatchNormBackward& p, const void* partial, int64_t
 
 Status batch_norm_backward_sums(const BatchNormBackward& p, Allocate allocate,
                                 CUstream_st* stream) {
-  return p.layout.inner == 1 || folds_planes(p.layout) ? sums_of_rows(p, allocate, stream)
-                                                       : sums_of_planes(p, allocate, stream);
+  return sums_of(p, choose_passes(p, current_device()), allocate, stream);
 }
 
 Status batch_norm_backward_input(const BatchNormBackward& p, CUstream_st* stream) {
-  return p.layout.inner == 1 || folds_planes(p.layout) ? input_gradients_of_rows(p, stream)
-                                                       : input_gradients_of_planes(p, stream);
+  return input_gradients_of(p, choose_passes(p, current_device()), stream);
 }
 
 Status batch_norm_backward(const BatchNormBackward& arguments, Allocate allocate,
@@ -61,11 +83,10 @@ Status batch_norm_backward(const BatchNormBackward& arguments, Allocate allocate
     const size_t each = p.dtype == Dtype::float64 ? sizeof(double) : sizeof(float);
     p.coefficients = allocate(2 * static_cast<size_t>(p.layout.channels) * each);
   }
-  bool done = false;
-  Status status = launch_resident(p, allocate, stream, done);
-  if (done || !status.ok()) return status;
-  status = batch_norm_backward_sums(p, allocate, stream);
-  return status.ok() && p.grad_x != nullptr ? batch_norm_backward_input(p, stream) : status;
+  const BatchNormBackwardPlan plan = choose(p, current_device());
+  if (plan.resident) return launch_resident(p, *plan.resident, allocate, stream);
+  const Status status = sums_of(p, plan.passes, allocate, stream);
+  return status.ok() && p.grad_x != nullptr ? input_gradients_of(p, plan.passes, stream) : status;
 }
 
 }  // namespace torchkiln::cuda

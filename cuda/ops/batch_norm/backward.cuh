@@ -6,16 +6,20 @@
 
 namespace torchkiln::cuda {
 
-/// The backward of rows of adjacent channels, and of planes of adjacent elements: all but grad_x,
+/// The backward of rows of adjacent columns, and of planes of adjacent elements: all but grad_x,
 /// and grad_x by the coefficients.
-Status sums_of_rows(const BatchNormBackward& p, Allocate allocate, CUstream_st* stream);
-Status sums_of_planes(const BatchNormBackward& p, Allocate allocate, CUstream_st* stream);
-Status input_gradients_of_rows(const BatchNormBackward& p, CUstream_st* stream);
-Status input_gradients_of_planes(const BatchNormBackward& p, CUstream_st* stream);
+Status sums_of_rows(const BatchNormBackward& p, const ChannelPass& pass, Allocate allocate,
+                    CUstream_st* stream);
+Status sums_of_planes(const BatchNormBackward& p, const ChannelPass& pass, Allocate allocate,
+                      CUstream_st* stream);
+Status input_gradients_of_rows(const BatchNormBackward& p, const ChannelPass& pass,
+                               CUstream_st* stream);
+Status input_gradients_of_planes(const BatchNormBackward& p, const ChannelPass& pass,
+                                 CUstream_st* stream);
 
-/// One kernel for both passes; `done` tells whether it takes these arguments on this device.
-Status launch_resident(const BatchNormBackward& p, Allocate allocate, CUstream_st* stream,
-                       bool& done);
+/// One kernel for both passes.
+Status launch_resident(const BatchNormBackward& p, const ChannelPass& pass, Allocate allocate,
+                       CUstream_st* stream);
 
 /// Adds the sums of `parts` parts of each channel: the gradients of weight and bias, and the
 /// coefficients. `partial` is [parts, 2, columns] with one or more columns for each channel.
@@ -23,9 +27,6 @@ Status add_channel_sums(const BatchNormBackward& p, const void* partial, int64_t
                         int64_t columns, CUstream_st* stream);
 
 namespace {
-
-// Blocks per SM, with up to 64 KiB of vectors in flight each.
-constexpr int kBackwardBlocks = 2;
 
 /// relu whose incoming gradient is the sum of two, for calls with signs.
 template <class Math>
@@ -172,24 +173,17 @@ __global__ void __launch_bounds__(kChannelThreads, kBackwardBlocks)
   });
 }
 
-/// Calls body(access, activation, plan, grid). kMayAdd: for a kernel that adds the second gradient.
+/// Calls body(access, activation, grid). kMayAdd: for a kernel that adds the second gradient.
 template <bool kColumns, bool kMayAdd, class Body>
-Status with_backward_plan(const BatchNormBackward& p, const Body& body) {
-  const auto tensors = {p.grad,
-                        p.second,
-                        p.x,
-                        p.residual,
-                        static_cast<const void*>(p.signs),
-                        static_cast<const void*>(p.grad_x),
-                        static_cast<const void*>(p.grad_residual)};
-  return with_channel_access<kColumns>(p.dtype, p.layout, tensors, [&](auto access) {
+Status with_backward_pass(const BatchNormBackward& p, const ChannelPass& pass, const Body& body) {
+  Grid grid;
+  const Status fits = grid_of(pass.plan, grid);
+  if (!fits.ok()) return fits;
+  return with_channel_access<kColumns>(p.dtype, pass.lanes, [&](auto access) {
     using Access = decltype(access);
     const auto with = [&](auto act) {
-      const ChannelPlan plan = make_channel_plan<Access>(p.layout, kBackwardBlocks);
-      Grid grid;
-      const Status fits = grid_of(plan, grid);
       grid.shared_bytes = GradientStreams<Access, decltype(act)>::kSharedBytes;
-      return fits.ok() ? body(access, act, plan, grid) : fits;
+      return body(access, act, grid);
     };
     if constexpr (kMayAdd) {
       if (p.second != nullptr) return with(ReluOfSum<MathFor<typename Access::T>>{});
@@ -199,10 +193,12 @@ Status with_backward_plan(const BatchNormBackward& p, const Body& body) {
 }
 
 template <bool kColumns>
-Status launch_sums(const BatchNormBackward& p, Allocate allocate, CUstream_st* stream) {
+Status launch_sums(const BatchNormBackward& p, const ChannelPass& pass, Allocate allocate,
+                   CUstream_st* stream) {
   if (!p.needs_sums() && p.grad_residual == nullptr) return {};
-  return with_backward_plan<kColumns, /*kMayAdd=*/true>(
-      p, [&](auto access, auto act, const ChannelPlan& plan, const Grid& grid) {
+  const ChannelPlan& plan = pass.plan;
+  return with_backward_pass<kColumns, /*kMayAdd=*/true>(
+      p, pass, [&](auto access, auto act, const Grid& grid) {
         using Access = decltype(access);
         using C = typename Access::C;
         C* partial = nullptr;
@@ -218,16 +214,17 @@ Status launch_sums(const BatchNormBackward& p, Allocate allocate, CUstream_st* s
 }
 
 template <bool kColumns>
-Status launch_input_gradients(const BatchNormBackward& p, CUstream_st* stream) {
-  return with_backward_plan<kColumns, /*kMayAdd=*/false>(
-      p, [&](auto access, auto act, const ChannelPlan& plan, const Grid& grid) {
+Status launch_input_gradients(const BatchNormBackward& p, const ChannelPass& pass,
+                              CUstream_st* stream) {
+  return with_backward_pass<kColumns, /*kMayAdd=*/false>(
+      p, pass, [&](auto access, auto act, const Grid& grid) {
         using Access = decltype(access);
         using T = typename Access::T;
         const bool has_g = p.grad_residual != nullptr && p.residual_gradient_is_exact();
         const bool is_g = has_g || p.activation == kActivation<None>;
         const T* const grad = static_cast<const T*>(has_g ? p.grad_residual : p.grad);
-        return launch_overlapped(input_gradients<Access, decltype(act)>, grid, stream, p, plan, act,
-                                 grad, is_g,
+        return launch_overlapped(input_gradients<Access, decltype(act)>, grid, stream, p, pass.plan,
+                                 act, grad, is_g,
                                  static_cast<const typename Access::C*>(p.coefficients));
       });
 }

@@ -1,11 +1,13 @@
+// Sums, coefficients and grad_x in one cooperative kernel, for adjacent channels on compute
+// capability 9.0. The rows that fit stay in shared memory between the passes: resident.cuh has the
+// drawing.
+
 #include "backward.cuh"
 #include "resident.cuh"
 #include "sums.cuh"
 
 namespace torchkiln::cuda {
 namespace {
-
-constexpr int64_t kMostWithResidual = int64_t{1} << 24;
 
 template <class Access, class Act>
 __global__ void __launch_bounds__(kChannelThreads, kResidentBlocks)
@@ -67,38 +69,20 @@ __global__ void __launch_bounds__(kChannelThreads, kResidentBlocks)
 
 }  // namespace
 
-Status launch_resident(const BatchNormBackward& p, Allocate allocate, CUstream_st* stream,
-                       bool& done) {
-  done = false;
-  if (!p.training || !p.needs_sums() || p.layout.numel() == 0) return {};
-  // Three or four tensors that do not fit: the second pass of two kernels reads one less.
-  if (p.grad_residual != nullptr && p.layout.numel() > kMostWithResidual) return {};
-  const auto tensors = {p.grad,
-                        p.second,
-                        p.x,
-                        p.residual,
-                        static_cast<const void*>(p.signs),
-                        static_cast<const void*>(p.grad_x),
-                        static_cast<const void*>(p.grad_residual)};
-  return with_channel_access<true>(p.dtype, p.layout, tensors, [&](auto access) -> Status {
+Status launch_resident(const BatchNormBackward& p, const ChannelPass& pass, Allocate allocate,
+                       CUstream_st* stream) {
+  const ChannelPlan& plan = pass.plan;
+  return with_resident_access(p.dtype, [&](auto access) {
     using Access = decltype(access);
     using C = typename Access::C;
-    if constexpr (Access::kLanes == 1) {
-      return {};
-    } else {
-      ChannelPlan plan{};
-      Grid grid;
-      if (!make_resident_plan<Access>(p.layout, plan, grid)) return {};
-      done = true;
-      const auto sums = static_cast<size_t>(plan.parts * plan.columns) * 2;
-      C* const partial = static_cast<C*>(allocate(sums * sizeof(C)));
-      const auto launch = [&](auto act) {
-        return launch_overlapped(resident_backward<Access, decltype(act)>, grid, stream, p, plan,
-                                 act, partial);
-      };
-      if (p.second != nullptr) return launch(ReluOfSum<MathFor<typename Access::T>>{});
-      return with_channel_activation<Access>(p.activation, launch);
-    }
+    const auto sums = static_cast<size_t>(plan.parts * plan.columns) * 2;
+    C* const partial = static_cast<C*>(allocate(sums * sizeof(C)));
+    const auto launch = [&](auto act) {
+      return launch_overlapped(resident_backward<Access, decltype(act)>, resident_grid(plan),
+                               stream, p, plan, act, partial);
+    };
+    if (p.second != nullptr) return launch(ReluOfSum<MathFor<typename Access::T>>{});
+    return with_channel_activation<Access>(p.activation, launch);
   });
 }
 

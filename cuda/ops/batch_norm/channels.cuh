@@ -12,42 +12,12 @@
 // inner], whose columns are added to channels at the end.
 
 #include "detail/reduce/columns.cuh"
-#include "torchkiln/device/alignment.cuh"
-#include "torchkiln/device/fast_divide.cuh"
+#include "ops/batch_norm/choose.h"
 #include "torchkiln/device/warp.cuh"
-#include "torchkiln/kernels/batch_norm.h"
 
 namespace torchkiln::cuda {
 
 using namespace device;
-
-inline constexpr int kChannelThreads = 256;
-/// Elements per vector: a byte of signs for each. float32 takes two loads of 16 bytes.
-inline constexpr int kChannelLanes = 8;
-
-/// How the elements are shared among blocks and threads. Depends only on shape and device.
-struct ChannelPlan {
-  ChannelLayout layout;
-  int threads_x;        // along a row or a segment
-  int threads_y;        // rows or segments that a block reads at a time
-  int64_t tiles;        // blocks along x: tiles of columns, or channels
-  int64_t parts;        // blocks along y
-  int64_t rows;         // rows, or segments of all planes
-  int64_t columns;      // of a row
-  Divisor period{};     // columns of a channel
-  int64_t segment = 0;  // elements of a segment
-  Divisor segments{};   // of a plane
-};
-
-/// Whether the planes are read as rows of all channels. The partial sums take up to 24 bytes per
-/// column: if planes have whole vectors, that pays for many rows only.
-inline bool folds_planes(const ChannelLayout& layout) {
-  constexpr int64_t kSmallPlane = 256;
-  const int64_t columns = layout.channels * layout.inner;
-  const bool in_vectors = layout.inner % kChannelLanes == 0 && layout.inner >= kSmallPlane;
-  return layout.inner > 1 && layout.outer >= (in_vectors ? 128 : 32) && columns <= INT32_MAX &&
-         columns % kChannelLanes == 0;
-}
 
 namespace {
 
@@ -58,7 +28,7 @@ struct ChannelAccess {
   using C = Compute<T>;
   static constexpr bool kColumns = Columns;
   static constexpr int kLanes = Lanes;
-  static constexpr int kItems = 8;  // vectors of a segment per thread
+  static constexpr int kItems = kChannelItems;
 };
 
 /// The elements of a thread and of its block.
@@ -202,45 +172,6 @@ class ChannelWalk {
   int item_ = 0;
 };
 
-/// A plan for blocks that are resident together, `blocks` per SM.
-template <class Access>
-ChannelPlan make_channel_plan(const ChannelLayout& layout, int blocks) {
-  constexpr int kLanes = Access::kLanes, kItems = Access::kItems;
-  ChannelPlan plan{};
-  plan.layout = layout;
-  if constexpr (Access::kColumns) {
-    plan.columns = layout.channels * layout.inner;
-    plan.period = Divisor(static_cast<uint32_t>(layout.inner));
-    const reduce::columns::Plan columns =
-        reduce::columns::make_plan(layout.outer, plan.columns, kLanes, blocks);
-    plan.threads_x = columns.threads_x;
-    plan.threads_y = columns.threads_y;
-    plan.tiles = columns.tiles;
-    plan.parts = columns.chunks;
-    plan.rows = layout.outer;
-  } else {
-    plan.columns = layout.channels;
-    const int64_t vectors = ceil_div(layout.inner, kLanes);
-    plan.threads_x = 1;
-    while (plan.threads_x < kChannelThreads && int64_t{plan.threads_x} * kItems < vectors)
-      plan.threads_x *= 2;
-    // Few planes: all threads of the block share them.
-    while (layout.outer < kChannelThreads / plan.threads_x && plan.threads_x < vectors)
-      plan.threads_x *= 2;
-    plan.threads_y = kChannelThreads / plan.threads_x;
-    const int64_t segments = ceil_div(vectors, int64_t{plan.threads_x} * kItems);
-    plan.segment = ceil_div(vectors, segments) * kLanes;
-    plan.segments = Divisor(static_cast<uint32_t>(segments));
-    plan.rows = layout.outer * segments;
-    plan.tiles = layout.channels;
-    const int64_t wave = int64_t{current_device().multiprocessors} * blocks;
-    plan.parts = reduce::parts_filling_waves(plan.tiles, ceil_div(plan.rows, plan.threads_y), wave);
-  }
-  constexpr int64_t kMaxGridY = 65535;
-  plan.parts = plan.parts > kMaxGridY ? kMaxGridY : plan.parts;
-  return plan;
-}
-
 inline Status grid_of(const ChannelPlan& plan, Grid& grid) {
   if (plan.tiles > kMaxGridX) return {"too many channels for one launch"};
   if (plan.segment != 0 && plan.rows > INT32_MAX) return {"too many planes for one launch"};
@@ -249,17 +180,13 @@ inline Status grid_of(const ChannelPlan& plan, Grid& grid) {
   return {};
 }
 
-/// Calls body(ChannelAccess) for vectors if every row or plane consists of whole ones, else for
-/// single elements. float64 has single elements only, which saves an instantiation.
+/// Calls body(ChannelAccess) for vectors of `lanes` elements.
 template <bool kColumns, class Body>
-Status with_channel_access(Dtype dtype, const ChannelLayout& layout,
-                           std::initializer_list<const void*> tensors, const Body& body) {
-  bool in_vectors = (kColumns ? layout.channels * layout.inner : layout.inner) % kChannelLanes == 0;
-  for (const void* tensor : tensors) in_vectors = in_vectors && aligned(tensor);
+Status with_channel_access(Dtype dtype, int lanes, const Body& body) {
   return dispatch_floating(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     if constexpr (sizeof(T) < 8) {
-      if (in_vectors) return body(ChannelAccess<T, kColumns, kChannelLanes>{});
+      if (lanes == kChannelLanes) return body(ChannelAccess<T, kColumns, kChannelLanes>{});
     }
     return body(ChannelAccess<T, kColumns, 1>{});
   });

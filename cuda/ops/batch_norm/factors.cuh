@@ -100,6 +100,7 @@ __device__ __forceinline__ void add_vector(const Vec<T, N>& residual, C (&z)[N])
 /// An activation that is known at compile time.
 template <class Act, class Math>
 struct FixedActivation {
+  static constexpr bool kIsFixed = true;
   /// Whether the derivative needs the residual, see kept_by_batch_norm().
   static constexpr bool kReadsResidual =
       Act::kSaved == Saved::input || Act::kSaved == Saved::output;
@@ -119,6 +120,7 @@ struct FixedActivation {
 /// An activation that is selected at run time, once per vector.
 template <class Math>
 struct SelectedActivation {
+  static constexpr bool kIsFixed = false;
   static constexpr bool kReadsResidual = true;
 
   Activation activation;

@@ -1,3 +1,15 @@
+// y = activation(n * weight + bias + residual) with n normalized over a channel of all samples.
+//
+//   plan       kernels                                     when
+//   resident   one cooperative kernel for both passes,     training on 9.0, adjacent channels in
+//              forward_resident.cu                         vectors, no residual and no signs
+//   rows       moments, merge, y: forward_rows.cu          adjacent channels, and small planes that
+//                                                          fold to rows of all channels
+//   planes     moments, merge, y: forward_planes.cu        channels of adjacent elements
+//
+// In eval mode y is the only kernel. forward.cuh has the kernels of rows and planes, channels.cuh
+// which elements a thread has, factors.cuh n, pool.cu a max pool behind. Gradients: backward.cu.
+
 #include "forward.cuh"
 #include "statistics.cuh"
 #include "total.cuh"
@@ -69,6 +81,10 @@ __global__ void __launch_bounds__(kChannelThreads)
   signs[byte] = static_cast<uint8_t>(bits);
 }
 
+Status outputs_of(const BatchNorm& p, const ChannelPass& pass, CUstream_st* stream) {
+  return pass.in_rows ? outputs_of_rows(p, pass, stream) : outputs_of_planes(p, pass, stream);
+}
+
 }  // namespace
 
 Status merge_moments(const BatchNorm& p, const Moments* partial, int64_t parts, int64_t columns,
@@ -95,9 +111,14 @@ Status pack_signs(const BatchNorm& p, CUstream_st* stream) {
   });
 }
 
+Status moments_of(const BatchNorm& p, const ChannelPass& pass, Allocate allocate,
+                  CUstream_st* stream) {
+  return pass.in_rows ? moments_of_rows(p, pass, allocate, stream)
+                      : moments_of_planes(p, pass, allocate, stream);
+}
+
 Status batch_norm_moments(const BatchNorm& p, Allocate allocate, CUstream_st* stream) {
-  return p.layout.inner == 1 || folds_planes(p.layout) ? moments_of_rows(p, allocate, stream)
-                                                       : moments_of_planes(p, allocate, stream);
+  return moments_of(p, choose_moments(p, current_device()), allocate, stream);
 }
 
 Status batch_norm_merge(const BatchNormMerge& p, CUstream_st* stream) {
@@ -109,19 +130,17 @@ Status batch_norm_merge(const BatchNormMerge& p, CUstream_st* stream) {
 }
 
 Status batch_norm_outputs(const BatchNorm& p, CUstream_st* stream) {
-  return p.layout.inner == 1 || folds_planes(p.layout) ? outputs_of_rows(p, stream)
-                                                       : outputs_of_planes(p, stream);
+  return outputs_of(p, choose_outputs(p, current_device()), stream);
 }
 
 Status batch_norm(const BatchNorm& p, Allocate allocate, CUstream_st* stream) {
-  bool done = false;
-  if (p.training) {
-    Status status = launch_resident(p, allocate, stream, done);
-    if (done || !status.ok()) return status;
-    status = batch_norm_moments(p, allocate, stream);
+  const BatchNormPlan plan = choose(p, current_device());
+  if (plan.resident) return launch_resident(p, *plan.resident, allocate, stream);
+  if (plan.moments) {
+    const Status status = moments_of(p, *plan.moments, allocate, stream);
     if (!status.ok()) return status;
   }
-  return batch_norm_outputs(p, stream);
+  return outputs_of(p, *plan.outputs, stream);
 }
 
 }  // namespace torchkiln::cuda

@@ -7,24 +7,27 @@
 
 namespace torchkiln::cuda {
 
-/// The forward of rows of adjacent channels, and of planes of adjacent elements: the moments of x,
+/// The forward of rows of adjacent columns, and of planes of adjacent elements: the moments of x,
 /// merged as by merge_moments(), and the outputs.
-Status moments_of_rows(const BatchNorm& p, Allocate allocate, CUstream_st* stream);
-Status moments_of_planes(const BatchNorm& p, Allocate allocate, CUstream_st* stream);
-Status outputs_of_rows(const BatchNorm& p, CUstream_st* stream);
-Status outputs_of_planes(const BatchNorm& p, CUstream_st* stream);
+Status moments_of_rows(const BatchNorm& p, const ChannelPass& pass, Allocate allocate,
+                       CUstream_st* stream);
+Status moments_of_planes(const BatchNorm& p, const ChannelPass& pass, Allocate allocate,
+                         CUstream_st* stream);
+Status outputs_of_rows(const BatchNorm& p, const ChannelPass& pass, CUstream_st* stream);
+Status outputs_of_planes(const BatchNorm& p, const ChannelPass& pass, CUstream_st* stream);
 
-/// One kernel for both passes; `done` tells whether it takes these arguments on this device.
-Status launch_resident(const BatchNorm& p, Allocate allocate, CUstream_st* stream, bool& done);
+/// One of the first two.
+Status moments_of(const BatchNorm& p, const ChannelPass& pass, Allocate allocate,
+                  CUstream_st* stream);
+
+/// One kernel for both passes.
+Status launch_resident(const BatchNorm& p, const ChannelPass& pass, Allocate allocate,
+                       CUstream_st* stream);
 
 /// Packs the signs of y, for kernels without vectors.
 Status pack_signs(const BatchNorm& p, CUstream_st* stream);
 
 namespace {
-
-// Blocks per SM: 2 x 32 KiB and 3 x 64 KiB of vectors in flight.
-constexpr int kMomentBlocks = 2;
-constexpr int kOutputBlocks = 3;
 
 /// x, and the sums of a part in float64.
 template <class Access>
@@ -155,35 +158,36 @@ __global__ void __launch_bounds__(kChannelThreads, kOutputBlocks)
 }
 
 template <bool kColumns>
-Status launch_moments(const BatchNorm& p, Allocate allocate, CUstream_st* stream) {
-  return with_channel_access<kColumns>(p.dtype, p.layout, {p.x}, [&](auto access) {
+Status launch_moments(const BatchNorm& p, const ChannelPass& pass, Allocate allocate,
+                      CUstream_st* stream) {
+  const ChannelPlan& plan = pass.plan;
+  Grid grid;
+  const Status fits = grid_of(plan, grid);
+  if (!fits.ok()) return fits;
+  return with_channel_access<kColumns>(p.dtype, pass.lanes, [&](auto access) {
     using Access = decltype(access);
     using T = typename Access::T;
-    const ChannelPlan plan = make_channel_plan<Access>(p.layout, kMomentBlocks);
-    Grid grid;
-    Status status = grid_of(plan, grid);
-    if (!status.ok()) return status;
     grid.shared_bytes = MomentStreams<Access>::kSharedBytes;
     const auto moments = static_cast<size_t>(plan.parts * plan.columns);
     auto* const partial = static_cast<Moments*>(allocate(moments * sizeof(Moments)));
-    status = launch_overlapped(part_moments<Access>, grid, stream, static_cast<const T*>(p.x), plan,
-                               partial);
+    const Status status = launch_overlapped(part_moments<Access>, grid, stream,
+                                            static_cast<const T*>(p.x), plan, partial);
     if (!status.ok()) return status;
     return merge_moments(p, partial, plan.parts, plan.columns, stream);
   });
 }
 
 template <bool kColumns>
-Status launch_outputs(const BatchNorm& p, CUstream_st* stream) {
-  return with_channel_access<kColumns>(p.dtype, p.layout, {p.x, p.residual, p.y}, [&](auto access) {
+Status launch_outputs(const BatchNorm& p, const ChannelPass& pass, CUstream_st* stream) {
+  Grid grid;
+  const Status fits = grid_of(pass.plan, grid);
+  if (!fits.ok()) return fits;
+  return with_channel_access<kColumns>(p.dtype, pass.lanes, [&](auto access) {
     using Access = decltype(access);
-    const ChannelPlan plan = make_channel_plan<Access>(p.layout, kOutputBlocks);
-    Grid grid;
-    Status status = grid_of(plan, grid);
-    if (!status.ok()) return status;
     grid.shared_bytes = OutputStreams<Access>::kSharedBytes;
-    status = with_channel_activation<Access>(p.activation, [&](auto act) {
-      return launch_overlapped(channel_outputs<Access, decltype(act)>, grid, stream, p, plan, act);
+    const Status status = with_channel_activation<Access>(p.activation, [&](auto act) {
+      return launch_overlapped(channel_outputs<Access, decltype(act)>, grid, stream, p, pass.plan,
+                               act);
     });
     if (!status.ok() || p.signs == nullptr || Access::kLanes == kChannelLanes) return status;
     return pack_signs(p, stream);

@@ -1,3 +1,6 @@
+// Moments, statistics and y in one cooperative kernel, for adjacent channels on compute capability
+// 9.0. The rows that fit stay in shared memory between the passes: resident.cuh has the drawing.
+
 #include "forward.cuh"
 #include "resident.cuh"
 #include "statistics.cuh"
@@ -72,25 +75,17 @@ __global__ void __launch_bounds__(kChannelThreads, kResidentBlocks)
 
 }  // namespace
 
-Status launch_resident(const BatchNorm& p, Allocate allocate, CUstream_st* stream, bool& done) {
-  done = false;
-  if (p.residual != nullptr || p.signs != nullptr || p.layout.numel() == 0) return {};
-  return with_channel_access<true>(p.dtype, p.layout, {p.x, p.y}, [&](auto access) -> Status {
+Status launch_resident(const BatchNorm& p, const ChannelPass& pass, Allocate allocate,
+                       CUstream_st* stream) {
+  const ChannelPlan& plan = pass.plan;
+  return with_resident_access(p.dtype, [&](auto access) {
     using Access = decltype(access);
-    if constexpr (Access::kLanes == 1) {
-      return {};
-    } else {
-      ChannelPlan plan{};
-      Grid grid;
-      if (!make_resident_plan<Access>(p.layout, plan, grid)) return {};
-      done = true;
-      const auto moments = static_cast<size_t>(plan.parts * plan.columns);
-      auto* const partial = static_cast<Moments*>(allocate(moments * sizeof(Moments)));
-      return with_channel_activation<Access>(p.activation, [&](auto act) {
-        return launch_overlapped(resident_forward<Access, decltype(act)>, grid, stream, p, plan,
-                                 act, partial);
-      });
-    }
+    const auto moments = static_cast<size_t>(plan.parts * plan.columns);
+    auto* const partial = static_cast<Moments*>(allocate(moments * sizeof(Moments)));
+    return with_channel_activation<Access>(p.activation, [&](auto act) {
+      return launch_overlapped(resident_forward<Access, decltype(act)>, resident_grid(plan), stream,
+                               p, plan, act, partial);
+    });
   });
 }
 

@@ -1,5 +1,7 @@
 #pragma once
 
+// The merge of the moments of parts, also for the convolution that computes those of its results.
+
 #include "detail/reduce/moments.cuh"
 #include "torchkiln/kernels/batch_norm.h"
 

@@ -2,17 +2,15 @@
 // gradient is stored.
 
 #include "backward.cuh"
+#include "choose_pool.h"
+#include "forward.cuh"
 #include "windows.cuh"
 
 namespace torchkiln::cuda {
 namespace {
 
-// Blocks per SM: as many as registers allow without spills.
 template <class Windows>
-constexpr int kPoolBlocks = Windows::kIsFixed ? 3 : 2;
-constexpr int kPoolBackwardBlocks = 2;
-
-enum class PoolKernel { outputs, sums, gradients };
+constexpr int kPoolBlocks = pool_blocks(Windows::Axis::kWidth);
 
 /// The largest value of a window so far, for each lane.
 template <class Access>
@@ -187,10 +185,8 @@ struct WindowGradient {
   }
 };
 
-/// Whether a thread computes the gradients of stride x stride pixels, whose windows it reads once.
-/// For float32, and for windows that are not known at compile time, it has one pixel.
 template <class T, class Windows>
-constexpr bool kInBlocks = Windows::kIsFixed && sizeof(T) == 2;
+constexpr bool kInBlocks = computes_in_blocks(Windows::Axis::kWidth, sizeof(T));
 
 template <class Access, class Windows, class Act>
 __global__ void __launch_bounds__(kChannelThreads, kPoolBackwardBlocks)
@@ -268,42 +264,38 @@ __global__ void __launch_bounds__(kChannelThreads, kPoolBackwardBlocks)
   }
 }
 
-/// Calls body(access, windows, activation, plan, grid). Kernels of outputs and sums walk over
-/// windows, those of gradients over pixels.
+/// Calls body(access, windows, activation, grid).
 template <class Body>
-Status with_pool(const PoolWindows& windows, Dtype dtype, Activation activation, int64_t channels,
-                 PoolKernel kernel, const Body& body) {
+Status with_pool(const PoolWindows& windows, const PoolPass& pass, Dtype dtype,
+                 Activation activation, const Body& body) {
+  Grid grid;
+  const Status fits = grid_of(pass.plan, grid);
+  if (!fits.ok()) return fits;
   return dispatch<float, __half, __nv_bfloat16>(dtype, [&](auto tag) {
     using Access = ChannelAccess<typename decltype(tag)::type, true, kChannelLanes>;
-    return with_windows<typename Access::T>(windows, activation, [&](auto type, auto act) {
-      using Windows = decltype(type);
-      constexpr bool kBlocks = kInBlocks<typename Access::T, Windows>;
-      constexpr Walk kPixels = kBlocks ? Walk::blocks : Walk::pixels;
-      const auto [walked, steps] =
-          make_walk<Windows>(windows, kernel == PoolKernel::gradients ? kPixels : Walk::windows);
-      const int blocks = kernel == PoolKernel::outputs ? kPoolBlocks<Windows> : kPoolBackwardBlocks;
-      const ChannelPlan plan = make_channel_plan<Access>({steps, channels, 1}, blocks);
-      Grid grid;
-      const Status fits = grid_of(plan, grid);
-      return fits.ok() ? body(Access{}, walked, act, plan, grid) : fits;
-    });
+    return with_windows<typename Access::T>(
+        pass.fixed_window, activation, [&](auto type, auto act) {
+          return body(Access{}, make_grid_of<decltype(type)>(windows, pass.walked), act, grid);
+        });
   });
 }
 
-Status launch_outputs(const BatchNormPool& p, CUstream_st* stream) {
-  return with_pool(
-      p.windows, p.norm.dtype, p.norm.activation, p.norm.layout.channels, PoolKernel::outputs,
-      [&](auto access, const auto& windows, auto act, const ChannelPlan& plan, const Grid& grid) {
-        using Windows = std::decay_t<decltype(windows)>;
-        return launch_overlapped(pooled_outputs<decltype(access), Windows, decltype(act)>, grid,
-                                 stream, p, plan, windows, act);
-      });
+Status launch_outputs(const BatchNormPool& p, const PoolPass& pass, CUstream_st* stream) {
+  return with_pool(p.windows, pass, p.norm.dtype, p.norm.activation,
+                   [&](auto access, const auto& windows, auto act, const Grid& grid) {
+                     using Windows = std::decay_t<decltype(windows)>;
+                     return launch_overlapped(
+                         pooled_outputs<decltype(access), Windows, decltype(act)>, grid, stream, p,
+                         pass.plan, windows, act);
+                   });
 }
 
-Status launch_sums(const BatchNormPoolBackward& p, Allocate allocate, CUstream_st* stream) {
+Status launch_sums(const BatchNormPoolBackward& p, const PoolPass& pass, Allocate allocate,
+                   CUstream_st* stream) {
+  const ChannelPlan& plan = pass.plan;
   return with_pool(
-      p.windows, p.norm.dtype, p.norm.activation, p.norm.layout.channels, PoolKernel::sums,
-      [&](auto access, const auto& windows, auto act, const ChannelPlan& plan, Grid grid) {
+      p.windows, pass, p.norm.dtype, p.norm.activation,
+      [&](auto access, const auto& windows, auto act, Grid grid) {
         using Access = decltype(access);
         using C = typename Access::C;
         using Windows = std::decay_t<decltype(windows)>;
@@ -317,29 +309,32 @@ Status launch_sums(const BatchNormPoolBackward& p, Allocate allocate, CUstream_s
       });
 }
 
-Status launch_gradients(const BatchNormPoolBackward& p, CUstream_st* stream) {
-  return with_pool(
-      p.windows, p.norm.dtype, p.norm.activation, p.norm.layout.channels, PoolKernel::gradients,
-      [&](auto access, const auto& windows, auto act, const ChannelPlan& plan, const Grid& grid) {
-        using Windows = std::decay_t<decltype(windows)>;
-        return launch_overlapped(pooled_input_gradients<decltype(access), Windows, decltype(act)>,
-                                 grid, stream, p, plan, windows, act);
-      });
+Status launch_gradients(const BatchNormPoolBackward& p, const PoolPass& pass, CUstream_st* stream) {
+  return with_pool(p.windows, pass, p.norm.dtype, p.norm.activation,
+                   [&](auto access, const auto& windows, auto act, const Grid& grid) {
+                     using Windows = std::decay_t<decltype(windows)>;
+                     return launch_overlapped(
+                         pooled_input_gradients<decltype(access), Windows, decltype(act)>, grid,
+                         stream, p, pass.plan, windows, act);
+                   });
 }
 
 }  // namespace
 
 Status batch_norm_pool(const BatchNormPool& p, Allocate allocate, CUstream_st* stream) {
-  const Status status = batch_norm_moments(p.norm, allocate, stream);
-  return status.ok() ? launch_outputs(p, stream) : status;
+  const Device& device = current_device();
+  const Status status = moments_of(p.norm, choose_moments(p.norm, device), allocate, stream);
+  return status.ok() ? launch_outputs(p, choose_outputs(p, device), stream) : status;
 }
 
 Status batch_norm_pool_backward(const BatchNormPoolBackward& arguments, Allocate allocate,
                                 CUstream_st* stream) {
+  const Device& device = current_device();
   BatchNormPoolBackward p = arguments;
   p.norm.coefficients = allocate(2 * static_cast<size_t>(p.norm.layout.channels) * sizeof(float));
-  const Status status = launch_sums(p, allocate, stream);
-  return status.ok() && p.norm.grad_x != nullptr ? launch_gradients(p, stream) : status;
+  const Status status = launch_sums(p, choose_sums(p, device), allocate, stream);
+  if (!status.ok() || p.norm.grad_x == nullptr) return status;
+  return launch_gradients(p, choose_gradients(p, device), stream);
 }
 
 }  // namespace torchkiln::cuda

@@ -12,10 +12,6 @@
 namespace torchkiln::cuda {
 namespace {
 
-/// Shared memory of a block for the vectors in flight. A third block of the outputs fits an SM of
-/// 9.0, a fourth one does not: more would gather on the SMs that finish the previous kernel first.
-inline constexpr int kRingBytes = 64 * 1024;
-
 /// Tensors that a kernel reads together, one vector of each at a time, and the packed signs of an
 /// output. Null ones are not read. Sums of the block's threads, `Sum` per element of a vector, take
 /// the place of the vectors after the last one.

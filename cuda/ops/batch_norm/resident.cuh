@@ -17,12 +17,6 @@
 namespace torchkiln::cuda {
 namespace {
 
-inline constexpr int kResidentBlocks = 2;  // per SM
-/// Shared memory of a block: two of 113 KiB are what an SM of 9.0 has, with 1 KiB each that the
-/// system takes. Sums of the threads have a part of their own, since the rows stay.
-inline constexpr int kResidentBytes = 112 * 1024;
-inline constexpr int kResidentColumns = 2 * kChannelThreads;  // of a block, at most
-
 template <class Access>
 inline constexpr int kThreadSumBytes =
     static_cast<int>(sizeof(typename Access::C)) * Access::kLanes * kChannelThreads;
@@ -190,21 +184,21 @@ __device__ __forceinline__ void for_each_channel(int64_t channels, const Total& 
   grid.sync();
 }
 
-/// The plan of a grid that is resident as a whole; false if there is none.
-template <class Access>
-bool make_resident_plan(const ChannelLayout& layout, ChannelPlan& plan, Grid& grid) {
-  static_assert(Access::kColumns && Access::kLanes > 1);
-  constexpr int kSharedOf90 = 227 * 1024;
-  const Device device = current_device();
-  if (layout.inner != 1 || !device.runs_90_code || device.shared_bytes < kSharedOf90) return false;
-  plan = make_channel_plan<Access>(layout, kResidentBlocks);
-  const int64_t most = int64_t{device.multiprocessors} * kResidentBlocks / plan.tiles;
-  if (most == 0 || plan.threads_x * Access::kLanes > kResidentColumns) return false;
-  plan.parts = std::min(most, ceil_div(plan.rows, plan.threads_y));
-  if (!grid_of(plan, grid).ok()) return false;
+inline Grid resident_grid(const ChannelPlan& plan) {
+  Grid grid;
+  grid.blocks = dim3(static_cast<unsigned>(plan.tiles), static_cast<unsigned>(plan.parts));
+  grid.threads = kChannelThreads;
   grid.shared_bytes = kResidentBytes;
   grid.cooperative = true;
-  return true;
+  return grid;
+}
+
+/// Calls body(ChannelAccess) for vectors of adjacent channels.
+template <class Body>
+Status with_resident_access(Dtype dtype, const Body& body) {
+  return dispatch<float, __half, __nv_bfloat16>(dtype, [&](auto tag) {
+    return body(ChannelAccess<typename decltype(tag)::type, true, kChannelLanes>{});
+  });
 }
 
 }  // namespace

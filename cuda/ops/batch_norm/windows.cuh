@@ -3,8 +3,7 @@
 // Windows of a max pool over pixels with adjacent channels: which pixels a window has, and which
 // windows a pixel belongs to.
 
-#include <utility>
-
+#include "choose_pool.h"
 #include "factors.cuh"
 
 namespace torchkiln::cuda {
@@ -45,14 +44,6 @@ struct WindowAxis {
   }
 };
 
-/// The positions that a kernel visits, one per step.
-enum class Walk {
-  windows,
-  pixels,
-  /// Blocks of stride x stride pixels, which begin at the first pixel of a window.
-  blocks,
-};
-
 /// The windows of an image, and the rows and columns of what a kernel walks over.
 template <int kKernel, int kStride>
 struct WindowGrid {
@@ -79,40 +70,26 @@ struct WindowGrid {
   }
 };
 
-/// The grid for a walk, and its length.
+/// The grid for a walk.
 template <class Windows>
-std::pair<Windows, int64_t> make_walk(const PoolWindows& windows, Walk over) {
+Windows make_grid_of(const PoolWindows& windows, const WalkExtent& walked) {
   const auto axis = [&](int d, int64_t size, int64_t pooled) {
     return typename Windows::Axis{
         windows.kernel[d], Divisor(static_cast<uint32_t>(windows.stride[d])), windows.padding[d],
         static_cast<int>(size), static_cast<int>(pooled)};
   };
-  const auto extent = [&](int d, int64_t size, int64_t pooled) {
-    if (over == Walk::windows) return pooled;
-    return over == Walk::pixels ? size : ceil_div(size + windows.padding[d], windows.stride[d]);
-  };
-  const int64_t rows = extent(0, windows.height, windows.pooled_height);
-  const int64_t columns = extent(1, windows.width, windows.pooled_width);
   return {
-      {axis(0, windows.height, windows.pooled_height), axis(1, windows.width, windows.pooled_width),
-       Divisor(static_cast<uint32_t>(columns)), Divisor(static_cast<uint32_t>(rows))},
-      windows.images * rows * columns};
+      axis(0, windows.height, windows.pooled_height), axis(1, windows.width, windows.pooled_width),
+      Divisor(static_cast<uint32_t>(walked.columns)), Divisor(static_cast<uint32_t>(walked.rows))};
 }
 
-/// Calls body(grid type, activation): windows of 3 x 3 and 2 x 2 at every other pixel with relu are
-/// compiled into kernels.
+/// Calls body(grid type, activation) for the windows that are compiled into kernels, or for any.
 template <class T, class Body>
-Status with_windows(const PoolWindows& windows, Activation activation, const Body& body) {
+Status with_windows(int fixed_window, Activation activation, const Body& body) {
   using Math = MathFor<T>;
-  const auto is = [&](int kernel, int stride) {
-    return windows.kernel[0] == kernel && windows.kernel[1] == kernel &&
-           windows.stride[0] == stride && windows.stride[1] == stride;
-  };
-  if (activation == kActivation<Relu>) {
-    const FixedActivation<Relu, Math> relu{};
-    if (is(3, 2)) return body(WindowGrid<3, 2>{}, relu);
-    if (is(2, 2)) return body(WindowGrid<2, 2>{}, relu);
-  }
+  const FixedActivation<Relu, Math> relu{};
+  if (fixed_window == 3) return body(WindowGrid<3, 2>{}, relu);
+  if (fixed_window == 2) return body(WindowGrid<2, 2>{}, relu);
   return body(WindowGrid<0, 0>{}, SelectedActivation<Math>{activation});
 }
 

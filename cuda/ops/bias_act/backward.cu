@@ -1,26 +1,23 @@
+// grad_x = grad * activation'(x * scale + bias) * scale, and the gradient of the bias, the sum over
+// the rows, in the same pass: a body for the column reduction in detail/reduce/columns.cuh.
+//
+//   plan           kernel                       when
+//   elementwise    backward_elementwise.cu      no gradient of the bias is wanted
+//   vectors        sum_columns, 16-byte loads   all rows are whole 16-byte vectors
+//   elements       sum_columns, single loads    otherwise
+//
+// A second, short kernel adds partial sums if several blocks share a column. forward.cu has out.
+
 #include "backward.cuh"
+#include "choose.h"
 #include "detail/reduce/columns.cuh"
 #include "torchkiln/core/activations.h"
-#include "torchkiln/device/alignment.cuh"
 
 namespace torchkiln::cuda {
 
 using namespace device;
 using namespace reduce;
 namespace {
-
-/// Blocks per SM and rows in flight per thread. A derivative computed from x has more arithmetic,
-/// which needs more threads; that leaves fewer registers per thread. Measured on compute capability
-/// 9.0.
-struct Tuning {
-  int blocks;
-  int rows;
-};
-constexpr Tuning tuning(bool from_input, size_t element, int lanes) {
-  if (lanes == 1) return {2, 8};
-  if (!from_input || element == 8) return {2, 4};
-  return element == 2 ? Tuning{3, 2} : Tuning{3, 3};
-}
 
 /// The derivative of an activation that is known at compile time.
 template <class Act, class Math>
@@ -69,7 +66,7 @@ template <class Gradient, class T, int Lanes>
 struct GradientBody {
   using C = Compute<T>;
   static constexpr int kLanes = Lanes;
-  static constexpr Tuning kTuning = tuning(Gradient::kFromInput, sizeof(T), Lanes);
+  static constexpr BiasActTuning kTuning = bias_act_tuning(Gradient::kFromInput, sizeof(T), Lanes);
   static constexpr int kRowsInFlight = kTuning.rows;
 
   struct Item {
@@ -129,46 +126,37 @@ struct GradientBody {
   }
 };
 
-/// Whether rows of grad, of the saved tensor and of grad_x consist of whole 16-byte vectors.
-bool uses_vectors(const BiasActBackward& p) {
-  const int lanes = vector_lanes(p.dtype);
-  return rows_in_vectors(p.grad_x, lanes, {p.columns}) && p.grad_column_stride == 1 &&
-         rows_in_vectors(p.grad, lanes, {p.grad_row_stride}) &&
-         (kept_by_bias_act(p.activation) != Saved::input ||
-          (p.saved_column_stride == 1 && rows_in_vectors(p.saved, lanes, {p.saved_row_stride})));
-}
-
 template <class T, int Lanes, class Gradient>
-Status launch_gradients(const BiasActBackward& p, const Gradient& gradient, Allocate allocate,
-                        CUstream_st* stream) {
+Status launch_gradients(const BiasActBackward& p, const BiasActPlan& plan, const Gradient& gradient,
+                        Allocate allocate, CUstream_st* stream) {
   using Body = GradientBody<Gradient, T, Lanes>;
-  constexpr int kBlocks = Body::kTuning.blocks;
   const Body body{p, gradient, static_cast<Compute<T>>(p.scale), {}};
-  const columns::Plan plan = columns::make_plan(p.rows, p.columns, Lanes, kBlocks);
-  return columns::launch<kBlocks>(body, plan, allocate, p.grad_bias, p.bias_dtype, stream);
+  return columns::launch<Body::kTuning.blocks>(body, plan.columns, allocate, p.grad_bias,
+                                               p.bias_dtype, stream);
 }
 
 }  // namespace
 
 Status bias_act_backward(const BiasActBackward& p, Allocate allocate, CUstream_st* stream) {
   if (p.columns == 0) return {};
-  if (p.grad_bias == nullptr) return bias_act_grad_x(p, stream);
+  const std::optional<BiasActPlan> plan = choose(p, current_device());
+  if (!plan) return bias_act_grad_x(p, stream);
   return dispatch_floating(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     using Math = MathFor<T>;
     const SelectedDerivative<Math> chosen{p.activation, kept_by_bias_act(p.activation)};
-    if (!uses_vectors(p)) return launch_gradients<T, 1>(p, chosen, allocate, stream);
+    if (plan->lanes == 1) return launch_gradients<T, 1>(p, *plan, chosen, allocate, stream);
     constexpr int kLanes = kVectorLanes<T>;
     // float64 has one kernel for all activations, because its code is long.
     if constexpr (sizeof(T) == 8) {
-      return launch_gradients<T, kLanes>(p, chosen, allocate, stream);
+      return launch_gradients<T, kLanes>(p, *plan, chosen, allocate, stream);
     } else {
       Status status{"unknown activation"};
       with_activation(
           p.activation,
           [&](auto act) {
             const FixedDerivative<typename decltype(act)::type, Math> gradient;
-            status = launch_gradients<T, kLanes>(p, gradient, allocate, stream);
+            status = launch_gradients<T, kLanes>(p, *plan, gradient, allocate, stream);
           },
           Activations{});
       return status;

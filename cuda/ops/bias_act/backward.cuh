@@ -1,5 +1,7 @@
 #pragma once
 
+// Common to backward.cu, which also sums the gradient of the bias, and backward_elementwise.cu.
+
 #include "torchkiln/device/vec.cuh"
 #include "torchkiln/kernels/bias_act.h"
 

@@ -1,3 +1,7 @@
+// out = activation(x * scale + bias), and a bit for the sign of each result if backward needs no
+// more. An elementwise kernel: forward.cuh has the bodies, forward_half.cu those in half precision,
+// backward.cu the gradients.
+
 #include "forward.cuh"
 
 namespace torchkiln::cuda {

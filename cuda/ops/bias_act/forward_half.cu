@@ -1,3 +1,6 @@
+// The kernels of forward.cuh in half precision, in a file of their own because each of the two
+// dtypes has biases of two dtypes.
+
 #include "forward.cuh"
 
 namespace torchkiln::cuda {

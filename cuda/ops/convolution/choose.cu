@@ -1,3 +1,7 @@
+// Convolutions with filters of one element as products of matrices, with the moments of the results
+// for batch norm. This file decides whether the kernel of sm90.cu applies, and whether it was
+// measured to gain; otherwise the caller uses cuDNN and a pass for the moments.
+
 #include "detail/gemm/capability.h"
 #include "ops/batch_norm/merge.cuh"
 #include "pixels.h"

@@ -1,21 +1,21 @@
+// grad_logits = scale * (mass * exp(logits - log_sum_exp) - q), from what forward has saved: every
+// element is read and written once.
+//
+//   plan    kernel                         when
+//   flat    cross_entropy_flat_gradient    adjacent rows, short ones or not of whole vectors: all
+//                                          rows as one array (backward_flat.cuh)
+//   rows    cross_entropy_gradient         otherwise: a block has a part of a row, or several rows
+//
+// backward_row.cuh has the factors of a row.
+
 #include "backward_flat.cuh"
 
 namespace torchkiln::cuda {
 namespace {
 
-constexpr int kGradientThreads = 256;
-constexpr int kGradientItems = 4;
-
-/// The work of a block: a part of a row of gradients, or several short rows.
-struct GradientShape {
-  int parts;  // blocks per row
-  int vectors_per_part;
-  TeamShape team;  // the threads of a row in a block
-};
-
 /// Writes gradients. Forward has saved everything that depends on the whole row.
 template <class Access, bool kSpread>
-__global__ void __launch_bounds__(kGradientThreads, 4)
+__global__ void __launch_bounds__(kLossGradientThreads, 4)
     cross_entropy_gradient(CrossEntropyBackward p, GradientShape shape) {
   using T = typename Access::T;
   using C = Compute<T>;
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kGradientThreads, 4)
   const int end = min(access.vectors(), (part + 1) * shape.vectors_per_part);
   Access part_access = access;  // only the columns of this part
   part_access.columns = min(access.columns, access.column(end));
-  Item items[kGradientItems];
+  Item items[kLossGradientItems];
   const bool can_overread = Access::can_overread(row, p.rows, p.row_stride);
   const auto load = [&](int first) {
     part_access.load(logits, access.column(first), step * kLanes, items, T(0.0f), can_overread);
@@ -48,10 +48,10 @@ __global__ void __launch_bounds__(kGradientThreads, 4)
   const RowGradient<C> gradient(p, row);
   const RowTarget<C>& target = gradient.target;
   const Distribution<Access, C> distribution(p.target, row, target.index);
-  for (int first = begin; first < end; first += kGradientItems * step) {
+  for (int first = begin; first < end; first += kLossGradientItems * step) {
     if (first != begin) load(first);
 #pragma unroll
-    for (int k = 0; k < kGradientItems; ++k) {
+    for (int k = 0; k < kLossGradientItems; ++k) {
       const int vector = first + k * step;
       if (vector >= end) break;
       const int column = access.column(vector);
@@ -85,32 +85,21 @@ Status cross_entropy_backward(const CrossEntropyBackward& given, CUstream_st* st
   const CrossEntropyBackward p = with_all_classes(given);
   if (p.rows == 0 || p.classes == 0) return {};
   if (p.classes > kMaxColumns) return {kTooLong};
-  const TensorRows tensors[] = {{p.logits, p.row_stride},
-                                {p.grad_logits, p.grad_logits_row_stride},
-                                probability_rows(p.target, p.dtype)};
-  const Alignment alignment = with_probabilities(alignment_of(tensors, p.dtype, p.rows, p.classes),
-                                                 p.target, p.dtype, p.classes);
+  const CrossEntropyBackwardPlan plan = choose(p, alignment_of_rows(p));
+  if (plan.blocks > kMaxGridX) return {"too many rows for one launch"};
   return dispatch_floating(p.dtype, [&](auto tag) {
     using T = typename std::decay_t<decltype(tag)>::type;
-    if (takes_flat(p, alignment)) return launch_flat<T>(p, stream);
-    return with_vectors<T>(alignment, [&](auto access) {
+    if (plan.flat_lanes) return launch_flat<T>(p, plan, stream);
+    return with_vectors<T>(plan.alignment, [&](auto access) {
       using Access = typename std::decay_t<decltype(access)>::type;
-      const int64_t vectors = ceil_div(p.classes, Access::kLanes) + (Access::kAligned ? 0 : 1);
-      // A block does two rounds of loads, or all of a shorter row.
-      const int64_t longest = int64_t{kGradientThreads} * kGradientItems * 2;
-      const int64_t parts = ceil_div(vectors, longest);
-      const int64_t length = ceil_div(ceil_div(vectors, parts), kWarpLanes) * kWarpLanes;
-      const int64_t threads = ceil_div(vectors, kGradientItems);
-      const TeamShape team =
-          make_team(threads, kGradientThreads, threads <= kWarpLanes ? kGradientThreads : 0, 1);
-      const int64_t blocks = ceil_div(p.rows, team.per_block) * parts;
-      if (blocks > kMaxGridX) return Status{"too many rows for one launch"};
-      const Grid grid{dim3(static_cast<unsigned>(blocks)),
+      const TeamShape& team = plan.shape.team;
+      const Grid grid{dim3(static_cast<unsigned>(plan.blocks)),
                       dim3(static_cast<unsigned>(team.block_threads()))};
-      const GradientShape shape{static_cast<int>(parts), static_cast<int>(length), team};
-      return is_spread(p.target)
-                 ? launch_overlapped(cross_entropy_gradient<Access, true>, grid, stream, p, shape)
-                 : launch_overlapped(cross_entropy_gradient<Access, false>, grid, stream, p, shape);
+      const auto launch = [&](auto kernel) {
+        return launch_overlapped(kernel, grid, stream, p, plan.shape);
+      };
+      return is_spread(p.target) ? launch(cross_entropy_gradient<Access, true>)
+                                 : launch(cross_entropy_gradient<Access, false>);
     });
   });
 }

@@ -12,8 +12,6 @@
 namespace torchkiln::cuda {
 namespace {
 
-constexpr int kFlatThreads = 256;
-constexpr int kFlatItems = 4;
 // Blocks per SM in half precision. On compute capability 7.5 an SM has 1,024 threads.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 constexpr int kFlatHalfBlocks = 4;
@@ -120,26 +118,15 @@ __global__ void __launch_bounds__(kFlatThreads, sizeof(T) == 2 ? kFlatHalfBlocks
   }
 }
 
-/// Whether rows are adjacent and their vectors would be partial, or few.
-inline bool takes_flat(const CrossEntropyBackward& p, Alignment alignment) {
-  constexpr int64_t kFewVectors = 32;
-  return !is_spread(p.target) && p.row_stride == p.classes &&
-         p.grad_logits_row_stride == p.classes && aligned(p.logits) && aligned(p.grad_logits) &&
-         (alignment != Alignment::vector || p.classes < kFewVectors * vector_lanes(p.dtype));
-}
-
 template <class T>
-Status launch_flat(const CrossEntropyBackward& p, CUstream_st* stream) {
+Status launch_flat(const CrossEntropyBackward& p, const CrossEntropyBackwardPlan& plan,
+                   CUstream_st* stream) {
   const Divisor classes(static_cast<uint32_t>(p.classes));
-  const auto launch = [&](auto lanes) {
-    const int64_t blocks = ceil_div(p.rows * p.classes, kFlatThreads * kFlatItems * lanes);
-    if (blocks > kMaxGridX) return Status{"too many rows for one launch"};
-    const Grid grid{dim3(static_cast<unsigned>(blocks)), dim3(kFlatThreads)};
-    return launch_overlapped(cross_entropy_flat_gradient<T, lanes>, grid, stream, p, classes);
-  };
-  constexpr int kLanes = kVectorLanes<T>;
-  return p.classes < kLanes ? launch(std::integral_constant<int, 1>{})
-                            : launch(std::integral_constant<int, kLanes>{});
+  const Grid grid{dim3(static_cast<unsigned>(plan.blocks)), dim3(kFlatThreads)};
+  return *plan.flat_lanes == 1
+             ? launch_overlapped(cross_entropy_flat_gradient<T, 1>, grid, stream, p, classes)
+             : launch_overlapped(cross_entropy_flat_gradient<T, kVectorLanes<T>>, grid, stream, p,
+                                 classes);
 }
 
 }  // namespace

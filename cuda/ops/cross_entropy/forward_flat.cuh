@@ -10,11 +10,8 @@
 namespace torchkiln::cuda {
 namespace {
 
-constexpr int kFlatLossThreads = 256;
-/// Elements per thread. With 32 of float64, a block would have more shared memory than an SM of
-/// compute capability 7.5.
 template <class T>
-constexpr int kFlatElements = sizeof(T) == 8 ? 16 : 32;
+constexpr int kFlatElements = flat_elements(sizeof(T));
 
 /// kLanes: elements that a thread reads together, a divisor of the number of classes.
 template <class T, int kLanes>
@@ -81,31 +78,20 @@ __global__ void __launch_bounds__(kFlatLossThreads)
   (void)finish_row<false>(p, first_row + thread, row, target, C(0), logit, values);
 }
 
-/// Whether the rows are adjacent and short, and their vectors would be partial.
-inline bool takes_flat_rows(const CrossEntropy& p, Alignment alignment) {
-  constexpr int64_t kMostBytes = 512;
-  return !is_spread(p.target) && p.row_stride == p.classes && aligned(p.logits) &&
-         alignment != Alignment::vector &&
-         p.classes * static_cast<int64_t>(size_of(p.dtype)) <= kMostBytes;
-}
-
 template <class T>
-Status launch_flat_rows(const CrossEntropy& p, CUstream_st* stream) {
-  const int log_threads = ceil_log2(ceil_div(p.classes, kFlatElements<T>));
-  const TeamShape shape{1 << log_threads, log_threads, 0, kFlatLossThreads >> log_threads};
+Status launch_flat_rows(const CrossEntropy& p, const FlatRows& plan, CUstream_st* stream) {
   Grid grid;
-  const Status status = make_grid(shape, p.rows, grid);
+  const Status status = make_grid(plan.team, p.rows, grid);
   if (!status.ok()) return status;
-  grid.shared_bytes = shape.per_block * static_cast<int>(p.classes * sizeof(T));
+  grid.shared_bytes = plan.shared_bytes;
   const auto launch = [&](auto kernel) {
-    return launch_overlapped(kernel, grid, stream, p, shape);
+    return launch_overlapped(kernel, grid, stream, p, plan.team);
   };
-  // takes_flat_rows() excludes rows of whole vectors.
   if constexpr (kVectorLanes<T> > 4) {
-    if (p.classes % 4 == 0) return launch(cross_entropy_flat_rows<T, 4>);
+    if (plan.lanes == 4) return launch(cross_entropy_flat_rows<T, 4>);
   }
   if constexpr (kVectorLanes<T> > 2) {
-    if (p.classes % 2 == 0) return launch(cross_entropy_flat_rows<T, 2>);
+    if (plan.lanes == 2) return launch(cross_entropy_flat_rows<T, 2>);
   }
   return launch(cross_entropy_flat_rows<T, 1>);
 }

@@ -9,12 +9,6 @@
 namespace torchkiln::cuda {
 namespace {
 
-// One block per row: only its own loads in flight hide latency.
-constexpr int kLossThreads = 256;
-constexpr int kSpreadItems = 2;
-constexpr int kLongItems = 4;
-constexpr int kShortItems = 8;
-
 /// {maximum, sum of exp(logit - maximum)}, and if q is spread over classes, {sum of
 /// q * (logit - base), sum of q}.
 template <bool kSpread>
@@ -82,13 +76,6 @@ __device__ __forceinline__ RowLoss<C> finish_row(const CrossEntropy& p, int64_t 
   static_cast<C*>(p.correct)[row] = correct ? C(1) : C(0);
   return {loss, target.weight};
 }
-
-/// How a team reads a row of kItems vectors per thread and step.
-///   steps  several steps: the loads of the next one are in flight while the current one is summed
-///   once   one step has the whole row
-///   inner  as once, for a row that begins anywhere: whole vectors, and one element per thread at
-///          the edges. Vectors that are there in part could make `once` need one more warp.
-enum class RowPass { steps, once, inner };
 
 /// A team reads a row once. Each thread keeps a running maximum and the sum of exponentials
 /// relative to it. kSpread: q is not 0 outside of the target class. All threads of the block call

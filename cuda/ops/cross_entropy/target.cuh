@@ -4,13 +4,10 @@
 
 #include <cstdio>
 
+#include "choose.h"
 #include "detail/rowwise/vectors.cuh"
-#include "torchkiln/kernels/cross_entropy.h"
 
 namespace torchkiln::cuda {
-
-using namespace device;
-using namespace rowwise;
 namespace {
 
 /// Class and weight of a row's target.
@@ -110,26 +107,6 @@ struct Distribution {
     }
   }
 };
-
-/// The alignment for logits and probabilities, given that of all tensors of the logits' dtype.
-inline Alignment with_probabilities(Alignment alignment, const ClassTarget& target, Dtype dtype,
-                                    int64_t classes) {
-  const bool mixed = target.probabilities != nullptr && target.probabilities_dtype != dtype;
-  const bool fits = rows_in_vectors(target.probabilities, vector_lanes(dtype),
-                                    {classes, target.probabilities_row_stride});
-  return mixed && alignment == Alignment::vector && !fits ? Alignment::scalar : alignment;
-}
-
-/// The rows of probabilities of the logits' dtype.
-inline TensorRows probability_rows(const ClassTarget& target, Dtype dtype) {
-  return {target.probabilities_dtype == dtype ? target.probabilities : nullptr,
-          target.probabilities_row_stride};
-}
-
-/// Whether q is not 0 outside of the target class.
-inline bool is_spread(const ClassTarget& target) {
-  return target.index == nullptr || target.label_smoothing != 0;
-}
 
 }  // namespace
 }  // namespace torchkiln::cuda

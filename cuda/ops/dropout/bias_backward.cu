@@ -1,6 +1,13 @@
+// grad_x = kept ? grad * scale : 0, and the gradient of the bias, the sum over the rows, in the
+// same pass: a body for the column reduction in detail/reduce/columns.cuh.
+//
+//   plan       kernel                       when
+//   vectors    sum_columns, 16-byte loads   all rows are whole 16-byte vectors
+//   elements   sum_columns, single loads    otherwise
+
+#include "choose.h"
 #include "detail/reduce/columns.cuh"
 #include "mask.cuh"
-#include "torchkiln/device/alignment.cuh"
 
 namespace torchkiln::cuda {
 
@@ -12,9 +19,7 @@ template <class T, int Lanes>
 struct GradientBody {
   using C = Compute<T>;
   static constexpr int kLanes = Lanes;
-  // Philox takes much arithmetic: more threads, with fewer rows in flight per thread.
-  static constexpr int kRowsInFlight = Lanes > 1 ? 2 : 4;
-  static constexpr int kBlocks = 3;
+  static constexpr int kRowsInFlight = dropout_rows_in_flight(Lanes);
   using Item = Vec<T, Lanes>;
 
   DropoutBackward problem;
@@ -44,28 +49,23 @@ struct GradientBody {
   }
 };
 
-bool uses_vectors(const DropoutBackward& p) {
-  const int lanes = vector_lanes(p.dtype);
-  return p.grad_column_stride == 1 &&
-         rows_in_vectors(p.grad, lanes, {p.columns, p.grad_row_stride}) && aligned(p.grad_x);
-}
-
 template <class T, int Lanes>
-Status launch_gradients(const DropoutBackward& p, Allocate allocate, CUstream_st* stream) {
-  using Body = GradientBody<T, Lanes>;
-  const Body body{p, static_cast<Compute<T>>(p.dropout.scale), {}};
-  const columns::Plan plan = columns::make_plan(p.rows, p.columns, Lanes, Body::kBlocks);
-  return columns::launch<Body::kBlocks>(body, plan, allocate, p.grad_bias, p.bias_dtype, stream);
+Status launch_gradients(const DropoutBackward& p, const DropoutPlan& plan, Allocate allocate,
+                        CUstream_st* stream) {
+  const GradientBody<T, Lanes> body{p, static_cast<Compute<T>>(p.dropout.scale), {}};
+  return columns::launch<kDropoutBlocks>(body, plan.columns, allocate, p.grad_bias, p.bias_dtype,
+                                         stream);
 }
 
 }  // namespace
 
 Status bias_dropout_backward(const DropoutBackward& p, Allocate allocate, CUstream_st* stream) {
   if (p.columns == 0) return {};
+  const DropoutPlan plan = choose(p, current_device());
   return dispatch_floating(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    return uses_vectors(p) ? launch_gradients<T, kVectorLanes<T>>(p, allocate, stream)
-                           : launch_gradients<T, 1>(p, allocate, stream);
+    return plan.lanes == 1 ? launch_gradients<T, 1>(p, plan, allocate, stream)
+                           : launch_gradients<T, kVectorLanes<T>>(p, plan, allocate, stream);
   });
 }
 

@@ -1,3 +1,7 @@
+// out = (kept ? x * scale : 0) + residual, with (x + bias) in place of x if there is a bias, and
+// the gradient of x: elementwise kernels whose body draws the mask from the seed (mask.cuh), in
+// both directions. bias_backward.cu also sums the gradient of the bias.
+
 #include "mask.cuh"
 #include "torchkiln/device/elementwise.cuh"
 

@@ -1,5 +1,7 @@
 #pragma once
 
+// The mask of dropout: which of adjacent elements are kept, from a Philox draw for each eight.
+
 #include "torchkiln/device/vec.cuh"
 #include "torchkiln/kernels/dropout.h"
 

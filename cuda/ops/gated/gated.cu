@@ -1,3 +1,7 @@
+// y = activation(gate) * up and its gradients, element by element: kernels of
+// device/elementwise.cuh, one for each activation that a gate can have. with_output.cu has the
+// backward that writes y again.
+
 #include "torchkiln/kernels/gated.h"
 
 #include "torchkiln/device/elementwise.cuh"

@@ -1,3 +1,5 @@
+// The backward of a gate that also writes y, so that the product before it need not keep y.
+
 #include "torchkiln/device/elementwise.cuh"
 #include "torchkiln/kernels/gated.h"
 

@@ -1,42 +1,23 @@
-#include "backward.cuh"
+// Gradients of gated norms in one pass: a team takes one token of its group after another, keeps
+// the sums of its columns in registers, and a second kernel adds those of all blocks. One plan for
+// all groups that a block holds; longer ones are composed of other ops (cpp/ops/gated_norm).
+// backward_by_dtype.cuh has the kernel, common.cuh the order of the groups.
+
+#include "common.cuh"
 
 namespace torchkiln::cuda {
 
-extern template Status gated_norm_gradients_of<__half>(const GatedNormBackward&, Alignment,
-                                                       Allocate, CUstream_st*);
-extern template Status gated_norm_gradients_of<__nv_bfloat16>(const GatedNormBackward&, Alignment,
-                                                              Allocate, CUstream_st*);
-
-namespace {
-
-Alignment backward_alignment(const GatedNormBackward& p) {
-  const int64_t elements = p.groups * p.columns;
-  const TensorRows tensors[] = {{p.grad, p.grad_stride},
-                                {p.x, p.x_stride},
-                                {p.gate, p.gate_stride},
-                                {p.grad_x, elements},
-                                {p.grad_gate, elements}};
-  return alignment_of_groups(p, tensors);
-}
-
-}  // namespace
-
 bool holds_rows(const GatedNormBackward& p) {
-  const Status status = dispatch_floating(p.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    return with_gradient_tile<T>(backward_alignment(p), [&](auto tile) {
-      const bool held = plan_gradients<typename decltype(tile)::type>(p).chunks > 0;
-      return held ? Status{} : Status{kNotHeld};
-    });
-  });
-  return status.ok();
+  return choose(p, alignment_of_groups(p), current_device()).has_value();
 }
 
 Status gated_norm_backward(const GatedNormBackward& p, Allocate allocate, CUstream_st* stream) {
   if (p.tokens == 0 || p.groups == 0 || p.columns == 0) return {};
+  const auto plan = choose(p, alignment_of_groups(p), current_device());
+  if (!plan) return {kNotHeld};
   return dispatch_floating(p.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    return gated_norm_gradients_of<T>(p, backward_alignment(p), allocate, stream);
+    return GatedNormBackwardByDtype<typename decltype(tag)::type>::launch(p, *plan, allocate,
+                                                                          stream);
   });
 }
 

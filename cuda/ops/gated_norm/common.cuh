@@ -10,18 +10,17 @@
 // The teams of a block have one group of adjacent tokens, so they share the weight, and blocks that
 // run at the same time read adjacent groups.
 
+#include "choose.h"
 #include "detail/rowwise/tile.cuh"
 #include "torchkiln/core/activations.h"
+#include "torchkiln/core/workspace.h"
 #include "torchkiln/device/fast_divide.cuh"
-#include "torchkiln/kernels/gated_norm.h"
 
 namespace torchkiln::cuda {
 
 using namespace device;
 using namespace rowwise;
 namespace {
-
-constexpr const char* kNotHeld = "a group has more elements than the registers of a block hold";
 
 /// The group of a block or cluster, and its index among those of the group.
 struct GroupBlock {
@@ -43,14 +42,18 @@ __device__ __forceinline__ int64_t offset_of(const Problem& p, int64_t token, in
   return token * stride + group * p.columns;
 }
 
-/// The alignment of the groups of all tokens. Groups that are no whole vectors are read element by
-/// element, because their weights begin anywhere.
-template <class Problem, int N>
-Alignment alignment_of_groups(const Problem& p, const TensorRows (&tensors)[N]) {
-  const Alignment alignment = alignment_of(tensors, p.dtype, p.tokens, p.columns);
-  const bool in_vectors = alignment == Alignment::vector;
-  return aligned(p.weight) && (in_vectors || p.groups == 1) ? alignment : Alignment::scalar;
-}
-
 }  // namespace
+
+/// Launches of the plans of choose.h, compiled per dtype in files of their own.
+template <class T>
+struct GatedNormForwardByDtype {
+  static Status launch(const GatedNorm& p, const GatedNormPlan& plan, CUstream_st* stream);
+};
+
+template <class T>
+struct GatedNormBackwardByDtype {
+  static Status launch(const GatedNormBackward& p, const GatedGradientPlan& plan, Allocate allocate,
+                       CUstream_st* stream);
+};
+
 }  // namespace torchkiln::cuda

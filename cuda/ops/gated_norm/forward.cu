@@ -1,32 +1,22 @@
-#include "forward.cuh"
+// RMS norm of the groups of a token, and their gate, in one pass over x and gate. A team of threads
+// holds a group in registers, sums the squares and writes the product: one plan for all rows that a
+// team holds. Longer groups are composed of other ops (cpp/ops/gated_norm), which ask holds_rows().
+// forward_by_dtype.cuh has the kernel, common.cuh the order of the groups.
+
+#include "common.cuh"
 
 namespace torchkiln::cuda {
 
-extern template Status gated_norm_of<__half>(const GatedNorm&, Alignment, CUstream_st*);
-extern template Status gated_norm_of<__nv_bfloat16>(const GatedNorm&, Alignment, CUstream_st*);
-
-namespace {
-
-Alignment forward_alignment(const GatedNorm& p) {
-  const TensorRows tensors[] = {
-      {p.x, p.x_stride}, {p.gate, p.gate_stride}, {p.y, p.groups * p.columns}};
-  return alignment_of_groups(p, tensors);
-}
-
-}  // namespace
-
 bool holds_rows(const GatedNorm& p) {
-  const Status status = dispatch_floating(p.dtype, [&](auto tag) {
-    return with_rows<typename decltype(tag)::type>(p, forward_alignment(p),
-                                                   [](auto, const TeamShape&) { return Status{}; });
-  });
-  return status.ok();
+  return choose(p, alignment_of_groups(p), current_device()).has_value();
 }
 
 Status gated_norm(const GatedNorm& p, CUstream_st* stream) {
   if (p.tokens == 0 || p.groups == 0 || p.columns == 0) return {};
+  const auto plan = choose(p, alignment_of_groups(p), current_device());
+  if (!plan) return {kNotHeld};
   return dispatch_floating(p.dtype, [&](auto tag) {
-    return gated_norm_of<typename decltype(tag)::type>(p, forward_alignment(p), stream);
+    return GatedNormForwardByDtype<typename decltype(tag)::type>::launch(p, *plan, stream);
   });
 }
 

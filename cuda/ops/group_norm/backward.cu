@@ -1,31 +1,23 @@
-#include "factors.cuh"
+// The gradients of group norm in up to four kernels: sums of parts of the channels, their total for
+// each group (here), the total over the samples for weight and bias (here), and grad_x.
+//
+//   plan     sums                         grad_x                         when
+//   teams    sample_sums, add_elements,   team_input_gradients,          as in forward.cu, and up
+//   to
+//            backward_teams.cu; none for  backward_teams.cu              64 elements of a channel
+//            grad_x
+//   planes   plane_sums,                  plane_input_gradients,         channels are planes of
+//            backward_planes.cu           backward_planes.cu             adjacent elements
+//   rows     row_sums, backward_rows.cu   row_input_gradients,           channels_last: adjacent
+//                                         backward_rows.cu               channels
+//
+// No atomics: shape and device fix the order of every addition.
+
 #include "launch.cuh"
+#include "sums.cuh"
 
 namespace torchkiln::cuda {
 namespace {
-
-constexpr int kTotalThreads = 256;
-
-/// Adds the values of the threads that have the same place in a row of `width`, a power of 2.
-/// Returns true in those that have the totals.
-template <int kValues>
-__device__ __forceinline__ bool add_slices(double (&values)[kValues], int width) {
-  __shared__ double shared[kValues][kTotalThreads];
-  const int thread = static_cast<int>(threadIdx.x);
-  __syncthreads();
-#pragma unroll
-  for (int v = 0; v < kValues; ++v) shared[v][thread] = values[v];
-  for (int other = kTotalThreads / 2; other >= width; other /= 2) {
-    __syncthreads();
-    if (thread >= other) continue;
-#pragma unroll
-    for (int v = 0; v < kValues; ++v) shared[v][thread] += shared[v][thread + other];
-  }
-  if (thread >= width) return false;
-#pragma unroll
-  for (int v = 0; v < kValues; ++v) values[v] = shared[v][thread];
-  return true;
-}
 
 /// The totals of a group of a sample in a block: for each channel the sums of g and of g * n, in
 /// `totals` [2, batch * channels], and the coefficients of grad_x.
@@ -92,10 +84,7 @@ __global__ void __launch_bounds__(kTotalThreads)
     }
   }
   if (!add_slices(total, kWarpLanes) || channel >= channels) return;
-  if (p.grad_bias != nullptr)
-    reduce::Result{p.grad_bias, p.parameter_dtype, 1}.store(channel, total[0]);
-  if (p.grad_weight != nullptr)
-    reduce::Result{p.grad_weight, p.parameter_dtype, 1}.store(channel, total[1]);
+  store_parameter_gradients(p, channel, total);
 }
 
 }  // namespace
@@ -104,9 +93,11 @@ Status group_norm_backward(const GroupNormBackward& p, Allocate allocate, CUstre
   const GroupLayout& layout = p.layout;
   const int64_t groups = layout.all_groups();
   if (groups > kMaxGridX) return {"too many groups for one launch"};
+  const GroupNormBackwardPlan plan = choose(p, current_device());
+  if (plan.teams) return group_norm_backward_by_teams(p, *plan.teams, allocate, stream);
   GroupParts parts{};
-  Status status = layout.channels_last ? group_sums_of_rows(p, allocate, stream, parts)
-                                       : group_sums_of_planes(p, allocate, stream, parts);
+  Status status = plan.rows ? group_sums_of_rows(p, *plan.rows, allocate, stream, parts)
+                            : group_sums_of_planes(p, *plan.planes, allocate, stream, parts);
   if (!status.ok()) return status;
   const auto channels = static_cast<size_t>(layout.batch * layout.channels);
   auto* const totals = static_cast<double*>(allocate(2 * channels * sizeof(double)));
@@ -127,8 +118,8 @@ Status group_norm_backward(const GroupNormBackward& p, Allocate allocate, CUstre
     if (!status.ok()) return status;
   }
   if (p.grad_x == nullptr) return status;
-  return layout.channels_last ? group_input_gradients_of_rows(p, coefficients, stream)
-                              : group_input_gradients_of_planes(p, coefficients, stream);
+  return plan.rows ? group_input_gradients_of_rows(p, *plan.rows, coefficients, stream)
+                   : group_input_gradients_of_planes(p, *plan.planes, coefficients, stream);
 }
 
 }  // namespace torchkiln::cuda

@@ -1,3 +1,5 @@
+// Sums and grad_x of channels that are planes of adjacent elements: see planes.cuh.
+
 #include "launch.cuh"
 #include "planes.cuh"
 
@@ -69,40 +71,32 @@ __global__ void __launch_bounds__(kChannelThreads, kGroupBackwardBlocks)
       [](int64_t) {});
 }
 
-template <class Body>
-Status with_gradient_planes(const GroupNormBackward& p, const Body& body) {
-  return with_planes<kGroupBackwardBlocks>(
-      p, {p.grad, p.x, p.grad_x}, [&](auto access, auto act, const PlanePlan& plan, Grid& grid) {
-        grid.shared_bytes = GradientStreams<decltype(access)>::kSharedBytes;
-        return body(access, act, plan, grid);
-      });
-}
-
 }  // namespace
 
-Status group_sums_of_planes(const GroupNormBackward& p, Allocate allocate, CUstream_st* stream,
-                            GroupParts& parts) {
-  return with_gradient_planes(
-      p, [&](auto access, auto act, const PlanePlan& plan, const Grid& grid) {
-        using Access = decltype(access);
-        using C = typename Access::C;
-        auto* const partial =
-            static_cast<C*>(allocate(2 * static_cast<size_t>(plan.rows()) * sizeof(C)));
-        parts = {partial, plan.segments, p.layout.channels * plan.segments, plan.segments,
-                 1,       plan.rows()};
-        return launch_overlapped(plane_sums<Access, decltype(act)>, grid, stream, p, plan, act,
-                                 partial);
-      });
+Status group_sums_of_planes(const GroupNormBackward& p, const PlanePass& pass, Allocate allocate,
+                            CUstream_st* stream, GroupParts& parts) {
+  const PlanePlan& plan = pass.plan;
+  return with_planes(p, pass, [&](auto access, auto act, Grid& grid) {
+    using Access = decltype(access);
+    using C = typename Access::C;
+    auto* const partial =
+        static_cast<C*>(allocate(2 * static_cast<size_t>(plan.rows()) * sizeof(C)));
+    parts = {partial, plan.segments, p.layout.channels * plan.segments, plan.segments,
+             1,       plan.rows()};
+    grid.shared_bytes = GradientStreams<Access>::kSharedBytes;
+    return launch_overlapped(plane_sums<Access, decltype(act)>, grid, stream, p, plan, act,
+                             partial);
+  });
 }
 
-Status group_input_gradients_of_planes(const GroupNormBackward& p, const void* coefficients,
-                                       CUstream_st* stream) {
-  return with_gradient_planes(
-      p, [&](auto access, auto act, const PlanePlan& plan, const Grid& grid) {
-        using Access = decltype(access);
-        return launch_overlapped(plane_input_gradients<Access, decltype(act)>, grid, stream, p,
-                                 plan, act, static_cast<const typename Access::C*>(coefficients));
-      });
+Status group_input_gradients_of_planes(const GroupNormBackward& p, const PlanePass& pass,
+                                       const void* coefficients, CUstream_st* stream) {
+  return with_planes(p, pass, [&](auto access, auto act, Grid& grid) {
+    using Access = decltype(access);
+    grid.shared_bytes = GradientStreams<Access>::kSharedBytes;
+    return launch_overlapped(plane_input_gradients<Access, decltype(act)>, grid, stream, p,
+                             pass.plan, act, static_cast<const typename Access::C*>(coefficients));
+  });
 }
 
 }  // namespace torchkiln::cuda

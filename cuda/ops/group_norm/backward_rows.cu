@@ -1,3 +1,5 @@
+// Sums and grad_x of adjacent channels (channels_last): see rows.cuh.
+
 #include "launch.cuh"
 #include "rows.cuh"
 
@@ -63,19 +65,19 @@ __global__ void __launch_bounds__(kChannelThreads, kGroupBackwardBlocks)
 }
 
 template <class Body>
-Status with_gradient_rows(const GroupNormBackward& p, const Body& body) {
-  return with_rows(p, kGroupBackwardBlocks, {p.grad, p.x, p.grad_x},
-                   [&](auto access, const ChannelPlan& plan, Grid& grid) {
-                     return with_group_activation<decltype(access)>(
-                         p.activation, [&](auto act) { return body(access, act, plan, grid); });
-                   });
+Status with_gradient_rows(const GroupNormBackward& p, const ChannelPass& pass, const Body& body) {
+  return with_rows(p, pass, [&](auto access, Grid& grid) {
+    return with_group_activation<decltype(access)>(
+        p.activation, [&](auto act) { return body(access, act, grid); });
+  });
 }
 
 }  // namespace
 
-Status group_sums_of_rows(const GroupNormBackward& p, Allocate allocate, CUstream_st* stream,
-                          GroupParts& parts) {
-  return with_gradient_rows(p, [&](auto access, auto act, const ChannelPlan& plan, Grid& grid) {
+Status group_sums_of_rows(const GroupNormBackward& p, const ChannelPass& pass, Allocate allocate,
+                          CUstream_st* stream, GroupParts& parts) {
+  const ChannelPlan& plan = pass.plan;
+  return with_gradient_rows(p, pass, [&](auto access, auto act, Grid& grid) {
     using Access = decltype(access);
     using C = typename Access::C;
     const auto sums = 2 * static_cast<size_t>(p.layout.batch * plan.parts * plan.columns);
@@ -86,13 +88,13 @@ Status group_sums_of_rows(const GroupNormBackward& p, Allocate allocate, CUstrea
   });
 }
 
-Status group_input_gradients_of_rows(const GroupNormBackward& p, const void* coefficients,
-                                     CUstream_st* stream) {
-  return with_gradient_rows(p, [&](auto access, auto act, const ChannelPlan& plan, Grid& grid) {
+Status group_input_gradients_of_rows(const GroupNormBackward& p, const ChannelPass& pass,
+                                     const void* coefficients, CUstream_st* stream) {
+  return with_gradient_rows(p, pass, [&](auto access, auto act, Grid& grid) {
     using Access = decltype(access);
     grid.shared_bytes = GradientStreams<Access>::kSharedBytes;
-    return launch_overlapped(row_input_gradients<Access, decltype(act)>, grid, stream, p, plan, act,
-                             static_cast<const typename Access::C*>(coefficients));
+    return launch_overlapped(row_input_gradients<Access, decltype(act)>, grid, stream, p, pass.plan,
+                             act, static_cast<const typename Access::C*>(coefficients));
   });
 }
 

@@ -2,15 +2,11 @@
 
 // The factors of the channels of a sample, and the activation, for the kernels of group norm.
 
+#include "choose.h"
 #include "ops/batch_norm/factors.cuh"
-#include "torchkiln/kernels/group_norm.h"
 
 namespace torchkiln::cuda {
 namespace {
-
-/// Blocks per SM of the kernels that write y, and of those that read the gradient and x.
-inline constexpr int kGroupOutputBlocks = 3;
-inline constexpr int kGroupBackwardBlocks = 2;
 
 /// The groups of channels of a sample, among those of all samples.
 template <int N>

@@ -1,3 +1,5 @@
+// y of channels that are planes of adjacent elements, by the statistics: see planes.cuh.
+
 #include "launch.cuh"
 #include "planes.cuh"
 
@@ -27,13 +29,12 @@ __global__ void __launch_bounds__(kChannelThreads, kGroupOutputBlocks)
 
 }  // namespace
 
-Status group_outputs_of_planes(const GroupNorm& p, CUstream_st* stream) {
-  return with_planes<kGroupOutputBlocks>(
-      p, {p.x, p.y}, [&](auto access, auto act, const PlanePlan& plan, Grid& grid) {
-        using Access = decltype(access);
-        grid.shared_bytes = OutputStreams<Access>::kSharedBytes;
-        return launch_overlapped(plane_outputs<Access, decltype(act)>, grid, stream, p, plan, act);
-      });
+Status group_outputs_of_planes(const GroupNorm& p, const PlanePass& pass, CUstream_st* stream) {
+  return with_planes(p, pass, [&](auto access, auto act, Grid& grid) {
+    using Access = decltype(access);
+    grid.shared_bytes = OutputStreams<Access>::kSharedBytes;
+    return launch_overlapped(plane_outputs<Access, decltype(act)>, grid, stream, p, pass.plan, act);
+  });
 }
 
 }  // namespace torchkiln::cuda

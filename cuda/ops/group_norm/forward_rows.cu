@@ -1,11 +1,11 @@
+// Moments, their merge, and y of adjacent channels (channels_last): see rows.cuh.
+
 #include "launch.cuh"
 #include "ops/batch_norm/forward.cuh"
 #include "rows.cuh"
 
 namespace torchkiln::cuda {
 namespace {
-
-constexpr int kMergeThreads = 256;  // at most
 
 /// Moments of parts of the channels, [samples, parts, channels].
 template <class Access>
@@ -70,36 +70,32 @@ __global__ void __launch_bounds__(kChannelThreads, kGroupOutputBlocks)
 
 }  // namespace
 
-Status group_statistics_of_rows(const GroupNorm& p, Allocate allocate, CUstream_st* stream) {
-  return with_rows(
-      p, kMomentBlocks, {p.x}, [&](auto access, const ChannelPlan& plan, Grid& grid) -> Status {
-        using Access = decltype(access);
-        const auto moments = static_cast<size_t>(p.layout.batch * plan.parts * plan.columns);
-        auto* const partial = static_cast<Moments*>(allocate(moments * sizeof(Moments)));
-        grid.shared_bytes = MomentStreams<Access>::kSharedBytes;
-        const Status status =
-            launch_overlapped(row_moments<Access>, grid, stream, p, plan, partial);
-        if (!status.ok()) return status;
-        if (p.layout.all_groups() > kMaxGridX) return {"too many groups for one launch"};
-        const int64_t terms = p.layout.channels_per_group() * plan.parts;
-        int threads = kWarpLanes;
-        while (threads < kMergeThreads && threads * 4 < terms) threads *= 2;
-        const Grid merge{dim3(static_cast<unsigned>(p.layout.all_groups())), dim3(threads)};
-        return launch_overlapped(merge_group<typename Access::C>, merge, stream, p,
-                                 static_cast<const Moments*>(partial),
-                                 static_cast<int>(plan.parts));
-      });
+Status group_statistics_of_rows(const GroupNorm& p, const ChannelPass& pass, Allocate allocate,
+                                CUstream_st* stream) {
+  const ChannelPlan& plan = pass.plan;
+  return with_rows(p, pass, [&](auto access, Grid& grid) -> Status {
+    using Access = decltype(access);
+    const auto moments = static_cast<size_t>(p.layout.batch * plan.parts * plan.columns);
+    auto* const partial = static_cast<Moments*>(allocate(moments * sizeof(Moments)));
+    grid.shared_bytes = MomentStreams<Access>::kSharedBytes;
+    const Status status = launch_overlapped(row_moments<Access>, grid, stream, p, plan, partial);
+    if (!status.ok()) return status;
+    if (p.layout.all_groups() > kMaxGridX) return {"too many groups for one launch"};
+    const int threads = merge_threads(p.layout.channels_per_group() * plan.parts);
+    const Grid merge{dim3(static_cast<unsigned>(p.layout.all_groups())), dim3(threads)};
+    return launch_overlapped(merge_group<typename Access::C>, merge, stream, p,
+                             static_cast<const Moments*>(partial), static_cast<int>(plan.parts));
+  });
 }
 
-Status group_outputs_of_rows(const GroupNorm& p, CUstream_st* stream) {
-  return with_rows(
-      p, kGroupOutputBlocks, {p.x, p.y}, [&](auto access, const ChannelPlan& plan, Grid& grid) {
-        using Access = decltype(access);
-        grid.shared_bytes = ChannelStreams<Access, 1, false>::kSharedBytes;
-        return with_group_activation<Access>(p.activation, [&](auto act) {
-          return launch_overlapped(row_outputs<Access, decltype(act)>, grid, stream, p, plan, act);
-        });
-      });
+Status group_outputs_of_rows(const GroupNorm& p, const ChannelPass& pass, CUstream_st* stream) {
+  return with_rows(p, pass, [&](auto access, Grid& grid) {
+    using Access = decltype(access);
+    grid.shared_bytes = ChannelStreams<Access, 1, false>::kSharedBytes;
+    return with_group_activation<Access>(p.activation, [&](auto act) {
+      return launch_overlapped(row_outputs<Access, decltype(act)>, grid, stream, p, pass.plan, act);
+    });
+  });
 }
 
 }  // namespace torchkiln::cuda

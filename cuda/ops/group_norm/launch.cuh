@@ -1,6 +1,8 @@
 #pragma once
 
-#include "torchkiln/kernels/group_norm.h"
+// The launchers of forward_*.cu and backward_*.cu.
+
+#include "choose.h"
 
 namespace torchkiln::cuda {
 
@@ -17,23 +19,29 @@ struct GroupParts {
   int64_t second;
 };
 
+/// Groups that teams hold: forward_teams.cu, backward_teams.cu.
+Status group_norm_by_teams(const GroupNorm& p, const GroupTeamPlan& plan, CUstream_st* stream);
+Status group_norm_backward_by_teams(const GroupNormBackward& p, const GroupTeamsPlan& plan,
+                                    Allocate allocate, CUstream_st* stream);
+
 /// y of planes of adjacent elements, by the statistics.
-Status group_outputs_of_planes(const GroupNorm& p, CUstream_st* stream);
+Status group_outputs_of_planes(const GroupNorm& p, const PlanePass& pass, CUstream_st* stream);
 
 /// The statistics, and y by them, of rows of adjacent channels.
-Status group_statistics_of_rows(const GroupNorm& p, Allocate allocate, CUstream_st* stream);
-Status group_outputs_of_rows(const GroupNorm& p, CUstream_st* stream);
+Status group_statistics_of_rows(const GroupNorm& p, const ChannelPass& pass, Allocate allocate,
+                                CUstream_st* stream);
+Status group_outputs_of_rows(const GroupNorm& p, const ChannelPass& pass, CUstream_st* stream);
 
 /// Sums of parts of the channels.
-Status group_sums_of_planes(const GroupNormBackward& p, Allocate allocate, CUstream_st* stream,
-                            GroupParts& parts);
-Status group_sums_of_rows(const GroupNormBackward& p, Allocate allocate, CUstream_st* stream,
-                          GroupParts& parts);
+Status group_sums_of_planes(const GroupNormBackward& p, const PlanePass& pass, Allocate allocate,
+                            CUstream_st* stream, GroupParts& parts);
+Status group_sums_of_rows(const GroupNormBackward& p, const ChannelPass& pass, Allocate allocate,
+                          CUstream_st* stream, GroupParts& parts);
 
 /// grad_x by the coefficients [2, batch * groups] of the compute type: slope and level.
-Status group_input_gradients_of_planes(const GroupNormBackward& p, const void* coefficients,
-                                       CUstream_st* stream);
-Status group_input_gradients_of_rows(const GroupNormBackward& p, const void* coefficients,
-                                     CUstream_st* stream);
+Status group_input_gradients_of_planes(const GroupNormBackward& p, const PlanePass& pass,
+                                       const void* coefficients, CUstream_st* stream);
+Status group_input_gradients_of_rows(const GroupNormBackward& p, const ChannelPass& pass,
+                                     const void* coefficients, CUstream_st* stream);
 
 }  // namespace torchkiln::cuda

@@ -9,45 +9,10 @@
 namespace torchkiln::cuda {
 namespace {
 
-/// How the segments are shared among threads. Depends only on the shape.
-struct PlanePlan {
-  static constexpr int kMaxItems = 8;
-
-  int64_t planes;
-  int64_t inner;     // elements of a plane
-  int threads;       // of a segment, a power of 2
-  int items;         // vectors of a segment per thread
-  int64_t segment;   // elements of a segment
-  int64_t segments;  // of a plane
-  Divisor divisor;   // segments, if a plane has several
-
-  __host__ __device__ int64_t rows() const { return planes * segments; }
-  __host__ __device__ int rows_of_block() const { return kChannelThreads / threads; }
-};
-
-template <class Access>
-PlanePlan make_plane_plan(const GroupLayout& layout) {
-  constexpr int kLanes = Access::kLanes;
-  PlanePlan plan{};
-  plan.planes = layout.batch * layout.channels;
-  plan.inner = layout.inner;
-  const int64_t vectors = ceil_div(layout.inner, kLanes);
-  plan.threads = 1;
-  while (plan.threads < kWarpLanes && plan.threads < vectors) plan.threads *= 2;
-  plan.segments = ceil_div(vectors, int64_t{plan.threads} * PlanePlan::kMaxItems);
-  const int64_t of_segment = ceil_div(vectors, plan.segments);
-  plan.items = static_cast<int>(ceil_div(of_segment, plan.threads));
-  plan.segment = of_segment * kLanes;
-  plan.divisor = Divisor(static_cast<uint32_t>(plan.segments));
-  return plan;
-}
-
-/// Blocks that are resident together, `blocks` per SM.
-inline Status grid_of(const PlanePlan& plan, int blocks, Grid& grid) {
-  if (plan.segments > 1 && plan.rows() > INT32_MAX) return {"too many planes for one launch"};
-  const int64_t most = ceil_div(plan.rows(), plan.rows_of_block());
-  const int64_t wave = int64_t{current_device().multiprocessors} * blocks;
-  grid.blocks = dim3(static_cast<unsigned>(most < wave ? most : wave));
+inline Status grid_of(const PlanePass& pass, Grid& grid) {
+  if (pass.plan.segments > 1 && pass.plan.rows() > INT32_MAX)
+    return {"too many planes for one launch"};
+  grid.blocks = dim3(static_cast<unsigned>(pass.blocks));
   grid.threads = kChannelThreads;
   return {};
 }
@@ -194,18 +159,15 @@ struct PlaneOf {
         channels{plane - sample * layout.channels} {}
 };
 
-/// Calls body(access, activation, plan, grid).
-template <int kBlocks, class Problem, class Body>
-Status with_planes(const Problem& p, std::initializer_list<const void*> tensors, const Body& body) {
-  const ChannelLayout layout{1, p.layout.batch * p.layout.channels, p.layout.inner};
-  return with_channel_access<false>(p.dtype, layout, tensors, [&](auto access) {
-    using Access = decltype(access);
-    return with_group_activation<Access>(p.activation, [&](auto act) {
-      const PlanePlan plan = make_plane_plan<Access>(p.layout);
-      Grid grid;
-      const Status fits = grid_of(plan, kBlocks, grid);
-      return fits.ok() ? body(access, act, plan, grid) : fits;
-    });
+/// Calls body(access, activation, grid).
+template <class Problem, class Body>
+Status with_planes(const Problem& p, const PlanePass& pass, const Body& body) {
+  Grid grid;
+  const Status fits = grid_of(pass, grid);
+  if (!fits.ok()) return fits;
+  return with_channel_access<false>(p.dtype, pass.lanes, [&](auto access) {
+    return with_group_activation<decltype(access)>(
+        p.activation, [&](auto act) { return body(access, act, grid); });
   });
 }
 

@@ -1,3 +1,13 @@
+// out = activation(a b * scale + bias) + residual, and products around a gate. This file selects a
+// kernel for the operands and the device; detail/gemm/variants.h lists them.
+//
+//   sm90          sm90.cu, sm90_gate.cu   half precision on 9.0, if it beats cuBLAS or stands alone
+//   library       cuBLAS, by the caller   otherwise, if the caller has it
+//   tensor_core   tensor_core.cu          half precision since 8.0
+//   simt          simt.cu                 everything else
+//
+// copy_rows.cu copies operands that no copy engine can read in place.
+
 #include "torchkiln/kernels/matmul.h"
 
 #include "detail/gemm/capability.h"

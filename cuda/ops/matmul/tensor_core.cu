@@ -16,7 +16,7 @@
 
 #include "detail/gemm/tiles.cuh"
 #include "detail/gemm/variants.h"
-#include "torchkiln/device/alignment.cuh"
+#include "torchkiln/device/alignment.h"
 
 namespace torchkiln::gemm::tensor_core {
 namespace {

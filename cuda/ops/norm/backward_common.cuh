@@ -1,18 +1,20 @@
 #pragma once
 
-// Common to all ways to compute gradients of norms.
+// Common to all ways to compute gradients of norms: the weight, and the formula of the gradients.
+//
+//   n = (z - mean) * rstd, d = grad * weight
+//   weight_sum[column] += grad * n, bias_sum[column] += grad       accumulate()
+//   sums of d * n and of d over the row                            accumulate()
+//   grad_x = grad * weight * scale + (z - mean) * rstd * slope + level        project()
 
 #include "detail/rowwise/tile.cuh"
-#include "torchkiln/kernels/norm.h"
+#include "launch.cuh"
 
 namespace torchkiln::cuda::norm_gradients {
 
 using namespace device;
 using namespace rowwise;
 namespace {
-
-// Vectors per thread. Half precision keeps 2 x 32 column sums (weight, bias) in registers.
-constexpr int kItems = 4;
 
 /// Loads the factor of grad in a normalized element's gradient: weight + weight_offset, 0 outside
 /// of the row.
@@ -44,7 +46,80 @@ __device__ __forceinline__ C factor_of_gradient(const NormBackward& p, C rstd) {
   return kCentered && p.columns == 1 ? C(0) : rstd;
 }
 
-size_t sum_bytes(const NormBackward& p) { return p.dtype == Dtype::float64 ? 8 : 4; }
+/// Adds an element to the sums of its column and of its row.
+template <bool kCentered, class C>
+__device__ __forceinline__ void accumulate(C g, C z, C weight, C mean, C rstd, C& weight_sum,
+                                           C& bias_sum, C (&sums)[kCentered ? 2 : 1]) {
+  const C n = (z - mean) * rstd;
+  weight_sum += g * n;
+  const C d = g * weight;
+  sums[0] += d * n;
+  if constexpr (kCentered) {
+    bias_sum += g;
+    sums[1] += d;
+  }
+}
+
+/// Adds adjacent elements. bias_sum is not read if the norm is not centered.
+template <bool kCentered, class C, int kLanes>
+__device__ __forceinline__ void accumulate(const C (&g)[kLanes], const C (&z)[kLanes],
+                                           const C (&weight)[kLanes], C mean, C rstd,
+                                           C (&weight_sum)[kLanes], C (&bias_sum)[kLanes],
+                                           C (&sums)[kCentered ? 2 : 1]) {
+#pragma unroll
+  for (int i = 0; i < kLanes; ++i)
+    accumulate<kCentered>(g[i], z[i], weight[i], mean, rstd, weight_sum[i], bias_sum[i], sums);
+}
+
+template <class C>
+struct RowFactors {
+  C mean, rstd, slope, level;
+};
+
+/// The factors, and products of them that all elements of a row share. Half precision saves a
+/// product per element with half_slope. With rows of float32, rstd^2 could overflow.
+template <class C>
+struct Projection {
+  RowFactors<C> row;
+  C scale, half_slope;
+};
+
+template <bool kCentered, class C>
+__device__ __forceinline__ Projection<C> projection_of(const NormBackward& p,
+                                                       const RowFactors<C>& row) {
+  return {row, factor_of_gradient<kCentered>(p, row.rstd), row.rstd * row.slope};
+}
+
+/// From the sums of a row.
+template <bool kCentered, class C>
+__device__ __forceinline__ Projection<C> projection_of(const NormBackward& p, C mean, C rstd,
+                                                       C inverse_columns,
+                                                       const C (&sums)[kCentered ? 2 : 1]) {
+  const C scale = factor_of_gradient<kCentered>(p, rstd);
+  return projection_of<kCentered>(
+      p, RowFactors<C>{mean, rstd, -scale * inverse_columns * sums[0],
+                       kCentered ? -scale * inverse_columns * sums[kCentered ? 1 : 0] : C(0)});
+}
+
+/// Turns g from the gradient of y into that of z. T: the type of the rows.
+template <class T, class C, int kLanes>
+__device__ __forceinline__ void project(const Projection<C>& by, const C (&z)[kLanes],
+                                        const C (&weight)[kLanes], C (&g)[kLanes]) {
+#pragma unroll
+  for (int i = 0; i < kLanes; ++i) {
+    const C distance = z[i] - by.row.mean;
+    const C projection = sizeof(T) == 2 ? distance * by.half_slope + by.row.level
+                                        : distance * by.row.rstd * by.row.slope + by.row.level;
+    g[i] = g[i] * weight[i] * by.scale + projection;
+  }
+}
+
+/// Adds the gradient of the sum.
+template <class C, int kLanes>
+__device__ __forceinline__ void add_lanes(const C (&other)[kLanes], C (&g)[kLanes]) {
+#pragma unroll
+  for (int i = 0; i < kLanes; ++i) g[i] += other[i];
+}
 
 }  // namespace
 }  // namespace torchkiln::cuda::norm_gradients

@@ -1,4 +1,6 @@
-#include "backward_split.cuh"
+// Gradients of rows that neither few rows, bulk copies, slabs nor streams take: the launch, and the
+// choice between teams of several blocks and of one. backward_split_kernel.cuh has the kernel,
+// backward_split_columns.cuh its sums of columns.
 
 #include "backward_finish.cuh"
 #include "backward_split_kernel.cuh"
@@ -7,9 +9,9 @@ namespace torchkiln::cuda::norm_gradients {
 namespace {
 
 template <class T>
-Status launch_split(const NormBackward& p, Allocate allocate, CUstream_st* stream) {
+Status launch_split(const NormBackward& p, const GridPlan& plan, Allocate allocate,
+                    CUstream_st* stream) {
   using C = Compute<T>;
-  const GridPlan plan = make_grid_plan(p.rows, p.columns, kVectorLanes<T>, kSplitRows);
   const bool is_split = plan.blocks > 1;
   C* exchange = nullptr;
   if (is_split && p.grad_x != nullptr) {
@@ -34,9 +36,10 @@ Status launch_split(const NormBackward& p, Allocate allocate, CUstream_st* strea
 
 }  // namespace
 
-Status split(const NormBackward& p, Allocate allocate, CUstream_st* stream) {
+Status launch(const NormBackward& p, const SplitGradientsPlan& plan, Allocate allocate,
+              CUstream_st* stream) {
   return dispatch_floating(p.dtype, [&](auto tag) {
-    return launch_split<typename decltype(tag)::type>(p, allocate, stream);
+    return launch_split<typename decltype(tag)::type>(p, plan.grid, allocate, stream);
   });
 }
 

@@ -18,14 +18,7 @@
 namespace torchkiln::cuda::norm_gradients {
 namespace {
 
-constexpr int kSplitRows = 4;  // per thread and step
 constexpr int kMaxSplitParts = kGridThreads >> kLogMinRowThreads;
-
-/// grad_x = grad * weight * scale + (z - mean) * rstd * slope + level
-template <class C>
-struct RowFactors {
-  C mean, rstd, slope, level;
-};
 
 template <class C, int kSums, int kLanes>
 struct SplitStorage {
@@ -131,15 +124,9 @@ class SplitRows {
         for (int r = 0; r < kInFlight; ++r) {
 #pragma unroll
           for (int i = 0; i < kLanes; ++i) {
-            const C g = convert<C>(grads[r][i]);
-            const C n = (convert<C>(zs[r][i]) - mean[r]) * rstd[r];
-            column_sums_.weight[i] += g * n;
-            const C d = g * weight_[i];
-            sums[group + r][0] += d * n;
-            if constexpr (kCentered) {
-              column_sums_.bias[i] += g;
-              sums[group + r][1] += d;
-            }
+            accumulate<kCentered>(convert<C>(grads[r][i]), convert<C>(zs[r][i]), weight_[i],
+                                  mean[r], rstd[r], column_sums_.weight[i],
+                                  column_sums_.bias[kCentered ? i : 0], sums[group + r]);
           }
         }
       }
@@ -272,25 +259,15 @@ class SplitRows {
     zs.load(row_at(p_.z, row, p_.z_row_stride) + column);
     if (p_.grad_sum != nullptr)
       others.load(row_at(p_.grad_sum, row, p_.grad_sum_row_stride) + column);
-    const RowFactors<C> f = storage_.factors[r][team_.row_in_block()];
-    C g[N], n[N];
-    const C scale = factor_of_gradient<kCentered>(p_, f.rstd);
-    // Half precision saves a product; with rows of float32, rstd^2 could overflow.
-    const C half_slope = f.rstd * f.slope;
+    const auto projection = projection_of<kCentered>(p_, storage_.factors[r][team_.row_in_block()]);
+    C g[N], z[N];
     grads.read(g);
-    zs.read(n);
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      n[i] -= f.mean;
-      const C projection =
-          sizeof(T) == 2 ? n[i] * half_slope + f.level : n[i] * f.rstd * f.slope + f.level;
-      g[i] = g[i] * weight[i] * scale + projection;
-    }
+    zs.read(z);
+    project<T>(projection, z, weight, g);
     if (p_.grad_sum != nullptr) {
       C other[N];
       others.read(other);
-#pragma unroll
-      for (int i = 0; i < N; ++i) g[i] += other[i];
+      add_lanes(other, g);
     }
     store(static_cast<T*>(p_.grad_x) + row * p_.columns + column, g);
   }

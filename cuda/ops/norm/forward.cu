@@ -1,30 +1,40 @@
-#include "forward.cuh"
-#include "forward_slabs.cuh"
+// Layer norm and RMS norm of rows. choose.h picks one of three plans; thresholds.h has its numbers.
+// Bytes of a row, on GPUs of 9.0 and later with many rows; docs/choosing.md has every case:
+//
+//   plan, file              bytes                 why, measured on an H100
+//   one pass                to 64 KiB in a block, A team holds the row in registers: each element
+//   forward_by_dtype.cuh    512 KiB in a cluster  is read once, weight and bias once per row.
+//   slabs                   above 64 to 256 KiB;  Weight and bias are read once. Layer norm of
+//   forward_slabs.cu        above 32 to 128 with  1335 x 50257 float32: 210 us, in one pass 459.
+//                           an offset; scalar: 7  8192 x 16384 bfloat16 whose offsets differ: 225
+//                           (half), 16 (float32)  us, in one pass 590. RMS norm in half: scalar
+//                           only.
+//   parts                   longer rows; before   No team holds the row: two reads, the second
+//   forward_split.cu        9.0 above 64 KiB      from L2, by all SMs.
+//
+// The slabs of forward and backward share slab_plan.h, slab_ring.cuh and slab_columns.cuh; slabs
+// and parts share forward_moments.cuh.
+
+#include "launch.cuh"
+#include "torchkiln/device/launch.cuh"
+#include "torchkiln/device/vec.cuh"
 
 namespace torchkiln::cuda {
+namespace {
 
-extern template Status norm_rows_of<__half>(const Norm&, Alignment, Allocate, CUstream_st*);
-extern template Status norm_rows_of<__nv_bfloat16>(const Norm&, Alignment, Allocate, CUstream_st*);
+Status launch(const Norm& p, const OnePassPlan& plan, Allocate, CUstream_st* stream) {
+  return dispatch_floating(p.dtype, [&](auto tag) {
+    return NormForwardByDtype<typename decltype(tag)::type>::launch(p, plan, stream);
+  });
+}
+
+}  // namespace
 
 Status norm(const Norm& p, Allocate allocate, CUstream_st* stream) {
   if (p.rows == 0 || p.columns == 0) return {};
   if (p.columns > kMaxColumns) return {kTooLong};
-  const TensorRows tensors[] = {
-      {p.x, p.x_row_stride},
-      {p.residual_dtype == p.dtype ? p.residual : nullptr, p.residual_row_stride},
-      {p.sum, p.columns},
-      {p.y, p.columns}};
-  Alignment alignment = alignment_of(tensors, p.dtype, p.rows, p.columns);
-  const norm_slabs::SlabPlan slabs = plan_norm_slabs(p, alignment);
-  if (slabs.blocks > 0) return norm_in_slabs(p, alignment, slabs, allocate, stream);
-  if (!aligned(p.weight) || !aligned(p.bias)) alignment = Alignment::scalar;
-  if (p.residual_dtype != p.dtype && alignment == Alignment::vector &&
-      !rows_in_vectors(p.residual, vector_lanes(p.dtype), {p.columns, p.residual_row_stride}))
-    alignment = Alignment::scalar;
-  return dispatch_floating(p.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    return norm_rows_of<T>(p, alignment, allocate, stream);
-  });
+  const NormPlan plan = choose(p, alignment_of_rows(p), current_device());
+  return std::visit([&](const auto& chosen) { return launch(p, chosen, allocate, stream); }, plan);
 }
 
 }  // namespace torchkiln::cuda

@@ -6,13 +6,13 @@
 #include <cuda/ptx>
 
 #include "detail/barrier.cuh"
-#include "slab_plan.cuh"
+#include "detail/rowwise/grid_team.cuh"
+#include "slab_plan.h"
 
 namespace torchkiln::cuda::norm_slabs {
 namespace {
 
 constexpr int kSlabWarps = kSlabThreads / kWarpLanes;
-constexpr int kSlabBlockThreads = kSlabThreads + 2 * kWarpLanes;
 
 /// kValues: sums or moments of a slab.
 template <int kValues>
@@ -24,6 +24,16 @@ struct SlabStorage {
   float values[kMaxSlabStages][kValues][kSlabWarps];
   float4 factors[kMaxSlabStages];
 };
+static_assert(sizeof(SlabStorage<4>) + (1 << 10) <= kSlabReserved, "the system takes 1 KiB");
+
+/// The launch of a call.
+Grid make_grid(const SlabCall& call) {
+  const SlabPlan& plan = call.plan;
+  Grid grid{dim3(static_cast<unsigned>(plan.blocks), static_cast<unsigned>(plan.teams)),
+            dim3(kSlabBlockThreads), 1, plan.shared_bytes};
+  grid.cooperative = call.is_cooperative();
+  return grid;
+}
 
 /// kLanes: elements per access; 1 if rows begin anywhere. Merge: as AddValues.
 template <class T, int kLanes, int kTensors, class Merge, int kValues>

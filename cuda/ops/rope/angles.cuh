@@ -4,13 +4,10 @@
 
 #include <cmath>
 
-#include "torchkiln/device/alignment.cuh"
+#include "ops/rope/choose.h"
 #include "torchkiln/device/vec.cuh"
-#include "torchkiln/kernels/rope.h"
 
 namespace torchkiln::cuda {
-
-using namespace device;
 
 /// The row of a token; -1 for none.
 __device__ __forceinline__ int64_t row_of(const TokenRows& p, int64_t batch, int64_t token) {
@@ -87,15 +84,6 @@ template <class C, int N>
 __device__ __forceinline__ void negate(C (&values)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) values[i] = -values[i];
-}
-
-/// Whether the factors of neighbouring pairs are whole 16-byte vectors.
-inline bool are_factors_in_vectors(const RopeAngles& p) {
-  const int64_t lanes = vector_lanes(p.factor_dtype);
-  const auto fits = [&](const RopeFactors& factors) {
-    return rows_in_vectors(factors.data, lanes, {factors.batch_stride, factors.row_stride});
-  };
-  return p.factor_step == 1 && fits(p.cos) && fits(p.sin);
 }
 
 }  // namespace torchkiln::cuda

@@ -13,16 +13,17 @@
 
 #include <cuda_pipeline.h>
 
+#include "ops/rope/choose_qkv.h"
 #include "torchkiln/device/vec.cuh"
 
 namespace torchkiln::cuda {
-using namespace device;
 
 template <class T, int kLanes, int kVectors, int kStages, int kThreads>
 class HeadRing {
  public:
   using Item = Vec<T, kLanes>;
-  static constexpr int kBytes = kStages * kVectors * kThreads * static_cast<int>(sizeof(Item));
+  static constexpr int kBytes =
+      ring_bytes(kStages, kVectors, kThreads, static_cast<int>(sizeof(Item)));
 
   /// `memory` has kBytes of shared memory.
   __device__ __forceinline__ explicit HeadRing(void* memory)

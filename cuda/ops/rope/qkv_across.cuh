@@ -4,8 +4,6 @@
 // block processes a token. Its threads read the token twice, the second time from the L1 cache.
 // Blocks are small: while one waits for its sums, others of the SM read.
 
-#include <algorithm>
-
 #include "ops/rope/qkv.cuh"
 #include "torchkiln/device/block_reduce.cuh"
 
@@ -14,14 +12,6 @@ namespace torchkiln::cuda {
 Status qkv_norm_across_rope(const QkvNormRope& arguments, CUstream_st* stream);
 Status qkv_norm_across_rope_backward(const QkvNormRopeBackward& arguments, Allocate allocate,
                                      CUstream_st* stream);
-
-struct QkvAcrossPlan {
-  QkvPlan plan;
-  Divisor pieces;       // per head
-  uint32_t normalized;  // pieces of queries and keys, which come first
-  uint32_t all;
-  int64_t sizes[2];  // of the norms
-};
 
 /// A piece of a packed row.
 struct RowPiece {
@@ -70,25 +60,6 @@ __device__ __forceinline__ void store_piece(T* head, const Piece& piece, const C
                                             const C (&b)[kLanes]) {
   store(head + piece.first, a);
   if (piece.has_second) store(head + piece.second, b);
-}
-
-template <int kLanes>
-QkvAcrossPlan make_across_plan(const QkvNormRope& p) {
-  QkvAcrossPlan across{};
-  across.plan = make_qkv_plan<kLanes, 1>(p);
-  across.pieces = Divisor(across.plan.pieces);
-  across.normalized = static_cast<uint32_t>(p.heads + p.kv_heads) * across.plan.pieces;
-  across.all = static_cast<uint32_t>(p.heads + 2 * p.kv_heads) * across.plan.pieces;
-  for (int kind = 0; kind < 2; ++kind) across.sizes[kind] = p.norm_size(kind);
-  return across;
-}
-
-/// Threads of a block, whole warps, with about `pieces` pieces of a token each.
-inline int across_threads(const QkvAcrossPlan& across, int pieces) {
-  const auto rounds = [&](int64_t threads) { return ceil_div(across.all, threads); };
-  const int64_t least = std::max<int64_t>(ceil_div(across.all, pieces), 2 * kWarpLanes);
-  const int64_t even = ceil_div(across.all, rounds(std::min<int64_t>(least, kQkvThreads)));
-  return static_cast<int>(ceil_div(even, kWarpLanes)) * kWarpLanes;
 }
 
 }  // namespace torchkiln::cuda

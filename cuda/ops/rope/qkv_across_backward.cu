@@ -1,13 +1,12 @@
-#include <algorithm>
+// The gradients of qkv_norm_rope with one norm over all heads of a token. A block has every
+// gridDim-th token, and keeps its sums for the weights in shared memory, or in global memory if
+// they are larger than 48 KiB.
 
 #include "ops/rope/qkv_across.cuh"
 #include "ops/rope/qkv_weight_sums.cuh"
 
 namespace torchkiln::cuda {
 namespace {
-
-/// Sums for the weights up to this size are kept in shared memory, larger ones in the L2 cache.
-constexpr int64_t kMostSharedBytes = 48 * 1024;
 
 struct QkvAcrossBackward {
   QkvAcrossPlan across;
@@ -161,25 +160,15 @@ __global__ void __launch_bounds__(kQkvThreads, 2)
 }
 
 template <class T, int kLanes>
-Status run(const QkvNormRopeBackward& arguments, Allocate allocate, CUstream_st* stream) {
-  constexpr int kPieces = 3;
-  constexpr int64_t kThreadsPerMultiprocessor = 2 * kQkvThreads;
-  QkvAcrossBackward across{};
-  across.across = make_across_plan<kLanes>(arguments.forward);
-  const int threads = across_threads(across.across, kPieces);
-  const int64_t tokens = across.across.plan.all_tokens;
-  const int64_t blocks =
-      std::min(tokens, kThreadsPerMultiprocessor / threads * current_device().multiprocessors);
-  const WeightSums sums = make_weight_sums<T>(arguments, blocks, blocks, allocate);
-  across.backward = make_backward_plan(across.across.plan, arguments, sums);
-  const int64_t bytes =
-      (sums.columns[0] + sums.columns[1]) * static_cast<int64_t>(sizeof(Compute<T>));
-  const bool wants_sums = sums.sums[0] != nullptr || sums.sums[1] != nullptr;
-  across.sums_in_shared = wants_sums && bytes <= kMostSharedBytes;
+Status launch(const QkvNormRopeBackward& arguments, const QkvAcrossChoice& choice,
+              Allocate allocate, CUstream_st* stream) {
+  const WeightSums sums = make_weight_sums<T>(arguments, choice.blocks, choice.blocks, allocate);
+  const QkvAcrossBackward across{choice.plan, make_backward_plan(choice.plan.plan, arguments, sums),
+                                 choice.shared_bytes > 0};
   Grid grid{};
-  grid.blocks = dim3(static_cast<unsigned>(blocks));
-  grid.threads = dim3(threads);
-  grid.shared_bytes = across.sums_in_shared ? static_cast<int>(bytes) : 0;
+  grid.blocks = dim3(static_cast<unsigned>(choice.blocks));
+  grid.threads = dim3(choice.threads);
+  grid.shared_bytes = choice.shared_bytes;
   const Status status =
       launch_overlapped(qkv_norm_across_rope_gradients<T, kLanes>, grid, stream, across);
   return status.ok() ? finish_weight_sums<T>(sums, arguments.forward.weight_dtype, stream) : status;
@@ -189,12 +178,11 @@ Status run(const QkvNormRopeBackward& arguments, Allocate allocate, CUstream_st*
 
 Status qkv_norm_across_rope_backward(const QkvNormRopeBackward& arguments, Allocate allocate,
                                      CUstream_st* stream) {
+  const QkvAcrossChoice choice = choose_across(arguments, current_device());
   return dispatch_floating(arguments.forward.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    constexpr int kLanes = kVectorLanes<T>;
-    return pieces_in_vectors(arguments.forward, kLanes) && gradients_in_vectors(arguments, kLanes)
-               ? run<T, kLanes>(arguments, allocate, stream)
-               : run<T, 1>(arguments, allocate, stream);
+    return choice.lanes == 1 ? launch<T, 1>(arguments, choice, allocate, stream)
+                             : launch<T, kVectorLanes<T>>(arguments, choice, allocate, stream);
   });
 }
 

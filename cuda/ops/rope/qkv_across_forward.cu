@@ -1,3 +1,6 @@
+// qkv_norm_rope with one norm over all heads of a token: a block for each token, which reads it
+// twice. qkv_across.cuh has what this file shares with qkv_across_backward.cu.
+
 #include "ops/rope/qkv_across.cuh"
 
 namespace torchkiln::cuda {
@@ -57,23 +60,19 @@ __global__ void __launch_bounds__(kQkvThreads)
 }
 
 template <class T, int kLanes>
-Status run(const QkvNormRope& p, CUstream_st* stream) {
-  constexpr int kPieces = 2;
-  const QkvAcrossPlan across = make_across_plan<kLanes>(p);
-  Grid grid{};
-  grid.blocks = dim3(across.plan.all_tokens);
-  grid.threads = dim3(across_threads(across, kPieces));
-  return launch_overlapped(qkv_norm_across_rope_tokens<T, kLanes>, grid, stream, across);
+Status launch(const QkvAcrossChoice& choice, CUstream_st* stream) {
+  const Grid grid{dim3(static_cast<unsigned>(choice.blocks)), dim3(choice.threads)};
+  return launch_overlapped(qkv_norm_across_rope_tokens<T, kLanes>, grid, stream, choice.plan);
 }
 
 }  // namespace
 
 Status qkv_norm_across_rope(const QkvNormRope& arguments, CUstream_st* stream) {
+  const QkvAcrossChoice choice = choose_across(arguments);
   return dispatch_floating(arguments.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    return pieces_in_vectors(arguments, kVectorLanes<T>)
-               ? run<T, kVectorLanes<T>>(arguments, stream)
-               : run<T, 1>(arguments, stream);
+    return choice.lanes == 1 ? launch<T, 1>(choice, stream)
+                             : launch<T, kVectorLanes<T>>(choice, stream);
   });
 }
 

@@ -1,4 +1,12 @@
-#include <algorithm>
+// The gradients of packed queries, keys and values and of the weights of the norms. The sums of
+// blocks for the weights are added by a second kernel (qkv_weight_sums.cuh).
+//
+//   plan       team        reads              when
+//   across     a token     twice              one norm over all heads: qkv_across_backward.cu
+//   ring       two heads   a round ahead      vectors, at least two rounds of two blocks per SM,
+//                          to shared memory   and shared memory for them
+//   once       two heads   to registers       vectors, otherwise
+//   elements   one head    to registers       heads that are not whole 16-byte vectors
 
 #include "ops/rope/qkv_across.cuh"
 #include "ops/rope/qkv_weight_sums.cuh"
@@ -51,13 +59,9 @@ __device__ __forceinline__ void write_sums(const QkvPlan& plan, bool included,
   __syncthreads();
 }
 
-constexpr int kBlocksPerMultiprocessor = 2;
-constexpr int kRingStages = 2;
-constexpr int kVectorsOfPiece = 4;  // two of the gradient, two of x
-
 /// Teams process a token per round.
 template <class T, int kLanes, int kItems, int kHeads, int kStages>
-__global__ void __launch_bounds__(kQkvThreads, kStages > 1 ? kBlocksPerMultiprocessor : 1)
+__global__ void __launch_bounds__(kQkvThreads, kStages > 1 ? kQkvBackwardBlocks : 1)
     qkv_norm_rope_gradients(const QkvBackwardPlan backward) {
   using C = Compute<T>;
   extern __shared__ __align__(kVectorBytes) char memory[];
@@ -74,7 +78,7 @@ __global__ void __launch_bounds__(kQkvThreads, kStages > 1 ? kBlocksPerMultiproc
   const auto exists = [&](int k, int j) {
     return lane + k * plan.team < plan.pieces && group.first + j < group.heads;
   };
-  HeadRing<T, kLanes, kVectorsOfPiece * kItems * kHeads, kStages, kQkvThreads> ring(memory);
+  HeadRing<T, kLanes, kVectorsOfGradient * kItems * kHeads, kStages, kQkvThreads> ring(memory);
   const auto request = [&](uint32_t index) {
     const TokenAt token(plan, index);
     const T* const from = static_cast<const T*>(p.qkv) + token.batch * p.qkv_stride[0] +
@@ -87,7 +91,7 @@ __global__ void __launch_bounds__(kQkvThreads, kStages > 1 ? kBlocksPerMultiproc
 #pragma unroll
       for (int j = 0; j < kHeads; ++j) {
         if (!token.exists || !exists(k, j)) continue;
-        const int at = kVectorsOfPiece * (k * kHeads + j);
+        const int at = kVectorsOfGradient * (k * kHeads + j);
         if (grads != nullptr) {
           ring.request(at, grad_from + j * stride[2] + piece.first);
           if (piece.has_second) ring.request(at + 1, grad_from + j * stride[2] + piece.second);
@@ -128,7 +132,7 @@ __global__ void __launch_bounds__(kQkvThreads, kStages > 1 ? kBlocksPerMultiproc
     // computed twice, because it does not fit in registers.
     const auto read = [&](int k, int j, const Piece& piece, C(&x_a)[kLanes], C(&x_b)[kLanes],
                           C(&grad_a)[kLanes], C(&grad_b)[kLanes]) {
-      const int at = kVectorsOfPiece * (k * kHeads + j);
+      const int at = kVectorsOfGradient * (k * kHeads + j);
       widen(ring.read(at), grad_a);
       widen(ring.read(at + 1), grad_b);
       widen(ring.read(at + 2), x_a);
@@ -204,36 +208,18 @@ __global__ void __launch_bounds__(kQkvThreads, kStages > 1 ? kBlocksPerMultiproc
 }
 
 template <class T, int kLanes, int kItems, int kHeads, int kStages>
-Status launch_stages(const QkvPlan& plan, const QkvNormRopeBackward& arguments, Allocate allocate,
-                     CUstream_st* stream) {
+Status launch(const QkvPlan& plan, const QkvNormRopeBackward& arguments, Allocate allocate,
+              CUstream_st* stream) {
   const WeightSums sums = make_weight_sums<T>(arguments, plan.blocks, plan.blocks, allocate);
   Grid grid{};
   grid.blocks = dim3(plan.blocks);
   grid.threads = dim3(kQkvThreads);
   grid.shared_bytes =
-      HeadRing<T, kLanes, kVectorsOfPiece * kItems * kHeads, kStages, kQkvThreads>::kBytes;
+      HeadRing<T, kLanes, kVectorsOfGradient * kItems * kHeads, kStages, kQkvThreads>::kBytes;
   const Status status =
       launch_overlapped(qkv_norm_rope_gradients<T, kLanes, kItems, kHeads, kStages>, grid, stream,
                         make_backward_plan(plan, arguments, sums));
   return status.ok() ? finish_weight_sums<T>(sums, plan.p.weight_dtype, stream) : status;
-}
-
-template <class T, int kLanes, int kItems, int kHeads>
-Status run(const QkvNormRopeBackward& arguments, Allocate allocate, CUstream_st* stream) {
-  QkvPlan plan = make_qkv_plan<kLanes, kHeads>(arguments.forward);
-  const Device device = current_device();
-  const Status status =
-      set_blocks(plan, int64_t{kBlocksPerMultiprocessor} * device.multiprocessors);
-  if (!status.ok()) return status;
-  if constexpr (kItems == 1) {
-    using Ring = HeadRing<T, kLanes, kVectorsOfPiece * kHeads, kRingStages, kQkvThreads>;
-    constexpr int kShared = kMostHeadElements * static_cast<int>(sizeof(Compute<T>));
-    if (plan.rounds > 1 &&
-        kBlocksPerMultiprocessor * (Ring::kBytes + kShared) <= device.shared_bytes)
-      return launch_stages<T, kLanes, kItems, kHeads, kRingStages>(plan, arguments, allocate,
-                                                                   stream);
-  }
-  return launch_stages<T, kLanes, kItems, kHeads, 1>(plan, arguments, allocate, stream);
 }
 
 }  // namespace
@@ -242,13 +228,17 @@ Status qkv_norm_rope_backward(const QkvNormRopeBackward& arguments, Allocate all
                               CUstream_st* stream) {
   if (arguments.forward.norm == QkvNorm::all)
     return qkv_norm_across_rope_backward(arguments, allocate, stream);
+  const std::optional<QkvChoice> choice = choose(arguments, current_device());
+  if (!choice) return {kTooManyTeams};
+  const QkvPlan& plan = choice->plan;
   return dispatch_floating(arguments.forward.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    constexpr int kLanes = kVectorLanes<T>;
-    constexpr int kScalarItems = kMostHeadElements / 2 / kWarpLanes;
-    return pieces_in_vectors(arguments.forward, kLanes) && gradients_in_vectors(arguments, kLanes)
-               ? run<T, kLanes, 1, 2>(arguments, allocate, stream)
-               : run<T, 1, kScalarItems, 1>(arguments, allocate, stream);
+    constexpr int kLanes = kVectorLanes<T>, kHeads = kBackwardHeads;
+    if (choice->lanes == 1)
+      return launch<T, 1, kHeadItems, 1, 1>(plan, arguments, allocate, stream);
+    return choice->stages > 1
+               ? launch<T, kLanes, 1, kHeads, kRingStages>(plan, arguments, allocate, stream)
+               : launch<T, kLanes, 1, kHeads, 1>(plan, arguments, allocate, stream);
   });
 }
 

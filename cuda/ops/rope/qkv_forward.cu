@@ -1,14 +1,24 @@
+// Splits packed queries, keys and values, normalizes and rotates the heads, in one kernel.
+//
+//   plan       team        reads              when
+//   across     a token     twice              one norm over all heads: qkv_across_forward.cu
+//   few        one head    to registers       vectors, and no more blocks than SMs
+//   ring       four heads  a round ahead      vectors, at least two rounds of three blocks per SM,
+//                          to shared memory   and shared memory for them
+//   once       four heads  to registers       vectors, otherwise
+//   elements   one head    to registers       heads that are not whole 16-byte vectors
+//
+// qkv.cuh says which elements a thread has, head_ring.cuh how it reads ahead. Gradients:
+// qkv_backward.cu.
+
 #include "ops/rope/qkv_across.cuh"
 
 namespace torchkiln::cuda {
 namespace {
 
-constexpr int kBlocksPerMultiprocessor = 3;
-constexpr int kRingStages = 2;
-
 /// Teams process a token per round.
 template <class T, int kLanes, int kItems, int kHeads, int kStages>
-__global__ void __launch_bounds__(kQkvThreads, kStages > 1 ? kBlocksPerMultiprocessor : 1)
+__global__ void __launch_bounds__(kQkvThreads, kStages > 1 ? kQkvBlocks : 1)
     qkv_norm_rope_heads(const QkvPlan plan) {
   using C = Compute<T>;
   extern __shared__ __align__(kVectorBytes) char memory[];
@@ -123,49 +133,30 @@ __global__ void __launch_bounds__(kQkvThreads, kStages > 1 ? kBlocksPerMultiproc
 }
 
 template <class T, int kLanes, int kItems, int kHeads, int kStages>
-Status launch_stages(const QkvPlan& plan, CUstream_st* stream) {
+Status launch(const QkvPlan& plan, CUstream_st* stream) {
   Grid grid{};
   grid.blocks = dim3(plan.blocks);
   grid.threads = dim3(kQkvThreads);
-  grid.shared_bytes = HeadRing<T, kLanes, 2 * kItems * kHeads, kStages, kQkvThreads>::kBytes;
+  grid.shared_bytes =
+      HeadRing<T, kLanes, kVectorsOfPiece * kItems * kHeads, kStages, kQkvThreads>::kBytes;
   return launch_overlapped(qkv_norm_rope_heads<T, kLanes, kItems, kHeads, kStages>, grid, stream,
                            plan);
-}
-
-template <class T, int kLanes, int kItems, int kHeads>
-Status run(const QkvNormRope& p, CUstream_st* stream) {
-  QkvPlan plan = make_qkv_plan<kLanes, kHeads>(p);
-  if constexpr (kItems == 1) {
-    using Ring = HeadRing<T, kLanes, 2 * kHeads, kRingStages, kQkvThreads>;
-    const Device device = current_device();
-    const int64_t resident = int64_t{kBlocksPerMultiprocessor} * device.multiprocessors;
-    // 2/3 of the blocks of one round give two rounds. With more rounds than two, blocks that run at
-    // the same time are further apart in memory, which takes 5 to 10 % longer.
-    const Status status = set_blocks(plan, std::max(resident, plan.blocks_of_one_round() * 2 / 3));
-    if (!status.ok()) return status;
-    if (plan.rounds > 1 && kBlocksPerMultiprocessor * Ring::kBytes <= device.shared_bytes)
-      return launch_stages<T, kLanes, kItems, kHeads, kRingStages>(plan, stream);
-  }
-  const Status status = set_blocks(plan, kMaxGridX);
-  if (!status.ok()) return status;
-  return launch_stages<T, kLanes, kItems, kHeads, 1>(plan, stream);
 }
 
 }  // namespace
 
 Status qkv_norm_rope(const QkvNormRope& arguments, CUstream_st* stream) {
   if (arguments.norm == QkvNorm::all) return qkv_norm_across_rope(arguments, stream);
+  const std::optional<QkvChoice> choice = choose(arguments, current_device());
+  if (!choice) return {kTooManyTeams};
+  const QkvPlan& plan = choice->plan;
   return dispatch_floating(arguments.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    constexpr int kScalarItems = kMostHeadElements / 2 / kWarpLanes;
     constexpr int kLanes = kVectorLanes<T>;
-    if (!pieces_in_vectors(arguments, kLanes)) return run<T, 1, kScalarItems, 1>(arguments, stream);
-    // Few tokens: one head per team gives more teams, and less code to fetch into the caches.
-    QkvPlan few = make_qkv_plan<kLanes, 1>(arguments);
-    if (few.blocks_of_one_round() > current_device().multiprocessors)
-      return run<T, kLanes, 1, 4>(arguments, stream);
-    const Status status = set_blocks(few, kMaxGridX);
-    return status.ok() ? launch_stages<T, kLanes, 1, 1, 1>(few, stream) : status;
+    if (choice->lanes == 1) return launch<T, 1, kHeadItems, 1, 1>(plan, stream);
+    if (choice->heads == kFewHeads) return launch<T, kLanes, 1, kFewHeads, 1>(plan, stream);
+    return choice->stages > 1 ? launch<T, kLanes, 1, kForwardHeads, kRingStages>(plan, stream)
+                              : launch<T, kLanes, 1, kForwardHeads, 1>(plan, stream);
   });
 }
 

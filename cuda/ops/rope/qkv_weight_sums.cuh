@@ -97,14 +97,4 @@ inline QkvBackwardPlan make_backward_plan(const QkvPlan& plan, const QkvNormRope
   return backward;
 }
 
-inline bool gradients_in_vectors(const QkvNormRopeBackward& arguments, int64_t lanes) {
-  const QkvNormRope& p = arguments.forward;
-  for (int kind = 0; kind < 3; ++kind) {
-    const int64_t (&stride)[3] = arguments.grad_stride[kind];
-    if (!rows_in_vectors(arguments.grad[kind], lanes, {stride[0], stride[1], stride[2]}))
-      return false;
-  }
-  return rows_in_vectors(arguments.grad_qkv, lanes, {p.head_dim});
-}
-
 }  // namespace torchkiln::cuda

@@ -1,3 +1,11 @@
+// grad_x = (grad - sum of (grad * y)) * y * scale, or that of the logarithm, over a dimension, with
+// the plans of forward.cu. Two tensors are read, so a team holds rows of half the length.
+//
+//   plan        kernel                     when
+//   registers   rows_in_registers          adjacent elements, rows that a team of threads holds
+//   parts       rows_in_parts              adjacent elements, longer rows
+//   columns     softmax_backward_columns   elements that are not adjacent (strided.cuh)
+
 #include "rows.cuh"
 
 namespace torchkiln::cuda {
@@ -77,9 +85,8 @@ class SoftmaxGradientRow {
 }  // namespace
 
 Status softmax_backward(const SoftmaxBackward& p, Allocate allocate, CUstream_st* stream) {
-  const TensorRows tensors[] = {{p.grad, p.outer_stride}, {p.y, p.length}, {p.grad_x, p.length}};
-  return queue(
-      p, tensors, p.mask.any(),
+  return launch_rows</*kStreams=*/2>(
+      p,
       [](auto tile, auto log, auto masked) {
         using Tile = typename std::decay_t<decltype(tile)>::type;
         return TypeTag<SoftmaxGradientRow<Tile, log, masked>>{};

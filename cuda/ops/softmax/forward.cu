@@ -1,3 +1,14 @@
+// y = softmax(x * scale), or its logarithm, over a dimension, with a mask.
+//
+//   plan        kernel              when
+//   registers   rows_in_registers   adjacent elements, rows that a team of threads holds: part of
+//                                   a warp, a block of up to 512 threads, or a cluster on 9.0
+//   parts       rows_in_parts       adjacent elements, longer rows: read twice, the second time
+//                                   from the L2 cache (detail/rowwise/parts.cuh)
+//   columns     softmax_columns     elements that are not adjacent, read three times (strided.cuh)
+//
+// choose.h makes the plan of both directions, rows.cuh launches it. Gradients: backward.cu.
+
 #include "detail/rowwise/online_softmax.cuh"
 #include "rows.cuh"
 
@@ -125,11 +136,8 @@ class SoftmaxRow {
 }  // namespace
 
 Status softmax(const Softmax& p, Allocate allocate, CUstream_st* stream) {
-  const TensorRows tensors[] = {{p.x, p.outer_stride}, {p.y, p.length}};
-  // Scaling must keep the order of numbers, and -infinity.
-  const bool plain_scale = p.scale > 1e-30 && p.scale < 1e30;
-  return queue(
-      p, tensors, p.mask.any() || !plain_scale,
+  return launch_rows</*kStreams=*/1>(
+      p,
       [](auto tile, auto log, auto masked) {
         return TypeTag<SoftmaxRow<typename std::decay_t<decltype(tile)>::type, log, masked>>{};
       },

@@ -1,6 +1,6 @@
 #pragma once
 
-// Common to softmax and its gradient: which elements count, and the choice of a kernel.
+// Common to softmax and its gradient: which elements count, and the launch of a plan.
 
 #include "detail/rowwise/parts.cuh"
 #include "detail/rowwise/tile.cuh"
@@ -64,52 +64,66 @@ __global__ void __launch_bounds__(kRowThreads, kBlocks)
   row.write(values);
 }
 
-/// Queues a kernel for the type that row(tile, log, masked) returns a tag of, if the elements of a
-/// row are adjacent: rows are cut into parts if no team can hold them. Else queues
-/// columns(type, log).
-template <class Problem, int N, class RowType, class ColumnKernel>
-Status queue(const Problem& p, const TensorRows (&tensors)[N], bool masked, const RowType& row,
-             const ColumnKernel& columns, Allocate allocate, CUstream_st* stream) {
-  if (p.outer * p.length * p.inner == 0) return {};
-  if (p.length > kMaxColumns) return {kTooLong};
-  const bool adjacent = p.inner == 1 && (p.stride == 1 || p.length == 1);
-  return dispatch_floating(p.dtype, [&](auto tag) {
-    using T = typename std::decay_t<decltype(tag)>::type;
-    if (!adjacent) {
-      const int64_t blocks = ceil_div(p.outer * p.inner, kColumns);
-      if (blocks > kMaxGridX) return Status{"too many rows for one launch"};
-      const unsigned depth = p.length >= 1024 ? kMaxRows : p.length >= 64 ? 8 : 2;
-      const Grid grid{dim3(static_cast<unsigned>(blocks)), dim3(kColumns, depth)};
-      return with_flags(p.log, false, [&](auto log, auto) {
-        return launch_overlapped(columns(tag, log), grid, stream, p);
-      });
-    }
-    const auto in_registers = [&](auto tile, const TeamShape& team) {
+/// Launches plans for the type that row(tile, log, masked) returns a tag of, or columns(type, log)
+/// if the elements of a row are not adjacent. kStreams: tensors that are read.
+template <class T, int kStreams, class Problem, class RowType, class ColumnKernel>
+struct Launcher {
+  const Problem& p;
+  const RowType& row;
+  const ColumnKernel& columns;
+  Allocate allocate;
+  CUstream_st* stream;
+
+  Status operator()(const RegistersPlan& plan) const {
+    return with_tile<T>(plan.alignment, plan.rows, [&](auto tile, const TeamShape& team) {
       Grid grid;
       const Status status = make_grid(team, p.outer, grid);
       if (!status.ok()) return status;
-      return with_flags(p.log, masked, [&](auto log, auto is_masked) {
+      return with_flags(p.log, plan.masked, [&](auto log, auto masked) {
         using Tile = typename std::decay_t<decltype(tile)>::type;
-        using Row = typename decltype(row(tile, log, is_masked))::type;
-        return launch_overlapped(rows_in_registers<Row, kRowBlocks<Tile, N - 1>>, grid, stream, p,
-                                 team);
+        using Row = typename decltype(row(tile, log, masked))::type;
+        return launch_overlapped(rows_in_registers<Row, kRowBlocks<Tile, kStreams>>, grid, stream,
+                                 p, team);
       });
+    });
+  }
+
+  Status operator()(const PartsPlan& plan) const {
+    const auto launch = [&](auto tile, auto log, auto masked) {
+      using Row = typename decltype(row(tile, log, masked))::type;
+      return launch_in_parts<Row, kSoftmaxPartBlocks>(p, plan.parts, allocate, stream);
     };
-    const Alignment alignment = alignment_of(tensors, p.dtype, p.outer, p.length);
-    const auto in_parts = [&] {
-      const auto launch = [&](auto tile, auto log, auto is_masked) {
-        using Row = typename decltype(row(tile, log, is_masked))::type;
-        return launch_in_parts<Row, 4>(p, p.outer, p.length, allocate, stream);
-      };
-      if (alignment == Alignment::scalar)
-        return launch(TypeTag<PartTile<T, 4, false>>{}, std::false_type{}, std::true_type{});
-      return with_flags(p.log, masked, [&](auto log, auto is_masked) {
-        // As many registers for one tensor as for two, or for one and its mask.
-        constexpr int kVectors = N > 2 || is_masked ? 4 : 8;
-        return launch(TypeTag<PartTile<T, kVectors, true>>{}, log, is_masked);
-      });
-    };
-    return with_tile<T>(alignment, p.length, N - 1, kRowThreads / 2, in_registers, in_parts);
+    if (plan.alignment == Alignment::scalar) {
+      using Tile = PartTile<T, kPartVectorsOfTwo, false>;
+      return launch(TypeTag<Tile>{}, std::false_type{}, std::true_type{});
+    }
+    return with_flags(p.log, plan.masked, [&](auto log, auto masked) {
+      constexpr int kVectors = kStreams > 1 || masked ? kPartVectorsOfTwo : kPartVectors;
+      return launch(TypeTag<PartTile<T, kVectors, true>>{}, log, masked);
+    });
+  }
+
+  Status operator()(const StridedPlan& plan) const {
+    if (plan.blocks > kMaxGridX) return {"too many rows for one launch"};
+    const Grid grid{dim3(static_cast<unsigned>(plan.blocks)),
+                    dim3(kStridedColumns, static_cast<unsigned>(plan.depth))};
+    return with_flags(p.log, false, [&](auto log, auto) {
+      return launch_overlapped(columns(TypeTag<T>{}, log), grid, stream, p);
+    });
+  }
+};
+
+template <int kStreams, class Problem, class RowType, class ColumnKernel>
+Status launch_rows(const Problem& p, const RowType& row, const ColumnKernel& columns,
+                   Allocate allocate, CUstream_st* stream) {
+  if (p.outer * p.length * p.inner == 0) return {};
+  if (p.length > kMaxColumns) return {kTooLong};
+  const SoftmaxPlan plan = choose(p, alignment_of_rows(p), current_device());
+  return dispatch_floating(p.dtype, [&](auto tag) {
+    using T = typename std::decay_t<decltype(tag)>::type;
+    return std::visit(
+        Launcher<T, kStreams, Problem, RowType, ColumnKernel>{p, row, columns, allocate, stream},
+        plan);
   });
 }
 

@@ -4,15 +4,12 @@
 
 #include <climits>
 
+#include "choose.h"
 #include "detail/rowwise/team.cuh"
 #include "torchkiln/core/scalar_math.h"
 #include "torchkiln/device/vec.cuh"
-#include "torchkiln/kernels/softmax.h"
 
 namespace torchkiln::cuda {
-
-using namespace device;
-using namespace rowwise;
 namespace {
 
 constexpr float kExcluded = -INFINITY;  // excluded by a mask
@@ -48,15 +45,11 @@ __device__ __forceinline__ C gradient(C grad, C y, C total, C scale, C exp_of_y)
   return kLog ? (grad - exp_of_y * total) * scale : (grad - total) * y * scale;
 }
 
-// A block of kColumns x blockDim.y threads computes kColumns adjacent rows; each step reads them
-// again.
-constexpr int kColumns = 32;
-constexpr int kMaxRows = 32;
-
 /// Reductions over threadIdx.y, in float64 because a thread may add a million numbers.
 class ColumnReducer {
  public:
-  __device__ __forceinline__ explicit ColumnReducer(double (&shared)[kMaxRows][kColumns])
+  __device__ __forceinline__ explicit ColumnReducer(
+      double (&shared)[kMaxStridedDepth][kStridedColumns])
       : shared_(shared) {}
 
   /// Every thread gets the result of its column.
@@ -71,17 +64,17 @@ class ColumnReducer {
   }
 
  private:
-  double (&shared_)[kMaxRows][kColumns];
+  double (&shared_)[kMaxStridedDepth][kStridedColumns];
 };
 
 template <class T, bool kLog>
-__global__ void __launch_bounds__(kColumns* kMaxRows) softmax_columns(Softmax p) {
+__global__ void __launch_bounds__(kStridedColumns* kMaxStridedDepth) softmax_columns(Softmax p) {
   using C = Compute<T>;
   using Math = MathFor<T>;
-  __shared__ double shared[kMaxRows][kColumns];
+  __shared__ double shared[kMaxStridedDepth][kStridedColumns];
   ColumnReducer columns(shared);
   wait_for_previous_kernel();
-  const int64_t row = int64_t{blockIdx.x} * kColumns + threadIdx.x;
+  const int64_t row = int64_t{blockIdx.x} * kStridedColumns + threadIdx.x;
   const bool inside = row < p.outer * p.inner;
   const int64_t outer = inside ? row / p.inner : 0;
   const int64_t inner = inside ? row - outer * p.inner : 0;
@@ -111,13 +104,14 @@ __global__ void __launch_bounds__(kColumns* kMaxRows) softmax_columns(Softmax p)
 }
 
 template <class T, bool kLog>
-__global__ void __launch_bounds__(kColumns* kMaxRows) softmax_backward_columns(SoftmaxBackward p) {
+__global__ void __launch_bounds__(kStridedColumns* kMaxStridedDepth)
+    softmax_backward_columns(SoftmaxBackward p) {
   using C = Compute<T>;
   using Math = MathFor<T>;
-  __shared__ double shared[kMaxRows][kColumns];
+  __shared__ double shared[kMaxStridedDepth][kStridedColumns];
   ColumnReducer columns(shared);
   wait_for_previous_kernel();
-  const int64_t row = int64_t{blockIdx.x} * kColumns + threadIdx.x;
+  const int64_t row = int64_t{blockIdx.x} * kStridedColumns + threadIdx.x;
   const bool inside = row < p.outer * p.inner;
   const int64_t outer = inside ? row / p.inner : 0;
   const int64_t inner = inside ? row - outer * p.inner : 0;

@@ -1,3 +1,8 @@
+// out[b] = A[b] dense[b] for sparse matrices in compressed rows. A group of lanes reads a row of
+// the dense matrix for each entry. Long rows are cut into pieces, so that none delays the launch:
+// detail/sparse/csr_split.cuh. sampled.cu has the gradient of the values, pattern.cu transposition
+// and validation.
+
 #include "detail/sparse/csr_launch.cuh"
 
 namespace torchkiln::cuda {

@@ -1,3 +1,6 @@
+// The dot product of a row of `left` and a row of `right` for each entry of a sparse pattern: the
+// gradient of the values of a product. Eight lanes read a row, eight entries are in flight.
+
 #include "detail/sparse/csr_launch.cuh"
 
 namespace torchkiln::cuda {

@@ -1,4 +1,4 @@
-"""Time ops, their peers, and a copy of as many bytes, in turns."""
+"""Time ops, their peers and their ceiling, in turns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchkiln.bench.case import BACKWARD, FORWARD, named
 from torchkiln.bench.clock import LoadMeter, device_clock
 from torchkiln.bench.measure import CudaGauge, Settings
 from torchkiln.bench.plan import Plan, device_of
-from torchkiln.bench.regression import Changes, changes
+from torchkiln.bench.regression import changes
 from torchkiln.bench.result import CALLS, SMALL, Record, Row, Skipped
 from torchkiln.cli import bench_parser
 from torchkiln.cli.options import write_whole
@@ -86,7 +86,7 @@ class Lines:
 
 def sentence(row: Row) -> str:
     """A row as text."""
-    share = "" if row.share is None else f", {row.share:.1%} of the floor"
+    share = "" if row.share is None else f", {row.share:.1%} of the ceiling"
     others = "" if row.speedup is None else f", {row.speedup:.2f} x as fast as {row.best_peer}"
     noise = f", spread {row.ours.spread:.0%} !" if row.is_noisy else ""
     name = f"{row.op} {row.variant}".strip()
@@ -143,17 +143,12 @@ def measure(chosen: Plan, here: Environment) -> tuple[Record, bool]:
     return Record(here, tuple(rows), tuple(skipped), meter.read()), whole
 
 
-def write(options: argparse.Namespace, record: Record, changed: Changes | None) -> None:
+def write(options: argparse.Namespace, record: Record) -> None:
     """Write all output files."""
     if options.json:
         record.write(options.json)
-    if options.csv:
-        report.write_csv(options.csv, record)
     if options.markdown:
         write_whole(options.markdown, report.markdown(record))
-    if options.html:
-        page = report.html(record, changed.table() if changed else None)
-        write_whole(options.html, page)
     if options.plot:
         from torchkiln.bench import charts  # noqa: PLC0415
 
@@ -176,10 +171,37 @@ def main(given: Sequence[str] | None = None) -> int:
     return run(bench_parser.bench(given))
 
 
+def run_fuzz(options: argparse.Namespace) -> int:
+    """Time random calls; 1 if some are slower than eager torch, 130 after Ctrl-C.
+
+    ``--json`` names a file to which each call is added; a later run continues it.
+    """
+    from torchkiln.bench.fuzz import fuzz, summary  # noqa: PLC0415
+
+    device = device_of("torchkiln.bench", options.device)
+    specs = specs_of("torchkiln.bench", "--specs", options.specs) if options.specs else SPECS
+    print(environment(device))
+    found, whole = fuzz(
+        named(options.ops, specs),
+        device,
+        count=options.fuzz,
+        seed=options.seed,
+        seconds=options.within,
+        file=options.json,
+    )
+    for line in summary(found):
+        print(line)
+    if not whole:
+        return 130
+    return 1 if any(one.is_slower for one in found) else 0
+
+
 def run(options: argparse.Namespace) -> int:
     """Measure, print, write; 1 for a regression or for no rows at all, 130 after Ctrl-C."""
     try:
         bench_parser.require_outputs(options)
+        if options.fuzz:
+            return run_fuzz(options)
         old = read("--compare", options.compare) if options.compare else None
         record = read("--read", options.read) if options.read else None
         chosen = None if record else plan(options)
@@ -193,11 +215,11 @@ def run(options: argparse.Namespace) -> int:
         record, whole = measure(chosen, here)
     assert record is not None
     changed = changes(old, record, options.threshold) if old else None
-    write(options, record, changed)  # before the tables: a closed pipe ends the process there
+    write(options, record)  # before the tables: a closed pipe ends the process there
     report.show(report.tables(record.rows))
     for line in [*report.skips(record.skipped), *record.warnings()]:
         print(line)
-    if options.report and not options.html:
+    if options.report and not options.plot:
         print("no pictures: there is no module matplotlib; --read draws them where there is one")
     if changed is not None:
         report.show([changed.table()])

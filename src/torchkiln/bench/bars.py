@@ -1,4 +1,4 @@
-"""Bar charts of a run: shares of a copy's speed, speed-ups, host times; style of all charts.
+"""Bar charts of a run: % of the ceiling, speed-ups, host times; style of all charts.
 
 Every picture is 8 inches wide, and legible at 800 pixels.
 """
@@ -69,14 +69,14 @@ class Style:
 
 
 def draw_share(rows: Sequence[Row], where: str) -> Figure:
-    """A bar for each call: the floor divided by our time; dots for the peers."""
+    """A bar for each call: the ceiling divided by our time; dots for the peers."""
 
     def shares(row: Row) -> Values:
-        floor = row.floor or 0.0
-        return {n: 100 * floor / t.seconds for n, t in row.times.items() if n not in row.remarks}
+        ceiling = row.ceiling or 0.0
+        return {n: 100 * ceiling / t.seconds for n, t in row.times.items() if n not in row.remarks}
 
-    product = ", or of torch's product," if any(PRODUCT in r.references for r in rows) else ""
-    title = f"Speed in % of a copy{product} of as much work (larger is better)"
+    product = ", or torch's product" if any(PRODUCT in r.references for r in rows) else ""
+    title = f"Speed in % of the ceiling: a copy of as many bytes{product} (larger is better)"
     return draw_bars(rows, shares, (title, where), Style(" %", 0, 0.0, 100.0, dots=True))
 
 

@@ -27,16 +27,6 @@ if TYPE_CHECKING:
 
     from torchkiln.bench.result import Record
 
-HEADINGS = {
-    "share": "Share of the speed of a copy",
-    "speedups": "Speed-ups of large calls",
-    "roofline": "Roofline",
-    "sweep": "Row lengths",
-    "rows": "Numbers of rows",
-    "small": "Speed-ups of small calls",
-    "host": "Host time",
-}
-
 
 def charts(record: Record) -> Iterator[tuple[str, Figure]]:
     """The name and the picture of each chart, for the kinds of rows in the record."""
@@ -75,7 +65,7 @@ def write(path: Path, record: Record) -> list[Path]:
 
 def draw_roofline(rows: Sequence[Row], where: str) -> Figure:
     """Operations per second over operations per byte, below the limits of the device."""
-    groups = by_dtype([row for row in rows if row.operations and row.floor])
+    groups = by_dtype([row for row in rows if row.operations and row.ceiling])
     figure = new_figure(4.2)
     panels = figure.subplots(1, len(groups), squeeze=False)[0]
     named = list(dict.fromkeys(r.op for r in rows if r.operations > r.bytes))

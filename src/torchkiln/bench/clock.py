@@ -49,9 +49,15 @@ class Times:
 
     @classmethod
     def of(cls, measured: list[float], *, best: bool = False) -> Times:
-        """Summarise at least two measurements."""
+        """Summarise at least two measurements, in six significant digits."""
         low, median, high = quantiles(measured, n=4, method="inclusive")
-        return cls(min(measured) if best else median, low, high, len(measured))
+        seconds = min(measured) if best else median
+        return cls(rounded(seconds, 6), rounded(low, 6), rounded(high, 6), len(measured))
+
+
+def rounded(value: float, digits: int) -> float:
+    """The number with so many significant digits."""
+    return float(f"{value:.{digits}g}")
 
 
 def cpu_clock(call: Call) -> float:

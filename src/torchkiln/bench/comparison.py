@@ -1,4 +1,4 @@
-"""Times of any two functions, from Python and in notebooks."""
+"""Times of any two functions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchkiln._report import Report
 from torchkiln.bench.clock import Times, device_clock, in_turns
-from torchkiln.bench.report import Table, duration, html_table, plain, rich_table, size
+from torchkiln.bench.report import Table, duration, plain, rich_table, size
 from torchkiln.bench.roofline import Work, ceilings, written
 from torchkiln.testing.compare import outputs
 from torchkiln.testing.environment import Environment, environment
@@ -21,7 +21,7 @@ SECONDS = 1.0
 
 @dataclass(frozen=True, repr=False)
 class Comparison(Report):
-    """The times of two functions, and of a copy of as many bytes."""
+    """The times of two functions, and their ceiling."""
 
     schema: ClassVar[str] = "torchkiln.comparison/1"
 
@@ -30,8 +30,8 @@ class Comparison(Report):
     times: tuple[Times, Times]
     bytes: int
     """Bytes of arguments and results: the minimum that has to be moved."""
-    floor: float
-    """Seconds that a copy, or a pure read, took for as many bytes."""
+    ceiling: float
+    """Seconds of a copy, or of a pure read, of as many bytes."""
 
     @property
     def speedup(self) -> float:
@@ -56,16 +56,17 @@ class Comparison(Report):
                 name,
                 duration(times.seconds),
                 f"{times.spread:.1%}",
-                f"{self.floor / times.seconds:.1%}",
+                f"{self.ceiling / times.seconds:.1%}",
                 f"{self.bytes / times.seconds / 1e9:.4g}",
             )
             for name, times in zip(self.names, self.times, strict=True)
         ]
         certain = "" if self.is_certain else ", which may be noise"
         note = f"{self.names[0]} is {self.speedup:.2f} x as fast as {self.names[1]}{certain}"
+        ceiling = duration(self.ceiling)
         return Table(
-            f"Median time of one call, {size(self.bytes)} in and out, floor {duration(self.floor)}",
-            ("function", "time", "spread", "of floor", "GB/s"),
+            f"Median time of one call, {size(self.bytes)} in and out, ceiling {ceiling}",
+            ("function", "time", "spread", "of ceiling", "GB/s"),
             (False, True, True, True, True),
             tuple(lines),
             (note, str(self.environment)),
@@ -83,9 +84,6 @@ class Comparison(Report):
 
         table = self.table()
         return Group(table.title, rich_table(table), *table.notes)
-
-    def _repr_html_(self) -> str:
-        return html_table(self.table())
 
 
 def bench(
@@ -113,7 +111,7 @@ def bench(
         references = ceilings(Work(moved, 0, torch.float32), made, device)
         found = in_turns(device_clock(device), calls | references, SECONDS)
     times = {name: Times.of(values) for name, values in found.items()}
-    floor = min(times[name].seconds for name in references)
+    ceiling = min(times[name].seconds for name in references)
     names = [getattr(f, "__name__", repr(f)) for f in (function, baseline)]
     if names[0] == names[1]:
         names = [f"{f.__module__}.{n}" for f, n in zip((function, baseline), names, strict=True)]
@@ -124,5 +122,5 @@ def bench(
         (names[0], names[1]),
         (times["function"], times["baseline"]),
         moved,
-        floor,
+        ceiling,
     )

@@ -32,10 +32,10 @@ class Change:
 
     @property
     def machine(self) -> float:
-        """New floor divided by old floor: a change of the device, not of the op."""
-        if self.old.floor is None or self.new.floor is None:
+        """New ceiling divided by old ceiling: a change of the device, not of the op."""
+        if self.old.ceiling is None or self.new.ceiling is None:
             return 1.0
-        return self.new.floor / self.old.floor
+        return self.new.ceiling / self.old.ceiling
 
     @property
     def is_beyond_noise(self) -> bool:
@@ -43,11 +43,11 @@ class Change:
         return self.new.ours.low > self.old.ours.high or self.new.ours.high < self.old.ours.low
 
     def is_slower(self, threshold: float) -> bool:
-        """Whether the time rose by more than the threshold, and relative to the floor, too."""
+        """Whether the time rose by more than the threshold, and relative to the ceiling, too."""
         return self.is_beyond_noise and min(self.ratio, self.ratio / self.machine) > 1 + threshold
 
     def is_faster(self, threshold: float) -> bool:
-        """Whether the time fell by more than the threshold, and relative to the floor, too."""
+        """Whether the time fell by more than the threshold, and relative to the ceiling, too."""
         most = 1 / (1 + threshold)
         return self.is_beyond_noise and max(self.ratio, self.ratio / self.machine) < most
 

@@ -1,28 +1,22 @@
-"""Reports of a run: tables for the terminal and Markdown, CSV, and one HTML page."""
+"""Tables of a run, for the terminal and in Markdown."""
 
 from __future__ import annotations
 
-import csv
-import io
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from html import escape
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from torchkiln.bench.result import HOST, OURS, Record, Row, Skipped
-from torchkiln.cli.options import write_whole
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from rich.table import Table as RichTable
 
     from torchkiln.bench.clock import Times
 
 TITLES = {
-    "calls": "Median time of one call (floor: a copy of as many bytes, measured in turns)",
+    "calls": "Median time of one call (ceiling: a copy of as many bytes, measured in turns)",
     "sweep": "Median time of one call, as many elements in rows of every length",
     "rows": "Median time of one call on 1 to 1 M rows",
     "small": "Median time of one call in a CUDA graph of 128 on different tensors",
@@ -30,21 +24,6 @@ TITLES = {
 }
 WIDTH = 200
 """Characters of a table that goes to a file."""
-
-CSV_HEADINGS = (
-    *("date", "device", "torch", "commit", "kind", "op", "variant", "dtype", "rows", "columns"),
-    *("direction", "threads", "bytes", "operations", "who", "role"),
-    *("seconds", "low", "high", "rounds", "peak_bytes"),
-)
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 1400px; padding: 0 1em;
-       color: #222; }
-table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
-td, th { padding: 2px 8px; border-bottom: 1px solid #ddd; text-align: left; white-space: nowrap; }
-td.figure, th.figure { text-align: right; }
-figure { margin: 1em 0; } figure svg { max-width: 100%; height: auto; }
-.wide { overflow-x: auto; }
-"""
 
 
 @dataclass(frozen=True)
@@ -111,11 +90,11 @@ def columns(rows: Sequence[Row]) -> dict[str, list[str]]:
     }
     if on_device:
         found["bytes"] = [size(r.bytes) for r in rows]
-        found["floor"] = ["" if r.floor is None else duration(r.floor) for r in rows]
+        found["ceiling"] = ["" if r.ceiling is None else duration(r.ceiling) for r in rows]
     found[OURS] = [cell(r.ours) for r in rows]
     found["spread"] = [f"{'! ' if r.is_noisy else ''}{r.ours.spread:.1%}" for r in rows]
     if on_device:
-        found["of floor"] = ["" if r.share is None else f"{r.share:.1%}" for r in rows]
+        found["of ceiling"] = ["" if r.share is None else f"{r.share:.1%}" for r in rows]
         found["GB/s"] = [f"{r.rate:.4g}" for r in rows]
     for name in names(r.times for r in rows):
         found[name] = [cell(r.times.get(name)) for r in rows]
@@ -200,62 +179,3 @@ def markdown(record: Record) -> str:
         below = ["", *items] if items else []
         parts += ["", f"{table.title}.", "", *lines, *below, ""]
     return "\n".join(parts)
-
-
-def write_csv(path: Path, record: Record) -> None:
-    """A line for each time: ours, the peers', remarked ones and the references."""
-    here = record.environment
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = io.StringIO(newline="")
-    out = csv.writer(file)
-    out.writerow(CSV_HEADINGS)
-    for row in record.rows:
-        call = (row.kind, row.op, row.variant, row.dtype, *row.shape, row.direction)
-        where = (here.date, here.device, here.torch, here.commit, *call, row.threads)
-        for who, times in {**row.times, **row.references}.items():
-            role = "reference" if who in row.references else "peer"
-            role = "ours" if who == OURS else "remarked" if who in row.remarks else role
-            figures = (times.seconds, times.low, times.high, times.rounds, row.peaks.get(who))
-            out.writerow((*where, row.bytes, row.operations, who, role, *figures))
-    write_whole(path, file.getvalue())
-
-
-def html_table(table: Table) -> str:
-    """The table in HTML, with its title and notes."""
-
-    def cells(words: Iterable[str], tag: str) -> str:
-        return "".join(
-            f"<{tag}{' class=figure' if numeric else ''}>{escape(word)}</{tag}>"
-            for word, numeric in zip(words, table.numeric, strict=True)
-        )
-
-    lines = "\n".join(f"<tr>{cells(row, 'td')}</tr>" for row in table.rows)
-    below = "".join(f"<p>{escape(note)}</p>" for note in table.notes)
-    return (
-        f"<p>{escape(table.title)}.</p><div class=wide><table>"
-        f"<tr>{cells(table.headings, 'th')}</tr>\n{lines}</table></div>{below}"
-    )
-
-
-def html(record: Record, changes: Table | None = None) -> str:
-    """One page with pictures and tables, without other files."""
-    from torchkiln.bench.charts import HEADINGS, charts  # noqa: PLC0415
-
-    head = "".join(f"<p>{escape(words)}</p>" for words in record.warnings())
-    parts = [
-        "<!doctype html><html lang=en><meta charset=utf-8><title>torchkiln bench</title>",
-        f"<style>{STYLE}</style><h1>torchkiln bench</h1>",
-        f"<p>{escape(str(record.environment))}</p>{head}",
-    ]
-    if changes is not None:
-        parts += [f"<h2>{changes.title}</h2>", html_table(changes)]
-    for name, figure in charts(record):
-        drawn = io.StringIO()
-        figure.savefig(drawn, format="svg")
-        svg = drawn.getvalue()
-        parts += [f"<h2>{HEADINGS[name]}</h2><figure>{svg[svg.index('<svg') :]}</figure>"]
-    parts += ["<h2>Tables</h2>", *map(html_table, tables(record.rows))]
-    if record.skipped:
-        items = "".join(f"<li>{escape(line)}</li>" for line in skips(record.skipped))
-        parts.append(f"<h2>Skipped</h2><ul>{items}</ul>")
-    return "\n".join([*parts, "</html>", ""])

@@ -12,9 +12,9 @@ import torch
 
 from torchkiln._report import Report
 from torchkiln.bench.case import BenchCase
-from torchkiln.bench.clock import Load, Times
+from torchkiln.bench.clock import Load, Times, rounded
 from torchkiln.bench.roofline import PRODUCT
-from torchkiln.cli.options import write_whole
+from torchkiln.cli.options import write_json
 from torchkiln.testing.environment import Environment
 
 OURS = "torchkiln"
@@ -95,7 +95,7 @@ class Row:
         return self.times[OURS]
 
     @property
-    def floor(self) -> float | None:
+    def ceiling(self) -> float | None:
         """Seconds that the device needs to move as many bytes, or to compute as much."""
         if self.kind == HOST or not self.references:
             return None
@@ -105,8 +105,8 @@ class Row:
 
     @property
     def share(self) -> float | None:
-        """Floor divided by our time; 1 is the speed of the copy."""
-        return None if self.floor is None else self.floor / self.ours.seconds
+        """Ceiling divided by our time; 1 is the speed of the ceiling."""
+        return None if self.ceiling is None else self.ceiling / self.ours.seconds
 
     @property
     def rate(self) -> float:
@@ -134,24 +134,26 @@ class Row:
         return max(self.times[name].spread for name in compared) > limit
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields and the figures that follow from them, in types that JSON has."""
-        derived = {
-            "floor": self.floor,
+        """The fields that are not empty, and the figures that follow from them."""
+        derived: dict[str, Any] = {
+            "ceiling": self.ceiling,
             "share": self.share,
             "gb_per_s": self.rate,
             "best_peer": self.best_peer,
             "speedup": self.speedup,
             "is_noisy": self.is_noisy,
         }
-        return asdict(self) | derived
+        for name, value in derived.items():
+            derived[name] = rounded(value, 4) if isinstance(value, float) else value
+        return {k: v for k, v in (asdict(self) | derived).items() if v not in (None, "", {})}
 
     @classmethod
     def from_dict(cls, entry: Mapping[str, Any]) -> Row:
         """The row that :meth:`as_dict` returned."""
-        values = {name: entry[name] for name in cls.__dataclass_fields__ if name in entry}
+        values: dict[str, Any] = {"variant": "", "threads": None}
+        values |= {name: entry[name] for name in cls.__dataclass_fields__ if name in entry}
         values["shape"] = tuple(values["shape"])
-        values.setdefault("operations", 0)  # missing in files of the first version
-        for name in ("times", "references"):
+        for name in {"times", "references"} & values.keys():
             values[name] = {key: Times(**value) for key, value in values[name].items()}
         return cls(**values)
 
@@ -186,7 +188,7 @@ def reason_of(error: Exception) -> str | None:
         isinstance(error, torch.OutOfMemoryError | MemoryError)
         or "can't allocate memory" in words[0]
     ):
-        return f"{NO_MEMORY}: {words[0]}"
+        return NO_MEMORY
     if isinstance(error, RuntimeError | ValueError) and words[0].startswith("torchkiln."):
         return words[0]
     return None
@@ -214,22 +216,20 @@ class Record(Report):
         }
 
     def write(self, path: Path) -> None:
-        """Write a JSON file."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, self.to_json(1) + "\n")
+        """Write a JSON file with a line for each row."""
+        write_json(path, self.as_dict())
 
     @classmethod
     def read(cls, path: Path) -> Record:
         """Read the file that :meth:`write` wrote."""
         content = json.loads(path.read_text(encoding="utf-8"))
-        # Files of the first days have no schema.
-        if (schema := content.get("schema", cls.schema)) != cls.schema:
+        if (schema := content.get("schema")) != cls.schema:
             raise ValueError(f"schema: got {schema!r}, expected {cls.schema!r}")
         skipped = tuple(
             Skipped(**entry | {"shape": entry["shape"] and tuple(entry["shape"])})
-            for entry in content.get("skipped", ())
+            for entry in content["skipped"]
         )
-        load = content.get("load")
+        load = content["load"]
         return cls(
             Environment(**content["environment"]),
             tuple(map(Row.from_dict, content["rows"])),

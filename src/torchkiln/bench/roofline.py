@@ -1,4 +1,4 @@
-"""The limits of a device: a copy, a read or a product, timed in turns with the calls."""
+"""The ceiling of a call: a copy, a read or a product, timed in turns with the call."""
 
 from __future__ import annotations
 

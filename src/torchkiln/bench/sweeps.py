@@ -1,4 +1,4 @@
-"""Pictures of sweeps: the share of a copy's speed over the row length, or over the rows."""
+"""Pictures of sweeps: % of the ceiling over the row length, or over the number of rows."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 from torchkiln.bench.bars import GREY, by_dtype, colour, finish, new_figure
 from torchkiln.bench.case import FORWARD
 from torchkiln.bench.result import OURS, Row
-from torchkiln.bench.roofline import PRODUCT
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Points = list[tuple[int, float]]
-"""Lengths, or numbers of rows, and shares of the floor."""
+"""Lengths, or numbers of rows, and shares of the ceiling."""
 
 
 def draw_sweep(rows: Sequence[Row], where: str) -> Figure:
@@ -63,8 +62,7 @@ def draw_over(
     ticks = [4**k for k in range(11) if least <= 4**k <= longest]
     first.set_xticks(ticks, [short(n) for n in ticks])
     figure.supxlabel(words[0], fontsize=8)
-    product = " or product" if any(PRODUCT in row.references for row in rows) else ""
-    figure.supylabel(f"speed in % of a copy{product} of as much work", fontsize=8)
+    figure.supylabel("speed in % of the ceiling", fontsize=8)
     panels = [axes for line in grid for axes in line]
     complete = max(panels, key=lambda axes: len(axes.get_legend_handles_labels()[1]))
     finish(figure, complete, (words[1], where), columns=3)
@@ -104,11 +102,11 @@ def shares(rows: Sequence[Row], direction: str, across: Callable[[Row], int]) ->
     """The points of torchkiln and of each peer that computes the same, in one direction."""
     found: dict[str, Points] = {}
     for row in sorted(rows, key=across):
-        if row.direction != direction or row.floor is None:
+        if row.direction != direction or row.ceiling is None:
             continue
         for name, times in row.times.items():
             if name not in row.remarks:
-                found.setdefault(name, []).append((across(row), row.floor / times.seconds))
+                found.setdefault(name, []).append((across(row), row.ceiling / times.seconds))
     return found
 
 

@@ -36,7 +36,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "bench": Command(
-        "time ops beside their peers and the device's limits",
+        "time ops beside their peers and their ceiling",
         "torchkiln bench rms_norm --dtype bf16",
         "torchkiln.bench.__main__",
         bench_parser.bench,

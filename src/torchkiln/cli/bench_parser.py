@@ -19,9 +19,8 @@ DEFAULT_DTYPES = ("float32", "bfloat16")
 PEERS = ("eager", "compile", "liger", "quack", "cudnn")
 REPORT_SECONDS = 8 * 60
 REPORT_KINDS = ("host", "calls", "sweep")
-SUFFIXES = {"json": "json", "csv": "csv", "markdown": "md", "html": "html", "plot": "png"}
+SUFFIXES = {"json": "json", "markdown": "md", "plot": "png"}
 """The output files, and their names in the folder of ``--report``."""
-DRAWN = ("html", "plot")
 
 
 def dtypes(text: str) -> tuple[str, ...]:
@@ -39,6 +38,14 @@ def counts(text: str) -> tuple[int, ...]:
 def minutes(text: str) -> float:
     """Minutes, as seconds."""
     return 60 * positive(text)
+
+
+def positive_count(text: str) -> int:
+    """One positive integer."""
+    (number,) = counts(text) if "," not in text else (0,)
+    if not number:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected one number, such as 3000")
+    return number
 
 
 def percent(text: str) -> float:
@@ -67,7 +74,7 @@ def peers(text: str) -> tuple[str, ...]:
 
 def bench(given: Sequence[str] | None) -> argparse.Namespace:
     """Parse the options of ``torchkiln bench``."""
-    words = "Time ops, their peers, and a copy of as many bytes, in turns."
+    words = "Time ops, their peers and their ceiling, a copy of as many bytes, in turns."
     options = parser("bench", words, ops=True)
     add = options.add_argument
     add("ops", nargs="*", metavar="OP", help="names of ops, from the list below (default: all)")
@@ -102,19 +109,19 @@ def bench(given: Sequence[str] | None) -> argparse.Namespace:
     ):
         kinds.add_argument(f"--{name}", dest="kinds", action="append_const", const=name, help=words)
     add("--memory", action="store_true", help="peak memory of large calls, too (GPU)")
+    add("--fuzz", type=positive_count, metavar="N", help="time N random calls beside eager torch")
+    add("--seed", type=int, default=0, metavar="S", help="of the random calls (default: 0)")
     add("--within", type=minutes, metavar="MINUTES", help="time limit for the whole run")
     add(
         "--report",
         type=Path,
         metavar="FOLDER",
-        help="large calls, host times and row lengths within 8 minutes, in every output format",
+        help="large calls, host times and row lengths within 8 minutes, with all output files",
     )
     outputs = options.add_argument_group("output files")
     for name, words in (
         ("json", "all rows"),
-        ("csv", "a line for each time"),
         ("markdown", "the tables"),
-        ("html", "pictures and tables"),
         ("plot", "the pictures, each as FILE-<its name>.png"),
     ):
         outputs.add_argument(f"--{name}", type=Path, metavar="FILE", help=words)
@@ -139,7 +146,7 @@ def set_report(found: argparse.Namespace) -> None:
     found.within = found.within or REPORT_SECONDS
     found.kinds = found.kinds or list(REPORT_KINDS)
     for name, suffix in SUFFIXES.items():
-        if getattr(found, name) is None and (name not in DRAWN or find_spec("matplotlib")):
+        if getattr(found, name) is None and (name != "plot" or find_spec("matplotlib")):
             setattr(found, name, found.report / f"bench.{suffix}")
 
 
@@ -151,7 +158,7 @@ def require_outputs(options: argparse.Namespace) -> None:
         path: Path | None = getattr(options, name)
         if path is None:
             continue
-        if name in DRAWN and find_spec("matplotlib") is None:
+        if name == "plot" and find_spec("matplotlib") is None:
             raise ValueError(
                 f"torchkiln.bench: --{name}: got no module matplotlib, expected the packages that "
                 "draw; type: python -m pip install 'torchkiln[cli]'"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 Shape = tuple[int, int]
@@ -79,3 +81,16 @@ def write_whole(path: Path, text: str) -> None:
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
+
+
+def write_json(path: Path, content: Mapping[str, object]) -> None:
+    """Write a JSON file with a line for each entry of its lists, so that a diff shows entries."""
+
+    def text(value: object) -> str:
+        if not isinstance(value, list):
+            return json.dumps(value)
+        return "[" + ",".join(f"\n{json.dumps(entry)}" for entry in value) + "\n]"
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    members = ",\n".join(f"{json.dumps(name)}: {text(value)}" for name, value in content.items())
+    write_whole(path, f"{{\n{members}\n}}\n")

@@ -28,7 +28,7 @@ T = TypeVar("T")
 NEXT = (
     ("torchkiln doctor", "checks this installation and says which ops run here"),
     ("torchkiln explain rms_norm", "shows the kernels, bytes and memory of one call"),
-    ("torchkiln bench rms_norm", "times one op beside its peers and a copy"),
+    ("torchkiln bench rms_norm", "times one op beside its peers and its ceiling"),
     ("torchkiln new my_op", "writes a package with an op of your own"),
     ("torchkiln demo --full", "prints every row of these tables, for larger tensors"),
 )

@@ -221,26 +221,10 @@ def vocab_parallel_linear_cross_entropy(
     of all processes once. The gradients of weight and bias are added in float32 for half precision.
     There is no second derivative.
 
-    Args:
-        x: ``[..., features]``, equal on all processes; float32, float64, float16 or bfloat16.
-        weight: ``[classes of this process, features]``; of the dtype of ``x``.
-        target: ``[...]``, int64: the class of each row, counted over all processes.
-        group: the processes; None for all.
-        bias: ``[classes of this process]``; of the dtype of ``x``, or float32 if ``x`` has half
-            precision.
-        classes: the number of classes of all processes, if it is no multiple of the number of
-            processes. Shards are then those of :func:`torch.chunk`. None: all shards have as many
-            classes as this one.
-        first_class: the first class of this process, for shards of other sizes.
-        class_weight: ``[classes of this process]``: a factor for each class. It has no gradient.
-        ignore_index: rows with this target have no loss and no gradient.
-        reduction: none, mean or sum.
-        label_smoothing: the share of the probability that is distributed evenly over all classes.
-        z_loss: the factor of ``log(sum(exp(logits)))**2``, which is added to the loss of each row.
-        dtype: dtype of the loss; None for that of ``x``. Under autocast None is float32 for half
-            precision.
-        softcap: a number greater than 0: the loss is that of ``softcap * tanh(logits / softcap)``.
-        temperature: a number greater than 0 that divides the logits, after the softcap.
+    ``x`` and ``target`` are equal on all processes, and ``target`` counts the classes of all;
+    ``weight``, ``bias`` and ``class_weight`` have those of this process. ``group``, ``classes`` and
+    ``first_class`` are those of :func:`vocab_parallel_cross_entropy`, all others those of
+    :func:`torchkiln.linear_cross_entropy`.
     """
     check_reduction(NAME, reduction)
     check_softcap(NAME, softcap)

@@ -79,27 +79,16 @@ def vocab_parallel_cross_entropy(
     logits, and no other tensor of that size. Half precision is computed in float32. There is no
     second derivative.
 
-    Args:
-        logits: ``[..., classes of this process]``; float32, float64, float16 or bfloat16. A
-            ``DTensor`` with the classes sharded in one dimension of its mesh takes the place of
-            ``group``, ``classes`` and ``first_class``; the loss is that of the rows of this
-            process.
-        target: ``[...]``, int64: the class of each row, counted over all processes; equal on all.
-        group: the processes; None for all.
-        weight: ``[classes of this process]``: a factor for each class; a dtype as for
-            :func:`torchkiln.cross_entropy`. It has no gradient.
-        classes: the number of classes of all processes, if it is no multiple of the number of
-            processes. Shards are then those of :func:`torch.chunk`, as in ``DTensor``. None: all
-            shards have as many classes as this one.
-        first_class: the first class of this process, for shards of other sizes.
-        ignore_index: rows with this target have no loss and no gradient.
-        reduction: none, mean or sum.
-        label_smoothing: the share of the probability that is distributed evenly over all classes.
-        z_loss: the factor of ``log(sum(exp(logits)))**2``, which is added to the loss of each row.
-        dtype: dtype of the loss; None for that of ``logits``. Under autocast None is float32 for
-            half precision.
-        softcap: a number greater than 0: the loss is that of ``softcap * tanh(logits / softcap)``.
-            The capped logits are a tensor of their own, float32 for half precision.
+    ``logits`` is ``[..., classes of this process]``, or a ``DTensor`` with the classes sharded in
+    one dimension of its mesh, which takes the place of ``group``, ``classes`` and ``first_class``;
+    the loss is that of the rows of this process. ``group``: the processes, None for all.
+    ``classes``: the number of classes of all processes, if it is no multiple of the number of
+    processes; shards are then those of :func:`torch.chunk`, as in ``DTensor``. None: all shards
+    have as many classes as this one. ``first_class``: the first class of this process, for shards
+    of other sizes.
+
+    ``target`` is equal on all processes, int64, and counts the classes of all; ``weight`` has those
+    of this process. The other arguments are those of :func:`torchkiln.cross_entropy`.
     """
     check_reduction(NAME, reduction)
     check_softcap(NAME, softcap)

@@ -14,15 +14,19 @@ from torchkiln.ops.gated import geglu, swiglu
 from torchkiln.ops.norm import rms_norm
 
 
-class RMSNorm(nn.Module):
+class Layer(nn.Module):
+    """The flags of all layers, for ``kernels``."""
+
+    can_torch_compile = True
+    has_backward = True
+
+
+class RMSNorm(Layer):
     """``x / sqrt(mean(x**2) + variance_epsilon) * weight``, as in models of Llama's family.
 
     The normalized rows are rounded to half precision before the weight is applied, and half
     precision beside a float32 weight gives float32, as there.
     """
-
-    can_torch_compile = True
-    has_backward = True
 
     weight: Tensor
     variance_epsilon: float
@@ -36,77 +40,56 @@ class RMSNorm(nn.Module):
         return rms_norm(hidden_states, shape, self.weight, eps, round="input")
 
 
-class SiluAndMul(nn.Module):
+class SiluAndMul(Layer):
     """``silu(gate) * up`` of the halves of the last dimension."""
-
-    can_torch_compile = True
-    has_backward = True
 
     def forward(self, x: Tensor) -> Tensor:
         """The gated unit."""
         return swiglu(x)
 
 
-class GeluAndMul(nn.Module):
+class GeluAndMul(Layer):
     """``gelu(gate) * up`` of the halves of the last dimension."""
-
-    can_torch_compile = True
-    has_backward = True
 
     def forward(self, x: Tensor) -> Tensor:
         """The gated unit."""
         return geglu(x)
 
 
-class GeluTanhAndMul(nn.Module):
+class GeluTanhAndMul(Layer):
     """:class:`GeluAndMul` with the approximation by a hyperbolic tangent."""
-
-    can_torch_compile = True
-    has_backward = True
 
     def forward(self, x: Tensor) -> Tensor:
         """The gated unit."""
         return geglu(x, approximate="tanh")
 
 
-class SiLU(nn.Module):
+class SiLU(Layer):
     """``x / (1 + exp(-x))``."""
-
-    can_torch_compile = True
-    has_backward = True
 
     def forward(self, x: Tensor) -> Tensor:
         """The activation."""
         return silu(x)
 
 
-class GeLU(nn.Module):
+class GeLU(Layer):
     """``x`` times the cumulative normal distribution."""
-
-    can_torch_compile = True
-    has_backward = True
 
     def forward(self, x: Tensor) -> Tensor:
         """The activation."""
         return gelu(x)
 
 
-class GeluTanh(nn.Module):
+class GeluTanh(Layer):
     """:class:`GeLU` with the approximation by a hyperbolic tangent."""
-
-    can_torch_compile = True
-    has_backward = True
 
     def forward(self, x: Tensor) -> Tensor:
         """The activation."""
         return gelu(x, approximate="tanh")
 
 
-class QuickGELU(nn.Module):
+class QuickGELU(Layer):
     """``x / (1 + exp(-1.702 * x))``."""
-
-    can_torch_compile = True
-    has_backward = True
 
     def forward(self, x: Tensor) -> Tensor:
         """The activation."""

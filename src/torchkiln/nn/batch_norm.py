@@ -142,15 +142,7 @@ class BatchNormAct1d(_BatchNormAct, nn.BatchNorm1d):
 class BatchNormAct2d(_BatchNormAct, nn.BatchNorm2d):
     """``act(batch_norm(input) + residual)``; a :class:`torch.nn.BatchNorm2d`.
 
-    Args:
-        num_features: as for :class:`BatchNormAct1d`.
-        eps: as for :class:`BatchNormAct1d`.
-        momentum: as for :class:`BatchNormAct1d`.
-        affine: as for :class:`BatchNormAct1d`.
-        track_running_stats: as for :class:`BatchNormAct1d`.
-        device: as for :class:`BatchNormAct1d`.
-        dtype: as for :class:`BatchNormAct1d`.
-        act: as for :class:`BatchNormAct1d`.
+    The arguments are those of :class:`BatchNormAct1d`.
 
     Shape:
         input, residual and output ``[batch, channels, height, width]``.
@@ -160,15 +152,7 @@ class BatchNormAct2d(_BatchNormAct, nn.BatchNorm2d):
 class BatchNormAct3d(_BatchNormAct, nn.BatchNorm3d):
     """``act(batch_norm(input) + residual)``; a :class:`torch.nn.BatchNorm3d`.
 
-    Args:
-        num_features: as for :class:`BatchNormAct1d`.
-        eps: as for :class:`BatchNormAct1d`.
-        momentum: as for :class:`BatchNormAct1d`.
-        affine: as for :class:`BatchNormAct1d`.
-        track_running_stats: as for :class:`BatchNormAct1d`.
-        device: as for :class:`BatchNormAct1d`.
-        dtype: as for :class:`BatchNormAct1d`.
-        act: as for :class:`BatchNormAct1d`.
+    The arguments are those of :class:`BatchNormAct1d`.
 
     Shape:
         input, residual and output ``[batch, channels, depth, height, width]``.
@@ -185,15 +169,9 @@ class SyncBatchNormAct(_BatchNormAct):
     With one process, and in eval mode, the module is a :class:`BatchNormAct2d` of any rank.
 
     Args:
-        num_features: as for :class:`BatchNormAct1d`.
-        eps: as for :class:`BatchNormAct1d`.
-        momentum: as for :class:`BatchNormAct1d`.
-        affine: as for :class:`BatchNormAct1d`.
-        track_running_stats: as for :class:`BatchNormAct1d`.
         process_group: the processes; None for all.
-        device: as for :class:`BatchNormAct1d`.
-        dtype: as for :class:`BatchNormAct1d`.
-        act: as for :class:`BatchNormAct1d`.
+
+    The other arguments are those of :class:`BatchNormAct1d`.
 
     Shape:
         input, residual and output ``[batch, channels, ...]``.

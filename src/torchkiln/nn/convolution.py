@@ -242,10 +242,7 @@ class ConvBNAct1d(_ConvBNAct):
         in_channels: the channels of the input.
         out_channels: the channels of the output.
         kernel_size: a number, or one for each dimension; so are the next three.
-        stride: as for :class:`torch.nn.Conv1d`.
         padding: as for :class:`torch.nn.Conv1d`; a number, or ``"same"`` or ``"valid"``.
-        dilation: as for :class:`torch.nn.Conv1d`.
-        groups: as for :class:`torch.nn.Conv1d`.
         bias: whether the convolution has a bias.
         padding_mode: one of zeros, reflect, replicate, circular.
         device: of the parameters and statistics.
@@ -253,6 +250,8 @@ class ConvBNAct1d(_ConvBNAct):
         act: one of none, square, relu, relu2, gelu, gelu_tanh, quick_gelu, silu, sigmoid, tanh.
         eps: of the batch norm.
         momentum: of the batch norm.
+
+    The other arguments are those of :class:`torch.nn.Conv1d`.
 
     Shape:
         x ``[batch, in_channels, length]``; residual and output ``[batch, out_channels, length]``.
@@ -271,21 +270,7 @@ class ConvBNAct2d(_ConvBNAct):
     changes, and is no part of copies, pickles and ``state_dict``. Submodules with hooks,
     parametrizations or other classes are called as they are.
 
-    Args:
-        in_channels: as for :class:`ConvBNAct1d`.
-        out_channels: as for :class:`ConvBNAct1d`.
-        kernel_size: as for :class:`ConvBNAct1d`.
-        stride: as for :class:`ConvBNAct1d`.
-        padding: as for :class:`ConvBNAct1d`.
-        dilation: as for :class:`ConvBNAct1d`.
-        groups: as for :class:`ConvBNAct1d`.
-        bias: as for :class:`ConvBNAct1d`.
-        padding_mode: as for :class:`ConvBNAct1d`.
-        device: as for :class:`ConvBNAct1d`.
-        dtype: as for :class:`ConvBNAct1d`.
-        act: as for :class:`ConvBNAct1d`.
-        eps: as for :class:`ConvBNAct1d`.
-        momentum: as for :class:`ConvBNAct1d`.
+    The arguments are those of :class:`ConvBNAct1d`.
 
     Shape:
         x ``[batch, in_channels, height, width]``; residual and output ``[batch, out_channels,
@@ -299,21 +284,7 @@ class ConvBNAct2d(_ConvBNAct):
 class ConvBNAct3d(_ConvBNAct):
     """``act(bn(conv(x)) + residual)`` of a :class:`torch.nn.Conv3d` and a batch norm.
 
-    Args:
-        in_channels: as for :class:`ConvBNAct1d`.
-        out_channels: as for :class:`ConvBNAct1d`.
-        kernel_size: as for :class:`ConvBNAct1d`.
-        stride: as for :class:`ConvBNAct1d`.
-        padding: as for :class:`ConvBNAct1d`.
-        dilation: as for :class:`ConvBNAct1d`.
-        groups: as for :class:`ConvBNAct1d`.
-        bias: as for :class:`ConvBNAct1d`.
-        padding_mode: as for :class:`ConvBNAct1d`.
-        device: as for :class:`ConvBNAct1d`.
-        dtype: as for :class:`ConvBNAct1d`.
-        act: as for :class:`ConvBNAct1d`.
-        eps: as for :class:`ConvBNAct1d`.
-        momentum: as for :class:`ConvBNAct1d`.
+    The arguments are those of :class:`ConvBNAct1d`.
 
     Shape:
         x ``[batch, in_channels, depth, height, width]``; residual and output ``[batch,

@@ -1,5 +1,7 @@
 """Modules of the cross-entropy loss."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -7,25 +9,25 @@ from torchkiln.nn.checks import check_reduction
 from torchkiln.ops.cross_entropy import CrossEntropyOutput, cross_entropy, linear_cross_entropy
 from torchkiln.typing import Device, Reduction
 
+COMMON = (
+    *("ignore_index", "reduction", "label_smoothing", "z_loss", "check_target", "softcap"),
+    *("return_z_loss", "return_accuracy"),
+)
+"""Attributes of both modules that are options of their functions."""
+OPTIONS, LINEAR_OPTIONS = (*COMMON, "inplace_backward"), (*COMMON, "temperature")
+
+
+def settings(loss: nn.Module, options: tuple[str, ...]) -> str:
+    """The options of a module, for ``repr``."""
+    return ", ".join(f"{name}={getattr(loss, name)!r}" for name in ("loss_dtype", *options))
+
 
 class CrossEntropyLoss(nn.CrossEntropyLoss):
     """The cross-entropy of logits and classes or probabilities.
 
     Has the interface and the ``state_dict`` of :class:`torch.nn.CrossEntropyLoss`, and the
-    additional arguments of :func:`torchkiln.cross_entropy`.
-
-    Args:
-        weight: ``[classes]``, or None for ones; a buffer.
-        ignore_index: rows with this target class have no loss and no gradient.
-        reduction: none, mean or sum.
-        label_smoothing: the share of the probability that is distributed evenly over the classes.
-        z_loss: the factor of ``log(sum(exp(logits)))**2``.
-        loss_dtype: of the loss; None for the dtype of the input.
-        check_target: whether to validate the target first, which waits for the GPU.
-        inplace_backward: whether backward writes the gradient into the memory of the logits.
-        softcap: the bound of ``softcap * tanh(logits / softcap)``, or None.
-        return_z_loss: as for :func:`torchkiln.cross_entropy`.
-        return_accuracy: as for :func:`torchkiln.cross_entropy`.
+    additional arguments of :func:`torchkiln.cross_entropy`. ``weight`` is a buffer; ``loss_dtype``
+    is the ``dtype`` of the function.
 
     Shape:
         input ``[classes]``, ``[rows, classes]`` or ``[rows, classes, ...]``. The target has this
@@ -66,32 +68,12 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:  # type: ignore[override]
         """Returns the loss, or a :class:`torchkiln.CrossEntropyOutput` if more was asked for."""
-        return cross_entropy(
-            input,
-            target,
-            weight=self.weight,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
-            label_smoothing=self.label_smoothing,
-            z_loss=self.z_loss,
-            dtype=self.loss_dtype,
-            check_target=self.check_target,
-            inplace_backward=self.inplace_backward,
-            softcap=self.softcap,
-            return_z_loss=self.return_z_loss,
-            return_accuracy=self.return_accuracy,
-        )
+        options: dict[str, Any] = {name: getattr(self, name) for name in OPTIONS}
+        return cross_entropy(input, target, self.weight, dtype=self.loss_dtype, **options)
 
     def extra_repr(self) -> str:
         """The settings, for ``repr``."""
-        return (
-            f"ignore_index={self.ignore_index}, reduction={self.reduction!r}, "
-            f"label_smoothing={self.label_smoothing}, z_loss={self.z_loss}, "
-            f"loss_dtype={self.loss_dtype}, check_target={self.check_target}, "
-            f"inplace_backward={self.inplace_backward}, "
-            f"softcap={self.softcap}, return_z_loss={self.return_z_loss}, "
-            f"return_accuracy={self.return_accuracy}"
-        )
+        return settings(self, OPTIONS)
 
 
 class LinearCrossEntropyLoss(nn.Module):
@@ -107,18 +89,11 @@ class LinearCrossEntropyLoss(nn.Module):
         num_classes: number of classes.
         bias: whether the layer has a bias.
         weight: ``[num_classes]``, a factor for each class, or None for ones; a buffer.
-        ignore_index: rows with this target class have no loss and no gradient.
-        reduction: none, mean or sum.
-        label_smoothing: the share of the probability that is distributed evenly over the classes.
-        z_loss: the factor of ``log(sum(exp(logits)))**2``.
         loss_dtype: of the loss.
-        check_target: whether to validate the target first, which waits for the GPU.
-        softcap: the bound of ``softcap * tanh(logits / softcap)``, or None.
-        temperature: a number greater than 0 that divides the logits, after the softcap.
-        return_z_loss: as for :func:`torchkiln.cross_entropy`.
-        return_accuracy: as for :func:`torchkiln.cross_entropy`.
         device: of the parameters.
         dtype: of the parameters.
+
+    All others are those of :func:`torchkiln.linear_cross_entropy`.
 
     Shape:
         input ``[..., in_features]``; target ``[...]``, int64.
@@ -162,31 +137,17 @@ class LinearCrossEntropyLoss(nn.Module):
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:
         """Returns the loss, or a :class:`torchkiln.CrossEntropyOutput` if more was asked for."""
+        options: dict[str, Any] = {name: getattr(self, name) for name in LINEAR_OPTIONS}
         return linear_cross_entropy(
             input,
             self.linear.weight,
             target,
             self.linear.bias,
             class_weight=self.weight,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
-            label_smoothing=self.label_smoothing,
-            z_loss=self.z_loss,
             dtype=self.loss_dtype,
-            check_target=self.check_target,
-            softcap=self.softcap,
-            temperature=self.temperature,
-            return_z_loss=self.return_z_loss,
-            return_accuracy=self.return_accuracy,
+            **options,
         )
 
     def extra_repr(self) -> str:
         """The settings, for ``repr``."""
-        return (
-            f"ignore_index={self.ignore_index}, "
-            f"reduction={self.reduction!r}, label_smoothing={self.label_smoothing}, "
-            f"z_loss={self.z_loss}, loss_dtype={self.loss_dtype}, "
-            f"check_target={self.check_target}, softcap={self.softcap}, "
-            f"temperature={self.temperature}, return_z_loss={self.return_z_loss}, "
-            f"return_accuracy={self.return_accuracy}"
-        )
+        return settings(self, LINEAR_OPTIONS)

@@ -17,18 +17,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     training, too. Torch's forward is called for attention weights, ``add_bias_kv``,
     ``add_zero_attn`` and nested tensors.
 
-    Args:
-        embed_dim: size of the last dimension of the queries and the output.
-        num_heads: number of heads, a divisor of ``embed_dim``.
-        dropout: the probability that an attention weight is dropped in training.
-        bias: whether the projections have a bias.
-        add_bias_kv: whether a learned key and value are appended.
-        add_zero_attn: whether a key and a value of zeros are appended.
-        kdim: size of the last dimension of the keys; None for ``embed_dim``.
-        vdim: size of the last dimension of the values; None for ``embed_dim``.
-        batch_first: whether the batch is the first dimension.
-        device: of the parameters.
-        dtype: of the parameters.
+    The arguments are those of torch's module.
 
     Shape:
         query and output ``[targets, batch, embed_dim]``, key ``[sources, batch, kdim]``, value

@@ -82,15 +82,7 @@ class LayerNorm(nn.LayerNorm):
 class AddLayerNorm(LayerNorm):
     """:class:`LayerNorm` of ``input + residual``, and that sum.
 
-    Args:
-        normalized_shape: as for :class:`LayerNorm`.
-        eps: as for :class:`LayerNorm`.
-        elementwise_affine: as for :class:`LayerNorm`.
-        bias: as for :class:`LayerNorm`.
-        device: of the parameters.
-        dtype: of the parameters.
-        offset: as for :class:`LayerNorm`.
-        round: as for :class:`LayerNorm`.
+    The arguments are those of :class:`LayerNorm`.
 
     Shape:
         input, residual and both outputs ``[..., *normalized_shape]``.
@@ -166,14 +158,7 @@ class RMSNorm(nn.RMSNorm):
 class AddRMSNorm(RMSNorm):
     """:class:`RMSNorm` of ``x + residual``, and that sum.
 
-    Args:
-        normalized_shape: as for :class:`RMSNorm`.
-        eps: as for :class:`RMSNorm`.
-        elementwise_affine: as for :class:`RMSNorm`.
-        device: of the parameters.
-        dtype: of the parameters.
-        offset: as for :class:`RMSNorm`.
-        round: as for :class:`LayerNorm`.
+    The arguments are those of :class:`RMSNorm`.
 
     Shape:
         x, residual and both outputs ``[..., *normalized_shape]``.

@@ -19,11 +19,11 @@ class RotaryEmbedding(nn.Module):
         head_dim: elements of a head.
         max_positions: rows of the tables.
         base: the base of the angles.
-        interleaved: as for :func:`torchkiln.rope`.
         rotary_dim: as ``partial`` of :func:`torchkiln.rope`.
-        heads_dim: as for :func:`torchkiln.rope`.
         device: of the tables.
         dtype: float64 for tables in float64; other dtypes give float32.
+
+    The other arguments are those of :func:`torchkiln.rope`.
 
     Shape:
         q, k and both outputs ``[batch, heads, tokens, head_dim]``; positions ``[tokens]`` or

@@ -21,18 +21,7 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
     dropout and residual sum, or residual sum and norm, in training, too. Submodules of another
     class or with hooks are called.
 
-    Args:
-        d_model: size of the last dimension.
-        nhead: number of heads.
-        dim_feedforward: hidden features.
-        dropout: the probability that an element is dropped in training.
-        activation: ``"relu"``, ``"gelu"`` or a function.
-        layer_norm_eps: of the norms.
-        batch_first: as for :class:`MultiheadAttention`.
-        norm_first: whether attention and feed-forward layer come after the norms.
-        bias: whether linear layers and norms have a bias.
-        device: of the parameters.
-        dtype: of the parameters.
+    The arguments are those of torch's module.
 
     Shape:
         input and output ``[tokens, batch, d_model]``, or as for :class:`MultiheadAttention`.

@@ -28,9 +28,6 @@ class TransformerBlock(nn.Module):
 
     Args:
         dim: size of the last dimension of the input.
-        num_heads: as for :class:`Attention`.
-        num_kv_heads: as for :class:`Attention`.
-        head_dim: as for :class:`Attention`.
         hidden_features: of the feed-forward layer; None for ``4 * dim``.
         norm: ``"rms"`` or ``"layer"``.
         eps: of all norms.
@@ -40,17 +37,12 @@ class TransformerBlock(nn.Module):
         gated: whether the feed-forward layer is a :class:`GatedMLP` and not a :class:`MLP`.
         act: the activation of the feed-forward layer.
         post_norms: whether the results of attention and feed-forward layer are normalized, too.
-        qk_norm: as for :class:`Attention`.
-        causal: as for :class:`Attention`.
-        window: as for :class:`Attention`.
         dropout: the probability that an attention weight, or an element of the results of attention
             and feed-forward layer, is dropped in training.
-        scale: as for :class:`Attention`.
-        interleaved: as for :class:`Attention`.
-        rotary_dim: as for :class:`Attention`.
-        save: as for :func:`torchkiln.mlp`.
         device: of the parameters.
         dtype: of the parameters.
+
+    ``save`` is that of :func:`torchkiln.mlp`, the other arguments are those of :class:`Attention`.
 
     Shape:
         x, residual and both outputs ``[batch, tokens, dim]``; others as for :class:`Attention`.
@@ -134,14 +126,8 @@ class TransformerBlock(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """The result of the feed-forward layer, and the residual to which it is to be added.
 
-        Args:
-            x: the result of the block before, or the embedded tokens.
-            residual: the residual of the block before; None for zeros.
-            cos: as for :meth:`Attention.forward`.
-            sin: as for :meth:`Attention.forward`.
-            mask: as for :meth:`Attention.forward`.
-            cache: as for :meth:`Attention.forward`.
-            positions: as for :meth:`Attention.forward`.
+        ``x`` is the result of the block before, or the embedded tokens, ``residual`` that of the
+        block before, or None for zeros. The other arguments are those of :meth:`Attention.forward`.
         """
         p = self.dropout if self.training else 0.0
         if residual is None:

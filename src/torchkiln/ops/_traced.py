@@ -39,14 +39,6 @@ def check_no_gradient(op: str, name: str, *tensors: Tensor | None) -> None:
         )
 
 
-def check_like(  # noqa: PLR0917
-    op: str, name: str, tensor: Tensor, like: str, x: Tensor, remedy: str = ""
-) -> None:
-    """Refuses a tensor whose dtype or shape is not that of ``x``."""
-    check_shape(op, name, tensor, like, x, remedy)
-    check_same_dtype(op, name, tensor, like, x)
-
-
 def check_shape(  # noqa: PLR0917
     op: str, name: str, tensor: Tensor, like: str, x: Tensor, remedy: str = ""
 ) -> None:

@@ -161,18 +161,9 @@ def sync_bn_act(  # noqa: PLR0917
     The host waits for neither. The gradients of weight and bias are those of this process, which
     ``DistributedDataParallel`` averages. There is no second derivative.
 
-    Args:
-        x: as for :func:`bn_act`; each process may have another batch, also an empty one.
-        weight: as for :func:`bn_act`.
-        bias: as for :func:`bn_act`.
-        running_mean: as for :func:`bn_act`; moved in place.
-        running_var: as for :func:`bn_act`; moved in place.
-        residual: as for :func:`bn_act`.
-        act: as for :func:`bn_act`.
-        momentum: as for :func:`bn_act`, or an int64 tensor: the number of batches, which gives new
-            statistics the weight ``1 / momentum``.
-        eps: as for :func:`bn_act`.
-        group: a process group.
+    The arguments are those of :func:`bn_act`. Each process may have another batch, also an empty
+    one; ``momentum`` may be an int64 tensor, the number of batches, which gives new statistics the
+    weight ``1 / momentum``.
     """
     batches = momentum if isinstance(momentum, Tensor) else None
     with torch.no_grad():

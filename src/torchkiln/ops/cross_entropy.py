@@ -154,36 +154,24 @@ def cross_entropy(
             mean is that of the rows that are not ignored. Needs class indices. Neither reads the
             logits again.
     """
-    if return_z_loss or return_accuracy:
-        loss, z, accuracy = torch.ops.torchkiln.cross_entropy_with_metrics.default(
-            logits,
-            target,
-            weight,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            dtype=dtype,
-            check_target=check_target,
-            inplace_backward=inplace_backward,
-            softcap=softcap,
-            accuracy=return_accuracy,
-        )
-        return CrossEntropyOutput(
-            loss, z if return_z_loss else None, accuracy if return_accuracy else None
-        )
-    return torch.ops.torchkiln.cross_entropy.default(
-        logits,
-        target,
-        weight,
-        ignore_index=ignore_index,
-        reduction=reduction,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        dtype=dtype,
-        check_target=check_target,
-        inplace_backward=inplace_backward,
-        softcap=softcap,
+    options = {
+        "ignore_index": ignore_index,
+        "reduction": reduction,
+        "label_smoothing": label_smoothing,
+        "z_loss": z_loss,
+        "dtype": dtype,
+        "check_target": check_target,
+        "inplace_backward": inplace_backward,
+        "softcap": softcap,
+    }
+    ops, given = torch.ops.torchkiln, (logits, target, weight)
+    if not return_z_loss and not return_accuracy:
+        return ops.cross_entropy.default(*given, **options)
+    loss, z, accuracy = ops.cross_entropy_with_metrics.default(
+        *given, **options, accuracy=return_accuracy
+    )
+    return CrossEntropyOutput(
+        loss, z if return_z_loss else None, accuracy if return_accuracy else None
     )
 
 
@@ -293,38 +281,23 @@ def linear_cross_entropy(
         return_z_loss: as for :func:`cross_entropy`.
         return_accuracy: as for :func:`cross_entropy`.
     """
-    if return_z_loss or return_accuracy:
-        loss, z, accuracy = torch.ops.torchkiln.linear_cross_entropy_with_metrics.default(
-            x,
-            weight,
-            target,
-            bias,
-            class_weight=class_weight,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            dtype=dtype,
-            check_target=check_target,
-            softcap=softcap,
-            temperature=temperature,
-            accuracy=return_accuracy,
-        )
-        return CrossEntropyOutput(
-            loss, z if return_z_loss else None, accuracy if return_accuracy else None
-        )
-    return torch.ops.torchkiln.linear_cross_entropy.default(
-        x,
-        weight,
-        target,
-        bias,
-        class_weight=class_weight,
-        ignore_index=ignore_index,
-        reduction=reduction,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        dtype=dtype,
-        check_target=check_target,
-        softcap=softcap,
-        temperature=temperature,
+    options = {
+        "class_weight": class_weight,
+        "ignore_index": ignore_index,
+        "reduction": reduction,
+        "label_smoothing": label_smoothing,
+        "z_loss": z_loss,
+        "dtype": dtype,
+        "check_target": check_target,
+        "softcap": softcap,
+        "temperature": temperature,
+    }
+    ops, given = torch.ops.torchkiln, (x, weight, target, bias)
+    if not return_z_loss and not return_accuracy:
+        return ops.linear_cross_entropy.default(*given, **options)
+    loss, z, accuracy = ops.linear_cross_entropy_with_metrics.default(
+        *given, **options, accuracy=return_accuracy
+    )
+    return CrossEntropyOutput(
+        loss, z if return_z_loss else None, accuracy if return_accuracy else None
     )

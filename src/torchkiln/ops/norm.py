@@ -136,14 +136,7 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Returns ``(rms_norm(total), total)`` with ``total = x + residual``, in one pass.
 
-    Args:
-        x: as for :func:`layer_norm`.
-        residual: as for :func:`add_layer_norm`.
-        normalized_shape: as for :func:`layer_norm`.
-        weight: as for :func:`layer_norm`.
-        eps: as for :func:`rms_norm`.
-        offset: as for :func:`layer_norm`.
-        round: as for :func:`add_layer_norm`.
+    The arguments are those of :func:`add_layer_norm`, ``eps`` is that of :func:`rms_norm`.
     """
     return torch.ops.torchkiln.add_rms_norm.default(
         x, residual, as_sizes(normalized_shape), weight, eps, offset=offset, round=round
@@ -163,17 +156,7 @@ def add_layer_norm_(  # noqa: PLR0917
 ) -> tuple[Tensor, Tensor]:
     """Writes :func:`add_layer_norm` into its inputs, as :func:`add_rms_norm_` does.
 
-    For inference: the call has no gradient. Only rows that are split among blocks need a workspace.
-
-    Args:
-        x: contiguous; as for :func:`layer_norm`.
-        residual: contiguous, of the shape and dtype of ``x``.
-        normalized_shape: as for :func:`layer_norm`.
-        weight: as for :func:`layer_norm`.
-        bias: as for :func:`layer_norm`.
-        eps: as for :func:`layer_norm`.
-        offset: as for :func:`layer_norm`.
-        round: as for :func:`layer_norm`.
+    The arguments are those of :func:`add_layer_norm`.
     """
     check_no_gradient("add_layer_norm_", "x", x, residual, weight, bias)
     torch.ops.torchkiln.add_layer_norm_.default(
@@ -196,14 +179,8 @@ def add_rms_norm_(
 
     For inference: the call has no gradient. Only rows that are split among blocks need a workspace.
 
-    Args:
-        x: contiguous; as for :func:`layer_norm`.
-        residual: contiguous, of the shape and dtype of ``x``.
-        normalized_shape: as for :func:`layer_norm`.
-        weight: as for :func:`layer_norm`.
-        eps: as for :func:`rms_norm`.
-        offset: as for :func:`layer_norm`.
-        round: as for :func:`layer_norm`.
+    ``x`` and ``residual`` are contiguous, of one dtype. The other arguments are those of
+    :func:`add_rms_norm`.
     """
     check_no_gradient("add_rms_norm_", "x", x, residual, weight)
     torch.ops.torchkiln.add_rms_norm_.default(

@@ -54,13 +54,7 @@ def log_softmax(
 
     Masked elements are -infinity with gradient 0. If all elements of a row are masked, it is NaN.
 
-    Args:
-        x: as for :func:`softmax`.
-        dim: as for :func:`softmax`.
-        scale: as for :func:`softmax`.
-        mask: as for :func:`softmax`.
-        causal: as for :func:`softmax`.
-        dtype: as for :func:`softmax`.
+    The arguments are those of :func:`softmax`.
     """
     return torch.ops.torchkiln.log_softmax.default(
         x, dim, scale=scale, mask=mask, causal=causal, dtype=dtype

@@ -12,6 +12,10 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from random import Random
+
+USUAL = (1, 2, 3, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 100, 128, 192, 197, 256, 320, 384, 512, 577)
+"""Sizes that models have, up to those that are multiples of 256."""
 
 SENTINEL = 77
 """The value around the tensors of :func:`layouts` when their dtype has no NaN."""
@@ -24,6 +28,27 @@ def normal(
     generator = torch.Generator().manual_seed(zlib.crc32(f"{key}{tuple(shape)}".encode()))
     values = torch.randn(tuple(shape), generator=generator, dtype=torch.float64)
     return values.to(dtype).to(device)
+
+
+def drawn_size(rng: Random, most: int) -> int:
+    """A size up to ``most``, of which the logarithm is uniform; every other one is usual."""
+    value = max(1, int(2 ** rng.uniform(0, math.log2(max(most, 1)))))
+    if rng.random() < 0.5:
+        return value
+    step = 256 if value >= 1024 else 64
+    usual = [n for n in USUAL if n <= value] if value <= USUAL[-1] else [value // step * step]
+    return min(usual[-1], most)
+
+
+def drawn_sizes(rng: Random, most: int, count: int) -> tuple[int, ...]:
+    """Sizes in random order whose product is at most ``most``."""
+    total, found = drawn_size(rng, most), []
+    for _ in range(count - 1):
+        found.append(drawn_size(rng, total))
+        total //= found[-1]
+    found.append(max(1, total))
+    rng.shuffle(found)
+    return tuple(found)
 
 
 def scaled(tensor: Tensor, factor: float) -> Tensor:

@@ -25,12 +25,16 @@ class Run:
 
     environment: dict[str, Any]
     ops: dict[str, dict[str, dict[str, Any]]]
+    """Status, reason and dtypes of each check of each op."""
 
     @classmethod
     def read(cls, path: Path) -> Run:
         """The run of a file of ``--contract-results``."""
         found = json.loads(path.read_text())
-        return cls(found["environment"], found["ops"])
+        ops: dict[str, dict[str, dict[str, Any]]] = {}
+        for line in found["results"]:
+            ops.setdefault(line["op"], {}).update(dict.fromkeys(line["checks"], line))
+        return cls(found["environment"], ops)
 
     def __str__(self) -> str:
         """Device, versions and date."""

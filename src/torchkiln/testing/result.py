@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from torchkiln.cli.options import write_json
 from torchkiln.testing.case import Case, cases
 from torchkiln.testing.check import ExcludedError, UnavailableError
 
@@ -89,16 +89,18 @@ def run_contract(
 
 
 def write(outcomes: Iterable[Outcome], environment: dict[str, Any], path: Path) -> None:
-    """Write a file with a cell for each op and check, and the machine and date of the run."""
-    ops: dict[str, dict[str, Any]] = {}
+    """Write a file with the machine and date of the run, and the results of its checks.
+
+    A line has the checks of an op with one status and reason in the same dtypes.
+    """
+    cells: dict[tuple[str, str], list[Outcome]] = {}
     for one in outcomes:
-        cell = ops.setdefault(one.op, {}).setdefault(
-            one.check, {"status": one.status, "reason": one.reason, "dtypes": [], "seconds": 0.0}
-        )
-        cell["dtypes"].append(one.dtype)
-        cell["seconds"] = round(cell["seconds"] + one.seconds, 3)
-        if ORDER.index(one.status) < ORDER.index(cell["status"]):
-            cell |= {"status": one.status, "reason": one.reason}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"schema": SCHEMA, "environment": environment, "ops": ops}
-    path.write_text(json.dumps(content, indent=1) + "\n")
+        cells.setdefault((one.op, one.check), []).append(one)
+    lines: dict[tuple[str, str, str, tuple[str, ...]], list[str]] = {}
+    for (op, check), found in sorted(cells.items()):
+        first = min(found, key=lambda one: ORDER.index(one.status))
+        dtypes = tuple(sorted(one.dtype for one in found))
+        lines.setdefault((op, first.status, first.reason, dtypes), []).append(check)
+    names = ("op", "status", "reason", "dtypes")
+    results = [dict(zip(names, key, strict=True)) | {"checks": lines[key]} for key in lines]
+    write_json(path, {"schema": SCHEMA, "environment": environment, "results": results})

@@ -42,6 +42,7 @@ from torchkiln.testing.sample import FLOATING, Invalid, Sample, Traffic, doubled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
+    from random import Random
 
     Operations = tuple[int, int] | Callable[[Sample], tuple[int, int]]
 
@@ -130,6 +131,9 @@ class OpSpec:
         Callable[[torch.device, torch.dtype, tuple[int, int]], Iterable[tuple[str, Sample]]] | None
     ) = None
     """Labels and calls that are timed in addition to ``bench``."""
+    drawn: Callable[[torch.device, torch.dtype, Random, int], Sample] | None = None
+    """A random call whose largest tensor has up to this number of elements, for timing; None if
+    ``bench`` with random rows and columns draws what users call."""
     dtypes: tuple[torch.dtype, ...] = FLOATING
     autocast: tuple[int, ...] = ()
     """Positions of arguments that autocast converts; empty if it converts none."""

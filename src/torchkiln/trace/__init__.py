@@ -39,8 +39,13 @@ def explain(op: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> Expla
     tensors = _tensors((args, kwargs))
     device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
     results: list[Tensor] = []
-    with attention_notes() as attention:
-        events = _record(lambda: results.extend(_tensors(function(*args, **kwargs))))
+    attention: list[str] = []
+
+    def call() -> None:
+        with attention_notes(attention):  # one at a time, as recordings are
+            results.extend(_tensors(function(*args, **kwargs)))
+
+    events = _record(call)
     traffic = _traffic(spec, function, args, kwargs)
     plain = sum(t.numel() * t.element_size() for t in [*tensors, *results])
     forward = _part(events, device, *(traffic[0] if traffic else (plain, None)))
@@ -122,11 +127,11 @@ def _part(events: Any, device: torch.device, least: int, operations: int | None)
         found.allocated,
         least,
         operations,
-        _floor(least, device),
+        _ceiling(least, device),
     )
 
 
-def _floor(count: int, device: torch.device) -> float | None:
+def _ceiling(count: int, device: torch.device) -> float | None:
     """Seconds that a copy takes to move as many bytes."""
     from torchkiln.bench.clock import Times, device_clock, in_turns  # noqa: PLC0415
     from torchkiln.bench.roofline import COPY, Work, ceilings  # noqa: PLC0415

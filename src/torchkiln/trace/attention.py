@@ -13,12 +13,11 @@ from torch.nn.attention import SDPBackend
 
 
 @contextmanager
-def attention_notes() -> Iterator[list[str]]:
-    """Collects a note for each call of ``F.scaled_dot_product_attention``.
+def attention_notes(notes: list[str]) -> Iterator[None]:
+    """Adds a note for each call of ``F.scaled_dot_product_attention``.
 
     The function is replaced in its module: a mode of torch would change the route of our ops.
     """
-    notes: list[str] = []
     original = F.scaled_dot_product_attention
 
     def attend(  # noqa: PLR0917
@@ -43,6 +42,6 @@ def attention_notes() -> Iterator[list[str]]:
 
     F.scaled_dot_product_attention = attend
     try:
-        yield notes
+        yield
     finally:
         F.scaled_dot_product_attention = original

@@ -107,8 +107,8 @@ class Part:
     """The minimum number of bytes to move."""
     operations: int | None
     """Arithmetic operations, if the op's spec counts them."""
-    floor: float | None
-    """Seconds that a copy of as many bytes took on this machine."""
+    ceiling: float | None
+    """Seconds of a copy of as many bytes on this machine."""
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
@@ -180,7 +180,7 @@ def _least(part: Part, from_spec: bool) -> str:
     words = f"{size(part.bytes)} " + ("at least" if from_spec else "in and out")
     if part.operations:
         words += f", {part.operations:.3g} operations"
-    return words + (f", a copy of as many bytes took {duration(part.floor)}" if part.floor else "")
+    return words + (f", ceiling {duration(part.ceiling)}" if part.ceiling else "")
 
 
 def _allocated(part: Part) -> str:

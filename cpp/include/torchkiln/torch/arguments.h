@@ -121,11 +121,12 @@ inline at::ScalarType read_dtype(const Argument& argument) {
 template <class Body>
 void for_each_item(const Argument& argument, const Body& body) {
   if (!PyTuple_Check(argument.value) && !PyList_Check(argument.value)) return body(argument);
-  for (Py_ssize_t at = 0; at < PySequence_Fast_GET_SIZE(argument.value); ++at) {
-    const auto item = py::reinterpret_borrow<py::object>(
-        PySequence_Fast_GET_ITEM(argument.value, at));  // an __index__ may change a list
-    body(Argument{argument.op, argument.name, item.ptr()});
-  }
+  // A list is copied, because an __index__ or another thread may change it.
+  const auto items = PyList_Check(argument.value)
+                         ? py::reinterpret_steal<py::tuple>(PyList_AsTuple(argument.value))
+                         : py::reinterpret_borrow<py::tuple>(argument.value);
+  if (!items) throw python_error();
+  for (const py::handle item : items) body(Argument{argument.op, argument.name, item.ptr()});
 }
 
 struct Dims {

@@ -57,7 +57,8 @@ inline bool is_overridden(PyObject* argument) {
   PyTypeObject* const type = Py_TYPE(argument);
   if (is_plain_type(type)) return false;
   static PyObject* const name = PyUnicode_InternFromString("__torch_function__");
-  return _PyType_Lookup(type, name) != nullptr;  // borrowed; does not create an AttributeError
+  // Creates no AttributeError. Borrowed and never read: without a GIL another thread may free it.
+  return _PyType_Lookup(type, name) != nullptr;
 }
 
 /// The argument as torch.ops accepts it: a number becomes a tensor or a list where those are due.

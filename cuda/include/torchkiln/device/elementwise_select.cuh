@@ -2,7 +2,7 @@
 
 // Selects the narrowest accessor that fits a problem, and makes it.
 
-#include "torchkiln/device/alignment.cuh"
+#include "torchkiln/device/alignment.h"
 #include "torchkiln/device/elementwise_any.cuh"
 #include "torchkiln/device/elementwise_transposed.cuh"
 

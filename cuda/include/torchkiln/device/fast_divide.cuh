@@ -2,6 +2,8 @@
 
 #include <cstdint>
 
+#include "torchkiln/device/device.h"
+
 namespace torchkiln::device {
 
 /// Division of numbers below 2^31 by a divisor that is set on the host: a multiplication and a
@@ -20,11 +22,13 @@ class Divisor {
     shift_ = log2 - 1;
   }
 
+#ifdef __CUDACC__
   __device__ __forceinline__ uint32_t quotient(uint32_t n) const {
     return divisor_ < 2 ? n : __umulhi(n, multiplier_) >> shift_;
   }
+#endif
 
-  __device__ __forceinline__ uint32_t divisor() const { return divisor_; }
+  TORCHKILN_HOST_DEVICE uint32_t divisor() const { return divisor_; }
 
  private:
   uint32_t divisor_ = 1;

@@ -5,58 +5,85 @@
 #include <cstdint>
 
 #include "torchkiln/core/status.h"
+#include "torchkiln/device/device.h"
 #ifndef __CUDACC_RTC__
+#include <atomic>
+#include <optional>
+
 #include "torchkiln/core/trace.h"
 #endif
 
 namespace torchkiln::device {
 
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 #ifndef __CUDACC_RTC__  // NVRTC compiles no host code
-
-/// The largest grid along x: 2^31 - 1 blocks of at least 512 elements. Larger problems are refused.
-inline constexpr int64_t kMaxGridX = (int64_t{1} << 31) - 1;
-
-/// Properties of the current device that launches depend on; queried once per device.
-struct Device {
-  int multiprocessors = 1;
-  // Whether launches may overlap and blocks may form clusters.
-  bool runs_90_code = false;
-  // Shared memory that one block may opt in to.
-  int shared_bytes = 48 * 1024;
-};
 
 /// Empty kernel, queried for the architectures this library was compiled for.
 template <int = 0>
 __global__ void probe() {}
 
-inline Device current_device() {
-  constexpr int kDevices = 64;
-  // shared_bytes << 32 | multiprocessors << 1 | runs_90_code. A race is harmless: all threads write
-  // the same value.
-  static int64_t cached[kDevices] = {};
-  int device = 0;
-  if (cudaGetDevice(&device) != cudaSuccess || device >= kDevices) return {};
-  int64_t packed = __atomic_load_n(&cached[device], __ATOMIC_RELAXED);
-  if (packed == 0) {
-    int multiprocessors = 1;
-    int shared_bytes = 0;
-    cudaFuncAttributes code;
-    if (cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device) !=
-            cudaSuccess ||
-        cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) !=
-            cudaSuccess ||
-        cudaFuncGetAttributes(&code, probe<>) != cudaSuccess) {
-      return {};
-    }
-    // Decided by the compiled code, not by the GPU: code for an older architecture, translated by
-    // the driver, has no wait in wait_for_previous_kernel() and no clusters.
-    packed = int64_t{shared_bytes} << 32 | multiprocessors << 1 | (code.ptxVersion >= 90 ? 1 : 0);
-    __atomic_store_n(&cached[device], packed, __ATOMIC_RELAXED);
+/// How many clusters of 1 << log_blocks blocks run at the same time, if a block fills an SM. One
+/// more cluster would start when the others are done and double the time. 0 if no GPC is large
+/// enough.
+inline int count_clusters(int log_blocks, int shared_bytes) {
+  const auto blocks = static_cast<unsigned>(1 << log_blocks);
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {blocks, 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(kWarpLanes);
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  int found = 0;
+  const cudaError_t error = cudaOccupancyMaxActiveClusters(&found, probe<>, &config);
+  (void)cudaGetLastError();
+  return error == cudaSuccess ? found : 0;
+}
+
+/// The properties of a GPU; nothing if a query fails.
+inline std::optional<Device> query_device(int device) {
+  Device found;
+  cudaFuncAttributes code;
+  if (cudaDeviceGetAttribute(&found.multiprocessors, cudaDevAttrMultiProcessorCount, device) !=
+          cudaSuccess ||
+      cudaDeviceGetAttribute(&found.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin,
+                             device) != cudaSuccess ||
+      cudaFuncGetAttributes(&code, probe<>) != cudaSuccess) {
+    return std::nullopt;
   }
-  return {static_cast<int>(packed & 0xffffffff) >> 1, (packed & 1) != 0,
-          static_cast<int>(packed >> 32)};
+  found.runs_90_code = code.ptxVersion >= 90;
+  found.clusters[0] = found.multiprocessors;
+  if (!found.runs_90_code ||
+      cudaFuncSetAttribute(probe<>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                           found.shared_bytes) != cudaSuccess ||
+      cudaFuncSetAttribute(probe<>, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) !=
+          cudaSuccess) {
+    (void)cudaGetLastError();
+    return found;
+  }
+  for (int log_blocks = 1; log_blocks < 5; ++log_blocks)
+    found.clusters[log_blocks] = count_clusters(log_blocks, found.shared_bytes);
+  return found;
+}
+
+/// The properties of the current device, queried once; those of Device{} if that fails.
+inline const Device& current_device() {
+  constexpr int kDevices = 64;
+  static const Device kUnknown;
+  static std::atomic<const Device*> known[kDevices] = {};
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess || device >= kDevices) return kUnknown;
+  const Device* found = known[device].load(std::memory_order_acquire);
+  if (found == nullptr) {
+    const std::optional<Device> answer = query_device(device);
+    if (!answer) return kUnknown;
+    // Kept until the process ends. If two threads query, both results are the same.
+    const Device* const queried = new Device(*answer);
+    if (known[device].compare_exchange_strong(found, queried)) return *queried;
+    delete queried;
+  }
+  return *found;
 }
 
 /// Launch configuration of a kernel.

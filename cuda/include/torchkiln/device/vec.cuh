@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "torchkiln/core/dtype.h"
+#include "torchkiln/device/device.h"
 
 namespace torchkiln {
 
@@ -39,9 +40,6 @@ __host__ __device__ __forceinline__ auto with_parameter_type(Dtype dtype, const 
   }
   return body(TypeTag<T>{});
 }
-
-/// The widest load or store of one thread.
-inline constexpr int kVectorBytes = 16;
 
 /// Elements of type T per 16-byte vector.
 template <class T>

@@ -1,11 +1,11 @@
 #pragma once
 
-// Reductions over the lanes of a warp, by shuffles. Includes no header, so that torchkiln.jit
-// compiles this file in milliseconds.
+// Reductions over the lanes of a warp, by shuffles. Includes one short header, so that
+// torchkiln.jit compiles this file in milliseconds.
+
+#include "torchkiln/device/device.h"
 
 namespace torchkiln::device {
-
-inline constexpr int kWarpLanes = 32;
 
 /// Reduction operator: the sum of two numbers.
 struct Sum {

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchkiln.bench.peers.package import Refused, Table, epsilon, require_last, require_plain
+from torchkiln.bench.peers.package import Refused, Table, require_last, rms_norm_of, softmax_rows
 
 PACKAGE = "liger_kernel"
 
@@ -44,49 +44,24 @@ def layer_norm(  # noqa: PLR0917 - the arguments of the op
     return apply(x, weight, bias, eps)
 
 
-def rms_norm(
-    apply: Callable[..., Any],
-    x: Tensor,
-    normalized_shape: int | Sequence[int],
-    weight: Tensor | None = None,
-    eps: float | None = None,
-    *,
-    offset: float = 0.0,
-) -> Any:
+def rms_norm(apply: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """RMS norm with sums in float32."""
-    require_last(normalized_shape)
-    return apply(x, weight, epsilon(x, eps), offset, CASTING, IN_PLACE)
+    return apply(*rms_norm_of(*args, **kwargs), CASTING, IN_PLACE)
 
 
-def add_rms_norm(  # noqa: PLR0917 - the arguments of the op
-    apply: Callable[..., Any],
-    x: Tensor,
-    residual: Tensor,
-    normalized_shape: int | Sequence[int],
-    weight: Tensor | None = None,
-    eps: float | None = None,
-    *,
-    offset: float = 0.0,
+def add_rms_norm(
+    apply: Callable[..., Any], x: Tensor, residual: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
     """RMS norm of a sum; returns both."""
-    require_last(normalized_shape)
+    _, weight, eps, offset = rms_norm_of(x, *args, **kwargs)
     if weight is None:
         raise Refused("needs a weight")
-    return apply(x, residual, weight, epsilon(x, eps), offset, CASTING, IN_PLACE)
+    return apply(x, residual, weight, eps, offset, CASTING, IN_PLACE)
 
 
-def softmax(
-    apply: Callable[..., Any],
-    x: Tensor,
-    dim: int,
-    *,
-    scale: float = 1.0,
-    mask: Tensor | None = None,
-    causal: bool = False,
-) -> Any:
+def softmax(apply: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Softmax of rows."""
-    require_plain(x, dim, scale, mask, causal)
-    return apply(x)
+    return apply(softmax_rows(*args, **kwargs))
 
 
 def cross_entropy(

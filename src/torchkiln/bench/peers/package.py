@@ -46,12 +46,28 @@ def require_last(normalized_shape: int | Sequence[int]) -> None:
         raise Refused("supports norms of the last dimension only")
 
 
-def require_plain(x: Tensor, dim: int, scale: float, mask: Tensor | None, causal: bool) -> None:
-    """Refuse a softmax over another dimension, with a scale or a mask."""
+def softmax_rows(
+    x: Tensor, dim: int, *, scale: float = 1.0, mask: Tensor | None = None, causal: bool = False
+) -> Tensor:
+    """The rows of a softmax over the last dimension, without a scale or a mask."""
     if dim not in (-1, x.ndim - 1):
         raise Refused("supports the last dimension only")
     if scale != 1.0 or mask is not None or causal:
         raise Refused("has neither scale nor mask")
+    return x
+
+
+def rms_norm_of(
+    x: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    offset: float = 0.0,
+) -> tuple[Tensor, Tensor | None, float, float]:
+    """Rows, weight, epsilon and offset of an RMS norm of the last dimension."""
+    require_last(normalized_shape)
+    return x, weight, epsilon(x, eps), offset
 
 
 def epsilon(x: Tensor, eps: float | None) -> float:

@@ -2,59 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from torchkiln.bench.peers.package import Table, epsilon, require_last, require_plain
+from torchkiln.bench.peers.package import Table, rms_norm_of, softmax_rows
 
 PACKAGE = "quack"
 
 
-def rms_norm(
-    function: Callable[..., Any],
-    x: Tensor,
-    normalized_shape: int | Sequence[int],
-    weight: Tensor | None = None,
-    eps: float | None = None,
-    *,
-    offset: float = 0.0,
-) -> Any:
+def rms_norm(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """RMS norm of the last dimension."""
-    require_last(normalized_shape)
-    return function(x, weight, eps=epsilon(x, eps), weight_offset=offset)
+    x, weight, eps, offset = rms_norm_of(*args, **kwargs)
+    return function(x, weight, eps=eps, weight_offset=offset)
 
 
-def add_rms_norm(  # noqa: PLR0917 - the arguments of the op
-    function: Callable[..., Any],
-    x: Tensor,
-    residual: Tensor,
-    normalized_shape: int | Sequence[int],
-    weight: Tensor | None = None,
-    eps: float | None = None,
-    *,
-    offset: float = 0.0,
+def add_rms_norm(
+    function: Callable[..., Any], x: Tensor, residual: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
     """RMS norm of a sum; ``prenorm`` returns both."""
-    require_last(normalized_shape)
-    return function(
-        x, weight, residual=residual, eps=epsilon(x, eps), prenorm=True, weight_offset=offset
-    )
+    _, weight, eps, offset = rms_norm_of(x, *args, **kwargs)
+    return function(x, weight, residual=residual, eps=eps, prenorm=True, weight_offset=offset)
 
 
-def softmax(
-    function: Callable[..., Any],
-    x: Tensor,
-    dim: int,
-    *,
-    scale: float = 1.0,
-    mask: Tensor | None = None,
-    causal: bool = False,
-) -> Any:
+def softmax(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Softmax of rows."""
-    require_plain(x, dim, scale, mask, causal)
-    return function(x)
+    return function(softmax_rows(*args, **kwargs))
 
 
 def cross_entropy(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from random import Random
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import torchkiln
-from torchkiln.testing.data import cycle, large_matrix, normal
+from torchkiln.testing.data import cycle, drawn_sizes, large_matrix, normal
 from torchkiln.testing.derive import layer
 from torchkiln.testing.refusals import GoodCall, Refusals
 from torchkiln.testing.sample import Invalid, Sample, Traffic
@@ -248,6 +249,20 @@ def bench_variants(
     yield "eval", Sample("bench", running.args, {})
 
 
+def drawn(device: torch.device, dtype: torch.dtype, rng: Random, most: int) -> Sample:
+    """Rows of channels, or images in either layout; in training or in eval mode."""
+    batch, channels, *pixels = drawn_sizes(rng, most, rng.choice((2, 3, 4, 4)))
+    owned = torch.promote_types(dtype, torch.float32)
+    x = torch.randn(batch, channels, *pixels, device=device, dtype=dtype)
+    weight, bias, mean = (torch.randn(channels, device=device, dtype=owned) for _ in range(3))
+    act = rng.choice(("none", "relu", "silu"))
+    residual = torch.randn_like(x) if rng.random() < 0.25 else None
+    if rng.random() < 0.5 and x.numel() > channels:
+        args = (x, weight, bias, None, None, residual)
+        return Sample("drawn", args, {"training": True, "act": act})
+    return Sample("drawn", (x, weight, bias, mean, mean.abs() + 0.5, residual), {"act": act})
+
+
 def large(device: torch.device) -> Sample:
     """A matrix of more than 2**31 elements in eval mode, in which rows are independent."""
     x = large_matrix(device)
@@ -324,6 +339,7 @@ BN_ACT = OpSpec(
     invalid=invalid,
     bench=bench,
     bench_variants=bench_variants,
+    drawn=drawn,
     bench_shapes=BENCH_SHAPES,
     small_shapes=SMALL_SHAPES,
     large=large,

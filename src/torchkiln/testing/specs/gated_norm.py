@@ -208,7 +208,10 @@ def bench_variants(
     """The gate first, as in Mamba2, also with groups."""
     call = bench(device, dtype, shape)
     yield "gate first", replace(call, kwargs={"gate_first": True})
-    yield "gate first, groups", replace(call, kwargs={"gate_first": True, "groups": GROUPS})
+    yield (
+        "gate first, groups",
+        replace(call, kwargs={"gate_first": True, "groups": math.gcd(GROUPS, shape[1])}),
+    )
 
 
 def large(device: torch.device) -> Sample:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from random import Random
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import torchkiln
-from torchkiln.testing.data import cycle, large_matrix, normal
+from torchkiln.testing.data import cycle, drawn_sizes, large_matrix, normal
 from torchkiln.testing.derive import layer
 from torchkiln.testing.refusals import GoodCall, Refusals
 from torchkiln.testing.sample import Invalid, Sample, Traffic
@@ -142,6 +143,16 @@ def bench_variants(
     yield "no activation", Sample("bench", plain.args, {})
 
 
+def drawn(device: torch.device, dtype: torch.dtype, rng: Random, most: int) -> Sample:
+    """Any number of samples, channels and groups; no pixels, few, or images."""
+    rank = rng.choice((2, 2, 3, 4, 4))
+    batch, channels, *pixels = drawn_sizes(rng, most, rank)
+    groups = rng.choice([n for n in (1, 2, 4, 8, 16, 32, 64, channels) if channels % n == 0])
+    x = torch.randn(batch, channels, *pixels, device=device, dtype=dtype)
+    parameters = [torch.randn(channels, device=device, dtype=dtype) for _ in range(2)]
+    return Sample("drawn", (x, groups, *parameters), {"act": rng.choice(("none", "silu"))})
+
+
 def large(device: torch.device) -> Sample:
     """A matrix of more than 2**31 elements: samples of one pixel."""
     x = large_matrix(device)
@@ -195,6 +206,7 @@ GROUP_NORM = OpSpec(
     invalid=invalid,
     bench=bench,
     bench_variants=bench_variants,
+    drawn=drawn,
     bench_shapes=BENCH_SHAPES,
     small_shapes=SMALL_SHAPES,
     large=large,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 import torchkiln
 from torchkiln.ops.spmm import spmm_csr
 from torchkiln.testing.compare import steps
-from torchkiln.testing.data import normal
+from torchkiln.testing.data import drawn_sizes, normal
 from torchkiln.testing.refusals import GoodCall, Refusals
 from torchkiln.testing.sample import Invalid, Sample
 from torchkiln.testing.spec import OpSpec
@@ -153,6 +154,20 @@ def bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> S
     return Sample("bench", (values, b), {"crow": crow, "col": places % rows})
 
 
+def drawn(device: torch.device, dtype: torch.dtype, rng: Random, most: int) -> Sample:
+    """Rows of 1 to 64 entries on average, times a dense matrix of any width."""
+    rows, columns = (drawn_sizes(rng, min(most, 1 << 17), 1)[0] for _ in range(2))
+    width = drawn_sizes(rng, max(1, min(most // max(rows, columns), 1 << 13)), 1)[0]
+    entries = min(rows * rng.choice((1, 4, 16, 64)), rows * columns, 1 << 22)
+    row = torch.randint(rows, (entries,), device=device)
+    crow = torch.zeros(rows + 1, dtype=torch.int64, device=device)
+    crow[1:] = torch.bincount(row, minlength=rows).cumsum(0)
+    col = torch.randint(columns, (entries,), device=device)
+    values = torch.randn(entries, device=device, dtype=dtype)
+    b = torch.randn(columns, width, device=device, dtype=dtype)
+    return Sample("drawn", (values, b), {"crow": crow, "col": col})
+
+
 def operations(sample: Sample) -> tuple[int, int]:
     """A multiplication and an addition for each entry and column; backward has two products."""
     values, b = sample.args
@@ -214,6 +229,7 @@ SPMM_CSR = OpSpec(
     refusals=Refusals(dtypes={"b": "values"}, first="crow", called="spmm"),
     invalid=invalid,
     bench=bench,
+    drawn=drawn,
     large=None,
     operations=operations,
     differentiable=(0, 1),

@@ -9,7 +9,7 @@ constexpr bool kHasCuda = true;
 constexpr bool kHasCuda = false;
 #endif
 
-PYBIND11_MODULE(_C, module) {
+PYBIND11_MODULE(_C, module, py::mod_gil_not_used()) {
   module.attr("has_cuda") = kHasCuda;
   // A bound function checks the types of its arguments and calls the dispatcher, in half the host
   // time of torch.ops.

@@ -1,6 +1,6 @@
 #include "PACKAGE/kernels/OPNAME.h"
 
-#include "torchkiln/device/alignment.cuh"
+#include "torchkiln/device/alignment.h"
 #include "torchkiln/device/block_reduce.cuh"
 #include "torchkiln/device/elementwise.cuh"
 #include "torchkiln/device/launch.cuh"

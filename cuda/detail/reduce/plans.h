@@ -1,0 +1,189 @@
+#pragma once
+
+// How sums are split among blocks. Depends on shape, strides, alignment and device only, and
+// includes no header of CUDA.
+//
+//   columns::Plan   sums over the rows of a matrix, as of the gradient of a bias: columns.cuh
+//   rows::Plan      one sum for each row: rows.cuh
+
+#include <cstddef>
+
+#include "torchkiln/device/alignment.h"
+
+namespace torchkiln::reduce {
+using namespace device;
+
+/// The number of parts, at most `most`, that each of `tasks` equal pieces of work is split into, so
+/// that the last wave of blocks is at least 90 % full: 1.1 waves take as long as 2.
+inline int64_t parts_filling_waves(int64_t tasks, int64_t most, int64_t wave) {
+  constexpr int64_t kMaxWaves = 8;  // beyond, the unused part of the last wave is small anyway
+  int64_t parts = 1;
+  for (int64_t waves = 1; waves <= kMaxWaves; ++waves) {
+    parts = waves * wave / tasks;
+    if (parts >= most || parts * tasks * 10 >= waves * wave * 9) break;
+  }
+  if (parts > most) parts = most;
+  return parts < 1 ? 1 : parts;
+}
+
+namespace columns {
+
+inline constexpr int kThreads = 256;
+// Threads along a row: one warp reads 512 bytes of it at a time. The other warps of the block take
+// other rows, whose sums are added in shared memory, not as further partial sums.
+inline constexpr int kThreadsX = 32;
+// Fewest threads along a row, in narrow tiles for few rows: 128 bytes are a whole cache line.
+inline constexpr int kMinThreadsX = 8;
+// With fewer rows per thread, the partial sums cost more than the parallelism gains.
+inline constexpr int kMinRows = 4;
+// Up to this many rows per thread one chunk is enough: two or three rounds of loads take less time
+// than a second kernel.
+inline constexpr int kSinglePassRows = 16;
+// Blocks per SM: 2 x 256 threads x 8 loads x 16 B = 64 KiB in flight. A third block does not fit
+// the registers and would run as a second wave.
+inline constexpr int kBlocksPerMultiprocessor = 2;
+
+/// How a [rows, columns] problem is split. Depends only on shape, vector width and device.
+struct Plan {
+  int threads_x;   // threads along a row
+  int threads_y;   // rows that a block reads at a time; threads_x * threads_y <= kThreads
+  int64_t tiles;   // blocks along a row
+  int64_t chunks;  // blocks along the rows; each leaves one row of partial sums
+  int64_t rows;
+  int64_t columns;
+  // If fold > 1, a row of the problem is made of `fold` consecutive shorter rows of `period`
+  // columns, whose sums finish() adds. A batch has several such rows side by side.
+  int fold = 1;
+  int64_t period = 0;
+
+  TORCHKILN_HOST_DEVICE bool is_single_pass() const { return chunks == 1 && fold == 1; }
+};
+
+/// `blocks`: per SM, that are resident together.
+inline Plan make_plan(int64_t rows, int64_t columns, int lanes, int blocks, const Device& device) {
+  Plan plan{1, 1, 1, 1, rows, columns};
+  const int64_t wave = int64_t{device.multiprocessors} * blocks;
+  const int64_t vectors = ceil_div(columns, lanes);
+  int64_t threads_x = kThreadsX;
+  // Few rows, and columns enough for every SM: all threads along the row, each with the loads of
+  // its rows in flight, and no sums in shared memory.
+  while (threads_x < kThreads && rows < kSinglePassRows * (kThreads / threads_x) &&
+         vectors >= 2 * threads_x * wave) {
+    threads_x *= 2;
+  }
+  plan.tiles = threads_x == kThreads ? ceil_div(vectors, threads_x) : vectors / threads_x;
+  if (plan.tiles < 1) plan.tiles = 1;
+  // Equal tiles: 33 vectors are one tile of 33, not a tile of 32 and one with a single vector.
+  plan.threads_x = static_cast<int>(ceil_div(vectors, plan.tiles));
+  plan.threads_y = kThreads / plan.threads_x;
+  // Too few rows for several chunks: narrower tiles occupy more SMs, with fewer rows per thread.
+  while (rows > plan.threads_y && rows <= int64_t{plan.threads_y} * kSinglePassRows &&
+         plan.threads_x >= 2 * kMinThreadsX && plan.tiles * 2 <= wave) {
+    plan.tiles *= 2;
+    plan.threads_x = static_cast<int>(ceil_div(vectors, plan.tiles));
+    plan.threads_y = kThreads / plan.threads_x;
+  }
+  if (rows > int64_t{plan.threads_y} * kSinglePassRows) {
+    const int64_t most = ceil_div(rows, int64_t{plan.threads_y} * kMinRows);
+    plan.chunks = parts_filling_waves(plan.tiles, most, wave);
+  }
+  return plan;
+}
+
+/// Bytes of partial sums: 0 if a single chunk writes the result itself.
+inline size_t partial_bytes(const Plan& plan, size_t size_of_sum) {
+  return plan.is_single_pass() ? 0 : static_cast<size_t>(plan.chunks * plan.columns) * size_of_sum;
+}
+
+}  // namespace columns
+
+namespace rows {
+
+inline constexpr int kThreads = 256;
+// Loads in flight per thread.
+inline constexpr int kLoads = 8;
+// Resident blocks per SM: 4 x 256 threads x 8 loads x 16 B = 128 KiB in flight, three times what
+// hides the latency.
+inline constexpr int kBlocksPerMultiprocessor = 4;
+// Rows in flight per thread of a packed kernel.
+inline constexpr int kPackedRows = 8;
+inline constexpr int kTileBytes = 16 * 1024;
+// Longest row of a staged tile of 16 KiB: at least 16 of 256 threads sum it.
+inline constexpr int kStagedRowBytes = kTileBytes / 16;
+// Bytes of a row per thread if there are many rows: its loads are all in flight together. Longer
+// shares per thread would let some SMs finish their last rows late.
+inline constexpr int kThreadRowBytes = kLoads * kVectorBytes;
+// Below 2 KiB, half of a 256-thread block would have no load: such rows get a warp.
+inline constexpr int kBlockRowBytes = 2 * 1024;
+// Longest row that one block sums. Longer rows are split into parts of at least kMinPartBytes, and
+// a second kernel adds the parts.
+inline constexpr int64_t kSinglePassBytes = 64 * 1024;
+inline constexpr int64_t kMinPartBytes = 16 * 1024;
+
+enum class Kind { packed_vectors, packed_elements, staged, warp_per_row, block_per_row };
+
+/// How rows are summed. Depends only on shape, strides, alignment and device.
+struct Plan {
+  Kind kind;
+  int threads = kThreads;  // per block
+  int64_t parts = 1;       // per row
+  int64_t part_length = 0;
+};
+
+/// A grid [outer, inner] of rows, with a stride of `in` along each dimension.
+struct Shape {
+  const void* in;
+  int64_t size_of_element;
+  int64_t outer;
+  int64_t inner;
+  int64_t length;
+  int64_t outer_stride;
+  int64_t inner_stride;
+  int64_t stride;
+
+  int64_t count() const { return outer * inner; }
+
+  /// Whether every row consists of whole 16-byte vectors.
+  bool in_vectors() const {
+    return stride == 1 &&
+           rows_in_vectors(in, kVectorBytes / size_of_element,
+                           {length, outer == 1 ? 0 : outer_stride, inner == 1 ? 0 : inner_stride});
+  }
+
+  /// Whether each row begins where the previous one ends.
+  bool is_dense() const {
+    return stride == 1 &&
+           ((inner == 1 && outer_stride == length) || (outer == 1 && inner_stride == length));
+  }
+};
+
+inline Plan make_plan(const Shape& shape, const Device& device) {
+  const int64_t multiprocessors = device.multiprocessors;
+  const int64_t bytes = shape.length * shape.size_of_element;
+  // Few rows stay unpacked if they are dense: with eight rows per thread most SMs would be idle.
+  const bool packs = shape.in_vectors() && bytes <= kWarpLanes * kVectorBytes;
+  const bool many = shape.count() >= multiprocessors * kPackedRows * 8;
+  if (packs && (many || !shape.is_dense())) return {Kind::packed_vectors};
+  if (shape.is_dense() && bytes <= kStagedRowBytes) return {Kind::staged};
+  if (shape.length <= kWarpLanes) return {Kind::packed_elements};
+  const bool warps_fill = shape.count() >= multiprocessors * 32;
+  if (bytes <= kBlockRowBytes || (warps_fill && bytes <= kWarpLanes * kThreadRowBytes))
+    return {Kind::warp_per_row};
+  Plan plan{Kind::block_per_row, kThreads, 1, shape.length};
+  while (warps_fill && bytes <= plan.threads / 2 * kThreadRowBytes) plan.threads /= 2;
+  if (bytes <= kSinglePassBytes) return plan;
+  plan.parts = parts_filling_waves(shape.count(), ceil_div(bytes, kMinPartBytes),
+                                   multiprocessors * kBlocksPerMultiprocessor);
+  if (plan.parts == 1) return plan;
+  constexpr int64_t kMultiple = 256;  // keeps the parts of an aligned row aligned
+  plan.part_length = ceil_div(ceil_div(shape.length, plan.parts), kMultiple) * kMultiple;
+  plan.parts = ceil_div(shape.length, plan.part_length);
+  return plan;
+}
+
+inline size_t partial_bytes(const Shape& shape, const Plan& plan) {
+  return plan.parts == 1 ? 0 : static_cast<size_t>(shape.count() * plan.parts) * sizeof(double);
+}
+
+}  // namespace rows
+}  // namespace torchkiln::reduce

@@ -1,0 +1,40 @@
+#pragma once
+
+// What launch plans depend on, without CUDA's headers: plans compile with g++, too, and tests make
+// them for GPUs that are not there.
+
+#include <cstdint>
+
+/// Functions that kernels call, too.
+#ifdef __CUDACC__
+#define TORCHKILN_HOST_DEVICE __host__ __device__
+#else
+#define TORCHKILN_HOST_DEVICE
+#endif
+
+namespace torchkiln::device {
+
+inline constexpr int kWarpLanes = 32;
+
+/// The widest load or store of one thread.
+inline constexpr int kVectorBytes = 16;
+
+/// The largest grid along x: 2^31 - 1 blocks of at least 512 elements. Larger problems are refused.
+inline constexpr int64_t kMaxGridX = (int64_t{1} << 31) - 1;
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+/// Properties of a GPU that launch plans depend on.
+struct Device {
+  int multiprocessors = 1;
+  // Whether launches may overlap and blocks may form clusters. Decided by the compiled code, not by
+  // the GPU: code for an older architecture, translated by the driver, has neither.
+  bool runs_90_code = false;
+  // Shared memory that one block may opt in to.
+  int shared_bytes = 48 * 1024;
+  // Clusters of 1, 2, 4, 8 and 16 blocks that run at the same time, if a block fills an SM. The
+  // blocks of a cluster belong to one GPC, and not every GPC has a multiple of 16 SMs.
+  int clusters[5] = {1, 0, 0, 0, 0};
+};
+
+}  // namespace torchkiln::device

@@ -1,0 +1,209 @@
+#pragma once
+
+// Selects the kernels of batch norm and how the elements are shared among their blocks: forward.cu
+// and backward.cu have the tables. Includes no header of CUDA.
+
+#include <algorithm>
+#include <climits>
+#include <initializer_list>
+#include <optional>
+
+#include "detail/reduce/plans.h"
+#include "torchkiln/device/fast_divide.cuh"
+#include "torchkiln/kernels/batch_norm.h"
+
+namespace torchkiln::cuda {
+
+using namespace device;
+
+inline constexpr int kChannelThreads = 256;
+/// Elements per vector: a byte of signs for each. float32 takes two loads of 16 bytes.
+inline constexpr int kChannelLanes = 8;
+/// Vectors of a segment per thread.
+inline constexpr int kChannelItems = 8;
+
+// Blocks per SM: of the kernels for moments, with 32 KiB of vectors in flight each, for outputs and
+// for gradients, with up to 64 KiB, and of those with both passes.
+inline constexpr int kMomentBlocks = 2;
+inline constexpr int kOutputBlocks = 3;
+inline constexpr int kBackwardBlocks = 2;
+inline constexpr int kResidentBlocks = 2;
+static_assert(kBackwardBlocks == kResidentBlocks, "choose() makes one plan for both");
+
+/// Shared memory of a block for the vectors in flight. A third block of the outputs fits an SM of
+/// 9.0, a fourth one does not: more would gather on the SMs that finish the previous kernel first.
+inline constexpr int kRingBytes = 64 * 1024;
+
+/// Fewest planes of a channel that fold to rows of all channels. The partial sums take up to 24
+/// bytes per column: for planes of at least kLargePlane elements in whole vectors, which can be
+/// read as they are, that pays for many rows only.
+inline constexpr int64_t kLargePlane = 256;
+inline constexpr int64_t kFewestFolded = 32;
+inline constexpr int64_t kFewestLargeFolded = 128;
+
+/// Shared memory of a block with both passes: two of 113 KiB are what an SM of 9.0 has, with 1 KiB
+/// each that the system takes. Sums of the threads have a part of their own, since the rows stay.
+inline constexpr int kResidentBytes = 112 * 1024;
+inline constexpr int kResidentColumns = 2 * kChannelThreads;  // of a block, at most
+/// Shared memory that a block of 9.0 and 10.0 may have. With less, the second block of an SM would
+/// not be resident.
+inline constexpr int kSharedOf90 = 227 * 1024;
+/// Elements up to which both passes are one kernel that also writes grad_residual. Three or four
+/// tensors of more do not fit the L2 cache: the second pass of two kernels reads one less.
+inline constexpr int64_t kMostWithResidual = int64_t{1} << 24;
+
+/// How the elements are shared among blocks and threads. Depends only on shape and device.
+struct ChannelPlan {
+  ChannelLayout layout;
+  int threads_x;        // along a row or a segment
+  int threads_y;        // rows or segments that a block reads at a time
+  int64_t tiles;        // blocks along x: tiles of columns, or channels
+  int64_t parts;        // blocks along y
+  int64_t rows;         // rows, or segments of all planes
+  int64_t columns;      // of a row
+  Divisor period{};     // columns of a channel
+  int64_t segment = 0;  // elements of a segment
+  Divisor segments{};   // of a plane
+};
+
+/// One kernel over the elements of one or more tensors.
+struct ChannelPass {
+  bool in_rows;  // rows of adjacent columns, else planes
+  int lanes;     // kChannelLanes, or 1 for single elements
+  ChannelPlan plan;
+};
+
+/// Whether the planes are read as rows of all channels.
+inline bool folds_planes(const ChannelLayout& layout) {
+  const int64_t columns = layout.channels * layout.inner;
+  const bool is_large = layout.inner % kChannelLanes == 0 && layout.inner >= kLargePlane;
+  return layout.inner > 1 && layout.outer >= (is_large ? kFewestLargeFolded : kFewestFolded) &&
+         columns <= INT32_MAX && columns % kChannelLanes == 0;
+}
+
+/// A plan for blocks that are resident together, `blocks` per SM.
+inline ChannelPlan make_channel_plan(const ChannelLayout& layout, bool in_rows, int lanes,
+                                     int blocks, const Device& device) {
+  ChannelPlan plan{};
+  plan.layout = layout;
+  if (in_rows) {
+    plan.columns = layout.channels * layout.inner;
+    plan.period = Divisor(static_cast<uint32_t>(layout.inner));
+    const reduce::columns::Plan columns =
+        reduce::columns::make_plan(layout.outer, plan.columns, lanes, blocks, device);
+    plan.threads_x = columns.threads_x;
+    plan.threads_y = columns.threads_y;
+    plan.tiles = columns.tiles;
+    plan.parts = columns.chunks;
+    plan.rows = layout.outer;
+  } else {
+    plan.columns = layout.channels;
+    const int64_t vectors = ceil_div(layout.inner, lanes);
+    plan.threads_x = 1;
+    while (plan.threads_x < kChannelThreads && int64_t{plan.threads_x} * kChannelItems < vectors)
+      plan.threads_x *= 2;
+    // Few planes: all threads of the block share them.
+    while (layout.outer < kChannelThreads / plan.threads_x && plan.threads_x < vectors)
+      plan.threads_x *= 2;
+    plan.threads_y = kChannelThreads / plan.threads_x;
+    const int64_t segments = ceil_div(vectors, int64_t{plan.threads_x} * kChannelItems);
+    plan.segment = ceil_div(vectors, segments) * lanes;
+    plan.segments = Divisor(static_cast<uint32_t>(segments));
+    plan.rows = layout.outer * segments;
+    plan.tiles = layout.channels;
+    const int64_t wave = int64_t{device.multiprocessors} * blocks;
+    plan.parts = reduce::parts_filling_waves(plan.tiles, ceil_div(plan.rows, plan.threads_y), wave);
+  }
+  constexpr int64_t kMaxGridY = 65535;
+  plan.parts = plan.parts > kMaxGridY ? kMaxGridY : plan.parts;
+  return plan;
+}
+
+/// Elements that a kernel reads and writes together: vectors if every row or plane consists of
+/// whole ones. float64 has single elements only, which saves an instantiation.
+inline int channel_lanes(Dtype dtype, const ChannelLayout& layout, bool in_rows,
+                         std::initializer_list<const void*> tensors) {
+  const int64_t length = in_rows ? layout.channels * layout.inner : layout.inner;
+  bool in_vectors = size_of(dtype) < 8 && length % kChannelLanes == 0;
+  for (const void* tensor : tensors) in_vectors = in_vectors && aligned(tensor);
+  return in_vectors ? kChannelLanes : 1;
+}
+
+inline ChannelPass make_channel_pass(Dtype dtype, const ChannelLayout& layout,
+                                     std::initializer_list<const void*> tensors, int blocks,
+                                     const Device& device) {
+  const bool in_rows = layout.inner == 1 || folds_planes(layout);
+  const int lanes = channel_lanes(dtype, layout, in_rows, tensors);
+  return {in_rows, lanes, make_channel_plan(layout, in_rows, lanes, blocks, device)};
+}
+
+/// The plan of one kernel for both passes, whose grid is resident as a whole, if there is one.
+/// `pass`: that of two kernels, for all tensors and kResidentBlocks blocks per SM.
+inline std::optional<ChannelPass> make_resident_pass(const ChannelPass& pass,
+                                                     const Device& device) {
+  const ChannelPlan& plan = pass.plan;
+  const bool in_rows = plan.layout.inner == 1 && pass.lanes > 1 && plan.layout.numel() > 0;
+  if (!in_rows || !device.runs_90_code || device.shared_bytes < kSharedOf90) return std::nullopt;
+  const int64_t most = int64_t{device.multiprocessors} * kResidentBlocks / plan.tiles;
+  if (most == 0 || plan.threads_x * pass.lanes > kResidentColumns) return std::nullopt;
+  ChannelPass resident = pass;
+  resident.plan.parts = std::min(most, ceil_div(plan.rows, plan.threads_y));
+  return resident;
+}
+
+/// The kernels of a forward: `resident`, or `moments` and their merge, and `outputs`.
+struct BatchNormPlan {
+  std::optional<ChannelPass> resident;
+  std::optional<ChannelPass> moments;
+  std::optional<ChannelPass> outputs;
+};
+
+inline ChannelPass choose_moments(const BatchNorm& p, const Device& device) {
+  return make_channel_pass(p.dtype, p.layout, {p.x}, kMomentBlocks, device);
+}
+
+inline ChannelPass choose_outputs(const BatchNorm& p, const Device& device) {
+  return make_channel_pass(p.dtype, p.layout, {p.x, p.residual, p.y}, kOutputBlocks, device);
+}
+
+inline BatchNormPlan choose(const BatchNorm& p, const Device& device) {
+  BatchNormPlan plan{};
+  if (p.training) {
+    if (p.residual == nullptr && p.signs == nullptr) {
+      const auto tensors = {p.x, static_cast<const void*>(p.y)};
+      plan.resident = make_resident_pass(
+          make_channel_pass(p.dtype, p.layout, tensors, kResidentBlocks, device), device);
+    }
+    if (plan.resident) return plan;
+    plan.moments = choose_moments(p, device);
+  }
+  plan.outputs = choose_outputs(p, device);
+  return plan;
+}
+
+inline ChannelPass choose_passes(const BatchNormBackward& p, const Device& device) {
+  const auto tensors = {p.grad,
+                        p.second,
+                        p.x,
+                        p.residual,
+                        static_cast<const void*>(p.signs),
+                        static_cast<const void*>(p.grad_x),
+                        static_cast<const void*>(p.grad_residual)};
+  return make_channel_pass(p.dtype, p.layout, tensors, kBackwardBlocks, device);
+}
+
+/// The kernels of a backward: `resident`, or one for the sums, their total, and one for grad_x, the
+/// first and the last of them with the plan `passes`.
+struct BatchNormBackwardPlan {
+  std::optional<ChannelPass> resident;
+  ChannelPass passes;
+};
+
+inline BatchNormBackwardPlan choose(const BatchNormBackward& p, const Device& device) {
+  const ChannelPass passes = choose_passes(p, device);
+  const bool fits_cache = p.grad_residual == nullptr || p.layout.numel() <= kMostWithResidual;
+  if (!p.training || !p.needs_sums() || !fits_cache) return {std::nullopt, passes};
+  return {make_resident_pass(passes, device), passes};
+}
+
+}  // namespace torchkiln::cuda

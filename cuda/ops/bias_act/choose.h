@@ -1,0 +1,51 @@
+#pragma once
+
+// Selects the kernel for the backward of bias_act: backward.cu has the table. Includes no header of
+// CUDA.
+
+#include <optional>
+
+#include "detail/reduce/plans.h"
+#include "torchkiln/kernels/bias_act.h"
+
+namespace torchkiln::cuda {
+
+/// Blocks per SM and rows in flight per thread. A derivative computed from x has more arithmetic,
+/// which needs more threads; that leaves fewer registers per thread. Measured on compute capability
+/// 9.0.
+struct BiasActTuning {
+  int blocks;
+  int rows;
+};
+constexpr BiasActTuning bias_act_tuning(bool from_input, size_t element, int lanes) {
+  if (lanes == 1) return {2, 8};
+  if (!from_input || element == 8) return {2, 4};
+  return element == 2 ? BiasActTuning{3, 2} : BiasActTuning{3, 3};
+}
+
+/// One pass over rows: in vectors of `lanes` elements, or in single ones.
+struct BiasActPlan {
+  int lanes;
+  reduce::columns::Plan columns;
+};
+
+/// Whether rows of grad, of the saved tensor and of grad_x consist of whole 16-byte vectors.
+inline bool uses_vectors(const BiasActBackward& p) {
+  const int lanes = device::vector_lanes(p.dtype);
+  return device::rows_in_vectors(p.grad_x, lanes, {p.columns}) && p.grad_column_stride == 1 &&
+         device::rows_in_vectors(p.grad, lanes, {p.grad_row_stride}) &&
+         (kept_by_bias_act(p.activation) != Saved::input ||
+          (p.saved_column_stride == 1 &&
+           device::rows_in_vectors(p.saved, lanes, {p.saved_row_stride})));
+}
+
+/// Nothing if no gradient of the bias is wanted: then an elementwise kernel computes that of x.
+inline std::optional<BiasActPlan> choose(const BiasActBackward& p, const device::Device& device) {
+  if (p.grad_bias == nullptr) return std::nullopt;
+  const int lanes = uses_vectors(p) ? device::vector_lanes(p.dtype) : 1;
+  const bool from_input = kept_by_bias_act(p.activation) == Saved::input;
+  const int blocks = bias_act_tuning(from_input, size_of(p.dtype), lanes).blocks;
+  return BiasActPlan{lanes, reduce::columns::make_plan(p.rows, p.columns, lanes, blocks, device)};
+}
+
+}  // namespace torchkiln::cuda

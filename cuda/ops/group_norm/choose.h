@@ -1,0 +1,134 @@
+#pragma once
+
+// Selects the kernels of group norm and how the elements are shared among their blocks: forward.cu
+// and backward.cu have the tables. Includes no header of CUDA.
+
+#include "choose_teams.h"
+#include "ops/batch_norm/choose.h"
+#include "torchkiln/kernels/group_norm.h"
+
+namespace torchkiln::cuda {
+
+/// Blocks per SM of the kernels that write y, and of those that read the gradient and x.
+inline constexpr int kGroupOutputBlocks = 3;
+inline constexpr int kGroupBackwardBlocks = 2;
+/// Fewest rows of a thread: with fewer, partial sums cost more than they gain.
+inline constexpr int64_t kFewestSampleRows = 8;
+inline constexpr int kMergeThreads = 256;  // of a block that merges the moments of a group, at most
+
+/// How the segments of planes are shared among threads. Depends only on the shape.
+struct PlanePlan {
+  static constexpr int kMaxItems = 8;
+
+  int64_t planes;
+  int64_t inner;     // elements of a plane
+  int threads;       // of a segment, a power of 2
+  int items;         // vectors of a segment per thread
+  int64_t segment;   // elements of a segment
+  int64_t segments;  // of a plane
+  Divisor divisor;   // segments, if a plane has several
+
+  TORCHKILN_HOST_DEVICE int64_t rows() const { return planes * segments; }
+  TORCHKILN_HOST_DEVICE int rows_of_block() const { return kChannelThreads / threads; }
+};
+
+/// One kernel over planes.
+struct PlanePass {
+  int lanes;  // kChannelLanes, or 1 for single elements
+  PlanePlan plan;
+  int64_t blocks;  // that are resident together, or fewer
+};
+
+inline PlanePlan make_plane_plan(const GroupLayout& layout, int lanes) {
+  PlanePlan plan{};
+  plan.planes = layout.batch * layout.channels;
+  plan.inner = layout.inner;
+  const int64_t vectors = ceil_div(layout.inner, lanes);
+  plan.threads = 1;
+  while (plan.threads < kWarpLanes && plan.threads < vectors) plan.threads *= 2;
+  plan.segments = ceil_div(vectors, int64_t{plan.threads} * PlanePlan::kMaxItems);
+  const int64_t of_segment = ceil_div(vectors, plan.segments);
+  plan.items = static_cast<int>(ceil_div(of_segment, plan.threads));
+  plan.segment = of_segment * lanes;
+  plan.divisor = Divisor(static_cast<uint32_t>(plan.segments));
+  return plan;
+}
+
+/// `blocks`: per SM.
+inline PlanePass make_plane_pass(Dtype dtype, const GroupLayout& layout,
+                                 std::initializer_list<const void*> tensors, int blocks,
+                                 const Device& device) {
+  const ChannelLayout planes{1, layout.batch * layout.channels, layout.inner};
+  const int lanes = channel_lanes(dtype, planes, /*in_rows=*/false, tensors);
+  const PlanePlan plan = make_plane_plan(layout, lanes);
+  const int64_t most = ceil_div(plan.rows(), plan.rows_of_block());
+  return {lanes, plan, std::min(most, int64_t{device.multiprocessors} * blocks)};
+}
+
+/// The plan of one sample of adjacent channels, with parts so that the blocks of all samples fill
+/// the device.
+inline ChannelPass make_sample_pass(Dtype dtype, const GroupLayout& layout,
+                                    std::initializer_list<const void*> tensors, int blocks,
+                                    const Device& device) {
+  const ChannelLayout sample{layout.inner, layout.channels, 1};
+  const int lanes = channel_lanes(dtype, sample, /*in_rows=*/true, tensors);
+  ChannelPlan plan = make_channel_plan(sample, /*in_rows=*/true, lanes, blocks, device);
+  const int64_t wave = int64_t{device.multiprocessors} * blocks;
+  const int64_t most = ceil_div(layout.inner, plan.threads_y * kFewestSampleRows);
+  const int64_t parts = reduce::parts_filling_waves(plan.tiles * layout.batch, most, wave);
+  plan.parts = parts < 65535 ? parts : 65535;
+  return {/*in_rows=*/true, lanes, plan};
+}
+
+/// Threads of a block that merges so many moments.
+inline int merge_threads(int64_t moments) {
+  int threads = kWarpLanes;
+  while (threads < kMergeThreads && threads * 4 < moments) threads *= 2;
+  return threads;
+}
+
+/// The kernels of a forward: `teams`; or `moments` and their merge, and for y `planes` or `rows`.
+struct GroupNormPlan {
+  std::optional<GroupTeamPlan> teams;
+  ChannelPass moments;  // for planes: of groups as channels of batch norm
+  std::optional<PlanePass> planes;
+  std::optional<ChannelPass> rows;
+};
+
+inline GroupNormPlan choose(const GroupNorm& p, const Device& device) {
+  GroupNormPlan plan{};
+  plan.teams = choose_teams(p, device);
+  if (plan.teams) return plan;
+  const auto tensors = {p.x, static_cast<const void*>(p.y)};
+  if (p.layout.channels_last) {
+    plan.moments = make_sample_pass(p.dtype, p.layout, {p.x}, kMomentBlocks, device);
+    plan.rows = make_sample_pass(p.dtype, p.layout, tensors, kGroupOutputBlocks, device);
+  } else {
+    const ChannelLayout groups{1, p.layout.all_groups(), p.layout.count()};
+    plan.moments = make_channel_pass(p.dtype, groups, {p.x}, kMomentBlocks, device);
+    plan.planes = make_plane_pass(p.dtype, p.layout, tensors, kGroupOutputBlocks, device);
+  }
+  return plan;
+}
+
+/// The kernels of a backward, for sums and for grad_x: `teams`, `planes` or `rows`.
+struct GroupNormBackwardPlan {
+  std::optional<GroupTeamsPlan> teams;
+  std::optional<PlanePass> planes;
+  std::optional<ChannelPass> rows;
+};
+
+inline GroupNormBackwardPlan choose(const GroupNormBackward& p, const Device& device) {
+  GroupNormBackwardPlan plan{};
+  plan.teams = choose_teams(p, device);
+  if (plan.teams) return plan;
+  const auto tensors = {p.grad, p.x, static_cast<const void*>(p.grad_x)};
+  if (p.layout.channels_last) {
+    plan.rows = make_sample_pass(p.dtype, p.layout, tensors, kGroupBackwardBlocks, device);
+  } else {
+    plan.planes = make_plane_pass(p.dtype, p.layout, tensors, kGroupBackwardBlocks, device);
+  }
+  return plan;
+}
+
+}  // namespace torchkiln::cuda

@@ -1,0 +1,80 @@
+#pragma once
+
+// Groups that a team of threads holds in registers, and sums over samples of few elements: when,
+// and how they are shared among threads. Includes no header of CUDA.
+
+#include "detail/rowwise/plans.h"
+#include "torchkiln/kernels/group_norm.h"
+
+namespace torchkiln::cuda {
+
+using namespace device;
+
+/// A team holds a group: each element is read once.
+struct GroupTeamPlan {
+  rowwise::TeamShape team;
+  bool in_vectors;
+};
+
+/// Gradients of weight and bias from sums over samples.
+struct GroupSamplesPlan {
+  int lanes;
+  int64_t tiles;  // of the elements of a sample
+  int64_t parts;  // of the samples
+};
+
+struct GroupTeamsPlan {
+  GroupTeamPlan input;
+  GroupSamplesPlan parameters;
+};
+
+inline constexpr int kSampleThreads = 256;
+/// Longest groups, in bytes, and those that need at least a group for each multiprocessor.
+inline constexpr int64_t kMostTeamBytes = 64 * 1024;
+inline constexpr int64_t kMostBytesOfFewGroups = 8 * 1024;
+/// Most elements of a channel whose sums over the samples are stored one by one.
+inline constexpr int64_t kMostSampleElements = 64;
+
+inline bool has_group_teams(const GroupLayout& layout, Dtype dtype, const Device& device) {
+  const int64_t bytes = layout.count() * static_cast<int64_t>(size_of(dtype));
+  const bool fills = layout.all_groups() >= device.multiprocessors;
+  return (!layout.channels_last || layout.inner == 1) && layout.all_groups() <= INT32_MAX &&
+         bytes <= (fills ? kMostTeamBytes : kMostBytesOfFewGroups);
+}
+
+inline std::optional<GroupTeamPlan> plan_group_teams(const GroupLayout& layout, Dtype dtype,
+                                                     std::initializer_list<const void*> tensors,
+                                                     const Device& device) {
+  using namespace rowwise;
+  if (!has_group_teams(layout, dtype, device)) return std::nullopt;
+  bool in_vectors = layout.count() % vector_lanes(dtype) == 0;
+  for (const void* tensor : tensors) in_vectors = in_vectors && aligned(tensor);
+  const int64_t items = ceil_div(layout.count(), in_vectors ? vector_lanes(dtype) : 1);
+  const auto rows = make_row_plan(items, 1, /*streams=*/2, kRowThreads, device);
+  if (!rows || rows->items != kFewItems) return std::nullopt;
+  return GroupTeamPlan{rows->team, in_vectors};
+}
+
+inline std::optional<GroupTeamPlan> choose_teams(const GroupNorm& p, const Device& device) {
+  return plan_group_teams(p.layout, p.dtype, {p.x, p.y, p.weight, p.bias}, device);
+}
+
+inline std::optional<GroupTeamsPlan> choose_teams(const GroupNormBackward& p,
+                                                  const Device& device) {
+  if (p.layout.inner > kMostSampleElements) return std::nullopt;
+  const auto input =
+      plan_group_teams(p.layout, p.dtype, {p.grad, p.x, p.grad_x, p.weight, p.bias}, device);
+  if (!input) return std::nullopt;
+  constexpr int kRows = kSampleThreads / kWarpLanes;
+  constexpr int64_t kFewestSamples = 8;  // of a thread
+  constexpr int kBlocks = 4;             // per multiprocessor
+  const int64_t elements = p.layout.channels * p.layout.inner;
+  const int lanes = input->in_vectors ? vector_lanes(p.dtype) : 1;
+  const int64_t tiles = ceil_div(elements, int64_t{kWarpLanes} * lanes);
+  const int64_t most = std::max<int64_t>(1, p.layout.batch / (kRows * kFewestSamples));
+  const int64_t fills = ceil_div(int64_t{device.multiprocessors} * kBlocks, tiles);
+  return GroupTeamsPlan{
+      *input, {lanes, tiles, std::clamp<int64_t>(fills, 1, std::min<int64_t>(most, 65535))}};
+}
+
+}  // namespace torchkiln::cuda

@@ -1,8 +1,0 @@
-#include "backward_streaming.cuh"
-
-namespace torchkiln::cuda::norm_gradients {
-
-template Status stream<__nv_bfloat16>(const NormBackward&, Alignment, const StreamPlan&, Allocate,
-                                      CUstream_st*);
-
-}  // namespace torchkiln::cuda::norm_gradients

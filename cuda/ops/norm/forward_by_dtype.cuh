@@ -1,0 +1,258 @@
+#pragma once
+
+// Forward pass of rows that the registers of a team hold: each element is read once.
+//
+// Layer norm needs the mean before the squares, which would take two exchanges between the warps of
+// a team. Instead each warp uses a mean of its own, and one exchange merges the results:
+//
+//   warp w      n  elements of the warp
+//               c  their mean, rounded                        shuffles in the warp
+//               q  sum of (z - c)^2
+//               s  sum of (z - c), lost by rounding c         shuffles in the warp
+//                       |
+//               [ n c q s ] of every warp in shared memory, one barrier
+//                       |
+//   every warp  mean = sum of n c / columns                   over the warps
+//               d = c - mean
+//               sum of (z - mean)^2 = sum of (q + n d^2 + 2 d s)
+//
+// Squares are always taken around a near mean, so a large mean costs no digits. RMS norm needs only
+// the sum of squares.
+//
+// Half precision saves a pass over the elements. It takes q and s around the mean of one vector, at
+// a distance d from c, then subtracts n d^2 from q and moves c by d = s / n. The variance of the
+// warp is at least about d^2 / n, so the relative error is at most about n rounding errors.
+
+#include "forward_common.cuh"
+#include "launch.cuh"
+
+namespace torchkiln::cuda {
+
+using namespace device;
+using namespace rowwise;
+namespace {
+
+/// Parameters are read after the reduction. If there are too few rows to hide that latency, this
+/// moves them into L2, which needs no wait for a kernel that may write them.
+template <class Tile, class W>
+__device__ __forceinline__ void prefetch_parameters(const Norm& p, const Tile& tile) {
+  constexpr int64_t kPrefetchedRows = 256;
+  if (p.rows > kPrefetchedRows) return;
+#pragma unroll
+  for (int k = 0; k < Tile::kItems; ++k) {
+    if (!tile.has_any(k)) continue;
+    prefetch_to_l2(static_cast<const W*>(p.weight) + tile.column(k));
+    if (p.centered) prefetch_to_l2(static_cast<const W*>(p.bias) + tile.column(k));
+  }
+}
+
+/// A team reads a row into registers, computes mean and variance, and writes the result. W: the
+/// type of weight and, for layer norm, bias; void if one of them is missing.
+template <class Tile, class W, bool kCentered>
+__global__ void __launch_bounds__(kRowThreads, kRowBlocks<Tile>)
+    norm_rows(Norm p, TeamShape shape) {
+  using T = typename Tile::T;
+  using C = Compute<T>;
+  constexpr int kLanes = Tile::kLanes;
+  constexpr int kItems = Tile::kItems;
+  constexpr int kPublished = kCentered ? (sizeof(T) > 2 ? 4 : 3) : 1;
+  constexpr bool kAffine = !std::is_void_v<W>;
+  __shared__ TeamStorage<C, kPublished> storage;
+  constexpr bool kPrefetches = kAffine && Tile::kVectors <= kFewItems;  // others would spill
+  if (!kPrefetches) wait_for_previous_kernel();
+  Team<C, kPublished> team(shape, storage);
+  const int64_t row = team.first_team() + team.index();
+  const bool inside = row < p.rows;
+  const T* x = static_cast<const T*>(p.x) + row * p.x_row_stride;
+  const Tile tile(x, inside ? static_cast<int>(p.columns) : 0, team.rank(), team.size());
+  if constexpr (kPrefetches) {
+    prefetch_parameters<Tile, W>(p, tile);
+    wait_for_previous_kernel();
+  }
+  typename Tile::Item items[kItems];
+  tile.load(x, items);
+  if (p.residual != nullptr) {
+    typename Tile::Item others[kItems];
+    with_residual<T>(p, inside ? row : 0, [&](auto* residual) {
+      if constexpr (std::is_same_v<decltype(residual), const T*>) {
+        tile.load(residual, others);
+      } else {
+        constexpr bool kVectors = Tile::lanes(kItems - 1) == kLanes;
+#pragma unroll
+        for (int k = 0; k < kItems; ++k) {
+          C other[kLanes] = {};
+          if constexpr (kVectors) {
+            if (tile.has_any(k)) tile.load_parameters(k, residual, other);
+          }
+#pragma unroll
+          for (int i = 0; i < Tile::lanes(k); ++i) {
+            if (!kVectors && tile.has(k, i)) other[i] = convert<C>(residual[tile.column(k) + i]);
+            others[k].lane[i] = other[i];
+          }
+        }
+      }
+    });
+#pragma unroll
+    for (int k = 0; k < kItems; ++k) {
+      C both[kLanes], other[kLanes];
+      widen(items[k], both);
+      widen(others[k], other);
+#pragma unroll
+      for (int i = 0; i < Tile::lanes(k); ++i) {
+        both[i] += other[i];
+        items[k].lane[i] = convert<T>(both[i]);
+      }
+      tile.save(inside, static_cast<T*>(p.sum) + row * p.columns, k, both);
+    }
+  }
+
+  team.init_barriers();
+
+  // Step 1: count and mean of each warp.
+  constexpr bool kCorrectsMean = kCentered && sizeof(T) > 2;
+  constexpr bool kTakesMean = kCorrectsMean || Tile::lanes(0) == 1;
+  const C inverse_columns = C(1) / static_cast<C>(p.columns);
+  C count = 0, center = 0;
+  if constexpr (kCentered) {
+    const int lanes = min(team.size(), kWarpLanes);
+    count = static_cast<C>(tile.count_of_lanes(team.rank() & (lanes - 1), lanes));
+    if constexpr (kTakesMean) {
+      C total[1] = {};
+#pragma unroll
+      for (int k = 0; k < kItems; ++k) {
+        C z[kLanes];
+        widen(items[k], z);
+#pragma unroll
+        for (int i = 0; i < Tile::lanes(k); ++i) total[0] += z[i];
+      }
+      force_reconversion(items);
+      team.reduce_in_warp(total, Sum{});
+      center = count > 0 ? total[0] / count : C(0);
+    } else {
+      // The mean of a vector: squares around a single element may be four times as large.
+      C z[kLanes], sum = 0;
+      widen(items[0], z);
+#pragma unroll
+      for (int i = 0; i < Tile::lanes(0); ++i) sum += z[i];
+      const C edge = convert<C>(items[kItems - 1].lane[0]);
+      const C near = tile.has_any(0) ? sum * (C(1) / Tile::lanes(0)) : edge;
+      center = __shfl_sync(~0u, near, 0, lanes);
+    }
+  }
+  // Step 2: moments around it.
+  C warp_moments[kCentered ? 2 : 1] = {};
+#pragma unroll
+  for (int k = 0; k < kItems; ++k) {
+    C z[kLanes];
+    widen(items[k], z);
+    // A missing item holds zeros; centre it at 0 so that it adds nothing.
+    const C from = tile.has_any(k) ? center : C(0);
+#pragma unroll
+    for (int i = 0; i < Tile::lanes(k); ++i) {
+      const C distance = kCentered ? z[i] - from : z[i];
+      warp_moments[0] += distance * distance;
+      if constexpr (kCentered) warp_moments[1] += distance;
+    }
+  }
+  force_reconversion(items);
+  team.reduce_in_warp(warp_moments, Sum{});
+  if constexpr (kCentered && !kTakesMean) {
+    const C shift = count > 0 ? warp_moments[1] / count : C(0);
+    center += shift;
+    warp_moments[0] -= shift * warp_moments[1];
+  }
+  // Step 3: merge the warps.
+  C mean = 0, variance, remainder = 0;
+  if constexpr (kCorrectsMean) {
+    const C published[kPublished] = {count, center, warp_moments[0], warp_moments[1]};
+    using Published = const C(&)[kPublished];
+    team.publish(published);
+    C total[1];
+    team.reduce_published(published, total, Sum{},
+                          [](Published warp, C(&to)[1]) { to[0] = warp[0] * warp[1]; });
+    mean = total[0] * inverse_columns;
+    C moments[2];
+    team.reduce_published(published, moments, Sum{}, [mean](Published warp, C(&to)[2]) {
+      const C distance = warp[1] - mean;
+      to[0] = warp[2] + warp[0] * distance * distance + C(2) * distance * warp[3];
+      to[1] = warp[3] + warp[0] * distance;
+    });
+    remainder = moments[1] * inverse_columns;
+    variance = moments[0] * inverse_columns - remainder * remainder;
+  } else if constexpr (kCentered) {
+    // Half precision has digits to spare: one pass over the warps, with distances from the first
+    // warp's mean. The term that cancels in the variance is at most warps x variance.
+    const C published[kPublished] = {count, center, warp_moments[0]};
+    using Published = const C(&)[kPublished];
+    team.publish(published);
+    const C from = team.first_published(published, 1);
+    C moments[2];
+    team.reduce_published(published, moments, Sum{}, [from](Published warp, C(&to)[2]) {
+      const C distance = warp[1] - from;
+      to[0] = warp[0] * distance;
+      to[1] = warp[2] + to[0] * distance;
+    });
+    const C shift = moments[0] * inverse_columns;
+    mean = from + shift;
+    variance = moments[1] * inverse_columns - shift * shift;
+    if (variance < C(0)) variance = 0;  // by rounding; NaN stays
+  } else {
+    team.reduce_warps(warp_moments, Sum{});
+    variance = warp_moments[0] * inverse_columns;
+  }
+  const C rstd = rsqrt(variance + static_cast<C>(p.eps));
+  if (inside && team.rank() == 0) {
+    if (kCentered && p.mean != nullptr) static_cast<C*>(p.mean)[row] = mean + remainder;
+    if (p.rstd != nullptr) static_cast<C*>(p.rstd)[row] = rstd;
+  }
+#pragma unroll
+  for (int k = 0; k < kItems; ++k) {
+    C z[kLanes], weight[kLanes], bias[kLanes];
+    widen(items[k], z);
+    if constexpr (kAffine) {
+      tile.load_parameters(k, static_cast<const W*>(p.weight), weight);
+      if constexpr (kCentered) tile.load_parameters(k, static_cast<const W*>(p.bias), bias);
+    } else {
+      load_affine(p, tile, k, weight, bias);
+    }
+#pragma unroll
+    for (int i = 0; i < Tile::lanes(k); ++i) {
+      if constexpr (kCentered) z[i] -= mean;
+      if constexpr (kCorrectsMean) z[i] -= remainder;
+      z[i] *= rstd;
+    }
+    round_normalized<T>(p, z);
+#pragma unroll
+    for (int i = 0; i < Tile::lanes(k); ++i) {
+      if constexpr (kAffine) weight[i] += static_cast<C>(p.weight_offset);
+      z[i] *= weight[i];
+      if constexpr (kCentered) z[i] += bias[i];
+    }
+    tile.save(inside, static_cast<T*>(p.y) + row * p.columns, k, z);
+  }
+}
+
+template <class Tile, class W>
+Status launch_one_pass(const Norm& p, const TeamShape& team, CUstream_st* stream) {
+  Grid grid;
+  const Status status = make_grid(team, p.rows, grid);
+  if (!status.ok()) return status;
+  return p.centered ? launch_overlapped(norm_rows<Tile, W, true>, grid, stream, p, team)
+                    : launch_overlapped(norm_rows<Tile, W, false>, grid, stream, p, team);
+}
+
+}  // namespace
+
+template <class T>
+Status NormForwardByDtype<T>::launch(const Norm& p, const OnePassPlan& plan, CUstream_st* stream) {
+  const bool lacks_parameters = p.weight == nullptr || (p.centered && p.bias == nullptr);
+  return with_tile<T>(plan.alignment, plan.rows, [&](auto tag, const TeamShape& team) {
+    using Tile = typename decltype(tag)::type;
+    if (lacks_parameters) return launch_one_pass<Tile, void>(p, team, stream);
+    return with_parameter_type<T>(p.weight_dtype, [&](auto parameter) {
+      return launch_one_pass<Tile, typename decltype(parameter)::type>(p, team, stream);
+    });
+  });
+}
+
+}  // namespace torchkiln::cuda

@@ -1,7 +1,0 @@
-#include "forward.cuh"
-
-namespace torchkiln::cuda {
-
-template Status norm_rows_of<__half>(const Norm&, Alignment, Allocate, CUstream_st*);
-
-}  // namespace torchkiln::cuda

@@ -1,0 +1,110 @@
+#pragma once
+
+// How heads are shared among the threads of rope(): rope.cu has the table. Includes no header of
+// CUDA.
+
+#include <algorithm>
+#include <optional>
+
+#include "torchkiln/device/alignment.h"
+#include "torchkiln/device/fast_divide.cuh"
+#include "torchkiln/kernels/rope.h"
+
+namespace torchkiln::cuda {
+
+using namespace device;
+
+// A thread rotates `lanes` pairs of up to kRopeHeads heads of one token, so that the factors are
+// loaded once for these heads and 2 * kRopeHeads vectors are in flight.
+inline constexpr int kRopeHeads = 4;
+inline constexpr int kMostRopeThreads = 512;
+/// Fewer tokens are spread over as many blocks.
+inline constexpr int64_t kFewRopeTokens = 2048;
+/// Fewest threads of a block that has several tokens.
+inline constexpr int64_t kLeastRopeThreads = 128;
+
+/// The work of the kernel.
+struct RopeWork {
+  Rope rope;
+  Divisor vectors;  // per head: those of pairs, then those that are copied
+  Divisor groups;   // of heads
+  Divisor tokens;   // per batch
+  uint32_t items;   // per block
+  uint32_t block_tokens;
+  uint32_t all_tokens;
+  uint32_t pair_vectors;
+  bool factors_in_vectors;
+};
+
+struct RopePlan {
+  int lanes;
+  int64_t blocks;
+  int threads;
+  RopeWork work;
+};
+
+/// Whether the factors of neighbouring pairs are whole 16-byte vectors.
+inline bool are_factors_in_vectors(const RopeAngles& p) {
+  const int64_t lanes = vector_lanes(p.factor_dtype);
+  const auto fits = [&](const RopeFactors& factors) {
+    return rows_in_vectors(factors.data, lanes, {factors.batch_stride, factors.row_stride});
+  };
+  return p.factor_step == 1 && fits(p.cos) && fits(p.sin);
+}
+
+/// Whether all parts of all heads are whole 16-byte vectors.
+inline bool heads_in_vectors(const Rope& p, int64_t lanes) {
+  if (!in_steps_of(lanes, {p.angles.rotary / 2, p.head_dim - p.angles.rotary})) return false;
+  const auto fits = [&](const void* data, const int64_t (&stride)[3], int64_t heads) {
+    return rows_in_vectors(
+        data, lanes,
+        {p.batch == 1 ? 0 : stride[0], p.tokens == 1 ? 0 : stride[1], heads == 1 ? 0 : stride[2]});
+  };
+  for (const RopeHeads& each : p.tensors) {
+    if (each.heads == 0) continue;
+    if (!fits(each.x, each.x_stride, each.heads) || !fits(each.y, each.y_stride, each.heads))
+      return false;
+  }
+  return true;
+}
+
+/// How many tokens a block gets: as many as leave the fewest threads of its last warp idle.
+inline uint32_t tokens_per_block(int64_t items_per_token, int64_t all_tokens) {
+  if (all_tokens < kFewRopeTokens) return 1;
+  const auto threads = [](int64_t items) { return ceil_div(items, kWarpLanes) * kWarpLanes; };
+  uint32_t best = 1;
+  for (uint32_t tokens = 2; tokens * items_per_token <= kMostRopeThreads; ++tokens) {
+    const int64_t items = tokens * items_per_token, before = best * items_per_token;
+    if (before < kLeastRopeThreads || items * threads(before) > before * threads(items))
+      best = tokens;
+  }
+  return best;
+}
+
+/// Nothing if a token has more than 2^32 elements.
+inline std::optional<RopePlan> choose(const Rope& p) {
+  const int widest = vector_lanes(p.dtype);
+  RopePlan plan{};
+  plan.lanes = heads_in_vectors(p, widest) ? widest : 1;
+  const int64_t all_tokens = p.batch * p.tokens;
+  const int64_t pair_vectors = p.angles.rotary / 2 / plan.lanes;
+  const int64_t vectors = pair_vectors + (p.head_dim - p.angles.rotary) / plan.lanes;
+  const int64_t groups = ceil_div(p.tensors[0].heads + p.tensors[1].heads, kRopeHeads);
+  if (vectors * groups >= int64_t{1} << 30) return std::nullopt;
+  RopeWork& work = plan.work;
+  work.rope = p;
+  work.vectors = Divisor(static_cast<uint32_t>(vectors));
+  work.groups = Divisor(static_cast<uint32_t>(groups));
+  work.tokens = Divisor(static_cast<uint32_t>(p.tokens));
+  work.block_tokens = tokens_per_block(vectors * groups, all_tokens);
+  work.items = work.block_tokens * static_cast<uint32_t>(vectors * groups);
+  work.all_tokens = static_cast<uint32_t>(all_tokens);
+  work.pair_vectors = static_cast<uint32_t>(pair_vectors);
+  work.factors_in_vectors = plan.lanes > 1 && are_factors_in_vectors(p.angles);
+  plan.blocks = ceil_div(all_tokens, work.block_tokens);
+  const int64_t threads = ceil_div(work.items, kWarpLanes) * kWarpLanes;
+  plan.threads = static_cast<int>(std::min<int64_t>(kMostRopeThreads, threads));
+  return plan;
+}
+
+}  // namespace torchkiln::cuda

@@ -1,0 +1,100 @@
+#pragma once
+
+// Selects the kernel of softmax: forward.cu and backward.cu have the tables. Includes no header of
+// CUDA.
+
+#include <optional>
+#include <variant>
+
+#include "detail/rowwise/plans.h"
+#include "torchkiln/kernels/softmax.h"
+
+namespace torchkiln::cuda {
+
+using namespace device;
+using namespace rowwise;
+
+/// Threads of a block of a cluster; small blocks are scheduled sooner.
+inline constexpr int kSoftmaxClusterThreads = kRowThreads / 2;
+/// Blocks per SM of rows in parts: 64 registers per thread.
+inline constexpr int kSoftmaxPartBlocks = 4;
+/// Vectors of a part per thread: of one tensor, and of two, or of one and its mask.
+inline constexpr int kPartVectors = 8;
+inline constexpr int kPartVectorsOfTwo = 4;
+
+// A block of kStridedColumns x depth threads computes adjacent rows whose elements are not
+// adjacent: each thread reads every depth-th element of its row.
+inline constexpr int kStridedColumns = 32;
+inline constexpr int kMaxStridedDepth = 32;
+inline constexpr int64_t kDeepLength = 1024;
+inline constexpr int64_t kShallowLength = 64;
+
+/// Rows in the registers of teams. `masked`: by a kernel with a mask, which also takes any scale.
+struct RegistersPlan {
+  static constexpr const char* kWhy = "A team of threads holds the row: each element is read once.";
+  RowPlan rows;
+  Alignment alignment;
+  bool masked;
+};
+
+/// Rows that no team holds.
+struct PartsPlan {
+  static constexpr const char* kWhy =
+      "No team holds the row: blocks have a part each, whose second read hits L2.";
+  PartPlan parts;
+  Alignment alignment;
+  bool masked;
+};
+
+/// Rows whose elements are not adjacent.
+struct StridedPlan {
+  static constexpr const char* kWhy =
+      "Elements are not adjacent: threads of a warp have a row each.";
+  int64_t blocks;
+  int depth;
+};
+
+using SoftmaxPlan = std::variant<RegistersPlan, PartsPlan, StridedPlan>;
+
+/// Scaling must keep the order of numbers, and -infinity, in kernels without a mask.
+inline bool keeps_order(double scale) { return scale > 1e-30 && scale < 1e30; }
+
+inline Alignment alignment_of_rows(const Softmax& p) {
+  const TensorRows tensors[] = {{p.x, p.outer_stride}, {p.y, p.length}};
+  return alignment_of(tensors, p.dtype, p.outer, p.length);
+}
+inline Alignment alignment_of_rows(const SoftmaxBackward& p) {
+  const TensorRows tensors[] = {{p.grad, p.outer_stride}, {p.y, p.length}, {p.grad_x, p.length}};
+  return alignment_of(tensors, p.dtype, p.outer, p.length);
+}
+
+/// `streams`: tensors that a thread holds.
+template <class Problem>
+SoftmaxPlan choose_rows(const Problem& p, Alignment alignment, int streams, bool masked,
+                        const Device& device) {
+  if (p.inner != 1 || (p.stride != 1 && p.length != 1)) {
+    const int depth = p.length >= kDeepLength      ? kMaxStridedDepth
+                      : p.length >= kShallowLength ? 8
+                                                   : 2;
+    return StridedPlan{ceil_div(p.outer * p.inner, kStridedColumns), depth};
+  }
+  const std::optional<RowPlan> rows =
+      plan_rows(p.dtype, alignment, p.length, streams, kSoftmaxClusterThreads, device);
+  if (rows) return RegistersPlan{*rows, alignment, masked};
+  // Rows whose offsets differ have one kernel, which saves instantiations.
+  const bool takes_mask = masked || alignment == Alignment::scalar;
+  const int vectors = streams > 1 || takes_mask ? kPartVectorsOfTwo : kPartVectors;
+  return PartsPlan{
+      make_part_plan(p.outer, p.length, vector_lanes(p.dtype), vectors, kSoftmaxPartBlocks, device),
+      alignment, takes_mask};
+}
+
+inline SoftmaxPlan choose(const Softmax& p, Alignment alignment, const Device& device) {
+  return choose_rows(p, alignment, 1, p.mask.any() || !keeps_order(p.scale), device);
+}
+
+inline SoftmaxPlan choose(const SoftmaxBackward& p, Alignment alignment, const Device& device) {
+  return choose_rows(p, alignment, 2, p.mask.any(), device);
+}
+
+}  // namespace torchkiln::cuda

@@ -1,0 +1,197 @@
+"""Writes the tables of docs/choosing.md: which kernel takes which rows on which GPU.
+
+The choices are host functions, the choose.h of each family. tests/kernels has a program that calls
+them without CUDA; this script compiles it with the C++ compiler and searches for the row lengths
+where another kernel takes over. --check changes nothing, and fails if the page differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "choosing.md"
+BLOCK = re.compile(r"(?<=<!-- plans -->\n).*?(?=<!-- /plans -->)", re.DOTALL)
+ROWS = (16384, 64)
+"""The tables are for so many rows: many, and fewer than a GPU has SMs."""
+LONGEST = 2**23
+"""Elements of the longest row of a table."""
+SIZES = {"bfloat16": 2, "float32": 4, "float64": 8}
+
+
+class Launch(NamedTuple):
+    """A line of the program."""
+
+    gpu: str
+    op: str
+    operands: str
+    dtype: str
+    alignment: str
+    rows: int
+    columns: int
+    kernel: str
+    why: str
+    blocks_x: int
+    blocks_y: int
+    threads: int
+    most_threads: int
+    """Of its launch bounds, as the next one."""
+    blocks_per_multiprocessor: int
+    cluster: int
+    shared_bytes: int
+    is_cooperative: int
+    multiprocessors: int
+    """Of the GPU, as all that follow."""
+    runs_90_code: int
+    most_shared_bytes: int
+    shared_of_multiprocessor: int
+    threads_of_multiprocessor: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return self.columns * SIZES[self.dtype]
+
+
+class Line(NamedTuple):
+    """A line of a table, and a column."""
+
+    op: str
+    operands: str
+    dtype: str
+    alignment: str
+    gpu: str
+
+
+def compiled(folder: Path) -> Path:
+    """The program that prints plans, compiled without CUDA."""
+    program = folder / "plans"
+    sources = sorted((ROOT / "tests" / "kernels").glob("*.cpp"))
+    includes = [f"-I{ROOT / 'cuda' / 'include'}", f"-I{ROOT / 'cuda'}"]
+    options = ["-std=c++17", "-Wall", "-Wextra", "-Werror", *includes]
+    command = [os.environ.get("CXX", "c++"), *options, *map(str, sources), "-o", str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise SystemExit(f"the choices do not compile without CUDA:\n{done.stderr}")
+    return program
+
+
+def plans(program: Path, shapes: Iterable[tuple[int, int]], op: str = "") -> Iterator[Launch]:
+    """The plans of an op, or of all, for rows of these shapes, on every GPU."""
+    given = "".join(f"{rows} {columns} {op}\n" for rows, columns in shapes)
+    done = subprocess.run([program], input=given, capture_output=True, text=True, check=True)
+    for line in done.stdout.splitlines():
+        yield Launch._make(int(f) if f.isdigit() else f for f in line.split("\t"))
+
+
+def windows(program: Path, rows: int, op: str) -> dict[Line, list[Launch]]:
+    """For each line, the plans at both ends of the row lengths that take the same kernel."""
+    found: dict[Line, dict[int, Launch]] = {}
+    lengths = {step << power for power in range(22) for step in (2, 3)} | {1}
+    lengths = {length for length in lengths if length <= LONGEST}
+    while lengths:
+        for plan in plans(program, ((rows, length) for length in sorted(lengths)), op):
+            line = Line(plan.op, plan.operands, plan.dtype, plan.alignment, plan.gpu)
+            found.setdefault(line, {})[plan.columns] = plan
+        lengths = {
+            (shorter + longer) // 2
+            for of_line in found.values()
+            for shorter, longer in pairwise(sorted(of_line))
+            if of_line[shorter].kernel != of_line[longer].kernel and longer - shorter > SPACING
+        }
+    return {line: [of_line[c] for c in sorted(of_line)] for line, of_line in found.items()}
+
+
+SPACING = 9
+"""Aligned lengths of bfloat16 are 8 elements apart."""
+
+
+def size(count: int) -> str:
+    """Bytes of a row, to within a vector: ``3 KiB`` for 3070."""
+    for unit, factor in (("MiB", 2**20), ("KiB", 2**10)):
+        nearest = round(count / factor)
+        if nearest and abs(count - nearest * factor) <= SPACING * 8:
+            return f"{nearest} {unit}"
+    return f"{count / 2**10:.1f} KiB" if count >= 2**10 else f"{count} B"
+
+
+def cell(line: Sequence[Launch]) -> str:
+    """The kernels of a line, each with the longest row that it takes."""
+    groups = [(kernel, list(group)) for kernel, group in groupby(line, lambda plan: plan.kernel)]
+    words = [f"{kernel} to {size(group[-1].row_bytes)}" for kernel, group in groups[:-1]]
+    return ", ".join([*words, groups[-1][0]])
+
+
+def table(cells: dict[Line, str]) -> Iterator[str]:
+    """A table of an op. Lines and GPUs with the same cells share a line and a column."""
+    op = next(iter(cells)).op
+    rows = list(dict.fromkeys(line[1:4] for line in cells))
+    gpus = list(dict.fromkeys(line.gpu for line in cells))
+
+    def column(gpu: str) -> tuple[str, ...]:
+        return tuple(cells[Line(op, *row, gpu)] for row in rows)
+
+    columns: dict[tuple[str, ...], list[str]] = {}
+    for gpu in gpus:
+        columns.setdefault(column(gpu), []).append(gpu)
+    lines: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
+    for index, (operands, dtype, alignment) in enumerate(rows):
+        texts = tuple(texts[index] for texts in columns)
+        lines.setdefault((dtype, alignment, texts), []).append(operands)
+    yield "| rows of | dtype, alignment | " + " | ".join(map(", ".join, columns.values())) + " |"
+    yield "|---|---|" + "---|" * len(columns)
+    for (dtype, alignment, texts), own in lines.items():
+        names = ", ".join(f"`{name}`" if name.isidentifier() else name for name in own)
+        yield f"| {names} | {dtype}, {alignment} | " + " | ".join(texts) + " |"
+
+
+def tables(program: Path) -> str:
+    """The tables of all families."""
+    text: list[str] = []
+    for op in dict.fromkeys(plan.op for plan in plans(program, [(1, 1)])):
+        found = {rows: windows(program, rows, op) for rows in ROWS}
+        kernels = {
+            p.kernel: p.why for of_rows in found.values() for ps in of_rows.values() for p in ps
+        }
+        text += [f"## {op}", "", "| kernel | why |", "|---|---|"]
+        text += [f"| {kernel} | {why} |" for kernel, why in kernels.items()]
+        for rows, of_rows in found.items():
+            cells = {line: cell(ends) for line, ends in of_rows.items()}
+            text += ["", f"{rows:,} rows:", "", *table(cells)]
+        text.append("")
+    return "\n".join(text) + "\n"
+
+
+def written(page: str, program: Path) -> str:
+    """The page with new tables."""
+    return BLOCK.sub(lambda _: tables(program), page)
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Write or check."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="change nothing; 1 where it differs")
+    options = parser.parse_args(given)
+    page = PAGE.read_text(encoding="utf-8")
+    with tempfile.TemporaryDirectory() as folder:
+        expected = written(page, compiled(Path(folder)))
+    if expected == page:
+        return 0
+    if options.check:
+        print(f"{PAGE.name} differs from the choices: type nox -s figures", file=sys.stderr)
+        return 1
+    PAGE.write_text(expected, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

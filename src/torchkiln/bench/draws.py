@@ -1,0 +1,145 @@
+"""Random calls for timing: sizes, layouts, dtypes and options that a seed and a number define."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from random import Random
+
+import torch
+from torch import Tensor
+
+from torchkiln.bench.case import BACKWARD, FORWARD, BenchCase
+from torchkiln.testing import OpSpec, Sample
+from torchkiln.testing.data import contiguous_strides, drawn_sizes
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+MOST_BYTES = 1 << 28
+"""Bytes of the largest tensor of a call on a GPU."""
+MOST_BYTES_ON_CPU = 1 << 24
+MOST_OPERATIONS = 1 << 41
+"""Operations of a call on a GPU: a few milliseconds of products in half precision."""
+MOST_OPERATIONS_ON_CPU = 1 << 31
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A call that can be drawn again."""
+
+    key: str
+    case: BenchCase
+    direction: str
+    layout: str
+
+
+def narrowed(x: Tensor) -> Tensor:
+    """Rows of a wider tensor."""
+    wide = x.new_empty((*x.shape[:-1], x.shape[-1] + 8))
+    return wide[..., : x.shape[-1]].copy_(x)
+
+
+def transposed(x: Tensor) -> Tensor:
+    """The last two dimensions exchanged in memory."""
+    return x.mT.contiguous().mT
+
+
+def channels_last(x: Tensor) -> Tensor:
+    """Adjacent channels of images."""
+    return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "dense": lambda x: x,
+    "rows of a wider tensor": narrowed,
+    "transposed": transposed,
+    "channels_last": channels_last,
+}
+
+
+def laid_out(sample: Sample, name: str) -> Sample:
+    """The call with its largest tensors at another layout."""
+    for i in sample.positions:
+        x = sample.args[i]
+        if x.dim() >= 2 and x.numel() == sample.numel and x.is_floating_point():
+            sample = sample.substitute(i, LAYOUTS[name](x))
+    return sample
+
+
+def sizes_of(spec: OpSpec, rng: Random, most: int) -> tuple[int, int]:
+    """Rows and columns; those of products are smaller, since weights are squares of columns."""
+    rows, columns = drawn_sizes(rng, most, 2)
+    return (rows, min(columns, 1 << 13)) if spec.threads_matter else (rows, columns)
+
+
+def key(seed: int, number: int) -> str:
+    """Names a call in the file of a run."""
+    return f"{seed}:{number}"
+
+
+def drawn(specs: Sequence[OpSpec], device: torch.device, seed: int, number: int) -> Draw | None:
+    """The call of a seed and a number; none if it takes more work than wanted."""
+    rng = Random(key(seed, number))
+    torch.manual_seed(rng.getrandbits(32))
+    spec = rng.choice(specs)
+    dtype = rng.choice([d for d in DTYPES if d in spec.dtypes] or spec.dtypes)
+    on_gpu = device.type == "cuda"
+    most = (MOST_BYTES if on_gpu else MOST_BYTES_ON_CPU) // dtype.itemsize
+    if spec.drawn is not None:
+        label, sample = "", spec.drawn(device, dtype, rng, most)
+    else:
+        shape = sizes_of(spec, rng, most)
+        variant = rng.choice((0, *range(1 + count(spec, device, dtype))))
+        if variant and spec.bench_variants is not None:
+            label, sample = next(
+                islice(spec.bench_variants(device, dtype, shape), variant - 1, None)
+            )
+        else:
+            label, sample = "", spec.bench(device, dtype, shape)
+    rank = max(sample.args[i].dim() for i in sample.positions)
+    names = ["dense", "dense", *list(LAYOUTS)[1 : 3 if rank < 4 else 4]] if rank >= 2 else ["dense"]
+    layout = rng.choice(names)
+    directions = (FORWARD, BACKWARD) if spec.wanted(sample) else (FORWARD,)
+    direction = rng.choice(directions)
+    rows = max((sample.args[i] for i in sample.positions), key=Tensor.numel).shape
+    case = BenchCase(spec, label, sample, dtype, (rows[:-1].numel(), rows[-1] if rows else 1))
+    if case.computed(direction) > (MOST_OPERATIONS if on_gpu else MOST_OPERATIONS_ON_CPU):
+        return None
+    return Draw(
+        key(seed, number), replace(case, sample=laid_out(sample, layout)), direction, layout
+    )
+
+
+def count(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> int:
+    """The number of variants of a spec."""
+    if spec.bench_variants is None:
+        return 0
+    return sum(1 for _ in spec.bench_variants(device, dtype, (2, 256)))
+
+
+def tensor_text(x: Tensor) -> str:
+    """An expression that makes a tensor of the same shape, strides and dtype."""
+    place = f"dtype={x.dtype}, device={x.device.type!r}"
+    shape = tuple(x.shape)
+    if x.dtype == torch.bool:
+        return f"torch.rand({shape}, device={x.device.type!r}) < 0.5"
+    if not x.is_floating_point():
+        high = max(1, int(x.max()) + 1) if x.numel() else 1
+        return f"torch.randint({high}, {shape}, {place})"
+    if list(x.stride()) == contiguous_strides(x.shape):
+        return f"torch.randn({shape}, {place})"
+    length = 1 + sum((n - 1) * s for n, s in zip(shape, x.stride(), strict=True))
+    return f"torch.randn({length}, {place}).as_strided({shape}, {x.stride()})"
+
+
+def text(draw: Draw) -> str:
+    """The call as Python code."""
+    sample = draw.case.sample
+
+    def of(value: object) -> str:
+        return tensor_text(value) if isinstance(value, Tensor) else repr(value)
+
+    given = [of(value) for value in sample.args]
+    given += [f"{name}={of(value)}" for name, value in sample.kwargs.items()]
+    return f"torchkiln.{draw.case.spec.op.__name__}({', '.join(given)})"

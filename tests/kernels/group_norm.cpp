@@ -1,0 +1,76 @@
+#include "ops/group_norm/choose.h"
+
+#include "plans.h"
+
+namespace torchkiln::plans {
+namespace {
+
+using namespace cuda;
+
+constexpr int64_t kGroups = 8;
+
+Launch launch_of(const Gpu& gpu, int lanes, int blocks) {
+  Launch launch;
+  launch.threads = launch.most_threads = kChannelThreads;
+  if (lanes > 1) launch.shared_bytes = kRingBytes;
+  launch.per_multiprocessor = resident_blocks(gpu, blocks, launch.shared_bytes);
+  return launch;
+}
+
+Launch launch_of(const Gpu& gpu, const PlanePass& pass, int blocks) {
+  Launch launch = launch_of(gpu, pass.lanes, blocks);
+  launch.kernel = pass.lanes > 1 ? "planes" : "planes by elements";
+  launch.why = pass.lanes > 1 ? "Up to 32 threads have a segment of a plane, read ahead in vectors."
+                              : "The same for planes that are not whole vectors of 8 elements.";
+  launch.blocks_x = pass.blocks;
+  return launch;
+}
+
+Launch launch_of(const Gpu& gpu, const ChannelPass& pass, int blocks) {
+  Launch launch = launch_of(gpu, pass.lanes, blocks);
+  launch.kernel = pass.lanes > 1 ? "rows" : "rows by elements";
+  launch.why = pass.lanes > 1 ? "Channels are adjacent: a thread keeps its columns of a sample."
+                              : "The same for rows that are not whole vectors of 8 elements.";
+  launch.blocks_x = pass.plan.tiles;
+  launch.blocks_y = pass.plan.parts;
+  return launch;
+}
+
+void write_norm(const Gpu& gpu, const Call& call, const char* operands, const GroupLayout& layout) {
+  GroupNorm p{};
+  p.x = p.y = address();
+  p.dtype = call.dtype;
+  p.layout = layout;
+  const GroupNormPlan plan = cuda::choose(p, gpu.device);
+  GroupNormBackward q{};
+  q.grad = q.x = address();
+  q.grad_x = address();
+  q.dtype = call.dtype;
+  q.layout = layout;
+  const GroupNormBackwardPlan gradients = cuda::choose(q, gpu.device);
+  const auto write = [&](const char* op, const Launch& launch) {
+    plans::write(gpu, call, op, operands, launch);
+  };
+  write("group norm forward", plan.rows ? launch_of(gpu, *plan.rows, kGroupOutputBlocks)
+                                        : launch_of(gpu, *plan.planes, kGroupOutputBlocks));
+  write("group norm backward", gradients.rows
+                                   ? launch_of(gpu, *gradients.rows, kGroupBackwardBlocks)
+                                   : launch_of(gpu, *gradients.planes, kGroupBackwardBlocks));
+}
+
+void write_group_norm(const Gpu& gpu, int64_t rows, int64_t columns) {
+  for (const Call& call : channel_calls(rows, columns)) {
+    constexpr int64_t kChannels = 64;
+    write_norm(gpu, call, "planes of 64 channels",
+               {call.rows, kChannels, kGroups, call.columns, false});
+    const int64_t channels = ceil_div(call.columns, kGroups) * kGroups;
+    write_norm(gpu, call, "adjacent channels", {16, channels, kGroups, call.rows, true});
+    write_norm(gpu, call, "channels without a spatial size",
+               {call.rows, channels, kGroups, 1, false});
+  }
+}
+
+const Family kGroupNorm(write_group_norm);
+
+}  // namespace
+}  // namespace torchkiln::plans

@@ -1,0 +1,159 @@
+"""Every choice of a kernel, run for five GPUs without one: plans.h says how."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import choosing
+import pytest
+from choosing import Launch
+
+from torchkiln.bench.plan import row_shapes, sweep_shapes
+
+ELEMENTS = 16384 * 8192
+"""Of a call on a GPU, as in the sweeps of ``torchkiln bench``."""
+LONG = [(2, 1 << 21), (3, (1 << 22) + 5), (1, 1 << 26)]
+SHAPES = [*sweep_shapes(ELEMENTS), *row_shapes(ELEMENTS), *LONG, (4097, 80), (131, 1000)]
+GPUS = ("A100", "RTX 4090", "H100", "H200", "B200")
+REGISTERS = 64 << 10
+"""Of a multiprocessor, on all five."""
+RESERVED = 1 << 10
+"""Shared memory that the system takes of each block."""
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The program that prints plans."""
+    if shutil.which(os.environ.get("CXX", "c++")) is None:
+        pytest.skip("no C++ compiler")
+    return choosing.compiled(tmp_path_factory.mktemp("plans"))
+
+
+@pytest.fixture(scope="module")
+def launches(program: Path) -> list[Launch]:
+    """The plans of all families."""
+    return list(choosing.plans(program, SHAPES))
+
+
+def misfits(plan: Launch) -> Iterator[str]:
+    """Why the GPU cannot run a plan, or not as its kernel is meant to run."""
+    blocks = plan.blocks_per_multiprocessor
+    if not 1 <= plan.threads <= min(plan.most_threads, 1024):
+        yield f"{plan.threads} threads, {plan.most_threads} in the launch bounds"
+    if plan.threads % 32 != 0 and plan.threads > 32:
+        yield f"{plan.threads} threads are no whole warps"
+    if plan.most_threads * blocks > plan.threads_of_multiprocessor:
+        yield f"{blocks} blocks of {plan.most_threads} threads on an SM"
+    if REGISTERS // (plan.most_threads * blocks) < 32:
+        yield f"{REGISTERS // (plan.most_threads * blocks)} registers per thread"
+    if plan.shared_bytes > plan.most_shared_bytes:
+        yield f"{plan.shared_bytes} bytes of shared memory in a block"
+    if blocks * (plan.shared_bytes + RESERVED) > plan.shared_of_multiprocessor:
+        yield f"{blocks} blocks with {plan.shared_bytes} bytes of shared memory on an SM"
+    if not 1 <= plan.blocks_x < 2**31 or not 1 <= plan.blocks_y <= 65535:
+        yield f"a grid of {plan.blocks_x} x {plan.blocks_y}"
+    if plan.cluster > 1 and not plan.runs_90_code:
+        yield "a cluster before 9.0"
+    if plan.cluster not in {1, 2, 4, 8, 16} or plan.blocks_x % plan.cluster != 0:
+        yield f"{plan.blocks_x} blocks in clusters of {plan.cluster}"
+    count, resident = plan.blocks_x * plan.blocks_y, plan.multiprocessors * blocks
+    if plan.is_cooperative and count > resident:
+        yield f"{count} blocks that wait for each other, {resident} resident"
+
+
+def test_plans_fit(launches: list[Launch]) -> None:
+    found = [(plan, list(misfits(plan))) for plan in launches]
+    assert not [(plan, reasons) for plan, reasons in found if reasons][:5]
+
+
+def test_every_gpu_has_a_plan_for_every_call(launches: list[Launch]) -> None:
+    assert {plan.gpu for plan in launches} == set(GPUS)
+    calls = sorted((plan[1:7], plan.gpu) for plan in launches)
+    for call, plans in groupby(calls, lambda entry: entry[0]):
+        assert len({gpu for _, gpu in plans}) == len(GPUS), call
+
+
+FITTING = Launch(
+    *("H100", "norm forward", "rms_norm", "bfloat16", "vector", 64, 4096, "one pass", "why"),
+    *(128, 1, 512, 512, 2, 2, 8192, 0, 132, 1, 232448, 233472, 2048),
+)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"threads": 1024},
+        {"threads": 48},
+        {"most_threads": 1024, "blocks_per_multiprocessor": 3},
+        {"shared_bytes": 240000},
+        {"shared_bytes": 120000},
+        {"blocks_x": 0},
+        {"blocks_x": 2**31},
+        {"blocks_y": 65536},
+        {"runs_90_code": 0},
+        {"cluster": 3},
+        {"blocks_x": 127},
+        {"is_cooperative": 1, "blocks_y": 3},
+    ],
+    ids=str,
+)
+def test_the_checks_find(fault: dict[str, Any]) -> None:
+    assert list(misfits(FITTING)) == []
+    assert list(misfits(FITTING._replace(**fault))) != []
+
+
+@pytest.mark.parametrize(
+    ("gpu", "op", "alignment", "columns", "kernel"),
+    [
+        ("H100", "norm forward", "vector", 8192, "one pass"),
+        ("H100", "norm forward", "shared_offset", 262143, "slabs"),
+        ("A100", "norm forward", "shared_offset", 262143, "parts"),
+        ("H100", "norm backward", "vector", 8192, "bulk"),
+        ("A100", "norm backward", "vector", 8192, "stream"),
+        ("RTX 4090", "norm backward", "vector", 8192, "split"),
+        ("B200", "norm backward", "shared_offset", 50257, "slabs"),
+    ],
+)
+def test_choices(
+    launches: list[Launch], gpu: str, op: str, alignment: str, columns: int, kernel: str
+) -> None:
+    """Kernels that the pages name."""
+    call = (gpu, op, "layer_norm", "bfloat16", alignment)
+    found = {plan.kernel for plan in launches if plan[:5] == call and plan.columns == columns}
+    assert found == {kernel}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "op", "operands", "alignment", "shape", "kernel"),
+    [
+        ("H100", "softmax forward", "softmax", "vector", (16384, 8192), "registers"),
+        ("A100", "softmax forward", "softmax", "vector", (1, 1 << 26), "parts"),
+        ("H100", "cross_entropy forward", "cross_entropy", "vector", (64, 2048), "few rows"),
+        ("A100", "cross_entropy forward", "cross_entropy", "shared_offset", (131, 1001), "inner"),
+        ("H100", "batch norm forward", "adjacent channels", "vector", (4097, 80), "resident"),
+        ("A100", "batch norm forward", "adjacent channels", "vector", (4097, 80), "rows"),
+    ],
+)
+def test_choices_of_other_families(
+    program: Path,
+    gpu: str,
+    op: str,
+    operands: str,
+    alignment: str,
+    shape: tuple[int, int],
+    kernel: str,
+) -> None:
+    """A kernel of each choice that depends on the GPU or on the alignment."""
+    call = (gpu, op, operands, "bfloat16", alignment)
+    found = {plan.kernel for plan in choosing.plans(program, [shape], op) if plan[:5] == call}
+    assert found == {kernel}
+
+
+def test_the_page_is_up_to_date(program: Path) -> None:
+    page = choosing.PAGE.read_text(encoding="utf-8")
+    assert choosing.written(page, program) == page

@@ -1,0 +1,95 @@
+"""Times of random calls: the same seed draws the same calls, and a slow op is found."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchkiln
+from torchkiln.bench import __main__ as command
+from torchkiln.bench import draws, fuzz
+from torchkiln.testing import SPECS
+from torchkiln.testing.specs.pointwise import MULADD
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of few elements, measured a few times."""
+    monkeypatch.setattr(draws, "MOST_BYTES_ON_CPU", 1 << 12)
+    monkeypatch.setattr(fuzz, "AGAIN", 5)
+
+
+def test_a_seed_draws_the_same_calls_of_all_ops() -> None:
+    first, second = ([draws.drawn(SPECS, CPU, 5, i) for i in range(300)] for _ in range(2))
+    texts = [[draws.text(draw) for draw in calls if draw] for calls in (first, second)]
+    assert texts[0] == texts[1]
+    other = [draws.drawn(SPECS, CPU, 6, i) for i in range(20)]
+    assert texts[0][:20] != [draws.text(draw) for draw in other if draw]
+    found = [draw for draw in first if draw]
+    assert {draw.case.spec.name for draw in found} == {spec.name for spec in SPECS}
+    assert {draw.layout for draw in found} == set(draws.LAYOUTS)
+    assert {draw.direction for draw in found} == {"forward", "backward"}
+
+
+class Arguments:
+    """Takes the place of the package: a call of any function is kept."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: self.seen.extend((*args, *kwargs.values()))
+
+
+def test_a_call_can_be_pasted() -> None:
+    for number in range(60):
+        draw = draws.drawn(SPECS, CPU, 7, number)
+        if draw is None:
+            continue
+        given = draw.case.sample
+        pasted = Arguments()
+        eval(draws.text(draw), {"torch": torch, "torchkiln": pasted})
+        for one, other in zip(pasted.seen, (*given.args, *given.kwargs.values()), strict=True):
+            if isinstance(other, Tensor):
+                assert one.shape == other.shape
+                assert one.stride() == other.stride()
+                assert one.dtype == other.dtype
+            else:
+                assert one == other
+
+
+def slow_muladd(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    time.sleep(2e-3)
+    return torchkiln.muladd(a, b, c)
+
+
+def test_a_slow_op_is_found_and_a_run_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "SPECS", (replace(MULADD, op=slow_muladd, differentiable=()),))
+    file = tmp_path / "calls.json"
+    options = ["--device", "cpu", "--seed", "1", "--json", str(file)]
+    assert command.main(["--fuzz", "2", *options]) == 1
+    written = file.read_text()
+    assert written.count("\n") == 2
+    *slower, counts = capsys.readouterr().out.splitlines()[1:]
+    assert counts.startswith("2 of 2 calls are slower")
+    assert all("torchkiln.slow_muladd(torch.randn(" in line for line in slower)
+    assert command.main(["--fuzz", "3", *options]) == 1
+    assert file.read_text().startswith(written)  # the first two are not measured again
+    assert file.read_text().count("\n") == 3
+
+
+def test_no_time_left_is_said() -> None:
+    found, whole = fuzz.fuzz(SPECS, CPU, count=5, seed=1, seconds=0.0)
+    assert found == []
+    assert not whole
