@@ -36,6 +36,16 @@ Launch launch_of(const Gpu& gpu, const ChannelPass& pass, int blocks) {
   return launch;
 }
 
+Launch launch_of(const GroupTeamPlan& plan, const GroupLayout& layout) {
+  Launch launch{"registers", "A team of threads holds a group, and reads each element once."};
+  launch.blocks_x = ceil_div(layout.all_groups(), plan.team.per_block) << plan.team.log_blocks;
+  launch.threads = plan.team.block_threads();
+  launch.most_threads = rowwise::kRowThreads;
+  launch.per_multiprocessor = 2;
+  launch.cluster = plan.team.blocks();
+  return launch;
+}
+
 void write_norm(const Gpu& gpu, const Call& call, const char* operands, const GroupLayout& layout) {
   GroupNorm p{};
   p.x = p.y = address();
@@ -51,9 +61,11 @@ void write_norm(const Gpu& gpu, const Call& call, const char* operands, const Gr
   const auto write = [&](const char* op, const Launch& launch) {
     plans::write(gpu, call, op, operands, launch);
   };
-  write("group norm forward", plan.rows ? launch_of(gpu, *plan.rows, kGroupOutputBlocks)
-                                        : launch_of(gpu, *plan.planes, kGroupOutputBlocks));
-  write("group norm backward", gradients.rows
+  write("group norm forward", plan.teams  ? launch_of(*plan.teams, layout)
+                              : plan.rows ? launch_of(gpu, *plan.rows, kGroupOutputBlocks)
+                                          : launch_of(gpu, *plan.planes, kGroupOutputBlocks));
+  write("group norm backward", gradients.teams ? launch_of(gradients.teams->input, layout)
+                               : gradients.rows
                                    ? launch_of(gpu, *gradients.rows, kGroupBackwardBlocks)
                                    : launch_of(gpu, *gradients.planes, kGroupBackwardBlocks));
 }
