@@ -47,6 +47,7 @@ SHOWN = {
     "docs/new.md": 4,
     "docs/profiling.md": 3,
     "docs/quick-start.md": 1,
+    "docs/removing-an-op.md": 1,
     "docs/sdk.md": 1,
     "docs/shipping.md": 5,
 }

@@ -21,7 +21,7 @@ def families(file: Path) -> dict[str, tuple[str, ...]]:
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torchkiln.ops."):
             family = str(node.module).removeprefix("torchkiln.ops.")
-            names = [alias.name for alias in node.names if not alias.name.endswith("_")]
+            names = [n.name for n in node.names if n.name.islower() and not n.name.endswith("_")]
             names += UNLISTED.get(family, ())
             found[family] = tuple(name for name in names if name not in OTHER_FUNCTIONS)
     return {family: ops for family, ops in found.items() if ops}
