@@ -163,7 +163,12 @@ def reports() -> Iterator[str]:
     times = Times(1.0, 0.9, 1.1, 3)
     here = bench.environment(CPU)
     row = bench.Row(
-        "calls", "relu", "", "float32", (1, 1), "forward", 1, 8, 1, {"torchkiln": times}
+        *("calls", "relu", "a variant", "float32", (1, 1), "forward", 1, 8, 1),
+        {"torchkiln": times, "eager": times},
+        references={"copy": times},
+        missing={"apex": "a reason"},
+        remarks={"quack": "a remark"},
+        peaks={"torchkiln": 8},
     )
     skipped = bench.Skipped("calls", "relu", "float32", None, None, "a reason")
     found.append(bench.Record(here, (row,), (skipped,)).as_dict())
