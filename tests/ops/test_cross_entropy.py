@@ -424,7 +424,7 @@ def test_wrong_types() -> None:
     with pytest.raises(TypeError, match=prefix + r"target: got list, expected a torch\.Tensor$"):
         calls(logits, [0, 1])
     with pytest.raises(
-        TypeError, match=r"input: got a value beside logits, .*; pass options by key"
+        TypeError, match=r"got more than 3 positional arguments, .*; pass options by keyword"
     ):
         calls(logits, target, None, -100)
 
