@@ -134,12 +134,17 @@ def plain(text: str) -> str:
 
 
 def call_of(function: Callable[..., Any]) -> str:
-    """Name, arguments and defaults, without types."""
+    """Name, arguments and defaults, without types; a default that is a function by its name."""
     if inspect.isclass(function) and function.__init__ is torch.nn.Module.__init__:
         return f"{function.__name__}()"
     signature = inspect.signature(function)
     parameters = [
-        parameter.replace(annotation=inspect.Parameter.empty)
+        parameter.replace(
+            annotation=inspect.Parameter.empty,
+            default=getattr(parameter.default, "__name__", parameter.default)
+            if inspect.isfunction(parameter.default)
+            else parameter.default,
+        )
         for parameter in signature.parameters.values()
     ]
     shown = signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty)

@@ -240,7 +240,7 @@ def main(words: list[str] | None = None) -> dict[str, Run]:
         f"per step on {device}, torch {torch.__version__}"
     )
     print(title)
-    print(f"fused: {len(report.replaced)} of {len(report.rows)} batch norms")
+    print(f"fused: {len(report.changed)} of {len(report.rows)} batch norms")
 
     generator = torch.Generator().manual_seed(1)
 

@@ -62,7 +62,7 @@ class Model(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(len(CHARACTERS), WIDTH)
         blocks = [
-            torchkiln.nn.TransformerBlock(WIDTH, HEADS, KV_HEADS, hidden=HIDDEN)
+            torchkiln.nn.TransformerBlock(WIDTH, HEADS, KV_HEADS, hidden_features=HIDDEN)
             for _ in range(BLOCKS)
         ]
         self.blocks = nn.ModuleList(blocks if fused else map(PlainBlock, blocks))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from torchkiln import _loader
 
@@ -35,14 +36,18 @@ from torchkiln.ops.activation import (  # noqa: E402
     tanh_,
 )
 from torchkiln.ops.batch_norm import bn_act  # noqa: E402
-from torchkiln.ops.bias_act import bias_act, scale_bias_relu  # noqa: E402
+from torchkiln.ops.bias_act import bias_act  # noqa: E402
 from torchkiln.ops.convolution import conv_bn_act  # noqa: E402
-from torchkiln.ops.cross_entropy import cross_entropy, linear_cross_entropy  # noqa: E402
+from torchkiln.ops.cross_entropy import (  # noqa: E402
+    CrossEntropyOutput,
+    cross_entropy,
+    linear_cross_entropy,
+)
 from torchkiln.ops.dropout import bias_dropout_add, dropout_add  # noqa: E402
-from torchkiln.ops.gated import geglu, geglu_tanh, swiglu  # noqa: E402
+from torchkiln.ops.gated import geglu, swiglu  # noqa: E402
 from torchkiln.ops.gated_norm import gated_rms_norm  # noqa: E402
 from torchkiln.ops.group_norm import group_norm  # noqa: E402
-from torchkiln.ops.matmul import gated_mlp, linear, matmul, mlp  # noqa: E402
+from torchkiln.ops.matmul import gated_mlp, linear, mlp  # noqa: E402
 from torchkiln.ops.norm import (  # noqa: E402
     add_layer_norm,
     add_layer_norm_,
@@ -55,7 +60,7 @@ from torchkiln.ops.pointwise import add, addcmul, muladd  # noqa: E402
 from torchkiln.ops.reduction import mean, sum  # noqa: E402
 from torchkiln.ops.rope import qkv_norm_rope, rope  # noqa: E402
 from torchkiln.ops.softmax import log_softmax, softmax  # noqa: E402
-from torchkiln.ops.spmm import csr_transpose, spmm, spmm_csr  # noqa: E402
+from torchkiln.ops.spmm import csr_transpose, spmm  # noqa: E402
 from torchkiln.patch import fuse, replace, replaced  # noqa: E402
 from torchkiln.trace import explain  # noqa: E402
 
@@ -64,7 +69,6 @@ _on_import.when_imported(_sharding.MODULE, _sharding.register_rules)
 
 __version__: str = _record["version"]
 
-require_torch = _loader.require_torch
 cmake_prefix_path = str(_package / "share" / "cmake")
 """Folder of the CMake package, for ``-DCMAKE_PREFIX_PATH=``."""
 
@@ -74,7 +78,47 @@ def build_info() -> dict[str, Any]:
     return dict(_record)
 
 
+if TYPE_CHECKING:
+    from torchkiln import bench as bench
+    from torchkiln import distributed as distributed
+    from torchkiln import extend as extend
+    from torchkiln import hub as hub
+    from torchkiln import jit as jit
+    from torchkiln import patch as patch
+    from torchkiln import profile as profile
+    from torchkiln import testing as testing
+    from torchkiln import trace as trace
+    from torchkiln import typing as typing
+
+SUBMODULES = frozenset(
+    {
+        "bench",
+        "distributed",
+        "extend",
+        "hub",
+        "jit",
+        "patch",
+        "profile",
+        "testing",
+        "trace",
+        "typing",
+    }
+)
+"""Public submodules, imported at their first use. Others may change at any time."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in SUBMODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(f"torchkiln.{name}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *SUBMODULES})
+
+
 __all__ = [
+    "CrossEntropyOutput",
     "__version__",
     "add",
     "add_layer_norm",
@@ -97,7 +141,6 @@ __all__ = [
     "gated_mlp",
     "gated_rms_norm",
     "geglu",
-    "geglu_tanh",
     "gelu",
     "gelu_tanh",
     "group_norm",
@@ -105,7 +148,6 @@ __all__ = [
     "linear",
     "linear_cross_entropy",
     "log_softmax",
-    "matmul",
     "mean",
     "mlp",
     "muladd",
@@ -117,17 +159,14 @@ __all__ = [
     "relu_",
     "replace",
     "replaced",
-    "require_torch",
     "rms_norm",
     "rope",
-    "scale_bias_relu",
     "sigmoid",
     "sigmoid_",
     "silu",
     "silu_",
     "softmax",
     "spmm",
-    "spmm_csr",
     "square",
     "square_",
     "sum",

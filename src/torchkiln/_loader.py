@@ -181,16 +181,16 @@ def check(folder: Path) -> dict[str, Any]:
     return record | {"torch": built["version"], "torch_cuda": built["cuda"]}
 
 
-def require_torch(package: str) -> None:
+def require_torch(init_file: str) -> None:
     """Raise an ImportError that explains that a package was built against another torch.
 
     ``torchkiln_add_module`` installs ``_torch.txt`` with that torch's version beside its module; a
-    package calls ``require_torch(__file__)`` before it imports that module.
+    package calls ``torchkiln.extend.require_torch(__file__)`` before it imports that module.
 
     Args:
-        package: the package's ``__init__.py``.
+        init_file: the package's ``__init__.py``.
     """
-    folder, torch = Path(package).parent, find_torch()
+    folder, torch = Path(init_file).parent, find_torch()
     record = folder / "_torch.txt"
     if not record.is_file():  # editable install: the compiled files are elsewhere
         return

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import torchkiln
+from torchkiln import extend
 from torchkiln._loader import minor, mismatch, python_version
 
 # Stands for torch, and ends the process when it is imported.
@@ -164,11 +165,11 @@ def test_package_for_cmake_is_there() -> None:
 def test_a_package_built_for_another_torch(tmp_path: Path) -> None:
     package = tmp_path / "mine" / "__init__.py"
     package.parent.mkdir()
-    torchkiln.require_torch(str(package))  # editable
+    extend.require_torch(str(package))  # editable
     record = package.with_name("_torch.txt")
     record.write_text(f"{minor(torch.__version__)}.9\n")
-    torchkiln.require_torch(str(package))
+    extend.require_torch(str(package))
     record.write_text("2.3.1\n")
     words = r"mine \(.*mine\) was built for torch 2\.3\.1, but found torch .*\n.*'torch==2\.3\.\*'"
     with pytest.raises(ImportError, match=words):
-        torchkiln.require_torch(str(package))
+        extend.require_torch(str(package))

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import torchkiln
+from torchkiln.ops.matmul import matmul
+from torchkiln.ops.spmm import spmm_csr
 
 ACTIVATIONS = (
     *("square", "relu", "relu2", "gelu", "gelu_tanh", "quick_gelu"),
@@ -37,10 +39,10 @@ class Model(nn.Module):
             torchkiln.add(x, bias),
             torchkiln.muladd(x, weight, bias),
             *(getattr(torchkiln, name)(x) for name in ACTIVATIONS),
-            torchkiln.bias_act(x, bias, 0.5, "gelu"),
+            torchkiln.bias_act(x, bias, scale=0.5, act="gelu"),
             torchkiln.swiglu(x, x),
             torchkiln.geglu(x, x),
-            torchkiln.geglu_tanh(x, x),
+            torchkiln.geglu(x, x, "tanh"),
             torchkiln.dropout_add(x, x, 0.5, training=False),
             torchkiln.bias_dropout_add(x, bias, x, 0.5, training=False),
             torchkiln.sum(x, 0),
@@ -52,9 +54,9 @@ class Model(nn.Module):
             torchkiln.softmax(x, 1),
             torchkiln.log_softmax(x, 1),
             torchkiln.cross_entropy(x, target),
-            torchkiln.spmm_csr(values, x.t().contiguous(), crow=crow, col=col),
-            torchkiln.matmul(x, matrix),
-            torchkiln.linear(x, matrix, bias, "relu"),
+            spmm_csr(values, x.t().contiguous(), crow=crow, col=col),
+            matmul(x, matrix),
+            torchkiln.linear(x, matrix, bias, act="relu"),
         )
 
 

@@ -183,6 +183,7 @@ def test_from_sources(tmp_path: Path) -> None:
     done = run_doctor(copy_package(tmp_path, built=False), "doctor", "--json")
     assert (done.returncode, done.stderr) == (1, "")
     found: dict[str, Any] = json.loads(done.stdout)
+    assert found["schema"] == "torchkiln.doctor/1"
     assert found["build"] is None
     assert found["problems"] == sum(item["state"] == "problem" for item in found["findings"])
     assert set(found["ops"]) == set(OPS)

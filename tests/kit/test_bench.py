@@ -363,13 +363,18 @@ def test_a_record_reads_back(tmp_path: Path) -> None:
     record.write(path)
     assert bench.Record.read(path) == record
     content = json.loads(path.read_text())
+    assert content["schema"] == "torchkiln.bench/1"
     assert set(content["environment"]) == {
         *("date", "device", "driver", "torch", "cuda", "torchkiln", "commit")
     }
     for entry, row in zip(content["rows"], rows, strict=True):
         assert entry["ceiling"] == pytest.approx(row.ceiling, rel=1e-3)
         assert entry["speedup"] == pytest.approx(row.speedup, rel=1e-3)
-    assert len(path.read_text().splitlines()) == 8 + len(rows)
+    assert len(path.read_text().splitlines()) == 9 + len(rows)
+    path.write_text(json.dumps({**content, "schema": "torchkiln.bench/2"}))
+    expected = r"got 'torchkiln\.bench/2', expected 'torchkiln\.bench/1'"
+    with pytest.raises(ValueError, match=expected):
+        bench.Record.read(path)
 
 
 def test_commit_is_that_of_our_own_checkout(

@@ -40,7 +40,7 @@ def test_two_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.ceiling > 0
     assert "silu is " in str(found)
     assert repr(found) == str(found)
-    assert json.loads(json.dumps(found.as_dict()))["speedup"] == found.speedup
+    assert json.loads(found.to_json())["speedup"] == found.speedup
     console = pytest.importorskip("rich.console").Console(width=200)
     with console.capture() as captured:
         console.print(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -41,24 +42,33 @@ def test_a_seed_draws_the_same_calls_of_all_ops() -> None:
 
 
 class Arguments:
-    """Takes the place of the package: a call of any function is kept."""
+    """Takes the place of a module: a call that a function of it accepts is kept."""
 
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
+    def __init__(self, module: Any, seen: list[Any]) -> None:
+        self.module = module
+        self.seen = seen
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *args, **kwargs: self.seen.extend((*args, *kwargs.values()))
+        accepted = inspect.signature(getattr(self.module, name))
+
+        def call(*args: Any, **kwargs: Any) -> None:
+            accepted.bind(*args, **kwargs)
+            self.seen.extend((*args, *kwargs.values()))
+
+        return call
 
 
 def test_a_call_can_be_pasted() -> None:
-    for number in range(60):
+    places = {"torchkiln": torchkiln, "ops_torchkiln": torch.ops.torchkiln}
+    for number in range(120):
         draw = draws.drawn(SPECS, CPU, 7, number)
         if draw is None:
             continue
         given = draw.case.sample
-        pasted = Arguments()
-        eval(draws.text(draw), {"torch": torch, "torchkiln": pasted})
-        for one, other in zip(pasted.seen, (*given.args, *given.kwargs.values()), strict=True):
+        seen: list[Any] = []
+        modules = {name: Arguments(module, seen) for name, module in places.items()}
+        eval(draws.text(draw).replace("torch.ops.", "ops_"), {"torch": torch, **modules})
+        for one, other in zip(seen, (*given.args, *given.kwargs.values()), strict=True):
             if isinstance(other, Tensor):
                 assert one.shape == other.shape
                 assert one.stride() == other.stride()

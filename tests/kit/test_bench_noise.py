@@ -42,7 +42,7 @@ def test_noisy_rows_are_marked(
     ours: bench.Times, eager: bench.Times, kind: str, noisy: bool
 ) -> None:
     found = row(ours, eager, kind)
-    assert found.is_noisy == found.to_json()["is_noisy"] == noisy
+    assert found.is_noisy == found.as_dict()["is_noisy"] == noisy
     assert sentence(found).endswith(" !") == noisy
     (table,) = bench.tables([found])
     spread = table.rows[0][table.headings.index("spread")]

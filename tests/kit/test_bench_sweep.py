@@ -193,7 +193,7 @@ def test_peaks_are_of_a_whole_step() -> None:
     words = dict(zip(table.headings, table.rows[0], strict=True))
     assert words["torchkiln peak"] == "3 kB"
     assert words["eager peak"] == "4 kB"
-    assert bench.Row.from_json(row.to_json()) == row
+    assert bench.Row.from_dict(row.as_dict()) == row
 
 
 def test_no_peaks_where_none_are_wanted() -> None:

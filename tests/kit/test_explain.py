@@ -132,13 +132,13 @@ def test_parts_on_threads() -> None:
 def test_every_op_can_be_explained(spec: OpSpec) -> None:
     sample = spec.leaves(spec.bench(CPU, torch.float32, (8, 64)))
     sample.start_generators()
-    found = explain(spec.op, *sample.args, **sample.kwargs)
+    found = explain(spec.op, *sample.arguments(spec.op)[0], **sample.arguments(spec.op)[1])
     kernels = found.forward.kernels
     assert kernels or any(step.kind == "fallback" for step in found.forward.extra)
     assert found.spec
     assert found.forward.bytes == spec.traffic(sample).bytes
     assert not kernels or {kernel.instruction_set for kernel in kernels} != {None}
-    assert json.loads(json.dumps(found.as_dict()))["op"] == spec.name
+    assert json.loads(found.to_json())["op"] == spec.name
     for words in (str(found), repr(found)):
         assert words.startswith(f"{spec.name} of ")
         assert ("kernel " if kernels else "fallback: ") in words
@@ -307,6 +307,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     given = ["explain", "rms_norm", "--device=cpu", "--shape=8x64", "--json", str(to)]
     assert main(given) == 0
     assert "kernel norm" in capsys.readouterr().out
+    assert json.loads(to.read_text())["schema"] == "torchkiln.explain/1"
     assert json.loads(to.read_text())["backward"]["steps"]
     assert main([*given[:-2], "--forward", "--json=-"]) == 0
     assert json.loads(capsys.readouterr().out)["backward"] is None

@@ -96,7 +96,7 @@ def test_results_gradients_and_statistics_stay(act: Callable[..., nn.Module]) ->
     model = Net(act).double()
     reference = copy.deepcopy(model)
     report = torchkiln.fuse(model)
-    assert [row.name for row in report.replaced] == [
+    assert [row.name for row in report.changed] == [
         *("stem.1", "layer.0.bn1", "layer.0.bn2", "layer.1.bn1", "layer.1.bn2"),
         "layer.1.downsample.1",
     ]
@@ -228,7 +228,7 @@ def with_flag(y: Tensor) -> Tensor:
 def test_others_are_left_alone_with_the_reason(after: Callable[[Tensor], Tensor], why: str) -> None:
     model = Functional(after)
     report = torchkiln.fuse(model)
-    assert report["norm"].why.startswith(why)
+    assert report["norm"].reason.startswith(why)
     assert type(model) is Functional
     assert set(vars(model)) == set(vars(Functional(after)))
 
@@ -260,14 +260,14 @@ class Branch(Functional):
 )
 def test_forwards_that_no_trace_has(cls: type[Functional], why: str) -> None:
     model = cls(torch.relu)
-    assert torchkiln.fuse(model)["norm"].why == why
+    assert torchkiln.fuse(model)["norm"].reason == why
     assert type(model) is cls
 
 
 def test_arguments_that_the_trace_does_not_have() -> None:
     model = Branch(torch.relu).eval()
     reference = copy.deepcopy(model)
-    assert torchkiln.fuse(model)["norm"].replaced
+    assert torchkiln.fuse(model)["norm"].changed
     x = torch.randn(8, 6)
     torch.testing.assert_close(model(x), reference(x))
     assert torch.equal(model([x[:4], x[4:]]), reference([x[:4], x[4:]]))
@@ -294,7 +294,7 @@ def test_hooks_run() -> None:
     model = Net().eval()
     model.stem[1].register_forward_hook(lambda *_: seen.append("before"))
     report = torchkiln.fuse(model)
-    assert report["stem.1"].why == "it has hooks"
+    assert report["stem.1"].reason == "it has hooks"
     model.get_submodule("layer.0.bn1").register_forward_hook(lambda *_: seen.append("after"))
     model(example(torch.float32))
     assert seen == ["before", "after"]
@@ -402,7 +402,7 @@ def test_hooks_of_a_convolution_run() -> None:
 def test_what_the_caller_leaves_alone() -> None:
     model = Net()
     report = torchkiln.fuse(model, skip=["layer.0.*"])
-    assert report["layer.0.bn1"].why == "skip"
+    assert report["layer.0.bn1"].reason == "skip"
     assert type(model.layer[0]) is Block
     assert type(model.layer[1]) is not Block
     report.undo()

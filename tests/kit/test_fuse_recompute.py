@@ -42,7 +42,7 @@ def test_results_of_a_net(device: torch.device, dtype: torch.dtype) -> None:
 
 def test_the_report() -> None:
     report = torchkiln.fuse(Net(), recompute=True)
-    found = {row.name: row.now for row in report.replaced}
+    found = {row.name: row.now for row in report.changed}
     again = "conv_bn_act(relu), again in backward"
     block = {"bn1": again, "bn2": again, "bn3": "conv_bn_act(relu, with the residual)"}
     expected = {"bn1": "conv_bn_act(relu, with the max pool)"}
@@ -50,7 +50,7 @@ def test_the_report() -> None:
         expected |= {f"layer.{i}.{name}": now for name, now in block.items()}
     assert found == expected | {"layer.2.downsample.1": "conv_bn_act(none)"}
     report = torchkiln.fuse(Plain(), recompute=True)
-    assert [row.now for row in report.replaced] == [again, "conv_bn_act(relu, with the max pool)"]
+    assert [row.now for row in report.changed] == [again, "conv_bn_act(relu, with the max pool)"]
 
 
 @pytest.mark.parametrize("make", [Net, Plain])

@@ -12,8 +12,8 @@ import torch
 
 from torchkiln.cli import main
 from torchkiln.doctor import runtime
-from torchkiln.profile import Figures, ncu, ranges, read
-from torchkiln.profile.report import METRICS, number
+from torchkiln.profile import ncu, ranges
+from torchkiln.profile.report import METRICS, Figures, number, read
 
 # Output of `ncu --import REPORT --csv --page=raw --print-units=base` of Nsight Compute 2025.3.1 for
 # F.layer_norm and torch.add on an H200, 8192 x 8192 in bfloat16, profiled with the command of
@@ -212,6 +212,7 @@ def test_the_command_on_a_cpu(tmp_path: Path, capfd: pytest.CaptureFixture[str])
     assert "relu: " in out.split("adds microseconds to the time of each op:")[1]
     assert err == ""  # torch's profiler writes to the file descriptor
     content = json.loads(path.read_text())
+    assert content["schema"] == "torchkiln.profile/1"
     assert content["kernels"] == []
     assert content["missing"].startswith("ncu reads")
     assert content["clock"]["seconds"] > 0

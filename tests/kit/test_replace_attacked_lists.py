@@ -138,7 +138,7 @@ class Fused(nn.Module):
 
 def test_fused_forwards_follow_a_global(monkeypatch: pytest.MonkeyPatch) -> None:
     module, x = Fused().eval(), torch.randn(2, 4, 3, 3)
-    assert torchkiln.fuse(module)["norm"].replaced
+    assert torchkiln.fuse(module)["norm"].changed
     monkeypatch.setattr(sys.modules[__name__], "FACTOR", 3.0)
     torch.testing.assert_close(module(x), module.act(module.norm(x)) * 3.0)
 
@@ -160,4 +160,4 @@ class Language(nn.Module):
 
 
 def test_losses_that_depend_on_the_batch() -> None:
-    assert "no cross-entropy" in torchkiln.replace(Language())["loss_function"].why
+    assert "no cross-entropy" in torchkiln.replace(Language())["loss_function"].reason

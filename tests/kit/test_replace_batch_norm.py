@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import torchkiln
+from torchkiln.patch import Replacement
 
 
 class Net(nn.Module):
@@ -58,14 +59,14 @@ def test_batch_norms_are_replaced_on_a_gpu(make: type[nn.Module], device: torch.
     twin = copy.deepcopy(model)
     report = torchkiln.replace(model)
     row = report[name]
-    assert row.replaced == (device.type == "cuda")
-    assert row.replaced or "torchkiln.fuse" in row.why
+    assert row.changed == (device.type == "cuda")
+    assert row.changed or "torchkiln.fuse" in row.reason
     report.undo()
     assert [type(m) for m in model.modules()] == [type(m) for m in twin.modules()]
     report = torchkiln.replace(model, only=[*torchkiln.patch.replacing.KINDS])
     assert report[name].now == ("conv_bn_act(relu)" if make is Net else "bn_act(relu)")
     order = [name for name, _ in model.named_modules()]
-    assert [row.name for row in report] == sorted((r.name for r in report), key=order.index)
+    assert list(report) == sorted(report, key=order.index)
     x = torch.randn((4, 3, 6, 6) if make is Net else (4, 8), device=device, dtype=torch.float64)
     right = outcome(twin, x)
     torch.testing.assert_close(outcome(model, x), right)
@@ -74,19 +75,19 @@ def test_batch_norms_are_replaced_on_a_gpu(make: type[nn.Module], device: torch.
 
 
 def test_options_decide() -> None:
-    def now(model: nn.Module | None = None, **options: Any) -> str:
-        return torchkiln.replace(model or Net(), dry_run=True, **options)["stem.1"].verdict
+    def now(model: nn.Module | None = None, **options: Any) -> Replacement:
+        return torchkiln.replace(model or Net(), dry_run=True, **options)["stem.1"]
 
-    assert now(only=["batch_norm"]) == "replaced"
-    assert now(only=["batch_norm"], skip=["stem.*"]) == "left alone: skip"
-    assert "replaced" not in now(exact=True)
+    assert now(only=["batch_norm"]).outcome == "would replace"
+    assert now(only=["batch_norm"], skip=["stem.*"]).reason == "skip"
+    assert not now(exact=True).changed
     with torch.device("meta"):
         model = Net()
-    assert now(model) == "replaced"
+    assert now(model).changed
 
 
 def test_fused_modules_are_left_alone() -> None:
     model = Net()
     torchkiln.fuse(model)
     for again in (torchkiln.fuse(model), torchkiln.replace(model, only=["batch_norm"])):
-        assert again["stem.1"].verdict == "left alone: its module was replaced before"
+        assert again["stem.1"].reason == "its module was replaced before"

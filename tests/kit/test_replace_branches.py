@@ -213,7 +213,7 @@ def test_conditions_that_the_sum_may_change(make: type[nn.Module]) -> None:
     x = torch.randn(3, 32, dtype=torch.float64)
     expected = model(x)
     report = torchkiln.replace(model)
-    assert not [row for row in report if row.kind == "residual"]
+    assert not [row for row in report.rows if row.kind == "residual"]
     torch.testing.assert_close(model(x), expected)
 
 
@@ -237,7 +237,7 @@ def test_attributes_of_a_forward_stay() -> None:
 @pytest.mark.parametrize("make", [Elsewhere, Around])
 def test_other_decorators_keep_the_forward(make: type[nn.Module]) -> None:
     row = torchkiln.replace(make())[""]
-    assert (row.replaced, row.why) == (False, "its forward is decorated")
+    assert (row.changed, row.reason) == (False, "its forward is decorated")
 
 
 class Named(nn.LayerNorm):
@@ -258,7 +258,7 @@ class Slotted(nn.LayerNorm):
 def test_a_class_without_subclasses() -> None:
     model = nn.Sequential(nn.LayerNorm(8), Named(8), Slotted(8))
     report = torchkiln.replace(model)
-    assert report["0"].replaced
-    assert report["1"].replaced
-    assert report["2"].why.startswith("its class has no subclass: ")
+    assert report["0"].changed
+    assert report["1"].changed
+    assert report["2"].reason.startswith("its class has no subclass: ")
     report.undo()

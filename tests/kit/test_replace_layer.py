@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import torchkiln
 from torchkiln.patch.source import layer
+from torchkiln.typing import Activation
 
 
 class Approximate(nn.Module):
@@ -85,9 +86,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The activations of fused calls, as they happen."""
     calls: list[str] = []
 
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Tensor:
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None, act: Activation) -> Tensor:
         calls.append(act)
-        return torchkiln.linear(x, weight, bias, act)
+        return torchkiln.linear(x, weight, bias, act=act)
 
     monkeypatch.setattr(layer, "linear", linear)
     return calls
@@ -121,7 +122,7 @@ def test_an_activation_becomes_part_of_the_layer(
     expected = outcome(model[0], x)
     report = torchkiln.replace(model)
     row = report["0"]
-    assert (row.kind, row.now, row.replaced) == ("mlp", f"linear({name}) at fc1", True)
+    assert (row.kind, row.now, row.changed) == ("mlp", f"linear({name}) at fc1", True)
     assert row.error_now is not None
     calls = counted(monkeypatch)
     found = outcome(model[0], x)
@@ -158,15 +159,15 @@ def test_other_layers_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == []
     fresh = Inline()
     fresh.fc1 = Adapter(fresh.fc1)  # type: ignore[assignment]
-    assert not [r for r in torchkiln.replace(fresh) if r.kind == "mlp"]
+    assert not [r for r in torchkiln.replace(fresh).rows if r.kind == "mlp"]
 
 
 def test_what_is_left_alone() -> None:
-    assert not [r for r in torchkiln.replace(Used()) if r.kind == "mlp"]
-    assert not [r for r in torchkiln.replace(Inline(), exact=True) if r.kind == "mlp"]
-    assert not [r for r in torchkiln.replace(Inline(), only=["norm"]) if r.kind == "mlp"]
-    assert torchkiln.replace(Inline(nn.ReLU()), only=["mlp"])[""].replaced
-    assert not [r for r in torchkiln.replace(Inline(nn.ELU())) if r.kind == "mlp"]
+    assert not [r for r in torchkiln.replace(Used()).rows if r.kind == "mlp"]
+    assert not [r for r in torchkiln.replace(Inline(), exact=True).rows if r.kind == "mlp"]
+    assert not [r for r in torchkiln.replace(Inline(), only=["norm"]).rows if r.kind == "mlp"]
+    assert torchkiln.replace(Inline(nn.ReLU()), only=["mlp"])[""].changed
+    assert not [r for r in torchkiln.replace(Inline(nn.ELU())).rows if r.kind == "mlp"]
 
 
 def test_copies_pickles_and_compiled_models() -> None:
@@ -194,7 +195,7 @@ def test_the_activation_is_read_when_it_was(cls: type[Inline]) -> None:
     """Before the layer where it is one expression, and else behind it."""
     model, x = cls().eval(), torch.randn(3, 16)
     twin = copy.deepcopy(model)
-    assert torchkiln.replace(model)[""].replaced
+    assert torchkiln.replace(model)[""].changed
 
     def exchange(owner: Inline, *_: Any) -> None:
         owner.act = nn.Tanh()

@@ -33,15 +33,15 @@ def test_linear_layers_of_unaligned_rows(dtype: torch.dtype) -> None:
     expected = model(x)
     report = torchkiln.replace(model)
     up, head = report["up"], report["head"]
-    assert (up.kind, up.now, up.same) == ("linear", "linear", "other rounding")
-    assert head.why == "torch's product is as fast"
+    assert (up.kind, up.now, up.bitwise) == ("linear", "linear", False)
+    assert head.reason == "torch's product is as fast"
     assert report[""].now == "linear(relu) at up"
     error = 1e-5 if dtype == torch.float32 else 0.02
     torch.testing.assert_close(model(x), expected, rtol=error, atol=error)
     torch.testing.assert_close(model.up(x), F.linear(x, model.up.weight, model.up.bias))
     report.undo()
     assert torch.equal(model(x), expected)
-    assert torchkiln.replace(model, exact=True)["up"].why == "not bitwise equal"
+    assert torchkiln.replace(model, exact=True)["up"].reason == "not bitwise equal"
 
 
 class Stored(nn.Parameter):
@@ -62,8 +62,8 @@ def test_weights_of_other_kinds_stay() -> None:
     fresh = Wide()
     fresh.up.weight = Stored(fresh.up.weight.detach())
     report = torchkiln.replace(nn.Sequential(fresh, Wide()))
-    assert report["0.up"].why == "its parameters are no plain tensors"
-    assert report["1.up"].replaced
+    assert report["0.up"].reason == "its parameters are no plain tensors"
+    assert report["1.up"].changed
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_a_bias_of_many_rows(calls: list[torch.Size]) -> None:
 
 def test_which_layers_are_replaced() -> None:
     for layer in (nn.Linear(512, 520, bias=False), nn.Linear(504, 520), nn.Linear(1024, 10)):
-        assert torchkiln.replace(layer)[""].why == "torch's product is as fast"
+        assert torchkiln.replace(layer)[""].reason == "torch's product is as fast"
 
 
 def test_compiled_layers_are_torchs(traced: Callable[..., set[str]]) -> None:
@@ -158,7 +158,7 @@ def test_a_trace_of_a_layer() -> None:
 
 def test_layers_without_a_weight_yet() -> None:
     lazy = nn.LazyLinear(512)
-    assert torchkiln.replace(nn.Sequential(lazy))["0"].why == "its parameters have no sizes yet"
+    assert torchkiln.replace(nn.Sequential(lazy))["0"].reason == "its parameters have no sizes yet"
     bare: Any = nn.Linear(512, 512)
     bare.weight = None
-    assert not torchkiln.replace(bare)[""].replaced
+    assert not torchkiln.replace(bare)[""].changed

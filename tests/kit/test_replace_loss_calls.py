@@ -129,7 +129,7 @@ def test_losses_and_gradients(make: type[nn.Module], dtype: torch.dtype, calls: 
 
     expected = outcome()
     report = torchkiln.replace(model)
-    assert (report[""].kind, report[""].now, report[""].replaced) == ("loss", "cross_entropy", True)
+    assert (report[""].kind, report[""].now, report[""].changed) == ("loss", "cross_entropy", True)
     found = outcome()
     assert calls == ["torchkiln.patch.source.loss_calls" if make is Head else "called"]
     error = 1e-9 if dtype == torch.float64 else 0.02
@@ -177,7 +177,7 @@ def test_other_options_and_names_run_as_they_were(calls: list[str]) -> None:
 
 def test_an_index_that_is_a_size_stays() -> None:
     report = torchkiln.replace(Positions())
-    assert "" not in [row.name for row in report.replaced]
+    assert "" not in [row.name for row in report.changed]
 
 
 def test_tensors_that_only_torch_takes(calls: list[str]) -> None:
@@ -198,7 +198,7 @@ def test_tensors_that_only_torch_takes(calls: list[str]) -> None:
 
 def test_losses_stay_with_exact_and_without_their_kind() -> None:
     for options in ({"exact": True}, {"only": ["norm"]}):
-        assert "" not in [row.name for row in torchkiln.replace(Head(), **options).replaced]
+        assert "" not in [row.name for row in torchkiln.replace(Head(), **options).changed]
 
 
 def test_a_loss_function_that_the_forward_does_not_call() -> None:
@@ -207,4 +207,4 @@ def test_a_loss_function_that_the_forward_does_not_call() -> None:
         logits.view(-1, vocab_size), labels.view(-1)
     )
     row = torchkiln.replace(model)["loss_function"]
-    assert (row.replaced, row.why) == (False, "its forward calls another loss")
+    assert (row.changed, row.reason) == (False, "its forward calls another loss")

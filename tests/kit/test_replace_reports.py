@@ -31,14 +31,46 @@ def test_report_as_text_and_json() -> None:
         "was",
         "->",
         "now",
-        "verdict",
+        "outcome",
     ]
     assert second.startswith("2 ")
     assert second.endswith("replaced")
-    assert third.endswith("left alone: torch's product is as fast")
+    assert third.endswith("kept: torch's product is as fast")
     assert last == "2 of 3 modules replaced"
-    rows = json.loads(report.json())["rows"]
-    assert [row["name"] for row in rows] == ["0", "1", "2"]
+    assert repr(report) == str(report)
+    assert report._repr_html_().startswith("<table><tr><th>modules</th>")
+    assert json.loads(report.to_json()) == report.as_dict()
+    assert report.as_dict()["schema"] == "torchkiln.replace/1"
+    first_row, *_ = report.as_dict()["rows"]
+    assert first_row["outcome"] == "replaced"
+    assert first_row["error_ratio"] == first_row["error_now"] / first_row["error_was"]
+
+
+def test_exact_batch_norms_are_refused() -> None:
+    """They would never be found."""
+    with pytest.raises(ValueError, match="only: got 'batch_norm' with exact=True, expected other"):
+        torchkiln.replace(nn.Sequential(), exact=True, only=["batch_norm"])
+
+
+def test_a_class_is_unregistered() -> None:
+    torchkiln.replace.register(Rms, lambda _, x: x, inputs=lambda _: torch.ones(8))
+    torchkiln.replace.unregister(Rms)
+    assert torchkiln.replace(nn.Sequential(Rms(8)))["0"].kind == "norm"
+    with pytest.raises(KeyError, match="unregister: cls: got Rms, expected a class that was regis"):
+        torchkiln.replace.unregister(Rms)
+
+
+def test_report_is_a_mapping_from_names() -> None:
+    net = nn.Sequential(Rms(8), Rms(8), nn.Linear(8, 8))
+    report = torchkiln.replace(net)
+    assert list(report) == [row.name for row in report.rows] == ["0", "1", "2"]
+    assert "0" in report
+    assert "3" not in report
+    assert report.get("3") is None
+    assert report.changed == (report["0"], report["1"])
+    assert report.model is net
+    dry = torchkiln.replace(nn.Sequential(Rms(8)), dry_run=True)
+    assert [row.outcome for row in dry.changed] == ["would replace"]
     with pytest.raises(KeyError, match="got 'x', expected the name of a module"):
         report["x"]
 
@@ -48,12 +80,12 @@ def test_example_measures_errors_and_times(as_given: Any) -> None:
     net = nn.Sequential(Rms(16), Gated()).bfloat16()
     report = torchkiln.replace(net, example=as_given(torch.randn(4, 16, dtype=torch.bfloat16)))
     assert net.training
-    for row in report.replaced:
+    for row in report.changed:
         assert row.error_was is not None
         assert row.error_now is not None
         assert 0 < row.error_now <= 1.1 * row.error_was < 0.1
-        assert row.us_was
-        assert row.us_now
+        assert row.seconds_was
+        assert row.seconds_now
     assert "us was -> now" in str(report)
 
 
@@ -97,7 +129,7 @@ def test_registered_forwards_join_if_they_are_right() -> None:
         assert report["0"].now == "faster"
         assert torch.equal(copy.deepcopy(net)(torch.ones(2)), torch.full([2], 2.0))
         register(Doubled, wrong, inputs=lambda _: torch.ones(3, dtype=torch.float64))
-        assert "not that of the op" in torchkiln.replace(nn.Sequential(Doubled()))["0"].why
+        assert "not that of the op" in torchkiln.replace(nn.Sequential(Doubled()))["0"].reason
     finally:
         torchkiln.replace.registry.entries.pop(Doubled)
 

@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 
 import torchkiln
 from torchkiln.patch.source import shared
+from torchkiln.typing import Kind
 
 SIZE = 512
 NOW = "one sum of gradients for q, k, v"
@@ -271,7 +272,7 @@ class Normed(Layer):
 
 
 @pytest.mark.parametrize("only", [["linear"], ["linear", "norm"]])
-def test_norms_between_the_layers(only: list[str], calls: list[int]) -> None:
+def test_norms_between_the_layers(only: list[Kind], calls: list[int]) -> None:
     model = nn.Sequential(Normed())
     x = torch.randn(2, SIZE, requires_grad=True)
     expected = outcome(model, x, twice=False)

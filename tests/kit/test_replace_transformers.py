@@ -193,7 +193,7 @@ def test_results_gradients_copies_and_undo(name: str, tmp_path: Path) -> None:
     logits, grads = outcome()
     report = torchkiln.replace(model)
     counts: dict[str, int] = {}
-    for row in report.replaced:
+    for row in report.changed:
         if row.name != "loss_function":
             counts[row.now] = counts.get(row.now, 0) + 1
     assert counts == MODELS[name][1]
@@ -247,4 +247,4 @@ def test_a_dry_run_needs_no_memory() -> None:
     with torch.device("meta"):
         model = causal("Llama", **{**GROUPED, "hidden_size": 4096, "intermediate_size": 14336})
     report = torchkiln.replace(model, dry_run=True)
-    assert len(report.replaced) == 12
+    assert len(report.changed) == 12

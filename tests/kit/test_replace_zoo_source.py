@@ -41,7 +41,7 @@ def test_the_forwards_are_rewritten(index: int) -> None:
     plain = source.Mutant(-1 - index, body, "nothing", "log", ("norm", "fc"))
     assert not source.check(plain)
     model = plain.cls()("log", "norm", "fc").double()
-    assert torchkiln.replace(model)[""].replaced
+    assert torchkiln.replace(model)[""].changed
 
 
 @pytest.mark.usefixtures("small")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -49,6 +50,7 @@ def test_an_op_of_another_package_keeps_its_contract(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
     found = Run.read(file)
     cells = found.ops["softclip"]
+    assert json.loads(file.read_text())["schema"] == "torchkiln.contract/1"
     assert set(found.ops) == {"softclip"}
     assert {cell["status"] for cell in cells.values()} == {"passed"}
     expected = {

@@ -31,7 +31,7 @@ class EveryKind(nn.Module):
             torchkiln.sum(x, (0, 1), keepdim=True),
             torchkiln.mean(x, -1, dtype=torch.float64),
             torchkiln.softmax(x, 1, scale=0.5, dtype=torch.float64),
-            torchkiln.bias_act(x, bias, 0.5, "gelu"),
+            torchkiln.bias_act(x, bias, scale=0.5, act="gelu"),
             torchkiln.rms_norm(x, (64,), round="input"),
             torchkiln.rope(heads, None, angles.cos(), angles.sin())[0],
             torchkiln.relu(x[:, ::2]),

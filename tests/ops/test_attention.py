@@ -25,7 +25,7 @@ def plain(
     layer: Attention, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None = None
 ) -> Tensor:
     """The formula of the docstring, without an op of torchkiln and without fused attention."""
-    sizes = (layer.heads, layer.kv_heads, layer.kv_heads)
+    sizes = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
     qkv = F.linear(x, layer.qkv.weight, layer.qkv.bias)
     q, k, v = qkv.unflatten(-1, (-1, layer.head_dim)).transpose(1, 2).split(sizes, 1)
     if layer.q_norm is not None and layer.k_norm is not None:
@@ -41,7 +41,7 @@ def plain(
         q, k = (
             t * cos + torch.cat([-t.chunk(2, -1)[1], t.chunk(2, -1)[0]], -1) * sin for t in (q, k)
         )
-    k, v = (t.repeat_interleave(layer.heads // layer.kv_heads, 1) for t in (k, v))
+    k, v = (t.repeat_interleave(layer.num_heads // layer.num_kv_heads, 1) for t in (k, v))
     scale = layer.head_dim**-0.5 if layer.scale is None else layer.scale
     scores = q @ k.transpose(-1, -2) * scale
     tokens = torch.arange(x.shape[1], device=x.device)
@@ -59,7 +59,7 @@ def plain(
 
 FORMS: dict[str, dict[str, Any]] = {
     "llama": {},
-    "all heads": {"kv_heads": HEADS, "bias": True},
+    "all heads": {"num_kv_heads": HEADS, "bias": True},
     "qwen3": {"qk_norm": "head"},
     "olmo2": {"qk_norm": "all"},
     "gemma": {"qk_norm": "head", "offset": 1.0, "scale": 0.3, "window": 3},
@@ -71,7 +71,7 @@ FORMS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("form", FORMS)
 def test_results_and_gradients(form: str, rotated: bool, device: torch.device) -> None:
     torch.manual_seed(0)
-    options: dict[str, Any] = {"kv_heads": KV_HEADS, "head_dim": HEAD} | FORMS[form]
+    options: dict[str, Any] = {"num_kv_heads": KV_HEADS, "head_dim": HEAD} | FORMS[form]
     layer = Attention(DIM, HEADS, **options, dtype=torch.float64, device=device)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
@@ -92,7 +92,7 @@ def test_results_and_gradients(form: str, rotated: bool, device: torch.device) -
 @pytest.mark.parametrize("form", ["llama", "gemma", "encoder"])
 @pytest.mark.parametrize("kind", ["bool", "number"])
 def test_a_mask_applies_as_well(form: str, kind: str) -> None:
-    options: dict[str, Any] = {"kv_heads": KV_HEADS, "head_dim": HEAD} | FORMS[form]
+    options: dict[str, Any] = {"num_kv_heads": KV_HEADS, "head_dim": HEAD} | FORMS[form]
     layer = Attention(DIM, HEADS, **options, dtype=torch.float64)
     x = torch.randn(2, TOKENS, DIM, dtype=torch.float64)
     mask = torch.rand(2, 1, TOKENS, TOKENS) < 0.7
@@ -118,11 +118,11 @@ def test_decoding_from_the_cache_is_the_full_forward(
     form: str, compiled: bool, device: torch.device
 ) -> None:
     torch.manual_seed(0)
-    options: dict[str, Any] = {"kv_heads": KV_HEADS, "head_dim": HEAD} | FORMS[form]
+    options: dict[str, Any] = {"num_kv_heads": KV_HEADS, "head_dim": HEAD} | FORMS[form]
     layer = Attention(DIM, HEADS, **options, device=device)
     x = torch.randn(2, TOKENS, DIM, device=device)
     cos, sin = (t.to(device) for t in tables(TOKENS))
-    cache = KVCache(2, TOKENS + 3, layer.kv_heads, HEAD, device=device)
+    cache = KVCache(2, TOKENS + 3, layer.num_kv_heads, HEAD, device=device)
     step: Any = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
     first = 4
     with torch.no_grad():
@@ -146,7 +146,7 @@ def test_decoding_from_the_cache_is_the_full_forward(
 def test_sequences_of_different_lengths(form: str, device: torch.device) -> None:
     """Each sequence has its own positions; the padding of the shorter prompt is left out."""
     torch.manual_seed(0)
-    options: dict[str, Any] = {"kv_heads": KV_HEADS, "head_dim": HEAD} | FORMS[form]
+    options: dict[str, Any] = {"num_kv_heads": KV_HEADS, "head_dim": HEAD} | FORMS[form]
     layer = Attention(DIM, HEADS, **options, device=device)
     x = torch.randn(2, TOKENS, DIM, device=device)
     cos, sin = (t.to(device) for t in tables(TOKENS))
@@ -168,7 +168,7 @@ def test_sequences_of_different_lengths(form: str, device: torch.device) -> None
 def test_a_cache_without_rotation(batched: bool) -> None:
     layer = Attention(DIM, HEADS, KV_HEADS, HEAD, dtype=torch.float64)
     x = torch.randn(2, TOKENS, DIM, dtype=torch.float64)
-    cache = KVCache(2, TOKENS, KV_HEADS, HEAD, torch.float64)
+    cache = KVCache(2, TOKENS, KV_HEADS, HEAD, dtype=torch.float64)
     with torch.no_grad():
         found = [
             layer(x[:, at], cache=cache, positions=at.expand(2, -1) if batched else at)
@@ -186,7 +186,7 @@ def test_the_cache_may_have_another_dtype(
     x = torch.randn(2, TOKENS, DIM, dtype=torch.float64)
     angles = torch.randn(2, TOKENS, HEAD // 2, dtype=torch.float64)  # factors of each token
     cos, sin = angles.cos(), angles.sin()
-    cache = KVCache(2, TOKENS, KV_HEADS, HEAD, dtype)
+    cache = KVCache(2, TOKENS, KV_HEADS, HEAD, dtype=dtype)
     calls: list[None] = []
     write: Any = KVCache.write
     monkeypatch.setattr(KVCache, "write", lambda *args: calls.append(write(*args)))
@@ -228,12 +228,12 @@ def test_decoding_in_a_cuda_graph() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match=r"kv_heads: got 4, expected a divisor of heads = 6"):
+    with pytest.raises(ValueError, match=r"num_kv_heads: got 4, expected a divisor of num_heads"):
         Attention(DIM, HEADS, 4)
     with pytest.raises(ValueError, match=r"heads: got 5, expected a divisor of dim = 24"):
         Attention(DIM, 5)
     with pytest.raises(ValueError, match=r"qk_norm: got 'row', expected 'head', 'all' or None"):
-        Attention(DIM, HEADS, qk_norm="row")
+        Attention(DIM, HEADS, qk_norm="row")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"window: got 3 with causal=False"):
         Attention(DIM, HEADS, window=3, causal=False)
     with pytest.raises(ValueError, match=r"dropout|p: got 2"):
@@ -259,3 +259,15 @@ def test_explain_names_the_kernel_of_attention() -> None:
     assert F.scaled_dot_product_attention is original
     (note,) = [n for n in found.forward.notes if "attention" in n]
     assert "of [2, 6, 7, 8] and [2, 2, 7, 8] with the causal mask: torch chose" in note
+
+
+def test_the_cache_is_a_module() -> None:
+    """It moves and converts; its buffers are no state of a model."""
+    cache = KVCache(2, 9, num_kv_heads=3, head_dim=4)
+    assert cache.keys.shape == (2, 3, 9, 4)
+    assert cache.max_length == 9
+    assert "max_length=9, num_kv_heads=3, head_dim=4" in repr(cache)
+    assert cache.to(torch.float64).values.dtype == torch.float64
+    assert not cache.state_dict()
+    with pytest.raises(TypeError, match="positional arguments"):
+        KVCache(2, 9, 3, 4, "cpu")  # type: ignore[call-arg]

@@ -281,7 +281,7 @@ def test_modules_refuse_other_ranks_and_activations(device: torch.device) -> Non
     with pytest.raises(ValueError, match="expected 4D input"):
         layer(torch.ones(2, 3, device=device))
     with pytest.raises(ValueError, match=r"nn.BatchNormAct2d: act: got 'elu', expected one of"):
-        torchkiln.nn.BatchNormAct2d(3, act="elu")
+        torchkiln.nn.BatchNormAct2d(3, act="elu")  # type: ignore[arg-type]
     assert "act='relu'" in repr(layer)
 
 

@@ -16,6 +16,7 @@ from torchkiln.testing.compare import bits
 from torchkiln.testing.contract.dispatch import Recorder
 from torchkiln.testing.contract.repeat import threads
 from torchkiln.testing.specs.activation import FORMULAS
+from torchkiln.typing import Activation
 
 FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 HALF = (torch.float16, torch.bfloat16)
@@ -42,7 +43,7 @@ def test_special_values(device: torch.device, dtype: torch.dtype) -> None:
     x = column.repeat(6)[:, None].expand(-1, len(numbers) * 6).contiguous()
     bias = column.repeat_interleave(6)
     for scale in (1.0, -1.0, 0.0, math.inf, math.nan):
-        found = torchkiln.scale_bias_relu(x, bias, scale)
+        found = torchkiln.bias_act(x, bias, scale=scale)
         expected = torch.relu(x * scale + bias)
         assert torch.equal(found.isnan(), expected.isnan())
         there = ~expected.isnan()
@@ -56,7 +57,7 @@ def test_gradient_at_special_values(device: torch.device, dtype: torch.dtype) ->
     x = x.repeat(3, 5).to(device)
     bias = torch.zeros(35, dtype=dtype, device=device)
     grads = []
-    for function in (torchkiln.scale_bias_relu, lambda x, b: torch.relu(x + b)):
+    for function in (torchkiln.bias_act, lambda x, b: torch.relu(x + b)):
         leaves = x.clone().requires_grad_(), bias.clone().requires_grad_()
         function(*leaves).backward(torch.full_like(x, 2.0))
         grads.append([gradient(leaf) for leaf in leaves])
@@ -68,8 +69,8 @@ def test_overflow_of_half_precision(device: torch.device) -> None:
     """The product may leave float16's range as long as the result does not."""
     x = torch.full((4, 40), 60000.0, dtype=torch.float16, device=device)
     bias = torch.full((40,), -60000.0, dtype=torch.float16, device=device)
-    assert (torchkiln.scale_bias_relu(x, bias, 2.0) == 60000.0).all()
-    assert torchkiln.scale_bias_relu(x, -bias, 2.0).isinf().all()
+    assert (torchkiln.bias_act(x, bias, scale=2.0) == 60000.0).all()
+    assert torchkiln.bias_act(x, -bias, scale=2.0).isinf().all()
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=name)
@@ -80,7 +81,7 @@ def test_half_precision_is_rounded_once(
     """The result is the float32 result, rounded."""
     x = torch.randn(67, 129, device=device).to(dtype)
     bias = torch.randn(129, device=device).to(dtype if bias_dtype == "same" else torch.float32)
-    found = torchkiln.scale_bias_relu(x, bias, 0.37)
+    found = torchkiln.bias_act(x, bias, scale=0.37)
     wide = torch.relu(x.double() * 0.37 + bias.double())
     exact = wide.to(dtype)
     step = torch.finfo(dtype).eps * wide
@@ -97,7 +98,7 @@ def test_bias_gradient_of_integers_is_exact(device: torch.device, dtype: torch.d
     grad = torch.randint(-3, 4, (rows, columns), device=device).to(dtype)
     x = torch.randint(0, 2, (rows, columns), device=device).to(dtype)
     bias = torch.zeros(columns, device=device, dtype=dtype, requires_grad=True)
-    torchkiln.scale_bias_relu(x, bias).backward(grad)
+    torchkiln.bias_act(x, bias).backward(grad)
     exact = (grad.double() * (x > 0)).sum(0)
     assert torch.equal(gradient(bias), exact.to(dtype))
 
@@ -108,7 +109,7 @@ def test_float32_bias_gets_a_float32_gradient(device: torch.device, dtype: torch
     rows = 2053
     x = torch.ones(rows, 5, device=device, dtype=dtype, requires_grad=True)
     bias = torch.ones(5, device=device, requires_grad=True)
-    torchkiln.scale_bias_relu(x, bias).sum().backward()
+    torchkiln.bias_act(x, bias).sum().backward()
     assert gradient(x).dtype == dtype
     assert gradient(bias).dtype == torch.float32
     assert gradient(bias).tolist() == [float(rows)] * 5
@@ -125,7 +126,7 @@ def test_long_sums(device: torch.device, shape: tuple[int, int]) -> None:
     x = torch.randint(-1, 2, shape, device=device).float()
     bias = torch.zeros(shape[1:], device=device, requires_grad=True)
     leaf = x.requires_grad_()
-    output = torchkiln.scale_bias_relu(leaf, bias, 0.5)
+    output = torchkiln.bias_act(leaf, bias, scale=0.5)
     output.backward(grad)
     mask = leaf.detach() > 0
     assert torch.equal(output.detach(), leaf.detach().clamp(min=0) * 0.5)
@@ -139,7 +140,7 @@ def test_accuracy_of_a_long_sum(device: torch.device) -> None:
     grad = torch.rand(rows, 2, device=device)
     x = torch.ones(rows, 2, device=device)
     bias = torch.zeros(2, device=device, requires_grad=True)
-    torchkiln.scale_bias_relu(x, bias).backward(grad)
+    torchkiln.bias_act(x, bias).backward(grad)
     truth = grad.double().sum(0)
     error = (gradient(bias) - truth).abs().max()
     torch_error = (grad.sum(0) - truth).abs().max()
@@ -165,7 +166,7 @@ def test_bias_gradient_of_more_than_2_to_the_31_elements() -> None:
     row = torch.arange(rows, device=device).remainder(509).neg().to(torch.bfloat16)
     x = row[:, None].expand(rows, columns).contiguous()
     bias = torch.arange(columns, device=device).remainder(241).float().requires_grad_()
-    output = torchkiln.scale_bias_relu(x, bias, 0.5)
+    output = torchkiln.bias_act(x, bias, scale=0.5)
     output.backward(torch.tensor(0.5, device=device, dtype=x.dtype).expand(x.shape))
     # All columns of x are the same, so the sum depends on the bias alone.
     passed = [(x[:, 0].float() * 0.5 + b > 0).sum() for b in range(241)]
@@ -192,6 +193,7 @@ def test_what_is_kept_for_backward(device: torch.device) -> None:
     assert torchkiln.bias_act(x, bias).grad_fn is None
     leaves = x.clone().requires_grad_(), bias.clone().requires_grad_()
     inputs = {leaf.data_ptr() for leaf in leaves}
+    act: Any
     for act in FORMULAS:
         kept: list[Tensor] = []
 
@@ -209,7 +211,7 @@ def test_what_is_kept_for_backward(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("act", FORMULAS)
-def test_inputs_changed_in_place_are_noticed(device: torch.device, act: str) -> None:
+def test_inputs_changed_in_place_are_noticed(device: torch.device, act: Activation) -> None:
     """Writing to an input that backward reads raises an error."""
     x, bias = torch.randn(8, 6, device=device), torch.zeros(6, device=device)
     leaf = x.clone().requires_grad_()
@@ -227,7 +229,7 @@ def test_inputs_changed_in_place_are_noticed(device: torch.device, act: str) -> 
 
 
 @pytest.mark.parametrize("act", FORMULAS)
-def test_every_activation_is_the_op_of_its_name(device: torch.device, act: str) -> None:
+def test_every_activation_is_the_op_of_its_name(device: torch.device, act: Activation) -> None:
     x = torch.randn(67, 129, device=device)
     bias = torch.randn(129, device=device)
     expected = x + bias if act == "none" else getattr(torchkiln, act)(x + bias)
@@ -236,9 +238,8 @@ def test_every_activation_is_the_op_of_its_name(device: torch.device, act: str) 
 
 def test_a_graph_keeps_the_op(traced: Callable[..., set[str]]) -> None:
     """A graph contains the op, which is faster than Inductor's code for the composite."""
-    for function in (torchkiln.bias_act, torchkiln.scale_bias_relu):
-        found = traced(function, torch.ones(2, 3), torch.ones(3))
-        assert found == {"torchkiln.bias_act.default"}
+    found = traced(torchkiln.bias_act, torch.ones(2, 3), torch.ones(3))
+    assert found == {"torchkiln.bias_act.default"}
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
@@ -249,7 +250,7 @@ def test_threads(count: int) -> None:
     bias = torch.randint(-2, 3, (columns,)).float().requires_grad_()
     grad = torch.randint(-3, 4, (rows, columns)).float()
     with threads(count):
-        output = torchkiln.scale_bias_relu(x, bias, 2.0)
+        output = torchkiln.bias_act(x, bias, scale=2.0)
         output.backward(grad)
     mask = (x * 2 + bias) > 0
     assert torch.equal(output, torch.relu(x * 2 + bias))
@@ -266,7 +267,7 @@ def test_gradients_do_not_depend_on_threads(dtype: torch.dtype) -> None:
     found = []
     for count in (1, 2, 3, 7):
         with threads(count):
-            output = torchkiln.scale_bias_relu(x, bias, 0.9)
+            output = torchkiln.bias_act(x, bias, scale=0.9)
             found.append(torch.autograd.grad(output, (x, bias), grad))
     for other in found[1:]:
         assert torch.equal(bits(other[0]), bits(found[0][0]))
@@ -280,7 +281,7 @@ def test_autocast_under_compile(device: torch.device) -> None:
 
     def function(x: Tensor, bias: Tensor) -> Tensor:
         with torch.autocast(device.type, torch.bfloat16):
-            return torchkiln.scale_bias_relu(x, bias)
+            return torchkiln.bias_act(x, bias)
 
     torch.compiler.reset()
     found: Any = torch.compile(function, fullgraph=True, backend="aot_eager")(x, bias)
@@ -292,7 +293,7 @@ def test_autocast_leaves_float64(device: torch.device) -> None:
     x = torch.randn(6, 10, device=device, dtype=torch.float64)
     bias = torch.randn(10, device=device, dtype=torch.float64)
     with torch.autocast(device.type, torch.bfloat16):
-        assert torchkiln.scale_bias_relu(x, bias).dtype == torch.float64
+        assert torchkiln.bias_act(x, bias).dtype == torch.float64
 
 
 @pytest.mark.parametrize(
@@ -302,7 +303,7 @@ def test_scale_is_a_number(scale: object, kind: str) -> None:
     """A tensor would lose its gradient, and cost a wait on a GPU."""
     message = rf"torchkiln\.bias_act: scale: got {kind}, expected a number"
     with pytest.raises(TypeError, match=message):
-        torchkiln.scale_bias_relu(torch.ones(2, 4), torch.ones(4), scale)  # type: ignore[arg-type]
+        torchkiln.bias_act(torch.ones(2, 4), torch.ones(4), scale=scale)  # type: ignore[arg-type]
 
 
 def test_other_numbers_are_scales() -> None:
@@ -310,13 +311,13 @@ def test_other_numbers_are_scales() -> None:
     scales: tuple[Any, ...] = (3, True, np.float32(0.5), -1.0)
     for scale in scales:
         expected = torch.relu(x * float(scale))
-        assert torch.equal(torchkiln.scale_bias_relu(x, bias, scale), expected)
+        assert torch.equal(torchkiln.bias_act(x, bias, scale=scale), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_gradient_penalty_of_relu_is_0(device: torch.device, dtype: torch.dtype) -> None:
     """The derivative of relu is constant, but its gradient stays in the graph, as torch's does."""
-    for op in (torchkiln.bias_act, torchkiln.scale_bias_relu):
+    for op in (torchkiln.bias_act,):
         x = torch.randn(4, 5, device=device).to(dtype).requires_grad_()
         bias = torch.randn(5, device=device).to(dtype).requires_grad_()
         (grad,) = torch.autograd.grad(op(x, bias).sum(), x, create_graph=True)
@@ -342,7 +343,7 @@ DENSE = (
 def test_the_result_has_the_strides_of_a_dense_x(
     device: torch.device,
     sizes: tuple[tuple[int, ...], tuple[int, ...]],
-    act: str,
+    act: Activation,
     dtype: torch.dtype,
 ) -> None:
     """As torch's elementwise ops; values and gradients are those of a contiguous x."""
@@ -355,9 +356,11 @@ def test_the_result_has_the_strides_of_a_dense_x(
         made = []
         for same in (x, x.contiguous()):
             leaf, shift = same.detach().requires_grad_(), bias.clone().requires_grad_()
-            y = torchkiln.bias_act(leaf, shift, scale, act)
+            y = torchkiln.bias_act(leaf, shift, scale=scale, act=act)
             assert (
-                y.stride() == same.stride() == torchkiln.bias_act(same, bias, scale, act).stride()
+                y.stride()
+                == same.stride()
+                == torchkiln.bias_act(same, bias, scale=scale, act=act).stride()
             )
             made.append((y.detach(), *torch.autograd.grad(y, (leaf, shift), incoming)))
         for one, other in zip(*made, strict=True):
@@ -368,7 +371,7 @@ def test_a_second_derivative_of_a_transposed_x(device: torch.device) -> None:
     x = torch.randn(6, 4, device=device, dtype=torch.float64).t().requires_grad_()
     bias = torch.randn(6, device=device, dtype=torch.float64, requires_grad=True)
     for act in ("relu", "silu"):
-        function = lambda x, b, act=act: torchkiln.bias_act(x, b, 0.7, act)  # noqa: E731
+        function = lambda x, b, act=act: torchkiln.bias_act(x, b, scale=0.7, act=act)  # noqa: E731
         assert torch.autograd.gradcheck(function, (x, bias))
         assert torch.autograd.gradgradcheck(function, (x, bias))
 
@@ -377,7 +380,7 @@ def test_a_second_derivative_of_a_transposed_x(device: torch.device) -> None:
 def test_one_gradient_of_a_transposed_x(device: torch.device, wanted: tuple[bool, bool]) -> None:
     x = torch.randn(24, 16, device=device).t().requires_grad_(wanted[0])
     bias = torch.randn(24, device=device).requires_grad_(wanted[1])
-    torchkiln.scale_bias_relu(x, bias, 0.5).sum().backward()
+    torchkiln.bias_act(x, bias, scale=0.5).sum().backward()
     passed = (x * 0.5 + bias > 0).float()
     for leaf, expected in ((x, passed * 0.5), (bias, passed.sum(0))):
         if leaf.requires_grad:
@@ -386,10 +389,10 @@ def test_one_gradient_of_a_transposed_x(device: torch.device, wanted: tuple[bool
 
 def test_the_graph_of_a_transposed_x() -> None:
     """Meta tensors have the strides of real ones, in both directions."""
-    compiled = torch.compile(torchkiln.scale_bias_relu, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(torchkiln.bias_act, backend="aot_eager", fullgraph=True)
     x, bias = torch.randn(24, 16).t(), torch.randn(24)
     made = []
-    for function in (torchkiln.scale_bias_relu, compiled):
+    for function in (torchkiln.bias_act, compiled):
         leaves = x.detach().requires_grad_(), bias.clone().requires_grad_()
         y = function(*leaves)
         made.append((y, *torch.autograd.grad(y, leaves, torch.ones_like(y))))
@@ -407,7 +410,7 @@ def test_derivatives_of_the_fourth_order(
     leaves = [drawn.requires_grad_() for drawn in torch.randn(2, 4, 5, device=device).double()]
     x, bias = leaves[0], leaves[1][0]
     chains = []
-    for y in (torchkiln.bias_act(x, bias, 1.3), torch.relu(x * 1.3 + bias)):
+    for y in (torchkiln.bias_act(x, bias, scale=1.3), torch.relu(x * 1.3 + bias)):
         total, chain = y.pow(power).sum(), []
         for _ in range(4):
             wanted = [leaves[i] for i in which]

@@ -59,7 +59,9 @@ def test_a_cache_without_infinity_has_a_mask_of_float32(
     dtype: torch.dtype, found: torch.dtype
 ) -> None:
     at = torch.tensor([2, 0, 5])
-    assert torch.equal(KVCache(2, 9, HEADS, HEAD, dtype).mask(at), expected_mask(at, 9, found))
+    assert torch.equal(
+        KVCache(2, 9, HEADS, HEAD, dtype=dtype).mask(at), expected_mask(at, 9, found)
+    )
 
 
 def test_nothing_to_hide(device: torch.device) -> None:

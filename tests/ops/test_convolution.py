@@ -33,6 +33,7 @@ from torchkiln.ops._conv_routes import (
     by_product,
     choose,
 )
+from torchkiln.typing import Activation
 
 LAST = torch.channels_last
 RANKS: list[tuple[type[Any], type[Any], type[Any], tuple[int, ...]]] = [
@@ -48,7 +49,7 @@ RANKS: list[tuple[type[Any], type[Any], type[Any], tuple[int, ...]]] = [
 @pytest.mark.parametrize("act", ACTS)
 @torch.no_grad()
 def test_eval_is_the_formula(
-    device: torch.device, act: str, dtype: torch.dtype, memory: Any, *, residual: bool
+    device: torch.device, act: Activation, dtype: torch.dtype, memory: Any, *, residual: bool
 ) -> None:
     for kernel in (1, 3):
         module = layer(device, dtype, act=act, kernel_size=kernel, padding=kernel // 2)
@@ -194,7 +195,7 @@ CALLS: list[tuple[str, int, Geometry, str, torch.dtype, Route]] = [
 
 @pytest.mark.parametrize(("act", "size", "geometry", "more", "dtype", "route"), CALLS)
 def test_the_rule(
-    act: str,
+    act: Activation,
     size: int,
     geometry: Geometry,
     more: str,
@@ -350,7 +351,7 @@ def test_a_compiled_optimizer() -> None:
 def test_made_from_modules(device: torch.device) -> None:
     x = torch.randn(2, 8, 5, 5, device=device)
     conv, bn = nn.Conv2d(8, 6, 3), moved(nn.BatchNorm2d(6))
-    module: Any = torchkiln.nn.ConvBNAct2d.from_modules(conv, bn, "tanh").to(device).eval()
+    module: Any = torchkiln.nn.ConvBNAct2d.from_modules(conv, bn, act="tanh").to(device).eval()
     assert module.conv is conv
     assert list(module.state_dict())[:3] == ["conv.weight", "conv.bias", "bn.weight"]
     close(module(x), exact(module, x))

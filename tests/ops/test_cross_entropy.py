@@ -19,6 +19,7 @@ import torchkiln
 from torchkiln.testing.data import normal
 from torchkiln.testing.specs import cross_entropy as contract
 from torchkiln.testing.specs.cross_entropy import probabilities
+from torchkiln.typing import Reduction
 
 INF = math.inf
 
@@ -27,7 +28,7 @@ INF = math.inf
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("kind", ["classes", "probabilities"])
 def test_every_combination(
-    device: torch.device, dtype: torch.dtype, reduction: str, kind: str
+    device: torch.device, dtype: torch.dtype, reduction: Reduction, kind: str
 ) -> None:
     """Values and gradients against float64."""
     choices = list(itertools.product((0.0, 0.1, 1.0), (False, True), (-100, 3), (0.0, 0.02)))
@@ -68,7 +69,12 @@ def test_all_rows_ignored(device: torch.device, dtype: torch.dtype, count: int) 
     """The mean of no rows is NaN, their sum is 0, and the gradient is 0."""
     logits = torch.randn(5, count, device=device).to(dtype).requires_grad_()
     target = torch.full((5,), 2, device=device)
-    for reduction, expected in (("none", [0.0] * 5), ("sum", 0.0), ("mean", math.nan)):
+    losses: tuple[tuple[Reduction, Any], ...] = (
+        ("none", [0.0] * 5),
+        ("sum", 0.0),
+        ("mean", math.nan),
+    )
+    for reduction, expected in losses:
         for more in (0.0, 0.1):
             loss = torchkiln.cross_entropy(
                 logits,
@@ -267,7 +273,7 @@ def test_wrong_types() -> None:
     with pytest.raises(TypeError, match=prefix + r"target: got list, expected a torch\.Tensor$"):
         calls(logits, [0, 1])
     with pytest.raises(
-        TypeError, match=r"input: got a value beside logits, .*; pass options by key"
+        TypeError, match=r"got more than 3 positional arguments, .*; pass options by keyword"
     ):
         calls(logits, target, None, -100)
 

@@ -14,6 +14,7 @@ import torchkiln
 from torchkiln.testing.compare import bits
 from torchkiln.testing.specs import cross_entropy as contract
 from torchkiln.testing.specs.cross_entropy import probabilities
+from torchkiln.typing import Reduction
 
 FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -98,7 +99,7 @@ def test_peak_memory(device: torch.device, dtype: torch.dtype, kind: str) -> Non
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_peak_memory_of_a_linear_layer(
-    device: torch.device, dtype: torch.dtype, reduction: str
+    device: torch.device, dtype: torch.dtype, reduction: Reduction
 ) -> None:
     """Never more than a third of the logits, of which a chunk has a fifth."""
     rows, features, count = 5 * 8192, 4, 1024

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import torchkiln
 from torchkiln.testing.specs.cross_entropy import probabilities
+from torchkiln.typing import Reduction
 
 
 def some(device: torch.device) -> tuple[Tensor, Tensor]:
@@ -34,7 +35,7 @@ def liked_by_torch(logits: Tensor, target: Tensor, reduction: str) -> tuple[Tens
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("shape", [(40, 5), (4, 7, 6)], ids=str)
 def test_z_loss_and_accuracy_are_returned_on_request(
-    device: torch.device, shape: tuple[int, ...], reduction: str, compiled: bool
+    device: torch.device, shape: tuple[int, ...], reduction: Reduction, compiled: bool
 ) -> None:
     logits = torch.randn(*shape, device=device, requires_grad=True)
     target = torch.randint(shape[1], (shape[0], *shape[2:]), device=device)
@@ -55,22 +56,28 @@ def test_z_loss_and_accuracy_are_returned_on_request(
     assert not accuracy.requires_grad
     grads = [torch.autograd.grad(y, logits, torch.ones_like(y))[0] for y in (loss, plain)]
     assert torch.equal(*grads)
-    assert torch.equal(call(return_z_loss=True)[1], z)
-    assert torch.equal(call(return_accuracy=True)[1], accuracy)
+    only_z, only_accuracy = call(return_z_loss=True), call(return_accuracy=True)
+    assert torch.equal(only_z.z_loss, z)
+    assert torch.equal(only_accuracy.accuracy, accuracy)
+    assert only_z.accuracy is only_accuracy.z_loss is None
 
 
 def test_accuracy_under_transforms_softcap_and_autocast(device: torch.device) -> None:
     logits, target = some(device)
     stacked = torch.stack([logits.detach(), -logits.detach()])
     for wanted in ({"return_accuracy": True}, {"return_z_loss": True, "softcap": 3.0}):
-        each = [torchkiln.cross_entropy(x, target, z_loss=0.1, **wanted) for x in stacked]
-        found = torch.func.vmap(
-            lambda x, wanted=wanted: torchkiln.cross_entropy(x, target, z_loss=0.1, **wanted)
-        )(stacked)
+
+        def call(x: Tensor, wanted: dict[str, Any] = wanted) -> tuple[Tensor, ...]:
+            output = torchkiln.cross_entropy(x, target, z_loss=0.1, **wanted)
+            return tuple(part for part in output if part is not None)
+
+        each = list(map(call, stacked))
+        found = torch.func.vmap(call)(stacked)
         torch.testing.assert_close(found, tuple(map(torch.stack, zip(*each, strict=True))))
     with torch.autocast(device.type, torch.bfloat16):
-        loss, accuracy = torchkiln.cross_entropy(logits.bfloat16(), target, return_accuracy=True)
-    assert loss.dtype == accuracy.dtype == torch.float32
+        output = torchkiln.cross_entropy(logits.bfloat16(), target, return_accuracy=True)
+    assert output.accuracy is not None
+    assert output.loss.dtype == output.accuracy.dtype == torch.float32
     with pytest.raises(RuntimeError, match="return_accuracy: got True beside probabilities"):
         torchkiln.cross_entropy(logits, probabilities(logits.detach()), return_accuracy=True)
 

@@ -271,7 +271,7 @@ def test_replace_leaves_another_gate() -> None:
             return F.rms_norm(hidden_states, (24,), self.weight, 1e-6) * gate.sigmoid()
 
     report = torchkiln.replace(nn.Sequential(SigmoidNorm(24)))
-    assert not report["0"].replaced
+    assert not report["0"].changed
 
 
 def test_special_values() -> None:

@@ -53,7 +53,7 @@ def test_the_module_is_torchs() -> None:
     assert list(without.state_dict()) == ["weight"]
     torch.testing.assert_close(without(x), F.group_norm(x, 3))
     with pytest.raises(ValueError, match=r"torchkiln\.nn\.GroupNorm: act: got 'mish', expected"):
-        torchkiln.nn.GroupNorm(3, 12, act="mish")
+        torchkiln.nn.GroupNorm(3, 12, act="mish")  # type: ignore[arg-type]
 
 
 def test_replace_takes_torchs_module() -> None:

@@ -33,7 +33,7 @@ BITS = """
 import torch, torchkiln
 torch.manual_seed(0)
 x, bias = torch.randn(64, 64, dtype=torch.float64), torch.randn(64, dtype=torch.float64)
-print(torchkiln.scale_bias_relu(x, bias, 0.1).sum(0).tolist())
+print(torchkiln.bias_act(x, bias, scale=0.1).sum(0).tolist())
 """
 
 

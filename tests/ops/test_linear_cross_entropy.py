@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import torchkiln
 from torchkiln.testing.specs.cross_entropy import LINEAR_CROSS_ENTROPY
+from torchkiln.typing import Reduction
 
 FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 NAMES = ("x", "weight", "bias")
@@ -59,7 +60,7 @@ def require_near(found: Tensor, expected: Tensor, rows: int = 1) -> None:
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("rows", [5, 8199])
 def test_every_combination(
-    device: torch.device, dtype: torch.dtype, reduction: str, rows: int
+    device: torch.device, dtype: torch.dtype, reduction: Reduction, rows: int
 ) -> None:
     """Values and gradients against float64, in one chunk and in two."""
     numbers = ((0.0, 0.1), (False, True), (0.0, 0.02), (None, 3.0), (1.0, 0.6))
@@ -88,7 +89,7 @@ def test_every_combination(
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_any_subset_of_gradients(device: torch.device, reduction: str) -> None:
+def test_any_subset_of_gradients(device: torch.device, reduction: Reduction) -> None:
     """A gradient does not depend on which others are wanted."""
     x, weight, target, bias = layer(device, torch.float32, 9)
     leaves = dict(zip(NAMES, (x, weight, bias), strict=True))
@@ -248,11 +249,12 @@ def test_all_rows_ignored(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def test_second_gradients(device: torch.device) -> None:
-    for reduction in ("none", "mean"):
+    reductions: tuple[Reduction, ...] = ("none", "mean")
+    for reduction in reductions:
         x, weight, target, bias = layer(device, torch.float64, 4, features=3, classes=5)
 
         def loss(
-            x: Tensor, weight: Tensor, bias: Tensor, t: Tensor = target, r: str = reduction
+            x: Tensor, weight: Tensor, bias: Tensor, t: Tensor = target, r: Reduction = reduction
         ) -> Tensor:
             return torchkiln.linear_cross_entropy(x, weight, t, bias, reduction=r, softcap=2.0)
 
@@ -318,23 +320,27 @@ def test_a_target_that_is_no_class_on_the_cpu() -> None:
         torchkiln.linear_cross_entropy(x, weight, target)
 
 
-def test_the_module_is_a_linear_layer(device: torch.device) -> None:
-    """It loads the state of torch's layer, and shares an embedding's weight."""
+def test_the_module_has_a_linear_layer(device: torch.device) -> None:
+    """Its state is that of torch's module of this name; an embedding's weight can be shared."""
     torch.manual_seed(0)
     torchs = nn.Linear(8, 13, device=device)
     torch.manual_seed(0)
     ours = torchkiln.nn.LinearCrossEntropyLoss(8, 13, bias=True, device=device)
-    assert torch.equal(ours.weight, torchs.weight)
-    ours.load_state_dict(torchs.state_dict())
+    assert torch.equal(ours.linear.weight, torchs.weight)
+    state = {f"linear.{name}": value for name, value in torchs.state_dict().items()}
+    ours.load_state_dict(state)
+    if hasattr(nn, "LinearCrossEntropyLoss"):  # since torch 2.13
+        theirs = nn.LinearCrossEntropyLoss(8, 13, bias=True, device=device)
+        theirs.load_state_dict(ours.state_dict())
     x, target = torch.randn(3, 4, 8, device=device), torch.randint(13, (3, 4), device=device)
     expected = F.cross_entropy(torchs(x).flatten(0, 1), target.flatten())
     torch.testing.assert_close(ours(x, target), expected)
     embedding = nn.Embedding(13, 8, device=device)
     tied = torchkiln.nn.LinearCrossEntropyLoss(8, 13, device=device)
-    tied.weight = embedding.weight
+    tied.linear.weight = embedding.weight
     tied(embedding(target), target).backward()
     assert embedding.weight.grad is not None
-    assert tied.bias is None
+    assert tied.linear.bias is None
 
 
 def test_explain_tells_the_rows_of_a_chunk() -> None:
@@ -348,7 +354,8 @@ def test_products_are_counted() -> None:
     """One product without gradients, three with those of x and weight."""
     x, weight, target, _ = layer(torch.device("cpu"), torch.float32, 9)
     product = 2 * 9 * 8 * 13
-    for reduction, forward, both in (("mean", 3, 3), ("none", 1, 4)):
+    products: tuple[tuple[Reduction, int, int], ...] = (("mean", 3, 3), ("none", 1, 4))
+    for reduction, forward, both in products:
         with FlopCounterMode(display=False) as counter:
             loss = torchkiln.linear_cross_entropy(x, weight, target, reduction=reduction)
             assert counter.get_total_flops() == forward * product

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 import torchkiln
+from torchkiln.ops.matmul import matmul
 from torchkiln.testing.specs.activation import FORMULAS
+from torchkiln.typing import Activation
 
 
 def saved_bytes(function: object, *args: object) -> int:
@@ -30,12 +34,12 @@ def saved_bytes(function: object, *args: object) -> int:
 
 @pytest.mark.parametrize(("act", "outputs"), [("none", 0), ("relu", 0), ("gelu", 1), ("tanh", 1)])
 def test_the_preactivation_is_kept_only_where_it_is_needed(
-    device: torch.device, act: str, outputs: int
+    device: torch.device, act: Activation, outputs: int
 ) -> None:
     x = torch.randn(16, 8, device=device, requires_grad=True)
     weight = torch.randn(32, 8, device=device, requires_grad=True)
     bias = torch.randn(32, device=device, requires_grad=True)
-    assert saved_bytes(torchkiln.linear, x, weight, bias, act) == outputs * 16 * 32 * 4
+    assert saved_bytes(partial(torchkiln.linear, act=act), x, weight, bias) == outputs * 16 * 32 * 4
 
 
 def test_relu_beside_a_residual_is_not_judged_by_the_sum(device: torch.device) -> None:
@@ -43,14 +47,14 @@ def test_relu_beside_a_residual_is_not_judged_by_the_sum(device: torch.device) -
     x = torch.eye(2, device=device, requires_grad=True)
     weight = torch.tensor([[1.0, -1.0]], device=device)
     residual = torch.tensor([[-5.0], [5.0]], device=device)
-    torchkiln.linear(x, weight, None, "relu", 1.0, residual).sum().backward()
+    torchkiln.linear(x, weight, act="relu", residual=residual).sum().backward()
     assert x.grad is not None
     assert x.grad.tolist() == [[1.0, -1.0], [0.0, 0.0]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("act", ["gelu_tanh", "silu", "tanh", "square"])
-def test_a_float32_bias_beside_half_precision(dtype: torch.dtype, act: str) -> None:
+def test_a_float32_bias_beside_half_precision(dtype: torch.dtype, act: Activation) -> None:
     """On the CPU the bias is added to the rounded product without a further rounding.
 
     The gradient of the bias is then as exact as the one that torch's ops compute in float32.
@@ -64,15 +68,15 @@ def test_a_float32_bias_beside_half_precision(dtype: torch.dtype, act: str) -> N
 
     z = x.double() @ weight.double().t() + bias.double()
     truth = gradient(FORMULAS[act].value(z))
-    recorded = gradient(torchkiln.linear(x, weight, bias, act)) - truth
-    by_torch = gradient(torchkiln.linear(x, weight, bias, act), again=True) - truth
+    recorded = gradient(torchkiln.linear(x, weight, bias, act=act)) - truth
+    by_torch = gradient(torchkiln.linear(x, weight, bias, act=act), again=True) - truth
     assert recorded.norm() <= 1.05 * by_torch.norm()
 
 
 def test_matmul_is_torch_matmul(device: torch.device) -> None:
     a = torch.randn(3, 1, 4, 5, device=device)
     b = torch.randn(2, 5, 6, device=device)
-    out = torchkiln.matmul(a, b)
+    out = matmul(a, b)
     assert out.is_contiguous()
     torch.testing.assert_close(out, a @ b)
 
@@ -100,7 +104,7 @@ def test_runs_give_the_same_bits(device: torch.device) -> None:
     bias = torch.randn(65, device=device, requires_grad=True)
     runs = []
     for _ in range(3):
-        out = torchkiln.linear(x, weight, bias, "gelu")
+        out = torchkiln.linear(x, weight, bias, act="gelu")
         runs.append((out, *torch.autograd.grad(out.sum(), (x, weight, bias))))
     for run in runs[1:]:
         assert all(torch.equal(one, other) for one, other in zip(run, runs[0], strict=True))
@@ -123,13 +127,13 @@ FUSED = [
 
 @pytest.mark.cuda
 @pytest.mark.parametrize(("act", "has_residual"), FUSED)
-def test_the_fused_kernel(act: str, has_residual: bool) -> None:
+def test_the_fused_kernel(act: Activation, has_residual: bool) -> None:
     """At a size that chooses it: enough tiles, deep enough."""
     x = torch.randn(4096, 2048, device="cuda").bfloat16().requires_grad_()
     weight = (torch.randn(4096, 2048, device="cuda") / 45).bfloat16().requires_grad_()
     bias = torch.randn(4096, device="cuda", requires_grad=True)
     residual = torch.randn(4096, 4096, device="cuda").bfloat16() if has_residual else None
-    out = torchkiln.linear(x, weight, bias, act, 0.7, residual)
+    out = torchkiln.linear(x, weight, bias, act=act, scale=0.7, residual=residual)
     grad = torch.randn_like(out)
     grads = torch.autograd.grad(out, (x, weight, bias), grad)
     wide = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
@@ -146,7 +150,7 @@ def test_the_fused_kernel(act: str, has_residual: bool) -> None:
 @pytest.mark.parametrize("bias_dtype", [None, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("sizes", [(4097, 1024, 1021), (4097, 1021, 1024)], ids=str)
 def test_rows_that_are_no_multiples_of_16_bytes(
-    sizes: tuple[int, int, int], bias_dtype: torch.dtype | None, act: str
+    sizes: tuple[int, int, int], bias_dtype: torch.dtype | None, act: Activation
 ) -> None:
     rows, size, columns = sizes
     x = torch.randn(rows, size, device="cuda").bfloat16().requires_grad_()
@@ -157,7 +161,7 @@ def test_rows_that_are_no_multiples_of_16_bytes(
     bias = leaves[2] if bias_dtype is not None else None
     told = torchkiln.explain(torchkiln.linear, x, weight)
     assert "to sizes of multiples of 16 bytes" in str(told)
-    out = torchkiln.linear(x, weight, bias, act)
+    out = torchkiln.linear(x, weight, bias, act=act)
     assert out.is_contiguous()
     grad = torch.randn_like(out)
     grads = torch.autograd.grad(out, leaves, grad)
@@ -201,8 +205,8 @@ def test_memory_behind_a_row_is_not_used(device: torch.device, dtype: torch.dtyp
     eps = torch.finfo(dtype).eps
     rtol, atol = (0.02, 0.2) if device.type == "cuda" else (eps, 1e-4)
     for found in (
-        torchkiln.matmul(rows[:, :k], weight.T),
+        matmul(rows[:, :k], weight.T),
         torchkiln.linear(rows[:, :k], weight),
-        torchkiln.matmul(rows[:, :k].expand(2, -1, -1), weight.T.expand(2, -1, -1))[1],
+        matmul(rows[:, :k].expand(2, -1, -1), weight.T.expand(2, -1, -1))[1],
     ):
         torch.testing.assert_close(found.double(), expected, rtol=rtol, atol=atol)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import torchkiln
+from torchkiln.typing import Saved
 
 OPS: dict[str, Callable[..., Tensor]] = {"mlp": torchkiln.mlp, "gated_mlp": torchkiln.gated_mlp}
 both = pytest.mark.parametrize("name", OPS)
@@ -95,7 +96,7 @@ def test_tensors_of_hooks_are_not_overwritten(device: torch.device, name: str, s
 
 @both
 @each_save
-def test_a_graph_that_is_used_again(device: torch.device, name: str, save: str) -> None:
+def test_a_graph_that_is_used_again(device: torch.device, name: str, save: Saved) -> None:
     """Three passes through one graph, the last of which may overwrite what was kept."""
     given = tensors(name, device)
     out = OPS[name](*given, save=save)
@@ -108,7 +109,7 @@ def test_a_graph_that_is_used_again(device: torch.device, name: str, save: str) 
 
 @pytest.mark.cuda
 @each_save
-def test_gradients_take_the_place_of_the_hidden_layer(save: str) -> None:
+def test_gradients_take_the_place_of_the_hidden_layer(save: Saved) -> None:
     """Backward of gated_mlp allocates no second tensor of the size of gate and up."""
     rows, dim, hidden = 4096, 64, 512
     x, up, down = (

@@ -14,18 +14,19 @@ from torch.nn.utils import prune
 from torch.utils.flop_counter import FlopCounterMode
 
 import torchkiln
+from torchkiln.ops.matmul import matmul
 
 
-def test_scale_bias_relu_is_the_function(device: torch.device) -> None:
-    layer = torchkiln.nn.ScaleBiasReLU(5, scale=0.3, device=device)
+def test_bias_act_is_the_function(device: torch.device) -> None:
+    layer = torchkiln.nn.BiasAct(5, scale=0.3, device=device)
     x = torch.randn(2, 7, 5, device=device)
     with torch.no_grad():
         layer.bias.normal_()
-    assert torch.equal(layer(x), torchkiln.scale_bias_relu(x, layer.bias, 0.3))
+    assert torch.equal(layer(x), torchkiln.bias_act(x, layer.bias, scale=0.3))
 
 
 def test_parameters(device: torch.device) -> None:
-    layer = torchkiln.nn.ScaleBiasReLU(5, device=device, dtype=torch.bfloat16)
+    layer = torchkiln.nn.BiasAct(5, device=device, dtype=torch.bfloat16)
     assert list(layer.state_dict()) == ["bias"]
     assert layer.bias.requires_grad
     assert layer.bias.dtype == torch.bfloat16
@@ -36,16 +37,16 @@ def test_parameters(device: torch.device) -> None:
 
 def test_default_scale_is_one() -> None:
     x = torch.randn(3, 4)
-    assert torch.equal(torchkiln.nn.ScaleBiasReLU(4)(x), torch.relu(x))
+    assert torch.equal(torchkiln.nn.BiasAct(4)(x), torch.relu(x))
 
 
 def test_repr_tells_the_arguments() -> None:
-    assert repr(torchkiln.nn.ScaleBiasReLU(4, 0.5)) == "ScaleBiasReLU(4, scale=0.5)"
+    assert repr(torchkiln.nn.BiasAct(4, scale=0.5)) == "BiasAct(4, act='relu', scale=0.5)"
 
 
 def test_meta_then_materialised() -> None:
     """The way large models are made: on meta, then empty memory, then loaded."""
-    layer = torchkiln.nn.ScaleBiasReLU(4, device="meta")
+    layer = torchkiln.nn.BiasAct(4, device="meta")
     assert layer(torch.empty(3, 4, device="meta")).shape == (3, 4)
     layer = layer.to_empty(device="cpu")
     layer.load_state_dict({"bias": torch.arange(4.0)})
@@ -56,7 +57,7 @@ def test_training_is_that_of_plain_torch(device: torch.device) -> None:
     """Linear, module, linear: the same steps as with the bias added by torch."""
     torch.manual_seed(0)
     fused = nn.Sequential(
-        nn.Linear(8, 16, bias=False), torchkiln.nn.ScaleBiasReLU(16), nn.Linear(16, 3)
+        nn.Linear(8, 16, bias=False), torchkiln.nn.BiasAct(16), nn.Linear(16, 3)
     ).to(device)
     plain = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)).to(device)
     first, layer, last = (fused[i].state_dict() for i in range(3))
@@ -81,7 +82,7 @@ def test_training_is_that_of_plain_torch(device: torch.device) -> None:
 
 def test_wrong_width_names_the_argument() -> None:
     with pytest.raises(RuntimeError, match=r"bias: got shape \[4\], expected \[5\]"):
-        torchkiln.nn.ScaleBiasReLU(4)(torch.ones(2, 5))
+        torchkiln.nn.BiasAct(4)(torch.ones(2, 5))
 
 
 @pytest.mark.parametrize("recorded", [False, True])
@@ -123,7 +124,7 @@ def test_linear_takes_torchs_positional_arguments() -> None:
         theirs = nn.Linear(3, 4, True, device, torch.float64)
         assert (layer.weight.device, layer.weight.dtype) == (theirs.weight.device, torch.float64)
         assert (layer.act, layer.scale) == ("none", 1.0)
-    layer = torchkiln.nn.Linear(3, 4, False, "gelu", 2.0)
+    layer = torchkiln.nn.Linear(3, 4, False, act="gelu", scale=2.0)
     assert (layer.act, layer.scale) == ("gelu", 2.0)
     assert layer.bias is None
 
@@ -131,9 +132,17 @@ def test_linear_takes_torchs_positional_arguments() -> None:
 def test_modules_refuse_bad_settings_when_made() -> None:
     expected = "act: got 'swish', expected one of none, square, relu"
     with pytest.raises(ValueError, match=f"torchkiln.nn.Linear: {expected}"):
-        torchkiln.nn.Linear(3, 4, act="swish")
+        torchkiln.nn.Linear(3, 4, act="swish")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=f"torchkiln.nn.BiasAct: {expected}"):
-        torchkiln.nn.BiasAct(3, "swish")
+        torchkiln.nn.BiasAct(3, act="swish")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"nn\.RMSNorm: round: got 'up', expected one of once"):
+        torchkiln.nn.RMSNorm(8, round="up")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"nn\.LayerNorm: eps: got -1.0, expected a number of at"):
+        torchkiln.nn.LayerNorm(8, -1.0)
+    with pytest.raises(ValueError, match=r"nn\.CrossEntropyLoss: reduction: got 'average', expe"):
+        torchkiln.nn.CrossEntropyLoss(reduction="average")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"nn\.LinearCrossEntropyLoss: reduction: got 'average'"):
+        torchkiln.nn.LinearCrossEntropyLoss(3, 4, reduction="average")  # type: ignore[arg-type]
     for make in (torchkiln.nn.DropoutAdd, partial(torchkiln.nn.BiasDropoutAdd, 3)):
         with pytest.raises(ValueError, match=r"p: got 1.5, expected a probability"):
             make(1.5)
@@ -147,7 +156,7 @@ def test_flops_of_products_are_counted() -> None:
         lambda: nn.functional.linear(x, weight),
         lambda: torchkiln.linear(x, weight),
         lambda: torchkiln.linear(x, weight, act="gelu"),
-        lambda: torchkiln.matmul(x, weight.T),
+        lambda: matmul(x, weight.T),
     ):
         with FlopCounterMode(display=False) as counter:
             call()  # type: ignore[no-untyped-call]
@@ -168,7 +177,7 @@ assert ("torch.utils.flop_counter" in sys.modules) == ({first!r} != "torchkiln")
 from torch.utils.flop_counter import FlopCounterMode
 with FlopCounterMode(display=False) as counter:
     torchkiln.linear(torch.ones(3, 4), torch.ones(5, 4))
-    torchkiln.matmul(torch.ones(3, 4), torch.ones(4, 5))
+    torchkiln.ops.matmul.matmul(torch.ones(3, 4), torch.ones(4, 5))
 assert counter.get_total_flops() == 2 * 2 * 3 * 4 * 5
 assert not any(type(finder).__name__ == "OnImport" for finder in sys.meta_path)
 """

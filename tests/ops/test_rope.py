@@ -156,7 +156,7 @@ def test_one_result_may_be_unused(device: torch.device) -> None:
 
 
 def test_module_keeps_its_tables_in_float32(device: torch.device) -> None:
-    layer = torchkiln.nn.RotaryEmbedding(16, 32, interleaved=True, partial=8, device=device)
+    layer = torchkiln.nn.RotaryEmbedding(16, 32, interleaved=True, rotary_dim=8, device=device)
     q, k = (torch.randn(2, n, 5, 16, device=device) for n in (4, 2))
     expected = layer(q, k)
     torch.testing.assert_close(layer(q, k, torch.arange(5, device=device)), expected)

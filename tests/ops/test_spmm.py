@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import torchkiln
+from torchkiln.ops.spmm import spmm_csr
 from torchkiln.testing.specs.spmm import dense, pattern
 
 # Torch's own sparse tensors come with warnings.
@@ -49,11 +50,11 @@ def test_what_is_stored_spreads_nan(device: torch.device) -> None:
     crow = torch.tensor([0, 2, 2, 3], device=device)
     col = torch.tensor([0, 2, 1], device=device)
     values = torch.tensor([1.0, torch.nan, torch.inf], device=device)
-    y = torchkiln.spmm_csr(values, torch.tensor([[2.0], [-1.0], [4.0]], device=device), crow, col)
+    y = spmm_csr(values, torch.tensor([[2.0], [-1.0], [4.0]], device=device), crow, col)
     assert torch.equal(y.isnan().flatten().cpu(), torch.tensor([True, False, False]))
     assert y[1:].flatten().tolist() == [0.0, -torch.inf]
     b = torch.tensor([[torch.inf], [torch.nan], [0.0]], device=device)
-    y = torchkiln.spmm_csr(torch.ones(3, device=device), b, crow, col)
+    y = spmm_csr(torch.ones(3, device=device), b, crow, col)
     assert y[0].item() == torch.inf
     assert y[1].item() == 0
     assert y[2].isnan()

@@ -78,7 +78,6 @@ OTHERS: Mapping[str, Callable[[Any], Any]] = {
     "out": lambda x: torchkiln.rms_norm(x, 3, out=torch.empty_like(X)),
     "in place": lambda x: torchkiln.add_rms_norm_(x.clone(), x.clone(), (3,))[0],
     "spmm of a vector": lambda x: torchkiln.spmm(torch.eye(72).to_sparse_csr(), x.reshape(72)),
-    "scale_bias_relu": lambda x: torchkiln.scale_bias_relu(x, ROW[:3]),
 }
 
 

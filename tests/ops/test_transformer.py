@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -81,7 +81,7 @@ def test_results_and_gradients(form: str) -> None:
 
 
 @pytest.mark.parametrize("norm", ["rms", "layer"])
-def test_the_norm_of_a_sum_has_the_settings_of_its_module(norm: str) -> None:
+def test_the_norm_of_a_sum_has_the_settings_of_its_module(norm: Literal["rms", "layer"]) -> None:
     block = TransformerBlock(DIM, HEADS, norm=norm, offset=1.0, round="input", dtype=torch.bfloat16)
     torch.nn.init.normal_(block.mlp_norm.weight)
     x, residual = torch.randn(2, 5, DIM, dtype=torch.bfloat16)
@@ -147,4 +147,4 @@ def test_state_dict_and_refusals() -> None:
         "mlp.down.weight",
     ]
     with pytest.raises(ValueError, match=r"norm: got 'batch', expected 'rms' or 'layer'"):
-        TransformerBlock(DIM, HEADS, norm="batch")
+        TransformerBlock(DIM, HEADS, norm="batch")  # type: ignore[arg-type]

@@ -60,7 +60,7 @@ function(torchkiln_add_module name)
       LINKER_LANGUAGE CXX
       INSTALL_RPATH "$ORIGIN/../torchkiln/lib;$ORIGIN/../torch/lib"
   )
-  # torchkiln.require_torch() reads this file.
+  # torchkiln.extend.require_torch() reads this file.
   file(WRITE "${CMAKE_CURRENT_BINARY_DIR}/_torch.txt" "${torchkiln_TORCH_VERSION}\n")
   install(FILES "${CMAKE_CURRENT_BINARY_DIR}/_torch.txt" DESTINATION .)
   # Compile options that the project sets for the module also apply to the CPU kernels.

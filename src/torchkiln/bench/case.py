@@ -84,10 +84,12 @@ def call_of(
     """
     sample = case.sample
     if direction == FORWARD:
-        return partial(function, *sample.args, **sample.kwargs)
+        args, kwargs = sample.arguments(function)
+        return partial(function, *args, **kwargs)
     leaves = case.spec.leaves(sample)
     if direction == RECORDED:
-        return partial(function, *leaves.args, **leaves.kwargs)
+        args, kwargs = leaves.arguments(function)
+        return partial(function, *args, **kwargs)
     inputs = [leaves.args[i] for i in case.spec.wanted(leaves)]
     results = outputs(leaves.call(function))
     incoming = list(map(torch.randn_like, results)) if grads is None else grads

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from torchkiln._report import Report
 from torchkiln.bench.clock import Times, device_clock, in_turns
 from torchkiln.bench.report import Table, duration, plain, rich_table, size
 from torchkiln.bench.roofline import Work, ceilings, written
@@ -19,8 +20,10 @@ SECONDS = 1.0
 
 
 @dataclass(frozen=True, repr=False)
-class Comparison:
+class Comparison(Report):
     """The times of two functions, and their ceiling."""
+
+    schema: ClassVar[str] = "torchkiln.comparison/1"
 
     environment: Environment
     names: tuple[str, str]
@@ -43,7 +46,8 @@ class Comparison:
 
     def as_dict(self) -> dict[str, Any]:
         """All fields and the speed-up, in types of JSON."""
-        return asdict(self) | {"speedup": self.speedup, "is_certain": self.is_certain}
+        derived = {"speedup": self.speedup, "is_certain": self.is_certain}
+        return {"schema": self.schema, **asdict(self), **derived}
 
     def table(self) -> Table:
         """A line for each function."""

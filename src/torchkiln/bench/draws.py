@@ -10,6 +10,7 @@ from random import Random
 import torch
 from torch import Tensor
 
+import torchkiln
 from torchkiln.bench.case import BACKWARD, FORWARD, BenchCase
 from torchkiln.testing import OpSpec, Sample
 from torchkiln.testing.data import contiguous_strides, drawn_sizes
@@ -135,11 +136,12 @@ def tensor_text(x: Tensor) -> str:
 
 def text(draw: Draw) -> str:
     """The call as Python code."""
-    sample = draw.case.sample
 
     def of(value: object) -> str:
         return tensor_text(value) if isinstance(value, Tensor) else repr(value)
 
-    given = [of(value) for value in sample.args]
-    given += [f"{name}={of(value)}" for name, value in sample.kwargs.items()]
-    return f"torchkiln.{draw.case.spec.op.__name__}({', '.join(given)})"
+    op = draw.case.spec.op
+    args, kwargs = draw.case.sample.arguments(op)
+    given = [*map(of, args), *(f"{name}={of(value)}" for name, value in kwargs.items())]
+    place = "torchkiln" if hasattr(torchkiln, op.__name__) else "torch.ops.torchkiln"
+    return f"{place}.{op.__name__}({', '.join(given)})"

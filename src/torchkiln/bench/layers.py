@@ -84,7 +84,9 @@ def rotated(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def attended(x: Tensor, layer: torchkiln.nn.Attention, cos: Tensor, sin: Tensor) -> Tensor:
     """The same attention with torch's functions."""
-    q, k, v = layer.qkv(x).unflatten(-1, (3, layer.heads, layer.head_dim)).permute(2, 0, 3, 1, 4)
+    q, k, v = (
+        layer.qkv(x).unflatten(-1, (3, layer.num_heads, layer.head_dim)).permute(2, 0, 3, 1, 4)
+    )
     q, k = rotated(q, cos, sin), rotated(k, cos, sin)
     mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     found: Tensor = layer.out(mixed.transpose(1, 2).flatten(2))

@@ -6,10 +6,11 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
+from torchkiln._report import Report
 from torchkiln.bench.case import BenchCase
 from torchkiln.bench.clock import Load, Times, rounded
 from torchkiln.bench.roofline import PRODUCT
@@ -132,7 +133,7 @@ class Row:
         compared = (OURS, self.best_peer or OURS)
         return max(self.times[name].spread for name in compared) > limit
 
-    def to_json(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """The fields that are not empty, and the figures that follow from them."""
         derived: dict[str, Any] = {
             "ceiling": self.ceiling,
@@ -147,8 +148,8 @@ class Row:
         return {k: v for k, v in (asdict(self) | derived).items() if v not in (None, "", {})}
 
     @classmethod
-    def from_json(cls, entry: Mapping[str, Any]) -> Row:
-        """The row that :meth:`to_json` wrote."""
+    def from_dict(cls, entry: Mapping[str, Any]) -> Row:
+        """The row that :meth:`as_dict` returned."""
         values: dict[str, Any] = {"variant": "", "threads": None}
         values |= {name: entry[name] for name in cls.__dataclass_fields__ if name in entry}
         values["shape"] = tuple(values["shape"])
@@ -194,28 +195,36 @@ def reason_of(error: Exception) -> str | None:
 
 
 @dataclass(frozen=True)
-class Record:
+class Record(Report):
     """A run: machine, rows and skipped calls. Times are seconds."""
+
+    schema: ClassVar[str] = "torchkiln.bench/1"
 
     environment: Environment
     rows: tuple[Row, ...]
     skipped: tuple[Skipped, ...] = ()
     load: Load | None = None
 
-    def write(self, path: Path) -> None:
-        """Write a JSON file with a line for each row."""
-        content = {
+    def as_dict(self) -> dict[str, Any]:
+        """All rows and the machine, in types that JSON has."""
+        return {
+            "schema": self.schema,
             "environment": asdict(self.environment),
             "load": self.load and asdict(self.load),
-            "rows": [row.to_json() for row in self.rows],
+            "rows": [row.as_dict() for row in self.rows],
             "skipped": [asdict(entry) for entry in self.skipped],
         }
-        write_json(path, content)
+
+    def write(self, path: Path) -> None:
+        """Write a JSON file with a line for each row."""
+        write_json(path, self.as_dict())
 
     @classmethod
     def read(cls, path: Path) -> Record:
         """Read the file that :meth:`write` wrote."""
         content = json.loads(path.read_text(encoding="utf-8"))
+        if (schema := content.get("schema")) != cls.schema:
+            raise ValueError(f"schema: got {schema!r}, expected {cls.schema!r}")
         skipped = tuple(
             Skipped(**entry | {"shape": entry["shape"] and tuple(entry["shape"])})
             for entry in content["skipped"]
@@ -223,7 +232,7 @@ class Record:
         load = content["load"]
         return cls(
             Environment(**content["environment"]),
-            tuple(map(Row.from_json, content["rows"])),
+            tuple(map(Row.from_dict, content["rows"])),
             skipped,
             load and Load(**load),
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,8 +25,9 @@ def run(options: argparse.Namespace) -> int:
             case = requested_case(WHERE, options)
             sample = case.sample if options.forward else case.spec.leaves(case.sample)
             sample.start_generators()
-            found = explain(case.spec.op, *sample.args, **sample.kwargs)
-        text = json.dumps(found.as_dict(), indent=1)
+            args, kwargs = sample.arguments(case.spec.op)
+            found = explain(case.spec.op, *args, **kwargs)
+        text = found.to_json(1)
         if options.json == Path("-"):
             print(text)
             return 0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from torchkiln.nn import ScaleBiasReLU
+from torchkiln.nn import BiasAct
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,7 +25,7 @@ TOLERANCE = 0.02
 training amplifies that; a wrong gradient would differ far more."""
 
 
-class PlainScaleBiasReLU(nn.Module):
+class PlainBiasAct(nn.Module):
     """The layer as three ops of torch."""
 
     def __init__(self, features: int, scale: float) -> None:
@@ -100,8 +100,8 @@ def train_both(device: torch.device, steps: int) -> Iterator[Outcome]:
     torch.manual_seed(1)
     points, labels = spirals(8 * BATCH, device)
     runs = (
-        Run("torchkiln", network(ScaleBiasReLU).to(device)),
-        Run("plain torch", network(PlainScaleBiasReLU).to(device)),
+        Run("torchkiln", network(BiasAct).to(device)),
+        Run("plain torch", network(PlainBiasAct).to(device)),
     )
     outcome = Outcome(runs, points, labels, total=steps)
     optimisers = [torch.optim.SGD(r.model.parameters(), lr=0.1, momentum=0.9) for r in runs]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 
 from torchkiln.doctor.environment import Environment
@@ -16,5 +15,5 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     options = parser.parse_args(given)
     report = examine(Environment.here())
-    print(json.dumps(report.as_dict(), indent=1) if options.json else report)
+    print(report.to_json(1) if options.json else report)
     return 1 if report.problems else 0

@@ -6,8 +6,9 @@ import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
+from torchkiln import _report
 from torchkiln._loader import mismatch
 from torchkiln.doctor import Finding, compilers, gpu, note, package, runtime
 from torchkiln.doctor.environment import Environment
@@ -51,8 +52,10 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(_report.Report):
     """The result of an examination."""
+
+    schema: ClassVar[str] = "torchkiln.doctor/1"
 
     facts: Facts
     findings: tuple[Finding, ...]
@@ -67,6 +70,7 @@ class Report:
         """Convert to types that JSON has."""
         torch = self.facts.torch
         return {
+            "schema": self.schema,
             "python": sys.executable,
             "torch": torch and {**torch._asdict(), "folder": str(torch.folder)},
             "build": self.facts.record,

@@ -8,7 +8,7 @@ from torchkiln.nn.batch_norm import (
     BatchNormAct3d,
     SyncBatchNormAct,
 )
-from torchkiln.nn.bias_act import BiasAct, ScaleBiasReLU
+from torchkiln.nn.bias_act import BiasAct
 from torchkiln.nn.convolution import ConvBNAct1d, ConvBNAct2d, ConvBNAct3d
 from torchkiln.nn.cross_entropy import CrossEntropyLoss, LinearCrossEntropyLoss
 from torchkiln.nn.dropout import BiasDropoutAdd, DropoutAdd
@@ -56,7 +56,6 @@ __all__ = [
     "ReLU",
     "ReLU2",
     "RotaryEmbedding",
-    "ScaleBiasReLU",
     "SiLU",
     "Sigmoid",
     "Softmax",

@@ -1,5 +1,7 @@
 """Modules of the activations, with the names and arguments of :mod:`torch.nn` where it has them."""
 
+from typing import Literal
+
 from torch import Tensor, nn
 
 from torchkiln.ops.activation import (
@@ -26,9 +28,9 @@ class ReLU(nn.ReLU):
         any.
     """
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Applies the op to ``x``."""
-        return relu_(x) if self.inplace else relu(x)
+    def forward(self, input: Tensor) -> Tensor:
+        """Applies the op to ``input``."""
+        return relu_(input) if self.inplace else relu(input)
 
     def extra_repr(self) -> str:
         """The settings, for ``repr``."""
@@ -53,9 +55,9 @@ class SiLU(nn.SiLU):
         any.
     """
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Applies the op to ``x``."""
-        return silu_(x) if self.inplace else silu(x)
+    def forward(self, input: Tensor) -> Tensor:
+        """Applies the op to ``input``."""
+        return silu_(input) if self.inplace else silu(input)
 
     def extra_repr(self) -> str:
         """The settings, for ``repr``."""
@@ -72,13 +74,15 @@ class GELU(nn.GELU):
         any.
     """
 
-    def __init__(self, approximate: str = "none") -> None:
+    approximate: Literal["none", "tanh"]
+
+    def __init__(self, approximate: Literal["none", "tanh"] = "none") -> None:
         is_tanh(approximate, "nn.GELU")
         super().__init__(approximate)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Applies the op to ``x``."""
-        return gelu(x, self.approximate)
+    def forward(self, input: Tensor) -> Tensor:
+        """Applies the op to ``input``."""
+        return gelu(input, self.approximate)
 
     def extra_repr(self) -> str:
         """The settings, for ``repr``."""
@@ -96,14 +100,14 @@ class QuickGELU(nn.Module):
 class Sigmoid(nn.Sigmoid):
     """``1 / (1 + exp(-x))``, of any shape."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Applies the op to ``x``."""
-        return sigmoid(x)
+    def forward(self, input: Tensor) -> Tensor:
+        """Applies the op to ``input``."""
+        return sigmoid(input)
 
 
 class Tanh(nn.Tanh):
     """The hyperbolic tangent, of any shape."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Applies the op to ``x``."""
-        return tanh(x)
+    def forward(self, input: Tensor) -> Tensor:
+        """Applies the op to ``input``."""
+        return tanh(input)

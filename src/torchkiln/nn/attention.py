@@ -1,5 +1,7 @@
 """Attention with a packed projection."""
 
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -8,6 +10,7 @@ from torchkiln.nn.checks import check_p
 from torchkiln.nn.kv_cache import KVCache
 from torchkiln.nn.norm import RMSNorm
 from torchkiln.ops.rope import qkv_norm_rope
+from torchkiln.typing import Device
 
 
 class Attention(nn.Module):
@@ -19,9 +22,10 @@ class Attention(nn.Module):
 
     Args:
         dim: size of the last dimension of the input and the output.
-        heads: heads of the queries.
-        kv_heads: heads of the keys and of the values, a divisor of ``heads``; None for ``heads``.
-        head_dim: elements of a head; None for ``dim // heads``.
+        num_heads: heads of the queries.
+        num_kv_heads: heads of the keys and of the values, a divisor of ``num_heads``; None for
+            ``num_heads``.
+        head_dim: elements of a head; None for ``dim // num_heads``.
         bias: whether the projections have a bias.
         out_bias: whether the last projection has a bias; None for ``bias``.
         qk_norm: ``"head"`` for an RMS norm of each head of the queries and the keys, with the
@@ -35,7 +39,7 @@ class Attention(nn.Module):
         dropout: the probability that an attention weight is dropped in training.
         scale: a factor of the products of queries and keys; None for ``head_dim**-0.5``.
         interleaved: as for :func:`torchkiln.rope`.
-        partial: as for :func:`torchkiln.rope`.
+        rotary_dim: as ``partial`` of :func:`torchkiln.rope`.
         device: of the parameters.
         dtype: of the parameters.
 
@@ -48,13 +52,13 @@ class Attention(nn.Module):
     def __init__(
         self,
         dim: int,
-        heads: int,
-        kv_heads: int | None = None,
+        num_heads: int,
+        num_kv_heads: int | None = None,
         head_dim: int | None = None,
         *,
         bias: bool = False,
         out_bias: bool | None = None,
-        qk_norm: str | None = None,
+        qk_norm: Literal["head", "all"] | None = None,
         eps: float = 1e-6,
         offset: float = 0.0,
         causal: bool = True,
@@ -62,28 +66,28 @@ class Attention(nn.Module):
         dropout: float = 0.0,
         scale: float | None = None,
         interleaved: bool = False,
-        partial: int | None = None,
-        device: torch.device | str | int | None = None,
+        rotary_dim: int | None = None,
+        device: Device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        kv_heads = heads if kv_heads is None else kv_heads
-        check_settings(dim, heads, kv_heads, head_dim, qk_norm, causal, window)
-        self.heads, self.kv_heads = heads, kv_heads
-        self.head_dim = dim // heads if head_dim is None else head_dim
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        check_settings(dim, num_heads, num_kv_heads, head_dim, qk_norm, causal, window)
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.head_dim = dim // num_heads if head_dim is None else head_dim
         self.causal, self.window, self.scale = causal, window, scale
         self.dropout = check_p("nn.Attention", dropout)
-        self.interleaved, self.partial = interleaved, partial
+        self.interleaved, self.rotary_dim = interleaved, rotary_dim
         self.qk_norm, self.eps, self.offset = qk_norm, eps, offset
-        columns = (heads + 2 * kv_heads) * self.head_dim
+        columns = (num_heads + 2 * num_kv_heads) * self.head_dim
         last = bias if out_bias is None else out_bias
         self.qkv = nn.Linear(dim, columns, bias, device=device, dtype=dtype)
-        self.out = nn.Linear(heads * self.head_dim, dim, last, device=device, dtype=dtype)
+        self.out = nn.Linear(num_heads * self.head_dim, dim, last, device=device, dtype=dtype)
         self.q_norm = self.k_norm = None
         if qk_norm is not None:
             self.q_norm, self.k_norm = (
-                RMSNorm(count * self.head_dim, eps, True, device, dtype, offset=offset)  # type: ignore[arg-type]
-                for count in ((heads, kv_heads) if qk_norm == "all" else (1, 1))
+                RMSNorm(count * self.head_dim, eps, True, device, dtype, offset=offset)
+                for count in ((num_heads, num_kv_heads) if qk_norm == "all" else (1, 1))
             )
 
     def forward(
@@ -125,16 +129,17 @@ class Attention(nn.Module):
         causal = self.causal and mask is None and self.window is None and places is None
         if not causal:
             mask = self.visible(mask, q, k.shape[-2], cache, places)
-        grouped = self.heads != self.kv_heads
+        grouped = self.num_heads != self.num_kv_heads
         alone = grouped and x.shape[1] == 1 and (mask is None or mask.dim() == 2)
         alone = alone and not has_grouped_kernel(x.device)
         if alone:  # one token: the queries of a group take the place of tokens
-            q, grouped, causal = q.view(q.shape[0], self.kv_heads, -1, self.head_dim), False, False
+            q = q.view(q.shape[0], self.num_kv_heads, -1, self.head_dim)
+            grouped = causal = False
         mixed = F.scaled_dot_product_attention(
             q, k, v, mask, p, causal, scale=self.scale, enable_gqa=grouped
         )
         if alone:
-            mixed = mixed.reshape(x.shape[0], self.heads, 1, self.head_dim)
+            mixed = mixed.reshape(x.shape[0], self.num_heads, 1, self.head_dim)
         out: Tensor = self.out(mixed.transpose(1, 2).flatten(-2))
         return out
 
@@ -155,19 +160,19 @@ class Attention(nn.Module):
                 sin,
                 None if q_norm is None else q_norm.weight,
                 None if k_norm is None else k_norm.weight,
-                self.heads,
-                self.kv_heads,
+                self.num_heads,
+                self.num_kv_heads,
                 eps=self.eps,
                 norm=self.qk_norm or "none",
                 offset=self.offset,
                 interleaved=self.interleaved,
                 positions=positions,
-                partial=self.partial,
+                partial=self.rotary_dim,
                 cache=cache,
             )
         if cos is not None or sin is not None:
             raise ValueError("torchkiln.nn.Attention: sin: got one of cos and sin, expected both")
-        sizes = (self.heads, self.kv_heads, self.kv_heads)
+        sizes = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         q, k, v = qkv.split([count * self.head_dim for count in sizes], -1)
         if q_norm is not None and k_norm is not None:
             q, k = (
@@ -229,8 +234,9 @@ class Attention(nn.Module):
 
     def extra_repr(self) -> str:
         """The settings, for ``repr``."""
-        words = f"heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}"
-        return f"{words}, causal={self.causal}, window={self.window}, qk_norm={self.qk_norm!r}"
+        heads = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
+        words = f"{heads}, head_dim={self.head_dim}, causal={self.causal}, window={self.window}"
+        return f"{words}, qk_norm={self.qk_norm!r}"
 
 
 def has_grouped_kernel(device: torch.device) -> bool:
@@ -243,23 +249,23 @@ def has_grouped_kernel(device: torch.device) -> bool:
 
 def check_settings(  # noqa: PLR0917
     dim: int,
-    heads: int,
-    kv_heads: int,
+    num_heads: int,
+    num_kv_heads: int,
     head_dim: int | None,
-    qk_norm: str | None,
+    qk_norm: Literal["head", "all"] | None,
     causal: bool,
     window: int | None,
 ) -> None:
     """Refuses settings of :class:`Attention` that do not fit together."""
-    if kv_heads < 1 or heads < 1 or heads % kv_heads:
+    if num_kv_heads < 1 or num_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(
-            f"torchkiln.nn.Attention: kv_heads: got {kv_heads}, expected a divisor of "
-            f"heads = {heads}"
+            f"torchkiln.nn.Attention: num_kv_heads: got {num_kv_heads}, expected a divisor of "
+            f"num_heads = {num_heads}"
         )
-    if head_dim is None and dim % heads:
+    if head_dim is None and dim % num_heads:
         raise ValueError(
-            f"torchkiln.nn.Attention: heads: got {heads}, expected a divisor of dim = {dim}, "
-            "or head_dim="
+            f"torchkiln.nn.Attention: num_heads: got {num_heads}, expected a divisor of dim = "
+            f"{dim}, or head_dim="
         )
     if qk_norm not in (None, "head", "all"):
         raise ValueError(

@@ -9,13 +9,14 @@ from torch import Tensor, nn
 
 from torchkiln.nn.checks import check_act
 from torchkiln.ops.batch_norm import bn_act, sync_bn_act
+from torchkiln.typing import Activation, Device
 
 
 def batch_norm_act(
     module: nn.modules.batchnorm._BatchNorm,
     x: Tensor,
     residual: Tensor | None,
-    act: str,
+    act: Activation,
     op: Callable[..., Tensor] = bn_act,
 ) -> Tensor:
     """The call of the op with the parameters, statistics and settings of a batch norm.
@@ -48,7 +49,7 @@ def sync_batch_norm_act(
     module: nn.modules.batchnorm._BatchNorm,
     x: Tensor,
     residual: Tensor | None,
-    act: str,
+    act: Activation,
 ) -> Tensor:
     """:func:`batch_norm_act`; over the processes of a module that synchronises its statistics."""
     if not is_synchronized(module):
@@ -94,10 +95,10 @@ class _BatchNormAct(nn.modules.batchnorm._BatchNorm):
         momentum: float | None = 0.1,
         affine: bool = True,
         track_running_stats: bool = True,
-        act: str = "relu",
-        *,
-        device: torch.device | str | None = None,
+        device: Device | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        act: Activation = "relu",
     ) -> None:
         super().__init__(
             num_features,
@@ -110,9 +111,9 @@ class _BatchNormAct(nn.modules.batchnorm._BatchNorm):
         )
         self.act = check_act(f"nn.{type(self).__name__}", act)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Applies the op to ``x``."""
-        return batch_norm_act(self, x, residual, self.act)
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Applies the op to ``input``."""
+        return batch_norm_act(self, input, residual, self.act)
 
     def extra_repr(self) -> str:
         """The settings, for ``repr``."""
@@ -121,7 +122,7 @@ class _BatchNormAct(nn.modules.batchnorm._BatchNorm):
 
 
 class BatchNormAct1d(_BatchNormAct, nn.BatchNorm1d):
-    """``act(batch_norm(x) + residual)``; a :class:`torch.nn.BatchNorm1d`.
+    """``act(batch_norm(input) + residual)``; a :class:`torch.nn.BatchNorm1d`.
 
     Args:
         num_features: the number of channels.
@@ -129,37 +130,37 @@ class BatchNormAct1d(_BatchNormAct, nn.BatchNorm1d):
         momentum: the weight of new running statistics; None for their mean over all batches.
         affine: whether the module has a weight, initially 1, and a bias, initially 0.
         track_running_stats: whether the module has running statistics for ``eval()``.
-        act: an activation, or none.
         device: of the parameters and statistics.
         dtype: of the parameters and statistics.
+        act: one of none, square, relu, relu2, gelu, gelu_tanh, quick_gelu, silu, sigmoid, tanh.
 
     Shape:
-        x, residual and output ``[batch, channels]`` or ``[batch, channels, length]``.
+        input, residual and output ``[batch, channels]`` or ``[batch, channels, length]``.
     """
 
 
 class BatchNormAct2d(_BatchNormAct, nn.BatchNorm2d):
-    """``act(batch_norm(x) + residual)``; a :class:`torch.nn.BatchNorm2d`.
+    """``act(batch_norm(input) + residual)``; a :class:`torch.nn.BatchNorm2d`.
 
     The arguments are those of :class:`BatchNormAct1d`.
 
     Shape:
-        x, residual and output ``[batch, channels, height, width]``.
+        input, residual and output ``[batch, channels, height, width]``.
     """
 
 
 class BatchNormAct3d(_BatchNormAct, nn.BatchNorm3d):
-    """``act(batch_norm(x) + residual)``; a :class:`torch.nn.BatchNorm3d`.
+    """``act(batch_norm(input) + residual)``; a :class:`torch.nn.BatchNorm3d`.
 
     The arguments are those of :class:`BatchNormAct1d`.
 
     Shape:
-        x, residual and output ``[batch, channels, depth, height, width]``.
+        input, residual and output ``[batch, channels, depth, height, width]``.
     """
 
 
 class SyncBatchNormAct(_BatchNormAct):
-    """``act(batch_norm(x) + residual)`` by the statistics of all processes in training.
+    """``act(batch_norm(input) + residual)`` by the statistics of all processes in training.
 
     The formula and the ``state_dict`` are those of :class:`torch.nn.SyncBatchNorm`, on any device
     and process group. Forward has one collective of ``2 * num_features + 1`` float64 numbers, the
@@ -173,7 +174,7 @@ class SyncBatchNormAct(_BatchNormAct):
     The other arguments are those of :class:`BatchNormAct1d`.
 
     Shape:
-        x, residual and output ``[batch, channels, ...]``.
+        input, residual and output ``[batch, channels, ...]``.
     """
 
     def __init__(  # noqa: PLR0917
@@ -183,11 +184,11 @@ class SyncBatchNormAct(_BatchNormAct):
         momentum: float | None = 0.1,
         affine: bool = True,
         track_running_stats: bool = True,
-        act: str = "relu",
         process_group: Any = None,
-        *,
-        device: torch.device | str | None = None,
+        device: Device | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        act: Activation = "relu",
     ) -> None:
         super().__init__(
             num_features,
@@ -195,9 +196,9 @@ class SyncBatchNormAct(_BatchNormAct):
             momentum,
             affine,
             track_running_stats,
-            act,
-            device=device,
-            dtype=dtype,
+            device,
+            dtype,
+            act=act,
         )
         self.process_group = process_group
 
@@ -205,9 +206,9 @@ class SyncBatchNormAct(_BatchNormAct):
         if input.dim() < 2:
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Applies the op to ``x``."""
-        return sync_batch_norm_act(self, x, residual, self.act)
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Applies the op to ``input``."""
+        return sync_batch_norm_act(self, input, residual, self.act)
 
     @classmethod
     def convert_sync_batchnorm(cls, module: nn.Module, process_group: Any = None) -> nn.Module:
@@ -239,9 +240,9 @@ class SyncBatchNormAct(_BatchNormAct):
             norm.momentum,
             norm.affine,
             norm.track_running_stats,
-            act,
             process_group,
-            device="meta",
+            "meta",
+            act=act,
         )
         for name in ("weight", "bias"):
             made.register_parameter(name, getattr(norm, name))

@@ -3,13 +3,13 @@
 import torch
 from torch import nn
 
+from torchkiln.typing import Device
+
 
 class WithBias(nn.Module):
     """A trainable bias of ``features`` elements, initially zero."""
 
-    def __init__(
-        self, features: int, device: torch.device | str | None, dtype: torch.dtype | None
-    ) -> None:
+    def __init__(self, features: int, device: Device | None, dtype: torch.dtype | None) -> None:
         super().__init__()
         self.features = features
         self.bias = nn.Parameter(torch.empty(features, device=device, dtype=dtype))

@@ -1,34 +1,52 @@
 """Checks of settings when a module is made, in the words of the ops."""
 
-from torchkiln import _C
+from typing import Any, TypeVar, get_args
 
-ACTIVATIONS = tuple(_C.activations())
-GATES = ("silu", "gelu", "gelu_tanh")
+from torchkiln.typing import Activation, Gate, Reduction, Rounding, Saved
+
+T = TypeVar("T")
 
 
-def check_act(module: str, act: object) -> str:
+def check_word(module: str, argument: str, value: T, words: Any) -> T:
+    """Returns a word; refuses all but those of a ``Literal``."""
+    expected = get_args(words)
+    if not isinstance(value, str) or value not in expected:
+        raise ValueError(
+            f"torchkiln.{module}: {argument}: got {value!r}, expected one of {', '.join(expected)}"
+        )
+    return value
+
+
+def check_act(module: str, act: Activation) -> Activation:
     """Returns the name of an activation; refuses other values."""
-    if not isinstance(act, str) or act not in ACTIVATIONS:
-        raise ValueError(
-            f"torchkiln.{module}: act: got {act!r}, expected one of {', '.join(ACTIVATIONS)}"
-        )
-    return act
+    return check_word(module, "act", act, Activation)
 
 
-def check_gate(module: str, act: object) -> str:
+def check_gate(module: str, act: Gate) -> Gate:
     """Returns the name of the activation of a gate; refuses other values."""
-    if not isinstance(act, str) or act not in GATES:
-        raise ValueError(
-            f"torchkiln.{module}: act: got {act!r}, expected one of {', '.join(GATES)}"
-        )
-    return act
+    return check_word(module, "act", act, Gate)
 
 
-def check_save(module: str, save: object) -> str:
+def check_save(module: str, save: Saved) -> Saved:
     """Returns the name of what is kept for backward; refuses other values."""
-    if save not in ("preact", "none"):
-        raise ValueError(f"torchkiln.{module}: save: got {save!r}, expected one of preact, none")
-    return str(save)
+    return check_word(module, "save", save, Saved)
+
+
+def check_round(module: str, round: Rounding) -> Rounding:
+    """Returns the name of a rounding; refuses other values."""
+    return check_word(module, "round", round, Rounding)
+
+
+def check_reduction(module: str, reduction: Reduction) -> Reduction:
+    """Returns the name of a reduction; refuses other values."""
+    return check_word(module, "reduction", reduction, Reduction)
+
+
+def check_eps(module: str, eps: float | None) -> float | None:
+    """Returns the eps of a norm; refuses negative numbers."""
+    if eps is not None and not eps >= 0:
+        raise ValueError(f"torchkiln.{module}: eps: got {eps}, expected a number of at least 0")
+    return eps
 
 
 def check_p(module: str, p: float) -> float:

@@ -25,6 +25,7 @@ from torchkiln.ops._conv_moments import bn_act_from, conv_with_moments
 from torchkiln.ops._conv_routes import Geometry, Sizes, run_folded
 from torchkiln.ops._folding import Parts, forget
 from torchkiln.ops.activation import ACTIVATIONS
+from torchkiln.typing import Activation, Device
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 NORM_OF = {3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
@@ -47,7 +48,7 @@ def norm_act(
     norm: _BatchNorm,
     x: Tensor,
     residual: Tensor | None,
-    act: str,
+    act: Activation,
     moments: Tensor | None = None,
     *,
     in_place: bool = False,
@@ -75,7 +76,7 @@ def conv_norm_act(
     norm: _BatchNorm,
     x: Tensor,
     residual: Tensor | None,
-    act: str,
+    act: Activation,
     *,
     in_place: bool = False,
 ) -> Tensor:
@@ -105,7 +106,7 @@ def convolved(conv: nn.Module, norm: _BatchNorm, x: Tensor) -> tuple[Tensor, Ten
 
 
 def folded_conv_norm_act(
-    conv: nn.Module, norm: _BatchNorm, x: Tensor, residual: Tensor | None, act: str
+    conv: nn.Module, norm: _BatchNorm, x: Tensor, residual: Tensor | None, act: Activation
 ) -> Tensor | None:
     """The result from a folded batch norm; None if the modules are to be called one by one."""
     if is_compiling() or norm.training:
@@ -154,12 +155,12 @@ class _ConvBNAct(nn.Module):
         groups: int = 1,
         bias: bool = False,
         padding_mode: str = "zeros",
-        act: str = "relu",
+        device: Device | None = None,
+        dtype: torch.dtype | None = None,
         *,
+        act: Activation = "relu",
         eps: float = 1e-5,
         momentum: float | None = 0.1,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.act = check_act(f"nn.{type(self).__name__}", act)
@@ -179,7 +180,7 @@ class _ConvBNAct(nn.Module):
         self.bn = self.batch_norm(out_channels, eps, momentum, device=device, dtype=dtype)
 
     @classmethod
-    def from_modules(cls, conv: nn.Module, bn: _BatchNorm, act: str = "relu") -> Self:
+    def from_modules(cls, conv: nn.Module, bn: _BatchNorm, *, act: Activation = "relu") -> Self:
         """Holds two modules: any convolution, transposed ones too, and a batch norm.
 
         Args:
@@ -223,11 +224,11 @@ class ConvBNAct1d(_ConvBNAct):
         padding: as for :class:`torch.nn.Conv1d`; a number, or ``"same"`` or ``"valid"``.
         bias: whether the convolution has a bias.
         padding_mode: one of zeros, reflect, replicate, circular.
-        act: an activation, or none.
-        eps: of the batch norm.
-        momentum: of the batch norm.
         device: of the parameters and statistics.
         dtype: of the parameters and statistics.
+        act: one of none, square, relu, relu2, gelu, gelu_tanh, quick_gelu, silu, sigmoid, tanh.
+        eps: of the batch norm.
+        momentum: of the batch norm.
 
     The other arguments are those of :class:`torch.nn.Conv1d`.
 

@@ -3,38 +3,47 @@
 import torch
 from torch import Tensor, nn
 
-from torchkiln.ops.cross_entropy import cross_entropy, linear_cross_entropy
+from torchkiln.nn.checks import check_reduction
+from torchkiln.ops.cross_entropy import CrossEntropyOutput, cross_entropy, linear_cross_entropy
+from torchkiln.typing import Device, Reduction
 
 COMMON = (
     *("ignore_index", "reduction", "label_smoothing", "z_loss", "check_target", "softcap"),
     *("return_z_loss", "return_accuracy"),
 )
 """Attributes of both modules that are options of their functions."""
-OPTIONS, LINEAR_OPTIONS = (*COMMON, "dtype", "inplace_backward"), (*COMMON, "temperature")
+OPTIONS, LINEAR_OPTIONS = (*COMMON, "inplace_backward"), (*COMMON, "temperature")
+
+
+def settings(loss: nn.Module, options: tuple[str, ...]) -> str:
+    """The options of a module, for ``repr``."""
+    return ", ".join(f"{name}={getattr(loss, name)!r}" for name in ("loss_dtype", *options))
 
 
 class CrossEntropyLoss(nn.CrossEntropyLoss):
     """The cross-entropy of logits and classes or probabilities.
 
     Has the interface and the ``state_dict`` of :class:`torch.nn.CrossEntropyLoss`, and the
-    additional arguments of :func:`torchkiln.cross_entropy`. ``weight`` is a buffer.
+    additional arguments of :func:`torchkiln.cross_entropy`. ``weight`` is a buffer; ``loss_dtype``
+    is the ``dtype`` of the function.
 
     Shape:
-        logits ``[classes]``, ``[rows, classes]`` or ``[rows, classes, ...]``. The target has this
+        input ``[classes]``, ``[rows, classes]`` or ``[rows, classes, ...]``. The target has this
         shape for probabilities, and this shape without the classes for class indices.
     """
 
     weight: Tensor | None
+    reduction: Reduction
 
     def __init__(
         self,
         weight: Tensor | None = None,
         *,
         ignore_index: int = -100,
-        reduction: str = "mean",
+        reduction: Reduction = "mean",
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
-        dtype: torch.dtype | None = None,
+        loss_dtype: torch.dtype | None = None,
         check_target: bool = False,
         inplace_backward: bool = False,
         softcap: float | None = None,
@@ -44,28 +53,28 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         super().__init__(
             weight,
             ignore_index=ignore_index,
-            reduction=reduction,
+            reduction=check_reduction("nn.CrossEntropyLoss", reduction),
             label_smoothing=label_smoothing,
         )
         self.z_loss = z_loss
-        self.dtype = dtype
+        self.loss_dtype = loss_dtype
         self.check_target = check_target
         self.inplace_backward = inplace_backward
         self.softcap = softcap
         self.return_z_loss = return_z_loss
         self.return_accuracy = return_accuracy
 
-    def forward(self, logits: Tensor, target: Tensor) -> Tensor | tuple[Tensor, ...]:  # type: ignore[override]
-        """Returns the loss, followed by what else was asked for."""
+    def forward(self, input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:  # type: ignore[override]
+        """Returns the loss, or a :class:`torchkiln.CrossEntropyOutput` if more was asked for."""
         return cross_entropy(
-            logits,
+            input,
             target,
             self.weight,
             ignore_index=self.ignore_index,
             reduction=self.reduction,
             label_smoothing=self.label_smoothing,
             z_loss=self.z_loss,
-            dtype=self.dtype,
+            dtype=self.loss_dtype,
             check_target=self.check_target,
             inplace_backward=self.inplace_backward,
             softcap=self.softcap,
@@ -75,21 +84,22 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
 
     def extra_repr(self) -> str:
         """The settings, for ``repr``."""
-        return ", ".join(f"{name}={getattr(self, name)!r}" for name in OPTIONS)
+        return settings(self, OPTIONS)
 
 
-class LinearCrossEntropyLoss(nn.Linear):
+class LinearCrossEntropyLoss(nn.Module):
     """A linear layer and the cross-entropy of its outputs, which are never in memory as a whole.
 
-    Parameters, initial values and ``state_dict`` are those of :class:`torch.nn.Linear`. To share
-    the weight with an embedding, assign it: ``loss.weight = embedding.weight``. See
+    The submodule ``linear``, a :class:`torch.nn.Linear`, holds the parameters, as in torch's module
+    of this name; its own forward, and hooks on it, are not called. To share the weight with an
+    embedding, assign it: ``loss.linear.weight = embedding.weight``. See
     :func:`torchkiln.linear_cross_entropy` for memory and cost.
 
     Args:
-        features: size of the last dimension of the input.
-        classes: number of classes.
+        in_features: size of the last dimension of the input.
+        num_classes: number of classes.
         bias: whether the layer has a bias.
-        class_weight: ``[classes]``, or None for ones; a buffer.
+        weight: ``[num_classes]``, a factor for each class, or None for ones; a buffer.
         loss_dtype: of the loss.
         device: of the parameters.
         dtype: of the parameters.
@@ -97,20 +107,20 @@ class LinearCrossEntropyLoss(nn.Linear):
     All others are those of :func:`torchkiln.linear_cross_entropy`.
 
     Shape:
-        input ``[..., features]``; target ``[...]``, int64.
+        input ``[..., in_features]``; target ``[...]``, int64.
     """
 
-    class_weight: Tensor | None
+    weight: Tensor | None
 
     def __init__(
         self,
-        features: int,
-        classes: int,
+        in_features: int,
+        num_classes: int,
         bias: bool = False,
         *,
-        class_weight: Tensor | None = None,
+        weight: Tensor | None = None,
         ignore_index: int = -100,
-        reduction: str = "mean",
+        reduction: Reduction = "mean",
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         loss_dtype: torch.dtype | None = None,
@@ -119,13 +129,14 @@ class LinearCrossEntropyLoss(nn.Linear):
         temperature: float = 1.0,
         return_z_loss: bool = False,
         return_accuracy: bool = False,
-        device: torch.device | str | int | None = None,
+        device: Device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(features, classes, bias, device=device, dtype=dtype)
-        self.register_buffer("class_weight", class_weight)
+        super().__init__()
+        self.linear = nn.Linear(in_features, num_classes, bias, device=device, dtype=dtype)
+        self.register_buffer("weight", weight)
         self.ignore_index = ignore_index
-        self.reduction = reduction
+        self.reduction = check_reduction("nn.LinearCrossEntropyLoss", reduction)
         self.label_smoothing = label_smoothing
         self.z_loss = z_loss
         self.loss_dtype = loss_dtype
@@ -135,14 +146,14 @@ class LinearCrossEntropyLoss(nn.Linear):
         self.return_z_loss = return_z_loss
         self.return_accuracy = return_accuracy
 
-    def forward(self, input: Tensor, target: Tensor) -> Tensor | tuple[Tensor, ...]:  # type: ignore[override]
-        """Returns the loss, followed by what else was asked for."""
+    def forward(self, input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:
+        """Returns the loss, or a :class:`torchkiln.CrossEntropyOutput` if more was asked for."""
         return linear_cross_entropy(
             input,
-            self.weight,
+            self.linear.weight,
             target,
-            self.bias,
-            class_weight=self.class_weight,
+            self.linear.bias,
+            class_weight=self.weight,
             ignore_index=self.ignore_index,
             reduction=self.reduction,
             label_smoothing=self.label_smoothing,
@@ -157,6 +168,4 @@ class LinearCrossEntropyLoss(nn.Linear):
 
     def extra_repr(self) -> str:
         """The settings, for ``repr``."""
-        names = ("loss_dtype", *LINEAR_OPTIONS)
-        settings = (f"{name}={getattr(self, name)!r}" for name in names)
-        return ", ".join((super().extra_repr(), *settings))
+        return settings(self, LINEAR_OPTIONS)

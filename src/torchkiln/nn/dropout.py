@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torchkiln.nn.bias import WithBias
 from torchkiln.nn.checks import check_p
 from torchkiln.ops.dropout import bias_dropout_add, dropout_add
+from torchkiln.typing import Device
 
 
 class DropoutAdd(nn.Module):
@@ -47,7 +48,7 @@ class BiasDropoutAdd(WithBias):
         features: int,
         p: float = 0.5,
         *,
-        device: torch.device | str | None = None,
+        device: Device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(features, device, dtype)

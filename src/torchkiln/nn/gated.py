@@ -1,5 +1,7 @@
 """Modules of the gated linear units."""
 
+from typing import Literal
+
 from torch import Tensor, nn
 
 from torchkiln.ops.activation import is_tanh
@@ -29,7 +31,7 @@ class GEGLU(nn.Module):
         as for :class:`SwiGLU`.
     """
 
-    def __init__(self, approximate: str = "none") -> None:
+    def __init__(self, approximate: Literal["none", "tanh"] = "none") -> None:
         super().__init__()
         is_tanh(approximate, "nn.GEGLU")
         self.approximate = approximate

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from torchkiln.nn.norm import reset_weight
 from torchkiln.ops.gated_norm import gated_rms_norm
+from torchkiln.typing import Device
 
 
 class GatedRMSNorm(nn.RMSNorm):
@@ -31,7 +32,7 @@ class GatedRMSNorm(nn.RMSNorm):
         normalized_shape: int | Sequence[int],
         eps: float | None = None,
         elementwise_affine: bool = True,
-        device: torch.device | str | None = None,
+        device: Device | None = None,
         dtype: torch.dtype | None = None,
         *,
         gate_first: bool = False,

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from torchkiln.nn.checks import check_act
 from torchkiln.ops.group_norm import group_norm
+from torchkiln.typing import Activation, Device
 
 
 class GroupNorm(nn.GroupNorm):
@@ -30,20 +31,20 @@ class GroupNorm(nn.GroupNorm):
         num_channels: int,
         eps: float = 1e-5,
         affine: bool = True,
-        device: torch.device | str | None = None,
+        device: Device | None = None,
         dtype: torch.dtype | None = None,
         *,
         bias: bool = True,
-        act: str = "none",
+        act: Activation = "none",
     ) -> None:
         super().__init__(num_groups, num_channels, eps, affine, device, dtype)
         if not bias:  # older versions of torch have no such argument
             self.register_parameter("bias", None)
         self.act = check_act("nn.GroupNorm", act)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Applies the op to ``x``."""
-        return group_norm(x, self.num_groups, self.weight, self.bias, self.eps, act=self.act)
+    def forward(self, input: Tensor) -> Tensor:
+        """Applies the op to ``input``."""
+        return group_norm(input, self.num_groups, self.weight, self.bias, self.eps, act=self.act)
 
     def extra_repr(self) -> str:
         """The settings, for ``repr``."""

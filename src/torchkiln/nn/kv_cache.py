@@ -1,10 +1,12 @@
 """The cache of keys and values of attention."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from torchkiln.typing import Device
 
 
-class KVCache:
+class KVCache(nn.Module):
     """Keys and values of earlier tokens, in buffers that stay where they are.
 
     Tokens are written in place, at positions that a tensor on the device gives: no size changes and
@@ -14,42 +16,54 @@ class KVCache:
 
     Args:
         batch: number of sequences.
-        length: the largest number of tokens of a sequence.
-        kv_heads: heads of the keys, and of the values.
+        max_length: the largest number of tokens of a sequence.
+        num_kv_heads: heads of the keys, and of the values.
         head_dim: elements of a head.
-        dtype: of the buffers.
         device: of the buffers.
+        dtype: of the buffers.
 
     Shape:
-        ``keys`` and ``values`` ``[batch, kv_heads, length, head_dim]``.
+        ``keys`` and ``values`` ``[batch, num_kv_heads, max_length, head_dim]``.
     """
 
-    def __init__(  # noqa: PLR0917
+    keys: Tensor
+    values: Tensor
+
+    def __init__(
         self,
         batch: int,
-        length: int,
-        kv_heads: int,
+        max_length: int,
+        num_kv_heads: int,
         head_dim: int,
+        *,
+        device: Device | None = None,
         dtype: torch.dtype | None = None,
-        device: torch.device | str | int | None = None,
     ) -> None:
-        shape = (batch, kv_heads, length, head_dim)
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        super().__init__()
+        shape = (batch, num_kv_heads, max_length, head_dim)
+        for name in ("keys", "values"):
+            buffer = torch.zeros(shape, device=device, dtype=dtype)
+            self.register_buffer(name, buffer, persistent=False)
 
     @property
-    def length(self) -> int:
+    def max_length(self) -> int:
         """The largest number of tokens of a sequence."""
         return self.keys.shape[-2]
 
+    def extra_repr(self) -> str:
+        """The sizes, for ``repr``."""
+        batch, heads, length, head_dim = self.keys.shape
+        sizes = f"{batch}, max_length={length}, num_kv_heads={heads}, head_dim={head_dim}"
+        return f"{sizes}, dtype={self.keys.dtype}"
+
     def write(self, k: Tensor, v: Tensor, positions: Tensor | None = None) -> None:
-        """Stores keys and values ``[batch, kv_heads, tokens, head_dim]``.
+        """Stores keys and values ``[batch, num_kv_heads, tokens, head_dim]``.
 
         Args:
             k: the keys; without a gradient.
             v: the values.
             positions: ``[tokens]`` or ``[batch, tokens]``, int64, on the device of the cache, from
-                0 to ``length - 1``; None for 0, 1, 2, ...
+                0 to ``max_length - 1``; None for 0, 1, 2, ...
         """
         if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
             raise RuntimeError(
@@ -77,20 +91,20 @@ class KVCache:
                 such as padding at -1, sees no key; a token behind the last place sees all.
 
         Returns:
-            ``[tokens, length]`` or ``[batch, 1, tokens, length]``.
+            ``[tokens, max_length]`` or ``[batch, 1, tokens, max_length]``.
         """
         # float8 and integers have no infinity.
         has_infinity = self.keys.is_floating_point() and self.keys.itemsize > 1
         dtype = self.keys.dtype if has_infinity else torch.float32
-        found: Tensor = torch.ops.torchkiln.cache_mask.default(positions, self.length, dtype)
+        found: Tensor = torch.ops.torchkiln.cache_mask.default(positions, self.max_length, dtype)
         return found
 
     def check_length(self, tokens: int) -> None:
         """Refuses more tokens than fit."""
-        if tokens > self.length:
+        if tokens > self.max_length:
             raise ValueError(
                 f"torchkiln.nn.KVCache: k: got {tokens} tokens, expected at most "
-                f"{self.length}: make a longer cache"
+                f"{self.max_length}: make a longer cache"
             )
 
     def reset(self) -> None:

@@ -1,25 +1,25 @@
 """The linear layer, and pairs of layers with an activation or a gate between them."""
 
-from typing import cast
-
 import torch
 from torch import Tensor, nn
 
-from torchkiln.nn.checks import ACTIVATIONS, check_act, check_gate, check_save
+from torchkiln.nn.checks import check_act, check_gate, check_save
 from torchkiln.ops.matmul import gated_mlp, linear, mlp
+from torchkiln.typing import Activation, Device, Gate, Saved
 
 
 class Linear(nn.Linear):
     """``act(x @ weight.T * scale + bias) + residual``, fused.
 
-    Parameters, initial values and ``state_dict`` are the same as in :class:`torch.nn.Linear`, and
-    so is the order of positional arguments: a device and a dtype may follow ``bias``.
+    A :class:`torch.nn.Linear`, with its parameters, initial values and ``state_dict``.
 
     Args:
         in_features: size of the last dimension of the input.
         out_features: size of the last dimension of the output.
         bias: whether the layer has a bias.
-        act: an activation, or none.
+        device: of the parameters.
+        dtype: of the parameters.
+        act: one of none, square, relu, relu2, gelu, gelu_tanh, quick_gelu, silu, sigmoid, tanh.
         scale: a fixed factor.
 
     Shape:
@@ -31,23 +31,21 @@ class Linear(nn.Linear):
         in_features: int,
         out_features: int,
         bias: bool = True,
-        act: str | torch.device | None = "none",
-        scale: float | torch.dtype | None = 1.0,
-        *,
-        device: torch.device | str | int | None = None,
+        device: Device | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        act: Activation = "none",
+        scale: float = 1.0,
     ) -> None:
-        if is_device(act):
-            device, act = cast("torch.device | str | int | None", act), "none"
-        if scale is None or isinstance(scale, torch.dtype):
-            dtype, scale = scale or dtype, 1.0
-        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        super().__init__(in_features, out_features, bias, device, dtype)
         self.act = check_act("nn.Linear", act)
         self.scale = scale
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         """Applies the op to ``input``."""
-        return linear(input, self.weight, self.bias, self.act, self.scale, residual)
+        return linear(
+            input, self.weight, self.bias, act=self.act, scale=self.scale, residual=residual
+        )
 
     def extra_repr(self) -> str:
         """The settings, for ``repr``."""
@@ -81,9 +79,9 @@ class MLP(nn.Module):
         out_features: int | None = None,
         bias: bool = True,
         *,
-        act: str = "gelu",
-        save: str = "preact",
-        device: torch.device | str | int | None = None,
+        act: Activation = "gelu",
+        save: Saved = "preact",
+        device: Device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -97,7 +95,7 @@ class MLP(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """Applies the op to ``input``."""
         up, down = self.up, self.down
-        return mlp(input, up.weight, down.weight, up.bias, down.bias, self.act, self.save)
+        return mlp(input, up.weight, down.weight, up.bias, down.bias, act=self.act, save=self.save)
 
     def extra_repr(self) -> str:
         """The settings, for ``repr``."""
@@ -132,9 +130,9 @@ class GatedMLP(nn.Module):
         out_features: int | None = None,
         bias: bool = False,
         *,
-        act: str = "silu",
-        save: str = "preact",
-        device: torch.device | str | int | None = None,
+        act: Gate = "silu",
+        save: Saved = "preact",
+        device: Device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -148,20 +146,9 @@ class GatedMLP(nn.Module):
         """Applies the op to ``input``."""
         first, down = self.gate_up, self.down
         return gated_mlp(
-            input, first.weight, down.weight, first.bias, down.bias, self.act, self.save
+            input, first.weight, down.weight, first.bias, down.bias, act=self.act, save=self.save
         )
 
     def extra_repr(self) -> str:
         """The settings, for ``repr``."""
         return f"act={self.act!r}, save={self.save!r}"
-
-
-def is_device(value: object) -> bool:
-    """Whether the fourth argument is a device, as in torch, and not an activation."""
-    if isinstance(value, str) and value not in ACTIVATIONS:
-        try:
-            torch.device(value)
-        except RuntimeError:
-            return False
-        return True
-    return value is None or isinstance(value, (int, torch.device))

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from torchkiln.nn.checks import check_eps, check_round
 from torchkiln.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from torchkiln.typing import Device, Rounding
 
 
 def reset_weight(weight: Tensor | None, offset: float) -> None:
@@ -14,7 +16,7 @@ def reset_weight(weight: Tensor | None, offset: float) -> None:
         nn.init.constant_(weight, 1 - offset)
 
 
-def settings(offset: float, round: str) -> str:
+def settings(offset: float, round: Rounding) -> str:
     """Settings that differ from the defaults, for ``repr``."""
     said = f", offset={offset}" if offset else ""
     return said + (f", round={round!r}" if round != "once" else "")
@@ -44,13 +46,15 @@ class LayerNorm(nn.LayerNorm):
         eps: float = 1e-5,
         elementwise_affine: bool = True,
         bias: bool = True,
-        device: torch.device | str | None = None,
+        device: Device | None = None,
         dtype: torch.dtype | None = None,
         *,
         offset: float = 0.0,
-        round: str = "once",
+        round: Rounding = "once",
     ) -> None:
-        self.offset, self.round = offset, round
+        name = f"nn.{type(self).__name__}"
+        self.offset, self.round = offset, check_round(name, round)
+        check_eps(name, eps)
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
 
     def reset_parameters(self) -> None:
@@ -58,10 +62,10 @@ class LayerNorm(nn.LayerNorm):
         super().reset_parameters()
         reset_weight(self.weight, self.offset)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Applies the op to ``x``."""
+    def forward(self, input: Tensor) -> Tensor:
+        """Applies the op to ``input``."""
         return layer_norm(
-            x,
+            input,
             self.normalized_shape,
             self.weight,
             self.bias,
@@ -76,18 +80,18 @@ class LayerNorm(nn.LayerNorm):
 
 
 class AddLayerNorm(LayerNorm):
-    """:class:`LayerNorm` of ``x + residual``, and that sum.
+    """:class:`LayerNorm` of ``input + residual``, and that sum.
 
     The arguments are those of :class:`LayerNorm`.
 
     Shape:
-        x, residual and both outputs ``[..., *normalized_shape]``.
+        input, residual and both outputs ``[..., *normalized_shape]``.
     """
 
-    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Applies the op."""
         return add_layer_norm(
-            x,
+            input,
             residual,
             self.normalized_shape,
             self.weight,
@@ -119,13 +123,15 @@ class RMSNorm(nn.RMSNorm):
         normalized_shape: int | Sequence[int],
         eps: float | None = None,
         elementwise_affine: bool = True,
-        device: torch.device | str | None = None,
+        device: Device | None = None,
         dtype: torch.dtype | None = None,
         *,
         offset: float = 0.0,
-        round: str = "once",
+        round: Rounding = "once",
     ) -> None:
-        self.offset, self.round = offset, round
+        name = f"nn.{type(self).__name__}"
+        self.offset, self.round = offset, check_round(name, round)
+        check_eps(name, eps)
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
 
     def reset_parameters(self) -> None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from torchkiln.ops.rope import rope
+from torchkiln.typing import Device
 
 
 class RotaryEmbedding(nn.Module):
@@ -16,8 +17,9 @@ class RotaryEmbedding(nn.Module):
 
     Args:
         head_dim: elements of a head.
-        most_positions: rows of the tables.
+        max_positions: rows of the tables.
         base: the base of the angles.
+        rotary_dim: as ``partial`` of :func:`torchkiln.rope`.
         device: of the tables.
         dtype: float64 for tables in float64; other dtypes give float32.
 
@@ -34,29 +36,29 @@ class RotaryEmbedding(nn.Module):
     def __init__(
         self,
         head_dim: int,
-        most_positions: int = 4096,
+        max_positions: int = 4096,
         base: float = 10000.0,
         *,
         interleaved: bool = False,
-        partial: int | None = None,
+        rotary_dim: int | None = None,
         heads_dim: int = -3,
-        device: torch.device | str | None = None,
+        device: Device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.head_dim = head_dim
-        self.most_positions = most_positions
+        self.max_positions = max_positions
         self.base = base
         self.interleaved = interleaved
-        self.partial = partial
+        self.rotary_dim = rotary_dim
         self.heads_dim = heads_dim
         self._set_tables(torch.device(device or torch.get_default_device()), dtype)
 
     def _set_tables(self, device: torch.device, dtype: torch.dtype | None) -> None:
         """Computes the tables in float64 and rounds them once."""
-        rotated = self.head_dim if self.partial is None else self.partial
+        rotated = self.head_dim if self.rotary_dim is None else self.rotary_dim
         pairs = torch.arange(0, rotated, 2, device=device, dtype=torch.float64)
-        places = torch.arange(self.most_positions, device=device, dtype=torch.float64)
+        places = torch.arange(self.max_positions, device=device, dtype=torch.float64)
         angles = torch.outer(places, self.base ** (-pairs / rotated))
         table = torch.float64 if dtype == torch.float64 else torch.float32
         self.register_buffer("cos", angles.cos().to(table), persistent=False)
@@ -87,13 +89,14 @@ class RotaryEmbedding(nn.Module):
             sin,
             interleaved=self.interleaved,
             positions=positions,
-            partial=self.partial,
+            partial=self.rotary_dim,
             heads_dim=self.heads_dim,
         )
 
     def extra_repr(self) -> str:
         """The settings, for ``repr``."""
         return (
-            f"{self.head_dim}, {self.most_positions}, base={self.base}, "
-            f"interleaved={self.interleaved}, partial={self.partial}, heads_dim={self.heads_dim}"
+            f"{self.head_dim}, {self.max_positions}, base={self.base}, "
+            f"interleaved={self.interleaved}, rotary_dim={self.rotary_dim}, "
+            f"heads_dim={self.heads_dim}"
         )

@@ -24,9 +24,9 @@ class Softmax(nn.Softmax):
         self.scale = scale
         self.causal = causal
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Applies the op to the elements of ``x`` where ``mask`` is True."""
-        return softmax(x, self.dim, scale=self.scale, mask=mask, causal=self.causal)
+    def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Applies the op to the elements of ``input`` where ``mask`` is True."""
+        return softmax(input, self.dim, scale=self.scale, mask=mask, causal=self.causal)
 
     def extra_repr(self) -> str:
         """The settings, for ``repr``."""
@@ -43,9 +43,9 @@ class LogSoftmax(nn.LogSoftmax):
         self.scale = scale
         self.causal = causal
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Applies the op to the elements of ``x`` where ``mask`` is True."""
-        return log_softmax(x, self.dim, scale=self.scale, mask=mask, causal=self.causal)
+    def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Applies the op to the elements of ``input`` where ``mask`` is True."""
+        return log_softmax(input, self.dim, scale=self.scale, mask=mask, causal=self.causal)
 
     def extra_repr(self) -> str:
         """The settings, for ``repr``."""

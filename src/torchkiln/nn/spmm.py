@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torchkiln.ops.spmm import csr_transpose, spmm_csr
+from torchkiln.typing import Device
 
 
 def _random_pattern(columns: int, rows: int, count: int) -> tuple[Tensor, Tensor]:
@@ -53,7 +54,7 @@ class SparseLinear(nn.Module):
         density: float = 0.1,
         *,
         bias: bool = True,
-        device: torch.device | str | None = None,
+        device: Device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -72,7 +73,7 @@ class SparseLinear(nn.Module):
             self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype))
         self.reset_parameters()
 
-    def _set_pattern(self, crow: Tensor, col: Tensor, device: torch.device | str | None) -> None:
+    def _set_pattern(self, crow: Tensor, col: Tensor, device: Device | None) -> None:
         """Registers the pattern as buffers. The transposed pattern is not in the state_dict."""
         self.register_buffer("crow", crow.to(device))
         self.register_buffer("col", col.to(device))

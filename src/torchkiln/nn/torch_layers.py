@@ -1,8 +1,9 @@
 """The transformer layers of torch.nn, with the same arguments, parameters and results."""
 
-from typing import Any
+from collections.abc import Callable
 
-from torch import Tensor, nn, relu
+import torch
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchkiln.nn.multihead import MultiheadAttention, canonical_masks
@@ -10,6 +11,7 @@ from torchkiln.nn.plain import has_hooks
 from torchkiln.nn.transformer import add_norm, normalized
 from torchkiln.ops.dropout import dropout_add
 from torchkiln.ops.matmul import linear, mlp
+from torchkiln.typing import Activation, Device
 
 
 class TransformerEncoderLayer(nn.TransformerEncoderLayer):
@@ -25,8 +27,33 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
         input and output ``[tokens, batch, d_model]``, or as for :class:`MultiheadAttention`.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(  # noqa: PLR0917
+        self,
+        d_model: int,
+        nhead: int,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: str | Callable[[Tensor], Tensor] = F.relu,
+        layer_norm_eps: float = 1e-5,
+        batch_first: bool = False,
+        norm_first: bool = False,
+        bias: bool = True,
+        device: Device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            d_model,
+            nhead,
+            dim_feedforward,
+            dropout,
+            activation,
+            layer_norm_eps,
+            batch_first,
+            norm_first,
+            bias,
+            device,
+            dtype,
+        )
         adopt(self.self_attn)
 
     def forward(
@@ -61,8 +88,33 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
         for :class:`MultiheadAttention`.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(  # noqa: PLR0917
+        self,
+        d_model: int,
+        nhead: int,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: str | Callable[[Tensor], Tensor] = F.relu,
+        layer_norm_eps: float = 1e-5,
+        batch_first: bool = False,
+        norm_first: bool = False,
+        bias: bool = True,
+        device: Device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            d_model,
+            nhead,
+            dim_feedforward,
+            dropout,
+            activation,
+            layer_norm_eps,
+            batch_first,
+            norm_first,
+            bias,
+            device,
+            dtype,
+        )
         adopt(self.self_attn)
         adopt(self.multihead_attn)
 
@@ -122,12 +174,11 @@ def add(x: Tensor, residual: Tensor, p: float) -> Tensor:
 def feed(layer: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer, x: Tensor) -> Tensor:
     """``linear2(dropout(act(linear1(x))))``: one op without dropout, else two and dropout."""
     act, first, last = act_name(layer.activation), layer.linear1, layer.linear2
-    fused = act is not None and is_plain(first)
-    if fused and rate(layer.dropout) == 0 and is_plain(last):
-        return mlp(x, first.weight, last.weight, first.bias, last.bias, str(act))
-    act_of = layer.activation
-    hidden = linear(x, first.weight, first.bias, str(act)) if fused else act_of(first(x))
-    return project(last, layer.dropout(hidden))
+    if act is None or not is_plain(first):
+        return project(last, layer.dropout(layer.activation(first(x))))
+    if rate(layer.dropout) == 0 and is_plain(last):
+        return mlp(x, first.weight, last.weight, first.bias, last.bias, act=act)
+    return project(last, layer.dropout(linear(x, first.weight, first.bias, act=act)))
 
 
 def project(layer: nn.Module, x: Tensor) -> Tensor:
@@ -143,9 +194,9 @@ def is_plain(layer: nn.Module) -> bool:
     return type(layer) is nn.Linear and not has_hooks(layer)
 
 
-def act_name(activation: object) -> str | None:
+def act_name(activation: object) -> Activation | None:
     """Our name of an activation of torch, or None."""
-    if activation is F.relu or activation is relu or isinstance(activation, nn.ReLU):
+    if activation in (F.relu, torch.relu) or isinstance(activation, nn.ReLU):
         return "relu"
     if activation is F.silu or isinstance(activation, nn.SiLU):
         return "silu"

@@ -1,5 +1,7 @@
 """The block of a decoder: attention and a feed-forward layer, each after a norm."""
 
+from typing import Any, Literal
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -11,6 +13,7 @@ from torchkiln.nn.norm import LayerNorm, RMSNorm
 from torchkiln.nn.plain import has_hooks
 from torchkiln.ops.dropout import dropout_add
 from torchkiln.ops.norm import add_layer_norm, add_rms_norm, layer_norm
+from torchkiln.typing import Activation, Device, Rounding, Saved
 
 
 class TransformerBlock(nn.Module):
@@ -25,7 +28,7 @@ class TransformerBlock(nn.Module):
 
     Args:
         dim: size of the last dimension of the input.
-        hidden: hidden features of the feed-forward layer; None for ``4 * dim``.
+        hidden_features: of the feed-forward layer; None for ``4 * dim``.
         norm: ``"rms"`` or ``"layer"``.
         eps: of all norms.
         offset: a number that is added to the weights of all norms.
@@ -48,28 +51,28 @@ class TransformerBlock(nn.Module):
     def __init__(
         self,
         dim: int,
-        heads: int,
-        kv_heads: int | None = None,
+        num_heads: int,
+        num_kv_heads: int | None = None,
         head_dim: int | None = None,
-        hidden: int | None = None,
+        hidden_features: int | None = None,
         *,
-        norm: str = "rms",
+        norm: Literal["rms", "layer"] = "rms",
         eps: float = 1e-6,
         offset: float = 0.0,
-        round: str = "once",
+        round: Rounding = "once",
         bias: bool = False,
         gated: bool = True,
-        act: str = "silu",
+        act: Activation = "silu",
         post_norms: bool = False,
-        qk_norm: str | None = None,
+        qk_norm: Literal["head", "all"] | None = None,
         causal: bool = True,
         window: int | None = None,
         dropout: float = 0.0,
         scale: float | None = None,
         interleaved: bool = False,
-        partial: int | None = None,
-        save: str = "preact",
-        device: torch.device | str | None = None,
+        rotary_dim: int | None = None,
+        save: Saved = "preact",
+        device: Device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -87,8 +90,8 @@ class TransformerBlock(nn.Module):
         self.attention_norm = make_norm()
         self.attention = Attention(
             dim,
-            heads,
-            kv_heads,
+            num_heads,
+            num_kv_heads,
             head_dim,
             bias=bias,
             qk_norm=qk_norm,
@@ -99,13 +102,13 @@ class TransformerBlock(nn.Module):
             dropout=dropout,
             scale=scale,
             interleaved=interleaved,
-            partial=partial,
+            rotary_dim=rotary_dim,
             device=device,
             dtype=dtype,
         )
         self.mlp_norm = make_norm()
-        layer = GatedMLP if gated else MLP
-        size = 4 * dim if hidden is None else hidden
+        layer: Any = GatedMLP if gated else MLP
+        size = 4 * dim if hidden_features is None else hidden_features
         self.mlp = layer(dim, size, bias=bias, act=act, save=save, device=device, dtype=dtype)
         self.attention_post_norm = make_norm() if post_norms else None
         self.mlp_post_norm = make_norm() if post_norms else None

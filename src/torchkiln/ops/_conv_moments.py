@@ -9,6 +9,7 @@ from torch.compiler import is_compiling
 from torchkiln import _C
 from torchkiln.ops._conv_routes import HALF, Geometry, dtype_of
 from torchkiln.ops._folding import PLAIN, is_transformed
+from torchkiln.typing import Activation
 
 Vector = Tensor | None
 
@@ -55,7 +56,7 @@ def bn_act_from(  # noqa: PLR0917
     running_var: Vector,
     residual: Vector,
     *,
-    act: str,
+    act: Activation,
     training: bool,  # noqa: ARG001
     momentum: float,
     eps: float,

@@ -14,6 +14,7 @@ from torchkiln.ops._folding import PLAIN, Fold, Form, Parts, fold_of, kept_fold,
 from torchkiln.ops._traced import name_of
 from torchkiln.ops.activation import ACTIVATIONS, IN_PLACE
 from torchkiln.ops.matmul import linear
+from torchkiln.typing import Activation
 
 Sizes = tuple[int, ...]
 
@@ -46,7 +47,7 @@ class Geometry(NamedTuple):
 
 
 def by_steps(
-    x: Tensor, fold: Fold, residual: Tensor | None, geometry: Geometry, act: str
+    x: Tensor, fold: Fold, residual: Tensor | None, geometry: Geometry, act: Activation
 ) -> Tensor:
     """The convolution with a bias, then the sum and the activation in its memory."""
     y = CONVOLUTIONS[x.dim()](x, fold.weight, fold.bias, *geometry)
@@ -55,11 +56,13 @@ def by_steps(
     return ACTS[act](y)
 
 
-def by_product(x: Tensor, fold: Fold, residual: Tensor | None, _: Geometry, act: str) -> Tensor:
+def by_product(
+    x: Tensor, fold: Fold, residual: Tensor | None, _: Geometry, act: Activation
+) -> Tensor:
     """The pixels as rows of a matrix; a residual is copied if it has another layout."""
     rows, weight = x.movedim(1, -1), fold.weight.flatten(1)
     more = None if residual is None else residual.movedim(1, -1)
-    return linear(rows, weight, fold.bias, act, 1.0, more).movedim(-1, 1)
+    return linear(rows, weight, fold.bias, act=act, residual=more).movedim(-1, 1)
 
 
 def by_cudnn(
@@ -87,7 +90,7 @@ class Route(NamedTuple):
     """A way to compute ``act(batch_norm(convolution(x)) + residual)`` without gradients."""
 
     words: str
-    run: Callable[[Tensor, Fold, Tensor | None, Geometry, str], Tensor | None]
+    run: Callable[[Tensor, Fold, Tensor | None, Geometry, Activation], Tensor | None]
     """Computes it with a fold; returns None if it cannot."""
 
 
@@ -100,7 +103,7 @@ PRODUCT = Route(
 
 
 def choose(
-    x: Tensor, weight: Tensor, geometry: Geometry, act: str, *, has_residual: bool
+    x: Tensor, weight: Tensor, geometry: Geometry, act: Activation, *, has_residual: bool
 ) -> tuple[Route, str]:
     """The fastest way that the call allows, and the reason.
 
@@ -120,7 +123,7 @@ def choose(
 
 
 def why_no_product(
-    x: Tensor, weight: Tensor, geometry: Geometry, act: str, *, has_residual: bool
+    x: Tensor, weight: Tensor, geometry: Geometry, act: Activation, *, has_residual: bool
 ) -> str | None:
     """The reason not to compute a convolution as a matrix product, if any.
 
@@ -164,7 +167,7 @@ def run_folded(
     residual: Tensor | None,
     geometry: Geometry,
     *,
-    act: str,
+    act: Activation,
     eps: float,
 ) -> Tensor | None:
     """The result from a folded batch norm; None if convolution and batch norm are to run apart."""
@@ -195,7 +198,7 @@ def run_folded(
 
 
 def signature(
-    x: Tensor, residual: Tensor | None, geometry: Geometry, act: str, eps: float
+    x: Tensor, residual: Tensor | None, geometry: Geometry, act: Activation, eps: float
 ) -> tuple[Any, ...]:
     """What the route of a call depends on beside the parts."""
     added = None if residual is None else (residual.shape, residual.dtype, residual.device)
@@ -213,7 +216,7 @@ def planned(
     residual: Tensor | None,
     geometry: Geometry,
     *,
-    act: str,
+    act: Activation,
     eps: float,
 ) -> tuple[Fold | None, Route, str]:
     """The fold for this call, if it has one, its route, and the words for the route."""

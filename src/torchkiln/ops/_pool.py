@@ -11,6 +11,7 @@ from torch.compiler import is_compiling
 from torchkiln import _C
 from torchkiln.ops._conv_routes import HALF
 from torchkiln.ops._folding import PLAIN, is_transformed
+from torchkiln.typing import Activation
 
 Pair = tuple[int, int]
 
@@ -52,7 +53,7 @@ def bn_act_pool(  # noqa: PLR0917
     running_var: Tensor | None,
     residual: None,  # noqa: ARG001
     *,
-    act: str,
+    act: Activation,
     training: bool,  # noqa: ARG001
     momentum: float,
     eps: float,

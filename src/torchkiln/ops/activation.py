@@ -1,6 +1,7 @@
 """Activations, each in one pass over memory. Five also exist in place."""
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -60,7 +61,7 @@ def relu2(x: Tensor) -> Tensor:
 
 
 @eager(_C.gelu, beside=("approximate",), input="x")
-def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+def gelu(x: Tensor, approximate: Literal["none", "tanh"] = "none") -> Tensor:
     """Returns ``x * F(x)``, of any shape, where ``F`` is the cumulative normal distribution.
 
     Args:
@@ -142,7 +143,7 @@ def tanh_(x: Tensor) -> Tensor:
     return torch.tanh_(x)
 
 
-def is_tanh(approximate: str, op: str) -> bool:
+def is_tanh(approximate: Literal["none", "tanh"], op: str) -> bool:
     """Whether an argument ``approximate`` names the tanh approximation of gelu."""
     if approximate not in ("none", "tanh"):
         raise RuntimeError(

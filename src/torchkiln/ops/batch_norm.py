@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from torchkiln import _C
 from torchkiln.ops.eager import eager
+from torchkiln.typing import Activation
 
 
 @eager(_C.bn_act)
@@ -21,7 +22,7 @@ def bn_act(  # noqa: PLR0917
     running_var: Tensor | None = None,
     residual: Tensor | None = None,
     *,
-    act: str = "relu",
+    act: Activation = "relu",
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
@@ -90,7 +91,7 @@ class _SyncForward(torch.autograd.Function):
         residual: Tensor | None,
         statistics: Tensor,
         count: Tensor,
-        act: str,
+        act: Activation,
         group: Any,
     ) -> Tensor:
         y: Tensor
@@ -149,7 +150,7 @@ def sync_bn_act(  # noqa: PLR0917
     running_var: Tensor | None,
     residual: Tensor | None,
     *,
-    act: str,
+    act: Activation,
     momentum: float | Tensor,
     eps: float,
     group: Any,

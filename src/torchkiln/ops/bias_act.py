@@ -5,10 +5,11 @@ from torch import Tensor
 
 from torchkiln import _C
 from torchkiln.ops.eager import eager
+from torchkiln.typing import Activation
 
 
 @eager(_C.bias_act)
-def bias_act(x: Tensor, bias: Tensor, scale: float = 1.0, act: str = "relu") -> Tensor:
+def bias_act(x: Tensor, bias: Tensor, *, scale: float = 1.0, act: Activation = "relu") -> Tensor:
     """Returns ``act(x * scale + bias)``, of the dtype of ``x``.
 
     The result is computed in float32 (float64 for float64) and rounded once. One pass computes the
@@ -22,14 +23,3 @@ def bias_act(x: Tensor, bias: Tensor, scale: float = 1.0, act: str = "relu") -> 
         act: an activation, or none.
     """
     return torch.ops.torchkiln.bias_act.default(x, bias, scale, act)
-
-
-def scale_bias_relu(x: Tensor, bias: Tensor, scale: float = 1.0) -> Tensor:
-    """Returns ``relu(x * scale + bias)``, which is :func:`bias_act` with ``act="relu"``.
-
-    Args:
-        x: as for :func:`bias_act`.
-        bias: as for :func:`bias_act`.
-        scale: a number.
-    """
-    return bias_act(x, bias, scale, "relu")

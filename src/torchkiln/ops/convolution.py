@@ -15,6 +15,7 @@ from torchkiln.ops._folding import Parts, forget
 from torchkiln.ops._traced import name_of
 from torchkiln.ops.batch_norm import bn_act
 from torchkiln.ops.eager import is_foreign
+from torchkiln.typing import Activation
 
 
 def conv_bn_act(  # noqa: PLR0917
@@ -31,7 +32,7 @@ def conv_bn_act(  # noqa: PLR0917
     padding: int | Sizes | str = 0,
     dilation: int | Sizes = 1,
     groups: int = 1,
-    act: str = "relu",
+    act: Activation = "relu",
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,

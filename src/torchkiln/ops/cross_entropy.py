@@ -1,19 +1,30 @@
 """Cross-entropy of logits, or of the outputs of a linear layer."""
 
-from typing import Literal, TypedDict, Unpack, overload
+from typing import Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from torchkiln import _C
 from torchkiln.ops.eager import eager
+from torchkiln.typing import Reduction
 
 
-class Options(TypedDict, total=False):
-    """The options that both functions have, for type checkers."""
+class CrossEntropyOutput(NamedTuple):
+    """The loss, and what else a call has asked for."""
+
+    loss: Tensor
+    z_loss: Tensor | None
+    """The part of the loss that the z-loss adds; None if it was not asked for."""
+    accuracy: Tensor | None
+    """None if it was not asked for."""
+
+
+class LossOptions(TypedDict, total=False):
+    """Options that all losses have."""
 
     ignore_index: int
-    reduction: str
+    reduction: Reduction
     label_smoothing: float
     z_loss: float
     dtype: torch.dtype | None
@@ -21,16 +32,28 @@ class Options(TypedDict, total=False):
     softcap: float | None
 
 
+class LogitsOptions(LossOptions, total=False):
+    """Options of :func:`cross_entropy`."""
+
+    inplace_backward: bool
+
+
+class LinearOptions(LossOptions, total=False):
+    """Options of :func:`linear_cross_entropy`."""
+
+    class_weight: Tensor | None
+    temperature: float
+
+
 @overload
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None = None,
     *,
-    inplace_backward: bool = False,
     return_z_loss: Literal[False] = False,
     return_accuracy: Literal[False] = False,
-    **options: Unpack[Options],
+    **options: Unpack[LogitsOptions],
 ) -> Tensor: ...
 @overload
 def cross_entropy(
@@ -38,11 +61,30 @@ def cross_entropy(
     target: Tensor,
     weight: Tensor | None = None,
     *,
-    inplace_backward: bool = False,
+    return_z_loss: Literal[True],
+    return_accuracy: bool = False,
+    **options: Unpack[LogitsOptions],
+) -> CrossEntropyOutput: ...
+@overload
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    return_z_loss: bool = False,
+    return_accuracy: Literal[True],
+    **options: Unpack[LogitsOptions],
+) -> CrossEntropyOutput: ...
+@overload
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
     return_z_loss: bool = False,
     return_accuracy: bool = False,
-    **options: Unpack[Options],
-) -> Tensor | tuple[Tensor, ...]: ...
+    **options: Unpack[LogitsOptions],
+) -> Tensor | CrossEntropyOutput: ...
 @eager(_C.cross_entropy, beside=("return_z_loss", "return_accuracy"), input="logits")
 def cross_entropy(
     logits: Tensor,
@@ -50,7 +92,7 @@ def cross_entropy(
     weight: Tensor | None = None,
     *,
     ignore_index: int = -100,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     dtype: torch.dtype | None = None,
@@ -59,7 +101,7 @@ def cross_entropy(
     softcap: float | None = None,
     return_z_loss: bool = False,
     return_accuracy: bool = False,
-) -> Tensor | tuple[Tensor, ...]:
+) -> Tensor | CrossEntropyOutput:
     """Returns the cross-entropy of ``logits`` and ``target``, per row or reduced.
 
     The loss of a row is ``sum(q * (lse - logits)) + z_loss * w * lse**2``, with sums over the
@@ -105,12 +147,12 @@ def cross_entropy(
             new tensor.
         softcap: a number greater than 0: the loss is that of ``softcap * tanh(logits / softcap)``.
             The capped logits are a tensor of their own, float32 for half precision.
-        return_z_loss: whether to return ``(loss, z_loss)``, with the part of the loss that
-            ``z_loss`` adds, reduced as the loss. It has no gradient of its own.
-        return_accuracy: whether to return ``(loss, accuracy)``, or ``(loss, z_loss, accuracy)``:
-            1 for each row with no logit above that of the target class, else 0, reduced as the
-            loss; the mean is that of the rows that are not ignored. Needs class indices. Neither
-            reads the logits again.
+        return_z_loss: whether to return a :class:`CrossEntropyOutput` with the part of the loss
+            that ``z_loss`` adds, reduced as the loss. It has no gradient of its own.
+        return_accuracy: whether to return a :class:`CrossEntropyOutput` with the accuracy: 1 for
+            each row with no logit above that of the target class, else 0, reduced as the loss; the
+            mean is that of the rows that are not ignored. Needs class indices. Neither reads the
+            logits again.
     """
     options = {
         "ignore_index": ignore_index,
@@ -128,7 +170,9 @@ def cross_entropy(
     loss, z, accuracy = ops.cross_entropy_with_metrics.default(
         *given, **options, accuracy=return_accuracy
     )
-    return (loss, *([z] if return_z_loss else []), *([accuracy] if return_accuracy else []))
+    return CrossEntropyOutput(
+        loss, z if return_z_loss else None, accuracy if return_accuracy else None
+    )
 
 
 @overload
@@ -138,11 +182,9 @@ def linear_cross_entropy(
     target: Tensor,
     bias: Tensor | None = None,
     *,
-    class_weight: Tensor | None = None,
-    temperature: float = 1.0,
     return_z_loss: Literal[False] = False,
     return_accuracy: Literal[False] = False,
-    **options: Unpack[Options],
+    **options: Unpack[LinearOptions],
 ) -> Tensor: ...
 @overload
 def linear_cross_entropy(
@@ -151,12 +193,32 @@ def linear_cross_entropy(
     target: Tensor,
     bias: Tensor | None = None,
     *,
-    class_weight: Tensor | None = None,
-    temperature: float = 1.0,
+    return_z_loss: Literal[True],
+    return_accuracy: bool = False,
+    **options: Unpack[LinearOptions],
+) -> CrossEntropyOutput: ...
+@overload
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    return_z_loss: bool = False,
+    return_accuracy: Literal[True],
+    **options: Unpack[LinearOptions],
+) -> CrossEntropyOutput: ...
+@overload
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
     return_z_loss: bool = False,
     return_accuracy: bool = False,
-    **options: Unpack[Options],
-) -> Tensor | tuple[Tensor, ...]: ...
+    **options: Unpack[LinearOptions],
+) -> Tensor | CrossEntropyOutput: ...
 @eager(_C.linear_cross_entropy, beside=("return_z_loss", "return_accuracy"), input="x")
 def linear_cross_entropy(
     x: Tensor,
@@ -166,7 +228,7 @@ def linear_cross_entropy(
     *,
     class_weight: Tensor | None = None,
     ignore_index: int = -100,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     dtype: torch.dtype | None = None,
@@ -175,7 +237,7 @@ def linear_cross_entropy(
     temperature: float = 1.0,
     return_z_loss: bool = False,
     return_accuracy: bool = False,
-) -> Tensor | tuple[Tensor, ...]:
+) -> Tensor | CrossEntropyOutput:
     """Returns ``cross_entropy(x @ weight.T + bias, target)`` without all logits in memory.
 
     Logits are computed for a chunk of rows at a time: as many rows as fit in 1 GiB, at least 2048
@@ -236,4 +298,6 @@ def linear_cross_entropy(
     loss, z, accuracy = ops.linear_cross_entropy_with_metrics.default(
         *given, **options, accuracy=return_accuracy
     )
-    return (loss, *([z] if return_z_loss else []), *([accuracy] if return_accuracy else []))
+    return CrossEntropyOutput(
+        loss, z if return_z_loss else None, accuracy if return_accuracy else None
+    )

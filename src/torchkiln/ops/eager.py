@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 from torch import Tensor
 from torch.compiler import is_compiling
@@ -12,7 +12,7 @@ from torch.overrides import has_torch_function
 F = TypeVar("F", bound=Callable[..., Any])
 
 ROUTE = """\
-def routes(entry, traced, is_compiling, chosen{defaults}):
+def routes(entry, traced, is_compiling, chosen, refuse{defaults}):
     def {name}({parameters}):
 {renamed}\
         if {is_traced}:
@@ -22,7 +22,13 @@ def routes(entry, traced, is_compiling, chosen{defaults}):
 """
 RENAMED = """\
         if {torchs} is not ...:
-            {name} = chosen("{op}", "{name}", {name}, "{torchs}", {torchs})
+            {name} = chosen("{op}", {count}, "{name}", {name}, "{torchs}", {torchs})
+"""
+EXCESS = "_excess"
+"""The parameter between those by position and those by keyword, where no name of torch is."""
+REFUSED = """\
+        if _excess is not ...:
+            refuse("{op}", {count})
 """
 
 
@@ -46,13 +52,18 @@ def eager(
         parameters = inspect.signature(traced).parameters
         order = declared(parameters, names)
         op = traced.__name__.removeprefix("_")
+        count = sum(p.kind is not p.KEYWORD_ONLY for p in parameters.values())
+        renamed = [
+            RENAMED.format(op=op, count=count, name=name, torchs=torchs)
+            for torchs, name in names.items()
+        ]
+        if EXCESS in order:
+            renamed.append(REFUSED.format(op=op, count=count))
         source = ROUTE.format(
             name=traced.__name__,
             defaults="".join(f", default_{name}" for name in beside),
             parameters=", ".join(order),
-            renamed="".join(
-                RENAMED.format(op=op, name=name, torchs=torchs) for torchs, name in names.items()
-            ),
+            renamed="".join(renamed),
             is_traced=" or ".join(["is_compiling()", *map(is_changed, beside)]),
             arguments=", ".join(
                 f"{name}={name}" if p.kind is p.KEYWORD_ONLY else name
@@ -64,14 +75,14 @@ def eager(
         file = inspect.getfile(traced)
         exec(compile(source, f"<eager route in {file}>", "exec"), traced.__globals__, scope)
         unchanged = [parameters[name].default for name in beside]
-        route = scope["routes"](entry, traced, is_compiling, chosen, *unchanged)
+        route = scope["routes"](entry, traced, is_compiling, chosen, refuse, *unchanged)
         route.__defaults__ = traced.__defaults__
-        route.__kwdefaults__ = traced.__kwdefaults__
-        if names:
-            # An argument that is left out is None, which the entry refuses by name.
+        if renamed:
             found = [parameters[n].default if n in parameters else ... for n in order]
+            if not names:
+                found = [default for default in found if default is not inspect.Parameter.empty]
+            # With names of torch, an argument that is left out is None, which the entry refuses.
             route.__defaults__ = tuple(None if d is inspect.Parameter.empty else d for d in found)
-            route.__kwdefaults__ = None
         return cast("F", functools.update_wrapper(route, traced))
 
     return decorate
@@ -85,23 +96,37 @@ def is_changed(name: str) -> str:
 def declared(parameters: Mapping[str, inspect.Parameter], names: Iterable[str]) -> list[str]:
     """The parameters of a route, without defaults.
 
-    With names of torch none is keyword-only: such a default costs 20 ns in each call. The names
-    separate them from the others, so that one argument by position too many is still refused.
+    None is keyword-only: such a default costs 20 ns in each call. Names of torch, or a parameter
+    that is refused, separate them from the others.
     """
     by_position = [n for n, p in parameters.items() if p.kind is not p.KEYWORD_ONLY]
     by_keyword = [n for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY]
-    separators = [*names] or (["*"] if by_keyword else [])
+    separators = [*names] or ([EXCESS] if by_keyword else [])
     return [*by_position, *separators, *by_keyword]
 
 
-def chosen(op: str, name: str, ours: Any, torchs_name: str, torchs: Any) -> Any:
-    """The value of an argument that was given under torch's name; TypeError if under both."""
+def chosen(op: str, count: int, name: str, ours: Any, torchs_name: str, torchs: Any) -> Any:  # noqa: PLR0917
+    """The value of an argument that was given under torch's name; TypeError if under both.
+
+    The value may also be a positional argument too many.
+    """
     if ours is not None:
+        if not isinstance(torchs, Tensor):
+            refuse(op, count)
         raise TypeError(
             f"torchkiln.{op}: {torchs_name}: got a value beside {name}, expected one of the "
-            "two, which name one argument; pass options by keyword"
+            f"two, which name one argument, and at most {count} arguments by position; pass "
+            "options by keyword"
         )
     return torchs
+
+
+def refuse(op: str, count: int) -> NoReturn:
+    """Refuses a positional argument too many."""
+    raise TypeError(
+        f"torchkiln.{op}: got more than {count} positional arguments, expected at most {count}; "
+        "pass options by keyword"
+    )
 
 
 def is_foreign(given: object) -> bool:

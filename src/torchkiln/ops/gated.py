@@ -1,5 +1,7 @@
 """Gated linear units: ``act(gate) * up`` in one pass over memory."""
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -39,7 +41,9 @@ def swiglu(gate: Tensor, up: Tensor | None = None, *, out: Tensor | None = None)
     return F.silu(first) * second
 
 
-def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "none") -> Tensor:
+def geglu(
+    gate: Tensor, up: Tensor | None = None, approximate: Literal["none", "tanh"] = "none"
+) -> Tensor:
     """Returns ``gelu(gate) * up``, contiguous.
 
     Args:

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from torchkiln import _C
 from torchkiln.ops.eager import eager
+from torchkiln.typing import Activation
 
 
 @eager(_C.group_norm, input="x")
@@ -15,7 +16,7 @@ def group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
     *,
-    act: str = "none",
+    act: Activation = "none",
 ) -> Tensor:
     """Returns ``act((x - mean) / sqrt(variance + eps) * weight + bias)``.
 

@@ -6,6 +6,7 @@ from torch import Tensor
 from torchkiln import _C
 from torchkiln.ops._traced import check_dtype, check_same_dtype
 from torchkiln.ops.eager import eager
+from torchkiln.typing import Activation, Gate, Saved
 
 
 @eager(_C.matmul, input="a", other="b")
@@ -27,11 +28,12 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 @eager(_C.linear, input="x")
-def linear(  # noqa: PLR0917
+def linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    act: str = "none",
+    *,
+    act: Activation = "none",
     scale: float = 1.0,
     residual: Tensor | None = None,
 ) -> Tensor:
@@ -55,14 +57,15 @@ def linear(  # noqa: PLR0917
 
 
 @eager(_C.mlp, input="x")
-def mlp(  # noqa: PLR0917
+def mlp(
     x: Tensor,
     up_weight: Tensor,
     down_weight: Tensor,
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
-    act: str = "gelu",
-    save: str = "preact",
+    *,
+    act: Activation = "gelu",
+    save: Saved = "preact",
 ) -> Tensor:
     """Returns ``act(x @ up_weight.T + up_bias) @ down_weight.T + down_bias``, contiguous.
 
@@ -84,14 +87,15 @@ def mlp(  # noqa: PLR0917
 
 
 @eager(_C.gated_mlp, input="x")
-def gated_mlp(  # noqa: PLR0917
+def gated_mlp(
     x: Tensor,
     gate_up_weight: Tensor,
     down_weight: Tensor,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
-    act: str = "silu",
-    save: str = "preact",
+    *,
+    act: Gate = "silu",
+    save: Saved = "preact",
 ) -> Tensor:
     """Returns ``(act(g) * u) @ down_weight.T + down_bias``, contiguous.
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from torchkiln import _C
 from torchkiln.ops._traced import check_no_gradient
 from torchkiln.ops.eager import eager
+from torchkiln.typing import Rounding
 
 
 def as_sizes(normalized_shape: int | Sequence[int]) -> Sequence[int]:
@@ -24,7 +25,7 @@ def layer_norm(
     eps: float = 1e-5,
     *,
     offset: float = 0.0,
-    round: str = "once",
+    round: Rounding = "once",
     out: Tensor | None = None,
 ) -> Tensor:
     """Returns ``(x - mean) / sqrt(variance + eps) * (offset + weight) + bias``, contiguous.
@@ -65,7 +66,7 @@ def rms_norm(
     eps: float | None = None,
     *,
     offset: float = 0.0,
-    round: str = "once",
+    round: Rounding = "once",
     out: Tensor | None = None,
 ) -> Tensor:
     """Returns ``x / sqrt(mean(x**2) + eps) * (offset + weight)``, contiguous.
@@ -100,7 +101,7 @@ def add_layer_norm(  # noqa: PLR0917
     eps: float = 1e-5,
     *,
     offset: float = 0.0,
-    round: str = "once",
+    round: Rounding = "once",
 ) -> tuple[Tensor, Tensor]:
     """Returns ``(layer_norm(total), total)`` with ``total = x + residual``, in one pass.
 
@@ -131,7 +132,7 @@ def add_rms_norm(
     eps: float | None = None,
     *,
     offset: float = 0.0,
-    round: str = "once",
+    round: Rounding = "once",
 ) -> tuple[Tensor, Tensor]:
     """Returns ``(rms_norm(total), total)`` with ``total = x + residual``, in one pass.
 
@@ -151,7 +152,7 @@ def add_layer_norm_(  # noqa: PLR0917
     eps: float = 1e-5,
     *,
     offset: float = 0.0,
-    round: str = "once",
+    round: Rounding = "once",
 ) -> tuple[Tensor, Tensor]:
     """Writes :func:`add_layer_norm` into its inputs, as :func:`add_rms_norm_` does.
 
@@ -172,7 +173,7 @@ def add_rms_norm_(
     eps: float | None = None,
     *,
     offset: float = 0.0,
-    round: str = "once",
+    round: Rounding = "once",
 ) -> tuple[Tensor, Tensor]:
     """Writes :func:`add_rms_norm` into its inputs: the norm into ``x``, the sum into ``residual``.
 

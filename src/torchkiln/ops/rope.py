@@ -1,5 +1,7 @@
 """Rotary position embedding of queries and keys."""
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -72,7 +74,7 @@ def qkv_norm_rope(  # noqa: PLR0917
     kv_heads: int,
     *,
     eps: float = 1e-6,
-    norm: str = "head",
+    norm: Literal["head", "all", "none"] = "head",
     offset: float = 0.0,
     interleaved: bool = False,
     positions: Tensor | None = None,

@@ -32,10 +32,10 @@ def run(options: argparse.Namespace) -> int:
             dry_run=options.dry_run,
         )
         if options.json == Path("-"):
-            print(report.json())
+            print(report.to_json())
             return 0
         if options.json:
-            write_file(WHERE, "--json", options.json, report.json() + "\n")
+            write_file(WHERE, "--json", options.json, report.to_json() + "\n")
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

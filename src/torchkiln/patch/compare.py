@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from torchkiln.patch.plan import Match, Plan
 from torchkiln.patch.probe import cast, is_close, numbers, relative_error, run
+from torchkiln.patch.report import Replacement
 
 LARGEST_RATIO = 2.0
 """A replacement may have at most this multiple of the original's error."""
@@ -28,14 +29,10 @@ class Comparison:
     now: float
     bitwise: bool
 
-    @property
-    def same(self) -> str:
-        """How both results compare, in words."""
-        if self.bitwise:
-            return f"bitwise in {str(self.dtype).removeprefix('torch.')}"
-        if self.now <= self.was:
-            return "closer to float64"
-        return f"{self.now / self.was:.2f} x the error" if self.was else "other rounding"
+    def record(self, row: Replacement) -> None:
+        """Store the comparison in a row."""
+        row.error_was, row.error_now, row.bitwise = self.was, self.now, self.bitwise
+        row.dtype = str(self.dtype).removeprefix("torch.")
 
     def refusal(self, *, exact: bool) -> str:
         """Why the replacement is not made; empty if it is."""

@@ -8,6 +8,8 @@ from torchkiln.patch.graph import batch_norm
 from torchkiln.patch.replacing import Skip, is_skipped, swap
 from torchkiln.patch.report import Report
 
+MAKER = "torchkiln.fuse"
+
 
 def fuse(
     model: nn.Module, *, skip: Skip = (), recompute: bool = False, dry_run: bool = False
@@ -46,8 +48,5 @@ def fuse(
         lambda name, child: "skip" if is_skipped(name, child, skip) else "",
         recompute=recompute,
     )
-    report = Report("torchkiln.fuse", rows, dry_run=dry_run)
-    if not dry_run:
-        for module, plan in plans:
-            swap(report, module, plan)
-    return report
+    undo = [] if dry_run else [swap(MAKER, module, plan) for module, plan in plans]
+    return Report(MAKER, model, rows, undo, dry_run=dry_run)

@@ -13,12 +13,12 @@ from torchkiln.bench.clock import Times, device_clock, in_turns
 from torchkiln.patch.compare import Comparison, of_calls
 from torchkiln.patch.plan import Match
 from torchkiln.patch.probe import first_dtype
-from torchkiln.patch.report import Row
+from torchkiln.patch.report import Replacement
 
 BUDGET = 0.05
 """Seconds for the times of one module."""
 
-Matches = Sequence[tuple[Row, nn.Module, Match]]
+Matches = Sequence[tuple[Replacement, nn.Module, Match]]
 
 
 def measure(model: nn.Module, matches: Matches, example: Any) -> None:
@@ -34,13 +34,15 @@ def measure(model: nn.Module, matches: Matches, example: Any) -> None:
             continue
         found = of_calls(module, match.plan, [args], dtype)
         if isinstance(found, Comparison):
-            row.same, row.error_was, row.error_now = found.same, found.was, found.now
+            found.record(row)
         forwards = {
             "was": torch.no_grad()(partial(type(module).forward, module, *args)),
             "now": torch.no_grad()(partial(match.plan.forward, module, *args)),
         }
         times = in_turns(device_clock(floating[0].device), forwards, BUDGET)
-        row.us_was, row.us_now = (Times.of(times[name]).seconds * 1e6 for name in ("was", "now"))
+        row.seconds_was, row.seconds_now = (
+            Times.of(times[name]).seconds for name in ("was", "now")
+        )
 
 
 def arguments_of_modules(

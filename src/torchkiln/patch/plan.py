@@ -2,28 +2,48 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import importlib
-import sys
+import warnings
 from abc import ABC, ABCMeta, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from torchkiln.patch.source.code import with_class_wrapper
 
+SAVED: dict[str, type[Plan]] = {}
+"""The classes of plans by their names in pickles."""
+
 
 class Plan(ABC):
-    """Another forward for the modules of one formula; a frozen dataclass of picklable fields."""
+    """Another forward for the modules of one formula; a frozen dataclass."""
 
     kind: ClassVar[str]
     takes_options: ClassVar[bool] = False
     """Whether the new forward takes keyword arguments."""
     rounds_alike: ClassVar[bool] = True
     """Whether a comparison of small tensors tells how the results of large ones are rounded."""
+    saved_as: ClassVar[str]
+    """The name in pickles."""
+    version: ClassVar[int] = 1
+    """Of the settings in pickles; a change of their meaning increases it."""
+
+    def __init_subclass__(cls) -> None:
+        if "saved_as" in vars(cls):
+            SAVED[cls.saved_as] = cls
+
+    def settings(self) -> dict[str, Any]:
+        """The fields, as objects of Python, torch and the user, from which pickles are loaded."""
+        fields = [field for field in dataclasses.fields(self) if field.init]  # type: ignore[arg-type]
+        return {field.name: getattr(self, field.name) for field in fields}
+
+    @classmethod
+    def loaded(cls, settings: dict[str, Any]) -> Plan:
+        """The plan with these settings."""
+        return cls(**settings)
 
     @abstractmethod
     def __str__(self) -> str:
@@ -98,7 +118,7 @@ def make_class(original: type[nn.Module], plan: Plan) -> type[nn.Module]:
         """Pickles and copies name the original class and the plan: the made class has no module."""
         parts = original.__reduce_ex__(self, protocol)
         assert isinstance(parts, tuple)  # a string names a global, which a module is not
-        return (new_module, (original, plan), *parts[2:])
+        return (_restore, (original, plan.saved_as, plan.version, plan.settings()), *parts[2:])
 
     scope = {
         "__module__": original.__module__,
@@ -126,34 +146,25 @@ class Unseen(nn.Module):
     """The first base of made classes, which keeps no subclass, as ``original`` may."""
 
 
-def new_module(original: type[nn.Module], plan: Plan) -> nn.Module:
-    """An empty module of the made class, which unpickling fills."""
-    made = made_class(original, plan)
-    return made.__new__(made)
-
-
-class Moved(ModuleType):
-    """The former name of a module, under which pickles of older versions name their plans."""
-
-    def __init__(self, name: str, now: str) -> None:
-        super().__init__(
-            f"torchkiln.patch.{name}", f"The former name of ``torchkiln.patch.{now}``."
+def _restore(
+    original: type[nn.Module], name: str, version: int, settings: dict[str, Any]
+) -> nn.Module:
+    """An empty module, which unpickling fills: of the made class, or else of the original one."""
+    kind = SAVED.get(name)
+    try:
+        if kind is None or kind.version != version:
+            found = "no such plan" if kind is None else f"version {kind.version}"
+            raise ValueError(f"this torchkiln has {found}")
+        cls = made_class(original, kind.loaded(settings))
+    except Exception as error:  # settings of another version can raise anything
+        warnings.warn(
+            f"torchkiln.replace: {original.__qualname__}: got a pickle with the replacement "
+            f"{name!r} of version {version}, which cannot be restored ({error}), so the forward of "
+            "the class runs; call torchkiln.replace again",
+            stacklevel=2,
         )
-        self.now = f"torchkiln.patch.{now}"
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(importlib.import_module(self.now), name)
+        cls = original
+    return cls.__new__(cls)
 
 
-MOVED = {
-    **{n: f"formula.{n}" for n in ("activation", "gated", "gated_norm", "linear", "norm")},
-    "torch_modules": "formula.torch_modules",
-    **{n: f"graph.{n}" for n in ("batch_norm", "pool", "recompute")},
-    "rewritten": "source.rewritten",
-}
-"""Modules that pickles name, by their former names."""
-
-for _name, _now in MOVED.items():
-    sys.modules[f"torchkiln.patch.{_name}"] = Moved(_name, _now)
+_restore.__module__ = "torchkiln.patch"  # pickles name it there

@@ -17,6 +17,7 @@ class Registered(Plan):
     """A forward that an author has registered."""
 
     kind = "registered"
+    saved_as = "registered"
     function: Callable[..., Any]
 
     def __str__(self) -> str:
@@ -41,6 +42,15 @@ class Registry:
     ) -> None:
         """Add a forward, or replace that of the class."""
         self.entries[cls] = (Registered(forward), inputs)
+
+    def remove(self, cls: type[nn.Module]) -> None:
+        """Remove the forward of a class."""
+        if cls not in self.entries:
+            raise KeyError(
+                f"torchkiln.replace.unregister: cls: got {cls.__name__}, expected a class that was "
+                "registered"
+            )
+        del self.entries[cls]
 
     def find(self, module: nn.Module) -> Match | None:
         """The forward for exactly the class of a module."""

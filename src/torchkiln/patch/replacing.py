@@ -6,7 +6,7 @@ import fnmatch
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -16,22 +16,14 @@ from torchkiln.patch.graph import batch_norm
 from torchkiln.patch.plan import Match, Plan, made_class
 from torchkiln.patch.probe import first_dtype
 from torchkiln.patch.registry import Registry
-from torchkiln.patch.report import Report, Row
+from torchkiln.patch.report import Replacement, Report
 from torchkiln.patch.search import Search, replaced_before
 from torchkiln.patch.source.rewritten import Rewrites
+from torchkiln.typing import Kind
 
-KINDS = (
-    "norm",
-    "residual",
-    "activation",
-    "glu",
-    "linear",
-    "mlp",
-    "softmax",
-    "loss",
-    "batch_norm",
-    "registered",
-)
+MAKER = "torchkiln.replace"
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 Skip = Callable[[str, nn.Module], bool] | Sequence[str]
 """A condition on name and module, or patterns of names as for :mod:`fnmatch`."""
@@ -42,6 +34,12 @@ class Replace:
 
     def __init__(self) -> None:
         self.registry = Registry()
+        self.__name__ = self.__qualname__ = "replace"
+        self.__doc__ = type(self).__call__.__doc__
+        self.__module__ = "torchkiln"
+
+    def __repr__(self) -> str:
+        return "<function torchkiln.replace>"
 
     def register(
         self,
@@ -60,11 +58,19 @@ class Replace:
         """
         self.registry.add(cls, forward, inputs)
 
+    def unregister(self, cls: type[nn.Module]) -> None:
+        """Take back :meth:`register` for a class; models that were replaced stay so.
+
+        Args:
+            cls: a registered class; KeyError for another one.
+        """
+        self.registry.remove(cls)
+
     def __call__(
         self,
         model: nn.Module,
         *,
-        only: Iterable[str] | None = None,
+        only: Iterable[Kind] | Kind | None = None,
         skip: Skip = (),
         exact: bool = False,
         dry_run: bool = False,
@@ -89,7 +95,8 @@ class Replace:
             only: kinds to replace, of ``norm``, ``residual``, ``activation``, ``glu``, ``linear``,
                 ``mlp``, ``softmax``, ``loss``, ``batch_norm`` and ``registered``; all by default,
                 but batch norms on a CPU. A residual sum is replaced if the norm behind it is.
-            skip: patterns of names to leave alone, or a function of name and module.
+            skip: patterns of names to leave alone, or a function of name and module, in this
+                order.
             exact: whether to replace only what is bitwise equal in the module's dtype.
             dry_run: whether to return the report without a change. Forwards run all the same, with
                 their side effects.
@@ -98,13 +105,17 @@ class Replace:
                 the times of both forwards.
         """
         kinds = checked_kinds(only)
-        rows: list[Row] = []
+        if exact and only is not None and "batch_norm" in kinds:
+            raise ValueError(
+                f"{MAKER}: only: got 'batch_norm' with exact=True, expected other kinds: bn_act "
+                "rounds once where torch rounds between the steps; leave exact out"
+            )
+        rows: list[Replacement] = []
         fused: list[tuple[nn.Module, batch_norm.FusedForward]] = []
         if "batch_norm" in kinds and not exact:
             refusal = functools.partial(why_torchs_batch_norm, skip, asked=only is not None)
             rows, fused = batch_norm.find_all(model, refusal)
         matches = matched(model, Search(self.registry, exact=exact), rows, skip, kinds)
-        report = Report("torchkiln.replace", rows, dry_run=dry_run)
         if example is not None:
             from torchkiln.patch.measure import measure  # noqa: PLC0415  imports the benchmark
 
@@ -115,40 +126,41 @@ class Replace:
             plans += rewritten(model, Rewrites(matches, kinds, exact=exact), rows, skip, taken)
         order = {name: index for index, (name, _) in enumerate(model.named_modules())}
         rows.sort(key=lambda row: order[row.name])
+        undo: list[Callable[[], None]] = []
         for row, module, plan in plans if dry_run else list(made(plans)):
-            row.replaced = True
+            row.outcome = "replaced"
             if not dry_run:
-                swap(report, module, plan)
+                undo.append(swap(MAKER, module, plan))
         for module, plan in [] if dry_run else fused:
-            swap(report, module, plan)
+            undo.append(swap(MAKER, module, plan))
         if "loss" in kinds:
-            replace_loss(report, model)
-        return report
+            undo += replace_loss(model, rows, dry_run=dry_run)
+        return Report(MAKER, model, rows, undo, dry_run=dry_run)
 
 
 def matched(
-    model: nn.Module, search: Search, rows: list[Row], skip: Skip, kinds: tuple[str, ...]
-) -> list[tuple[Row, nn.Module, Match]]:
+    model: nn.Module, search: Search, rows: list[Replacement], skip: Skip, kinds: tuple[str, ...]
+) -> list[tuple[Replacement, nn.Module, Match]]:
     """The modules with a formula of ours. Adds the rows of modules that have none yet."""
-    matches: list[tuple[Row, nn.Module, Match]] = []
+    matches: list[tuple[Replacement, nn.Module, Match]] = []
     default = first_dtype(model.parameters()) or torch.float32
     parts: set[nn.Module] = set()
     known = {row.name for row in rows}
     for name, module in model.named_modules():
-        row = Row(name, type(module).__name__)
+        row = Replacement(name, type(module).__name__)
         if name in known:
             continue
         if is_skipped(name, module, skip):
-            row.why = "skip"
+            row.reason = "skip"
         elif module in parts:
-            row.why = "the new forward of its parent has its formula"
+            row.reason = "the new forward of its parent has its formula"
         else:
             found = search.find(module, default, row, kinds)
             if found is not None:
                 matches.append((row, module, found))
                 if found.plan.kind == "glu":
                     parts.update(leaves_without_parameters(module))
-            elif not row.why:
+            elif not row.reason:
                 continue
         rows.append(row)
     return matches
@@ -165,17 +177,21 @@ def why_torchs_batch_norm(skip: Skip, name: str, module: nn.Module, *, asked: bo
 
 
 def rewritten(
-    model: nn.Module, rewrites: Rewrites, rows: list[Row], skip: Skip, taken: Collection[nn.Module]
-) -> list[tuple[Row, nn.Module, Plan]]:
+    model: nn.Module,
+    rewrites: Rewrites,
+    rows: list[Replacement],
+    skip: Skip,
+    taken: Collection[nn.Module],
+) -> list[tuple[Replacement, nn.Module, Plan]]:
     """The plans of modules with a rewritten forward; ``taken`` have another one. Adds the rows."""
-    found: list[tuple[Row, nn.Module, Plan]] = []
+    found: list[tuple[Replacement, nn.Module, Plan]] = []
     known = {row.name: row for row in rows}
     for name, module in model.named_modules():
         if is_skipped(name, module, skip) or replaced_before(module) or known_kind(known, name):
             continue
         if module in taken:
             continue
-        row = Row(name, type(module).__name__)
+        row = Replacement(name, type(module).__name__)
         plan = rewrites.find(module, row)
         if plan is not None:
             found.append((row, module, plan))
@@ -184,14 +200,14 @@ def rewritten(
     return found
 
 
-def known_kind(rows: Mapping[str, Row], name: str) -> bool:
+def known_kind(rows: Mapping[str, Replacement], name: str) -> bool:
     """Whether a module is of a kind already."""
     return name in rows and bool(rows[name].kind)
 
 
-def checked_kinds(only: Iterable[str] | None) -> tuple[str, ...]:
+def checked_kinds(only: Iterable[Kind] | Kind | None) -> tuple[Kind, ...]:
     """The kinds to replace."""
-    kinds = KINDS if only is None else tuple([only] if isinstance(only, str) else only)
+    kinds = KINDS if only is None else (only,) if isinstance(only, str) else tuple(only)
     for kind in kinds:
         if kind not in KINDS:
             raise ValueError(
@@ -218,48 +234,53 @@ def leaves_without_parameters(module: nn.Module) -> list[nn.Module]:
 
 
 def made(
-    plans: Iterable[tuple[Row, nn.Module, Plan]],
-) -> Iterator[tuple[Row, nn.Module, Plan]]:
+    plans: Iterable[tuple[Replacement, nn.Module, Plan]],
+) -> Iterator[tuple[Replacement, nn.Module, Plan]]:
     """The plans for which there is a class; the other rows have the reason."""
     for row, module, plan in plans:
         try:
             made_class(type(module), plan)
         except Exception as error:
-            row.why = f"its class has no subclass: {error}"
+            row.reason = f"its class has no subclass: {error}"
         else:
             yield row, module, plan
 
 
-def swap(report: Report, module: nn.Module, plan: Plan) -> None:
-    """Give a module the made class."""
+def swap(maker: str, module: nn.Module, plan: Plan) -> Callable[[], None]:
+    """Give a module the made class; returns the way back, whose errors begin with ``maker``."""
     original = type(module)
     made = made_class(original, plan)
 
     def undo() -> None:
         if type(module) is not made:
             raise RuntimeError(
-                f"{report.maker}: undo: got a module of {type(module).__name__}, expected "
+                f"{maker}: undo: got a module of {type(module).__name__}, expected "
                 f"{made.__name__}; call undo() before the library that changed the class"
             )
         module.__class__ = original
 
     module.__class__ = made
-    report.on_undo(undo)
+    return undo
 
 
-def replace_loss(report: Report, model: nn.Module) -> None:
-    """Set ``loss_function`` of a model that computes a cross-entropy with it."""
+def replace_loss(
+    model: nn.Module, rows: list[Replacement], *, dry_run: bool
+) -> list[Callable[[], None]]:
+    """Set ``loss_function`` of a model that computes a cross-entropy with it; returns the way back.
+
+    Adds the row.
+    """
     found = loss_function.find(model)
     if found is None:
-        return
-    row = Row("loss_function", getattr(model.loss_function, "__name__", "function"), "loss")
-    report.rows.append(row)
+        return []
+    row = Replacement("loss_function", getattr(model.loss_function, "__name__", "function"), "loss")
+    rows.append(row)
     if isinstance(found, str):
-        row.why = found
-        return
-    row.now, row.replaced = f"{found.__name__} in the dtype of the logits", True
-    if report.dry_run:
-        return
+        row.reason = found
+        return []
+    row.now, row.outcome = f"{found.__name__} in the dtype of the logits", "replaced"
+    if dry_run:
+        return []
     before = dict(vars(model))
     model.loss_function = found  # type: ignore[assignment]
     changed = [name for name, value in vars(model).items() if before.get(name) is not value]
@@ -271,16 +292,24 @@ def replace_loss(report: Report, model: nn.Module) -> None:
             else:
                 vars(model).pop(name, None)
 
-    report.on_undo(undo)
+    return [undo]
 
 
 replace = Replace()
 
 
 @contextmanager
-def replaced(model: nn.Module, **options: Any) -> Iterator[Report]:
+def replaced(
+    model: nn.Module,
+    *,
+    only: Iterable[Kind] | Kind | None = None,
+    skip: Skip = (),
+    exact: bool = False,
+    dry_run: bool = False,
+    example: Any = None,
+) -> Iterator[Report]:
     """``torchkiln.replace`` with the same arguments, taken back at the end of the block."""
-    report = replace(model, **options)
+    report = replace(model, only=only, skip=skip, exact=exact, dry_run=dry_run, example=example)
     try:
         yield report
     finally:

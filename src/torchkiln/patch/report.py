@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
+import html
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import compress
+from typing import Any, ClassVar, Literal
 
-HEAD = ("modules", "was", "now", "same", "error was -> now", "us was -> now", "verdict")
+from torch import nn
+
+from torchkiln import _report
+
+HEAD = ("modules", "was", "now", "same", "error was -> now", "us was -> now", "outcome")
 
 
 @dataclass
-class Row:
+class Replacement:
     """The outcome for one module."""
 
     name: str
@@ -21,51 +26,94 @@ class Row:
     kind: str = ""
     now: str = ""
     """The call of the new forward; empty if there is none."""
-    replaced: bool = False
-    why: str = ""
+    outcome: Literal["replaced", "would replace", "kept"] = "kept"
+    reason: str = ""
     """The reason to leave the module alone."""
-    same: str = ""
-    """How the results of both forwards compare."""
+    bitwise: bool | None = None
+    """Whether both forwards have the same bits in the dtype of the module; None if not compared."""
+    dtype: str = ""
+    """The dtype of the comparison."""
     error_was: float | None = None
     """Relative to float64, root mean square."""
     error_now: float | None = None
-    us_was: float | None = None
-    us_now: float | None = None
+    seconds_was: float | None = None
+    seconds_now: float | None = None
 
     @property
-    def verdict(self) -> str:
-        """Whether the module was replaced, and the reason if not."""
-        return "replaced" if self.replaced else f"left alone: {self.why}"
+    def changed(self) -> bool:
+        """Whether the module was replaced, or would be."""
+        return self.outcome != "kept"
+
+    @property
+    def error_ratio(self) -> float | None:
+        """The error of the new forward as a multiple of the old one's; None without these."""
+        if self.error_now is None or not self.error_was:
+            return None
+        return self.error_now / self.error_was
+
+    def as_dict(self) -> dict[str, Any]:
+        """The row in types that JSON has."""
+        return {**asdict(self), "error_ratio": self.error_ratio}
 
 
-def cells(rows: list[Row]) -> tuple[str, ...]:
+def comparison(row: Replacement) -> str:
+    """How the results of both forwards compare, in words."""
+    if row.bitwise is None:
+        return ""
+    if row.bitwise:
+        return f"bitwise in {row.dtype}"
+    ratio = row.error_ratio
+    if ratio is None or ratio == 1:
+        return "other rounding"
+    return "closer to float64" if ratio < 1 else f"{ratio:.2f} x the error"
+
+
+def verdict(row: Replacement) -> str:
+    """The outcome, with the reason to leave the module alone."""
+    return row.outcome if row.changed else f"kept: {row.reason}"
+
+
+def cells(rows: list[Replacement]) -> tuple[str, ...]:
     """The printed line of equal rows: largest error, sum of times."""
     worst = max(rows, key=lambda row: row.error_now or 0.0)
     errors = times = ""
     if worst.error_was is not None and worst.error_now is not None:
         errors = f"{worst.error_was:.1e} -> {worst.error_now:.1e}"
-    if worst.us_was is not None:
-        was, now = (sum(getattr(row, name) or 0.0 for row in rows) for name in ("us_was", "us_now"))
-        times = f"{was:.0f} -> {now:.0f}"
-    return (str(len(rows)), worst.was, worst.now or "-", worst.same, errors, times, worst.verdict)
+    if worst.seconds_was is not None:
+        was = sum(row.seconds_was or 0.0 for row in rows)
+        now = sum(row.seconds_now or 0.0 for row in rows)
+        times = f"{was * 1e6:.0f} -> {now * 1e6:.0f}"
+    same = comparison(worst)
+    return (str(len(rows)), worst.was, worst.now or "-", same, errors, times, verdict(worst))
 
 
-class Report:
-    """The rows of all modules, in the order of the model; ``print`` shows them in groups.
+class Report(_report.Report, Mapping[str, Replacement]):
+    """The outcome for each module by its name, in the order of the model.
 
-    ``report["layers.0.norm"]`` is the row of a module. Errors begin with ``maker``, the function
-    that made the report.
+    ``report["layers.0.norm"]`` is the row of a module, ``report.rows`` has all. ``print`` shows
+    them in groups. ``report.model`` is the model, so that ``replace(model).model`` can be passed
+    on.
     """
 
-    def __init__(self, maker: str, rows: list[Row], *, dry_run: bool = False) -> None:
-        self.maker = maker
-        self.rows = rows
-        self.dry_run = dry_run
-        self._undo: list[Callable[[], None]] = []
+    schema: ClassVar[str] = "torchkiln.replace/1"
 
-    def on_undo(self, step: Callable[[], None]) -> None:
-        """Add a step of the way back."""
-        self._undo.append(step)
+    def __init__(
+        self,
+        maker: str,
+        model: nn.Module,
+        rows: list[Replacement],
+        undo: list[Callable[[], None]],
+        *,
+        dry_run: bool = False,
+    ) -> None:
+        if dry_run:
+            for row in filter(lambda row: row.changed, rows):
+                row.outcome = "would replace"
+        self._maker = maker
+        self._undo = undo
+        self.model = model
+        self.rows = tuple(rows)
+        self.dry_run = dry_run
 
     def undo(self) -> None:
         """Give every module its class back; parameters and buffers stay as they are.
@@ -77,38 +125,59 @@ class Report:
             self._undo[-1]()
             self._undo.pop()
 
-    def __getitem__(self, name: str) -> Row:
+    def __getitem__(self, name: str) -> Replacement:
         for row in self.rows:
             if row.name == name:
                 return row
-        raise KeyError(f"{self.maker}: report: got {name!r}, expected the name of a module")
+        raise KeyError(f"{self._maker}: report: got {name!r}, expected the name of a module")
 
-    def __iter__(self) -> Iterator[Row]:
-        return iter(self.rows)
+    def __iter__(self) -> Iterator[str]:
+        return (row.name for row in self.rows)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     @property
-    def replaced(self) -> list[Row]:
-        """The rows of the modules that were replaced."""
-        return [row for row in self.rows if row.replaced]
+    def changed(self) -> tuple[Replacement, ...]:
+        """The rows of the modules that were replaced, or would be in a dry run."""
+        return tuple(row for row in self.rows if row.changed)
 
-    def json(self) -> str:
-        """All rows as JSON."""
-        return json.dumps({"dry_run": self.dry_run, "rows": [asdict(row) for row in self.rows]})
+    def as_dict(self) -> dict[str, Any]:
+        """All rows in types that JSON has."""
+        rows = [row.as_dict() for row in self.rows]
+        return {"schema": self.schema, "dry_run": self.dry_run, "rows": rows}
 
-    def __str__(self) -> str:
-        groups: dict[tuple[str, str, str], list[Row]] = {}
-        for row in sorted(self.rows, key=lambda row: not row.replaced):
-            groups.setdefault((row.was, row.now, row.verdict), []).append(row)
+    def _table(self) -> list[tuple[str, ...]]:
+        """The cells of the groups of equal rows, without empty columns; the first line names them.
+
+        Replaced modules come first.
+        """
+        groups: dict[tuple[str, str, str], list[Replacement]] = {}
+        for row in sorted(self.rows, key=lambda row: not row.changed):
+            groups.setdefault((row.was, row.now, verdict(row)), []).append(row)
         lines = [HEAD, *map(cells, groups.values())]
         used = [any(column[1:]) for column in zip(*lines, strict=True)]
-        lines = [tuple(compress(line, used)) for line in lines]
+        return [tuple(compress(line, used)) for line in lines]
+
+    def _summary(self) -> str:
+        done = "to replace (dry run)" if self.dry_run else "replaced"
+        return f"{len(self.changed)} of {len(self)} modules {done}"
+
+    def __str__(self) -> str:
+        lines = self._table()
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         table = [
             "  ".join(map(str.ljust, line, widths)).rstrip()  # cells of a column are equally wide
             for line in lines
         ]
-        done = "to replace (dry run)" if self.dry_run else "replaced"
-        return "\n".join([*table, f"{len(self.replaced)} of {len(self)} modules {done}"])
+        return "\n".join([*table, self._summary()])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """The table, for notebooks."""
+        head, *lines = [[html.escape(cell) for cell in line] for line in self._table()]
+        rows = ["".join(f"<th>{cell}</th>" for cell in head)]
+        rows += ["".join(f"<td>{cell}</td>" for cell in line) for line in lines]
+        table = "".join(f"<tr>{row}</tr>" for row in rows)
+        return f"<table>{table}</table><p>{self._summary()}</p>"

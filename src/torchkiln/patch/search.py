@@ -16,7 +16,7 @@ from torchkiln.patch.formula.terms import NoFormulaError
 from torchkiln.patch.plan import Found, Match
 from torchkiln.patch.probe import first_dtype
 from torchkiln.patch.registry import Registry
-from torchkiln.patch.report import Row
+from torchkiln.patch.report import Replacement
 
 
 class Outcome(NamedTuple):
@@ -37,14 +37,14 @@ class Search:
         self.known: dict[Any, list[Outcome]] = {}
 
     def find(
-        self, module: nn.Module, default: torch.dtype, row: Row, kinds: tuple[str, ...]
+        self, module: nn.Module, default: torch.dtype, row: Replacement, kinds: tuple[str, ...]
     ) -> Match | None:
         """The plan of a module, or None with the reason in the row."""
-        if row.why or (before := replaced_before(module)):
-            row.why = row.why or before
+        if row.reason or (before := replaced_before(module)):
+            row.reason = row.reason or before
             return None
         if any(is_lazy(x) for x in module.parameters()):
-            row.why = "its parameters have no sizes yet"
+            row.reason = "its parameters have no sizes yet"
             return None
         dtype = first_dtype(module.parameters()) or default
         device = next((x.device for x in module.parameters()), torch.device("cpu"))
@@ -53,21 +53,20 @@ class Search:
         if not isinstance(found, Match):
             is_leaf = next(module.children(), None) is None
             own = next(module.parameters(recurse=False), None) is not None
-            row.why = found or ("no op of torchkiln" if is_leaf or own else "")
+            row.reason = found or ("no op of torchkiln" if is_leaf or own else "")
             return None
         row.kind, row.now = found.plan.kind, str(found.plan)
         if row.kind not in kinds:
-            row.why = f"only {', '.join(kinds)}"
+            row.reason = f"only {', '.join(kinds)}"
         elif isinstance(comparison, str):
-            row.why = comparison
+            row.reason = comparison
         elif comparison is not None:
-            row.same = comparison.same
-            row.error_was, row.error_now = comparison.was, comparison.now
-            row.why = comparison.refusal(exact=self.exact)
+            comparison.record(row)
+            row.reason = comparison.refusal(exact=self.exact)
             if not found.plan.rounds_alike:
-                row.same = "other rounding"
-                row.why = "not bitwise equal" if self.exact else row.why
-        return None if row.why else found
+                row.bitwise = False
+                row.reason = "not bitwise equal" if self.exact else row.reason
+        return None if row.reason else found
 
     def cached(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> Outcome:
         """What the finders say of a module, or of one that its forward cannot tell from it."""

@@ -7,9 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from torchkiln.profile.report import Figures, read
-
-__all__ = ["Figures", "ranges", "read"]
+__all__ = ["ranges"]
 
 
 @contextmanager

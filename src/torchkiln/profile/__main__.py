@@ -22,6 +22,7 @@ from torchkiln.profile.target import WHERE, profiled_case
 from torchkiln.profile.times import kernels
 from torchkiln.testing.environment import environment
 
+SCHEMA = "torchkiln.profile/1"
 SECONDS = 1.0
 """Time for the benchmark's clock."""
 
@@ -59,6 +60,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"report: {report.resolve()} (ncu-ui opens it)")
     if options.json:
         content = {
+            "schema": SCHEMA,
             "environment": asdict(where),
             "op": case.spec.name,
             "variant": case.variant,

@@ -9,8 +9,12 @@ specs, :func:`run_contract` runs all checks of one spec, and the plug-in
         contract_case.run()
 """
 
+from typing import TYPE_CHECKING, Any
+
 from torchkiln.testing.case import Case, cases
 from torchkiln.testing.check import Check, ExcludedError, UnavailableError
+from torchkiln.testing.compare import depth, steps
+from torchkiln.testing.data import normal
 from torchkiln.testing.derive import layer
 from torchkiln.testing.refusals import GoodCall, Refusals
 from torchkiln.testing.result import Outcome, run_contract
@@ -19,6 +23,9 @@ from torchkiln.testing.shapes import alike
 from torchkiln.testing.spec import OpSpec, SpecError
 from torchkiln.testing.specs import SPECS
 from torchkiln.testing.validation import validate
+
+if TYPE_CHECKING:
+    from torchkiln.testing.fuzz import Plan, check_call, plans
 
 __all__ = [
     "SPECS",
@@ -29,6 +36,7 @@ __all__ = [
     "Invalid",
     "OpSpec",
     "Outcome",
+    "Plan",
     "Refusals",
     "Sample",
     "SpecError",
@@ -36,7 +44,21 @@ __all__ = [
     "UnavailableError",
     "alike",
     "cases",
+    "check_call",
+    "depth",
     "layer",
+    "normal",
+    "plans",
     "run_contract",
+    "steps",
     "validate",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Names that need hypothesis, which is imported for them only."""
+    if name not in ("Plan", "check_call", "plans"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from torchkiln.testing import fuzz  # noqa: PLC0415
+
+    return getattr(fuzz, name)

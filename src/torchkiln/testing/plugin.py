@@ -25,7 +25,7 @@ import torch
 from torchkiln.testing.case import Case, cases
 from torchkiln.testing.check import UnavailableError
 from torchkiln.testing.environment import environment
-from torchkiln.testing.result import Outcome, Status, as_dict, write
+from torchkiln.testing.result import Outcome, Status, write
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -122,7 +122,7 @@ def pytest_runtest_makereport(
         elif report.failed and call.excinfo is not None:
             reason = call.excinfo.exconly().split("\n")[0]
         made = Outcome.of(case, status, reason, call.duration)
-        report.user_properties.append((PROPERTY, as_dict(made)))
+        report.user_properties.append((PROPERTY, made.as_dict()))
     return report
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from torchkiln.testing.spec import OpSpec
 
+SCHEMA = "torchkiln.contract/1"
 Status = Literal["passed", "failed", "excluded", "unavailable"]
 ORDER: tuple[Status, ...] = ("failed", "passed", "excluded", "unavailable")
 """The status of a check in several dtypes is the first of these."""
@@ -43,6 +44,10 @@ class Outcome:
         dtype = str(case.dtype).removeprefix("torch.")
         names = (case.spec.name, case.check.name, case.device.type, dtype)
         return cls(*names, status, reason, round(seconds, 3))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields in types that JSON has."""
+        return dataclasses.asdict(self)
 
 
 def outcome(case: Case) -> Outcome:
@@ -98,9 +103,4 @@ def write(outcomes: Iterable[Outcome], environment: dict[str, Any], path: Path) 
         lines.setdefault((op, first.status, first.reason, dtypes), []).append(check)
     names = ("op", "status", "reason", "dtypes")
     results = [dict(zip(names, key, strict=True)) | {"checks": lines[key]} for key in lines]
-    write_json(path, {"environment": environment, "results": results})
-
-
-def as_dict(one: Outcome) -> dict[str, Any]:
-    """The outcome in a form that a pytest report can pass between processes."""
-    return dataclasses.asdict(one)
+    write_json(path, {"schema": SCHEMA, "environment": environment, "results": results})

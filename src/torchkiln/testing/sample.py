@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,8 @@ class Sample:
 
     All tensors move between devices. Only positional tensors are tested at other strides,
     differentiated, and traced as inputs; keyword tensors, such as masks and weights, are not.
+    ``args`` are in the order of the op's schema: those behind the positional parameters of a
+    function are passed by keyword.
 
     Samples of an op that draws random numbers have a ``seed``. Every call of such a sample seeds
     torch's generators with it, so that the op and its reference draw the same numbers.
@@ -65,10 +68,24 @@ class Sample:
         if self.seed is not None:
             torch.manual_seed(self.seed)
 
+    def arguments(self, function: Callable[..., Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The positional and the keyword arguments of a call of ``function``."""
+        try:
+            parameters = list(inspect.signature(function).parameters.values())
+        except ValueError:  # a builtin function
+            parameters = []
+        if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+            return self.args, dict(self.kwargs)
+        named = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+        count = len(parameters) - len(named)
+        behind = zip(named, self.args[count:], strict=False) if named else ()
+        return self.args[: count if named else None], {**dict(behind), **self.kwargs}
+
     def call(self, function: Callable[..., Any]) -> Any:
         """Make the call."""
         self.start_generators()
-        return function(*self.args, **self.kwargs)
+        args, kwargs = self.arguments(function)
+        return function(*args, **kwargs)
 
     def bind(self, function: Callable[..., Any], positions: tuple[int, ...]) -> Callable[..., Any]:
         """``function`` of the arguments at ``positions``; the sample gives the others."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, ClassVar
+
+from torchkiln._report import Report
 
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -120,8 +122,10 @@ class Part:
 
 
 @dataclass(frozen=True, repr=False)
-class Explanation:
+class Explanation(Report):
     """One call, as it ran."""
+
+    schema: ClassVar[str] = "torchkiln.explain/1"
 
     op: str
     device: str
@@ -135,7 +139,7 @@ class Explanation:
 
     def as_dict(self) -> dict[str, Any]:
         """Convert to types that JSON has."""
-        return asdict(self)
+        return {"schema": self.schema, **asdict(self)}
 
     def __str__(self) -> str:
         """A few lines."""

@@ -10,9 +10,16 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from torchkiln.testing import Case, Invalid, OpSpec, Sample
-from torchkiln.testing.data import normal
-from torchkiln.testing.fuzz import Plan, check_call, plans
+from torchkiln.testing import (
+    Case,
+    Invalid,
+    OpSpec,
+    Plan,
+    Sample,
+    check_call,
+    normal,
+    plans,
+)
 
 SHAPES = {
     "typical": (6, 10),

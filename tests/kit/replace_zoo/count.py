@@ -18,7 +18,7 @@ FILE = Path(__file__).with_name("counts.json")
 def counts(report: Any) -> dict[str, int]:
     """The replaced modules by kind; ``residual`` has the sums before norms."""
     found: Counter[str] = Counter()
-    for row in report.replaced:
+    for row in report.changed:
         found[row.kind] += 1
         found["sums"] += row.now.count("add_layer_norm at") + row.now.count("add_rms_norm at")
         found["linear with act"] += row.now.count("linear(")
@@ -41,7 +41,7 @@ def main() -> None:
             print(f"{kind}: {type(error).__name__}: {str(error)[:100]!r}")
             continue
         found[kind] = counts(report)
-        for row in report.replaced:
+        for row in report.changed:
             classes.setdefault(row.kind, set()).add(row.was)
         lost = {n: (c, found[kind].get(n, 0)) for n, c in before.get(kind, {}).items()}
         lost = {n: pair for n, pair in lost.items() if pair[0] != pair[1]}

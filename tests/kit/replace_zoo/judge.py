@@ -187,7 +187,7 @@ def same(
         was, now = attributes_of(one), attributes_of(two)
         changed = {k for k in was.keys() | now.keys() if was.get(k) != now.get(k)}
         problems.append(f"{change} itself: attributes {changed}")
-    done = [row.now for row in report.replaced]
+    done = [row.now for row in report.changed]
     if notes is not None:
         notes.extend(done)
     if after:

@@ -320,5 +320,5 @@ def check(mutant: Mutant) -> str:
         report.undo()
         found = found or difference(outcome(was, mutant.seed), outcome(now, mutant.seed))
     linecache.cache.pop(f"<mutant {mutant.seed}>", None)
-    said = [row.now for row in report if not row.name]
+    said = [row.now for row in report.rows if not row.name]
     return f"{mutant}\n{said}: {found}" if found else ""

@@ -28,6 +28,7 @@ class Activation(ProvenPlan):
     """One elementwise op."""
 
     kind = "activation"
+    saved_as = "activation"
     op: str
 
     def __str__(self) -> str:

@@ -43,6 +43,7 @@ class Gated(ProvenPlan):
     """
 
     kind = "glu"
+    saved_as = "glu"
     op: str
     gate: str
     up: str | None

@@ -24,6 +24,7 @@ class GatedNorm(ProvenPlan):
     """``gated_rms_norm`` with the weight and the eps of the module."""
 
     kind = "norm"
+    saved_as = "gated_norm"
     weight: str
     eps: str | float
     """The name of the attribute, or the number."""

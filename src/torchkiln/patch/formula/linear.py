@@ -26,6 +26,7 @@ class WideLinear(Plan):
     """The op for a ``torch.nn.Linear``."""
 
     kind = "linear"
+    saved_as = "linear"
     rounds_alike = False
 
     def __str__(self) -> str:

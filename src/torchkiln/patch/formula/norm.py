@@ -31,6 +31,7 @@ class Norm(ProvenPlan):
     """``rms_norm`` or ``layer_norm`` with the parameters and the eps of the module."""
 
     kind = "norm"
+    saved_as = "norm"
     op: str
     weight: str | None
     bias: str | None

@@ -21,6 +21,18 @@ class ProvenPlan(Plan):
     proof: Proof | None = None
     reads: Reads = Reads()  # noqa: RUF009  immutable
 
+    def settings(self) -> dict[str, Any]:
+        """The fields, with proof and conditions in types of Python."""
+        proof = None if self.proof is None else tuple(self.proof)
+        return {**super().settings(), "proof": proof, "reads": self.reads.settings()}
+
+    @classmethod
+    def loaded(cls, settings: dict[str, Any]) -> Plan:
+        """The plan with these settings."""
+        proof = None if settings["proof"] is None else Proof(*settings["proof"])
+        reads = Reads.loaded(settings["reads"])
+        return super().loaded({**settings, "proof": proof, "reads": reads})
+
     def takes(self, module: Any, *args: Any) -> bool:
         """Whether these tensors are of a proven rank and dtype, and the module is as it was."""
         proof, first = self.proof, args[0]

@@ -56,6 +56,19 @@ class Reads:
                 return False
         return True
 
+    def settings(self) -> dict[str, Any]:
+        """The conditions in types of Python, for pickles."""
+        values = tuple((p, None if value is AnyNumber else value) for p, value in self.values)
+        numbers = tuple(path for path, value in self.values if value is AnyNumber)
+        return {"values": values, "numbers": numbers, "parts": self.parts}
+
+    @classmethod
+    def loaded(cls, settings: dict[str, Any]) -> Reads:
+        """The conditions with these settings."""
+        numbers = settings["numbers"]
+        values = ((p, AnyNumber if p in numbers else value) for p, value in settings["values"])
+        return cls(tuple(values), settings["parts"])
+
     def __add__(self, other: Reads) -> Reads:
         """Both conditions."""
         return Reads((*self.values, *other.values), (*self.parts, *other.parts))

@@ -63,6 +63,8 @@ LEFT: dict[type[nn.Module], str] = {
 class TorchModule(Plan):
     """The op with the attributes of a module of torch."""
 
+    saved_as = "torch_module"
+
     original: type[nn.Module]
 
     @property

@@ -29,7 +29,7 @@ from torchkiln.patch.graph.recompute import (
 )
 from torchkiln.patch.plan import Plan, plan_of
 from torchkiln.patch.probe import shallow_copy
-from torchkiln.patch.report import Row
+from torchkiln.patch.report import Replacement
 
 Name = tuple[str, str, str]
 """A global of generated code: its name there, a module, and a path in it; "" is the module."""
@@ -53,12 +53,16 @@ LIGHT: dict[Any, Function] = {
 }
 """The functions that may give and take results that are computed again in backward."""
 
+FUNCTIONS = {call.__name__: call for call in (*CALLS.values(), *LIGHT.values())}
+"""The functions of torchkiln that a forward calls."""
+
 
 @dataclass(frozen=True)
 class FusedForward(Plan):
     """The traced forward of a module, with chains as one call each."""
 
     kind: ClassVar[str] = "batch_norm"
+    saved_as: ClassVar[str] = "fused"
 
     source: str
     names: tuple[Name, ...]
@@ -75,8 +79,24 @@ class FusedForward(Plan):
         exec(compile(self.source, "<torchkiln.fuse>", "exec"), scope)
         object.__setattr__(self, "function", scope["forward"])
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return FusedForward, (self.source, self.names, self.count, self.reads, self.children)
+    def settings(self) -> dict[str, Any]:
+        """The fields; functions of torchkiln have no module."""
+        ours = {(call.__module__, call.__name__) for call in FUNCTIONS.values()}
+        names = tuple(
+            (name, "" if (module, path) in ours else module, path)
+            for name, module, path in self.names
+        )
+        return {**super().settings(), "names": names, "reads": self.reads.settings()}
+
+    @classmethod
+    def loaded(cls, settings: dict[str, Any]) -> Plan:
+        """The plan with these settings."""
+        names = tuple(
+            (name, module or FUNCTIONS[path].__module__, path)
+            for name, module, path in settings["names"]
+        )
+        reads = Reads.loaded(settings["reads"])
+        return super().loaded({**settings, "names": names, "reads": reads})
 
     def __str__(self) -> str:
         return "its forward, with conv_bn_act and bn_act"
@@ -157,7 +177,7 @@ def traced(module: nn.Module) -> TracedForward | str:
     return TracedForward(graphs[0], len(parameters), reads)
 
 
-def lighten(fused: dict[fx.Node, tuple[Chain, Row]]) -> None:
+def lighten(fused: dict[fx.Node, tuple[Chain, Replacement]]) -> None:
     """Let chains give results that backward computes again, where another chain takes them."""
     for node, (chain, row) in fused.items():
         if node.target in (norm_act, conv_norm_act):
@@ -172,25 +192,25 @@ def lighten(fused: dict[fx.Node, tuple[Chain, Row]]) -> None:
 
 
 def find(
-    module: nn.Module, rows: dict[str, Row], *, recompute: bool = False
+    module: nn.Module, rows: dict[str, Replacement], *, recompute: bool = False
 ) -> FusedForward | None:
     """The plan of a module; ``rows`` has the batch norms among its children that may change."""
     trace = traced(module)
     if isinstance(trace, str):
         for row in rows.values():
-            row.why = trace
+            row.reason = trace
         return None
     graph, count, reads = trace
     for row in rows.values():
-        row.why = "its module does not call it"
-    fused: dict[fx.Node, tuple[Chain, Row]] = {}
+        row.reason = "its module does not call it"
+    fused: dict[fx.Node, tuple[Chain, Replacement]] = {}
     for norm in list(norms(module, graph)):
         called = rows.get(str(norm.target))
         if called is None:
             continue
         chain = chain_of(module, norm)
         if isinstance(chain, str):
-            called.why = chain
+            called.reason = chain
             continue
         call = rewrite(graph, chain, CALLS[chain.conv is not None, chain.pool is not None])
         fused[call] = chain, called
@@ -198,7 +218,7 @@ def find(
         name = "bn_act" if chain.conv is None else "conv_bn_act"
         more = "with the residual" if chain.residual else "with the max pool" if chain.pool else ""
         called.now = f"{name}({', '.join(filter(None, (chain.act, more)))})"
-        called.why, called.replaced = "", True
+        called.reason, called.outcome = "", "replaced"
     if not fused:
         return None
     if recompute:
@@ -209,7 +229,7 @@ def find(
     places = [named(name, value) for name, value in used.items()]
     if None in places:
         for row in rows.values():
-            row.now, row.replaced, row.why = "", False, "its forward calls a local function"
+            row.now, row.outcome, row.reason = "", "kept", "its forward calls a local function"
         return None
     found = tuple(place for place in places if place)
     return FusedForward(code.src, found, count, reads, tuple(module._modules))
@@ -217,24 +237,26 @@ def find(
 
 def find_all(
     model: nn.Module, refusal: Callable[[str, nn.Module], str], *, recompute: bool = False
-) -> tuple[list[Row], list[tuple[nn.Module, FusedForward]]]:
+) -> tuple[list[Replacement], list[tuple[nn.Module, FusedForward]]]:
     """A row for each batch norm, and the plans of the modules that call them.
 
     ``refusal`` returns the reason to leave a batch norm of this name alone, or "".
     """
-    all_rows: list[Row] = []
+    all_rows: list[Replacement] = []
     plans: list[tuple[nn.Module, FusedForward]] = []
     for prefix, module in model.named_modules():
-        rows: dict[str, Row] = {}
+        rows: dict[str, Replacement] = {}
         for name, child in module.named_children():
             if not is_batch_norm(child) or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
                 continue
-            row = Row(f"{prefix}.{name}" if prefix else name, type(child).__name__, "batch_norm")
+            row = Replacement(
+                f"{prefix}.{name}" if prefix else name, type(child).__name__, "batch_norm"
+            )
             all_rows.append(row)
-            row.why = refusal(row.name, child)
-            if not row.why and isinstance(plan_of(module), FusedForward):
-                row.why = "its module was replaced before"
-            if not row.why:
+            row.reason = refusal(row.name, child)
+            if not row.reason and isinstance(plan_of(module), FusedForward):
+                row.reason = "its module was replaced before"
+            if not row.reason:
                 rows[name] = row
         plan = find(module, rows, recompute=recompute) if rows else None
         if plan is not None:

@@ -11,10 +11,11 @@ from torchkiln.nn.batch_norm import batch_norm_act, is_synchronized
 from torchkiln.nn.convolution import conv_norm_act, convolved, norm_act, runs_batch_norm
 from torchkiln.nn.plain import is_torchs
 from torchkiln.ops._pool import Pair, Windows, bn_act_pool, takes_pool
+from torchkiln.typing import Activation
 
 
 def norm_act_pool(
-    norm: _BatchNorm, pool: nn.Module, x: Tensor, act: str, moments: Tensor | None = None
+    norm: _BatchNorm, pool: nn.Module, x: Tensor, act: Activation, moments: Tensor | None = None
 ) -> Tensor:
     """``pool(act(norm(x)))``; ``moments`` are those of ``x``, if they are known."""
     windows = windows_of(pool) if norm.training and moments is None else None
@@ -26,7 +27,7 @@ def norm_act_pool(
 
 
 def conv_norm_act_pool(
-    conv: nn.Module, norm: _BatchNorm, pool: nn.Module, x: Tensor, act: str
+    conv: nn.Module, norm: _BatchNorm, pool: nn.Module, x: Tensor, act: Activation
 ) -> Tensor:
     """``pool(act(norm(conv(x))))``."""
     if norm.training:

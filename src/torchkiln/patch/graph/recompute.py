@@ -20,6 +20,7 @@ from torchkiln.nn.batch_norm import is_synchronized
 from torchkiln.nn.convolution import conv_norm_act, convolved, norm_act, runs_batch_norm
 from torchkiln.ops._folding import PLAIN, is_transformed
 from torchkiln.patch.graph.pool import conv_norm_act_pool, norm_act_pool
+from torchkiln.typing import Activation
 
 
 class Saved(NamedTuple):
@@ -53,7 +54,7 @@ class Source:
     moments: Saved
     weight: Saved | None
     bias: Saved | None
-    act: str
+    act: Activation
     eps: float
 
     def result(self) -> Tensor:
@@ -129,7 +130,7 @@ def light_conv_norm_act(  # noqa: PLR0917
     norm: _BatchNorm,
     x: Input,
     residual: Tensor | None,
-    act: str,
+    act: Activation,
     keeps: bool,
     *,
     in_place: bool = False,
@@ -151,7 +152,7 @@ def light_norm_act(
     norm: _BatchNorm,
     x: Tensor,
     residual: Tensor | None,
-    act: str,
+    act: Activation,
     keeps: bool,
     *,
     in_place: bool = False,
@@ -163,7 +164,7 @@ def light_norm_act(
 
 
 def light_conv_norm_act_pool(
-    conv: nn.Module, norm: _BatchNorm, pool: nn.Module, x: Input, act: str
+    conv: nn.Module, norm: _BatchNorm, pool: nn.Module, x: Input, act: Activation
 ) -> Tensor:
     """``pool(act(norm(conv(x))))``."""
     if not norm.training:
@@ -172,7 +173,7 @@ def light_conv_norm_act_pool(
     return norm_act_pool(norm, pool, y, act, moments)
 
 
-def recomputed(norm: _BatchNorm, x: Tensor, moments: Tensor | None, act: str) -> Input:
+def recomputed(norm: _BatchNorm, x: Tensor, moments: Tensor | None, act: Activation) -> Input:
     """``act(norm(x))``; ``moments`` are those of ``x``, if they are known."""
     if moments is None:
         moments = torch.ops.torchkiln.sync_bn_moments.default(x.detach())

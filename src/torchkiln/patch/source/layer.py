@@ -71,9 +71,9 @@ def linear_act(*, layer: Any, x: Any, act: Any, owner: Any = None) -> Any:
     """
     plain = is_plain_layer(layer) and not has_hooks(layer) and takes(layer, x)
     found: Any = read(owner, act) if plain else None
-    name = act_of(found, x) if plain else None
+    name: Any = act_of(found, x) if plain else None
     if name is not None and not has_hooks(found):
-        return linear(x, layer.weight, layer.bias, name)
+        return linear(x, layer.weight, layer.bias, act=name)
     y = layer(x)
     return read(owner, act)(y)
 
@@ -102,7 +102,7 @@ def is_plain_layer(layer: Any) -> bool:
     return (is_torchs or isinstance(plan_of(layer), WideLinear)) and has_plain_parameters(layer)
 
 
-def compared(layer: nn.Linear, act: str, dtype: torch.dtype, device: torch.device) -> Comparison:
+def compared(layer: nn.Linear, act: Any, dtype: torch.dtype, device: torch.device) -> Comparison:
     """The errors of both forwards, for a layer of the same kind with random numbers."""
     columns, rows = min(layer.in_features, SIZE), min(layer.out_features, SIZE)
     x, weight = numbers(8, columns), numbers(rows, columns, seed=1) / columns**0.5
@@ -112,7 +112,7 @@ def compared(layer: nn.Linear, act: str, dtype: torch.dtype, device: torch.devic
     wide = None if bias is None else bias.double()
     with torch.no_grad():
         truth = OPS[act](F.linear(x.double(), weight.double(), wide))
-        was, now = OPS[act](F.linear(x, weight, bias)), linear(x, weight, bias, act)
+        was, now = OPS[act](F.linear(x, weight, bias)), linear(x, weight, bias, act=act)
     errors = relative_error(was, truth), relative_error(now, truth)
     return Comparison(dtype, *errors, torch.equal(was, now))
 

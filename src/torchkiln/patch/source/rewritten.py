@@ -16,7 +16,7 @@ from torch import nn
 from torchkiln.nn.plain import is_torchs
 from torchkiln.patch.plan import Match, Plan
 from torchkiln.patch.probe import cast
-from torchkiln.patch.report import Row
+from torchkiln.patch.report import Replacement
 from torchkiln.patch.source.code import decorated, forward_of
 from torchkiln.patch.source.dropout import is_dropout, rewrite_dropouts
 from torchkiln.patch.source.layer import LINEAR_ACT, act_to_be, compared, linear_act, rewrite_layers
@@ -38,6 +38,7 @@ HELPERS: dict[str, Callable[..., Any]] = {
 class Rewritten(Plan):
     """The forward of a class with some calls of its submodules as one op each."""
 
+    saved_as: ClassVar[str] = "rewritten"
     takes_options: ClassVar[bool] = True
 
     owner: type[nn.Module]
@@ -97,10 +98,6 @@ class Rewritten(Plan):
     def method(self, _: type[nn.Module]) -> Callable[..., Any]:
         """The rewritten forward, with the decorators of the original."""
         return self.function
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        calls = (self.norms, self.layers, self.losses, self.dropouts, self.shared, self.quiet)
-        return Rewritten, (self.owner, *calls)
 
     def __str__(self) -> str:
         calls = [f"dropout_add at {name}" for name in self.dropouts]
@@ -180,7 +177,7 @@ class Rewrites:
 
     def __init__(
         self,
-        matches: Iterable[tuple[Row, nn.Module, Match]],
+        matches: Iterable[tuple[Replacement, nn.Module, Match]],
         kinds: Collection[str],
         *,
         exact: bool,
@@ -192,7 +189,7 @@ class Rewrites:
         self.calls: dict[Any, Calls | str] = {}
         self.plans: dict[Any, Rewritten] = {}
 
-    def find(self, module: nn.Module, row: Row) -> Rewritten | None:
+    def find(self, module: nn.Module, row: Replacement) -> Rewritten | None:
         """The plan of a module; the row has what became of its calls, if there are any."""
         children = {
             name: child
@@ -210,7 +207,7 @@ class Rewrites:
             self.calls[key] = calls_of(type(module), names, losses=losses)
         found = self.calls[key]
         if isinstance(found, str):
-            row.kind, row.why = [*names.kinds, "loss"][0], found
+            row.kind, row.reason = [*names.kinds, "loss"][0], found
             return None
         if not any(found):
             return None
@@ -230,9 +227,9 @@ class Rewrites:
             self.compare_norm(row, children[name], *norms[name])
         for layer, act in found.layers:
             self.compare_layer(row, layers[layer], acts[act])
-        return None if row.why else plan
+        return None if row.reason else plan
 
-    def norms(self, children: dict[str, nn.Module]) -> dict[str, tuple[Row, Match]]:
+    def norms(self, children: dict[str, nn.Module]) -> dict[str, tuple[Replacement, Match]]:
         """The norms that get a new forward."""
         if "residual" not in self.kinds:
             return {}
@@ -267,20 +264,24 @@ class Rewrites:
         given = {n: act_to_be(m, self.matches.get(m, (None, None))[1]) for n, m in children.items()}
         return {name: act for name, act in given.items() if act is not None}
 
-    def compare_norm(self, row: Row, norm: nn.Module, of_norm: Row, match: Match) -> None:
+    def compare_norm(
+        self, row: Replacement, norm: nn.Module, of_norm: Replacement, match: Match
+    ) -> None:
         """Add the errors of a norm to the row."""
-        worsen(row, of_norm.error_was, of_norm.error_now, of_norm.same)
-        if not self.is_bitwise(norm, match):
-            row.same = "other rounding"
-            row.why = "not bitwise equal" if self.exact else row.why
+        is_bitwise = self.is_bitwise(norm, match)
+        worsen(row, of_norm, bitwise=is_bitwise)
+        if not is_bitwise and self.exact:
+            row.reason = "not bitwise equal"
 
-    def compare_layer(self, row: Row, layer: nn.Linear, act: str) -> None:
+    def compare_layer(self, row: Replacement, layer: nn.Linear, act: str) -> None:
         """Add the errors of a layer to the row."""
         weight = layer.weight
         device = torch.device("cpu") if weight.is_meta else weight.device
         found = compared(layer, act, weight.dtype, device)
-        worsen(row, found.was, found.now, found.same)
-        row.why = row.why or found.refusal(exact=False)
+        of_layer = Replacement(row.name, row.was)
+        found.record(of_layer)
+        worsen(row, of_layer)
+        row.reason = row.reason or found.refusal(exact=False)
 
     def is_bitwise(self, norm: nn.Module, match: Match) -> bool:
         """Whether the op gives the numbers of a sum and of the norm's new forward."""
@@ -298,7 +299,8 @@ class Rewrites:
         return self.known[key]
 
 
-def worsen(row: Row, was: float | None, now: float | None, same: str) -> None:
-    """Keep the larger error of a row and of one of its calls."""
-    if row.error_now is None or (now or 0.0) > row.error_now:
-        row.error_was, row.error_now, row.same = was, now, same
+def worsen(row: Replacement, call: Replacement, *, bitwise: bool = True) -> None:
+    """Keep the larger error of a row and of one of its calls; all calls must be bitwise equal."""
+    row.bitwise = row.bitwise is not False and bool(call.bitwise) and bitwise
+    if row.error_now is None or (call.error_now or 0.0) > row.error_now:
+        row.error_was, row.error_now, row.dtype = call.error_was, call.error_now, call.dtype

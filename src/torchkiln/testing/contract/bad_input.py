@@ -107,8 +107,9 @@ def require_refused(
 ) -> None:
     """The call raises the error of the case, with its message."""
     words = f"{case.message}(; .+)?" if case.advises else case.message
+    args, kwargs = Sample(case.name, case.args, case.kwargs).arguments(spec.op)
     try:
-        result = entry(*case.args, **case.kwargs)
+        result = entry(*args, **kwargs)
     except Exception as error:
         message = str(error).split("\n")[0]
         require(

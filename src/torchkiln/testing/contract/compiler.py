@@ -76,7 +76,7 @@ def require_compiled_together(
     function = torch.compile(every, fullgraph=True, dynamic=True, backend=backend)
     leaves = [spec.leaves(sample) for sample in samples]
     samples[0].start_generators()
-    called = function([(call.args, dict(call.kwargs)) for call in leaves])
+    called = function([call.arguments(spec.op) for call in leaves])
     results = [outputs(result) for result in called]
     inputs = [list(call.take(spec.wanted(call))) for call in leaves]
     grads = [incoming(spec, result) for result in results]

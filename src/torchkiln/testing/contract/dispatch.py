@@ -51,7 +51,7 @@ def opcheck(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     for i, sample in enumerate(spec.samples(device, dtype, requires_grad=True)):
         if i == 0 or (sample.numel <= TINY and dtype == torch.float32):
             sample.start_generators()
-            args, kwargs = sample.args, dict(sample.kwargs)
+            args, kwargs = sample.arguments(spec.op)
             if spec.written is not None:
                 args, kwargs = (), {**spec.written.defaults, **spec.written.given(sample)}
             with noted(Where(spec, "opcheck", sample)):

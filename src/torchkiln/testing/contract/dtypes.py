@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -70,6 +71,7 @@ def in_one_dtype(function: Callable[..., Result], dtype: torch.dtype) -> Callabl
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
+    @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Result:
         return tuple(map(cast, outputs(Sample("", args, kwargs).map(cast).call(function))))
 

@@ -84,7 +84,9 @@ def checkpointed(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None
         before: tuple[Result, tuple[Tensor, ...]] | None = None
         for _ in range(3):
             leaves = spec.leaves(sample)
-            result = leaves.call(function)
+            leaves.start_generators()
+            args, kwargs = leaves.arguments(spec.op)
+            result = function(*args, **kwargs)
             results = outputs(result)
             grads = gradients(results, leaves.take(wanted), incoming(spec, results))
             if before is None:

@@ -60,7 +60,7 @@ def bias_act_inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample
         yield sample(name, *rows(*shape), -0.6, acts[1 + i % (len(acts) - 1)])
     x, bias = rows(9, 21)
     yield Sample("no scale", (away_from_zero(x, bias, 1.0), bias))
-    yield Sample("by position", (away_from_zero(x, bias, 0.5), bias, 0.5, "silu"))
+    yield Sample("in the order of the schema", (away_from_zero(x, bias, 0.5), bias, 0.5, "silu"))
     if dtype in (torch.float16, torch.bfloat16):
         wide = normal("bias", (21,), device, torch.float32)
         for act in ("relu", "gelu"):
@@ -139,5 +139,5 @@ BIAS_ACT = OpSpec(
     opaque=True,
     autocast=(0,),
     helpers=("bias_act_forward", "bias_act_backward"),
-    module=layer(torchkiln.nn.BiasAct, 10, "gelu", scale=0.7),
+    module=layer(torchkiln.nn.BiasAct, 10, act="gelu", scale=0.7),
 )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import torchkiln
+from torchkiln.ops import gated as ops
 from torchkiln.testing.data import large_matrix, normal
 from torchkiln.testing.derive import layer
 from torchkiln.testing.forms import Given, Written, form_of, with_forms
@@ -102,7 +103,7 @@ def large(device: torch.device) -> Sample:
 def gated(name: str, act: str, module: Callable[..., nn.Module]) -> OpSpec:
     """The contract of one gate."""
     return OpSpec(
-        op=getattr(torchkiln, name),
+        op=getattr(ops, name),
         reference=partial(reference, act),
         composite=partial(composite, act),
         magnitude=partial(magnitude, act),

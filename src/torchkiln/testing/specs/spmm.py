@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import torchkiln
+from torchkiln.ops.spmm import spmm_csr
 from torchkiln.testing.compare import steps
 from torchkiln.testing.data import drawn_sizes, normal
 from torchkiln.testing.refusals import GoodCall, Refusals
@@ -219,7 +220,7 @@ def module_inputs(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...
 
 
 SPMM_CSR = OpSpec(
-    op=torchkiln.spmm_csr,
+    op=spmm_csr,
     reference=reference,
     composite=composite,
     magnitude=magnitude,

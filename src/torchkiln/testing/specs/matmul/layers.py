@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import torchkiln
+from torchkiln.ops.matmul import matmul
 from torchkiln.testing.compare import steps
 from torchkiln.testing.data import LARGE, normal
 from torchkiln.testing.derive import layer
@@ -242,7 +243,7 @@ def linear_invalid(device: torch.device) -> Iterator[Invalid]:
 BENCH_SHAPES = ((4096, 4096), (8192, 8192))
 
 MATMUL = OpSpec(
-    op=torchkiln.matmul,
+    op=matmul,
     reference=torch.matmul,
     magnitude=absolute_product,
     gradient_magnitude=absolute_product,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import given, settings
-from torchkiln.testing import Case
-from torchkiln.testing.fuzz import Plan, check_call, plans
+from torchkiln.testing import Case, Plan, check_call, plans
 
 from PACKAGE.spec import SPEC
 

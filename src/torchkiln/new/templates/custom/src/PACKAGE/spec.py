@@ -7,9 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torchkiln.testing import GoodCall, Invalid, OpSpec, Refusals, Sample
-from torchkiln.testing.compare import steps
-from torchkiln.testing.data import normal
+from torchkiln.testing import GoodCall, Invalid, OpSpec, Refusals, Sample, normal, steps
 
 from PACKAGE import OPNAME
 

@@ -2,7 +2,7 @@
 
 import torch
 from torch import Tensor
-from torchkiln.ops.eager import eager
+from torchkiln.extend import eager
 
 from PACKAGE import _C
 

@@ -6,9 +6,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torchkiln.testing import GoodCall, Invalid, OpSpec, Refusals, Sample
-from torchkiln.testing.compare import depth
-from torchkiln.testing.data import normal
+from torchkiln.testing import GoodCall, Invalid, OpSpec, Refusals, Sample, depth, normal
 
 from PACKAGE import OPNAME
 

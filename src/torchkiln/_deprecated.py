@@ -1,0 +1,51 @@
+"""Former names, which work for one minor version with a warning; docs/stability.md has the rule."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """A name that has changed."""
+
+    now: str
+    """The present name, in the same module."""
+    since: str
+    """The minor version with both names, such as 0.2."""
+    gone: str
+    """The first minor version without the former one."""
+
+
+def warn(place: str, old: str, renamed: Renamed, stacklevel: int = 3) -> None:
+    """Warns of a former name, at the line of the caller."""
+    warnings.warn(
+        f"{place}: {old} is {renamed.now} since version {renamed.since}; {old} is gone in version "
+        f"{renamed.gone}",
+        FutureWarning,
+        stacklevel=stacklevel,
+    )
+
+
+def argument(op: str, options: dict[str, Any], old: str, renamed: Renamed) -> None:
+    """Moves a keyword argument to its present name; TypeError if both are given."""
+    if old not in options:
+        return
+    if renamed.now in options:
+        raise TypeError(
+            f"torchkiln.{op}: {old}: got a value beside {renamed.now}, which is its present name; "
+            f"leave {old} out"
+        )
+    warn(f"torchkiln.{op}", old, renamed, stacklevel=4)
+    options[renamed.now] = options.pop(old)
+
+
+def attribute(module: Any, name: str, former: Mapping[str, Renamed]) -> Any:
+    """The value of a former name of a module, for its ``__getattr__``."""
+    if name not in former:
+        raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+    warn(module.__name__, name, former[name], stacklevel=4)
+    return getattr(module, former[name].now)

@@ -1,0 +1,92 @@
+"""The model of tests/data/replaced.pt, whose classes the file names; run it to write the file.
+
+Write it again only for a new minor version, after the file of the last one has been removed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import torchkiln
+
+FILE = Path(__file__).parents[1] / "data" / "replaced.pt"
+
+
+class Rms(nn.Module):
+    """A norm that is found by its formula."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
+
+
+class Gated(nn.Module):
+    """A gated linear unit."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(size, 2 * size), nn.Linear(size, 2 * size)
+        self.down = nn.Linear(2 * size, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """A residual sum before a norm."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(size), Gated(size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mlp(x)
+        return self.norm(x)
+
+
+class Stem(nn.Module):
+    """A chain of convolution, batch norm and activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.act = nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.norm(self.conv(x)))
+
+
+class Net(nn.Module):
+    """One module of each kind of plan."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = Stem()
+        self.body = nn.Sequential(Rms(8), Block(8), nn.GELU(), nn.Softmax(-1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.body(self.stem(x).flatten(1)[:, :8])
+        return y
+
+
+def example() -> Tensor:
+    """The input of the file's output."""
+    return torch.linspace(-2, 3, 3 * 5 * 5).reshape(3, 1, 5, 5)
+
+
+if __name__ == "__main__":
+    import pickled_model  # classes of __main__ could not be loaded elsewhere
+
+    torch.manual_seed(0)
+    model = pickled_model.Net().eval()
+    torchkiln.replace(
+        model, only=["norm", "residual", "glu", "activation", "softmax", "batch_norm"]
+    )
+    with torch.no_grad():
+        torch.save({"model": model, "output": model(example())}, FILE)

@@ -1,0 +1,79 @@
+"""Files of replaced models: they name no private module, and load in later versions."""
+
+from __future__ import annotations
+
+import pickle
+import pickletools
+import zipfile
+from typing import Any
+
+import pytest
+import torch
+from pickled_model import FILE, Net, Rms, example
+from torch import nn
+
+import torchkiln
+from torchkiln.patch.plan import SAVED, plan_of
+from torchkiln.typing import Kind
+
+KINDS: tuple[Kind, ...] = ("norm", "residual", "glu", "activation", "softmax", "batch_norm")
+
+
+def names_in(data: bytes) -> set[str]:
+    """The modules of torchkiln in a pickle, as globals or within texts."""
+    texts = [arg for _, arg, _ in pickletools.genops(data) if isinstance(arg, str)]
+    return {text for text in texts if "torchkiln." in text}
+
+
+def test_a_file_of_this_minor_version_loads() -> None:
+    with zipfile.ZipFile(FILE) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("data.pkl"))
+        assert names_in(archive.read(name)) == {"torchkiln.patch _restore"}
+    found = torch.load(FILE, weights_only=False)
+    model, x = found["model"], example()
+    assert isinstance(model, Net)
+    plans = {type(plan).__name__ for m in model.modules() if (plan := plan_of(m)) is not None}
+    assert plans == {"FusedForward", "Norm", "Gated", "Rewritten", "TorchModule"}
+    torch.testing.assert_close(model(x), found["output"])
+    plain = Net().eval()
+    plain.load_state_dict(model.state_dict())
+    torch.testing.assert_close(model(x), plain(x))
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 5])
+def test_pickles_name_the_public_module_only(protocol: int) -> None:
+    model = Net()
+    torchkiln.replace(model, only=KINDS)
+    data = pickle.dumps(model, protocol)
+    assert {name.replace(" ", ".") for name in names_in(data)} <= {
+        "torchkiln.patch",
+        "torchkiln.patch._restore",
+    }
+    loaded = pickle.loads(data)
+    assert [type(m) for m in loaded.modules()] == [type(m) for m in model.modules()]
+
+
+@pytest.mark.parametrize("change", ["kind", "version", "settings"])
+def test_what_cannot_be_restored_runs_the_original_forward(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(Rms(8))
+    torchkiln.replace(model)
+    x = torch.randn(3, 8)
+    expected = model(x)
+    data = pickle.dumps(model)
+    for cls in list(SAVED.values()):
+        if change == "kind":
+            monkeypatch.delitem(SAVED, cls.saved_as)
+        elif change == "version":
+            monkeypatch.setattr(cls, "version", 2)
+        else:
+            monkeypatch.setattr(cls, "loaded", refuse)
+    with pytest.warns(UserWarning, match=r"torchkiln\.replace: Rms: got a pickle with .* 'norm'"):
+        loaded = pickle.loads(data)
+    assert type(loaded[0]) is Rms
+    torch.testing.assert_close(loaded(x), expected)
+
+
+def refuse(_: Any) -> Any:
+    raise TypeError("a field that this version does not have")

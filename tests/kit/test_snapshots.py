@@ -1,0 +1,215 @@
+"""What stays in patch releases, as text: tests/data/*.txt. docs/stability.md has the promise.
+
+``python tests/kit/test_snapshots.py`` writes the files; a reviewer reads their difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import importlib
+import inspect
+import io
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torchkiln
+from torchkiln import bench
+from torchkiln.bench.clock import Times
+from torchkiln.bench.comparison import Comparison
+from torchkiln.cli import CLOSED_PIPE, COMMANDS, INTERRUPTED, main
+from torchkiln.doctor.environment import Environment
+from torchkiln.doctor.report import examine
+from torchkiln.testing import Outcome
+from torchkiln.testing.result import write
+
+DATA = Path(__file__).parents[1] / "data"
+CPU = torch.device("cpu")
+MODULES = ("torchkiln", "torchkiln.nn", *sorted(f"torchkiln.{n}" for n in torchkiln.SUBMODULES))
+
+EXPERIMENTAL = {f"torchkiln.{name}" for name in ("bench", "distributed", "hub", "profile")}
+
+SIZES: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("Linear", "MLP", "SparseLinear", "LinearCrossEntropyLoss"), (4, 6)),
+    **dict.fromkeys(("ConvBNAct1d", "ConvBNAct2d", "ConvBNAct3d"), (2, 3, 1)),
+    **dict.fromkeys(("TransformerEncoderLayer", "TransformerDecoderLayer"), (8, 2)),
+    **dict.fromkeys(("TransformerBlock", "Attention", "MultiheadAttention"), (8, 2)),
+    **dict.fromkeys(("GELU", "ReLU", "ReLU2", "SiLU", "Sigmoid", "Tanh", "QuickGELU"), ()),
+    **dict.fromkeys(("SwiGLU", "GEGLU", "DropoutAdd", "CrossEntropyLoss"), ()),
+    "GatedMLP": (4, 6),
+    "GroupNorm": (2, 4),
+    "KVCache": (1, 4, 2, 8),
+}
+"""Arguments of the modules whose first argument is not a size alone."""
+
+
+def names() -> Iterator[str]:
+    """The public names of each public module."""
+    for module in MODULES:
+        yield module
+        yield from (f"  {name}" for name in sorted(importlib.import_module(module).__all__))
+
+
+def signature(thing: Any) -> str:
+    """Parameters and defaults, without annotations."""
+    found = inspect.signature(thing)
+    plain = [
+        p.replace(annotation=p.empty, default=p.default if is_plain(p.default) else ...)
+        for p in found.parameters.values()
+    ]
+    return str(found.replace(parameters=plain, return_annotation=inspect.Signature.empty))
+
+
+def is_plain(value: Any) -> bool:
+    """Whether the text of a default is the same in each run."""
+    if isinstance(value, tuple):
+        return all(map(is_plain, value))
+    return value in (None, inspect.Parameter.empty) or type(value) in (bool, int, float, str)
+
+
+def signatures() -> Iterator[str]:
+    """Functions, constructors and forwards, but for modules that are experimental."""
+    for module in (name for name in MODULES if name not in EXPERIMENTAL):
+        for name in sorted(importlib.import_module(module).__all__):
+            thing = getattr(importlib.import_module(module), name)
+            if inspect.isclass(thing) and issubclass(thing, nn.Module):
+                yield f"{module}.{name}{signature(thing)}"
+                yield f"{module}.{name}.forward{signature(thing.forward)}"
+            elif inspect.isfunction(thing):
+                yield f"{module}.{name}{signature(thing)}"
+    yield f"torchkiln.replace{signature(torchkiln.replace)}"
+    yield f"torchkiln.replace.register{signature(torchkiln.replace.register)}"
+    yield f"torchkiln.replace.unregister{signature(torchkiln.replace.unregister)}"
+
+
+def schemas() -> Iterator[str]:
+    """All ops of torch.ops.torchkiln."""
+    for name in sorted(torch._C._dispatch_get_all_op_names()):
+        if name.startswith("torchkiln::"):
+            op, _, overload = name.partition(".")
+            yield str(torch._C._get_schema(op, overload))
+
+
+def state() -> Iterator[str]:
+    """The keys of each module's state_dict."""
+    for name in sorted(torchkiln.nn.__all__):
+        keys = list(getattr(torchkiln.nn, name)(*SIZES.get(name, (8,))).state_dict())
+        yield f"{name}: {', '.join(keys) or '-'}"
+
+
+class Parsed(Exception):  # noqa: N818
+    """Carries the parser of a command out of it."""
+
+
+def parser_of(name: str) -> argparse.ArgumentParser:
+    """The parser that a command makes."""
+
+    def stop(self: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
+        raise Parsed(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(argparse.ArgumentParser, "parse_args", stop)
+        patch.setattr(argparse.ArgumentParser, "parse_known_args", stop)
+        command = COMMANDS[name]
+        try:
+            (command.parser or import_module(command.module).main)([])
+        except Parsed as found:
+            parser: argparse.ArgumentParser = found.args[0]
+            return parser
+    raise AssertionError(f"{name} parses nothing")
+
+
+def command_line() -> Iterator[str]:
+    """Flags of each command, and the exit statuses."""
+    for name in COMMANDS:
+        yield name
+        for action in parser_of(name)._actions:
+            words = ", ".join(action.option_strings) or str(action.dest)
+            value = "" if action.nargs == 0 else f" {action.metavar or action.dest.upper()}"
+            choices = f" of {', '.join(map(str, action.choices))}" if action.choices else ""
+            many = f" ({action.nargs})" if action.nargs else ""
+            yield f"  {words}{value if action.option_strings else ''}{many}{choices}"
+    yield "exit status"
+    yield f"  Ctrl-C: {INTERRUPTED}"
+    yield f"  closed pipe: {CLOSED_PIPE}"
+    for given in ([], ["--help"], ["nonsense"]):
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            yield f"  torchkiln {' '.join(given)}: {main(given)}"
+
+
+def outline(value: Any, depth: int = 3) -> Any:
+    """The keys."""
+    if isinstance(value, dict) and depth:
+        return {key: outline(item, depth - 1) for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and depth:
+        return [outline(item, depth - 1) for item in value[:1]]
+    return "..."
+
+
+def reports() -> Iterator[str]:
+    """Forms of the JSON of reports."""
+    found = [torchkiln.replace(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))).as_dict()]
+    found.append(torchkiln.explain("relu", torch.ones(8)).as_dict())
+    times = Times(1.0, 0.9, 1.1, 3)
+    here = bench.environment(CPU)
+    row = bench.Row(
+        *("calls", "relu", "a variant", "float32", (1, 1), "forward", 1, 8, 1),
+        {"torchkiln": times, "eager": times},
+        references={"copy": times},
+        missing={"apex": "a reason"},
+        remarks={"quack": "a remark"},
+        peaks={"torchkiln": 8},
+    )
+    skipped = bench.Skipped("calls", "relu", "float32", None, None, "a reason")
+    found.append(bench.Record(here, (row,), (skipped,)).as_dict())
+    found.append(Comparison(here, ("a", "b"), (times, times), 8, 1.0).as_dict())
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "report.json")
+        write([Outcome("relu", "values", "cpu", "float32", "passed", "", 0.1)], {}, path)
+        found.append(json.loads(path.read_text()))
+        words = ["profile", "relu", "--device=cpu", "--shape=8x8", f"--json={path}"]
+        with contextlib.redirect_stdout(io.StringIO()):
+            assert main(words) == 0
+        found.append(json.loads(path.read_text()))
+    for report in found:
+        yield report["schema"]
+        yield json.dumps(outline(report, 4), indent=1)
+    doctor = examine(Environment.here()).as_dict()
+    yield doctor["schema"]
+    yield json.dumps(list(doctor))
+
+
+SNAPSHOTS: dict[str, Callable[[], Iterator[str]]] = {
+    "names": names,
+    "signatures": signatures,
+    "schemas": schemas,
+    "state_dict": state,
+    "command_line": command_line,
+    "json": reports,
+}
+
+
+@pytest.mark.parametrize("name", SNAPSHOTS)
+def test_nothing_has_changed(name: str) -> None:
+    """If a change is meant, write the file again and tell users in CHANGELOG.md."""
+    path = DATA / f"{name}.txt"
+    kept = path.read_text(encoding="utf-8").splitlines()
+    found = "\n".join(SNAPSHOTS[name]()).splitlines()
+    changes = list(difflib.unified_diff(kept, found, path.name, "now", lineterm="", n=0))
+    assert not changes, "\n".join([*changes, f"to accept it: python {Path(__file__).name}"])
+
+
+if __name__ == "__main__":
+    for snapshot in sys.argv[1:] or SNAPSHOTS:
+        text = "\n".join([*SNAPSHOTS[snapshot](), ""])
+        (DATA / f"{snapshot}.txt").write_text(text, encoding="utf-8")
