@@ -47,8 +47,20 @@ ENTRIES: dict[type[nn.Module], Entry] = {
 }
 
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
-FLOAT32_ON_CUDA = (nn.LayerNorm, nn.GroupNorm, nn.Softmax, nn.LogSoftmax)
-"""Modules that autocast on CUDA runs in float32."""
+
+TORCH_OPS = {
+    nn.LayerNorm: "aten::layer_norm",
+    nn.RMSNorm: "aten::rms_norm",
+    nn.GroupNorm: "aten::group_norm",
+    nn.Softmax: "aten::softmax.int",
+    nn.LogSoftmax: "aten::log_softmax.int",
+}
+FLOAT32_ON_CUDA = {
+    original
+    for original, op in TORCH_OPS.items()
+    if torch._C._dispatch_has_kernel_for_dispatch_key(op, "AutocastCUDA")
+}
+"""Modules that autocast on CUDA runs in float32: ``nn.RMSNorm`` not in torch 2.11."""
 
 LEFT: dict[type[nn.Module], str] = {
     nn.Linear: "torch's product is as fast",
@@ -78,7 +90,7 @@ class TorchModule(Plan):
     def fits(self, module: Any, *args: Any) -> bool:
         """Whether a norm has parameters of the dtype of x or float32, and a number as eps.
 
-        Under autocast on CUDA torch's result is float32, but for ``rms_norm``.
+        Under autocast on CUDA the results of some of torch's modules are float32.
         """
         if len(args) != 1 or not isinstance(args[0], Tensor):
             return True
