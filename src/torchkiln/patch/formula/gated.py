@@ -69,16 +69,23 @@ class Gated(ProvenPlan):
 
     def forward(self, module: Any, x: Tensor) -> Tensor:
         """The calls of the submodules in their order, with the op between them."""
-        names = [self.gate] if self.up is None else [self.gate, self.up]
-        names = names[::-1] if self.swapped else names
-        found = shared(x, *map(module.get_submodule, names))
-        gate, up = found if self.up is not None else found[0].chunk(2, -1)
+        if self.up is None:
+            (both,) = shared(x, submodule(module, self.gate))
+            gate, up = both.chunk(2, -1)
+        else:
+            first, second = submodule(module, self.gate), submodule(module, self.up)
+            gate, up = shared(x, second, first) if self.swapped else shared(x, first, second)
         if self.swapped:
             gate, up = up, gate
         h = product(self.op, gate, up)
         for name in (*self.before, self.down, *self.after):
-            h = module.get_submodule(name)(h)
+            h = submodule(module, name)(h)
         return h
+
+
+def submodule(module: nn.Module, name: str) -> Any:
+    """The submodule with a name, without the slow look-up of torch for a direct one."""
+    return module._modules.get(name) or module.get_submodule(name)
 
 
 def product(op: str, gate: Tensor, up: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torchkiln.ops.gated_norm import gated_rms_norm
 from torchkiln.patch.formula import norm
 from torchkiln.patch.formula.layout import Value
 from torchkiln.patch.formula.proven import ProvenPlan
+from torchkiln.patch.formula.reads import attribute
 from torchkiln.patch.formula.trace import Situation, Trace, Tracer, recorded
 from torchkiln.patch.plan import Match
 from torchkiln.patch.probe import numbers, random_copy
@@ -42,7 +43,7 @@ class GatedNorm(ProvenPlan):
         """Whether there are two tensors of one shape and of the weight's dtype."""
         if len(args) != 2 or not self.takes(module, *args) or args[0].shape != args[1].shape:
             return False
-        return norm.is_vector_of(getattr(module, self.weight), args[0])
+        return norm.is_vector_of(attribute(module, self.weight), args[0])
 
     def forward(self, module: nn.Module, x: Tensor, gate: Tensor) -> Tensor:
         """The op with the parameters of the module."""
@@ -50,8 +51,8 @@ class GatedNorm(ProvenPlan):
             x,
             gate,
             x.shape[-1:],
-            getattr(module, self.weight),
-            getattr(module, self.eps) if isinstance(self.eps, str) else self.eps,
+            attribute(module, self.weight),
+            attribute(module, self.eps) if isinstance(self.eps, str) else self.eps,
             gate_first=self.gate_first,
             groups=self.groups,
             offset=self.offset,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchkiln.ops.norm import layer_norm, rms_norm
 from torchkiln.patch.formula.layout import Value
 from torchkiln.patch.formula.proven import ProvenPlan
-from torchkiln.patch.formula.reads import LARGEST
+from torchkiln.patch.formula.reads import LARGEST, attribute
 from torchkiln.patch.formula.trace import WIDTHS, Situation, Trace, Tracer, recorded
 from torchkiln.patch.plan import Match
 from torchkiln.patch.probe import cast, numbers, random_copy, run
@@ -50,7 +50,7 @@ class Norm(ProvenPlan):
         if len(args) != 1 or not self.takes(module, *args):
             return False
         for name in (self.weight, self.bias):
-            if name is not None and not is_vector_of(getattr(module, name), args[0]):
+            if name is not None and not is_vector_of(attribute(module, name), args[0]):
                 return False
         return True
 
@@ -62,10 +62,10 @@ class Norm(ProvenPlan):
     def options(self, module: nn.Module) -> dict[str, Any]:
         """The arguments of the op behind the sizes of a row."""
         options: dict[str, Any] = {"offset": self.offset, "round": self.round}
-        options["eps"] = getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
-        options["weight"] = None if self.weight is None else getattr(module, self.weight)
+        options["eps"] = attribute(module, self.eps) if isinstance(self.eps, str) else self.eps
+        options["weight"] = None if self.weight is None else attribute(module, self.weight)
         if self.bias is not None:
-            options["bias"] = getattr(module, self.bias)
+            options["bias"] = attribute(module, self.bias)
         return options
 
 
@@ -74,7 +74,8 @@ def is_vector_of(parameter: Any, x: Tensor) -> bool:
     return (
         isinstance(parameter, Tensor)
         and parameter.dtype is x.dtype
-        and parameter.shape == x.shape[-1:]
+        and parameter.dim() == 1
+        and parameter.size(0) == x.size(-1)
     )
 
 

@@ -36,14 +36,15 @@ class ProvenPlan(Plan):
     def takes(self, module: Any, *args: Any) -> bool:
         """Whether these tensors are of a proven rank and dtype, and the module is as it was."""
         proof, first = self.proof, args[0]
-        if proof is None or is_tracing():
+        if proof is None or is_tracing() or not is_torchs(first):
             return False
+        dtype = first.dtype
         for x in args:
-            if not is_torchs(x) or not is_dense(x) or x.dtype is not first.dtype:
+            if not (x is first or is_torchs(x)) or not is_dense(x) or x.dtype is not dtype:
                 return False
-            if x.dim() not in proof.ranks or not is_ordered(x):
+            if x.dim() not in proof.ranks or not (x.is_contiguous() or is_ordered(x)):
                 return False
-        if first.dtype not in proof.dtypes or (is_narrow(first) and not proof.keeps_dtype):
+        if dtype not in proof.dtypes or (not proof.keeps_dtype and is_narrow(first)):
             return False
         return self.reads.hold(module)
 

@@ -52,7 +52,10 @@ class Reads:
                 return False
         for path, value in self.values:
             one = attribute(module, path[0]) if len(path) == 1 else found(module, path)
-            if one is not value and not same(frozen(one), value):
+            if value is AnyNumber:
+                if type(one) is not float or not 0 <= one <= LARGEST:
+                    return False
+            elif one is not value and not same(frozen(one), value):
                 return False
         return True
 
@@ -99,9 +102,14 @@ def found(owner: Any, path: Path) -> Any:
 def attribute(owner: Any, name: str) -> Any:
     """An attribute, without the slow look-up of torch's modules where that is possible."""
     if isinstance(owner, nn.Module):
-        for place in (owner.__dict__, owner._modules):
-            if name in place:
-                return place[name]
+        own = owner.__dict__
+        if name in own:
+            return own[name]
+        value = own["_parameters"].get(name)
+        if value is None:
+            value = own["_modules"].get(name)
+        if value is not None:
+            return value
     return getattr(owner, name, MISSING)
 
 
@@ -113,9 +121,7 @@ def frozen(value: Any) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values are one object, or plain and equal; or a number where any will do."""
-    if other is AnyNumber:
-        return type(one) is float and 0 <= one <= LARGEST
+    """Whether two values are one object, or plain and equal."""
     if isinstance(one, partial) and isinstance(other, partial):
         one, other = (code_of(one), code_of(other))
     return one is other or (type(one) is type(other) and is_plain(one) and one == other)

@@ -99,15 +99,19 @@ class TorchModule(Plan):
             return False
         if self.original not in NORMS:
             return True
-        for name in ("weight", "bias"):
-            parameter = module._parameters.get(name)
-            if parameter is not None and parameter.dtype not in (x.dtype, torch.float32):
+        dtype = x.dtype
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter.dtype not in (dtype, torch.float32):
                 return False
         return type(module.eps) in (float, type(None))
 
+    def entry(self) -> Callable[..., Any]:
+        """The op with the attributes of the module."""
+        return ENTRIES[self.original].forward
+
     def forward(self, module: nn.Module, *args: Tensor) -> Any:
         """The op with the attributes of the module."""
-        return ENTRIES[self.original].forward(module, *args)
+        return self.entry()(module, *args)
 
 
 def find(module: nn.Module) -> Match | str | None:

@@ -79,7 +79,8 @@ def plus_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 def shared(x: Any, *layers: Any) -> list[Any]:
     """``[layer(x) for layer in layers]``."""
-    return outputs(x, layers) or [layer(x) for layer in layers]
+    found = outputs(x, layers) if type(x) is Tensor and x.requires_grad else None
+    return found or [layer(x) for layer in layers]
 
 
 def outputs(x: Any, layers: tuple[Any, ...], between: tuple[Any, ...] = ()) -> list[Any]:
