@@ -132,7 +132,7 @@ class BatchNormAct1d(_BatchNormAct, nn.BatchNorm1d):
         track_running_stats: whether the module has running statistics for ``eval()``.
         device: of the parameters and statistics.
         dtype: of the parameters and statistics.
-        act: one of none, square, relu, relu2, gelu, gelu_tanh, quick_gelu, silu, sigmoid, tanh.
+        act: an activation of :data:`torchkiln.typing.Activation`.
 
     Shape:
         input, residual and output ``[batch, channels]`` or ``[batch, channels, length]``.

@@ -226,7 +226,7 @@ class ConvBNAct1d(_ConvBNAct):
         padding_mode: one of zeros, reflect, replicate, circular.
         device: of the parameters and statistics.
         dtype: of the parameters and statistics.
-        act: one of none, square, relu, relu2, gelu, gelu_tanh, quick_gelu, silu, sigmoid, tanh.
+        act: an activation of :data:`torchkiln.typing.Activation`.
         eps: of the batch norm.
         momentum: of the batch norm.
 

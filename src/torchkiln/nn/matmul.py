@@ -19,7 +19,7 @@ class Linear(nn.Linear):
         bias: whether the layer has a bias.
         device: of the parameters.
         dtype: of the parameters.
-        act: one of none, square, relu, relu2, gelu, gelu_tanh, quick_gelu, silu, sigmoid, tanh.
+        act: an activation of :data:`torchkiln.typing.Activation`.
         scale: a fixed factor.
 
     Shape:
