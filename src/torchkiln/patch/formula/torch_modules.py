@@ -14,6 +14,7 @@ from torchkiln.ops.group_norm import group_norm
 from torchkiln.ops.norm import layer_norm, rms_norm
 from torchkiln.ops.softmax import log_softmax, softmax
 from torchkiln.patch.formula.proven import is_dense, is_narrow
+from torchkiln.patch.formula.reads import attribute
 from torchkiln.patch.plan import Match, Plan
 from torchkiln.patch.probe import numbers, random_copy, shallow_copy
 from torchkiln.patch.source.loss_calls import module_loss
@@ -28,17 +29,24 @@ class Entry:
     forward: Callable[..., Any]
 
 
+def parameters(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
+    """Weight and bias."""
+    return attribute(module, "weight"), attribute(module, "bias")
+
+
 ENTRIES: dict[type[nn.Module], Entry] = {
     nn.LayerNorm: Entry(
         "norm",
         "layer_norm",
-        lambda m, x: layer_norm(x, m.normalized_shape, m.weight, m.bias, m.eps),
+        lambda m, x: layer_norm(x, m.normalized_shape, *parameters(m), m.eps),
     ),
     nn.RMSNorm: Entry(
-        "norm", "rms_norm", lambda m, x: rms_norm(x, m.normalized_shape, m.weight, m.eps)
+        "norm",
+        "rms_norm",
+        lambda m, x: rms_norm(x, m.normalized_shape, attribute(m, "weight"), m.eps),
     ),
     nn.GroupNorm: Entry(
-        "norm", "group_norm", lambda m, x: group_norm(x, m.num_groups, m.weight, m.bias, m.eps)
+        "norm", "group_norm", lambda m, x: group_norm(x, m.num_groups, *parameters(m), m.eps)
     ),
     nn.GELU: Entry("activation", "gelu", lambda m, x: gelu(x, m.approximate)),
     nn.Softmax: Entry("softmax", "softmax", lambda m, x: softmax(x, m.dim)),
