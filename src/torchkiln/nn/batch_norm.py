@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchkiln.nn.checks import check_act
+from torchkiln.nn.plain import attribute
 from torchkiln.ops.batch_norm import bn_act, sync_bn_act
 from torchkiln.typing import Activation, Device
 
@@ -24,22 +25,24 @@ def batch_norm_act(
     ``op`` takes the arguments of :func:`torchkiln.bn_act`.
     """
     module._check_input_dim(x)
-    tracks = module.training and module.track_running_stats
     momentum = 0.0 if module.momentum is None else module.momentum
-    if tracks and module.num_batches_tracked is not None:
-        module.num_batches_tracked.add_(1)
-        if module.momentum is None:  # the mean over all batches
-            momentum = 1.0 / float(module.num_batches_tracked)
+    if module.training and module.track_running_stats:
+        batches = attribute(module, "num_batches_tracked")
+        if batches is not None:
+            batches.add_(1)
+            if module.momentum is None:  # the mean over all batches
+                momentum = 1.0 / float(batches)
+    mean, var = attribute(module, "running_mean"), attribute(module, "running_var")
     keeps = not module.training or module.track_running_stats
     return op(
         x,
-        module.weight,
-        module.bias,
-        module.running_mean if keeps else None,
-        module.running_var if keeps else None,
+        attribute(module, "weight"),
+        attribute(module, "bias"),
+        mean if keeps else None,
+        var if keeps else None,
         residual,
         act=act,
-        training=module.training or (module.running_mean is None and module.running_var is None),
+        training=module.training or (mean is None and var is None),
         momentum=momentum,
         eps=module.eps,
     )
@@ -78,7 +81,7 @@ def sync_batch_norm_act(
 
 def is_synchronized(module: nn.modules.batchnorm._BatchNorm) -> bool:
     """Whether a call exchanges statistics with other processes, as a ``SyncBatchNorm`` does."""
-    if not module.training or not hasattr(module, "process_group"):
+    if not module.training or attribute(module, "process_group", ...) is ...:
         return False
     group: Any = module.process_group
     is_grouped = dist.is_available() and dist.is_initialized()

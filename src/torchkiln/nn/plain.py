@@ -1,6 +1,8 @@
-"""Whether a call of a module runs its forward and nothing else."""
+"""What a call of a module runs, and its attributes, at little cost for the host."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
@@ -20,3 +22,16 @@ def has_hooks(module: nn.Module) -> bool:
 def is_torchs(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool:
     """Whether a call of the module runs torch's forward and nothing else."""
     return type(module) in classes and "forward" not in module.__dict__ and not has_hooks(module)
+
+
+def attribute(module: nn.Module, name: str, *default: Any) -> Any:
+    """``getattr(module, name, *default)``; torch's look-up of parameters in Python takes 0.3 us."""
+    own = module.__dict__
+    if name in own:
+        return own[name]
+    value = own["_parameters"].get(name)
+    if value is None:
+        value = own["_buffers"].get(name)
+    if value is None:
+        value = own["_modules"].get(name)
+    return getattr(module, name, *default) if value is None else value

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchkiln.nn.plain import attribute
 from torchkiln.ops.gated_norm import gated_rms_norm
 from torchkiln.patch.formula import norm
 from torchkiln.patch.formula.layout import Value
 from torchkiln.patch.formula.proven import ProvenPlan
-from torchkiln.patch.formula.reads import attribute
 from torchkiln.patch.formula.trace import Situation, Trace, Tracer, recorded
 from torchkiln.patch.plan import Match
 from torchkiln.patch.probe import numbers, random_copy

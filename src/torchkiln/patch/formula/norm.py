@@ -11,10 +11,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from torchkiln.nn.plain import attribute
 from torchkiln.ops.norm import layer_norm, rms_norm
 from torchkiln.patch.formula.layout import Value
 from torchkiln.patch.formula.proven import ProvenPlan
-from torchkiln.patch.formula.reads import LARGEST, attribute
+from torchkiln.patch.formula.reads import LARGEST
 from torchkiln.patch.formula.trace import WIDTHS, Situation, Trace, Tracer, recorded
 from torchkiln.patch.plan import Match
 from torchkiln.patch.probe import cast, numbers, random_copy, run

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchkiln.nn.plain import has_hooks
+from torchkiln.nn.plain import attribute, has_hooks
 from torchkiln.patch.formula.terms import NoFormulaError
 from torchkiln.patch.plan import unseen_subclass
 
@@ -51,7 +51,7 @@ class Reads:
             if type(part) is not cls or "forward" in part.__dict__ or has_hooks(part):
                 return False
         for path, value in self.values:
-            one = attribute(module, path[0]) if len(path) == 1 else found(module, path)
+            one = attribute(module, path[0], MISSING) if len(path) == 1 else found(module, path)
             if value is AnyNumber:
                 if type(one) is not float or not 0 <= one <= LARGEST:
                     return False
@@ -95,22 +95,9 @@ def found(owner: Any, path: Path) -> Any:
     if path[0] == GLOBALS:
         return getattr(sys.modules.get(path[1]), path[2], MISSING)
     for name in path:
-        owner = attribute(owner, name)
+        look_up = attribute if isinstance(owner, nn.Module) else getattr
+        owner = look_up(owner, name, MISSING)
     return owner
-
-
-def attribute(owner: Any, name: str) -> Any:
-    """An attribute, without the slow look-up of torch's modules where that is possible."""
-    if isinstance(owner, nn.Module):
-        own = owner.__dict__
-        if name in own:
-            return own[name]
-        value = own["_parameters"].get(name)
-        if value is None:
-            value = own["_modules"].get(name)
-        if value is not None:
-            return value
-    return getattr(owner, name, MISSING)
 
 
 def frozen(value: Any) -> Any:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchkiln.nn.plain import attribute
 from torchkiln.ops.activation import gelu
 from torchkiln.ops.group_norm import group_norm
 from torchkiln.ops.norm import layer_norm, rms_norm
 from torchkiln.ops.softmax import log_softmax, softmax
 from torchkiln.patch.formula.proven import is_dense, is_narrow
-from torchkiln.patch.formula.reads import attribute
 from torchkiln.patch.plan import Match, Plan
 from torchkiln.patch.probe import numbers, random_copy, shallow_copy
 from torchkiln.patch.source.loss_calls import module_loss
