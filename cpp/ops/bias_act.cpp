@@ -173,8 +173,8 @@ variable_list gradients_without_input(const Incoming& in, const Tensor& signs, d
 }
 
 /// The gradients from the sign bits of an output whose channels are not the last dimension in
-/// memory. grad_x is made in the order of memory, in which the bits are. The bias gradient is a sum
-/// over what passes the activation, which is the incoming gradient or 0, without rounding.
+/// memory. grad_x is computed in the order of memory, which is that of the bits. The gradient of
+/// the bias sums the gradient behind relu: each term is the incoming gradient or 0, so it is exact.
 Two gradients_in_order(const Incoming& in, const Tensor& signs, double scale, Activation act,
                        at::ScalarType bias_dtype, const MemoryOrder& order) {
   const Tensor grad = order.physical(in[0]);

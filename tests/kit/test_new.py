@@ -121,10 +121,13 @@ def test_no_two_templates_have_the_same_file() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("Gate", "expected small letters, digits and single underscores, such as 'gate'"),
+        (
+            "Gate",
+            "expected lowercase words joined by _, each of letters and digits, such as 'gate'",
+        ),
         ("my-gate", "such as 'my_gate'"),
         ("3d", "such as 'd'"),
-        ("", "expected small letters, digits and single underscores"),
+        ("", "expected lowercase words joined by _, each of letters and digits"),
         ("a__b", "such as 'a_b'"),
         ("lambda", "a word of Python or C++"),
         ("double", "a word of Python or C++"),

@@ -44,7 +44,7 @@ inline int64_t rows_per_chunk(const LogitLayer& layer, bool may_be_whole) {
   return is_whole ? rows : size;
 }
 
-/// Rows `begin` to `begin + count` of the layer and of tensors beside it.
+/// The rows begin <= row < begin + count; of() is their view of a tensor.
 struct Rows {
   int64_t begin;
   int64_t count;

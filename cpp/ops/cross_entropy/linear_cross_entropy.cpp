@@ -1,5 +1,5 @@
-// The op linear_cross_entropy and its derivatives, and the numbers beside the loss. Forward has
-// made the gradients of the sum of the losses, which backward multiplies by a number. See
+// The op linear_cross_entropy, its derivatives and its metrics. For reductions, forward computes
+// the gradients of the sum of the losses, and backward multiplies them by a number. See
 // linear_cross_entropy.h; linear_cross_entropy_kernel.cpp has the checks and the kernels.
 
 #include "cross_entropy/linear_cross_entropy.h"

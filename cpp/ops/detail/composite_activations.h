@@ -1,6 +1,6 @@
 #pragma once
 
-// Activations: their names in schemas, their composites of torch's own ops, and the op's backward.
+// Activations: names in schemas, composites of torch's own ops, and the op activation_backward.
 
 #include <ATen/ATen.h>
 

@@ -1,4 +1,4 @@
-// The mask of tokens that are decoded into a cache.
+// The attention mask for tokens that are decoded into a cache.
 
 #include "rope/angles.h"
 #include "torchkiln/torch/launch.h"

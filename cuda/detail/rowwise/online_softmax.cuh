@@ -34,7 +34,7 @@ struct SumOfExponentials {
     return largest == -C(INFINITY) ? C(0) : largest;
   }
   /// Converts a sum of exponentials relative to `from` into one relative to `to`. A sum relative to
-  /// -infinity is 0 and stays 0: scaling it would give 0 * infinity if `to` is far below zero.
+  /// -infinity stays as it is: all of its terms are 0.
   template <class C>
   static __device__ __forceinline__ C rescaled(C sum, C from, C to) {
     return from == to || from == -C(INFINITY) ? sum : sum * Math::exp(from - reference(to));

@@ -134,7 +134,7 @@ class Team {
       for (int i = 0; i < N; ++i) published[i] = slots[i][first_slot() + at];
       transform(published, to);
     };
-    // Lanes beyond the slots are left out, which saves shuffle steps.
+    // Each group of `width` lanes reduces the same slots, in fewer shuffle steps.
     const int count = team_warps();
     int width = kWarpLanes;
     while (width / 2 >= count) width /= 2;

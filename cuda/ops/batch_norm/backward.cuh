@@ -1,6 +1,6 @@
 #pragma once
 
-// The kernels of the backward: sums of parts of the channels, and the gradient of x.
+// The kernels of the backward: partial sums of each channel, and the gradient of x.
 
 #include "factors.cuh"
 

@@ -7,8 +7,8 @@
 
 namespace torchkiln::cuda {
 
-/// The forward of rows of adjacent columns, and of planes of adjacent elements: the moments of x,
-/// merged as by merge_moments(), and the outputs.
+/// The forward for adjacent channels (rows) and for adjacent elements of a channel (planes): the
+/// moments of x, as merge_moments() merges them, then the outputs.
 Status moments_of_rows(const BatchNorm& p, const ChannelPass& pass, Allocate allocate,
                        CUstream_st* stream);
 Status moments_of_planes(const BatchNorm& p, const ChannelPass& pass, Allocate allocate,

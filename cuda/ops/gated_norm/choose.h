@@ -72,7 +72,7 @@ inline constexpr int kScalarItems = 8;  // elements of groups that are no whole 
 inline std::optional<GatedGradientPlan> choose(const GatedNormBackward& p, Alignment alignment,
                                                const Device& device) {
   constexpr int kSmallBlock = 128;  // block size of teams that share a block
-  // Tokens per team, whose sums have rounding errors that grow with their number.
+  // The most tokens of a team: the rounding errors of its sums grow with the tokens.
   constexpr int64_t kMaxTokens = 1024;
   const bool in_vectors = alignment == Alignment::vector;
   const int lanes = in_vectors ? vector_lanes(p.dtype) : 1;

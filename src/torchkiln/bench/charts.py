@@ -38,7 +38,7 @@ def charts(record: Record) -> Iterator[tuple[str, Figure]]:
     found: dict[str, tuple[Callable[[Sequence[Row], str], Figure], list[Row]]] = {
         "share": (draw_share, [row for row in of_kind[CALLS] if row.share]),
         "speedups": (draw_speedups, [row for row in of_kind[CALLS] if row.best_peer]),
-        # Only with a matrix product: all other ops lie on the slope, which `share` shows, too.
+        # Only for matrix products: memory bounds all other ops, and `share` shows how far.
         "roofline": (draw_roofline, of_kind[CALLS] if computed else []),
         "sweep": (draw_sweep, [row for row in of_kind[SWEEP] if row.share]),
         "rows": (draw_rows, [row for row in of_kind[ROWS] if row.share]),

@@ -1,4 +1,4 @@
-"""Parsers of commands that need torch: they do without it, so that --help answers at once."""
+"""Parsers of commands that import torch. The parsers do not, so that --help answers at once."""
 
 from __future__ import annotations
 

@@ -66,8 +66,8 @@ def class_shard(
     expected = min(step, classes - first)
     if own != expected:
         raise ValueError(
-            f"torchkiln.{op}: classes: got {classes} in {size} shards, of which process {rank} has "
-            f"{own}, expected {expected} there, as by torch.chunk; pass first_class for other sizes"
+            f"torchkiln.{op}: classes: got {own} of {classes} in process {rank} of {size}, "
+            f"expected {expected}, as torch.chunk splits; pass first_class for other sizes"
         )
     return ClassShard(group, first, classes)
 

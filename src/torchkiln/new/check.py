@@ -35,7 +35,7 @@ def name(given: str, api: Path = API) -> str:
     if not re.fullmatch("[a-z][a-z0-9]*(_[a-z0-9]+)*", given):
         example = re.sub("[^a-z0-9]+", "_", given.lower()).strip("_0123456789")
         hint = f", such as {example!r}" if example else ""
-        raise refuse(f"expected small letters, digits and single underscores{hint}")
+        raise refuse(f"expected lowercase words joined by _, each of letters and digits{hint}")
     if keyword.iskeyword(given) or keyword.issoftkeyword(given) or given in CPP.split():
         raise refuse("which is a word of Python or C++; expected another name")
     if given in sys.stdlib_module_names or given in dir(math):

@@ -292,7 +292,7 @@ def dtype_of(x: Tensor, weight: Tensor) -> torch.dtype | None:
 def takes(
     x: Tensor, weight: Tensor, residual: Tensor | None, geometry: Geometry, dtype: torch.dtype
 ) -> bool:
-    """Whether the arguments are those of a right call with plain tensors on a CPU or a GPU."""
+    """Whether ranks, channels, devices and the residual fit a convolution."""
     shape, kernel = x.shape, weight.shape
     if len(shape) != len(kernel) or len(shape) not in CONVOLUTIONS:
         return False

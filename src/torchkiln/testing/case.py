@@ -1,4 +1,4 @@
-"""Cases: checks of specs on devices in dtypes."""
+"""A case: a check, a spec, a device and a dtype."""
 
 from __future__ import annotations
 

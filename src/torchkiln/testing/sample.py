@@ -24,8 +24,8 @@ class Sample:
 
     All tensors move between devices. Only positional tensors are tested at other strides,
     differentiated, and traced as inputs; keyword tensors, such as masks and weights, are not.
-    ``args`` are in the order of the op's schema: those behind the positional parameters of a
-    function are passed by keyword.
+    ``args`` are in the order of the schema. Those that a function takes by keyword only are passed
+    by keyword.
 
     Samples of an op that draws random numbers have a ``seed``. Every call of such a sample seeds
     torch's generators with it, so that the op and its reference draw the same numbers.

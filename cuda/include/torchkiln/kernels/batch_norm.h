@@ -52,8 +52,8 @@ struct BatchNorm {
   /// not <= 0. Null if backward does not need it.
   uint8_t* signs;
   /// [3, channels] of the compute type: the mean, rounded; its rounding error; rstd. Null if not
-  /// wanted, which a launcher in training does not allow. The mean has two parts because far from
-  /// 0 its rounding error shows in the differences to it.
+  /// wanted; training needs them unless `moments` is given. The rounding error of the mean keeps
+  /// x - mean exact where the mean is far from 0.
   void* statistics;
   /// Moments of x in place of the statistics, for batch_norm_moments(); null else.
   double* moments;
@@ -223,8 +223,8 @@ TORCHKILN_EXPORT Status batch_norm_outputs(const BatchNorm& arguments, CUstream_
 TORCHKILN_EXPORT Status batch_norm_backward(const BatchNormBackward& arguments, Allocate allocate,
                                             CUstream_st* stream);
 
-/// Parts of batch_norm_backward(): all but grad_x, with the coefficients if they are not null; and
-/// grad_x by given coefficients.
+/// Parts of batch_norm_backward(): batch_norm_backward_sums() computes all but grad_x, and the
+/// coefficients if they are not null; batch_norm_backward_input() computes grad_x from these.
 TORCHKILN_EXPORT Status batch_norm_backward_sums(const BatchNormBackward& arguments,
                                                  Allocate allocate, CUstream_st* stream);
 TORCHKILN_EXPORT Status batch_norm_backward_input(const BatchNormBackward& arguments,

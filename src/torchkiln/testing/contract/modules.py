@@ -32,7 +32,7 @@ def through_file(module: nn.Module) -> nn.Module:
 def modules(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     """pickle, deepcopy, state_dict and to() keep the results of the module."""
     if spec.module is None or spec.module_inputs is None:
-        raise TypeError(f"{spec.name}: modules: got a spec without module and module_inputs")
+        raise TypeError(f"{spec.name}: modules: got None, expected module and module_inputs")
     module = spec.module(device, dtype)
     sample = Sample("module", spec.module_inputs(device, dtype), seed=0)
     where = Where(spec, "modules", sample)

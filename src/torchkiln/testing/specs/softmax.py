@@ -124,7 +124,7 @@ def shares(x: Tensor, dim: int, **kwargs: Any) -> tuple[Tensor, Tensor, float]:
 
 
 def magnitude(log: bool, x: Tensor, dim: int, **kwargs: Any) -> Tensor:
-    """Rounding of exponents and sum: relative errors of softmax, absolute ones of log_softmax."""
+    """The absolute error of a result, by the rounding of exponents and sum."""
     share, terms, roundings = shares(x, dim, **kwargs)
     moved = terms + share * roundings
     return torch.where(share > 0, moved / share, 0.0) if log else moved

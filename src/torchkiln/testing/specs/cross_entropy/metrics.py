@@ -29,13 +29,13 @@ ROUNDINGS = 8
 
 
 def of_logits(*args: Any, accuracy: bool = False, **options: Any) -> Any:
-    """The function of logits, with every metric that the call has."""
+    """cross_entropy with its z-loss, and with the accuracy if that is asked for."""
     options |= {"return_z_loss": True, "return_accuracy": accuracy}
     return torchkiln.cross_entropy(*args, **options)
 
 
 def of_linear(*args: Any, accuracy: bool = False, **options: Any) -> Any:
-    """The function of a linear layer's input, with every metric that the call has."""
+    """linear_cross_entropy with its z-loss, and with the accuracy if that is asked for."""
     options |= {"return_z_loss": True, "return_accuracy": accuracy}
     return torchkiln.linear_cross_entropy(*args, **options)
 
