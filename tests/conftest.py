@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 
 import torchkiln
 from torchkiln.jit.compile import toolkit
+from torchkiln.ops import _folding
 
 pytest_plugins = ["torchkiln.testing.plugin"]
 collect_ignore = ["foreign_package"]  # a project with its own root and plug-ins
@@ -68,6 +69,15 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 def seed() -> None:
     """Seed the random numbers of every test, so that they do not depend on earlier tests."""
     torch.manual_seed(2026)
+
+
+@pytest.fixture
+def no_folds() -> Iterator[None]:
+    """Without folds of other tests, and without TensorFloat-32."""
+    _folding.FOLDS.clear()
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        yield
+    _folding.FOLDS.clear()
 
 
 @pytest.fixture

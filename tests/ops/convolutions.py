@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,15 +26,6 @@ TORCHS: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
     "tanh": torch.tanh,
 }
-
-
-@pytest.fixture(autouse=True)
-def no_folds() -> Iterator[None]:
-    """Without folds of other tests, and without TensorFloat-32."""
-    _folding.FOLDS.clear()
-    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-        yield
-    _folding.FOLDS.clear()
 
 
 def moved(bn: Any) -> Any:

@@ -42,6 +42,8 @@ RANKS: list[tuple[type[Any], type[Any], type[Any], tuple[int, ...]]] = [
     (torchkiln.nn.ConvBNAct3d, nn.Conv3d, nn.BatchNorm3d, (2, 8, 5, 4, 6)),
 ]
 
+pytestmark = pytest.mark.usefixtures("no_folds")
+
 
 @pytest.mark.parametrize("memory", [torch.contiguous_format, LAST])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])

@@ -23,6 +23,8 @@ from torch import nn
 import torchkiln
 from torchkiln.ops import _folding
 
+pytestmark = pytest.mark.usefixtures("no_folds")
+
 
 def change_version(m: Any) -> None:
     with torch.no_grad():
