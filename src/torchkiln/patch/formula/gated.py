@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchkiln.nn.plain import has_hooks
+from torchkiln.nn.plain import attribute, has_hooks
 from torchkiln.ops.gated import geglu, swiglu
 from torchkiln.patch.formula.layout import Value
 from torchkiln.patch.formula.proven import ProvenPlan, is_ordered
@@ -84,8 +84,8 @@ class Gated(ProvenPlan):
 
 
 def submodule(module: nn.Module, name: str) -> Any:
-    """The submodule with a name, without the slow look-up of torch for a direct one."""
-    return module._modules.get(name) or module.get_submodule(name)
+    """The submodule with a name."""
+    return module.get_submodule(name) if "." in name else attribute(module, name)
 
 
 def product(op: str, gate: Tensor, up: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ class ProvenPlan(Plan):
         for x in args:
             if not (x is first or is_torchs(x)) or not is_dense(x) or x.dtype is not dtype:
                 return False
-            if x.dim() not in proof.ranks or not (x.is_contiguous() or is_ordered(x)):
+            if x.dim() not in proof.ranks or not is_ordered(x):
                 return False
         if dtype not in proof.dtypes or (not proof.keeps_dtype and is_narrow(first)):
             return False

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchkiln.nn.plain import attribute, has_hooks
+from torchkiln.nn.plain import MISSING, attribute, has_hooks
 from torchkiln.patch.formula.terms import NoFormulaError
 from torchkiln.patch.plan import unseen_subclass
 
@@ -24,7 +24,6 @@ MACHINERY = frozenset(vars(nn.Module()))
 GLOBALS = "<globals>"
 """Begins the path of a global; its module and its name follow."""
 
-MISSING = "no such attribute"
 Path = tuple[str, ...]
 
 
@@ -47,7 +46,11 @@ class Reads:
     def hold(self, module: nn.Module) -> bool:
         """Whether a module still has these values, and its parts have no hooks."""
         for name, cls in self.parts:
-            part = module._modules.get(name) or found(module, tuple(name.split(".")))
+            part = (
+                attribute(module, name)
+                if "." not in name
+                else found(module, tuple(name.split(".")))
+            )
             if type(part) is not cls or "forward" in part.__dict__ or has_hooks(part):
                 return False
         for path, value in self.values:
