@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from torch import Tensor
 import torchkiln
 from torchkiln.testing.specs.cross_entropy import probabilities
 from torchkiln.typing import Reduction
+
+CPU = torch.device("cpu")
 
 
 def some(device: torch.device) -> tuple[Tensor, Tensor]:
@@ -89,3 +92,12 @@ def test_module_returns_what_was_asked_for(device: torch.device) -> None:
         logits, target, z_loss=0.1, return_z_loss=True, return_accuracy=True
     )
     torch.testing.assert_close(module(logits, target), expected)
+
+
+def test_programs_that_return_the_tuple_are_saved(tmp_path: Path) -> None:
+    loss, (logits, target) = torchkiln.nn.CrossEntropyLoss(return_accuracy=True), some(CPU)
+    program = torch.export.export(loss, (logits.detach(), target))
+    torch.export.save(program, tmp_path / "loss.pt2")
+    found = torch.export.load(tmp_path / "loss.pt2").module()(logits.detach(), target)
+    assert type(found) is torchkiln.CrossEntropyOutput
+    torch.testing.assert_close(found.accuracy, loss(logits, target).accuracy)

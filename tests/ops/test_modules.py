@@ -184,3 +184,23 @@ assert not any(type(finder).__name__ == "OnImport" for finder in sys.meta_path)
     given = [sys.executable, "-W", "error", "-c", code]
     done = subprocess.run(given, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(torchkiln.nn.LayerNorm, 8),
+        partial(torchkiln.nn.RMSNorm, 8),
+        partial(torchkiln.nn.GroupNorm, 2, 8),
+        partial(torchkiln.nn.GatedRMSNorm, 8),
+        partial(torchkiln.nn.BatchNormAct2d, 8),
+        partial(torchkiln.nn.SyncBatchNormAct, 8),
+        partial(torchkiln.nn.Attention, 8, 2),
+    ],
+)
+@pytest.mark.parametrize("eps", [-1e-6, "a"])
+def test_an_eps_is_refused_at_once(make: partial[nn.Module], eps: object) -> None:
+    name = make.func.__name__
+    expected = rf"torchkiln\.nn\.{name}: eps: got {eps!r}, expected a number of at least 0"
+    with pytest.raises(ValueError, match=expected):
+        make(eps=eps)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchkiln.nn.checks import check_p
+from torchkiln.nn.checks import check_eps, check_p
 from torchkiln.nn.kv_cache import KVCache
 from torchkiln.nn.norm import RMSNorm
 from torchkiln.ops.rope import qkv_norm_rope
@@ -78,7 +78,8 @@ class Attention(nn.Module):
         self.causal, self.window, self.scale = causal, window, scale
         self.dropout = check_p("nn.Attention", dropout)
         self.interleaved, self.rotary_dim = interleaved, rotary_dim
-        self.qk_norm, self.eps, self.offset = qk_norm, eps, offset
+        self.qk_norm, self.offset = qk_norm, offset
+        self.eps = check_eps("nn.Attention", eps)
         columns = (num_heads + 2 * num_kv_heads) * self.head_dim
         last = bias if out_bias is None else out_bias
         self.qkv = nn.Linear(dim, columns, bias, device=device, dtype=dtype)

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchkiln.nn.checks import check_act
-from torchkiln.nn.plain import attribute
+from torchkiln.nn.checks import check_act, check_eps
+from torchkiln.nn.plain import MISSING, attribute
 from torchkiln.ops.batch_norm import bn_act, sync_bn_act
 from torchkiln.typing import Activation, Device
 
@@ -81,7 +81,7 @@ def sync_batch_norm_act(
 
 def is_synchronized(module: nn.modules.batchnorm._BatchNorm) -> bool:
     """Whether a call exchanges statistics with other processes, as a ``SyncBatchNorm`` does."""
-    if not module.training or attribute(module, "process_group", ...) is ...:
+    if not module.training or attribute(module, "process_group", MISSING) is MISSING:
         return False
     group: Any = module.process_group
     is_grouped = dist.is_available() and dist.is_initialized()
@@ -103,16 +103,17 @@ class _BatchNormAct(nn.modules.batchnorm._BatchNorm):
         *,
         act: Activation = "relu",
     ) -> None:
+        name = f"nn.{type(self).__name__}"
         super().__init__(
             num_features,
-            eps,
+            check_eps(name, eps),
             momentum,
             affine,
             track_running_stats,
             device=device,
             dtype=dtype,
         )
-        self.act = check_act(f"nn.{type(self).__name__}", act)
+        self.act = check_act(name, act)
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         """Applies the op to ``input``."""

@@ -5,6 +5,7 @@ from typing import Any, TypeVar, get_args
 from torchkiln.typing import Activation, Gate, Reduction, Rounding, Saved
 
 T = TypeVar("T")
+E = TypeVar("E", float, float | None)
 
 
 def check_word(module: str, argument: str, value: T, words: Any) -> T:
@@ -42,10 +43,11 @@ def check_reduction(module: str, reduction: Reduction) -> Reduction:
     return check_word(module, "reduction", reduction, Reduction)
 
 
-def check_eps(module: str, eps: float | None) -> float | None:
+def check_eps(module: str, eps: E) -> E:
     """Returns the eps of a norm; refuses negative numbers."""
-    if eps is not None and not eps >= 0:
-        raise ValueError(f"torchkiln.{module}: eps: got {eps}, expected a number of at least 0")
+    given: Any = eps
+    if given is not None and not (isinstance(given, (int, float)) and given >= 0):
+        raise ValueError(f"torchkiln.{module}: eps: got {eps!r}, expected a number of at least 0")
     return eps
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from torchkiln.nn.checks import check_eps
 from torchkiln.nn.norm import reset_weight
 from torchkiln.ops.gated_norm import gated_rms_norm
 from torchkiln.typing import Device
@@ -39,6 +40,7 @@ class GatedRMSNorm(nn.RMSNorm):
         groups: int = 1,
         offset: float = 0.0,
     ) -> None:
+        check_eps("nn.GatedRMSNorm", eps)
         self.gate_first, self.groups, self.offset = gate_first, groups, offset
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
 

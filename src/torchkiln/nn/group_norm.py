@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from torchkiln.nn.checks import check_act
+from torchkiln.nn.checks import check_act, check_eps
 from torchkiln.ops.group_norm import group_norm
 from torchkiln.typing import Activation, Device
 
@@ -37,6 +37,7 @@ class GroupNorm(nn.GroupNorm):
         bias: bool = True,
         act: Activation = "none",
     ) -> None:
+        eps = check_eps("nn.GroupNorm", eps)
         super().__init__(num_groups, num_channels, eps, affine, device, dtype)
         if not bias:  # older versions of torch have no such argument
             self.register_parameter("bias", None)
