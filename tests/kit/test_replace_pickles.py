@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import pickletools
 import zipfile
@@ -77,3 +78,48 @@ def test_what_cannot_be_restored_runs_the_original_forward(
 
 def refuse(_: Any) -> Any:
     raise TypeError("a field that this version does not have")
+
+
+class Rebuilt(Rms):
+    """Makes its copies by a call of the class."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.size = size
+
+    def __reduce__(self) -> Any:
+        return Rebuilt, (self.size,), self.__dict__
+
+
+class Sized(Rms):
+    """Has an argument in ``__new__``."""
+
+    def __new__(cls, size: int) -> Any:
+        made = super().__new__(cls)
+        made.__dict__["size"] = size
+        return made
+
+    def __getnewargs__(self) -> tuple[Any]:
+        return (self.size,)
+
+
+@pytest.mark.parametrize("cls", [Rebuilt, Sized])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))]
+)
+def test_classes_that_make_their_copies_in_another_way(cls: Any, copied: Any) -> None:
+    module, x = cls(8), torch.randn(3, 8)
+    with torch.no_grad():
+        module.weight.normal_()
+    assert torchkiln.replace(module).changed
+    found = copied(module)
+    assert isinstance(found, cls)
+    assert found.size == 8
+    torch.testing.assert_close(found(x), module(x))
+
+
+def test_a_copy_of_a_later_class_has_that_class() -> None:
+    module, x = Rms(8), torch.randn(3, 8)
+    torchkiln.replace(module)
+    module.__class__ = type("Later", (type(module),), {"forward": lambda _, x: x + 1})
+    assert torch.equal(copy.deepcopy(module)(x), x + 1)

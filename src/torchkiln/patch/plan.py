@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import dataclasses
 import functools
 import warnings
@@ -127,10 +128,18 @@ def make_class(original: type[nn.Module], plan: Plan) -> type[nn.Module]:
     """
 
     def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
-        """Pickles and copies name the original class and the plan: the made class has no module."""
+        """Pickles and copies name the original class and the plan: the made class has no module.
+
+        Where a class has its own way to make instances, and in subclasses of the made class, that
+        way stays.
+        """
         parts = original.__reduce_ex__(self, protocol)
         assert isinstance(parts, tuple)  # a string names a global, which a module is not
-        return (_restore, (original, plan.saved_as, plan.version, plan.settings()), *parts[2:])
+        if type(self) is not made or parts[0] not in NEW:
+            return parts
+        given = parts[1][1:] if parts[0] is NEW[0] else ()
+        saved = (original, plan.saved_as, plan.version, plan.settings(), *given)
+        return (_restore, saved, *parts[2:])
 
     scope = {
         "__module__": original.__module__,
@@ -158,10 +167,17 @@ class Unseen(nn.Module):
     """The first base of made classes, which keeps no subclass, as ``original`` may."""
 
 
+NEW = (copyreg.__newobj__, copyreg._reconstructor)  # type: ignore[attr-defined]
+"""What makes an instance of a class without a way of its own, in new protocols and in old ones."""
+
+
 def _restore(
-    original: type[nn.Module], name: str, version: int, settings: dict[str, Any]
+    original: type[nn.Module], name: str, version: int, settings: dict[str, Any], *given: Any
 ) -> nn.Module:
-    """An empty module, which unpickling fills: of the made class, or else of the original one."""
+    """An empty module, which unpickling fills: of the made class, or else of the original one.
+
+    ``given`` are the arguments of ``__new__``.
+    """
     kind = SAVED.get(name)
     try:
         if kind is None or kind.version != version:
@@ -176,7 +192,7 @@ def _restore(
             stacklevel=2,
         )
         cls = original
-    return cls.__new__(cls)
+    return cls.__new__(cls, *given)
 
 
 _restore.__module__ = "torchkiln.patch"  # pickles name it there

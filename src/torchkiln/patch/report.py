@@ -113,6 +113,7 @@ class Report(_report.Report, Mapping[str, Replacement]):
         self._undo = undo
         self.model = model
         self.rows = tuple(rows)
+        self._by_name = {row.name: row for row in rows}
         self.dry_run = dry_run
 
     def undo(self) -> None:
@@ -126,16 +127,15 @@ class Report(_report.Report, Mapping[str, Replacement]):
             self._undo.pop()
 
     def __getitem__(self, name: str) -> Replacement:
-        for row in self.rows:
-            if row.name == name:
-                return row
-        raise KeyError(f"{self._maker}: report: got {name!r}, expected the name of a module")
+        if name not in self._by_name:
+            raise KeyError(f"{self._maker}: report: got {name!r}, expected the name of a module")
+        return self._by_name[name]
 
     def __iter__(self) -> Iterator[str]:
-        return (row.name for row in self.rows)
+        return iter(self._by_name)
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self._by_name)
 
     @property
     def changed(self) -> tuple[Replacement, ...]:
