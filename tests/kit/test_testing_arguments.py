@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import torchkiln
 from torchkiln import testing
 from torchkiln.testing.contract import CHECKS
 from torchkiln.testing.contract.bad_input import reaches_the_op
@@ -163,3 +164,13 @@ def test_none_numbers_and_text_pass_through(case: testing.Case) -> None:
 def test_what_torch_refuses_by_itself_is_left_to_it(args: tuple[Any, ...], reaches: bool) -> None:
     """Torch raises this error, so its message is not part of the contract."""
     assert reaches_the_op(SCALED, testing.Sample("call", args)) == reaches
+
+
+def test_arguments_that_are_too_many_or_given_twice_reach_the_function() -> None:
+    x, bias = torch.randn(3, 4), torch.randn(4)
+    with pytest.raises(TypeError, match="bias_act: got more than 2 positional arguments"):
+        testing.Sample("too many", (x, bias, 1.0, "relu", 0)).call(torchkiln.bias_act)
+    with pytest.raises(TypeError, match=r"bias_act: (got|scale)"):
+        testing.Sample("twice", (x, bias, 1.0), {"scale": 2.0}).call(torchkiln.bias_act)
+    found = testing.Sample("right", (x, bias, 0.5), {"act": "none"}).call(torchkiln.bias_act)
+    torch.testing.assert_close(found, x * 0.5 + bias)

@@ -77,9 +77,12 @@ class Sample:
         if any(p.kind is p.VAR_POSITIONAL for p in parameters):
             return self.args, dict(self.kwargs)
         named = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-        count = len(parameters) - len(named)
-        behind = zip(named, self.args[count:], strict=False) if named else ()
-        return self.args[: count if named else None], {**dict(behind), **self.kwargs}
+        count, surplus = len(parameters) - len(named), self.args[len(parameters) :]
+        behind = dict(zip(named, self.args[count:], strict=False))
+        twice = behind.keys() & self.kwargs.keys()
+        if surplus or twice or not named:  # the function says what is wrong, if anything
+            return self.args, dict(self.kwargs)
+        return self.args[:count], {**behind, **self.kwargs}
 
     def call(self, function: Callable[..., Any]) -> Any:
         """Make the call."""
