@@ -153,7 +153,7 @@ def is_tanh(approximate: Literal["none", "tanh"], op: str) -> bool:
 
 
 def listed(suffix: str = "") -> dict[str, Callable[[Tensor], Tensor]]:
-    """The functions here of the activations that C++ lists, by the name of the activation."""
+    """Functions of this module for the activations that C++ lists, by activation name."""
     names = [name for name in _C.activations() if name + suffix in globals()]
     return {name: globals()[name + suffix] for name in names}
 

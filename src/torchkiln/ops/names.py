@@ -16,7 +16,7 @@ UNLISTED = {"gated": ("geglu_tanh",), "matmul": ("matmul",), "spmm": ("spmm_csr"
 
 
 def families(file: Path) -> dict[str, tuple[str, ...]]:
-    """The ops that the package imports, by module of ``torchkiln.ops``; in-place ones excluded."""
+    """The ops that the package imports, by module of ``torchkiln.ops``, without in-place ops."""
     found = {}
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torchkiln.ops."):

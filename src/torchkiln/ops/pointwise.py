@@ -72,7 +72,7 @@ def addcmul(input: Tensor, tensor1: Tensor, tensor2: Tensor, *, value: float = 1
     """
     if value == 1:
         result = muladd(tensor1, tensor2, input)
-        # The dtype of muladd can differ from that of all three only where it is not the input's.
+        # The dtype that muladd gives can only be wrong if it differs from the dtype of the input.
         if result.dtype is input.dtype or not promotes_apart(input, tensor1, tensor2):
             return result
     operands = {"input": input, "tensor1": tensor1, "tensor2": tensor2}
@@ -82,6 +82,6 @@ def addcmul(input: Tensor, tensor1: Tensor, tensor2: Tensor, *, value: float = 1
 
 
 def promotes_apart(*operands: object) -> bool:
-    """Whether ``a * b + c`` may have another dtype than all three tensors promoted together."""
+    """Whether ``a * b + c`` may have another dtype than the promotion of all three tensors."""
     tensors = [t for t in operands if isinstance(t, Tensor)]
     return any(t.dim() == 0 and t.dtype != tensors[0].dtype for t in tensors)
