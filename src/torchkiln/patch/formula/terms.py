@@ -200,14 +200,14 @@ def tanh(x: Expression) -> Expression:
 
 
 def erf(x: Expression) -> Expression:
-    """The error function; its argument gets a positive first coefficient by erf(-x) = -erf(x)."""
+    """The error function, which is odd: its argument gets a positive first coefficient."""
     if x.leading < 0:
         return erf(x.scaled(-1.0)).scaled(-1.0)
     return single(("erf", x.key))
 
 
 def relu(x: Expression) -> Expression:
-    """``relu``, with the positive factor of the argument outside: relu(c x) = c relu(x)."""
+    """The positive part, with the positive factor of the argument moved outside."""
     size = abs(x.leading)
     return single(("relu", x.scaled(1 / size).key)).scaled(size)
 
