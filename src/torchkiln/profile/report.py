@@ -86,7 +86,7 @@ class Figures:
     limiter: str | None
     """The resource that limits the blocks per multiprocessor."""
     registers: int | None
-    """Per thread."""
+    """Registers per thread."""
     local: float | None
     """Bytes to and from local memory: spilled registers."""
     stall: str | None

@@ -16,7 +16,7 @@ from torchkiln.trace.kernel_names import pretty
 
 SHOWN = 8
 CALLS = 10
-"""Calls that are profiled: the profiler slows the first ones down."""
+"""Calls that are profiled: the profiler slows down the first calls."""
 
 
 def kernels(call: Call, device: torch.device) -> list[str]:
