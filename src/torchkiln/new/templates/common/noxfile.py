@@ -54,7 +54,7 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Times of the op beside eager torch, torch.compile and the limits of the device."""
+    """Times of the op, of eager torch, of torch.compile and of the device's limits."""
     install_package(session)
     module = f"--specs={PYPROJECT['project']['name']}.spec"
     session.run("python", "-m", "torchkiln", "bench", module, *session.posargs)
