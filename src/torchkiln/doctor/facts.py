@@ -43,7 +43,7 @@ print(json.dumps({"devices": devices, "libraries": libraries}))
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU; the GPUs of the driver have the order of torch's numbers."""
+    """One GPU; torch numbers GPUs in the same order."""
 
     name: str
     capability: tuple[int, int]

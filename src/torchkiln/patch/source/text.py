@@ -113,7 +113,7 @@ IMPORTS: dict[str, tuple[list[str], frozenset[str]]] = {}
 
 
 def imports(function: FunctionType) -> frozenset[str]:
-    """The names that the file of a function imports: Python compiles calls of them differently."""
+    """The names that a function's file imports: calls of their methods compile differently."""
     lines, _ = inspect.findsource(function)
     known, names = IMPORTS.get(function.__code__.co_filename, (None, frozenset()))
     if known is not lines:
