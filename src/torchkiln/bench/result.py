@@ -52,7 +52,7 @@ class Row:
     missing: Mapping[str, str] = field(default_factory=dict)
     """Peers that could not be timed, and why."""
     remarks: Mapping[str, str] = field(default_factory=dict)
-    """Peers whose call does something else, and what: shown, but not compared with."""
+    """Peers that compute something else, with a description: shown, but not compared."""
     peaks: Mapping[str, int] = field(default_factory=dict)
     """Peak of allocated bytes, for torchkiln and the peers. Backward includes its forward."""
 

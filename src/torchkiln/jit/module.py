@@ -225,7 +225,7 @@ def load(
         include: folders with more headers.
         options: options for NVRTC, such as ``--use_fast_math``.
         reload: check at every launch whether the file or one of its own headers was saved, and
-            compile the new version first. Kernels taken from the module earlier change with it.
+            compile the new version first. Kernels taken from the module earlier change, too.
     """
     file = Path(path).resolve()
     if not file.is_file():

@@ -109,7 +109,7 @@ class Attention(nn.Module):
             mask: True where a key takes part, or numbers that are added to the products, as in
                 ``scaled_dot_product_attention``. It applies in addition to ``causal`` and
                 ``window``.
-            cache: earlier keys and values, to which those of ``x`` are written.
+            cache: keys and values of earlier tokens; the call adds the tokens of ``x``.
             positions: int64, the places of the tokens in the cache, and the rows of ``cos`` and
                 ``sin`` unless these are ``[batch, tokens, pairs]``. With a cache and without
                 positions the tokens have the places 0, 1, 2, ..., and only they are attended to.

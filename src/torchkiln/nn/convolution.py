@@ -29,7 +29,7 @@ from torchkiln.typing import Activation, Device
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 NORM_OF = {3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
-"""The batch norm for the rank of a batch."""
+"""The class of batch norm, by the rank of the input."""
 SYNC_NORMS = (nn.SyncBatchNorm, SyncBatchNormAct)
 BATCH_NORMS = (*NORM_OF.values(), *SYNC_NORMS)
 

@@ -11,7 +11,7 @@ COMMON = (
     *("ignore_index", "reduction", "label_smoothing", "z_loss", "check_target", "softcap"),
     *("return_z_loss", "return_accuracy"),
 )
-"""Attributes of both modules that are options of their functions."""
+"""Attributes of both modules that are passed as options to the functions."""
 OPTIONS, LINEAR_OPTIONS = (*COMMON, "inplace_backward"), (*COMMON, "temperature")
 
 

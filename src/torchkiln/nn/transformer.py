@@ -32,7 +32,7 @@ class TransformerBlock(nn.Module):
         norm: ``"rms"`` or ``"layer"``.
         eps: of all norms.
         offset: a number that is added to the weights of all norms.
-        round: of all norms but those of the heads, as for :func:`torchkiln.layer_norm`.
+        round: of all norms except norms of heads, as for :func:`torchkiln.layer_norm`.
         bias: whether projections and layer norms have a bias.
         gated: whether the feed-forward layer is a :class:`GatedMLP` and not a :class:`MLP`.
         act: the activation of the feed-forward layer.

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torchkiln import _C
 
 PLAIN = (Tensor, nn.Parameter)
-"""Classes of tensors that have no code of their own."""
+"""Classes of tensors that add no code to torch's operations."""
 
 
 class Parts(NamedTuple):
@@ -78,7 +78,7 @@ def kept_fold(owner: object, parts: Parts) -> Fold | None:
 
 
 def fold_of(owner: object, parts: Parts, form: Form) -> Fold | str:
-    """The owner's fold of these tensors or a new one; or the reason why there can be none."""
+    """The owner's fold of these tensors, or a new fold, or the reason why they cannot be folded."""
     kept = kept_fold(owner, parts)
     if kept is not None and kept.form == form:
         return kept

@@ -106,7 +106,7 @@ def joined(places: Iterable[tuple[torch.dtype, int]]) -> torch.dtype:
         before = groups[group]
         groups[group] = dtype if before is None else torch.promote_types(before, dtype)
     result = combined(groups[0], combined(groups[1], groups[2]))
-    assert result is not None  # there are operands
+    assert result is not None  # there is at least one operand
     return result
 
 

@@ -159,6 +159,6 @@ def listed(suffix: str = "") -> dict[str, Callable[[Tensor], Tensor]]:
 
 
 ACTIVATIONS = listed()
-"""All activations but none."""
+"""The functions of all activations except ``"none"``."""
 IN_PLACE = listed("_")
-"""Those that also exist in place: the functions that write into their argument."""
+"""The in-place functions of activations that have one, by activation name."""

@@ -128,7 +128,7 @@ def cross_entropy(
             read together, without a copy. An index out of range raises an IndexError on the
             CPU. On CUDA it fails an assertion in the kernel, after which the process cannot use the
             GPU; see ``check_target``.
-        weight: ``[classes]``, of the dtype of ``logits``, or float32 if those have half precision;
+        weight: ``[classes]``, of the dtype of ``logits``, or float32 if that is half precision;
             None for ones. It may not require a gradient.
         ignore_index: rows with this target class have no loss and no gradient.
         reduction: none, mean or sum.

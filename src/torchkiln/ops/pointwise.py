@@ -53,7 +53,7 @@ def muladd(a: Tensor | float, b: Tensor | float, c: Tensor | float) -> Tensor:
     compute = torch.float64 if dtype == torch.float64 else torch.float32
     x, y, z = (t.to(compute) if isinstance(t, Tensor) else t for t in (a, b, c))
     total = x * y + z
-    if not isinstance(total, Tensor):  # of numbers alone
+    if not isinstance(total, Tensor):  # all three are numbers
         total = torch.tensor(total, dtype=dtype)
     return total.to(dtype)
 

@@ -1,4 +1,4 @@
-"""The values, gradients and layouts of a replacement beside those of the original forward."""
+"""Compares values, gradients and layouts of a replacement and of the original forward."""
 
 from __future__ import annotations
 

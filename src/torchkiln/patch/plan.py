@@ -99,7 +99,7 @@ class Match:
 
 
 Found = Match | str | None
-"""A match; or the reason to leave the module alone; or None: the module is of another kind."""
+"""A match, or the reason to leave the module unchanged, or None for a module of another kind."""
 
 
 def plan_of(module: Any) -> Plan | None:
@@ -179,4 +179,4 @@ def _restore(
     return cls.__new__(cls)
 
 
-_restore.__module__ = "torchkiln.patch"  # pickles name it there
+_restore.__module__ = "torchkiln.patch"  # the path that pickles store

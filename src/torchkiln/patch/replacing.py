@@ -101,7 +101,7 @@ class Replace:
                 but batch norms on a CPU. A residual sum is replaced if the norm after it is.
             skip: patterns of names to leave alone, or a function of name and module, in this
                 order.
-            exact: whether to replace only what is bitwise equal in the module's dtype.
+            exact: whether to replace only forwards that are bitwise equal in the module's dtype.
             dry_run: whether to return the report without a change. Forwards of modules still run,
                 with their side effects.
             example: a batch for the model: a tensor, a tuple of arguments, or a dict of keyword
@@ -171,7 +171,7 @@ def matched(
 
 
 def why_torchs_batch_norm(skip: Skip, name: str, module: nn.Module, *, asked: bool) -> str:
-    """The reason to leave a batch norm alone, if any."""
+    """The reason to leave a batch norm unchanged, or ""."""
     if is_skipped(name, module, skip):
         return "skip"
     tensors = [*module.parameters(), *module.buffers()]

@@ -50,7 +50,7 @@ METRICS = (
     *LOCAL,
     *list(LIMITS)[:4],
 )
-"""Metrics requested by name; ncu's sections contain the rest."""
+"""Metrics requested by name; ncu's sections contain the other metrics."""
 
 STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+?)_per_issue_active\.ratio")
 STALLS = {

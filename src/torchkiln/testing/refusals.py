@@ -316,7 +316,7 @@ PAIRS = (
 
 
 def refused_calls(spec: OpSpec, device: torch.device) -> Iterator[Invalid]:
-    """All calls that an op must refuse: the derived ones, then those in its spec."""
+    """All calls that an op must refuse: derived calls, then the calls of the spec."""
     if spec.refusals is not None or spec.invalid is None:
         yield from Deriver(spec, device).calls()
     if spec.invalid is not None:

@@ -221,7 +221,7 @@ class OpSpec:
         return next(self.samples(device, dtype, requires_grad))
 
     def leaves(self, sample: Sample, only: tuple[int, ...] | None = None) -> Sample:
-        """The call on detached tensors of the same strides; those at ``only`` require gradients."""
+        """The call on detached tensors of equal strides; gradients are required at ``only``."""
         wanted = self.wanted(sample) if only is None else only
         args = tuple(
             a.detach().requires_grad_(i in wanted) if isinstance(a, Tensor) else a

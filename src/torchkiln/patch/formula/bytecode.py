@@ -1,4 +1,4 @@
-"""The instructions of a function: what it stores, and what it branches on."""
+"""The instructions of a function: stores outside of it, and names that it branches on."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FACTS = ("dtype", "ndim", "dim", "is_floating_point", "is_complex")
 
 @functools.lru_cache(maxsize=4096)
 def fault_of(code: CodeType) -> str:
-    """The reason if a function stores outside of itself or reads what no trace shows, else ""."""
+    """The reason if a function stores outside of itself or has reads that no trace shows, or ""."""
     steps = [step for step in dis.get_instructions(code) if step.opname != "CACHE"]
     for step, after in itertools.pairwise(steps):
         if found := hidden(step, after):

@@ -210,7 +210,7 @@ class Held:
 
 OF_CLASS = frozenset(dir(nn.Module))
 READ = "_kiln_read"
-"""An attribute of classes whose instances report what is read."""
+"""An attribute of classes whose instances report the attributes that are read."""
 
 
 def is_read(module: nn.Module) -> bool:

@@ -286,4 +286,4 @@ RULES: dict[str, Rule] = {
     "native_layer_norm": layer_norm,
     **dict.fromkeys(("_fused_rms_norm", "rms_norm"), rms_norm),
 }
-"""What each op of torch computes, by its name."""
+"""The rule of each op of torch, by the name of the op."""

@@ -1,4 +1,4 @@
-"""The Python code of a call: what it changes, calls and decides, apart from ops of torch.
+"""The Python code of a call: its side effects, calls and branches, apart from ops of torch.
 
 A trace of ops does not show a counter, a list, a branch on a shape, or a number drawn by Python. So
 this module reads the bytecode of each user function that runs, and checks each function it calls.

@@ -159,7 +159,7 @@ def traced(module: nn.Module) -> TracedForward | str:
                 with watch:
                     graph = CallTracer().trace(root)
                 for node in graph.nodes:
-                    node.type = None  # an annotation may name what cannot be imported
+                    node.type = None  # an annotation may name a type that cannot be imported
                 graphs.append(graph)
             if not torch.equal(random, torch.get_rng_state()):
                 raise NoFormulaError("it draws random numbers")
@@ -240,7 +240,7 @@ def find_all(
 ) -> tuple[list[Replacement], list[tuple[nn.Module, FusedForward]]]:
     """A row for each batch norm, and the plans of the modules that call them.
 
-    ``refusal`` returns the reason to leave a batch norm of this name alone, or "".
+    ``refusal`` returns the reason to leave the batch norm of this name unchanged, or "".
     """
     all_rows: list[Replacement] = []
     plans: list[tuple[nn.Module, FusedForward]] = []

@@ -339,7 +339,7 @@ def fork_of_a_cpu_only_parent(spec: OpSpec, device: torch.device, dtype: torch.d
     try:
         message = base64.b64encode(pickle.dumps((spec.op, spec.composite, spec.inputs))).decode()
     except Exception as error:
-        # Other processes cannot import ops made at run time, such as those of torchkiln.jit.
+        # Other processes cannot import ops made at run time, such as ops of torchkiln.jit.
         raise UnavailableError(f"the op cannot be pickled: {error}") from error
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", CHILD, message],

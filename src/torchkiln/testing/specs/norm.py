@@ -93,7 +93,7 @@ class Arguments:
 
 
 def with_sum(a: Arguments, y: Tensor, z: Tensor) -> Result:
-    """The outputs of the op, with the sum if there is a residual."""
+    """The outputs of the op: the norm, and the sum if there is a residual."""
     return y if a.residual is None else (y, z)
 
 

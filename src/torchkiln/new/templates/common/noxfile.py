@@ -1,8 +1,8 @@
 """Sessions: ``nox -s tests``, ``nox -s lint``, ``nox -s bench``.
 
-TORCHKILN is what pip installs as torchkiln, such as the file of a wheel; TORCHKILN_TORCH is a
-version of torch. ``nox --no-venv --no-install -s tests`` runs in the current environment, in which
-the package must be installed.
+The variable TORCHKILN is an argument for pip that installs torchkiln, such as the file of a wheel;
+TORCHKILN_TORCH is a version of torch. ``nox --no-venv --no-install -s tests`` runs in the current
+environment, in which the package must be installed.
 """
 
 from __future__ import annotations
