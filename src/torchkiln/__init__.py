@@ -12,7 +12,7 @@ _record = _loader.check(_package)
 _folder = _loader.module_folder(_package, _record)
 __path__.append(str(_folder))  # where _C is found
 
-import torch as _torch  # noqa: E402, F401  brings the libraries that _C is linked to
+import torch as _torch  # noqa: E402, F401  loads the libraries that _C is linked to
 
 _loader.load(_package, _folder)
 
@@ -104,7 +104,7 @@ SUBMODULES = frozenset(
         "typing",
     }
 )
-"""Public submodules, imported at their first use. Others may change at any time."""
+"""Public submodules, imported at their first use. Other submodules may change at any time."""
 
 
 def __getattr__(name: str) -> Any:

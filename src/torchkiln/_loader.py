@@ -1,9 +1,9 @@
 """Chooses the compiled module for the torch that is installed, or explains why none fits.
 
-Torch's C++ interface changes with every minor version. Beside another torch, a compiled module
-fails with a mangled symbol at best and crashes in the first call at worst, so versions are compared
-before anything is loaded. A build from source has a module for one torch, the published wheel has
-one for each of several.
+Torch's C++ interface changes with every minor version. With another torch, a compiled module fails
+with a missing mangled symbol, or crashes in the first call. So versions are compared before
+anything is loaded. A build from source has a module for one torch, the published wheel has one
+module for each of several versions of torch.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ RECORD = "_build_info.json"
 KEYS = ("version", "python", "platform", "cuda", "cuda_architectures", "cuda_ptx", "torches")
 KEYS_OF_TORCH = ("version", "cuda", "folder")
 ELF = struct.Struct("<32xQ16xH6x")
-"""Place and number of the segments in the header of a 64-bit library."""
+"""Offset and number of the segment headers, in the header of a 64-bit library."""
 SEGMENT = struct.Struct("<8xQ16xQ16x")
-"""Place and size of a segment in the file."""
+"""Offset and size of a segment in the file."""
 PYTHON = shlex.quote(sys.executable)
 PIP = f"{PYTHON} -m pip install"
 
@@ -50,7 +50,7 @@ def minor(version: str) -> str:
 
 
 def find_torch() -> Torch | None:
-    """The torch that would be imported, without importing it: it may be broken."""
+    """The torch that would be imported, found without an import, because torch may be broken."""
     if module := sys.modules.get("torch"):
         version, cuda = module.__version__, module.version.cuda
         return Torch(_bare(version), cuda, Path(str(module.__file__)).parent)
@@ -89,7 +89,7 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def parse_record(text: str) -> dict[str, Any]:
-    """The record in a text; ValueError if it lacks something."""
+    """The record in a text; ValueError if a field is missing."""
     record: Any = json.loads(text)
     try:
         complete = all(key in record for key in KEYS) and all(
@@ -112,11 +112,13 @@ def damaged(folder: Path, why: str) -> ImportError:
 
 
 def load(package: Path, folder: Path) -> None:
-    """Import the compiled module; ImportError if it or a library is damaged, or of another copy.
+    """Import the compiled module.
+
+    Raises an ImportError if the module or a library is damaged, or if another copy is loaded.
 
     Args:
         package: the folder of the record and of the kernels.
-        folder: that of the compiled module.
+        folder: the folder of the compiled module.
     """
     libraries = [*folder.glob("_C.*.so"), *folder.glob("lib/*.so"), *package.glob("lib/*.so")]
     for library in libraries:
@@ -134,7 +136,7 @@ def load(package: Path, folder: Path) -> None:
 
 
 def is_whole(library: Path) -> bool:
-    """Whether a library has all bytes that are mapped into memory, which would else be SIGBUS."""
+    """Whether a library file contains all segments; reading a missing part would raise SIGBUS."""
     size = library.stat().st_size
     with library.open("rb") as file:
         header = file.read(ELF.size)
@@ -150,7 +152,7 @@ def is_whole(library: Path) -> bool:
 
 
 def loaded_elsewhere(package: Path) -> str | None:
-    """A library of another copy of the package that this process has loaded."""
+    """A library that this process has loaded from another copy of the package, or None."""
     try:
         maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -162,7 +164,7 @@ def loaded_elsewhere(package: Path) -> str | None:
 
 
 def check(folder: Path) -> dict[str, Any]:
-    """Compare the build record with this Python and its torch; ImportError if they differ.
+    """Compare the build record with this Python and torch; ImportError if they do not match.
 
     Returns the record, and as "torch" and "torch_cuda" the versions of torch and CUDA that the
     chosen module was compiled against.
@@ -184,8 +186,8 @@ def check(folder: Path) -> dict[str, Any]:
 def require_torch(init_file: str) -> None:
     """Raise an ImportError that explains that a package was built against another torch.
 
-    ``torchkiln_add_module`` installs ``_torch.txt`` with that torch's version beside its module; a
-    package calls ``torchkiln.extend.require_torch(__file__)`` before it imports that module.
+    ``torchkiln_add_module`` installs a module and ``_torch.txt`` with the version of torch at build
+    time. A package calls ``torchkiln.extend.require_torch(__file__)`` before it imports the module.
 
     Args:
         init_file: the package's ``__init__.py``.
@@ -241,7 +243,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def python_version() -> str:
-    """The Python whose modules this one loads: 3.14, or 3.14t without a GIL."""
+    """The Python version of modules that this interpreter loads: 3.14, or 3.14t without a GIL."""
     free_threaded = "t" if sysconfig.get_config_var("Py_GIL_DISABLED") else ""
     return f"{sys.version_info.major}.{sys.version_info.minor}{free_threaded}"
 
@@ -252,7 +254,7 @@ class Mismatch(NamedTuple):
     built: str
     here: str
     torches: tuple[str, ...] = ()
-    """Commands that install a torch it was built for, each with its purpose."""
+    """Commands that install a torch that the build supports, each with its purpose."""
 
 
 def mismatch(record: dict[str, Any], torch: Torch | None) -> Mismatch | None:

@@ -1,4 +1,4 @@
-"""The forms that all reports have for programs."""
+"""The formats for programs that all reports share."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any, ClassVar
 
 
 class Report(ABC):
-    """A result that programs read, too."""
+    """A result that programs can read."""
 
     schema: ClassVar[str]
-    """Name and version of the form, such as ``torchkiln.replace/1``."""
+    """Name and version of the format, such as ``torchkiln.replace/1``."""
 
     @abstractmethod
     def as_dict(self) -> dict[str, Any]:
-        """The report in types that JSON has, with its ``schema``."""
+        """The report in JSON types, with its ``schema``."""
 
     def to_json(self, indent: int | None = None) -> str:
         """The report as JSON, on one line or indented."""

@@ -1,4 +1,4 @@
-"""Parts for packages with ops of their own, such as those that ``torchkiln new`` writes."""
+"""Functions for packages that define ops, such as the packages that ``torchkiln new`` writes."""
 
 from torchkiln._loader import require_torch
 from torchkiln.ops.eager import eager

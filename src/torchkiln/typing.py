@@ -1,4 +1,4 @@
-"""Types of arguments, for annotations of code that passes them on."""
+"""Types of arguments, for annotations in code that passes such arguments to torchkiln."""
 
 from typing import Literal, TypeAlias
 
@@ -32,10 +32,10 @@ Gate: TypeAlias = Literal["silu", "gelu", "gelu_tanh"]
 """Activations of a gate."""
 
 Rounding: TypeAlias = Literal["once", "input"]
-"""Where a norm rounds, as for :func:`torchkiln.layer_norm`."""
+"""The rounding of a norm, as for :func:`torchkiln.layer_norm`."""
 
 Saved: TypeAlias = Literal["preact", "none"]
-"""What backward of a pair of layers finds, as for :func:`torchkiln.mlp`."""
+"""The tensors that a pair of layers keeps for backward, as for :func:`torchkiln.mlp`."""
 
 Reduction: TypeAlias = Literal["none", "mean", "sum"]
 """Reductions of losses."""

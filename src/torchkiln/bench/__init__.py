@@ -1,4 +1,4 @@
-"""Times of every op, of its peers, and of its ceiling: a copy of as many bytes.
+"""Times of every op, of its peers, and of the ceiling: a copy of as many bytes.
 
 ``torchkiln bench [OP ...]`` measures and prints; ``--help`` lists the choices. The calls that are
 timed come from the specs of :mod:`torchkiln.testing`. Two functions of your own::

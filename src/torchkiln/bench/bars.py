@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 WIDTH, DPI = 8.0, 150
 BAR, GAP = 0.135, 0.07
-"""Inches per bar with its number, and between groups of bars."""
+"""Inches per bar, and inches between groups of bars."""
 COLOURS = {
     OURS: "#d1495b",
     EAGER: "#30638e",
@@ -46,12 +46,12 @@ class Style:
     decimals: int
     """Decimals of numbers below 10; larger numbers have fewer."""
     origin: float
-    """Left end of the bars; the axis is logarithmic unless it is 0."""
+    """Left end of the bars; 0 gives a linear axis, other numbers a logarithmic one."""
     line: float | None = None
     """Figure that is marked by a line."""
     smallest_first: bool = False
     dots: bool = False
-    """Whether peers are dots on our bar instead of bars below it."""
+    """Whether peers are dots on our bar instead of separate bars."""
 
     def words(self, value: float) -> str:
         """A figure with its unit."""
@@ -63,7 +63,7 @@ class Style:
         return 1 if self.dots else max(len(found) for found in values)
 
     def key(self, values: Iterable[Values]) -> float:
-        """Sort key of a group: its first figures, ours or eager's."""
+        """Sort key of a group: the geometric mean of the first figures, ours or eager's."""
         mean = geometric_mean(next(iter(found.values())) for found in values)
         return mean if self.smallest_first else -mean
 
@@ -108,7 +108,7 @@ def draw_host(rows: Sequence[Row], where: str) -> Figure:
 def draw_bars(
     rows: Sequence[Row], values: Callable[[Row], Values], titles: tuple[str, str], style: Style
 ) -> Figure:
-    """Sorted groups of bars: a line of panels for each dtype, a column for each direction."""
+    """Sorted groups of bars: one row of panels per dtype, one column per direction."""
     lines = [Bars(group, values, style) for group in by_dtype(rows).values()]
     every: dict[str, list[float]] = {}
     for name, value in [item for row in rows for item in values(row).items()]:
@@ -130,7 +130,7 @@ def draw_bars(
 
 
 class Bars:
-    """Groups of bars, a group for each call, sorted; a panel for each direction."""
+    """Sorted groups of bars, one group per call, one panel per direction."""
 
     def __init__(self, rows: Sequence[Row], values: Callable[[Row], Values], style: Style) -> None:
         self.rows = rows
@@ -157,7 +157,7 @@ class Bars:
 
 
 def draw_panel(axes: Axes, groups: Sequence[tuple[str, Values, int]], style: Style) -> None:
-    """Groups from top to bottom: label, figures, and the number of bars to leave space for."""
+    """Draw groups from top to bottom, each with label, figures and number of bar slots."""
     top = 0.0
     middles = []
     strength = 0.6 if style.dots else 1.0
@@ -216,7 +216,7 @@ def new_figure(height: float) -> Figure:
 
 
 def finish(figure: Figure, axes: Axes, titles: tuple[str, str], columns: int = 2) -> None:
-    """Title, environment in lines that fit, and the legend of ``axes`` above all panels."""
+    """Add title, wrapped environment, and the legend of ``axes`` above all panels."""
     title, where = titles
     figure.legend(
         *axes.get_legend_handles_labels(),
@@ -236,7 +236,7 @@ def usual_shape(rows: Iterable[Row]) -> str:
 
 
 def label(row: Row, group: Sequence[Row]) -> str:
-    """Op and variant, and shape and threads where they are not the same for all."""
+    """Op and variant, and shape and threads where these differ between rows."""
     shape = "" if shape_of(row) == usual_shape(group) else shape_of(row)
     several = len({r.threads for r in group}) > 1
     threads = f"threads={row.threads}" if several else ""
@@ -257,5 +257,5 @@ def by_dtype(rows: Iterable[Row]) -> dict[str, list[Row]]:
 
 
 def colour(name: str) -> str:
-    """The colour that a peer has in every picture."""
+    """The colour of a peer in all pictures."""
     return COLOURS.get(name, GREY)

@@ -17,11 +17,11 @@ LEAST = 0.05
 
 
 class Budget:
-    """Divides the remaining time among the remaining pieces, and within a piece among its rows.
+    """Divides the remaining time among the remaining pieces, and the time of a piece among rows.
 
-    Some peers take seconds to compile, more than all measurements of a row. With a limit they take
-    part only in the first call of each op in one dtype, while enough time is left for all other
-    rows. Without a limit, settings stay as they are.
+    Some peers take seconds to compile, longer than all measurements of a row. With a limit, these
+    peers are timed only in the first call of each op in one dtype, and only while enough time is
+    left for all other rows. Without a limit, settings do not change.
     """
 
     def __init__(

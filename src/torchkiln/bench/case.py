@@ -36,7 +36,7 @@ class BenchCase:
     shape: tuple[int, int]
 
     def moved(self, direction: str) -> int:
-        """The minimum of bytes that the call has to move."""
+        """The minimum number of bytes that the call must move."""
         return self._traffic(direction).bytes
 
     def computed(self, direction: str) -> int:
@@ -55,7 +55,7 @@ class BenchCase:
 def cases(
     spec: OpSpec, device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
 ) -> Iterator[BenchCase]:
-    """The call of ``spec.bench`` and those of ``spec.bench_variants``, one at a time in memory."""
+    """The calls of ``spec.bench`` and ``spec.bench_variants``, one at a time in memory."""
     yield BenchCase(spec, "", spec.bench(device, dtype, shape), dtype, shape)
     if spec.bench_variants is not None:
         for label, sample in spec.bench_variants(device, dtype, shape):
@@ -70,7 +70,7 @@ def named(ops: list[str], specs: Sequence[OpSpec] = SPECS) -> list[OpSpec]:
 def step(
     function: Function, leaves: Sample, inputs: Sequence[Tensor], grads: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """Forward and backward as in training: the graph is freed."""
+    """Forward and backward as in training, where backward frees the graph."""
     return torch.autograd.grad(outputs(leaves.call(function)), inputs, grads)
 
 
@@ -80,7 +80,7 @@ def call_of(
     """A call of ``function`` with the arguments of ``case``, ready for a clock.
 
     ``direction`` is FORWARD, BACKWARD, RECORDED or STEP. ``grads`` are the incoming gradients,
-    random by default. A partial, because the frame of a lambda would show in host times.
+    random by default. Returns a partial, because the frame of a lambda would add host time.
     """
     sample = case.sample
     if direction == FORWARD:

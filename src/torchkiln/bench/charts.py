@@ -38,7 +38,7 @@ def charts(record: Record) -> Iterator[tuple[str, Figure]]:
     found: dict[str, tuple[Callable[[Sequence[Row], str], Figure], list[Row]]] = {
         "share": (draw_share, [row for row in of_kind[CALLS] if row.share]),
         "speedups": (draw_speedups, [row for row in of_kind[CALLS] if row.best_peer]),
-        # Only for matrix products: memory bounds all other ops, and `share` shows how far.
+        # Only for matrix products. Memory limits all other ops, which `share` shows.
         "roofline": (draw_roofline, of_kind[CALLS] if computed else []),
         "sweep": (draw_sweep, [row for row in of_kind[SWEEP] if row.share]),
         "rows": (draw_rows, [row for row in of_kind[ROWS] if row.share]),
@@ -51,7 +51,7 @@ def charts(record: Record) -> Iterator[tuple[str, Figure]]:
 
 
 def write(path: Path, record: Record) -> list[Path]:
-    """Draw all charts: into ``path``, or if there are several, beside it with their names."""
+    """Draw all charts: one into ``path``, several into files with the chart's name appended."""
     found = list(charts(record))
     path.parent.mkdir(parents=True, exist_ok=True)
     paths = [
@@ -111,5 +111,5 @@ def draw_roofline(rows: Sequence[Row], where: str) -> Figure:
 
 
 def memory_seconds(row: Row) -> float:
-    """Seconds of the copy or read of as many bytes."""
+    """Seconds of the faster of copy and read of as many bytes."""
     return min(t.seconds for name, t in row.references.items() if name != PRODUCT)

@@ -1,4 +1,4 @@
-"""Clocks for the CPU, the GPU and the host, calls in turns, and the load by other processes."""
+"""Clocks for the CPU, the GPU and the host, alternating calls, and the load by other processes."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ FEWEST = 5
 """Minimum number of measurements per call, for any budget."""
 
 SLEEP = 1_000_000
-"""Clock cycles for which a GPU is kept busy: half a millisecond, in which the host gets ahead."""
+"""Clock cycles for which a GPU sleeps: half a millisecond, in which the host queues the call."""
 
 DOUBLINGS = 6
-"""Times that the sleep is doubled for a call that takes the host longer."""
+"""Most doublings of the sleep, for a call that takes the host longer."""
 
 
 @dataclass(frozen=True)
@@ -56,15 +56,15 @@ class Times:
 
 
 def rounded(value: float, digits: int) -> float:
-    """The number with so many significant digits."""
+    """The number with ``digits`` significant digits."""
     return float(f"{value:.{digits}g}")
 
 
 def cpu_clock(call: Call) -> float:
     """Seconds of one call, including the allocation and release of its result.
 
-    An untimed call precedes each timed one, so that caches and allocator are in the state after
-    the same call, not after a different call.
+    An untimed call precedes each timed call, so that caches and allocator are in the state after
+    this call, and not after a different call.
     """
     call()
     start = time.perf_counter()
@@ -73,12 +73,12 @@ def cpu_clock(call: Call) -> float:
 
 
 class CudaClock:
-    """Seconds that one call takes the GPU, with none of its tensors in the L2 cache.
+    """GPU seconds of one call, with none of its tensors in the L2 cache.
 
     Events are recorded in the stream before and after the kernels of the call. A GPU that waits
-    for the host would add the host's time, and torch.autograd.grad() takes the host longer than
-    many kernels run. The GPU therefore flushes its cache and sleeps first, and a measurement is
-    valid only if the GPU has not reached the first event when the host has queued the last.
+    for the host would add the host's time, and torch.autograd.grad() takes longer on the host than
+    many kernels run. So the GPU first flushes the cache and sleeps. A measurement is valid only if
+    the GPU has not reached the first event when the host has queued the last event.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -102,7 +102,7 @@ class CudaClock:
 
 
 class HostClock:
-    """Seconds that one call occupies the host: the mean of many calls, without a wait for a GPU."""
+    """Host seconds of one call: the mean of many calls, without a wait for a GPU."""
 
     def __init__(self, device: torch.device, calls: int = 500) -> None:
         self.device = device
@@ -132,9 +132,9 @@ def device_clock(device: torch.device) -> Clock:
 def in_turns(
     clock: Clock, calls: Mapping[str, Call], budget: float, rounds: int = ROUNDS
 ) -> dict[str, list[float]]:
-    """Measure warm calls in turns, so that a busy or throttled machine slows all of them alike.
+    """Measure warm calls in turns, so that a busy or throttled machine slows all calls equally.
 
-    There are ``rounds`` turns, or as many as ``budget`` seconds allow, but at least ``FEWEST``.
+    Runs ``rounds`` turns, or as many as ``budget`` seconds allow, but at least ``FEWEST``.
     """
     for call in calls.values():
         clock(call)
@@ -149,8 +149,8 @@ def in_turns(
 
 
 SHORTEST_LOAD = 0.2
-"""Shortest run, in seconds, whose load is known. The system counts in steps of 10 ms per core,
-which is a tenth of a core in this time."""
+"""Shortest run, in seconds, whose load is computed. The system counts in steps of 10 ms per core:
+a tenth of a core in this time."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class Load:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the others may have slowed the run down."""
+        """Whether other processes may have slowed the run down."""
         return self.others > max(0.25, 0.1 * self.cores) or (self.gpu or 0.0) > 0.05
 
     def __str__(self) -> str:
@@ -178,7 +178,7 @@ class Load:
 
 
 class LoadMeter:
-    """Measures the load by others from its creation on."""
+    """Measures the load by other processes since the creation of the meter."""
 
     def __init__(self, device: torch.device) -> None:
         self.gpu = gpu_use(device) if device.type == "cuda" else None
@@ -186,7 +186,7 @@ class LoadMeter:
         self.before = seconds_of_others()
 
     def read(self) -> Load | None:
-        """The load since then; none if the system does not count it, or for too short a run."""
+        """The load since then; None if the system does not count it, or if the run is too short."""
         after, cores = seconds_of_others(), os.cpu_count()
         seconds = time.perf_counter() - self.start
         if self.before is None or after is None or cores is None or seconds < SHORTEST_LOAD:
@@ -221,7 +221,7 @@ def own_ticks() -> int:
 
 
 def gpu_use(device: torch.device) -> float | None:
-    """Share of time in which a GPU runs kernels; none where nvidia-smi does not say."""
+    """Share of time in which a GPU runs kernels; None if nvidia-smi does not report it."""
     uuid = torch.cuda.get_device_properties(device).uuid
     query = ("--query-gpu=utilization.gpu", "--format=csv,noheader,nounits")
     command = ("nvidia-smi", f"--id=GPU-{uuid}", *query)

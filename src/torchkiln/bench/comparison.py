@@ -29,7 +29,7 @@ class Comparison(Report):
     names: tuple[str, str]
     times: tuple[Times, Times]
     bytes: int
-    """Bytes of arguments and results: the minimum that has to be moved."""
+    """Bytes of arguments and results: the minimum that must be moved."""
     ceiling: float
     """Seconds of a copy, or of a pure read, of as many bytes."""
 
@@ -45,7 +45,7 @@ class Comparison(Report):
         return first.high < second.low or second.high < first.low
 
     def as_dict(self) -> dict[str, Any]:
-        """All fields and the speed-up, in types of JSON."""
+        """All fields and the speed-up, in JSON types."""
         derived = {"speedup": self.speedup, "is_certain": self.is_certain}
         return {"schema": self.schema, **asdict(self), **derived}
 
@@ -91,7 +91,7 @@ def bench(
 ) -> Comparison:
     """Time ``function(*args, **kwargs)`` and ``baseline(*args, **kwargs)`` in turns, for a second.
 
-    On a GPU the device's time counts, with a cold L2 cache; on a CPU the duration of the call.
+    On a GPU the device time is measured, with a cold L2 cache; on a CPU the duration of the call.
     Bind different arguments with :func:`functools.partial`.
     """
     given = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]

@@ -1,4 +1,4 @@
-"""Random calls for timing: sizes, layouts, dtypes and options that a seed and a number define."""
+"""Random calls for timing: a seed and a number define sizes, layout, dtype and options."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ LAYOUTS: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
     "transposed": (2, transposed),
     "channels_last": (4, channels_last),
 }
-"""The fewest dimensions of each layout, and what makes it."""
+"""The fewest dimensions for each layout, and the function that makes it."""
 
 
 def laid_out(sample: Sample, name: str) -> Sample:
@@ -70,7 +70,7 @@ def laid_out(sample: Sample, name: str) -> Sample:
 
 
 def sizes_of(spec: OpSpec, rng: Random, most: int) -> tuple[int, int]:
-    """Rows and columns; those of products are smaller, since weights are squares of columns."""
+    """Rows and columns; products have fewer columns, because a weight has columns**2 elements."""
     rows, columns = drawn_sizes(rng, most, 2)
     return (rows, min(columns, 1 << 13)) if spec.threads_matter else (rows, columns)
 
@@ -81,7 +81,7 @@ def key(seed: int, number: int) -> str:
 
 
 def drawn(specs: Sequence[OpSpec], device: torch.device, seed: int, number: int) -> Draw | None:
-    """The call of a seed and a number; none if it takes more work than wanted."""
+    """The call of a seed and a number; None if it is larger than the limits above."""
     rng = Random(key(seed, number))
     torch.manual_seed(rng.getrandbits(32))
     spec = rng.choice(specs)

@@ -1,8 +1,8 @@
-"""Times of random calls beside eager torch, and those that are slower.
+"""Times of random calls and of eager torch, and a list of the calls that are slower.
 
-A call counts as slower if it takes more than the time of torch / :data:`LEAST` + :data:`SLACK`. It
-is then measured again, with more rounds, before it is said to be. The host time of calls up to
-:data:`SMALL_BYTES` is judged in the same way.
+A call counts as slower if it takes more than the time of torch / :data:`LEAST` + :data:`SLACK` in a
+second measurement with more rounds, too. The host time of calls up to :data:`SMALL_BYTES` is
+compared in the same way.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SLACK = 1e-6
 """Seconds."""
 SMALL_BYTES = 1 << 16
 FIRST, AGAIN = 5, 25
-"""Rounds of the first measurement, and of the one that decides."""
+"""Rounds of the first measurement, and of the second, which decides."""
 HOST_CALLS = 50
 TOO_LARGE = "takes more operations than a drawn call may"
 
@@ -50,7 +50,7 @@ class Timed:
     eager: float
     """Seconds of eager torch."""
     host: float | None
-    """Seconds that the call occupies the host, for small calls."""
+    """Host seconds of the call, for small calls."""
     eager_host: float | None
     call: str
     """The call as Python code."""
@@ -65,12 +65,12 @@ class Timed:
 
     @property
     def speedup(self) -> float:
-        """Time of torch divided by ours: the smaller one of device and host."""
+        """Time of torch divided by ours: the smaller quotient of device and host."""
         return min(theirs / ours for ours, theirs in self.pairs)
 
     @property
     def is_slower(self) -> bool:
-        """Whether the call is slower than torch by more than is allowed."""
+        """Whether the call is slower than torch by more than the limit."""
         return any(loses(*pair) for pair in self.pairs)
 
     def line(self) -> str:
@@ -128,7 +128,7 @@ class Run:
     refused: dict[str, str] = field(default_factory=dict)
     """The reasons of calls that were not made, by their keys."""
     is_whole: bool = True
-    """False if the time was over, or Ctrl-C pressed, before the last call."""
+    """False if the time limit or Ctrl-C ended the run before the last call."""
 
     @property
     def slower(self) -> list[Timed]:
@@ -136,7 +136,7 @@ class Run:
         return sorted((one for one in self.timed if one.is_slower), key=lambda one: one.speedup)
 
     def summary(self) -> list[str]:
-        """The slower calls, those that were not made, and the counts."""
+        """The slower calls, the calls that were not made, and the counts."""
         slower, count = self.slower, len(self.timed)
         limit = f"{LEAST} x the speed of eager torch, and {duration(SLACK)} more"
         return [
@@ -155,7 +155,7 @@ def fuzz(
     seconds: float | None = None,
     file: Path | None = None,
 ) -> Run:
-    """Time random calls; those in ``file`` are taken from there, others are added to it."""
+    """Time random calls; calls that are in ``file`` are read, other calls are added to it."""
     done = opened(file, device) if file is not None else {}
     run = Run()
     start = time.perf_counter()
@@ -181,7 +181,7 @@ def fuzz(
 def draw_and_time(
     specs: Sequence[OpSpec], device: torch.device, seed: int, number: int
 ) -> Timed | str:
-    """The times of a drawn call; or why it was not made: too large, or refused."""
+    """The times of a drawn call, or the reason why it was not made: too large, or refused."""
     try:
         draw = drawn(specs, device, seed, number)
         return TOO_LARGE if draw is None else timed(draw)
@@ -195,7 +195,7 @@ def draw_and_time(
 def opened(file: Path, device: torch.device) -> dict[str, Timed]:
     """The calls of an earlier run on the same machine; a new file gets its first line.
 
-    The first line has the machine and the versions, every other one a call.
+    The first line has the machine and the versions, every other line a call.
     """
     here = asdict(environment(device)) | {"date": None}
     if not file.exists():

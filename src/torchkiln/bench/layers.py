@@ -1,6 +1,6 @@
 """Specs of functions that call several ops, for ``torchkiln bench --specs torchkiln.bench.layers``.
 
-Their results are checked with the ops that they call; here they are only timed.
+Tests of the ops check their results; these specs are only for timing.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def convolution(
 def convolutions(
     device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
 ) -> Iterator[tuple[str, Sample]]:
-    """A kernel of one element, a residual, and training."""
+    """Variants: a kernel of one element, a residual, and training."""
     yield "1 x 1", convolution(device, dtype, shape, kernel=1)
     usual = convolution(device, dtype, shape)
     yield "residual", Sample("bench", (*usual.args, torch.randn_like(usual.args[0])), usual.kwargs)
@@ -70,7 +70,7 @@ def convolutions(
 
 
 def convolution_traffic(sample: Sample) -> Traffic:
-    """Reads x, the residual and the weight, writes y; a product and a sum for each weight."""
+    """Traffic that reads x, residual and weight and writes y; a product and a sum per weight."""
     x, weight = sample.args[:2]
     tensors = [x, x, weight, *sample.args[7:]]
     return Traffic(sum(t.nbytes for t in tensors), 2 * x.numel() * weight[0].numel())
@@ -120,7 +120,7 @@ def attention_traffic(sample: Sample) -> Traffic:
 
 
 def attention_backward_traffic(sample: Sample) -> Traffic:
-    """As many products again, and two and a half times those between tokens.
+    """The projections count as in forward, the products between tokens 2.5 times.
 
     The weights have no gradients.
     """
@@ -153,7 +153,7 @@ def copied(  # noqa: PLR0917 - the arguments of the function
 
 
 def step(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Sample:
-    """A new token of each sequence, with a quarter as many heads for the keys."""
+    """A new token of each sequence, with 4 query heads per key head."""
     rows, columns = shape
     head = min(columns, HEAD)
     heads = columns // head

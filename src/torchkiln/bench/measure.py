@@ -45,9 +45,9 @@ class Settings:
     budget: float = 3.0
     """Seconds for the measurements of one row; preparation comes on top."""
     gauge: Gauge | None = None
-    """Measures the memory of large calls, where that is wanted."""
+    """Measures the memory of large calls; None for no such measurement."""
     left_out: Mapping[str, str] = field(default_factory=dict)
-    """Peers that are left out, with the reason."""
+    """Peers that are not timed, with the reason."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Prepared:
 
 
 def prepare(batch: list[BenchCase], direction: str, names: tuple[str, ...]) -> Prepared:
-    """Calls of the op and its peers on each case of a batch that differs in its tensors alone.
+    """Calls of the op and its peers on each case of a batch; cases differ only in their tensors.
 
     A peer that fails is missing from the row; an op that fails is an error.
     """
@@ -111,7 +111,7 @@ def time_case(
 ) -> Row | None:
     """The row of one large call with ``count`` CPU threads; none for a call that moves no bytes."""
     size = case.moved(direction)
-    # A gradient that is passed on as it came takes no time worth comparing.
+    # Such a call does nothing to time: backward may return the incoming gradient, for example.
     if size == 0:
         return None
     device = case.sample.args[case.sample.positions[0]].device
@@ -144,7 +144,7 @@ def time_host(
     clock: HostClock | None = None,
     left_out: Mapping[str, str] | None = None,
 ) -> Iterator[Row]:
-    """Rows of the time that a call on 4 x 64 elements occupies the host: forward, and recorded."""
+    """Rows with the host time of a call on 4 x 64 elements: forward, and recorded."""
     case = next(cases(spec, device, dtype, HOST_SHAPE))
     for direction in (FORWARD, RECORDED) if spec.differentiable else (FORWARD,):
         with peers.backward_may_repeat():
@@ -183,8 +183,8 @@ def time_small(
 ) -> Row | None:
     """The row of a small call on a GPU, timed in a CUDA graph of many calls.
 
-    A single call of a few microseconds would be timed with the gaps around it; in a graph the
-    kernels follow one another without the host. Each call has separate tensors, so that no data
+    The time of a single call of a few microseconds would include the gaps around it; in a graph the
+    kernels run one after another without the host. Each call has separate tensors, so that no data
     is in the L2 cache, which is flushed before the graph. Calls that move no bytes have no row.
     """
     batch = [next(cases(spec, device, dtype, shape)) for _ in range(GRAPH_CALLS)]
@@ -198,7 +198,7 @@ def time_small(
         if peers.waits(name, batch[0])
     }
     names = tuple(name for name in settings.peers if name not in waiting)
-    # A backward runs on the stream of its forward, which must be the captured one.
+    # Backward runs on the stream of its forward, so forward runs on the captured stream.
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with peers.backward_may_repeat(), torch.cuda.stream(stream):
@@ -257,9 +257,9 @@ class CudaGauge:
 def peaks(case: BenchCase, direction: str, names: tuple[str, ...], gauge: Gauge) -> dict[str, int]:
     """Peaks of the op and its peers: a forward without gradients, or a forward and its backward.
 
-    Inputs and incoming gradients are not counted. Functions are made anew, because torch.compile
-    takes more memory for a function whose graph is kept, as the timed one's is. A peer that fails
-    has no peak; the row says why.
+    Inputs and incoming gradients are not counted. Functions are made again, because torch.compile
+    takes more memory for a function whose graph is retained, as in the timing. A peer that fails
+    has no peak; the row has the reason.
     """
     moment = FORWARD if direction == FORWARD else STEP
     found = {OURS: gauge(call_of(case, case.spec.op, moment))}

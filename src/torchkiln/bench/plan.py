@@ -57,12 +57,12 @@ def device_of(where: str, name: str | None) -> torch.device:
 
 
 def default_shape(device: torch.device) -> Shape:
-    """More elements than any cache holds."""
+    """A shape with more elements than caches hold."""
     return (16384, 8192) if device.type == "cuda" else (4096, 4096)
 
 
 def shapes_of(spec: OpSpec, device: torch.device) -> tuple[Shape, ...]:
-    """The shapes that the op names for GPUs, else the default."""
+    """The shapes of the spec for GPUs; without these the default shape."""
     named = spec.bench_shapes if device.type == "cuda" else ()
     return named or (default_shape(device),)
 
@@ -74,7 +74,7 @@ def sweep_shapes(elements: int) -> list[Shape]:
 
 
 def row_shapes(elements: int) -> list[Shape]:
-    """1 to 1 M rows, in steps of 8, of at most eight times as many elements."""
+    """1 to 1 M rows, by factors of 8, with at most ``8 * elements`` elements."""
     counts = [8**power for power in range(7)] + [2**20]
     return [(rows, COLUMNS) for rows in counts if rows * COLUMNS <= 8 * elements]
 
@@ -87,7 +87,7 @@ class Plan:
     device: torch.device
     settings: Settings
     shapes: tuple[Shape, ...] = ()
-    """Shapes of single large calls; empty for those of each op."""
+    """Shapes of single large calls; empty for the shapes of each op."""
     dtypes: tuple[torch.dtype, ...] = DTYPES
     kinds: tuple[str, ...] = (CALLS,)
     directions: tuple[str, ...] = (FORWARD, BACKWARD)
@@ -96,8 +96,8 @@ class Plan:
     within: float | None = None
     """Limit for the whole run, in seconds."""
     is_report: bool = False
-    """Whether kinds other than large calls take the last dtype alone, and row lengths are measured
-    for those ops alone that name shapes."""
+    """Whether to measure less: only the last dtype for kinds other than large calls, and sweeps
+    only for ops with ``bench_shapes``."""
 
     def pieces(self) -> list[tuple[str, Iterator[Row | Skipped]]]:
         """Pairs of a title and its rows, which are measured when they are iterated over."""

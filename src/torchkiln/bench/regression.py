@@ -20,7 +20,7 @@ def key(row: Row) -> Key:
 
 @dataclass(frozen=True)
 class Change:
-    """A row of both runs."""
+    """The rows of one call in both runs."""
 
     old: Row
     new: Row
@@ -43,11 +43,11 @@ class Change:
         return self.new.ours.low > self.old.ours.high or self.new.ours.high < self.old.ours.low
 
     def is_slower(self, threshold: float) -> bool:
-        """Whether the time rose by more than the threshold, and relative to the ceiling, too."""
+        """Whether the time, also relative to the ceiling, rose by more than the threshold."""
         return self.is_beyond_noise and min(self.ratio, self.ratio / self.machine) > 1 + threshold
 
     def is_faster(self, threshold: float) -> bool:
-        """Whether the time fell by more than the threshold, and relative to the ceiling, too."""
+        """Whether the time, also relative to the ceiling, fell by more than the threshold."""
         most = 1 / (1 + threshold)
         return self.is_beyond_noise and max(self.ratio, self.ratio / self.machine) < most
 

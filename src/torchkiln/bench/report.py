@@ -28,7 +28,7 @@ WIDTH = 200
 
 @dataclass(frozen=True)
 class Table:
-    """Headings, rows of words, and the columns that are figures."""
+    """Title, headings and rows of a table; ``numeric`` marks columns of figures."""
 
     title: str
     headings: tuple[str, ...]
@@ -72,7 +72,7 @@ def tables(rows: Iterable[Row]) -> list[Table]:
 
 
 def columns(rows: Sequence[Row]) -> dict[str, list[str]]:
-    """The words of each column under its heading; empty columns are left out."""
+    """The words of each column by heading, without empty columns."""
 
     def cell(times: Times | None) -> str:
         return "" if times is None else duration(times.seconds)
@@ -108,7 +108,7 @@ def columns(rows: Sequence[Row]) -> dict[str, list[str]]:
 
 
 def notes(rows: Iterable[Row]) -> tuple[str, ...]:
-    """Peers that are missing or do something else; each reason once, with all its rows."""
+    """Peers that are missing or compute something else; each reason once, with all its rows."""
     found: dict[str, list[str]] = {}
     for row in rows:
         words = [f"no {name}: {why}" for name, why in row.missing.items()]
@@ -141,7 +141,7 @@ def plain(table: Table) -> str:
 
 
 def rich_table(table: Table) -> RichTable:
-    """The table for rich's console. The title is left out, because rich would wrap it."""
+    """The table for rich's console, without the title, which rich would wrap."""
     from rich.table import Table as Drawn  # noqa: PLC0415
 
     drawn = Drawn()

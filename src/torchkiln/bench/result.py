@@ -22,7 +22,7 @@ CALLS, SWEEP, ROWS, SMALL, HOST = "calls", "sweep", "rows", "small", "host"
 NO_MEMORY = "out of memory"
 
 NOISY, NOISY_HOST = 0.1, 0.5
-"""Spread from which a row is marked. Host times are minima, which noise changes less."""
+"""Spread above which a row is marked as noisy. Host times are minima, which noise changes less."""
 
 
 @dataclass(frozen=True)
@@ -42,17 +42,17 @@ class Row:
     threads: int | None
     """CPU threads; none on a GPU."""
     bytes: int
-    """The minimum that has to be moved."""
+    """The minimum number of bytes to move."""
     operations: int
     """Arithmetic operations, as the op's spec counts them."""
     times: Mapping[str, Times]
-    """Ours and the peers'."""
+    """Times of torchkiln and of the peers."""
     references: Mapping[str, Times] = field(default_factory=dict)
     """Copy, read and product of as much work; for host times, two ops of torch."""
     missing: Mapping[str, str] = field(default_factory=dict)
     """Peers that could not be timed, and why."""
     remarks: Mapping[str, str] = field(default_factory=dict)
-    """Peers whose call does something else, and what: shown, but not compared with."""
+    """Peers that compute something else, with a description: shown, but not compared."""
     peaks: Mapping[str, int] = field(default_factory=dict)
     """Peak of allocated bytes, for torchkiln and the peers. Backward includes its forward."""
 
@@ -96,7 +96,7 @@ class Row:
 
     @property
     def ceiling(self) -> float | None:
-        """Seconds that the device needs to move as many bytes, or to compute as much."""
+        """Seconds that the device needs to move the bytes or compute the operations."""
         if self.kind == HOST or not self.references:
             return None
         seconds = {name: times.seconds for name, times in self.references.items()}
@@ -110,7 +110,7 @@ class Row:
 
     @property
     def rate(self) -> float:
-        """Gigabytes per second, counting the minimum that has to be moved."""
+        """Gigabytes per second for the minimum number of bytes."""
         return self.bytes / self.ours.seconds / 1e9
 
     @property
@@ -128,7 +128,7 @@ class Row:
 
     @property
     def is_noisy(self) -> bool:
-        """Whether our times, or those of the best peer, spread too far to be relied upon."""
+        """Whether our times, or the times of the best peer, spread too far to be reliable."""
         limit = NOISY_HOST if self.kind == HOST else NOISY
         compared = (OURS, self.best_peer or OURS)
         return max(self.times[name].spread for name in compared) > limit
@@ -182,7 +182,7 @@ class Skipped:
 
 
 def reason_of(error: Exception) -> str | None:
-    """Why a call is skipped: no memory, or refused by the op; none for any other error."""
+    """The reason to skip a call: no memory, or refused by the op; None for other errors."""
     words = str(error).strip().splitlines() or [type(error).__name__]
     if (
         isinstance(error, torch.OutOfMemoryError | MemoryError)
@@ -206,7 +206,7 @@ class Record(Report):
     load: Load | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """All rows and the machine, in types that JSON has."""
+        """All rows and the machine, in JSON types."""
         return {
             "schema": self.schema,
             "environment": asdict(self.environment),

@@ -21,7 +21,7 @@ INTENSE = 8
 
 @dataclass(frozen=True)
 class Work:
-    """The minimum of bytes and operations of a call."""
+    """The minimum numbers of bytes and operations of a call."""
 
     bytes: int
     operations: int
@@ -44,10 +44,10 @@ def written(result: object, known: list[Tensor]) -> int:
 
 
 def ceilings(work: Work, result_bytes: int, device: torch.device) -> dict[str, Call]:
-    """Calls of torch that do as much work as a call that writes ``result_bytes``.
+    """Calls of torch with as much work as a call that writes ``result_bytes``.
 
-    The copy writes to new memory, as ops do: on a CPU page faults are a large part of its time.
-    For arithmetic there is a product of square matrices with as many operations.
+    The copy writes to new memory, like ops: on a CPU page faults are a large part of the time. For
+    arithmetic, a product of square matrices has as many operations.
     """
     moved = work.bytes
 

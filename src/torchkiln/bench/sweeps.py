@@ -35,7 +35,7 @@ def draw_rows(rows: Sequence[Row], where: str) -> Figure:
 def draw_over(
     rows: Sequence[Row], across: Callable[[Row], int], words: tuple[str, str], where: str
 ) -> Figure:
-    """A line of panels for each op and dtype: ours, and a point for each peer."""
+    """A row of panels per op and dtype: a line for torchkiln, and points for the peers."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.op, row.dtype), []).append(row)
@@ -70,13 +70,13 @@ def draw_over(
 
 
 def draw_panel(axes: Axes, found: dict[str, Points]) -> None:
-    """Ours as a line of powers of two and diamonds for other numbers; peers as dots."""
+    """Draw torchkiln as a line for powers of two and diamonds for other numbers; peers as dots."""
     for name, points in found.items():
         if name == OURS:
             continue
         xs, ys = [x for x, _ in points], [100 * share for _, share in points]
         axes.plot(xs, ys, "o", color=colour(name), markersize=3, alpha=0.8, label=name)
-    # Nothing lies between the other numbers and their neighbours, so they have no line.
+    # Numbers that are no powers of two are far apart, so no line connects them.
     for name, style, marker, wanted in (
         (OURS, "-", "o", True),
         (f"{OURS}, no powers of two", "none", "D", False),
@@ -99,7 +99,7 @@ def draw_panel(axes: Axes, found: dict[str, Points]) -> None:
 
 
 def shares(rows: Sequence[Row], direction: str, across: Callable[[Row], int]) -> dict[str, Points]:
-    """The points of torchkiln and of each peer that computes the same, in one direction."""
+    """The points of torchkiln and of each peer with the same result, in one direction."""
     found: dict[str, Points] = {}
     for row in sorted(rows, key=across):
         if row.direction != direction or row.ceiling is None:

@@ -30,7 +30,7 @@ class Command(NamedTuple):
     words: str
     example: str
     module: str
-    """Has ``run(options)``, or ``main(words)`` without a parser; both return the exit status."""
+    """Defines ``run(options)``, or ``main(words)`` without a parser; returns the exit status."""
     parser: Callable[[Sequence[str]], Namespace] | None = None
 
 

@@ -1,6 +1,6 @@
 """The parser of ``torchkiln bench``, without torch.
 
-The words are those of :mod:`torchkiln.bench`, which imports torch; a test compares them.
+The choices equal those of :mod:`torchkiln.bench`, which imports torch; a test compares them.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def bench(given: Sequence[str] | None) -> argparse.Namespace:
 
 
 def set_report(found: argparse.Namespace) -> None:
-    """Set the options that ``--report`` stands for and that were not given."""
+    """Set the options that ``--report`` implies and that were not given."""
     found.within = found.within or REPORT_SECONDS
     found.kinds = found.kinds or list(REPORT_KINDS)
     for name, suffix in SUFFIXES.items():

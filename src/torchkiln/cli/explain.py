@@ -1,4 +1,4 @@
-"""``torchkiln explain``: run one call of an op and print what it did."""
+"""``torchkiln explain``: run one call of an op and print its kernels and other steps."""
 
 from __future__ import annotations
 

@@ -19,14 +19,14 @@ from torchkiln.jit.compile.reload import Files
 
 POLL_SECONDS = 0.1
 STOP_SECONDS = 1.0
-"""Time in which a process has to end after SIGTERM; then it is killed."""
+"""Seconds from SIGTERM until a process is killed."""
 
 
 class Run:
     """Compiles and tests once, in a forked process.
 
-    Torch is imported before the fork, CUDA is initialised after it: a kernel that hangs or destroys
-    its context ends with the process.
+    Torch is imported before the fork, CUDA is initialised after it. So a kernel that hangs or
+    destroys its context ends with the process.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -121,8 +121,8 @@ def run(options: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return 1
     if options.test and has_tests(options.test):
-        # Imported before forking, so that it happens once. Pytest imports hypothesis at the end of
-        # each run, if it is installed, which takes longer than the test.
+        # Imported once, before forking. If hypothesis is installed, pytest imports it at the end of
+        # each run, which takes longer than the test.
         for name in ("pytest", "hypothesis"):
             if find_spec(name):
                 import_module(name)

@@ -26,12 +26,12 @@ MOST_TIMED = 200
 """Most launches timed per kernel and grid."""
 MOST_SHOWN = 8
 SLEEP_CYCLES = 100_000
-"""Delay on the GPU before a timed kernel. The host needs less to queue the kernel and the events
-around it, so that the time between the events is the kernel's."""
+"""Delay on the GPU before a timed kernel. The host queues kernel and events in less time, so that
+the time between the events is the time of the kernel."""
 
 PYTEST_OPTIONS = (
     *("-q", "--no-header", "-p", "no:cacheprovider"),
-    # torchkiln.cli.watch imports it before it forks.
+    # torchkiln.cli.watch imports pytest before it forks.
     *("-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"),
 )
 
@@ -45,7 +45,7 @@ def has_tests(test: Path) -> bool:
 
 @contextmanager
 def timed_compiler() -> Iterator[list[float]]:
-    """Collects the seconds of each compilation; stays empty if the cache has all."""
+    """Collects the seconds of each compilation; empty if all code came from the cache."""
     seconds: list[float] = []
     original = nvrtc.compile_program
 
@@ -89,7 +89,7 @@ def timed_kernels() -> Iterator[Times]:
 
 
 def run_test(test: Path) -> bool:
-    """Run a test, which prints to standard output; whether it passed."""
+    """Run a test, which prints to standard output; returns whether it passed."""
     if has_tests(test):
         if find_spec("pytest") is None:
             print(f"torchkiln.watch: --test: {test} has test functions, which need pytest; type")
@@ -124,7 +124,7 @@ def kernel_lines(times: Times) -> list[str]:
 
 
 def compile_and_test(source: Path, test: Path | None, include: Sequence[Path] = ()) -> int:
-    """Compile a file, run its test, print the result and the times; the exit status."""
+    """Compile a file, run its test, print the result and the times; returns the exit status."""
     print(f"{time.strftime('%H:%M:%S')} {source.name}")
     passed = True
     with timed_compiler() as compiling, timed_kernels() as kernels:

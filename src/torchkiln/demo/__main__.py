@@ -29,13 +29,13 @@ class Size:
     shape: tuple[int, int]
     """Rows and columns of the tensors that are timed."""
     seconds: float
-    """Measurements of each call."""
+    """Seconds of measurement per call."""
     steps: int
     """Steps of training."""
 
 
 def size_of(options: argparse.Namespace, device: torch.device) -> Size:
-    """About a minute on two CPU cores, unless the options choose less or more."""
+    """The size of the options; by default about a minute on two CPU cores."""
     if options.quick:
         return Size((512, 512), 0.02, 120)
     if options.full:
@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
 def picture_of(
     folder: Path, device: torch.device, rows: list[Row], outcome: Outcome
 ) -> Path | None:
-    """Draw the picture, if matplotlib is installed; its path."""
+    """Draw the picture and return its path; None if matplotlib is not installed."""
     if find_spec("matplotlib") is None:
         print("\n4/4 picture: left out, there is no module matplotlib; to draw it, type: ", end="")
         print("python -m pip install 'torchkiln[cli]'")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
 Judged = tuple[float, float, str | None]
-"""Errors of torchkiln and of eager torch, and the contract's message if the first is too large."""
+"""Errors of torchkiln and of eager torch, and the contract's message if ours is too large."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class Errors:
 def steps(found: Tensor, truth: Tensor, terms: Tensor, dtypes: Iterable[torch.dtype]) -> float:
     """The largest error of an element, in rounding steps.
 
-    The step is that of the coarsest dtype among ``dtypes`` and the result, because a call may mix
-    dtypes. It is taken at the larger of the true element and its ``terms``, because the rounding
-    errors of the terms remain when the terms cancel.
+    A call may mix dtypes, so the step is that of the coarsest dtype among ``dtypes`` and the
+    result. It is taken at the larger of the true element and ``terms``, because the rounding errors
+    of the terms remain when the terms cancel.
     """
     if found.numel() == 0:
         return 0.0

@@ -1,4 +1,4 @@
-"""The picture: what the model learned, both loss curves, and the speeds."""
+"""The picture: the classes that the model predicts, both loss curves, and the speeds."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def gpu_remark(device: torch.device) -> str:
 
 
 def stage(title: str, entries: Iterable[T], words: Callable[[T], str]) -> list[T]:
-    """Gather ``entries``: print the title at the start, the current one on a terminal, the time."""
+    """Collect ``entries``; prints the title, on a terminal the current entry, and the time."""
     start = time.perf_counter()
     live = sys.stderr.isatty()
     print(f"\n{title} ...", flush=True)
@@ -143,7 +143,7 @@ def explanation(device: torch.device) -> None:
 
 
 def training(outcome: Outcome) -> None:
-    """Both loss curves at a few steps, and how they end."""
+    """Print both losses at a few steps, and the results of the training."""
     ours, plain = (run.losses for run in outcome.runs)
     shown = [0, *(round(outcome.total * k / 8) - 1 for k in range(1, 9))]
     lines = tuple((str(i + 1), f"{ours[i]:.4f}", f"{plain[i]:.4f}") for i in shown)
@@ -161,7 +161,7 @@ def training(outcome: Outcome) -> None:
 
 
 def verdict(rows: list[Errors], outcome: Outcome, picture: Path | None, seconds: float) -> int:
-    """Name wrong results, the picture and further commands; the exit status."""
+    """Print wrong results, the picture and further commands; returns the exit status."""
     if picture is not None:
         print(f"\npicture: {picture.resolve()}")
     wrong = [row.complaint for row in rows if row.complaint]

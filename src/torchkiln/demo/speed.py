@@ -1,4 +1,4 @@
-"""Times beside eager torch: rows of the benchmark."""
+"""Times of the ops and of eager torch, as rows of the benchmark."""
 
 from __future__ import annotations
 

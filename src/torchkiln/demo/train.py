@@ -21,8 +21,8 @@ SCALE = 1.4
 BATCH = 512
 
 TOLERANCE = 0.02
-"""Largest difference of the losses in one step. The two models round in a different order, and
-training amplifies that; a wrong gradient would differ far more."""
+"""Largest allowed difference of the losses in one step. The two models round in a different order,
+and training amplifies this; a wrong gradient would differ far more."""
 
 
 class PlainBiasAct(nn.Module):
@@ -115,7 +115,7 @@ def train_both(device: torch.device, steps: int) -> Iterator[Outcome]:
             loss.backward()
             optimiser.step()
             run.losses.append(loss.item())  # synchronizes
-            # The first step loads libraries, which would count for the first model alone.
+            # The first step is not timed: it loads libraries, which slows only the first model.
             if len(run.losses) > 1:
                 run.seconds += time.perf_counter() - start
         yield outcome

@@ -1,4 +1,4 @@
-"""Ops on several devices: parallel styles, losses of distributed classes, rules for DTensor."""
+"""Ops on several devices: parallel styles, losses with distributed classes, rules for DTensor."""
 
 from torchkiln.distributed.linear_loss import vocab_parallel_linear_cross_entropy
 from torchkiln.distributed.loss import vocab_parallel_cross_entropy

@@ -1,7 +1,7 @@
-"""How an op can run on shards, along one dimension of a mesh, without communication.
+"""The ways to run an op on shards, along one dimension of a mesh, without communication.
 
-Each function returns the choices of a family of ops. The arguments of the op are attributes of its
-first argument; tensors have a shape and no values.
+Each function yields the choices for a family of ops. ``call`` has the arguments of the op as
+attributes; tensors have a shape and no values. ``Partial`` marks a part of a sum over devices.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torchkiln.ops.activation import ACTIVATIONS, IN_PLACE
 
 Choice = tuple[Sequence[Placement], Mapping[str, Placement]]
-"""The placements of the results, and of the arguments; arguments that it lacks are replicated."""
+"""The placements of the results, and of the arguments by name; other arguments are replicated."""
 
 Choices = Iterator[Choice]
 Call = SimpleNamespace
@@ -34,13 +34,13 @@ def aligned(tensor: Any, dim: int, like: Any) -> Placement | None:
 
 
 def placed(like: Any, dim: int, **tensors: Any) -> dict[str, Placement]:
-    """The shards of those tensors that have ``dim`` of ``like``."""
+    """The shards of the tensors that have the dimension ``dim`` of ``like``."""
     found = {name: aligned(x, dim, like) for name, x in tensors.items() if x is not None}
     return {name: placement for name, placement in found.items() if placement is not None}
 
 
 def elementwise(call: Call, *names: str) -> Choices:
-    """Results of the broadcast shape of these arguments."""
+    """Dimensions of the broadcast shape of these arguments."""
     tensors = {name: getattr(call, name) for name in names}
     largest = max(tensors.values(), key=lambda x: (rank(x), tuple(x.shape)))
     sizes = [
@@ -53,49 +53,49 @@ def elementwise(call: Call, *names: str) -> Choices:
 
 
 def unary(call: Call) -> Choices:
-    """One tensor of the shape of the result."""
+    """All dimensions of one tensor ``x``."""
     yield from elementwise(call, "x")
 
 
 def add(call: Call) -> Choices:
-    """A sum of parts is the sum of the sums."""
+    """Dimensions; also parts, because the sum of two parts is a part of the sum."""
     yield from elementwise(call, "a", "b")
     yield [Partial()], {"a": Partial(), "b": Partial()}
 
 
 def muladd(call: Call) -> Choices:
-    """Linear in a and c together."""
+    """Dimensions; also parts, because the result is linear in a and c together."""
     yield from elementwise(call, "a", "b", "c")
     yield [Partial()], {"a": Partial(), "c": Partial()}
 
 
 def activation_backward(call: Call) -> Choices:
-    """Linear in the incoming gradient."""
+    """Dimensions; also parts, because the result is linear in the incoming gradient."""
     yield from elementwise(call, "grad", "saved")
     yield [Partial()], {"grad": Partial()}
 
 
 def gated(call: Call) -> Choices:
-    """Gate and up; a packed gate has both in its last dimension."""
+    """Dimensions of gate and up, but not the last dimension of a packed gate, which holds both."""
     last = 1 if call.up is None else 0
     for dim in range(rank(call.gate) - last):
         yield [Shard(dim)], placed(call.gate, dim, gate=call.gate, up=call.up)
 
 
 def gated_backward(call: Call) -> Choices:
-    """The gradients of gate and up."""
+    """As for :func:`gated`; the results are the gradients of gate and up."""
     for outputs, inputs in gated(call):
         yield [*outputs, *outputs], {**inputs, "grad": outputs[0]}
 
 
 def gated_backward_with_output(call: Call) -> Choices:
-    """The gradient of a packed gate, and the output."""
+    """All dimensions but the last; the results are a packed gate's gradient, and the output."""
     for dim in range(rank(call.packed) - 1):
         yield [Shard(dim), Shard(dim)], {"grad": Shard(dim), "packed": Shard(dim)}
 
 
 def bias_act(call: Call) -> Choices:
-    """A bias along the last dimension."""
+    """All dimensions, with a bias along the last; parts if there is no activation."""
     for dim in range(rank(call.x)):
         yield [Shard(dim)], placed(call.x, dim, x=call.x, bias=call.bias)
     if call.act == "none":
@@ -103,14 +103,17 @@ def bias_act(call: Call) -> Choices:
 
 
 def bias_act_forward(call: Call) -> Choices:
-    """The saved mask of relu has no dimensions, so relu is replicated; others save nothing."""
+    """All dimensions, but none for relu, whose saved bits have no dimensions to shard."""
     if call.act != "relu":
         for dim in range(rank(call.x)):
             yield [Shard(dim), Replicate()], placed(call.x, dim, x=call.x, bias=call.bias)
 
 
 def bias_act_backward(call: Call) -> Choices:
-    """The gradient of the bias is a sum over all dimensions but the last."""
+    """All dimensions; the gradient of the bias is a sum over all but the last.
+
+    None if the saved tensor is the packed bits of relu.
+    """
     if tuple(call.saved.shape) != tuple(call.grad.shape):
         return
     last = rank(call.grad) - 1
@@ -120,50 +123,50 @@ def bias_act_backward(call: Call) -> Choices:
 
 
 def norm(call: Call) -> Choices:
-    """Rows; the normalized dimensions stay whole."""
+    """Rows; the normalized dimensions are not sharded."""
     for dim in range(rank(call.x) - len(call.normalized_shape)):
         yield [Shard(dim)], {"x": Shard(dim)}
 
 
 def add_norm(call: Call) -> Choices:
-    """The norm and the sum."""
+    """Rows; the results are the norm and the sum."""
     for dim in range(rank(call.x) - len(call.normalized_shape)):
         yield [Shard(dim), Shard(dim)], {"x": Shard(dim), "residual": Shard(dim)}
 
 
 def norm_forward(call: Call) -> Choices:
-    """The norm and the statistics [1 or 2, *rows]."""
+    """Rows; the results are the norm and the statistics [1 or 2, *rows]."""
     for outputs, inputs in norm(call):
         yield [*outputs, next_dim(outputs[0])], inputs
 
 
 def add_norm_forward(call: Call) -> Choices:
-    """The norm, the sum, and the statistics."""
+    """Rows; the results are the norm, the sum, and the statistics."""
     for outputs, inputs in add_norm(call):
         yield [*outputs, next_dim(outputs[0])], inputs
 
 
 def norm_backward(call: Call) -> Choices:
-    """The gradients of weight and bias are sums over the rows."""
+    """Rows, over which the gradients of weight and bias are sums."""
     for dim in range(rank(call.stats) - 1):
         inputs = {name: Shard(dim) for name in ("grad", "grad_sum", "z")}
         yield [Shard(dim), Partial(), Partial()], {**inputs, "stats": Shard(dim + 1)}
 
 
 def gated_norm(call: Call) -> Choices:
-    """Rows of x and gate; the normalized dimensions stay whole."""
+    """Rows of x and gate; the normalized dimensions are not sharded."""
     for dim in range(rank(call.x) - len(call.normalized_shape)):
         yield [Shard(dim)], {"x": Shard(dim), "gate": Shard(dim)}
 
 
 def gated_norm_forward(call: Call) -> Choices:
-    """The norm and rstd [*rows, groups]."""
+    """Rows; the results are the norm and rstd [*rows, groups]."""
     for outputs, inputs in gated_norm(call):
         yield [*outputs, *outputs], inputs
 
 
 def gated_norm_backward(call: Call) -> Choices:
-    """The gradient of the weight is a sum over the rows."""
+    """Rows, over which the gradient of the weight is a sum."""
     for dim in range(rank(call.rstd) - 1):
         inputs = {name: Shard(dim) for name in ("grad", "x", "gate", "rstd")}
         yield [Shard(dim), Shard(dim), Partial()], inputs
@@ -176,7 +179,7 @@ def next_dim(placement: Placement) -> Placement:
 
 
 def linear(call: Call) -> Choices:
-    """Rows, columns of the result, and without an activation the summed dimension."""
+    """Rows, columns of the result, and, without an activation, the summed dimension."""
     last = rank(call.x) - 1
     for dim in range(last):
         yield [Shard(dim)], {"x": Shard(dim), "residual": Shard(dim)}
@@ -193,14 +196,17 @@ def linear(call: Call) -> Choices:
 
 
 def linear_forward(call: Call) -> Choices:
-    """The result, and the values before an activation; relu without a residual saves none."""
+    """As for :func:`linear`; the results are the output and the saved argument of the activation.
+
+    Relu without a residual saves none.
+    """
     saves = call.act != "none" and (call.act != "relu" or call.residual is not None)
     for outputs, inputs in linear(call):
         yield [*outputs, outputs[0] if saves else Replicate()], inputs
 
 
 def gated_mlp(call: Call) -> Choices:
-    """Rows, and columns of the result; a shard of the packed weight would not have both halves."""
+    """Rows, and columns of the result; not hidden features, whose gate and up are packed."""
     last = rank(call.x) - 1
     for dim in range(last):
         yield [Shard(dim)], {"x": Shard(dim)}
@@ -208,14 +214,14 @@ def gated_mlp(call: Call) -> Choices:
 
 
 def mlp(call: Call) -> Choices:
-    """Also the hidden features, over which the second product sums."""
+    """As for :func:`gated_mlp`, and the hidden features, over which the second product sums."""
     yield from gated_mlp(call)
     hidden: dict[str, Placement] = {"up_weight": Shard(0), "up_bias": Shard(0)}
     yield [Partial()], {**hidden, "down_weight": Shard(1), "down_bias": Partial()}
 
 
 def softmax(call: Call, name: str = "x") -> Choices:
-    """All dimensions but that of the sum; a causal mask counts the last two."""
+    """All dimensions but the summed one; with a causal mask also not the last two."""
     x = getattr(call, name)
     summed = call.dim % max(rank(x), 1)
     causal = {rank(x) - 2, rank(x) - 1} if call.causal else set()
@@ -225,13 +231,13 @@ def softmax(call: Call, name: str = "x") -> Choices:
 
 
 def softmax_backward(call: Call) -> Choices:
-    """As for the result."""
+    """As for the result of :func:`softmax`."""
     for outputs, inputs in softmax(call, "y"):
         yield outputs, {**inputs, "grad": outputs[0]}
 
 
 def cross_entropy(call: Call) -> Choices:
-    """Rows, for losses per row or their sum. The mean divides by a number of all rows."""
+    """Rows, for losses per row or their sum. The mean needs the weight of all rows."""
     if call.reduction == "mean" or rank(call.logits) == 1:
         return
     has_classes = rank(call.target) == rank(call.logits)
@@ -245,9 +251,9 @@ def cross_entropy(call: Call) -> Choices:
 
 
 def dropout_with_state(call: Call) -> Choices:
-    """Without a state as elementwise ops; with one, the shards that it was drawn for.
+    """Without a state, all dimensions; with a state, only the shards that it was drawn for.
 
-    A state ``[..., 2]`` has a size of more than 1 in each dimension that is sharded.
+    A state ``[..., 2]`` has a size above 1 in each sharded dimension.
     """
     tensors = {"x": call.x, "bias": call.bias, "residual": call.residual}
     for dim in range(rank(call.x)):
@@ -281,9 +287,10 @@ def rope(call: Call) -> Choices:
 
 
 def angle_shards(angles: Sequence[Any], positions: Any, from_end: int) -> dict[str, Placement]:
-    """The shards of cos, sin and positions beside sharded tokens (2 from the end) or batches (3).
+    """The shards of cos, sin and positions for sharded tokens or batches.
 
-    Positions select rows of cos and sin, which then stay whole.
+    ``from_end`` is 2 for tokens, 3 for batches. With positions, cos and sin are tables and are not
+    sharded.
     """
     if positions is not None:
         own = rank(positions) - from_end + 1
@@ -294,7 +301,7 @@ def angle_shards(angles: Sequence[Any], positions: Any, from_end: int) -> dict[s
 
 
 def qkv_norm_rope(call: Call) -> Choices:
-    """Batches and tokens of the projection; heads lie within a row of it."""
+    """Batches and tokens of the projection; not heads, which share a row."""
     dims = rank(call.qkv)
     for dim in range(dims - 1):
         from_end = dims - dim
@@ -304,21 +311,21 @@ def qkv_norm_rope(call: Call) -> Choices:
 
 
 def qkv_norm_rope_backward(call: Call) -> Choices:
-    """The gradients of the weights are sums over batches and tokens."""
+    """Batches and tokens, over which the gradients of the weights are sums."""
     for outputs, inputs in qkv_norm_rope(call):
         grads = {f"grad_{name}": outputs[0] for name in "qkv"}
         yield [inputs["qkv"], Partial(), Partial()], {**inputs, **grads}
 
 
 def total(call: Call) -> Choices:
-    """Kept dimensions; a sum over a sharded dimension is a sum of parts, as is one of parts."""
+    """Kept dimensions; also summed dimensions and parts, whose results are parts."""
     dims = range(rank(call.x))
     summed = {d % rank(call.x) for d in call.dim} if call.dim and dims else set(dims)
     for dim in dims:
         if dim not in summed:
             before = 0 if call.keepdim else sum(d < dim for d in summed)
             yield [Shard(dim - before)], {"x": Shard(dim)}
-    if call.dtype in (torch.float16, torch.bfloat16):  # parts would be rounded
+    if call.dtype in (torch.float16, torch.bfloat16):  # parts of the sum would be rounded
         return
     for dim in summed:
         yield [Partial()], {"x": Shard(dim)}
@@ -326,14 +333,14 @@ def total(call: Call) -> Choices:
 
 
 def mean(call: Call) -> Choices:
-    """As for sums, but shards of unequal sizes have means of unequal weights."""
+    """As for sums, except shards of summed dimensions: unequal sizes would need unequal weights."""
     for outputs, inputs in total(call):
         if isinstance(outputs[0], Shard) or isinstance(inputs["x"], Partial):
             yield outputs, inputs
 
 
 def bn_act(call: Call) -> Choices:
-    """Channels do not depend on each other; nor do elements, with the running statistics."""
+    """Channels; with running statistics all dimensions, because elements are independent."""
     whole = {name for name in ("x", "residual") if getattr(call, name) is not None}
     vectors = ("weight", "bias", "running_mean", "running_var")
     for dim in range(rank(call.x)):
@@ -346,17 +353,17 @@ def bn_act(call: Call) -> Choices:
 
 
 def group_norm(call: Call) -> Choices:  # noqa: ARG001
-    """Samples do not depend on each other."""
+    """Samples, which are independent."""
     yield [Shard(0)], {"x": Shard(0)}
 
 
 def group_norm_forward(call: Call) -> Choices:  # noqa: ARG001
-    """The result and the statistics [3, samples, groups]."""
+    """Samples; the results are the output and the statistics [3, samples, groups]."""
     yield [Shard(0), Shard(1)], {"x": Shard(0)}
 
 
 def group_norm_backward(call: Call) -> Choices:  # noqa: ARG001
-    """The gradients of weight and bias are sums over the samples."""
+    """Samples, over which the gradients of weight and bias are sums."""
     inputs = {"grad": Shard(0), "x": Shard(0), "statistics": Shard(1)}
     yield [Shard(0), Partial(), Partial()], inputs
 
@@ -403,7 +410,7 @@ CHOICES = {
     "softmax_backward": softmax_backward,
     "sum": total,
 }
-"""By the name of an op. All other ops run replicated, except for those that draw numbers."""
+"""The function of each op by name. All other ops run replicated, except those in ``RANDOM``."""
 
 RANDOM = {"dropout_state", "dropout_add", "bias_dropout_add"}
 """Ops that draw numbers: :mod:`torchkiln.distributed.dropout` runs them, without a rule."""

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 MAXIMUM, SUM, BELOW, MASS, WEIGHT = range(5)
-"""The numbers of a row, see ``torch.ops.torchkiln.cross_entropy_shard``."""
+"""Indices of the numbers of a row in the result of ``cross_entropy_shard``."""
 
 gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""The name since torch 2.13, and the one before."""
+"""The function's name since torch 2.13, else its name before."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class ClassShard:
     group: dist.ProcessGroup | None
     first: int
     classes: int
-    """Of all processes."""
+    """The number of classes of all processes."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class LossOptions:
 
 
 class Rows(NamedTuple):
-    """Numbers of whole rows, equal on all processes, in the compute dtype."""
+    """Numbers per row over all classes, equal on all processes, in the compute dtype."""
 
     loss: Tensor
     state: Tensor
-    """``[2, rows]``: log-sum-exp, and the factor of the softmax in the gradient."""
+    """``[2, rows]``: log-sum-exp, and the softmax's factor in the gradient."""
     weight: Tensor
-    """Of the target class; 0 if the row is ignored."""
+    """The weight of the target class; 0 if the row is ignored."""
 
 
 def class_shard(
@@ -75,7 +75,7 @@ def class_shard(
 def numbers_of_rows(
     logits: Tensor, target: Tensor, weight: Tensor | None, options: LossOptions
 ) -> Rows:
-    """The losses of ``logits``, ``[rows, classes of the shard]``; communicates once."""
+    """The numbers of rows from ``logits`` ``[rows, classes of the shard]``; communicates once."""
     shard = options.shard
     own = torch.ops.torchkiln.cross_entropy_shard.default(
         logits,
@@ -94,7 +94,7 @@ def numbers_of_rows(
 
 
 def join(parts: Tensor, ignored: Tensor, z_loss: float) -> Rows:
-    """The numbers of whole rows from those of all shards, ``[shards, 4 or 5, rows]``."""
+    """The numbers over all classes from the numbers of shards, ``[shards, 4 or 5, rows]``."""
     maxima, mass = parts[:, MAXIMUM], parts[:, MASS]
     is_empty = parts[:, SUM] == 0  # all logits of a shard are -infinity
     maximum = maxima.masked_fill(is_empty, -torch.inf).amax(0)
@@ -111,7 +111,7 @@ def join(parts: Tensor, ignored: Tensor, z_loss: float) -> Rows:
     if z_loss:
         loss = loss + z_loss * weight * log_sum_exp.square()
         factor = factor + 2 * z_loss * weight * log_sum_exp
-    # The kernel subtracts the rounded log_sum_exp.
+    # Corrects for the kernel, which subtracts the rounded log_sum_exp.
     rounding = (maximum - log_sum_exp) + log_sum
     factor = factor * torch.where(rounding.isfinite(), (-rounding).exp(), 1)
     return Rows(loss.masked_fill(ignored, 0), torch.stack([log_sum_exp, factor]), weight)
@@ -125,7 +125,7 @@ def gradient_of_logits(  # noqa: PLR0917
     state: Tensor,
     options: LossOptions,
 ) -> Tensor:
-    """The gradient of the logits of the shard; ``grad`` has a number per row, or one for all."""
+    """The gradient of the shard's logits; ``grad`` has one number per row, or one for all rows."""
     shard = options.shard
     found: Tensor = torch.ops.torchkiln.cross_entropy_shard_backward.default(
         grad,
@@ -154,7 +154,7 @@ def reduced(rows: Rows, options: LossOptions) -> tuple[Tensor, Tensor]:
 
 
 def check_reduction(op: str, reduction: str) -> None:
-    """Refuses another reduction than those of the loss."""
+    """Refuses a reduction other than none, mean and sum."""
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(
             f"torchkiln.{op}: reduction: got {reduction!r}, expected one of none, mean, sum"
@@ -171,7 +171,7 @@ def check_target(op: str, target: Tensor, shape: torch.Size) -> None:
 
 
 def dtype_of_loss(x: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype of the loss of ``x``: under autocast float32 for half precision."""
+    """``dtype``, by default that of ``x``, or float32 for half precision under autocast."""
     if dtype is not None:
         return dtype
     is_half = x.dtype in (torch.float16, torch.bfloat16)
@@ -184,7 +184,7 @@ def local_of(tensor: Any) -> Any:
 
 
 def shard_of_distributed(op: str, tensor: DTensor, dim: int) -> ClassShard:
-    """The shard of a tensor whose dimension of classes is distributed over one mesh dimension."""
+    """The shard of a tensor whose classes, in dimension ``dim``, one mesh dimension shards."""
     dim %= tensor.ndim
     sharded = [i for i, p in enumerate(tensor.placements) if isinstance(p, Shard) and p.dim == dim]
     partial = any(p.is_partial() for p in tensor.placements)

@@ -1,4 +1,4 @@
-"""Dropout of distributed tensors: each shard draws its own numbers, copies draw the same ones.
+"""Dropout of distributed tensors: shards draw different numbers, copies draw equal numbers.
 
 All processes need equal seeds, as for the random ops of torch on a ``DTensor``.
 """
@@ -11,11 +11,11 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 APART = 0x9E3779B97F4A7C15
-"""The distance of the seeds of two shards; 2**64 by the golden ratio."""
+"""The difference between the seeds of two adjacent shards: 2**64 divided by the golden ratio."""
 
 
 def index_of_shard(x: DTensor) -> int:
-    """The number of this process's shard of ``x``, by the dimensions of the mesh that shard it."""
+    """The index of this process's shard of ``x``, over the mesh dimensions that shard ``x``."""
     index, mesh = 0, x.device_mesh
     for dim, placement in enumerate(x.placements):
         if placement.is_shard():
@@ -24,7 +24,7 @@ def index_of_shard(x: DTensor) -> int:
 
 
 def shifted(state: Any, index: int) -> Any:
-    """The state of a shard: its seed is another one, except for the first shard."""
+    """The state of a shard: the seed plus ``index * APART``, unchanged for the first shard."""
     if index:
         by = index * APART % 2**64
         state[0].add_(by - 2**64 if by >= 2**63 else by)
@@ -32,7 +32,7 @@ def shifted(state: Any, index: int) -> Any:
 
 
 def distributed(state: Any, x: DTensor) -> DTensor:
-    """States ``[..., 2]`` with the placements of ``x``, and one number per shard in a dimension."""
+    """States ``[..., 2]`` with the shards of ``x``, and one state per shard in each dimension."""
     mesh = x.device_mesh
     placements = [p if isinstance(p, Shard) else Replicate() for p in x.placements]
     shape = [1] * x.ndim + [2]
@@ -54,7 +54,7 @@ def dropout_state(op: Any, args: tuple[Any, ...], _: dict[str, Any]) -> DTensor:
 
 
 def dropped(x: Any, bias: Any, residual: Any, p: float, training: bool) -> Any:
-    """The op as two, the first of which draws."""
+    """The op as two ops, of which the first draws the state."""
     ops = torch.ops.torchkiln
     state = None
     if training and p > 0:
@@ -85,4 +85,4 @@ HANDLERS = {
     "dropout_add": dropout_add,
     "dropout_state": dropout_state,
 }
-"""By the name of an op, in the form of torch's handlers of DTensor."""
+"""The function of each op by name, in the form of torch's handlers for DTensor."""

@@ -28,7 +28,7 @@ from torchkiln.distributed.class_shards import (
 
 NAME = "vocab_parallel_linear_cross_entropy"
 CHUNK_BYTES, LEAST_ROWS, MOST_ROWS = 1 << 30, 2048, 8192
-"""As for linear_cross_entropy."""
+"""Limits of a chunk, as for linear_cross_entropy."""
 
 
 @dataclass
@@ -45,13 +45,13 @@ class LogitShard:
     options: LossOptions
 
     def chunks(self) -> Iterator[slice]:
-        """Rows whose logits are in memory together; equal on all processes."""
+        """Slices of rows whose logits are in memory together; equal on all processes."""
         shard, rows = self.options.shard, self.x.shape[0]
         classes = -(-shard.classes // dist.get_world_size(shard.group))
         most = CHUNK_BYTES // (classes * self.x.element_size())
         most = min(max(most, LEAST_ROWS), MOST_ROWS)
         size = -(-rows // max(-(-rows // most), 1))
-        for begin in range(0, max(rows, 1), max(size, 1)):  # a chunk of no rows for no rows
+        for begin in range(0, max(rows, 1), max(size, 1)):  # without rows one empty chunk
             yield slice(begin, begin + size)
 
     def logits(self, rows: slice) -> Tensor:
@@ -84,7 +84,7 @@ class LogitShard:
 
 
 class Gradients:
-    """The gradients of x, weight and bias as far as they are wanted, from those of chunks.
+    """The wanted gradients of x, weight and bias, added up from the gradients of chunks.
 
     The gradients of weight and bias are added in the compute dtype.
     """
@@ -109,7 +109,7 @@ class Gradients:
             self.bias.add_(of_logits.sum(0, dtype=self.bias.dtype))
 
     def parts(self) -> list[Tensor | None]:
-        """Those of x, weight and bias."""
+        """The gradients of x, weight and bias; None if not wanted."""
         return [self.x, self.weight, self.bias]
 
 
@@ -124,7 +124,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def scaled(part: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``part * factor``, rounded once. A factor without dimensions would be rounded first."""
+    """``part * factor``, rounded once. Torch would round a factor without dimensions first."""
     return torch.mul(part, factor.view(1), out=torch.empty_like(part, dtype=dtype))
 
 
@@ -143,7 +143,7 @@ class ShardedLinearLoss(torch.autograd.Function):
         temperature: float,
         options: LossOptions,
     ) -> Tensor:
-        """The loss, equal on all processes; also the gradients of the sum of the losses."""
+        """The loss, equal on all processes. Also computes the gradients of the sum of losses."""
         layer = LogitShard(x, weight, bias, target, class_weight, softcap, temperature, options)
         each = options.reduction == "none"
         wanted = (False,) * 3 if each else ctx.needs_input_grad[:3]
@@ -213,18 +213,18 @@ def vocab_parallel_linear_cross_entropy(
 ) -> Tensor:
     """Returns :func:`torchkiln.linear_cross_entropy` of a layer whose classes are distributed.
 
-    Each process of ``group`` has the rows of ``weight`` of some adjacent classes, in the order of
+    Each process of ``group`` has the rows of ``weight`` for some adjacent classes, in the order of
     the ranks, and the whole ``x``. All processes get the same loss. Logits are computed for a chunk
-    of rows at a time, at most 1 GiB, at least 2048 and at most 8192 rows; their gradient, and the
-    gradients of ``x``, ``weight`` and ``bias``, are made in the same pass. Each chunk gathers four
-    numbers per row and process, or five with ``class_weight``; backward adds the gradients of ``x``
-    of all processes once. The gradients of weight and bias are added in float32 for half precision.
-    There is no second derivative.
+    of rows at a time: as many rows as fit in 1 GiB, at least 2048 and at most 8192. The same pass
+    computes the gradients of ``x``, ``weight`` and ``bias``. Each chunk gathers four numbers per
+    row and process, or five with ``class_weight``. Backward adds the gradients of ``x`` of all
+    processes once. The gradients of weight and bias are added in float32 for half precision. There
+    is no second derivative.
 
-    ``x`` and ``target`` are equal on all processes, and ``target`` counts the classes of all;
-    ``weight``, ``bias`` and ``class_weight`` have those of this process. ``group``, ``classes`` and
-    ``first_class`` are those of :func:`vocab_parallel_cross_entropy`, all others those of
-    :func:`torchkiln.linear_cross_entropy`.
+    ``x`` and ``target`` are equal on all processes. ``target`` counts classes over all processes;
+    ``weight``, ``bias`` and ``class_weight`` hold the classes of this process. ``group``,
+    ``classes`` and ``first_class`` are those of :func:`vocab_parallel_cross_entropy`, the other
+    arguments those of :func:`torchkiln.linear_cross_entropy`.
     """
     check_reduction(NAME, reduction)
     check_softcap(NAME, softcap)

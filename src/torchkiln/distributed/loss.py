@@ -29,7 +29,7 @@ NAME = "vocab_parallel_cross_entropy"
 
 
 class ShardedLoss(torch.autograd.Function):
-    """The loss of rows of logits; backward needs no communication."""
+    """The loss of rows of logits. Backward does not communicate."""
 
     @staticmethod
     def forward(
@@ -74,21 +74,22 @@ def vocab_parallel_cross_entropy(
     """Returns :func:`torchkiln.cross_entropy` of logits whose classes are distributed.
 
     Each process of ``group`` has the logits of some adjacent classes, in the order of the ranks.
-    All processes get the loss of whole rows. Forward gathers four numbers per row and process, or
-    five with ``weight``; backward does not communicate. A process stores the gradient of its
+    All processes get the loss over all classes. Forward gathers four numbers per row and process,
+    or five with ``weight``; backward does not communicate. A process stores the gradient of its
     logits, and no other tensor of that size. Half precision is computed in float32. There is no
     second derivative.
 
-    ``logits`` is ``[..., classes of this process]``, or a ``DTensor`` with the classes sharded in
-    one dimension of its mesh, which takes the place of ``group``, ``classes`` and ``first_class``;
-    the loss is that of the rows of this process. ``group``: the processes, None for all.
+    ``logits`` is ``[..., classes of this process]``, or a ``DTensor`` whose classes one mesh
+    dimension shards. A ``DTensor`` replaces ``group``, ``classes`` and ``first_class``; the loss
+    then covers the rows of this process. ``group``: the processes, None for all.
     ``classes``: the number of classes of all processes, if it is no multiple of the number of
     processes; shards are then those of :func:`torch.chunk`, as in ``DTensor``. None: all shards
     have as many classes as this one. ``first_class``: the first class of this process, for shards
     of other sizes.
 
-    ``target`` is equal on all processes, int64, and counts the classes of all; ``weight`` has those
-    of this process. The other arguments are those of :func:`torchkiln.cross_entropy`.
+    ``target``, int64, is equal on all processes and counts classes over all processes; ``weight``
+    holds the classes of this process. The other arguments are those of
+    :func:`torchkiln.cross_entropy`.
     """
     check_reduction(NAME, reduction)
     check_softcap(NAME, softcap)

@@ -1,8 +1,8 @@
 """The sharding rules of all ops for torch's DTensor.
 
-:func:`register_with_torch` uses torch's ``register_sharding`` and corrects the key of its cache,
-which leaves out arguments that are strings, floats and bools: a call with another activation would
-get the placements of the first one.
+:func:`register_with_torch` uses torch's ``register_sharding`` and corrects torch's cache key, which
+ignores strings, floats and bools: a call with another activation would get the placements of the
+first call.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Rule = Callable[[Any], Choices]
 
 
 def replicated(_: SimpleNamespace) -> Choices:
-    """No choice besides copies of everything on each device."""
+    """No choice: DTensor then replicates all tensors."""
     yield from ()
 
 
 @cache
 def registered() -> dict[OpOverload, Rule]:
-    """The rules by op; those of torchkiln are registered by the first call."""
+    """The rules by op; the first call registers the rules of torchkiln."""
     rules: dict[OpOverload, Rule] = {}
     for full_name in sorted(torch._C._dispatch_get_all_op_names()):
         namespace, _, name = full_name.partition("::")
@@ -59,8 +59,8 @@ def register_rule(op: OpOverload, choices: Rule) -> None:
     Args:
         op: an overload, such as ``torch.ops.mine.norm.default``.
         choices: a function of the call, whose attributes are the arguments; tensors have a shape
-            and no values. It yields pairs: the placements of the results, and a dict of those of
-            the arguments, along one dimension of a mesh. Other arguments are replicated.
+            and no values. It yields pairs of placements along one dimension of a mesh: a list for
+            the results, and a dict for arguments by name. Other arguments are replicated.
     """
     registered()[op] = choices
     register_with_torch(op)
@@ -86,7 +86,7 @@ def is_tensor(argument: Any) -> bool:
 
 
 def strategies_of(op: OpOverload, args: Any, kwargs: Any) -> list[Strategy]:
-    """The choices for a call in the form of register_sharding: tensors by position, by keyword."""
+    """The choices for a call, in the form that register_sharding requires."""
     arguments = op._schema.arguments
     given = {a.name: value for a, value in zip(arguments, args, strict=False)} | kwargs
     values = {a.name: a.default_value for a in arguments} | given

@@ -13,7 +13,7 @@ Layouts = tuple[Placement, ...]
 
 
 def distributed(value: Any, mesh: DeviceMesh, placements: Layouts) -> Any:
-    """A tensor with these placements, which a plain tensor is said to have; others unchanged."""
+    """A tensor with these placements; plain tensors already have them, other values stay."""
     if isinstance(value, DTensor):
         is_there = value.placements == placements
         return value if is_there else value.redistribute(placements=placements, async_op=True)
@@ -25,9 +25,9 @@ def distributed(value: Any, mesh: DeviceMesh, placements: Layouts) -> Any:
 class SequenceParallel(style.SequenceParallel):
     """:class:`torch.distributed.tensor.parallel.SequenceParallel` for all inputs and outputs.
 
-    Every tensor that is passed by position is sharded in ``sequence_dim``, and so is each output:
-    for :class:`torchkiln.nn.AddRMSNorm`, :class:`torchkiln.nn.DropoutAdd` and others with a
-    residual. Torch's style takes the first input only.
+    Every tensor that is passed by position is sharded in ``sequence_dim``, and so is each output.
+    Use it for modules with a residual, such as :class:`torchkiln.nn.AddRMSNorm` and
+    :class:`torchkiln.nn.DropoutAdd`. Torch's style takes the first input only.
     """
 
     @staticmethod
@@ -50,8 +50,8 @@ class SequenceParallel(style.SequenceParallel):
 class ColwiseParallel(style.ColwiseParallel):
     """:class:`torch.distributed.tensor.parallel.ColwiseParallel` with a residual.
 
-    The residual of :class:`torchkiln.nn.Linear` is sharded in the last dimension, as the product
-    is. Torch's style would drop it.
+    The residual of :class:`torchkiln.nn.Linear` is sharded in the last dimension, like the product.
+    Torch's style would drop the residual.
     """
 
     @staticmethod
@@ -70,8 +70,8 @@ class ColwiseParallel(style.ColwiseParallel):
 class RowwiseParallel(style.RowwiseParallel):
     """:class:`torch.distributed.tensor.parallel.RowwiseParallel` with a residual.
 
-    The residual of :class:`torchkiln.nn.Linear` is equal on all devices. An activation is refused:
-    each device has a part of the sum that it is applied to.
+    The residual of :class:`torchkiln.nn.Linear` is equal on all devices. An activation is refused,
+    because each device has only a part of the sum to which it applies.
     """
 
     @staticmethod
@@ -97,7 +97,7 @@ class RowwiseParallel(style.RowwiseParallel):
 
 
 def distributed_input(layouts: Layouts, desired: Layouts, inputs: Any, mesh: DeviceMesh) -> Any:
-    """The first input of a layer; a plain tensor is said to have ``layouts``."""
+    """The first input of a layer in the desired layout; a plain tensor has ``layouts`` already."""
     given = inputs[0]
     if not isinstance(given, DTensor):
         given = distributed(given, mesh, layouts)

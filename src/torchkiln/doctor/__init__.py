@@ -1,7 +1,7 @@
 """``torchkiln doctor``: where the ops run, what prevents them, and the command that helps.
 
-Only the standard library is imported. Torch is examined from outside, because it may be the part
-that is broken.
+Only the standard library is imported. Torch is examined without importing it, because torch itself
+may be broken.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def ok(topic: str, words: str) -> Finding:
 
 
 def note(topic: str, words: str, *remedies: str) -> Finding:
-    """Report something that prevents nothing."""
+    """Report a fact that prevents nothing."""
     return Finding(topic, "note", words, remedies)
 
 
 def problem(topic: str, words: str, *remedies: str) -> Finding:
-    """Report something that has to be repaired."""
+    """Report a problem that must be repaired."""
     return Finding(topic, "problem", words, remedies)

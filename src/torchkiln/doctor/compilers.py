@@ -1,4 +1,4 @@
-"""Findings about compilers: a problem only if torchkiln has to be built here."""
+"""Findings about compilers. A missing one is a problem only if torchkiln must be built here."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _candidates(environment: Environment, cuda: str) -> Iterator[Path]:
 def _inspect(environment: Environment, path: Path) -> Nvcc:
     match = re.search(r"release (\d+\.\d+)", environment.run(path, "--version").out)
     version = match[1] if match else None
-    # SITE/nvidia/cu13/bin/nvcc is the registry's.
+    # SITE/nvidia/cu13/bin/nvcc comes from the package registry.
     from_registry = len(path.parents) > 3 and path.parents[2].name == "nvidia"
     gaps = tuple(_gaps(path.parents[3], version)) if from_registry and version else ()
     return Nvcc(path, version, gaps)
@@ -101,7 +101,7 @@ def find_nvcc(environment: Environment, facts: Facts) -> list[Finding]:
 
 
 def find_cuda_home(environment: Environment, _: Facts) -> list[Finding]:
-    """Whether the folders in CUDA_HOME and its like exist."""
+    """Whether the folders in ``VARIABLES``, such as CUDA_HOME, contain an nvcc."""
     found = []
     for name in VARIABLES:
         named = environment.variables.get(name)
@@ -129,8 +129,8 @@ def find_nvrtc(environment: Environment, facts: Facts) -> list[Finding]:
 def find_headers(environment: Environment, facts: Facts) -> list[Finding]:
     """Whether CUDA's headers are installed.
 
-    cuda_fp16.h includes nv/target when nvcc reads it, but not under NVRTC: without an nvcc beside
-    it, nv/target is not needed.
+    cuda_fp16.h includes nv/target under nvcc, but not under NVRTC. So nv/target is needed only if
+    an nvcc is installed in the same toolkit.
     """
     if facts.torch is None or facts.torch.cuda is None:
         return []
@@ -152,7 +152,7 @@ def find_headers(environment: Environment, facts: Facts) -> list[Finding]:
 def _missing_wheel(
     environment: Environment, facts: Facts, topic: str, words: str, package: str
 ) -> Finding:
-    """A problem on a machine with a GPU, else a note."""
+    """A missing wheel: a problem on a machine with a GPU, else a note."""
     cuda = (facts.torch and facts.torch.cuda) or ""
     suffix = "-cu12" if cuda.startswith("12.") else ""
     state = problem if facts.driver.gpus else note

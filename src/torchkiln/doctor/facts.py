@@ -1,4 +1,4 @@
-"""Facts that several findings depend on, each read once: torch, build, driver, GPUs, one import."""
+"""Facts that several findings share, each read once: torch, build, driver, GPUs, a test import."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchkiln._loader import RECORD, Torch, mismatch, read_record, read_torch
 from torchkiln.doctor.environment import Environment
 
 NO_DEVICE = 100
-"""CUDA_ERROR_NO_DEVICE, the answer of cuInit without a visible GPU."""
+"""CUDA_ERROR_NO_DEVICE, which cuInit returns without a visible GPU."""
 MAJOR, MINOR = 75, 76
 """CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR."""
 
@@ -67,7 +67,7 @@ class Driver:
     smi_error: str | None = None
     """Message of a failed nvidia-smi; None if it worked or is not installed."""
     library_error: str | None = None
-    """Why libcuda.so.1 cannot be loaded."""
+    """The reason why libcuda.so.1 cannot be loaded."""
     code: int = 0
     """First error code of libcuda."""
 
@@ -82,16 +82,16 @@ class Trial:
     """The result of importing torchkiln and running a kernel in a separate process."""
 
     torch_error: str | None = None
-    """Why ``import torch`` fails."""
+    """The reason why ``import torch`` fails."""
     error: str | None = None
-    """Why ``import torchkiln`` fails although torch can be imported."""
+    """The reason why ``import torchkiln`` fails although torch can be imported."""
     devices: dict[str, str | None] = field(default_factory=dict)
-    """Why no kernel ran on a GPU, by torch's name of the GPU; None if one ran."""
+    """For each GPU, by torch's name, the reason why no kernel ran; None if one ran."""
     libraries: tuple[str, ...] = ()
     """Shared libraries that the process had loaded."""
 
     def error_on(self, device: str) -> str | None:
-        """Why no kernel ran on a GPU that the driver sees."""
+        """The reason why no kernel ran on a GPU that the driver sees; None if one ran."""
         return self.devices.get(device, "torch does not see it")
 
 
@@ -101,7 +101,7 @@ class Facts:
 
     torch: Torch | None
     torch_error: str | None
-    """Why the version of an installed torch cannot be read."""
+    """The reason why the version of an installed torch cannot be read."""
     record: dict[str, Any] | None
     """Record that was written when torchkiln was built."""
     record_error: str | None
@@ -110,11 +110,11 @@ class Facts:
 
     @property
     def building(self) -> bool:
-        """Whether torchkiln has to be built here, which needs compilers."""
+        """Whether torchkiln must be built here, which needs compilers."""
         if self.record is None:
             return True
         if found := mismatch(self.record, self.torch):
-            return not found.torches  # else installing another torch is enough
+            return not found.torches  # otherwise another torch is enough
         return bool(
             self.record["cuda"] is None
             and self.driver.device_there
@@ -163,7 +163,7 @@ def read_driver(environment: Environment) -> Driver:
 
 
 def _query(library: Any, function: str, *arguments: int) -> tuple[int, int]:
-    """Call a function that stores one number; the number and the error code."""
+    """Call a function that stores one number; returns the number and the error code."""
     value = ctypes.c_int()
     code = getattr(library, function)(ctypes.byref(value), *arguments)
     return value.value, int(code)
@@ -194,7 +194,7 @@ def _query_smi(environment: Environment) -> tuple[str | None, tuple[str, ...], s
 
 def try_import(environment: Environment) -> Trial:
     """Import torchkiln in a separate process, which may crash, and run a kernel per device."""
-    # -P keeps files of the current folder from being imported.
+    # -P: do not import files of the current folder.
     answer = environment.run(environment.python, "-P", "-c", PROGRAM, timeout=IMPORT_SECONDS)
     if answer.status == 0:
         found: dict[str, Any] = json.loads(answer.out.strip().splitlines()[-1])

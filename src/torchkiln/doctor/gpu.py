@@ -58,7 +58,7 @@ def find_driver(_: Environment, facts: Facts) -> list[Finding]:
 
 
 def find_old_driver(_: Environment, facts: Facts) -> list[Finding]:
-    """Whether the driver supports torch's CUDA version."""
+    """Report a driver that does not support torch's CUDA version."""
     torch, cuda = facts.torch, facts.driver.cuda
     if not (torch and torch.cuda and cuda and facts.driver.gpus) or supports(cuda, torch.cuda):
         return []
@@ -67,7 +67,7 @@ def find_old_driver(_: Environment, facts: Facts) -> list[Finding]:
 
 
 def supports(driver: str, cuda: str) -> bool:
-    """Whether a driver for CUDA ``driver`` runs ``cuda``: all minors of its major, and older."""
+    """Whether a driver for CUDA ``driver`` runs CUDA ``cuda``: the same major version, or older."""
     return int(driver.partition(".")[0]) >= int(cuda.partition(".")[0])
 
 
@@ -111,7 +111,7 @@ def find_architectures(_: Environment, facts: Facts) -> list[Finding]:
 def kernel_for(record: dict[str, Any], capability: tuple[int, int]) -> str | None:
     """The code in a build that a GPU runs: machine code, else PTX, else None."""
     built = [(*_parse(name), name) for name in record["cuda_architectures"]]
-    # Machine code runs on later GPUs of the same major version; sm_90a runs on 9.0 alone.
+    # Machine code runs on later GPUs of the same major version; sm_90a runs only on 9.0.
     fitting = [
         (number, name)
         for number, suffix, name in built

@@ -18,7 +18,7 @@ NEW_STRING = b"NSt7__cxx1112basic_string"
 
 
 def find_torch(environment: Environment, facts: Facts) -> list[Finding]:
-    """Which torch is installed, and whether it has CUDA if there is a GPU."""
+    """The installed torch, and whether it has CUDA if there is a GPU."""
     pip = environment.pip
     if facts.torch_error:
         words = f"{environment.torch} is damaged: {facts.torch_error}"
@@ -98,7 +98,7 @@ def find_cpu_build(_: Environment, facts: Facts) -> list[Finding]:
 
 
 def find_import(environment: Environment, facts: Facts) -> list[Finding]:
-    """Whether the package can be imported and its kernels run."""
+    """Whether the package can be imported, and its kernels run on each GPU."""
     trial, record = facts.trial, facts.record
     if record is None:
         return []

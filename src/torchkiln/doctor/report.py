@@ -1,4 +1,4 @@
-"""All findings, what follows from them for each op, and how they are printed."""
+"""All findings, the device and kernel of each op that follow from them, and their output."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ CHECKS: tuple[Callable[[Environment, Facts], list[Finding]], ...] = (
     runtime.find_caches,
     runtime.find_duplicates,
 )
-"""In the order in which they are printed."""
+"""The checks, in the order of their output."""
 
 PRODUCTS = ("matmul", "linear")
-"""Ops with a kernel for compute capability 9.0, used for shapes where it is faster than torch's."""
+"""Ops with a kernel for compute capability 9.0, used for shapes where torch's is slower."""
 WIDTH = 100
 
 
@@ -67,7 +67,7 @@ class Report(_report.Report):
         return sum(finding.state == "problem" for finding in self.findings)
 
     def as_dict(self) -> dict[str, Any]:
-        """Convert to types that JSON has."""
+        """The report in JSON types."""
         torch = self.facts.torch
         return {
             "schema": self.schema,

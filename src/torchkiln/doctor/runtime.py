@@ -29,9 +29,9 @@ COUNTERS_IN_CONTAINER = (
 )
 
 STALE_SECONDS = 3600
-"""Age from which a lock is an orphan: no build takes as long."""
+"""Age in seconds above which a lock counts as orphaned: no build takes as long."""
 
-# Wheels bundle copies with a hash in the name: libgomp-a34b3233.so.1.
+# Copies that wheels bundle have a hash in the name: libgomp-a34b3233.so.1.
 OPENMP = re.compile(r"^lib(gomp|iomp5|omp)(-[0-9a-f]+)?\.so")
 CUDA_RUNTIME = re.compile(r"^libcudart(-[0-9a-f]+)?\.so")
 
@@ -53,7 +53,7 @@ def find_ncu(environment: Environment, facts: Facts) -> list[Finding]:
 
 
 def installed_ncu(root: Path = Path("/")) -> Path | None:
-    """Find ncu where its installers put it."""
+    """Find ncu in the folders of its installers."""
     for place in NCU_PLACES:
         if found := sorted(root.glob(place.removeprefix("/"))):
             return found[-1]
@@ -126,7 +126,7 @@ def stale_locks(folder: Path) -> list[Path]:
 
 
 def find_duplicates(environment: Environment, facts: Facts) -> list[Finding]:
-    """Whether a process loads OpenMP or the CUDA runtime twice, or could."""
+    """Whether a process loads, or can load, two copies of OpenMP or of the CUDA runtime."""
     found = []
     for topic, name, why in (
         ("OpenMP", OPENMP, "each starts its own threads, which compete for the cores"),
@@ -146,7 +146,7 @@ def find_duplicates(environment: Environment, facts: Facts) -> list[Finding]:
 
 
 def _matching(name: re.Pattern[str], paths: Iterable[Path]) -> list[Path]:
-    """Files with such a name, links resolved, sorted."""
+    """The files whose name matches, with links resolved, sorted."""
     return sorted({path.resolve() for path in paths if name.match(path.name)})
 
 
@@ -160,7 +160,7 @@ def _libraries(environment: Environment) -> list[Path]:
 
 
 def _unload(environment: Environment, loaded: list[Path]) -> list[str]:
-    """Commands that keep the second library out: by the variables that named it."""
+    """Commands that prevent the second library: they unset the variables that refer to it."""
     outside = [path for path in loaded if not any(path.is_relative_to(s) for s in environment.site)]
     found = []
     for variable in ("LD_PRELOAD", "LD_LIBRARY_PATH"):

@@ -1,7 +1,7 @@
-"""Layers without a state, as Hugging Face's ``kernels`` places their forward in a model's modules.
+"""Layers without a state: Hugging Face's ``kernels`` puts their forward into a model's modules.
 
-The attributes are those of the modules that they replace. A layer has a forward and two flags, and
-nothing else: ``kernels`` refuses others.
+A forward reads the attributes of the module that it is put into. A layer has a forward and two
+flags, and nothing else: ``kernels`` refuses other members.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Layer(nn.Module):
 class RMSNorm(Layer):
     """``x / sqrt(mean(x**2) + variance_epsilon) * weight``, as in models of Llama's family.
 
-    The normalized rows are rounded to half precision before the weight is applied, and half
-    precision beside a float32 weight gives float32, as there.
+    As in these models, normalized rows are rounded to half precision before the weight is applied,
+    and half precision rows with a float32 weight give float32.
     """
 
     weight: Tensor

@@ -26,7 +26,7 @@ FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 def takes_norm(
     x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> bool:
-    """Whether :func:`rms_norm` has the result of vLLM's operator for this call."""
+    """Whether :func:`rms_norm` computes the result of vLLM's operator for this call."""
     return (
         variance_size is None
         and x.dtype in FLOATING
@@ -37,7 +37,7 @@ def takes_norm(
 def rms_norm(
     x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> Tensor:
-    """The norm of the last dimension, rounded before the weight, too, as in vLLM."""
+    """The norm of the last dimension, also rounded before the weight is applied, as in vLLM."""
     return norm_of_rows(x, x.shape[-1:], weight, epsilon, round="input")
 
 
@@ -48,7 +48,7 @@ def takes_sum(
     epsilon: float,
     variance_size: int | None = None,
 ) -> bool:
-    """Whether :func:`fused_add_rms_norm` has the result of vLLM's operator for this call."""
+    """Whether :func:`fused_add_rms_norm` computes the result of vLLM's operator for this call."""
     return (
         takes_norm(x, weight, epsilon, variance_size)
         and x_residual.dtype == x.dtype
@@ -71,8 +71,8 @@ def fused_add_rms_norm(
 def register() -> None:
     """Adds the provider to vLLM's operators; a second call changes nothing.
 
-    vLLM calls this at its start without a guard, so nothing raises: an operator that the installed
-    vLLM lacks or refuses is left alone, with a warning.
+    vLLM calls this at start and does not catch errors, so nothing is raised: an operator that the
+    installed vLLM lacks or refuses is skipped, with a warning.
     """
     for function, takes, inplace in (
         (rms_norm, takes_norm, False),

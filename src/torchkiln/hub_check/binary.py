@@ -19,7 +19,7 @@ LIBRARIES = re.compile(
 )
 PRIVATE = {"_Py_NoneStruct", "_Py_TrueStruct", "_Py_FalseStruct", "_Py_Dealloc", "_Py_RefTotal"}
 PRIVATE |= {"_Py_NotImplementedStruct", "_Py_EllipsisObject", "_Py_NegativeRefcount"}
-"""Symbols with an underscore that the limited API has."""
+"""Symbols of the limited API that begin with an underscore."""
 
 
 def check_module(path: Path) -> Iterator[Problem]:
@@ -47,7 +47,7 @@ def check_module(path: Path) -> Iterator[Problem]:
 
 
 def check_versions(path: Path, text: str) -> Iterator[Problem]:
-    """Symbols of newer systems."""
+    """The problems of symbols that need newer systems than manylinux_2_28."""
     newest: dict[str, tuple[int, ...]] = {}
     for kind, number in re.findall(r"\b(GLIBCXX|GLIBC|CXXABI|GCC)_(\d+(?:\.\d+)*)", text):
         version = tuple(map(int, number.split(".")))

@@ -21,7 +21,7 @@ VARIANT = re.compile(
 
 
 def check_build(folder: Path) -> Iterator[Problem]:
-    """The problems of build/VARIANT, without those of its Python files and modules."""
+    """The problems of build/VARIANT, without problems of Python files and compiled modules."""
     if not VARIANT.fullmatch(folder.name):
         yield Problem(
             folder,
@@ -45,7 +45,7 @@ def check_build(folder: Path) -> Iterator[Problem]:
 
 
 def check_metadata(path: Path, metadata: dict[str, Any]) -> Iterator[Problem]:
-    """The problems of single entries."""
+    """The problems of single entries of the metadata."""
     if not re.fullmatch("[a-z][a-z0-9-]*", str(metadata.get("name", ""))):
         yield Problem(path, f"name: got {metadata.get('name')!r}, expected that of the kernel")
     unique = metadata.get("id")
@@ -63,7 +63,7 @@ def check_metadata(path: Path, metadata: dict[str, Any]) -> Iterator[Problem]:
 
 
 def check_digests(path: Path, digest: Any, *, has_modules: bool) -> Iterator[Problem]:
-    """Files whose contents are not those of the build."""
+    """The problems of files whose contents differ from the digest of the build."""
     if not isinstance(digest, dict):
         if has_modules:
             yield Problem(path, "digest: got none, expected the SHA-256 of each file")

@@ -41,7 +41,7 @@ def check_package(folder: Path) -> Iterator[Problem]:
 
 
 def check_imports(path: Path, tree: ast.Module) -> Iterator[Problem]:
-    """Imports of what a kernel may not depend on."""
+    """Imports of modules that a kernel may not depend on."""
     for node in ast.walk(tree):
         names: list[str] = []
         if isinstance(node, ast.Import):
@@ -99,7 +99,7 @@ def check_layers(path: Path, tree: ast.Module) -> Iterator[Problem]:
 
 
 def problem_of_layer(part: ast.stmt) -> str:
-    """What is wrong with a statement in the class of a layer; empty if nothing is."""
+    """The problem of a statement in the class of a layer; empty if there is none."""
     if isinstance(part, ast.FunctionDef):
         is_fine = part.name == "forward"
         return "" if is_fine else f"got the method {part.name}, expected only forward"

@@ -1,4 +1,4 @@
-"""Extensions: C++ and CUDA with code for the host, built by torch.utils.cpp_extension."""
+"""Extensions: C++ and CUDA sources with host code, built by torch.utils.cpp_extension."""
 
 from __future__ import annotations
 
@@ -96,9 +96,8 @@ def _environment() -> str:
 def locked(folder: Path) -> Iterator[None]:
     """Lets one process build in a folder at a time.
 
-    The operating system frees this lock when the process ends. torch's own lock is
-    a file that a killed process leaves behind, for which all others then wait: the holder of this
-    lock removes it.
+    The operating system frees this lock when the process ends. torch's lock is a file: if a killed
+    process has left it, all other processes wait. So the holder of this lock removes torch's file.
     """
     with (folder / "torchkiln.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -107,7 +106,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def cuda_home(folder: Path) -> Path:
-    """A toolkit of torch's CUDA major.minor: the system's, else one assembled from packages."""
+    """A toolkit of torch's CUDA version: the system's, else one linked from Python packages."""
     wanted = torch.version.cuda
     if wanted is None:
         raise RuntimeError(
@@ -130,7 +129,7 @@ def cuda_home(folder: Path) -> Path:
 
 
 def system_first() -> Iterator[Path]:
-    """Toolkits of the system, then of Python packages: the order of torchkiln's CMake build."""
+    """Toolkits of the system, then of Python packages, as in torchkiln's CMake build."""
     found = list(dict.fromkeys(toolkit.roots()))
     yield from (root for root in found if "site-packages" not in root.parts)
     yield from (root for root in found if "site-packages" in root.parts)
@@ -146,7 +145,7 @@ def nvcc_version(nvcc: Path) -> str:
 def link_toolkit(root: Path, folder: Path) -> Path:
     """Links a toolkit of Python packages into the layout that a build expects.
 
-    The libraries are in lib64, also without version numbers in their names.
+    The libraries are linked in lib64, with and without version numbers in their names.
     """
     home = folder / "toolkit"
     (home / "lib64").mkdir(parents=True, exist_ok=True)

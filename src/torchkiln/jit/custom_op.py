@@ -1,4 +1,4 @@
-"""Torch ops that are made at run time: schema, Meta, gradients, vmap, a spec."""
+"""Torch ops that are made at run time, with schema, Meta, gradients, vmap and spec."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ def _force_recording() -> Any:
 
 _made: dict[str, Op] = {}
 MAKING = threading.RLock()
-"""Held while an op is looked up and made: of two threads that make one op, the second would destroy
-the op of the first."""
+"""Held while an op is looked up and made. Otherwise, if two threads make the same op, the second
+would destroy the op of the first."""
 
 
 class Op:
     """A torch op that is called like a function; see :func:`op`.
 
-    Graphs of torch.compile and torch.export hold it as one node. On the CPU it runs its reference.
-    Second derivatives are the reference's on every device.
+    Graphs of torch.compile and torch.export contain the op as one node. On the CPU it runs the
+    reference. Second derivatives come from the reference on every device.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Op:
         helper = f"{self.short_name}_backward"
         tags = (torch.Tag.pt2_compliant_tag,)
         self._library = library = torch.library.Library(namespace, "FRAGMENT")
-        if former := _made.pop(self.name, None):  # a notebook cell that runs again
+        if former := _made.pop(self.name, None):  # for example a notebook cell that runs again
             former._library._destroy()
             former._is_replaced = True
         _made[self.name] = self
@@ -211,9 +211,9 @@ class Op:
 
         Args:
             grads: the gradient of each result.
-            wanted: for each tensor whether its gradient is wanted.
+            wanted: for each tensor whether to compute the gradient.
             args: the arguments of the op.
-            again: whether the gradients are differentiated in turn.
+            again: whether the gradients must be differentiable.
         """
         given = self._bind(args)
         with torch.enable_grad(), _force_recording():
@@ -295,8 +295,8 @@ def op(
         schema: the op's name and types: ``"mine::name(Tensor x, float lo=0.0) -> Tensor"``. The op
             is also ``torch.ops.mine.name``.
         kernel: gets the arguments, with tensors on a GPU, and returns new tensors.
-        reference: the same in plain torch. It runs on the CPU and gives the derivatives that
-            ``gradient`` does not give.
+        reference: the same function in plain torch. It runs on the CPU, and autograd differentiates
+            it where ``gradient`` does not apply.
         gradient: ``gradient(*grads, *arguments)``, called with tensors on a GPU: returns the
             gradient of each tensor argument, None for zeros.
         meta: returns the results for tensors without data; by default ``reference`` does.

@@ -109,7 +109,7 @@ class Elementwise(Op):
         return result
 
     def _launch_backward(self, grad: Tensor, *args: Any) -> list[Tensor | None]:
-        """All gradients from one kernel; those of broadcast tensors are summed after it."""
+        """All gradients from one kernel; gradients of broadcast tensors are summed afterwards."""
         tensors, numbers = self._split(args)
         assert self._kernel_backward is not None
         results = []
@@ -126,7 +126,7 @@ class Elementwise(Op):
 
         Args:
             domain: the range of the inputs, for a formula that is not defined for all numbers.
-            fields: fields of :class:`torchkiln.testing.OpSpec` that replace the formula's.
+            fields: fields of :class:`torchkiln.testing.OpSpec` that replace derived fields.
         """
         from torchkiln.jit.spec import formula_fields  # noqa: PLC0415  calls need no test suite
 
@@ -136,7 +136,7 @@ class Elementwise(Op):
 
 
 _made: dict[str, tuple[object, Elementwise]] = {}
-"""What each op was made of, and the op, by its name. A later op of a name takes the place."""
+"""The definition of each op and the op, by name. A later op replaces an op of the same name."""
 
 
 def elementwise(
@@ -161,12 +161,12 @@ def elementwise(
         arguments: the names in the order of calls: ``"x, bias, scale: float, shift=1.0"``. A number
             has the type float or a default; all others are tensors. By default the names of the
             expression from left to right, all tensors.
-        gradient: for each tensor its gradient, an expression of ``grad`` and the arguments that is
-            linear in ``grad``. By default the derivatives of the expression.
+        gradient: for each tensor the gradient, as an expression of ``grad`` and the arguments that
+            is linear in ``grad``. By default derived from the expression.
         functor: instead of an expression the name of a class in ``source``. Its
             ``operator()(C, C, ...)`` gets an element of each tensor, then the numbers, for C =
             float and double.
-        source: C++, or the path of a file of it.
+        source: C++ text, or the path of a C++ file.
         reference: the functor's formula in plain torch, which the CPU runs. It also gives the
             gradient if ``gradient`` is missing.
         name: the op's name in ``torch.ops.torchkiln_jit``; by default derived from the formula.
@@ -180,7 +180,7 @@ def elementwise(
         raise ValueError(f"{WHERE}: functor: expected source, arguments and reference with it")
     used = list(dict.fromkeys(names_in(node))) if node is not None else []
     found = read_arguments(arguments or ", ".join(used))
-    if name and (not is_plain(name) or name.startswith("__") or name == "name"):  # of torch.ops.x
+    if name and (not is_plain(name) or name.startswith("__") or name == "name"):  # torch.ops.x.name
         raise ValueError(
             f"{WHERE}: name: got {name!r}, expected a Python identifier of ASCII characters"
         )
@@ -190,7 +190,7 @@ def elementwise(
             " expression uses"
         )
     text, path = _read_source(source)
-    files = scan(text, path).files  # a saved file is a new op
+    files = scan(text, path).files  # a changed file makes a new op
     key = (expression, arguments, str(gradient), functor, f"{text}{files}", reference, name)
     if not name:
         name = f"elementwise_{hashlib.sha256(repr(key[:5]).encode()).hexdigest()[:8]}"
@@ -267,6 +267,6 @@ def _read_source(source: str | Path) -> tuple[str, str]:
         file = Path(source).resolve()
         if not file.is_file():
             raise FileNotFoundError(f"{WHERE}: source: got {source}, expected a file or C++")
-        # An include: compiler messages then name the file and its lines.
+        # An include, so that compiler messages name the file and its lines.
         return f'#include "{file.name}"', str(file.with_name("formula.cu"))
     return text, "formula.cu"

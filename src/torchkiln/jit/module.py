@@ -1,4 +1,4 @@
-"""Modules of CUDA kernels: a source is compiled, its kernels are attributes that launch."""
+"""Modules of CUDA kernels: a compiled source whose kernels are attributes that can be launched."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Kernel:
         return Launch(self, grid, block, shared_bytes, more[1] if len(more) > 1 else None)
 
     def __call__(self, *arguments: Any) -> None:
-        """Raises: a launch needs a grid and a block."""
+        """Raises a TypeError, because a launch needs a grid and a block."""
         call = f"{self.signature.name}[grid, block](...)"
         raise TypeError(
             f"{self.where}: got {len(arguments)} arguments and no grid, expected {call}"
@@ -118,7 +118,7 @@ class Launch:
         self.stream = stream
 
     def __call__(self, *arguments: Any) -> None:
-        """Checks the arguments and queues the kernel on its stream, by default the current one."""
+        """Checks the arguments and queues the kernel on the given or the current stream."""
         where, instance = self.kernel.where, self.kernel.instance()
         packed = pack(where, instance.signature, arguments)
         driver.require_gpu(instance.signature.name)
@@ -163,7 +163,7 @@ class Module:
         """The current version of the source. With ``reload=True`` a saved file is compiled first.
 
         A version that does not compile raises in every call until the next save. During the capture
-        of a CUDA graph the version stays: a graph cannot hold a compilation.
+        of a CUDA graph nothing is compiled.
         """
         if self._files is None or driver.capturing():
             return self._code
@@ -175,7 +175,7 @@ class Module:
                     self._code = Code(source, self.path, self._include, self._options)
                     break
                 except CompileError as error:
-                    # The file may have been read half-written; the loop looks again.
+                    # The file may have been read half-written; the loop checks again.
                     self._broken = str(error)
             if self._broken:
                 raise CompileError(self._broken)
@@ -192,7 +192,7 @@ class Module:
         return self._code.signatures
 
     def binary(self, architecture: str, name: str = "") -> Binary:
-        """The machine code that has a kernel, for an architecture such as sm_90a."""
+        """The machine code that contains a kernel, for an architecture such as sm_90a."""
         return self.code().binary(architecture, name)
 
     def __getitem__(self, name: str) -> Kernel:
@@ -221,11 +221,11 @@ def load(
     """Compiles a file of CUDA kernels, or reads the machine code from the cache.
 
     Args:
-        path: the file. It may include torchkiln's headers and headers beside it.
+        path: the file. It may include torchkiln's headers and headers of its folder.
         include: folders with more headers.
         options: options for NVRTC, such as ``--use_fast_math``.
         reload: check at every launch whether the file or one of its own headers was saved, and
-            compile the new version first. Kernels taken from the module earlier change with it.
+            compile the new version first. Kernels taken from the module earlier change, too.
     """
     file = Path(path).resolve()
     if not file.is_file():
@@ -241,7 +241,7 @@ def inline(
 ) -> Module:
     """Compiles CUDA kernels from a string; compiler messages call it ``inline.cu``.
 
-    The same string gives the same module.
+    The same string and options give the same module.
     """
     return _inline(source, tuple(include), tuple(options))
 

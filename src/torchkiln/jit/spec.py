@@ -135,7 +135,7 @@ def formula_fields(
 
 
 class Magnitude:
-    """The magnitude of a formula, by which the tests bound rounding errors."""
+    """The magnitude of a formula, to which the tests scale the allowed rounding errors."""
 
     def __init__(self, node: Node, arguments: Sequence[Argument]) -> None:
         self.names = [argument.name for argument in arguments]

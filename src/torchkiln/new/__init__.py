@@ -1,8 +1,8 @@
 """``torchkiln new``: writes a package, or an op of this repository, that works before any edit.
 
-Templates lie in ``templates``: ``common`` has the files of every package, the other folders what
-differs between templates. Names in capitals, such as ``PACKAGE`` and ``OPNAME``, stand for words
-that are filled in; file names that begin with ``dot_`` begin with a dot in the package.
+In ``templates``, ``common`` has the files of every package, and the other folders have the files
+of one template. Names in capitals, such as ``PACKAGE`` and ``OPNAME``, are placeholders; file names
+that begin with ``dot_`` begin with a dot in the package.
 """
 
 from torchkiln.new.template import TEMPLATES, files

@@ -73,7 +73,7 @@ def main(given: Sequence[str] | None = None) -> int:
         return 2
     except OSError as error:
         refused = f"torchkiln.new: --into: got {into} ({error.strerror}), expected a folder that "
-        # Errors of torchkiln have a message, those of the system a number.
+        # Errors of torchkiln have a message, errors of the system have strerror.
         print(f"{refused}can be written" if error.strerror else error, file=sys.stderr)
         return 2
     for path in written:

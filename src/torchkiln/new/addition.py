@@ -1,4 +1,4 @@
-"""Adds an op to torchkiln's own sources: the files of a template, and a line in each list."""
+"""Adds an op to torchkiln's sources: the files of a template, and a line in each list of ops."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def add_op(name: str, template: str, root: Path) -> list[Path]:
     """Adds an op with its kernels, contract and entries; returns the files that were written.
 
     Args:
-        name: of the op, and of its family.
+        name: the name of the op and of its family.
         template: one of :data:`torchkiln.new.TEMPLATES`.
         root: a checkout of torchkiln.
     """
@@ -42,7 +42,7 @@ def add_op(name: str, template: str, root: Path) -> list[Path]:
 
 
 def sources(template: str, words: dict[str, str]) -> dict[str, str]:
-    """The files of a template at their places in the checkout."""
+    """The files of a template by their paths in the checkout."""
     name = words["OPNAME"]
     moved = {
         FUNCTION: f"src/torchkiln/ops/{name}.py",
@@ -56,7 +56,7 @@ def sources(template: str, words: dict[str, str]) -> dict[str, str]:
 
 
 def at_home(text: str) -> str:
-    """The text without namespaces that enclose it in the checkout, and without a list of specs."""
+    """The text without ``torchkiln::``, ``using namespace torchkiln`` and the list of specs."""
     outside = r"^using namespace torchkiln(::cpu::\w+)?;\n\n?|\nSPECS = .*\n\Z"
     return re.sub(outside, "", text, flags=re.MULTILINE).replace("torchkiln::", "")
 

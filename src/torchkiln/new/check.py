@@ -11,7 +11,7 @@ from pathlib import Path
 
 WHERE = "torchkiln.new"
 UNFINISHED = ".unfinished"
-"""The folder of a run that has not ended, or was killed."""
+"""The folder of a run that is active or was killed."""
 API = Path(__file__).parents[1] / "__init__.py"
 
 # Words that cannot name a function or a namespace in C++.
@@ -20,14 +20,14 @@ double enum explicit export extern false float friend goto inline int long mutab
 noexcept nullptr operator private protected public register requires short signed sizeof static std
 struct switch template this throw true typedef typename union unsigned using virtual void volatile
 """
-# Namespaces of torch and of its ops, then names in the headers that templates include.
+# Namespaces of torch and of its ops; then names in torchkiln's headers that templates include.
 TORCH = {"at", "aten", "c10", "caffe2", "prim", "prims", "pybind11", "quantized", "torch"}
 OURS = {"backward", "call", "composite", "core", "cpu", "cuda", "define", "describe", "device"}
 OURS |= {"elementwise", "forward", "kernel", "kernels", "launch", "meta", "spec", "torchkiln"}
 
 
 def name(given: str, api: Path = API) -> str:
-    """Returns the name if a module, a function and a C++ namespace can have it."""
+    """Returns the name if it is valid for a module, a function and a C++ namespace."""
 
     def refuse(words: str) -> ValueError:
         return ValueError(f"{WHERE}: NAME: got {given!r}, {words}")
@@ -56,7 +56,7 @@ def public(api: Path) -> set[str]:
 
 
 def folder(given: Path) -> Path:
-    """Returns the folder if it is empty, has only the rest of a killed run, or does not exist."""
+    """Returns the folder if it is missing, empty, or contains only files of a killed run."""
     if given.exists() and not given.is_dir():
         raise FileExistsError(f"{WHERE}: --into: got {given}, a file, expected a new folder")
     if given.is_dir() and any(path.name != UNFINISHED for path in given.iterdir()):

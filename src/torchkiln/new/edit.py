@@ -1,4 +1,4 @@
-"""Edits of existing files. An edit without a place in its file is an error."""
+"""Edits of existing files. It is an error if a file has no place for its edit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class EditError(ValueError):
-    """A file that an edit does not fit."""
+    """A file has no place for an edit."""
 
     def __init__(self, path: str, got: str, expected: str) -> None:
         super().__init__(
@@ -38,7 +38,7 @@ class Listed:
 
     path: str
     pattern: str
-    """Matches the lines of the list; its group is what they are sorted by."""
+    """Matches the lines of the list; the group of the match is the sort key."""
     line: str
 
     def apply(self, content: str) -> str:
@@ -59,7 +59,7 @@ Edit = Before | Listed
 
 
 def applied(edits: list[Edit], read: dict[str, str]) -> dict[str, str]:
-    """Returns the files after all edits; ``read`` has them before."""
+    """Returns the files after all edits; ``read`` contains the files before."""
     files = dict(read)
     for edit in edits:
         files[edit.path] = edit.apply(files[edit.path])

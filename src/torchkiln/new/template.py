@@ -1,4 +1,4 @@
-"""Fills in templates: from the name of an op to files by their path."""
+"""Fills in templates: makes files by path from the name of an op."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PLACEHOLDER = re.compile(
     "PACKAGE|HUBNAME|OPNAME|TYPENAME|KILN_VERSION|KERNELS_CMAKE|KERNELS_README|PARAMETERS|SUMMARY"
 )
 
-# Lines of common files: a template without kernels of its own is a formula.
+# Lines of common files for templates that contain a formula instead of kernels.
 FORMULA_LINES = {
     "KERNELS_CMAKE": "  FORMULAS\n    {name}",
     "KERNELS_README": "| `cuda/include/{package}/kernels/{name}.h` | the formula and its "
@@ -46,9 +46,9 @@ def words_of(template: str, package: str, name: str, version: str) -> dict[str, 
 
     Args:
         template: one of :data:`TEMPLATES`.
-        package: of the op: its namespace in Python and C++.
-        name: of the op.
-        version: of torchkiln, such as 0.1.
+        package: the package of the op, which is also the namespace in Python and C++.
+        name: the name of the op.
+        version: the version of torchkiln, such as 0.1.
     """
     text = (FOLDER / template / FUNCTION).read_text(encoding="utf-8")
     function = next(node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef))

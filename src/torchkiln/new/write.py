@@ -19,7 +19,7 @@ def write_package(name: str, template: str, into: Path) -> list[Path]:
     """Writes a package with one op, both called ``name``, and returns the files.
 
     Args:
-        name: of the package, its op and their namespaces.
+        name: the name of the package, of the op and of the namespaces.
         template: one of :data:`TEMPLATES`.
         into: a folder that is empty or does not exist.
     """
@@ -36,7 +36,7 @@ def write_hub_kernel(name: str, into: Path) -> list[Path]:
     """Writes a kernel for Hugging Face's hub, and returns the files.
 
     Args:
-        name: of the kernel and its op.
+        name: the name of the kernel and of the op.
         into: a folder that is empty or does not exist.
     """
     check.name(name)
@@ -45,9 +45,10 @@ def write_hub_kernel(name: str, into: Path) -> list[Path]:
 
 
 def write_folder(into: Path, made: dict[str, str]) -> list[Path]:
-    """Writes all files or none, also on a full disk or if the process is killed.
+    """Writes all files or none, also if the disk is full or the process is killed.
 
-    Files are written into a folder below ``into``, which the next run removes, and then moved.
+    Files are first written into a folder below ``into``, and then moved. The next run removes the
+    folder of a killed run.
 
     Args:
         into: a folder that is empty or does not exist.
@@ -85,9 +86,9 @@ def store(path: Path, text: str) -> Path:
 
 
 def tidy(root: Path, paths: list[str]) -> None:
-    """Formats files with the tools that are installed, as lines break where a name makes them long.
+    """Formats files with installed tools, because the length of a name changes line breaks.
 
-    clang-format needs the style of a checkout; a package has none.
+    clang-format needs the style file of a checkout, which a package does not have.
     """
     commands = {
         ("clang-format", "-i"): (".cpp", ".cu", ".h"),

@@ -30,7 +30,7 @@ class Attention(nn.Module):
         out_bias: whether the last projection has a bias; None for ``bias``.
         qk_norm: ``"head"`` for an RMS norm of each head of the queries and the keys, with the
             parameters ``q_norm.weight`` and ``k_norm.weight``; ``"all"`` for one of all heads of
-            the queries and one of the keys; None for no norm.
+            the queries and one of all heads of the keys; None for no norm.
         eps: of these norms.
         offset: a number that is added to the weights of these norms.
         causal: whether a token attends to itself and earlier tokens only.
@@ -110,10 +110,10 @@ class Attention(nn.Module):
             mask: True where a key takes part, or numbers that are added to the products, as in
                 ``scaled_dot_product_attention``. It applies in addition to ``causal`` and
                 ``window``.
-            cache: earlier keys and values, to which those of ``x`` are written.
+            cache: keys and values of earlier tokens; the call adds the tokens of ``x``.
             positions: int64, the places of the tokens in the cache, and the rows of ``cos`` and
                 ``sin`` unless these are ``[batch, tokens, pairs]``. With a cache and without
-                positions the tokens are the first ones, and only they are attended to.
+                positions the tokens have the places 0, 1, 2, ..., and only they are attended to.
         """
         if x.dim() != 3:
             raise ValueError(
@@ -133,7 +133,7 @@ class Attention(nn.Module):
         grouped = self.num_heads != self.num_kv_heads
         alone = grouped and x.shape[1] == 1 and (mask is None or mask.dim() == 2)
         alone = alone and not has_grouped_kernel(x.device)
-        if alone:  # one token: the queries of a group take the place of tokens
+        if alone:  # one token: the query heads of a group become the token dimension
             q = q.view(q.shape[0], self.num_kv_heads, -1, self.head_dim)
             grouped = causal = False
         mixed = F.scaled_dot_product_attention(
@@ -152,7 +152,7 @@ class Attention(nn.Module):
         positions: Tensor | None,
         cache: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values ``[batch, heads, tokens, head_dim]`` of a projection."""
+        """Splits a projection into queries, keys, values ``[batch, heads, tokens, head_dim]``."""
         q_norm, k_norm = self.q_norm, self.k_norm
         if cos is not None and sin is not None:
             return qkv_norm_rope(
@@ -193,7 +193,7 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Writes the keys and values of a projection into the cache.
 
-        Returns its queries, and the keys and values of the cache.
+        Returns the queries of the projection, and the keys and values of the cache.
         """
         tokens = qkv.shape[1]
         if cos is not None and cache.keys.dtype == qkv.dtype:
@@ -228,7 +228,7 @@ class Attention(nn.Module):
         if self.window is not None:
             seen = seen & (key > places[..., None] - self.window)
         if seen.dim() == 3:
-            seen = seen[:, None]  # of the heads
+            seen = seen[:, None]  # a dimension for the heads
         if mask is None:
             return seen
         return seen & mask if mask.dtype == torch.bool else mask.masked_fill(~seen, float("-inf"))
@@ -241,9 +241,9 @@ class Attention(nn.Module):
 
 
 def has_grouped_kernel(device: torch.device) -> bool:
-    """Whether a kernel reads the keys of a group once, with a mask.
+    """Whether attention with a mask reads the keys of a group of heads once.
 
-    cuDNN's does, torch's first choice from compute capability 9.0 on. Others repeat the keys.
+    cuDNN's kernel does. Torch prefers it from compute capability 9.0 on. Others repeat the keys.
     """
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 

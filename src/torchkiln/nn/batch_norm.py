@@ -20,7 +20,7 @@ def batch_norm_act(
     act: Activation,
     op: Callable[..., Tensor] = bn_act,
 ) -> Tensor:
-    """The call of the op with the parameters, statistics and settings of a batch norm.
+    """Calls the op with the parameters, statistics and settings of a batch norm.
 
     ``op`` takes the arguments of :func:`torchkiln.bn_act`.
     """
@@ -54,7 +54,7 @@ def sync_batch_norm_act(
     residual: Tensor | None,
     act: Activation,
 ) -> Tensor:
-    """:func:`batch_norm_act`; over the processes of a module that synchronises its statistics."""
+    """:func:`batch_norm_act`, with statistics over all processes if the module synchronises."""
     if not is_synchronized(module):
         return batch_norm_act(module, x, residual, act)
     group: Any = module.process_group
@@ -164,12 +164,12 @@ class BatchNormAct3d(_BatchNormAct, nn.BatchNorm3d):
 
 
 class SyncBatchNormAct(_BatchNormAct):
-    """``act(batch_norm(input) + residual)`` by the statistics of all processes in training.
+    """``act(batch_norm(input) + residual)``; in training with statistics over all processes.
 
-    The formula and the ``state_dict`` are those of :class:`torch.nn.SyncBatchNorm`, on any device
-    and process group. Forward has one collective of ``2 * num_features + 1`` float64 numbers, the
-    moments of the batch of each process, and backward one of ``2 * num_features``. The host never
-    waits, so that a CUDA graph can capture a step. Batches may differ in size; one may be empty.
+    Formula and ``state_dict`` equal those of :class:`torch.nn.SyncBatchNorm`, on any device and
+    process group. Forward runs one collective: each process sends the moments of its batch,
+    ``2 * num_features + 1`` float64 numbers. Backward runs one of ``2 * num_features`` numbers. The
+    host never waits, so a CUDA graph can capture a step. Batch sizes may differ, or be 0.
     With one process, and in eval mode, the module is a :class:`BatchNormAct2d` of any rank.
 
     Args:
@@ -219,8 +219,8 @@ class SyncBatchNormAct(_BatchNormAct):
         """Replaces the batch norms of a model by this class, as torch's function of this name.
 
         ``BatchNormAct1d``, ``2d`` and ``3d`` keep their activation; torch's batch norms have none.
-        Parameters and statistics stay the same tensors. :func:`torchkiln.fuse` may come before or
-        after it, and takes models that torch's function has converted.
+        Parameters and statistics stay the same tensors. :func:`torchkiln.fuse` may run before or
+        after this method, and accepts models that torch's function has converted.
 
         Args:
             module: a model, or a batch norm.

@@ -1,4 +1,4 @@
-"""Checks of settings when a module is made, in the words of the ops."""
+"""Checks of the settings of a new module, with error messages in the form of the ops."""
 
 from typing import Any, TypeVar, get_args
 
@@ -9,7 +9,7 @@ E = TypeVar("E", float, float | None)
 
 
 def check_word(module: str, argument: str, value: T, words: Any) -> T:
-    """Returns a word; refuses all but those of a ``Literal``."""
+    """Returns the value; refuses values that the ``Literal`` does not list."""
     expected = get_args(words)
     if not isinstance(value, str) or value not in expected:
         raise ValueError(
@@ -29,7 +29,7 @@ def check_gate(module: str, act: Gate) -> Gate:
 
 
 def check_save(module: str, save: Saved) -> Saved:
-    """Returns the name of what is kept for backward; refuses other values."""
+    """Returns the setting of what is kept for backward; refuses other values."""
     return check_word(module, "save", save, Saved)
 
 

@@ -29,7 +29,7 @@ from torchkiln.typing import Activation, Device
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 NORM_OF = {3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
-"""The batch norm for the rank of a batch."""
+"""The class of batch norm, by the rank of the input."""
 SYNC_NORMS = (nn.SyncBatchNorm, SyncBatchNormAct)
 BATCH_NORMS = (*NORM_OF.values(), *SYNC_NORMS)
 
@@ -55,9 +55,9 @@ def norm_act(
 ) -> Tensor:
     """``act(norm(x) + residual)``; in three steps where the op does not take the call.
 
-    ``moments`` are those of ``x`` from :func:`convolved`, if it has computed them. ``in_place`` is
-    whether the sum has the dtype of the norm, also under autocast, where that of the residual may
-    be another.
+    ``moments`` are the moments of ``x``, if :func:`convolved` computed them. With ``in_place`` the
+    residual is added in place. So the sum keeps the dtype of the norm's result, even where autocast
+    gives the residual another dtype.
     """
     fits = residual is None or (residual.shape == x.shape and residual.dtype == x.dtype)
     if runs_batch_norm(norm) and fits:
@@ -92,12 +92,12 @@ def conv_norm_act(
 
 
 def convolved(conv: nn.Module, norm: _BatchNorm, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """``conv(x)``, and its moments if a kernel computes both for a batch norm in training."""
+    """``conv(x)``, and the moments of this result if one kernel computes both for training."""
     known = None
     if norm.training and not is_compiling():
         forget(norm)
     if norm.training and isinstance(conv, _ConvNd) and is_torchs(conv, CONVOLUTIONS):
-        # Replicas of DataParallel have no parameters, but tensors of these names.
+        # A replica of DataParallel has plain attributes in place of parameters: get() gives None.
         weight, bias = conv._parameters.get("weight"), conv._parameters.get("bias")
         if weight is not None and runs_batch_norm(norm) and not is_synchronized(norm):
             geometry = Geometry(conv.stride, conv.padding, conv.dilation, conv.groups)
@@ -117,7 +117,7 @@ def folded_conv_norm_act(
         or not runs_batch_norm(norm)
     ):
         return None
-    # The dicts of the modules: an attribute that is looked up by nn.Module takes 1 us.
+    # Read from the dicts of the modules: nn.Module takes 1 us to look up an attribute.
     weight, bias = conv._parameters.get("weight"), conv._parameters.get("bias")
     mean, var = norm._buffers["running_mean"], norm._buffers["running_var"]
     if weight is None or mean is None or var is None:
@@ -181,7 +181,7 @@ class _ConvBNAct(nn.Module):
 
     @classmethod
     def from_modules(cls, conv: nn.Module, bn: _BatchNorm, *, act: Activation = "relu") -> Self:
-        """Holds two modules: any convolution, transposed ones too, and a batch norm.
+        """Wraps two modules: any convolution, transposed or not, and a batch norm.
 
         Args:
             conv: the convolution, which becomes the submodule ``conv``.
@@ -205,7 +205,7 @@ class _ConvBNAct(nn.Module):
         return conv_norm_act(self.conv, self.bn, x, residual, self.act)
 
     def train(self, mode: bool = True) -> Self:
-        """Sets the mode of training; what was folded is folded again."""
+        """Sets the mode of training and drops the fold, which a later call renews."""
         forget(self.bn)
         return super().train(mode)
 
@@ -220,7 +220,7 @@ class ConvBNAct1d(_ConvBNAct):
     Args:
         in_channels: the channels of the input.
         out_channels: the channels of the output.
-        kernel_size: a number, or one for each dimension; so are the next three.
+        kernel_size: a number, or one for each dimension, like stride, padding and dilation.
         padding: as for :class:`torch.nn.Conv1d`; a number, or ``"same"`` or ``"valid"``.
         bias: whether the convolution has a bias.
         padding_mode: one of zeros, reflect, replicate, circular.
@@ -245,9 +245,9 @@ class ConvBNAct2d(_ConvBNAct):
 
     The submodules ``conv`` and ``bn`` hold the parameters, as in timm's ``ConvNormAct``. In eval
     mode without gradients the batch norm is folded into the convolution, as by
-    :func:`torchkiln.conv_bn_act`; the fold is renewed when a parameter, a statistic or the mode
-    changes, and is no part of copies, pickles and ``state_dict``. Submodules with hooks,
-    parametrizations or other classes are called as they are.
+    :func:`torchkiln.conv_bn_act`. The fold is renewed when a parameter, a statistic or the mode
+    changes; copies, pickles and ``state_dict`` leave it out. Submodules that have hooks or
+    parametrizations, or are of other classes, are called one by one.
 
     The arguments are those of :class:`ConvBNAct1d`.
 

@@ -11,7 +11,7 @@ COMMON = (
     *("ignore_index", "reduction", "label_smoothing", "z_loss", "check_target", "softcap"),
     *("return_z_loss", "return_accuracy"),
 )
-"""Attributes of both modules that are options of their functions."""
+"""Attributes of both modules that are passed as options to the functions."""
 OPTIONS, LINEAR_OPTIONS = (*COMMON, "inplace_backward"), (*COMMON, "temperature")
 
 
@@ -65,7 +65,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         self.return_accuracy = return_accuracy
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:  # type: ignore[override]
-        """Returns the loss, or a :class:`torchkiln.CrossEntropyOutput` if more was asked for."""
+        """Returns the loss, or a :class:`torchkiln.CrossEntropyOutput` if options request it."""
         return cross_entropy(
             input,
             target,
@@ -91,7 +91,7 @@ class LinearCrossEntropyLoss(nn.Module):
     """A linear layer and the cross-entropy of its outputs, which are never in memory as a whole.
 
     The submodule ``linear``, a :class:`torch.nn.Linear`, holds the parameters, as in torch's module
-    of this name; its own forward, and hooks on it, are not called. To share the weight with an
+    of this name; the submodule's forward and hooks are not called. To share the weight with an
     embedding, assign it: ``loss.linear.weight = embedding.weight``. See
     :func:`torchkiln.linear_cross_entropy` for memory and cost.
 
@@ -104,7 +104,7 @@ class LinearCrossEntropyLoss(nn.Module):
         device: of the parameters.
         dtype: of the parameters.
 
-    All others are those of :func:`torchkiln.linear_cross_entropy`.
+    The other arguments are those of :func:`torchkiln.linear_cross_entropy`.
 
     Shape:
         input ``[..., in_features]``; target ``[...]``, int64.
@@ -147,7 +147,7 @@ class LinearCrossEntropyLoss(nn.Module):
         self.return_accuracy = return_accuracy
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:
-        """Returns the loss, or a :class:`torchkiln.CrossEntropyOutput` if more was asked for."""
+        """Returns the loss, or a :class:`torchkiln.CrossEntropyOutput` if options request it."""
         return linear_cross_entropy(
             input,
             self.linear.weight,

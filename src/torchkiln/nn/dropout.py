@@ -16,7 +16,7 @@ class DropoutAdd(nn.Module):
         p: the probability that an element is dropped.
 
     Shape:
-        x, residual and output of any one shape.
+        x, residual and output have one shape, which is arbitrary.
     """
 
     def __init__(self, p: float = 0.5) -> None:

@@ -7,9 +7,9 @@ from torchkiln.typing import Device
 
 
 class KVCache(nn.Module):
-    """Keys and values of earlier tokens, in buffers that stay where they are.
+    """Keys and values of earlier tokens, in buffers of fixed address and size.
 
-    Tokens are written in place, at positions that a tensor on the device gives: no size changes and
+    Tokens are written in place, at positions that a tensor on the device gives. No size changes and
     the host does not wait, so that a CUDA graph or a compiled step can be replayed for each token.
     Positions that have not been written are zeros. :class:`Attention` with a rotation writes in the
     pass that rotates, if the buffers have the dtype of the projection.
@@ -81,14 +81,14 @@ class KVCache(nn.Module):
                 buffer.scatter_(2, places, new.to(buffer.dtype))
 
     def mask(self, positions: Tensor) -> Tensor:
-        """Numbers that hide the keys behind each token: 0 up to its place, then ``-inf``.
+        """Numbers that hide the keys after each token: 0 up to the token's place, then ``-inf``.
 
-        One kernel writes them; a comparison, which attention converts, takes more. The result has
-        the dtype of the cache; float32 for integers and float8.
+        One kernel writes them; a bool mask takes more kernels, because attention converts it. The
+        result has the dtype of the cache, or float32 for integers and float8.
 
         Args:
             positions: ``[tokens]`` or ``[batch, tokens]``, int64. A token before the first place,
-                such as padding at -1, sees no key; a token behind the last place sees all.
+                such as padding at -1, sees no key; a token after the last place sees all keys.
 
         Returns:
             ``[tokens, max_length]`` or ``[batch, 1, tokens, max_length]``.
@@ -100,7 +100,7 @@ class KVCache(nn.Module):
         return found
 
     def check_length(self, tokens: int) -> None:
-        """Refuses more tokens than fit."""
+        """Refuses more tokens than ``max_length``."""
         if tokens > self.max_length:
             raise ValueError(
                 f"torchkiln.nn.KVCache: k: got {tokens} tokens, expected at most "

@@ -55,8 +55,8 @@ class Linear(nn.Linear):
 class MLP(nn.Module):
     """``act(x @ up.weight.T + up.bias) @ down.weight.T + down.bias`` as one op of autograd.
 
-    ``up`` and ``down`` are :class:`torch.nn.Linear`, which hold the parameters; their own forward,
-    and hooks on it, are not called.
+    ``up`` and ``down`` are :class:`torch.nn.Linear` and hold the parameters; forward and hooks of
+    these submodules are not called.
 
     Args:
         in_features: size of the last dimension of the input.
@@ -106,8 +106,8 @@ class GatedMLP(nn.Module):
     """``(act(g) * u) @ down.weight.T + down.bias`` as one op of autograd.
 
     ``g`` and ``u`` are the halves of ``x @ gate_up.weight.T + gate_up.bias``. ``gate_up`` and
-    ``down`` are :class:`torch.nn.Linear`, which hold the parameters; their own forward, and hooks
-    on it, are not called.
+    ``down`` are :class:`torch.nn.Linear` and hold the parameters; forward and hooks of these
+    submodules are not called.
 
     Args:
         in_features: size of the last dimension of the input.

@@ -80,7 +80,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 class AddLayerNorm(LayerNorm):
-    """:class:`LayerNorm` of ``input + residual``, and that sum.
+    """``(layer_norm(total), total)`` with ``total = input + residual``.
 
     The arguments are those of :class:`LayerNorm`.
 
@@ -156,7 +156,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class AddRMSNorm(RMSNorm):
-    """:class:`RMSNorm` of ``x + residual``, and that sum.
+    """``(rms_norm(total), total)`` with ``total = x + residual``.
 
     The arguments are those of :class:`RMSNorm`.
 

@@ -1,4 +1,4 @@
-"""What a call of a module runs, and its attributes, at little cost for the host."""
+"""Fast checks of the code that a call of a module runs, and fast reads of module attributes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def is_torchs(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool:
-    """Whether a call of the module runs torch's forward and nothing else."""
+    """Whether a call runs the forward of one of these classes and nothing else."""
     return type(module) in classes and "forward" not in module.__dict__ and not has_hooks(module)
 
 

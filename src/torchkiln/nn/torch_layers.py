@@ -17,9 +17,9 @@ from torchkiln.typing import Activation, Device
 class TransformerEncoderLayer(nn.TransformerEncoderLayer):
     """``y = norm1(x + attention(x)); norm2(y + linear2(act(linear1(y))))``.
 
-    A :class:`torch.nn.TransformerEncoderLayer`. Linear layer and activation are one op, and so are
-    dropout and residual sum, or residual sum and norm, in training, too. Submodules of another
-    class or with hooks are called.
+    A :class:`torch.nn.TransformerEncoderLayer`. Linear layer and activation are one op, in
+    training, too. So are dropout and residual sum, or without dropout residual sum and norm.
+    Submodules with hooks or of another class are called one by one.
 
     The arguments are those of torch's module.
 
@@ -79,9 +79,9 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
 
 
 class TransformerDecoderLayer(nn.TransformerDecoderLayer):
-    """:class:`TransformerEncoderLayer` with attention to ``memory`` after that to the input.
+    """:class:`TransformerEncoderLayer` with attention to the input, then to ``memory``.
 
-    A :class:`torch.nn.TransformerDecoderLayer`, of the same arguments.
+    A :class:`torch.nn.TransformerDecoderLayer`, with the same arguments.
 
     Shape:
         tgt and output ``[targets, batch, d_model]``, memory ``[sources, batch, d_model]``, or as
@@ -144,7 +144,7 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
 
 
 def adopt(attention: nn.MultiheadAttention) -> None:
-    """Makes torch's attention ours; the parameters stay, and no random number is drawn again."""
+    """Changes the class of torch's attention to ours, without new parameters or random numbers."""
     attention.__class__ = MultiheadAttention
 
 
@@ -156,13 +156,13 @@ def attend(  # noqa: PLR0917
     mask: Tensor | None,
     is_causal: bool,
 ) -> Tensor:
-    """The result of attention, without its weights."""
+    """The output of attention, without the attention weights."""
     out: Tensor = attention(x, memory, memory, padding, False, mask, is_causal=is_causal)[0]
     return out
 
 
 def rate(dropout: nn.Dropout) -> float:
-    """The probability that an element is dropped now."""
+    """The probability that an element is dropped; 0 in eval mode."""
     return dropout.p if dropout.training else 0.0
 
 
@@ -172,7 +172,7 @@ def add(x: Tensor, residual: Tensor, p: float) -> Tensor:
 
 
 def feed(layer: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer, x: Tensor) -> Tensor:
-    """``linear2(dropout(act(linear1(x))))``: one op without dropout, else two and dropout."""
+    """``linear2(dropout(act(linear1(x))))``: one op without dropout, else two ops and dropout."""
     act, first, last = act_name(layer.activation), layer.linear1, layer.linear2
     if act is None or not is_plain(first):
         return project(last, layer.dropout(layer.activation(first(x))))
@@ -182,7 +182,7 @@ def feed(layer: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer, x: Tens
 
 
 def project(layer: nn.Module, x: Tensor) -> Tensor:
-    """``layer(x)``; the gradient of the bias of a plain linear layer is one pass."""
+    """``layer(x)``; for a plain linear layer by our op, whose bias gradient takes one pass."""
     if isinstance(layer, nn.Linear) and is_plain(layer):
         return linear(x, layer.weight, layer.bias)
     out: Tensor = layer(x)
@@ -190,12 +190,12 @@ def project(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def is_plain(layer: nn.Module) -> bool:
-    """Whether the weights say all: a linear layer of torch itself, without hooks."""
+    """Whether this is torch's own linear layer without hooks, so that the weights define it."""
     return type(layer) is nn.Linear and not has_hooks(layer)
 
 
 def act_name(activation: object) -> Activation | None:
-    """Our name of an activation of torch, or None."""
+    """The name in torchkiln of an activation of torch, or None."""
     if activation in (F.relu, torch.relu) or isinstance(activation, nn.ReLU):
         return "relu"
     if activation is F.silu or isinstance(activation, nn.SiLU):

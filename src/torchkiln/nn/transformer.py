@@ -19,8 +19,8 @@ from torchkiln.typing import Activation, Device, Rounding, Saved
 class TransformerBlock(nn.Module):
     """``t = x + residual; u = t + attention(norm(t)); (mlp(norm(u)), u)``.
 
-    The sum of the two results is the output of the block. The next block computes it together with
-    its first norm in one pass, so give it both results; after the last block add them.
+    The sum of the two results is the output of the block. Pass both to the next block, which
+    computes sum and first norm in one pass; after the last block add them.
 
     The defaults are the form of Llama. GPT-2: ``norm="layer", bias=True, gated=False,
     act="gelu_tanh"``, without cos and sin. Qwen3: ``qk_norm="head"``. Gemma: ``offset=1.0,
@@ -32,7 +32,7 @@ class TransformerBlock(nn.Module):
         norm: ``"rms"`` or ``"layer"``.
         eps: of all norms.
         offset: a number that is added to the weights of all norms.
-        round: of all norms but those of the heads, as for :func:`torchkiln.layer_norm`.
+        round: of all norms except norms of heads, as for :func:`torchkiln.layer_norm`.
         bias: whether projections and layer norms have a bias.
         gated: whether the feed-forward layer is a :class:`GatedMLP` and not a :class:`MLP`.
         act: the activation of the feed-forward layer.
@@ -124,10 +124,11 @@ class TransformerBlock(nn.Module):
         cache: KVCache | None = None,
         positions: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The result of the feed-forward layer, and the residual to which it is to be added.
+        """The result of the feed-forward layer, and the residual that must be added to it.
 
-        ``x`` is the result of the block before, or the embedded tokens, ``residual`` that of the
-        block before, or None for zeros. The other arguments are those of :meth:`Attention.forward`.
+        ``x`` and ``residual`` are the two results of the previous block; for the first block ``x``
+        is the embedded tokens and ``residual`` is None. The other arguments are those of
+        :meth:`Attention.forward`.
         """
         p = self.dropout if self.training else 0.0
         if residual is None:
@@ -147,7 +148,7 @@ class TransformerBlock(nn.Module):
 def add_norm(norm: nn.Module, x: Tensor, residual: Tensor, p: float = 0.0) -> tuple[Tensor, Tensor]:
     """``(norm(total), total)`` with ``total = dropout(x) + residual``, in one pass if p is 0.
 
-    A module of another class, or with hooks, is called.
+    A norm of another class, or with hooks, is called as a module.
     """
     if p == 0 and not has_hooks(norm):
         if isinstance(norm, RMSNorm) and type(norm) is RMSNorm:

@@ -1,4 +1,4 @@
-"""Convolutions whose kernel computes the moments of its results, for the batch norm behind."""
+"""Convolutions whose kernel also computes the moments of its results, for the next batch norm."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def conv_with_moments(
 ) -> tuple[Tensor, Tensor] | None:
     """The convolution and the moments of its channels; None if torch's convolution is to run.
 
-    Such a kernel exists for filters of one element, adjacent channels and half precision on a GPU
-    of compute capability 9.0. It is used where it takes less time than torch's convolution and
-    another pass over the results.
+    The kernel needs filters of one element, adjacent channels, half precision and a GPU of compute
+    capability 9.0. It runs where it takes less time than torch's convolution plus a pass over the
+    results.
     """
     if not x.is_cuda or bias is not None or not is_pixelwise(weight, geometry):
         return None
@@ -40,7 +40,7 @@ def conv_with_moments(
 
 
 def is_pixelwise(weight: Tensor, geometry: Geometry) -> bool:
-    """Whether each result is a product of one pixel with the filters."""
+    """Whether each output pixel is the product of one input pixel and the filters."""
     stride, padding, _, groups = geometry
     has_padding = not isinstance(padding, str) and any(padding)
     ones = all(size == 1 for size in (*weight.shape[2:], *stride))
@@ -61,7 +61,7 @@ def bn_act_from(  # noqa: PLR0917
     momentum: float,
     eps: float,
 ) -> Tensor:
-    """:func:`torchkiln.bn_act` in training by the moments of ``x``."""
+    """:func:`torchkiln.bn_act` in training, from the computed ``moments`` of ``x``."""
     parts = weight, bias, running_mean, running_var, residual
     op = torch.ops.torchkiln.bn_act_from_moments.default
     y: Tensor = op(x, moments[None], *parts, act, momentum, eps)

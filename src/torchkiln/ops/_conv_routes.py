@@ -41,7 +41,7 @@ class Geometry(NamedTuple):
 
     stride: Sizes
     padding: Sizes | str
-    """The same before and after, or ``"same"`` where these differ."""
+    """Zeros on each side, or ``"same"`` where the two sides differ."""
     dilation: Sizes
     groups: int
 
@@ -49,7 +49,7 @@ class Geometry(NamedTuple):
 def by_steps(
     x: Tensor, fold: Fold, residual: Tensor | None, geometry: Geometry, act: Activation
 ) -> Tensor:
-    """The convolution with a bias, then the sum and the activation in its memory."""
+    """Convolves with a bias, then adds the residual and applies the activation in place."""
     y = CONVOLUTIONS[x.dim()](x, fold.weight, fold.bias, *geometry)
     if residual is not None:
         y += residual
@@ -59,7 +59,7 @@ def by_steps(
 def by_product(
     x: Tensor, fold: Fold, residual: Tensor | None, _: Geometry, act: Activation
 ) -> Tensor:
-    """The pixels as rows of a matrix; a residual is copied if it has another layout."""
+    """A matrix product with pixels as rows; a residual of another layout is copied."""
     rows, weight = x.movedim(1, -1), fold.weight.flatten(1)
     more = None if residual is None else residual.movedim(1, -1)
     return linear(rows, weight, fold.bias, act=act, residual=more).movedim(-1, 1)
@@ -105,11 +105,12 @@ PRODUCT = Route(
 def choose(
     x: Tensor, weight: Tensor, geometry: Geometry, act: Activation, *, has_residual: bool
 ) -> tuple[Route, str]:
-    """The fastest way that the call allows, and the reason.
+    """The fastest route that the call allows, and the reason.
 
-    Measured on an H200 beside torch's convolution followed by bn_act. Relative to the convolution
-    alone, cuDNN with relu takes 1.0 to 1.1 in channels_last, 1.1 to 2.5 with a residual, and bn_act
-    1.2 to 2.2 and 1.3 to 3.
+    Times on an H200 in channels_last, relative to torch's convolution alone:
+
+    - cuDNN with relu: 1.0 to 1.1, with a residual 1.1 to 2.5;
+    - torch's convolution and bn_act: 1.2 to 2.2, with a residual 1.3 to 3.
     """
     if not x.is_cuda:
         return STEPS, "on a CPU the bias is part of the convolution, and a pass is saved"
@@ -127,8 +128,8 @@ def why_no_product(
 ) -> str | None:
     """The reason not to compute a convolution as a matrix product, if any.
 
-    In float32 torch allows TensorFloat-32 to convolutions alone. A stride would copy the pixels,
-    which takes as long as what the product saves.
+    In float32 torch allows TensorFloat-32 in convolutions, but by default not in matrix products. A
+    stride needs a copy of the pixels, which takes as long as the product saves.
     """
     ones = (1,) * len(geometry.stride)
     if weight.shape[2:] != ones or geometry.groups != 1 or (act != "none" and has_residual):
@@ -143,9 +144,11 @@ def why_no_cudnn(
 ) -> str | None:
     """The reason not to use cuDNN's fused kernels, if any.
 
-    Slower than bn_act are: half precision unless channels are adjacent, because cuDNN converts x
-    (1.02 to 2.7 times the time); 1 and 2 channels per group (1.1 to 11 times); pixels of results
-    that end at no 8 bytes, or 16 bytes with a residual (1.5 times).
+    Three cases take longer than torch's convolution and bn_act:
+
+    - half precision without adjacent channels, because cuDNN converts x: 1.02 to 2.7 times;
+    - fewer than ``LEAST_CHANNELS`` channels per group: 1.1 to 11 times;
+    - output pixels that are no multiple of 8 bytes, or 16 with a residual: 1.5 times.
     """
     pixel = weight.shape[0] * x.element_size()
     if x.dim() != 4 or x.dtype == torch.float64 or isinstance(geometry.padding, str):
@@ -172,7 +175,7 @@ def run_folded(
 ) -> Tensor | None:
     """The result from a folded batch norm; None if convolution and batch norm are to run apart."""
     if not is_plain(x) or (residual is not None and not is_plain(residual)):
-        return None  # the convolution or bn_act says what is wrong, if anything
+        return None  # the convolution or bn_act reports an error, if any
     reason = why_not_now(owner, x, parts, residual)
     if reason is not None:
         _C.note(f"{APART.words}: {reason}")
@@ -200,7 +203,7 @@ def run_folded(
 def signature(
     x: Tensor, residual: Tensor | None, geometry: Geometry, act: Activation, eps: float
 ) -> tuple[Any, ...]:
-    """What the route of a call depends on beside the parts."""
+    """The properties of a call, apart from its parts, that decide its route."""
     added = None if residual is None else (residual.shape, residual.dtype, residual.device)
     kind = "cuda" if x.is_cuda else "cpu"
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -219,10 +222,10 @@ def planned(
     act: Activation,
     eps: float,
 ) -> tuple[Fold | None, Route, str]:
-    """The fold for this call, if it has one, its route, and the words for the route."""
+    """The fold for this call or None, the route, and the note that explains the route."""
     dtype = dtype_of(x, parts.weight)
     if dtype is None or not takes(x, parts.weight, residual, geometry, dtype) or not eps >= 0:
-        return None, APART, f"{APART.words}: the arguments do not agree"  # an error says more
+        return None, APART, f"{APART.words}: the arguments do not agree"  # torch raises the error
     x = x.to(dtype)
     route, why = choose(x, parts.weight, geometry, act, has_residual=residual is not None)
     if route is not APART:
@@ -240,7 +243,7 @@ def geometry_of(
     dilation: int | Sizes,
     groups: int,
 ) -> Geometry:
-    """The settings with one number for each dimension of the kernel."""
+    """The settings with one number for each spatial dimension of the kernel."""
     dims = weight.dim() - 2
     every = spread(dilation, dims)
     if padding == "valid":
@@ -261,7 +264,7 @@ def spread(value: int | Sizes, count: int) -> Sizes:
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether this is a strided tensor without code of its own on a CPU or a GPU."""
+    """Whether this is a strided tensor on a CPU or a GPU, and of no subclass with its own code."""
     return type(x) in PLAIN and (x.is_cuda or x.is_cpu) and x.layout is torch.strided
 
 
@@ -271,7 +274,7 @@ def is_last(x: Tensor) -> bool:
 
 
 def format_of(x: Tensor, weight: Tensor) -> torch.memory_format:
-    """The memory format in which torch convolves, so that the weight is not copied in each call."""
+    """The memory format that torch's convolution uses, to avoid a copy of the weight per call."""
     last = LAST.get(x.dim())
     if last is None or (x.is_contiguous() and weight.is_contiguous()):
         return torch.contiguous_format
@@ -308,7 +311,7 @@ def takes(
 
 
 def result_sizes(x: Tensor, weight: Tensor, geometry: Geometry) -> Sizes:
-    """Sizes of the result of the convolution behind the channels."""
+    """Spatial sizes of the convolution's result, without batch and channels."""
     inputs, kernel = x.shape[2:], weight.shape[2:]
     if isinstance(geometry.padding, str):
         return tuple(inputs)

@@ -1,7 +1,7 @@
 """Operation counts of matrix products for :class:`torch.utils.flop_counter.FlopCounterMode`.
 
-That module takes time to import, and warns beside a CUDA torch without Triton. So the formulas are
-registered when it is imported, not when torchkiln is.
+The module of that class takes time to import, and warns if a CUDA torch has no Triton. So the
+formulas are registered when that module is imported, not when torchkiln is.
 """
 
 from types import ModuleType
@@ -19,7 +19,7 @@ def matmul_flops(a: Tensor, _b: Tensor, *, out_val: Tensor) -> int:
 
 
 def linear_flops(x: Tensor, weight: Tensor, *_args: Any, **_kwargs: Any) -> int:
-    """Operations of the product of a linear layer; as in torch, the rest does not count."""
+    """Operations of the product of a linear layer; as in torch, a bias does not count."""
     return 2 * x.numel() * weight.shape[0]
 
 
@@ -29,7 +29,7 @@ def mlp_flops(x: Tensor, up: Tensor, down: Tensor, *_args: Any, **_kwargs: Any) 
 
 
 def chunk_flops(x: Tensor, weight: Tensor, *args: Any, **_kwargs: Any) -> int:
-    """Operations of the logits and of the gradients of x and weight, as far as they are wanted."""
+    """Operations of the logits, and of the gradients of x and weight if they are needed."""
     wanted = next((each for each in args if isinstance(each, (list, tuple))), ())
     return 2 * x.numel() * weight.shape[0] * (1 + sum(wanted[:2]))
 

@@ -1,7 +1,7 @@
 """Batch norms folded into the convolution before them, kept until something changes.
 
-A fold belongs to a batch norm, or to the weight of a convolution, and is freed with it. It is no
-part of a module: copies, pickles and ``state_dict`` do not have it.
+A fold belongs to a batch norm, or to the weight of a convolution, and is freed with this owner. No
+module contains it: copies, pickles and ``state_dict`` leave it out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torchkiln import _C
 
 PLAIN = (Tensor, nn.Parameter)
-"""Classes of tensors that have no code of their own."""
+"""Classes of tensors that add no code to torch's operations."""
 
 
 class Parts(NamedTuple):
@@ -35,7 +35,7 @@ class Parts(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What a fold depends on beside its parts."""
+    """The settings that a fold depends on, apart from its parts."""
 
     eps: float
     dtype: torch.dtype
@@ -43,7 +43,7 @@ class Form(NamedTuple):
 
 
 class Fold:
-    """Weight and bias of a convolution that computes the batch norm behind it, too."""
+    """Weight and bias of a convolution that includes the batch norm after it."""
 
     def __init__(self, parts: Parts, form: Form) -> None:
         self.form = form
@@ -51,16 +51,16 @@ class Fold:
         self.ids = {id(part) for part in parts}
         self.weight, self.bias = folded(parts, form)
         self.stream = stream_of(self.weight)
-        if self.stream is not None:  # calls on other streams read it, too
+        if self.stream is not None:  # calls on other streams read the fold, too
             torch.cuda.current_stream(self.weight.device).synchronize()
         self.refused: str | None = None
-        """Why cuDNN computed no result with it."""
+        """The reason why cuDNN has no kernel for this fold, if it has none."""
         self.last: tuple[Any, Any, str] = (None, None, "")
-        """The last call that used it, its route, and the words for both: one object, because
-        threads may share a fold."""
+        """The signature, route and note of the last call. One tuple, because threads may share a
+        fold."""
 
     def is_used(self) -> None:
-        """Keeps its memory until the work of the current stream is done."""
+        """Keeps the memory of the fold until the current stream has finished its work."""
         if self.stream is not None and self.stream != stream_of(self.weight):
             stream = torch.cuda.current_stream(self.weight.device)
             self.weight.record_stream(stream)
@@ -72,13 +72,13 @@ FOLDS: dict[int, tuple[weakref.ref[Any], Fold]] = {}
 
 
 def kept_fold(owner: object, parts: Parts) -> Fold | None:
-    """The owner's fold; None if there is none, or if its tensors have changed since."""
+    """The owner's fold; None if it has none, or if a folded tensor has changed since."""
     entry = FOLDS.get(id(owner))
     return entry[1] if entry is not None and entry[1].watch.is_current(parts) else None
 
 
 def fold_of(owner: object, parts: Parts, form: Form) -> Fold | str:
-    """The owner's fold of these tensors or a new one; or the reason why there can be none."""
+    """The owner's fold of these tensors, or a new fold, or the reason why they cannot be folded."""
     kept = kept_fold(owner, parts)
     if kept is not None and kept.form == form:
         return kept
@@ -136,8 +136,8 @@ def folded(parts: Parts, form: Form) -> tuple[Tensor, Tensor]:
 def why_not_now(owner: object, x: Tensor, parts: Parts, residual: Tensor | None) -> str | None:
     """The reason not to use a fold in this call, if any.
 
-    A fold is a copy of the parameters, so it is used only where nothing but a change that is seen
-    can make it outdated. A call that makes gradients announces a change, and drops the fold.
+    A fold is a copy of the parameters, so it is used only where every change of a parameter is
+    detected. A call that needs gradients precedes a change, and drops the fold.
     """
     if _C.needs_gradient((x, residual, *parts)):
         forget(owner)
@@ -162,7 +162,7 @@ def why_not_ever(parts: Parts, dtype: torch.dtype) -> str | None:
 
 
 def are_right(parts: Parts, dtype: torch.dtype) -> bool:
-    """Whether the convolution and bn_act take these tensors; their errors say more."""
+    """Whether the convolution and bn_act take these tensors; those ops raise the errors."""
     weight, bias, *pairs = parts
     dtypes = [{part.dtype for part in pair if part is not None} for pair in (pairs[:2], pairs[2:])]
     return all(
@@ -183,7 +183,7 @@ def stream_of(tensor: Tensor) -> int | None:
 
 
 def is_transformed() -> bool:
-    """Whether torch transforms or records the calls, as by vmap, dual tensors and tracing."""
+    """Whether torch transforms or records calls: vmap, dual tensors, dispatch modes, tracing."""
     return bool(
         torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None

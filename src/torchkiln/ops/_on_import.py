@@ -1,4 +1,4 @@
-"""Calls of a function when a module of torch is imported, which takes time and may never happen."""
+"""Calls a function when a module of torch is imported: torchkiln need not import it for that."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class OnImport(MetaPathFinder):
-    """Finds a module as Python does, and calls a function when it has been executed."""
+    """Finds a module as Python does, and calls a function after the module has been executed."""
 
     def __init__(self, name: str, function: Callable[[ModuleType], None]) -> None:
         self.name = name
@@ -36,7 +36,7 @@ class OnImport(MetaPathFinder):
 
 
 def when_imported(name: str, function: Callable[[ModuleType], None]) -> None:
-    """Calls the function now if the module is imported, else when it will be."""
+    """Calls the function now if the module is imported, else after its import."""
     if name in sys.modules:
         function(sys.modules[name])
     else:

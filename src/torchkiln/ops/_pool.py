@@ -25,9 +25,9 @@ class Windows(NamedTuple):
 
 
 def takes_pool(x: Tensor, windows: Windows) -> bool:
-    """Whether there is a kernel for the pool of ``x`` behind a batch norm.
+    """Whether a kernel computes a batch norm of ``x`` and then this max pool.
 
-    It reads adjacent channels in whole vectors on a GPU.
+    The kernel runs on a GPU and loads adjacent channels in vectors of 8.
     """
     if not x.is_cuda or x.dim() != 4 or x.dtype not in (torch.float32, *HALF):
         return False
@@ -60,8 +60,8 @@ def bn_act_pool(  # noqa: PLR0917
 ) -> Tensor:
     """The max pool of :func:`torchkiln.bn_act` in training, for an ``x`` that the kernel takes.
 
-    Neither the batch norm's result nor its gradient is stored. The numbers are those of the calls
-    one by one; the gradient is rounded once.
+    Neither the result of the batch norm nor the gradient of that result is stored. The results
+    equal those of separate calls; the gradient is rounded once.
     """
     if not is_compiling():
         _C.note("max pool in the kernel of the batch norm")

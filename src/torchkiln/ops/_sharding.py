@@ -9,7 +9,7 @@ MODULE = "torch.distributed.tensor"
 def register_rules(_: ModuleType) -> None:
     """Registers the rules of all ops.
 
-    A torch with other internals keeps none: DTensor then reports an op without a rule.
+    Registers nothing if the internals of this torch differ: DTensor then reports a missing rule.
     """
     with suppress(ImportError, AttributeError):
         from torchkiln.distributed import rules  # noqa: PLC0415  imports torch's module

@@ -1,6 +1,6 @@
-"""Checks and type promotion of the bodies of ops in a graph, where ATen's ops stand for a kernel.
+"""Checks and type promotion for graphs, where the body of an op consists of ATen's ops.
 
-The rules and the messages are those of the C++ side (checks.h, promotion.h).
+Rules and messages equal those of the C++ code (checks.h, promotion.h).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def check_same_dtype(op: str, name: str, tensor: Tensor, like: str, x: Tensor) -
 
 def check_no_gradient(op: str, name: str, *tensors: Tensor | None) -> None:
     """Refuses to write over a tensor where autograd would need a gradient of it."""
-    # The attribute of a torch.fx.Proxy is a Proxy, whose truth is not known.
+    # `is True`: requires_grad of a torch.fx.Proxy is a Proxy, which has no truth value.
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad is True for t in tensors):
         raise RuntimeError(
             f"torchkiln.{op}: {name}: got tensors that require a gradient, expected none: the "
@@ -58,8 +58,8 @@ def promoted_dtype(
     Args:
         op: the name in the error.
         operands: the operands by their names.
-        factors: the number of first operands that are multiplied before the others are added. The
-            product has a dimension if a factor has one.
+        factors: how many of the first operands are multiplied before the others are added. The
+            product counts as a tensor with dimensions if a factor is one.
     """
     places = [place_of(operand) for operand in operands.values()]
     if factors:
@@ -79,7 +79,7 @@ def promoted_dtype(
 
 
 def dtype_of(operand: object) -> torch.dtype:
-    """The dtype of a tensor, or of the one that a number is wrapped in."""
+    """The dtype of a tensor, or of the tensor that torch makes from a number."""
     if isinstance(operand, Tensor):
         return operand.dtype
     if isinstance(operand, bool):
@@ -88,10 +88,10 @@ def dtype_of(operand: object) -> torch.dtype:
 
 
 def place_of(operand: Tensor | float) -> tuple[torch.dtype, int]:
-    """The dtype by which an operand promotes, and its group.
+    """The dtype with which an operand takes part in promotion, and its group.
 
-    Tensors with dimensions are group 0, 0-dimensional ones 1, numbers 2: a later group counts only
-    where its kind of dtype (bool, integer, floating point) is a higher one.
+    Tensors with dimensions are group 0, 0-dimensional tensors 1, numbers 2. A later group changes
+    the result only if its kind of dtype (bool, integer, floating point, complex) is higher.
     """
     dtype = dtype_of(operand)
     if isinstance(operand, Tensor):
@@ -106,12 +106,12 @@ def joined(places: Iterable[tuple[torch.dtype, int]]) -> torch.dtype:
         before = groups[group]
         groups[group] = dtype if before is None else torch.promote_types(before, dtype)
     result = combined(groups[0], combined(groups[1], groups[2]))
-    assert result is not None  # there are operands
+    assert result is not None  # there is at least one operand
     return result
 
 
 def combined(first: torch.dtype | None, later: torch.dtype | None) -> torch.dtype | None:
-    """The dtype of a group of operands beside a later group."""
+    """The promoted dtype of a group of operands and a later group."""
     if first is None or later is None:
         return later if first is None else first
     if kind_of(later) > kind_of(first):
@@ -120,7 +120,7 @@ def combined(first: torch.dtype | None, later: torch.dtype | None) -> torch.dtyp
 
 
 def kind_of(dtype: torch.dtype) -> int:
-    """The rank of bool, integers, floating point and complex dtypes in a promotion."""
+    """The rank of a dtype in a promotion: bool 0, integers 1, floating point 2, complex 3."""
     if dtype.is_complex:
         return 3
     return 2 if dtype.is_floating_point else int(dtype != torch.bool)

@@ -1,4 +1,4 @@
-"""Aliases of a tensor for two uses, whose gradients are added in the kernel that reads them."""
+"""Two aliases of a tensor. The kernel that reads the gradients of both adds them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torchkiln.ops._folding import is_transformed
 
 
 def two_uses(x: Tensor) -> tuple[Tensor, Tensor]:
-    """``x`` twice. The values are to be read only: a change in place has no gradient.
+    """Returns ``x`` twice, for reading only: a change in place has no gradient.
 
-    If ``x`` is the result of a batch norm with a residual and relu, its backward adds the gradients
-    of both where autograd would add them in a kernel of its own. The sum is rounded as there.
+    If ``x`` is the result of a batch norm with a residual and relu, the backward pass of the batch
+    norm adds both gradients. Otherwise autograd adds them in a separate kernel. Both round equally.
     """
     if is_compiling() or type(x) is not Tensor or not x.requires_grad or is_transformed():
         return x, x

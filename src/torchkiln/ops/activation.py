@@ -153,12 +153,12 @@ def is_tanh(approximate: Literal["none", "tanh"], op: str) -> bool:
 
 
 def listed(suffix: str = "") -> dict[str, Callable[[Tensor], Tensor]]:
-    """The functions here of the activations that C++ lists, by the name of the activation."""
+    """Functions of this module for the activations that C++ lists, by activation name."""
     names = [name for name in _C.activations() if name + suffix in globals()]
     return {name: globals()[name + suffix] for name in names}
 
 
 ACTIVATIONS = listed()
-"""All activations but none."""
+"""The functions of all activations except ``"none"``."""
 IN_PLACE = listed("_")
-"""Those that also exist in place: the functions that write into their argument."""
+"""The in-place functions of activations that have one, by activation name."""

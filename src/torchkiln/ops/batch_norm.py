@@ -29,7 +29,7 @@ def bn_act(  # noqa: PLR0917
 ) -> Tensor:
     """Returns ``act((x - mean) / sqrt(variance + eps) * weight + bias + residual)``.
 
-    Mean and variance are those of each channel of ``x`` in training, else the running ones.
+    Mean and variance are computed per channel of ``x`` in training, else the running ones are used.
     Training also moves the running statistics in place, as :func:`torch.nn.functional.batch_norm`
     does: ``running = (1 - momentum) * running + momentum * new``, with the unbiased variance. All
     is computed in float32 (float64 for float64) and rounded once; statistics stay exact where the
@@ -45,7 +45,7 @@ def bn_act(  # noqa: PLR0917
         running_mean: ``[channels]``; of the dtype of ``x``, or float32 if ``x`` has half precision.
             None only in training.
         running_var: of the shape and dtype of ``running_mean``.
-        residual: of the shape and dtype of ``x``; read without a copy if it has its layout.
+        residual: of the shape and dtype of ``x``; read without a copy if the layouts are equal.
         act: an activation, or none.
         training: whether to use the statistics of ``x``, which needs more than one value for each
             channel.
@@ -80,7 +80,7 @@ def _gathered(own: Tensor, group: Any) -> Tensor:
 
 
 class _SyncForward(torch.autograd.Function):
-    """``bn_act`` by the statistics of all processes of a group."""
+    """``bn_act`` with statistics over all processes of a group."""
 
     @staticmethod
     def forward(  # noqa: PLR0917
@@ -132,7 +132,7 @@ class _SyncForward(torch.autograd.Function):
         grad_x = None
         if wanted[0]:
             dist.all_reduce(coefficients, group=ctx.group)
-            if wanted[3] and act == "relu":  # its gradient is that of the argument of relu
+            if wanted[3] and act == "relu":  # the residual and relu's argument share one gradient
                 grad, act, signs = found[2], "none", None
             grad_x = torch.ops.torchkiln.sync_bn_backward_input(
                 grad, x, statistics, coefficients, weight, bias, residual, signs, act
@@ -155,15 +155,15 @@ def sync_bn_act(  # noqa: PLR0917
     eps: float,
     group: Any,
 ) -> Tensor:
-    """:func:`bn_act` in training, by the statistics of the processes of a group together.
+    """:func:`bn_act` in training, with common statistics of all processes of a group.
 
-    Forward gathers ``2 * channels + 1`` numbers of each process, backward adds ``2 * channels``.
-    The host waits for neither. The gradients of weight and bias are those of this process, which
-    ``DistributedDataParallel`` averages. There is no second derivative.
+    Forward gathers ``2 * channels + 1`` numbers from each process, backward adds ``2 * channels``
+    numbers over the processes. The host waits for neither. The gradients of weight and bias are
+    local; ``DistributedDataParallel`` averages them. There is no second derivative.
 
-    The arguments are those of :func:`bn_act`. Each process may have another batch, also an empty
-    one; ``momentum`` may be an int64 tensor, the number of batches, which gives new statistics the
-    weight ``1 / momentum``.
+    The arguments are those of :func:`bn_act`. Batch sizes may differ between processes, and a batch
+    may be empty. ``momentum`` may be an int64 tensor, the number of batches: new statistics then
+    have the weight ``1 / momentum``.
     """
     batches = momentum if isinstance(momentum, Tensor) else None
     with torch.no_grad():

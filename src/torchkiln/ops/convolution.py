@@ -42,15 +42,16 @@ def conv_bn_act(  # noqa: PLR0917
     In training, and wherever a gradient is needed, this is torch's convolution followed by
     :func:`bn_act`. On a GPU of compute capability 9.0, a large convolution of one element, in half
     precision and with adjacent channels, computes the statistics in the same kernel. In eval mode
-    without gradients the batch norm is folded into weight and bias of the convolution, in float32
-    and once: both are kept until a parameter or a statistic changes. On a GPU cuDNN then computes
-    bias, sum and relu with the convolution, or a matrix product does for kernels of one element; on
-    a CPU they are computed in place. :func:`explain` has the choice and its reason.
+    without gradients the batch norm is folded once, in float32, into weight and bias of the
+    convolution. The fold is kept until a parameter or a statistic changes. On a GPU cuDNN then
+    computes bias, sum and relu in the convolution. For other activations a matrix product computes
+    kernels of one element. On a CPU, sum and activation are in place. :func:`explain` reports the
+    choice and the reason.
 
-    The weight is folded only if it is a ``torch.nn.Parameter``. Changes through ``.data`` in place
-    have no sign that torch can give: change parameters under ``torch.no_grad()`` instead, or call
-    the function once with gradients. ``torch.compile``, ``torch.export`` and CUDA
-    graphs contain the convolution and ``bn_act``, which read the parameters.
+    The weight is folded only if it is a ``torch.nn.Parameter``. Torch does not count in-place
+    changes through ``.data``: change parameters under ``torch.no_grad()`` instead, or call the
+    function once with gradients. ``torch.compile``, ``torch.export`` and CUDA graphs contain the
+    convolution and ``bn_act``, which read the parameters.
 
     Args:
         x: ``[batch, in_channels, ...]`` with 1 to 3 dimensions ``...``; float32, float64, float16
@@ -58,7 +59,7 @@ def conv_bn_act(  # noqa: PLR0917
         conv_weight: ``[out_channels, in_channels / groups, ...]``; of the dtype of ``x``.
         conv_bias: ``[out_channels]``; of the dtype of ``x``.
         bn_weight: ``[out_channels]``; of the dtype of the convolution, or float32 if that is half
-            precision. So are the next three.
+            precision. The dtype of the next three arguments is the same.
         bn_bias: ``[out_channels]``.
         running_mean: ``[out_channels]``; None only in training.
         running_var: ``[out_channels]``; None only in training.
@@ -66,7 +67,7 @@ def conv_bn_act(  # noqa: PLR0917
         stride: a number, or one for each dimension; so are padding and dilation.
         padding: zeros on both sides, or ``"same"`` or ``"valid"``.
         dilation: the distance of the elements of the kernel.
-        groups: of channels that are convolved apart.
+        groups: number of channel groups that are convolved separately.
         act: an activation, or none.
         training: whether to use the statistics of this batch, and to move the running ones.
         momentum: the weight of the new statistics.
@@ -119,7 +120,7 @@ def conv_bn_act(  # noqa: PLR0917
 
 
 def check_ranks(x: Tensor, weight: Tensor) -> None:
-    """Refuses what is no batch, and a weight of another rank."""
+    """Refuses an ``x`` without 3 to 5 dimensions, and a weight of another rank."""
     if x.dim() not in CONVOLUTIONS:
         raise ValueError(
             f"torchkiln.conv_bn_act: x: got shape {list(x.shape)}, expected [batch, channels, ...] "

@@ -12,20 +12,20 @@ from torchkiln.typing import Reduction
 
 
 class CrossEntropyOutput(NamedTuple):
-    """The loss, and what else a call has asked for."""
+    """The loss, and the optional results that the call requested."""
 
     loss: Tensor
     z_loss: Tensor | None
-    """The part of the loss that the z-loss adds; None if it was not asked for."""
+    """The part of the loss that the z-loss adds; None unless requested."""
     accuracy: Tensor | None
-    """None if it was not asked for."""
+    """None unless requested."""
 
 
 _register_namedtuple(CrossEntropyOutput, serialized_type_name="torchkiln.CrossEntropyOutput")
 
 
 class LossOptions(TypedDict, total=False):
-    """Options that all losses have."""
+    """Options of all losses."""
 
     ignore_index: int
     reduction: Reduction
@@ -125,14 +125,14 @@ def cross_entropy(
     Args:
         logits: ``[classes]``, ``[rows, classes]`` or ``[rows, classes, ...]``; float32, float64,
             float16 or bfloat16. If the classes of a row are not adjacent in memory, the call
-            copies the logits; backward writes the gradient into its copy.
+            copies the logits; backward writes the gradient into this copy.
         target: int64 class indices in the shape of ``logits`` without the classes, or
-            probabilities of the shape of ``logits``, which may require a gradient. Beside
-            probabilities of a wider dtype the loss has that dtype; half precision and float32 are
+            probabilities of the shape of ``logits``, which may require a gradient. If the
+            probabilities have a wider dtype, the loss has it, too; half precision and float32 are
             read together, without a copy. An index out of range raises an IndexError on the
             CPU. On CUDA it fails an assertion in the kernel, after which the process cannot use the
             GPU; see ``check_target``.
-        weight: ``[classes]``, of the dtype of ``logits``, or float32 if those have half precision;
+        weight: ``[classes]``, of the dtype of ``logits``, or float32 if that is half precision;
             None for ones. It may not require a gradient.
         ignore_index: rows with this target class have no loss and no gradient.
         reduction: none, mean or sum.
@@ -145,18 +145,17 @@ def cross_entropy(
             that is out of range. This waits for the GPU.
         inplace_backward: whether backward writes the gradient into the memory of ``logits``. The
             classes of a row must be adjacent; a leaf that requires a gradient, or a view of one, is
-            refused. The op that computed the logits must not need them
-            in its backward (a linear layer does not), and any later use of them in autograd is an
-            error, as is a second derivative. Under torch.compile and torch.func the gradient is a
-            new tensor.
+            refused. The op that computed the logits must not read them in its backward (a linear
+            layer does not). A later use of the logits in autograd is an error, and so is a second
+            derivative. Under torch.compile and torch.func the gradient is a new tensor.
         softcap: a number greater than 0: the loss is that of ``softcap * tanh(logits / softcap)``.
-            The capped logits are a tensor of their own, float32 for half precision.
+            The capped logits are stored in one more tensor, float32 for half precision.
         return_z_loss: whether to return a :class:`CrossEntropyOutput` with the part of the loss
             that ``z_loss`` adds, reduced as the loss. It has no gradient of its own.
         return_accuracy: whether to return a :class:`CrossEntropyOutput` with the accuracy: 1 for
             each row with no logit above that of the target class, else 0, reduced as the loss; the
-            mean is that of the rows that are not ignored. Needs class indices. Neither reads the
-            logits again.
+            mean is taken over rows that are not ignored. Needs class indices. Neither this result
+            nor the z-loss reads the logits again.
     """
     options = {
         "ignore_index": ignore_index,
@@ -245,15 +244,16 @@ def linear_cross_entropy(
     """Returns ``cross_entropy(x @ weight.T + bias, target)`` without all logits in memory.
 
     Logits are computed for a chunk of rows at a time: as many rows as fit in 1 GiB, at least 2048
-    and at most 8192. Their gradient replaces them at once, and from it the gradients of ``x``,
-    ``weight`` and ``bias`` are made, in the same pass as the loss; backward multiplies them by the
-    incoming gradient. So a loss that requires a gradient costs three products in forward, without
-    gradients one. The host never waits for the GPU.
+    and at most 8192. Forward overwrites the logits with their gradient and computes the gradients
+    of ``x``, ``weight`` and ``bias`` from it, chunk by chunk; backward multiplies these three by
+    the incoming gradient. So forward costs three products if a gradient is required, else one. The
+    host never waits for the GPU.
 
-    Memory, beside the gradients: the logits of one chunk. The gradient of ``weight`` in half
-    precision is added over the chunks in float32, which takes twice the memory of ``weight``. It is
-    rounded to bfloat16 at the end of forward; in float16 it stays float32 until backward. On a GPU
-    in bfloat16, up to 8192 rows are one chunk where that takes no more memory than chunk and sum.
+    Apart from the gradients, memory holds the logits of one chunk. The gradient of ``weight`` in
+    half precision is summed over the chunks in float32, which takes twice the memory of ``weight``.
+    The sum is rounded to bfloat16 at the end of forward; in float16 it stays float32 until
+    backward. On a GPU in bfloat16, up to 8192 rows are one chunk if this takes no more memory than
+    a smaller chunk and the float32 sum.
 
     On a GPU, large half-precision products of classes that are no multiple of 8 need copies of
     ``weight`` and of its gradient, too. Losses per row (``reduction="none"``) keep no gradients:
@@ -278,10 +278,10 @@ def linear_cross_entropy(
         check_target: whether to validate the target first and raise an error with the first class
             that is out of range. This waits for the GPU.
         softcap: a number greater than 0: the loss is that of ``softcap * tanh(logits / softcap)``.
-            Chunks then have fewer rows, as the capped logits are two more tensors of a chunk.
+            Chunks then have fewer rows, because the softcap needs two more tensors per chunk.
         temperature: a number greater than 0 that divides the logits, after the softcap and before
-            the z-loss. Without a softcap the quotients are rounded to the dtype of ``x``, whose
-            range they must not leave. torch.compile makes a graph for each value.
+            the z-loss. Without a softcap the quotients are rounded to the dtype of ``x`` and must
+            fit in its range. torch.compile makes a graph for each value.
         return_z_loss: as for :func:`cross_entropy`.
         return_accuracy: as for :func:`cross_entropy`.
     """

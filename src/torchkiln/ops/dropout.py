@@ -47,9 +47,9 @@ def bias_dropout_add(
 
 
 def _traced(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, training: bool) -> Tensor:
-    """The op in a graph: a state of two numbers is drawn and kept; the rest can be computed again.
+    """The op in a graph: draws a state of two numbers, from which the mask can be computed again.
 
-    The state is the one that an eager call draws, so equal seeds give equal masks.
+    An eager call draws the same state, so equal seeds give equal masks.
     """
     state = torch.ops.torchkiln.dropout_state.default(x) if training and 0 < p < 1 else None
     if training and p == 1:
@@ -58,10 +58,10 @@ def _traced(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, training
 
 
 def _save_state(mode: Any, x: Tensor) -> Tensor:
-    """Draws a state under a mode that traces; marks it as saved for backward.
+    """Draws a state under a mode that traces, and marks the state as saved for backward.
 
-    An activation checkpoint would otherwise draw it again in backward. On a GPU torch does so with
-    a generator of its own, for the forward pass, too, which ``torch.manual_seed`` does not reach.
+    An activation checkpoint would otherwise draw it again in backward. On a GPU torch would then
+    also draw the forward state from another generator, which ignores ``torch.manual_seed``.
     """
     op = torch.ops.torchkiln.dropout_state.default
     state: Tensor = mode.__torch_dispatch__(op, (), (x,), {})
@@ -72,7 +72,7 @@ def _save_state(mode: Any, x: Tensor) -> Tensor:
     return state
 
 
-for _mode in (ProxyTorchDispatchMode, _CachingTorchDispatchMode):  # the second: of checkpoints
+for _mode in (ProxyTorchDispatchMode, _CachingTorchDispatchMode):  # tracing, checkpoints
     _op = torch.ops.torchkiln.dropout_state.default
-    _op.python_key_table.pop(_mode, None)  # of an import before, which sys.modules does not have
+    _op.python_key_table.pop(_mode, None)  # set if an earlier import was dropped from sys.modules
     _op.py_impl(_mode)(_save_state)

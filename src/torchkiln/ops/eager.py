@@ -25,7 +25,7 @@ RENAMED = """\
             {name} = chosen("{op}", {count}, "{name}", {name}, "{torchs}", {torchs})
 """
 EXCESS = "_excess"
-"""The parameter between those by position and those by keyword, where no name of torch is."""
+"""The parameter that separates positional from keyword parameters if no torch names do."""
 REFUSED = """\
         if _excess is not ...:
             refuse("{op}", {count})
@@ -44,8 +44,8 @@ def eager(
         entry: function of ``_C`` that takes all arguments of the body by position.
         beside: arguments that ``entry`` does not take. Calls that change their defaults run the
             body in eager mode, too.
-        names: the name of an argument in the torch function that this one replaces, and its name
-            here: ``input="x"``. Both are accepted as keywords. Signatures and pages show one.
+        names: torch's name of an argument and the name in the body: ``input="x"``. Both are
+            accepted as keywords. Signatures and pages show only the second.
     """
 
     def decorate(traced: F) -> F:
@@ -81,7 +81,7 @@ def eager(
             found = [parameters[n].default if n in parameters else ... for n in order]
             if not names:
                 found = [default for default in found if default is not inspect.Parameter.empty]
-            # With names of torch, an argument that is left out is None, which the entry refuses.
+            # If torch's names are accepted, a missing argument is None, which the entry refuses.
             route.__defaults__ = tuple(None if d is inspect.Parameter.empty else d for d in found)
         return cast("F", functools.update_wrapper(route, traced))
 
@@ -89,15 +89,15 @@ def eager(
 
 
 def is_changed(name: str) -> str:
-    """The condition that an argument is not its default. Identity is fast and mostly enough."""
+    """Code that tests whether an argument differs from its default; identity first, for speed."""
     return f"({name} is not default_{name} and {name} != default_{name})"
 
 
 def declared(parameters: Mapping[str, inspect.Parameter], names: Iterable[str]) -> list[str]:
     """The parameters of a route, without defaults.
 
-    None is keyword-only: such a default costs 20 ns in each call. Names of torch, or a parameter
-    that is refused, separate them from the others.
+    No parameter is keyword-only, because a keyword-only default costs 20 ns in each call. Instead,
+    torch's names, or a parameter that must stay empty, follow the positional parameters.
     """
     by_position = [n for n, p in parameters.items() if p.kind is not p.KEYWORD_ONLY]
     by_keyword = [n for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY]
@@ -106,9 +106,9 @@ def declared(parameters: Mapping[str, inspect.Parameter], names: Iterable[str]) 
 
 
 def chosen(op: str, count: int, name: str, ours: Any, torchs_name: str, torchs: Any) -> Any:  # noqa: PLR0917
-    """The value of an argument that was given under torch's name; TypeError if under both.
+    """The value of an argument given by torch's name; TypeError if both names are given.
 
-    The value may also be a positional argument too many.
+    TypeError also if the value is one positional argument too many.
     """
     if ours is not None:
         if not isinstance(torchs, Tensor):

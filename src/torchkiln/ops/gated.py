@@ -30,8 +30,8 @@ def swiglu(gate: Tensor, up: Tensor | None = None, *, out: Tensor | None = None)
             halves of the last dimension are gate and up, and the result is ``[..., columns]``.
         up: of the shape of ``gate``. The result has the wider dtype of the two; half precision and
             float32 are read together, without a copy.
-        out: a contiguous tensor of the shape and dtype of the result, which may be ``gate`` beside
-            an ``up``; for inference: the call has no gradient.
+        out: a contiguous tensor of the shape and dtype of the result, which may be ``gate`` if
+            ``up`` is given; for inference: the call has no gradient.
     """
     if out is not None:
         check_no_gradient("swiglu", "out", gate, up, out)

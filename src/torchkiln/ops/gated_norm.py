@@ -25,8 +25,8 @@ def gated_rms_norm(
     """Returns ``rms_norm(x) * silu(gate)``, or with ``gate_first`` ``rms_norm(x * silu(gate))``.
 
     Here ``rms_norm(z)`` is ``z / sqrt(mean(z**2) + eps) * (offset + weight)``. All is computed in
-    float32 (float64 for float64) and rounded once; the result is contiguous. One pass forward and
-    one backward, if the registers of a block hold a group; longer groups are composed of
+    float32 (float64 for float64) and rounded once; the result is contiguous. Forward and backward
+    are one pass each if the registers of a block hold a group; longer groups are composed of
     :func:`swiglu` and :func:`rms_norm`. Backward keeps ``x``, ``gate`` and a number per group. The
     gradient of ``weight`` is bitwise reproducible.
 
@@ -36,8 +36,8 @@ def gated_rms_norm(
         normalized_shape: the last sizes of ``x``, or the last one.
         weight: of that shape; of the dtype of ``x``, or float32 if ``x`` has half precision.
         eps: a number of at least 0; None as for :func:`rms_norm`.
-        gate_first: whether the gate is applied before the norm, as in Mamba2, or behind it, as in
-            Qwen3-Next.
+        gate_first: whether the gate is applied before the norm, as in Mamba2, and not after it, as
+            in Qwen3-Next.
         groups: number of equal parts of the last dimension whose means are taken separately; more
             than 1 only if one dimension is normalized.
         offset: as for :func:`rms_norm`.

@@ -20,8 +20,8 @@ def group_norm(
 ) -> Tensor:
     """Returns ``act((x - mean) / sqrt(variance + eps) * weight + bias)``.
 
-    Mean and variance are those of each group of a sample: ``channels / num_groups`` adjacent
-    channels, all pixels. All is computed in float32 (float64 for float64) and rounded once;
+    Mean and variance are taken over each group of a sample: all pixels of ``channels / num_groups``
+    adjacent channels. All is computed in float32 (float64 for float64) and rounded once;
     statistics stay exact where the mean is far from 0. Backward keeps ``x`` and computes the
     argument of the activation again. The gradients are bitwise reproducible.
 

@@ -40,8 +40,8 @@ def linear(
     """Returns ``act(x @ weight.T * scale + bias) + residual``, contiguous.
 
     Products are accumulated in float32 (float64 for float64). The argument of the activation may
-    be rounded to the dtype of ``x``, as in eager torch. Where torch's product followed by one more
-    kernel was measured to be faster, the op runs those. On a GPU, large half-precision products
+    be rounded to the dtype of ``x``, as in eager torch. Where torch's product and a second kernel
+    were measured to be faster, the op runs these two. On a GPU, large half-precision products
     whose sizes are no multiples of 8 are computed from padded copies, also in backward. The
     gradient of ``bias`` is bitwise reproducible.
 
@@ -69,9 +69,9 @@ def mlp(
 ) -> Tensor:
     """Returns ``act(x @ up_weight.T + up_bias) @ down_weight.T + down_bias``, contiguous.
 
-    One op of autograd, which keeps one tensor of the hidden size for backward, or none. The hidden
-    layer is computed as by :func:`torchkiln.linear`, and is rounded to the dtype of ``x`` before
-    and after the activation, as in eager torch.
+    This is one op of autograd, which keeps one tensor of the hidden size for backward, or none. The
+    hidden layer is computed as by :func:`torchkiln.linear`, and is rounded to the dtype of ``x``
+    before and after the activation, as in eager torch.
 
     Args:
         x: ``[..., k]``; float32, float64, float16 or bfloat16. All tensors have its dtype.
@@ -80,8 +80,8 @@ def mlp(
         up_bias: ``[hidden]``.
         down_bias: ``[n]``.
         act: an activation, or none.
-        save: what backward finds: ``"preact"``, the argument of the activation (for relu its
-            result), or ``"none"``: backward computes the hidden layer again, a product more.
+        save: what is kept for backward: ``"preact"``, the argument of the activation (for relu the
+            result), or ``"none"``: backward computes the hidden layer again, one more product.
     """
     return torch.ops.torchkiln.mlp.default(x, up_weight, down_weight, up_bias, down_bias, act, save)
 
@@ -99,8 +99,8 @@ def gated_mlp(
 ) -> Tensor:
     """Returns ``(act(g) * u) @ down_weight.T + down_bias``, contiguous.
 
-    ``g`` and ``u`` are the halves of ``x @ gate_up_weight.T + gate_up_bias``: one product. One op
-    of autograd, which keeps ``g`` and ``u`` for backward, or nothing.
+    ``g`` and ``u`` are the halves of ``x @ gate_up_weight.T + gate_up_bias``: one product. This is
+    one op of autograd, which keeps ``g`` and ``u`` for backward, or nothing.
 
     Args:
         x: ``[..., k]``; float32, float64, float16 or bfloat16. All tensors have its dtype.
@@ -110,8 +110,8 @@ def gated_mlp(
         gate_up_bias: ``[2 * hidden]``.
         down_bias: ``[n]``.
         act: one of silu, gelu, gelu_tanh.
-        save: what backward finds: ``"preact"``, gate and up, or ``"none"``: backward computes them
-            again, a product more.
+        save: what is kept for backward: ``"preact"``, that is gate and up, or ``"none"``: backward
+            computes both again, one more product.
     """
     return torch.ops.torchkiln.gated_mlp.default(
         x, gate_up_weight, down_weight, gate_up_bias, down_bias, act, save

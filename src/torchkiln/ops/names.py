@@ -9,14 +9,14 @@ ALIASES = {"spmm": "spmm_csr"}
 """Functions without a spec of their own: ``spmm`` calls ``spmm_csr`` with the parts of a matrix."""
 
 OTHER_FUNCTIONS = {"addcmul", "conv_bn_act", "csr_transpose", *ALIASES}
-"""Public functions of families that are no ops with a spec."""
+"""Public functions that are not ops with a spec."""
 
 UNLISTED = {"gated": ("geglu_tanh",), "matmul": ("matmul",), "spmm": ("spmm_csr",)}
-"""Ops by family that a public function calls, and that are in torch.ops and C++ only."""
+"""Ops by family that exist only in torch.ops and C++; public functions call them."""
 
 
 def families(file: Path) -> dict[str, tuple[str, ...]]:
-    """The ops that the package imports, by module of ``torchkiln.ops``; in-place ones excluded."""
+    """The ops that the package imports, by module of ``torchkiln.ops``, without in-place ops."""
     found = {}
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torchkiln.ops."):

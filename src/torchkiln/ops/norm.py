@@ -42,9 +42,9 @@ def layer_norm(
         eps: a number of at least 0.
         offset: a number that is added to ``weight``: 1.0 for models that store ``weight - 1``.
             Ignored without a weight.
-        round: ``"once"``, or ``"input"`` to round the normalized rows to the dtype of ``x`` before
-            ``weight`` is applied, too, as models of Hugging Face and vLLM do. Gradients are those
-            without this rounding.
+        round: ``"once"``, or ``"input"`` to round the normalized rows to the dtype of ``x`` also
+            before ``weight`` is applied, as models of Hugging Face and vLLM do. The gradients
+            ignore this rounding.
         out: a contiguous tensor of the shape and dtype of ``x`` for the result, which may be ``x``;
             for inference: the call has no gradient.
     """

@@ -53,7 +53,7 @@ def muladd(a: Tensor | float, b: Tensor | float, c: Tensor | float) -> Tensor:
     compute = torch.float64 if dtype == torch.float64 else torch.float32
     x, y, z = (t.to(compute) if isinstance(t, Tensor) else t for t in (a, b, c))
     total = x * y + z
-    if not isinstance(total, Tensor):  # of numbers alone
+    if not isinstance(total, Tensor):  # all three are numbers
         total = torch.tensor(total, dtype=dtype)
     return total.to(dtype)
 
@@ -72,7 +72,7 @@ def addcmul(input: Tensor, tensor1: Tensor, tensor2: Tensor, *, value: float = 1
     """
     if value == 1:
         result = muladd(tensor1, tensor2, input)
-        # The dtype of muladd can differ from that of all three only where it is not the input's.
+        # The dtype that muladd gives can only be wrong if it differs from the dtype of the input.
         if result.dtype is input.dtype or not promotes_apart(input, tensor1, tensor2):
             return result
     operands = {"input": input, "tensor1": tensor1, "tensor2": tensor2}
@@ -82,6 +82,6 @@ def addcmul(input: Tensor, tensor1: Tensor, tensor2: Tensor, *, value: float = 1
 
 
 def promotes_apart(*operands: object) -> bool:
-    """Whether ``a * b + c`` may have another dtype than all three tensors promoted together."""
+    """Whether ``a * b + c`` may have another dtype than the promotion of all three tensors."""
     tensors = [t for t in operands if isinstance(t, Tensor)]
     return any(t.dim() == 0 and t.dtype != tensors[0].dtype for t in tensors)

@@ -20,9 +20,8 @@ def sum(
 
     Elements are accumulated in float32 (float64 if ``x`` or ``dtype`` is float64) in blocks, and
     the result is rounded once: the sum of 2**31 ones is exact. Results are bitwise reproducible,
-    on the CPU for any number of threads. The sum of no elements is 0. On the CPU the result is
-    right, too, where the sum of a part of the terms exceeds the largest number. On CUDA it is then
-    infinite or NaN, as in torch.
+    on the CPU for any number of threads. The sum of no elements is 0. If a partial sum overflows,
+    the result is still right on the CPU; on CUDA it is infinite or NaN, as in torch.
 
     Integers and bools are summed by :func:`torch.sum`, in int64 or in ``dtype``.
 
@@ -30,8 +29,8 @@ def sum(
         x: any shape; float32, float64, float16, bfloat16, an integer dtype or bool.
         dim: the dimensions that are summed; all when it is None or empty.
         keepdim: whether these dimensions stay, with size 1.
-        dtype: of the result, one of these; when it is None that of ``x``, or int64 for integers and
-            bools.
+        dtype: of the result, one of the dtypes of ``x``; None for the dtype of ``x``, or for int64
+            if ``x`` holds integers or bools.
     """
     check_real("sum", "x", f"dtype {name_of(x.dtype)}", x.dtype)
     if dtype is not None:
@@ -55,7 +54,7 @@ def mean(
         x: any shape; float32, float64, float16 or bfloat16; with ``dtype`` integers and bools, too.
         dim: the dimensions that are averaged over; all when it is None or empty.
         keepdim: whether these dimensions stay, with size 1.
-        dtype: of the result, one of the four; that of ``x`` when it is None.
+        dtype: of the result, one of the four floating dtypes; None for the dtype of ``x``.
     """
     if not is_integer(x.dtype):
         check_dtype("mean", "x", x)

@@ -44,7 +44,7 @@ def rope(
             ``(i, i + pairs)``, as in GPT-NeoX and Llama. Doubled factors are then in pairs, too.
         positions: ``[tokens]`` or ``[batch, tokens]``, int64 or int32: the rows of ``cos`` and
             ``sin`` for each token. A position outside of the table gives NaN.
-        partial: how many elements at the begin of each head are rotated, an even number; None for
+        partial: how many elements at the start of each head are rotated, an even number; None for
             all. The other elements are copied.
         heads_dim: -3, or -2 for ``[..., tokens, heads, head_dim]``. A number from the front, such
             as ``unsqueeze_dim=1`` of Hugging Face, is accepted, too.
@@ -83,14 +83,14 @@ def qkv_norm_rope(  # noqa: PLR0917
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns ``(rope(norm(q)), rope(norm(k)), v)`` of a packed projection, in one pass.
 
-    The norm is ``x / sqrt(mean(x**2) + eps) * (offset + weight)``, of each head or of all heads of
-    the queries, and of the keys. Norm and rotation are computed in float32 (float64 for float64)
-    and rounded once, where models of Hugging Face round between them. The results are what
-    attention reads without a copy: ``[batch, heads, tokens, head_dim]`` with the heads of a token
-    adjacent in memory. Values are copied, so that backward writes the gradient of the whole
-    projection in one pass. Backward saves the arguments alone. The gradients of the weights are
-    bitwise reproducible. If ``cos`` or ``sin`` requires a gradient, torch's own ops compute the
-    gradients.
+    The norm is ``x / sqrt(mean(x**2) + eps) * (offset + weight)``, with a mean over each head, or
+    over all heads of the queries and all heads of the keys. Norm and rotation are computed in
+    float32 (float64 for float64) and rounded once; models of Hugging Face round between the two.
+    Attention reads the results without a copy: ``[batch, heads, tokens, head_dim]`` with the heads
+    of a token adjacent in memory. Values are copied, so that backward writes the gradient of the
+    whole projection in one pass. Only the arguments are saved for backward. The gradients of the
+    weights are bitwise reproducible. If ``cos`` or ``sin`` requires a gradient, torch's own ops
+    compute the gradients.
 
     Args:
         qkv: ``[batch, tokens, (heads + 2 * kv_heads) * head_dim]`` or without the batch: the heads
@@ -111,11 +111,11 @@ def qkv_norm_rope(  # noqa: PLR0917
         positions: as for :func:`rope`.
         partial: as for :func:`rope`.
         cache: keys and values ``[batch, kv_heads, length, head_dim]`` of the dtype of ``qkv``, with
-            adjacent elements of a head: the kernel writes those of ``qkv`` into them, and the
-            results are ``(rope(norm(q)), *cache)``. Their places are ``positions``, different ones
-            for the tokens of a sequence, or 0, 1, 2, ... without them. A token whose position is
-            outside of the cache is not written. Beside ``cos`` and ``sin`` of ``[batch, tokens,
-            pairs]``, positions are the places alone. For inference: the call has no gradient.
+            adjacent elements of a head. The kernel writes the keys and values of ``qkv`` at
+            ``positions``, which must differ within a sequence, or at 0, 1, 2, ... if these are
+            None. The results are ``(rope(norm(q)), *cache)``. A token whose position is outside of
+            the cache is not written. If ``cos`` and ``sin`` are ``[batch, tokens, pairs]``,
+            positions do not index them. For inference: the call has no gradient.
     """
     if cache is not None:
         keys, values = cache

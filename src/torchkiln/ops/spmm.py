@@ -27,15 +27,15 @@ def spmm(a: Sparse, b: Tensor, *, transpose: Tensor | None = None, check: bool =
             entries: call ``.to_sparse_csr()`` once if ``a`` is used often.
         b: ``[columns, width]`` or ``[batch, columns, width]``; float32, float64, float16 or
             bfloat16, of the dtype of the values. Half precision is computed in float32 and rounded
-            once. A vector ``[columns]`` is one column, which the result does not have either.
+            once. A vector ``[columns]`` counts as one column, and the result is a vector, too.
         transpose: :func:`csr_transpose` of the pattern. Without it, backward for ``b`` computes the
             transposed pattern in every call, which takes about as long as a product with
             ``width = 64``.
         check: whether to validate the pattern: ``crow`` ascends from 0 to the number of entries,
             ``col`` is in range, and no entry occurs twice. The check reads the indices once, builds
             the transposed pattern if the columns of a row do not ascend, and waits for the GPU.
-            Without it a CPU still refuses indices out of bounds, which costs it no extra pass. On
-            a GPU an invalid pattern then reads and, in backward, writes out of bounds.
+            Without ``check`` a CPU still refuses indices out of bounds, at no extra pass. On a GPU
+            an invalid pattern then reads and, in backward, writes out of bounds.
     """
     if isinstance(a, Tensor):
         crow, col, values, shape = parts(a)
@@ -61,7 +61,7 @@ def spmm(a: Sparse, b: Tensor, *, transpose: Tensor | None = None, check: bool =
 
 
 def parts(a: Tensor) -> tuple[Tensor, Tensor, Tensor, Sequence[int] | None]:
-    """The pattern, values and shape of a sparse tensor, by CSR. COO and CSC are converted."""
+    """Pattern, values and shape of a sparse tensor in CSR. COO and CSC are converted."""
     if a.layout not in (torch.sparse_csr, torch.sparse_coo, torch.sparse_csc):
         raise TypeError(
             f"torchkiln.spmm: a: got layout {a.layout}, expected torch.sparse_csr, "

@@ -1,4 +1,4 @@
-"""The values, gradients and layouts of a replacement beside those of the original forward."""
+"""Compares values, gradients and layouts of a replacement and of the original forward."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SCALES = (1e-3, 1.0, 1e3, 1e5)
 
 @dataclass(frozen=True)
 class Comparison:
-    """Errors relative to the size of the result, as root mean squares."""
+    """Root mean square errors of both forwards, relative to the size of the result."""
 
     dtype: torch.dtype
     was: float
@@ -43,7 +43,7 @@ class Comparison:
 
 
 def compare(match: Match, dtype: torch.dtype, device: torch.device) -> Comparison | str:
-    """Run both forwards on drawn numbers; the reason if one of them does not run, or differs."""
+    """Run both forwards on random numbers; returns the reason if one fails or they differ."""
     calls = [(x, *match.others) for x in match.inputs]
     for args in calls:
         for scale in SCALES:
@@ -90,7 +90,7 @@ def has_same_gradients(match: Match, args: tuple[Tensor, ...]) -> bool:
 
 
 def layouts(args: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:
-    """The arguments as slices, transposed, and each row on its own."""
+    """The arguments in other layouts: slices of wider tensors, and transposed dimensions."""
     yield tuple(torch.cat([x, x], -1)[..., : x.shape[-1]] for x in args)
     if args[0].dim() > 2:
         yield tuple(x.mT.contiguous().mT for x in args)
@@ -110,7 +110,7 @@ def has_same_layout(match: Match, args: tuple[Tensor, ...]) -> bool:
 def of_calls(
     module: nn.Module, plan: Plan, calls: list[tuple[Any, ...]], dtype: torch.dtype
 ) -> Comparison | str:
-    """Run both forwards of a module whose class is the original one."""
+    """Run both forwards on these calls, for a module that has its original class."""
     device = next((x.device for args in calls for x in args if isinstance(x, Tensor)), None)
     truth = cast(module, torch.float64, device or torch.device("cpu"))
     errors: list[tuple[float, float]] = []

@@ -17,21 +17,21 @@ def fuse(
     """Makes one call of each convolution, batch norm, residual sum and activation, in place.
 
     The forward of every module that has a ``torch.nn.BatchNorm1d``, ``2d`` or ``3d``, or a
-    ``SyncBatchNorm``, whose process group stays, is traced. Where an activation follows the batch
-    norm, with or without a sum and identities between them, the module gets a subclass of its
-    class, whose forward calls :func:`torchkiln.bn_act` instead. An activation is a function of
-    torch, or a module without parameters that computes one. Where a convolution of torch comes
-    directly before, with or without an activation behind, it calls :func:`torchkiln.conv_bn_act`:
-    in eval mode without gradients the batch norm is folded into the convolution, otherwise the
-    convolution is called as it was, and then ``bn_act``. A :class:`torch.nn.MaxPool2d` behind the
-    activation becomes part of the call: in training in ``channels_last`` on a GPU, one kernel
-    computes both, and no tensor between them is stored.
-    Parameters, names, ``state_dict``, running statistics and memory formats stay as they are;
-    copies, pickles and ``torch.compile`` work. ``report.undo()`` takes all back.
+    ``SyncBatchNorm`` is traced. If an activation follows the batch norm, with or without a sum and
+    identities between them, the module gets a subclass of its class, whose forward calls
+    :func:`torchkiln.bn_act`. An activation is a function of torch, or a module without parameters
+    that computes one. If a convolution of torch precedes the batch norm, with or without an
+    activation after it, the forward calls :func:`torchkiln.conv_bn_act`: in eval mode without
+    gradients the batch norm is folded into the convolution; otherwise the convolution runs
+    unchanged, then ``bn_act``. A :class:`torch.nn.MaxPool2d` after the activation becomes part of
+    the call: in training in ``channels_last`` on a GPU, one kernel computes both, and no tensor
+    between them is stored. Parameters, names, ``state_dict``, running statistics, process groups
+    and memory formats stay; copies, pickles and ``torch.compile`` work. ``report.undo()`` restores
+    all modules.
 
-    A trace has the branches that the forward takes now. A module is left alone, and the report has
-    the reason, if its forward depends on ``training`` or on values, or has optional arguments. A
-    batch norm with hooks runs them, and is not fused; so does a convolution.
+    A trace contains the branches that the forward takes now. A module whose forward depends on
+    ``training`` or on values, or has optional arguments, is left alone; the report has the reason.
+    A batch norm or a convolution with hooks is not fused, and runs the hooks.
 
     ``torchkiln.replace`` includes this for batch norms on a GPU.
 
@@ -39,8 +39,8 @@ def fuse(
         model: any module.
         skip: patterns of names of batch norms to leave alone, or a function of name and module.
         recompute: whether to save memory in training: a result that only another fused convolution
-            takes is not kept for backward, which computes it again, to the bit, from what the batch
-            norm keeps. Under ``torch.compile`` the compiler decides what to keep.
+            reads is not kept for backward. Backward computes the same bits again from the tensors
+            that the batch norm keeps. Under ``torch.compile`` the compiler decides what to keep.
         dry_run: whether to return the report without a change.
     """
     rows, plans = batch_norm.find_all(

@@ -16,13 +16,13 @@ from torchkiln.patch.probe import first_dtype
 from torchkiln.patch.report import Replacement
 
 BUDGET = 0.05
-"""Seconds for the times of one module."""
+"""Seconds of measurement per module."""
 
 Matches = Sequence[tuple[Replacement, nn.Module, Match]]
 
 
 def measure(model: nn.Module, matches: Matches, example: Any) -> None:
-    """Run the model once, then both forwards of each module on the input that it had."""
+    """Run the model once, then both forwards of each module on the module's input in that run."""
     given = arguments_of_modules(model, [module for _, module, _ in matches], example)
     for row, module, match in matches:
         args = given.get(module)

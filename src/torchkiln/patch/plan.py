@@ -1,4 +1,4 @@
-"""The parts of a replacement: a plan, a found match, and the made class of a module."""
+"""The parts of a replacement: a plan, a match, and the new class of a module."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ class Plan(ABC):
     takes_options: ClassVar[bool] = False
     """Whether the new forward takes keyword arguments."""
     rounds_alike: ClassVar[bool] = True
-    """Whether a comparison of small tensors tells how the results of large ones are rounded."""
+    """Whether results of large tensors round as the results of small ones in a comparison."""
     saved_as: ClassVar[str]
     """The name in pickles."""
     version: ClassVar[int] = 1
-    """Of the settings in pickles; a change of their meaning increases it."""
+    """Version of the settings in pickles; increased when their meaning changes."""
 
     def __init_subclass__(cls) -> None:
         if "saved_as" in vars(cls):
             SAVED[cls.saved_as] = cls
 
     def settings(self) -> dict[str, Any]:
-        """The fields, as objects of Python, torch and the user, from which pickles are loaded."""
+        """The fields, for pickles: without classes of torchkiln."""
         fields = [field for field in dataclasses.fields(self) if field.init]  # type: ignore[arg-type]
         return {field.name: getattr(self, field.name) for field in fields}
 
@@ -67,13 +67,13 @@ class Plan(ABC):
         return self.forward
 
     def method(self, original: type[nn.Module]) -> Callable[..., Any]:
-        """The forward of the class, which calls the one of the plan or of ``original``."""
+        """The forward of the class, which calls the forward of the plan or of ``original``."""
         fits, run, takes_options = self.fits, self.entry(), self.takes_options
 
         @functools.wraps(original.forward, updated=())
         def forward(module: nn.Module, /, *args: Any, **options: Any) -> Any:
             if not options:
-                if len(args) == 1:  # by far the most calls, which pass no tuple and no dict then
+                if len(args) == 1:  # most calls: passes no tuple and no dict
                     (x,) = args
                     if fits(module, x):
                         return run(module, x)
@@ -88,7 +88,7 @@ class Plan(ABC):
 
 @dataclass(frozen=True)
 class Match:
-    """A plan for a module, with what a comparison of both forwards needs."""
+    """A plan for a module, with the inputs for a comparison of both forwards."""
 
     plan: Plan
     copy: nn.Module
@@ -100,11 +100,11 @@ class Match:
 
 
 Found = Match | str | None
-"""A match; or the reason to leave the module alone; or None: the module is of another kind."""
+"""A match, or the reason to leave the module unchanged, or None for a module of another kind."""
 
 
 def plan_of(module: Any) -> Plan | None:
-    """The plan whose forward a module has; None if it, or a subclass, got another forward."""
+    """The plan whose forward a module runs; None if it, or a subclass, has another forward."""
     cls = type(module)
     is_made = getattr(cls, "_kiln_class", None) is cls and "forward" not in module.__dict__
     return cls._kiln_plan if is_made else None
@@ -124,7 +124,7 @@ def made_class(original: type[nn.Module], plan: Plan) -> type[nn.Module]:
 def make_class(original: type[nn.Module], plan: Plan) -> type[nn.Module]:
     """A new subclass of ``original`` with the forward of ``plan``.
 
-    ``__init_subclass__`` and the metaclass do not run for it, since they may keep what they see.
+    ``__init_subclass__`` and the metaclass do not run for it, because they may register classes.
     """
 
     def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
@@ -164,7 +164,7 @@ def unseen_subclass(original: type[nn.Module], name: str, scope: dict[str, Any])
 
 
 class Unseen(nn.Module):
-    """The first base of made classes, which keeps no subclass, as ``original`` may."""
+    """A temporary base of new classes: unlike ``original`` it does not register subclasses."""
 
 
 NEW = (copyreg.__newobj__, copyreg._reconstructor)  # type: ignore[attr-defined]
@@ -195,4 +195,4 @@ def _restore(
     return cls.__new__(cls, *given)
 
 
-_restore.__module__ = "torchkiln.patch"  # pickles name it there
+_restore.__module__ = "torchkiln.patch"  # the path that pickles store

@@ -20,8 +20,8 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 def shallow_copy(module: nn.Module) -> nn.Module:
     """A module of the same class, in evaluation mode, without hooks.
 
-    It shares parameters and children. A call cannot change the original through its buffers, lists,
-    dicts and sets, which are copies.
+    Parameters and children are shared. Buffers, lists, dicts and sets are copied, so that a call
+    cannot change the original through them.
     """
     new = object.__new__(type(module))
     for name, value in vars(module).items():
@@ -46,7 +46,7 @@ def random_copy(module: nn.Module) -> nn.Module:
 
 
 def cast(module: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """A copy in another dtype and on another device, with parameters of its own."""
+    """A copy in another dtype and on another device, with copied parameters."""
     new = shallow_copy(module)
     for name, parameter in new._parameters.items():
         if parameter is not None:
@@ -68,7 +68,7 @@ def converted(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tenso
 def run(module: nn.Module, *args: Any) -> Any:
     """The result of a module's forward, without its hooks; None if it raises.
 
-    Random states are those of before the call.
+    Random states are restored after the call.
     """
     device = next((x.device for x in args if isinstance(x, Tensor)), torch.device("cpu"))
     generators = [device] if device.type == "cuda" else []
@@ -92,7 +92,7 @@ def is_close(found: Any, expected: Tensor, scale: Tensor | None = None) -> bool:
 
 
 def relative_error(found: Tensor, truth: Tensor) -> float:
-    """The root mean square of the error, divided by that of the truth."""
+    """The root mean square of the error, divided by the root mean square of the truth."""
     return float((found.double() - truth).norm() / truth.norm().clamp_min(1e-300))
 
 

@@ -1,4 +1,4 @@
-"""Forwards of other authors for classes of modules."""
+"""Forwards that users have registered for classes of modules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchkiln.patch.probe import random_copy
 
 @dataclass(frozen=True)
 class Registered(Plan):
-    """A forward that an author has registered."""
+    """A forward that a user has registered."""
 
     kind = "registered"
     saved_as = "registered"
@@ -40,7 +40,7 @@ class Registry:
         forward: Callable[..., Any],
         inputs: Callable[[Any], Tensor],
     ) -> None:
-        """Add a forward, or replace that of the class."""
+        """Add a forward for a class, or replace the registered one."""
         self.entries[cls] = (Registered(forward), inputs)
 
     def remove(self, cls: type[nn.Module]) -> None:

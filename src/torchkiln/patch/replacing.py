@@ -59,7 +59,7 @@ class Replace:
         self.registry.add(cls, forward, inputs)
 
     def unregister(self, cls: type[nn.Module]) -> None:
-        """Take back :meth:`register` for a class; models that were replaced stay so.
+        """Take back :meth:`register` for a class; replaced models keep the forward.
 
         Args:
             cls: a registered class; KeyError for another one.
@@ -81,25 +81,29 @@ class Replace:
         Modules are found by their formula: a copy with random parameters is run and compared with
         the ops in float64 and in the module's dtype. Names of classes are not used. A found module
         gets a subclass of its class, so parameters, names, hooks, ``state_dict`` and
-        ``isinstance`` stay as they are. ``report.undo()`` takes all back.
+        ``isinstance`` stay as they are. ``report.undo()`` restores all modules.
 
-        Replaced are norms, with a residual sum before them, activations of several kernels, also
-        behind a linear layer, gated linear units between their projections, wide linear layers
-        with a bias, with sizes that are no multiples of 8, or with an input that others have too,
-        softmax, losses, also those that a forward calls, batch norms with the convolution, the
-        residual sum and the activation around them, as by :func:`torchkiln.fuse`, and classes given
-        to ``replace.register``.
+        These are replaced:
+
+        - norms, together with a residual sum before them;
+        - activations of several kernels, also after a linear layer, and softmax;
+        - gated linear units between their projections;
+        - wide linear layers that have a bias, sizes that are no multiples of 8, or the same input
+          as other layers;
+        - losses, as modules and as calls in a forward;
+        - batch norms with convolution, residual sum and activation, as by :func:`torchkiln.fuse`;
+        - classes given to ``replace.register``.
 
         Args:
             model: any module; it may be on the meta device.
             only: kinds to replace, of ``norm``, ``residual``, ``activation``, ``glu``, ``linear``,
                 ``mlp``, ``softmax``, ``loss``, ``batch_norm`` and ``registered``; all by default,
-                but batch norms on a CPU. A residual sum is replaced if the norm behind it is.
+                but batch norms on a CPU. A residual sum is replaced if the norm after it is.
             skip: patterns of names to leave alone, or a function of name and module, in this
                 order.
-            exact: whether to replace only what is bitwise equal in the module's dtype.
-            dry_run: whether to return the report without a change. Forwards run all the same, with
-                their side effects.
+            exact: whether to replace only forwards that are bitwise equal in the module's dtype.
+            dry_run: whether to return the report without a change. Forwards of modules still run,
+                with their side effects.
             example: a batch for the model: a tensor, a tuple of arguments, or a dict of keyword
                 arguments. The model is run once, and the report has errors on the real inputs and
                 the times of both forwards.
@@ -141,7 +145,7 @@ class Replace:
 def matched(
     model: nn.Module, search: Search, rows: list[Replacement], skip: Skip, kinds: tuple[str, ...]
 ) -> list[tuple[Replacement, nn.Module, Match]]:
-    """The modules with a formula of ours. Adds the rows of modules that have none yet."""
+    """The modules that compute the formula of an op. Adds missing rows of modules."""
     matches: list[tuple[Replacement, nn.Module, Match]] = []
     default = first_dtype(model.parameters()) or torch.float32
     parts: set[nn.Module] = set()
@@ -167,7 +171,7 @@ def matched(
 
 
 def why_torchs_batch_norm(skip: Skip, name: str, module: nn.Module, *, asked: bool) -> str:
-    """The reason to leave a batch norm alone, if any."""
+    """The reason to leave a batch norm unchanged, or ""."""
     if is_skipped(name, module, skip):
         return "skip"
     tensors = [*module.parameters(), *module.buffers()]
@@ -183,7 +187,7 @@ def rewritten(
     skip: Skip,
     taken: Collection[nn.Module],
 ) -> list[tuple[Replacement, nn.Module, Plan]]:
-    """The plans of modules with a rewritten forward; ``taken`` have another one. Adds the rows."""
+    """The plans of modules with a rewritten forward, except modules in ``taken``. Adds rows."""
     found: list[tuple[Replacement, nn.Module, Plan]] = []
     known = {row.name: row for row in rows}
     for name, module in model.named_modules():
@@ -201,7 +205,7 @@ def rewritten(
 
 
 def known_kind(rows: Mapping[str, Replacement], name: str) -> bool:
-    """Whether a module is of a kind already."""
+    """Whether the row of a module has a kind already."""
     return name in rows and bool(rows[name].kind)
 
 
@@ -225,7 +229,7 @@ def is_skipped(name: str, module: nn.Module, skip: Skip) -> bool:
 
 
 def leaves_without_parameters(module: nn.Module) -> list[nn.Module]:
-    """The activations among the children."""
+    """The children without parameters, except dropouts: possible activations."""
     return [
         child
         for child in module.children()
@@ -236,7 +240,7 @@ def leaves_without_parameters(module: nn.Module) -> list[nn.Module]:
 def made(
     plans: Iterable[tuple[Replacement, nn.Module, Plan]],
 ) -> Iterator[tuple[Replacement, nn.Module, Plan]]:
-    """The plans for which there is a class; the other rows have the reason."""
+    """The plans for which a class can be made; the other rows get the reason."""
     for row, module, plan in plans:
         try:
             made_class(type(module), plan)
@@ -247,7 +251,7 @@ def made(
 
 
 def swap(maker: str, module: nn.Module, plan: Plan) -> Callable[[], None]:
-    """Give a module the made class; returns the way back, whose errors begin with ``maker``."""
+    """Give a module the new class; returns the undo, whose errors begin with ``maker``."""
     original = type(module)
     made = made_class(original, plan)
 
@@ -266,7 +270,7 @@ def swap(maker: str, module: nn.Module, plan: Plan) -> Callable[[], None]:
 def replace_loss(
     model: nn.Module, rows: list[Replacement], *, dry_run: bool
 ) -> list[Callable[[], None]]:
-    """Set ``loss_function`` of a model that computes a cross-entropy with it; returns the way back.
+    """Set ``loss_function`` of a model, if it is a cross-entropy; returns functions that undo it.
 
     Adds the row.
     """
@@ -308,7 +312,7 @@ def replaced(
     dry_run: bool = False,
     example: Any = None,
 ) -> Iterator[Report]:
-    """``torchkiln.replace`` with the same arguments, taken back at the end of the block."""
+    """``torchkiln.replace`` with the same arguments, undone at the end of the block."""
     report = replace(model, only=only, skip=skip, exact=exact, dry_run=dry_run, example=example)
     try:
         yield report

@@ -1,4 +1,4 @@
-"""What ``torchkiln.replace`` did to each module, and the way back."""
+"""The outcome of ``torchkiln.replace`` for each module, and its undo."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Replacement:
     reason: str = ""
     """The reason to leave the module alone."""
     bitwise: bool | None = None
-    """Whether both forwards have the same bits in the dtype of the module; None if not compared."""
+    """Whether both results are bitwise equal in the module's dtype; None if not compared."""
     dtype: str = ""
     """The dtype of the comparison."""
     error_was: float | None = None
@@ -46,13 +46,13 @@ class Replacement:
 
     @property
     def error_ratio(self) -> float | None:
-        """The error of the new forward as a multiple of the old one's; None without these."""
+        """New error divided by old error; None if not compared, or if the old error is 0."""
         if self.error_now is None or not self.error_was:
             return None
         return self.error_now / self.error_was
 
     def as_dict(self) -> dict[str, Any]:
-        """The row in types that JSON has."""
+        """The row in JSON types."""
         return {**asdict(self), "error_ratio": self.error_ratio}
 
 
@@ -74,7 +74,7 @@ def verdict(row: Replacement) -> str:
 
 
 def cells(rows: list[Replacement]) -> tuple[str, ...]:
-    """The printed line of equal rows: largest error, sum of times."""
+    """The printed line of a group of equal rows: largest error, sum of times."""
     worst = max(rows, key=lambda row: row.error_now or 0.0)
     errors = times = ""
     if worst.error_was is not None and worst.error_now is not None:
@@ -90,9 +90,9 @@ def cells(rows: list[Replacement]) -> tuple[str, ...]:
 class Report(_report.Report, Mapping[str, Replacement]):
     """The outcome for each module by its name, in the order of the model.
 
-    ``report["layers.0.norm"]`` is the row of a module, ``report.rows`` has all. ``print`` shows
-    them in groups. ``report.model`` is the model, so that ``replace(model).model`` can be passed
-    on.
+    ``report["layers.0.norm"]`` is the row of a module, ``report.rows`` has all rows. ``print``
+    groups equal rows. ``report.model`` is the model, so that ``replace(model).model`` can be
+    passed on.
     """
 
     schema: ClassVar[str] = "torchkiln.replace/1"
@@ -143,12 +143,12 @@ class Report(_report.Report, Mapping[str, Replacement]):
         return tuple(row for row in self.rows if row.changed)
 
     def as_dict(self) -> dict[str, Any]:
-        """All rows in types that JSON has."""
+        """All rows in JSON types."""
         rows = [row.as_dict() for row in self.rows]
         return {"schema": self.schema, "dry_run": self.dry_run, "rows": rows}
 
     def _table(self) -> list[tuple[str, ...]]:
-        """The cells of the groups of equal rows, without empty columns; the first line names them.
+        """The cells of the groups of equal rows, after a line of column names; no empty columns.
 
         Replaced modules come first.
         """

@@ -20,7 +20,7 @@ from torchkiln.patch.report import Replacement
 
 
 class Outcome(NamedTuple):
-    """What is known of a module, and of those whose attributes are alike."""
+    """The result for a module, and for modules whose attributes are equal."""
 
     found: Found
     comparison: Comparison | str | None
@@ -28,7 +28,7 @@ class Outcome(NamedTuple):
 
 
 class Search:
-    """Finds the plan of a module, once for modules that are alike."""
+    """Finds the plan of a module, once for all modules with equal attributes."""
 
     def __init__(self, registry: Registry, *, exact: bool) -> None:
         self.by_class = (registry.find, linear.find, torch_modules.find)
@@ -69,7 +69,7 @@ class Search:
         return None if row.reason else found
 
     def cached(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> Outcome:
-        """What the finders say of a module, or of one that its forward cannot tell from it."""
+        """The outcome for a module, shared by modules whose forwards read the same attributes."""
         known = self.known.setdefault((type(module), dtype, device, kinds_of(module)), [])
         for outcome in known:
             if outcome.reads.hold(module):
@@ -82,7 +82,7 @@ class Search:
         return known[-1]
 
     def outcome(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> Outcome:
-        """The plan and its comparison; the reason why there is none; or nothing."""
+        """The plan and its comparison, or the reason why there is no plan, or None for both."""
         for find_by_class in self.by_class:
             if found := find_by_class(module):
                 compared = compare(found, dtype, device) if isinstance(found, Match) else None
@@ -101,7 +101,7 @@ class Search:
 
 
 def kinds_of(module: nn.Module) -> tuple[Any, ...]:
-    """The parameters of a module but for their values, and the classes of its submodules."""
+    """Names, shapes, dtypes, classes of parameters, without values; classes of submodules."""
     tensors = (
         (name, tuple(x.shape), x.dtype, type(x), x.layout) for name, x in module.named_parameters()
     )
@@ -119,7 +119,7 @@ def own_values(module: nn.Module) -> tuple[tuple[tuple[str, ...], Any], ...]:
 
 
 def replaced_before(module: nn.Module) -> str:
-    """Whose forward a module has, if it is not that of its class; empty otherwise."""
+    """The reason if a module has a forward of torchkiln or of its instance; empty otherwise."""
     if hasattr(type(module), "_kiln_plan") or type(module).__module__.startswith("torchkiln.nn"):
         return "is torchkiln's already"
     if "forward" in vars(module):

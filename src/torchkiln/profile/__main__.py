@@ -24,7 +24,7 @@ from torchkiln.testing.environment import environment
 
 SCHEMA = "torchkiln.profile/1"
 SECONDS = 1.0
-"""Time for the benchmark's clock."""
+"""Seconds of measurement by the benchmark's clock."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -103,7 +103,7 @@ def print_times(call: Call, device: torch.device) -> None:
 
 
 def print_figures(figures: list[Figures], times: Times, moved: int) -> None:
-    """The counters of each kernel, and their sums beside the benchmark's clock and the spec."""
+    """Print the counters of each kernel, and compare the sums with the clock and the spec."""
     for entry in figures:
         print("\n".join(entry.lines()))
     seconds = [entry.seconds for entry in figures if entry.seconds is not None]

@@ -88,7 +88,7 @@ def _call(words: list[str], profile: list[str]) -> str:
 
 
 def permission(profile: list[str]) -> str:
-    """The reason why the driver refuses access to the counters, and the commands that help."""
+    """The reason why the driver refuses access to the counters, and commands that fix it."""
     kept = [f"{name}={os.environ[name]}" for name in KEPT if name in os.environ]
     return (
         "the driver lets only administrators read the counters (ERR_NVGPUCTRPERM). Ways out:\n"

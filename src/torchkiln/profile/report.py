@@ -50,7 +50,7 @@ METRICS = (
     *LOCAL,
     *list(LIMITS)[:4],
 )
-"""Metrics requested by name; ncu's sections contain the rest."""
+"""Metrics requested by name; ncu's sections contain the other metrics."""
 
 STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+?)_per_issue_active\.ratio")
 STALLS = {
@@ -86,7 +86,7 @@ class Figures:
     limiter: str | None
     """The resource that limits the blocks per multiprocessor."""
     registers: int | None
-    """Per thread."""
+    """Registers per thread."""
     local: float | None
     """Bytes to and from local memory: spilled registers."""
     stall: str | None

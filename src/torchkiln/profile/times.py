@@ -16,7 +16,7 @@ from torchkiln.trace.kernel_names import pretty
 
 SHOWN = 8
 CALLS = 10
-"""Calls that are profiled: the profiler slows the first ones down."""
+"""Calls that are profiled: the profiler slows down the first calls."""
 
 
 def kernels(call: Call, device: torch.device) -> list[str]:
@@ -42,7 +42,7 @@ def kernels(call: Call, device: torch.device) -> list[str]:
 
 @contextmanager
 def no_stderr() -> Iterator[None]:
-    """Discard what is written to file descriptor 2: torch's profiler library prints its state."""
+    """Discard output to file descriptor 2, where torch's profiler library prints its state."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:

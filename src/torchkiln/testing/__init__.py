@@ -1,8 +1,8 @@
 """The contract of an op, as data and as generated checks.
 
-An :class:`OpSpec` is the contract of one op of any package. :func:`cases` makes named checks from
+An :class:`OpSpec` is the contract of one op of any package. :func:`cases` makes named cases from
 specs, :func:`run_contract` runs all checks of one spec, and the plug-in
-``torchkiln.testing.plugin`` makes a pytest test of each check::
+``torchkiln.testing.plugin`` makes one pytest test per case::
 
     @pytest.mark.contract([MY_SPEC])
     def test_contract(contract_case):
@@ -56,7 +56,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Names that need hypothesis, which is imported for them only."""
+    """Imports hypothesis only for the names that need it."""
     if name not in ("Plan", "check_call", "plans"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from torchkiln.testing import fuzz  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""Checks, and the table of them that the modules of the contract fill."""
+"""Checks, and the table of checks that the modules of the contract fill."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Check:
     slow: bool
     large: bool
     needs: str | None
-    """The field of the spec that the check needs; without a value there the check is left out."""
+    """The field of the spec that the check needs; the check does not apply if it has no value."""
 
     @property
     def promise(self) -> str:

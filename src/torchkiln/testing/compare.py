@@ -1,4 +1,4 @@
-"""Comparison of results, and the message about a difference."""
+"""Comparisons of results, and the messages about differences."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def outputs(result: Result) -> tuple[Tensor, ...]:
 
 
 def each(results: Sequence[Result], where: Where) -> list[tuple[tuple[Tensor, ...], Where]]:
-    """The outputs of several calls of one op, grouped by output, each group with its place."""
+    """The outputs of several calls, grouped by output number, each group with a ``Where``."""
     tensors = [outputs(result) for result in results]
     counts = [len(one) for one in tensors]
     require(len(set(counts)) == 1, where, f"got {counts[0]} outputs, expected {counts[-1]}")
@@ -75,7 +75,7 @@ def inside(dtype: torch.dtype) -> torch.finfo:
 
 
 def compute_eps(dtype: torch.dtype) -> float:
-    """The rounding step inside an op."""
+    """The rounding step of the dtype that an op computes in."""
     return inside(dtype).eps
 
 
@@ -84,12 +84,12 @@ def allowed_error(
 ) -> Tensor:
     """Twice the error of torch's composite, plus one rounding of the result and of its terms.
 
-    In float64 the truth itself has rounding errors. A result below the smallest normal number
-    may be flushed to zero. So may an intermediate number, which changes the result by ``lost``
-    times that number.
+    In float64 the truth itself has rounding errors. A result below the smallest normal number may
+    be flushed to zero. An intermediate number may be flushed, too, which changes the result by at
+    most ``lost`` times the smallest normal number.
     """
     info = torch.finfo(dtype)
-    # An infinite term that does not reach the result does not bound its rounding error.
+    # An infinite term that does not reach the result is no bound of the rounding error.
     magnitude = torch.where(magnitude.isfinite(), magnitude, truth.abs())
     rounded = info.eps * truth.abs() + 2 * compute_eps(dtype) * magnitude
     tiny = info.smallest_normal + lost * inside(dtype).smallest_normal
@@ -134,14 +134,14 @@ def require_close(  # noqa: PLR0917
 
 
 def require_same_meta(found: Tensor, expected: Tensor, where: Where) -> None:
-    """Shape, dtype and device."""
+    """Check that shape, dtype and device are equal."""
     for name in ("shape", "dtype", "device"):
         left, right = getattr(found, name), getattr(expected, name)
         require(left == right, where, f"{name}: found {left}, expected {right}")
 
 
 def require_same(found: Result, expected: Result, where: Where) -> None:
-    """Bitwise equality of all outputs of two calls."""
+    """Check bitwise equality of all outputs of two calls."""
     for (one, other), place in each((found, expected), where):
         require_identical(one, other, place)
 
@@ -206,9 +206,9 @@ def vector_jacobian(
 def gradients(
     results: Sequence[Tensor], inputs: Sequence[Tensor], grads: Grads, **options: bool
 ) -> tuple[Tensor, ...]:
-    """Gradients of the inputs for those of the results, like torch.autograd.grad.
+    """Gradients of the inputs for the gradients of the results, like torch.autograd.grad.
 
-    Results with None are left out, and without inputs there are none.
+    Results whose gradient is None are not used. Without inputs the result is empty.
     """
     used = [(y, grad) for y, grad in zip(results, grads, strict=True) if grad is not None]
     if not inputs:
@@ -263,11 +263,11 @@ def require_gradients(
     used = [grad for grad in size if grad is not None and grad.numel() > 0]
     count = max((grad.numel() for grad in used), default=0)
     # A derivative flushed to zero changes the gradient by the incoming gradient times the lost
-    # value, and by the same again if the op subtracts a mean of it.
+    # value, and by the same amount again if the op subtracts a mean of this product.
     lost = 2 * max((float(grad.max()) for grad in used), default=0.0)
     for i, position in enumerate(positions):
         place = where.at(f"gradient of argument {position}")
-        # Torch's sums, which make a float64 truth, may add up their terms one by one.
+        # Torch's sums, which compute the float64 truth, may add their terms one by one.
         growth = steps if found[i].dtype == torch.float64 else depth
         terms_here = magnitude[i].abs() * growth(count // max(found[i].numel(), 1))
         if spec.output_sensitivity is not None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from random import Random
 
 USUAL = (1, 2, 3, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 100, 128, 192, 197, 256, 320, 384, 512, 577)
-"""Sizes that models have, up to those that are multiples of 256."""
+"""Usual sizes in models; larger ones are multiples of 64 or 256."""
 
 SENTINEL = 77
 """The value around the tensors of :func:`layouts` when their dtype has no NaN."""
@@ -31,7 +31,7 @@ def normal(
 
 
 def drawn_size(rng: Random, most: int) -> int:
-    """A size up to ``most``, of which the logarithm is uniform; every other one is usual."""
+    """A size up to ``most`` with a uniform logarithm; half of the sizes are usual in models."""
     value = max(1, int(2 ** rng.uniform(0, math.log2(max(most, 1)))))
     if rng.random() < 0.5:
         return value
@@ -104,7 +104,7 @@ def place(name: str, values: Tensor, strides: Sequence[int], offset: int) -> Pla
     size = offset + reach + 1 + margin
     buffer = torch.full((size,), fill, dtype=values.dtype, device=values.device)
     view = buffer.as_strided(values.shape, strides, offset)
-    # A stride of 0 maps many elements to one address, which stores the value of the first.
+    # A stride of 0 maps many elements to one address, which gets the value of the first.
     first = tuple(slice(1) if s == 0 else slice(None) for s in strides)
     view[first].copy_(values[first])
     return Placed(name, view, buffer)

@@ -46,7 +46,7 @@ def overload_of(function: Any, name: str) -> Any:
 
 
 def find_differentiable(spec: OpSpec) -> tuple[int, ...]:
-    """All tensors that are positional arguments."""
+    """The positions of all tensors among the positional arguments."""
     overload: Any = spec.overload
     if not isinstance(overload, torch._ops.OpOverload):  # which validate() reports
         return ()
@@ -82,16 +82,16 @@ def operations(spec: OpSpec, sample: Sample, elements: int) -> tuple[int, int]:
 
 
 def traffic(spec: OpSpec, sample: Sample) -> Traffic:
-    """Forward: reads all tensors, writes all outputs."""
+    """Traffic of forward, which reads all tensors and writes all outputs."""
     written = results(spec, sample)
     moved = sum(tensor.nbytes for tensor in (*sample.tensors, *written))
     return Traffic(moved, operations(spec, sample, written[0].numel())[0])
 
 
 def backward_traffic(spec: OpSpec, sample: Sample) -> Traffic:
-    """Backward: reads all tensors and the incoming gradients, writes a gradient for each argument.
+    """Traffic of backward, which reads all tensors and the gradients of all outputs.
 
-    Incoming gradients have the size of the outputs.
+    Backward writes a gradient for each differentiable argument.
     """
     incoming = results(spec, sample)
     written = sample.take(spec.wanted(sample))
@@ -127,7 +127,7 @@ def matrix_call(
             raise impossible(f"a tensor of dtype {tensor.dtype}")
         sizes = []
         for d, size in enumerate(tensor.shape):
-            # If rows and columns are equal in number, the last dimension is that of the columns.
+            # If rows and columns are equal in number, the last dimension counts as columns.
             known = dict(pairs if d == tensor.dim() - 1 else reversed(pairs)) | {1: 1}
             if size not in known:
                 raise impossible(f"shape {list(tensor.shape)}")
@@ -160,7 +160,7 @@ def bench(spec: OpSpec, device: torch.device, dtype: torch.dtype, shape: tuple[i
 def large(spec: OpSpec, device: torch.device) -> Sample:
     """The typical call in bfloat16 with a matrix of more than 2**31 elements.
 
-    Every matrix of the call is the same tensor, so that one is allocated.
+    All matrices of the call are one tensor, to save memory.
     """
     matrix = functools.cache(large_matrix)
 
@@ -188,8 +188,7 @@ def layer(
     """A value for the field ``module``: calls ``make(*args, **kwargs)`` and fills the parameters.
 
     ``make`` is called with device and dtype if it accepts them. Parameters are normal deviates
-    seeded by their names, because a lost parameter would not show at the usual initial values 0
-    and 1.
+    seeded by their names: at the usual initial values 0 and 1 a lost parameter has no effect.
     """
 
     def module(device: torch.device, dtype: torch.dtype) -> nn.Module:

@@ -1,7 +1,7 @@
 """Forms of an op: functions that write its results into tensors of the caller.
 
-A spec lists them in ``forms``. The contract of each consists of the checks of the op that apply to
-it, and of the check ``written``::
+A spec lists its forms in ``forms``. The contract of a form consists of the checks of the op that
+apply to the form, and of the check ``written``::
 
     RELU = with_forms(RELU, in_place(torchkiln.relu_))
 """
@@ -37,7 +37,7 @@ DENSE = ("contiguous", "offset by one element")
 
 @dataclass(frozen=True)
 class OnCopies:
-    """A function that writes into tensors, as one that returns results and changes no argument."""
+    """Wraps a function that writes into tensors: returns results and changes no argument."""
 
     function: Callable[..., Any]
     names: tuple[str, ...]
@@ -78,27 +78,27 @@ class Written:
     overload: torch._ops.OpOverload[..., Any]
     """The same op in ``torch.ops``."""
     targets: Mapping[str, Target | None]
-    """The arguments that are written: None for an argument of the op, else a function that makes a
-    tensor from the other arguments."""
+    """The arguments that are written. The value is None for an argument of the op, else a function
+    that makes the tensor from the other arguments."""
     plain: Callable[..., Any] | None = None
     """The op that returns the same bits; None if there is none."""
     layouts: tuple[str, ...] = DENSE
-    """Names of the strides that a target may have; empty for all without shared elements."""
+    """Names of the layouts that a target may have; empty for all layouts without shared memory."""
     statistics: bool = False
     """Whether the targets are running statistics. As in torch's batch norm, autograd does not count
     their writes, and tensors whose elements share memory are not refused."""
     names: tuple[str, ...] = ()
     """The names of all arguments, which :func:`form_of` takes from the schema."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Values of arguments that the function may leave out and ``torch.ops`` may not."""
+    """Values of arguments that are optional in the function but not in ``torch.ops``."""
 
     def on_copies(self, function: Callable[..., Any] | None = None) -> OnCopies:
-        """The function, or one with its arguments, as one that changes no argument."""
+        """The function, or another with the same arguments, as :class:`OnCopies`."""
         form = torch.contiguous_format if self.layouts else torch.preserve_format
         return OnCopies(function or self.function, self.names, self.targets, form)
 
     def ways(self) -> dict[str, Callable[..., Any]]:
-        """Both entries, which take arguments by keyword."""
+        """Both entry points, which take arguments by keyword."""
         return {"the function": self.function, "torch.ops": self.through_ops}
 
     def through_ops(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -125,11 +125,15 @@ def form_of(
     words: Mapping[str, Sequence[str]] | None = None,
     **changes: Any,
 ) -> OpSpec:
-    """The contract of a form: that of the op, with another function and without a module.
+    """The contract of a form: the spec of the op with another function and without a module.
 
-    ``called`` is its name in messages, if it differs from that of the op in ``torch.ops``, which
-    refuses values of other kinds itself unless ``kinds`` is set. ``words`` replaces those of the
-    refusals.
+    Args:
+        parent: the spec of the op.
+        written: the function of the form.
+        called: the name in messages, if it differs from the name in ``torch.ops``.
+        kinds: whether the function itself refuses values of other kinds, and not ``torch.ops``.
+        words: replaces the ``words`` of the refusals.
+        changes: other fields of the spec.
     """
     name = written.overload._schema.name.partition("::")[2]
     known = {a.name: a for a in parent.overload._schema.arguments}
@@ -162,7 +166,7 @@ def form_of(
 
 @dataclass(frozen=True)
 class Renamed:
-    """The calls that an op refuses, with another name in the messages."""
+    """The invalid calls of an op, with another name in the messages."""
 
     parent: OpSpec
     called: str

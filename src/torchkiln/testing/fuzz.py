@@ -47,9 +47,9 @@ class Layout:
     """Strides and offset for a tensor of any rank."""
 
     order: int
-    """A rotation of the dimensions, slowest to fastest; a negative one reverses them, too."""
+    """A rotation of the dimensions, slowest to fastest; negative numbers also reverse the order."""
     gaps: tuple[int, int]
-    """Unused elements of the fastest dimension, and of every other."""
+    """Unused elements after each element of the fastest dimension, and after each other one."""
     offset: int
     """Elements before the first."""
     expanded: int | None
@@ -91,7 +91,7 @@ class Plan:
     """The power of two that scales the values."""
     seed: int
     layouts: tuple[Layout, ...]
-    """Layouts of arguments, then of incoming gradients, taken in turns; empty if all are dense."""
+    """Layouts of arguments, then of incoming gradients, used in turn; empty if all are dense."""
 
     def sample(self, spec: OpSpec, device: torch.device) -> Sample:
         """The call with dense tensors."""
@@ -106,7 +106,7 @@ class Plan:
         return replace(scaled, name=str(self))
 
     def place(self, tensors: Sequence[Tensor], turn: int) -> list[Placed]:
-        """The call with each tensor at its own drawn layout."""
+        """Each tensor at a drawn layout, beginning with layout ``turn``."""
         if not self.layouts:
             return [place("dense", t, contiguous_strides(t.shape), 16) for t in tensors]
         count = len(self.layouts)
@@ -141,7 +141,7 @@ def plans(spec: OpSpec) -> st.SearchStrategy[Plan]:
 
 
 def overflows(spec: OpSpec, sample: Sample) -> bool:
-    """Whether torch's result of a call is not finite where the result in float64 is."""
+    """Whether torch's result of a call is not finite where the float64 result is finite."""
     with torch.no_grad():
         truth = outputs(exact(spec, sample).call(spec.reference))
         beside = outputs(sample.call(spec.composite))
@@ -152,8 +152,8 @@ def overflows(spec: OpSpec, sample: Sample) -> bool:
 def check_call(spec: OpSpec, plan: Plan, device: torch.device) -> None:
     """Check values and gradients of one call, and that it leaves its arguments unchanged.
 
-    A call whose values are too large for its dtype is left out: where the sums inside overflow
-    depends on their order.
+    A call whose values are too large for the dtype is not checked: overflow depends on the order of
+    a sum.
     """
     dense = plan.sample(spec, device)
     if overflows(spec, dense):

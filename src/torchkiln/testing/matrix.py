@@ -29,7 +29,7 @@ class Run:
 
     @classmethod
     def read(cls, path: Path) -> Run:
-        """The run of a file of ``--contract-results``."""
+        """Read the run from a file of ``--contract-results``."""
         found = json.loads(path.read_text())
         ops: dict[str, dict[str, dict[str, Any]]] = {}
         for line in found["results"]:

@@ -48,8 +48,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Add markers, and the collector of results to the process that reports."""
-    # Under -n, pytest-benchmark warns at start that it disables itself, which is an INTERNALERROR
-    # if warnings are errors. Disabling it first leaves nothing to warn about.
+    # Under -n, pytest-benchmark warns that it disables itself, which is an INTERNALERROR if
+    # warnings are errors. If it is disabled before, it does not warn.
     in_parallel = config.getoption("dist", "no") != "no" or hasattr(config, "workerinput")
     if in_parallel and hasattr(config.option, "benchmark_disable"):
         config.option.benchmark_disable = True
@@ -61,7 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def marks(case: Case) -> list[pytest.MarkDecorator]:
-    """Markers for what the case needs: a GPU, much memory or time."""
+    """Markers for the needs of a case: a GPU, much memory, or much time."""
     wanted = {
         "cuda": case.device.type == "cuda",
         "slow": case.check.slow,
@@ -71,7 +71,7 @@ def marks(case: Case) -> list[pytest.MarkDecorator]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make one test for each case; specs with wrong fields abort the collection."""
+    """Make one test per case; specs with wrong fields abort the collection."""
     if "contract_case" not in metafunc.fixturenames:
         return
     marker = metafunc.definition.get_closest_marker("contract")
@@ -134,7 +134,7 @@ class Results:
         self.found: list[Outcome] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Called for the tests of all processes."""
+        """Collect outcomes; pytest calls this for the tests of all processes."""
         found: list[tuple[str, Any]] = list(report.user_properties)
         self.found += [Outcome(**value) for name, value in found if name == PROPERTY]
 

@@ -44,12 +44,12 @@ KINDS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "SymInt[]": ("an int or a sequence of ints", (None, "4", (4.0,), [None])),
     "SymInt[]?": ("an int or a sequence of ints", ("4", (4.0,), [None])),
 }
-"""The text of the error and values of wrong types, by the argument's type in the schema."""
+"""The text of the error, and values of wrong types, by the schema type of the argument."""
 
 
 @dataclass(frozen=True)
 class Refusals:
-    """How the arguments of a call depend on each other.
+    """The dependencies between the arguments of a call.
 
     Calls with one wrong argument are derived from these fields, the schema and the samples:
 
@@ -64,19 +64,19 @@ class Refusals:
     """
 
     like: Mapping[str, str] = field(default_factory=dict)
-    """Tensors that have the dtype and shape of another: ``{"up": "gate"}``."""
+    """Tensors with the dtype and shape of another argument: ``{"up": "gate"}``."""
     dtypes: Mapping[str, str] = field(default_factory=dict)
-    """Tensors that have the dtype of another."""
+    """Tensors with the dtype of another argument."""
     parameters: Mapping[str, str] = field(default_factory=dict)
-    """Tensors that have the dtype of another, or float32 if the other has half precision."""
+    """Tensors with the dtype of another argument, or float32 if that has half precision."""
     shapes: Mapping[str, str] = field(default_factory=dict)
-    """Arguments that must have one shape, with words for it: ``{"bias": "the size of x"}``."""
+    """Arguments of a fixed shape, with the words of the message: ``{"bias": "the size of x"}``."""
     words: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """The values that a string may have."""
     dims: Mapping[str, str] = field(default_factory=dict)
     """Arguments that name dimensions of a tensor."""
     mixes: tuple[str, ...] = ()
-    """Tensors of ``like`` that may have another floating dtype: both are cast to the wider one."""
+    """Tensors of ``like`` that may have another floating dtype: the wider dtype is used."""
     promotes: bool = False
     """Whether tensors of several dtypes are promoted to a common one."""
     numbers: tuple[str, ...] = ()
@@ -84,12 +84,12 @@ class Refusals:
     integers: bool = False
     """Whether the first tensor and the result may have an integer dtype or bool."""
     first: str = ""
-    """The tensor that other devices are compared with; empty for the first of the schema."""
+    """The tensor whose device the other tensors must have; empty for the first of the schema."""
     called: str = ""
     """The name of the op in messages, if it differs from the name in the schema."""
     kinds: bool = True
-    """Whether values of another type raise torchkiln's errors; bindings made with pybind11 raise
-    those of pybind11."""
+    """Whether values of another type raise torchkiln's errors. Bindings made with pybind11 raise
+    pybind11's errors."""
 
 
 def kinds_of(overload: Any) -> dict[str, str]:
@@ -209,7 +209,7 @@ class Deriver:
             if name not in self.rules.numbers:
                 yield good.changed(words, TypeError, **{name: value})
             elif value is None:
-                # torch.ops passes an undefined tensor on, but no numbers.
+                # torch.ops passes None on as an undefined tensor, but refuses numbers.
                 call = good.changed(words, TypeError, **{name: value})
                 yield replace(call, message=f"{call.message}( or a number)?")
             elif not isinstance(value, float):
@@ -243,7 +243,7 @@ class Deriver:
             yield good.changed(words, **{name: tensor.to(device)})
 
     def wrong_dtypes(self, name: str, good: GoodCall) -> Iterator[Invalid]:
-        """Dtypes without kernels, and dtypes that are not allowed beside another argument."""
+        """Dtypes without kernels, and dtypes that another argument does not allow."""
         rules = self.rules
         same = {**rules.like, **rules.dtypes}
         if name == self.tensors[0] and not rules.promotes:
@@ -312,11 +312,11 @@ PAIRS = (
     (torch.float16, torch.bfloat16),
     (torch.float32, torch.float64),
 )
-"""Combinations of dtypes of two arguments that must be refused."""
+"""Pairs of dtypes of two arguments that must be refused."""
 
 
 def refused_calls(spec: OpSpec, device: torch.device) -> Iterator[Invalid]:
-    """All calls that an op must refuse: the derived ones, then those in its spec."""
+    """All calls that an op must refuse: derived calls, then the calls of the spec."""
     if spec.refusals is not None or spec.invalid is None:
         yield from Deriver(spec, device).calls()
     if spec.invalid is not None:

@@ -15,7 +15,7 @@ from torchkiln.testing import SPECS, OpSpec
 
 
 def find(where: str, argument: str, name: str, specs: Sequence[OpSpec] = SPECS) -> OpSpec:
-    """The spec of an op; the error about an unknown name offers close ones."""
+    """The spec of an op; the error about an unknown name lists similar names."""
     known = {spec.name: spec for spec in specs}
     alias = ALIASES.get(name, name)
     if name in known or alias in known:
@@ -26,9 +26,9 @@ def find(where: str, argument: str, name: str, specs: Sequence[OpSpec] = SPECS) 
 
 
 def _imported(module: str) -> ModuleType:
-    """Imports a module by its file or by its name, which the current folder may have, too.
+    """Imports a module by file or by name, also from the current folder.
 
-    As with ``python FILE`` and ``python -m``, it may import modules beside it.
+    As with ``python FILE`` and ``python -m``, the module may import modules of its folder.
     """
     file = Path(module).resolve()
     is_file = file.suffix == ".py"
@@ -37,7 +37,7 @@ def _imported(module: str) -> ModuleType:
         sys.path.insert(0, folder)
     if not is_file:
         return import_module(module)
-    # Not imported by its name, which another module may have.
+    # Imported by path, because another module may have the same name.
     spec = spec_from_file_location(file.stem, file)
     assert spec is not None
     assert spec.loader is not None

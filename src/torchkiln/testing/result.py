@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 SCHEMA = "torchkiln.contract/1"
 Status = Literal["passed", "failed", "excluded", "unavailable"]
 ORDER: tuple[Status, ...] = ("failed", "passed", "excluded", "unavailable")
-"""The status of a check in several dtypes is the first of these."""
+"""Order of precedence: a check in several dtypes has the first status that occurs."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Outcome:
     dtype: str
     status: Status
     reason: str
-    """The reason of a failure, of an exclusion, or of what this machine is missing."""
+    """The reason of a failure or an exclusion, or the part that this machine lacks."""
     seconds: float
 
     @classmethod
@@ -46,7 +46,7 @@ class Outcome:
         return cls(*names, status, reason, round(seconds, 3))
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields in types that JSON has."""
+        """The fields in JSON types."""
         return dataclasses.asdict(self)
 
 
@@ -91,7 +91,7 @@ def run_contract(
 def write(outcomes: Iterable[Outcome], environment: dict[str, Any], path: Path) -> None:
     """Write a file with the machine and date of the run, and the results of its checks.
 
-    A line has the checks of an op with one status and reason in the same dtypes.
+    A line lists all checks of an op with the same status, reason and dtypes.
     """
     cells: dict[tuple[str, str], list[Outcome]] = {}
     for one in outcomes:

@@ -1,4 +1,4 @@
-"""Calls of an op: valid ones, refused ones, and the work of one."""
+"""Calls of an op: valid calls, refused calls, and the bytes and operations of a call."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Sample:
 
     All tensors move between devices. Only positional tensors are tested at other strides,
     differentiated, and traced as inputs; keyword tensors, such as masks and weights, are not.
-    ``args`` are in the order of the schema. Those that a function takes by keyword only are passed
-    by keyword.
+    ``args`` are in the order of the schema. Arguments that a function takes only by keyword are
+    passed by keyword.
 
-    Samples of an op that draws random numbers have a ``seed``. Every call of such a sample seeds
-    torch's generators with it, so that the op and its reference draw the same numbers.
+    Samples of an op that draws random numbers have a ``seed``. Every call seeds torch's generators
+    with this number, so that the op and the reference draw the same numbers.
     """
 
     name: str
@@ -91,7 +91,7 @@ class Sample:
         return function(*args, **kwargs)
 
     def bind(self, function: Callable[..., Any], positions: tuple[int, ...]) -> Callable[..., Any]:
-        """``function`` of the arguments at ``positions``; the sample gives the others."""
+        """``function`` of the arguments at ``positions``, with the sample's other arguments."""
 
         def bound(*values: Any) -> Any:
             call = self
@@ -116,12 +116,12 @@ class Invalid:
     message: str
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     advises: bool = False
-    """Whether the message may go on with a remedy, after a semicolon."""
+    """Whether a remedy may follow the message, after a semicolon."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """The minimum bytes that an op moves and operations that it computes, for roofline figures."""
+    """The minimum bytes and operations of a call, for roofline figures."""
 
     bytes: int
     operations: int

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     import torch
 
-# The first is the typical call. The others take other paths: no elements, a tail after the last
-# vector, more dimensions than the kernels count, several threads or blocks.
+# The first is the typical call. The others reach other code paths: no elements, a tail after the
+# last vector, more dimensions than the kernels support, several threads or blocks.
 SHAPES: dict[str, tuple[int, ...]] = {
     "typical": (6, 10),
     "0-dim": (),
@@ -31,7 +31,7 @@ def alike(*names: str, **numbers: float) -> Callable[[torch.device, torch.dtype]
 
     Args:
         names: of the tensors, the first arguments of the op; each is filled with normal deviates.
-        numbers: the other arguments by name. They are passed by name, by position and left out.
+        numbers: the other arguments by name. Samples pass them by name, by position, or not at all.
     """
     return partial(samples, names, numbers)  # which can be pickled, unlike a local function
 

@@ -19,8 +19,8 @@ from the samples:
 - ``bench``: the typical sample with the rows and columns to be timed. Its first tensor must be a
   matrix, and the sizes of the others must be its rows, its columns or 1. An op with integer
   tensors, sequences of sizes or other sizes needs a function.
-- ``large``: the same with more than 2**31 elements; ``large=None`` if no output of the op is as
-  large as its first tensor.
+- ``large``: the typical sample with more than 2**31 elements; ``large=None`` if no output of the op
+  is as large as the first tensor.
 - ``module_inputs``: the tensors of the typical sample, except those that are parameters of the
   module. :func:`torchkiln.testing.layer` makes ``module`` from a class.
 
@@ -54,7 +54,7 @@ LEFT_OUT: Any = None
 
 
 class SpecError(ValueError):
-    """Specs that are incomplete or contradict themselves: a line for each field."""
+    """Raised for specs that are incomplete or contradict themselves: one line per field."""
 
     def __init__(self, problems: Iterable[str]) -> None:
         self.problems = tuple(problems)
@@ -94,37 +94,38 @@ class OpSpec:
     composite: Callable[..., Any] = LEFT_OUT
     """The code that a user would write in eager torch, in the dtype of the call."""
     magnitude: Callable[..., Any]
-    """The sum of the absolute values of the terms of each output element: rounding inside the op
-    is proportional to it even where the terms cancel."""
+    """The sum of the absolute values of the terms of each output element: rounding errors inside
+    the op are proportional to this sum even where the terms cancel."""
     inputs: Callable[[torch.device, torch.dtype], Iterable[Sample]]
     """Valid calls, with a shape for each code path."""
     differentiable: tuple[int, ...] = LEFT_OUT
     """Positions of the arguments that have gradients."""
     refusals: Refusals | None = None
-    """How arguments depend on each other; refused calls are derived from it."""
+    """Dependencies between arguments, from which refused calls are derived."""
     invalid: Callable[[torch.device], Iterable[Invalid]] | None = None
     """Refused calls that are specific to the op; without ``refusals``, all refused calls."""
     bench: Callable[[torch.device, torch.dtype, tuple[int, int]], Sample] = Derived(derive.bench)
-    """A call of the given rows and columns, for timing."""
+    """A call with the given rows and columns, for timing."""
     large: Callable[[torch.device], Sample] | None = Derived(derive.large)
     """A call whose output has more than 2**31 elements and as many rows as its arguments; None for
     an op without such an output, which needs its own test of many elements."""
     operations: Operations = (1, 1)
     """Operations of forward and backward for each element of the first output, or a function that
-    counts those of a call."""
+    counts the operations of a call."""
     traffic: Callable[[Sample], Traffic] = Derived(derive.traffic)
     """Bytes and operations of the forward of a call."""
     backward_traffic: Callable[[Sample], Traffic] = Derived(derive.backward_traffic)
     """Bytes and operations of the backward of a call."""
     gradient_magnitude: Callable[..., Any] | None = None
-    """A function whose gradients are the sums of the absolute values of the terms of each gradient.
-    None if all terms of a gradient have the same sign: then the reference's gradients are used."""
+    """A function whose gradients are, for each gradient, the sum of the absolute values of the
+    terms. None if all terms of a gradient have the same sign: the reference's gradients are
+    used."""
     output_sensitivity: Callable[..., Any] | None = None
-    """A function whose gradients are the change of each gradient per relative error of the output;
-    for an op whose backward uses its rounded output, as torch's backward does."""
+    """A function whose gradients are the change of each gradient per relative error of the output,
+    for an op whose backward reads the rounded output, as in torch."""
     intermediate_sensitivity: Callable[..., Any] | None = None
     """The change of each output per relative error of the intermediate results, for an op that
-    rounds those to the dtype of its result."""
+    rounds intermediate results to the dtype of the output."""
     indices: tuple[int, ...] = ()
     """Positions of integer arguments that are indices or masks, which no check converts."""
     grown: Callable[[Sample], Sample] = doubled
@@ -134,12 +135,12 @@ class OpSpec:
     ) = None
     """Labels and calls that are timed in addition to ``bench``."""
     drawn: Callable[[torch.device, torch.dtype, Random, int], Sample] | None = None
-    """A random call whose largest tensor has up to this number of elements, for timing; None if
-    ``bench`` with random rows and columns draws what users call."""
+    """A random call whose largest tensor has at most the given number of elements, for timing; None
+    if ``bench`` with random rows and columns covers the calls of users."""
     dtypes: tuple[torch.dtype, ...] = FLOATING
     composed: bool = False
-    """Whether the function calls several ops, of which ``overload`` is one and ``helpers`` are all
-    that it uses. ``torch.ops`` then has no entry with its arguments."""
+    """Whether the function calls several ops: ``overload`` is one of them, ``helpers`` lists all.
+    ``torch.ops`` then has no op with the arguments of the function."""
     constant: tuple[int, ...] = ()
     """Positions of results that have no gradient, such as counts."""
     devices: tuple[str, ...] = ("cpu", "cuda")
@@ -156,16 +157,16 @@ class OpSpec:
     helpers: tuple[str, ...] = ()
     """Helper ops in the same namespace, such as the backward, which have no spec."""
     gradient_in_forward: bool = False
-    """Whether a recorded forward makes the gradients, which backward only scales. The benchmark
-    then times forward and backward as one step, for the op and its peers."""
+    """Whether forward computes the gradients if autograd records it, and backward only scales them.
+    The benchmark then times forward and backward as one step, for the op and its peers."""
     waits_for: tuple[str, ...] = ()
     """Arguments that make the host wait for the device if they are set."""
     written: Written | None = None
-    """How the function of a form writes its results into tensors of the caller. ``op`` then calls
-    it with tensors of its own."""
+    """For a form: the function that writes its results into tensors of the caller. ``op`` then
+    calls this function with copies and new tensors."""
     forms: tuple[OpSpec, ...] = ()
-    """The contracts of other functions for the results of the op: in place, with ``out=``, into a
-    cache, with more results, of a part. ``torchkiln.testing.forms`` makes them."""
+    """Contracts of variants of the op: in place, with ``out=``, into a cache, with more results, or
+    for a part of the op. ``torchkiln.testing.forms`` makes them."""
     module: Callable[[torch.device, torch.dtype], nn.Module] | None = None
     """A module around the op, with parameters that are not all zero."""
     module_inputs: Callable[[torch.device, torch.dtype], tuple[Tensor, ...]] | None = Derived(
@@ -176,11 +177,11 @@ class OpSpec:
     """Whether a result may depend on the number of CPU threads, as in torch's matrix products.
     Results must be equal from run to run in any case."""
     excluded: Mapping[str, str] = field(default_factory=dict)
-    """Checks that cannot hold for this op, each with the reason. Their cases are skipped with that
-    reason."""
+    """Checks that cannot hold for this op, each with the reason. Cases of these checks are skipped
+    with the reason."""
 
     def __new__(cls, **given: Any) -> Self:
-        """Name the op in errors about missing fields. Copies are made without arguments."""
+        """Name the op in errors about missing fields. Copies call this without arguments."""
         required = [f.name for f in fields(cls) if f.default is f.default_factory is MISSING]
         missing = [name for name in required if name not in given]
         if given and missing:
@@ -200,7 +201,7 @@ class OpSpec:
 
     @property
     def through_ops(self) -> Callable[..., Any] | None:
-        """The op in ``torch.ops``, which changes no argument here; None for a composed function."""
+        """The op in ``torch.ops``, on copies if it writes; None for a composed function."""
         written = self.written
         if self.composed:
             return None
@@ -220,7 +221,7 @@ class OpSpec:
         return next(self.samples(device, dtype, requires_grad))
 
     def leaves(self, sample: Sample, only: tuple[int, ...] | None = None) -> Sample:
-        """The call on detached tensors of the same strides; those at ``only`` require gradients."""
+        """The call on detached tensors of equal strides; gradients are required at ``only``."""
         wanted = self.wanted(sample) if only is None else only
         args = tuple(
             a.detach().requires_grad_(i in wanted) if isinstance(a, Tensor) else a

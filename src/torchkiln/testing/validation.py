@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 
 
 def with_forms(specs: Iterable[OpSpec]) -> tuple[OpSpec, ...]:
-    """The specs, each followed by those of its forms."""
+    """The specs, each followed by the specs of its forms."""
     return tuple(one for spec in specs for one in (spec, *spec.forms))
 
 

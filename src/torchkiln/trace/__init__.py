@@ -24,7 +24,7 @@ __all__ = ["Explanation", "Kernel", "Part", "Step", "explain"]
 
 
 def explain(op: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> Explanation:
-    """Make a call and report its kernels, and what was copied, cast or left to torch.
+    """Make a call and report its kernels, copies, casts and ops that fell back to torch.
 
     The call runs, in-place changes included. If an argument requires a gradient, the backward
     follows, with gradients of ones. Only one call at a time can be explained, and kernels that
@@ -42,7 +42,7 @@ def explain(op: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> Expla
     attention: list[str] = []
 
     def call() -> None:
-        with attention_notes(attention):  # one at a time, as recordings are
+        with attention_notes(attention):  # only one at a time, like recordings
             results.extend(_tensors(function(*args, **kwargs)))
 
     events = _record(call)
@@ -94,7 +94,7 @@ def _record(call: Callable[[], None]) -> list[Any]:
 def _traffic(
     spec: OpSpec | None, function: Callable[..., Any], args: Any, kwargs: Any
 ) -> tuple[tuple[int, int], tuple[int, int]] | None:
-    """Bytes and operations of forward and backward by the spec; None if it cannot count them."""
+    """Bytes and operations of forward and backward, if the spec can count them, else None."""
     if spec is None:
         return None
     from torchkiln.testing import Sample  # noqa: PLC0415

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend
 def attention_notes(notes: list[str]) -> Iterator[None]:
     """Adds a note for each call of ``F.scaled_dot_product_attention``.
 
-    The function is replaced in its module: a mode of torch would change the route of our ops.
+    The function is replaced in its module, because a torch mode would change the route of our ops.
     """
     original = F.scaled_dot_product_attention
 

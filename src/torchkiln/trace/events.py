@@ -43,7 +43,7 @@ class _Frame:
 
     @property
     def is_step(self) -> bool:
-        """Whether the op computes or copies itself, instead of only calling other ops."""
+        """Whether the op itself computes or copies, and does not only call other ops."""
         if not self.name.startswith("aten::"):
             return False
         full = f"{self.name}.{self.overload}" if self.overload else self.name

@@ -25,13 +25,13 @@ class Kernel:
     """Vectors of a row that each thread keeps in registers."""
     blocks: tuple[int, ...] = ()
     threads: tuple[int, ...] = ()
-    """Per block."""
+    """Threads per block."""
     cluster: int = 1
     """Blocks per cluster."""
     shared_bytes: int = 0
     """Shared memory per block, static and dynamic."""
     registers: int = 0
-    """Per thread."""
+    """Registers per thread."""
     local_bytes: int = 0
     """Local memory per thread: spilled registers."""
     occupancy: float | None = None
@@ -43,7 +43,7 @@ class Kernel:
     parts: int = 1
     """Pieces of work on a CPU."""
     workers: int = 1
-    """CPU threads that shared them."""
+    """CPU threads that shared the pieces."""
 
     def __str__(self) -> str:
         """One line."""
@@ -82,7 +82,7 @@ class Step:
     ``fallback`` (an op of torch that computes)."""
     op: str
     inside: str
-    """The op of torchkiln that called it, if any."""
+    """The op of torchkiln that called this op, if any."""
     bytes: int
     words: str
 
@@ -134,11 +134,11 @@ class Explanation(Report):
     backward: Part | None = None
     """Set if an argument requires a gradient."""
     spec: bool = field(default=True)
-    """Whether bytes and operations come from the op's spec; else the bytes are those of all inputs
-    and outputs."""
+    """Whether bytes and operations come from the op's spec. If not, ``bytes`` counts all inputs and
+    outputs."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Convert to types that JSON has."""
+        """The fields in JSON types."""
         return {"schema": self.schema, **asdict(self)}
 
     def __str__(self) -> str:

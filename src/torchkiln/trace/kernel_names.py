@@ -22,11 +22,11 @@ class Access(NamedTuple):
     """A class or a kernel that reads and writes memory in one way."""
 
     name: str
-    """Its C++ name below ``torchkiln::``. A test searches the sources for each name."""
+    """The C++ name below ``torchkiln::``. A test searches the sources for each name."""
     arguments: str
-    """Pattern of its template arguments, with the element type and the lanes, if they vary."""
+    """Pattern of the template arguments, with the element type and the lanes if these vary."""
     words: str
-    """With "in vectors" for 16-byte accesses, or for as many bytes as the lanes have."""
+    """Text for reports; "in vectors" means 16-byte accesses, or accesses of all lanes."""
 
 
 ACCESSES = (

@@ -44,8 +44,8 @@ def eager(case: BenchCase) -> Function:
 def compiled(case: BenchCase) -> Function:
     """The composite under torch.compile, for static sizes.
 
-    Code compiled for other rows is dropped: it would count towards the limit of recompilations,
-    after which torch falls back to eager.
+    Code that was compiled for other rows is dropped, because it counts towards the limit of
+    recompilations, after which torch falls back to eager.
     """
     torch.compiler.reset()
     composite = case.spec.composite
@@ -70,7 +70,7 @@ TABLES: dict[str, Collection[str]] = {
     QUACK: quack.FUNCTIONS,
     CUDNN: cudnn.FUNCTIONS,
 }
-"""Functions of the peers that have some ops only."""
+"""Functions of the peers that implement only some ops."""
 
 
 def knows(name: str, op: str) -> bool:
@@ -93,9 +93,9 @@ def own_tensors(name: str, case: BenchCase) -> BenchCase:
 
 
 def remark(name: str, case: BenchCase, direction: str) -> str | None:
-    """Why a peer is timed over forward and backward in one call; none if it is not.
+    """The reason if a peer is timed over forward and backward in one call, else None.
 
-    Such a time is shown, and not compared with.
+    Such a time is shown, but not compared.
     """
     if name == LIGER and direction == BACKWARD and case.spec.name in liger.GRADIENT_IN_FORWARD:
         return "forward and backward in one call, because its forward makes the gradient"

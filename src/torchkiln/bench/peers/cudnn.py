@@ -30,7 +30,7 @@ LAYOUT = torch.channels_last
 
 
 def columns(t: Tensor) -> Tensor:
-    """A vector with four sizes, along the second of them."""
+    """A vector as a tensor of four dimensions, along the second dimension."""
     return t.view(1, -1, 1, 1)
 
 
@@ -94,9 +94,10 @@ def norm_backward(x: Described, weight: Described, *, centered: bool) -> Graph:
 
 @cache
 def batch_norm_forward(x: Described, weight: Described, *, residual: bool, signs: bool) -> Graph:
-    """Batch norm by the statistics of the batch, residual sum and relu.
+    """Batch norm with the statistics of the batch, residual sum and relu.
 
-    With ``signs`` also whether each result is positive, which backward with a residual reads.
+    With ``signs`` the graph also returns whether each result is positive, which backward with a
+    residual reads.
     """
     build, channels = Builder(x[0]), channel_vector(x[1][1])
     y, mean, rstd, next_mean, next_var = build.graph.batchnorm(
@@ -155,7 +156,7 @@ def batch_norm_backward(x: Described, weight: Described, *, residual: bool) -> G
 
 
 def require_dtype(x: Tensor) -> None:
-    """Refuse dtypes that cuDNN's norms do not have, and calls on nothing."""
+    """Refuse dtypes that cuDNN's norms do not support, and empty tensors."""
     if x.dtype not in DTYPES:
         raise Refused("supports float32, float16 and bfloat16")
     if x.numel() == 0:
@@ -180,7 +181,7 @@ def norm(  # noqa: PLR0917 - the arguments of the ops
     if not x.is_contiguous():
         raise Refused("supports contiguous rows only")
     length = x.shape[-1]
-    # Images of one pixel, with a row in the channels of each.
+    # Each row becomes the channels of an image of one pixel.
     sizes, strides = (x.numel() // length, length, 1, 1), (length, 1, length, length)
     given = {"x": x.view(sizes), "weight": columns(weight)}
     if bias is not None:
@@ -269,6 +270,6 @@ FUNCTIONS: Mapping[str, Callable[..., Tensor]] = {
 
 
 def function_of(case: BenchCase) -> Function:
-    """The function for the op of ``case``; its workspaces live as long as it does."""
+    """The function for the op of ``case``, which owns the workspaces of its graphs."""
     require_package(case, PACKAGE)
     return partial(FUNCTIONS[case.spec.name], Runner())

@@ -22,7 +22,7 @@ Described = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]
 
 
 def described(t: Tensor) -> Described:
-    """What a graph has to know of a tensor, without its memory."""
+    """The properties of a tensor that a graph depends on."""
     return t.dtype, tuple(t.shape), tuple(t.stride())
 
 
@@ -52,7 +52,7 @@ class Builder:
         self.results: dict[str, Described] = {}
 
     def type_of(self, dtype: torch.dtype) -> Any:
-        """The name that cuDNN has for a dtype."""
+        """The cuDNN data type of a dtype."""
         name = "BOOLEAN" if dtype == torch.bool else DTYPES[dtype]
         return getattr(self.cudnn.data_type, name)
 
@@ -131,12 +131,12 @@ class Runner:
 
 @dataclass(frozen=True)
 class Call:
-    """The two graphs of a call, with what they read beyond its tensors."""
+    """The two graphs of a call, and the constants that they read."""
 
     runner: Runner
     forward: Graph
     backward: Graph | None
-    """None if no gradient is wanted."""
+    """None if no gradient is needed."""
     constants: Mapping[str, Tensor]
     """Tensors that do not depend on the call, such as eps."""
 

@@ -13,7 +13,7 @@ from torchkiln.bench.peers.package import Refused, Table, require_last, rms_norm
 PACKAGE = "liger_kernel"
 
 GRADIENT_IN_FORWARD = frozenset({"cross_entropy"})
-"""Ops whose recorded forward computes the gradient and writes it over the input."""
+"""Ops whose forward, if autograd records it, overwrites the input with the gradient."""
 
 WAITING = frozenset({"cross_entropy", "linear_cross_entropy"})
 """Ops that copy numbers from the GPU to the host."""
@@ -75,7 +75,7 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> Any:
-    """Cross entropy: the first of the results."""
+    """Cross entropy: the first result of the peer's function."""
     if target.is_floating_point():
         raise Refused("takes class indices")
     return apply(logits, target, weight, ignore_index, z_loss, label_smoothing, reduction)[0]
@@ -95,7 +95,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     softcap: float | None = None,
 ) -> Any:
-    """Cross entropy of a layer: the first of the results. Sums over chunks are float32, as ours."""
+    """Cross entropy of a layer: the first result. Sums over chunks are float32, as in our op."""
     if x.dim() != 2:
         raise Refused("takes rows as a matrix")
     layer, numbers = (x, weight, target, bias), (ignore_index, z_loss, label_smoothing, reduction)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torchkiln.bench.case import BenchCase, Function
 
 Table = Mapping[str, tuple[str, str, Callable[..., Any]]]
-"""Op to module, function, and adapter.
+"""Module, function and adapter for each op.
 
 An adapter converts the arguments of the op and calls the peer's function with them.
 """
@@ -71,6 +71,6 @@ def rms_norm_of(
 
 
 def epsilon(x: Tensor, eps: float | None) -> float:
-    """``eps``, by default that of our RMS norm: the epsilon of its compute type."""
+    """``eps``, by default that of our RMS norm: the machine epsilon of its compute dtype."""
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
     return torch.finfo(compute).eps if eps is None else eps

@@ -1,1 +1,1 @@
-"""Calls: signatures of kernels, arguments in the form the driver takes, layouts of tensors."""
+"""Signatures of kernels, arguments packed for the driver, layouts of tensors."""

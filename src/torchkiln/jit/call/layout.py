@@ -25,7 +25,7 @@ class Layout:
     lanes: int
     """Elements per vector."""
     reaches: tuple[str, ...]
-    """How a thread reads the elements of each operand: ``vector``, ``one`` or ``any``."""
+    """How a thread reads the elements of each operand: see :func:`reach`."""
     blocks: int
     space: bytes
 
@@ -33,8 +33,7 @@ class Layout:
 def broadcast(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """The common shape of broadcast tensors; raises a RuntimeError if there is none.
 
-    ``torch.broadcast_shapes`` imports sympy in its first call, which takes 0.5 s: only symbolic
-    shapes go there.
+    Only symbolic shapes use ``torch.broadcast_shapes``, whose first call imports sympy: 0.5 s.
     """
     first = tuple(shapes[0])
     if not all(type(n) is int for shape in shapes for n in shape):
@@ -56,8 +55,8 @@ def merge_dimensions(
 ) -> tuple[list[int], list[list[int]]]:
     """Sizes and strides with the innermost dimension first and as few dimensions as possible.
 
-    Dimensions of size 1 go. Neighbours merge where every operand's outer stride is its inner stride
-    times the inner size.
+    Dimensions of size 1 are removed. Neighbours merge if in every operand the outer stride is the
+    inner stride times the inner size.
     """
     sizes: list[int] = []
     kept: list[list[int]] = [[] for _ in strides]
@@ -136,8 +135,7 @@ def layout(shape: Sequence[int], operands: Sequence[Tensor]) -> Layout | None:
 def reach(tensor: Tensor, strides: Sequence[int], sizes: Sequence[int], lanes: int) -> str:
     """How a thread reads ``lanes`` elements of a tensor along the innermost dimension.
 
-    ``one``: a single element serves all lanes. ``vector``: one aligned access. ``any``: element by
-    element.
+    ``one``: one element for all lanes. ``vector``: one aligned access. ``any``: element by element.
     """
     if strides[0] == 0 or sizes[0] == 1 == len(sizes):
         return "one"

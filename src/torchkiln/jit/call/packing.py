@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from torchkiln.jit.call.signature import Signature
 
 MAX_GRID = (2**31 - 1, 65535, 65535)
-"""Blocks along x, y, z."""
+"""Most blocks along x, y, z."""
 MAX_BLOCK = (1024, 1024, 64)
-"""Threads along x, y, z; a block has at most 1024 in all."""
+"""Most threads along x, y, z; a block has at most 1024 threads in total."""
 INTEGER_RANGES = {
     dtype: (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
     for dtype in NUMBERS
@@ -81,7 +81,7 @@ def pack(where: str, signature: Signature, given: Sequence[Any]) -> list[Any]:
 
     Args:
         where: the kernel, for errors.
-        signature: its parameters.
+        signature: the signature of the kernel.
         given: the arguments of the call.
     """
     parameters = signature.parameters
@@ -118,7 +118,7 @@ def _pack_one(where: str, parameter: Parameter, value: Any) -> Any:
 
 
 def _pack_bytes(where: str, parameter: Parameter, value: Any) -> Any:
-    """An argument of a struct type of the source: its bytes, or a ctypes object."""
+    """An argument whose type is a struct of the source, given as bytes or as a ctypes object."""
     if isinstance(value, (ctypes.Structure, ctypes.Array, ctypes._SimpleCData)):
         return value
     if isinstance(value, bytes):

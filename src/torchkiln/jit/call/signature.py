@@ -87,7 +87,7 @@ class Signature:
     template: tuple[str, ...] = ()
 
     def instance(self, arguments: tuple[str, ...]) -> Signature:
-        """The signature with template arguments put in for the template parameters."""
+        """The signature with the template parameters replaced by arguments."""
         types = dict(zip(self.template, arguments, strict=False))
         parameters = tuple(replace(p, type=types.get(p.type, p.type)) for p in self.parameters)
         return Signature(f"{self.name}<{', '.join(arguments)}>", parameters)
@@ -137,10 +137,10 @@ def kernels_of(source: str) -> dict[str, Signature]:
 
 
 def declarator(text: str, at: int) -> tuple[str, list[str], int]:
-    """Name and parameters behind ``__global__``, and the position after them.
+    """Name and parameters after ``__global__``, and the position after the parameters.
 
-    The name is empty for an unfinished line, which the compiler reports better, and for an explicit
-    template instantiation, whose definition is found elsewhere.
+    The name is empty for an unfinished line, for which the compiler has a better message, and for
+    an explicit template instantiation, whose definition is elsewhere in the source.
     """
     while True:
         opening = text.find("(", at)
@@ -155,7 +155,7 @@ def declarator(text: str, at: int) -> tuple[str, list[str], int]:
 
 
 def enclosed(text: str, at: int, opening: str, closing: str) -> tuple[str, int]:
-    """The text up to the closing bracket, and the position behind the bracket."""
+    """The text up to the closing bracket, and the position after the bracket."""
     depth = 1
     for i in range(at, len(text)):
         depth += (text[i] == opening) - (text[i] == closing)
@@ -177,7 +177,7 @@ def split(text: str) -> list[str]:
 
 
 def parameter(text: str) -> Parameter:
-    """The parameter that a declaration declares."""
+    """The parameter of a declaration such as ``const float* x``."""
     declaration = QUALIFIER.sub(" ", text.partition("=")[0]).replace("std::", "")
     pointer = "*" in declaration or "[" in declaration
     declaration = re.sub(r"\[[^\]]*\]", " ", declaration)

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 WITHOUT_GPU = "sm_80"
 """The architecture of kernels that are compiled without a GPU."""
 
-# Functions without __device__ count as device functions: headers that also serve the CPU have some.
+# Functions without __device__ count as device functions: headers shared with the CPU have some.
 OPTIONS = ("--std=c++17", "--device-as-default-execution-space", "--generate-line-info")
 
 APPENDED = "NVRTC_APPEND_FLAGS"
-"""The variable with further options."""
+"""The environment variable from which NVRTC reads further options."""
 VARIABLES = re.compile(r"NVRTC|EDG_|LLVM_|NV_NVVM|LIBNVVM")
-"""The variables that NVRTC and the libraries inside it read."""
+"""The environment variables that NVRTC and the libraries inside it read."""
 
 
 def architecture_of(device: int | None = None) -> str:
@@ -33,7 +33,7 @@ def architecture_of(device: int | None = None) -> str:
     if not torch.cuda.is_available():
         return WITHOUT_GPU
     major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{major}{minor}{'a' if major >= 9 else ''}"  # a: with features of this GPU alone
+    return f"sm_{major}{minor}{'a' if major >= 9 else ''}"  # a: features that only this GPU has
 
 
 def build(
@@ -79,8 +79,8 @@ def build(
         if binary := cache.read(name):
             return binary
     binary = Binary(*nvrtc.compile_program(tools.library, source, path, settings, names))
-    # The name is a hash of the headers as they were read above. A header that was saved after that
-    # and before the compilation makes the name wrong, so nothing is stored.
+    # The name is a hash of the headers as they were read above. If a header was saved between that
+    # and the compilation, the name is wrong, so nothing is stored.
     if name is not None and scan(source, path, include, read_too) == found:
         cache.write(name, binary)
     return binary

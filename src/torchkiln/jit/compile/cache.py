@@ -1,11 +1,11 @@
 """Compiled code on disk, shared by all processes of a user.
 
-A file holds one binary; its name is a hash of everything that the binary was compiled from. A
-writer fills a temporary file and renames it, so readers see a whole file or none, and no lock can
-outlive a killed process. Processes that compile the same source write the same file.
+A file holds one binary; the file name is a hash of everything that the binary was compiled from. A
+writer fills a temporary file and renames it, so readers find a complete file or none, and a killed
+process leaves no lock. Processes that compile the same source write the same file.
 
-Machine code runs with the rights of the user, so files and folders to which other users can write
-are not used.
+Machine code runs with the rights of the user, so files and folders that other users can write are
+not used.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from pathlib import Path
 
 from torchkiln._cache_folder import cache_folder, danger, home_folder
 
-FORMAT = "2"  # changes when the layout of the files does
-STALE_SECONDS = 3600  # the writer of an older temporary file is dead
+FORMAT = "2"  # changes with the layout of the files
+STALE_SECONDS = 3600  # older temporary files are removed: their writer is dead
 DAY = 24 * 3600
 UNUSED_SECONDS = 90 * DAY
-"""The age from which a binary that no process has read is removed."""
+"""The age from which a binary that no process has read in this time is removed."""
 _warned: set[str] = set()
 _swept: set[Path] = set()
 
@@ -47,7 +47,7 @@ def folder() -> Path:
 
 
 def prepare(path: Path) -> None:
-    """Makes a folder in the cache, its parents too. Raises an OSError if it is not private."""
+    """Makes a folder in the cache, and its parents. Raises an OSError if one is not private."""
     top = folder()
     for level in reversed((path, *path.parents)):
         if not level.exists():
@@ -70,7 +70,7 @@ def _digest(name: str, payload: bytes) -> bytes:
 
 
 def read(name: str) -> Binary | None:
-    """The binary of that name; None if it is missing, damaged, or could be of another user."""
+    """The binary of that name; None if it is missing, damaged, or writable for another user."""
     try:
         if danger(folder().stat()):
             return None

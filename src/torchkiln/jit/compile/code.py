@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Code:
-    """An immutable version of a source. A saved file gives a new one."""
+    """An immutable version of a source. A saved file gives a new version."""
 
     def __init__(
         self, source: str, path: str, include: Sequence[Path], options: Sequence[str]
@@ -27,12 +27,12 @@ class Code:
         self._include = include
         self._options = options
         self._binaries: dict[tuple[str, str], Binary] = {}
-        # Kernels that are not templates compile together, here, so that errors appear early.
+        # Kernels that are not templates are compiled together here, so that errors appear early.
         self._plain = [name for name, found in self.signatures.items() if not found.template]
         self.binary(architecture_of(), *self._plain[:1])
 
     def binary(self, architecture: str, name: str = "") -> Binary:
-        """The machine code that has a kernel, for an architecture such as sm_90a."""
+        """The machine code that contains a kernel, for an architecture such as sm_90a."""
         names = self._plain if name in self._plain or not name else [name]
         key = (architecture, names[0] if names else "")
         if key not in self._binaries:

@@ -15,7 +15,7 @@ HOST_CODE = re.compile(
 
 
 def source_errors(log: str) -> str:
-    """The log without follow-up errors of ``__nv_name_map``, through which NVRTC looks names up."""
+    """The log without follow-up errors of ``__nv_name_map``, which NVRTC uses to look up names."""
     parts = log.split("\n\n")
     kept = [part for part in parts if not part.startswith("__nv_name_map")]
     if len(kept) == len(parts) or not any(": error: " in part for part in kept):
@@ -24,7 +24,7 @@ def source_errors(log: str) -> str:
 
 
 def advice(log: str) -> str:
-    """A line that says what to do about code for the host or a missing CUDA header; often empty."""
+    """A line with the remedy for host code or a missing CUDA header; empty for other errors."""
     if HOST_CODE.search(log):
         return (
             "\nNVRTC compiles kernels and device functions only. For a source with code for the"

@@ -61,7 +61,7 @@ def require_gpu(kernel: str) -> None:
 
 
 def on_device(index: int) -> AbstractContextManager[object]:
-    """Makes a device current. ``torch.cuda.device`` costs microseconds even if it already is."""
+    """Makes a device current. ``torch.cuda.device`` takes microseconds even for the current one."""
     return nullcontext() if index == torch.cuda.current_device() else torch.cuda.device(index)
 
 
@@ -71,7 +71,7 @@ def capturing() -> bool:
 
 
 def make_current(device: int) -> None:
-    """Sets torch's context of a device in a thread that has called no CUDA function yet."""
+    """Sets torch's context of a device if the thread has no context yet."""
     driver = library()
     context = c_void_p()
     require(driver.cuCtxGetCurrent(byref(context)), "cuCtxGetCurrent")
@@ -117,8 +117,8 @@ class Function:
             require(status, f"{self.name}: {shared_bytes} bytes of shared memory")
             self._shared_bytes = shared_bytes
         addresses = (c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
-        # argtypes is not set: its conversions take half of the call's time. ctypes then passes a
-        # Python int as a C int, so pointers are wrapped in c_void_p.
+        # argtypes is not set, because its conversions take half of the call's time. Without it
+        # ctypes passes a Python int as a C int, so pointers are wrapped in c_void_p.
         status = driver.cuLaunchKernel(
             self._handle, *grid, *block, shared_bytes, c_void_p(stream), addresses, None
         )

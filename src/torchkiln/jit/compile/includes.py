@@ -1,8 +1,8 @@
 """The files that a compilation reads, found without a compiler: a start from the cache needs none.
 
 A scan may find more files than NVRTC reads, never fewer: conditions are ignored, directives in
-comments count, and each name is looked up in every folder. Where text alone does not give the
-names, the scan is incomplete.
+comments count, and each name is looked up in every folder. If the text does not contain the names,
+the scan is marked as incomplete.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 SPLICE = re.compile(r"\\\r?\n")
 GAP = r"(?:[ \t\v\f]|/\*(?:[^*]|\*(?!/))*+\*/)*+"
-"""Blanks and comments of one kind, which may stand anywhere in a directive."""
+"""Blanks and block comments, which may stand anywhere in a directive."""
 
 # Only blanks and comments precede a directive on its line. %: and ??= are spellings of #.
 INCLUDE = re.compile(
@@ -31,18 +31,18 @@ INCLUDE = re.compile(
     + r'(?:"([^"\r\n]+)"|<([^>\r\n]+)>)?'
 )
 UNCLEAR = re.compile(r"__has_|__DATE__|__TIME__|\?\?/")
-"""The result depends on the existence of a file or on the clock, or ``??/`` joins lines."""
+"""Text whose meaning depends on the existence of a file or on the clock, or that joins lines."""
 
 FOLDER_OPTION = re.compile(r"\s*(?:-I|--include-path\b)\s*=?\s*(.*)", re.DOTALL)
 FILE_OPTION = re.compile(r"\s*(?:-include\b|--pre-include\b)\s*=?\s*(.*)", re.DOTALL)
 UNCLEAR_OPTION = re.compile(r"include|pch|options?.file|optf|" + UNCLEAR.pattern)
-"""Options that may read files in other ways, among those that neither pattern above matches."""
+"""Options that may read files in other ways, among options that no pattern above matches."""
 
 
 def search_folders(
     path: str, include: Sequence[Path] = (), cuda: Sequence[Path] = ()
 ) -> tuple[Path, ...]:
-    """The folders that NVRTC searches, in order. A source without a file has none of its own.
+    """The folders that NVRTC searches, in order. A source without a file has no folder.
 
     Args:
         path: the source. Only an absolute path is a file.
@@ -56,15 +56,15 @@ def search_folders(
 
 @dataclass
 class Scan:
-    """The files that a compilation of a source may read, without CUDA's own."""
+    """The files that a compilation of a source may read, without CUDA's headers."""
 
     files: dict[Path, str] = field(default_factory=dict)
-    """The text of each file. Bytes that are not UTF-8 become surrogates: texts differ if files
-    do."""
+    """The text of each file. Bytes that are not UTF-8 become surrogates, so that different files
+    have different texts."""
     names: set[str] = field(default_factory=set)
     """The names in all directives."""
     is_complete: bool = True
-    """False if only a compiler can find all files. Then no cache may answer."""
+    """False if only a compiler can find all files. Then the cache is not used."""
 
     def read(self, text: str) -> Iterator[str]:
         """The names that a text includes."""
@@ -79,7 +79,7 @@ class Scan:
                 self.is_complete = False
 
     def read_options(self, options: Sequence[str]) -> tuple[list[Path], list[str]]:
-        """The folders, and the files to include first, that options name."""
+        """The folders that options name, and the files that options include first."""
         folders: list[Path] = []
         files: list[str] = []
         words = iter(options)
@@ -93,7 +93,7 @@ class Scan:
         return folders, files
 
     def add(self, given: str) -> Iterator[tuple[str, str]]:
-        """Adds a file if there is one; its names, each with the folder that is searched first."""
+        """Adds a file if it exists; yields its includes, each with the folder searched first."""
         if not os.path.isfile(given):  # noqa: PTH113  most are missing: a Path takes four times as long
             return
         # A link stays as it is: NVRTC searches the folder of the link, not of its target.

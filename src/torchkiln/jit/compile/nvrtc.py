@@ -1,7 +1,7 @@
 """NVRTC, NVIDIA's compiler as a library, through ctypes.
 
-torch's dependency cuda-bindings wraps NVRTC, too. Its import takes 30 to 70 ms, in which a kernel
-is half compiled, and it is missing beside a torch without CUDA.
+torch's dependency cuda-bindings wraps NVRTC, too. Its import takes 30 to 70 ms, about half of the
+time to compile a kernel, and a torch without CUDA does not install it.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 NOWHERE = "/dev/null/"
-"""The folder of sources without a file. NVRTC searches the folder of a source, and without one the
-working folder; below this one there are no files."""
+"""The folder of sources without a file. NVRTC searches the folder of the source, or the working
+folder for a name without a folder. This folder contains no files."""
 
 
 class CompileError(RuntimeError):
-    """A source does not compile. The message has the compiler's log, with file and line."""
+    """A source does not compile. The message contains the compiler's log, with file and line."""
 
 
 @functools.cache
 def load(library: Path) -> Any:
-    """Loads NVRTC, after the second library that it looks up by name alone."""
+    """Loads NVRTC, after its builtins library, which NVRTC looks up without a path."""
     for builtins in sorted(library.parent.glob("libnvrtc-builtins.so.*")):
         ctypes.CDLL(str(builtins))
     nvrtc = ctypes.CDLL(str(library))

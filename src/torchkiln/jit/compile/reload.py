@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 GONE_SECONDS = 0.3
-"""How long to wait for a file that an editor removed or emptied before writing it."""
+"""Longest wait for a file that an editor has removed or emptied and will write again."""
 
 UNSETTLED_NANOSECONDS = 100_000_000
-"""The age below which a file's text is compared as well: the clock of a file system ticks every few
+"""Age of a file below which its text is compared, too: the clock of a file system ticks every few
 milliseconds, so a second save can have the same time."""
 
 Stamp = tuple[int, int, int] | None
@@ -25,7 +25,7 @@ Stamp = tuple[int, int, int] | None
 
 
 def stamp(path: str) -> Stamp:
-    """Facts that change when a file is saved: time, size or, if it is replaced, inode."""
+    """Facts of which one changes when a file is saved: time, size, inode."""
     try:
         facts = os.stat(path)  # noqa: PTH116  twice as fast as Path.stat
     except OSError:
@@ -36,7 +36,7 @@ def stamp(path: str) -> Stamp:
 class Files:
     """A file and the headers that it includes, without torchkiln's and CUDA's.
 
-    A header whose name only a compiler can find, such as that of ``#include MACRO``, is missing.
+    Headers whose name only a compiler can find, as in ``#include MACRO``, are not included.
 
     Args:
         path: the file, as an absolute path.
@@ -68,10 +68,10 @@ class Files:
     def changed(self, *, closely: bool = False) -> bool:
         """Whether a text differs from the last call.
 
-        While times and sizes stay the same nothing is read, which takes 1 us per file.
+        If times and sizes are equal, no text is read, and the call takes 1 us per file.
 
         Args:
-            closely: read the texts in any case, which also finds headers that were missing before.
+            closely: always read the texts, which also finds headers that were missing before.
         """
         if self._settled and not closely:
             for name, known in self._stamps.items():
@@ -84,7 +84,7 @@ class Files:
         return self._texts != before
 
     def _read(self) -> None:
-        """Reads stamps, then texts: a save between the two changes the next stamp."""
+        """Reads stamps before texts, so that the next stamp shows a save between the two."""
         self._wait()
         stamps = {str(self.path): stamp(str(self.path))}
         try:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 CXX_LIBRARY = ("cuda", "cub", "thrust")
-"""The folders of CUDA's C++ library, which has 2,300 files."""
+"""The folders of CUDA's C++ library, with 2,300 files."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,11 @@ class Toolkit:
     includes: tuple[Path, ...]
 
     def identity(self, names: Iterable[str] = ()) -> str:
-        """Changes when another NVRTC is installed in the same place, or a CUDA header is edited.
+        """A hash that changes with the installed NVRTC and with the CUDA headers.
 
         Args:
-            names: the headers that a source includes. CUDA's C++ library is read if one is its.
+            names: the headers that a source includes. The files of CUDA's C++ library count only if
+                one of these names belongs to it.
         """
         uses_library = any(name.split("/")[0] in CXX_LIBRARY for name in names)
         files = [*self.library.parent.glob("libnvrtc*")]
@@ -61,7 +62,7 @@ def torchkiln_include() -> Path:
 
 
 def roots() -> Iterator[Path]:
-    """CUDA's folders: of Python packages first, then of the system; newer ones first."""
+    """CUDA's folders: first those of Python packages, then the system's, newer versions first."""
     site = Path(torch.__file__).parents[1]
     folders = [site, *(Path(entry) for entry in sys.path if entry and Path(entry) != site)]
     for folder in folders:
@@ -77,7 +78,7 @@ def roots() -> Iterator[Path]:
 
 
 def libraries() -> Iterator[tuple[Path, Path]]:
-    """Every NVRTC that is installed: its CUDA folder and its path."""
+    """All installed NVRTC libraries: the CUDA folder and the path of each."""
     for root in roots():
         for folder in (root / "lib", root / "lib64"):
             for library in sorted(folder.glob("libnvrtc.so.*"), key=lambda path: len(path.name)):
@@ -87,7 +88,7 @@ def libraries() -> Iterator[tuple[Path, Path]]:
 def headers_of(root: Path) -> Iterator[Path]:
     """Include folders of a CUDA folder: CUDA's headers, then its C++ library if installed.
 
-    Python packages of CUDA 12 have a folder for each component, those of CUDA 13 one for all.
+    Python packages of CUDA 12 have a folder per component, those of CUDA 13 one common folder.
     """
     packages = root.parent
     for headers, library in (
@@ -109,7 +110,7 @@ def major_of(library: Path) -> str:
 
 @functools.cache
 def find() -> Toolkit:
-    """The first NVRTC of torch's CUDA major version that has headers; any if torch has no CUDA."""
+    """The first NVRTC with headers of torch's CUDA major version; any if torch has no CUDA."""
     wanted = torch.version.cuda.split(".")[0] if torch.version.cuda else None
     seen = []
     for root, library in libraries():

@@ -68,7 +68,7 @@ class Call(Node):
 
 
 class ExpressionError(ValueError):
-    """An expression that is no formula; the message lacks the name of the op's argument."""
+    """An expression that is no formula; the caller adds the name of the argument."""
 
 
 def parse(text: str, argument: str = "expression") -> Node:
@@ -76,7 +76,7 @@ def parse(text: str, argument: str = "expression") -> Node:
 
     Args:
         text: the expression.
-        argument: the argument of ``jit.elementwise`` that has the expression, for errors.
+        argument: the argument of ``jit.elementwise`` that contains the expression, for errors.
     """
     try:
         tree = parsed(text.strip(), "eval").body
@@ -120,7 +120,7 @@ def _is_condition(node: Node) -> bool:
 
 
 def _require_kinds(node: Node, text: str) -> None:
-    """Raises unless comparisons stand exactly where ``where`` takes its condition."""
+    """Raises unless each condition of ``where`` is a comparison, and no other part is one."""
     if not isinstance(node, Call):
         return
     for i, argument in enumerate(node.arguments):
@@ -192,7 +192,7 @@ ZERO, ONE = Number(0.0), Number(1.0)
 
 
 def call(function: str, *arguments: Node) -> Node:
-    """A call, simplified: x * 0, x * 1, x + 0 and a choice between equal parts."""
+    """A call with simplifications of x * 0, x * 1, x + 0 and a choice between equal parts."""
     if function == "mul":
         if ZERO in arguments:
             return ZERO
@@ -238,8 +238,8 @@ def slope(node: Node, name: str) -> Node:
 def magnitude(node: Node) -> Node:
     """A bound on the intermediate values, to which rounding errors are proportional.
 
-    Sums add the magnitudes of their terms. Other functions add their own absolute value and, for
-    each argument, its magnitude times the absolute derivative.
+    The magnitude of a sum is the sum of the magnitudes of its terms. The magnitude of another
+    function is its absolute value plus, per argument, magnitude times absolute derivative.
     """
     if not isinstance(node, Call):
         return Call("abs", (node,))
@@ -267,7 +267,7 @@ def cuda_of(nodes: Mapping[str, Node]) -> str:
     """C++ statements that assign each result; equal parts are computed once.
 
     Args:
-        nodes: the formula for each result. Names get an underscore in C++: ``x`` becomes ``x_``.
+        nodes: the formula for each result. In C++ names end with an underscore: ``x_`` for ``x``.
     """
     lines: list[str] = []
     known: dict[Node, str] = {}

@@ -24,7 +24,7 @@ class Function:
     slopes: tuple[str, ...]
     """The derivative for each argument, as an expression of a, b, c."""
     numbers: bool = False
-    """Whether the torch function takes a Python number beside a tensor."""
+    """Whether the torch function accepts Python numbers in place of tensors."""
     condition: bool = False
     """Whether the result is a bool, which only ``where`` and ``a if b else c`` take."""
 
@@ -50,7 +50,7 @@ def _clamp(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return torch.clamp(a, b, c)
 
 
-# Bounded where gelu_tanh's derivative is 0 or 1, because the cube overflows.
+# Clamped, because the cube of a large number overflows. Outside, gelu_tanh's derivative is 0 or 1.
 _BOUNDED = "clamp(a, -64, 64)"
 _SQUARE = f"({_BOUNDED} * {_BOUNDED})"
 _INNER = f"({_BOUNDED} * (1.5957691216057308 + 0.07135481627260025 * {_SQUARE}))"

@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 LOCK = threading.Lock()
-"""CPython 3.11 counts the levels of all threads together, and raises SystemError for some."""
+"""CPython 3.11 counts the recursion of all threads together, which can raise SystemError."""
 
 
 def parsed(text: str, mode: str = "exec") -> Any:

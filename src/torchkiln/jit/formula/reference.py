@@ -51,7 +51,7 @@ def with_gradients(
     Args:
         reference: the function.
         names: its arguments.
-        slopes: for each tensor argument the gradient, linear in ``grad``.
+        slopes: for each tensor argument the gradient, an expression that is linear in ``grad``.
     """
 
     def slope(name: str, grad: Tensor, values: Mapping[str, Any]) -> Tensor:

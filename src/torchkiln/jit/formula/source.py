@@ -77,8 +77,8 @@ def kernel_source(
     Args:
         names: the input tensors.
         numbers: the numbers.
-        body: C++ that assigns result0_, result1_, ... of type C. It names inputs and numbers with
-            an underscore after the name.
+        body: C++ that assigns result0_, result1_, ... of type C. Names of inputs and numbers end
+            with an underscore.
         dtypes: the dtype of each operand: the outputs, then the inputs.
         lanes: elements per vector.
         reaches: how each operand is read; see :func:`torchkiln.jit.call.layout.reach`.

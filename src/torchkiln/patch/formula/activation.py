@@ -44,7 +44,7 @@ class Activation(ProvenPlan):
 
 
 def grid() -> Tensor:
-    """Both tails and the middle, in float64."""
+    """Inputs from -12 to 12, in float64."""
     return torch.linspace(-12, 12, 4097, dtype=torch.float64)
 
 
@@ -58,7 +58,7 @@ class Computed(NamedTuple):
 
 @lru_cache(maxsize=512)
 def formula(name: str, situation: Situation) -> Value | None:
-    """The activation, as the contract of the op has it; None if it has an op without a formula."""
+    """The formula of an activation, from its spec; None if the spec calls an unsupported op."""
     from torchkiln.testing.specs.activation import FORMULAS  # noqa: PLC0415
 
     try:
@@ -68,9 +68,9 @@ def formula(name: str, situation: Situation) -> Value | None:
 
 
 def computed(module: nn.Module, *, overwrites: bool = False) -> Computed | str:
-    """The activation that a leaf without parameters computes, or the reason for none.
+    """The activation that a leaf without parameters computes, or the reason if it computes none.
 
-    ``overwrites`` is whether it may change its argument.
+    ``overwrites`` is whether the leaf may change its argument.
     """
     if any(True for _ in module.children()) or any(True for _ in module.parameters()):
         return ""
@@ -86,7 +86,7 @@ def computed(module: nn.Module, *, overwrites: bool = False) -> Computed | str:
 
 
 def find(module: nn.Module, dtype: torch.dtype) -> Match | str | None:
-    """The plan for an activation that torch has no kernel of the same speed for."""
+    """The plan for an activation, or the reason if the module runs one equally fast kernel."""
     found = computed(module)
     if isinstance(found, str) or dtype not in found.proof.dtypes:
         return found if isinstance(found, str) else None

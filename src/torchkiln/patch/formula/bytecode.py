@@ -1,4 +1,4 @@
-"""The instructions of a function: what it stores, and what it branches on."""
+"""The instructions of a function: stores outside of it, and names that it branches on."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ UNSEEN = (
     *("retains_grad", "output_nr", "is_inference", "is_contiguous", "storage_offset"),
     *("is_meta", "get_device"),
 )
-"""Attributes that change without a trace of it: a forward that reads them is left alone."""
+"""Attributes whose changes no trace shows: a forward that reads them is left alone."""
 
 FACTS = ("dtype", "ndim", "dim", "is_floating_point", "is_complex")
-"""Properties of a tensor that a forward may branch on: all of them are tried."""
+"""Properties of a tensor that a forward may branch on: the recorded calls vary them."""
 
 
 @functools.lru_cache(maxsize=4096)
 def fault_of(code: CodeType) -> str:
-    """Whether a function stores something outside of itself, or reads what no trace shows."""
+    """The reason if a function stores outside of itself or has reads that no trace shows, or ""."""
     steps = [step for step in dis.get_instructions(code) if step.opname != "CACHE"]
     for step, after in itertools.pairwise(steps):
         if found := hidden(step, after):
@@ -58,7 +58,7 @@ def fault_of(code: CodeType) -> str:
 
 
 def hidden(step: dis.Instruction, after: dis.Instruction) -> str:
-    """What two instructions do that no trace shows, if anything."""
+    """The effect or read of two instructions that no trace shows; empty if there is none."""
     name = step.argval
     if step.opname in ("LOAD_ATTR", "LOAD_METHOD") and name in UNSEEN:
         return f"it reads {name}"
@@ -75,7 +75,7 @@ def hidden(step: dis.Instruction, after: dis.Instruction) -> str:
 
 
 def branches(code: CodeType, scope: dict[str, Any], *, variables: bool) -> Iterator[str]:
-    """What a function branches on, apart from its attributes and facts that are tried."""
+    """The names that a function branches on, except attributes of the module and tried facts."""
     steps = [step for step in dis.get_instructions(code) if step.opname != "CACHE"]
     known = {*code.co_varnames[: min(code.co_argcount, 1)], *facts(steps)}
     known |= set() if variables else {*code.co_varnames}
@@ -97,7 +97,7 @@ def branches(code: CodeType, scope: dict[str, Any], *, variables: bool) -> Itera
 
 
 def is_changing(value: object, after: dis.Instruction) -> bool:
-    """Whether a global is an object of which an attribute is read, or may know former results."""
+    """Whether a global is a cache, or an object whose attribute the next instruction reads."""
     if isinstance(value, functools._lru_cache_wrapper):
         return True
     if value is None or isinstance(value, (ModuleType, FunctionType, EnumType, logging.Logger)):
@@ -108,7 +108,7 @@ def is_changing(value: object, after: dis.Instruction) -> bool:
 
 
 def facts(steps: list[dis.Instruction]) -> Iterator[str]:
-    """The variables that are set once, to a fact of a tensor that is tried."""
+    """The variables that are set exactly once, to one of :data:`FACTS`."""
     stores = [step.argval for step in steps if "STORE_FAST" in step.opname]
     names = [n for value in stores for n in (value if isinstance(value, tuple) else (value,))]
     for fact, store in itertools.pairwise(steps):
@@ -136,9 +136,9 @@ def conditions(
     *,
     is_identity: bool = False,
 ) -> Iterator[str]:
-    """The parts of a condition that are no attribute of the module, constant or tried fact.
+    """The names in a condition that are no attribute of the module, constant or tried fact.
 
-    ``known`` has the variables of the module and of facts.
+    ``known`` contains the variable of the module and the variables of facts.
     """
     is_rank = [str(step.argval) for step in steps if step.opname.startswith("LOAD_G")] == ["len"]
     is_rank = is_rank and not any(step.opname == "BINARY_SUBSCR" for step in steps)
@@ -170,6 +170,6 @@ def is_fixed(value: object) -> bool:
 
 
 def is_torchs(value: object, attribute: dis.Instruction) -> bool:
-    """Whether an attribute of torch is a dtype, a class, or the module of ``is_scripting``."""
+    """Whether an attribute of torch is a dtype, a class, or ``torch.jit`` for ``is_scripting``."""
     found = getattr(torch, str(attribute.argval), None) if value is torch else None
     return isinstance(found, (type, torch.dtype)) or found is torch.jit

@@ -31,15 +31,15 @@ ACTS = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}
 """The activation of each op."""
 
 HIDDEN = 24
-"""Features between the projections of a recorded call."""
+"""Width between the projections of a recorded call."""
 
 
 @dataclass(frozen=True)
 class Gated(ProvenPlan):
     """``down(act(gate(x)) * up(x))`` by calls of the submodules, which may be of any class.
 
-    Without ``up``, the two halves of ``gate(x)`` are the gate and the other factor; with
-    ``swapped``, the second half is the gate, or the gate is called after ``up``.
+    Without ``up``, the halves of ``gate(x)`` are the gate and the other factor. With ``swapped``
+    the second half is the gate, or ``up`` is called before ``gate``.
     """
 
     kind = "glu"
@@ -54,7 +54,7 @@ class Gated(ProvenPlan):
     after: tuple[str, ...]
     """Dropouts after ``down``."""
     reads_weights: bool = False
-    """Whether the module looks at the dtype of its projections."""
+    """Whether the module reads the dtype of the projections' weights."""
 
     def __str__(self) -> str:
         return f"{self.op} between the projections"
@@ -89,7 +89,7 @@ def submodule(module: nn.Module, name: str) -> Any:
 
 
 def product(op: str, gate: Tensor, up: Tensor) -> Tensor:
-    """The op, where it takes the results of the projections; otherwise what the module computes."""
+    """The op, where it takes the results of the projections; otherwise the formula in torch."""
     if gate.dtype is up.dtype and gate.shape == up.shape and is_ordered(gate) and is_ordered(up):
         return OPS[op](gate, up)
     if op == "swiglu":
@@ -132,20 +132,20 @@ class Opaque(nn.Module):
 
     @property
     def weight(self) -> Weight:
-        """Stands for a weight whose dtype is read, which has to be that of the input."""
+        """Stands for a weight whose dtype is read: the plan requires the dtype of the input."""
         self.tracer.reads_weights = True
         return Weight(self.tracer.situation.dtype)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """``isinstance`` cannot be told."""
+        """Refuses ``isinstance``, which would need the class of the submodule."""
         raise NoFormulaError("it looks at the class of a submodule")
 
     def __getattr__(self, name: str) -> Any:
         raise NoFormulaError(f"it reads {name} of a submodule")
 
     def forward(self, x: Tensor) -> Tensor:
-        """The result, of the argument's shape but for the last size."""
+        """The result, whose shape differs from that of the argument in the last size only."""
         return self.tracer.called(self.name, x, self.is_dropout)
 
 
@@ -159,18 +159,18 @@ class Roles(NamedTuple):
 
 
 class GatedTracer(Tracer):
-    """Records a module whose submodules with parameters, and dropouts of torch, are opaque."""
+    """Records a module in which submodules with parameters or buffers, and dropouts, are opaque."""
 
     def __init__(self, module: nn.Module, packed: bool) -> None:
         super().__init__(module, WIDTHS, ["x"])
         self.packed = packed
         self.roles: Roles | None = None
         self.is_likely = False
-        """Whether a projection was called with the input, as those of a gated unit are."""
+        """Whether a projection was called with the input, as in a gated unit."""
         self.reads_weights = False
 
     def stub(self, recorder: Recorder, situation: Situation) -> Stub:
-        """What takes the places of submodules."""
+        """A function that returns the substitute of a submodule."""
         self.recorder, self.situation = recorder, situation
         self.calls: list[Call] = []
 
@@ -198,7 +198,7 @@ class GatedTracer(Tracer):
         return result
 
     def traced(self, recorder: Recorder, situation: Situation, result: Any) -> Traced:
-        """The product before the last projection; the calls must be those of a gated unit."""
+        """The product before the last projection; refuses calls that no gated unit makes."""
         first = [call for call in self.calls if call.given is self.given[0]]
         rest = self.calls[len(first) :]
         is_chained = all(one.result is other.given for one, other in pairwise(rest))
@@ -232,7 +232,7 @@ def has_state(module: nn.Module) -> bool:
 
 @lru_cache(maxsize=512)
 def formula(op: str, situation: Situation, gate: str, up: str | None, swapped: bool) -> Value:
-    """The product, as the contract of the op has it."""
+    """The formula of the product, from the spec of the op."""
     from torchkiln.testing.specs.gated import reference  # noqa: PLC0415
 
     recorder = Recorder([torch.float64])

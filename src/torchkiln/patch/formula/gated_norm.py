@@ -60,7 +60,7 @@ class GatedNorm(ProvenPlan):
 
 
 def groups_of(trace: Trace, columns: int) -> list[int]:
-    """Possible numbers of groups: 1, and by the numbers that divide the columns."""
+    """Possible numbers of groups: 1, and one for each read number that divides the columns."""
     sizes = [
         value
         for _, value in trace.reads.values
@@ -71,7 +71,7 @@ def groups_of(trace: Trace, columns: int) -> list[int]:
 
 @lru_cache(maxsize=512)
 def formula(situation: Situation, weight: str, eps: float, options: tuple[Any, ...]) -> Value:
-    """The norm of two tensors, as the contract of the op has it."""
+    """The formula of the norm of two tensors, from the spec of the op."""
     from torchkiln.testing.specs.gated_norm import reference  # noqa: PLC0415
 
     def norm(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:

@@ -100,7 +100,7 @@ class Axes:
 
 
 def is_constant_part(label: str, dim: Dim) -> bool:
-    """Whether a dimension is the groups of an axis, each repeated for its members."""
+    """Whether a dimension is the groups of an axis, each repeated for its elements."""
     return len(dim) == 2 and dim[1].startswith(ANY) and dim[0].startswith(f"{label}/")
 
 
@@ -110,7 +110,7 @@ def padded(dims: Sequence[Dim], rank: int) -> tuple[Dim, ...]:
 
 
 def merged(dim: Dim) -> Dim:
-    """A dimension in which the two parts of an axis are the axis again."""
+    """The dimension, with the two parts of a split axis joined again."""
     found: list[str] = []
     for label in dim:
         base, _, part = label.rpartition(".")

@@ -1,4 +1,4 @@
-"""Wide linear layers, whose products or gradients the op computes in less time than torch."""
+"""Wide linear layers, whose product or bias gradient the op computes in less time than torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LEAST_SIZE = 512
 """Least number of inputs and of outputs of a wide layer."""
 
 LEAST_INPUT = 1 << 20
-"""Least number of elements of an input with so many rows that the op's sum for the bias gains."""
+"""Elements of an input from which the op's bias gradient takes less time than torch's."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class WideLinear(Plan):
         return "linear"
 
     def fits(self, module: Any, *args: Any) -> bool:
-        """Whether the op gains. Under ``torch.compile`` Inductor pads, so torch's forward runs."""
+        """Whether the op takes less time. Under ``torch.compile`` torch runs: Inductor pads."""
         if torch.compiler.is_compiling() or is_tracing() or len(args) != 1:
             return False
         x = args[0]
@@ -52,7 +52,7 @@ def is_tracing() -> bool:
 
 
 def find(module: Any) -> Match | str | None:
-    """The plan of a layer that gains in some calls."""
+    """The plan of a layer for which the op takes less time in some calls."""
     if type(module) is not nn.Linear or not is_wide(module):
         return None
     has_bias = getattr(module, "bias", None) is not None
@@ -60,13 +60,13 @@ def find(module: Any) -> Match | str | None:
         return None
     if not has_plain_parameters(module):
         return "its parameters are no plain tensors"
-    # A smaller layer of the same kind: the values of a large one take long to compare.
+    # A smaller layer of the same kind, because comparing a large layer takes long.
     small = nn.Linear(63, 57, bias=has_bias, device="meta")
     return Match(WideLinear(), random_copy(small), (numbers(4, 63),))
 
 
 def is_plain(x: Any) -> bool:
-    """Whether ops take a tensor: no nested, sparse or quantised one, for example."""
+    """Whether ops take a tensor, which must not be nested, sparse or quantised, for example."""
     is_known = type(x) in (Tensor, nn.Parameter)
     if not is_known and not type(x).__module__.startswith("torch.distributed"):
         return False
@@ -74,7 +74,7 @@ def is_plain(x: Any) -> bool:
 
 
 def has_plain_parameters(module: Any) -> bool:
-    """Whether the op takes the parameters of a layer, which may have been changed."""
+    """Whether the op takes the parameters of a layer, which the user may have exchanged."""
     weight: Any = getattr(module, "weight", None)
     bias: Any = getattr(module, "bias", None)
     if not is_plain(weight) or weight.dim() != 2:
@@ -83,24 +83,24 @@ def has_plain_parameters(module: Any) -> bool:
 
 
 def is_wide(module: Any) -> bool:
-    """Whether a product with the weight takes long enough to gain from the op."""
+    """Whether both sizes of the weight are at least ``LEAST_SIZE``."""
     weight = getattr(module, "weight", None)
     return isinstance(weight, Tensor) and weight.dim() == 2 and min(weight.shape) >= LEAST_SIZE
 
 
 def has_unaligned_sizes(module: Any) -> bool:
-    """Whether a size is no multiple of 8, which are 16 bytes of half precision.
+    """Whether a size of the weight is no multiple of 8 elements, 16 bytes in half precision.
 
-    Products of such rows are slow in half precision; :func:`torchkiln.linear` pads them.
+    Such products are slow in half precision; :func:`torchkiln.linear` pads them.
     """
     lanes = 8
     return any(size % lanes for size in module.weight.shape)
 
 
 def sums_gradient(module: Any, x: Tensor) -> bool:
-    """Whether backward sums many rows for the bias, which takes the op less time.
+    """Whether backward sums many rows for the bias gradient, in which the op is faster.
 
-    Under autocast the op adds a float32 bias in a pass of its own.
+    Not under autocast, where the op adds a float32 bias in a separate pass.
     """
     is_trained = module.bias is not None and module.bias.requires_grad and torch.is_grad_enabled()
     is_long = x.numel() >= LEAST_INPUT

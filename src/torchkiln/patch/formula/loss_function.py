@@ -1,4 +1,4 @@
-"""The loss of a language model, in an attribute ``loss_function`` as Hugging Face's models have."""
+"""The loss of a language model in the attribute ``loss_function`` of Hugging Face's models."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ def masked_lm_loss(
     ignore_index: int = -100,
     **_: Any,
 ) -> Tensor:
-    """The mean cross-entropy of all tokens, in float32, without a float32 copy of the logits.
+    """The mean cross-entropy of tokens, in float32, without a float32 copy of the logits.
 
     Args:
         logits: ``[..., vocab_size]``.
         labels: the classes, of the shape of the logits without the last size.
         vocab_size: the number of classes.
-        num_items_in_batch: divides the sum of the losses; None for the number of labels.
+        num_items_in_batch: divides the sum of the losses; None for the number of labels that are
+            not ``ignore_index``.
         ignore_index: the label of a token without a loss.
     """
     loss = cross_entropy(
@@ -95,7 +96,7 @@ def find(model: nn.Module) -> Callable[..., Tensor] | str | None:
 
 
 def calls() -> list[dict[str, Any]]:
-    """Options that the function has to follow."""
+    """Options with which the model's function is compared with ours."""
     return [{}, {"num_items_in_batch": 7}, {"ignore_index": 3}]
 
 
@@ -106,10 +107,10 @@ OPS = frozenset(
         "scalar_tensor",
     )
 )
-"""The ops of a cross-entropy of tokens. A loss with others, such as a clamp, is another one."""
+"""The ops of a cross-entropy of tokens. A loss that calls another op, such as a clamp, stays."""
 
 CASES = ((1e-3, 130, 3), (4.0, 2, 5), (1e3, 2, 5))
-"""Magnitudes of logits, and the sizes of the labels: a loss may depend on the number of them."""
+"""Magnitudes of logits, and sizes of labels: a loss may depend on the number of labels."""
 
 
 def agree(current: Callable[..., Any], ours: Callable[..., Tensor], options: Any) -> bool:

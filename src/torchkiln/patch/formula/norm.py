@@ -21,7 +21,7 @@ from torchkiln.patch.plan import Match
 from torchkiln.patch.probe import cast, numbers, random_copy, run
 
 CHANGED_EPS = (LARGEST, 1e-12)
-"""Show that an attribute is eps: the formula has to follow it."""
+"""Values for an attribute that may be eps: with each of them the formula must have this eps."""
 
 P = TypeVar("P", bound=Any)
 """A plan with a field eps."""
@@ -61,7 +61,7 @@ class Norm(ProvenPlan):
         return op(x, x.shape[-1:], **self.options(module))
 
     def options(self, module: nn.Module) -> dict[str, Any]:
-        """The arguments of the op behind the sizes of a row."""
+        """The arguments of the op after ``normalized_shape``."""
         options: dict[str, Any] = {"offset": self.offset, "round": self.round}
         options["eps"] = attribute(module, self.eps) if isinstance(self.eps, str) else self.eps
         options["weight"] = None if self.weight is None else attribute(module, self.weight)
@@ -71,7 +71,7 @@ class Norm(ProvenPlan):
 
 
 def is_vector_of(parameter: Any, x: Tensor) -> bool:
-    """Whether a parameter has a number for each column of ``x``, in its dtype."""
+    """Whether a parameter has one number per column of ``x``, in the dtype of ``x``."""
     return (
         isinstance(parameter, Tensor)
         and parameter.dtype is x.dtype
@@ -81,14 +81,14 @@ def is_vector_of(parameter: Any, x: Tensor) -> bool:
 
 
 def inputs(columns: int) -> Tensor:
-    """Rows of all magnitudes that show eps, beside usual ones and some with a large mean."""
+    """Rows of usual size, rows with a large mean, and rows so small that eps matters."""
     scale = torch.tensor([1.0, 1.0, 30.0, 1e-2, 1e-3, 1e-4, 1e-6], dtype=torch.float64)
     mean = torch.tensor([0.0, 3.0, 0.0, 0.0, 0.0, 0.0, 0.0], dtype=torch.float64)
     return numbers(2, len(scale), columns) * scale[:, None] + mean[:, None]
 
 
 def eps_of(trace: Trace) -> Iterator[tuple[str | float, float]]:
-    """Possible eps: attributes that were read first, then constants that were added."""
+    """Candidates for eps: first the floats that were read, then the constants that were added."""
     for path, value in trace.reads.values:
         if type(value) is float:
             yield (path[0] if len(path) == 1 else value), value
@@ -108,7 +108,7 @@ def vectors_of(module: nn.Module) -> list[str] | None:
 
 
 def widths_of(module: nn.Module, vectors: list[str]) -> tuple[int, ...]:
-    """The width of the rows; several if the module has none."""
+    """The width of the parameters; several widths if the module has no parameter."""
     return (getattr(module, vectors[0]).shape[0],) if vectors else WIDTHS
 
 
@@ -116,7 +116,7 @@ def widths_of(module: nn.Module, vectors: list[str]) -> tuple[int, ...]:
 def formula(
     op: str, situation: Situation, names: tuple[str, ...], eps: float, offset: float
 ) -> Value:
-    """The norm of a row, as the contract of the op has it."""
+    """The formula of the norm, from the spec of the op."""
     from torchkiln.testing.specs.norm import Kind, reference  # noqa: PLC0415
 
     kind = Kind(op, centered=op == "layer_norm", residual=False)
@@ -158,7 +158,7 @@ def find(module: nn.Module, dtype: torch.dtype) -> Match | str | None:
 def with_eps(
     plan: P, tracer: Tracer, eps: str | float, of: Callable[[float], Callable[[Situation], Value]]
 ) -> P:
-    """The plan that reads eps from the attribute, if the formula follows it."""
+    """The plan, reading eps from the attribute if a changed attribute changes the formula's eps."""
     if not isinstance(eps, str) or plan.proof is None:
         return plan
     module = tracer.module
@@ -181,7 +181,7 @@ def with_eps(
 
 
 def with_rounding(plan: Norm, copy: nn.Module, x: Tensor) -> Norm:
-    """The plan whose results in bfloat16 differ from those of the module in the fewest elements."""
+    """The plan with the rounding that agrees with the module in the most elements in bfloat16."""
     module, x = cast(copy, torch.bfloat16, x.device), x.bfloat16()
     result = run(module, x)
     if not isinstance(result, Tensor) or result.dtype != x.dtype:

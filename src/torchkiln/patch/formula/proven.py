@@ -55,12 +55,12 @@ class ProvenPlan(Plan):
 
 
 def is_torchs(x: Tensor) -> bool:
-    """Whether the class of a tensor is of torch: others may compute something else by its ops."""
+    """Whether the class of a tensor is torch's: ops of other classes may compute something else."""
     return type(x) is Tensor or type(x).__module__.startswith("torch.")
 
 
 def is_dense(x: Tensor) -> bool:
-    """Whether a tensor has strides: a nested or sparse one has no kernels of ours."""
+    """Whether a tensor is strided: our ops take no nested or sparse tensors."""
     return x.layout is torch.strided and not x.is_nested
 
 
@@ -70,7 +70,7 @@ def is_narrow(x: Tensor) -> bool:
 
 
 def is_ordered(x: Tensor) -> bool:
-    """Whether torch's elementwise ops return contiguous results for ``x``."""
+    """Whether torch's elementwise ops return a contiguous result: strides of ``x`` descend."""
     if x.is_contiguous():
         return True
     strides = [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size != 1]

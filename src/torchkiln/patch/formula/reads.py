@@ -19,10 +19,10 @@ from torchkiln.patch.plan import unseen_subclass
 PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
 CODE = (FunctionType, BuiltinFunctionType, type, partial)
 MACHINERY = frozenset(vars(nn.Module()))
-"""Attributes that every module has of its own."""
+"""Attributes that ``nn.Module`` sets in every module."""
 
 GLOBALS = "<globals>"
-"""Begins the path of a global; its module and its name follow."""
+"""The first part of the path of a global; the module and the name of the global follow."""
 
 Path = tuple[str, ...]
 
@@ -37,14 +37,14 @@ LARGEST = 0.5
 
 @dataclass(frozen=True)
 class Reads:
-    """What a plan was found for: attributes with their values, and submodules with their class."""
+    """The conditions of a plan: values of attributes, and classes of submodules."""
 
     values: tuple[tuple[Path, Any], ...] = ()
     parts: tuple[tuple[str, type[nn.Module]], ...] = ()
     """Submodules whose forward is part of the formula."""
 
     def hold(self, module: nn.Module) -> bool:
-        """Whether a module still has these values, and its parts have no hooks."""
+        """Whether a module still has these values and classes, and its parts have no hooks."""
         for name, cls in self.parts:
             part = (
                 attribute(module, name)
@@ -80,7 +80,7 @@ class Reads:
         return Reads((*self.values, *other.values), (*self.parts, *other.parts))
 
     def below(self, name: str) -> Reads:
-        """The conditions of a submodule, as those of the module that has it under a name."""
+        """The conditions of a submodule as conditions of the module that has it as ``name``."""
         values = tuple(
             (path if path[0] == GLOBALS else (*name.split("."), *path), value)
             for path, value in self.values
@@ -88,7 +88,7 @@ class Reads:
         return Reads(values, tuple((f"{name}.{part}", cls) for part, cls in self.parts))
 
     def with_any(self, name: str) -> Reads:
-        """The conditions, with any number in one attribute of the module, which the plan reads."""
+        """The conditions, but one attribute may be any float that :class:`AnyNumber` allows."""
         values = tuple((p, AnyNumber if p == (name,) else value) for p, value in self.values)
         return Reads(values, self.parts)
 
@@ -104,7 +104,7 @@ def found(owner: Any, path: Path) -> Any:
 
 
 def frozen(value: Any) -> Any:
-    """A list or a dict as a tuple, which later changes of it do not reach."""
+    """A list or a dict as a tuple, which later changes of the container do not affect."""
     if isinstance(value, list):
         return tuple(value)
     return tuple(value.items()) if isinstance(value, dict) else value
@@ -130,7 +130,7 @@ def is_plain(value: Any) -> bool:
 
 
 def is_importable(value: Any) -> bool:
-    """Whether a value is a function or a class that pickles name."""
+    """Whether a value is a function or a class that pickle can store by name."""
     if not isinstance(value, (FunctionType, type)):
         return False
     return getattr(sys.modules.get(value.__module__), value.__qualname__, None) is value
@@ -138,9 +138,9 @@ def is_importable(value: Any) -> bool:
 
 @dataclass
 class Reader:
-    """Collects the reads of a copied module and of its submodules.
+    """Collects the attributes that a copied module and its submodules read.
 
-    ``takes_tensors`` is whether tensors may be read that are no parameters.
+    ``takes_tensors`` is whether the module may read tensors that are no parameters.
     """
 
     takes_tensors: bool = False
@@ -148,10 +148,10 @@ class Reader:
     parts: dict[str, type[nn.Module]] = field(default_factory=dict)
     reason: str = ""
     copies: list[tuple[Any, Any]] = field(default_factory=list)
-    """Containers that were given, and what was in them."""
+    """Copies of containers that the forward received, and their contents before."""
 
     def reads(self) -> Reads:
-        """The conditions; raises if something was read that cannot be compared later."""
+        """The conditions; raises if a value was read that a condition cannot compare later."""
         if any(frozen(copy) != before for copy, before in self.copies):
             self.refuse("it changes a list or a dict")
         if self.reason:
@@ -159,7 +159,7 @@ class Reader:
         return Reads(tuple(self.values.items()), tuple(self.parts.items()))
 
     def note(self, path: Path, value: Any) -> Any:
-        """Keep a value that was read; containers and objects are given as :class:`Held`."""
+        """Keep a value that was read; returns the value, a copy, or :class:`Held` for objects."""
         if isinstance(value, nn.Module) and not self.takes_tensors and not is_read(value):
             self.refuse(f"it calls {'.'.join(path)}, which is no submodule")
         if isinstance(value, (nn.Module, nn.Parameter, MethodType)):
@@ -181,7 +181,7 @@ class Reader:
         return value
 
     def note_globals(self, values: dict[tuple[str, str], Any]) -> None:
-        """Keep the plain ones of the globals that functions could read, and functions."""
+        """Keep globals that functions could read, if they are plain values or importable."""
         for path, value in values.items():
             if is_plain(frozen(value)) or is_importable(value):
                 self.values[GLOBALS, *path] = frozen(value)
@@ -192,7 +192,7 @@ class Reader:
 
 
 class Held:
-    """An object of which plain attributes may be read."""
+    """Stands for an object whose plain attributes may be read."""
 
     def __init__(self, reader: Reader, path: Path, value: Any) -> None:
         self.__dict__.update(_kiln_reader=reader, _kiln_path=path, _kiln_value=value)
@@ -213,11 +213,11 @@ class Held:
 
 OF_CLASS = frozenset(dir(nn.Module))
 READ = "_kiln_read"
-"""An attribute of classes whose instances report what is read."""
+"""An attribute of classes whose instances report the attributes that are read."""
 
 
 def is_read(module: nn.Module) -> bool:
-    """Whether what is read of a module is known."""
+    """Whether a module reports the attributes that are read."""
     return hasattr(type(module), READ)
 
 

@@ -16,15 +16,15 @@ from torchkiln.patch.formula.rules import RULES
 from torchkiln.patch.formula.terms import NoFormulaError
 
 WIDE = (torch.float32, torch.float64)
-"""Dtypes that a module may compute in, whatever its own is."""
+"""Dtypes that a module may compute in, whatever the dtype of its input."""
 
 
 class Recorder(TorchDispatchMode):
     """Runs a call, and keeps an expression for each tensor that an op of torch returns.
 
-    An op that no formula has raises :class:`NoFormulaError`: a comparison, a clamp, a random
-    number, a value that Python reads, a change in place of a tensor that is not the call's own, or
-    an op without gradients.
+    Ops that no formula contains raise :class:`NoFormulaError`: comparisons, clamps, random numbers,
+    values that Python reads, ops without gradients, and in-place changes of tensors that the call
+    did not create.
     """
 
     def __init__(self, dtypes: Sequence[torch.dtype]) -> None:
@@ -43,15 +43,15 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Whether torch wraps the mode for ``torch.compile``, whose import takes 3 s."""
+        """False: for True, torch would import its compiler to wrap the mode, which takes 3 s."""
         return False
 
     def add(
         self, tensor: Tensor, name: str, dims: Sequence[Dim], *, overwrites: bool = False
     ) -> Tensor:
-        """Make a tensor an input; its dimensions are axes with labels.
+        """Make a tensor an input with labelled axes as dimensions.
 
-        ``overwrites`` is whether the call may change it in place.
+        ``overwrites`` is whether the call may change the tensor in place.
         """
         labels = tuple(label for dim in dims for label in dim)
         self.set(tensor, Value(terms.leaf(name, labels), tuple(dims)))
@@ -97,7 +97,7 @@ class Recorder(TorchDispatchMode):
         result = func(*args, **options)
         self.names.add(name)
         if name == "detach":
-            return result  # autograd makes these, too; the use of one is refused
+            return result  # autograd calls detach, too; a later use of the result is refused
         if rule is None:
             if not is_scalar(result):
                 raise NoFormulaError("it makes a tensor")
@@ -119,7 +119,7 @@ class Recorder(TorchDispatchMode):
             self.is_paused = False
 
     def check_change(self, tensor: Tensor) -> None:
-        """Refuse a change in place of an input, or of a tensor that others have in common."""
+        """Refuse an in-place change of an input, or of memory that several tensors share."""
         memory = tensor.untyped_storage().data_ptr()
         sharing = sum(t.untyped_storage().data_ptr() == memory for t in self.kept)
         if memory in self.given:
@@ -129,7 +129,7 @@ class Recorder(TorchDispatchMode):
 
 
 UNRECORDED = ("empty_like", "promote_types")
-"""Ops that make memory, for random numbers, or no tensor."""
+"""Ops that return uninitialised memory, for random numbers, or no tensor."""
 
 MADE = ("lift_fresh", "scalar_tensor", "full", "ones", "zeros")
 """Ops that make constants."""

@@ -1,4 +1,4 @@
-"""The expression of each op of torch, from those of its arguments."""
+"""The expression of the result of each op of torch, from the expressions of its arguments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torchkiln.patch.formula.recorder import Recorder
 
 Rule = Callable[["Recorder", Any, dict[str, Any], Any], Any]
-"""Makes the expressions of results from the recorder, arguments, options and the results."""
+"""Returns the expressions of results, given the recorder, arguments, options and results."""
 
 
 def binary(
@@ -58,14 +58,14 @@ def unary(recorder: Recorder, name: str, args: Any, options: dict[str, Any]) -> 
 
 
 def cast(recorder: Recorder, args: Any, _: Any, result: Tensor) -> Value:
-    """A copy, in a dtype that loses nothing or that the arguments have."""
+    """A cast to float32, to float64 or to the dtype of the input: the same expression."""
     if result.dtype not in recorder.dtypes:
         raise NoFormulaError(f"it rounds to {result.dtype}")
     return recorder.value(args[0])
 
 
 def is_last(dims: Any, rank: int) -> bool:
-    """Whether a reduction is over the last dimension."""
+    """Whether a reduction is over the last dimension only."""
     return dims is not None and [d % rank for d in ([dims] if isinstance(dims, int) else dims)] == [
         rank - 1
     ]
@@ -208,7 +208,7 @@ def unsqueezed(recorder: Recorder, args: Any, _: Any, result: Tensor) -> Value:
 
 
 def expanded(recorder: Recorder, args: Any, _: Any, result: Tensor) -> Value:
-    """Sizes of 1 that became larger."""
+    """``expand``: dimensions of size 1 become larger."""
     x = recorder.value(args[0])
     dims = [
         recorder.axes.expanded(size) if size > 1 and not dim else dim
@@ -244,7 +244,7 @@ def sliced(recorder: Recorder, args: Any, options: dict[str, Any], result: Tenso
 
 
 def part_of(recorder: Recorder, x: Value, start: int, size: int) -> Value:
-    """A part of an input along its last dimension is an input of its own."""
+    """A part of an input along the last dimension, as a separate input."""
     ((product, coefficient),) = x.expression.products.items() or (((), 0.0),)
     is_leaf = coefficient == 1.0 and len(product) == 1 and product[0][0][0] == "leaf"
     if not is_leaf or len(x.dims[-1]) != 1:
@@ -286,4 +286,4 @@ RULES: dict[str, Rule] = {
     "native_layer_norm": layer_norm,
     **dict.fromkeys(("_fused_rms_norm", "rms_norm"), rms_norm),
 }
-"""What each op of torch computes, by its name."""
+"""The rule of each op of torch, by the name of the op."""

@@ -3,7 +3,7 @@
 An expression is a sum of products of atoms. An atom is a leaf, a function of an expression, a mean
 over an axis, or a sum that has a power. Two expressions that differ in the order of sums and
 products, in the place of factors, or in the spelling of a function are equal. Axes have labels, so
-that an expression says nothing about the layout of tensors.
+that an expression does not depend on the layout of tensors.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ DIGITS = 7
 """Significant digits of constants: models write sqrt(2 / pi) with 7 to 16 of them."""
 
 MOST_PRODUCTS = 64
-"""Products of one expression, beyond which it is no formula of ours."""
+"""Largest number of products of an expression; a longer one is no formula of an op."""
 
 LARGEST_POWER = 6
 """Powers of sums up to this one are multiplied out."""
 
 
 class NoFormulaError(Exception):
-    """A call that computes something else than a formula; the message is the reason."""
+    """Raised for a call that computes no formula; the message is the reason."""
 
 
 @functools.lru_cache(maxsize=4096)
 def order(part: object) -> str:
-    """A text that products and atoms are sorted by."""
+    """The sort key of products and atoms."""
     return repr(part)
 
 
@@ -87,7 +87,7 @@ class Expression:
 
     @property
     def constant(self) -> float | None:
-        """The number that it is; None if it depends on a leaf."""
+        """The value of a constant expression; None if the expression depends on a leaf."""
         if not self.products:
             return 0.0
         return self.products.get(()) if len(self.products) == 1 else None
@@ -100,7 +100,7 @@ class Expression:
 
 
 def is_rest(product: Product, value: float, *summands: Expression) -> bool:
-    """Whether a sum of coefficients is 0 but for its rounding."""
+    """Whether a sum of coefficients is 0 up to rounding."""
     largest = max(abs(s.products.get(product, 0.0)) for s in summands)
     return abs(value) <= 1e-12 * largest
 
@@ -186,7 +186,7 @@ def inverse_sigmoid(base: Expression) -> Expression | None:
 
 
 def sigmoid(x: Expression) -> Expression:
-    """The argument's first coefficient is positive in the normal form: s(-x) is 1 - s(x)."""
+    """The sigmoid; its argument gets a positive first coefficient by s(-x) = 1 - s(x)."""
     if x.constant is not None:
         return number(1 / (1 + math.exp(-x.constant)))
     if x.leading < 0:
@@ -200,14 +200,14 @@ def tanh(x: Expression) -> Expression:
 
 
 def erf(x: Expression) -> Expression:
-    """An odd function."""
+    """The error function, which is odd: its argument gets a positive first coefficient."""
     if x.leading < 0:
         return erf(x.scaled(-1.0)).scaled(-1.0)
     return single(("erf", x.key))
 
 
 def relu(x: Expression) -> Expression:
-    """The positive factor of the argument stands before it."""
+    """The positive part, with the positive factor of the argument moved outside."""
     size = abs(x.leading)
     return single(("relu", x.scaled(1 / size).key)).scaled(size)
 
@@ -218,7 +218,7 @@ def exp(x: Expression) -> Expression:
 
 
 def gelu(x: Expression, approximate: str = "none") -> Expression:
-    """Both forms."""
+    """gelu, with erf or with tanh as a sigmoid."""
     if approximate == "tanh":
         inner = x + power(x, 3).scaled(0.044715)
         return x * sigmoid(inner.scaled(2 * math.sqrt(2 / math.pi)))
@@ -262,7 +262,7 @@ def axes_of(part: object) -> frozenset[str]:
 
 
 def mean(x: Expression, axis: str) -> Expression:
-    """The mean over an axis; factors that do not depend on it stand before it."""
+    """The mean over an axis, with factors that do not depend on the axis outside of the mean."""
     total = Expression({})
     for product, coefficient in x.products.items():
         inside = tuple(factor for factor in product if depends(factor[0], axis))
@@ -275,7 +275,7 @@ def mean(x: Expression, axis: str) -> Expression:
 
 
 def depends(atom: Atom, axis: str) -> bool:
-    """Whether an atom changes along an axis, which may be a part of one."""
+    """Whether an atom depends on an axis, or on the axis of which it is a part."""
     axes = axes_of(atom)
     if any(other.startswith(f"{axis}/") for other in axes):
         raise NoFormulaError("it takes a mean over parts of an axis")

@@ -19,12 +19,12 @@ from torchkiln.patch.formula.watch import Watch
 from torchkiln.patch.probe import numbers, shallow_copy
 
 SIZES = {True: (2, 3, 5), False: (130, 4, 3)}
-"""Sizes of the dimensions before the last one, in training and not: a size is no constant."""
+"""Sizes before the last one, in training and not. Both differ: a formula must not contain them."""
 
 RANKS = (1, 2, 3, 4)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 WIDTHS = (64, 48)
-"""Widths of the rows of a module that does not say how wide they are."""
+"""Widths of rows for a module without parameters, from which the width would follow."""
 
 
 class Situation(NamedTuple):
@@ -60,7 +60,7 @@ class Proof(NamedTuple):
     ranks: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
     keeps_dtype: bool
-    """Whether autocast runs no op of the module in float32, which would change the result."""
+    """Whether autocast runs all ops of the module in the given dtype, none in float32."""
 
 
 WIDENED = frozenset(("pow", "rsqrt", "reciprocal", "exp", "sum", "linalg_vector_norm"))
@@ -88,7 +88,7 @@ class Trace:
     def proof(
         self, formula: Callable[[Situation], Value | None], dtype: torch.dtype
     ) -> Proof | None:
-        """The calls that compute a formula; None if there are none in a dtype."""
+        """The ranks and dtypes in which all calls compute a formula; None if none in ``dtype``."""
         right: dict[tuple[int, torch.dtype], bool] = {}
         for call in self.calls:
             key = call.situation.rank, call.situation.dtype
@@ -116,7 +116,7 @@ def input_dims(recorder: Recorder, situation: Situation) -> tuple[Dim, ...]:
 
 
 def add_parameters(recorder: Recorder, parameters: dict[str, Tensor], width: int) -> None:
-    """Vectors of one number a column are inputs; others have no formula."""
+    """Make parameters of one number per column inputs; other parameters have no formula."""
     for name, parameter in parameters.items():
         if parameter.shape == (width,):
             recorder.add(parameter, name, [("c",)])
@@ -125,7 +125,7 @@ def add_parameters(recorder: Recorder, parameters: dict[str, Tensor], width: int
 def copied(module: nn.Module, reader: Reader, dtype: torch.dtype, stub: Stub | None) -> Copy:
     """A copy that reports its reads, with random parameters and copies of its submodules.
 
-    ``stub`` returns what takes the place of a submodule, if anything.
+    ``stub`` returns the substitute of a submodule, or None.
     """
     parameters: dict[str, Tensor] = {}
 
@@ -187,11 +187,11 @@ class Tracer:
         self.watch = Watch()
 
     def stub(self, recorder: Recorder, situation: Situation) -> Stub | None:  # noqa: ARG002
-        """What takes the places of submodules."""
+        """A function that returns the substitute of a submodule; None for no substitutes."""
         return None
 
     def trace(self) -> Trace:
-        """The recorded calls; raises :class:`NoFormulaError` if Python does more than to call."""
+        """The recorded calls; raises :class:`NoFormulaError` for effects and untried branches."""
         calls: list[Traced] = []
         with torch.random.fork_rng([]):
             for situation in situations(self.widths):
@@ -252,7 +252,7 @@ def recorded(
     inputs: Sequence[str],
     parameters: Sequence[str],
 ) -> Value:
-    """The result of a function of inputs and of vectors, as for a module."""
+    """The expression of a function of inputs and parameter vectors."""
     recorder = Recorder([torch.float64])
     dims = input_dims(recorder, situation)
     rows = [recorder.add(torch.ones(situation.shape, dtype=torch.float64), n, dims) for n in inputs]

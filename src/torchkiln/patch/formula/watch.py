@@ -1,7 +1,7 @@
-"""The Python code of a call: what it changes, calls and decides, apart from ops of torch.
+"""The Python code of a call: its side effects, calls and branches, apart from ops of torch.
 
-A forward is Python, and a trace of ops does not show a counter, a list, a branch on a shape, or a
-number drawn by Python. Here each function that runs is read, and each function that it calls.
+A trace of ops does not show a counter, a list, a branch on a shape, or a number drawn by Python. So
+this module reads the bytecode of each user function that runs, and checks each function it calls.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REFUSED = (
     *("_dynamo/", "_functorch/", "func/", "jit/", "cuda/", "distributed/", "serialization.py"),
     "compiler/",
 )
-"""Parts of torch whose functions do more than to call ops, or hide how."""
+"""Parts of torch whose functions have effects besides ops, or hide their calls."""
 
 PASSED = ("nn/modules/", "fx/", "_compile.py", "_dynamo/eval_frame.py")
 """Parts of torch that call modules and functions of users."""
@@ -62,12 +62,12 @@ class Watch:
         self.codes: dict[CodeType, dict[str, Any]] = {}
         """The functions, with their globals."""
         self.inside: FrameType | None = None
-        """The function that waits for one of C."""
+        """The function that waits for a C function to return."""
         self.library: FrameType | None = None
         """The outermost function of a library that runs."""
         self.reason = ""
         self.containers: list[tuple[Any, list[int]]] = []
-        """Containers that functions can reach as globals, with what was in them."""
+        """Containers that functions can reach as globals, with the ids of their elements."""
 
     def __enter__(self) -> Self:
         self.before: Any = sys.getprofile()
@@ -77,7 +77,7 @@ class Watch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if sys.getprofile() != self.event:  # an error in it, for example
+        if sys.getprofile() != self.event:  # the forward changed it, or event() raised
             self.reason = self.reason or "its calls cannot be watched"
         if self.before is None or callable(self.before):
             sys.setprofile(self.before)
@@ -88,7 +88,7 @@ class Watch:
         self.inside = self.library = None
 
     def event(self, frame: FrameType, event: str, arg: Any) -> None:
-        """A call of a function, or by one. What libraries call inside is theirs."""
+        """Handles a profile event. Calls inside of libraries are not checked."""
         code, file = frame.f_code, frame.f_code.co_filename
         if self.library is not None:
             if event == "return" and frame is self.library:
@@ -111,7 +111,7 @@ class Watch:
                 self.refuse(f"it calls {name_of(arg)}")
 
     def see(self, code: CodeType, scope: dict[str, Any]) -> None:
-        """Keep a function, and what is in the containers among its globals."""
+        """Keep a function, and the contents of the containers among its globals."""
         if code not in self.codes:
             self.codes[code] = scope
             values = [scope.get(name) for name in code.co_names]
@@ -128,11 +128,11 @@ class Watch:
         }
 
     def is_calling(self, frame: FrameType) -> bool:
-        """Whether a user's function itself calls: not an operator, nor a function of C."""
+        """Whether a user's function makes the call itself, not by an operator or a C function."""
         if not is_users(frame.f_code.co_filename) or self.inside is frame:
             return False
         code, at = code_bytes(frame.f_code), frame.f_lasti
-        while at > 0 and dis.opname[code[at]] == "CACHE":  # behind the instruction
+        while at > 0 and dis.opname[code[at]] == "CACHE":  # these follow the instruction
             at -= 2
         return "CALL" in dis.opname[code[at]]
 
@@ -143,10 +143,10 @@ class Watch:
             raise NoFormulaError(reason)
 
     def check(self, *, variables: bool = True) -> None:
-        """Refuse what was seen, and functions with branches that were not tried.
+        """Refuse effects that were seen, and functions with branches that were not tried.
 
-        ``variables`` is whether a branch on a variable counts. Under ``torch.fx`` tensors and their
-        shapes refuse to be branched on.
+        ``variables`` is whether to refuse a branch on a variable. It is False under ``torch.fx``,
+        where a branch on a tensor or a shape raises.
         """
         for code, scope in self.codes.items():
             names = branches(code, scope, variables=variables)
@@ -158,7 +158,7 @@ class Watch:
 
 
 def inside(value: Any) -> list[int]:
-    """The identities of what is in a container."""
+    """The ids of the elements of a container."""
     return [
         id(part) for part in (itertools.chain(*value.items()) if isinstance(value, dict) else value)
     ]
@@ -172,20 +172,20 @@ def is_users(file: str) -> bool:
 
 
 def is_package(file: str) -> bool:
-    """Whether a file is of an installed package, whose import may be what a library does."""
+    """Whether a file is of an installed package, which a library may call or import."""
     return "site-packages" in file or not Path(file).is_file()
 
 
 @functools.lru_cache(maxsize=4096)
 def is_passed(file: str) -> bool:
-    """Whether functions of a file call those of users."""
+    """Whether functions of a file call functions of users."""
     passed = (*(TORCH + part for part in PASSED), f"{OURS}patch/")
     return file.startswith(passed)
 
 
 @functools.lru_cache(maxsize=4096)
 def is_known(file: str) -> bool:
-    """Whether functions of a file have no effects but those of their ops."""
+    """Whether functions of a file have no effects besides those of ops."""
     refused = tuple(TORCH + part for part in REFUSED)
     return file.startswith(OURS) or (file.startswith(TORCH) and not file.startswith(refused))
 
@@ -197,7 +197,7 @@ def code_bytes(code: CodeType) -> bytes:
 
 
 def is_pure(function: Any) -> bool:
-    """Whether a function of C has no effects but those of its ops."""
+    """Whether a C function has no effects besides those of ops."""
     owner = getattr(function, "__self__", None)
     name = getattr(function, "__name__", "")
     if owner is None or isinstance(owner, ModuleType):
@@ -219,5 +219,5 @@ def is_pure(function: Any) -> bool:
 
 
 def name_of(function: Any) -> str:
-    """The name of a function of C."""
+    """The name of a C function."""
     return str(getattr(function, "__qualname__", function))

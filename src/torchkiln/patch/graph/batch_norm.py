@@ -32,7 +32,7 @@ from torchkiln.patch.probe import shallow_copy
 from torchkiln.patch.report import Replacement
 
 Name = tuple[str, str, str]
-"""A global of generated code: its name there, a module, and a path in it; "" is the module."""
+"""A global of generated code: its name, a module, a path in the module ("" for the module)."""
 
 Function = Callable[..., Any]
 CALLS: dict[tuple[bool, bool], Function] = {
@@ -41,7 +41,7 @@ CALLS: dict[tuple[bool, bool], Function] = {
     (False, True): norm_act_pool,
     (True, True): conv_norm_act_pool,
 }
-"""The function of a chain; by whether it has a convolution, and whether a max pool."""
+"""The function of a chain, by two flags: whether it has a convolution, whether a max pool."""
 
 INPUTS: dict[Any, int] = {conv_norm_act: 2, conv_norm_act_pool: 3}
 """The index of the input among the arguments."""
@@ -51,7 +51,7 @@ LIGHT: dict[Any, Function] = {
     conv_norm_act: light_conv_norm_act,
     conv_norm_act_pool: light_conv_norm_act_pool,
 }
-"""The functions that may give and take results that are computed again in backward."""
+"""The variants of these functions whose inputs and results backward may compute again."""
 
 FUNCTIONS = {call.__name__: call for call in (*CALLS.values(), *LIGHT.values())}
 """The functions of torchkiln that a forward calls."""
@@ -69,7 +69,7 @@ class FusedForward(Plan):
     count: int
     """Arguments of the forward."""
     reads: Reads = Reads()  # noqa: RUF009  immutable
-    """The attributes that the forward read, and the modules whose formula is part of a call."""
+    """The attributes that the forward read, and the modules whose formula a call contains."""
     children: tuple[str, ...] = ()
     """The names of the submodules, which a container calls in turn."""
     function: Callable[..., Any] = field(init=False, repr=False, compare=False)
@@ -80,7 +80,7 @@ class FusedForward(Plan):
         object.__setattr__(self, "function", scope["forward"])
 
     def settings(self) -> dict[str, Any]:
-        """The fields; functions of torchkiln have no module."""
+        """The fields; for functions of torchkiln the name of the module is empty."""
         ours = {(call.__module__, call.__name__) for call in FUNCTIONS.values()}
         names = tuple(
             (name, "" if (module, path) in ours else module, path)
@@ -102,7 +102,7 @@ class FusedForward(Plan):
         return "its forward, with conv_bn_act and bn_act"
 
     def fits(self, module: Any, *args: Any) -> bool:
-        """The trace holds for tensors, and for the attributes that were read."""
+        """Whether the arguments are tensors, and the read attributes and children are unchanged."""
         is_traced = len(args) == self.count and all(isinstance(x, Tensor) for x in args)
         has_children = tuple(module._modules) == self.children
         return is_traced and has_children and self.reads.hold(module)
@@ -113,7 +113,7 @@ class FusedForward(Plan):
 
 
 def found(module: str, path: str) -> Any:
-    """The object of a name."""
+    """The object at a path in a module."""
     parts = path.split(".") if path else []
     return functools.reduce(getattr, parts, importlib.import_module(module))
 
@@ -159,7 +159,7 @@ def traced(module: nn.Module) -> TracedForward | str:
                 with watch:
                     graph = CallTracer().trace(root)
                 for node in graph.nodes:
-                    node.type = None  # an annotation may name what cannot be imported
+                    node.type = None  # an annotation may name a type that cannot be imported
                 graphs.append(graph)
             if not torch.equal(random, torch.get_rng_state()):
                 raise NoFormulaError("it draws random numbers")
@@ -178,7 +178,7 @@ def traced(module: nn.Module) -> TracedForward | str:
 
 
 def lighten(fused: dict[fx.Node, tuple[Chain, Replacement]]) -> None:
-    """Let chains give results that backward computes again, where another chain takes them."""
+    """Mark chains whose result only another chain reads: backward computes it again."""
     for node, (chain, row) in fused.items():
         if node.target in (norm_act, conv_norm_act):
             user = next(iter(node.users)) if len(node.users) == 1 else node
@@ -194,7 +194,7 @@ def lighten(fused: dict[fx.Node, tuple[Chain, Replacement]]) -> None:
 def find(
     module: nn.Module, rows: dict[str, Replacement], *, recompute: bool = False
 ) -> FusedForward | None:
-    """The plan of a module; ``rows`` has the batch norms among its children that may change."""
+    """The plan of a module; ``rows`` are the batch norms among its children that may change."""
     trace = traced(module)
     if isinstance(trace, str):
         for row in rows.values():
@@ -240,7 +240,7 @@ def find_all(
 ) -> tuple[list[Replacement], list[tuple[nn.Module, FusedForward]]]:
     """A row for each batch norm, and the plans of the modules that call them.
 
-    ``refusal`` returns the reason to leave a batch norm of this name alone, or "".
+    ``refusal`` returns the reason to leave the batch norm of this name unchanged, or "".
     """
     all_rows: list[Replacement] = []
     plans: list[tuple[nn.Module, FusedForward]] = []

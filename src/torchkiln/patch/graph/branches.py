@@ -1,4 +1,4 @@
-"""Values of a traced forward that two branches read, as the input of a residual block."""
+"""Values of a traced forward that two branches read, such as the input of a residual block."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torchkiln.ops._two_uses import two_uses
 from torchkiln.patch.graph.chain import Chain, called_module
 
 READERS = (*CONVOLUTIONS, nn.AvgPool2d, nn.MaxPool2d)
-"""Modules that never change their input in place. Subclasses may."""
+"""Classes of modules that never change their input in place. Subclasses may change it."""
 
 
 def separate(root: nn.Module, graph: fx.Graph, fused: Mapping[fx.Node, Chain]) -> None:
-    """Give each of two readers of an input, or of a chain with a residual, its own alias."""
+    """Give both readers of an input, or of the result of a chain with a residual, an alias each."""
     for node in list(graph.nodes):
         is_sum = node in fused and fused[node].residual is not None
         if node.op != "placeholder" and not is_sum:

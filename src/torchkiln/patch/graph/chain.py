@@ -22,7 +22,7 @@ IN_PLACE = (operator.iadd, "add_")
 
 
 class TensorProxy(fx.Proxy):
-    """A traced value that ``isinstance`` takes for a tensor, as the arguments of a call are."""
+    """A traced value that is an instance of ``Tensor`` for ``isinstance``, as in a real call."""
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -30,7 +30,7 @@ class TensorProxy(fx.Proxy):
 
 
 def changing(function: Callable[..., Any]) -> Callable[..., fx.Proxy]:
-    """An operator that changes a traced value; torch would trace one that makes another."""
+    """An in-place operator of a traced value; torch would trace the out-of-place operator."""
 
     def operate(self: fx.Proxy, other: Any) -> fx.Proxy:
         return self.tracer.create_proxy("call_function", function, (self, other), {})
@@ -43,10 +43,10 @@ for _name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "
 
 
 class CallTracer(fx.Tracer):
-    """Records the calls of a module; those of its submodules are calls, too."""
+    """Records the calls of a module; every call of a submodule is one node."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:  # noqa: ARG002
-        """Every submodule."""
+        """True for every submodule."""
         return True
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
@@ -54,13 +54,13 @@ class CallTracer(fx.Tracer):
         return TensorProxy(node, self)
 
     def create_arg(self, a: Any) -> Any:
-        """The node of a traced value, which torch would take for a constant."""
+        """The node of a traced value, which torch would treat as a constant."""
         return a.node if type(a) is TensorProxy else super().create_arg(a)
 
 
 @dataclass(frozen=True)
 class Chain:
-    """The calls that become one."""
+    """The calls that become one call."""
 
     norm: fx.Node
     between: tuple[fx.Node, ...]
@@ -72,15 +72,15 @@ class Chain:
     conv: fx.Node | None = None
     """The convolution before the batch norm, if it becomes part of the call."""
     pool: fx.Node | None = None
-    """The max pool behind the activation, if it becomes part of the call."""
+    """The max pool after the activation, if it becomes part of the call."""
     in_place: bool = False
     """Whether the sum has the memory and the dtype of the norm's result."""
     reads: Reads = Reads()  # noqa: RUF009  immutable
-    """What is known of the modules whose formula is part of the call."""
+    """Conditions on the modules whose formula is part of the call."""
 
     @property
     def last(self) -> fx.Node:
-        """The call whose result is that of the chain."""
+        """The call that returns the result of the chain."""
         return self.pool or self.end
 
 
@@ -92,7 +92,7 @@ def called_module(root: nn.Module, node: fx.Node) -> nn.Module | None:
 
 
 def activation_of(root: nn.Module, node: fx.Node) -> tuple[str, Reads] | None:
-    """The activation that a node computes from its only tensor, and what that depends on."""
+    """The activation that a node computes from its only tensor, and the conditions for that."""
     module = called_module(root, node)
     if module is not None:
         if has_hooks(module) or "forward" in vars(module):
@@ -160,7 +160,7 @@ def chain_of(root: nn.Module, norm: fx.Node) -> Chain | str:
 
 
 def pool_behind(root: nn.Module, chain: Chain) -> fx.Node | None:
-    """The max pool that alone takes the result of a chain without a residual."""
+    """The max pool that is the only user of the result of a chain without a residual."""
     if chain.residual is not None or len(chain.end.users) != 1:
         return None
     user = next(iter(chain.end.users))
@@ -174,7 +174,7 @@ def is_convolution(root: nn.Module, node: fx.Node) -> bool:
 
 
 def can_move(root: nn.Module, chain: Chain) -> bool:
-    """Whether no other call before the end of a chain changes its inputs or its statistics."""
+    """Whether no other call before the end of a chain changes the chain's inputs or statistics."""
     own = {chain.conv, chain.norm, *chain.between, chain.end, chain.pool}
     node = chain.conv or chain.norm
     while node is not chain.last:
@@ -206,7 +206,7 @@ CHANGING -= {"index", "indexOf", "inv", "invert", "is_", "is_not", "itemgetter"}
 
 
 def is_plain_module(module: nn.Module) -> bool:
-    """Whether a module, and all in it, is of torch, without hooks, and changes no argument."""
+    """Whether a module and its submodules are torch's, have no hooks and change no argument."""
     return all(
         type(part).__module__.startswith("torch.nn.modules")
         and "forward" not in vars(part)
@@ -250,8 +250,8 @@ def chain_behind(root: nn.Module, norm: fx.Node) -> Chain | str:
 def rewrite(graph: fx.Graph, chain: Chain, function: Callable[..., Any]) -> fx.Node:
     """Replace the calls of a chain by ``function(*modules, x, residual, act)``.
 
-    The modules are the convolution, if it is part of the chain, the batch norm, and the max pool,
-    which takes the place of the residual.
+    The modules are the convolution if the chain has one, the batch norm, and the max pool if there
+    is one. A chain with a max pool has no argument ``residual``.
     """
     called = [node for node in (chain.conv, chain.norm, chain.pool) if node is not None]
     with graph.inserting_before(chain.last):

@@ -17,7 +17,7 @@ from torchkiln.typing import Activation
 def norm_act_pool(
     norm: _BatchNorm, pool: nn.Module, x: Tensor, act: Activation, moments: Tensor | None = None
 ) -> Tensor:
-    """``pool(act(norm(x)))``; ``moments`` are those of ``x``, if they are known."""
+    """``pool(act(norm(x)))``; ``moments`` are the moments of ``x`` if computed before."""
     windows = windows_of(pool) if norm.training and moments is None else None
     is_own = runs_batch_norm(norm) and not is_synchronized(norm)
     if windows is not None and is_own and takes_pool(x, windows):
@@ -43,7 +43,7 @@ def is_max_pool(module: nn.Module | None) -> bool:
 
 
 def windows_of(pool: nn.Module) -> Windows | None:
-    """The windows of torch's max pool; None if they have gaps or end behind the padding."""
+    """The windows of torch's max pool; None for dilation, ceil_mode or returned indices."""
     if not is_max_pool(pool) or not isinstance(pool, nn.MaxPool2d):
         return None
     if pool.ceil_mode or pool.return_indices or pair_of(pool.dilation) != (1, 1):

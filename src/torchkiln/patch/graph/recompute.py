@@ -1,7 +1,7 @@
 """Calls of convolution, batch norm and activation whose results are computed again in backward.
 
-A convolution saves its input for the gradient of its weight. If that input is the result of a batch
-norm, it follows from what the batch norm saves: its own input, and the moments.
+A convolution saves its input for the gradient of its weight. If a batch norm has computed that
+input, backward can compute it again from the tensors that the batch norm saves: input and moments.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from torchkiln.typing import Activation
 
 
 class Saved(NamedTuple):
-    """A tensor that backward needs, and the number of its changes in place before."""
+    """A tensor that backward needs, with its ``_version`` when it was saved."""
 
     tensor: Tensor
     version: int
 
     def result(self) -> Tensor:
-        """The tensor, if it was not changed since."""
+        """The tensor; torch's error if it was changed in place after it was saved."""
         if self.tensor._version != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
@@ -41,13 +41,13 @@ class Saved(NamedTuple):
 
 
 def saved(tensor: Tensor) -> Saved:
-    """A tensor as it is now; without its node, which would refer to itself."""
+    """Saves a tensor, detached: its autograd node would be a reference cycle."""
     return Saved(tensor.detach(), tensor._version)
 
 
 @dataclass(frozen=True)
 class Source:
-    """What a result is computed from again."""
+    """The tensors and settings from which backward computes a result again."""
 
     x: Saved
     """The input of the batch norm."""
@@ -58,7 +58,7 @@ class Source:
     eps: float
 
     def result(self) -> Tensor:
-        """The same numbers as in forward."""
+        """Computes the same bits as forward."""
         ops = torch.ops.torchkiln
         x, moments = self.x.result(), self.moments.result()
         weight, bias = (s and s.result() for s in (self.weight, self.bias))
@@ -79,10 +79,10 @@ class Recomputed:
     source: Source
 
     def hooks(self) -> contextlib.AbstractContextManager[object]:
-        """The context of a convolution of the result."""
+        """The context for a convolution of the result, which then saves the source instead."""
         if has_other_hooks():
             return contextlib.nullcontext()
-        # The hooks refer to the address: the memory of the result is to be free after the call.
+        # The hooks compare the address and keep no tensor, so the result can be freed early.
         y, source = self.y, self.source
         made = (y.data_ptr(), y._version, y.dtype, y.shape, y.stride())
         del y
@@ -98,19 +98,19 @@ Input = Tensor | Recomputed
 
 
 def has_other_hooks() -> bool:
-    """Whether hooks for saved tensors are in use, which are to see all of them, or are refused."""
+    """Whether other hooks for saved tensors are in use, or torch refuses such hooks."""
     torchs: Any = torch._C._autograd
     enabled = torchs._saved_tensors_hooks_is_enabled()
     return not enabled or torchs._top_saved_tensors_default_hooks(True) is not None
 
 
 def tensor_of(x: Input) -> Tensor:
-    """The result itself."""
+    """The tensor of an input of either kind."""
     return x.y if isinstance(x, Recomputed) else x
 
 
 def can_recompute(norm: _BatchNorm, x: Tensor) -> bool:
-    """Whether a batch norm of ``x`` may give a result that is computed again in backward."""
+    """Whether backward may compute the result of a batch norm of ``x`` again."""
     if is_compiling() or not torch.is_grad_enabled() or is_transformed() or type(x) not in PLAIN:
         return False
     is_own = runs_batch_norm(norm) and not is_synchronized(norm)
@@ -118,7 +118,7 @@ def can_recompute(norm: _BatchNorm, x: Tensor) -> bool:
 
 
 def light_convolved(conv: nn.Module, norm: _BatchNorm, x: Input) -> tuple[Tensor, Tensor | None]:
-    """:func:`convolved` of a result that is not kept."""
+    """:func:`convolved` of an input that the convolution need not save."""
     if not isinstance(x, Recomputed):
         return convolved(conv, norm, x)
     with x.hooks():
@@ -137,8 +137,8 @@ def light_conv_norm_act(  # noqa: PLR0917
 ) -> Input:
     """``act(norm(conv(x)) + residual)``.
 
-    ``keeps`` is whether the result may be used by others than a call of this function, ``in_place``
-    as for :func:`norm_act`.
+    ``keeps`` is whether anything but the next call of this function may read the result;
+    ``in_place`` is as for :func:`norm_act`.
     """
     if not norm.training:
         return conv_norm_act(conv, norm, tensor_of(x), residual, act, in_place=in_place)
@@ -174,7 +174,7 @@ def light_conv_norm_act_pool(
 
 
 def recomputed(norm: _BatchNorm, x: Tensor, moments: Tensor | None, act: Activation) -> Input:
-    """``act(norm(x))``; ``moments`` are those of ``x``, if they are known."""
+    """``act(norm(x))``; ``moments`` are the moments of ``x`` if computed before."""
     if moments is None:
         moments = torch.ops.torchkiln.sync_bn_moments.default(x.detach())
     y = norm_act(norm, x, None, act, moments)

@@ -12,11 +12,11 @@ from typing import Any
 from torchkiln.patch.source.text import SCOPES, codes
 
 GUARDS = (ast.Try, ast.TryStar, ast.With, ast.AsyncWith)
-"""Statements that may catch an exception: the variables at that point are seen behind them."""
+"""Statements that may catch an exception: code after them sees the variables at that point."""
 
 
 def forward_of(cls: type) -> FunctionType | str:
-    """The forward of a class below its decorators, or why its source cannot be used."""
+    """The forward of a class below its decorators, or the reason why it cannot be unwrapped."""
     function: Any = cls.forward  # type: ignore[attr-defined]
     while hasattr(function, "__wrapped__"):
         if not is_closure_over(function, function.__wrapped__):
@@ -30,7 +30,7 @@ def forward_of(cls: type) -> FunctionType | str:
 
 
 def is_closure_over(wrapper: Any, wrapped: object) -> bool:
-    """Whether a wrapper is a function with the wrapped one in a single variable."""
+    """Whether a wrapper is a function that holds the wrapped one in a single closure variable."""
     if not isinstance(wrapper, FunctionType) or any("dynamo" in name for name in vars(wrapper)):
         return False
     held = [contents(cell) for cell in wrapper.__closure__ or ()]
@@ -48,7 +48,7 @@ def contents(cell: CellType) -> object:
 
 
 def refers(value: object, wrapped: object) -> bool:
-    """Whether a function or a container has the wrapped function in it."""
+    """Whether a function or a container holds the wrapped function."""
     if isinstance(value, FunctionType):
         return any(contents(cell) is wrapped for cell in value.__closure__ or ())
     if isinstance(value, dict):
@@ -59,8 +59,8 @@ def refers(value: object, wrapped: object) -> bool:
 def decorated(wrapper: Any, inner: Any, function: Callable[..., Any]) -> Any:
     """``function`` with the decorators that are around ``inner``.
 
-    A wrapper that compares itself with the forward of the class, as gradient checkpoints of
-    Hugging Face do, has itself in a variable; its copy has the copy.
+    A wrapper may hold itself in a closure variable, as gradient checkpoints of Hugging Face do to
+    compare themselves with the forward of the class. The copy then holds the copy.
     """
     if wrapper is inner:
         return function

@@ -16,7 +16,7 @@ from torchkiln.patch.source.code import GUARDS, blocks
 from torchkiln.patch.source.layer import call_of, captured, named
 
 DROPOUT = "_kiln_dropout"
-"""The variable with a dropout between two statements."""
+"""The variable that holds a dropout between two statements."""
 
 
 def is_dropout(module: Any) -> bool:
@@ -27,7 +27,7 @@ def is_dropout(module: Any) -> bool:
 def drops(dropout: Any, a: Any, b: Any) -> bool:
     """Whether :func:`torchkiln.dropout_add` takes ``dropout(a) + b``.
 
-    Under ``torch.compile`` Inductor fuses the two.
+    Not under ``torch.compile``, where Inductor fuses dropout and sum.
     """
     if not is_dropout(dropout) or not dropout.training or not 0 < dropout.p < 1:
         return False
@@ -48,8 +48,8 @@ def rewrite_dropouts(node: ast.FunctionDef, helper: str, dropouts: Collection[st
     """Pass dropouts of a summand to the helper, which has norm and summands as arguments.
 
     ``helper(norm=norm, a=self.dropout(x), b=y)`` becomes ``helper(norm=norm, left=self.dropout,
-    a=x, b=y)``; so does ``a = self.dropout(x)`` before a statement that calls the helper with ``a``
-    and has no other use of it. Returns the names of the dropouts.
+    a=x, b=y)``. A statement ``a = self.dropout(x)`` before the call of the helper is rewritten,
+    too, if ``a`` has no other use. Returns the names of the dropouts.
     """
     found: list[str] = []
     closed = captured(node)
@@ -72,14 +72,14 @@ def helper_calls(statement: ast.stmt, helper: str) -> list[ast.Call]:
 
 
 SIDES = {"a": "left", "b": "right"}
-"""The argument of the helper with the dropout of a summand."""
+"""The argument of the helper that takes the dropout of each summand."""
 
 
 def rewrite_call(call: ast.Call, dropouts: Collection[str]) -> Iterator[str]:
     """Rewrite a dropout that is a summand of the helper.
 
-    The helper calls the dropout after both summands are computed, so nothing may happen in the one
-    behind.
+    The helper calls the dropout after both summands are computed. So the dropout of ``a`` is
+    rewritten only if ``b`` is a variable, a constant or an attribute.
     """
     given = {keyword.arg: keyword for keyword in call.keywords}
     for name in ("b", "a"):
@@ -153,7 +153,7 @@ def is_read(node: ast.expr) -> bool:
 
 
 def is_last_use(statement: ast.stmt, name: str) -> bool:
-    """Whether a statement reads a variable once, and nothing behind it does."""
+    """Whether a statement reads a variable once, and then returns or sets it."""
     uses = [n for n in ast.walk(statement) if isinstance(n, ast.Name) and n.id == name]
     reads = sum(isinstance(use.ctx, ast.Load) for use in uses)
     is_set = isinstance(statement, ast.Assign) and len(uses) > reads

@@ -1,4 +1,4 @@
-"""Calls of layers with one variable between which nothing has an effect."""
+"""Groups of calls of layers with the same variable and no effects between the calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PURE = {
 
 @dataclass
 class Group:
-    """Calls of layers with one variable, in the order in which they run."""
+    """Calls of layers with the same variable, in the order in which they run."""
 
     variable: str
     first: int
@@ -39,9 +39,9 @@ def groups(
 ) -> Iterator[Group]:
     """The groups of calls that could run at the place of the first, if the layers are torch's.
 
-    Between them are reads of variables and attributes, operators, methods of the layers' results
-    that have no effect, and calls of norms. All else ends a group: it may change the variable,
-    perhaps under another name, or a layer.
+    Between the calls of a group are only reads of variables and attributes, operators, methods of
+    the results without an effect, and calls of norms. All other code ends a group: it may change a
+    layer or the variable, perhaps under another name.
     """
     reader = Reader(layers, norms, properties)
     for index, statement in enumerate(block):
@@ -53,8 +53,8 @@ def groups(
 class Reader:
     """Reads expressions in the order in which Python computes them.
 
-    The kind of an expression is ``tensor``, ``tuple`` or empty if it may be anything. It holds
-    where the layers of the group are torch's and their input is a tensor.
+    The kind of an expression is ``tensor``, ``tuple``, or empty if unknown. Kinds are right if the
+    layers of the group are torch's and their input is a tensor.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Reader:
         self.has_called = False
 
     def end(self) -> None:
-        """Something has an effect: no call behind it moves before it."""
+        """Ends the group at an effect: no later call moves before the effect."""
         if self.group is not None:
             self.found.append(self.group)
         self.group = None
@@ -77,7 +77,7 @@ class Reader:
         self.may_begin = False
 
     def statement(self, index: int, node: ast.stmt) -> None:
-        """A statement; a group begins before it only if nothing of it has had an effect."""
+        """Reads a statement; a group begins before it only if no part so far has an effect."""
         self.index, self.may_begin, self.has_called = index, True, False
         if isinstance(node, (ast.Expr, ast.Return)):
             self.value(node.value)
@@ -105,7 +105,7 @@ class Reader:
             self.end()
 
     def value(self, node: ast.expr | None, *, certain: bool = True) -> str:
-        """The kind of an expression; ``certain`` if it is computed once."""
+        """The kind of an expression; ``certain`` if it always runs, and exactly once."""
         if isinstance(node, (ast.Call, ast.Attribute)):
             read = self.call if isinstance(node, ast.Call) else self.attribute
             return read(node, certain=certain)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Linear layers and the activations behind them as one op, in the forward of a module."""
+"""Linear layers and the activations after them as one op, in the forward of a module."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def gelu_of(module: nn.Module) -> str | None:
 
 
 def act_of(module: Any, x: Tensor) -> str | None:
-    """The activation that a module computes, after its replacement, behind a layer of ``x``."""
+    """The activation that a module, replaced or not, computes after a layer of ``x``."""
     plan = plan_of(module)
     if isinstance(plan, Activation):
         narrows = torch.is_autocast_enabled(x.device.type) and not plan.keeps_dtype
@@ -58,7 +58,7 @@ def act_of(module: Any, x: Tensor) -> str | None:
 
 
 def act_to_be(module: nn.Module, match: Match | None) -> str | None:
-    """The activation that a module will compute, given its match."""
+    """The activation that a module will compute after its replacement by ``match``."""
     if match is not None and isinstance(match.plan, Activation):
         return match.plan.op
     return name_of(module)
@@ -67,7 +67,7 @@ def act_to_be(module: nn.Module, match: Match | None) -> str | None:
 def linear_act(*, layer: Any, x: Any, act: Any, owner: Any = None) -> Any:
     """``act(layer(x))``, by one op where it takes the call.
 
-    With an owner, ``act`` is the name of its activation, which is read after the call of the layer.
+    With an owner, ``act`` is the name of the owner's activation, read after the call of the layer.
     """
     plain = is_plain_layer(layer) and not has_hooks(layer) and takes(layer, x)
     found: Any = read(owner, act) if plain else None
@@ -88,7 +88,7 @@ def read(owner: Any, value: Any) -> Any:
 
 
 def takes(layer: Any, x: Any) -> bool:
-    """Whether torch's layer takes the argument, and the op computes the same of it."""
+    """Whether torch's layer takes the argument, and the op computes the same result."""
     if not is_plain(x) or x.dim() == 0 or x.shape[-1] != layer.weight.shape[1]:
         return False
     weight, bias = layer.weight, layer.bias
@@ -97,7 +97,7 @@ def takes(layer: Any, x: Any) -> bool:
 
 
 def is_plain_layer(layer: Any) -> bool:
-    """Whether a layer computes what torch's does."""
+    """Whether a layer computes the formula of ``torch.nn.Linear``, replaced or not."""
     is_torchs = type(layer) is nn.Linear and "forward" not in layer.__dict__
     return (is_torchs or isinstance(plan_of(layer), WideLinear)) and has_plain_parameters(layer)
 
@@ -174,13 +174,13 @@ def helper_call(helper: str, **arguments: ast.expr) -> ast.Call:
 
 
 def named(**names: str) -> dict[str, ast.expr]:
-    """The arguments for a submodule that the helper reads itself, after its other calls."""
+    """The arguments that make the helper read a submodule late, after its other calls."""
     (pair,) = names.items()
     return {"owner": ast.Name("self", ast.Load()), pair[0]: ast.Constant(pair[1])}
 
 
 def captured(node: ast.FunctionDef) -> set[str]:
-    """The variables that definitions in a function read: they may see each of their values."""
+    """The variables that inner definitions use: these may read any intermediate value."""
     inner = [part for part in ast.walk(node) if isinstance(part, SCOPES) and part is not node]
     names = [part for scope in inner for part in ast.walk(scope) if isinstance(part, ast.Name)]
     return {name.id for name in names}

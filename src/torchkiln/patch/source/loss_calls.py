@@ -22,7 +22,7 @@ NAMES = {"CrossEntropyLoss", "cross_entropy"}
 
 
 def fits(logits: Any, target: Any, weight: Any) -> bool:
-    """Whether the op takes these tensors; torch's loss takes more kinds, and shards of classes."""
+    """Whether the op takes these tensors; torch's loss also takes other dtypes, and DTensors."""
     if not isinstance(logits, Tensor) or not isinstance(target, Tensor):
         return False
     if any(type(x).__module__.startswith("torch.distributed") for x in (logits, target)):
@@ -59,7 +59,7 @@ def module_loss(module: nn.CrossEntropyLoss, logits: Tensor, target: Tensor) -> 
 
 
 class Loss(nn.CrossEntropyLoss):
-    """Torch's module, with the op where it takes the tensors."""
+    """Torch's module, which calls the op if the op takes the tensors."""
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         """The loss."""
@@ -67,17 +67,17 @@ class Loss(nn.CrossEntropyLoss):
 
 
 def made_loss(*args: Any, **options: Any) -> nn.CrossEntropyLoss:
-    """``torch.nn.CrossEntropyLoss`` with these arguments, with our op if it has them."""
+    """``torch.nn.CrossEntropyLoss`` with these arguments, with the op if it has these options."""
     is_ours = len(args) <= 1 and all(name in OPTIONS for name in options)
     return (Loss if is_ours else nn.CrossEntropyLoss)(*args, **options)
 
 
 LOSS = "_kiln_loss"
-"""The helper in rewritten source, around the function or the class that is called."""
+"""The helper in rewritten source: its argument is the called function or class."""
 
 
 def loss_of(called: Any) -> Any:
-    """Our loss for one of torch's; anything else stays, if the name has got another value."""
+    """Our loss for torch's; any other value stays: the name may have a new value."""
     if called is F.cross_entropy:
         return called_loss
     return made_loss if called is nn.CrossEntropyLoss else called
@@ -102,7 +102,7 @@ def rewrite_losses(node: ast.FunctionDef, function: FunctionType) -> int:
 
 
 def assigned(node: ast.FunctionDef) -> Iterator[str]:
-    """The names that are not globals somewhere in a function."""
+    """The names that a function binds: arguments, variables and imports."""
     for part in ast.walk(node):
         if isinstance(part, ast.arg):
             yield part.arg
@@ -115,7 +115,7 @@ def assigned(node: ast.FunctionDef) -> Iterator[str]:
 
 
 class Losses(ast.NodeTransformer):
-    """Rewrites ``CrossEntropyLoss(...)`` and ``cross_entropy(...)``, by what the names are."""
+    """Rewrites ``CrossEntropyLoss(...)`` and ``cross_entropy(...)`` if the names are torch's."""
 
     def __init__(self, scope: Mapping[str, Any], own: set[str]) -> None:
         self.globals = scope
@@ -135,7 +135,7 @@ class Losses(ast.NodeTransformer):
         return node
 
     def value(self, node: ast.expr) -> object:
-        """What a name of a global, or an attribute of a module, is; None for other expressions."""
+        """The value of a global or of an attribute of a module; None for other expressions."""
         if isinstance(node, ast.Attribute):
             owner = self.value(node.value)
             return vars(owner).get(node.attr) if inspect.ismodule(owner) else None
@@ -145,7 +145,7 @@ class Losses(ast.NodeTransformer):
 
 
 def has_fixed_index(node: ast.Call) -> bool:
-    """Whether ``ignore_index`` is no variable: a graph would be compiled for each of its values."""
+    """Whether ``ignore_index`` is no variable, for which torch.compile makes a graph per value."""
     given = [keyword.value for keyword in node.keywords if keyword.arg == "ignore_index"]
     kinds = (ast.Constant, ast.UnaryOp, ast.Attribute)
     return all(isinstance(value, kinds) for value in given)

@@ -1,8 +1,8 @@
-"""Residual sums and the norms behind them as one op, in the forward of a module.
+"""Residual sums and the norms after them as one op, in the forward of a module.
 
-``x = residual + y``, and the next use of ``x`` by a norm of the module, become one call. All other
-statements of the forward stay as they are, but where a branch lies between the two, each way
-through it gets its own sum and norm.
+``x = residual + y``, and the next use of ``x`` by a norm of the module, become one call. If an
+``if`` lies between the two, sum and norm are moved into both branches. All other statements of the
+forward stay.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ ADD_NORM = "_kiln_add_norm"
 """The helper in rewritten source: ``(norm(a + b), a + b)``, with a dropout of ``a`` or ``b``."""
 
 NORMED = "_kiln_normed"
-"""The variable with the result of a norm between two statements."""
+"""The variable that holds the result of a norm between two statements."""
 
 OP_OF = {"rms_norm": "add_rms_norm", "layer_norm": "add_layer_norm"}
 
 
 def op_of(plan: Plan) -> str | None:
-    """The op for a sum before the norm of a plan."""
+    """The name of the op for a sum and the norm of a plan."""
     return OP_OF.get(str(plan).partition("(")[0]) if plan.kind == "norm" else None
 
 
 def added(plan: Plan, norm: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """The norm of a module with this plan after a sum, and the sum."""
+    """``(norm(a + b), a + b)`` in one op, for a norm with this plan."""
     if isinstance(plan, Norm):
         op = add_rms_norm if plan.op == "rms_norm" else add_layer_norm
         return op(a, b, a.shape[-1:], **plan.options(norm))
@@ -54,9 +54,9 @@ def add_norm(
 ) -> tuple[Any, Any]:
     """``(norm(a + b), a + b)``, by one op where it takes the call.
 
-    ``left`` is a dropout of ``a``, ``right`` one of ``b``. Where it drops elements, dropout and sum
-    are one op, and the norm another. Ellipsis is no dropout: an attribute may be None. With an
-    owner, ``norm`` is the name of its norm, which is read after the sum.
+    ``left`` is a dropout of ``a``, ``right`` one of ``b``. If a dropout drops elements, dropout and
+    sum are one op, and the norm is another. Ellipsis means no dropout, because an attribute may be
+    None. With an owner, ``norm`` is the name of the owner's norm, which is read after the sum.
     """
     if left is not ... and drops(left, a, b):
         total = dropout_add(a, b, left.p)
@@ -74,14 +74,14 @@ def add_norm(
 
 
 def is_sum_of_op(a: Any, b: Any) -> bool:
-    """Whether the op computes the sum as torch does: the layout of the first is that of the sum."""
+    """Whether the sum of the op equals torch's, also in layout: ``a`` is contiguous."""
     if not is_plain(a) or not is_plain(b) or not a.is_contiguous():
         return False
     return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
 
 
 def rewrite_sums(node: ast.FunctionDef, norms: Collection[str]) -> list[str]:
-    """Rewrite sums before these norms; returns the names of the norms."""
+    """Rewrite sums followed by one of these norms; returns the names of the norms."""
     found: list[str] = []
     arguments = {part.arg for part in ast.walk(node.args) if isinstance(part, ast.arg)}
     closed = captured(node)
@@ -102,12 +102,12 @@ def is_sum(node: ast.expr) -> bool:
 
 
 def name_of(target: ast.expr | None) -> str | None:
-    """The variable that an expression is."""
+    """The name of the variable, if the expression is one."""
     return target.id if isinstance(target, ast.Name) else None
 
 
 def is_copy(node: ast.stmt) -> bool:
-    """Whether a statement gives the value of a variable to others."""
+    """Whether a statement assigns a variable to other variables."""
     if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Name):
         return False
     return all(isinstance(target, ast.Name) for target in node.targets)
@@ -147,7 +147,7 @@ def rewrite_pair(
 
 
 def split_sums(block: list[ast.stmt], norms: Collection[str], arguments: Collection[str]) -> None:
-    """Move a sum and the norm behind a branch into the branch, and into its ``else``.
+    """Move a sum before an ``if``, and the norm after it, into both branches.
 
     ``x = a + b; if c is not None: ...; y = self.norm(x)`` becomes ``if c is not None: x = a + b;
     ...; y = self.norm(x)`` and ``else: x = a + b; y = self.norm(x)``, if ``c`` is an argument that

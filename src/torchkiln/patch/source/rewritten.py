@@ -45,32 +45,32 @@ class Rewritten(Plan):
     norms: tuple[tuple[str, str], ...]
     """The names of norms that follow a sum, and the ops."""
     layers: tuple[tuple[str, str, str], ...] = ()
-    """The names of layers and of the activations behind them, and what those compute."""
+    """The names of layers, the names of the activations after them, and the activations."""
     losses: int = 0
-    """The number of calls of torch's cross-entropy; 0 also if they stay."""
+    """The number of rewritten calls of torch's cross-entropy."""
     dropouts: tuple[str, ...] = ()
     """The names of dropouts before the sums."""
     shared: tuple[str, ...] = ()
-    """The names of layers that have their input in common with others."""
+    """The names of layers that share their input with other layers."""
     quiet: tuple[str, ...] = ()
-    """The names of norms that may be called between those layers."""
+    """The names of norms that may be called between the ``shared`` layers."""
     function: Callable[..., Any] = field(init=False, repr=False, compare=False)
 
     @property
     def kind(self) -> str:  # type: ignore[override]
-        """Of the first rewritten call."""
+        """The kind of the first rewritten call."""
         kinds = {"residual": self.norms, "mlp": self.layers, "loss": self.losses}
         return next((kind for kind, calls in kinds.items() if calls), "linear")
 
     def class_name(self, original: type[nn.Module]) -> str:
-        """A whole model keeps its name, which libraries save with it."""
+        """A forward with a loss keeps its class name: libraries save the name of a model."""
         return original.__name__ if self.losses else super().class_name(original)
 
     def __post_init__(self) -> None:
         function = forward_of(self.owner)
         node = function if isinstance(function, str) else definition(function)
         if isinstance(function, str) or isinstance(node, str):
-            # A pickle, loaded where the class has no source, or another one.
+            # A pickle was loaded where the source of the class is missing or differs.
             warnings.warn(
                 f"torchkiln.replace: {self.owner.__qualname__}: {node}, so the forward of the "
                 "class runs; call torchkiln.replace again where its source is",
@@ -113,7 +113,7 @@ class Rewritten(Plan):
 
 
 class Calls(NamedTuple):
-    """What a forward could have as one op."""
+    """The calls of a forward that can become part of one op."""
 
     norms: list[str]
     layers: list[tuple[str, str]]
@@ -137,7 +137,7 @@ class Names(NamedTuple):
 
     @property
     def kinds(self) -> list[str]:
-        """Those of the replacements that have enough modules."""
+        """The kinds of replacement for which there are enough modules."""
         pairs = self.layers and self.acts
         found = {"residual": self.norms, "mlp": pairs, "linear": len(self.wide) > 1}
         return [kind for kind, has in found.items() if has]
@@ -154,7 +154,7 @@ def rewrite(node: ast.FunctionDef, names: Names, function: FunctionType | None) 
 
 
 def properties(cls: type[nn.Module]) -> set[str]:
-    """The attributes of a class that are computed when they are read."""
+    """The attributes of a class that run code when they are read."""
     values: dict[str, Any] = {}
     for base in reversed(cls.mro()):
         values |= {} if base in (nn.Module, object) else vars(base)
@@ -162,7 +162,7 @@ def properties(cls: type[nn.Module]) -> set[str]:
 
 
 def calls_of(cls: type[nn.Module], names: Names, *, losses: bool) -> Calls | str:
-    """The calls in the source of a forward, or why they stay as they are."""
+    """The calls in the source of a forward, or the reason why they cannot be rewritten."""
     function = forward_of(cls)
     node = function if isinstance(function, str) else definition(function)
     shown = parsed(inspect.unwrap(cls.forward)) if isinstance(node, str) else node
@@ -190,7 +190,7 @@ class Rewrites:
         self.plans: dict[Any, Rewritten] = {}
 
     def find(self, module: nn.Module, row: Replacement) -> Rewritten | None:
-        """The plan of a module; the row has what became of its calls, if there are any."""
+        """The plan of a module, or None. Writes the outcome of its calls, if any, to the row."""
         children = {
             name: child
             for name, child in module.named_modules()
@@ -230,7 +230,7 @@ class Rewrites:
         return None if row.reason else plan
 
     def norms(self, children: dict[str, nn.Module]) -> dict[str, tuple[Replacement, Match]]:
-        """The norms that get a new forward."""
+        """The norms that get a new forward and have an op that includes a sum."""
         if "residual" not in self.kinds:
             return {}
         found = {name: self.matches[m] for name, m in children.items() if m in self.matches}
@@ -245,7 +245,7 @@ class Rewrites:
         return [n for n, m in children.items() if kinds.get(n) == "norm" or is_torchs(m, torchs)]
 
     def dropouts(self, children: dict[str, nn.Module]) -> list[str]:
-        """The dropouts of torch; the op draws other random numbers."""
+        """The dropouts of torch; none if exact, because the op draws other random numbers."""
         return [] if self.exact else [name for name, m in children.items() if is_dropout(m)]
 
     def layers(self, children: dict[str, nn.Module]) -> dict[str, nn.Linear]:
@@ -254,7 +254,7 @@ class Rewrites:
         return {name: m for name, m in children.items() if plain and type(m) is nn.Linear}
 
     def wide(self, children: dict[str, nn.Module]) -> list[str]:
-        """The linear layers whose gradients for a common input take long to add."""
+        """The linear layers that may share an input, whose gradients then take long to add."""
         names = [name for name, child in children.items() if type(child) is nn.Linear]
         is_wanted = "linear" in self.kinds and not self.exact
         return [name for name in names if is_wanted and is_sharable(children[name])]
@@ -284,7 +284,7 @@ class Rewrites:
         row.reason = row.reason or found.refusal(exact=False)
 
     def is_bitwise(self, norm: nn.Module, match: Match) -> bool:
-        """Whether the op gives the numbers of a sum and of the norm's new forward."""
+        """Whether the op returns the same bits as a sum and the norm's new forward."""
         weight = next(norm.parameters(), torch.empty(0))
         device = torch.device("cpu") if weight.is_meta else weight.device
         key = (match.plan, weight.dtype, device, match.inputs[0].shape)
@@ -300,7 +300,7 @@ class Rewrites:
 
 
 def worsen(row: Replacement, call: Replacement, *, bitwise: bool = True) -> None:
-    """Keep the larger error of a row and of one of its calls; all calls must be bitwise equal."""
+    """Add the error of a call to a row: the largest counts, and all calls must be bitwise equal."""
     row.bitwise = row.bitwise is not False and bool(call.bitwise) and bitwise
     if row.error_now is None or (call.error_now or 0.0) > row.error_now:
         row.error_was, row.error_now, row.dtype = call.error_was, call.error_now, call.dtype

@@ -1,7 +1,7 @@
 """Linear layers of one input, such as query, key and value, in the forward of a module.
 
-Torch makes a gradient for the input in each layer, and adds them in passes of their own. Here each
-product but the first adds its result to the sum.
+Torch computes one gradient of the input per layer, and adds these in separate passes. Here each
+product after the first adds its result to the sum.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ SHARED = "_kiln_shared"
 """The helper in rewritten source: ``[layer(x) for layer in layers]``, or an empty list."""
 
 LEAST_INPUT = 1 << 20
-"""Least number of elements of an input whose gradients take longer to add than a call takes."""
+"""Elements of an input from which adding its gradients takes longer than a call."""
 
 
 class SharedInput(torch.autograd.Function):
-    """The outputs of layers; the parameters are the weights, then the biases."""
+    """The outputs of linear layers; ``parameters`` are the weights, then the biases."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
-        """Those of :func:`torch.nn.functional.linear`."""
+        """The outputs of :func:`torch.nn.functional.linear`."""
         count = len(parameters) // 2
         weights: Any = parameters[:count]
-        # Torch keeps the input for the gradient of a weight only: others may change it.
+        # As in torch, the input is kept for weight gradients only; otherwise it may be changed.
         kept = x if any(ctx.needs_input_grad[1 : count + 1]) else None
         ctx.shape = x.shape
         ctx.save_for_backward(kept, *weights)
@@ -68,12 +68,12 @@ class SharedInput(torch.autograd.Function):
 
 
 def as_matrix(t: Tensor) -> Tensor:
-    """The rows of all dimensions."""
+    """The tensor as a matrix ``[rows, columns]``."""
     return t.reshape(-1, t.shape[-1])
 
 
 def plus_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """``total + a @ b``, in the memory of total unless that is differentiated."""
+    """``total + a @ b``, in the memory of ``total`` unless the sum is differentiated."""
     return torch.addmm(total, a, b) if torch.is_grad_enabled() else total.addmm_(a, b)
 
 
@@ -84,7 +84,7 @@ def shared(x: Any, *layers: Any) -> list[Any]:
 
 
 def outputs(x: Any, layers: tuple[Any, ...], between: tuple[Any, ...] = ()) -> list[Any]:
-    """``[layer(x) for layer in layers]``, or an empty list: each has to run at its own place.
+    """``[layer(x) for layer in layers]``, or an empty list if each must run at its own place.
 
     ``between`` are the norms that are called between the layers.
     """
@@ -103,7 +103,7 @@ def is_quiet(norm: Any) -> bool:
 
 
 def gains(x: Any, layers: tuple[Any, ...]) -> bool:
-    """Whether backward adds gradients for a large input, in layers that are torch's."""
+    """Whether backward adds gradients of a large input, and all layers are torch's."""
     if type(x) is not Tensor or not x.requires_grad or not torch.is_grad_enabled():
         return False
     if x.numel() < LEAST_INPUT or is_compiling() or is_transformed():
@@ -112,8 +112,8 @@ def gains(x: Any, layers: tuple[Any, ...]) -> bool:
         return False
     if not all(map(takes_shared, layers)):
         return False
-    # Some of both: torch keeps the input for the layers with a gradient, and it alone knows which
-    # of them are used.
+    # If only some weights are trained, torch keeps the input for those whose output is used, which
+    # is unknown here.
     trained = {layer.weight.requires_grad for layer in layers}
     return len(trained) == 1 and all(is_alike(layer.weight, x) for layer in layers)
 
@@ -129,7 +129,7 @@ def is_sharable(layer: Any) -> bool:
 
 
 def is_alike(weight: Tensor, x: Tensor) -> bool:
-    """Whether a weight is a plain parameter of the dtype and device of ``x``, and of its size."""
+    """Whether a weight is a plain tensor with the dtype, device and columns of ``x``."""
     is_plain = type(weight) in (Tensor, nn.Parameter) and weight.shape[1] == x.shape[-1]
     return is_plain and weight.dtype == x.dtype and weight.device == x.device
 
@@ -140,9 +140,9 @@ def rewrite_shared(
     norms: Collection[str] = (),
     properties: Collection[str] = (),
 ) -> list[str]:
-    """Rewrite calls ``self.layer(x)`` with one variable; returns the names of the layers.
+    """Rewrite calls ``self.layer(x)`` with the same variable; returns the names of the layers.
 
-    A call before the first of them makes the outputs of all, which take the places of the calls.
+    One call before the first layer computes all outputs, which replace the calls.
     """
     found: list[str] = []
     for block in blocks(node):
@@ -166,7 +166,7 @@ def rewrite_shared(
 
 
 class Places(OwnScope, ast.NodeTransformer):
-    """Takes the outputs at the places of the calls."""
+    """Replaces the calls by their outputs."""
 
     def __init__(self, calls: list[ast.Call], kept: str) -> None:
         self.calls, self.kept = calls, kept

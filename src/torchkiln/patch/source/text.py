@@ -15,7 +15,7 @@ from typing import Any
 MAKER = "_kiln_make"
 
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
-"""Definitions with variables of their own."""
+"""Definitions that have local variables."""
 
 FUTURES = functools.reduce(
     lambda flags, name: flags | getattr(__future__, name).compiler_flag,
@@ -38,11 +38,11 @@ FRAME_READERS = {"locals", "eval", "exec", "_getframe", "currentframe"}
 PROVEN: weakref.WeakKeyDictionary[CodeType, dict[Any, ast.FunctionDef]] = (
     weakref.WeakKeyDictionary()
 )
-"""Definitions that compile to the code, by its place: code of other places may be equal."""
+"""Definitions that compile to the code, by file and name: other places may have equal code."""
 
 
 def parsed(function: Callable[..., Any]) -> ast.FunctionDef | None:
-    """The definition of a function, with the lines of its file; it may be that of other code."""
+    """The definition of a function, read from its file; the file may have changed since."""
     try:
         lines, first = inspect.getsourcelines(function)
         # A class around the lines keeps their indentation, which strings of several lines contain.
@@ -58,7 +58,7 @@ def parsed(function: Callable[..., Any]) -> ast.FunctionDef | None:
 
 
 def definition(function: FunctionType) -> ast.FunctionDef | str:
-    """The definition of a function without decorators, or why it cannot be used."""
+    """The definition of a function without decorators, or the reason why it cannot be used."""
     code = function.__code__
     place = code.co_filename, code.co_qualname
     if place not in PROVEN.get(code, {}):
@@ -74,7 +74,7 @@ def definition(function: FunctionType) -> ast.FunctionDef | str:
 
 
 def without_surroundings(node: ast.FunctionDef) -> None:
-    """Remove what runs where a function is defined: decorators, annotations and defaults."""
+    """Remove the parts that run at definition: decorators, annotations and defaults."""
     node.decorator_list, node.returns = [], None
     if hasattr(node, "type_params"):  # Python 3.12
         node.type_params = []
@@ -90,7 +90,7 @@ def without_surroundings(node: ast.FunctionDef) -> None:
 
 
 def why_not(node: ast.FunctionDef) -> str:
-    """Why statements of a function cannot be exchanged for others; empty if they can."""
+    """The reason why statements of a function cannot be rewritten; empty if they can."""
     for part in ast.walk(node):
         if isinstance(part, (ast.Yield, ast.YieldFrom)):
             return "its forward is a generator"
@@ -113,7 +113,7 @@ IMPORTS: dict[str, tuple[list[str], frozenset[str]]] = {}
 
 
 def imports(function: FunctionType) -> frozenset[str]:
-    """The names that the file of a function imports: Python compiles their methods in its way."""
+    """The names that a function's file imports: calls of their methods compile differently."""
     lines, _ = inspect.findsource(function)
     known, names = IMPORTS.get(function.__code__.co_filename, (None, frozenset()))
     if known is not lines:
@@ -140,10 +140,10 @@ def code_of(
     names: tuple[str, ...] = (),
     imports: Collection[str] = (),
 ) -> CodeType:
-    """The code of a definition in the surroundings of other code.
+    """The code of a definition, compiled in the surroundings of ``like``.
 
-    The surroundings are the flags, the imported names and the class, whose name is part of names
-    such as ``__x``. ``names`` are variables of an enclosing function.
+    The surroundings are the flags, the imported names and the class, whose name Python puts into
+    private names such as ``__x``. ``names`` are variables of an enclosing function.
     """
     # Leading underscores do not change private names, and no global has so many.
     owner = "_" * 40 + class_of(like.co_qualname).lstrip("_")
@@ -161,7 +161,7 @@ def code_of(
 
 
 def codes(code: CodeType) -> Iterator[CodeType]:
-    """The code of functions and classes that are defined in code."""
+    """The code of functions and classes that are defined directly in code."""
     return (part for part in code.co_consts if isinstance(part, CodeType))
 
 
@@ -175,7 +175,7 @@ def class_of(qualname: str) -> str:
 
 
 def is_same(a: CodeType, b: CodeType) -> bool:
-    """Whether code does the same: names of places and numbers of lines are not compared."""
+    """Whether code is equal, apart from file names, qualified names and line numbers."""
     flags = (a.co_flags ^ b.co_flags) & ~WITHOUT_EFFECT
     alike = all(getattr(a, name) == getattr(b, name) for name in COMPARED)
     return alike and not flags and is_same_constant(a.co_consts, b.co_consts)
@@ -199,7 +199,7 @@ def compiled(
 ) -> FunctionType:
     """The function of a rewritten definition, which may call helpers by their names.
 
-    It has the globals and the default values of the original; nothing is added to them.
+    It has the globals and the default values of the original function, unchanged.
     """
     code = code_of(node, function.__code__, tuple(helpers))
     code = code.replace(co_qualname=function.__code__.co_qualname)

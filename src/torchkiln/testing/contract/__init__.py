@@ -1,4 +1,4 @@
-"""The checks. Importing this package fills CHECKS."""
+"""The checks of the contract. Importing this package fills CHECKS."""
 
 from torchkiln.testing.check import CHECKS
 from torchkiln.testing.contract import (

@@ -110,7 +110,7 @@ def require_tangents(found: Result, sample: Sample, where: Where) -> None:
     directions = tangents(spec, sample)
 
     def product(function: object, call: Sample, along: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        # J v is the derivative by u of (J^T u) v, so only backward is needed for the truth.
+        # J v is the derivative of (J^T u) v with respect to u, so the truth needs backward only.
         call = spec.leaves(call)
         results = moving(spec, call.map(lambda t: t).call(function))  # type: ignore[arg-type]
         u = [torch.zeros_like(result, requires_grad=True) for result in results]

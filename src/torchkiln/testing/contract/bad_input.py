@@ -1,4 +1,4 @@
-"""Refused calls: their errors, and what they leave unchanged."""
+"""Refused calls: the errors, and the state that a refused call must not change."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ACCEPTED: dict[str, tuple[type, ...]] = {
     "str": (str,),
     "ScalarType": (torch.dtype,),
 }
-"""Python types that torch.ops accepts for a type of a schema; others raise its own errors."""
+"""Python types that torch.ops accepts for a schema type; for others torch.ops raises an error."""
 
 
 def reaches_the_op(spec: OpSpec, sample: Sample) -> bool:
@@ -56,7 +56,7 @@ def accepts(kind: str, value: object) -> bool:
         return kind.endswith("?") or kind == "Tensor"
     kind, is_list, size = kind.removesuffix("?").partition("[")
     if is_list and not isinstance(value, (tuple, list)):
-        return size == "1]" and accepts(kind, value)  # becomes a list of one
+        return size == "1]" and accepts(kind, value)  # torch.ops makes a list of one element
     items = value if isinstance(value, (tuple, list)) and is_list else [value]
     types = ACCEPTED.get(kind, ())
     return all(
@@ -65,7 +65,7 @@ def accepts(kind: str, value: object) -> bool:
 
 
 def entries(spec: OpSpec, sample: Sample) -> dict[str, Callable[..., object]]:
-    """The entries of the op, and transforms of it."""
+    """The entry points of the op, and torch.func transforms of the op."""
     found: dict[str, Callable[..., object]] = {"the function": spec.op}
     if spec.through_ops is not None and reaches_the_op(spec, sample):
         found["torch.ops"] = spec.through_ops
@@ -90,10 +90,10 @@ def under_autocast(op: Callable[..., object], *args: object, **kwargs: object) -
 
 
 def ways_to_refuse(spec: OpSpec, case: Invalid) -> dict[str, Callable[..., object]]:
-    """All entries of the op; each of them must refuse the call."""
+    """All entry points of the op, each of which must refuse the call."""
     sample = Sample(case.name, case.args, case.kwargs)
     found = entries(spec, sample)
-    # A cast makes a call with a wrong dtype valid, and no other call.
+    # Autocast can make a call with a wrong dtype valid, but no other invalid call.
     if "got dtype" not in case.message:
         found["the function under autocast"] = partial(under_autocast, spec.op)
     if spec.differentiable and any(tensor.is_floating_point() for tensor in sample.tensors):
@@ -105,7 +105,7 @@ def ways_to_refuse(spec: OpSpec, case: Invalid) -> dict[str, Callable[..., objec
 def require_refused(
     spec: OpSpec, case: Invalid, name: str, entry: Callable[..., object], where: Where
 ) -> None:
-    """The call raises the error of the case, with its message."""
+    """Check that the call raises the error of the case, with the message of the case."""
     words = f"{case.message}(; .+)?" if case.advises else case.message
     args, kwargs = Sample(case.name, case.args, case.kwargs).arguments(spec.op)
     try:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class Call(nn.Module):
-    """The op as a module of the tensors of a call, for export."""
+    """The op as a module whose arguments are the tensors of a call, for export."""
 
     def __init__(self, spec: OpSpec, sample: Sample) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def require_compiled_together(
 def require_dynamic(
     spec: OpSpec, device: torch.device, dtype: torch.dtype, backend: str, check_name: str
 ) -> None:
-    """Check that one compilation serves other sizes, without a graph break."""
+    """Check that one compilation is used for other sizes, too, without a graph break."""
     torch.compiler.reset()
     function = torch.compile(spec.op, fullgraph=True, dynamic=True, backend=backend)
     sample = spec.typical(device, dtype)
@@ -108,7 +108,7 @@ def compile_aot_eager(spec: OpSpec, device: torch.device, dtype: torch.dtype) ->
     """torch.compile(fullgraph=True, dynamic=True) is right, forward and backward, at new sizes."""
     require_dynamic(spec, device, dtype, "aot_eager", "compile_aot_eager")
     small = [sample for sample in spec.samples(device, dtype) if sample.numel <= TINY]
-    # The second random op in a graph draws other numbers than a single call, so use one per graph.
+    # The second random op of a graph draws other numbers than a single call: one per graph.
     groups = [small] if all(s.seed is None for s in small) else [[s] for s in small[:3]]
     for group in groups:
         require_compiled_together(spec, "aot_eager", group, "compile_aot_eager")
@@ -176,7 +176,7 @@ def exported(spec: OpSpec, sample: Sample) -> torch.export.ExportedProgram:
 
 
 def call_exported(module: Any, sample: Sample) -> Result:
-    """The call of an exported op."""
+    """Call an exported op with the tensors of a sample."""
     sample.start_generators()
     result: Result = module(*sample.take(sample.positions))
     return result
@@ -213,7 +213,7 @@ with tempfile.TemporaryDirectory() as folder, torch.no_grad():
 
 @functools.cache
 def aot_inductor_works(device: str) -> bool:
-    """Whether a package of torch.relu loads: some installations of torch crash there."""
+    """Whether an AOTInductor package of torch.relu loads: some installations of torch crash."""
     command = [sys.executable, "-W", "ignore", "-c", CONTROL, device]
     return subprocess.run(command, capture_output=True, timeout=300, check=False).returncode == 0
 

@@ -49,12 +49,12 @@ def forward_and_backward(
 
 
 def each_of(grads: Grads, function: Callable[[Tensor], Tensor]) -> list[Tensor | None]:
-    """The function of each gradient that an output has."""
+    """Apply a function to each gradient that is not None."""
     return [None if grad is None else function(grad) for grad in grads]
 
 
 def copy_each(to: Grads, grads: Grads) -> None:
-    """Copy the gradients."""
+    """Copy gradients into the gradients ``to``."""
     for one, other in zip(to, grads, strict=True):
         if one is not None and other is not None:
             one.copy_(other)
@@ -73,7 +73,7 @@ def side_stream(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        # Called once before the delay, so that allocation and kernel loading do not wait for it.
+        # A first call before the delay allocates memory and loads kernels.
         forward_and_backward(spec, late, late_grads)
         copy_each(late_grads, each_of(grads, torch.zeros_like))
         torch.cuda._sleep(DELAY)
@@ -140,7 +140,7 @@ def graph_capture(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> Non
 
 @contextmanager
 def synchronisation_forbidden() -> Iterator[None]:
-    """Raise where the host waits for the device."""
+    """Make torch raise an error where the host waits for the device."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.cuda.set_sync_debug_mode("error")
@@ -166,13 +166,14 @@ def no_synchronisation(spec: OpSpec, device: torch.device, dtype: torch.dtype) -
             torch.cuda._sleep(DELAY)
             forward_and_backward(spec, sample, grads)
             done.record()
-        # The debug mode reports torch's waits only; the event after a delay detects any wait.
+        # The debug mode reports torch's waits only. If the event after a delay is already done, the
+        # call has waited.
         where = Where(spec, "no_synchronisation", sample)
         require(not done.query(), where, "the call waited for the device")
 
 
 TRIES = 10
-"""Another process may take device memory during some of them; a leak grows in all."""
+"""Measurements: another process may take device memory during some; a leak grows in all."""
 
 
 @check(device="cuda")
@@ -209,13 +210,13 @@ def only_the_caching_allocator(spec: OpSpec, device: torch.device, dtype: torch.
 
 
 SEGMENT = 2 << 20
-"""Bytes of a segment of small blocks of the caching allocator; half of it is the largest block."""
+"""Bytes of a segment for small blocks in the caching allocator. A block has at most half of it."""
 BLOCK = 512
 """Block sizes are multiples of this number of bytes."""
 
 
 class Bytes:
-    """Memory of a device at any address, in the form that torch.as_tensor takes."""
+    """Device memory at an address, as an argument for torch.as_tensor."""
 
     def __init__(self, pointer: int, count: int) -> None:
         self.__cuda_array_interface__ = {
@@ -235,7 +236,7 @@ def rest_of_block(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def freed_memory(device: torch.device) -> Iterator[list[tuple[int, int]]]:
-    """Lists the address ranges that the allocator takes back inside of the block."""
+    """Lists the address ranges that are freed inside of the ``with`` block."""
     ranges: list[tuple[int, int]] = []
     torch.cuda.memory._record_memory_history(context=None, clear_history=True)
     try:
@@ -260,7 +261,7 @@ def around_the_outputs(spec: OpSpec, device: torch.device, dtype: torch.dtype) -
             continue
         pool = torch.cuda.MemPool()
         with torch.cuda.use_mem_pool(pool):
-            # Fills a segment with sentinels: two blocks, which merge into one free block.
+            # Fills a segment with sentinels: two blocks, which become one free block.
             half = torch.full((SEGMENT // 2,), SENTINEL, dtype=torch.uint8, device=device)
             other = half.clone()
             begin, second = sorted((half.data_ptr(), other.data_ptr()))
@@ -271,7 +272,7 @@ def around_the_outputs(spec: OpSpec, device: torch.device, dtype: torch.dtype) -
             storage = output.untyped_storage()
             end = storage.data_ptr() + storage.nbytes()
             inside = begin <= storage.data_ptr() < begin + SEGMENT == second + SEGMENT // 2
-            # An intermediate result may have been where this output is.
+            # An intermediate result may have overwritten the sentinels after this output.
             is_reused = any(first <= end < last for first, last in freed)
             if inside and storage.nbytes() % BLOCK and not is_reused:
                 seen += 1
@@ -300,7 +301,7 @@ def gradients_of_more_than_2_to_the_31_elements(
     grads = [half.expand(result.shape) for result in results]
     del results
     where = Where(spec, "gradients_of_more_than_2_to_the_31_elements", sample)
-    # A row of these gradients depends on the same row of the output alone.
+    # A row of these gradients depends only on the same row of the output.
     whole = [i for i in spec.wanted(sample) if sample.args[i].shape[:1] == shape[:1]]
     found = vector_jacobian(spec.op, spec.leaves(sample), spec.wanted(sample), grads)
     middle = 2**31 // (shape.numel() // shape[0])
@@ -338,7 +339,7 @@ def fork_of_a_cpu_only_parent(spec: OpSpec, device: torch.device, dtype: torch.d
     try:
         message = base64.b64encode(pickle.dumps((spec.op, spec.composite, spec.inputs))).decode()
     except Exception as error:
-        # Other processes cannot import ops made at run time, such as those of torchkiln.jit.
+        # Other processes cannot import ops made at run time, such as ops of torchkiln.jit.
         raise UnavailableError(f"the op cannot be pickled: {error}") from error
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", CHILD, message],

@@ -45,7 +45,7 @@ EAGER_TESTS = ("test_schema", "test_autograd_registration", "test_faketensor")
 def opcheck(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     """torch.library.opcheck passes: schema, autograd registration, fake tensors, AOT dispatch."""
     returns = spec.overload._schema.returns
-    # Torch cannot trace ops that return an argument; the function of such an op does not call it.
+    # Torch cannot trace ops that return an argument; the public functions do not call such ops.
     has_alias = any(one.alias_info is not None for one in returns)
     tests = EAGER_TESTS if has_alias else "ALL"
     for i, sample in enumerate(spec.samples(device, dtype, requires_grad=True)):
@@ -81,7 +81,7 @@ def opcheck_helpers(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> N
 
 
 def require_same_layout(found: Result, real: Result, where: Where) -> None:
-    """Compare shapes, dtypes, and the strides that addresses depend on."""
+    """Compare shapes, dtypes, and strides of dimensions larger than 1."""
 
     def described(tensor: Tensor) -> tuple[object, ...]:
         strides = [s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1]
@@ -119,7 +119,7 @@ def meta_and_fake(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> Non
 
 
 def require_same_gradient_layout(spec: OpSpec, sample: Sample, on_meta: Any) -> None:
-    """Compare the gradients of the call on meta tensors with those of the real one."""
+    """Compare the layouts of gradients of the call on meta tensors and of the real call."""
     results = []
     for call in (sample, sample.map(on_meta)):
         leaves = spec.leaves(call)

@@ -35,14 +35,14 @@ def floating(spec: OpSpec, sample: Sample) -> dict[str, Tensor]:
 
 
 def parameters(rules: Refusals) -> set[str]:
-    """Arguments that may be float32 beside half precision without an effect on the result."""
+    """Arguments that may be float32 with half precision, and do not change the result's dtype."""
     found = set(rules.parameters)
     same = {**rules.like, **rules.dtypes}
     return found | {name for name, of in same.items() if of in found}
 
 
 def mixed_calls(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """For each tensor the first small call that has it beside others, with it in other dtypes."""
+    """For each tensor argument the first small call with several tensors, cast to other dtypes."""
     seen: set[str] = set()
     for sample in spec.samples(device, dtype):
         tensors = floating(spec, sample)
@@ -58,7 +58,7 @@ def mixed_calls(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> Itera
 
 
 def composes(spec: OpSpec, sample: Sample, dtype: torch.dtype) -> bool:
-    """Whether torch's own code takes the dtypes of a call, and returns results of this dtype."""
+    """Whether torch's composite accepts the dtypes of a call, and returns ``dtype``."""
     try:
         return all(output.dtype == dtype for output in outputs(sample.call(spec.composite)))
     except (RuntimeError, TypeError, ValueError):
@@ -66,7 +66,7 @@ def composes(spec: OpSpec, sample: Sample, dtype: torch.dtype) -> bool:
 
 
 def in_one_dtype(function: Callable[..., Result], dtype: torch.dtype) -> Callable[..., Result]:
-    """``function`` of floating point tensors of one dtype, which its results have, too."""
+    """``function`` with all floating point arguments and results cast to one dtype."""
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor

@@ -33,13 +33,13 @@ FEW = 64
 
 
 def subsets(positions: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """All subsets but the empty one."""
+    """All non-empty subsets."""
     for count in range(1, len(positions) + 1):
         yield from combinations(positions, count)
 
 
 def incoming(spec: OpSpec, result: Result) -> list[Tensor | None]:
-    """A gradient for each output; None for outputs that have none."""
+    """A gradient for each output; None for outputs without a gradient."""
     return [
         None
         if i in spec.constant

@@ -16,7 +16,7 @@ from torchkiln.testing.spec import OpSpec
 
 
 def through_file(module: nn.Module) -> nn.Module:
-    """A module of the same class with the state from a file."""
+    """A copy of the module whose state was saved to a file and loaded again."""
     file = io.BytesIO()
     torch.save(module.state_dict(), file)
     file.seek(0)

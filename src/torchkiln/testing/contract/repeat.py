@@ -1,4 +1,4 @@
-"""Determinism of repeated calls, and of forward passes that a checkpoint computes again."""
+"""Determinism of repeated calls, and of forward passes that a checkpoint repeats."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 RUNS = 20
-"""Runs of the typical and the largest sample: most checks find a change in one run of ten."""
+"""Runs of the typical and the largest sample; other samples run less often."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The sharding rules of ops: results of shards, in one process for all devices of a mesh."""
+"""The sharding rules of ops, tested in one process that simulates all devices of a mesh."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def calls_of(spec: OpSpec, sample: Sample, has_rule: Callable[[Any], bool]) -> l
 
 @contextmanager
 def process_group(size: int) -> Iterator[None]:
-    """A group of processes that exist in name only."""
+    """A process group of torch's fake backend: no other process exists."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415
 
     if dist.is_initialized():
@@ -106,7 +106,7 @@ def sharding(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
 
 
 def require_choices(where: str, call: Call, mesh: Any) -> None:
-    """Run a call with the placements of each choice, of neighbouring choices on two dimensions."""
+    """Run a call with the placements of each choice, on two mesh dimensions of pairs of choices."""
     from torchkiln.distributed import rules  # noqa: PLC0415
 
     found = rules.strategies_of(call.op, call.args, call.kwargs)

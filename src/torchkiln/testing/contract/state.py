@@ -1,4 +1,4 @@
-"""Memory: parts that a call does not write, memory that it keeps, data of other calls."""
+"""Memory: elements that a call does not write, leaks, and data of concurrent calls."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ROUNDS = 5
 
 @contextmanager
 def new_memory_is_nan() -> Iterator[None]:
-    """Let torch fill new memory with NaN, or with the largest integer."""
+    """Make torch fill new memory with NaN, or with the largest integer."""
     before = torch.are_deterministic_algorithms_enabled()
     warn = torch.is_deterministic_algorithms_warn_only_enabled()
     switch: Any = torch.utils.deterministic
@@ -94,7 +94,7 @@ def in_use(device: torch.device) -> dict[str, int]:
     return found
 
 
-# A call that keeps memory keeps at least one object or 32 bytes; half of that is allowed.
+# A leak is at least one object or 32 bytes per call. Half of that is allowed.
 ALLOWED = {"Python objects": CALLS // 2, "bytes of the C library": CALLS * 16}
 
 
@@ -105,7 +105,7 @@ def no_memory_growth(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> 
     for _ in range(CALLS // 10):
         forward_and_backward(spec, sample)
     grown: dict[str, int] = {}
-    # Repeated, because other code may keep memory during one try. A leak of the op is in every try.
+    # Repeated, because other code may keep memory during one try. A leak of the op recurs.
     for _ in range(3):
         before = in_use(device)
         for _ in range(CALLS):

@@ -43,7 +43,7 @@ def values(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
 
 
 MANY = 1000
-"""Elements in the mean of rounding errors; the mean of this many random errors is 0.01 steps."""
+"""Least elements of a mean of rounding errors: the mean of so many is about 0.01 steps."""
 BIAS = 0.1
 FEW = 3
 
@@ -88,8 +88,8 @@ LONG = 2**16
 def with_special_rows(values: Tensor, first: int) -> Tensor:
     """A copy with a not-finite value in every second row of the last dimension.
 
-    The rows take turns: NaN and both infinities, each at the first, second, middle and last column,
-    which vectors and the tails of rows hold. Counting begins at ``first``.
+    Successive rows have NaN and both infinities, each at the first, second, middle and last column,
+    to reach vectors and the tails of rows. Counting begins at ``first``.
     """
     filled = values.clone(memory_format=torch.contiguous_format)
     rows = filled.view(-1, filled.shape[-1] if filled.dim() else 1)
@@ -116,8 +116,8 @@ def not_finite(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     positions = spec.wanted(sample)
     for turn, sample in enumerate(spec.samples(device, dtype)):
         for position in set(positions) & set(spec.wanted(sample)):
-            # Parameters are left out: an infinite weight times a difference that is 0 up to
-            # rounding has no defined sign.
+            # Not for parameters: an infinite weight times a difference that is 0 up to rounding has
+            # no defined sign.
             if not 0 < sample.args[position].numel() == sample.numel <= LONG:
                 continue
             tensor = with_special_rows(sample.args[position], 5 * turn)
@@ -126,9 +126,9 @@ def not_finite(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
 
 
 def relaid(sample: Sample) -> Iterator[tuple[Sample, list[Placed]]]:
-    """The sample with one tensor at a time, then all of them, at each kind of strides.
+    """The sample with one tensor at a time, then with all tensors, at each kind of strides.
 
-    In float64 and float16 only with all tensors: their code is that of the other two dtypes.
+    In float64 and float16 only with all tensors, because the other two dtypes run the same code.
     """
     choices = {i: list(layouts(sample.args[i])) for i in sample.positions}
     alone = {sample.args[i].dtype for i in sample.positions} - {torch.float64, torch.float16}

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def form_of(spec: OpSpec) -> Written:
-    """How the function of the spec writes its results."""
+    """The field ``written`` of the spec, which must be set."""
     if spec.written is None:
         raise TypeError(f"{spec.name}: written: got a spec without the field written")
     return spec.written
@@ -78,7 +78,7 @@ def written(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
 
 
 def require_all_written(spec: OpSpec, function: Function, sample: Sample, where: Where) -> None:
-    """Check the call with each target inside a buffer, at any strides that it may have."""
+    """Check the call with each target inside a buffer, at all strides that the target may have."""
     form = form_of(spec)
     dense = form.given(sample)
     start = {name: dense[name].clone() for name in form.targets}
@@ -107,7 +107,7 @@ def require_written(  # noqa: PLR0917
 ) -> None:
     """Check that the call gives the results, writes ``content`` and nothing around it.
 
-    On a GPU, kernels for unaligned tensors may add in another order than those for aligned ones.
+    On a GPU, kernels for unaligned and for aligned tensors may add in different orders.
     """
     form = form_of(where.spec)
     targets = [given[name] for name in form.targets]
@@ -134,7 +134,7 @@ def require_written(  # noqa: PLR0917
 
 
 def on_clone(function: Function) -> Callable[..., Tensor]:
-    """Applies an in-place op to a copy of ``x``, since ``x`` may be a leaf; returns the copy."""
+    """Applies an in-place op to a copy of ``x``, because ``x`` may be a leaf; returns the copy."""
 
     def call(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         y = x.clone()
@@ -176,7 +176,7 @@ def refusal(call: Callable[[], object]) -> str:
 def require_refused_as_by_torch(
     spec: OpSpec, function: Function, sample: Sample, where: Where
 ) -> None:
-    """Check that tensors that must not be written to are refused in torch's words."""
+    """Check that tensors that must not be written are refused with torch's message."""
     x = sample.args[0]
     leaf = x.clone().requires_grad_()
     overlapping = x[:1].clone().expand_as(x)
@@ -201,7 +201,7 @@ def require_refused_as_by_torch(
 
 
 def require_no_gradient(spec: OpSpec, function: Function, sample: Sample, where: Where) -> None:
-    """Check that tensors that require a gradient are refused, unless none is recorded."""
+    """Check that tensors that require a gradient are refused, unless gradients are disabled."""
     form = form_of(spec)
     for name, value in form.given(sample).items():
         if not isinstance(value, Tensor) or not value.is_floating_point():
@@ -221,7 +221,7 @@ def require_no_gradient(spec: OpSpec, function: Function, sample: Sample, where:
 
 
 def require_one_place_each(spec: OpSpec, function: Function, sample: Sample, where: Where) -> None:
-    """Check that targets that share memory, with themselves or another, are refused."""
+    """Check that targets are refused if two of their elements share memory, or two targets do."""
     form = form_of(spec)
     for name in form.targets:
         others = [other for other in form.targets if other != name]
@@ -240,10 +240,10 @@ def require_one_place_each(spec: OpSpec, function: Function, sample: Sample, whe
 
 
 def require_graph_writes(spec: OpSpec, function: Function, sample: Sample, where: Where) -> None:
-    """Check that a graph writes into tensors that it is given, and reads what it wrote.
+    """Check that a graph writes into the tensors of the caller, and reads the new values.
 
-    An op that becomes ATen ops in the graph has other roundings there, so that its results are
-    compared with the truth.
+    An op that becomes ATen ops rounds differently in the graph, so the results are compared with
+    the truth.
     """
     form = form_of(spec)
     names = list(form.targets)
@@ -274,7 +274,7 @@ def require_graph_writes(spec: OpSpec, function: Function, sample: Sample, where
 
 
 def require_first_row(spec: OpSpec, function: Function, sample: Sample, where: Where) -> None:
-    """Check values and gradients where a part of a tensor is written to."""
+    """Check values and gradients if the op writes only a part of a tensor."""
     plain = form_of(spec).plain or spec.op
     wanted = spec.wanted(sample)
     grads = incoming(spec, sample.args[0])

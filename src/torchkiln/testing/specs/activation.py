@@ -32,7 +32,7 @@ class Formula:
     slope_terms: Callable[[Tensor], Tensor]
     """The sum of the absolute values of the terms of the derivative."""
     curvature: float
-    """A bound of the second derivative: the change of the first per error of the argument."""
+    """A bound of the second derivative: the change of the derivative per error of the argument."""
     output_slope: Callable[[Tensor], Tensor] | None = None
     """|y| times the change of the derivative with y, if it is computed from the output y."""
 
@@ -53,7 +53,7 @@ def density(z: Tensor) -> Tensor:
 
 
 def gelu_tanh_slope_terms(z: Tensor) -> Tensor:
-    """1 + tanh as torch computes it, and the derivative of the argument times z s (1 - s)."""
+    """1 for the factor 1 + tanh, plus the derivative of the argument times z s."""
     slope = 2 * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * z * z)
     return 1 + slope * exact_gelu_tanh(z).abs()
 
@@ -79,7 +79,7 @@ def relu2(z: Tensor) -> Tensor:
 
 
 def amplified(act: str, terms: Tensor) -> Tensor:
-    """The terms of a result, given those of the argument, which squares alone amplify."""
+    """The terms of a result, given the terms of the argument; only squares amplify them."""
     return terms * terms if act in ("square", "relu2") else terms
 
 

@@ -15,8 +15,8 @@ from torchkiln.testing.sample import Invalid, Sample, Traffic
 from torchkiln.testing.spec import OpSpec
 from torchkiln.testing.specs.activation import FORMULAS, amplified
 
-# Each shape of x, whose last dimension is the length of bias: one row and one column, no row and no
-# column, every vector tail, narrow and wide rows, many rows (the bias gradient is a sum over them).
+# Shapes of x; the last size is the length of bias: one row and one column, no row and no column,
+# every vector tail, narrow and wide rows, many rows (the bias gradient is a sum over rows).
 SHAPES: Mapping[str, tuple[int, ...]] = (
     {"one": (1,), "one row": (1, 37), "one column": (41, 1), "no rows": (0, 5)}
     | {"no columns": (5, 0), "empty in the middle": (3, 0, 4), "prime": (7, 13)}
@@ -30,11 +30,11 @@ SHAPES: Mapping[str, tuple[int, ...]] = (
 def away_from_zero(x: Tensor, bias: Tensor, scale: float) -> Tensor:
     """``x`` with signs such that x * scale has the sign of bias.
 
-    relu has no derivative at 0, and two correct implementations may take different sides where the
-    sum nearly cancels.
+    relu has no derivative at 0, and two correct implementations may round to different sides of 0
+    where the sum nearly cancels.
     """
     direction = torch.where(bias.double() < 0, -1.0, 1.0) * (1 if scale >= 0 else -1)
-    # Every third element of x has the other sign and enough weight to outdo the bias.
+    # Every third element of x has the other sign, and is larger than the bias.
     third = torch.arange(x.numel(), device=x.device).reshape(x.shape) % 3 == 0
     outdone = -(2 * bias.double().abs() / abs(scale) + x.double().abs() + 0.25)
     return (direction * torch.where(third, outdone, x.double().abs() + 0.25)).to(x.dtype)
@@ -47,7 +47,7 @@ def sample(name: str, x: Tensor, bias: Tensor, scale: float, act: str) -> Sample
 
 
 def bias_act_inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Every activation at one shape, every shape at relu and one more, scales, mixed dtypes."""
+    """All activations for one shape, all shapes for two activations, scales, mixed dtypes."""
 
     def rows(*shape: int) -> tuple[Tensor, Tensor]:
         return normal("x", shape, device, dtype), normal("bias", shape[-1:], device, dtype)

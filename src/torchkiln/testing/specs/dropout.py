@@ -49,7 +49,7 @@ EXCLUDED = {
 
 
 def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Shapes with probabilities, then nothing and everything dropped."""
+    """Shapes with probabilities, then calls that drop nothing or everything."""
     for seed, (name, (shape, p)) in enumerate(SHAPES.items()):
         pair = normal("x", shape, device, dtype), normal("residual", shape, device, dtype)
         yield Sample(name, (*pair, p), seed=seed)
@@ -85,10 +85,10 @@ def with_bias(sample: Sample, dtype: torch.dtype) -> Sample:
 
 
 def kept(x: Tensor, p: float, training: bool) -> Tensor:
-    """``x`` where the op keeps it, divided by 1 - p, at the current state of the generators.
+    """``x * mask / (1 - p)`` with the mask that the op draws at the current generator state.
 
-    A call of the op itself returns the mask, which depends only on that state, on p and on the
-    index of an element. tests/ops/test_dropout.py tests its distribution.
+    A call of the op itself gives the mask, which depends only on that state, on p and on the index
+    of an element. tests/ops/test_dropout.py tests the distribution of masks.
     """
     if not training:
         return x
@@ -122,7 +122,7 @@ def bias_magnitude(x: Tensor, bias: Tensor, *others: Any, **kwargs: Any) -> Tens
 
 
 def invalid(has_bias: bool, device: torch.device) -> Iterator[Invalid]:
-    """Numbers that are not probabilities, with and without training; rows without a bias."""
+    """Calls with p out of range, with and without training; a 0-dimensional x with a bias."""
     x = torch.ones(2, 4, device=device)
     good = GoodCall(torch.ops.torchkiln.dropout_add.default, Sample("good", (x, x)))
     if has_bias:
@@ -146,7 +146,7 @@ def bench(
 
 
 def backward_traffic(sample: Sample) -> Traffic:
-    """Reads the incoming gradient, which is also that of residual; writes those of x and bias."""
+    """Traffic that reads the incoming gradient, and writes the gradients of x and bias."""
     x, *bias, _ = sample.take(sample.positions)
     return Traffic(2 * x.nbytes + sum(t.nbytes for t in bias), 2 * x.numel())
 

@@ -84,9 +84,9 @@ def magnitude(act: str, gate: Tensor, up: Tensor | None = None) -> Tensor:
 
 
 def gradient_magnitude(act: str, gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """A function with these gradients, the scale of the rounding errors of the op's.
+    """A function whose gradients are the terms of the op's gradients.
 
-    Of ``gate``: |up| times the terms of the derivative. Of ``up``: the terms of the activation.
+    For ``gate``: |up| times the terms of the derivative. For ``up``: the terms of the activation.
     """
     first, second = halves(gate, up)
     formula = FORMULAS[act]
@@ -95,7 +95,7 @@ def gradient_magnitude(act: str, gate: Tensor, up: Tensor | None = None) -> Tens
 
 
 def large(device: torch.device) -> Sample:
-    """A matrix of more than 2**31 elements, and one row of it expanded to its shape."""
+    """A matrix of more than 2**31 elements, and its first row expanded to the same shape."""
     gate = large_matrix(device)
     return Sample("large", (gate, gate[:1].expand_as(gate)))
 
@@ -129,7 +129,7 @@ def new_out(given: Given) -> Tensor:
 
 
 def with_out(parent: OpSpec) -> OpSpec:
-    """The gate with ``out=``, whose wrong kinds of arguments ``torch.ops`` refuses."""
+    """The gate with ``out=``; ``torch.ops`` refuses wrong kinds of arguments."""
     overload = torch.ops.torchkiln.swiglu_out.default
     function = Written(parent.op, overload, {"out": new_out}, plain=parent.op)
 

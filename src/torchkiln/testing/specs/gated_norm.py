@@ -19,9 +19,9 @@ from torchkiln.testing.sample import Invalid, Sample
 from torchkiln.testing.spec import OpSpec
 from torchkiln.testing.specs.activation import FORMULAS
 
-# Shapes of x, how many of the last sizes are normalized together, and groups: one row and one
-# column, no row and no column, vectors and their tails, groups that are whole vectors or not, one
-# warp, many and long rows.
+# Shapes of x, numbers of last sizes that are normalized together, and groups: one row and one
+# column, no row and no column, vectors with tails, groups that are whole vectors or not, one warp,
+# many and long rows.
 SHAPES: Mapping[str, tuple[tuple[int, ...], int, int]] = {
     "one": ((1,), 1, 1),
     "one column": ((41, 1), 1, 1),
@@ -48,7 +48,7 @@ SILU = FORMULAS["silu"]
 
 
 class Terms(NamedTuple):
-    """|n| of the normalized rows n, the rounding errors of n, and those of rstd, in steps."""
+    """|n| for the normalized rows n, and the rounding errors of n and of rstd in steps."""
 
     size: Tensor
     error: Tensor
@@ -89,14 +89,14 @@ class Arguments:
         return n if self.weight is None else n * (self.weight.to(n.dtype) + self.offset)
 
     def value(self, passed: Tensor) -> Tensor:
-        """The formula, where ``passed`` is silu of the gate."""
+        """The formula, with ``passed`` for silu of the gate."""
         x = self.x.to(passed.dtype)
         z = x * passed if self.gate_first else x
         y = self.scaled(z * self.rstd(z))
         return y if self.gate_first else y * passed
 
     def terms(self) -> Terms:
-        """Rounding errors in steps; those of a product are in proportion to it."""
+        """Rounding errors in steps; the error of a product is proportional to the product."""
         with torch.no_grad():
             passed = SILU.exact(self.gate) if self.gate_first else 1
             z = self.x * passed
@@ -118,7 +118,7 @@ def reference(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def composite(*args: Any, **kwargs: Any) -> Tensor:
-    """The formula in float32, rounded at the end, as models have it."""
+    """The formula in float32, rounded at the end, as in models."""
     a = Arguments(*args, **kwargs)
     return a.value(SILU.value(a.gate.to(a.wide))).to(a.dtype)
 
@@ -133,8 +133,8 @@ def magnitude(*args: Any, **kwargs: Any) -> Tensor:
 def gradient_magnitude(*args: Any, **kwargs: Any) -> Tensor:
     """A function whose gradients are sums of absolute values of terms.
 
-    With d the gradient of the normalized rows n, the gradient of those before the norm has
-    |d| + |n| mean |d n|, with the rounding errors of one factor n at a time.
+    If d is the gradient of the normalized rows n, the gradient of the rows before the norm has the
+    terms |d| + |n| mean |d n|, with the rounding errors of one factor n at a time.
     """
     a = Arguments(*args, **kwargs)
     n = a.terms()
@@ -165,7 +165,7 @@ def arguments(
 
 
 def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Every shape with the gate in both places, then settings and mixed dtypes."""
+    """Every shape with the gate before and after the norm, then settings and mixed dtypes."""
     # The default eps depends on the dtype, and the truth is computed in float64.
     options = {"eps": torch.finfo(torch.float32).eps}
     yield Sample("typical", arguments((6, 10), device, dtype), options)
@@ -191,7 +191,7 @@ def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def grown(sample: Sample) -> Sample:
-    """Twice the rows: the sizes of a row are an argument of the call, too."""
+    """The call with twice the rows; the sizes of a row must equal ``normalized_shape``."""
     rows = (t.repeat([2, *[1] * (t.dim() - 1)]) for t in sample.args[:2])
     return replace(sample, args=(*rows, *sample.args[2:]))
 

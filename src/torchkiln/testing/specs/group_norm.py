@@ -20,8 +20,8 @@ from torchkiln.testing.spec import OpSpec
 from torchkiln.testing.specs.activation import FORMULAS
 from torchkiln.testing.specs.batch_norm import whole as batch_norm
 
-# Shapes [batch, channels, ...] and groups: one group, one channel for each, no pixels, no samples,
-# vectors of pixels and their tails, groups of one and of several parts, many small ones.
+# Shapes [batch, channels, ...] and groups: one group, one channel per group, no pixels, no samples,
+# vectors of pixels with tails, groups of one and of several parts, many small groups.
 SHAPES: Mapping[str, tuple[tuple[int, ...], int]] = {
     "rows": ((17, 12), 4),
     "one group": ((5, 6, 7), 1),
@@ -50,7 +50,7 @@ GROUPS = 32
 
 
 class Arguments(batch_norm.Arguments):
-    """The arguments of a call by name; the statistics are those of groups."""
+    """The arguments of a call by name, with statistics per group."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         names = ("x", "num_groups", "weight", "bias", "eps")
@@ -144,7 +144,7 @@ def bench_variants(
 
 
 def drawn(device: torch.device, dtype: torch.dtype, rng: Random, most: int) -> Sample:
-    """Any number of samples, channels and groups; no pixels, few, or images."""
+    """Random numbers of samples, channels and groups; no pixels, sequences, or images."""
     rank = rng.choice((2, 2, 3, 4, 4))
     batch, channels, *pixels = drawn_sizes(rng, most, rank)
     groups = rng.choice([n for n in (1, 2, 4, 8, 16, 32, 64, channels) if channels % n == 0])
@@ -168,13 +168,13 @@ def traffic(sample: Sample) -> Traffic:
 
 
 def backward_traffic(sample: Sample) -> Traffic:
-    """Reads the gradient and x twice, writes the gradient of x."""
+    """Traffic that reads the incoming gradient and x twice, and writes the gradient of x."""
     x = sample.args[0]
     return Traffic(5 * x.nbytes, 12 * x.numel())
 
 
 def invalid(device: torch.device) -> Iterator[Invalid]:
-    """No channels, groups that do not divide them, numbers out of range."""
+    """Calls with no channels, groups that do not divide the channels, numbers out of range."""
     x, row = torch.ones(4, 6, device=device), torch.ones(6, device=device)
     good = GoodCall(torch.ops.torchkiln.group_norm.default, Sample("good", (x, 3, row, row)))
     words = "expected [batch, channels, ...]"

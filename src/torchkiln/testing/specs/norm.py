@@ -20,9 +20,9 @@ from torchkiln.testing.refusals import GoodCall, Refusals
 from torchkiln.testing.sample import Invalid, Result, Sample, Traffic
 from torchkiln.testing.spec import OpSpec
 
-# Shapes of x, and how many of the last sizes are normalized together: one row and one column, no
-# row and no column, every vector tail, narrow, long and many rows (the gradients of weight and bias
-# are sums over them).
+# Shapes of x, and numbers of last sizes that are normalized together: one row and one column, no
+# row and no column, every vector tail, narrow and long rows, many rows (the gradients of weight and
+# bias are sums over rows).
 SHAPES: Mapping[str, tuple[tuple[int, ...], int]] = (
     {"typical": ((6, 10), 1), "one": ((1,), 1), "one row": ((37,), 1), "one column": ((41, 1), 1)}
     | {"no rows": ((0, 5), 1), "no columns": ((5, 0), 1), "empty in the middle": ((3, 0, 4), 2)}
@@ -93,7 +93,7 @@ class Arguments:
 
 
 def with_sum(a: Arguments, y: Tensor, z: Tensor) -> Result:
-    """The outputs of the op, with the sum if there is a residual."""
+    """The outputs of the op: the norm, and the sum if there is a residual."""
     return y if a.residual is None else (y, z)
 
 
@@ -132,7 +132,7 @@ def composite(kind: Kind, *args: Any, **kwargs: Any) -> Result:
 
 
 class Terms(NamedTuple):
-    """|n| of the normalized rows n, the rounding errors of n, and those of 1 / spread."""
+    """|n| for the normalized rows n, and the rounding errors of n and of rstd in steps."""
 
     size: Tensor
     error: Tensor
@@ -166,7 +166,7 @@ def magnitude(kind: Kind, *args: Any, **kwargs: Any) -> Result:
 
 
 def intermediate_sensitivity(kind: Kind, *args: Any, **kwargs: Any) -> Result:
-    """Changes with z, if that is a rounded sum, and with the normalized rows, if rounded."""
+    """The changes of the output with z if z is a rounded sum, and with rounded normalized rows."""
     a = Arguments(kind, *args, **kwargs)
     n = terms_of(kind, a, a.z.abs())
     y = n.error * kind.residual + n.size * a.rounds
@@ -218,7 +218,7 @@ def arguments(
 
 
 def inputs(kind: Kind, device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Every shape with all parameters, then fewer of them, settings, and mixed dtypes."""
+    """Every shape with all parameters, then fewer parameters, settings, and mixed dtypes."""
     # The default eps of RMS norm depends on the dtype, and the truth is computed in float64, so all
     # calls except one pass eps.
     eps = {} if kind.centered else {"eps": torch.finfo(torch.float32).eps}
@@ -251,7 +251,7 @@ def inputs(kind: Kind, device: torch.device, dtype: torch.dtype) -> Iterator[Sam
 
 
 def grown(kind: Kind, sample: Sample) -> Sample:
-    """Twice the rows: the sizes of a row are an argument of the call, too."""
+    """The call with twice the rows; the sizes of a row must equal ``normalized_shape``."""
     rows = (t.repeat([2, *[1] * (t.dim() - 1)]) for t in sample.args[: kind.first])
     return replace(sample, args=(*rows, *sample.args[kind.first :]))
 
@@ -274,7 +274,7 @@ def bench_variants(
 
 
 def large(kind: Kind, device: torch.device) -> Sample:
-    """A matrix of more than 2**31 elements; the residual is one row expanded to its shape."""
+    """A matrix of more than 2**31 elements; the residual is a row expanded to the same shape."""
     x = large_matrix(device)
     columns = x.shape[1]
     residual = [cycle(columns, 113, device).expand_as(x)] if kind.residual else []
@@ -283,7 +283,7 @@ def large(kind: Kind, device: torch.device) -> Sample:
 
 
 def backward_traffic(kind: Kind, sample: Sample) -> Traffic:
-    """Reads incoming gradients, normalized rows, weight; writes gradients, one for both addends."""
+    """Traffic that reads gradients, rows and weight, and writes one gradient for both addends."""
     x, *owned = (sample.args[i] for i in sample.positions if i != 1 or not kind.residual)
     row = sum(t.nbytes for t in (*owned, *owned[:1]))
     return Traffic((2 + kind.first) * x.nbytes + row, 10 * x.numel())
@@ -353,14 +353,14 @@ def new_out(given: Given) -> Tensor:
 
 
 def with_out(parent: OpSpec) -> OpSpec:
-    """The norm with ``out=``, whose wrong kinds of arguments ``torch.ops`` refuses."""
+    """The norm with ``out=``; ``torch.ops`` refuses wrong kinds of arguments."""
     overload = getattr(torch.ops.torchkiln, f"{parent.name}_out").default
     function = Written(parent.op, overload, {"out": new_out}, plain=parent.op)
     return form_of(parent, function, called=parent.name, kinds=False)
 
 
 def on_both(parent: OpSpec) -> OpSpec:
-    """The norm of a sum that is written into both addends, which have one dtype."""
+    """The norm of a sum that overwrites both addends, which have one dtype."""
     name = f"{parent.name}_"
     overload = getattr(torch.ops.torchkiln, name).default
     targets = {"x": None, "residual": None}

@@ -19,14 +19,14 @@ from torchkiln.testing.spec import OpSpec
 
 Shapes = Mapping[str, tuple[tuple[int, ...], ...]]
 
-# Shapes that all arguments have: the scalar loop, the vector loop with every tail.
+# Shapes for calls whose arguments have equal shapes: the scalar loop, the vector loop with tails.
 ALIKE: Mapping[str, tuple[int, ...]] = (
     {"typical": (6, 10), "one": (1,), "0-dim": (), "empty": (0,)}
     | {"prime": (17,), "vector less one": (127,), "vector": (128,), "vector and one": (129,)}
     | {"power of two and one": (1025,)}
 )
-# Shapes that broadcast on either side and in the middle, that have more dimensions than collapse,
-# and that have enough elements for several threads or blocks.
+# Shapes that broadcast on either side and in the middle, shapes whose dimensions do not collapse,
+# and shapes with enough elements for several threads or blocks.
 ADD_SHAPES: Shapes = (
     {name: (shape, shape) for name, shape in ALIKE.items()}
     | {"0-dim beside 1-D": ((), (5,)), "empty in the middle": ((3, 0, 2), (3, 1, 2))}
@@ -131,7 +131,7 @@ def muladd_invalid(device: torch.device) -> Iterator[Invalid]:
 
 
 def add_backward_traffic(sample: Sample) -> Traffic:
-    """The gradient of an argument that was not broadcast is the incoming one; others are sums."""
+    """Traffic of sums for broadcast arguments; other gradients are the incoming one, at no cost."""
     a, b = sample.args
     shape = torch.broadcast_shapes(a.shape, b.shape)
     summed = [t for t in (a, b) if t.shape != shape]
@@ -141,7 +141,7 @@ def add_backward_traffic(sample: Sample) -> Traffic:
 
 
 def muladd_backward_traffic(sample: Sample) -> Traffic:
-    """Reads the incoming gradient, a and b, writes their gradients; that of c is the incoming."""
+    """Traffic that reads the incoming gradient, a and b, and writes the gradients of a and b."""
     a, b, _ = sample.args
     count = torch.broadcast_shapes(*(t.shape for t in sample.args)).numel()
     return Traffic(count * a.itemsize + 2 * (a.nbytes + b.nbytes), 2 * count)
@@ -192,7 +192,7 @@ def addcmul_terms(first: Tensor, a: Tensor, b: Tensor, value: float = 1) -> Tens
 
 
 def addcmul_gradient_magnitude(first: Tensor, a: Tensor, b: Tensor, value: float = 1) -> Tensor:
-    """As for muladd."""
+    """The terms of the gradients, as for muladd."""
     return muladd_gradient_magnitude(a * abs(value), b, first)
 
 

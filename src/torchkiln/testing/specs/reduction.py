@@ -71,7 +71,7 @@ def invalid(name: str, device: torch.device) -> Iterator[Invalid]:
 
 
 def exact(function: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """``function`` without its ``dtype``, so that the truth is not rounded to it."""
+    """``function`` without the argument ``dtype``, so that the truth is not rounded."""
     kwargs.pop("dtype", None)
     return function(x, *args, **kwargs)
 
@@ -84,7 +84,7 @@ def magnitude(function: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: 
 
 
 def backward_traffic(sample: Sample) -> Traffic:
-    """The gradient is an expanded view of the incoming one; a copy reads and writes it once."""
+    """Traffic of one copy of the incoming gradient; the result is an expanded view."""
     (out,) = results(SUM, sample)
     return Traffic(2 * out.nbytes, 0)
 

@@ -59,14 +59,14 @@ def inputs(log: bool, device: torch.device, dtype: torch.dtype) -> Iterator[Samp
     columns[:, 0] = True
     yield Sample("mask of the middle", (x, 1), {"mask": columns})
     yield Sample("causal", (x, -1), {"causal": True})
-    if not log:  # differences of -inf are no numerical derivative
+    if not log:  # numerical derivatives of -inf are NaN
         yield Sample("causal, few", (values(5, 6), 1), {"causal": True})
     yield Sample("causal, more queries", (values(2, 9, 4), 2), {"causal": True})
     yield Sample("causal, more keys", (x, 2), {"causal": True, "scale": 0.3})
     both = mask("mask", (5, 6), device)
     both[:, 0] = True
     yield Sample("causal and mask", (x, 2), {"causal": True, "mask": both})
-    # More elements than samples for opcheck, which reports NaN as a difference.
+    # Too many elements for opcheck, which reports NaN as a difference.
     none = mask("mask", (9, 21), device)
     none[3] = False
     yield Sample("a row without any", (values(9, 21), 1), {"mask": none})
@@ -113,7 +113,7 @@ def reference(function: Softmax, x: Tensor, dim: int, **kwargs: Any) -> Tensor:
 
 
 def shares(x: Tensor, dim: int, **kwargs: Any) -> tuple[Tensor, Tensor, float]:
-    """The softmax, the rounding errors of its exponents, and those of the sum."""
+    """The softmax, the rounding errors of the exponents, and the rounding errors of the sum."""
     with torch.no_grad():
         z = masked(x, **kwargs)
         sizes = torch.where(z.isinf(), 0.0, z.abs())
@@ -124,7 +124,7 @@ def shares(x: Tensor, dim: int, **kwargs: Any) -> tuple[Tensor, Tensor, float]:
 
 
 def magnitude(log: bool, x: Tensor, dim: int, **kwargs: Any) -> Tensor:
-    """The absolute error of a result, by the rounding of exponents and sum."""
+    """The absolute error of a result from the rounding of exponents and sum."""
     share, terms, roundings = shares(x, dim, **kwargs)
     moved = terms + share * roundings
     return torch.where(share > 0, moved / share, 0.0) if log else moved

@@ -19,8 +19,8 @@ from torchkiln.testing.refusals import GoodCall, Refusals
 from torchkiln.testing.sample import Invalid, Sample
 from torchkiln.testing.spec import OpSpec
 
-# Rows, columns and width for each kind of kernel: one element per thread, a vector and the sizes
-# around it, several tiles; rows with many entries and with none.
+# Rows, columns and width for each kind of kernel: one element per thread, one vector and sizes just
+# below and above, several tiles; rows with many entries and with none.
 SHAPES: Mapping[str, tuple[int, int, int]] = (
     {"typical": (4, 5, 8), "one": (1, 1, 1)}
     | {"no rows": (0, 5, 4), "no columns": (5, 0, 4), "no width": (5, 4, 0)}
@@ -97,7 +97,7 @@ def dense(values: Tensor, crow: Tensor, col: Tensor, columns: int) -> Tensor:
         return zeros.index_put((rows, col.long()), values, accumulate=True)
     each = [t if t.dim() == 2 else t.expand(batch, -1) for t in (values, crow, col)]
     found = [dense(v, r, c, columns) for v, r, c in zip(*each, strict=True)]
-    if not found:  # nothing, with a gradient
+    if not found:  # an empty batch that has a gradient
         return values.sum().expand(0, crow.shape[-1] - 1, columns)
     return torch.stack(found)
 
@@ -121,14 +121,14 @@ def composite(values: Tensor, b: Tensor, *, crow: Tensor, col: Tensor, **_: Any)
 
 
 def magnitude(values: Tensor, b: Tensor, **kwargs: Any) -> Tensor:
-    """The sums of the absolute values, times the number of roundings in the longest row."""
+    """The sums of the absolute values, times the growth of errors in the longest row."""
     crow = kwargs["crow"]
     longest = int(crow.diff(dim=-1).max()) if crow.shape[-1] > 1 and crow.numel() else 0
     return reference(values.abs(), b.abs(), **kwargs) * steps(longest)
 
 
 def gradient_magnitude(values: Tensor, b: Tensor, **kwargs: Any) -> Tensor:
-    """Gradients are sums of absolute values; one of b has a term for each entry of a column."""
+    """A function whose gradients are sums of absolute values, times the growth of errors."""
     col = kwargs["col"]
     counts = [torch.bincount(one) for one in col.reshape(-1, col.shape[-1])] if col.numel() else []
     longest = max((int(count.max()) for count in counts), default=0)
@@ -137,7 +137,7 @@ def gradient_magnitude(values: Tensor, b: Tensor, **kwargs: Any) -> Tensor:
 
 
 def wider(sample: Sample) -> Sample:
-    """Twice as many columns of b. The pattern stays: it is not an input of the graph."""
+    """The call with twice the columns of b. The pattern stays, as it is no input of the graph."""
     values, b = sample.args
     return replace(sample, args=(values, torch.cat([b, b], dim=-1)))
 
@@ -155,7 +155,7 @@ def bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> S
 
 
 def drawn(device: torch.device, dtype: torch.dtype, rng: Random, most: int) -> Sample:
-    """Rows of 1 to 64 entries on average, times a dense matrix of any width."""
+    """Rows with 1, 4, 16 or 64 entries on average, times a dense matrix of random width."""
     rows, columns = (drawn_sizes(rng, min(most, 1 << 17), 1)[0] for _ in range(2))
     width = drawn_sizes(rng, max(1, min(most // max(rows, columns), 1 << 13)), 1)[0]
     entries = min(rows * rng.choice((1, 4, 16, 64)), rows * columns, 1 << 22)
@@ -176,7 +176,7 @@ def operations(sample: Sample) -> tuple[int, int]:
 
 
 def invalid(device: torch.device) -> Iterator[Invalid]:
-    """Sizes and patterns that do not match, except the errors that only ``check`` finds."""
+    """Sizes and patterns that do not match, without the errors that only ``check`` detects."""
     values, b = torch.ones(3, device=device), torch.ones(4, 2, device=device)
     crow, col = torch.tensor([0, 2, 3], device=device), torch.tensor([0, 3, 1], device=device)
     sample = Sample("good", (values, b), {"crow": crow, "col": col})

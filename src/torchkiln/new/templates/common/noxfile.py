@@ -1,8 +1,8 @@
 """Sessions: ``nox -s tests``, ``nox -s lint``, ``nox -s bench``.
 
-TORCHKILN is what pip installs as torchkiln, such as the file of a wheel; TORCHKILN_TORCH is a
-version of torch. ``nox --no-venv --no-install -s tests`` runs in the current environment, in which
-the package must be installed.
+The variable TORCHKILN is an argument for pip that installs torchkiln, such as the file of a wheel;
+TORCHKILN_TORCH is a version of torch. ``nox --no-venv --no-install -s tests`` runs in the current
+environment, in which the package must be installed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Times of the op beside eager torch, torch.compile and the limits of the device."""
+    """Times of the op, of eager torch, of torch.compile and of the device's limits."""
     install_package(session)
     module = f"--specs={PYPROJECT['project']['name']}.spec"
     session.run("python", "-m", "torchkiln", "bench", module, *session.posargs)

@@ -1,4 +1,4 @@
-"""The contracts of a convolution with batch norm, and of the one that computes moments."""
+"""The contracts of a convolution with batch norm, and of a convolution that computes moments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ONE_WEIGHT = "a graph belongs to the weight it was made for; tests/ops/test_conv
 
 
 class Layer:
-    """The arguments of a call: those of the convolution, and those of the batch norm."""
+    """The arguments of a call, split into arguments of the convolution and of the batch norm."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given: dict[str, Any] = dict.fromkeys(NAMES)
@@ -49,7 +49,7 @@ class Layer:
         x, weight = self.x.detach().abs(), self.weight.detach().abs()
         bias = None if self.bias is None else self.bias.detach().abs()
         given.sizes = self.convolved(x, weight, bias)
-        # A function of x, weight and bias whose gradients are the terms of theirs.
+        # A function of x, weight and bias whose gradients are the terms of their gradients.
         given.path = self.convolved(self.x, weight, self.bias)
         given.path = given.path + self.convolved(x, self.weight, None)
         return given
@@ -85,7 +85,7 @@ def gradient_magnitude(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Kernels of one and of several elements, each rank, groups, both modes, activations."""
+    """Calls for kernels of one and of several elements, each rank, groups, modes, activations."""
 
     def sample(
         name: str,
@@ -146,7 +146,7 @@ CONV_BN_ACT = replace(
     helpers=("bn_act_forward", "bn_act_backward"),
     opaque=None,
     threads_matter=True,
-    dtypes=(torch.float32, torch.float64),  # of half precision, the convolution is rounded, too
+    dtypes=(torch.float32, torch.float64),  # in half precision the convolution is rounded, too
     devices=("cpu",),  # cuDNN's gradients are not reproducible; tests/ops/test_convolution.py
     grown=more_images,
     excluded={
@@ -162,7 +162,7 @@ CONV_BN_ACT = replace(
 
 
 def pixels(x: Tensor, weight: Tensor) -> Tensor:
-    """The results alone; tests/ops/test_conv_moments.py compares the moments."""
+    """The results without the moments, which tests/ops/test_conv_moments.py compares."""
     y: Tensor = torch.ops.torchkiln.pixel_conv.default(x, weight)[0]
     return y
 
@@ -173,7 +173,7 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def pixel_inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Each rank, channels in whole vectors and not."""
+    """Calls for each rank, with numbers of channels that are whole vectors and that are not."""
     shapes = {"typical": (2, 8, 3, 5), "sequences": (2, 16, 40), "volumes": (1, 16, 3, 2, 5)}
     for name, shape in (shapes | {"no vectors": (2, 3, 4, 4), "rows": (5, 64, 8, 8)}).items():
         weight = (16 if shape[1] % 8 == 0 else 5, shape[1], *[1] * (len(shape) - 2))

@@ -1,4 +1,4 @@
-"""The contracts of batch norm that moves statistics, with known moments, and with a max pool."""
+"""The contracts of batch norm that updates statistics, with known moments, and with a max pool."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def by_moments(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Batch norm by the moments of x, which another op computes."""
+    """Batch norm from the moments of x, which another op computes."""
     moments = ops.sync_bn_moments.default(x.detach())[None]
     every = [*parts, *[None] * (5 - len(parts))]
     found: Tensor = ops.bn_act_from_moments.default(x, moments, *every, act, momentum, eps)
@@ -160,7 +160,7 @@ def pooled(function: Function, *args: Any) -> Tensor:
 
 
 def picked(function: Function, *args: Any) -> Tensor:
-    """The results of a function where the max pool takes its elements."""
+    """The elements of a function's result that the max pool selects."""
     x, weight, bias, _, _, act, _, eps, *windows = args
     options: dict[str, Any] = {"act": act, "eps": eps, "training": True}
     with torch.no_grad():
@@ -175,7 +175,7 @@ POOL = replace(
     op=ops.bn_act_pool.default,
     overload=ops.bn_act_pool.default,
     devices=("cuda",),
-    dtypes=(torch.float32,),  # of half precision another element may be the largest
+    dtypes=(torch.float32,),  # in half precision another element may be the largest
     inputs=pool_inputs,
     reference=partial(pooled, reference),
     composite=partial(pooled, composite),

@@ -21,7 +21,7 @@ from torchkiln.testing.specs.activation import FORMULAS, amplified
 from torchkiln.testing.specs.bias_act import ROUNDING
 
 # Shapes [batch, channels, ...]: one channel, one image, no image, vectors of channels and of pixels
-# and their tails, many rows and many channels.
+# with tails, many rows and many channels.
 SHAPES: Mapping[str, tuple[int, ...]] = (
     {
         "rows": (17, 13),
@@ -63,7 +63,7 @@ class Arguments:
         self.sizes: Tensor = self.x.abs()
         """The terms of x, if it is the result of another op."""
         self.path: Tensor = self.x
-        """A function of the arguments of that op whose gradients are the terms of theirs."""
+        """If so, a function of that op's arguments whose gradients are the terms of theirs."""
 
     def wide(self, vector: Tensor) -> Tensor:
         """A vector of the channels with the rank of x."""
@@ -95,7 +95,7 @@ class Arguments:
         return z if self.residual is None else z + self.residual
 
     def errors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """|n| of the normalized x n, the rounding errors of n in steps, and those of rstd."""
+        """|n| for the normalized x n, and the rounding errors of n and of rstd in steps."""
         with torch.no_grad():
             mean, var = self.moments
             rstd = (var + self.eps).rsqrt()
@@ -155,8 +155,8 @@ def composite(*args: Any, **kwargs: Any) -> Tensor:
     """Torch's batch norm, sum and activation."""
     given = Arguments(*args, **kwargs)
     mean, var = (None, None) if given.training else given.running
-    # On the GPU torch's kernels need both parameters for a gradient; cuDNN's read vectors of
-    # adjacent channels wherever x begins.
+    # On the GPU torch's kernels need both parameters for a gradient. cuDNN is off, because it reads
+    # vectors of adjacent channels even if x is not aligned.
     channels = given.x.shape[1]
     weight = given.x.new_ones(channels) if given.weight is None else given.weight
     bias = weight.new_zeros(channels) if given.bias is None else given.bias
@@ -200,7 +200,7 @@ def call(
 
 
 def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Every activation with and without a residual, every shape in both modes, missing tensors."""
+    """Activations with and without a residual, shapes in both modes, and missing tensors."""
 
     def sample(name: str, shape: tuple[int, ...], **rest: Any) -> Sample:
         return call(name, shape, device, dtype, **rest)
@@ -254,7 +254,7 @@ def bench_variants(
 
 
 def drawn(device: torch.device, dtype: torch.dtype, rng: Random, most: int) -> Sample:
-    """Rows of channels, or images in either layout; in training or in eval mode."""
+    """Random rows of channels, or images in either layout, in training or in eval mode."""
     batch, channels, *pixels = drawn_sizes(rng, most, rng.choice((2, 3, 4, 4)))
     owned = torch.promote_types(dtype, torch.float32)
     x = torch.randn(batch, channels, *pixels, device=device, dtype=dtype)
@@ -277,17 +277,17 @@ def large(device: torch.device) -> Sample:
 
 
 def traffic(sample: Sample) -> Traffic:
-    """Reads x, in training once more, and the residual; writes y."""
+    """Traffic that reads x (twice in training) and the residual, and writes y."""
     given = Arguments(*sample.args, **sample.kwargs)
     passes = 2 + given.training + (given.residual is not None)
     return Traffic(passes * given.x.nbytes, 8 * given.x.numel())
 
 
 def backward_traffic(sample: Sample) -> Traffic:
-    """Reads the gradient and x twice, writes the gradient of x.
+    """Traffic that reads the incoming gradient and x twice, and writes the gradient of x.
 
-    With a residual its gradient is written and read in place of the incoming one, and one bit for
-    each element is read.
+    With a residual, the gradient of the residual is written, and read in the second pass in place
+    of the incoming gradient. One bit per element is read, too.
     """
     given = Arguments(*sample.args, **sample.kwargs)
     x = given.x
@@ -297,7 +297,7 @@ def backward_traffic(sample: Sample) -> Traffic:
 
 
 def invalid(device: torch.device) -> Iterator[Invalid]:
-    """No channels, one value for a channel, missing statistics, numbers out of range."""
+    """Calls with no channels, one value per channel, missing statistics, numbers out of range."""
     x, row = torch.ones(4, 3, device=device), torch.ones(3, device=device)
     good = GoodCall(
         torch.ops.torchkiln.bn_act.default, Sample("good", (x, row, row, row, row, None))

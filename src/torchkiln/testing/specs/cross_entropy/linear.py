@@ -86,8 +86,8 @@ def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     for name, options in OPTIONS.items():
         yield call(name, x(4, 5), 6, has_bias=name != "none", **options)
     if dtype in (torch.float16, torch.bfloat16):
-        # The gradient of a float32 bias is a sum of terms of half precision, which no clause of the
-        # contract expects: tests/ops/test_linear_cross_entropy.py compares it.
+        # The gradient of a float32 bias is a sum of half precision terms, for which the contract
+        # has no bound: tests/ops/test_linear_cross_entropy.py compares it.
         rows, wide = x(7, 9), torch.float32
         given = {"has_bias": False, "class_weight": True}
         yield call("float32 class weights", rows, 33, parameters=wide, **given)
@@ -130,7 +130,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def composite(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, **kwargs: Any
 ) -> Tensor:
-    """The loss of all logits, which are cast first if the loss has a wider dtype."""
+    """The loss from all logits, which are first cast if the loss has a wider dtype."""
     dtype = kwargs.get("dtype") or x.dtype
     logits = product(x, weight, bias).to(torch.promote_types(x.dtype, dtype))
     rows, classes, options = flat(logits, target, kwargs)
@@ -143,7 +143,7 @@ def reference(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def roundings(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The largest sum of the absolute values of the terms of a row's logits."""
+    """For each row the largest sum of absolute terms of a logit, times the growth of errors."""
     terms = F.linear(x.abs(), weight.abs(), None if bias is None else bias.abs())
     return terms.reshape(-1, terms.shape[-1]).amax(-1) * steps(x.shape[-1])
 
@@ -172,7 +172,8 @@ def gradient_terms(
 ) -> Tensor:
     """A function whose gradients are sums of the absolute values of the gradient's terms.
 
-    The terms of the logits' gradient are either all, or those that are rounded to the dtype of x.
+    The terms of the logits' gradient are all terms, or with ``is_rounding`` only the terms that are
+    rounded to the dtype of x.
     """
     with torch.no_grad():
         logits = product(x, weight, bias)

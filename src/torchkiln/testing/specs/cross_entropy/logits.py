@@ -16,7 +16,7 @@ from torchkiln.testing.refusals import GoodCall, Refusals, name_of
 from torchkiln.testing.sample import Invalid, Sample, Traffic
 from torchkiln.testing.spec import OpSpec
 
-# Shapes of the logits, with the classes in dimension 1, or 0 of a single row.
+# Shapes of the logits, with the classes in dimension 1, or in dimension 0 for a single row.
 SHAPES: Mapping[str, tuple[int, ...]] = (
     {"one row": (7,), "one class": (5, 1), "prime": (7, 13)}
     | {"vector less one": (9, 127), "vector": (9, 128), "vector and one": (9, 129)}
@@ -92,7 +92,7 @@ def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     for out in dict.fromkeys((dtype, torch.float32, torch.float16, torch.bfloat16)):
         yield Sample(f"to {out}", (x, classes(x)), {"dtype": out})
         yield Sample(f"to {out}, none", (x, probabilities(x)), {"dtype": out, "reduction": "none"})
-    # More elements than samples for opcheck, which reports NaN as a difference.
+    # Too many elements for opcheck, which reports NaN as a difference.
     yield Sample("all ignored", (x, torch.full_like(classes(x), -100)), {"label_smoothing": 0.1})
 
 
@@ -154,10 +154,10 @@ def terms(logits: Tensor, target: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor
 
 
 def magnitude(logits: Tensor, target: Tensor, *, z_loss: float = 0.0, **kwargs: Any) -> Tensor:
-    """The terms of the differences of logarithms, and of the sum over the rows."""
+    """The terms of the result: logits, logarithms of sums, and the sum over the rows."""
     share, row = terms(logits, target, **kwargs)
     classes = logits.movedim(0 if logits.dim() == 1 else 1, -1).abs()
-    classes = classes.where(classes.isfinite(), 0)  # -inf beside finite logits adds nothing
+    classes = classes.where(classes.isfinite(), 0)  # -inf among finite logits adds nothing
     sizes = log_sum_exp(logits).abs() + classes.amax(-1) if classes.numel() else row
     rows = (share * (classes + 2 * sizes.unsqueeze(-1))).sum(-1) + 4 * z_loss * row * sizes**2
     return reduced(rows, logits, target, **kwargs)
@@ -166,7 +166,7 @@ def magnitude(logits: Tensor, target: Tensor, *, z_loss: float = 0.0, **kwargs: 
 def pull(logits: Tensor, target: Tensor, errors: Tensor | float = 0.0, **kwargs: Any) -> Tensor:
     """The terms of the gradient of each row's logits, with the classes last.
 
-    ``errors`` are those of the logits of each row, in the unit of the terms.
+    ``errors`` are the errors of the logits of each row, in the unit of the terms.
     """
     dim = 0 if logits.dim() == 1 else 1
     z_loss = kwargs.pop("z_loss", 0.0)
@@ -178,7 +178,7 @@ def pull(logits: Tensor, target: Tensor, errors: Tensor | float = 0.0, **kwargs:
 
 
 def sizes(logits: Tensor) -> Tensor:
-    """The terms of each difference of logarithms, with the classes last."""
+    """The terms of each ``logits - lse``, with the classes last."""
     dim = 0 if logits.dim() == 1 else 1
     return log_sum_exp(logits).abs().unsqueeze(-1) + logits.movedim(dim, -1).abs()
 

@@ -25,25 +25,25 @@ WIDE_ACCURACY = "the accuracy has the dtype that the loss is computed in"
 
 
 ROUNDINGS = 8
-"""Steps by which the logits of equal classes may differ."""
+"""Rounding steps by which logits of equal classes may differ."""
 
 
 def of_logits(*args: Any, accuracy: bool = False, **options: Any) -> Any:
-    """cross_entropy with its z-loss, and with the accuracy if that is asked for."""
+    """cross_entropy that also returns the z-loss and, if requested, the accuracy."""
     options |= {"return_z_loss": True, "return_accuracy": accuracy}
     return torchkiln.cross_entropy(*args, **options)
 
 
 def of_linear(*args: Any, accuracy: bool = False, **options: Any) -> Any:
-    """linear_cross_entropy with its z-loss, and with the accuracy if that is asked for."""
+    """linear_cross_entropy that also returns the z-loss and, if requested, the accuracy."""
     options |= {"return_z_loss": True, "return_accuracy": accuracy}
     return torchkiln.linear_cross_entropy(*args, **options)
 
 
 def metrics(rows: Tensor, target: Tensor, *, z_loss: float = 0.0, **kwargs: Any) -> list[Tensor]:
-    """The z-loss and the accuracy of rows of logits, in their dtype.
+    """The z-loss and the accuracy of rows of logits, in the dtype of the logits.
 
-    Products of equal rows, those of expanded arguments, may differ by rounding: they are equal.
+    Logits of equal rows of expanded arguments may differ by rounding, and count as equal here.
     """
     weights = logits.row_weights(rows, target, **kwargs)
     z = z_loss * logits.reduced(weights * logits.log_sum_exp(rows).square(), rows, target, **kwargs)
@@ -82,7 +82,7 @@ def logits_composite(x: Tensor, target: Tensor, **kwargs: Any) -> tuple[Tensor, 
 
 
 def with_terms(terms: Function, reference: Function, *args: Any, **kwargs: Any) -> Three:
-    """The terms of the loss; those of the metrics are the metrics, and squares of logarithms."""
+    """The terms of the loss, of the z-loss and of the accuracy."""
     kwargs = {name: value for name, value in kwargs.items() if name != "accuracy"}
     with torch.no_grad():
         _, z, accuracy = reference(*args, **kwargs)
@@ -111,7 +111,7 @@ def linear_composite(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
 
 
 def inputs(parent: OpSpec, device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """The calls with classes, which have an accuracy, and a z-loss in every second of them."""
+    """The calls with class indices, which have an accuracy; every second call has a z-loss."""
     at = parent.indices[0]
     known = (call for call in parent.inputs(device, dtype) if call.name != "all ignored")
     calls = [call for call in known if not call.args[at].is_floating_point()]

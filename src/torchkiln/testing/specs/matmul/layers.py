@@ -44,7 +44,7 @@ def matmul_inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def absolute_product(a: Tensor, b: Tensor) -> Tensor:
-    """The sums of |a| |b|, times the number of roundings."""
+    """The sums of |a| |b|, times the growth of rounding errors."""
     return torch.matmul(a.abs(), b.abs()) * steps(a.shape[-1])
 
 
@@ -76,7 +76,7 @@ def matmul_invalid(device: torch.device) -> Iterator[Invalid]:
 
 
 def wide(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Factors of a product with more than 2**31 elements, each a sum of few small integers."""
+    """Factors of a product with more than 2**31 elements; each is a sum of 8 integer products."""
     rows, columns = LARGE
     terms = 8
     left = torch.arange(rows * terms, device=device).remainder(13).sub(6)
@@ -134,7 +134,7 @@ def linear_inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def preactivation(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """The sum with torch's rounding: once if bias and product have the same dtype."""
+    """The argument of the activation, rounded as in torch: once if bias and x have one dtype."""
     if bias is None:
         return F.linear(x, weight) * scale
     if bias.dtype != x.dtype:
@@ -164,7 +164,7 @@ class Call(NamedTuple):
 
     @property
     def terms(self) -> Tensor:
-        """The sum of the absolute values of its terms, times the number of roundings."""
+        """The absolute values of the argument's terms, summed, times the growth of errors."""
         factor = abs(self.scale) * steps(self.x.shape[-1])
         terms = F.linear(self.x.abs(), self.weight.abs()) * factor
         return terms if self.bias is None else terms + self.bias.abs()
@@ -223,7 +223,7 @@ def linear_large(device: torch.device) -> Sample:
 
 
 def linear_backward_traffic(sample: Sample) -> Traffic:
-    """Reads the gradient, x, weight and an input of the derivative; writes gradients of all."""
+    """Traffic that reads gradient, x, weight and the derivative's input, and writes gradients."""
     x, weight = sample.args[:2]
     out = x.shape[:-1].numel() * weight.shape[0] * x.itemsize
     return Traffic(2 * (x.nbytes + weight.nbytes + out), products(x, weight.T)[1])

@@ -47,7 +47,7 @@ def call(
 def inputs(
     acts: tuple[str, ...], halves: int, device: torch.device, dtype: torch.dtype
 ) -> Iterator[Sample]:
-    """Every activation, then every shape, each with what is kept for backward in turn."""
+    """Every activation, then every shape; successive calls alternate the values of ``save``."""
     x = normal("x", (6, 10), device, dtype)
     turns = ("preact", "none")
     for i, act in enumerate(acts):
@@ -66,11 +66,12 @@ class Hidden(NamedTuple):
 
     value: Tensor
     moved: Tensor
-    """Its change per relative error of its argument and its value."""
+    """The change of the value per relative error of the argument and of the value."""
     terms: Tensor
-    """The sum of the absolute values of its terms, and the effect of those of its argument."""
+    """The sum of the absolute values of the value's terms, with the effect of errors in the
+    argument."""
     linear: Tensor
-    """A function whose gradients are the sums of the absolute values of those of the value."""
+    """A function whose gradients are the sums of the absolute terms of the value's gradients."""
 
 
 def argument(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -109,7 +110,7 @@ def gated(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Hidden:
 
 
 class Kind(NamedTuple):
-    """What differs between mlp and gated_mlp."""
+    """The differences between mlp and gated_mlp."""
 
     hidden: Callable[..., Hidden]
     value: Callable[[str, Tensor], Tensor]
@@ -176,7 +177,7 @@ def traffic(sample: Sample) -> Traffic:
 
 
 def backward_traffic(sample: Sample) -> Traffic:
-    """Reads the gradient, what was kept, x and the weights; writes gradients of all."""
+    """Traffic that reads gradient, kept tensors, x and weights, and writes gradients."""
     x, up, down = sample.args[:3]
     rows = x.shape[:-1].numel() * x.itemsize
     kept = rows * (down.shape[0] + up.shape[0])
@@ -242,7 +243,7 @@ def module_inputs(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...
 def spec(
     op: Callable[..., Tensor], kind: Kind, acts: tuple[str, ...], module: Callable[..., nn.Module]
 ) -> OpSpec:
-    """The contract of one of the two."""
+    """The contract of mlp or gated_mlp."""
     name = op.__name__
     up = "up" if name == "mlp" else "gate_up"
     return OpSpec(

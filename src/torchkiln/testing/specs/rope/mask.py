@@ -19,7 +19,7 @@ def cache_mask(positions: Tensor, length: int, dtype: torch.dtype) -> Tensor:
 
 
 def reference(positions: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """0 for keys up to the place of a token, -infinity behind it; one dimension for all heads."""
+    """0 for keys up to the place of a token, else -infinity; with batches a size of 1 for heads."""
     hidden = torch.arange(length, device=positions.device) > positions.unsqueeze(-1)
     mask = torch.zeros(hidden.shape, dtype=dtype, device=positions.device)
     mask = mask.masked_fill(hidden, -torch.inf)
@@ -32,7 +32,7 @@ def magnitude(positions: Tensor, length: int, dtype: torch.dtype) -> Tensor:
 
 
 def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Places before, in and behind caches of each length, and no tokens."""
+    """Places before, inside of and after the cache, and calls without tokens."""
     places = torch.tensor([[0, 3, 8, 2**40], [-1, 1, 2, -(2**40)]], device=device)
     yield Sample("typical", (places, 9, dtype))
     yield Sample("no batch", (places[0], 16, dtype))
@@ -43,7 +43,7 @@ def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def invalid(device: torch.device) -> Iterator[Invalid]:
-    """Positions that are no integers, or no vector, and other numbers and dtypes."""
+    """Positions that are no integers or of a wrong rank, and wrong lengths and dtypes."""
     at = torch.tensor([1, 2], device=device)
     good = GoodCall(torch.ops.torchkiln.cache_mask.default, Sample("good", (at, 4, torch.float32)))
     for error, words, changed in (

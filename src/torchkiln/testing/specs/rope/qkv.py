@@ -40,7 +40,7 @@ def qkv_call(
     has_weights: bool = True,
     **options: Any,
 ) -> Sample:
-    """A call with these numbers of heads, of heads of the keys, and of elements of a head."""
+    """A call; ``counts`` are the heads of queries, the heads of keys, the elements of a head."""
     heads, kv_heads, size = counts
     shape = (*leading, (heads + 2 * kv_heads) * size)
     tables = [normal(each, cos, device, factors or dtype) for each in ("cos", "sin")]
@@ -56,7 +56,7 @@ def qkv_call(
 
 
 def qkv_inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Widths of heads with every team of threads, parts, tables, with and without norm."""
+    """Calls for head sizes of every team of threads, parts of heads, tables, each kind of norm."""
 
     def sample(name: str, lead: tuple[int, ...], counts: tuple[int, int, int], **r: Any) -> Sample:
         return qkv_call(name, lead, counts, device, dtype, **r)
@@ -114,7 +114,7 @@ class Projection:
         weight = self.weights[index]
         if weight is None:
             return 1.0
-        return weight.reshape(-1, 1, self.q.shape[-1]) + self.offset  # of each head, or of all
+        return weight.reshape(-1, 1, self.q.shape[-1]) + self.offset  # one for all heads, or each
 
     def rstd(self, x: Tensor) -> Tensor | float:
         """The factor that normalizes heads."""
@@ -141,7 +141,7 @@ def qkv_reference(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
 
 
 def qkv_magnitude(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    """The terms of each element; the sum of squares adds a rounding error to each."""
+    """The terms of each element, times 3 for the rounding errors of the norm."""
     p = Projection(*args, **kwargs)
     return p.results(magnitude, 3 * p.normalized(p.q, 0), 3 * p.normalized(p.k, 1), p.v.abs())
 
@@ -169,7 +169,7 @@ def qkv_gradient_magnitude(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
 def qkv_bench(
     device: torch.device, dtype: torch.dtype, shape: tuple[int, int], norm: str = "head"
 ) -> Sample:
-    """A projection with a quarter as many heads for the keys, and float32 factors."""
+    """A projection with 4 query heads per key head, and float32 factors."""
     tokens, elements = shape
     heads = max(elements // HEAD_DIM, 1)
     few = max(heads // 4, 1)
@@ -185,7 +185,7 @@ def qkv_bench(
 def qkv_bench_variants(
     device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
 ) -> Iterator[tuple[str, Sample]]:
-    """One norm of all heads of the queries, and one of the keys."""
+    """A variant with one norm over all heads of the queries, and one over all heads of the keys."""
     yield "all heads", qkv_bench(device, dtype, shape, "all")
 
 
@@ -241,7 +241,7 @@ FILL = 7.0
 
 
 def new_cache(given: Given) -> Tensor:
-    """A cache with room for more tokens than there are, or for every row of the tables."""
+    """A cache with room for 2 more tokens, or with positions for every row of the tables."""
     qkv, cos = given["qkv"], given["cos"]
     if qkv.dim() < 2 or qkv.layout != torch.strided:  # the op refuses them
         return torch.empty(0)
@@ -253,7 +253,7 @@ def new_cache(given: Given) -> Tensor:
 
 
 def fill_cache(*, keys: Tensor, values: Tensor, **given: Any) -> tuple[Tensor, ...]:
-    """The op with its tensors of keys and values."""
+    """The op with the cache as two keyword arguments."""
     found: tuple[Tensor, ...] = torchkiln.qkv_norm_rope(**given, cache=(keys, values))
     return found
 
@@ -302,7 +302,7 @@ def with_cache(parent: OpSpec) -> OpSpec:
 
 
 PLACES = torch.tensor([[4, 0, 2, 10], [10, 3, 1, 9]])
-"""A place for each token, in an order of its own."""
+"""A different place for each token of a sequence, not ascending."""
 
 QKV_NORM_ROPE = OpSpec(
     op=torchkiln.qkv_norm_rope,

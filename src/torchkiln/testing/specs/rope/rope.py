@@ -32,7 +32,7 @@ def call(
     factors: torch.dtype | None = None,
     **options: Any,
 ) -> Sample:
-    """A call with a q of this shape, and a k with as many heads, or without k for no heads."""
+    """A call with a ``q`` of this shape, and a ``k`` with ``heads`` heads; no ``k`` for 0 heads."""
     at = options.get("heads_dim", -3)
     shape = [*q]
     shape[at] = q[at] if heads is None else heads
@@ -42,7 +42,7 @@ def call(
 
 
 def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Both layouts and pairings, widths of heads with every vector tail, tables, parts of heads."""
+    """Both layouts and pairings, head sizes with every vector tail, tables, parts of heads."""
 
     def sample(name: str, q: tuple[int, ...], **rest: Any) -> Sample:
         return call(name, q, device, dtype, **rest)
@@ -107,7 +107,7 @@ class Arguments:
         return torch.cat([pairs.to(x.dtype), x[..., self.rotated :]], -1)
 
     def results(self, *found: Tensor) -> tuple[Tensor, Tensor]:
-        """The results of the op: an empty one without k."""
+        """The results of the op: the second is empty without k."""
         return found[0], found[1] if len(found) > 1 else self.tensors[0][:0].reshape(0)
 
 
@@ -151,9 +151,9 @@ def gradient_magnitude(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
 
 
 def bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Sample:
-    """Parts of a packed projection with a quarter as many heads for the keys.
+    """Views of a packed projection with 4 query heads per key head.
 
-    The factors are float32, and constants, as in models.
+    The factors are float32 and need no gradient, as in models.
     """
     tokens, elements = shape
     heads = max(elements // HEAD_DIM, 1)

@@ -11,8 +11,8 @@ from torchkiln.testing import GoodCall, Invalid, OpSpec, Refusals, Sample, norma
 
 from PACKAGE import OPNAME
 
-# The first is the typical call. The others take other paths: no rows, no columns, rows of less
-# than a tile, of a tile, and of several.
+# The first is the typical call. The others reach other code paths: no rows, no columns, rows
+# shorter than a tile, of one tile, and of several tiles.
 SHAPES: dict[str, tuple[int, ...]] = {
     "typical": (6, 10),
     "one row": (37,),
@@ -55,7 +55,7 @@ def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def invalid(device: torch.device) -> Iterator[Invalid]:
-    """Calls that the op refuses, beside those derived from its schema."""
+    """Calls that the op refuses, in addition to calls derived from the schema."""
     x = torch.ones(2, 4, device=device)
     good = GoodCall(torch.ops.PACKAGE.OPNAME.default, Sample("good", (x,)))
     words = "x: got a 0-dimensional tensor, expected at least 1 dimension"

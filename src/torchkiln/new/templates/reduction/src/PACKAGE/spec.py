@@ -10,8 +10,8 @@ from torchkiln.testing import GoodCall, Invalid, OpSpec, Refusals, Sample, depth
 
 from PACKAGE import OPNAME
 
-# The first is the typical call. The others take other paths: no rows, no columns, rows for a warp
-# and for a block, in vectors and in single elements.
+# The first is the typical call. The others reach other code paths: no rows, no columns, rows for a
+# warp and for a block, in vectors and in single elements.
 SHAPES: dict[str, tuple[int, ...]] = {
     "typical": (6, 10),
     "one row": (37,),
@@ -43,7 +43,7 @@ def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def invalid(device: torch.device) -> Iterator[Invalid]:
-    """Calls that the op refuses, beside those derived from its schema."""
+    """Calls that the op refuses, in addition to calls derived from the schema."""
     x = torch.ones(2, 4, device=device)
     good = GoodCall(torch.ops.PACKAGE.OPNAME.default, Sample("good", (x,)))
     words = "x: got a 0-dimensional tensor, expected at least 1 dimension"
