@@ -12,7 +12,7 @@
 
 namespace torchkiln::device {
 
-/// Whether an address is a multiple of `bytes`, as a null pointer is.
+/// Whether an address is a multiple of `bytes`; true for null.
 TORCHKILN_HOST_DEVICE inline bool aligned(const void* pointer, size_t bytes = kVectorBytes) {
   return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
 }
