@@ -96,7 +96,7 @@ struct Parameters {
   float scale;
   int m;
   int n;
-  int half;  // columns of a half of B, if a tile has as many of each; else 0
+  int half;  // columns of a half of B, if a tile has equal parts of both halves; else 0
   int depth_steps;
   int tile_rows;
   int tile_columns;

@@ -44,9 +44,9 @@ Status allocate_part_values(const PartPlan& plan, int values, Allocate allocate,
   return error == cudaSuccess ? Status{} : Status{cudaGetErrorString(error)};
 }
 
-/// Row: the elements of a row that a thread of all its parts holds, in a PartTile.
+/// Row: the elements of a row that one thread holds, in a PartTile.
 ///   load()                requests the elements
-///   reduce(team, values)  kValues values, combined over the warp; Op combines those of warps
+///   reduce(team, values)  kValues values, combined over the warp; Op combines the warps' values
 ///   write(values)         results, from the values of the whole row
 template <class Row, int kBlocks>
 __global__ void __launch_bounds__(kPartThreads, kBlocks)

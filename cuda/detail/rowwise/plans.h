@@ -20,8 +20,8 @@ inline constexpr int kLargeClusterBlocks = 16;  // some GPUs support them; the k
 inline constexpr int kMaxTeamThreads = 512;     // per block of a cluster
 inline constexpr int kMaxWarps = kMaxClusterBlocks * kMaxTeamThreads / kWarpLanes;
 
-/// A team of up to 32 threads has a power of two of them, a larger one whole warps. A team shares
-/// its block with others, has the block, or has all blocks of a cluster.
+/// A team of up to 32 threads has a power of two threads, a larger team whole warps. A team shares
+/// a block with other teams, has a block, or has all blocks of a cluster.
 struct TeamShape {
   int threads;      // of the team, per block
   int log_threads;  // of a team of up to 32 threads; else 31, so that thread >> 31 is 0
@@ -110,11 +110,11 @@ inline std::optional<RowPlan> make_row_plan(int64_t vectors, int64_t min_threads
 
 /// The vectors of a row in an UnalignedRowTile. One whole vector is left to the tail: the
 /// parameters of a row vector lie across two aligned vectors of the parameter array, and the second
-/// must not reach beyond its end.
+/// must not reach beyond the array.
 TORCHKILN_HOST_DEVICE constexpr int64_t inner_vectors(int64_t columns, int lanes) {
   return columns < lanes ? 0 : columns / lanes - 1;
 }
-/// The fewest threads of its team: one per element of head and tail.
+/// The fewest threads of a team with an UnalignedRowTile: one per element of head and tail.
 constexpr int fewest_edge_threads(int lanes) { return 2 * lanes - 1; }
 
 /// make_row_plan() for the tile that with_tile() takes for this alignment.

@@ -121,7 +121,7 @@ struct RowVectors {
     return item;
   }
 
-  /// Loads the parameters of the columns of a vector. In vectors only if the rows are aligned:
+  /// Loads the parameters of the columns of a vector. Reads vectors only if the rows are aligned:
   /// otherwise they begin at any element of the parameter array.
   template <class C, class W>
   __device__ __forceinline__ void load_parameters(int column, const W* parameters,
