@@ -36,7 +36,7 @@ struct PlanePlan {
 struct PlanePass {
   int lanes;  // kChannelLanes, or 1 for single elements
   PlanePlan plan;
-  int64_t blocks;  // that are resident together, or fewer
+  int64_t blocks;  // at most as many as are resident together
 };
 
 inline PlanePlan make_plane_plan(const GroupLayout& layout, int lanes) {
@@ -80,7 +80,7 @@ inline ChannelPass make_sample_pass(Dtype dtype, const GroupLayout& layout,
   return {/*in_rows=*/true, lanes, plan};
 }
 
-/// Threads of a block that merges so many moments.
+/// Threads of a block that merges this many moments.
 inline int merge_threads(int64_t moments) {
   int threads = kWarpLanes;
   while (threads < kMergeThreads && threads * 4 < moments) threads *= 2;

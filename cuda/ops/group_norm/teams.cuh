@@ -88,8 +88,8 @@ __device__ __forceinline__ void set_factors(C low, C rstd, const C (&weight)[N],
   }
 }
 
-/// Calls body(k) for each item of a tile. An activation that is selected at run time is compiled
-/// once, not for every item, and the items are in local memory then.
+/// Calls body(k) for each item of a tile. With an activation that is selected at run time, the body
+/// is compiled once, not for every item; the items are then in local memory.
 template <class Act, int kItems, class Body>
 __device__ __forceinline__ void for_each_item(const Body& body) {
   if constexpr (Act::kIsFixed) {

@@ -21,7 +21,8 @@ __device__ __forceinline__ void round_normalized(const Norm& p, C (&n)[kLanes]) 
   }
 }
 
-/// Calls body(the row of the residual), which is T*, or half precision beside float32.
+/// Calls body(pointer to the row of the residual), of type T or, if T is float32, of half
+/// precision.
 template <class T, class Body>
 __device__ __forceinline__ void with_residual(const Norm& p, int64_t row, const Body& body) {
   const int64_t begin = row * p.residual_row_stride;

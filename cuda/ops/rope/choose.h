@@ -18,7 +18,7 @@ using namespace device;
 // loaded once for these heads and 2 * kRopeHeads vectors are in flight.
 inline constexpr int kRopeHeads = 4;
 inline constexpr int kMostRopeThreads = 512;
-/// Fewer tokens are spread over as many blocks.
+/// Fewer tokens than this have a block each.
 inline constexpr int64_t kFewRopeTokens = 2048;
 /// Fewest threads of a block that has several tokens.
 inline constexpr int64_t kLeastRopeThreads = 128;
@@ -26,7 +26,7 @@ inline constexpr int64_t kLeastRopeThreads = 128;
 /// The work of the kernel.
 struct RopeWork {
   Rope rope;
-  Divisor vectors;  // per head: those of pairs, then those that are copied
+  Divisor vectors;  // per head: vectors of pairs, then copied vectors
   Divisor groups;   // of heads
   Divisor tokens;   // per batch
   uint32_t items;   // per block

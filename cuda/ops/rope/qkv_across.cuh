@@ -1,8 +1,8 @@
 #pragma once
 
-// qkv_norm_rope with one norm over all heads of the queries, and one over those of the keys: a
+// qkv_norm_rope with one norm over all heads of the queries, and one over all heads of the keys: a
 // block processes a token. Its threads read the token twice, the second time from the L1 cache.
-// Blocks are small: while one waits for its sums, others of the SM read.
+// Blocks are small: while one waits for its sums, other blocks of the SM read.
 
 #include "ops/rope/qkv.cuh"
 #include "torchkiln/device/block_reduce.cuh"
@@ -43,7 +43,7 @@ struct RowPiece {
   }
 };
 
-/// Loads and widens a piece of a head; a second vector that does not exist is zeros.
+/// Loads and widens a piece of a head; a missing second vector becomes zeros.
 template <class T, class C, int kLanes>
 __device__ __forceinline__ void load_piece(const T* head, const Piece& piece, C (&a)[kLanes],
                                            C (&b)[kLanes]) {

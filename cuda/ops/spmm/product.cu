@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(kThreads) add_parts(Spmm p, Chunks chunks) {
   }
 }
 
-/// Division of work, as words for torchkiln.explain().
+/// The division of work as text, for torchkiln.explain().
 const char* describe(const Plan& plan) {
   const bool is_split = plan.units.chunks.count > 0;
   if (plan.units.group_log2 == 5)
