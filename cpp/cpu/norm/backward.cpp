@@ -97,8 +97,8 @@ int64_t chunk_count(const NormBackward& p) {
 }
 
 /// How rows and workspace are split. The workspace has the sums of weight's and bias's gradients of
-/// all chunks in double, followed by those of each chunk's current block in the compute type; only
-/// the latter if a chunk is one block.
+/// all chunks in double, followed by the sums of each chunk's current block in the compute type. If
+/// a chunk is one block, there are only sums of blocks.
 struct ChunkPlan {
   int64_t chunks;
   int64_t rows_per_chunk;

@@ -10,7 +10,7 @@
 namespace torchkiln::batch_norm_ops {
 namespace {
 
-/// All dimensions but that of the channels.
+/// All dimensions except the channels.
 std::vector<int64_t> other_dims(const Tensor& x) {
   std::vector<int64_t> dims{0};
   for (int64_t d = 2; d < x.dim(); ++d) dims.push_back(d);

@@ -100,7 +100,8 @@ void check_statistics(const char* name, const Tensor& statistics, const Tensor& 
 
 void check_backward(const char* name, const Gradient& given);
 
-/// Uninitialised gradients of x, weight, bias and the residual; empty tensors for those not wanted.
+/// Uninitialised gradients of x, weight, bias and the residual; empty tensors for gradients that
+/// are not wanted.
 Four empty_gradients(const Gradient& given, const std::array<bool, 4>& wanted);
 
 /// Checks moments of x, [processes, 2 * channels + 1].

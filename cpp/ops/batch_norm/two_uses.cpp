@@ -1,4 +1,4 @@
-// Aliases of a tensor for two uses, whose gradients the node that made the tensor adds.
+// Aliases of a tensor for two uses. The node that made the tensor adds the gradients of both uses.
 
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/graph_task.h>

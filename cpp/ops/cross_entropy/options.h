@@ -32,7 +32,7 @@ struct InSchema<LossReduction> {
   }
 };
 
-/// The options of cross_entropy, and those of its other forms.
+/// The options of cross_entropy and of its other forms.
 struct LossOptions : CrossEntropyOptions {
   LossReduction reduction = LossReduction::mean;
   bool accuracy = false;  // the state includes whether each target class has the largest logit

@@ -47,8 +47,8 @@ inline void check_overwritable(const at::Tensor& logits) {
 }
 
 /// The memory of logits, not owned, and its version. Autograd compares the versions of saved
-/// tensors itself, except of those that a hook packs (torch.autograd.graph.save_on_cpu), which may
-/// be the logits.
+/// tensors itself, except of tensors that a hook packs (torch.autograd.graph.save_on_cpu), which
+/// may be the logits.
 class Version {
  public:
   explicit Version(const at::Tensor& logits)

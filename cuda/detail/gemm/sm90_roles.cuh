@@ -105,7 +105,7 @@ __device__ __forceinline__ int start_products(StageRing<kStages>& ring,
                                            from_b + i * wgmma::kNextStep<kMajorB>, step + i > 0);
     }
     wgmma::commit();
-    // The products of this stage are in flight, those of the previous stage are done.
+    // The products of this stage are in flight, the products of the previous stage are done.
     wgmma::wait<1>();
     if (step > 0 && threadIdx.x % kWarpgroup == 0) ring.release(last_stage);
     last_stage = cursor.stage;

@@ -1,8 +1,8 @@
 #pragma once
 
 // Skeleton of column reductions over a [rows, columns] problem, such as bias and weight gradients.
-// One pass gives every element to a Body, which may write elementwise results, and sums what the
-// body adds per column.
+// One pass gives every element to a Body, which may write elementwise results and adds to one sum
+// per column.
 //
 //               tile 0          tile 1        ...      thread (tx, ty) of block (x, y) has kLanes
 //            +--------------+--------------+--         adjacent columns of tile x and the rows

@@ -9,8 +9,8 @@
 // The lag is long enough for the values to be there, and short enough for the second read to hit
 // L2, if a row fits there. GPUs start blocks in the order of their index, as CUB's scans assume,
 // too. An even block never waits, so an odd one waits for blocks that run or have finished,
-// whatever else occupies the device. Parts are merged in the order of their index: results do not
-// depend on the order of arrival.
+// whatever else occupies the device. Parts are merged in a fixed order: results do not depend on
+// the order of arrival.
 
 #include <cuda/atomic>
 

@@ -5,7 +5,7 @@
 //
 //   TeamShape, RowPlan   a team holds a row in its registers
 //   PartPlan             longer rows, in parts that different blocks read twice: parts.cuh
-//   GridPlan             the same, for gradients, whose blocks wait for each other: grid_team.cuh
+//   GridPlan             longer rows, for gradients: blocks wait for each other, grid_team.cuh
 
 #include <algorithm>
 #include <optional>
@@ -70,8 +70,8 @@ inline constexpr int kRowThreads = 512;
 inline constexpr int kFewItems = 4;
 inline constexpr int kManyItems = 8;
 
-/// Longest row: its column numbers, and those that a loop computes beyond the last one, fit in 32
-/// bits.
+/// Longest row: column numbers fit in 32 bits, also numbers that a loop computes beyond the last
+/// column.
 inline constexpr int64_t kMaxColumns = (int64_t{1} << 31) - (int64_t{1} << 20);
 inline constexpr const char* kTooLong = "a row has more than 2^31 - 2^20 elements";
 

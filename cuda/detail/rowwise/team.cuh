@@ -57,8 +57,8 @@ class Team {
 
   /// Index of the team in its block.
   __device__ __forceinline__ int index() const { return index_; }
-  /// Rank of the thread among those of its team: in its own block, and in all blocks; number of
-  /// threads of the team.
+  /// Rank of the thread in its team, counted in its own block and in all blocks; number of threads
+  /// of the team.
   __device__ __forceinline__ int rank_in_block() const { return rank_in_block_; }
   __device__ __forceinline__ int rank() const { return block_ * shape_.threads + rank_in_block_; }
   __device__ __forceinline__ int size() const { return shape_.size(); }

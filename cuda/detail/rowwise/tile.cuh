@@ -56,7 +56,7 @@ class RowTile {
     access_.load(row, column_, step_, items, outside, true);
   }
 
-  /// Prefetches into L2 what load() will read.
+  /// Prefetches the items that load() will read into L2.
   __device__ __forceinline__ void prefetch(const T* row) const {
 #pragma unroll
     for (int k = 0; k < kItems; ++k) {

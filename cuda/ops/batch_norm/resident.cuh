@@ -25,10 +25,10 @@ template <class Streams>
 inline constexpr int kResidentStages =
     (kResidentBytes - kThreadSumBytes<typename Streams::Access>) / Streams::kStageBytes;
 
-/// Reads the vectors of a thread twice, first to last and then last to first. The first ones stay
-/// in shared memory, the others go through a ring of stages: those that were read last are still in
-/// the L2 cache when the second pass begins with them. Streams: as in ChannelReader, for vectors of
-/// adjacent channels. kBytesAhead: bytes of a block in flight.
+/// Reads the vectors of a thread twice, first to last and then last to first. The first vectors
+/// stay in shared memory, later ones go through a ring of stages. The vectors that were read last
+/// are still in the L2 cache when the second pass begins with them. Streams: as in ChannelReader,
+/// for vectors of adjacent channels. kBytesAhead: bytes of a block in flight.
 template <class Streams, int kBytesAhead>
 class ResidentReader {
  public:

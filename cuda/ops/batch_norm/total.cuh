@@ -31,7 +31,7 @@ class ChannelParts {
   }
   /// The channel's number in the block.
   __device__ __forceinline__ int within_block() const { return within_block_; }
-  /// The thread's number among those of the channel.
+  /// The thread's index among the threads of the channel.
   __device__ __forceinline__ int thread() const { return first_; }
 
   /// The index of a partial sum of the channel.

@@ -1,5 +1,5 @@
-// grad_logits = scale * (mass * exp(logits - log_sum_exp) - q), from what forward has saved: every
-// element is read and written once.
+// grad_logits = scale * (mass * exp(logits - log_sum_exp) - q), from the state that forward saved:
+// every element is read and written once.
 //
 //   plan    kernel                         when
 //   flat    cross_entropy_flat_gradient    one class per row; adjacent rows that are short or not

@@ -42,7 +42,7 @@ inline constexpr int64_t kMostFlatBytes = 512;
 /// compute capability 7.5 has.
 constexpr int flat_elements(size_t element) { return element == 8 ? 16 : 32; }
 
-/// Threads of a block that writes gradients, and vectors that one of them loads together.
+/// Threads of a block that writes gradients, and vectors that a thread loads together.
 inline constexpr int kLossGradientThreads = 256;
 inline constexpr int kLossGradientItems = 4;
 /// A block does two rounds of loads, or all of a shorter row.

@@ -20,8 +20,8 @@ struct RowLoss {
   C weight = 0;  // of the target
 };
 
-/// Stores loss, log-sum-exp, mass and weight of a row. `values`: see kLossValues; `logit`: that of
-/// the target class, unless q is spread.
+/// Stores loss, log-sum-exp, mass and weight of a row. `values`: see kLossValues; `logit`: the
+/// logit of the target class, unless q is spread.
 template <bool kSpread, class T, class C>
 __device__ __forceinline__ RowLoss<C> finish_row(const CrossEntropy& p, int64_t row,
                                                  const T* logits, const RowTarget<C>& target,

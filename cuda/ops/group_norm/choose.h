@@ -9,7 +9,7 @@
 
 namespace torchkiln::cuda {
 
-/// Blocks per SM of the kernels that write y, and of those that read the gradient and x.
+/// Blocks per SM of the kernels that write y, and of the kernels that read grad and x.
 inline constexpr int kGroupOutputBlocks = 3;
 inline constexpr int kGroupBackwardBlocks = 2;
 /// Fewest rows of a thread: with fewer, partial sums cost more than they gain.

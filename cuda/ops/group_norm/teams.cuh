@@ -30,7 +30,7 @@ class GroupParameters {
   using C = Compute<T>;
   static constexpr int kLanes = Tile::kLanes;
 
-  /// `row`: the group among those of all samples.
+  /// `row`: the index of the group among the groups of all samples.
   template <class Problem>
   __device__ __forceinline__ GroupParameters(const Problem& p, const GroupRows& rows, int64_t row)
       : weight_(p.weight), bias_(p.bias), dtype_(p.parameter_dtype), inner_(rows.inner) {

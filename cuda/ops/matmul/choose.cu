@@ -30,7 +30,7 @@ bool fits_sm90(const Matmul& p) {
 }
 
 /// Whether tiles of 128 by 256 keep the SMs busy: at least two rounds, because nothing hides the
-/// epilogue of a single round, and a last round that is nearly full.
+/// epilogue of a single round, and at least 85 % of the computed elements inside the result.
 bool fills(const Matmul& p, int64_t multiprocessors) {
   constexpr int64_t kRows = 128;
   constexpr int64_t kColumns = 256;

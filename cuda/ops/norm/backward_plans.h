@@ -48,8 +48,8 @@ inline std::optional<FewRowsPlan> plan_few_rows(const NormBackward& p, Alignment
   const auto ceil = [](int64_t a, int64_t b) { return static_cast<int>(ceil_div(a, b)); };
   const int vectors = ceil(p.columns, vector_lanes(p.dtype));
   FewRowsPlan plan{};
-  // With at most one row per SM, a thread has one vector: it would read the weights of several
-  // vectors one after the other.
+  // With at most one row per SM, a thread has as few vectors as possible, because it reads the
+  // weights of its vectors one after the other.
   const bool many = p.rows > device.multiprocessors;
   plan.team = make_team(many ? ceil(vectors, kItems) : vectors, kFewThreads, kFewThreads, 1);
   plan.row_blocks = p.grad_x == nullptr ? 0 : ceil(p.rows, plan.team.per_block);

@@ -14,8 +14,8 @@
 namespace torchkiln::cuda {
 namespace {
 
-/// Adds the sums of those teams of a block that are `included`, in a fixed order, and writes them
-/// to one row.
+/// Adds the sums of the block's teams that are `included`, in a fixed order, and writes them to one
+/// row.
 template <class C, int kLanes, int kItems>
 __device__ __forceinline__ void write_sums(const QkvPlan& plan, bool included,
                                            const C (&team_a)[kItems][kLanes],

@@ -24,7 +24,7 @@ inline void check_written(const char* op, const char* name, const at::Tensor& ou
               out.sym_strides(), ", expected a contiguous tensor");
 }
 
-/// Refuses an output whose memory is a part of an input's; it may be the input itself.
+/// Rejects an output that overlaps an input partially; it may be the input itself.
 inline void check_overlap(const at::Tensor& out, const at::Tensor& input) {
   at::assert_no_partial_overlap(out, input);
 }

@@ -53,7 +53,7 @@ inline constexpr int kUnroll = kVectorLanes<Out> > 4 ? 1 : 2;
 template <class Out>
 inline constexpr bool kHasFullBlocks = sizeof(Out) < 8;
 
-/// Stores N adjacent elements, except those at or beyond numel.
+/// Stores N adjacent elements, except elements at or beyond numel.
 template <bool Full, class Out, class C, int N>
 __device__ __forceinline__ void store_vector(Out* out, const C (&result)[N], int64_t at,
                                              int64_t numel) {

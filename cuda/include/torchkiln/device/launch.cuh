@@ -67,7 +67,7 @@ inline std::optional<Device> query_device(int device) {
   return found;
 }
 
-/// The properties of the current device, queried once; those of Device{} if that fails.
+/// The properties of the current device, queried once; Device{} if the query fails.
 inline const Device& current_device() {
   constexpr int kDevices = 64;
   static const Device kUnknown;

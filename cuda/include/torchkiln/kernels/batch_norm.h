@@ -31,7 +31,7 @@ struct ChannelLayout {
   int64_t count() const { return outer * inner; }
 };
 
-/// A running statistic: [channels] of parameter_dtype or float32; null if there is none.
+/// A running statistic: [channels] of running_dtype; null if there is none.
 struct RunningStatistic {
   void* data;
   int64_t stride;
@@ -60,7 +60,7 @@ struct BatchNorm {
   double* moments;
   Dtype dtype;            // of x, residual and y
   Dtype parameter_dtype;  // of weight and bias: dtype, or float32 for half precision
-  Dtype running_dtype;    // the same
+  Dtype running_dtype;    // of running_mean and running_var: dtype, or float32 for half precision
   Activation activation;
   bool training;
   double momentum;

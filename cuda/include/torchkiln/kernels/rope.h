@@ -22,7 +22,7 @@ struct TokenRows {
   const void* positions;  // null: row i for token i of a batch
   bool are_64_bit;        // int64, else int32
   int64_t stride[2];      // from batch to batch, from token to token
-  int64_t rows;           // a token whose row is not in [0, rows) has none
+  int64_t rows;           // a token with a position outside of [0, rows) has no row
 };
 
 /// The rotation of a head: with c = cos[i] and s = sin[i], or -sin[i] if `inverse`,
@@ -45,7 +45,7 @@ struct RopeAngles {
 /// adjacent.
 struct RopeHeads {
   const void* x;  // [batch, tokens, heads, head_dim] at any strides
-  void* y;        // the same
+  void* y;        // as x
   int64_t heads;  // 0: there is no such tensor
   int64_t x_stride[3];
   int64_t y_stride[3];
