@@ -24,11 +24,11 @@ struct LogitLayer {
   double temperature;  // divides the logits, after the softcap
 };
 
-/// Rows per chunk: as many as fit in 1 GiB of logits, but 2048 to 8192: each chunk adds to the
-/// whole gradient of the weight, which smaller chunks repeat more often. All chunks have about the
-/// same size. A softcap needs two more copies of the logits, in the compute dtype. `may_be_whole`:
-/// up to 8192 rows are one chunk if their logits and the gradient of the weight take no more memory
-/// than chunks and their float32 sum.
+/// Rows per chunk: as many as fit in 1 GiB of logits, at least 2048 and at most 8192. Each chunk
+/// adds to the whole gradient of the weight, which smaller chunks repeat more often. All chunks
+/// have about the same size. A softcap needs two more copies of the logits, in the compute dtype.
+/// `may_be_whole`: up to 8192 rows are one chunk if their logits and the gradient of the weight
+/// take no more memory than chunks and their float32 sum.
 inline int64_t rows_per_chunk(const LogitLayer& layer, bool may_be_whole) {
   constexpr int64_t kBytes = int64_t{1} << 30, kLeast = 2048, kMost = 8192;
   const at::ScalarType dtype = layer.x.scalar_type();

@@ -33,8 +33,8 @@
 //           // if these arguments have two floating dtypes, all tensors are cast to the wider one
 //       static constexpr std::array<size_t, 2> kReadsMixed{0, 1};
 //           // except these, if the dtypes are float32 and half precision: the kernels read both
-//       static std::optional<Tensor> rewritten(...); // the result, if other ops compute it static
-//       constexpr const char* kName = "scale"; // in errors, for an op such as
+//       static std::optional<Tensor> rewritten(...);        // the result, if other ops compute it
+//       static constexpr const char* kName = "scale";       // in errors, for an op such as
 //                                                           // scale_out
 //
 // A parameter may be an option struct, which stands for several arguments of the schema: see

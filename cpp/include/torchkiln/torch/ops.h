@@ -197,9 +197,9 @@ struct BatchNormOptions {
   TORCHKILN_FIELDS(self.residual, self.act, self.training, self.momentum, self.eps);
 };
 
-/// activation(batch_norm(x) + residual) for x [batch, channels, ...]. The other tensors are
-/// [channels], of x's dtype, or float32 if x has half precision. The result has adjacent channels
-/// if x has them, else it is contiguous.
+/// activation(batch_norm(x) + residual) for x [batch, channels, ...]. Weight, bias and running
+/// statistics are [channels], of x's dtype, or float32 if x has half precision. The result has
+/// adjacent channels if x has them, else it is contiguous.
 TORCHKILN_EXPORT at::Tensor bn_act(const at::Tensor& x, const std::optional<at::Tensor>& weight,
                                    const std::optional<at::Tensor>& bias,
                                    const std::optional<at::Tensor>& running_mean,
