@@ -170,7 +170,7 @@ struct Muladd {
     return plus(times(a, b, compute), c, compute).to(dtype);
   }
 
-  /// The product and the sum with torch's ops, to which a number is passed as a number.
+  /// The product and the sum with torch's ops, which receive a wrapped number as a number.
   static Tensor times(const Tensor& a, const Tensor& b, at::ScalarType compute) {
     const auto x = number_of(a), y = number_of(b);
     if (x && y) return at::native::wrapped_scalar_tensor(*x * *y);

@@ -19,7 +19,7 @@ namespace {
 
 using at::Tensor;
 
-/// Numbers become tensors here, once, so that every dispatch key sees the same operands.
+/// Numbers become tensors here, once, so that every dispatch key gets the same operands.
 Tensor add(const torchkiln::TensorOrNumber& a, const torchkiln::TensorOrNumber& b) {
   return torchkiln::add(*a.tensor, *b.tensor);
 }

@@ -95,8 +95,8 @@ inline c10::SymDimVector check_broadcast(const char* op, Operands operands) {
   return shape;
 }
 
-/// Checks the shapes of operands and returns the uninitialised output. It has the strides of the
-/// first dense operand of its shape, as in torch's elementwise ops.
+/// Checks the shapes of operands and returns the uninitialised output. The output has the strides
+/// of the first dense operand of the same shape, as in torch's elementwise ops.
 inline at::Tensor broadcast_output(const char* op, Operands operands, at::ScalarType dtype) {
   const c10::SymDimVector shape = check_broadcast(op, operands);
   const at::Tensor* placed = &operands.begin()->tensor;

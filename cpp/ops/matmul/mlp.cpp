@@ -51,7 +51,7 @@ struct Passed {
 struct Wanted {
   bool bias;
   bool output;
-  bool overwrites;  // the results may take the memory of the arguments
+  bool overwrites;  // the results may overwrite the arguments
 };
 
 // Gradients of a linear layer from the gradient of its output, as rows.

@@ -18,7 +18,7 @@ namespace torchkiln::rope_ops {
 using at::Tensor;
 using c10::SymInt;
 
-/// The rotation that a call asks for.
+/// The rotation of a call.
 struct Angles {
   Borrowed<Tensor> cos;
   Borrowed<Tensor> sin;

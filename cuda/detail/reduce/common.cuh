@@ -11,7 +11,7 @@
 namespace torchkiln::reduce {
 using namespace device;
 
-/// Offsets of the elements of a grid [outer, inner], of which there are fewer than 2^31 unless
+/// Offsets of the elements of a grid [outer, inner]. The grid has fewer than 2^31 elements unless
 /// outer or inner is 1.
 class Offsets {
  public:

@@ -161,7 +161,7 @@ inline constexpr int kMaxTeamBlocks = 288;
 inline constexpr int kMinSlab = 64;
 // With fewer rows, the rows of a step are adjacent.
 inline constexpr int64_t kMinStridedRows = 128;
-// Fewest threads along a row.
+// Logarithm of the fewest threads along a row.
 inline constexpr int kLogMinRowThreads = 2;
 
 /// How rows are distributed over a grid.

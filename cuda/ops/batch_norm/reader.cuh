@@ -48,7 +48,7 @@ struct ChannelStreams {
   }
 
   /// Starts the copies of the elements at `at` to a stage. Signs are copied as the 4-byte word that
-  /// holds them, of which bytes beyond the last one are 0.
+  /// holds them; its bytes beyond the last signs are 0.
   __device__ __forceinline__ void start(int stage, int64_t at) const {
     char* const to = stage_of(stage);
 #pragma unroll

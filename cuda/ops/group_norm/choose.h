@@ -14,7 +14,7 @@ inline constexpr int kGroupOutputBlocks = 3;
 inline constexpr int kGroupBackwardBlocks = 2;
 /// Fewest rows of a thread: with fewer, partial sums cost more than they gain.
 inline constexpr int64_t kFewestSampleRows = 8;
-inline constexpr int kMergeThreads = 256;  // of a block that merges the moments of a group, at most
+inline constexpr int kMergeThreads = 256;  // most threads of a block that merges a group's moments
 
 /// How the segments of planes are shared among threads. Depends only on the shape.
 struct PlanePlan {

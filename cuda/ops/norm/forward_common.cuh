@@ -11,7 +11,7 @@ using namespace device;
 using namespace rowwise;
 namespace {
 
-/// Rounds normalized elements to T before the weight is applied, if the call asks for it.
+/// Rounds normalized elements to T before the weight is applied, if p.rounds_normalized.
 template <class T, class C, int kLanes>
 __device__ __forceinline__ void round_normalized(const Norm& p, C (&n)[kLanes]) {
   if constexpr (sizeof(T) < sizeof(C)) {

@@ -1,7 +1,7 @@
 #pragma once
 
 // The slabs of a team's rows in shared memory. The copying warp fills the stages of a ring, and
-// hands the sums of each slab to the other blocks.
+// publishes the sums of each slab for the other blocks.
 
 #include <cuda/ptx>
 
@@ -143,8 +143,8 @@ class SlabRing {
   __device__ __forceinline__ const T* begin_of(int tensor, int row) const {
     return static_cast<const T*>(rows_.data[tensor]) + int64_t{row} * rows_.row_stride[tensor];
   }
-  /// The column of the slab's first element. The first slab of a row in vectors begins at the
-  /// 16-byte boundary before the row.
+  /// The column of the slab's first element. The first slab of a row in vectors begins at the last
+  /// 16-byte boundary at or before the row.
   __device__ __forceinline__ int first_column(int row) const {
     return kLanes > 1 ? begin_ - elements_past_boundary(begin_of(0, row)) : begin_;
   }

@@ -23,8 +23,8 @@ struct RowPiece {
   __device__ __forceinline__ RowPiece(const QkvAcrossPlan& across, uint32_t index, int lanes)
       : RowPiece(across, index, across.pieces.quotient(index), lanes) {}
 
-  /// The element of a packed row, or of the weights of queries and keys in a row, at which the
-  /// head begins.
+  /// The index of the head's first element in a packed row, or in the weights of queries and keys
+  /// put in a row.
   __device__ __forceinline__ int64_t begin(const QkvNormRope& p) const {
     return packed * p.head_dim;
   }

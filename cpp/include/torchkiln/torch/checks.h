@@ -1,7 +1,7 @@
 #pragma once
 
 // Argument checks. Every message reads "<package>.<op>: <argument>: got ..., expected ...", and
-// says what to do where that is not obvious. The package is TORCHKILN_PACKAGE. Checks work on
+// adds the remedy where it is not obvious. The package is TORCHKILN_PACKAGE. Checks work on
 // symbolic sizes, so that Meta kernels reject the same calls as CPU and CUDA kernels.
 //
 //     check_tensors("my_op", {{"x", x}, {"weight", weight}});  // strided, all on the device of x

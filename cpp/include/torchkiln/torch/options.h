@@ -28,7 +28,7 @@
 #include <type_traits>
 #include <utility>
 
-/// References to the fields of an option struct, of which `self` is an object: a tuple.
+/// A tuple of references to the fields of `self`, an option struct.
 #define TORCHKILN_FIELDS(...)      \
   template <class Self>            \
   static auto fields(Self& self) { \

@@ -67,7 +67,7 @@ std::optional<Promotion> promotion_of(const Args&... args) {
   return std::nullopt;
 }
 
-/// Argument `index` of an op, cast if the promotion asks for it.
+/// Argument `index` of an op, cast if `promotion` casts it.
 template <class Op, class T>
 T promoted(size_t index, const T& value, const Promotion& promotion) {
   const auto cast = [&](const at::Tensor& tensor) {
