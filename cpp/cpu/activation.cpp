@@ -11,7 +11,7 @@ namespace {
 using Tabulated = TypeList<Gelu, GeluTanh, QuickGelu, Silu, Sigmoid, Tanh>;
 /// Activations whose gradient is grad times a function of the input.
 using TabulatedSlopes = TypeList<Gelu, GeluTanh, QuickGelu, Silu>;
-/// AVX-512 computes that function as fast as a table returns it.
+/// With AVX-512 these functions are computed as fast as they are looked up.
 #ifdef __AVX512F__
 constexpr bool kLooksUpSlopes = false;
 #else

@@ -95,7 +95,7 @@ bool read_target(const ClassTarget& target, int64_t row, int64_t classes, int64_
   return true;
 }
 
-/// 1 if no logit exceeds logits[index], else 0, as it is if there is a NaN.
+/// 1 if no logit exceeds logits[index]; 0 otherwise, and if there is a NaN.
 template <class T>
 Compute<T> is_largest(const T* logits, int64_t classes, int64_t index) {
   using C = Compute<T>;
@@ -179,7 +179,7 @@ void row_loss(const CrossEntropy& p, const Distribution<T>& distribution, int64_
   }
   const double w = index == kNoClass ? 1.0 : distribution.weight(index);
   double loss = distribution.is_spread() ? mass * logarithm - below : 0.0;
-  // An infinite probability, whose product with a distance of 0 is NaN.
+  // Replaces the NaN of an infinite probability times a distance of 0.
   if (std::isinf(mass) && logarithm > 0) loss = mass;
   if (index != kNoClass) {
     const double own = distribution.target_share(w);

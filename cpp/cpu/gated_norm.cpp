@@ -21,7 +21,7 @@ void for_each_run(int64_t columns, const Body& body) {
     body(begin, std::min(kRun, columns - begin));
 }
 
-/// weight + weight_offset for a run of the elements of a token; ones without a weight.
+/// weight + weight_offset for a run of the elements of a token, or ones if there is no weight.
 template <class Problem, class C>
 void read_weights(const Problem& p, int64_t begin, int64_t count, C* weights) {
   if (p.weight == nullptr) {
@@ -77,7 +77,7 @@ void write_group(const GatedNorm& p, int64_t token, int64_t group, Compute<T>* p
 template <class C>
 struct GroupBuffers {
   std::vector<C> n;         // the normalized elements
-  std::vector<C> gradient;  // with respect to them
+  std::vector<C> gradient;  // with respect to n
   std::vector<C> value;     // silu(gate)
   std::vector<C> factor;    // of the gradient of the gate
 
@@ -85,8 +85,8 @@ struct GroupBuffers {
       : n(static_cast<size_t>(columns)), gradient(n), value(n), factor(n) {}
 };
 
-/// Writes a group of grad_x and grad_gate, and adds to `sums`, those of the group's weights, if
-/// they are wanted.
+/// Writes a group of grad_x and grad_gate, and adds to `sums`, for grad_weight of the group, if it
+/// is wanted.
 template <class T>
 void write_gradients(const GatedNormBackward& p, int64_t token, int64_t group,
                      GroupBuffers<Compute<T>>& buffers, double* sums) {
@@ -151,7 +151,7 @@ struct Chunks {
     constexpr int64_t kElements = 1 << 15;  // enough to outweigh the hand-over to another thread
     constexpr int64_t kMost = 64;
     // With few tokens per chunk, partial sums would cost as much as the tokens; but for few long
-    // ones, using several threads matters more.
+    // tokens, using several threads matters more.
     const int64_t most = std::max(p.tokens / 32, std::min<int64_t>(p.tokens, 8));
     count = std::clamp<int64_t>(p.tokens * p.groups * p.columns / kElements, 1,
                                 std::clamp<int64_t>(most, 1, kMost));

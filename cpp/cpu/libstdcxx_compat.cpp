@@ -1,5 +1,5 @@
 // std::vector of GCC 11 and later calls this function of libstdc++ 3.4.29. Defined here, hidden, so
-// that the library also runs beside the libstdc++ 3.4.24 of manylinux_2_28. The definition is weak,
+// that the library also runs with the libstdc++ 3.4.24 of manylinux_2_28. The definition is weak,
 // because a link with libstdc++.a may bring its own.
 
 #include <new>

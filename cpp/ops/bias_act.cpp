@@ -49,7 +49,7 @@ Two Backward::kernel(const Tensor& grad, const Tensor& saved, const MaybeTensor&
   const Tensor grad_rows = grad.reshape({rows, columns});  // a view where rows are evenly spaced
   BiasActBackward arguments{};
   Tensor saved_rows = saved;
-  Tensor shift;  // the bias; if undefined, the kernel must be one that sums the bias gradient
+  Tensor shift;  // the bias; undefined only for a kernel that sums the bias gradient
   if (kept_by_bias_act(act) == Saved::input) {
     if (bias) shift = *bias;
     if (!bias && !wanted[1]) shift = at::zeros({columns}, grad.options().dtype(bias_dtype));
@@ -162,8 +162,8 @@ variable_list gradients_without_input(const Incoming& in, const Tensor& signs, d
     stand_in_for(in, 0, positive);
     const Tensor shift = at::zeros_symint({grad.sym_size(-1)}, positive.options());
     stand_in_for(in, 1, shift);
-    // relu() changes no value. The second derivative, which is 0, depends on x and the bias by it,
-    // as that of torch's relu does, so that it has derivatives, too.
+    // relu() changes no value. It makes the second derivative, which is 0, depend on x and the
+    // bias, as in torch's relu, so that further derivatives exist.
     passed = at::threshold_backward(passed, at::relu(positive + shift), 0);
   }
   Tensor grad_x, grad_bias;

@@ -5,8 +5,8 @@
 
 namespace torchkiln::bias_act_ops {
 
-/// The wanted gradients of x and bias. `saved` is chosen by kept_by_bias_act(). If it is the input
-/// of the activation, without the bias, `bias` is added; else `bias` is left out.
+/// The wanted gradients of x and bias. `saved` is chosen by kept_by_bias_act(). If `saved` is x,
+/// the kernel adds `bias` to it; else `bias` is not used.
 struct Backward {
   using Wanted = std::array<bool, 2>;
 

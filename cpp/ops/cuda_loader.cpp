@@ -19,8 +19,8 @@ std::string own_folder() {
   return path.substr(0, path.rfind('/') + 1);
 }
 
-/// Loads the library from this library's folder by its path: a name would also find one that is
-/// loaded already, which calls set_torch_cuda() of its own copy.
+/// Loads the library from this library's folder by its path: a name would also find a library that
+/// is already loaded, which has called set_torch_cuda() of another copy.
 const TorchCuda& load() {
   const std::string path = own_folder() + "libtorchkiln_cuda.so";
   TORCH_CHECK(dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL) != nullptr,

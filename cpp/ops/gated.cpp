@@ -13,7 +13,7 @@ namespace {
 using at::Tensor;
 using Two = std::tuple<Tensor, Tensor>;
 
-/// The kernel reads gate and up in one order. Shapes that broadcast are refused with a remedy.
+/// Checks that gate and up have one shape. Errors name a remedy for shapes that broadcast.
 void check_shapes(const char* op, const Tensor& gate, const Tensor& up) {
   TORCH_CHECK(up.sym_sizes().equals(gate.sym_sizes()), "torchkiln.", op, ": up: got shape ",
               up.sym_sizes(), ", expected ", gate.sym_sizes(),

@@ -9,7 +9,7 @@ struct Gate {
   Activation act;
 };
 
-/// Schemas have a gate as a string.
+/// A gate is a string in schemas.
 template <>
 struct InSchema<Gate> {
   using Type = c10::string_view;
@@ -32,8 +32,8 @@ struct InSchema<Gate> {
 
 namespace gated_ops {
 
-/// The gradients of gate and up, in the dtype of `grad`. For a packed tensor, the first is its
-/// gradient, the second empty.
+/// The gradients of gate and up, in the dtype of `grad`. For a packed tensor, the first result is
+/// its gradient and the second is empty.
 struct GatedBackward {
   static constexpr const char* kSchema =
       "torchkiln::gated_backward(Tensor grad, Tensor gate, Tensor? up, str act) -> "
@@ -59,7 +59,7 @@ struct GatedBackwardWithOutput {
                                                    Activation act);
 };
 
-/// GatedBackwardWithOutput in place: the gradient takes the memory of `packed`, the output that of
+/// GatedBackwardWithOutput in place: the gradient overwrites `packed`, the output overwrites
 /// `grad`. Both are contiguous.
 void overwrite_with_gradient(const at::Tensor& grad, const at::Tensor& packed, Activation act);
 

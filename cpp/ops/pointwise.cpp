@@ -104,8 +104,9 @@ struct Muladd {
     return broadcast_output(kName, operands, checked_dtype(operands));
   }
 
-  /// Checks devices and dtypes. Returns the dtype of the product a * b beside c. The product has a
-  /// dimension if a or b has one, so it need not be the dtype to which all three promote together.
+  /// Checks devices and dtypes. Returns the dtype to which the product a * b and c promote. The
+  /// product has a dimension if a or b has one, so this may differ from the dtype to which all
+  /// three promote together.
   static at::ScalarType checked_dtype(Operands operands) {
     check_devices(kName, operands);
     const Operand *const a = operands.begin(), *const b = a + 1, *const c = a + 2;
@@ -169,7 +170,7 @@ struct Muladd {
     return plus(times(a, b, compute), c, compute).to(dtype);
   }
 
-  /// The product and the sum with torch's ops, to which a number is passed as a number.
+  /// The product and the sum with torch's ops, which receive a wrapped number as a number.
   static Tensor times(const Tensor& a, const Tensor& b, at::ScalarType compute) {
     const auto x = number_of(a), y = number_of(b);
     if (x && y) return at::native::wrapped_scalar_tensor(*x * *y);

@@ -19,7 +19,7 @@ namespace {
 
 using at::Tensor;
 
-/// Numbers become tensors here, once, so that every dispatch key sees the same operands.
+/// Numbers become tensors here, once, so that every dispatch key gets the same operands.
 Tensor add(const torchkiln::TensorOrNumber& a, const torchkiln::TensorOrNumber& b) {
   return torchkiln::add(*a.tensor, *b.tensor);
 }
@@ -74,7 +74,7 @@ void bind_activations(const torchkiln::Binder& ops) {
   ops.bind<&activation_in_place<torchkiln::Tanh>>("tanh_");
 }
 
-/// Running statistics are moved by an op of its own.
+/// A separate op moves the running statistics.
 const char* name_of_bn_act(PyObject* const* given) {
   constexpr size_t kRunningMean = 3, kTraining = 7;
   const bool moves = given[kTraining] == Py_True && given[kRunningMean] != Py_None;

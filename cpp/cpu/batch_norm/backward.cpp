@@ -122,7 +122,7 @@ void input_gradients(const BatchNormBackward& p, int64_t begin, int64_t end) {
       narrow_run(to, result, count);
       return;
     }
-    if (channel != known || count > known_count) {  // else those of the run before
+    if (channel != known || count > known_count) {  // else kept from the previous run
       known = channel;
       known_count = one_channel ? kChannelRun : count;
       for (int64_t i = 0; i < known_count; ++i) {

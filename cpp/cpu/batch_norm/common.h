@@ -64,8 +64,8 @@ void for_each_channel_run(const ChannelLayout& layout, int64_t begin, int64_t en
   }
 }
 
-/// Calls body(at, count, channel, is_first) for all runs of a task, those of one channel, or of one
-/// strip of channels, after each other; end(count, channel) after the last of them.
+/// Calls body(at, count, channel, is_first) for all runs of a task. The runs of one channel, or of
+/// one strip of channels, are consecutive; end(count, channel) follows the last of them.
 template <class Body, class End>
 void for_each_task_run(const ChannelLayout& layout, const ChannelPlan& plan, int64_t task,
                        const Body& body, const End& end) {
@@ -106,7 +106,7 @@ void add_run(double* first, double* second, bool one_channel, int64_t count, con
     }
     return;
   }
-  // In registers; those of a run start at 0, which keeps the rounding error of many terms small.
+  // In registers. They start at 0 for each run, which keeps the rounding error of many terms small.
   double a[kSums] = {}, b[kSums] = {};
   int64_t i = 0;
   for (; i + kSums <= count; i += kSums) {
@@ -177,7 +177,7 @@ class ChannelFactors {
   int64_t count_ = 0;
 };
 
-/// Sets z[i] to the argument of the activation, for both directions with the same rounding.
+/// Sets z[i] to the argument of the activation. Forward and backward round it alike.
 template <class T, class C = Compute<T>>
 void read_argument(C* z, const ChannelFactors<T>& factors, const void* x, const void* residual,
                    int64_t at, int64_t count, Dtype dtype) {

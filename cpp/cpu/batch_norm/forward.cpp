@@ -8,7 +8,7 @@ namespace torchkiln::cpu {
 namespace TORCHKILN_ISA {
 namespace {
 
-/// Mean and sum of squared distances to it.
+/// Count, mean and sum of squared distances from the mean.
 struct Moments {
   double count;
   double mean;

@@ -11,7 +11,7 @@
 
 namespace torchkiln::cpu::TORCHKILN_ISA {
 
-/// Fewer elements are computed: the table may have left the caches.
+/// Fewest elements that are looked up. Fewer are computed: the table may have left the caches.
 inline constexpr int64_t kFewestOfTable = 1 << 14;
 
 template <class To>

@@ -106,8 +106,8 @@ class BufferedRows {
   bool is_direct() const { return is_direct_; }
   const T* row(int64_t r) const { return strip_.row(r); }
 
-  /// The numbers of row r; `again`: it was read before. Forced inlining, because a call would take
-  /// a fifth of the time of short rows.
+  /// The numbers of row r; `again`: whether the row was read before. Forced inlining, because a
+  /// call would take a fifth of the time of short rows.
   TORCHKILN_FUNCTION const C* numbers(int64_t r, bool again) {
     if constexpr (std::is_same_v<T, C>) {
       if (is_direct_) return row(r);

@@ -14,7 +14,7 @@ namespace torchkiln::cpu::TORCHKILN_ISA {
 /// run has channels where the channels of a pixel are adjacent.
 class GroupSpan {
  public:
-  /// The groups from `group` of all samples on, before `end`.
+  /// The groups from `group` on, before `end`; groups are counted over all samples.
   GroupSpan(const GroupLayout& layout, int64_t group, int64_t end)
       : rows_(layout.channels_last || layout.inner == 1),
         group_(group),
@@ -36,7 +36,7 @@ class GroupSpan {
   int64_t first_channel() const { return first_channel_; }
   int64_t channels() const { return groups_ * channels_per_group_; }
   int64_t elements() const { return count_ * width_; }
-  /// The group in the span of a channel of the span.
+  /// The index in the span of a channel's group; `channel` is counted in the span, too.
   int64_t group_of(int64_t channel) const { return channel / channels_per_group_; }
 
   /// Calls body(at, count, channel) for all runs; `channel` is the first one, in the span.
@@ -79,7 +79,7 @@ void for_each_span(const GroupLayout& layout, int64_t begin, int64_t end, const 
 template <class C>
 using ChannelValues = std::vector<C>;
 
-/// The values of the elements of a run: those of its channels, or that of its only channel.
+/// The values of the elements of a run: one for each of its channels, or one for its only channel.
 template <bool kRows, class C>
 struct RunValues {
   const C* own;

@@ -22,8 +22,8 @@ template <bool kRows, class C>
 std::vector<GroupSums> sums_of(const GroupNorm& p, const GroupSpan& span) {
   std::vector<GroupSums> groups(static_cast<size_t>(span.groups()));
   ChannelValues<double> origins(static_cast<size_t>(span.channels()));
-  // For each channel of a row, those of a block of rows and those of the blocks before; or running
-  // sums of one channel. Blocks keep the rounding error of many equal terms small.
+  // For each channel of a row, the sums of the current block of rows and of all earlier blocks; or
+  // running sums of one channel. Blocks keep the rounding error of many equal terms small.
   const auto size = static_cast<size_t>(kRows ? span.channels() : kSums);
   std::vector<double> sums(size), squares(size), all_sums(size), all_squares(size);
   const auto end_block = [&] {

@@ -13,8 +13,8 @@ namespace {
 // to the running sums. The running sums are as long as a row; otherwise they would be read and
 // written once per row. Short float32 rows go one by one: their sums stay in the L1 cache, and
 // memory is written faster in one stream than in several. Short rows of 16-bit types are grouped,
-// because their conversions take longer, and so are those of float64, whose blocks have no wider
-// type to be added in.
+// because their conversions take longer. So are short rows of float64, because no wider type could
+// add up their blocks.
 constexpr int64_t kGroup = 4;
 constexpr int64_t kShort = 1024;
 // Rows, or groups of rows, per block: their sums are formed separately and then added to the sums
@@ -28,7 +28,7 @@ void rows_backward(const NormBackward& p, int64_t row, Compute<T>* grad_weight,
   using C = Compute<T>;
   const PerColumn<W> weight(p.weight, 1);
   const C offset = p.weight == nullptr ? C(0) : static_cast<C>(p.weight_offset);
-  // Local copies of pointers and strides: g++ must assume that a store changes those in p.
+  // Local copies of pointers and strides: g++ must assume that a store changes the fields of p.
   const int64_t columns = p.columns;
   const T* grad[rows];
   const T* z[rows];
@@ -97,8 +97,8 @@ int64_t chunk_count(const NormBackward& p) {
 }
 
 /// How rows and workspace are split. The workspace has the sums of weight's and bias's gradients of
-/// all chunks in double, followed by those of each chunk's current block in the compute type; only
-/// the latter if a chunk is one block.
+/// all chunks in double, followed by the sums of each chunk's current block in the compute type. If
+/// a chunk is one block, there are only sums of blocks.
 struct ChunkPlan {
   int64_t chunks;
   int64_t rows_per_chunk;
@@ -155,8 +155,8 @@ void chunk_backward(const NormBackward& p, const ChunkPlan& plan, int64_t chunk)
   }
 }
 
-/// Adds the sums of one gradient over all chunks; `offset` is its first sum within those of a
-/// chunk.
+/// Adds the sums of one gradient over all chunks; `offset` is the index of its first sum among the
+/// sums of a chunk.
 template <class W>
 void finish(const NormBackward& p, const ChunkPlan& plan, int64_t offset, void* out, int64_t begin,
             int64_t end) {

@@ -12,8 +12,8 @@ namespace {
 // Columns per block, which stay in the L1 cache between two passes.
 constexpr int64_t kBlockColumns = 2048;
 
-/// Mean and reciprocal standard deviation of a row. The mean has two parts, because far from 0 its
-/// rounding error shows in the differences to it.
+/// Mean and reciprocal standard deviation of a row. The mean has two parts: its rounding error
+/// would be noticeable in z - mean where the mean is far from 0.
 template <class C>
 struct Moments {
   C mean;
@@ -69,7 +69,8 @@ Moments<Compute<T>> moments(const T* z, const Norm& p) {
   return m;
 }
 
-/// Calls body(the row of the residual), which is T*, or half precision beside float32.
+/// Calls body(pointer to the row of the residual), of type T or, if T is float32, of half
+/// precision.
 template <class T, class Body>
 void with_residual(const Norm& p, int64_t row, const Body& body) {
   const auto call = [&](auto tag) {

@@ -10,7 +10,7 @@
 
 namespace torchkiln::cpu::TORCHKILN_ISA {
 
-inline constexpr int64_t kPairs = 64;  // that are computed together
+inline constexpr int64_t kPairs = 64;  // pairs that are computed together
 
 /// The row of a token; -1 for none.
 inline int64_t row_of(const TokenRows& p, int64_t batch, int64_t token) {

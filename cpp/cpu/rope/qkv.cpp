@@ -11,7 +11,7 @@ namespace torchkiln::cpu {
 namespace TORCHKILN_ISA {
 namespace {
 
-// Tokens per chunk of the backward, for each of which there is a row of sums.
+// Fewest tokens per chunk of the backward, and most chunks. Each chunk has a row of sums.
 constexpr int64_t kChunkTokens = 64;
 constexpr int64_t kMostChunks = 64;
 
@@ -47,7 +47,7 @@ struct Factors {
   }
 };
 
-/// Weights of queries and keys in the compute type, with the offset; ones without a weight.
+/// Weights of queries and keys in the compute type, with the offset; ones where there is no weight.
 template <class C>
 struct Weights {
   std::vector<C> rows[2];
@@ -71,7 +71,8 @@ int64_t first_of(const QkvNormRope& p, int kind) {
   return kind == 0 ? 0 : p.heads + (kind - 1) * p.kv_heads;
 }
 
-/// The sum of term(i) for i < count, in parallel sums, which are vectors and lose few digits.
+/// The sum of term(i) for i < count, in parallel sums, which the compiler vectorises and which lose
+/// few digits.
 template <class C, class Term>
 C sum_of(int64_t count, const Term& term) {
   constexpr int64_t kSums = 16;
@@ -142,7 +143,7 @@ void forward_token(const QkvNormRope& p, const Weights<Compute<T>>& weights, int
 }
 
 /// Adds to `sums` the terms of the gradient of the weight. `grad` is the gradient of the weighted
-/// elements and becomes that of the elements.
+/// elements and becomes the gradient of the elements of x.
 template <class C>
 void norm_gradient(const QkvNormRope& p, int64_t size, const C* weight, const C* x, C* grad,
                    C* sums) {

@@ -93,7 +93,7 @@ void softmax_row(const Softmax& p, const ActiveRange& range, const T* x, T* y,
                 [=](int64_t i) { return powers[i] * by; });
     }
   }
-  // NaN if the sum is NaN.
+  // Elements that are not visible: 0, or -infinity for the logarithm; NaN if the sum is NaN.
   fill(y, p.inner, range.visible, p.length, p.log ? -kInfinity<C> - logarithm : factor * C(0));
 }
 

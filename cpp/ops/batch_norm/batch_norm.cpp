@@ -10,21 +10,21 @@
 namespace torchkiln::batch_norm_ops {
 namespace {
 
-/// All dimensions but that of the channels.
+/// All dimensions except the channels.
 std::vector<int64_t> other_dims(const Tensor& x) {
   std::vector<int64_t> dims{0};
   for (int64_t d = 2; d < x.dim(); ++d) dims.push_back(d);
   return dims;
 }
 
-/// A vector of the channels with the rank of x.
+/// A vector of the channels, in the compute dtype and reshaped to broadcast with x.
 Tensor beside(const Tensor& vector, const Tensor& x) {
   c10::SymDimVector shape(static_cast<size_t>(x.dim()), 1);
   shape[1] = vector.sym_size(0);
   return vector.to(compute_dtype(x.scalar_type())).reshape_symint(shape);
 }
 
-/// Mean and variance without bias of the channels.
+/// Mean and variance of the channels. The variance is divided by the number of elements.
 struct Moments {
   Tensor mean;
   Tensor variance;
@@ -38,7 +38,7 @@ Moments moments_of(const Tensor& wide) {
 }
 
 /// n * weight + bias with torch's own ops, for n = (wide - mean) * rstd. `wide` is x in the compute
-/// type, converted once: the gradient would be rounded for each conversion.
+/// type, converted only once, because each conversion would round the gradient.
 Tensor composite_affine(const Tensor& wide, const Tensor& mean, const Tensor& rstd,
                         const Tensor& weight, const Tensor& bias) {
   Tensor z = (wide - mean) * rstd;
@@ -47,8 +47,8 @@ Tensor composite_affine(const Tensor& wide, const Tensor& mean, const Tensor& rs
   return z;
 }
 
-/// Moves a running statistic in place, without raising its version. A copy, because in-place
-/// arithmetic would not convert the dtype.
+/// Moves a running statistic in place, without raising its version. Copies the new value, because
+/// in-place arithmetic would not convert the dtype.
 void composite_update(const MaybeTensor& running, const Tensor& value, double momentum) {
   if (!running) return;
   const at::NoGradGuard no_grad;
@@ -82,7 +82,7 @@ Tensor composite_of(const Call& call) {
 
 namespace {
 
-/// Settings of a call that backward needs beside the saved tensors.
+/// Settings of a call that backward needs besides the saved tensors.
 struct Settings {
   Activation act;
   bool training;
@@ -139,10 +139,11 @@ variable_list composite_backward(const Incoming& in, const Kept<6>& kept,
 
 variable_list gradients(const Incoming& in, const Kept<6>& kept, const Settings& settings) {
   const auto& [x, statistics, weight, bias, residual, signs] = kept;
-  // Without an activation the gradient of the residual is the incoming one.
+  // Without an activation the gradient of the residual is the incoming gradient.
   const bool passes = settings.act == kActivation<None>;
   const Backward::Wanted wanted{in.wants(0), in.wants(1), in.wants(2), in.wants(3) && !passes};
-  // The signs are in the order of the x of the forward; hooks may have saved it in another one.
+  // The signs are in the memory order that x had in forward; hooks may have saved x in another
+  // order.
   const MaybeCopy pixels = signs.defined() && channels_are_last(x) != settings.channels_last
                                ? in_layout("x", x, settings.channels_last)
                                : MaybeCopy::borrowed(x);
@@ -173,15 +174,16 @@ Tensor recorded_outputs(const Three& outputs, const Call& call) {
                if (in.needs_composite()) return composite_backward(in, kept, settings);
                return gradients(in, kept, settings);
              });
-  // Backward writes the gradient of the residual: the incoming one where the sign is set. So its
-  // kernel can add two.
+  // Backward writes the gradient of the residual: the incoming gradient where the sign is set. So
+  // its kernel can add a second incoming gradient.
   if (kept == Saved::sign && residual.requires_grad()) accept_second_gradient(recorded);
   return recorded;
 }
 
 namespace {
 
-/// The functions of both ops; `WithStatistics` is the op that they call for backward.
+/// The functions of both ops. `WithStatistics` is the forward op that they call if backward
+/// follows.
 template <class WithStatistics>
 struct BatchNormOp {
   using Arguments = typename WithStatistics::Arguments;

@@ -83,7 +83,7 @@ struct UpdateForward : ForwardOp<true> {
       "bool training, float momentum, float eps) -> (Tensor, Tensor, Tensor)";
 };
 
-/// The arguments of backward; the forward has made `statistics` and `signs`.
+/// The arguments of backward; `statistics` and `signs` are results of forward.
 struct Gradient {
   Borrowed<Tensor> grad;
   Borrowed<Tensor> x;
@@ -95,19 +95,20 @@ struct Gradient {
   Activation act;
 };
 
-/// Checks the statistics that the forward made of x.
+/// Checks the statistics that forward computed from x.
 void check_statistics(const char* name, const Tensor& statistics, const Tensor& x);
 
 void check_backward(const char* name, const Gradient& given);
 
-/// Uninitialised gradients of x, weight, bias and the residual; empty tensors for those not wanted.
+/// Uninitialised gradients of x, weight, bias and the residual; empty tensors for gradients that
+/// are not wanted.
 Four empty_gradients(const Gradient& given, const std::array<bool, 4>& wanted);
 
 /// Checks moments of x, [processes, 2 * channels + 1].
 void check_moments(const char* name, const Tensor& moments, const Tensor& x);
 
-/// Merges the moments of all processes into the statistics, [3, channels], and their count, [1].
-/// Moves the running statistics by the momentum, or by 1 / batches if that is given.
+/// Merges the moments of all processes into the statistics, [3, channels], and the elements per
+/// channel, [1]. Moves the running statistics by the momentum, or by 1 / batches if that is given.
 void merge_moments(const Call& call, const Tensor& moments, const MaybeTensor& batches,
                    const Tensor& statistics, const Tensor& count);
 
@@ -125,8 +126,8 @@ class Operands;
 /// The arguments of the kernels in training, without outputs. `grad` has the layout of x.
 BatchNormBackward arguments_of(const Gradient& given, const Operands& operands, const Tensor& grad);
 
-/// The wanted gradients of x, weight, bias and the residual. `second` is added to `grad`, which
-/// needs the signs and the gradient of the residual.
+/// The wanted gradients of x, weight, bias and the residual. `second` is added to `grad`; this
+/// requires the signs and the gradient of the residual.
 struct Backward {
   using Wanted = std::array<bool, 4>;
   struct Arguments : Gradient {

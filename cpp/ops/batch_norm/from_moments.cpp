@@ -54,7 +54,7 @@ struct FromMoments {
   static Tensor kernel(const MomentsCall& call) {
     return std::get<0>(MomentsForward::kernel(call));
   }
-  /// The moments again, from x: their derivatives belong to those of the result.
+  /// Computes the moments again from x, because their derivatives are part of the result's.
   static Tensor composite(const MomentsCall& call) { return composite_of(call); }
   static Tensor recorded(const Below& below, const MomentsCall& call) {
     return recorded_outputs(below.call<MomentsForward>(call), call);

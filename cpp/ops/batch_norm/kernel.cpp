@@ -82,7 +82,7 @@ Three run(const Call& call, bool for_backward) {
   auto [y, statistics, signs] = outputs(call, for_backward);
   if (y.numel() == 0) return {y, statistics.zero_(), signs};
   const Operands operands(call.x, call.weight, call.bias, call.residual);
-  // Kernels read the statistics from memory, except one on the GPU in eval mode.
+  // Kernels read the statistics from memory, except the kernel for eval mode on the GPU.
   Tensor all = statistics;
   if (!for_backward && (call.training || !y.is_cuda()))
     all = at::empty({3, y.size(1)}, statistics.options());

@@ -18,7 +18,7 @@ inline constexpr int64_t kGrain = kElementwiseGrain / kUnit;
 /// x with its channels as the last dimension.
 inline Tensor with_channels_last(const Tensor& x) { return x.movedim(1, -1); }
 
-/// An uninitialised dense tensor of x's shape, with adjacent channels if x has them.
+/// An uninitialised dense tensor of x's shape, with adjacent channels if `channels_last`.
 inline Tensor empty_in_channel_layout(const Tensor& x, bool channels_last) {
   if (!channels_last) return empty_contiguous(x);
   c10::SymDimVector strides(static_cast<size_t>(x.dim()), 1);
@@ -88,7 +88,7 @@ class Operands {
 
   bool channels_last() const { return channels_last_; }
 
-  /// Sets these tensors, their dtypes and their layout.
+  /// Sets the tensors of a problem, their dtypes and their layout.
   template <class Problem>
   void fill(Problem& problem) const {
     problem.x = x_->const_data_ptr();

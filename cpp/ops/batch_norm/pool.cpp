@@ -43,7 +43,7 @@ Pool pool_of(const Window& window) {
   return pool;
 }
 
-/// The shape behind the pool.
+/// The shape of the pooled result.
 c10::SymDimVector pooled_shape(const Tensor& x, const Pool& pool) {
   check_rank(kPool, "x", x, 4, 4, "[batch, channels, height, width]");
   c10::SymDimVector shape(x.sym_sizes());
@@ -74,7 +74,7 @@ Tensor empty_last(c10::SymIntArrayRef shape, const at::TensorOptions& options) {
   return at::empty_symint(shape, options.memory_format(at::MemoryFormat::ChannelsLast));
 }
 
-/// Rejects what the kernels do not take; callers use batch norm and torch's pool for it.
+/// Rejects calls that the kernels do not support; callers use batch norm and torch's pool instead.
 void check_takes(const Tensor& x, const Pool& pool) {
   const bool fits =
       x.is_cuda() && x.numel() > 0 && channels_are_last(x) &&
@@ -85,7 +85,7 @@ void check_takes(const Tensor& x, const Pool& pool) {
                               "with a multiple of 8 channels");
 }
 
-/// The tensor in channels_last and with whole vectors, as the kernels read it.
+/// The tensor in channels_last and aligned to 16 bytes, as the kernels read it.
 Tensor in_vectors(const char* name, const Tensor& tensor) {
   const Tensor dense = *in_layout(name, tensor, /*channels_last=*/true);
   return reinterpret_cast<uintptr_t>(dense.const_data_ptr()) % 16 == 0 ? dense : dense.clone();
@@ -106,7 +106,7 @@ struct PoolCall : Call {
 
 Status nothing(int64_t, int64_t) { return {}; }
 
-/// {y, statistics, places}: the pixel of each window where y is largest.
+/// Returns {y, statistics, places}; `places` has the pixel of each window where y is largest.
 struct PoolForward {
   static constexpr const char* kSchema =
       "torchkiln::bn_act_pool_forward(Tensor x, Tensor? weight, Tensor? bias, "
@@ -184,7 +184,7 @@ struct PoolBackward {
     check_pooled("grad", call.grad);
     check_pooled("places", call.places);
     check_same_dtype(kPoolBackward, "grad", call.grad, "x", x);
-    Gradient of_norm = call;  // the gradient behind the pool has the shape of x
+    Gradient of_norm = call;  // the gradient that enters batch norm has the shape of x
     of_norm.grad = x;
     check_backward(kPoolBackward, of_norm);
     const auto& wanted = call.wanted;

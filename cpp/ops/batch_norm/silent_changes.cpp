@@ -8,8 +8,8 @@
 namespace torchkiln {
 namespace {
 
-/// One counter for the storages of one hash. With 65,536 counters, training 100 batch norms renews
-/// on average 1.5 of 100 folds of another network without need.
+/// Storages with the same hash share a counter. With 65,536 counters, training 100 batch norms
+/// renews on average 1.5 of 100 folds of another network unnecessarily.
 constexpr size_t kCounters = 1 << 16;
 std::array<std::atomic<uint32_t>, kCounters> counters;
 

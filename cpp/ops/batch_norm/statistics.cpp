@@ -1,4 +1,4 @@
-// Statistics from the moments of x, and the outputs by given statistics, for sync_bn_act and
+// Statistics from the moments of x, and the outputs from given statistics, for sync_bn_act and
 // bn_act_from_moments.
 
 #include "batch_norm/operands.h"

@@ -11,8 +11,8 @@ using Two = std::tuple<Tensor, Tensor>;
 
 constexpr const char* kSync = "sync_bn_act";
 
-/// The moments of x, [2 * channels + 1]: means, sums of the squared distances to them, count. All
-/// are 0 without elements.
+/// The moments of x, [2 * channels + 1]: means, sums of the squared distances from the means,
+/// count. All are 0 without elements.
 struct SyncMoments {
   static constexpr const char* kSchema = "torchkiln::sync_bn_moments(Tensor x) -> Tensor";
 
@@ -42,8 +42,8 @@ struct SyncMoments {
   }
 };
 
-/// Statistics [3, channels] of the moments of all processes, and their count, [1]; moves the
-/// running statistics, by 1 / batches if that is given.
+/// Computes the statistics, [3, channels], from the moments of all processes, and the elements per
+/// channel, [1]. Moves the running statistics, by 1 / batches if that is given.
 struct SyncStatistics {
   struct Arguments : Call {
     Borrowed<Tensor> moments;
@@ -117,8 +117,9 @@ struct SyncForward {
   }
 };
 
-/// The coefficients of the gradient of x for the elements of this process, [2, channels]; its
-/// gradients of weight and bias; the gradient of the residual. Empty if not wanted.
+/// This process's share of the coefficients of the gradient of x, [2, channels], and of the
+/// gradients of weight and bias; the gradient of the residual. Results that are not wanted are
+/// empty.
 struct SyncSums {
   using Wanted = std::array<bool, 4>;
   struct Arguments : Gradient {
@@ -173,7 +174,7 @@ struct SyncSums {
   }
 };
 
-/// The gradient of x by the coefficients of all processes.
+/// The gradient of x from the coefficients of all processes.
 struct SyncInputGradient {
   struct Arguments : Gradient {
     Borrowed<Tensor> coefficients;

@@ -1,4 +1,4 @@
-// Aliases of a tensor for two uses, whose gradients the node that made the tensor adds.
+// Aliases of a tensor for two uses. The node that made the tensor adds the gradients of both uses.
 
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -11,7 +11,7 @@ namespace {
 
 using torch::autograd::Node;
 
-/// Whether nothing but the node's own function sees the gradient of its output in this run.
+/// Whether only the node's own function reads the gradient of its output in this run.
 bool is_private(Node& node) {
   const auto* const executed = torch::autograd::get_current_graph_task_exec_info();
   const bool runs_all = executed == nullptr || executed->empty();  // no torch.autograd.grad()

@@ -1,10 +1,10 @@
-// The loss of cross_entropy, and the numbers beside it for the log of a training run.
+// The loss of cross_entropy, and its metrics for the log of a training run.
 //
 // Forward computes the loss and the state of each row (see state_size() in kernel.h), from which
-// backward computes the gradient of the logits without a second pass over their sums. kernel.h
+// backward computes the gradient of the logits without computing their sums again. kernel.h
 // launches the kernels, composite.h is the loss in torch's ops, overwrite.h has the checks of
-// inplace_backward. shard.cpp is the loss of a shard of the classes; the files linear_* compute the
-// logits, too.
+// inplace_backward. shard.cpp has the loss of a shard of the classes; the files linear_* also
+// compute the logits.
 
 #include <limits>
 
@@ -22,7 +22,7 @@ using at::Tensor;
 using Two = std::tuple<Tensor, Tensor>;
 using Three = std::tuple<Tensor, Tensor, Tensor>;
 
-/// options.dtype, or that of the wider one of logits and probabilities.
+/// options.dtype, or the wider dtype of logits and probabilities.
 at::ScalarType dtype_of_loss(const Tensor& logits, const Tensor& target,
                              const LossOptions& options) {
   if (options.dtype.has_value() || target.scalar_type() == at::kLong)
@@ -147,8 +147,8 @@ struct Backward {
   }
 };
 
-/// The gradient over the logits. Increments their version: autograd then reports a later use of
-/// their values.
+/// Writes the gradient over the logits and increments their version, so that autograd reports a
+/// later use of their values.
 Tensor overwrite(const Tensor& grad, const Tensor& logits, const Tensor& target,
                  const BackwardOptions& options) {
   check_backward(grad, logits, target, options);
@@ -271,7 +271,7 @@ struct Op {
   }
 };
 
-// ---- the op with numbers for the log of a training run ----
+// ---- the op with metrics for the log of a training run ----
 
 struct WithMetrics {
   struct Options : LossOptions {

@@ -33,9 +33,9 @@ inline c10::SymInt sym_row_count(const at::Tensor& logits) {
   return logits.sym_numel() / logits.sym_size(class_dim(logits));
 }
 
-/// The size of the state that backward needs, one tensor of the compute dtype: log-sum-exp of all
-/// rows, mass of all rows, target weight of all rows and, for a mean, its divisor. If `accuracy` is
-/// wanted, whether the target class has the largest logit, of all rows, follows.
+/// The size of the state that backward needs, one tensor of the compute dtype: log-sum-exp, then
+/// mass, then target weight of all rows and, for a mean, its divisor. With `accuracy` a flag for
+/// each row follows: whether the target class has the largest logit.
 inline c10::SymInt state_size(const c10::SymInt& rows, LossReduction reduction, bool accuracy) {
   const c10::SymInt mean = reduction == LossReduction::mean ? 1 : 0;
   return rows * (accuracy ? 4 : 3) + mean;
@@ -113,7 +113,7 @@ inline TargetView view_target(const at::Tensor& target, const LossOptions& optio
 /// Fewest rows per CPU thread. With fewer, a thread starts more slowly than it computes.
 inline int64_t row_grain(int64_t classes) { return std::max<int64_t>((1 << 13) / classes, 1); }
 
-/// The sum of the losses into `out`, or their mean, and its divisor.
+/// The arguments that compute the sum of the losses, or their mean and its divisor, into `out`.
 inline LossSum sum_arguments(const at::Tensor& logits, const LossOptions& options,
                              const at::Tensor& losses, const RowState& kept,
                              const at::Tensor& out) {

@@ -24,9 +24,9 @@ struct LogitLayer {
   double temperature;  // divides the logits, after the softcap
 };
 
-/// Rows per chunk: as many as fit in 1 GiB of logits, at least 2048 and at most 8192, because a
-/// chunk adds to the whole gradient of the weight, and fewer rows repeat that more often. All
-/// chunks have about the same size. A softcap needs the logits twice more, in the compute dtype.
+/// Rows per chunk: as many as fit in 1 GiB of logits, at least 2048 and at most 8192. Each chunk
+/// adds to the whole gradient of the weight, which smaller chunks repeat more often. All chunks
+/// have about the same size. A softcap needs two more copies of the logits, in the compute dtype.
 /// `may_be_whole`: up to 8192 rows are one chunk if their logits and the gradient of the weight
 /// take no more memory than chunks and their float32 sum.
 inline int64_t rows_per_chunk(const LogitLayer& layer, bool may_be_whole) {
@@ -78,7 +78,7 @@ class ChunkLogits {
     if (layer.bias) layer_.bias = at::constant_pad_nd(*layer.bias, {0, stride - classes_});
   }
 
-  /// The layer whose logits are computed: that of the options, or one with more classes, whose
+  /// The layer whose logits are computed: the given layer, or the layer with added classes whose
   /// weights are 0.
   const LogitLayer& layer() const { return layer_; }
 
@@ -104,7 +104,7 @@ class ChunkLogits {
   }
 
   /// The gradient of the layer's outputs, in place of the logits computed last; 0 for added
-  /// classes. `grad` is that of the losses, divided by the temperature.
+  /// classes. `grad` is the gradient of the losses, divided by the temperature.
   const at::Tensor& differentiate(const char* op, const at::Tensor& grad, const at::Tensor& target,
                                   const LossOptions& options, const RowState& state) {
     at::Tensor outputs = own(product_);
@@ -125,7 +125,7 @@ class ChunkLogits {
  private:
   /// The bound of logits with a softcap.
   double bound() const { return *layer_.softcap / layer_.temperature; }
-  /// The columns of the classes of the options.
+  /// The columns of the given classes, without added ones.
   at::Tensor own(const at::Tensor& logits) const { return logits.narrow(1, 0, classes_); }
 
   LogitLayer layer_;
@@ -157,8 +157,8 @@ inline at::ScalarType weight_gradient_dtype(at::ScalarType dtype) {
   return dtype == at::kHalf ? at::kFloat : dtype;
 }
 
-/// Whether a product of all rows may be the gradient of the weight, in its dtype. A small product
-/// is split along the rows, and cuBLAS and torch's CPU products may round its parts to half
+/// Whether a product of all rows may be the gradient of the weight, in its dtype. Small products
+/// are split along the rows, and cuBLAS and torch's CPU products may round the parts to half
 /// precision.
 inline bool has_exact_gradient(const at::Tensor& weight) {
   constexpr int64_t kLeastElements = int64_t{1} << 24;
@@ -181,8 +181,8 @@ inline at::Tensor weight_gradient(const at::Tensor& sum, const at::Tensor& weigh
   return sum.narrow(0, 0, weight.size(0)).to(dtype, /*non_blocking=*/false, /*copy=*/true);
 }
 
-/// Gradients of a layer; those that are not wanted are undefined. That of the weight may have more
-/// classes than the layer, and another dtype.
+/// Gradients of a layer, undefined if not wanted. The gradient of the weight may have more classes
+/// than the layer, and another dtype.
 struct LayerGradients {
   at::Tensor x, weight, bias;
 

@@ -54,7 +54,7 @@ at::ScalarType product_dtype(const Call& call) { return call.layer.x.scalar_type
 
 Tensor composite(const Call& call) { return loss_of(logits_in(product_dtype(call), call), call); }
 
-/// vmap splits off the bias, after a product rounded to x's dtype: so the product is float32 here.
+/// vmap adds the bias after the product was rounded to x's dtype, so the product is float32 here.
 Tensor batched(const Call& call) {
   return loss_of(logits_in(compute_dtype(product_dtype(call)), call), call);
 }
@@ -67,7 +67,7 @@ Tensor factor_of(const Tensor& grad, const Tensor& target, const Tensor& state,
                  const LossOptions& call) {
   const Tensor factor = grad.to(state.scalar_type());
   if (call.reduction != LossReduction::mean) return factor;
-  // The gradients of ignored rows are 0, also if the divisor is.
+  // The gradients of ignored rows are 0, even if the divisor is 0.
   const Tensor none_counts = target.eq(call.ignore_index).all();
   return (factor / state.narrow_symint(0, target.sym_numel() * 3, 1)).masked_fill(none_counts, 0);
 }
@@ -162,7 +162,7 @@ struct Op {
   }
 };
 
-// ---- the op with numbers for the log of a training run ----
+// ---- the op with metrics for the log of a training run ----
 
 Three with_metrics(const Tensor& loss, const Tensor& state, const Call& call) {
   const at::NoGradGuard without_gradients;

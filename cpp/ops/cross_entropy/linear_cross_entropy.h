@@ -2,9 +2,9 @@
 
 // cross_entropy() of the outputs of a linear layer, a chunk of rows at a time. Forward computes the
 // logits of a chunk and, if gradients are wanted, replaces them at once by the gradient of the sum
-// of the losses, from which it makes those of x, weight and bias. Backward multiplies them by a
-// number. Losses per row have a gradient each, which no later factor can stand for: their backward
-// computes the chunks again.
+// of the losses, from which it computes the gradients of x, weight and bias. Backward multiplies
+// these gradients by a number. Losses per row have one incoming gradient each, not a common factor:
+// their backward computes the chunks again.
 //
 // Declarations shared by linear_cross_entropy_kernel.cpp (checks, kernels) and
 // linear_cross_entropy.cpp (the op, derivatives).

@@ -14,7 +14,7 @@ namespace torchkiln {
 
 enum class LossReduction { none, mean, sum };
 
-/// Schemas have a reduction as a string.
+/// A reduction is a string in schemas.
 template <>
 struct InSchema<LossReduction> {
   using Type = c10::string_view;
@@ -32,11 +32,12 @@ struct InSchema<LossReduction> {
   }
 };
 
-/// The options of cross_entropy, and those of its other forms.
+/// The options of cross_entropy and of its other forms.
 struct LossOptions : CrossEntropyOptions {
   LossReduction reduction = LossReduction::mean;
-  bool accuracy = false;  // the state has whether each target class has the largest logit
-  // The logits are the classes from first_class on, of all_classes; 0 for those of the logits.
+  bool accuracy = false;  // the state includes whether each target class has the largest logit
+  // The logits have the classes from first_class on, of all_classes; 0 if the logits have all
+  // classes.
   int64_t first_class = 0;
   int64_t all_classes = 0;
 };

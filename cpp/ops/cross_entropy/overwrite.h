@@ -1,7 +1,7 @@
 #pragma once
 
-// inplace_backward: whether the gradient may be written over the logits, and whether they are still
-// those of the forward.
+// inplace_backward: whether the gradient may be written over the logits, and whether the logits are
+// unchanged since forward.
 
 #include <ATen/ATen.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
@@ -23,7 +23,7 @@ inline bool is_plain(const at::Tensor& tensor) {
          !c10::impl::TorchDispatchModeTLS::any_modes_set();
 }
 
-/// Refuses logits whose memory is a leaf's, as torch's in-place operations do.
+/// Rejects logits that share the memory of a leaf, as torch's in-place operations do.
 inline void check_is_no_leaf(const at::Tensor& logits) {
   const bool is_view = logits.is_view() && logits._base().requires_grad();
   TORCH_CHECK(
@@ -47,8 +47,8 @@ inline void check_overwritable(const at::Tensor& logits) {
 }
 
 /// The memory of logits, not owned, and its version. Autograd compares the versions of saved
-/// tensors itself, except of those that a hook packs (torch.autograd.graph.save_on_cpu), which may
-/// be the logits.
+/// tensors itself, except of tensors that a hook packs (torch.autograd.graph.save_on_cpu), which
+/// may be the logits.
 class Version {
  public:
   explicit Version(const at::Tensor& logits)

@@ -9,7 +9,8 @@
 
 namespace torchkiln {
 
-/// Names autocast if a float32 weight has an x of half precision beside it.
+/// Checks the dtype of a weight. The error suggests autocast if the weight is float32 and x half
+/// precision.
 inline void check_weight_dtype(const char* op, const at::Tensor& x, const char* name,
                                const at::Tensor& weight) {
   const at::ScalarType from = weight.scalar_type(), to = x.scalar_type();

@@ -35,7 +35,7 @@ inline Activation find_activation(const char* op, std::string_view name) {
   TORCH_CHECK_VALUE(false, "torchkiln.", op, ": act: got '", name, "', expected one of ", known);
 }
 
-/// Schemas have an activation as a string.
+/// An activation is a string in schemas.
 template <>
 struct InSchema<Activation> {
   using Type = c10::string_view;

@@ -1,7 +1,7 @@
 #pragma once
 
-// Torch's rules for elementwise operands: broadcasting, dtype promotion, CPU scalars beside CUDA
-// tensors, and the layout of the result.
+// Torch's rules for elementwise operands: broadcasting, dtype promotion, CPU scalars together with
+// CUDA tensors, and the layout of the result.
 
 #include <ATen/ATen.h>
 #include <ATen/ExpandUtils.h>
@@ -36,7 +36,7 @@ inline void check_devices(const char* op, Operands operands) {
   for (const Operand& operand : operands) check_tensor(op, operand.name, operand.tensor);
   const Operand* first = operands.begin();
   for (const Operand& operand : operands) {
-    // A CPU scalar goes to the device of a CUDA or meta tensor beside it.
+    // A CPU scalar goes to the device of another operand that is a CUDA or meta tensor.
     if (operand.tensor.device() == first->tensor.device()) continue;
     if (is_cpu_scalar(operand.tensor) && !first->tensor.is_cpu()) continue;
     if (is_cpu_scalar(first->tensor) && !operand.tensor.is_cpu()) {
@@ -95,8 +95,8 @@ inline c10::SymDimVector check_broadcast(const char* op, Operands operands) {
   return shape;
 }
 
-/// Checks the shapes of operands and returns the uninitialised output. It has the strides of the
-/// first dense operand of its shape, as in torch's elementwise ops.
+/// Checks the shapes of operands and returns the uninitialised output. The output has the strides
+/// of the first dense operand of the same shape, as in torch's elementwise ops.
 inline at::Tensor broadcast_output(const char* op, Operands operands, at::ScalarType dtype) {
   const c10::SymDimVector shape = check_broadcast(op, operands);
   const at::Tensor* placed = &operands.begin()->tensor;
@@ -111,8 +111,9 @@ inline at::Tensor broadcast_output(const char* op, Operands operands, at::Scalar
   return at::empty_symint(shape, options);
 }
 
-/// An operand on the output's device and of a dtype that kernels support. Others are cast to the
-/// compute dtype. at::full() passes a CPU scalar as a kernel argument, which does not synchronise.
+/// An operand on the output's device, in a dtype that kernels support. Operands of other dtypes are
+/// cast to the compute dtype. at::full() passes a CPU scalar as a kernel argument, which does not
+/// synchronise.
 inline at::Tensor readable(const at::Tensor& input, const at::Tensor& out) {
   const at::ScalarType compute = compute_dtype(out.scalar_type());
   if (input.device() != out.device())

@@ -8,8 +8,8 @@
 
 namespace torchkiln {
 
-/// The dimensions of a dense tensor by their strides, the largest first. Logical order, that of a
-/// contiguous tensor, needs no view.
+/// The dimensions of a dense tensor by their strides, the largest first. Logical order (of a
+/// contiguous tensor) needs no view.
 class MemoryOrder {
  public:
   MemoryOrder() = default;

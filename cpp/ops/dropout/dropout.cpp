@@ -146,7 +146,7 @@ struct Backward {
   }
 };
 
-/// The op with a new mask in training. `record` points to where its state is written, or is null.
+/// The op with a new mask in training. The state is written to `record`, unless that is null.
 Tensor computed(const Call& call, int64_t* record = nullptr) {
   Tensor out = checked_output(call);
   if (call.training && call.p == 1) return out.copy_(call.residual);
@@ -262,8 +262,7 @@ struct WithState {
   }
 };
 
-/// The functions of both ops. A tracer or a mode gets two ops, of which only the small one is
-/// random.
+/// The functions of both ops. A tracer or a mode gets two ops, of which only State is random.
 template <class Arguments>
 struct DropoutOp {
   static constexpr bool kRandom = true;

@@ -35,9 +35,9 @@ inline RandomState next_state(const Tensor& where) {
   return state;
 }
 
-/// Draws {seed, offset}, from which every op below generates the same mask. It is on the device,
-/// because each replay of a CUDA graph has its own. Traced graphs contain this op, so that they can
-/// save its result and compute the rest again.
+/// Draws {seed, offset}, from which every op that takes it generates the same mask. The state is on
+/// the device, because each replay of a CUDA graph draws its own. Traced graphs contain this op, so
+/// that they can save its result and compute the rest again.
 struct State {
   static constexpr const char* kSchema = "torchkiln::dropout_state(Tensor x) -> Tensor";
   static constexpr const char* kName = "dropout_state";

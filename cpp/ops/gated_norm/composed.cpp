@@ -13,7 +13,7 @@ namespace {
 
 constexpr Activation kSilu = kActivation<Silu>;
 
-/// A tensor [tokens, groups, columns], where rstd has a number for each group.
+/// A tensor as [tokens, groups, columns]; rstd has one number for each group of a token.
 Tensor as_groups(const Tensor& tensor, const Tensor& rstd) {
   const int64_t groups = rstd.size(-1);
   const int64_t tokens = rstd.numel() / groups;

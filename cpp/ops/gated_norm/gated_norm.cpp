@@ -1,5 +1,5 @@
 // The op gated_rms_norm and its derivatives. Forward saves rstd of each group; backward reads x and
-// gate once more. kernel.cpp has the checks and kernels, composed.cpp the op by the kernels of
+// gate once more. kernel.cpp has the checks and kernels, composed.cpp the op from the kernels of
 // swiglu and rms_norm, for rows that no kernel holds.
 
 #include "gated_norm/gated_norm.h"
@@ -11,7 +11,7 @@
 namespace torchkiln::gated_norm_ops {
 namespace {
 
-/// Settings of a call that backward needs beside the saved tensors.
+/// Settings of a call that backward needs besides the saved tensors.
 struct Settings {
   int64_t dims;  // that are normalized
   double eps;

@@ -63,11 +63,12 @@ struct Backward {
   static Three kernel(const Arguments& call);
 };
 
-/// The op by the kernels of the gate and of the norm, in the compute dtype, for rows that its own
-/// kernels do not take: {y, rstd}.
+/// The op composed of the kernels of the gate and of the norm, in the compute dtype, for rows that
+/// its own kernels do not take. Returns {y, rstd}.
 Two composed_forward(const Call& call);
 
-/// Its gradients of x, gate and weight; undefined without a weight.
+/// The gradients of x, gate and weight for composed_forward(); the last is undefined without a
+/// weight.
 Three composed_backward(const Backward::Arguments& call);
 
 }  // namespace torchkiln::gated_norm_ops

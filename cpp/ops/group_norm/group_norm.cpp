@@ -31,7 +31,7 @@ Tensor composite_wide(const Tensor& wide, int64_t num_groups, const Tensor& weig
   return composite_activation(act, z);
 }
 
-/// Settings of the call that backward needs beside the saved tensors.
+/// Settings of the call that backward needs besides the saved tensors.
 struct Settings {
   int64_t num_groups;
   double eps;

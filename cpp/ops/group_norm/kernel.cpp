@@ -54,7 +54,7 @@ void check_backward(const Backward::Arguments& call) {
   check_parameters(kBackward, "grad", x, call.weight, call.bias);
 }
 
-/// Uninitialised gradients of x, weight and bias; empty tensors for those not wanted.
+/// Uninitialised gradients of x, weight and bias; empty tensors for gradients that are not wanted.
 Three empty_gradients(const Backward::Arguments& call) {
   const Tensor& x = call.x;
   const Tensor parameter = call.weight ? *call.weight : call.bias ? *call.bias : x;

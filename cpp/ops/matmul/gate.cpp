@@ -25,7 +25,7 @@ bool run_with_gate(const Product& arguments, const Tensor& on) {
 }
 
 /// Whether plain tensors of half precision are on a GPU, with enough results [rows of x, columns]
-/// for a gain on any GPU. Asked before anything is allocated.
+/// for a gain on any GPU. Called before anything is allocated.
 template <class... Others>
 bool may_gain(const Tensor& x, const Tensor& weight, int dim, const Others&... others) {
   constexpr int64_t kLeastResults = int64_t{1} << 22;

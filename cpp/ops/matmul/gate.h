@@ -12,8 +12,8 @@ std::optional<std::tuple<at::Tensor, at::Tensor>> layer_with_gate(const at::Tens
                                                                   const MaybeTensor& bias,
                                                                   Activation act, bool keeps);
 
-/// The gradient of [gate, up], and act(gate) * up, for the gradient grad weight of the latter, by
-/// one kernel. `overwrites`: the gradient takes the memory of `gate_up`. Nothing as above.
+/// The gradient of [gate, up], and act(gate) * up, by one kernel; the gradient of act(gate) * up is
+/// the product grad weight. `overwrites`: the result overwrites `gate_up`. Nothing as above.
 std::optional<std::tuple<at::Tensor, at::Tensor>> gradient_through_gate(const at::Tensor& grad,
                                                                         const at::Tensor& weight,
                                                                         const at::Tensor& gate_up,

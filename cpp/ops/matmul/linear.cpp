@@ -1,6 +1,6 @@
 // The op linear and its derivatives: a product with scale, bias, activation and residual in its
-// epilogue, by a kernel of ours where it is faster (kernel.h), else by torch's product. mlp.cpp is
-// two of them around an activation or a gate, matmul.cpp the product alone.
+// epilogue, by a kernel of ours where it is faster (kernel.h), else by torch's product. mlp.cpp has
+// two layers around an activation or a gate, matmul.cpp the product alone.
 
 #include "matmul/linear.h"
 
@@ -30,7 +30,7 @@ Saved kept_by_linear(Activation act, bool has_residual) {
 
 /// Whether the product is saved without the bias. On the CPU torch's matrix product is rounded to
 /// half precision, and the sum with a float32 bias would be rounded again. Our CUDA kernels round
-/// once, behind the bias. A sign is that of the sum.
+/// once, after the bias. If a sign is saved, it is that of the sum.
 bool keeps_product(const Tensor& x, const MaybeTensor& bias, Activation act) {
   return x.is_cpu() && bias && bias->scalar_type() != x.scalar_type() &&
          saved_by(act) != Saved::sign;
@@ -188,8 +188,7 @@ struct Op {
 
   static Tensor composite(const Call& call) { return composite_in(call.x->scalar_type(), call); }
 
-  /// vmap splits off the bias, after a product rounded to x's dtype: so the product is float32
-  /// here.
+  /// vmap adds the bias after the product was rounded to x's dtype, so the product is float32 here.
   static Tensor batched(const Call& call) {
     return composite_in(compute_dtype(call.x->scalar_type()), call);
   }

@@ -14,7 +14,8 @@
 
 namespace torchkiln {
 
-/// What backward finds of the hidden layer: the argument of the activation, or nothing.
+/// The tensor of the hidden layer that is saved for backward: the argument of the activation, or
+/// none.
 enum class HiddenSave { preact, none };
 
 template <>
@@ -42,15 +43,15 @@ using Two = std::tuple<Tensor, Tensor>;
 /// Results of the backward of an activation or a gate.
 struct Passed {
   Tensor grad;    // of the argument
-  Tensor bias;    // its sum over the rows, if the same pass computes it
+  Tensor bias;    // the sum of grad over the rows, if the same pass computes it
   Tensor output;  // of the activation, if wanted
 };
 
-/// What backward wants of a hidden layer.
+/// Results that the backward of a hidden layer has to compute.
 struct Wanted {
   bool bias;
   bool output;
-  bool overwrites;  // the results may take the memory of the arguments
+  bool overwrites;  // the results may overwrite the arguments
 };
 
 // Gradients of a linear layer from the gradient of its output, as rows.
@@ -78,7 +79,7 @@ struct Plain {
   static bool needs_input(Act act) {
     return saved_by(act) == Saved::input || saved_by(act) == Saved::output;
   }
-  /// The output, and what its derivative needs.
+  /// The output, and the tensor that its derivative needs.
   static Two recorded(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, Act act) {
     auto [out, kept] = call_below<linear_ops::Forward>(x, weight, bias, act, 1.0, MaybeTensor());
     return {out, needs_input(act) ? kept : out};
@@ -86,11 +87,11 @@ struct Plain {
   static Tensor forward(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, Act act) {
     return torchkiln::linear(x, weight, bias, name_of(act));
   }
-  /// recorded() once more; the output may be left to backward().
+  /// recorded() again, in backward; the output may be undefined if backward() computes it.
   static Two again(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, Act act) {
     return recorded(x, weight, bias, act);
   }
-  /// The output from what the derivative needs.
+  /// The output, from the tensor that the derivative needs.
   static Tensor output(const Tensor& kept, Act act) {
     return needs_input(act) ? activation(kept, name_of(act)) : kept;
   }
@@ -183,7 +184,7 @@ void check_layer(const char* op, const Tensor& x, const char* weight_name, const
   check_vector(op, bias_name, *bias, weight.sym_size(0), words.c_str());
 }
 
-/// The arguments of both ops; of gated_mlp, `up` is gate and up.
+/// The arguments of both ops. For gated_mlp, `up` is the weight of gate and up.
 template <class Act>
 struct Call {
   Borrowed<Tensor> x, up, down;
@@ -213,7 +214,7 @@ c10::SymDimVector checked_sizes(const Call<typename Kind::Act>& call) {
   return sizes;
 }
 
-/// Whether no one but this node holds a tensor that it kept, and the graph is not used again.
+/// Whether only this node holds the tensors that it saved, and the graph is not used again.
 bool is_last_use(bool was_hooked) {
   return !was_hooked && !torch::autograd::get_current_graph_task_keep_graph();
 }
@@ -263,7 +264,7 @@ struct Op : Schema<Kind> {
     return composite_in(call.x->scalar_type(), call);
   }
 
-  /// vmap splits off a bias, after a product rounded to x's dtype: so products are float32 here.
+  /// vmap adds a bias after the product was rounded to x's dtype, so products are float32 here.
   static Tensor batched(const Arguments& call) {
     return composite_in(compute_dtype(call.x->scalar_type()), call);
   }

@@ -20,7 +20,7 @@ inline bool is_transposed(const at::Tensor& matrix) {
 }
 
 /// The largest power of two, at most 16, that divides the length of the rows in bytes and the
-/// addresses of all rows; those of a transposed matrix are its columns.
+/// addresses of all rows; the rows of a transposed matrix are its columns.
 inline int64_t row_alignment(const at::Tensor& matrix) {
   if (is_transposed(matrix)) return row_alignment(matrix.t());
   const auto element = static_cast<int64_t>(matrix.element_size());
@@ -30,8 +30,8 @@ inline int64_t row_alignment(const at::Tensor& matrix) {
   return all & -all;
 }
 
-/// Copies a matrix to one of as many rows; columns behind those of `from` become 0. Torch's copy of
-/// rows that are not aligned reaches half of the bandwidth.
+/// Copies a matrix to one with the same number of rows; additional columns become 0. Torch's copy
+/// of rows that are not aligned reaches half of the bandwidth.
 inline void copy_rows(const char* op, const at::Tensor& from, const at::Tensor& to) {
   const int64_t columns = from.size(1), added = to.size(1) - columns;
   if (from.is_cuda() && from.element_size() == 2 && from.stride(1) == 1 && to.stride(1) == 1) {
@@ -75,8 +75,8 @@ struct PaddedSizes {
   }
 };
 
-/// Whether a product a b^T of padded copies takes less time, the copies included. Rates are those
-/// of an H100 with 50257, 30522 and 32001 columns, for all GPUs.
+/// Whether a product a b^T of padded copies takes less time, the copies included. Rates were
+/// measured on an H100 with 50257, 30522 and 32001 columns, and are used for all GPUs.
 inline bool gains_from_padding(const at::Tensor& a, const at::Tensor& b, const at::Tensor& out) {
   constexpr double kOddRate = 100e12, kEvenRate = 250e12, kAlignedRate = 650e12;  // FLOP/s
   constexpr double kSecondsPerElement = 1.4e-12, kSecondsOfLaunches = 20e-6;

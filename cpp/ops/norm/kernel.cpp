@@ -1,6 +1,6 @@
-// The kernels of layer_norm, rms_norm and their sums with a residual: checks, outputs, launches.
-// A row is normalized in one pass; backward makes the gradients of weight and bias in a second step
-// (launch_split). norm.cpp has the ops, written.cpp their forms that write into given tensors.
+// The kernels of layer_norm, rms_norm and their sums with a residual: checks, outputs, launches. A
+// row is normalized in one pass; backward computes the gradients of weight and bias in a second
+// step (launch_split). norm.cpp has the ops, written.cpp their forms that write into given tensors.
 
 #include "detail/rows_view.h"
 #include "norm/norm.h"

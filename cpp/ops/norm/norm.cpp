@@ -92,7 +92,7 @@ Two recorded(const Below& below, const Call& call) {
   return record(call.op(), {*call.x, *call.residual, weight, bias}, Two{y, sum},
                 keep(sum, stats, weight), [=](const Incoming& in, const Kept<3>& kept) {
                   // x and residual have the same gradient, which autograd casts to the dtype of
-                  // each; if y was not used, that of the sum.
+                  // each. If y was not used, it is the gradient of the sum.
                   if (!in[0].defined()) return variable_list{in[1], in[1], Tensor(), Tensor()};
                   const variable_list found = gradients(
                       in, in[1], kept, {in.wants(0) || in.wants(1), in.wants(2), in.wants(3)});

@@ -12,7 +12,7 @@ namespace torchkiln {
 /// its input.
 enum class NormRounding { once, input };
 
-/// Schemas have a rounding as a string.
+/// A rounding is a string in schemas.
 template <>
 struct InSchema<NormRounding> {
   using Type = c10::string_view;
@@ -46,8 +46,8 @@ struct Call {
   bool centered;  // layer norm; else RMS norm
   bool in_place = false;
 
-  /// Whether the residual is float32 beside an x of half precision. The kernels add the narrower of
-  /// the two to the wider one, whose dtype the results have.
+  /// Whether the residual is float32 and x half precision. The kernels add the narrower of the two
+  /// to the wider one; the results have the wider dtype.
   bool residual_is_wider() const {
     return residual && is_mixed(x->scalar_type(), residual->scalar_type()) &&
            residual->scalar_type() == at::kFloat;
@@ -72,7 +72,7 @@ Three outputs(const Call& call, bool wants_stats);
 
 /// Computes the outputs.
 Three run(const Call& call, bool wants_stats);
-/// Computes into contiguous tensors of these shapes; y may be x, and the sum the residual.
+/// Computes the outputs into contiguous tensors `to`; y may be x, and the sum the residual.
 Three run_into(const Call& call, Three to);
 
 /// (z - mean) * rstd * (weight + offset) + bias over the last `dims` dimensions, with torch's own

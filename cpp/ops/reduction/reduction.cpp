@@ -58,7 +58,7 @@ struct Mean {
   static constexpr bool kDivides = true;
   static constexpr double kOfNothing = std::numeric_limits<double>::quiet_NaN();
 
-  /// Integers have a mean in a given dtype; there is no default, as in torch.
+  /// The mean of integers needs a given dtype, as in torch.
   static void check_dtypes(const Tensor& x, OptionalDtype dtype) {
     const at::ScalarType given = x.scalar_type();
     TORCH_CHECK(is_supported_dtype(given) || (is_summable(given) && dtype),
@@ -135,7 +135,8 @@ bool reduce_into(const char* op, const Tensor& x, const Mask& mask, const Tensor
   return overflow.is_set();
 }
 
-/// Computes the elements of `out` that are infinite or NaN again, in a range that no sum exceeds.
+/// Computes the elements of `out` that are infinite or NaN again, in float64 and scaled so that no
+/// sum of finite numbers overflows.
 void reduce_widely(const char* op, const Tensor& x, const Mask& mask, const Tensor& out,
                    double divisor) {
   constexpr double kScale = 0x1p-64;  // sums of 2^64 float64 numbers stay finite

@@ -18,7 +18,7 @@ namespace torchkiln::rope_ops {
 using at::Tensor;
 using c10::SymInt;
 
-/// The rotation that a call asks for.
+/// The rotation of a call.
 struct Angles {
   Borrowed<Tensor> cos;
   Borrowed<Tensor> sin;
@@ -93,7 +93,7 @@ inline void check_positions_dtype(const char* op, const Tensor& positions) {
               dtype_name(dtype), ", expected int64 or int32");
 }
 
-/// Checks positions, if there are any; `what` describes the row that each of them is.
+/// Checks positions, if there are any; `what` describes a position in errors.
 inline void check_positions(const Heads& heads, const MaybeTensor& positions, const char* what) {
   if (!positions) return;
   check_positions_dtype(heads.op, *positions);

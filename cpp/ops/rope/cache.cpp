@@ -37,7 +37,7 @@ struct QkvIntoCache {
     Borrowed<Tensor> keys, values;
     Borrowed<MaybeTensor> places;  // the positions: places in the cache
 
-    /// If cos and sin are tables and not factors of each token, positions are their rows, too.
+    /// If cos and sin are tables and not factors of each token, positions also select their rows.
     void complete() {
       places = angles.positions;
       if (angles.cos->defined() && angles.cos->dim() == 3)

@@ -143,7 +143,7 @@ struct Qkv {
                   });
   }
 
-  /// The tensors of `call` are not valid any more.
+  /// The tensors that `call` borrows may have been freed: `kept` has them.
   static variable_list gradients(const Incoming& in, const Kept<6>& kept, QkvCall call) {
     const MaybeTensor positions = maybe(kept[5]);
     MaybeTensor q_weight, k_weight;

@@ -7,7 +7,7 @@
 
 namespace torchkiln {
 
-/// Schemas have the norm of heads as a string.
+/// The norm of heads is a string in schemas.
 template <>
 struct InSchema<QkvNorm> {
   using Type = c10::string_view;
@@ -132,7 +132,7 @@ inline void set_strides(int64_t (&to)[3], const Tensor& tensor) {
   to[2] = tensor.stride(-3);
 }
 
-/// Contiguous tensors that the arguments of a kernel point to.
+/// Tensors with adjacent elements that the arguments of a kernel point to.
 struct QkvTensors {
   MaybeCopy qkv, cos, sin;
   Tensor weights[2];

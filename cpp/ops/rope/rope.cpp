@@ -26,7 +26,7 @@ struct Call {
   TORCHKILN_FIELDS(self.q, self.k, self.angles.cos, self.angles.sin, self.angles.interleaved,
                    self.angles.positions, self.angles.partial, self.heads_dim, self.angles.inverse);
 
-  /// The dimension of the heads, counted from the end: -3 or -2. That of the tokens is the other.
+  /// The dimension of the heads, counted from the end: -3 or -2. The tokens have the other one.
   int64_t heads_at() const { return heads_dim < 0 ? heads_dim : heads_dim - q->dim(); }
   int64_t tokens_at() const { return -5 - heads_at(); }
 
@@ -158,7 +158,7 @@ struct Op {
                   });
   }
 
-  /// The tensors of `call` are not valid any more.
+  /// The tensors that `call` borrows may have been freed: `kept` has them.
   static variable_list gradients(const Incoming& in, const Kept<5>& kept, Call call) {
     const MaybeTensor positions = maybe(kept[2]);
     MaybeTensor k;

@@ -1,5 +1,5 @@
 // softmax and log_softmax, with a scale, a mask and a causal mask. Forward saves the result, from
-// which backward computes the gradient. A floating mask and another dtype are a pass of their own.
+// which backward computes the gradient. A floating mask or another dtype takes a separate pass.
 // view.h has the tensors and the mask as the kernels read them.
 
 #include <ATen/ScalarOps.h>
@@ -197,8 +197,8 @@ struct Op : Schema<kLog> {
     return at;
   }
 
-  /// Casts x to a given dtype first, as torch does, and adds a floating mask: both in a pass of
-  /// their own, which the gradients of x and of the mask take, too.
+  /// Casts x to a given dtype first, as torch does, and adds a floating mask: both in separate
+  /// passes, through which the gradients of x and of the mask go back.
   static std::optional<Tensor> rewritten(const Call& call) {
     const MaybeTensor& mask = call.mask;
     const bool adds = mask.has_value() && mask->defined() && mask->is_floating_point();

@@ -86,9 +86,9 @@ __device__ __forceinline__ void finish(const Parameters& p, Shared<T>& shared, i
         strip.store_box_to(p.out);
       });
       close_stores();
-      // A multiplier's buffer is released once the copy engine has read it. The engine first serves
-      // the panels that were requested earlier, so the wait comes one buffer later: the first
-      // multiplier's buffer is released while the second's is finished.
+      // A multiplier's buffer is released once TMA has read it. TMA first serves the panels that
+      // were requested earlier, so the wait comes one buffer later: the first multiplier's buffer
+      // is released while the second's is finished.
       if (multiplier > 0) {
         wait_until_read<1>();
         if (lane == 0) ::cuda::ptx::mbarrier_arrive(&shared.sums_empty[multiplier - 1]);

@@ -8,7 +8,7 @@
 
 namespace torchkiln::gemm::sm90 {
 
-/// An operand as a matrix for the copy engine.
+/// An operand as a matrix for TMA.
 struct Operand {
   Major major;
   MapShape shape;
@@ -47,7 +47,7 @@ inline bool is_adjacent(const Matrices& matrices, int64_t rows, int64_t columns)
   return matrices.row_stride == 1 || matrices.column_stride == 1 || rows == 1 || columns == 1;
 }
 
-/// Whether the copy engine can read the operands in place.
+/// Whether TMA can read the operands in place.
 inline bool fits_copies(const Matmul& p) {
   return size_of(p.dtype) == 2 && p.k > 0 && is_adjacent(p.a, p.m, p.k) &&
          is_adjacent(p.b, p.k, p.n) && fits_tensor_map(describe_a(p).shape, p.dtype) &&
@@ -87,7 +87,7 @@ Status make_parameters(const Matmul& p, int64_t half, Parameters& parameters) {
   return {};
 }
 
-/// Blocks that compute tiles until none is left.
+/// The grid: blocks that compute tiles until none is left.
 template <class T>
 Grid grid_of(const Parameters& parameters, int multiprocessors) {
   constexpr int kSharedBytes = sizeof(Shared<T>);

@@ -82,8 +82,9 @@ __device__ __forceinline__ void store_sums(T (&to)[kSlices][kSlice], const float
   }
 }
 
-/// Starts the products of a tile for one multiplier: its 64 rows of A with all columns of B. Those
-/// of the last stage, whose number it returns, are still in flight; the stages before are released.
+/// Starts the products of a tile for one multiplier: its 64 rows of A with all columns of B.
+/// Returns the number of the last stage, whose products are still in flight; all earlier stages are
+/// released.
 template <class T, Major kMajorA, Major kMajorB>
 __device__ __forceinline__ int start_products(StageRing<kStages>& ring,
                                               StageCursor<kStages>& cursor,
@@ -104,7 +105,7 @@ __device__ __forceinline__ int start_products(StageRing<kStages>& ring,
                                            from_b + i * wgmma::kNextStep<kMajorB>, step + i > 0);
     }
     wgmma::commit();
-    // The products of this stage are in flight, those of the previous stage are done.
+    // The products of this stage are in flight, the products of the previous stage are done.
     wgmma::wait<1>();
     if (step > 0 && threadIdx.x % kWarpgroup == 0) ring.release(last_stage);
     last_stage = cursor.stage;
@@ -148,7 +149,8 @@ __device__ __forceinline__ void init_barriers(Shared<T>& shared) {
   StageRing<kStages>(shared.stages).init(kMultipliers);
 }
 
-/// The work of a thread of the kernel. finish(shared, finisher, lane) is that of a finisher warp.
+/// The work of a thread of the kernel. finish(shared, finisher, lane) is the work of a finisher
+/// warp.
 template <class T, Major kMajorA, Major kMajorB, class Finish>
 __device__ __forceinline__ void run_roles(const Parameters& p, const Finish& finish) {
   extern __shared__ __align__(1024) unsigned char memory[];

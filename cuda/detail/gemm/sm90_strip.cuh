@@ -16,8 +16,8 @@ struct Strip {
   static constexpr int kRowStep = kWarpLanes / kChunks;
   static constexpr int kItems = kStripRows / kRowStep;
 
-  T* data;        // the first row in shared memory; the others follow
-  int first_row;  // those of the first element
+  T* data;        // the first row in shared memory; the other rows follow
+  int first_row;  // row and column of the first element in the result
   int first_column;
   int batch;
   int lane;
@@ -37,7 +37,7 @@ struct Strip {
 inline constexpr int kStripsOfSlice = wgmma::kRows / kStripRows;
 inline constexpr int kStripsOfMultiplier = kSlices * kStripsOfSlice;
 
-/// Strip i of a multiplier's sums, a slice after another.
+/// Strip i of a multiplier's sums, slice after slice.
 template <class T>
 __device__ __forceinline__ Strip<T> strip_at(Shared<T>& shared, const Tile& tile, int multiplier,
                                              int i, int lane) {
@@ -48,8 +48,8 @@ __device__ __forceinline__ Strip<T> strip_at(Shared<T>& shared, const Tile& tile
           tile.batch, lane};
 }
 
-/// Prefetches what a matrix has in the place of a tile into L2, so that it is there when the sums
-/// are. `thread` is that among the finishers.
+/// Prefetches a tile of a matrix into L2, so that it is there when the sums are. `thread`: the
+/// index among the threads of the finishers.
 template <class T>
 __device__ __forceinline__ void prefetch_tile(const T* matrix, int rows, int columns,
                                               int64_t row_stride, const Tile& tile, int thread) {

@@ -51,8 +51,8 @@ inline constexpr int kThreads = (1 + kMultipliers) * kWarpgroup;
 inline constexpr int kOtherRegisters = 104;
 inline constexpr int kMultiplierRegisters = 200;
 
-// A panel is what is copied at once: 128 rows of A or columns of B, 64 deep. If k is not
-// contiguous, it takes two boxes.
+// A panel is copied at once: 128 rows of A or columns of B, 64 deep. If k is not contiguous, it
+// takes two boxes.
 inline constexpr int kPanelWidth = 128;
 inline constexpr int kPanel = kPanelWidth * kTileDepth;
 inline constexpr int kBox = kTileDepth * kTileDepth;
@@ -96,7 +96,7 @@ struct Parameters {
   float scale;
   int m;
   int n;
-  int half;  // columns of a half of B, if a tile has as many of each; else 0
+  int half;  // columns of a half of B, if a tile has equal parts of both halves; else 0
   int depth_steps;
   int tile_rows;
   int tile_columns;

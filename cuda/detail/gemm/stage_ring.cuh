@@ -8,7 +8,7 @@
 //
 // Each stage has two barriers:
 //
-//   full   the producer announces the bytes to come, and the copy engine counts them as they arrive
+//   full   the producer announces the bytes to come, and TMA counts them as they arrive
 //   empty  every consumer arrives once it has read the stage
 //
 // A barrier changes phase each time it completes; wait_for_phase() takes the parity of the phase.
@@ -103,13 +103,12 @@ __device__ __forceinline__ void store_box(const CUtensorMap& map, int inner, int
 /// Closes a group of this thread's store_box() calls.
 __device__ __forceinline__ void close_stores() { ::cuda::ptx::cp_async_bulk_commit_group(); }
 
-/// Makes this thread's stores to shared memory visible to the copy engine.
+/// Makes this thread's stores to shared memory visible to TMA.
 __device__ __forceinline__ void fence_before_copy() {
   ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
 }
 
-/// Waits until the copy engine has read the shared memory of all but the last kLeft groups of this
-/// thread.
+/// Waits until TMA has read the shared memory of all but the last kLeft groups of this thread.
 template <int kLeft>
 __device__ __forceinline__ void wait_until_read() {
   ::cuda::ptx::cp_async_bulk_wait_group_read(::cuda::ptx::n32_t<kLeft>{});

@@ -1,8 +1,8 @@
 #pragma once
 
-// Tensor maps: descriptions of a tensor in memory, with which one thread asks the copy engine of
-// compute capability 9.0 for a whole box of it. The driver encodes them; its entry point is looked
-// up through the runtime, so that nothing links against the driver.
+// Tensor maps: descriptions of a tensor in memory, with which one thread requests a whole box of it
+// from the tensor memory accelerator (TMA) of compute capability 9.0. The driver encodes them; the
+// runtime looks up the driver's function, so that nothing links against the driver.
 
 #include <cudaTypedefs.h>
 #include <cuda_bf16.h>
@@ -36,7 +36,7 @@ struct MapShape {
   int64_t batch_stride;
 };
 
-/// Whether the copy engine can access the matrices: 16-byte steps, and 32-bit coordinates.
+/// Whether TMA can access the matrices: 16-byte steps, and 32-bit coordinates.
 inline bool fits_tensor_map(const MapShape& shape, Dtype dtype) {
   const auto in_range = [&](int64_t stride) {
     return stride > 0 && stride * static_cast<int64_t>(size_of(dtype)) < (int64_t{1} << 40);

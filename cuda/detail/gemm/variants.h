@@ -7,12 +7,12 @@
 namespace torchkiln::gemm {
 
 namespace sm90 {
-/// Whether the copy engine can read the operands in place. Does not query the device.
+/// Whether TMA can read the operands in place. Does not query the device.
 bool fits(const Matmul& arguments);
 /// Runs on compute capability 9.0 only, on this many SMs.
 Status matmul(const Matmul& arguments, int multiprocessors, CUstream_st* stream);
 
-/// The same for products around a gate.
+/// The same two functions for products around a gate.
 bool fits_gate(const Matmul& arguments);
 bool fits_gate(const GateGradient& arguments);
 Status matmul_gate(const Matmul& arguments, int multiprocessors, CUstream_st* stream);
@@ -20,7 +20,7 @@ Status matmul_gate(const GateGradient& arguments, int multiprocessors, CUstream_
 }  // namespace sm90
 
 namespace tensor_core {
-/// Whether the compiled code has these instructions. Half precision only.
+/// Whether the compiled code has the tensor-core instructions. Half precision only.
 bool is_available();
 Status matmul(const Matmul& arguments, CUstream_st* stream);
 }  // namespace tensor_core

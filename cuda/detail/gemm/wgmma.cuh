@@ -1,8 +1,8 @@
 #pragma once
 
 // Products of a warpgroup, four warps that multiply together (compute capability 9.0, compiled for
-// 90a): 64 rows of A by 256 columns of B, both in shared memory, added to sums in registers. They
-// run asynchronously; commit() and wait() work as for asynchronous copies.
+// 90a): 64 rows of A by 256 columns of B, both in shared memory, added to sums in registers.
+// Products run asynchronously; commit() and wait() work as for asynchronous copies.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -117,7 +117,7 @@ __device__ __forceinline__ void increase_registers() {
 }
 
 /// Stores four blocks of 8 by 8 half-precision elements, distributed over the lanes like the sums.
-/// Lane l gives the address of row l % 8 of block l / 8, or of that column if kTransposed.
+/// Lane l gives the address of row l % 8 of block l / 8, or of column l % 8 if kTransposed.
 template <bool kTransposed = false>
 __device__ __forceinline__ void store_blocks(void* row, const uint32_t (&blocks)[4]) {
   const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(row));

@@ -1,8 +1,8 @@
 #pragma once
 
 // Skeleton of column reductions over a [rows, columns] problem, such as bias and weight gradients.
-// One pass gives every element to a Body, which may write elementwise results, and sums what the
-// body adds per column.
+// One pass gives every element to a Body, which may write elementwise results and adds to one sum
+// per column.
 //
 //               tile 0          tile 1        ...      thread (tx, ty) of block (x, y) has kLanes
 //            +--------------+--------------+--         adjacent columns of tile x and the rows
@@ -32,14 +32,12 @@ __device__ __forceinline__ void begin(Body&, int64_t, bool, Sums&, long) {}
 
 /// Body: `C` (type of the sums), `kLanes`, `kRowsInFlight`, `Item` and
 ///   Item load(row, column)                             reads kLanes elements
-///   void consume(item, row, column, C (&sum)[kLanes])  writes elementwise results, adds to the
-///   sums
+///   void consume(item, row, column, C (&sum)[kLanes])  writes elementwise results, adds to `sum`
 /// and optionally
-///   void begin(column, is_first, C (&sum)[kLanes])     called once per thread: reads what depends
-///   on
-///                                                      the column alone; in one thread per column
-///                                                      is_first is true, to add elements that lie
-///                                                      outside of the rows
+///   void begin(column, is_first, C (&sum)[kLanes])     called once per thread: reads operands that
+///                                                      depend only on the column. is_first is true
+///                                                      in one thread per column, to add elements
+///                                                      that lie outside of the rows
 template <class Body, int kBlocks>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     sum_columns(Body body, Plan plan, typename Body::C* partial, Result result) {
@@ -79,8 +77,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   }
 
   __shared__ C shared[kThreads * kLanes];
-  // Tree over ty; the middle one of an odd number waits. Adjacent tx use adjacent words, so that no
-  // two threads of a warp conflict in a bank.
+  // Tree over ty; of an odd number, the middle one waits. Adjacent tx use adjacent words, so that
+  // no two threads of a warp conflict in a bank.
   for (int count = plan.threads_y; count > 1; count = (count + 1) / 2) {
     const int half = (count + 1) / 2;
 #pragma unroll
@@ -112,8 +110,8 @@ inline constexpr int kFinishWarps = kFinishThreads / kWarpLanes;
 inline constexpr int kFinishLoads = 9;
 
 /// Adds the chunks, and the folded columns. A warp reads 32 adjacent columns; `sharing` warps share
-/// their terms. A grid of two rows finishes two results; the partial sums of the second follow
-/// those of the first.
+/// the terms of these columns. A grid of two rows finishes two results; the partial sums of the
+/// second result follow those of the first.
 template <class C>
 __global__ void __launch_bounds__(kFinishThreads)
     finish(const C* partial, Plan plan, int sharing, Result result, Result second) {

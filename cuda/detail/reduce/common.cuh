@@ -11,8 +11,8 @@
 namespace torchkiln::reduce {
 using namespace device;
 
-/// Offsets of the elements of a grid [outer, inner], of which there are fewer than 2^31 unless
-/// inner is 1.
+/// Offsets of the elements of a grid [outer, inner]. The grid has fewer than 2^31 elements unless
+/// outer or inner is 1.
 class Offsets {
  public:
   Offsets() = default;
@@ -35,7 +35,7 @@ class Offsets {
   int64_t inner_stride_ = 0;
 };
 
-/// Stores results: sums, divided, and rounded once to the dtype of the output.
+/// Stores results: sums, divided by `divisor` and rounded once to the dtype of the output.
 struct Result {
   void* out;
   Dtype dtype;

@@ -8,7 +8,7 @@ struct Moments {
   double mean;
   double squares;
 
-  /// From sums of the distances to `origin`, one of the numbers.
+  /// From sums of the distances to `origin`, which is one of the numbers, and of their squares.
   static __device__ __forceinline__ Moments from_sums(double count, double origin, double sum,
                                                       double squares) {
     if (count == 0) return {};

@@ -14,9 +14,9 @@ namespace torchkiln::reduce {
 using namespace device;
 
 /// The number of parts, at most `most`, that each of `tasks` equal pieces of work is split into, so
-/// that the last wave of blocks is at least 90 % full: 1.1 waves take as long as 2.
+/// that the blocks fill at least 90 % of their waves if possible: 1.1 waves take as long as 2.
 inline int64_t parts_filling_waves(int64_t tasks, int64_t most, int64_t wave) {
-  constexpr int64_t kMaxWaves = 8;  // beyond, the unused part of the last wave is small anyway
+  constexpr int64_t kMaxWaves = 8;  // with more, the unused part of the last wave is small anyway
   int64_t parts = 1;
   for (int64_t waves = 1; waves <= kMaxWaves; ++waves) {
     parts = waves * wave / tasks;
@@ -59,7 +59,7 @@ struct Plan {
   TORCHKILN_HOST_DEVICE bool is_single_pass() const { return chunks == 1 && fold == 1; }
 };
 
-/// `blocks`: per SM, that are resident together.
+/// `blocks`: resident blocks per SM.
 inline Plan make_plan(int64_t rows, int64_t columns, int lanes, int blocks, const Device& device) {
   Plan plan{1, 1, 1, 1, rows, columns};
   const int64_t wave = int64_t{device.multiprocessors} * blocks;

@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-/// Blocks per SM. Half precision summed in float64 is the only case that needs more registers.
+/// Blocks per SM. Only narrower elements summed in float64 need more registers.
 template <class T, class C>
 inline constexpr int kBlocksThatFit = sizeof(C) > sizeof(Compute<T>) ? kBlocksPerMultiprocessor / 2
                                                                      : kBlocksPerMultiprocessor;

@@ -12,7 +12,7 @@
 //
 // The second read of a slab hits a cache if the slabs of two steps fit there. The exchange takes no
 // time of its own: the sums of step i - 1 arrive while those of step i are computed. There are no
-// atomics: a block writes slots of its own, and those of a row are added in a fixed order.
+// atomics: a block writes its own slots, and the slots of a row are added in a fixed order.
 //
 // Blocks wait for each other, so all must be resident: such a launch is cooperative.
 
@@ -64,7 +64,7 @@ class GridTeam {
     return kSplit ? 1 : kGridThreads >> plan_.log_threads;
   }
   __device__ __forceinline__ int row_in_block() const { return row_in_block_; }
-  /// The slab: vectors of a row that begins at a boundary.
+  /// The vectors of the slab, counted as in a row that begins at a 16-byte boundary.
   __device__ __forceinline__ int begin() const { return begin_; }
   __device__ __forceinline__ int end() const { return end_; }
   /// The column after the slab.
@@ -106,7 +106,7 @@ class GridTeam {
   int end_;
 };
 
-/// Merges values of the lanes of a warp: adds them. `lanes`: as in reduce_warp().
+/// A merge that adds the values of the lanes of a warp. `lanes`: as in reduce_warp().
 struct AddValues {
   template <class C, int kPerLane, int kValues>
   __device__ __forceinline__ void operator()(const C (&values)[kPerLane][kValues],
@@ -182,7 +182,7 @@ class RowExchange {
   __device__ __forceinline__ Values* slot(int64_t row, int block) const {
     return reinterpret_cast<Values*>(slots_) + row * blocks_ + block;
   }
-  /// All values of a slot in one access, which reaches the L2 cache.
+  /// Loads all values of a slot in one access, from the L2 cache.
   static __device__ __forceinline__ Values load_shared(const Values* from) {
     Values values;
     C(&to)[kValues] = values.lane;

@@ -1,7 +1,7 @@
 #pragma once
 
-// Vectors of rows that begin anywhere. Vectors are written where the row of a result has its
-// 16-byte boundaries, and read wherever those elements lie in another row:
+// Vectors of rows that begin anywhere. Vectors are written at the 16-byte boundaries of the row of
+// a result, and the same elements are read from rows with any other offset:
 //
 //   memory   |   16 B    |   16 B    |   16 B    |   16 B    |
 //   result            h h v v v v v v v v v v v v t            head, InnerVectors, tail
@@ -75,7 +75,7 @@ class PendingElements {
   static constexpr int kWhole = (N + kEach - 1) / kEach;
 
   uint4 parts_[kWhole + 1];
-  int past_;  // elements of the first part before the first of these
+  int past_;  // elements of parts_[0] before the first one
 };
 
 template <class T>

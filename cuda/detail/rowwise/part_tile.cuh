@@ -9,8 +9,8 @@
 namespace torchkiln::rowwise {
 using namespace device;
 
-/// kVectors vectors per thread, and one of the elements at the edges of the row for the first
-/// threads. kShared: a row has the same offset from a 16-byte boundary in every tensor.
+/// kVectors vectors per thread; the first threads also have one element each at the edges of the
+/// row. kShared: a row has the same offset from a 16-byte boundary in every tensor.
 template <class T_, int kVectors_, bool kShared>
 class PartTile {
  public:
@@ -68,7 +68,7 @@ class PartTile {
     }
   }
 
-  /// Elements of item k of a row of any type. Does not change `values` of a missing item.
+  /// Loads item k of a row of any type. Does not change `values` of a missing item.
   template <class C, class W>
   __device__ __forceinline__ void load_parameters(int k, const W* row, C (&values)[kLanes]) const {
     if (!has_any(k)) return;

@@ -9,8 +9,8 @@
 // The lag is long enough for the values to be there, and short enough for the second read to hit
 // L2, if a row fits there. GPUs start blocks in the order of their index, as CUB's scans assume,
 // too. An even block never waits, so an odd one waits for blocks that run or have finished,
-// whatever else occupies the device. Parts are merged in the order of their index: results do not
-// depend on the order of arrival.
+// whatever else occupies the device. Parts are merged in a fixed order: results do not depend on
+// the order of arrival.
 
 #include <cuda/atomic>
 
@@ -44,9 +44,9 @@ Status allocate_part_values(const PartPlan& plan, int values, Allocate allocate,
   return error == cudaSuccess ? Status{} : Status{cudaGetErrorString(error)};
 }
 
-/// Row: the elements of a row that a thread of all its parts holds, in a PartTile.
+/// Row: the elements of a row that one thread holds, in a PartTile.
 ///   load()                requests the elements
-///   reduce(team, values)  kValues values, combined over the warp; Op combines those of warps
+///   reduce(team, values)  kValues values, combined over the warp; Op combines the warps' values
 ///   write(values)         results, from the values of the whole row
 template <class Row, int kBlocks>
 __global__ void __launch_bounds__(kPartThreads, kBlocks)

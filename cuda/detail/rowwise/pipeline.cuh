@@ -52,7 +52,7 @@ class RowPipeline : public RowTile<Access, kItems> {
     row_step_[stream] = step * stride;
     add_stride(stride);
   }
-  /// Takes a row stride into account that start() or load() reads with, for can_overread().
+  /// Takes a row stride of start() or load() into account for can_overread().
   __device__ __forceinline__ void add_stride(int64_t stride) {
     edge_rows_ = max(edge_rows_, Access::edge_rows(stride));
   }
@@ -110,7 +110,7 @@ class RowPipeline : public RowTile<Access, kItems> {
     widen(slot(stream, k), values);
   }
 
-  /// Loads the items of a row of another tensor, including what lies beside the row. complete()
+  /// Loads the items of a row of another tensor, including lanes outside of the row. complete()
   /// loads the partial vectors that would reach beyond the tensor.
   __device__ __forceinline__ void load(const T* row, bool overread, Item (&items)[kItems]) const {
 #pragma unroll

@@ -5,7 +5,7 @@
 //
 //   TeamShape, RowPlan   a team holds a row in its registers
 //   PartPlan             longer rows, in parts that different blocks read twice: parts.cuh
-//   GridPlan             the same, for gradients, whose blocks wait for each other: grid_team.cuh
+//   GridPlan             longer rows, for gradients: blocks wait for each other, grid_team.cuh
 
 #include <algorithm>
 #include <optional>
@@ -20,8 +20,8 @@ inline constexpr int kLargeClusterBlocks = 16;  // some GPUs support them; the k
 inline constexpr int kMaxTeamThreads = 512;     // per block of a cluster
 inline constexpr int kMaxWarps = kMaxClusterBlocks * kMaxTeamThreads / kWarpLanes;
 
-/// A team of up to 32 threads has a power of two of them, a larger one whole warps. A team shares
-/// its block with others, has the block, or has all blocks of a cluster.
+/// A team of up to 32 threads has a power of two threads, a larger team whole warps. A team shares
+/// a block with other teams, has a block, or has all blocks of a cluster.
 struct TeamShape {
   int threads;      // of the team, per block
   int log_threads;  // of a team of up to 32 threads; else 31, so that thread >> 31 is 0
@@ -70,8 +70,8 @@ inline constexpr int kRowThreads = 512;
 inline constexpr int kFewItems = 4;
 inline constexpr int kManyItems = 8;
 
-/// Longest row: its column numbers, and those that a loop computes beyond the last one, fit in 32
-/// bits.
+/// Longest row: column numbers fit in 32 bits, also numbers that a loop computes beyond the last
+/// column.
 inline constexpr int64_t kMaxColumns = (int64_t{1} << 31) - (int64_t{1} << 20);
 inline constexpr const char* kTooLong = "a row has more than 2^31 - 2^20 elements";
 
@@ -110,11 +110,11 @@ inline std::optional<RowPlan> make_row_plan(int64_t vectors, int64_t min_threads
 
 /// The vectors of a row in an UnalignedRowTile. One whole vector is left to the tail: the
 /// parameters of a row vector lie across two aligned vectors of the parameter array, and the second
-/// must not reach beyond its end.
+/// must not reach beyond the array.
 TORCHKILN_HOST_DEVICE constexpr int64_t inner_vectors(int64_t columns, int lanes) {
   return columns < lanes ? 0 : columns / lanes - 1;
 }
-/// The fewest threads of its team: one per element of head and tail.
+/// The fewest threads of a team with an UnalignedRowTile: one per element of head and tail.
 constexpr int fewest_edge_threads(int lanes) { return 2 * lanes - 1; }
 
 /// make_row_plan() for the tile that with_tile() takes for this alignment.
@@ -161,7 +161,7 @@ inline constexpr int kMaxTeamBlocks = 288;
 inline constexpr int kMinSlab = 64;
 // With fewer rows, the rows of a step are adjacent.
 inline constexpr int64_t kMinStridedRows = 128;
-// Fewest threads along a row.
+// Logarithm of the fewest threads along a row.
 inline constexpr int kLogMinRowThreads = 2;
 
 /// How rows are distributed over a grid.

@@ -57,13 +57,13 @@ class Team {
 
   /// Index of the team in its block.
   __device__ __forceinline__ int index() const { return index_; }
-  /// Rank of the thread among those of its team: in its own block, and in all blocks; number of
-  /// threads of the team.
+  /// Rank of the thread in its team, counted in its own block and in all blocks; number of threads
+  /// of the team.
   __device__ __forceinline__ int rank_in_block() const { return rank_in_block_; }
   __device__ __forceinline__ int rank() const { return block_ * shape_.threads + rank_in_block_; }
   __device__ __forceinline__ int size() const { return shape_.size(); }
 
-  /// Index of this block or cluster, and their number.
+  /// Index of this block or cluster, and the number of blocks or clusters.
   __device__ __forceinline__ int64_t group() const { return blockIdx.x >> shape_.log_blocks; }
   __device__ __forceinline__ int64_t groups() const { return gridDim.x >> shape_.log_blocks; }
   /// Index of the block's or cluster's first team, and the number of teams in the grid.
@@ -149,7 +149,7 @@ class Team {
     reduce_warp(values, op, width);
   }
 
-  /// Value i of the latest ones that the team's first warp published. `own` has this warp's values.
+  /// Value i that the team's first warp published last. `own`: the values that this warp published.
   template <int N>
   __device__ __forceinline__ C first_published(const C (&own)[N], int i) const {
     return shape_.in_warp() ? own[i] : storage_.slots[(exchanges_ - 1) & 1][i][first_slot()];
@@ -169,11 +169,11 @@ class Team {
   __device__ __forceinline__ int warps() const { return shape_.threads / kWarpLanes; }
   /// Warps of the team in all blocks.
   __device__ __forceinline__ int team_warps() const { return warps() << shape_.log_blocks; }
-  /// The teams of a block have consecutive slots.
+  /// The first slot of the team. The teams of a block have consecutive slots.
   __device__ __forceinline__ int first_slot() const { return index_ * warps(); }
 
-  /// Each warp stores its values into every block of the cluster, whose mbarrier counts the bytes.
-  /// A cluster barrier would also wait for all earlier stores to global memory.
+  /// Each warp stores its values into every block of the cluster; the mbarrier of a block counts
+  /// the bytes. A cluster barrier would also wait for all earlier stores to global memory.
   template <class Slots, int N>
   __device__ __forceinline__ void publish_to_cluster(const C (&values)[N], Slots& slots, int half,
                                                      int at, int count, int lane) {

@@ -8,8 +8,8 @@
 namespace torchkiln::rowwise {
 using namespace device;
 
-/// kItems vectors of a row per thread. Vectors at unaligned rows may be partial; only RowPipeline
-/// reads and writes those.
+/// kItems vectors of a row per thread. Vectors of unaligned rows may be partial; only RowPipeline
+/// reads and writes partial vectors.
 template <class Access_, int kItems_>
 class RowTile {
  public:
@@ -56,7 +56,7 @@ class RowTile {
     access_.load(row, column_, step_, items, outside, true);
   }
 
-  /// Prefetches into L2 what load() will read.
+  /// Prefetches the items that load() will read into L2.
   __device__ __forceinline__ void prefetch(const T* row) const {
 #pragma unroll
     for (int k = 0; k < kItems; ++k) {
@@ -193,8 +193,7 @@ class UnalignedRowTile {
 template <class Tile, int kStreams = 1>
 inline constexpr int kRowBlocks = Tile::kVectors * kStreams <= kManyItems ? 2 : 1;
 
-/// Calls in_registers(TypeTag<Tile>{}, team) with the tile that holds such rows as plan_rows()
-/// says.
+/// Calls in_registers(TypeTag<Tile>{}, team) with the tile for a plan of plan_rows().
 template <class T, class InRegisters>
 Status with_tile(Alignment alignment, const RowPlan& plan, const InRegisters& in_registers) {
   const auto with_items = [&](auto few, auto many) {

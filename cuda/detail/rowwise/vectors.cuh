@@ -53,8 +53,8 @@ struct RowVectors {
     return kAligned || (column >= 0 && column + kLanes <= columns);
   }
 
-  /// How many rows at either end of a tensor, whose rows are `stride` elements apart, have vectors
-  /// that may reach beyond the tensor.
+  /// How many rows at either end of a tensor have vectors that may reach beyond the tensor. Rows
+  /// are `stride` elements apart.
   static __device__ __forceinline__ int64_t edge_rows(int64_t stride) {
     return stride >= kLanes ? 1 : stride > 0 ? kLanes : int64_t{1} << 62;
   }
@@ -121,7 +121,7 @@ struct RowVectors {
     return item;
   }
 
-  /// Loads the parameters of the columns of a vector. In vectors only if the rows are aligned:
+  /// Loads the parameters of the columns of a vector. Reads vectors only if the rows are aligned:
   /// otherwise they begin at any element of the parameter array.
   template <class C, class W>
   __device__ __forceinline__ void load_parameters(int column, const W* parameters,

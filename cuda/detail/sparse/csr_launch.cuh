@@ -16,8 +16,8 @@ inline bool in_vectors(const DenseRows& rows, int64_t width, Dtype dtype) {
                          {width, rows.row_stride, rows.batch_stride});
 }
 
-/// Returns null if the kernels' 32-bit numbers of rows, columns and strides are large enough, else
-/// an error message.
+/// Returns null if rows, columns and strides fit the kernels' 32-bit integers, else an error
+/// message.
 inline const char* too_large(const CsrPattern& pattern, int64_t row_stride) {
   constexpr int64_t kMax = (int64_t{1} << 31) - 1;
   // A search may step past the last row, and a warp past the last entry.

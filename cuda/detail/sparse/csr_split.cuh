@@ -89,7 +89,7 @@ __device__ __forceinline__ Piece<Index> piece_of_chunk(const CsrPattern& pattern
           slot_of(chunks, chunk, begin)};
 }
 
-/// The piece of a row that is not long.
+/// The piece of a row; empty for a long row.
 template <class Index>
 __device__ __forceinline__ Piece<Index> piece_of_row(const CsrPattern& pattern, const Index* crow,
                                                      const Chunks& chunks, int64_t row) {

@@ -1,4 +1,4 @@
-// The gradients of batch norm: sums of the parts of the channels, their total (here), grad_x.
+// The gradients of batch norm: partial sums of each channel, their total (in this file), grad_x.
 //
 //   plan       kernels                                     when
 //   resident   one cooperative kernel for both passes,     training on 9.0, adjacent channels in

@@ -6,8 +6,8 @@
 
 namespace torchkiln::cuda {
 
-/// The backward of rows of adjacent columns, and of planes of adjacent elements: all but grad_x,
-/// and grad_x by the coefficients.
+/// The backward for adjacent channels (rows) and for adjacent elements of a channel (planes): all
+/// but grad_x, then grad_x from the coefficients.
 Status sums_of_rows(const BatchNormBackward& p, const ChannelPass& pass, Allocate allocate,
                     CUstream_st* stream);
 Status sums_of_planes(const BatchNormBackward& p, const ChannelPass& pass, Allocate allocate,
@@ -28,7 +28,7 @@ Status add_channel_sums(const BatchNormBackward& p, const void* partial, int64_t
 
 namespace {
 
-/// relu whose incoming gradient is the sum of two, for calls with signs.
+/// relu whose incoming gradient is the sum of two tensors, for calls with signs.
 template <class Math>
 struct ReluOfSum : FixedActivation<Relu, Math> {
   static constexpr bool kAdds = true;
@@ -38,8 +38,9 @@ constexpr bool kAddsSecond = false;
 template <class Act>
 constexpr bool kAddsSecond<Act, std::void_t<decltype(Act::kAdds)>> = true;
 
-/// Operands of g, the gradient of the argument of the activation: the incoming gradient or g
-/// itself, x, and the residual if the derivative needs it, or the second incoming gradient.
+/// The tensors from which g is computed, the gradient of the activation's argument: the incoming
+/// gradient (or g itself), x, and the residual if the derivative needs it or the second incoming
+/// gradient.
 template <class Access, class Act>
 using GradientStreams = ChannelStreams<Access, Act::kReadsResidual || kAddsSecond<Act> ? 3 : 2,
                                        true, typename Access::C, typename Access::C>;

@@ -1,5 +1,5 @@
 // The kernels of backward.cuh for channels whose elements are adjacent in memory, in a file of
-// their own so that they compile beside those for adjacent channels.
+// their own to compile in parallel with the kernels for adjacent channels.
 
 #include "backward.cuh"
 

@@ -1,6 +1,6 @@
 // Sums, coefficients and grad_x in one cooperative kernel, for adjacent channels on compute
-// capability 9.0. The rows that fit stay in shared memory between the passes: resident.cuh has the
-// drawing.
+// capability 9.0. The rows that fit stay in shared memory between the passes: resident.cuh lists
+// the steps.
 
 #include "backward.cuh"
 #include "resident.cuh"

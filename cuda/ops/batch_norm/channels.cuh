@@ -3,13 +3,13 @@
 // Access to the channels of a dense [outer, channels, inner] tensor, for every kernel of batch
 // norm.
 //
-// Adjacent channels (inner = 1) are rows of a matrix [outer, channels]. Block (x, y) has a tile of
-// columns and every parts-th group of threads_y rows; a thread keeps its kLanes columns.
+// Adjacent channels (inner = 1) are rows of a matrix [outer, channels]. Block (x, y) reads a tile
+// of columns in every parts-th group of threads_y rows; a thread keeps the same kLanes columns.
 //
-// Otherwise a channel is `outer` planes of adjacent elements. Block (x, y) has channel x and every
-// parts-th group of threads_y segments, each a plane or a piece of one. Many planes, small ones,
-// and those that do not consist of whole vectors are folded: rows of a matrix [outer, channels *
-// inner], whose columns are added to channels at the end.
+// Otherwise a channel is `outer` planes of adjacent elements. Block (x, y) reads every parts-th
+// group of threads_y segments of channel x; a segment is a plane or a piece of one. Planes for
+// which folds_planes() is true are read as rows of a matrix [outer, channels * inner], whose
+// columns are added to channels at the end.
 
 #include "detail/reduce/columns.cuh"
 #include "ops/batch_norm/choose.h"
@@ -50,9 +50,9 @@ class ChannelCursor {
     rows_ = inside_ && first_ < plan.rows ? (plan.rows - first_ + step_ - 1) / step_ : 0;
   }
 
-  /// The column of the first lane; the channel of planes.
+  /// The column of the first lane, or the channel of the planes.
   __device__ __forceinline__ int64_t column() const { return column_; }
-  /// The channels of the columns, or the one of planes.
+  /// The channel of each column, or the channel of the planes.
   template <int N>
   __device__ __forceinline__ void channels(int64_t (&to)[N]) const {
 #pragma unroll
@@ -63,7 +63,7 @@ class ChannelCursor {
     }
   }
   __device__ __forceinline__ bool is_inside() const { return inside_; }
-  /// The rows or segments of the thread.
+  /// The number of rows or segments of the thread.
   __device__ __forceinline__ int64_t rows() const { return rows_; }
   /// The first row or segment of the thread, and the distance to its next one.
   __device__ __forceinline__ int64_t first_row() const { return first_; }
@@ -74,7 +74,7 @@ class ChannelCursor {
     return Access::kColumns ? column_ + lane == channel * plan_.period.divisor() : place_ == 0;
   }
 
-  /// The rows of the block.
+  /// The number of rows or segments of the block.
   __device__ __forceinline__ int64_t count_of_block() const {
     const int64_t full = plan_.rows / step_, rest = plan_.rows % step_;
     int64_t last = rest - int64_t{blockIdx.y} * plan_.threads_y;
@@ -89,7 +89,7 @@ class ChannelCursor {
     return (int64_t{outer} * plan_.layout.channels + column) * plan_.layout.inner +
            int64_t{static_cast<uint32_t>(row) - outer * plan_.segments.divisor()} * plan_.segment;
   }
-  /// Whether the thread has columns, and the block rows.
+  /// Whether the thread has any columns and the block any rows.
   __device__ __forceinline__ bool has_part() const {
     return inside_ && int64_t{blockIdx.y} * plan_.threads_y < plan_.rows;
   }
@@ -107,8 +107,8 @@ class ChannelCursor {
   bool inside_;
 };
 
-/// The vectors of a thread one after another. Backwards, the first ones are those that the previous
-/// kernel has read last, which the L2 cache still holds.
+/// Walks over the vectors of a thread. Backwards, it begins with the vectors that the previous
+/// kernel read last, which the L2 cache still holds.
 template <class Access, bool kBackwards>
 class ChannelWalk {
  public:

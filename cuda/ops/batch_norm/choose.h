@@ -17,39 +17,40 @@ namespace torchkiln::cuda {
 using namespace device;
 
 inline constexpr int kChannelThreads = 256;
-/// Elements per vector: a byte of signs for each. float32 takes two loads of 16 bytes.
+/// Elements per vector, whose signs fill a byte. float32 takes two loads of 16 bytes.
 inline constexpr int kChannelLanes = 8;
 /// Vectors of a segment per thread.
 inline constexpr int kChannelItems = 8;
 
-// Blocks per SM: of the kernels for moments, with 32 KiB of vectors in flight each, for outputs and
-// for gradients, with up to 64 KiB, and of those with both passes.
+// Blocks per SM: for moments, with 32 KiB of vectors in flight per block; for outputs and
+// gradients, with up to 64 KiB; and for kernels with both passes.
 inline constexpr int kMomentBlocks = 2;
 inline constexpr int kOutputBlocks = 3;
 inline constexpr int kBackwardBlocks = 2;
 inline constexpr int kResidentBlocks = 2;
 static_assert(kBackwardBlocks == kResidentBlocks, "choose() makes one plan for both");
 
-/// Shared memory of a block for the vectors in flight. A third block of the outputs fits an SM of
-/// 9.0, a fourth one does not: more would gather on the SMs that finish the previous kernel first.
+/// Shared memory of a block for the vectors in flight. An SM of 9.0 holds three blocks of the
+/// outputs, not four: with more, blocks would gather on the SMs that finish the previous kernel
+/// first.
 inline constexpr int kRingBytes = 64 * 1024;
 
-/// Fewest planes of a channel that fold to rows of all channels. The partial sums take up to 24
-/// bytes per column: for planes of at least kLargePlane elements in whole vectors, which can be
-/// read as they are, that pays for many rows only.
+/// Fewest planes of a channel that are folded to rows of all channels. Partial sums take up to 24
+/// bytes per column. Planes of at least kLargePlane elements in whole vectors can be read as they
+/// are, so folding them pays only for many rows.
 inline constexpr int64_t kLargePlane = 256;
 inline constexpr int64_t kFewestFolded = 32;
 inline constexpr int64_t kFewestLargeFolded = 128;
 
-/// Shared memory of a block with both passes: two of 113 KiB are what an SM of 9.0 has, with 1 KiB
-/// each that the system takes. Sums of the threads have a part of their own, since the rows stay.
+/// Shared memory of a block with both passes: an SM of 9.0 has room for two blocks of 113 KiB, and
+/// 1 KiB more for the system in each. The threads' sums have their own part, since the rows stay.
 inline constexpr int kResidentBytes = 112 * 1024;
 inline constexpr int kResidentColumns = 2 * kChannelThreads;  // of a block, at most
-/// Shared memory that a block of 9.0 and 10.0 may have. With less, the second block of an SM would
-/// not be resident.
+/// The most shared memory of a block on 9.0 and 10.0. Where it is less, an SM does not hold two
+/// blocks.
 inline constexpr int kSharedOf90 = 227 * 1024;
-/// Elements up to which both passes are one kernel that also writes grad_residual. Three or four
-/// tensors of more do not fit the L2 cache: the second pass of two kernels reads one less.
+/// Most elements for which one kernel does both passes and writes grad_residual. Three or four
+/// larger tensors do not fit the L2 cache, where the second of two kernels reads one tensor less.
 inline constexpr int64_t kMostWithResidual = int64_t{1} << 24;
 
 /// How the elements are shared among blocks and threads. Depends only on shape and device.
@@ -137,8 +138,8 @@ inline ChannelPass make_channel_pass(Dtype dtype, const ChannelLayout& layout,
   return {in_rows, lanes, make_channel_plan(layout, in_rows, lanes, blocks, device)};
 }
 
-/// The plan of one kernel for both passes, whose grid is resident as a whole, if there is one.
-/// `pass`: that of two kernels, for all tensors and kResidentBlocks blocks per SM.
+/// The plan of one kernel for both passes, whose whole grid is resident, or nothing. `pass` is the
+/// plan of two kernels, for all tensors and kResidentBlocks blocks per SM.
 inline std::optional<ChannelPass> make_resident_pass(const ChannelPass& pass,
                                                      const Device& device) {
   const ChannelPlan& plan = pass.plan;
@@ -151,7 +152,7 @@ inline std::optional<ChannelPass> make_resident_pass(const ChannelPass& pass,
   return resident;
 }
 
-/// The kernels of a forward: `resident`, or `moments` and their merge, and `outputs`.
+/// The kernels of a forward: `resident`; or `moments` and their merge, if training, and `outputs`.
 struct BatchNormPlan {
   std::optional<ChannelPass> resident;
   std::optional<ChannelPass> moments;
@@ -192,8 +193,8 @@ inline ChannelPass choose_passes(const BatchNormBackward& p, const Device& devic
   return make_channel_pass(p.dtype, p.layout, tensors, kBackwardBlocks, device);
 }
 
-/// The kernels of a backward: `resident`, or one for the sums, their total, and one for grad_x, the
-/// first and the last of them with the plan `passes`.
+/// The kernels of a backward: `resident`; or sums, their total and grad_x. Both sums and grad_x use
+/// the plan `passes`.
 struct BatchNormBackwardPlan {
   std::optional<ChannelPass> resident;
   ChannelPass passes;

@@ -1,14 +1,14 @@
 #pragma once
 
-// How the kernels of a max pool behind batch norm walk over windows and pixels. Includes no header
-// of CUDA.
+// How the kernels of batch norm with a max pool walk over windows and pixels. Includes no header of
+// CUDA.
 
 #include "ops/batch_norm/choose.h"
 
 namespace torchkiln::cuda {
 
-/// The width of windows that are compiled into kernels: those of 3 x 3 and 2 x 2 pixels at every
-/// other pixel, with relu; 0 for all others.
+/// The width of a window that is a constant of the kernel: 3 x 3 or 2 x 2 pixels with stride 2, and
+/// relu. 0 for all other windows.
 inline int fixed_window(const PoolWindows& windows, Activation activation) {
   const int width = windows.kernel[0];
   const bool is_fixed = activation == kActivation<Relu> && (width == 3 || width == 2) &&
@@ -22,7 +22,7 @@ constexpr int pool_blocks(int fixed_window) { return fixed_window > 0 ? 3 : 2; }
 inline constexpr int kPoolBackwardBlocks = 2;
 
 /// Whether a thread computes the gradients of stride x stride pixels, whose windows it reads once.
-/// For float32, and for windows that are not known at compile time, it has one pixel.
+/// For float32, and for windows that are not known at compile time, it computes one pixel.
 constexpr bool computes_in_blocks(int fixed_window, size_t element) {
   return fixed_window > 0 && element == 2;
 }

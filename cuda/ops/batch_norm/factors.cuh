@@ -53,7 +53,7 @@ struct ChannelFactors {
   /// The channel of a lane.
   static constexpr __device__ int of(int lane) { return Access::kColumns ? lane : 0; }
 
-  /// From the moments of the channels: the means in two parts, and rstd.
+  /// Sets scale and shift. `low`: the rounding errors of `mean`.
   template <class Problem>
   __device__ __forceinline__ void set(const Problem& p, const int64_t (&channels)[kChannels],
                                       const C (&low)[kChannels], const C (&rstd)[kChannels]) {
@@ -79,8 +79,7 @@ struct ChannelFactors {
     set(p, channels, low, rstd);
   }
 
-  /// The argument of the activation without the residual, for both directions with the same
-  /// rounding.
+  /// The argument of the activation without the residual. Forward and backward round it alike.
   template <class T, int N>
   __device__ __forceinline__ void normalize(const Vec<T, N>& x, C (&z)[N]) const {
     widen(x, z);

@@ -8,7 +8,8 @@
 //   planes     moments, merge, y: forward_planes.cu        channels of adjacent elements
 //
 // In eval mode y is the only kernel. forward.cuh has the kernels of rows and planes, channels.cuh
-// which elements a thread has, factors.cuh n, pool.cu a max pool behind. Gradients: backward.cu.
+// the elements of each thread, factors.cuh n, pool.cu batch norm with a max pool. Gradients:
+// backward.cu.
 
 #include "forward.cuh"
 #include "statistics.cuh"
@@ -17,8 +18,8 @@
 namespace torchkiln::cuda {
 namespace {
 
-/// Merges the parts of kChannelsOfTotal channels in a block: sums of the distances of their means
-/// to the first one.
+/// Each block merges the parts of kChannelsOfTotal channels. It sums the distances of the parts'
+/// means from the first mean.
 template <class C>
 __global__ void __launch_bounds__(kTotalThreads)
     merge_parts(BatchNorm p, const Moments* partial, int64_t parts, int64_t columns) {

@@ -1,6 +1,6 @@
 #pragma once
 
-// The kernels of the forward: moments of parts of the channels, and the outputs.
+// The kernels of the forward: partial moments of each channel, and the outputs.
 
 #include "factors.cuh"
 #include "merge.cuh"
@@ -16,7 +16,7 @@ Status moments_of_planes(const BatchNorm& p, const ChannelPass& pass, Allocate a
 Status outputs_of_rows(const BatchNorm& p, const ChannelPass& pass, CUstream_st* stream);
 Status outputs_of_planes(const BatchNorm& p, const ChannelPass& pass, CUstream_st* stream);
 
-/// One of the first two.
+/// moments_of_rows() or moments_of_planes().
 Status moments_of(const BatchNorm& p, const ChannelPass& pass, Allocate allocate,
                   CUstream_st* stream);
 
@@ -29,11 +29,11 @@ Status pack_signs(const BatchNorm& p, CUstream_st* stream);
 
 namespace {
 
-/// x, and the sums of a part in float64.
+/// The stream of x, with sums in float64.
 template <class Access>
 using MomentStreams = ChannelStreams<Access, 1, false, double, double>;
 
-/// Sums of distances to the first element of the block's part of a channel, and of their squares:
+/// Sums the distances from the first element of the block's part of a channel, and their squares:
 /// few digits are lost where the mean is far from 0.
 template <class Access>
 __device__ __forceinline__ void add_moments(const typename Access::T* x, const ChannelPlan& plan,
@@ -86,8 +86,8 @@ __global__ void __launch_bounds__(kChannelThreads, kMomentBlocks)
   add_moments<Access>(x, plan, partial);
 }
 
-/// The factors of a thread's channels in eval mode without statistics in memory; writes the
-/// statistics for backward if they are wanted.
+/// Computes the factors of a thread's channels from the running statistics, in eval mode. Writes
+/// the statistics for backward if they are wanted.
 template <class Access, int kChannels>
 __device__ __forceinline__ void load_running(const BatchNorm& p,
                                              const ChannelCursor<Access>& cursor,

@@ -1,5 +1,5 @@
 // The kernels of forward.cuh for channels whose elements are adjacent in memory, in a file of their
-// own so that they compile beside those for adjacent channels.
+// own to compile in parallel with the kernels for adjacent channels.
 
 #include "forward.cuh"
 

@@ -1,5 +1,5 @@
 // Moments, statistics and y in one cooperative kernel, for adjacent channels on compute capability
-// 9.0. The rows that fit stay in shared memory between the passes: resident.cuh has the drawing.
+// 9.0. The rows that fit stay in shared memory between the passes: resident.cuh lists the steps.
 
 #include "forward.cuh"
 #include "resident.cuh"

@@ -1,5 +1,5 @@
 // The kernels of forward.cuh for adjacent channels, and for planes that are read as rows of all
-// channels, in a file of their own so that they compile beside those for planes.
+// channels, in a file of their own to compile in parallel with the kernels for planes.
 
 #include "forward.cuh"
 

@@ -80,7 +80,8 @@ __global__ void __launch_bounds__(kChannelThreads, kPoolBlocks<Windows>)
   }
 }
 
-/// part_sums() over windows: each has one pixel with a gradient, which differs from lane to lane.
+/// part_sums() over windows. In each window one pixel has a gradient; lanes may have different
+/// pixels.
 template <class Access, class Windows, class Act>
 __global__ void __launch_bounds__(kChannelThreads, kPoolBackwardBlocks)
     pooled_sums(BatchNormPoolBackward p, ChannelPlan plan, Windows windows, Act act,
@@ -213,7 +214,7 @@ __global__ void __launch_bounds__(kChannelThreads, kPoolBackwardBlocks)
     };
     if constexpr (kInBlocks<T, Windows>) {
       constexpr int kWidth = Windows::Axis::kWidth, kStep = Windows::Axis::kStep;
-      constexpr int kShared = (kWidth + kStep - 1) / kStep;  // windows of a pixel, one dimension
+      constexpr int kShared = (kWidth + kStep - 1) / kStep;  // most windows of a pixel per axis
       WindowGradient<Access> window[kShared][kShared];
       const int row = windows.rows.begin(place.row), column = windows.columns.begin(place.column);
       const auto at = [&](int r, int c) {

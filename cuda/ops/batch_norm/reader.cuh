@@ -13,8 +13,8 @@ namespace torchkiln::cuda {
 namespace {
 
 /// Tensors that a kernel reads together, one vector of each at a time, and the packed signs of an
-/// output. Null ones are not read. Sums of the block's threads, `Sum` per element of a vector, take
-/// the place of the vectors after the last one.
+/// output. Null tensors are not read. After the last vector, the shared memory holds the sums of
+/// the block's threads, one of each type `Sum` per element of a vector.
 template <class AccessType, int kTensors, bool kSigns, class... Sum>
 struct ChannelStreams {
   using Access = AccessType;
@@ -47,8 +47,8 @@ struct ChannelStreams {
     return item;
   }
 
-  /// Starts the copies of the elements at `at` to a stage. The signs come with the word that holds
-  /// them, which may end behind the last byte.
+  /// Starts the copies of the elements at `at` to a stage. Signs are copied as the 4-byte word that
+  /// holds them; its bytes beyond the last signs are 0.
   __device__ __forceinline__ void start(int stage, int64_t at) const {
     char* const to = stage_of(stage);
 #pragma unroll
@@ -90,8 +90,8 @@ struct ChannelStreams {
   }
 };
 
-/// Reads the vectors of a thread ahead into shared memory, where each thread reads back its own; no
-/// barrier is needed.
+/// Copies the vectors of a thread ahead of their use to shared memory. Each thread reads only its
+/// own copies, so no barrier is needed.
 template <bool kBackwards, class Streams>
 class ChannelReader {
  public:
@@ -156,9 +156,9 @@ class ChannelReader {
   ChannelWalk<Access, kBackwards> ahead_;
 };
 
-/// Adds the values of the threads of a block that have the same columns, or of all threads if it
-/// has planes of one channel, and calls use(column or channel, sums) once for each. Reuses the
-/// shared memory of the ring.
+/// Adds the values of the block's threads that have the same columns, or of all threads if the
+/// block reads planes of one channel. Calls use(column or channel, sums) once for each column or
+/// channel. Reuses the shared memory of the ring.
 template <class Access, int kValues, class S, class Use>
 __device__ __forceinline__ void add_threads(const ChannelPlan& plan,
                                             const S (&values)[kValues][Access::kLanes],

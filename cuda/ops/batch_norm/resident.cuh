@@ -25,10 +25,10 @@ template <class Streams>
 inline constexpr int kResidentStages =
     (kResidentBytes - kThreadSumBytes<typename Streams::Access>) / Streams::kStageBytes;
 
-/// Reads the vectors of a thread twice, first to last and then last to first. The first ones stay
-/// in shared memory, the others go through a ring of stages: those that were read last are still in
-/// the L2 cache when the second pass begins with them. Streams: as in ChannelReader, for vectors of
-/// adjacent channels. kBytesAhead: those of a block in flight.
+/// Reads the vectors of a thread twice, first to last and then last to first. The first vectors
+/// stay in shared memory, later ones go through a ring of stages. The vectors that were read last
+/// are still in the L2 cache when the second pass begins with them. Streams: as in ChannelReader,
+/// for vectors of adjacent channels. kBytesAhead: bytes of a block in flight.
 template <class Streams, int kBytesAhead>
 class ResidentReader {
  public:
@@ -65,7 +65,7 @@ class ResidentReader {
     }
   }
 
-  /// The same, last to first; after forwards().
+  /// As forwards(), last to first. Has to be called after forwards().
   template <class Use>
   __device__ __forceinline__ void backwards(const Use& use) {
     int ring = static_cast<int>((rows_ - 1 - kept_) % kAhead);  // not used if all rows are kept
@@ -119,7 +119,7 @@ __device__ __forceinline__ void for_each_column(const ChannelPlan& plan, const U
 }
 
 /// Adds the values of the threads that have the same columns and calls use(i, column, sums) for the
-/// columns of each thread. Takes the shared memory behind the stages.
+/// columns of each thread. Uses the shared memory behind the stages.
 template <class Streams, int kValues, class C, class Use>
 __device__ __forceinline__ void add_resident(const ChannelPlan& plan,
                                              const C (&values)[kValues][Streams::Access::kLanes],
@@ -157,7 +157,7 @@ __device__ __forceinline__ void add_resident(const ChannelPlan& plan,
 template <class Part, class Load, class Use>
 __device__ __forceinline__ void for_each_part(int64_t parts, int lane, const Load& load,
                                               const Use& use) {
-  constexpr int kLoads = 9;  // all of 264 parts, those of 132 SMs
+  constexpr int kLoads = 9;  // enough for 264 parts: 132 SMs with two blocks each
   for (int64_t first = lane; first < parts; first += kLoads * kWarpLanes) {
     Part items[kLoads] = {};
 #pragma unroll
@@ -168,8 +168,7 @@ __device__ __forceinline__ void for_each_part(int64_t parts, int lane, const Loa
   }
 }
 
-/// Calls total(channel, lane) by one warp of the grid for each channel. Before and after it all
-/// blocks wait for each other.
+/// Calls total(channel, lane) in one warp of the grid for each channel, between two grid barriers.
 template <class Total>
 __device__ __forceinline__ void for_each_channel(int64_t channels, const Total& total) {
   const auto grid = cooperative_groups::this_grid();
@@ -177,7 +176,7 @@ __device__ __forceinline__ void for_each_channel(int64_t channels, const Total& 
   constexpr int kWarps = kChannelThreads / kWarpLanes;
   const int64_t blocks = int64_t{gridDim.x} * gridDim.y;
   const int64_t block = int64_t{blockIdx.y} * gridDim.x + blockIdx.x;
-  // Adjacent channels belong to different blocks: a few channels occupy as many SMs.
+  // Adjacent channels belong to different blocks, so that few channels still occupy many SMs.
   for (int64_t channel = block + threadIdx.x / kWarpLanes * blocks; channel < channels;
        channel += blocks * kWarps)
     total(channel, static_cast<int>(threadIdx.x) % kWarpLanes);

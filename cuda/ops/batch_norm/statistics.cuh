@@ -1,6 +1,6 @@
 #pragma once
 
-// How the moments of a channel become its statistics and move the running ones.
+// Statistics of a channel from its moments, and the update of the running statistics.
 
 #include "detail/reduce/common.cuh"
 #include "factors.cuh"
@@ -38,8 +38,8 @@ __device__ __forceinline__ void write_statistics(void* statistics, int64_t chann
   to[2 * channels] = static_cast<C>(1 / sqrt(moments.squares / moments.count + eps));
 }
 
-/// Adds moments to sums of the distances of their means to `origin`: the count, the distances, and
-/// the squares.
+/// Adds the moments of a part to `sums`: the count, the sum of distances from `origin`, and the sum
+/// of their squares.
 __device__ __forceinline__ void add_distances(const Moments& each, double origin,
                                               double (&sums)[3]) {
   const double distance = each.count == 0 ? 0 : each.mean - origin;
@@ -69,7 +69,7 @@ __device__ __forceinline__ void move_running(const Problem& p, int64_t channel,
                p.running_dtype);
 }
 
-/// Writes the statistics of a channel and moves the running ones.
+/// Writes the statistics of a channel and moves the running statistics.
 template <class C>
 __device__ __forceinline__ void finish_statistics(const BatchNorm& p, int64_t channel,
                                                   const RunningValues& before,

@@ -1,6 +1,6 @@
 #pragma once
 
-// How the sums of a channel become gradients and the coefficients of grad_x.
+// Gradients of weight and bias, and the coefficients of grad_x, from the sums of a channel.
 
 #include "detail/reduce/common.cuh"
 #include "torchkiln/kernels/batch_norm.h"
@@ -8,7 +8,7 @@
 namespace torchkiln::cuda {
 namespace {
 
-/// sums: of g and of g * (x - mean), with the rounded mean.
+/// `sums` are those of g and of g * (x - mean), with the rounded mean.
 template <class C>
 __device__ __forceinline__ void finish_sums(const BatchNormBackward& p, int64_t channel,
                                             const double (&sums)[2]) {

@@ -1,7 +1,7 @@
 #pragma once
 
-// Totals of the parts of each channel. A block has kChannelsOfTotal channels, each of them
-// kThreadsOfTotal threads.
+// Totals of the parts of each channel. A block adds up kChannelsOfTotal channels with
+// kThreadsOfTotal threads each.
 
 #include "torchkiln/device/warp.cuh"
 
@@ -31,7 +31,7 @@ class ChannelParts {
   }
   /// The channel's number in the block.
   __device__ __forceinline__ int within_block() const { return within_block_; }
-  /// The thread's number among those of the channel.
+  /// The thread's index among the threads of the channel.
   __device__ __forceinline__ int thread() const { return first_; }
 
   /// The index of a partial sum of the channel.
@@ -63,7 +63,7 @@ class ChannelParts {
   int first_;
 };
 
-/// Adds the sums of the threads that have the same channel; returns true in the one that has the
+/// Adds the sums of the threads that have the same channel; returns true in the thread that has the
 /// totals.
 template <int kValues>
 __device__ __forceinline__ bool add_total(const ChannelParts& own, double (&sums)[kValues]) {

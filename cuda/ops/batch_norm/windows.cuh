@@ -9,7 +9,7 @@
 namespace torchkiln::cuda {
 namespace {
 
-/// One dimension of the windows. kKernel and kStride are known at compile time, or 0.
+/// One dimension of the windows. kKernel and kStride are 0 if they are known only at run time.
 template <int kKernel, int kStride>
 struct WindowAxis {
   static constexpr int kWidth = kKernel;
@@ -32,7 +32,7 @@ struct WindowAxis {
   __device__ __forceinline__ bool has_window(int window) const {
     return static_cast<unsigned>(window) < static_cast<unsigned>(pooled);
   }
-  /// Calls use(window, place of the pixel in it) for each window that has a pixel.
+  /// Calls use(window, place of the pixel in the window) for each window that contains the pixel.
   template <class Use>
   __device__ __forceinline__ void each_window(int pixel, const Use& use) const {
     const auto from = static_cast<unsigned>(pixel + padding);
@@ -44,7 +44,7 @@ struct WindowAxis {
   }
 };
 
-/// The windows of an image, and the rows and columns of what a kernel walks over.
+/// The windows of an image, and the rows and columns of the positions that a kernel visits.
 template <int kKernel, int kStride>
 struct WindowGrid {
   using Axis = WindowAxis<kKernel, kStride>;

@@ -6,7 +6,8 @@
 //   vectors        sum_columns, 16-byte loads   all rows are whole 16-byte vectors
 //   elements       sum_columns, single loads    otherwise
 //
-// A second, short kernel adds partial sums if several blocks share a column. forward.cu has out.
+// A second, short kernel adds partial sums if several blocks share a column. forward.cu computes
+// out.
 
 #include "backward.cuh"
 #include "choose.h"

@@ -1,5 +1,5 @@
 // The gradient of x alone, if no gradient of the bias is wanted: an elementwise kernel that reads
-// the sign bits, x, or nothing beside the incoming gradient.
+// the sign bits, x, or nothing besides the incoming gradient.
 
 #include "backward.cuh"
 #include "torchkiln/device/elementwise.cuh"

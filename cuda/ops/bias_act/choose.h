@@ -39,7 +39,7 @@ inline bool uses_vectors(const BiasActBackward& p) {
            device::rows_in_vectors(p.saved, lanes, {p.saved_row_stride})));
 }
 
-/// Nothing if no gradient of the bias is wanted: then an elementwise kernel computes that of x.
+/// Nothing if no gradient of the bias is wanted: then an elementwise kernel computes grad_x.
 inline std::optional<BiasActPlan> choose(const BiasActBackward& p, const device::Device& device) {
   if (p.grad_bias == nullptr) return std::nullopt;
   const int lanes = uses_vectors(p) ? device::vector_lanes(p.dtype) : 1;

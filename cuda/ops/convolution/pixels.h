@@ -7,11 +7,11 @@
 
 namespace torchkiln::gemm::sm90 {
 
-/// The number of parts of the pixels on this many SMs; 0 if the copy engine cannot read the
+/// The number of parts into which the pixels are split on this many SMs; 0 if TMA cannot read the
 /// operands.
 int64_t parts_of(const PixelConvolution& arguments, int multiprocessors);
 
-/// The share of the SMs that have a tile of their own, on average over the run.
+/// The share of the SMs that compute a tile, averaged over the run.
 double share_at_work(const PixelConvolution& arguments, int multiprocessors);
 
 /// Also writes the moments of the parts, [parts, out].

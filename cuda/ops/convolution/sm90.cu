@@ -77,13 +77,14 @@ __device__ __forceinline__ void skip_products(const PixelParameters& p, PixelSha
   }
 }
 
-/// Sums of the distances of numbers to `origin`, one of them, and of their squares.
+/// Sums of the distances of numbers from `origin`, which is one of the numbers, and of their
+/// squares.
 struct DistanceSums {
   float origin = 0;
   float sum = 0;
   float squares = 0;
 
-  /// Adds them to sums that are added to the whole later: few digits are lost in long sums.
+  /// Adds to the sums of a tile, which are added to the total later: long sums lose fewer digits.
   __device__ __forceinline__ void add(float value, float& tile_sum, float& tile_squares) const {
     const float distance = value - origin;
     tile_sum += distance;

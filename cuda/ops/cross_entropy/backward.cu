@@ -1,9 +1,9 @@
-// grad_logits = scale * (mass * exp(logits - log_sum_exp) - q), from what forward has saved: every
-// element is read and written once.
+// grad_logits = scale * (mass * exp(logits - log_sum_exp) - q), from the state that forward saved:
+// every element is read and written once.
 //
 //   plan    kernel                         when
-//   flat    cross_entropy_flat_gradient    adjacent rows, short ones or not of whole vectors: all
-//                                          rows as one array (backward_flat.cuh)
+//   flat    cross_entropy_flat_gradient    one class per row; adjacent rows that are short or not
+//                                          whole vectors, as one array (backward_flat.cuh)
 //   rows    cross_entropy_gradient         otherwise: a block has a part of a row, or several rows
 //
 // backward_row.cuh has the factors of a row.

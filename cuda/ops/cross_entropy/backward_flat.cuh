@@ -25,7 +25,7 @@ struct FlatRow {
   C slope;
   C log_sum_exp;
   C share;
-  int target;  // kIgnored, or another negative number if the row has none of its target
+  int target;  // kIgnored, or another negative number if the class is not in the row
 
   static constexpr int kIgnored = INT_MIN;
 };
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kFlatThreads, sizeof(T) == 2 ? kFlatHalfBlocks
     cross_entropy_flat_gradient(CrossEntropyBackward p, Divisor classes) {
   using C = Compute<T>;
   constexpr int kStep = kFlatThreads * kLanes;
-  // The rows of a block, the first and the last of which may be in other blocks, too.
+  // The rows of a block. The first and the last one may extend to other blocks.
   __shared__ FlatRow<C> rows[kFlatThreads * kFlatItems + 1];
   wait_for_previous_kernel();
   const int64_t begin = int64_t{blockIdx.x} * (kStep * kFlatItems);

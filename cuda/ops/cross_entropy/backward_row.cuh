@@ -1,6 +1,6 @@
 #pragma once
 
-// The gradients of a row of logits, from what forward has saved.
+// The gradients of a row of logits, from the state that forward saved.
 
 #include "target.cuh"
 #include "torchkiln/core/scalar_math.h"

@@ -13,24 +13,24 @@ namespace torchkiln::cuda {
 using namespace device;
 using namespace rowwise;
 
-// One block per row: only its own loads in flight hide latency.
+// A row has one block, and only the block's own loads in flight hide latency.
 inline constexpr int kLossThreads = 256;
-/// Vectors that a thread loads together: if q is spread over the classes, in several steps, and if
-/// one step has the whole row.
+/// Vectors that a thread loads together: if q is spread over the classes; if a row takes several
+/// steps; and if one step has the whole row.
 inline constexpr int kSpreadItems = 2;
 inline constexpr int kLongItems = 4;
 inline constexpr int kShortItems = 8;
-/// Threads of a block that shares short rows among teams.
+/// Threads of a block whose teams have one short row each.
 inline constexpr int kSharedLossThreads = 128;
 
-/// Threads of a block with all rows.
+/// Most threads of a block where one block or cluster has all rows.
 inline constexpr int kFewThreads = 512;
-/// Bytes up to which one block or cluster reads all rows faster than a second kernel would start,
-/// by measurement: those of a block with one row, and of a block with several.
+/// Most bytes of a block for which, as measured, one block or cluster reads all rows faster than a
+/// second kernel would start: with one row per block, and with several.
 inline constexpr int64_t kMostBytesOfRow = 64 << 10;
 inline constexpr int64_t kMostBytesOfRows = 32 << 10;
 
-/// Threads of a block for the sum of the losses, and the cluster that adds those of many rows.
+/// Threads of a block that adds the losses, and the cluster that adds the losses of many rows.
 inline constexpr int kSumThreads = 1024;
 inline constexpr TeamShape kSumCluster{kMaxTeamThreads, 31, 3, 1};
 inline constexpr int64_t kFewestRowsOfCluster = 16384;
@@ -38,11 +38,11 @@ inline constexpr int64_t kFewestRowsOfCluster = 16384;
 inline constexpr int kFlatLossThreads = 256;
 /// Longest rows that a block copies to shared memory as one array.
 inline constexpr int64_t kMostFlatBytes = 512;
-/// Elements per thread. With 32 of float64, a block would have more shared memory than an SM of
-/// compute capability 7.5.
+/// Elements per thread. With 32 of float64, a block would need more shared memory than an SM of
+/// compute capability 7.5 has.
 constexpr int flat_elements(size_t element) { return element == 8 ? 16 : 32; }
 
-/// Threads of a block that writes gradients, and vectors that one of them loads together.
+/// Threads of a block that writes gradients, and vectors that a thread loads together.
 inline constexpr int kLossGradientThreads = 256;
 inline constexpr int kLossGradientItems = 4;
 /// A block does two rounds of loads, or all of a shorter row.
@@ -51,17 +51,17 @@ inline constexpr int64_t kMostGradientVectors =
 
 inline constexpr int kFlatThreads = 256;
 inline constexpr int kFlatItems = 4;
-/// Rows of fewer whole vectors, less than a warp has threads, are written as one array, too.
+/// Rows of fewer whole vectors than a warp has threads are written as one array, too.
 inline constexpr int64_t kFewVectors = 32;
 
 /// How a team reads a row of kItems vectors per thread and step.
 ///   steps  several steps: the loads of the next one are in flight while the current one is summed
 ///   once   one step has the whole row
 ///   inner  as once, for a row that begins anywhere: whole vectors, and one element per thread at
-///          the edges. Vectors that are there in part could make `once` need one more warp.
+///          the edges. With partial vectors, `once` could need one more warp.
 enum class RowPass { steps, once, inner };
 
-/// Rows in shared memory, read by elements of `lanes`, a divisor of the number of classes.
+/// Rows in shared memory, read in vectors of `lanes` elements, which divides the number of classes.
 struct FlatRows {
   TeamShape team;
   int lanes;
@@ -74,7 +74,7 @@ struct CrossEntropyPlan {
   Alignment alignment;
   RowPass pass;
   TeamShape team;                // of a row
-  std::optional<TeamShape> all;  // one block or cluster with all rows adds their losses, too
+  std::optional<TeamShape> all;  // if one block or cluster has all rows, it adds the losses, too
 };
 
 /// The work of a block: a part of a row of gradients, or several short rows.
@@ -97,7 +97,8 @@ inline bool is_spread(const ClassTarget& target) {
   return target.index == nullptr || target.label_smoothing != 0;
 }
 
-/// The alignment for logits and probabilities, given that of all tensors of the logits' dtype.
+/// The alignment for logits and probabilities, given the alignment of all tensors of the logits'
+/// dtype.
 inline Alignment with_probabilities(Alignment alignment, const ClassTarget& target, Dtype dtype,
                                     int64_t classes) {
   const bool mixed = target.probabilities != nullptr && target.probabilities_dtype != dtype;
@@ -106,19 +107,20 @@ inline Alignment with_probabilities(Alignment alignment, const ClassTarget& targ
   return mixed && alignment == Alignment::vector && !fits ? Alignment::scalar : alignment;
 }
 
-/// The rows of probabilities of the logits' dtype.
+/// The rows of probabilities, null unless they have the logits' dtype.
 inline TensorRows probability_rows(const ClassTarget& target, Dtype dtype) {
   return {target.probabilities_dtype == dtype ? target.probabilities : nullptr,
           target.probabilities_row_stride};
 }
 
-/// Vectors of a row. One with an offset may have one more, as its first and last are partial.
+/// Vectors of a row. A row with an offset may have one more, because its first and last vectors are
+/// partial.
 inline int64_t vectors_of_row(Alignment alignment, Dtype dtype, int64_t classes) {
   if (alignment == Alignment::scalar) return classes;
   return ceil_div(classes, vector_lanes(dtype)) + (alignment == Alignment::vector ? 0 : 1);
 }
 
-/// The team of a row, if none has all rows.
+/// The team of a row, unless one block or cluster has all rows.
 inline TeamShape team_of_row(const CrossEntropy& p, int64_t vectors, const Device& device) {
   const int64_t threads = ceil_div(vectors, kShortItems);
   TeamShape team =
@@ -154,7 +156,7 @@ inline std::optional<FewRows> choose_few_rows(const CrossEntropy& p, int64_t vec
     plan.team = make_team(warps * kWarpLanes, kFewThreads, kFewThreads, 1);
   } else {
     plan.team = make_team(ceil_div(vectors, kShortItems), kWarpLanes, kFewThreads, 1);
-    // Two warps: a team of up to 32 threads per block exchanges nothing between the blocks.
+    // At least two warps: team `all` exchanges nothing between blocks of a single warp.
     least_teams = 2 * kWarpLanes / plan.team.threads;
   }
   const int64_t teams = ceil_div(rows_of_block, least_teams) * least_teams;

@@ -1,7 +1,7 @@
 // Loss and log-sum-exp of each row of logits, read once, and the sum of the losses.
 //
 //   plan       kernel                    when
-//   few rows   cross_entropy_few_rows    the sum is wanted, and one cluster reads all rows quickly
+//   few rows   cross_entropy_few_rows    the sum is wanted, and one block or cluster has all rows
 //   flat       cross_entropy_flat_rows   adjacent rows of up to 512 bytes, not of whole vectors
 //   inner      cross_entropy_rows        rows of any offset that one step of a team holds
 //   once       cross_entropy_rows        rows of whole vectors that one step of a team holds

@@ -20,8 +20,8 @@ struct RowLoss {
   C weight = 0;  // of the target
 };
 
-/// Stores loss, log-sum-exp, mass and weight of a row. `values`: see kLossValues; `logit`: that of
-/// the target class, unless q is spread.
+/// Stores loss, log-sum-exp, mass and weight of a row. `values`: see kLossValues; `logit`: the
+/// logit of the target class, unless q is spread.
 template <bool kSpread, class T, class C>
 __device__ __forceinline__ RowLoss<C> finish_row(const CrossEntropy& p, int64_t row,
                                                  const T* logits, const RowTarget<C>& target,
@@ -51,9 +51,9 @@ __device__ __forceinline__ RowLoss<C> finish_row(const CrossEntropy& p, int64_t 
   if constexpr (kSpread) {
     mass = values[3];
     loss = mass * ((reference - base) + log_sum) - values[2];
-    // An infinite probability, whose product with a distance of 0 is NaN.
+    // Replaces the NaN of an infinite probability times a distance of 0.
     if (isinf(mass) && log_sum > C(0)) loss = mass;
-    // With label_smoothing 1 the target's own share is 0, which makes an overflow NaN.
+    // With label_smoothing 1 the target's own share is 0; times an infinite distance it is NaN.
     if (p.target.label_smoothing == 1 && has_class)
       loss += C(0) * (log_sum_exp - convert<C>(logits[target.index]));
   } else {
@@ -79,7 +79,7 @@ __device__ __forceinline__ RowLoss<C> finish_row(const CrossEntropy& p, int64_t 
 
 /// A team reads a row once. Each thread keeps a running maximum and the sum of exponentials
 /// relative to it. kSpread: q is not 0 outside of the target class. All threads of the block call
-/// it once; the first of the team gets the loss.
+/// it once; the first thread of the team gets the loss.
 template <class Access, bool kSpread, int kItems, RowPass kPass, class LossTeam,
           class C = Compute<typename Access::T>>
 __device__ __forceinline__ RowLoss<C> loss_of_row(const CrossEntropy& p, LossTeam& team,

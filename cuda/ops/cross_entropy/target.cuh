@@ -57,7 +57,7 @@ struct Distribution {
 
   const void* probabilities;  // null if a class is given
   Dtype dtype;                // of the probabilities
-  int64_t row_begin;          // of the row in them, in elements
+  int64_t row_begin;          // begin of the row in `probabilities`, in elements
   const C* weight;
   int index;
   C confidence;  // 1 - label_smoothing
@@ -77,7 +77,7 @@ struct Distribution {
     return static_cast<const P*>(probabilities) + row_begin;
   }
 
-  /// Loads probabilities of the logits' dtype, or half precision and float32 together.
+  /// Loads probabilities of the logits' dtype, float32 for logits in half precision, or vice versa.
   __device__ __forceinline__ void load_row(const Access& access, int column, C (&q)[kLanes]) const {
     if (dtype == DtypeOf<T>::value) {
       widen(access.load(row<T>(), column), q);

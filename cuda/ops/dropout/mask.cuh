@@ -1,6 +1,7 @@
 #pragma once
 
-// The mask of dropout: which of adjacent elements are kept, from a Philox draw for each eight.
+// The mask of dropout: which of N adjacent elements are kept. One Philox draw serves eight
+// elements.
 
 #include "torchkiln/device/vec.cuh"
 #include "torchkiln/kernels/dropout.h"

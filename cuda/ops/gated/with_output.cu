@@ -1,4 +1,4 @@
-// The backward of a gate that also writes y, so that the product before it need not keep y.
+// The backward of a gate that also writes y, so that forward need not save y.
 
 #include "torchkiln/device/elementwise.cuh"
 #include "torchkiln/kernels/gated.h"
@@ -7,8 +7,8 @@ namespace torchkiln::cuda {
 
 using namespace device;
 
-/// The operands are halves of packed rows, which the kernels with an activation each do not read:
-/// so one kernel serves all activations.
+/// The operands are halves of packed rows, which the kernels for a single activation do not read:
+/// one kernel serves all activations.
 Status gated_backward_with_output(const Elementwise<3, 3>& arguments, Activation activation,
                                   CUstream_st* stream) {
   return dispatch_floating(arguments.dtype, [&](auto tag) {

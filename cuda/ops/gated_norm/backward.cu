@@ -1,5 +1,5 @@
-// Gradients of gated norms in one pass: a team takes one token of its group after another, keeps
-// the sums of its columns in registers, and a second kernel adds those of all blocks. One plan for
+// Gradients of gated norms in one pass: a team takes one token of its group after another and keeps
+// the sums of its columns in registers. A second kernel adds the sums of all blocks. One plan for
 // all groups that a block holds; longer ones are composed of other ops (cpp/ops/gated_norm).
 // backward_by_dtype.cuh has the kernel, common.cuh the order of the groups.
 

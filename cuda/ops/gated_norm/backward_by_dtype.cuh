@@ -18,7 +18,7 @@ namespace {
 template <class Tile>
 using Weights = ColumnParameters<Compute<typename Tile::T>, Tile::kLanes, Tile::kItems>;
 
-/// Loads weight + weight_offset of the thread's columns, ones without a weight.
+/// Loads weight + weight_offset of the thread's columns, or ones if there is no weight.
 template <class Tile>
 __device__ __forceinline__ void load_weights(const GatedNormBackward& p, int64_t group,
                                              const Tile& tile, Weights<Tile>& weights) {
@@ -61,7 +61,7 @@ __device__ __forceinline__ void write_sums(const TeamShape& shape, int team, con
   }
 }
 
-/// step: tokens between two tokens of a team.
+/// step: the distance from one token of a team to its next token.
 template <class Tile, bool kGateFirst>
 __global__ void __launch_bounds__(kGradientThreads)
     gated_norm_gradients(GatedNormBackward p, TeamShape shape, Divisor groups, int64_t step,
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kGradientThreads)
     T* const grad_x = static_cast<T*>(p.grad_x) + result;
     T* const grad_gate = static_cast<T*>(p.grad_gate) + result;
 
-    // The gradients of the normalized elements. If the gate is first they are computed again behind
+    // The gradients of the normalized elements. If the gate is first they are computed again after
     // the reduction, because silu and its derivative take more registers than the inputs.
     C gradient[kItems][kLanes];
     C dot[1] = {};

@@ -30,7 +30,7 @@ struct GatedGradientPlan {
   Alignment alignment;
 };
 
-/// The alignment of the groups of all tokens. Groups that are no whole vectors are read element by
+/// The alignment of the groups of all tokens. Groups that are not whole vectors are read element by
 /// element, because their weights begin anywhere.
 template <class Problem, int N>
 Alignment alignment_of_groups(const Problem& p, const TensorRows (&tensors)[N]) {
@@ -66,7 +66,7 @@ inline std::optional<GatedNormPlan> choose(const GatedNorm& p, Alignment alignme
 
 // Threads per SM: the 128 registers of each hold 3 x 4 vectors and, in half precision, 32 sums.
 inline constexpr int kGradientThreads = 512;
-inline constexpr int kScalarItems = 8;  // elements of groups that are no whole vectors
+inline constexpr int kScalarItems = 8;  // elements of a thread if groups are not whole vectors
 
 /// Nothing if no block holds a group.
 inline std::optional<GatedGradientPlan> choose(const GatedNormBackward& p, Alignment alignment,

@@ -7,8 +7,8 @@
 //   0 ...      |<-team 0-->|<-team 0-->|     |            |     the next tokens
 //              |<-team 1-->|<-team 1-->|     |            |
 //
-// The teams of a block have one group of adjacent tokens, so they share the weight, and blocks that
-// run at the same time read adjacent groups.
+// The teams of a block have the same group of adjacent tokens, so they share the weight, and blocks
+// that run at the same time read adjacent groups.
 
 #include "choose.h"
 #include "detail/rowwise/tile.cuh"
@@ -22,7 +22,7 @@ using namespace device;
 using namespace rowwise;
 namespace {
 
-/// The group of a block or cluster, and its index among those of the group.
+/// The group of a block or cluster, and the index of the block or cluster in the group.
 struct GroupBlock {
   int64_t group;
   int64_t index;

@@ -8,8 +8,8 @@
 namespace torchkiln::cuda {
 namespace {
 
-/// Both orders scale the product x * silu(gate); they differ in whose squares are summed. W: the
-/// type of the weight.
+/// Both orders scale the product x * silu(gate); they differ in which squares are summed, of x or
+/// of the product. W: the type of the weight.
 template <class Tile, class W>
 __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Tile, 2>)
     gated_norm_rows(GatedNorm p, TeamShape shape, Divisor groups) {
@@ -51,7 +51,8 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Tile, 2>)
     static_cast<C*>(p.rstd)[token * p.groups + block.group] = rstd;
   const W* weights = static_cast<const W*>(p.weight) + block.group * p.columns;
   T* y = static_cast<T*>(p.y) + offset_of(p, token, block.group, p.groups * p.columns);
-  // Two loops: a branch in each step of one takes a register more than two blocks per SM leave.
+  // Two loops: with one loop and a branch in each step, a thread needs one register more than two
+  // blocks per SM allow.
   if (p.weight == nullptr) {
 #pragma unroll
     for (int k = 0; k < kItems; ++k) {

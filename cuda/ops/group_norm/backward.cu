@@ -1,10 +1,10 @@
-// The gradients of group norm in up to four kernels: sums of parts of the channels, their total for
-// each group (here), the total over the samples for weight and bias (here), and grad_x.
+// The gradients of group norm in up to four kernels: partial sums of each channel, totals for each
+// group (in this file), totals over the samples for weight and bias (in this file), and grad_x.
 //
 //   plan     sums                         grad_x                         when
 //   teams    sample_sums, add_elements,   team_input_gradients,          as forward.cu; 64 elements
-//            backward_teams.cu; none for  backward_teams.cu              of a channel at most, or
-//            16 grad_x                                                      samples at least
+//            backward_teams.cu; grad_x    backward_teams.cu              of a channel at most, or
+//            does not need them                                          16 samples at least
 //   planes   plane_sums,                  plane_input_gradients,         channels are planes of
 //            backward_planes.cu           backward_planes.cu             adjacent elements
 //   rows     row_sums, backward_rows.cu   row_input_gradients,           channels_last: adjacent
@@ -18,8 +18,8 @@
 namespace torchkiln::cuda {
 namespace {
 
-/// The totals of a group of a sample in a block: for each channel the sums of g and of g * n, in
-/// `totals` [2, batch * channels], and the coefficients of grad_x.
+/// Each block computes the totals of a group of a sample: for each channel the sums of g and of g *
+/// n, in `totals` [2, batch * channels], and the coefficients of grad_x.
 template <class C>
 __global__ void __launch_bounds__(kTotalThreads)
     add_group(GroupNormBackward p, GroupParts parts, double* totals, C* coefficients) {

@@ -12,7 +12,7 @@ using GradientStreams = ChannelStreams<Access, 2, false, Sum...>;
 template <class Access>
 using SumStreams = GradientStreams<Access, typename Access::C, typename Access::C>;
 
-/// Sums of g and of g * (x - mean) for parts of the channels: [samples, parts, 2, channels].
+/// Partial sums of g and of g * (x - mean) for each channel: [samples, parts, 2, channels].
 template <class Access, class Act>
 __global__ void __launch_bounds__(kChannelThreads, kGroupBackwardBlocks)
     row_sums(GroupNormBackward p, ChannelPlan plan, Act act, typename Access::C* partial) {

@@ -1,5 +1,5 @@
-// The gradients of groups that teams hold: grad_x in one kernel that reads each element once; those
-// of weight and bias from sums over the samples, which read grad and x again.
+// Gradients for groups that a team holds. One kernel reads each element once and writes grad_x. The
+// gradients of weight and bias are sums over the samples, which read grad and x again.
 
 #include "launch.cuh"
 #include "sums.cuh"
@@ -140,8 +140,8 @@ __global__ void __launch_bounds__(kSampleThreads, 2)
   }
 }
 
-/// Channels of a block that adds so many elements of each: with few, adjacent threads have adjacent
-/// channels; with many, adjacent elements of a channel.
+/// Channels of a block that adds `inner` elements of each. With few elements, adjacent threads have
+/// adjacent channels; with many, adjacent elements of a channel.
 inline int channels_of_block(int64_t inner) {
   int channels = kWarpLanes;
   while (channels > 1 && channels * inner > kWarpLanes) channels /= 2;

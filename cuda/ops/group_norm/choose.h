@@ -9,12 +9,12 @@
 
 namespace torchkiln::cuda {
 
-/// Blocks per SM of the kernels that write y, and of those that read the gradient and x.
+/// Blocks per SM of the kernels that write y, and of the kernels that read grad and x.
 inline constexpr int kGroupOutputBlocks = 3;
 inline constexpr int kGroupBackwardBlocks = 2;
 /// Fewest rows of a thread: with fewer, partial sums cost more than they gain.
 inline constexpr int64_t kFewestSampleRows = 8;
-inline constexpr int kMergeThreads = 256;  // of a block that merges the moments of a group, at most
+inline constexpr int kMergeThreads = 256;  // most threads of a block that merges a group's moments
 
 /// How the segments of planes are shared among threads. Depends only on the shape.
 struct PlanePlan {
@@ -36,7 +36,7 @@ struct PlanePlan {
 struct PlanePass {
   int lanes;  // kChannelLanes, or 1 for single elements
   PlanePlan plan;
-  int64_t blocks;  // that are resident together, or fewer
+  int64_t blocks;  // at most as many as are resident together
 };
 
 inline PlanePlan make_plane_plan(const GroupLayout& layout, int lanes) {
@@ -80,7 +80,7 @@ inline ChannelPass make_sample_pass(Dtype dtype, const GroupLayout& layout,
   return {/*in_rows=*/true, lanes, plan};
 }
 
-/// Threads of a block that merges so many moments.
+/// Threads of a block that merges this many moments.
 inline int merge_threads(int64_t moments) {
   int threads = kWarpLanes;
   while (threads < kMergeThreads && threads * 4 < moments) threads *= 2;

@@ -8,7 +8,7 @@
 namespace torchkiln::cuda {
 namespace {
 
-/// The groups of channels of a sample, among those of all samples.
+/// For each channel of a sample, the index of its group among the groups of all samples.
 template <int N>
 __device__ __forceinline__ void groups_of(const GroupLayout& layout, int64_t sample,
                                           const int64_t (&channels)[N], int64_t (&to)[N]) {
@@ -34,8 +34,8 @@ __device__ __forceinline__ void load_factors(const Problem& p, int64_t sample,
   factors.set(p, channels, low, rstd);
 }
 
-/// The same for the channels of a thread, whose numbers are not kept from sample to sample: they
-/// would take the registers of the vectors in flight.
+/// The same for the channels of a thread. Their numbers are computed anew for each sample: kept,
+/// they would take the registers of the vectors in flight.
 template <class Access, class Problem>
 __device__ __forceinline__ void load_factors(const Problem& p, int64_t sample,
                                              const ChannelCursor<Access>& cursor,

@@ -1,5 +1,5 @@
 // y = activation(n * weight + bias) with n normalized over a group of channels of a sample, in
-// three kernels: moments of parts of the groups, their merge, y.
+// three kernels (partial moments of each group, their merge, y), or in one (teams).
 //
 //   plan     moments and merge                     y                   when
 //   teams    none: team_outputs, forward_teams.cu, computes both       groups are adjacent and up
@@ -9,7 +9,7 @@
 //   rows     row_moments, merge_group,             row_outputs,        channels_last: adjacent
 //            forward_rows.cu                       forward_rows.cu     channels
 //
-// planes.cuh and rows.cuh say which elements a thread has, factors.cuh computes n. Gradients:
+// planes.cuh and rows.cuh assign elements to threads, factors.cuh computes n. Gradients:
 // backward.cu.
 
 #include "launch.cuh"

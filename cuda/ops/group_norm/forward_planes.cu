@@ -1,4 +1,5 @@
-// y of channels that are planes of adjacent elements, by the statistics: see planes.cuh.
+// Computes y from the statistics, for channels that are planes of adjacent elements: see
+// planes.cuh.
 
 #include "launch.cuh"
 #include "planes.cuh"

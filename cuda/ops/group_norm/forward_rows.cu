@@ -7,7 +7,7 @@
 namespace torchkiln::cuda {
 namespace {
 
-/// Moments of parts of the channels, [samples, parts, channels].
+/// Partial moments of each channel, [samples, parts, channels].
 template <class Access>
 __global__ void __launch_bounds__(kChannelThreads, kMomentBlocks)
     row_moments(GroupNorm p, ChannelPlan plan, Moments* partial) {
@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(kChannelThreads, kMomentBlocks)
   });
 }
 
-/// Merges the moments of the parts of a group: block (group of all samples).
+/// Merges the partial moments of a group. A block has one group of one sample.
 template <class C>
 __global__ void __launch_bounds__(kMergeThreads)
     merge_group(GroupNorm p, const Moments* partial, int parts) {

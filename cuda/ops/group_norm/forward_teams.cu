@@ -1,5 +1,5 @@
 // Groups that a team of threads holds in registers: statistics and y in one kernel, which reads
-// each element once. choose_teams.h says when.
+// each element once. choose_teams.h has the conditions.
 
 #include "launch.cuh"
 #include "teams.cuh"

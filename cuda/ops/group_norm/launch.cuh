@@ -6,10 +6,10 @@
 
 namespace torchkiln::cuda {
 
-/// Sums of parts of the channels: of g and of g * (x - mean) with the rounded mean, of the compute
-/// type. The index of the first sum of a part is
+/// Partial sums of each channel, of the compute type: of g and of g * (x - mean), with the rounded
+/// mean. The index of the first sum of a part is
 ///   sample * samples + channel * channels + part * parts,
-/// and the second one is `second` behind it.
+/// and the second sum is `second` elements after it.
 struct GroupParts {
   const void* sums;
   int64_t count;  // parts of a channel
@@ -24,21 +24,21 @@ Status group_norm_by_teams(const GroupNorm& p, const GroupTeamPlan& plan, CUstre
 Status group_norm_backward_by_teams(const GroupNormBackward& p, const GroupTeamsPlan& plan,
                                     Allocate allocate, CUstream_st* stream);
 
-/// y of planes of adjacent elements, by the statistics.
+/// Computes y from the statistics, for planes of adjacent elements.
 Status group_outputs_of_planes(const GroupNorm& p, const PlanePass& pass, CUstream_st* stream);
 
-/// The statistics, and y by them, of rows of adjacent channels.
+/// The statistics, and y from them, for rows of adjacent channels.
 Status group_statistics_of_rows(const GroupNorm& p, const ChannelPass& pass, Allocate allocate,
                                 CUstream_st* stream);
 Status group_outputs_of_rows(const GroupNorm& p, const ChannelPass& pass, CUstream_st* stream);
 
-/// Sums of parts of the channels.
+/// Partial sums of each channel.
 Status group_sums_of_planes(const GroupNormBackward& p, const PlanePass& pass, Allocate allocate,
                             CUstream_st* stream, GroupParts& parts);
 Status group_sums_of_rows(const GroupNormBackward& p, const ChannelPass& pass, Allocate allocate,
                           CUstream_st* stream, GroupParts& parts);
 
-/// grad_x by the coefficients [2, batch * groups] of the compute type: slope and level.
+/// Computes grad_x from the coefficients slope and level, [2, batch * groups] of the compute type.
 Status group_input_gradients_of_planes(const GroupNormBackward& p, const PlanePass& pass,
                                        const void* coefficients, CUstream_st* stream);
 Status group_input_gradients_of_rows(const GroupNormBackward& p, const ChannelPass& pass,

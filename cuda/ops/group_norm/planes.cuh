@@ -1,8 +1,8 @@
 #pragma once
 
 // Planes of adjacent elements, one for each channel of each sample. A plane is cut into segments;
-// up to 32 threads have a segment, and walk over every step-th one. Vectors of the next segments
-// are in flight while the factors of a plane are read.
+// up to 32 threads share a segment, and walk over every step-th segment. Vectors of the next
+// segments are in flight while the factors of a plane are read.
 
 #include "factors.cuh"
 
@@ -17,8 +17,8 @@ inline Status grid_of(const PlanePass& pass, Grid& grid) {
   return {};
 }
 
-/// The vectors of a thread one after another. Backwards, the first ones are those that the previous
-/// kernel has read last, which the L2 cache still holds.
+/// Walks over the vectors of a thread. Backwards, it begins with the vectors that the previous
+/// kernel read last, which the L2 cache still holds.
 template <class Access, bool kBackwards>
 class PlaneWalk {
  public:
@@ -31,7 +31,7 @@ class PlaneWalk {
     enter();
   }
 
-  /// Segments of each thread of the block, including those behind the last one.
+  /// Segments that each thread of the block visits, including segments beyond the last one.
   __device__ __forceinline__ int64_t count() const {
     const int64_t first = int64_t{blockIdx.x} * plan_.rows_of_block();
     return first < plan_.rows() ? (plan_.rows() - first + step_ - 1) / step_ : 0;
@@ -82,8 +82,8 @@ class PlaneWalk {
   int64_t end_ = 0;
 };
 
-/// Reads the vectors of a thread ahead into shared memory, where each thread reads back its own; no
-/// barrier is needed.
+/// Copies the vectors of a thread ahead of their use to shared memory. Each thread reads only its
+/// own copies, so no barrier is needed.
 template <bool kBackwards, class Streams>
 class PlaneReader {
  public:
@@ -98,8 +98,8 @@ class PlaneReader {
     }
   }
 
-  /// For each segment: begin(plane), use(item, index of the first element) for each vector, and
-  /// end(row) in all threads, with row -1 behind the last segment.
+  /// For each segment, calls begin(plane), use(item, index of the first element) for each vector,
+  /// and end(row) in all threads; row is -1 beyond the last segment.
   template <class Begin, class Use, class End>
   __device__ __forceinline__ void each(const Begin& begin, const Use& use, const End& end) {
     int stage = 0;

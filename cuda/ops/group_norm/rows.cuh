@@ -1,7 +1,7 @@
 #pragma once
 
-// Rows of adjacent channels, one for each pixel of each sample (channels_last). Block (x, y, z) has
-// a tile of columns, every parts-th group of rows, and every step-th sample.
+// Rows of adjacent channels, one for each pixel of each sample (channels_last). Block (x, y, z)
+// reads a tile of columns in every parts-th group of rows of every gridDim.z-th sample.
 
 #include "factors.cuh"
 
@@ -14,8 +14,8 @@ inline Status grid_of_samples(const ChannelPlan& plan, int64_t samples, Grid& gr
   return status;
 }
 
-/// Calls body(sample, index of its first element) for each sample of the block, which may use the
-/// shared memory each time.
+/// Calls body(sample, index of its first element) for each sample of the block. Each call may use
+/// the shared memory.
 template <class Body>
 __device__ __forceinline__ void for_each_sample(const GroupLayout& layout, const Body& body) {
   for (int64_t sample = blockIdx.z; sample < layout.batch; sample += gridDim.z) {

@@ -1,6 +1,6 @@
 #pragma once
 
-// Totals of sums that several threads have, for the gradients of weight and bias.
+// Adds up the sums of several threads, for the gradients of weight and bias.
 
 #include "factors.cuh"
 
@@ -10,7 +10,7 @@ namespace {
 inline constexpr int kTotalThreads = 256;
 
 /// Adds the values of the threads that have the same place in a row of `width`, a power of 2.
-/// Returns true in those that have the totals.
+/// Returns true in the threads that have the totals.
 template <int kValues>
 __device__ __forceinline__ bool add_slices(double (&values)[kValues], int width) {
   __shared__ double shared[kValues][kTotalThreads];

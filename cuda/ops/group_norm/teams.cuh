@@ -30,7 +30,7 @@ class GroupParameters {
   using C = Compute<T>;
   static constexpr int kLanes = Tile::kLanes;
 
-  /// `row`: the group among those of all samples.
+  /// `row`: the index of the group among the groups of all samples.
   template <class Problem>
   __device__ __forceinline__ GroupParameters(const Problem& p, const GroupRows& rows, int64_t row)
       : weight_(p.weight), bias_(p.bias), dtype_(p.parameter_dtype), inner_(rows.inner) {
@@ -88,8 +88,8 @@ __device__ __forceinline__ void set_factors(C low, C rstd, const C (&weight)[N],
   }
 }
 
-/// Calls body(k) for each item of a tile. An activation that is selected at run time is compiled
-/// once, not for every item, and the items are in local memory then.
+/// Calls body(k) for each item of a tile. With an activation that is selected at run time, the body
+/// is compiled once, not for every item; the items are then in local memory.
 template <class Act, int kItems, class Body>
 __device__ __forceinline__ void for_each_item(const Body& body) {
   if constexpr (Act::kIsFixed) {

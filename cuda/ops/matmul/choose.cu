@@ -1,12 +1,12 @@
 // out = activation(a b * scale + bias) + residual, and products around a gate. This file selects a
 // kernel for the operands and the device; detail/gemm/variants.h lists them.
 //
-//   sm90          sm90.cu, sm90_gate.cu   half precision on 9.0, if it beats cuBLAS or stands alone
+//   sm90          sm90.cu, sm90_gate.cu   half precision on 9.0, if it beats cuBLAS or without it
 //   library       cuBLAS, by the caller   otherwise, if the caller has it
 //   tensor_core   tensor_core.cu          half precision since 8.0
 //   simt          simt.cu                 everything else
 //
-// copy_rows.cu copies operands that no copy engine can read in place.
+// copy_rows.cu copies operands that TMA cannot read in place.
 
 #include "torchkiln/kernels/matmul.h"
 
@@ -30,7 +30,7 @@ bool fits_sm90(const Matmul& p) {
 }
 
 /// Whether tiles of 128 by 256 keep the SMs busy: at least two rounds, because nothing hides the
-/// epilogue of a single round, and a last round that is nearly full.
+/// epilogue of a single round, and at least 85 % of the computed elements inside the result.
 bool fills(const Matmul& p, int64_t multiprocessors) {
   constexpr int64_t kRows = 128;
   constexpr int64_t kColumns = 256;
@@ -42,9 +42,10 @@ bool fills(const Matmul& p, int64_t multiprocessors) {
 }
 
 /// Measured on an H200, relative to cuBLAS plus torch's kernels for the epilogue. Plain products
-/// take the same time (0.98 to 1.03). Epilogues save a pass over memory, if the products of a tile
-/// last as long as the epilogue of the tile before: its three warps take 8 us for a residual and
-/// 18 us for gelu, and k = 1024 takes 12 us. The relu that cuBLASLt fuses turns NaN into 0.
+/// take the same time (0.98 to 1.03). An epilogue saves a pass over memory if the products of a
+/// tile last as long as the epilogue of the previous tile: its three warps take 8 us for a residual
+/// and 18 us for gelu, and the products with k = 1024 take 12 us. The relu that cuBLASLt fuses
+/// turns NaN into 0.
 bool beats_library(const Matmul& p) {
   const bool is_none = p.activation == kActivation<None>;
   const bool is_relu = p.activation == kActivation<Relu>;
@@ -106,10 +107,15 @@ Status launch_gate(const Product& p, cudaStream_t stream) {
 
 }  // namespace
 
-/// Measured on an H100 with 8192 rows, beside cuBLAS and a kernel for the gate, in us. Forward,
-/// with gate and up for backward, k = 1024 and 2816 results: 151 in place of 189; 2048 and 5632:
-/// 556, 619; 4096 and 14336: 2707, 2996. Backward, for the same layers: 193, 174; 454, 460; 1591,
-/// 1870. Its finishers read gate and up, which takes longer than a product with k = 1024.
+/// Microseconds on an H100 with 8192 rows, and with cuBLAS plus a kernel for the gate. Forward also
+/// writes gate and up for backward.
+///
+///   k      results   forward   cuBLAS   backward   cuBLAS
+///   1024   2816          151      189        193      174
+///   2048   5632          556      619        454      460
+///   4096   14336        2707     2996       1591     1870
+///
+/// The finishers of backward read gate and up, which takes longer than a product with k = 1024.
 bool gains_from_gate(const Matmul& p) {
   return p.k >= 512 && fits_gate(p) && fills(p, current_device().multiprocessors);
 }

@@ -1,5 +1,5 @@
-// Products in ordinary arithmetic, for every dtype and layout: float32 without the short mantissa
-// of the tensor cores, float64, and half precision before compute capability 8.0.
+// Products in ordinary arithmetic, for every dtype and layout: float32, which tensor cores would
+// round to TF32, float64, and half precision before compute capability 8.0.
 
 #include "detail/gemm/tiles.cuh"
 #include "detail/gemm/variants.h"
@@ -78,8 +78,8 @@ class Operand {
 template <class T>
 using SquareTiles = Tiles<kTileSide<Compute<T>>, kTileSide<Compute<T>>>;
 
-/// Thread (x, y) has rows 4 y and columns 4 x of each part of the tile, four wide: a warp reads
-/// shared memory in vectors that are adjacent or the same.
+/// Thread (x, y) has four rows from 4 y on and four columns from 4 x on of each part of the tile,
+/// so that a warp reads adjacent or equal vectors from shared memory.
 __device__ __forceinline__ int own_index(int thread, int i) {
   constexpr int kRun = 4;
   return i / kRun * (kRun * kGridSide) + thread * kRun + i % kRun;

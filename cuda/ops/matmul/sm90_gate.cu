@@ -1,5 +1,5 @@
 // Products of half precision around a gate on compute capability 9.0, compiled for 90a only. The
-// finishers of the first one apply the gate, those of the second one differentiate it.
+// finishers of gate_kernel apply the gate, the finishers of gate_gradient_kernel differentiate it.
 
 #include "detail/gemm/sm90_launch.cuh"
 #include "detail/gemm/sm90_strip.cuh"
@@ -10,8 +10,8 @@ namespace torchkiln::gemm::sm90 {
 namespace {
 
 /// Calls begin(tile) for each tile, and body(tile, multiplier, first strip) for each multiplier
-/// once its sums are in shared memory; then releases them. The finishers begin with another strip
-/// for each multiplier, so that they share the strips evenly.
+/// once its sums are in shared memory; then releases the sums. The first strip of a finisher
+/// differs between multipliers, so that the finishers share the strips evenly.
 template <class T, class Begin, class Body>
 __device__ __forceinline__ void for_each_sums(const Parameters& p, Shared<T>& shared, int finisher,
                                               int lane, const Begin& begin, const Body& body) {
@@ -84,8 +84,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   });
 }
 
-/// Tensors of the hidden layer, contiguous: gate and up [m, 2 n], their gradients, which may take
-/// their place, and act(gate) * up [m, n].
+/// Tensors of the hidden layer, contiguous: gate and up [m, 2 n], their gradients, which may
+/// overwrite them, and act(gate) * up [m, n].
 template <class T>
 struct GateTensors {
   const T* gate_up;

@@ -34,8 +34,8 @@ constexpr int kLanes = 8;  // of a 16-byte vector
 [[maybe_unused]] constexpr int kStepColumns = 8;
 [[maybe_unused]] constexpr int kStepDepth = 16;
 
-/// Memory order of an operand. The elements of a strided one are loaded one by one; in shared
-/// memory their k is adjacent.
+/// Memory order of an operand. The elements of a strided operand are loaded one by one; in shared
+/// memory k is adjacent.
 enum class Order { k_adjacent, outer_adjacent, strided };
 
 /// One operand of this block: where its panels begin.

@@ -1,6 +1,6 @@
 // Gradients of layer norm and RMS norm. choose.h picks the first of five plans that applies;
-// thresholds.h has its numbers, backward_plans.h the plans. Bytes of a row; docs/choosing.md has
-// every case and GPU:
+// thresholds.h has its numbers, backward_plans.h the plans. Bytes are those of a row;
+// docs/choosing.md has every case and GPU:
 //
 //   plan, file              rows and bytes        why, measured on an H100
 //   few rows                aligned, to 2,048     The tensors stay in L2: both are read twice, and
@@ -12,8 +12,8 @@
 //   backward_slabs.cu       unaligned ones above  2671 x 50257: 314 us, streamed 569 us;
 //                           3 to 40 KiB           67 x 1000003: 176 us, split 701 us.
 //   stream                  one offset in all     A block or cluster copies rows ahead and keeps
-//   backward_by_dtype.cuh   tensors, to 16 KiB    the sums of its columns. On 9.0 it is left with
-//                           before 9.0            rows between the others.
+//   backward_by_dtype.cuh   tensors, to 16 KiB    the sums of its columns. On 9.0 it takes the rows
+//                           before 9.0            that the plans above leave.
 //   split                   all other rows        Two reads, the second from L2: float64, long
 //   backward_split.cu                             rows before 9.0, rows without a shared offset.
 //

@@ -23,7 +23,7 @@ namespace torchkiln::cuda::norm_gradients {
 
 namespace {
 
-/// One row after another of a team: grad, z and, with kAdds, grad_sum.
+/// The rows of a team in shared memory: grad, z and, with kAdds, grad_sum.
 template <class T, bool kAdds>
 class RowRing {
  public:
@@ -54,7 +54,7 @@ class RowRing {
   __device__ __forceinline__ const T* at(int tensor, int column) const {
     return reinterpret_cast<const T*>(memory_ + (stage_ * kTensors + tensor) * row_bytes_) + column;
   }
-  /// Copies a later row into the stage. All threads of the team have read it.
+  /// Copies a later row into the stage, which all threads of the team must have read.
   __device__ __forceinline__ void release(int64_t row) {
     copy(row + stages_ * step_, stage_);
     if (++stage_ < stages_) return;
@@ -90,9 +90,9 @@ class RowRing {
   bool is_leader_;
 };
 
-/// Adds one or two values over the warps of a team, between which is one barrier. Two sets of slots
-/// alternate: a warp writes to a set again only after all have read it. Lanes share the values, so
-/// that each step of the reduction is one shuffle.
+/// Adds one or two values over the warps of a team, with one barrier. Two sets of slots alternate:
+/// a warp writes to a set again only after all warps have read it. Lanes share the values, so that
+/// each step of the reduction is one shuffle.
 template <int kSums>
 __device__ __forceinline__ void add_over_team(float (&sums)[kSums], int team, int threads,
                                               float (&slots)[kSums][kBulkWarps]) {

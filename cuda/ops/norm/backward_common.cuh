@@ -90,7 +90,7 @@ __device__ __forceinline__ Projection<C> projection_of(const NormBackward& p,
   return {row, factor_of_gradient<kCentered>(p, row.rstd), row.rstd * row.slope};
 }
 
-/// From the sums of a row.
+/// Computes the projection from the sums of a row.
 template <bool kCentered, class C>
 __device__ __forceinline__ Projection<C> projection_of(const NormBackward& p, C mean, C rstd,
                                                        C inverse_columns,
@@ -101,7 +101,7 @@ __device__ __forceinline__ Projection<C> projection_of(const NormBackward& p, C 
                        kCentered ? -scale * inverse_columns * sums[kCentered ? 1 : 0] : C(0)});
 }
 
-/// Turns g from the gradient of y into that of z. T: the type of the rows.
+/// Turns g from the gradient of y into the gradient of z. T: the type of the rows.
 template <class T, class C, int kLanes>
 __device__ __forceinline__ void project(const Projection<C>& by, const C (&z)[kLanes],
                                         const C (&weight)[kLanes], C (&g)[kLanes]) {
@@ -114,7 +114,7 @@ __device__ __forceinline__ void project(const Projection<C>& by, const C (&z)[kL
   }
 }
 
-/// Adds the gradient of the sum.
+/// Adds grad_sum.
 template <class C, int kLanes>
 __device__ __forceinline__ void add_lanes(const C (&other)[kLanes], C (&g)[kLanes]) {
 #pragma unroll

@@ -1,7 +1,7 @@
 #pragma once
 
 // How the gradients of norms distribute rows, and how many of them are in flight. Each plan_*()
-// returns nothing where its kernel does not support the call or another one is always faster.
+// returns nothing where its kernel does not support the call or another kernel is always faster.
 
 #include "detail/rowwise/plans.h"
 #include "thresholds.h"
@@ -48,8 +48,8 @@ inline std::optional<FewRowsPlan> plan_few_rows(const NormBackward& p, Alignment
   const auto ceil = [](int64_t a, int64_t b) { return static_cast<int>(ceil_div(a, b)); };
   const int vectors = ceil(p.columns, vector_lanes(p.dtype));
   FewRowsPlan plan{};
-  // If there are fewer rows than SMs, more threads per row: a thread reads the weights of its items
-  // one after the other.
+  // With at most one row per SM, a thread has as few vectors as possible, because it reads the
+  // weights of its vectors one after the other.
   const bool many = p.rows > device.multiprocessors;
   plan.team = make_team(many ? ceil(vectors, kItems) : vectors, kFewThreads, kFewThreads, 1);
   plan.row_blocks = p.grad_x == nullptr ? 0 : ceil(p.rows, plan.team.per_block);
@@ -110,8 +110,8 @@ inline std::optional<BulkPlan> plan_bulk(const NormBackward& p, Alignment alignm
 // Threads per block of streamed rows. With 128 registers per thread one block fills an SM. Small
 // teams share a block and its column parameters, which leaves room for one more stage.
 inline constexpr int kThreads = 512;
-// Warps per block in clusters above 8: with more, two stages leave too little L1 for spilled
-// registers.
+// Warps per block in clusters of more than 8 blocks: with more warps, two stages leave too little
+// L1 for spilled registers.
 inline constexpr int kLargeBlockWarps = 11;
 inline constexpr int kLargeClusterWarps = kLargeClusterBlocks * kLargeBlockWarps;
 

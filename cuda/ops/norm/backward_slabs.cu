@@ -52,7 +52,7 @@ class Slabs : public SlabColumns<T, kLanes, kAdds ? 3 : 2, AddValues, kCentered 
                                    typename Columns::Storage& storage)
       : Columns(rows, plan, exchange, memory, storage), p_(p) {}
 
-  /// The merging warp.
+  /// The work of the merging warp.
   __device__ __forceinline__ void merge_rows() const {
     if (p_.grad_x == nullptr) return;
     const auto statistics_of = [this](const Cursor& at) {
@@ -68,7 +68,7 @@ class Slabs : public SlabColumns<T, kLanes, kAdds ? 3 : 2, AddValues, kCentered 
         });
   }
 
-  /// The computing warps.
+  /// The work of the computing warps.
   __device__ __forceinline__ void compute_rows(float* partial) {
     Cursor at = first(), again = first();
     for (int run = 0; run < runs(); ++run) {
@@ -146,7 +146,7 @@ class Slabs : public SlabColumns<T, kLanes, kAdds ? 3 : 2, AddValues, kCentered 
     });
   }
 
-  /// Adds a slab to the column sums, and stores its sums over each warp.
+  /// Adds a slab to the column sums, and stores the row sums of each warp.
   __device__ __forceinline__ void add(const Cursor& at, float mean, float rstd) {
     float sums[kSums] = {};
     for_slab(at, [&](int k, const float (&g)[kLanes], const float (&z)[kLanes]) {
@@ -178,7 +178,7 @@ class Slabs : public SlabColumns<T, kLanes, kAdds ? 3 : 2, AddValues, kCentered 
     });
   }
 
-  /// A row of partial sums per run; a single run writes the results.
+  /// Stores one row of partial sums per run; a single run writes the gradients.
   __device__ __forceinline__ void store_sums(const float (&sums)[kItems][kLanes], void* result,
                                              float* partial, int chunk) const {
     const reduce::Result results{result, p_.weight_dtype, 1};

@@ -1,6 +1,6 @@
-// Gradients of rows that neither few rows, bulk copies, slabs nor streams take: the launch, and the
-// choice between teams of several blocks and of one. backward_split_kernel.cuh has the kernel,
-// backward_split_columns.cuh its sums of columns.
+// Gradients of rows that no other plan takes: the launch, and the choice between teams of several
+// blocks and of one block. backward_split_kernel.cuh has the kernel, backward_split_columns.cuh its
+// sums of columns.
 
 #include "backward_finish.cuh"
 #include "backward_split_kernel.cuh"

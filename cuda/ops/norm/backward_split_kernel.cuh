@@ -190,7 +190,7 @@ class SplitRows {
     }
   }
 
-  /// One warp per row publishes the sums of the slab, and collects those of an earlier step.
+  /// One warp per row publishes the sums of the slab, and collects the sums of an earlier step.
   __device__ __forceinline__ void exchange_sums(int64_t step, int64_t ready) const {
     static_assert(kSplitRows <= kGridWarps, "one warp per row");
     const int r = static_cast<int>(threadIdx.x) / kWarpLanes;
@@ -218,7 +218,7 @@ class SplitRows {
                                          kCentered ? factor * sums[kSums - 1] : C(0)};
   }
 
-  /// Writes grad_x of the slab's part of each row. The last block also has the edges of the row.
+  /// Writes grad_x of the slab in each row. The last block also writes the edges of the row.
   __device__ __forceinline__ void write(int64_t step) const {
     for (int v = team_.begin() + team_.thread(); v < team_.end(); v += team_.row_threads()) {
       C weight[kLanes];

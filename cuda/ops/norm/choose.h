@@ -41,7 +41,7 @@ struct SplitNormPlan {
 
 using NormPlan = std::variant<OnePassPlan, NormSlabsPlan, SplitNormPlan>;
 
-/// The alignment of the rows; that of weight and bias is choose()'s affair.
+/// The alignment of the rows. choose() tests weight and bias.
 inline Alignment alignment_of_rows(const Norm& p) {
   const TensorRows tensors[] = {
       {p.x, p.x_row_stride},

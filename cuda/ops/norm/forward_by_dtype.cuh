@@ -33,7 +33,7 @@ using namespace rowwise;
 namespace {
 
 /// Parameters are read after the reduction. If there are too few rows to hide that latency, this
-/// moves them into L2, which needs no wait for a kernel that may write them.
+/// prefetches them into L2. A prefetch need not wait for a kernel that may write them.
 template <class Tile, class W>
 __device__ __forceinline__ void prefetch_parameters(const Norm& p, const Tile& tile) {
   constexpr int64_t kPrefetchedRows = 256;
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Tile>)
       center = __shfl_sync(~0u, near, 0, lanes);
     }
   }
-  // Step 2: moments around it.
+  // Step 2: moments around the center.
   C warp_moments[kCentered ? 2 : 1] = {};
 #pragma unroll
   for (int k = 0; k < kItems; ++k) {

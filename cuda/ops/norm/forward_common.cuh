@@ -11,7 +11,7 @@ using namespace device;
 using namespace rowwise;
 namespace {
 
-/// Rounds normalized elements to T before the weight is applied, if the call asks for it.
+/// Rounds normalized elements to T before the weight is applied, if p.rounds_normalized.
 template <class T, class C, int kLanes>
 __device__ __forceinline__ void round_normalized(const Norm& p, C (&n)[kLanes]) {
   if constexpr (sizeof(T) < sizeof(C)) {
@@ -21,7 +21,8 @@ __device__ __forceinline__ void round_normalized(const Norm& p, C (&n)[kLanes]) 
   }
 }
 
-/// Calls body(the row of the residual), which is T*, or half precision beside float32.
+/// Calls body(pointer to the row of the residual), of type T or, if T is float32, of half
+/// precision.
 template <class T, class Body>
 __device__ __forceinline__ void with_residual(const Norm& p, int64_t row, const Body& body) {
   const int64_t begin = row * p.residual_row_stride;

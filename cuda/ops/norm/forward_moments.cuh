@@ -23,7 +23,7 @@ struct MergeMoments {
     const C count = a[0] + b[0];
     if (count == C(0)) return;
     const C center = a[1] + (b[1] - a[1]) * (b[0] / count);
-    // Distances of the common center, as it is rounded, from those of both parts.
+    // Distances of the rounded common center from the centers of both parts.
     const C from_a = center - a[1];
     const C from_b = center - b[1];
     a[2] += from_a * (a[0] * from_a - C(2) * a[3]) + b[2] + from_b * (b[0] * from_b - C(2) * b[3]);
@@ -40,7 +40,7 @@ template <bool kCentered>
 inline constexpr int kMoments = kCentered ? 4 : 1;
 
 /// The moments of `count` elements of the calling warp. for_own(outside, body) calls body(z) for
-/// those of a thread, and may call it with `outside` for lanes that have no element.
+/// the elements of a thread, and may call it with `outside` for lanes that have no element.
 ///
 /// Half precision takes its moments around `near`, one of the elements, which saves a pass. If that
 /// element is at distance d from the mean, the sum of squares is larger by count * d^2, but the
@@ -73,13 +73,13 @@ __device__ __forceinline__ void moments_of_warp(C count, C near, C (&values)[kMo
   }
 }
 
-/// The mean is center + rest: it may have more digits than C.
+/// The mean is center + rest, which may have more digits than C.
 template <class C>
 struct RowStatistics {
   C center, rest, rstd;
 };
 
-/// From the moments of a whole row.
+/// Computes the statistics from the moments of a whole row.
 template <bool kCentered, class C>
 __device__ __forceinline__ RowStatistics<C> statistics_of(const Norm& p,
                                                           const C (&values)[kMoments<kCentered>]) {

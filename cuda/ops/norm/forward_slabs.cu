@@ -21,8 +21,8 @@ using namespace norm_slabs;
 namespace {
 
 /// As AddValues, for the moments of slabs or warps. Float32 is merged around the mean of all, half
-/// precision around the mean of the first lane, which saves a reduction: its squared distance from
-/// the mean of all is at most their variance times the number of slabs.
+/// precision around the mean of the first lane, which saves a reduction: the squared distance of
+/// that mean from the mean of all is at most the variance times the number of slabs.
 template <class T>
 struct MergeMomentsOfLanes {
   template <int kPerLane>
@@ -96,7 +96,7 @@ class NormSlabs
                                        typename Columns::Storage& storage)
       : Columns(rows, plan, exchange, memory, storage), p_(p) {}
 
-  /// The merging warp.
+  /// The work of the merging warp.
   __device__ __forceinline__ void merge_rows() const {
     Columns::merge_rows([](const Cursor&) { return 0; },
                         [this](const Cursor& at, const float (&values)[kValues], int) {
@@ -107,7 +107,7 @@ class NormSlabs
                         });
   }
 
-  /// The computing warps.
+  /// The work of the computing warps.
   __device__ __forceinline__ void compute_rows() {
     Cursor at = first(), again = first();
     for (int run = 0; run < runs(); ++run) {
@@ -133,7 +133,7 @@ class NormSlabs
   }
 
  private:
-  /// weight + weight_offset and bias, and how many elements of a row the warp has.
+  /// Loads weight + weight_offset and bias, and counts the elements of a row that the warp has.
   __device__ __forceinline__ void load_affine() {
     float count[1] = {};
 #pragma unroll

@@ -1,5 +1,5 @@
 // Norms of rows that the registers of a cluster do not hold, with any offset from a 16-byte
-// boundary: blocks have a part of a row each, and read it twice (detail/rowwise/parts.cuh).
+// boundary: each block has a part of a row and reads it twice (detail/rowwise/parts.cuh).
 
 #include "detail/rowwise/parts.cuh"
 #include "forward_moments.cuh"

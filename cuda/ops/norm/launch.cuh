@@ -1,6 +1,6 @@
 #pragma once
 
-// Launches of every plan of choose.h, each defined beside its kernel.
+// Launches of every plan of choose.h, each defined in the file of its kernel.
 
 #include "choose.h"
 #include "torchkiln/core/workspace.h"

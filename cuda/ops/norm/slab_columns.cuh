@@ -1,8 +1,8 @@
 #pragma once
 
-// The columns of a slab that a thread computes. Vectors lie at 16-byte boundaries of memory, which
-// the row has in common with the results. The first and the last vector of a row may have elements
-// of its neighbours, which are cleared in shared memory and not written:
+// The columns of a slab that a thread computes. Vectors lie at 16-byte boundaries of memory, from
+// which a row and its results have the same offset. The first and the last vector of a row may have
+// elements of neighbouring rows, which are cleared in shared memory and not written:
 //
 //   memory    |   16 B    |   16 B    |   16 B    |
 //   row               h h  v v v v v v  t t
@@ -40,7 +40,7 @@ class SlabColumns : public SlabRing<T, kLanes, kTensors, Merge, kValues> {
     return kLanes == 1 || (column(k) + lane >= 0 && column(k) + lane < columns_);
   }
   /// Calls body(k) for the items that the thread has. Most slabs lack elements only in the last
-  /// one.
+  /// item.
   template <class Body>
   __device__ __forceinline__ void for_own(const Body& body) const {
     if (width_ >= (kItems - 1) * kSlabThreads * kLanes) {
@@ -79,7 +79,7 @@ class SlabColumns : public SlabRing<T, kLanes, kTensors, Merge, kValues> {
     widen(load_vector<kLanes>(slab + place(k)), values);
   }
 
-  /// Sets the lanes of item k that are outside of the row.
+  /// Sets the lanes of item k that are outside of the row to `outside`.
   __device__ __forceinline__ void set_outside(int k, float (&values)[kLanes], float outside) const {
     if (is_whole(k)) return;
 #pragma unroll
@@ -120,7 +120,7 @@ class SlabColumns : public SlabRing<T, kLanes, kTensors, Merge, kValues> {
   }
 
   int first_column_;
-  int width_;  // the slab ends after so many elements
+  int width_;  // elements of the slab
 };
 
 }  // namespace

@@ -12,10 +12,10 @@ namespace torchkiln::cuda::norm_slabs {
 using namespace device;
 using namespace rowwise;
 
-inline constexpr int kSlabThreads = 256;  // that compute
+inline constexpr int kSlabThreads = 256;  // computing threads per block
 inline constexpr int kSlabBlockThreads = kSlabThreads + 2 * kWarpLanes;
 inline constexpr int kSlabBlocks = 2;  // per SM
-// Static shared memory of a block, and what the system takes.
+// Bytes of a block for its static shared memory and for the system.
 inline constexpr int kSlabReserved = 3 << 10;
 inline constexpr int kSlabBytes = 32;  // of a tensor, per thread
 inline constexpr int kMaxSlabStages = 8;
@@ -31,11 +31,11 @@ struct SlabRows {
   int64_t columns;
   Dtype dtype;
   Alignment alignment;  // scalar: element by element, else in vectors
-  int run_rows;         // that a team could copy in the time between two runs
+  int run_rows;         // rows that a team could copy in the time between two runs
 };
 
-/// A team takes one row after another. In vectors, it takes them in runs, whose rows all have the
-/// same offset from a 16-byte boundary.
+/// A team takes one row after another. Rows that are read in vectors are grouped in runs of rows
+/// with the same offset from a 16-byte boundary.
 struct SlabPlan {
   int blocks;   // of a team, one per slab
   int columns;  // of a slab
@@ -49,7 +49,7 @@ struct SlabPlan {
   int shared_bytes;
 };
 
-/// How many offsets from a 16-byte boundary the rows have.
+/// The number of different offsets from a 16-byte boundary that the rows have.
 inline int count_offsets(const SlabRows& rows) {
   if (rows.rows == 1) return 1;
   int offsets = vector_lanes(rows.dtype);
@@ -63,12 +63,13 @@ inline int most_slab_columns(const SlabRows& rows) {
   return kSlabThreads * kSlabBytes / static_cast<int>(size_of(rows.dtype));
 }
 
-/// Slabs in vectors begin at 16-byte boundaries, the first one before the row does.
+/// The columns that slabs have to cover. Slabs in vectors begin at 16-byte boundaries, the first
+/// one at or before the begin of the row.
 inline int64_t columns_to_cut(const SlabRows& rows, Alignment alignment) {
   return rows.columns + (alignment == Alignment::shared_offset ? vector_lanes(rows.dtype) - 1 : 0);
 }
 
-/// Cuts rows into slabs for so many teams.
+/// Cuts rows into slabs for `teams` teams.
 inline SlabPlan cut_rows(const SlabRows& rows, Alignment alignment, int teams,
                          const Device& device) {
   SlabPlan plan{};
@@ -86,7 +87,8 @@ inline SlabPlan cut_rows(const SlabRows& rows, Alignment alignment, int teams,
   const int64_t blocks = std::min<int64_t>({resident_slabs(device) / teams, most, kMaxTeamBlocks});
   plan.columns = static_cast<int>(ceil_div(ceil_div(columns, blocks), lanes)) * lanes;
   plan.blocks = static_cast<int>(ceil_div(columns, plan.columns));
-  // A slab of elements that begins anywhere lies in one unit of 16 bytes more.
+  // A slab that is read by single elements may begin anywhere, and then takes one 16-byte unit
+  // more.
   plan.tensor_bytes = plan.columns * size + (plan.in_vectors ? 0 : kVectorBytes);
   return plan;
 }
@@ -113,7 +115,7 @@ inline std::optional<SlabPlan> share_rows(const SlabRows& rows, Alignment alignm
   return cost_of(other, rows) < cost_of(plan, rows) ? other : plan;
 }
 
-/// Nothing if slabs do not support the rows. exchanges: results need sums over whole rows.
+/// Nothing if slabs do not support the rows. exchanges: whether results need sums over whole rows.
 inline std::optional<SlabPlan> plan_slabs(const SlabRows& rows, bool exchanges,
                                           const Device& device) {
   if (!device.runs_90_code || rows.dtype == Dtype::float64 || rows.rows > kMaxSlabRows)

@@ -1,7 +1,7 @@
 #pragma once
 
 // The slabs of a team's rows in shared memory. The copying warp fills the stages of a ring, and
-// hands the sums of each slab to the other blocks.
+// publishes the sums of each slab for the other blocks.
 
 #include <cuda/ptx>
 
@@ -18,8 +18,8 @@ constexpr int kSlabWarps = kSlabThreads / kWarpLanes;
 template <int kValues>
 struct SlabStorage {
   uint64_t full[kMaxSlabStages];    // a slab has arrived
-  uint64_t summed[kMaxSlabStages];  // `values` has those of all warps
-  uint64_t merged[kMaxSlabStages];  // `factors` has those of the row
+  uint64_t summed[kMaxSlabStages];  // `values` has the values of all warps
+  uint64_t merged[kMaxSlabStages];  // `factors` has the factors of the row
   uint64_t empty[kMaxSlabStages];   // all warps have read the slab twice
   float values[kMaxSlabStages][kValues][kSlabWarps];
   float4 factors[kMaxSlabStages];
@@ -65,7 +65,7 @@ class SlabRing {
     ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
   }
 
-  /// The copying warp.
+  /// The work of the copying warp.
   __device__ __forceinline__ void copy_rows() const {
     Cursor next = first();
     int copied = 0;
@@ -84,7 +84,7 @@ class SlabRing {
         __syncwarp();  // all lanes have read the values of a stage before lane 0 fills it again
       }
       advance(at);
-      // The results of row i - lag - 1 have been written, so its stage takes another row.
+      // Once the results of row i - lag - 1 have been written, its stage takes another row.
       if (i <= plan_.lag) continue;
       wait_for_phase(&storage_.empty[freed.stage], freed.parity);
       advance(freed);
@@ -94,8 +94,8 @@ class SlabRing {
     }
   }
 
-  /// The merging warp. Calls set(at, values, begin(at)) on one lane, with the values of the whole
-  /// row; begin() requests what set() needs from memory.
+  /// The work of the merging warp. Calls set(at, values, begin(at)) on one lane, with the values of
+  /// the whole row; begin() requests what set() needs from memory.
   template <class Begin, class Set>
   __device__ __forceinline__ void merge_rows(const Begin& begin, const Set& set) const {
     Cursor at = first();
@@ -115,7 +115,7 @@ class SlabRing {
   /// A row of the team, and its stage.
   struct Cursor {
     int row;
-    int run;  // its first row
+    int run;  // the first row of the run
     int stage;
     uint32_t parity;
   };
@@ -143,8 +143,8 @@ class SlabRing {
   __device__ __forceinline__ const T* begin_of(int tensor, int row) const {
     return static_cast<const T*>(rows_.data[tensor]) + int64_t{row} * rows_.row_stride[tensor];
   }
-  /// The column of the slab's first element. The first slab of a row in vectors begins at the
-  /// 16-byte boundary before the row.
+  /// The column of the slab's first element. The first slab of a row in vectors begins at the last
+  /// 16-byte boundary at or before the row.
   __device__ __forceinline__ int first_column(int row) const {
     return kLanes > 1 ? begin_ - elements_past_boundary(begin_of(0, row)) : begin_;
   }

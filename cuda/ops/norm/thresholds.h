@@ -1,8 +1,8 @@
 #pragma once
 
 // Where one kernel of norms becomes faster than another: numbers for an H100, with the times that
-// were measured there. Other GPUs take the same numbers, unmeasured. choose.h reads them; the
-// tables of plans are at the top of forward.cu and backward.cu.
+// were measured there. They are used unmeasured on other GPUs. choose.h reads them; the tables of
+// plans are at the top of forward.cu and backward.cu.
 
 #include <limits>
 
@@ -22,9 +22,9 @@ inline constexpr int64_t kFewestRowsOfSlabTeam = 8;
 /// Rows of more bytes are faster in slabs, where weight and bias are read once. Shorter ones are
 /// faster in the registers of a team, which reads both again for each row, from L2. RMS norm in
 /// half precision reads half as many parameters and gains only where rows are read element by
-/// element. Layer norm, slabs beside the kernel for the same rows without them: 1335 x 50257 in
-/// float32 210 us (459), 512 x 262143 in bfloat16 215 us (281), a slice of 8192 x 16384 in
-/// bfloat16, whose rows begin anywhere, 225 us (590).
+/// element. Layer norm in slabs, and without them in parentheses: 1335 x 50257 in float32 210 us
+/// (459 us), 512 x 262143 in bfloat16 215 us (281 us), a slice of 8192 x 16384 in bfloat16, whose
+/// rows begin anywhere, 225 us (590 us).
 inline int64_t most_bytes_without_slabs(const Norm& p, Alignment alignment) {
   const bool adds = p.residual != nullptr;
   const bool is_half = p.dtype != Dtype::float32;
@@ -45,16 +45,16 @@ inline constexpr int64_t kMostFewBytes = 16 << 20;
 // to 16 KiB take 11 to 31 % less time than streamed ones, in bfloat16 with 4,096 and 8,192 columns.
 inline constexpr int kBulkBytesInFlight = 96 << 10;
 
-// Slabs, backward. Layer norm in bfloat16, slabs beside the kernel for the same rows without them:
-// 2671 x 50257 314 us (569), 512 x 262143 352 us (685), 67 x 1000003 176 us (701).
+// Slabs, backward. Layer norm in bfloat16 with slabs, and without them in parentheses: 2671 x 50257
+// 314 us (569 us), 512 x 262143 352 us (685 us), 67 x 1000003 176 us (701 us).
 
 /// Rows of fewer bytes are split, if they cannot be streamed: a slab would have too few columns.
 inline constexpr int64_t kFewestSlabBytes = 3 * kKiB;
 
-/// Rows of so many bytes are faster in slabs than streamed. Aligned ones are streamed by up to two
-/// blocks, or by eight with grad_sum, which is one more tensor in the ring of each slab. Layer norm
-/// in half precision keeps 2 x 32 column sums per thread, so it streams only short rows with an
-/// offset.
+/// Fewest bytes of rows that are faster in slabs than streamed. Aligned rows are streamed by up to
+/// two blocks, or by eight with grad_sum, which is one more tensor in the ring of each slab. Layer
+/// norm in half precision keeps 2 x 32 column sums per thread, so it streams only short rows with
+/// an offset.
 inline int64_t fewest_bytes_of_slabs(const NormBackward& p, Alignment alignment) {
   const bool is_half = p.dtype != Dtype::float32;
   if (alignment == Alignment::vector) return (p.grad_sum == nullptr ? 64 : 256) * kKiB;
@@ -65,8 +65,8 @@ inline int64_t fewest_bytes_of_slabs(const NormBackward& p, Alignment alignment)
 // Runs of rows with the same offset from a 16-byte boundary, which slabs read in vectors. Runs of
 // fewer rows take longer than single elements.
 inline constexpr int kFewestRowsOfSlabRun = 16;
-// The estimate of a plan's time: bytes that a block could copy while it waits for others, and rows
-// that a team could copy in the time between two runs. Backward writes column sums there.
+// The estimate of a plan's time: bytes that a block could copy while it waits for other blocks, and
+// rows that a team could copy in the time between two runs, where backward writes column sums.
 inline constexpr int64_t kWaitBytesOfSlabRow = 2 << 10;
 inline constexpr int kRunRowsForward = 2;
 inline constexpr int kRunRowsBackward = 16;

@@ -39,8 +39,8 @@ inline bool is_rows(const Reduction& p) {
 }
 
 /// Selects the widest vectors that divide every row of a batch. If these are narrower than 16 bytes
-/// and the rows are dense, reads `fold` rows as one whose length 16-byte vectors divide; their sums
-/// are folded at the end.
+/// and the rows are dense, reads `fold` rows as one row, whose length is a multiple of 16 bytes;
+/// the sums are folded at the end.
 inline ColumnAccess column_access(const Reduction& p) {
   if (is_rows(p) || p.inner_stride != 1) return {};
   const int64_t widest = device::vector_lanes(p.dtype);

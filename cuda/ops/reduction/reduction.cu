@@ -1,5 +1,5 @@
-// Sums, or means, over one dimension of [outer, reduced, inner], accumulated in float32 and rounded
-// once.
+// Sums, or means, over one dimension of [outer, reduced, inner], accumulated in float32, or in
+// float64 for float64, and rounded once.
 //
 //   plan            kernel                           when
 //   rows: packed    a few lanes for each row         rows of up to 32 vectors, if many
@@ -12,7 +12,7 @@
 //   columns         sum_columns, in                  the summed dimension has the larger stride
 //                   detail/reduce/columns.cuh
 //
-// Rows have the summed dimension as the one with the smaller stride: detail/reduce/rows.cuh.
+// In rows, the summed dimension has the smaller stride: detail/reduce/rows.cuh.
 
 #include "choose.h"
 #include "detail/reduce/columns.cuh"

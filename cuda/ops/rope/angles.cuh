@@ -61,7 +61,7 @@ __device__ __forceinline__ void rotate(C& a, C& b, C cos, C sin) {
   a = rotated;
 }
 
-/// Rotates kLanes pairs: those of a[i] and b[i], or of neighbours in a, then in b.
+/// Rotates kLanes pairs: (a[i], b[i]) or, if interleaved, neighbours in a, then in b.
 template <class C, int kLanes>
 __device__ __forceinline__ void rotate(bool interleaved, C (&a)[kLanes], C (&b)[kLanes],
                                        const C (&cos)[kLanes], const C (&sin)[kLanes]) {

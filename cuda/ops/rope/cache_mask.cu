@@ -1,5 +1,5 @@
-// The mask that hides the keys behind each token from attention over a cache: 0 up to the place of
-// the token, else -infinity.
+// The mask that hides the keys after each token in attention over a cache: 0 up to the place of the
+// token, else -infinity.
 
 #include "ops/rope/angles.cuh"
 #include "torchkiln/device/launch.cuh"

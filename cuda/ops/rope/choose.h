@@ -18,7 +18,7 @@ using namespace device;
 // loaded once for these heads and 2 * kRopeHeads vectors are in flight.
 inline constexpr int kRopeHeads = 4;
 inline constexpr int kMostRopeThreads = 512;
-/// Fewer tokens are spread over as many blocks.
+/// Fewer tokens than this have a block each.
 inline constexpr int64_t kFewRopeTokens = 2048;
 /// Fewest threads of a block that has several tokens.
 inline constexpr int64_t kLeastRopeThreads = 128;
@@ -26,7 +26,7 @@ inline constexpr int64_t kLeastRopeThreads = 128;
 /// The work of the kernel.
 struct RopeWork {
   Rope rope;
-  Divisor vectors;  // per head: those of pairs, then those that are copied
+  Divisor vectors;  // per head: vectors of pairs, then copied vectors
   Divisor groups;   // of heads
   Divisor tokens;   // per batch
   uint32_t items;   // per block
@@ -81,7 +81,7 @@ inline uint32_t tokens_per_block(int64_t items_per_token, int64_t all_tokens) {
   return best;
 }
 
-/// Nothing if a token has more than 2^32 elements.
+/// Nothing if a token has 2^30 or more items: vectors of up to kRopeHeads heads.
 inline std::optional<RopePlan> choose(const Rope& p) {
   const int widest = vector_lanes(p.dtype);
   RopePlan plan{};

@@ -14,18 +14,18 @@ namespace torchkiln::cuda {
 // `lanes` pairs, or adjacent elements that are not rotated. Adjacent teams have adjacent heads, so
 // that the blocks that run at the same time read and write adjacent memory.
 inline constexpr int kQkvThreads = 256;
-/// Heads of a team: of few tokens, and of more. One head per team gives more teams, and less code
+/// Heads of a team: for few tokens, and for more. One head per team gives more teams, and less code
 /// to fetch into the caches.
 inline constexpr int kFewHeads = 1;
 inline constexpr int kForwardHeads = 4;
 inline constexpr int kBackwardHeads = 2;
-/// Pieces of a head per thread, if they are not vectors.
+/// Pieces of a head per thread, if they are not read in vectors.
 inline constexpr int kHeadItems = kMostHeadElements / 2 / kWarpLanes;
-/// Vectors of a piece: two of x, and two of the gradient.
+/// Vectors of a piece: two of x; for gradients, two of x and two of the gradient.
 inline constexpr int kVectorsOfPiece = 2;
 inline constexpr int kVectorsOfGradient = 4;
 
-/// Blocks per SM that read a round ahead, and stages of the ring that they read it to.
+/// Blocks per SM of kernels that read a round ahead, and stages of their ring.
 inline constexpr int kQkvBlocks = 3;
 inline constexpr int kQkvBackwardBlocks = 2;
 inline constexpr int kRingStages = 2;
@@ -34,12 +34,12 @@ inline constexpr int kRingStages = 2;
 inline constexpr int kAcrossPieces = 2;
 inline constexpr int kAcrossBackwardPieces = 3;
 inline constexpr int64_t kAcrossThreads = 2 * kQkvThreads;
-/// Sums for the weights up to this size are kept in shared memory, larger ones in the L2 cache.
+/// Sums for the weights up to this size are kept in shared memory, larger ones in global memory.
 inline constexpr int64_t kMostSharedBytes = 48 * 1024;
 
 struct QkvPlan {
   QkvNormRope p;
-  Divisor groups;  // of heads: those of the queries, the keys, the values
+  Divisor groups;  // of heads: first of the queries, then of the keys, then of the values
   Divisor tokens;  // per batch
   uint32_t all_groups;
   uint32_t query_groups;
@@ -53,7 +53,7 @@ struct QkvPlan {
   bool weights_in_vectors;
   uint32_t blocks;
   uint32_t rounds;
-  uint32_t step;  // from a team's token to that of its next round
+  uint32_t step;  // from a team's token to its token of the next round
 
   /// Blocks that process all tokens in one round.
   int64_t blocks_of_one_round() const { return ceil_div(int64_t{all_tokens} * all_groups, teams); }
@@ -118,7 +118,7 @@ inline bool gradients_in_vectors(const QkvNormRopeBackward& arguments, int64_t l
   return rows_in_vectors(arguments.grad_qkv, lanes, {p.head_dim});
 }
 
-/// The plan of a launch, whose blocks set_blocks() sets.
+/// The plan of a launch; set_blocks() sets the blocks.
 inline QkvPlan make_qkv_plan(const QkvNormRope& p, int lanes, int heads) {
   QkvPlan plan{};
   plan.p = p;
@@ -138,8 +138,9 @@ inline QkvPlan make_qkv_plan(const QkvNormRope& p, int lanes, int heads) {
   return plan;
 }
 
-/// Plans up to `most` blocks, but at least those whose teams together have whole tokens, with equal
-/// numbers of rounds. Returns false if a token has more than 2^31 teams.
+/// Plans up to `most` blocks with equal numbers of rounds, but at least as many blocks as a unit:
+/// the fewest blocks whose teams together have whole tokens. Returns false if a token has more than
+/// 2^31 teams.
 inline bool set_blocks(QkvPlan& plan, int64_t most) {
   most = std::min(most, kMaxGridX / plan.teams);
   // The blocks of a unit process whole tokens: a team has the same heads in every round.
@@ -188,7 +189,7 @@ inline std::optional<QkvChoice> choose(const QkvNormRopeBackward& arguments, con
   QkvChoice choice{lanes, heads, 1, make_qkv_plan(p, lanes, heads)};
   if (!set_blocks(choice.plan, int64_t{kQkvBackwardBlocks} * device.multiprocessors))
     return std::nullopt;
-  // Beside the ring, a block has the sums of a weight.
+  // Besides the ring, the shared memory of a block has the sums of a weight.
   const int sums = static_cast<int>(kMostHeadElements) * compute_bytes(p.dtype);
   const int bytes = ring_bytes(kRingStages, kVectorsOfGradient * heads, kQkvThreads, kVectorBytes);
   if (in_vectors && choice.plan.rounds > 1 &&

@@ -44,7 +44,7 @@ struct HeadGroup {
   }
 };
 
-/// A token by its index among those of all batches.
+/// A token by its index among the tokens of all batches.
 struct TokenAt {
   bool exists;
   uint32_t batch;
@@ -57,7 +57,7 @@ struct TokenAt {
 };
 
 /// Where the two vectors of a piece begin in a head. The last piece of an odd number of elements
-/// has one; `second` is then a valid address, too.
+/// has only the first vector; `second` is then a valid position, too.
 struct Piece {
   bool is_rotated;
   bool has_second;
@@ -93,7 +93,7 @@ __device__ __forceinline__ void load_weight(const QkvPlan& plan, int kind, int64
   for (int i = 0; i < N; ++i) to[i] += static_cast<C>(plan.p.weight_offset);
 }
 
-/// What a thread needs for a piece, beside the heads.
+/// The factors that a thread needs for a piece.
 template <class C, int kLanes>
 struct Factors {
   C cos[kLanes];
@@ -109,7 +109,7 @@ struct Factors {
     load_factors<T>(angles, angles.sin, batch, row, piece.pair, plan.factors_in_vectors, sin);
   }
 
-  /// `head` is the element of the weight at which that of the head begins.
+  /// `head` is the index of the head's first element in the weight.
   template <class T>
   __device__ __forceinline__ void load_weights(const QkvPlan& plan, const Piece& piece, int kind,
                                                int64_t head = 0) {

@@ -1,8 +1,8 @@
 #pragma once
 
-// qkv_norm_rope with one norm over all heads of the queries, and one over those of the keys: a
+// qkv_norm_rope with one norm over all heads of the queries, and one over all heads of the keys: a
 // block processes a token. Its threads read the token twice, the second time from the L1 cache.
-// Blocks are small: while one waits for its sums, others of the SM read.
+// Blocks are small: while one waits for its sums, other blocks of the SM read.
 
 #include "ops/rope/qkv.cuh"
 #include "torchkiln/device/block_reduce.cuh"
@@ -23,8 +23,8 @@ struct RowPiece {
   __device__ __forceinline__ RowPiece(const QkvAcrossPlan& across, uint32_t index, int lanes)
       : RowPiece(across, index, across.pieces.quotient(index), lanes) {}
 
-  /// The element of a packed row, or of the weights of queries and keys in a row, at which the
-  /// head begins.
+  /// The index of the head's first element in a packed row, or in the weights of queries and keys
+  /// put in a row.
   __device__ __forceinline__ int64_t begin(const QkvNormRope& p) const {
     return packed * p.head_dim;
   }
@@ -43,7 +43,7 @@ struct RowPiece {
   }
 };
 
-/// Loads and widens a piece of a head; a second vector that does not exist is zeros.
+/// Loads and widens a piece of a head; a missing second vector becomes zeros.
 template <class T, class C, int kLanes>
 __device__ __forceinline__ void load_piece(const T* head, const Piece& piece, C (&a)[kLanes],
                                            C (&b)[kLanes]) {

@@ -1,5 +1,5 @@
-// The gradients of qkv_norm_rope with one norm over all heads of a token. A block has every
-// gridDim-th token, and keeps its sums for the weights in shared memory, or in global memory if
+// The gradients of qkv_norm_rope with one norm over all heads of a token. A block processes every
+// gridDim.x-th token, and keeps its sums for the weights in shared memory, or in global memory if
 // they are larger than 48 KiB.
 
 #include "ops/rope/qkv_across.cuh"
@@ -14,7 +14,7 @@ struct QkvAcrossBackward {
   bool sums_in_shared;
 };
 
-/// Loads and widens a piece of a gradient; null for zeros.
+/// Loads and widens a piece of a gradient; zeros if `head` is null.
 template <class T, class C, int kLanes>
 __device__ __forceinline__ void load_gradient(const T* head, const Piece& piece, C (&a)[kLanes],
                                               C (&b)[kLanes]) {
@@ -23,7 +23,7 @@ __device__ __forceinline__ void load_gradient(const T* head, const Piece& piece,
   for (int i = 0; i < kLanes; ++i) a[i] = b[i] = C(0);
 }
 
-/// A piece of x and of its gradient, rotated back, and the weight.
+/// A piece of x, of the incoming gradient, rotated back, and of the weight.
 template <class C, int kLanes>
 struct PieceGradient {
   C x_a[kLanes], x_b[kLanes], grad_a[kLanes], grad_b[kLanes];
@@ -61,8 +61,8 @@ __global__ void __launch_bounds__(kQkvThreads, 2)
   const QkvBackwardPlan& backward = arguments.backward;
   const QkvAcrossPlan& across = arguments.across;
   const QkvNormRope& p = across.plan.p;
-  // The sums of a piece in the row of this block, and where they are added. Each thread adds to
-  // those of its own pieces alone, so no barrier is needed.
+  // The sums of a piece in the row of this block, and where they are added. Each thread adds only
+  // to the sums of its own pieces, so no barrier is needed.
   const auto row_sums = [&](const RowPiece& at) -> C* {
     C* const sums = static_cast<C*>(backward.sums[at.kind]);
     if (sums == nullptr) return nullptr;

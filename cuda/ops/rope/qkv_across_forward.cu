@@ -1,5 +1,5 @@
-// qkv_norm_rope with one norm over all heads of queries and one over all heads of keys. A block has
-// a token, whose queries and keys it reads twice. qkv_across.cuh has what this file shares with
+// qkv_norm_rope with one norm over all heads of queries and one over all heads of keys. A block
+// processes a token and reads its queries and keys twice. qkv_across.cuh is shared with
 // qkv_across_backward.cu.
 
 #include "ops/rope/qkv_across.cuh"

@@ -1,5 +1,5 @@
-// The gradients of packed queries, keys and values and of the weights of the norms. The sums of
-// blocks for the weights are added by a second kernel (qkv_weight_sums.cuh).
+// The gradients of packed queries, keys and values and of the weights of the norms. A second kernel
+// adds the blocks' sums for the weights (qkv_weight_sums.cuh).
 //
 //   plan       team        reads              when
 //   across     a token     twice              one norm over all heads: qkv_across_backward.cu
@@ -14,8 +14,8 @@
 namespace torchkiln::cuda {
 namespace {
 
-/// Adds the sums of those teams of a block that are `included`, in a fixed order, and writes them
-/// to one row.
+/// Adds the sums of the block's teams that are `included`, in a fixed order, and writes them to one
+/// row.
 template <class C, int kLanes, int kItems>
 __device__ __forceinline__ void write_sums(const QkvPlan& plan, bool included,
                                            const C (&team_a)[kItems][kLanes],
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kQkvThreads, kStages > 1 ? kQkvBackwardBlocks 
     }
     ring.commit();
   };
-  // Gradients that do not exist, the second vectors of pieces without one, x without a norm.
+  // Never requested: gradients that do not exist, missing second vectors, x if there is no norm.
   if (kLanes == 1 || grads == nullptr || !has_norm) ring.clear();
   const C inverse_size = C(1) / static_cast<C>(p.head_dim);
   C sum_a[kItems][kLanes] = {}, sum_b[kItems][kLanes] = {};

@@ -8,8 +8,7 @@
 //   once       four heads  to registers       vectors, otherwise
 //   elements   one head    to registers       heads that are not whole 16-byte vectors
 //
-// qkv.cuh says which elements a thread has, head_ring.cuh how it reads ahead. Gradients:
-// qkv_backward.cu.
+// qkv.cuh assigns elements to threads, head_ring.cuh reads them ahead. Gradients: qkv_backward.cu.
 
 #include "ops/rope/qkv_across.cuh"
 

@@ -9,7 +9,7 @@
 
 namespace torchkiln::cuda {
 
-/// Sums of the blocks: rows[kind] rows of columns[kind] elements, added to grad[kind].
+/// Sums of the blocks: rows[kind] rows of columns[kind] elements, whose total is grad[kind].
 struct WeightSums {
   void* sums[2];  // of queries and keys; null: not wanted
   int64_t rows[2];
@@ -40,7 +40,7 @@ WeightSums make_weight_sums(const QkvNormRopeBackward& arguments, int64_t query_
 
 constexpr int kFinishRows = 32;
 
-/// blockIdx.y is the weight.
+/// blockIdx.y selects the weight: of queries or of keys.
 template <class C, class W>
 __global__ void __launch_bounds__(kWarpLanes* kFinishRows) add_weight_sums(const WeightSums p) {
   wait_for_previous_kernel();

@@ -18,7 +18,7 @@ using namespace rowwise;
 inline constexpr int kSoftmaxClusterThreads = kRowThreads / 2;
 /// Blocks per SM of rows in parts: 64 registers per thread.
 inline constexpr int kSoftmaxPartBlocks = 4;
-/// Vectors of a part per thread: of one tensor, and of two, or of one and its mask.
+/// Vectors of a part per thread: for one tensor; and for two tensors, or one with a mask.
 inline constexpr int kPartVectors = 8;
 inline constexpr int kPartVectorsOfTwo = 4;
 
@@ -81,7 +81,7 @@ SoftmaxPlan choose_rows(const Problem& p, Alignment alignment, int streams, bool
   const std::optional<RowPlan> rows =
       plan_rows(p.dtype, alignment, p.length, streams, kSoftmaxClusterThreads, device);
   if (rows) return RegistersPlan{*rows, alignment, masked};
-  // Rows whose offsets differ have one kernel, which saves instantiations.
+  // Rows whose offsets differ have one kernel, with and without a mask: fewer instantiations.
   const bool takes_mask = masked || alignment == Alignment::scalar;
   const int vectors = streams > 1 || takes_mask ? kPartVectorsOfTwo : kPartVectors;
   return PartsPlan{

@@ -64,8 +64,8 @@ __global__ void __launch_bounds__(kRowThreads, kBlocks)
   row.write(values);
 }
 
-/// Launches plans for the type that row(tile, log, masked) returns a tag of, or columns(type, log)
-/// if the elements of a row are not adjacent. kStreams: tensors that are read.
+/// Launches plans for the type whose tag row(tile, log, masked) returns, or columns(type, log) if
+/// the elements of a row are not adjacent. kStreams: tensors that are read.
 template <class T, int kStreams, class Problem, class RowType, class ColumnKernel>
 struct Launcher {
   const Problem& p;

@@ -42,7 +42,7 @@ cudaError_t sort(const CsrTranspose& p, Entries& entries, cudaStream_t stream) {
 }
 
 /// Writes key, index and row of each entry. A warp takes 32 * kItems entries and finds the rows of
-/// the first and the last; each thread then searches between those.
+/// the first and the last; each thread then searches between these rows.
 template <class Index>
 __global__ void __launch_bounds__(kThreads)
     label_entries(CsrTranspose p, Entries to, int64_t blocks_per_matrix) {

@@ -27,8 +27,8 @@ constexpr int kBlocks = sizeof(T) == sizeof(float) ? 8 : 6;
 ///   thread     0 1 2 3       0 1 2 3                (lane 0 ... 3 of split 0)
 ///                     4 5 6 7       4 5 6 7         (lane 0 ... 3 of split 1)
 ///
-/// All pieces of one tile of columns start before those of the next tile, so that rows of the dense
-/// matrix that they share are found in the caches.
+/// All pieces of one tile of columns start before the pieces of the next tile, so that rows of the
+/// dense matrix that they share are found in the caches.
 struct Plan {
   int lanes_log2;
   Units units;
@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(kThreads) add_parts(Spmm p, Chunks chunks) {
   }
 }
 
-/// Division of work, as words for torchkiln.explain().
+/// The division of work as text, for torchkiln.explain().
 const char* describe(const Plan& plan) {
   const bool is_split = plan.units.chunks.count > 0;
   if (plan.units.group_log2 == 5)

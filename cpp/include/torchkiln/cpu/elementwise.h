@@ -88,7 +88,7 @@ void apply(const Functor& functor, C* const (&out)[3], const T* const (&in)[Inpu
 }
 
 /// Whether an operand has another type than C, or gaps along dimension 0. Otherwise a run may have
-/// any length, and long runs are faster where the output is new memory, page by page.
+/// any length; long runs are faster where the pages of the output are new.
 template <class C, int Inputs, int Outputs>
 bool needs_buffers(const Elementwise<Inputs, Outputs>& arguments) {
   bool found = arguments.dtype != DtypeOf<C>::value;
@@ -100,8 +100,8 @@ bool needs_buffers(const Elementwise<Inputs, Outputs>& arguments) {
 }
 
 /// Whether all inputs are bfloat16 without gaps along dimension 0: the loop over them then widens
-/// each element in a register. Results are rounded in a loop of their own; in one loop with the
-/// computation silu took a quarter longer.
+/// each element in a register. Results are rounded in a separate loop: in one loop with the
+/// computation, silu took a quarter longer.
 template <class Out, int Inputs, int Outputs>
 bool widens_in_registers(const Elementwise<Inputs, Outputs>& arguments) {
   bool found = std::is_same_v<Out, BFloat16> && arguments.layout.rank > 0;

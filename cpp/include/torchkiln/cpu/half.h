@@ -135,7 +135,8 @@ inline __m256i narrow_bfloat16(__m256 values) {
 inline void narrow_run(BFloat16* to, const float* from, int64_t count) {
   int64_t i = 0;
 #if defined(__AVX2__) && !defined(__AVX512BW__)
-  // The compiler's own code takes more than half as long again, and with AVX-512 less than this.
+  // The compiler's own code takes more than 1.5 times as long, but with AVX-512 less time than
+  // this.
   for (; i + 16 <= count; i += 16) {
     const __m256 first = _mm256_loadu_ps(from + i), second = _mm256_loadu_ps(from + i + 8);
     if (_mm256_movemask_ps(_mm256_cmp_ps(first, second, _CMP_UNORD_Q)) != 0) {  // either is NaN

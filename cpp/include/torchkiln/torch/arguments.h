@@ -151,7 +151,7 @@ struct Sizes {
   operator c10::SymIntArrayRef() const { return values; }
 };
 
-/// No conversion to a list that is not optional: an assignment would prefer it to the other.
+/// Converts only to an optional list: an assignment would prefer a conversion to a plain list.
 struct MaybeSizes {
   std::optional<Sizes> sizes;
   operator at::OptionalSymIntArrayRef() const {

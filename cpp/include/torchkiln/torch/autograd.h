@@ -59,8 +59,8 @@ class Incoming {
   const at::Tensor& operator[](size_t output) const { return grads_[output]; }
   const variable_list& all() const { return grads_; }
 
-  /// To be added to the gradient of the first output, if the op has called
-  /// accept_second_gradient(); undefined otherwise.
+  /// A second gradient of the first output, which the op has to add; undefined if there is none.
+  /// Only for ops that have called accept_second_gradient().
   const at::Tensor& second() const { return second_; }
 
   /// Whether the gradient of an input is needed. Inputs are numbered as record() received them.
@@ -196,7 +196,7 @@ Outputs record(const char* name, std::initializer_list<at::Tensor> inputs, Outpu
 }
 
 /// record() for an op that works in place; call it after the op has changed `x`. `before` is the
-/// edge of x from before the change.
+/// graph edge that x had before the change.
 template <class Gradients>
 void record_in_place(const char* name, const at::Tensor& x, const torch::autograd::Edge& before,
                      const at::Tensor& kept, Gradients gradients) {
@@ -207,8 +207,8 @@ void record_in_place(const char* name, const at::Tensor& x, const torch::autogra
   node->save(0, torch::autograd::SavedVariable(kept, is_output, is_output && x.is_view()));
 }
 
-/// Gives `tensor`, a new tensor of an input's shape, the graph edge of that input: its second
-/// derivatives flow to the input, which therefore need not be saved.
+/// Gives `tensor`, a new tensor of an input's shape, the graph edge of that input: second
+/// derivatives of `tensor` flow to the input, which therefore need not be saved.
 inline void stand_in_for(const Incoming& in, size_t input, const at::Tensor& tensor) {
   if (in.edge(input).is_valid()) torch::autograd::impl::set_gradient_edge(tensor, in.edge(input));
 }

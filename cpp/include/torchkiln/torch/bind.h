@@ -8,9 +8,9 @@
 //       ops.bind<&mine::scale>("scale");  // Tensor scale(const Tensor& x, double factor)
 //     }
 //
-// Parameters are the arguments of the schema, in its order; those of an option struct are its
-// fields (options.h). A call with an object that has a __torch_function__, or under a
-// torch-function mode, goes through torch.ops.<package>.<op>.default.
+// Parameters are the arguments of the schema, in its order; an option struct stands for its fields
+// (options.h). A call with an object that has a __torch_function__, or under a torch-function mode,
+// goes through torch.ops.<package>.<op>.default.
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/Tensor.h>
@@ -46,15 +46,15 @@ PyObject* wrap(std::tuple<Tensors...>&& results) {
       results);
 }
 
-/// Whether objects of this class take no part in calls of torch's functions but as their values.
+/// Whether objects of this class are plain values, without a __torch_function__ to call.
 inline bool is_plain_type(PyTypeObject* type) {
   return THPVariable_CheckTypeExact(type) || type == Py_TYPE(Py_None) || type == &PyFloat_Type ||
          type == &PyBool_Type || type == &PyLong_Type || type == &PyUnicode_Type ||
          type == &PyTuple_Type || type == &PyList_Type;
 }
 
-/// Whether the class of this argument has a __torch_function__, which must be called: that of a
-/// tensor subclass, a torch.fx.Proxy or any other object.
+/// Whether the class of this argument has a __torch_function__, which must be called. Tensor
+/// subclasses, torch.fx.Proxy and other classes may have one.
 inline bool is_overridden(PyObject* argument) {
   PyTypeObject* const type = Py_TYPE(argument);
   if (is_plain_type(type)) return false;
@@ -63,7 +63,8 @@ inline bool is_overridden(PyObject* argument) {
   return _PyType_Lookup(type, name) != nullptr;
 }
 
-/// The argument as torch.ops accepts it: a number becomes a tensor or a list where those are due.
+/// The argument as torch.ops accepts it: a number becomes a tensor or a list where the schema has
+/// one.
 inline py::object as_schema(const Argument& argument, const c10::Type& type) {
   const auto value = py::reinterpret_borrow<py::object>(argument.value);
   if (is_overridden(argument.value)) return value;
@@ -98,7 +99,7 @@ inline PyObject* call_by_schema(const char* name, PyObject* const* given) {
   return ops.attr(name).attr("default")(*positional, **named).release().ptr();
 }
 
-/// The name of the op that a call in the order of the schema goes to.
+/// Returns the name of the op to call, from the arguments in the order of the schema.
 using NameOf = const char*(PyObject* const* given);
 
 template <class Function>

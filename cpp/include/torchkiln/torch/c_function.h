@@ -13,8 +13,8 @@
 //     int[], SymInt[]      const int64_t*, int64_t length
 //     int[]?, SymInt[]?    const int64_t* const*, int64_t length
 //
-// After the arguments, an AtenTensorHandle* for each result: the caller deletes the tensor. It is
-// null where a result is undefined, and for the result of an op that has none. Errors are thrown.
+// After the arguments, an AtenTensorHandle* for each result: the caller deletes the tensor. The
+// handle is null for an undefined result, and for an op without results. Errors are thrown.
 
 #include <ATen/ATen.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>

@@ -43,7 +43,7 @@ std::string full_name_of_op() {
 
 namespace detail {
 
-/// An argument as its schema has it.
+/// An argument, converted to its type in the schema.
 template <class V>
 decltype(auto) write(V&& value) {
   if constexpr (kIsConverted<V>) {
@@ -95,7 +95,7 @@ decltype(auto) call_flat(Values&&... values) {
   return handle.call(write(std::forward<Values>(values))...);
 }
 
-/// Calls body(tensor) for each tensor among the values and in options; one that was left out is
+/// Calls body(tensor) for each tensor among the values and in options; an omitted tensor is
 /// undefined. Tensors are not copied: a second reference to a tensor that Python owns takes the GIL
 /// (0.1 us).
 template <class Body, class... Values>
@@ -116,8 +116,8 @@ void for_each_tensor(const Body& body, const Values&... values) {
   (visit(values), ...);
 }
 
-/// Whether a CPU or CUDA kernel is next when autograd and autocast are left out: no tracing, no
-/// tensor subclass, no vmap, no mode. The kernel may then be called directly.
+/// Whether a CPU or CUDA kernel is next after autograd and autocast: no tracing, no tensor
+/// subclass, no vmap, no mode. The kernel may then be called directly.
 inline bool is_plain(c10::DispatchKeySet keys) {
   const c10::DispatchKeySet below =
       keys - c10::autograd_dispatch_keyset_with_ADInplaceOrView - c10::autocast_dispatch_keyset;
@@ -137,9 +137,9 @@ c10::DispatchKeySet keys_of(const Values&... values) {
 
 }  // namespace detail
 
-/// Calls an op through the dispatcher. With an argument for each parameter of Op::kernel, options
-/// may be any struct that has the fields of that parameter. Else the arguments are those of the
-/// schema, of which options have some.
+/// Calls an op through the dispatcher. The arguments are either those of Op::kernel, where options
+/// may be any struct with the fields of the parameter, or those of the schema, several of which may
+/// come as one option struct.
 template <class Op, class... Args>
 decltype(auto) call(Args&&... args) {
   return std::apply(

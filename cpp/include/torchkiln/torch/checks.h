@@ -1,7 +1,7 @@
 #pragma once
 
 // Argument checks. Every message reads "<package>.<op>: <argument>: got ..., expected ...", and
-// says what to do where that is not obvious. The package is TORCHKILN_PACKAGE. Checks work on
+// adds the remedy where it is not obvious. The package is TORCHKILN_PACKAGE. Checks work on
 // symbolic sizes, so that Meta kernels reject the same calls as CPU and CUDA kernels.
 //
 //     check_tensors("my_op", {{"x", x}, {"weight", weight}});  // strided, all on the device of x
@@ -138,12 +138,12 @@ inline void check_like(const char* op, const char* name, const at::Tensor& tenso
   check_same_shape(op, name, tensor, name_of_x, x);
 }
 
-/// Half precision beside float32, which some kernels read together.
+/// Whether one dtype is half precision and the other float32, which some kernels read together.
 inline bool is_mixed(at::ScalarType a, at::ScalarType b) {
   return (is_half(a) && b == at::kFloat) || (a == at::kFloat && is_half(b));
 }
 
-/// As check_like(), but allows half precision beside float32.
+/// As check_like(), but also allows is_mixed() dtypes.
 inline void check_like_or_mixed(const char* op, const char* name, const at::Tensor& tensor,
                                 const char* name_of_x, const at::Tensor& x) {
   check_tensor(op, name, tensor);

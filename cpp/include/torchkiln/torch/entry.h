@@ -143,7 +143,7 @@ auto record_all(const Below& below, const Args&... args) {
       kept);
 }
 
-/// Values are the types of the schema: those of Args, with the fields of options in their place.
+/// Values are the types of the schema: Args, with option structs replaced by their fields.
 template <class Op, auto function, class Type, class Values>
 struct EntryOf;
 

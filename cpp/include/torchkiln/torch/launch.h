@@ -56,8 +56,8 @@ void launch_allocating(const char* op, const at::Tensor& where, int64_t count, i
 }
 
 /// launch_allocating() for kernels that sum over rows. On the CPU, split() returns the number of
-/// tasks and the workspace that they need, in problem.workspace; on_cpu(begin, end) runs over the
-/// tasks, then finish(begin, end) over the results in ranges of at least `grain`.
+/// tasks and the size of the workspace, which problem.workspace then points to; on_cpu(begin, end)
+/// runs over the tasks, then finish(begin, end) over the results in ranges of at least `grain`.
 template <class Problem, class Split, class OnCuda, class OnCpu, class Finish>
 void launch_split(const char* op, const at::Tensor& where, Problem& problem, int64_t grain,
                   const Split& split, const OnCuda& on_cuda, const OnCpu& on_cpu,

@@ -33,7 +33,7 @@
 //           // if these arguments have two floating dtypes, all tensors are cast to the wider one
 //       static constexpr std::array<size_t, 2> kReadsMixed{0, 1};
 //           // except these, if the dtypes are float32 and half precision: the kernels read both
-//       static std::optional<Tensor> rewritten(...);        // the result, if other calls give it
+//       static std::optional<Tensor> rewritten(...);        // the result, if other ops compute it
 //       static constexpr const char* kName = "scale";       // in errors, for an op such as
 //                                                           // scale_out
 //

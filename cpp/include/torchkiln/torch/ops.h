@@ -84,8 +84,8 @@ TORCHKILN_EXPORT at::Tensor mean(const at::Tensor& x, at::OptionalIntArrayRef di
 TORCHKILN_EXPORT at::Tensor matmul(const at::Tensor& a, const at::Tensor& b);
 
 /// activation(x weight^T * scale + bias) + residual for x [..., k], weight [n, k], bias [n] and
-/// residual [..., n]. The bias has x's dtype, or float32 if x has half precision; the others have
-/// x's dtype. The result is contiguous.
+/// residual [..., n]. The bias has x's dtype, or float32 if x has half precision; weight and
+/// residual have x's dtype. The result is contiguous.
 TORCHKILN_EXPORT at::Tensor linear(const at::Tensor& x, const at::Tensor& weight,
                                    const std::optional<at::Tensor>& bias = std::nullopt,
                                    std::string_view act = "none", double scale = 1.0,
@@ -93,7 +93,7 @@ TORCHKILN_EXPORT at::Tensor linear(const at::Tensor& x, const at::Tensor& weight
 
 /// activation(x up_weight^T + up_bias) down_weight^T + down_bias as one op, for x [..., k],
 /// up_weight [hidden, k] and down_weight [n, hidden], all of one dtype. `save` chooses what is kept
-/// for backward beside x and the weights: "preact", the argument of the activation, or "none",
+/// for backward besides x and the weights: "preact", the argument of the activation, or "none",
 /// which computes it again.
 TORCHKILN_EXPORT at::Tensor mlp(const at::Tensor& x, const at::Tensor& up_weight,
                                 const at::Tensor& down_weight,
@@ -190,24 +190,24 @@ TORCHKILN_EXPORT at::Tensor log_softmax(const at::Tensor& x, int64_t dim,
 struct BatchNormOptions {
   std::optional<at::Tensor> residual;  // of x's shape and dtype
   std::string_view act = "relu";       // as for activation(), or "none"
-  bool training = false;               // uses the statistics of x and updates the running ones
+  bool training = false;               // uses statistics of x and updates the running statistics
   double momentum = 0.1;
   double eps = 1e-5;
 
   TORCHKILN_FIELDS(self.residual, self.act, self.training, self.momentum, self.eps);
 };
 
-/// activation(batch norm of x + residual) for x [batch, channels, ...]. The vectors of the channels
-/// have x's dtype, or float32 if x has half precision. The result has adjacent channels if x has
-/// them, else it is contiguous.
+/// activation(batch_norm(x) + residual) for x [batch, channels, ...]. Weight, bias and running
+/// statistics are [channels], of x's dtype, or float32 if x has half precision. The result has
+/// adjacent channels if x has them, else it is contiguous.
 TORCHKILN_EXPORT at::Tensor bn_act(const at::Tensor& x, const std::optional<at::Tensor>& weight,
                                    const std::optional<at::Tensor>& bias,
                                    const std::optional<at::Tensor>& running_mean,
                                    const std::optional<at::Tensor>& running_var,
                                    const BatchNormOptions& options = {});
 
-/// activation(group norm of x) for x [batch, channels, ...]: mean and variance are those of each of
-/// the `num_groups` groups of adjacent channels of a sample. weight and bias are [channels], of x's
+/// activation(group norm of x) for x [batch, channels, ...]: mean and variance are taken over each
+/// of `num_groups` groups of adjacent channels of a sample. weight and bias are [channels], of x's
 /// dtype, or float32 if x has half precision. The result has adjacent channels if x has them, else
 /// it is contiguous.
 TORCHKILN_EXPORT at::Tensor group_norm(const at::Tensor& x, int64_t num_groups,
@@ -227,7 +227,7 @@ struct RopeOptions {
 
 /// Rotary embedding of q and k, [..., heads, tokens, head_dim], with any number of heads each: the
 /// pair (a, b) becomes (a cos - b sin, b cos + a sin). cos and sin are [tokens, pairs],
-/// [batch, tokens, pairs] or, with positions, a table [rows, pairs]; they may have each factor
+/// [batch, tokens, pairs] or, with positions, a table [rows, pairs]; they may contain each factor
 /// twice. Their dtype is q's, or float32 if q has half precision. A position outside of the table
 /// gives NaN. Without k the second result is empty.
 TORCHKILN_EXPORT std::tuple<at::Tensor, at::Tensor> rope(const at::Tensor& q,
@@ -238,7 +238,7 @@ TORCHKILN_EXPORT std::tuple<at::Tensor, at::Tensor> rope(const at::Tensor& q,
 
 struct QkvNormRopeOptions {
   double eps = 1e-6;
-  std::string_view norm = "head";  // of each head; all: of all heads together; or none
+  std::string_view norm = "head";  // of each head; "all": of all heads together; or "none"
   double offset = 0.0;             // added to the weights
   bool interleaved = false;        // the last three as in RopeOptions
   std::optional<at::Tensor> positions;
@@ -250,10 +250,9 @@ struct QkvNormRopeOptions {
 
 /// Queries [..., heads, tokens, head_dim], keys and values [..., kv_heads, tokens, head_dim] of a
 /// packed projection [..., tokens, (heads + 2 * kv_heads) * head_dim]. RMS norm of each head of the
-/// queries and keys, times weights [head_dim], or of all heads of each, times weights
-/// [(kv_)heads * head_dim], then the rotation of rope(), rounded once.
-/// The heads of a token are adjacent in the results. The gradients of the weights are bitwise
-/// reproducible.
+/// queries and keys, times weights [head_dim], or of all heads of queries and of keys, times
+/// weights [(kv_)heads * head_dim], then the rotation of rope(), rounded once. The heads of a token
+/// are adjacent in the results. The gradients of the weights are bitwise reproducible.
 TORCHKILN_EXPORT std::tuple<at::Tensor, at::Tensor, at::Tensor> qkv_norm_rope(
     const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin,
     const std::optional<at::Tensor>& q_weight, const std::optional<at::Tensor>& k_weight,
@@ -275,8 +274,9 @@ struct CrossEntropyOptions {
 };
 
 /// Cross-entropy of logits [classes], [rows, classes] or [rows, classes, ...] and a target: one
-/// int64 class per row, or probabilities of the logits' shape and dtype. The only tensor of the
-/// logits' size that it allocates is their gradient. Differentiable in logits and probabilities.
+/// int64 class per row, or probabilities of the logits' shape and dtype. Without a softcap, the
+/// only tensor of the logits' size that it allocates is their gradient. Differentiable in logits
+/// and probabilities.
 TORCHKILN_EXPORT at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& target,
                                           const CrossEntropyOptions& options = {});
 

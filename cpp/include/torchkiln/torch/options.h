@@ -9,8 +9,8 @@
 //       TORCHKILN_FIELDS(self.factor, self.act);
 //     };
 //
-// A struct of the op's own may derive from it. A field of the same name then takes the place of the
-// public one, such as an enum (see InSchema) that of a word:
+// The op may derive its own struct from it. A field of the same name then replaces the public
+// field, such as an enum (see InSchema) a string:
 //
 //     struct Options : ScaleOptions {
 //       Activation act;
@@ -18,7 +18,7 @@
 //
 // It may have further fields, TORCHKILN_FIELDS of its own for an op with another list of arguments,
 // and complete(), which is called once they are set. Tensors that are given in most calls are
-// parameters beside the options, or Borrowed.
+// separate parameters, or Borrowed fields.
 
 #include <ATen/core/Tensor.h>
 
@@ -28,7 +28,7 @@
 #include <type_traits>
 #include <utility>
 
-/// References to the fields of an option struct, of which `self` is an object: a tuple.
+/// A tuple of references to the fields of `self`, an option struct.
 #define TORCHKILN_FIELDS(...)      \
   template <class Self>            \
   static auto fields(Self& self) { \
@@ -38,7 +38,7 @@
 
 namespace torchkiln {
 
-/// The type that stands for T in a schema. Specialise it for enums, which schemas have as strings:
+/// The type that stands for T in a schema. Specialise it for enums, which are strings in schemas:
 ///
 ///     using Type = c10::string_view;
 ///     static Mode read(const char* op, c10::string_view word);  // rejects unknown words
@@ -49,8 +49,8 @@ struct InSchema {
 };
 
 /// A field for a Tensor or a std::optional<Tensor> that is not copied: a second reference to a
-/// tensor that Python owns takes the GIL (0.1 us). It is used like those, and valid during the
-/// call.
+/// tensor that Python owns takes the GIL (0.1 us). It is used like these types, and valid during
+/// the call.
 template <class T>
 class Borrowed {
  public:
@@ -70,7 +70,8 @@ class Borrowed {
   }
   const at::Tensor* operator->() const { return &**this; }
 
-  /// Whether an optional tensor was given, or the other field is an argument of the op.
+  /// Whether an optional tensor was given or, for a Tensor, whether the field is an argument of the
+  /// op.
   bool has_value() const {
     if constexpr (kIsOptional) {
       return value_->has_value();
@@ -122,8 +123,8 @@ template <class T>
 constexpr bool kIsTensor = std::is_same_v<std::decay_t<T>, at::Tensor> ||
                            std::is_same_v<std::decay_t<T>, std::optional<at::Tensor>>;
 
-/// The types of a parameter in the dispatcher's signature: its own, or those of its fields, of
-/// which tensors are passed by reference.
+/// The types of a parameter in the dispatcher's signature: its own type, or the types of its
+/// fields. Tensors among the fields are passed by reference.
 template <class T, class = void>
 struct FlatOf {
   using Type = std::tuple<SchemaType<T>>;
@@ -199,7 +200,7 @@ struct AsGiven {
   }
 };
 
-/// A value for a parameter of type P: the value itself, or its fields as other options.
+/// A value for a parameter of type P: the value itself, or options of type P with the same fields.
 template <class P, class V>
 decltype(auto) as_parameter(V&& value) {
   using T = std::decay_t<P>;

@@ -20,7 +20,8 @@ using PromotedByOf = decltype(Op::kPromotedBy);
 template <class Op>
 using ReadsMixedOf = decltype(Op::kReadsMixed);
 
-/// Whether the kernels read argument `index` of the op in half precision beside float32.
+/// Whether the kernels read argument `index` of the op if it is half precision and another one
+/// float32.
 template <class Op>
 constexpr bool is_read_mixed(size_t index) {
   if constexpr (kHas<ReadsMixedOf, Op>) {
@@ -66,7 +67,7 @@ std::optional<Promotion> promotion_of(const Args&... args) {
   return std::nullopt;
 }
 
-/// Argument `index` of an op, cast if the promotion asks for it.
+/// Argument `index` of an op, cast if `promotion` casts it.
 template <class Op, class T>
 T promoted(size_t index, const T& value, const Promotion& promotion) {
   const auto cast = [&](const at::Tensor& tensor) {

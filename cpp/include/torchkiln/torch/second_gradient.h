@@ -5,10 +5,10 @@
 // If a tensor is used twice, autograd adds the gradients of both uses before the node that made the
 // tensor runs: two reads and a write of memory. two_uses() makes an alias for each use. In
 // backward, the node of the aliases passes on one gradient and hands over the other, and the node
-// that made the tensor adds them where it reads them. Only a node that asked for it, by
-// accept_second_gradient(), gets two; and only if nothing else could see that its gradient is not
-// complete: no hooks on that node, no torch.autograd.grad() and backward(inputs=...), no second
-// derivatives, one stream.
+// that made the tensor adds them where it reads them. Only a node for which
+// accept_second_gradient() was called gets two gradients, and only if nothing else could see its
+// incomplete gradient: no hooks on that node, no torch.autograd.grad() and backward(inputs=...), no
+// second derivatives, one stream.
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/function.h>
@@ -24,11 +24,11 @@
 
 namespace torchkiln {
 
-/// Gradients on their way from one node to another: at most one of each run of backward, since runs
-/// may be nested and threads may share a graph.
+/// Gradients on their way from one node to another: at most one for each run of backward. Runs may
+/// be nested and threads may share a graph.
 class SecondGradient {
  public:
-  /// Returns false, and keeps nothing, if there is a gradient of this run.
+  /// Returns false, and keeps nothing, if this run has a pending gradient.
   bool put(const at::Tensor& grad, int run) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (find(run) != pending_.end()) return false;

@@ -23,8 +23,8 @@ class Workspace {
     if (bytes == 0) return;
     const c10::OptionalDeviceGuard guard(device);
     memory_ = c10::GetAllocator(device.type())->allocate(bytes);
-    // As torch fills new tensors under torch.use_deterministic_algorithms(), so that tests see a
-    // kernel that reads what no other has written.
+    // Fills the memory as torch fills new tensors under torch.use_deterministic_algorithms(), so
+    // that tests detect a kernel that reads memory before it is written.
     const at::Context& context = at::globalContext();
     if (context.deterministicAlgorithms() && context.deterministicFillUninitializedMemory()) {
       constexpr int kNan = 0xff;  // in each byte

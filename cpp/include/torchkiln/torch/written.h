@@ -24,7 +24,7 @@ inline void check_written(const char* op, const char* name, const at::Tensor& ou
               out.sym_strides(), ", expected a contiguous tensor");
 }
 
-/// Refuses an output whose memory is a part of an input's; it may be the input itself.
+/// Rejects an output that overlaps an input partially; it may be the input itself.
 inline void check_overlap(const at::Tensor& out, const at::Tensor& input) {
   at::assert_no_partial_overlap(out, input);
 }
@@ -38,8 +38,8 @@ inline void mark_written(const at::Tensor& out) {
 /// Tensors may share a counter, so an unchanged one may have been counted, too.
 TORCHKILN_EXPORT uint32_t silent_changes(const at::Tensor& tensor);
 
-/// Counts a change that does not increment the version. Batch norm moves running statistics so, as
-/// torch's does: its backward saves them without a use of their values, and a second call must not
+/// Counts a change that does not increment the version. Batch norm moves running statistics this
+/// way, as torch does: backward saves them but uses no values of theirs, and a second call must not
 /// invalidate the first.
 TORCHKILN_EXPORT void count_silent_change(const at::Tensor& tensor);
 

@@ -1,7 +1,7 @@
 #pragma once
 
 // Activations. To add one, write its functor here and append its name to the list Activations:
-// bias_act, matmul and the op of its own name then support it on the CPU and on the GPU.
+// bias_act, linear and the op of its own name then support it on the CPU and on the GPU.
 
 #include <cstdint>
 #include <type_traits>

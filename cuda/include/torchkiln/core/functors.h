@@ -134,7 +134,7 @@ struct GatedGradient {
   }
 };
 
-/// These gradients, and activation(gate) * up itself.
+/// The results of GatedGradient, and activation(gate) * up.
 template <class Act, class Math>
 struct GatedGradientAndValue {
   template <class C>

@@ -71,7 +71,7 @@ inline uint32_t last_word(double probability) {
 }
 
 /// Draws success or failure for element i of the eight elements at a position. Four words serve
-/// eight elements: an even element takes a word as it is, the odd one beside it the same word with
+/// eight elements: an even element takes a word as it is, the next odd element the same word with
 /// its 16-bit halves swapped. The probability of success is (last + 1) / 2^32. The two draws of a
 /// word depend on each other only if its upper half, before or after the swap, equals the upper
 /// half of `last`: one case in 2^16.

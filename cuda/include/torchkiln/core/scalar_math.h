@@ -13,7 +13,7 @@
 #define TORCHKILN_FUNCTION __host__ __device__ __forceinline__
 #else
 // Forced inlining: the CPU loops are compiled for several instruction sets, and the linker could
-// pick an out-of-line copy compiled for a wide one for all of them.
+// use one out-of-line copy, compiled for a wide instruction set, for all of them.
 #define TORCHKILN_FUNCTION inline __attribute__((always_inline))
 #endif
 
@@ -38,7 +38,8 @@ inline constexpr double kRootOfHalf = 0.707106781186547524400844362105;
 inline constexpr double kDensityAtZero = 0.398942280401432677939946059934;  // 1 / sqrt(2 pi)
 
 /// The upper tail of the normal distribution at |x|, as root^2 ratio. The factor e^(-x^2 / 2) is
-/// taken twice as its root, because it underflows where its product with |x| is still a number.
+/// applied as its square root, twice, because it underflows where its product with |x| is not yet
+/// 0.
 struct NormalTail {
   float root;   // e^(-x^2 / 4)
   float ratio;  // the tail divided by e^(-x^2 / 2)
@@ -219,9 +220,9 @@ struct ExactMath {
   /// max(x, 0) - |x| tail, where the tail is e^(-x^2 / 2) times a quotient of polynomials in |x|,
   /// fitted to a relative error of 6e-8 (1 + x^2 / 2), as the exponent's rounding error grows. The
   /// power is scaled by 2^24, so that it is normal wherever the result is not 0. The first
-  /// coefficient of d and p is 1, which saves a multiplication each; n / d * p is 2^11 times as
-  /// large for it. The last product takes out both powers of two without rounding. From 14.45 on
-  /// the power is 0, and its product with infinity is NaN below 0, as in torch.
+  /// coefficient of d and p is 1, which saves a multiplication each and makes n / d * p 2^11 times
+  /// as large. The last product takes out both powers of two without rounding. From 14.45 on the
+  /// power is 0, and its product with infinity is NaN below 0, as in torch.
   TORCHKILN_FUNCTION static float gelu(float x) {
     const float absolute = std::fabs(x);
     const float size = absolute < 14.46f ? absolute : 14.46f;
@@ -354,8 +355,8 @@ TORCHKILN_FUNCTION Slope<C> silu_and_slope(C z) {
 /// `slope` is a'(z).
 ///
 /// Below 0 this is e^-a r (1 - |z| a' r) with r = 1 / (1 + e^-a), above 0 its difference to 1. The
-/// factor e^-a is taken twice as its root, because it underflows where its product with |z| is
-/// still a number. The root multiplies `slope` first, so that |z| a' does not overflow.
+/// factor e^-a is applied as its square root, twice, because it underflows where its product with
+/// |z| is not yet 0. The root multiplies `slope` first, so that |z| a' does not overflow.
 template <class Math, class C>
 TORCHKILN_FUNCTION C sigmoid_gate_slope(C z, C a, C slope) {
   const C size = z < C(0) ? -z : z;

@@ -12,7 +12,7 @@
 
 namespace torchkiln::device {
 
-/// Whether an address is a multiple of `bytes`, as a null pointer is.
+/// Whether an address is a multiple of `bytes`; true for null.
 TORCHKILN_HOST_DEVICE inline bool aligned(const void* pointer, size_t bytes = kVectorBytes) {
   return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
 }
@@ -35,7 +35,7 @@ inline bool rows_in_vectors(const void* data, int64_t lanes,
   return in_steps_of(lanes, lengths_and_strides) && aligned(data);
 }
 
-/// The widest vector, in elements, of which rows consist: at most 16 bytes, aligned to its own
+/// Elements of the widest vectors that fill whole rows: at most 16 bytes, aligned to their own
 /// size.
 inline int widest_lanes(const void* data, Dtype dtype,
                         std::initializer_list<int64_t> lengths_and_strides) {

@@ -1,7 +1,7 @@
 #pragma once
 
 // The properties of a GPU that launch plans read. The header includes no header of CUDA, so that
-// g++ compiles the plans and tests make them for GPUs that are not there.
+// g++ compiles the plans and tests make plans for any GPU without having it.
 
 #include <cstdint>
 
@@ -32,7 +32,7 @@ struct Device {
   bool runs_90_code = false;
   // Shared memory that one block may opt in to.
   int shared_bytes = 48 * 1024;
-  // Clusters of 1, 2, 4, 8 and 16 blocks that run at the same time, if a block fills an SM. The
+  // How many clusters of 1, 2, 4, 8 and 16 blocks run at the same time, if a block fills an SM. The
   // blocks of a cluster belong to one GPC, and not every GPC has a multiple of 16 SMs.
   int clusters[5] = {1, 0, 0, 0, 0};
 };

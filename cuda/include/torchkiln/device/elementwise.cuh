@@ -20,7 +20,7 @@
 namespace torchkiln::device {
 namespace elementwise {
 
-/// Whether eight threads write one byte together. A body declares it by a member kSharesBytes.
+/// Whether adjacent threads write one byte together. A body declares it by a member kSharesBytes.
 template <class Body, class = void>
 inline constexpr bool kSharesBytes = false;
 template <class Body>
@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(Access::kThreads)
   run<false>(body, access, numel);
 }
 
-/// Launches `body` if the operands are linear, or in rows beside a linear first input; launches
+/// Launches `body` if the operands are linear, or in rows with a linear first input; launches
 /// `general`, which computes the same, for all other layouts. Vector access needs inputs of exactly
 /// the types In.
 template <class Out, class... In, class Body, class General, int Outputs>

@@ -53,7 +53,7 @@ inline constexpr int kUnroll = kVectorLanes<Out> > 4 ? 1 : 2;
 template <class Out>
 inline constexpr bool kHasFullBlocks = sizeof(Out) < 8;
 
-/// Stores N adjacent elements, except those at or beyond numel.
+/// Stores N adjacent elements, except elements at or beyond numel.
 template <bool Full, class Out, class C, int N>
 __device__ __forceinline__ void store_vector(Out* out, const C (&result)[N], int64_t at,
                                              int64_t numel) {
@@ -127,9 +127,9 @@ struct LinearAccess {
 /// Rows of up to three dimensions. The innermost size and all strides are multiples of a vector, so
 /// they count vectors: no vector is cut, and 32 bits reach far. The strides of an input that is
 /// constant along a row count elements. FirstIsLinear: the first input and the outputs have the
-/// order of the iteration space, and no input is constant along a row (a tensor beside its bias);
-/// that input is loaded before any index is computed. The code is straight-line, because small
-/// tensors are bound by latency.
+/// order of the iteration space, and no input is constant along a row (a tensor and its bias); that
+/// input is loaded before any index is computed. The code is straight-line, because small tensors
+/// are bound by latency.
 template <bool FirstIsLinear, class OutType, int Outputs, class... In>
 struct RowAccess {
   using Out = OutType;

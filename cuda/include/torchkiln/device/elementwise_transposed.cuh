@@ -1,6 +1,6 @@
 #pragma once
 
-// Accessor for operands one of which is transposed relative to the output.
+// Accessor for problems with an operand that is transposed relative to the output.
 
 #include "torchkiln/device/elementwise_access.cuh"
 

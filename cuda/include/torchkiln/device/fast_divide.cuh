@@ -7,9 +7,8 @@
 namespace torchkiln::device {
 
 /// Division of numbers below 2^31 by a divisor that is set on the host: a multiplication and a
-/// shift instead of some 20 instructions. With l = ceil(log2 d), n / d = n * (floor(2^(31 + l) / d)
-/// + 1)
-/// >> (31 + l) for every such n.
+/// shift instead of some 20 instructions. With l = ceil(log2 d),
+///   n / d = n * (floor(2^(31 + l) / d) + 1) >> (31 + l) for every such n.
 class Divisor {
  public:
   Divisor() = default;

@@ -4,7 +4,7 @@
 // and one kernel without CUDA's C++ library, so that they compile in 0.1 s.
 //
 // A thread owns kUnroll vectors of kLanes elements along the innermost dimension, a warp adjacent
-// ones. An operand is contiguous there (Reach::vector), constant (Reach::one), or has any stride
+// vectors. An operand is contiguous there (Reach::vector), constant (Reach::one), or has any stride
 // (Reach::any), in which case kLanes is 1.
 
 #include "torchkiln/core/functors.h"

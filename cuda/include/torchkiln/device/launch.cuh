@@ -67,7 +67,7 @@ inline std::optional<Device> query_device(int device) {
   return found;
 }
 
-/// The properties of the current device, queried once; those of Device{} if that fails.
+/// The properties of the current device, queried once; Device{} if the query fails.
 inline const Device& current_device() {
   constexpr int kDevices = 64;
   static const Device kUnknown;
@@ -183,10 +183,10 @@ Status launch_kernel(void (*kernel)(Parameters...), const Grid& grid, bool overl
   config.stream = stream;
   config.attrs = attributes;
   const Recording recording = overlaps ? recording_of(stream) : Recording{};
-  // In a graph, a launch overlaps only a kernel that lets it start early. Behind other nodes it
-  // gains nothing and costs 0.5 us. The first node must not overlap: its wait ends before the work
-  // that was queued ahead of the graph. A handle of a graph that is gone, or a node of another
-  // thread, costs time only.
+  // In a graph, a launch overlaps only a kernel that lets it start early. After other nodes,
+  // overlap gains nothing and costs 0.5 us. The first node must not overlap: its wait ends before
+  // the work that was queued ahead of the graph. A handle of a graph that is gone, or a node of
+  // another thread, costs time only.
   if (overlaps &&
       (!recording.active || (recording.last != nullptr && recording.last == latest_early_node()))) {
     attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;

@@ -30,8 +30,8 @@ Status dispatch_floating(Dtype dtype, const Body& body) {
   return dispatch<float, double, __half, __nv_bfloat16>(dtype, body);
 }
 
-/// Calls body(TypeTag<W>{}) with the type of a weight or bias beside elements of type T: T or,
-/// beside half precision, float32.
+/// Calls body(TypeTag<W>{}) with the type of a weight or bias for elements of type T: T or, for
+/// half precision, float32.
 #pragma nv_exec_check_disable
 template <class T, class Body>
 __host__ __device__ __forceinline__ auto with_parameter_type(Dtype dtype, const Body& body) {
@@ -110,8 +110,8 @@ __device__ __forceinline__ void prefetch_to_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
-/// Moves the elements of type T of these words down by `past` elements, fewer than a vector. The
-/// words before the last four get their new values.
+/// Moves the elements of type T of these words down by `past` elements, fewer than a vector. Only
+/// the words before the last four are valid afterwards.
 template <class T, int kWords>
 __device__ __forceinline__ void shift_down(uint32_t (&words)[kWords], int past) {
   // By two words if bit 3 of the byte count is set, by one if bit 2 is, by half a word if bit 1 is.

@@ -58,8 +58,7 @@ __device__ __forceinline__ void clear(const Op&, C (&a)[N], long) {
   Op::clear(a);
 }
 
-/// One step of a reduction: combines the values of each lane with those of the lane whose index
-/// differs by `offset`.
+/// One step of a reduction: combines the values of each two lanes whose indices differ by `offset`.
 template <class C, int N, class Op>
 __device__ __forceinline__ void exchange(C (&values)[N], int offset, const Op& op) {
   C others[N];

@@ -10,9 +10,9 @@ struct CUstream_st;
 
 namespace torchkiln {
 
-/// Tensors beside the gradient and x that the derivative of the activation is found from. Without
-/// a residual it computes the argument of the activation again from x. With one, a bit for each
-/// element is enough for relu; other activations need the residual.
+/// The tensor besides grad and x that backward needs for the derivative of the activation. Without
+/// a residual, backward recomputes the activation's argument from x. With a residual, relu needs
+/// one bit per element; other activations with a derivative need the residual.
 inline Saved kept_by_batch_norm(Activation activation, bool has_residual) {
   const Saved saved = saved_by(activation);
   if (!has_residual) return Saved::nothing;
@@ -31,15 +31,16 @@ struct ChannelLayout {
   int64_t count() const { return outer * inner; }
 };
 
-/// A running statistic: [channels] of parameter_dtype or float32; null if there is none.
+/// A running statistic: [channels] of running_dtype; null if there is none.
 struct RunningStatistic {
   void* data;
   int64_t stride;
 };
 
 /// y = activation(n * weight + bias + residual) with n = (x - mean) * rstd for each channel and
-/// rstd = 1 / sqrt(variance + eps). Mean and variance are those of x if `training`, which also
-/// moves the running ones by `momentum`, the variance without bias; else the running ones.
+/// rstd = 1 / sqrt(variance + eps). If `training`, mean and variance are those of x, and the
+/// running statistics move towards them by `momentum` (running_var towards the unbiased variance).
+/// Otherwise the running statistics are used.
 struct BatchNorm {
   const void* x;
   const void* residual;  // null if there is none
@@ -58,8 +59,8 @@ struct BatchNorm {
   /// Moments of x in place of the statistics, for batch_norm_moments(); null else.
   double* moments;
   Dtype dtype;            // of x, residual and y
-  Dtype parameter_dtype;  // of weight and bias: dtype, or float32 beside half precision
-  Dtype running_dtype;    // the same
+  Dtype parameter_dtype;  // of weight and bias: dtype, or float32 for half precision
+  Dtype running_dtype;    // of running_mean and running_var: dtype, or float32 for half precision
   Activation activation;
   bool training;
   double momentum;
@@ -68,9 +69,9 @@ struct BatchNorm {
   void* workspace;       // of the size that cpu::split() returns; CUDA launchers allocate theirs
 };
 
-/// Merges the moments of the processes of a group. Those of a process are [2 * channels + 1]: the
-/// means, the sums of the squared distances to them, and the count, the elements of a channel; all
-/// 0 for a process without elements.
+/// Merges the moments of the processes of a group. The moments of a process are [2 * channels + 1]:
+/// the mean of each channel, the sum of its squared distances from the mean, and the elements per
+/// channel. All are 0 for a process without elements.
 struct BatchNormMerge {
   const double* moments;  // [processes, 2 * channels + 1]
   int64_t processes;
@@ -94,8 +95,8 @@ struct BatchNormMerge {
 ///                   else g * rstd * weight
 struct BatchNormBackward {
   const void* grad;
-  /// Added to grad, and the sum rounded; null if there is none. If given, signs and grad_residual
-  /// are given, too. CPU kernels ignore it.
+  /// A second incoming gradient, null if there is none: grad + second, rounded, replaces grad. It
+  /// requires signs and grad_residual. CPU kernels ignore it.
   const void* second;
   const void* x;
   const void* residual;  // null if there is none, or if kept_by_batch_norm() is not the input
@@ -116,8 +117,8 @@ struct BatchNormBackward {
   const double* count;
   /// [2, channels] of the compute type: slope and level in
   ///   grad_x = (g - slope * (x - mean) - level) * rstd * weight,
-  /// with the rounded mean. Both are sums over the elements: those of a group's processes are to be
-  /// added. cuda::batch_norm_backward() allocates its own.
+  /// with the rounded mean. Both are sums over the elements, so the caller adds them over the
+  /// processes of a group. cuda::batch_norm_backward() allocates its own.
   void* coefficients;
   void* workspace;  // as in BatchNorm
 
@@ -125,8 +126,7 @@ struct BatchNormBackward {
   bool needs_sums() const {
     return grad_weight != nullptr || grad_bias != nullptr || coefficients != nullptr;
   }
-  /// Whether grad_residual has g without a rounding error, because each g is an incoming gradient
-  /// or 0.
+  /// Whether grad_residual holds g exactly, because each g is the incoming gradient or 0.
   bool residual_gradient_is_exact() const {
     const Saved saved = saved_by(activation);
     return saved == Saved::sign || saved == Saved::nothing;
@@ -134,7 +134,7 @@ struct BatchNormBackward {
 };
 
 /// Windows of a max pool over the last two dimensions of a tensor [images, channels, height, width]
-/// with adjacent channels. Padding is at most half a window: each has at least one pixel.
+/// with adjacent channels. Padding is at most half a window, so each window has at least one pixel.
 struct PoolWindows {
   int64_t images;
   int64_t height;
@@ -148,8 +148,8 @@ struct PoolWindows {
   int64_t count() const { return images * pooled_height * pooled_width; }
 };
 
-/// The largest y of BatchNorm in each window.
-/// Each y is rounded before it is compared; the first of equal ones counts, or the last NaN.
+/// The largest y of BatchNorm in each window. Each y is rounded before it is compared. The first of
+/// equal values counts; with NaN in the window, the last NaN.
 struct BatchNormPool {
   BatchNorm norm;  // y is pooled; no residual and no signs
   PoolWindows windows;
@@ -157,7 +157,7 @@ struct BatchNormPool {
 };
 
 /// The gradients for BatchNormPool, as in BatchNormBackward: the incoming gradient of a pixel is
-/// the sum of those of the windows in which it counts.
+/// the sum of the gradients of the windows whose y it is.
 struct BatchNormPoolBackward {
   BatchNormBackward norm;  // grad is pooled; no residual, signs and coefficients
   PoolWindows windows;
@@ -166,8 +166,8 @@ struct BatchNormPoolBackward {
 
 namespace cpu {
 
-/// Tasks are chunks of the elements, results the channels, both for the statistics of a training
-/// forward.
+/// For the statistics of a training forward: tasks are chunks of the elements, results the
+/// channels.
 TORCHKILN_EXPORT Split split(const BatchNorm& arguments);
 
 /// Writes the moments of the chunks begin <= chunk < end to the workspace.
@@ -205,9 +205,9 @@ TORCHKILN_EXPORT Status batch_norm_backward(const BatchNormBackward& arguments, 
 
 namespace cuda {
 
-/// Runs on the current device, queued on `stream`: in training three kernels (moments of parts of
-/// the channels, their merge, y), or a cooperative one on 9.0 if channels are adjacent and there is
-/// no residual; else one.
+/// Runs on the current device, queued on `stream`. Training takes three kernels (partial moments of
+/// each channel, their merge, y), or one cooperative kernel on 9.0 for adjacent channels in whole
+/// vectors, without residual and signs.
 TORCHKILN_EXPORT Status batch_norm(const BatchNorm& arguments, Allocate allocate,
                                    CUstream_st* stream);
 
@@ -217,9 +217,10 @@ TORCHKILN_EXPORT Status batch_norm_moments(const BatchNorm& arguments, Allocate 
 TORCHKILN_EXPORT Status batch_norm_merge(const BatchNormMerge& arguments, CUstream_st* stream);
 TORCHKILN_EXPORT Status batch_norm_outputs(const BatchNorm& arguments, CUstream_st* stream);
 
-/// Computes the wanted gradients in three kernels, sums of parts of the channels, their total and
-/// grad_x, or in a cooperative one, as above; with grad_residual only up to 2^24 elements. No
-/// atomics: results are bitwise reproducible.
+/// Computes the wanted gradients in three kernels (partial sums of each channel, their total,
+/// grad_x), or in one cooperative kernel: in training on 9.0 for adjacent channels in whole
+/// vectors, with grad_residual only up to 2^24 elements. No atomics: results are bitwise
+/// reproducible.
 TORCHKILN_EXPORT Status batch_norm_backward(const BatchNormBackward& arguments, Allocate allocate,
                                             CUstream_st* stream);
 
@@ -230,15 +231,15 @@ TORCHKILN_EXPORT Status batch_norm_backward_sums(const BatchNormBackward& argume
 TORCHKILN_EXPORT Status batch_norm_backward_input(const BatchNormBackward& arguments,
                                                   CUstream_st* stream);
 
-/// Whether there are kernels for a max pool of x: adjacent channels in whole vectors, fewer than
-/// 2^31 pixels and windows, each of at most 256 pixels.
+/// Whether there are kernels for a max pool of x: no float64, adjacent channels in whole vectors,
+/// fewer than 2^31 pixels and windows, each of at most 256 pixels.
 inline bool takes(Dtype dtype, const ChannelLayout& layout, const PoolWindows& windows) {
   return dtype != Dtype::float64 && layout.inner == 1 && layout.channels % 8 == 0 &&
          layout.outer <= INT32_MAX && windows.count() <= INT32_MAX &&
          int64_t{windows.kernel[0]} * windows.kernel[1] <= 256;
 }
 
-/// batch_norm() in training with a max pool behind, and its backward, in as many kernels.
+/// batch_norm() in training followed by a max pool, and its backward. Each takes three kernels.
 TORCHKILN_EXPORT Status batch_norm_pool(const BatchNormPool& arguments, Allocate allocate,
                                         CUstream_st* stream);
 TORCHKILN_EXPORT Status batch_norm_pool_backward(const BatchNormPoolBackward& arguments,

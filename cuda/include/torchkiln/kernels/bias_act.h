@@ -38,7 +38,7 @@ struct BiasActBackward {
   void* grad_x;       // [rows, columns], contiguous; null if not wanted
   void* grad_bias;    // [columns]; null if not wanted
   Dtype dtype;        // of all tensors except bias and grad_bias
-  Dtype bias_dtype;   // dtype, or float32 beside half precision
+  Dtype bias_dtype;   // dtype, or float32 for half precision
   Activation activation;
   double scale;
   int64_t rows;

@@ -25,7 +25,7 @@ struct PixelConvolution {
 namespace cuda {
 
 /// Whether a kernel computes this convolution on the current device: one of compute capability 9.0.
-/// x, weight and y need addresses that are multiples of 16 bytes, and multiples of 8 channels.
+/// x, weight and y have to be aligned to 16 bytes, and their channels multiples of 8.
 TORCHKILN_EXPORT bool takes(const PixelConvolution& arguments);
 
 /// Whether that kernel was measured to take less time than cuDNN's convolution and another pass

@@ -8,18 +8,18 @@ namespace torchkiln {
 
 /// The target of a row of logits: the distribution q over the classes
 ///   q[c] = weight[c] * ((1 - label_smoothing) * p[c] + label_smoothing / all_classes)
-/// A row of a shard has the classes from first_class on. A class of another shard is no class of
-/// the row: p is 0 and the target weight is 0.
+/// A row of a shard holds the classes from first_class on. If the target class is in another shard,
+/// p and the target weight are 0.
 struct ClassTarget {
   const int64_t* index;       // [rows]; null if probabilities are given
-  const void* probabilities;  // [rows, classes]; null if classes are given
-  Dtype probabilities_dtype;  // that of the logits, or half precision and float32 together
+  const void* probabilities;  // [rows, classes]; null if `index` is given
+  Dtype probabilities_dtype;  // that of the logits; half precision and float32 may be mixed
   int64_t probabilities_row_stride;
   const void* weight;    // [classes] of the compute type; null for ones
   int64_t ignore_index;  // rows of this class are ignored
   double label_smoothing;
   int64_t first_class;
-  int64_t all_classes;  // of all shards; 0 for those of the logits, which are no shard
+  int64_t all_classes;  // of all shards; 0 if the logits are not a shard
 };
 
 /// For each row, with lse = log(sum of exp(logits)) and w the weight of its target class (0 if the
@@ -43,9 +43,9 @@ struct CrossEntropy {
   void* target_weight;  // [rows]: w
   void* correct;  // [rows]: 1 if no logit exceeds that of the target class, else 0; null if not
                   // wanted
-  // [rows] of a shard: the sum of exp(logits - maximum). Null for whole rows. If given, `loss` is
-  // the sum of q * (logits - maximum), log_sum_exp the maximum, 0 if it is -infinity, and mass the
-  // sum of q. z_loss is 0, and ignored rows have any numbers.
+  // [rows] of a shard: the sum of exp(logits - maximum). Null for whole rows. Otherwise `loss`
+  // receives the sum of q * (logits - maximum), log_sum_exp the maximum (0 in place of -infinity)
+  // and mass the sum of q; z_loss has to be 0, and results of ignored rows are undefined.
   void* sum;
 };
 
@@ -70,7 +70,7 @@ struct CrossEntropyBackward {
   int64_t grad_logits_row_stride;
 };
 
-/// The arguments of a kernel with the number of all classes.
+/// The arguments with target.all_classes set to `classes` if it is 0.
 template <class Arguments>
 Arguments with_all_classes(Arguments arguments) {
   if (arguments.target.all_classes == 0) arguments.target.all_classes = arguments.classes;
@@ -102,8 +102,8 @@ TORCHKILN_EXPORT Status loss_sum(const LossSum& arguments);
 namespace cuda {
 
 /// Runs on the current device, queued on `stream`. A target that is not a class stops the kernel
-/// with a trap, after which the process cannot use the GPU any more, as in torch.
-/// `total`: if not null, the losses of all rows are also added; for few rows by the same kernel.
+/// with a trap, after which the process cannot use the GPU any more, as in torch. If `total` is not
+/// null, the losses of all rows are also summed, for few rows by the same kernel.
 TORCHKILN_EXPORT Status cross_entropy(const CrossEntropy& arguments, const LossSum* total,
                                       CUstream_st* stream);
 TORCHKILN_EXPORT Status cross_entropy_backward(const CrossEntropyBackward& arguments,

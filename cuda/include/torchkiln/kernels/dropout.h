@@ -14,7 +14,7 @@ namespace torchkiln {
 /// and does not depend on strides, dtype and device.
 struct Dropout {
   RandomState random;
-  uint32_t last;  // last_word(1 - p)
+  uint32_t last;  // largest random word that keeps an element: last_word(1 - p)
   double scale;   // of kept elements: 1 / (1 - p)
 };
 
@@ -25,7 +25,7 @@ struct DropoutBackward {
   void* grad_x;      // [rows, columns], contiguous; null if not wanted
   void* grad_bias;   // [columns]
   Dtype dtype;       // of all tensors except grad_bias
-  Dtype bias_dtype;  // dtype, or float32 beside half precision
+  Dtype bias_dtype;  // dtype, or float32 for half precision
   int64_t rows;
   int64_t columns;
   int64_t grad_row_stride;

@@ -17,11 +17,11 @@ namespace torchkiln {
 struct GatedNorm {
   const void* x;       // [tokens, groups, columns], the elements of a token adjacent
   const void* gate;    // as x
-  const void* weight;  // [groups, columns], contiguous; null for ones, without weight_offset
+  const void* weight;  // [groups, columns], contiguous; null for ones, ignoring weight_offset
   void* y;             // as x, contiguous
   void* rstd;          // [tokens, groups] of the compute type; null if not wanted
   Dtype dtype;         // of x, gate and y
-  Dtype weight_dtype;  // dtype, or float32 beside half precision
+  Dtype weight_dtype;  // dtype, or float32 for half precision
   bool gate_first;
   double eps;
   double weight_offset;
@@ -70,8 +70,8 @@ TORCHKILN_EXPORT Status gated_norm(const GatedNorm& arguments, int64_t begin, in
 /// Tasks are chunks of tokens; results are the elements of grad_weight, if that is wanted.
 TORCHKILN_EXPORT Split split(const GatedNormBackward& arguments);
 
-/// Computes grad_x and grad_gate of the chunks begin <= chunk < end, and writes their sums for
-/// grad_weight to the workspace.
+/// Computes grad_x and grad_gate of the chunks begin <= chunk < end, and writes their partial sums
+/// of grad_weight to the workspace.
 TORCHKILN_EXPORT Status gated_norm_backward(const GatedNormBackward& arguments, int64_t begin,
                                             int64_t end);
 
@@ -91,8 +91,8 @@ TORCHKILN_EXPORT bool holds_rows(const GatedNormBackward& arguments);
 /// Runs on the current device, queued on `stream`: one pass over the tensors.
 TORCHKILN_EXPORT Status gated_norm(const GatedNorm& arguments, CUstream_st* stream);
 
-/// Computes all gradients in one pass; a second kernel adds the sums of its blocks for grad_weight.
-/// No atomics: results are bitwise reproducible.
+/// Computes all gradients in one pass; a second kernel adds the blocks' partial sums of
+/// grad_weight. No atomics: results are bitwise reproducible.
 TORCHKILN_EXPORT Status gated_norm_backward(const GatedNormBackward& arguments, Allocate allocate,
                                             CUstream_st* stream);
 

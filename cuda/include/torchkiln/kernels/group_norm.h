@@ -35,7 +35,7 @@ struct GroupNorm {
   /// [3, batch, groups] of the compute type: the mean, rounded; its rounding error; rstd.
   void* statistics;
   Dtype dtype;            // of x and y
-  Dtype parameter_dtype;  // of weight and bias: dtype, or float32 beside half precision
+  Dtype parameter_dtype;  // of weight and bias: dtype, or float32 for half precision
   Activation activation;
   double eps;
   GroupLayout layout;  // of x and y
@@ -82,14 +82,13 @@ TORCHKILN_EXPORT Status group_norm_backward_finish(const GroupNormBackward& argu
 
 namespace cuda {
 
-/// Runs on the current device, queued on `stream`, in three kernels: moments of parts of the
-/// groups, their merge, y.
+/// Runs on the current device, queued on `stream`: one kernel for groups that fit in registers,
+/// else three (partial moments of each group, their merge, y).
 TORCHKILN_EXPORT Status group_norm(const GroupNorm& arguments, Allocate allocate,
                                    CUstream_st* stream);
 
-/// Computes the wanted gradients in up to four kernels: sums of parts of the channels, their total
-/// for each group, grad_x, the total over the samples. No atomics: results are bitwise
-/// reproducible.
+/// Computes the wanted gradients in up to four kernels: partial sums of each channel, totals for
+/// each group, totals over the samples, and grad_x. No atomics: results are bitwise reproducible.
 TORCHKILN_EXPORT Status group_norm_backward(const GroupNormBackward& arguments, Allocate allocate,
                                             CUstream_st* stream);
 

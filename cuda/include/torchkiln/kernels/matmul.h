@@ -28,7 +28,7 @@ struct Matmul {
   void* out;             // [batch, m, n], contiguous
   void* preactivation;   // a b * scale + bias, [batch, m, n], contiguous; null if not wanted
   Dtype dtype;           // of all tensors except bias
-  Dtype bias_dtype;      // dtype, or float32 beside half precision
+  Dtype bias_dtype;      // dtype, or float32 for half precision
   Activation activation;
   double scale;
   int64_t batch;
@@ -37,7 +37,7 @@ struct Matmul {
   int64_t k;
 };
 
-/// The backward of a gate, in the product that computes the gradient of its result:
+/// The backward of a gate, fused into the product that computes the gradient of the gate's output:
 ///   grad = a b, [grad_gate, grad_up] = the gradients of activation(gate) * up
 /// `out` of the product receives activation(gate) * up; grad is not written. The product has no
 /// bias, residual or preactivation.
@@ -50,7 +50,7 @@ struct GateGradient {
 /// A copy of rows of 16-bit elements, which may have any alignment.
 struct CopyRows {
   const void* from;     // [rows, columns]
-  void* to;             // [rows, to_columns]; columns behind those of `from` become 0
+  void* to;             // [rows, to_columns]; columns from `columns` on become 0
   int64_t from_stride;  // between rows, in elements
   int64_t to_stride;
   int64_t rows;
@@ -60,10 +60,10 @@ struct CopyRows {
 
 /// The implementations.
 enum class MatmulKernel : int32_t {
-  sm90,         // warpgroup products and bulk copies, compute capability 9.0
-  tensor_core,  // warp products of half precision, from compute capability 8.0 on
-  simt,         // ordinary arithmetic, everywhere
-  library       // cuBLAS, which is faster; the caller has to call it
+  sm90,         // wgmma and TMA, compute capability 9.0
+  tensor_core,  // mma of warps in half precision, from compute capability 8.0 on
+  simt,         // without tensor cores, on all devices
+  library       // cuBLAS is faster, and the caller calls it
 };
 
 inline const char* name_of(MatmulKernel kernel) {
@@ -81,8 +81,8 @@ TORCHKILN_EXPORT MatmulKernel choose(const Matmul& arguments, bool has_library);
 /// split over blocks, so results are bitwise reproducible.
 TORCHKILN_EXPORT Status matmul(const Matmul& arguments, MatmulKernel kernel, CUstream_st* stream);
 
-/// Whether one kernel for a product and a gate was measured to take less time than two, on the
-/// current device. In the first form the columns of b are those of a gate and of its factor, and
+/// Whether one kernel for a product and a gate was measured to take less time than two kernels on
+/// the current device. In the first overload the columns of b are those of gate, then of up, and
 /// out is [m, n / 2]: activation(gate) * up for [gate, up] = a b + bias, rounded to the dtype.
 TORCHKILN_EXPORT bool gains_from_gate(const Matmul& arguments);
 TORCHKILN_EXPORT bool gains_from_gate(const GateGradient& arguments);

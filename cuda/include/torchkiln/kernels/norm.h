@@ -16,7 +16,7 @@ namespace torchkiln {
 struct Norm {
   const void* x;         // [rows, columns], columns adjacent
   const void* residual;  // as x; null if there is none
-  const void* weight;    // [columns], contiguous; null for ones, without weight_offset
+  const void* weight;    // [columns], contiguous; null for ones, ignoring weight_offset
   const void* bias;      // [columns], contiguous; null for zeros
   void* y;               // [rows, columns], contiguous
   void* sum;             // [rows, columns], contiguous: x + residual, rounded before it is
@@ -24,8 +24,8 @@ struct Norm {
   void* mean;            // [rows] of the compute type; null for RMS norm or if not wanted
   void* rstd;            // [rows] of the compute type; null if not wanted
   Dtype dtype;           // of x, y and sum
-  Dtype residual_dtype;  // dtype, or half precision beside float32
-  Dtype weight_dtype;    // of weight and bias: dtype, or float32 beside half precision
+  Dtype residual_dtype;  // dtype, or half precision if dtype is float32
+  Dtype weight_dtype;    // of weight and bias: dtype, or float32 for half precision
   bool centered;         // layer norm; else RMS norm
   bool rounds_normalized;
   double eps;

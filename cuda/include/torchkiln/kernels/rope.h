@@ -9,7 +9,7 @@ struct CUstream_st;
 
 namespace torchkiln {
 
-/// Factors of the pairs: row [batch, token] of a tensor, or a row of a table.
+/// Cosines or sines of the pairs: one row for each [batch, token], or for each row of a table.
 struct RopeFactors {
   const void* data;
   int64_t batch_stride;  // 0 for a table
@@ -22,7 +22,7 @@ struct TokenRows {
   const void* positions;  // null: row i for token i of a batch
   bool are_64_bit;        // int64, else int32
   int64_t stride[2];      // from batch to batch, from token to token
-  int64_t rows;           // a token whose row is not in [0, rows) has none
+  int64_t rows;           // a token with a position outside of [0, rows) has no row
 };
 
 /// The rotation of a head: with c = cos[i] and s = sin[i], or -sin[i] if `inverse`,
@@ -35,7 +35,7 @@ struct RopeAngles {
   RopeFactors sin;
   int64_t factor_step;  // from pair to pair
   TokenRows rows;       // of the factors; a token without a row gives NaN
-  Dtype factor_dtype;   // the dtype of the heads, or float32 beside half precision
+  Dtype factor_dtype;   // the dtype of the heads, or float32 for half precision
   bool interleaved;
   bool inverse;
   int64_t rotary;  // even
@@ -45,7 +45,7 @@ struct RopeAngles {
 /// adjacent.
 struct RopeHeads {
   const void* x;  // [batch, tokens, heads, head_dim] at any strides
-  void* y;        // the same
+  void* y;        // as x
   int64_t heads;  // 0: there is no such tensor
   int64_t x_stride[3];
   int64_t y_stride[3];
@@ -61,27 +61,28 @@ struct Rope {
   int64_t head_dim;
 };
 
-/// The most elements of a head in a QkvNormRope.
+/// The largest head_dim of a QkvNormRope.
 inline constexpr int64_t kMostHeadElements = 1024;
 
-/// The elements of a token that a norm of its queries or keys is taken over.
+/// The elements of a token that are normalized together: none, each head, or all heads of the
+/// queries and all heads of the keys.
 enum class QkvNorm { none, head, all };
 
 /// Queries, keys and values of a packed projection. Each head of the queries and keys is normalized
 /// and rotated:
 ///   y = rotation of x * rstd * (weight + weight_offset), with rstd = 1 / sqrt(mean of x^2 + eps)
-/// or of x if there is no norm. The mean is that of a head, or of all heads of the queries, and of
-/// the keys. Values are copied.
+/// or of x if there is no norm. The mean is taken over a head, or over all heads of the queries or
+/// of the keys. Values are copied.
 struct QkvNormRope {
   const void* qkv;        // [batch, tokens, heads + 2 * kv_heads, head_dim], heads adjacent
   int64_t qkv_stride[2];  // from batch to batch, from token to token
   const void* weight[2];  // of queries and keys: [norm_size(kind)], contiguous; null for ones
   void* out[3];           // q, k, v: [batch, tokens, (kv_)heads, head_dim], head elements adjacent
   int64_t out_stride[3][3];  // from batch to batch, token to token and head to head
-  TokenRows places;          // of keys and values in out; a token without one is not written
+  TokenRows places;          // of k and v in out; k and v of a token without a row are not written
   RopeAngles angles;
   Dtype dtype;
-  Dtype weight_dtype;  // dtype, or float32 beside half precision
+  Dtype weight_dtype;  // dtype, or float32 for half precision
   QkvNorm norm;
   double eps;
   double weight_offset;  // added to weights that are not null
@@ -97,7 +98,7 @@ struct QkvNormRope {
   }
 };
 
-/// Numbers that hide the keys behind each token in attention:
+/// An additive attention mask that hides the keys after each token:
 ///   out[batch, token, key] = 0 for key <= place of the token, else -infinity
 struct CacheMask {
   void* out;  // [batch, tokens, length], contiguous
@@ -128,8 +129,8 @@ TORCHKILN_EXPORT Status cache_mask(const CacheMask& arguments, int64_t begin, in
 /// Tasks are chunks of tokens; results are the elements of the gradients of both weights.
 TORCHKILN_EXPORT Split split(const QkvNormRopeBackward& arguments);
 
-/// Computes grad_qkv for the chunks begin <= chunk < end, and writes their sums for the weights to
-/// the workspace.
+/// Computes grad_qkv for the chunks begin <= chunk < end, and writes the chunks' partial sums of
+/// grad_weight to the workspace.
 TORCHKILN_EXPORT Status qkv_norm_rope_backward(const QkvNormRopeBackward& arguments, int64_t begin,
                                                int64_t end);
 
@@ -147,8 +148,8 @@ TORCHKILN_EXPORT Status qkv_norm_rope(const QkvNormRope& arguments, CUstream_st*
 
 TORCHKILN_EXPORT Status cache_mask(const CacheMask& arguments, CUstream_st* stream);
 
-/// Computes all gradients in one pass; a second kernel adds the sums of its blocks for the weights.
-/// No atomics: results are bitwise reproducible.
+/// Computes all gradients in one pass; a second kernel adds the blocks' partial sums of
+/// grad_weight. No atomics: results are bitwise reproducible.
 TORCHKILN_EXPORT Status qkv_norm_rope_backward(const QkvNormRopeBackward& arguments,
                                                Allocate allocate, CUstream_st* stream);
 

@@ -7,8 +7,8 @@ struct CUstream_st;
 
 namespace torchkiln {
 
-/// The elements of a row that take part: mask is true and, if the mask is causal, the index is not
-/// beyond the row's own. Others count as -infinity.
+/// The elements of a row that take part: the mask is true and, if causal, the index is at most that
+/// of the row's query. Other elements count as -infinity.
 struct RowMask {
   const bool* data;  // null: no mask
   Layout<1> rows;    // sizes of the row dimensions, in the order of the rows; strides of the mask

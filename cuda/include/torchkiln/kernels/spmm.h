@@ -9,7 +9,7 @@ namespace torchkiln {
 
 /// A batch of sparse matrices in compressed rows. Batch stride 0: all matrices share the pattern.
 struct CsrPattern {
-  const void* crow;  // [batch, rows + 1]: row r has the entries crow[r] to crow[r + 1]
+  const void* crow;  // [batch, rows + 1]: row r has the entries crow[r] <= e < crow[r + 1]
   const void* col;   // [batch, entries], in any order within a row
   bool wide;         // both are int64; else both are int32
   int64_t rows;
@@ -70,7 +70,7 @@ inline int64_t packed_size(int64_t columns, int64_t entries) { return columns + 
 /// allowed, except in a transposed pattern, where it means duplicate entries.
 enum class CsrFault : int32_t { begin = 1, end = 2, order = 4, column = 8, unsorted = 16 };
 
-/// Sets the bits of the patterns' faults in *faults.
+/// Sets in *faults the bit of each fault that any pattern has.
 struct CsrCheck {
   CsrPattern pattern;
   int64_t batch;  // of patterns
