@@ -16,14 +16,14 @@ from torchkiln import _C
 from torchkiln.bench import plan
 from torchkiln.cli import main
 from torchkiln.testing import SPECS, OpSpec
-from torchkiln.trace import Kernel, Step, explain
+from torchkiln.trace import KernelLaunch, Step, explain
 
 CPU = torch.device("cpu")
 CUDA = Path(__file__).parents[2] / "cuda"
 
 
-def kinds(steps: tuple[Kernel | Step, ...]) -> list[str]:
-    return [step.name if isinstance(step, Kernel) else step.kind for step in steps]
+def kinds(steps: tuple[KernelLaunch | Step, ...]) -> list[str]:
+    return [step.name if isinstance(step, KernelLaunch) else step.kind for step in steps]
 
 
 def test_a_kernel_and_nothing_else() -> None:
@@ -54,7 +54,7 @@ def test_a_copy_comes_with_its_reason() -> None:
     assert isinstance(copy, Step)
     assert (copy.kind, copy.inside) == ("copy", "torchkiln::softmax")
     assert copy.bytes == 2 * x.numel() * 4
-    assert isinstance(kernel, Kernel)
+    assert isinstance(kernel, KernelLaunch)
     assert len(found.forward.notes) == 1
     assert "no single stride leads through" in found.forward.notes[0]
     plain = explain("softmax", x.contiguous(), 1)
