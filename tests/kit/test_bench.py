@@ -45,7 +45,7 @@ def settings(*names: str) -> bench.Settings:
     return bench.Settings(bench.cpu_clock, names, budget=0.0)
 
 
-def a_row(direction: str = FORWARD, *names: str) -> bench.Row:
+def a_row(direction: str = FORWARD, *names: str) -> bench.Measurement:
     row = bench.time_case(a_case(), direction, settings(*names or ("eager",)), 1)
     assert row is not None
     return row
@@ -224,7 +224,9 @@ def test_a_gradient_of_forward_is_timed_in_a_step() -> None:
     """For the op and its peers; a step moves the bytes of both directions."""
     spec = dataclasses.replace(ADD, gradient_in_forward=True)
     chosen = bench.Plan((spec,), CPU, settings("eager"), shapes=(SHAPE,), dtypes=(torch.float32,))
-    rows = [row for _, piece in chosen.pieces() for row in piece if isinstance(row, bench.Row)]
+    rows = [
+        row for _, piece in chosen.pieces() for row in piece if isinstance(row, bench.Measurement)
+    ]
     assert [row.direction for row in rows] == [FORWARD, STEP]
     case = a_case(spec)
     assert [row.bytes for row in rows] == [case.moved(FORWARD), case.moved(STEP)]

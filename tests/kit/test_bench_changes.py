@@ -29,14 +29,16 @@ def times(seconds: float, spread: float = 0.02) -> bench.Times:
 
 
 @pytest.fixture(scope="module")
-def row() -> bench.Row:
+def row() -> bench.Measurement:
     case = next(bench.cases(ADD, CPU, torch.float32, (8, 16)))
     found = bench.time_case(case, "forward", bench.Settings(bench.cpu_clock, ("eager",), 0.0), 1)
     assert found is not None
     return found
 
 
-def record(row: bench.Row, ours: float, ceiling: float = 1.0, spread: float = 0.02) -> bench.Record:
+def record(
+    row: bench.Measurement, ours: float, ceiling: float = 1.0, spread: float = 0.02
+) -> bench.Record:
     """A run of one row."""
     changed = dataclasses.replace(
         row,
@@ -58,7 +60,7 @@ def record(row: bench.Row, ours: float, ceiling: float = 1.0, spread: float = 0.
     ],
 )
 def test_what_counts_as_a_change(
-    row: bench.Row,
+    row: bench.Measurement,
     old: float,
     new: float,
     ceiling: float,
@@ -71,7 +73,7 @@ def test_what_counts_as_a_change(
     assert [line[-1] for line in found.table().rows] == ([verdict] if verdict else [])
 
 
-def test_rows_are_matched_by_what_they_measure(row: bench.Row) -> None:
+def test_rows_are_matched_by_what_they_measure(row: bench.Measurement) -> None:
     old, new = record(row, 1.0), record(row, 1.0)
     other = dataclasses.replace(new.rows[0], shape=(4, 4))
     found = changes(old, dataclasses.replace(new, rows=(other,)))
@@ -80,7 +82,7 @@ def test_rows_are_matched_by_what_they_measure(row: bench.Row) -> None:
     assert "1 rows of the old run were not measured" in str(found)
 
 
-def test_another_machine_is_named(row: bench.Row) -> None:
+def test_another_machine_is_named(row: bench.Measurement) -> None:
     old = record(row, 1.0)
     elsewhere = dataclasses.replace(old.environment, device="another one")
     found = changes(dataclasses.replace(old, environment=elsewhere), record(row, 1.0))

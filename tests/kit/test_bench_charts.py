@@ -24,10 +24,10 @@ def times(seconds: float) -> bench.Times:
 
 def row(
     op: str, direction: str = "forward", *, product: bool = False, **seconds: float
-) -> bench.Row:
+) -> bench.Measurement:
     """A row whose op takes a second, as long as the copy."""
     references = {"copy": times(1.0)} | ({"product": times(2.0)} if product else {})
-    return bench.Row(
+    return bench.Measurement(
         kind="calls",
         op=op,
         variant="",
@@ -50,7 +50,7 @@ ROWS = (
 )
 
 
-def record(*rows: bench.Row) -> bench.Record:
+def record(*rows: bench.Measurement) -> bench.Record:
     return bench.Record(ENVIRONMENT, rows)
 
 

@@ -157,7 +157,7 @@ def test_why_a_call_has_no_graph(
         function(cudnn_graph.Runner(), *args, **kwargs)
 
 
-def row(name: str, direction: str) -> bench.Row:
+def row(name: str, direction: str) -> bench.Measurement:
     case = next(bench.cases(spec_of(name), CPU, torch.float32, (8, 16)))
     found = bench.time_case(case, direction, bench.Settings(bench.cpu_clock, ("cudnn",), 0.0), 1)
     assert found is not None

@@ -40,7 +40,9 @@ def test_rows_of_layers() -> None:
             dtypes=(torch.float32,),
         )
         rows = [row for _, entries in chosen.pieces() for row in entries]
-        assert all(isinstance(row, bench.Row) and set(row.times) > {"eager"} for row in rows)
+        assert all(
+            isinstance(row, bench.Measurement) and set(row.times) > {"eager"} for row in rows
+        )
         directions = {row.direction for row in rows}
         expected = {"forward", "backward"} if spec.differentiable else {"forward"}
         assert directions == expected

@@ -23,10 +23,10 @@ CPU = torch.device("cpu")
 QUIET, LOUD = bench.Times(1.0, 0.99, 1.01, 50), bench.Times(1.0, 0.9, 1.1, 50)
 
 
-def row(ours: bench.Times, eager: bench.Times, kind: str = "calls") -> bench.Row:
+def row(ours: bench.Times, eager: bench.Times, kind: str = "calls") -> bench.Measurement:
     case = next(bench.cases(ADD, CPU, torch.float32, (8, 16)))
     times = {OURS: ours, "eager": eager}
-    return bench.Row.of(kind, case, "forward", times, references=(), missing={})
+    return bench.Measurement.of(kind, case, "forward", times, references=(), missing={})
 
 
 @pytest.mark.parametrize(

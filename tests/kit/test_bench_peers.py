@@ -30,7 +30,7 @@ def a_case(spec: OpSpec = FUSED) -> bench.BenchCase:
     return next(bench.cases(spec, CPU, torch.float32, (8, 16)))
 
 
-def a_row(case: bench.BenchCase, direction: str, *names: str) -> bench.Row:
+def a_row(case: bench.BenchCase, direction: str, *names: str) -> bench.Measurement:
     row = bench.time_case(case, direction, bench.Settings(bench.cpu_clock, names, budget=0.0), 1)
     assert row is not None
     return row

@@ -49,10 +49,10 @@ def test_an_op_may_name_its_shapes() -> None:
     assert plan.shapes_of(SOFTMAX, CPU) == ((4096, 4096),)
 
 
-def rows_of(chosen: bench.Plan) -> list[bench.Row]:
+def rows_of(chosen: bench.Plan) -> list[bench.Measurement]:
     found = [entry for _, entries in chosen.pieces() for entry in entries]
     assert not any(isinstance(entry, Skipped) for entry in found)
-    return [entry for entry in found if isinstance(entry, bench.Row)]
+    return [entry for entry in found if isinstance(entry, bench.Measurement)]
 
 
 def test_shapes_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +97,7 @@ def test_row_lengths() -> None:
     assert plan.sweep_shapes(1000)[-1] == (1, 262143)
 
 
-def swept(monkeypatch: pytest.MonkeyPatch) -> list[bench.Row]:
+def swept(monkeypatch: pytest.MonkeyPatch) -> list[bench.Measurement]:
     monkeypatch.setattr(plan, "sweep_shapes", lambda _: [(8, 16), (2, 64)])
     chosen = bench.Plan((SOFTMAX,), CPU, settings("eager"), kinds=("sweep",), threads=(1,))
     return rows_of(chosen)
@@ -193,7 +193,7 @@ def test_peaks_are_of_a_whole_step() -> None:
     words = dict(zip(table.headings, table.rows[0], strict=True))
     assert words["torchkiln peak"] == "3 kB"
     assert words["eager peak"] == "4 kB"
-    assert bench.Row.from_dict(row.as_dict()) == row
+    assert bench.Measurement.from_dict(row.as_dict()) == row
 
 
 def test_no_peaks_where_none_are_wanted() -> None:

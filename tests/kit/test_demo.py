@@ -111,7 +111,7 @@ def test_speeds_are_rows_of_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> No
         *(("add", "float32"), ("add", "bfloat16")),
     ]
     assert {row.shape for row in rows} == {(8, 16)}
-    timed = [row for row in rows if isinstance(row, bench.Row)]
+    timed = [row for row in rows if isinstance(row, bench.Measurement)]
     assert all(set(row.times) == {"torchkiln", "eager"} for row in timed)
     assert {name: len(group) for name, group in speed.by_family(timed).items()} == {
         "bias_act": 4,
@@ -161,7 +161,9 @@ def test_all_rows(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "0.50" in out
     assert "0.25" not in out
-    timed = [row for row in speed.all_timings(CPU, (8, 16), 0.0) if isinstance(row, bench.Row)]
+    timed = [
+        row for row in speed.all_timings(CPU, (8, 16), 0.0) if isinstance(row, bench.Measurement)
+    ]
     report.timings(timed[:3], full=True)
     assert "Median time of one call" in capsys.readouterr().out
     report.timings(timed[:3], full=False)

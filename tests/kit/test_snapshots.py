@@ -162,7 +162,7 @@ def reports() -> Iterator[str]:
     found.append(torchkiln.explain("relu", torch.ones(8)).as_dict())
     times = Times(1.0, 0.9, 1.1, 3)
     here = bench.environment(CPU)
-    row = bench.Row(
+    row = bench.Measurement(
         *("calls", "relu", "a variant", "float32", (1, 1), "forward", 1, 8, 1),
         {"torchkiln": times, "eager": times},
         references={"copy": times},

@@ -22,7 +22,7 @@ from torchkiln.bench.measure import CudaGauge, Settings, time_case, time_host, t
 from torchkiln.bench.plan import Plan, default_device
 from torchkiln.bench.regression import Change, Changes, changes
 from torchkiln.bench.report import markdown, tables
-from torchkiln.bench.result import Record, Row, Skipped
+from torchkiln.bench.result import Measurement, Record, Skipped
 from torchkiln.testing.environment import Environment, environment, processor
 
 __all__ = [
@@ -36,7 +36,7 @@ __all__ = [
     "HostClock",
     "Plan",
     "Record",
-    "Row",
+    "Measurement",
     "Settings",
     "Skipped",
     "Times",

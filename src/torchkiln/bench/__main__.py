@@ -18,7 +18,7 @@ from torchkiln.bench.clock import LoadMeter, device_clock
 from torchkiln.bench.measure import CudaGauge, Settings
 from torchkiln.bench.plan import Plan, device_of
 from torchkiln.bench.regression import changes
-from torchkiln.bench.result import CALLS, SMALL, Record, Row, Skipped
+from torchkiln.bench.result import CALLS, SMALL, Measurement, Record, Skipped
 from torchkiln.cli import bench_parser
 from torchkiln.cli.options import write_whole
 from torchkiln.testing import SPECS
@@ -63,7 +63,7 @@ class Progress(Protocol):
     def begin(self, words: str) -> None:
         """Start the next piece."""
 
-    def done(self, row: Row) -> None:
+    def done(self, row: Measurement) -> None:
         """Show a row."""
 
 
@@ -79,12 +79,12 @@ class Lines:
         del words
         self.begun += 1
 
-    def done(self, row: Row) -> None:
+    def done(self, row: Measurement) -> None:
         """Print the row."""
         print(f"[{self.begun}/{self.total}] {sentence(row)}", file=sys.stderr, flush=True)
 
 
-def sentence(row: Row) -> str:
+def sentence(row: Measurement) -> str:
     """A row as text."""
     share = "" if row.share is None else f", {row.share:.1%} of the ceiling"
     others = "" if row.speedup is None else f", {row.speedup:.2f} x as fast as {row.best_peer}"
@@ -115,7 +115,7 @@ def progress(total: int) -> Iterator[Progress]:
                 bar.update(task, description=words, completed=self.begun)
                 self.begun += 1
 
-            def done(self, row: Row) -> None:
+            def done(self, row: Measurement) -> None:
                 bar.print(sentence(row), markup=False, highlight=False)
 
         yield Moving()
@@ -123,7 +123,7 @@ def progress(total: int) -> Iterator[Progress]:
 
 def measure(chosen: Plan, here: Environment) -> tuple[Record, bool]:
     """Measure all rows; the flag is false after Ctrl-C."""
-    rows: list[Row] = []
+    rows: list[Measurement] = []
     skipped: list[Skipped] = []
     meter = LoadMeter(chosen.device)
     pieces = chosen.pieces()

@@ -23,7 +23,7 @@ from torchkiln.bench.measure import (
     time_small,
 )
 from torchkiln.bench.peers import EAGER, knows
-from torchkiln.bench.result import CALLS, HOST, ROWS, SMALL, SWEEP, Row, Skipped, reason_of
+from torchkiln.bench.result import CALLS, HOST, ROWS, SMALL, SWEEP, Measurement, Skipped, reason_of
 from torchkiln.testing import OpSpec
 
 Shape = tuple[int, int]
@@ -99,7 +99,7 @@ class Plan:
     """Whether kinds other than large calls take the last dtype alone, and row lengths are measured
     for those ops alone that name shapes."""
 
-    def pieces(self) -> list[tuple[str, Iterator[Row | Skipped]]]:
+    def pieces(self) -> list[tuple[str, Iterator[Measurement | Skipped]]]:
         """Pairs of a title and its rows, which are measured when they are iterated over."""
         budget = Budget(self.within, sum(self._count(kind, spec) for kind, spec, _ in self._each()))
         return [
@@ -139,7 +139,7 @@ class Plan:
 
     def _rows(
         self, budget: Budget, kind: str, spec: OpSpec, dtype: torch.dtype
-    ) -> Iterator[Row | Skipped]:
+    ) -> Iterator[Measurement | Skipped]:
         shapes = self._shapes(kind, spec)
         budget.begin(self._count(kind, spec))
         others = tuple(name for name in self.settings.peers if knows(name, spec.name))
@@ -167,7 +167,7 @@ class Plan:
 
     def _work(
         self, kind: str, spec: OpSpec, dtype: torch.dtype, shape: Shape
-    ) -> Iterator[tuple[str | None, Callable[[Settings], Iterator[Row]]]]:
+    ) -> Iterator[tuple[str | None, Callable[[Settings], Iterator[Measurement]]]]:
         """Directions and functions that measure them, one case at a time in memory."""
         if kind == HOST:
             yield None, lambda s: time_host(spec, self.device, dtype, s.peers, left_out=s.left_out)
@@ -190,7 +190,9 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def some(function: Callable[..., Row | None], *given: Any, **named: Any) -> Iterator[Row]:
+def some(
+    function: Callable[..., Measurement | None], *given: Any, **named: Any
+) -> Iterator[Measurement]:
     """The row that ``function`` returns, if any."""
     row = function(*given, **named)
     if row is not None:

@@ -26,7 +26,7 @@ NOISY, NOISY_HOST = 0.1, 0.5
 
 
 @dataclass(frozen=True)
-class Row:
+class Measurement:
     """The times of one call of one op, ours and the peers', from one run."""
 
     kind: str
@@ -69,7 +69,7 @@ class Row:
         remarks: Mapping[str, str] | None = None,
         threads: int | None = None,
         peaks: Mapping[str, int] | None = None,
-    ) -> Row:
+    ) -> Measurement:
         """The row of a case; ``references`` are the names in ``times`` that are not peers."""
         beside = tuple(references)
         return cls(
@@ -148,7 +148,7 @@ class Row:
         return {k: v for k, v in (asdict(self) | derived).items() if v not in (None, "", {})}
 
     @classmethod
-    def from_dict(cls, entry: Mapping[str, Any]) -> Row:
+    def from_dict(cls, entry: Mapping[str, Any]) -> Measurement:
         """The row that :meth:`as_dict` returned."""
         values: dict[str, Any] = {"variant": "", "threads": None}
         values |= {name: entry[name] for name in cls.__dataclass_fields__ if name in entry}
@@ -201,7 +201,7 @@ class Record(Report):
     schema: ClassVar[str] = "torchkiln.bench/1"
 
     environment: Environment
-    rows: tuple[Row, ...]
+    rows: tuple[Measurement, ...]
     skipped: tuple[Skipped, ...] = ()
     load: Load | None = None
 
@@ -232,7 +232,7 @@ class Record(Report):
         load = content["load"]
         return cls(
             Environment(**content["environment"]),
-            tuple(map(Row.from_dict, content["rows"])),
+            tuple(map(Measurement.from_dict, content["rows"])),
             skipped,
             load and Load(**load),
         )

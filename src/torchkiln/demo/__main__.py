@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from torchkiln.bench import Row
+from torchkiln.bench import Measurement
 from torchkiln.bench.plan import default_shape
 from torchkiln.cli import parsers
 from torchkiln.cli.options import make_folder
@@ -70,9 +70,9 @@ def run(options: argparse.Namespace) -> int:
         all_timings(device, size.shape, size.seconds),
         lambda entry: f"{entry.op} {entry.dtype}",
     )
-    rows = [entry for entry in entries if isinstance(entry, Row)]
+    rows = [entry for entry in entries if isinstance(entry, Measurement)]
     for entry in entries:
-        if not isinstance(entry, Row):
+        if not isinstance(entry, Measurement):
             print(entry)
     report.timings(rows, full=options.full)
     if options.full:
@@ -88,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def picture_of(
-    folder: Path, device: torch.device, rows: list[Row], outcome: Outcome
+    folder: Path, device: torch.device, rows: list[Measurement], outcome: Outcome
 ) -> Path | None:
     """Draw the picture, if matplotlib is installed; its path."""
     if find_spec("matplotlib") is None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 import torchkiln
-from torchkiln.bench import Row, default_device, processor, tables
+from torchkiln.bench import Measurement, default_device, processor, tables
 from torchkiln.bench.case import BACKWARD, FORWARD
 from torchkiln.bench.plan import name_of
 from torchkiln.bench.report import Table, show
@@ -107,7 +107,7 @@ def worst(rows: list[Errors]) -> Errors:
     return max(rows, key=lambda row: (bool(row.complaint), row.dtype != torch.float64, row.ours))
 
 
-def timings(rows: list[Row], *, full: bool) -> None:
+def timings(rows: list[Measurement], *, full: bool) -> None:
     """Speed-ups of each family, or all times."""
     if full:
         show(tables(rows))
@@ -115,7 +115,7 @@ def timings(rows: list[Row], *, full: bool) -> None:
     dtypes = dict.fromkeys(row.dtype for row in rows)
     columns = [(dtype, direction) for dtype in dtypes for direction in (FORWARD, BACKWARD)]
 
-    def line(name: str, group: list[Row]) -> tuple[str, ...]:
+    def line(name: str, group: list[Measurement]) -> tuple[str, ...]:
         means = [mean_speedup([r for r in group if (r.dtype, r.direction) == c]) for c in columns]
         cells = ["" if mean is None else f"{mean:.2f} x" for mean in means]
         return (name, str(len({row.op for row in group})), *cells)
