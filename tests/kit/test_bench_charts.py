@@ -11,15 +11,17 @@ import torch
 
 from torchkiln import bench
 from torchkiln.bench import bars, charts
+from torchkiln.bench.clock import Times
 from torchkiln.bench.result import OURS
+from torchkiln.testing.environment import environment
 
 pytest.importorskip("matplotlib")
 
-ENVIRONMENT = bench.environment(torch.device("cpu"))
+ENVIRONMENT = environment(torch.device("cpu"))
 
 
-def times(seconds: float) -> bench.Times:
-    return bench.Times(seconds, seconds, seconds, 9)
+def times(seconds: float) -> Times:
+    return Times(seconds, seconds, seconds, 9)
 
 
 def row(

@@ -24,6 +24,7 @@ from torchkiln.bench.measure import (
 )
 from torchkiln.bench.peers import EAGER, knows
 from torchkiln.bench.result import CALLS, HOST, ROWS, SMALL, SWEEP, Measurement, Skipped, reason_of
+from torchkiln.cli.status import CannotRun
 from torchkiln.testing import OpSpec
 
 Shape = tuple[int, int]
@@ -46,14 +47,27 @@ def default_device() -> torch.device:
 
 
 def device_of(where: str, name: str | None) -> torch.device:
-    """The device that ``--device`` names; by default a GPU if one is usable."""
+    """The device that ``--device`` names, by default a GPU if one is usable.
+
+    A named GPU becomes torch's current one, whose streams and events the clocks take.
+    """
     usable = default_device()
-    if name == "cuda" and usable.type == "cpu":
-        raise ValueError(
-            f"{where}: --device: got cuda, expected a GPU and a build with kernels for it; "
+    if name is None or name == "cpu":
+        return torch.device(name) if name else usable
+    if usable.type == "cpu":
+        raise CannotRun(
+            f"{where}: --device: got {name}, expected a GPU and a build with kernels for it; "
             "torchkiln.build_info() and torch.cuda.is_available() say which is missing"
         )
-    return torch.device("cpu") if name == "cpu" else usable
+    device = torch.device("cuda", torch.device(name).index or 0)
+    count = torch.cuda.device_count()
+    if device.index >= count:
+        raise CannotRun(
+            f"{where}: --device: got {name}, expected one of {count} GPUs, cuda:0 to "
+            f"cuda:{count - 1}"
+        )
+    torch.cuda.set_device(device)
+    return device
 
 
 def default_shape(device: torch.device) -> Shape:

@@ -14,7 +14,7 @@ from torchkiln._report import Report
 from torchkiln.bench.case import BenchCase
 from torchkiln.bench.clock import Load, Times, rounded
 from torchkiln.bench.roofline import PRODUCT
-from torchkiln.cli.options import write_json
+from torchkiln.cli.options import json_lines, write_whole
 from torchkiln.testing.environment import Environment
 
 OURS = "torchkiln"
@@ -217,7 +217,8 @@ class Record(Report):
 
     def write(self, path: Path) -> None:
         """Write a JSON file with a line for each row."""
-        write_json(path, self.as_dict())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json_lines(self.as_dict()))
 
     @classmethod
     def read(cls, path: Path) -> Record:

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 import torchkiln
-from torchkiln.bench import Measurement, default_device, processor, tables
+from torchkiln.bench import Measurement
 from torchkiln.bench.case import BACKWARD, FORWARD
-from torchkiln.bench.plan import name_of
-from torchkiln.bench.report import Table, show
+from torchkiln.bench.plan import default_device, name_of
+from torchkiln.bench.report import Table, show, tables
 from torchkiln.demo.speed import by_family, mean_speedup
 from torchkiln.demo.train import TOLERANCE, Outcome
+from torchkiln.testing.environment import processor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -160,13 +161,10 @@ def training(outcome: Outcome) -> None:
     show([Table(title, headings, (True, True, True), lines, tuple(notes))])
 
 
-def verdict(rows: list[Errors], outcome: Outcome, picture: Path | None, seconds: float) -> int:
-    """Name wrong results, the picture and further commands; the exit status."""
+def verdict(wrong: list[str], picture: Path | None, seconds: float) -> None:
+    """Name wrong results, the picture and further commands."""
     if picture is not None:
         print(f"\npicture: {picture.resolve()}")
-    wrong = [row.complaint for row in rows if row.complaint]
-    if not outcome.agree:
-        wrong.append("the two trainings disagree, or did not learn")
     for words in wrong:
         print(f"wrong: {words}")
     if not wrong:
@@ -175,4 +173,3 @@ def verdict(rows: list[Errors], outcome: Outcome, picture: Path | None, seconds:
     width = max(len(command) for command, _ in NEXT)
     for command, words in NEXT:
         print(f"  {command.ljust(width)}  {words}")
-    return 1 if wrong else 0

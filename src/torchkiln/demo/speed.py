@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torchkiln.bench import Measurement, Settings, Skipped, cases, device_clock, time_case
-from torchkiln.bench.case import BACKWARD, FORWARD
+from torchkiln.bench import Measurement
+from torchkiln.bench.case import BACKWARD, FORWARD, cases
+from torchkiln.bench.clock import device_clock
+from torchkiln.bench.measure import Settings, time_case
 from torchkiln.bench.peers import EAGER
 from torchkiln.bench.plan import DTYPES, name_of
-from torchkiln.bench.result import CALLS, reason_of
+from torchkiln.bench.result import CALLS, Skipped, reason_of
 from torchkiln.testing import SPECS
 
 if TYPE_CHECKING:
