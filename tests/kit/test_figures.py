@@ -141,6 +141,7 @@ def test_every_public_function_and_module_is_on_the_page_of_ops() -> None:
         "aoti_options",
         "build_info",
         "explain",
+        "include_path",
         "nn",
         "cmake_prefix_path",
         "__version__",

@@ -117,10 +117,8 @@ def spmm_csr(
 def csr_transpose(crow: Tensor, col: Tensor, columns: int) -> Tensor:
     """Computes the transposed pattern for the argument ``transpose`` of :func:`spmm`.
 
-    The result is one int32 tensor of shape ``[columns + 1 + 2 * entries]``, or
-    ``[batch, columns + 1 + 2 * entries]`` for a pattern with a batch. A stable sort keeps the
-    entries in the order of their rows, so the result is deterministic. There must be fewer than
-    ``2**31`` entries in total.
+    The result is one int32 tensor, which is opaque: pass it on. It is deterministic. There must be
+    fewer than ``2**31`` entries in total.
 
     Args:
         crow: as for :func:`spmm_csr`.
