@@ -54,7 +54,7 @@ Kind: TypeAlias = Literal[
     "batch_norm",
     "registered",
 ]
-"""Kinds of replacements, as for :func:`torchkiln.replace`."""
+"""Kinds of replacements, as for ``torchkiln.replace``."""
 
 Device: TypeAlias = torch.device | str | int
 """A device as torch's functions take it."""

@@ -121,8 +121,8 @@ def csr_transpose(crow: Tensor, col: Tensor, columns: int) -> Tensor:
     fewer than ``2**31`` entries in total.
 
     Args:
-        crow: as for :func:`spmm_csr`.
-        col: as for :func:`spmm_csr`.
+        crow: ``[rows + 1]`` or ``[batch, rows + 1]``; int32 or int64.
+        col: ``[entries]`` or ``[batch, entries]``, of the dtype of ``crow``.
         columns: number of columns of the sparse matrix.
     """
     return torch.ops.torchkiln.spmm_transpose.default(crow, col, columns)
