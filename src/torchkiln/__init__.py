@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from copy import deepcopy
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, cast
 
 from torchkiln import _loader
@@ -182,3 +183,8 @@ __all__ = [
     "tanh",
     "tanh_",
 ]
+
+for _name in __all__:
+    _public = globals()[_name]
+    if isinstance(_public, FunctionType | type):
+        _public.__module__ = __name__  # which pickles name, such as of a model's activation

@@ -54,7 +54,7 @@ def test_the_same_name_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "torch.nn.functional.silu"
     assert found.names == (name, f"{name} (baseline)")
     found = bench.compare(torchkiln.silu, F.silu, torch.randn(8))
-    assert found.names == ("torchkiln.ops.activation.silu", name)
+    assert found.names == ("torchkiln.silu", name)
     same = dataclasses.replace(found, times=(found.times[0], found.times[0]))
     assert "which may be noise" in str(same)
 

@@ -14,6 +14,7 @@ from torchkiln.bench.measure import Settings, time_case
 from torchkiln.bench.peers import EAGER
 from torchkiln.bench.plan import DTYPES, name_of
 from torchkiln.bench.result import CALLS, Skipped, reason_of
+from torchkiln.ops.names import FAMILIES
 from torchkiln.testing import SPECS
 
 if TYPE_CHECKING:
@@ -43,8 +44,7 @@ def all_timings(
 
 def family(op: str) -> str:
     """The family of an op: the name of its module."""
-    spec = next(spec for spec in SPECS if spec.name == op)
-    return spec.op.__module__.rpartition(".")[2]
+    return next(family for family, ops in FAMILIES.items() if op in ops)
 
 
 def by_family(rows: Sequence[Measurement]) -> dict[str, list[Measurement]]:
