@@ -194,7 +194,7 @@ def demo(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Times of every op, of its peers, and the limits of this machine."""
     install(session, "cli")
-    session.run("torchkiln", "bench", "--report=build/bench", *arguments(session))
+    session.run("torchkiln", "bench", "--report", "--out=build/bench", *arguments(session))
 
 
 @nox.session(default=False)

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import op_reference
 
-from torchkiln.bench import Record, Row
+from torchkiln.bench import Measurement, Record
 from torchkiln.bench.report import duration, size, skips
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -61,7 +61,7 @@ def read(path: Path) -> Record:
     )
 
 
-def cell(row: Row | None) -> str:
+def cell(row: Measurement | None) -> str:
     """Time, spread, share of the ceiling, and speed-up over the best peer."""
     if row is None:
         return ""
@@ -73,7 +73,7 @@ def cell(row: Row | None) -> str:
     return ", ".join(words)
 
 
-def calls(rows: Sequence[Row]) -> Iterable[str]:
+def calls(rows: Sequence[Measurement]) -> Iterable[str]:
     """A line for each op and shape, a column for each dtype and direction."""
     columns = list(dict.fromkeys((row.dtype, row.direction) for row in rows))
     found = {(r.op, r.variant, r.shape, r.dtype, r.direction): r for r in rows}
@@ -195,7 +195,7 @@ def require_all(page: str, expected: Iterable[str]) -> None:
         )
 
 
-def in_few_bars(rows: Sequence[Row]) -> list[Row]:
+def in_few_bars(rows: Sequence[Measurement]) -> list[Measurement]:
     """Large calls for a picture: one shape of each op, in the last dtype."""
     calls = [row for row in rows if row.kind == "calls" and not row.variant]
     first: dict[str, tuple[int, int]] = {}

@@ -249,7 +249,7 @@ def functions(family: str) -> list[Callable[..., Any]]:
     """Public functions of a family."""
     found = [getattr(torchkiln, name) for name in torchkiln.__all__]
     home = f"torchkiln.ops.{family}"
-    return [f for f in found if inspect.isfunction(f) and f.__module__ == home]
+    return [f for f in found if inspect.isfunction(f) and f.__globals__["__name__"] == home]
 
 
 def modules(family: str) -> list[type[torch.nn.Module]]:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchkiln import jit, testing
-from torchkiln.bench import Comparison, bench
+from torchkiln import bench, jit, testing
 
 # 1. The formula. Forward is one kernel; the gradients of x and gate are one kernel.
 by_formula = jit.elementwise(
@@ -108,7 +107,7 @@ def hold_to_contract() -> int:
 
 
 # 4. The time, beside the torch ops that it replaces.
-def measure(rows: int = 256) -> Comparison:
+def measure(rows: int = 256) -> bench.Comparison:
     """Times the formula's op and torch's ops in one run."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     x, gate = torch.randn(2, rows, 1024, device=device).unbind()
@@ -119,7 +118,7 @@ def measure(rows: int = 256) -> Comparison:
     def torch_ops(x: Tensor, gate: Tensor) -> Tensor:
         return formula(x, gate, -1.0, 0.5)
 
-    return bench(torchkiln_op, torch_ops, x, gate)
+    return bench.compare(torchkiln_op, torch_ops, x, gate)
 
 
 def main() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from copy import deepcopy
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, cast
 
 from torchkiln import _loader
 
@@ -73,9 +75,14 @@ cmake_prefix_path = str(_package / "share" / "cmake")
 """Folder of the CMake package, for ``-DCMAKE_PREFIX_PATH=``."""
 
 
-def build_info() -> dict[str, Any]:
+def build_info() -> BuildInfo:
     """Returns the versions of the build: torch, CUDA, GPU architectures, compiler and others."""
-    return dict(_record)
+    return cast("BuildInfo", deepcopy(_record))
+
+
+def include_path() -> str:
+    """Returns the folder of the headers, as ``torch.utils.cpp_extension.include_paths`` does."""
+    return str(_package / "include")
 
 
 if TYPE_CHECKING:
@@ -89,6 +96,7 @@ if TYPE_CHECKING:
     from torchkiln import testing as testing
     from torchkiln import trace as trace
     from torchkiln import typing as typing
+    from torchkiln.typing import BuildInfo
 
 SUBMODULES = frozenset(
     {
@@ -144,6 +152,7 @@ __all__ = [
     "gelu",
     "gelu_tanh",
     "group_norm",
+    "include_path",
     "layer_norm",
     "linear",
     "linear_cross_entropy",
@@ -174,3 +183,8 @@ __all__ = [
     "tanh",
     "tanh_",
 ]
+
+for _name in __all__:
+    _public = globals()[_name]
+    if isinstance(_public, FunctionType | type):
+        _public.__module__ = __name__  # which pickles name, such as of a model's activation

@@ -1,17 +1,19 @@
 """Types of arguments, for annotations in code that passes such arguments to torchkiln."""
 
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypedDict
 
 import torch
 
 __all__ = [
     "Activation",
+    "BuildInfo",
     "Device",
     "Gate",
     "Kind",
     "Reduction",
     "Rounding",
     "Saved",
+    "TorchBuild",
 ]
 
 Activation: TypeAlias = Literal[
@@ -52,7 +54,36 @@ Kind: TypeAlias = Literal[
     "batch_norm",
     "registered",
 ]
-"""Kinds of replacements, as for :func:`torchkiln.replace`."""
+"""Kinds of replacements, as for ``torchkiln.replace``."""
 
 Device: TypeAlias = torch.device | str | int
 """A device as torch's functions take it."""
+
+
+class TorchBuild(TypedDict):
+    """The module for one minor version of torch."""
+
+    version: str
+    cuda: str | None
+    folder: str
+    """Below the package."""
+
+
+class BuildInfo(TypedDict):
+    """What the package was built with, as :func:`torchkiln.build_info` returns it."""
+
+    version: str
+    """Of torchkiln."""
+    torch: str
+    """The torch of the module that this process has loaded."""
+    torch_cuda: str | None
+    torches: list[TorchBuild]
+    """All modules of the package."""
+    cuda: str | None
+    """The CUDA version of the kernels; None for a build without them."""
+    cuda_architectures: list[str]
+    cuda_ptx: list[str]
+    """Architectures whose intermediate code newer GPUs compile."""
+    python: str
+    platform: str
+    compiler: str

@@ -10,24 +10,30 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec, module_from_spec
 
+CANNOT_RUN = 3
+"""As in torchkiln.cli.status, which cannot be imported without the package."""
+
 
 def main() -> int:
     """Run the command line; the exit status."""
     try:
-        if "torchkiln" not in sys.modules:
-            _create_package()
+        if "torchkiln" not in sys.modules and not _create_package():
+            return CANNOT_RUN
         from torchkiln.cli import main as command  # noqa: PLC0415
     except KeyboardInterrupt:
         return 130
     return command()
 
 
-def _create_package() -> None:
-    """Make the package's modules importable without executing torchkiln/__init__.py."""
+def _create_package() -> bool:
+    """Make the package's modules importable without executing torchkiln/__init__.py; if found."""
     spec = find_spec("torchkiln")
     if spec is None or spec.origin is None:
-        raise SystemExit(
+        print(
             f"torchkiln: not found in {sys.executable}. In the folder with its sources, type\n"
-            f"  {sys.executable} -m pip install --no-build-isolation ."
+            f"  {sys.executable} -m pip install --no-build-isolation .",
+            file=sys.stderr,
         )
+        return False
     sys.modules["torchkiln"] = module_from_spec(spec)
+    return True

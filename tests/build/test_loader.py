@@ -17,6 +17,7 @@ import torch
 import torchkiln
 from torchkiln import extend
 from torchkiln._loader import minor, mismatch, python_version
+from torchkiln.typing import BuildInfo, TorchBuild
 
 # Stands for torch, and ends the process when it is imported.
 BROKEN_TORCH = """
@@ -56,7 +57,7 @@ def import_with(
     package = folder / "torchkiln"
     built = shutil.ignore_patterns("*.so", "*.json", "__pycache__")
     shutil.copytree(Path(torchkiln.__file__).parent, package, ignore=built)
-    record = torchkiln.build_info() | record
+    record = dict(torchkiln.build_info()) | record
     (package / "_build_info.json").write_text(json.dumps(record))
     if torch_version:
         (folder / "torch").mkdir()
@@ -107,7 +108,7 @@ def test_a_python_without_a_gil_is_another(monkeypatch: pytest.MonkeyPatch) -> N
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     flags = {"Py_GIL_DISABLED": 1}
     monkeypatch.setattr(sysconfig, "get_config_var", flags.get)
-    found = mismatch(torchkiln.build_info() | {"python": python}, None)
+    found = mismatch(dict(torchkiln.build_info()) | {"python": python}, None)
     assert found is not None
     assert (found.built, found.here) == (f"Python {python}", f"Python {python}t ({sys.executable})")
 
@@ -153,11 +154,15 @@ def test_record_of_this_build() -> None:
     assert record["torch"] in [built["version"] for built in record["torches"]]
     assert record["python"] == python_version()
     assert (record["cuda"] is None) == (record["cuda_architectures"] == [])
-    record["torch"] = "changed"
+    assert set(record) == set(BuildInfo.__annotations__)
+    assert all(set(built) == set(TorchBuild.__annotations__) for built in record["torches"])
+    record["torch"] = record["torches"][0]["version"] = "changed"
     assert torchkiln.build_info()["torch"] != "changed"
+    assert torchkiln.build_info()["torches"][0]["version"] != "changed"
 
 
 def test_package_for_cmake_is_there() -> None:
+    assert Path(torchkiln.include_path(), "torchkiln", "version.h").is_file()
     config = Path(torchkiln.cmake_prefix_path) / "torchkiln" / "torchkilnConfig.cmake"
     assert config.is_file()
 

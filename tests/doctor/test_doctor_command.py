@@ -17,6 +17,7 @@ from fake_machine import H200, Machine, no_libcuda
 import torchkiln
 import torchkiln_command
 from torchkiln.cli import main
+from torchkiln.cli.status import Status
 from torchkiln.doctor import Finding, problem, runtime
 from torchkiln.doctor.report import CHECKS, examine
 from torchkiln.ops.names import OPS
@@ -173,7 +174,7 @@ def test_without_torch(tmp_path: Path) -> None:
 
 def test_other_commands_without_torch(tmp_path: Path) -> None:
     done = run_doctor(copy_package(tmp_path, built=True), "explain", "add")
-    assert (done.returncode, done.stdout) == (1, "")
+    assert (done.returncode, done.stdout) == (3, "")
     assert "but found no torch" in done.stderr
     assert "-m torchkiln_command doctor" in done.stderr
     assert "Traceback" not in done.stderr
@@ -194,7 +195,7 @@ def test_without_the_package(tmp_path: Path) -> None:
     command = Path(torchkiln_command.__file__).parent
     shutil.copytree(command, tmp_path / "torchkiln_command")
     done = run_doctor(tmp_path, "doctor")
-    assert done.returncode == 1
+    assert done.returncode == Status.CANNOT_RUN == torchkiln_command.CANNOT_RUN
     assert "-m pip install --no-build-isolation ." in done.stderr
     assert "Traceback" not in done.stderr
 

@@ -17,13 +17,24 @@ from torch import Tensor
 
 from torchkiln import bench
 from torchkiln.bench import report
-from torchkiln.bench.case import BACKWARD, FORWARD, RECORDED, STEP, call_of
-from torchkiln.bench.clock import FEWEST
-from torchkiln.bench.report import duration, plain, size
+from torchkiln.bench.case import BACKWARD, FORWARD, RECORDED, STEP, BenchCase, call_of, cases
+from torchkiln.bench.clock import (
+    FEWEST,
+    CudaClock,
+    HostClock,
+    Times,
+    cpu_clock,
+    device_clock,
+    in_turns,
+)
+from torchkiln.bench.measure import Settings, time_case, time_host, time_small
+from torchkiln.bench.plan import Plan
+from torchkiln.bench.report import duration, markdown, plain, size, tables
 from torchkiln.bench.result import OURS
 from torchkiln.bench.roofline import INTENSE, Work, ceilings, written
 from torchkiln.testing import SPECS, OpSpec, Sample, Traffic
 from torchkiln.testing.compare import outputs
+from torchkiln.testing.environment import environment
 from torchkiln.testing.specs.pointwise import ADD
 
 CPU = torch.device("cpu")
@@ -37,16 +48,16 @@ def some_traffic(_: Sample) -> Traffic:
     return Traffic(1024, 1024)
 
 
-def a_case(spec: OpSpec = FUSED) -> bench.BenchCase:
-    return next(bench.cases(spec, CPU, torch.float32, SHAPE))
+def a_case(spec: OpSpec = FUSED) -> BenchCase:
+    return next(cases(spec, CPU, torch.float32, SHAPE))
 
 
-def settings(*names: str) -> bench.Settings:
-    return bench.Settings(bench.cpu_clock, names, budget=0.0)
+def settings(*names: str) -> Settings:
+    return Settings(cpu_clock, names, budget=0.0)
 
 
-def a_row(direction: str = FORWARD, *names: str) -> bench.Row:
-    row = bench.time_case(a_case(), direction, settings(*names or ("eager",)), 1)
+def a_row(direction: str = FORWARD, *names: str) -> bench.Measurement:
+    row = time_case(a_case(), direction, settings(*names or ("eager",)), 1)
     assert row is not None
     return row
 
@@ -54,20 +65,20 @@ def a_row(direction: str = FORWARD, *names: str) -> bench.Row:
 def test_the_cpu_clock_measures_a_sleep() -> None:
     """The second of two calls; at most the time around both, which a busy machine extends too."""
     start = time.perf_counter()
-    seconds = bench.cpu_clock(lambda: time.sleep(0.02))
+    seconds = cpu_clock(lambda: time.sleep(0.02))
     assert 0.02 <= seconds <= time.perf_counter() - start - 0.02
 
 
 def test_the_host_clock_measures_one_call_of_many() -> None:
     start = time.perf_counter()
-    seconds = bench.HostClock(CPU, calls=10)(lambda: time.sleep(0.002))
+    seconds = HostClock(CPU, calls=10)(lambda: time.sleep(0.002))
     assert 0.002 <= seconds <= (time.perf_counter() - start) / 10
 
 
 @pytest.mark.cuda
 def test_the_cuda_clock_measures_the_device_and_not_the_host() -> None:
     """A sleep of the GPU counts in proportion; one of the host does not."""
-    clock = bench.CudaClock(torch.device("cuda:0"))
+    clock = CudaClock(torch.device("cuda:0"))
     short, long = (
         clock(lambda cycles=cycles: torch.cuda._sleep(cycles))  # type: ignore[misc]
         for cycles in (2_000_000, 8_000_000)
@@ -90,22 +101,22 @@ def test_calls_take_turns() -> None:
         return 1.0
 
     calls = {"a": lambda: None, "b": lambda: None, "c": lambda: None}
-    measured = bench.in_turns(clock, calls, budget=60.0, rounds=9)
+    measured = in_turns(clock, calls, budget=60.0, rounds=9)
     assert order == list(calls.values()) * (1 + 9)
     assert {name: len(values) for name, values in measured.items()} == {"a": 9, "b": 9, "c": 9}
 
 
 def test_a_spent_budget_ends_the_turns() -> None:
-    measured = bench.in_turns(lambda _: 1.0, {"a": lambda: None}, budget=0.0)
+    measured = in_turns(lambda _: 1.0, {"a": lambda: None}, budget=0.0)
     assert len(measured["a"]) == FEWEST
 
 
 def test_times() -> None:
     measured = [5.0, 1.0, 2.0, 4.0, 3.0]
-    times = bench.Times.of(measured)
-    assert times == bench.Times(seconds=3.0, low=2.0, high=4.0, rounds=5)
+    times = Times.of(measured)
+    assert times == Times(seconds=3.0, low=2.0, high=4.0, rounds=5)
     assert times.spread == pytest.approx(2 / 3)
-    assert bench.Times.of(measured, best=True).seconds == 1.0
+    assert Times.of(measured, best=True).seconds == 1.0
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
@@ -114,7 +125,7 @@ def test_what_is_timed_is_the_op(spec: OpSpec, direction: str) -> None:
     """The call returns the results or the gradients of the op."""
     if direction == BACKWARD and not spec.differentiable:
         pytest.skip("has no gradients")
-    for case in bench.cases(spec, CPU, torch.float32, SHAPE):
+    for case in cases(spec, CPU, torch.float32, SHAPE):
         sample = case.sample if direction == FORWARD else spec.leaves(case.sample)
         seed = getattr(sample, "seed", None) or 0
         torch.manual_seed(seed)
@@ -134,8 +145,8 @@ def test_what_is_timed_is_the_op(spec: OpSpec, direction: str) -> None:
 def test_rows_are_complete(spec: OpSpec) -> None:
     """Every op has rows, and each figure follows from the times."""
     for direction in DIRECTIONS[: 1 + bool(spec.differentiable)]:
-        for case in bench.cases(spec, CPU, torch.float32, SHAPE):
-            row = bench.time_case(case, direction, settings("eager"), 1)
+        for case in cases(spec, CPU, torch.float32, SHAPE):
+            row = time_case(case, direction, settings("eager"), 1)
             if row is None:
                 assert spec.backward_traffic(case.sample).bytes == 0
                 continue
@@ -175,7 +186,7 @@ def test_several_results(direction: str) -> None:
         else (grads[0] + b * grads[1], grads[0] + a * grads[1])
     )
     torch.testing.assert_close(found, expected)
-    row = bench.time_case(case, direction, settings("eager", "compile"), 1)
+    row = time_case(case, direction, settings("eager", "compile"), 1)
     assert row is not None
     assert set(row.times) == {OURS, "eager", "compile"}, row.missing
 
@@ -215,7 +226,7 @@ def test_class_indices_have_no_gradient() -> None:
         traffic=some_traffic,
         backward_traffic=some_traffic,
     )
-    row = bench.time_case(a_case(spec), BACKWARD, settings("eager", "compile"), 1)
+    row = time_case(a_case(spec), BACKWARD, settings("eager", "compile"), 1)
     assert row is not None
     assert set(row.times) == {OURS, "eager", "compile"}, row.missing
 
@@ -223,8 +234,10 @@ def test_class_indices_have_no_gradient() -> None:
 def test_a_gradient_of_forward_is_timed_in_a_step() -> None:
     """For the op and its peers; a step moves the bytes of both directions."""
     spec = dataclasses.replace(ADD, gradient_in_forward=True)
-    chosen = bench.Plan((spec,), CPU, settings("eager"), shapes=(SHAPE,), dtypes=(torch.float32,))
-    rows = [row for _, piece in chosen.pieces() for row in piece if isinstance(row, bench.Row)]
+    chosen = Plan((spec,), CPU, settings("eager"), shapes=(SHAPE,), dtypes=(torch.float32,))
+    rows = [
+        row for _, piece in chosen.pieces() for row in piece if isinstance(row, bench.Measurement)
+    ]
     assert [row.direction for row in rows] == [FORWARD, STEP]
     case = a_case(spec)
     assert [row.bytes for row in rows] == [case.moved(FORWARD), case.moved(STEP)]
@@ -235,8 +248,8 @@ def test_a_gradient_of_forward_is_timed_in_a_step() -> None:
 
 def test_the_ceiling_is_what_the_bytes_take() -> None:
     """A large addition takes about as long as a copy of as many bytes."""
-    case = next(bench.cases(ADD, CPU, torch.float32, (2048, 2048)))
-    row = bench.time_case(case, FORWARD, bench.Settings(bench.cpu_clock, (), budget=2.0), 1)
+    case = next(cases(ADD, CPU, torch.float32, (2048, 2048)))
+    row = time_case(case, FORWARD, Settings(cpu_clock, (), budget=2.0), 1)
     assert row is not None
     assert row.ceiling is not None
     assert 0.1 < row.ceiling / row.ours.seconds < 10
@@ -265,8 +278,8 @@ def test_arithmetic_has_a_ceiling_of_its_own() -> None:
     assert isinstance(product, Tensor)
     assert product.shape == (64, 64)
     row = a_row()
-    times = dict.fromkeys(("copy", "read"), bench.Times(1.0, 1.0, 1.0, 5))
-    slow = {**times, "product": bench.Times(3.0, 3.0, 3.0, 5)}
+    times = dict.fromkeys(("copy", "read"), Times(1.0, 1.0, 1.0, 5))
+    slow = {**times, "product": Times(3.0, 3.0, 3.0, 5)}
     assert dataclasses.replace(row, references=times).ceiling == 1.0
     assert dataclasses.replace(row, references=slow).ceiling == 3.0
 
@@ -290,8 +303,8 @@ def test_peers_take_part_in_turns() -> None:
         seen.append(call)
         return float(1 + len(seen) % 3)
 
-    chosen = bench.Settings(clock, ("eager",), budget=0.0)
-    row = bench.time_case(a_case(), FORWARD, chosen, 1)
+    chosen = Settings(clock, ("eager",), budget=0.0)
+    row = time_case(a_case(), FORWARD, chosen, 1)
     assert row is not None
     assert len(seen) == 3 * (1 + FEWEST)
     assert seen[:3] == seen[3:6]
@@ -304,18 +317,16 @@ def test_an_op_that_fails_is_an_error() -> None:
 
     case = a_case(dataclasses.replace(FUSED, op=broken))
     with pytest.raises(RuntimeError, match="wrong"):
-        bench.time_case(case, FORWARD, settings("eager"))
+        time_case(case, FORWARD, settings("eager"))
 
 
 def test_nothing_moved_is_no_row() -> None:
     spec = dataclasses.replace(ADD, backward_traffic=lambda _: Traffic(0, 0))
-    assert bench.time_case(a_case(spec), BACKWARD, settings("eager")) is None
+    assert time_case(a_case(spec), BACKWARD, settings("eager")) is None
 
 
 def test_host_rows() -> None:
-    rows = list(
-        bench.time_host(FUSED, CPU, torch.float32, ("eager",), clock=bench.HostClock(CPU, calls=3))
-    )
+    rows = list(time_host(FUSED, CPU, torch.float32, ("eager",), clock=HostClock(CPU, calls=3)))
     assert [row.direction for row in rows] == [FORWARD, RECORDED]
     for row in rows:
         assert row.shape == (4, 64)
@@ -323,7 +334,7 @@ def test_host_rows() -> None:
         assert row.ceiling is row.share is None
         assert row.ours.seconds <= row.ours.low
         assert row.ours.seconds < 0.01
-    (table,) = bench.tables(rows)
+    (table,) = tables(rows)
     assert {"torch.add", "F.layer_norm", "eager"} <= set(table.headings)
     assert not {"bytes", "ceiling", "GB/s"} & set(table.headings)
 
@@ -333,10 +344,8 @@ def test_host_rows() -> None:
 def test_small_rows(direction: str) -> None:
     """In a CUDA graph a call of 1 K elements takes a few microseconds."""
     device = torch.device("cuda:0")
-    chosen = bench.Settings(bench.device_clock(device), budget=0.5)
-    row = bench.time_small(
-        FUSED, device, torch.float32, chosen, shape=(4, 256), direction=direction
-    )
+    chosen = Settings(device_clock(device), budget=0.5)
+    row = time_small(FUSED, device, torch.float32, chosen, shape=(4, 256), direction=direction)
     assert row is not None
     assert set(row.times) == {OURS, "eager", "compile"}, row.missing
     assert 1e-7 < row.ours.seconds < 2e-5
@@ -351,14 +360,14 @@ def variants(
 
 def test_variants_have_rows_of_their_own() -> None:
     spec = dataclasses.replace(ADD, bench_variants=variants)
-    found = list(bench.cases(spec, CPU, torch.float32, SHAPE))
+    found = list(cases(spec, CPU, torch.float32, SHAPE))
     assert [case.variant for case in found] == ["", "transposed"]
     assert [case.sample.args[0].stride() for case in found] == [(16, 1), (1, 8)]
 
 
 def test_a_record_reads_back(tmp_path: Path) -> None:
     rows = (a_row(FORWARD), a_row(BACKWARD))
-    record = bench.Record(bench.environment(CPU), rows)
+    record = bench.Record(environment(CPU), rows)
     path = tmp_path / "folder" / "bench.json"
     record.write(path)
     assert bench.Record.read(path) == record
@@ -381,12 +390,12 @@ def test_commit_is_that_of_our_own_checkout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert bench.environment(CPU).commit is None
+    assert environment(CPU).commit is None
 
 
 def test_markdown_has_every_row() -> None:
     rows = [a_row(FORWARD), a_row(BACKWARD)]
-    text = bench.markdown(bench.Record(bench.environment(CPU), tuple(rows)))
+    text = markdown(bench.Record(environment(CPU), tuple(rows)))
     lines = [line for line in text.splitlines() if line.startswith("|")]
     assert len(lines) == 2 + len(rows)
     assert len({line.count("|") for line in lines}) == 1
@@ -404,8 +413,8 @@ def test_figures_have_units() -> None:
 def test_without_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(report, "find_spec", lambda _: None)
     row = a_row()
-    report.show(bench.tables([row]))
+    report.show(tables([row]))
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith("op ")
     assert lines[2].startswith(FUSED.name)
-    assert plain(bench.tables([row])[0]).splitlines() == [line for line in lines if line]
+    assert plain(tables([row])[0]).splitlines() == [line for line in lines if line]

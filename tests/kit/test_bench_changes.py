@@ -15,35 +15,41 @@ from torchkiln import bench
 from torchkiln.bench import __main__ as command
 from torchkiln.bench import case as case_module
 from torchkiln.bench import measure
-from torchkiln.bench.clock import FEWEST, in_turns
+from torchkiln.bench.case import cases
+from torchkiln.bench.clock import FEWEST, Times, cpu_clock, in_turns
+from torchkiln.bench.measure import Settings, time_case
+from torchkiln.bench.plan import Plan
 from torchkiln.bench.regression import changes
-from torchkiln.bench.result import OURS
+from torchkiln.bench.result import OURS, Skipped
 from torchkiln.testing import OpSpec
+from torchkiln.testing.environment import environment
 from torchkiln.testing.specs.pointwise import ADD
 
 CPU = torch.device("cpu")
 
 
-def times(seconds: float, spread: float = 0.02) -> bench.Times:
-    return bench.Times(seconds, seconds * (1 - spread / 2), seconds * (1 + spread / 2), 50)
+def times(seconds: float, spread: float = 0.02) -> Times:
+    return Times(seconds, seconds * (1 - spread / 2), seconds * (1 + spread / 2), 50)
 
 
 @pytest.fixture(scope="module")
-def row() -> bench.Row:
-    case = next(bench.cases(ADD, CPU, torch.float32, (8, 16)))
-    found = bench.time_case(case, "forward", bench.Settings(bench.cpu_clock, ("eager",), 0.0), 1)
+def row() -> bench.Measurement:
+    case = next(cases(ADD, CPU, torch.float32, (8, 16)))
+    found = time_case(case, "forward", Settings(cpu_clock, ("eager",), 0.0), 1)
     assert found is not None
     return found
 
 
-def record(row: bench.Row, ours: float, ceiling: float = 1.0, spread: float = 0.02) -> bench.Record:
+def record(
+    row: bench.Measurement, ours: float, ceiling: float = 1.0, spread: float = 0.02
+) -> bench.Record:
     """A run of one row."""
     changed = dataclasses.replace(
         row,
         times={**row.times, OURS: times(ours, spread)},
         references={"copy": times(ceiling)},
     )
-    return bench.Record(bench.environment(CPU), (changed,))
+    return bench.Record(environment(CPU), (changed,))
 
 
 @pytest.mark.parametrize(
@@ -58,7 +64,7 @@ def record(row: bench.Row, ours: float, ceiling: float = 1.0, spread: float = 0.
     ],
 )
 def test_what_counts_as_a_change(
-    row: bench.Row,
+    row: bench.Measurement,
     old: float,
     new: float,
     ceiling: float,
@@ -71,7 +77,7 @@ def test_what_counts_as_a_change(
     assert [line[-1] for line in found.table().rows] == ([verdict] if verdict else [])
 
 
-def test_rows_are_matched_by_what_they_measure(row: bench.Row) -> None:
+def test_rows_are_matched_by_what_they_measure(row: bench.Measurement) -> None:
     old, new = record(row, 1.0), record(row, 1.0)
     other = dataclasses.replace(new.rows[0], shape=(4, 4))
     found = changes(old, dataclasses.replace(new, rows=(other,)))
@@ -80,7 +86,7 @@ def test_rows_are_matched_by_what_they_measure(row: bench.Row) -> None:
     assert "1 rows of the old run were not measured" in str(found)
 
 
-def test_another_machine_is_named(row: bench.Row) -> None:
+def test_another_machine_is_named(row: bench.Measurement) -> None:
     old = record(row, 1.0)
     elsewhere = dataclasses.replace(old.environment, device="another one")
     found = changes(dataclasses.replace(old, environment=elsewhere), record(row, 1.0))
@@ -107,7 +113,14 @@ def test_a_slowed_op_is_caught(
     tmp_path: Path, slowed: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
     old, new = tmp_path / "old.json", tmp_path / "new.json"
-    given = ["add", "--device=cpu", "--shape=64x64", "--dtype=float32", "--forward", "--threads=1"]
+    given = [
+        "add",
+        "--device=cpu",
+        "--shape=64x64",
+        "--dtype=float32",
+        "--direction=forward",
+        "--threads=1",
+    ]
     given.append("--peers=eager")
     assert command.main([*given, f"--json={old}"]) == 0
     slowed[0] = 0.08
@@ -149,7 +162,7 @@ def test_ctrl_c_keeps_what_was_measured(
         "add",
         "--device=cpu",
         "--dtype=float32",
-        "--forward",
+        "--direction=forward",
         "--peers=eager",
         "--within=30",
     ]
@@ -163,7 +176,7 @@ def test_out_of_memory_and_refused_shapes_are_skipped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "b.json"
-    given = ["add", "--device=cpu", "--dtype=float32", "--forward", "--peers=eager"]
+    given = ["add", "--device=cpu", "--dtype=float32", "--direction=forward", "--peers=eager"]
     shapes = ["--shape=99999999x9999999", "--shape=4x4"]
     assert command.main([*given, *shapes, f"--json={path}"]) == 0
     out = capsys.readouterr().out
@@ -179,16 +192,16 @@ def test_what_an_op_refuses_is_skipped() -> None:
     def op(*_: Tensor) -> Tensor:
         raise RuntimeError("torchkiln.add: a: got 3 columns, expected 4")
 
-    chosen = bench.Plan(
+    chosen = Plan(
         (dataclasses.replace(ADD, op=op),),
         CPU,
-        bench.Settings(bench.cpu_clock, ("eager",), 0.0),
+        Settings(cpu_clock, ("eager",), 0.0),
         shapes=((2, 3),),
         dtypes=(torch.float32,),
         directions=("forward",),
     )
     (skipped,) = [entry for _, found in chosen.pieces() for entry in found]
-    assert isinstance(skipped, bench.Skipped)
+    assert isinstance(skipped, Skipped)
     assert skipped.reason == "torchkiln.add: a: got 3 columns, expected 4"
 
     def broken(*_: Tensor) -> Tensor:

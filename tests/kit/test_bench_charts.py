@@ -11,23 +11,25 @@ import torch
 
 from torchkiln import bench
 from torchkiln.bench import bars, charts
+from torchkiln.bench.clock import Times
 from torchkiln.bench.result import OURS
+from torchkiln.testing.environment import environment
 
 pytest.importorskip("matplotlib")
 
-ENVIRONMENT = bench.environment(torch.device("cpu"))
+ENVIRONMENT = environment(torch.device("cpu"))
 
 
-def times(seconds: float) -> bench.Times:
-    return bench.Times(seconds, seconds, seconds, 9)
+def times(seconds: float) -> Times:
+    return Times(seconds, seconds, seconds, 9)
 
 
 def row(
     op: str, direction: str = "forward", *, product: bool = False, **seconds: float
-) -> bench.Row:
+) -> bench.Measurement:
     """A row whose op takes a second, as long as the copy."""
     references = {"copy": times(1.0)} | ({"product": times(2.0)} if product else {})
-    return bench.Row(
+    return bench.Measurement(
         kind="calls",
         op=op,
         variant="",
@@ -50,7 +52,7 @@ ROWS = (
 )
 
 
-def record(*rows: bench.Row) -> bench.Record:
+def record(*rows: bench.Measurement) -> bench.Record:
     return bench.Record(ENVIRONMENT, rows)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,16 +13,19 @@ import torch
 from torchkiln import bench
 from torchkiln.bench import __main__ as command
 from torchkiln.bench import plan, report
+from torchkiln.bench.budget import Budget
+from torchkiln.bench.report import markdown
 from torchkiln.cli import bench_parser
+from torchkiln.cli.status import Status
 from torchkiln.testing import SPECS
 
 CPU = torch.device("cpu")
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    outputs = ["--json", str(tmp_path / "b.json"), "--markdown", str(tmp_path / "b.md")]
+    outputs = ["--json", str(tmp_path / "b.json"), "--out", str(tmp_path / "folder")]
     choices = ["--device=cpu", "--shape=8x16", "--peers=eager", "--threads=1,2", "--dtype=float32"]
-    assert command.main(["add", "--forward", *choices, *outputs]) == 0
+    assert command.main(["add", "--direction=forward", *choices, *outputs]) == 0
     out, err = capsys.readouterr()
     assert "add" in out
     assert "[1/1] add float32 forward: " in err
@@ -28,7 +33,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert [(r.op, r.direction, r.threads) for r in record.rows] == [
         *(("add", "forward", 1), ("add", "forward", 2))
     ]
-    assert (tmp_path / "b.md").read_text() == bench.markdown(record)
+    assert (tmp_path / "folder" / "bench.md").read_text() == markdown(record)
+    assert bench.Record.read(tmp_path / "folder" / "bench.json") == record
 
 
 def test_a_closed_pipe_loses_no_measurement(
@@ -40,7 +46,8 @@ def test_a_closed_pipe_loses_no_measurement(
         raise SystemExit(1)
 
     monkeypatch.setattr(report, "show", end)
-    given = ["add", "--device=cpu", "--shape=8x16", "--peers=eager", "--forward", "--dtype=fp32"]
+    given = ["add", "--device=cpu", "--shape=8x16", "--peers=eager", "--direction=forward"]
+    given.append("--dtype=fp32")
     with pytest.raises(SystemExit):
         command.main([*given, f"--json={tmp_path / 'b.json'}"])
     assert len(bench.Record.read(tmp_path / "b.json").rows) == 1
@@ -70,7 +77,8 @@ def test_the_ops_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     chosen = command.plan(bench_parser.bench(["--device=cpu", "--specs=theirs"]))
     assert [spec.name for spec in chosen.specs] == ["theirs"]
     (tmp_path / "json.py").unlink()
-    for wrong in ("nothing", "not_there", "not_there.py"):
+    (tmp_path / "raises.py").write_text("raise RuntimeError('one line\\nand another')\n")
+    for wrong in ("nothing", "not_there", "not_there.py", "raises"):
         with pytest.raises(ValueError, match=f"--specs: got '{wrong}'"):
             command.plan(bench_parser.bench(["--device=cpu", f"--specs={wrong}"]))
     with pytest.raises(ValueError, match="OP: got 'add', expected one of theirs"):
@@ -113,35 +121,53 @@ def test_a_malformed_command(given: str, message: str, capsys: pytest.CaptureFix
     assert message in capsys.readouterr().err
 
 
-def test_a_picture_without_matplotlib(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(bench_parser, "find_spec", lambda _: None)
-    assert command.main(["--device=cpu", "--sweep", "--plot=a.png"]) == 2
-    said = capsys.readouterr().err
-    assert "--plot: got no module matplotlib" in said
-    assert "pip install 'torchkiln[cli]'" in said
+def test_a_run_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {"device": CPU, "shapes": [(8, 16)], "peers": ["eager"]}
+    given["dtypes"] = [torch.float32]
+    record = bench.run("muladd", **given, direction="backward")
+    assert [(row.op, row.direction) for row in record.rows] == [("muladd", "backward")]
+    assert set(record.rows[0].times) == {"torchkiln", "eager"}
+    with pytest.raises(ValueError, match=r"torchkiln\.bench: OP: got 'mulad', expected one of"):
+        bench.run("mulad")
+
+    def stop(*_: object) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Budget, "is_over", stop)
+    with pytest.raises(KeyboardInterrupt):  # no part of a run is returned as a whole one
+        bench.run("add", **given)
 
 
-@pytest.mark.parametrize("name", ["json", "markdown", "plot"])
-def test_an_output_in_no_folder(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_json_for_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Refused before anything is measured."""
-    if name == "plot":
-        pytest.importorskip("matplotlib")
-    path = tmp_path / "folder" / "b.out"
-    assert command.main(["add", "--device=cpu", f"--{name}={path}"]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert f"torchkiln.bench: --{name}: got {path}, expected a file in a folder that exists" in err
-    assert f"type: mkdir -p {path.parent}" in err
-    assert not path.parent.exists()
+    monkeypatch.chdir(tmp_path)
+    given = ["add", "--device=cpu", "--shape=8x16", "--peers=eager", "--direction=forward"]
+    assert command.main([*given, "--dtype=fp32", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["schema"] == "torchkiln.bench/1"
+    assert [row["op"] for row in found["rows"]] == ["add"]
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(SystemExit):  # not a file of this name and all ops
+        command.main(["--json", "add"])
+    assert "--json: got 'add', expected a name that ends in .json" in capsys.readouterr().err
+
+
+def test_a_folder_without_matplotlib(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "find_spec", lambda _: None)
+    given = ["add", "--device=cpu", "--shape=8x16", "--peers=eager", "--dtype=fp32"]
+    assert command.main([*given, f"--out={tmp_path}"]) == 0
+    assert "pip install 'torchkiln[cli]'" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bench.json", "bench.md"]
 
 
 def test_an_output_that_is_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["add", "--device=cpu", f"--json={tmp_path}"]) == 2
-    assert f"--json: got {tmp_path}, expected a file that can be written" in capsys.readouterr().err
+    path = tmp_path / "folder.json"
+    path.mkdir()
+    assert command.main(["add", "--device=cpu", f"--json={path}"]) == 2
+    assert f"--json: got {path}, expected a file that can be written" in capsys.readouterr().err
 
 
 def test_a_skip_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,5 +184,22 @@ def test_a_gpu_that_is_not_there(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(plan, "default_device", lambda: CPU)
-    assert command.main(["--device=cuda"]) == 2
+    assert command.main(["--device=cuda"]) == Status.CANNOT_RUN
     assert "torchkiln.bench: --device: got cuda, expected a GPU" in capsys.readouterr().err
+
+
+def test_one_of_several_gpus(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    current: list[torch.device] = []
+    monkeypatch.setattr(plan, "default_device", lambda: torch.device("cuda:0"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    chosen = [plan.device_of("here", name) for name in ("cuda", "cuda:1")]
+    assert chosen == current == [torch.device("cuda:0"), torch.device("cuda:1")]
+    assert plan.device_of("here", None) == torch.device("cuda:0")
+    assert command.main(["--device=cuda:2"]) == Status.CANNOT_RUN
+    assert "--device: got cuda:2, expected one of 2 GPUs, cuda:0 to" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        command.main(["--device=gpu"])
+    assert "got 'gpu', expected cpu, cuda or cuda:N" in capsys.readouterr().err

@@ -16,7 +16,9 @@ from torch import Tensor
 import torchkiln
 from torchkiln import bench
 from torchkiln.bench import peers
-from torchkiln.bench.case import BACKWARD, FORWARD
+from torchkiln.bench.case import BACKWARD, FORWARD, cases
+from torchkiln.bench.clock import cpu_clock
+from torchkiln.bench.measure import Settings, time_case
 from torchkiln.bench.peers import cudnn, cudnn_graph
 from torchkiln.testing import SPECS
 
@@ -79,7 +81,7 @@ def test_norms_of_rows(dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("stand_in")
 @pytest.mark.parametrize("residual", [False, True])
 def test_batch_norm(residual: bool) -> None:
-    case = next(bench.cases(spec_of("bn_act"), CPU, torch.float32, (2 * 784, 4)))
+    case = next(cases(spec_of("bn_act"), CPU, torch.float32, (2 * 784, 4)))
     x, w, b, *_ = case.sample.args
     added = torch.randn_like(x) if residual else None
     runner = cudnn_graph.Runner()
@@ -157,9 +159,9 @@ def test_why_a_call_has_no_graph(
         function(cudnn_graph.Runner(), *args, **kwargs)
 
 
-def row(name: str, direction: str) -> bench.Row:
-    case = next(bench.cases(spec_of(name), CPU, torch.float32, (8, 16)))
-    found = bench.time_case(case, direction, bench.Settings(bench.cpu_clock, ("cudnn",), 0.0), 1)
+def row(name: str, direction: str) -> bench.Measurement:
+    case = next(cases(spec_of(name), CPU, torch.float32, (8, 16)))
+    found = time_case(case, direction, Settings(cpu_clock, ("cudnn",), 0.0), 1)
     assert found is not None
     return found
 
@@ -186,8 +188,9 @@ def test_the_real_graphs(name: str) -> None:
     """Results and gradients beside ours in bfloat16, with a residual too."""
     pytest.importorskip("cudnn")
     gpu, spec = torch.device("cuda:0"), spec_of(name)
-    cases = list(bench.cases(spec, gpu, torch.bfloat16, (4 * 784, 256)))
-    for case in (c for c in cases if c.variant != "eval"):
+    for case in (
+        c for c in cases(spec, gpu, torch.bfloat16, (4 * 784, 256)) if c.variant != "eval"
+    ):
         theirs = peers.MAKERS["cudnn"](case)
         made = []
         for function in (spec.op, theirs):
@@ -202,7 +205,7 @@ def test_the_real_graphs(name: str) -> None:
 
 
 def test_a_case_is_copied_for_no_other_peer() -> None:
-    case = next(bench.cases(spec_of("rms_norm"), CPU, torch.float32, (2, 4)))
+    case = next(cases(spec_of("rms_norm"), CPU, torch.float32, (2, 4)))
     assert peers.own_tensors("cudnn", case) is case
     assert peers.remark("cudnn", case, BACKWARD) is None
     assert not peers.waits("cudnn", dataclasses.replace(case))

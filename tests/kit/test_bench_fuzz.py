@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -86,8 +87,8 @@ def test_a_slow_op_is_found_and_a_run_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "SPECS", (replace(MULADD, op=slow_muladd, differentiable=()),))
-    file = tmp_path / "calls.json"
-    options = ["--device", "cpu", "--seed", "1", "--json", str(file)]
+    file = tmp_path / "fuzz.jsonl"
+    options = ["--device", "cpu", "--seed", "1", "--out", str(tmp_path)]
     assert command.main(["--fuzz", "2", *options]) == 1
     written = file.read_text()
     assert written.count("\n") == 3  # the machine, and two calls
@@ -100,7 +101,11 @@ def test_a_slow_op_is_found_and_a_run_goes_on(
     first, *rest = file.read_text().splitlines()
     file.write_text("\n".join([first.replace('"torch": "', '"torch": "9.'), *rest]))
     assert command.main(["--fuzz", "3", *options]) == 2
-    assert "got the calls of torch 9." in capsys.readouterr().err
+    assert "--out: got the calls of torch 9." in capsys.readouterr().err
+    assert command.main(["--fuzz", "1", *options[:-2], "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["schema"] == "torchkiln.fuzz/1"
+    assert [row["is_slower"] for row in found["rows"]] == [True]
 
 
 def refusing(*_: Tensor) -> Tensor:

@@ -7,6 +7,9 @@ import torch
 
 from torchkiln import bench
 from torchkiln.bench import layers
+from torchkiln.bench.case import cases
+from torchkiln.bench.clock import cpu_clock
+from torchkiln.bench.measure import Settings
 from torchkiln.bench.plan import Plan
 from torchkiln.testing import OpSpec
 from torchkiln.testing.registry import specs_of
@@ -21,7 +24,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("spec", layers.SPECS, ids=lambda spec: spec.name)
 def test_both_sides_compute_the_same(spec: OpSpec) -> None:
-    found = list(bench.cases(spec, CPU, torch.float32, SHAPES[spec.name]))
+    found = list(cases(spec, CPU, torch.float32, SHAPES[spec.name]))
     assert {case.variant for case in found} >= {""}
     for case in found:
         ours, theirs = (case.sample.call(f) for f in (spec.op, spec.composite))
@@ -35,12 +38,14 @@ def test_rows_of_layers() -> None:
         chosen = Plan(
             (spec,),
             CPU,
-            bench.Settings(bench.cpu_clock, ("eager",), 0.0),
+            Settings(cpu_clock, ("eager",), 0.0),
             shapes=(SHAPES[spec.name],),
             dtypes=(torch.float32,),
         )
         rows = [row for _, entries in chosen.pieces() for row in entries]
-        assert all(isinstance(row, bench.Row) and set(row.times) > {"eager"} for row in rows)
+        assert all(
+            isinstance(row, bench.Measurement) and set(row.times) > {"eager"} for row in rows
+        )
         directions = {row.direction for row in rows}
         expected = {"forward", "backward"} if spec.differentiable else {"forward"}
         assert directions == expected

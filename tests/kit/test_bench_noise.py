@@ -15,18 +15,21 @@ import torch
 from torchkiln import bench
 from torchkiln.bench import clock, report
 from torchkiln.bench.__main__ import sentence
-from torchkiln.bench.clock import Load, LoadMeter
-from torchkiln.bench.result import OURS
+from torchkiln.bench.case import cases
+from torchkiln.bench.clock import Load, LoadMeter, Times
+from torchkiln.bench.report import markdown, tables
+from torchkiln.bench.result import OURS, Skipped
+from torchkiln.testing.environment import environment
 from torchkiln.testing.specs.pointwise import ADD
 
 CPU = torch.device("cpu")
-QUIET, LOUD = bench.Times(1.0, 0.99, 1.01, 50), bench.Times(1.0, 0.9, 1.1, 50)
+QUIET, LOUD = Times(1.0, 0.99, 1.01, 50), Times(1.0, 0.9, 1.1, 50)
 
 
-def row(ours: bench.Times, eager: bench.Times, kind: str = "calls") -> bench.Row:
-    case = next(bench.cases(ADD, CPU, torch.float32, (8, 16)))
+def row(ours: Times, eager: Times, kind: str = "calls") -> bench.Measurement:
+    case = next(cases(ADD, CPU, torch.float32, (8, 16)))
     times = {OURS: ours, "eager": eager}
-    return bench.Row.of(kind, case, "forward", times, references=(), missing={})
+    return bench.Measurement.of(kind, case, "forward", times, references=(), missing={})
 
 
 @pytest.mark.parametrize(
@@ -38,25 +41,23 @@ def row(ours: bench.Times, eager: bench.Times, kind: str = "calls") -> bench.Row
         (LOUD, QUIET, "host", False),
     ],
 )
-def test_noisy_rows_are_marked(
-    ours: bench.Times, eager: bench.Times, kind: str, noisy: bool
-) -> None:
+def test_noisy_rows_are_marked(ours: Times, eager: Times, kind: str, noisy: bool) -> None:
     found = row(ours, eager, kind)
     assert found.is_noisy == found.as_dict()["is_noisy"] == noisy
     assert sentence(found).endswith(" !") == noisy
-    (table,) = bench.tables([found])
+    (table,) = tables([found])
     spread = table.rows[0][table.headings.index("spread")]
     assert spread.startswith("! ") == noisy
-    record = bench.Record(bench.environment(CPU), (found, row(QUIET, QUIET)))
+    record = bench.Record(environment(CPU), (found, row(QUIET, QUIET)))
     assert any("1 of 2 rows are marked !" in words for words in record.warnings()) == noisy
-    assert ("marked !" in bench.markdown(record)) == noisy
+    assert ("marked !" in markdown(record)) == noisy
 
 
 def test_a_busy_machine_is_named(tmp_path: Path) -> None:
-    record = bench.Record(bench.environment(CPU), (row(QUIET, QUIET),), load=Load(2, 1.4))
+    record = bench.Record(environment(CPU), (row(QUIET, QUIET),), load=Load(2, 1.4))
     words = "busy machine: others used 1.4 of 2 CPU cores during the run"
     assert record.warnings() == [words]
-    assert words in bench.markdown(record)
+    assert words in markdown(record)
     path = tmp_path / "b.json"
     record.write(path)
     assert bench.Record.read(path) == record
@@ -100,10 +101,10 @@ def test_our_own_processes_are_not_others() -> None:
 
 def test_skips_with_one_reason_share_a_line() -> None:
     entries = [
-        bench.Skipped("calls", "add", "float32", (4, 4), direction, "no memory")
+        Skipped("calls", "add", "float32", (4, 4), direction, "no memory")
         for direction in ("forward", "backward")
     ]
-    other = bench.Skipped("calls", "add", "float32", None, None, "refused")
+    other = Skipped("calls", "add", "float32", None, None, "refused")
     assert report.skips([*entries, other]) == [
         "skipped add float32 4 x 4 forward calls, add float32 4 x 4 backward calls: no memory",
         "skipped add float32 calls: refused",

@@ -14,8 +14,11 @@ from torch import Tensor
 
 from torchkiln import bench
 from torchkiln.bench import peers
-from torchkiln.bench.case import BACKWARD, FORWARD, Function
+from torchkiln.bench.case import BACKWARD, FORWARD, BenchCase, Function, cases
+from torchkiln.bench.clock import cpu_clock, device_clock
+from torchkiln.bench.measure import Settings, time_case, time_small
 from torchkiln.bench.peers import liger, quack
+from torchkiln.bench.report import tables
 from torchkiln.bench.result import OURS
 from torchkiln.testing import SPECS, OpSpec, Sample, Traffic
 from torchkiln.testing.specs.pointwise import ADD
@@ -26,12 +29,12 @@ X, W, B = torch.ones(2, 4), torch.ones(4), torch.zeros(4)
 TARGET = torch.zeros(2, dtype=torch.int64)
 
 
-def a_case(spec: OpSpec = FUSED) -> bench.BenchCase:
-    return next(bench.cases(spec, CPU, torch.float32, (8, 16)))
+def a_case(spec: OpSpec = FUSED) -> BenchCase:
+    return next(cases(spec, CPU, torch.float32, (8, 16)))
 
 
-def a_row(case: bench.BenchCase, direction: str, *names: str) -> bench.Row:
-    row = bench.time_case(case, direction, bench.Settings(bench.cpu_clock, names, budget=0.0), 1)
+def a_row(case: BenchCase, direction: str, *names: str) -> bench.Measurement:
+    row = time_case(case, direction, Settings(cpu_clock, names, budget=0.0), 1)
     assert row is not None
     return row
 
@@ -43,7 +46,7 @@ def test_the_compiled_peer(direction: str) -> None:
 
 
 def test_a_peer_that_fails_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(case: bench.BenchCase) -> Function:
+    def broken(case: BenchCase) -> Function:
         raise RuntimeError(f"no compiler for {case.spec.name}\nand much more")
 
     monkeypatch.setitem(peers.MAKERS, "compile", broken)
@@ -51,7 +54,7 @@ def test_a_peer_that_fails_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     for row in rows:
         assert set(row.times) == {OURS, "eager"}
         assert row.missing == {"compile": f"RuntimeError: no compiler for {FUSED.name}"}
-    (table,) = bench.tables(rows)
+    (table,) = tables(rows)
     name = FUSED.name
     why = f"no compile: RuntimeError: no compiler for {name}"
     assert table.notes == (f"{name} forward, {name} backward: {why}",)
@@ -79,7 +82,7 @@ def test_a_peer_that_is_not_there_is_named(name: str, monkeypatch: pytest.Monkey
     row = a_row(a_case(dataclasses.replace(ADD, name="softmax")), FORWARD, name)
     assert set(row.times) == {OURS}
     assert row.missing == {name: "not installed"}
-    (table,) = bench.tables([row])
+    (table,) = tables([row])
     assert table.notes == (f"softmax forward: no {name}: not installed",)
 
 
@@ -208,7 +211,7 @@ def test_a_gradient_made_in_forward_is_said(monkeypatch: pytest.MonkeyPatch) -> 
     assert all(x is not X for x in calls), "the inputs that everyone shares"
     made = len([x for x in calls if x.requires_grad])
     assert made > backward.times["liger"].rounds, "each call goes forward, too"
-    (table,) = bench.tables([forward, backward])
+    (table,) = tables([forward, backward])
     what = "forward and backward in one call, because its forward makes the gradient"
     assert table.notes == (f"cross_entropy backward: liger: {what}",)
 
@@ -223,10 +226,10 @@ def test_who_waits_for_the_gpu() -> None:
 @pytest.mark.cuda
 def test_a_peer_that_waits_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda:0")
-    chosen = bench.Settings(bench.device_clock(gpu), ("eager", "liger"), budget=0.1)
+    chosen = Settings(device_clock(gpu), ("eager", "liger"), budget=0.1)
     spec = dataclasses.replace(ADD, name="cross_entropy")
     monkeypatch.setitem(peers.MAKERS, "liger", lambda case: case.spec.composite)
-    row = bench.time_small(spec, gpu, torch.float32, chosen, shape=(4, 64), direction=FORWARD)
+    row = time_small(spec, gpu, torch.float32, chosen, shape=(4, 64), direction=FORWARD)
     assert row is not None
     assert set(row.times) == {OURS, "eager"}
     assert row.missing == {"liger": "waits for the GPU, which a CUDA graph cannot"}

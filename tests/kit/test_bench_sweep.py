@@ -13,11 +13,14 @@ import torch.nn.functional as F
 from torchkiln import bench
 from torchkiln.bench import __main__ as command
 from torchkiln.bench import charts, plan, sweeps
-from torchkiln.bench.case import BACKWARD, FORWARD
-from torchkiln.bench.clock import Call
-from torchkiln.bench.measure import SMALL_SHAPES, CudaGauge, peaks
+from torchkiln.bench.case import BACKWARD, FORWARD, cases
+from torchkiln.bench.clock import Call, cpu_clock
+from torchkiln.bench.measure import SMALL_SHAPES, CudaGauge, Settings, peaks, time_case
+from torchkiln.bench.plan import Plan
+from torchkiln.bench.report import tables
 from torchkiln.bench.result import OURS, Skipped
 from torchkiln.testing import OpSpec, Sample, Traffic
+from torchkiln.testing.environment import environment
 from torchkiln.testing.specs.pointwise import ADD
 
 DIRECTIONS = (FORWARD, BACKWARD)
@@ -38,8 +41,8 @@ SOFTMAX = dataclasses.replace(
 )
 
 
-def settings(*names: str) -> bench.Settings:
-    return bench.Settings(bench.cpu_clock, names, budget=0.0)
+def settings(*names: str) -> Settings:
+    return Settings(cpu_clock, names, budget=0.0)
 
 
 def test_an_op_may_name_its_shapes() -> None:
@@ -49,15 +52,15 @@ def test_an_op_may_name_its_shapes() -> None:
     assert plan.shapes_of(SOFTMAX, CPU) == ((4096, 4096),)
 
 
-def rows_of(chosen: bench.Plan) -> list[bench.Row]:
+def rows_of(chosen: Plan) -> list[bench.Measurement]:
     found = [entry for _, entries in chosen.pieces() for entry in entries]
     assert not any(isinstance(entry, Skipped) for entry in found)
-    return [entry for entry in found if isinstance(entry, bench.Row)]
+    return [entry for entry in found if isinstance(entry, bench.Measurement)]
 
 
 def test_shapes_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "default_shape", lambda _: (2, 8))
-    chosen = bench.Plan((SOFTMAX,), CPU, settings(), dtypes=(torch.float32,))
+    chosen = Plan((SOFTMAX,), CPU, settings(), dtypes=(torch.float32,))
     assert {row.shape for row in rows_of(chosen)} == {(2, 8)}
     monkeypatch.setattr(plan, "shapes_of", lambda spec, _: spec.bench_shapes)
     assert [row.shape for row in rows_of(chosen)] == [(8, 16), (8, 16), (4, 32), (4, 32)]
@@ -81,7 +84,7 @@ def test_small_shapes_of_a_run(
         seen.append((shape, direction))
 
     monkeypatch.setattr(plan, "time_small", time_small)
-    chosen = bench.Plan((spec,), GPU, settings(), dtypes=(torch.float32,), kinds=("small",))
+    chosen = Plan((spec,), GPU, settings(), dtypes=(torch.float32,), kinds=("small",))
     assert rows_of(chosen) == []
     assert seen == [(shape, d) for shape in expected for d in (FORWARD, BACKWARD)]
 
@@ -97,9 +100,9 @@ def test_row_lengths() -> None:
     assert plan.sweep_shapes(1000)[-1] == (1, 262143)
 
 
-def swept(monkeypatch: pytest.MonkeyPatch) -> list[bench.Row]:
+def swept(monkeypatch: pytest.MonkeyPatch) -> list[bench.Measurement]:
     monkeypatch.setattr(plan, "sweep_shapes", lambda _: [(8, 16), (2, 64)])
-    chosen = bench.Plan((SOFTMAX,), CPU, settings("eager"), kinds=("sweep",), threads=(1,))
+    chosen = Plan((SOFTMAX,), CPU, settings("eager"), kinds=("sweep",), threads=(1,))
     return rows_of(chosen)
 
 
@@ -108,14 +111,14 @@ def test_rows_of_a_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     one = [(shape, d) for shape in ((8, 16), (2, 64)) for d in (FORWARD, BACKWARD)]
     assert [(row.shape, row.direction) for row in rows] == 2 * one
     assert {row.kind for row in rows} == {"sweep"}
-    (table,) = bench.tables(rows)
+    (table,) = tables(rows)
     assert table.title.startswith("Median time of one call, as many elements in rows of every")
 
 
 def test_the_picture_of_a_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     """A panel for each dtype and direction, with our lengths, and a point for each peer's."""
     monkeypatch.setattr(plan, "sweep_shapes", lambda _: [(8, 16), (5, 24), (2, 64)])
-    chosen = bench.Plan((SOFTMAX,), CPU, settings("eager"), kinds=("sweep",), threads=(1,))
+    chosen = Plan((SOFTMAX,), CPU, settings("eager"), kinds=("sweep",), threads=(1,))
     rows = rows_of(chosen)
     narrow = [row for row in rows if row.dtype == "float32"]
     for direction in (FORWARD, BACKWARD):
@@ -150,13 +153,13 @@ def test_numbers_of_rows() -> None:
 
 def test_rows_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "row_shapes", lambda _: [(1, 16), (8, 16)])
-    chosen = bench.Plan((SOFTMAX,), CPU, settings("eager"), kinds=("rows",), threads=(1,))
+    chosen = Plan((SOFTMAX,), CPU, settings("eager"), kinds=("rows",), threads=(1,))
     rows = rows_of(chosen)
     assert {(row.kind, row.shape) for row in rows} == {("rows", (1, 16)), ("rows", (8, 16))}
-    (table,) = bench.tables(rows)
+    (table,) = tables(rows)
     assert table.title.startswith("Median time of one call on 1 to 1 M rows")
     pytest.importorskip("matplotlib")
-    figure = dict(charts.charts(bench.Record(bench.environment(CPU), tuple(rows))))["rows"]
+    figure = dict(charts.charts(bench.Record(environment(CPU), tuple(rows))))["rows"]
     assert [np.ravel(line.get_xdata()).tolist() for line in figure.axes[0].lines[:2]] == 2 * [
         [1, 8]
     ]
@@ -165,10 +168,9 @@ def test_rows_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_command_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(plan, "sweep_shapes", lambda _: [(8, 16), (2, 64)])
-    path = tmp_path / "sweep.png"
     given = ["square", "--device=cpu", "--sweep", "--peers=eager", "--dtype=float32"]
-    assert command.main([*given, f"--plot={path}"]) == 0
-    assert path.read_bytes()[1:4] == b"PNG"
+    assert command.main([*given, f"--out={tmp_path}"]) == 0
+    assert (tmp_path / "bench.png").read_bytes()[1:4] == b"PNG"
 
 
 def test_peaks_are_of_a_whole_step() -> None:
@@ -182,33 +184,33 @@ def test_peaks_are_of_a_whole_step() -> None:
         sums.append(len(tensors))
         return 1000 * len(sums)
 
-    case = next(bench.cases(SOFTMAX, CPU, torch.float32, (2, 4)))
+    case = next(cases(SOFTMAX, CPU, torch.float32, (2, 4)))
     chosen = dataclasses.replace(settings("eager", "liger"), gauge=gauge)
-    assert bench.time_case(case, FORWARD, chosen, 1) is not None
-    row = bench.time_case(case, BACKWARD, chosen, 1)
+    assert time_case(case, FORWARD, chosen, 1) is not None
+    row = time_case(case, BACKWARD, chosen, 1)
     assert row is not None
     assert set(row.peaks) == {OURS, "eager"}
     assert sums == [1, 1, 1, 1]
-    (table,) = bench.tables([row])
+    (table,) = tables([row])
     words = dict(zip(table.headings, table.rows[0], strict=True))
     assert words["torchkiln peak"] == "3 kB"
     assert words["eager peak"] == "4 kB"
-    assert bench.Row.from_dict(row.as_dict()) == row
+    assert bench.Measurement.from_dict(row.as_dict()) == row
 
 
 def test_no_peaks_where_none_are_wanted() -> None:
-    case = next(bench.cases(SOFTMAX, CPU, torch.float32, (2, 4)))
-    row = bench.time_case(case, FORWARD, settings("eager"), 1)
+    case = next(cases(SOFTMAX, CPU, torch.float32, (2, 4)))
+    row = time_case(case, FORWARD, settings("eager"), 1)
     assert row is not None
     assert row.peaks == {}
-    assert not any("peak" in heading for heading in bench.tables([row])[0].headings)
+    assert not any("peak" in heading for heading in tables([row])[0].headings)
 
 
 @pytest.mark.cuda
 def test_the_gauge_counts_what_a_call_holds() -> None:
     """Torch's softmax: the output, its product with the gradient, and the result."""
     size = 4 * 2**24
-    case = next(bench.cases(SOFTMAX, GPU, torch.float32, (2048, 8192)))
+    case = next(cases(SOFTMAX, GPU, torch.float32, (2048, 8192)))
     for direction, tensors in ((FORWARD, 1), (BACKWARD, 3)):
         found = peaks(case, direction, ("eager", "compile"), CudaGauge(GPU))
         assert set(found) == {OURS, "eager", "compile"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,9 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchkiln.bench import case, peers, plan, regression, result
+from torchkiln.bench import case, peers, plan, regression, result, runs
 from torchkiln.cli import COMMANDS, bench_parser, main
-from torchkiln.cli.options import DTYPES, dtype_name, shape, write_whole
+from torchkiln.cli.options import DIRECTIONS, DTYPES, dtype_name, shape, write_whole
+from torchkiln.cli.status import Status
 from torchkiln.ops.names import ALIASES, FAMILIES, OPS
 from torchkiln.testing import SPECS
 
@@ -35,6 +37,18 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
         main([name, "--help"])
     assert exit_.value.code == 0
     assert f"usage: torchkiln {name}" in capsys.readouterr().out
+
+
+def test_the_page_has_all_commands_statuses_and_forms() -> None:
+    """The forms are those of tests/data/json.txt, which a test compares with the reports."""
+    root = Path(__file__).resolve().parents[2]
+    page = (root / "docs" / "cli.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `([a-z-]+)[ `]", page, re.MULTILINE)) >= set(COMMANDS)
+    statuses = re.findall(r"^\| (\d+) \|", page, re.MULTILINE)
+    assert statuses == [str(status.value) for status in Status]
+    forms = set(re.findall(r"^\| `(torchkiln\.[a-z-]+/\d+)`", page, re.MULTILINE))
+    data = (root / "tests" / "data" / "json.txt").read_text(encoding="utf-8")
+    assert forms == set(re.findall(r"^torchkiln\.[a-z-]+/\d+$", data, re.MULTILINE))
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -99,10 +113,10 @@ def test_the_words_of_bench_are_those_of_its_records() -> None:
     assert bench_parser.PEERS == peers.PEERS
     assert tuple(getattr(torch, name) for name in bench_parser.DEFAULT_DTYPES) == plan.DTYPES
     kinds = (result.CALLS, result.SWEEP, result.SMALL, result.HOST)
-    directions = (case.FORWARD, case.BACKWARD)
-    found = bench_parser.bench([f"--{word}" for word in (*kinds, *directions)])
+    found = bench_parser.bench([f"--{word}" for word in kinds])
     assert tuple(found.kinds) == kinds
-    assert tuple(found.directions) == directions
+    assert tuple(runs.DIRECTIONS) == DIRECTIONS
+    assert runs.DIRECTIONS[found.direction] == (case.FORWARD, case.BACKWARD)
     assert set(bench_parser.REPORT_KINDS) < set(kinds)
     assert found.threshold == regression.THRESHOLD
 
@@ -161,9 +175,12 @@ def test_as_a_module() -> None:
         ("explain add --device=cpu --shape=4x4 --json", "torchkiln.explain: --json: got "),
         ("profile add --device=cpu --shape=4x4 --json", "torchkiln.profile: --json: got "),
         ("bench add --device=cpu --json", "torchkiln.bench: --json: got "),
-        ("bench add --device=cpu --report", "torchkiln.bench: --report: got "),
+        ("bench add --device=cpu --out", "torchkiln.bench: --out: got "),
+        ("doctor --json", "torchkiln.doctor: --json: got "),
+        ("replace torch.nn:ReLU --json", "torchkiln.replace: --json: got "),
+        ("demo --json", "torchkiln.demo: --json: got "),
         ("demo --out", "torchkiln.demo: --out: got "),
-        ("new mine --into", "torchkiln.new: --into: got "),
+        ("new mine --out", "torchkiln.new: --out: got "),
     ],
 )
 def test_an_output_that_cannot_be_written(
@@ -174,7 +191,7 @@ def test_an_output_that_cannot_be_written(
         pytest.importorskip("matplotlib")
     (tmp_path / "file").touch()
     place = tmp_path / "file" / "below"
-    path = place if words.endswith(("report", "out", "into")) else place / "x.json"
+    path = place if words.endswith("out") else place / "x.json"
     assert main([*words.split(), str(path)]) == 2
     error = capsys.readouterr().err
     assert said in error
@@ -228,7 +245,7 @@ def test_a_closed_pipe(words: str) -> None:
     assert (done.returncode, done.stderr) == (141, b"")
 
 
-@pytest.mark.parametrize("output", ["json", "markdown"])
+@pytest.mark.parametrize("output", ["--json={}/bench.json", "--out={}"])
 def test_a_full_disk_leaves_the_old_output(output: str, tmp_path: Path) -> None:
     """A process that may write 10 bytes per file replaces the output of an earlier run."""
     code = (
@@ -244,13 +261,13 @@ def test_a_full_disk_leaves_the_old_output(output: str, tmp_path: Path) -> None:
         "resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))\n"
         "command.write(bench_parser.bench([sys.argv[1]]), record)\n"
     )
-    path = tmp_path / "out"
+    path = tmp_path / "bench.json"
     path.write_text("the old results, which are longer than 10 bytes")
-    command = [sys.executable, "-W", "ignore", "-c", code, f"--{output}={path}"]
+    command = [sys.executable, "-W", "ignore", "-c", code, output.format(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert "File too large" in done.stderr
     assert path.read_text() == "the old results, which are longer than 10 bytes"
-    assert [file.name for file in tmp_path.iterdir()] == ["out"]
+    assert [file.name for file in tmp_path.iterdir()] == ["bench.json"]
 
 
 def test_a_file_is_replaced(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from torchkiln import bench
+from torchkiln.bench.result import Skipped
 from torchkiln.demo import accuracy, report, speed
 from torchkiln.demo.train import Outcome, train_both
 from torchkiln.testing import SPECS, OpSpec
@@ -111,7 +113,7 @@ def test_speeds_are_rows_of_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> No
         *(("add", "float32"), ("add", "bfloat16")),
     ]
     assert {row.shape for row in rows} == {(8, 16)}
-    timed = [row for row in rows if isinstance(row, bench.Row)]
+    timed = [row for row in rows if isinstance(row, bench.Measurement)]
     assert all(set(row.times) == {"torchkiln", "eager"} for row in timed)
     assert {name: len(group) for name, group in speed.by_family(timed).items()} == {
         "bias_act": 4,
@@ -126,14 +128,15 @@ def test_a_call_without_memory_is_skipped(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(speed, "SPECS", (dataclasses.replace(ADD, op=op),))
     rows = list(speed.all_timings(CPU, (8, 16), 0.0))
     assert len(rows) == 2
-    assert all(isinstance(row, bench.Skipped) for row in rows)
+    assert all(isinstance(row, Skipped) for row in rows)
 
 
 def test_the_whole(tmp_path: Path) -> None:
     """Stages with their times, a line for each op and family, the picture, further commands."""
     pytest.importorskip("matplotlib")
+    path = tmp_path / "demo.json"
     done = subprocess.run(
-        [sys.executable, "-m", "torchkiln.demo", "--quick", "--out", str(tmp_path)],
+        [sys.executable, "-m", "torchkiln.demo", "--quick", f"--out={tmp_path}", f"--json={path}"],
         capture_output=True,
         text=True,
         timeout=1200,
@@ -150,6 +153,9 @@ def test_the_whole(tmp_path: Path) -> None:
     picture = tmp_path / "torchkiln-demo.png"
     assert picture.read_bytes()[1:4] == b"PNG"
     assert f"picture: {picture}" in done.stdout
+    found = json.loads(path.read_text())
+    assert found["wrong"] == []
+    assert {row["op"] for row in found["errors"]} == {spec.name for spec in SPECS}
 
 
 def test_all_rows(capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,7 +167,9 @@ def test_all_rows(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "0.50" in out
     assert "0.25" not in out
-    timed = [row for row in speed.all_timings(CPU, (8, 16), 0.0) if isinstance(row, bench.Row)]
+    timed = [
+        row for row in speed.all_timings(CPU, (8, 16), 0.0) if isinstance(row, bench.Measurement)
+    ]
     report.timings(timed[:3], full=True)
     assert "Median time of one call" in capsys.readouterr().out
     report.timings(timed[:3], full=False)

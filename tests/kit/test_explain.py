@@ -15,15 +15,16 @@ import torchkiln
 from torchkiln import _C
 from torchkiln.bench import plan
 from torchkiln.cli import main
+from torchkiln.cli.status import Status
 from torchkiln.testing import SPECS, OpSpec
-from torchkiln.trace import Kernel, Step, explain
+from torchkiln.trace import KernelLaunch, Step, explain
 
 CPU = torch.device("cpu")
 CUDA = Path(__file__).parents[2] / "cuda"
 
 
-def kinds(steps: tuple[Kernel | Step, ...]) -> list[str]:
-    return [step.name if isinstance(step, Kernel) else step.kind for step in steps]
+def kinds(steps: tuple[KernelLaunch | Step, ...]) -> list[str]:
+    return [step.name if isinstance(step, KernelLaunch) else step.kind for step in steps]
 
 
 def test_a_kernel_and_nothing_else() -> None:
@@ -54,7 +55,7 @@ def test_a_copy_comes_with_its_reason() -> None:
     assert isinstance(copy, Step)
     assert (copy.kind, copy.inside) == ("copy", "torchkiln::softmax")
     assert copy.bytes == 2 * x.numel() * 4
-    assert isinstance(kernel, Kernel)
+    assert isinstance(kernel, KernelLaunch)
     assert len(found.forward.notes) == 1
     assert "no single stride leads through" in found.forward.notes[0]
     plain = explain("softmax", x.contiguous(), 1)
@@ -294,7 +295,7 @@ def test_the_command_of_a_function_that_calls_ops(
     variant: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = ["explain", "conv_bn_act", "--device=cpu", "--shape=784x8", f"--variant={variant}"]
-    assert main([*given, "--forward"]) == 0
+    assert main([*given, "--direction=forward"]) == 0
     assert "because: folded convolution" in capsys.readouterr().out
     assert main(given) == 0
     assert "because: convolution, then bn_act: gradients are needed" in capsys.readouterr().out
@@ -309,7 +310,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "kernel norm" in capsys.readouterr().out
     assert json.loads(to.read_text())["schema"] == "torchkiln.explain/1"
     assert json.loads(to.read_text())["backward"]["steps"]
-    assert main([*given[:-2], "--forward", "--json=-"]) == 0
+    assert main([*given[:-2], "--direction=forward", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["backward"] is None
 
 
@@ -329,13 +330,14 @@ def test_a_refused_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(plan, "default_device", lambda: CPU)
-    assert main(["explain", "--device=cpu", "--shape=4x8", *given]) == 2
+    status = Status.CANNOT_RUN if "--device=cuda" in given else Status.WRONG_CALL
+    assert main(["explain", "--device=cpu", "--shape=4x8", *given]) == status
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["explain", "profile"])
 def test_a_shape_without_memory(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([name, "add", "--device=cpu", "--shape=99999999x9999999"]) == 1
+    assert main([name, "add", "--device=cpu", "--shape=99999999x9999999"]) == Status.CANNOT_RUN
     said = capsys.readouterr().err
     assert (
         f"torchkiln.{name}: --shape: got 99999999x9999999, expected a smaller one: out of" in said

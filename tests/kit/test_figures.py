@@ -17,8 +17,13 @@ import torch
 
 import torchkiln
 from torchkiln import bench
+from torchkiln.bench.case import cases
+from torchkiln.bench.clock import HostClock, cpu_clock
+from torchkiln.bench.measure import Settings, time_case, time_host
+from torchkiln.bench.result import Skipped
 from torchkiln.testing import matrix
 from torchkiln.testing.contract import CHECKS
+from torchkiln.testing.environment import environment
 from torchkiln.testing.specs import FAMILIES
 from torchkiln.testing.specs.bias_act import BIAS_ACT
 
@@ -41,15 +46,13 @@ def figures() -> Iterator[ModuleType]:
 
 @pytest.fixture(scope="module")
 def record() -> bench.Record:
-    settings = bench.Settings(bench.cpu_clock, ("eager",), 0.0)
-    case = next(bench.cases(BIAS_ACT, CPU, torch.float32, (8, 16)))
-    rows = [bench.time_case(case, direction, settings, 1) for direction in ("forward", "backward")]
-    host = bench.time_host(
-        BIAS_ACT, CPU, torch.float32, ("eager",), clock=bench.HostClock(CPU, calls=2)
-    )
+    settings = Settings(cpu_clock, ("eager",), 0.0)
+    case = next(cases(BIAS_ACT, CPU, torch.float32, (8, 16)))
+    rows = [time_case(case, direction, settings, 1) for direction in ("forward", "backward")]
+    host = time_host(BIAS_ACT, CPU, torch.float32, ("eager",), clock=HostClock(CPU, calls=2))
     found = (*(row for row in rows if row is not None), *host)
-    skipped = bench.Skipped("calls", "add", "float32", (9, 9), None, "out of memory: much")
-    return bench.Record(bench.environment(CPU), found, (skipped,))
+    skipped = Skipped("calls", "add", "float32", (9, 9), None, "out of memory: much")
+    return bench.Record(environment(CPU), found, (skipped,))
 
 
 @pytest.fixture
@@ -138,6 +141,7 @@ def test_every_public_function_and_module_is_on_the_page_of_ops() -> None:
         "aoti_options",
         "build_info",
         "explain",
+        "include_path",
         "nn",
         "cmake_prefix_path",
         "__version__",

@@ -58,13 +58,17 @@ def test_a_new_kernel_is_complete(project: Path) -> None:
 
 def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "made"
-    assert main(["new", NAME, "--for", "hub", "--into", str(folder)]) == 0
+    assert main(["new", NAME, "--for", "hub", "--out", str(folder)]) == 0
     assert "python build_local.py" in capsys.readouterr().out
     assert main(["check-hub", str(folder)]) == 0
     assert capsys.readouterr().out == "0 problems in sources and 0 builds\n"
     (folder / "CARD.md").unlink()
     assert main(["check-hub", str(folder)]) == 1
     assert "CARD.md: expected this file beside build.toml" in capsys.readouterr().out
+    assert main(["check-hub", str(folder), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["schema"] == "torchkiln.check-hub/1"
+    assert [problem["line"] for problem in found["problems"]] == [None]
     assert main(["check-hub", str(tmp_path)]) == 2
     assert "expected a folder with build.toml or build/VARIANT" in capsys.readouterr().err
     with pytest.raises(SystemExit):

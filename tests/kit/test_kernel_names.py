@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from torchkiln.trace import Kernel
+from torchkiln.trace import KernelLaunch
 from torchkiln.trace.events import read
 from torchkiln.trace.kernel_names import ACCESSES, ENUMERATORS, access_of, pretty
 
@@ -147,7 +147,7 @@ def test_names_of_kernels() -> None:
     assert pretty("kernel") == ("kernel", "")
 
 
-def recorded(name: str, figures: tuple[int, ...]) -> Kernel:
+def recorded(name: str, figures: tuple[int, ...]) -> KernelLaunch:
     """A kernel from a launch as the binding reports it.
 
     The figures: blocks, threads, cluster, dynamic and static shared bytes, registers, local bytes,
@@ -159,7 +159,7 @@ def recorded(name: str, figures: tuple[int, ...]) -> Kernel:
         ("leave", 7, "torchkiln::op", "", (), []),
     ]
     (kernel,) = read(events).steps
-    assert isinstance(kernel, Kernel)
+    assert isinstance(kernel, KernelLaunch)
     return kernel
 
 

@@ -147,10 +147,10 @@ def test_a_name_that_will_not_do(name: str, message: str) -> None:
 
 def test_a_folder_that_is_not_empty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
-    assert main([NAME, "--into", str(tmp_path)]) == 2
-    message = f"torchkiln.new: --into: got {tmp_path}, which is not empty, expected a new folder"
+    assert main([NAME, "--out", str(tmp_path)]) == 2
+    message = f"torchkiln.new: --out: got {tmp_path}, which is not empty, expected a new folder"
     assert message in capsys.readouterr().err
-    assert main([NAME, "--into", str(tmp_path / "file")]) == 2
+    assert main([NAME, "--out", str(tmp_path / "file")]) == 2
     assert "a file, expected a new folder" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
@@ -184,7 +184,7 @@ def test_a_run_that_does_not_end(
     into = tmp_path / "made"
     if is_there:
         into.mkdir()
-    words = [NAME, *options, "--into", str(into)]
+    words = [NAME, *options, "--out", str(into)]
     command = [sys.executable, "-W", "ignore", "-c", KILLED, how, *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if how == "killed":
@@ -196,7 +196,7 @@ def test_a_run_that_does_not_end(
         assert into.exists() == is_there
         assert not is_there or not any(into.iterdir())
     assert main(words) == 0
-    assert main([NAME, *options, "--into", str(tmp_path / "other")]) == 0
+    assert main([NAME, *options, "--out", str(tmp_path / "other")]) == 0
     assert texts(into) == texts(tmp_path / "other")
 
 
@@ -325,16 +325,16 @@ def test_the_price_of_an_elementwise_op(checkout: Path) -> None:
 def test_an_op_that_cannot_be_added(
     checkout: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([NAME, "--op", "--into", str(tmp_path)]) == 2
+    assert main([NAME, "--op", "--out", str(tmp_path)]) == 2
     assert "expected a checkout of torchkiln" in capsys.readouterr().err
-    assert main(["swiglu", "--op", "--into", str(checkout)]) == 2
+    assert main(["swiglu", "--op", "--out", str(checkout)]) == 2
     assert "which is a name of torch or torchkiln" in capsys.readouterr().err
-    assert main(["norm", "--op", "--into", str(checkout)]) == 2
+    assert main(["norm", "--op", "--out", str(checkout)]) == 2
     assert "which is a name of torch or torchkiln" in capsys.readouterr().err
     header = checkout / "cpp" / "include" / "torchkiln" / "torch" / "ops.h"
     header.write_text(header.read_text().replace("}  // namespace torchkiln", "}"))
     before = texts(checkout)
-    assert main([NAME, "--op", "--into", str(checkout)]) == 2
+    assert main([NAME, "--op", "--out", str(checkout)]) == 2
     assert (
         "torch/ops.h: got 0 lines '}  // namespace torchkiln', expected 1"
         in capsys.readouterr().err

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import stat
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from torchkiln.cli import main
+from torchkiln.cli import main, op_arguments
 from torchkiln.doctor import runtime
 from torchkiln.profile import ncu, ranges
 from torchkiln.profile.report import METRICS, Figures, number, read
+from torchkiln.testing import SPECS
 
 # Output of `ncu --import REPORT --csv --page=raw --print-units=base` of Nsight Compute 2025.3.1 for
 # F.layer_norm and torch.add on an H200, 8192 x 8192 in bfloat16, profiled with the command of
@@ -216,6 +218,11 @@ def test_the_command_on_a_cpu(tmp_path: Path, capfd: pytest.CaptureFixture[str])
     assert content["kernels"] == []
     assert content["missing"].startswith("ncu reads")
     assert content["clock"]["seconds"] > 0
+    words = ["profile", "relu", "--device=cpu", "--shape=64x64", "--direction=both", "--json"]
+    assert main(words) == 0
+    content = json.loads(capfd.readouterr().out)
+    assert content["direction"] == "step"
+    assert content["bytes"] == 5 * 64 * 64 * 4
 
 
 @pytest.mark.parametrize(
@@ -230,6 +237,16 @@ def test_a_refused_command(
 ) -> None:
     assert main(["profile", "--device=cpu", "--shape=8x8", *given]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_an_op_without_gradients(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = replace(next(spec for spec in SPECS if spec.name == "add"), differentiable=())
+    monkeypatch.setattr(op_arguments, "find", lambda *_: spec)
+    words = ["profile", "add", "--device=cpu", "--shape=8x8", "--direction=backward"]
+    assert main(words) == 2
+    assert "--direction: got backward, expected forward: add has no" in capsys.readouterr().err
 
 
 def test_ranges_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:

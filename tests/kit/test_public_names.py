@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ast
 import importlib
+import pickle
 import re
 import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 
 import pytest
 from test_pages import ALL
@@ -102,6 +103,16 @@ def test_every_public_name_exists(name: str) -> None:
     assert len(module.__all__) == len(set(module.__all__))
     for entry in module.__all__:
         assert getattr(module, entry, None) is not None, entry
+
+
+@pytest.mark.parametrize("name", sorted(torchkiln.__all__))
+def test_pickles_name_public_places(name: str) -> None:
+    """A model may hold a function, such as ``self.act = torchkiln.gelu``."""
+    thing = getattr(torchkiln, name)
+    if isinstance(thing, FunctionType | type):
+        text = pickle.dumps(thing, protocol=0)
+        assert text.startswith(b"ctorchkiln\n%s\n" % name.encode())
+        assert pickle.loads(text) is thing
 
 
 def test_submodules_are_attributes() -> None:

@@ -190,13 +190,46 @@ def test_losses_of_language_models(shifted: bool, items: int | None) -> None:
 
 def test_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(Path(__file__).parent), *sys.path])
-    assert main(["replace", "test_replace:factory", "--dry-run"]) == 0
+    assert main(["replace", "test_replace:factory"]) == 0
     assert capsys.readouterr().out.endswith("1 of 2 modules to replace (dry run)\n")
-    assert (
-        main(["replace", "test_replace:factory", "--exact", "--dtype", "bf16", "--json", "-"]) == 0
-    )
+    assert main(["replace", "test_replace:factory", "--exact", "--dtype", "bf16", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["rows"][0]["was"] == "Rms"
     assert main(["replace", "test_replace:missing"]) == 2
     error = capsys.readouterr().err
     assert "MODULE:FACTORY: got 'test_replace:missing'" in error
     assert "expected a module and a function" in error
+
+
+def test_the_command_makes_a_model_with_or_without_memory(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its report is one: nothing is replaced in a model that is not kept."""
+    code = (
+        "import torch\n"
+        "def model():\n"
+        "    net = torch.nn.Sequential(torch.nn.LayerNorm(8))\n"
+        "    print(net[0].weight.device.type)\n"
+        "    return net\n"
+        "def values():\n"
+        "    torch.ones(1).item()\n"
+        "    return model()\n"
+    )
+    (tmp_path / "made_here.py").write_text(code)
+    (tmp_path / "raises.py").write_text("raise RuntimeError('one line\\nand another')\n")
+    monkeypatch.chdir(tmp_path)
+    for flag, device in (([], "meta"), (["--meta"], "meta"), (["--real"], "cpu")):
+        assert main(["replace", "made_here:model", *flag]) == 0
+        out = capsys.readouterr().out
+        assert out.startswith(f"{device}\n")
+        assert out.endswith("1 of 1 modules to replace (dry run)\n")
+    assert main(["replace", "made_here:values", "--real"]) == 0
+    capsys.readouterr()
+    for factory, words in (
+        ("made_here:values", "--real makes it outside of the meta device"),
+        ("torch.nn:TransformerEncoderLayer", "got TypeError: "),
+        ("raises:model", "RuntimeError: one line"),
+    ):
+        assert main(["replace", factory]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert words in error

@@ -27,10 +27,19 @@ import torchkiln
 from torchkiln import bench
 from torchkiln.bench.clock import Times
 from torchkiln.bench.comparison import Comparison
-from torchkiln.cli import CLOSED_PIPE, COMMANDS, INTERRUPTED, main
+from torchkiln.bench.fuzz import Run, Timed
+from torchkiln.bench.result import Skipped
+from torchkiln.cli import COMMANDS, main
+from torchkiln.cli.status import Status
+from torchkiln.demo.accuracy import Errors
+from torchkiln.demo.results import Results
+from torchkiln.demo.train import train_both
 from torchkiln.doctor.environment import Environment
 from torchkiln.doctor.report import examine
+from torchkiln.hub_check import Problem
+from torchkiln.hub_check.__main__ import Result
 from torchkiln.testing import Outcome
+from torchkiln.testing.environment import environment
 from torchkiln.testing.result import write
 
 DATA = Path(__file__).parents[1] / "data"
@@ -140,8 +149,8 @@ def command_line() -> Iterator[str]:
             many = f" ({action.nargs})" if action.nargs else ""
             yield f"  {words}{value if action.option_strings else ''}{many}{choices}"
     yield "exit status"
-    yield f"  Ctrl-C: {INTERRUPTED}"
-    yield f"  closed pipe: {CLOSED_PIPE}"
+    for status in Status:
+        yield f"  {status.name}: {status.value}"
     for given in ([], ["--help"], ["nonsense"]):
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             yield f"  torchkiln {' '.join(given)}: {main(given)}"
@@ -161,8 +170,8 @@ def reports() -> Iterator[str]:
     found = [torchkiln.replace(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))).as_dict()]
     found.append(torchkiln.explain("relu", torch.ones(8)).as_dict())
     times = Times(1.0, 0.9, 1.1, 3)
-    here = bench.environment(CPU)
-    row = bench.Row(
+    here = environment(CPU)
+    row = bench.Measurement(
         *("calls", "relu", "a variant", "float32", (1, 1), "forward", 1, 8, 1),
         {"torchkiln": times, "eager": times},
         references={"copy": times},
@@ -170,7 +179,7 @@ def reports() -> Iterator[str]:
         remarks={"quack": "a remark"},
         peaks={"torchkiln": 8},
     )
-    skipped = bench.Skipped("calls", "relu", "float32", None, None, "a reason")
+    skipped = Skipped("calls", "relu", "float32", None, None, "a reason")
     found.append(bench.Record(here, (row,), (skipped,)).as_dict())
     found.append(Comparison(here, ("a", "b"), (times, times), 8, 1.0).as_dict())
     with tempfile.TemporaryDirectory() as folder:
@@ -181,6 +190,13 @@ def reports() -> Iterator[str]:
         with contextlib.redirect_stdout(io.StringIO()):
             assert main(words) == 0
         found.append(json.loads(path.read_text()))
+    found.append(
+        Run(here, [Timed("1:0", "relu", "", "", "", 1, 1.0, 1.0, None, None, "")]).as_dict()
+    )
+    found.append(Result(True, ("variant",), (Problem(Path("file"), "words"),)).as_dict())
+    error = Errors("relu", torch.float32, "forward", 1.0, 1.0, 1, None)
+    *_, trained = train_both(CPU, 2)
+    found.append(Results(here, (error,), (row,), (skipped,), trained, None).as_dict())
     for report in found:
         yield report["schema"]
         yield json.dumps(outline(report, 4), indent=1)

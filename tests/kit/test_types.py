@@ -15,7 +15,10 @@ from torchkiln.testing.specs.activation import FORMULAS
 
 
 def test_the_stub_is_that_of_the_extension(tmp_path: Path) -> None:
-    """``__getattr__`` of the stub stands for the ops."""
+    """``__getattr__`` of the stub stands for the ops.
+
+    A test, because nox -s lint, which checks the types of all else, has no built extension.
+    """
     pytest.importorskip("mypy")
     allowed = tmp_path / "allowed"
     allowed.write_text("torchkiln._C.Watch\n")  # the metaclass of pybind11

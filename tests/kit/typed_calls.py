@@ -5,6 +5,8 @@ Each comment that ignores an error is itself an error if there is none.
 
 from __future__ import annotations
 
+from typing import assert_type
+
 import torch
 from torch import Tensor, nn
 
@@ -33,6 +35,11 @@ def accepted(x: Tensor, weight: Tensor, bias: Tensor, target: Tensor, model: nn.
     layer = torchkiln.nn.Linear(8, 8, True, "cpu", torch.float32, act="gelu")
     loss = layer(input=loss)
     torchkiln.nn.TransformerEncoderLayer(64, 8, batch_first=True)
+    assert_type(torchkiln.jit.elementwise("double(x) = x + x")(x), Tensor)
+    assert_type(torchkiln.build_info()["cuda_architectures"], list[str])
+    assert_type(torchkiln.bench.compare(torch.relu, torchkiln.relu, x), torchkiln.bench.Comparison)
+    for row in torchkiln.bench.run("add", direction="forward").rows:
+        assert_type(row, torchkiln.bench.Measurement)
     report = torchkiln.replace(model, only=KINDS, skip=["head"])
     ratio: float | None = report["norm"].error_ratio
     names: list[str] = list(report)
@@ -50,6 +57,7 @@ def refused(x: Tensor, weight: Tensor, target: Tensor, model: nn.Module) -> None
     torchkiln.cross_entropy(x, target, reduction="average")  # type: ignore[call-overload]
     torchkiln.nn.BatchNormAct2d(8, act="gellu")  # type: ignore[arg-type]
     torchkiln.nn.TransformerEncoderLayer(64, 8, banana=1)  # type: ignore[call-arg]
+    torchkiln.bench.run("add", direction="step")  # type: ignore[arg-type]
     torchkiln.replace(model, only=["nrm"])  # type: ignore[list-item]
     with torchkiln.replaced(model, dryrun=True):  # type: ignore[call-arg]
         pass

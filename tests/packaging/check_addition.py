@@ -151,7 +151,7 @@ def build(folder: Path) -> None:
     sources, site = folder / "sources", folder / "site"
     copy_sources(sources)
     for name, template in ADDED.items():
-        words = ("new", name, "--op", f"--template={template}", f"--into={sources}")
+        words = ("new", name, "--op", f"--template={template}", f"--out={sources}")
         command = (sys.executable, "-m", "torchkiln_command", *words)
         run(folder, *command, PYTHONPATH=str(sources / "src"))
     cpu = folder / "cpu"

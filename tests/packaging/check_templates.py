@@ -26,7 +26,7 @@ def main() -> None:
     for template in TEMPLATES:
         package = folder / template
         shutil.rmtree(package, ignore_errors=True)
-        words = (f"new_{template}", f"--template={template}", f"--into={package}")
+        words = (f"new_{template}", f"--template={template}", f"--out={package}")
         run(folder, "torchkiln", "new", *words)
         run(
             package, "python", "-m", "build", "--wheel", "--no-isolation", "--skip-dependency-check"

@@ -8,27 +8,30 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
 from torchkiln.bench import fuzz, report
-from torchkiln.bench.case import BACKWARD, FORWARD, named
-from torchkiln.bench.clock import LoadMeter, device_clock
+from torchkiln.bench.case import named
+from torchkiln.bench.clock import device_clock
 from torchkiln.bench.measure import CudaGauge, Settings
 from torchkiln.bench.plan import Plan, device_of
 from torchkiln.bench.regression import changes
-from torchkiln.bench.result import CALLS, SMALL, Record, Row, Skipped
+from torchkiln.bench.result import CALLS, SMALL, Measurement, Record
+from torchkiln.bench.runs import DIRECTIONS, Progress, measure
 from torchkiln.cli import bench_parser
-from torchkiln.cli.options import write_whole
+from torchkiln.cli.options import STDOUT, json_lines, output_json, text_output, write_file
+from torchkiln.cli.status import Status, refused
 from torchkiln.testing import SPECS
-from torchkiln.testing.environment import Environment, environment
+from torchkiln.testing.environment import environment
 from torchkiln.testing.registry import specs_of
+
+WHERE = "torchkiln.bench"
 
 
 def plan(options: argparse.Namespace) -> Plan:
     """The choices of the command line."""
-    device = device_of("torchkiln.bench", options.device)
+    device = device_of(WHERE, options.device)
     kinds = tuple(options.kinds or [CALLS])
     if SMALL in kinds and device.type == "cpu":
         raise ValueError(
@@ -41,7 +44,7 @@ def plan(options: argparse.Namespace) -> Plan:
             "allocated bytes of GPUs only; leave --memory out"
         )
     gauge = CudaGauge(device) if options.memory else None
-    specs = specs_of("torchkiln.bench", "--specs", options.specs) if options.specs else SPECS
+    specs = specs_of(WHERE, "--specs", options.specs) if options.specs else SPECS
     on_cpu = options.threads or (torch.get_num_threads(),)
     return Plan(
         specs=tuple(named(options.ops, specs)),
@@ -50,21 +53,11 @@ def plan(options: argparse.Namespace) -> Plan:
         shapes=tuple(options.shape or ()),
         dtypes=tuple(getattr(torch, name) for name in options.dtype),
         kinds=kinds,
-        directions=tuple(options.directions or [FORWARD, BACKWARD]),
+        directions=DIRECTIONS[options.direction],
         threads=on_cpu if device.type == "cpu" else (None,),
         within=options.within,
-        is_report=options.report is not None,
+        is_report=options.report,
     )
-
-
-class Progress(Protocol):
-    """Display of a run."""
-
-    def begin(self, words: str) -> None:
-        """Start the next piece."""
-
-    def done(self, row: Row) -> None:
-        """Show a row."""
 
 
 class Lines:
@@ -79,12 +72,12 @@ class Lines:
         del words
         self.begun += 1
 
-    def done(self, row: Row) -> None:
+    def done(self, row: Measurement) -> None:
         """Print the row."""
         print(f"[{self.begun}/{self.total}] {sentence(row)}", file=sys.stderr, flush=True)
 
 
-def sentence(row: Row) -> str:
+def sentence(row: Measurement) -> str:
     """A row as text."""
     share = "" if row.share is None else f", {row.share:.1%} of the ceiling"
     others = "" if row.speedup is None else f", {row.speedup:.2f} x as fast as {row.best_peer}"
@@ -115,44 +108,27 @@ def progress(total: int) -> Iterator[Progress]:
                 bar.update(task, description=words, completed=self.begun)
                 self.begun += 1
 
-            def done(self, row: Row) -> None:
+            def done(self, row: Measurement) -> None:
                 bar.print(sentence(row), markup=False, highlight=False)
 
         yield Moving()
 
 
-def measure(chosen: Plan, here: Environment) -> tuple[Record, bool]:
-    """Measure all rows; the flag is false after Ctrl-C."""
-    rows: list[Row] = []
-    skipped: list[Skipped] = []
-    meter = LoadMeter(chosen.device)
-    pieces = chosen.pieces()
-    whole = True
-    with progress(len(pieces)) as display:
-        try:
-            for words, found in pieces:
-                display.begin(words)
-                for entry in found:
-                    if isinstance(entry, Skipped):
-                        skipped.append(entry)
-                    else:
-                        rows.append(entry)
-                        display.done(entry)
-        except KeyboardInterrupt:
-            whole = False
-    return Record(here, tuple(rows), tuple(skipped), meter.read()), whole
-
-
 def write(options: argparse.Namespace, record: Record) -> None:
-    """Write all output files."""
+    """Write all output files, and JSON to standard output if that is chosen."""
     if options.json:
-        record.write(options.json)
-    if options.markdown:
-        write_whole(options.markdown, report.markdown(record))
-    if options.plot:
-        from torchkiln.bench import charts  # noqa: PLC0415
+        output_json(WHERE, options.json, json_lines(record.as_dict()))
+    if not options.out:
+        return
+    for name, text in (("json", json_lines(record.as_dict())), ("md", report.markdown(record))):
+        write_file(WHERE, "--out", options.out / f"bench.{name}", text)
+    if find_spec("matplotlib") is None:
+        print("no pictures: there is no module matplotlib; to draw them, type", file=sys.stderr)
+        print("  python -m pip install 'torchkiln[cli]'", file=sys.stderr)
+        return
+    from torchkiln.bench import charts  # noqa: PLC0415
 
-        charts.write(options.plot, record)
+    charts.write(options.out / "bench.png", record)
 
 
 def read(argument: str, path: Path) -> Record:
@@ -172,37 +148,36 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 def run_fuzz(options: argparse.Namespace) -> int:
-    """Time random calls; 1 if some are slower than eager torch, 130 after Ctrl-C.
-
-    ``--json`` names a file to which each call is added; a later run continues it.
-    """
+    """Time random calls; in the folder of ``--out`` is a file that a later run continues."""
+    file = options.out and options.out / "fuzz.jsonl"
     try:
         bench_parser.require_outputs(options)
-        device = device_of("torchkiln.bench", options.device)
-        specs = specs_of("torchkiln.bench", "--specs", options.specs) if options.specs else SPECS
+        device = device_of(WHERE, options.device)
+        specs = specs_of(WHERE, "--specs", options.specs) if options.specs else SPECS
         known = named(options.ops, specs)
-        if options.json:
-            fuzz.opened(options.json, device)
+        if file:
+            fuzz.opened(file, device)
     except (ValueError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    print(environment(device))
-    found = fuzz.fuzz(
-        known,
-        device,
-        count=options.fuzz,
-        seed=options.seed,
-        seconds=options.within,
-        file=options.json,
-    )
-    print(*found.summary(), sep="\n")
+        return refused(error)
+    with text_output(options.json):
+        print(environment(device))
+        found = fuzz.fuzz(
+            known,
+            device,
+            count=options.fuzz,
+            seed=options.seed,
+            seconds=options.within,
+            file=file,
+        )
+        print(*found.summary(), sep="\n")
+    output_json(WHERE, options.json, json_lines(found.as_dict()))
     if not found.is_whole:
-        return 130
-    return 1 if found.slower or not found.timed else 0
+        return Status.INTERRUPTED
+    return Status.FOUND if found.slower or not found.timed else Status.DONE
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, print, write; 1 for a regression or for no rows at all, 130 after Ctrl-C."""
+    """Measure, print, write; a regression, or no rows at all, is something found."""
     if options.fuzz:
         return run_fuzz(options)
     try:
@@ -211,28 +186,33 @@ def run(options: argparse.Namespace) -> int:
         record = read("--read", options.read) if options.read else None
         chosen = None if record else plan(options)
     except (ValueError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
+        return refused(error)
     whole = True
     if chosen is not None:
-        here = environment(chosen.device)
-        print(here)
-        record, whole = measure(chosen, here)
+        if options.json != STDOUT:
+            print(environment(chosen.device))
+        with progress(len(chosen.pieces())) as display:
+            record, whole = measure(chosen, display)
     assert record is not None
     changed = changes(old, record, options.threshold) if old else None
-    write(options, record)  # before the tables: a closed pipe ends the process there
-    report.show(report.tables(record.rows))
-    for line in [*report.skips(record.skipped), *record.warnings()]:
-        print(line)
-    if options.report and not options.plot:
-        print("no pictures: there is no module matplotlib; --read draws them where there is one")
-    if changed is not None:
-        report.show([changed.table()])
+    unwritten = None
+    try:
+        write(options, record)  # before the tables: a closed pipe ends the process there
+    except ValueError as error:
+        unwritten = refused(error)
+    with text_output(options.json):
+        report.show(report.tables(record.rows))
+        for line in [*report.skips(record.skipped), *record.warnings()]:
+            print(line)
+        if changed is not None:
+            report.show([changed.table()])
+    if unwritten is not None:
+        return unwritten
     if not whole:
         print(f"stopped: {len(record.rows)} rows were measured, and written", file=sys.stderr)
-        return 130
+        return Status.INTERRUPTED
     slower = changed is not None and bool(changed.regressions)
-    return 1 if slower or not record.rows else 0
+    return Status.FOUND if slower or not record.rows else Status.DONE
 
 
 if __name__ == "__main__":

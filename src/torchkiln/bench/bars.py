@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchkiln.bench.case import FORWARD
 from torchkiln.bench.peers import COMPILE, CUDNN, EAGER, LIGER, QUACK
-from torchkiln.bench.result import OURS, Row
+from torchkiln.bench.result import OURS, Measurement
 from torchkiln.bench.roofline import PRODUCT
 
 if TYPE_CHECKING:
@@ -68,10 +68,10 @@ class Style:
         return mean if self.smallest_first else -mean
 
 
-def draw_share(rows: Sequence[Row], where: str) -> Figure:
+def draw_share(rows: Sequence[Measurement], where: str) -> Figure:
     """A bar for each call: the ceiling divided by our time; dots for the peers."""
 
-    def shares(row: Row) -> Values:
+    def shares(row: Measurement) -> Values:
         ceiling = row.ceiling or 0.0
         return {n: 100 * ceiling / t.seconds for n, t in row.times.items() if n not in row.remarks}
 
@@ -83,22 +83,22 @@ def draw_share(rows: Sequence[Row], where: str) -> Figure:
 RATIOS = Style(" x", 2, 1.0, 1.0)
 
 
-def ratios(row: Row) -> Values:
+def ratios(row: Measurement) -> Values:
     """The time of each peer that computes the same result, divided by torchkiln's."""
     times = {n: t for n, t in row.times.items() if n != OURS and n not in row.remarks}
     return {name: found.seconds / row.ours.seconds for name, found in times.items()}
 
 
-def draw_speedups(rows: Sequence[Row], where: str) -> Figure:
+def draw_speedups(rows: Sequence[Measurement], where: str) -> Figure:
     """A bar for each call and peer: the peer's time divided by ours."""
     title = "How many times as fast as each peer (larger is better)"
     return draw_bars(rows, ratios, (title, where), RATIOS)
 
 
-def draw_host(rows: Sequence[Row], where: str) -> Figure:
+def draw_host(rows: Sequence[Measurement], where: str) -> Figure:
     """A bar for each call, ours and the peers': microseconds on the host."""
 
-    def micros(row: Row) -> Values:
+    def micros(row: Measurement) -> Values:
         return {name: times.seconds * 1e6 for name, times in row.times.items()}
 
     title = "Microseconds that a call on 4 x 64 elements occupies the host (smaller is better)"
@@ -106,7 +106,10 @@ def draw_host(rows: Sequence[Row], where: str) -> Figure:
 
 
 def draw_bars(
-    rows: Sequence[Row], values: Callable[[Row], Values], titles: tuple[str, str], style: Style
+    rows: Sequence[Measurement],
+    values: Callable[[Measurement], Values],
+    titles: tuple[str, str],
+    style: Style,
 ) -> Figure:
     """Sorted groups of bars: one row of panels per dtype, one column per direction."""
     lines = [Bars(group, values, style) for group in by_dtype(rows).values()]
@@ -132,7 +135,9 @@ def draw_bars(
 class Bars:
     """Sorted groups of bars, one group per call, one panel per direction."""
 
-    def __init__(self, rows: Sequence[Row], values: Callable[[Row], Values], style: Style) -> None:
+    def __init__(
+        self, rows: Sequence[Measurement], values: Callable[[Measurement], Values], style: Style
+    ) -> None:
         self.rows = rows
         self.style = style
         found: dict[str, dict[str, Values]] = {}
@@ -230,27 +235,27 @@ def finish(figure: Figure, axes: Axes, titles: tuple[str, str], columns: int = 2
     )
 
 
-def usual_shape(rows: Iterable[Row]) -> str:
+def usual_shape(rows: Iterable[Measurement]) -> str:
     """The shape that most rows have."""
     return mode(map(shape_of, rows))
 
 
-def label(row: Row, group: Sequence[Row]) -> str:
-    """Op and variant, and shape and threads where these differ between rows."""
+def label(row: Measurement, group: Sequence[Measurement]) -> str:
+    """Op and variant, and shape and threads where they are not the same for all."""
     shape = "" if shape_of(row) == usual_shape(group) else shape_of(row)
     several = len({r.threads for r in group}) > 1
     threads = f"threads={row.threads}" if several else ""
     return " ".join(word for word in (row.op, row.variant, shape, threads) if word)
 
 
-def shape_of(row: Row) -> str:
+def shape_of(row: Measurement) -> str:
     """Rows and columns."""
     return f"{row.shape[0]} x {row.shape[1]}"
 
 
-def by_dtype(rows: Iterable[Row]) -> dict[str, list[Row]]:
+def by_dtype(rows: Iterable[Measurement]) -> dict[str, list[Measurement]]:
     """Rows of each dtype."""
-    found: dict[str, list[Row]] = {}
+    found: dict[str, list[Measurement]] = {}
     for row in rows:
         found.setdefault(row.dtype, []).append(row)
     return found

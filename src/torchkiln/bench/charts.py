@@ -16,7 +16,7 @@ from torchkiln.bench.bars import (
     new_figure,
 )
 from torchkiln.bench.case import FORWARD
-from torchkiln.bench.result import CALLS, HOST, ROWS, SMALL, SWEEP, Row
+from torchkiln.bench.result import CALLS, HOST, ROWS, SMALL, SWEEP, Measurement
 from torchkiln.bench.roofline import PRODUCT
 from torchkiln.bench.sweeps import draw_rows, draw_sweep
 
@@ -35,7 +35,7 @@ def charts(record: Record) -> Iterator[tuple[str, Figure]]:
         for kind in (CALLS, SWEEP, ROWS, SMALL, HOST)
     }
     computed = [row for row in of_kind[CALLS] if PRODUCT in row.references]
-    found: dict[str, tuple[Callable[[Sequence[Row], str], Figure], list[Row]]] = {
+    found: dict[str, tuple[Callable[[Sequence[Measurement], str], Figure], list[Measurement]]] = {
         "share": (draw_share, [row for row in of_kind[CALLS] if row.share]),
         "speedups": (draw_speedups, [row for row in of_kind[CALLS] if row.best_peer]),
         # Only for matrix products. Memory limits all other ops, which `share` shows.
@@ -63,7 +63,7 @@ def write(path: Path, record: Record) -> list[Path]:
     return paths
 
 
-def draw_roofline(rows: Sequence[Row], where: str) -> Figure:
+def draw_roofline(rows: Sequence[Measurement], where: str) -> Figure:
     """Operations per second over operations per byte, below the limits of the device."""
     groups = by_dtype([row for row in rows if row.operations and row.ceiling])
     figure = new_figure(4.2)
@@ -110,6 +110,6 @@ def draw_roofline(rows: Sequence[Row], where: str) -> Figure:
     return figure
 
 
-def memory_seconds(row: Row) -> float:
-    """Seconds of the faster of copy and read of as many bytes."""
+def memory_seconds(row: Measurement) -> float:
+    """Seconds of the copy or read of as many bytes."""
     return min(t.seconds for name, t in row.references.items() if name != PRODUCT)

@@ -86,7 +86,7 @@ class Comparison(Report):
         return Group(table.title, rich_table(table), *table.notes)
 
 
-def bench(
+def compare(
     function: Callable[..., Any], baseline: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Comparison:
     """Time ``function(*args, **kwargs)`` and ``baseline(*args, **kwargs)`` in turns, for a second.
@@ -97,7 +97,8 @@ def bench(
     given = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
     if not given:
         raise ValueError(
-            "torchkiln.bench: args: got no tensor, expected at least one, on the device to be timed"
+            "torchkiln.bench.compare: args: got no tensor, expected at least one, on the device to "
+            "be timed"
         )
     device = next((t.device for t in given if t.device.type != "cpu"), torch.device("cpu"))
     with torch.no_grad():

@@ -12,9 +12,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 
+from torchkiln._report import Report
 from torchkiln.bench.case import call_of
 from torchkiln.bench.clock import Call, Clock, HostClock, Times, device_clock, in_turns
 from torchkiln.bench.draws import Draw, drawn, key, text
@@ -22,7 +24,7 @@ from torchkiln.bench.report import duration
 from torchkiln.bench.result import reason_of
 from torchkiln.testing import OpSpec
 from torchkiln.testing.compare import outputs
-from torchkiln.testing.environment import environment
+from torchkiln.testing.environment import Environment, environment
 
 LEAST = 0.95
 SLACK = 1e-6
@@ -121,9 +123,12 @@ def timed(draw: Draw) -> Timed:
 
 
 @dataclass
-class Run:
+class Run(Report):
     """The calls of a run."""
 
+    schema: ClassVar[str] = "torchkiln.fuzz/1"
+
+    environment: Environment
     timed: list[Timed] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     """The reasons of calls that were not made, by their keys."""
@@ -134,6 +139,16 @@ class Run:
     def slower(self) -> list[Timed]:
         """The slower calls, worst first."""
         return sorted((one for one in self.timed if one.is_slower), key=lambda one: one.speedup)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All calls, in types of JSON."""
+        return {
+            "schema": self.schema,
+            "environment": asdict(self.environment),
+            "is_whole": self.is_whole,
+            "rows": [asdict(one) | {"is_slower": one.is_slower} for one in self.timed],
+            "refused": [{"key": key, "reason": why} for key, why in self.refused.items()],
+        }
 
     def summary(self) -> list[str]:
         """The slower calls, the calls that were not made, and the counts."""
@@ -157,7 +172,7 @@ def fuzz(
 ) -> Run:
     """Time random calls; calls that are in ``file`` are read, other calls are added to it."""
     done = opened(file, device) if file is not None else {}
-    run = Run()
+    run = Run(environment(device))
     start = time.perf_counter()
     try:
         for number in range(count):
@@ -206,7 +221,7 @@ def opened(file: Path, device: torch.device) -> dict[str, Timed]:
     if found != here:
         other = [f"{name} {found.get(name)}" for name in here if found.get(name) != here[name]]
         raise ValueError(
-            f"torchkiln.bench: --json: got the calls of {', '.join(other)} in {file}, expected a "
-            "file of this machine and version; name another file"
+            f"torchkiln.bench: --out: got the calls of {', '.join(other)} in {file}, expected a "
+            "file of this machine and version; name another folder"
         )
     return {one.key: one for one in (Timed(**json.loads(line)) for line in lines)}

@@ -20,7 +20,7 @@ from torchkiln.bench.case import (
     cases,
 )
 from torchkiln.bench.clock import Call, Clock, HostClock, Times, in_turns
-from torchkiln.bench.result import CALLS, HOST, OURS, SMALL, Row
+from torchkiln.bench.result import CALLS, HOST, OURS, SMALL, Measurement
 from torchkiln.bench.roofline import Work, ceilings, written
 from torchkiln.testing import OpSpec
 from torchkiln.testing.compare import outputs
@@ -108,7 +108,7 @@ def time_case(
     count: int | None = None,
     *,
     kind: str = CALLS,
-) -> Row | None:
+) -> Measurement | None:
     """The row of one large call with ``count`` CPU threads; none for a call that moves no bytes."""
     size = case.moved(direction)
     # Such a call does nothing to time: backward may return the incoming gradient, for example.
@@ -122,7 +122,7 @@ def time_case(
         references = ceilings(work, prepared.result_bytes, device)
         calls = {name: batch[0] for name, batch in prepared.calls.items()}
         measured = in_turns(settings.clock, calls | references, settings.budget)
-    return Row.of(
+    return Measurement.of(
         kind,
         case,
         direction,
@@ -143,8 +143,8 @@ def time_host(
     *,
     clock: HostClock | None = None,
     left_out: Mapping[str, str] | None = None,
-) -> Iterator[Row]:
-    """Rows with the host time of a call on 4 x 64 elements: forward, and recorded."""
+) -> Iterator[Measurement]:
+    """Rows of the time that a call on 4 x 64 elements occupies the host: forward, and recorded."""
     case = next(cases(spec, device, dtype, HOST_SHAPE))
     for direction in (FORWARD, RECORDED) if spec.differentiable else (FORWARD,):
         with peers.backward_may_repeat():
@@ -153,7 +153,7 @@ def time_host(
             beside = host_references(device, dtype, direction)
             chosen = clock or HostClock(device)
             measured = in_turns(chosen, calls | beside, float("inf"), rounds=HOST_ROUNDS)
-        yield Row.of(
+        yield Measurement.of(
             HOST,
             case,
             direction,
@@ -180,7 +180,7 @@ def time_small(
     *,
     shape: tuple[int, int],
     direction: str,
-) -> Row | None:
+) -> Measurement | None:
     """The row of a small call on a GPU, timed in a CUDA graph of many calls.
 
     The time of a single call of a few microseconds would include the gaps around it; in a graph the
@@ -219,7 +219,7 @@ def time_small(
                 raise
             missing[name] = f"{type(error).__name__} in a CUDA graph"
     measured = in_turns(settings.clock, graphs, settings.budget)
-    return Row.of(
+    return Measurement.of(
         SMALL,
         batch[0],
         direction,

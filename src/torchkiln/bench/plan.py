@@ -23,7 +23,8 @@ from torchkiln.bench.measure import (
     time_small,
 )
 from torchkiln.bench.peers import EAGER, knows
-from torchkiln.bench.result import CALLS, HOST, ROWS, SMALL, SWEEP, Row, Skipped, reason_of
+from torchkiln.bench.result import CALLS, HOST, ROWS, SMALL, SWEEP, Measurement, Skipped, reason_of
+from torchkiln.cli.status import CannotRun
 from torchkiln.testing import OpSpec
 
 Shape = tuple[int, int]
@@ -46,14 +47,27 @@ def default_device() -> torch.device:
 
 
 def device_of(where: str, name: str | None) -> torch.device:
-    """The device that ``--device`` names; by default a GPU if one is usable."""
+    """The device that ``--device`` names, by default a GPU if one is usable.
+
+    A named GPU becomes torch's current one, whose streams and events the clocks take.
+    """
     usable = default_device()
-    if name == "cuda" and usable.type == "cpu":
-        raise ValueError(
-            f"{where}: --device: got cuda, expected a GPU and a build with kernels for it; "
+    if name is None or name == "cpu":
+        return torch.device(name) if name else usable
+    if usable.type == "cpu":
+        raise CannotRun(
+            f"{where}: --device: got {name}, expected a GPU and a build with kernels for it; "
             "torchkiln.build_info() and torch.cuda.is_available() say which is missing"
         )
-    return torch.device("cpu") if name == "cpu" else usable
+    device = torch.device("cuda", torch.device(name).index or 0)
+    count = torch.cuda.device_count()
+    if device.index >= count:
+        raise CannotRun(
+            f"{where}: --device: got {name}, expected one of {count} GPUs, cuda:0 to "
+            f"cuda:{count - 1}"
+        )
+    torch.cuda.set_device(device)
+    return device
 
 
 def default_shape(device: torch.device) -> Shape:
@@ -99,7 +113,7 @@ class Plan:
     """Whether to measure less: only the last dtype for kinds other than large calls, and sweeps
     only for ops with ``bench_shapes``."""
 
-    def pieces(self) -> list[tuple[str, Iterator[Row | Skipped]]]:
+    def pieces(self) -> list[tuple[str, Iterator[Measurement | Skipped]]]:
         """Pairs of a title and its rows, which are measured when they are iterated over."""
         budget = Budget(self.within, sum(self._count(kind, spec) for kind, spec, _ in self._each()))
         return [
@@ -139,7 +153,7 @@ class Plan:
 
     def _rows(
         self, budget: Budget, kind: str, spec: OpSpec, dtype: torch.dtype
-    ) -> Iterator[Row | Skipped]:
+    ) -> Iterator[Measurement | Skipped]:
         shapes = self._shapes(kind, spec)
         budget.begin(self._count(kind, spec))
         others = tuple(name for name in self.settings.peers if knows(name, spec.name))
@@ -167,7 +181,7 @@ class Plan:
 
     def _work(
         self, kind: str, spec: OpSpec, dtype: torch.dtype, shape: Shape
-    ) -> Iterator[tuple[str | None, Callable[[Settings], Iterator[Row]]]]:
+    ) -> Iterator[tuple[str | None, Callable[[Settings], Iterator[Measurement]]]]:
         """Directions and functions that measure them, one case at a time in memory."""
         if kind == HOST:
             yield None, lambda s: time_host(spec, self.device, dtype, s.peers, left_out=s.left_out)
@@ -190,7 +204,9 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def some(function: Callable[..., Row | None], *given: Any, **named: Any) -> Iterator[Row]:
+def some(
+    function: Callable[..., Measurement | None], *given: Any, **named: Any
+) -> Iterator[Measurement]:
     """The row that ``function`` returns, if any."""
     row = function(*given, **named)
     if row is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchkiln.bench.report import Table, duration
-from torchkiln.bench.result import Record, Row
+from torchkiln.bench.result import Measurement, Record
 
 Key = tuple[object, ...]
 
@@ -13,7 +13,7 @@ THRESHOLD = 0.05
 """Smallest relative change that counts."""
 
 
-def key(row: Row) -> Key:
+def key(row: Measurement) -> Key:
     """The fields that rows of two runs must share to be compared."""
     return row.kind, row.op, row.variant, row.dtype, row.shape, row.direction, row.threads
 
@@ -22,8 +22,8 @@ def key(row: Row) -> Key:
 class Change:
     """The rows of one call in both runs."""
 
-    old: Row
-    new: Row
+    old: Measurement
+    new: Measurement
 
     @property
     def ratio(self) -> float:
@@ -57,7 +57,7 @@ class Changes:
     """Two runs, row by row."""
 
     rows: tuple[Change, ...]
-    gone: tuple[Row, ...]
+    gone: tuple[Measurement, ...]
     """Rows of the old run that the new run does not have."""
     threshold: float
     remark: str

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from torchkiln.bench.result import HOST, OURS, Record, Row, Skipped
+from torchkiln.bench.result import HOST, OURS, Measurement, Record, Skipped
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -52,9 +52,9 @@ def size(count: int) -> str:
     return f"{count} B"
 
 
-def tables(rows: Iterable[Row]) -> list[Table]:
+def tables(rows: Iterable[Measurement]) -> list[Table]:
     """A table for each kind of row."""
-    by_kind: dict[str, list[Row]] = {}
+    by_kind: dict[str, list[Measurement]] = {}
     for row in rows:
         by_kind.setdefault(row.kind, []).append(row)
     found = []
@@ -71,8 +71,8 @@ def tables(rows: Iterable[Row]) -> list[Table]:
     return found
 
 
-def columns(rows: Sequence[Row]) -> dict[str, list[str]]:
-    """The words of each column by heading, without empty columns."""
+def columns(rows: Sequence[Measurement]) -> dict[str, list[str]]:
+    """The words of each column under its heading; empty columns are left out."""
 
     def cell(times: Times | None) -> str:
         return "" if times is None else duration(times.seconds)
@@ -107,8 +107,8 @@ def columns(rows: Sequence[Row]) -> dict[str, list[str]]:
     return {heading: words for heading, words in found.items() if any(words)}
 
 
-def notes(rows: Iterable[Row]) -> tuple[str, ...]:
-    """Peers that are missing or compute something else; each reason once, with all its rows."""
+def notes(rows: Iterable[Measurement]) -> tuple[str, ...]:
+    """Peers that are missing or do something else; each reason once, with all its rows."""
     found: dict[str, list[str]] = {}
     for row in rows:
         words = [f"no {name}: {why}" for name, why in row.missing.items()]

@@ -14,7 +14,7 @@ from torchkiln._report import Report
 from torchkiln.bench.case import BenchCase
 from torchkiln.bench.clock import Load, Times, rounded
 from torchkiln.bench.roofline import PRODUCT
-from torchkiln.cli.options import write_json
+from torchkiln.cli.options import json_lines, write_whole
 from torchkiln.testing.environment import Environment
 
 OURS = "torchkiln"
@@ -26,7 +26,7 @@ NOISY, NOISY_HOST = 0.1, 0.5
 
 
 @dataclass(frozen=True)
-class Row:
+class Measurement:
     """The times of one call of one op, ours and the peers', from one run."""
 
     kind: str
@@ -69,7 +69,7 @@ class Row:
         remarks: Mapping[str, str] | None = None,
         threads: int | None = None,
         peaks: Mapping[str, int] | None = None,
-    ) -> Row:
+    ) -> Measurement:
         """The row of a case; ``references`` are the names in ``times`` that are not peers."""
         beside = tuple(references)
         return cls(
@@ -148,7 +148,7 @@ class Row:
         return {k: v for k, v in (asdict(self) | derived).items() if v not in (None, "", {})}
 
     @classmethod
-    def from_dict(cls, entry: Mapping[str, Any]) -> Row:
+    def from_dict(cls, entry: Mapping[str, Any]) -> Measurement:
         """The row that :meth:`as_dict` returned."""
         values: dict[str, Any] = {"variant": "", "threads": None}
         values |= {name: entry[name] for name in cls.__dataclass_fields__ if name in entry}
@@ -201,7 +201,7 @@ class Record(Report):
     schema: ClassVar[str] = "torchkiln.bench/1"
 
     environment: Environment
-    rows: tuple[Row, ...]
+    rows: tuple[Measurement, ...]
     skipped: tuple[Skipped, ...] = ()
     load: Load | None = None
 
@@ -217,7 +217,8 @@ class Record(Report):
 
     def write(self, path: Path) -> None:
         """Write a JSON file with a line for each row."""
-        write_json(path, self.as_dict())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json_lines(self.as_dict()))
 
     @classmethod
     def read(cls, path: Path) -> Record:
@@ -232,7 +233,7 @@ class Record(Report):
         load = content["load"]
         return cls(
             Environment(**content["environment"]),
-            tuple(map(Row.from_dict, content["rows"])),
+            tuple(map(Measurement.from_dict, content["rows"])),
             skipped,
             load and Load(**load),
         )

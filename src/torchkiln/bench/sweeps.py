@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torchkiln.bench.bars import GREY, by_dtype, colour, finish, new_figure
 from torchkiln.bench.case import FORWARD
-from torchkiln.bench.result import OURS, Row
+from torchkiln.bench.result import OURS, Measurement
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,7 +17,7 @@ Points = list[tuple[int, float]]
 """Lengths, or numbers of rows, and shares of the ceiling."""
 
 
-def draw_sweep(rows: Sequence[Row], where: str) -> Figure:
+def draw_sweep(rows: Sequence[Measurement], where: str) -> Figure:
     """Shares over the row length: a panel for each op, dtype and direction."""
     lengths = sorted({row.shape[1] for row in rows if not is_power_of_two(row.shape[1])})
     title = f"Rows of every length, as many elements in all, {', '.join(by_dtype(rows))}"
@@ -26,17 +26,20 @@ def draw_sweep(rows: Sequence[Row], where: str) -> Figure:
     return draw_over(rows, lambda row: row.shape[1], ("row length", title), where)
 
 
-def draw_rows(rows: Sequence[Row], where: str) -> Figure:
+def draw_rows(rows: Sequence[Measurement], where: str) -> Figure:
     """Shares over the number of rows: a panel for each op, dtype and direction."""
     title = f"1 to 1 M rows of {rows[0].shape[1]}, {', '.join(by_dtype(rows))}"
     return draw_over(rows, lambda row: row.shape[0], ("rows", title), where)
 
 
 def draw_over(
-    rows: Sequence[Row], across: Callable[[Row], int], words: tuple[str, str], where: str
+    rows: Sequence[Measurement],
+    across: Callable[[Measurement], int],
+    words: tuple[str, str],
+    where: str,
 ) -> Figure:
-    """A row of panels per op and dtype: a line for torchkiln, and points for the peers."""
-    groups: dict[tuple[str, str], list[Row]] = {}
+    """A line of panels for each op and dtype: ours, and a point for each peer."""
+    groups: dict[tuple[str, str], list[Measurement]] = {}
     for row in rows:
         groups.setdefault((row.op, row.dtype), []).append(row)
     columns = 2 if any(row.direction != FORWARD for row in rows) else 1
@@ -98,8 +101,10 @@ def draw_panel(axes: Axes, found: dict[str, Points]) -> None:
     axes.grid(alpha=0.25)
 
 
-def shares(rows: Sequence[Row], direction: str, across: Callable[[Row], int]) -> dict[str, Points]:
-    """The points of torchkiln and of each peer with the same result, in one direction."""
+def shares(
+    rows: Sequence[Measurement], direction: str, across: Callable[[Measurement], int]
+) -> dict[str, Points]:
+    """The points of torchkiln and of each peer that computes the same, in one direction."""
     found: dict[str, Points] = {}
     for row in sorted(rows, key=across):
         if row.direction != direction or row.ceiling is None:

@@ -17,11 +17,7 @@ from typing import NamedTuple
 
 from torchkiln import _loader
 from torchkiln.cli import bench_parser, parsers
-
-INTERRUPTED = 130
-"""Exit status after Ctrl-C: 128 + SIGINT."""
-CLOSED_PIPE = 141
-"""Exit status if the reader of a pipe is gone, as in ``| head -1``: 128 + SIGPIPE."""
+from torchkiln.cli.status import Status
 
 
 class Command(NamedTuple):
@@ -76,7 +72,7 @@ COMMANDS = {
     ),
     "replace": Command(
         "which modules of a model get a forward of torchkiln",
-        "torchkiln replace torchvision.models:resnet50 --dry-run",
+        "torchkiln replace torchvision.models:resnet50",
         "torchkiln.patch.__main__",
         parsers.replace,
     ),
@@ -103,27 +99,27 @@ def usage() -> str:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status is 2 for wrong arguments, 130 after Ctrl-C."""
+    """Run one command; the exit status, one of :class:`torchkiln.cli.status.Status`."""
     try:
         try:
             return run(list(sys.argv[1:] if given is None else given))
         finally:
             print(end="", flush=True)  # here, so that a closed pipe raises here
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return Status.INTERRUPTED
     except BrokenPipeError:
         # Python flushes both streams again at exit, and would print another error.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for stream in (sys.stdout, sys.stderr):
             os.dup2(nowhere, stream.fileno())
-        return CLOSED_PIPE
+        return Status.CLOSED_PIPE
 
 
 def run(words: list[str]) -> int:
     """Run the command that the first word names."""
     if not words or words[0] in ("-h", "--help"):
         print(usage())
-        return 0 if words else 2
+        return Status.DONE if words else Status.WRONG_CALL
     name, *rest = words
     if name == "--version":
         return print_version()
@@ -133,7 +129,7 @@ def run(words: list[str]) -> int:
         hint = f"; did you mean {close[0]}?" if close else ""
         known = ", ".join(COMMANDS)
         print(f"torchkiln: COMMAND: got {name!r}, expected one of {known}{hint}", file=sys.stderr)
-        return 2
+        return Status.WRONG_CALL
     options = command.parser(rest) if command.parser else None
     if name not in WITHOUT_TORCH:
         try:
@@ -152,16 +148,16 @@ def print_version() -> int:
     except ImportError as error:
         return print_import_error(error)
     print(_loader.read_record(folder)["version"])
-    return 0
+    return Status.DONE
 
 
 def print_import_error(error: Exception) -> int:
-    """Print why the package cannot be used, and what to type; exit status 1."""
+    """Print why the package cannot be used, and what to type."""
     print(f"{type(error).__name__}: {error}", file=sys.stderr)
     if "doctor" not in str(error):
         doctor = f"{_loader.PYTHON} -m torchkiln_command doctor"
         print(f"For the reason, and what to do, type\n  {doctor}", file=sys.stderr)
-    return 1
+    return Status.CANNOT_RUN
 
 
 def load_package() -> None:
@@ -171,7 +167,7 @@ def load_package() -> None:
         assert package.__spec__ is not None
         assert package.__spec__.loader is not None
         # Torch's module aborts the process if Ctrl-C raises an exception in its initialisation.
-        before = signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
+        before = signal.signal(signal.SIGINT, lambda *_: os._exit(Status.INTERRUPTED))
         try:
             package.__spec__.loader.exec_module(package)
         finally:

@@ -6,21 +6,27 @@ The choices equal those of :mod:`torchkiln.bench`, which imports torch; a test c
 from __future__ import annotations
 
 import argparse
-import os
 import re
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
-from torchkiln.cli.options import DTYPES, dtype_name, make_folder, shape
+from torchkiln.cli.options import (
+    DIRECTIONS,
+    DTYPES,
+    add_direction,
+    add_json,
+    device,
+    dtype_name,
+    make_folder,
+    require_json,
+    shape,
+)
 from torchkiln.cli.parsers import parser
 
 DEFAULT_DTYPES = ("float32", "bfloat16")
 PEERS = ("eager", "compile", "liger", "quack", "cudnn")
 REPORT_SECONDS = 8 * 60
 REPORT_KINDS = ("host", "calls", "sweep")
-SUFFIXES = {"json": "json", "markdown": "md", "plot": "png"}
-"""The output files, and their names in the folder of ``--report``."""
 
 
 def dtypes(text: str) -> tuple[str, ...]:
@@ -79,7 +85,7 @@ def bench(given: Sequence[str] | None) -> argparse.Namespace:
     add = options.add_argument
     add("ops", nargs="*", metavar="OP", help="names of ops, from the list below (default: all)")
     add("--specs", metavar="MODULE", help="take the ops of SPECS in a module or a .py file")
-    add("--device", choices=("cpu", "cuda"), help="default: a GPU where there is one")
+    add("--device", type=device, help="cpu, cuda or cuda:N (default: a GPU where there is one)")
     add(
         "--dtype",
         type=dtypes,
@@ -96,9 +102,7 @@ def bench(given: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--peers", type=peers, default=PEERS, help=f"default: {','.join(PEERS)}, where installed")
     add("--threads", type=counts, help="CPU threads, such as 1,2 (default: torch's number)")
-    direction = options.add_argument_group("direction (default: both)")
-    for name in ("forward", "backward"):
-        direction.add_argument(f"--{name}", dest="directions", action="append_const", const=name)
+    add_direction(options, *DIRECTIONS, default="both")
     kinds = options.add_argument_group("calls to time (default: --calls)")
     for name, words in (
         ("calls", "single calls on large tensors"),
@@ -112,19 +116,11 @@ def bench(given: Sequence[str] | None) -> argparse.Namespace:
     add("--fuzz", type=positive_count, metavar="N", help="time N random calls beside eager torch")
     add("--seed", type=int, default=0, metavar="S", help="of the random calls (default: 0)")
     add("--within", type=minutes, metavar="MINUTES", help="time limit for the whole run")
-    add(
-        "--report",
-        type=Path,
-        metavar="FOLDER",
-        help="large calls, host times and row lengths within 8 minutes, with all output files",
-    )
-    outputs = options.add_argument_group("output files")
-    for name, words in (
-        ("json", "all rows"),
-        ("markdown", "the tables"),
-        ("plot", "the pictures, each as FILE-<its name>.png"),
-    ):
-        outputs.add_argument(f"--{name}", type=Path, metavar="FILE", help=words)
+    words = "large calls, host times and row lengths within 8 minutes"
+    add("--report", action="store_true", help=words)
+    words = "write bench.json, bench.md and pictures there, or the calls of --fuzz, to continue"
+    add("--out", type=Path, metavar="FOLDER", help=words)
+    add_json(options)
     before = options.add_argument_group("other runs")
     before.add_argument(
         "--compare", type=Path, metavar="OLD.json", help="print what has changed; 1 if slower"
@@ -137,39 +133,13 @@ def bench(given: Sequence[str] | None) -> argparse.Namespace:
     )
     found = options.parse_args(given)
     if found.report:
-        set_report(found)
+        found.within = found.within or REPORT_SECONDS
+        found.kinds = found.kinds or list(REPORT_KINDS)
     return found
-
-
-def set_report(found: argparse.Namespace) -> None:
-    """Set the options that ``--report`` implies and that were not given."""
-    found.within = found.within or REPORT_SECONDS
-    found.kinds = found.kinds or list(REPORT_KINDS)
-    for name, suffix in SUFFIXES.items():
-        if getattr(found, name) is None and (name != "plot" or find_spec("matplotlib")):
-            setattr(found, name, found.report / f"bench.{suffix}")
 
 
 def require_outputs(options: argparse.Namespace) -> None:
     """Refuse output files that could not be written, before anything is measured."""
-    if options.report:
-        make_folder("torchkiln.bench", "--report", options.report)
-    for name in SUFFIXES:
-        path: Path | None = getattr(options, name)
-        if path is None:
-            continue
-        if name == "plot" and find_spec("matplotlib") is None:
-            raise ValueError(
-                f"torchkiln.bench: --{name}: got no module matplotlib, expected the packages that "
-                "draw; type: python -m pip install 'torchkiln[cli]'"
-            )
-        folder = path.absolute().parent
-        if not folder.is_dir():
-            raise ValueError(
-                f"torchkiln.bench: --{name}: got {path}, expected a file in a folder that exists; "
-                f"type: mkdir -p {folder}"
-            )
-        if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-            raise ValueError(
-                f"torchkiln.bench: --{name}: got {path}, expected a file that can be written"
-            )
+    if options.out:
+        make_folder("torchkiln.bench", "--out", options.out)
+    require_json("torchkiln.bench", options.json)

@@ -18,7 +18,7 @@ VARIANTS = ("", "1x1", "residual", "silu")
 
 
 def conv_bn_act(where: str, options: argparse.Namespace) -> tuple[Callable[..., Any], Any, Any]:
-    """A call in eval mode, as the benchmark times it; without ``--forward`` with a gradient."""
+    """A call in eval mode, as the benchmark times it, and for both directions with a gradient."""
     variant = options.variant or ""
     if variant not in VARIANTS:
         raise ValueError(
@@ -29,7 +29,7 @@ def conv_bn_act(where: str, options: argparse.Namespace) -> tuple[Callable[..., 
     kernel = 1 if variant == "1x1" else 3
     sample = convolution(device, dtype, options.shape or SHAPE, kernel)
     x, weight = sample.args[:2]
-    weight.requires_grad_(not options.forward)
+    weight.requires_grad_(options.direction != "forward")
     settings = dict(sample.kwargs)
     if variant == "residual":
         settings["residual"] = torch.randn_like(x)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 from torchkiln.cli.composed import COMPOSED
 from torchkiln.cli.op_arguments import print_refusal, requested_case
-from torchkiln.cli.options import write_file
+from torchkiln.cli.options import STDOUT, output_json
+from torchkiln.cli.status import Status
 from torchkiln.trace import Explanation, explain
 
 WHERE = "torchkiln.explain"
@@ -23,20 +23,17 @@ def run(options: argparse.Namespace) -> int:
             found = explain(function, *args, **kwargs)
         else:
             case = requested_case(WHERE, options)
-            sample = case.sample if options.forward else case.spec.leaves(case.sample)
+            is_forward = options.direction == "forward"
+            sample = case.sample if is_forward else case.spec.leaves(case.sample)
             sample.start_generators()
             args, kwargs = sample.arguments(case.spec.op)
             found = explain(case.spec.op, *args, **kwargs)
-        text = found.to_json(1)
-        if options.json == Path("-"):
-            print(text)
-            return 0
-        if options.json:
-            write_file(WHERE, "--json", options.json, text + "\n")
+        output_json(WHERE, options.json, found.to_json(1))
     except (ValueError, RuntimeError, MemoryError) as error:
         return print_refusal(WHERE, options, error)
-    show(found)
-    return 0
+    if options.json != STDOUT:
+        show(found)
+    return Status.DONE
 
 
 def show(found: Explanation) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 import torch
 
 from torchkiln.bench.case import BenchCase, cases
 from torchkiln.bench.plan import default_shape, device_of
 from torchkiln.bench.result import NO_MEMORY, reason_of
+from torchkiln.cli.status import CannotRun, Status, refused
 from torchkiln.testing import SPECS
 from torchkiln.testing.registry import find, specs_of
 
@@ -37,11 +37,9 @@ def requested_case(where: str, options: argparse.Namespace) -> BenchCase:
     )
 
 
-def print_refusal(where: str, options: argparse.Namespace, error: Exception) -> int:
-    """Print why the call cannot be made; exit status 1 without memory, 2 for wrong arguments."""
-    if reason_of(error) != NO_MEMORY:
-        print(error, file=sys.stderr)
-        return 2
-    given = "x".join(map(str, options.shape)) if options.shape else "none"
-    print(f"{where}: --shape: got {given}, expected a smaller one: {NO_MEMORY}", file=sys.stderr)
-    return 1
+def print_refusal(where: str, options: argparse.Namespace, error: Exception) -> Status:
+    """Print why the call cannot be made; the exit status."""
+    if reason_of(error) == NO_MEMORY:
+        given = "x".join(map(str, options.shape)) if options.shape else "none"
+        error = CannotRun(f"{where}: --shape: got {given}, expected a smaller one: {NO_MEMORY}")
+    return refused(error)

@@ -7,7 +7,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
 Shape = tuple[int, int]
@@ -20,6 +21,11 @@ DTYPES = {
     "bfloat16": ("bf16",),
 }
 """Torch's names of the dtypes, and the other names that are accepted."""
+
+DIRECTIONS = ("forward", "backward", "both")
+
+STDOUT = Path("-")
+"""The value of ``--json`` that is standard output."""
 
 
 def dtype_name(text: str) -> str:
@@ -39,6 +45,72 @@ def shape(text: str) -> Shape:
             f"got {text!r}, expected rows and columns of at least 1, such as 4096x4096"
         )
     return int(match[1]), int(match[2])
+
+
+def device(text: str) -> str:
+    """A device as torch names it."""
+    if re.fullmatch(r"cpu|cuda(:\d+)?", text) is None:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected cpu, cuda or cuda:N")
+    return text
+
+
+def json_file(text: str) -> Path:
+    """A file for JSON. The ending is required, so that an op after ``--json`` is not taken."""
+    if text != str(STDOUT) and not text.endswith(".json"):
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}, expected a name that ends in .json; for standard output type --json=-"
+        )
+    return Path(text)
+
+
+def add_json(options: argparse.ArgumentParser) -> None:
+    """Add ``--json``, which has one meaning in all commands."""
+    options.add_argument(
+        "--json",
+        nargs="?",
+        const=STDOUT,
+        type=json_file,
+        metavar="FILE",
+        help="write JSON to a file, or without a file print JSON and nothing else",
+    )
+
+
+def add_direction(options: argparse.ArgumentParser, *choices: str, default: str) -> None:
+    """Add ``--direction``, which selects parts of a call."""
+    options.add_argument(
+        "--direction",
+        choices=choices,
+        default=default,
+        help=f"parts of the call (default: {default})",
+    )
+
+
+@contextmanager
+def text_output(json_output: Path | None) -> Iterator[None]:
+    """Discard printed text if standard output is for JSON."""
+    if json_output != STDOUT:
+        yield
+        return
+    with Path(os.devnull).open("w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
+        yield
+
+
+def output_json(where: str, path: Path | None, text: str) -> None:
+    """Write JSON to where ``--json`` says, if it was given."""
+    if path == STDOUT:
+        print(text.removesuffix("\n"))
+    elif path is not None:
+        write_file(where, "--json", path, text.removesuffix("\n") + "\n")
+
+
+def require_json(where: str, path: Path | None) -> None:
+    """Refuse a file of ``--json`` that cannot be written, before a long run."""
+    if path is None or path == STDOUT:
+        return
+    folder = path.absolute().parent
+    make_folder(where, "--json", folder)
+    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise ValueError(f"{where}: --json: got {path}, expected a file that can be written")
 
 
 def make_folder(where: str, option: str, folder: Path) -> None:
@@ -83,14 +155,13 @@ def write_whole(path: Path, text: str) -> None:
         raise
 
 
-def write_json(path: Path, content: Mapping[str, object]) -> None:
-    """Write a JSON file with a line for each entry of its lists, so that a diff shows entries."""
+def json_lines(content: Mapping[str, object]) -> str:
+    """JSON with a line for each entry of its lists, so that a diff shows entries."""
 
     def text(value: object) -> str:
         if not isinstance(value, list):
             return json.dumps(value)
         return "[" + ",".join(f"\n{json.dumps(entry)}" for entry in value) + "\n]"
 
-    path.parent.mkdir(parents=True, exist_ok=True)
     members = ",\n".join(f"{json.dumps(name)}: {text(value)}" for name, value in content.items())
-    write_whole(path, f"{{\n{members}\n}}\n")
+    return f"{{\n{members}\n}}\n"

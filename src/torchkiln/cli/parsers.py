@@ -6,7 +6,15 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchkiln.cli.options import DTYPES, dtype_name, shape
+from torchkiln.cli.options import (
+    DIRECTIONS,
+    DTYPES,
+    add_direction,
+    add_json,
+    device,
+    dtype_name,
+    shape,
+)
 from torchkiln.ops.names import ALIASES, FAMILIES
 
 
@@ -44,7 +52,7 @@ def add_call(options: argparse.ArgumentParser) -> None:
         metavar="DTYPE",
         help=f"{', '.join(DTYPES)} (default: float32)",
     )
-    add("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
+    add("--device", type=device, help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     add("--variant", help="another call of the op's benchmark, such as one with other strides")
 
 
@@ -64,6 +72,7 @@ def demo(given: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="all rows of both tables, an explained call, and larger tensors (minutes)",
     )
+    add_json(options)
     return options.parse_args(given)
 
 
@@ -71,12 +80,10 @@ def explain(given: Sequence[str]) -> argparse.Namespace:
     """Parse the options of ``torchkiln explain``."""
     words = "Print the kernels that a call runs, and each copy, cast or fallback with its reason."
     options = parser("explain", words, ops=True)
-    options.epilog = f"{options.epilog}\nconv_bn_act too, which calls ops; folded with --forward"
+    options.epilog = f"{options.epilog}\nconv_bn_act too, which calls ops; folded in a forward"
     add_call(options)
-    options.add_argument("--forward", action="store_true", help="leave the backward out")
-    options.add_argument(
-        "--json", type=Path, metavar="FILE", help="write JSON to a file; - is standard output"
-    )
+    add_direction(options, "forward", "both", default="both")
+    add_json(options)
     return options.parse_args(given)
 
 
@@ -85,33 +92,33 @@ def profile(given: Sequence[str]) -> argparse.Namespace:
     words = "Print what the GPU's hardware counters measure in one call of an op."
     options = parser("profile", words, ops=True)
     add_call(options)
+    add_direction(options, *DIRECTIONS, default="forward")
+    add_json(options)
     add = options.add_argument
-    add(
-        "--backward",
-        dest="direction",
-        action="store_const",
-        const="backward",
-        default="forward",
-        help="profile the backward instead of the forward",
-    )
-    add("--out", type=Path, metavar="FILE.ncu-rep", help="the report (default: in build/profile)")
-    add("--json", type=Path, metavar="FILE", help="write the figures as JSON")
+    add("--out", type=Path, metavar="FILE.ncu-rep", help="ncu's report (default: in build/profile)")
     add("--no-counters", action="store_true", help="only times, without ncu")
     return options.parse_args(given, argparse.Namespace(words=list(given)))  # words: for ncu
 
 
 def replace(given: Sequence[str]) -> argparse.Namespace:
     """Parse the options of ``torchkiln replace``."""
-    words = "Make a model, replace forwards of its modules, print the report."
+    words = "Make a model, print which of its modules get a forward of torchkiln."
     options = parser("replace", words)
     add = options.add_argument
     add("factory", metavar="MODULE:FACTORY", help="a function without arguments, or a class")
-    add("--dry-run", action="store_true", help="make the model on the meta device, without memory")
+    place = options.add_mutually_exclusive_group()
+    for name, value, text in (
+        ("meta", True, "make the model on the meta device, without memory (the default)"),
+        ("real", False, "make the model on its device, with its parameters"),
+    ):
+        place.add_argument(
+            f"--{name}", dest="meta", action="store_const", const=value, default=True, help=text
+        )
     add("--exact", action="store_true", help="only what is bitwise equal")
     add("--only", action="append", metavar="KIND", help="norm, activation, glu, ...; repeatable")
     add("--skip", action="append", default=[], metavar="NAME", help="a pattern; repeatable")
     add("--dtype", type=dtype_name, metavar="DTYPE", help=f"of the model: {', '.join(DTYPES)}")
-    add("--json", type=Path, metavar="FILE", help="write JSON to a file; - is standard output")
+    add_json(options)
     return options.parse_args(given)
 
 

@@ -13,6 +13,7 @@ from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 
+from torchkiln.cli.status import CannotRun, Status, refused
 from torchkiln.cli.watch_run import compile_and_test, has_tests
 from torchkiln.jit.compile import nvrtc, toolkit
 from torchkiln.jit.compile.reload import Files
@@ -113,13 +114,11 @@ def run(options: argparse.Namespace) -> int:
     """Watch until Ctrl-C, which is the normal end: exit status 0."""
     for name, file in (("FILE", options.source), ("--test", options.test)):
         if file is not None and not file.is_file():
-            print(f"torchkiln.watch: {name}: got {file}, expected a file", file=sys.stderr)
-            return 2
+            return refused(ValueError(f"torchkiln.watch: {name}: got {file}, expected a file"))
     try:
         nvrtc.load(toolkit.find().library)  # once, for all forks
     except RuntimeError as error:
-        print(error, file=sys.stderr)
-        return 1
+        return refused(CannotRun(error))
     if options.test and has_tests(options.test):
         # Imported once, before forking. If hypothesis is installed, pytest imports it at the end of
         # each run, which takes longer than the test.
@@ -130,4 +129,4 @@ def run(options: argparse.Namespace) -> int:
         watch(options)
     except KeyboardInterrupt:
         print()
-    return 0
+    return Status.DONE

@@ -12,14 +12,20 @@ from pathlib import Path
 
 import torch
 
-from torchkiln.bench import Row
+from torchkiln.bench import Measurement
 from torchkiln.bench.plan import default_shape
+from torchkiln.bench.result import Skipped
 from torchkiln.cli import parsers
-from torchkiln.cli.options import make_folder
+from torchkiln.cli.options import json_lines, make_folder, output_json, require_json, text_output
+from torchkiln.cli.status import Status, refused
 from torchkiln.demo import report
 from torchkiln.demo.accuracy import all_errors
+from torchkiln.demo.results import Results
 from torchkiln.demo.speed import all_timings
 from torchkiln.demo.train import Outcome, train_both
+from torchkiln.testing.environment import environment
+
+WHERE = "torchkiln.demo"
 
 
 @dataclass(frozen=True)
@@ -49,13 +55,21 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the tour; 1 if a result is wrong."""
-    start = time.perf_counter()
+    """Run the tour; a wrong result is something found."""
     try:
-        make_folder("torchkiln.demo", "--out", options.out)
+        make_folder(WHERE, "--out", options.out)
+        require_json(WHERE, options.json)
     except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
+        return refused(error)
+    with text_output(options.json):
+        found = tour(options)
+    output_json(WHERE, options.json, json_lines(found.as_dict()))
+    return Status.FOUND if found.wrong else Status.DONE
+
+
+def tour(options: argparse.Namespace) -> Results:
+    """Run all parts and print their tables."""
+    start = time.perf_counter()
     device = report.environment()
     size = size_of(options, device)
     errors = report.stage(
@@ -70,10 +84,10 @@ def run(options: argparse.Namespace) -> int:
         all_timings(device, size.shape, size.seconds),
         lambda entry: f"{entry.op} {entry.dtype}",
     )
-    rows = [entry for entry in entries if isinstance(entry, Row)]
-    for entry in entries:
-        if not isinstance(entry, Row):
-            print(entry)
+    rows = [entry for entry in entries if isinstance(entry, Measurement)]
+    skipped = [entry for entry in entries if isinstance(entry, Skipped)]
+    for entry in skipped:
+        print(entry)
     report.timings(rows, full=options.full)
     if options.full:
         report.explanation(device)
@@ -83,12 +97,16 @@ def run(options: argparse.Namespace) -> int:
         lambda outcome: f"loss {outcome.runs[0].losses[-1]:.4f}",
     )
     report.training(outcome)
-    path = picture_of(options.out, device, rows, outcome)
-    return report.verdict(errors, outcome, path, time.perf_counter() - start)
+    picture = picture_of(options.out, device, rows, outcome)
+    results = Results(
+        environment(device), tuple(errors), tuple(rows), tuple(skipped), outcome, picture
+    )
+    report.verdict(results.wrong, picture, time.perf_counter() - start)
+    return results
 
 
 def picture_of(
-    folder: Path, device: torch.device, rows: list[Row], outcome: Outcome
+    folder: Path, device: torch.device, rows: list[Measurement], outcome: Outcome
 ) -> Path | None:
     """Draw the picture and return its path; None if matplotlib is not installed."""
     if find_spec("matplotlib") is None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -38,6 +38,10 @@ class Errors:
     torch: float
     samples: int
     complaint: str | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """All fields, in types of JSON."""
+        return asdict(self) | {"dtype": str(self.dtype).removeprefix("torch.")}
 
 
 def steps(found: Tensor, truth: Tensor, terms: Tensor, dtypes: Iterable[torch.dtype]) -> float:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-    from torchkiln.bench import Row
+    from torchkiln.bench import Measurement
 
 ARMS = ListedColormap(["#d1495b", "#30638e", "#edae49"])
 
@@ -56,7 +56,7 @@ def curves(axes: Axes, outcome: Outcome) -> None:
     axes.legend(fontsize=8)
 
 
-def draw(path: Path, device: torch.device, rows: list[Row], outcome: Outcome) -> None:
+def draw(path: Path, device: torch.device, rows: list[Measurement], outcome: Outcome) -> None:
     """Write the picture, with the speeds of the first dtype."""
     chosen = [row for row in rows if row.dtype == rows[0].dtype]
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 import torchkiln
-from torchkiln.bench import Row, default_device, processor, tables
+from torchkiln.bench import Measurement
 from torchkiln.bench.case import BACKWARD, FORWARD
-from torchkiln.bench.plan import name_of
-from torchkiln.bench.report import Table, show
+from torchkiln.bench.plan import default_device, name_of
+from torchkiln.bench.report import Table, show, tables
 from torchkiln.demo.speed import by_family, mean_speedup
 from torchkiln.demo.train import TOLERANCE, Outcome
+from torchkiln.testing.environment import processor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -107,7 +108,7 @@ def worst(rows: list[Errors]) -> Errors:
     return max(rows, key=lambda row: (bool(row.complaint), row.dtype != torch.float64, row.ours))
 
 
-def timings(rows: list[Row], *, full: bool) -> None:
+def timings(rows: list[Measurement], *, full: bool) -> None:
     """Speed-ups of each family, or all times."""
     if full:
         show(tables(rows))
@@ -115,7 +116,7 @@ def timings(rows: list[Row], *, full: bool) -> None:
     dtypes = dict.fromkeys(row.dtype for row in rows)
     columns = [(dtype, direction) for dtype in dtypes for direction in (FORWARD, BACKWARD)]
 
-    def line(name: str, group: list[Row]) -> tuple[str, ...]:
+    def line(name: str, group: list[Measurement]) -> tuple[str, ...]:
         means = [mean_speedup([r for r in group if (r.dtype, r.direction) == c]) for c in columns]
         cells = ["" if mean is None else f"{mean:.2f} x" for mean in means]
         return (name, str(len({row.op for row in group})), *cells)
@@ -160,13 +161,10 @@ def training(outcome: Outcome) -> None:
     show([Table(title, headings, (True, True, True), lines, tuple(notes))])
 
 
-def verdict(rows: list[Errors], outcome: Outcome, picture: Path | None, seconds: float) -> int:
-    """Print wrong results, the picture and further commands; returns the exit status."""
+def verdict(wrong: list[str], picture: Path | None, seconds: float) -> None:
+    """Name wrong results, the picture and further commands."""
     if picture is not None:
         print(f"\npicture: {picture.resolve()}")
-    wrong = [row.complaint for row in rows if row.complaint]
-    if not outcome.agree:
-        wrong.append("the two trainings disagree, or did not learn")
     for words in wrong:
         print(f"wrong: {words}")
     if not wrong:
@@ -175,4 +173,3 @@ def verdict(rows: list[Errors], outcome: Outcome, picture: Path | None, seconds:
     width = max(len(command) for command, _ in NEXT)
     for command, words in NEXT:
         print(f"  {command.ljust(width)}  {words}")
-    return 1 if wrong else 0

@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torchkiln.bench import Row, Settings, Skipped, cases, device_clock, time_case
-from torchkiln.bench.case import BACKWARD, FORWARD
+from torchkiln.bench import Measurement
+from torchkiln.bench.case import BACKWARD, FORWARD, cases
+from torchkiln.bench.clock import device_clock
+from torchkiln.bench.measure import Settings, time_case
 from torchkiln.bench.peers import EAGER
 from torchkiln.bench.plan import DTYPES, name_of
-from torchkiln.bench.result import CALLS, reason_of
+from torchkiln.bench.result import CALLS, Skipped, reason_of
+from torchkiln.ops.names import FAMILIES
 from torchkiln.testing import SPECS
 
 if TYPE_CHECKING:
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
 
 def all_timings(
     device: torch.device, shape: tuple[int, int], budget: float
-) -> Iterator[Row | Skipped]:
+) -> Iterator[Measurement | Skipped]:
     """Every op in float32 and bfloat16, forward and backward, ``budget`` seconds each."""
     settings = Settings(device_clock(device), (EAGER,), budget)
     count = torch.get_num_threads() if device.type == "cpu" else None
@@ -41,18 +44,17 @@ def all_timings(
 
 def family(op: str) -> str:
     """The family of an op: the name of its module."""
-    spec = next(spec for spec in SPECS if spec.name == op)
-    return spec.op.__module__.rpartition(".")[2]
+    return next(family for family, ops in FAMILIES.items() if op in ops)
 
 
-def by_family(rows: Sequence[Row]) -> dict[str, list[Row]]:
+def by_family(rows: Sequence[Measurement]) -> dict[str, list[Measurement]]:
     """Rows of each family."""
-    found: dict[str, list[Row]] = {}
+    found: dict[str, list[Measurement]] = {}
     for row in rows:
         found.setdefault(family(row.op), []).append(row)
     return found
 
 
-def mean_speedup(rows: Sequence[Row]) -> float | None:
+def mean_speedup(rows: Sequence[Measurement]) -> float | None:
     """Geometric mean of the times of eager torch divided by ours."""
     return geometric_mean([row.speedup or 0.0 for row in rows]) if rows else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -93,6 +93,19 @@ class Outcome:
     def accuracy(self, run: Run) -> float:
         """The fraction of points whose arm is right."""
         return float((run.model(self.points).argmax(1) == self.labels).float().mean())
+
+    def as_dict(self) -> dict[str, Any]:
+        """Losses and accuracies, in types of JSON."""
+        runs = [
+            {
+                "name": run.name,
+                "losses": run.losses,
+                "accuracy": self.accuracy(run),
+                "seconds": run.seconds,
+            }
+            for run in self.runs
+        ]
+        return {"runs": runs, "difference": self.difference, "agree": self.agree}
 
 
 def train_both(device: torch.device, steps: int) -> Iterator[Outcome]:

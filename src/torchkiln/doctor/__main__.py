@@ -5,15 +5,22 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from torchkiln.cli.options import STDOUT, add_json, output_json
+from torchkiln.cli.status import Status, refused
 from torchkiln.doctor.environment import Environment
 from torchkiln.doctor.report import examine
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Examine this machine and print the report; 1 if there is a problem, else 0."""
+    """Examine this machine and print the report; the exit status."""
     parser = argparse.ArgumentParser(prog="torchkiln doctor", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+    add_json(parser)
     options = parser.parse_args(given)
     report = examine(Environment.here())
-    print(report.to_json(1) if options.json else report)
-    return 1 if report.problems else 0
+    try:
+        output_json("torchkiln.doctor", options.json, report.to_json(1))
+    except ValueError as error:
+        return refused(error)
+    if options.json != STDOUT:
+        print(report)
+    return Status.FOUND if report.problems else Status.DONE

@@ -59,6 +59,11 @@ class Elementwise(Op):
             check=self._require,
         )
 
+    if TYPE_CHECKING:  # at run time the call is that of Op, without a frame more
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+            """Calls the op."""
+
     def _require(self, *args: Any) -> None:
         """Raises unless all tensors are floating point, on one device, and broadcast."""
         where = f"torchkiln.jit.{self.short_name}"

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from torchkiln.cli.status import Status, refused
 from torchkiln.new.addition import add_op
 from torchkiln.new.template import TEMPLATES
 from torchkiln.new.write import write_hub_kernel, write_package
@@ -47,7 +48,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     add("--for", dest="purpose", choices=["hub"], help="a kernel for Hugging Face's hub")
     add("--op", action="store_true", help="add the operator to this checkout of torchkiln")
     add(
-        "--into",
+        "--out",
         type=Path,
         metavar="FOLDER",
         help="a new folder (default: NAME), or with --op the checkout (default: .)",
@@ -61,7 +62,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
 def main(given: Sequence[str] | None = None) -> int:
     """Writes the files, prints their paths and the next commands."""
     options = arguments(given)
-    into = options.into or Path() if options.op else options.into or Path(options.name)
+    into = options.out or Path() if options.op else options.out or Path(options.name)
     write = add_op if options.op else write_package
     try:
         if options.purpose:
@@ -69,18 +70,17 @@ def main(given: Sequence[str] | None = None) -> int:
         else:
             written = write(options.name, options.template or "elementwise", into)
     except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
+        return refused(error)
     except OSError as error:
-        refused = f"torchkiln.new: --into: got {into} ({error.strerror}), expected a folder that "
-        # Errors of torchkiln have a message, errors of the system have strerror.
-        print(f"{refused}can be written" if error.strerror else error, file=sys.stderr)
-        return 2
+        if error.strerror is None:  # an error of torchkiln
+            return refused(error)
+        words = f"got {into} ({error.strerror}), expected a folder that can be written"
+        return refused(ValueError(f"torchkiln.new: --out: {words}"))
     for path in written:
         print(path)
     then = NEXT_HUB if options.purpose else NEXT_OP if options.op else NEXT
     print(then.format(name=options.name, folder=into), end="")
-    return 0
+    return Status.DONE
 
 
 if __name__ == "__main__":

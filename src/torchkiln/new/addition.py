@@ -26,7 +26,7 @@ def add_op(name: str, template: str, root: Path) -> list[Path]:
     if not api.is_file() or not (root / "cpp" / "ops").is_dir():
         raise ValueError(
             f"{check.WHERE}: --op: got the folder {root}, expected a checkout of torchkiln; go "
-            "there, or name it by --into"
+            "there, or name it by --out"
         )
     check.name(name, api)
     words = words_of(known(template), "torchkiln", name, version="")

@@ -58,9 +58,9 @@ def public(api: Path) -> set[str]:
 def folder(given: Path) -> Path:
     """Returns the folder if it is missing, empty, or contains only files of a killed run."""
     if given.exists() and not given.is_dir():
-        raise FileExistsError(f"{WHERE}: --into: got {given}, a file, expected a new folder")
+        raise FileExistsError(f"{WHERE}: --out: got {given}, a file, expected a new folder")
     if given.is_dir() and any(path.name != UNFINISHED for path in given.iterdir()):
         raise FileExistsError(
-            f"{WHERE}: --into: got {given}, which is not empty, expected a new folder"
+            f"{WHERE}: --out: got {given}, which is not empty, expected a new folder"
         )
     return given

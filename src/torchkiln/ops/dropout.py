@@ -37,11 +37,13 @@ def bias_dropout_add(
     """Returns ``(x + bias) * mask / (1 - p) + residual``, contiguous.
 
     Args:
-        x: ``[..., columns]``; dtypes as for :func:`dropout_add`.
+        x: ``[..., columns]``; float32, float64, float16 or bfloat16. Half precision is computed in
+            float32 and rounded once.
         bias: ``[columns]``; of the dtype of ``x``, or float32 if ``x`` has half precision.
-        residual: as for :func:`dropout_add`.
-        p: as for :func:`dropout_add`.
-        training: as for :func:`dropout_add`.
+        residual: of the shape of ``x``. The result has the wider dtype of the two; half precision
+            and float32 are read together, without a copy.
+        p: the probability that an element is dropped, between 0 and 1.
+        training: whether to drop elements.
     """
     return _traced(x, bias, residual, p, training)
 

@@ -35,12 +35,14 @@ def gated_rms_norm(
         gate: of the shape of ``x``. If the dtypes differ, all tensors are cast to the wider one.
         normalized_shape: the last sizes of ``x``, or the last one.
         weight: of that shape; of the dtype of ``x``, or float32 if ``x`` has half precision.
-        eps: a number of at least 0; None as for :func:`rms_norm`.
+        eps: a number of at least 0; None for ``torch.finfo(torch.float32).eps``, or for
+            ``torch.finfo(torch.float64).eps`` if ``x`` is float64.
         gate_first: whether the gate is applied before the norm, as in Mamba2, and not after it, as
             in Qwen3-Next.
         groups: number of equal parts of the last dimension whose means are taken separately; more
             than 1 only if one dimension is normalized.
-        offset: as for :func:`rms_norm`.
+        offset: a number that is added to ``weight``: 1.0 for models that store ``weight - 1``.
+            Ignored without a weight.
     """
     return torch.ops.torchkiln.gated_rms_norm.default(
         x,

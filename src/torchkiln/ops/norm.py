@@ -71,17 +71,23 @@ def rms_norm(
 ) -> Tensor:
     """Returns ``x / sqrt(mean(x**2) + eps) * (offset + weight)``, contiguous.
 
-    Precision and gradients are as for :func:`layer_norm`.
+    The mean is taken over the last dimensions of ``x``. All is computed in float32 (float64 for
+    float64), and the result is rounded once. If a row fits in registers, one pass computes all
+    gradients. The gradient of ``weight`` is bitwise reproducible.
 
     Args:
-        x: as for :func:`layer_norm`.
-        normalized_shape: as for :func:`layer_norm`.
-        weight: as for :func:`layer_norm`.
+        x: ``[..., *normalized_shape]``; float32, float64, float16 or bfloat16.
+        normalized_shape: the last sizes of ``x``, or the last one.
+        weight: of that shape; of the dtype of ``x``, or float32 if ``x`` has half precision.
         eps: a number of at least 0; None for ``torch.finfo(torch.float32).eps``, or for
             ``torch.finfo(torch.float64).eps`` if ``x`` is float64.
-        offset: as for :func:`layer_norm`.
-        round: as for :func:`layer_norm`.
-        out: as for :func:`layer_norm`.
+        offset: a number that is added to ``weight``: 1.0 for models that store ``weight - 1``.
+            Ignored without a weight.
+        round: ``"once"``, or ``"input"`` to round the normalized rows to the dtype of ``x`` before
+            ``weight`` is applied, too, as models of Hugging Face and vLLM do. Gradients are those
+            without this rounding.
+        out: a contiguous tensor of the shape and dtype of ``x`` for the result, which may be ``x``;
+            for inference: the call has no gradient.
     """
     shape = as_sizes(normalized_shape)
     if out is not None:
@@ -108,15 +114,18 @@ def add_layer_norm(  # noqa: PLR0917
     The sum is rounded to its dtype before it is normalized. Both results are differentiable.
 
     Args:
-        x: as for :func:`layer_norm`.
+        x: ``[..., *normalized_shape]``; float32, float64, float16 or bfloat16.
         residual: of the shape of ``x``. Both results have the wider dtype of the two; half
             precision and float32 are read together, without a copy.
-        normalized_shape: as for :func:`layer_norm`.
-        weight: as for :func:`layer_norm`.
-        bias: as for :func:`layer_norm`.
-        eps: as for :func:`layer_norm`.
-        offset: as for :func:`layer_norm`.
-        round: as for :func:`layer_norm`, to the dtype of the sum.
+        normalized_shape: the last sizes of ``x``, or the last one.
+        weight: of that shape; of the dtype of ``x``, or float32 if ``x`` has half precision.
+        bias: of the shape and dtype of ``weight``.
+        eps: a number of at least 0.
+        offset: a number that is added to ``weight``: 1.0 for models that store ``weight - 1``.
+            Ignored without a weight.
+        round: ``"once"``, or ``"input"`` to round the normalized rows to the dtype of the sum, too,
+            before ``weight`` is applied, as models of Hugging Face and vLLM do. Gradients are those
+            without this rounding.
     """
     return torch.ops.torchkiln.add_layer_norm.default(
         x, residual, as_sizes(normalized_shape), weight, bias, eps, offset=offset, round=round
@@ -136,7 +145,21 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Returns ``(rms_norm(total), total)`` with ``total = x + residual``, in one pass.
 
-    The arguments are those of :func:`add_layer_norm`, ``eps`` is that of :func:`rms_norm`.
+    The sum is rounded to its dtype before it is normalized. Both results are differentiable.
+
+    Args:
+        x: ``[..., *normalized_shape]``; float32, float64, float16 or bfloat16.
+        residual: of the shape of ``x``. Both results have the wider dtype of the two; half
+            precision and float32 are read together, without a copy.
+        normalized_shape: the last sizes of ``x``, or the last one.
+        weight: of that shape; of the dtype of ``x``, or float32 if ``x`` has half precision.
+        eps: a number of at least 0; None for ``torch.finfo(torch.float32).eps``, or for
+            ``torch.finfo(torch.float64).eps`` if the sum is float64.
+        offset: a number that is added to ``weight``: 1.0 for models that store ``weight - 1``.
+            Ignored without a weight.
+        round: ``"once"``, or ``"input"`` to round the normalized rows to the dtype of the sum, too,
+            before ``weight`` is applied, as models of Hugging Face and vLLM do. Gradients are those
+            without this rounding.
     """
     return torch.ops.torchkiln.add_rms_norm.default(
         x, residual, as_sizes(normalized_shape), weight, eps, offset=offset, round=round

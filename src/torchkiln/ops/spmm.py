@@ -117,14 +117,12 @@ def spmm_csr(
 def csr_transpose(crow: Tensor, col: Tensor, columns: int) -> Tensor:
     """Computes the transposed pattern for the argument ``transpose`` of :func:`spmm`.
 
-    The result is one int32 tensor of shape ``[columns + 1 + 2 * entries]``, or
-    ``[batch, columns + 1 + 2 * entries]`` for a pattern with a batch. A stable sort keeps the
-    entries in the order of their rows, so the result is deterministic. There must be fewer than
-    ``2**31`` entries in total.
+    The result is one int32 tensor, which is opaque: pass it on. It is deterministic. There must be
+    fewer than ``2**31`` entries in total.
 
     Args:
-        crow: as for :func:`spmm_csr`.
-        col: as for :func:`spmm_csr`.
+        crow: ``[rows + 1]`` or ``[batch, rows + 1]``; int32 or int64.
+        col: ``[entries]`` or ``[batch, entries]``, of the dtype of ``crow``.
         columns: number of columns of the sparse matrix.
     """
     return torch.ops.torchkiln.spmm_transpose.default(crow, col, columns)

@@ -7,6 +7,7 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,10 +16,11 @@ from torchkiln.bench.clock import Call, Times, device_clock, in_turns
 from torchkiln.bench.report import duration, size
 from torchkiln.cli import main
 from torchkiln.cli.op_arguments import print_refusal
-from torchkiln.cli.options import write_file
+from torchkiln.cli.options import output_json, require_json, text_output
+from torchkiln.cli.status import Status, refused
 from torchkiln.profile import ncu
 from torchkiln.profile.report import Figures, read
-from torchkiln.profile.target import WHERE, profiled_case
+from torchkiln.profile.target import WHERE, moment, profiled_case
 from torchkiln.profile.times import kernels
 from torchkiln.testing.environment import environment
 
@@ -28,24 +30,37 @@ SECONDS = 1.0
 
 
 def run(options: argparse.Namespace) -> int:
-    """Profile the call, print the figures and write them."""
+    """Profile the call, print the figures or write them."""
     try:
         case = profiled_case(options)
+        require_json(WHERE, options.json)
     except (ValueError, RuntimeError, MemoryError) as error:
         return print_refusal(WHERE, options, error)
+    with text_output(options.json):
+        content = profile(options, case)
+    try:
+        output_json(WHERE, options.json, json.dumps(content, indent=1))
+    except ValueError as error:
+        return refused(error)
+    return Status.DONE
+
+
+def profile(options: argparse.Namespace, case: BenchCase) -> dict[str, Any]:
+    """Profile a call and print the figures; returns them in types of JSON."""
     device = case.sample.args[case.sample.positions[0]].device
-    call = call_of(case, case.spec.op, options.direction)
+    direction = moment(options)
+    call = call_of(case, case.spec.op, direction)
     times = Times.of(in_turns(device_clock(device), {"op": call}, SECONDS)["op"])
-    moved = case.moved(options.direction)
+    moved = case.moved(direction)
     dtype = str(case.dtype).removeprefix("torch.")
     where = environment(device)
     print(where)
     shape = f"{case.shape[0]} x {case.shape[1]}"
-    words = (case.spec.name, case.variant, dtype, shape, options.direction)
+    words = (case.spec.name, case.variant, dtype, shape, direction)
     print(" ".join(word for word in words if word))
     print(f"  {duration(times.seconds)} by the benchmark's clock, spread {times.spread:.1%}")
     print(f"  {size(moved)} have to be moved: {moved / times.seconds / 1e9:.4g} GB/s")
-    default = Path("build", "profile", report_name(case, options.direction))
+    default = Path("build", "profile", report_name(case, direction))
     report = (options.out or default).with_suffix(".ncu-rep")
     figures: list[Figures] = []
     missing = None
@@ -58,26 +73,19 @@ def run(options: argparse.Namespace) -> int:
     else:
         print_figures(figures, times, moved)
         print(f"report: {report.resolve()} (ncu-ui opens it)")
-    if options.json:
-        content = {
-            "schema": SCHEMA,
-            "environment": asdict(where),
-            "op": case.spec.name,
-            "variant": case.variant,
-            "dtype": dtype,
-            "shape": case.shape,
-            "direction": options.direction,
-            "bytes": moved,
-            "clock": asdict(times),
-            "kernels": [asdict(entry) for entry in figures],
-            "missing": missing,
-        }
-        try:
-            write_file(WHERE, "--json", options.json, json.dumps(content, indent=1) + "\n")
-        except ValueError as error:
-            print(error, file=sys.stderr)
-            return 2
-    return 0
+    return {
+        "schema": SCHEMA,
+        "environment": asdict(where),
+        "op": case.spec.name,
+        "variant": case.variant,
+        "dtype": dtype,
+        "shape": case.shape,
+        "direction": direction,
+        "bytes": moved,
+        "clock": asdict(times),
+        "kernels": [asdict(entry) for entry in figures],
+        "missing": missing,
+    }
 
 
 def counters(options: argparse.Namespace, device: torch.device, report: Path) -> list[Figures]:

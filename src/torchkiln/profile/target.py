@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from torchkiln.bench.case import BACKWARD, BenchCase, call_of
+from torchkiln.bench.case import FORWARD, STEP, BenchCase, call_of
 from torchkiln.cli import parsers
 from torchkiln.cli.op_arguments import requested_case
 
@@ -17,23 +17,30 @@ WHERE = "torchkiln.profile"
 def profiled_case(options: argparse.Namespace) -> BenchCase:
     """The call that the options describe; ValueError if there is none."""
     case = requested_case(WHERE, options)
-    if options.direction == BACKWARD and not case.spec.differentiable:
+    if options.direction != FORWARD and not case.spec.differentiable:
         raise ValueError(
-            f"{WHERE}: --backward: got {case.spec.name}, expected an op that has gradients"
+            f"{WHERE}: --direction: got {options.direction}, expected forward: {case.spec.name} "
+            "has no gradients"
         )
     return case
+
+
+def moment(options: argparse.Namespace) -> str:
+    """The part of the call that is made, as the benchmark names it."""
+    return STEP if options.direction == "both" else str(options.direction)
 
 
 def main() -> None:
     """Make the call."""
     options = parsers.profile(sys.argv[1:])
     case = profiled_case(options)
-    call = call_of(case, case.spec.op, options.direction)
+    direction = moment(options)
+    call = call_of(case, case.spec.op, direction)
     for _ in range(3):
         call()
     torch.cuda.synchronize()
     torch.cuda.profiler.start()
-    with torch.cuda.nvtx.range(f"torchkiln.{case.spec.name} {options.direction}"):
+    with torch.cuda.nvtx.range(f"torchkiln.{case.spec.name} {direction}"):
         call()
     torch.cuda.synchronize()
     torch.cuda.profiler.stop()

@@ -50,9 +50,10 @@ def specs_of(where: str, argument: str, module: str) -> tuple[OpSpec, ...]:
     """Load the variable SPECS of a module of another package, by module name or file path."""
     try:
         found = tuple(_imported(module).SPECS)
-    except (ImportError, FileNotFoundError, AttributeError, TypeError) as error:
+    except Exception as error:  # a module of the user may raise anything
+        first = next(iter(str(error).splitlines()), "")
         raise ValueError(
-            f"{where}: {argument}: got {module!r} ({type(error).__name__}: {error}), expected a "
+            f"{where}: {argument}: got {module!r} ({type(error).__name__}: {first}), expected a "
             "module or its .py file with SPECS, a tuple of torchkiln.testing.OpSpec"
         ) from error
     if not found or not all(isinstance(spec, OpSpec) for spec in found):

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from torchkiln.cli.options import write_json
+from torchkiln.cli.options import json_lines, write_whole
 from torchkiln.testing.case import Case, cases
 from torchkiln.testing.check import ExcludedError, UnavailableError
 
@@ -103,4 +103,6 @@ def write(outcomes: Iterable[Outcome], environment: dict[str, Any], path: Path) 
         lines.setdefault((op, first.status, first.reason, dtypes), []).append(check)
     names = ("op", "status", "reason", "dtypes")
     results = [dict(zip(names, key, strict=True)) | {"checks": lines[key]} for key in lines]
-    write_json(path, {"schema": SCHEMA, "environment": environment, "results": results})
+    content = {"schema": SCHEMA, "environment": environment, "results": results}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json_lines(content))

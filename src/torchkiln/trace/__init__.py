@@ -15,12 +15,12 @@ from torchkiln import _C
 from torchkiln.ops.names import ALIASES, OTHER_FUNCTIONS
 from torchkiln.trace.attention import attention_notes
 from torchkiln.trace.events import read
-from torchkiln.trace.explanation import Explanation, Kernel, Part, Step
+from torchkiln.trace.explanation import Explanation, KernelLaunch, Part, Step
 
 if TYPE_CHECKING:
     from torchkiln.testing import OpSpec, Sample
 
-__all__ = ["Explanation", "Kernel", "Part", "Step", "explain"]
+__all__ = ["Explanation", "KernelLaunch", "Part", "Step", "explain"]
 
 
 def explain(op: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> Explanation:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from torchkiln.trace.explanation import Kernel, Step
+from torchkiln.trace.explanation import KernelLaunch, Step
 from torchkiln.trace.kernel_names import access_of, pretty
 
 OURS, COPY, FALLBACK = "torchkiln::", "aten::copy_", "fallback"
@@ -57,7 +57,7 @@ class Recorded:
     """The contents of a recording."""
 
     route: list[str] = field(default_factory=list)
-    steps: list[Kernel | Step] = field(default_factory=list)
+    steps: list[KernelLaunch | Step] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     allocated: int = 0
 
@@ -81,13 +81,13 @@ def read(events: Iterable[Any]) -> Recorded:
             found.steps.append(_launched(text, figures))
         elif kind == "ran":
             if text not in parts:
-                found.steps.append(Kernel(text, instruction_set=detail))
+                found.steps.append(KernelLaunch(text, instruction_set=detail))
             parts[text].append(thread)
         elif kind == "note" and text not in found.notes:
             found.notes.append(text)
     found.steps = [
         replace(step, parts=len(parts[step.name]), workers=len(set(parts[step.name])))
-        if isinstance(step, Kernel) and step.name in parts
+        if isinstance(step, KernelLaunch) and step.name in parts
         else step
         for step in found.steps
     ]
@@ -138,14 +138,14 @@ def _step(frame: _Frame, outputs: list[_Tensor], inside: str) -> Step | None:
     return Step(kind, name, inside, moved, words)
 
 
-def _launched(demangled: str, figures: tuple[int, ...]) -> Kernel:
+def _launched(demangled: str, figures: tuple[int, ...]) -> KernelLaunch:
     """A kernel on a GPU, from its name in C++ and the numbers of its launch."""
     blocks, threads = figures[0:3], figures[3:6]
     cluster, dynamic, static, registers, local, resident, multiprocessors, most = figures[6:]
     name, variant = pretty(demangled)
     access, vector_bytes, items = access_of(demangled)
     count = math.prod(blocks)
-    return Kernel(
+    return KernelLaunch(
         name=name or "(no name)",
         variant=variant,
         access=access,

@@ -11,7 +11,7 @@ FORWARD, BACKWARD = "forward", "backward"
 
 
 @dataclass(frozen=True)
-class Kernel:
+class KernelLaunch:
     """A kernel of torchkiln that ran."""
 
     name: str
@@ -98,7 +98,7 @@ class Part:
 
     route: tuple[str, ...]
     """Ops of torchkiln that the dispatcher called, in order."""
-    steps: tuple[Kernel | Step, ...]
+    steps: tuple[KernelLaunch | Step, ...]
     notes: tuple[str, ...]
     """Reasons, reported by the ops."""
     allocated: int
@@ -111,9 +111,9 @@ class Part:
     """Seconds of a copy of as many bytes on this machine."""
 
     @property
-    def kernels(self) -> tuple[Kernel, ...]:
+    def kernels(self) -> tuple[KernelLaunch, ...]:
         """The kernels of torchkiln."""
-        return tuple(step for step in self.steps if isinstance(step, Kernel))
+        return tuple(step for step in self.steps if isinstance(step, KernelLaunch))
 
     @property
     def extra(self) -> tuple[Step, ...]:
@@ -162,7 +162,7 @@ class Explanation(Report):
                 continue
             branch = tree.add(Text(f"{name}: {_least(part, self.spec)}"))
             for step in part.steps:
-                style = "green" if isinstance(step, Kernel) else "yellow"
+                style = "green" if isinstance(step, KernelLaunch) else "yellow"
                 branch.add(Text(str(step), style=style))
             for note in part.notes:
                 branch.add(Text(f"because: {note}", style="italic"))

@@ -58,7 +58,7 @@ def _facts(folder: str, skipped: tuple[str, ...]) -> Iterator[tuple[str, int, in
 
 def torchkiln_include() -> Path:
     """The folder with torchkiln's own headers."""
-    return Path(torchkiln.cmake_prefix_path).parents[1] / "include"
+    return Path(torchkiln.include_path())
 
 
 def roots() -> Iterator[Path]:
