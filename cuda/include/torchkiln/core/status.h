@@ -1,5 +1,7 @@
 #pragma once
 
+#include <cstdint>
+
 #define TORCHKILN_EXPORT __attribute__((visibility("default")))
 
 /// Prefix of error messages. A package with operators of its own defines its own name.
@@ -9,10 +11,19 @@
 
 namespace torchkiln {
 
+enum class StatusCode : int32_t {
+  ok,
+  unsupported,    // no kernel for these arguments or for this device
+  out_of_memory,  // the CUDA runtime had too little memory
+  launch_failed,  // another error of the CUDA runtime or the driver
+};
+
 /// The result of a launcher. Launchers never throw, because code without torch calls them, too.
 struct [[nodiscard]] Status {
   /// Null if the call succeeded, else a string with static lifetime.
   const char* error = nullptr;
+  /// A message without a code is a refusal by our own code.
+  StatusCode code = error == nullptr ? StatusCode::ok : StatusCode::unsupported;
 
   bool ok() const { return error == nullptr; }
 };
