@@ -2,7 +2,14 @@
 
 #include <cstdint>
 
-#define TORCHKILN_EXPORT __attribute__((visibility("default")))
+#include "torchkiln/version.h"
+
+/// Exports a symbol. For packages with operators of their own.
+#define TORCHKILN_VISIBLE __attribute__((visibility("default")))
+
+/// Exports a function of torchkiln. Its symbol contains the minor version, whose structs it takes:
+/// a program that was compiled for another one is not linked, and does not start.
+#define TORCHKILN_EXPORT __attribute__((visibility("default"), abi_tag(TORCHKILN_ABI)))
 
 /// Prefix of error messages. A package with operators of its own defines its own name.
 #ifndef TORCHKILN_PACKAGE
