@@ -27,7 +27,7 @@ def aoti_options() -> dict[str, Any]:
     called through the dispatcher.
 
     The model then requires libtorchkiln.so: import torchkiln before it is loaded, or link
-    ``torchkiln::torchkiln`` in C++. Compile it again for another minor version of torch.
+    ``torchkiln::torch`` in C++. Compile it again for another minor version of torch.
 
     Returns:
         the value of ``inductor_configs``

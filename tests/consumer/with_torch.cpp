@@ -1,4 +1,4 @@
-// torchkiln::torchkiln: the operators on tensors, gradients included, and their C functions.
+// torchkiln::torch: the operators on tensors, gradients included, and their C functions.
 
 #include <torch/torch.h>
 
