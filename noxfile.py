@@ -262,7 +262,7 @@ def wheel(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def abi(session: nox.Session) -> None:
-    """The contents of a wheel, and that every torch it supports has the symbols that it needs."""
+    """The contents of a wheel, the functions it exports, and that each torch has what it needs."""
     session.install(*group("packaging"))
     torches: list[object] = []
     for given in given_wheels(session):

@@ -18,6 +18,8 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+import torchkiln
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "choosing.md"
 BLOCK = re.compile(r"(?<=<!-- plans -->\n).*?(?=<!-- /plans -->)", re.DOTALL)
@@ -76,7 +78,8 @@ def compiled(folder: Path) -> Path:
     """The program that prints plans, compiled without CUDA."""
     program = folder / "plans"
     sources = sorted((ROOT / "tests" / "kernels").glob("*.cpp"))
-    includes = [f"-I{ROOT / 'cuda' / 'include'}", f"-I{ROOT / 'cuda'}"]
+    installed = Path(torchkiln.cmake_prefix_path).parents[1] / "include"  # has version.h
+    includes = [f"-I{folder}" for folder in (ROOT / "cuda" / "include", ROOT / "cuda", installed)]
     options = ["-std=c++17", "-Wall", "-Wextra", "-Werror", *includes]
     command = [os.environ.get("CXX", "c++"), *options, *map(str, sources), "-o", str(program)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -1,8 +1,8 @@
-# find_package(Torch [version]): the target torchkiln::torch with torch's headers and libraries.
+# find_package(Torch [version]): the target torchkiln::libtorch with torch's headers and libraries.
 # Torch has its own CMake package, TorchConfig.cmake. This module replaces it, because that package requires a
 # complete CUDA toolkit wherever torch has CUDA, appends to CMAKE_CUDA_FLAGS, and can be loaded once per project, while a
 # wheel is built against five torch versions. A project may load both: the targets have different names and link the
-# same files. -DTORCHKILN_TORCH_CONFIG=ON forwards to torch's package: torchkiln::torch then links its target `torch`.
+# same files. -DTORCHKILN_TORCH_CONFIG=ON forwards to torch's package: torchkiln::libtorch then links its target `torch`.
 #
 # Hints: Torch_ROOT (the folder of the Python package or of a libtorch archive), Torch_DIR, CMAKE_PREFIX_PATH.
 # Sets:  Torch_FOUND, Torch_VERSION (2.13.0), Torch_CUDA_VERSION (13.0; empty without CUDA), Torch_FOLDER
@@ -42,14 +42,14 @@ find_package_handle_standard_args(
   REQUIRED_VARS Torch_FOLDER Torch_VERSION
   VERSION_VAR Torch_VERSION
 )
-if(NOT Torch_FOUND OR TARGET torchkiln::torch)
+if(NOT Torch_FOUND OR TARGET torchkiln::libtorch)
   return()
 endif()
 
-add_library(torchkiln::torch INTERFACE IMPORTED)
+add_library(torchkiln::libtorch INTERFACE IMPORTED)
 if(TORCHKILN_TORCH_CONFIG)
   find_package(Torch ${Torch_VERSION} EXACT REQUIRED CONFIG PATHS "${Torch_FOLDER}" NO_DEFAULT_PATH)
-  target_link_libraries(torchkiln::torch INTERFACE torch)
+  target_link_libraries(torchkiln::libtorch INTERFACE torch)
   return()
 endif()
 
@@ -73,15 +73,15 @@ if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_L
   )
 endif()
 
-target_compile_features(torchkiln::torch INTERFACE cxx_std_${standard})
+target_compile_features(torchkiln::libtorch INTERFACE cxx_std_${standard})
 target_include_directories(
-  torchkiln::torch
+  torchkiln::libtorch
   SYSTEM
   INTERFACE "${Torch_FOLDER}/include" "${Torch_FOLDER}/include/torch/csrc/api/include"
 )
 # No symbol of libtorch.so is used, but it loads all other libraries, CUDA's included.
 target_link_libraries(
-  torchkiln::torch
+  torchkiln::libtorch
   INTERFACE
     "${Torch_FOLDER}/lib/libc10.so"
     "${Torch_FOLDER}/lib/libtorch_cpu.so"
@@ -89,7 +89,7 @@ target_link_libraries(
 )
 if(EXISTS "${Torch_FOLDER}/lib/libc10_cuda.so")
   target_link_libraries(
-    torchkiln::torch
+    torchkiln::libtorch
     INTERFACE "${Torch_FOLDER}/lib/libc10_cuda.so" "${Torch_FOLDER}/lib/libtorch_cuda.so"
   )
 endif()

@@ -49,7 +49,7 @@ std::vector<std::string> ops_with_c_function() { return c_functions().names(); }
 
 }  // namespace torchkiln
 
-void* torchkiln_c_function(const char* schema) {
+void* torchkiln_c_function_v1(const char* schema) {
   const std::string name = std::string(schema).substr(0, std::string_view(schema).find('('));
   void* const function = torchkiln::c_functions().find(name);
   TORCH_CHECK(function != nullptr, "torchkiln: found no op ", name,

@@ -27,7 +27,7 @@ def aoti_options() -> dict[str, Any]:
     function are called through the dispatcher.
 
     The model then requires libtorchkiln.so: import torchkiln before you load the model, or link
-    ``torchkiln::torchkiln`` in C++. Compile the model again for another minor version of torch.
+    ``torchkiln::torch`` in C++. Compile the model again for another minor version of torch.
 
     Returns:
         the value of ``inductor_configs``
@@ -61,11 +61,11 @@ def _shim(op: OpOverload, device: str) -> str:
     parameters = ", ".join(f"{kind} {name}" for kind, name in zip(types, names, strict=True))
     function = f"aoti_torch_{device}_{schema.name.partition('::')[2]}"
     return (
-        "void* torchkiln_c_function(const char* schema);\n"
+        "void* torchkiln_c_function_v1(const char* schema);\n"
         f"static inline AOTITorchError {function}({parameters}) {{\n"
         f"  using Function = AOTITorchError (*)({', '.join(types)});\n"
         "  static const Function function = reinterpret_cast<Function>(\n"
-        f"      torchkiln_c_function({json.dumps(str(schema))}));\n"
+        f"      torchkiln_c_function_v1({json.dumps(str(schema))}));\n"
         f"  return function({', '.join(names)});\n"
         "}"
     )

@@ -172,7 +172,9 @@ def test_a_bridge_of_another_copy_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "main.cpp").write_text(MAIN)
     (tmp_path / "bridge.cpp").write_text("int of_another_copy = 1;\n")
     libraries = Path(torch.__file__).parent / "lib"
-    headers = [f"-I{ROOT / name / 'include'}" for name in ("cpp", "cuda")]
+    installed = Path(torchkiln.cmake_prefix_path).parents[1] / "include"  # has version.h
+    folders = (ROOT / "cpp" / "include", ROOT / "cuda" / "include", installed)
+    headers = [f"-I{folder}" for folder in folders]
     torchs = ["-isystem", str(libraries.parent / "include"), f"-L{libraries}", "-lc10"]
     paths = [f"-Wl,-rpath,{tmp_path}:{libraries}", f"-L{tmp_path}"]
 

@@ -3,6 +3,7 @@ included in their build."""
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -18,9 +19,40 @@ cmake_minimum_required(VERSION 3.28...4.4)
 project(asking LANGUAGES CXX)
 find_package(torchkiln {})
 message(STATUS "found: ${{torchkiln_FOUND}}, torch: ${{torchkiln_torch_FOUND}}")
-if(TARGET torchkiln::torchkiln)
+if(TARGET torchkiln::torch)
   message(STATUS "has the operators")
 endif()
+"""
+
+PROGRAM = """
+cmake_minimum_required(VERSION 3.28...4.4)
+project(program LANGUAGES CXX)
+find_package(torchkiln REQUIRED COMPONENTS kernels)
+add_executable(program program.cpp)
+target_link_libraries(program PRIVATE torchkiln::kernels)
+add_library(other SHARED other.cpp)
+target_include_directories(other PRIVATE ${torchkiln_DIR}/../../../include)
+target_compile_definitions(other PRIVATE OTHER_MINOR)
+set_target_properties(other PROPERTIES OUTPUT_NAME torchkiln_kernels)
+"""
+SUM = """
+#include "torchkiln/version.h"
+#ifdef OTHER_MINOR
+#undef TORCHKILN_ABI
+#define TORCHKILN_ABI "v0_0"
+#endif
+#include "torchkiln/kernels/pointwise.h"
+"""
+CALL = """
+#include <cstdio>
+int main() {
+  std::puts("started");
+  const torchkiln::Elementwise<2> sum{};
+  return torchkiln::cpu::add(sum, 0, 0).ok() ? 0 : 1;
+}
+"""
+OTHER = """
+torchkiln::Status torchkiln::cpu::add(const Elementwise<2>&, int64_t, int64_t) { return {}; }
 """
 
 
@@ -68,16 +100,14 @@ def test_operators_where_there_is_no_torch(ground: Ground, moved: Path) -> None:
     assert not outcome.ended_well
     torch = torchkiln.build_info()["torch"].rpartition(".")[0]
     assert outcome.says(
-        f"torchkiln::torchkiln was built against torch {torch}; found: none",
+        f"torchkiln::torch was built against torch {torch}; found: none",
         f"pip install 'torch=={torch}.*'",
     )
 
 
-@pytest.mark.parametrize("component", ["torch", "torchkiln"])
-def test_operators_beside_another_torch(ground: Ground, moved: Path, component: str) -> None:
+def test_operators_beside_another_torch(ground: Ground, moved: Path) -> None:
     config = ground.torch(version="2.10.1") / "share/cmake/Torch"
-    asked = f"0.1 REQUIRED COMPONENTS {component}"
-    outcome = ask(ground, moved, asked, f"-DTorch_DIR={config}")
+    outcome = ask(ground, moved, "0.1 REQUIRED COMPONENTS torch", f"-DTorch_DIR={config}")
     assert not outcome.ended_well
     assert outcome.says("; found: 2.10.1. Type", "or name its folder: -DTorch_DIR=")
 
@@ -95,10 +125,14 @@ def test_without_components(ground: Ground, moved: Path) -> None:
     assert "has the operators" not in outcome.text
 
 
-def test_unknown_component(ground: Ground, moved: Path) -> None:
-    outcome = ask(ground, moved, "REQUIRED COMPONENTS kernels cublas")
+@pytest.mark.parametrize("component", ["cublas", "torchkiln"])
+def test_unknown_component(ground: Ground, moved: Path, component: str) -> None:
+    outcome = ask(ground, moved, f"REQUIRED COMPONENTS kernels {component}")
     assert not outcome.ended_well
-    assert outcome.says("torchkiln has no component 'cublas', only: kernels, torch")
+    assert outcome.says(f"torchkiln has no component '{component}', only: kernels, torch")
+
+
+def test_unknown_component_that_may_be_missing(ground: Ground, moved: Path) -> None:
     outcome = ask(ground, moved, "REQUIRED COMPONENTS kernels OPTIONAL_COMPONENTS cublas")
     assert outcome.ended_well, outcome.text
 
@@ -108,6 +142,26 @@ def test_another_version(ground: Ground, moved: Path) -> None:
     assert not outcome.ended_well
     version = torchkiln.build_info()["version"]
     assert outcome.says('compatible with requested version "7.0"', f"version: {version}")
+
+
+def test_a_program_beside_another_minor_version(ground: Ground, moved: Path) -> None:
+    """Its symbols contain the version, and it looks for them before main()."""
+    sources = ground.folder / "sources"
+    ground.write(sources / "CMakeLists.txt", PROGRAM)
+    ground.write(sources / "program.cpp", SUM + CALL)
+    ground.write(sources / "other.cpp", SUM + OTHER)
+    outcome = ground.configure(f"-DCMAKE_PREFIX_PATH={moved}", sources=sources)
+    assert outcome.ended_well, outcome.text
+    assert build(ground, "program") == "started\n"
+    subprocess.run(["cmake", "--build", str(ground.build), "--target", "other"], check=True)
+    name = "libtorchkiln_kernels.so"
+    shutil.copy(ground.build / name, moved / "lib" / name)
+    command = [ground.build / "program"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={})
+    assert done.returncode != 0
+    assert done.stdout == ""
+    version = "_".join(torchkiln.build_info()["version"].split(".")[:2])
+    assert re.search(rf"undefined symbol: \w*torchkiln\w*addB\d+v{version}", done.stderr)
 
 
 def test_as_a_part_of_another_project(ground: Ground) -> None:

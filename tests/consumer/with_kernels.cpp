@@ -25,7 +25,7 @@ int main() {
   for (const int64_t begin : {int64_t{0}, int64_t{7}}) {
     const int64_t end = begin == 0 ? 7 : kRows * kColumns;
     const torchkiln::Status status = torchkiln::cpu::bias_act(arguments, begin, end);
-    if (!status.ok()) {
+    if (status.code != torchkiln::StatusCode::ok) {
       std::fprintf(stderr, "with_kernels: %s\n", status.error);
       return 1;
     }
@@ -37,6 +37,13 @@ int main() {
       std::fprintf(stderr, "with_kernels: out[%zu] is %g, expected %g\n", i, out[i], expected);
       return 1;
     }
+  }
+  // An activation that the library lacks.
+  arguments.activation = static_cast<torchkiln::Activation>(1000);
+  const torchkiln::Status refused = torchkiln::cpu::bias_act(arguments, 0, 1);
+  if (refused.ok() || refused.code != torchkiln::StatusCode::unsupported) {
+    std::fprintf(stderr, "with_kernels: an unknown activation was not refused\n");
+    return 1;
   }
   std::printf("with_kernels: torchkiln %s, %zu values right\n", TORCHKILN_VERSION, out.size());
 }

@@ -1,4 +1,4 @@
-// torchkiln::torchkiln: the operators on tensors, gradients included, and their C functions.
+// torchkiln::torch: the operators on tensors, gradients included, and their C functions.
 
 #include <torch/torch.h>
 
@@ -19,7 +19,7 @@ bool close(const char* what, const at::Tensor& found, const at::Tensor& expected
 at::Tensor relu_in_c(at::Tensor& x) {
   using Function = AOTITorchError (*)(AtenTensorHandle, AtenTensorHandle*);
   const auto relu =
-      reinterpret_cast<Function>(torchkiln_c_function("torchkiln::relu(Tensor x) -> Tensor"));
+      reinterpret_cast<Function>(torchkiln_c_function_v1("torchkiln::relu(Tensor x) -> Tensor"));
   AtenTensorHandle out = nullptr;
   relu(reinterpret_cast<AtenTensorHandle>(&x), &out);
   at::Tensor* result = reinterpret_cast<at::Tensor*>(out);
@@ -31,7 +31,7 @@ at::Tensor relu_in_c(at::Tensor& x) {
 /// Whether no C function is found for the schema, with an error that begins with these words.
 bool refuses(const char* schema, const std::string& words) {
   try {
-    torchkiln_c_function(schema);
+    torchkiln_c_function_v1(schema);
   } catch (const c10::Error& error) {
     if (std::string(error.what_without_backtrace()).rfind(words, 0) == 0) return true;
     std::fprintf(stderr, "with_torch: %s\n", error.what_without_backtrace());

@@ -308,6 +308,8 @@ def test_an_op_of_this_repository(template: str, checkout: Path) -> None:
     for path in new:
         assert not re.search(rf"(?<!namespace )torchkiln::(?!{NAME}|formulas)", after[path]), path
         assert "using namespace torchkiln" not in after[path], path
+    for path in new | changed:
+        assert not re.search("^TORCHKILN_VISIBLE", after[path], re.MULTILINE), path
 
 
 def test_the_price_of_an_elementwise_op(checkout: Path) -> None:

@@ -19,6 +19,7 @@ class Library:
     runpath: tuple[str, ...]
     undefined: frozenset[str]  # without the weak ones, which may stay unresolved
     defined: frozenset[str]
+    functions: frozenset[str]  # defined ones, without inline functions and templates
     versions: frozenset[str]  # GLIBC_2.17, GLIBCXX_3.4.21, ...
 
 
@@ -26,10 +27,12 @@ def read(path: Path) -> Library:
     with path.open("rb") as file:
         elf = ELFFile(file)
         dynamic = list(elf.get_section_by_name(".dynamic").iter_tags())
-        undefined, defined = set(), set()
+        undefined, defined, functions = set(), set(), set()
         for symbol in elf.get_section_by_name(".dynsym").iter_symbols():
             if symbol["st_shndx"] != "SHN_UNDEF":
                 defined.add(symbol.name)
+                if symbol["st_info"] == {"bind": "STB_GLOBAL", "type": "STT_FUNC"}:
+                    functions.add(symbol.name)
             elif symbol["st_info"]["bind"] == "STB_GLOBAL":
                 undefined.add(symbol.name)
         needs = elf.get_section_by_name(".gnu.version_r")
@@ -45,6 +48,7 @@ def read(path: Path) -> Library:
         runpath=tuple(entry for runpath in runpaths for entry in runpath.split(":")),
         undefined=frozenset(undefined),
         defined=frozenset(defined),
+        functions=frozenset(functions),
         versions=frozenset(versions),
     )
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import elf
 import fatbin
+import symbols
 from checks import Checks
 
 # The newest version of each family of symbols that manylinux_2_28 allows. A wheel with another
@@ -55,6 +56,7 @@ def check_libraries(
     check_gpu_code(checks, kernels.path, record)
     check_boundary(checks, package, ours, record)
     check_exports(checks, package, ours)
+    symbols.check(checks, ours, record)
     check_portability(checks, package, ours, wheel)
 
 

@@ -1,4 +1,4 @@
-# For other packages with operators, after find_package(torchkiln COMPONENTS torchkiln) in the project's top folder:
+# For other packages with operators, after find_package(torchkiln COMPONENTS torch) in the project's top folder:
 #
 #   torchkiln_find_cuda()                    sets TORCHKILN_WITH_CUDA, and enables the CUDA language if it is on
 #   torchkiln_add_module(name SOURCES ...    a Python module of C++ files and, with CUDA, .cu files. CPU_KERNELS are C++
@@ -33,7 +33,7 @@ function(torchkiln_add_module name)
   # Uses torch's version of pybind11, because modules can share types only if their versions are equal.
   target_link_libraries(
     ${name}
-    PRIVATE torchkiln::torchkiln "${torchkiln_TORCH_FOLDER}/lib/libtorch_python.so"
+    PRIVATE torchkiln::torch "${torchkiln_TORCH_FOLDER}/lib/libtorch_python.so"
   )
   target_compile_definitions(${name} PRIVATE "TORCHKILN_PACKAGE=\"${PROJECT_NAME}\"")
   if(TORCHKILN_WITH_CUDA)

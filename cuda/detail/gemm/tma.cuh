@@ -78,12 +78,13 @@ Status make_tensor_map(CUtensorMap& map, const MapShape& shape, int outer_box) {
     int device = 0;
     return cudaGetDevice(&device) == cudaSuccess && cudaSetDevice(device) == cudaSuccess;
   }();
-  if (!has_context) return {"the device of this thread cannot be set"};
+  if (!has_context) return {"the device of this thread cannot be set", StatusCode::launch_failed};
   const CUresult result =
       encode(&map, kType, 3, const_cast<void*>(shape.data), sizes, strides, box, steps,
              CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return {result == CUDA_SUCCESS ? nullptr : "cuTensorMapEncodeTiled refused a tensor"};
+  if (result == CUDA_SUCCESS) return {};
+  return {"cuTensorMapEncodeTiled refused a tensor", StatusCode::launch_failed};
 }
 
 }  // namespace torchkiln::gemm

@@ -245,8 +245,7 @@ Status allocate_exchange(int64_t rows, int values, int blocks, Allocate allocate
                          cudaStream_t stream, C*& slots) {
   const size_t bytes = static_cast<size_t>(rows * values * blocks) * sizeof(C);
   slots = static_cast<C*>(allocate(bytes));
-  const cudaError_t error = cudaMemsetAsync(slots, 0xff, bytes, stream);
-  return error == cudaSuccess ? Status{} : Status{cudaGetErrorString(error)};
+  return status_of(cudaMemsetAsync(slots, 0xff, bytes, stream));
 }
 
 }  // namespace torchkiln::rowwise

@@ -40,8 +40,7 @@ Status allocate_part_values(const PartPlan& plan, int values, Allocate allocate,
   found.of_rows = found.of_parts + plan.tasks * values;
   const size_t bytes = static_cast<size_t>(rows) * sizeof(unsigned);
   found.progress = static_cast<unsigned*>(allocate(bytes));
-  const cudaError_t error = cudaMemsetAsync(found.progress, 0, bytes, stream);
-  return error == cudaSuccess ? Status{} : Status{cudaGetErrorString(error)};
+  return status_of(cudaMemsetAsync(found.progress, 0, bytes, stream));
 }
 
 /// Row: the elements of a row that one thread holds, in a PartTile.

@@ -140,12 +140,6 @@ Status with_index(bool wide, const Body& body) {
   return wide ? body(TypeTag<int64_t>{}) : body(TypeTag<int32_t>{});
 }
 
-Status status_of(cudaError_t error) {
-  if (error == cudaSuccess) return {};
-  (void)cudaGetLastError();  // cleared, because the status reports it
-  return {cudaGetErrorString(error)};
-}
-
 }  // namespace
 
 Status csr_transpose(const CsrTranspose& p, Allocate allocate, CUstream_st* stream) {

@@ -56,7 +56,11 @@ def sources(template: str, words: dict[str, str]) -> dict[str, str]:
 
 
 def at_home(text: str) -> str:
-    """The text without ``torchkiln::``, ``using namespace torchkiln`` and the list of specs."""
+    """The text without ``torchkiln::``, ``using namespace torchkiln`` and the list of specs.
+
+    Symbols of torchkiln's own functions contain its version.
+    """
+    text = re.sub("^TORCHKILN_VISIBLE", "TORCHKILN_EXPORT", text, flags=re.MULTILINE)
     outside = r"^using namespace torchkiln(::cpu::\w+)?;\n\n?|\nSPECS = .*\n\Z"
     return re.sub(outside, "", text, flags=re.MULTILINE).replace("torchkiln::", "")
 
@@ -71,7 +75,7 @@ def edits(words: dict[str, str]) -> list[Edit]:
         found = [line for line in text.splitlines() if re.search(pattern, line)]
         return filled("".join(f"{line}\n" for line in found), words)
 
-    header = lines_of("cpp/include/PACKAGE/torch/ops.h", "SUMMARY|PARAMETERS")
+    header = at_home(lines_of("cpp/include/PACKAGE/torch/ops.h", "SUMMARY|PARAMETERS"))
     python = "src/torchkiln/__init__.py"
     imported = f"from torchkiln.ops.{name} import {name}  # noqa: E402"
     return [

@@ -31,11 +31,12 @@
 
 /// The C function of the op with this schema, as torch writes it. Throws an error if no such op is
 /// loaded or its schema differs.
-extern "C" TORCHKILN_EXPORT void* torchkiln_c_function(const char* schema);
+extern "C" TORCHKILN_VISIBLE void* torchkiln_c_function_v1(const char* schema);
 
 namespace torchkiln {
 
-/// Makes torchkiln_c_function() return a function for the op of that name, which has a namespace.
+/// Makes torchkiln_c_function_v1() return a function for the op of that name, which has a
+/// namespace.
 TORCHKILN_EXPORT void add_c_function(const char* op, void* function);
 
 TORCHKILN_EXPORT std::vector<std::string> ops_with_c_function();

@@ -2,7 +2,7 @@
 
 // An elementwise op from one struct, its formula:
 //
-//     struct TORCHKILN_EXPORT Scale : Formula</*tensors*/ 1, /*numbers*/ 1> {
+//     struct TORCHKILN_VISIBLE Scale : Formula</*tensors*/ 1, /*numbers*/ 1> {
 //       static constexpr const char* kName = "scale";
 //       template <class Math, class C>
 //       TORCHKILN_FUNCTION static C value(C x, C factor) { return x * factor; }

@@ -37,7 +37,7 @@ class Listener {
 };
 
 /// One listener per process, so that launches on every thread are reported.
-inline TORCHKILN_EXPORT Listener* listener = nullptr;
+inline TORCHKILN_VISIBLE Listener* listener = nullptr;
 
 inline Listener* listening() { return __atomic_load_n(&listener, __ATOMIC_ACQUIRE); }
 

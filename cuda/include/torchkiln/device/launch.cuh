@@ -159,6 +159,16 @@ inline cudaGraphNode_t& latest_early_node() {
   return node;
 }
 
+/// The status for the result of a call of the CUDA runtime, whose latest error it clears.
+inline Status status_of(cudaError_t error) {
+  if (error == cudaSuccess) return {};
+  (void)cudaGetLastError();
+  StatusCode code = StatusCode::launch_failed;
+  if (error == cudaErrorMemoryAllocation) code = StatusCode::out_of_memory;
+  if (error == cudaErrorNoKernelImageForDevice) code = StatusCode::unsupported;
+  return {cudaGetErrorString(error), code};
+}
+
 /// Queues a kernel. `overlaps`: its blocks may start while the previous kernel still runs, so the
 /// kernel must begin with wait_for_previous_kernel(). Does not call current_device(): that inline
 /// function exists once in the library, with the architectures of an arbitrary file, so a file
@@ -201,14 +211,11 @@ Status launch_kernel(void (*kernel)(Parameters...), const Grid& grid, bool overl
     attributes[config.numAttrs++].val.cooperative = 1;
   }
   if (error == cudaSuccess) error = cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
-  if (error == cudaSuccess) {
-    if (recording.active) latest_early_node() = recording_of(stream).last;
-    if (trace::Listener* listener = trace::listening())
-      trace_launch(*listener, reinterpret_cast<const void*>(kernel), grid);
-    return {};
-  }
-  (void)cudaGetLastError();  // clears the error, which the status reports
-  return {cudaGetErrorString(error)};
+  if (error != cudaSuccess) return status_of(error);
+  if (recording.active) latest_early_node() = recording_of(stream).last;
+  if (trace::Listener* listener = trace::listening())
+    trace_launch(*listener, reinterpret_cast<const void*>(kernel), grid);
+  return {};
 }
 
 /// Queues a kernel that begins with wait_for_previous_kernel(). On compute capability 9.0 and later

@@ -28,16 +28,16 @@ struct Windows {
 namespace cpu {
 
 /// Computes the rows begin <= row < end.
-TORCHKILN_EXPORT torchkiln::Status OPNAME(const OPNAME_parts::Windows& arguments, int64_t begin,
-                                          int64_t end);
+TORCHKILN_VISIBLE torchkiln::Status OPNAME(const OPNAME_parts::Windows& arguments, int64_t begin,
+                                           int64_t end);
 
 }  // namespace cpu
 
 namespace cuda {
 
 /// Computes all rows on the current device, queued on `stream`.
-TORCHKILN_EXPORT torchkiln::Status OPNAME(const OPNAME_parts::Windows& arguments,
-                                          CUstream_st* stream);
+TORCHKILN_VISIBLE torchkiln::Status OPNAME(const OPNAME_parts::Windows& arguments,
+                                           CUstream_st* stream);
 
 }  // namespace cuda
 }  // namespace PACKAGE

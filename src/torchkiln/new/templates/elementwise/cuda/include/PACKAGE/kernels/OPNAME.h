@@ -7,7 +7,7 @@ namespace PACKAGE::formulas {
 /// x * sigmoid(scale * gate), of one element; the build makes the kernels. C is the type of the
 /// computation: double for float64, else float. Results are rounded once, when they are stored.
 /// Math has exp, log, tanh ... of that type, on the CPU and on the GPU.
-struct TORCHKILN_EXPORT TYPENAME : torchkiln::Formula</*tensors*/ 2, /*numbers*/ 1> {
+struct TORCHKILN_VISIBLE TYPENAME : torchkiln::Formula</*tensors*/ 2, /*numbers*/ 1> {
   template <class Math, class C>
   TORCHKILN_FUNCTION static C value(C x, C gate, C scale) {
     return x * torchkiln::sigmoid<Math>(scale * gate);

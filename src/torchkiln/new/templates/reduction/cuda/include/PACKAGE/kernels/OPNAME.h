@@ -42,11 +42,11 @@ struct Rows {
 namespace cpu {
 
 /// Sums the rows begin <= row < end.
-TORCHKILN_EXPORT torchkiln::Status OPNAME(const OPNAME_parts::Rows& arguments, int64_t begin,
-                                          int64_t end);
+TORCHKILN_VISIBLE torchkiln::Status OPNAME(const OPNAME_parts::Rows& arguments, int64_t begin,
+                                           int64_t end);
 /// Computes the elements begin <= i < end. The inputs are {grad, x}; grad has stride 0 in a row.
-TORCHKILN_EXPORT torchkiln::Status OPNAME_backward(const torchkiln::Elementwise<2>& arguments,
-                                                   int64_t begin, int64_t end);
+TORCHKILN_VISIBLE torchkiln::Status OPNAME_backward(const torchkiln::Elementwise<2>& arguments,
+                                                    int64_t begin, int64_t end);
 
 }  // namespace cpu
 
@@ -54,9 +54,10 @@ namespace cuda {
 
 /// The functions of namespace cpu on the current device, for all rows and elements, queued on
 /// `stream`.
-TORCHKILN_EXPORT torchkiln::Status OPNAME(const OPNAME_parts::Rows& arguments, CUstream_st* stream);
-TORCHKILN_EXPORT torchkiln::Status OPNAME_backward(const torchkiln::Elementwise<2>& arguments,
-                                                   CUstream_st* stream);
+TORCHKILN_VISIBLE torchkiln::Status OPNAME(const OPNAME_parts::Rows& arguments,
+                                           CUstream_st* stream);
+TORCHKILN_VISIBLE torchkiln::Status OPNAME_backward(const torchkiln::Elementwise<2>& arguments,
+                                                    CUstream_st* stream);
 
 }  // namespace cuda
 }  // namespace PACKAGE
