@@ -122,7 +122,7 @@ void run(const Tensor& x, const Tensor& bias, double scale, Activation act, cons
 /// Returns the output and, if the derivative needs only signs, one bit per element.
 struct Forward {
   static constexpr const char* kSchema =
-      "torchkiln::bias_act_forward(Tensor x, Tensor bias, float scale, str act) -> "
+      "torchkiln::_bias_act_forward(Tensor x, Tensor bias, float scale, str act) -> "
       "(Tensor, Tensor)";
 
   static Two meta(const Tensor& x, const Tensor& bias, double, Activation act) {

@@ -78,7 +78,7 @@ void bind_activations(const torchkiln::Binder& ops) {
 const char* name_of_bn_act(PyObject* const* given) {
   constexpr size_t kRunningMean = 3, kTraining = 7;
   const bool moves = given[kTraining] == Py_True && given[kRunningMean] != Py_None;
-  return moves ? "bn_act_update" : "bn_act";
+  return moves ? "_bn_act_update" : "bn_act";
 }
 
 }  // namespace

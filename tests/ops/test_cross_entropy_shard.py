@@ -15,8 +15,8 @@ pytestmark = pytest.mark.skipif(
     not dist.is_available(), reason="this torch has no torch.distributed"
 )
 
-FORWARD = torch.ops.torchkiln.cross_entropy_shard.default
-BACKWARD = torch.ops.torchkiln.cross_entropy_shard_backward.default
+FORWARD = torch.ops.torchkiln._cross_entropy_shard.default
+BACKWARD = torch.ops.torchkiln._cross_entropy_shard_backward.default
 
 
 def targets(rows: int, classes: int, device: torch.device) -> Tensor:

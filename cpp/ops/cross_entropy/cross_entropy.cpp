@@ -72,7 +72,7 @@ struct Forward {
                      self.z_loss, self.dtype, self.check_target, self.accuracy);
   };
   static constexpr const char* kSchema =
-      "torchkiln::cross_entropy_forward(Tensor logits, Tensor target, Tensor? weight, "
+      "torchkiln::_cross_entropy_forward(Tensor logits, Tensor target, Tensor? weight, "
       "int ignore_index, str reduction, float label_smoothing, float z_loss, ScalarType? dtype, "
       "bool check_target, bool accuracy=False) -> (Tensor, Tensor)";
 
@@ -119,7 +119,7 @@ void check_backward(const Tensor& grad, const Tensor& logits, const Tensor& targ
 
 struct Backward {
   static constexpr const char* kSchema =
-      "torchkiln::cross_entropy_backward(Tensor grad, Tensor logits, Tensor target, "
+      "torchkiln::_cross_entropy_backward(Tensor grad, Tensor logits, Tensor target, "
       "Tensor? weight, Tensor state, int ignore_index, str reduction, float label_smoothing, "
       "float z_loss) -> Tensor";
 
@@ -280,9 +280,11 @@ struct WithMetrics {
       return std::tuple_cat(CrossEntropyOptions::fields(self), std::tie(self.accuracy));
     }
   };
+  static constexpr const char* kName = "cross_entropy";
   static constexpr const char* kSchema =
-      "torchkiln::cross_entropy_with_metrics(Tensor logits, Tensor target, Tensor? weight=None, *, "
-      "int ignore_index=-100, str reduction='mean', float label_smoothing=0.0, float z_loss=0.0, "
+      "torchkiln::_cross_entropy_with_metrics(Tensor logits, Tensor target, Tensor? weight=None, "
+      "*, int ignore_index=-100, str reduction='mean', float label_smoothing=0.0, "
+      "float z_loss=0.0, "
       "ScalarType? dtype=None, bool check_target=False, bool inplace_backward=False, "
       "float? softcap=None, bool accuracy=False) -> (Tensor, Tensor, Tensor)";
   static constexpr std::array<size_t, 2> kPromotedBy = Op::kPromotedBy;

@@ -186,8 +186,9 @@ struct WithMetrics {
       return std::tuple_cat(Call::fields(self), std::tie(self.loss.accuracy));
     }
   };
+  static constexpr const char* kName = "linear_cross_entropy";
   static constexpr const char* kSchema =
-      "torchkiln::linear_cross_entropy_with_metrics(Tensor x, Tensor weight, Tensor target, "
+      "torchkiln::_linear_cross_entropy_with_metrics(Tensor x, Tensor weight, Tensor target, "
       "Tensor? bias=None, *, Tensor? class_weight=None, int ignore_index=-100, "
       "str reduction='mean', float label_smoothing=0.0, float z_loss=0.0, "
       "ScalarType? dtype=None, bool check_target=False, float? softcap=None, "

@@ -58,7 +58,7 @@ struct Forward {
     }
   };
   static constexpr const char* kSchema =
-      "torchkiln::linear_cross_entropy_forward(Tensor x, Tensor weight, Tensor target, "
+      "torchkiln::_linear_cross_entropy_forward(Tensor x, Tensor weight, Tensor target, "
       "Tensor? bias, Tensor? class_weight, int ignore_index, str reduction, "
       "float label_smoothing, float z_loss, ScalarType? dtype, bool check_target, "
       "float? softcap, float temperature, bool[3] wanted, bool accuracy=False) "
@@ -70,7 +70,7 @@ struct Forward {
 
 struct Backward {
   static constexpr const char* kSchema =
-      "torchkiln::linear_cross_entropy_backward(Tensor x, Tensor weight, Tensor target, "
+      "torchkiln::_linear_cross_entropy_backward(Tensor x, Tensor weight, Tensor target, "
       "Tensor? bias, Tensor? class_weight, int ignore_index, str reduction, "
       "float label_smoothing, float z_loss, ScalarType? dtype, bool check_target, "
       "float? softcap, float temperature, Tensor grad, Tensor state, bool[3] wanted) "

@@ -167,7 +167,7 @@ def cross_entropy(
     ops, given = torch.ops.torchkiln, (logits, target, weight)
     if not return_z_loss and not return_accuracy:
         return ops.cross_entropy.default(*given, **options)
-    loss, z, accuracy = ops.cross_entropy_with_metrics.default(
+    loss, z, accuracy = ops._cross_entropy_with_metrics.default(
         *given, **options, accuracy=return_accuracy
     )
     return CrossEntropyOutput(
@@ -295,7 +295,7 @@ def linear_cross_entropy(
     ops, given = torch.ops.torchkiln, (x, weight, target, bias)
     if not return_z_loss and not return_accuracy:
         return ops.linear_cross_entropy.default(*given, **options)
-    loss, z, accuracy = ops.linear_cross_entropy_with_metrics.default(
+    loss, z, accuracy = ops._linear_cross_entropy_with_metrics.default(
         *given, **options, accuracy=return_accuracy
     )
     return CrossEntropyOutput(

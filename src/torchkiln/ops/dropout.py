@@ -51,10 +51,10 @@ def _traced(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, training
 
     The state is the one that an eager call draws, so equal seeds give equal masks.
     """
-    state = torch.ops.torchkiln.dropout_state.default(x) if training and 0 < p < 1 else None
+    state = torch.ops.torchkiln._dropout_state.default(x) if training and 0 < p < 1 else None
     if training and p == 1:
         state = torch.zeros(2, dtype=torch.int64, device=x.device)
-    return torch.ops.torchkiln.dropout_add_with_state.default(x, bias, residual, state, p)
+    return torch.ops.torchkiln._dropout_add_with_state.default(x, bias, residual, state, p)
 
 
 def _save_state(mode: Any, x: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ def _save_state(mode: Any, x: Tensor) -> Tensor:
     An activation checkpoint would otherwise draw it again in backward. On a GPU torch does so with
     a generator of its own, for the forward pass, too, which ``torch.manual_seed`` does not reach.
     """
-    op = torch.ops.torchkiln.dropout_state.default
+    op = torch.ops.torchkiln._dropout_state.default
     state: Tensor = mode.__torch_dispatch__(op, (), (x,), {})
     tracing = mode if isinstance(mode, ProxyTorchDispatchMode) else get_proxy_mode()
     if tracing is not None:
@@ -73,6 +73,6 @@ def _save_state(mode: Any, x: Tensor) -> Tensor:
 
 
 for _mode in (ProxyTorchDispatchMode, _CachingTorchDispatchMode):  # the second: of checkpoints
-    _op = torch.ops.torchkiln.dropout_state.default
+    _op = torch.ops.torchkiln._dropout_state.default
     _op.python_key_table.pop(_mode, None)  # of an import before, which sys.modules does not have
     _op.py_impl(_mode)(_save_state)

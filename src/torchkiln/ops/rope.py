@@ -120,7 +120,7 @@ def qkv_norm_rope(  # noqa: PLR0917
     if cache is not None:
         keys, values = cache
         check_no_gradient("qkv_norm_rope", "cache", qkv, cos, sin, q_weight, k_weight, keys, values)
-        q = torch.ops.torchkiln.qkv_norm_rope_cache.default(
+        q = torch.ops.torchkiln._qkv_norm_rope_cache.default(
             qkv,
             cos,
             sin,

@@ -127,4 +127,4 @@ def csr_transpose(crow: Tensor, col: Tensor, columns: int) -> Tensor:
         col: as for :func:`spmm_csr`.
         columns: number of columns of the sparse matrix.
     """
-    return torch.ops.torchkiln.spmm_transpose.default(crow, col, columns)
+    return torch.ops.torchkiln.csr_transpose.default(crow, col, columns)

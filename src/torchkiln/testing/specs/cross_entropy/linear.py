@@ -309,7 +309,7 @@ LINEAR_CROSS_ENTROPY = OpSpec(
     threads_matter=True,
     bench_shapes=((8192, 32768), (8192, 131072)),
     small_shapes=((1, 4096), (8, 4096), (64, 4096), (512, 4096)),
-    helpers=("linear_cross_entropy_forward", "linear_cross_entropy_backward"),
+    helpers=("_linear_cross_entropy_forward", "_linear_cross_entropy_backward"),
     module=layer(torchkiln.nn.LinearCrossEntropyLoss, 10, 7, True, z_loss=0.01),
     module_inputs=typical_inputs,
     excluded={

@@ -282,6 +282,6 @@ CROSS_ENTROPY = OpSpec(
     waits_for=("check_target",),
     bench_shapes=((32768, 4096), (8192, 32768), (8192, 131072)),
     small_shapes=((1, 4096), (8, 4096), (64, 4096), (512, 4096)),
-    helpers=("cross_entropy_forward", "cross_entropy_backward"),
+    helpers=("_cross_entropy_forward", "_cross_entropy_backward"),
     module=module,
 )

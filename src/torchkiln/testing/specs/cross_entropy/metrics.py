@@ -128,7 +128,7 @@ def with_metrics(parent: OpSpec, op: Function, reference: Function, composite: F
         parent,
         name=name,
         op=op,
-        overload=getattr(torch.ops.torchkiln, name).default,
+        overload=getattr(torch.ops.torchkiln, f"_{name}").default,
         reference=reference,
         composite=composite,
         magnitude=partial(with_terms, parent.magnitude, reference),

@@ -284,6 +284,6 @@ LINEAR = OpSpec(
     bench_shapes=BENCH_SHAPES,
     opaque=True,
     threads_matter=True,
-    helpers=("linear_forward",),
+    helpers=("_linear_forward",),
     module=layer(torchkiln.nn.Linear, 10, 8, act="gelu"),
 )

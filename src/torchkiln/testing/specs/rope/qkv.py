@@ -284,7 +284,7 @@ def with_cache(parent: OpSpec) -> OpSpec:
 
     function = Written(
         fill_cache,
-        torch.ops.torchkiln.qkv_norm_rope_cache.default,
+        torch.ops.torchkiln._qkv_norm_rope_cache.default,
         {"keys": new_cache, "values": new_cache},
         plain=partial(filled, torchkiln.qkv_norm_rope),
         layouts=("contiguous", "offset by one element", "rows of a wider matrix"),
@@ -326,5 +326,5 @@ QKV_NORM_ROPE = OpSpec(
     traffic=qkv_traffic,
     backward_traffic=qkv_backward_traffic,
     opaque=True,
-    helpers=("qkv_norm_rope_backward",),
+    helpers=("_qkv_norm_rope_backward",),
 )
