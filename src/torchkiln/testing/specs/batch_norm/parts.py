@@ -86,7 +86,6 @@ UPDATE = form_of(
     ),
     called="bn_act",
     kinds=False,
-    words={},
     excluded={
         "vmap": NOT_MAPPED,
         "vmap_of_grad": NOT_MAPPED,

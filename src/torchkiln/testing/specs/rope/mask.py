@@ -45,7 +45,11 @@ def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 def invalid(device: torch.device) -> Iterator[Invalid]:
     """Positions that are no integers, or no vector, and other numbers and dtypes."""
     at = torch.tensor([1, 2], device=device)
-    good = GoodCall(torch.ops.torchkiln._cache_mask.default, Sample("good", (at, 4, torch.float32)))
+    good = GoodCall(
+        torch.ops.torchkiln._cache_mask.default,
+        Sample("good", (at, 4, torch.float32)),
+        "cache_mask",
+    )
     for error, words, changed in (
         (RuntimeError, "positions: got dtype float32, expected", {"positions": at.float()}),
         (RuntimeError, "positions: got shape [], expected", {"positions": at[0]}),
