@@ -47,7 +47,7 @@ int main() {
   const at::Tensor bias = torch::randn({33}).requires_grad_();
   const at::Tensor grad = torch::randn({17, 33});
 
-  const at::Tensor out = torchkiln::scale_bias_relu(x, bias, 0.5);
+  const at::Tensor out = torchkiln::bias_act(x, bias, {0.5});
   const at::Tensor expected = torch::relu(x * 0.5 + bias);
   const auto grads = torch::autograd::grad({out}, {x, bias}, {grad});
   const auto expected_grads = torch::autograd::grad({expected}, {x, bias}, {grad});

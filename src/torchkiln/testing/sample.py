@@ -70,14 +70,19 @@ class Sample:
 
     def arguments(self, function: Callable[..., Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The positional and the keyword arguments of a call of ``function``."""
-        try:
-            parameters = list(inspect.signature(function).parameters.values())
-        except ValueError:  # a builtin function
-            parameters = []
-        if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-            return self.args, dict(self.kwargs)
-        named = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-        count = len(parameters) - len(named)
+        if isinstance(function, torch._ops.OpOverload):
+            arguments = function._schema.arguments
+            named = [a.name for a in arguments if a.kwarg_only]
+            count = len(arguments) - len(named)
+        else:
+            try:
+                parameters = list(inspect.signature(function).parameters.values())
+            except ValueError:  # a builtin function
+                parameters = []
+            if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+                return self.args, dict(self.kwargs)
+            named = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+            count = sum(p.kind not in {p.KEYWORD_ONLY, p.VAR_KEYWORD} for p in parameters)
         behind = zip(named, self.args[count:], strict=False) if named else ()
         return self.args[: count if named else None], {**dict(behind), **self.kwargs}
 

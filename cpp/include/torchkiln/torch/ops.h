@@ -31,15 +31,17 @@ TORCHKILN_EXPORT at::Tensor activation(const at::Tensor& x, std::string_view act
 /// The activation in place: square, relu, silu, sigmoid or tanh. Returns x.
 TORCHKILN_EXPORT at::Tensor& activation_(at::Tensor& x, std::string_view act);
 
+struct BiasActOptions {
+  double scale = 1.0;
+  std::string_view act = "relu";  // as for activation(), or "none"
+
+  TORCHKILN_FIELDS(self.scale, self.act);
+};
+
 /// activation(x * scale + bias) for x [..., columns] and bias [columns]. The bias has x's dtype, or
 /// float32 if x has half precision. The result is contiguous and has x's shape and dtype.
 TORCHKILN_EXPORT at::Tensor bias_act(const at::Tensor& x, const at::Tensor& bias,
-                                     double scale = 1.0, std::string_view act = "relu");
-
-/// relu(x * scale + bias)
-inline at::Tensor scale_bias_relu(const at::Tensor& x, const at::Tensor& bias, double scale = 1.0) {
-  return bias_act(x, bias, scale, "relu");
-}
+                                     const BiasActOptions& options = {});
 
 /// silu(gate) * up for tensors of one shape and dtype. Without `up`, the last dimension of `gate`
 /// is split into gate and up. The result is contiguous.
@@ -83,32 +85,51 @@ TORCHKILN_EXPORT at::Tensor mean(const at::Tensor& x, at::OptionalIntArrayRef di
 /// contiguous.
 TORCHKILN_EXPORT at::Tensor matmul(const at::Tensor& a, const at::Tensor& b);
 
-/// activation(x weight^T * scale + bias) + residual for x [..., k], weight [n, k], bias [n] and
-/// residual [..., n]. The bias has x's dtype, or float32 if x has half precision; the others have
-/// x's dtype. The result is contiguous.
+struct LinearOptions {
+  std::string_view act = "none";  // or as for activation()
+  double scale = 1.0;
+  std::optional<at::Tensor> residual = std::nullopt;  // [..., n], of x's dtype
+
+  TORCHKILN_FIELDS(self.act, self.scale, self.residual);
+};
+
+/// activation(x weight^T * scale + bias) + residual for x [..., k], weight [n, k] and bias [n]. The
+/// bias has x's dtype, or float32 if x has half precision; the weight has x's dtype. The result is
+/// contiguous.
 TORCHKILN_EXPORT at::Tensor linear(const at::Tensor& x, const at::Tensor& weight,
                                    const std::optional<at::Tensor>& bias = std::nullopt,
-                                   std::string_view act = "none", double scale = 1.0,
-                                   const std::optional<at::Tensor>& residual = std::nullopt);
+                                   const LinearOptions& options = {});
+
+struct MlpOptions {
+  std::string_view act = "gelu";     // as for activation(), or "none"
+  std::string_view save = "preact";  // for backward: the argument of the activation; or "none",
+                                     // which computes it again
+
+  TORCHKILN_FIELDS(self.act, self.save);
+};
 
 /// activation(x up_weight^T + up_bias) down_weight^T + down_bias as one op, for x [..., k],
-/// up_weight [hidden, k] and down_weight [n, hidden], all of one dtype. `save` chooses what is kept
-/// for backward beside x and the weights: "preact", the argument of the activation, or "none",
-/// which computes it again.
+/// up_weight [hidden, k] and down_weight [n, hidden], all of one dtype.
 TORCHKILN_EXPORT at::Tensor mlp(const at::Tensor& x, const at::Tensor& up_weight,
                                 const at::Tensor& down_weight,
                                 const std::optional<at::Tensor>& up_bias = std::nullopt,
                                 const std::optional<at::Tensor>& down_bias = std::nullopt,
-                                std::string_view act = "gelu", std::string_view save = "preact");
+                                const MlpOptions& options = {});
+
+struct GatedMlpOptions {
+  std::string_view act = "silu";     // or gelu, gelu_tanh
+  std::string_view save = "preact";  // as in MlpOptions
+
+  TORCHKILN_FIELDS(self.act, self.save);
+};
 
 /// mlp() with a gate: activation(g) * u for the halves g, u of x gate_up_weight^T + gate_up_bias,
-/// with gate_up_weight [2 * hidden, k]. The activation is silu, gelu or gelu_tanh.
+/// with gate_up_weight [2 * hidden, k].
 TORCHKILN_EXPORT at::Tensor gated_mlp(const at::Tensor& x, const at::Tensor& gate_up_weight,
                                       const at::Tensor& down_weight,
                                       const std::optional<at::Tensor>& gate_up_bias = std::nullopt,
                                       const std::optional<at::Tensor>& down_bias = std::nullopt,
-                                      std::string_view act = "silu",
-                                      std::string_view save = "preact");
+                                      const GatedMlpOptions& options = {});
 
 struct LayerNormOptions {
   double eps = 1e-5;

@@ -269,6 +269,7 @@ LINEAR = OpSpec(
     output_sensitivity=linear_gradient_magnitude,
     intermediate_sensitivity=linear_intermediate_sensitivity,
     inputs=linear_inputs,
+    differentiable=(0, 1, 2, 5),
     refusals=Refusals(
         dtypes={"weight": "x", "residual": "x"},
         parameters={"bias": "x"},
