@@ -47,7 +47,7 @@ def test_shards_give_the_loss_and_the_gradient_of_whole_rows(
             reduction="none",
             label_smoothing=smoothing,
             z_loss=0.01,
-            dtype=torch.promote_types(dtype, torch.float32),
+            loss_dtype=torch.promote_types(dtype, torch.float32),
         )
         grad = torch.randn_like(expected)
         (of_whole,) = torch.autograd.grad(expected, whole, grad)

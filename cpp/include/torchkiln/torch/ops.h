@@ -285,14 +285,15 @@ struct CrossEntropyOptions {
   int64_t ignore_index = -100;
   std::string_view reduction = "mean";  // none, mean or sum
   double label_smoothing = 0.0;
-  double z_loss = 0.0;                  // adds z_loss * log(sum of exp(logits))^2 per row
-  std::optional<at::ScalarType> dtype;  // of the loss; by default that of the logits
-  bool check_target = false;            // checks the target's classes first; synchronises
-  bool inplace_backward = false;        // backward writes the gradient over the logits
-  std::optional<double> softcap;        // replaces logits by softcap * tanh(logits / softcap)
+  double z_loss = 0.0;                       // adds z_loss * log(sum of exp(logits))^2 per row
+  std::optional<at::ScalarType> loss_dtype;  // by default that of the logits
+  bool check_target = false;                 // checks the target's classes first; synchronises
+  bool inplace_backward = false;             // backward writes the gradient over the logits
+  std::optional<double> softcap;             // replaces logits by softcap * tanh(logits / softcap)
 
   TORCHKILN_FIELDS(self.weight, self.ignore_index, self.reduction, self.label_smoothing,
-                   self.z_loss, self.dtype, self.check_target, self.inplace_backward, self.softcap);
+                   self.z_loss, self.loss_dtype, self.check_target, self.inplace_backward,
+                   self.softcap);
 };
 
 /// Cross-entropy of logits [classes], [rows, classes] or [rows, classes, ...] and a target: one
@@ -302,28 +303,30 @@ TORCHKILN_EXPORT at::Tensor cross_entropy(const at::Tensor& logits, const at::Te
                                           const CrossEntropyOptions& options = {});
 
 struct LinearCrossEntropyOptions {
-  std::optional<at::Tensor> class_weight;  // [classes], of x's dtype, or float32 for half x
+  std::optional<at::Tensor> linear_bias;  // [classes], of x's dtype, or float32 for half x
+  std::optional<at::Tensor> weight;  // [classes], a factor for each; a dtype as for linear_bias
   int64_t ignore_index = -100;
   std::string_view reduction = "mean";  // none, mean or sum
   double label_smoothing = 0.0;
-  double z_loss = 0.0;                  // adds z_loss * log(sum of exp(logits))^2 per row
-  std::optional<at::ScalarType> dtype;  // of the loss; by default that of x
-  bool check_target = false;            // checks the target's classes first; synchronises
-  std::optional<double> softcap;        // replaces logits by softcap * tanh(logits / softcap)
-  double temperature = 1.0;             // divides the logits, after the softcap
+  double z_loss = 0.0;                       // adds z_loss * log(sum of exp(logits))^2 per row
+  std::optional<at::ScalarType> loss_dtype;  // by default that of x
+  bool check_target = false;                 // checks the target's classes first; synchronises
+  std::optional<double> softcap;             // replaces logits by softcap * tanh(logits / softcap)
+  double temperature = 1.0;                  // divides the logits, after the softcap
 
-  TORCHKILN_FIELDS(self.class_weight, self.ignore_index, self.reduction, self.label_smoothing,
-                   self.z_loss, self.dtype, self.check_target, self.softcap, self.temperature);
+  TORCHKILN_FIELDS(self.linear_bias, self.weight, self.ignore_index, self.reduction,
+                   self.label_smoothing, self.z_loss, self.loss_dtype, self.check_target,
+                   self.softcap, self.temperature);
 };
 
-/// Cross-entropy of the logits x weight^T + bias for x [..., features], weight [classes, features]
-/// and bias [classes], whose dtypes are as for linear(), and int64 classes [...]. Logits are
-/// computed for some thousand rows at a time. The gradients of x, weight and bias are computed
-/// with the loss and kept until backward.
-TORCHKILN_EXPORT at::Tensor linear_cross_entropy(
-    const at::Tensor& x, const at::Tensor& weight, const at::Tensor& target,
-    const std::optional<at::Tensor>& bias = std::nullopt,
-    const LinearCrossEntropyOptions& options = {});
+/// Cross-entropy of the logits linear(x, linear_weight, options.linear_bias) for x [..., features],
+/// linear_weight [classes, features] and int64 classes [...]. Logits are computed for some thousand
+/// rows at a time. The gradients of x and of the layer are computed with the loss and kept until
+/// backward.
+TORCHKILN_EXPORT at::Tensor linear_cross_entropy(const at::Tensor& x,
+                                                 const at::Tensor& linear_weight,
+                                                 const at::Tensor& target,
+                                                 const LinearCrossEntropyOptions& options = {});
 
 struct SpmmOptions {
   at::OptionalSymIntArrayRef shape = std::nullopt;  // [rows, columns], checked against the tensors
