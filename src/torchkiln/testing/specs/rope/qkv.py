@@ -160,7 +160,7 @@ def qkv_gradient_magnitude(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         y = 3 * (x + n * (n * x).mean(p.dims, keepdim=True)) * rstd * size
         return y + 3 * n * (factor - factor.detach()) if isinstance(factor, Tensor) else y
 
-    def rotate(q: Tensor, k: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    def rotate(q: Tensor, k: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, ...]:
         return gradient_magnitude(q, k, *rest, **options)
 
     return p.results(rotate, normalized(p.q, 0), normalized(p.k, 1), p.v)
