@@ -58,6 +58,7 @@ int main() {
                      close("gradient of x", grads[0], expected_grads[0]) &&
                      close("gradient of bias", grads[1], expected_grads[1]) &&
                      close("sum", torchkiln::add(x, bias), x + bias) &&
+                     close("gelu", torchkiln::gelu(plain), torch::gelu(plain)) &&
                      close("relu in C", relu_in_c(plain), torch::relu(plain)) &&
                      refuses("torchkiln::nothing() -> ()", "torchkiln: found no op") &&
                      refuses("torchkiln::relu(Tensor x, int n) -> Tensor",

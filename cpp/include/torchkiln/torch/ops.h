@@ -28,6 +28,16 @@ TORCHKILN_EXPORT at::Tensor muladd(const at::Tensor& a, const at::Tensor& b, con
 /// and dtype, and x's strides if x is dense.
 TORCHKILN_EXPORT at::Tensor activation(const at::Tensor& x, std::string_view act);
 
+inline at::Tensor square(const at::Tensor& x) { return activation(x, "square"); }
+inline at::Tensor relu(const at::Tensor& x) { return activation(x, "relu"); }
+inline at::Tensor relu2(const at::Tensor& x) { return activation(x, "relu2"); }
+inline at::Tensor gelu(const at::Tensor& x) { return activation(x, "gelu"); }
+inline at::Tensor gelu_tanh(const at::Tensor& x) { return activation(x, "gelu_tanh"); }
+inline at::Tensor quick_gelu(const at::Tensor& x) { return activation(x, "quick_gelu"); }
+inline at::Tensor silu(const at::Tensor& x) { return activation(x, "silu"); }
+inline at::Tensor sigmoid(const at::Tensor& x) { return activation(x, "sigmoid"); }
+inline at::Tensor tanh(const at::Tensor& x) { return activation(x, "tanh"); }
+
 /// The activation in place: square, relu, silu, sigmoid or tanh. Returns x.
 TORCHKILN_EXPORT at::Tensor& activation_(at::Tensor& x, std::string_view act);
 
