@@ -82,6 +82,12 @@ def test_every_op_has_a_spec() -> None:
     assert registered() == covered
 
 
+def test_helpers_have_an_underscore() -> None:
+    """Schemas of the other ops stay: docs/stability.md."""
+    assert {op for op in registered() if op[0] != "_"} <= {*torchkiln.__all__, *UNLISTED}
+    assert not {op for op in registered() if op[0] == "_" and op[1:] in torchkiln.__all__}
+
+
 def test_every_public_function_has_a_spec() -> None:
     functions = {name for name in torchkiln.__all__ if inspect.isroutine(getattr(torchkiln, name))}
     written = [spec.written for spec in EVERY if spec.written is not None]
