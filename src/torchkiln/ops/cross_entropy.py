@@ -4,6 +4,7 @@ from typing import Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import _register_namedtuple
 
 from torchkiln import _C
 from torchkiln.ops.eager import eager
@@ -18,6 +19,10 @@ class CrossEntropyOutput(NamedTuple):
     """The part of the loss that the z-loss adds; None if it was not asked for."""
     accuracy: Tensor | None
     """None if it was not asked for."""
+
+
+# torch.export saves programs that return it.
+_register_namedtuple(CrossEntropyOutput, serialized_type_name="torchkiln.CrossEntropyOutput")
 
 
 class LossOptions(TypedDict, total=False):
